@@ -1,0 +1,32 @@
+//! A pool as an engine sees it: an arbitrary header page and arbitrary segment memory behind it.
+//!
+//! Input: mapped length, a slot's offset, its generation and a block's bytes (u64 each), then the pool's words, which
+//! repeat for as long as the pool is.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use shm_protocol::pool::{POOL_BYTES_MAX, PoolView, SlotRef};
+
+fuzz_target!(|input: &[u8]| {
+    let words: Vec<u64> = input.as_chunks::<8>().0.iter().map(|eight| u64::from_le_bytes(*eight)).collect();
+    let [length, offset, generation, block_bytes, pool @ ..] = &words[..] else { return };
+    if pool.is_empty() {
+        return;
+    }
+    let length = length % (2 * POOL_BYTES_MAX);
+    let load = |at: usize| {
+        assert!(at.is_multiple_of(8) && (at as u64) + 8 <= length, "a load at {at} of {length}");
+        pool[at / 8 % pool.len()]
+    };
+    let Ok(view) = PoolView::new(load, length) else { return };
+    let slot = SlotRef { offset: *offset, generation: *generation };
+    let whole = view.verify(slot, *block_bytes);
+    match view.place(*offset, *block_bytes) {
+        Ok(place) => {
+            assert!(place.segment < view.segments() && place.header < *offset);
+            assert!(offset + block_bytes <= length, "the whole block lies inside the pool");
+            view.read_header(*offset, *block_bytes).expect("the same place");
+        }
+        Err(_) => assert!(!whole),
+    }
+});

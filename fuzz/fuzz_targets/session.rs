@@ -1,0 +1,289 @@
+//! A whole session memory in a hostile engine's hands, and the core behind it: two schedulers and three ranks of one
+//! engine post slots, real and raw, move cursors and rewrite arenas; every event and every action is carried out but the
+//! copies' bytes. Nothing may panic, and once all are gone nothing may be held.
+//!
+//! Input: instructions, each an opcode and what it needs; what is missing reads as zero.
+#![no_main]
+
+use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use copy_engine::HostMemory;
+use libfuzzer_sys::fuzz_target;
+use shm_protocol::handshake::{BlockRegion, Copier, Hello, Role, Worker};
+use shm_protocol::layout::{SESSION_BYTES, header};
+use shm_protocol::message::{Kind, Message, Slot};
+use shm_protocol::region::Access;
+use shm_protocol::ring::RingMemory;
+use shm_protocol::session::{RegionRing, Ring, SessionMemory};
+use shm_protocol::{PROTOCOL_VERSION, namespace};
+use sidecar::copiers::Rank;
+use sidecar::engine::{Action, CopyId, Core, Event};
+use sidecar::session::Session;
+use tiers::dram::{self, Dram};
+
+const SEGMENT_BYTES: u64 = 2 << 20;
+/// Bytes of a rank's blocks, by form: a pool of two segments holds many of the first and few of the second.
+const FORMS: [u64; 2] = [600, 300_000];
+const INSTRUCTIONS_MAX: usize = 400;
+
+/// A peer's two views of its memory.
+struct Peer {
+    session: Session,
+    memory: SessionMemory,
+    tail: u32,
+}
+
+struct World {
+    core: Core,
+    peers: BTreeMap<u64, Peer>,
+    copies: VecDeque<CopyId>,
+    out: Vec<Action>,
+    next: u64,
+    now_ms: u64,
+}
+
+struct Input<'a>(&'a [u8]);
+
+impl Input<'_> {
+    fn byte(&mut self) -> u8 {
+        let Some((first, rest)) = self.0.split_first() else { return 0 };
+        self.0 = rest;
+        *first
+    }
+
+    fn word(&mut self) -> u64 {
+        u64::from_le_bytes(std::array::from_fn(|_| self.byte()))
+    }
+
+    fn slot(&mut self) -> Slot {
+        std::array::from_fn(|_| self.word())
+    }
+
+    /// A message whose small fields often fit together.
+    fn message(&mut self) -> Message {
+        let kind = Kind::try_from(self.byte() % 11 + 1).expect("1 to 11");
+        let mut small = || u32::from(self.byte());
+        Message {
+            kind,
+            flags: (small() & 3) as u8,
+            log: small() & 3,
+            op: small().into(),
+            from: small() & 63,
+            count: small() & 63,
+            step: u64::from(small() & 7),
+            lease: small().into(),
+            data: [small() & 7, 1, 2, 3, 4, 5],
+        }
+    }
+}
+
+fn eventfd() -> OwnedFd {
+    rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).expect("an eventfd")
+}
+
+fn memory_of(bytes: u64) -> OwnedFd {
+    let fd = rustix::fs::memfd_create("fuzz", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
+    rustix::fs::ftruncate(&fd, bytes).expect("its size");
+    fd
+}
+
+fn role(kind: u8) -> Role {
+    if kind < 2 {
+        return Role::Scheduler { run: [kind; 16] };
+    }
+    let bytes = FORMS[usize::from(kind & 1)];
+    let regions = vec![BlockRegion { fd: 0, offset: 0, stride: bytes, bytes }];
+    let facts = BTreeMap::from([("model".into(), "fuzz".into())]);
+    let (rank, shard) = (u32::from(kind >> 1 & 1), u32::from(kind >> 1 & 1));
+    Role::Worker(Worker { rank, shard, shards: 2, blocks: 8, regions, copy: Copier::Engine, facts })
+}
+
+impl World {
+    fn new() -> Self {
+        let config =
+            dram::Config { pool_bytes: 2 * SEGMENT_BYTES, segment_bytes: SEGMENT_BYTES, lease_ttl_ms: 1000 };
+        let core = Core::new(Dram::new(config).expect("a small tier"));
+        let (peers, copies, out) = (BTreeMap::new(), VecDeque::new(), Vec::new());
+        Self { core, peers, copies, out, next: 1, now_ms: 0 }
+    }
+
+    fn connect(&mut self, kind: u8) {
+        if self.peers.len() >= 5 {
+            return;
+        }
+        let (id, role) = (self.next, role(kind));
+        self.next += 1;
+        let (_, memory) = SessionMemory::create(1, id).expect("a session memory");
+        let socket = Arc::new(eventfd());
+        let mut digest = None;
+        let rank = if let Role::Worker(worker) = &role {
+            digest = Some(namespace::digest(&worker.facts));
+            let fd = memory_of(worker.descriptor_bytes(0));
+            let host = HostMemory::new(vec![fd], &worker.regions, worker.blocks, Access::ReadOnly);
+            Some(Arc::new(Rank::new(host.expect("as stated"), memory.clone(), Arc::clone(&socket))))
+        } else {
+            None
+        };
+        let session = Session::new(memory.clone(), socket, eventfd(), rank);
+        self.peers.insert(id, Peer { session, memory, tail: 0 });
+        let hello = Hello { version: PROTOCOL_VERSION, engine: "fuzz".into(), world_size: 2, role };
+        self.handle(Event::Connected { session: id, hello, namespace: digest });
+    }
+
+    fn handle(&mut self, event: Event) {
+        self.core.handle(self.now_ms, event, &mut self.out);
+        let mut closing = Vec::new();
+        while !self.out.is_empty() {
+            for action in std::mem::take(&mut self.out) {
+                match action {
+                    Action::Answer { session, op, outcome, refs, chunks, from } => {
+                        let Some(peer) = self.peers.get_mut(&session) else { continue };
+                        peer.session.write_refs(&chunks, from, &refs);
+                        peer.session.store_outcome(op, outcome);
+                    }
+                    Action::Outcome { session, op, outcome } => {
+                        let Some(peer) = self.peers.get_mut(&session) else { continue };
+                        peer.session.store_outcome(op, outcome);
+                    }
+                    Action::Saved { session, saved } => {
+                        let Some(peer) = self.peers.get_mut(&session) else { continue };
+                        if peer.session.push_saved(&saved).is_err() {
+                            closing.push(session);
+                        }
+                        peer.session.flush();
+                    }
+                    Action::Copy { copy, .. } => self.copies.push_back(copy),
+                    Action::Close { session, .. } => closing.push(session),
+                    _ => {}
+                }
+            }
+            while let Some(session) = closing.pop() {
+                if self.peers.remove(&session).is_some() {
+                    self.core.handle(self.now_ms, Event::Disconnected { session }, &mut self.out);
+                }
+            }
+        }
+    }
+
+    /// What the data thread does in a turn.
+    fn turn(&mut self) {
+        let ids: Vec<u64> = self.peers.keys().copied().collect();
+        for id in ids {
+            let Some(peer) = self.peers.get_mut(&id) else { continue };
+            let mut broken = peer.session.look().is_err();
+            while let Some(peer) = self.peers.get_mut(&id).filter(|_| !broken) {
+                match peer.session.read() {
+                    Ok(Some(request)) => {
+                        let (message, keys, blocks) = (request.message, request.keys, request.blocks);
+                        self.handle(Event::Message { session: id, message, keys, blocks });
+                    }
+                    Ok(None) => break,
+                    Err(_) => broken = true,
+                }
+            }
+            let Some(peer) = self.peers.get_mut(&id) else { continue };
+            peer.session.release();
+            if broken {
+                self.peers.remove(&id);
+                self.handle(Event::Disconnected { session: id });
+            } else if peer.session.rank().is_none() {
+                let void_below = peer.session.void_below();
+                self.handle(Event::Drained { session: id, void_below });
+            } else if let Some((start, done)) = peer.session.moved_fences() {
+                self.handle(Event::Fences { session: id, start, done });
+            }
+        }
+    }
+
+    fn end(mut self) {
+        let ids: Vec<u64> = self.peers.keys().copied().collect();
+        for id in ids {
+            if self.peers.remove(&id).is_some() {
+                self.handle(Event::Disconnected { session: id });
+            }
+        }
+        while let Some(copy) = self.copies.pop_front() {
+            self.handle(Event::Copied { copy, ok: true });
+        }
+        self.now_ms += 1_000_000;
+        self.handle(Event::Tick);
+        let stats = self.core.stats();
+        assert_eq!((stats.sessions, stats.leases, self.core.busy()), (0, 0, false));
+        let largest = FORMS[1] * 2;
+        assert!(stats.pool_used_bytes <= stats.blocks * largest, "a slot is filled by nobody");
+        assert!(stats.pool_used_bytes >= stats.blocks * FORMS[0] * 2);
+    }
+}
+
+fn post(peer: &mut Peer, slot: &Slot) {
+    let ring: RegionRing = peer.memory.ring(Ring::Submission);
+    ring.write_slot(peer.tail % ring.capacity(), slot);
+    peer.tail = peer.tail.wrapping_add(1);
+    ring.store_tail(peer.tail);
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    let (mut input, mut world) = (Input(bytes), World::new());
+    for _ in 0..INSTRUCTIONS_MAX {
+        if input.0.is_empty() {
+            break;
+        }
+        let code = input.byte();
+        let whose = world.peers.keys().copied().nth(usize::from(code >> 4) % world.peers.len().max(1));
+        let peer = whose.and_then(|id| world.peers.get_mut(&id));
+        match (code & 15, peer) {
+            (0, _) => world.connect(input.byte() & 7),
+            (1, Some(_)) => {
+                let session = whose.expect("it was found");
+                world.peers.remove(&session);
+                world.handle(Event::Disconnected { session });
+            }
+            (2, Some(peer)) => post(peer, &input.slot()),
+            (3, Some(peer)) => {
+                peer.tail = input.word() as u32;
+                peer.memory.ring(Ring::Submission).store_tail(peer.tail);
+            }
+            (4, Some(peer)) => {
+                let at = input.word() as usize % (SESSION_BYTES / 8) * 8;
+                peer.memory.region().word64(at).store(input.word(), Ordering::Relaxed);
+            }
+            (5, Some(peer)) => {
+                for word in [header::FENCE_START, header::FENCE_DONE] {
+                    peer.memory.region().word64(word).store(u64::from(input.byte() & 7), Ordering::Release);
+                }
+            }
+            (6, _) => {
+                if let Some(copy) = world.copies.pop_front() {
+                    let ok = input.byte() & 1 == 1;
+                    world.handle(Event::Copied { copy, ok });
+                }
+            }
+            (7, _) => {
+                world.now_ms += u64::from(input.byte()) * 10;
+                world.handle(Event::Tick);
+            }
+            (8, Some(peer)) => peer.memory.write_block_id(input.byte().into(), input.byte().into()),
+            (9 | 10, _) => world.turn(),
+            (11, Some(peer)) => {
+                // The completions are read, as an engine does.
+                let ring = peer.memory.ring(Ring::Completion);
+                ring.store_head(ring.load_tail());
+            }
+            (_, Some(peer)) => {
+                let message = input.message();
+                let message = if message.kind == Kind::Join {
+                    message.with_bytes16([message.flags & 1; 16])
+                } else {
+                    message
+                };
+                post(peer, &message.encode());
+            }
+            (_, None) => world.connect(code >> 4 & 7),
+        }
+    }
+    world.turn();
+    world.end();
+});

@@ -1,0 +1,300 @@
+//! The three records of the handshake, CBOR maps on a UNIX SEQPACKET socket, one record a packet.
+//!
+//! The engine sends [`Hello`]; the sidecar answers [`Reply::Welcome`] with three descriptors (session memory, eventfd,
+//! pool opened read-only), or [`Reply::Refused`] with a text that names the remedy. After that the socket carries
+//! nothing; its hang-up tells each side of the other's death.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::PROTOCOL_VERSION;
+
+/// Bytes of the largest record: 1,024 regions of some 40 bytes and a page of facts.
+pub const RECORD_BYTES_MAX: usize = 64 * 1024;
+/// Descriptors of the largest record: one per KV storage of a rank.
+pub const DESCRIPTORS_MAX: usize = 64;
+/// Regions a block may have: two for each of 512 layers.
+pub const REGIONS_MAX: usize = 1024;
+/// Ranks of an engine: one bit each in a word.
+pub const RANKS_MAX: u32 = 64;
+/// Facts a namespace may state.
+pub const FACTS_MAX: usize = 256;
+
+/// What an engine process says first.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Hello {
+    /// [`PROTOCOL_VERSION`] of the sender.
+    pub version: u32,
+    /// `engine_id` of vLLM's configuration, the same in the scheduler and the workers.
+    pub engine: String,
+    /// Ranks of the engine.
+    pub world_size: u32,
+    /// The sender's part in the engine.
+    pub role: Role,
+}
+
+/// The part of an engine that a session serves.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// Posts queries, loads and saves.
+    Scheduler {
+        /// Random id of this run of the engine; workers JOIN it.
+        #[serde(with = "serde_bytes16")]
+        run: [u8; 16],
+    },
+    /// Owns KV memory.
+    Worker(Worker),
+}
+
+/// What a worker states about its memory.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Worker {
+    /// Rank, below `world_size`.
+    pub rank: u32,
+    /// Which distinct part of a block this rank holds, below `shards`.
+    pub shard: u32,
+    /// Distinct parts of a block over all ranks.
+    pub shards: u32,
+    /// Blocks in the engine's KV cache; block ids are below this.
+    pub blocks: u32,
+    /// Where a block's bytes lie, in (group, layer) order.
+    pub regions: Vec<BlockRegion>,
+    /// Who copies loaded blocks into engine memory.
+    pub copy: Copier,
+    /// Everything that makes bytes interchangeable, by name; digested into the namespace.
+    pub facts: BTreeMap<String, String>,
+}
+
+/// One run of bytes in every block: block `b` has it at `offset + b * stride` of descriptor `fd`.
+#[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct BlockRegion {
+    /// Index of the descriptor sent along.
+    pub fd: u32,
+    /// Bytes from the descriptor's start to block 0.
+    pub offset: u64,
+    /// Bytes from one block to the next.
+    pub stride: u64,
+    /// Bytes of the run.
+    pub bytes: u64,
+}
+
+/// Who writes loaded blocks into the engine's memory.
+#[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Copier {
+    /// The engine copies from the pool, which it maps read-only.
+    Engine,
+    /// The sidecar copies into the engine's memory, sent with write access.
+    Sidecar,
+}
+
+/// The sidecar's answer.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reply {
+    /// Accepted.
+    Welcome(Welcome),
+    /// Not accepted.
+    Refused {
+        /// The sidecar's [`PROTOCOL_VERSION`].
+        version: u32,
+        /// Why, and what to change.
+        reason: String,
+    },
+}
+
+/// What an accepted engine needs to know; the descriptors travel beside it.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Welcome {
+    /// [`PROTOCOL_VERSION`] of the sidecar.
+    pub version: u32,
+    /// Random id of this life of the sidecar.
+    pub epoch: u64,
+    /// Session id.
+    pub session: u64,
+    /// Milliseconds a lease lives unless a load is posted or the query is repeated.
+    pub lease_ttl_ms: u64,
+    /// Bytes of the pool.
+    pub pool_bytes: u64,
+    /// Bytes of a pool segment.
+    pub segment_bytes: u64,
+    /// The namespace of a worker's blocks, 32 hex digits; empty for a scheduler.
+    pub namespace: String,
+}
+
+/// A record that must not be followed.
+#[derive(Debug, Error, Eq, PartialEq)]
+pub enum HandshakeError {
+    /// Not CBOR, or not this record.
+    #[error("not a pillion handshake record: {0}")]
+    Malformed(String),
+    /// A peer of another release.
+    #[error(
+        "the peer speaks protocol version {theirs}, this side version {PROTOCOL_VERSION}: install the same pillion release on both"
+    )]
+    Version {
+        /// The peer's version.
+        theirs: u32,
+    },
+    /// A field is out of range.
+    #[error("handshake field {field} is {value}; {rule}")]
+    Range {
+        /// Field.
+        field: &'static str,
+        /// What it holds.
+        value: u64,
+        /// What it may hold.
+        rule: &'static str,
+    },
+}
+
+/// What every record of every version holds.
+#[derive(Deserialize)]
+struct VersionOnly {
+    version: u32,
+}
+
+/// A record's bytes.
+pub fn encode<T: Serialize>(record: &T) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    ciborium::into_writer(record, &mut bytes).expect("writing CBOR to memory cannot fail");
+    bytes
+}
+
+/// Reads a [`Reply`].
+pub fn decode_reply(bytes: &[u8]) -> Result<Reply, HandshakeError> {
+    #[derive(Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    enum AnyReply {
+        Welcome(VersionOnly),
+        Refused(VersionOnly),
+    }
+    let (AnyReply::Welcome(version) | AnyReply::Refused(version)) = decode(bytes)?;
+    version.check()?;
+    decode(bytes)
+}
+
+/// Reads a [`Hello`] and checks every field against the limits and against the number of descriptors that came.
+pub fn decode_hello(bytes: &[u8], descriptors: usize) -> Result<Hello, HandshakeError> {
+    decode::<VersionOnly>(bytes)?.check()?;
+    let hello: Hello = decode(bytes)?;
+    hello.check(descriptors)?;
+    Ok(hello)
+}
+
+fn decode<T: for<'de> Deserialize<'de>>(bytes: &[u8]) -> Result<T, HandshakeError> {
+    if bytes.len() > RECORD_BYTES_MAX {
+        return Err(HandshakeError::Malformed(format!("{} bytes", bytes.len())));
+    }
+    ciborium::from_reader(bytes).map_err(|error| HandshakeError::Malformed(error.to_string()))
+}
+
+fn range(field: &'static str, value: u64, valid: bool, rule: &'static str) -> Result<(), HandshakeError> {
+    if valid { Ok(()) } else { Err(HandshakeError::Range { field, value, rule }) }
+}
+
+// === impl VersionOnly ===
+
+impl VersionOnly {
+    fn check(self) -> Result<(), HandshakeError> {
+        let theirs = self.version;
+        if theirs == PROTOCOL_VERSION { Ok(()) } else { Err(HandshakeError::Version { theirs }) }
+    }
+}
+
+// === impl Hello ===
+
+impl Hello {
+    fn check(&self, descriptors: usize) -> Result<(), HandshakeError> {
+        let length = self.engine.len() as u64;
+        range("engine (its length)", length, (1..=256).contains(&length), "1 to 256 bytes")?;
+        let ranks = 1..=RANKS_MAX;
+        range("world_size", self.world_size.into(), ranks.contains(&self.world_size), "1 to 64 ranks")?;
+        match &self.role {
+            Role::Scheduler { .. } => {
+                range("descriptors", descriptors as u64, descriptors == 0, "a scheduler sends none")
+            }
+            Role::Worker(worker) => worker.check(self.world_size, descriptors),
+        }
+    }
+}
+
+// === impl BlockRegion ===
+
+impl BlockRegion {
+    /// Where the run of the last of `blocks` blocks ends in its descriptor, in bytes. The handshake has checked that the
+    /// sum does not overflow.
+    pub fn end(&self, blocks: u32) -> u64 {
+        self.offset + u64::from(blocks - 1) * self.stride + self.bytes
+    }
+}
+
+// === impl Worker ===
+
+impl Worker {
+    fn check(&self, world_size: u32, descriptors: usize) -> Result<(), HandshakeError> {
+        range("rank", self.rank.into(), self.rank < world_size, "below world_size")?;
+        range("shards", self.shards.into(), (1..=world_size).contains(&self.shards), "1 to world_size")?;
+        let whole = world_size.is_multiple_of(self.shards);
+        range("shards", self.shards.into(), whole, "a divisor of world_size")?;
+        let shard = self.rank / (world_size / self.shards);
+        range("shard", self.shard.into(), self.shard == shard, "rank / (world_size / shards)")?;
+        range("blocks", self.blocks.into(), self.blocks > 0, "at least one")?;
+        range("facts", self.facts.len() as u64, self.facts.len() <= FACTS_MAX, "at most 256")?;
+        let regions = self.regions.len();
+        range("regions", regions as u64, (1..=REGIONS_MAX).contains(&regions), "1 to 1,024")?;
+        for region in &self.regions {
+            range(
+                "region.fd",
+                region.fd.into(),
+                (region.fd as usize) < descriptors,
+                "below the descriptors sent",
+            )?;
+            range("region.bytes", region.bytes, region.bytes > 0, "at least one byte")?;
+            range("region.stride", region.stride, region.stride >= region.bytes, "at least region.bytes")?;
+            let last = u64::from(self.blocks - 1).checked_mul(region.stride);
+            let end = last.and_then(|at| at.checked_add(region.offset)?.checked_add(region.bytes));
+            range(
+                "region.offset",
+                region.offset,
+                end.is_some_and(|end| end <= i64::MAX as u64),
+                "inside a file",
+            )?;
+        }
+        let total = self.block_bytes();
+        range(
+            "block bytes",
+            total.unwrap_or(u64::MAX),
+            total.is_some_and(|bytes| bytes < 1 << 40),
+            "below 1 TiB",
+        )
+    }
+
+    /// Bytes of this rank's part of a block; `None` where the sum overflows.
+    pub fn block_bytes(&self) -> Option<u64> {
+        self.regions.iter().try_fold(0_u64, |sum, region| sum.checked_add(region.bytes))
+    }
+
+    /// Bytes that descriptor `fd` must hold for every block to lie inside it.
+    pub fn descriptor_bytes(&self, fd: u32) -> u64 {
+        let ends = self.regions.iter().filter(|region| region.fd == fd);
+        ends.map(|region| region.end(self.blocks)).max().unwrap_or(0)
+    }
+}
+
+mod serde_bytes16 {
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(super) fn serialize<S: Serializer>(bytes: &[u8; 16], serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_bytes(bytes)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<[u8; 16], D::Error> {
+        let value = ciborium::Value::deserialize(deserializer)?;
+        let bytes = value.as_bytes().ok_or_else(|| D::Error::custom("a run id is a byte string"))?;
+        bytes.as_slice().try_into().map_err(|_| D::Error::custom("a run id has 16 bytes"))
+    }
+}

@@ -1,0 +1,136 @@
+//! Block keys: namespace, cache group and the engine's own block hash, compared in full and never shortened.
+
+use std::fmt;
+
+use thiserror::Error;
+
+/// Bytes of the longest block hash (SHA-256).
+pub const HASH_BYTES_MAX: usize = 32;
+/// Bytes of the shorter block hash (XXH3-128).
+pub const HASH_BYTES_SHORT: usize = 16;
+
+/// A block hash as the engine made it; one of 16 bytes is padded with zeros to 32.
+#[repr(C)]
+#[derive(Copy, Clone, Eq, PartialEq, Ord, PartialOrd, Hash, Debug)]
+pub struct BlockHash(pub [u8; HASH_BYTES_MAX]);
+
+/// What a block is kept under in one process: namespaces are numbered by the sidecar.
+#[repr(C)]
+#[derive(Copy, Clone, Eq, PartialEq, Ord, PartialOrd, Hash, Debug)]
+pub struct BlockKey {
+    /// Number of the namespace in this life of the sidecar.
+    pub namespace: u32,
+    /// Cache group.
+    pub group: u32,
+    /// The engine's hash of the block and all before it.
+    pub hash: BlockHash,
+}
+
+/// 128-bit digest of everything that makes bytes interchangeable.
+#[repr(C)]
+#[derive(Copy, Clone, Eq, PartialEq, Ord, PartialOrd, Hash)]
+pub struct NamespaceDigest(pub [u8; 16]);
+
+const _: () = assert!(size_of::<BlockHash>() == 32 && align_of::<BlockHash>() == 1);
+const _: () = assert!(size_of::<BlockKey>() == 40 && align_of::<BlockKey>() == 4);
+const _: () = assert!(std::mem::offset_of!(BlockKey, hash) == 8);
+const _: () = assert!(size_of::<NamespaceDigest>() == 16);
+
+/// Bytes that are no block hash.
+#[derive(Debug, Error, Eq, PartialEq)]
+pub enum KeyError {
+    /// Neither 16 nor 32 bytes.
+    #[error(
+        "a block hash of {0} bytes; pass 16 (xxhash_cbor, xxhash) or 32 (sha256_cbor, sha256) as the engine made it"
+    )]
+    Length(usize),
+}
+
+// === impl BlockHash ===
+
+impl BlockHash {
+    /// A hash from the engine's bytes.
+    pub fn from_slice(bytes: &[u8]) -> Result<Self, KeyError> {
+        if bytes.len() != HASH_BYTES_SHORT && bytes.len() != HASH_BYTES_MAX {
+            return Err(KeyError::Length(bytes.len()));
+        }
+        let mut hash = [0; HASH_BYTES_MAX];
+        hash[..bytes.len()].copy_from_slice(bytes);
+        Ok(Self(hash))
+    }
+
+    /// The hash as four little-endian words.
+    pub fn words(&self) -> [u64; 4] {
+        let (eights, _) = self.0.as_chunks::<8>();
+        [0, 1, 2, 3].map(|index| u64::from_le_bytes(eights[index]))
+    }
+
+    /// The hash whose words these are.
+    pub fn from_words(words: [u64; 4]) -> Self {
+        let mut hash = [0; HASH_BYTES_MAX];
+        for (eight, word) in hash.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+            *eight = word.to_le_bytes();
+        }
+        Self(hash)
+    }
+}
+
+// === impl NamespaceDigest ===
+
+impl NamespaceDigest {
+    /// The digest as two little-endian words.
+    pub fn words(&self) -> [u64; 2] {
+        let value = u128::from_le_bytes(self.0);
+        [value as u64, (value >> 64) as u64]
+    }
+
+    /// The digest whose words these are.
+    pub fn from_words(words: [u64; 2]) -> Self {
+        Self((u128::from(words[0]) | u128::from(words[1]) << 64).to_le_bytes())
+    }
+}
+
+impl fmt::Display for NamespaceDigest {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(formatter, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for NamespaceDigest {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "NamespaceDigest({self})")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_16_and_32_bytes_are_hashes() {
+        for length in 0..64 {
+            let bytes = vec![7; length];
+            match BlockHash::from_slice(&bytes) {
+                Ok(hash) => {
+                    assert!(length == 16 || length == 32);
+                    assert_eq!(hash.0[..length], bytes[..]);
+                    assert!(hash.0[length..].iter().all(|byte| *byte == 0), "padded with zeros");
+                }
+                Err(error) => {
+                    assert!(length != 16 && length != 32);
+                    assert_eq!(error, KeyError::Length(length));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn words_are_little_endian_and_invert() {
+        let hash = BlockHash(std::array::from_fn(|index| index as u8));
+        assert_eq!(hash.words()[0], 0x0706_0504_0302_0100);
+        assert_eq!(BlockHash::from_words(hash.words()), hash);
+        let digest = NamespaceDigest(std::array::from_fn(|index| index as u8));
+        assert_eq!(NamespaceDigest::from_words(digest.words()), digest);
+        assert_eq!(digest.to_string(), "000102030405060708090a0b0c0d0e0f");
+    }
+}

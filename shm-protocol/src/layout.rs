@@ -1,0 +1,119 @@
+//! Where everything lies in a session's memfd. Offsets in bytes, words little-endian, version 1.
+//!
+//! The sidecar creates the memfd, fixes its size by seals and writes the header, version word last. Each hot word
+//! has a cache line of its own, so that the two sides do not slow each other down by writing neighbours.
+
+/// First word of a session memfd: `PILLION1` in ASCII.
+pub const MAGIC: u64 = u64::from_le_bytes(*b"PILLION1");
+
+/// Bytes of a cache line on every machine we serve.
+pub const LINE: usize = 64;
+
+/// Words of a session memfd's header page.
+pub mod header {
+    /// u64: [`super::MAGIC`].
+    pub const MAGIC: usize = 0;
+    /// u32: protocol version, stored last with release.
+    pub const VERSION: usize = 8;
+    /// u64: the sidecar's epoch, a random id of one life of it.
+    pub const EPOCH: usize = 16;
+    /// u64: session id, unique within the epoch.
+    pub const SESSION: usize = 24;
+    /// u64: milliseconds of the sidecar's clock at its last turn of the loop; it moves while the sidecar lives.
+    pub const SIDECAR_HEARTBEAT: usize = 64;
+    /// u32: 1 while the sidecar sleeps and must be woken through the eventfd.
+    pub const SIDECAR_ASLEEP: usize = 128;
+    /// u32: 1 while an engine thread sleeps on `SIGNAL`.
+    pub const ENGINE_WAITING: usize = 192;
+    /// u32: futex word, incremented before the engine is woken.
+    pub const SIGNAL: usize = 256;
+    /// u64: every save operation with an id below this one is void, although its CANCEL found no room.
+    pub const VOID_SAVES_BELOW: usize = 320;
+    /// u32: tail of the submission ring, stored by the engine.
+    pub const SUBMISSION_TAIL: usize = 384;
+    /// u32: head of the submission ring, stored by the sidecar: everything before it has been copied out.
+    pub const SUBMISSION_HEAD: usize = 448;
+    /// u32: tail of the completion ring, stored by the sidecar.
+    pub const COMPLETION_TAIL: usize = 512;
+    /// u32: head of the completion ring, stored by the engine.
+    pub const COMPLETION_HEAD: usize = 576;
+    /// u64, worker sessions: last step whose forward may begin to read loaded blocks (stored by the engine).
+    pub const FENCE_START: usize = 640;
+    /// u64, worker sessions: last step whose KV has been written (stored by the engine).
+    pub const FENCE_DONE: usize = 704;
+    /// u64, worker sessions: loads of an operation at or below this one must not start any more (engine).
+    pub const FENCE_GATE: usize = 768;
+    /// u64, worker sessions: blocks of loads that the sidecar is writing, raised before it looks at the gate (sidecar).
+    pub const FENCE_COPYING: usize = 832;
+}
+
+/// Bytes of the header page.
+pub const HEADER_BYTES: usize = 4096;
+
+/// Slots of the submission ring: 32 waiting requests of 8,192 keys need 32 x (22 APPEND + 2) = 768; the rest is room for
+/// a step that saves from 1,024 requests at once. Power of two.
+pub const SUBMISSION_SLOTS: usize = 4096;
+/// Slots that only LOAD, CANCEL, RELEASE, CLOSE, LOADED and JOIN may use, so that giving up is always possible.
+pub const SUBMISSION_RESERVED: usize = 1024;
+/// Slots of the completion ring, and with it the most saves in flight of one session. Power of two.
+pub const COMPLETION_SLOTS: usize = 4096;
+/// Bytes of a ring slot: one message or one completion.
+pub const SLOT_BYTES: usize = 64;
+/// Words of the completion table: the most queries and loads in flight of one session. Power of two.
+pub const OPERATIONS: usize = 4096;
+
+/// Keys in one chunk of the key arena.
+pub const CHUNK_KEYS: usize = 64;
+/// Bytes of a key in a chunk; shorter hashes are padded with zeros.
+pub const KEY_BYTES: usize = 32;
+/// Bytes of a slot reference in a chunk: pool offset and generation, written by the sidecar.
+pub const REF_BYTES: usize = 16;
+/// Bytes of a chunk: 64 keys, then 64 slot references.
+pub const CHUNK_BYTES: usize = CHUNK_KEYS * (KEY_BYTES + REF_BYTES);
+/// Chunks of the key arena: 2^20 keys, the KV of 16 million tokens at 16 tokens a block; 48 MiB, touched as used.
+pub const CHUNKS: usize = 16_384;
+/// Logs one session may hold open: running and waiting requests of one engine.
+pub const LOGS: usize = 65_536;
+/// The most keys in one log, equal to the whole arena.
+pub const LOG_KEYS: usize = CHUNKS * CHUNK_KEYS;
+/// The most keys of one QUERY: a million tokens at 16 a block, found in some 4 ms, for which a neighbour waits.
+pub const QUERY_KEYS: usize = 1 << 16;
+/// Block ids in the block-id arena, a circle of u32 used in message order.
+pub const BLOCK_IDS: usize = 1 << 18;
+
+/// Offset of the submission ring's slots.
+pub const SUBMISSION: usize = HEADER_BYTES;
+/// Offset of the completion ring's slots.
+pub const COMPLETION: usize = SUBMISSION + SUBMISSION_SLOTS * SLOT_BYTES;
+/// Offset of the completion table.
+pub const TABLE: usize = COMPLETION + COMPLETION_SLOTS * SLOT_BYTES;
+/// Offset of the block-id arena.
+pub const BLOCK_ID_ARENA: usize = TABLE + OPERATIONS * 8;
+/// Offset of the key arena.
+pub const KEY_ARENA: usize = BLOCK_ID_ARENA + BLOCK_IDS * 4;
+/// Bytes of a session memfd.
+pub const SESSION_BYTES: usize = KEY_ARENA + CHUNKS * CHUNK_BYTES;
+
+/// Offset of key `index` in chunk `chunk`.
+pub const fn key_offset(chunk: usize, index: usize) -> usize {
+    KEY_ARENA + chunk * CHUNK_BYTES + index * KEY_BYTES
+}
+
+/// Offset of slot reference `index` in chunk `chunk`.
+pub const fn ref_offset(chunk: usize, index: usize) -> usize {
+    KEY_ARENA + chunk * CHUNK_BYTES + CHUNK_KEYS * KEY_BYTES + index * REF_BYTES
+}
+
+const _: () = {
+    assert!(SUBMISSION_SLOTS.is_power_of_two() && COMPLETION_SLOTS.is_power_of_two());
+    assert!(OPERATIONS.is_power_of_two() && BLOCK_IDS.is_power_of_two());
+    assert!(SUBMISSION_RESERVED < SUBMISSION_SLOTS);
+    assert!(header::FENCE_COPYING + LINE <= HEADER_BYTES);
+    assert!(SUBMISSION.is_multiple_of(LINE) && COMPLETION.is_multiple_of(LINE) && TABLE.is_multiple_of(LINE));
+    assert!(
+        BLOCK_ID_ARENA.is_multiple_of(LINE)
+            && KEY_ARENA.is_multiple_of(LINE)
+            && CHUNK_BYTES.is_multiple_of(LINE)
+    );
+    assert!(CHUNK_BYTES == 3072 && SESSION_BYTES == 51_941_376);
+};

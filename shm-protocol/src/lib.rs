@@ -1,0 +1,25 @@
+//! What an engine process and the sidecar must agree on, byte for byte.
+//!
+//! Job: the handshake ([`handshake`]), the shared session memory ([`layout`], [`session`]), the rings in it
+//! ([`ring`]), the messages on them ([`message`]), taking loads back ([`gate`]), block keys and namespaces ([`key`], [`namespace`]) and the
+//! layout of the DRAM pool ([`pool`]). `PROTOCOL.md` beside this crate states the same for other languages.
+//!
+//! May depend on: ciborium, sha2, rustix. Never: decides anything, starts a thread, reads the environment,
+//! trusts a peer's value twice, or keeps a reference to plain memory that a peer can write.
+
+pub mod gate;
+pub mod handshake;
+pub mod key;
+pub mod layout;
+pub mod message;
+pub mod namespace;
+pub mod pool;
+pub mod proof;
+pub mod region;
+pub mod ring;
+pub mod session;
+pub mod transport;
+pub mod wait;
+
+/// Version of everything in this crate. Peers of different versions refuse each other, naming both numbers.
+pub const PROTOCOL_VERSION: u32 = 1;

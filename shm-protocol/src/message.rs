@@ -1,0 +1,272 @@
+//! The messages on the rings: 64 bytes each, fixed-width little-endian fields, decoded fallibly.
+
+use thiserror::Error;
+
+/// Words of a ring slot.
+pub type Slot = [u64; 8];
+
+/// Operation codes of the submission ring.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
+#[repr(u8)]
+pub enum Kind {
+    /// Opens key log `log`.
+    Open = 1,
+    /// Appends `count` keys from index `from` (the log's length so far); `data` names the chunks they touch.
+    Append = 2,
+    /// Asks for the leading hits of keys `from..from+count`, under a lease. Answered in the completion table.
+    Query = 3,
+    /// Promises to load keys `from..from+count` under the lease of query `lease` into the block ids at `data[0]`.
+    Load = 4,
+    /// Saves keys `from..from+count` from the block ids at `data[0]`, once step `step` is done. One completion.
+    Save = 5,
+    /// Gives up blocks `from..from+count` of save `op`, counted from the save's own first block.
+    Cancel = 6,
+    /// Ends the lease of log `log` unused.
+    Release = 7,
+    /// Ends log `log` and its lease; its chunks are the engine's again once the head has passed this message.
+    Close = 8,
+    /// Worker: takes part in the engine run whose 16-byte id is `data[0..4]`.
+    Join = 9,
+    /// Worker: its part of load `op` has ended, `flags` holding a [`Status`].
+    Loaded = 10,
+    /// Gives the engine's namespace a new generation by the 16 random bytes in `data[0..4]`.
+    Salt = 11,
+}
+
+/// Outcome of an operation, the low byte of its word or its completion.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
+#[repr(u8)]
+pub enum Status {
+    /// Not known yet; the word will change.
+    Pending = 1,
+    /// Done: `value` is the number of hit or moved blocks.
+    Ok = 2,
+    /// Nothing was moved, or less than asked, for a reason that a later attempt may not meet.
+    Failed = 3,
+    /// The lease is not one the sidecar knows.
+    LeaseUnknown = 4,
+    /// The lease has run out.
+    LeaseExpired = 5,
+    /// The lease belongs to another engine.
+    LeaseForeign = 6,
+    /// The lease was used already.
+    LeaseConsumed = 7,
+    /// No worker of this engine has registered memory yet, or its ranks disagree.
+    NotReady = 8,
+}
+
+/// `flags` of LOAD: the step that the load belongs to waits for it.
+pub const LOAD_SYNC: u8 = 1;
+/// `flags` of LOAD: the ranks copy from the pool themselves and report LOADED.
+pub const LOAD_BY_ENGINE: u8 = 2;
+
+/// One submission, as it lies in a slot: `kind u8, flags u8, pad u16, log u32, op u64, from u32, count u32, step u64,
+/// lease u64, data [u32; 6]`.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Message {
+    /// What is asked.
+    pub kind: Kind,
+    /// Bits by kind.
+    pub flags: u8,
+    /// Key log, an index below [`crate::layout::LOGS`].
+    pub log: u32,
+    /// Operation id, increasing within a session.
+    pub op: u64,
+    /// First key.
+    pub from: u32,
+    /// Number of keys.
+    pub count: u32,
+    /// The scheduler's step number.
+    pub step: u64,
+    /// Operation id of the query that granted the lease.
+    pub lease: u64,
+    /// By kind: chunks, block-id position, run id, salt.
+    pub data: [u32; 6],
+}
+
+/// The most chunks one APPEND names.
+pub const APPEND_CHUNKS: usize = 6;
+
+/// A slot's bytes do not form a message.
+#[derive(Debug, Error, Eq, PartialEq)]
+#[error("a ring slot holds {what} {value}, which this version does not know")]
+pub struct DecodeError {
+    what: &'static str,
+    value: u8,
+}
+
+// === impl Kind ===
+
+impl Kind {
+    const ALL: [Self; 11] = [
+        Self::Open,
+        Self::Append,
+        Self::Query,
+        Self::Load,
+        Self::Save,
+        Self::Cancel,
+        Self::Release,
+        Self::Close,
+        Self::Join,
+        Self::Loaded,
+        Self::Salt,
+    ];
+
+    /// Whether the message may use the reserved slots: it gives something back or fulfils a promise.
+    pub fn reserved(self) -> bool {
+        matches!(self, Self::Load | Self::Cancel | Self::Release | Self::Close | Self::Join | Self::Loaded)
+    }
+}
+
+impl TryFrom<u8> for Kind {
+    type Error = DecodeError;
+    fn try_from(value: u8) -> Result<Self, DecodeError> {
+        Self::ALL.into_iter().find(|kind| *kind as u8 == value).ok_or(DecodeError { what: "kind", value })
+    }
+}
+
+// === impl Status ===
+
+impl TryFrom<u8> for Status {
+    type Error = DecodeError;
+    fn try_from(value: u8) -> Result<Self, DecodeError> {
+        const ALL: [Status; 8] = [
+            Status::Pending,
+            Status::Ok,
+            Status::Failed,
+            Status::LeaseUnknown,
+            Status::LeaseExpired,
+            Status::LeaseForeign,
+            Status::LeaseConsumed,
+            Status::NotReady,
+        ];
+        ALL.into_iter().find(|status| *status as u8 == value).ok_or(DecodeError { what: "status", value })
+    }
+}
+
+// === impl Message ===
+
+impl Message {
+    /// A message of `kind` with every other field zero.
+    pub fn new(kind: Kind) -> Self {
+        Self { kind, flags: 0, log: 0, op: 0, from: 0, count: 0, step: 0, lease: 0, data: [0; 6] }
+    }
+
+    /// The slot's words.
+    pub fn encode(&self) -> Slot {
+        let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
+        let head = u32::from(self.kind as u8) | u32::from(self.flags) << 8;
+        [
+            pair(head, self.log),
+            self.op,
+            pair(self.from, self.count),
+            self.step,
+            self.lease,
+            pair(self.data[0], self.data[1]),
+            pair(self.data[2], self.data[3]),
+            pair(self.data[4], self.data[5]),
+        ]
+    }
+
+    /// Reads a slot that was copied out of shared memory.
+    pub fn decode(slot: &Slot) -> Result<Self, DecodeError> {
+        let low = |word: u64| word as u32;
+        let high = |word: u64| (word >> 32) as u32;
+        let [kind, flags, _, _] = low(slot[0]).to_le_bytes();
+        let data = [low(slot[5]), high(slot[5]), low(slot[6]), high(slot[6]), low(slot[7]), high(slot[7])];
+        Ok(Self {
+            kind: kind.try_into()?,
+            flags,
+            log: high(slot[0]),
+            op: slot[1],
+            from: low(slot[2]),
+            count: high(slot[2]),
+            step: slot[3],
+            lease: slot[4],
+            data,
+        })
+    }
+
+    /// `data[0..4]` as 16 bytes: a run id or a salt.
+    pub fn bytes16(&self) -> [u8; 16] {
+        let mut bytes = [0; 16];
+        for (target, word) in bytes.chunks_exact_mut(4).zip(self.data) {
+            target.copy_from_slice(&word.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// Sets `data[0..4]` from 16 bytes.
+    pub fn with_bytes16(mut self, bytes: [u8; 16]) -> Self {
+        for (word, source) in self.data.iter_mut().zip(bytes.chunks_exact(4)) {
+            *word = u32::from_le_bytes(source.try_into().expect("chunks of four"));
+        }
+        self
+    }
+}
+
+/// A word of the completion table: `op` (low 32 bits) in the high half, then a 24-bit value, then the status byte.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Outcome {
+    /// Low 32 bits of the operation's id; an older one means the word is not the reader's.
+    pub op: u32,
+    /// Hit or moved blocks.
+    pub value: u32,
+    /// What became of it.
+    pub status: Status,
+}
+
+/// The most blocks an outcome can count.
+pub const OUTCOME_VALUE_MAX: u32 = (1 << 24) - 1;
+
+// === impl Outcome ===
+
+impl Outcome {
+    /// The table's word.
+    pub fn encode(&self) -> u64 {
+        assert!(self.value <= OUTCOME_VALUE_MAX, "a log holds at most 2^20 keys");
+        u64::from(self.op) << 32 | u64::from(self.value) << 8 | u64::from(self.status as u8)
+    }
+
+    /// Reads a word that was loaded once.
+    pub fn decode(word: u64) -> Result<Self, DecodeError> {
+        let value = (word >> 8) as u32 & OUTCOME_VALUE_MAX;
+        Ok(Self { op: (word >> 32) as u32, value, status: (word as u8).try_into()? })
+    }
+}
+
+/// One entry of the completion ring: the end of a save.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Saved {
+    /// The save's operation id.
+    pub op: u64,
+    /// Blocks now kept under their keys by this save.
+    pub committed: u32,
+    /// Blocks that were kept before, or are being saved by another request.
+    pub present: u32,
+    /// Blocks given up because their source was about to be overwritten.
+    pub cancelled: u32,
+    /// Blocks for which there was no room, or whose copy failed.
+    pub dropped: u32,
+}
+
+// === impl Saved ===
+
+impl Saved {
+    /// The slot's words.
+    pub fn encode(&self) -> Slot {
+        let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
+        [self.op, pair(self.committed, self.present), pair(self.cancelled, self.dropped), 0, 0, 0, 0, 0]
+    }
+
+    /// Reads a slot; every value is valid.
+    pub fn decode(slot: &Slot) -> Self {
+        Self {
+            op: slot[0],
+            committed: slot[1] as u32,
+            present: (slot[1] >> 32) as u32,
+            cancelled: slot[2] as u32,
+            dropped: (slot[2] >> 32) as u32,
+        }
+    }
+}

@@ -1,0 +1,225 @@
+//! The session memfd as each side holds it: creation, checks, and typed access to its parts.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use thiserror::Error;
+
+use crate::PROTOCOL_VERSION;
+use crate::key::BlockHash;
+use crate::layout::{self, header};
+use crate::message::{Outcome, Slot};
+use crate::pool::SlotRef;
+use crate::region::{Access, Region, descriptor_bytes};
+use crate::ring::RingMemory;
+
+/// A session memfd could not be made or is not what the peer promised.
+#[derive(Debug, Error)]
+pub enum SessionError {
+    /// The kernel refused.
+    #[error("session memory: {0}; is there memory left in this container's limit?")]
+    Os(#[from] rustix::io::Errno),
+    /// The header speaks of something else.
+    #[error(
+        "session memory speaks version {theirs}, this side version {PROTOCOL_VERSION}: install the same pillion release on both"
+    )]
+    Version {
+        /// The peer's version.
+        theirs: u32,
+    },
+    /// Wrong size, magic or seals.
+    #[error("session memory is not one of pillion's ({0}); is another program listening on this socket?")]
+    Malformed(&'static str),
+}
+
+/// One session's shared memory, mapped read-write.
+#[derive(Clone, Debug)]
+pub struct SessionMemory {
+    region: Arc<Region>,
+}
+
+/// Which of the two rings a [`RegionRing`] is.
+#[derive(Copy, Clone, Debug)]
+pub enum Ring {
+    /// Engine to sidecar.
+    Submission,
+    /// Sidecar to engine.
+    Completion,
+}
+
+/// A ring that lies in a session's memory.
+#[derive(Clone, Debug)]
+pub struct RegionRing {
+    region: Arc<Region>,
+    head: usize,
+    tail: usize,
+    slots: usize,
+    capacity: u32,
+}
+
+// === impl SessionMemory ===
+
+impl SessionMemory {
+    /// Sidecar: makes a session's memory, sealed against any change of size, its version word written last.
+    pub fn create(epoch: u64, session: u64) -> Result<(OwnedFd, Self), SessionError> {
+        let fd =
+            rustix::fs::memfd_create("pillion-session", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        rustix::fs::ftruncate(&fd, layout::SESSION_BYTES as u64)?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        let region = Region::map(fd.as_fd(), layout::SESSION_BYTES, Access::ReadWrite)?;
+        region.word64(header::MAGIC).store(layout::MAGIC, Ordering::Relaxed);
+        region.word64(header::EPOCH).store(epoch, Ordering::Relaxed);
+        region.word64(header::SESSION).store(session, Ordering::Relaxed);
+        // SYNC POINT(version): release pairs with the acquire in `open`; a reader that sees it sees the header.
+        region.word32(header::VERSION).store(PROTOCOL_VERSION, Ordering::Release);
+        Ok((fd, Self { region: Arc::new(region) }))
+    }
+
+    /// Engine: maps the memory that the sidecar sent, after checking size, seals, magic and version.
+    pub fn open(fd: impl AsFd) -> Result<Self, SessionError> {
+        if descriptor_bytes(&fd)? != layout::SESSION_BYTES as u64 {
+            return Err(SessionError::Malformed("its size differs"));
+        }
+        if !rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK) {
+            return Err(SessionError::Malformed("it is not sealed against shrinking"));
+        }
+        let region = Region::map(fd.as_fd(), layout::SESSION_BYTES, Access::ReadWrite)?;
+        // SYNC POINT(version): see `create`.
+        let theirs = region.word32(header::VERSION).load(Ordering::Acquire);
+        if region.word64(header::MAGIC).load(Ordering::Relaxed) != layout::MAGIC {
+            return Err(SessionError::Malformed("its first word differs"));
+        }
+        if theirs != PROTOCOL_VERSION {
+            return Err(SessionError::Version { theirs });
+        }
+        Ok(Self { region: Arc::new(region) })
+    }
+
+    /// The mapping.
+    pub fn region(&self) -> &Region {
+        &self.region
+    }
+
+    /// One of the two rings.
+    pub fn ring(&self, ring: Ring) -> RegionRing {
+        let region = Arc::clone(&self.region);
+        match ring {
+            Ring::Submission => RegionRing {
+                region,
+                head: header::SUBMISSION_HEAD,
+                tail: header::SUBMISSION_TAIL,
+                slots: layout::SUBMISSION,
+                capacity: layout::SUBMISSION_SLOTS as u32,
+            },
+            Ring::Completion => RegionRing {
+                region,
+                head: header::COMPLETION_HEAD,
+                tail: header::COMPLETION_TAIL,
+                slots: layout::COMPLETION,
+                capacity: layout::COMPLETION_SLOTS as u32,
+            },
+        }
+    }
+
+    /// Stores the outcome of operation `op` in its word of the completion table.
+    pub fn store_outcome(&self, op: u64, outcome: Outcome) {
+        // SYNC POINT(outcome): release pairs with `load_outcome`; slot references are visible with it.
+        self.outcome_word(op).store(outcome.encode(), Ordering::Release);
+    }
+
+    /// The outcome of operation `op`, once it is there. A word that does not decode is a broken peer's: no outcome.
+    pub fn load_outcome(&self, op: u64) -> Option<Outcome> {
+        // SYNC POINT(outcome): acquire.
+        let outcome = Outcome::decode(self.outcome_word(op).load(Ordering::Acquire)).ok()?;
+        (outcome.op == op as u32).then_some(outcome)
+    }
+
+    fn outcome_word(&self, op: u64) -> &std::sync::atomic::AtomicU64 {
+        self.region.word64(layout::TABLE + (op as usize & (layout::OPERATIONS - 1)) * 8)
+    }
+
+    /// Engine: writes keys into chunk `chunk` from key `index` on. A hash shorter than 32 bytes is padded with zeros.
+    pub fn write_key(&self, chunk: u32, index: usize, hash: &BlockHash) {
+        assert!(index < layout::CHUNK_KEYS);
+        let words = self.region.words64(layout::key_offset(chunk as usize, index), layout::KEY_BYTES / 8);
+        for (word, bytes) in words.iter().zip(hash.0.chunks_exact(8)) {
+            word.store(u64::from_le_bytes(bytes.try_into().expect("chunks of eight")), Ordering::Relaxed);
+        }
+    }
+
+    /// Sidecar: copies `count` keys of a chunk out, appending them to `out`. The caller has checked the chunk's number.
+    pub fn read_keys(&self, chunk: u32, index: usize, count: usize, out: &mut Vec<BlockHash>) {
+        assert!(index + count <= layout::CHUNK_KEYS);
+        let words =
+            self.region.words64(layout::key_offset(chunk as usize, index), count * layout::KEY_BYTES / 8);
+        out.extend(words.chunks_exact(4).map(|key| {
+            let mut hash = [0; layout::KEY_BYTES];
+            for (bytes, word) in hash.chunks_exact_mut(8).zip(key) {
+                bytes.copy_from_slice(&word.load(Ordering::Relaxed).to_le_bytes());
+            }
+            BlockHash(hash)
+        }));
+    }
+
+    /// Sidecar: writes the slot of key `index` of chunk `chunk`.
+    pub fn write_ref(&self, chunk: u32, index: usize, slot: SlotRef) {
+        assert!(index < layout::CHUNK_KEYS);
+        let words = self.region.words64(layout::ref_offset(chunk as usize, index), 2);
+        words[0].store(slot.offset, Ordering::Relaxed);
+        words[1].store(slot.generation, Ordering::Relaxed);
+    }
+
+    /// Engine: the slot of key `index` of chunk `chunk`, valid once the query's outcome has been seen.
+    pub fn read_ref(&self, chunk: u32, index: usize) -> SlotRef {
+        assert!(index < layout::CHUNK_KEYS);
+        let words = self.region.words64(layout::ref_offset(chunk as usize, index), 2);
+        SlotRef { offset: words[0].load(Ordering::Relaxed), generation: words[1].load(Ordering::Relaxed) }
+    }
+
+    /// Engine: writes one block id at circle position `position`.
+    pub fn write_block_id(&self, position: u32, block: u32) {
+        self.block_id_word(position).store(block, Ordering::Relaxed);
+    }
+
+    /// Sidecar: copies `count` block ids out, from circle position `position` on, appending them to `out`.
+    pub fn read_block_ids(&self, position: u32, count: u32, out: &mut Vec<u32>) {
+        assert!(count as usize <= layout::BLOCK_IDS);
+        out.extend((0..count).map(|i| self.block_id_word(position.wrapping_add(i)).load(Ordering::Relaxed)));
+    }
+
+    fn block_id_word(&self, position: u32) -> &std::sync::atomic::AtomicU32 {
+        self.region.word32(layout::BLOCK_ID_ARENA + (position as usize & (layout::BLOCK_IDS - 1)) * 4)
+    }
+}
+
+// === impl RegionRing ===
+
+impl RingMemory for RegionRing {
+    fn capacity(&self) -> u32 {
+        self.capacity
+    }
+    fn load_tail(&self) -> u32 {
+        self.region.word32(self.tail).load(Ordering::Acquire)
+    }
+    fn store_tail(&self, tail: u32) {
+        self.region.word32(self.tail).store(tail, Ordering::Release);
+    }
+    fn load_head(&self) -> u32 {
+        self.region.word32(self.head).load(Ordering::Acquire)
+    }
+    fn store_head(&self, head: u32) {
+        self.region.word32(self.head).store(head, Ordering::Release);
+    }
+    fn read_slot(&self, index: u32) -> Slot {
+        let words = self.region.words64(self.slots + index as usize * layout::SLOT_BYTES, 8);
+        std::array::from_fn(|i| words[i].load(Ordering::Relaxed))
+    }
+    fn write_slot(&self, index: u32, slot: &Slot) {
+        let words = self.region.words64(self.slots + index as usize * layout::SLOT_BYTES, 8);
+        for (word, value) in words.iter().zip(slot) {
+            word.store(*value, Ordering::Relaxed);
+        }
+    }
+}

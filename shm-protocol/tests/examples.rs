@@ -1,0 +1,109 @@
+//! The worked examples of `PROTOCOL.md`, made by the code they describe: the page must hold them as they are.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
+
+use shm_protocol::handshake::{self, BlockRegion, Copier, Hello, Role, Worker};
+use shm_protocol::key::BlockHash;
+use shm_protocol::layout::{self, header};
+use shm_protocol::message::{Kind, Message, Outcome, Status};
+use shm_protocol::ring::Producer;
+use shm_protocol::session::{Ring, SessionMemory};
+use shm_protocol::{PROTOCOL_VERSION, namespace};
+
+const PAGE: &str = include_str!("../PROTOCOL.md");
+
+/// Sixteen bytes a line, each line behind its offset.
+fn dump(bytes: &[u8], base: usize) -> String {
+    let line = |(index, line): (usize, &[u8])| {
+        let hex: Vec<String> = line.iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("{:08x}  {}\n", base + index * 16, hex.join(" "))
+    };
+    bytes.chunks(16).enumerate().map(line).collect()
+}
+
+fn assert_on_page(title: &str, example: &str) {
+    assert!(PAGE.contains(example), "PROTOCOL.md must hold this as the example of {title}:\n{example}");
+}
+
+fn facts() -> BTreeMap<String, String> {
+    BTreeMap::from([("dtype".into(), "bfloat16".into()), ("model".into(), "tiny".into())])
+}
+
+#[test]
+fn hello_of_a_worker() {
+    let worker = Worker {
+        rank: 0,
+        shard: 0,
+        shards: 1,
+        blocks: 128,
+        regions: vec![BlockRegion { fd: 0, offset: 0, stride: 16384, bytes: 8192 }],
+        copy: Copier::Engine,
+        facts: facts(),
+    };
+    let hello =
+        Hello { version: PROTOCOL_VERSION, engine: "e0".into(), world_size: 1, role: Role::Worker(worker) };
+    assert_on_page("a HELLO", &dump(&handshake::encode(&hello), 0));
+}
+
+#[test]
+fn namespace_of_the_facts() {
+    let digest = namespace::digest(&facts());
+    assert_on_page("a namespace", &format!("`{digest}`"));
+    assert_on_page("a salted namespace", &format!("`{}`", namespace::salted(digest, [0x5a; 16])));
+}
+
+#[test]
+fn append_and_query_in_a_session_memory() {
+    let (_fd, memory) = SessionMemory::create(0, 0).unwrap();
+    let mut submissions = Producer::new(memory.ring(Ring::Submission));
+    let key = |index: u32| BlockHash::from_slice(&[index as u8; 16]).unwrap();
+    (0..2).for_each(|index| memory.write_key(5, index, &key(0xa0 + index as u32)));
+    let open = Message { log: 7, ..Message::new(Kind::Open) };
+    let append = Message { log: 7, count: 2, data: [5, 0, 0, 0, 0, 0], ..Message::new(Kind::Append) };
+    let query = Message { log: 7, op: 1, count: 2, ..Message::new(Kind::Query) };
+    for message in [open, append, query] {
+        assert!(submissions.has_room(layout::SUBMISSION_RESERVED as u32).unwrap());
+        submissions.push(&message.encode());
+    }
+    submissions.publish();
+    memory.store_outcome(1, Outcome { op: 1, value: 2, status: Status::Ok });
+
+    let bytes = |offset: usize, count: usize| -> Vec<u8> {
+        let words = memory.region().words64(offset, count / 8);
+        words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect()
+    };
+    let at = |offset, count| dump(&bytes(offset, count), offset);
+    assert_on_page("two keys in a chunk", &at(layout::key_offset(5, 0), 64));
+    assert_on_page("OPEN, APPEND, QUERY", &at(layout::SUBMISSION, 192));
+    assert_on_page("the tail", &at(header::SUBMISSION_TAIL, 8));
+    assert_on_page("the outcome", &at(layout::TABLE + 8, 8));
+}
+
+/// The page's numbers, where a table states one of the layout.
+#[test]
+fn offsets_of_the_page() {
+    let rows = [
+        ("submission ring", layout::SUBMISSION),
+        ("completion ring", layout::COMPLETION),
+        ("completion table", layout::TABLE),
+        ("block-id arena", layout::BLOCK_ID_ARENA),
+        ("key arena", layout::KEY_ARENA),
+        ("end", layout::SESSION_BYTES),
+        ("`SIDECAR_HEARTBEAT`", header::SIDECAR_HEARTBEAT),
+        ("`SIDECAR_ASLEEP`", header::SIDECAR_ASLEEP),
+        ("`ENGINE_WAITING`", header::ENGINE_WAITING),
+        ("`SIGNAL`", header::SIGNAL),
+        ("`VOID_SAVES_BELOW`", header::VOID_SAVES_BELOW),
+        ("`SUBMISSION_TAIL`", header::SUBMISSION_TAIL),
+        ("`SUBMISSION_HEAD`", header::SUBMISSION_HEAD),
+        ("`COMPLETION_TAIL`", header::COMPLETION_TAIL),
+        ("`COMPLETION_HEAD`", header::COMPLETION_HEAD),
+        ("`FENCE_START`", header::FENCE_START),
+        ("`FENCE_DONE`", header::FENCE_DONE),
+        ("`FENCE_GATE`", header::FENCE_GATE),
+    ];
+    for (name, offset) in rows {
+        assert_on_page(name, &format!("| {offset} | {name} |"));
+    }
+}

@@ -1,0 +1,389 @@
+//! Everything that reads a peer's bytes: what was written comes back, and no bytes at all make a reader panic.
+
+use std::collections::BTreeMap;
+
+use proptest::collection::{btree_map, vec};
+use proptest::prelude::*;
+use proptest::strategy::Union;
+
+use shm_protocol::PROTOCOL_VERSION;
+use shm_protocol::handshake::{
+    self, BlockRegion, Copier, HandshakeError, Hello, RANKS_MAX, RECORD_BYTES_MAX, REGIONS_MAX, Reply, Role,
+    Welcome, Worker,
+};
+use shm_protocol::message::{Kind, Message, OUTCOME_VALUE_MAX, Outcome, Saved, Slot, Status};
+use shm_protocol::namespace;
+
+const KINDS: [Kind; 11] = [
+    Kind::Open,
+    Kind::Append,
+    Kind::Query,
+    Kind::Load,
+    Kind::Save,
+    Kind::Cancel,
+    Kind::Release,
+    Kind::Close,
+    Kind::Join,
+    Kind::Loaded,
+    Kind::Salt,
+];
+
+const STATUSES: [Status; 8] = [
+    Status::Pending,
+    Status::Ok,
+    Status::Failed,
+    Status::LeaseUnknown,
+    Status::LeaseExpired,
+    Status::LeaseForeign,
+    Status::LeaseConsumed,
+    Status::NotReady,
+];
+
+// === strategies ===
+
+fn messages() -> impl Strategy<Value = Message> {
+    let head = (prop::sample::select(&KINDS[..]), any::<u8>(), any::<u32>(), any::<u64>());
+    let tail = (any::<u32>(), any::<u32>(), any::<u64>(), any::<u64>(), any::<[u32; 6]>());
+    (head, tail).prop_map(|((kind, flags, log, op), (from, count, step, lease, data))| Message {
+        kind,
+        flags,
+        log,
+        op,
+        from,
+        count,
+        step,
+        lease,
+        data,
+    })
+}
+
+prop_compose! {
+    fn regions(descriptors: u32)(
+        fd in 0..descriptors,
+        offset in 0..1_u64 << 40,
+        bytes in 1..1_u64 << 28,
+        gap in 0..1_u64 << 28,
+    ) -> BlockRegion {
+        BlockRegion { fd, offset, stride: bytes + gap, bytes }
+    }
+}
+
+prop_compose! {
+    fn workers(world_size: u32, descriptors: u32)(
+        rank in 0..world_size,
+        shards in (1..=world_size).prop_filter("a divisor", move |shards| world_size.is_multiple_of(*shards)),
+        blocks in 1..=u32::MAX,
+        regions in vec(regions(descriptors), 1..40),
+        copy in prop::sample::select(&[Copier::Engine, Copier::Sidecar][..]),
+        facts in btree_map(".{0,20}", ".{0,40}", 0..20),
+    ) -> Worker {
+        Worker { rank, shard: rank / (world_size / shards), shards, blocks, regions, copy, facts }
+    }
+}
+
+/// A sound HELLO and the number of descriptors that go with it.
+fn hellos() -> impl Strategy<Value = (Hello, usize)> {
+    let hello =
+        |engine: String, world_size, role| Hello { version: PROTOCOL_VERSION, engine, world_size, role };
+    let scheduler = ("[a-z0-9_-]{1,256}", 1..=RANKS_MAX, any::<[u8; 16]>())
+        .prop_map(move |(engine, world_size, run)| (hello(engine, world_size, Role::Scheduler { run }), 0));
+    let worker = ("[a-z0-9_-]{1,256}", 1..=RANKS_MAX, 1..=8_u32)
+        .prop_flat_map(|(engine, world_size, fds)| {
+            (Just(engine), Just(world_size), workers(world_size, fds), Just(fds))
+        })
+        .prop_map(move |(engine, world, worker, fds)| {
+            (hello(engine, world, Role::Worker(worker)), fds as usize)
+        });
+    Union::new([scheduler.boxed(), worker.boxed()])
+}
+
+fn replies() -> impl Strategy<Value = Reply> {
+    let numbers = (any::<u64>(), any::<u64>(), any::<u64>(), any::<u64>(), any::<u64>());
+    let welcome = (numbers, "[0-9a-f]{32}").prop_map(
+        |((epoch, session, lease_ttl_ms, pool_bytes, segment_bytes), ns)| {
+            let version = PROTOCOL_VERSION;
+            Reply::Welcome(Welcome {
+                version,
+                epoch,
+                session,
+                lease_ttl_ms,
+                pool_bytes,
+                segment_bytes,
+                namespace: ns,
+            })
+        },
+    );
+    let refused = ".{0,200}".prop_map(|reason| Reply::Refused { version: PROTOCOL_VERSION, reason });
+    Union::new([welcome.boxed(), refused.boxed()])
+}
+
+// === ring slots and table words ===
+
+proptest! {
+    #[test]
+    fn a_message_survives_its_slot(message in messages()) {
+        prop_assert_eq!(Message::decode(&message.encode()), Ok(message));
+    }
+
+    #[test]
+    fn any_slot_decodes_to_itself_or_is_refused(slot in any::<Slot>()) {
+        let [kind, _, pad_low, pad_high, ..] = slot[0].to_le_bytes();
+        match Message::decode(&slot) {
+            Ok(message) => {
+                let mut again = message.encode();
+                again[0] |= u64::from(pad_low) << 16 | u64::from(pad_high) << 24;
+                prop_assert_eq!(again, slot, "every field but the padding comes back");
+            }
+            Err(_) => prop_assert!(kind == 0 || kind > 11),
+        }
+    }
+
+    #[test]
+    fn sixteen_bytes_survive_a_message(bytes in any::<[u8; 16]>()) {
+        let message = Message::new(Kind::Join).with_bytes16(bytes);
+        prop_assert_eq!(Message::decode(&message.encode()).unwrap().bytes16(), bytes);
+    }
+
+    #[test]
+    fn an_outcome_survives_its_word(
+        op in any::<u32>(),
+        value in 0..=OUTCOME_VALUE_MAX,
+        status in prop::sample::select(&STATUSES[..]),
+    ) {
+        let outcome = Outcome { op, value, status };
+        prop_assert_eq!(Outcome::decode(outcome.encode()), Ok(outcome));
+    }
+
+    #[test]
+    fn any_word_decodes_to_itself_or_is_refused(word in any::<u64>()) {
+        match Outcome::decode(word) {
+            Ok(outcome) => prop_assert_eq!(outcome.encode(), word),
+            Err(_) => prop_assert!(!(1..=8).contains(&(word as u8))),
+        }
+    }
+
+    #[test]
+    fn saved_counts_survive_their_slot(op in any::<u64>(), counts in any::<[u32; 4]>()) {
+        let [committed, present, cancelled, dropped] = counts;
+        let saved = Saved { op, committed, present, cancelled, dropped };
+        prop_assert_eq!(Saved::decode(&saved.encode()), saved);
+    }
+}
+
+#[test]
+fn every_kind_and_status_has_its_own_number() {
+    for (index, kind) in KINDS.into_iter().enumerate() {
+        assert_eq!(kind as usize, index + 1);
+        assert_eq!(Kind::try_from(kind as u8), Ok(kind));
+    }
+    for (index, status) in STATUSES.into_iter().enumerate() {
+        assert_eq!(status as usize, index + 1);
+        assert_eq!(Status::try_from(status as u8), Ok(status));
+    }
+    for unknown in [0, 12, 255] {
+        assert!(Kind::try_from(unknown).is_err());
+    }
+    for unknown in [0, 9, 255] {
+        assert!(Status::try_from(unknown).is_err());
+    }
+}
+
+#[test]
+#[should_panic(expected = "2^20")]
+fn an_outcome_never_spills_into_the_operation() {
+    Outcome { op: 1, value: OUTCOME_VALUE_MAX + 1, status: Status::Ok }.encode();
+}
+
+// === handshake ===
+
+proptest! {
+    #[test]
+    fn a_sound_hello_survives((hello, descriptors) in hellos()) {
+        let bytes = handshake::encode(&hello);
+        prop_assert!(bytes.len() <= RECORD_BYTES_MAX);
+        prop_assert_eq!(handshake::decode_hello(&bytes, descriptors), Ok(hello));
+    }
+
+    #[test]
+    fn a_reply_survives(reply in replies()) {
+        prop_assert_eq!(handshake::decode_reply(&handshake::encode(&reply)), Ok(reply));
+    }
+
+    #[test]
+    fn no_bytes_make_a_decoder_panic(bytes in vec(any::<u8>(), 0..2048), descriptors in 0..70_usize) {
+        let _ = handshake::decode_hello(&bytes, descriptors);
+        let _ = handshake::decode_reply(&bytes);
+    }
+
+    #[test]
+    fn a_damaged_hello_is_refused_or_within_the_limits(
+        (hello, descriptors) in hellos(),
+        damage in vec((any::<prop::sample::Index>(), any::<u8>()), 1..8),
+    ) {
+        let mut bytes = handshake::encode(&hello);
+        for (at, value) in damage {
+            let at = at.index(bytes.len());
+            bytes[at] = value;
+        }
+        if let Ok(Hello { world_size, role: Role::Worker(worker), .. }) = handshake::decode_hello(&bytes, descriptors) {
+            prop_assert!(worker.rank < world_size && worker.shard < worker.shards && worker.shards <= world_size);
+            prop_assert!(worker.regions.iter().all(|region| (region.fd as usize) < descriptors));
+            prop_assert!(worker.block_bytes().is_some());
+            for fd in 0..descriptors as u32 {
+                prop_assert!(worker.descriptor_bytes(fd) <= i64::MAX as u64);
+            }
+        }
+    }
+
+    #[test]
+    fn a_cut_hello_is_malformed((hello, descriptors) in hellos(), cut in any::<prop::sample::Index>()) {
+        let bytes = handshake::encode(&hello);
+        let short = &bytes[..cut.index(bytes.len())];
+        prop_assert!(matches!(handshake::decode_hello(short, descriptors), Err(HandshakeError::Malformed(_))));
+    }
+}
+
+fn worker_hello() -> (Hello, Worker) {
+    let worker = Worker {
+        rank: 1,
+        shard: 1,
+        shards: 2,
+        blocks: 100,
+        regions: vec![BlockRegion { fd: 0, offset: 0, stride: 4096, bytes: 4096 }],
+        copy: Copier::Engine,
+        facts: BTreeMap::new(),
+    };
+    let role = Role::Worker(worker.clone());
+    (Hello { version: PROTOCOL_VERSION, engine: "engine".into(), world_size: 2, role }, worker)
+}
+
+fn field_refused(hello: &Hello, descriptors: usize) -> &'static str {
+    match handshake::decode_hello(&handshake::encode(hello), descriptors) {
+        Err(HandshakeError::Range { field, .. }) => field,
+        other => panic!("expected a field out of range, got {other:?}"),
+    }
+}
+
+#[test]
+fn every_limit_of_hello_names_its_field() {
+    let (hello, _) = worker_hello();
+    for engine in [String::new(), "x".repeat(257)] {
+        assert_eq!(field_refused(&Hello { engine, ..hello.clone() }, 1), "engine (its length)");
+    }
+    for world_size in [0, RANKS_MAX + 1] {
+        assert_eq!(field_refused(&Hello { world_size, ..hello.clone() }, 1), "world_size");
+    }
+    let (_, worker) = worker_hello();
+    let thirds = Hello { world_size: 3, role: Role::Worker(worker), ..hello.clone() };
+    assert_eq!(field_refused(&thirds, 1), "shards", "2 shards do not divide 3 ranks");
+    let role = Role::Scheduler { run: [0; 16] };
+    assert_eq!(field_refused(&Hello { role, ..hello }, 1), "descriptors");
+}
+
+#[test]
+fn every_limit_of_a_worker_names_its_field() {
+    let (hello, worker) = worker_hello();
+    let region = worker.regions[0];
+    let one_region = |region| vec![region];
+    let facts = (0..257).map(|i| (i.to_string(), String::new())).collect();
+    let cases: Vec<(&str, Worker)> = vec![
+        ("rank", Worker { rank: 2, ..worker.clone() }),
+        ("shards", Worker { shards: 0, shard: 0, ..worker.clone() }),
+        ("shards", Worker { shards: 3, ..worker.clone() }),
+        ("shard", Worker { shard: 2, ..worker.clone() }),
+        ("shard", Worker { shard: 0, ..worker.clone() }),
+        ("blocks", Worker { blocks: 0, ..worker.clone() }),
+        ("facts", Worker { facts, ..worker.clone() }),
+        ("regions", Worker { regions: vec![], ..worker.clone() }),
+        ("regions", Worker { regions: vec![region; REGIONS_MAX + 1], ..worker.clone() }),
+        ("region.fd", Worker { regions: one_region(BlockRegion { fd: 1, ..region }), ..worker.clone() }),
+        (
+            "region.bytes",
+            Worker { regions: one_region(BlockRegion { bytes: 0, ..region }), ..worker.clone() },
+        ),
+        (
+            "region.stride",
+            Worker { regions: one_region(BlockRegion { stride: 4095, ..region }), ..worker.clone() },
+        ),
+        (
+            "region.offset",
+            Worker { regions: one_region(BlockRegion { offset: u64::MAX, ..region }), ..worker.clone() },
+        ),
+        (
+            "region.offset",
+            Worker { regions: one_region(BlockRegion { stride: u64::MAX, ..region }), ..worker.clone() },
+        ),
+        (
+            "region.offset",
+            Worker {
+                regions: one_region(BlockRegion { offset: i64::MAX as u64, ..region }),
+                ..worker.clone()
+            },
+        ),
+        (
+            "block bytes",
+            Worker {
+                blocks: 1,
+                regions: one_region(BlockRegion { stride: 1 << 40, bytes: 1 << 40, ..region }),
+                ..worker
+            },
+        ),
+    ];
+    for (field, worker) in cases {
+        let role = Role::Worker(worker);
+        assert_eq!(field_refused(&Hello { role, ..hello.clone() }, 1), field);
+    }
+}
+
+#[test]
+fn another_version_is_named_whatever_else_the_record_holds() {
+    #[derive(serde::Serialize)]
+    struct Future {
+        version: u32,
+        unheard_of: Vec<u8>,
+    }
+    let future = || Future { version: 7, unheard_of: vec![1, 2, 3] };
+    let hello = handshake::encode(&future());
+    assert_eq!(handshake::decode_hello(&hello, 0), Err(HandshakeError::Version { theirs: 7 }));
+    for name in ["welcome", "refused"] {
+        let reply = handshake::encode(&BTreeMap::from([(name, future())]));
+        assert_eq!(handshake::decode_reply(&reply), Err(HandshakeError::Version { theirs: 7 }));
+    }
+    let text = HandshakeError::Version { theirs: 7 }.to_string();
+    assert!(text.contains("version 7") && text.contains("version 1"), "{text}");
+}
+
+#[test]
+fn an_oversized_record_is_not_even_read() {
+    let bytes = vec![0xa0; RECORD_BYTES_MAX + 1];
+    assert_eq!(handshake::decode_hello(&bytes, 0), Err(HandshakeError::Malformed("65537 bytes".into())));
+}
+
+#[test]
+fn deep_nesting_ends_in_an_error() {
+    let mut bytes = b"\xa2\x67version\x01\x64role\xa1\x69scheduler\xa1\x63run".to_vec();
+    bytes.extend(std::iter::repeat_n(0x81, 60_000));
+    assert!(matches!(handshake::decode_hello(&bytes, 0), Err(HandshakeError::Malformed(_))));
+}
+
+// === namespaces ===
+
+proptest! {
+    #[test]
+    fn facts_in_any_order_make_one_namespace(facts in vec((".{0,10}", ".{0,10}"), 1..10)) {
+        let forward: BTreeMap<_, _> = facts.iter().cloned().collect();
+        let mut changed = forward.clone();
+        changed.insert("one more".into(), "fact".into());
+        prop_assert_ne!(namespace::digest(&forward), namespace::digest(&changed));
+        let again: BTreeMap<_, _> = forward.clone().into_iter().rev().collect();
+        prop_assert_eq!(namespace::digest(&forward), namespace::digest(&again));
+    }
+
+    #[test]
+    fn a_salt_changes_the_namespace(facts in btree_map(".{0,4}", ".{0,4}", 0..4), salts in any::<[[u8; 16]; 2]>()) {
+        let plain = namespace::digest(&facts);
+        let [first, second] = salts.map(|salt| namespace::salted(plain, salt));
+        prop_assert!(first != plain && second != plain);
+        prop_assert_eq!(first == second, salts[0] == salts[1]);
+    }
+}

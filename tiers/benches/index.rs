@@ -1,0 +1,188 @@
+//! The index at 10 million keys: bytes a key, look-ups a second, and eviction at 1 and 10 million.
+//!
+//! Keys are drawn uniformly at random over all, hits and misses mixed evenly, in batches of 512, on one core. No block
+//! memory exists: the tier only decides. The last line is JSON.
+
+#![expect(clippy::print_stdout, reason = "a bench reports")]
+#![expect(clippy::disallowed_methods, reason = "a bench reads the clock")]
+
+use std::time::Instant;
+
+use shm_protocol::key::{BlockHash, BlockKey};
+use tiers::dram::{Config, Dram};
+
+const BLOCK_BYTES: u64 = 4096;
+const SEGMENT_BYTES: u64 = 64 << 20;
+const KEYS: u64 = 10_000_000;
+const KEYS_FEW: u64 = 1_000_000;
+const BATCH: usize = 512;
+const BATCHES: usize = 20_000;
+const NAMESPACE: u32 = 3;
+const OWNER: u64 = 1;
+
+/// Random numbers: splitmix64, whose state is the seed.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+}
+
+/// A hash of 32 random-looking bytes for a number.
+fn hash(number: u64) -> BlockHash {
+    let mut random = Random(number.wrapping_mul(0x2545_f491_4f6c_dd1d));
+    BlockHash::from_words([random.next(), random.next(), random.next(), random.next()])
+}
+
+fn rss_bytes() -> u64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").expect("statm");
+    let pages: u64 = statm.split_whitespace().nth(1).expect("resident").parse().expect("a number");
+    pages * 4096
+}
+
+fn fill(dram: &mut Dram, number: u64) {
+    let key = BlockKey { namespace: NAMESPACE, group: 0, hash: hash(number) };
+    let slot = dram.begin_fill(key, BLOCK_BYTES).expect("room, evicting");
+    assert!(dram.commit(slot));
+    dram.drain_evicted().for_each(drop);
+    dram.drain_assigned().for_each(drop);
+}
+
+/// A tier whose pool is exactly full: at least `keys` blocks, in whole segments.
+fn full(keys: u64) -> (Dram, u64) {
+    let slots = u64::from(shm_protocol::pool::slot_count(SEGMENT_BYTES, BLOCK_BYTES).expect("fits"));
+    let segments = keys.div_ceil(slots);
+    let config =
+        Config { pool_bytes: segments * SEGMENT_BYTES, segment_bytes: SEGMENT_BYTES, lease_ttl_ms: 30_000 };
+    let mut dram = Dram::new(config).expect("sizes");
+    let keys = segments * slots;
+    (0..keys).for_each(|number| fill(&mut dram, number));
+    assert_eq!((dram.stats().blocks, dram.stats().evicted_blocks_total), (keys, 0));
+    (dram, keys)
+}
+
+/// Nanoseconds of a filling that evicts, one in a hundred blocks replaced, and how many were evicted for each.
+fn evict(dram: &mut Dram, keys: u64, from: u64) -> (f64, f64) {
+    let before = dram.stats().evicted_blocks_total;
+    let count = keys / 100;
+    let start = Instant::now();
+    (from..from + count).for_each(|number| fill(dram, number));
+    let elapsed = start.elapsed().as_nanos() as f64 / count as f64;
+    (elapsed, (dram.stats().evicted_blocks_total - before) as f64 / count as f64)
+}
+
+/// Leases a tenth of the keys, 512 at a time, as a busy engine would; how many blocks.
+fn lease(dram: &mut Dram, keys: u64) -> usize {
+    let mut slots = Vec::new();
+    let mut leased = 0;
+    for first in (0..keys / 10).step_by(BATCH) {
+        let hashes: Vec<BlockHash> =
+            (first..first + BATCH as u64).map(|number| hash(keys - 1 - number)).collect();
+        slots.clear();
+        dram.grant(OWNER, 1, NAMESPACE, 0, &hashes, 0, &mut slots).expect("hits");
+        leased += slots.len();
+    }
+    leased
+}
+
+/// Look-ups a second of `hashes` in batches of [`BATCH`], and the hits among them. The best of five passes: the
+/// machine is shared.
+fn lookups(dram: &mut Dram, hashes: &[BlockHash]) -> (f64, f64, usize) {
+    let mut found = Vec::with_capacity(BATCH);
+    let (mut rates, mut hits) = (Vec::new(), 0);
+    for _ in 0..5 {
+        hits = 0;
+        let start = Instant::now();
+        for batch in hashes.chunks(BATCH) {
+            found.clear();
+            dram.lookup(NAMESPACE, 0, batch, &mut found);
+            hits += found.iter().filter(|found| **found).count();
+        }
+        rates.push(hashes.len() as f64 / start.elapsed().as_secs_f64());
+    }
+    rates.sort_by(f64::total_cmp);
+    (rates[2], rates[4], hits)
+}
+
+/// Microseconds of a leading-run probe over 1,024 random resident keys, the median of many.
+fn probe_1024_us(dram: &mut Dram, hits: &[BlockHash]) -> f64 {
+    let mut times: Vec<f64> = hits
+        .chunks_exact(1024)
+        .map(|run| {
+            let start = Instant::now();
+            assert_eq!(dram.probe(NAMESPACE, 0, run), 1024);
+            start.elapsed().as_nanos() as f64 / 1000.0
+        })
+        .collect();
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+/// Microseconds of a grant over `count` random resident keys, the median of many; the release is outside.
+fn grant_us(dram: &mut Dram, hits: &[BlockHash], count: usize) -> f64 {
+    let mut slots = Vec::with_capacity(count);
+    let mut times: Vec<f64> = hits
+        .chunks_exact(count)
+        .map(|run| {
+            slots.clear();
+            let start = Instant::now();
+            let lease = dram.grant(OWNER, 1, NAMESPACE, 0, run, 0, &mut slots).expect("hits");
+            let elapsed = start.elapsed().as_nanos() as f64 / 1000.0;
+            assert_eq!(slots.len(), count);
+            dram.release(lease, OWNER).expect("granted");
+            elapsed
+        })
+        .collect();
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+fn main() {
+    let mut random = Random(42);
+    let (mut few, few_keys) = full(KEYS_FEW);
+    evict(&mut few, few_keys, 1 << 40);
+    let (evict_ns_1m, evicted_1m) = evict(&mut few, few_keys, 1 << 41);
+    drop(few);
+
+    // What the look-ups draw is made before the index is, so that it is in neither RSS reading twice.
+    let slots = u64::from(shm_protocol::pool::slot_count(SEGMENT_BYTES, BLOCK_BYTES).expect("fits"));
+    let keys_wanted = KEYS.div_ceil(slots) * slots;
+    let draw = |random: &mut Random, range: u64, base: u64| hash(base + random.next() % range);
+    let mixed: Vec<BlockHash> = (0..BATCHES * BATCH)
+        .map(|_| {
+            let base = if random.next() & 1 == 0 { 0 } else { 1 << 50 };
+            draw(&mut random, keys_wanted, base)
+        })
+        .collect();
+    let hits: Vec<BlockHash> = (0..1024 * 200).map(|_| draw(&mut random, keys_wanted, 0)).collect();
+
+    let before = rss_bytes();
+    let fill_start = Instant::now();
+    let (mut dram, keys) = full(KEYS);
+    let fill_ns = fill_start.elapsed().as_nanos() as f64 / keys as f64;
+    let filled = (rss_bytes() - before) as f64 / keys as f64;
+    let (rate_median, rate_best, found) = lookups(&mut dram, &mixed);
+    let probe_us = probe_1024_us(&mut dram, &hits);
+    let (grant_512_us, grant_8192_us) = (grant_us(&mut dram, &hits, 512), grant_us(&mut dram, &hits, 8192));
+    let leased = lease(&mut dram, keys);
+    evict(&mut dram, keys, 1 << 40);
+    let (evict_ns_10m, evicted_10m) = evict(&mut dram, keys, 1 << 41);
+    let all = (rss_bytes() - before) as f64 / keys as f64;
+
+    println!(
+        "{keys} keys filled at {fill_ns:.0} ns each; {filled:.1} bytes a key before leases and evictions"
+    );
+    println!("{} look-ups, {found} hits, median {rate_median:.0}/s, best {rate_best:.0}/s", mixed.len());
+    println!("{leased} blocks leased while evicting");
+    println!(
+        "{{\"keys\":{keys},\"bytes_per_key\":{all:.1},\"lookups_per_s\":{rate_median:.0},\"probe_1024_us\":{probe_us:.1},\
+         \"grant_512_us\":{grant_512_us:.1},\"grant_8192_us\":{grant_8192_us:.1},\
+         \"evict_ns_1m\":{evict_ns_1m:.0},\"evict_ns_10m\":{evict_ns_10m:.0},\
+         \"evicted_per_fill_1m\":{evicted_1m:.3},\"evicted_per_fill_10m\":{evicted_10m:.3}}}"
+    );
+}

@@ -1,0 +1,549 @@
+//! The DRAM tier's decisions: which block lies in which slot, which goes, who may read. Pure: no memory, no clock.
+//!
+//! The caller carries decisions out on the pool's memory, in this order after every [`Dram::begin_fill`]: mark the slots
+//! of [`Dram::drain_evicted`] free, write the segment headers of [`Dram::drain_assigned`], then fill the slot.
+
+use std::hint::black_box;
+
+use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::pool::{self, Geometry, LayoutError, SlotRef};
+
+use crate::Error;
+pub use crate::error::{FillError, LeaseError};
+use crate::index::{Index, NO_ENTRY, Print};
+use crate::lease::Leases;
+pub use crate::lease::{LeaseId, WORKERS_MAX};
+use crate::policy::{self, Ghost};
+use crate::slab::{Place, Slab, State};
+
+/// Keys looked up side by side, so that their cache misses overlap: more than the misses a core keeps in flight, few
+/// enough that a run that ends early wastes little.
+const BATCH: usize = 32;
+
+/// A pool of `POOL_SEGMENTS` segments wastes at most 1/32 of its bytes on a block size that is used once.
+const POOL_SEGMENTS: u64 = 32;
+/// The smallest segment by default: holds the blocks of common models (up to 4 MiB less a page).
+const SEGMENT_BYTES_DEFAULT_MIN: u64 = 4 << 20;
+/// The largest segment by default: its header area costs less than a thousandth.
+const SEGMENT_BYTES_DEFAULT_MAX: u64 = 256 << 20;
+
+/// Sizes of a DRAM tier.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Config {
+    /// Bytes of all segments; a remainder below one segment is left unused.
+    pub pool_bytes: u64,
+    /// Bytes of a segment, a power of two; [`segment_bytes_for`] chooses one.
+    pub segment_bytes: u64,
+    /// Milliseconds a lease lives unless it is renewed or promised.
+    pub lease_ttl_ms: u64,
+}
+
+/// A segment whose header must be written before any slot of it is filled.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Assigned {
+    /// Segment number.
+    pub segment: u64,
+    /// Bytes of its blocks.
+    pub block_bytes: u64,
+}
+
+/// How full the tier is and what it has done.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub struct Stats {
+    /// Committed blocks.
+    pub blocks: u64,
+    /// Blocks being filled.
+    pub filling: u64,
+    /// Bytes of committed blocks and of those being filled.
+    pub bytes_used: u64,
+    /// Bytes of blocks under at least one lease.
+    pub bytes_leased: u64,
+    /// Blocks evicted since the start.
+    pub evicted_blocks_total: u64,
+    /// Their bytes.
+    pub evicted_bytes_total: u64,
+    /// Live leases.
+    pub leases: u64,
+    /// Segments of the pool.
+    pub segments: u64,
+    /// Segments that serve a block size.
+    pub segments_assigned: u64,
+}
+
+/// The DRAM tier.
+#[derive(Debug)]
+pub struct Dram {
+    config: Config,
+    slab: Slab,
+    index: Index,
+    ghost: Ghost,
+    leases: Leases,
+    generation: u64,
+    evicted: Vec<SlotRef>,
+    assigned: Vec<Assigned>,
+    stats: Stats,
+}
+
+/// A segment size for a pool: a power of two near a 32nd of it, within 4 to 256 MiB.
+pub fn segment_bytes_for(pool_bytes: u64) -> u64 {
+    let wanted = (pool_bytes / POOL_SEGMENTS).clamp(SEGMENT_BYTES_DEFAULT_MIN, SEGMENT_BYTES_DEFAULT_MAX);
+    1 << wanted.ilog2()
+}
+
+/// Segments of a pool, its sizes checked.
+pub(crate) fn segments(pool_bytes: u64, segment_bytes: u64) -> Result<u64, Error> {
+    // A block of one byte fits every valid segment: only the segment size can be refused here.
+    Geometry::new(segment_bytes, 1)?;
+    if pool_bytes > pool::POOL_BYTES_MAX {
+        return Err(Error::TooLarge { bytes: pool_bytes, max: pool::POOL_BYTES_MAX });
+    }
+    match pool_bytes / segment_bytes {
+        0 => Err(Error::TooSmall { bytes: pool_bytes, min: segment_bytes }),
+        // One segment less keeps the last entry number out of the way of "none".
+        count if count * segment_bytes == pool::POOL_BYTES_MAX => Ok(count - 1),
+        count => Ok(count),
+    }
+}
+
+// === impl Dram: construction and state ===
+
+impl Dram {
+    /// An empty tier.
+    pub fn new(config: Config) -> Result<Self, Error> {
+        let count = segments(config.pool_bytes, config.segment_bytes)?;
+        Ok(Self {
+            config,
+            slab: Slab::new(config.segment_bytes, count as usize),
+            index: Index::new(),
+            ghost: Ghost::default(),
+            leases: Leases::new(config.lease_ttl_ms),
+            generation: 1,
+            evicted: Vec::new(),
+            assigned: Vec::new(),
+            stats: Stats { segments: count, ..Stats::default() },
+        })
+    }
+
+    /// Numbers further fillings from at least here: a pool that was used before says from where.
+    pub fn raise_generation(&mut self, at_least: u64) {
+        self.generation = self.generation.max(at_least);
+    }
+
+    /// The sizes it was made with.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Figures as of now.
+    pub fn stats(&self) -> Stats {
+        Stats {
+            leases: self.leases.len() as u64,
+            segments_assigned: self.slab.assigned() as u64,
+            ..self.stats
+        }
+    }
+}
+
+// === impl Dram: look-ups ===
+
+impl Dram {
+    /// The leading run of `hashes` that is committed; counts as an access of each. No lease.
+    pub fn probe(&mut self, namespace: u32, group: u32, hashes: &[BlockHash]) -> usize {
+        let mut hits = 0;
+        self.leading_hits(namespace, group, hashes, |dram, id| {
+            policy::touch(&mut dram.slab.entries.get_mut(id).accesses);
+            hits += 1;
+            true
+        });
+        hits
+    }
+
+    /// Whether each of `hashes` is committed, one answer appended to `found` for each; counts as an access of each
+    /// that is. For a save, which skips what is kept already.
+    pub fn lookup(&mut self, namespace: u32, group: u32, hashes: &[BlockHash], found: &mut Vec<bool>) {
+        for batch in hashes.chunks(BATCH) {
+            let ids = self.find_batch(namespace, group, batch);
+            for id in &ids[..batch.len()] {
+                if *id != NO_ENTRY {
+                    policy::touch(&mut self.slab.entries.get_mut(*id).accesses);
+                }
+                found.push(*id != NO_ENTRY);
+            }
+        }
+    }
+
+    /// Calls `take` for every block of the leading run, until it says false.
+    fn leading_hits(
+        &mut self,
+        namespace: u32,
+        group: u32,
+        hashes: &[BlockHash],
+        mut take: impl FnMut(&mut Self, u32) -> bool,
+    ) {
+        for batch in hashes.chunks(BATCH) {
+            let ids = self.find_batch(namespace, group, batch);
+            for id in &ids[..batch.len()] {
+                if *id == NO_ENTRY || !take(self, *id) {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// The committed entries of up to [`BATCH`] keys. Each of the two loads that miss the cache, bucket and entry, is
+    /// first done for all keys in a loop that does nothing else: then the core keeps some twenty misses in flight, and
+    /// the loops that compare find everything near.
+    fn find_batch(&self, namespace: u32, group: u32, hashes: &[BlockHash]) -> [u32; BATCH] {
+        let mut prints = [Print::default(); BATCH];
+        for (print, hash) in prints.iter_mut().zip(hashes) {
+            *print = Print::new(namespace, group, hash);
+        }
+        let prints = &prints[..hashes.len()];
+        black_box(prints.iter().fold(0, |sum, print| sum ^ self.index.touch(*print)));
+
+        let mut ids = [NO_ENTRY; BATCH];
+        let mut unsure = 0u32;
+        for (at, (id, print)) in ids.iter_mut().zip(prints).enumerate() {
+            let glance = self.index.glance(*print);
+            unsure |= u32::from(glance.unsure) << at;
+            *id = glance.entry;
+        }
+        black_box(ids.iter().fold(0, |sum, id| sum ^ self.slab.entries.get_or_vacant(*id).generation));
+
+        for (at, (id, hash)) in ids.iter_mut().zip(hashes).enumerate() {
+            let different = u32::from(!self.committed_as(*id, namespace, group, hash));
+            unsure |= (different & u32::from(*id != NO_ENTRY)) << at;
+            *id |= different.wrapping_neg();
+        }
+        while unsure != 0 {
+            let at = unsure.trailing_zeros() as usize;
+            ids[at] = self.find(namespace, group, &hashes[at]).unwrap_or(NO_ENTRY);
+            unsure &= unsure - 1;
+        }
+        ids
+    }
+
+    #[inline]
+    fn committed_as(&self, id: u32, namespace: u32, group: u32, hash: &BlockHash) -> bool {
+        let entry = self.slab.entries.get_or_vacant(id);
+        let key = BlockKey { namespace, group, hash: *hash };
+        (entry.state == State::Committed) & (entry.key == key)
+    }
+
+    #[cold]
+    fn find(&self, namespace: u32, group: u32, hash: &BlockHash) -> Option<u32> {
+        let print = Print::new(namespace, group, hash);
+        self.index.find(print, |id| self.committed_as(id, namespace, group, hash))
+    }
+}
+
+// === impl Dram: leases ===
+
+impl Dram {
+    /// Leases the leading run of `hashes` that is committed to `owner`, for `workers` workers (1 to [`WORKERS_MAX`]);
+    /// appends a reference for each to `out`. `None`, and nothing leased, where there is no hit or no table entry.
+    #[expect(clippy::too_many_arguments, reason = "a query's fields, and the hot path's reused buffer")]
+    pub fn grant(
+        &mut self,
+        owner: u64,
+        workers: u32,
+        namespace: u32,
+        group: u32,
+        hashes: &[BlockHash],
+        now_ms: u64,
+        out: &mut Vec<SlotRef>,
+    ) -> Option<LeaseId> {
+        let lease = self.leases.grant(owner, workers, now_ms)?;
+        let hits = self.lease_hits(lease, owner, namespace, group, hashes, out).expect("granted above");
+        if hits == 0 {
+            self.release(lease, owner).expect("granted above");
+            return None;
+        }
+        Some(lease)
+    }
+
+    /// Extends a lease that no worker has used yet by the leading hits of further hashes, and renews it.
+    #[expect(clippy::too_many_arguments, reason = "a query's fields, and the hot path's reused buffer")]
+    pub fn extend(
+        &mut self,
+        lease: LeaseId,
+        owner: u64,
+        namespace: u32,
+        group: u32,
+        hashes: &[BlockHash],
+        now_ms: u64,
+        out: &mut Vec<SlotRef>,
+    ) -> Result<usize, LeaseError> {
+        self.renew(lease, owner, now_ms)?;
+        if self.leases.begun(lease, owner)? {
+            return Err(LeaseError::Consumed);
+        }
+        self.lease_hits(lease, owner, namespace, group, hashes, out)
+    }
+
+    fn lease_hits(
+        &mut self,
+        lease: LeaseId,
+        owner: u64,
+        namespace: u32,
+        group: u32,
+        hashes: &[BlockHash],
+        out: &mut Vec<SlotRef>,
+    ) -> Result<usize, LeaseError> {
+        let mut entries = std::mem::take(self.leases.entries_mut(lease, owner)?);
+        let before = entries.len();
+        self.leading_hits(namespace, group, hashes, |dram, id| {
+            let pinned = dram.pin(id);
+            if pinned {
+                entries.push(id);
+                out.push(dram.slab.slot_ref(id));
+            }
+            pinned
+        });
+        let hits = entries.len() - before;
+        *self.leases.entries_mut(lease, owner)? = entries;
+        Ok(hits)
+    }
+
+    /// Gives a lease its whole time again.
+    pub fn renew(&mut self, lease: LeaseId, owner: u64, now_ms: u64) -> Result<(), LeaseError> {
+        if self.leases.renew(lease, owner, now_ms)? {
+            return Ok(());
+        }
+        self.expire(now_ms);
+        Err(LeaseError::Expired)
+    }
+
+    /// A load was posted under the lease: it no longer ends by time.
+    pub fn promise(&mut self, lease: LeaseId, owner: u64) -> Result<(), LeaseError> {
+        self.leases.promise(lease, owner)
+    }
+
+    /// Keeps only blocks `first..first + count` leased, as far as there are such; the load uses no more.
+    pub fn truncate(
+        &mut self,
+        lease: LeaseId,
+        owner: u64,
+        first: usize,
+        count: usize,
+    ) -> Result<(), LeaseError> {
+        let entries = self.leases.entries_mut(lease, owner)?;
+        let first = first.min(entries.len());
+        let mut dropped = entries.split_off(first.saturating_add(count).min(entries.len()));
+        dropped.extend(entries.drain(..first));
+        dropped.iter().for_each(|id| self.unpin(*id));
+        Ok(())
+    }
+
+    /// References of a lease's blocks, in the order of the query.
+    pub fn slots(
+        &self,
+        lease: LeaseId,
+        owner: u64,
+    ) -> Result<impl Iterator<Item = SlotRef> + '_, LeaseError> {
+        Ok(self.leases.entries(lease, owner)?.iter().map(|id| self.slab.slot_ref(*id)))
+    }
+
+    /// `worker` has ended its load. Each may do so once; true when it was the last and the lease has ended.
+    pub fn consume(&mut self, lease: LeaseId, owner: u64, worker: u32) -> Result<bool, LeaseError> {
+        let ended = self.leases.consume(lease, owner, worker)?;
+        Ok(ended.map(|entries| self.unpin_all(entries)).is_some())
+    }
+
+    /// Ends a lease.
+    pub fn release(&mut self, lease: LeaseId, owner: u64) -> Result<(), LeaseError> {
+        let entries = self.leases.release(lease, owner)?;
+        self.unpin_all(entries);
+        Ok(())
+    }
+
+    /// Ends all leases of an owner that is gone; how many.
+    pub fn release_owner(&mut self, owner: u64) -> usize {
+        let leases = self.leases.of_owner(owner);
+        leases.iter().filter(|lease| self.release(**lease, owner).is_ok()).count()
+    }
+
+    /// Ends all leases whose time is up; how many. Where none is, it looks at one lease.
+    pub fn expire(&mut self, now_ms: u64) -> usize {
+        let mut expired = 0;
+        while let Some(entries) = self.leases.expire_one(now_ms) {
+            self.unpin_all(entries);
+            expired += 1;
+        }
+        expired
+    }
+
+    /// Counts an access and a lease; false if the block has as many leases as can be counted.
+    fn pin(&mut self, id: u32) -> bool {
+        let entry = self.slab.entries.get_mut(id);
+        let Some(pins) = entry.pins.checked_add(1) else { return false };
+        entry.pins = pins;
+        policy::touch(&mut entry.accesses);
+        if pins == 1 {
+            self.slab.segments[self.slab.entries.segment(id)].held += 1;
+            self.stats.bytes_leased += self.slab.block_bytes(id);
+        }
+        true
+    }
+
+    fn unpin(&mut self, id: u32) {
+        let entry = self.slab.entries.get_mut(id);
+        entry.pins -= 1;
+        if entry.pins == 0 {
+            self.slab.segments[self.slab.entries.segment(id)].held -= 1;
+            self.stats.bytes_leased -= self.slab.block_bytes(id);
+            policy::unpinned(&mut self.slab, id);
+        }
+    }
+
+    fn unpin_all(&mut self, entries: Vec<u32>) {
+        entries.iter().for_each(|id| self.unpin(*id));
+        self.leases.recycle(entries);
+    }
+}
+
+// === impl Dram: fillings ===
+
+impl Dram {
+    /// Finds a slot for a new block, evicting if it must. The slot is the caller's until [`Dram::commit`] or
+    /// [`Dram::abandon`].
+    pub fn begin_fill(&mut self, key: BlockKey, block_bytes: u64) -> Result<SlotRef, FillError> {
+        let print = Print::new(key.namespace, key.group, &key.hash);
+        if let Some(id) = self.index.find(print, |id| self.slab.entries.get(id).key == key) {
+            let entry = self.slab.entries.get_mut(id);
+            policy::touch(&mut entry.accesses);
+            return Err(if entry.state == State::Committed {
+                FillError::Present
+            } else {
+                FillError::Filling
+            });
+        }
+        let geometry =
+            Geometry::new(self.config.segment_bytes, block_bytes).map_err(|error| match error {
+                LayoutError::BlockBytes { block_bytes: 0, .. } => FillError::Empty,
+                _ => FillError::TooLarge { max: pool::block_bytes_max(self.config.segment_bytes) },
+            })?;
+        let class = self.slab.class(geometry).ok_or(FillError::NoSpace)?;
+        let id = self.vacate(class).ok_or(FillError::NoSpace)?;
+        Ok(self.start(id, key, print))
+    }
+
+    fn start(&mut self, id: u32, key: BlockKey, print: Print) -> SlotRef {
+        self.slab.move_to(id, Place::Detached);
+        let entry = self.slab.entries.get_mut(id);
+        (entry.key, entry.generation) = (key, self.generation);
+        (entry.state, entry.accesses) = (State::Filling, 0);
+        self.generation += 1;
+        self.index.insert(print, id);
+        let segment = &mut self.slab.segments[self.slab.entries.segment(id)];
+        segment.held += 1;
+        segment.used += 1;
+        self.stats.filling += 1;
+        self.stats.bytes_used += self.slab.block_bytes(id);
+        self.slab.slot_ref(id)
+    }
+
+    /// A free entry of `class`: a free slot, else of a free segment, else an evicted block's, else of a segment of
+    /// another class.
+    fn vacate(&mut self, class: usize) -> Option<u32> {
+        if let Some(id) = self.slab.classes[class].free.tail() {
+            return Some(id);
+        }
+        if let Some(segment) = self.slab.assign_fresh(class) {
+            self.note_assigned(segment, class);
+        } else if let Some(verdict) = policy::next(&mut self.slab, class) {
+            self.evict(verdict.entry, verdict.remember);
+        } else {
+            self.steal(class)?;
+        }
+        self.slab.classes[class].free.tail()
+    }
+
+    fn steal(&mut self, class: usize) -> Option<()> {
+        let segment = self.slab.victim(class)?;
+        for id in self.slab.blocks(segment) {
+            self.evict(id, true);
+        }
+        self.slab.withdraw(segment);
+        self.slab.assign(segment, class);
+        self.note_assigned(segment, class);
+        Some(())
+    }
+
+    fn note_assigned(&mut self, segment: usize, class: usize) {
+        let block_bytes = self.slab.classes[class].geometry.block_bytes;
+        self.assigned.push(Assigned { segment: segment as u64, block_bytes });
+    }
+
+    /// Frees the slot of a committed block that no lease holds.
+    fn evict(&mut self, id: u32, remember: bool) {
+        let entry = self.slab.entries.get(id);
+        assert!(
+            entry.pins == 0 && entry.state == State::Committed,
+            "only an unleased, whole block is evicted"
+        );
+        self.evicted.push(self.slab.slot_ref(id));
+        let bytes = self.slab.block_bytes(id);
+        self.stats.blocks -= 1;
+        self.stats.evicted_blocks_total += 1;
+        self.stats.evicted_bytes_total += bytes;
+        let print = self.vacated(id, bytes);
+        if remember {
+            self.ghost.remember(print, self.slab.slots());
+        }
+    }
+
+    /// Takes an entry out of the index and its slot into the free list.
+    fn vacated(&mut self, id: u32, bytes: u64) -> Print {
+        let entry = self.slab.entries.get_mut(id);
+        entry.state = State::Free;
+        let print = Print::new(entry.key.namespace, entry.key.group, &entry.key.hash);
+        assert!(self.index.remove(print, id), "a used slot is in the index");
+        self.slab.move_to(id, Place::Free);
+        self.slab.segments[self.slab.entries.segment(id)].used -= 1;
+        self.stats.bytes_used -= bytes;
+        print
+    }
+
+    /// The block is whole and may be found. False if the slot is not being filled in this generation.
+    pub fn commit(&mut self, slot: SlotRef) -> bool {
+        let Some(id) = self.end_fill(slot) else { return false };
+        let entry = self.slab.entries.get_mut(id);
+        entry.state = State::Committed;
+        let print = Print::new(entry.key.namespace, entry.key.group, &entry.key.hash);
+        self.stats.blocks += 1;
+        let remembered = self.ghost.recall(print);
+        policy::admit(&mut self.slab, id, remembered);
+        true
+    }
+
+    /// The block will not come; its slot is free again. False if the slot is not being filled in this generation.
+    pub fn abandon(&mut self, slot: SlotRef) -> bool {
+        let Some(id) = self.end_fill(slot) else { return false };
+        self.vacated(id, self.slab.block_bytes(id));
+        true
+    }
+
+    fn end_fill(&mut self, slot: SlotRef) -> Option<u32> {
+        let id = self.slab.find(slot)?;
+        if self.slab.entries.get(id).state != State::Filling {
+            return None;
+        }
+        self.slab.segments[self.slab.entries.segment(id)].held -= 1;
+        self.stats.filling -= 1;
+        Some(id)
+    }
+
+    /// Slots whose blocks were evicted since the last call: mark them free before anything else.
+    pub fn drain_evicted(&mut self) -> impl Iterator<Item = SlotRef> + '_ {
+        self.evicted.drain(..)
+    }
+
+    /// Segments that were given to a block size since the last call: write their headers before filling a slot.
+    pub fn drain_assigned(&mut self) -> impl Iterator<Item = Assigned> + '_ {
+        self.assigned.drain(..)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,113 @@
+//! What can go wrong, by what the caller would do.
+
+use std::io;
+use std::path::PathBuf;
+
+use shm_protocol::pool::LayoutError;
+use thiserror::Error;
+
+/// A tier cannot be built; the process should end with this text.
+#[derive(Debug, Error)]
+pub enum Error {
+    /// The sizes fit no pool.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// Less than one segment.
+    #[error("a DRAM tier of {bytes} bytes; the least is {min} (one segment): raise --dram")]
+    TooSmall {
+        /// Bytes asked for.
+        bytes: u64,
+        /// Bytes of the smallest pool.
+        min: u64,
+    },
+    /// More than slots can be numbered.
+    #[error("a DRAM tier of {bytes} bytes; the most is {max}: lower --dram")]
+    TooLarge {
+        /// Bytes asked for.
+        bytes: u64,
+        /// Bytes of the largest pool.
+        max: u64,
+    },
+    /// The machine has no such memory to give.
+    #[error(
+        "a DRAM tier of {bytes} bytes, but {available} bytes are available in {place}: lower --dram or {remedy}"
+    )]
+    NoMemory {
+        /// Bytes needed in all.
+        bytes: u64,
+        /// Bytes there.
+        available: u64,
+        /// Where the pool would lie.
+        place: String,
+        /// What else would help.
+        remedy: &'static str,
+    },
+    /// Another process has the file.
+    #[error("another sidecar holds the pool file {0}: stop it, or pass another --pool-path")]
+    Locked(PathBuf),
+    /// A file that a pool must not lie in.
+    #[error("the pool file {path} {problem}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it, and the remedy.
+        problem: String,
+    },
+    /// The kernel refused.
+    #[error("cannot {doing} for the DRAM pool: {source}")]
+    Os {
+        /// What was tried.
+        doing: &'static str,
+        /// The kernel's answer, its kind kept.
+        source: io::Error,
+    },
+}
+
+/// A lease does not serve the call. The block bytes must not be used under it.
+#[derive(Copy, Clone, Debug, Error, Eq, PartialEq)]
+pub enum LeaseError {
+    /// Never granted, released, or so old that its table entry serves another lease.
+    #[error("the lease is unknown")]
+    Unknown,
+    /// Its time ran out before a load was posted.
+    #[error("the lease has expired")]
+    Expired,
+    /// Granted to another owner, or the worker is not one of its workers.
+    #[error("the lease belongs to another owner")]
+    Foreign,
+    /// This worker, or every one, has ended its load already.
+    #[error("the lease was used already")]
+    Consumed,
+}
+
+/// A block is not taken in. The save is dropped; nothing else follows.
+#[derive(Copy, Clone, Debug, Error, Eq, PartialEq)]
+pub enum FillError {
+    /// Kept already.
+    #[error("the block is kept already")]
+    Present,
+    /// Being filled by someone else.
+    #[error("the block is being filled")]
+    Filling,
+    /// Every slot that could hold it is leased or being filled.
+    #[error("no room: every slot of this size is leased or being filled")]
+    NoSpace,
+    /// No segment can hold it.
+    #[error("the block is larger than {max} bytes, the most a pool segment holds: raise --dram")]
+    TooLarge {
+        /// Bytes of the largest block.
+        max: u64,
+    },
+    /// A block has at least one byte.
+    #[error("the block has no bytes")]
+    Empty,
+}
+
+// === impl Error ===
+
+impl Error {
+    /// Attaches what was tried to an errno.
+    pub(crate) fn os(doing: &'static str) -> impl FnOnce(rustix::io::Errno) -> Self {
+        move |errno| Self::Os { doing, source: errno.into() }
+    }
+}

@@ -1,0 +1,262 @@
+//! Leases: who may read which blocks, until when. Pure; what a lease's end means for a block is the caller's part.
+
+use std::collections::VecDeque;
+
+use crate::LeaseError;
+use crate::list::{Link, Links, List};
+
+/// Leases at once: one for each of 65,536 logs of 16 engines. Beyond that a grant is refused: a miss.
+pub(crate) const LEASES_MAX: usize = 1 << 20;
+/// Workers of one lease: one bit each in a word.
+pub const WORKERS_MAX: u32 = 64;
+/// Ended leases that are still told apart (expired, consumed) before their table entries serve again: the requests of
+/// some scheduler steps.
+const ENDED_KEPT: usize = 1024;
+/// Entry numbers a table entry keeps allocated for its next lease: a prompt of 16,384 tokens at 16 a block.
+const KEPT_CAPACITY_MAX: usize = 1024;
+
+/// A lease's name: `generation << 32 | table index`. Generations start at 1, so that zero names none.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, Hash, Ord, PartialOrd)]
+pub struct LeaseId(pub u64);
+
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+enum Phase {
+    /// Ends at its deadline.
+    Timed,
+    /// A load was posted: ends when its workers or its owner do.
+    Promised,
+    Expired,
+    Consumed,
+    Released,
+}
+
+/// One table entry.
+#[derive(Debug)]
+struct Lease {
+    generation: u32,
+    phase: Phase,
+    owner: u64,
+    /// One bit for each worker that has not ended its load.
+    awaited: u64,
+    workers: u32,
+    deadline_ms: u64,
+    link: Link,
+    entries: Vec<u32>,
+}
+
+#[derive(Debug, Default)]
+struct Table(Vec<Lease>);
+
+/// The lease table.
+#[derive(Debug)]
+pub(crate) struct Leases {
+    table: Table,
+    /// Ended entries, the longest ended first: an old name is told apart as long as can be.
+    ended: VecDeque<u32>,
+    /// Timed leases; the tail is due first, since all live equally long from their last renewal.
+    timed: List,
+    ttl_ms: u64,
+    last_deadline_ms: u64,
+}
+
+// === impl LeaseId ===
+
+impl LeaseId {
+    fn new(generation: u32, index: u32) -> Self {
+        Self(u64::from(generation) << 32 | u64::from(index))
+    }
+
+    fn index(self) -> u32 {
+        self.0 as u32
+    }
+
+    fn generation(self) -> u32 {
+        (self.0 >> 32) as u32
+    }
+}
+
+// === impl Lease ===
+
+impl Lease {
+    fn live(&self) -> bool {
+        matches!(self.phase, Phase::Timed | Phase::Promised)
+    }
+
+    fn begin(&mut self, owner: u64, workers: u32) {
+        assert!(
+            (1..=WORKERS_MAX).contains(&workers),
+            "a lease serves 1 to {WORKERS_MAX} workers, not {workers}"
+        );
+        self.generation = self.generation.checked_add(1).unwrap_or(1);
+        self.phase = Phase::Timed;
+        self.owner = owner;
+        self.workers = workers;
+        self.awaited = u64::MAX >> (WORKERS_MAX - workers);
+    }
+}
+
+// === impl Table ===
+
+impl Links for Table {
+    fn link(&mut self, id: u32) -> &mut Link {
+        &mut self.0[id as usize].link
+    }
+}
+
+// === impl Leases ===
+
+impl Leases {
+    pub(crate) fn new(ttl_ms: u64) -> Self {
+        let (table, ended, timed) = (Table::default(), VecDeque::new(), List::default());
+        Self { table, ended, timed, ttl_ms, last_deadline_ms: 0 }
+    }
+
+    /// Live leases.
+    pub(crate) fn len(&self) -> usize {
+        self.table.0.len() - self.ended.len()
+    }
+
+    /// A new lease over no entry yet, or `None` if there are too many.
+    pub(crate) fn grant(&mut self, owner: u64, workers: u32, now_ms: u64) -> Option<LeaseId> {
+        let index = self.vacancy()?;
+        let lease = &mut self.table.0[index as usize];
+        lease.begin(owner, workers);
+        let id = LeaseId::new(lease.generation, index);
+        self.start_clock(index, now_ms);
+        Some(id)
+    }
+
+    fn vacancy(&mut self) -> Option<u32> {
+        if self.ended.len() > ENDED_KEPT || self.table.0.len() == LEASES_MAX {
+            return self.ended.pop_front();
+        }
+        let (link, entries) = (Link::default(), Vec::new());
+        let phase = Phase::Released;
+        let lease =
+            Lease { generation: 0, phase, owner: 0, awaited: 0, workers: 0, deadline_ms: 0, link, entries };
+        self.table.0.push(lease);
+        Some(self.table.0.len() as u32 - 1)
+    }
+
+    fn start_clock(&mut self, index: u32, now_ms: u64) {
+        // Deadlines never decrease along the list, even if the caller's clock does.
+        self.last_deadline_ms = self.last_deadline_ms.max(now_ms.saturating_add(self.ttl_ms));
+        self.table.0[index as usize].deadline_ms = self.last_deadline_ms;
+        self.timed.push_head(&mut self.table, index);
+    }
+
+    /// The table index of a live lease of `owner`.
+    fn check(&self, id: LeaseId, owner: u64) -> Result<u32, LeaseError> {
+        let lease = self.table.0.get(id.index() as usize).ok_or(LeaseError::Unknown)?;
+        if lease.generation != id.generation() {
+            return Err(LeaseError::Unknown);
+        }
+        match lease.phase {
+            Phase::Released => Err(LeaseError::Unknown),
+            _ if lease.owner != owner => Err(LeaseError::Foreign),
+            Phase::Expired => Err(LeaseError::Expired),
+            Phase::Consumed => Err(LeaseError::Consumed),
+            Phase::Timed | Phase::Promised => Ok(id.index()),
+        }
+    }
+
+    /// The entries of a live lease.
+    pub(crate) fn entries(&self, id: LeaseId, owner: u64) -> Result<&[u32], LeaseError> {
+        self.check(id, owner).map(|index| self.table.0[index as usize].entries.as_slice())
+    }
+
+    /// The same, to be changed: what is added must be pinned, what is taken unpinned.
+    pub(crate) fn entries_mut(&mut self, id: LeaseId, owner: u64) -> Result<&mut Vec<u32>, LeaseError> {
+        self.check(id, owner).map(|index| &mut self.table.0[index as usize].entries)
+    }
+
+    /// Whether a worker has ended its load already.
+    pub(crate) fn begun(&self, id: LeaseId, owner: u64) -> Result<bool, LeaseError> {
+        let lease = &self.table.0[self.check(id, owner)? as usize];
+        Ok(lease.awaited.count_ones() < lease.workers)
+    }
+
+    /// Gives a timed lease its whole time again. `Ok(false)`: it was due, and now has to be expired.
+    pub(crate) fn renew(&mut self, id: LeaseId, owner: u64, now_ms: u64) -> Result<bool, LeaseError> {
+        let index = self.check(id, owner)?;
+        let lease = &self.table.0[index as usize];
+        if lease.phase == Phase::Promised {
+            return Ok(true);
+        }
+        if lease.deadline_ms <= now_ms {
+            return Ok(false);
+        }
+        self.timed.remove(&mut self.table, index);
+        self.start_clock(index, now_ms);
+        Ok(true)
+    }
+
+    /// Stops the lease's clock.
+    pub(crate) fn promise(&mut self, id: LeaseId, owner: u64) -> Result<(), LeaseError> {
+        let index = self.check(id, owner)?;
+        self.stop_clock(index, Phase::Promised);
+        Ok(())
+    }
+
+    fn stop_clock(&mut self, index: u32, phase: Phase) {
+        let before = std::mem::replace(&mut self.table.0[index as usize].phase, phase);
+        if before == Phase::Timed {
+            self.timed.remove(&mut self.table, index);
+        }
+    }
+
+    /// One worker has ended its load. `Some`: all have, and these are the entries to unpin.
+    pub(crate) fn consume(
+        &mut self,
+        id: LeaseId,
+        owner: u64,
+        worker: u32,
+    ) -> Result<Option<Vec<u32>>, LeaseError> {
+        let index = self.check(id, owner)?;
+        let lease = &mut self.table.0[index as usize];
+        if worker >= lease.workers {
+            return Err(LeaseError::Foreign);
+        }
+        if lease.awaited & 1 << worker == 0 {
+            return Err(LeaseError::Consumed);
+        }
+        lease.awaited &= !(1 << worker);
+        Ok((lease.awaited == 0).then(|| self.end(index, Phase::Consumed)))
+    }
+
+    /// Ends a lease; the entries to unpin.
+    pub(crate) fn release(&mut self, id: LeaseId, owner: u64) -> Result<Vec<u32>, LeaseError> {
+        let index = self.check(id, owner)?;
+        Ok(self.end(index, Phase::Released))
+    }
+
+    /// Ends the lease that is due first, if one is; the entries to unpin. Looks at one lease.
+    pub(crate) fn expire_one(&mut self, now_ms: u64) -> Option<Vec<u32>> {
+        let index = self.timed.tail()?;
+        let due = self.table.0[index as usize].deadline_ms <= now_ms;
+        due.then(|| self.end(index, Phase::Expired))
+    }
+
+    /// Live leases of an owner. Looks at the whole table: for an owner's death only.
+    pub(crate) fn of_owner(&self, owner: u64) -> Vec<LeaseId> {
+        let owned = |lease: &Lease| lease.live() && lease.owner == owner;
+        let leases = self.table.0.iter().enumerate().filter(|(_, lease)| owned(lease));
+        leases.map(|(index, lease)| LeaseId::new(lease.generation, index as u32)).collect()
+    }
+
+    fn end(&mut self, index: u32, phase: Phase) -> Vec<u32> {
+        self.stop_clock(index, phase);
+        self.ended.push_back(index);
+        std::mem::take(&mut self.table.0[index as usize].entries)
+    }
+
+    /// Takes back an ended lease's emptied list, so that the next lease need not allocate.
+    pub(crate) fn recycle(&mut self, mut entries: Vec<u32>) {
+        entries.clear();
+        if let Some(index) = self.ended.back()
+            && entries.capacity() <= KEPT_CAPACITY_MAX
+        {
+            self.table.0[*index as usize].entries = entries;
+        }
+    }
+}

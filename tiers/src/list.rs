@@ -1,0 +1,121 @@
+//! Doubly linked lists whose links lie in the elements, which live in someone else's table.
+
+/// No element.
+pub(crate) const NIL: u32 = u32::MAX;
+
+/// The links of one element.
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct Link {
+    pub(crate) previous: u32,
+    pub(crate) next: u32,
+}
+
+/// A table whose elements carry links. An element is in at most one list at a time; the table's owner keeps count.
+pub(crate) trait Links {
+    /// The links of element `id`.
+    fn link(&mut self, id: u32) -> &mut Link;
+}
+
+/// One list: elements enter at the head and leave at the tail, or anywhere.
+#[derive(Clone, Debug)]
+pub(crate) struct List {
+    head: u32,
+    tail: u32,
+    len: u32,
+}
+
+// === impl Link ===
+
+impl Default for Link {
+    fn default() -> Self {
+        Self { previous: NIL, next: NIL }
+    }
+}
+
+// === impl List ===
+
+impl Default for List {
+    fn default() -> Self {
+        Self { head: NIL, tail: NIL, len: 0 }
+    }
+}
+
+impl List {
+    pub(crate) fn len(&self) -> u32 {
+        self.len
+    }
+
+    /// The element that has been in the list longest.
+    pub(crate) fn tail(&self) -> Option<u32> {
+        (self.tail != NIL).then_some(self.tail)
+    }
+
+    /// Adds an element that is in no list.
+    pub(crate) fn push_head(&mut self, table: &mut impl Links, id: u32) {
+        *table.link(id) = Link { previous: NIL, next: self.head };
+        match self.head {
+            NIL => self.tail = id,
+            head => table.link(head).previous = id,
+        }
+        self.head = id;
+        self.len += 1;
+    }
+
+    /// Takes an element out of this list, which it must be in.
+    pub(crate) fn remove(&mut self, table: &mut impl Links, id: u32) {
+        let Link { previous, next } = std::mem::take(table.link(id));
+        match previous {
+            NIL => self.head = next,
+            previous => table.link(previous).next = next,
+        }
+        match next {
+            NIL => self.tail = previous,
+            next => table.link(next).previous = previous,
+        }
+        self.len -= 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    struct Table(Vec<Link>);
+
+    impl Links for Table {
+        fn link(&mut self, id: u32) -> &mut Link {
+            &mut self.0[id as usize]
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_list_is_a_deque_with_removal(steps in prop::collection::vec((0..3u8, 0..16u32), 0..200)) {
+            let (mut table, mut list, mut model) = (Table(vec![Link::default(); 16]), List::default(), VecDeque::new());
+            for (action, id) in steps {
+                let inside = model.iter().position(|other| *other == id);
+                match (action, inside) {
+                    (0, None) => {
+                        list.push_head(&mut table, id);
+                        model.push_front(id);
+                    }
+                    (1, Some(at)) => {
+                        list.remove(&mut table, id);
+                        model.remove(at);
+                    }
+                    (2, _) if !model.is_empty() => {
+                        list.remove(&mut table, list.tail().expect("not empty"));
+                        model.pop_back();
+                    }
+                    _ => {}
+                }
+                prop_assert_eq!(list.tail(), model.back().copied());
+                prop_assert_eq!(list.len() as usize, model.len());
+            }
+        }
+    }
+}

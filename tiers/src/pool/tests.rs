@@ -1,0 +1,182 @@
+use std::io::{Read, Seek, SeekFrom, Write};
+
+use shm_protocol::key::BlockHash;
+use shm_protocol::pool::PoolView;
+
+use super::*;
+
+const SEGMENT: u64 = 4 << 20;
+const BLOCK: u64 = 10_000;
+
+fn config(path: Option<PathBuf>) -> Config {
+    Config { bytes: 2 * SEGMENT, segment_bytes: SEGMENT, path, epoch: 42 }
+}
+
+/// A path on tmpfs that is removed at the end.
+struct TmpfsPath(PathBuf);
+
+impl TmpfsPath {
+    fn new(name: &str) -> Self {
+        Self(PathBuf::from(format!("/dev/shm/pillion-test-{}-{name}", std::process::id())))
+    }
+}
+
+impl Drop for TmpfsPath {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+fn key() -> BlockKey {
+    BlockKey { namespace: 1, group: 3, hash: BlockHash(std::array::from_fn(|index| index as u8)) }
+}
+
+fn view(region: &Region) -> PoolView<impl Fn(usize) -> u64> {
+    let load = |offset: usize| region.word64(offset).load(Ordering::Acquire);
+    PoolView::new(load, region.len() as u64).expect("a sound header")
+}
+
+fn slot(generation: u64) -> SlotRef {
+    let geometry = Geometry::new(SEGMENT, BLOCK).expect("fits");
+    SlotRef { offset: geometry.offset(1, 7).expect("a slot"), generation }
+}
+
+/// One slot's life, seen through an engine's read-only mapping.
+fn check_slot_life(pool: &Pool) {
+    let engine = pool.read_only_fd().expect("opened");
+    let region = Region::map(engine.as_fd(), pool.len() as usize, Access::ReadOnly).expect("mapped");
+    let (view, slot) = (view(&region), slot(pool.first_generation()));
+    let namespace = NamespaceDigest([9; 16]);
+    assert!(!pool.fill(slot, namespace, &key()), "the segment has no header yet");
+    assert!(pool.write_segment_header(1, BLOCK));
+    assert!(!view.verify(slot, BLOCK), "free");
+
+    assert!(pool.fill(slot, namespace, &key()));
+    assert!(!view.verify(slot, BLOCK), "being filled");
+    assert!(pool.commit(slot, 77));
+    assert!(!pool.commit(slot, 77), "committed once");
+    assert!(view.verify(slot, BLOCK));
+    assert!(!view.verify(SlotRef { generation: slot.generation + 1, ..slot }, BLOCK), "another filling");
+    assert!(!view.verify(slot, BLOCK + 512), "another block size");
+
+    let header = view.read_header(slot.offset, BLOCK).expect("a slot");
+    assert_eq!((header.state, header.generation), (pool::COMMITTED, slot.generation));
+    assert_eq!((header.namespace, header.hash, header.group), (namespace, key().hash, 3));
+    assert_eq!((header.length, header.checksum, header.reserved), (BLOCK, 77, 0));
+
+    let next = SlotRef { generation: slot.generation + 1, ..slot };
+    assert!(!pool.free(next), "not that filling");
+    assert!(pool.free(slot));
+    assert!(!view.verify(slot, BLOCK), "evicted");
+    assert!(pool.fill(next, namespace, &key()) && !pool.commit(slot, 0) && pool.commit(next, 0));
+    assert!(!view.verify(slot, BLOCK) && view.verify(next, BLOCK));
+    assert!(pool.write_segment_header(1, 2 * BLOCK));
+    assert!(!view.verify(next, BLOCK), "the segment was given away");
+    assert!(!pool.free(next), "and its old slots with it");
+}
+
+#[test]
+fn a_memfd_pool_serves_engines_that_can_only_read() {
+    let pool = Pool::create(&config(None)).expect("created");
+    check_slot_life(&pool);
+    let engine = pool.read_only_fd().expect("opened");
+    let writable = Region::map(engine.as_fd(), pool.len() as usize, Access::ReadWrite);
+    assert_eq!(writable.expect_err("refused"), Errno::ACCESS);
+    let again =
+        rustix::fs::open(format!("/proc/self/fd/{}", engine.as_raw_fd()), OFlags::RDWR, Mode::empty());
+    let again = again.expect("the mode of a memfd allows its owner to reopen it");
+    let sealed = Region::map(again.as_fd(), pool.len() as usize, Access::ReadWrite);
+    assert_eq!(sealed.expect_err("sealed"), Errno::PERM);
+    assert_eq!(rustix::io::write(&again, b"x").expect_err("sealed"), Errno::PERM);
+    assert_eq!(rustix::fs::ftruncate(&again, 0).expect_err("sealed"), Errno::PERM);
+}
+
+#[test]
+fn only_addresses_inside_one_segment_are_handed_out() {
+    let pool = Pool::create(&config(None)).expect("created");
+    let start = pool::SEGMENT_ALIGN;
+    assert_eq!(pool.len(), start + 2 * SEGMENT);
+    assert!(pool.slot_ptr(start, SEGMENT).is_some());
+    assert!(pool.slot_ptr(start + SEGMENT, SEGMENT).is_some());
+    for (offset, len) in [
+        (0, 1),
+        (start - 1, 1),
+        (start, SEGMENT + 1),
+        (start + SEGMENT - 1, 2),
+        (start + 2 * SEGMENT, 1),
+        (start, u64::MAX),
+        (u64::MAX, 1),
+        (u64::MAX, u64::MAX),
+    ] {
+        assert!(pool.slot_ptr(offset, len).is_none(), "{offset} {len}");
+    }
+}
+
+#[test]
+fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
+    let path = TmpfsPath::new("file");
+    let pool = Pool::create(&config(Some(path.0.clone()))).expect("created");
+    check_slot_life(&pool);
+    assert!(matches!(Pool::create(&config(Some(path.0.clone()))), Err(Error::Locked(_))));
+    let stat = rustix::fs::stat(&path.0).expect("there");
+    assert_eq!(stat.st_mode & 0o777, 0o600);
+    assert!(stat.st_blocks as u64 * STAT_BLOCK_BYTES >= pool.len(), "all of its memory is reserved");
+
+    let engine = pool.read_only_fd().expect("opened");
+    let region = Region::map(engine.as_fd(), pool.len() as usize, Access::ReadOnly).expect("mapped");
+    let kept = SlotRef { generation: pool.first_generation() + 9, ..slot(0) };
+    assert!(pool.write_segment_header(1, BLOCK) && pool.fill(kept, NamespaceDigest([1; 16]), &key()));
+    assert!(pool.commit(kept, 0));
+    let first_life = pool.first_generation();
+    drop(pool);
+
+    assert!(view(&region).verify(kept, BLOCK), "an engine still reads what it leased");
+    let pool = Pool::create(&config(Some(path.0.clone()))).expect("the lock went with its holder");
+    assert!(pool.first_generation() > first_life + (1 << 39), "no number of the first life comes again");
+    assert!(!pool.fill(kept, NamespaceDigest([1; 16]), &key()), "no segment is assigned");
+    assert_eq!(region.word64((pool::SEGMENT_ALIGN + SEGMENT) as usize).load(Ordering::Acquire), 0);
+    assert!(pool.write_segment_header(1, BLOCK));
+    assert!(!view(&region).verify(kept, BLOCK), "reused only knowingly");
+}
+
+#[test]
+fn a_file_that_is_no_pool_is_initialised_and_a_larger_one_refused() {
+    let path = TmpfsPath::new("garbage");
+    fs::write(&path.0, vec![0xff; 1 << 20]).expect("written");
+    let pool = Pool::create(&config(Some(path.0.clone()))).expect("created");
+    assert_eq!(pool.first_generation(), pool::first_generation(1));
+    let mut file = fs::File::open(&path.0).expect("open");
+    drop(pool);
+    file.seek(SeekFrom::Start(0)).expect("seek");
+    let mut magic = [0; 8];
+    file.read_exact(&mut magic).expect("read");
+    assert_eq!(&magic, b"PILLPOOL");
+
+    let smaller = Config { bytes: SEGMENT, ..config(Some(path.0.clone())) };
+    let refused = Pool::create(&smaller).expect_err("never shrunk").to_string();
+    assert!(refused.contains("raise --dram"), "{refused}");
+}
+
+#[test]
+fn places_that_cannot_hold_a_pool_are_refused_before_anything_is_made() {
+    let large = Config { bytes: 1 << 40, ..config(None) };
+    assert!(matches!(Pool::create(&large), Err(Error::NoMemory { .. })));
+    let path = TmpfsPath::new("large");
+    let large = Config { path: Some(path.0.clone()), ..large };
+    assert!(matches!(Pool::create(&large), Err(Error::NoMemory { .. })));
+    assert!(!path.0.exists());
+    let procfs = Config { path: Some("/proc/pillion-pool".into()), ..config(None) };
+    let refused = Pool::create(&procfs).expect_err("not tmpfs").to_string();
+    assert!(refused.contains("neither on tmpfs nor on hugetlbfs"), "{refused}");
+    let small = Config { bytes: SEGMENT - 1, ..config(None) };
+    assert!(matches!(Pool::create(&small), Err(Error::TooSmall { min: SEGMENT, .. })));
+}
+
+#[test]
+fn a_symbolic_link_is_not_followed() {
+    let (target, link) = (TmpfsPath::new("target"), TmpfsPath::new("link"));
+    fs::File::create(&target.0).and_then(|mut file| file.write_all(b"x")).expect("written");
+    std::os::unix::fs::symlink(&target.0, &link.0).expect("linked");
+    assert!(matches!(Pool::create(&config(Some(link.0.clone()))), Err(Error::Os { .. })));
+    assert_eq!(fs::read(&target.0).expect("read"), b"x");
+}

@@ -1,0 +1,331 @@
+//! Entries and slots: one 64-byte entry per slot, in tables that come and go with their segment.
+//!
+//! An entry's number is (segment, slot) in 32 bits, so that the slot's offset needs no storage, and an entry costs
+//! one cache line: the key for the full comparison, the generation, the policy's links and the lease count.
+
+use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::pool::{self, Geometry, SlotRef};
+
+use crate::index::Index;
+use crate::list::{Link, Links, List};
+
+/// Block sizes that may live in the pool at once; a class without segments gives way to a new one.
+const CLASSES_MAX: usize = 256;
+/// A segment of no class.
+const UNASSIGNED: u16 = u16::MAX;
+
+/// What a slot holds.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[repr(u8)]
+pub(crate) enum State {
+    Free,
+    Filling,
+    Committed,
+}
+
+/// The list an entry is in.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[repr(u8)]
+pub(crate) enum Place {
+    /// None: being filled, or leased when its turn to be evicted came.
+    Detached,
+    /// The free list of its class.
+    Free,
+    /// The policy's small queue.
+    Small,
+    /// The policy's main queue.
+    Main,
+}
+
+/// One slot's entry.
+#[repr(C, align(64))]
+#[derive(Clone, Debug)]
+pub(crate) struct Entry {
+    pub(crate) key: BlockKey,
+    pub(crate) generation: u64,
+    link: Link,
+    /// Leases that hold the block.
+    pub(crate) pins: u32,
+    pub(crate) state: State,
+    pub(crate) place: Place,
+    /// Accesses since the policy last looked, up to its limit.
+    pub(crate) accesses: u8,
+}
+
+const _: () = assert!(size_of::<Entry>() == 64);
+
+/// One block size: its slots and the queues they are in.
+#[derive(Debug)]
+pub(crate) struct Class {
+    pub(crate) geometry: Geometry,
+    pub(crate) segments: u32,
+    pub(crate) free: List,
+    pub(crate) small: List,
+    pub(crate) main: List,
+}
+
+/// What is known of a segment as a whole.
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct Segment {
+    class: u16,
+    /// Slots that are leased or being filled: while there is one, the segment stays.
+    pub(crate) held: u32,
+    /// Slots that are committed or being filled.
+    pub(crate) used: u32,
+}
+
+/// Entry tables of all segments, each empty until its segment is assigned.
+#[derive(Debug)]
+pub(crate) struct Entries {
+    tables: Box<[Box<[Entry]>]>,
+    /// Entry number = segment << shift | slot.
+    shift: u32,
+}
+
+/// All entries, segments and classes.
+#[derive(Debug)]
+pub(crate) struct Slab {
+    pub(crate) entries: Entries,
+    pub(crate) segments: Box<[Segment]>,
+    pub(crate) classes: Vec<Class>,
+    segment_bytes: u64,
+    /// Segments below this one have been assigned.
+    assigned: usize,
+    slots: u64,
+}
+
+// === impl Entry ===
+
+const VACANT: Entry = Entry {
+    key: BlockKey { namespace: 0, group: 0, hash: BlockHash([0; 32]) },
+    generation: 0,
+    link: Link { previous: crate::list::NIL, next: crate::list::NIL },
+    pins: 0,
+    state: State::Free,
+    place: Place::Detached,
+    accesses: 0,
+};
+
+// === impl Entries ===
+
+impl Entries {
+    #[inline]
+    fn split(&self, id: u32) -> (usize, usize) {
+        ((id >> self.shift) as usize, (id & ((1 << self.shift) - 1)) as usize)
+    }
+
+    fn join(&self, segment: usize, slot: usize) -> u32 {
+        (segment as u32) << self.shift | slot as u32
+    }
+
+    /// The entry `id`, which exists.
+    #[inline]
+    pub(crate) fn get(&self, id: u32) -> &Entry {
+        let (segment, slot) = self.split(id);
+        &self.tables[segment][slot]
+    }
+
+    /// The entry `id`, or a vacant one where there is none.
+    #[inline]
+    pub(crate) fn get_or_vacant(&self, id: u32) -> &Entry {
+        static NONE: Entry = VACANT;
+        let (segment, slot) = self.split(id);
+        self.tables.get(segment).and_then(|table| table.get(slot)).unwrap_or(&NONE)
+    }
+
+    /// The entry `id`, which exists.
+    #[inline]
+    pub(crate) fn get_mut(&mut self, id: u32) -> &mut Entry {
+        let (segment, slot) = self.split(id);
+        &mut self.tables[segment][slot]
+    }
+
+    /// The segment of entry `id`.
+    #[inline]
+    pub(crate) fn segment(&self, id: u32) -> usize {
+        self.split(id).0
+    }
+
+    /// Numbers of a segment's entries.
+    fn of_segment(&self, segment: usize) -> impl Iterator<Item = u32> + use<> {
+        let first = self.join(segment, 0);
+        first..first + self.tables[segment].len() as u32
+    }
+}
+
+impl Links for Entries {
+    fn link(&mut self, id: u32) -> &mut Link {
+        &mut self.get_mut(id).link
+    }
+}
+
+// === impl Class ===
+
+impl Class {
+    fn new(geometry: Geometry) -> Self {
+        let empty = List::default;
+        Self { geometry, segments: 0, free: empty(), small: empty(), main: empty() }
+    }
+
+    /// Slots of this class.
+    pub(crate) fn slots(&self) -> u64 {
+        u64::from(self.segments) * u64::from(self.geometry.slot_count)
+    }
+
+    /// The list that a place names.
+    pub(crate) fn list(&mut self, place: Place) -> Option<&mut List> {
+        match place {
+            Place::Detached => None,
+            Place::Free => Some(&mut self.free),
+            Place::Small => Some(&mut self.small),
+            Place::Main => Some(&mut self.main),
+        }
+    }
+}
+
+// === impl Slab ===
+
+impl Slab {
+    /// An empty slab. The sizes have been checked: `segments` of `segment_bytes`, a power of two, fit a pool.
+    pub(crate) fn new(segment_bytes: u64, segments: usize) -> Self {
+        let shift = (segment_bytes / pool::SLOT_ALIGN).trailing_zeros();
+        debug_assert!(
+            ((segments as u64) << shift) <= u64::from(Index::ENTRY_MAX),
+            "POOL_BYTES_MAX keeps ids in u32"
+        );
+        let segment = Segment { class: UNASSIGNED, held: 0, used: 0 };
+        Self {
+            entries: Entries { tables: (0..segments).map(|_| Box::default()).collect(), shift },
+            segments: vec![segment; segments].into_boxed_slice(),
+            classes: Vec::new(),
+            segment_bytes,
+            assigned: 0,
+            slots: 0,
+        }
+    }
+
+    /// Slots of all assigned segments.
+    pub(crate) fn slots(&self) -> u64 {
+        self.slots
+    }
+
+    /// Segments that have been assigned to a class.
+    pub(crate) fn assigned(&self) -> usize {
+        self.assigned
+    }
+
+    /// The class of an entry.
+    #[inline]
+    pub(crate) fn class_of(&self, id: u32) -> usize {
+        self.segments[self.entries.segment(id)].class.into()
+    }
+
+    /// Bytes of the block in an entry's slot.
+    pub(crate) fn block_bytes(&self, id: u32) -> u64 {
+        self.classes[self.class_of(id)].geometry.block_bytes
+    }
+
+    /// The wire's name of an entry's slot in its present filling.
+    #[inline]
+    pub(crate) fn slot_ref(&self, id: u32) -> SlotRef {
+        let (segment, slot) = self.entries.split(id);
+        let geometry = &self.classes[usize::from(self.segments[segment].class)].geometry;
+        let start = pool::SEGMENT_ALIGN + segment as u64 * self.segment_bytes;
+        let offset = start + geometry.data + slot as u64 * geometry.stride;
+        SlotRef { offset, generation: self.entries.get(id).generation }
+    }
+
+    /// The entry of a slot in its present filling.
+    pub(crate) fn find(&self, slot: SlotRef) -> Option<u32> {
+        let segment =
+            usize::try_from(slot.offset.checked_sub(pool::SEGMENT_ALIGN)? / self.segment_bytes).ok()?;
+        let class = self.classes.get(usize::from(self.segments.get(segment)?.class))?;
+        let place = class.geometry.place(slot.offset).ok()?;
+        let id = self.entries.join(segment, place.index as usize);
+        (self.entries.get(id).generation == slot.generation).then_some(id)
+    }
+
+    /// The class of a block size, made if there is none; `None` if there are too many.
+    pub(crate) fn class(&mut self, geometry: Geometry) -> Option<usize> {
+        if let Some(found) = self.classes.iter().position(|class| class.geometry == geometry) {
+            return Some(found);
+        }
+        if let Some(unused) = self.classes.iter().position(|class| class.segments == 0) {
+            self.classes[unused] = Class::new(geometry);
+            return Some(unused);
+        }
+        if self.classes.len() == CLASSES_MAX {
+            return None;
+        }
+        self.classes.push(Class::new(geometry));
+        Some(self.classes.len() - 1)
+    }
+
+    /// Gives a never used segment to a class, if there is one.
+    pub(crate) fn assign_fresh(&mut self, class: usize) -> Option<usize> {
+        let segment = self.assigned;
+        if segment == self.segments.len() {
+            return None;
+        }
+        self.assigned += 1;
+        self.assign(segment, class);
+        Some(segment)
+    }
+
+    /// Gives an empty segment to a class; all its slots become free.
+    pub(crate) fn assign(&mut self, segment: usize, class: usize) {
+        let slots = self.classes[class].geometry.slot_count;
+        self.segments[segment] = Segment { class: class as u16, held: 0, used: 0 };
+        self.entries.tables[segment] = vec![VACANT; slots as usize].into_boxed_slice();
+        self.classes[class].segments += 1;
+        self.slots += u64::from(slots);
+        for id in self.entries.of_segment(segment) {
+            self.move_to(id, Place::Free);
+        }
+    }
+
+    /// Takes an empty segment from its class: every slot must be free.
+    pub(crate) fn withdraw(&mut self, segment: usize) {
+        assert_eq!(self.segments[segment].used, 0, "a segment with blocks must not be withdrawn");
+        for id in self.entries.of_segment(segment) {
+            self.move_to(id, Place::Detached);
+        }
+        let class = &mut self.classes[usize::from(self.segments[segment].class)];
+        class.segments -= 1;
+        self.slots -= u64::from(class.geometry.slot_count);
+        self.segments[segment].class = UNASSIGNED;
+    }
+
+    /// The segment to take for `class` when its own slots are all held: of the class that uses the most bytes, the
+    /// one with the fewest blocks. Never one with a leased slot.
+    pub(crate) fn victim(&self, class: usize) -> Option<usize> {
+        let stealable = |segment: &Segment| segment.held == 0 && usize::from(segment.class) != class;
+        let worth = |segment: &Segment| {
+            let owner = &self.classes[usize::from(segment.class)];
+            (owner.segments, std::cmp::Reverse(segment.used))
+        };
+        let candidates = self.segments[..self.assigned].iter().enumerate();
+        candidates
+            .filter(|(_, segment)| stealable(segment))
+            .max_by_key(|(_, segment)| worth(segment))
+            .map(|(at, _)| at)
+    }
+
+    /// Committed blocks of a segment.
+    pub(crate) fn blocks(&self, segment: usize) -> Vec<u32> {
+        let committed = |id: &u32| self.entries.get(*id).state == State::Committed;
+        self.entries.of_segment(segment).filter(committed).collect()
+    }
+
+    /// Moves an entry from the list it is in to the head of another.
+    pub(crate) fn move_to(&mut self, id: u32, place: Place) {
+        let class = &mut self.classes[usize::from(self.segments[self.entries.segment(id)].class)];
+        let old = std::mem::replace(&mut self.entries.get_mut(id).place, place);
+        if let Some(list) = class.list(old) {
+            list.remove(&mut self.entries, id);
+        }
+        if let Some(list) = class.list(place) {
+            list.push_head(&mut self.entries, id);
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! `/healthz`, `/readyz` and `/metrics`, on a thread of their own that reads only atomics: they answer when the data
+//! path is stuck.
+
+use std::convert::Infallible;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use prometheus::{Registry, TextEncoder};
+
+/// Connections served at once: a scraper, two probes, a person; the rest wait in the kernel's backlog.
+const CONNECTIONS_MAX: usize = 64;
+/// A request line and headers come in one packet; who takes longer is not served.
+const HEADER_TIME_MAX: Duration = Duration::from_secs(5);
+/// A connection is kept no longer than this, whatever it does.
+const CONNECTION_TIME_MAX: Duration = Duration::from_secs(60);
+
+/// Whether the sidecar takes new work: set once by the server, read by `/readyz`.
+pub type Ready = Arc<AtomicBool>;
+
+#[derive(Clone)]
+struct Pages {
+    registry: Registry,
+    ready: Ready,
+}
+
+/// Binds `address` and serves it until the process ends. Answers the bound address.
+pub fn start(address: SocketAddr, registry: Registry, ready: Ready) -> std::io::Result<SocketAddr> {
+    let listener = TcpListener::bind(address)?;
+    listener.set_nonblocking(true)?;
+    let bound = listener.local_addr()?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+    let pages = Pages { registry, ready };
+    thread::Builder::new()
+        .name("pillion-admin".into())
+        .spawn(move || runtime.block_on(serve(listener, pages)))?;
+    Ok(bound)
+}
+
+async fn serve(listener: TcpListener, pages: Pages) {
+    let listener =
+        tokio::net::TcpListener::from_std(listener).expect("a non-blocking listener of this process");
+    let seats = Arc::new(tokio::sync::Semaphore::new(CONNECTIONS_MAX));
+    loop {
+        let seat = Arc::clone(&seats).acquire_owned().await.expect("never closed");
+        let Ok((stream, _)) = listener.accept().await else {
+            // Out of descriptors: the next attempt must not spin.
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            continue;
+        };
+        let pages = pages.clone();
+        tokio::spawn(async move {
+            let service = service_fn(move |request| {
+                let response = pages.answer(&request);
+                async move { Ok::<_, Infallible>(response) }
+            });
+            let connection = http1::Builder::new()
+                .timer(TokioTimer::new())
+                .header_read_timeout(HEADER_TIME_MAX)
+                .serve_connection(TokioIo::new(stream), service);
+            // A client that goes away early is its own business.
+            let _ = tokio::time::timeout(CONNECTION_TIME_MAX, connection).await;
+            drop(seat);
+        });
+    }
+}
+
+// === impl Pages ===
+
+impl Pages {
+    fn answer(&self, request: &Request<Incoming>) -> Response<String> {
+        if ![Method::GET, Method::HEAD].contains(request.method()) {
+            return page(StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD\n".into());
+        }
+        match request.uri().path() {
+            "/healthz" => page(StatusCode::OK, "alive\n".into()),
+            "/readyz" if self.ready.load(Ordering::Relaxed) => page(StatusCode::OK, "ready\n".into()),
+            "/readyz" => page(StatusCode::SERVICE_UNAVAILABLE, "starting or draining\n".into()),
+            "/metrics" => match TextEncoder::new().encode_to_string(&self.registry.gather()) {
+                Ok(text) => page(StatusCode::OK, text),
+                Err(error) => page(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
+            },
+            _ => page(StatusCode::NOT_FOUND, "the pages are /healthz, /readyz and /metrics\n".into()),
+        }
+    }
+}
+
+fn page(status: StatusCode, text: String) -> Response<String> {
+    let response =
+        Response::builder().status(status).header("content-type", "text/plain; version=0.0.4; charset=utf-8");
+    response.body(text).expect("constant headers")
+}

@@ -1,0 +1,29 @@
+//! The process's clock: one origin, so that every thread means the same by a time.
+
+use std::time::{Duration, Instant};
+
+/// Time since the sidecar's start.
+#[derive(Copy, Clone, Debug)]
+pub struct Clock {
+    origin: Instant,
+}
+
+// === impl Clock ===
+
+impl Clock {
+    /// A clock that starts now.
+    #[expect(clippy::disallowed_methods, reason = "the one place where the sidecar reads the clock")]
+    pub fn start() -> Self {
+        Self { origin: Instant::now() }
+    }
+
+    /// Time since the start.
+    pub fn now(&self) -> Duration {
+        self.origin.elapsed()
+    }
+}
+
+/// Whole milliseconds of a time.
+pub fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).expect("500 million years")
+}

@@ -1,0 +1,236 @@
+//! What the user asked for: command line over file over defaults. The only module that reads the environment or files.
+
+mod memory;
+mod values;
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use serde::Deserialize;
+use thiserror::Error;
+
+pub use self::values::{Level, Size, Time};
+
+/// The default address of the admin pages.
+pub const HTTP_DEFAULT: &str = "127.0.0.1:9440";
+/// A lease outlives the scheduling of a request in a busy engine; blocks under one cannot be evicted.
+pub const LEASE_TTL_DEFAULT: Time = Time::from_millis(30_000);
+/// Below this a lease may end before the engine has had one turn; above, a lost engine's blocks stay for too long.
+const LEASE_TTL_MS: std::ops::RangeInclusive<u64> = 10..=600_000;
+/// Two threads copy at the memory bandwidth that a socket has left beside a busy engine.
+pub const COPY_THREADS_DEFAULT: usize = 2;
+/// More threads than memory channels of the largest machines gain nothing.
+const COPY_THREADS: std::ops::RangeInclusive<usize> = 1..=32;
+/// Bytes of the longest configuration file that is read; ours have a dozen lines.
+const FILE_BYTES_MAX: u64 = 64 * 1024;
+
+/// Options of `pillion serve`, each as a flag and as a key of the file.
+#[derive(Args, Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Options {
+    /// UNIX socket that engines connect to [default: /run/pillion/pillion.sock for root, else
+    /// $XDG_RUNTIME_DIR/pillion/pillion.sock]
+    #[arg(long, value_name = "PATH")]
+    pub socket: Option<PathBuf>,
+    /// Memory for KV blocks, such as 30GiB or 512MiB (required)
+    #[arg(long, value_name = "SIZE")]
+    pub dram: Option<Size>,
+    /// Address of /healthz, /readyz and /metrics [default: 127.0.0.1:9440]
+    #[arg(long, value_name = "ADDR")]
+    pub http: Option<SocketAddr>,
+    /// A file on tmpfs or hugetlbfs that holds the blocks, instead of anonymous memory
+    #[arg(long, value_name = "FILE")]
+    pub pool_path: Option<PathBuf>,
+    /// Group, by name or number, whose members may connect beside this user and root
+    #[arg(long, value_name = "GROUP")]
+    pub socket_group: Option<String>,
+    /// How long found blocks are held for a request that has not loaded them yet [default: 30s]
+    #[arg(long, value_name = "TIME")]
+    pub lease_ttl: Option<Time>,
+    /// Threads that copy blocks [default: 2]
+    #[arg(long, value_name = "COUNT")]
+    pub copy_threads: Option<usize>,
+    /// Least severe messages to log: error, warn, info or debug [default: info]
+    #[arg(long, value_name = "LEVEL")]
+    pub log_level: Option<Level>,
+}
+
+/// A configuration that is complete and within its limits.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Socket path.
+    pub socket: PathBuf,
+    /// Bytes for blocks.
+    pub dram: Size,
+    /// Admin address.
+    pub http: SocketAddr,
+    /// Pool file, if not anonymous memory.
+    pub pool_path: Option<PathBuf>,
+    /// Group that may connect.
+    pub socket_group: Option<String>,
+    /// Life of an unused lease.
+    pub lease_ttl: Time,
+    /// Copying threads.
+    pub copy_threads: usize,
+    /// Least severe messages to log.
+    pub log_level: Level,
+}
+
+/// A configuration that cannot be served; the text names the remedy.
+#[derive(Debug, Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read the configuration file {path}: {source}")]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The file is not a configuration.
+    #[error("configuration file {path}: {text}")]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// Line, and the names or values that are valid.
+        text: String,
+    },
+    /// Nothing says how much memory to use.
+    #[error("how much memory may the cache use? Pass --dram SIZE, such as --dram 30GiB")]
+    DramMissing,
+    /// No default socket for this user.
+    #[error("XDG_RUNTIME_DIR is not set, so there is no default socket for this user: pass --socket PATH")]
+    SocketMissing,
+    /// A value is out of range.
+    #[error("{option} is {value}; it must be {rule}")]
+    Range {
+        /// The option.
+        option: &'static str,
+        /// Its value.
+        value: String,
+        /// What it may be.
+        rule: &'static str,
+    },
+    /// The container cannot hold the pool.
+    #[error(
+        "--dram {dram} is more than the memory limit of {limit} set by {place}: lower --dram or raise that limit"
+    )]
+    MemoryLimit {
+        /// Asked for.
+        dram: Size,
+        /// Allowed.
+        limit: Size,
+        /// The file that sets it.
+        place: String,
+    },
+}
+
+// === impl Options ===
+
+impl Options {
+    /// Reads a configuration file.
+    pub fn read(path: &Path) -> Result<Self, ConfigError> {
+        let unreadable = |source| ConfigError::Unreadable { path: path.to_owned(), source };
+        let malformed = |text: String| ConfigError::Malformed { path: path.to_owned(), text };
+        let bytes = std::fs::metadata(path).map_err(unreadable)?.len();
+        if bytes > FILE_BYTES_MAX {
+            return Err(malformed(format!("{bytes} bytes; at most {FILE_BYTES_MAX} are read")));
+        }
+        let text = std::fs::read_to_string(path).map_err(unreadable)?;
+        toml::from_str(&text).map_err(|error| malformed(error.to_string()))
+    }
+
+    /// These options, and those of `other` where these say nothing.
+    pub fn or(self, other: Self) -> Self {
+        Self {
+            socket: self.socket.or(other.socket),
+            dram: self.dram.or(other.dram),
+            http: self.http.or(other.http),
+            pool_path: self.pool_path.or(other.pool_path),
+            socket_group: self.socket_group.or(other.socket_group),
+            lease_ttl: self.lease_ttl.or(other.lease_ttl),
+            copy_threads: self.copy_threads.or(other.copy_threads),
+            log_level: self.log_level.or(other.log_level),
+        }
+    }
+
+    /// The complete configuration.
+    pub fn complete(self) -> Result<Config, ConfigError> {
+        let socket = self.socket.or_else(default_socket).ok_or(ConfigError::SocketMissing)?;
+        let lease_ttl = self.lease_ttl.unwrap_or(LEASE_TTL_DEFAULT);
+        if !LEASE_TTL_MS.contains(&lease_ttl.as_millis()) {
+            let value = lease_ttl.to_string();
+            return Err(ConfigError::Range { option: "lease-ttl", value, rule: "10ms to 600s" });
+        }
+        let copy_threads = self.copy_threads.unwrap_or(COPY_THREADS_DEFAULT);
+        if !COPY_THREADS.contains(&copy_threads) {
+            let value = copy_threads.to_string();
+            return Err(ConfigError::Range { option: "copy-threads", value, rule: "1 to 32" });
+        }
+        let config = Config {
+            socket,
+            dram: self.dram.ok_or(ConfigError::DramMissing)?,
+            http: self.http.unwrap_or_else(|| HTTP_DEFAULT.parse().expect("a constant address")),
+            pool_path: self.pool_path,
+            socket_group: self.socket_group,
+            lease_ttl,
+            copy_threads,
+            log_level: self.log_level.unwrap_or(Level::Info),
+        };
+        memory::check(&config)?;
+        Ok(config)
+    }
+}
+
+fn default_socket() -> Option<PathBuf> {
+    if rustix::process::geteuid().is_root() {
+        return Some(PathBuf::from("/run/pillion/pillion.sock"));
+    }
+    let folder = std::env::var_os("XDG_RUNTIME_DIR").filter(|value| !value.is_empty())?;
+    Some(PathBuf::from(folder).join("pillion/pillion.sock"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Options, toml::de::Error> {
+        toml::from_str(text)
+    }
+
+    #[test]
+    fn the_command_line_overrides_the_file() {
+        let file =
+            parse("dram = \"2MiB\"\nsocket = \"/a\"\nlease-ttl = \"250ms\"\nhttp = \"[::1]:1\"").unwrap();
+        let flags = Options { dram: Some("4MiB".parse().unwrap()), ..Options::default() };
+        let config = flags.or(file).complete().unwrap();
+        assert_eq!(config.dram.as_bytes(), 4 << 20);
+        assert_eq!(config.socket, Path::new("/a"));
+        assert_eq!(config.lease_ttl.as_millis(), 250);
+        assert_eq!(config.http.to_string(), "[::1]:1");
+    }
+
+    #[test]
+    fn an_unknown_key_is_refused_with_the_valid_ones() {
+        let error = parse("dramm = \"2MiB\"").unwrap_err().to_string();
+        assert!(
+            error.contains("dramm") && error.contains("`dram`") && error.contains("`pool-path`"),
+            "{error}"
+        );
+        let error = parse("log-level = \"loud\"").unwrap_err().to_string();
+        assert!(error.contains("loud") && error.contains("debug"), "{error}");
+    }
+
+    #[test]
+    fn what_is_missing_or_out_of_range_is_said() {
+        let socket = || Options { socket: Some("/a".into()), ..Options::default() };
+        assert!(matches!(socket().complete(), Err(ConfigError::DramMissing)));
+        let dram = || Options { dram: Some("4MiB".parse().unwrap()), ..socket() };
+        let long = Options { lease_ttl: Some("601s".parse().unwrap()), ..dram() };
+        assert!(long.complete().unwrap_err().to_string().contains("10ms to 600s"));
+        let many = Options { copy_threads: Some(33), ..dram() };
+        assert!(many.complete().unwrap_err().to_string().contains("1 to 32"));
+        assert!(Options::read(Path::new("/nonexistent")).unwrap_err().to_string().contains("/nonexistent"));
+    }
+}

@@ -1,0 +1,180 @@
+//! Key logs, queries, and the lease that a query leaves on its log.
+
+use shm_protocol::key::BlockHash;
+use shm_protocol::layout::{CHUNK_KEYS, CHUNKS, LOG_KEYS, LOGS};
+use shm_protocol::message::{Message, Outcome, Status};
+use shm_protocol::pool::SlotRef;
+use tiers::dram::LeaseId;
+
+use super::{Action, Core, GROUP, SessionId, Violation};
+
+/// The keys of one request, in order.
+#[derive(Debug, Default)]
+pub(super) struct Log {
+    pub(super) keys: Vec<BlockHash>,
+    pub(super) chunks: Vec<u32>,
+    pub(super) lease: Option<QueryLease>,
+}
+
+/// What a query granted.
+#[derive(Copy, Clone, Debug)]
+pub(super) struct QueryLease {
+    pub(super) id: LeaseId,
+    /// The query that granted it; its name on the wire.
+    pub(super) op: u64,
+    pub(super) from: u32,
+    pub(super) hits: u32,
+}
+
+// === impl Core ===
+
+impl Core {
+    pub(super) fn open(&mut self, session: SessionId, log: u32) -> Result<(), Violation> {
+        if log as usize >= LOGS {
+            return Err(format!("log {log} is beyond the {LOGS} there are"));
+        }
+        let logs = &mut self.scheduler(session).logs;
+        if logs.insert(log, Log::default()).is_some() {
+            return Err(format!("log {log} was opened twice"));
+        }
+        Ok(())
+    }
+
+    pub(super) fn append(
+        &mut self,
+        session: SessionId,
+        message: &Message,
+        keys: Vec<BlockHash>,
+    ) -> Result<(), Violation> {
+        let scheduler = self.scheduler(session);
+        let room = LOG_KEYS - scheduler.keys;
+        let log = scheduler.logs.get_mut(&message.log).ok_or_else(|| unknown_log(message.log))?;
+        if message.from as usize != log.keys.len()
+            || keys.len() != message.count as usize
+            || keys.len() > room
+        {
+            return Err(format!(
+                "log {} has {} keys; cannot append {message:?}",
+                message.log,
+                log.keys.len()
+            ));
+        }
+        let first = message.from as usize / CHUNK_KEYS;
+        let end = (message.from as usize + keys.len()).div_ceil(CHUNK_KEYS);
+        for (chunk, &number) in (first..end).zip(&message.data) {
+            match log.chunks.get(chunk) {
+                Some(&known) if known != number => return Err(format!("log {} moved a chunk", message.log)),
+                Some(_) => {}
+                None if number as usize >= CHUNKS => return Err(format!("chunk {number} does not exist")),
+                None => log.chunks.push(number),
+            }
+        }
+        if log.chunks.len() < end {
+            return Err(format!("APPEND to log {} names too few chunks", message.log));
+        }
+        log.keys.extend_from_slice(&keys);
+        scheduler.keys += keys.len();
+        Ok(())
+    }
+
+    pub(super) fn query(
+        &mut self,
+        now_ms: u64,
+        session: SessionId,
+        message: &Message,
+        out: &mut Vec<Action>,
+    ) -> Result<(), Violation> {
+        let Some(binding) = self.binding(session).filter(|_| !self.draining) else {
+            let outcome = Outcome { op: message.op as u32, value: 0, status: Status::NotReady };
+            out.push(Action::Outcome { session, op: message.op, outcome });
+            return self.log(session, message.log).map(|_| ());
+        };
+        let scheduler = self.schedulers.get_mut(&session).expect("the caller checked");
+        let log = scheduler.logs.get_mut(&message.log).ok_or_else(|| unknown_log(message.log))?;
+        let (from, end) =
+            (message.from as usize, log.keys.len().min(message.from as usize + message.count as usize));
+        let wanted = log.keys.get(from..end).unwrap_or(&[]);
+        let mut refs = Vec::new();
+        let (world_size, namespace) = (scheduler.world_size, binding.namespace);
+        let mut known = 0;
+        let same = log.lease.take_if(|lease| lease.from == message.from);
+        let renewed = same.filter(|lease| self.dram.renew(lease.id, session, now_ms).is_ok());
+        let granted = if let Some(lease) = renewed {
+            known = (lease.hits as usize).min(wanted.len());
+            let more = &wanted[known..];
+            // An earlier answer may have named fewer hits than the lease holds: what is added follows what was named.
+            let kept = self.dram.truncate(lease.id, session, 0, known);
+            let added = kept.and_then(|()| {
+                self.dram.extend(lease.id, session, namespace, GROUP, more, now_ms, &mut refs)
+            });
+            added.ok().map(|_| lease.id)
+        } else {
+            if let Some(stale) = log.lease.take() {
+                // Expired meanwhile, at worst.
+                let _ = self.dram.release(stale.id, session);
+            }
+            self.dram.grant(session, world_size, namespace, GROUP, wanted, now_ms, &mut refs)
+        };
+        let hits = (known + refs.len()) as u32;
+        log.lease = granted.map(|id| QueryLease { id, op: message.op, from: message.from, hits });
+        match granted {
+            Some(_) => scheduler.leased.insert(message.log),
+            None => scheduler.leased.remove(&message.log),
+        };
+        self.stats.queries += 1;
+        self.stats.query_blocks += wanted.len() as u64;
+        self.stats.query_hit_blocks += u64::from(hits);
+        let outcome = Outcome { op: message.op as u32, value: hits, status: Status::Ok };
+        let chunks = log.chunks.clone();
+        let from = message.from + known as u32;
+        out.push(Action::Answer { session, op: message.op, outcome, refs, chunks, from });
+        Ok(())
+    }
+
+    /// RELEASE: the lease of a log is not needed.
+    pub(super) fn release(&mut self, session: SessionId, log: u32) -> Result<(), Violation> {
+        if let Some(lease) = self.take_lease(session, log)? {
+            // Expired meanwhile, at worst.
+            let _ = self.dram.release(lease.id, session);
+        }
+        Ok(())
+    }
+
+    /// Parts a log from its lease.
+    pub(super) fn take_lease(
+        &mut self,
+        session: SessionId,
+        log: u32,
+    ) -> Result<Option<QueryLease>, Violation> {
+        let lease = self.log(session, log)?.lease.take();
+        self.scheduler(session).leased.remove(&log);
+        Ok(lease)
+    }
+
+    pub(super) fn close(&mut self, session: SessionId, log: u32) -> Result<(), Violation> {
+        self.release(session, log)?;
+        let scheduler = self.scheduler(session);
+        if let Some(log) = scheduler.logs.remove(&log) {
+            scheduler.keys -= log.keys.len();
+        }
+        Ok(())
+    }
+
+    pub(super) fn log(&mut self, session: SessionId, log: u32) -> Result<&mut Log, Violation> {
+        self.scheduler(session).logs.get_mut(&log).ok_or_else(|| unknown_log(log))
+    }
+
+    fn scheduler(&mut self, session: SessionId) -> &mut super::members::Scheduler {
+        self.schedulers.get_mut(&session).expect("the caller checked")
+    }
+}
+
+/// The slots of `count` hits from key `from` on, out of a lease that begins at key `lease.from`.
+pub(super) fn part(slots: &[SlotRef], lease: &QueryLease, from: u32, count: u32) -> Option<Vec<SlotRef>> {
+    let first = from.checked_sub(lease.from)? as usize;
+    slots.get(first..first.checked_add(count as usize)?).map(<[SlotRef]>::to_vec)
+}
+
+fn unknown_log(log: u32) -> Violation {
+    format!("log {log} is not open")
+}

@@ -1,0 +1,365 @@
+//! The pure core: every decision of the sidecar, as a function of (state, now, event) to actions.
+//!
+//! Invariants it keeps:
+//! - a slot is filled by one save, read only under a lease, and reused only when no copy touches it;
+//! - a block is committed only after every shard's copy ended and, after that, its scheduler's ring was drained;
+//! - a copy starts only once its rank has joined the engine's run and passed the step's fence;
+//! - whatever a peer sends ends at worst in that peer's session being closed with a reason.
+//!
+//! No clock, memory or I/O here: [`crate::runtime`] feeds events and carries actions out, in their order.
+
+mod loads;
+mod logs;
+mod members;
+mod saves;
+mod stats;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+
+use shm_protocol::handshake::{Hello, Role};
+use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
+use shm_protocol::message::{Kind, Message, Outcome, Saved};
+use shm_protocol::pool::SlotRef;
+use tiers::dram::Dram;
+
+use self::loads::Load;
+use self::members::{Scheduler, Worker};
+use self::saves::Save;
+pub use self::stats::Stats;
+
+/// A session, unique within an epoch.
+pub type SessionId = u64;
+/// A batch of copies, unique within an epoch.
+pub type CopyId = u64;
+/// The only cache group of version 1.
+const GROUP: u32 = 0;
+
+/// What happened.
+#[derive(Debug)]
+pub enum Event {
+    /// A peer was accepted. `namespace` is the digest of a worker's facts.
+    Connected {
+        /// Its session.
+        session: SessionId,
+        /// What it said, already checked.
+        hello: Hello,
+        /// Workers: the digest of the facts.
+        namespace: Option<NamespaceDigest>,
+    },
+    /// A peer is gone.
+    Disconnected {
+        /// Its session.
+        session: SessionId,
+    },
+    /// A message was read from a ring.
+    Message {
+        /// Whose ring.
+        session: SessionId,
+        /// The message.
+        message: Message,
+        /// Keys of an APPEND, copied out.
+        keys: Vec<BlockHash>,
+        /// Block ids of a LOAD or SAVE, copied out.
+        blocks: Vec<u32>,
+    },
+    /// A worker's fence words as just read.
+    Fences {
+        /// The worker's session.
+        session: SessionId,
+        /// Last step whose loads may be written.
+        start: u64,
+        /// Last step whose KV is written.
+        done: u64,
+    },
+    /// A batch ended; `ok` says that every piece is whole.
+    Copied {
+        /// The batch.
+        copy: CopyId,
+        /// Whether every byte was moved.
+        ok: bool,
+    },
+    /// A scheduler's ring was read to its tail, after every `Copied` of this turn was handled.
+    Drained {
+        /// The scheduler's session.
+        session: SessionId,
+        /// Saves below this operation are void.
+        void_below: u64,
+    },
+    /// Time passed.
+    Tick,
+    /// The sidecar is to end: nothing new is taken, what runs is finished.
+    Drain,
+}
+
+/// What must be done, in the order given.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Write `refs` beside the keys `from..` of the log whose chunks are given, then the outcome.
+    Answer {
+        /// The scheduler's session.
+        session: SessionId,
+        /// The query.
+        op: u64,
+        /// Its outcome.
+        outcome: Outcome,
+        /// Slots of the hit blocks.
+        refs: Vec<SlotRef>,
+        /// Chunks of the log.
+        chunks: Vec<u32>,
+        /// Key index of the first slot.
+        from: u32,
+    },
+    /// Write an outcome word.
+    Outcome {
+        /// Whose table.
+        session: SessionId,
+        /// The operation.
+        op: u64,
+        /// Its outcome.
+        outcome: Outcome,
+    },
+    /// Push a save's end on the completion ring.
+    Saved {
+        /// The scheduler's session.
+        session: SessionId,
+        /// The end.
+        saved: Saved,
+    },
+    /// Format a segment of the pool for blocks of one size.
+    AssignSegment {
+        /// Index of the segment.
+        segment: u64,
+        /// Bytes of its blocks.
+        block_bytes: u64,
+    },
+    /// Mark a slot free in its header.
+    FreeSlot {
+        /// The slot.
+        slot: SlotRef,
+    },
+    /// Mark a slot as being filled, with its key.
+    FillSlot {
+        /// The slot.
+        slot: SlotRef,
+        /// Namespace of the key.
+        namespace: NamespaceDigest,
+        /// The key.
+        key: BlockKey,
+    },
+    /// Mark a slot as whole.
+    CommitSlot {
+        /// The slot.
+        slot: SlotRef,
+    },
+    /// Copy blocks of a rank; answered by [`Event::Copied`].
+    Copy {
+        /// The batch.
+        copy: CopyId,
+        /// The rank's session.
+        session: SessionId,
+        /// Which way.
+        direction: Direction,
+        /// The blocks.
+        pieces: Vec<Piece>,
+        /// Loads: the operation, to compare with the rank's gate. Saves: zero.
+        load_op: u64,
+    },
+    /// Close a session.
+    Close {
+        /// The session.
+        session: SessionId,
+        /// Why, for the log.
+        reason: String,
+    },
+}
+
+/// Which way a copy goes.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// Engine memory to pool.
+    Save,
+    /// Pool to engine memory.
+    Load,
+}
+
+/// One block of a rank.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Block id in the engine.
+    pub block: u32,
+    /// Pool offset of this rank's shard.
+    pub offset: u64,
+}
+
+/// Why a peer's session must end.
+type Violation = String;
+
+/// Which operation a running copy belongs to.
+#[derive(Copy, Clone, Debug)]
+struct CopyOwner {
+    scheduler: SessionId,
+    op: u64,
+    rank: u32,
+    direction: Direction,
+}
+
+/// The state.
+#[derive(Debug)]
+pub struct Core {
+    dram: Dram,
+    schedulers: BTreeMap<SessionId, Scheduler>,
+    workers: BTreeMap<SessionId, Worker>,
+    namespaces: members::Namespaces,
+    saves: BTreeMap<(SessionId, u64), Save>,
+    loads: BTreeMap<(SessionId, u64), Load>,
+    copies: BTreeMap<CopyId, CopyOwner>,
+    next_copy: CopyId,
+    draining: bool,
+    stats: Stats,
+}
+
+// === impl Core ===
+
+impl Core {
+    /// A core over an empty tier.
+    pub fn new(dram: Dram) -> Self {
+        Self {
+            dram,
+            schedulers: BTreeMap::new(),
+            workers: BTreeMap::new(),
+            namespaces: members::Namespaces::default(),
+            saves: BTreeMap::new(),
+            loads: BTreeMap::new(),
+            copies: BTreeMap::new(),
+            next_copy: 1,
+            draining: false,
+            stats: Stats::default(),
+        }
+    }
+
+    /// Takes one event and appends what must be done.
+    pub fn handle(&mut self, now_ms: u64, event: Event, out: &mut Vec<Action>) {
+        match event {
+            Event::Connected { session, hello, namespace } => self.connect(session, hello, namespace, out),
+            Event::Disconnected { session } => self.disconnect(session, out),
+            Event::Message { session, message, keys, blocks } => {
+                if let Err(reason) = self.message(now_ms, session, &message, keys, blocks, out) {
+                    out.push(Action::Close { session, reason });
+                }
+            }
+            Event::Fences { session, start, done } => self.fences(session, start, done, out),
+            Event::Copied { copy, ok } => self.copied(copy, ok, out),
+            Event::Drained { session, void_below } => self.commit_copied(session, void_below, out),
+            Event::Tick => {
+                self.dram.expire(now_ms);
+            }
+            Event::Drain => self.draining = true,
+        }
+    }
+
+    /// Whether copies are running or blocks wait to be committed. A save whose step is not done yet is neither.
+    pub fn busy(&self) -> bool {
+        !self.copies.is_empty() || self.schedulers.values().any(|scheduler| !scheduler.copied.is_empty())
+    }
+
+    /// Whether an operation waits for this worker's fence words.
+    pub fn waits_on_fences(&self, session: SessionId) -> bool {
+        self.workers.get(&session).is_some_and(|worker| {
+            let scheduler = worker.scheduler.and_then(|id| self.schedulers.get(&id));
+            scheduler.is_some_and(|scheduler| !scheduler.waiting.is_empty())
+        })
+    }
+
+    /// Counters and levels, for metrics.
+    pub fn stats(&self) -> Stats {
+        let tier = self.dram.stats();
+        Stats {
+            sessions: (self.schedulers.len() + self.workers.len()) as u64,
+            blocks: tier.blocks,
+            pool_used_bytes: tier.bytes_used,
+            leases: tier.leases,
+            evicted_blocks: tier.evicted_blocks_total,
+            ..self.stats.clone()
+        }
+    }
+
+    fn message(
+        &mut self,
+        now_ms: u64,
+        session: SessionId,
+        message: &Message,
+        keys: Vec<BlockHash>,
+        blocks: Vec<u32>,
+        out: &mut Vec<Action>,
+    ) -> Result<(), Violation> {
+        match message.kind {
+            Kind::Join => return self.join(session, message.bytes16(), message.step, out),
+            Kind::Loaded => return self.loaded(session, message),
+            _ if self.workers.contains_key(&session) => {
+                return Err(format!("a worker may not send {:?}", message.kind));
+            }
+            // The session was closed by an earlier message of this turn.
+            _ if !self.schedulers.contains_key(&session) => return Ok(()),
+            _ => {}
+        }
+        let scheduler = self.schedulers.get_mut(&session).expect("checked above");
+        scheduler.newest = scheduler.newest.max(message.op);
+        match message.kind {
+            Kind::Open => self.open(session, message.log),
+            Kind::Append => self.append(session, message, keys),
+            Kind::Query => self.query(now_ms, session, message, out),
+            Kind::Load => self.load(session, message, blocks, out),
+            Kind::Save => self.save(session, message, &blocks, out),
+            Kind::Cancel => self.cancel(session, message, out),
+            Kind::Release => self.release(session, message.log),
+            Kind::Close => self.close(session, message.log),
+            Kind::Salt => self.salt(session, message.bytes16()),
+            Kind::Join | Kind::Loaded => unreachable!("answered above"),
+        }
+    }
+
+    fn copied(&mut self, copy: CopyId, ok: bool, out: &mut Vec<Action>) {
+        let owner = self.copies.remove(&copy).expect("every copy is answered once");
+        match owner.direction {
+            Direction::Save => self.save_copied(owner, ok, out),
+            Direction::Load => self.load_copied(owner, ok, out),
+        }
+    }
+
+    /// Refuses an operation that is under way already.
+    fn check_new(&self, session: SessionId, op: u64) -> Result<(), Violation> {
+        if self.saves.contains_key(&(session, op)) || self.loads.contains_key(&(session, op)) {
+            return Err(format!("operation {op} was posted twice"));
+        }
+        Ok(())
+    }
+
+    fn start_copy(
+        &mut self,
+        owner: CopyOwner,
+        session: SessionId,
+        pieces: Vec<Piece>,
+        out: &mut Vec<Action>,
+    ) {
+        let copy = self.next_copy;
+        self.next_copy += 1;
+        self.copies.insert(copy, owner);
+        let load_op = if owner.direction == Direction::Load { owner.op } else { 0 };
+        out.push(Action::Copy { copy, session, direction: owner.direction, pieces, load_op });
+    }
+}
+
+/// The keys of a session's saves and loads.
+fn operations(session: SessionId) -> std::ops::RangeInclusive<(SessionId, u64)> {
+    (session, 0)..=(session, u64::MAX)
+}
+
+/// The run id of a scheduler's hello.
+fn run_of(hello: &Hello) -> Option<[u8; 16]> {
+    match hello.role {
+        Role::Scheduler { run } => Some(run),
+        Role::Worker(_) => None,
+    }
+}

@@ -1,0 +1,265 @@
+//! Saves: slots filled from engine memory, committed only when nothing could have overwritten their source.
+
+use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::layout::COMPLETION_SLOTS;
+use shm_protocol::message::{Message, Saved};
+use shm_protocol::pool::SlotRef;
+use shm_protocol::proof::WITHOUT_COMMIT_RULE;
+use tiers::FillError;
+
+use super::members::{Binding, all_ranks};
+use super::{Action, CopyOwner, Core, Direction, GROUP, Piece, SessionId, Violation, operations};
+
+/// One SAVE message, from its arrival to its completion.
+#[derive(Debug)]
+pub(super) struct Save {
+    binding: Binding,
+    step: u64,
+    blocks: Vec<SaveBlock>,
+    /// Ranks whose copy has not been started.
+    unstarted: u64,
+    /// Copies running.
+    running: u32,
+    /// A copy failed, a rank or the engine is gone: nothing of this save is committed.
+    void: bool,
+    end: Saved,
+}
+
+#[derive(Debug)]
+struct SaveBlock {
+    /// Position within the save, by which CANCEL names it.
+    index: u32,
+    block: u32,
+    hash: BlockHash,
+    slot: SlotRef,
+    cancelled: bool,
+}
+
+// === impl Core ===
+
+impl Core {
+    pub(super) fn save(
+        &mut self,
+        session: SessionId,
+        message: &Message,
+        blocks: &[u32],
+        out: &mut Vec<Action>,
+    ) -> Result<(), Violation> {
+        let end = Saved { op: message.op, committed: 0, present: 0, cancelled: 0, dropped: 0 };
+        self.check_new(session, message.op)?;
+        if self.schedulers[&session].saves >= COMPLETION_SLOTS {
+            return Err(format!("more than {COMPLETION_SLOTS} saves at once"));
+        }
+        let binding = self.binding(session).filter(|_| !self.draining);
+        let (from, count) = (message.from as usize, message.count as usize);
+        let keys = self.log(session, message.log)?.keys.get(from..from + count);
+        let keys = keys.ok_or_else(|| format!("{message:?} names keys that were not appended"))?.to_vec();
+        self.stats.saves_posted_blocks += count as u64;
+        let Some(binding) = binding else {
+            self.stats.saves_dropped += count as u64;
+            out.push(Action::Saved { session, saved: Saved { dropped: message.count, ..end } });
+            return Ok(());
+        };
+        let unstarted = all_ranks(self.schedulers[&session].world_size);
+        let mut save =
+            Save { binding, step: message.step, blocks: Vec::new(), unstarted, running: 0, void: false, end };
+        for (index, (hash, &block)) in keys.into_iter().zip(blocks).enumerate() {
+            self.claim(&mut save, index as u32, hash, block, out);
+        }
+        let key = (session, message.op);
+        let nothing_to_copy = save.blocks.is_empty();
+        self.saves.insert(key, save);
+        self.schedulers.get_mut(&session).expect("the caller checked").saves += 1;
+        if nothing_to_copy {
+            self.finish_save(key, 0, out);
+        } else {
+            self.scheduler_waits(session, message.op);
+            self.dispatch_save(session, message.op, out);
+        }
+        Ok(())
+    }
+
+    /// Takes a slot for one block, unless the block is there or there is no room.
+    fn claim(&mut self, save: &mut Save, index: u32, hash: BlockHash, block: u32, out: &mut Vec<Action>) {
+        let key = BlockKey { namespace: save.binding.namespace, group: GROUP, hash };
+        let block_bytes = save.binding.block_bytes();
+        // Block 0 is vLLM's null block: it never holds a request's KV.
+        let claimed =
+            if block == 0 { Err(FillError::NoSpace) } else { self.dram.begin_fill(key, block_bytes) };
+        self.apply_evictions(out);
+        match claimed {
+            Ok(slot) => {
+                out.push(Action::FillSlot { slot, namespace: save.binding.digest, key });
+                save.blocks.push(SaveBlock { index, block, hash, slot, cancelled: false });
+            }
+            Err(FillError::Present | FillError::Filling) => save.end.present += 1,
+            Err(FillError::NoSpace | FillError::TooLarge { .. } | FillError::Empty) => save.end.dropped += 1,
+        }
+    }
+
+    fn apply_evictions(&mut self, out: &mut Vec<Action>) {
+        out.extend(self.dram.drain_evicted().map(|slot| Action::FreeSlot { slot }));
+        let assigned = self.dram.drain_assigned();
+        out.extend(
+            assigned.map(|new| Action::AssignSegment { segment: new.segment, block_bytes: new.block_bytes }),
+        );
+    }
+
+    /// Starts the copies of a save on every rank that has joined and passed the save's step.
+    pub(super) fn dispatch_save(&mut self, session: SessionId, op: u64, out: &mut Vec<Action>) {
+        let Some(save) = self.saves.get_mut(&(session, op)) else { return };
+        let scheduler = &self.schedulers[&session];
+        let mut ready = Vec::new();
+        for rank in (0..scheduler.world_size).filter(|rank| save.unstarted >> rank & 1 == 1) {
+            let Some(worker_id) = scheduler.ranks[rank as usize] else { continue };
+            let worker = &self.workers[&worker_id];
+            if worker.done < save.step {
+                continue;
+            }
+            let offset = u64::from(worker.shard) * save.binding.shard_bytes;
+            let replicas = scheduler.world_size / worker.shards;
+            // The engine's blocks may have changed their form since the slots were taken.
+            let fits = save.binding.fits(worker);
+            let chosen = |block: &&SaveBlock| {
+                let holder = u32::from(block.hash.0[0]) % replicas;
+                fits && !block.cancelled && block.block < worker.blocks && rank % replicas == holder
+            };
+            let blocks = save.blocks.iter().filter(chosen);
+            let pieces = blocks.map(|b| Piece { block: b.block, offset: b.slot.offset + offset }).collect();
+            save.void |= !fits || save.blocks.iter().any(|block| block.block >= worker.blocks);
+            ready.push((rank, worker_id, pieces));
+        }
+        for (rank, worker_id, pieces) in ready {
+            let save = self.saves.get_mut(&(session, op)).expect("found above");
+            save.unstarted &= !(1 << rank);
+            let pieces: Vec<Piece> = pieces;
+            if !pieces.is_empty() {
+                save.running += 1;
+                let owner = CopyOwner { scheduler: session, op, rank, direction: Direction::Save };
+                self.start_copy(owner, worker_id, pieces, out);
+            }
+        }
+        self.settle(session, op);
+    }
+
+    /// Moves a save whose copies are all started, and ended, to those that wait for a drained ring.
+    fn settle(&mut self, session: SessionId, op: u64) {
+        let save = &self.saves[&(session, op)];
+        let scheduler = self.schedulers.get_mut(&session).expect("its saves end with it");
+        if save.unstarted == 0 {
+            scheduler.waiting.remove(&op);
+            if save.running == 0 && !scheduler.copied.contains(&op) {
+                scheduler.copied.push(op);
+            }
+        }
+    }
+
+    pub(super) fn save_copied(&mut self, owner: CopyOwner, ok: bool, out: &mut Vec<Action>) {
+        let key = (owner.scheduler, owner.op);
+        let save = self.saves.get_mut(&key).expect("a save outlives its copies");
+        save.running -= 1;
+        save.void |= !ok;
+        if self.schedulers.contains_key(&owner.scheduler) {
+            self.settle(owner.scheduler, owner.op);
+            if WITHOUT_COMMIT_RULE {
+                self.commit_copied(owner.scheduler, 0, out);
+            }
+        } else if save.running == 0 {
+            self.finish_save(key, 0, out);
+        }
+    }
+
+    /// CANCEL: the engine is about to overwrite the sources of some blocks of a save.
+    pub(super) fn cancel(
+        &mut self,
+        session: SessionId,
+        message: &Message,
+        out: &mut Vec<Action>,
+    ) -> Result<(), Violation> {
+        // A save that has ended was committed before this CANCEL was posted: its bytes were whole.
+        let key = (session, message.op);
+        let Some(save) = self.saves.get_mut(&key) else { return Ok(()) };
+        let range = u64::from(message.from)..u64::from(message.from) + u64::from(message.count);
+        for block in save.blocks.iter_mut().filter(|block| range.contains(&u64::from(block.index))) {
+            block.cancelled = true;
+        }
+        if save.running == 0 && save.blocks.iter().all(|block| block.cancelled) {
+            self.finish_save(key, 0, out);
+        }
+        Ok(())
+    }
+
+    /// The ring was read to its tail after these saves' copies ended: every CANCEL that matters has been seen.
+    pub(super) fn commit_copied(&mut self, session: SessionId, void_below: u64, out: &mut Vec<Action>) {
+        let Some(scheduler) = self.schedulers.get_mut(&session) else { return };
+        for op in std::mem::take(&mut scheduler.copied) {
+            if self.saves.contains_key(&(session, op)) {
+                self.finish_save((session, op), void_below, out);
+            }
+        }
+    }
+
+    /// Ends a save: commits what is whole, gives the rest back, and tells the engine if it is still there.
+    fn finish_save(&mut self, key: (SessionId, u64), void_below: u64, out: &mut Vec<Action>) {
+        let mut save = self.saves.remove(&key).expect("the caller found it");
+        let (session, op) = key;
+        let block_bytes = save.binding.block_bytes();
+        // Deepest first: the tier evicts in this order, and a prefix without its head is worth nothing.
+        for block in save.blocks.iter().rev() {
+            let reused = block.cancelled || op < void_below;
+            if !reused && !save.void && self.dram.commit(block.slot) {
+                save.end.committed += 1;
+                out.push(Action::CommitSlot { slot: block.slot });
+                continue;
+            }
+            if reused {
+                save.end.cancelled += 1
+            } else {
+                save.end.dropped += 1
+            }
+            self.dram.abandon(block.slot);
+            out.push(Action::FreeSlot { slot: block.slot });
+        }
+        self.stats.saved_blocks += u64::from(save.end.committed);
+        self.stats.saved_bytes += u64::from(save.end.committed) * block_bytes;
+        self.stats.saves_lost_to_reuse += u64::from(save.end.cancelled);
+        self.stats.saves_dropped += u64::from(save.end.dropped);
+        if let Some(scheduler) = self.schedulers.get_mut(&session) {
+            scheduler.saves -= 1;
+            scheduler.waiting.remove(&op);
+            scheduler.copied.retain(|copied| *copied != op);
+            out.push(Action::Saved { session, saved: save.end });
+        }
+    }
+
+    /// A rank is gone: what it has not copied cannot be completed.
+    pub(super) fn fail_saves_of_rank(&mut self, session: SessionId, rank: u32, out: &mut Vec<Action>) {
+        let waiting: Vec<u64> = self.schedulers[&session].waiting.iter().copied().collect();
+        for op in waiting {
+            let Some(save) = self.saves.get_mut(&(session, op)) else { continue };
+            if save.unstarted >> rank & 1 == 1 {
+                save.void = true;
+                save.unstarted = 0;
+                self.settle(session, op);
+            }
+        }
+        self.dispatch(session, out);
+    }
+
+    /// The engine is gone: its saves end as soon as no copy runs.
+    pub(super) fn abandon_saves(&mut self, session: SessionId, out: &mut Vec<Action>) {
+        let keys: Vec<(SessionId, u64)> =
+            self.saves.range(operations(session)).map(|(key, _)| *key).collect();
+        for key in keys {
+            let save = self.saves.get_mut(&key).expect("listed above");
+            (save.void, save.unstarted) = (true, 0);
+            if save.running == 0 {
+                self.finish_save(key, 0, out);
+            }
+        }
+    }
+
+    pub(super) fn scheduler_waits(&mut self, session: SessionId, op: u64) {
+        self.schedulers.get_mut(&session).expect("the caller checked").waiting.insert(op);
+    }
+}

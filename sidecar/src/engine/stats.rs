@@ -1,0 +1,38 @@
+//! What the core counts. Published as metrics by the runtime; `docs/configuration.md` explains each.
+
+/// Counters since the start, and levels now.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Stats {
+    /// Sessions now.
+    pub sessions: u64,
+    /// Blocks kept now.
+    pub blocks: u64,
+    /// Bytes of blocks kept now.
+    pub pool_used_bytes: u64,
+    /// Leases now.
+    pub leases: u64,
+    /// Blocks evicted to make room.
+    pub evicted_blocks: u64,
+    /// Queries answered.
+    pub queries: u64,
+    /// Blocks asked for by queries.
+    pub query_blocks: u64,
+    /// Blocks found by queries.
+    pub query_hit_blocks: u64,
+    /// Blocks posted by saves.
+    pub saves_posted_blocks: u64,
+    /// Blocks committed.
+    pub saved_blocks: u64,
+    /// Bytes of blocks committed, all ranks.
+    pub saved_bytes: u64,
+    /// Blocks whose save was given up because the engine reused their source.
+    pub saves_lost_to_reuse: u64,
+    /// Blocks not saved for want of room, or because their copy failed.
+    pub saves_dropped: u64,
+    /// Blocks loaded by ranks, counted once for each rank.
+    pub loaded_blocks: u64,
+    /// Bytes loaded by ranks.
+    pub loaded_bytes: u64,
+    /// Loads that a rank reported as failed.
+    pub load_failures: u64,
+}

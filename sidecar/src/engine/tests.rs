@@ -1,0 +1,494 @@
+//! The rules of the core, one test each, against the real tier.
+
+use std::collections::BTreeMap;
+
+use shm_protocol::PROTOCOL_VERSION;
+use shm_protocol::handshake::{BlockRegion, Copier, Worker as WorkerHello};
+use shm_protocol::message::{LOAD_BY_ENGINE, Status};
+use tiers::dram::Config;
+
+use super::*;
+
+const SCHEDULER: SessionId = 1;
+const RANKS: [SessionId; 2] = [2, 3];
+const RUN: [u8; 16] = [7; 16];
+const SHARD_BYTES: u64 = 4096;
+
+struct Harness {
+    core: Core,
+    out: Vec<Action>,
+    now_ms: u64,
+}
+
+fn hash(n: u32) -> BlockHash {
+    let mut bytes = [0; 32];
+    bytes[..4].copy_from_slice(&n.to_le_bytes());
+    bytes[8..12].copy_from_slice(&n.wrapping_mul(0x9E37_79B9).to_le_bytes());
+    BlockHash(bytes)
+}
+
+fn hello(world_size: u32, role: Role) -> Hello {
+    Hello { version: PROTOCOL_VERSION, engine: "e".into(), world_size, role }
+}
+
+fn rank_hello(world_size: u32, rank: u32) -> Hello {
+    let region = BlockRegion { fd: 0, offset: 0, stride: SHARD_BYTES, bytes: SHARD_BYTES };
+    let worker = WorkerHello {
+        rank,
+        shard: rank,
+        shards: world_size,
+        blocks: 1000,
+        regions: vec![region],
+        copy: Copier::Engine,
+        facts: BTreeMap::new(),
+    };
+    hello(world_size, Role::Worker(worker))
+}
+
+fn loaded(op: u64, status: Status) -> Message {
+    Message { op, flags: status as u8, ..Message::new(Kind::Loaded) }
+}
+
+impl Harness {
+    /// An engine of `world_size` ranks, all joined, over a pool of 64 MiB.
+    fn engine(world_size: u32) -> Self {
+        let mut harness = Self::unjoined(world_size);
+        for session in &RANKS[..world_size as usize] {
+            harness.message(*session, Message::new(Kind::Join).with_bytes16(RUN));
+        }
+        harness
+    }
+
+    fn unjoined(world_size: u32) -> Self {
+        let config = Config { pool_bytes: 64 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
+        let mut harness = Self { core: Core::new(Dram::new(config).unwrap()), out: Vec::new(), now_ms: 0 };
+        for rank in 0..world_size {
+            let (session, hello) = (RANKS[rank as usize], rank_hello(world_size, rank));
+            harness.event(Event::Connected { session, hello, namespace: Some(NamespaceDigest([1; 16])) });
+        }
+        let hello = hello(world_size, Role::Scheduler { run: RUN });
+        harness.event(Event::Connected { session: SCHEDULER, hello, namespace: None });
+        harness
+    }
+
+    fn event(&mut self, event: Event) {
+        self.core.handle(self.now_ms, event, &mut self.out);
+    }
+
+    fn message(&mut self, session: SessionId, message: Message) {
+        self.event(Event::Message { session, message, keys: Vec::new(), blocks: Vec::new() });
+    }
+
+    fn open(&mut self, log: u32, keys: std::ops::Range<u32>) {
+        self.message(SCHEDULER, Message { log, ..Message::new(Kind::Open) });
+        let keys: Vec<BlockHash> = keys.map(hash).collect();
+        let mut data = [0; 6];
+        (0..6).for_each(|i| data[i as usize] = log * 6 + i);
+        let message = Message { log, count: keys.len() as u32, data, ..Message::new(Kind::Append) };
+        self.event(Event::Message { session: SCHEDULER, message, keys, blocks: Vec::new() });
+    }
+
+    fn save(&mut self, log: u32, op: u64, step: u64, blocks: std::ops::Range<u32>) {
+        let count = blocks.len() as u32;
+        let message = Message { log, op, step, count, ..Message::new(Kind::Save) };
+        self.event(Event::Message {
+            session: SCHEDULER,
+            message,
+            keys: Vec::new(),
+            blocks: blocks.collect(),
+        });
+    }
+
+    fn query(&mut self, log: u32, op: u64, from: u32, count: u32) -> Outcome {
+        self.message(SCHEDULER, Message { log, op, from, count, ..Message::new(Kind::Query) });
+        match self.out.pop() {
+            Some(Action::Answer { outcome, .. } | Action::Outcome { outcome, .. }) => outcome,
+            other => panic!("no answer: {other:?}"),
+        }
+    }
+
+    fn load(&mut self, log: u32, op: u64, lease: u64, range: std::ops::Range<u32>, flags: u8) {
+        let (from, count) = (range.start, range.len() as u32);
+        let message = Message { log, op, lease, from, count, flags, step: 5, ..Message::new(Kind::Load) };
+        let blocks = (1..=count).collect();
+        self.event(Event::Message { session: SCHEDULER, message, keys: Vec::new(), blocks });
+    }
+
+    fn fences(&mut self, session: SessionId, start: u64, done: u64) {
+        self.event(Event::Fences { session, start, done });
+    }
+
+    fn drained(&mut self) {
+        self.event(Event::Drained { session: SCHEDULER, void_below: 0 });
+    }
+
+    /// Copies asked for since the last look: (copy, session, pieces).
+    fn copies(&mut self) -> Vec<(CopyId, SessionId, Vec<Piece>)> {
+        let out = std::mem::take(&mut self.out);
+        let copies = out.into_iter().filter_map(|action| match action {
+            Action::Copy { copy, session, pieces, .. } => Some((copy, session, pieces)),
+            _ => None,
+        });
+        copies.collect()
+    }
+
+    fn saved(&mut self) -> Option<Saved> {
+        let out = std::mem::take(&mut self.out);
+        out.into_iter().find_map(|action| match action {
+            Action::Saved { saved, .. } => Some(saved),
+            _ => None,
+        })
+    }
+
+    fn closed(&mut self) -> Option<String> {
+        let out = std::mem::take(&mut self.out);
+        out.into_iter().find_map(|action| match action {
+            Action::Close { reason, .. } => Some(reason),
+            _ => None,
+        })
+    }
+
+    /// Saves keys `0..count` whole, under log 0.
+    fn keep(&mut self, count: u32) {
+        self.open(0, 0..count);
+        self.save(0, 1, 1, 1..count + 1);
+        for session in RANKS.into_iter().take(self.core.workers.len()) {
+            self.fences(session, 1, 1);
+        }
+        for (copy, _, _) in self.copies() {
+            self.event(Event::Copied { copy, ok: true });
+        }
+        self.drained();
+        assert_eq!(self.saved().unwrap().committed, count);
+    }
+}
+
+#[test]
+fn a_save_waits_for_the_step_of_every_rank_and_for_a_drained_ring() {
+    let mut engine = Harness::engine(2);
+    engine.open(0, 0..3);
+    engine.save(0, 1, 4, 1..4);
+    engine.fences(RANKS[0], 4, 3);
+    assert!(engine.copies().is_empty(), "rank 0 has not done step 4");
+    engine.fences(RANKS[0], 4, 4);
+    let first = engine.copies();
+    assert_eq!(first.len(), 1);
+    engine.event(Event::Copied { copy: first[0].0, ok: true });
+    engine.drained();
+    assert_eq!(engine.query(0, 2, 0, 3).value, 0, "one shard is not a block");
+    engine.fences(RANKS[1], 9, 9);
+    let second = engine.copies();
+    assert_eq!(second[0].2[0].offset - first[0].2[0].offset, SHARD_BYTES, "shards lie side by side");
+    engine.event(Event::Copied { copy: second[0].0, ok: true });
+    assert_eq!(engine.query(0, 3, 0, 3).value, 0, "not before the ring was drained");
+    engine.drained();
+    assert_eq!(engine.saved().unwrap().committed, 3);
+    assert_eq!(engine.query(0, 4, 0, 3).value, 3);
+}
+
+#[test]
+fn a_cancel_seen_before_the_commit_wins() {
+    let mut engine = Harness::engine(1);
+    engine.open(0, 0..4);
+    engine.save(0, 1, 1, 1..5);
+    engine.fences(RANKS[0], 1, 1);
+    let copies = engine.copies();
+    engine.event(Event::Copied { copy: copies[0].0, ok: true });
+    engine.message(SCHEDULER, Message { op: 1, from: 1, count: 2, ..Message::new(Kind::Cancel) });
+    engine.drained();
+    let saved = engine.saved().unwrap();
+    assert_eq!((saved.committed, saved.cancelled), (2, 2));
+    assert_eq!(engine.query(0, 2, 0, 4).value, 1, "block 0 is kept, block 1 is not");
+    assert_eq!(engine.query(0, 3, 3, 1).value, 1, "block 3 is kept");
+}
+
+#[test]
+fn saves_below_the_void_word_are_not_kept() {
+    let mut engine = Harness::engine(1);
+    engine.open(0, 0..1);
+    engine.save(0, 1, 1, 1..2);
+    engine.fences(RANKS[0], 1, 1);
+    let copies = engine.copies();
+    engine.event(Event::Copied { copy: copies[0].0, ok: true });
+    engine.event(Event::Drained { session: SCHEDULER, void_below: 2 });
+    assert_eq!(engine.saved().unwrap().cancelled, 1);
+    assert_eq!(engine.query(0, 2, 0, 1).value, 0);
+}
+
+#[test]
+fn a_failed_copy_commits_nothing() {
+    let mut engine = Harness::engine(2);
+    engine.open(0, 0..2);
+    engine.save(0, 1, 1, 1..3);
+    engine.fences(RANKS[0], 1, 1);
+    engine.fences(RANKS[1], 1, 1);
+    let copies = engine.copies();
+    engine.event(Event::Copied { copy: copies[0].0, ok: true });
+    engine.event(Event::Copied { copy: copies[1].0, ok: false });
+    engine.drained();
+    assert_eq!(engine.saved().unwrap().dropped, 2);
+    assert_eq!(engine.query(0, 2, 0, 2).value, 0);
+}
+
+#[test]
+fn the_null_block_is_never_saved_and_a_kept_block_not_twice() {
+    let mut engine = Harness::engine(1);
+    engine.keep(2);
+    engine.open(1, 0..3);
+    engine.save(1, 2, 2, 0..3);
+    engine.fences(RANKS[0], 2, 2);
+    let copies = engine.copies();
+    assert_eq!(copies[0].2.len(), 1, "keys 0 and 1 are there; key 2 comes from block 2");
+    assert_eq!(copies[0].2[0].block, 2);
+}
+
+#[test]
+fn a_load_by_the_engine_ends_when_every_rank_reported_once() {
+    let mut engine = Harness::engine(2);
+    engine.keep(4);
+    assert_eq!(engine.query(0, 2, 1, 3).value, 3);
+    engine.load(0, 3, 2, 2..4, LOAD_BY_ENGINE);
+    engine.message(SCHEDULER, Message { log: 0, ..Message::new(Kind::Close) });
+    engine.message(RANKS[0], loaded(3, Status::Ok));
+    engine.message(RANKS[0], loaded(3, Status::Ok));
+    engine.now_ms = 100_000;
+    engine.event(Event::Tick);
+    assert_eq!(engine.core.stats().leases, 1, "promised: neither time nor CLOSE ends it");
+    engine.message(RANKS[1], loaded(3, Status::Ok));
+    assert_eq!(engine.core.stats().leases, 0);
+    assert!(engine.closed().is_none());
+}
+
+#[test]
+fn a_rank_may_report_a_load_before_its_post_was_read() {
+    let mut engine = Harness::engine(2);
+    engine.keep(2);
+    engine.query(0, 2, 0, 2);
+    engine.message(RANKS[0], loaded(3, Status::Ok));
+    engine.load(0, 3, 2, 0..2, LOAD_BY_ENGINE);
+    assert_eq!((engine.core.stats().leases, engine.core.stats().loaded_blocks), (1, 2));
+    engine.message(RANKS[1], loaded(3, Status::Ok));
+    assert_eq!((engine.core.stats().leases, engine.core.stats().loaded_blocks), (0, 4));
+    engine.message(RANKS[1], loaded(1, Status::Ok));
+    assert!(engine.closed().is_none(), "a report of an older operation is ignored");
+}
+
+#[test]
+fn a_load_by_the_sidecar_waits_for_the_step_and_answers_each_rank() {
+    let mut engine = Harness::engine(2);
+    engine.keep(2);
+    engine.query(0, 2, 0, 2);
+    engine.load(0, 3, 2, 0..2, 0);
+    engine.fences(RANKS[0], 4, 4);
+    assert!(engine.copies().is_empty(), "step 5 has not begun");
+    engine.fences(RANKS[0], 5, 4);
+    engine.fences(RANKS[1], 5, 4);
+    let copies = engine.copies();
+    assert_eq!(copies.iter().map(|copy| copy.1).collect::<Vec<_>>(), RANKS);
+    assert_eq!(copies[0].2.iter().map(|piece| piece.block).collect::<Vec<_>>(), [1, 2]);
+    engine.event(Event::Copied { copy: copies[0].0, ok: true });
+    engine.event(Event::Copied { copy: copies[1].0, ok: false });
+    let outcome =
+        |session, status| Action::Outcome { session, op: 3, outcome: Outcome { op: 3, value: 2, status } };
+    assert_eq!(engine.out, [outcome(RANKS[0], Status::Ok), outcome(RANKS[1], Status::Failed)]);
+    assert_eq!(engine.core.stats().leases, 1, "the rank finishes its part from the leased slots");
+    engine.message(RANKS[1], loaded(3, Status::Ok));
+    let stats = engine.core.stats();
+    assert_eq!((stats.leases, stats.load_failures, stats.loaded_blocks), (0, 0, 4));
+}
+
+#[test]
+fn a_load_that_its_rank_finished_before_it_was_read_is_not_copied() {
+    let mut engine = Harness::engine(2);
+    engine.keep(2);
+    engine.query(0, 2, 0, 2);
+    RANKS.into_iter().for_each(|session| engine.fences(session, 5, 4));
+    engine.message(RANKS[0], loaded(3, Status::Ok));
+    engine.load(0, 3, 2, 0..2, 0);
+    let copies = engine.copies();
+    assert_eq!(copies.iter().map(|copy| copy.1).collect::<Vec<_>>(), [RANKS[1]]);
+    engine.message(RANKS[1], loaded(3, Status::Failed));
+    assert_eq!(engine.core.stats().leases, 1, "its copy still reads the slots");
+    engine.event(Event::Copied { copy: copies[0].0, ok: false });
+    let stats = engine.core.stats();
+    assert_eq!((stats.leases, stats.load_failures, stats.loaded_blocks), (0, 1, 2));
+    assert!(engine.closed().is_none());
+}
+
+#[test]
+fn a_load_that_its_rank_took_back_is_not_started() {
+    let mut engine = Harness::engine(1);
+    engine.keep(2);
+    engine.query(0, 2, 0, 2);
+    engine.load(0, 3, 2, 0..2, 0);
+    assert!(engine.core.waits_on_fences(RANKS[0]));
+    engine.message(RANKS[0], loaded(3, Status::Ok));
+    assert!(!engine.core.waits_on_fences(RANKS[0]));
+    engine.fences(RANKS[0], 5, 5);
+    assert!(engine.copies().is_empty());
+    assert_eq!(engine.core.stats().leases, 0);
+}
+
+#[test]
+fn a_load_without_its_lease_is_answered_with_the_reason() {
+    let mut engine = Harness::engine(1);
+    engine.keep(2);
+    engine.query(0, 2, 0, 2);
+    engine.load(0, 3, 99, 0..2, 0);
+    let outcome = Outcome { op: 3, value: 0, status: Status::LeaseUnknown };
+    assert_eq!(engine.out.pop(), Some(Action::Outcome { session: RANKS[0], op: 3, outcome }));
+    engine.now_ms = 1001;
+    engine.event(Event::Tick);
+    engine.load(0, 4, 2, 0..2, 0);
+    let outcome = Outcome { op: 4, value: 0, status: Status::LeaseExpired };
+    assert_eq!(engine.out.pop(), Some(Action::Outcome { session: RANKS[0], op: 4, outcome }));
+}
+
+#[test]
+fn a_repeated_query_renews_and_extends() {
+    let mut engine = Harness::engine(1);
+    engine.keep(2);
+    engine.open(1, 0..3);
+    assert_eq!(engine.query(1, 2, 0, 3).value, 2);
+    engine.open(2, 2..3);
+    engine.save(2, 3, 2, 5..6);
+    engine.fences(RANKS[0], 2, 2);
+    let copies = engine.copies();
+    engine.event(Event::Copied { copy: copies[0].0, ok: true });
+    engine.drained();
+    engine.now_ms = 900;
+    assert_eq!(engine.query(1, 4, 0, 3).value, 3);
+    engine.now_ms = 1800;
+    engine.event(Event::Tick);
+    engine.load(1, 5, 4, 0..3, LOAD_BY_ENGINE);
+    assert_eq!(engine.core.stats().leases, 1, "still the one lease, renewed");
+}
+
+#[test]
+fn an_engine_that_dies_leaves_nothing_once_its_copies_ended() {
+    let mut engine = Harness::engine(1);
+    engine.keep(2);
+    engine.query(0, 2, 0, 2);
+    engine.open(1, 10..12);
+    engine.save(1, 3, 2, 5..7);
+    engine.fences(RANKS[0], 2, 2);
+    let copies = engine.copies();
+    engine.event(Event::Disconnected { session: RANKS[0] });
+    engine.event(Event::Disconnected { session: SCHEDULER });
+    assert_eq!(engine.core.stats().leases, 0);
+    assert!(engine.core.busy(), "its slots are not free while a copy writes them");
+    assert!(!engine.out.iter().any(|action| matches!(action, Action::FreeSlot { .. })));
+    engine.event(Event::Copied { copy: copies[0].0, ok: true });
+    assert!(!engine.core.busy());
+    assert_eq!(engine.core.stats().blocks, 2, "what was committed stays, what was not is gone");
+}
+
+#[test]
+fn a_lost_rank_fails_what_it_has_not_copied() {
+    let mut engine = Harness::engine(2);
+    engine.open(0, 0..1);
+    engine.save(0, 1, 1, 1..2);
+    engine.fences(RANKS[0], 1, 1);
+    let copies = engine.copies();
+    engine.event(Event::Disconnected { session: RANKS[1] });
+    engine.event(Event::Copied { copy: copies[0].0, ok: true });
+    engine.drained();
+    assert_eq!(engine.saved().unwrap().dropped, 1);
+    assert_eq!(engine.query(0, 2, 0, 1).status, Status::NotReady, "a rank is missing");
+}
+
+#[test]
+fn plans_wait_for_a_rank_that_has_not_joined() {
+    let mut engine = Harness::unjoined(1);
+    engine.open(0, 0..1);
+    engine.save(0, 1, 1, 1..2);
+    engine.fences(RANKS[0], 1, 1);
+    assert!(engine.copies().is_empty());
+    engine.message(RANKS[0], Message::new(Kind::Join).with_bytes16(RUN));
+    assert_eq!(engine.copies().len(), 1);
+}
+
+#[test]
+fn ranks_of_different_form_are_not_served() {
+    let mut engine = Harness::unjoined(2);
+    let replaced =
+        Event::Connected { session: 9, hello: rank_hello(2, 1), namespace: Some(NamespaceDigest([2; 16])) };
+    engine.event(replaced);
+    engine.open(0, 0..1);
+    assert_eq!(engine.query(0, 1, 0, 1).status, Status::NotReady);
+}
+
+#[test]
+fn a_salted_namespace_hides_the_old_blocks_and_comes_back_with_the_same_salt() {
+    let mut engine = Harness::engine(1);
+    engine.keep(2);
+    engine.message(SCHEDULER, Message::new(Kind::Salt).with_bytes16([1; 16]));
+    assert_eq!(engine.query(0, 2, 0, 2).value, 0);
+    engine.save(0, 3, 2, 1..3);
+    engine.fences(RANKS[0], 2, 2);
+    let copies = engine.copies();
+    engine.event(Event::Copied { copy: copies[0].0, ok: true });
+    engine.drained();
+    engine.message(SCHEDULER, Message::new(Kind::Salt).with_bytes16([2; 16]));
+    assert_eq!(engine.query(0, 4, 0, 2).value, 0);
+    engine.message(SCHEDULER, Message::new(Kind::Salt).with_bytes16([1; 16]));
+    assert_eq!(engine.query(0, 5, 0, 2).value, 2);
+}
+
+#[test]
+fn violations_close_the_session() {
+    let cases: [Message; 6] = [
+        Message { log: 0, ..Message::new(Kind::Open) },
+        Message { log: 1 << 20, ..Message::new(Kind::Open) },
+        Message { log: 5, ..Message::new(Kind::Query) },
+        Message { log: 0, from: 1, count: 2, ..Message::new(Kind::Append) },
+        Message { log: 0, op: 9, from: u32::MAX, count: 7, ..Message::new(Kind::Save) },
+        Message::new(Kind::Join),
+    ];
+    for message in cases {
+        let mut engine = Harness::engine(1);
+        engine.open(0, 0..2);
+        engine.message(SCHEDULER, message);
+        assert!(engine.closed().is_some(), "{message:?}");
+    }
+    let mut engine = Harness::engine(1);
+    engine.message(RANKS[0], Message::new(Kind::Open));
+    assert!(engine.closed().is_some(), "a worker posts nothing");
+}
+
+#[test]
+fn a_draining_sidecar_takes_nothing_new() {
+    let mut engine = Harness::engine(1);
+    engine.keep(1);
+    engine.event(Event::Drain);
+    assert_eq!(engine.query(0, 2, 0, 1).status, Status::NotReady);
+    engine.save(0, 3, 1, 1..2);
+    assert_eq!(engine.saved().unwrap().dropped, 1);
+    assert!(!engine.core.busy());
+}
+
+#[test]
+fn a_rank_that_comes_again_has_ended_the_loads_of_steps_it_began_before() {
+    let mut engine = Harness::engine(1);
+    engine.keep(2);
+    engine.query(0, 2, 0, 2);
+    engine.event(Event::Disconnected { session: RANKS[0] });
+    let again = Event::Connected {
+        session: RANKS[1],
+        hello: rank_hello(1, 0),
+        namespace: Some(NamespaceDigest([1; 16])),
+    };
+    engine.event(again);
+    engine.message(RANKS[1], Message { step: 5, ..Message::new(Kind::Join) }.with_bytes16(RUN));
+    engine.load(0, 3, 2, 0..2, LOAD_BY_ENGINE);
+    assert_eq!(
+        engine.core.stats().leases,
+        0,
+        "it loaded in step 5, and what it said of it went to its old session"
+    );
+    assert_eq!(engine.query(0, 4, 0, 2).value, 2);
+    let message =
+        Message { op: 5, lease: 4, count: 2, step: 6, flags: LOAD_BY_ENGINE, ..Message::new(Kind::Load) };
+    engine.event(Event::Message { session: SCHEDULER, message, keys: Vec::new(), blocks: vec![1, 2] });
+    assert_eq!(engine.core.stats().leases, 1, "step 6 is still to come");
+}

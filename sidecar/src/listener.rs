@@ -1,0 +1,191 @@
+//! The sidecar's socket: where it lies and who may use it.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+use nix::unistd::{Gid, Group, Uid, User};
+use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
+use shm_protocol::transport;
+use thiserror::Error;
+
+/// Owner and group may connect; who of them may stay is decided by [`Listener::permits`].
+const SOCKET_MODE: u32 = 0o660;
+/// A living sidecar accepts at once; a frozen one still has room in its backlog.
+const PROBE_TIME_MAX: Duration = Duration::from_secs(1);
+
+/// The socket cannot be served; the text names the remedy.
+#[derive(Debug, Error)]
+pub enum ListenError {
+    /// A sidecar lives there.
+    #[error("another sidecar serves {0}: stop it, or pass another --socket PATH")]
+    InUse(PathBuf),
+    /// Something else lies there.
+    #[error("{0} exists and is not a pillion socket: remove it, or pass another --socket PATH")]
+    Foreign(PathBuf),
+    /// No such group.
+    #[error("there is no group {0}: pass a --socket-group that /etc/group lists, or its number")]
+    Group(String),
+    /// The kernel refused.
+    #[error("cannot {doing} {path}: {source}")]
+    Os {
+        /// What was tried.
+        doing: &'static str,
+        /// With what.
+        path: PathBuf,
+        /// The kernel's answer.
+        source: std::io::Error,
+    },
+}
+
+/// A bound socket, removed on drop.
+#[derive(Debug)]
+pub struct Listener {
+    socket: OwnedFd,
+    path: PathBuf,
+    group: Option<Group>,
+}
+
+// === impl Listener ===
+
+impl Listener {
+    /// Binds `path`, in place of a dead sidecar's socket if need be.
+    pub fn bind(path: &Path, group: Option<&str>) -> Result<Self, ListenError> {
+        let group = group.map(find_group).transpose()?;
+        let folder = match path.parent() {
+            Some(folder) if !folder.as_os_str().is_empty() => folder,
+            _ => Path::new("."),
+        };
+        std::fs::create_dir_all(folder).map_err(os("create", folder))?;
+        // Two sidecars that start at once take turns, so that neither removes the other's fresh socket.
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let lock = rustix::fs::open(folder, flags, Mode::empty()).map_err(os("open", folder))?;
+        rustix::fs::flock(&lock, FlockOperation::LockExclusive).map_err(os("lock", folder))?;
+        remove_stale(path)?;
+        let socket = transport::listen(path).map_err(os("listen on", path))?;
+        let listener = Self { socket, path: path.to_owned(), group };
+        if let Some(group) = &listener.group {
+            std::os::unix::fs::chown(path, None, Some(group.gid.as_raw()))
+                .map_err(os("give to its group", path))?;
+        }
+        let mode = std::fs::Permissions::from_mode(SOCKET_MODE);
+        std::fs::set_permissions(path, mode).map_err(os("set the mode of", path))?;
+        Ok(listener)
+    }
+
+    /// The listening socket.
+    pub fn socket(&self) -> &OwnedFd {
+        &self.socket
+    }
+
+    /// Whether the process at the other end may use the sidecar: same user, root, or of the group. Otherwise the text
+    /// that it is told.
+    pub fn permits(&self, peer: &OwnedFd) -> Result<(), String> {
+        let peer = getsockopt(peer, PeerCredentials).map_err(|error| format!("who are you? {error}"))?;
+        let (uid, gid) = (Uid::from_raw(peer.uid()), Gid::from_raw(peer.gid()));
+        if uid.is_root()
+            || uid == Uid::effective()
+            || self.group.as_ref().is_some_and(|group| member(group, uid, gid))
+        {
+            return Ok(());
+        }
+        let ours = Uid::effective();
+        Err(format!(
+            "user {uid} may not use the sidecar of user {ours}: run the engine as user {ours}, or start the sidecar \
+             with --socket-group and a group of user {uid}"
+        ))
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        // Gone already means someone cleaned up; nothing else can be done at the end.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Whether a user belongs to `group`: by its process's group, its own group, or the group's list.
+fn member(group: &Group, uid: Uid, gid: Gid) -> bool {
+    if gid == group.gid {
+        return true;
+    }
+    let user = User::from_uid(uid).ok().flatten();
+    user.is_some_and(|user| user.gid == group.gid || group.mem.contains(&user.name))
+}
+
+fn find_group(name: &str) -> Result<Group, ListenError> {
+    let unknown = || ListenError::Group(name.to_owned());
+    if let Ok(Some(group)) = Group::from_name(name) {
+        return Ok(group);
+    }
+    // In a container a group often has a number and no name.
+    let gid = Gid::from_raw(name.parse().map_err(|_| unknown())?);
+    let known = Group::from_gid(gid).ok().flatten();
+    Ok(known.unwrap_or(Group { name: name.to_owned(), passwd: Default::default(), gid, mem: Vec::new() }))
+}
+
+/// Removes the socket of a sidecar that is gone; anything else there is an error.
+fn remove_stale(path: &Path) -> Result<(), ListenError> {
+    let found = match std::fs::symlink_metadata(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        found => found.map_err(os("look at", path))?,
+    };
+    if !found.file_type().is_socket() {
+        return Err(ListenError::Foreign(path.to_owned()));
+    }
+    match transport::connect(path, PROBE_TIME_MAX) {
+        Err(Errno::CONNREFUSED) => std::fs::remove_file(path).map_err(os("remove the stale socket", path)),
+        Err(Errno::PROTOTYPE) => Err(ListenError::Foreign(path.to_owned())),
+        Ok(_) | Err(Errno::AGAIN) => Err(ListenError::InUse(path.to_owned())),
+        Err(errno) => Err(os("look for a sidecar at", path)(errno)),
+    }
+}
+
+fn os<E: Into<std::io::Error>>(doing: &'static str, path: &Path) -> impl FnOnce(E) -> ListenError {
+    move |source| ListenError::Os { doing, path: path.to_owned(), source: source.into() }
+}
+
+/// Raises the limit of open descriptors to what the process may have: a rank brings up to 64.
+pub fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let raised = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
+    if let Err(error) = raised {
+        tracing::warn!(%error, "cannot raise the limit of open descriptors; many ranks may be refused");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stale_socket_is_replaced_a_live_one_and_a_file_are_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("deeper/p.sock");
+        let first = Listener::bind(&path, None).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, SOCKET_MODE);
+        assert!(matches!(Listener::bind(&path, None), Err(ListenError::InUse(_))));
+        drop(first);
+        assert!(!path.exists(), "removed on drop");
+        drop(transport::listen(&path).unwrap());
+        assert!(path.exists(), "what a killed sidecar leaves behind");
+        drop(Listener::bind(&path, None).unwrap());
+        std::fs::write(&path, "precious").unwrap();
+        assert!(matches!(Listener::bind(&path, None), Err(ListenError::Foreign(_))));
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
+    }
+
+    #[test]
+    fn groups_go_by_name_or_number() {
+        assert_eq!(find_group("root").unwrap().gid.as_raw(), 0);
+        assert_eq!(find_group("54321").unwrap().gid.as_raw(), 54_321);
+        assert!(find_group("no-such-group").unwrap_err().to_string().contains("--socket-group"));
+        let group = find_group("54321").unwrap();
+        assert!(member(&group, Uid::from_raw(4_000_000), Gid::from_raw(54_321)));
+        assert!(!member(&group, Uid::from_raw(4_000_000), Gid::from_raw(1)));
+    }
+}

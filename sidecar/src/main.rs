@@ -1,0 +1,99 @@
+//! The `pillion` command: configuration, then build, spawn, wait, drain.
+
+#![forbid(unsafe_code)]
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use clap::{Parser, Subcommand};
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::SignalFd;
+use rustix::event::{PollFd, PollFlags};
+use sidecar::config::{Config, Level, Options};
+use sidecar::server::Server;
+
+/// Copies in flight may take this long after SIGTERM: 30 GiB/s move any engine's step in a fraction of it, and
+/// Kubernetes waits for 30 s.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// Keeps an LLM engine's KV blocks when the engine cannot, and gives them back.
+#[derive(Parser)]
+#[command(name = "pillion", version)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Serve the engines of this host until SIGTERM.
+    Serve {
+        /// File with the same options, as `name = "value"` lines of TOML; flags override it.
+        #[arg(long, value_name = "FILE.toml")]
+        config: Option<PathBuf>,
+        #[command(flatten)]
+        options: Options,
+    },
+    /// Print the release and the protocol version.
+    Version,
+}
+
+fn main() -> anyhow::Result<()> {
+    match Arguments::parse().command {
+        Command::Serve { config, options } => {
+            let file = config.as_deref().map(Options::read).transpose()?.unwrap_or_default();
+            serve(&options.or(file).complete()?)
+        }
+        Command::Version => print_version(),
+    }
+}
+
+#[expect(clippy::print_stdout, reason = "this is what the user asked for")]
+fn print_version() -> anyhow::Result<()> {
+    println!("pillion {}, protocol {}", env!("CARGO_PKG_VERSION"), shm_protocol::PROTOCOL_VERSION);
+    Ok(())
+}
+
+fn serve(config: &Config) -> anyhow::Result<()> {
+    log_to_stderr(config.log_level);
+    // Before any thread starts, so that none of them takes the signal itself.
+    let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
+    signals.thread_block().context("cannot block signals")?;
+    let signals = SignalFd::new(&signals).context("cannot watch signals")?;
+    let server = Server::start(config)?;
+    tracing::info!(socket = %server.socket().display(), http = %server.http(), dram = %config.dram, "serving");
+    let asked = wait(&signals, &server)?;
+    if !asked {
+        bail!("a thread of the sidecar ended; see its panic above");
+    }
+    tracing::info!("draining");
+    if !server.drain(GRACE) {
+        bail!("the data thread ended with a panic; see above");
+    }
+    tracing::info!("drained");
+    Ok(())
+}
+
+/// Waits for SIGTERM or SIGINT (true), or for a thread that ended (false).
+fn wait(signals: &SignalFd, server: &Server) -> anyhow::Result<bool> {
+    let ended = server.ended();
+    let mut watched = [PollFd::new(signals, PollFlags::IN), PollFd::new(&ended, PollFlags::IN)];
+    loop {
+        match rustix::event::poll(&mut watched, None) {
+            Ok(0) | Err(rustix::io::Errno::INTR) => {}
+            Ok(_) => return Ok(watched[1].revents().is_empty()),
+            Err(error) => return Err(error).context("cannot wait for signals"),
+        }
+    }
+}
+
+fn log_to_stderr(level: Level) {
+    let level = match level {
+        Level::Error => tracing::Level::ERROR,
+        Level::Warn => tracing::Level::WARN,
+        Level::Info => tracing::Level::INFO,
+        Level::Debug => tracing::Level::DEBUG,
+    };
+    tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).with_target(false).init();
+}

@@ -1,0 +1,144 @@
+//! What the sidecar counts, for Prometheus. The data thread writes atomics; the admin thread reads them.
+
+use prometheus::{IntCounter, IntCounterVec, IntGauge, Opts, Registry};
+
+use crate::engine::Stats;
+
+/// Why a session ended; the label of `pillion_sessions_closed_total`.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum CloseReason {
+    /// The engine process ended or closed its socket.
+    HangUp,
+    /// It wrote what no engine of this version writes.
+    Malformed,
+    /// Its messages are well formed and contradict each other or the engine's other sessions.
+    Rejected,
+}
+
+/// All metrics of the sidecar.
+#[derive(Debug)]
+pub struct Metrics {
+    counters: Vec<(IntCounter, Reading)>,
+    gauges: Vec<(IntGauge, Reading)>,
+    pool_bytes: IntGauge,
+    closed: IntCounterVec,
+}
+
+/// Takes one figure out of the core's.
+type Reading = fn(&Stats) -> u64;
+/// Name, help and reading of a metric.
+type Figure = (&'static str, &'static str, Reading);
+
+const COUNTERS: &[Figure] = &[
+    ("queries_total", "Queries answered.", |s| s.queries),
+    ("query_blocks_total", "Blocks asked for by queries.", |s| s.query_blocks),
+    ("query_hit_blocks_total", "Blocks found by queries.", |s| s.query_hit_blocks),
+    ("saves_posted_blocks_total", "Blocks that engines asked to save.", |s| s.saves_posted_blocks),
+    ("saved_blocks_total", "Blocks saved.", |s| s.saved_blocks),
+    ("saved_bytes_total", "Bytes of saved blocks, all ranks.", |s| s.saved_bytes),
+    ("saves_lost_to_reuse_total", "Blocks not saved: the engine reused them first.", |s| {
+        s.saves_lost_to_reuse
+    }),
+    ("saves_dropped_total", "Blocks not saved: no room, or the copy failed.", |s| s.saves_dropped),
+    ("loaded_blocks_total", "Blocks loaded, counted once for each rank.", |s| s.loaded_blocks),
+    ("loaded_bytes_total", "Bytes loaded by ranks.", |s| s.loaded_bytes),
+    ("load_failures_total", "Loads that a rank could not end.", |s| s.load_failures),
+    ("evicted_blocks_total", "Blocks evicted to make room.", |s| s.evicted_blocks),
+];
+
+const GAUGES: &[Figure] = &[
+    ("blocks", "Blocks kept.", |s| s.blocks),
+    ("pool_used_bytes", "Bytes of blocks kept.", |s| s.pool_used_bytes),
+    ("sessions", "Engine processes connected.", |s| s.sessions),
+    ("leases", "Queries whose blocks are held for a load.", |s| s.leases),
+];
+
+// === impl CloseReason ===
+
+impl CloseReason {
+    const ALL: [Self; 3] = [Self::HangUp, Self::Malformed, Self::Rejected];
+
+    fn label(self) -> &'static str {
+        match self {
+            Self::HangUp => "hang_up",
+            Self::Malformed => "malformed",
+            Self::Rejected => "rejected",
+        }
+    }
+}
+
+// === impl Metrics ===
+
+impl Metrics {
+    /// Metrics in `registry`, every one present from the start.
+    pub fn new(registry: &Registry, pool_bytes: u64) -> Result<Self, prometheus::Error> {
+        let mut counters = Vec::new();
+        for &(name, help, figure) in COUNTERS {
+            let counter = IntCounter::with_opts(Opts::new(format!("pillion_{name}"), help))?;
+            registry.register(Box::new(counter.clone()))?;
+            counters.push((counter, figure));
+        }
+        let mut gauges = Vec::new();
+        for &(name, help, figure) in GAUGES {
+            gauges.push((gauge(registry, name, help)?, figure));
+        }
+        let size = gauge(registry, "pool_bytes", "Bytes of the pool.")?;
+        size.set(i64::try_from(pool_bytes).unwrap_or(i64::MAX));
+        let opts = Opts::new("pillion_sessions_closed_total", "Sessions ended, by reason.");
+        let closed = IntCounterVec::new(opts, &["reason"])?;
+        registry.register(Box::new(closed.clone()))?;
+        CloseReason::ALL.iter().for_each(|reason| closed.with_label_values(&[reason.label()]).inc_by(0));
+        Ok(Self { counters, gauges, pool_bytes: size, closed })
+    }
+
+    /// Makes the core's figures visible. Called by the data thread alone, so read-then-add is exact.
+    pub fn publish(&self, stats: &Stats) {
+        for (counter, figure) in &self.counters {
+            counter.inc_by(figure(stats).saturating_sub(counter.get()));
+        }
+        for (gauge, figure) in &self.gauges {
+            gauge.set(i64::try_from(figure(stats)).unwrap_or(i64::MAX));
+        }
+    }
+
+    /// Counts a session's end.
+    pub fn session_closed(&self, reason: CloseReason) {
+        self.closed.with_label_values(&[reason.label()]).inc();
+    }
+
+    /// Bytes of the pool.
+    pub fn pool_bytes(&self) -> i64 {
+        self.pool_bytes.get()
+    }
+}
+
+fn gauge(registry: &Registry, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
+    let gauge = IntGauge::with_opts(Opts::new(format!("pillion_{name}"), help))?;
+    registry.register(Box::new(gauge.clone()))?;
+    Ok(gauge)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn published_figures_are_totals_and_not_sums_of_totals() {
+        let registry = Registry::new();
+        let metrics = Metrics::new(&registry, 7).unwrap();
+        let stats = Stats { queries: 3, blocks: 5, ..Stats::default() };
+        metrics.publish(&stats);
+        metrics.publish(&stats);
+        metrics.session_closed(CloseReason::HangUp);
+        let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
+        for line in [
+            "pillion_queries_total 3",
+            "pillion_blocks 5",
+            "pillion_pool_bytes 7",
+            "pillion_sessions_closed_total{reason=\"hang_up\"} 1",
+            "pillion_sessions_closed_total{reason=\"rejected\"} 0",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! epoll, with the process's descriptors named by their role.
+
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::time::Timespec;
+
+/// Events taken at once; the rest comes with the next call.
+const EVENTS: usize = 64;
+
+/// What a descriptor is to the data thread.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum Source {
+    /// A connection waits.
+    Listener,
+    /// The server wants something.
+    Control,
+    /// A copy ended.
+    Copies,
+    /// A peer that has not been welcomed yet.
+    Greeting(u64),
+    /// A session's eventfd.
+    Doorbell(u64),
+    /// A session's socket.
+    Socket(u64),
+}
+
+/// The descriptors that wake the data thread.
+#[derive(Debug)]
+pub struct Poller {
+    epoll: OwnedFd,
+}
+
+// === impl Source ===
+
+impl Source {
+    /// The role in the low 3 bits; ids count up from 1 and never reach 2^61.
+    fn token(self) -> u64 {
+        match self {
+            Self::Listener => 0,
+            Self::Control => 1,
+            Self::Copies => 2,
+            Self::Greeting(id) => id << 3 | 3,
+            Self::Doorbell(id) => id << 3 | 4,
+            Self::Socket(id) => id << 3 | 5,
+        }
+    }
+
+    fn from_token(token: u64) -> Self {
+        match token & 7 {
+            0 => Self::Listener,
+            1 => Self::Control,
+            2 => Self::Copies,
+            3 => Self::Greeting(token >> 3),
+            4 => Self::Doorbell(token >> 3),
+            5 => Self::Socket(token >> 3),
+            _ => unreachable!("tokens are our own"),
+        }
+    }
+
+    /// Eventfds are watched by edge and never read: a peer holds the same one, and could empty it, and make it block,
+    /// between our being told and our reading.
+    fn flags(self) -> EventFlags {
+        match self {
+            Self::Listener | Self::Greeting(_) | Self::Socket(_) => EventFlags::IN | EventFlags::RDHUP,
+            Self::Control | Self::Copies | Self::Doorbell(_) => EventFlags::IN | EventFlags::ET,
+        }
+    }
+}
+
+// === impl Poller ===
+
+impl Poller {
+    /// A poller that watches nothing.
+    pub fn new() -> Result<Self, Errno> {
+        Ok(Self { epoll: epoll::create(CreateFlags::CLOEXEC)? })
+    }
+
+    /// Watches a descriptor.
+    pub fn add(&self, source: Source, fd: impl AsFd) -> Result<(), Errno> {
+        epoll::add(&self.epoll, fd, EventData::new_u64(source.token()), source.flags())
+    }
+
+    /// Ends the watch. Needed where a peer holds the same open file: closing ours would not end it.
+    pub fn remove(&self, fd: impl AsFd) {
+        // Absent is as good as removed.
+        let _ = epoll::delete(&self.epoll, fd);
+    }
+
+    /// Sleeps until something happens or `nap` passes (`None`: for ever), then appends what happened.
+    pub fn wait(&self, nap: Option<Duration>, out: &mut Vec<Source>) -> Result<(), Errno> {
+        // epoll's own time-outs are whole milliseconds before Linux 5.11; ppoll's are nanoseconds everywhere.
+        if nap != Some(Duration::ZERO) {
+            let limit = nap.map(|nap| Timespec {
+                tv_sec: i64::try_from(nap.as_secs()).unwrap_or(i64::MAX),
+                tv_nsec: i64::from(nap.subsec_nanos()),
+            });
+            match rustix::event::poll(&mut [PollFd::new(&self.epoll, PollFlags::IN)], limit.as_ref()) {
+                Ok(0) | Err(Errno::INTR) => return Ok(()),
+                polled => polled?,
+            };
+        }
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let mut space = [MaybeUninit::<Event>::uninit(); EVENTS];
+        let events = match epoll::wait(&self.epoll, &mut space, Some(&now)) {
+            Err(Errno::INTR) => return Ok(()),
+            waited => waited?.0,
+        };
+        out.extend(events.iter().map(|event| Source::from_token(event.data.u64())));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_name_their_source() {
+        use Source::{Control, Copies, Doorbell, Greeting, Listener, Socket};
+        for source in
+            [Listener, Control, Copies, Greeting(1), Doorbell(1), Socket(1 << 60), Doorbell((1 << 61) - 1)]
+        {
+            assert_eq!(Source::from_token(source.token()), source);
+        }
+    }
+}

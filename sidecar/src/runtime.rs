@@ -1,0 +1,296 @@
+//! The data thread: reads every session's ring, asks the core, carries its actions out, and sleeps when there is
+//! nothing to do.
+//!
+//! One turn takes, in this order: ends of copies; every ring up to the tail seen after them; `Drained` for every
+//! scheduler whose ring was read so far, so that a CANCEL posted before the overwriting step is known before its block is
+//! committed; fence words.
+
+mod actions;
+mod doorway;
+mod rest;
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use shm_protocol::layout::QUERY_KEYS;
+use tiers::pool::Pool;
+
+use crate::clock::{Clock, millis};
+use crate::copiers::{Copiers, Finished};
+use crate::engine::{Action, Core, Event, SessionId};
+use crate::greeter::Greeter;
+use crate::metrics::{CloseReason, Metrics};
+use crate::poller::{Poller, Source};
+use crate::server::Control;
+use crate::session::{Session, Violation};
+
+/// Keys and block ids that one session's messages may name before the next session has its turn: a long request's, or one
+/// QUERY of any size. A message costs one more than it names.
+const ROUND_COST: usize = 8192;
+/// The same for a whole turn; what is left in the ring waits for the next. Some 10 ms of searching, after which new
+/// messages of every session are looked at again.
+const TURN_COST: usize = 2 * QUERY_KEYS;
+/// How often the core is told that time passed, and the most that a heartbeat ages while sessions exist.
+const TICK: Duration = Duration::from_millis(100);
+
+/// What every peer is told.
+#[derive(Debug)]
+pub struct Terms {
+    /// Random id of this life.
+    pub epoch: u64,
+    /// Life of an unused lease.
+    pub lease_ttl_ms: u64,
+    /// The pool, opened for reading only.
+    pub pool_fd: OwnedFd,
+}
+
+/// All that the data thread owns.
+#[derive(Debug)]
+pub struct Runtime {
+    core: Core,
+    pool: Arc<Pool>,
+    terms: Terms,
+    copiers: Copiers,
+    greeter: Greeter,
+    poller: Poller,
+    metrics: Metrics,
+    control: Arc<Control>,
+    clock: Clock,
+    now: Duration,
+    sessions: BTreeMap<SessionId, Session>,
+    next_session: SessionId,
+    /// Actions of the core that have not been carried out.
+    out: Vec<Action>,
+    /// Sessions to close once the actions at hand are done.
+    closing: Vec<(SessionId, CloseReason, String)>,
+    /// Copies that ended without ever reaching a thread.
+    refused: Vec<Finished>,
+    events: Vec<Source>,
+    /// Whether the core was given anything since the last `Drained`.
+    touched: bool,
+    /// Sessions with messages that this turn had no time for.
+    backlog: Vec<SessionId>,
+    next_tick: Duration,
+    last_beat_ms: u64,
+    last_work: Duration,
+    last_io: Duration,
+    fences_since: Option<Duration>,
+    end_by: Option<Duration>,
+}
+
+// === impl Runtime ===
+
+impl Runtime {
+    /// A data thread's state; [`Runtime::run`] makes it live.
+    #[expect(clippy::too_many_arguments, reason = "called once, by the server that builds the parts")]
+    pub fn new(
+        core: Core,
+        pool: Arc<Pool>,
+        terms: Terms,
+        copiers: Copiers,
+        greeter: Greeter,
+        poller: Poller,
+        metrics: Metrics,
+        control: Arc<Control>,
+    ) -> Self {
+        Self {
+            core,
+            pool,
+            terms,
+            copiers,
+            greeter,
+            poller,
+            metrics,
+            control,
+            clock: Clock::start(),
+            now: Duration::ZERO,
+            sessions: BTreeMap::new(),
+            next_session: 1,
+            out: Vec::new(),
+            closing: Vec::new(),
+            refused: Vec::new(),
+            events: Vec::new(),
+            touched: false,
+            backlog: Vec::new(),
+            next_tick: Duration::ZERO,
+            last_beat_ms: 0,
+            last_work: Duration::ZERO,
+            last_io: Duration::ZERO,
+            fences_since: None,
+            end_by: None,
+        }
+    }
+
+    /// Serves until asked to end, and then until the copies in flight have ended or their grace has.
+    pub fn run(mut self) {
+        rest::sharpen_timers();
+        while !self.ended() {
+            let worked = self.turn();
+            self.rest(worked);
+        }
+        self.sessions.values().filter_map(Session::rank).for_each(|rank| rank.stop());
+        self.metrics.publish(&self.core.stats());
+    }
+
+    fn ended(&mut self) -> bool {
+        let Some(end_by) = self.end_by else {
+            if let Some(grace) = self.control.grace() {
+                self.now = self.clock.now();
+                self.end_by = Some(self.now + grace);
+                self.greeter.close();
+                self.handle(Event::Drain);
+            }
+            return false;
+        };
+        let busy = self.core.busy() || self.copiers.running() > 0;
+        if busy && self.now >= end_by {
+            tracing::warn!("copies in flight did not end within the grace period");
+        }
+        !busy || self.now >= end_by
+    }
+
+    /// One look at everything in shared memory; whether there was anything to do.
+    fn turn(&mut self) -> bool {
+        self.now = self.clock.now();
+        let mut worked = self.take_copied();
+        worked |= self.read_rings();
+        if std::mem::take(&mut self.touched) {
+            self.report_drained();
+            worked = true;
+        }
+        worked |= self.read_fences();
+        if self.now >= self.next_tick {
+            self.next_tick = self.now + TICK;
+            self.handle(Event::Tick);
+        }
+        self.beat();
+        if worked {
+            self.metrics.publish(&self.core.stats());
+        }
+        worked
+    }
+
+    /// Shows every engine that the sidecar lives; a word that changes costs the engine's cores a cache miss.
+    fn beat(&mut self) {
+        let now_ms = millis(self.now);
+        if now_ms != self.last_beat_ms {
+            self.last_beat_ms = now_ms;
+            self.sessions.values().for_each(|session| session.beat(now_ms));
+        }
+    }
+
+    fn take_copied(&mut self) -> bool {
+        let mut worked = false;
+        while let Some(Finished { copy, ok }) = self.refused.pop().or_else(|| self.copiers.finished()) {
+            self.handle(Event::Copied { copy, ok });
+            worked = true;
+        }
+        worked
+    }
+
+    /// Reads every ring up to its tail as seen now, or as far as its turn's cost allows, in rounds, so that no session
+    /// waits for a busy one's end.
+    fn read_rings(&mut self) -> bool {
+        let mut open = Vec::new();
+        self.backlog.clear();
+        for (&id, session) in &mut self.sessions {
+            match session.look() {
+                Ok(0) => {}
+                Ok(_) => open.push((id, TURN_COST)),
+                Err(violation) => self.closing.push((id, CloseReason::Malformed, violation.to_string())),
+            }
+        }
+        self.close_sessions();
+        let worked = !open.is_empty();
+        while !open.is_empty() {
+            open.retain_mut(|(id, left)| match self.read_round(*id, left) {
+                Ok(more) => more,
+                Err(violation) => {
+                    let id = *id;
+                    self.closing.push((id, CloseReason::Malformed, violation.to_string()));
+                    self.close_sessions();
+                    false
+                }
+            });
+        }
+        worked
+    }
+
+    /// Handles some messages of a session, `left` being what they may still cost; whether there is more to do this turn.
+    fn read_round(&mut self, id: SessionId, left: &mut usize) -> Result<bool, Violation> {
+        let round_end = left.saturating_sub(ROUND_COST);
+        while *left > round_end {
+            // An earlier message may have closed the session.
+            let Some(session) = self.sessions.get_mut(&id) else { return Ok(false) };
+            let Some(request) = session.read()? else {
+                session.release();
+                return Ok(false);
+            };
+            let (message, keys, blocks) = (request.message, request.keys, request.blocks);
+            *left = left.saturating_sub(1 + message.count as usize);
+            self.handle(Event::Message { session: id, message, keys, blocks });
+        }
+        let Some(session) = self.sessions.get(&id) else { return Ok(false) };
+        session.release();
+        if *left == 0 && session.unread() > 0 {
+            self.backlog.push(id);
+        }
+        Ok(*left > 0)
+    }
+
+    fn report_drained(&mut self) {
+        let read = |id: &SessionId| !self.backlog.contains(id);
+        let schedulers = self.sessions.iter().filter(|(id, session)| session.rank().is_none() && read(id));
+        let drained: Vec<(SessionId, u64)> =
+            schedulers.map(|(&id, session)| (id, session.void_below())).collect();
+        for (session, void_below) in drained {
+            self.handle(Event::Drained { session, void_below });
+        }
+    }
+
+    fn read_fences(&mut self) -> bool {
+        let workers = self.sessions.iter_mut();
+        let moved: Vec<_> =
+            workers.filter_map(|(&id, session)| Some((id, session.moved_fences()?))).collect();
+        for &(session, (start, done)) in &moved {
+            self.handle(Event::Fences { session, start, done });
+        }
+        if !moved.is_empty() {
+            self.fences_since = None;
+        }
+        !moved.is_empty()
+    }
+
+    /// Gives the core one event and carries out what follows.
+    fn handle(&mut self, event: Event) {
+        self.touched |= !matches!(event, Event::Tick | Event::Drained { .. });
+        self.core.handle(millis(self.now), event, &mut self.out);
+        self.apply();
+        self.close_sessions();
+    }
+
+    /// Ends sessions; what the core wants done about it may end further ones.
+    fn close_sessions(&mut self) {
+        while let Some((id, reason, text)) = self.closing.pop() {
+            let Some(session) = self.sessions.remove(&id) else { continue };
+            self.poller.remove(&session.doorbell);
+            self.poller.remove(&session.socket);
+            if let Some(rank) = session.rank() {
+                rank.stop();
+            }
+            drop(session);
+            self.metrics.session_closed(reason);
+            match reason {
+                CloseReason::HangUp => tracing::info!(session = id, "session ended"),
+                CloseReason::Malformed | CloseReason::Rejected => {
+                    tracing::warn!(session = id, reason = text, "session closed");
+                }
+            }
+            self.touched = true;
+            self.core.handle(millis(self.now), Event::Disconnected { session: id }, &mut self.out);
+            self.apply();
+        }
+    }
+}

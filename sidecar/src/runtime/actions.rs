@@ -1,0 +1,74 @@
+//! Carrying out what the core decided, in its order.
+
+use tiers::pool::Pool;
+
+use super::Runtime;
+use crate::copiers::{Batch, Finished};
+use crate::engine::{Action, SessionId};
+use crate::metrics::CloseReason;
+use crate::session::{Session, Violation};
+
+// === impl Runtime: actions ===
+
+impl Runtime {
+    /// Carries out every action at hand and wakes the engines that got words.
+    pub(super) fn apply(&mut self) {
+        let mut out = std::mem::take(&mut self.out);
+        for action in out.drain(..) {
+            self.apply_one(action);
+        }
+        // Nothing above asks the core, so nothing was added meanwhile; the vector keeps its capacity.
+        self.out = out;
+    }
+
+    fn apply_one(&mut self, action: Action) {
+        match action {
+            Action::Answer { session, op, outcome, refs, chunks, from } => self.on(session, |session| {
+                session.write_refs(&chunks, from, &refs);
+                session.store_outcome(op, outcome);
+                Ok(())
+            }),
+            Action::Outcome { session, op, outcome } => self.on(session, |session| {
+                session.store_outcome(op, outcome);
+                Ok(())
+            }),
+            Action::Saved { session, saved } => self.on(session, |session| session.push_saved(&saved)),
+            Action::Copy { copy, session, direction, pieces, load_op } => {
+                let rank = self.sessions.get(&session).and_then(|session| session.rank().cloned());
+                let refused = match rank {
+                    Some(rank) => self.copiers.post(Batch { copy, rank, direction, pieces, load_op }),
+                    None => Some(Finished { copy, ok: false }),
+                };
+                self.refused.extend(refused);
+            }
+            Action::Close { session, reason } => self.closing.push((session, CloseReason::Rejected, reason)),
+            headers => {
+                assert!(write_header(&self.pool, &headers), "the pool and the core disagree: {headers:?}")
+            }
+        }
+    }
+
+    /// Does something to a session that may have ended meanwhile, then wakes its engine.
+    fn on(&mut self, id: SessionId, act: impl FnOnce(&mut Session) -> Result<(), Violation>) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        if let Err(violation) = act(session) {
+            self.closing.push((id, CloseReason::Malformed, violation.to_string()));
+        }
+        session.flush();
+    }
+}
+
+/// Writes pool headers; false where there is no such place.
+fn write_header(pool: &Pool, action: &Action) -> bool {
+    match action {
+        Action::AssignSegment { segment, block_bytes } => pool.write_segment_header(*segment, *block_bytes),
+        Action::FillSlot { slot, namespace, key } => pool.fill(*slot, *namespace, key),
+        Action::CommitSlot { slot } => pool.commit(*slot, 0),
+        Action::FreeSlot { slot } => {
+            // A slot whose segment was given to another block size is not there any more.
+            pool.free(*slot);
+            true
+        }
+        _ => unreachable!("answered by apply_one"),
+    }
+}

@@ -1,0 +1,178 @@
+//! Peers that come and go.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use copy_engine::HostMemory;
+use rustix::event::EventfdFlags;
+use rustix::fs::FileType;
+use rustix::io::Errno;
+use shm_protocol::PROTOCOL_VERSION;
+use shm_protocol::handshake::{self, Copier, Hello, Reply, Role, Welcome, Worker};
+use shm_protocol::key::NamespaceDigest;
+use shm_protocol::namespace;
+use shm_protocol::region::Access;
+use shm_protocol::session::SessionMemory;
+use shm_protocol::transport;
+
+use super::Runtime;
+use crate::copiers::Rank;
+use crate::engine::{Action, Event, SessionId};
+use crate::greeter::{self, Caller};
+use crate::metrics::CloseReason;
+use crate::poller::Source;
+use crate::session::Session;
+
+/// Sessions at once: a host of 16 GPUs with one engine each has 32; room for eight restarts of all at once.
+const SESSIONS_MAX: usize = 256;
+/// `f_type` of tmpfs, which also holds every memfd.
+const TMPFS_MAGIC: u32 = 0x0102_1994;
+/// `f_type` of hugetlbfs.
+const HUGETLBFS_MAGIC: u32 = 0x9584_58f6;
+
+// === impl Runtime: peers ===
+
+impl Runtime {
+    /// Takes in a peer that said hello, or tells it why not.
+    pub(super) fn admit(&mut self, caller: Caller) {
+        let id = self.next_session;
+        self.next_session += 1;
+        let Caller { socket, hello, descriptors } = caller;
+        let (engine, role) = (hello.engine.clone(), describe(&hello.role));
+        let digest = match &hello.role {
+            Role::Worker(worker) => Some(namespace::digest(&worker.facts)),
+            Role::Scheduler { .. } => None,
+        };
+        let built = self.build(id, &hello, socket, descriptors);
+        let (session, memory_fd) = match built {
+            Ok(built) => built,
+            Err((socket, reason)) => return refuse(&socket, &engine, &role, reason),
+        };
+        self.core.handle(
+            crate::clock::millis(self.now),
+            Event::Connected { session: id, hello, namespace: digest },
+            &mut self.out,
+        );
+        self.touched = true;
+        let rejected = self.out.iter().find_map(|action| match action {
+            Action::Close { session, reason } if *session == id => Some(reason.clone()),
+            _ => None,
+        });
+        self.sessions.insert(id, session);
+        if let Some(reason) = rejected {
+            let session = &self.sessions[&id];
+            refuse(&session.socket, &engine, &role, reason);
+        } else if let Err(error) = self.welcome(id, &memory_fd, digest) {
+            self.closing.push((id, CloseReason::HangUp, error.to_string()));
+        } else {
+            tracing::info!(session = id, engine, role, "session began");
+        }
+        self.apply();
+        self.close_sessions();
+    }
+
+    fn build(
+        &self,
+        id: SessionId,
+        hello: &Hello,
+        socket: OwnedFd,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<(Session, OwnedFd), (Arc<OwnedFd>, String)> {
+        let socket = Arc::new(socket);
+        let parts = || -> Result<_, String> {
+            if self.sessions.len() >= SESSIONS_MAX {
+                return Err(format!(
+                    "{SESSIONS_MAX} engine processes are connected, which is the most there may be"
+                ));
+            }
+            let (fd, memory) =
+                SessionMemory::create(self.terms.epoch, id).map_err(|error| error.to_string())?;
+            let rank = match &hello.role {
+                Role::Scheduler { .. } => None,
+                Role::Worker(worker) => {
+                    let memory = (host_memory(worker, descriptors)?, memory.clone());
+                    Some(Arc::new(Rank::new(memory.0, memory.1, Arc::clone(&socket))))
+                }
+            };
+            let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+            let doorbell =
+                rustix::event::eventfd(0, flags).map_err(|error| format!("no eventfd: {error}"))?;
+            Ok((fd, memory, rank, doorbell))
+        };
+        let (fd, memory, rank, doorbell) = match parts() {
+            Ok(parts) => parts,
+            Err(reason) => return Err((socket, reason)),
+        };
+        let watched = self
+            .poller
+            .add(Source::Doorbell(id), &doorbell)
+            .and_then(|()| self.poller.add(Source::Socket(id), &socket));
+        match watched {
+            Ok(()) => Ok((Session::new(memory, socket, doorbell, rank), fd)),
+            Err(error) => Err((socket, format!("the sidecar cannot watch this connection: {error}"))),
+        }
+    }
+
+    fn welcome(
+        &self,
+        id: SessionId,
+        memory_fd: &OwnedFd,
+        digest: Option<NamespaceDigest>,
+    ) -> Result<(), Errno> {
+        let reply = Reply::Welcome(Welcome {
+            version: PROTOCOL_VERSION,
+            epoch: self.terms.epoch,
+            session: id,
+            lease_ttl_ms: self.terms.lease_ttl_ms,
+            pool_bytes: self.pool.len(),
+            segment_bytes: self.pool.segment_bytes(),
+            namespace: digest.map(|digest| digest.to_string()).unwrap_or_default(),
+        });
+        let session = &self.sessions[&id];
+        let descriptors = [memory_fd.as_fd(), session.doorbell.as_fd(), self.terms.pool_fd.as_fd()];
+        transport::send(&session.socket, &handshake::encode(&reply), &descriptors)
+    }
+
+    /// A session's socket became readable: it has hung up, or sends what nobody asked for.
+    pub(super) fn read_socket(&mut self, id: SessionId) {
+        let Some(session) = self.sessions.get(&id) else { return };
+        let (reason, text) = match transport::receive(&session.socket) {
+            Err(Errno::AGAIN | Errno::INTR) => return,
+            Ok((record, _)) if !record.is_empty() => (CloseReason::Malformed, "a record after the handshake"),
+            _ => (CloseReason::HangUp, ""),
+        };
+        self.closing.push((id, reason, text.into()));
+        self.close_sessions();
+    }
+}
+
+fn refuse(socket: &OwnedFd, engine: &str, role: &str, reason: String) {
+    tracing::warn!(engine, role, reason, "connection refused");
+    greeter::refuse(socket, reason);
+}
+
+fn describe(role: &Role) -> String {
+    match role {
+        Role::Scheduler { .. } => "scheduler".into(),
+        Role::Worker(worker) => format!("rank {}", worker.rank),
+    }
+}
+
+/// A rank's memory, if its descriptors are memory: a copy from anything else could block a copying thread.
+fn host_memory(worker: &Worker, descriptors: Vec<OwnedFd>) -> Result<HostMemory, String> {
+    for (index, descriptor) in descriptors.iter().enumerate() {
+        let stat = rustix::fs::fstat(descriptor).map_err(|error| format!("descriptor {index}: {error}"))?;
+        let fs = rustix::fs::fstatfs(descriptor).map_err(|error| format!("descriptor {index}: {error}"))?;
+        let regular = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
+        if !regular || ![TMPFS_MAGIC, HUGETLBFS_MAGIC].contains(&(fs.f_type as u32)) {
+            return Err(format!(
+                "descriptor {index} is not shared memory: pass a memfd or a file of /dev/shm"
+            ));
+        }
+    }
+    let access = match worker.copy {
+        Copier::Engine => Access::ReadOnly,
+        Copier::Sidecar => Access::ReadWrite,
+    };
+    HostMemory::new(descriptors, &worker.regions, worker.blocks, access).map_err(|error| error.to_string())
+}

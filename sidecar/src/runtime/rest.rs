@@ -1,0 +1,107 @@
+//! What the data thread does between two turns: spin briefly, then sleep without missing anything.
+
+use std::num::NonZeroU64;
+use std::time::Duration;
+
+use super::{Runtime, TICK};
+use crate::poller::Source;
+use crate::session::Session;
+
+/// How long to spin after the last work. A peer's next message of the same step comes within microseconds, but ringing a
+/// sleeping sidecar was measured to hold the ringing thread for 57 us on a virtual machine: a spin that is shorter ends
+/// before the peer goes on, and every message rings again (docs/decisions/0004-spin-longer-than-a-wake-up.md).
+const SPIN: Duration = Duration::from_micros(200);
+/// While there is always work, sockets are looked at this often.
+const IO: Duration = Duration::from_millis(1);
+/// How often fence words are read while a copy waits for one: `(until, interval)` since the wait began. A step of a GPU
+/// engine ends within the second; a word that has not moved for longer is a slow CPU's, or a frozen engine's.
+const FENCE_POLLS: [(Duration, Duration); 3] = [
+    (Duration::from_millis(1), Duration::from_micros(20)),
+    (Duration::from_millis(100), Duration::from_micros(100)),
+    (Duration::MAX, Duration::from_millis(1)),
+];
+/// How often the end of the grace period and of the last copy is looked for.
+const DRAIN_POLL: Duration = Duration::from_millis(5);
+/// The default of 50 us would make every fence poll that much later.
+const TIMER_SLACK_NS: u64 = 1;
+
+/// Makes this thread's sleeps end in time.
+pub(super) fn sharpen_timers() {
+    if let Err(error) = rustix::thread::set_current_timer_slack(NonZeroU64::new(TIMER_SLACK_NS)) {
+        tracing::warn!(%error, "timers stay coarse; saves start up to 50 us late");
+    }
+}
+
+// === impl Runtime: rest ===
+
+impl Runtime {
+    pub(super) fn rest(&mut self, worked: bool) {
+        if worked {
+            self.last_work = self.now;
+        }
+        // An event may have been the end of a copy: it is not announced twice, so no sleep before the next turn.
+        let served = self.now >= self.last_io + IO && self.serve_io(Some(Duration::ZERO));
+        if served || worked || self.touched || !self.refused.is_empty() {
+            return;
+        }
+        if self.now < self.last_work + SPIN {
+            // Not yielding: beside a busy process, a yielded core came back 4 ms later.
+            std::hint::spin_loop();
+            return;
+        }
+        self.sleep();
+    }
+
+    /// Says that it sleeps, looks once more, and only then does.
+    fn sleep(&mut self) {
+        let nap = self.nap();
+        self.sessions.values().for_each(|session| session.set_asleep(true));
+        if !self.sessions.values_mut().any(Session::has_news) {
+            self.serve_io(nap);
+        }
+        self.sessions.values().for_each(|session| session.set_asleep(false));
+    }
+
+    /// How long it may sleep; `None`: until something happens.
+    fn nap(&mut self) -> Option<Duration> {
+        let waits = self.sessions.keys().any(|&session| self.core.waits_on_fences(session));
+        let since = match waits {
+            true => Some(*self.fences_since.get_or_insert(self.now)),
+            false => None,
+        };
+        self.fences_since = since;
+        let fences = since.map(|since| {
+            let waited = self.now.saturating_sub(since);
+            FENCE_POLLS.iter().find(|(until, _)| waited < *until).expect("the last has no end").1
+        });
+        let tick = (!self.sessions.is_empty()).then_some(TICK);
+        let greeting = self.greeter.next_deadline().map(|at| at.saturating_sub(self.now));
+        let drain = self.end_by.map(|_| DRAIN_POLL);
+        [fences, tick, greeting, drain].into_iter().flatten().min()
+    }
+
+    /// Waits for descriptors for at most `nap` and serves those that became ready; whether any did.
+    fn serve_io(&mut self, nap: Option<Duration>) -> bool {
+        let mut events = std::mem::take(&mut self.events);
+        self.poller.wait(nap, &mut events).expect("an epoll of this process");
+        self.now = self.clock.now();
+        self.last_io = self.now;
+        let served = !events.is_empty();
+        for source in events.drain(..) {
+            match source {
+                Source::Listener => self.greeter.accept(self.now, &self.poller),
+                Source::Greeting(id) => {
+                    if let Some(caller) = self.greeter.read(id, &self.poller) {
+                        self.admit(caller);
+                    }
+                }
+                Source::Socket(id) => self.read_socket(id),
+                // Being awake is all that is wanted; the next turn looks at the words.
+                Source::Doorbell(_) | Source::Copies | Source::Control => {}
+            }
+        }
+        self.events = events;
+        self.greeter.expire(self.now, &self.poller);
+        served
+    }
+}

@@ -1,0 +1,211 @@
+//! The life of a sidecar: build, spawn, wait, drain.
+
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use prometheus::Registry;
+use rustix::event::EventfdFlags;
+use rustix::io::Errno;
+use rustix::rand::GetRandomFlags;
+use thiserror::Error;
+use tiers::dram::{self, Dram};
+use tiers::pool::{self, Pool};
+
+use crate::admin::{self, Ready};
+use crate::config::Config;
+use crate::copiers::Copiers;
+use crate::engine::Core;
+use crate::greeter::Greeter;
+use crate::listener::{self, ListenError, Listener};
+use crate::metrics::Metrics;
+use crate::poller::{Poller, Source};
+use crate::runtime::{Runtime, Terms};
+
+/// The sidecar cannot start; the text names the remedy.
+#[derive(Debug, Error)]
+pub enum StartError {
+    /// No socket.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    /// No pool.
+    #[error(transparent)]
+    Tier(#[from] tiers::Error),
+    /// No admin pages.
+    #[error("cannot serve the admin pages on {address}: {source}; pass another --http ADDR")]
+    Admin {
+        /// Where.
+        address: SocketAddr,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The metrics contradict each other.
+    #[error("metrics: {0}")]
+    Metrics(#[from] prometheus::Error),
+    /// The kernel refused threads or descriptors.
+    #[error("cannot start: {0}")]
+    Os(#[from] std::io::Error),
+}
+
+/// What the data thread is told from outside.
+#[derive(Debug)]
+pub struct Control {
+    /// Milliseconds that copies in flight may take from now on; zero while nobody asked to end.
+    grace_ms: AtomicU64,
+    wake: OwnedFd,
+}
+
+/// Becomes readable when a thread that must not end has ended.
+#[derive(Debug)]
+pub struct EndSignal(OwnedFd);
+
+/// Gives the [`EndSignal`] on drop, also while its thread unwinds.
+#[derive(Debug)]
+pub struct OnExit(Arc<EndSignal>);
+
+/// A running sidecar.
+#[derive(Debug)]
+pub struct Server {
+    control: Arc<Control>,
+    ended: Arc<EndSignal>,
+    data: JoinHandle<()>,
+    ready: Ready,
+    http: SocketAddr,
+    socket: PathBuf,
+}
+
+// === impl Control ===
+
+impl Control {
+    fn new() -> Result<Self, Errno> {
+        Ok(Self { grace_ms: AtomicU64::new(0), wake: eventfd()? })
+    }
+
+    /// The grace, once someone asked to end.
+    pub fn grace(&self) -> Option<Duration> {
+        let grace = self.grace_ms.load(Ordering::Relaxed);
+        (grace != 0).then(|| Duration::from_millis(grace))
+    }
+
+    fn drain(&self, grace: Duration) {
+        self.grace_ms.store((grace.as_millis() as u64).max(1), Ordering::Relaxed);
+        signal(&self.wake);
+    }
+}
+
+// === impl EndSignal ===
+
+impl EndSignal {
+    fn new() -> Result<Self, Errno> {
+        Ok(Self(eventfd()?))
+    }
+
+    /// A guard for a thread.
+    pub fn on_exit(self: &Arc<Self>) -> OnExit {
+        OnExit(Arc::clone(self))
+    }
+}
+
+impl Drop for OnExit {
+    fn drop(&mut self) {
+        signal(&self.0.0);
+    }
+}
+
+fn eventfd() -> Result<OwnedFd, Errno> {
+    rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+}
+
+fn signal(eventfd: &OwnedFd) {
+    // Full means readable, which is all that is wanted.
+    let _ = rustix::io::write(eventfd, &1u64.to_ne_bytes());
+}
+
+fn random64() -> Result<u64, Errno> {
+    let mut bytes = [0; 8];
+    rustix::rand::getrandom(&mut bytes, GetRandomFlags::empty())?;
+    Ok(u64::from_le_bytes(bytes))
+}
+
+// === impl Server ===
+
+impl Server {
+    /// Builds everything, then serves. The admin pages are up first, so that a slow start is visible.
+    pub fn start(config: &Config) -> Result<Self, StartError> {
+        listener::raise_descriptor_limit();
+        let registry = Registry::new();
+        let ready: Ready = Arc::new(AtomicBool::new(false));
+        let failed = |source| StartError::Admin { address: config.http, source };
+        let http = admin::start(config.http, registry.clone(), Arc::clone(&ready)).map_err(failed)?;
+        let epoch = random64().map_err(std::io::Error::from)?;
+        let (dram, pool) = open_tier(config, epoch)?;
+        let metrics = Metrics::new(&registry, dram.config().pool_bytes)?;
+        let control = Arc::new(Control::new().map_err(std::io::Error::from)?);
+        let ended = Arc::new(EndSignal::new().map_err(std::io::Error::from)?);
+        let listener = Listener::bind(&config.socket, config.socket_group.as_deref())?;
+        let copiers = Copiers::start(config.copy_threads, &pool, &ended)?;
+        let poller = Poller::new().map_err(std::io::Error::from)?;
+        let watched = [(Source::Control, control.wake.as_fd()), (Source::Copies, copiers.wake())];
+        watched
+            .into_iter()
+            .try_for_each(|(source, fd)| poller.add(source, fd))
+            .map_err(std::io::Error::from)?;
+        let greeter = Greeter::new(listener, &poller).map_err(std::io::Error::from)?;
+        let terms =
+            Terms { epoch, lease_ttl_ms: config.lease_ttl.as_millis(), pool_fd: pool.read_only_fd()? };
+        let runtime = Runtime::new(
+            Core::new(dram),
+            pool,
+            terms,
+            copiers,
+            greeter,
+            poller,
+            metrics,
+            Arc::clone(&control),
+        );
+        let guard = ended.on_exit();
+        let data = thread::Builder::new().name("pillion-data".into()).spawn(move || {
+            let _guard = guard;
+            runtime.run();
+        })?;
+        ready.store(true, Ordering::Relaxed);
+        Ok(Self { control, ended, data, ready, http, socket: config.socket.clone() })
+    }
+
+    /// The address of the admin pages.
+    pub fn http(&self) -> SocketAddr {
+        self.http
+    }
+
+    /// The socket that engines connect to.
+    pub fn socket(&self) -> &PathBuf {
+        &self.socket
+    }
+
+    /// Readable once a thread ended that should not have.
+    pub fn ended(&self) -> BorrowedFd<'_> {
+        self.ended.0.as_fd()
+    }
+
+    /// Takes nothing new, finishes the copies in flight for at most `grace`, removes the socket. False if the data
+    /// thread had panicked.
+    pub fn drain(self, grace: Duration) -> bool {
+        self.ready.store(false, Ordering::Relaxed);
+        self.control.drain(grace);
+        self.data.join().is_ok()
+    }
+}
+
+fn open_tier(config: &Config, epoch: u64) -> Result<(Dram, Arc<Pool>), tiers::Error> {
+    let bytes = config.dram.as_bytes();
+    let segment_bytes = dram::segment_bytes_for(bytes);
+    let lease_ttl_ms = config.lease_ttl.as_millis();
+    let mut dram = Dram::new(dram::Config { pool_bytes: bytes, segment_bytes, lease_ttl_ms })?;
+    let pool = Pool::create(&pool::Config { bytes, segment_bytes, path: config.pool_path.clone(), epoch })?;
+    dram.raise_generation(pool.first_generation());
+    Ok((dram, Arc::new(pool)))
+}

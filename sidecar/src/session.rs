@@ -1,0 +1,243 @@
+//! One connected engine process: its memory, and every value it writes checked before anything follows from it.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use shm_protocol::key::BlockHash;
+use shm_protocol::layout::{BLOCK_IDS, CHUNK_KEYS, CHUNKS, LOG_KEYS, LOGS, QUERY_KEYS, header};
+use shm_protocol::message::{APPEND_CHUNKS, Kind, Message, Outcome, Saved, Status};
+use shm_protocol::pool::SlotRef;
+use shm_protocol::ring::{Consumer, Producer};
+use shm_protocol::session::{RegionRing, Ring, SessionMemory};
+use shm_protocol::wait;
+use thiserror::Error;
+
+use crate::copiers::Rank;
+
+/// A peer wrote what no engine of this version writes; its session ends.
+#[derive(Debug, Error)]
+#[error("{0}")]
+pub struct Violation(String);
+
+/// One message and what it refers to, copied out of shared memory and checked against the layout.
+#[derive(Debug)]
+pub struct Request {
+    /// The message.
+    pub message: Message,
+    /// Keys of an APPEND.
+    pub keys: Vec<BlockHash>,
+    /// Block ids of a LOAD or SAVE.
+    pub blocks: Vec<u32>,
+}
+
+/// A session as the data thread holds it.
+#[derive(Debug)]
+pub struct Session {
+    memory: SessionMemory,
+    submissions: Consumer<RegionRing>,
+    completions: Producer<RegionRing>,
+    /// Messages seen and not read yet.
+    unread: u32,
+    /// Block ids that unread messages of this turn may still name.
+    block_ids_left: usize,
+    rank: Option<Arc<Rank>>,
+    fences: (u64, u64),
+    /// Words or completions were stored since the engine was last woken.
+    dirty: bool,
+    /// Its hang-up is the engine's death. A rank's copies share it: an engine that sees the hang-up knows that nothing
+    /// writes into its blocks any more.
+    pub socket: Arc<OwnedFd>,
+    /// Wakes the data thread.
+    pub doorbell: OwnedFd,
+}
+
+// === impl Session ===
+
+impl Session {
+    /// A session in fresh memory; `rank` for a worker.
+    pub fn new(
+        memory: SessionMemory,
+        socket: Arc<OwnedFd>,
+        doorbell: OwnedFd,
+        rank: Option<Arc<Rank>>,
+    ) -> Self {
+        Self {
+            submissions: Consumer::new(memory.ring(Ring::Submission)),
+            completions: Producer::new(memory.ring(Ring::Completion)),
+            memory,
+            unread: 0,
+            block_ids_left: 0,
+            rank,
+            fences: (0, 0),
+            dirty: false,
+            socket,
+            doorbell,
+        }
+    }
+
+    /// A worker's memory.
+    pub fn rank(&self) -> Option<&Arc<Rank>> {
+        self.rank.as_ref()
+    }
+
+    /// Looks at the submission ring's tail: what [`Session::read`] will read up to.
+    pub fn look(&mut self) -> Result<u32, Violation> {
+        self.unread = self.submissions.ready().map_err(|error| Violation(error.to_string()))?;
+        self.block_ids_left = BLOCK_IDS;
+        Ok(self.unread)
+    }
+
+    /// Messages that [`Session::look`] saw and [`Session::read`] has not returned yet.
+    pub fn unread(&self) -> u32 {
+        self.unread
+    }
+
+    /// Whether there is anything to read, or the peer's tail is a wrong one.
+    pub fn has_news(&mut self) -> bool {
+        self.submissions.ready() != Ok(0)
+    }
+
+    /// The next message that [`Session::look`] saw.
+    pub fn read(&mut self) -> Result<Option<Request>, Violation> {
+        if self.unread == 0 {
+            return Ok(None);
+        }
+        self.unread -= 1;
+        let slot = self.submissions.pop().expect("seen by look");
+        let message = Message::decode(&slot).map_err(|error| Violation(error.to_string()))?;
+        self.check(&message)?;
+        let (mut keys, mut blocks) = (Vec::new(), Vec::new());
+        match message.kind {
+            Kind::Append => self.read_keys(&message, &mut keys)?,
+            Kind::Load | Kind::Save => self.read_blocks(&message, &mut blocks)?,
+            _ => {}
+        }
+        Ok(Some(Request { message, keys, blocks }))
+    }
+
+    /// Gives what was read back to the engine; after the actions that followed from it, which may write into its chunks.
+    pub fn release(&self) {
+        self.submissions.release();
+    }
+
+    fn check(&self, message: &Message) -> Result<(), Violation> {
+        let for_worker = matches!(message.kind, Kind::Join | Kind::Loaded);
+        if for_worker != self.rank.is_some() {
+            let role = if for_worker { "scheduler" } else { "worker" };
+            return Err(Violation(format!("a {role} may not send {:?}", message.kind)));
+        }
+        if message.log as usize >= LOGS {
+            return Err(Violation(format!("log {} of {LOGS}", message.log)));
+        }
+        let end = message.from as usize + message.count as usize;
+        if end > LOG_KEYS {
+            return Err(Violation(format!("{:?} up to key {end} of {LOG_KEYS}", message.kind)));
+        }
+        if message.kind == Kind::Query && message.count as usize > QUERY_KEYS {
+            return Err(Violation(format!("QUERY of {} keys; {QUERY_KEYS} at most", message.count)));
+        }
+        let ended = [Ok(Status::Ok), Ok(Status::Failed)].contains(&Status::try_from(message.flags));
+        if message.kind == Kind::Loaded && !ended {
+            return Err(Violation(format!("LOADED with status {}", message.flags)));
+        }
+        Ok(())
+    }
+
+    fn read_keys(&self, message: &Message, keys: &mut Vec<BlockHash>) -> Result<(), Violation> {
+        let (from, end) = (message.from as usize, message.from as usize + message.count as usize);
+        if message.count == 0 || (end - 1) / CHUNK_KEYS - from / CHUNK_KEYS >= APPEND_CHUNKS {
+            return Err(Violation(format!("APPEND of {} keys from {from}", message.count)));
+        }
+        keys.reserve(message.count as usize);
+        let mut at = from;
+        for &chunk in &message.data {
+            if at == end {
+                break;
+            }
+            if chunk as usize >= CHUNKS {
+                return Err(Violation(format!("chunk {chunk} of {CHUNKS}")));
+            }
+            let index = at % CHUNK_KEYS;
+            let count = (end - at).min(CHUNK_KEYS - index);
+            self.memory.read_keys(chunk, index, count, keys);
+            at += count;
+        }
+        Ok(())
+    }
+
+    fn read_blocks(&mut self, message: &Message, blocks: &mut Vec<u32>) -> Result<(), Violation> {
+        // Unacknowledged messages of an honest engine share the circle, so together they name no more than it holds.
+        let left = self.block_ids_left.checked_sub(message.count as usize);
+        self.block_ids_left = left.ok_or_else(|| {
+            Violation(format!(
+                "messages in flight name more than the {BLOCK_IDS} block ids there is room for"
+            ))
+        })?;
+        blocks.reserve(message.count as usize);
+        self.memory.read_block_ids(message.data[0], message.count, blocks);
+        Ok(())
+    }
+
+    /// A worker's fence words, if they moved since the last call.
+    pub fn moved_fences(&mut self) -> Option<(u64, u64)> {
+        self.rank.as_ref()?;
+        // SYNC POINT(fence): acquire pairs with the engine's release; the KV written before `done` is visible with it.
+        let word = |at: usize| self.memory.region().word64(at).load(Ordering::Acquire);
+        let fences = (word(header::FENCE_START), word(header::FENCE_DONE));
+        let moved = fences != self.fences;
+        self.fences = fences;
+        moved.then_some(fences)
+    }
+
+    /// Saves below this operation are void.
+    pub fn void_below(&self) -> u64 {
+        // SYNC POINT(void): acquire; read after the ring was drained, so that what the engine stored before it launched
+        // an overwriting step is seen.
+        self.memory.region().word64(header::VOID_SAVES_BELOW).load(Ordering::Acquire)
+    }
+
+    /// Writes the slots that a query found beside its keys; before the outcome.
+    pub fn write_refs(&mut self, chunks: &[u32], from: u32, refs: &[SlotRef]) {
+        for (index, slot) in (from as usize..).zip(refs) {
+            self.memory.write_ref(chunks[index / CHUNK_KEYS], index % CHUNK_KEYS, *slot);
+        }
+    }
+
+    /// Writes the outcome of an operation.
+    pub fn store_outcome(&mut self, op: u64, outcome: Outcome) {
+        self.memory.store_outcome(op, outcome);
+        self.dirty = true;
+    }
+
+    /// Pushes the end of a save.
+    pub fn push_saved(&mut self, saved: &Saved) -> Result<(), Violation> {
+        if !self.completions.has_room(0).map_err(|error| Violation(error.to_string()))? {
+            return Err(Violation(
+                "the completion ring is full: more saves in flight than it has slots".into(),
+            ));
+        }
+        self.completions.push(&saved.encode());
+        self.dirty = true;
+        Ok(())
+    }
+
+    /// Makes pushed completions visible and wakes the engine if it waits.
+    pub fn flush(&mut self) {
+        if self.dirty {
+            self.dirty = false;
+            self.completions.publish();
+            wait::wake_engine(self.memory.region());
+        }
+    }
+
+    /// Shows that the sidecar lives.
+    pub fn beat(&self, now_ms: u64) {
+        self.memory.region().word64(header::SIDECAR_HEARTBEAT).store(now_ms, Ordering::Relaxed);
+    }
+
+    /// Says whether the data thread must be woken through the doorbell.
+    pub fn set_asleep(&self, asleep: bool) {
+        wait::set_asleep(self.memory.region(), asleep);
+    }
+}

@@ -1,0 +1,238 @@
+//! An engine process's side of the protocol, spoken directly over shm-protocol.
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::fs::MemfdFlags;
+use shm_protocol::PROTOCOL_VERSION;
+use shm_protocol::handshake::{self, BlockRegion, Copier, Hello, Reply, Role, Welcome, Worker};
+use shm_protocol::key::BlockHash;
+use shm_protocol::layout::header;
+use shm_protocol::message::{Kind, Message, Outcome, Saved, Slot};
+use shm_protocol::region::{Access, Region};
+use shm_protocol::ring::{Consumer, Producer, RingMemory};
+use shm_protocol::session::{RegionRing, Ring, SessionMemory};
+use shm_protocol::{transport, wait};
+
+/// No test waits longer than this for something that must come.
+pub(crate) const WATCHDOG: Duration = Duration::from_secs(60);
+
+pub(crate) fn watch<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
+    for _ in 0..WATCHDOG.as_millis() {
+        if let Some(value) = ready() {
+            return value;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    panic!("no {what} under the watchdog");
+}
+
+pub(crate) fn greet(socket: &Path, hello: &Hello, fds: &[&OwnedFd]) -> (OwnedFd, Reply, Vec<OwnedFd>) {
+    let connection = transport::connect(socket, WATCHDOG).expect("a listening sidecar");
+    let borrowed: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+    transport::send(&connection, &handshake::encode(hello), &borrowed).expect("the hello goes out");
+    let (record, fds) = transport::receive(&connection).expect("a reply");
+    let reply = handshake::decode_reply(&record).expect("a reply of this version");
+    (connection, reply, fds)
+}
+
+pub(crate) fn hello(engine: &str, world_size: u32, role: Role) -> Hello {
+    Hello { version: PROTOCOL_VERSION, engine: engine.into(), world_size, role }
+}
+
+pub(crate) struct Session {
+    pub(crate) welcome: Welcome,
+    pub(crate) memory: SessionMemory,
+    pub(crate) pool: Region,
+    doorbell: OwnedFd,
+    socket: OwnedFd,
+    submissions: Producer<RegionRing>,
+    completions: Consumer<RegionRing>,
+    block_ids: u32,
+}
+
+impl Session {
+    pub(crate) fn open(socket: &Path, hello: &Hello, fds: &[&OwnedFd]) -> Self {
+        let (socket, reply, fds) = greet(socket, hello, fds);
+        let Reply::Welcome(welcome) = reply else { panic!("{reply:?}") };
+        let [memory, doorbell, pool] = fds.try_into().expect("three descriptors");
+        let memory = SessionMemory::open(memory).expect("session memory");
+        let pool_bytes = welcome.pool_bytes as usize;
+        assert!(Region::map(pool.as_fd(), pool_bytes, Access::ReadWrite).is_err(), "the pool is read-only");
+        let pool = Region::map(pool.as_fd(), pool_bytes, Access::ReadOnly).expect("the pool");
+        let submissions = Producer::new(memory.ring(Ring::Submission));
+        let completions = Consumer::new(memory.ring(Ring::Completion));
+        Self { welcome, memory, pool, doorbell, socket, submissions, completions, block_ids: 0 }
+    }
+
+    pub(crate) fn post(&mut self, message: Message) {
+        self.post_raw(message.encode());
+    }
+
+    pub(crate) fn post_raw(&mut self, slot: Slot) {
+        assert!(self.submissions.has_room(0).unwrap());
+        self.submissions.push(&slot);
+        self.submissions.publish();
+        self.ring();
+    }
+
+    /// Posts as many of these slots as there is room for, all visible at once; how many.
+    pub(crate) fn post_all(&mut self, slots: &[Slot]) -> usize {
+        let count = slots.len().min(self.submissions.free().unwrap() as usize);
+        slots[..count].iter().for_each(|slot| self.submissions.push(slot));
+        self.submissions.publish();
+        self.ring();
+        count
+    }
+
+    /// The submission ring's words, to lie about them.
+    pub(crate) fn submission(&self) -> RegionRing {
+        self.memory.ring(Ring::Submission)
+    }
+
+    pub(crate) fn socket(&self) -> &OwnedFd {
+        &self.socket
+    }
+
+    pub(crate) fn lie_about_tail(&self) {
+        self.memory.ring(Ring::Submission).store_tail(1 << 30);
+        self.ring();
+    }
+
+    pub(crate) fn ring(&self) {
+        wait::ring_doorbell(self.memory.region(), self.doorbell.as_fd());
+    }
+
+    /// Opens log `log` with these keys in chunks from 0 on.
+    pub(crate) fn open_log(&mut self, log: u32, keys: &[BlockHash]) {
+        self.post(Message { log, ..Message::new(Kind::Open) });
+        for (index, key) in keys.iter().enumerate() {
+            self.memory.write_key((index / 64) as u32, index % 64, key);
+        }
+        for from in (0..keys.len()).step_by(64) {
+            let count = (keys.len() - from).min(64) as u32;
+            let data = [(from / 64) as u32, 0, 0, 0, 0, 0];
+            self.post(Message { log, from: from as u32, count, data, ..Message::new(Kind::Append) });
+        }
+    }
+
+    pub(crate) fn query(&mut self, log: u32, op: u64, count: u32) -> Outcome {
+        self.post(Message { log, op, count, ..Message::new(Kind::Query) });
+        self.outcome(op)
+    }
+
+    pub(crate) fn with_blocks(&mut self, mut message: Message, blocks: &[u32]) {
+        message.data[0] = self.block_ids;
+        message.count = blocks.len() as u32;
+        for &block in blocks {
+            self.memory.write_block_id(self.block_ids, block);
+            self.block_ids += 1;
+        }
+        self.post(message);
+    }
+
+    pub(crate) fn outcome(&self, op: u64) -> Outcome {
+        watch("outcome", || self.memory.load_outcome(op))
+    }
+
+    pub(crate) fn saved(&mut self) -> Saved {
+        watch("completion", || {
+            self.completions.ready().unwrap();
+            let slot = self.completions.pop()?;
+            self.completions.release();
+            Some(Saved::decode(&slot))
+        })
+    }
+
+    pub(crate) fn store(&self, at: usize, value: u64) {
+        self.memory.region().word64(at).store(value, std::sync::atomic::Ordering::Release);
+    }
+
+    pub(crate) fn fences(&self, start: u64, done: u64) {
+        self.store(header::FENCE_START, start);
+        self.store(header::FENCE_DONE, done);
+    }
+
+    pub(crate) fn heartbeat(&self) -> u64 {
+        self.memory.region().word64(header::SIDECAR_HEARTBEAT).load(std::sync::atomic::Ordering::Relaxed)
+    }
+
+    /// Waits for the sidecar's hang-up.
+    pub(crate) fn closed(&self) {
+        self.closed_after("what it did");
+    }
+
+    /// The same; `what` names the cause if it does not come.
+    pub(crate) fn closed_after(&self, what: &str) {
+        match transport::receive(&self.socket) {
+            Ok((record, _)) => assert!(record.is_empty(), "a record after {what}"),
+            Err(error) => panic!("no hang-up after {what}: {error}"),
+        }
+    }
+}
+
+pub(crate) const BLOCKS: u32 = 128;
+pub(crate) const LAYERS: u64 = 3;
+pub(crate) const LAYER_BYTES: u64 = 5_000;
+
+/// One rank's KV: three layers in two descriptors, with gaps between blocks.
+pub(crate) struct Kv {
+    pub(crate) fds: [OwnedFd; 2],
+    pub(crate) regions: Vec<BlockRegion>,
+}
+
+impl Kv {
+    pub(crate) fn new() -> Self {
+        let region = |fd, offset, stride| BlockRegion { fd, offset, stride, bytes: LAYER_BYTES };
+        let regions = vec![region(0, 64, 12_000), region(0, 6_000, 12_000), region(1, 0, LAYER_BYTES)];
+        let fds = [12_000 * u64::from(BLOCKS) + 6_000, LAYER_BYTES * u64::from(BLOCKS)].map(|bytes| {
+            let fd = rustix::fs::memfd_create("kv", MemfdFlags::CLOEXEC).unwrap();
+            rustix::fs::ftruncate(&fd, bytes).unwrap();
+            fd
+        });
+        Self { fds, regions }
+    }
+
+    pub(crate) fn fill(&self, block: u32, seed: u64) {
+        for (layer, region) in self.regions.iter().enumerate() {
+            let bytes = pattern(seed, layer as u64);
+            let at = region.offset + u64::from(block) * region.stride;
+            assert_eq!(rustix::io::pwrite(&self.fds[region.fd as usize], &bytes, at).unwrap(), bytes.len());
+        }
+    }
+
+    pub(crate) fn holds(&self, block: u32, seed: u64) -> bool {
+        self.regions.iter().enumerate().all(|(layer, region)| {
+            let mut bytes = vec![0; LAYER_BYTES as usize];
+            let at = region.offset + u64::from(block) * region.stride;
+            rustix::io::pread(&self.fds[region.fd as usize], &mut bytes, at).unwrap();
+            bytes == pattern(seed, layer as u64)
+        })
+    }
+
+    pub(crate) fn worker(&self, rank: u32, shards: u32, copy: Copier) -> Role {
+        self.worker_of("tiny", rank, shards, copy)
+    }
+
+    pub(crate) fn worker_of(&self, model: &str, rank: u32, shards: u32, copy: Copier) -> Role {
+        let facts = BTreeMap::from([("model".to_owned(), model.to_owned())]);
+        let regions = self.regions.clone();
+        Role::Worker(Worker { rank, shard: rank, shards, blocks: BLOCKS, regions, copy, facts })
+    }
+}
+
+pub(crate) fn pattern(seed: u64, layer: u64) -> Vec<u8> {
+    let mut state = seed * 31 + layer + 1;
+    let next = |_| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as u8
+    };
+    (0..LAYER_BYTES).map(next).collect()
+}
+
+pub(crate) fn keys(count: usize) -> Vec<BlockHash> {
+    (0..count).map(|index| BlockHash([index as u8 + 1; 32])).collect()
+}

@@ -1,0 +1,18 @@
+//! Broken and hostile engines against a `pillion` process. Each is closed with a reason; the engine beside it is served
+//! on with every byte right, the process lives, and nothing of the other is left.
+
+mod client;
+#[path = "hostile/death.rs"]
+mod death;
+#[path = "hostile/doorway.rs"]
+mod doorway;
+#[path = "hostile/floods.rs"]
+mod floods;
+#[path = "hostile/members.rs"]
+mod members;
+#[path = "hostile/memory.rs"]
+mod memory;
+#[path = "hostile/messages.rs"]
+mod messages;
+#[path = "hostile/scene.rs"]
+mod scene;

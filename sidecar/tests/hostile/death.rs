@@ -1,0 +1,127 @@
+//! An engine's death by SIGKILL with everything in flight: what it held is given back, and nothing half-written stays.
+
+use std::io::{BufRead, BufReader};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use shm_protocol::handshake::{Copier, Role};
+use shm_protocol::message::{Kind, LOAD_BY_ENGINE, Message, Status};
+use shm_protocol::pool::{self, Geometry};
+use shm_protocol::region::Region;
+
+use crate::client::{Kv, Session, hello, watch};
+use crate::scene::{BLOCK_BYTES, Holdings, Scene, key, run_id};
+
+const TEST: &str = "death::a_killed_engine_leaves_nothing_behind";
+/// How often it is done, for the figures.
+const DEATHS: u64 = 5;
+/// Blocks that are kept, of which each is leased; as many more are being saved.
+const KEPT: u32 = 60;
+
+/// The engine that is to die: its two sessions and its memory, in a process of their own.
+fn engine_to_die() -> bool {
+    let Some(socket) = std::env::var_os("PILLION_TEST_DIE") else { return false };
+    let number: u64 = std::env::var_os("PILLION_TEST_NUMBER").unwrap().to_str().unwrap().parse().unwrap();
+    let (socket, kv, run) = (Path::new(&socket), Kv::new(), run_id(500 + number));
+    (1..120).for_each(|block| kv.fill(block, block.into()));
+    let fds: Vec<&OwnedFd> = kv.fds.iter().collect();
+    let role = kv.worker_of("mortal", 0, 1, Copier::Sidecar);
+    let mut rank = Session::open(socket, &hello("mortal", 1, role), &fds);
+    rank.post(Message::new(Kind::Join).with_bytes16(run));
+    let mut scheduler = Session::open(socket, &hello("mortal", 1, Role::Scheduler { run }), &[]);
+    let first = 20_000_000 + 1000 * number;
+    for log in 0..3 {
+        let keys: Vec<_> = (0..u64::from(2 * KEPT)).map(|n| key(first + n)).collect();
+        scheduler.open_log(log, &keys);
+    }
+    watch("registered rank", || (scheduler.query(0, 1, 1).status == Status::Ok).then_some(()));
+    let blocks: Vec<u32> = (1..=KEPT).collect();
+    scheduler.with_blocks(Message { op: 2, ..Message::new(Kind::Save) }, &blocks);
+    rank.ring();
+    assert_eq!(scheduler.saved().committed, KEPT);
+    // A lease, a load that its ranks would copy, one that waits for its step, and a save that does.
+    for (log, op) in [(0, 3), (1, 4), (2, 5)] {
+        assert_eq!(scheduler.query(log, op, KEPT).value, KEPT);
+    }
+    let load = Message::new(Kind::Load);
+    let own = Message { op: 6, log: 1, lease: 4, step: 99, flags: LOAD_BY_ENGINE, ..load };
+    scheduler.with_blocks(own, &blocks);
+    scheduler.with_blocks(Message { op: 7, log: 2, lease: 5, step: 99, ..load }, &blocks);
+    scheduler.with_blocks(Message { op: 8, from: KEPT, step: 99, ..Message::new(Kind::Save) }, &blocks);
+    assert_eq!(scheduler.query(0, 9, KEPT).value, KEPT, "all of it was read");
+    // The last save's copies race with the death.
+    rank.fences(0, 99);
+    rank.ring();
+    eprintln!("ready to die");
+    loop {
+        std::thread::park();
+    }
+}
+
+fn start(scene: &Scene, number: u64) -> Child {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", TEST, "--nocapture"])
+        .env("PILLION_TEST_DIE", &scene.pillion.socket)
+        .env("PILLION_TEST_NUMBER", number.to_string())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let ready = lines.by_ref().map_while(Result::ok).any(|line| line.contains("ready to die"));
+    assert!(ready, "the engine ended by itself");
+    child
+}
+
+/// Slots of the pool that are being filled, by the headers that every engine can read.
+fn filling(pool: &Region) -> usize {
+    let load = |at: u64| pool.word64(at as usize).load(std::sync::atomic::Ordering::Acquire);
+    let geometry = Geometry::new(load(pool::header::SEGMENT_BYTES), BLOCK_BYTES).unwrap();
+    let segments = 0..load(pool::header::SEGMENTS);
+    let assigned = segments.filter(|number| {
+        let at = pool::segment_offset(geometry.segment_bytes, *number).unwrap();
+        load(at + pool::segment::MAGIC) == pool::SEGMENT_MAGIC
+    });
+    let slots = assigned.flat_map(|number| {
+        (0..geometry.slot_count).map(move |index| geometry.offset(number, index).expect("a slot"))
+    });
+    slots
+        .filter(|slot| load(geometry.place(*slot).unwrap().header + pool::slot::STATE) == pool::FILLING)
+        .count()
+}
+
+#[test]
+fn a_killed_engine_leaves_nothing_behind() {
+    if engine_to_die() {
+        return;
+    }
+    let mut scene = Scene::start();
+    // Only to read the pool by.
+    let observer = hello("observer", 1, Role::Scheduler { run: run_id(999) });
+    let observer = Session::open(&scene.pillion.socket, &observer, &[]);
+    let parked = scene.park();
+    let before = scene.pillion.holdings();
+    drop(parked);
+    let mut slowest = Duration::ZERO;
+    for number in 0..DEATHS {
+        let mut engine = start(&scene, number);
+        assert!(scene.pillion.mappings("pillion-session") > before.mappings);
+        let parked = scene.park();
+        let held: Holdings = scene.pillion.holdings();
+        assert!(held.leases >= 2 && held.descriptors > before.descriptors, "{held:?}");
+        #[expect(clippy::disallowed_methods, reason = "the figure that is printed")]
+        let began = Instant::now();
+        engine.kill().unwrap();
+        watch("end of everything that the dead engine held", || {
+            (scene.pillion.holdings().within(&before) && filling(&observer.pool) == 0).then_some(())
+        });
+        slowest = slowest.max(began.elapsed());
+        drop(parked);
+        engine.wait().unwrap();
+        scene.assert_served();
+    }
+    eprintln!("everything was given back within {slowest:?} of a death, the slowest of {DEATHS}");
+    drop(observer);
+    scene.assert_unharmed("deaths");
+}

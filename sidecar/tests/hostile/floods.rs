@@ -1,0 +1,243 @@
+//! Peers that ask for more than their share: the others are answered while it goes on, and each flood has an end.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use shm_protocol::handshake::{Reply, Role};
+use shm_protocol::layout::{QUERY_KEYS, SUBMISSION_SLOTS};
+use shm_protocol::message::{Kind, Message, Slot, Status};
+use shm_protocol::ring::RingMemory;
+use shm_protocol::transport;
+
+use crate::client::{Kv, Session, WATCHDOG, greet, hello, watch};
+use crate::scene::{Scene, key, run_id, villain};
+
+/// Sessions that `pillion` serves at once, and greetings that it listens to at once.
+const SESSIONS_MAX: usize = 256;
+const GREETINGS_MAX: usize = 64;
+/// Rounds of the good engine that a flood must go on for.
+const ROUNDS: usize = 5;
+
+/// Posts `slots` for ever, and asserts that the good engine is served in the meantime and the flood goes on.
+fn flood(scene: &Scene, session: &mut Session, slots: &[Slot]) {
+    let (stop, posted) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        let (stop, posted) = (&stop, &posted);
+        scope.spawn(move || {
+            while !stop.load(Ordering::Relaxed) {
+                posted.fetch_add(session.post_all(slots) as u64, Ordering::Relaxed);
+                std::thread::yield_now();
+            }
+        });
+        for _ in 0..ROUNDS {
+            let before = posted.load(Ordering::Relaxed);
+            scene.assert_served();
+            watch("flood that goes on", || (posted.load(Ordering::Relaxed) > before).then_some(()));
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+}
+
+fn many(message: Message) -> Vec<Slot> {
+    vec![message.encode(); SUBMISSION_SLOTS]
+}
+
+/// An engine with the longest log that one QUERY may name.
+fn engine_with_keys(scene: &Scene) -> (Session, Session) {
+    let (mut scheduler, rank) = scene.villain();
+    scheduler.open_log(0, &(0..QUERY_KEYS as u64).map(|n| key(50_000_000 + n)).collect::<Vec<_>>());
+    watch("registered rank", || (scheduler.query(0, 1, 1).status == Status::Ok).then_some(()));
+    (scheduler, rank)
+}
+
+#[test]
+fn the_largest_queries_without_end_leave_a_neighbour_its_answers() {
+    let mut scene = Scene::start();
+    let (mut scheduler, rank) = engine_with_keys(&scene);
+    let query = Message { op: 9, count: QUERY_KEYS as u32, ..Message::new(Kind::Query) };
+    flood(&scene, &mut scheduler, &many(query));
+    assert_eq!(watch("answer", || scheduler.memory.load_outcome(9)).status, Status::Ok);
+    drop((scheduler, rank));
+    scene.assert_unharmed("a flood of queries");
+}
+
+#[test]
+fn messages_of_every_kind_without_end_leave_a_neighbour_its_answers() {
+    let mut scene = Scene::start();
+    let message = Message::new;
+    let turns: [(&str, Vec<Slot>); 5] = [
+        ("queries of one key", many(Message { op: 9, count: 1, ..message(Kind::Query) })),
+        ("releases", many(message(Kind::Release))),
+        ("cancels of nothing", many(Message { op: 3, count: 1000, ..message(Kind::Cancel) })),
+        ("salts", many(message(Kind::Salt).with_bytes16([1; 16]))),
+        ("logs opened and closed", {
+            let pair =
+                [Message { log: 5, ..message(Kind::Open) }, Message { log: 5, ..message(Kind::Close) }];
+            (0..SUBMISSION_SLOTS).map(|index| pair[index % 2].encode()).collect()
+        }),
+    ];
+    for (name, slots) in turns {
+        let (mut scheduler, rank) = engine_with_keys(&scene);
+        if name.starts_with("logs") {
+            // Whole pairs only, so that no log is opened twice.
+            for _ in 0..ROUNDS {
+                watch("room for all", || (scheduler.post_all(&slots) > 0).then_some(()));
+                watch("messages read", || {
+                    let ring = scheduler.submission();
+                    (ring.load_head() == ring.load_tail()).then_some(())
+                });
+                scene.assert_served();
+            }
+        } else {
+            flood(&scene, &mut scheduler, &slots);
+        }
+        drop((scheduler, rank));
+        scene.assert_unharmed(name);
+    }
+}
+
+/// Every log open, and every message a SALT that ends the leases of all of them.
+#[test]
+fn salts_over_all_logs_leave_a_neighbour_its_answers() {
+    let mut scene = Scene::start();
+    let (mut scheduler, rank) = scene.villain();
+    let opens: Vec<Slot> =
+        (0..65_536).map(|log| Message { log, ..Message::new(Kind::Open) }.encode()).collect();
+    let mut at = 0;
+    watch("logs opened", || {
+        at += scheduler.post_all(&opens[at..]);
+        (at == opens.len()).then_some(())
+    });
+    flood(&scene, &mut scheduler, &many(Message::new(Kind::Salt)));
+    drop((scheduler, rank));
+    scene.assert_unharmed("salts over all logs");
+}
+
+/// Namespaces are for everybody: one engine's resets must not use them up.
+#[test]
+fn resets_without_end_leave_a_new_engine_its_namespace() {
+    let mut scene = Scene::start();
+    let (mut scheduler, rank) = scene.villain();
+    scheduler.open_log(0, &[key(9_400_000)]);
+    watch("registered rank", || (scheduler.query(0, 1, 1).status == Status::Ok).then_some(()));
+    let pairs: Vec<Slot> = (0..70_000_u64)
+        .flat_map(|number| {
+            let salt = Message::new(Kind::Salt).with_bytes16(run_id(number));
+            [salt.encode(), Message { op: 9, count: 1, ..Message::new(Kind::Query) }.encode()]
+        })
+        .collect();
+    let mut at = 0;
+    watch("resets posted", || {
+        at += scheduler.post_all(&pairs[at..]);
+        (at == pairs.len()).then_some(())
+    });
+    let (mut newcomer, newcomer_rank) = villain(&scene.pillion.socket, &Kv::new(), "newcomer");
+    newcomer.open_log(0, &[key(9_400_001)]);
+    let mut op = 0;
+    watch("answer to a newcomer", || {
+        op += 1;
+        (newcomer.query(0, op, 1).status == Status::Ok).then_some(())
+    });
+    drop((scheduler, rank, newcomer, newcomer_rank));
+    scene.assert_unharmed("resets without end");
+}
+
+/// LOADED of operations that no scheduler posted: kept for a while, never without bound.
+#[test]
+fn loads_reported_that_nobody_posted_end_their_session() {
+    let mut scene = Scene::start();
+    let (scheduler, mut rank) = scene.villain();
+    let mut op = 1_000_000;
+    watch("end of a rank that reports without end", || {
+        let slots: Vec<Slot> = (0..SUBMISSION_SLOTS as u64)
+            .map(|n| Message { op: op + n, flags: Status::Ok as u8, ..Message::new(Kind::Loaded) }.encode())
+            .collect();
+        op += rank.post_all(&slots) as u64;
+        (scene.pillion.closed("rejected") > 0).then_some(())
+    });
+    rank.closed_after("reports without end");
+    scene.assert_said(rank.welcome.session, "no scheduler posted");
+    drop((scheduler, rank));
+    scene.assert_unharmed("reports without end");
+}
+
+/// Saves and loads that never start are bounded as the protocol says: 4,096 of each.
+#[test]
+fn operations_that_never_start_are_bounded() {
+    let mut scene = Scene::start();
+    let kv = Kv::new();
+    (1..60).for_each(|block| kv.fill(block, 1));
+    let (mut scheduler, rank) = villain(&scene.pillion.socket, &kv, "villain");
+    scheduler.open_log(0, &(0..40).map(|n| key(9_500_000 + n)).collect::<Vec<_>>());
+    watch("registered rank", || (scheduler.query(0, 1, 1).status == Status::Ok).then_some(()));
+    scheduler.with_blocks(Message { op: 2, ..Message::new(Kind::Save) }, &(1..41).collect::<Vec<_>>());
+    rank.ring();
+    assert_eq!(scheduler.saved().committed, 40);
+    let mut op = 10;
+    watch("end of an engine that promises without end", || {
+        let pair = |op| {
+            let query = Message { op, count: 1, ..Message::new(Kind::Query) };
+            let load =
+                Message { op: op + 1, lease: op, step: u64::MAX, count: 1, ..Message::new(Kind::Load) };
+            [query.encode(), load.encode()]
+        };
+        let slots: Vec<Slot> = (0..512).flat_map(|n| pair(op + 2 * n)).collect();
+        op += scheduler.post_all(&slots) as u64 & !1;
+        let ended = scene.pillion.closed("rejected") + scene.pillion.closed("malformed") > 0;
+        assert!(ended || op < 1_000_000, "{} loads wait at once", op / 2);
+        ended.then_some(())
+    });
+    scheduler.closed_after("promises without end");
+    drop((scheduler, rank));
+    scene.assert_unharmed("promises without end");
+}
+
+#[test]
+fn an_engine_that_never_reads_its_completions_is_closed() {
+    let mut scene = Scene::start();
+    let (mut scheduler, rank) = scene.villain();
+    scheduler.open_log(0, &[key(9_600_000)]);
+    let slots: Vec<Slot> =
+        (10..2010).map(|op| Message { op, count: 0, ..Message::new(Kind::Save) }.encode()).collect();
+    watch("end of an engine that does not read", || {
+        scheduler.post_all(&slots);
+        (scene.pillion.closed("malformed") > 0).then_some(())
+    });
+    scheduler.closed_after("a full completion ring");
+    scene.assert_said(scheduler.welcome.session, "completion ring is full");
+    drop((scheduler, rank));
+    scene.assert_unharmed("a full completion ring");
+}
+
+#[test]
+fn silent_callers_keep_nobody_out() {
+    let mut scene = Scene::start();
+    let call = || transport::connect(&scene.pillion.socket, WATCHDOG).unwrap();
+    // As many as are listened to and as wait in the backlog.
+    let silent: Vec<_> = (0..GREETINGS_MAX + 32).map(|_| call()).collect();
+    drop(villain(&scene.pillion.socket, &Kv::new(), "villain"));
+    for socket in &silent {
+        let (record, _) = transport::receive(socket).unwrap();
+        assert!(!record.is_empty(), "told why");
+    }
+    drop(silent);
+    scene.assert_unharmed("silent callers");
+}
+
+#[test]
+fn more_sessions_than_there_may_be_are_refused_with_the_number() {
+    let mut scene = Scene::start();
+    let mut sessions = Vec::new();
+    let refused = loop {
+        assert!(sessions.len() < SESSIONS_MAX, "more than the limit");
+        let role = Role::Scheduler { run: run_id(1000 + sessions.len() as u64) };
+        match greet(&scene.pillion.socket, &hello("crowd", 1, role), &[]) {
+            (socket, Reply::Welcome(_), fds) => sessions.push((socket, fds)),
+            (_, Reply::Refused { reason, .. }, _) => break reason,
+        }
+    };
+    assert!(refused.contains(&SESSIONS_MAX.to_string()), "{refused}");
+    assert_eq!(sessions.len(), SESSIONS_MAX - 2, "the good engine has two");
+    scene.assert_served();
+    drop(sessions);
+    scene.assert_unharmed("a crowd");
+}

@@ -1,0 +1,380 @@
+//! A `pillion` process, one engine that behaves well for as long as the scene lasts, and what a leak would change.
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use shm_protocol::handshake::{Copier, Hello, Role};
+use shm_protocol::key::BlockHash;
+use shm_protocol::message::{Kind, Message, Status};
+use tempfile::TempDir;
+
+use crate::client::{Kv, LAYER_BYTES, LAYERS, Session, WATCHDOG, hello, watch};
+
+/// Bytes of every block that an engine of these tests keeps.
+pub(crate) const BLOCK_BYTES: u64 = LAYERS * LAYER_BYTES;
+/// Sessions of the engine that behaves well.
+const OWN_SESSIONS: u64 = 2;
+/// Key sets that the good engine saves in turn, so that what it keeps stops growing.
+const SETS: u64 = 50;
+/// Keys that it saves once, and must find again in every round.
+const HEIRLOOMS: u64 = 4;
+
+/// The sidecar, ended with the scene.
+pub(crate) struct Pillion {
+    child: Child,
+    port: u16,
+    log: PathBuf,
+    pub(crate) socket: PathBuf,
+    _folder: TempDir,
+}
+
+/// Everything that must be as before once a hostile peer is gone.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Holdings {
+    pub(crate) sessions: u64,
+    pub(crate) leases: u64,
+    /// Bytes in use beyond those of whole blocks.
+    pub(crate) filling_bytes: u64,
+    pub(crate) descriptors: usize,
+    pub(crate) mappings: usize,
+}
+
+impl Holdings {
+    /// Whether nothing is held beyond `before`, which may have counted a descriptor that was just being closed.
+    pub(crate) fn within(&self, before: &Self) -> bool {
+        let all =
+            |of: &Self| [of.sessions, of.leases, of.filling_bytes, of.descriptors as u64, of.mappings as u64];
+        all(self).iter().zip(all(before)).all(|(now, then)| *now <= then)
+    }
+}
+
+/// The engine is dropped before the sidecar that it needs for its last round.
+pub(crate) struct Scene {
+    good: Good,
+    pub(crate) pillion: Pillion,
+    before: Holdings,
+}
+
+/// The engine that behaves well, on its own thread.
+struct Good {
+    rounds: Arc<AtomicU64>,
+    stop: Arc<AtomicBool>,
+    /// Held during a round.
+    turn: Arc<Mutex<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What its thread owns.
+struct GoodEngine {
+    scheduler: Session,
+    rank: Session,
+    kv: Kv,
+    round: u64,
+    op: u64,
+}
+
+// === impl Pillion ===
+
+impl Pillion {
+    pub(crate) fn start(extra: &[&str]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let (socket, log) = (folder.path().join("pillion.sock"), folder.path().join("log"));
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let child = Command::new(env!("CARGO_BIN_EXE_pillion"))
+            .args(["serve", "--dram", "64MiB", "--http", &format!("127.0.0.1:{port}"), "--socket"])
+            .arg(&socket)
+            .args(extra)
+            .stderr(Stdio::from(std::fs::File::create(&log).unwrap()))
+            .spawn()
+            .unwrap();
+        let pillion = Self { child, port, log, socket, _folder: folder };
+        watch("readiness", || pillion.get("/readyz").filter(|text| text.starts_with("HTTP/1.1 200")));
+        pillion
+    }
+
+    fn get(&self, path: &str) -> Option<String> {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).ok()?;
+        write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").ok()?;
+        let mut text = String::new();
+        stream.read_to_string(&mut text).ok()?;
+        Some(text)
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub(crate) fn log(&self) -> String {
+        String::from_utf8_lossy(&std::fs::read(&self.log).unwrap()).into_owned()
+    }
+
+    pub(crate) fn metrics(&self) -> BTreeMap<String, u64> {
+        let page = watch("metrics", || self.get("/metrics"));
+        let lines = page.lines().filter_map(|line| line.strip_prefix("pillion_")?.split_once(' '));
+        lines.filter_map(|(name, value)| Some((name.to_owned(), value.parse().ok()?))).collect()
+    }
+
+    /// Sessions closed so far for `reason`.
+    pub(crate) fn closed(&self, reason: &str) -> u64 {
+        self.metrics()[&format!("sessions_closed_total{{reason=\"{reason}\"}}")]
+    }
+
+    pub(crate) fn holdings(&self) -> Holdings {
+        let metrics = self.metrics();
+        let whole = metrics["blocks"] * BLOCK_BYTES;
+        Holdings {
+            sessions: metrics["sessions"],
+            leases: metrics["leases"],
+            filling_bytes: metrics["pool_used_bytes"].abs_diff(whole),
+            descriptors: self.descriptors(),
+            mappings: self.mappings("pillion-session"),
+        }
+    }
+
+    /// Open descriptors but the sockets of the admin pages, which come and go.
+    pub(crate) fn descriptors(&self) -> usize {
+        let folder = std::fs::read_dir(format!("/proc/{}/fd", self.pid())).unwrap();
+        let links = folder.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
+        let unix = std::fs::read_to_string(format!("/proc/{}/net/unix", self.pid())).unwrap();
+        let inodes: Vec<&str> = unix.lines().filter_map(|line| line.split_whitespace().nth(6)).collect();
+        links
+            .filter(|link| {
+                let inode = link.to_str().and_then(|l| l.strip_prefix("socket:[")?.strip_suffix(']'));
+                inode.is_none_or(|inode| inodes.contains(&inode))
+            })
+            .count()
+    }
+
+    /// Mappings of files of this name.
+    pub(crate) fn mappings(&self, name: &str) -> usize {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.pid())).unwrap();
+        maps.lines().filter(|line| line.contains(name)).count()
+    }
+
+    fn assert_alive(&mut self) {
+        assert_eq!(self.child.try_wait().unwrap(), None, "the sidecar ended:\n{}", self.log());
+        assert!(!self.log().contains("panicked"), "{}", self.log());
+    }
+}
+
+impl Drop for Pillion {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+// === impl Scene ===
+
+impl Scene {
+    pub(crate) fn start() -> Self {
+        Self::start_with(&[])
+    }
+
+    pub(crate) fn start_with(extra: &[&str]) -> Self {
+        let pillion = Pillion::start(extra);
+        let good = Good::start(&pillion.socket);
+        good.watch_rounds(2);
+        let parked = good.park();
+        let before = pillion.holdings();
+        assert_eq!((before.sessions, before.leases, before.filling_bytes), (OWN_SESSIONS, 0, 0));
+        drop(parked);
+        Self { good, pillion, before }
+    }
+
+    /// Keeps the good engine between two rounds for as long as the guard lives.
+    pub(crate) fn park(&self) -> MutexGuard<'_, ()> {
+        self.good.park()
+    }
+
+    /// That the good engine is served on, whatever goes on meanwhile.
+    pub(crate) fn assert_served(&self) {
+        self.good.watch_rounds(2);
+    }
+
+    /// That nothing is left of whoever was here, and that the good engine and the process live.
+    pub(crate) fn assert_unharmed(&mut self, after: &str) {
+        self.pillion.assert_alive();
+        self.assert_served();
+        let parked = self.good.park();
+        let mut left = self.pillion.holdings();
+        for _ in (0..WATCHDOG.as_millis()).step_by(5) {
+            if left.within(&self.before) {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+            left = self.pillion.holdings();
+        }
+        assert!(
+            left.within(&self.before),
+            "after {after} {left:?} is left, of which there was {:?} before\n{}",
+            self.before,
+            self.pillion.log()
+        );
+        drop(parked);
+        self.pillion.assert_alive();
+    }
+
+    /// Waits for the line that tells why session `id` was closed.
+    pub(crate) fn assert_said(&self, id: u64, reason: &str) {
+        let session = format!("session={id} ");
+        watch(&format!("reason \"{reason}\" for session {id}"), || {
+            let log = self.pillion.log();
+            log.lines().any(|line| line.contains(&session) && line.contains(reason)).then_some(())
+        });
+    }
+
+    /// An engine of one rank that is up to no good: its scheduler and its rank, joined.
+    pub(crate) fn villain(&self) -> (Session, Session) {
+        villain(&self.pillion.socket, &Kv::new(), "villain")
+    }
+}
+
+/// An engine of one rank whose memory is `kv`, joined.
+pub(crate) fn villain(socket: &Path, kv: &Kv, model: &str) -> (Session, Session) {
+    static RUN: AtomicU64 = AtomicU64::new(0);
+    let run = run_id(1 << 32 | RUN.fetch_add(1, Ordering::Relaxed));
+    let mut rank = Session::open(socket, &worker(kv, model), &kv.fds.iter().collect::<Vec<_>>());
+    rank.post(Message::new(Kind::Join).with_bytes16(run));
+    let scheduler = Session::open(socket, &hello(model, 1, Role::Scheduler { run }), &[]);
+    (scheduler, rank)
+}
+
+pub(crate) fn worker(kv: &Kv, model: &str) -> Hello {
+    hello(model, 1, kv.worker_of(model, 0, 1, Copier::Sidecar))
+}
+
+pub(crate) fn run_id(number: u64) -> [u8; 16] {
+    std::array::from_fn(|at| number.to_le_bytes()[at % 8])
+}
+
+/// A key that stands for `number`.
+pub(crate) fn key(number: u64) -> BlockHash {
+    BlockHash(std::array::from_fn(|at| number.to_le_bytes()[at % 8] ^ at as u8))
+}
+
+// === impl Good ===
+
+impl Good {
+    fn start(socket: &Path) -> Self {
+        let (rounds, stop, turn) = (Arc::default(), Arc::default(), Arc::default());
+        let mut engine = GoodEngine::connect(socket);
+        let thread = std::thread::spawn({
+            let (rounds, stop, turn): (Arc<AtomicU64>, Arc<AtomicBool>, Arc<Mutex<()>>) =
+                (Arc::clone(&rounds), Arc::clone(&stop), Arc::clone(&turn));
+            move || {
+                while !stop.load(Ordering::Relaxed) {
+                    let held = turn.lock().unwrap();
+                    engine.round();
+                    rounds.fetch_add(1, Ordering::Relaxed);
+                    drop(held);
+                    // Gives the lock to who waits for it.
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+            }
+        });
+        Self { rounds, stop, turn, thread: Some(thread) }
+    }
+
+    fn park(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().expect("the good engine was harmed")
+    }
+
+    fn watch_rounds(&self, count: u64) {
+        let target = self.rounds.load(Ordering::Relaxed) + count;
+        watch("round of the good engine", || {
+            assert!(!self.thread.as_ref().unwrap().is_finished(), "the good engine was harmed");
+            (self.rounds.load(Ordering::Relaxed) >= target).then_some(())
+        });
+    }
+}
+
+impl Drop for Good {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        let ended = self.thread.take().unwrap().join();
+        assert!(ended.is_ok() || std::thread::panicking(), "the good engine was harmed");
+    }
+}
+
+// === impl GoodEngine ===
+
+impl GoodEngine {
+    fn connect(socket: &Path) -> Self {
+        let kv = Kv::new();
+        let run = run_id(7);
+        let fds: Vec<&OwnedFd> = kv.fds.iter().collect();
+        let mut rank = Session::open(socket, &worker(&kv, "good"), &fds);
+        rank.post(Message::new(Kind::Join).with_bytes16(run));
+        let scheduler = Session::open(socket, &hello("good", 1, Role::Scheduler { run }), &[]);
+        let mut good = Self { scheduler, rank, kv, round: 0, op: 0 };
+        watch("joined rank", || {
+            good.scheduler.open_log(0, &[key(0)]);
+            let op = good.next_op();
+            let answer = good.scheduler.query(0, op, 1).status;
+            good.scheduler.post(Message::new(Kind::Close));
+            (answer == Status::Ok).then_some(())
+        });
+        good.save((0..HEIRLOOMS).collect());
+        good
+    }
+
+    fn next_op(&mut self) -> u64 {
+        self.op += 1;
+        self.op
+    }
+
+    /// Saves two blocks, finds them and the heirlooms, loads all of them elsewhere and compares every byte.
+    fn round(&mut self) {
+        self.round += 1;
+        let set = HEIRLOOMS + self.round % SETS * 2;
+        self.save(vec![set, set + 1]);
+        let numbers: Vec<u64> = (0..HEIRLOOMS).chain([set, set + 1]).collect();
+        let keys: Vec<BlockHash> = numbers.iter().map(|number| key(*number)).collect();
+        self.scheduler.open_log(0, &keys);
+        let query = self.next_op();
+        let answer = self.scheduler.query(0, query, keys.len() as u32);
+        assert_eq!((answer.status, answer.value), (Status::Ok, keys.len() as u32));
+        let targets: Vec<u32> = (0..keys.len() as u32).map(|index| 40 + index).collect();
+        targets.iter().for_each(|block| self.kv.fill(*block, u64::MAX / 64));
+        let op = self.next_op();
+        let step = 2 * self.round + 1;
+        self.scheduler.with_blocks(Message { op, lease: query, step, ..Message::new(Kind::Load) }, &targets);
+        self.pass(step);
+        assert_eq!(self.rank.outcome(op).status, Status::Ok);
+        for (block, number) in targets.iter().zip(&numbers) {
+            assert!(
+                self.kv.holds(*block, *number),
+                "block {block} holds other bytes than those of key {number}"
+            );
+        }
+        self.scheduler.post(Message::new(Kind::Close));
+    }
+
+    fn save(&mut self, numbers: Vec<u64>) {
+        let keys: Vec<BlockHash> = numbers.iter().map(|number| key(*number)).collect();
+        let blocks: Vec<u32> = (1..=keys.len() as u32).collect();
+        blocks.iter().zip(&numbers).for_each(|(block, number)| self.kv.fill(*block, *number));
+        self.scheduler.open_log(0, &keys);
+        let (op, step) = (self.next_op(), 2 * self.round);
+        self.scheduler.with_blocks(Message { op, step, ..Message::new(Kind::Save) }, &blocks);
+        self.pass(step);
+        let saved = self.scheduler.saved();
+        assert_eq!((saved.op, saved.committed + saved.present), (op, keys.len() as u32), "{saved:?}");
+        self.scheduler.post(Message::new(Kind::Close));
+    }
+
+    /// Stores both fences.
+    fn pass(&self, step: u64) {
+        self.rank.fences(step, step);
+        self.rank.ring();
+    }
+}

@@ -1,0 +1,137 @@
+//! The `pillion` binary as a user meets it.
+
+mod client;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+
+use client::{Session, hello, watch};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use shm_protocol::handshake::Role;
+
+fn pillion(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_pillion")).args(arguments).output().unwrap()
+}
+
+fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+fn get(port: u16, path: &str) -> Option<String> {
+    let mut stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").ok()?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text).ok()?;
+    Some(text)
+}
+
+/// Ends its process whatever the test does.
+struct Served(Child);
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn serve(socket: &Path, port: u16) -> Served {
+    let child = Command::new(env!("CARGO_BIN_EXE_pillion"))
+        .args(["serve", "--dram", "16MiB", "--http", &format!("127.0.0.1:{port}"), "--socket"])
+        .arg(socket)
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let served = Served(child);
+    watch("readiness", || get(port, "/readyz").filter(|text| text.starts_with("HTTP/1.1 200")));
+    served
+}
+
+#[test]
+fn sigterm_drains_and_exits_with_zero() {
+    for signal in [Signal::SIGTERM, Signal::SIGINT] {
+        let folder = tempfile::tempdir().unwrap();
+        let (socket, port) = (folder.path().join("p.sock"), free_port());
+        let mut served = serve(&socket, port);
+        let session = Session::open(&socket, &hello("engine", 1, Role::Scheduler { run: [1; 16] }), &[]);
+        kill(Pid::from_raw(served.0.id() as i32), signal).unwrap();
+        assert_eq!(served.0.wait().unwrap().code(), Some(0));
+        assert!(!socket.exists());
+        session.closed();
+    }
+}
+
+#[test]
+fn a_killed_sidecar_s_socket_is_taken_over_a_live_one_s_is_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let (socket, port) = (folder.path().join("p.sock"), free_port());
+    let mut served = serve(&socket, port);
+    let second =
+        pillion(&["serve", "--dram", "16MiB", "--http", "127.0.0.1:0", "--socket", socket.to_str().unwrap()]);
+    let text = String::from_utf8_lossy(&second.stderr);
+    assert!(!second.status.success() && text.contains("another sidecar serves"), "{text}");
+    served.0.kill().unwrap();
+    served.0.wait().unwrap();
+    assert!(socket.exists());
+    drop(serve(&socket, port));
+}
+
+#[test]
+fn the_admin_pages_name_every_metric() {
+    let folder = tempfile::tempdir().unwrap();
+    let port = free_port();
+    let socket = folder.path().join("p.sock");
+    let _served = serve(&socket, port);
+    let _session = Session::open(&socket, &hello("engine", 1, Role::Scheduler { run: [1; 16] }), &[]);
+    let page = watch("a counted session", || {
+        get(port, "/metrics").filter(|text| text.lines().any(|line| line == "pillion_sessions 1"))
+    });
+    for name in [
+        "loaded_bytes_total",
+        "saved_bytes_total",
+        "loaded_blocks_total",
+        "saved_blocks_total",
+        "query_blocks_total",
+        "query_hit_blocks_total",
+        "queries_total",
+        "blocks",
+        "pool_bytes",
+        "pool_used_bytes",
+        "saves_posted_blocks_total",
+        "saves_lost_to_reuse_total",
+        "saves_dropped_total",
+        "sessions",
+        "leases",
+        "evicted_blocks_total",
+        "load_failures_total",
+        "sessions_closed_total{reason=\"hang_up\"}",
+    ] {
+        assert!(page.lines().any(|line| line.starts_with(&format!("pillion_{name} "))), "{name} in\n{page}");
+    }
+    assert!(get(port, "/healthz").unwrap().starts_with("HTTP/1.1 200"));
+    assert!(get(port, "/nothing").unwrap().starts_with("HTTP/1.1 404"));
+}
+
+#[test]
+fn errors_name_the_remedy() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("c.toml");
+    std::fs::write(&file, "dram = \"1GiB\"\nsockett = \"x\"\n").unwrap();
+    let socket = folder.path().join("s");
+    let socket = socket.to_str().unwrap();
+    let cases: [(&[&str], &str); 4] = [
+        (&["serve", "--socket", socket], "--dram"),
+        (&["serve", "--config", file.to_str().unwrap()], "pool-path"),
+        (&["serve", "--dram", "30", "--socket", socket], "30GiB"),
+        (&["serve", "--dram", "1TiB", "--http", "127.0.0.1:0", "--socket", socket], "lower --dram"),
+    ];
+    for (arguments, remedy) in cases {
+        let output = pillion(arguments);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && text.contains(remedy), "{arguments:?}: {text}");
+    }
+    assert!(String::from_utf8_lossy(&pillion(&["version"]).stdout).contains("protocol 1"));
+}

@@ -1,0 +1,298 @@
+//! A whole sidecar in this process, spoken to as engines do.
+
+mod client;
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use client::{Kv, Session, greet, hello, keys, watch};
+use shm_protocol::handshake::{self, Copier, Reply, Role};
+use shm_protocol::layout::{self, header};
+use shm_protocol::message::{Kind, LOAD_BY_ENGINE, Message, Status};
+use shm_protocol::transport;
+use sidecar::config::Options;
+use sidecar::server::Server;
+use tempfile::TempDir;
+
+const RUN: [u8; 16] = [7; 16];
+const SAVED: std::ops::Range<u32> = 1..71;
+
+struct Sidecar {
+    server: Option<Server>,
+    socket: PathBuf,
+    _folder: TempDir,
+}
+
+impl Sidecar {
+    fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("pillion.sock");
+        let options = Options {
+            socket: Some(socket.clone()),
+            dram: Some("16MiB".parse().unwrap()),
+            http: Some("127.0.0.1:0".parse().unwrap()),
+            ..Options::default()
+        };
+        let server = Server::start(&options.complete().unwrap()).unwrap();
+        Self { server: Some(server), socket, _folder: folder }
+    }
+
+    fn scheduler(&self, world_size: u32) -> Session {
+        Session::open(&self.socket, &hello("engine", world_size, Role::Scheduler { run: RUN }), &[])
+    }
+
+    fn rank(&self, kv: &Kv, rank: u32, world_size: u32, copy: Copier) -> Session {
+        let fds: Vec<&OwnedFd> = kv.fds.iter().collect();
+        let mut session = Session::open(
+            &self.socket,
+            &hello("engine", world_size, kv.worker(rank, world_size, copy)),
+            &fds,
+        );
+        assert_eq!(session.welcome.namespace.len(), 32);
+        session.post(Message::new(Kind::Join).with_bytes16(RUN));
+        session
+    }
+
+    /// That the sidecar serves a new engine from hello to answer.
+    fn assert_serves(&self) {
+        let kv = Kv::new();
+        let _rank = self.rank(&kv, 0, 1, Copier::Engine);
+        let mut scheduler = self.scheduler(1);
+        scheduler.open_log(0, &keys(3));
+        assert_eq!(scheduler.query(0, 1, 3).status, Status::Ok);
+    }
+}
+
+impl Drop for Sidecar {
+    fn drop(&mut self) {
+        let drained = self.server.take().unwrap().drain(Duration::from_secs(5));
+        assert!(drained || std::thread::panicking(), "the data thread panicked");
+        assert!(!self.socket.exists());
+    }
+}
+
+/// Saves 70 blocks from every rank, finds them from a new engine, loads them into other blocks of other memory.
+fn round_trip(world_size: u32, copy: Copier) {
+    let sidecar = Sidecar::start();
+    let kvs: Vec<Kv> = (0..world_size).map(|_| Kv::new()).collect();
+    for (rank, kv) in kvs.iter().enumerate() {
+        SAVED.for_each(|block| kv.fill(block, u64::from(block) * 100 + rank as u64));
+    }
+    let ranks: Vec<Session> =
+        (0..).zip(&kvs).map(|(rank, kv)| sidecar.rank(kv, rank, world_size, copy)).collect();
+    let mut scheduler = sidecar.scheduler(world_size);
+    scheduler.open_log(0, &keys(SAVED.len()));
+    watch("joined ranks", {
+        let mut op = 100;
+        let scheduler = &mut scheduler;
+        move || {
+            op += 1;
+            (scheduler.query(0, op, 70).status == Status::Ok).then_some(())
+        }
+    });
+    scheduler
+        .with_blocks(Message { op: 1000, step: 5, ..Message::new(Kind::Save) }, &SAVED.collect::<Vec<_>>());
+    ranks.iter().for_each(|rank| rank.fences(5, 5));
+    let saved = scheduler.saved();
+    assert_eq!((saved.op, saved.committed, saved.dropped, saved.cancelled), (1000, 70, 0, 0));
+    drop((ranks, scheduler));
+    load_back(&sidecar, world_size, copy);
+}
+
+fn load_back(sidecar: &Sidecar, world_size: u32, copy: Copier) {
+    let kvs: Vec<Kv> = (0..world_size).map(|_| Kv::new()).collect();
+    let mut ranks: Vec<Session> =
+        (0..).zip(&kvs).map(|(rank, kv)| sidecar.rank(kv, rank, world_size, copy)).collect();
+    let mut scheduler = sidecar.scheduler(world_size);
+    scheduler.open_log(3, &keys(SAVED.len()));
+    let mut op = 0;
+    let hit = watch("hits", || {
+        op += 1;
+        Some(scheduler.query(3, op, 70)).filter(|outcome| outcome.status == Status::Ok)
+    });
+    assert_eq!(hit.value, 70);
+    // The other way round and elsewhere: block 101 gets what block 1 held.
+    let targets: Vec<u32> = (0..70).map(|index| if index < 27 { 101 + index } else { index }).collect();
+    let by_engine = copy == Copier::Engine;
+    let flags = if by_engine { LOAD_BY_ENGINE } else { 0 };
+    let load = Message { log: 3, op: 2000, lease: op, step: 9, flags, ..Message::new(Kind::Load) };
+    scheduler.with_blocks(load, &targets);
+    for (rank, session) in ranks.iter_mut().enumerate() {
+        session.fences(9, 0);
+        if by_engine {
+            check_pool(&scheduler, session, rank as u64);
+            session.post(Message { op: 2000, flags: Status::Ok as u8, ..Message::new(Kind::Loaded) });
+        } else {
+            assert_eq!(session.outcome(2000).status, Status::Ok);
+            let kv = &kvs[rank];
+            for (&target, source) in targets.iter().zip(SAVED) {
+                assert!(
+                    kv.holds(target, u64::from(source) * 100 + rank as u64),
+                    "rank {rank} block {target}"
+                );
+            }
+            assert!(!kv.holds(100, 100 * 100 + rank as u64));
+        }
+    }
+}
+
+/// What an engine that copies for itself finds in the pool.
+fn check_pool(scheduler: &Session, rank: &Session, number: u64) {
+    let shard = client::LAYERS * client::LAYER_BYTES;
+    for (index, block) in SAVED.enumerate() {
+        let slot = scheduler.memory.read_ref((index / 64) as u32, index % 64);
+        let expected: Vec<u8> = (0..client::LAYERS)
+            .flat_map(|layer| client::pattern(u64::from(block) * 100 + number, layer))
+            .collect();
+        let start = slot.offset + number * shard;
+        let aligned = (start / 8 * 8) as usize;
+        let words = rank.pool.words64(aligned, (shard as usize).div_ceil(8) + 1);
+        let bytes: Vec<u8> =
+            words.iter().flat_map(|w| w.load(std::sync::atomic::Ordering::Acquire).to_le_bytes()).collect();
+        let skip = start as usize - aligned;
+        assert_eq!(bytes[skip..skip + shard as usize], expected[..], "block {block} of rank {number}");
+    }
+}
+
+#[test]
+fn one_rank_copied_by_the_sidecar_byte_for_byte() {
+    round_trip(1, Copier::Sidecar);
+}
+
+#[test]
+fn two_ranks_copied_by_the_sidecar_byte_for_byte() {
+    round_trip(2, Copier::Sidecar);
+}
+
+#[test]
+fn two_ranks_that_copy_for_themselves_byte_for_byte() {
+    round_trip(2, Copier::Engine);
+}
+
+#[test]
+fn a_closed_gate_stops_a_load() {
+    let sidecar = Sidecar::start();
+    let kv = Kv::new();
+    kv.fill(1, 77);
+    let rank = sidecar.rank(&kv, 0, 1, Copier::Sidecar);
+    let mut scheduler = sidecar.scheduler(1);
+    scheduler.open_log(0, &keys(1));
+    watch("a joined rank", {
+        let mut op = 0;
+        let scheduler = &mut scheduler;
+        move || {
+            op += 1;
+            (scheduler.query(0, op, 1).status == Status::Ok).then_some(())
+        }
+    });
+    scheduler.with_blocks(Message { op: 1000, step: 1, ..Message::new(Kind::Save) }, &[1]);
+    rank.fences(1, 1);
+    assert_eq!(scheduler.saved().committed, 1);
+    assert_eq!(scheduler.query(0, 1001, 1).value, 1);
+    rank.store(header::FENCE_GATE, 1002);
+    let load = Message { op: 1002, lease: 1001, step: 1, ..Message::new(Kind::Load) };
+    scheduler.with_blocks(load, &[2]);
+    assert_eq!(rank.outcome(1002).status, Status::Failed);
+    assert!(!kv.holds(2, 77), "nothing was written behind a closed gate");
+}
+
+#[test]
+fn other_versions_and_bad_hellos_are_refused_with_a_reason() {
+    let sidecar = Sidecar::start();
+    let scheduler = || hello("engine", 1, Role::Scheduler { run: RUN });
+    let reason = |hello: &handshake::Hello, fds: &[&OwnedFd]| match greet(&sidecar.socket, hello, fds).1 {
+        Reply::Refused { reason, .. } => reason,
+        Reply::Welcome(_) => panic!("{hello:?} was welcomed"),
+    };
+    let foreign = reason(&handshake::Hello { version: 99, ..scheduler() }, &[]);
+    assert!(foreign.contains("version 99") && foreign.contains("version 1"), "{foreign}");
+    assert!(reason(&handshake::Hello { world_size: 65, ..scheduler() }, &[]).contains("world_size"));
+    let kv = Kv::new();
+    let worker = hello("engine", 1, kv.worker(0, 1, Copier::Engine));
+    assert!(reason(&worker, &[&kv.fds[0]]).contains("descriptors sent"));
+    assert!(reason(&worker, &[&kv.fds[1], &kv.fds[0]]).contains("smaller"), "sizes are checked");
+    let (pipe, _writer) = rustix::pipe::pipe().unwrap();
+    assert!(reason(&worker, &[&pipe, &kv.fds[1]]).contains("shared memory"));
+    let connection = transport::connect(&sidecar.socket, Duration::from_secs(10)).unwrap();
+    transport::send(&connection, b"GET / HTTP/1.1", &[]).unwrap();
+    let (record, _) = transport::receive(&connection).unwrap();
+    assert!(matches!(handshake::decode_reply(&record), Ok(Reply::Refused { .. })));
+    sidecar.assert_serves();
+}
+
+#[test]
+fn malformed_messages_close_only_their_session() {
+    let sidecar = Sidecar::start();
+    let kv = Kv::new();
+    let mut neighbour = sidecar.scheduler(1);
+    let _rank = sidecar.rank(&kv, 0, 1, Copier::Engine);
+    neighbour.open_log(0, &keys(2));
+    let message = Message::new;
+    let bad: [[u64; 8]; 9] = [
+        [0; 8],
+        [u64::MAX; 8],
+        Message { log: layout::LOGS as u32, ..message(Kind::Open) }.encode(),
+        Message { count: 0, ..message(Kind::Append) }.encode(),
+        Message { count: 385, ..message(Kind::Append) }.encode(),
+        Message { count: 1, data: [layout::CHUNKS as u32; 6], ..message(Kind::Append) }.encode(),
+        Message { from: u32::MAX, count: u32::MAX, ..message(Kind::Query) }.encode(),
+        Message { count: layout::BLOCK_IDS as u32 + 1, ..message(Kind::Save) }.encode(),
+        message(Kind::Join).encode(),
+    ];
+    // Of other runs: a run has one scheduler.
+    let other = |number| {
+        let role = Role::Scheduler { run: [number; 16] };
+        Session::open(&sidecar.socket, &hello("engine", 1, role), &[])
+    };
+    for (number, slot) in (100..).zip(bad) {
+        let mut session = other(number);
+        session.post_raw(slot);
+        session.closed();
+    }
+    let liar = other(200);
+    liar.lie_about_tail();
+    liar.closed();
+    let mut worker = sidecar.rank(&kv, 0, 1, Copier::Engine);
+    worker.post(Message { flags: 9, ..message(Kind::Loaded) });
+    worker.closed();
+    assert_eq!(neighbour.query(0, 1, 2).op, 1, "the neighbour is still served");
+}
+
+#[test]
+fn a_silent_client_is_dropped_and_holds_nobody_up() {
+    let sidecar = Sidecar::start();
+    let silent = transport::connect(&sidecar.socket, Duration::from_secs(30)).unwrap();
+    sidecar.assert_serves();
+    let (record, _) = transport::receive(&silent).unwrap();
+    let Ok(Reply::Refused { reason, .. }) = handshake::decode_reply(&record) else { panic!("{record:?}") };
+    assert!(reason.contains("hello"), "{reason}");
+    assert!(transport::receive(&silent).unwrap().0.is_empty(), "and hung up");
+}
+
+#[test]
+fn the_heartbeat_moves_while_nothing_happens() {
+    let sidecar = Sidecar::start();
+    let session = sidecar.scheduler(1);
+    let first = watch("a first beat", || Some(session.heartbeat()).filter(|beat| *beat != 0));
+    watch("a later beat", || (session.heartbeat() > first + 100).then_some(()));
+}
+
+#[test]
+fn a_memory_that_shrinks_fails_the_save_and_nothing_else() {
+    let sidecar = Sidecar::start();
+    let kv = Kv::new();
+    let rank = sidecar.rank(&kv, 0, 1, Copier::Engine);
+    let mut scheduler = sidecar.scheduler(1);
+    scheduler.open_log(0, &keys(2));
+    let mut op = 0;
+    watch("a joined rank", || {
+        op += 1;
+        (scheduler.query(0, op, 2).status == Status::Ok).then_some(())
+    });
+    rustix::fs::ftruncate(&kv.fds[0], 0).unwrap();
+    scheduler.with_blocks(Message { op: 1000, step: 1, ..Message::new(Kind::Save) }, &[1, 2]);
+    rank.fences(1, 1);
+    assert_eq!(scheduler.saved().dropped, 2);
+    assert_eq!(scheduler.query(0, 1001, 2).value, 0);
+}

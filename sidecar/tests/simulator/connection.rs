@@ -1,0 +1,84 @@
+//! One process's end of a session, as the shim's submission ring wants it, and the pool as an engine maps it.
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::sync::atomic::Ordering;
+
+use shm_protocol::pool::{SlotRef, verify};
+use shm_protocol::region::Region;
+use shm_protocol::session::SessionMemory;
+use shm_protocol::wait;
+
+/// A connected session, as the engine holds it.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    pub(crate) memory: SessionMemory,
+    pub(crate) epoch: u64,
+    pub(crate) lease_ttl_ms: u64,
+    /// The sidecar's end is closed.
+    pub(crate) lost: Rc<Cell<bool>>,
+    /// This end is closed.
+    pub(crate) hung_up: Rc<Cell<bool>>,
+    pub(crate) bell: Rc<Cell<bool>>,
+    pub(crate) pool: Rc<PoolMap>,
+}
+
+/// The sidecar's end of a socket; every copy of the session shares it, so that a hang-up says that none runs.
+#[derive(Debug)]
+pub(crate) struct Socket {
+    pub(crate) lost: Rc<Cell<bool>>,
+}
+
+/// One life of a sidecar's pool, mapped for reading.
+#[derive(Debug)]
+pub(crate) struct PoolMap {
+    pub(crate) region: Region,
+    pub(crate) epoch: u64,
+    pub(crate) segment_bytes: u64,
+    pub(crate) segments: u64,
+}
+
+// === impl Connection ===
+
+impl Connection {
+    /// Wakes the sidecar if it sleeps.
+    pub(crate) fn ring(&self) {
+        if wait::must_ring(self.memory.region()) {
+            self.bell.set(true);
+        }
+    }
+
+    pub(crate) fn is_lost(&self) -> bool {
+        self.lost.get()
+    }
+
+    pub(crate) fn word(&self, offset: usize) -> &std::sync::atomic::AtomicU64 {
+        self.memory.region().word64(offset)
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.hung_up.set(true);
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        self.lost.set(true);
+    }
+}
+
+// === impl PoolMap ===
+
+impl PoolMap {
+    /// Whether the slot is whole and of this filling, by the product's check.
+    pub(crate) fn verify(&self, slot: SlotRef, block_bytes: u64) -> bool {
+        let load = |offset: usize| self.region.word64(offset).load(Ordering::Acquire);
+        verify(load, self.segment_bytes, self.segments, slot, block_bytes)
+    }
+
+    pub(crate) fn word(&self, offset: u64, index: usize) -> u64 {
+        self.region.word64(offset as usize + index * 8).load(Ordering::Relaxed)
+    }
+}

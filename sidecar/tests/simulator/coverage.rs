@@ -1,0 +1,182 @@
+//! What the runs have reached. A point that no run reaches is a hole in the simulator, and fails it.
+
+use std::collections::BTreeMap;
+
+use shm_protocol::message::Kind;
+use sidecar::engine::{Action, Direction, Event};
+
+/// Every point, in the order in which it is printed.
+pub(crate) const POINTS: &[&str] = &[
+    "event Connected",
+    "event Disconnected",
+    "event Message",
+    "event Fences",
+    "event Copied ok",
+    "event Copied failed",
+    "event Drained",
+    "event Tick",
+    "event Drain",
+    "action Answer",
+    "action Outcome",
+    "action Saved",
+    "action AssignSegment",
+    "action FreeSlot",
+    "action FillSlot",
+    "action CommitSlot",
+    "action Copy save",
+    "action Copy load",
+    "action Close",
+    "message OPEN",
+    "message APPEND",
+    "message QUERY",
+    "message LOAD",
+    "message SAVE",
+    "message CANCEL",
+    "message RELEASE",
+    "message CLOSE",
+    "message JOIN",
+    "message LOADED",
+    "message SALT",
+    "fault engine crash",
+    "fault rank dies first",
+    "fault engine crash, copy running",
+    "fault sidecar crash",
+    "fault sidecar crash, copy running",
+    "fault sidecar restart while serving",
+    "fault torn header, dead",
+    "fault torn header, resumed",
+    "fault freeze sidecar",
+    "fault freeze copiers",
+    "fault freeze scheduler",
+    "fault freeze thread",
+    "fault freeze worker",
+    "fault copy failed",
+    "fault lost wake-up",
+    "fault session cut",
+    "fault full ring",
+    "fault violation",
+    "fault worker joins late",
+    "engine hit",
+    "engine miss",
+    "engine query timed out",
+    "engine query without room",
+    "engine query not asked",
+    "engine query not ready",
+    "engine lease reused",
+    "engine lease renewed before the load",
+    "engine load without lease",
+    "engine sync load",
+    "engine async load",
+    "engine load of a part",
+    "engine load by sidecar",
+    "engine load by engine",
+    "engine rescue after a failed copy",
+    "engine rescue after the deadline",
+    "engine rescue after a hang-up",
+    "engine rescue from an earlier pool",
+    "engine waited for a copy to end",
+    "engine slot refused before the copy",
+    "engine slot refused after the copy",
+    "engine load failed, recomputed",
+    "engine loaded without room, told later",
+    "engine save",
+    "engine save without room",
+    "engine cancel without room",
+    "engine saves voided",
+    "engine close without room",
+    "engine preempted",
+    "engine aborted",
+    "engine aborted while loading",
+    "engine reset",
+    "engine reset refused",
+    "engine fence withheld",
+    "engine block reused while saved",
+    "sidecar gate closed",
+    "sidecar backlog",
+    "sidecar slept",
+    "sidecar evicted for another size",
+    "save committed",
+    "save present",
+    "save cancelled",
+    "save dropped",
+];
+
+/// How often each point was reached.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Coverage(BTreeMap<&'static str, u64>);
+
+// === impl Coverage ===
+
+impl Coverage {
+    pub(crate) fn hit(&mut self, point: &'static str) {
+        self.add(point, 1);
+    }
+
+    pub(crate) fn add(&mut self, point: &'static str, count: u64) {
+        debug_assert!(POINTS.contains(&point), "{point} is not listed");
+        if count > 0 {
+            *self.0.entry(point).or_default() += count;
+        }
+    }
+
+    pub(crate) fn merge(&mut self, other: &Self) {
+        other.0.iter().for_each(|(point, count)| self.add(point, *count));
+    }
+
+    pub(crate) fn count(&self, point: &str) -> u64 {
+        self.0.get(point).copied().unwrap_or(0)
+    }
+
+    /// Points that were never reached.
+    pub(crate) fn missing(&self) -> Vec<&'static str> {
+        POINTS.iter().copied().filter(|point| self.count(point) == 0).collect()
+    }
+}
+
+/// The name of an event.
+pub(crate) fn event(event: &Event) -> &'static str {
+    match event {
+        Event::Connected { .. } => "event Connected",
+        Event::Disconnected { .. } => "event Disconnected",
+        Event::Message { .. } => "event Message",
+        Event::Fences { .. } => "event Fences",
+        Event::Copied { ok: true, .. } => "event Copied ok",
+        Event::Copied { ok: false, .. } => "event Copied failed",
+        Event::Drained { .. } => "event Drained",
+        Event::Tick => "event Tick",
+        Event::Drain => "event Drain",
+    }
+}
+
+/// The name of an action.
+pub(crate) fn action(action: &Action) -> &'static str {
+    match action {
+        Action::Answer { .. } => "action Answer",
+        Action::Outcome { .. } => "action Outcome",
+        Action::Saved { .. } => "action Saved",
+        Action::AssignSegment { .. } => "action AssignSegment",
+        Action::FreeSlot { .. } => "action FreeSlot",
+        Action::FillSlot { .. } => "action FillSlot",
+        Action::CommitSlot { .. } => "action CommitSlot",
+        Action::Copy { direction: Direction::Save, .. } => "action Copy save",
+        Action::Copy { direction: Direction::Load, .. } => "action Copy load",
+        Action::Close { .. } => "action Close",
+    }
+}
+
+/// The name of a message.
+pub(crate) fn message(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Open => "message OPEN",
+        Kind::Append => "message APPEND",
+        Kind::Query => "message QUERY",
+        Kind::Load => "message LOAD",
+        Kind::Save => "message SAVE",
+        Kind::Cancel => "message CANCEL",
+        Kind::Release => "message RELEASE",
+        Kind::Close => "message CLOSE",
+        Kind::Join => "message JOIN",
+        Kind::Loaded => "message LOADED",
+        Kind::Salt => "message SALT",
+    }
+}

@@ -1,0 +1,288 @@
+//! A simulated engine: vLLM's scheduler and ranks with the connector and the shim, as far as they touch the protocol.
+//! The shim's arenas, save table and submission ring are the product's own code.
+
+mod forward;
+mod link;
+mod load;
+mod post;
+mod query;
+mod request;
+mod results;
+mod schedule;
+mod scheduler;
+mod worker;
+
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::rc::Rc;
+
+use shm_protocol::PROTOCOL_VERSION;
+use shm_protocol::handshake::{BlockRegion, Copier, Hello, Role, Worker as WorkerHello};
+use shm_protocol::key::{BlockHash, NamespaceDigest};
+use shm_protocol::namespace;
+
+pub(crate) use self::request::Spec;
+use self::request::{Results, Step};
+use self::scheduler::Scheduler;
+use self::worker::Worker;
+use crate::connection::Connection;
+use crate::ctx::{Actor, Ctx, Dial, Micros, RETRY};
+use crate::ledger::Form;
+use crate::origin::Kv;
+use crate::rng::Rng;
+
+/// What an engine is, over all its lives.
+#[derive(Clone, Debug)]
+pub(crate) struct Model {
+    pub(crate) index: usize,
+    pub(crate) name: String,
+    pub(crate) form: Form,
+    facts: BTreeMap<String, String>,
+    pub(crate) base: NamespaceDigest,
+    pub(crate) world: usize,
+    pub(crate) by_engine: bool,
+    pub(crate) blocks: u32,
+    /// Steps that may be in flight.
+    pub(crate) depth: usize,
+    /// One load in so many is synchronous; zero: none.
+    pub(crate) sync: u64,
+    /// The cache is reset in one of so many steps; zero: never.
+    pub(crate) resets: u64,
+    /// Tokens' worth of blocks that a step computes for one request.
+    pub(crate) chunk: usize,
+}
+
+/// What one engine's processes hand each other.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    /// Steps that each rank has not begun.
+    pub(crate) queues: Vec<VecDeque<Rc<Step>>>,
+    /// Ends of steps that the scheduler has not taken, by rank.
+    pub(crate) results: Vec<VecDeque<Results>>,
+    /// The step whose forward each rank has reached: ranks compute together.
+    pub(crate) reached: Vec<u64>,
+    /// Requests, and which attempt at them, computed on blocks that were not loaded.
+    pub(crate) broken: BTreeSet<(u64, u32)>,
+    pub(crate) kvs: Vec<Rc<Kv>>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Engine {
+    pub(crate) model: Rc<Model>,
+    pub(crate) shared: Shared,
+    pub(crate) scheduler: Option<Scheduler>,
+    pub(crate) workers: Vec<Option<Worker>>,
+    /// Requests that no life of this engine has finished.
+    pub(crate) pending: VecDeque<Spec>,
+    /// When the rest dies after a rank did.
+    pub(crate) dies_at: Option<Micros>,
+}
+
+/// A process's way to the sidecar.
+#[derive(Debug)]
+pub(crate) struct Port {
+    hello: Hello,
+    kv: Option<Rc<Kv>>,
+    pub(crate) connection: Option<Rc<Connection>>,
+    fresh: Rc<RefCell<Option<Rc<Connection>>>>,
+    pending: Rc<Cell<bool>>,
+    next_dial: Micros,
+}
+
+/// What [`Port::refresh`] found.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Change {
+    Same,
+    Lost,
+    Connected,
+}
+
+// === impl Model ===
+
+impl Model {
+    /// A random engine; `twin`: one that shares its blocks with this one.
+    pub(crate) fn random(index: usize, twin: Option<&Self>, rng: &mut Rng) -> Self {
+        let world = rng.within(1, 2) as usize;
+        let shards = if rng.one_in(2) { world as u32 } else { 1 };
+        let shard_bytes = rng.pick(&[40 << 10, 100 << 10, 200 << 10]) + index as u64 * 512;
+        let (mut world, mut form) = (world, Form { shards, shard_bytes });
+        let mut name = format!("model-{index}");
+        if let Some(twin) = twin {
+            (world, form, name) = (twin.world, twin.form, twin.facts["model"].clone());
+        }
+        let facts = BTreeMap::from([("model".to_owned(), name)]);
+        Self {
+            index,
+            name: format!("e{index}"),
+            form,
+            base: namespace::digest(&facts),
+            facts,
+            world,
+            by_engine: rng.one_in(2),
+            blocks: rng.pick(&[9, 12, 16, 24]),
+            depth: rng.within(1, 2) as usize,
+            sync: rng.pick(&[0, 1, 2]),
+            resets: rng.pick(&[0, 0, 60]),
+            chunk: rng.within(1, 3) as usize,
+        }
+    }
+
+    /// The part of a block that a rank holds.
+    pub(crate) fn shard(&self, rank: usize) -> u32 {
+        rank as u32 / (self.world as u32 / self.form.shards)
+    }
+
+    fn hello(&self, role: Role) -> Hello {
+        Hello { version: PROTOCOL_VERSION, engine: self.name.clone(), world_size: self.world as u32, role }
+    }
+
+    fn worker_hello(&self, rank: usize) -> Hello {
+        let bytes = self.form.shard_bytes;
+        self.hello(Role::Worker(WorkerHello {
+            rank: rank as u32,
+            shard: self.shard(rank),
+            shards: self.form.shards,
+            blocks: self.blocks,
+            regions: vec![BlockRegion { fd: 0, offset: 0, stride: bytes, bytes }],
+            copy: if self.by_engine { Copier::Engine } else { Copier::Sidecar },
+            facts: self.facts.clone(),
+        }))
+    }
+}
+
+// === impl Engine ===
+
+impl Engine {
+    pub(crate) fn new(model: Model, pending: VecDeque<Spec>) -> Self {
+        let shared = Shared {
+            queues: Vec::new(),
+            results: Vec::new(),
+            reached: Vec::new(),
+            broken: BTreeSet::new(),
+            kvs: Vec::new(),
+        };
+        let workers = (0..model.world).map(|_| None).collect();
+        Self { model: Rc::new(model), shared, scheduler: None, workers, pending, dies_at: None }
+    }
+
+    /// Starts a life: ranks first, as in vLLM, one of them perhaps much later.
+    pub(crate) fn start(&mut self, ctx: &mut Ctx) {
+        let (model, world) = (&self.model, self.model.world);
+        self.shared = Shared {
+            queues: vec![VecDeque::new(); world],
+            results: (0..world).map(|_| VecDeque::new()).collect(),
+            reached: vec![0; world],
+            broken: BTreeSet::new(),
+            kvs: (0..world).map(|_| Rc::new(Kv::new(model.blocks))).collect(),
+        };
+        let run = ctx.rng.bytes16();
+        for rank in 0..world {
+            let kv = &self.shared.kvs[rank];
+            let late = if ctx.rng.one_in(4) { ctx.rng.below(10_000) } else { 0 };
+            if late > 1_000 {
+                ctx.hit("fault worker joins late");
+            }
+            let port = Port::new(model.worker_hello(rank), Some(Rc::clone(kv)), ctx.now + late);
+            self.workers[rank] = Some(Worker::new(rank, Rc::clone(model), port));
+            ctx.wakes.push((Actor::Worker(model.index, rank), ctx.now + 1));
+        }
+        let port = Port::new(model.hello(Role::Scheduler { run }), None, ctx.now);
+        self.scheduler = Some(Scheduler::new(Rc::clone(model), run, port));
+        ctx.wakes.push((Actor::Scheduler(model.index), ctx.now + 10));
+        self.dies_at = None;
+    }
+
+    /// Every process of it ends at once; its requests are asked again of the next life.
+    pub(crate) fn crash(&mut self) {
+        if let Some(scheduler) = self.scheduler.take() {
+            self.pending.extend(scheduler.unfinished());
+        }
+        self.workers.iter_mut().for_each(|worker| *worker = None);
+    }
+
+    /// Whether a load is on its way.
+    pub(crate) fn loading(&self) -> bool {
+        let waiting = self.scheduler.as_ref().is_some_and(Scheduler::loading);
+        waiting || self.workers.iter().flatten().any(Worker::loading)
+    }
+
+    pub(crate) fn alive(&self) -> bool {
+        self.scheduler.is_some() && self.workers.iter().all(Option::is_some)
+    }
+
+    /// Whether every request was answered and nothing of them is left.
+    pub(crate) fn done(&self) -> bool {
+        self.alive() && self.pending.is_empty() && self.scheduler.as_ref().is_some_and(Scheduler::idle)
+    }
+
+    /// Whether nothing waits to be told to or by the sidecar.
+    pub(crate) fn at_rest(&self) -> bool {
+        let settled = self.scheduler.as_ref().is_some_and(Scheduler::settled);
+        self.done() && settled && self.workers.iter().flatten().all(Worker::settled)
+    }
+
+    /// What is left, for the message of a run that does not come to rest.
+    pub(crate) fn unrest(&self) -> String {
+        let scheduler = self.scheduler.as_ref().map(Scheduler::unrest);
+        let workers: Vec<bool> = self.workers.iter().flatten().map(Worker::settled).collect();
+        format!(
+            "{}: {} pending, {scheduler:?}, workers settled {workers:?}",
+            self.model.name,
+            self.pending.len()
+        )
+    }
+
+    /// Checks that nothing is held any more on the engine's side.
+    pub(crate) fn audit(&self) {
+        self.scheduler.as_ref().expect("the caller looked").audit();
+    }
+}
+
+/// Keys of a request: a path through a tree of prompts, so that requests share prefixes.
+pub(crate) fn keys(path: &[u64]) -> Vec<BlockHash> {
+    let mut state = 0x51ed;
+    let chain = path.iter().map(|choice| {
+        state = crate::rng::mix(state ^ choice.wrapping_add(1));
+        BlockHash::from_words([state, crate::rng::mix(state), 0, 0])
+    });
+    chain.collect()
+}
+
+// === impl Port ===
+
+impl Port {
+    fn new(hello: Hello, kv: Option<Rc<Kv>>, next_dial: Micros) -> Self {
+        let (fresh, pending) = Default::default();
+        Self { hello, kv, connection: None, fresh, pending, next_dial }
+    }
+
+    /// Notices a hang-up, takes a new connection, or asks for one.
+    pub(crate) fn refresh(&mut self, ctx: &mut Ctx) -> Change {
+        let gone = self.connection.as_ref().is_some_and(|connection| connection.is_lost());
+        if gone {
+            self.connection = None;
+            // At once, unless the last attempt was a moment ago.
+            self.next_dial = ctx.now + if ctx.rng.one_in(2) { 0 } else { ctx.rng.below(RETRY) };
+        }
+        if self.connection.is_none() {
+            let fresh = self.fresh.borrow_mut().take().filter(|connection| !connection.is_lost());
+            if fresh.is_some() {
+                self.connection = fresh;
+                return Change::Connected;
+            }
+            if !self.pending.get() && ctx.now >= self.next_dial {
+                self.dial(ctx);
+            }
+        }
+        if gone { Change::Lost } else { Change::Same }
+    }
+
+    fn dial(&mut self, ctx: &mut Ctx) {
+        self.next_dial = ctx.now + RETRY;
+        self.pending.set(true);
+        let (fresh, pending) = (Rc::clone(&self.fresh), Rc::clone(&self.pending));
+        ctx.dials.push(Dial { hello: self.hello.clone(), kv: self.kv.clone(), fresh, pending });
+        ctx.bell.set(true);
+    }
+}

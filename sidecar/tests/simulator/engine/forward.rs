@@ -1,0 +1,83 @@
+//! A rank's forward: reads the KV of what came before, which the oracle checks, and writes the KV of what is computed.
+
+use std::rc::Rc;
+
+use super::Shared;
+use super::request::{Step, Work};
+use super::worker::{Phase, Worker};
+use crate::ctx::{Ctx, Micros};
+use crate::origin::{Origin, WORDS};
+
+// === impl Worker: the forward ===
+
+impl Worker {
+    /// Computes the work of index `at` once every rank has come this far.
+    pub(super) fn forward(
+        &mut self,
+        step: Rc<Step>,
+        at: usize,
+        shared: &mut Shared,
+        ctx: &mut Ctx,
+    ) -> Micros {
+        shared.reached[self.rank] = step.number;
+        if shared.reached.iter().any(|reached| *reached < step.number) {
+            self.phase = Phase::Forward(step, at);
+            return ctx.pause(60);
+        }
+        let Some(work) = step.work.get(at) else {
+            self.phase = Phase::Done(step);
+            return ctx.pause(100);
+        };
+        if self.is_sound(work, shared) {
+            for target in &work.reads {
+                let (digest, hash, shard) = (target.digest, target.hash, self.model.shard(self.rank));
+                let place = || {
+                    let (request, number) = (work.request, step.number);
+                    format!("step {number} reads for request {request} on rank {}", self.rank)
+                };
+                shared.kvs[self.rank].check(target.block, &Origin { digest, hash, shard }, place);
+            }
+        }
+        self.phase = Phase::Write(step, at, 0, 0);
+        ctx.pause(50)
+    }
+
+    /// Whether what this computes is the KV of its keys.
+    fn is_sound(&self, work: &Work, shared: &Shared) -> bool {
+        // What lies before a load does not depend on it.
+        let before_load = work.end == 0;
+        !work.outdated && (before_load || !shared.broken.contains(&(work.request, work.attempt)))
+    }
+
+    /// Writes one word; mostly the rest of the block with it.
+    pub(super) fn write(
+        &mut self,
+        step: Rc<Step>,
+        at: usize,
+        block: usize,
+        mut word: usize,
+        shared: &mut Shared,
+        ctx: &mut Ctx,
+    ) {
+        let work = &step.work[at];
+        let Some(target) = work.writes.get(block) else {
+            self.phase = Phase::Forward(step, at + 1);
+            return;
+        };
+        let sound = self.is_sound(work, shared);
+        let origin = Origin { digest: target.digest, hash: target.hash, shard: self.model.shard(self.rank) };
+        loop {
+            let value = if sound { origin.word(word) } else { ctx.taint() };
+            shared.kvs[self.rank].set(target.block, word, value);
+            word += 1;
+            if word == WORDS {
+                self.phase = Phase::Write(step, at, block + 1, 0);
+                return;
+            }
+            if ctx.rng.one_in(3) {
+                self.phase = Phase::Write(step, at, block, word);
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! What a step posts: loads under a lease, CANCEL before a block is used again, saves of what is full.
+
+use shm_protocol::message::{Kind, LOAD_BY_ENGINE, LOAD_SYNC, Message};
+
+use super::request::Plan;
+use super::scheduler::{Hit, Scheduler};
+use crate::ctx::{Canary, Ctx};
+
+// === impl Scheduler: posting ===
+
+impl Scheduler {
+    /// Posts the load of a request's hit; `None` where no lease covers it: then nothing may be loaded.
+    pub(super) fn try_load(&mut self, id: u64, hit: Hit, ctx: &mut Ctx) -> Option<Plan> {
+        let request = &self.requests[&id];
+        let (_, number) = request.log?;
+        let link = self.link.as_mut().filter(|link| !link.connection.is_lost())?;
+        let log = &link.logs[&number];
+        let lease = log.lease?;
+        let (from, count) = (hit.from as u32, hit.count as u32);
+        if from < lease.from || from + count > lease.from + lease.hits {
+            return None;
+        }
+        let slots = (hit.from..hit.from + hit.count).map(|key| {
+            let chunk = log.chunks[key / shm_protocol::layout::CHUNK_KEYS];
+            link.connection.memory.read_ref(chunk, key % shm_protocol::layout::CHUNK_KEYS)
+        });
+        let blocks = request.promised.iter().copied().zip(slots).collect();
+        let by_engine = self.model.by_engine;
+        let flags = if hit.sync { LOAD_SYNC } else { 0 } | if by_engine { LOAD_BY_ENGINE } else { 0 };
+        let op = self.next_op;
+        let step = self.step + 1;
+        let message = Message {
+            flags,
+            log: number,
+            op,
+            from,
+            count,
+            step,
+            lease: lease.op,
+            ..Message::new(Kind::Load)
+        };
+        if !link.post_with_blocks(message, &request.loaded) {
+            return None;
+        }
+        self.next_op += 1;
+        link.logs.get_mut(&number).expect("looked up above").lease = None;
+        ctx.hit(if by_engine { "engine load by engine" } else { "engine load by sidecar" });
+        Some(Plan { op, epoch: link.connection.epoch, by_engine, blocks })
+    }
+
+    /// Gives up unfinished saves whose source this step may overwrite.
+    pub(super) fn cancel(&mut self, ctx: &mut Ctx) {
+        let blocks = std::mem::take(&mut self.overwritten);
+        let Some(link) = &mut self.link else { return };
+        let cancels = link.saves.cancel(blocks.into_iter());
+        if !cancels.is_empty() {
+            ctx.hit("engine block reused while saved");
+        }
+        if ctx.canary == Canary::NoCancel {
+            return;
+        }
+        for cancel in cancels {
+            let (op, from, count) = (cancel.op, cancel.from, cancel.count);
+            if !link.post(&Message { op, from, count, ..Message::new(Kind::Cancel) }) {
+                // This word covers all of them, those still listed too.
+                ctx.hit("engine cancel without room");
+                link.void_saves_below(self.next_op);
+                return;
+            }
+        }
+    }
+
+    /// Saves the blocks of a request that are full after this step and whose keys are known.
+    pub(super) fn save(&mut self, id: u64, ctx: &mut Ctx) {
+        let request = &self.requests[&id];
+        if request.outdated {
+            return;
+        }
+        let full = request.computed.min(request.known).min(request.blocks.len());
+        if full <= request.saved || !self.append(id) {
+            return;
+        }
+        let request = self.requests.get_mut(&id).expect("looked up above");
+        if full > request.appended {
+            return;
+        }
+        let (from, blocks) = (request.saved, request.blocks[request.saved..full].to_vec());
+        request.saved = full;
+        let (_, log) = request.log.expect("it was appended to");
+        let link = self.link.as_mut().expect("the log is its");
+        let (op, step) = (self.next_op, self.step);
+        let (from, count) = (from as u32, blocks.len() as u32);
+        let message = Message { log, op, from, count, step, ..Message::new(Kind::Save) };
+        if !link.saves.has_room() || !link.post_with_blocks(message, &blocks) {
+            return ctx.hit("engine save without room");
+        }
+        ctx.hit("engine save");
+        self.next_op += 1;
+        link.saves.begin(op, blocks);
+    }
+
+    /// Publishes, reaps, reclaims, and looks whether the sidecar is still there.
+    pub(super) fn end_step(&mut self, ctx: &mut Ctx) {
+        if let Some(link) = &mut self.link {
+            link.retry_closes();
+            link.flush();
+            link.reap();
+            link.reclaim();
+        }
+        self.refresh(ctx);
+    }
+
+    /// KV computed on blocks that were not loaded must never be kept: every unfinished save is given up.
+    pub(super) fn void_saves(&mut self, ctx: &mut Ctx) {
+        if let Some(link) = &mut self.link
+            && link.saves.blocks() > 0
+        {
+            ctx.hit("engine saves voided");
+            link.void_saves_below(self.next_op);
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! What passes between an engine's parts: requests, steps, plans, results.
+
+use std::collections::BTreeSet;
+
+use shm_protocol::key::{BlockHash, NamespaceDigest};
+use shm_protocol::pool::SlotRef;
+
+use crate::ctx::Micros;
+
+/// What a client asks for.
+#[derive(Clone, Debug)]
+pub(crate) struct Spec {
+    pub(crate) id: u64,
+    /// Keys of all blocks that it will fill.
+    pub(crate) keys: Vec<BlockHash>,
+    /// How many of them the prompt fills; the others are decoded.
+    pub(crate) prompt: usize,
+}
+
+/// Where a request stands.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum State {
+    Waiting,
+    Loading,
+    Running,
+    /// Aborted while its blocks are written by a load.
+    Leaving,
+}
+
+/// A request as the scheduler and the connector see it.
+#[derive(Debug)]
+pub(super) struct Request {
+    pub(super) spec: Spec,
+    pub(super) state: State,
+    /// Goes up whenever what was computed is void.
+    pub(super) attempt: u32,
+    pub(super) blocks: Vec<u32>,
+    /// Blocks computed or loaded, steps in flight included.
+    pub(super) computed: usize,
+    /// The same without them.
+    pub(super) settled: usize,
+    /// Blocks whose tokens, and so keys, are known.
+    pub(super) known: usize,
+    /// The connection that its log belongs to, and the log.
+    pub(super) log: Option<(u64, u32)>,
+    pub(super) appended: usize,
+    pub(super) saved: usize,
+    pub(super) loaded: Vec<u32>,
+    /// Keys and namespace of those, for the oracle.
+    pub(super) promised: Vec<Target>,
+    pub(super) refused: bool,
+    pub(super) outdated: bool,
+    /// Ranks that still load for it.
+    pub(super) loading: usize,
+    pub(super) failed: BTreeSet<u32>,
+}
+
+/// A block and what it is to hold.
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct Target {
+    pub(crate) block: u32,
+    pub(crate) hash: BlockHash,
+    pub(crate) digest: NamespaceDigest,
+}
+
+/// One load.
+#[derive(Clone, Debug)]
+pub(crate) struct Plan {
+    pub(crate) op: u64,
+    pub(crate) epoch: u64,
+    pub(crate) by_engine: bool,
+    pub(crate) blocks: Vec<(Target, SlotRef)>,
+}
+
+/// What a step computes for one request.
+#[derive(Clone, Debug)]
+pub(super) struct Work {
+    pub(super) request: u64,
+    pub(super) attempt: u32,
+    /// Its KV belongs to two generations of the namespace.
+    pub(super) outdated: bool,
+    /// Blocks that the forward reads.
+    pub(super) reads: Vec<Target>,
+    pub(super) writes: Vec<Target>,
+    /// Blocks computed once it is done; zero for what lies before a load.
+    pub(super) end: usize,
+}
+
+/// A load in a step's metadata; without a plan it is lost.
+#[derive(Clone, Debug)]
+pub(super) struct Order {
+    pub(super) request: u64,
+    pub(super) attempt: u32,
+    pub(super) sync: bool,
+    pub(super) blocks: Vec<u32>,
+    pub(super) plan: Option<Plan>,
+}
+
+/// A step's metadata.
+#[derive(Clone, Debug)]
+pub(crate) struct Step {
+    pub(super) number: u64,
+    pub(super) run: [u8; 16],
+    pub(super) resolved: u64,
+    pub(super) urgent: bool,
+    pub(super) orders: Vec<Order>,
+    pub(super) work: Vec<Work>,
+}
+
+/// What a rank says at the end of a step.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Results {
+    pub(super) step: u64,
+    /// Requests whose asynchronous load ended.
+    pub(super) ended: Vec<u64>,
+    /// Blocks that were not loaded.
+    pub(super) failed: BTreeSet<u32>,
+}
+
+/// The right to load keys `from..from + hits`.
+#[derive(Copy, Clone, Debug)]
+pub(super) struct Lease {
+    pub(super) op: u64,
+    pub(super) from: u32,
+    pub(super) asked: u32,
+    pub(super) hits: u32,
+    pub(super) since: Micros,
+}
+
+// === impl Request ===
+
+impl Request {
+    pub(super) fn new(spec: Spec) -> Self {
+        Self {
+            state: State::Waiting,
+            attempt: 0,
+            blocks: Vec::new(),
+            computed: 0,
+            settled: 0,
+            known: spec.prompt,
+            log: None,
+            appended: 0,
+            saved: 0,
+            loaded: Vec::new(),
+            promised: Vec::new(),
+            refused: false,
+            outdated: false,
+            loading: 0,
+            failed: BTreeSet::new(),
+            spec,
+        }
+    }
+
+    /// Blocks `range` and what they are to hold in namespace `digest`.
+    pub(super) fn targets(&self, range: std::ops::Range<usize>, digest: NamespaceDigest) -> Vec<Target> {
+        range.map(|at| Target { block: self.blocks[at], hash: self.spec.keys[at], digest }).collect()
+    }
+
+    pub(super) fn total(&self) -> usize {
+        self.spec.keys.len()
+    }
+}

@@ -1,0 +1,190 @@
+//! The oracle's book of the pool: what every slot is said to hold, checked against its bytes whenever somebody relies on
+//! them.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
+
+use shm_protocol::key::{BlockHash, NamespaceDigest};
+use shm_protocol::pool::{self, Geometry, SlotRef, slot};
+use shm_protocol::region::Region;
+use sidecar::engine::{Action, Direction, Piece};
+
+use crate::origin::Origin;
+
+/// What the blocks of a model are: two engines with the same form and base namespace share them.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Form {
+    pub(crate) shards: u32,
+    pub(crate) shard_bytes: u64,
+}
+
+#[derive(Debug)]
+struct Slot {
+    generation: u64,
+    committed: bool,
+    digest: NamespaceDigest,
+    hash: BlockHash,
+    form: Form,
+    /// Batches that read or write it.
+    copies: u32,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Ledger {
+    segment_bytes: u64,
+    forms: BTreeMap<u64, Form>,
+    segments: BTreeMap<u64, Geometry>,
+    slots: BTreeMap<u64, Slot>,
+}
+
+// === impl Form ===
+
+impl Form {
+    pub(crate) fn block_bytes(&self) -> u64 {
+        self.shard_bytes * u64::from(self.shards)
+    }
+}
+
+// === impl Ledger ===
+
+impl Ledger {
+    pub(crate) fn new(segment_bytes: u64) -> Self {
+        let (forms, segments, slots) = Default::default();
+        Self { segment_bytes, forms, segments, slots }
+    }
+
+    /// Announces a form; block sizes tell them apart.
+    pub(crate) fn know(&mut self, form: Form) {
+        let known = self.forms.insert(form.block_bytes(), form);
+        assert!(known.is_none_or(|known| known == form), "two forms of one size");
+    }
+
+    /// Follows a header action; true where a segment was taken from another block size.
+    pub(crate) fn follow(&mut self, action: &Action, memory: &Region) -> bool {
+        match action {
+            Action::AssignSegment { segment, block_bytes } => return self.assign(*segment, *block_bytes),
+            Action::FillSlot { slot, namespace, key } => self.fill(*slot, *namespace, key.hash),
+            Action::CommitSlot { slot } => self.commit(*slot, memory),
+            Action::FreeSlot { slot } => self.free(*slot),
+            _ => unreachable!("the caller chose header actions"),
+        }
+        false
+    }
+
+    fn assign(&mut self, segment: u64, block_bytes: u64) -> bool {
+        let geometry = Geometry::new(self.segment_bytes, block_bytes).expect("the core asked for it");
+        let begin = pool::segment_offset(self.segment_bytes, segment).expect("a small pool");
+        let used = self.slots.range(begin..begin + self.segment_bytes).next();
+        assert!(used.is_none(), "segment {segment} was given away with {used:?} in it");
+        self.segments.insert(segment, geometry).is_some()
+    }
+
+    fn fill(&mut self, slot: SlotRef, digest: NamespaceDigest, hash: BlockHash) {
+        let segment = (slot.offset - pool::SEGMENT_ALIGN) / self.segment_bytes;
+        let geometry = self.segments[&segment];
+        assert!(geometry.place(slot.offset).is_ok(), "{slot:?} is no slot");
+        let form = self.forms[&geometry.block_bytes];
+        let fresh = Slot { generation: slot.generation, committed: false, digest, hash, form, copies: 0 };
+        let before = self.slots.insert(slot.offset, fresh);
+        assert!(before.is_none(), "{slot:?} was filled over {before:?}");
+    }
+
+    fn commit(&mut self, at: SlotRef, memory: &Region) {
+        let slot = self.slots.get_mut(&at.offset).expect("only a slot that is filled is committed");
+        assert!(slot.generation == at.generation && !slot.committed, "{at:?} committed as {slot:?}");
+        assert_eq!(slot.copies, 0, "{at:?} was committed under a running copy");
+        slot.committed = true;
+        slot.check(at, memory, "committed");
+    }
+
+    fn free(&mut self, at: SlotRef) {
+        let slot = self.slots.remove(&at.offset);
+        let slot = slot.unwrap_or_else(|| panic!("{at:?} was freed and held nothing"));
+        assert_eq!(slot.generation, at.generation, "another filling of {at:?} was freed");
+        assert_eq!(slot.copies, 0, "{at:?} was freed under a running copy");
+    }
+
+    /// A batch begins to use these places.
+    pub(crate) fn begin(&mut self, direction: Direction, pieces: &[Piece]) {
+        for piece in pieces {
+            let slot = self.slot_of(piece);
+            assert_eq!(slot.committed, direction == Direction::Load, "{direction:?} of {slot:?}");
+            slot.copies += 1;
+        }
+    }
+
+    /// The end of that batch was handed to the core.
+    pub(crate) fn end(&mut self, pieces: &[Piece]) {
+        pieces.iter().for_each(|piece| self.slot_of(piece).copies -= 1);
+    }
+
+    fn slot_of(&mut self, piece: &Piece) -> &mut Slot {
+        let (offset, slot) = self.slots.range_mut(..=piece.offset).next_back().expect("a copy uses a slot");
+        assert!(piece.offset < offset + slot.form.block_bytes(), "a copy outside of any slot: {piece:?}");
+        slot
+    }
+
+    /// A query's answer names these slots for these keys of `digest`.
+    pub(crate) fn answered(
+        &self,
+        refs: &[SlotRef],
+        digest: NamespaceDigest,
+        keys: &[BlockHash],
+        memory: &Region,
+    ) {
+        for (at, hash) in refs.iter().zip(keys) {
+            let slot = self.slots.get(&at.offset).filter(|slot| slot.generation == at.generation);
+            let slot = slot.unwrap_or_else(|| panic!("a query was answered with {at:?}, which is gone"));
+            assert!(slot.committed, "a query was answered with {at:?}, which is not whole");
+            assert_eq!((slot.digest, slot.hash), (digest, *hash), "wrong bytes: answered with another key");
+            slot.check(*at, memory, "granted");
+        }
+    }
+
+    /// At rest: every slot is whole, its header says so, and its bytes are its key's.
+    pub(crate) fn audit(&self, memory: &Region) {
+        for (&offset, slot) in &self.slots {
+            let at = SlotRef { offset, generation: slot.generation };
+            assert!(slot.committed, "{at:?} is still being filled: {slot:?}");
+            assert_eq!(slot.copies, 0, "a copy of {at:?} never ended");
+            slot.check(at, memory, "kept");
+        }
+        for (&segment, geometry) in &self.segments {
+            for index in 0..geometry.slot_count {
+                let offset = geometry.offset(segment, index).expect("below the count");
+                let header = geometry.place(offset).expect("its own offset").header;
+                let state = memory.word64((header + slot::STATE) as usize).load(Ordering::Relaxed);
+                let expected = if self.slots.contains_key(&offset) { pool::COMMITTED } else { pool::FREE };
+                assert_eq!(state, expected, "the header of the slot at {offset}");
+            }
+        }
+    }
+
+    pub(crate) fn committed(&self) -> u64 {
+        self.slots.values().filter(|slot| slot.committed).count() as u64
+    }
+
+    pub(crate) fn filling(&self) -> bool {
+        self.slots.values().any(|slot| !slot.committed)
+    }
+
+    /// Words of a slot's header, for a write that is torn.
+    pub(crate) fn header(&self, at: SlotRef) -> u64 {
+        let segment = (at.offset - pool::SEGMENT_ALIGN) / self.segment_bytes;
+        self.segments[&segment].place(at.offset).expect("filled").header
+    }
+}
+
+// === impl Slot ===
+
+impl Slot {
+    fn check(&self, at: SlotRef, memory: &Region, what: &str) {
+        for shard in 0..self.form.shards {
+            let base = (at.offset + u64::from(shard) * self.form.shard_bytes) as usize;
+            let origin = Origin { digest: self.digest, hash: self.hash, shard };
+            let word = |index: usize| memory.word64(base + index * 8).load(Ordering::Relaxed);
+            origin.check(|| format!("{what} {at:?}"), word);
+        }
+    }
+}

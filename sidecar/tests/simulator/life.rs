@@ -1,0 +1,240 @@
+//! One life of the sidecar: the product's core, tier, pool and sessions under the order of [`sidecar::runtime`]'s turn,
+//! one event or action at a time, so that every other process can act between any two.
+
+mod actions;
+mod copies;
+mod doorway;
+mod turn;
+
+use std::cell::Cell;
+use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::rc::Rc;
+
+use shm_protocol::key::{BlockHash, NamespaceDigest};
+use shm_protocol::region::{Access, Region};
+use sidecar::engine::{Action, Core, Event, Piece, SessionId};
+use sidecar::session::Session;
+use tiers::dram::{self, Dram};
+use tiers::pool::{self, Pool};
+
+use self::actions::TornHeader;
+use self::copies::{Copies, Rank};
+use self::turn::Phase;
+use crate::connection::{PoolMap, Socket};
+use crate::coverage;
+use crate::ctx::{Actor, Ctx, Micros, TICK};
+use crate::ledger::{Form, Ledger};
+
+/// Bytes of a pool segment: the smallest there is.
+pub(crate) const SEGMENT_BYTES: u64 = 2 << 20;
+
+/// A session and what the oracle knows of it.
+#[derive(Debug)]
+struct Peer {
+    session: Session,
+    /// Workers: their memory, held by their copies too.
+    rank: Option<Rc<Rank>>,
+    /// Closed with the last of its copies.
+    _socket: Rc<Socket>,
+    hung_up: Rc<Cell<bool>>,
+    engine: String,
+    /// Schedulers: the last SALT, open logs, and which log a query asks about.
+    salt: Option<[u8; 16]>,
+    logs: BTreeMap<u32, Vec<BlockHash>>,
+    asked: u32,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Life {
+    pub(crate) epoch: u64,
+    core: Core,
+    pool: Pool,
+    map: Rc<PoolMap>,
+    pub(crate) ledger: Ledger,
+    /// Base namespace of each engine's workers.
+    namespaces: BTreeMap<String, NamespaceDigest>,
+    sessions: BTreeMap<SessionId, Peer>,
+    next_session: SessionId,
+    phase: Phase,
+    /// Actions that have not been carried out, in order.
+    out: VecDeque<Action>,
+    closing: Vec<SessionId>,
+    copies: Copies,
+    /// Places of the batches that the core has not been told the end of.
+    places: BTreeMap<u64, Vec<Piece>>,
+    touched: bool,
+    backlog: Vec<SessionId>,
+    next_tick: Micros,
+    draining: bool,
+    asleep: bool,
+    /// A header write was interrupted half-way.
+    torn: Option<TornHeader>,
+    /// A descriptor for what the product's session holds and the simulator has no use for.
+    null: OwnedFd,
+}
+
+// === impl Life ===
+
+impl Life {
+    /// A sidecar that has just started. `path`: the pool is this file.
+    pub(crate) fn start(epoch: u64, path: Option<PathBuf>, forms: &[Form], ctx: &mut Ctx) -> Self {
+        let bytes = ctx.knobs.segments * SEGMENT_BYTES;
+        let config = pool::Config { bytes, segment_bytes: SEGMENT_BYTES, path, epoch };
+        let pool = Pool::create(&config).expect("a small pool fits anywhere");
+        let fd = pool.read_only_fd().expect("a descriptor");
+        let region = Region::map(fd.as_fd(), pool.len() as usize, Access::ReadOnly).expect("a small mapping");
+        let map = PoolMap { region, epoch, segment_bytes: SEGMENT_BYTES, segments: pool.segments() };
+        let lease_ttl_ms = ctx.knobs.lease_ttl_ms;
+        let config = dram::Config { pool_bytes: bytes, segment_bytes: SEGMENT_BYTES, lease_ttl_ms };
+        let mut dram = Dram::new(config).expect("sizes of a pool that exists");
+        dram.raise_generation(pool.first_generation());
+        let mut ledger = Ledger::new(SEGMENT_BYTES);
+        forms.iter().for_each(|form| ledger.know(*form));
+        ctx.wakes.push((Actor::Data, ctx.now + 1));
+        Self {
+            epoch,
+            core: Core::new(dram),
+            pool,
+            map: Rc::new(map),
+            ledger,
+            namespaces: BTreeMap::new(),
+            sessions: BTreeMap::new(),
+            next_session: 1,
+            phase: Phase::Copied,
+            out: VecDeque::new(),
+            closing: Vec::new(),
+            copies: Copies::default(),
+            places: BTreeMap::new(),
+            touched: false,
+            backlog: Vec::new(),
+            next_tick: 0,
+            draining: false,
+            asleep: false,
+            torn: None,
+            null: rustix::fs::memfd_create("simulator", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd"),
+        }
+    }
+
+    /// Asks it to end once its copies have.
+    pub(crate) fn drain(&mut self) {
+        self.draining = true;
+    }
+
+    /// Whether copies run, in the core's eyes or in a copier's.
+    pub(crate) fn busy(&self) -> bool {
+        self.core.busy() || self.copies.running()
+    }
+
+    /// Whether nothing is left of anybody's operations, while their sessions still stand.
+    pub(crate) fn at_rest(&self) -> bool {
+        let stats = self.core.stats();
+        !self.busy() && stats.leases == 0 && !self.ledger.filling() && self.out.is_empty()
+    }
+
+    /// What is left, for the message of a run that does not come to rest.
+    pub(crate) fn unrest(&self) -> String {
+        let (stats, filling) = (self.core.stats(), self.ledger.filling());
+        format!("busy {}, leases {}, filling {filling}, {:?}", self.busy(), stats.leases, self.phase)
+    }
+
+    pub(crate) fn sessions(&self) -> usize {
+        self.sessions.len()
+    }
+
+    /// Checks everything that is kept.
+    pub(crate) fn audit(&self) {
+        let stats = self.core.stats();
+        assert_eq!(stats.sessions, self.sessions.len() as u64, "sessions");
+        assert_eq!(stats.blocks, self.ledger.committed(), "blocks that the core believes to keep");
+        self.ledger.audit(self.pool.region());
+    }
+
+    /// Gives the core one event.
+    fn handle(&mut self, event: Event, ctx: &mut Ctx) {
+        debug_assert!(self.out.is_empty(), "actions are carried out before the next event");
+        ctx.hit(coverage::event(&event));
+        let quiet = matches!(event, Event::Drained { .. } | Event::Fences { .. } | Event::Tick);
+        let text = ctx.traced().then(|| describe(&event));
+        self.touched |= !matches!(event, Event::Tick | Event::Drained { .. });
+        let mut out = Vec::new();
+        self.core.handle(ctx.now / 1000, event, &mut out);
+        // Most of these change nothing.
+        if let Some(text) = text.filter(|_| !quiet || !out.is_empty()) {
+            ctx.note(|| format!("sidecar {}: {text}", self.epoch));
+        }
+        for action in &out {
+            ctx.fingerprint = crate::rng::mix(ctx.fingerprint ^ fingerprint(action));
+        }
+        self.out.extend(out);
+    }
+
+    /// Begins to close a session: from now on it is not there.
+    fn close(&mut self, id: SessionId, why: &str, ctx: &mut Ctx) {
+        let Some(peer) = self.sessions.remove(&id) else { return };
+        ctx.note(|| format!("sidecar {}: session {id} closed: {why}", self.epoch));
+        if let Some(rank) = &peer.rank {
+            rank.stopped.set(true);
+        }
+        drop(peer);
+        self.touched = true;
+        self.handle(Event::Disconnected { session: id }, ctx);
+    }
+
+    /// A turn of a thread that copies; the time until its next one.
+    pub(crate) fn copy(&mut self, thread: usize, ctx: &mut Ctx) -> Option<Micros> {
+        let moved = self.copies.step(thread, &self.pool, ctx);
+        if self.copies.ended() {
+            ctx.wakes.push((Actor::Data, ctx.now + 1 + ctx.rng.below(20)));
+        }
+        moved
+    }
+
+    /// Whether a copy is half-way, for faults that want to hit one.
+    pub(crate) fn copying(&self) -> bool {
+        self.copies.running()
+    }
+
+    /// Whether a header is half-written.
+    pub(crate) fn is_torn(&self) -> bool {
+        self.torn.is_some()
+    }
+
+    /// Whether a ring at the door would wake it.
+    pub(crate) fn sleeps(&self) -> bool {
+        self.asleep
+    }
+
+    fn tick(&mut self, ctx: &mut Ctx) -> bool {
+        let due = ctx.now >= self.next_tick;
+        if due {
+            self.next_tick = ctx.now + TICK;
+            self.handle(Event::Tick, ctx);
+        }
+        due
+    }
+}
+
+/// A short text for the trace.
+fn describe(event: &Event) -> String {
+    match event {
+        Event::Connected { session, hello, .. } => format!("session {session} begins: {}", hello.engine),
+        Event::Message { session, message, blocks, .. } => {
+            let m = message;
+            let ids = if blocks.is_empty() { String::new() } else { format!(" blocks {blocks:?}") };
+            format!(
+                "session {session} {:?} log {} op {} from {} count {} step {} lease {} flags {}{ids}",
+                m.kind, m.log, m.op, m.from, m.count, m.step, m.lease, m.flags
+            )
+        }
+        other => format!("{other:?}"),
+    }
+}
+
+fn fingerprint(action: &Action) -> u64 {
+    let text = format!("{action:?}");
+    text.bytes()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+}

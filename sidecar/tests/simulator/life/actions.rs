@@ -1,0 +1,149 @@
+//! Carrying out what the core decided, one action at a time, each followed by the oracle.
+
+use std::sync::atomic::Ordering;
+
+use shm_protocol::key::NamespaceDigest;
+use shm_protocol::namespace;
+use shm_protocol::pool::{SLOT_HEADER_BYTES, SlotRef, slot};
+use sidecar::engine::{Action, SessionId};
+use sidecar::session::Session;
+
+use super::Life;
+use crate::coverage;
+use crate::ctx::{Actor, Ctx, Micros};
+
+/// A slot header of which some words are still the old ones: the writer was stopped between two stores.
+#[derive(Debug)]
+pub(super) struct TornHeader {
+    header: u64,
+    after: Vec<u64>,
+}
+
+const HEADER_WORDS: usize = SLOT_HEADER_BYTES as usize / 8;
+
+// === impl Life: actions ===
+
+impl Life {
+    /// Carries out the next action; how long that took.
+    pub(super) fn apply(&mut self, action: Action, ctx: &mut Ctx) -> Micros {
+        ctx.hit(coverage::action(&action));
+        ctx.note(|| format!("sidecar {}: does {action:?}", self.epoch));
+        match action {
+            Action::Answer { session, op, outcome, refs, chunks, from } => {
+                self.check_answer(session, &refs, from);
+                self.on(session, ctx, |session| {
+                    session.write_refs(&chunks, from, &refs);
+                    session.store_outcome(op, outcome);
+                });
+            }
+            Action::Outcome { session, op, outcome } => {
+                self.on(session, ctx, |session| session.store_outcome(op, outcome));
+            }
+            Action::Saved { session, saved } => {
+                ctx.cover.add("save committed", saved.committed.into());
+                ctx.cover.add("save present", saved.present.into());
+                ctx.cover.add("save cancelled", saved.cancelled.into());
+                ctx.cover.add("save dropped", saved.dropped.into());
+                self.on(session, ctx, |session| {
+                    session
+                        .push_saved(&saved)
+                        .expect("the engine posts no more saves than there is room for");
+                });
+            }
+            Action::Copy { copy, session, direction, pieces, load_op } => {
+                self.ledger.begin(direction, &pieces);
+                self.places.insert(copy, pieces.clone());
+                match self.sessions.get(&session).and_then(|peer| peer.rank.clone()) {
+                    Some(rank) => self.copies.post(copy, rank, direction, pieces, load_op, ctx),
+                    None => self.copies.refuse(copy),
+                }
+            }
+            Action::Close { session, .. } => self.closing.push(session),
+            headers => return self.write_header(&headers, ctx),
+        }
+        1
+    }
+
+    /// Does something to a session that may have ended meanwhile.
+    fn on(&mut self, id: SessionId, ctx: &mut Ctx, act: impl FnOnce(&mut Session)) {
+        let Some(peer) = self.sessions.get_mut(&id) else { return };
+        act(&mut peer.session);
+        peer.session.flush();
+        // Whoever sleeps on the futex is woken; the others look anyway.
+        let engine = usize::from(peer.engine != "e0");
+        let actor = match &peer.rank {
+            None => Actor::Scheduler(engine),
+            Some(_) => return,
+        };
+        ctx.wakes.push((actor, ctx.now + 5 + ctx.rng.below(50)));
+    }
+
+    fn check_answer(&self, session: SessionId, refs: &[SlotRef], from: u32) {
+        let Some(peer) = self.sessions.get(&session).filter(|_| !refs.is_empty()) else { return };
+        let base = self.namespaces[&peer.engine];
+        let digest: NamespaceDigest = peer.salt.map_or(base, |salt| namespace::salted(base, salt));
+        let keys = &peer.logs[&peer.asked][from as usize..];
+        assert!(refs.len() <= keys.len(), "an answer of more keys than the log has");
+        self.ledger.answered(refs, digest, keys, self.pool.region());
+    }
+
+    /// Writes a header as the product does; now and then the process is stopped half-way, for good or for a while.
+    fn write_header(&mut self, action: &Action, ctx: &mut Ctx) -> Micros {
+        let stolen = self.ledger.follow(action, self.pool.region());
+        if stolen {
+            ctx.hit("sidecar evicted for another size");
+        }
+        let done = match action {
+            Action::AssignSegment { segment, block_bytes } => {
+                self.pool.write_segment_header(*segment, *block_bytes)
+            }
+            Action::FillSlot { slot, namespace, key } => {
+                if ctx.knobs.faults > 0 && ctx.rng.one_in(16) {
+                    return self.tear_fill(*slot, ctx, |pool| pool.fill(*slot, *namespace, key));
+                }
+                self.pool.fill(*slot, *namespace, key)
+            }
+            Action::CommitSlot { slot } => self.pool.commit(*slot, 0),
+            Action::FreeSlot { slot } => {
+                self.pool.free(*slot);
+                true
+            }
+            _ => unreachable!("the caller chose header actions"),
+        };
+        assert!(done, "the pool and the core disagree: {action:?}");
+        1
+    }
+
+    /// Stops in the middle of a filling's header: FILLING stands, which is stored first and fenced; of the other words
+    /// any may be missing.
+    fn tear_fill(
+        &mut self,
+        at: SlotRef,
+        ctx: &mut Ctx,
+        fill: impl FnOnce(&tiers::pool::Pool) -> bool,
+    ) -> Micros {
+        let header = self.ledger.header(at);
+        let words = self.pool.region().words64(header as usize, HEADER_WORDS);
+        let read = || words.iter().map(|word| word.load(Ordering::Relaxed)).collect::<Vec<u64>>();
+        let before = read();
+        assert!(fill(&self.pool), "the pool and the core disagree about {at:?}");
+        let after = read();
+        for (index, word) in words.iter().enumerate() {
+            if index as u64 * 8 != slot::STATE && ctx.rng.one_in(2) {
+                word.store(before[index], Ordering::Relaxed);
+            }
+        }
+        ctx.note(|| format!("sidecar {}: stopped within the header of {at:?}", self.epoch));
+        self.torn = Some(TornHeader { header, after });
+        ctx.pause(2_000)
+    }
+
+    /// Goes on where a header was left half-written.
+    pub(super) fn mend(&mut self, ctx: &mut Ctx) -> bool {
+        let Some(torn) = self.torn.take() else { return false };
+        let words = self.pool.region().words64(torn.header as usize, HEADER_WORDS);
+        words.iter().zip(torn.after).for_each(|(word, value)| word.store(value, Ordering::Relaxed));
+        ctx.hit("fault torn header, resumed");
+        true
+    }
+}

@@ -1,0 +1,92 @@
+//! Peers that come and go.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use copy_engine::HostMemory;
+use shm_protocol::handshake::Role;
+use shm_protocol::namespace;
+use shm_protocol::region::Access;
+use shm_protocol::session::SessionMemory;
+use sidecar::copiers;
+use sidecar::engine::{Action, Event, SessionId};
+use sidecar::session::Session;
+
+use super::copies::Rank;
+use super::{Life, Peer};
+use crate::connection::{Connection, Socket};
+use crate::ctx::{Ctx, Dial};
+
+// === impl Life: peers ===
+
+impl Life {
+    /// Takes in a process that said hello.
+    pub(super) fn admit(&mut self, dial: Dial, ctx: &mut Ctx) {
+        dial.pending.set(false);
+        let id = self.next_session;
+        self.next_session += 1;
+        let Dial { hello, kv, fresh, .. } = dial;
+        let digest = match &hello.role {
+            Role::Worker(worker) => Some(namespace::digest(&worker.facts)),
+            Role::Scheduler { .. } => None,
+        };
+        if let Some(digest) = digest {
+            self.namespaces.insert(hello.engine.clone(), digest);
+        }
+        let (_, memory) = SessionMemory::create(self.epoch, id).expect("memory for a session");
+        let (lost, hung_up) = (Rc::new(Cell::new(false)), Rc::new(Cell::new(false)));
+        let socket = Rc::new(Socket { lost: Rc::clone(&lost) });
+        let rank = kv.map(|kv| {
+            let (words, stopped) = (memory.clone(), Cell::new(false));
+            Rc::new(Rank { kv, words, stopped, _socket: Rc::clone(&socket) })
+        });
+        let session = self.session(&memory, rank.is_some());
+        let engine = hello.engine.clone();
+        let connection = Connection {
+            memory: memory.clone(),
+            epoch: self.epoch,
+            lease_ttl_ms: ctx.knobs.lease_ttl_ms,
+            lost,
+            hung_up: Rc::clone(&hung_up),
+            bell: Rc::clone(&ctx.bell),
+            pool: Rc::clone(&self.map),
+        };
+        self.handle(Event::Connected { session: id, hello, namespace: digest }, ctx);
+        let logs = BTreeMap::new();
+        let peer = Peer { session, rank, _socket: socket, hung_up, engine, salt: None, logs, asked: 0 };
+        self.sessions.insert(id, peer);
+        let refused =
+            self.out.iter().any(|action| matches!(action, Action::Close { session, .. } if *session == id));
+        if !refused {
+            *fresh.borrow_mut() = Some(Rc::new(connection));
+        }
+    }
+
+    /// The product's session over this memory. Its descriptors are not used here: bytes are moved by [`Rank`].
+    fn session(&self, memory: &SessionMemory, worker: bool) -> Session {
+        let descriptor = || self.null.try_clone().expect("a descriptor");
+        let socket = Arc::new(descriptor());
+        let rank = worker.then(|| {
+            let none = HostMemory::new(Vec::new(), &[], 1, Access::ReadOnly).expect("no memory is sound");
+            Arc::new(copiers::Rank::new(none, memory.clone(), Arc::clone(&socket)))
+        });
+        Session::new(memory.clone(), socket, descriptor(), rank)
+    }
+
+    /// Sessions whose process hung up.
+    pub(super) fn hung_up(&self) -> Option<SessionId> {
+        self.sessions.iter().find(|(_, peer)| peer.hung_up.get()).map(|(id, _)| *id)
+    }
+
+    /// Cuts a session that did nothing wrong, as a broken socket would.
+    pub(crate) fn cut(&mut self, scheduler: bool, ctx: &mut Ctx) {
+        let may = self.sessions.iter().filter(|(_, peer)| peer.rank.is_none() || !scheduler);
+        let ids: Vec<SessionId> = may.map(|(id, _)| *id).collect();
+        if !ids.is_empty() {
+            self.closing.push(ctx.rng.pick(&ids));
+            ctx.hit("fault session cut");
+        }
+    }
+}

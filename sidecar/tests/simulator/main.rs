@@ -1,0 +1,43 @@
+//! The deterministic simulator: the sidecar's pure core, its session and ring code, the shim's arenas and the pool's
+//! headers, all the product's own, among simulated engines, copies, clocks and faults. A seed is a world; an oracle knows
+//! where every byte comes from.
+//!
+//! ```text
+//! simulator [--runs N] [--seed S]    N worlds from seed S on; then worlds without a protection, which must fail
+//! simulator --replay SEED            one world, with its last events
+//! ```
+
+#[path = "../../../connector-shim/src/arena.rs"]
+#[allow(dead_code, unused_imports, reason = "the shim's own file; a part of it is used here")]
+mod arena;
+mod connection;
+mod coverage;
+mod ctx;
+mod engine;
+mod faults;
+mod ledger;
+mod life;
+mod origin;
+mod report;
+mod rng;
+#[path = "../../../connector-shim/src/saves.rs"]
+#[allow(dead_code, unused_imports, reason = "the shim's own file; a part of it is used here")]
+mod saves;
+#[path = "../../../connector-shim/src/submission.rs"]
+#[allow(dead_code, unused_imports, reason = "the shim's own file; a part of it is used here")]
+mod submission;
+mod world;
+
+use std::process::ExitCode;
+
+use self::report::{Options, Report};
+
+fn main() -> ExitCode {
+    match Options::parse(std::env::args().skip(1)) {
+        Ok(options) => Report::default().run(&options),
+        Err(text) => {
+            eprintln!("{text}");
+            ExitCode::from(2)
+        }
+    }
+}

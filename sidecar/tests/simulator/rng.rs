@@ -1,0 +1,50 @@
+//! The one source of chance: SplitMix64, so that a seed means the same run everywhere.
+
+/// A seeded stream of numbers.
+#[derive(Clone, Debug)]
+pub(crate) struct Rng(u64);
+
+/// SplitMix64's finaliser: every bit of the input reaches every bit of the result.
+pub(crate) fn mix(value: u64) -> u64 {
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}
+
+// === impl Rng ===
+
+impl Rng {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(mix(seed ^ 0x5049_4c4c_494f_4e21))
+    }
+
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        mix(self.0)
+    }
+
+    /// Below `limit`, which is not zero.
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
+        ((u128::from(self.next()) * u128::from(limit)) >> 64) as u64
+    }
+
+    /// From `low` to `high`, both included.
+    pub(crate) fn within(&mut self, low: u64, high: u64) -> u64 {
+        low + self.below(high - low + 1)
+    }
+
+    /// True once in `of` calls.
+    pub(crate) fn one_in(&mut self, of: u64) -> bool {
+        self.below(of) == 0
+    }
+
+    /// One of them.
+    pub(crate) fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len() as u64) as usize]
+    }
+
+    /// Sixteen bytes.
+    pub(crate) fn bytes16(&mut self) -> [u8; 16] {
+        (u128::from(self.next()) << 64 | u128::from(self.next())).to_le_bytes()
+    }
+}

@@ -1,0 +1,282 @@
+//! The world of one seed: who acts next, what goes wrong, and what must hold when everything has ended.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+use std::path::PathBuf;
+
+use tempfile::TempDir;
+
+use crate::ctx::{Actor, COPIERS, Canary, Ctx, ENGINES, Micros, RANKS};
+use crate::engine::{Engine, Model, Spec, keys};
+use crate::faults::{Faults, back_after};
+use crate::ledger::Form;
+use crate::life::Life;
+
+/// More moves than any seed needs: beyond, somebody waits for ever.
+const MOVES_MAX: u64 = 2_000_000;
+/// The same in simulated time: every wait of the engine side is bounded by deadlines of 20 ms and the longest freeze.
+const TIME_MAX: Micros = 60_000_000;
+/// After the last request everything must come to rest within this.
+const REST_MAX: Micros = 2_000_000;
+const ACTORS: usize = 2 + COPIERS + ENGINES * (1 + 2 * RANKS);
+
+/// When an actor moves next; older entries of the queue are void.
+#[derive(Copy, Clone, Debug, Default)]
+struct Turn {
+    at: Micros,
+    entry: u64,
+    waiting: bool,
+    frozen_until: Micros,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct World {
+    pub(crate) ctx: Ctx,
+    pub(crate) life: Option<Life>,
+    pub(crate) engines: Vec<Engine>,
+    forms: Vec<Form>,
+    faults: Faults,
+    queue: BinaryHeap<Reverse<(Micros, u64, usize)>>,
+    turns: [Turn; ACTORS],
+    entries: u64,
+    next_epoch: u64,
+    folder: Option<TempDir>,
+}
+
+fn number(actor: Actor) -> usize {
+    let engine = |engine: usize| 2 + COPIERS + engine * (1 + 2 * RANKS);
+    match actor {
+        Actor::Data => 0,
+        Actor::Fate => 1,
+        Actor::Copier(thread) => 2 + thread,
+        Actor::Scheduler(index) => engine(index),
+        Actor::Worker(index, rank) => engine(index) + 1 + rank,
+        Actor::Rescuer(index, rank) => engine(index) + 1 + RANKS + rank,
+    }
+}
+
+fn actor(number: usize) -> Actor {
+    match number {
+        0 => Actor::Data,
+        1 => Actor::Fate,
+        thread if thread < 2 + COPIERS => Actor::Copier(thread - 2),
+        other => {
+            let (engine, part) =
+                ((other - 2 - COPIERS) / (1 + 2 * RANKS), (other - 2 - COPIERS) % (1 + 2 * RANKS));
+            match part {
+                0 => Actor::Scheduler(engine),
+                rank if rank <= RANKS => Actor::Worker(engine, rank - 1),
+                rank => Actor::Rescuer(engine, rank - 1 - RANKS),
+            }
+        }
+    }
+}
+
+// === impl World ===
+
+impl World {
+    pub(crate) fn new(seed: u64, canary: Canary, events: usize) -> Self {
+        let mut ctx = Ctx::new(seed, canary, events);
+        let mut models = vec![Model::random(0, None, &mut ctx.rng)];
+        if ctx.rng.one_in(2) {
+            let twin = ctx.rng.one_in(2).then(|| models[0].clone());
+            models.push(Model::random(1, twin.as_ref(), &mut ctx.rng));
+        }
+        let forms = models.iter().map(|model| model.form).collect();
+        let engines = models.into_iter().map(|model| {
+            let specs = specs(model.index as u64 * 1000, &mut ctx);
+            Engine::new(model, specs)
+        });
+        let engines: Vec<Engine> = engines.collect();
+        let folder =
+            ctx.knobs.pool_file.then(|| tempfile::tempdir_in("/dev/shm").expect("a folder on tmpfs"));
+        let faults = Faults::new(ctx.knobs.faults);
+        let (queue, turns) = Default::default();
+        Self { ctx, life: None, engines, forms, faults, queue, turns, entries: 0, next_epoch: 1, folder }
+    }
+
+    /// Runs until nothing is left to do, and checks that nothing is left over. Panics on whatever must not happen.
+    pub(crate) fn run(&mut self) {
+        self.ctx.wakes.push((Actor::Fate, 1));
+        if self.ctx.rng.one_in(4) {
+            self.faults.sidecar_starts(self.ctx.now + self.ctx.rng.below(30_000));
+        } else {
+            self.start_sidecar();
+        }
+        for index in 0..self.engines.len() {
+            self.engines[index].start(&mut self.ctx);
+        }
+        let mut moves = 0;
+        while !self.over() {
+            self.advance(&mut moves);
+        }
+        self.faults.end();
+        let rest_by = self.ctx.now + REST_MAX;
+        while !self.at_rest() {
+            assert!(self.ctx.now < rest_by, "no rest: {}", self.unrest());
+            self.advance(&mut moves);
+        }
+        let life = self.life.as_ref().expect("it is at rest");
+        life.audit();
+        self.engines.iter().for_each(Engine::audit);
+        self.engines.iter_mut().for_each(Engine::crash);
+        while self.life.as_ref().is_some_and(|life| life.sessions() > 0 || !life.at_rest()) {
+            assert!(self.ctx.now < rest_by + REST_MAX, "no rest after the last session: {}", self.unrest());
+            self.advance(&mut moves);
+        }
+        self.life.as_ref().expect("nothing ends it any more").audit();
+    }
+
+    /// Whether every request was answered and nothing goes wrong any more.
+    fn over(&self) -> bool {
+        self.faults.over() && self.life.is_some() && self.engines.iter().all(Engine::done)
+    }
+
+    fn at_rest(&self) -> bool {
+        self.life.as_ref().is_some_and(Life::at_rest) && self.engines.iter().all(Engine::at_rest)
+    }
+
+    fn unrest(&self) -> String {
+        let life = self.life.as_ref().map(Life::unrest);
+        let engines: Vec<String> = self.engines.iter().map(Engine::unrest).collect();
+        format!("{life:?}, {engines:?}")
+    }
+
+    /// The next move of whoever is due.
+    fn advance(&mut self, moves: &mut u64) {
+        *moves += 1;
+        assert!(*moves < MOVES_MAX && self.ctx.now < TIME_MAX, "no progress: {}", self.unrest());
+        self.take_wakes();
+        let Reverse((at, entry, number)) = self.queue.pop().expect("Fate always moves");
+        let turn = &mut self.turns[number];
+        if !turn.waiting || turn.entry != entry {
+            return;
+        }
+        if turn.frozen_until > at {
+            turn.waiting = false;
+            let until = turn.frozen_until;
+            return self.schedule(number, until);
+        }
+        turn.waiting = false;
+        self.ctx.now = at;
+        if let Some(pause) = self.act(actor(number)) {
+            self.schedule(number, self.ctx.now + pause);
+        }
+        self.ring_bell();
+        if self.life.is_none() {
+            // Nobody listens.
+            self.ctx.dials.drain(..).for_each(|dial| dial.pending.set(false));
+        }
+    }
+
+    fn act(&mut self, actor: Actor) -> Option<Micros> {
+        let ctx = &mut self.ctx;
+        match actor {
+            Actor::Fate => Some(self.fate()),
+            Actor::Data => {
+                let pause = self.life.as_mut()?.step(ctx);
+                if self.life.as_ref().is_some_and(Life::is_torn) && self.faults.may_kill(ctx) {
+                    self.kill_sidecar();
+                    return None;
+                }
+                Some(pause)
+            }
+            Actor::Copier(thread) => self.life.as_mut()?.copy(thread, ctx),
+            Actor::Scheduler(index) => {
+                let engine = &mut self.engines[index];
+                Some(engine.scheduler.as_mut()?.act(&mut engine.shared, &mut engine.pending, ctx))
+            }
+            Actor::Worker(index, rank) => {
+                let engine = &mut self.engines[index];
+                Some(engine.workers[rank].as_mut()?.act(&mut engine.shared, ctx))
+            }
+            Actor::Rescuer(index, rank) => {
+                let engine = &mut self.engines[index];
+                engine.workers[rank].as_mut()?.copy(&engine.shared, ctx)
+            }
+        }
+    }
+
+    fn fate(&mut self) -> Micros {
+        let mut faults = std::mem::take(&mut self.faults);
+        let pause = faults.act(self);
+        self.faults = faults;
+        pause
+    }
+
+    fn schedule(&mut self, number: usize, at: Micros) {
+        self.entries += 1;
+        let turn = &mut self.turns[number];
+        (turn.at, turn.entry, turn.waiting) = (at, self.entries, true);
+        self.queue.push(Reverse((at, self.entries, number)));
+    }
+
+    /// Whoever was woken moves at that time, unless it moves before.
+    fn take_wakes(&mut self) {
+        for (actor, at) in std::mem::take(&mut self.ctx.wakes) {
+            let number = number(actor);
+            if !self.turns[number].waiting || self.turns[number].at > at {
+                self.schedule(number, at);
+            }
+        }
+    }
+
+    fn ring_bell(&mut self) {
+        if !self.ctx.bell.get() || !self.life.as_ref().is_some_and(Life::sleeps) {
+            return;
+        }
+        self.ctx.bell.set(false);
+        if self.ctx.knobs.lost_wakeups > 0 && self.ctx.rng.one_in(self.ctx.knobs.lost_wakeups) {
+            return self.ctx.hit("fault lost wake-up");
+        }
+        let at = self.ctx.now + 5 + self.ctx.rng.below(60);
+        self.ctx.wakes.push((Actor::Data, at));
+    }
+
+    /// Nobody of these moves for a while.
+    pub(crate) fn freeze(&mut self, actors: &[Actor], pause: Micros) {
+        for actor in actors {
+            self.turns[number(*actor)].frozen_until = self.ctx.now + pause;
+        }
+    }
+
+    pub(crate) fn start_sidecar(&mut self) {
+        let path: Option<PathBuf> = self.folder.as_ref().map(|folder| folder.path().join("pool"));
+        self.life = Some(Life::start(self.next_epoch, path, &self.forms, &mut self.ctx));
+        self.next_epoch += 1;
+        for thread in 0..COPIERS {
+            self.turns[number(Actor::Copier(thread))].frozen_until = 0;
+        }
+        self.turns[number(Actor::Data)].frozen_until = 0;
+    }
+
+    /// The sidecar is gone between two instructions; it is started again later.
+    pub(crate) fn kill_sidecar(&mut self) {
+        let Some(life) = self.life.take() else { return };
+        self.ctx.note(|| format!("sidecar {} dies", life.epoch));
+        self.ctx.hit("fault sidecar crash");
+        if life.copying() {
+            self.ctx.hit("fault sidecar crash, copy running");
+        }
+        if life.is_torn() {
+            self.ctx.hit("fault torn header, dead");
+        }
+        drop(life);
+        let back = self.ctx.now + back_after(&mut self.ctx);
+        self.faults.sidecar_starts(back);
+    }
+}
+
+/// What the clients of an engine ask for: paths through one tree, so that prefixes are shared.
+fn specs(first_id: u64, ctx: &mut Ctx) -> VecDeque<Spec> {
+    let rng = &mut ctx.rng;
+    let count = rng.within(6, 20);
+    let spec = |id| {
+        let length = rng.within(2, 6) as usize;
+        let path: Vec<u64> = (0..length).map(|_| rng.below(4) / 3).collect();
+        let decoded = (rng.below(3) as usize).min(length - 1);
+        Spec { id: first_id + id, keys: keys(&path), prompt: length - decoded }
+    };
+    (0..count).map(spec).collect()
+}

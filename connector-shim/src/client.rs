@@ -1,0 +1,251 @@
+//! What both roles share: the current connection, and one native thread that watches it and replaces it.
+//!
+//! The thread sleeps in `poll` on the socket while the sidecar lives; after its end it tries once a second, and leaves a
+//! new connection where the session picks it up. It never needs the interpreter.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::clock;
+use crate::connection::{Address, ConnectError, Connection};
+use crate::error::ShimError;
+use crate::notices::{Cause, Notices};
+
+/// Time between two attempts to connect: a restarted sidecar is found soon, an absent one costs nothing.
+const RETRY: Duration = Duration::from_secs(1);
+
+/// One process's end of a session that may come and go.
+#[derive(Debug)]
+pub(crate) struct Client {
+    shared: Arc<Shared>,
+    owner: u32,
+    generation: u64,
+    connection: Option<Arc<Connection>>,
+}
+
+/// What [`Client::refresh`] found.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Change {
+    /// Nothing.
+    Same,
+    /// The connection is gone.
+    Lost,
+    /// There is a new one.
+    Connected,
+}
+
+#[derive(Debug)]
+struct Shared {
+    address: Address,
+    notices: Arc<Notices>,
+    state: Mutex<State>,
+    stopped: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    fresh: Option<Arc<Connection>>,
+    watched: Option<Arc<Connection>>,
+    stop: bool,
+}
+
+// === impl Client ===
+
+impl Client {
+    /// Tries once, then leaves it to the thread. A refusal is an error where `strict`, else a notice.
+    pub(crate) fn start(address: Address, notices: Arc<Notices>, strict: bool) -> Result<Self, ShimError> {
+        let shared = Arc::new(Shared { address, notices, state: Mutex::default(), stopped: Condvar::new() });
+        let connection = match shared.address.connect() {
+            Ok(connection) => Some(Arc::new(connection)),
+            Err(ConnectError::Refused(reason)) if strict => return Err(ShimError::Refused(reason)),
+            Err(error) => {
+                shared.say_failed(&error);
+                None
+            }
+        };
+        shared.lock().watched = connection.clone();
+        let (thread_shared, watched) = (Arc::clone(&shared), connection.clone());
+        let spawned = std::thread::Builder::new()
+            .name("pillion-watchdog".into())
+            .spawn(move || thread_shared.run(watched));
+        if let Err(error) = spawned {
+            return Err(ShimError::Argument(format!(
+                "no thread could be started ({error}): raise the limit of processes"
+            )));
+        }
+        let generation = u64::from(connection.is_some());
+        Ok(Self { shared, owner: std::process::id(), generation, connection })
+    }
+
+    /// Refuses a forked child, which has neither the mapping nor the thread.
+    pub(crate) fn check_process(&self) -> Result<(), ShimError> {
+        match self.is_forked() {
+            true => Err(ShimError::Forked { owner: self.owner }),
+            false => Ok(()),
+        }
+    }
+
+    /// Whether this process is a child of the session's owner.
+    pub(crate) fn is_forked(&self) -> bool {
+        std::process::id() != self.owner
+    }
+
+    /// The connection in use.
+    pub(crate) fn connection(&self) -> Option<&Arc<Connection>> {
+        self.connection.as_ref()
+    }
+
+    /// How many connections there have been.
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// What is to be said to the log.
+    pub(crate) fn notices(&self) -> &Notices {
+        &self.shared.notices
+    }
+
+    /// The same, to share.
+    pub(crate) fn share_notices(&self) -> Arc<Notices> {
+        Arc::clone(&self.shared.notices)
+    }
+
+    /// Notices a hang-up, by a look at the socket where `look`, else by what is known; picks up a new connection.
+    pub(crate) fn refresh(&mut self, look: bool) -> Change {
+        let gone = self.connection.as_ref().is_some_and(|c| if look { c.is_lost() } else { c.was_lost() });
+        if gone {
+            self.connection = None;
+        }
+        if self.connection.is_none() {
+            self.connection = self.shared.take_fresh();
+            if self.connection.is_some() {
+                self.generation += 1;
+                return Change::Connected;
+            }
+        }
+        if gone { Change::Lost } else { Change::Same }
+    }
+
+    /// Hangs up on a sidecar that broke the protocol; the thread connects anew.
+    pub(crate) fn give_up(&mut self, text: &str) {
+        self.shared.notices.say(
+            Cause::Protocol,
+            format!("the sidecar broke the protocol ({text}); connecting anew. Install the same pillion release on both sides"),
+        );
+        if let Some(connection) = self.connection.take() {
+            connection.hang_up();
+        }
+    }
+
+    /// Ends the session for good.
+    pub(crate) fn stop(&mut self) {
+        let mut state = self.shared.lock();
+        state.stop = true;
+        for connection in
+            [state.fresh.take(), state.watched.take(), self.connection.take()].into_iter().flatten()
+        {
+            connection.hang_up();
+        }
+        drop(state);
+        self.shared.stopped.notify_all();
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        if self.is_forked() {
+            // The mappings are not there in a child, and something else may lie at their addresses: never unmap them.
+            std::mem::forget(self.connection.take());
+            std::mem::forget(Arc::clone(&self.shared));
+        } else {
+            self.stop();
+        }
+    }
+}
+
+// === impl Shared ===
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Nothing under this lock can panic half-way.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take_fresh(&self) -> Option<Arc<Connection>> {
+        self.lock().fresh.take().filter(|connection| !connection.was_lost())
+    }
+
+    fn run(&self, mut watched: Option<Arc<Connection>>) {
+        let mut attempted = clock::now();
+        loop {
+            if let Some(connection) = watched.take() {
+                connection.wait_lost();
+                self.say_lost();
+            }
+            if self.sleep_until(attempted + RETRY) {
+                return;
+            }
+            attempted = clock::now();
+            match self.address.connect() {
+                Ok(connection) => watched = Some(self.hand_over(connection)),
+                Err(error) => self.say_failed(&error),
+            }
+        }
+    }
+
+    fn hand_over(&self, connection: Connection) -> Arc<Connection> {
+        let connection = Arc::new(connection);
+        let mut state = self.lock();
+        if state.stop {
+            connection.hang_up();
+            return connection;
+        }
+        state.fresh = Some(Arc::clone(&connection));
+        state.watched = Some(Arc::clone(&connection));
+        drop(state);
+        self.notices.forget(&[Cause::Absent, Cause::Refused, Cause::Lost]);
+        self.notices.say(
+            Cause::Reconnected,
+            format!("connected to the sidecar at {}", self.address.socket.display()),
+        );
+        connection
+    }
+
+    /// Sleeps; true when the session ended.
+    fn sleep_until(&self, time: Instant) -> bool {
+        let mut state = self.lock();
+        loop {
+            let left = time.saturating_duration_since(clock::now());
+            if state.stop || left.is_zero() {
+                return state.stop;
+            }
+            state = self.stopped.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn say_lost(&self) {
+        let mut state = self.lock();
+        state.watched = None;
+        if !state.stop {
+            self.notices.forget(&[Cause::Reconnected]);
+            self.notices.say(Cause::Lost, "the sidecar hung up; serving without the cache until it is back");
+        }
+    }
+
+    fn say_failed(&self, error: &ConnectError) {
+        let socket = self.address.socket.display();
+        match error {
+            ConnectError::Absent(errno) => self.notices.say(
+                Cause::Absent,
+                format!("no sidecar answers on {socket} ({errno}); serving without the cache and trying again every second. Start one: pillion serve --socket {socket}"),
+            ),
+            ConnectError::Refused(reason) => {
+                self.notices.say(Cause::Refused, format!("the sidecar refuses this engine: {reason}"));
+            }
+            ConnectError::Broken(text) => self.notices.say(
+                Cause::Protocol,
+                format!("{socket}: {text}. Does another program listen there, or another pillion release?"),
+            ),
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! The key logs of a session: which chunks hold a request's keys, and the lease that its last query was granted.
+//!
+//! The engine's handle of a log is `incarnation << 16 | number`. Incarnations never repeat, also not over connections,
+//! so a handle from before a reconnect, or of a closed log, is recognised and is a miss.
+
+use std::time::Instant;
+
+use shm_protocol::layout::{CHUNK_KEYS, LOGS};
+
+/// Bits of a log's number in its handle.
+const NUMBER_BITS: u32 = 16;
+
+const _: () = assert!(LOGS == 1 << NUMBER_BITS);
+
+/// One request's keys.
+#[derive(Debug, Default)]
+pub(crate) struct Log {
+    /// Chunks, in key order.
+    pub(crate) chunks: Vec<u32>,
+    /// Keys appended.
+    pub(crate) length: u32,
+    /// What the last answer promised.
+    pub(crate) lease: Option<Lease>,
+    /// A query that the sidecar will answer later.
+    pub(crate) pending: Option<u64>,
+}
+
+/// The right to load keys `from..from+hits`.
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct Lease {
+    /// The query that was granted it.
+    pub(crate) op: u64,
+    /// First key asked for.
+    pub(crate) from: u32,
+    /// Keys asked for.
+    pub(crate) asked: u32,
+    /// Keys promised.
+    pub(crate) hits: u32,
+    /// When the query was posted, which is before the sidecar's clock for it began.
+    pub(crate) since: Instant,
+}
+
+#[derive(Debug)]
+struct Entry {
+    incarnation: u64,
+    log: Log,
+}
+
+/// Every open log.
+#[derive(Debug)]
+pub(crate) struct LogTable {
+    entries: Vec<Option<Entry>>,
+    free: Vec<u32>,
+    incarnation: u64,
+}
+
+// === impl Log ===
+
+impl Log {
+    /// Chunk and index in it of key `key`.
+    pub(crate) fn place(&self, key: u32) -> (u32, usize) {
+        let key = key as usize;
+        (self.chunks[key / CHUNK_KEYS], key % CHUNK_KEYS)
+    }
+}
+
+// === impl LogTable ===
+
+impl LogTable {
+    /// A table whose handles differ from those of every table with a smaller `incarnation`.
+    pub(crate) fn new(incarnation: u64) -> Self {
+        Self { entries: Vec::new(), free: Vec::new(), incarnation }
+    }
+
+    /// The number that the next log will have, if there is one left.
+    pub(crate) fn next_number(&self) -> Option<u32> {
+        let fresh = (self.entries.len() < LOGS).then_some(self.entries.len() as u32);
+        self.free.last().copied().or(fresh)
+    }
+
+    /// Opens the log of [`LogTable::next_number`] and returns its handle.
+    pub(crate) fn open(&mut self) -> Option<i64> {
+        let number = self.next_number()?;
+        if self.free.pop().is_none() {
+            self.entries.push(None);
+        }
+        self.incarnation += 1;
+        self.entries[number as usize] = Some(Entry { incarnation: self.incarnation, log: Log::default() });
+        i64::try_from(self.incarnation << NUMBER_BITS | u64::from(number)).ok()
+    }
+
+    /// The log of a handle, unless it was closed or belongs to an earlier connection.
+    pub(crate) fn get(&mut self, handle: i64) -> Option<(u32, &mut Log)> {
+        let handle = u64::try_from(handle).ok()?;
+        let number = (handle & (LOGS as u64 - 1)) as usize;
+        let entry = self.entries.get_mut(number)?.as_mut()?;
+        (entry.incarnation == handle >> NUMBER_BITS).then_some((number as u32, &mut entry.log))
+    }
+
+    /// Ends a log; its number may be used by the very next one, since messages are read in order.
+    pub(crate) fn close(&mut self, handle: i64) -> Option<(u32, Log)> {
+        let (number, _) = self.get(handle)?;
+        let entry = self.entries[number as usize].take()?;
+        self.free.push(number);
+        Some((number, entry.log))
+    }
+
+    /// Every open log.
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Log> {
+        self.entries.iter_mut().flatten().map(|entry| &mut entry.log)
+    }
+
+    /// The last incarnation used.
+    pub(crate) fn incarnation(&self) -> u64 {
+        self.incarnation
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_handle_dies_with_its_log_and_with_its_connection() {
+        let mut table = LogTable::new(0);
+        let first = table.open().unwrap();
+        assert!(table.get(first).is_some());
+        table.close(first).unwrap();
+        let second = table.open().unwrap();
+        assert_eq!(table.get(second).unwrap().0, 0, "the number is used again");
+        assert!(table.get(first).is_none(), "the handle is not");
+        let mut next = LogTable::new(table.incarnation());
+        next.open().unwrap();
+        assert!(next.get(second).is_none() && next.get(-1).is_none());
+    }
+
+    #[test]
+    fn there_are_as_many_logs_as_the_layout_says() {
+        let mut table = LogTable::new(0);
+        assert!((0..LOGS).all(|_| table.open().is_some()));
+        assert!(table.open().is_none());
+    }
+}

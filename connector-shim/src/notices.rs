@@ -1,0 +1,66 @@
+//! Messages for the engine's log, each said once per cause.
+
+use std::collections::{HashSet, VecDeque};
+use std::sync::{Mutex, PoisonError};
+
+/// Notices kept for a caller that does not take them: more than there are causes, so that a flapping sidecar cannot
+/// fill the engine's memory.
+const NOTICES_MAX: usize = 64;
+
+/// Why something is said.
+#[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
+pub(crate) enum Cause {
+    /// Nobody listens on the socket.
+    Absent,
+    /// The sidecar refuses.
+    Refused,
+    /// The sidecar hung up.
+    Lost,
+    /// A sidecar is there again.
+    Reconnected,
+    /// A query ran out of time.
+    Budget,
+    /// No worker has shown its memory, or the ranks disagree.
+    NotReady,
+    /// The sidecar broke the protocol.
+    Protocol,
+    /// The engine finished a load itself.
+    Rescue,
+    /// A load named a pool that is not mapped here.
+    Pool,
+}
+
+/// What has been said and what is still to be handed over.
+#[derive(Debug, Default)]
+pub(crate) struct Notices {
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    said: HashSet<Cause>,
+    waiting: VecDeque<String>,
+}
+
+// === impl Notices ===
+
+impl Notices {
+    /// Says `text` unless something was said for this cause already.
+    pub(crate) fn say(&self, cause: Cause, text: impl Into<String>) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.said.insert(cause) && state.waiting.len() < NOTICES_MAX {
+            state.waiting.push_back(text.into());
+        }
+    }
+
+    /// Lets these causes be said again.
+    pub(crate) fn forget(&self, causes: &[Cause]) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.said.retain(|cause| !causes.contains(cause));
+    }
+
+    /// Everything not yet handed over.
+    pub(crate) fn take(&self) -> Vec<String> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).waiting.drain(..).collect()
+    }
+}

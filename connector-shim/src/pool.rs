@@ -1,0 +1,79 @@
+//! The sidecar's DRAM pool as this process maps it: read-only, every slot checked before and after its use.
+//!
+//! A memfd is sealed against shrinking. A pool file is not: a mapped word that was cut off it would end this process by
+//! SIGBUS, so its words are read through the descriptor. Copies read the mapping inside a system call, which fails instead.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use rustix::fs::SealFlags;
+use shm_protocol::pool::{PoolView, SlotRef, verify};
+use shm_protocol::region::{Access, Region, descriptor_bytes};
+
+/// One life of a sidecar's pool.
+#[derive(Debug)]
+pub(crate) struct Pool {
+    region: Arc<Region>,
+    /// A file that could be cut.
+    file: Option<OwnedFd>,
+    epoch: u64,
+    segment_bytes: u64,
+    segments: u64,
+}
+
+// === impl Pool ===
+
+impl Pool {
+    /// Maps the pool that came with the handshake, once its size and header are sound.
+    pub(crate) fn map(fd: &OwnedFd, bytes: u64, epoch: u64) -> Result<Self, String> {
+        let held = descriptor_bytes(fd).map_err(|errno| format!("the pool: {errno}"))?;
+        if held < bytes {
+            return Err(format!("the pool has {held} bytes, the sidecar said {bytes}"));
+        }
+        let len = usize::try_from(bytes).map_err(|_| format!("a pool of {bytes} bytes on this machine"))?;
+        let region = Region::map(fd.as_fd(), len, Access::ReadOnly).map_err(|errno| {
+            format!("the pool cannot be mapped ({errno}): raise the address space limit (ulimit -v)")
+        })?;
+        let sealed = rustix::fs::fcntl_get_seals(fd).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
+        let file = match sealed {
+            true => None,
+            false => Some(fd.try_clone().map_err(|error| format!("the pool: {error}"))?),
+        };
+        let (segment_bytes, segments) = {
+            let load = load_from(&region, file.as_ref().map(AsFd::as_fd));
+            let view = PoolView::new(load, bytes).map_err(|error| error.to_string())?;
+            (view.segment_bytes(), view.segments())
+        };
+        Ok(Self { region: Arc::new(region), file, epoch, segment_bytes, segments })
+    }
+
+    /// The sidecar's life that this mapping belongs to.
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// The mapping.
+    pub(crate) fn region(&self) -> &Region {
+        &self.region
+    }
+
+    /// Whether the slot is whole and of this filling.
+    pub(crate) fn verify(&self, slot: SlotRef, block_bytes: u64) -> bool {
+        let load = load_from(&self.region, self.file.as_ref().map(AsFd::as_fd));
+        verify(load, self.segment_bytes, self.segments, slot, block_bytes)
+    }
+}
+
+/// Loads words for [`PoolView`], which keeps to the mapped length. What is not there any more reads as 0, which is no
+/// state of a whole slot.
+fn load_from<'a>(region: &'a Region, file: Option<BorrowedFd<'a>>) -> impl Fn(usize) -> u64 + 'a {
+    move |offset| match file {
+        None => region.word64(offset).load(Ordering::Acquire),
+        Some(file) => {
+            let mut word = [0; 8];
+            let read = rustix::io::pread(file, &mut word, offset as u64);
+            if read == Ok(word.len()) { u64::from_le_bytes(word) } else { 0 }
+        }
+    }
+}

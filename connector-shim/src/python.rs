@@ -1,0 +1,370 @@
+//! The module `pillion._shim`: argument conversion, the interpreter's lock, and one table of errors. No decisions.
+//!
+//! A session sits behind a mutex. Whoever waits releases the interpreter first and gives the mutex back before asking
+//! for the interpreter again, so the two locks cannot wait for each other.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::time::Duration;
+
+use pyo3::create_exception;
+use pyo3::exceptions::PyException;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList};
+use rustix::fs::{Mode, OFlags};
+use shm_protocol::handshake::{self, BlockRegion, Copier};
+use shm_protocol::key::BlockHash;
+use shm_protocol::layout::LOG_KEYS;
+
+use crate::error::{ShimError as Failure, argument};
+use crate::plan::Plan;
+use crate::scheduler::{Asked, Scheduler};
+use crate::worker::Worker;
+use crate::{scheduler, worker};
+
+create_exception!(
+    pillion._shim,
+    ShimError,
+    PyException,
+    "A wrong call, or a sidecar that refuses; the text names the remedy."
+);
+
+impl From<Failure> for PyErr {
+    fn from(error: Failure) -> Self {
+        ShimError::new_err(error.to_string())
+    }
+}
+
+/// A session as Python threads share it.
+#[derive(Debug)]
+struct Guarded<S> {
+    session: Mutex<S>,
+    owner: u32,
+}
+
+// === impl Guarded ===
+
+impl<S> Guarded<S> {
+    fn new(session: S) -> Self {
+        Self { session: Mutex::new(session), owner: std::process::id() }
+    }
+
+    /// One call. A forked child is refused before the lock, which its parent may have held; a panic ends the session.
+    fn enter<T>(&self, call: impl FnOnce(&mut S) -> PyResult<T>) -> PyResult<T> {
+        if std::process::id() != self.owner {
+            return Err(Failure::Forked { owner: self.owner }.into());
+        }
+        let entered = catch_unwind(AssertUnwindSafe(|| {
+            let mut session = self.session.lock().map_err(|_| internal_error())?;
+            call(&mut session)
+        }));
+        entered.unwrap_or_else(|_| Err(internal_error()))
+    }
+}
+
+fn internal_error() -> PyErr {
+    ShimError::new_err(
+        "pillion's shim met an internal error, printed above; restart the engine and report it",
+    )
+}
+
+#[derive(Debug)]
+#[pyclass(frozen, module = "pillion._shim")]
+struct SchedulerSession(Guarded<Scheduler>);
+
+#[pymethods]
+impl SchedulerSession {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        socket: std::path::PathBuf,
+        engine: String,
+        world_size: u32,
+        run: &[u8],
+        budget_us: u64,
+        by_engine: bool,
+    ) -> PyResult<Self> {
+        let (run, budget) = (bytes16(run)?, Duration::from_micros(budget_us));
+        let options = scheduler::Options { socket, engine, world_size, run, budget, by_engine };
+        Ok(Self(Guarded::new(py.detach(|| Scheduler::new(options))?)))
+    }
+
+    #[getter]
+    fn connected(&self) -> PyResult<bool> {
+        self.0.enter(|session| Ok(session.connected()))
+    }
+
+    #[getter]
+    fn generation(&self) -> PyResult<u64> {
+        self.0.enter(|session| Ok(session.generation()))
+    }
+
+    #[getter]
+    fn block_limit(&self) -> usize {
+        LOG_KEYS
+    }
+
+    #[getter]
+    fn saving(&self) -> PyResult<usize> {
+        self.0.enter(|session| Ok(session.saving()))
+    }
+
+    fn open(&self) -> PyResult<i64> {
+        self.0.enter(|session| Ok(session.open()))
+    }
+
+    fn append(&self, log: i64, hashes: &Bound<'_, PyList>, start: u32) -> PyResult<u32> {
+        let end = u32::try_from(hashes.len()).or_else(|_| argument("more than 2^32 hashes"))?;
+        let key = |index: u32| -> PyResult<BlockHash> {
+            let item = hashes.get_item(index as usize)?;
+            Ok(BlockHash::from_slice(item.cast::<PyBytes>()?.as_bytes()).map_err(Failure::from)?)
+        };
+        self.0.enter(|session| session.append(log, start, end.saturating_sub(start), key))
+    }
+
+    fn query(&self, py: Python<'_>, log: i64, start: u32, count: u32) -> PyResult<i64> {
+        let (answer, op) = self.0.enter(|session| {
+            Ok(match session.ask(log, start, count) {
+                Asked::Answered(hits) => (Some(hits), 0),
+                Asked::Posted(op) => (session.hold(op), op),
+            })
+        })?;
+        answer.map_or_else(|| self.sleep(py, op), Ok)
+    }
+
+    fn post_query(&self, log: i64, start: u32, count: u32) -> PyResult<i64> {
+        let op = self.0.enter(|session| Ok(session.post_query(log, start, count)))?;
+        Ok(op.map_or(-1, u64::cast_signed))
+    }
+
+    fn poll(&self, op: i64) -> PyResult<Option<i64>> {
+        self.0.enter(|session| Ok(session.poll(op.cast_unsigned())))
+    }
+
+    fn wait(&self, py: Python<'_>, op: i64) -> PyResult<i64> {
+        let answer = self.0.enter(|session| Ok(session.hold(op.cast_unsigned())))?;
+        answer.map_or_else(|| self.sleep(py, op.cast_unsigned()), Ok)
+    }
+
+    fn load<'py>(
+        &self,
+        py: Python<'py>,
+        log: i64,
+        start: u32,
+        block_ids: &Bound<'py, PyList>,
+        step: u64,
+        sync: bool,
+    ) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let blocks = block_list(block_ids)?;
+        let load = || self.0.enter(|session| Ok(session.load(log, start, &blocks, step, sync)));
+        let waits = self.0.enter(|session| Ok(session.must_renew(log)))?;
+        let plan = if waits { py.detach(load)? } else { load()? };
+        Ok(plan.map(|plan| PyBytes::new(py, &plan.encode())))
+    }
+
+    fn save(&self, log: i64, start: u32, block_ids: &Bound<'_, PyList>, step: u64) -> PyResult<bool> {
+        let blocks = block_list(block_ids)?;
+        self.0.enter(|session| Ok(session.save(log, start, blocks, step)))
+    }
+
+    fn overwrite(&self, block_ids: &Bound<'_, PyList>) -> PyResult<usize> {
+        if self.saving()? == 0 {
+            return Ok(0);
+        }
+        let blocks = block_list(block_ids)?;
+        self.0.enter(|session| Ok(session.overwrite(blocks.into_iter())))
+    }
+
+    fn void_saves(&self) -> PyResult<()> {
+        self.0.enter(|session| {
+            session.void_saves();
+            Ok(())
+        })
+    }
+
+    fn release(&self, log: i64) -> PyResult<()> {
+        self.0.enter(|session| {
+            session.release(log);
+            Ok(())
+        })
+    }
+
+    fn close(&self, log: i64) -> PyResult<()> {
+        self.0.enter(|session| {
+            session.close(log);
+            Ok(())
+        })
+    }
+
+    fn salt(&self) -> PyResult<bool> {
+        self.0.enter(|session| Ok(session.salt()))
+    }
+
+    fn end_step(&self) -> PyResult<()> {
+        self.0.enter(|session| {
+            session.end_step();
+            Ok(())
+        })
+    }
+
+    fn stats(&self) -> PyResult<BTreeMap<&'static str, u64>> {
+        self.0.enter(|session| Ok(session.stats()))
+    }
+
+    fn take_notices(&self) -> PyResult<Vec<String>> {
+        self.0.enter(|session| Ok(session.take_notices()))
+    }
+
+    fn disconnect(&self) -> PyResult<()> {
+        self.0.enter(|session| {
+            session.disconnect();
+            Ok(())
+        })
+    }
+}
+
+impl SchedulerSession {
+    fn sleep(&self, py: Python<'_>, op: u64) -> PyResult<i64> {
+        py.detach(|| self.0.enter(|session| Ok(session.sleep(op))))
+    }
+}
+
+#[derive(Debug)]
+#[pyclass(frozen, module = "pillion._shim")]
+struct WorkerSession(Guarded<Worker>);
+
+#[pymethods]
+impl WorkerSession {
+    #[new]
+    #[allow(clippy::too_many_arguments, reason = "the facts of a rank, named at the call")]
+    fn new(
+        py: Python<'_>,
+        socket: std::path::PathBuf,
+        engine: String,
+        world_size: u32,
+        rank: u32,
+        shard: u32,
+        shards: u32,
+        blocks: u32,
+        regions: Vec<(u32, u64, u64, u64)>,
+        fds: Vec<i32>,
+        copy: &str,
+        facts: BTreeMap<String, String>,
+    ) -> PyResult<Self> {
+        let region = |(fd, offset, stride, bytes)| BlockRegion { fd, offset, stride, bytes };
+        let regions = regions.into_iter().map(region).collect();
+        let worker = handshake::Worker { rank, shard, shards, blocks, regions, copy: copier(copy)?, facts };
+        let descriptors = fds.into_iter().map(duplicate).collect::<Result<_, _>>()?;
+        let options = worker::Options { socket, engine, world_size, worker, descriptors };
+        Ok(Self(Guarded::new(py.detach(|| Worker::new(options))?)))
+    }
+
+    #[getter]
+    fn connected(&self) -> PyResult<bool> {
+        self.0.enter(|session| Ok(session.connected()))
+    }
+
+    #[getter]
+    fn generation(&self) -> PyResult<u64> {
+        self.0.enter(|session| Ok(session.generation()))
+    }
+
+    #[getter]
+    fn namespace(&self) -> PyResult<String> {
+        self.0.enter(|session| Ok(session.namespace().to_owned()))
+    }
+
+    fn join(&self, run: &[u8]) -> PyResult<()> {
+        let run = bytes16(run)?;
+        self.0.enter(|session| {
+            session.join(run);
+            Ok(())
+        })
+    }
+
+    fn start(&self, step: u64) -> PyResult<()> {
+        self.0.enter(|session| {
+            session.start(step);
+            Ok(())
+        })
+    }
+
+    fn done(&self, step: u64, ring: bool) -> PyResult<()> {
+        self.0.enter(|session| {
+            session.done(step, ring);
+            Ok(())
+        })
+    }
+
+    fn load(&self, py: Python<'_>, plan: &[u8], sync: bool) -> PyResult<Option<Vec<u32>>> {
+        let plan = Plan::decode(plan).map_err(Failure::from)?;
+        if sync {
+            return py.detach(|| self.0.enter(|session| Ok(Some(session.load_now(plan)))));
+        }
+        self.0.enter(|session| {
+            session.load_later(plan);
+            Ok(None)
+        })
+    }
+
+    fn finished(&self) -> PyResult<Vec<(u64, Vec<u32>)>> {
+        let ended = self.0.enter(|session| Ok(session.finished()))?;
+        Ok(ended.into_iter().map(|ended| (ended.op, ended.failed)).collect())
+    }
+
+    fn stats(&self) -> PyResult<BTreeMap<&'static str, u64>> {
+        self.0.enter(|session| Ok(session.stats()))
+    }
+
+    fn take_notices(&self) -> PyResult<Vec<String>> {
+        self.0.enter(|session| Ok(session.take_notices()))
+    }
+
+    fn disconnect(&self) -> PyResult<()> {
+        self.0.enter(|session| {
+            session.disconnect();
+            Ok(())
+        })
+    }
+}
+
+/// The operation id of a plan.
+#[pyfunction]
+fn plan_op(plan: &[u8]) -> PyResult<u64> {
+    Ok(Plan::decode(plan).map_err(Failure::from)?.op)
+}
+
+fn bytes16(bytes: &[u8]) -> Result<[u8; 16], Failure> {
+    bytes.try_into().or_else(|_| argument(format!("a run id of {} bytes; it has 16", bytes.len())))
+}
+
+fn copier(name: &str) -> Result<Copier, Failure> {
+    match name {
+        "engine" => Ok(Copier::Engine),
+        "sidecar" => Ok(Copier::Sidecar),
+        _ => argument(format!("copy is '{name}'; valid ones are: engine, sidecar")),
+    }
+}
+
+fn block_list(ids: &Bound<'_, PyList>) -> PyResult<Vec<u32>> {
+    ids.iter().map(|id| id.extract()).collect()
+}
+
+/// A descriptor of our own for a caller's.
+fn duplicate(fd: i32) -> Result<OwnedFd, Failure> {
+    let flags = OFlags::RDWR | OFlags::CLOEXEC;
+    rustix::fs::open(format!("/proc/self/fd/{fd}"), flags, Mode::empty()).or_else(|errno| {
+        argument(format!("descriptor {fd} cannot be opened for reading and writing: {errno}"))
+    })
+}
+
+/// Rust core of the package `pillion`; its interface is in `_shim.pyi`.
+#[pymodule]
+fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("ShimError", module.py().get_type::<ShimError>())?;
+    module.add_class::<SchedulerSession>()?;
+    module.add_class::<WorkerSession>()?;
+    module.add_function(wrap_pyfunction!(plan_op, module)?)
+}

@@ -1,0 +1,405 @@
+//! The scheduler's session: asks what is kept, promises loads, posts saves and gives them up.
+//!
+//! Every call answers at once, except that a query may wait for the step's budget. Without a sidecar every answer is
+//! "miss" and every save is dropped.
+
+mod link;
+mod query;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use shm_protocol::PROTOCOL_VERSION;
+use shm_protocol::handshake::{Hello, RANKS_MAX, Role};
+use shm_protocol::key::BlockHash;
+use shm_protocol::layout::OPERATIONS;
+use shm_protocol::message::{Kind, Message};
+use shm_protocol::proof::WITHOUT_CANCEL;
+
+use self::link::Link;
+pub use self::query::{Asked, HOLD, PENDING, SLEEP_TURN, SPIN};
+use crate::client::{Change, Client};
+use crate::connection::Address;
+use crate::error::{ShimError, argument};
+use crate::notices::Notices;
+
+/// The longest budget of a step: an engine that waits longer than this for its cache is better off without.
+pub const BUDGET_MAX: Duration = Duration::from_secs(10);
+/// Resets that are told again, one by one, to a sidecar that was restarted; after more, it is told a fresh one, which
+/// costs the blocks kept since and nothing else.
+const SALTS_MAX: usize = 256;
+/// What a new session needs to know.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The sidecar's socket.
+    pub socket: PathBuf,
+    /// `engine_id` of vLLM's configuration.
+    pub engine: String,
+    /// Ranks of the engine.
+    pub world_size: u32,
+    /// Random id of this run.
+    pub run: [u8; 16],
+    /// The most that all queries of one step may wait.
+    pub budget: Duration,
+    /// Whether the ranks copy loads themselves.
+    pub by_engine: bool,
+}
+
+#[derive(Debug, Default)]
+struct Counters {
+    queries: u64,
+    hit_blocks: u64,
+    queries_from_lease: u64,
+    queries_timed_out: u64,
+    queries_not_asked: u64,
+    queries_without_room: u64,
+    appends_without_room: u64,
+    loads: u64,
+    loads_without_lease: u64,
+    saves: u64,
+    saves_without_room: u64,
+    blocks_committed: u64,
+    blocks_present: u64,
+    blocks_cancelled: u64,
+    blocks_dropped: u64,
+    saves_voided: u64,
+    connections_lost: u64,
+}
+
+/// One scheduler's session. See the module.
+#[derive(Debug)]
+pub struct Scheduler {
+    client: Client,
+    link: Option<Link>,
+    incarnation: u64,
+    by_engine: bool,
+    budget: Duration,
+    left: Duration,
+    /// The sidecar's heartbeat when a query timed out; nothing is asked until it differs.
+    stalled: Option<u64>,
+    next_op: u64,
+    salts: Vec<[u8; 16]>,
+    counters: Counters,
+}
+
+// === impl Scheduler ===
+
+impl Scheduler {
+    /// Connects, or leaves that to the background. Fails for impossible arguments only.
+    pub fn new(options: Options) -> Result<Self, ShimError> {
+        if options.budget > BUDGET_MAX {
+            return argument(format!("a query budget of {:?}; at most {BUDGET_MAX:?}", options.budget));
+        }
+        check_engine(&options.engine, options.world_size)?;
+        let hello = Hello {
+            version: PROTOCOL_VERSION,
+            engine: options.engine,
+            world_size: options.world_size,
+            role: Role::Scheduler { run: options.run },
+        };
+        let address = Address { socket: options.socket, hello, descriptors: Vec::new() };
+        let client = Client::start(address, Arc::new(Notices::default()), false)?;
+        let link = client.connection().map(|connection| Link::new(connection, 0));
+        Ok(Self {
+            client,
+            link,
+            incarnation: 0,
+            by_engine: options.by_engine,
+            budget: options.budget,
+            left: options.budget,
+            stalled: None,
+            next_op: 1,
+            salts: Vec::new(),
+            counters: Counters::default(),
+        })
+    }
+
+    /// Refuses a forked child; to be called before anything else by whoever may be one.
+    pub fn check_process(&self) -> Result<(), ShimError> {
+        self.client.check_process()
+    }
+
+    /// Whether a sidecar is there, as far as is known.
+    pub fn connected(&self) -> bool {
+        self.link.is_some()
+    }
+
+    /// Connections so far.
+    pub fn generation(&self) -> u64 {
+        self.client.generation()
+    }
+
+    /// Blocks that the sidecar may still read.
+    pub fn saving(&self) -> usize {
+        self.link.as_ref().map_or(0, |link| link.saves.blocks())
+    }
+
+    /// Opens a key log and returns its handle, -1 without sidecar or room. Picks up a new connection, and wakes a
+    /// sleeping sidecar while the keys are still being written.
+    pub fn open(&mut self) -> i64 {
+        self.refresh(false);
+        let Some(link) = &mut self.link else { return -1 };
+        // A number is free again before its CLOSE has found room: that one goes first.
+        link.retry_closes();
+        if !link.unclosed.is_empty() {
+            return -1;
+        }
+        let Some(number) = link.logs.next_number() else { return -1 };
+        if link.submission.post(&Message { log: number, ..Message::new(Kind::Open) }).is_none() {
+            return -1;
+        }
+        link.flush();
+        link.logs.open().unwrap_or(-1)
+    }
+
+    /// Keys in a log; `None` where the handle is void.
+    pub fn length(&mut self, handle: i64) -> Option<u32> {
+        Some(self.link.as_mut()?.logs.get(handle)?.1.length)
+    }
+
+    /// Appends keys `start..start + count` and returns the log's length: all of them, or none without room. `start` must
+    /// be the length so far. A void handle has length 0.
+    pub fn append<E: From<ShimError>>(
+        &mut self,
+        handle: i64,
+        start: u32,
+        count: u32,
+        key: impl FnMut(u32) -> Result<BlockHash, E>,
+    ) -> Result<u32, E> {
+        let Some(length) = self.length(handle) else { return Ok(0) };
+        if start != length {
+            let text = format!("append from {start} to a log of {length} keys; append from its length");
+            return Err(ShimError::Argument(text).into());
+        }
+        let link = self.link.as_mut().expect("it has the log");
+        if !link.has_room_for_keys(length, count) {
+            self.counters.appends_without_room += 1;
+            return Ok(length);
+        }
+        link.write_keys(handle, count, key)?;
+        Ok(length + count)
+    }
+
+    /// Posts the save of keys `start..` from `blocks`, once step `step` is done. False: dropped.
+    pub fn save(&mut self, handle: i64, start: u32, blocks: Vec<u32>, step: u64) -> bool {
+        let posted = self.try_save(handle, start, blocks, step).is_some();
+        match posted {
+            true => self.counters.saves += 1,
+            false => self.counters.saves_without_room += 1,
+        }
+        posted
+    }
+
+    fn try_save(&mut self, handle: i64, start: u32, blocks: Vec<u32>, step: u64) -> Option<()> {
+        let link = self.link.as_mut()?;
+        let (number, log) = link.logs.get(handle)?;
+        let count = u32::try_from(blocks.len()).ok().filter(|count| *count > 0)?;
+        if start.checked_add(count)? > log.length || !link.saves.has_room() {
+            return None;
+        }
+        let op = self.next_op;
+        let message = Message { log: number, op, from: start, count, step, ..Message::new(Kind::Save) };
+        if !link.post_with_blocks(message, &blocks) {
+            return None;
+        }
+        self.next_op += 1;
+        link.saves.begin(op, blocks);
+        Some(())
+    }
+
+    /// Gives up every unfinished save of these blocks, and returns how many there were. Visible to the sidecar at the
+    /// latest after [`Scheduler::end_step`].
+    pub fn overwrite(&mut self, blocks: impl Iterator<Item = u32>) -> usize {
+        let Some(link) = &mut self.link else { return 0 };
+        if link.saves.blocks() == 0 || WITHOUT_CANCEL {
+            return 0;
+        }
+        let mut given_up = 0;
+        for cancel in link.saves.cancel(blocks) {
+            given_up += cancel.count as usize;
+            let range = Message {
+                op: cancel.op,
+                from: cancel.from,
+                count: cancel.count,
+                ..Message::new(Kind::Cancel)
+            };
+            if link.submission.post(&range).is_none() {
+                // No room even for giving up: this word covers all of them, those still listed too.
+                self.counters.saves_voided += 1;
+                return given_up + link.void_saves_below(self.next_op);
+            }
+        }
+        given_up
+    }
+
+    /// Gives up every unfinished save.
+    pub fn void_saves(&mut self) {
+        if let Some(link) = &mut self.link
+            && link.saves.blocks() > 0
+        {
+            self.counters.saves_voided += 1;
+            link.void_saves_below(self.next_op);
+        }
+    }
+
+    /// Ends the log's lease, if there is or may be one.
+    pub fn release(&mut self, handle: i64) {
+        let Some(link) = &mut self.link else { return };
+        let Some((number, log)) = link.logs.get(handle) else { return };
+        let (lease, pending) = (log.lease.take(), log.pending.take());
+        if let Some(op) = pending {
+            link.questions.remove(&op);
+        }
+        if lease.is_some() || pending.is_some() {
+            // Without room even here the lease ends with the log, or by its age.
+            link.submission.post(&Message { log: number, ..Message::new(Kind::Release) });
+        }
+    }
+
+    /// Closes a log and what it holds.
+    pub fn close(&mut self, handle: i64) {
+        let Some(link) = &mut self.link else { return };
+        if let Some((number, log)) = link.logs.close(handle) {
+            if let Some(op) = log.pending {
+                link.questions.remove(&op);
+            }
+            link.post_close(number, log.chunks);
+        }
+    }
+
+    /// Starts a new generation of the namespace: what was kept before is not served any more, and no lease survives.
+    /// A sidecar that has no room for it is left: the next connection is told first. False: no randomness, no change.
+    pub fn salt(&mut self) -> bool {
+        let mut salt = [0; 16];
+        if rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty()) != Ok(salt.len()) {
+            return false;
+        }
+        if let Some(link) = &mut self.link {
+            if link.submission.post(&Message::new(Kind::Salt).with_bytes16(salt)).is_some() {
+                link.flush();
+                link.questions.clear();
+                link.logs.iter_mut().for_each(|log| (log.lease, log.pending) = (None, None));
+            } else {
+                link.void_saves_below(u64::MAX);
+                link.connection.hang_up();
+                self.drop_link();
+            }
+        }
+        if self.salts.len() == SALTS_MAX {
+            self.salts.clear();
+        }
+        self.salts.push(salt);
+        true
+    }
+
+    /// Ends a step: publishes, reaps, reclaims, refills the budget, and looks whether the sidecar is still there.
+    pub fn end_step(&mut self) {
+        self.left = self.budget;
+        if let Some(link) = &mut self.link {
+            link.retry_closes();
+            link.flush();
+            let reaped = link.reap(&mut self.counters);
+            link.reclaim();
+            let broken = link.submission.broken().map(ToString::to_string);
+            if let Some(text) = reaped.err().or(broken) {
+                link.void_saves_below(u64::MAX);
+                self.client.give_up(&text);
+                self.drop_link();
+            }
+        }
+        self.prune_questions();
+        self.refresh(true);
+    }
+
+    /// Forgets queries that were posted and never asked for again.
+    fn prune_questions(&mut self) {
+        let oldest = self.next_op.saturating_sub(OPERATIONS as u64);
+        if let Some(link) = &mut self.link
+            && link.questions.len() >= OPERATIONS
+        {
+            link.questions.retain(|op, _| *op >= oldest);
+        }
+    }
+
+    fn refresh(&mut self, look: bool) {
+        match self.client.refresh(look) {
+            Change::Same => {}
+            Change::Lost => self.drop_link(),
+            Change::Connected => {
+                self.drop_link();
+                self.connect();
+            }
+        }
+    }
+
+    fn drop_link(&mut self) {
+        if let Some(link) = self.link.take() {
+            self.incarnation = link.logs.incarnation();
+            self.counters.connections_lost += 1;
+        }
+        self.stalled = None;
+    }
+
+    /// Begins with a new sidecar, which is told first which generation of the namespace this engine is in.
+    fn connect(&mut self) {
+        let Some(connection) = self.client.connection() else { return };
+        let mut link = Link::new(connection, self.incarnation);
+        for salt in &self.salts {
+            let told = link.submission.post(&Message::new(Kind::Salt).with_bytes16(*salt));
+            assert!(told.is_some(), "a fresh ring holds {SALTS_MAX} messages");
+        }
+        link.flush();
+        self.link = Some(link);
+    }
+
+    /// Numbers since the start, by name.
+    pub fn stats(&self) -> BTreeMap<&'static str, u64> {
+        let c = &self.counters;
+        BTreeMap::from([
+            ("queries", c.queries),
+            ("hit_blocks", c.hit_blocks),
+            ("queries_from_lease", c.queries_from_lease),
+            ("queries_timed_out", c.queries_timed_out),
+            ("queries_not_asked", c.queries_not_asked),
+            ("queries_without_room", c.queries_without_room),
+            ("appends_without_room", c.appends_without_room),
+            ("loads", c.loads),
+            ("loads_without_lease", c.loads_without_lease),
+            ("saves", c.saves),
+            ("saves_without_room", c.saves_without_room),
+            ("blocks_committed", c.blocks_committed),
+            ("blocks_present", c.blocks_present),
+            ("blocks_cancelled", c.blocks_cancelled),
+            ("blocks_dropped", c.blocks_dropped),
+            ("saves_voided", c.saves_voided),
+            ("connections_lost", c.connections_lost),
+        ])
+    }
+
+    /// Messages for the log, each handed over once.
+    pub fn take_notices(&self) -> Vec<String> {
+        self.client.notices().take()
+    }
+
+    /// Ends the session for good.
+    pub fn disconnect(&mut self) {
+        if let Some(link) = &mut self.link {
+            link.flush();
+        }
+        self.client.stop();
+        self.drop_link();
+    }
+}
+
+/// The limits that the handshake sets on any role.
+pub(crate) fn check_engine(engine: &str, world_size: u32) -> Result<(), ShimError> {
+    if engine.is_empty() || engine.len() > 256 {
+        return argument(format!("an engine id of {} bytes; 1 to 256 are possible", engine.len()));
+    }
+    if !(1..=RANKS_MAX).contains(&world_size) {
+        return argument(format!("a world size of {world_size}; 1 to {RANKS_MAX} are possible"));
+    }
+    Ok(())
+}

@@ -1,0 +1,183 @@
+//! All of a scheduler's session that lives and dies with one connection: rings, arenas, logs and unfinished saves.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use shm_protocol::key::BlockHash;
+use shm_protocol::layout::{CHUNK_KEYS, LOG_KEYS, header};
+use shm_protocol::message::{APPEND_CHUNKS, Kind, Message, Saved};
+use shm_protocol::ring::Consumer;
+use shm_protocol::session::{RegionRing, Ring};
+
+use super::Counters;
+use crate::arena::{BlockIds, Chunks};
+use crate::connection::Connection;
+use crate::log_table::{Log, LogTable};
+use crate::saves::Saves;
+use crate::submission::Submission;
+
+/// A query without an answer yet.
+#[derive(Copy, Clone, Debug)]
+pub(super) struct Question {
+    pub(super) log: i64,
+    pub(super) from: u32,
+    pub(super) count: u32,
+    pub(super) posted: Instant,
+}
+
+/// All that lives and dies with one connection.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub(super) connection: Arc<Connection>,
+    pub(super) submission: Submission,
+    pub(super) completions: Consumer<RegionRing>,
+    pub(super) chunks: Chunks,
+    pub(super) block_ids: BlockIds,
+    pub(super) logs: LogTable,
+    pub(super) saves: Saves,
+    pub(super) questions: HashMap<u64, Question>,
+    /// Closed logs whose CLOSE found no room.
+    pub(super) unclosed: Vec<(u32, Vec<u32>)>,
+}
+
+// === impl Link ===
+
+impl Link {
+    pub(super) fn new(connection: &Arc<Connection>, incarnation: u64) -> Self {
+        Self {
+            submission: Submission::new(connection),
+            completions: Consumer::new(connection.memory.ring(Ring::Completion)),
+            connection: Arc::clone(connection),
+            chunks: Chunks::new(),
+            block_ids: BlockIds::default(),
+            logs: LogTable::new(incarnation),
+            saves: Saves::default(),
+            questions: HashMap::new(),
+            unclosed: Vec::new(),
+        }
+    }
+
+    pub(super) fn heartbeat(&self) -> u64 {
+        // Relaxed: only whether it moves matters.
+        self.connection.region().word64(header::SIDECAR_HEARTBEAT).load(Ordering::Relaxed)
+    }
+
+    pub(super) fn flush(&mut self) {
+        self.submission.flush(&self.connection);
+    }
+
+    pub(super) fn reclaim(&mut self) {
+        let acknowledged = self.submission.acknowledged();
+        self.chunks.reclaim(acknowledged);
+        self.block_ids.reclaim(acknowledged);
+    }
+
+    /// Lends `blocks` to the message and posts it.
+    pub(super) fn post_with_blocks(&mut self, mut message: Message, blocks: &[u32]) -> bool {
+        if !self.block_ids.has_room(blocks.len()) {
+            self.reclaim();
+            if !self.block_ids.has_room(blocks.len()) {
+                return false;
+            }
+        }
+        let position = self.block_ids.position();
+        message.data[0] = position;
+        let Some(sequence) = self.submission.post(&message) else { return false };
+        for (index, block) in blocks.iter().enumerate() {
+            self.connection.memory.write_block_id(position.wrapping_add(index as u32), *block);
+        }
+        self.block_ids.lend(blocks.len(), sequence);
+        true
+    }
+
+    pub(super) fn post_close(&mut self, number: u32, chunks: Vec<u32>) {
+        match self.submission.post(&Message { log: number, ..Message::new(Kind::Close) }) {
+            Some(sequence) => self.chunks.retire(sequence, chunks),
+            None => self.unclosed.push((number, chunks)),
+        }
+    }
+
+    pub(super) fn retry_closes(&mut self) {
+        for (number, chunks) in std::mem::take(&mut self.unclosed) {
+            self.post_close(number, chunks);
+        }
+    }
+
+    /// Voids every save so far by the one word that always has room.
+    pub(super) fn void_saves_below(&mut self, op: u64) -> usize {
+        // Release: whoever sees the word sees every message posted before it.
+        self.connection.region().word64(header::VOID_SAVES_BELOW).store(op, Ordering::Release);
+        self.saves.void()
+    }
+
+    /// Takes the completions; false when the sidecar broke the ring.
+    pub(super) fn reap(&mut self, counters: &mut Counters) -> Result<(), String> {
+        if self.completions.ready().map_err(|error| error.to_string())? == 0 {
+            return Ok(());
+        }
+        while let Some(slot) = self.completions.pop() {
+            let saved = Saved::decode(&slot);
+            if !self.saves.end(saved.op) {
+                return Err(format!("it completed save {}, which is not in flight", saved.op));
+            }
+            counters.blocks_committed += u64::from(saved.committed);
+            counters.blocks_present += u64::from(saved.present);
+            counters.blocks_cancelled += u64::from(saved.cancelled);
+            counters.blocks_dropped += u64::from(saved.dropped);
+        }
+        self.completions.release();
+        Ok(())
+    }
+
+    pub(super) fn write_keys<E>(
+        &mut self,
+        handle: i64,
+        count: u32,
+        mut key: impl FnMut(u32) -> Result<BlockHash, E>,
+    ) -> Result<(), E> {
+        let Some((number, log)) = self.logs.get(handle) else { return Ok(()) };
+        let end = log.length + count;
+        while log.length < end {
+            let from = log.length;
+            let first_chunk = from as usize / CHUNK_KEYS;
+            let upto = end.min(((first_chunk + APPEND_CHUNKS) * CHUNK_KEYS) as u32);
+            let mut message = Message { log: number, from, count: upto - from, ..Message::new(Kind::Append) };
+            for (index, chunk) in (first_chunk..(upto as usize).div_ceil(CHUNK_KEYS)).enumerate() {
+                if chunk == log.chunks.len() {
+                    log.chunks.push(self.chunks.take().expect("counted by the caller"));
+                }
+                message.data[index] = log.chunks[chunk];
+            }
+            for index in from..upto {
+                let (chunk, place) = log.place(index);
+                self.connection.memory.write_key(chunk, place, &key(index)?);
+            }
+            self.submission.post(&message).expect("room was counted by the caller");
+            // An awake sidecar reads these keys while the next ones are written.
+            self.submission.publish();
+            log.length = upto;
+        }
+        Ok(())
+    }
+
+    /// Whether `count` more keys fit into the arena and the ring.
+    pub(super) fn has_room_for_keys(&mut self, length: u32, count: u32) -> bool {
+        let (length, end) = (length as usize, length as usize + count as usize);
+        if end > LOG_KEYS {
+            return false;
+        }
+        let chunks = end.div_ceil(CHUNK_KEYS) - length.div_ceil(CHUNK_KEYS);
+        if chunks > self.chunks.free() {
+            self.reclaim();
+        }
+        let touched = end.div_ceil(CHUNK_KEYS) - length / CHUNK_KEYS;
+        chunks <= self.chunks.free() && self.submission.has_room(touched.div_ceil(APPEND_CHUNKS) as u32)
+    }
+
+    /// The log of a handle that was looked up a moment ago.
+    pub(super) fn log(&mut self, handle: i64) -> &mut Log {
+        self.logs.get(handle).expect("looked up by the caller").1
+    }
+}

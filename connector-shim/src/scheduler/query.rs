@@ -1,0 +1,281 @@
+//! Queries, and the loads that their leases allow.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use shm_protocol::layout::{OPERATIONS, QUERY_KEYS};
+use shm_protocol::message::{Kind, LOAD_BY_ENGINE, LOAD_SYNC, Message, Outcome, Status};
+use shm_protocol::wait;
+
+use super::Scheduler;
+use super::link::Question;
+use crate::clock;
+use crate::connection::Connection;
+use crate::log_table::Lease;
+use crate::notices::Cause;
+use crate::plan::Plan;
+
+/// How long a query is spun for before it sleeps: an awake sidecar answers 512 keys within it. Without yielding: beside a
+/// busy process, a yielded core came back 4 ms later, twice the budget.
+pub const SPIN: Duration = Duration::from_micros(50);
+/// How long a query keeps the interpreter, spinning and then sleeping. Beside a busy Python thread, giving it up costs
+/// a whole switch interval (5 ms) to get back, while a sidecar that slept has answered after some 70 us, a few times
+/// that on a busy machine. Other threads lose a tenth of that interval a query, and never more than the step's budget.
+pub const HOLD: Duration = Duration::from_micros(500);
+/// The longest sleep between two looks at the socket. A dead sidecar wakes nobody, so this bounds what its death can
+/// cost a query; 1 ms is half the default budget and 20 times a wake-up.
+pub const SLEEP_TURN: Duration = Duration::from_millis(1);
+/// Answer of a query that the sidecar will know later.
+pub const PENDING: i64 = -1;
+
+/// The first half of a query.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum Asked {
+    /// Hits, or [`PENDING`].
+    Answered(i64),
+    /// Posted; [`Scheduler::wait`] for it.
+    Posted(u64),
+}
+
+// === impl Scheduler: queries ===
+
+impl Scheduler {
+    /// Asks for the leading hits of keys `start..start + count`, and waits for the answer.
+    pub fn query(&mut self, handle: i64, start: u32, count: u32) -> i64 {
+        match self.ask(handle, start, count) {
+            Asked::Answered(hits) => hits,
+            Asked::Posted(op) => self.wait(op),
+        }
+    }
+
+    /// The first half of [`Scheduler::query`]: answers what is known, else posts it.
+    pub fn ask(&mut self, handle: i64, start: u32, count: u32) -> Asked {
+        self.counters.queries += 1;
+        let Some(link) = &mut self.link else { return Asked::Answered(0) };
+        let Some((_, log)) = link.logs.get(handle) else { return Asked::Answered(0) };
+        let count = count.min(log.length.saturating_sub(start)).min(QUERY_KEYS as u32);
+        if count == 0 {
+            return Asked::Answered(0);
+        }
+        if let Some(lease) = log.lease
+            && (lease.from, lease.asked) == (start, count)
+            && !is_old(&link.connection, &lease)
+        {
+            self.counters.queries_from_lease += 1;
+            return Asked::Answered(lease.hits.into());
+        }
+        if let Some(op) = log.pending
+            && link.questions.get(&op).is_some_and(|asked| (asked.from, asked.count) == (start, count))
+            && self.next_op - op < OPERATIONS as u64
+        {
+            return Asked::Answered(self.answer(op).unwrap_or(PENDING));
+        }
+        self.post_query(handle, start, count).map_or(Asked::Answered(0), Asked::Posted)
+    }
+
+    /// Posts a query without waiting. `None` is a miss: no sidecar, no such keys, no room, or no time left.
+    pub fn post_query(&mut self, handle: i64, start: u32, count: u32) -> Option<u64> {
+        let link = self.link.as_mut()?;
+        let (number, log) = link.logs.get(handle)?;
+        if count == 0 || count as usize > QUERY_KEYS || start.checked_add(count)? > log.length {
+            return None;
+        }
+        if self.stalled.is_some_and(|heartbeat| heartbeat == link.heartbeat()) || self.left.is_zero() {
+            // A sidecar that sleeps would never show its heartbeat.
+            link.connection.ring();
+            self.counters.queries_not_asked += 1;
+            return None;
+        }
+        self.stalled = None;
+        let op = self.next_op;
+        let message = Message { log: number, op, from: start, count, ..Message::new(Kind::Query) };
+        let posted = clock::now();
+        if link.submission.post(&message).is_none() {
+            self.counters.queries_without_room += 1;
+            return None;
+        }
+        link.flush();
+        link.log(handle).lease = None;
+        link.log(handle).pending = None;
+        link.questions.insert(op, Question { log: handle, from: start, count, posted });
+        self.next_op += 1;
+        Some(op)
+    }
+
+    /// The answer of query `op`, if it is there. A query that is not known (any more) is a miss.
+    pub fn poll(&mut self, op: u64) -> Option<i64> {
+        self.answer(op)
+    }
+
+    /// Waits for the answer of query `op` within the step's budget.
+    pub fn wait(&mut self, op: u64) -> i64 {
+        match self.hold(op) {
+            Some(hits) => hits,
+            None => self.sleep(op),
+        }
+    }
+
+    /// Waits for [`HOLD`] at most: first spinning, then asleep. `None`: not answered yet.
+    pub fn hold(&mut self, op: u64) -> Option<i64> {
+        let began = clock::now();
+        let limit = HOLD.min(self.left);
+        loop {
+            let answer = self.answer(op);
+            let spent = clock::now() - began;
+            if answer.is_some() || spent >= limit {
+                self.left = self.left.saturating_sub(spent);
+                return answer;
+            }
+            if spent < SPIN {
+                std::hint::spin_loop();
+            } else {
+                self.sleep_turn(op, limit - spent);
+            }
+        }
+    }
+
+    /// Sleeps once; the caller looks again.
+    fn sleep_turn(&self, op: u64, left: Duration) {
+        if let Some(link) = &self.link {
+            let memory = &link.connection.memory;
+            wait::sleep_turn(memory.region(), left.min(SLEEP_TURN), || memory.load_outcome(op).is_some());
+        }
+    }
+
+    /// Sleeps until the answer, the sidecar's end, or the end of the budget; the last two are a miss.
+    pub fn sleep(&mut self, op: u64) -> i64 {
+        let began = clock::now();
+        loop {
+            let left = self.left.saturating_sub(clock::now() - began);
+            if let Some(hits) = self.answer(op) {
+                self.left = left;
+                return hits;
+            }
+            let Some(link) = &self.link else { return 0 };
+            if link.connection.is_lost() {
+                link.connection.hang_up();
+                return 0;
+            }
+            if left.is_zero() {
+                self.time_out(op);
+                return 0;
+            }
+            self.sleep_turn(op, left);
+        }
+    }
+
+    fn time_out(&mut self, op: u64) {
+        self.left = Duration::ZERO;
+        self.counters.queries_timed_out += 1;
+        self.client.notices().say(
+            Cause::Budget,
+            format!(
+                "a query was not answered within the step's {} us and counts as a miss; if this goes on, give the sidecar more CPU or raise pillion.query_timeout_us",
+                self.budget.as_micros()
+            ),
+        );
+        let Some(link) = &mut self.link else { return };
+        self.stalled = Some(link.heartbeat());
+        if let Some(question) = link.questions.remove(&op)
+            && let Some((number, _)) = link.logs.get(question.log)
+        {
+            // The late answer would hold blocks under a lease that nobody uses.
+            link.submission.post(&Message { log: number, ..Message::new(Kind::Release) });
+            link.flush();
+        }
+    }
+
+    /// Takes the answer of query `op` into its log.
+    fn answer(&mut self, op: u64) -> Option<i64> {
+        let Some(link) = &mut self.link else { return Some(0) };
+        let Some(question) = link.questions.get(&op).copied() else { return Some(0) };
+        let outcome = link.connection.memory.load_outcome(op)?;
+        if outcome.status == Status::Pending {
+            if let Some((_, log)) = link.logs.get(question.log) {
+                log.pending = Some(op);
+            }
+            return Some(PENDING);
+        }
+        link.questions.remove(&op);
+        let hits = self.settle(op, question, outcome);
+        self.counters.hit_blocks += u64::from(hits);
+        Some(hits.into())
+    }
+
+    fn settle(&mut self, op: u64, question: Question, outcome: Outcome) -> u32 {
+        if outcome.status == Status::NotReady {
+            self.client.notices().say(
+                Cause::NotReady,
+                "the sidecar knows no KV memory of this engine yet, or its ranks state different facts: see the workers' and the sidecar's logs",
+            );
+        }
+        let hits = if outcome.status == Status::Ok { outcome.value.min(question.count) } else { 0 };
+        let Some((_, log)) = self.link.as_mut().and_then(|link| link.logs.get(question.log)) else {
+            return 0;
+        };
+        let lease = Lease { op, from: question.from, asked: question.count, hits, since: question.posted };
+        log.pending = None;
+        log.lease = (hits > 0).then_some(lease);
+        hits
+    }
+
+    /// Whether [`Scheduler::load`] will have to ask again, which may wait.
+    pub fn must_renew(&mut self, handle: i64) -> bool {
+        let Some(link) = &mut self.link else { return false };
+        let connection = Arc::clone(&link.connection);
+        link.logs.get(handle).and_then(|(_, log)| log.lease).is_some_and(|lease| is_old(&connection, &lease))
+    }
+
+    /// Posts the load of keys `start..` into `blocks` and returns its plan, also where the sidecar died since the query;
+    /// `None` where no lease covers them: then nothing may be loaded.
+    pub fn load(&mut self, handle: i64, start: u32, blocks: &[u32], step: u64, sync: bool) -> Option<Plan> {
+        let plan = self.try_load(handle, start, blocks, step, sync);
+        match plan {
+            Some(_) => self.counters.loads += 1,
+            None => self.counters.loads_without_lease += 1,
+        }
+        plan
+    }
+
+    fn try_load(&mut self, handle: i64, start: u32, blocks: &[u32], step: u64, sync: bool) -> Option<Plan> {
+        if self.must_renew(handle) {
+            let lease = self.link.as_mut()?.logs.get(handle)?.1.lease?;
+            self.query(handle, lease.from, lease.asked);
+        }
+        let link = self.link.as_mut()?;
+        let (number, log) = link.logs.get(handle)?;
+        let lease = log.lease?;
+        let count = u32::try_from(blocks.len()).ok().filter(|count| *count > 0)?;
+        if start < lease.from || start.checked_add(count)? > lease.from + lease.hits {
+            return None;
+        }
+        let places: Vec<_> = (start..start + count).map(|key| log.place(key)).collect();
+        let slots = places.into_iter().map(|(chunk, index)| link.connection.memory.read_ref(chunk, index));
+        let blocks_and_slots = blocks.iter().copied().zip(slots).collect();
+        let sync_flag = if sync { LOAD_SYNC } else { 0 };
+        let flags = sync_flag | if self.by_engine { LOAD_BY_ENGINE } else { 0 };
+        let op = self.next_op;
+        let message = Message {
+            flags,
+            log: number,
+            op,
+            from: start,
+            count,
+            step,
+            lease: lease.op,
+            data: [0; 6],
+            kind: Kind::Load,
+        };
+        // vLLM counts on the answer to the query by now. A sidecar that is gone, or has no room, breaks no promise: the
+        // ranks have its pool mapped, and the slots are leased for a while yet.
+        link.post_with_blocks(message, blocks);
+        self.next_op += 1;
+        link.log(handle).lease = None;
+        Some(Plan { op, epoch: link.connection.welcome.epoch, flags, blocks: blocks_and_slots })
+    }
+}
+
+/// Whether so much of a lease's life is over that it must not be relied on.
+fn is_old(connection: &Connection, lease: &Lease) -> bool {
+    clock::now() - lease.since > Duration::from_millis(connection.welcome.lease_ttl_ms) / 2
+}

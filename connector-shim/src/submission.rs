@@ -1,0 +1,83 @@
+//! The writing end of a session's submission ring, which never waits for room.
+
+use shm_protocol::layout::SUBMISSION_RESERVED;
+use shm_protocol::message::Message;
+use shm_protocol::ring::{CursorError, Producer};
+use shm_protocol::session::{RegionRing, Ring};
+
+use crate::connection::Connection;
+
+/// Posts messages; a peer whose cursor is impossible leaves it without room for good.
+#[derive(Debug)]
+pub(crate) struct Submission {
+    producer: Producer<RegionRing>,
+    broken: Option<CursorError>,
+}
+
+// === impl Submission ===
+
+impl Submission {
+    /// The ring of a fresh connection.
+    pub(crate) fn new(connection: &Connection) -> Self {
+        Self { producer: Producer::new(connection.memory.ring(Ring::Submission)), broken: None }
+    }
+
+    /// Whether `slots` ordinary messages fit.
+    pub(crate) fn has_room(&mut self, slots: u32) -> bool {
+        self.check(SUBMISSION_RESERVED as u32 + slots.saturating_sub(1))
+    }
+
+    /// Posts one message and returns its sequence number, or `None` without room. Not yet visible to the sidecar.
+    pub(crate) fn post(&mut self, message: &Message) -> Option<u32> {
+        let reserved = if message.kind.reserved() { 0 } else { SUBMISSION_RESERVED as u32 };
+        if !self.check(reserved) {
+            return None;
+        }
+        let sequence = self.producer.sequence();
+        self.producer.push(&message.encode());
+        Some(sequence)
+    }
+
+    fn check(&mut self, reserved: u32) -> bool {
+        if self.broken.is_some() {
+            return false;
+        }
+        self.producer.has_room(reserved).unwrap_or_else(|error| {
+            self.broken = Some(error);
+            false
+        })
+    }
+
+    /// Makes the posted messages visible, without waking anybody.
+    pub(crate) fn publish(&mut self) -> bool {
+        self.producer.publish()
+    }
+
+    /// Makes the posted messages visible and wakes the sidecar if there are any and it sleeps.
+    pub(crate) fn flush(&mut self, connection: &Connection) {
+        if self.publish() {
+            connection.ring();
+        }
+    }
+
+    /// The sidecar's head, freshly read: everything before it has been copied out.
+    pub(crate) fn acknowledged(&mut self) -> u32 {
+        if self.broken.is_none()
+            && let Err(error) = self.producer.free()
+        {
+            self.broken = Some(error);
+        }
+        self.producer.acknowledged()
+    }
+
+    /// How the sidecar broke the ring, if it did.
+    pub(crate) fn broken(&self) -> Option<&CursorError> {
+        self.broken.as_ref()
+    }
+}
+
+/// Whether the sidecar's head has passed message `sequence`.
+pub(crate) fn passed(acknowledged: u32, sequence: u32) -> bool {
+    // A ring holds far fewer than 2^31 messages, so the wrapped distance has the sign of the true one.
+    acknowledged.wrapping_sub(sequence).cast_signed() > 0
+}

@@ -1,0 +1,247 @@
+//! A small sidecar for tests: real socket, real session memory, answers only what a test tells it to.
+
+#![allow(dead_code, reason = "each test binary uses its own part")]
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::fs::MemfdFlags;
+use shm_protocol::handshake::{Hello, Reply, Welcome, decode_hello, encode};
+use shm_protocol::layout::header;
+use shm_protocol::message::{Kind, Message, Outcome, Saved, Status};
+use shm_protocol::pool::{self, Geometry, SlotRef};
+use shm_protocol::ring::{Consumer, Producer};
+use shm_protocol::session::{RegionRing, Ring, SessionMemory};
+use shm_protocol::{PROTOCOL_VERSION, transport, wait};
+
+/// Watchdog only: no test asserts on it.
+const WATCHDOG: Duration = Duration::from_secs(20);
+pub(crate) const SEGMENT_BYTES: u64 = pool::SEGMENT_ALIGN;
+pub(crate) const LEASE_TTL_MS: u64 = 30_000;
+
+/// Waits until `condition` holds.
+pub(crate) fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
+    let turns = WATCHDOG.as_millis();
+    assert!(
+        (0..turns).any(|_| condition() || {
+            std::thread::sleep(Duration::from_millis(1));
+            false
+        }),
+        "no {what}"
+    );
+}
+
+/// A socket in a folder of its own.
+pub(crate) struct Peer {
+    folder: PathBuf,
+    pub(crate) epoch: u64,
+    pub(crate) lease_ttl_ms: u64,
+}
+
+/// The sidecar's end of one session.
+pub(crate) struct Served {
+    pub(crate) hello: Hello,
+    pub(crate) descriptors: Vec<OwnedFd>,
+    pub(crate) memory: SessionMemory,
+    pub(crate) pool: TestPool,
+    submission: Consumer<RegionRing>,
+    completion: Producer<RegionRing>,
+    socket: OwnedFd,
+}
+
+/// A pool of one segment.
+pub(crate) struct TestPool {
+    fd: OwnedFd,
+    geometry: Geometry,
+}
+
+impl Peer {
+    pub(crate) fn new(epoch: u64) -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let folder = std::env::temp_dir().join(format!("pillion-shim-{}-{number}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        Self { folder, epoch, lease_ttl_ms: LEASE_TTL_MS }
+    }
+
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.folder.join("pillion.sock")
+    }
+
+    /// Serves the next connection in the background, with a pool for blocks of `block_bytes`.
+    pub(crate) fn serve(&self, block_bytes: u64) -> JoinHandle<Served> {
+        let listener = self.listen();
+        let (epoch, lease_ttl_ms) = (self.epoch, self.lease_ttl_ms);
+        std::thread::spawn(move || accept(&listener, epoch, lease_ttl_ms, block_bytes))
+    }
+
+    /// Refuses the next connection in the background.
+    pub(crate) fn refuse(&self, reason: &str) -> JoinHandle<()> {
+        let (listener, reason) = (self.listen(), reason.to_owned());
+        std::thread::spawn(move || {
+            let socket = accept_socket(&listener);
+            let (_, _) = transport::receive(&socket).unwrap();
+            let reply = Reply::Refused { version: PROTOCOL_VERSION, reason };
+            transport::send(&socket, &encode(&reply), &[]).unwrap();
+        })
+    }
+
+    /// Gives the next connection to `script`, before or after its hello was read.
+    pub(crate) fn script(&self, script: impl FnOnce(OwnedFd) + Send + 'static) -> JoinHandle<()> {
+        let listener = self.listen();
+        std::thread::spawn(move || script(accept_socket(&listener)))
+    }
+
+    fn listen(&self) -> OwnedFd {
+        let _ = std::fs::remove_file(self.socket());
+        transport::listen(&self.socket()).unwrap()
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+fn accept_socket(listener: &OwnedFd) -> OwnedFd {
+    poll(&mut [PollFd::new(listener, PollFlags::IN)], None).unwrap();
+    let socket = transport::accept(listener).unwrap();
+    poll(&mut [PollFd::new(&socket, PollFlags::IN)], None).unwrap();
+    socket
+}
+
+/// What a sidecar with a pool of one segment says.
+pub(crate) fn welcome(epoch: u64) -> Welcome {
+    Welcome {
+        version: PROTOCOL_VERSION,
+        epoch,
+        session: 1,
+        lease_ttl_ms: LEASE_TTL_MS,
+        pool_bytes: pool::pool_bytes(SEGMENT_BYTES, 1).unwrap(),
+        segment_bytes: SEGMENT_BYTES,
+        namespace: "00112233445566778899aabbccddeeff".into(),
+    }
+}
+
+/// An eventfd that wakes a sidecar.
+pub(crate) fn doorbell() -> OwnedFd {
+    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap()
+}
+
+fn accept(listener: &OwnedFd, epoch: u64, lease_ttl_ms: u64, block_bytes: u64) -> Served {
+    let socket = accept_socket(listener);
+    let (record, descriptors) = transport::receive(&socket).unwrap();
+    let hello = decode_hello(&record, descriptors.len()).unwrap();
+    let (fd, memory) = SessionMemory::create(epoch, 1).unwrap();
+    let doorbell = doorbell();
+    let pool = TestPool::new(block_bytes);
+    let welcome = Welcome { lease_ttl_ms, ..welcome(epoch) };
+    let sent = [fd.as_fd(), doorbell.as_fd(), pool.fd.as_fd()];
+    transport::send(&socket, &encode(&Reply::Welcome(welcome)), &sent).unwrap();
+    Served {
+        hello,
+        descriptors,
+        submission: Consumer::new(memory.ring(Ring::Submission)),
+        completion: Producer::new(memory.ring(Ring::Completion)),
+        memory,
+        pool,
+        socket,
+    }
+}
+
+impl Served {
+    /// Every message so far, copied out and acknowledged.
+    pub(crate) fn drain(&mut self) -> Vec<Message> {
+        self.submission.ready().unwrap();
+        let messages = std::iter::from_fn(|| self.submission.pop());
+        let messages = messages.map(|slot| Message::decode(&slot).unwrap()).collect();
+        self.submission.release();
+        messages
+    }
+
+    /// Every message so far of one kind.
+    pub(crate) fn drain_kind(&mut self, kind: Kind) -> Vec<Message> {
+        self.drain().into_iter().filter(|message| message.kind == kind).collect()
+    }
+
+    pub(crate) fn answer(&self, op: u64, status: Status, value: u32) {
+        self.memory.store_outcome(op, Outcome { op: op as u32, value, status });
+        wait::wake_engine(self.memory.region());
+    }
+
+    pub(crate) fn complete(&mut self, saved: Saved) {
+        assert!(self.completion.has_room(0).unwrap());
+        self.completion.push(&saved.encode());
+        self.completion.publish();
+    }
+
+    pub(crate) fn word(&self, word: usize) -> u64 {
+        self.memory.region().word64(word).load(Ordering::Acquire)
+    }
+
+    pub(crate) fn store(&self, word: usize, value: u64) {
+        self.memory.region().word64(word).store(value, Ordering::Release);
+    }
+
+    pub(crate) fn beat(&self) {
+        self.memory.region().word64(header::SIDECAR_HEARTBEAT).fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl TestPool {
+    pub(crate) fn new(block_bytes: u64) -> Self {
+        let fd = rustix::fs::memfd_create("test-pool", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, pool::pool_bytes(SEGMENT_BYTES, 1).unwrap()).unwrap();
+        let pool = Self { fd, geometry: Geometry::new(SEGMENT_BYTES, block_bytes).unwrap() };
+        pool.put(pool::header::MAGIC, pool::MAGIC);
+        pool.put(pool::header::SEGMENT_BYTES, SEGMENT_BYTES);
+        pool.put(pool::header::SEGMENTS, 1);
+        pool.put(pool::header::VERSION, u64::from(pool::VERSION));
+        pool
+    }
+
+    /// Fills slot `index` and returns its reference.
+    pub(crate) fn commit(&self, index: u32, generation: u64, bytes: &[u8]) -> SlotRef {
+        let offset = self.geometry.offset(0, index).unwrap();
+        let slot = self.geometry.place(offset).unwrap().header;
+        rustix::io::pwrite(&self.fd, bytes, offset).unwrap();
+        self.put(slot + pool::slot::GENERATION, generation);
+        self.put(slot + pool::slot::STATE, pool::COMMITTED);
+        SlotRef { offset, generation }
+    }
+
+    /// Begins another filling of slot `index`, as a sidecar that reuses it does.
+    pub(crate) fn refill(&self, index: u32, generation: u64, bytes: &[u8]) -> SlotRef {
+        let slot = self.geometry.place(self.geometry.offset(0, index).unwrap()).unwrap().header;
+        self.put(slot + pool::slot::STATE, pool::FILLING);
+        self.put(slot + pool::slot::GENERATION, generation);
+        self.commit(index, generation, bytes)
+    }
+
+    /// The filling that slot `index` is in.
+    pub(crate) fn generation(&self, index: u32) -> u64 {
+        let slot = self.geometry.place(self.geometry.offset(0, index).unwrap()).unwrap().header;
+        let mut word = [0; 8];
+        assert_eq!(rustix::io::pread(&self.fd, &mut word, slot + pool::slot::GENERATION), Ok(8));
+        u64::from_le_bytes(word)
+    }
+
+    /// A state that the slot is in from now on.
+    pub(crate) fn put_state(&self, index: u32, state: u64) {
+        let slot = self.geometry.place(self.geometry.offset(0, index).unwrap()).unwrap().header;
+        self.put(slot + pool::slot::STATE, state);
+    }
+
+    pub(crate) fn fd(&self) -> &OwnedFd {
+        &self.fd
+    }
+
+    pub(crate) fn put(&self, offset: u64, word: u64) {
+        assert_eq!(rustix::io::pwrite(&self.fd, &word.to_le_bytes(), offset), Ok(8));
+    }
+}

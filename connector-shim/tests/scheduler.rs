@@ -1,0 +1,404 @@
+//! The scheduler's session against a peer that answers what each test says.
+
+mod peer;
+
+use std::time::Duration;
+
+use connector_shim::error::ShimError;
+use connector_shim::scheduler::{Asked, Options, PENDING, Scheduler};
+use peer::{Peer, Served, eventually};
+use shm_protocol::key::BlockHash;
+use shm_protocol::layout::{
+    CHUNKS, COMPLETION_SLOTS, LOG_KEYS, SUBMISSION_RESERVED, SUBMISSION_SLOTS, header,
+};
+use shm_protocol::message::{Kind, LOAD_SYNC, Saved, Status};
+use shm_protocol::pool::SlotRef;
+
+const BLOCK_BYTES: u64 = 512;
+
+fn options(peer: &Peer) -> Options {
+    Options {
+        socket: peer.socket(),
+        engine: "engine".into(),
+        world_size: 1,
+        run: [7; 16],
+        budget: Duration::from_millis(2),
+        by_engine: false,
+    }
+}
+
+fn connected(peer: &Peer) -> (Scheduler, Served) {
+    let served = peer.serve(BLOCK_BYTES);
+    let scheduler = Scheduler::new(options(peer)).unwrap();
+    assert!(scheduler.connected(), "{:?}", scheduler.take_notices());
+    (scheduler, served.join().unwrap())
+}
+
+fn hash(index: u32) -> BlockHash {
+    BlockHash(std::array::from_fn(|at| (index.rotate_left(at as u32) ^ at as u32) as u8))
+}
+
+fn append(scheduler: &mut Scheduler, log: i64, count: u32) -> u32 {
+    let start = scheduler.length(log).unwrap_or(0);
+    scheduler.append(log, start, count, |index| Ok::<_, ShimError>(hash(index))).unwrap()
+}
+
+fn log_with(scheduler: &mut Scheduler, keys: u32) -> i64 {
+    let log = scheduler.open();
+    assert!(log >= 0);
+    assert_eq!(append(scheduler, log, keys), keys);
+    log
+}
+
+/// Answers query `op`, the slots of its hits being the key indices.
+fn grant(served: &Served, op: u64, from: u32, hits: u32, chunks: &[u32]) {
+    for key in from..from + hits {
+        let slot = SlotRef { offset: u64::from(key) * 512, generation: u64::from(key) + 1 };
+        served.memory.write_ref(chunks[key as usize / 64], key as usize % 64, slot);
+    }
+    served.answer(op, Status::Ok, hits);
+}
+
+#[test]
+fn a_request_from_its_keys_to_its_plan() {
+    let peer = Peer::new(42);
+    let (mut scheduler, mut served) = connected(&peer);
+    let log = log_with(&mut scheduler, 100);
+    assert_eq!(append(&mut scheduler, log, 400), 500);
+    let op = scheduler.post_query(log, 10, 490).unwrap();
+    let messages = served.drain();
+    let kinds: Vec<_> = messages.iter().map(|m| (m.kind, m.from, m.count)).collect();
+    let expected = [
+        (Kind::Open, 0, 0),
+        (Kind::Append, 0, 100),
+        (Kind::Append, 100, 348),
+        (Kind::Append, 448, 52),
+        (Kind::Query, 10, 490),
+    ];
+    assert_eq!(kinds, expected);
+    // Chunk 1 is named by both of the first two messages, chunk 7 by the last alone.
+    let chunks = [&messages[1].data[..2], &messages[2].data[1..6], &messages[3].data[..1]].concat();
+    let mut keys = Vec::new();
+    for (index, chunk) in chunks.iter().enumerate() {
+        served.memory.read_keys(*chunk, 0, 64.min(500 - index * 64), &mut keys);
+    }
+    assert!(keys.iter().copied().eq((0..500).map(hash)), "every key arrived at its place");
+
+    assert_eq!(scheduler.poll(op), None);
+    grant(&served, op, 10, 300, &chunks);
+    assert_eq!(scheduler.poll(op), Some(300));
+    assert_eq!(scheduler.ask(log, 10, 490), Asked::Answered(300), "asked again, the lease answers");
+    assert!(scheduler.load(log, 9, &[1], 3, true).is_none(), "before the lease");
+    assert!(scheduler.load(log, 309, &[1, 2], 3, true).is_none(), "behind the lease");
+    let blocks: Vec<u32> = (1000..1200).collect();
+    let plan = scheduler.load(log, 110, &blocks, 3, true).unwrap();
+    scheduler.end_step();
+    let load = served.drain_kind(Kind::Load)[0];
+    assert_eq!((load.from, load.count, load.step, load.lease, load.flags), (110, 200, 3, op, LOAD_SYNC));
+    assert_eq!((plan.op, plan.epoch), (load.op, 42));
+    let mut ids = Vec::new();
+    served.memory.read_block_ids(load.data[0], load.count, &mut ids);
+    assert_eq!(ids, blocks);
+    let slots = (110..310).map(|key| SlotRef { offset: key * 512, generation: key + 1 });
+    assert!(plan.blocks.into_iter().eq(blocks.iter().copied().zip(slots)));
+    assert!(scheduler.load(log, 110, &blocks, 3, true).is_none(), "a lease is used once");
+}
+
+#[test]
+fn chunks_return_when_the_head_has_passed_the_close() {
+    let peer = Peer::new(1);
+    let (mut scheduler, mut served) = connected(&peer);
+    let full = log_with(&mut scheduler, LOG_KEYS as u32);
+    let next = log_with(&mut scheduler, 0);
+    assert_eq!(append(&mut scheduler, next, 1), 0, "the arena is full");
+    scheduler.close(full);
+    scheduler.end_step();
+    assert_eq!(append(&mut scheduler, next, 1), 0, "the sidecar may still read the chunks");
+    served.drain();
+    assert_eq!(append(&mut scheduler, next, (CHUNKS * 64) as u32), LOG_KEYS as u32);
+}
+
+#[test]
+fn a_full_ring_is_a_miss_and_never_a_wait() {
+    let peer = Peer::new(1);
+    let (mut scheduler, mut served) = connected(&peer);
+    let log = log_with(&mut scheduler, 4);
+    let ordinary = SUBMISSION_SLOTS - SUBMISSION_RESERVED;
+    let opened = std::iter::from_fn(|| Some(scheduler.open()).filter(|log| *log >= 0)).count();
+    assert_eq!(opened, ordinary - 2);
+    assert_eq!(scheduler.query(log, 0, 4), 0);
+    assert!(!scheduler.save(log, 0, vec![1], 1));
+    assert_eq!(append(&mut scheduler, log, 1), 4);
+    scheduler.close(log);
+    scheduler.end_step();
+    assert_eq!(served.drain_kind(Kind::Close).len(), 1, "giving back has room of its own");
+    assert!(scheduler.open() >= 0);
+}
+
+#[test]
+fn a_reset_without_room_is_told_to_the_next_connection() {
+    let peer = Peer::new(1);
+    let (mut scheduler, served) = connected(&peer);
+    while scheduler.open() >= 0 {}
+    assert!(scheduler.salt());
+    assert!(!scheduler.connected(), "the old generation must not be asked for again");
+    drop(served);
+    let again = peer.serve(BLOCK_BYTES);
+    eventually("reconnect", || scheduler.open() >= 0);
+    let mut served = again.join().unwrap();
+    assert_eq!(served.drain().first().map(|message| message.kind), Some(Kind::Salt));
+}
+
+#[test]
+fn a_close_without_any_room_is_posted_later() {
+    let peer = Peer::new(1);
+    let (mut scheduler, mut served) = connected(&peer);
+    let logs: Vec<i64> = std::iter::from_fn(|| Some(scheduler.open()).filter(|log| *log >= 0)).collect();
+    for log in &logs {
+        scheduler.close(*log);
+    }
+    scheduler.end_step();
+    assert_eq!(served.drain_kind(Kind::Close).len(), SUBMISSION_RESERVED);
+    assert!(scheduler.open() >= 0, "a number is not opened before it is closed");
+    let kinds: Vec<Kind> = served.drain().iter().map(|message| message.kind).collect();
+    assert_eq!(kinds[kinds.len() - 2..], [Kind::Close, Kind::Open]);
+    assert_eq!(kinds.len(), logs.len() - SUBMISSION_RESERVED + 1);
+}
+
+#[test]
+fn after_a_time_out_nothing_is_asked_until_the_heartbeat_moves() {
+    let peer = Peer::new(1);
+    let (mut scheduler, mut served) = connected(&peer);
+    let log = log_with(&mut scheduler, 4);
+    assert_eq!(scheduler.query(log, 0, 4), 0);
+    let asked = served.drain();
+    let late = asked.iter().find(|m| m.kind == Kind::Query).unwrap().op;
+    assert_eq!(asked.last().unwrap().kind, Kind::Release, "the late answer's lease is given back");
+    assert_eq!(scheduler.query(log, 0, 4), 0);
+    scheduler.end_step();
+    assert_eq!(scheduler.query(log, 0, 4), 0);
+    assert!(
+        served.drain_kind(Kind::Query).is_empty(),
+        "the budget is spent, then the heartbeat stands still"
+    );
+    assert_eq!(scheduler.stats()["queries_not_asked"], 2);
+    served.beat();
+    let op = scheduler.post_query(log, 0, 4).unwrap();
+    served.answer(late, Status::Ok, 4);
+    assert_eq!(scheduler.poll(op), None, "another query's answer");
+    assert_eq!(scheduler.poll(late), Some(0), "too late");
+    served.answer(op, Status::Ok, 2);
+    assert_eq!(scheduler.poll(op), Some(2));
+    let notices = scheduler.take_notices();
+    assert_eq!(
+        notices.iter().filter(|text| text.contains("pillion.query_timeout_us")).count(),
+        1,
+        "{notices:?}"
+    );
+}
+
+#[test]
+fn one_budget_serves_all_queries_of_a_step() {
+    let peer = Peer::new(1);
+    let (mut scheduler, served) = connected(&peer);
+    let log = log_with(&mut scheduler, 4);
+    let ops: Vec<u64> = (0..8).map(|_| scheduler.post_query(log, 0, 4).unwrap()).collect();
+    assert!(ops.iter().all(|op| scheduler.wait(*op) == 0));
+    assert_eq!(scheduler.post_query(log, 0, 4), None, "nothing is left");
+    served.beat();
+    scheduler.end_step();
+    assert!(scheduler.post_query(log, 0, 4).is_some(), "refilled");
+}
+
+#[test]
+fn an_answer_wakes_a_sleeping_query() {
+    let peer = Peer::new(1);
+    let served = peer.serve(BLOCK_BYTES);
+    let budget = Duration::from_secs(10);
+    let mut scheduler = Scheduler::new(Options { budget, ..options(&peer) }).unwrap();
+    let mut served = served.join().unwrap();
+    let log = log_with(&mut scheduler, 4);
+    let answering = std::thread::spawn(move || {
+        let mut queries = Vec::new();
+        eventually("query", || {
+            queries = served.drain_kind(Kind::Query);
+            !queries.is_empty()
+        });
+        std::thread::sleep(Duration::from_millis(5));
+        served.answer(queries[0].op, Status::Ok, 3);
+        served
+    });
+    assert_eq!(scheduler.query(log, 0, 4), 3);
+    drop(answering.join().unwrap());
+}
+
+#[test]
+fn a_pending_query_is_asked_again_without_a_message() {
+    let peer = Peer::new(1);
+    let (mut scheduler, mut served) = connected(&peer);
+    let log = log_with(&mut scheduler, 4);
+    let op = scheduler.post_query(log, 0, 4).unwrap();
+    served.answer(op, Status::Pending, 0);
+    assert_eq!(scheduler.poll(op), Some(PENDING));
+    served.drain();
+    assert_eq!(scheduler.ask(log, 0, 4), Asked::Answered(PENDING));
+    served.answer(op, Status::Ok, 4);
+    assert_eq!(scheduler.ask(log, 0, 4), Asked::Answered(4));
+    assert!(served.drain().is_empty());
+}
+
+#[test]
+fn an_old_lease_is_renewed_before_it_is_used() {
+    let mut peer = Peer::new(1);
+    peer.lease_ttl_ms = 0;
+    let (mut scheduler, mut served) = connected(&peer);
+    let log = log_with(&mut scheduler, 4);
+    let op = scheduler.post_query(log, 0, 4).unwrap();
+    let chunks = served.drain()[1].data;
+    grant(&served, op, 0, 4, &chunks);
+    assert_eq!(scheduler.poll(op), Some(4));
+    assert!(scheduler.must_renew(log));
+    assert!(scheduler.load(log, 0, &[5, 6], 1, false).is_none(), "the renewal was not answered");
+    assert_eq!(served.drain_kind(Kind::Query).len(), 1);
+}
+
+#[test]
+fn a_new_generation_ends_every_lease() {
+    let peer = Peer::new(1);
+    let (mut scheduler, mut served) = connected(&peer);
+    let log = log_with(&mut scheduler, 4);
+    let op = scheduler.post_query(log, 0, 4).unwrap();
+    let chunks = served.drain()[1].data;
+    grant(&served, op, 0, 4, &chunks);
+    assert_eq!(scheduler.poll(op), Some(4));
+    assert!(scheduler.salt());
+    assert!(scheduler.load(log, 0, &[1], 1, true).is_none());
+    assert_eq!(served.drain_kind(Kind::Salt).len(), 1);
+}
+
+#[test]
+fn saves_end_are_counted_and_given_up_in_ranges() {
+    let peer = Peer::new(1);
+    let (mut scheduler, mut served) = connected(&peer);
+    let log = log_with(&mut scheduler, 8);
+    assert!(scheduler.save(log, 0, vec![10, 11, 12, 13], 5));
+    assert!(scheduler.save(log, 4, vec![14, 15], 5));
+    assert!(!scheduler.save(log, 7, vec![16, 17], 5), "no such keys");
+    assert_eq!(scheduler.saving(), 6);
+    assert_eq!(scheduler.overwrite([15, 12, 11, 99].into_iter()), 3);
+    scheduler.end_step();
+    let messages = served.drain();
+    let saves: Vec<_> = messages.iter().filter(|m| m.kind == Kind::Save).collect();
+    assert_eq!((saves[0].from, saves[0].count, saves[0].step), (0, 4, 5));
+    let mut ids = Vec::new();
+    served.memory.read_block_ids(saves[1].data[0], saves[1].count, &mut ids);
+    assert_eq!(ids, [14, 15]);
+    let cancels: Vec<_> =
+        messages.iter().filter(|m| m.kind == Kind::Cancel).map(|m| (m.op, m.from, m.count)).collect();
+    assert_eq!(cancels, [(saves[0].op, 1, 2), (saves[1].op, 1, 1)]);
+    served.complete(Saved { op: saves[0].op, committed: 2, present: 0, cancelled: 2, dropped: 0 });
+    scheduler.end_step();
+    assert_eq!(scheduler.saving(), 1);
+    assert_eq!((scheduler.stats()["blocks_committed"], scheduler.stats()["blocks_cancelled"]), (2, 2));
+}
+
+#[test]
+fn without_room_for_a_cancel_every_save_is_void() {
+    let peer = Peer::new(1);
+    let (mut scheduler, served) = connected(&peer);
+    let log = log_with(&mut scheduler, 8);
+    assert!(scheduler.save(log, 0, vec![10, 11], 1));
+    assert!(scheduler.save(log, 2, vec![12, 13], 1));
+    let logs: Vec<i64> = std::iter::from_fn(|| Some(scheduler.open()).filter(|log| *log >= 0)).collect();
+    logs.iter().take(SUBMISSION_RESERVED).for_each(|log| scheduler.close(*log));
+    assert_eq!(served.word(header::VOID_SAVES_BELOW), 0);
+    assert_eq!(scheduler.overwrite([12].into_iter()), 4, "all of them");
+    assert_eq!(served.word(header::VOID_SAVES_BELOW), 3, "operations 1 and 2 are void");
+    assert_eq!(scheduler.saving(), 0);
+}
+
+#[test]
+fn no_more_saves_than_completions_have_room() {
+    let peer = Peer::new(1);
+    let (mut scheduler, mut served) = connected(&peer);
+    let log = log_with(&mut scheduler, 1);
+    let mut posted = 0;
+    for _ in 0..2 {
+        while scheduler.save(log, 0, vec![1], 1) {
+            posted += 1;
+        }
+        scheduler.end_step();
+        served.drain();
+    }
+    assert_eq!(posted, COMPLETION_SLOTS);
+}
+
+#[test]
+fn a_hang_up_is_a_miss_and_a_new_sidecar_a_new_generation() {
+    let peer = Peer::new(1);
+    let (mut scheduler, served) = connected(&peer);
+    let log = log_with(&mut scheduler, 4);
+    assert!(scheduler.salt());
+    assert!(scheduler.save(log, 0, vec![1], 1));
+    drop(served);
+    assert_eq!(scheduler.query(log, 0, 4), 0);
+    scheduler.end_step();
+    assert!(!scheduler.connected());
+    assert_eq!((scheduler.open(), scheduler.saving(), scheduler.salt()), (-1, 0, true));
+    let again = peer.serve(BLOCK_BYTES);
+    eventually("reconnect", || {
+        scheduler.end_step();
+        scheduler.connected()
+    });
+    let mut served = again.join().unwrap();
+    assert_eq!(scheduler.generation(), 2);
+    assert_eq!(served.drain_kind(Kind::Salt).len(), 2, "the new sidecar learns the generation first");
+    assert_eq!(scheduler.query(log, 0, 4), 0, "a handle of the old connection");
+    assert_eq!(append(&mut scheduler, log, 4), 0);
+    assert!(served.drain().is_empty());
+    log_with(&mut scheduler, 4);
+    let notices = scheduler.take_notices();
+    assert!(
+        notices.iter().any(|n| n.contains("hung up")) && notices.iter().any(|n| n.contains("connected to")),
+        "{notices:?}"
+    );
+}
+
+#[test]
+fn an_absent_sidecar_is_said_once_and_found_later() {
+    let peer = Peer::new(1);
+    let mut scheduler = Scheduler::new(options(&peer)).unwrap();
+    assert_eq!((scheduler.connected(), scheduler.open(), scheduler.generation()), (false, -1, 0));
+    let notices = scheduler.take_notices();
+    assert!(notices.len() == 1 && notices[0].contains("pillion serve"), "{notices:?}");
+    let served = peer.serve(BLOCK_BYTES);
+    eventually("connection", || scheduler.open() >= 0);
+    drop(served.join().unwrap());
+}
+
+#[test]
+fn a_sidecar_that_breaks_the_protocol_is_left() {
+    let peer = Peer::new(1);
+    let (mut scheduler, mut served) = connected(&peer);
+    served.complete(Saved { op: 77, committed: 1, present: 0, cancelled: 0, dropped: 0 });
+    scheduler.end_step();
+    assert!(!scheduler.connected());
+    assert_eq!(served.word(header::VOID_SAVES_BELOW), u64::MAX, "it must commit nothing more");
+    assert!(scheduler.take_notices().iter().any(|text| text.contains("save 77")));
+}
+
+#[test]
+fn impossible_arguments_are_errors() {
+    let peer = Peer::new(1);
+    let wrong = |change: fn(&mut Options)| {
+        let mut options = options(&peer);
+        change(&mut options);
+        assert!(matches!(Scheduler::new(options), Err(ShimError::Argument(_))));
+    };
+    wrong(|options| options.world_size = 65);
+    wrong(|options| options.engine.clear());
+    wrong(|options| options.budget = Duration::from_secs(11));
+    let (mut scheduler, _served) = connected(&peer);
+    let log = log_with(&mut scheduler, 4);
+    assert!(scheduler.append(log, 3, 1, |index| Ok::<_, ShimError>(hash(index))).is_err());
+}

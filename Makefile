@@ -1,0 +1,75 @@
+# One entry point for people and CI. Every target prepares what it needs (scripts/setup does nothing when all is there).
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+# A toolchain that scripts/setup installed is not on the PATH of a shell that was open before.
+export PATH := $(CURDIR)/.venv/bin:$(HOME)/.cargo/bin:$(PATH)
+
+.PHONY: help setup setup-tests demo test test-rust test-loom test-sim test-python test-e2e sim chaos prove sanitize lint bench fuzz clean
+
+# How long `make fuzz` runs each target, in seconds.
+SECONDS_EACH ?= 60
+# Worlds of `make sim`, rounds of `make chaos`, and where their seeds begin.
+RUNS ?= 200000
+ROUNDS ?= 100
+SEED ?= 1
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+setup: ## install all that is needed and build Pillion into .venv
+	@scripts/setup
+
+setup-tests: setup
+	@scripts/setup tests
+
+demo: setup ## a real vLLM engine gets its KV back after a restart: table, and a picture under demo-out/
+	@python scripts/demo.py
+
+test: test-rust test-loom test-sim test-python test-e2e ## all tests; no GPU needed
+
+test-rust: setup ## unit and property tests of the crates
+	cargo test --workspace --quiet
+
+test-loom: setup ## every interleaving of the rings and fences
+	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" \
+		cargo test --release --package shm-protocol --test loom --quiet
+
+test-sim: setup ## 10,000 simulated worlds with faults, and the worlds that must fail
+	cargo test --profile sim --package sidecar --test simulator --quiet -- --runs 10000 --seed 1
+
+test-python: setup-tests ## the connector against vLLM's signatures and schedulers, without an engine
+	python -m pytest -q tests/unit tests/vllm
+
+test-e2e: setup ## the connector in real vLLM engines
+	python -m pytest -q tests/e2e
+
+sim: setup ## more simulated worlds: RUNS=200000 SEED=1
+	cargo test --profile sim --package sidecar --test simulator --quiet -- --runs $(RUNS) --seed $(SEED)
+
+chaos: setup ## real engines and sidecars killed and frozen under load: ROUNDS=100 SEED=1; one JSON line last
+	@python tests/e2e/chaos --rounds $(ROUNDS) --seed $(SEED)
+
+prove: setup-tests ## remove each protection in turn and see its test fail
+	@scripts/prove
+
+sanitize: setup ## address and thread sanitizers over the Rust tests
+	@scripts/sanitize
+
+lint: setup ## formatting, clippy, ruff, mypy, and the rules of scripts/tidy
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --features connector-shim/python --quiet -- -D warnings
+	ruff check .
+	ruff format --check .
+	mypy
+	scripts/tidy
+
+bench: setup ## every benchmark, one JSON line each
+	@for name in $$(benches/run); do echo "== $$name"; benches/run $$name; done
+
+fuzz: setup ## every parser of a peer's bytes, SECONDS_EACH=60 for each
+	scripts/fuzz $(SECONDS_EACH)
+
+clean: ## remove what was built (not .venv)
+	cargo clean
+	rm -rf demo-out dist

@@ -1,0 +1,116 @@
+"""The engine's side of Pillion in Rust (crate `connector-shim`).
+
+Nothing here waits for the sidecar, except `query` and `wait` within the step's budget, and `WorkerSession.load` with
+`sync`; these release the interpreter. Without a sidecar every answer is a miss and every save is dropped.
+"""
+
+from os import PathLike
+from typing import final
+
+__all__ = ["SchedulerSession", "ShimError", "WorkerSession", "plan_op"]
+
+class ShimError(Exception):
+    """A wrong call, or a sidecar that refuses; the text names the remedy."""
+
+@final
+class SchedulerSession:
+    """The scheduler's session. Log numbers are opaque; those of an earlier connection are void: they miss."""
+
+    def __new__(
+        cls,
+        socket: str | PathLike[str],
+        engine: str,
+        world_size: int,
+        run: bytes,
+        budget_us: int,
+        by_engine: bool,
+    ) -> SchedulerSession: ...
+    @property
+    def connected(self) -> bool: ...
+    @property
+    def generation(self) -> int:
+        """Connections so far."""
+    @property
+    def block_limit(self) -> int:
+        """The most keys of one log."""
+    @property
+    def saving(self) -> int:
+        """Blocks that the sidecar may still read."""
+    def open(self) -> int:
+        """A new key log; -1 without sidecar or room. Picks up a new connection."""
+    def append(self, log: int, hashes: list[bytes], start: int) -> int:
+        """Appends `hashes[start:]`, `start` being the log's length; returns the length, unchanged without room."""
+    def query(self, log: int, start: int, count: int) -> int:
+        """Leading hits among keys `start..start + count`, under a lease; 0 is a miss, -1: ask again next step."""
+    def post_query(self, log: int, start: int, count: int) -> int:
+        """Posts a query without waiting; returns its operation, or -1 for a miss."""
+    def poll(self, op: int) -> int | None:
+        """What `query` would return, or None while there is no answer."""
+    def wait(self, op: int) -> int:
+        """What `query` would return."""
+    def load(self, log: int, start: int, block_ids: list[int], step: int, sync: bool) -> bytes | None:
+        """Posts a load under the log's lease and returns its plan; None: no lease covers it, load nothing."""
+    def save(self, log: int, start: int, block_ids: list[int], step: int) -> bool:
+        """Posts a save of keys from `start`, to be read once `step` is done; False: dropped."""
+    def overwrite(self, block_ids: list[int]) -> int:
+        """Gives up the unfinished saves of these blocks; returns how many there were."""
+    def void_saves(self) -> None:
+        """Gives up every unfinished save."""
+    def release(self, log: int) -> None:
+        """Ends the log's lease unused."""
+    def close(self, log: int) -> None:
+        """Ends the log."""
+    def salt(self) -> bool:
+        """Starts a new generation of the namespace; no lease survives. False: no randomness, nothing changed."""
+    def end_step(self) -> None:
+        """Publishes, reaps, refills the budget, and looks whether the sidecar is still there."""
+    def stats(self) -> dict[str, int]: ...
+    def take_notices(self) -> list[str]:
+        """Messages for the log, each handed over once."""
+    def disconnect(self) -> None:
+        """Ends the session for good."""
+
+@final
+class WorkerSession:
+    """One rank's session."""
+
+    def __new__(
+        cls,
+        socket: str | PathLike[str],
+        engine: str,
+        world_size: int,
+        rank: int,
+        shard: int,
+        shards: int,
+        blocks: int,
+        regions: list[tuple[int, int, int, int]],
+        fds: list[int],
+        copy: str,
+        facts: dict[str, str],
+    ) -> WorkerSession: ...
+    @property
+    def connected(self) -> bool: ...
+    @property
+    def generation(self) -> int:
+        """Connections so far."""
+    @property
+    def namespace(self) -> str:
+        """32 hex digits; empty while unknown."""
+    def join(self, run: bytes) -> None:
+        """Takes part in the scheduler's run; idempotent. Picks up a new connection."""
+    def start(self, step: int) -> None:
+        """The step begins: its loads may be written. Picks up a new connection."""
+    def done(self, step: int, ring: bool) -> None:
+        """The step's KV is written; `ring` wakes the sidecar because something waits for that."""
+    def load(self, plan: bytes, sync: bool) -> list[int] | None:
+        """`sync`: loads now and returns the failed blocks. Else begins, and `finished` tells the end."""
+    def finished(self) -> list[tuple[int, list[int]]]:
+        """Loads begun without `sync` that ended, each once: operation and failed blocks."""
+    def stats(self) -> dict[str, int]: ...
+    def take_notices(self) -> list[str]:
+        """Messages for the log, each handed over once."""
+    def disconnect(self) -> None:
+        """Ends the session for good."""
+
+def plan_op(plan: bytes) -> int:
+    """The operation of a plan."""

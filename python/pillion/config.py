@@ -1,0 +1,79 @@
+"""`kv_connector_extra_config`: the keys that begin with `pillion.`, checked at start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PREFIX = "pillion."
+MODES = ("read_write", "save_only", "load_only")
+LOADS = ("auto", "sync", "async")
+COPIERS = ("auto", "engine", "sidecar")
+# vLLM's own names; `auto` leaves the choice to Pillion, `none` to vLLM.
+LAYOUTS = ("auto", "none", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+QUERY_TIMEOUT_US_MAX = 10_000_000
+
+
+class ConfigError(ValueError):
+    """An option that Pillion does not know. The text names the valid ones."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of one engine, defaults filled in."""
+
+    socket: str
+    mode: str = "read_write"
+    load: str = "auto"
+    layout: str = "auto"
+    copy: str = "auto"
+    model_id: str | None = None
+    query_timeout_us: int = 2000
+
+    @property
+    def loads(self) -> bool:
+        """Whether blocks may be taken from the cache."""
+        return self.mode != "save_only"
+
+    @property
+    def saves(self) -> bool:
+        """Whether blocks may be put into the cache."""
+        return self.mode != "load_only"
+
+    @property
+    def required_layout(self) -> str | None:
+        """The KV cache layout to ask vLLM for, None for its own choice."""
+        return None if self.layout in ("auto", "none") else self.layout
+
+
+def default_socket() -> str:
+    """Where the sidecar listens unless told otherwise: the same rule as `pillion serve`."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if os.geteuid() != 0 and runtime:
+        return os.path.join(runtime, "pillion", "pillion.sock")
+    return "/run/pillion/pillion.sock"
+
+
+def parse(extra: Mapping[str, Any]) -> Config:
+    """Reads the options; anything unknown stops the start."""
+    ours = {key.removeprefix(PREFIX): value for key, value in extra.items() if key.startswith(PREFIX)}
+    known = tuple(Config.__dataclass_fields__)
+    for key in ours:
+        if key not in known:
+            valid = ", ".join(PREFIX + name for name in known)
+            raise ConfigError(f"unknown option {PREFIX}{key} in kv_connector_extra_config; valid are {valid}")
+    for key, values in (("mode", MODES), ("load", LOADS), ("layout", LAYOUTS), ("copy", COPIERS)):
+        if key in ours and ours[key] not in values:
+            raise ConfigError(f"{PREFIX}{key} is {ours[key]!r}; valid are {', '.join(values)}")
+    for key in ("socket", "model_id"):
+        if key in ours and not (isinstance(ours[key], str) and ours[key]):
+            raise ConfigError(f"{PREFIX}{key} is {ours[key]!r}; it must be a text that is not empty")
+    timeout = ours.get("query_timeout_us", 0)
+    if isinstance(timeout, bool) or not isinstance(timeout, int) or not 0 <= timeout <= QUERY_TIMEOUT_US_MAX:
+        raise ConfigError(
+            f"{PREFIX}query_timeout_us is {timeout!r}; it must be a whole number of microseconds, 0 to {QUERY_TIMEOUT_US_MAX}"
+        )
+    ours.setdefault("socket", default_socket())
+    return Config(**ours)

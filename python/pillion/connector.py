@@ -1,0 +1,151 @@
+"""`PillionConnector`: vLLM's KV connector that keeps blocks in the Pillion sidecar.
+
+The class only hands vLLM's hooks to the role that answers them: [pillion.scheduler][] in the scheduler process,
+[pillion.worker][] in each rank. Where an engine cannot be served yet it says so once and stays out of the way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pillion import config as options
+from pillion import vllm_compat
+from pillion.metadata import PillionMetadata
+from pillion.scheduler import Scheduler
+from pillion.vllm_compat import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
+from pillion.worker import Worker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = vllm_compat.init_logger("vllm.pillion")
+
+
+class PillionConnector(KVConnectorBase_V1, SupportsHMA):
+    """Both roles of the connector. At most one of `_scheduler` and `_worker` is set; neither where Pillion stays out."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: Scheduler | None = None
+        self._worker: Worker | None = None
+        extra = self._kv_transfer_config.kv_connector_extra_config or {}
+        config = options.parse(extra)
+        reason = "this vLLM gives connectors no KV cache configuration; 0.29 or later does"
+        if kv_cache_config is not None:
+            reason = vllm_compat.unsupported(vllm_config, kv_cache_config) or ""
+        if reason:
+            logger.error("PILLION STAYS OUT: %s. vLLM runs as if no connector were configured.", reason)
+            return
+        assert kv_cache_config is not None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = Scheduler(config, vllm_config, kv_cache_config)
+        else:
+            self._worker = Worker(config, vllm_config, kv_cache_config)
+
+    # --- what vLLM asks of the class ---
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """The layout named by `pillion.layout`."""
+        transfer = vllm_config.kv_transfer_config
+        extra = (transfer and transfer.kv_connector_extra_config) or {}
+        return options.parse(extra).required_layout
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Never: no hook between layers is needed."""
+        return False
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: a lost save is a later miss, nothing that must be delivered."""
+        return False
+
+    # --- worker role ---
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Exports the KV memory to the sidecar."""
+        if self._worker:
+            self._worker.register(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begins a step."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker and isinstance(connector_metadata, PillionMetadata):
+            self._worker.begin_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Loads this step's blocks: synchronous ones now, the others in the background."""
+        if self._worker:
+            self._worker.load()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: synchronous loads end in start_load_kv."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any) -> None:
+        """Nothing: whole blocks are saved after the step."""
+
+    def wait_for_save(self) -> None:
+        """Tells the sidecar that this step's KV is written. Waits for nothing."""
+        if self._worker:
+            self._worker.end_step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose asynchronous load ended on this rank."""
+        return None, self._worker.finished() if self._worker else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks whose load failed since the last call."""
+        return self._worker.take_failed() if self._worker else set()
+
+    def shutdown(self) -> None:
+        """Leaves the sidecar."""
+        for role in (self._scheduler, self._worker):
+            if role:
+                role.shutdown()
+
+    # --- scheduler role ---
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond `num_computed_tokens` the cache holds, and whether they come asynchronously."""
+        return self._scheduler.match(request, num_computed_tokens) if self._scheduler else (0, False)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Plans the load into the blocks that vLLM allocated."""
+        if self._scheduler:
+            self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Posts this step's saves and cancellations and describes its loads."""
+        if self._scheduler:
+            return self._scheduler.step(scheduler_output)
+        return PillionMetadata(run=b"", step=0)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Learns of loads that failed."""
+        if self._scheduler and connector_output.invalid_block_ids:
+            self._scheduler.loads_failed(connector_output.invalid_block_ids)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forgets a request. Saves never hold its blocks."""
+        if self._scheduler:
+            self._scheduler.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`."""
+        return self.request_finished(request, [])
+
+    def reset_cache(self) -> bool:
+        """Gives this engine's blocks a new namespace generation; deletes nothing."""
+        return self._scheduler.reset() if self._scheduler else True

@@ -1,0 +1,24 @@
+"""What the scheduler role tells the worker role with every step, inside vLLM's own scheduler output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pillion.vllm_compat import KVConnectorMetadata
+
+
+@dataclass(slots=True)
+class PillionMetadata(KVConnectorMetadata):
+    """One step's work for every rank."""
+
+    run: bytes
+    # The scheduler's step number, by which fences are counted.
+    step: int
+    # Steps up to this one whose failed loads the scheduler knows of: their saves are void.
+    resolved: int = 0
+    # Whether the sidecar waits for this step's fences.
+    urgent: bool = False
+    # (request id, plan made by the shim, synchronous)
+    loads: list[tuple[str, bytes, bool]] = field(default_factory=list)
+    # Loads whose lease was lost before they could be planned: request id, block ids, synchronous.
+    lost: list[tuple[str, list[int], bool]] = field(default_factory=list)

@@ -1,0 +1,346 @@
+"""The scheduler role: what to ask for, what to load, what to save, and what to give up before it is overwritten.
+
+The cost of a step does not depend on how long or how many the running requests are: a decoding request is looked at
+only in the step that may fill its next block (`_due`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from pillion import _shim, vllm_compat
+from pillion.config import Config
+from pillion.metadata import PillionMetadata
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+# `auto` loads synchronously when the copy is predicted to take no longer than this: a decode step or two.
+AUTO_SYNC_MS = 10.0
+# Bytes a host copies in a millisecond at worst (2 GB/s), for that prediction.
+HOST_BYTES_PER_MS = 2_000_000
+logger = vllm_compat.init_logger("vllm.pillion")
+
+
+class _Tracked:
+    """One request: its key log, its blocks, and how far they are kept."""
+
+    __slots__ = (
+        "appended",
+        "blocks",
+        "due",
+        "generation",
+        "hit",
+        "live",
+        "loaded",
+        "log",
+        "refused",
+        "request",
+        "saved",
+        "sound",
+    )
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.log = -1
+        self.generation = -1
+        self.appended = 0
+        self.blocks: list[int] = []
+        # Blocks from the first that were offered to the cache, or came from it.
+        self.saved = 0
+        # (first block, number, synchronous) of the last answer that promised a hit.
+        self.hit: tuple[int, int, bool] | None = None
+        # Blocks of the last load; once one of them failed, the cache is not asked again.
+        self.loaded: list[int] = []
+        self.refused = False
+        # Tokens up to which its KV was computed anew, although the block in which they end is still marked as broken.
+        self.sound = -1
+        # The step in which to look at it next; other entries of it in `Scheduler._due` are stale.
+        self.due = -1
+        self.live = True
+
+
+class Scheduler:
+    """State of the scheduler role."""
+
+    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._config = config
+        self._block_tokens = vllm_compat.block_tokens(kv_cache_config)
+        self._steps_in_flight = vllm_compat.steps_in_flight(vllm_config)
+        self._tokens_per_step = vllm_compat.tokens_per_step(vllm_config)
+        self._block_bytes = vllm_compat.block_bytes(kv_cache_config)
+        self._run = secrets.token_bytes(16)
+        self._session = _shim.SchedulerSession(
+            config.socket,
+            str(vllm_config.kv_transfer_config.engine_id),
+            vllm_compat.world_size(vllm_config),
+            self._run,
+            config.query_timeout_us,
+            config.copy != "sidecar",
+        )
+        self._requests: dict[str, _Tracked] = {}
+        self._due: dict[int, list[_Tracked]] = {}
+        self._step = 0
+        self._running = 0
+        self._loads: list[tuple[str, bytes, bool]] = []
+        self._lost: list[tuple[str, list[int], bool]] = []
+        self._overwritten: list[int] = []
+        # Blocks that do not hold the KV of their tokens: not loaded, from before a reset, or computed upon such ones. vLLM
+        # may go on using them, other requests may find them in its own cache; nothing of them may be kept.
+        self._broken = bytearray(kv_cache_config.num_blocks)
+        self._any_broken = False
+        # Requests that may hold one.
+        self._suspects: set[_Tracked] = set()
+        self._say_notices()
+
+    # --- matching ---
+
+    def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond `computed_tokens` that the cache holds; None: ask again. Whoever asks starts anew."""
+        tracked = self._track(request)
+        if not self._config.loads or request.skip_reading_prefix_cache or tracked.refused:
+            return 0, False
+        first = computed_tokens // self._block_tokens
+        # One token is left to compute, and a hit ends on a block's boundary.
+        count = (request.num_tokens - 1) // self._block_tokens - first
+        if count <= 0 or not self._append(tracked):
+            return 0, False
+        hits = self._session.query(tracked.log, first, count)
+        if hits < 0:
+            return None, False
+        if not hits:
+            tracked.hit = None
+            return 0, False
+        sync = self._synchronous(hits)
+        tracked.hit = (first, hits, sync)
+        return hits * self._block_tokens, not sync
+
+    def _synchronous(self, blocks: int) -> bool:
+        if self._config.load != "auto":
+            return self._config.load == "sync"
+        return not self._running or blocks * self._block_bytes <= AUTO_SYNC_MS * HOST_BYTES_PER_MS
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """vLLM has allocated blocks and says how many external tokens it wants."""
+        tracked = self._track(request)
+        if tracked.hit is None:
+            return
+        (first, _, sync), tracked.hit = tracked.hit, None
+        count = external_tokens // self._block_tokens
+        if not count:
+            self._session.release(tracked.log)
+            return
+        ids = blocks.get_block_ids()[0][first : first + count]
+        tracked.loaded = ids
+        self._overwritten += ids
+        plan = self._session.load(tracked.log, first, ids, self._step + 1, sync)
+        if plan is None:
+            self._lost.append((request.request_id, ids, sync))
+        else:
+            self._loads.append((request.request_id, plan, sync))
+
+    # --- one step ---
+
+    def step(self, output: SchedulerOutput) -> PillionMetadata:
+        """Posts what this step saves and what it may overwrite. Called once, at the end of every schedule()."""
+        self._step += 1
+        step, session = self._step, self._session
+        scheduled = output.num_scheduled_tokens
+        ready = [tracked for tracked in self._due.pop(step, ()) if tracked.due == step]
+        ready += self._take_blocks(output)
+        if session.saving:
+            self._cancel(output)
+        if self._any_broken:
+            self._follow_broken(scheduled)
+        self._overwritten = []
+        urgent = bool(self._loads)
+        if self._config.saves:
+            for tracked in ready:
+                urgent |= self._save(tracked, scheduled, step)
+        self._running = len(scheduled)
+        session.end_step()
+        self._say_notices()
+        loads, self._loads = self._loads, []
+        lost, self._lost = self._lost, []
+        # Whatever failed in steps up to this one has been reported, and the saves posted until then are void.
+        resolved = step - self._steps_in_flight
+        return PillionMetadata(self._run, step, resolved, urgent or session.saving > 0, loads, lost)
+
+    def _take_blocks(self, output: SchedulerOutput) -> list[_Tracked]:
+        """Follows the block tables; returns the requests to look at although they are not due."""
+        fresh: list[_Tracked] = []
+        for new in output.scheduled_new_reqs:
+            tracked = self._requests.get(new.req_id)
+            if tracked is not None:
+                self._replace(tracked, new.block_ids[0], new.num_computed_tokens)
+                if tracked.due != self._step:
+                    fresh.append(tracked)
+        cached = output.scheduled_cached_reqs
+        for index, ids in enumerate(cached.new_block_ids):
+            if not ids:
+                continue
+            req_id = cached.req_ids[index]
+            tracked = self._requests.get(req_id)
+            if req_id in cached.resumed_req_ids and tracked is not None:
+                self._replace(tracked, ids[0], cached.num_computed_tokens[index])
+                if tracked.due != self._step:
+                    fresh.append(tracked)
+                continue
+            self._overwritten += ids[0]
+            if tracked is not None:
+                tracked.blocks += ids[0]
+        return fresh
+
+    def _replace(self, tracked: _Tracked, ids: list[int], computed_tokens: int) -> None:
+        tracked.blocks = list(ids)
+        tracked.saved, tracked.sound = 0, -1
+        if self._any_broken:
+            # Those that it found in vLLM's own cache may be; the others are written anew.
+            self._suspects.add(tracked)
+        self._overwritten += ids[computed_tokens // self._block_tokens :]
+
+    def _cancel(self, output: SchedulerOutput) -> None:
+        """Gives up unfinished saves whose source this step may overwrite."""
+        copies = output.kv_cache_block_copies if hasattr(output, "kv_cache_block_copies") else None
+        self._overwritten += [copy.dst_block_id for copy in copies or ()]
+        self._overwritten += output.new_block_ids_to_zero or ()
+        if self._overwritten:
+            self._session.overwrite(self._overwritten)
+
+    def _follow_broken(self, scheduled: dict[str, int]) -> None:
+        """What is written anew is whole again; what is computed upon a broken block is broken."""
+        broken, size = self._broken, self._block_tokens
+        for block in self._overwritten:
+            broken[block] = 0
+        for tracked in list(self._suspects):
+            tokens = scheduled.get(tracked.request.request_id)
+            if tokens is None:
+                continue
+            start = tracked.request.num_computed_tokens
+            end = start + tokens
+            blocks, first = tracked.blocks, self._first_broken(tracked)
+            if first * size >= start or start <= tracked.sound:
+                # It reads nothing that is broken; a block that it does not fill now stays marked until it does.
+                for block in blocks[first : end // size]:
+                    broken[block] = 0
+                tracked.sound = end
+                if self._first_broken(tracked) == len(blocks):
+                    self._suspects.discard(tracked)
+            else:
+                for block in blocks[start // size : -(-end // size)]:
+                    broken[block] = 1
+
+    def _first_broken(self, tracked: _Tracked) -> int:
+        """Blocks of a request before its first broken one."""
+        broken = self._broken
+        return next((place for place, block in enumerate(tracked.blocks) if broken[block]), len(tracked.blocks))
+
+    def _save(self, tracked: _Tracked, scheduled: dict[str, int], step: int) -> bool:
+        """Saves the blocks that this step fills, and says when to look again."""
+        request = tracked.request
+        tokens = scheduled.get(request.request_id)
+        if not tracked.live:
+            return False
+        if tokens is None:
+            self._look_again(tracked, step + 1)
+            return False
+        size = self._block_tokens
+        computed = request.num_computed_tokens + tokens
+        whole = self._first_broken(tracked) if tracked in self._suspects else len(tracked.blocks)
+        full = min(computed // size, len(request.block_hashes), whole)
+        posted = False
+        if full > tracked.saved and self._append(tracked) and full <= tracked.appended:
+            ids = tracked.blocks[tracked.saved : full]
+            posted = self._session.save(tracked.log, tracked.saved, ids, step)
+            tracked.saved = full
+        wait = 1
+        if computed >= request.num_tokens:
+            missing = (tracked.saved + 1) * size - computed
+            wait = max(1, -(-missing // self._tokens_per_step))
+        self._look_again(tracked, step + wait)
+        return posted
+
+    def _look_again(self, tracked: _Tracked, step: int) -> None:
+        if tracked.due != step:
+            tracked.due = step
+            self._due.setdefault(step, []).append(tracked)
+
+    # --- requests ---
+
+    def _track(self, request: Request) -> _Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            tracked = self._requests[request.request_id] = _Tracked(request)
+        return tracked
+
+    def _append(self, tracked: _Tracked) -> bool:
+        """Brings the request's key log up to date; False while there is none to be had."""
+        session = self._session
+        if tracked.generation != session.generation:
+            tracked.log = session.open()
+            tracked.generation = session.generation
+            tracked.appended = tracked.saved = 0
+            tracked.hit = None
+        if tracked.log < 0:
+            # Try again at the next occasion.
+            tracked.generation = -1
+            return False
+        hashes = tracked.request.block_hashes
+        if len(hashes) > tracked.appended:
+            tracked.appended = session.append(tracked.log, hashes, tracked.appended)
+        return True
+
+    def finished(self, request: Request) -> None:
+        """The request is over; its saves go on, its blocks may be reused."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is not None:
+            tracked.live = False
+            self._suspects.discard(tracked)
+            if tracked.log >= 0 and tracked.generation == self._session.generation:
+                self._session.close(tracked.log)
+
+    def loads_failed(self, block_ids: set[int]) -> None:
+        """KV computed on blocks that were not loaded must never be kept: every unfinished save is given up.
+
+        Of a request that holds such a block, everything from there on may have been computed upon it by now.
+        """
+        logger.warning("pillion: %d blocks could not be loaded and are computed again", len(block_ids))
+        self._session.void_saves()
+        self._any_broken = True
+        for block in block_ids:
+            self._broken[block] = 1
+        for tracked in self._requests.values():
+            tracked.saved, tracked.sound = 0, -1
+            tracked.refused |= not block_ids.isdisjoint(tracked.loaded)
+            first = self._first_broken(tracked)
+            if first < len(tracked.blocks):
+                self._suspects.add(tracked)
+            for block in tracked.blocks[first:]:
+                self._broken[block] = 1
+
+    def reset(self) -> bool:
+        """A new generation of the namespace: what was computed, or loaded, before it does not belong there.
+
+        A sleep discards the KV memory next, so no save may read it any more. Where vLLM's own cache could not be reset,
+        requests still find blocks of before in it.
+        """
+        self._session.void_saves()
+        self._broken = bytearray(b"\1") * len(self._broken)
+        self._any_broken = True
+        for tracked in self._requests.values():
+            tracked.hit, tracked.saved, tracked.sound = None, 0, -1
+            self._suspects.add(tracked)
+        return self._session.salt()
+
+    def shutdown(self) -> None:
+        """Leaves the sidecar."""
+        self._session.disconnect()
+
+    def _say_notices(self) -> None:
+        for notice in self._session.take_notices():
+            logger.warning("pillion: %s", notice)

@@ -1,0 +1,247 @@
+"""Everything Pillion takes from vLLM beyond the connector's base class. The only file with private vLLM imports.
+
+First class: 0.29 and later. What a version lacks is met with `getattr` and the default that version had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = [
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorRole",
+    "SupportsHMA",
+    "block_bytes",
+    "block_tokens",
+    "facts",
+    "init_logger",
+    "layers",
+    "rank",
+    "shards",
+    "steps_in_flight",
+    "tokens_per_step",
+    "unsupported",
+    "world_size",
+]
+
+# Pages sampled from each weight file for the weights digest, evenly spaced.
+SAMPLED_PAGES = 64
+PAGE_BYTES = 4096
+# Extra keys are tagged tuples from this version on, bare before.
+TAGGED_SINCE = (0, 31)
+NONE_HASH_RULE_SINCE = (0, 29)
+logger = init_logger("vllm.pillion")
+
+
+def version() -> tuple[int, int]:
+    """The running vLLM's major and minor version."""
+    major, minor = vllm.__version__.split(".")[:2]
+    return int(major), int("".join(ch for ch in minor if ch.isdigit()))
+
+
+def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Why Pillion cannot serve this engine yet; None if it can."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"the model has {len(groups)} KV cache groups; only one full-attention group is supported yet"
+    spec = groups[0].kv_cache_spec
+    kinds = getattr(spec, "kv_cache_specs", {"": spec}).values()
+    if not all(_full_attention(kind) for kind in kinds):
+        return f"the KV cache is of kind {type(spec).__name__}; only full attention (MLA included) is supported yet"
+    parallel = vllm_config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            return f"{name} is {getattr(parallel, name)}; only tensor parallelism is supported yet"
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return "prefix caching is off, so blocks have no hashes: start vLLM with --enable-prefix-caching"
+    hash_tokens = getattr(kv_cache_config, "hash_block_size", None)
+    if hash_tokens not in (None, spec.block_size):
+        return f"blocks of {spec.block_size} tokens are hashed every {hash_tokens}; the two must be equal"
+    return None
+
+
+def _full_attention(spec: Any) -> bool:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    exotic = ("RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec")
+    windowed = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    return isinstance(spec, FullAttentionSpec) and type(spec).__name__ not in exotic and not windowed
+
+
+def block_tokens(kv_cache_config: KVCacheConfig) -> int:
+    """Tokens in a block of the only group."""
+    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+
+
+def block_bytes(kv_cache_config: KVCacheConfig) -> int:
+    """Bytes of one rank's part of a block, all layers."""
+    group = kv_cache_config.kv_cache_groups[0]
+    each = 1 if hasattr(group.kv_cache_spec, "kv_cache_specs") else len(group.layer_names)
+    return int(group.kv_cache_spec.page_size_bytes) * each
+
+
+def tokens_per_step(vllm_config: VllmConfig) -> int:
+    """The most tokens a decoding request computes in one step: one, and what a drafter proposes."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return 1 + int(getattr(speculative, "num_speculative_tokens", 0) or 0)
+
+
+def steps_in_flight(vllm_config: VllmConfig) -> int:
+    """Steps that may be scheduled before the output of the first of them is processed, that one included."""
+    return int(vllm_config.max_concurrent_batches)
+
+
+def world_size(vllm_config: VllmConfig) -> int:
+    """Ranks that hold parts of this engine's KV."""
+    return int(vllm_config.parallel_config.tensor_parallel_size)
+
+
+def rank(vllm_config: VllmConfig) -> int:
+    """This worker's rank among them: vLLM writes the global rank into every worker's configuration."""
+    return int(vllm_config.parallel_config.rank) % world_size(vllm_config)
+
+
+def shards(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Distinct parts of a block over all ranks: fewer than ranks where ranks hold equal bytes."""
+    return world_size(vllm_config) // int(getattr(kv_cache_config, "kv_tp_replicas", 1))
+
+
+def layers(kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of the only group, in the group's order."""
+    names = kv_cache_config.kv_cache_groups[0].layer_names
+    return [(name, kv_caches[name]) for name in names if name in kv_caches]
+
+
+def facts(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, form: str, model_id: str | None
+) -> tuple[dict[str, str], list[str]]:
+    """Everything that makes the bytes of two engines interchangeable, by name, and warnings for the log."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    warnings: list[str] = []
+    engine_id = str(vllm_config.kv_transfer_config.engine_id)
+    stated = {
+        "block_tokens": spec.block_size,
+        "page_bytes": spec.page_size_bytes,
+        "page_form": form,
+        "group_kind": "full",
+        "attention_backend": _backend(vllm_config),
+        "kv_dtype": cache.cache_dtype,
+        "kv_quant": getattr(spec, "kv_quant_mode", "none"),
+        "model": model_id or model.model,
+        "revision": getattr(model, "revision", None),
+        "quantization": model.quantization,
+        "dtype": model.dtype,
+        "hf_overrides": json.dumps(_plain(getattr(model, "hf_overrides", {})), sort_keys=True, default=str),
+        "weights": _weights(vllm_config, model_id, engine_id, warnings),
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "drafter": _drafter(vllm_config),
+        "hash_algorithm": cache.prefix_caching_hash_algo,
+        "none_hash": _none_hash(cache.prefix_caching_hash_algo, engine_id, warnings),
+        "extra_keys": "tagged" if version() >= TAGGED_SINCE else "bare",
+        # Bare LoRA keys name the adapter but not its weights: such engines share with nobody who serves adapters.
+        "lora": _lora(vllm_config, engine_id),
+    }
+    return {name: str(value) for name, value in stated.items()}, warnings
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, dict) else repr(value)
+
+
+def _backend(vllm_config: VllmConfig) -> str:
+    """The attention backends in use, by class name: they decide how a page is packed."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    context = vllm_config.compilation_config.static_forward_context
+    used = {layer.get_attn_backend().get_name() for layer in context.values() if isinstance(layer, AttentionLayerBase)}
+    return ",".join(sorted(used)) or "unknown"
+
+
+def _drafter(vllm_config: VllmConfig) -> str:
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return "none" if speculative is None else f"{speculative.method} {getattr(speculative, 'model', None)}"
+
+
+def _lora(vllm_config: VllmConfig, engine_id: str) -> str:
+    if getattr(vllm_config, "lora_config", None) is None:
+        return "none"
+    return "tagged" if version() >= TAGGED_SINCE else f"private to {engine_id}"
+
+
+def _none_hash(algorithm: str, engine_id: str, warnings: list[str]) -> str:
+    """The hash that every chain starts from, by vLLM's rule of this version."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    seed = os.environ.get("PYTHONHASHSEED")
+    random = seed is None and (algorithm.startswith("xxhash") or version() < NONE_HASH_RULE_SINCE)
+    if random:
+        warnings.append(
+            f"{algorithm} hashes start from a random value in this process, so nothing is shared with other engines "
+            "or with the next start of this one: set PYTHONHASHSEED to the same value on all of them"
+        )
+        return f"random of {engine_id}"
+    digest: bytes = get_hash_fn_by_name(algorithm)("vllm-none-hash" if seed is None else seed)
+    return digest.hex()
+
+
+def _weights(vllm_config: VllmConfig, model_id: str | None, engine_id: str, warnings: list[str]) -> str:
+    """A digest of the weight files; where there are none, the user's word, else a private namespace."""
+    if model_id is not None:
+        return f"user's word: {model_id}"
+    load_format = str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format))
+    files = [] if load_format == "dummy" else _weight_files(vllm_config.model_config)
+    if not files:
+        warnings.append(
+            f"the weights (load_format {load_format}) cannot be digested, so nothing is shared with other engines or with "
+            "the next start of this one: set pillion.model_id to a name that stands for exactly these weights"
+        )
+        return f"private to {engine_id}"
+    digest = hashlib.sha256()
+    for path in files:
+        _digest_file(digest, path)
+    return digest.hexdigest()
+
+
+def _weight_files(model: Any) -> Sequence[str]:
+    directory = model.model
+    if not os.path.isdir(directory):
+        from huggingface_hub import snapshot_download
+
+        try:
+            directory = snapshot_download(directory, revision=model.revision, local_files_only=True)
+        except Exception:  # whatever the hub client raises for "not here"
+            return []
+    names = sorted(name for name in os.listdir(directory) if name.endswith(".safetensors"))
+    return [os.path.join(directory, name) for name in names]
+
+
+def _digest_file(digest: Any, path: str) -> None:
+    """Adds a file's name, length, safetensors header and evenly spaced pages."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        prefix = file.read(8)
+        header = file.read(min(int.from_bytes(prefix, "little"), size))
+        digest.update(f"{os.path.basename(path)} {size} {len(header)}".encode() + header)
+        for page in range(SAMPLED_PAGES):
+            file.seek(page * max(size - PAGE_BYTES, 0) // max(SAMPLED_PAGES - 1, 1))
+            digest.update(file.read(PAGE_BYTES))

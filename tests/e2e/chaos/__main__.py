@@ -1,0 +1,41 @@
+"""The long form: `python tests/e2e/chaos --rounds 100 --seed 1`.
+
+Progress goes to standard error; the last line of standard output is the result, one JSON object (chaos/figures.py says
+what its numbers mean). Exits 1 if a token was wrong or a request lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+END_TO_END = Path(__file__).parent.parent
+sys.path[:0] = [str(END_TO_END), str(END_TO_END.parent / "vllm")]
+
+import model  # noqa: E402 - found through the path above
+from chaos import campaign, faults  # noqa: E402
+
+
+def main() -> int:
+    """Run a campaign and print what it found."""
+    parser = argparse.ArgumentParser(prog="chaos", description="Faults under load, on real vLLM engines.")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--damage", action="store_true", help="the negative control: damage the pool, expect wrong tokens")
+    parser.add_argument("--logs", type=Path, help="keep the engines' and the sidecar's logs here")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    with tempfile.TemporaryDirectory(prefix="pillion-chaos-") as temporary:
+        directory = arguments.logs or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        run = campaign.Campaign(directory, model.write(Path(temporary) / "model", model.TINY), arguments.seed)
+        found = run.run_damaged() if arguments.damage else run.run(faults.plan(arguments.rounds, arguments.seed))
+    print(found.line(), flush=True)
+    return 1 if found.wrong_tokens or found.wrong_logprobs or found.lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,288 @@
+"""The engine's side of the end-to-end tests: one real vLLM engine per `Engine`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+DRIVER = Path(__file__).with_name("engine_driver.py")
+# Watchdogs only: no test asserts on them. Tensor parallel takes about 35 s to start on two idle cores.
+START_WATCHDOG_S = 300
+COMMAND_WATCHDOG_S = 300
+EXIT_WATCHDOG_S = 60
+# What is shown of an engine's log when a test fails.
+LOG_TAIL_BYTES = 6_000
+BLOCK_TOKENS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How an engine is started. `load` and `copy` only matter with a connector (`socket` set)."""
+
+    model: Path
+    socket: Path | None = None
+    load: Literal["auto", "sync", "async"] = "auto"
+    copy: Literal["engine", "sidecar"] = "engine"
+    multiprocess: bool = False
+    tensor_parallel: int = 1
+    blocks: int | None = None
+    batched_tokens: int | None = None
+    max_requests: int | None = None
+    local_prefix_cache: bool = True
+    kv_bytes: int = 64 << 20
+    omp_threads: int = 1
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # A file for the duration of every schedule() call; see timed_scheduler.py.
+    schedule_times: Path | None = None
+    # Put before the engine's command; see mounts.py.
+    prefix: tuple[str, ...] = ()
+
+    def llm_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `vllm.LLM`."""
+        arguments: dict[str, Any] = {
+            "model": str(self.model),
+            "block_size": BLOCK_TOKENS,
+            "kv_cache_memory_bytes": self.kv_bytes,
+            "tensor_parallel_size": self.tensor_parallel,
+            "dtype": self.dtype,
+        }
+        optional = {
+            # vLLM refuses blocks that cannot hold one whole request; it keeps one block for itself.
+            "max_model_len": (self.blocks - 2) * BLOCK_TOKENS if self.blocks else None,
+            "num_gpu_blocks_override": self.blocks,
+            "max_num_batched_tokens": self.batched_tokens,
+            "max_num_seqs": self.max_requests,
+            "scheduler_cls": "timed_scheduler.TimedScheduler" if self.schedule_times else None,
+        }
+        arguments |= {name: value for name, value in optional.items() if value is not None}
+        if self.socket is not None:
+            arguments["kv_transfer_config"] = self._kv_transfer_config()
+        return arguments
+
+    def _kv_transfer_config(self) -> dict[str, Any]:
+        return {
+            "kv_connector": "PillionConnector",
+            "kv_connector_module_path": "pillion.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "pillion.socket": str(self.socket),
+                "pillion.load": self.load,
+                "pillion.copy": self.copy,
+                # A test that counts hits must not lose one to the 2 ms of the default.
+                "pillion.query_timeout_us": HIT_BUDGET_US,
+                **self.extra,
+            },
+        }
+
+    def environment(self) -> dict[str, str]:
+        """The engine's environment: offline, hashes that match across processes, few threads."""
+        return {
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "PYTHONHASHSEED": "0",
+            "OMP_NUM_THREADS": str(self.omp_threads),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if self.multiprocess else "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "PILLION_TEST_SCHEDULE_TIMES": str(self.schedule_times or ""),
+        }
+
+
+# Drivers that have imported vLLM, or are about to, and are no engine yet: one for the next `Engine`.
+_spare: list[subprocess.Popen[bytes]] = []
+SPARE_OMP_THREADS = 1
+# A test that needs a hit must not miss it because the sidecar had no core for a while.
+HIT_BUDGET_US = 10_000_000
+
+
+def _spawn_driver(omp_threads: int, prefix: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*prefix, sys.executable, str(DRIVER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # until it has a log
+        # What libraries read when they are imported; the rest comes with the engine's role.
+        env=os.environ | {"OMP_NUM_THREADS": str(omp_threads), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+        start_new_session=True,  # kill() must reach vLLM's own children too
+    )
+
+
+def _driver(options: Options) -> subprocess.Popen[bytes]:
+    """A driver process; the next one begins to import vLLM in the background, but not beside two ranks.
+
+    Ranks that spin for each other keep everybody else from a small machine's cores for seconds.
+    """
+    if options.omp_threads != SPARE_OMP_THREADS or options.prefix:
+        return _spawn_driver(options.omp_threads, options.prefix)
+    driver = _spare.pop() if _spare else _spawn_driver(options.omp_threads)
+    if options.tensor_parallel == 1:
+        _spare.append(_spawn_driver(options.omp_threads))
+    return driver
+
+
+@atexit.register
+def _end_spares() -> None:
+    for spare in _spare:
+        spare.kill()
+
+
+class EngineFailed(AssertionError):
+    """The engine answered a command with an error, ended, or did not answer under the watchdog."""
+
+
+class Engine:
+    """One vLLM engine: the driver process and whatever processes vLLM starts below it."""
+
+    def __init__(self, options: Options, log: Path) -> None:
+        self.options = options
+        self.log = log
+        log.touch()
+        self._process = _driver(options)
+        self._unread = b""
+        self._answered: list[dict[str, Any]] = []
+        role = {"arguments": options.llm_arguments(), "environment": options.environment(), "log": str(log)}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(role).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def wait_started(self) -> Engine:
+        """This engine, once it can be used."""
+        self._read_answer(START_WATCHDOG_S)
+        return self
+
+    def generate(self, prompts: list[list[int]], max_tokens: int = 8, logprobs: int = 5, **more: Any) -> list[dict[str, Any]]:
+        """One answer per prompt: tokens, logprobs, cached_tokens, ttft_s, finish_reason, aborted."""
+        sampling = {"max_tokens": max_tokens, "logprobs": logprobs}
+        answers = self.command("generate", prompts=prompts, sampling=sampling, **more)
+        assert len(answers) == len(prompts)
+        return list(answers)
+
+    def metrics(self) -> dict[str, int]:
+        """vLLM's own counters; see engine_driver.COUNTERS."""
+        return dict(self.command("metrics"))
+
+    def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
+        """What vLLM's reset_prefix_cache answers."""
+        return bool(self.command("reset_prefix_cache", reset_connector=reset_connector))
+
+    def command(self, name: str, **arguments: Any) -> Any:
+        """Send one command and return its result."""
+        self._send(name, **arguments)
+        return self._read_answer(COMMAND_WATCHDOG_S)
+
+    def _send(self, name: str, **arguments: Any) -> None:
+        assert self._process.stdin is not None
+        line = json.dumps({"command": name, **arguments}) + "\n"
+        try:
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failed(f"ended before {name}") from None
+
+    def ask(self, number: int, prompt: list[int], max_tokens: int, logprobs: int = 0) -> None:
+        """Add a request to those in flight; `answered` gives its answer back."""
+        self._send("ask", number=number, prompt=prompt, sampling={"max_tokens": max_tokens, "logprobs": logprobs})
+
+    def answered(self, patience_s: float) -> list[dict[str, Any]]:
+        """Answers of `ask` since the last call, each with its number as `answered`; waits so long for the first."""
+        if not self._answered and (line := self._read_line(patience_s)) is not None:
+            self._note(line)
+        answered, self._answered = self._answered, []
+        return answered
+
+    def processes(self) -> list[int]:
+        """The processes that work for this engine: the driver itself, or what vLLM started below it."""
+        return _descendants(self._process.pid) or [self._process.pid]
+
+    def crash(self) -> None:
+        """End every process of the engine at once; what it had answered can still be read."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(EXIT_WATCHDOG_S)
+
+    def kill(self) -> None:
+        """End every process of the engine at once, as a crash would."""
+        self.crash()
+        self._close_pipes()
+
+    def exit(self) -> None:
+        """End the engine as a user would; its exit must be clean."""
+        self.command("exit")
+        status = self._process.wait(EXIT_WATCHDOG_S)
+        self._close_pipes()
+        if status != 0:
+            raise self._failed(f"exit status {status}")
+
+    def _close_pipes(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    def _read_answer(self, watchdog_s: float) -> Any:
+        deadline = time.monotonic() + watchdog_s
+        while True:
+            line = self._read_line(max(0, deadline - time.monotonic()))
+            if line is None:
+                raise self._failed(f"no answer in {watchdog_s} s")
+            if not self._note(line):
+                return line["result"]
+
+    def _note(self, line: dict[str, Any]) -> bool:
+        """Whether the line is an answer of `ask`, which is then kept."""
+        if "error" in line:
+            raise self._failed(line["error"])
+        if "answered" in line:
+            self._answered.append(line)
+        return "answered" in line
+
+    def _read_line(self, patience_s: float) -> dict[str, Any] | None:
+        assert self._process.stdout is not None
+        while b"\n" not in self._unread:
+            readable, _, _ = select.select([self._process.stdout], [], [], patience_s)
+            if not readable:
+                return None
+            chunk = os.read(self._process.stdout.fileno(), 1 << 20)
+            if not chunk:
+                raise self._failed(f"ended with status {self._process.wait(EXIT_WATCHDOG_S)}")
+            self._unread += chunk
+        line, self._unread = self._unread.split(b"\n", 1)
+        return dict(json.loads(line))
+
+    def _failed(self, reason: str) -> EngineFailed:
+        return EngineFailed(f"engine: {reason}\n--- {self.log}\n{log_tail(self.log)}")
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes below this one, vLLM's by their titles: not the tracker of multiprocessing's resources."""
+    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    below = [below for child in children for below in _descendants(child)]
+    return [child for child in children if Path(f"/proc/{child}/cmdline").read_bytes().startswith(b"VLLM::")] + below
+
+
+def log_tail(log: Path, tail_bytes: int = LOG_TAIL_BYTES) -> str:
+    """The end of a log file, as text."""
+    return log.read_bytes()[-tail_bytes:].decode(errors="replace")
+
+
+@contextlib.contextmanager
+def running(options: Options, log: Path) -> Iterator[Engine]:
+    """A started engine that is gone, whatever happens, when the block ends."""
+    engine = Engine(options, log)
+    try:
+        yield engine.wait_started()
+    finally:
+        engine.kill()

@@ -1,0 +1,212 @@
+"""A real vLLM engine in a process of its own, driven by JSON lines.
+
+Commands come on stdin, one answer each goes to the original stdout; everything that vLLM prints goes
+to the engine's log. Started by `engine.Engine`, whose first line says what engine it is to be.
+`ask` alone has no answer of its own: its request is stepped beside whatever comes, and a line with
+`answered` follows when it is done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+# Ten seconds, spent before the first line is read: a spare driver imports while another engine is at work.
+import vllm.v1.engine.core
+import vllm.v1.worker.cpu_worker  # noqa: F401 - as above
+from vllm import LLM, SamplingParams
+
+# Counters of vLLM's own (Prometheus) metrics that the tests assert on, by the short name they use.
+COUNTERS = {
+    "vllm:external_prefix_cache_queries": "external_queries",
+    "vllm:external_prefix_cache_hits": "external_hits",
+    "vllm:prefix_cache_queries": "local_queries",
+    "vllm:prefix_cache_hits": "local_hits",
+    "vllm:num_preemptions": "preemptions",
+}
+
+
+class Driver:
+    """Steps the engine by hand, so that first-token times and aborts are seen step by step."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._llm = LLM(
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo=arguments.pop("prefix_caching_hash_algo", "xxhash_cbor"),
+            disable_log_stats=False,
+            **arguments,
+        )
+        self._engine = self._llm.llm_engine
+        self._next_request = 0
+        # Requests of `ask` by vLLM's id: the asker's number and the answer so far.
+        self._asked: dict[str, tuple[int, dict[str, Any]]] = {}
+
+    def _add(self, prompt: list[int], sampling: dict[str, Any]) -> str:
+        request_id = f"request-{self._next_request}"
+        self._next_request += 1
+        params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **sampling)
+        self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        return request_id
+
+    def ask(self, number: int, prompt: list[int], sampling: dict[str, Any]) -> None:
+        """Add a request to those in flight."""
+        self._asked[self._add(prompt, sampling)] = (number, _new_answer())
+
+    @property
+    def asked(self) -> int:
+        """Requests of `ask` in flight."""
+        return len(self._asked)
+
+    def step(self) -> Iterator[dict[str, Any]]:
+        """One step; the answers of `ask` that it ended."""
+        for output in self._engine.step():
+            number, answer = self._asked[output.request_id]
+            self._note(answer, output)
+            if output.finished:
+                del self._asked[output.request_id]
+                yield {"answered": number, **answer}
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: dict[str, Any],
+        abort_after_steps: dict[str, int] | None = None,
+        space_steps: int = 0,
+    ) -> list[dict[str, Any]]:
+        """Answer all prompts, in order.
+
+        `abort_after_steps` aborts the prompt of an index after so many steps; `space_steps` adds one
+        prompt every so many steps instead of all at once.
+        """
+        assert not self._asked, "generate() steps its own requests alone"
+        aborts = {int(index): steps for index, steps in (abort_after_steps or {}).items()}
+        waiting = list(enumerate(prompts))
+        running: dict[str, dict[str, Any]] = {}
+        answers: list[dict[str, Any]] = []
+        steps = 0
+        while waiting or self._engine.has_unfinished_requests():
+            while waiting and (not space_steps or steps >= waiting[0][0] * space_steps):
+                index, prompt = waiting.pop(0)
+                answer = _new_answer()
+                answers.append(answer)
+                running[self._add(prompt, sampling)] = answer
+            ids = list(running)
+            for index in [i for i, after in aborts.items() if after <= steps and i < len(ids)]:
+                self._engine.abort_request([ids[index]])
+                running[ids[index]]["aborted"] = True
+                del aborts[index]
+            for output in self._engine.step() if self._engine.has_unfinished_requests() else []:
+                self._note(running[output.request_id], output)
+            steps += 1
+        for answer in answers:
+            del answer["start"]
+        return answers
+
+    @staticmethod
+    def _note(answer: dict[str, Any], output: Any) -> None:
+        completion = output.outputs[0]
+        if completion.token_ids and answer["ttft_s"] is None:
+            answer["ttft_s"] = time.perf_counter() - answer["start"]
+        if not output.finished:
+            return
+        answer["tokens"] = list(completion.token_ids)
+        answer["cached_tokens"] = output.num_cached_tokens
+        answer["finish_reason"] = completion.finish_reason
+        # repr of a float is exact in JSON: bit-equality survives the way to the test.
+        answer["logprobs"] = [
+            {str(token): entry.logprob for token, entry in position.items()} for position in completion.logprobs or []
+        ]
+
+    def metrics(self) -> dict[str, int]:
+        """vLLM's own counters, since the start of this engine."""
+        found = dict.fromkeys(COUNTERS.values(), 0)
+        for metric in self._llm.get_metrics():
+            if metric.name in COUNTERS:
+                found[COUNTERS[metric.name]] += int(metric.value)
+        return found
+
+    def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
+        """vLLM's own prefix cache reset, with or without the connector's reset_cache."""
+        return bool(self._engine.reset_prefix_cache(reset_connector=reset_connector))
+
+
+def _new_answer() -> dict[str, Any]:
+    answer: dict[str, Any] = {"tokens": [], "logprobs": [], "ttft_s": None}
+    answer |= {"aborted": False, "finish_reason": None, "cached_tokens": None}
+    return answer | {"start": time.perf_counter()}
+
+
+def _answer(stream: TextIO, **fields: Any) -> None:
+    stream.write(json.dumps(fields) + "\n")
+    stream.flush()
+
+
+def main() -> None:
+    """Read what engine to be, be it, and serve commands until stdin closes or `exit` comes."""
+    answers = os.fdopen(os.dup(1), "w")
+    first = sys.stdin.readline()
+    if not first:
+        return
+    role = json.loads(first)
+    log = os.open(role["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(role["environment"])
+    try:
+        driver = Driver(role["arguments"])
+    except BaseException as error:
+        _answer(answers, error=f"{type(error).__name__}: {error}")
+        raise
+    _answer(answers, result="ready")
+    try:
+        _serve(driver, _lines(), answers)
+    except BaseException as error:
+        _answer(answers, error=f"{type(error).__name__}: {error}")
+        raise
+
+
+def _lines() -> queue.SimpleQueue[bytes | None]:
+    """Lines of stdin, then None. Read by a thread: commands are seen while requests are stepped."""
+    lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        # Not sys.stdin: Python aborts at its end when a thread waits inside a buffered file.
+        unread = b""
+        while chunk := os.read(0, 1 << 16):
+            *whole, unread = (unread + chunk).split(b"\n")
+            for line in whole:
+                lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
+def _serve(driver: Driver, lines: queue.SimpleQueue[bytes | None], answers: TextIO) -> None:
+    while True:
+        while driver.asked and lines.empty():
+            for answer in driver.step():
+                _answer(answers, **answer)
+        line = lines.get()
+        if line is None:
+            return
+        command = json.loads(line)
+        name = command.pop("command")
+        if name == "exit":
+            _answer(answers, result="bye")
+            return
+        result = getattr(driver, name)(**command)
+        if name != "ask":
+            _answer(answers, result=result)
+
+
+if __name__ == "__main__":
+    main()

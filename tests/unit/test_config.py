@@ -1,0 +1,52 @@
+"""`kv_connector_extra_config`: what is accepted, and what the errors say."""
+
+from __future__ import annotations
+
+import pytest
+
+from pillion.config import Config, ConfigError, parse
+
+
+def test_defaults() -> None:
+    config = parse({"pillion.socket": "/s"})
+    assert config == Config(socket="/s", mode="read_write", load="auto", layout="auto", copy="auto", query_timeout_us=2000)
+    assert config.loads
+    assert config.saves
+    assert config.required_layout is None
+
+
+def test_other_connectors_keys_are_left_alone() -> None:
+    assert parse({"pillion.socket": "/s", "lmcache.host": "x"}).socket == "/s"
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"pillion.sockett": "/s"}, "pillion.query_timeout_us"),
+        ({"pillion.mode": "write"}, "save_only"),
+        ({"pillion.load": "lazy"}, "async"),
+        ({"pillion.layout": "NHD"}, "BLNHC"),
+        ({"pillion.copy": "gpu"}, "sidecar"),
+        ({"pillion.socket": ""}, "not empty"),
+        ({"pillion.query_timeout_us": 10_000_001}, "10000000"),
+        ({"pillion.query_timeout_us": -1}, "10000000"),
+        ({"pillion.query_timeout_us": "2ms"}, "10000000"),
+        ({"pillion.query_timeout_us": True}, "10000000"),
+    ],
+)
+def test_errors_name_the_valid_values(extra: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(extra)
+    assert named in str(error.value)
+    assert next(iter(extra)) in str(error.value)
+
+
+@pytest.mark.parametrize(("mode", "loads", "saves"), [("save_only", False, True), ("load_only", True, False)])
+def test_modes(mode: str, loads: bool, saves: bool) -> None:
+    config = parse({"pillion.mode": mode})
+    assert (config.loads, config.saves) == (loads, saves)
+
+
+@pytest.mark.parametrize(("layout", "asked"), [("auto", None), ("none", None), ("BLNHC", "BLNHC")])
+def test_layout(layout: str, asked: str | None) -> None:
+    assert parse({"pillion.layout": layout}).required_layout == asked

@@ -1,0 +1,63 @@
+"""Regions of a block: gathering them from raw storage must give exactly the bytes of the block's pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pillion.geometry import Geometry, GeometryError, describe
+
+BLOCKS, LAYERS, HEADS, TOKENS, CONTENT = 7, 3, 2, 4, 5
+AXES = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": CONTENT}
+
+
+def caches(layout: str) -> list[tuple[str, torch.Tensor]]:
+    """Logical [B, H, N, C] views, one a layer, of one storage in the given physical order."""
+    shape = [AXES[axis] for axis in layout]
+    count = LAYERS * BLOCKS * HEADS * TOKENS * CONTENT
+    storage = torch.arange(count, dtype=torch.int16).reshape(shape)
+    logical = storage.permute([layout.index(axis) for axis in "LBHNC"])
+    return [(f"layer.{layer}", logical[layer]) for layer in range(LAYERS)]
+
+
+def block_bytes(geometry: Geometry, block: int) -> bytes:
+    """What a copy of the block by its regions gives."""
+    raw = [bytes(torch.tensor([], dtype=torch.uint8).set_(storage).tolist()) for storage in geometry.storages]
+    parts = [raw[s][offset + block * stride :][:length] for s, offset, stride, length in geometry.regions]
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+def test_every_layout_is_gathered_exactly(layout: str) -> None:
+    layers = caches(layout)
+    geometry = describe(layers, BLOCKS)
+    inside = [axis for axis in layout if axis in "HNC"]
+    for block in range(BLOCKS):
+        pages = [cache[block].permute(["HNC".index(axis) for axis in inside]) for _, cache in layers]
+        expected = b"".join(page.contiguous().numpy().tobytes() for page in pages)
+        assert block_bytes(geometry, block) == expected
+
+
+def test_a_block_outermost_layout_is_one_run() -> None:
+    assert len(describe(caches("BLNHC"), BLOCKS).regions) == 1
+    assert len(describe(caches("LBNHC"), BLOCKS).regions) == LAYERS
+    assert len(describe(caches("LHBNC"), BLOCKS).regions) == LAYERS * HEADS
+
+
+def test_the_form_tells_the_inside_of_a_page_and_nothing_else() -> None:
+    form = {layout: describe(caches(layout), BLOCKS).form for layout in ("LBHNC", "BLHNC", "LBNHC", "BLNHC")}
+    assert form["LBHNC"] == form["BLHNC"]
+    assert form["LBNHC"] == form["BLNHC"]
+    assert form["LBHNC"] != form["LBNHC"]
+
+
+def test_separate_storages_and_a_leading_pair_of_keys_and_values() -> None:
+    layers = [(f"layer.{i}", torch.full((2, BLOCKS, TOKENS, CONTENT), i, dtype=torch.int16)) for i in range(2)]
+    geometry = describe(layers, BLOCKS)
+    assert len(geometry.storages) == 2
+    assert [region[0] for region in geometry.regions] == [0, 0, 1, 1]
+
+
+def test_tensors_without_blocks_are_refused() -> None:
+    with pytest.raises(GeometryError, match=r"layer\.0"):
+        describe(caches("LBHNC"), BLOCKS + 1)

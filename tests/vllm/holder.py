@@ -1,0 +1,130 @@
+"""Stops single threads of a process, as a machine without a free core does, and lets them go on.
+
+A signal stops a whole process. What one thread of the sidecar does while another stands still can be shown only so: by
+ptrace, whose calls must all come from one thread of the parent. That thread serves the scripted engine's process, which
+knows the moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+# linux/ptrace.h
+PTRACE_DETACH, PTRACE_SEIZE, PTRACE_INTERRUPT = 17, 0x4206, 0x4207
+# linux/wait.h: children of any kind, a traced thread too.
+WALL = 0x40000000
+CONDITION_WATCHDOG_S = 60
+POLL_S = 0.001
+REQUEST_BYTES_MAX = 256
+
+# Names of the sidecar's threads, or how they begin.
+COPIERS, DATA_THREAD = "pillion-copy", "pillion-data"
+
+
+class Holder:
+    """Does what it is told by datagrams: `hold NAME`, `let NAME`, `idle NAME`; answers `done`, or why not."""
+
+    def __init__(self, pid: int, address: Path) -> None:
+        self.address = str(address)
+        self._pid = pid
+        self._held: set[int] = set()
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+        self._libc.ptrace.restype = ctypes.c_long
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(self.address)
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Lets every thread go on."""
+        # Wakes the thread out of accept.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                caller, _ = self._listener.accept()
+            except OSError:
+                break
+            with caller:
+                caller.send(self._answer(caller.recv(REQUEST_BYTES_MAX).decode()).encode())
+        self._let(self._held)
+
+    def _answer(self, request: str) -> str:
+        try:
+            verb, name = request.split()
+            threads = self._threads(name)
+            match verb:
+                case "hold":
+                    self._hold(threads)
+                case "let":
+                    self._let(threads)
+                case "idle":
+                    self._wait_idle(threads)
+                case _:
+                    return f"unknown request {request!r}"
+        except (OSError, ValueError, TimeoutError) as error:
+            return f"{request}: {error}"
+        return "done"
+
+    def _threads(self, name: str) -> set[int]:
+        found = {
+            int(task.name)
+            for task in Path(f"/proc/{self._pid}/task").iterdir()
+            if (task / "comm").read_text().strip().startswith(name)
+        }
+        if not found:
+            raise ValueError(f"process {self._pid} has no thread {name}")
+        return found
+
+    def _hold(self, threads: set[int]) -> None:
+        for thread in threads - self._held:
+            self._ptrace(PTRACE_SEIZE, thread)
+            self._ptrace(PTRACE_INTERRUPT, thread)
+            os.waitpid(thread, WALL)
+            self._held.add(thread)
+
+    def _let(self, threads: set[int]) -> None:
+        for thread in threads & self._held:
+            try:
+                self._ptrace(PTRACE_DETACH, thread)
+            except ProcessLookupError:
+                # It was killed: its process ends for its parent once this is taken note of.
+                os.waitpid(thread, WALL)
+            self._held = self._held - {thread}
+
+    def _wait_idle(self, threads: set[int]) -> None:
+        deadline = time.monotonic() + CONDITION_WATCHDOG_S
+        while any(self._state(thread) != "S" for thread in threads):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not idle in {CONDITION_WATCHDOG_S} s")
+            time.sleep(POLL_S)
+
+    def _state(self, thread: int) -> str:
+        return Path(f"/proc/{self._pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
+
+    def _ptrace(self, request: int, thread: int) -> None:
+        if self._libc.ptrace(request, thread, None, None) == -1:
+            errno = ctypes.get_errno()
+            raise OSError(errno, f"ptrace {request:#x} of thread {thread}: {os.strerror(errno)}")
+
+
+@contextlib.contextmanager
+def holding(pid: int, directory: Path) -> Iterator[Holder]:
+    """A holder of a process's threads; all go on at the end. `pid` must be a child of this process."""
+    holder = Holder(pid, directory / "holder.sock")
+    try:
+        yield holder
+    finally:
+        holder.end()

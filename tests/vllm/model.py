@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Write a small model directory (config.json, model.safetensors) with random weights.
+
+The scales are chosen so that greedy output depends strongly on the KV cache: with vLLM's dummy
+weights (+-1e-3) a broken cache would go unnoticed, with these it does not.
+
+    tests/vllm/model.py DIR [tiny|demo]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Everything that decides a model's cost and the size of its KV blocks."""
+
+    layers: int = 3
+    hidden: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    intermediate: int = 256
+    vocab: int = 512
+    max_position: int = 4096
+    qk_norm: float = 1.5  # how sharp attention is
+    attention_scale: float = 4.0  # how much attention's output weighs against the token's own
+    seed: int = 1234
+
+    def kv_bytes_per_token(self, dtype_bytes: int = 2) -> int:
+        """Bytes of KV that one token costs over all layers."""
+        return self.layers * 2 * self.kv_heads * self.head_dim * dtype_bytes
+
+
+TINY = Shape()
+# A prefill of a few thousand tokens costs seconds on two cores, its KV a few milliseconds to copy.
+DEMO = Shape(
+    layers=8,
+    hidden=1024,
+    heads=16,
+    kv_heads=4,
+    intermediate=4096,
+    vocab=1024,
+    max_position=8192,
+    qk_norm=2.0,
+)
+SHAPES = {"tiny": TINY, "demo": DEMO}
+
+
+def _config(shape: Shape) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.max_position,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": shape.layers,
+    }
+
+
+def _weights(shape: Shape) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(shape.seed)
+    dtype = torch.bfloat16
+
+    def linear(rows: int, columns: int, scale: float = 1.0) -> Any:
+        values = torch.randn(rows, columns, generator=generator)
+        return (values * scale / math.sqrt(columns)).to(dtype)
+
+    q_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    weights = {
+        "model.embed_tokens.weight": linear(shape.vocab, shape.hidden, math.sqrt(shape.hidden)),
+        "model.norm.weight": torch.ones(shape.hidden, dtype=dtype),
+        "lm_head.weight": linear(shape.vocab, shape.hidden, 3.0),
+    }
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}."
+        weights |= {
+            prefix + "self_attn.q_proj.weight": linear(q_size, shape.hidden, 2.0),
+            prefix + "self_attn.k_proj.weight": linear(kv_size, shape.hidden, 2.0),
+            prefix + "self_attn.v_proj.weight": linear(kv_size, shape.hidden, 2.0),
+            prefix + "self_attn.o_proj.weight": linear(shape.hidden, q_size, shape.attention_scale),
+            prefix + "mlp.gate_proj.weight": linear(shape.intermediate, shape.hidden),
+            prefix + "mlp.up_proj.weight": linear(shape.intermediate, shape.hidden),
+            prefix + "mlp.down_proj.weight": linear(shape.hidden, shape.intermediate),
+            prefix + "input_layernorm.weight": torch.ones(shape.hidden, dtype=dtype),
+            prefix + "post_attention_layernorm.weight": torch.ones(shape.hidden, dtype=dtype),
+            prefix + "self_attn.q_norm.weight": torch.full((shape.head_dim,), shape.qk_norm, dtype=dtype),
+            prefix + "self_attn.k_norm.weight": torch.full((shape.head_dim,), shape.qk_norm, dtype=dtype),
+        }
+    return weights
+
+
+def write(directory: Path, shape: Shape = TINY) -> Path:
+    """Write the model unless the directory already holds exactly this shape; return the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    shape_file = directory / "pillion-shape.json"
+    wanted = json.dumps(dataclasses.asdict(shape), sort_keys=True)
+    if shape_file.exists() and shape_file.read_text() == wanted:
+        return directory
+    from safetensors.torch import save_file
+
+    (directory / "config.json").write_text(json.dumps(_config(shape), indent=1))
+    save_file(_weights(shape), directory / "model.safetensors", metadata={"format": "pt"})
+    shape_file.write_text(wanted)  # last: its presence says that the rest is whole
+    return directory
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), SHAPES[sys.argv[2] if len(sys.argv) > 2 else "tiny"])

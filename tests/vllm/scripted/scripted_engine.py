@@ -1,0 +1,467 @@
+"""vLLM's own scheduler, of whichever vLLM is on the path, over a scripted worker, one step in flight.
+
+Runs as a program: reads scenarios from its standard input, a JSON list a line, and answers each line with a JSON list
+of reports. One process plays them all, since importing vLLM costs more than most of them.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import slots
+import storm
+
+import pool
+
+# A scripted step takes microseconds and a transfer some milliseconds: an idle step waits as a real one would.
+IDLE_STEP_S = 0.001
+# Watchdog: no scenario needs nearly as many steps.
+STEPS_MAX = 20_000
+CONDITION_WATCHDOG_S = 60
+# The states of threads that obey a signal; a zombie's are gone.
+GONE_STATES = {"SIGSTOP": {"T"}, "SIGKILL": {"Z", "X"}}
+# How a block of a save ends, as the shim counts it.
+SAVE_ENDS = ("blocks_committed", "blocks_present", "blocks_cancelled", "blocks_dropped")
+# A key that nothing has.
+PROBE = b"\xff" * 16
+# Of a plan (connector-shim/src/plan.rs): its header, its blocks, and a block's generation within.
+PLAN_HEADER_BYTES, PLAN_BLOCK_BYTES, PLAN_GENERATION = 24, 24, 16
+
+
+def counter(metrics: str, name: str) -> int:
+    """The sum of a counter's samples at a /metrics address."""
+    with urllib.request.urlopen(metrics, timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if line.startswith(name))
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    """Waits under a watchdog."""
+    deadline = time.monotonic() + CONDITION_WATCHDOG_S
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} in {CONDITION_WATCHDOG_S} s"
+        time.sleep(IDLE_STEP_S)
+
+
+def thread_states(pid: int) -> set[str]:
+    """One letter for each of the states that a process's threads are in; none for a process that is no more."""
+    found = set()
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            found.add(stat.read_text().rpartition(")")[2].split()[0])
+    return found
+
+
+def use_cpu_platform() -> None:
+    """A source tree alone has no distribution that would tell vLLM its platform."""
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    vllm.platforms._current_platform = CpuPlatform()
+
+
+def build_config(scenario: dict[str, Any]) -> Any:
+    """VllmConfig of a small model, with the connector of the scenario."""
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        KVTransferConfig,
+        ModelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
+
+    model = ModelConfig(model=scenario["model"], skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True)
+    return VllmConfig(
+        model_config=model,
+        device_config=DeviceConfig("cpu"),
+        cache_config=CacheConfig(
+            block_size=scenario["block_tokens"],
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="xxhash_cbor",
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=scenario["batched_tokens"],
+            max_model_len=scenario["max_model_len"],
+            long_prefill_token_threshold=scenario.get("chunk_tokens", 0),
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=scenario["async_scheduling"],
+        ),
+        kv_transfer_config=KVTransferConfig(kv_role="kv_both", kv_load_failure_policy="recompute", **scenario["connector"]),
+    )
+
+
+def build_cache_config(scenario: dict[str, Any], config: Any) -> Any:
+    """One full-attention group in vLLM's layer-outermost layout."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+
+    model = config.model_config
+    spec = FullAttentionSpec(
+        block_size=scenario["block_tokens"],
+        num_kv_heads=model.get_num_kv_heads(config.parallel_config),
+        head_size=model.get_head_size(),
+        dtype=torch.bfloat16,
+    )
+    layers = [f"model.layers.{i}.self_attn.attn" for i in range(model.hf_config.num_hidden_layers)]
+    blocks, page = scenario["blocks"], spec.page_size_bytes
+    tensor = KVCacheTensor(size=len(layers) * blocks * page, layers=layers, layer_stride=blocks * page, block_stride=page)
+    config.cache_config.num_gpu_blocks = blocks
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(layers, spec)])
+
+
+class ScriptedEngine:
+    """Scheduler and worker, with the next step scheduled before the last one's output is seen."""
+
+    def __init__(self, scenario: dict[str, Any]) -> None:
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        from scripted_worker import ScriptedWorker
+
+        config = build_config(scenario)
+        cache_config = build_cache_config(scenario, config)
+        config.kv_transfer_config.engine_id = scenario["engine_id"]
+        # vLLM turns it off where it runs on a CPU.
+        config.scheduler_config.async_scheduling = scenario["async_scheduling"]
+        hash_function = get_hash_fn_by_name("xxhash_cbor")
+        init_none_hash(hash_function)
+        self._hasher = get_request_block_hasher(scenario["block_tokens"], hash_function)
+        self.worker = ScriptedWorker(config, cache_config)  # first, as in vLLM
+        kind = AsyncScheduler if scenario["async_scheduling"] else Scheduler
+        self.scheduler = kind(
+            vllm_config=config,
+            kv_cache_config=cache_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=scenario["block_tokens"],
+            log_stats=True,
+        )
+        self._depth = config.max_concurrent_batches
+        assert self._depth == 1 + scenario["async_scheduling"]
+        self._in_flight: collections.deque[tuple[Any, Any]] = collections.deque()
+        self._metrics: str | None = scenario.get("metrics")
+        before = self._metric if self._metrics else lambda _: 0
+        self._saved_before, self._posted_before = before("saved_bytes_total"), before("saves_posted_blocks_total")
+        self._requests = 0
+        self._names: list[str] = []
+        self._answers: dict[str, list[int]] = {}
+        self._plans_to_spoil, self._spoil_from, self._leases_to_lose = 0, 0, 0
+        self._step_s = 0.0
+        self._damage = contextlib.ExitStack()
+        self._events: dict[tuple[int, str], list[dict[str, Any]]] = {}
+        # Asynchronous loads of each request, told to the worker less reported as ended.
+        self._loading: collections.Counter[str] = collections.Counter()
+        self._began = 0
+        self.hits = self.preemptions = self.steps = self.failed_blocks = 0
+        self._put_lose_leases()
+        if self._metrics:
+            wait_for(self._connected, "connection of both roles to the sidecar")
+
+    def _connected(self) -> bool:
+        """Whether both sessions are there: on a busy machine the first attempt may have taken too long."""
+        worker, scheduler = self.worker.connector._worker._session, self.scheduler.connector._scheduler._session
+        worker.start(0)
+        scheduler.end_step()
+        return bool(worker.connected and scheduler.connected)
+
+    def generate(
+        self, prompts: list[list[int]], output_tokens: int, at: dict[str, list[dict[str, Any]]] | None = None
+    ) -> list[list[int]]:
+        """Answer the prompts; an aborted one keeps what it had. `at` names what happens when."""
+        self._names, self._answers = [], {}
+        for prompt in prompts:
+            self.add(prompt, output_tokens)
+        for when, acts in (at or {}).items():
+            step, _, moment = when.partition(":")
+            self._events[int(step), moment] = acts
+        self._began = self.steps
+        self.finish()
+        assert not self._events, f"the answers took {self.steps - self._began} steps; nothing happened at {self._events}"
+        return [self._answers[name] for name in self._names]
+
+    def finish(self) -> None:
+        """Steps until there is nothing left to do."""
+        while self.scheduler.has_requests() or self._in_flight:
+            self.step()
+        assert not +self._loading, f"loads that were never reported as ended: {self._loading}"
+
+    def _happen(self, moment: str) -> None:
+        for act in self._events.pop((self.steps - self._began, moment), []):
+            getattr(self, act["do"])(**act.get("with", {}))
+
+    def add(self, prompt: list[int], output_tokens: int) -> str:
+        """One more request, of the `generate` that runs if one does."""
+        name = self._add(prompt, output_tokens)
+        self._names.append(name)
+        self._answers[name] = []
+        return name
+
+    def answer(self, name: str) -> list[int]:
+        """What a request was answered so far."""
+        return self._answers[name]
+
+    def plan(self, moment: str, act: dict[str, Any]) -> None:
+        """Something that happens in the next step, if that has such a moment."""
+        self._events.setdefault((self.steps - self._began, moment), []).append(act)
+
+    def forget_events(self) -> None:
+        """Forgets what has not happened."""
+        self._events.clear()
+
+    def storm(self, seeds: list[int], steps: int, chances: dict[str, float], pid: int) -> dict[str, Any]:
+        """Random plays: see `storm.py`."""
+        return storm.play(self, seeds, steps, chances, pid)
+
+    def abort(self, index: int) -> None:
+        """The client of a request is gone; nothing if the request has ended."""
+        self.abort_named(self._names[index])
+
+    def spoil_plans(self, count: int, first_block: int = 0) -> None:
+        """The next loads fail from a block on: their plans name generations that the slots do not have."""
+        self._plans_to_spoil, self._spoil_from = count, first_block
+
+    def slow_steps(self, seconds: float) -> None:
+        """Every step from now on takes so long, as a real one does: the sidecar acts on it before its output is seen."""
+        self._step_s = seconds
+
+    def lose_leases(self, count: int) -> None:
+        """The leases of the next loads end between the answer of vLLM's question and the load."""
+        self._leases_to_lose = count
+
+    def _put_lose_leases(self) -> None:
+        """Puts `lose_leases` between the connector's answer and vLLM's word that blocks are allocated."""
+        connector = self.scheduler.connector
+        allocated = connector.update_state_after_alloc
+
+        def lose_and_go_on(request: Any, blocks: Any, external_tokens: int) -> None:
+            if external_tokens and self._leases_to_lose:
+                self._leases_to_lose -= 1
+                role = connector._scheduler
+                role._session.release(role._requests[request.request_id].log)
+            allocated(request, blocks, external_tokens)
+
+        connector.update_state_after_alloc = lose_and_go_on
+
+    def break_slots(self, path: str, word: str) -> int:
+        """A wrong header of every committed slot, until `mend_pool`."""
+        return self._damage.enter_context(slots.broken(Path(path), word))
+
+    def damage_pool(self, path: str) -> int:
+        """Wrong bytes in every committed block, until `mend_pool`."""
+        return self._damage.enter_context(pool.damaged(Path(path)))
+
+    def mend_pool(self) -> None:
+        """Undoes `damage_pool` and `break_slots`."""
+        self._damage.close()
+
+    def signal(self, pid: int, name: str) -> None:
+        """Freezes (SIGSTOP), thaws (SIGCONT) or kills (SIGKILL) a process, and waits until that is so."""
+        os.kill(pid, getattr(signal, name))
+        if name != "SIGCONT":
+            wait_for(lambda: thread_states(pid) <= GONE_STATES[name], f"{name} of {pid}")
+
+    def tell(self, address: str, text: str) -> None:
+        """Has the holder of the sidecar's threads do something, and waits until it is done."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as holder:
+            holder.settimeout(CONDITION_WATCHDOG_S)
+            holder.connect(address)
+            holder.send(text.encode())
+            reply = holder.recv(1 << 16).decode()
+        assert reply == "done", reply
+
+    def turn(self) -> None:
+        """Waits until the sidecar's data thread has done all that was to be done when this was called.
+
+        It reads rings before fences, and publishes its metrics last: once they count a query that was posted now, it has
+        seen the fences stored before and begun the copies that waited for them.
+        """
+        session = self.scheduler.connector._scheduler._session
+        before = self._metric("queries_total")
+        log = session.open()
+        session.append(log, [PROBE], 0)
+
+        def posted() -> bool:
+            # A new budget; a sidecar that was frozen is asked again once its heartbeat has moved.
+            session.end_step()
+            return bool(session.post_query(log, 0, 1) >= 0)
+
+        wait_for(posted, "sign of life of the sidecar")
+        wait_for(lambda: self._metric("queries_total") > before, "answer of a query")
+        session.close(log)
+        session.end_step()
+
+    def settle(self) -> None:
+        """Waits until the sidecar has seen everything, every save has ended, and no load is open."""
+        self.turn()
+        session = self.scheduler.connector._scheduler._session
+
+        def settled() -> bool:
+            session.end_step()
+            numbers = session.stats()
+            ended = sum(numbers[name] for name in SAVE_ENDS)
+            return bool(ended == self._metric("saves_posted_blocks_total") - self._posted_before)
+
+        wait_for(settled, "end of all saves")
+        wait_for(lambda: self._metric("leases") == 0, "end of all leases")
+
+    def wait_filled(self, path: str) -> None:
+        """Waits until every slot that is being filled holds what some block of this engine holds now."""
+
+        def filled() -> bool:
+            held = slots.filling(Path(path))
+            return bool(held) and self.worker.blocks() >= set(held)
+
+        wait_for(filled, "whole copy of this engine's blocks")
+
+    def wait_released(self) -> None:
+        """Waits until the sidecar holds no lease: whatever it copied for a load has ended."""
+        wait_for(lambda: self._metric("leases") == 0, "end of all leases")
+
+    def new_weights(self) -> None:
+        """The engine's weights are replaced, without a word to anybody."""
+        self.worker.new_weights()
+
+    def sleep(self) -> None:
+        """vLLM's sleep: aborts everything, resets every cache, discards the KV memory."""
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self.finish()
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        self.worker.discard()
+
+    def _add(self, prompt: list[int], output_tokens: int) -> str:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        name = f"request-{self._requests}"
+        self._requests += 1
+        sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=output_tokens)
+        sampling.update_from_generation_config({}, None)
+        self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self._hasher))
+        return name
+
+    def abort_named(self, name: str) -> None:
+        """As `abort`."""
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> None:
+        """One turn of vLLM's loop: schedules and executes a step, looks at the output of the oldest in flight."""
+        self._happen("")
+        assert self.steps < STEPS_MAX, f"no end after {STEPS_MAX} steps"
+        if self.scheduler.has_requests():
+            scheduled = self.scheduler.schedule()
+            if not scheduled.total_num_scheduled_tokens:
+                time.sleep(IDLE_STEP_S)
+            self._spoil(scheduled.kv_connector_metadata)
+            self._begin_loads(scheduled.kv_connector_metadata)
+            self._happen("scheduled")
+            output = self.worker.execute(scheduled)
+            time.sleep(self._step_s)
+            self._end_loads(output.kv_connector_output)
+            self.preemptions += len(scheduled.preempted_req_ids or ())
+            self._in_flight.append((scheduled, output))
+        if self._in_flight and (len(self._in_flight) >= self._depth or not self.scheduler.has_requests()):
+            self._happen("executed")
+            self._finish_step(*self._in_flight.popleft())
+        self.steps += 1
+
+    def _spoil(self, metadata: Any) -> None:
+        loads = getattr(metadata, "loads", [])
+        for index, (name, plan, sync) in enumerate(loads[: self._plans_to_spoil]):
+            wrong = bytearray(plan)
+            first = PLAN_HEADER_BYTES + PLAN_GENERATION + self._spoil_from * PLAN_BLOCK_BYTES
+            for place in range(first, len(wrong), PLAN_BLOCK_BYTES):
+                struct.pack_into("<Q", wrong, place, struct.unpack_from("<Q", wrong, place)[0] + 1)
+            loads[index] = (name, bytes(wrong), sync)
+        self._plans_to_spoil -= min(self._plans_to_spoil, len(loads))
+
+    def _begin_loads(self, metadata: Any) -> None:
+        planned = list(getattr(metadata, "loads", [])) + list(getattr(metadata, "lost", []))
+        self._loading.update(name for name, _, sync in planned if not sync)
+
+    def _end_loads(self, output: Any) -> None:
+        if output is None:
+            return
+        self.failed_blocks += len(output.invalid_block_ids)
+        for name in output.finished_recving or ():
+            self._loading[name] -= 1
+            assert self._loading[name] >= 0, f"the load of {name} was reported as ended twice"
+
+    def _finish_step(self, scheduled: Any, output: Any) -> None:
+        for outputs in self.scheduler.update_from_output(scheduled, output).values():
+            for one in outputs.outputs:
+                self._answers[one.request_id] += one.new_token_ids
+            stats = outputs.scheduler_stats
+            if stats is not None and stats.connector_prefix_cache_stats is not None:
+                self.hits += stats.connector_prefix_cache_stats.hits
+
+    def wait_saved(self, saved_bytes: int) -> None:
+        """Wait until the sidecar has committed so many bytes since this engine's start."""
+        saved = saved_bytes + self._saved_before
+        wait_for(lambda: self._metric("saved_bytes_total") >= saved, f"commit of {saved_bytes} bytes")
+
+    def _metric(self, name: str) -> int:
+        assert self._metrics, "the scenario names no metrics"
+        return counter(self._metrics, f"pillion_{name}")
+
+    def reset(self, reset_connector: bool = False, reset_running_requests: bool = False) -> bool:
+        """vLLM's prefix cache reset."""
+        return bool(self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector))
+
+
+def play(scenario: dict[str, Any]) -> dict[str, Any]:
+    """Run the scenario's acts in order; each is a method's name and its arguments."""
+    import vllm
+
+    engine = ScriptedEngine(scenario)
+    results = []
+    try:
+        for act in scenario["acts"]:
+            before = engine.hits, engine.worker.wrong.total(), engine.failed_blocks, engine.preemptions
+            value = getattr(engine, act["do"])(**act.get("with", {}))
+            after = engine.hits, engine.worker.wrong.total(), engine.failed_blocks, engine.preemptions
+            names = ("hits", "wrong", "failed_blocks", "preemptions")
+            changes = {name: b - a for name, a, b in zip(names, before, after, strict=True)}
+            results.append({"value": value} | changes)
+    finally:
+        engine.mend_pool()
+        engine.worker.connector.shutdown()
+        engine.scheduler.connector.shutdown()
+    return {"vllm": vllm.__version__, "results": results, "steps": engine.steps}
+
+
+def main() -> None:
+    """Plays what it is told until its input ends. vLLM's own prints go to the log."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    use_cpu_platform()
+    for line in sys.stdin:
+        try:
+            reply: Any = [play(scenario) for scenario in json.loads(line)]
+        except Exception:
+            reply = {"error": traceback.format_exc()}
+        print(json.dumps(reply), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""A scripted model runner: vLLM's worker hooks in vLLM's own order, over KV whose right bytes are known.
+
+The "model" writes into each KV position bytes that only depend on the tokens up to it, reads them all back
+before it answers, and derives its next token from what it read. So wrong bytes are seen at once and also
+change the tokens, as in a real model; and what a layer writes after a layer before it read wrong bytes is wrong too.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.forward_context import set_forward_context
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+VOCAB = 512
+# No position's content, or one of 2^16 at the most.
+DISCARDED = 0x5A5A
+CONTENT_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Prefix:
+    """Tokens, and for each position 64 bits that depend on the weights and on every token up to it."""
+
+    def __init__(self, tokens: list[int], weights: int) -> None:
+        self.tokens: list[int] = []
+        self.digests: list[int] = []
+        self._weights = weights
+        self._pages: dict[int, np.ndarray] = {}
+        self._state = hashlib.blake2b(digest_size=8, salt=weights.to_bytes(16, "little"))
+        self.extend(tokens)
+
+    def extend(self, tokens: list[int]) -> None:
+        """Adds tokens."""
+        for token in tokens:
+            self._state.update(token.to_bytes(4, "little"))
+            self.tokens.append(token)
+            self.digests.append(int.from_bytes(self._state.digest(), "little"))
+
+    def pages(self, layer: int, heads: int, width: int, end: int) -> np.ndarray:
+        """`page_content` of the positions before `end`."""
+        known = self._pages.get(layer, np.empty((0, heads, width), np.int16))
+        if len(known) < end:
+            known = np.concatenate([known, page_content(self.digests[len(known) :], layer, heads, width)])
+            self._pages[layer] = known
+        return known[:end]
+
+    def head(self, tokens: int) -> Prefix:
+        """At most so many tokens of it."""
+        return self if tokens >= len(self.tokens) else Prefix(self.tokens[:tokens], self._weights)
+
+
+def page_content(digests: list[int], layer: int, heads: int, width: int) -> np.ndarray:
+    """What the KV of these positions must hold: [positions, heads, width] of 16 bits."""
+    channel = np.arange(heads * width, dtype=np.uint64) + np.uint64(layer * heads * width + 1)
+    mixed = np.array(digests, dtype=np.uint64)[:, None] * CONTENT_MULTIPLIER ^ channel * CONTENT_MULTIPLIER
+    mixed *= CONTENT_MULTIPLIER
+    # The top bits of a product are its best mixed ones.
+    return (mixed >> np.uint64(48)).astype(np.uint16).view(np.int16).reshape(len(digests), heads, width)
+
+
+def right_answer(prompt: list[int], output_tokens: int, weights: int = 0) -> list[int]:
+    """The tokens that an engine with correct KV answers."""
+    prefix = Prefix(prompt, weights)
+    for _ in range(output_tokens):
+        prefix.extend([next_token(prefix.digests)])
+    return prefix.tokens[len(prompt) :]
+
+
+def next_token(digests: list[int]) -> int:
+    """The sampled token, given what attention read at each position."""
+    read = np.array(digests, dtype=np.uint64).tobytes()
+    return int.from_bytes(hashlib.blake2b(read, digest_size=4).digest(), "little") % VOCAB
+
+
+class ScriptedWorker(KVConnectorModelRunnerMixin):
+    """One rank. Its connector is vLLM's global one, as in a real worker process."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        self._config = vllm_config
+        group = kv_cache_config.kv_cache_groups[0]
+        spec = group.kv_cache_spec
+        self._block_tokens = spec.block_size
+        shape = (kv_cache_config.num_blocks, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+        storage = torch.zeros((len(group.layer_names), *shape), dtype=torch.bfloat16)
+        self.kv = dict(zip(group.layer_names, storage.unbind(), strict=True))
+        self._prefixes: dict[str, Prefix] = {}
+        self._prompt_tokens: dict[str, int] = {}
+        self._blocks: dict[str, list[int]] = {}
+        self.weights = 0
+        # Positions that were read and were not right, by request.
+        self.wrong: collections.Counter[str] = collections.Counter()
+        self.connector = KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.WORKER, kv_cache_config)
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
+        self.connector.register_kv_caches(self.kv)
+
+    def new_weights(self) -> None:
+        """From now on the model computes other KV; what is kept of the old is wrong for whoever reads it."""
+        self.weights += 1
+        self._prefixes = {name: Prefix(prefix.tokens, self.weights) for name, prefix in self._prefixes.items()}
+
+    def discard(self) -> None:
+        """The KV memory holds nothing that was written, as after a sleep."""
+        for pages in self.kv.values():
+            pages.view(torch.int16).fill_(DISCARDED)
+
+    def blocks(self) -> set[bytes]:
+        """What every block holds, as it lies in a slot of the pool."""
+        pages = [pages.view(torch.int16) for pages in self.kv.values()]
+        return {b"".join(page[block].numpy().tobytes() for page in pages) for block in range(len(pages[0]))}
+
+    def execute(self, step: Any) -> ModelRunnerOutput:
+        """One step, as GPUModelRunner.execute_model does it."""
+        self.connector.handle_preemptions(step.kv_connector_metadata)
+        starts = self._update_requests(step)
+        if not step.total_num_scheduled_tokens:
+            return self.kv_connector_no_forward(step, self._config)
+        with (
+            set_forward_context(dict.fromkeys(self.kv), self._config),
+            self.maybe_get_kv_connector_output(step) as connector_output,
+        ):
+            sampled = self._forward(step, starts)
+        ids = list(step.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={name: index for index, name in enumerate(ids)},
+            sampled_token_ids=[sampled[name] for name in ids],
+            kv_connector_output=connector_output,
+        )
+
+    def _update_requests(self, step: Any) -> dict[str, int]:
+        """Follow the scheduler's view of the requests; returns the first position that each computes."""
+        for name in step.finished_req_ids:
+            self._prefixes.pop(name, None)
+            self._blocks.pop(name, None)
+        starts = {}
+        for new in step.scheduled_new_reqs:
+            # Of one that was preempted, all that the scheduler knows: what it dropped with a reset is sampled again.
+            self._prefixes[new.req_id] = Prefix(new.prefill_token_ids or new.prompt_token_ids, self.weights)
+            self._prompt_tokens[new.req_id] = len(new.prompt_token_ids)
+            self._blocks[new.req_id] = list(new.block_ids[0])
+            starts[new.req_id] = new.num_computed_tokens
+        cached = step.scheduled_cached_reqs
+        for index, name in enumerate(cached.req_ids):
+            # As in vLLM: tokens that the scheduler threw away after a synchronous load failed.
+            kept = self._prompt_tokens[name] + cached.num_output_tokens[index]
+            self._prefixes[name] = self._prefixes[name].head(kept)
+            blocks = cached.new_block_ids[index]
+            if name in cached.resumed_req_ids:
+                self._blocks[name] = list(blocks[0])
+            elif blocks is not None:
+                self._blocks[name] += blocks[0]
+            starts[name] = cached.num_computed_tokens[index]
+        return starts
+
+    def _forward(self, step: Any, starts: dict[str, int]) -> dict[str, list[int]]:
+        ends = {name: starts[name] + count for name, count in step.num_scheduled_tokens.items()}
+        bad: dict[str, set[int]] = {name: set() for name in ends}
+        for layer, (layer_name, pages) in enumerate(self.kv.items()):
+            # vLLM's attention writes the step's new KV, then lets the connector wait, then reads.
+            for name, end in ends.items():
+                self._write(pages, layer, name, starts[name], end, bool(bad[name]))
+            self.connector.wait_for_layer_load(layer_name)
+            for name, end in ends.items():
+                bad[name] |= self._differing(pages, layer, name, end)
+            self.connector.save_kv_layer(layer_name, pages, None)
+        return {name: self._sample(name, end, bad[name]) for name, end in ends.items()}
+
+    def _sample(self, name: str, end: int, bad: set[int]) -> list[int]:
+        self.wrong[name] += len(bad)
+        prefix = self._prefixes[name]
+        if end < len(prefix.tokens):
+            return []  # a chunk of the prompt, or a recomputation: nothing to sample yet
+        read = [digest ^ 1 if position in bad else digest for position, digest in enumerate(prefix.digests[:end])]
+        prefix.extend([next_token(read)])
+        return [prefix.tokens[-1]]
+
+    def _places(self, name: str, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = np.arange(first, end)
+        table = np.array(self._blocks[name])[positions // self._block_tokens]
+        assert table.all(), "vLLM's null block holds nobody's KV"
+        return torch.from_numpy(table), torch.from_numpy(positions % self._block_tokens)
+
+    def _write(self, pages: torch.Tensor, layer: int, name: str, first: int, end: int, spoiled: bool) -> None:
+        blocks, rows = self._places(name, first, end)
+        content = self._prefixes[name].pages(layer, pages.shape[1], pages.shape[3], end)[first:]
+        # What is computed upon wrong KV is wrong.
+        pages.view(torch.int16)[blocks, :, rows] = torch.from_numpy(~content if spoiled else content)
+
+    def _differing(self, pages: torch.Tensor, layer: int, name: str, end: int) -> set[int]:
+        blocks, rows = self._places(name, 0, end)
+        content = torch.from_numpy(self._prefixes[name].pages(layer, pages.shape[1], pages.shape[3], end))
+        equal = (pages.view(torch.int16)[blocks, :, rows] == content).all(dim=2).all(dim=1)
+        return set(torch.nonzero(~equal).flatten().tolist())

@@ -1,0 +1,260 @@
+"""Plays scenarios on scripted engines: vLLM's own schedulers, 0.33's too, over KV whose right bytes are known.
+
+An engine's process is started once for each release, since importing vLLM costs more than most scenarios. A scenario is
+a list of acts, each of them a method of `ScriptedEngine` and its arguments; this module names the ones tests use.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from holder import Holder
+
+import engine
+import model
+import sidecar
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SCRIPTED = Path(__file__).with_name("scripted")
+# scripts/setup unpacks the Python sources of this release here: it exists for CUDA only.
+TREE_033 = ROOT / ".cache/vllm-0.33.0"
+E2E = ROOT / "tests/e2e"
+SCENARIO_WATCHDOG_S = 300
+EXIT_WATCHDOG_S = 30
+BLOCK_TOKENS = 32
+BLOCK_BYTES = BLOCK_TOKENS * model.TINY.kv_bytes_per_token()
+RELEASES = ["0.32.0", "0.33.0"]
+SCHEDULERS = {"scheduler": False, "async-scheduler": True}
+LOADS = ("sync", "async")
+
+Act = dict[str, Any]
+
+sys.path.insert(0, str(SCRIPTED))
+
+
+class Player:
+    """The scripted engine's process for one release."""
+
+    def __init__(self, release: str, log: Path) -> None:
+        path = [str(SCRIPTED), str(E2E)]
+        if release == "0.33.0":
+            assert (TREE_033 / "vllm").is_dir(), f"{TREE_033} is missing: run scripts/setup"
+            path.insert(0, str(TREE_033))
+        path += filter(None, [os.environ.get("PYTHONPATH")])
+        fixed = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+        self.release, self.log = release, log
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPTED / "scripted_engine.py")],
+            env=os.environ | fixed | {"PYTHONPATH": os.pathsep.join(path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("ab"),
+            text=True,
+        )
+
+    def play(self, scenarios: list[dict[str, Any]]) -> Any:
+        """A report for each scenario, all played one after another."""
+        assert self._process.stdin and self._process.stdout
+        watchdog = threading.Timer(SCENARIO_WATCHDOG_S, self._process.kill)
+        watchdog.start()
+        try:
+            self._process.stdin.write(json.dumps(scenarios) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        finally:
+            watchdog.cancel()
+        assert line, f"the scripted engine died, or took over {SCENARIO_WATCHDOG_S} s\n{engine.log_tail(self.log)}"
+        reply = json.loads(line)
+        assert isinstance(reply, list), f"{reply['error']}\n{engine.log_tail(self.log)}"
+        return reply
+
+    def end(self) -> None:
+        """Stops the process."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        try:
+            self._process.wait(EXIT_WATCHDOG_S)
+        finally:
+            self._process.kill()
+
+
+class Stage:
+    """Plays scenarios against one release and one scheduler."""
+
+    def __init__(self, player: Player, async_scheduling: bool, directory: Path) -> None:
+        self.release = player.release
+        self.async_scheduling, self.directory = async_scheduling, directory
+        self._player = player
+
+    def play(self, acts: list[Act], *connectors: dict[str, Any], **more: Any) -> list[list[dict[str, Any]]]:
+        """One engine after another, all with the same acts: for each connector the results of the acts."""
+        return self.play_each([(acts, connector) for connector in connectors], **more)
+
+    def play_each(self, parts: Iterable[tuple[list[Act], dict[str, Any]]], **more: Any) -> list[list[dict[str, Any]]]:
+        """One engine after another, each with its own acts and connector: the results of each one's acts."""
+        scenario = {
+            "model": str(model.write(self.directory / "model")),
+            "block_tokens": BLOCK_TOKENS,
+            "batched_tokens": 256,
+            "max_model_len": 1024,
+            "blocks": 128,
+            "async_scheduling": self.async_scheduling,
+        }
+        scenarios = [
+            scenario | {"acts": acts, "connector": connector, "engine_id": f"scripted-{number}"} | more
+            for number, (acts, connector) in enumerate(parts)
+        ]
+        reports = self._player.play(scenarios)
+        assert [report["vllm"] for report in reports] == [self._player.release] * len(scenarios)
+        return [report["results"] for report in reports]
+
+
+# --- connectors ---
+
+
+def pillion(socket: Path, load: str, **extra: Any) -> dict[str, Any]:
+    """Pillion's connector with a query budget that no busy machine exhausts."""
+    settings = {"pillion.socket": str(socket), "pillion.load": load, "pillion.query_timeout_us": 1_000_000}
+    return {
+        "kv_connector": "PillionConnector",
+        "kv_connector_module_path": "pillion.connector",
+        "kv_connector_extra_config": settings | extra,
+    }
+
+
+def by_load(keeper: sidecar.Sidecar, *loads: str, **extra: Any) -> list[dict[str, Any]]:
+    """A connector for each way to load, with a namespace each: what one engine kept, no other finds."""
+    return [pillion(keeper.socket, load, **{"pillion.model_id": load}, **extra) for load in loads or LOADS]
+
+
+def metrics(keeper: sidecar.Sidecar) -> str:
+    """Where the sidecar's metrics are."""
+    return f"http://{keeper.http}/metrics"
+
+
+# --- prompts and what is right ---
+
+
+def prompt_of(tokens: int, seed: int) -> list[int]:
+    """Some tokens, the same for the same seed."""
+    generator = random.Random(seed)
+    return [generator.randrange(3, model.TINY.vocab) for _ in range(tokens)]
+
+
+def right_answers(prompts: list[list[int]], output_tokens: int, weights: int = 0) -> list[list[int]]:
+    """What an engine with right KV answers."""
+    import scripted_worker
+
+    return [scripted_worker.right_answer(prompt, output_tokens, weights) for prompt in prompts]
+
+
+def hit_tokens(tokens: int) -> int:
+    """Of a prompt, those that a cache may serve: whole blocks, and one token is left."""
+    return (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def block_count(prompts: list[list[int]], output_tokens: int) -> int:
+    """Blocks that are full once the last token but one is computed: the last one's KV never is."""
+    return sum((len(prompt) + output_tokens - 1) // BLOCK_TOKENS for prompt in prompts)
+
+
+# --- acts ---
+
+# More loads than any scenario has.
+EVERY_LOAD = 1_000
+SLOW_STEPS: Act = {"do": "slow_steps", "with": {"seconds": 0.01}}
+RESET: Act = {"do": "reset"}
+RESET_ALL: Act = {"do": "reset", "with": {"reset_connector": True}}
+SETTLE: Act = {"do": "settle"}
+NEW_WEIGHTS: Act = {"do": "new_weights"}
+SLEEP: Act = {"do": "sleep"}
+
+
+def generate(prompts: list[list[int]], output_tokens: int, **more: Any) -> Act:
+    """Answer prompts. `at` says what happens before a step ("4"), between its scheduling and its execution
+    ("4:scheduled"), or between its execution and the look at an output ("4:executed").
+    """
+    return {"do": "generate", "with": {"prompts": prompts, "output_tokens": output_tokens, **more}}
+
+
+def add(prompt: list[int], output_tokens: int) -> Act:
+    """One more request."""
+    return {"do": "add", "with": {"prompt": prompt, "output_tokens": output_tokens}}
+
+
+def abort(*indexes: int) -> list[Act]:
+    """Clients leave."""
+    return [{"do": "abort", "with": {"index": index}} for index in indexes]
+
+
+def send(keeper: sidecar.Sidecar, name: str) -> Act:
+    """A signal for the sidecar, which has taken effect when the act ends."""
+    return {"do": "signal", "with": {"pid": keeper._process.pid, "name": name}}
+
+
+def stop(keeper: sidecar.Sidecar) -> Act:
+    """Freezes the sidecar."""
+    return send(keeper, "SIGSTOP")
+
+
+def go_on(keeper: sidecar.Sidecar) -> Act:
+    """Thaws the sidecar."""
+    return send(keeper, "SIGCONT")
+
+
+def spoil(count: int = 1, first_block: int = 0) -> Act:
+    """The next loads fail from a block on."""
+    return {"do": "spoil_plans", "with": {"count": count, "first_block": first_block}}
+
+
+def lose_leases(count: int) -> Act:
+    """The next loads find no lease."""
+    return {"do": "lose_leases", "with": {"count": count}}
+
+
+def break_slots(keeper: sidecar.Sidecar, word: str) -> Act:
+    """A header word of every committed slot of the pool goes bad, until `MEND`."""
+    return {"do": "break_slots", "with": {"path": str(keeper.pool), "word": word}}
+
+
+MEND: Act = {"do": "mend_pool"}
+
+
+def wait_saved(blocks: int) -> Act:
+    """Wait for as many blocks to be committed."""
+    return {"do": "wait_saved", "with": {"saved_bytes": blocks * BLOCK_BYTES}}
+
+
+def tell(holder: Holder, verb: str, name: str) -> Act:
+    """Has threads of the sidecar held, let go, or waited for until they are idle."""
+    return {"do": "tell", "with": {"address": holder.address, "text": f"{verb} {name}"}}
+
+
+# Waits until the sidecar's data thread has done what there was to do.
+TURN: Act = {"do": "turn"}
+# Waits until whatever the sidecar copied for loads has ended.
+WAIT_RELEASED: Act = {"do": "wait_released"}
+
+
+def wait_filled(keeper: sidecar.Sidecar) -> Act:
+    """Waits until every slot that is being filled holds a block of the engine as it is now."""
+    return {"do": "wait_filled", "with": {"path": str(keeper.pool)}}
+
+
+# --- verdicts ---
+
+
+def expect_right(result: dict[str, Any], right: list[list[int]], what: str) -> None:
+    """Every position that attention read was right, and every request was answered from there."""
+    assert result["wrong"] == 0, f"wrong KV: {what}: {result['wrong']} positions were read that do not hold their tokens' KV"
+    lost = [index for index, answer in enumerate(result["value"]) if len(answer) < len(right[index])]
+    assert not lost, f"lost request: {what}: requests {lost} ended early"
+    assert result["value"] == right, f"wrong KV: {what}: the answers differ"

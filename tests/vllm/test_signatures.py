@@ -1,0 +1,121 @@
+"""Every hook that PillionConnector overrides exists in vLLM, takes what vLLM passes, and is spelled right.
+
+The installed vLLM is inspected; others are known from signatures.json (scripts/capture-vllm-signatures).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Parameters = list[list[Any]]
+CAPTURED: dict[str, dict[str, Parameters]] = json.loads(Path(__file__).with_name("signatures.json").read_text())
+INSTALLED = "0.32.0"
+KINDS = {
+    inspect.Parameter.POSITIONAL_ONLY: "positional",
+    inspect.Parameter.POSITIONAL_OR_KEYWORD: "positional",
+    inspect.Parameter.VAR_POSITIONAL: "args",
+    inspect.Parameter.KEYWORD_ONLY: "keyword",
+    inspect.Parameter.VAR_KEYWORD: "kwargs",
+}
+
+
+def _function(owner: type, name: str) -> Callable[..., Any]:
+    member = inspect.getattr_static(owner, name)
+    if isinstance(member, property):
+        assert member.fget is not None
+        return member.fget
+    return member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
+
+
+def _parameters(owner: type, name: str) -> Parameters:
+    signature = inspect.signature(_function(owner, name))
+    found = [[p.name, KINDS[p.kind], p.default is not p.empty] for p in signature.parameters.values()]
+    static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    found = found if static else found[1:]
+    return [[name, kind, True if kind in ("args", "kwargs") else default] for name, kind, default in found]
+
+
+def _accepts(ours: Parameters, theirs: Parameters) -> bool:
+    """Whether every call that fits `theirs`, by position or by name, fits `ours`."""
+    kinds = {kind for _, kind, _ in ours}
+    positional = [parameter for parameter in ours if parameter[1] == "positional"]
+    by_name = {name: default for name, kind, default in ours if kind in ("positional", "keyword")}
+    for index, (name, kind, default) in enumerate(theirs):
+        if kind in ("args", "kwargs"):
+            if kind not in kinds:
+                return False
+            continue
+        if name not in by_name and "kwargs" not in kinds:
+            return False
+        in_place = index < len(positional) and positional[index][0] == name
+        if kind == "positional" and not in_place and "args" not in kinds:
+            return False
+        if default and not by_name.get(name, True):
+            return False
+    known = {name for name, _, _ in theirs}
+    return all(default or name in known for name, _, default in ours)
+
+
+def _connector() -> type:
+    connector: type = importlib.import_module("pillion.connector").PillionConnector
+    return connector
+
+
+def _overridden() -> list[str]:
+    """Hooks defined by Pillion's own classes, and every other public name they have."""
+    owners = [owner for owner in _connector().__mro__ if owner.__module__.startswith("pillion")]
+    names = {name for owner in owners for name in vars(owner)}
+    return sorted(name for name in names if name == "__init__" or not name.startswith("_"))
+
+
+def test_installed_vllm_is_what_was_captured() -> None:
+    """The capture script reads the same signatures as Python does; a new vLLM needs a new capture."""
+    base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    for name, expected in CAPTURED[INSTALLED].items():
+        owner = base.KVConnectorBase_V1 if hasattr(base.KVConnectorBase_V1, name) else base.SupportsHMA
+        if name == "__init__" or name in vars(owner):
+            assert _parameters(owner, name) == expected, name
+
+
+def test_connector_overrides_what_a_cache_must() -> None:
+    """The methods that vLLM declares abstract, and the ones whose default would hurt."""
+    needed = {"start_load_kv", "wait_for_save", "get_num_new_matched_tokens", "update_state_after_alloc"}
+    needed |= {"build_connector_meta", "request_finished_all_groups", "get_finished", "reset_cache"}
+    assert needed <= set(_overridden())
+
+
+@pytest.mark.parametrize("version", CAPTURED)
+def test_every_hook_fits(version: str) -> None:
+    """Each hook takes what this vLLM passes; one it does not have is newer than it, never a typing error."""
+    known_anywhere = {name for hooks in CAPTURED.values() for name in hooks}
+    for name in _overridden():
+        assert name in known_anywhere, f"{name} is a hook of no vLLM: misspelled, or not to be public"
+        if name not in CAPTURED[version]:
+            assert version == "0.29.0", f"{name} is gone in vLLM {version}"
+            continue
+        ours, theirs = _parameters(_connector(), name), CAPTURED[version][name]
+        assert _accepts(ours, theirs), f"{name}{ours} does not take what vLLM {version} passes: {theirs}"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "fits"),
+    [
+        ([["a", "positional", False]], [["a", "positional", False]], True),
+        ([["b", "positional", False]], [["a", "positional", False]], False),
+        ([["a", "positional", False]], [["a", "positional", True]], False),
+        ([["a", "positional", False], ["b", "positional", True]], [["a", "positional", False]], True),
+        ([["a", "positional", False], ["b", "positional", False]], [["a", "positional", False]], False),
+        ([["args", "args", True], ["kw", "kwargs", True]], [["a", "positional", False]], True),
+        ([["a", "positional", False]], [["a", "positional", False], ["kw", "kwargs", True]], False),
+    ],
+)
+def test_the_comparison_itself(ours: Parameters, theirs: Parameters, fits: bool) -> None:
+    """The rule that the other tests rest on."""
+    assert _accepts(ours, theirs) is fits

@@ -1,0 +1,47 @@
+"""Hundreds of seeded random plays on an engine with few blocks: no answer and no kept block is ever wrong."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from stage import RELEASES, Stage, by_load, metrics
+
+import sidecar
+
+# Plays of each test; no two tests play the same seed.
+PLAYS = 12
+STEPS = 60
+CHANCES = {"arrive": 0.4, "abort": 0.06, "reset": 0.03, "replace_weights": 0.02}
+# A frozen sidecar costs an engine whose loads it copies two seconds a load, the deadline.
+FREEZE = {"engine": 0.03, "sidecar": 0.002}
+
+
+PATHS = [("sync", "engine"), ("async", "engine"), ("auto", "sidecar"), ("async", "sidecar")]
+
+
+def _seeds(stage: Stage, path: tuple[str, str]) -> list[int]:
+    """PILLION_SEED=n plays one alone, to look at a failure again."""
+    if "PILLION_SEED" in os.environ:
+        return [int(os.environ["PILLION_SEED"])]
+    number = (RELEASES.index(stage.release) * 2 + stage.async_scheduling) * len(PATHS) + PATHS.index(path)
+    return list(range(number * PLAYS, (number + 1) * PLAYS))
+
+
+@pytest.mark.parametrize(("load", "copy"), PATHS)
+def test_random_plays(stage: Stage, load: str, copy: str) -> None:
+    """Preemption, reuse, aborts at every moment, new weights, failed loads and a freezing sidecar, in any order."""
+    seeds = _seeds(stage, (load, copy))
+    chances = CHANCES | {"freeze": FREEZE[copy]}
+    if load == "async":
+        # vLLM cannot undo a synchronous load.
+        chances["spoil"] = 0.1
+    # Smaller than what the plays save: the sidecar evicts too.
+    with sidecar.serving(stage.directory, dram="8MiB") as keeper:
+        storm = {"seeds": seeds, "steps": STEPS, "chances": chances, "pid": keeper._process.pid}
+        (connector,) = by_load(keeper, load, **{"pillion.copy": copy, "pillion.query_timeout_us": 20_000})
+        acts = [{"do": "storm", "with": storm}]
+        ((result,),) = stage.play(acts, connector, metrics=metrics(keeper), blocks=24, max_model_len=320)
+        assert result["value"] == {"seeds": len(seeds)}
+        if len(seeds) == PLAYS:
+            assert result["preemptions"] > 0 and result["hits"] > 0

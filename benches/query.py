@@ -1,0 +1,207 @@
+"""What a query costs the engine: from Python, through the native module, to a real sidecar holding a million keys.
+
+A timed query is a new request: open a log, append its keys (Python bytes), query, all hits under a lease. Giving the
+lease and the log back is not timed. The last line is one JSON object; all times in microseconds.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import rig
+
+KEYS = 1_000_000
+# Slots of 256-byte blocks take 640 bytes with their headers.
+DRAM = "1GiB"
+BLOCK_BYTES = 256
+BLOCKS = 4096
+COUNTS = (1, 16, 64, 256, 512, 1024, 8192)
+SAMPLES = 3000
+SAMPLES_OF_LARGE = 500
+BATCHES = 200
+BUSY_SAMPLES = 12_000
+ROUND_TRIPS = 20_000
+
+
+def clock_us() -> float:
+    """Microseconds."""
+    return time.perf_counter_ns() / 1000
+
+
+class Queries:
+    """Timed queries over resident keys."""
+
+    def __init__(self, engine: rig.Engine, keys: list[bytes]) -> None:
+        self._scheduler = engine.scheduler
+        self._keys = keys
+        self._random = random.Random(2)
+
+    def keys(self, count: int) -> list[bytes]:
+        """Another request's keys."""
+        first = self._random.randrange(len(self._keys) - count + 1)
+        return self._keys[first : first + count]
+
+    def once(self, keys: list[bytes]) -> float:
+        """One new request."""
+        scheduler, count = self._scheduler, len(keys)
+        began = clock_us()
+        log = scheduler.open()
+        scheduler.append(log, keys, 0)
+        hits = scheduler.query(log, 0, count)
+        spent = clock_us() - began
+        self._end(log, hits, count)
+        return spent
+
+    def _end(self, log: int, hits: int, count: int) -> None:
+        if hits != count:
+            sys.exit(f"{hits} of {count} keys hit: {self._scheduler.stats()} {self._scheduler.take_notices()}")
+        self._scheduler.release(log)
+        self._scheduler.close(log)
+        self._scheduler.end_step()
+
+    def many(self, count: int, samples: int, pause_s: float = 0) -> list[float]:
+        """New requests one after the other."""
+        spent = []
+        for _ in range(samples):
+            keys = self.keys(count)
+            if pause_s:
+                time.sleep(pause_s)
+            spent.append(self.once(keys))
+        return spent
+
+    def repeated(self, count: int, samples: int, forget: bool) -> list[float]:
+        """One request asked again and again. `forget`: its lease was given back, so that the sidecar must answer."""
+        scheduler, spent = self._scheduler, []
+        log = scheduler.open()
+        scheduler.append(log, self.keys(count), 0)
+        hits = scheduler.query(log, 0, count)
+        for _ in range(samples):
+            if forget:
+                scheduler.release(log)
+                scheduler.end_step()
+            began = clock_us()
+            hits = min(hits, scheduler.query(log, 0, count))
+            spent.append(clock_us() - began)
+        self._end(log, hits, count)
+        return spent
+
+    def batch(self, requests: int, count: int) -> float:
+        """New requests posted together, then waited for."""
+        scheduler = self._scheduler
+        keys = [self.keys(count) for _ in range(requests)]
+        began = clock_us()
+        logs, ops = [], []
+        for request in keys:
+            log = scheduler.open()
+            scheduler.append(log, request, 0)
+            ops.append(scheduler.post_query(log, 0, count))
+            logs.append(log)
+        hits = [scheduler.wait(op) for op in ops]
+        spent = clock_us() - began
+        for log, hit in zip(logs, hits, strict=True):
+            self._end(log, hit, count)
+        return spent
+
+    def beside_a_busy_thread(self, count: int, samples: int) -> list[float]:
+        """Queries while another Python thread never lets go of the interpreter by itself."""
+        stop = False
+
+        def spin() -> None:
+            while not stop:
+                pass
+
+        thread = threading.Thread(target=spin)
+        thread.start()
+        try:
+            return self.many(count, samples)
+        finally:
+            stop = True
+            thread.join()
+
+
+def seqpacket_us() -> float:
+    """A round trip of 64 bytes between two Python processes over a UNIX seqpacket socket."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    child = os.fork()
+    if child == 0:
+        ours.close()
+        while packet := theirs.recv(64):
+            theirs.send(packet)
+        os._exit(0)
+    theirs.close()
+    packet, spent = bytes(64), []
+    for _ in range(ROUND_TRIPS):
+        began = clock_us()
+        ours.send(packet)
+        ours.recv(64)
+        spent.append(clock_us() - began)
+    ours.close()
+    os.waitpid(child, 0)
+    return rig.median(spent)
+
+
+def fill(engine: rig.Engine, source: random.Random) -> tuple[list[bytes], list[bytes]]:
+    """Makes a million keys resident, some of them of 32 bytes, and proves that each is."""
+    long_keys = [source.randbytes(32) for _ in range(BLOCKS * 4)]
+    keys = [source.randbytes(16) for _ in range(KEYS - len(long_keys))]
+    for part in (long_keys, keys):
+        engine.save(part)
+    stats = engine.scheduler.stats()
+    if stats["blocks_committed"] != KEYS:
+        sys.exit(f"{stats['blocks_committed']} of {KEYS} keys were kept: {stats}")
+    return keys, long_keys
+
+
+def check(queries: Queries, keys: list[bytes]) -> None:
+    """Ends the benchmark unless every key hits."""
+    for first in range(0, len(keys), 8192):
+        queries.once(keys[first : first + 8192])
+
+
+def measure(engine: rig.Engine, keys: list[bytes], long_keys: list[bytes]) -> dict[str, object]:
+    """All numbers but the seqpacket's."""
+    queries, long_queries = Queries(engine, keys), Queries(engine, long_keys)
+    check(queries, keys)
+    check(long_queries, long_keys)
+    rig.say(f"{KEYS} keys are resident; measuring")
+    by_count = {n: queries.many(n, SAMPLES if n < 8192 else SAMPLES_OF_LARGE) for n in COUNTS}
+    measure_of: dict[str, Callable[[], float]] = {
+        "p50_us_sha256": lambda: rig.median(long_queries.many(512, SAMPLES)),
+        "repeat_p50_us": lambda: rig.median(queries.repeated(512, SAMPLES, forget=False)),
+        "repeat_asked_p50_us": lambda: rig.median(queries.repeated(512, SAMPLES, forget=True)),
+        "rested_p50_us": lambda: rig.median(queries.many(512, SAMPLES // 3, pause_s=0.001)),
+        "batch32x512_us": lambda: rig.median([queries.batch(32, 512) for _ in range(BATCHES)]),
+        "busy_p99_us": lambda: rig.percentile(queries.beside_a_busy_thread(512, BUSY_SAMPLES), 0.99),
+    }
+    return {
+        "p50_us": {str(n): rig.median(samples) for n, samples in by_count.items()},
+        "p99_us": {str(n): rig.percentile(samples, 0.99) for n, samples in by_count.items()},
+        **{name: measured() for name, measured in measure_of.items()},
+    }
+
+
+def main() -> None:
+    """Fills, checks, measures."""
+    # Before there are threads and a large heap to fork.
+    round_trip = seqpacket_us()
+    with rig.sidecar(DRAM) as path:
+        engine = rig.Engine(path, BLOCKS, BLOCK_BYTES)
+        rig.say(f"saving {KEYS} keys")
+        keys, long_keys = fill(engine, random.Random(1))
+        # A million objects: the collector's pauses are the benchmark's own.
+        gc.freeze()
+        result = measure(engine, keys, long_keys)
+        engine.scheduler.disconnect()
+        engine.worker.disconnect()
+    print(json.dumps({**result, "seqpacket_rtt_us": round_trip, "keys": KEYS}))
+
+
+main()

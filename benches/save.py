@@ -1,0 +1,260 @@
+"""What the connector costs the engine: a step that saves 1,024 blocks, and a step that saves nothing.
+
+Real vLLM objects (configuration, requests, scheduler output), the real connector in both roles, a real sidecar. No model
+runs: every hook of a step is called in vLLM's order and timed together. After the saving step all blocks are read back from
+the sidecar into cleared memory and compared byte for byte.
+
+    benches/run save
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.request import Request
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm"))
+import model as random_model
+from pillion.connector import PillionConnector
+from pillion.vllm_compat import KVConnectorRole
+
+BLOCK_TOKENS = 16
+LAYERS = 2
+PAGE_SHAPE = (1, BLOCK_TOKENS, 32)  # heads, tokens, content: 1 KiB a layer
+SAVE_REQUESTS, SAVE_BLOCKS = 8, 128
+RUNNING, LONG, SHORT = 256, 512, 64
+ROUNDS = 15
+IDLE_ROUNDS = 400
+WATCHDOG_S = 120
+
+
+def main() -> None:
+    """Prints one JSON line last."""
+    with tempfile.TemporaryDirectory() as directory, sidecar(Path(directory)) as socket:
+        result: dict[str, object] = {}
+        engine = Engine(Path(directory), socket, blocks=RUNNING * (LONG + 4))
+        saves = sorted(save_round(engine, round) for round in range(ROUNDS))
+        result["save1024_us"] = round(statistics.median(saves), 1)
+        result["save1024_us_min_max"] = [round(saves[0], 1), round(saves[-1], 1)]
+        for name, length in (("idle_step_short_us", SHORT), ("idle_step_us", LONG)):
+            steps = idle_steps(engine, length)
+            result[name] = round(statistics.median(steps), 1)
+            result[name.replace("_us", "_p99_us")] = round(sorted(steps)[len(steps) * 99 // 100], 1)
+        result |= {"running": RUNNING, "blocks_each": LONG, "byte_exact": True}
+        engine.shutdown()
+    print(json.dumps(result))
+
+
+class sidecar:
+    """A real `pillion serve`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.socket = directory / "pillion.sock"
+        binary = Path(sys.executable).with_name("pillion")
+        arguments = ["--socket", self.socket, "--dram", "1GiB", "--http", "127.0.0.1:0"]
+        self._process = subprocess.Popen([str(part) for part in [binary, "serve", *arguments]], stdout=sys.stderr)
+
+    def __enter__(self) -> str:
+        wait_for(self.socket.exists, "socket")
+        return str(self.socket)
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(WATCHDOG_S)
+
+
+def wait_for(condition: object, what: str) -> None:
+    """Waits for a condition under a watchdog."""
+    deadline = time.monotonic() + WATCHDOG_S
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, f"no {what} in {WATCHDOG_S} s"
+        time.sleep(0.001)
+
+
+class Engine:
+    """Both roles of the connector and the KV memory, without a model."""
+
+    def __init__(self, directory: Path, socket: str, blocks: int) -> None:
+        path = directory / "model"
+        random_model.write(path)
+        extra = {"pillion.socket": socket, "pillion.load": "sync", "pillion.query_timeout_us": 1_000_000}
+        transfer = {"kv_connector": "PillionConnector", "kv_connector_module_path": "pillion.connector"}
+        transfer |= {"kv_role": "kv_both", "kv_connector_extra_config": extra}
+        config = EngineArgs(
+            model=str(path),
+            skip_tokenizer_init=True,
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="xxhash_cbor",
+            kv_transfer_config=transfer,
+        ).create_engine_config()
+        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=16, dtype=torch.bfloat16)
+        names = [f"layer.{layer}" for layer in range(LAYERS)]
+        size = blocks * LAYERS * spec.page_size_bytes
+        tensor = KVCacheTensor(size, names, blocks * spec.page_size_bytes, spec.page_size_bytes)
+        kv_config = KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(names, spec)])
+        storage = torch.empty((LAYERS, blocks, *PAGE_SHAPE), dtype=torch.bfloat16)
+        self.kv = storage
+        self.worker = PillionConnector(config, KVConnectorRole.WORKER, kv_config)
+        self.worker.register_kv_caches({name: storage[layer] for layer, name in enumerate(names)})
+        self.scheduler = PillionConnector(config, KVConnectorRole.SCHEDULER, kv_config)
+        hash_fn = get_hash_fn_by_name("xxhash_cbor")
+        kv_cache_utils.init_none_hash(hash_fn)
+        self._hasher = kv_cache_utils.get_request_block_hasher(BLOCK_TOKENS, hash_fn)
+
+    def request(self, name: str, blocks: int, seed: int, extra_tokens: int = 1) -> Request:
+        """A request of whole blocks and some tokens more."""
+        tokens = [(seed * 7919 + i) % 50_000 for i in range(blocks * BLOCK_TOKENS + extra_tokens)]
+        return Request(name, tokens, SamplingParams(), None, block_hasher=self._hasher)
+
+    def step(self, output: SchedulerOutput) -> None:
+        """Every hook of both roles, in vLLM's order."""
+        meta = self.scheduler.build_connector_meta(output)
+        worker = self.worker
+        worker.handle_preemptions(meta)
+        worker.bind_connector_metadata(meta)
+        worker.start_load_kv(None)  # type: ignore[arg-type]
+        for layer in range(LAYERS):
+            worker.wait_for_layer_load(f"layer.{layer}")
+            worker.save_kv_layer(f"layer.{layer}", self.kv, None)  # type: ignore[arg-type]
+        worker.wait_for_save()
+        worker.get_finished(output.finished_req_ids)
+        worker.get_block_ids_with_load_errors()
+        worker.clear_connector_metadata()
+        self.scheduler.update_connector_output(SimpleNamespace(invalid_block_ids=set()))  # type: ignore[arg-type]
+        self.scheduler.take_events()
+
+    def match(self, request: Request) -> int:
+        """External tokens of a request that the engine itself has nothing of."""
+        tokens, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
+        assert tokens is not None
+        return tokens
+
+    def allocate(self, request: Request, ids: list[int], external: int) -> None:
+        """vLLM's allocation of `ids` for a request."""
+        blocks = SimpleNamespace(get_block_ids=lambda: (ids,))
+        self.scheduler.update_state_after_alloc(request, blocks, external)  # type: ignore[arg-type]
+
+    def saved(self) -> bool:
+        """Whether every save has ended."""
+        assert self.scheduler._scheduler is not None
+        session = self.scheduler._scheduler._session
+        session.end_step()
+        return session.saving == 0
+
+    def shutdown(self) -> None:
+        """Both roles leave."""
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+
+def output(new: list[NewRequestData], cached: CachedRequestData, scheduled: dict[str, int]) -> SchedulerOutput:
+    """One step of vLLM's scheduler."""
+    total = sum(scheduled.values())
+    return SchedulerOutput(new, cached, scheduled, total, {}, {}, [], set(), [])
+
+
+def new_request(request: Request, ids: list[int], computed: int) -> NewRequestData:
+    """What vLLM says of a request that it schedules for the first time."""
+    return NewRequestData(request.request_id, None, [], None, None, (ids,), computed, None)
+
+
+def save_round(engine: Engine, round: int) -> float:
+    """Microseconds of every hook of a step in which new requests compute and save 1,024 blocks."""
+    engine.kv.copy_(torch.randint(-30_000, 30_000, engine.kv.shape, dtype=torch.int16).view(torch.bfloat16))
+    requests = [engine.request(f"s{round}.{i}", SAVE_BLOCKS, round * 100 + i) for i in range(SAVE_REQUESTS)]
+    tables = [list(range(1 + i * (SAVE_BLOCKS + 1), (i + 1) * (SAVE_BLOCKS + 1) + 1)) for i in range(SAVE_REQUESTS)]
+    new = [new_request(request, ids, 0) for request, ids in zip(requests, tables, strict=True)]
+    step = output(new, CachedRequestData.make_empty(), {r.request_id: r.num_tokens for r in requests})
+    began = time.perf_counter()
+    for request, ids in zip(requests, tables, strict=True):
+        assert engine.match(request) == 0, "a round's prompts are its own"
+        engine.allocate(request, ids, 0)
+    engine.step(step)
+    spent = (time.perf_counter() - began) * 1e6
+    wait_for(engine.saved, "end of saves")
+    for request in requests:
+        engine.scheduler.request_finished(request, [])
+    read_back(engine, round, tables)
+    return spent
+
+
+def read_back(engine: Engine, round: int, tables: list[list[int]]) -> None:
+    """Loads what was saved into cleared memory and compares every byte."""
+    kept = [ids[:SAVE_BLOCKS] for ids in tables]
+    expected = engine.kv.view(torch.int16)[:, [block for ids in kept for block in ids]].clone()
+    engine.kv.zero_()
+    scheduled, new, requests = {}, [], []
+    for i, ids in enumerate(tables):
+        request = engine.request(f"r{round}.{i}", SAVE_BLOCKS, round * 100 + i)
+        hit = engine.match(request)
+        assert hit == SAVE_BLOCKS * BLOCK_TOKENS, f"{hit} tokens of {SAVE_BLOCKS} blocks came back"
+        engine.allocate(request, ids, hit)
+        request.num_computed_tokens = hit
+        new.append(new_request(request, ids, hit))
+        scheduled[request.request_id] = 1
+        requests.append(request)
+    engine.step(output(new, CachedRequestData.make_empty(), scheduled))
+    got = engine.kv.view(torch.int16)[:, [block for ids in kept for block in ids]]
+    assert torch.equal(got, expected), "blocks differ from what was saved"
+    for request in requests:
+        engine.scheduler.request_finished(request, [])
+    wait_for(engine.saved, "end of saves")
+
+
+def idle_steps(engine: Engine, length: int) -> list[float]:
+    """Microseconds of every hook of decode steps that complete no block, `RUNNING` requests of `length` blocks."""
+    requests = [engine.request(f"i{length}.{i}", length, 10_000 + length * 1000 + i) for i in range(RUNNING)]
+    tables = [list(range(1 + i * (length + 1), (i + 1) * (length + 1) + 1)) for i in range(RUNNING)]
+    new = []
+    for request, ids in zip(requests, tables, strict=True):
+        engine.match(request)
+        engine.allocate(request, ids, 0)
+        new.append(new_request(request, ids, 0))
+    engine.step(output(new, CachedRequestData.make_empty(), {r.request_id: r.num_tokens for r in requests}))
+    wait_for(engine.saved, "end of saves")
+    names = [request.request_id for request in requests]
+    for request in requests:
+        request.num_computed_tokens = request.num_tokens
+        request.append_output_token_ids(1)
+    spent: list[float] = []
+    while len(spent) < IDLE_ROUNDS:
+        cached = CachedRequestData(names, set(), [], {}, [None] * RUNNING, [0] * RUNNING, [1] * RUNNING)
+        step = output([], cached, dict.fromkeys(names, 1))
+        filling = (requests[0].num_computed_tokens + 1) % BLOCK_TOKENS == 0
+        began = time.perf_counter()
+        engine.step(step)
+        took = (time.perf_counter() - began) * 1e6
+        if not filling:
+            spent.append(took)
+        advance(requests, tables)
+    for request in requests:
+        engine.scheduler.request_finished(request, [])
+    wait_for(engine.saved, "end of saves")
+    return spent
+
+
+def advance(requests: list[Request], tables: list[list[int]]) -> None:
+    """One decoded token for each request; a request at the end of its last block starts it anew."""
+    for request, _ids in zip(requests, tables, strict=True):
+        if request.num_computed_tokens % BLOCK_TOKENS == BLOCK_TOKENS - 2:
+            request.num_computed_tokens -= BLOCK_TOKENS - 3
+        else:
+            request.num_computed_tokens += 1
+
+
+if __name__ == "__main__":
+    main()

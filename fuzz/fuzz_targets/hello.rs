@@ -14,10 +14,18 @@ fuzz_target!(|input: &[u8]| {
     assert_eq!(decode_hello(&encode(&hello), descriptors).as_ref(), Ok(&hello));
     if let Role::Worker(worker) = &hello.role {
         assert!(worker.block_bytes().is_some_and(|bytes| bytes > 0));
+        let memories = worker.cuda.as_ref().map_or(descriptors, |cuda| cuda.allocations.len());
         for region in &worker.regions {
-            assert!((region.fd as usize) < descriptors);
+            assert!((region.fd as usize) < memories);
             let end = region.offset + u64::from(worker.blocks - 1) * region.stride + region.bytes;
             assert!(end <= worker.descriptor_bytes(region.fd));
+            if let Some(cuda) = &worker.cuda {
+                assert!(end <= cuda.allocations[region.fd as usize].bytes);
+            }
+        }
+        if let Some(cuda) = &worker.cuda {
+            assert!(cuda.cuts[0] > 0 && cuda.cuts.is_sorted_by(|one, next| one < next));
+            assert_eq!(cuda.cuts.last().copied(), worker.block_bytes());
         }
     }
 });

@@ -19,7 +19,7 @@ use shm_protocol::region::Access;
 use shm_protocol::ring::RingMemory;
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 use shm_protocol::{PROTOCOL_VERSION, namespace};
-use sidecar::copiers::Rank;
+use sidecar::copiers::Copiers;
 use sidecar::engine::{Action, CopyId, Core, Event};
 use sidecar::session::Session;
 use tiers::dram::{self, Dram};
@@ -98,7 +98,16 @@ fn role(kind: u8) -> Role {
     let regions = vec![BlockRegion { fd: 0, offset: 0, stride: bytes, bytes }];
     let facts = BTreeMap::from([("model".into(), "fuzz".into())]);
     let (rank, shard) = (u32::from(kind >> 1 & 1), u32::from(kind >> 1 & 1));
-    Role::Worker(Worker { rank, shard, shards: 2, blocks: 8, regions, copy: Copier::Engine, facts })
+    Role::Worker(Worker {
+        rank,
+        shard,
+        shards: 2,
+        blocks: 8,
+        regions,
+        copy: Copier::Engine,
+        facts,
+        cuda: None,
+    })
 }
 
 impl World {
@@ -123,7 +132,7 @@ impl World {
             digest = Some(namespace::digest(&worker.facts));
             let fd = memory_of(worker.descriptor_bytes(0));
             let host = HostMemory::new(vec![fd], &worker.regions, worker.blocks, Access::ReadOnly);
-            Some(Arc::new(Rank::new(host.expect("as stated"), memory.clone(), Arc::clone(&socket))))
+            Some(Copiers::host_rank(host.expect("as stated"), memory.clone(), Arc::clone(&socket)))
         } else {
             None
         };

@@ -1,10 +1,14 @@
 //! Taking a load back from the sidecar: after [`close`] and [`is_settled`] it writes no block of it any more.
 //!
 //! Sidecar: raise `FENCE_COPYING`, then look at the gate. Engine: close the gate, then look at `FENCE_COPYING`.
+//! On a GPU the sidecar's stream looks at the gate itself ([`value_open_for`]), and `FENCE_STARTED` and `FENCE_ENDED` say
+//! what it writes: [`DEVICE_LATENCY`] after [`close`], every batch that began must end.
+//!
 //! Store-then-load on both sides is what the SeqCst fences order: either the sidecar sees the gate, or the engine sees
 //! the copy and waits for its end. Generic over [`GateMemory`] so that loom checks exactly what the product runs.
 
 use std::sync::atomic::{Ordering, fence};
+use std::time::Duration;
 
 use crate::layout::header;
 use crate::proof::WITHOUT_GATE;
@@ -49,6 +53,15 @@ pub fn is_settled(memory: &impl GateMemory) -> bool {
     memory.load_copying() == 0
 }
 
+/// A thousand times what a stream needs from passing the gate to its word being visible: measured at 3.5 us a round trip.
+pub const DEVICE_LATENCY: Duration = Duration::from_millis(10);
+
+/// The smallest value of `FENCE_GATE`, compared cyclically, at which load `op` may begin: a stream waits for it with
+/// "greater or equal", since the word holds the complement of the last closed operation.
+pub const fn value_open_for(op: u64) -> u64 {
+    op.wrapping_neg()
+}
+
 // === impl GateMemory for Region ===
 
 impl GateMemory for Region {
@@ -65,9 +78,25 @@ impl GateMemory for Region {
         self.word64(header::FENCE_COPYING).load(Ordering::Acquire)
     }
     fn raise_gate(&self, op: u64) {
-        self.word64(header::FENCE_GATE).fetch_max(op, Ordering::Release);
+        self.word64(header::FENCE_GATE).fetch_min(!op, Ordering::Release);
     }
     fn load_gate(&self) -> u64 {
-        self.word64(header::FENCE_GATE).load(Ordering::Acquire)
+        !self.word64(header::FENCE_GATE).load(Ordering::Acquire)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_value_a_stream_waits_for_is_reached_exactly_while_the_gate_is_open() {
+        // What cuStreamWaitValue64 computes for "greater or equal".
+        let passes = |word: u64, op: u64| word.wrapping_sub(value_open_for(op)).cast_signed() >= 0;
+        for closed in [0_u64, 1, 2, 1000, u64::from(u32::MAX), 1 << 60] {
+            for op in [1, 2, 3, 999, 1000, 1001, 1 << 32, (1 << 60) + 1] {
+                assert_eq!(passes(!closed, op), op > closed, "closed up to {closed}, load {op}");
+            }
+        }
     }
 }

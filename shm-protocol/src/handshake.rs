@@ -1,7 +1,7 @@
 //! The three records of the handshake, CBOR maps on a UNIX SEQPACKET socket, one record a packet.
 //!
-//! The engine sends [`Hello`]; the sidecar answers [`Reply::Welcome`] with three descriptors (session memory, eventfd,
-//! pool opened read-only), or [`Reply::Refused`] with a text that names the remedy. After that the socket carries
+//! The engine sends [`Hello`]; the sidecar answers [`Reply::Welcome`] with four descriptors (session memory, eventfd,
+//! pool opened read-only, pidfd), or [`Reply::Refused`] with a text that names the remedy. After that the socket carries
 //! nothing; its hang-up tells each side of the other's death.
 
 use std::collections::BTreeMap;
@@ -19,6 +19,8 @@ pub const DESCRIPTORS_MAX: usize = 64;
 pub const REGIONS_MAX: usize = 1024;
 /// Ranks of an engine: one bit each in a word.
 pub const RANKS_MAX: u32 = 64;
+/// Parts that a block may be cut into: counted in a byte of a load word.
+pub const CUTS_MAX: usize = 255;
 /// Facts a namespace may state.
 pub const FACTS_MAX: usize = 256;
 
@@ -42,7 +44,7 @@ pub enum Role {
     /// Posts queries, loads and saves.
     Scheduler {
         /// Random id of this run of the engine; workers JOIN it.
-        #[serde(with = "serde_bytes16")]
+        #[serde(with = "serde_bytes")]
         run: [u8; 16],
     },
     /// Owns KV memory.
@@ -66,6 +68,34 @@ pub struct Worker {
     pub copy: Copier,
     /// Everything that makes bytes interchangeable, by name; digested into the namespace.
     pub facts: BTreeMap<String, String>,
+    /// The GPU that holds the memory; host memory behind descriptors where there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cuda: Option<CudaMemory>,
+}
+
+/// KV memory on a GPU of this host.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct CudaMemory {
+    /// The GPU, whatever number each process knows it by.
+    #[serde(with = "serde_bytes")]
+    pub uuid: [u8; 16],
+    /// The rank's process id as it sees it itself: an IPC handle cannot be opened by a process of the same number.
+    pub pid: u32,
+    /// What regions name instead of descriptors; their offsets count from an allocation's base.
+    pub allocations: Vec<CudaAllocation>,
+    /// Where a block is cut into the parts that a load delivers one after the other: ascending ends, in bytes of this
+    /// rank's part; the last is its length.
+    pub cuts: Vec<u64>,
+}
+
+/// One allocation of GPU memory.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct CudaAllocation {
+    /// `CUipcMemHandle`.
+    #[serde(with = "serde_bytes")]
+    pub handle: [u8; 64],
+    /// Bytes of the allocation.
+    pub bytes: u64,
 }
 
 /// One run of bytes in every block: block `b` has it at `offset + b * stride` of descriptor `fd`.
@@ -246,13 +276,16 @@ impl Worker {
         range("facts", self.facts.len() as u64, self.facts.len() <= FACTS_MAX, "at most 256")?;
         let regions = self.regions.len();
         range("regions", regions as u64, (1..=REGIONS_MAX).contains(&regions), "1 to 1,024")?;
+        let memories = match &self.cuda {
+            None => descriptors,
+            Some(cuda) => {
+                range("descriptors", descriptors as u64, descriptors == 0, "none beside GPU memory")?;
+                cuda.allocations.len()
+            }
+        };
         for region in &self.regions {
-            range(
-                "region.fd",
-                region.fd.into(),
-                (region.fd as usize) < descriptors,
-                "below the descriptors sent",
-            )?;
+            let fd = region.fd as usize;
+            range("region.fd", region.fd.into(), fd < memories, "below the memories sent")?;
             range("region.bytes", region.bytes, region.bytes > 0, "at least one byte")?;
             range("region.stride", region.stride, region.stride >= region.bytes, "at least region.bytes")?;
             let last = u64::from(self.blocks - 1).checked_mul(region.stride);
@@ -270,7 +303,8 @@ impl Worker {
             total.unwrap_or(u64::MAX),
             total.is_some_and(|bytes| bytes < 1 << 40),
             "below 1 TiB",
-        )
+        )?;
+        self.cuda.as_ref().map_or(Ok(()), |cuda| cuda.check(self))
     }
 
     /// Bytes of this rank's part of a block; `None` where the sum overflows.
@@ -278,23 +312,50 @@ impl Worker {
         self.regions.iter().try_fold(0_u64, |sum, region| sum.checked_add(region.bytes))
     }
 
-    /// Bytes that descriptor `fd` must hold for every block to lie inside it.
+    /// Bytes that memory `fd` must hold for every block to lie inside it.
     pub fn descriptor_bytes(&self, fd: u32) -> u64 {
         let ends = self.regions.iter().filter(|region| region.fd == fd);
         ends.map(|region| region.end(self.blocks)).max().unwrap_or(0)
     }
 }
 
-mod serde_bytes16 {
+// === impl CudaMemory ===
+
+impl CudaMemory {
+    fn check(&self, worker: &Worker) -> Result<(), HandshakeError> {
+        let count = self.allocations.len();
+        range("allocations", count as u64, (1..=DESCRIPTORS_MAX).contains(&count), "1 to 64")?;
+        for (number, allocation) in (0..).zip(&self.allocations) {
+            let enough = allocation.bytes >= worker.descriptor_bytes(number);
+            range("allocation.bytes", allocation.bytes, enough, "at least the end of its last region")?;
+        }
+        let cuts = self.cuts.len();
+        range("cuts", cuts as u64, (1..=CUTS_MAX).contains(&cuts), "1 to 255")?;
+        let ascending = self.cuts[0] > 0 && self.cuts.is_sorted_by(|one, next| one < next);
+        range("cuts", self.cuts[0], ascending, "ascending, from above 0")?;
+        let last = *self.cuts.last().expect("at least one");
+        range("cuts (the last)", last, Some(last) == worker.block_bytes(), "the bytes of a block")?;
+        let by_sidecar = worker.copy == Copier::Sidecar;
+        range("copy", 0, by_sidecar, "'sidecar' where the memory is a GPU's")
+    }
+}
+
+/// Fixed-length byte strings.
+mod serde_bytes {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
-    pub(super) fn serialize<S: Serializer>(bytes: &[u8; 16], serializer: S) -> Result<S::Ok, S::Error> {
+    pub(super) fn serialize<S: Serializer, const N: usize>(
+        bytes: &[u8; N],
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
         serializer.serialize_bytes(bytes)
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<[u8; 16], D::Error> {
+    pub(super) fn deserialize<'de, D: Deserializer<'de>, const N: usize>(
+        deserializer: D,
+    ) -> Result<[u8; N], D::Error> {
         let value = ciborium::Value::deserialize(deserializer)?;
-        let bytes = value.as_bytes().ok_or_else(|| D::Error::custom("a run id is a byte string"))?;
-        bytes.as_slice().try_into().map_err(|_| D::Error::custom("a run id has 16 bytes"))
+        let wrong = || D::Error::custom(format!("a byte string of {N} bytes is wanted"));
+        value.as_bytes().ok_or_else(wrong)?.as_slice().try_into().map_err(|_| wrong())
     }
 }

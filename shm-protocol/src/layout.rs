@@ -41,10 +41,15 @@ pub mod header {
     pub const FENCE_START: usize = 640;
     /// u64, worker sessions: last step whose KV has been written (stored by the engine).
     pub const FENCE_DONE: usize = 704;
-    /// u64, worker sessions: loads of an operation at or below this one must not start any more (engine).
+    /// u64, worker sessions: complement of the operation at or below which no load may start any more (engine). Falling
+    /// where the operation rises, it is a word that a GPU can wait for.
     pub const FENCE_GATE: usize = 768;
     /// u64, worker sessions: blocks of loads that the sidecar is writing, raised before it looks at the gate (sidecar).
     pub const FENCE_COPYING: usize = 832;
+    /// u64, worker sessions on a GPU: batches of loads that began to write engine memory (the sidecar's stream).
+    pub const FENCE_STARTED: usize = 896;
+    /// u64, worker sessions on a GPU: batches of loads that ended (the sidecar's stream).
+    pub const FENCE_ENDED: usize = 960;
 }
 
 /// Bytes of the header page.
@@ -91,8 +96,12 @@ pub const TABLE: usize = COMPLETION + COMPLETION_SLOTS * SLOT_BYTES;
 pub const BLOCK_ID_ARENA: usize = TABLE + OPERATIONS * 8;
 /// Offset of the key arena.
 pub const KEY_ARENA: usize = BLOCK_ID_ARENA + BLOCK_IDS * 4;
+/// Offset of the load words of a worker on a GPU: `operation << 8 | cuts delivered`, one u64 per operation.
+pub const LOAD_WORDS: usize = KEY_ARENA + CHUNKS * CHUNK_BYTES;
+/// Bytes of the load words.
+pub const LOAD_WORDS_BYTES: usize = OPERATIONS * 8;
 /// Bytes of a session memfd.
-pub const SESSION_BYTES: usize = KEY_ARENA + CHUNKS * CHUNK_BYTES;
+pub const SESSION_BYTES: usize = LOAD_WORDS + LOAD_WORDS_BYTES;
 
 /// Offset of key `index` in chunk `chunk`.
 pub const fn key_offset(chunk: usize, index: usize) -> usize {
@@ -104,16 +113,28 @@ pub const fn ref_offset(chunk: usize, index: usize) -> usize {
     KEY_ARENA + chunk * CHUNK_BYTES + CHUNK_KEYS * KEY_BYTES + index * REF_BYTES
 }
 
+/// Offset of operation `op`'s load word.
+pub const fn load_word(op: u64) -> usize {
+    LOAD_WORDS + (op as usize & (OPERATIONS - 1)) * 8
+}
+
+/// What the load word of `op` holds once `cuts` of its cuts are delivered, and what a stream waits for.
+pub const fn load_word_value(op: u64, cuts: usize) -> u64 {
+    op << 8 | cuts as u64
+}
+
 const _: () = {
     assert!(SUBMISSION_SLOTS.is_power_of_two() && COMPLETION_SLOTS.is_power_of_two());
     assert!(OPERATIONS.is_power_of_two() && BLOCK_IDS.is_power_of_two());
     assert!(SUBMISSION_RESERVED < SUBMISSION_SLOTS);
-    assert!(header::FENCE_COPYING + LINE <= HEADER_BYTES);
+    assert!(header::FENCE_ENDED + LINE <= HEADER_BYTES);
     assert!(SUBMISSION.is_multiple_of(LINE) && COMPLETION.is_multiple_of(LINE) && TABLE.is_multiple_of(LINE));
     assert!(
         BLOCK_ID_ARENA.is_multiple_of(LINE)
             && KEY_ARENA.is_multiple_of(LINE)
             && CHUNK_BYTES.is_multiple_of(LINE)
     );
-    assert!(CHUNK_BYTES == 3072 && SESSION_BYTES == 51_941_376);
+    // Pages of their own, which a GPU driver can lock.
+    assert!(LOAD_WORDS.is_multiple_of(4096) && LOAD_WORDS_BYTES.is_multiple_of(4096));
+    assert!(CHUNK_BYTES == 3072 && SESSION_BYTES == 51_974_144);
 };

@@ -59,6 +59,8 @@ pub enum Status {
 pub const LOAD_SYNC: u8 = 1;
 /// `flags` of LOAD: the ranks copy from the pool themselves and report LOADED.
 pub const LOAD_BY_ENGINE: u8 = 2;
+/// `flags` of LOAD: its blocks are free once the step before its own is done; nothing of its own step touches them first.
+pub const LOAD_EARLY: u8 = 4;
 
 /// One submission, as it lies in a slot: `kind u8, flags u8, pad u16, log u32, op u64, from u32, count u32, step u64,
 /// lease u64, data [u32; 6]`.

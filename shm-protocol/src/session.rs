@@ -72,6 +72,8 @@ impl SessionMemory {
         region.word64(header::MAGIC).store(layout::MAGIC, Ordering::Relaxed);
         region.word64(header::EPOCH).store(epoch, Ordering::Relaxed);
         region.word64(header::SESSION).store(session, Ordering::Relaxed);
+        // No operation is closed.
+        region.word64(header::FENCE_GATE).store(!0, Ordering::Relaxed);
         // SYNC POINT(version): release pairs with the acquire in `open`; a reader that sees it sees the header.
         region.word32(header::VERSION).store(PROTOCOL_VERSION, Ordering::Release);
         Ok((fd, Self { region: Arc::new(region) }))
@@ -100,6 +102,11 @@ impl SessionMemory {
     /// The mapping.
     pub fn region(&self) -> &Region {
         &self.region
+    }
+
+    /// The mapping, to be kept as long as somebody else names its addresses.
+    pub fn shared_region(&self) -> Arc<Region> {
+        Arc::clone(&self.region)
     }
 
     /// One of the two rings.

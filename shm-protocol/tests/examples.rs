@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
-use shm_protocol::handshake::{self, BlockRegion, Copier, Hello, Role, Worker};
+use shm_protocol::handshake::{self, BlockRegion, Copier, CudaAllocation, CudaMemory, Hello, Role, Worker};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{self, header};
 use shm_protocol::message::{Kind, Message, Outcome, Status};
 use shm_protocol::ring::Producer;
 use shm_protocol::session::{Ring, SessionMemory};
-use shm_protocol::{PROTOCOL_VERSION, namespace};
+use shm_protocol::{PROTOCOL_VERSION, gate, namespace};
 
 const PAGE: &str = include_str!("../PROTOCOL.md");
 
@@ -40,10 +40,19 @@ fn hello_of_a_worker() {
         regions: vec![BlockRegion { fd: 0, offset: 0, stride: 16384, bytes: 8192 }],
         copy: Copier::Engine,
         facts: facts(),
+        cuda: None,
     };
     let hello =
         Hello { version: PROTOCOL_VERSION, engine: "e0".into(), world_size: 1, role: Role::Worker(worker) };
     assert_on_page("a HELLO", &dump(&handshake::encode(&hello), 0));
+}
+
+#[test]
+fn cuda_of_a_worker() {
+    let uuid = std::array::from_fn(|index| index as u8);
+    let allocations = vec![CudaAllocation { handle: [0x11; 64], bytes: 2_097_152 }];
+    let cuda = CudaMemory { uuid, pid: 4321, allocations, cuts: vec![4096, 8192] };
+    assert_on_page("GPU memory", &dump(&handshake::encode(&cuda), 0));
 }
 
 #[test]
@@ -80,6 +89,19 @@ fn append_and_query_in_a_session_memory() {
     assert_on_page("the outcome", &at(layout::TABLE + 8, 8));
 }
 
+#[test]
+fn gate_and_load_words_of_a_load() {
+    let (_fd, memory) = SessionMemory::create(0, 0).unwrap();
+    let gate =
+        || dump(&memory.region().word64(header::FENCE_GATE).load(Ordering::Relaxed).to_le_bytes(), 768);
+    assert_on_page("an open gate", &gate());
+    gate::close(memory.region(), 5);
+    assert_on_page("a gate closed up to load 5", &gate());
+    assert_on_page("what load 6 waits for", &format!("`{:#x}`", gate::value_open_for(6)));
+    let (at, value) = (layout::load_word(6), layout::load_word_value(6, 2));
+    assert_on_page("the load word of two cuts of load 6", &dump(&value.to_le_bytes(), at));
+}
+
 /// The page's numbers, where a table states one of the layout.
 #[test]
 fn offsets_of_the_page() {
@@ -89,6 +111,7 @@ fn offsets_of_the_page() {
         ("completion table", layout::TABLE),
         ("block-id arena", layout::BLOCK_ID_ARENA),
         ("key arena", layout::KEY_ARENA),
+        ("load words", layout::LOAD_WORDS),
         ("end", layout::SESSION_BYTES),
         ("`SIDECAR_HEARTBEAT`", header::SIDECAR_HEARTBEAT),
         ("`SIDECAR_ASLEEP`", header::SIDECAR_ASLEEP),
@@ -102,6 +125,9 @@ fn offsets_of_the_page() {
         ("`FENCE_START`", header::FENCE_START),
         ("`FENCE_DONE`", header::FENCE_DONE),
         ("`FENCE_GATE`", header::FENCE_GATE),
+        ("`FENCE_COPYING`", header::FENCE_COPYING),
+        ("`FENCE_STARTED`", header::FENCE_STARTED),
+        ("`FENCE_ENDED`", header::FENCE_ENDED),
     ];
     for (name, offset) in rows {
         assert_on_page(name, &format!("| {offset} | {name} |"));

@@ -1,6 +1,6 @@
 //! Everything that reads a peer's bytes: what was written comes back, and no bytes at all make a reader panic.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::collection::{btree_map, vec};
 use proptest::prelude::*;
@@ -8,8 +8,8 @@ use proptest::strategy::Union;
 
 use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{
-    self, BlockRegion, Copier, HandshakeError, Hello, RANKS_MAX, RECORD_BYTES_MAX, REGIONS_MAX, Reply, Role,
-    Welcome, Worker,
+    self, BlockRegion, CUTS_MAX, Copier, CudaAllocation, CudaMemory, DESCRIPTORS_MAX, HandshakeError, Hello,
+    RANKS_MAX, RECORD_BYTES_MAX, REGIONS_MAX, Reply, Role, Welcome, Worker,
 };
 use shm_protocol::message::{Kind, Message, OUTCOME_VALUE_MAX, Outcome, Saved, Slot, Status};
 use shm_protocol::namespace;
@@ -77,7 +77,29 @@ prop_compose! {
         copy in prop::sample::select(&[Copier::Engine, Copier::Sidecar][..]),
         facts in btree_map(".{0,20}", ".{0,40}", 0..20),
     ) -> Worker {
-        Worker { rank, shard: rank / (world_size / shards), shards, blocks, regions, copy, facts }
+        Worker { rank, shard: rank / (world_size / shards), shards, blocks, regions, copy, facts, cuda: None }
+    }
+}
+
+prop_compose! {
+    /// The same rank with its memory on a GPU.
+    fn cuda_workers(world_size: u32, memories: u32)(
+        worker in workers(world_size, memories),
+        uuid in any::<[u8; 16]>(),
+        pid in any::<u32>(),
+        handles in vec((vec(any::<u8>(), 64), 0..1_u64 << 40), memories as usize),
+        inner in vec(any::<prop::sample::Index>(), 0..CUTS_MAX),
+    ) -> Worker {
+        let block_bytes = worker.block_bytes().unwrap();
+        let allocation = |(number, (handle, spare)): (u32, (Vec<u8>, u64))| CudaAllocation {
+            handle: handle.try_into().unwrap(),
+            bytes: worker.descriptor_bytes(number) + spare,
+        };
+        let allocations = (0..).zip(handles).map(allocation).collect();
+        let inner = inner.iter().map(|at| at.index(block_bytes as usize) as u64);
+        let cuts: BTreeSet<u64> = inner.filter(|cut| *cut > 0).chain([block_bytes]).collect();
+        let cuda = CudaMemory { uuid, pid, allocations, cuts: cuts.into_iter().collect() };
+        Worker { copy: Copier::Sidecar, cuda: Some(cuda), ..worker }
     }
 }
 
@@ -94,7 +116,10 @@ fn hellos() -> impl Strategy<Value = (Hello, usize)> {
         .prop_map(move |(engine, world, worker, fds)| {
             (hello(engine, world, Role::Worker(worker)), fds as usize)
         });
-    Union::new([scheduler.boxed(), worker.boxed()])
+    let on_gpu = ("[a-z0-9_-]{1,256}", 1..=RANKS_MAX, 1..=8_u32)
+        .prop_flat_map(|(engine, world, memories)| (Just(engine), Just(world), cuda_workers(world, memories)))
+        .prop_map(move |(engine, world, worker)| (hello(engine, world, Role::Worker(worker)), 0));
+    Union::new([scheduler.boxed(), worker.boxed(), on_gpu.boxed()])
 }
 
 fn replies() -> impl Strategy<Value = Reply> {
@@ -227,10 +252,17 @@ proptest! {
         }
         if let Ok(Hello { world_size, role: Role::Worker(worker), .. }) = handshake::decode_hello(&bytes, descriptors) {
             prop_assert!(worker.rank < world_size && worker.shard < worker.shards && worker.shards <= world_size);
-            prop_assert!(worker.regions.iter().all(|region| (region.fd as usize) < descriptors));
+            let memories = worker.cuda.as_ref().map_or(descriptors, |cuda| cuda.allocations.len());
+            prop_assert!(worker.regions.iter().all(|region| (region.fd as usize) < memories));
             prop_assert!(worker.block_bytes().is_some());
-            for fd in 0..descriptors as u32 {
+            for fd in 0..memories as u32 {
                 prop_assert!(worker.descriptor_bytes(fd) <= i64::MAX as u64);
+            }
+            if let Some(cuda) = &worker.cuda {
+                prop_assert!(descriptors == 0 && worker.copy == Copier::Sidecar);
+                prop_assert!(cuda.cuts.is_sorted() && cuda.cuts.last().copied() == worker.block_bytes());
+                let held = |(number, memory): (u32, &CudaAllocation)| worker.descriptor_bytes(number) <= memory.bytes;
+                prop_assert!((0..).zip(&cuda.allocations).all(held));
             }
         }
     }
@@ -252,6 +284,7 @@ fn worker_hello() -> (Hello, Worker) {
         regions: vec![BlockRegion { fd: 0, offset: 0, stride: 4096, bytes: 4096 }],
         copy: Copier::Engine,
         facts: BTreeMap::new(),
+        cuda: None,
     };
     let role = Role::Worker(worker.clone());
     (Hello { version: PROTOCOL_VERSION, engine: "engine".into(), world_size: 2, role }, worker)
@@ -332,6 +365,63 @@ fn every_limit_of_a_worker_names_its_field() {
     for (field, worker) in cases {
         let role = Role::Worker(worker);
         assert_eq!(field_refused(&Hello { role, ..hello.clone() }, 1), field);
+    }
+}
+
+/// The worker of [`worker_hello`] with its memory on a GPU.
+fn cuda_hello() -> (Hello, Worker, CudaMemory) {
+    let (hello, worker) = worker_hello();
+    let allocations = vec![CudaAllocation { handle: [7; 64], bytes: 100 * 4096 }];
+    let cuda = CudaMemory { uuid: [3; 16], pid: 7, allocations, cuts: vec![1024, 4096] };
+    (hello, Worker { copy: Copier::Sidecar, cuda: Some(cuda.clone()), ..worker }, cuda)
+}
+
+#[test]
+fn every_limit_of_gpu_memory_names_its_field() {
+    let (hello, worker, cuda) = cuda_hello();
+    let role = |worker: Worker| Hello { role: Role::Worker(worker), ..hello.clone() };
+    let with = |cuda: CudaMemory| role(Worker { cuda: Some(cuda), ..worker.clone() });
+    let sound = handshake::decode_hello(&handshake::encode(&role(worker.clone())), 0);
+    assert_eq!(sound, Ok(role(worker.clone())));
+    assert_eq!(field_refused(&role(worker.clone()), 1), "descriptors", "no descriptor is sent beside it");
+    let elsewhere = vec![BlockRegion { fd: 1, ..worker.regions[0] }];
+    assert_eq!(field_refused(&role(Worker { regions: elsewhere, ..worker.clone() }), 0), "region.fd");
+    assert_eq!(field_refused(&role(Worker { copy: Copier::Engine, ..worker.clone() }), 0), "copy");
+    let one = &cuda.allocations[0];
+    let many = vec![one.clone(); DESCRIPTORS_MAX + 1];
+    assert_eq!(field_refused(&with(CudaMemory { allocations: many, ..cuda.clone() }), 0), "allocations");
+    let none = CudaMemory { allocations: vec![], ..cuda.clone() };
+    assert_eq!(field_refused(&with(none), 0), "region.fd", "every region names an allocation");
+    let small = vec![CudaAllocation { bytes: one.bytes - 1, ..one.clone() }];
+    assert_eq!(
+        field_refused(&with(CudaMemory { allocations: small, ..cuda.clone() }), 0),
+        "allocation.bytes"
+    );
+    let too_many = (1..=CUTS_MAX as u64).chain([4096]).collect();
+    for cuts in [vec![], too_many, vec![0, 4096], vec![2048, 1024, 4096], vec![1024, 1024, 4096]] {
+        assert_eq!(field_refused(&with(CudaMemory { cuts, ..cuda.clone() }), 0), "cuts");
+    }
+    for cuts in [vec![4095], vec![1024, 4097]] {
+        assert_eq!(field_refused(&with(CudaMemory { cuts, ..cuda.clone() }), 0), "cuts (the last)");
+    }
+}
+
+#[test]
+fn names_and_handles_have_their_own_length() {
+    #[derive(serde::Serialize)]
+    struct Allocation {
+        handle: ciborium::Value,
+        bytes: u64,
+    }
+    let decode = |bytes: usize| {
+        let allocation = Allocation { handle: ciborium::Value::Bytes(vec![7; bytes]), bytes: 1 };
+        let encoded = handshake::encode(&allocation);
+        ciborium::from_reader::<CudaAllocation, _>(encoded.as_slice())
+    };
+    assert_eq!(decode(64).unwrap().handle, [7; 64]);
+    for wrong in [0, 63, 65] {
+        let text = decode(wrong).unwrap_err().to_string();
+        assert!(text.contains("64 bytes"), "{text}");
     }
 }
 

@@ -11,6 +11,9 @@ use shm_protocol::handshake::BlockRegion;
 use shm_protocol::region::{Access, Region, descriptor_bytes};
 use thiserror::Error;
 
+use crate::Direction;
+use crate::cuda::CudaError;
+
 /// A copy that was not made whole, or memory that cannot be copied.
 #[derive(Debug, Error)]
 pub enum CopyError {
@@ -43,6 +46,9 @@ pub enum CopyError {
     /// The kernel refused.
     #[error("engine memory: {0}")]
     Os(#[from] Errno),
+    /// The GPU's driver refused.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
 }
 
 /// One rank's KV memory.
@@ -52,12 +58,6 @@ pub struct HostMemory {
     regions: Vec<BlockRegion>,
     blocks: u32,
     block_bytes: u64,
-}
-
-#[derive(Copy, Clone)]
-enum Direction {
-    ToPool,
-    ToEngine,
 }
 
 // === impl HostMemory ===

@@ -1,0 +1,144 @@
+//! GPUs and their primary contexts.
+
+use std::ffi::c_void;
+use std::sync::{Arc, OnceLock};
+
+use cudarc::driver::sys;
+
+use super::CudaError;
+
+/// A GPU whose primary context this process holds: the one that torch uses too.
+#[derive(Debug)]
+pub struct Gpu {
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    uuid: [u8; 16],
+}
+
+/// `cuMemcpyBatchAsync` as of CUDA 12.8; see docs/decisions/0007.
+pub(super) type MemcpyBatch = unsafe extern "C" fn(
+    dsts: *mut sys::CUdeviceptr,
+    srcs: *mut sys::CUdeviceptr,
+    sizes: *mut usize,
+    count: usize,
+    attributes: *mut sys::CUmemcpyAttributes,
+    attribute_indices: *mut usize,
+    attribute_count: usize,
+    failed: *mut usize,
+    stream: sys::CUstream,
+) -> sys::CUresult;
+
+/// The interface version that the type above belongs to.
+const MEMCPY_BATCH_VERSION: i32 = 12_080;
+
+// SAFETY: a context handle may be used from any thread; the driver locks for itself, and `uuid` and `device` are plain.
+unsafe impl Send for Gpu {}
+// SAFETY: as above.
+unsafe impl Sync for Gpu {}
+
+/// Whether libcuda can be opened here and knows a GPU. Looks once.
+pub fn is_present() -> bool {
+    static PRESENT: OnceLock<bool> = OnceLock::new();
+    *PRESENT.get_or_init(|| {
+        // SAFETY: opening a library runs its initialisers; libcuda's are made for any process and thread.
+        let library = unsafe { sys::is_culib_present() };
+        library && count().is_ok_and(|count| count > 0)
+    })
+}
+
+/// GPUs that this process may use. Initialises the driver.
+fn count() -> Result<i32, CudaError> {
+    // SAFETY: the only valid flags are 0; repeated calls are allowed.
+    CudaError::check("cuInit", unsafe { sys::cuInit(0) })?;
+    let mut count = 0;
+    // SAFETY: `count` is valid to be written.
+    CudaError::check("cuDeviceGetCount", unsafe { sys::cuDeviceGetCount(&raw mut count) })?;
+    Ok(count)
+}
+
+// === impl Gpu ===
+
+impl Gpu {
+    /// Every GPU that this process may use.
+    pub fn all() -> Result<Vec<Arc<Self>>, CudaError> {
+        (0..count()?).map(|ordinal| Self::retain(device(ordinal)?)).collect()
+    }
+
+    /// The GPU with this UUID.
+    pub fn by_uuid(uuid: [u8; 16]) -> Result<Arc<Self>, CudaError> {
+        for ordinal in 0..count()? {
+            let device = device(ordinal)?;
+            if uuid_of(device)? == uuid {
+                return Self::retain(device);
+            }
+        }
+        Err(CudaError::missing("cuDeviceGetUuid", "no GPU of that UUID is visible to this process"))
+    }
+
+    /// The GPU whose context is current on this thread.
+    pub fn of_thread() -> Result<Arc<Self>, CudaError> {
+        count()?;
+        let mut device = 0;
+        // SAFETY: `device` is valid to be written.
+        CudaError::check("cuCtxGetDevice", unsafe { sys::cuCtxGetDevice(&raw mut device) })?;
+        Self::retain(device)
+    }
+
+    fn retain(device: sys::CUdevice) -> Result<Arc<Self>, CudaError> {
+        let uuid = uuid_of(device)?;
+        let mut context = std::ptr::null_mut();
+        // SAFETY: `context` is valid to be written and `device` is one the driver named.
+        let retained = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) };
+        CudaError::check("cuDevicePrimaryCtxRetain", retained)?;
+        Ok(Arc::new(Self { device, context, uuid }))
+    }
+
+    /// The GPU's own name, the same in every process and container.
+    pub fn uuid(&self) -> [u8; 16] {
+        self.uuid
+    }
+
+    /// Makes its context the current one of this thread, which every other call of this module needs.
+    pub fn bind(&self) -> Result<(), CudaError> {
+        // SAFETY: the context is retained as long as `self` lives.
+        CudaError::check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        // SAFETY: pairs with the retain. What it answers while the process ends does not matter.
+        let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
+    }
+}
+
+fn device(ordinal: i32) -> Result<sys::CUdevice, CudaError> {
+    let mut device = 0;
+    // SAFETY: `device` is valid to be written.
+    CudaError::check("cuDeviceGet", unsafe { sys::cuDeviceGet(&raw mut device, ordinal) })?;
+    Ok(device)
+}
+
+fn uuid_of(device: sys::CUdevice) -> Result<[u8; 16], CudaError> {
+    let mut uuid = sys::CUuuid { bytes: [0; 16] };
+    // SAFETY: `uuid` is valid to be written.
+    CudaError::check("cuDeviceGetUuid", unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, device) })?;
+    Ok(uuid.bytes.map(|byte| byte as u8))
+}
+
+/// `cuMemcpyBatchAsync`, if this driver has it.
+pub(super) fn memcpy_batch() -> Option<MemcpyBatch> {
+    static FOUND: OnceLock<Option<MemcpyBatch>> = OnceLock::new();
+    *FOUND.get_or_init(|| {
+        let mut function: *mut c_void = std::ptr::null_mut();
+        let mut status = sys::CUdriverProcAddressQueryResult::CU_GET_PROC_ADDRESS_SUCCESS;
+        let name = c"cuMemcpyBatchAsync".as_ptr();
+        // SAFETY: the name ends with a zero; both results are valid to be written; 0 asks for the default variant.
+        let asked = unsafe {
+            sys::cuGetProcAddress_v2(name, &raw mut function, MEMCPY_BATCH_VERSION, 0, &raw mut status)
+        };
+        let found = asked == sys::CUresult::CUDA_SUCCESS && !function.is_null();
+        // SAFETY: the driver promises the interface of the version asked for, which the type states.
+        found.then(|| unsafe { std::mem::transmute::<*mut c_void, MemcpyBatch>(function) })
+    })
+}

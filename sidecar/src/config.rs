@@ -10,7 +10,7 @@ use clap::Args;
 use serde::Deserialize;
 use thiserror::Error;
 
-pub use self::values::{Level, Size, Time};
+pub use self::values::{Level, Size, Time, UseGpu};
 
 /// The default address of the admin pages.
 pub const HTTP_DEFAULT: &str = "127.0.0.1:9440";
@@ -51,6 +51,9 @@ pub struct Options {
     /// Threads that copy blocks [default: 2]
     #[arg(long, value_name = "COUNT")]
     pub copy_threads: Option<usize>,
+    /// Serve engines on the GPUs that are visible here: auto or off [default: auto]
+    #[arg(long, value_name = "auto|off")]
+    pub gpu: Option<UseGpu>,
     /// Least severe messages to log: error, warn, info or debug [default: info]
     #[arg(long, value_name = "LEVEL")]
     pub log_level: Option<Level>,
@@ -73,6 +76,8 @@ pub struct Config {
     pub lease_ttl: Time,
     /// Copying threads.
     pub copy_threads: usize,
+    /// Whether GPUs are served.
+    pub gpu: UseGpu,
     /// Least severe messages to log.
     pub log_level: Level,
 }
@@ -151,6 +156,7 @@ impl Options {
             socket_group: self.socket_group.or(other.socket_group),
             lease_ttl: self.lease_ttl.or(other.lease_ttl),
             copy_threads: self.copy_threads.or(other.copy_threads),
+            gpu: self.gpu.or(other.gpu),
             log_level: self.log_level.or(other.log_level),
         }
     }
@@ -176,6 +182,7 @@ impl Options {
             socket_group: self.socket_group,
             lease_ttl,
             copy_threads,
+            gpu: self.gpu.unwrap_or(UseGpu::Auto),
             log_level: self.log_level.unwrap_or(Level::Info),
         };
         memory::check(&config)?;
@@ -209,6 +216,17 @@ mod tests {
         assert_eq!(config.socket, Path::new("/a"));
         assert_eq!(config.lease_ttl.as_millis(), 250);
         assert_eq!(config.http.to_string(), "[::1]:1");
+        assert_eq!(config.gpu, UseGpu::Auto);
+    }
+
+    #[test]
+    fn gpus_are_served_unless_switched_off() {
+        let file = parse("dram = \"4MiB\"\nsocket = \"/a\"\ngpu = \"off\"").unwrap();
+        assert_eq!(file.clone().complete().unwrap().gpu, UseGpu::Off);
+        let flags = Options { gpu: Some(UseGpu::Auto), ..Options::default() };
+        assert_eq!(flags.or(file).complete().unwrap().gpu, UseGpu::Auto);
+        let error = parse("gpu = \"cuda:0\"").unwrap_err().to_string();
+        assert!(error.contains("cuda:0") && error.contains("auto, off"), "{error}");
     }
 
     #[test]

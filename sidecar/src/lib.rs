@@ -1,11 +1,12 @@
 //! The sidecar: one process beside the engines of a pod, which keeps their KV blocks and gives them back.
 //!
 //! Job: decide ([`engine`], pure), and carry decisions out: sessions over shared memory ([`session`], [`runtime`]), the
-//! handshake ([`listener`], [`greeter`]), copies ([`copiers`]), metrics and health ([`metrics`], [`admin`]), life and
+//! handshake ([`listener`], [`greeter`]), copies ([`copiers`]) and the memory that GPUs copy from ([`pinning`]), metrics and health ([`metrics`], [`admin`]), life and
 //! death ([`server`]). The binary `pillion` is this library behind a command line.
 //!
 //! May depend on: shm-protocol, tiers, copy-engine. Never: holds unsafe code, trusts a peer's value, lets one engine
-//! wait for another, reads the environment outside [`config`], opens CUDA, libpython or torch.
+//! wait for another, reads the environment outside [`config`], calls CUDA but through copy-engine, opens libpython or
+//! torch.
 
 #![forbid(unsafe_code)]
 
@@ -17,6 +18,7 @@ pub mod engine;
 pub mod greeter;
 pub mod listener;
 pub mod metrics;
+pub mod pinning;
 pub mod poller;
 pub mod runtime;
 pub mod server;

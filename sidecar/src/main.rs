@@ -2,7 +2,10 @@
 
 #![forbid(unsafe_code)]
 
+mod init;
+
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -32,6 +35,9 @@ enum Command {
         /// File with the same options, as `name = "value"` lines of TOML; flags override it.
         #[arg(long, value_name = "FILE.toml")]
         config: Option<PathBuf>,
+        /// Set by the process 1 that started this one; see `init`.
+        #[arg(long, hide = true)]
+        below_init: bool,
         #[command(flatten)]
         options: Options,
     },
@@ -39,20 +45,27 @@ enum Command {
     Version,
 }
 
-fn main() -> anyhow::Result<()> {
+fn main() -> anyhow::Result<ExitCode> {
     match Arguments::parse().command {
-        Command::Serve { config, options } => {
+        Command::Serve { below_init: false, .. } if std::process::id() == 1 => init::serve_as_child(),
+        Command::Serve { config, below_init, options } => {
+            if below_init {
+                init::die_with_parent()?;
+            }
             let file = config.as_deref().map(Options::read).transpose()?.unwrap_or_default();
-            serve(&options.or(file).complete()?)
+            serve(&options.or(file).complete()?)?;
+            Ok(ExitCode::SUCCESS)
         }
-        Command::Version => print_version(),
+        Command::Version => {
+            print_version();
+            Ok(ExitCode::SUCCESS)
+        }
     }
 }
 
 #[expect(clippy::print_stdout, reason = "this is what the user asked for")]
-fn print_version() -> anyhow::Result<()> {
+fn print_version() {
     println!("pillion {}, protocol {}", env!("CARGO_PKG_VERSION"), shm_protocol::PROTOCOL_VERSION);
-    Ok(())
 }
 
 fn serve(config: &Config) -> anyhow::Result<()> {

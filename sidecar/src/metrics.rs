@@ -22,6 +22,16 @@ pub struct Metrics {
     gauges: Vec<(IntGauge, Reading)>,
     pool_bytes: IntGauge,
     closed: IntCounterVec,
+    pinning: PinningMetrics,
+}
+
+/// What the thread that locks the pool for GPUs counts by itself.
+#[derive(Clone, Debug)]
+pub struct PinningMetrics {
+    /// Bytes locked so far.
+    pub bytes: IntGauge,
+    /// Slices that could not be locked; the first ends the attempt.
+    pub failures: IntCounter,
 }
 
 /// Takes one figure out of the core's.
@@ -74,9 +84,7 @@ impl Metrics {
     pub fn new(registry: &Registry, pool_bytes: u64) -> Result<Self, prometheus::Error> {
         let mut counters = Vec::new();
         for &(name, help, figure) in COUNTERS {
-            let counter = IntCounter::with_opts(Opts::new(format!("pillion_{name}"), help))?;
-            registry.register(Box::new(counter.clone()))?;
-            counters.push((counter, figure));
+            counters.push((counter(registry, name, help)?, figure));
         }
         let mut gauges = Vec::new();
         for &(name, help, figure) in GAUGES {
@@ -88,7 +96,20 @@ impl Metrics {
         let closed = IntCounterVec::new(opts, &["reason"])?;
         registry.register(Box::new(closed.clone()))?;
         CloseReason::ALL.iter().for_each(|reason| closed.with_label_values(&[reason.label()]).inc_by(0));
-        Ok(Self { counters, gauges, pool_bytes: size, closed })
+        let pinning = PinningMetrics {
+            bytes: gauge(registry, "pool_pinned_bytes", "Bytes of the pool that are locked for GPUs.")?,
+            failures: counter(
+                registry,
+                "pool_pin_failures_total",
+                "Parts of the pool that could not be locked.",
+            )?,
+        };
+        Ok(Self { counters, gauges, pool_bytes: size, closed, pinning })
+    }
+
+    /// The part of the thread that locks the pool.
+    pub fn pinning(&self) -> PinningMetrics {
+        self.pinning.clone()
     }
 
     /// Makes the core's figures visible. Called by the data thread alone, so read-then-add is exact.
@@ -110,6 +131,12 @@ impl Metrics {
     pub fn pool_bytes(&self) -> i64 {
         self.pool_bytes.get()
     }
+}
+
+fn counter(registry: &Registry, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
+    let counter = IntCounter::with_opts(Opts::new(format!("pillion_{name}"), help))?;
+    registry.register(Box::new(counter.clone()))?;
+    Ok(counter)
 }
 
 fn gauge(registry: &Registry, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
@@ -135,6 +162,8 @@ mod tests {
             "pillion_queries_total 3",
             "pillion_blocks 5",
             "pillion_pool_bytes 7",
+            "pillion_pool_pinned_bytes 0",
+            "pillion_pool_pin_failures_total 0",
             "pillion_sessions_closed_total{reason=\"hang_up\"} 1",
             "pillion_sessions_closed_total{reason=\"rejected\"} 0",
         ] {

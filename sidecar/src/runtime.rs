@@ -44,6 +44,8 @@ pub struct Terms {
     pub lease_ttl_ms: u64,
     /// The pool, opened for reading only.
     pub pool_fd: OwnedFd,
+    /// This process: readable once it and all its files are gone.
+    pub pidfd: OwnedFd,
 }
 
 /// All that the data thread owns.

@@ -11,6 +11,7 @@ use std::time::Duration;
 use prometheus::Registry;
 use rustix::event::EventfdFlags;
 use rustix::io::Errno;
+use rustix::process::PidfdFlags;
 use rustix::rand::GetRandomFlags;
 use thiserror::Error;
 use tiers::dram::{self, Dram};
@@ -23,6 +24,7 @@ use crate::engine::Core;
 use crate::greeter::Greeter;
 use crate::listener::{self, ListenError, Listener};
 use crate::metrics::Metrics;
+use crate::pinning::Pinned;
 use crate::poller::{Poller, Source};
 use crate::runtime::{Runtime, Terms};
 
@@ -125,6 +127,11 @@ fn signal(eventfd: &OwnedFd) {
     let _ = rustix::io::write(eventfd, &1u64.to_ne_bytes());
 }
 
+/// This process, as a descriptor.
+fn pidfd() -> Result<OwnedFd, Errno> {
+    rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty())
+}
+
 fn random64() -> Result<u64, Errno> {
     let mut bytes = [0; 8];
     rustix::rand::getrandom(&mut bytes, GetRandomFlags::empty())?;
@@ -147,7 +154,9 @@ impl Server {
         let control = Arc::new(Control::new().map_err(std::io::Error::from)?);
         let ended = Arc::new(EndSignal::new().map_err(std::io::Error::from)?);
         let listener = Listener::bind(&config.socket, config.socket_group.as_deref())?;
-        let copiers = Copiers::start(config.copy_threads, &pool, &ended)?;
+        // After the listener, which refuses a second sidecar: two would lock memory for both.
+        let pinned = Pinned::start(config.gpu, pool.shared_region(), metrics.pinning())?;
+        let copiers = Copiers::start(config.copy_threads, &pool, &pinned, &ended)?;
         let poller = Poller::new().map_err(std::io::Error::from)?;
         let watched = [(Source::Control, control.wake.as_fd()), (Source::Copies, copiers.wake())];
         watched
@@ -155,8 +164,12 @@ impl Server {
             .try_for_each(|(source, fd)| poller.add(source, fd))
             .map_err(std::io::Error::from)?;
         let greeter = Greeter::new(listener, &poller).map_err(std::io::Error::from)?;
-        let terms =
-            Terms { epoch, lease_ttl_ms: config.lease_ttl.as_millis(), pool_fd: pool.read_only_fd()? };
+        let terms = Terms {
+            epoch,
+            lease_ttl_ms: config.lease_ttl.as_millis(),
+            pool_fd: pool.read_only_fd()?,
+            pidfd: pidfd().map_err(std::io::Error::from)?,
+        };
         let runtime = Runtime::new(
             Core::new(dram),
             pool,

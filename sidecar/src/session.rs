@@ -41,7 +41,7 @@ pub struct Session {
     unread: u32,
     /// Block ids that unread messages of this turn may still name.
     block_ids_left: usize,
-    rank: Option<Arc<Rank>>,
+    rank: Option<Rank>,
     fences: (u64, u64),
     /// Words or completions were stored since the engine was last woken.
     dirty: bool,
@@ -56,12 +56,7 @@ pub struct Session {
 
 impl Session {
     /// A session in fresh memory; `rank` for a worker.
-    pub fn new(
-        memory: SessionMemory,
-        socket: Arc<OwnedFd>,
-        doorbell: OwnedFd,
-        rank: Option<Arc<Rank>>,
-    ) -> Self {
+    pub fn new(memory: SessionMemory, socket: Arc<OwnedFd>, doorbell: OwnedFd, rank: Option<Rank>) -> Self {
         Self {
             submissions: Consumer::new(memory.ring(Ring::Submission)),
             completions: Producer::new(memory.ring(Ring::Completion)),
@@ -77,7 +72,7 @@ impl Session {
     }
 
     /// A worker's memory.
-    pub fn rank(&self) -> Option<&Arc<Rank>> {
+    pub fn rank(&self) -> Option<&Rank> {
         self.rank.as_ref()
     }
 

@@ -80,6 +80,21 @@ fn a_killed_sidecar_s_socket_is_taken_over_a_live_one_s_is_not() {
 }
 
 #[test]
+fn the_process_descriptor_says_when_the_sidecar_is_gone() {
+    let folder = tempfile::tempdir().unwrap();
+    let (socket, port) = (folder.path().join("p.sock"), free_port());
+    let mut served = serve(&socket, port);
+    let session = Session::open(&socket, &hello("engine", 1, Role::Scheduler { run: [1; 16] }), &[]);
+    assert!(!session.sidecar_gone());
+    let pid = Pid::from_raw(served.0.id() as i32);
+    kill(pid, Signal::SIGSTOP).unwrap();
+    assert!(!session.sidecar_gone(), "a frozen one may still write");
+    served.0.kill().unwrap();
+    watch("word of its end", || session.sidecar_gone().then_some(()));
+    session.closed();
+}
+
+#[test]
 fn the_admin_pages_name_every_metric() {
     let folder = tempfile::tempdir().unwrap();
     let port = free_port();
@@ -100,6 +115,8 @@ fn the_admin_pages_name_every_metric() {
         "blocks",
         "pool_bytes",
         "pool_used_bytes",
+        "pool_pinned_bytes",
+        "pool_pin_failures_total",
         "saves_posted_blocks_total",
         "saves_lost_to_reuse_total",
         "saves_dropped_total",
@@ -122,7 +139,8 @@ fn errors_name_the_remedy() {
     std::fs::write(&file, "dram = \"1GiB\"\nsockett = \"x\"\n").unwrap();
     let socket = folder.path().join("s");
     let socket = socket.to_str().unwrap();
-    let cases: [(&[&str], &str); 4] = [
+    let cases: [(&[&str], &str); 5] = [
+        (&["serve", "--dram", "16MiB", "--gpu", "0", "--socket", socket], "auto, off"),
         (&["serve", "--socket", socket], "--dram"),
         (&["serve", "--config", file.to_str().unwrap()], "pool-path"),
         (&["serve", "--dram", "30", "--socket", socket], "30GiB"),

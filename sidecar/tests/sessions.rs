@@ -7,11 +7,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use client::{Kv, Session, greet, hello, keys, watch};
-use shm_protocol::handshake::{self, Copier, Reply, Role};
-use shm_protocol::layout::{self, header};
+use shm_protocol::gate;
+use shm_protocol::handshake::{self, Copier, CudaAllocation, CudaMemory, Reply, Role};
+use shm_protocol::layout;
 use shm_protocol::message::{Kind, LOAD_BY_ENGINE, Message, Status};
 use shm_protocol::transport;
-use sidecar::config::Options;
+use sidecar::config::{Options, UseGpu};
 use sidecar::server::Server;
 use tempfile::TempDir;
 
@@ -26,13 +27,17 @@ struct Sidecar {
 
 impl Sidecar {
     fn start() -> Self {
+        Self::start_with(Options::default())
+    }
+
+    fn start_with(options: Options) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("pillion.sock");
         let options = Options {
             socket: Some(socket.clone()),
             dram: Some("16MiB".parse().unwrap()),
             http: Some("127.0.0.1:0".parse().unwrap()),
-            ..Options::default()
+            ..options
         };
         let server = Server::start(&options.complete().unwrap()).unwrap();
         Self { server: Some(server), socket, _folder: folder }
@@ -190,7 +195,7 @@ fn a_closed_gate_stops_a_load() {
     rank.fences(1, 1);
     assert_eq!(scheduler.saved().committed, 1);
     assert_eq!(scheduler.query(0, 1001, 1).value, 1);
-    rank.store(header::FENCE_GATE, 1002);
+    gate::close(rank.memory.region(), 1002);
     let load = Message { op: 1002, lease: 1001, step: 1, ..Message::new(Kind::Load) };
     scheduler.with_blocks(load, &[2]);
     assert_eq!(rank.outcome(1002).status, Status::Failed);
@@ -210,7 +215,7 @@ fn other_versions_and_bad_hellos_are_refused_with_a_reason() {
     assert!(reason(&handshake::Hello { world_size: 65, ..scheduler() }, &[]).contains("world_size"));
     let kv = Kv::new();
     let worker = hello("engine", 1, kv.worker(0, 1, Copier::Engine));
-    assert!(reason(&worker, &[&kv.fds[0]]).contains("descriptors sent"));
+    assert!(reason(&worker, &[&kv.fds[0]]).contains("memories sent"));
     assert!(reason(&worker, &[&kv.fds[1], &kv.fds[0]]).contains("smaller"), "sizes are checked");
     let (pipe, _writer) = rustix::pipe::pipe().unwrap();
     assert!(reason(&worker, &[&pipe, &kv.fds[1]]).contains("shared memory"));
@@ -218,6 +223,35 @@ fn other_versions_and_bad_hellos_are_refused_with_a_reason() {
     transport::send(&connection, b"GET / HTTP/1.1", &[]).unwrap();
     let (record, _) = transport::receive(&connection).unwrap();
     assert!(matches!(handshake::decode_reply(&record), Ok(Reply::Refused { .. })));
+    sidecar.assert_serves();
+}
+
+/// A rank whose memory is a GPU's.
+fn gpu_worker(kv: &Kv, pid: u32) -> handshake::Hello {
+    let Role::Worker(mut worker) = kv.worker(0, 1, Copier::Sidecar) else { unreachable!("a worker's") };
+    let bytes = |memory| worker.descriptor_bytes(memory);
+    let allocations = (0..2).map(|memory| CudaAllocation { handle: [0; 64], bytes: bytes(memory) }).collect();
+    let cuts = vec![worker.block_bytes().unwrap()];
+    worker.cuda = Some(CudaMemory { uuid: [0xee; 16], pid, allocations, cuts });
+    hello("engine", 1, Role::Worker(worker))
+}
+
+#[test]
+fn a_rank_on_a_gpu_that_is_not_served_is_told_why() {
+    let kv = Kv::new();
+    let reason = |sidecar: &Sidecar, pid: u32| match greet(&sidecar.socket, &gpu_worker(&kv, pid), &[]).1 {
+        Reply::Refused { reason, .. } => reason,
+        Reply::Welcome(_) => panic!("no machine has a GPU of this name"),
+    };
+    let without = Sidecar::start_with(Options { gpu: Some(UseGpu::Off), ..Options::default() });
+    let text = reason(&without, 1);
+    assert!(text.contains("--gpu off"), "{text}");
+    without.assert_serves();
+    let sidecar = Sidecar::start();
+    let text = reason(&sidecar, 1);
+    assert!(text.contains("GPU") && text.contains("container"), "the remedy: {text}");
+    let text = reason(&sidecar, std::process::id());
+    assert!(text.contains("both process") && text.contains("PID namespace"), "{text}");
     sidecar.assert_serves();
 }
 

@@ -8,6 +8,7 @@ use std::fs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags, Mode, OFlags, SealFlags, StatFs};
@@ -44,7 +45,7 @@ pub struct Config {
 /// [`Pool::slot_ptr`]).
 #[derive(Debug)]
 pub struct Pool {
-    region: Region,
+    region: Arc<Region>,
     fd: OwnedFd,
     segment_bytes: u64,
     life: u64,
@@ -67,6 +68,7 @@ impl Pool {
         let region =
             Region::map(fd.as_fd(), bytes as usize, Access::ReadWrite).map_err(Error::os("map memory"))?;
         let block_bytes = (0..segments).map(|_| AtomicU64::new(0)).collect();
+        let region = Arc::new(region);
         let mut pool = Self { region, fd, segment_bytes: config.segment_bytes, life: 0, block_bytes };
         pool.life = pool.initialise(config.epoch, used_before)?;
         if config.path.is_none() {
@@ -236,6 +238,11 @@ impl Pool {
     /// The mapping.
     pub fn region(&self) -> &Region {
         &self.region
+    }
+
+    /// The mapping, for whoever needs it beyond the pool's life: a GPU that has its pages locked.
+    pub fn shared_region(&self) -> Arc<Region> {
+        Arc::clone(&self.region)
     }
 
     /// The descriptor this process holds, writable where the pool is a file: never to be sent.

@@ -29,6 +29,16 @@ pub enum Level {
     Debug,
 }
 
+/// Whether GPUs are served.
+#[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq)]
+#[serde(try_from = "String")]
+pub enum UseGpu {
+    /// Every GPU that is visible here; without one, as `Off`.
+    Auto,
+    /// None; libcuda is not even looked for.
+    Off,
+}
+
 // === impl Size ===
 
 impl Size {
@@ -126,6 +136,26 @@ impl FromStr for Level {
 }
 
 impl TryFrom<String> for Level {
+    type Error = String;
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+// === impl UseGpu ===
+
+impl FromStr for UseGpu {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "off" => Ok(Self::Off),
+            _ => Err(format!("\"{text}\" says nothing about GPUs; the values are auto, off")),
+        }
+    }
+}
+
+impl TryFrom<String> for UseGpu {
     type Error = String;
     fn try_from(text: String) -> Result<Self, String> {
         text.parse()

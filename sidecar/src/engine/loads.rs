@@ -2,7 +2,7 @@
 
 use shm_protocol::handshake::RANKS_MAX;
 use shm_protocol::layout::OPERATIONS;
-use shm_protocol::message::{LOAD_BY_ENGINE, Message, Outcome, Status};
+use shm_protocol::message::{LOAD_BY_ENGINE, LOAD_EARLY, Message, Outcome, Status};
 use shm_protocol::pool::SlotRef;
 use tiers::LeaseError;
 use tiers::dram::LeaseId;
@@ -19,6 +19,8 @@ const EARLY_MAX: usize = OPERATIONS * RANKS_MAX as usize;
 pub(super) struct Load {
     lease: LeaseId,
     step: u64,
+    /// It may begin when the step before its own is done.
+    early: bool,
     blocks: Vec<u32>,
     slots: Vec<SlotRef>,
     binding: Binding,
@@ -83,6 +85,7 @@ impl Core {
         Ok(Load {
             lease: lease.id,
             step: message.step,
+            early: message.flags & LOAD_EARLY != 0,
             blocks: Vec::new(),
             slots,
             binding,
@@ -111,7 +114,8 @@ impl Core {
         for rank in (0..scheduler.world_size).filter(|rank| unstarted >> rank & 1 == 1) {
             let Some(worker_id) = scheduler.ranks[rank as usize] else { continue };
             let worker = &self.workers[&worker_id];
-            if worker.start < load.step {
+            let free = load.early && worker.done.saturating_add(1) >= load.step;
+            if worker.start < load.step && !free {
                 continue;
             }
             load.unstarted &= !(1 << rank);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{BlockRegion, Copier, Worker as WorkerHello};
-use shm_protocol::message::{LOAD_BY_ENGINE, Status};
+use shm_protocol::message::{LOAD_BY_ENGINE, LOAD_EARLY, Status};
 use tiers::dram::Config;
 
 use super::*;
@@ -41,6 +41,7 @@ fn rank_hello(world_size: u32, rank: u32) -> Hello {
         regions: vec![region],
         copy: Copier::Engine,
         facts: BTreeMap::new(),
+        cuda: None,
     };
     hello(world_size, Role::Worker(worker))
 }
@@ -295,6 +296,18 @@ fn a_load_by_the_sidecar_waits_for_the_step_and_answers_each_rank() {
     engine.message(RANKS[1], loaded(3, Status::Ok));
     let stats = engine.core.stats();
     assert_eq!((stats.leases, stats.load_failures, stats.loaded_blocks), (0, 0, 4));
+}
+
+#[test]
+fn an_early_load_waits_for_the_end_of_the_step_before() {
+    let mut engine = Harness::engine(1);
+    engine.keep(2);
+    engine.query(0, 2, 0, 2);
+    engine.fences(RANKS[0], 4, 3);
+    engine.load(0, 3, 2, 0..2, LOAD_EARLY);
+    assert!(engine.copies().is_empty(), "step 4 may still write the blocks");
+    engine.fences(RANKS[0], 4, 4);
+    assert_eq!(engine.copies().len(), 1, "step 5 has not begun");
 }
 
 #[test]

@@ -36,7 +36,7 @@ impl Runtime {
             Action::Copy { copy, session, direction, pieces, load_op } => {
                 let rank = self.sessions.get(&session).and_then(|session| session.rank().cloned());
                 let refused = match rank {
-                    Some(rank) => self.copiers.post(Batch { copy, rank, direction, pieces, load_op }),
+                    Some(rank) => self.copiers.post(&rank, Batch { copy, direction, pieces, load_op }),
                     None => Some(Finished { copy, ok: false }),
                 };
                 self.refused.extend(refused);

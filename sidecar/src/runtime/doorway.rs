@@ -16,7 +16,7 @@ use shm_protocol::session::SessionMemory;
 use shm_protocol::transport;
 
 use super::Runtime;
-use crate::copiers::Rank;
+use crate::copiers::Copiers;
 use crate::engine::{Action, Event, SessionId};
 use crate::greeter::{self, Caller};
 use crate::metrics::CloseReason;
@@ -89,9 +89,12 @@ impl Runtime {
                 SessionMemory::create(self.terms.epoch, id).map_err(|error| error.to_string())?;
             let rank = match &hello.role {
                 Role::Scheduler { .. } => None,
+                Role::Worker(worker) if worker.cuda.is_some() => {
+                    Some(self.copiers.gpu_rank(worker, &memory, Arc::clone(&socket))?)
+                }
                 Role::Worker(worker) => {
-                    let memory = (host_memory(worker, descriptors)?, memory.clone());
-                    Some(Arc::new(Rank::new(memory.0, memory.1, Arc::clone(&socket))))
+                    let rank = host_memory(worker, descriptors)?;
+                    Some(Copiers::host_rank(rank, memory.clone(), Arc::clone(&socket)))
                 }
             };
             let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
@@ -129,7 +132,9 @@ impl Runtime {
             namespace: digest.map(|digest| digest.to_string()).unwrap_or_default(),
         });
         let session = &self.sessions[&id];
-        let descriptors = [memory_fd.as_fd(), session.doorbell.as_fd(), self.terms.pool_fd.as_fd()];
+        let terms = &self.terms;
+        let (pool, process) = (terms.pool_fd.as_fd(), terms.pidfd.as_fd());
+        let descriptors = [memory_fd.as_fd(), session.doorbell.as_fd(), pool, process];
         transport::send(&session.socket, &handshake::encode(&reply), &descriptors)
     }
 

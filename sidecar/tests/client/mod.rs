@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::MemfdFlags;
 use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{self, BlockRegion, Copier, Hello, Reply, Role, Welcome, Worker};
@@ -47,6 +48,8 @@ pub(crate) struct Session {
     pub(crate) welcome: Welcome,
     pub(crate) memory: SessionMemory,
     pub(crate) pool: Region,
+    /// The sidecar's process.
+    pub(crate) pidfd: OwnedFd,
     doorbell: OwnedFd,
     socket: OwnedFd,
     submissions: Producer<RegionRing>,
@@ -58,14 +61,14 @@ impl Session {
     pub(crate) fn open(socket: &Path, hello: &Hello, fds: &[&OwnedFd]) -> Self {
         let (socket, reply, fds) = greet(socket, hello, fds);
         let Reply::Welcome(welcome) = reply else { panic!("{reply:?}") };
-        let [memory, doorbell, pool] = fds.try_into().expect("three descriptors");
+        let [memory, doorbell, pool, pidfd] = fds.try_into().expect("four descriptors");
         let memory = SessionMemory::open(memory).expect("session memory");
         let pool_bytes = welcome.pool_bytes as usize;
         assert!(Region::map(pool.as_fd(), pool_bytes, Access::ReadWrite).is_err(), "the pool is read-only");
         let pool = Region::map(pool.as_fd(), pool_bytes, Access::ReadOnly).expect("the pool");
         let submissions = Producer::new(memory.ring(Ring::Submission));
         let completions = Consumer::new(memory.ring(Ring::Completion));
-        Self { welcome, memory, pool, doorbell, socket, submissions, completions, block_ids: 0 }
+        Self { welcome, memory, pool, pidfd, doorbell, socket, submissions, completions, block_ids: 0 }
     }
 
     pub(crate) fn post(&mut self, message: Message) {
@@ -160,6 +163,12 @@ impl Session {
         self.memory.region().word64(header::SIDECAR_HEARTBEAT).load(std::sync::atomic::Ordering::Relaxed)
     }
 
+    /// Whether the sidecar's process and all its files are gone, looked at once.
+    pub(crate) fn sidecar_gone(&self) -> bool {
+        let mut watched = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        rustix::event::poll(&mut watched, Some(&Timespec::default())).expect("a descriptor to poll") > 0
+    }
+
     /// Waits for the sidecar's hang-up.
     pub(crate) fn closed(&self) {
         self.closed_after("what it did");
@@ -220,7 +229,7 @@ impl Kv {
     pub(crate) fn worker_of(&self, model: &str, rank: u32, shards: u32, copy: Copier) -> Role {
         let facts = BTreeMap::from([("model".to_owned(), model.to_owned())]);
         let regions = self.regions.clone();
-        Role::Worker(Worker { rank, shard: rank, shards, blocks: BLOCKS, regions, copy, facts })
+        Role::Worker(Worker { rank, shard: rank, shards, blocks: BLOCKS, regions, copy, facts, cuda: None })
     }
 }
 

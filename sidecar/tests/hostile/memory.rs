@@ -103,7 +103,15 @@ fn fences_that_fall_or_leap_serve_nobody_else() {
         scheduler.with_blocks(Message { op, step, ..Message::new(Kind::Save) }, &[3, 4]);
     }
     for value in [7, 3, u64::MAX, 0, 1 << 41] {
-        for word in [header::FENCE_START, header::FENCE_DONE, header::FENCE_GATE, header::FENCE_COPYING] {
+        let words = [
+            header::FENCE_START,
+            header::FENCE_DONE,
+            header::FENCE_GATE,
+            header::FENCE_COPYING,
+            header::FENCE_STARTED,
+            header::FENCE_ENDED,
+        ];
+        for word in words {
             rank.store(word, value);
         }
         rank.ring();

@@ -91,6 +91,8 @@ impl Pillion {
         let child = Command::new(env!("CARGO_BIN_EXE_pillion"))
             .args(["serve", "--dram", "64MiB", "--http", &format!("127.0.0.1:{port}"), "--socket"])
             .arg(&socket)
+            // What the driver opens of its own would be counted as a leak.
+            .args(["--gpu", "off"])
             .args(extra)
             .stderr(Stdio::from(std::fs::File::create(&log).unwrap()))
             .spawn()

@@ -10,7 +10,7 @@ use shm_protocol::handshake::Role;
 use shm_protocol::namespace;
 use shm_protocol::region::Access;
 use shm_protocol::session::SessionMemory;
-use sidecar::copiers;
+use sidecar::copiers::Copiers;
 use sidecar::engine::{Action, Event, SessionId};
 use sidecar::session::Session;
 
@@ -70,7 +70,7 @@ impl Life {
         let socket = Arc::new(descriptor());
         let rank = worker.then(|| {
             let none = HostMemory::new(Vec::new(), &[], 1, Access::ReadOnly).expect("no memory is sound");
-            Arc::new(copiers::Rank::new(none, memory.clone(), Arc::clone(&socket)))
+            Copiers::host_rank(none, memory.clone(), Arc::clone(&socket))
         });
         Session::new(memory.clone(), socket, descriptor(), rank)
     }

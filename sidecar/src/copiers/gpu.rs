@@ -1,0 +1,514 @@
+//! A rank on a GPU: a thread that enqueues its copies and sees them end.
+//!
+//! A load is delivered in batches, `[wait go][wait gate][write STARTED][copies][write load word][write ENDED]`, and `go` is
+//! stored by the CPU when all of it is enqueued: a batch that begins also ends, whatever happens to this process. The
+//! gate is looked at by the GPU itself, so that a sidecar that was frozen cannot write into blocks that the engine has
+//! taken back; one that finds a batch behind a closed gate cannot get rid of it and ends.
+//!
+//! The thread owns all that the GPU touches, and lets go of it when nothing is in flight.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvError, Sender, TryRecvError, channel};
+use std::thread;
+use std::time::Duration;
+
+use copy_engine::Direction;
+use copy_engine::cuda::{Blocks, CopyStream, CudaError, Gpu, Imported, Registered};
+use rustix::fs::MemfdFlags;
+use shm_protocol::gate::{self, GateMemory};
+use shm_protocol::handshake::Worker;
+use shm_protocol::layout::{HEADER_BYTES, LOAD_WORDS, LOAD_WORDS_BYTES, header, load_word, load_word_value};
+use shm_protocol::region::{Access, Region};
+use shm_protocol::session::SessionMemory;
+
+use super::{Batch, Ends, Finished};
+use crate::clock::Clock;
+use crate::engine::{self, CopyId};
+use crate::pinning::{Pinned, SLICE_BYTES};
+
+/// Bytes of a batch at most: 1.2 ms on the wire, which is what a small load waits for a large one.
+const BATCH_BYTES_MAX: u64 = 64 << 20;
+/// Cuts of a load are joined while a batch stays below this: the words of a batch cost as much as 0.3 MiB on the wire.
+const BATCH_BYTES_MIN: u64 = 4 << 20;
+/// Batches of one direction in flight: the next is enqueued while one moves.
+const BATCHES_IN_FLIGHT: usize = 2;
+/// Time between two looks at a batch in flight.
+const POLL: Duration = Duration::from_micros(20);
+/// How long a batch may be in flight behind a closed gate, or after its engine is gone. A batch takes milliseconds.
+const STUCK: Duration = Duration::from_secs(1);
+/// Time between two questions to the driver whether a copy met an error.
+const HEALTH: Duration = Duration::from_millis(100);
+/// Words of this thread's own page: loads may go, loads that ended, saves that ended.
+mod own {
+    pub(super) const GO: usize = 0;
+    pub(super) const LOADED: usize = 64;
+    pub(super) const SAVED: usize = 128;
+    pub(super) const BYTES: usize = 4096;
+}
+
+/// The data thread's end of a rank's thread.
+#[derive(Debug)]
+pub(super) struct GpuRank {
+    work: Sender<Batch>,
+    stopped: Arc<AtomicBool>,
+}
+
+/// All that the thread owns. Streams first: they are dropped first, before what they use.
+#[derive(Debug)]
+struct Thread {
+    load: CopyStream,
+    save: CopyStream,
+    loads: Lane,
+    saves: Lane,
+    words: Words,
+    cuts: Vec<u64>,
+    memory: SessionMemory,
+    pinned: Arc<Pinned>,
+    stopped: Arc<AtomicBool>,
+    ends: Ends,
+    clock: Clock,
+    /// When what is in flight was first seen to be stuck.
+    stuck_since: Option<Duration>,
+    asked: Duration,
+    /// Held until the memory is closed; see [`crate::session::Session::socket`].
+    _socket: Arc<OwnedFd>,
+}
+
+/// Words that streams write and wait for.
+#[derive(Debug)]
+struct Words {
+    header: Registered,
+    loads: Registered,
+    own: Registered,
+}
+
+/// Batches of one direction.
+#[derive(Debug, Default)]
+struct Lane {
+    waiting: VecDeque<Transfer>,
+    flying: VecDeque<Flight>,
+    /// Batches enqueued so far.
+    batches: u64,
+}
+
+/// What is left of a copy.
+#[derive(Debug)]
+struct Transfer {
+    copy: CopyId,
+    op: u64,
+    blocks: Vec<(u32, u64)>,
+    /// The next cut, and the next block of it.
+    cut: usize,
+    block: usize,
+}
+
+/// Part of a copy: these blocks of these cuts.
+#[derive(Debug, Eq, PartialEq)]
+struct Step {
+    cuts: Range<usize>,
+    blocks: Range<usize>,
+}
+
+/// A batch that was enqueued, or the end of a copy that was given up.
+#[derive(Debug)]
+struct Flight {
+    batch: u64,
+    op: u64,
+    /// Its copy ends with it, well or not.
+    last: Option<Finished>,
+}
+
+// === impl GpuRank ===
+
+impl GpuRank {
+    /// Opens a rank's memory and starts its thread. The error names the remedy.
+    pub(super) fn open(
+        worker: &Worker,
+        memory: &SessionMemory,
+        pool: &Arc<Region>,
+        pinned: &Arc<Pinned>,
+        ends: &Ends,
+        socket: Arc<OwnedFd>,
+    ) -> Result<Self, String> {
+        let cuda = worker.cuda.as_ref().expect("the caller asked for a GPU");
+        if cuda.pid == std::process::id() {
+            return Err(same_pid(cuda.pid));
+        }
+        let gpus = pinned.gpus()?;
+        let gpu = gpus.iter().find(|gpu| gpu.uuid() == cuda.uuid).ok_or_else(no_such_gpu)?;
+        let stopped = Arc::new(AtomicBool::new(false));
+        let (work, batches) = channel();
+        let open = || -> Result<Thread, CudaError> {
+            let open = |a: &shm_protocol::handshake::CudaAllocation| Imported::open(gpu, a.handle, a.bytes);
+            let imported = cuda.allocations.iter().map(open).collect::<Result<_, _>>()?;
+            let blocks = Arc::new(Blocks::imported(imported, &worker.regions, worker.blocks));
+            let stream = || CopyStream::new(gpu, &blocks, pool, SLICE_BYTES as u64);
+            Ok(Thread {
+                load: stream()?,
+                save: stream()?,
+                loads: Lane::default(),
+                saves: Lane::default(),
+                words: Words::new(gpu, memory)?,
+                cuts: cuda.cuts.clone(),
+                memory: memory.clone(),
+                pinned: Arc::clone(pinned),
+                stopped: Arc::clone(&stopped),
+                ends: ends.clone(),
+                clock: Clock::start(),
+                stuck_since: None,
+                asked: Duration::ZERO,
+                _socket: socket,
+            })
+        };
+        let thread = open().map_err(|error| unopened(&error))?;
+        let gpu = Arc::clone(gpu);
+        let name = format!("pillion-gpu-{}", worker.rank);
+        let started = thread::Builder::new().name(name).spawn(move || {
+            gpu.bind().unwrap_or_else(|error| die(&error.to_string()));
+            let ran = catch_unwind(AssertUnwindSafe(|| thread.run(&batches)));
+            ran.unwrap_or_else(|_| die("the thread of a rank ended by a panic, printed above"));
+        });
+        started.map_err(|error| format!("no thread for this rank: {error}"))?;
+        Ok(Self { work, stopped })
+    }
+
+    /// Takes a batch; `false` if the thread is gone.
+    pub(super) fn post(&self, batch: Batch) -> bool {
+        self.work.send(batch).is_ok()
+    }
+
+    /// Nothing more is enqueued; what is in flight ends.
+    pub(super) fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
+    }
+}
+
+fn same_pid(pid: u32) -> String {
+    format!(
+        "this rank and the sidecar are both process {pid}, each in its own PID namespace, and CUDA cannot share memory \
+         between equal numbers: restart one of the two containers"
+    )
+}
+
+fn no_such_gpu() -> String {
+    "this rank's GPU is not visible to the sidecar: give both containers the same GPUs (NVIDIA_VISIBLE_DEVICES)".into()
+}
+
+fn unopened(error: &CudaError) -> String {
+    format!(
+        "the rank's GPU memory cannot be opened here ({error}): both containers need the same GPU and one host driver; \
+         hostIPC is not needed"
+    )
+}
+
+/// A broken context, or a stream that is stuck for good, ends with the process alone.
+fn die(reason: &str) -> ! {
+    tracing::error!(reason, "the sidecar ends, to be started again: its GPU context cannot be used any more");
+    // The driver's own clean-up would wait for the stuck stream.
+    let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    unreachable!("a process that was killed")
+}
+
+// === impl Words ===
+
+impl Words {
+    fn new(gpu: &Arc<Gpu>, memory: &SessionMemory) -> Result<Self, CudaError> {
+        let session = memory.shared_region();
+        let refused = |_| CudaError::missing("memfd_create", "no memory for a page of words");
+        let page = rustix::fs::memfd_create("pillion-words", MemfdFlags::CLOEXEC).map_err(refused)?;
+        rustix::fs::ftruncate(&page, own::BYTES as u64).map_err(refused)?;
+        let page = Arc::new(Region::map(page.as_fd(), own::BYTES, Access::ReadWrite).map_err(refused)?);
+        Ok(Self {
+            header: Registered::new(gpu, &session, 0, HEADER_BYTES)?,
+            loads: Registered::new(gpu, &session, LOAD_WORDS, LOAD_WORDS_BYTES)?,
+            own: Registered::new(gpu, &page, 0, own::BYTES)?,
+        })
+    }
+
+    /// SYNC POINT(device batch): acquire; what the batch moved is there.
+    fn ended(&self, word: usize) -> u64 {
+        self.own.region().word64(word).load(Ordering::Acquire)
+    }
+}
+
+// === impl Thread ===
+
+impl Thread {
+    fn run(mut self, batches: &Receiver<Batch>) {
+        let mut open = true;
+        while open || self.busy() {
+            open = self.take(batches, open);
+            let worked = self.turn().unwrap_or_else(|error| die(&error.to_string()));
+            if !worked && self.busy() {
+                self.look_after();
+                thread::sleep(POLL);
+            }
+        }
+    }
+
+    fn busy(&self) -> bool {
+        self.loads.busy() || self.saves.busy()
+    }
+
+    /// Takes what was posted, waiting for it if there is nothing else to do; whether more may come.
+    fn take(&mut self, batches: &Receiver<Batch>, open: bool) -> bool {
+        if open && !self.busy() {
+            match batches.recv() {
+                Ok(batch) => self.accept(batch),
+                Err(RecvError) => return false,
+            }
+        }
+        loop {
+            match batches.try_recv() {
+                Ok(batch) => self.accept(batch),
+                Err(TryRecvError::Empty) => return open,
+                Err(TryRecvError::Disconnected) => return false,
+            }
+        }
+    }
+
+    fn accept(&mut self, batch: Batch) {
+        let Batch { copy, direction, pieces, load_op, .. } = batch;
+        let end = |piece: &engine::Piece| piece.offset + self.block_bytes();
+        let locked = pieces.iter().all(|piece| end(piece) <= self.pinned.bytes());
+        let blocks = pieces.iter().map(|piece| (piece.block, piece.offset)).collect();
+        let transfer = Transfer { copy, op: load_op, blocks, cut: 0, block: 0 };
+        let lane = match direction {
+            engine::Direction::Load => &mut self.loads,
+            engine::Direction::Save => &mut self.saves,
+        };
+        match locked {
+            true => lane.waiting.push_back(transfer),
+            // A copy from memory that is not locked would wait within the call, behind a word stored after it.
+            false => lane.give_up(&transfer),
+        }
+    }
+
+    fn block_bytes(&self) -> u64 {
+        *self.cuts.last().expect("checked by the handshake")
+    }
+
+    /// Enqueues what may be, reports what ended; whether anything was done.
+    fn turn(&mut self) -> Result<bool, CudaError> {
+        if self.stopped.load(Ordering::Relaxed) {
+            self.loads.give_up_all();
+            self.saves.give_up_all();
+        }
+        let mut worked = self.enqueue_load()?;
+        worked |= self.enqueue_save()?;
+        let loaded = self.words.ended(own::LOADED);
+        let saved = self.words.ended(own::SAVED);
+        for finished in self.loads.ended(loaded).into_iter().chain(self.saves.ended(saved)) {
+            self.report(finished);
+            worked = true;
+        }
+        if worked {
+            self.stuck_since = None;
+        }
+        Ok(worked)
+    }
+
+    fn report(&self, finished: Finished) {
+        self.ends.report(finished);
+    }
+
+    fn enqueue_load(&mut self) -> Result<bool, CudaError> {
+        let Some(mut transfer) = self.loads.next() else { return Ok(false) };
+        if self.memory.region().load_gate() >= transfer.op {
+            self.loads.give_up(&transfer);
+            return Ok(true);
+        }
+        let step = transfer.step(&self.cuts);
+        let (batch, whole) = (self.loads.batches + 1, step.blocks.end == transfer.blocks.len());
+        let stream = self.load.stream();
+        let Words { header: fences, loads, own: page } = &self.words;
+        stream.wait_at_least(page, own::GO, batch)?;
+        stream.wait_at_least(fences, header::FENCE_GATE, gate::value_open_for(transfer.op))?;
+        stream.write(fences, header::FENCE_STARTED, batch)?;
+        let cut = self.byte_range(&step.cuts);
+        self.load.enqueue(Direction::ToEngine, &cut, &transfer.blocks[step.blocks.clone()])?;
+        if whole {
+            stream.write(loads, load_word(transfer.op), load_word_value(transfer.op, step.cuts.end))?;
+        }
+        stream.write(fences, header::FENCE_ENDED, batch)?;
+        stream.write(page, own::LOADED, batch)?;
+        // SYNC POINT(go): everything is enqueued.
+        page.region().word64(own::GO).store(batch, Ordering::Release);
+        transfer.advance(&step);
+        self.loads.fly(transfer, self.cuts.len());
+        Ok(true)
+    }
+
+    fn enqueue_save(&mut self) -> Result<bool, CudaError> {
+        let Some(mut transfer) = self.saves.next() else { return Ok(false) };
+        let whole = [self.block_bytes()];
+        let step = transfer.step(&whole);
+        self.save.enqueue(Direction::ToPool, &(0..whole[0]), &transfer.blocks[step.blocks.clone()])?;
+        self.save.stream().write(&self.words.own, own::SAVED, self.saves.batches + 1)?;
+        transfer.advance(&step);
+        self.saves.fly(transfer, whole.len());
+        Ok(true)
+    }
+
+    fn byte_range(&self, cuts: &Range<usize>) -> Range<u64> {
+        let start = cuts.start.checked_sub(1).map_or(0, |before| self.cuts[before]);
+        start..self.cuts[cuts.end - 1]
+    }
+
+    /// Something is in flight and has not ended: is that still right?
+    fn look_after(&mut self) {
+        let now = self.clock.now();
+        if now >= self.asked + HEALTH {
+            self.asked = now;
+            let health = self.load.stream().is_idle().and_then(|_| self.save.stream().is_idle());
+            health.unwrap_or_else(|error| die(&error.to_string()));
+        }
+        let region = self.memory.region();
+        let closed = self.loads.flying.front().is_some_and(|flight| region.load_gate() >= flight.op);
+        if !closed && !self.stopped.load(Ordering::Relaxed) {
+            self.stuck_since = None;
+        } else if now > *self.stuck_since.get_or_insert(now) + STUCK {
+            die("a batch of copies lies behind a gate that its engine closed");
+        }
+    }
+}
+
+// === impl Lane ===
+
+impl Lane {
+    fn busy(&self) -> bool {
+        !(self.waiting.is_empty() && self.flying.is_empty())
+    }
+
+    /// The copy whose turn it is, if a batch may be enqueued.
+    fn next(&mut self) -> Option<Transfer> {
+        if self.flying.len() >= BATCHES_IN_FLIGHT { None } else { self.waiting.pop_front() }
+    }
+
+    /// The next batch of this copy was enqueued. What is left of it waits for its next turn, behind the others.
+    fn fly(&mut self, transfer: Transfer, cuts: usize) {
+        self.batches += 1;
+        let done = transfer.cut == cuts;
+        let last = done.then_some(Finished { copy: transfer.copy, ok: true });
+        self.flying.push_back(Flight { batch: self.batches, op: transfer.op, last });
+        if !done {
+            self.waiting.push_back(transfer);
+        }
+    }
+
+    /// The copy ends, badly, once what was enqueued so far has ended.
+    fn give_up(&mut self, transfer: &Transfer) {
+        let last = Some(Finished { copy: transfer.copy, ok: false });
+        self.flying.push_back(Flight { batch: self.batches, op: transfer.op, last });
+    }
+
+    fn give_up_all(&mut self) {
+        for transfer in std::mem::take(&mut self.waiting) {
+            self.give_up(&transfer);
+        }
+    }
+
+    /// Copies that ended with batch `batch` or before.
+    fn ended(&mut self, batch: u64) -> Vec<Finished> {
+        let mut ended = Vec::new();
+        while self.flying.front().is_some_and(|flight| flight.batch <= batch) {
+            ended.extend(self.flying.pop_front().and_then(|flight| flight.last));
+        }
+        ended
+    }
+}
+
+// === impl Transfer ===
+
+impl Transfer {
+    /// The next batch: one cut of as many blocks as fit, or several cuts of few blocks.
+    fn step(&self, cuts: &[u64]) -> Step {
+        let start = self.cut.checked_sub(1).map_or(0, |before| cuts[before]);
+        let left = self.blocks.len() - self.block;
+        let fitting = usize::try_from(BATCH_BYTES_MAX / (cuts[self.cut] - start)).unwrap_or(usize::MAX);
+        let blocks = self.block..self.block + left.min(fitting.max(1));
+        let small = |end: &u64| {
+            blocks.len() == self.blocks.len() && (end - start) * blocks.len() as u64 <= BATCH_BYTES_MIN
+        };
+        let joined = cuts[self.cut + 1..].iter().take_while(|end| small(end)).count();
+        Step { cuts: self.cut..self.cut + 1 + joined, blocks }
+    }
+
+    fn advance(&mut self, step: &Step) {
+        if step.blocks.end == self.blocks.len() {
+            (self.cut, self.block) = (step.cuts.end, 0);
+        } else {
+            self.block = step.blocks.end;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn steps(count: usize, cuts: &[u64]) -> Vec<Step> {
+        let blocks = (0..count as u32).map(|block| (block, 0)).collect();
+        let mut transfer = Transfer { copy: 1, op: 1, blocks, cut: 0, block: 0 };
+        let mut steps = Vec::new();
+        while transfer.cut < cuts.len() {
+            let step = transfer.step(cuts);
+            transfer.advance(&step);
+            steps.push(step);
+        }
+        steps
+    }
+
+    #[test]
+    fn a_large_load_is_cut_by_layers_and_then_by_blocks() {
+        let cuts: Vec<u64> = (1..=8).map(|cut| cut * MIB / 4).collect();
+        let steps = steps(640, &cuts);
+        assert_eq!(steps.len(), 8 * 3);
+        assert_eq!(
+            steps[..4],
+            [
+                Step { cuts: 0..1, blocks: 0..256 },
+                Step { cuts: 0..1, blocks: 256..512 },
+                Step { cuts: 0..1, blocks: 512..640 },
+                Step { cuts: 1..2, blocks: 0..256 },
+            ]
+        );
+    }
+
+    #[test]
+    fn a_small_load_is_one_batch_and_a_larger_one_joins_few_cuts() {
+        let cuts: Vec<u64> = (1..=8).map(|cut| cut * MIB / 4).collect();
+        assert_eq!(steps(2, &cuts), [Step { cuts: 0..8, blocks: 0..2 }]);
+        assert_eq!(steps(5, &cuts), [0..3, 3..6, 6..8].map(|cuts| Step { cuts, blocks: 0..5 }));
+    }
+
+    #[test]
+    fn a_copy_that_is_given_up_ends_after_its_batches_in_flight() {
+        let mut lane = Lane::default();
+        let transfer = |copy| Transfer { copy, op: copy, blocks: vec![(0, 0)], cut: 1, block: 0 };
+        lane.fly(transfer(1), 2);
+        lane.give_up_all();
+        lane.fly(transfer(2), 1);
+        assert_eq!(lane.ended(0), []);
+        assert_eq!(lane.ended(1), [Finished { copy: 1, ok: false }]);
+        assert_eq!(lane.ended(2), [Finished { copy: 2, ok: true }]);
+        assert!(!lane.busy());
+    }
+
+    #[test]
+    fn copies_take_turns() {
+        let mut lane = Lane::default();
+        let transfer = |copy| Transfer { copy, op: copy, blocks: vec![(0, 0)], cut: 0, block: 0 };
+        lane.waiting.extend([transfer(1), transfer(2)]);
+        let first = lane.next().unwrap();
+        lane.fly(first, 2);
+        assert_eq!(lane.next().unwrap().copy, 2);
+    }
+}

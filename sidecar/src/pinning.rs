@@ -1,0 +1,252 @@
+//! What GPUs need of this process: a context on each, and the pool's pages locked, so that a copy engine reaches them.
+//!
+//! All of it happens on a thread of its own, from the pool's start upwards, while engines are already served: blocks on
+//! GPUs are kept in what is locked so far. Pages are touched first, by several threads, since locking untouched ones
+//! takes ten times as long. Which NUMA node a page lies on is the kernel's choice at that first touch. Without a GPU the
+//! thread ends at once and no page is touched.
+//!
+//! Pages stay locked, and contexts stay, until the process ends: giving them back would only hold up its end.
+
+use std::num::NonZero;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread;
+
+use copy_engine::cuda::{self, Gpu, Registered};
+use shm_protocol::region::Region;
+
+use crate::config::{Size, UseGpu};
+use crate::metrics::PinningMetrics;
+
+/// Bytes locked by one call, which holds up this process's other copies: measured at 2.2 ms (p99). A single copy must not
+/// reach across the end of a slice: the driver knows each by itself.
+pub const SLICE_BYTES: usize = 64 << 20;
+/// Zeroing fresh pages takes some 0.3 s a GiB on one thread; eight reach the memory's bandwidth. Half of the cores are
+/// left to the engines that start meanwhile.
+const TOUCH_THREADS_MAX: usize = 8;
+/// The smallest page of the machines we serve; larger ones are touched more than once.
+const PAGE_BYTES: usize = 4096;
+
+/// How far the pool is locked, and the GPUs it is locked for.
+#[derive(Debug)]
+pub struct Pinned {
+    bytes: AtomicU64,
+    gpus: Mutex<Option<Gpus>>,
+    known: Condvar,
+}
+
+/// The GPUs that engines may be served on, or why there are none.
+type Gpus = Result<Vec<Arc<Gpu>>, String>;
+
+/// Lets nobody wait for a thread that ended by a panic.
+struct Settled<'a>(&'a Pinned);
+
+// === impl Pinned ===
+
+impl Pinned {
+    /// Starts the thread, unless GPUs are switched off.
+    pub fn start(gpu: UseGpu, pool: Arc<Region>, metrics: PinningMetrics) -> std::io::Result<Arc<Self>> {
+        let pinned = Arc::new(Self::new());
+        if gpu == UseGpu::Off {
+            pinned.settle(Err("the sidecar was started with --gpu off".into()));
+            return Ok(pinned);
+        }
+        let shared = Arc::clone(&pinned);
+        thread::Builder::new().name("pillion-pin".into()).spawn(move || {
+            let _settled = Settled(&shared);
+            shared.run(&pool, &metrics);
+        })?;
+        Ok(pinned)
+    }
+
+    fn new() -> Self {
+        Self { bytes: AtomicU64::new(0), gpus: Mutex::new(None), known: Condvar::new() }
+    }
+
+    /// The GPUs, their contexts made; waits for that, which takes seconds on some machines. The error names the remedy.
+    pub fn gpus(&self) -> Result<Vec<Arc<Gpu>>, String> {
+        let gpus = self.gpus.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = self.known.wait_while(gpus, |gpus| gpus.is_none());
+        known.unwrap_or_else(PoisonError::into_inner).clone().expect("waited for")
+    }
+
+    /// Bytes that are locked, from the pool's start.
+    pub fn bytes(&self) -> u64 {
+        // SYNC POINT(pinned): acquire; the driver knows every page below.
+        self.bytes.load(Ordering::Acquire)
+    }
+
+    fn settle(&self, gpus: Gpus) {
+        self.gpus.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(gpus);
+        self.known.notify_all();
+    }
+
+    fn run(&self, pool: &Arc<Region>, metrics: &PinningMetrics) {
+        if !cuda::is_present() {
+            let remedy = "give its container the engine's GPUs and the driver's libraries";
+            return self.settle(Err(format!("the sidecar sees no GPU: {remedy}")));
+        }
+        let gpus = Gpu::all();
+        let named = gpus.clone().map_err(|error| {
+            let remedy = "is a GPU in exclusive compute mode (nvidia-smi -c DEFAULT), or out of memory?";
+            format!("the sidecar cannot use the GPUs that it sees: {error}; {remedy}")
+        });
+        if let Err(reason) = &named {
+            tracing::warn!(reason, "engines on GPUs are not served");
+        }
+        self.settle(named);
+        let Some(first) = gpus.as_deref().ok().and_then(<[_]>::first) else { return };
+        // One GPU's call locks for all of them. What is locked is never unlocked: see the module's first lines.
+        let lock = |start, len| Registered::new(first, pool, start, len).map(std::mem::forget);
+        let locked = self.lock_all(pool, metrics, lock);
+        std::mem::forget(gpus);
+        match locked {
+            Ok(()) => tracing::info!(pool = %size(self.bytes()), "the pool is locked for the GPUs"),
+            Err(error) => tracing::warn!(
+                %error, locked = %size(self.bytes()), pool = %size(pool.len() as u64),
+                "locking the pool for the GPUs stopped: the rest keeps no blocks of GPUs. Lower --dram, or raise this \
+                container's limits of memory and of locked memory (ulimit -l)"
+            ),
+        }
+    }
+
+    /// Touches and locks slice after slice until one fails.
+    fn lock_all<E>(
+        &self,
+        pool: &Region,
+        metrics: &PinningMetrics,
+        mut lock: impl FnMut(usize, usize) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let cores = thread::available_parallelism().map_or(1, NonZero::get);
+        let threads = (cores / 2).clamp(1, TOUCH_THREADS_MAX);
+        for start in (0..pool.len()).step_by(SLICE_BYTES) {
+            let end = pool.len().min(start + SLICE_BYTES);
+            touch_all(pool, start, end, threads);
+            if let Err(error) = lock(start, end - start) {
+                metrics.failures.inc();
+                return Err(error);
+            }
+            // SYNC POINT(pinned): release pairs with `bytes`.
+            self.bytes.store(end as u64, Ordering::Release);
+            metrics.bytes.set(end as i64);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Settled<'_> {
+    fn drop(&mut self) {
+        self.0.settle(Err("the thread that looks for GPUs ended by a panic; see the sidecar's log".into()));
+    }
+}
+
+fn size(bytes: u64) -> Size {
+    Size::new(bytes)
+}
+
+/// Touches the pages from `start` to `end`, shared out over threads.
+fn touch_all(pool: &Region, start: usize, end: usize, threads: usize) {
+    let part = (end - start).div_ceil(threads).next_multiple_of(PAGE_BYTES);
+    thread::scope(|scope| {
+        for from in (start..end).step_by(part) {
+            let to = end.min(from + part);
+            let thread = thread::Builder::new().name("pillion-touch".into());
+            if thread.spawn_scoped(scope, move || touch(pool, from, to)).is_err() {
+                // No thread is to be had now: this one does it.
+                touch(pool, from, to);
+            }
+        }
+    });
+}
+
+/// Makes every page from `start` to `end` exist, and changes no byte: the pool may hold blocks already.
+fn touch(pool: &Region, start: usize, end: usize) {
+    for word in (start..end).step_by(PAGE_BYTES).map(|at| pool.word64(at)) {
+        let value = word.load(Ordering::Relaxed);
+        // A compiler may make less than a write of `fetch_or(0)`. Where this fails, someone else wrote the word.
+        let _ = word.compare_exchange(value, value, Ordering::Relaxed, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::{AsFd, OwnedFd};
+
+    use prometheus::Registry;
+    use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
+    use shm_protocol::region::Access;
+
+    use super::*;
+    use crate::metrics::Metrics;
+
+    const POOL_BYTES: usize = 2 * SLICE_BYTES + 3 * PAGE_BYTES;
+
+    fn pool() -> (OwnedFd, Region) {
+        let fd = memfd_create("pool", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&fd, POOL_BYTES as u64).unwrap();
+        let region = Region::map(fd.as_fd(), POOL_BYTES, Access::ReadWrite).unwrap();
+        (fd, region)
+    }
+
+    fn metrics() -> PinningMetrics {
+        Metrics::new(&Registry::new(), POOL_BYTES as u64).unwrap().pinning()
+    }
+
+    #[test]
+    fn every_page_is_touched_before_it_is_locked_and_keeps_its_bytes() {
+        let (fd, region) = pool();
+        let words =
+            || (0..POOL_BYTES).step_by(PAGE_BYTES * 7).map(|at| (at as u64 ^ 0xa5, region.word64(at)));
+        words().for_each(|(value, word)| word.store(value, Ordering::Relaxed));
+        let (pinned, metrics, mut slices) = (Pinned::new(), metrics(), Vec::new());
+        let locked = pinned.lock_all(&region, &metrics, |start, len| {
+            assert_eq!(pinned.bytes(), start as u64, "nothing is called locked before it is");
+            assert!(fstat(&fd).unwrap().st_blocks as usize * 512 >= start + len);
+            slices.push((start, len));
+            Ok(())
+        });
+        assert_eq!(locked, Ok::<_, ()>(()));
+        let last = (2 * SLICE_BYTES, 3 * PAGE_BYTES);
+        assert_eq!(slices, [(0, SLICE_BYTES), (SLICE_BYTES, SLICE_BYTES), last]);
+        assert_eq!((pinned.bytes(), metrics.bytes.get()), (POOL_BYTES as u64, POOL_BYTES as i64));
+        assert!(words().all(|(value, word)| word.load(Ordering::Relaxed) == value));
+    }
+
+    #[test]
+    fn the_first_slice_that_fails_is_the_last_one_tried() {
+        let (_fd, region) = pool();
+        let (pinned, metrics, mut calls) = (Pinned::new(), metrics(), 0);
+        let locked = pinned.lock_all(&region, &metrics, |start, _| {
+            calls += 1;
+            if start == 0 { Ok(()) } else { Err("no more") }
+        });
+        assert_eq!((locked, calls, pinned.bytes()), (Err("no more"), 2, SLICE_BYTES as u64));
+        assert_eq!((metrics.bytes.get(), metrics.failures.get()), (SLICE_BYTES as i64, 1));
+    }
+
+    #[test]
+    fn an_uneven_share_reaches_the_last_page() {
+        let (fd, region) = pool();
+        touch_all(&region, 0, 7 * PAGE_BYTES, 3);
+        assert_eq!(fstat(&fd).unwrap().st_blocks as usize * 512, 7 * PAGE_BYTES);
+    }
+
+    #[test]
+    fn a_switched_off_gpu_is_said_and_nothing_is_touched() {
+        let (fd, region) = pool();
+        let pinned = Pinned::start(UseGpu::Off, Arc::new(region), metrics()).unwrap();
+        assert!(pinned.gpus().unwrap_err().contains("--gpu off"));
+        assert_eq!((pinned.bytes(), fstat(&fd).unwrap().st_blocks), (0, 0));
+    }
+
+    #[test]
+    fn a_panic_leaves_nobody_waiting() {
+        let pinned = Arc::new(Pinned::new());
+        let waiting = Arc::clone(&pinned);
+        let waiting = thread::spawn(move || waiting.gpus());
+        drop(Settled(&pinned));
+        assert!(waiting.join().unwrap().unwrap_err().contains("panic"));
+        pinned.settle(Ok(Vec::new()));
+        assert!(pinned.gpus().is_err(), "the first word counts");
+    }
+}

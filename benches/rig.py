@@ -70,7 +70,7 @@ class Engine:
         regions = [(0, 0, block_bytes, block_bytes)]
         facts = {"benchmark": "rig", "block_bytes": str(block_bytes)}
         self.worker = _shim.WorkerSession(str(path), "bench", 1, 0, 0, 1, blocks + 1, regions, [self.fd], "engine", facts)
-        self.scheduler = _shim.SchedulerSession(str(path), "bench", 1, RUN, BUDGET_US, True)
+        self.scheduler = _shim.SchedulerSession(str(path), "bench", 1, RUN, BUDGET_US, True, False)
         if not (self.worker.connected and self.scheduler.connected):
             sys.exit(f"not connected: {self.worker.take_notices()} {self.scheduler.take_notices()}")
         self._step = 0

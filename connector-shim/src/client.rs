@@ -69,9 +69,7 @@ impl Client {
             .name("pillion-watchdog".into())
             .spawn(move || thread_shared.run(watched));
         if let Err(error) = spawned {
-            return Err(ShimError::Argument(format!(
-                "no thread could be started ({error}): raise the limit of processes"
-            )));
+            return Err(ShimError::no_thread(&error));
         }
         let generation = u64::from(connection.is_some());
         Ok(Self { shared, owner: std::process::id(), generation, connection })
@@ -105,11 +103,6 @@ impl Client {
         &self.shared.notices
     }
 
-    /// The same, to share.
-    pub(crate) fn share_notices(&self) -> Arc<Notices> {
-        Arc::clone(&self.shared.notices)
-    }
-
     /// Notices a hang-up, by a look at the socket where `look`, else by what is known; picks up a new connection.
     pub(crate) fn refresh(&mut self, look: bool) -> Change {
         let gone = self.connection.as_ref().is_some_and(|c| if look { c.is_lost() } else { c.was_lost() });
@@ -128,10 +121,15 @@ impl Client {
 
     /// Hangs up on a sidecar that broke the protocol; the thread connects anew.
     pub(crate) fn give_up(&mut self, text: &str) {
-        self.shared.notices.say(
-            Cause::Protocol,
-            format!("the sidecar broke the protocol ({text}); connecting anew. Install the same pillion release on both sides"),
+        let text = format!(
+            "the sidecar broke the protocol ({text}); connecting anew. Install the same pillion release on both sides"
         );
+        self.leave(Cause::Protocol, text);
+    }
+
+    /// Hangs up and says why; the thread connects anew.
+    pub(crate) fn leave(&mut self, cause: Cause, text: String) {
+        self.shared.notices.say(cause, text);
         if let Some(connection) = self.connection.take() {
             connection.hang_up();
         }

@@ -1,6 +1,6 @@
 //! One connection: the handshake, what came with it, and how its end is noticed.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -54,8 +54,13 @@ pub(crate) struct Connection {
     pub(crate) welcome: Welcome,
     socket: OwnedFd,
     doorbell: OwnedFd,
+    /// The sidecar's process, by a pidfd.
+    sidecar: OwnedFd,
     lost: AtomicBool,
 }
+
+/// To look without waiting.
+const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 // === impl ConnectError ===
 
@@ -119,18 +124,21 @@ impl Connection {
         maps_pool: bool,
     ) -> Result<Self, String> {
         let count = received.len();
-        let [memory, doorbell, pool] = <[OwnedFd; 3]>::try_from(received)
-            .map_err(|_| format!("{count} descriptors came with its welcome instead of 3"))?;
+        let [memory, doorbell, pool, sidecar] = <[OwnedFd; 4]>::try_from(received)
+            .map_err(|_| format!("{count} descriptors came with its welcome instead of 4"))?;
         let flags = rustix::fs::fcntl_getfl(&doorbell).map_err(|error| error.to_string())?;
         if !flags.contains(OFlags::NONBLOCK) {
             return Err("its doorbell could make whoever rings it wait".into());
+        }
+        if !is_process(&sidecar) {
+            return Err("the fourth descriptor of its welcome stands for no process".into());
         }
         let memory = SessionMemory::open(memory).map_err(|error| error.to_string())?;
         let pool = match maps_pool {
             true => Some(Arc::new(Pool::map(&pool, welcome.pool_bytes, welcome.epoch)?)),
             false => None,
         };
-        Ok(Self { memory, pool, welcome, socket, doorbell, lost: AtomicBool::new(false) })
+        Ok(Self { memory, pool, welcome, socket, doorbell, sidecar, lost: AtomicBool::new(false) })
     }
 
     /// The shared words.
@@ -145,7 +153,7 @@ impl Connection {
 
     /// Whether the sidecar is gone. Looks without waiting; the answer stays yes.
     pub(crate) fn is_lost(&self) -> bool {
-        self.was_lost() || self.look(Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))
+        self.was_lost() || self.look(Some(&AT_ONCE))
     }
 
     /// Whether its end was noticed already, without a system call.
@@ -157,6 +165,11 @@ impl Connection {
     /// Blocks until the sidecar is gone, or this side hung up.
     pub(crate) fn wait_lost(&self) {
         while !self.look(None) {}
+    }
+
+    /// Whether the sidecar's process has ended, its files and its GPU channels with it: nothing of it writes any more.
+    pub(crate) fn sidecar_is_gone(&self) -> bool {
+        has_ended(&self.sidecar)
     }
 
     /// Hangs up. The sidecar stops everything it does for this session.
@@ -175,5 +188,39 @@ impl Connection {
             self.lost.store(true, Ordering::Relaxed);
         }
         ready
+    }
+}
+
+/// Whether a descriptor stands for a process: any other could seem to have ended while the sidecar still writes.
+fn is_process(descriptor: &OwnedFd) -> bool {
+    let facts = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", descriptor.as_raw_fd()));
+    facts.is_ok_and(|facts| facts.lines().any(|line| line.starts_with("Pid:")))
+}
+
+/// Whether the process behind a pidfd has ended.
+fn has_ended(process: &OwnedFd) -> bool {
+    poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&AT_ONCE)).is_ok_and(|count| count > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+    use super::*;
+
+    #[test]
+    fn the_end_of_a_process_is_seen_and_nothing_else_is_taken_for_one() {
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let process = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).unwrap();
+        assert!(is_process(&process) && !has_ended(&process));
+        child.kill().unwrap();
+        poll(&mut [PollFd::new(&process, PollFlags::IN)], None).unwrap();
+        assert!(has_ended(&process), "before anybody waited for it");
+        child.wait().unwrap();
+        assert!(is_process(&process) && has_ended(&process));
+        let (reader, _writer) = rustix::pipe::pipe().unwrap();
+        assert!(!is_process(&reader));
     }
 }

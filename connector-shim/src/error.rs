@@ -1,6 +1,7 @@
 //! What a call can fail with. A sidecar that is absent, slow or full is no error: the answer is then "miss".
 
 use copy_engine::CopyError;
+use copy_engine::cuda::CudaError;
 use shm_protocol::key::KeyError;
 use thiserror::Error;
 
@@ -21,6 +22,25 @@ pub enum ShimError {
     /// The engine's KV memory cannot be reached: run without the cache.
     #[error("the engine's KV memory cannot be shared: {0}")]
     Memory(#[from] CopyError),
+    /// The engine's GPU memory cannot be shown to another process: change what the text names.
+    #[error(
+        "the engine's GPU memory cannot be shown to the sidecar ({0}). Memory of expandable segments and of vLLM's sleep mode has no IPC handle: unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and run without --enable-sleep-mode"
+    )]
+    Export(CudaError),
+    /// A call of the GPU's driver failed: its context is broken, or it lacks what this needs.
+    #[error("the engine's GPU: {0}")]
+    Cuda(#[from] CudaError),
+    /// A copy on the engine's own stream could not be enqueued: its context is broken.
+    #[error("a copy on the engine's stream was refused: CUDA error {0}")]
+    Probe(u32),
+    /// No stream for rescue copies runs beside a waiting engine: change what the text names.
+    #[error(
+        "none of {tried} streams copies while the engine's stream waits, so a load that the sidecar does not finish could not be rescued: set CUDA_DEVICE_MAX_CONNECTIONS=32"
+    )]
+    NoRescueStream {
+        /// Streams tried.
+        tried: usize,
+    },
     /// The sidecar refuses this engine: do what the text says.
     #[error("the sidecar refuses this engine: {0}")]
     Refused(String),
@@ -30,6 +50,15 @@ pub enum ShimError {
         /// The process that made the session.
         owner: u32,
     },
+}
+
+// === impl ShimError ===
+
+impl ShimError {
+    /// The system gives no more threads.
+    pub(crate) fn no_thread(error: &std::io::Error) -> Self {
+        Self::Argument(format!("no thread could be started ({error}): raise the limit of processes"))
+    }
 }
 
 /// An argument error.

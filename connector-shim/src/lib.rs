@@ -2,11 +2,15 @@
 //!
 //! Job: hold one session with the sidecar ([`scheduler`], [`worker`]), write its requests into shared memory, answer
 //! "miss" whenever the sidecar is absent, slow or full, and finish loads that the sidecar cannot.
-//! May depend on: shm-protocol, copy-engine, rustix, and pyo3 in `python` alone. Never: waits without a deadline, waits
-//! for space, runs an async runtime, logs (it hands notices to its caller), reads the environment, or forms references
+//! May depend on: shm-protocol, copy-engine, rustix, cudarc in `stream` alone, and pyo3 in `python` alone. Never: waits
+//! without a deadline (but for a GPU's own progress, where there is no sidecar to wait for), waits for space, runs an async runtime, logs (it hands notices to its caller), reads the environment, or forms references
 //! to memory that the sidecar writes.
 
 #![deny(unsafe_code)]
+
+// The tests' small sidecar, which sees this crate from outside.
+#[cfg(test)]
+extern crate self as connector_shim;
 
 mod arena;
 mod client;
@@ -15,10 +19,15 @@ mod connection;
 pub mod error;
 mod log_table;
 mod notices;
+#[cfg(test)]
+#[path = "../tests/peer/mod.rs"]
+mod peer;
 pub mod plan;
 mod pool;
 mod saves;
 pub mod scheduler;
+#[allow(unsafe_code, reason = "the engine's stream is known by its handle alone")]
+mod stream;
 mod submission;
 pub mod worker;
 

@@ -28,6 +28,8 @@ pub(crate) enum Cause {
     Rescue,
     /// A load named a pool that is not mapped here.
     Pool,
+    /// The GPU's driver refused.
+    Gpu,
 }
 
 /// What has been said and what is still to be handed over.

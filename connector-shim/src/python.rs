@@ -21,7 +21,7 @@ use shm_protocol::layout::LOG_KEYS;
 use crate::error::{ShimError as Failure, argument};
 use crate::plan::Plan;
 use crate::scheduler::{Asked, Scheduler};
-use crate::worker::Worker;
+use crate::worker::{Memory, Worker};
 use crate::{scheduler, worker};
 
 create_exception!(
@@ -77,6 +77,7 @@ struct SchedulerSession(Guarded<Scheduler>);
 #[pymethods]
 impl SchedulerSession {
     #[new]
+    #[allow(clippy::too_many_arguments, reason = "the facts of an engine, named at the call")]
     fn new(
         py: Python<'_>,
         socket: std::path::PathBuf,
@@ -85,9 +86,10 @@ impl SchedulerSession {
         run: &[u8],
         budget_us: u64,
         by_engine: bool,
+        early: bool,
     ) -> PyResult<Self> {
         let (run, budget) = (bytes16(run)?, Duration::from_micros(budget_us));
-        let options = scheduler::Options { socket, engine, world_size, run, budget, by_engine };
+        let options = scheduler::Options { socket, engine, world_size, run, budget, by_engine, early };
         Ok(Self(Guarded::new(py.detach(|| Scheduler::new(options))?)))
     }
 
@@ -238,6 +240,10 @@ struct WorkerSession(Guarded<Worker>);
 #[pymethods]
 impl WorkerSession {
     #[new]
+    #[pyo3(signature = (
+        socket, engine, world_size, rank, shard, shards, blocks, regions, fds, copy, facts,
+        pointers = Vec::new(), cuts = Vec::new(), stream = 0
+    ))]
     #[allow(clippy::too_many_arguments, reason = "the facts of a rank, named at the call")]
     fn new(
         py: Python<'_>,
@@ -252,12 +258,22 @@ impl WorkerSession {
         fds: Vec<i32>,
         copy: &str,
         facts: BTreeMap<String, String>,
+        pointers: Vec<u64>,
+        cuts: Vec<u64>,
+        stream: u64,
     ) -> PyResult<Self> {
         let region = |(fd, offset, stride, bytes)| BlockRegion { fd, offset, stride, bytes };
         let regions = regions.into_iter().map(region).collect();
-        let worker = handshake::Worker { rank, shard, shards, blocks, regions, copy: copier(copy)?, facts };
-        let descriptors = fds.into_iter().map(duplicate).collect::<Result<_, _>>()?;
-        let options = worker::Options { socket, engine, world_size, worker, descriptors };
+        let copy = copier(copy)?;
+        let worker = handshake::Worker { rank, shard, shards, blocks, regions, copy, facts, cuda: None };
+        let memory = match (fds.is_empty(), pointers.is_empty()) {
+            (false, false) => {
+                return Ok(argument("descriptors and pointers; a rank's memory is the host's or a GPU's")?);
+            }
+            (_, true) => Memory::Host(fds.into_iter().map(duplicate).collect::<Result<_, _>>()?),
+            (true, false) => Memory::Gpu { pointers, cuts, stream },
+        };
+        let options = worker::Options { socket, engine, world_size, worker, memory };
         Ok(Self(Guarded::new(py.detach(|| Worker::new(options))?)))
     }
 
@@ -284,29 +300,54 @@ impl WorkerSession {
         })
     }
 
-    fn start(&self, step: u64) -> PyResult<()> {
+    #[pyo3(signature = (step, stream = 0))]
+    fn start(&self, step: u64, stream: u64) -> PyResult<()> {
         self.0.enter(|session| {
-            session.start(step);
+            session.start(step, stream);
             Ok(())
         })
     }
 
-    fn done(&self, step: u64, ring: bool) -> PyResult<()> {
+    #[pyo3(signature = (step, ring, stream = 0))]
+    fn done(&self, step: u64, ring: bool, stream: u64) -> PyResult<()> {
         self.0.enter(|session| {
-            session.done(step, ring);
+            session.done(step, ring, stream);
             Ok(())
         })
     }
 
-    fn load(&self, py: Python<'_>, plan: &[u8], sync: bool) -> PyResult<Option<Vec<u32>>> {
+    #[pyo3(signature = (plan, sync, stream = 0, overlap = false))]
+    fn load(
+        &self,
+        py: Python<'_>,
+        plan: &[u8],
+        sync: bool,
+        stream: u64,
+        overlap: bool,
+    ) -> PyResult<Option<Vec<u32>>> {
         let plan = Plan::decode(plan).map_err(Failure::from)?;
-        if sync {
-            return py.detach(|| self.0.enter(|session| Ok(Some(session.load_now(plan)))));
+        if !sync {
+            self.0.enter(|session| Ok(session.load_later(plan, stream)?))?;
+            return Ok(None);
         }
-        self.0.enter(|session| {
-            session.load_later(plan);
-            Ok(None)
+        let Some(plan) = self.0.enter(|session| Ok(session.load_on(plan, stream, overlap)?))? else {
+            return Ok(Some(Vec::new()));
+        };
+        py.detach(|| {
+            self.0.enter(|session| {
+                session.synchronize(stream)?;
+                Ok(Some(session.load_now(plan)))
+            })
         })
+    }
+
+    fn wait_group(&self, group: usize, stream: u64) -> PyResult<()> {
+        self.0.enter(|session| Ok(session.wait_group(group, stream)?))
+    }
+
+    #[getter]
+    fn loading(&self) -> PyResult<usize> {
+        self.0.enter(|session| Ok(session.loading()))
     }
 
     fn finished(&self) -> PyResult<Vec<(u64, Vec<u32>)>> {

@@ -45,6 +45,8 @@ pub struct Options {
     pub budget: Duration,
     /// Whether the ranks copy loads themselves.
     pub by_engine: bool,
+    /// Whether a load may begin when the step before its own is done: the engine neither zeroes nor copies into blocks.
+    pub early: bool,
 }
 
 #[derive(Debug, Default)]
@@ -75,6 +77,7 @@ pub struct Scheduler {
     link: Option<Link>,
     incarnation: u64,
     by_engine: bool,
+    early: bool,
     budget: Duration,
     left: Duration,
     /// The sidecar's heartbeat when a query timed out; nothing is asked until it differs.
@@ -107,6 +110,7 @@ impl Scheduler {
             link,
             incarnation: 0,
             by_engine: options.by_engine,
+            early: options.early,
             budget: options.budget,
             left: options.budget,
             stalled: None,

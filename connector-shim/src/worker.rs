@@ -2,45 +2,48 @@
 //!
 //! A load that the sidecar was to copy and did not is finished here, from the mapped pool, every slot checked before and
 //! after its copy. The mapping outlives the connection, so that a dead sidecar's promises can still be kept.
+//!
+//! On host memory the engine's thread stores the fences and waits for sync loads. On a GPU both are enqueued on the
+//! engine's stream, and a thread sees to it that no wait stays for ever.
+
+mod copies;
+mod device;
+mod link;
+mod memory;
+mod watch;
 
 use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use copy_engine::HostMemory;
-use rustix::fs::{Mode, OFlags};
-use shm_protocol::gate;
-use shm_protocol::handshake::{self, BlockRegion, Copier, Hello, Role};
+use copy_engine::cuda::{CudaError, Event};
+use shm_protocol::PROTOCOL_VERSION;
+use shm_protocol::handshake::{self, Hello, Role};
 use shm_protocol::layout::header;
-use shm_protocol::message::{Kind, Message, Outcome, Status};
-use shm_protocol::pool::SlotRef;
-use shm_protocol::proof::WITHOUT_RESCUE;
-use shm_protocol::region::Access;
-use shm_protocol::{PROTOCOL_VERSION, wait};
+use shm_protocol::message::{Kind, Message};
 
+use self::copies::{Copies, Job, Load, Order, is_whole};
+use self::device::Device;
+use self::link::Link;
+pub use self::link::SETTLE;
+pub use self::memory::Memory;
+use self::memory::{check_worker, open_memory};
+use self::watch::Watch;
 use crate::client::{Change, Client};
 use crate::clock;
-use crate::connection::{Address, Connection};
-use crate::error::{ShimError, argument};
+use crate::connection::Address;
+use crate::error::ShimError;
 use crate::notices::{Cause, Notices};
 use crate::plan::Plan;
 use crate::pool::Pool;
-use crate::scheduler::{SLEEP_TURN, check_engine};
-use crate::submission::Submission;
+use crate::scheduler::check_engine;
 
 /// How long a copy by the sidecar is waited for before the engine copies itself: a hundred times what the largest load
 /// takes, and short enough for a request that waits.
 pub const LOAD_DEADLINE: Duration = Duration::from_secs(2);
-/// How long the end of a block's copy by the sidecar is waited for once the gate is closed. A copy takes less than a
-/// millisecond, but a runnable thread was seen to wait 3 s for a busy core. A sidecar frozen half-way through a block is
-/// given up after it: `pillion.copy=sidecar` on host memory has no better guarantee.
-pub const SETTLE: Duration = Duration::from_secs(5);
-/// Time between two looks meanwhile.
-const SETTLE_POLL: Duration = Duration::from_micros(50);
 /// How long the pool of a sidecar's earlier life stays mapped after the next one was found: plans made before are on
 /// their way for a step or two, and the memory is needed by the next sidecar.
 const POOL_KEPT: Duration = Duration::from_secs(5);
@@ -54,10 +57,10 @@ pub struct Options {
     pub engine: String,
     /// Ranks of the engine.
     pub world_size: u32,
-    /// This rank's memory and facts.
+    /// This rank's memory and facts. What is a GPU's is filled in here.
     pub worker: handshake::Worker,
-    /// The descriptors that the regions name, open for reading and writing.
-    pub descriptors: Vec<OwnedFd>,
+    /// What the regions name.
+    pub memory: Memory,
 }
 
 /// An asynchronous load that ended.
@@ -69,21 +72,14 @@ pub struct Ended {
     pub failed: Vec<u32>,
 }
 
-/// A connection as the calling thread and the copier share it.
-#[derive(Debug)]
-struct Link {
-    connection: Arc<Connection>,
-    out: Mutex<Outbox>,
+/// Where this rank's part of a slot begins, and the bytes of a whole slot: the parts lie side by side.
+#[derive(Copy, Clone, Debug)]
+struct Part {
+    offset: u64,
+    slot_bytes: u64,
 }
 
-#[derive(Debug)]
-struct Outbox {
-    submission: Submission,
-    /// Ends of loads that found no room: posted as soon as there is some, since the sidecar keeps their slots until then.
-    unreported: Vec<Message>,
-}
-
-/// A load for which the sidecar's word is awaited.
+/// A load into host memory for which the sidecar's word is awaited.
 #[derive(Debug)]
 struct Awaited {
     plan: Plan,
@@ -91,49 +87,18 @@ struct Awaited {
     deadline: Instant,
 }
 
-/// A load that this process copies.
-#[derive(Debug)]
-struct Job {
-    plan: Plan,
-    pool: Option<Arc<Pool>>,
-    /// Where LOADED goes; `None` if the sidecar that promised it is gone.
-    link: Option<Arc<Link>>,
-    /// The sidecar may be writing a block of it.
-    rescue: bool,
-}
-
-#[derive(Debug, Default)]
-struct Counters {
-    loads: AtomicU64,
-    blocks_by_engine: AtomicU64,
-    blocks_by_sidecar: AtomicU64,
-    blocks_failed: AtomicU64,
-    bytes_loaded: AtomicU64,
-    rescues: AtomicU64,
-}
-
-/// What the copier thread shares with the session.
-#[derive(Debug)]
-struct Copies {
-    memory: HostMemory,
-    /// Where this rank's part of a slot begins, and the bytes of a whole slot: the parts lie side by side.
-    shard_offset: u64,
-    slot_bytes: u64,
-    counters: Counters,
-    ended: Mutex<Vec<Ended>>,
-    notices: Arc<Notices>,
-}
-
 /// One rank's session. See the module.
 #[derive(Debug)]
 pub struct Worker {
     client: Client,
     link: Option<Arc<Link>>,
+    /// Where the memory is a GPU's.
+    device: Option<Device>,
     copies: Arc<Copies>,
     pool: Option<Arc<Pool>>,
     earlier_pool: Option<(Instant, Arc<Pool>)>,
     awaited: Vec<Awaited>,
-    copier: Option<Sender<Job>>,
+    copier: Option<Sender<Order>>,
     run: Option<[u8; 16]>,
     joined: bool,
     /// The last step begun.
@@ -141,159 +106,36 @@ pub struct Worker {
     namespace: String,
 }
 
-// === impl Link ===
-
-impl Link {
-    fn new(connection: &Arc<Connection>) -> Self {
-        let out = Outbox { submission: Submission::new(connection), unreported: Vec::new() };
-        Self { out: Mutex::new(out), connection: Arc::clone(connection) }
-    }
-
-    fn out(&self) -> MutexGuard<'_, Outbox> {
-        // A panic between two posts leaves a sound ring.
-        self.out.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn post(&self, message: &Message) -> bool {
-        let mut out = self.out();
-        let posted = out.submission.post(message).is_some();
-        out.submission.flush(&self.connection);
-        posted
-    }
-
-    fn post_loaded(&self, op: u64, status: Status) {
-        let message = Message { op, flags: status as u8, ..Message::new(Kind::Loaded) };
-        if !self.post(&message) {
-            self.out().unreported.push(message);
-        }
-    }
-
-    /// Posts what found no room before.
-    fn retry(&self) {
-        let unreported = std::mem::take(&mut self.out().unreported);
-        for message in unreported {
-            if !self.post(&message) {
-                self.out().unreported.push(message);
-            }
-        }
-    }
-
-    /// Forbids the sidecar to begin load `op`, or any before it.
-    fn close_gate(&self, op: u64) {
-        gate::close(self.connection.region(), op);
-    }
-
-    /// After the gate was closed: waits until the sidecar writes no block any more. A hang-up says so too: its end of the
-    /// socket is closed after its last copy.
-    fn settle(&self) {
-        let deadline = clock::now() + SETTLE;
-        let settled = || gate::is_settled(self.connection.region());
-        while !settled() && !self.connection.is_lost() && clock::now() < deadline {
-            std::thread::sleep(SETTLE_POLL);
-        }
-    }
-
-    /// Waits for the sidecar's word on load `op`.
-    fn wait(&self, op: u64) -> Option<Outcome> {
-        let deadline = clock::now() + LOAD_DEADLINE;
-        let region = self.connection.region();
-        self.connection.ring();
-        loop {
-            let outcome = self.outcome(op);
-            let left = deadline.saturating_duration_since(clock::now());
-            if outcome.is_some() || left.is_zero() || self.connection.is_lost() {
-                return outcome;
-            }
-            wait::sleep_turn(region, left.min(SLEEP_TURN), || self.outcome(op).is_some());
-        }
-    }
-
-    /// What became of load `op`, once it has ended.
-    fn outcome(&self, op: u64) -> Option<Outcome> {
-        self.connection.memory.load_outcome(op).filter(|outcome| outcome.status != Status::Pending)
-    }
-}
-
-// === impl Copies ===
-
-impl Copies {
-    /// Copies every block of the plan and returns those that are not what was asked for.
-    fn copy(&self, plan: &Plan, pool: Option<&Pool>) -> Vec<u32> {
-        let Some(pool) = pool else {
-            self.notices.say(Cause::Pool, "a load names the pool of a sidecar that this rank was never connected to; its blocks are computed again");
-            return plan.blocks.iter().map(|(block, _)| *block).collect();
-        };
-        let copied = |block: u32, slot: SlotRef| {
-            pool.verify(slot, self.slot_bytes)
-                && self.memory.load_block(pool.region(), slot.offset + self.shard_offset, block).is_ok()
-                && pool.verify(slot, self.slot_bytes)
-        };
-        plan.blocks.iter().filter(|(block, slot)| !copied(*block, *slot)).map(|(block, _)| *block).collect()
-    }
-
-    /// Carries out a job, tells the sidecar, and returns the failed blocks.
-    fn carry_out(&self, job: &Job) -> Vec<u32> {
-        if job.rescue
-            && let Some(link) = &job.link
-        {
-            link.settle();
-        }
-        let failed = match job.rescue && WITHOUT_RESCUE {
-            true => Vec::new(),
-            false => self.copy(&job.plan, job.pool.as_deref()),
-        };
-        let copied = (job.plan.blocks.len() - failed.len()) as u64;
-        self.counters.blocks_by_engine.fetch_add(copied, Ordering::Relaxed);
-        self.count(copied, failed.len() as u64);
-        if let Some(link) = &job.link {
-            link.post_loaded(job.plan.op, if failed.is_empty() { Status::Ok } else { Status::Failed });
-        }
-        failed
-    }
-
-    fn count(&self, copied: u64, failed: u64) {
-        self.counters.loads.fetch_add(1, Ordering::Relaxed);
-        self.counters.blocks_failed.fetch_add(failed, Ordering::Relaxed);
-        self.counters.bytes_loaded.fetch_add(copied * self.memory.block_bytes(), Ordering::Relaxed);
-    }
-
-    fn end(&self, ended: Ended) {
-        self.ended.lock().unwrap_or_else(PoisonError::into_inner).push(ended);
-    }
-
-    fn run(&self, jobs: &Receiver<Job>) {
-        for job in jobs {
-            self.end(Ended { op: job.plan.op, failed: self.carry_out(&job) });
-        }
-    }
-}
-
 // === impl Worker ===
 
 impl Worker {
     /// Connects, or leaves that to the background. Fails for impossible arguments, and when the sidecar refuses.
     pub fn new(options: Options) -> Result<Self, ShimError> {
-        let Options { socket, engine, world_size, worker, descriptors } = options;
+        let Options { socket, engine, world_size, mut worker, memory } = options;
         check_engine(&engine, world_size)?;
-        check_worker(&worker, world_size, descriptors.len())?;
-        let sent = descriptors.iter().map(|fd| export(fd, worker.copy)).collect::<Result<_, _>>()?;
-        let memory = HostMemory::new(descriptors, &worker.regions, worker.blocks, Access::ReadWrite)?;
-        let shard_offset = memory.block_bytes() * u64::from(worker.shard);
-        let slot_bytes = memory.block_bytes() * u64::from(worker.shards);
-        let hello = Hello { version: PROTOCOL_VERSION, engine, world_size, role: Role::Worker(worker) };
+        check_worker(&worker, world_size, &memory)?;
+        let (memory, device, descriptors) = open_memory(&mut worker, memory)?;
+        let part = Part {
+            offset: memory.block_bytes() * u64::from(worker.shard),
+            slot_bytes: memory.block_bytes() * u64::from(worker.shards),
+        };
         let notices = Arc::new(Notices::default());
-        let client = Client::start(Address { socket, hello, descriptors: sent }, notices, true)?;
-        let (counters, ended) = Default::default();
-        let notices = client.share_notices();
-        let copies = Arc::new(Copies { memory, shard_offset, slot_bytes, counters, ended, notices });
+        let (gpu, cuts) = (device.as_ref().map(Device::gpu), device.as_ref().map_or(0, Device::cuts));
+        let copies = Arc::new(Copies::new(memory, gpu, cuts, part, Arc::clone(&notices)));
+        // A wait may be enqueued only where somebody can end it.
+        let copier = device.is_some().then(|| copies.spawn()).transpose();
+        let copier = copier.map_err(|error| ShimError::no_thread(&error))?;
+        let hello = Hello { version: PROTOCOL_VERSION, engine, world_size, role: Role::Worker(worker) };
+        let client = Client::start(Address { socket, hello, descriptors }, notices, true)?;
         let mut session = Self {
             client,
             link: None,
+            device,
             copies,
             pool: None,
             earlier_pool: None,
             awaited: Vec::new(),
-            copier: None,
+            copier,
             run: None,
             joined: false,
             started: 0,
@@ -333,32 +175,73 @@ impl Worker {
         self.post_join();
     }
 
-    /// Step `step` begins: its loads may be written.
-    pub fn start(&mut self, step: u64) {
+    /// Step `step` begins: its loads may be written. On a GPU, once `stream` gets there.
+    pub fn start(&mut self, step: u64, stream: u64) {
         self.refresh();
         self.started = step;
-        self.store(header::FENCE_START, step);
+        if let Some(device) = &mut self.device {
+            device.begin_step(&self.copies);
+        }
+        self.store(header::FENCE_START, step, stream);
         if let Some(link) = &self.link {
             link.retry();
         }
     }
 
-    /// The KV of step `step` is written. `ring`: something waits for that.
-    pub fn done(&mut self, step: u64, ring: bool) {
-        self.store(header::FENCE_DONE, step);
+    /// The KV of step `step` is written; on a GPU, once `stream` gets there. `ring`: something waits for that.
+    pub fn done(&mut self, step: u64, ring: bool, stream: u64) {
+        self.store(header::FENCE_DONE, step, stream);
         if ring && let Some(link) = &self.link {
             link.connection.ring();
         }
     }
 
+    /// Makes the engine's stream wait for a plan's blocks, cut by cut where `overlap`, else for all of them now. Hands the
+    /// plan back where nobody promised them in time, or the memory is the host's: then [`Worker::load_now`] is called.
+    pub fn load_on(&mut self, plan: Plan, stream: u64, overlap: bool) -> Result<Option<Plan>, ShimError> {
+        let Some((link, device)) = self.link_of(&plan).zip(self.device.as_mut()) else {
+            return Ok(Some(plan));
+        };
+        if plan.by_engine() {
+            return Ok(Some(plan));
+        }
+        let stream = device.stream(stream);
+        let reached = stream.record()?;
+        device.expect(&link, plan.op, &stream, overlap)?;
+        link.connection.ring();
+        self.follow(plan, reached, true);
+        Ok(None)
+    }
+
+    /// Makes `stream` wait for cut `cut` of every load of the step, and for those before it.
+    pub fn wait_group(&mut self, cut: usize, stream: u64) -> Result<(), ShimError> {
+        if let Some(device) = &mut self.device {
+            let stream = device.stream(stream);
+            device.wait(&stream, cut.saturating_add(1))?;
+        }
+        Ok(())
+    }
+
+    /// Loads of the step whose last cut is still to be waited for.
+    pub fn loading(&self) -> usize {
+        self.device.as_ref().map_or(0, Device::loading)
+    }
+
+    /// Blocks until the engine's stream has passed all that it was given: its blocks are then free for this thread's copies.
+    pub fn synchronize(&mut self, stream: u64) -> Result<(), ShimError> {
+        let stream = self.device.as_mut().map(|device| device.stream(stream));
+        Ok(stream.map_or(Ok(()), |stream| stream.synchronize())?)
+    }
+
     /// Loads a plan's blocks now and returns those that failed.
     pub fn load_now(&mut self, plan: Plan) -> Vec<u32> {
         if !plan.by_engine()
+            && self.device.is_none()
             && let Some(link) = self.link_of(&plan)
         {
             let outcome = link.wait(plan.op);
             if is_whole(&plan, outcome) {
-                self.count_sidecar(&plan);
+                self.copies.count_sidecar(&plan);
                 return Vec::new();
             }
             let job = self.rescue(plan, link);
@@ -368,16 +251,29 @@ impl Worker {
         self.copies.carry_out(&job)
     }
 
-    /// Begins to load a plan's blocks; [`Worker::finished`] tells the end.
-    pub fn load_later(&mut self, plan: Plan) {
-        if !plan.by_engine()
+    /// Begins to load a plan's blocks, free once `stream` gets there; [`Worker::finished`] tells the end.
+    pub fn load_later(&mut self, plan: Plan, stream: u64) -> Result<(), ShimError> {
+        if let Some(device) = &mut self.device {
+            let reached = device.stream(stream).record()?;
+            self.follow(plan, reached, false);
+        } else if !plan.by_engine()
             && let Some(link) = self.link_of(&plan)
         {
             self.awaited.push(Awaited { plan, link, deadline: clock::now() + LOAD_DEADLINE });
-            return;
+        } else {
+            let job = self.job(plan);
+            self.submit(Order::Copy(job));
         }
+        Ok(())
+    }
+
+    /// Gives a load into GPU memory to the thread.
+    fn follow(&mut self, plan: Plan, reached: Event, sync: bool) {
+        let promised = !plan.by_engine();
         let job = self.job(plan);
-        self.submit(job);
+        let watch = if promised && job.link.is_some() { Watch::promised() } else { Watch::ours() };
+        self.copies.count_watched();
+        self.submit(Order::Watch(Load { job, reached: Box::new(reached), sync, watch }));
     }
 
     /// Loads begun by [`Worker::load_later`] that ended, each once.
@@ -386,35 +282,26 @@ impl Worker {
         for awaited in std::mem::take(&mut self.awaited) {
             self.look_at(awaited);
         }
-        std::mem::take(&mut *self.copies.ended.lock().unwrap_or_else(PoisonError::into_inner))
+        self.copies.take_ended()
     }
 
     fn look_at(&mut self, awaited: Awaited) {
         let Awaited { plan, link, deadline } = awaited;
         let outcome = link.outcome(plan.op);
         if is_whole(&plan, outcome) {
-            self.count_sidecar(&plan);
+            self.copies.count_sidecar(&plan);
             self.copies.end(Ended { op: plan.op, failed: Vec::new() });
         } else if outcome.is_some() || link.connection.is_lost() || clock::now() >= deadline {
             let job = self.rescue(plan, link);
-            self.submit(job);
+            self.submit(Order::Copy(job));
         } else {
             self.awaited.push(Awaited { plan, link, deadline });
         }
     }
 
-    fn count_sidecar(&self, plan: &Plan) {
-        let blocks = plan.blocks.len() as u64;
-        self.copies.counters.blocks_by_sidecar.fetch_add(blocks, Ordering::Relaxed);
-        self.copies.count(blocks, 0);
-    }
-
-    /// Takes a load away from the sidecar.
+    /// Takes a load into host memory away from the sidecar.
     fn rescue(&self, plan: Plan, link: Arc<Link>) -> Job {
-        self.copies.counters.rescues.fetch_add(1, Ordering::Relaxed);
-        self.client
-            .notices()
-            .say(Cause::Rescue, "a load that the sidecar did not finish was finished by the engine");
+        self.copies.note_rescue();
         link.close_gate(plan.op);
         let pool = self.pool_of(&plan);
         Job { plan, pool, link: Some(link), rescue: true }
@@ -424,30 +311,23 @@ impl Worker {
         Job { pool: self.pool_of(&plan), link: self.link_of(&plan), plan, rescue: false }
     }
 
-    /// Hands a job to the copier thread, which starts with the first one.
-    fn submit(&mut self, job: Job) {
-        let job = match &self.copier {
-            Some(copier) => copier.send(job).err().map(|unsent| unsent.0),
-            None => {
-                let (sender, jobs) = channel();
-                let copies = Arc::clone(&self.copies);
-                let started = std::thread::Builder::new()
-                    .name("pillion-copier".into())
-                    .spawn(move || copies.run(&jobs));
-                match started {
-                    Ok(_) => {
-                        let unsent = sender.send(job).err().map(|unsent| unsent.0);
-                        self.copier = Some(sender);
-                        unsent
-                    }
-                    Err(_) => Some(job),
-                }
-            }
+    /// Hands an order to the thread, which on host memory starts with the first one.
+    fn submit(&mut self, order: Order) {
+        if self.copier.is_none() {
+            self.copier = self.copies.spawn().ok();
+        }
+        let unsent = match &self.copier {
+            Some(copier) => copier.send(order).err().map(|unsent| unsent.0),
+            None => Some(order),
         };
-        // No thread to be had: better late than never.
-        if let Some(job) = job {
-            let failed = self.copies.carry_out(&job);
-            self.copies.end(Ended { op: job.plan.op, failed });
+        match unsent {
+            None => {}
+            // No thread to be had: better late than never.
+            Some(Order::Copy(job)) => {
+                let failed = self.copies.carry_out(&job);
+                self.copies.end(Ended { op: job.plan.op, failed });
+            }
+            Some(Order::Watch(_)) => unreachable!("the watchdog outlives the session, or ends the process"),
         }
     }
 
@@ -461,10 +341,19 @@ impl Worker {
         self.pool.iter().chain(earlier).find(|pool| pool.epoch() == plan.epoch).cloned()
     }
 
-    fn store(&self, word: usize, step: u64) {
-        if let Some(link) = &self.link {
-            // SYNC POINT(step): release pairs with the sidecar's acquire; the KV written before is visible with it.
-            link.connection.region().word64(word).store(step, Ordering::Release);
+    /// Stores a fence word: at once on host memory, in the order of the engine's stream on a GPU.
+    fn store(&mut self, word: usize, step: u64, stream: u64) {
+        match (&self.link, &mut self.device) {
+            (None, _) => {}
+            (Some(link), None) => {
+                // SYNC POINT(step): release pairs with the sidecar's acquire; the KV written before is visible with it.
+                link.connection.region().word64(word).store(step, Ordering::Release);
+            }
+            (Some(link), Some(device)) => {
+                if let Err(error) = device.stream(stream).write_fence(link.words(), word, step) {
+                    self.leave(error);
+                }
+            }
         }
     }
 
@@ -472,20 +361,39 @@ impl Worker {
         self.drop_earlier_pool();
         match self.client.refresh(false) {
             Change::Same => {}
-            Change::Lost => self.link = None,
+            Change::Lost => self.part(),
             Change::Connected => self.connect(),
         }
     }
 
     fn connect(&mut self) {
-        let Some(connection) = self.client.connection() else { return };
-        self.link = Some(Arc::new(Link::new(connection)));
+        self.part();
+        let Some(connection) = self.client.connection().cloned() else { return };
+        match Link::new(&connection, self.device.as_ref().map(Device::gpu)) {
+            Ok(link) => self.link = Some(Arc::new(link)),
+            Err(error) => return self.leave(error),
+        }
         self.joined = false;
         self.namespace.clone_from(&connection.welcome.namespace);
         if let Some(pool) = self.pool.replace(connection.pool.clone().expect("workers map the pool")) {
             self.earlier_pool = Some((clock::now(), pool));
         }
         self.post_join();
+    }
+
+    /// Lets go of a connection that ended.
+    fn part(&mut self) {
+        if let (Some(link), Some(device)) = (self.link.take(), &mut self.device) {
+            device.retire(link);
+        }
+    }
+
+    /// Hangs up because the GPU's driver refused something that every step needs.
+    fn leave(&mut self, error: CudaError) {
+        let text =
+            format!("the GPU's driver refuses the words shared with the sidecar ({error}); connecting anew");
+        self.client.leave(Cause::Gpu, text);
+        self.part();
     }
 
     fn post_join(&mut self) {
@@ -514,7 +422,9 @@ impl Worker {
             ("bytes_loaded", &c.bytes_loaded),
             ("rescues", &c.rescues),
         ];
-        numbers.into_iter().map(|(name, number)| (name, number.load(Ordering::Relaxed))).collect()
+        let waits = self.device.as_ref().map_or(0, Device::waits);
+        let numbers = numbers.into_iter().map(|(name, number)| (name, number.load(Ordering::Relaxed)));
+        numbers.chain([("waits", waits)]).collect()
     }
 
     /// Messages for the log, each handed over once.
@@ -525,7 +435,7 @@ impl Worker {
     /// Ends the session for good. Loads in progress end by themselves.
     pub fn disconnect(&mut self) {
         self.client.stop();
-        self.link = None;
+        self.part();
     }
 }
 
@@ -536,51 +446,9 @@ impl Drop for Worker {
             std::mem::forget((self.pool.take(), self.earlier_pool.take(), self.link.take()));
             std::mem::forget(std::mem::take(&mut self.awaited));
         }
-    }
-}
-
-/// Whether the sidecar moved every block.
-fn is_whole(plan: &Plan, outcome: Option<Outcome>) -> bool {
-    outcome.is_some_and(|o| o.status == Status::Ok && o.value as usize == plan.blocks.len())
-}
-
-/// What is sent to the sidecar: where the engine copies, a descriptor that cannot be written through.
-fn export(descriptor: &OwnedFd, copier: Copier) -> Result<OwnedFd, ShimError> {
-    let mode = match copier {
-        Copier::Engine => OFlags::RDONLY,
-        Copier::Sidecar => OFlags::RDWR,
-    };
-    let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(descriptor));
-    let opened = rustix::fs::open(path, mode | OFlags::CLOEXEC, Mode::empty());
-    Ok(opened.map_err(copy_engine::CopyError::from)?)
-}
-
-/// The rules of the handshake, told before anything is sent.
-fn check_worker(worker: &handshake::Worker, world_size: u32, descriptors: usize) -> Result<(), ShimError> {
-    let fits = |region: &BlockRegion| {
-        let last = u64::from(worker.blocks - 1).checked_mul(region.stride);
-        let end = last.and_then(|at| at.checked_add(region.offset)?.checked_add(region.bytes));
-        (region.fd as usize) < descriptors
-            && region.bytes > 0
-            && region.stride >= region.bytes
-            && end.is_some_and(|end| end <= i64::MAX as u64)
-    };
-    let rules = [
-        (worker.rank < world_size, "rank must be below world_size"),
-        ((1..=world_size).contains(&worker.shards), "shards must be 1 to world_size"),
-        (worker.shard < worker.shards, "shard must be below shards"),
-        (worker.blocks > 0, "there must be at least one block"),
-        (worker.facts.len() <= handshake::FACTS_MAX, "there may be at most 256 facts"),
-        (descriptors <= handshake::DESCRIPTORS_MAX, "there may be at most 64 descriptors"),
-        ((1..=handshake::REGIONS_MAX).contains(&worker.regions.len()), "there must be 1 to 1,024 regions"),
-    ];
-    if let Some((_, rule)) = rules.iter().find(|(holds, _)| !holds) {
-        return argument(*rule);
-    }
-    match worker.regions.iter().position(|region| !fits(region)) {
-        Some(index) => {
-            argument(format!("region {index} is not inside its descriptor, or its stride is below its bytes"))
+        if let Some(device) = self.device.take() {
+            // Streams may still reach its words and its staging memory, or the driver be gone already.
+            std::mem::forget((device, self.link.take(), Arc::clone(&self.copies)));
         }
-        None => Ok(()),
     }
 }

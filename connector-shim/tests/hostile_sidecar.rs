@@ -3,19 +3,18 @@
 
 mod peer;
 
-use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use connector_shim::error::ShimError;
-use connector_shim::plan::Plan;
 use connector_shim::scheduler::{self, Scheduler};
-use connector_shim::worker::{self, Worker};
-use peer::{Peer, SEGMENT_BYTES, Served, TestPool, doorbell, eventually, welcome};
+use connector_shim::worker::Worker;
+use peer::rank::{BLOCK_BYTES, EPOCH, Kv, connected, content, options, plan};
+use peer::{Peer, SEGMENT_BYTES, Served, TestPool, doorbell, eventually, own_process, welcome};
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
-use shm_protocol::handshake::{self, BlockRegion, Copier, Reply, Welcome, encode};
+use shm_protocol::handshake::{Copier, Reply, Welcome, encode};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{self, COMPLETION_SLOTS, header};
 use shm_protocol::message::{LOAD_BY_ENGINE, LOAD_SYNC, Saved, Status};
@@ -24,10 +23,6 @@ use shm_protocol::region::{Access, Region};
 use shm_protocol::session::SessionMemory;
 use shm_protocol::transport;
 
-const BLOCKS: u32 = 8;
-const BLOCK_BYTES: u64 = 600;
-const UNTOUCHED: u8 = 0xee;
-const EPOCH: u64 = 9;
 /// Far more than the engine's own limits together: a handshake, a load's deadline and its settling.
 const WATCHDOG: Duration = Duration::from_secs(60);
 
@@ -42,40 +37,6 @@ fn ends<T: Send + 'static>(what: &str, act: impl FnOnce() -> T + Send + 'static)
     result
 }
 
-struct Kv(OwnedFd);
-
-impl Kv {
-    fn new() -> Self {
-        let fd = rustix::fs::memfd_create("test-kv", MemfdFlags::CLOEXEC).unwrap();
-        let bytes = vec![UNTOUCHED; (BLOCK_BYTES * u64::from(BLOCKS)) as usize];
-        assert_eq!(rustix::io::pwrite(&fd, &bytes, 0), Ok(bytes.len()));
-        Self(fd)
-    }
-
-    fn block(&self, block: u32) -> Vec<u8> {
-        let mut bytes = vec![0; BLOCK_BYTES as usize];
-        let at = u64::from(block) * BLOCK_BYTES;
-        assert_eq!(rustix::io::pread(&self.0, &mut bytes, at), Ok(BLOCK_BYTES as usize));
-        bytes
-    }
-}
-
-fn worker_options(peer: &Peer, kv: &Kv, copy: Copier) -> worker::Options {
-    let region = BlockRegion { fd: 0, offset: 0, stride: BLOCK_BYTES, bytes: BLOCK_BYTES };
-    let facts = BTreeMap::from([("model".into(), "m".into())]);
-    let worker = handshake::Worker {
-        rank: 0,
-        shard: 0,
-        shards: 1,
-        blocks: BLOCKS,
-        regions: vec![region],
-        copy,
-        facts,
-    };
-    let descriptors = vec![kv.0.try_clone().unwrap()];
-    worker::Options { socket: peer.socket(), engine: "engine".into(), world_size: 1, worker, descriptors }
-}
-
 fn scheduler_options(peer: &Peer) -> scheduler::Options {
     scheduler::Options {
         socket: peer.socket(),
@@ -84,14 +45,8 @@ fn scheduler_options(peer: &Peer) -> scheduler::Options {
         run: [7; 16],
         budget: Duration::from_millis(2),
         by_engine: false,
+        early: false,
     }
-}
-
-fn connected_worker(peer: &Peer, kv: &Kv, copy: Copier) -> (Worker, Served) {
-    let served = peer.serve(BLOCK_BYTES);
-    let worker = Worker::new(worker_options(peer, kv, copy)).unwrap();
-    assert!(worker.connected(), "{:?}", worker.take_notices());
-    (worker, served.join().unwrap())
 }
 
 fn connected_scheduler(peer: &Peer) -> (Scheduler, Served) {
@@ -99,14 +54,6 @@ fn connected_scheduler(peer: &Peer) -> (Scheduler, Served) {
     let scheduler = Scheduler::new(scheduler_options(peer)).unwrap();
     assert!(scheduler.connected(), "{:?}", scheduler.take_notices());
     (scheduler, served.join().unwrap())
-}
-
-fn content(seed: u64) -> Vec<u8> {
-    (0..BLOCK_BYTES).map(|at| (at.wrapping_mul(31) ^ seed.wrapping_mul(0x9e37_79b9)) as u8).collect()
-}
-
-fn plan(op: u64, flags: u8, blocks: &[(u32, SlotRef)]) -> Plan {
-    Plan { op, epoch: EPOCH, flags, blocks: blocks.to_vec() }
 }
 
 fn log_of(scheduler: &mut Scheduler, keys: u32) -> i64 {
@@ -125,6 +72,7 @@ struct Offer {
     memory: OwnedFd,
     doorbell: OwnedFd,
     pool: OwnedFd,
+    process: OwnedFd,
     more: Vec<OwnedFd>,
     fewer: usize,
 }
@@ -137,13 +85,14 @@ impl Offer {
             memory: SessionMemory::create(EPOCH, 1).unwrap().0,
             doorbell: doorbell(),
             pool: pool.fd().try_clone().unwrap(),
+            process: own_process(),
             more: Vec::new(),
             fewer: 0,
         }
     }
 
     fn send(&self, socket: &OwnedFd) {
-        let sent = [&self.memory, &self.doorbell, &self.pool].into_iter().chain(&self.more);
+        let sent = [&self.memory, &self.doorbell, &self.pool, &self.process].into_iter().chain(&self.more);
         let mut sent: Vec<BorrowedFd<'_>> = sent.map(AsFd::as_fd).collect();
         sent.truncate(sent.len() - self.fewer);
         // Who has left already is told nothing.
@@ -192,9 +141,9 @@ type Spoil = fn(&mut Offer);
 
 /// Wrong for either role.
 const SPOILT: &[(&str, Spoil)] = &[
-    ("no descriptors", |offer| offer.fewer = 3),
-    ("two descriptors", |offer| offer.fewer = 1),
-    ("four descriptors", |offer| offer.more = vec![doorbell()]),
+    ("no descriptors", |offer| offer.fewer = 4),
+    ("three descriptors", |offer| offer.fewer = 1),
+    ("five descriptors", |offer| offer.more = vec![doorbell()]),
     ("a session memory that may shrink", |offer| {
         offer.memory = session_memory(layout::SESSION_BYTES, SealFlags::GROW, header::EPOCH, 1);
     }),
@@ -219,6 +168,8 @@ const SPOILT: &[(&str, Spoil)] = &[
     ("a pipe for a session memory", |offer| offer.memory = rustix::pipe::pipe().unwrap().0),
     ("a device for a session memory", |offer| offer.memory = open("/dev/zero", OFlags::RDWR)),
     ("a doorbell that makes its ringer wait", |offer| offer.doorbell = full_pipe()),
+    ("a pipe for a process", |offer| offer.process = rustix::pipe::pipe().unwrap().0),
+    ("a folder of a process", |offer| offer.process = open("/proc/self", OFlags::RDONLY)),
 ];
 
 /// Wrong for a rank, which maps the pool.
@@ -247,16 +198,16 @@ const SPOILT_POOLS: &[(&str, Spoil)] = &[
 /// A worker that got nothing it can use: every load is computed again, until a sound sidecar comes.
 fn assert_misses_and_recovers(name: &str, peer: &Peer, kv: &Kv, mut worker: Worker) {
     worker.join([3; 16]);
-    worker.start(1);
-    worker.done(1, true);
+    worker.start(1, 0);
+    worker.done(1, true, 0);
     assert!(!worker.connected(), "{name}");
     let slot = SlotRef { offset: 0, generation: 1 };
     assert_eq!(worker.load_now(plan(1, LOAD_SYNC, &[(2, slot)])), [2], "{name}");
-    assert_eq!(kv.block(2), vec![UNTOUCHED; BLOCK_BYTES as usize], "{name}");
+    assert!(kv.is_untouched(2), "{name}");
     assert!(!worker.take_notices().is_empty(), "{name}: it is said why");
     let served = peer.serve(BLOCK_BYTES);
     eventually("a sound sidecar", || {
-        worker.start(2);
+        worker.start(2, 0);
         worker.connected()
     });
     drop(served.join().unwrap());
@@ -266,7 +217,7 @@ fn rank_meets(name: &'static str, script: impl FnOnce(OwnedFd) + Send + 'static)
     ends(name, move || {
         let (peer, kv) = (Peer::new(EPOCH), Kv::new());
         let scripted = peer.script(script);
-        let worker = Worker::new(worker_options(&peer, &kv, Copier::Engine)).unwrap();
+        let worker = Worker::new(options(&peer, &kv, Copier::Engine)).unwrap();
         scripted.join().unwrap();
         assert_misses_and_recovers(name, &peer, &kv, worker);
     });
@@ -371,7 +322,7 @@ fn a_sidecar_of_another_version_is_refused_with_both_numbers() {
                 transport::receive(&socket).unwrap();
                 transport::send(&socket, &reply, &[]).unwrap();
             });
-            let refused = Worker::new(worker_options(&peer, &kv, Copier::Engine)).unwrap_err().to_string();
+            let refused = Worker::new(options(&peer, &kv, Copier::Engine)).unwrap_err().to_string();
             scripted.join().unwrap();
             let numbers = [format!("version {version}"), "version 1".into()];
             assert!(numbers.iter().all(|number| refused.contains(number)), "{refused}");
@@ -481,7 +432,7 @@ fn saved(op: u64) -> Saved {
 #[test]
 fn slots_that_are_none_fail_and_touch_nothing() {
     let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, served) = connected_worker(&peer, &kv, Copier::Engine);
+    let (mut worker, served) = connected(&peer, &kv, Copier::Engine);
     let good = served.pool.commit(3, 11, &content(3));
     let last = SEGMENT_BYTES + pool::SEGMENT_ALIGN;
     let offsets =
@@ -501,7 +452,7 @@ fn slots_that_are_none_fail_and_touch_nothing() {
         served.pool.put_state(3, state);
         assert_eq!(worker.load_now(plan(1, LOAD_BY_ENGINE, &[(0, good)])), [0], "state {state}");
     }
-    assert_eq!(kv.block(0), vec![UNTOUCHED; BLOCK_BYTES as usize]);
+    assert!(kv.is_untouched(0));
     assert_eq!(kv.block(1), content(3));
 }
 
@@ -509,7 +460,7 @@ fn slots_that_are_none_fail_and_touch_nothing() {
 #[test]
 fn a_slot_reused_under_a_copy_is_never_called_good() {
     let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, served) = connected_worker(&peer, &kv, Copier::Engine);
+    let (mut worker, served) = connected(&peer, &kv, Copier::Engine);
     let pool = served.pool;
     let slot = pool.commit(0, 1, &content(1));
     let stop = AtomicBool::new(false);
@@ -547,12 +498,12 @@ fn words_that_promise_a_load_without_all_its_blocks_are_rescued() {
         (Status::NotReady, 2),
     ] {
         let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-        let (mut worker, served) = connected_worker(&peer, &kv, Copier::Sidecar);
+        let (mut worker, served) = connected(&peer, &kv, Copier::Sidecar);
         let slot = served.pool.commit(0, 11, &content(1));
         let stale = SlotRef { generation: 10, ..slot };
         served.answer(1, status, value);
         assert_eq!(worker.load_now(plan(1, LOAD_SYNC, &[(2, slot), (3, stale)])), [3], "{status:?} {value}");
-        assert_eq!((kv.block(2), kv.block(3)), (content(1), vec![UNTOUCHED; BLOCK_BYTES as usize]));
+        assert!(kv.block(2) == content(1) && kv.is_untouched(3));
     }
 }
 
@@ -561,12 +512,12 @@ fn words_that_promise_a_load_without_all_its_blocks_are_rescued() {
 fn a_sidecar_that_never_ends_a_copy_is_given_up() {
     ends("a load that the sidecar holds up", || {
         let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-        let (mut worker, served) = connected_worker(&peer, &kv, Copier::Sidecar);
+        let (mut worker, served) = connected(&peer, &kv, Copier::Sidecar);
         let slot = served.pool.commit(0, 11, &content(1));
         served.store(header::FENCE_COPYING, u64::MAX);
         assert!(worker.load_now(plan(1, LOAD_SYNC, &[(2, slot)])).is_empty());
         assert_eq!(kv.block(2), content(1));
-        assert!(served.word(header::FENCE_GATE) >= 1);
+        assert!(served.gate() >= 1);
     });
 }
 
@@ -574,7 +525,7 @@ fn a_sidecar_that_never_ends_a_copy_is_given_up() {
 fn a_sidecar_that_leaves_in_the_middle_of_a_load_is_rescued() {
     ends("a load whose sidecar leaves", || {
         let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-        let (mut worker, served) = connected_worker(&peer, &kv, Copier::Sidecar);
+        let (mut worker, served) = connected(&peer, &kv, Copier::Sidecar);
         let slot = served.pool.commit(0, 11, &content(1));
         let stale = SlotRef { generation: 10, ..slot };
         served.store(header::FENCE_COPYING, 1);
@@ -593,7 +544,7 @@ fn a_sidecar_that_leaves_in_the_middle_of_a_load_is_rescued() {
 fn a_pool_that_shrinks_under_its_readers_is_a_miss() {
     ends("a pool that shrinks", || {
         let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-        let (mut worker, served) = connected_worker(&peer, &kv, Copier::Engine);
+        let (mut worker, served) = connected(&peer, &kv, Copier::Engine);
         let slot = served.pool.commit(0, 11, &content(1));
         assert!(worker.load_now(plan(1, LOAD_BY_ENGINE, &[(2, slot)])).is_empty());
         rustix::fs::ftruncate(served.pool.fd(), 4096).unwrap();
@@ -609,16 +560,16 @@ fn noise_in_the_session_memory_is_a_miss() {
     for seed in 1..25_u64 {
         ends("an engine under noise", move || {
             let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-            let (mut worker, served) = connected_worker(&peer, &kv, Copier::Sidecar);
+            let (mut worker, served) = connected(&peer, &kv, Copier::Sidecar);
             let slot = served.pool.commit(0, 11, &content(1));
             noise(served.memory.region(), seed);
             worker.join([3; 16]);
             for step in 1..4 {
-                worker.start(step);
+                worker.start(step, 0);
                 // An outcome that noise makes by chance is as good as the sidecar's word: the status would have to fit.
                 assert!(worker.load_now(plan(step, LOAD_BY_ENGINE, &[(2, slot)])).is_empty());
                 assert_eq!(kv.block(2), content(1));
-                worker.done(step, true);
+                worker.done(step, true, 0);
                 worker.finished();
             }
             let other = Peer::new(EPOCH);

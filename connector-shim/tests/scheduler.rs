@@ -24,6 +24,7 @@ fn options(peer: &Peer) -> Options {
         run: [7; 16],
         budget: Duration::from_millis(2),
         by_engine: false,
+        early: false,
     }
 }
 

@@ -2,87 +2,16 @@
 
 mod peer;
 
-use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
-
 use connector_shim::error::ShimError;
 use connector_shim::plan::Plan;
-use connector_shim::worker::{Ended, Options, Worker};
+use connector_shim::worker::{Ended, Memory, Options, Worker};
+use peer::rank::{BLOCK_BYTES, BLOCKS, EPOCH, Kv, connected, content, options, plan};
 use peer::{Peer, Served, eventually};
-use rustix::fs::{MemfdFlags, OFlags};
-use shm_protocol::handshake::{self, BlockRegion, Copier};
-use shm_protocol::layout::header;
+use rustix::fs::OFlags;
+use shm_protocol::handshake::{self, Copier};
+use shm_protocol::layout::{SUBMISSION_SLOTS, header};
 use shm_protocol::message::{Kind, LOAD_BY_ENGINE, LOAD_SYNC, Status};
 use shm_protocol::pool::SlotRef;
-
-const BLOCKS: u32 = 8;
-const LAYER_BYTES: u64 = 300;
-const BLOCK_BYTES: u64 = 2 * LAYER_BYTES;
-const UNTOUCHED: u8 = 0xee;
-const EPOCH: u64 = 9;
-
-/// KV memory of two layers in one descriptor.
-struct Kv(OwnedFd);
-
-impl Kv {
-    fn new() -> Self {
-        let fd = rustix::fs::memfd_create("test-kv", MemfdFlags::CLOEXEC).unwrap();
-        let bytes = vec![UNTOUCHED; (BLOCK_BYTES * u64::from(BLOCKS)) as usize];
-        assert_eq!(rustix::io::pwrite(&fd, &bytes, 0), Ok(bytes.len()));
-        Self(fd)
-    }
-
-    fn block(&self, block: u32) -> Vec<u8> {
-        let mut bytes = vec![0; BLOCK_BYTES as usize];
-        for (layer, half) in bytes.chunks_exact_mut(LAYER_BYTES as usize).enumerate() {
-            let layer_at = layer as u64 * LAYER_BYTES * u64::from(BLOCKS);
-            assert_eq!(
-                rustix::io::pread(&self.0, &mut *half, layer_at + u64::from(block) * LAYER_BYTES),
-                Ok(half.len())
-            );
-        }
-        bytes
-    }
-
-    fn is_untouched(&self, block: u32) -> bool {
-        self.block(block).iter().all(|byte| *byte == UNTOUCHED)
-    }
-}
-
-fn options(peer: &Peer, kv: &Kv, copy: Copier) -> Options {
-    let layer = |index: u64| BlockRegion {
-        fd: 0,
-        offset: index * LAYER_BYTES * u64::from(BLOCKS),
-        stride: LAYER_BYTES,
-        bytes: LAYER_BYTES,
-    };
-    let worker = handshake::Worker {
-        rank: 0,
-        shard: 0,
-        shards: 1,
-        blocks: BLOCKS,
-        regions: vec![layer(0), layer(1)],
-        copy,
-        facts: BTreeMap::from([("model".into(), "m".into())]),
-    };
-    let descriptors = vec![kv.0.try_clone().unwrap()];
-    Options { socket: peer.socket(), engine: "engine".into(), world_size: 1, worker, descriptors }
-}
-
-fn connected(peer: &Peer, kv: &Kv, copy: Copier) -> (Worker, Served) {
-    let served = peer.serve(BLOCK_BYTES);
-    let worker = Worker::new(options(peer, kv, copy)).unwrap();
-    assert!(worker.connected(), "{:?}", worker.take_notices());
-    (worker, served.join().unwrap())
-}
-
-fn content(seed: u8) -> Vec<u8> {
-    (0..BLOCK_BYTES).map(|at| (at as u8).wrapping_mul(31).wrapping_add(seed)).collect()
-}
-
-fn plan(op: u64, flags: u8, blocks: &[(u32, SlotRef)]) -> Plan {
-    Plan { op, epoch: EPOCH, flags, blocks: blocks.to_vec() }
-}
 
 fn loaded(served: &mut Served) -> Vec<(u64, u8)> {
     served.drain_kind(Kind::Loaded).iter().map(|message| (message.op, message.flags)).collect()
@@ -106,12 +35,12 @@ fn fences_follow_the_steps_and_a_run_is_joined_once() {
     let (mut worker, mut served) = connected(&peer, &kv, Copier::Engine);
     for step in 5..8 {
         worker.join([3; 16]);
-        worker.start(step);
+        worker.start(step, 0);
         assert_eq!(
             (served.word(header::FENCE_START), served.word(header::FENCE_DONE)),
             (step, if step == 5 { 0 } else { step - 1 })
         );
-        worker.done(step, true);
+        worker.done(step, true, 0);
     }
     let joins = served.drain_kind(Kind::Join);
     assert_eq!(joins.iter().map(|join| join.bytes16()).collect::<Vec<_>>(), [[3; 16]]);
@@ -177,8 +106,8 @@ fn an_asynchronous_load_ends_exactly_once() {
     let (peer, kv) = (Peer::new(EPOCH), Kv::new());
     let (mut worker, mut served) = connected(&peer, &kv, Copier::Engine);
     let slot = served.pool.commit(0, 11, &content(1));
-    worker.load_later(plan(1, LOAD_BY_ENGINE, &[(2, slot)]));
-    worker.load_later(plan(2, LOAD_BY_ENGINE, &[(3, SlotRef { generation: 10, ..slot })]));
+    worker.load_later(plan(1, LOAD_BY_ENGINE, &[(2, slot)]), 0).unwrap();
+    worker.load_later(plan(2, LOAD_BY_ENGINE, &[(3, SlotRef { generation: 10, ..slot })]), 0).unwrap();
     let mut ended = Vec::new();
     eventually("end of both", || {
         ended.extend(worker.finished());
@@ -197,13 +126,13 @@ fn the_sidecar_loads_and_the_engine_only_waits() {
     let slot = served.pool.commit(0, 11, &content(1));
     served.answer(1, Status::Ok, 1);
     assert!(worker.load_now(plan(1, LOAD_SYNC, &[(2, slot)])).is_empty());
-    worker.load_later(plan(2, 0, &[(3, slot)]));
+    worker.load_later(plan(2, 0, &[(3, slot)]), 0).unwrap();
     assert!(worker.finished().is_empty(), "no word yet");
     served.answer(2, Status::Ok, 1);
     assert_eq!(worker.finished(), [Ended { op: 2, failed: vec![] }]);
     assert!(kv.is_untouched(2) && kv.is_untouched(3), "the copies were the peer's to make");
     assert!(loaded(&mut served).is_empty());
-    assert_eq!((served.word(header::FENCE_GATE), worker.stats()["rescues"]), (0, 0));
+    assert_eq!((served.gate(), worker.stats()["rescues"]), (0, 0));
 }
 
 #[test]
@@ -213,7 +142,7 @@ fn what_the_sidecar_failed_is_rescued() {
     let slot = served.pool.commit(0, 11, &content(1));
     served.answer(1, Status::Failed, 0);
     assert!(worker.load_now(plan(1, LOAD_SYNC, &[(2, slot)])).is_empty());
-    worker.load_later(plan(7, 0, &[(3, slot), (4, slot)]));
+    worker.load_later(plan(7, 0, &[(3, slot), (4, slot)]), 0).unwrap();
     served.answer(7, Status::Ok, 1);
     let mut ended = Vec::new();
     eventually("end", || {
@@ -224,7 +153,7 @@ fn what_the_sidecar_failed_is_rescued() {
     assert!([2, 3, 4].iter().all(|block| kv.block(*block) == content(1)));
     let reported = [(1, Status::Ok as u8), (7, Status::Ok as u8)];
     assert_eq!(loaded(&mut served), reported, "the sidecar keeps their slots until then");
-    assert_eq!((served.word(header::FENCE_GATE), worker.stats()["rescues"]), (7, 2));
+    assert_eq!((served.gate(), worker.stats()["rescues"]), (7, 2));
 }
 
 #[test]
@@ -234,7 +163,7 @@ fn a_silent_sidecar_is_rescued_from_behind_a_closed_gate() {
     let slot = served.pool.commit(0, 11, &content(1));
     assert!(worker.load_now(plan(1, LOAD_SYNC, &[(2, slot)])).is_empty());
     assert_eq!(kv.block(2), content(1));
-    assert_eq!(served.word(header::FENCE_GATE), 1);
+    assert_eq!(served.gate(), 1);
     assert_eq!(loaded(&mut served), [(1, Status::Ok as u8)], "this rank's part has ended");
 }
 
@@ -245,9 +174,9 @@ fn a_rescue_waits_for_the_block_that_the_sidecar_is_writing() {
     let slot = served.pool.commit(0, 11, &content(1));
     served.store(header::FENCE_COPYING, 1);
     served.answer(1, Status::Failed, 0);
-    worker.load_later(plan(1, 0, &[(2, slot)]));
+    worker.load_later(plan(1, 0, &[(2, slot)]), 0).unwrap();
     assert!(worker.finished().is_empty());
-    eventually("closed gate", || served.word(header::FENCE_GATE) == 1);
+    eventually("closed gate", || served.gate() == 1);
     assert!(kv.is_untouched(2) && worker.finished().is_empty(), "a block may still be written");
     served.store(header::FENCE_COPYING, 0);
     let mut ended = Vec::new();
@@ -265,7 +194,7 @@ fn a_promise_outlives_the_sidecar() {
     let (peer, kv) = (Peer::new(EPOCH), Kv::new());
     let (mut worker, served) = connected(&peer, &kv, Copier::Sidecar);
     let slot = served.pool.commit(0, 11, &content(1));
-    worker.load_later(plan(1, 0, &[(2, slot)]));
+    worker.load_later(plan(1, 0, &[(2, slot)]), 0).unwrap();
     drop(served);
     let mut ended = Vec::new();
     eventually("rescue", || {
@@ -277,7 +206,7 @@ fn a_promise_outlives_the_sidecar() {
     assert!(worker.load_now(plan(2, LOAD_SYNC, &[(3, slot)])).is_empty(), "the mapping is still there");
     assert_eq!(kv.block(3), content(1));
     eventually("hang-up", || {
-        worker.start(1);
+        worker.start(1, 0);
         !worker.connected()
     });
 }
@@ -292,7 +221,7 @@ fn a_new_sidecar_is_joined_while_the_old_pool_serves_its_plans() {
     peer.epoch = EPOCH + 1;
     let again = peer.serve(BLOCK_BYTES);
     eventually("reconnect", || {
-        worker.start(4);
+        worker.start(4, 0);
         worker.generation() == 2 && worker.connected()
     });
     let mut served = again.join().unwrap();
@@ -324,7 +253,80 @@ fn impossible_memory_is_an_error_and_an_absent_sidecar_is_not() {
     assert!(matches!(Worker::new(short), Err(ShimError::Memory(_))));
     let mut worker = Worker::new(options(&peer, &kv, Copier::Engine)).unwrap();
     assert!(!worker.connected() && worker.take_notices()[0].contains("pillion serve"));
-    worker.start(1);
-    worker.done(1, true);
+    worker.start(1, 0);
+    worker.done(1, true, 0);
     assert_eq!(worker.load_now(plan(1, LOAD_BY_ENGINE, &[(0, SlotRef { offset: 0, generation: 1 })])), [0]);
+}
+
+#[test]
+fn ends_of_loads_that_find_no_room_are_told_later_in_their_order() {
+    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
+    let (mut worker, mut served) = connected(&peer, &kv, Copier::Engine);
+    let slot = served.pool.commit(0, 11, &content(1));
+    let more = SUBMISSION_SLOTS as u64 + 100;
+    for op in 1..=more {
+        assert!(worker.load_now(plan(op, LOAD_BY_ENGINE, &[(3, slot)])).is_empty());
+    }
+    let mut told = Vec::new();
+    eventually("all ends", || {
+        told.extend(loaded(&mut served).into_iter().map(|(op, _)| op));
+        worker.start(1, 0);
+        told.len() as u64 >= more
+    });
+    assert_eq!(told, (1..=more).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_sidecar_that_never_reads_is_left() {
+    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
+    let (mut worker, served) = connected(&peer, &kv, Copier::Engine);
+    let slot = served.pool.commit(0, 11, &content(1));
+    let mut op = 0;
+    eventually("the end of patience", || {
+        for _ in 0..100 {
+            op += 1;
+            assert!(worker.load_now(plan(op, LOAD_BY_ENGINE, &[(3, slot)])).is_empty());
+        }
+        worker.start(op, 0);
+        !worker.connected()
+    });
+    assert!(op > 2 * SUBMISSION_SLOTS as u64, "not before there is nothing else to do");
+}
+
+#[test]
+fn on_host_memory_nothing_is_enqueued() {
+    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
+    let (mut worker, served) = connected(&peer, &kv, Copier::Sidecar);
+    let asked = plan(1, LOAD_SYNC, &[(2, served.pool.commit(0, 11, &content(1)))]);
+    assert_eq!(worker.load_on(asked.clone(), 0, true).unwrap(), Some(asked));
+    worker.wait_group(0, 0).unwrap();
+    worker.synchronize(0).unwrap();
+    assert_eq!((worker.loading(), worker.stats()["waits"]), (0, 0));
+}
+
+#[test]
+fn gpu_memory_that_is_none_is_an_error() {
+    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
+    let on_gpu = |cuts: &[u64], copy: Copier, pointers: &[u64]| {
+        let memory = Memory::Gpu { pointers: pointers.to_vec(), cuts: cuts.to_vec(), stream: 0 };
+        Worker::new(Options { memory, ..options(&peer, &kv, copy) }).unwrap_err().to_string()
+    };
+    let half = BLOCK_BYTES / 2;
+    let bad: [&[u64]; 7] = [
+        &[],
+        &[0, BLOCK_BYTES],
+        &[half],
+        &[half, half, BLOCK_BYTES],
+        &[BLOCK_BYTES, half],
+        &[half, BLOCK_BYTES + 1],
+        &(BLOCK_BYTES - 255..=BLOCK_BYTES).collect::<Vec<_>>(),
+    ];
+    for cuts in bad {
+        assert!(on_gpu(cuts, Copier::Sidecar, &[4096]).contains("cuts"), "{cuts:?}");
+    }
+    assert!(on_gpu(&[half, BLOCK_BYTES], Copier::Engine, &[4096]).contains("sidecar"));
+    assert!(on_gpu(&[half, BLOCK_BYTES], Copier::Sidecar, &[]).contains("region 0"));
+    if !copy_engine::cuda::is_present() {
+        assert!(on_gpu(&[half, BLOCK_BYTES], Copier::Sidecar, &[4096]).contains("libcuda"));
+    }
 }

@@ -1,7 +1,7 @@
 """The engine's side of Pillion in Rust (crate `connector-shim`).
 
 Nothing here waits for the sidecar, except `query` and `wait` within the step's budget, and `WorkerSession.load` with
-`sync`; these release the interpreter. Without a sidecar every answer is a miss and every save is dropped.
+`sync` into host memory; these release the interpreter. Without a sidecar every answer is a miss and every save is dropped.
 """
 
 from os import PathLike
@@ -24,6 +24,7 @@ class SchedulerSession:
         run: bytes,
         budget_us: int,
         by_engine: bool,
+        early: bool,
     ) -> SchedulerSession: ...
     @property
     def connected(self) -> bool: ...
@@ -72,7 +73,12 @@ class SchedulerSession:
 
 @final
 class WorkerSession:
-    """One rank's session."""
+    """One rank's session.
+
+    Its memory is the host's, behind `fds`, or a GPU's, at `pointers`: one for each storage, the offsets of its regions
+    counting from there, in the CUDA context that is current on the calling thread. A `stream` is a CUstream of that GPU,
+    such as `torch.cuda.current_stream().cuda_stream`; host memory ignores it.
+    """
 
     def __new__(
         cls,
@@ -87,7 +93,11 @@ class WorkerSession:
         fds: list[int],
         copy: str,
         facts: dict[str, str],
-    ) -> WorkerSession: ...
+        pointers: list[int] = ...,
+        cuts: list[int] = ...,
+        stream: int = 0,
+    ) -> WorkerSession:
+        """`cuts`, on a GPU: ascending ends, in bytes of a block, of the parts that a load is delivered in."""
     @property
     def connected(self) -> bool: ...
     @property
@@ -98,12 +108,20 @@ class WorkerSession:
         """32 hex digits; empty while unknown."""
     def join(self, run: bytes) -> None:
         """Takes part in the scheduler's run; idempotent. Picks up a new connection."""
-    def start(self, step: int) -> None:
-        """The step begins: its loads may be written. Picks up a new connection."""
-    def done(self, step: int, ring: bool) -> None:
-        """The step's KV is written; `ring` wakes the sidecar because something waits for that."""
-    def load(self, plan: bytes, sync: bool) -> list[int] | None:
-        """`sync`: loads now and returns the failed blocks. Else begins, and `finished` tells the end."""
+    def start(self, step: int, stream: int = 0) -> None:
+        """The step begins, on a GPU once the stream gets there: its loads may be written. Picks up a new connection."""
+    def done(self, step: int, ring: bool, stream: int = 0) -> None:
+        """The step's KV is written, on a GPU once the stream gets there; `ring` wakes the sidecar because something
+        waits for that."""
+    def load(self, plan: bytes, sync: bool, stream: int = 0, overlap: bool = False) -> list[int] | None:
+        """`sync`: loads now and returns the failed blocks. On a GPU nothing is waited for and none fail: the wait for all
+        blocks is enqueued on the stream, or with `overlap` left to `wait_group`. Else begins, and `finished` tells the
+        end."""
+    def wait_group(self, group: int, stream: int) -> None:
+        """Enqueues the wait for cut `group`, counted from 0, and all before it, of every sync load since `start`."""
+    @property
+    def loading(self) -> int:
+        """Sync loads since `start` whose last cut was not waited for yet; 0 on host memory."""
     def finished(self) -> list[tuple[int, list[int]]]:
         """Loads begun without `sync` that ended, each once: operation and failed blocks."""
     def stats(self) -> dict[str, int]: ...

@@ -18,7 +18,7 @@ def _worker(socket: Path) -> _shim.WorkerSession:
 
 
 def _scheduler(socket: Path) -> _shim.SchedulerSession:
-    return _shim.SchedulerSession(str(socket), "engine", 1, bytes(16), 0, True)
+    return _shim.SchedulerSession(str(socket), "engine", 1, bytes(16), 0, True, False)
 
 
 @pytest.mark.parametrize("make", [_worker, _scheduler])

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shm_protocol::layout::{OPERATIONS, QUERY_KEYS};
-use shm_protocol::message::{Kind, LOAD_BY_ENGINE, LOAD_SYNC, Message, Outcome, Status};
+use shm_protocol::message::{Kind, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Message, Outcome, Status};
 use shm_protocol::wait;
 
 use super::Scheduler;
@@ -254,9 +254,10 @@ impl Scheduler {
         let blocks_and_slots = blocks.iter().copied().zip(slots).collect();
         let sync_flag = if sync { LOAD_SYNC } else { 0 };
         let flags = sync_flag | if self.by_engine { LOAD_BY_ENGINE } else { 0 };
+        let early_flag = if self.early { LOAD_EARLY } else { 0 };
         let op = self.next_op;
         let message = Message {
-            flags,
+            flags: flags | early_flag,
             log: number,
             op,
             from: start,
@@ -269,6 +270,9 @@ impl Scheduler {
         // vLLM counts on the answer to the query by now. A sidecar that is gone, or has no room, breaks no promise: the
         // ranks have its pool mapped, and the slots are leased for a while yet.
         link.post_with_blocks(message, blocks);
+        if self.early {
+            link.flush();
+        }
         self.next_op += 1;
         link.log(handle).lease = None;
         Some(Plan { op, epoch: link.connection.welcome.epoch, flags, blocks: blocks_and_slots })

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
+pub(crate) mod rank;
+
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -10,6 +12,8 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::MemfdFlags;
+use rustix::process::{PidfdFlags, getpid, pidfd_open};
+use shm_protocol::gate::GateMemory;
 use shm_protocol::handshake::{Hello, Reply, Welcome, decode_hello, encode};
 use shm_protocol::layout::header;
 use shm_protocol::message::{Kind, Message, Outcome, Saved, Status};
@@ -133,6 +137,11 @@ pub(crate) fn doorbell() -> OwnedFd {
     eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap()
 }
 
+/// A sidecar's process, which lives as long as this test.
+pub(crate) fn own_process() -> OwnedFd {
+    pidfd_open(getpid(), PidfdFlags::empty()).unwrap()
+}
+
 fn accept(listener: &OwnedFd, epoch: u64, lease_ttl_ms: u64, block_bytes: u64) -> Served {
     let socket = accept_socket(listener);
     let (record, descriptors) = transport::receive(&socket).unwrap();
@@ -141,7 +150,8 @@ fn accept(listener: &OwnedFd, epoch: u64, lease_ttl_ms: u64, block_bytes: u64) -
     let doorbell = doorbell();
     let pool = TestPool::new(block_bytes);
     let welcome = Welcome { lease_ttl_ms, ..welcome(epoch) };
-    let sent = [fd.as_fd(), doorbell.as_fd(), pool.fd.as_fd()];
+    let process = own_process();
+    let sent = [fd.as_fd(), doorbell.as_fd(), pool.fd.as_fd(), process.as_fd()];
     transport::send(&socket, &encode(&Reply::Welcome(welcome)), &sent).unwrap();
     Served {
         hello,
@@ -182,6 +192,11 @@ impl Served {
 
     pub(crate) fn word(&self, word: usize) -> u64 {
         self.memory.region().word64(word).load(Ordering::Acquire)
+    }
+
+    /// The operation up to which loads were taken back.
+    pub(crate) fn gate(&self) -> u64 {
+        self.memory.region().load_gate()
     }
 
     pub(crate) fn store(&self, word: usize, value: u64) {

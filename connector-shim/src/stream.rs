@@ -1,0 +1,166 @@
+//! The engine's stream: fence words written and load words awaited in its order, and the proof that copies on another
+//! stream pass it by.
+//!
+//! The only unsafe code of this crate. A stream is borrowed for one call, by the handle that the engine names in it.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+use copy_engine::CopyError;
+use copy_engine::cuda::{CudaError, DeviceMemory, Event, Gpu, Registered, Stream};
+use cudarc::driver::sys;
+use rustix::fs::MemfdFlags;
+use shm_protocol::layout;
+use shm_protocol::region::{Access, Region};
+use shm_protocol::session::SessionMemory;
+
+use crate::error::ShimError;
+
+/// How long a rescue copy of one block may take while the engine's stream waits: a thousand times what it needs.
+const PROBE: Duration = Duration::from_secs(1);
+/// Memory is locked in whole pages; the first one of a probe holds its word.
+const PAGE: usize = 4096;
+
+/// The pages of a session that streams write and wait on. They must outlive everything enqueued that names them.
+#[derive(Debug)]
+pub(crate) struct Words {
+    header: Registered,
+    loads: Registered,
+}
+
+/// A stream of the engine's, for the length of one call.
+#[derive(Debug)]
+pub(crate) struct EngineStream {
+    stream: Stream,
+    handle: u64,
+}
+
+/// A word that the engine's stream waits for, and a block's bytes for the copies behind the wait and beside it.
+#[derive(Debug)]
+pub(crate) struct Probe {
+    region: Arc<Region>,
+    locked: Registered,
+    block_bytes: usize,
+    /// The word's next value.
+    round: u64,
+}
+
+// === impl Words ===
+
+impl Words {
+    /// Locks the pages and shows them to the GPU.
+    pub(crate) fn new(gpu: &Arc<Gpu>, memory: &SessionMemory) -> Result<Self, CudaError> {
+        let region = memory.shared_region();
+        let header = Registered::new(gpu, &region, 0, layout::HEADER_BYTES)?;
+        let loads = Registered::new(gpu, &region, layout::LOAD_WORDS, layout::LOAD_WORDS_BYTES)?;
+        Ok(Self { header, loads })
+    }
+}
+
+// === impl EngineStream ===
+
+impl EngineStream {
+    /// The stream of that handle; 0 is the default one.
+    pub(crate) fn borrow(gpu: &Arc<Gpu>, handle: u64) -> Self {
+        // SAFETY: the engine states in this very call that the handle is its current stream, on the GPU whose primary
+        // context it uses (the one `gpu` retains); the value ends with the call, and torch destroys no stream.
+        let stream = unsafe { Stream::borrow(gpu, handle) };
+        Self { stream, handle }
+    }
+
+    /// Enqueues the store of a fence word of the header page.
+    pub(crate) fn write_fence(&self, words: &Words, word: usize, step: u64) -> Result<(), CudaError> {
+        // SYNC POINT(step): the driver makes the KV written before visible with the word.
+        self.stream.write(&words.header, word, step)
+    }
+
+    /// Enqueues the wait for the first `cuts` cuts of load `op`.
+    pub(crate) fn wait_for_load(&self, words: &Words, op: u64, cuts: usize) -> Result<(), CudaError> {
+        // SYNC POINT(load word): pairs with the sidecar's stream, or with `Link::deliver`.
+        self.stream.wait_at_least(&words.loads, layout::load_word(op), layout::load_word_value(op, cuts))
+    }
+
+    /// A mark behind everything enqueued so far.
+    pub(crate) fn record(&self) -> Result<Event, CudaError> {
+        self.stream.record()
+    }
+
+    /// Blocks until everything enqueued has passed.
+    pub(crate) fn synchronize(&self) -> Result<(), CudaError> {
+        self.stream.synchronize()
+    }
+}
+
+// === impl Probe ===
+
+impl Probe {
+    pub(crate) fn new(gpu: &Arc<Gpu>, block_bytes: u64) -> Result<Self, ShimError> {
+        let block_bytes = block_bytes as usize;
+        let bytes = PAGE + block_bytes.next_multiple_of(PAGE);
+        let file = rustix::fs::memfd_create("pillion-probe", MemfdFlags::CLOEXEC).map_err(CopyError::from)?;
+        rustix::fs::ftruncate(&file, bytes as u64).map_err(CopyError::from)?;
+        let region = Region::map(file.as_fd(), bytes, Access::ReadWrite).map_err(CopyError::from)?;
+        let region = Arc::new(region);
+        let locked = Registered::new(gpu, &region, 0, bytes)?;
+        Ok(Self { region, locked, block_bytes, round: 0 })
+    }
+
+    /// Whether `memory` copies into block `block` while `stream` waits with copies queued behind the wait. `run` is where
+    /// the first run of that block's bytes lies in GPU memory, and its length; nobody uses the block yet.
+    pub(crate) fn passes(
+        &mut self,
+        stream: &EngineStream,
+        memory: &DeviceMemory,
+        block: u32,
+        run: (u64, u64),
+    ) -> Result<bool, ShimError> {
+        self.round += 1;
+        stream.stream.wait_at_least(&self.locked, 0, self.round)?;
+        let parked = self.copies_behind(stream, run);
+        let passed = parked.map(|()| self.copies_beside(memory, block));
+        // Released whatever was found: the word is this process' own.
+        self.region.word64(0).store(self.round, Ordering::Release);
+        stream.synchronize()?;
+        passed?
+    }
+
+    /// Enqueues a copy in and a copy out on the engine's stream.
+    fn copies_behind(&self, stream: &EngineStream, run: (u64, u64)) -> Result<(), ShimError> {
+        let (device, bytes) = (run.0, (run.1 as usize).min(self.block_bytes));
+        let host = self.region.bytes_at(PAGE, bytes).expect("a probe holds a block").as_ptr();
+        let handle = stream.handle as sys::CUstream;
+        // SAFETY: `device` begins a run of at least `bytes` in the engine's live KV memory, which no one uses yet; `host` is
+        // locked memory of this probe, which lives until `passes` has seen the stream idle; the handle is as in `borrow`.
+        let inward = unsafe { sys::cuMemcpyHtoDAsync_v2(device, host.cast(), bytes, handle) };
+        // SAFETY: as above; no Rust reference to the probe's bytes exists.
+        let outward = unsafe { sys::cuMemcpyDtoHAsync_v2(host.cast(), device, bytes, handle) };
+        match [inward, outward].into_iter().find(|result| *result != sys::CUresult::CUDA_SUCCESS) {
+            None => Ok(()),
+            Some(error) => Err(ShimError::Probe(error as u32)),
+        }
+    }
+
+    /// Whether a copy of `memory`'s own ends meanwhile. It is made by another thread, since it may not.
+    fn copies_beside(&self, memory: &DeviceMemory, block: u32) -> Result<bool, ShimError> {
+        let (sender, ended) = channel();
+        std::thread::scope(|scope| {
+            let copier = std::thread::Builder::new().name("pillion-probe".into());
+            let copier = copier.spawn_scoped(scope, move || {
+                let copied = memory.load_block(&self.region, PAGE as u64, block);
+                // The other end waits, or has seen enough.
+                let _ = sender.send(copied);
+            });
+            copier.map_err(|error| ShimError::no_thread(&error))?;
+            let copied = ended.recv_timeout(PROBE);
+            // The scope waits for the thread, whose copy ends with the word at the latest.
+            self.region.word64(0).store(self.round, Ordering::Release);
+            match copied {
+                Ok(copied) => Ok(copied.map(|()| true)?),
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Ok(false),
+            }
+        })
+    }
+}

@@ -1,0 +1,349 @@
+//! The copies of this process, and the thread that makes those for which nobody waits.
+//!
+//! On a GPU the thread is the watchdog too: it follows every load that the sidecar promised, and takes back, copies and
+//! releases those that do not come. It needs neither the interpreter nor anything that waits for a parked stream.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use copy_engine::EngineMemory;
+use copy_engine::cuda::{CudaError, Event, Gpu};
+use shm_protocol::message::{Outcome, Status};
+use shm_protocol::pool::SlotRef;
+use shm_protocol::proof::WITHOUT_RESCUE;
+
+use super::link::{Batches, Link};
+use super::watch::{Seen, Verdict, Watch};
+use super::{Ended, Part};
+use crate::clock;
+use crate::notices::{Cause, Notices};
+use crate::plan::Plan;
+use crate::pool::Pool;
+
+/// Time between two looks at loads in progress: far below the deadline, and a thousandth of a core.
+const LOOK: Duration = Duration::from_millis(1);
+
+/// A load that this process copies, or may come to copy.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) plan: Plan,
+    pub(super) pool: Option<Arc<Pool>>,
+    /// Where LOADED goes; `None` if the sidecar that promised it is gone.
+    pub(super) link: Option<Arc<Link>>,
+    /// The sidecar may be writing a block of it.
+    pub(super) rescue: bool,
+}
+
+/// A load into GPU memory that the thread sees through.
+#[derive(Debug)]
+pub(super) struct Load {
+    pub(super) job: Job,
+    /// Behind everything that used its blocks before.
+    pub(super) reached: Box<dyn Mark>,
+    /// The engine's stream waits for it: it must come.
+    pub(super) sync: bool,
+    pub(super) watch: Watch,
+}
+
+/// A place in the engine's stream.
+pub(super) trait Mark: std::fmt::Debug + Send {
+    /// Whether the stream has passed it.
+    fn passed(&self) -> Result<bool, CudaError>;
+}
+
+impl Mark for Event {
+    fn passed(&self) -> Result<bool, CudaError> {
+        self.passed()
+    }
+}
+
+/// What the thread is given.
+#[derive(Debug)]
+pub(super) enum Order {
+    Copy(Job),
+    Watch(Load),
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub(super) loads: AtomicU64,
+    pub(super) blocks_by_engine: AtomicU64,
+    pub(super) blocks_by_sidecar: AtomicU64,
+    pub(super) blocks_failed: AtomicU64,
+    pub(super) bytes_loaded: AtomicU64,
+    pub(super) rescues: AtomicU64,
+}
+
+/// What the thread shares with the session.
+#[derive(Debug)]
+pub(super) struct Copies {
+    memory: EngineMemory,
+    gpu: Option<Arc<Gpu>>,
+    /// Cuts that a load into GPU memory arrives in.
+    cuts: usize,
+    part: Part,
+    pub(super) counters: Counters,
+    ended: Mutex<Vec<Ended>>,
+    notices: Arc<Notices>,
+    /// Loads that the thread follows; while there are any, the engine's stream may be parked.
+    watched: AtomicUsize,
+    /// Marks of loads that ended, to be freed where nothing is parked.
+    spent: Mutex<Vec<Box<dyn Mark>>>,
+}
+
+// === impl Copies ===
+
+impl Copies {
+    /// For memory of `gpu`, if it is one's, whose loads arrive in `cuts` cuts.
+    pub(super) fn new(
+        memory: EngineMemory,
+        gpu: Option<&Arc<Gpu>>,
+        cuts: usize,
+        part: Part,
+        notices: Arc<Notices>,
+    ) -> Self {
+        let (gpu, (counters, ended, watched, spent)) = (gpu.cloned(), Default::default());
+        Self { memory, gpu, cuts, part, counters, ended, notices, watched, spent }
+    }
+
+    /// Starts the thread.
+    pub(super) fn spawn(self: &Arc<Self>) -> std::io::Result<Sender<Order>> {
+        let (sender, orders) = channel();
+        let copies = Arc::clone(self);
+        let named = std::thread::Builder::new().name("pillion-copier".into());
+        named.spawn(move || copies.run(&orders)).map(|_| sender)
+    }
+
+    /// Whether no stream of the engine can be parked on a load.
+    pub(super) fn is_unwatched(&self) -> bool {
+        // SYNC POINT(watched): acquire pairs with the release in `follow`; the thread is done with what it held.
+        self.watched.load(Ordering::Acquire) == 0
+    }
+
+    /// Before the thread is given a load to follow.
+    pub(super) fn count_watched(&self) {
+        // Relaxed: the session's own thread looks at it.
+        self.watched.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Frees the marks of loads that ended; may wait for a parked stream.
+    pub(super) fn free_spent(&self) {
+        self.spent.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
+    /// Copies every block of the plan and returns those that are not what was asked for.
+    fn copy(&self, plan: &Plan, pool: Option<&Pool>) -> Vec<u32> {
+        let Some(pool) = pool else {
+            self.notices.say(Cause::Pool, "a load names the pool of a sidecar that this rank was never connected to; its blocks are computed again");
+            return plan.blocks.iter().map(|(block, _)| *block).collect();
+        };
+        let Part { offset, slot_bytes } = self.part;
+        let copied = |block: u32, slot: SlotRef| {
+            pool.verify(slot, slot_bytes)
+                && self.memory.load_block(pool.region(), slot.offset + offset, block).is_ok()
+                && pool.verify(slot, slot_bytes)
+        };
+        plan.blocks.iter().filter(|(block, slot)| !copied(*block, *slot)).map(|(block, _)| *block).collect()
+    }
+
+    /// Carries out a job, tells the sidecar, and returns the failed blocks.
+    pub(super) fn carry_out(&self, job: &Job) -> Vec<u32> {
+        if job.rescue
+            && let Some(link) = &job.link
+        {
+            link.settle();
+        }
+        let failed = self.fetch(job);
+        if let Some(link) = &job.link {
+            link.post_loaded(job.plan.op, if failed.is_empty() { Status::Ok } else { Status::Failed });
+        }
+        failed
+    }
+
+    /// Copies a job's blocks, counts them, and returns the failed ones.
+    fn fetch(&self, job: &Job) -> Vec<u32> {
+        let failed = match job.rescue && WITHOUT_RESCUE {
+            true => Vec::new(),
+            false => self.copy(&job.plan, job.pool.as_deref()),
+        };
+        let copied = (job.plan.blocks.len() - failed.len()) as u64;
+        self.counters.blocks_by_engine.fetch_add(copied, Ordering::Relaxed);
+        self.count(copied, failed.len() as u64);
+        failed
+    }
+
+    /// Counts a load that the sidecar made.
+    pub(super) fn count_sidecar(&self, plan: &Plan) {
+        let blocks = plan.blocks.len() as u64;
+        self.counters.blocks_by_sidecar.fetch_add(blocks, Ordering::Relaxed);
+        self.count(blocks, 0);
+    }
+
+    /// Counts and says that a load is taken away from the sidecar.
+    pub(super) fn note_rescue(&self) {
+        self.counters.rescues.fetch_add(1, Ordering::Relaxed);
+        self.notices.say(Cause::Rescue, "a load that the sidecar did not finish was finished by the engine");
+    }
+
+    fn count(&self, copied: u64, failed: u64) {
+        self.counters.loads.fetch_add(1, Ordering::Relaxed);
+        self.counters.blocks_failed.fetch_add(failed, Ordering::Relaxed);
+        self.counters.bytes_loaded.fetch_add(copied * self.memory.block_bytes(), Ordering::Relaxed);
+    }
+
+    pub(super) fn end(&self, ended: Ended) {
+        self.ended.lock().unwrap_or_else(PoisonError::into_inner).push(ended);
+    }
+
+    /// Asynchronous loads that ended, each once.
+    pub(super) fn take_ended(&self) -> Vec<Ended> {
+        std::mem::take(&mut *self.ended.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    // --- the thread ---
+
+    fn run(&self, orders: &Receiver<Order>) {
+        let _guard = self.gpu.as_ref().map(|gpu| {
+            if let Err(error) = gpu.bind() {
+                end_process(&format!("the watchdog cannot use the GPU ({error})"));
+            }
+            EndsProcess
+        });
+        let mut followed = Vec::new();
+        loop {
+            match next_order(orders, followed.is_empty()) {
+                Ok(Order::Copy(job)) => self.end(Ended { op: job.plan.op, failed: self.carry_out(&job) }),
+                Ok(Order::Watch(load)) => followed.push(load),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) if followed.is_empty() => return,
+                // The session is over, and a stream may still be parked.
+                Err(RecvTimeoutError::Disconnected) => std::thread::sleep(LOOK),
+            }
+            self.follow_all(&mut followed);
+        }
+    }
+
+    /// Looks at every load once, those first that the engine's stream waits for.
+    fn follow_all(&self, followed: &mut Vec<Load>) {
+        for sync in [true, false] {
+            let mut copied = false;
+            let over = |load: &mut Load| {
+                // One long copy at a time, where no stream waits for it: others may become urgent meanwhile.
+                if load.sync != sync || (copied && !sync) {
+                    return false;
+                }
+                let verdict = self.follow(load);
+                copied |= verdict == Verdict::Copy;
+                matches!(verdict, Verdict::Whole | Verdict::Copy)
+            };
+            for ended in followed.extract_if(.., over) {
+                self.spent.lock().unwrap_or_else(PoisonError::into_inner).push(ended.reached);
+                drop(ended.job);
+                // SYNC POINT(watched): release; the link of the load is let go of before.
+                self.watched.fetch_sub(1, Ordering::Release);
+            }
+        }
+    }
+
+    /// Does what is to be done for a load.
+    fn follow(&self, load: &mut Load) -> Verdict {
+        let seen = match load.see(self.cuts) {
+            Ok(seen) => seen,
+            Err(error) => end_process(&format!("the GPU failed while a load was watched ({error})")),
+        };
+        let verdict = load.watch.next(&seen, clock::now());
+        let (op, link) = (load.job.plan.op, load.job.link.as_deref());
+        match verdict {
+            Verdict::Wait => {}
+            Verdict::Whole => {
+                self.count_sidecar(&load.job.plan);
+                // Where the sidecar said so in the other word, the stream is still to be told.
+                self.conclude(load, Vec::new());
+            }
+            Verdict::TakeBack => {
+                self.note_rescue();
+                if let Some(link) = link {
+                    link.close_gate(op);
+                }
+                load.job.rescue = true;
+            }
+            Verdict::Copy => {
+                let failed = self.fetch(&load.job);
+                let ended = if failed.is_empty() { Status::Ok } else { Status::Failed };
+                self.conclude(load, failed);
+                if let Some(link) = link {
+                    link.post_loaded(op, ended);
+                }
+            }
+            Verdict::GiveUp => {
+                end_process("the sidecar may be writing blocks of a load that was taken back from it")
+            }
+        }
+        verdict
+    }
+
+    /// Tells whoever waits for a load: the engine's stream, which must not go on without every block, or the session.
+    fn conclude(&self, load: &Load, failed: Vec<u32>) {
+        let (op, lost) = (load.job.plan.op, failed.len());
+        if !load.sync {
+            self.end(Ended { op, failed });
+        } else if lost == 0 {
+            load.job.link.iter().for_each(|link| link.deliver(op, self.cuts));
+        } else {
+            let all = load.job.plan.blocks.len();
+            end_process(&format!("{lost} of {all} blocks of a promised load can be had from nowhere"));
+        }
+    }
+}
+
+// === impl Load ===
+
+impl Load {
+    fn see(&self, cuts: usize) -> Result<Seen, CudaError> {
+        let (plan, reached) = (&self.job.plan, self.reached.passed()?);
+        let Some(link) = &self.job.link else {
+            let batches = Batches { began: 0, ended: 0 };
+            return Ok(Seen { reached, whole: false, broken: true, batches, gone: true });
+        };
+        let outcome = link.outcome(plan.op);
+        let whole = is_whole(plan, outcome) || (self.sync && link.is_delivered(plan.op, cuts));
+        let (batches, gone) = (link.batches(), link.connection.sidecar_is_gone());
+        let broken = outcome.is_some() || link.connection.is_lost() || gone;
+        Ok(Seen { reached, whole, broken, batches, gone })
+    }
+}
+
+/// Whether the sidecar moved every block.
+pub(super) fn is_whole(plan: &Plan, outcome: Option<Outcome>) -> bool {
+    outcome.is_some_and(|o| o.status == Status::Ok && o.value as usize == plan.blocks.len())
+}
+
+/// The next order; only an idle thread waits for one without end.
+fn next_order(orders: &Receiver<Order>, idle: bool) -> Result<Order, RecvTimeoutError> {
+    match idle {
+        true => orders.recv().map_err(|_| RecvTimeoutError::Disconnected),
+        false => orders.recv_timeout(LOOK),
+    }
+}
+
+/// A watchdog that panics leaves streams parked for ever: the process ends instead.
+struct EndsProcess;
+
+impl Drop for EndsProcess {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            end_process("the watchdog met an internal error, printed above");
+        }
+    }
+}
+
+/// Ends the process, loudly: what it would compute from here on would be wrong, or never come.
+fn end_process(text: &str) -> ! {
+    eprintln!("pillion: FATAL: {text}. This worker ends now rather than compute on wrong KV; restart it.");
+    std::process::abort();
+}
+
+#[cfg(test)]
+mod tests;

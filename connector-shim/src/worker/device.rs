@@ -1,0 +1,269 @@
+//! A rank whose KV memory is a GPU's: what is shown of it, and what is enqueued on the engine's stream.
+
+use std::sync::Arc;
+
+use copy_engine::cuda::{self, CudaError, DeviceMemory, Event, Exported, Gpu};
+use shm_protocol::handshake::{self, CudaAllocation, CudaMemory};
+
+use super::copies::Copies;
+use super::link::Link;
+use crate::error::{ShimError, argument};
+use crate::stream::{EngineStream, Probe};
+
+/// Streams tried for rescue copies: with CUDA's default of 8 hardware queues, 9 of 39 stood behind a parked stream.
+const RESCUE_STREAMS: usize = 8;
+/// Streams of the engine whose progress is followed: its own and some for overlapped batches. With more, memory of earlier
+/// connections is never freed.
+const STREAMS_MAX: usize = 8;
+
+/// The session's view of the engine's stream.
+#[derive(Debug)]
+pub(super) struct Device {
+    gpu: Arc<Gpu>,
+    /// Cuts that a load is delivered in.
+    cuts: usize,
+    /// Loads that the engine's stream waits for in the step begun last.
+    loads: Vec<StepLoad>,
+    /// Connections that ended, kept for what is enqueued and names their words.
+    retired: Vec<Retired>,
+    /// Every stream used so far.
+    streams: Vec<u64>,
+    waits: u64,
+}
+
+#[derive(Debug)]
+struct StepLoad {
+    op: u64,
+    link: Arc<Link>,
+    /// Cuts that the stream waits for already.
+    waited: usize,
+}
+
+#[derive(Debug)]
+struct Retired {
+    link: Arc<Link>,
+    /// Behind the last use of its words, one on each stream; recorded once nothing can use them any more.
+    passed: Vec<Event>,
+}
+
+// === impl Device ===
+
+impl Device {
+    /// Exports the allocations around `pointers`, rewrites the regions to count from their bases, and makes what a rescue
+    /// needs. The context of the GPU is the calling thread's, `stream` the engine's.
+    pub(super) fn new(
+        worker: &mut handshake::Worker,
+        pointers: &[u64],
+        cuts: Vec<u64>,
+        stream: u64,
+    ) -> Result<(Self, DeviceMemory), ShimError> {
+        if !cuda::is_present() {
+            return argument("pointers into GPU memory, but libcuda.so.1 or a GPU is missing here");
+        }
+        let gpu = Gpu::of_thread()?;
+        let exports = pointers.iter().map(|pointer| cuda::export(*pointer).map_err(ShimError::Export));
+        let exports = exports.collect::<Result<Vec<_>, _>>()?;
+        let allocations = place(worker, pointers, &exports)?;
+        let named = |export: &Exported| CudaAllocation { handle: export.handle, bytes: export.bytes };
+        let count = cuts.len();
+        worker.cuda = Some(CudaMemory {
+            uuid: gpu.uuid(),
+            pid: std::process::id(),
+            allocations: allocations.iter().map(named).collect(),
+            cuts,
+        });
+        let bases: Vec<u64> = allocations.iter().map(|allocation| allocation.base).collect();
+        let memory = rescue_memory(&gpu, &bases, worker, stream)?;
+        let device = Self {
+            gpu,
+            cuts: count,
+            loads: Vec::new(),
+            retired: Vec::new(),
+            streams: vec![stream],
+            waits: 0,
+        };
+        Ok((device, memory))
+    }
+
+    pub(super) fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
+    }
+
+    pub(super) fn cuts(&self) -> usize {
+        self.cuts
+    }
+
+    /// Waits enqueued so far.
+    pub(super) fn waits(&self) -> u64 {
+        self.waits
+    }
+
+    /// Sync loads of the step whose last cut nobody waits for yet.
+    pub(super) fn loading(&self) -> usize {
+        self.loads.iter().filter(|load| load.waited < self.cuts).count()
+    }
+
+    /// The engine's stream of this call.
+    pub(super) fn stream(&mut self, handle: u64) -> EngineStream {
+        if !self.streams.contains(&handle) && self.streams.len() <= STREAMS_MAX {
+            self.streams.push(handle);
+        }
+        EngineStream::borrow(&self.gpu, handle)
+    }
+
+    /// A step begins: the waits of the last one were enqueued.
+    pub(super) fn begin_step(&mut self, copies: &Copies) {
+        self.loads.clear();
+        if copies.is_unwatched() {
+            copies.free_spent();
+            self.free_retired();
+        }
+    }
+
+    /// A sync load that the engine's stream is to wait for: all of it now, unless the layers ask for their cuts.
+    pub(super) fn expect(
+        &mut self,
+        link: &Arc<Link>,
+        op: u64,
+        stream: &EngineStream,
+        overlap: bool,
+    ) -> Result<(), CudaError> {
+        self.loads.push(StepLoad { op, link: Arc::clone(link), waited: 0 });
+        if overlap { Ok(()) } else { self.wait(stream, self.cuts) }
+    }
+
+    /// Makes the stream wait for the first `cuts` cuts of every sync load of the step.
+    pub(super) fn wait(&mut self, stream: &EngineStream, cuts: usize) -> Result<(), CudaError> {
+        let cuts = cuts.min(self.cuts);
+        for load in self.loads.iter_mut().filter(|load| load.waited < cuts) {
+            stream.wait_for_load(load.link.words(), load.op, cuts)?;
+            load.waited = cuts;
+            self.waits += 1;
+        }
+        Ok(())
+    }
+
+    /// Keeps an ended connection's words for the streams that may still reach them.
+    pub(super) fn retire(&mut self, link: Arc<Link>) {
+        self.retired.push(Retired { link, passed: Vec::new() });
+    }
+
+    /// Frees the words that no stream can reach any more. Called while no load is in progress, since unlocking memory waits
+    /// for a parked stream.
+    fn free_retired(&mut self) {
+        if self.streams.len() > STREAMS_MAX {
+            return;
+        }
+        for mut retired in std::mem::take(&mut self.retired) {
+            let used = Arc::strong_count(&retired.link) > 1;
+            if !used && retired.passed.is_empty() {
+                let marks =
+                    self.streams.iter().map(|stream| EngineStream::borrow(&self.gpu, *stream).record());
+                retired.passed = marks.collect::<Result<_, _>>().unwrap_or_default();
+                self.retired.push(retired);
+            } else if used || !retired.passed.iter().all(|event| event.passed() == Ok(true)) {
+                self.retired.push(retired);
+            }
+        }
+    }
+}
+
+/// Points every region at the allocation it lies in, each listed once, and checks that it lies inside.
+fn place(
+    worker: &mut handshake::Worker,
+    pointers: &[u64],
+    exports: &[Exported],
+) -> Result<Vec<Exported>, ShimError> {
+    let mut allocations: Vec<Exported> = Vec::new();
+    let mut places = Vec::new();
+    for (pointer, export) in pointers.iter().zip(exports) {
+        let known = allocations.iter().position(|allocation| allocation.base == export.base);
+        places.push((known.unwrap_or(allocations.len()) as u32, pointer - export.base));
+        if known.is_none() {
+            allocations.push(*export);
+        }
+    }
+    for (index, region) in worker.regions.iter_mut().enumerate() {
+        let (allocation, offset) = places[region.fd as usize];
+        (region.fd, region.offset) = (allocation, region.offset.saturating_add(offset));
+        let last = u64::from(worker.blocks - 1).checked_mul(region.stride);
+        let end = last.and_then(|at| at.checked_add(region.offset)?.checked_add(region.bytes));
+        let bytes = allocations[allocation as usize].bytes;
+        if end.is_none_or(|end| end > bytes) {
+            return argument(format!("region {index} ends outside its allocation of {bytes} bytes"));
+        }
+    }
+    Ok(allocations)
+}
+
+/// The engine's own way into its memory, on a stream that was seen to copy while the engine's one waits with copies behind.
+/// The block used for that is the last one: nobody has written any yet.
+fn rescue_memory(
+    gpu: &Arc<Gpu>,
+    bases: &[u64],
+    worker: &handshake::Worker,
+    stream: u64,
+) -> Result<DeviceMemory, ShimError> {
+    let (block, first) = (worker.blocks - 1, worker.regions[0]);
+    let run = (bases[first.fd as usize] + first.offset + u64::from(block) * first.stride, first.bytes);
+    let engine = EngineStream::borrow(gpu, stream);
+    // Kept until the end: a stream that was freed would lend its hardware queue to the next one.
+    let mut tried = Vec::new();
+    let mut probe = None;
+    for _ in 0..RESCUE_STREAMS {
+        let memory = DeviceMemory::new(gpu, bases, &worker.regions, worker.blocks)?;
+        let probe = match &mut probe {
+            Some(probe) => probe,
+            None => probe.insert(Probe::new(gpu, memory.block_bytes())?),
+        };
+        if probe.passes(&engine, &memory, block, run)? {
+            return Ok(memory);
+        }
+        tried.push(memory);
+    }
+    Err(ShimError::NoRescueStream { tried: tried.len() })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use shm_protocol::handshake::{BlockRegion, Copier};
+
+    use super::*;
+
+    fn worker(regions: Vec<BlockRegion>) -> handshake::Worker {
+        let facts = BTreeMap::new();
+        let (rank, shard, shards, blocks, copy) = (0, 0, 1, 4, Copier::Sidecar);
+        handshake::Worker { rank, shard, shards, blocks, regions, copy, facts, cuda: None }
+    }
+
+    fn region(fd: u32, offset: u64) -> BlockRegion {
+        BlockRegion { fd, offset, stride: 128, bytes: 100 }
+    }
+
+    fn allocation(base: u64, bytes: u64) -> Exported {
+        Exported { handle: [base as u8; 64], base, bytes }
+    }
+
+    #[test]
+    fn storages_in_one_allocation_name_it_once() {
+        let mut worker = worker(vec![region(0, 0), region(1, 8), region(2, 0)]);
+        let exports = [allocation(0x1000, 4096), allocation(0x9000, 492), allocation(0x1000, 4096)];
+        let placed = place(&mut worker, &[0x1000, 0x9000, 0x1800], &exports).unwrap();
+        assert_eq!(placed.iter().map(|allocation| allocation.base).collect::<Vec<_>>(), [0x1000, 0x9000]);
+        let places: Vec<_> = worker.regions.iter().map(|region| (region.fd, region.offset)).collect();
+        assert_eq!(places, [(0, 0), (1, 8), (0, 0x800)]);
+    }
+
+    #[test]
+    fn a_region_outside_its_allocation_is_refused() {
+        for (offset, bytes, fits) in
+            [(0, 484, true), (0, 483, false), (8, 484, false), (u64::MAX, 484, false)]
+        {
+            let mut worker = worker(vec![region(0, offset)]);
+            let placed = place(&mut worker, &[0x1000], &[allocation(0x1000, bytes)]);
+            assert_eq!(placed.is_ok(), fits, "{offset} {bytes}");
+        }
+    }
+}

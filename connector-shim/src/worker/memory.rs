@@ -1,0 +1,109 @@
+//! The memory that a rank shows to the sidecar, and what is checked before anything is sent.
+
+use std::os::fd::OwnedFd;
+
+use copy_engine::{EngineMemory, HostMemory};
+use rustix::fs::{Mode, OFlags};
+use shm_protocol::handshake::{self, BlockRegion, CUTS_MAX, Copier};
+use shm_protocol::region::Access;
+
+use super::device::Device;
+use crate::error::{ShimError, argument};
+
+/// The memory that a rank's regions name by index.
+#[derive(Debug)]
+pub enum Memory {
+    /// Descriptors, open for reading and writing.
+    Host(Vec<OwnedFd>),
+    /// Memory of the GPU whose context is the calling thread's.
+    Gpu {
+        /// Where each storage begins; the offsets of its regions count from there.
+        pointers: Vec<u64>,
+        /// Where a block is cut into the parts that a load is delivered in; see [`handshake::CudaMemory`].
+        cuts: Vec<u64>,
+        /// The engine's stream.
+        stream: u64,
+    },
+}
+
+/// Makes a rank's memory ready for copies, and says what is sent of it.
+pub(super) fn open_memory(
+    worker: &mut handshake::Worker,
+    memory: Memory,
+) -> Result<(EngineMemory, Option<Device>, Vec<OwnedFd>), ShimError> {
+    match memory {
+        Memory::Host(descriptors) => {
+            let sent = descriptors.iter().map(|fd| export(fd, worker.copy)).collect::<Result<_, _>>()?;
+            let memory = HostMemory::new(descriptors, &worker.regions, worker.blocks, Access::ReadWrite)?;
+            Ok((EngineMemory::Host(memory), None, sent))
+        }
+        Memory::Gpu { pointers, cuts, stream } => {
+            let (device, memory) = Device::new(worker, &pointers, cuts, stream)?;
+            Ok((EngineMemory::Cuda(memory), Some(device), Vec::new()))
+        }
+    }
+}
+
+/// What is sent to the sidecar: where the engine copies, a descriptor that cannot be written through.
+fn export(descriptor: &OwnedFd, copier: Copier) -> Result<OwnedFd, ShimError> {
+    let mode = match copier {
+        Copier::Engine => OFlags::RDONLY,
+        Copier::Sidecar => OFlags::RDWR,
+    };
+    let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(descriptor));
+    let opened = rustix::fs::open(path, mode | OFlags::CLOEXEC, Mode::empty());
+    Ok(opened.map_err(copy_engine::CopyError::from)?)
+}
+
+/// The rules of the handshake, told before anything is sent.
+pub(super) fn check_worker(
+    worker: &handshake::Worker,
+    world_size: u32,
+    memory: &Memory,
+) -> Result<(), ShimError> {
+    let (memories, cuts) = match memory {
+        Memory::Host(descriptors) => (descriptors.len(), None),
+        Memory::Gpu { pointers, cuts, .. } => (pointers.len(), Some(cuts)),
+    };
+    let fits = |region: &BlockRegion| {
+        let last = u64::from(worker.blocks - 1).checked_mul(region.stride);
+        let end = last.and_then(|at| at.checked_add(region.offset)?.checked_add(region.bytes));
+        (region.fd as usize) < memories
+            && region.bytes > 0
+            && region.stride >= region.bytes
+            && end.is_some_and(|end| end <= i64::MAX as u64)
+    };
+    let rules = [
+        (worker.rank < world_size, "rank must be below world_size"),
+        ((1..=world_size).contains(&worker.shards), "shards must be 1 to world_size"),
+        (worker.shard < worker.shards, "shard must be below shards"),
+        (worker.blocks > 0, "there must be at least one block"),
+        (worker.facts.len() <= handshake::FACTS_MAX, "there may be at most 256 facts"),
+        (memories <= handshake::DESCRIPTORS_MAX, "there may be at most 64 descriptors or pointers"),
+        ((1..=handshake::REGIONS_MAX).contains(&worker.regions.len()), "there must be 1 to 1,024 regions"),
+        (
+            cuts.is_none_or(|cuts| are_cuts(cuts, worker)),
+            "cuts must ascend to the bytes of a block, at most 255",
+        ),
+        (
+            cuts.is_none() || worker.copy == Copier::Sidecar,
+            "copy must be 'sidecar' where the memory is a GPU's",
+        ),
+    ];
+    if let Some((_, rule)) = rules.iter().find(|(holds, _)| !holds) {
+        return argument(*rule);
+    }
+    match worker.regions.iter().position(|region| !fits(region)) {
+        Some(index) => {
+            argument(format!("region {index} is not inside its memory, or its stride is below its bytes"))
+        }
+        None => Ok(()),
+    }
+}
+
+fn are_cuts(cuts: &[u64], worker: &handshake::Worker) -> bool {
+    (1..=CUTS_MAX).contains(&cuts.len())
+        && cuts[0] > 0
+        && cuts.is_sorted_by(|one, next| one < next)
+        && cuts.last().copied() == worker.block_bytes()
+}

@@ -1,0 +1,211 @@
+//! How long a load into GPU memory is left to the sidecar, and what is done then. Pure: what was seen comes in, what is to
+//! be done goes out.
+//!
+//! The engine's stream may be parked on the load's word meanwhile. It goes on once every byte is there, whoever brought
+//! it, and never before.
+
+use std::time::Instant;
+
+use shm_protocol::gate::DEVICE_LATENCY;
+
+use super::link::Batches;
+use super::{LOAD_DEADLINE, SETTLE};
+
+/// Where a load is.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+enum Phase {
+    /// The engine's stream has not reached it: nobody may write its blocks.
+    Ahead,
+    /// The sidecar may write, since then.
+    Begun(Instant),
+    /// The gate was closed then.
+    TakenBack(Instant),
+    /// So it was, and the batches that had begun by now must end.
+    Settling { since: Instant, began: u64 },
+    /// This process copies it.
+    Ours,
+}
+
+/// A load's progress.
+#[derive(Debug)]
+pub(super) struct Watch {
+    phase: Phase,
+}
+
+/// What can be seen of a load.
+#[derive(Copy, Clone, Debug)]
+pub(super) struct Seen {
+    /// The engine's stream has reached it.
+    pub(super) reached: bool,
+    /// Every byte of it has arrived.
+    pub(super) whole: bool,
+    /// The sidecar ended it otherwise, or hung up.
+    pub(super) broken: bool,
+    /// Of the sidecar's stream.
+    pub(super) batches: Batches,
+    /// The sidecar's process has ended.
+    pub(super) gone: bool,
+}
+
+/// What is to be done.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Verdict {
+    /// Nothing yet.
+    Wait,
+    /// The sidecar has done it.
+    Whole,
+    /// Close the gate.
+    TakeBack,
+    /// Copy every block.
+    Copy,
+    /// End the process: the blocks can neither be waited for nor be taken back.
+    GiveUp,
+}
+
+// === impl Watch ===
+
+impl Watch {
+    /// A load that the sidecar promised.
+    pub(super) fn promised() -> Self {
+        Self { phase: Phase::Ahead }
+    }
+
+    /// A load that nobody but this process copies.
+    pub(super) fn ours() -> Self {
+        Self { phase: Phase::Ours }
+    }
+
+    /// What to do now. After `Whole` or `Copy` the load needs no more looks.
+    pub(super) fn next(&mut self, seen: &Seen, now: Instant) -> Verdict {
+        match self.phase {
+            Phase::Ahead | Phase::Begun(_) => self.with_sidecar(seen, now),
+            Phase::TakenBack(since) if now.duration_since(since) < DEVICE_LATENCY => Verdict::Wait,
+            Phase::TakenBack(_) => {
+                // From here on, not from the closing: this process may have been frozen in between.
+                self.phase = Phase::Settling { since: now, began: seen.batches.began };
+                self.next(seen, now)
+            }
+            Phase::Settling { since, began } => {
+                // Batches that began later belong to loads whose gate is open.
+                let settled = seen.batches.ended.wrapping_sub(began).cast_signed() >= 0;
+                if settled || seen.gone {
+                    self.phase = Phase::Ours;
+                    return self.next(seen, now);
+                }
+                if now.duration_since(since) < SETTLE { Verdict::Wait } else { Verdict::GiveUp }
+            }
+            Phase::Ours if !seen.reached => Verdict::Wait,
+            Phase::Ours => Verdict::Copy,
+        }
+    }
+
+    fn with_sidecar(&mut self, seen: &Seen, now: Instant) -> Verdict {
+        if seen.whole {
+            return Verdict::Whole;
+        }
+        if self.phase == Phase::Ahead && seen.reached {
+            self.phase = Phase::Begun(now);
+        }
+        let late = matches!(self.phase, Phase::Begun(since) if now.duration_since(since) >= LOAD_DEADLINE);
+        if !seen.broken && !late {
+            return Verdict::Wait;
+        }
+        self.phase = Phase::TakenBack(now);
+        Verdict::TakeBack
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    const NOTHING: Seen = Seen {
+        reached: false,
+        whole: false,
+        broken: false,
+        batches: Batches { began: 7, ended: 7 },
+        gone: false,
+    };
+    const REACHED: Seen = Seen { reached: true, ..NOTHING };
+    const RUNNING: Seen = Seen { batches: Batches { began: 8, ended: 7 }, ..REACHED };
+    const MS: Duration = Duration::from_millis(1);
+
+    fn start() -> Instant {
+        crate::clock::now()
+    }
+
+    /// A watch whose gate was closed at the instant returned.
+    fn taken_back() -> (Watch, Instant) {
+        let (mut watch, now) = (Watch::promised(), start());
+        assert_eq!(watch.next(&Seen { broken: true, ..REACHED }, now), Verdict::TakeBack);
+        (watch, now)
+    }
+
+    #[test]
+    fn a_load_is_left_to_the_sidecar_until_it_is_whole() {
+        let (mut watch, now) = (Watch::promised(), start());
+        assert_eq!(watch.next(&NOTHING, now), Verdict::Wait);
+        assert_eq!(watch.next(&RUNNING, now + MS), Verdict::Wait);
+        assert_eq!(watch.next(&Seen { whole: true, broken: true, ..RUNNING }, now + 2 * MS), Verdict::Whole);
+    }
+
+    #[test]
+    fn the_deadline_counts_from_when_the_sidecar_could_begin() {
+        let (mut watch, now) = (Watch::promised(), start());
+        assert_eq!(watch.next(&NOTHING, now), Verdict::Wait);
+        let reached = now + 10 * LOAD_DEADLINE;
+        assert_eq!(watch.next(&NOTHING, reached), Verdict::Wait, "the engine was busy before");
+        assert_eq!(watch.next(&REACHED, reached), Verdict::Wait);
+        assert_eq!(watch.next(&REACHED, reached + LOAD_DEADLINE - MS), Verdict::Wait);
+        assert_eq!(watch.next(&REACHED, reached + LOAD_DEADLINE), Verdict::TakeBack);
+    }
+
+    #[test]
+    fn a_late_look_finds_a_whole_load_whole() {
+        let (mut watch, now) = (Watch::promised(), start());
+        assert_eq!(watch.next(&REACHED, now), Verdict::Wait);
+        assert_eq!(watch.next(&Seen { whole: true, ..REACHED }, now + 9 * LOAD_DEADLINE), Verdict::Whole);
+    }
+
+    #[test]
+    fn a_batch_that_began_is_awaited_and_a_later_one_is_not() {
+        let (mut watch, closed) = taken_back();
+        assert_eq!(watch.next(&REACHED, closed + DEVICE_LATENCY - MS), Verdict::Wait, "its word may be late");
+        assert_eq!(watch.next(&RUNNING, closed + DEVICE_LATENCY), Verdict::Wait);
+        let busy = Seen { batches: Batches { began: 90, ended: 7 }, ..REACHED };
+        assert_eq!(watch.next(&busy, closed + SETTLE), Verdict::Wait);
+        let ended = Seen { batches: Batches { began: 91, ended: 8 }, ..REACHED };
+        assert_eq!(watch.next(&ended, closed + SETTLE), Verdict::Copy);
+    }
+
+    #[test]
+    fn a_batch_of_a_dead_sidecar_is_awaited_no_more() {
+        let (mut watch, closed) = taken_back();
+        let later = closed + DEVICE_LATENCY;
+        assert_eq!(watch.next(&RUNNING, later), Verdict::Wait);
+        assert_eq!(watch.next(&Seen { gone: true, ..RUNNING }, later), Verdict::Copy);
+    }
+
+    #[test]
+    fn a_batch_that_never_ends_ends_the_process() {
+        let (mut watch, closed) = taken_back();
+        let looked = closed + 10 * SETTLE;
+        assert_eq!(watch.next(&RUNNING, looked), Verdict::Wait, "this process was frozen meanwhile");
+        assert_eq!(watch.next(&RUNNING, looked + SETTLE - MS), Verdict::Wait);
+        assert_eq!(watch.next(&RUNNING, looked + SETTLE), Verdict::GiveUp);
+    }
+
+    #[test]
+    fn blocks_are_not_touched_before_the_engine_gave_them_up() {
+        let (mut watch, now) = (Watch::promised(), start());
+        assert_eq!(watch.next(&Seen { broken: true, ..NOTHING }, now), Verdict::TakeBack);
+        let gone = Seen { gone: true, ..NOTHING };
+        assert_eq!(watch.next(&gone, now + 10 * SETTLE), Verdict::Wait);
+        assert_eq!(watch.next(&Seen { reached: true, ..gone }, now + 10 * SETTLE), Verdict::Copy);
+        let mut ours = Watch::ours();
+        assert_eq!(ours.next(&NOTHING, now + 10 * SETTLE), Verdict::Wait);
+        assert_eq!(ours.next(&REACHED, now + 10 * SETTLE), Verdict::Copy);
+    }
+}

@@ -1,0 +1,79 @@
+//! A rank of one engine over host memory, for tests: its KV memory, its session, its plans.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+
+use connector_shim::plan::Plan;
+use connector_shim::worker::{Memory, Options, Worker};
+use rustix::fs::MemfdFlags;
+use shm_protocol::handshake::{self, BlockRegion, Copier};
+use shm_protocol::pool::SlotRef;
+
+use super::{Peer, Served};
+
+pub(crate) const BLOCKS: u32 = 8;
+pub(crate) const BLOCK_BYTES: u64 = 2 * LAYER_BYTES;
+pub(crate) const EPOCH: u64 = 9;
+const LAYER_BYTES: u64 = 300;
+const UNTOUCHED: u8 = 0xee;
+
+/// KV memory of two layers in one descriptor.
+pub(crate) struct Kv(OwnedFd);
+
+impl Kv {
+    pub(crate) fn new() -> Self {
+        let fd = rustix::fs::memfd_create("test-kv", MemfdFlags::CLOEXEC).unwrap();
+        let bytes = vec![UNTOUCHED; (BLOCK_BYTES * u64::from(BLOCKS)) as usize];
+        assert_eq!(rustix::io::pwrite(&fd, &bytes, 0), Ok(bytes.len()));
+        Self(fd)
+    }
+
+    pub(crate) fn block(&self, block: u32) -> Vec<u8> {
+        let mut bytes = vec![0; BLOCK_BYTES as usize];
+        for (layer, half) in (0..).zip(bytes.chunks_exact_mut(LAYER_BYTES as usize)) {
+            let at = region(layer).offset + u64::from(block) * LAYER_BYTES;
+            assert_eq!(rustix::io::pread(&self.0, &mut *half, at), Ok(half.len()));
+        }
+        bytes
+    }
+
+    pub(crate) fn is_untouched(&self, block: u32) -> bool {
+        self.block(block).iter().all(|byte| *byte == UNTOUCHED)
+    }
+}
+
+fn region(layer: u64) -> BlockRegion {
+    let offset = layer * LAYER_BYTES * u64::from(BLOCKS);
+    BlockRegion { fd: 0, offset, stride: LAYER_BYTES, bytes: LAYER_BYTES }
+}
+
+pub(crate) fn options(peer: &Peer, kv: &Kv, copy: Copier) -> Options {
+    let worker = handshake::Worker {
+        rank: 0,
+        shard: 0,
+        shards: 1,
+        blocks: BLOCKS,
+        regions: vec![region(0), region(1)],
+        copy,
+        facts: BTreeMap::from([("model".into(), "m".into())]),
+        cuda: None,
+    };
+    let memory = Memory::Host(vec![kv.0.try_clone().unwrap()]);
+    Options { socket: peer.socket(), engine: "engine".into(), world_size: 1, worker, memory }
+}
+
+pub(crate) fn connected(peer: &Peer, kv: &Kv, copy: Copier) -> (Worker, Served) {
+    let served = peer.serve(BLOCK_BYTES);
+    let worker = Worker::new(options(peer, kv, copy)).unwrap();
+    assert!(worker.connected(), "{:?}", worker.take_notices());
+    (worker, served.join().unwrap())
+}
+
+/// What a block of key `seed` holds.
+pub(crate) fn content(seed: u64) -> Vec<u8> {
+    (0..BLOCK_BYTES).map(|at| (at.wrapping_mul(31) ^ seed.wrapping_mul(0x9e37_79b9)) as u8).collect()
+}
+
+pub(crate) fn plan(op: u64, flags: u8, blocks: &[(u32, SlotRef)]) -> Plan {
+    Plan { op, epoch: EPOCH, flags, blocks: blocks.to_vec() }
+}

@@ -41,6 +41,8 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         reason = "this vLLM gives connectors no KV cache configuration; 0.29 or later does"
         if kv_cache_config is not None:
             reason = vllm_compat.unsupported(vllm_config, kv_cache_config) or ""
+        if config.copy == "engine" and vllm_compat.on_gpu():
+            reason = "pillion.copy=engine is not available on a GPU yet, use sidecar or auto"
         if reason:
             logger.error("PILLION STAYS OUT: %s. vLLM runs as if no connector were configured.", reason)
             return
@@ -54,14 +56,14 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The layout named by `pillion.layout`."""
+        """The layout named by `pillion.layout`; with `auto` the one that makes a block one run, where that is known to work."""
         transfer = vllm_config.kv_transfer_config
-        extra = (transfer and transfer.kv_connector_extra_config) or {}
-        return options.parse(extra).required_layout
+        config = options.parse((transfer and transfer.kv_connector_extra_config) or {})
+        return vllm_compat.fitting_layout(vllm_config) if config.layout == "auto" else config.required_layout
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Never: no hook between layers is needed."""
+        """Never: where a graph calls no hook between layers, none is needed."""
         return False
 
     @property
@@ -85,10 +87,12 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Loads this step's blocks: synchronous ones now, the others in the background."""
         if self._worker:
-            self._worker.load()
+            self._worker.load(forward_context)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: synchronous loads end in start_load_kv."""
+        """On a GPU the engine's stream waits here, if it did not in start_load_kv."""
+        if self._worker:
+            self._worker.reach_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any) -> None:
         """Nothing: whole blocks are saved after the step."""

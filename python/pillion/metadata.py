@@ -22,3 +22,8 @@ class PillionMetadata(KVConnectorMetadata):
     loads: list[tuple[str, bytes, bool]] = field(default_factory=list)
     # Loads whose lease was lost before they could be planned: request id, block ids, synchronous.
     lost: list[tuple[str, list[int], bool]] = field(default_factory=list)
+
+
+def plan_blocks(plan: bytes) -> list[int]:
+    """The blocks that a plan writes, as connector-shim/src/plan.rs lays it out: after three words, three for each block."""
+    return memoryview(plan).cast("Q")[3::3].tolist()

@@ -33,14 +33,21 @@ __all__ = [
     "block_bytes",
     "block_tokens",
     "facts",
+    "fitting_layout",
+    "granted_layout",
+    "hook_mode",
+    "hooks_are_serial",
     "init_logger",
     "layers",
+    "on_gpu",
     "rank",
+    "running_hook_mode",
     "shards",
     "steps_in_flight",
     "tokens_per_step",
     "unsupported",
     "world_size",
+    "zeroes_blocks",
 ]
 
 # Pages sampled from each weight file for the weights digest, evenly spaced.
@@ -49,6 +56,12 @@ PAGE_BYTES = 4096
 # Extra keys are tagged tuples from this version on, bare before.
 TAGGED_SINCE = (0, 31)
 NONE_HASH_RULE_SINCE = (0, 29)
+# Every layer of a block side by side: a block is one run. Measured with these attention backends: same tokens, no slower.
+BLOCK_LAYOUT = "BLNHC"
+BLOCK_LAYOUT_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+# The largest kernel block of all of them (FlashInfer's on Hopper). vLLM splits larger blocks into kernel blocks, which a
+# layout with other layers between two blocks rules out.
+BLOCK_LAYOUT_TOKENS_MAX = 64
 logger = init_logger("vllm.pillion")
 
 
@@ -85,6 +98,63 @@ def _full_attention(spec: Any) -> bool:
     exotic = ("RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec")
     windowed = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     return isinstance(spec, FullAttentionSpec) and type(spec).__name__ not in exotic and not windowed
+
+
+def on_gpu() -> bool:
+    """Whether vLLM runs on CUDA: KV in GPU memory, work in streams."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
+
+
+def zeroes_blocks(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether a step zeroes blocks before its forward, those of its loads among them."""
+    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+
+
+def fitting_layout(vllm_config: VllmConfig) -> str | None:
+    """The layout that makes a block one run, where the attention backend is known to take it or still unknown.
+
+    vLLM drops a wish that its backend cannot meet, with a warning; the strides are read back anyway.
+    """
+    model, tokens = vllm_config.model_config, vllm_config.cache_config.block_size
+    if not on_gpu() or getattr(model, "use_mla", False) or getattr(model, "is_hybrid", False):
+        return None
+    if tokens is not None and tokens > BLOCK_LAYOUT_TOKENS_MAX:
+        return None
+    backend = vllm_config.attention_config.backend
+    if backend is None:
+        return BLOCK_LAYOUT
+    if backend.name not in BLOCK_LAYOUT_BACKENDS:
+        return None
+    layouts = backend.get_class().supported_kv_cache_layouts()
+    return BLOCK_LAYOUT if layouts is None or BLOCK_LAYOUT in [layout.name for layout in layouts] else None
+
+
+def granted_layout(vllm_config: VllmConfig) -> str:
+    """The name of the layout that vLLM settled on."""
+    return str(getattr(vllm_config.cache_config, "kv_cache_layout", None) or "unnamed")
+
+
+def hooks_are_serial(vllm_config: VllmConfig) -> bool:
+    """Whether one forward a step calls the hooks: no second model that drafts, no two halves of a batch side by side."""
+    overlapped = getattr(vllm_config.parallel_config, "use_ubatching", False)
+    return getattr(vllm_config, "speculative_config", None) is None and not overlapped
+
+
+def hook_mode(forward_context: Any) -> str | None:
+    """How this forward runs, if that is a way in which layers may call the connector's hooks one by one."""
+    if getattr(forward_context, "attn_metadata", None) is None or getattr(forward_context, "ubatch_slices", None) is not None:
+        return None
+    mode = getattr(getattr(forward_context, "cudagraph_runtime_mode", None), "name", "NONE")
+    return None if mode == "FULL" else str(mode)
+
+
+def running_hook_mode() -> str | None:
+    """`hook_mode` of the forward that runs in this thread."""
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    return hook_mode(get_forward_context()) if is_forward_context_available() else None
 
 
 def block_tokens(kv_cache_config: KVCacheConfig) -> int:
@@ -126,9 +196,10 @@ def shards(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
 
 
 def layers(kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of the only group, in the group's order."""
-    names = kv_cache_config.kv_cache_groups[0].layer_names
-    return [(name, kv_caches[name]) for name in names if name in kv_caches]
+    """The tensors of the only group, in the group's order; a layer that reads another one's KV has none of its own."""
+    names = [name for name in kv_cache_config.kv_cache_groups[0].layer_names if name in kv_caches]
+    owners = {kv_caches[name].data_ptr(): name for name in reversed(names)}
+    return [(name, kv_caches[name]) for name in names if owners[kv_caches[name].data_ptr()] == name]
 
 
 def facts(

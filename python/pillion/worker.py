@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from pillion import _shim, vllm_compat
 from pillion.config import Config
+from pillion.cuda import LayerWaits
 from pillion.geometry import Geometry, GeometryError, describe
-from pillion.metadata import PillionMetadata
+from pillion.metadata import PillionMetadata, plan_blocks
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 SHARED_MEMORY = "/dev/shm"
@@ -29,28 +31,63 @@ class Worker:
         self._kv_cache_config = kv_cache_config
         self._session: _shim.WorkerSession | None = None
         self._metadata: PillionMetadata | None = None
+        # On a GPU only: the device, by whose stream everything is ordered, and the waits between its layers.
+        self._device: torch.device | None = None
+        self._waits: LayerWaits | None = None
         # Asynchronous loads in progress: operation to request id.
         self._loading: dict[int, str] = {}
+        # Plans of this step's loads that are waited for between its layers.
+        self._overlapped: list[bytes] = []
         self._failed: set[int] = set()
         self._ended: set[str] = set()
         # Last step computed on blocks that were not loaded; its fence is withheld until the scheduler voided its saves.
         self._spoiled = 0
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Moves the KV storage to shared memory in place and shows it to the sidecar."""
+        """Shows the KV memory to the sidecar: a GPU's as it is, a host's once it is moved to shared memory in place."""
         layers = vllm_compat.layers(self._kv_cache_config, kv_caches)
         try:
-            if any(tensor.device.type != "cpu" for _, tensor in layers):
-                raise GeometryError("this release serves vLLM's CPU build only")
+            served = "cuda" if vllm_compat.on_gpu() else "cpu"
+            for name, tensor in layers:
+                if tensor.device.type != served:
+                    raise GeometryError(
+                        f"layer {name}: KV on a device of kind {tensor.device.type}; CUDA and CPU engines are served"
+                    )
             geometry = describe(layers, self._kv_cache_config.num_blocks)
+            if served == "cuda":
+                self._register_gpu(layers, geometry)
+                return
             ranks = vllm_compat.world_size(self._vllm_config)
             descriptors = [_share(storage, ranks) for storage in geometry.storages]
         except (GeometryError, OSError) as error:
             logger.error("PILLION STAYS OUT: %s. vLLM runs as if no connector were configured.", error)
             return
-        self._connect(geometry, descriptors)
+        self._connect(geometry, descriptors, [], [])
 
-    def _connect(self, geometry: Geometry, descriptors: list[int]) -> None:
+    def _register_gpu(self, layers: list[tuple[str, torch.Tensor]], geometry: Geometry) -> None:
+        pointers = [int(storage.data_ptr()) for storage in geometry.storages]
+        self._device = layers[0][1].device
+        try:
+            self._connect(geometry, [], pointers, geometry.cuts)
+        except _shim.ShimError as error:
+            # Most of all memory that cannot be exported, such as sleep mode's.
+            raise GeometryError(str(error)) from error
+        logger.info(
+            "pillion: KV cache layout %s: a block of %d bytes in %d runs, delivered in %d cuts of %d layers",
+            vllm_compat.granted_layout(self._vllm_config),
+            geometry.cuts[-1],
+            len(geometry.regions),
+            len(geometry.cuts),
+            geometry.layers_per_cut,
+        )
+        self._waits = LayerWaits(
+            [name for name, _ in layers],
+            geometry.layers_per_cut,
+            vllm_compat.hooks_are_serial(self._vllm_config),
+            vllm_compat.running_hook_mode,
+        )
+
+    def _connect(self, geometry: Geometry, descriptors: list[int], pointers: list[int], cuts: list[int]) -> None:
         facts, warnings = vllm_compat.facts(self._vllm_config, self._kv_cache_config, geometry.form, self._config.model_id)
         for warning in warnings:
             logger.warning("pillion: %s", warning)
@@ -66,8 +103,11 @@ class Worker:
             self._kv_cache_config.num_blocks,
             geometry.regions,
             descriptors,
-            "sidecar" if self._config.copy == "sidecar" else "engine",
+            self._config.copier(on_gpu=bool(pointers)),
             facts,
+            pointers,
+            cuts,
+            self._stream(),
         )
         logger.info("pillion: rank %d of %d, namespace %s", rank, world, self._session.namespace or "not known yet")
         self._say_notices()
@@ -81,11 +121,14 @@ class Worker:
             if metadata.resolved >= self._spoiled:
                 self._spoiled = 0
             self._session.join(metadata.run)
-            self._session.start(metadata.step)
+            self._session.start(metadata.step, self._stream())
+            self._overlapped = []
+            if self._waits:
+                self._waits.begin_step()
             self._say_notices()
 
-    def load(self) -> None:
-        """Carries out or begins this step's loads."""
+    def load(self, forward_context: ForwardContext) -> None:
+        """Begins this step's loads; what the forward needs is there, or on a GPU waited for, before it reads it."""
         metadata = self._metadata
         if metadata is None:
             return
@@ -95,20 +138,59 @@ class Worker:
                 self._ended.add(req_id)
         metadata.lost = []
         loads, metadata.loads = metadata.loads, []
+        overlap = self._may_overlap(loads, forward_context)
         for req_id, plan, sync in loads:
             if self._session is None:
                 raise RuntimeError("pillion: a load was planned for a rank that has not registered its memory")
-            failed = self._session.load(plan, sync)
+            failed = self._session.load(plan, sync, self._stream(), overlap and sync)
             if failed is None:
                 self._loading[_shim.plan_op(plan)] = req_id
             else:
                 self._fail(failed, metadata.step)
 
+    def _may_overlap(self, loads: list[tuple[str, bytes, bool]], forward_context: ForwardContext) -> bool:
+        """Whether this forward waits for its loads layer by layer."""
+        needed = [plan for _, plan, sync in loads if sync]
+        if not needed or not self._waits or not self._waits.permits(vllm_compat.hook_mode(forward_context)):
+            return False
+        self._waits.expect()
+        self._overlapped += needed
+        return True
+
+    def reach_layer(self, layer: str) -> None:
+        """The forward is about to launch a layer."""
+        if self._waits and self._session:
+            self._waits.reach(layer, self._session, self._stream)
+
     def end_step(self) -> None:
         """The step's KV is written."""
         metadata = self._metadata
-        if metadata and self._session and not self._spoiled:
-            self._session.done(metadata.step, metadata.urgent)
+        if metadata is None or self._session is None:
+            return
+        if self._waits:
+            self._end_waits(self._waits, self._session, metadata.step)
+        if not self._spoiled:
+            self._session.done(metadata.step, metadata.urgent, self._stream())
+
+    def _end_waits(self, waits: LayerWaits, session: _shim.WorkerSession, step: int) -> None:
+        if waits.end_step(session, self._stream):
+            return
+        blocks = [block for plan in self._overlapped for block in plan_blocks(plan)]
+        logger.error(
+            "pillion: step %d did not call the hooks of all its layers, so it may have read %d blocks before they were "
+            "loaded: they are computed again, and from now on every step waits for its whole load",
+            step,
+            len(blocks),
+        )
+        self._fail(blocks, step)
+
+    def _stream(self) -> int:
+        """The engine's stream of the moment; 0 on a CPU engine, which has none."""
+        if self._device is None:
+            return 0
+        import torch
+
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
 
     def finished(self) -> set[str] | None:
         """Requests whose asynchronous load ended since the last call, well or not, each once."""

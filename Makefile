@@ -5,8 +5,11 @@ SHELL := bash
 # A toolchain that scripts/setup installed is not on the PATH of a shell that was open before.
 export PATH := $(CURDIR)/.venv/bin:$(HOME)/.cargo/bin:$(PATH)
 
-.PHONY: help setup setup-tests demo test test-rust test-loom test-sim test-python test-e2e sim chaos prove sanitize lint bench fuzz clean
+.PHONY: help setup setup-tests demo test test-rust test-loom test-sim test-python test-e2e sim chaos prove sanitize lint bench fuzz clean test-gpu
 
+# What runs the tests on a GPU: it finds vLLM's CUDA build and pillion; and which of them, with pytest's options.
+PYTHON ?= python3
+TESTS ?=
 # How long `make fuzz` runs each target, in seconds.
 SECONDS_EACH ?= 60
 # Worlds of `make sim`, rounds of `make chaos`, and where their seeds begin.
@@ -43,6 +46,9 @@ test-python: setup-tests ## the connector against vLLM's signatures and schedule
 
 test-e2e: setup ## the connector in real vLLM engines
 	python -m pytest -q tests/e2e
+
+test-gpu: ## the connector in real engines on a GPU: PYTHON=python3 TESTS='tests/gpu/test_kill.py --rounds 40'
+	@$(PYTHON) tests/gpu $(TESTS)
 
 sim: setup ## more simulated worlds: RUNS=200000 SEED=1
 	cargo test --profile sim --package sidecar --test simulator --quiet -- --runs $(RUNS) --seed $(SEED)

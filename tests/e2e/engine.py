@@ -33,7 +33,7 @@ class Options:
     model: Path
     socket: Path | None = None
     load: Literal["auto", "sync", "async"] = "auto"
-    copy: Literal["engine", "sidecar"] = "engine"
+    copy: Literal["auto", "engine", "sidecar"] = "engine"
     multiprocess: bool = False
     tensor_parallel: int = 1
     blocks: int | None = None
@@ -43,7 +43,10 @@ class Options:
     kv_bytes: int = 64 << 20
     omp_threads: int = 1
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    # More keys of the connector, arguments of `vllm.LLM`, and variables of the environment.
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    variables: dict[str, str] = dataclasses.field(default_factory=dict)
     # A file for the duration of every schedule() call; see timed_scheduler.py.
     schedule_times: Path | None = None
     # Put before the engine's command; see mounts.py.
@@ -69,7 +72,7 @@ class Options:
         arguments |= {name: value for name, value in optional.items() if value is not None}
         if self.socket is not None:
             arguments["kv_transfer_config"] = self._kv_transfer_config()
-        return arguments
+        return arguments | self.arguments
 
     def _kv_transfer_config(self) -> dict[str, Any]:
         return {
@@ -98,6 +101,7 @@ class Options:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if self.multiprocess else "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "PILLION_TEST_SCHEDULE_TIMES": str(self.schedule_times or ""),
+            **self.variables,
         }
 
 

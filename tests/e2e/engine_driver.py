@@ -19,8 +19,11 @@ from typing import Any, TextIO
 
 # Ten seconds, spent before the first line is read: a spare driver imports while another engine is at work.
 import vllm.v1.engine.core
-import vllm.v1.worker.cpu_worker  # noqa: F401 - as above
 from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
+
+if current_platform.is_cpu():
+    import vllm.v1.worker.cpu_worker  # noqa: F401 - as above
 
 # Counters of vLLM's own (Prometheus) metrics that the tests assert on, by the short name they use.
 COUNTERS = {
@@ -38,7 +41,7 @@ class Driver:
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._llm = LLM(
             skip_tokenizer_init=True,
-            enforce_eager=True,
+            enforce_eager=arguments.pop("enforce_eager", True),
             enable_prefix_caching=True,
             prefix_caching_hash_algo=arguments.pop("prefix_caching_hash_algo", "xxhash_cbor"),
             disable_log_stats=False,

@@ -50,3 +50,12 @@ def test_modes(mode: str, loads: bool, saves: bool) -> None:
 @pytest.mark.parametrize(("layout", "asked"), [("auto", None), ("none", None), ("BLNHC", "BLNHC")])
 def test_layout(layout: str, asked: str | None) -> None:
     assert parse({"pillion.layout": layout}).required_layout == asked
+
+
+@pytest.mark.parametrize(
+    ("copy", "on_cpu", "on_gpu"),
+    [("auto", "engine", "sidecar"), ("engine", "engine", "engine"), ("sidecar", "sidecar", "sidecar")],
+)
+def test_who_copies(copy: str, on_cpu: str, on_gpu: str) -> None:
+    config = parse({"pillion.copy": copy})
+    assert (config.copier(on_gpu=False), config.copier(on_gpu=True)) == (on_cpu, on_gpu)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pillion.geometry import Geometry, GeometryError, describe
+from pillion.geometry import CUT_PIECE_BYTES, CUTS_MAX, Geometry, GeometryError, describe
 
+KIB = 1024
 BLOCKS, LAYERS, HEADS, TOKENS, CONTENT = 7, 3, 2, 4, 5
 AXES = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": CONTENT}
 
@@ -61,3 +62,51 @@ def test_separate_storages_and_a_leading_pair_of_keys_and_values() -> None:
 def test_tensors_without_blocks_are_refused() -> None:
     with pytest.raises(GeometryError, match=r"layer\.0"):
         describe(caches("LBHNC"), BLOCKS + 1)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+def test_layers_end_where_their_bytes_do(layout: str) -> None:
+    page = HEADS * TOKENS * CONTENT * 2
+    geometry = describe(caches(layout), BLOCKS)
+    assert geometry.layer_ends == [page, 2 * page, 3 * page]
+    assert geometry.cuts[-1] == sum(region[3] for region in geometry.regions)
+
+
+def test_blocks_of_several_kernel_blocks_are_gathered_exactly() -> None:
+    """FlashInfer splits blocks of 128 tokens into kernel blocks of 64: the tensors count those."""
+    layers = caches("LBNHC")
+    split = [(name, cache.permute(0, 2, 1, 3).reshape(BLOCKS * 2, TOKENS // 2, HEADS, CONTENT)) for name, cache in layers]
+    whole = [(name, cache.permute(0, 2, 1, 3)) for name, cache in layers]
+    for (_, kernel), (_, block) in zip(split, whole, strict=True):
+        assert kernel.data_ptr() == block.data_ptr()
+    assert (
+        describe([(name, cache.permute(0, 2, 1, 3)) for name, cache in split], BLOCKS).regions
+        == describe(whole, BLOCKS).regions
+    )
+
+
+def geometry_of(layers: int, page_bytes: int) -> Geometry:
+    """One with pages of a size."""
+    return Geometry([], [], "", [page_bytes * (layer + 1) for layer in range(layers)])
+
+
+@pytest.mark.parametrize(
+    ("page_kib", "layers"),
+    [(4, 8), (16, 8), (32, 8), (48, 6), (64, 4), (100, 3), (128, 2), (512, 2)],
+)
+def test_pages_decide_how_many_layers_a_cut_has(page_kib: int, layers: int) -> None:
+    geometry = geometry_of(32, page_kib * KIB)
+    assert geometry.layers_per_cut == layers
+    pieces = [end - start for start, end in zip([0, *geometry.cuts], geometry.cuts, strict=False)]
+    assert sum(pieces) == 32 * page_kib * KIB
+    assert all(piece == layers * page_kib * KIB for piece in pieces[:-1])
+    assert layers == 8 or pieces[0] >= CUT_PIECE_BYTES
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 61, 509, 511, 2000])
+def test_cuts_ascend_end_with_the_block_and_fit_their_byte(layers: int) -> None:
+    geometry = geometry_of(layers, 1 << 20)
+    assert geometry.cuts == sorted(set(geometry.cuts))
+    assert geometry.cuts[-1] == layers << 20
+    assert len(geometry.cuts) <= CUTS_MAX
+    assert len(geometry.cuts) == -(-layers // geometry.layers_per_cut)

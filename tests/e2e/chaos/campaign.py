@@ -152,7 +152,8 @@ class Campaign:
                 time.sleep(self._chance.uniform(0, STRIKE_S))
                 span = self._strike(fault, life, running, asking)
                 spans += [span] if fault.startswith("engine") else []
-            if not life.faults:
+            # One that nothing strikes, or whose end is not among the rounds played.
+            if life.faults[-1:] != [faults.ENGINE_KILL]:
                 self._wait_for_hits(asking)
                 asking.drain()
                 running.exit()

@@ -1,0 +1,35 @@
+"""Paths of the shared test modules, the sidecar's binary, and a model whose forward has several cuts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent.parent
+sys.path[:0] = [str(TESTS / name) for name in ("gpu", "e2e", "vllm")]
+
+import gpu_options  # noqa: E402 - found through the path above
+
+import model  # noqa: E402
+import sidecar  # noqa: E402
+
+sidecar.BINARY = Path(os.environ.get("PILLION_BINARY") or shutil.which("pillion") or sidecar.BINARY)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What test_kill.py plays."""
+    parser.addoption("--rounds", type=int, default=20, help="rounds of faults")
+    parser.addoption("--first", type=int, default=1, help="the number of the first of them")
+    parser.addoption("--seed", type=int, default=1, help="from which the faults are drawn")
+    parser.addoption("--runner", type=int, choices=(1, 2), default=1, help="vLLM's model runner")
+    parser.addoption("--graphs", action="store_true", help="CUDA graphs instead of eager mode")
+
+
+@pytest.fixture(scope="session")
+def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights with which answers depend strongly on the KV."""
+    return model.write(tmp_path_factory.mktemp("model"), gpu_options.SHAPE)

@@ -1,0 +1,67 @@
+"""How the GPU tests start vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+import engine
+import model as models
+
+# Pages of 32 KiB in blocks of 32 tokens: cuts of 8, 8 and 4 layers.
+SHAPE = models.Shape(
+    layers=20,
+    hidden=512,
+    heads=8,
+    kv_heads=2,
+    head_dim=128,
+    intermediate=1024,
+    vocab=1024,
+    attention_scale=2.0,
+)
+# 640 KiB a block of the tests' model: 400 blocks, more than three of its longest requests.
+KV_BYTES = 256 << 20
+# Beside an engine that has just been killed, and the sidecar.
+MEMORY_PART = 0.3
+# Few graphs are captured in a few seconds.
+CAPTURE_SIZES = [1, 2, 4, 8, 16, 32]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """One way to run the engine."""
+
+    runner: Literal[1, 2]
+    graphs: bool
+    load: Literal["auto", "sync", "async"] = "auto"
+    layout: Literal["auto", "none"] = "auto"
+
+    def __str__(self) -> str:
+        return f"v{self.runner}-{'graphs' if self.graphs else 'eager'}-{self.load}-layout-{self.layout}"
+
+
+def options(model: Path, mode: Mode, socket: Path | None, **more: Any) -> engine.Options:
+    """vLLM with its own processes and asynchronous scheduling, its default on a GPU."""
+    arguments: dict[str, Any] = {
+        "enforce_eager": not mode.graphs,
+        "gpu_memory_utilization": MEMORY_PART,
+        "async_scheduling": True,
+    }
+    if mode.graphs:
+        arguments["compilation_config"] = {
+            "cudagraph_mode": "FULL_AND_PIECEWISE",
+            "cudagraph_capture_sizes": CAPTURE_SIZES,
+        }
+    given: dict[str, Any] = {
+        "model": model,
+        "socket": socket,
+        "load": mode.load,
+        "copy": "auto",
+        "multiprocess": True,
+        "kv_bytes": KV_BYTES,
+        "extra": {"pillion.layout": mode.layout},
+        "arguments": arguments,
+        "variables": {"VLLM_USE_V2_MODEL_RUNNER": str(mode.runner - 1), "VLLM_USE_FLASHINFER_SAMPLER": "0"},
+    }
+    return engine.Options(**given | more)

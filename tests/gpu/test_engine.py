@@ -1,0 +1,156 @@
+"""Real vLLM on a GPU: KV outlives the engine, in eager mode and with CUDA graphs, under both model runners.
+
+Each mode starts two engines: the first is killed when the sidecar has all its blocks, the second answers from them. Tokens
+and logprobs are compared bit for bit with the first one's own local prefix hits, which computed the same batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gpu_options
+import pytest
+from gpu_options import SHAPE, Mode
+
+import engine
+import pool
+import prompts
+import sidecar
+
+OUTPUT_TOKENS = 8
+BLOCK_BYTES = engine.BLOCK_TOKENS * SHAPE.kv_bytes_per_token()
+SINGLE = prompts.prompt(700, seed=1)
+# One token is left to compute: a step that full graphs replay.
+WHOLE_BLOCKS = prompts.prompt(64 * engine.BLOCK_TOKENS + 1, seed=2)
+LONG = prompts.prompt(3000, seed=3)
+PROMPTS = {"single": SINGLE, "whole-blocks": WHOLE_BLOCKS, "long": LONG}
+STORED_BLOCKS = sum(prompts.stored_blocks(len(tokens), OUTPUT_TOKENS) for tokens in PROMPTS.values())
+DRAM = "1GiB"
+# Every runner with graphs and without, every way to load, both layouts.
+MODES = [
+    Mode(1, graphs=False, load="sync"),
+    Mode(1, graphs=True, load="auto"),
+    Mode(2, graphs=False, load="async", layout="none"),
+    Mode(2, graphs=True, load="sync"),
+]
+LAYOUTS = {"auto": "KV cache layout BLNHC", "none": "KV cache layout LBNHC"}
+
+
+@dataclasses.dataclass
+class Restarted:
+    """A sidecar, the engine started after the first one was killed, and what the first one answered."""
+
+    mode: Mode
+    directory: Path
+    sidecar: sidecar.Sidecar
+    engine: engine.Engine
+    local: dict[str, dict[str, Any]]
+
+    @contextlib.contextmanager
+    def hits(self, tokens: int) -> Iterator[None]:
+        """What runs inside takes exactly so many tokens from the sidecar, and their bytes."""
+        hits, loaded = self.engine.metrics()["external_hits"], self._loaded_bytes()
+        yield
+        expected = tokens // engine.BLOCK_TOKENS * BLOCK_BYTES
+        self.sidecar.wait_metric("pillion_loaded_bytes_total", loaded + expected)
+        assert self.engine.metrics()["external_hits"] - hits == tokens
+        assert self._loaded_bytes() - loaded == expected
+
+    def _loaded_bytes(self) -> int:
+        return self.sidecar.metrics()["pillion_loaded_bytes_total"]
+
+    def forget_locally(self) -> None:
+        """Empty the engine's own prefix cache, once its last step has let go of its blocks."""
+        self.sidecar.wait_for(self.engine.reset_prefix_cache, "reset of the engine's own cache")
+
+    def ask_from_sidecar(self, tokens: list[int]) -> dict[str, Any]:
+        """One prompt alone, none of it in the engine's own cache."""
+        self.forget_locally()
+        with self.hits(prompts.hit_tokens(len(tokens))):
+            return ask(self.engine, tokens)
+
+
+def ask(running: engine.Engine, tokens: list[int]) -> dict[str, Any]:
+    """One prompt alone: batches of one shape give comparable bits."""
+    return running.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
+
+
+def _first_life(options: engine.Options, keeper: sidecar.Sidecar, log: Path) -> dict[str, dict[str, Any]]:
+    """The local hits of an engine that is killed as soon as everything is saved."""
+    with engine.running(options, log) as first:
+        for tokens in PROMPTS.values():
+            ask(first, tokens)
+        local = {name: ask(first, tokens) for name, tokens in PROMPTS.items()}
+        assert first.metrics()["external_hits"] == 0
+        keeper.wait_metric("pillion_saved_bytes_total", STORED_BLOCKS * BLOCK_BYTES)
+        first.kill()
+    for name, tokens in PROMPTS.items():
+        assert local[name]["cached_tokens"] == prompts.hit_tokens(len(tokens))
+    return local
+
+
+@pytest.fixture(scope="class", params=MODES, ids=str)
+def restarted(request: pytest.FixtureRequest, gpu_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restarted]:
+    """The second engine of a mode."""
+    mode = request.param
+    directory = tmp_path_factory.mktemp(str(mode))
+    with sidecar.serving(directory, DRAM) as keeper:
+        options = gpu_options.options(gpu_model, mode, keeper.socket)
+        local = _first_life(options, keeper, directory / "first.log")
+        with engine.running(options, directory / "second.log") as second:
+            yield Restarted(mode, directory, keeper, second, local)
+            second.exit()
+
+
+class TestRestart:
+    """The tests of one mode, in this order; each begins with an empty local cache."""
+
+    def test_the_layout_is_the_one_asked_for(self, restarted: Restarted) -> None:
+        """`auto` makes a block one run; FlashAttention's own choice does not."""
+        log = (restarted.directory / "second.log").read_text()
+        assert LAYOUTS[restarted.mode.layout] in log
+        assert ("in 1 runs" in log) == (restarted.mode.layout == "auto")
+        assert "STAYS OUT" not in log
+
+    def test_each_block_saved_once(self, restarted: Restarted) -> None:
+        """Prefill and decode blocks alike; the local hits of the first engine saved nothing twice."""
+        assert restarted.sidecar.metrics()["pillion_saved_bytes_total"] == STORED_BLOCKS * BLOCK_BYTES
+
+    @pytest.mark.parametrize("name", list(PROMPTS))
+    def test_warm_equals_local_hit(self, restarted: Restarted, name: str) -> None:
+        """Tokens and logprobs of a reloaded prefix, bit for bit, again and again.
+
+        The first time no forward has proven its hooks; later ones may wait cut by cut.
+        """
+        for _ in range(3):
+            warm = restarted.ask_from_sidecar(PROMPTS[name])
+            assert warm["tokens"] == restarted.local[name]["tokens"]
+            assert warm["logprobs"] == restarted.local[name]["logprobs"]
+
+    def test_requests_together(self, restarted: Restarted) -> None:
+        """Several loads in one step, beside requests that decode: answered, and every block loaded."""
+        restarted.forget_locally()
+        with restarted.hits(sum(prompts.hit_tokens(len(tokens)) for tokens in PROMPTS.values())):
+            answers = restarted.engine.generate(list(PROMPTS.values()), max_tokens=OUTPUT_TOKENS, space_steps=2)
+        assert [answer["finish_reason"] for answer in answers] == ["length"] * len(PROMPTS)
+
+    def test_damage_is_noticed(self, restarted: Restarted) -> None:
+        """The negative control: one wrong K value in every loaded block changes the answer."""
+        with pool.damaged(restarted.sidecar.pool) as blocks:
+            assert blocks >= STORED_BLOCKS
+            damaged = restarted.ask_from_sidecar(SINGLE)
+        assert damaged["logprobs"] != restarted.local["single"]["logprobs"]
+        mended = restarted.ask_from_sidecar(SINGLE)
+        assert mended["logprobs"] == restarted.local["single"]["logprobs"]
+
+    def test_every_load_ended_well(self, restarted: Restarted) -> None:
+        """Nothing was recomputed, rescued or given up on the way. Last."""
+        assert restarted.sidecar.metrics()["pillion_load_failures_total"] == 0
+        for name in ("first.log", "second.log"):
+            log = (restarted.directory / name).read_text()
+            assert "could not be loaded" not in log
+            assert "did not call the hooks" not in log

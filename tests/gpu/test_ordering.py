@@ -1,0 +1,52 @@
+"""Copies are ordered against compute: thousands of steps, every loaded word compared.
+
+`PILLION_TEST_NO_FENCES=1` stores the fences without waiting for the work: the first tests must fail then, and the last one
+shows that they would.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import bare_engine
+import pytest
+
+import sidecar
+
+ROUNDS = int(os.environ.get("PILLION_TEST_ROUNDS", "2000"))
+SEED = int(os.environ.get("PILLION_TEST_SEED", "1"))
+FENCED = os.environ.get("PILLION_TEST_NO_FENCES") != "1"
+CONTROL_ROUNDS = 300
+# Less than the run saves, so it evicts; three times what it may ask for again.
+DRAM = "1GiB"
+
+
+def run(directory: Path, block_outermost: bool, fenced: bool, rounds: int) -> tuple[bare_engine.Found, dict[str, int]]:
+    """One engine's life."""
+    with sidecar.serving(directory, DRAM) as keeper:
+        engine = bare_engine.Engine(keeper.socket, block_outermost, SEED, fenced, rounds)
+        try:
+            found = engine.run()
+        finally:
+            engine.end()
+        return found, keeper.metrics()
+
+
+@pytest.mark.parametrize("block_outermost", [True, False], ids=["one-run", "a-run-per-layer"])
+def test_every_loaded_word_is_right(tmp_path: Path, block_outermost: bool) -> None:
+    """Saves while blocks are overwritten, loads before and beside compute, whole and cut by cut."""
+    found, metrics = run(tmp_path, block_outermost, FENCED, ROUNDS)
+    counters = {name: metrics[name] for name in metrics if name.startswith(("pillion_saves", "pillion_saved", "pillion_load"))}
+    print(f"seed {SEED}, {ROUNDS} rounds: {found}\n{counters}", flush=True)
+    assert found.wrong_words == 0, f"seed {SEED}: wrong bytes, first in step {found.first_wrong_step}"
+    assert found.failed == 0
+    assert min(found.loaded_sync, found.loaded_overlapped, found.loaded_async) > ROUNDS // 20
+    assert metrics["pillion_saves_lost_to_reuse_total"] > 0, "no block was reused while it was saved: nothing was tested"
+
+
+def test_without_fences_it_would_fail(tmp_path: Path) -> None:
+    """The negative control: sidecar and engine get their way, nobody waits for the GPU."""
+    found, _ = run(tmp_path, True, False, CONTROL_ROUNDS)
+    print(f"without fences: {found}", flush=True)
+    assert found.wrong_words > 0

@@ -1,0 +1,170 @@
+"""The worker role on a GPU, its session and vLLM's forward played: which waits it enqueues, and what it does without hooks."""
+
+from __future__ import annotations
+
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pillion import vllm_compat
+from pillion.config import Config
+from pillion.cuda import LayerWaits
+from pillion.metadata import PillionMetadata, plan_blocks
+from pillion.worker import Worker
+
+LAYERS = [f"layer.{index}" for index in range(4)]
+CUTS = 2
+WHOLE, CUT_BY_CUT = False, True
+
+
+class Session:
+    """Writes down what the worker asks of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.loading = 0
+
+    def join(self, run: bytes) -> None:
+        """Not looked at."""
+
+    def take_notices(self) -> list[str]:
+        """None."""
+        return []
+
+    def start(self, step: int, stream: int) -> None:
+        """A step begins."""
+        self.calls.append(("start", step))
+
+    def done(self, step: int, ring: bool, stream: int) -> None:
+        """A step is done."""
+        self.calls.append(("done", step))
+
+    def load(self, plan: bytes, sync: bool, stream: int, overlap: bool) -> list[int] | None:
+        """Begins a load."""
+        self.calls.append(("load", overlap))
+        self.loading += overlap
+        return [] if sync else None
+
+    def wait_group(self, group: int, stream: int) -> None:
+        """Enqueues a wait."""
+        self.calls.append(("wait", group))
+        if group == CUTS - 1:
+            self.loading = 0
+
+
+def plan(*blocks: int) -> bytes:
+    """As connector-shim/src/plan.rs encodes it."""
+    return struct.pack("<QQII", 77, 1, len(blocks), 0) + b"".join(struct.pack("<QQQ", block, 4096, 3) for block in blocks)
+
+
+class Rank:
+    """One rank and the forwards of its steps."""
+
+    def __init__(self) -> None:
+        self.session = Session()
+        nothing: Any = None
+        self.worker = Worker(Config(socket="/s"), nothing, nothing)
+        played: Any = self.session
+        self.worker._session = played
+        self.worker._waits = LayerWaits(LAYERS, 2, True, lambda: vllm_compat.hook_mode(self.context))
+        self.context: Any = None
+        self.step_number = 0
+
+    def step(self, mode: str, hooks: list[str], *plans: tuple[bytes, bool]) -> list[tuple[Any, ...]]:
+        """Plays one step; what the worker asked of its session."""
+        self.session.calls = []
+        self.step_number += 1
+        self.context = SimpleNamespace(attn_metadata={}, ubatch_slices=None, cudagraph_runtime_mode=SimpleNamespace(name=mode))
+        loads = [(f"request {number}", plan, sync) for number, (plan, sync) in enumerate(plans)]
+        self.worker.begin_step(PillionMetadata(b"", self.step_number, loads=loads))
+        self.worker.load(self.context)
+        for layer in hooks:
+            self.worker.reach_layer(layer)
+        self.worker.end_step()
+        return self.session.calls
+
+
+def test_the_first_load_is_waited_for_as_a_whole_the_next_cut_by_cut() -> None:
+    """The first forward proves the hooks."""
+    rank = Rank()
+    assert rank.step("NONE", LAYERS, (plan(5), True)) == [("start", 1), ("load", WHOLE), ("done", 1)]
+    waits = [("wait", 0), ("wait", 1)]
+    assert rank.step("NONE", LAYERS, (plan(5), True)) == [("start", 2), ("load", CUT_BY_CUT), *waits, ("done", 2)]
+    assert rank.step("NONE", LAYERS) == [("start", 3), ("done", 3)]
+
+
+@pytest.mark.parametrize(("mode", "hooks"), [("FULL", []), ("PIECEWISE", LAYERS)])
+def test_other_kinds_of_forwards_wait_for_the_whole(mode: str, hooks: list[str]) -> None:
+    """Full graphs always, piecewise ones until they are proven themselves."""
+    rank = Rank()
+    rank.step("NONE", LAYERS)
+    assert ("load", WHOLE) in rank.step(mode, hooks, (plan(5), True))
+    assert ("load", CUT_BY_CUT) in rank.step("NONE", LAYERS, (plan(5), True))
+
+
+def test_asynchronous_loads_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither alone nor beside synchronous ones."""
+    monkeypatch.setattr("pillion._shim.plan_op", lambda plan: 77)
+    rank = Rank()
+    rank.step("NONE", LAYERS)
+    assert rank.step("NONE", LAYERS, (plan(5), False)) == [("start", 2), ("load", WHOLE), ("done", 2)]
+    both = rank.step("NONE", LAYERS, (plan(5), False), (plan(6), True))
+    assert both == [("start", 3), ("load", WHOLE), ("load", CUT_BY_CUT), ("wait", 0), ("wait", 1), ("done", 3)]
+
+
+def test_hooks_that_stay_away_fail_the_load_and_end_the_overlap() -> None:
+    """What the step may have read too early is computed again, and nothing of it is saved."""
+    rank = Rank()
+    rank.step("NONE", LAYERS)
+    calls = rank.step("NONE", [], (plan(5, 9), True), (plan(7), True))
+    assert calls == [("start", 2), ("load", CUT_BY_CUT), ("load", CUT_BY_CUT), ("wait", 0), ("wait", 1)]
+    assert rank.worker.take_failed() == {5, 7, 9}
+    assert ("load", WHOLE) in rank.step("NONE", LAYERS, (plan(5), True))
+    assert rank.worker.take_failed() == set()
+
+
+def test_blocks_of_a_plan() -> None:
+    """They are read as the shim wrote them."""
+    assert plan_blocks(plan(3, 1, (1 << 32) - 1)) == [3, 1, (1 << 32) - 1]
+
+
+# --- the connector's roles ---
+
+
+def test_engine_copies_are_refused_on_a_gpu_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both roles stay out, and the log says what to change."""
+    from pillion.connector import PillionConnector
+    from pillion.vllm_compat import KVConnectorRole
+
+    monkeypatch.setattr(vllm_compat, "unsupported", lambda *_: None)
+    monkeypatch.setattr(vllm_compat, "on_gpu", lambda: True)
+    said: list[str] = []
+    monkeypatch.setattr("pillion.connector.logger.error", lambda text, *parts: said.append(text % parts))
+    transfer = SimpleNamespace(kv_connector_extra_config={"pillion.copy": "engine"})
+    config: Any = SimpleNamespace(kv_transfer_config=transfer)
+    anything: Any = SimpleNamespace()
+    for role in KVConnectorRole:
+        connector = PillionConnector(config, role, anything)
+        assert connector._scheduler is None
+        assert connector._worker is None
+        assert connector.get_num_new_matched_tokens(anything, 0) == (0, False)
+    assert len(said) == len(KVConnectorRole)
+    assert all("PILLION STAYS OUT" in text and "sidecar or auto" in text for text in said)
+
+
+def test_memory_of_another_device_is_refused_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU engine whose KV lies elsewhere."""
+    said: list[str] = []
+    monkeypatch.setattr("pillion.worker.logger.error", lambda text, *parts: said.append(text % parts))
+    monkeypatch.setattr(vllm_compat, "on_gpu", lambda: True)
+    group = SimpleNamespace(layer_names=["layer"])
+    blocks: Any = SimpleNamespace(num_blocks=4, kv_cache_groups=[group])
+    nothing: Any = None
+    worker = Worker(Config(socket="/s"), nothing, blocks)
+    worker.register({"layer": torch.zeros(4, 2, 2, 2)})
+    assert worker._session is None
+    assert "PILLION STAYS OUT" in said[0]
+    assert "cpu" in said[0]

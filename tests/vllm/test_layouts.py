@@ -1,0 +1,156 @@
+"""KV tensors as vLLM itself allocates and views them for GPU backends, and which layout Pillion asks for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pillion import vllm_compat
+from pillion.geometry import Geometry, describe
+
+BLOCKS, LAYERS, KV_HEADS, HEAD_SIZE = 6, 10, 2, 16
+LAYER_NAMES = [f"model.layers.{index}.self_attn.attn" for index in range(LAYERS)]
+LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+
+
+def allocate(layout_name: str, block_tokens: int = 16, kernel_tokens: int = 16) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The KV cache configuration that vLLM makes, and the tensors that it hands to connectors, every byte another one."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    layout = KVCacheLayout[layout_name]
+    spec = FullAttentionSpec(block_size=block_tokens, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16)
+    cache = SimpleNamespace(
+        get_resolved_kv_cache_layout=lambda: layout, num_gpu_blocks_override=None, prefix_cache_retention_interval=None
+    )
+    vllm_config = SimpleNamespace(cache_config=cache, attention_config=SimpleNamespace(hisparse_config=None))
+    groups = [KVCacheGroupSpec(list(LAYER_NAMES), spec)]
+    config = get_kv_cache_config_from_groups(vllm_config, groups, BLOCKS * LAYERS * spec.page_size_bytes)
+    assert config.num_blocks == BLOCKS
+    tensors = allocate_kv_cache(config, torch.device("cpu"), layout, [kernel_tokens])
+    raw = torch.empty(0, dtype=torch.int16).set_(tensors[LAYER_NAMES[0]].untyped_storage())
+    raw.copy_(torch.arange(len(raw)).to(torch.int16))
+    return config, tensors
+
+
+def gathered(geometry: Geometry, block: int) -> bytes:
+    """What a copy of the block by its regions gives."""
+    raw = [bytes(storage.tolist()) for storage in geometry.storages]
+    return b"".join(raw[s][offset + block * stride :][:length] for s, offset, stride, length in geometry.regions)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_are_gathered_and_cut_exactly(layout: str) -> None:
+    """Layer after layer, whatever lies where: a cut of a block holds its layers' pages and nothing else."""
+    config, tensors = allocate(layout)
+    layers = vllm_compat.layers(config, tensors)
+    assert [name for name, _ in layers] == LAYER_NAMES
+    geometry = describe(layers, BLOCKS)
+    inside = [axis for axis in layout if axis in "HNC"]
+    for block in range(BLOCKS):
+        pages = [tensor[block].permute(["HNC".index(axis) for axis in inside]) for _, tensor in layers]
+        expected = [page.contiguous().view(torch.int16).numpy().tobytes() for page in pages]
+        found = gathered(geometry, block)
+        assert found == b"".join(expected)
+        starts = [0, *geometry.cuts[:-1]]
+        for cut, (start, end) in enumerate(zip(starts, geometry.cuts, strict=True)):
+            first = cut * geometry.layers_per_cut
+            assert found[start:end] == b"".join(expected[first : first + geometry.layers_per_cut])
+
+
+def test_runs_of_a_block() -> None:
+    """The layout that Pillion asks for makes a block one run."""
+    runs = {layout: len(describe(vllm_compat.layers(*allocate(layout)), BLOCKS).regions) for layout in LAYOUTS}
+    assert vllm_compat.BLOCK_LAYOUT == "BLNHC"
+    assert runs["BLNHC"] == runs["BLHNC"] == 1
+    assert runs["LBNHC"] == runs["LBHNC"] == LAYERS
+
+
+def test_kernel_blocks_smaller_than_blocks() -> None:
+    """As FlashInfer has it with blocks of 128 tokens: the tensors count kernel blocks, Pillion vLLM's blocks."""
+    config, tensors = allocate("LBNHC", block_tokens=128, kernel_tokens=64)
+    assert tensors[LAYER_NAMES[0]].shape[0] == 2 * BLOCKS
+    split = describe(vllm_compat.layers(config, tensors), BLOCKS)
+    whole = describe(vllm_compat.layers(*allocate("LBNHC", block_tokens=128, kernel_tokens=128)), BLOCKS)
+    assert split.regions == whole.regions
+    assert split.cuts == whole.cuts
+
+
+def test_a_layer_that_reads_another_ones_kv_has_none_of_its_own() -> None:
+    """vLLM lists it in the group and gives it the other one's tensor."""
+    config, tensors = allocate("BLNHC")
+    config.kv_cache_groups[0].layer_names.append("reader")
+    tensors["reader"] = tensors[LAYER_NAMES[3]]
+    assert [name for name, _ in vllm_compat.layers(config, tensors)] == LAYER_NAMES
+
+
+# --- the layout that is asked for ---
+
+
+def wish(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str | None = None,
+    layouts: tuple[str, ...] | None = None,
+    tokens: int | None = 16,
+    on_gpu: bool = True,
+    **model: bool,
+) -> str | None:
+    """What Pillion asks for."""
+    monkeypatch.setattr(vllm_compat, "on_gpu", lambda: on_gpu)
+    named = layouts and [SimpleNamespace(name=layout) for layout in layouts]
+    implementation = SimpleNamespace(supported_kv_cache_layouts=lambda: named)
+    chosen = backend and SimpleNamespace(name=backend, get_class=lambda: implementation)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(**model),
+        cache_config=SimpleNamespace(block_size=tokens),
+        attention_config=SimpleNamespace(backend=chosen),
+    )
+    return vllm_compat.fitting_layout(config)
+
+
+def test_a_cpu_engine_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU attention has one layout."""
+    assert wish(monkeypatch, on_gpu=False) is None
+    assert not vllm_compat.on_gpu()
+
+
+def test_backends_known_to_take_it_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that does not say takes any; one that says must list it; one that was not measured is left alone."""
+    assert wish(monkeypatch) == "BLNHC"
+    assert wish(monkeypatch, "FLASH_ATTN") == "BLNHC"
+    assert wish(monkeypatch, "TRITON_ATTN", ("LBNHC", "BLNHC")) == "BLNHC"
+    assert wish(monkeypatch, "FLASHINFER", ("LBHNC", "BLHNC")) is None
+    assert wish(monkeypatch, "FLEX_ATTENTION") is None
+
+
+def test_models_and_blocks_that_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLA has other backends; large blocks may be split into kernel blocks, which needs them dense."""
+    assert wish(monkeypatch, use_mla=True) is None
+    assert wish(monkeypatch, is_hybrid=True) is None
+    assert wish(monkeypatch, tokens=64) == "BLNHC"
+    assert wish(monkeypatch, tokens=128) is None
+    assert wish(monkeypatch, tokens=None) == "BLNHC"
+
+
+# --- forwards whose layers call the hooks ---
+
+
+def test_kinds_of_forwards() -> None:
+    """Full graphs call no hook, halves of a batch call them from two threads, warm-up runs have no metadata."""
+    from vllm.config import CUDAGraphMode
+
+    def mode(runtime: Any, **more: Any) -> str | None:
+        given: dict[str, Any] = {"attn_metadata": {}, "ubatch_slices": None, "cudagraph_runtime_mode": runtime}
+        return vllm_compat.hook_mode(SimpleNamespace(**given | more))
+
+    assert mode(CUDAGraphMode.NONE) == "NONE"
+    assert mode(CUDAGraphMode.PIECEWISE) == "PIECEWISE"
+    assert mode(CUDAGraphMode.FULL) is None
+    assert mode(CUDAGraphMode.NONE, attn_metadata=None) is None
+    assert mode(CUDAGraphMode.NONE, ubatch_slices=[1]) is None
+    assert vllm_compat.running_hook_mode() is None

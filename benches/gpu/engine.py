@@ -1,0 +1,245 @@
+"""The engine's side of the GPU benchmarks: one real vLLM engine in this process, stepped by hand.
+
+A first-token time runs from `add_request` to the step that returns the token, in one process
+(VLLM_ENABLE_V1_MULTIPROCESSING=0): scheduler, worker and clock share a thread, and no queue lies between.
+
+vLLM's dummy weights are +-1e-3, with which an answer hardly depends on the KV; `seed_weights` fills them so that it does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+LOAD_FORMAT = "pillion_bench"
+# Steps and pauses in which every connector can end its saves; a save that did not end shows as a short hit.
+REST_ROUNDS = 4
+REST_PAUSE_S = 0.25
+REST_TOKENS = 4
+# A connector may hold blocks for a moment after a request; then a reset is refused.
+RESET_WATCHDOG_S = 30.0
+# Requests that are shorter than a block never fill one: nothing of them is cached or saved.
+SHORT_PROMPT_TOKENS = 8
+SHORT_OUTPUT_TOKENS_MAX = 7
+FIRST_TOKEN_ID = 3
+
+
+@dataclasses.dataclass
+class Answer:
+    """One request and what came of it."""
+
+    prompt_tokens: int
+    added: float
+    first: float = 0.0
+    times: list[float] = dataclasses.field(default_factory=list)
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    cached_tokens: int = 0
+    logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
+    block_ids: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def ttft_ms(self) -> float:
+        """From adding the request to its first token."""
+        return (self.first - self.added) * 1e3
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        """Times between tokens; a step that returns several tokens counts as one."""
+        return [(late - early) * 1e3 for early, late in zip(self.times, self.times[1:], strict=False)]
+
+
+def seed_weights(model: Any, shape: dict[str, int]) -> None:
+    """Random weights, the same in every process, with which greedy answers depend strongly on the KV.
+
+    Attention's logits get a spread of about 2.5: sharp enough that single tokens matter, not so sharp that rounding does.
+    """
+    import torch
+
+    hidden, heads = shape["hidden_size"], shape["head_dim"]
+    q_rows = shape["num_attention_heads"] * heads
+    qk_rows = q_rows + shape["num_key_value_heads"] * heads
+    scales = {"o_proj": 2.0, "gate_up_proj": 1.0, "down_proj": 1.0, "lm_head": 1.0}
+    with torch.no_grad():
+        for index, (name, weight) in enumerate(sorted(model.named_parameters())):
+            generator = torch.Generator(device=weight.device).manual_seed(index)
+            kind = name.split(".")[-2]
+            if "norm" in kind:
+                weight.fill_(1.0)
+            elif kind == "embed_tokens":
+                weight.normal_(0.0, 1.0, generator=generator)
+            elif kind == "qkv_proj":
+                weight[:qk_rows].normal_(0.0, 1.6 / math.sqrt(hidden), generator=generator)
+                weight[qk_rows:].normal_(0.0, 2.0 / math.sqrt(hidden), generator=generator)
+            else:
+                weight.normal_(0.0, scales[kind] / math.sqrt(weight.shape[-1]), generator=generator)
+
+
+def register_loader(shape: dict[str, int]) -> None:
+    """Make `load_format=LOAD_FORMAT` known to vLLM in this process."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    @register_model_loader(LOAD_FORMAT)
+    class SeededLoader(DummyModelLoader):
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            super().load_weights(model, model_config)
+            seed_weights(model, shape)
+
+
+class Engine:
+    """vLLM's engine, one step at a time."""
+
+    def __init__(self, arguments: dict[str, Any], shape: dict[str, int], say: Callable[[str], None]) -> None:
+        from vllm import LLM
+
+        self.say = say
+        self.shape = shape
+        register_loader(shape)
+        begun = time.monotonic()
+        self._llm = LLM(
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            load_format=LOAD_FORMAT,
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="xxhash_cbor",
+            **arguments,
+        )
+        self._engine = self._llm.llm_engine
+        self._config = self._engine.vllm_config
+        self._scheduler = self._engine.engine_core.engine_core.scheduler
+        self._next_request = 0
+        self._running: dict[str, Answer] = {}
+        self.start_s = time.monotonic() - begun
+        say(f"engine started in {self.start_s:.1f} s, {self.blocks} blocks of {self.block_tokens} tokens")
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of KV memory on the device."""
+        return int(self._config.cache_config.num_gpu_blocks)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return int(self._config.cache_config.block_size)
+
+    def facts(self) -> dict[str, Any]:
+        """What ran, to be read beside the figures."""
+        import torch
+        import vllm
+
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        facts = {"device": device, "torch": torch.__version__, "vllm": vllm.__version__, "blocks": self.blocks}
+        cache = self._config.cache_config
+        return facts | {
+            "start_s": round(self.start_s, 1),
+            "layout": getattr(cache, "kv_cache_layout", None),
+            "async_scheduling": bool(self._config.scheduler_config.async_scheduling),
+            "v2_runner": bool(getattr(self._config, "use_v2_model_runner", False)),
+        }
+
+    def prompt(self, tokens: int, seed: int) -> list[int]:
+        """Random token ids; another seed is another prompt from its first block on."""
+        generator = random.Random(seed)
+        return [generator.randrange(FIRST_TOKEN_ID, self.shape["vocab_size"]) for _ in range(tokens)]
+
+    def add(self, prompt: list[int], max_tokens: int, logprobs: int | None = None) -> str:
+        """Begin a request; `step` returns its answer."""
+        from vllm import SamplingParams
+
+        request_id = f"request-{self._next_request}"
+        self._next_request += 1
+        params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=max_tokens, logprobs=logprobs)
+        self._running[request_id] = Answer(prompt_tokens=len(prompt), added=time.perf_counter())
+        self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        return request_id
+
+    @property
+    def running(self) -> int:
+        """Requests in flight."""
+        return len(self._running)
+
+    def step(self) -> Iterable[tuple[str, Answer]]:
+        """One step; the requests that it ended."""
+        ended = []
+        for output in self._engine.step():
+            answer = self._running[output.request_id]
+            now = time.perf_counter()
+            completion = output.outputs[0]
+            if len(completion.token_ids) > len(answer.tokens):
+                answer.first = answer.first or now
+                answer.times.append(now)
+                answer.tokens = list(completion.token_ids)
+            if output.finished:
+                answer.cached_tokens = output.num_cached_tokens or 0
+                answer.logprobs = [{t: e.logprob for t, e in position.items()} for position in completion.logprobs or []]
+                ended.append((output.request_id, self._running.pop(output.request_id)))
+        return ended
+
+    def ask(self, prompt: list[int], max_tokens: int, logprobs: int | None = None) -> Answer:
+        """One request alone."""
+        assert not self._running, "a request asked alone must be alone"
+        request_id = self.add(prompt, max_tokens, logprobs)
+        answer = self._running[request_id]
+        while self._running:
+            # Read after the first token: not in the time that is measured, and before the blocks are freed.
+            if answer.first and not answer.block_ids:
+                answer.block_ids = self._blocks_of(request_id)
+            for _ in self.step():
+                pass
+        return answer
+
+    def _blocks_of(self, request_id: str) -> list[int]:
+        # vLLM adds a random suffix to ids.
+        internal = next((r for r in self._scheduler.requests if r.startswith(f"{request_id}-")), None)
+        return list(self._scheduler.kv_cache_manager.get_block_ids(internal)[0]) if internal else []
+
+    def ask_all(self, prompts: list[list[int]], max_tokens: list[int]) -> list[Answer]:
+        """All requests at once."""
+        ids = [self.add(prompt, tokens) for prompt, tokens in zip(prompts, max_tokens, strict=True)]
+        answers: dict[str, Answer] = {}
+        while self._running:
+            answers.update(self.step())
+        return [answers[request_id] for request_id in ids]
+
+    def rest(self, rounds: int = REST_ROUNDS) -> None:
+        """Let saves end: pauses, and short requests for the connectors that need further steps for it."""
+        for _ in range(rounds):
+            time.sleep(REST_PAUSE_S)
+            self.ask(self.prompt(SHORT_PROMPT_TOKENS, seed=self._next_request), REST_TOKENS)
+
+    def reset(self) -> None:
+        """Empty the device's own prefix cache; the connector's stays."""
+        deadline = time.monotonic() + RESET_WATCHDOG_S
+        while not self._engine.reset_prefix_cache(reset_connector=False):
+            if time.monotonic() > deadline:
+                raise TimeoutError("blocks are still held: vLLM refuses to reset its prefix cache")
+            self.ask(self.prompt(SHORT_PROMPT_TOKENS, seed=self._next_request), REST_TOKENS)
+
+    def fragment(self) -> None:
+        """Scatter the free list: one-block requests over all blocks, which end in a random order."""
+        generator = random.Random(0)
+        lengths = [generator.randint(1, SHORT_OUTPUT_TOKENS_MAX) for _ in range(self.blocks)]
+        self.ask_all([self.prompt(SHORT_PROMPT_TOKENS, seed=-1 - index) for index in range(self.blocks)], lengths)
+
+    def _kv_caches(self) -> list[Any]:
+        layers = self._config.compilation_config.static_forward_context
+        return [layer.kv_cache for layer in layers.values() if hasattr(layer, "kv_cache")]
+
+    def spoil_block(self, block: int) -> None:
+        """Zero one block of every layer on the device, behind vLLM's back."""
+        for cache in self._kv_caches():
+            cache.select(list(cache.shape).index(self.blocks), block).zero_()
+
+    def spoil_layer(self) -> None:
+        """Zero the KV of the middle layer on the device, behind vLLM's back."""
+        caches = self._kv_caches()
+        caches[len(caches) // 2].zero_()
+
+
+def runs(block_ids: list[int]) -> int:
+    """Runs of consecutive ids: how many pieces a copy of these blocks has at least."""
+    return sum(1 for early, late in zip([-1, *block_ids], block_ids, strict=False) if late != early + 1 or early == -1)

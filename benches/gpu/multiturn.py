@@ -1,0 +1,148 @@
+#!/usr/bin/env python3
+"""Conversations whose KV outgrows the device: output rate, first tokens of later turns, gaps between tokens.
+
+All conversations share their first tokens; each turn adds new ones and is answered. So many requests are in flight, and a
+conversation's next turn waits behind every other conversation's, so its KV has left the device by then. Every mode is given
+the same histories, those that the first mode's answers made; so each answer can be compared with the first mode's. Where a
+step's batch differs, rounding does too: equal answers are then a share, not a promise (`--invariant` makes them one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import deque
+from typing import Any
+
+import rig
+
+from engine import Answer, Engine
+
+# 24 x (2,048 + 6 x 1,088) tokens less what is shared are a working set of 10,000 blocks of 16; the device holds 4,096
+# (kv_mib: of 2 MiB).
+SIZES = {
+    "full": {
+        "conversations": 24, "turns": 6, "shared": 2048, "new": 1024, "output": 64,
+        "at_once": 12, "kv_mib": 8192, "host_gib": 40,
+    },
+    "quick": {
+        "conversations": 8, "turns": 3, "shared": 512, "new": 512, "output": 16,
+        "at_once": 4, "kv_mib": 1024, "host_gib": 8,
+    },
+    "tiny": {
+        "conversations": 4, "turns": 3, "shared": 128, "new": 128, "output": 8,
+        "at_once": 2, "kv_mib": 3, "host_gib": 1,
+    },
+}  # fmt: skip
+SHARED_SEED = 10_000_000
+WARM_SEED = 20_000_000
+# Answers whose first token must be the first mode's: rounding spares nearly all, wrong KV nearly none.
+FIRST_TOKENS_EQUAL_MIN = 0.9
+
+
+def longest(sizes: dict[str, int]) -> int:
+    """Tokens of a conversation at its end."""
+    return sizes["shared"] + sizes["turns"] * (sizes["new"] + sizes["output"])
+
+
+def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
+    """vLLM's arguments: a device that holds a part of the working set."""
+    return {
+        "kv_cache_memory_bytes": sizes["kv_mib"] << 20,
+        "max_model_len": longest(sizes) + 64,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": sizes["at_once"],
+    }
+
+
+class Conversations:
+    """What is asked next, and what was answered."""
+
+    def __init__(self, engine: Engine, sizes: dict[str, int], reference: list[list[list[int]]] | None) -> None:
+        self._engine = engine
+        self._sizes = sizes
+        self._reference = reference
+        shared = engine.prompt(sizes["shared"], SHARED_SEED)
+        self._histories = [list(shared) for _ in range(sizes["conversations"])]
+        self.answers: list[list[Answer]] = [[] for _ in range(sizes["conversations"])]
+        self.waiting = deque(range(sizes["conversations"]))
+        self._asked: dict[str, int] = {}
+
+    def ask(self) -> None:
+        """The next turn of the conversation that has waited longest."""
+        number = self.waiting.popleft()
+        turn = len(self.answers[number])
+        self._histories[number] += self._engine.prompt(self._sizes["new"], number * 1000 + turn)
+        self._asked[self._engine.add(self._histories[number], self._sizes["output"])] = number
+
+    def note(self, request_id: str, answer: Answer) -> None:
+        """An answer; its conversation waits for its next turn, if it has one."""
+        number = self._asked.pop(request_id)
+        turn = len(self.answers[number])
+        self.answers[number].append(answer)
+        self._histories[number] += self._reference[number][turn] if self._reference else answer.tokens
+        if turn + 1 < self._sizes["turns"]:
+            self.waiting.append(number)
+
+
+def measure(engine: Engine, sizes: dict[str, int], _options: argparse.Namespace, reference: Any) -> dict[str, Any]:
+    """Every turn of every conversation, so many at once."""
+    warm_up(engine, sizes)
+    conversations = Conversations(engine, sizes, reference["tokens"] if reference else None)
+    begun = time.perf_counter()
+    while conversations.waiting or engine.running:
+        while conversations.waiting and engine.running < sizes["at_once"]:
+            conversations.ask()
+        for request_id, answer in engine.step():
+            conversations.note(request_id, answer)
+    elapsed_s = time.perf_counter() - begun
+    engine.say(f"conversations done in {elapsed_s:.1f} s")
+    answers = conversations.answers
+    later = [answer for turns in answers for answer in turns[1:]]
+    everything = [answer for turns in answers for answer in turns]
+    return {
+        "elapsed_s": elapsed_s,
+        "tokens": [[answer.tokens for answer in turns] for turns in answers],
+        "ttft_first_ms": [turns[0].ttft_ms for turns in answers],
+        "ttft_later_ms": [answer.ttft_ms for answer in later],
+        "gaps_ms": [gap for answer in everything for gap in answer.gaps_ms],
+        "prompt_tokens_later": sum(answer.prompt_tokens for answer in later),
+        "cached_tokens_later": sum(answer.cached_tokens for answer in later),
+    }
+
+
+def warm_up(engine: Engine, sizes: dict[str, int]) -> None:
+    """Every kind of step once: prefill, batched decode, and a prompt that comes back from wherever it is kept."""
+    prompts = [engine.prompt(sizes["new"], WARM_SEED + index) for index in range(sizes["at_once"])]
+    for _ in range(2):
+        engine.ask_all(prompts, [sizes["output"]] * len(prompts))
+        engine.rest()
+        engine.reset()
+
+
+def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a mode, and how many of its answers are the first mode's."""
+    mine = [tokens for turns in raw["tokens"] for tokens in turns]
+    theirs = [tokens for turns in reference["tokens"] for tokens in turns]
+    first_equal = sum(a[0] == b[0] for a, b in zip(mine, theirs, strict=True)) / len(mine)
+    return {
+        "facts": raw["facts"],
+        "output_tok_s": round(sum(map(len, mine)) / raw["elapsed_s"], 1),
+        "elapsed_s": round(raw["elapsed_s"], 2),
+        "ttft_first_mean_ms": round(statistics.mean(raw["ttft_first_ms"]), 1),
+        "ttft_later_mean_ms": round(statistics.mean(raw["ttft_later_ms"]), 1),
+        "ttft_later_p99_ms": rig.percentile(raw["ttft_later_ms"], 0.99),
+        "itl_p50_ms": rig.percentile(raw["gaps_ms"], 0.5),
+        "itl_p99_ms": rig.percentile(raw["gaps_ms"], 0.99),
+        "cached_share_later": round(raw["cached_tokens_later"] / raw["prompt_tokens_later"], 3),
+        "answers_equal": rig.share_equal(mine, theirs),
+        "first_tokens_equal": round(first_equal, 4),
+        "ok": first_equal >= FIRST_TOKENS_EQUAL_MIN,
+    }
+
+
+BENCH = rig.Bench("multiturn", str(__doc__), SIZES, engine_settings, measure, compare)
+
+if __name__ == "__main__":
+    rig.main(BENCH)

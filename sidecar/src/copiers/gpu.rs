@@ -105,6 +105,8 @@ struct Transfer {
     /// The next cut, and the next block of it.
     cut: usize,
     block: usize,
+    /// When it was taken.
+    since: Duration,
 }
 
 /// Part of a copy: these blocks of these cuts.
@@ -120,7 +122,15 @@ struct Flight {
     batch: u64,
     op: u64,
     /// Its copy ends with it, well or not.
-    last: Option<Finished>,
+    last: Option<End>,
+}
+
+/// The end of a copy.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+struct End {
+    finished: Finished,
+    blocks: usize,
+    since: Duration,
 }
 
 // === impl GpuRank ===
@@ -277,7 +287,7 @@ impl Thread {
         let end = |piece: &engine::Piece| piece.offset + self.block_bytes();
         let locked = pieces.iter().all(|piece| end(piece) <= self.pinned.bytes());
         let blocks = pieces.iter().map(|piece| (piece.block, piece.offset)).collect();
-        let transfer = Transfer { copy, op: load_op, blocks, cut: 0, block: 0 };
+        let transfer = Transfer { copy, op: load_op, blocks, cut: 0, block: 0, since: self.clock.now() };
         let lane = match direction {
             engine::Direction::Load => &mut self.loads,
             engine::Direction::Save => &mut self.saves,
@@ -303,8 +313,8 @@ impl Thread {
         worked |= self.enqueue_save()?;
         let loaded = self.words.ended(own::LOADED);
         let saved = self.words.ended(own::SAVED);
-        for finished in self.loads.ended(loaded).into_iter().chain(self.saves.ended(saved)) {
-            self.report(finished);
+        for end in self.loads.ended(loaded).into_iter().chain(self.saves.ended(saved)) {
+            self.report(end);
             worked = true;
         }
         if worked {
@@ -313,8 +323,11 @@ impl Thread {
         Ok(worked)
     }
 
-    fn report(&self, finished: Finished) {
-        self.ends.report(finished);
+    fn report(&self, end: End) {
+        let us = (self.clock.now() - end.since).as_micros() as u64;
+        let bytes = end.blocks as u64 * self.block_bytes();
+        tracing::debug!(copy = end.finished.copy, ok = end.finished.ok, bytes, us, "copied");
+        self.ends.report(end.finished);
     }
 
     fn enqueue_load(&mut self) -> Result<bool, CudaError> {
@@ -394,7 +407,7 @@ impl Lane {
     fn fly(&mut self, transfer: Transfer, cuts: usize) {
         self.batches += 1;
         let done = transfer.cut == cuts;
-        let last = done.then_some(Finished { copy: transfer.copy, ok: true });
+        let last = done.then(|| transfer.end(true));
         self.flying.push_back(Flight { batch: self.batches, op: transfer.op, last });
         if !done {
             self.waiting.push_back(transfer);
@@ -403,7 +416,7 @@ impl Lane {
 
     /// The copy ends, badly, once what was enqueued so far has ended.
     fn give_up(&mut self, transfer: &Transfer) {
-        let last = Some(Finished { copy: transfer.copy, ok: false });
+        let last = Some(transfer.end(false));
         self.flying.push_back(Flight { batch: self.batches, op: transfer.op, last });
     }
 
@@ -414,7 +427,7 @@ impl Lane {
     }
 
     /// Copies that ended with batch `batch` or before.
-    fn ended(&mut self, batch: u64) -> Vec<Finished> {
+    fn ended(&mut self, batch: u64) -> Vec<End> {
         let mut ended = Vec::new();
         while self.flying.front().is_some_and(|flight| flight.batch <= batch) {
             ended.extend(self.flying.pop_front().and_then(|flight| flight.last));
@@ -439,6 +452,11 @@ impl Transfer {
         Step { cuts: self.cut..self.cut + 1 + joined, blocks }
     }
 
+    fn end(&self, ok: bool) -> End {
+        let finished = Finished { copy: self.copy, ok };
+        End { finished, blocks: self.blocks.len(), since: self.since }
+    }
+
     fn advance(&mut self, step: &Step) {
         if step.blocks.end == self.blocks.len() {
             (self.cut, self.block) = (step.cuts.end, 0);
@@ -456,7 +474,7 @@ mod tests {
 
     fn steps(count: usize, cuts: &[u64]) -> Vec<Step> {
         let blocks = (0..count as u32).map(|block| (block, 0)).collect();
-        let mut transfer = Transfer { copy: 1, op: 1, blocks, cut: 0, block: 0 };
+        let mut transfer = Transfer { copy: 1, op: 1, blocks, cut: 0, block: 0, since: Duration::ZERO };
         let mut steps = Vec::new();
         while transfer.cut < cuts.len() {
             let step = transfer.step(cuts);
@@ -464,6 +482,10 @@ mod tests {
             steps.push(step);
         }
         steps
+    }
+
+    fn of_one_block(copy: CopyId, cut: usize) -> Transfer {
+        Transfer { copy, op: copy, blocks: vec![(0, 0)], cut, block: 0, since: Duration::ZERO }
     }
 
     #[test]
@@ -492,20 +514,21 @@ mod tests {
     #[test]
     fn a_copy_that_is_given_up_ends_after_its_batches_in_flight() {
         let mut lane = Lane::default();
-        let transfer = |copy| Transfer { copy, op: copy, blocks: vec![(0, 0)], cut: 1, block: 0 };
+        let transfer = |copy| of_one_block(copy, 1);
         lane.fly(transfer(1), 2);
         lane.give_up_all();
         lane.fly(transfer(2), 1);
-        assert_eq!(lane.ended(0), []);
-        assert_eq!(lane.ended(1), [Finished { copy: 1, ok: false }]);
-        assert_eq!(lane.ended(2), [Finished { copy: 2, ok: true }]);
+        let mut ended = |batch| lane.ended(batch).iter().map(|end| end.finished).collect::<Vec<_>>();
+        assert_eq!(ended(0), []);
+        assert_eq!(ended(1), [Finished { copy: 1, ok: false }]);
+        assert_eq!(ended(2), [Finished { copy: 2, ok: true }]);
         assert!(!lane.busy());
     }
 
     #[test]
     fn copies_take_turns() {
         let mut lane = Lane::default();
-        let transfer = |copy| Transfer { copy, op: copy, blocks: vec![(0, 0)], cut: 0, block: 0 };
+        let transfer = |copy| of_one_block(copy, 0);
         lane.waiting.extend([transfer(1), transfer(2)]);
         let first = lane.next().unwrap();
         lane.fly(first, 2);

@@ -11,6 +11,9 @@ use super::plan::{Piece, Pitched, Plan, plan};
 use super::{CudaError, Gpu, Imported, Stream, gpu};
 use crate::Direction;
 
+/// Pieces from which a batch is worth its call: a copy of its own costs 3 us to enqueue, and no more on the wire.
+const BATCH_PIECES_MIN: usize = 16;
+
 /// Where the blocks of a rank lie on its GPU.
 #[derive(Debug)]
 pub struct Blocks {
@@ -89,9 +92,9 @@ impl CopyStream {
         let Blocks { bases, regions, .. } = &*self.blocks;
         let Plan { pitched, scattered } = plan(bases, regions, self.slice_bytes, cut, blocks);
         pitched.iter().try_for_each(|copy| self.pitched(direction, copy))?;
-        match (scattered.as_slice(), gpu::memcpy_batch()) {
-            ([] | [_], _) | (_, None) => scattered.iter().try_for_each(|piece| self.single(direction, piece)),
-            (pieces, Some(function)) => self.batch(direction, pieces, function),
+        match gpu::memcpy_batch().filter(|_| scattered.len() >= BATCH_PIECES_MIN) {
+            None => scattered.iter().try_for_each(|piece| self.single(direction, piece)),
+            Some(function) => self.batch(direction, &scattered, function),
         }
     }
 

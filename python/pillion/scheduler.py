@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 # `auto` loads synchronously when the copy is predicted to take no longer than this: on a host, a decode step or two.
 AUTO_SYNC_MS = 10.0
-# On a GPU 80 MB: less than what a step costs that an asynchronous load makes its request wait for. All that runs in the step
-# would wait for a longer copy.
-AUTO_SYNC_GPU_MS = 2.0
+# On a GPU 4 GB: the step computes layer by layer behind the copy, and an asynchronous load costs its request a step more.
+# Measured beside eleven other requests: 912 tokens/s so, 886 with a limit of 2 ms (benches/README.md).
+AUTO_SYNC_GPU_MS = 100.0
 # Bytes copied in a millisecond, for that prediction: by a host at worst 2 GB/s; over PCIe 40 GB/s, where scattered pieces
 # of 32 KiB were measured at 42 and whole blocks at 54.
 HOST_BYTES_PER_MS = 2_000_000
@@ -39,6 +39,7 @@ class _Tracked:
         "appended",
         "blocks",
         "due",
+        "found_in",
         "generation",
         "hit",
         "live",
@@ -58,6 +59,9 @@ class _Tracked:
         self.blocks: list[int] = []
         # Blocks from the first that were offered to the cache, or came from it.
         self.saved = 0
+        # The step in which it began on blocks that were computed before. The cache has most likely kept them: they are
+        # offered, and so marked as used, in the step after, not on the way to the first token. 0: that was done.
+        self.found_in = 0
         # (first block, number, synchronous) of the last answer that promised a hit.
         self.hit: tuple[int, int, bool] | None = None
         # Blocks of the last load; once one of them failed, the cache is not asked again.
@@ -211,11 +215,13 @@ class Scheduler:
 
     def _replace(self, tracked: _Tracked, ids: list[int], computed_tokens: int) -> None:
         tracked.blocks = list(ids)
-        tracked.saved, tracked.sound = 0, -1
+        tracked.saved = computed_tokens // self._block_tokens
+        tracked.found_in = self._step if tracked.saved else 0
+        tracked.sound = -1
         if self._any_broken:
             # Those that it found in vLLM's own cache may be; the others are written anew.
             self._suspects.add(tracked)
-        self._overwritten += ids[computed_tokens // self._block_tokens :]
+        self._overwritten += ids[tracked.saved :]
 
     def _cancel(self, output: SchedulerOutput) -> None:
         """Gives up unfinished saves whose source this step may overwrite."""
@@ -267,12 +273,15 @@ class Scheduler:
         whole = self._first_broken(tracked) if tracked in self._suspects else len(tracked.blocks)
         full = min(computed // size, len(request.block_hashes), whole)
         posted = False
-        if full > tracked.saved and self._append(tracked) and full <= tracked.appended:
-            ids = tracked.blocks[tracked.saved : full]
-            posted = self._session.save(tracked.log, tracked.saved, ids, step)
+        again = 0 < tracked.found_in < step
+        if (again or full > tracked.saved) and self._append(tracked) and full <= tracked.appended:
+            first = 0 if again else tracked.saved
+            posted = self._session.save(tracked.log, first, tracked.blocks[first:full], step)
             tracked.saved = full
+            if again:
+                tracked.found_in = 0
         wait = 1
-        if computed >= request.num_tokens:
+        if computed >= request.num_tokens and not tracked.found_in:
             missing = (tracked.saved + 1) * size - computed
             wait = max(1, -(-missing // self._tokens_per_step))
         self._look_again(tracked, step + wait)

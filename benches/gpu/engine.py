@@ -135,11 +135,20 @@ class Engine:
         facts = {"device": device, "torch": torch.__version__, "vllm": vllm.__version__, "blocks": self.blocks}
         cache = self._config.cache_config
         return facts | {
+            "pillion": self._pillion_counts(),
             "start_s": round(self.start_s, 1),
             "layout": getattr(cache, "kv_cache_layout", None),
             "async_scheduling": bool(self._config.scheduler_config.async_scheduling),
             "v2_runner": bool(getattr(self._config, "use_v2_model_runner", False)),
         }
+
+    def _pillion_counts(self) -> dict[str, int]:
+        """What Pillion's worker, in this process, counted: eight waits a load are a forward that went layer by layer."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+        session = getattr(worker, "_session", None)
+        return dict(session.stats()) if session is not None else {}
 
     def prompt(self, tokens: int, seed: int) -> list[int]:
         """Random token ids; another seed is another prompt from its first block on."""

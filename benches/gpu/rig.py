@@ -30,7 +30,7 @@ from typing import Any, TextIO
 import engine as engines
 
 BEGUN = time.monotonic()
-# Watchdogs only. A lent machine's call lasts ten minutes; a mode that hangs must leave time for the others.
+# Watchdogs only: a mode that hangs must leave time for the others.
 IMPORT_WATCHDOG_S = 180
 SERVER_WATCHDOG_S = 120
 END_WATCHDOG_S = 15

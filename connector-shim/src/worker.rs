@@ -331,9 +331,11 @@ impl Worker {
         }
     }
 
-    /// The connection to the sidecar that made the plan possible.
+    /// The connection to the sidecar that made the plan possible; on a GPU also one that ended, as long as that sidecar's
+    /// stream may be writing the plan's blocks: the load must be taken back from it.
     fn link_of(&self, plan: &Plan) -> Option<Arc<Link>> {
-        self.link.clone().filter(|link| link.connection.welcome.epoch == plan.epoch)
+        let link = self.link.clone().filter(|link| link.connection.welcome.epoch == plan.epoch);
+        link.or_else(|| self.device.as_ref()?.retired_link(plan.epoch))
     }
 
     fn pool_of(&self, plan: &Plan) -> Option<Arc<Pool>> {

@@ -1,12 +1,14 @@
 //! A rank whose KV memory is a GPU's: what is shown of it, and what is enqueued on the engine's stream.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use copy_engine::cuda::{self, CudaError, DeviceMemory, Event, Exported, Gpu};
 use shm_protocol::handshake::{self, CudaAllocation, CudaMemory};
 
 use super::copies::Copies;
-use super::link::Link;
+use super::link::{Link, SETTLE};
+use crate::clock;
 use crate::error::{ShimError, argument};
 use crate::stream::{EngineStream, Probe};
 
@@ -42,6 +44,7 @@ struct StepLoad {
 #[derive(Debug)]
 struct Retired {
     link: Arc<Link>,
+    since: Instant,
     /// Behind the last use of its words, one on each stream; recorded once nothing can use them any more.
     passed: Vec<Event>,
 }
@@ -128,6 +131,9 @@ impl Device {
         stream: &EngineStream,
         overlap: bool,
     ) -> Result<(), CudaError> {
+        // The words of an ended connection are used once more: earlier marks say nothing of that.
+        let ended = self.retired.iter_mut().find(|retired| Arc::ptr_eq(&retired.link, link));
+        ended.into_iter().for_each(|retired| retired.passed.clear());
         self.loads.push(StepLoad { op, link: Arc::clone(link), waited: 0 });
         if overlap { Ok(()) } else { self.wait(stream, self.cuts) }
     }
@@ -145,11 +151,17 @@ impl Device {
 
     /// Keeps an ended connection's words for the streams that may still reach them.
     pub(super) fn retire(&mut self, link: Arc<Link>) {
-        self.retired.push(Retired { link, passed: Vec::new() });
+        self.retired.push(Retired { link, since: clock::now(), passed: Vec::new() });
     }
 
-    /// Frees the words that no stream can reach any more. Called while no load is in progress, since unlocking memory waits
-    /// for a parked stream.
+    /// The ended connection to the sidecar of that epoch, while its stream may still write.
+    pub(super) fn retired_link(&self, epoch: u64) -> Option<Arc<Link>> {
+        let retired = self.retired.iter().find(|retired| retired.link.connection.welcome.epoch == epoch);
+        retired.map(|retired| Arc::clone(&retired.link))
+    }
+
+    /// Frees the words that no stream can reach any more, the sidecar's included. Called while no load is in progress, since
+    /// unlocking memory waits for a parked stream.
     fn free_retired(&mut self) {
         if self.streams.len() > STREAMS_MAX {
             return;
@@ -161,10 +173,20 @@ impl Device {
                     self.streams.iter().map(|stream| EngineStream::borrow(&self.gpu, *stream).record());
                 retired.passed = marks.collect::<Result<_, _>>().unwrap_or_default();
                 self.retired.push(retired);
-            } else if used || !retired.passed.iter().all(|event| event.passed() == Ok(true)) {
+            } else if used || !retired.is_over() {
                 self.retired.push(retired);
             }
         }
+    }
+}
+
+// === impl Retired ===
+
+impl Retired {
+    /// Whether neither side's streams use it. A sidecar that lives ended its copies within a second of the hang-up.
+    fn is_over(&self) -> bool {
+        let silent = self.link.connection.sidecar_is_gone() || clock::now() - self.since > SETTLE;
+        silent && self.passed.iter().all(|event| event.passed() == Ok(true))
     }
 }
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm"))
+import rig
+
 import model as random_model
 from pillion.connector import PillionConnector
 from pillion.vllm_compat import KVConnectorRole
@@ -39,14 +40,15 @@ SAVE_REQUESTS, SAVE_BLOCKS = 8, 128
 RUNNING, LONG, SHORT = 256, 512, 64
 ROUNDS = 15
 IDLE_ROUNDS = 400
+DRAM = "1GiB"
 WATCHDOG_S = 120
 
 
 def main() -> None:
     """Prints one JSON line last."""
-    with tempfile.TemporaryDirectory() as directory, sidecar(Path(directory)) as socket:
+    with tempfile.TemporaryDirectory() as directory, rig.sidecar(DRAM) as socket:
         result: dict[str, object] = {}
-        engine = Engine(Path(directory), socket, blocks=RUNNING * (LONG + 4))
+        engine = Engine(Path(directory), str(socket), blocks=RUNNING * (LONG + 4))
         saves = sorted(save_round(engine, round) for round in range(ROUNDS))
         result["save1024_us"] = round(statistics.median(saves), 1)
         result["save1024_us_min_max"] = [round(saves[0], 1), round(saves[-1], 1)]
@@ -57,32 +59,6 @@ def main() -> None:
         result |= {"running": RUNNING, "blocks_each": LONG, "byte_exact": True}
         engine.shutdown()
     print(json.dumps(result))
-
-
-class sidecar:
-    """A real `pillion serve`."""
-
-    def __init__(self, directory: Path) -> None:
-        self.socket = directory / "pillion.sock"
-        binary = Path(sys.executable).with_name("pillion")
-        arguments = ["--socket", self.socket, "--dram", "1GiB", "--http", "127.0.0.1:0"]
-        self._process = subprocess.Popen([str(part) for part in [binary, "serve", *arguments]], stdout=sys.stderr)
-
-    def __enter__(self) -> str:
-        wait_for(self.socket.exists, "socket")
-        return str(self.socket)
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait(WATCHDOG_S)
-
-
-def wait_for(condition: object, what: str) -> None:
-    """Waits for a condition under a watchdog."""
-    deadline = time.monotonic() + WATCHDOG_S
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, f"no {what} in {WATCHDOG_S} s"
-        time.sleep(0.001)
 
 
 class Engine:
@@ -185,7 +161,7 @@ def save_round(engine: Engine, round: int) -> float:
         engine.allocate(request, ids, 0)
     engine.step(step)
     spent = (time.perf_counter() - began) * 1e6
-    wait_for(engine.saved, "end of saves")
+    rig.wait_for(engine.saved, "end of saves", WATCHDOG_S)
     for request in requests:
         engine.scheduler.request_finished(request, [])
     read_back(engine, round, tables)
@@ -212,7 +188,7 @@ def read_back(engine: Engine, round: int, tables: list[list[int]]) -> None:
     assert torch.equal(got, expected), "blocks differ from what was saved"
     for request in requests:
         engine.scheduler.request_finished(request, [])
-    wait_for(engine.saved, "end of saves")
+    rig.wait_for(engine.saved, "end of saves", WATCHDOG_S)
 
 
 def idle_steps(engine: Engine, length: int) -> list[float]:
@@ -225,7 +201,7 @@ def idle_steps(engine: Engine, length: int) -> list[float]:
         engine.allocate(request, ids, 0)
         new.append(new_request(request, ids, 0))
     engine.step(output(new, CachedRequestData.make_empty(), {r.request_id: r.num_tokens for r in requests}))
-    wait_for(engine.saved, "end of saves")
+    rig.wait_for(engine.saved, "end of saves", WATCHDOG_S)
     names = [request.request_id for request in requests]
     for request in requests:
         request.num_computed_tokens = request.num_tokens
@@ -243,7 +219,7 @@ def idle_steps(engine: Engine, length: int) -> list[float]:
         advance(requests, tables)
     for request in requests:
         engine.scheduler.request_finished(request, [])
-    wait_for(engine.saved, "end of saves")
+    rig.wait_for(engine.saved, "end of saves", WATCHDOG_S)
     return spent
 
 

@@ -229,10 +229,13 @@ class Engine:
             self.ask(self.prompt(SHORT_PROMPT_TOKENS, seed=self._next_request), REST_TOKENS)
 
     def fragment(self) -> None:
-        """Scatter the free list: one-block requests over all blocks, which end in a random order."""
+        """Scatter the free list: requests that fill one block each, over all blocks, which end in a random order.
+
+        vLLM puts blocks that were never filled back in front of its free list, where the next request takes the same ones.
+        """
         generator = random.Random(0)
         lengths = [generator.randint(1, SHORT_OUTPUT_TOKENS_MAX) for _ in range(self.blocks)]
-        self.ask_all([self.prompt(SHORT_PROMPT_TOKENS, seed=-1 - index) for index in range(self.blocks)], lengths)
+        self.ask_all([self.prompt(self.block_tokens + 1, seed=-1 - index) for index in range(self.blocks)], lengths)
 
     def _kv_caches(self) -> list[Any]:
         layers = self._config.compilation_config.static_forward_context

@@ -69,6 +69,7 @@ pub(crate) const POINTS: &[&str] = &[
     "engine async load",
     "engine load of a part",
     "engine load by sidecar",
+    "engine early load",
     "engine load by engine",
     "engine rescue after a failed copy",
     "engine rescue after the deadline",

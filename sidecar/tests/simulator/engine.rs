@@ -41,6 +41,8 @@ pub(crate) struct Model {
     pub(crate) base: NamespaceDigest,
     pub(crate) world: usize,
     pub(crate) by_engine: bool,
+    /// Its loads may begin when the step before theirs is done.
+    pub(crate) early: bool,
     pub(crate) blocks: u32,
     /// Steps that may be in flight.
     pub(crate) depth: usize,
@@ -120,6 +122,7 @@ impl Model {
             facts,
             world,
             by_engine: rng.one_in(2),
+            early: rng.one_in(2),
             blocks: rng.pick(&[9, 12, 16, 24]),
             depth: rng.within(1, 2) as usize,
             sync: rng.pick(&[0, 1, 2]),

@@ -1,6 +1,6 @@
 //! What a step posts: loads under a lease, CANCEL before a block is used again, saves of what is full.
 
-use shm_protocol::message::{Kind, LOAD_BY_ENGINE, LOAD_SYNC, Message};
+use shm_protocol::message::{Kind, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Message};
 
 use super::request::Plan;
 use super::scheduler::{Hit, Scheduler};
@@ -26,7 +26,10 @@ impl Scheduler {
         });
         let blocks = request.promised.iter().copied().zip(slots).collect();
         let by_engine = self.model.by_engine;
-        let flags = if hit.sync { LOAD_SYNC } else { 0 } | if by_engine { LOAD_BY_ENGINE } else { 0 };
+        let early = self.model.early;
+        let flags = if hit.sync { LOAD_SYNC } else { 0 }
+            | if by_engine { LOAD_BY_ENGINE } else { 0 }
+            | if early { LOAD_EARLY } else { 0 };
         let op = self.next_op;
         let step = self.step + 1;
         let message = Message {
@@ -41,6 +44,10 @@ impl Scheduler {
         };
         if !link.post_with_blocks(message, &request.loaded) {
             return None;
+        }
+        if early {
+            ctx.hit("engine early load");
+            link.flush();
         }
         self.next_op += 1;
         link.logs.get_mut(&number).expect("looked up above").lease = None;

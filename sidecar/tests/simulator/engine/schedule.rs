@@ -59,6 +59,10 @@ impl Scheduler {
         request.failed.clear();
         let (attempt, blocks) = (request.attempt, request.loaded.clone());
         self.overwritten.extend(&request.blocks);
+        if self.model.early {
+            // The load may begin as soon as it is posted.
+            self.cancel(ctx);
+        }
         let plan = self.try_load(id, hit, ctx);
         ctx.hit(match (plan.is_some(), hit.sync) {
             (false, _) => "engine load without lease",

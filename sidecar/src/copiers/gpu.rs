@@ -7,7 +7,8 @@
 //!
 //! The thread owns all that the GPU touches, and lets go of it when nothing is in flight.
 
-use std::collections::VecDeque;
+mod lane;
+
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -26,17 +27,12 @@ use shm_protocol::layout::{HEADER_BYTES, LOAD_WORDS, LOAD_WORDS_BYTES, header, l
 use shm_protocol::region::{Access, Region};
 use shm_protocol::session::SessionMemory;
 
-use super::{Batch, Ends, Finished};
+use self::lane::{End, Lane, Transfer};
+use super::{Batch, Ends};
 use crate::clock::Clock;
-use crate::engine::{self, CopyId};
+use crate::engine;
 use crate::pinning::{Pinned, SLICE_BYTES};
 
-/// Bytes of a batch at most: 1.2 ms on the wire, which is what a small load waits for a large one.
-const BATCH_BYTES_MAX: u64 = 64 << 20;
-/// Cuts of a load are joined while a batch stays below this: the words of a batch cost as much as 0.3 MiB on the wire.
-const BATCH_BYTES_MIN: u64 = 4 << 20;
-/// Batches of one direction in flight: the next is enqueued while one moves.
-const BATCHES_IN_FLIGHT: usize = 2;
 /// Time between two looks at a batch in flight.
 const POLL: Duration = Duration::from_micros(20);
 /// How long a batch may be in flight behind a closed gate, or after its engine is gone. A batch takes milliseconds.
@@ -85,52 +81,6 @@ struct Words {
     header: Registered,
     loads: Registered,
     own: Registered,
-}
-
-/// Batches of one direction.
-#[derive(Debug, Default)]
-struct Lane {
-    waiting: VecDeque<Transfer>,
-    flying: VecDeque<Flight>,
-    /// Batches enqueued so far.
-    batches: u64,
-}
-
-/// What is left of a copy.
-#[derive(Debug)]
-struct Transfer {
-    copy: CopyId,
-    op: u64,
-    blocks: Vec<(u32, u64)>,
-    /// The next cut, and the next block of it.
-    cut: usize,
-    block: usize,
-    /// When it was taken.
-    since: Duration,
-}
-
-/// Part of a copy: these blocks of these cuts.
-#[derive(Debug, Eq, PartialEq)]
-struct Step {
-    cuts: Range<usize>,
-    blocks: Range<usize>,
-}
-
-/// A batch that was enqueued, or the end of a copy that was given up.
-#[derive(Debug)]
-struct Flight {
-    batch: u64,
-    op: u64,
-    /// Its copy ends with it, well or not.
-    last: Option<End>,
-}
-
-/// The end of a copy.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-struct End {
-    finished: Finished,
-    blocks: usize,
-    since: Duration,
 }
 
 // === impl GpuRank ===
@@ -388,150 +338,5 @@ impl Thread {
         } else if now > *self.stuck_since.get_or_insert(now) + STUCK {
             die("a batch of copies lies behind a gate that its engine closed");
         }
-    }
-}
-
-// === impl Lane ===
-
-impl Lane {
-    fn busy(&self) -> bool {
-        !(self.waiting.is_empty() && self.flying.is_empty())
-    }
-
-    /// The copy whose turn it is, if a batch may be enqueued.
-    fn next(&mut self) -> Option<Transfer> {
-        if self.flying.len() >= BATCHES_IN_FLIGHT { None } else { self.waiting.pop_front() }
-    }
-
-    /// The next batch of this copy was enqueued. What is left of it waits for its next turn, behind the others.
-    fn fly(&mut self, transfer: Transfer, cuts: usize) {
-        self.batches += 1;
-        let done = transfer.cut == cuts;
-        let last = done.then(|| transfer.end(true));
-        self.flying.push_back(Flight { batch: self.batches, op: transfer.op, last });
-        if !done {
-            self.waiting.push_back(transfer);
-        }
-    }
-
-    /// The copy ends, badly, once what was enqueued so far has ended.
-    fn give_up(&mut self, transfer: &Transfer) {
-        let last = Some(transfer.end(false));
-        self.flying.push_back(Flight { batch: self.batches, op: transfer.op, last });
-    }
-
-    fn give_up_all(&mut self) {
-        for transfer in std::mem::take(&mut self.waiting) {
-            self.give_up(&transfer);
-        }
-    }
-
-    /// Copies that ended with batch `batch` or before.
-    fn ended(&mut self, batch: u64) -> Vec<End> {
-        let mut ended = Vec::new();
-        while self.flying.front().is_some_and(|flight| flight.batch <= batch) {
-            ended.extend(self.flying.pop_front().and_then(|flight| flight.last));
-        }
-        ended
-    }
-}
-
-// === impl Transfer ===
-
-impl Transfer {
-    /// The next batch: one cut of as many blocks as fit, or several cuts of few blocks.
-    fn step(&self, cuts: &[u64]) -> Step {
-        let start = self.cut.checked_sub(1).map_or(0, |before| cuts[before]);
-        let left = self.blocks.len() - self.block;
-        let fitting = usize::try_from(BATCH_BYTES_MAX / (cuts[self.cut] - start)).unwrap_or(usize::MAX);
-        let blocks = self.block..self.block + left.min(fitting.max(1));
-        let small = |end: &u64| {
-            blocks.len() == self.blocks.len() && (end - start) * blocks.len() as u64 <= BATCH_BYTES_MIN
-        };
-        let joined = cuts[self.cut + 1..].iter().take_while(|end| small(end)).count();
-        Step { cuts: self.cut..self.cut + 1 + joined, blocks }
-    }
-
-    fn end(&self, ok: bool) -> End {
-        let finished = Finished { copy: self.copy, ok };
-        End { finished, blocks: self.blocks.len(), since: self.since }
-    }
-
-    fn advance(&mut self, step: &Step) {
-        if step.blocks.end == self.blocks.len() {
-            (self.cut, self.block) = (step.cuts.end, 0);
-        } else {
-            self.block = step.blocks.end;
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const MIB: u64 = 1 << 20;
-
-    fn steps(count: usize, cuts: &[u64]) -> Vec<Step> {
-        let blocks = (0..count as u32).map(|block| (block, 0)).collect();
-        let mut transfer = Transfer { copy: 1, op: 1, blocks, cut: 0, block: 0, since: Duration::ZERO };
-        let mut steps = Vec::new();
-        while transfer.cut < cuts.len() {
-            let step = transfer.step(cuts);
-            transfer.advance(&step);
-            steps.push(step);
-        }
-        steps
-    }
-
-    fn of_one_block(copy: CopyId, cut: usize) -> Transfer {
-        Transfer { copy, op: copy, blocks: vec![(0, 0)], cut, block: 0, since: Duration::ZERO }
-    }
-
-    #[test]
-    fn a_large_load_is_cut_by_layers_and_then_by_blocks() {
-        let cuts: Vec<u64> = (1..=8).map(|cut| cut * MIB / 4).collect();
-        let steps = steps(640, &cuts);
-        assert_eq!(steps.len(), 8 * 3);
-        assert_eq!(
-            steps[..4],
-            [
-                Step { cuts: 0..1, blocks: 0..256 },
-                Step { cuts: 0..1, blocks: 256..512 },
-                Step { cuts: 0..1, blocks: 512..640 },
-                Step { cuts: 1..2, blocks: 0..256 },
-            ]
-        );
-    }
-
-    #[test]
-    fn a_small_load_is_one_batch_and_a_larger_one_joins_few_cuts() {
-        let cuts: Vec<u64> = (1..=8).map(|cut| cut * MIB / 4).collect();
-        assert_eq!(steps(2, &cuts), [Step { cuts: 0..8, blocks: 0..2 }]);
-        assert_eq!(steps(5, &cuts), [0..3, 3..6, 6..8].map(|cuts| Step { cuts, blocks: 0..5 }));
-    }
-
-    #[test]
-    fn a_copy_that_is_given_up_ends_after_its_batches_in_flight() {
-        let mut lane = Lane::default();
-        let transfer = |copy| of_one_block(copy, 1);
-        lane.fly(transfer(1), 2);
-        lane.give_up_all();
-        lane.fly(transfer(2), 1);
-        let mut ended = |batch| lane.ended(batch).iter().map(|end| end.finished).collect::<Vec<_>>();
-        assert_eq!(ended(0), []);
-        assert_eq!(ended(1), [Finished { copy: 1, ok: false }]);
-        assert_eq!(ended(2), [Finished { copy: 2, ok: true }]);
-        assert!(!lane.busy());
-    }
-
-    #[test]
-    fn copies_take_turns() {
-        let mut lane = Lane::default();
-        let transfer = |copy| of_one_block(copy, 0);
-        lane.waiting.extend([transfer(1), transfer(2)]);
-        let first = lane.next().unwrap();
-        lane.fly(first, 2);
-        assert_eq!(lane.next().unwrap().copy, 2);
     }
 }

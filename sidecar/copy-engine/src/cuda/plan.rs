@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use shm_protocol::handshake::BlockRegion;
 
-/// Pieces at equal distances from which a pitched copy is worth a call of its own (3 us; a piece of a batch costs 0.5 us).
+/// Pieces at equal distances from which a pitched copy is worth a call of its own: fewer go into the batch of what is left.
 const PITCHED_ROWS_MIN: usize = 8;
 /// The largest distance between rows that the driver takes (CU_DEVICE_ATTRIBUTE_MAX_PITCH is 2^31 - 1).
 const PITCH_MAX: u64 = (1 << 31) - 1;

@@ -1,0 +1,206 @@
+//! Copies of one direction: cut into batches, taking turns, and their ends. No GPU here.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::time::Duration;
+
+use crate::copiers::Finished;
+use crate::engine::CopyId;
+
+/// Bytes of a batch at most: 1.2 ms on the wire, which is what a small load waits for a large one.
+const BATCH_BYTES_MAX: u64 = 64 << 20;
+/// Cuts of a load are joined while a batch stays below this, 80 us on the wire: a small load is not mostly words.
+const BATCH_BYTES_MIN: u64 = 4 << 20;
+/// Batches of one direction in flight: the next is enqueued while one moves.
+const BATCHES_IN_FLIGHT: usize = 2;
+
+/// Batches of one direction.
+#[derive(Debug, Default)]
+pub(super) struct Lane {
+    pub(super) waiting: VecDeque<Transfer>,
+    pub(super) flying: VecDeque<Flight>,
+    /// Batches enqueued so far.
+    pub(super) batches: u64,
+}
+
+/// What is left of a copy.
+#[derive(Debug)]
+pub(super) struct Transfer {
+    pub(super) copy: CopyId,
+    pub(super) op: u64,
+    pub(super) blocks: Vec<(u32, u64)>,
+    /// The next cut, and the next block of it.
+    pub(super) cut: usize,
+    pub(super) block: usize,
+    /// When it was taken.
+    pub(super) since: Duration,
+}
+
+/// Part of a copy: these blocks of these cuts.
+#[derive(Debug, Eq, PartialEq)]
+pub(super) struct Step {
+    pub(super) cuts: Range<usize>,
+    pub(super) blocks: Range<usize>,
+}
+
+/// A batch that was enqueued, or the end of a copy that was given up.
+#[derive(Debug)]
+pub(super) struct Flight {
+    batch: u64,
+    pub(super) op: u64,
+    /// Its copy ends with it, well or not.
+    last: Option<End>,
+}
+
+/// The end of a copy.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) struct End {
+    pub(super) finished: Finished,
+    pub(super) blocks: usize,
+    pub(super) since: Duration,
+}
+
+// === impl Lane ===
+
+impl Lane {
+    pub(super) fn busy(&self) -> bool {
+        !(self.waiting.is_empty() && self.flying.is_empty())
+    }
+
+    /// The copy whose turn it is, if a batch may be enqueued.
+    pub(super) fn next(&mut self) -> Option<Transfer> {
+        if self.flying.len() >= BATCHES_IN_FLIGHT { None } else { self.waiting.pop_front() }
+    }
+
+    /// The next batch of this copy was enqueued. What is left of it waits for its next turn, behind the others.
+    pub(super) fn fly(&mut self, transfer: Transfer, cuts: usize) {
+        self.batches += 1;
+        let done = transfer.cut == cuts;
+        let last = done.then(|| transfer.end(true));
+        self.flying.push_back(Flight { batch: self.batches, op: transfer.op, last });
+        if !done {
+            self.waiting.push_back(transfer);
+        }
+    }
+
+    /// The copy ends, badly, once what was enqueued so far has ended.
+    pub(super) fn give_up(&mut self, transfer: &Transfer) {
+        let last = Some(transfer.end(false));
+        self.flying.push_back(Flight { batch: self.batches, op: transfer.op, last });
+    }
+
+    pub(super) fn give_up_all(&mut self) {
+        for transfer in std::mem::take(&mut self.waiting) {
+            self.give_up(&transfer);
+        }
+    }
+
+    /// Copies that ended with batch `batch` or before.
+    pub(super) fn ended(&mut self, batch: u64) -> Vec<End> {
+        let mut ended = Vec::new();
+        while self.flying.front().is_some_and(|flight| flight.batch <= batch) {
+            ended.extend(self.flying.pop_front().and_then(|flight| flight.last));
+        }
+        ended
+    }
+}
+
+// === impl Transfer ===
+
+impl Transfer {
+    /// The next batch: one cut of as many blocks as fit, or several cuts of few blocks.
+    pub(super) fn step(&self, cuts: &[u64]) -> Step {
+        let start = self.cut.checked_sub(1).map_or(0, |before| cuts[before]);
+        let left = self.blocks.len() - self.block;
+        let fitting = usize::try_from(BATCH_BYTES_MAX / (cuts[self.cut] - start)).unwrap_or(usize::MAX);
+        let blocks = self.block..self.block + left.min(fitting.max(1));
+        let small = |end: &u64| {
+            blocks.len() == self.blocks.len() && (end - start) * blocks.len() as u64 <= BATCH_BYTES_MIN
+        };
+        let joined = cuts[self.cut + 1..].iter().take_while(|end| small(end)).count();
+        Step { cuts: self.cut..self.cut + 1 + joined, blocks }
+    }
+
+    fn end(&self, ok: bool) -> End {
+        let finished = Finished { copy: self.copy, ok };
+        End { finished, blocks: self.blocks.len(), since: self.since }
+    }
+
+    pub(super) fn advance(&mut self, step: &Step) {
+        if step.blocks.end == self.blocks.len() {
+            (self.cut, self.block) = (step.cuts.end, 0);
+        } else {
+            self.block = step.blocks.end;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn steps(count: usize, cuts: &[u64]) -> Vec<Step> {
+        let blocks = (0..count as u32).map(|block| (block, 0)).collect();
+        let mut transfer = Transfer { copy: 1, op: 1, blocks, cut: 0, block: 0, since: Duration::ZERO };
+        let mut steps = Vec::new();
+        while transfer.cut < cuts.len() {
+            let step = transfer.step(cuts);
+            transfer.advance(&step);
+            steps.push(step);
+        }
+        steps
+    }
+
+    fn of_one_block(copy: CopyId, cut: usize) -> Transfer {
+        Transfer { copy, op: copy, blocks: vec![(0, 0)], cut, block: 0, since: Duration::ZERO }
+    }
+
+    #[test]
+    fn a_large_load_is_cut_by_layers_and_then_by_blocks() {
+        let cuts: Vec<u64> = (1..=8).map(|cut| cut * MIB / 4).collect();
+        let steps = steps(640, &cuts);
+        assert_eq!(steps.len(), 8 * 3);
+        assert_eq!(
+            steps[..4],
+            [
+                Step { cuts: 0..1, blocks: 0..256 },
+                Step { cuts: 0..1, blocks: 256..512 },
+                Step { cuts: 0..1, blocks: 512..640 },
+                Step { cuts: 1..2, blocks: 0..256 },
+            ]
+        );
+    }
+
+    #[test]
+    fn a_small_load_is_one_batch_and_a_larger_one_joins_few_cuts() {
+        let cuts: Vec<u64> = (1..=8).map(|cut| cut * MIB / 4).collect();
+        assert_eq!(steps(2, &cuts), [Step { cuts: 0..8, blocks: 0..2 }]);
+        assert_eq!(steps(5, &cuts), [0..3, 3..6, 6..8].map(|cuts| Step { cuts, blocks: 0..5 }));
+    }
+
+    #[test]
+    fn a_copy_that_is_given_up_ends_after_its_batches_in_flight() {
+        let mut lane = Lane::default();
+        let transfer = |copy| of_one_block(copy, 1);
+        lane.fly(transfer(1), 2);
+        lane.give_up_all();
+        lane.fly(transfer(2), 1);
+        let mut ended = |batch| lane.ended(batch).iter().map(|end| end.finished).collect::<Vec<_>>();
+        assert_eq!(ended(0), []);
+        assert_eq!(ended(1), [Finished { copy: 1, ok: false }]);
+        assert_eq!(ended(2), [Finished { copy: 2, ok: true }]);
+        assert!(!lane.busy());
+    }
+
+    #[test]
+    fn copies_take_turns() {
+        let mut lane = Lane::default();
+        let transfer = |copy| of_one_block(copy, 0);
+        lane.waiting.extend([transfer(1), transfer(2)]);
+        let first = lane.next().unwrap();
+        lane.fly(first, 2);
+        assert_eq!(lane.next().unwrap().copy, 2);
+    }
+}

@@ -17,7 +17,7 @@ const IO: Duration = Duration::from_millis(1);
 /// engine ends within the second; a word that has not moved for longer is a slow CPU's, or a frozen engine's.
 const FENCE_POLLS: [(Duration, Duration); 3] = [
     (Duration::from_millis(1), Duration::from_micros(20)),
-    (Duration::from_secs(1), Duration::from_micros(100)),
+    (Duration::from_millis(100), Duration::from_micros(100)),
     (Duration::MAX, Duration::from_millis(1)),
 ];
 /// How often the end of the grace period and of the last copy is looked for.

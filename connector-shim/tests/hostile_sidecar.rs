@@ -9,7 +9,7 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use connector_shim::error::ShimError;
-use connector_shim::scheduler::{self, Scheduler};
+use connector_shim::scheduler::Scheduler;
 use connector_shim::worker::Worker;
 use peer::rank::{BLOCK_BYTES, EPOCH, Kv, connected, content, options, plan};
 use peer::{Peer, SEGMENT_BYTES, Served, TestPool, doorbell, eventually, own_process, welcome};
@@ -35,25 +35,6 @@ fn ends<T: Send + 'static>(what: &str, act: impl FnOnce() -> T + Send + 'static)
         panic!("{what} panics");
     };
     result
-}
-
-fn scheduler_options(peer: &Peer) -> scheduler::Options {
-    scheduler::Options {
-        socket: peer.socket(),
-        engine: "engine".into(),
-        world_size: 1,
-        run: [7; 16],
-        budget: Duration::from_millis(2),
-        by_engine: false,
-        early: false,
-    }
-}
-
-fn connected_scheduler(peer: &Peer) -> (Scheduler, Served) {
-    let served = peer.serve(BLOCK_BYTES);
-    let scheduler = Scheduler::new(scheduler_options(peer)).unwrap();
-    assert!(scheduler.connected(), "{:?}", scheduler.take_notices());
-    (scheduler, served.join().unwrap())
 }
 
 fn log_of(scheduler: &mut Scheduler, keys: u32) -> i64 {
@@ -227,7 +208,7 @@ fn scheduler_meets(name: &'static str, script: impl FnOnce(OwnedFd) + Send + 'st
     ends(name, move || {
         let peer = Peer::new(EPOCH);
         let scripted = peer.script(script);
-        let mut scheduler = Scheduler::new(scheduler_options(&peer)).unwrap();
+        let mut scheduler = Scheduler::new(peer::scheduler::options(&peer)).unwrap();
         scripted.join().unwrap();
         assert!(!scheduler.connected() && scheduler.open() == -1, "{name}");
         assert_eq!((scheduler.query(0, 0, 4), scheduler.save(0, 0, vec![1], 1)), (0, false), "{name}");
@@ -335,7 +316,7 @@ fn a_sidecar_of_another_version_is_refused_with_both_numbers() {
 #[test]
 fn impossible_outcomes_are_bounded_or_no_answer() {
     let peer = Peer::new(EPOCH);
-    let (mut scheduler, mut served) = connected_scheduler(&peer);
+    let (mut scheduler, mut served) = peer::scheduler::connected(&peer, BLOCK_BYTES);
     let log = log_of(&mut scheduler, 8);
     let ask = |scheduler: &mut Scheduler, served: &Served| {
         served.beat();
@@ -402,7 +383,7 @@ fn a_sidecar_that_breaks_a_ring_is_left_and_the_next_one_found() {
     for (name, spoil) in breaks {
         ends(name, move || {
             let peer = Peer::new(EPOCH);
-            let (mut scheduler, mut served) = connected_scheduler(&peer);
+            let (mut scheduler, mut served) = peer::scheduler::connected(&peer, BLOCK_BYTES);
             let log = log_of(&mut scheduler, 8);
             assert!(scheduler.save(log, 0, vec![1, 2], 1) && scheduler.save(log, 2, vec![3], 1));
             scheduler.end_step();
@@ -573,7 +554,7 @@ fn noise_in_the_session_memory_is_a_miss() {
                 worker.finished();
             }
             let other = Peer::new(EPOCH);
-            let (mut scheduler, served) = connected_scheduler(&other);
+            let (mut scheduler, served) = peer::scheduler::connected(&other, BLOCK_BYTES);
             let log = log_of(&mut scheduler, 100);
             noise(served.memory.region(), seed);
             for step in 1..4 {

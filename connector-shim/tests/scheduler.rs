@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use connector_shim::error::ShimError;
 use connector_shim::scheduler::{Asked, Options, PENDING, Scheduler};
+use peer::scheduler::{connected, options};
 use peer::{Peer, Served, eventually};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{
@@ -15,25 +16,6 @@ use shm_protocol::message::{Kind, LOAD_SYNC, Saved, Status};
 use shm_protocol::pool::SlotRef;
 
 const BLOCK_BYTES: u64 = 512;
-
-fn options(peer: &Peer) -> Options {
-    Options {
-        socket: peer.socket(),
-        engine: "engine".into(),
-        world_size: 1,
-        run: [7; 16],
-        budget: Duration::from_millis(2),
-        by_engine: false,
-        early: false,
-    }
-}
-
-fn connected(peer: &Peer) -> (Scheduler, Served) {
-    let served = peer.serve(BLOCK_BYTES);
-    let scheduler = Scheduler::new(options(peer)).unwrap();
-    assert!(scheduler.connected(), "{:?}", scheduler.take_notices());
-    (scheduler, served.join().unwrap())
-}
 
 fn hash(index: u32) -> BlockHash {
     BlockHash(std::array::from_fn(|at| (index.rotate_left(at as u32) ^ at as u32) as u8))
@@ -63,7 +45,7 @@ fn grant(served: &Served, op: u64, from: u32, hits: u32, chunks: &[u32]) {
 #[test]
 fn a_request_from_its_keys_to_its_plan() {
     let peer = Peer::new(42);
-    let (mut scheduler, mut served) = connected(&peer);
+    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 100);
     assert_eq!(append(&mut scheduler, log, 400), 500);
     let op = scheduler.post_query(log, 10, 490).unwrap();
@@ -108,7 +90,7 @@ fn a_request_from_its_keys_to_its_plan() {
 #[test]
 fn chunks_return_when_the_head_has_passed_the_close() {
     let peer = Peer::new(1);
-    let (mut scheduler, mut served) = connected(&peer);
+    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
     let full = log_with(&mut scheduler, LOG_KEYS as u32);
     let next = log_with(&mut scheduler, 0);
     assert_eq!(append(&mut scheduler, next, 1), 0, "the arena is full");
@@ -122,7 +104,7 @@ fn chunks_return_when_the_head_has_passed_the_close() {
 #[test]
 fn a_full_ring_is_a_miss_and_never_a_wait() {
     let peer = Peer::new(1);
-    let (mut scheduler, mut served) = connected(&peer);
+    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 4);
     let ordinary = SUBMISSION_SLOTS - SUBMISSION_RESERVED;
     let opened = std::iter::from_fn(|| Some(scheduler.open()).filter(|log| *log >= 0)).count();
@@ -139,7 +121,7 @@ fn a_full_ring_is_a_miss_and_never_a_wait() {
 #[test]
 fn a_reset_without_room_is_told_to_the_next_connection() {
     let peer = Peer::new(1);
-    let (mut scheduler, served) = connected(&peer);
+    let (mut scheduler, served) = connected(&peer, BLOCK_BYTES);
     while scheduler.open() >= 0 {}
     assert!(scheduler.salt());
     assert!(!scheduler.connected(), "the old generation must not be asked for again");
@@ -153,7 +135,7 @@ fn a_reset_without_room_is_told_to_the_next_connection() {
 #[test]
 fn a_close_without_any_room_is_posted_later() {
     let peer = Peer::new(1);
-    let (mut scheduler, mut served) = connected(&peer);
+    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
     let logs: Vec<i64> = std::iter::from_fn(|| Some(scheduler.open()).filter(|log| *log >= 0)).collect();
     for log in &logs {
         scheduler.close(*log);
@@ -169,7 +151,7 @@ fn a_close_without_any_room_is_posted_later() {
 #[test]
 fn after_a_time_out_nothing_is_asked_until_the_heartbeat_moves() {
     let peer = Peer::new(1);
-    let (mut scheduler, mut served) = connected(&peer);
+    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 4);
     assert_eq!(scheduler.query(log, 0, 4), 0);
     let asked = served.drain();
@@ -201,7 +183,7 @@ fn after_a_time_out_nothing_is_asked_until_the_heartbeat_moves() {
 #[test]
 fn one_budget_serves_all_queries_of_a_step() {
     let peer = Peer::new(1);
-    let (mut scheduler, served) = connected(&peer);
+    let (mut scheduler, served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 4);
     let ops: Vec<u64> = (0..8).map(|_| scheduler.post_query(log, 0, 4).unwrap()).collect();
     assert!(ops.iter().all(|op| scheduler.wait(*op) == 0));
@@ -236,7 +218,7 @@ fn an_answer_wakes_a_sleeping_query() {
 #[test]
 fn a_pending_query_is_asked_again_without_a_message() {
     let peer = Peer::new(1);
-    let (mut scheduler, mut served) = connected(&peer);
+    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 4);
     let op = scheduler.post_query(log, 0, 4).unwrap();
     served.answer(op, Status::Pending, 0);
@@ -252,7 +234,7 @@ fn a_pending_query_is_asked_again_without_a_message() {
 fn an_old_lease_is_renewed_before_it_is_used() {
     let mut peer = Peer::new(1);
     peer.lease_ttl_ms = 0;
-    let (mut scheduler, mut served) = connected(&peer);
+    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 4);
     let op = scheduler.post_query(log, 0, 4).unwrap();
     let chunks = served.drain()[1].data;
@@ -266,7 +248,7 @@ fn an_old_lease_is_renewed_before_it_is_used() {
 #[test]
 fn a_new_generation_ends_every_lease() {
     let peer = Peer::new(1);
-    let (mut scheduler, mut served) = connected(&peer);
+    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 4);
     let op = scheduler.post_query(log, 0, 4).unwrap();
     let chunks = served.drain()[1].data;
@@ -280,7 +262,7 @@ fn a_new_generation_ends_every_lease() {
 #[test]
 fn saves_end_are_counted_and_given_up_in_ranges() {
     let peer = Peer::new(1);
-    let (mut scheduler, mut served) = connected(&peer);
+    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 8);
     assert!(scheduler.save(log, 0, vec![10, 11, 12, 13], 5));
     assert!(scheduler.save(log, 4, vec![14, 15], 5));
@@ -306,7 +288,7 @@ fn saves_end_are_counted_and_given_up_in_ranges() {
 #[test]
 fn without_room_for_a_cancel_every_save_is_void() {
     let peer = Peer::new(1);
-    let (mut scheduler, served) = connected(&peer);
+    let (mut scheduler, served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 8);
     assert!(scheduler.save(log, 0, vec![10, 11], 1));
     assert!(scheduler.save(log, 2, vec![12, 13], 1));
@@ -321,7 +303,7 @@ fn without_room_for_a_cancel_every_save_is_void() {
 #[test]
 fn no_more_saves_than_completions_have_room() {
     let peer = Peer::new(1);
-    let (mut scheduler, mut served) = connected(&peer);
+    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 1);
     let mut posted = 0;
     for _ in 0..2 {
@@ -337,7 +319,7 @@ fn no_more_saves_than_completions_have_room() {
 #[test]
 fn a_hang_up_is_a_miss_and_a_new_sidecar_a_new_generation() {
     let peer = Peer::new(1);
-    let (mut scheduler, served) = connected(&peer);
+    let (mut scheduler, served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 4);
     assert!(scheduler.salt());
     assert!(scheduler.save(log, 0, vec![1], 1));
@@ -380,7 +362,7 @@ fn an_absent_sidecar_is_said_once_and_found_later() {
 #[test]
 fn a_sidecar_that_breaks_the_protocol_is_left() {
     let peer = Peer::new(1);
-    let (mut scheduler, mut served) = connected(&peer);
+    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
     served.complete(Saved { op: 77, committed: 1, present: 0, cancelled: 0, dropped: 0 });
     scheduler.end_step();
     assert!(!scheduler.connected());
@@ -399,7 +381,7 @@ fn impossible_arguments_are_errors() {
     wrong(|options| options.world_size = 65);
     wrong(|options| options.engine.clear());
     wrong(|options| options.budget = Duration::from_secs(11));
-    let (mut scheduler, _served) = connected(&peer);
+    let (mut scheduler, _served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 4);
     assert!(scheduler.append(log, 3, 1, |index| Ok::<_, ShimError>(hash(index))).is_err());
 }

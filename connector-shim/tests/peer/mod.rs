@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
 pub(crate) mod rank;
+pub(crate) mod scheduler;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;

@@ -36,11 +36,6 @@ pub struct CudaError {
 // === impl CudaError ===
 
 impl CudaError {
-    /// The driver's number for it.
-    pub fn code(&self) -> u32 {
-        self.code
-    }
-
     /// Turns a driver's answer into a result.
     fn check(call: &'static str, result: sys::CUresult) -> Result<(), Self> {
         match result {

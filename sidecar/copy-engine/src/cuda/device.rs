@@ -10,7 +10,7 @@ use rustix::fs::MemfdFlags;
 use shm_protocol::handshake::BlockRegion;
 use shm_protocol::region::{Access, Region};
 
-use super::{Blocks, CopyStream, Gpu, Registered, Stream};
+use super::{Blocks, CopyStream, Gpu, Registered};
 use crate::{CopyError, Direction, HostMemory};
 
 /// Staging memory is locked in whole pages.
@@ -62,11 +62,6 @@ impl DeviceMemory {
     /// Bytes of this rank's part of a block.
     pub fn block_bytes(&self) -> u64 {
         self.block_bytes
-    }
-
-    /// The stream of its copies, on which one may wait.
-    pub fn with_stream<T>(&self, act: impl FnOnce(&Stream) -> T) -> T {
-        act(self.copies.lock().unwrap_or_else(PoisonError::into_inner).stream.stream())
     }
 
     /// Copies `pool` at `offset` into block `block` and waits for its end. Pool bytes that change meanwhile give a torn

@@ -64,17 +64,6 @@ impl Gpu {
         (0..count()?).map(|ordinal| Self::retain(device(ordinal)?)).collect()
     }
 
-    /// The GPU with this UUID.
-    pub fn by_uuid(uuid: [u8; 16]) -> Result<Arc<Self>, CudaError> {
-        for ordinal in 0..count()? {
-            let device = device(ordinal)?;
-            if uuid_of(device)? == uuid {
-                return Self::retain(device);
-            }
-        }
-        Err(CudaError::missing("cuDeviceGetUuid", "no GPU of that UUID is visible to this process"))
-    }
-
     /// The GPU whose context is current on this thread.
     pub fn of_thread() -> Result<Arc<Self>, CudaError> {
         count()?;

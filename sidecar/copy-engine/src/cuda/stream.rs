@@ -85,12 +85,6 @@ impl Stream {
         Ok(event)
     }
 
-    /// Enqueues a wait for an event of any stream.
-    pub fn wait_event(&self, event: &Event) -> Result<(), CudaError> {
-        // SAFETY: both handles live; the driver keeps what it needs of the event.
-        CudaError::check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.handle, event.handle, 0) })
-    }
-
     /// Blocks until everything enqueued has passed.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         // SAFETY: the handle lives.

@@ -1,0 +1,26 @@
+//! A scheduler's session with a [`Peer`].
+
+use std::time::Duration;
+
+use connector_shim::scheduler::{Options, Scheduler};
+
+use super::{Peer, Served};
+
+pub(crate) fn options(peer: &Peer) -> Options {
+    Options {
+        socket: peer.socket(),
+        engine: "engine".into(),
+        world_size: 1,
+        run: [7; 16],
+        budget: Duration::from_millis(2),
+        by_engine: false,
+        early: false,
+    }
+}
+
+pub(crate) fn connected(peer: &Peer, block_bytes: u64) -> (Scheduler, Served) {
+    let served = peer.serve(block_bytes);
+    let scheduler = Scheduler::new(options(peer)).unwrap();
+    assert!(scheduler.connected(), "{:?}", scheduler.take_notices());
+    (scheduler, served.join().unwrap())
+}

@@ -28,14 +28,17 @@ class LayerWaits:
     def __init__(
         self,
         layers: list[str],
-        layers_per_cut: int,
+        cut_layers: list[int],
         allowed: bool,
         running_mode: Callable[[], str | None],
     ) -> None:
-        """`running_mode` says of which kind the forward is that calls a hook; None: of one that proves nothing."""
+        """`cut_layers` says how many layers a cut has; `running_mode` of which kind the forward is that calls a hook, None: of
+        one that proves nothing.
+        """
         self._places = {name: place for place, name in enumerate(layers)}
-        self._layers_per_cut = layers_per_cut
-        self._cuts = -(-len(layers) // layers_per_cut)
+        # Cuts that must be there before a layer, by its place.
+        self._needed = [cut + 1 for cut, count in enumerate(cut_layers) for _ in range(count)]
+        self._cuts = len(cut_layers)
         self._running_mode = running_mode
         self._allowed = allowed
         self._proven: set[str] = set()
@@ -65,7 +68,7 @@ class LayerWaits:
         place = self._places.get(layer)
         if place is None:
             return
-        self._wait_until(place // self._layers_per_cut + 1, session, stream)
+        self._wait_until(self._needed[place], session, stream)
         if place == self._next:
             self._prove(place)
         elif place > self._next:

@@ -7,18 +7,21 @@ strides are believed. `form` describes the inside of a page, which the namespace
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
 
-# Loads are delivered in cuts of so many layers that a cut's part of a block, one run where the layout allows, reaches this:
-# 256 KiB are copied at 53 of 55 GB/s, 64 KiB at 48. Pages of 64 KiB (8 KV heads x 128, 16 tokens, bf16) make it 4 layers,
-# with which a load of 1.3 GB ended 1.0 ms later than with 2, in half as many pieces where blocks lie scattered.
-CUT_PIECE_BYTES = 256 << 10
-# Fewer layers gain nothing that a launch does not cost; more would leave a model of 32 layers less than four cuts.
-LAYERS_PER_CUT_MIN, LAYERS_PER_CUT_MAX = 2, 8
+# A load is delivered in cuts, groups of layers. The first and the last are small, so that a forward begins early and has
+# little left to compute when the copy ends; between them few large ones are copied fastest: a cut's part of a block is one
+# run where the layout allows, and runs of 128 KiB move at 51.6 GB/s, of 256 KiB at 53, of 1 MiB at 54.5.
+SMALLEST_CUT_BYTES = 128 << 10
+# Of small pages: more layers would leave a model of 32 layers no middle.
+SMALLEST_CUT_LAYERS_MAX = 4
+# A middle cut's layers by the smallest cut's: a forward computes so many while the next cut is copied, or the reverse.
+LARGEST_BY_SMALLEST = 6
 # A load's word counts delivered cuts in one byte.
 CUTS_MAX = 255
 
@@ -39,18 +42,24 @@ class Geometry:
     layer_ends: list[int]
 
     @property
-    def layers_per_cut(self) -> int:
-        """Layers that a load delivers together."""
+    def cut_layers(self) -> list[int]:
+        """How many layers a load delivers together, cut by cut."""
         layers = len(self.layer_ends)
-        wanted = -(-CUT_PIECE_BYTES * layers // self.layer_ends[-1])
-        bounded = min(max(wanted, LAYERS_PER_CUT_MIN), LAYERS_PER_CUT_MAX)
-        return max(bounded, -(-layers // CUTS_MAX))
+        smallest = min(-(-SMALLEST_CUT_BYTES * layers // self.layer_ends[-1]), SMALLEST_CUT_LAYERS_MAX)
+        ends: list[int] = []
+        middle = layers
+        for size in (smallest, 2 * smallest):
+            if middle >= 3 * size:
+                ends.append(size)
+                middle -= 2 * size
+        parts = -(-middle // max(LARGEST_BY_SMALLEST * smallest, -(-layers // (CUTS_MAX - 4))))
+        middles = [middle * (part + 1) // parts - middle * part // parts for part in range(parts)]
+        return [*ends, *middles, *reversed(ends)]
 
     @property
     def cuts(self) -> list[int]:
         """Where in a block the layers that are delivered together end."""
-        step = self.layers_per_cut
-        return [*self.layer_ends[step - 1 : -1 : step], self.layer_ends[-1]]
+        return [self.layer_ends[end - 1] for end in accumulate(self.cut_layers)]
 
 
 def describe(layers: list[tuple[str, torch.Tensor]], blocks: int) -> Geometry:

@@ -73,16 +73,15 @@ class Worker:
             # Most of all memory that cannot be exported, such as sleep mode's.
             raise GeometryError(str(error)) from error
         logger.info(
-            "pillion: KV cache layout %s: a block of %d bytes in %d runs, delivered in %d cuts of %d layers",
+            "pillion: KV cache layout %s: a block of %d bytes in %d runs, delivered in cuts of %s layers",
             vllm_compat.granted_layout(self._vllm_config),
             geometry.cuts[-1],
             len(geometry.regions),
-            len(geometry.cuts),
-            geometry.layers_per_cut,
+            ", ".join(map(str, geometry.cut_layers)),
         )
         self._waits = LayerWaits(
             [name for name, _ in layers],
-            geometry.layers_per_cut,
+            geometry.cut_layers,
             vllm_compat.hooks_are_serial(self._vllm_config),
             vllm_compat.running_hook_mode,
         )

@@ -210,12 +210,13 @@ class Engine:
         overlap = self._random.random() < 0.5
         needed = self._begin_loads(loads, overlap)
         torch.cuda._sleep(self._random.randint(*SPIN_CYCLES))
-        per_cut = self._geometry.layers_per_cut if overlap else LAYERS
-        for cut, first in enumerate(range(0, LAYERS, per_cut)):
+        first = 0
+        for cut, layers in enumerate(self._geometry.cut_layers if overlap else [LAYERS]):
             if overlap:
                 self._worker.wait_group(cut, stream)
             for load in needed:
-                self._check(load, slice(first, first + per_cut))
+                self._check(load, slice(first, first + layers))
+            first += layers
         assert self._worker.loading == 0
         for prompt, blocks in written:
             self._memory.write(_on_gpu(blocks), _on_gpu(prompt.keys))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import engine
 import model as models
 
-# Pages of 32 KiB in blocks of 32 tokens: cuts of 8, 8 and 4 layers.
+# Pages of 32 KiB in blocks of 32 tokens: cuts of 4, 12 and 4 layers.
 SHAPE = models.Shape(
     layers=20,
     hidden=512,

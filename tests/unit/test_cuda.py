@@ -7,8 +7,8 @@ import pytest
 from pillion.cuda import LayerWaits
 
 LAYERS = [f"layer.{index}" for index in range(7)]
-PER_CUT = 3
-CUTS = 3
+CUT_LAYERS = [3, 3, 1]
+CUTS = len(CUT_LAYERS)
 
 
 class Session:
@@ -32,7 +32,7 @@ class Rank:
     def __init__(self, allowed: bool = True) -> None:
         self.mode: str | None = "NONE"
         self.session = Session()
-        self.waits = LayerWaits(LAYERS, PER_CUT, allowed, lambda: self.mode)
+        self.waits = LayerWaits(LAYERS, CUT_LAYERS, allowed, lambda: self.mode)
 
     def step(self, called: list[str], loads: bool = False) -> bool:
         """One step, in which the forward calls these hooks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pillion.geometry import CUT_PIECE_BYTES, CUTS_MAX, Geometry, GeometryError, describe
+from pillion.geometry import CUTS_MAX, Geometry, GeometryError, describe
 
 KIB = 1024
 BLOCKS, LAYERS, HEADS, TOKENS, CONTENT = 7, 3, 2, 4, 5
@@ -91,16 +91,23 @@ def geometry_of(layers: int, page_bytes: int) -> Geometry:
 
 
 @pytest.mark.parametrize(
-    ("page_kib", "layers"),
-    [(4, 8), (16, 8), (32, 8), (48, 6), (64, 4), (100, 3), (128, 2), (512, 2)],
+    ("layers", "page_kib", "cuts"),
+    [
+        (32, 64, [2, 4, 10, 10, 4, 2]),
+        (32, 4, [4, 8, 8, 8, 4]),
+        (32, 100, [2, 4, 10, 10, 4, 2]),
+        (32, 512, [1, 2, 5, 5, 5, 5, 6, 2, 1]),
+        (80, 8, [4, 8, 18, 19, 19, 8, 4]),
+        (20, 32, [4, 12, 4]),
+        (3, 1, [3]),
+        (1, 64, [1]),
+    ],
 )
-def test_pages_decide_how_many_layers_a_cut_has(page_kib: int, layers: int) -> None:
-    geometry = geometry_of(32, page_kib * KIB)
-    assert geometry.layers_per_cut == layers
+def test_cuts_are_small_at_both_ends(layers: int, page_kib: int, cuts: list[int]) -> None:
+    geometry = geometry_of(layers, page_kib * KIB)
+    assert geometry.cut_layers == cuts
     pieces = [end - start for start, end in zip([0, *geometry.cuts], geometry.cuts, strict=False)]
-    assert sum(pieces) == 32 * page_kib * KIB
-    assert all(piece == layers * page_kib * KIB for piece in pieces[:-1])
-    assert layers == 8 or pieces[0] >= CUT_PIECE_BYTES
+    assert pieces == [count * page_kib * KIB for count in cuts]
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 61, 509, 511, 2000])
@@ -109,4 +116,5 @@ def test_cuts_ascend_end_with_the_block_and_fit_their_byte(layers: int) -> None:
     assert geometry.cuts == sorted(set(geometry.cuts))
     assert geometry.cuts[-1] == layers << 20
     assert len(geometry.cuts) <= CUTS_MAX
-    assert len(geometry.cuts) == -(-layers // geometry.layers_per_cut)
+    assert sum(geometry.cut_layers) == layers
+    assert min(geometry.cut_layers) >= 1

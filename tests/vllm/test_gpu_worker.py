@@ -69,7 +69,7 @@ class Rank:
         self.worker = Worker(Config(socket="/s"), nothing, nothing)
         played: Any = self.session
         self.worker._session = played
-        self.worker._waits = LayerWaits(LAYERS, 2, True, lambda: vllm_compat.hook_mode(self.context))
+        self.worker._waits = LayerWaits(LAYERS, [2, 2], True, lambda: vllm_compat.hook_mode(self.context))
         self.context: Any = None
         self.step_number = 0
 

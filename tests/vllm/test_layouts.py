@@ -57,10 +57,11 @@ def test_blocks_are_gathered_and_cut_exactly(layout: str) -> None:
         expected = [page.contiguous().view(torch.int16).numpy().tobytes() for page in pages]
         found = gathered(geometry, block)
         assert found == b"".join(expected)
-        starts = [0, *geometry.cuts[:-1]]
-        for cut, (start, end) in enumerate(zip(starts, geometry.cuts, strict=True)):
-            first = cut * geometry.layers_per_cut
-            assert found[start:end] == b"".join(expected[first : first + geometry.layers_per_cut])
+        start = first = 0
+        for end, count in zip(geometry.cuts, geometry.cut_layers, strict=True):
+            assert found[start:end] == b"".join(expected[first : first + count])
+            start, first = end, first + count
+        assert first == len(LAYER_NAMES)
 
 
 def test_runs_of_a_block() -> None:

@@ -1,7 +1,7 @@
 //! The sidecar: one process beside the engines of a pod, which keeps their KV blocks and gives them back.
 //!
 //! Job: decide ([`engine`], pure), and carry decisions out: sessions over shared memory ([`session`], [`runtime`]), the
-//! handshake ([`listener`], [`greeter`]), copies ([`copiers`]) and the memory that GPUs copy from ([`pinning`]), metrics and health ([`metrics`], [`admin`]), life and
+//! handshake ([`listener`], [`greeter`]), copies ([`copiers`]) and the memory that GPUs copy from ([`pinning`], [`numa`]), metrics and health ([`metrics`], [`admin`]), life and
 //! death ([`server`]). The binary `pillion` is this library behind a command line.
 //!
 //! May depend on: shm-protocol, tiers, copy-engine. Never: holds unsafe code, trusts a peer's value, lets one engine
@@ -18,6 +18,7 @@ pub mod engine;
 pub mod greeter;
 pub mod listener;
 pub mod metrics;
+pub mod numa;
 pub mod pinning;
 pub mod poller;
 pub mod runtime;

@@ -2,8 +2,8 @@
 //!
 //! All of it happens on a thread of its own, from the pool's start upwards, while engines are already served: blocks on
 //! GPUs are kept in what is locked so far. Pages are touched first, by several threads, since locking untouched ones
-//! takes ten times as long. Which NUMA node a page lies on is the kernel's choice at that first touch. Without a GPU the
-//! thread ends at once and no page is touched.
+//! takes ten times as long, and from CPUs near the GPU, so that they lie on its NUMA node; the GPUs of several nodes share
+//! the pool slice by slice. Without a GPU the thread ends at once and no page is touched.
 //!
 //! Pages stay locked, and contexts stay, until the process ends: giving them back would only hold up its end.
 
@@ -17,6 +17,7 @@ use shm_protocol::region::Region;
 
 use crate::config::{Size, UseGpu};
 use crate::metrics::PinningMetrics;
+use crate::numa::Near;
 
 /// Bytes locked by one call, which holds up this process's other copies: measured at 2.2 ms (p99). A single copy must not
 /// reach across the end of a slice: the driver knows each by itself.
@@ -86,19 +87,15 @@ impl Pinned {
             let remedy = "give its container the engine's GPUs and the driver's libraries";
             return self.settle(Err(format!("the sidecar sees no GPU: {remedy}")));
         }
-        let gpus = Gpu::all();
-        let named = gpus.clone().map_err(|error| {
-            let remedy = "is a GPU in exclusive compute mode (nvidia-smi -c DEFAULT), or out of memory?";
-            format!("the sidecar cannot use the GPUs that it sees: {error}; {remedy}")
-        });
-        if let Err(reason) = &named {
+        let gpus = usable();
+        if let Err(reason) = &gpus {
             tracing::warn!(reason, "engines on GPUs are not served");
         }
-        self.settle(named);
-        let Some(first) = gpus.as_deref().ok().and_then(<[_]>::first) else { return };
+        self.settle(gpus.clone());
+        let Ok(gpus) = gpus else { return };
         // One GPU's call locks for all of them. What is locked is never unlocked: see the module's first lines.
-        let lock = |start, len| Registered::new(first, pool, start, len).map(std::mem::forget);
-        let locked = self.lock_all(pool, metrics, lock);
+        let lock = |start, len| Registered::new(&gpus[0], pool, start, len).map(std::mem::forget);
+        let locked = self.lock_all(pool, &near(&gpus), metrics, lock);
         std::mem::forget(gpus);
         match locked {
             Ok(()) => tracing::info!(pool = %size(self.bytes()), "the pool is locked for the GPUs"),
@@ -114,6 +111,7 @@ impl Pinned {
     fn lock_all<E>(
         &self,
         pool: &Region,
+        near: &[Near],
         metrics: &PinningMetrics,
         mut lock: impl FnMut(usize, usize) -> Result<(), E>,
     ) -> Result<(), E> {
@@ -121,7 +119,8 @@ impl Pinned {
         let threads = (cores / 2).clamp(1, TOUCH_THREADS_MAX);
         for start in (0..pool.len()).step_by(SLICE_BYTES) {
             let end = pool.len().min(start + SLICE_BYTES);
-            touch_all(pool, start, end, threads);
+            let near = near.get(start / SLICE_BYTES % near.len().max(1));
+            touch_all(pool, start, end, threads, near);
             if let Err(error) = lock(start, end - start) {
                 metrics.failures.inc();
                 return Err(error);
@@ -140,18 +139,52 @@ impl Drop for Settled<'_> {
     }
 }
 
+/// The GPUs that this process may use; at least one.
+fn usable() -> Gpus {
+    let remedy = "is it in exclusive compute mode (nvidia-smi -c DEFAULT), or out of memory?";
+    let seen =
+        Gpu::all().map_err(|error| format!("the sidecar cannot use the GPUs that it sees: {error}"))?;
+    let count = seen.len();
+    let mut gpus = Vec::new();
+    for (ordinal, gpu) in seen.into_iter().enumerate() {
+        match gpu {
+            Ok(gpu) => gpus.push(gpu),
+            Err(error) => tracing::warn!(ordinal, %error, "a GPU cannot be used: {remedy}"),
+        }
+    }
+    match gpus.is_empty() {
+        true => Err(format!("the sidecar can use none of the {count} GPUs that it sees: {remedy}")),
+        false => Ok(gpus),
+    }
+}
+
+/// The CPUs near each GPU, those of one node once.
+fn near(gpus: &[Arc<Gpu>]) -> Vec<Near> {
+    let mut nodes = Vec::new();
+    for near in gpus.iter().filter_map(|gpu| Near::device(gpu.address())) {
+        if !nodes.contains(&near) {
+            nodes.push(near);
+        }
+    }
+    nodes
+}
+
 fn size(bytes: u64) -> Size {
     Size::new(bytes)
 }
 
-/// Touches the pages from `start` to `end`, shared out over threads.
-fn touch_all(pool: &Region, start: usize, end: usize, threads: usize) {
+/// Touches the pages from `start` to `end`, shared out over threads on CPUs that are near.
+fn touch_all(pool: &Region, start: usize, end: usize, threads: usize, near: Option<&Near>) {
     let part = (end - start).div_ceil(threads).next_multiple_of(PAGE_BYTES);
     thread::scope(|scope| {
         for from in (start..end).step_by(part) {
             let to = end.min(from + part);
             let thread = thread::Builder::new().name("pillion-touch".into());
-            if thread.spawn_scoped(scope, move || touch(pool, from, to)).is_err() {
+            let bound = move || {
+                near.inspect(|near| near.bind_thread());
+                touch(pool, from, to);
+            };
+            if thread.spawn_scoped(scope, bound).is_err() {
                 // No thread is to be had now: this one does it.
                 touch(pool, from, to);
             }
@@ -199,7 +232,7 @@ mod tests {
             || (0..POOL_BYTES).step_by(PAGE_BYTES * 7).map(|at| (at as u64 ^ 0xa5, region.word64(at)));
         words().for_each(|(value, word)| word.store(value, Ordering::Relaxed));
         let (pinned, metrics, mut slices) = (Pinned::new(), metrics(), Vec::new());
-        let locked = pinned.lock_all(&region, &metrics, |start, len| {
+        let locked = pinned.lock_all(&region, &[], &metrics, |start, len| {
             assert_eq!(pinned.bytes(), start as u64, "nothing is called locked before it is");
             assert!(fstat(&fd).unwrap().st_blocks as usize * 512 >= start + len);
             slices.push((start, len));
@@ -216,7 +249,7 @@ mod tests {
     fn the_first_slice_that_fails_is_the_last_one_tried() {
         let (_fd, region) = pool();
         let (pinned, metrics, mut calls) = (Pinned::new(), metrics(), 0);
-        let locked = pinned.lock_all(&region, &metrics, |start, _| {
+        let locked = pinned.lock_all(&region, &[], &metrics, |start, _| {
             calls += 1;
             if start == 0 { Ok(()) } else { Err("no more") }
         });
@@ -227,7 +260,7 @@ mod tests {
     #[test]
     fn an_uneven_share_reaches_the_last_page() {
         let (fd, region) = pool();
-        touch_all(&region, 0, 7 * PAGE_BYTES, 3);
+        touch_all(&region, 0, 7 * PAGE_BYTES, 3, None);
         assert_eq!(fstat(&fd).unwrap().st_blocks as usize * 512, 7 * PAGE_BYTES);
     }
 

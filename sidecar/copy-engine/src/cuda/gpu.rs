@@ -13,7 +13,11 @@ pub struct Gpu {
     device: sys::CUdevice,
     context: sys::CUcontext,
     uuid: [u8; 16],
+    address: String,
 }
+
+/// Bytes of a PCI address with its final zero, `0000:1b:00.0`, and some to spare.
+const ADDRESS_BYTES: usize = 32;
 
 /// `cuMemcpyBatchAsync` as of CUDA 12.8; see docs/decisions/0007.
 pub(super) type MemcpyBatch = unsafe extern "C" fn(
@@ -59,9 +63,9 @@ fn count() -> Result<i32, CudaError> {
 // === impl Gpu ===
 
 impl Gpu {
-    /// Every GPU that this process may use.
-    pub fn all() -> Result<Vec<Arc<Self>>, CudaError> {
-        (0..count()?).map(|ordinal| Self::retain(device(ordinal)?)).collect()
+    /// Every GPU that this process sees, or why it cannot be used: one in exclusive mode leaves the others usable.
+    pub fn all() -> Result<Vec<Result<Arc<Self>, CudaError>>, CudaError> {
+        Ok((0..count()?).map(|ordinal| Self::retain(device(ordinal)?)).collect())
     }
 
     /// The GPU whose context is current on this thread.
@@ -74,17 +78,22 @@ impl Gpu {
     }
 
     fn retain(device: sys::CUdevice) -> Result<Arc<Self>, CudaError> {
-        let uuid = uuid_of(device)?;
+        let (uuid, address) = (uuid_of(device)?, address_of(device)?);
         let mut context = std::ptr::null_mut();
         // SAFETY: `context` is valid to be written and `device` is one the driver named.
         let retained = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) };
         CudaError::check("cuDevicePrimaryCtxRetain", retained)?;
-        Ok(Arc::new(Self { device, context, uuid }))
+        Ok(Arc::new(Self { device, context, uuid, address }))
     }
 
     /// The GPU's own name, the same in every process and container.
     pub fn uuid(&self) -> [u8; 16] {
         self.uuid
+    }
+
+    /// Its PCI address as the kernel writes it.
+    pub fn address(&self) -> &str {
+        &self.address
     }
 
     /// Makes its context the current one of this thread, which every other call of this module needs.
@@ -113,6 +122,15 @@ fn uuid_of(device: sys::CUdevice) -> Result<[u8; 16], CudaError> {
     // SAFETY: `uuid` is valid to be written.
     CudaError::check("cuDeviceGetUuid", unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, device) })?;
     Ok(uuid.bytes.map(|byte| byte as u8))
+}
+
+fn address_of(device: sys::CUdevice) -> Result<String, CudaError> {
+    let mut text = [0_u8; ADDRESS_BYTES];
+    // SAFETY: `text` is valid to be written up to the length that is passed.
+    let asked = unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr().cast(), ADDRESS_BYTES as i32, device) };
+    CudaError::check("cuDeviceGetPCIBusId", asked)?;
+    let name = text.split(|byte| *byte == 0).next().unwrap_or_default();
+    Ok(String::from_utf8_lossy(name).to_lowercase())
 }
 
 /// `cuMemcpyBatchAsync`, if this driver has it.

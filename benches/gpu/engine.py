@@ -9,6 +9,7 @@ vLLM's dummy weights are +-1e-3, with which an answer hardly depends on the KV; 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import random
 import time
@@ -34,6 +35,8 @@ class Answer:
 
     prompt_tokens: int
     added: float
+    # When vLLM first gave it a place in a step: until then it waited for room, or for an asynchronous load.
+    scheduled: float = 0.0
     first: float = 0.0
     times: list[float] = dataclasses.field(default_factory=list)
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -45,6 +48,11 @@ class Answer:
     def ttft_ms(self) -> float:
         """From adding the request to its first token."""
         return (self.first - self.added) * 1e3
+
+    @property
+    def waited_ms(self) -> float:
+        """From adding the request to its first place in a step."""
+        return (self.scheduled - self.added) * 1e3
 
     @property
     def gaps_ms(self) -> list[float]:
@@ -113,8 +121,25 @@ class Engine:
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._next_request = 0
         self._running: dict[str, Answer] = {}
+        self._note_places()
         self.start_s = time.monotonic() - begun
         say(f"engine started in {self.start_s:.1f} s, {self.blocks} blocks of {self.block_tokens} tokens")
+
+    def _note_places(self) -> None:
+        """Puts a clock behind vLLM's `schedule`."""
+        schedule = self._scheduler.schedule
+
+        def timed(*arguments: Any) -> Any:
+            output = schedule(*arguments)
+            now = time.perf_counter()
+            for new in output.scheduled_new_reqs:
+                # vLLM adds a random suffix to ids.
+                answer = self._running.get(new.req_id.rpartition("-")[0])
+                if answer is not None:
+                    answer.scheduled = answer.scheduled or now
+            return output
+
+        self._scheduler.schedule = timed
 
     @property
     def blocks(self) -> int:
@@ -137,6 +162,7 @@ class Engine:
         return facts | {
             "pillion": self._pillion_counts(),
             "start_s": round(self.start_s, 1),
+            "batched_tokens": int(self._config.scheduler_config.max_num_batched_tokens),
             "layout": getattr(cache, "kv_cache_layout", None),
             "async_scheduling": bool(self._config.scheduler_config.async_scheduling),
             "v2_runner": bool(getattr(self._config, "use_v2_model_runner", False)),
@@ -191,6 +217,8 @@ class Engine:
     def ask(self, prompt: list[int], max_tokens: int, logprobs: int | None = None) -> Answer:
         """One request alone."""
         assert not self._running, "a request asked alone must be alone"
+        # Its lists of tokens would bring on a collection in the time that is measured, now and then.
+        gc.collect()
         request_id = self.add(prompt, max_tokens, logprobs)
         answer = self._running[request_id]
         while self._running:

@@ -20,25 +20,29 @@ import rig
 from engine import Answer, Engine
 
 # 24 x (2,048 + 6 x 1,088) tokens less what is shared are a working set of 10,000 blocks of 16; the device holds 4,096
-# (kv_mib: of 2 MiB).
+# (kv_mib: of 2 MiB), which from the fifth turn on is less than what is in flight. roomy_mib: everything. batched_tokens: what
+# `vllm serve` takes on such a GPU; vLLM's LLM class takes 16,384.
 SIZES = {
     "full": {
         "conversations": 24, "turns": 6, "shared": 2048, "new": 1024, "output": 64,
-        "at_once": 12, "kv_mib": 8192, "host_gib": 40,
+        "at_once": 12, "batched_tokens": 8192, "kv_mib": 8192, "roomy_mib": 40960, "host_gib": 40,
     },
     "quick": {
         "conversations": 8, "turns": 3, "shared": 512, "new": 512, "output": 16,
-        "at_once": 4, "kv_mib": 1024, "host_gib": 8,
+        "at_once": 4, "batched_tokens": 8192, "kv_mib": 1024, "roomy_mib": 8192, "host_gib": 8,
     },
     "tiny": {
         "conversations": 4, "turns": 3, "shared": 128, "new": 128, "output": 8,
-        "at_once": 2, "kv_mib": 3, "host_gib": 1,
+        "at_once": 2, "batched_tokens": 8192, "kv_mib": 3, "roomy_mib": 24, "host_gib": 1,
     },
 }  # fmt: skip
 SHARED_SEED = 10_000_000
 WARM_SEED = 20_000_000
 # Answers whose first token must be the first mode's: rounding spares nearly all, wrong KV nearly none.
 FIRST_TOKENS_EQUAL_MIN = 0.9
+# A step that decodes takes some 7 ms; one that computes a prompt as well, more than this.
+LONG_GAP_MS = 25.0
+LATE = 10
 
 
 def longest(sizes: dict[str, int]) -> int:
@@ -51,7 +55,7 @@ def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
     return {
         "kv_cache_memory_bytes": sizes["kv_mib"] << 20,
         "max_model_len": longest(sizes) + 64,
-        "max_num_batched_tokens": 8192,
+        "max_num_batched_tokens": sizes["batched_tokens"],
         "max_num_seqs": sizes["at_once"],
     }
 
@@ -109,6 +113,25 @@ def measure(engine: Engine, sizes: dict[str, int], _options: argparse.Namespace,
         "gaps_ms": [gap for answer in everything for gap in answer.gaps_ms],
         "prompt_tokens_later": sum(answer.prompt_tokens for answer in later),
         "cached_tokens_later": sum(answer.cached_tokens for answer in later),
+        "requests": [
+            requested(answer, begun, conversation, turn)
+            for conversation, turns in enumerate(answers)
+            for turn, answer in enumerate(turns)
+        ],
+    }
+
+
+def requested(answer: Answer, begun: float, conversation: int, turn: int) -> dict[str, Any]:
+    """One request, in milliseconds from the beginning."""
+    return {
+        "conversation": conversation,
+        "turn": turn,
+        "tokens": answer.prompt_tokens,
+        "found": answer.cached_tokens,
+        "added_ms": round((answer.added - begun) * 1e3, 1),
+        "waited_ms": round(answer.waited_ms, 1),
+        "ttft_ms": round(answer.ttft_ms, 1),
+        "token_ms": [round((at - begun) * 1e3, 1) for at in answer.times],
     }
 
 
@@ -125,6 +148,7 @@ def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     """The figures of a mode, and how many of its answers are the first mode's."""
     mine = [tokens for turns in raw["tokens"] for tokens in turns]
     theirs = [tokens for turns in reference["tokens"] for tokens in turns]
+    waited = [request["waited_ms"] for request in raw["requests"] if request["turn"]]
     first_equal = sum(a[0] == b[0] for a, b in zip(mine, theirs, strict=True)) / len(mine)
     return {
         "facts": raw["facts"],
@@ -135,11 +159,27 @@ def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
         "ttft_later_p99_ms": rig.percentile(raw["ttft_later_ms"], 0.99),
         "itl_p50_ms": rig.percentile(raw["gaps_ms"], 0.5),
         "itl_p99_ms": rig.percentile(raw["gaps_ms"], 0.99),
+        "gaps_over_25ms": long_gaps(raw["gaps_ms"]),
+        "waited_later_mean_ms": round(statistics.mean(waited), 1),
+        "late": late(raw["requests"]),
         "cached_share_later": round(raw["cached_tokens_later"] / raw["prompt_tokens_later"], 3),
         "answers_equal": rig.share_equal(mine, theirs),
         "first_tokens_equal": round(first_equal, 4),
         "ok": first_equal >= FIRST_TOKENS_EQUAL_MIN,
     }
+
+
+def long_gaps(gaps_ms: list[float]) -> dict[str, float]:
+    """Of the times between tokens, those in which something else than decoding was done as well."""
+    long = [gap for gap in gaps_ms if gap > LONG_GAP_MS]
+    return {"count": len(long), "share": round(len(long) / len(gaps_ms), 4), "mean_ms": round(statistics.fmean(long or [0]), 1)}
+
+
+def late(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The later turns whose first tokens took longest: how much of it they waited, what they computed."""
+    later = sorted((request for request in requests if request["turn"]), key=lambda request: -request["ttft_ms"])
+    kept = ("turn", "added_ms", "waited_ms", "ttft_ms", "found", "tokens")
+    return [{key: request[key] for key in kept} for request in later[:LATE]]
 
 
 BENCH = rig.Bench("multiturn", str(__doc__), SIZES, engine_settings, measure, compare)

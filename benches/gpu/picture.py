@@ -18,7 +18,13 @@ INK, PAPER = "#1f2430", "#ffffff"
 COLOURS = {"pillion": "#d9480f"}
 OTHER = "#8a93a6"
 MS = "ms"
-NAMES = {"none": "no connector", "offloading": "vLLM offloading", "pegaflow": "PegaFlow", "pillion": "Pillion"}
+NAMES = {
+    "none": "no connector",
+    "roomy": "all fits the GPU",
+    "offloading": "vLLM offloading",
+    "pegaflow": "PegaFlow",
+    "pillion": "Pillion",
+}
 Figure = tuple[str, str, Callable[[dict[str, Any]], float | None], str]
 # (benchmark, title, its figure of a mode, unit)
 FIGURES: list[Figure] = [

@@ -36,7 +36,7 @@ SERVER_WATCHDOG_S = 120
 END_WATCHDOG_S = 15
 LOG_TAIL_BYTES = 4000
 GIB = 1 << 30
-RIVALS = ("none", "offloading", "pegaflow")
+RIVALS = ("none", "roomy", "offloading", "pegaflow")
 
 # Llama-3.1-8B, and a shape that vLLM's CPU build runs in seconds.
 LLAMA_8B = {
@@ -80,7 +80,8 @@ class Bench:
 def arguments(bench: Bench) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=bench.text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rival", action="append", choices=RIVALS, default=[], help="measure this too; repeatable")
+    rivals = [rival for rival in RIVALS if rival != "roomy" or "roomy_mib" in bench.sizes["full"]]
+    parser.add_argument("--rival", action="append", choices=rivals, default=[], help="measure this too; repeatable")
     parser.add_argument("--no-pillion", action="store_true", help="measure the rivals alone")
     parser.add_argument("--binary", default=os.environ.get("PILLION_BINARY", "pillion"), help="the sidecar's binary")
     parser.add_argument("--pillion", action="append", default=[], metavar="KEY=VALUE", help="as load=sync; repeatable")
@@ -160,6 +161,7 @@ def measure_all(bench: Bench, options: argparse.Namespace, modes: list[str], fol
                 results[mode] = {"ok": False, "error": f"{lines[0]}: {lines[-1]}"}
                 continue
             reference = reference or raw
+            (logs / f"{bench.name}-{mode}.json").write_text(json.dumps(raw))
             result = bench.compare(raw, reference)
             results[mode] = result
             say(f"{mode}: {json.dumps(result)}")
@@ -270,7 +272,7 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
     """What a mode needs beside its engine; yields vLLM's `kv_transfer_config`."""
     # The same for every mode.
     gib = options.sizes["host_gib"]
-    if mode == "none":
+    if mode in ("none", "roomy"):
         yield None
     elif mode == "offloading":
         # Answers too: by default it keeps prompts alone, and the others keep both.
@@ -380,6 +382,8 @@ def serve_engine(bench: Bench, options: argparse.Namespace) -> None:
     def tell(text: str) -> None:
         print(f"             {options.mode}: {text}", file=progress, flush=True)
 
+    if options.mode == "roomy":
+        options.sizes["kv_mib"] = options.sizes["roomy_mib"]
     settings = bench.engine(options.sizes) | engine_arguments(options) | {"model": role["model"]}
     if role["transfer"]:
         settings["kv_transfer_config"] = role["transfer"]
@@ -410,9 +414,12 @@ def answer(stream: TextIO, result: Any) -> None:
 
 
 def spread(samples: list[float]) -> dict[str, float]:
-    """Median, least and most, in the samples' unit, to a hundredth."""
-    ordered = {"median": statistics.median(samples), "min": min(samples), "max": max(samples)}
-    return {name: round(value, 2) for name, value in ordered.items()}
+    """Median, least and most, and the quarters between, in the samples' unit, to a hundredth."""
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    figures = {"median": statistics.median(ordered), "min": ordered[0], "max": ordered[-1]}
+    figures |= {"p25": ordered[round(last * 0.25)], "p75": ordered[round(last * 0.75)]}
+    return {name: round(value, 2) for name, value in figures.items()}
 
 
 def percentile(samples: list[float], part: float) -> float:

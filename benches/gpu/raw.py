@@ -1,0 +1,333 @@
+#!/usr/bin/env python3
+"""Bytes a second of saves and loads, against plain copies of page-locked memory, in every form a block can have.
+
+No vLLM: this process is an engine of two sessions whose KV is a torch tensor, beside a real `pillion serve`. A save is timed
+from its post to the end that the scheduler's session sees, a load from its post until the engine's stream goes on behind it.
+What was loaded is compared with what was saved, every time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import compute
+import rig
+import torch
+
+from pillion import _shim
+from pillion.geometry import describe
+
+BLOCK_BYTES = 2 << 20
+# Layers of a block, and whether they lie side by side. 8 KV heads x 128 x 16 tokens x (K, V) in bf16 are 64 KiB a layer.
+FORMS = {"2m": (32, True), "64k": (32, False), "32k": (64, False)}
+# By scale: blocks of one transfer, blocks of the device, samples, and the sidecar's memory in GiB: with huge pages less.
+SCALES = {"full": (512, 2048, 7, 24, 6), "quick": (64, 256, 5, 4, 1), "tiny": (4, 16, 2, 1, 0)}
+QUERY_BUDGET_US = 10_000_000
+WATCHDOG_S = 30
+# A page-locked GiB takes 0.3 s.
+LOCK_WATCHDOG_S = 120
+HUGE_PAGE_BYTES = 2 << 20
+HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
+# The pool's own words, beside the blocks.
+POOL_EXTRA_BYTES = 256 << 20
+
+
+class Engine:
+    """KV memory of one form, both sessions, and a stream on which nothing is computed."""
+
+    def __init__(self, socket: Path, form: str, blocks: int) -> None:
+        layers, outermost = FORMS[form]
+        words = BLOCK_BYTES // layers // 8
+        shape = (blocks, layers, words) if outermost else (layers, blocks, words)
+        memory = torch.randint(-(1 << 62), 1 << 62, shape, dtype=torch.int64, device="cuda")
+        self._blocks = memory if outermost else memory.transpose(0, 1)
+        geometry = describe([(f"layer.{layer}", self._blocks[:, layer]) for layer in range(layers)], blocks)
+        self.runs = len(geometry.regions)
+        self._stream = torch.cuda.Stream()
+        self._step, self._run = 0, uuid.uuid4().bytes
+        torch.cuda.synchronize()
+        name = f"raw-{uuid.uuid4()}"
+        self._worker = _shim.WorkerSession(
+            socket,
+            name,
+            1,
+            0,
+            0,
+            1,
+            blocks,
+            geometry.regions,
+            [],
+            "sidecar",
+            {"engine": name},
+            pointers=[storage.data_ptr() for storage in geometry.storages],
+            cuts=geometry.cuts,
+            stream=self._stream.cuda_stream,
+        )
+        self._scheduler = _shim.SchedulerSession(socket, name, 1, self._run, QUERY_BUDGET_US, False, True)
+        wait_for(self._connected, f"sessions: {self._worker.take_notices()} {self._scheduler.take_notices()}")
+
+    def _connected(self) -> bool:
+        self._worker.join(self._run)
+        self._scheduler.end_step()
+        return self._worker.connected and self._scheduler.connected
+
+    def end(self) -> None:
+        """Leaves the sidecar."""
+        self._scheduler.disconnect()
+        self._worker.disconnect()
+
+    def transfer(self, save: tuple[list[bytes], list[int]], load: tuple[list[bytes], list[int]]) -> tuple[float, float]:
+        """Saves some blocks and loads others, at once; seconds of each. One without keys is not done."""
+        before = self._scheduler.stats()["blocks_committed"]
+        saving, loading = self._log(save[0]), self._log(load[0])
+        if load[0]:
+            wait_for(lambda: self._scheduler.query(loading, 0, len(load[0])) == len(load[0]), "keys that are kept")
+        begun = time.perf_counter()
+        if save[0]:
+            # A step of its own: the save waits for its end, and the step that loads ends behind the load.
+            self._one_step(lambda step: self._scheduler.save(saving, 0, save[1], step))
+        plan = self._scheduler.load(loading, 0, load[1], self._step + 1, True) if load[0] else None
+        assert plan is not None or not load[0], "no lease"
+        self._one_step(lambda _: True, plan)
+        loaded = torch.cuda.Event()
+        loaded.record(self._stream)
+        ends = dict(until(begun, {"save": self._saved, "load": loaded.query}))
+        self._scheduler.close(saving)
+        self._scheduler.close(loading)
+        self._scheduler.end_step()
+        committed = self._scheduler.stats()["blocks_committed"] - before
+        assert committed == len(save[0]), f"{len(save[0]) - committed} blocks were not saved"
+        return ends["save"], ends["load"]
+
+    def _saved(self) -> bool:
+        self._scheduler.end_step()
+        return self._scheduler.saving == 0
+
+    def _log(self, hashes: list[bytes]) -> int:
+        log = self._scheduler.open()
+        assert self._scheduler.append(log, hashes, 0) == len(hashes), "no room for the keys"
+        return log
+
+    def _one_step(self, post: Callable[[int], bool], plan: bytes | None = None) -> None:
+        self._step += 1
+        assert post(self._step), "no room for the save"
+        self._scheduler.end_step()
+        stream = self._stream.cuda_stream
+        self._worker.start(self._step, stream)
+        if plan is not None:
+            failed = self._worker.load(plan, True, stream)
+            assert not failed, f"{failed} were not loaded"
+        self._worker.done(self._step, True, stream)
+
+    def same(self, left: list[int], right: list[int]) -> bool:
+        """Whether blocks hold the same bytes; then those on the right are spoiled, for the next time."""
+        at = torch.tensor(right, device="cuda")
+        equal = bool(torch.equal(self._blocks[torch.tensor(left, device="cuda")], self._blocks[at]))
+        self._blocks[at] = 0
+        torch.cuda.synchronize()
+        return equal
+
+
+class Bench:
+    """One engine's transfers."""
+
+    def __init__(self, engine: Engine, transfer_blocks: int, blocks: int, samples: int) -> None:
+        self._engine = engine
+        self._count, self._samples = transfer_blocks, samples
+        # Of each kind: what is saved, and what is loaded over. Block 0 is vLLM's own.
+        ids = list(range(1, 1 + 2 * transfer_blocks))
+        shuffled = random.Random(1).sample(range(1, blocks), 2 * transfer_blocks)
+        self.orders = {"consecutive": ids, "shuffled": shuffled}
+        self._next_key = 0
+
+    def keys(self) -> list[bytes]:
+        """Keys that nothing has."""
+        first, self._next_key = self._next_key, self._next_key + self._count
+        return [hashlib.sha256(number.to_bytes(8, "little")).digest() for number in range(first, self._next_key)]
+
+    def rates(self, ids: list[int]) -> dict[str, list[float]]:
+        """GB/s of every sample: saves alone, loads alone, both at once. The first round is a warm-up."""
+        source, target = ids[: self._count], ids[self._count :]
+        seconds: dict[str, list[float]] = {name: [] for name in ("save", "load", "both_save", "both_load")}
+        for _ in range(self._samples + 1):
+            saved = self.keys()
+            save, _ = self._engine.transfer((saved, source), ([], []))
+            _, load = self._engine.transfer(([], []), (saved, target))
+            assert self._engine.same(source, target), "loaded bytes differ from saved ones"
+            both = self._engine.transfer((self.keys(), source), (saved, target))
+            assert self._engine.same(source, target), "loaded bytes differ from saved ones"
+            for name, took in zip(seconds, (save, load, *both), strict=True):
+                seconds[name].append(took)
+        return {name: [self._count * BLOCK_BYTES / took / 1e9 for took in samples[1:]] for name, samples in seconds.items()}
+
+    def keep_going(self, ids: list[int]) -> Callable[[], int]:
+        """A function that saves, and loads what was saved before, and says how many bytes that were."""
+        source, target = ids[: self._count], ids[self._count :]
+        kept = [self.keys()]
+        self._engine.transfer((kept[0], source), ([], []))
+
+        def once() -> int:
+            kept.append(self.keys())
+            self._engine.transfer((kept[1], source), (kept.pop(0), target))
+            return 2 * self._count * BLOCK_BYTES
+
+        return once
+
+
+def plain(count: int, samples: int) -> dict[str, list[float]]:
+    """The reference: torch's copies between page-locked memory and the device, each way and both at once."""
+    size = count * BLOCK_BYTES
+    hosts = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    devices = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    rates: dict[str, list[float]] = {name: [] for name in ("save", "load", "both_save", "both_load")}
+
+    def copy(ways: list[int]) -> list[float]:
+        torch.cuda.synchronize()
+        begun, ended = time.perf_counter(), {}
+        for way in ways:
+            with torch.cuda.stream(streams[way]):
+                pair = (devices[1], hosts[1]) if way else (hosts[0], devices[0])
+                pair[0].copy_(pair[1], non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+                ended[str(way)] = event.query
+        return [size / took / 1e9 for _, took in sorted(until(begun, ended))]
+
+    for _ in range(samples + 1):
+        for name, rate in zip(rates, copy([0]) + copy([1]) + copy([0, 1]), strict=True):
+            rates[name].append(rate)
+    return {name: found[1:] for name, found in rates.items()}
+
+
+def until(begun: float, conditions: dict[str, Callable[[], bool]]) -> Iterator[tuple[str, float]]:
+    """Seconds from `begun` until each condition held."""
+    waiting = dict(conditions)
+    while waiting:
+        for name in [name for name, holds in waiting.items() if holds()]:
+            del waiting[name]
+            yield name, time.perf_counter() - begun
+        assert time.perf_counter() < begun + WATCHDOG_S, f"no end of {', '.join(waiting)}"
+
+
+def wait_for(condition: Callable[[], bool], what: str, watchdog_s: float = WATCHDOG_S) -> None:
+    """Waits under a watchdog."""
+    deadline = time.monotonic() + watchdog_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {watchdog_s} s: {what}"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def served(options: argparse.Namespace, gib: int, *more: str) -> Iterator[Path]:
+    """A sidecar whose whole pool is page-locked; yields its socket."""
+    with tempfile.TemporaryDirectory(prefix="pillion-raw-") as folder:
+        http, path = rig.free_port(), Path(folder) / "pillion.sock"
+        command = [shutil.which(options.binary) or options.binary, "serve", "--socket", str(path), "--dram", f"{gib}GiB"]
+        command += ["--http", f"127.0.0.1:{http}", *more, *options.serve]
+
+        def locked() -> bool:
+            page = rig.fetch(f"http://127.0.0.1:{http}/metrics") or ""
+            values = dict(line.rsplit(" ", 1) for line in page.splitlines() if line and line[0] != "#")
+            return float(values.get("pillion_pool_pinned_bytes", -1)) == float(values["pillion_pool_bytes"])
+
+        with rig.serving(command, f"http://127.0.0.1:{http}/readyz", Path(folder) / "serve.log"):
+            if torch.cuda.is_available():
+                wait_for(locked, "page-locked pool", LOCK_WATCHDOG_S)
+            yield path
+
+
+@contextlib.contextmanager
+def huge_pages(gib: int) -> Iterator[Path]:
+    """A mount of huge pages, as many as a pool of this size needs. OSError says why not."""
+    if not gib:
+        raise OSError("not at this scale")
+    before = HUGE_PAGES.read_text()
+    wanted = ((gib << 30) + POOL_EXTRA_BYTES) // HUGE_PAGE_BYTES
+    with tempfile.TemporaryDirectory(prefix="pillion-huge-") as folder:
+        try:
+            HUGE_PAGES.write_text(str(int(before) + wanted))
+            if int(HUGE_PAGES.read_text()) < int(before) + wanted:
+                raise OSError(f"{HUGE_PAGES}: {HUGE_PAGES.read_text().strip()} pages instead of {int(before) + wanted}")
+            # Without a size such a mount does not tell how much room it has.
+            command = ["mount", "-t", "hugetlbfs", "-o", f"size={wanted * HUGE_PAGE_BYTES}", "none", folder]
+            mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+            if mounted.returncode != 0:
+                raise OSError(mounted.stderr.strip())
+            try:
+                yield Path(folder)
+            finally:
+                subprocess.run(["umount", "-l", folder], check=False)
+        finally:
+            with contextlib.suppress(OSError):
+                HUGE_PAGES.write_text(before)
+
+
+def ratios(name: str, rates: dict[str, list[float]], reference: dict[str, list[float]]) -> dict[str, float]:
+    """Medians, as parts of the reference's."""
+    medians = {way: rig.spread(samples)["median"] for way, samples in rates.items()}
+    return {f"{way}_ratio_{name}": round(medians[way] / rig.spread(reference[way])["median"], 3) for way in rates}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The whole matrix."""
+    count, blocks, samples, gib, huge_gib = SCALES[options.scale]
+    reference = plain(count, samples)
+    result: dict[str, Any] = {"plain_gb_s": {way: rig.spread(rates) for way, rates in reference.items()}}
+    rig.say(f"plain copies: {result['plain_gb_s']}")
+    with served(options, gib) as socket:
+        for form in FORMS:
+            engine = Engine(socket, form, blocks)
+            bench = Bench(engine, count, blocks, samples)
+            for order, ids in bench.orders.items():
+                name = form if order == "consecutive" else f"{form}_{order}"
+                rates = bench.rates(ids)
+                result[f"gb_s_{name}"] = {way: rig.spread(found) for way, found in rates.items()}
+                result |= ratios(name, rates, reference)
+                rig.say(f"{form}, {engine.runs} runs a block, {order}: {ratios(name, rates, reference)}")
+            if form != "32k":
+                found = compute.beside(bench.keep_going(bench.orders["shuffled"]), options.scale)
+                result |= {f"{key}_{form}": value for key, value in found.items()}
+                rig.say(f"{form}, beside compute: {found}")
+            engine.end()
+            del engine, bench
+            torch.cuda.empty_cache()
+    try:
+        with huge_pages(huge_gib) as folder, served(options, huge_gib, "--pool-path", str(folder / "pool")) as socket:
+            engine = Engine(socket, "2m", blocks)
+            rates = Bench(engine, count, blocks, samples).rates(list(range(1, 1 + 2 * count)))
+            result |= ratios("2m_hugepages", rates, reference)
+            engine.end()
+    except (OSError, rig.BenchError) as error:
+        result["hugepages_skipped"] = " ".join(str(error).splitlines()[:2])
+    return result
+
+
+def main() -> None:
+    """One JSON line last."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--binary", default=os.environ.get("PILLION_BINARY", "pillion"), help="the sidecar's binary")
+    parser.add_argument("--serve", action="append", default=[], metavar="OPTION", help="more of `pillion serve`; repeatable")
+    parser.add_argument("--quick", action="store_true", help="a smoke run")
+    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.scale = "tiny" if options.tiny else "quick" if options.quick else "full"
+    line: dict[str, Any] = {"bench": "gpu/raw", "scale": options.scale, "device": torch.cuda.get_device_name()}
+    print(json.dumps(line | measure(options) | {"ok": True}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import bare_engine
 import pytest
+from bare_rank import Found
 
 import sidecar
 
@@ -22,12 +23,12 @@ CONTROL_ROUNDS = 300
 DRAM = "1GiB"
 
 
-def run(directory: Path, block_outermost: bool, fenced: bool, rounds: int) -> tuple[bare_engine.Found, dict[str, int]]:
+def run(directory: Path, block_outermost: bool, fenced: bool, rounds: int) -> tuple[Found, dict[str, int]]:
     """One engine's life."""
     with sidecar.serving(directory, DRAM) as keeper:
-        engine = bare_engine.Engine(keeper.socket, block_outermost, SEED, fenced, rounds)
+        engine = bare_engine.Engine(bare_engine.Options(keeper.socket, SEED, block_outermost, fenced))
         try:
-            found = engine.run()
+            found = engine.run(rounds)
         finally:
             engine.end()
         return found, keeper.metrics()

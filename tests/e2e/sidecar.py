@@ -87,6 +87,10 @@ class Sidecar:
             assert time.monotonic() < deadline, f"no {what} in {watchdog_s} s\n{self.get('/metrics')}\n{log_tail(self.log)}"
             time.sleep(POLL_S)
 
+    def ended(self) -> bool:
+        """Whether its process is gone."""
+        return self._process.poll() is not None
+
     def kill(self) -> None:
         """SIGKILL, as the kernel's out-of-memory killer would."""
         self._process.kill()

@@ -25,6 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rounds", type=int, default=20, help="rounds of faults")
     parser.addoption("--first", type=int, default=1, help="the number of the first of them")
     parser.addoption("--seed", type=int, default=1, help="from which the faults are drawn")
+    parser.addoption("--life", type=int, choices=range(2, 13), default=10, help="rounds of an engine's life")
+    parser.addoption("--bare-rounds", type=int, default=60, help="rounds of faults of test_bare_kill.py")
     parser.addoption("--runner", type=int, choices=(1, 2), default=1, help="vLLM's model runner")
     parser.addoption("--graphs", action="store_true", help="CUDA graphs instead of eager mode")
 

@@ -1,8 +1,8 @@
 """Sidecar and engine killed and frozen in the middle of transfers: every token stays right, no request is lost.
 
-`--rounds 20 --first 1` says which rounds of the seed are played: 21 to 40 are `--first 21`. Ten rounds are one engine's life,
-the tenth is its death. vLLM's batch-invariant kernels make answers independent of what else runs, so that every answer under
-faults can be compared with the undisturbed one.
+`--rounds 20 --first 1` says which rounds of the seed are played: 21 to 40 are `--first 21`. Ten rounds, or `--life`, are one
+engine's life, the last is its death. vLLM's batch-invariant kernels make answers independent of what else runs, so that every
+answer under faults can be compared with the undisturbed one.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ load.PREFIX_BLOCKS = (24, 32, 40, 48, 56, 64)
 # Prompts whose answers differ without any fault are left out, a few times if need be.
 STEADY_TRIES = 4
 SHAPE: faults.Shape = "processes"
-ROUNDS = faults.ROUNDS_OF_A_LIFE
+# A sidecar that thaws with a batch stuck for good ends itself within a second.
+THAWED_S = 1.5
 
 
-def plan(first: int, rounds: int, seed: int) -> list[faults.Life]:
-    """Lives of ten rounds, each dealt from its own number, so that any of them can be played alone."""
+def plan(first: int, rounds: int, seed: int, of_a_life: int = faults.ROUNDS_OF_A_LIFE) -> list[faults.Life]:
+    """Lives of so many rounds, each dealt from its own number, so that any of them can be played alone."""
     lives = []
     last = first + rounds - 1
-    for number in range((first - 1) // ROUNDS, (last - 1) // ROUNDS + 1):
+    for number in range((first - 1) // of_a_life, (last - 1) // of_a_life + 1):
         chance = random.Random(f"{seed} {number}")
-        strikes = [*chance.sample(faults.DECK, ROUNDS - 1), faults.ENGINE_KILL]
-        begin = number * ROUNDS + 1
+        strikes = [*chance.sample(faults.DECK, of_a_life - 1), faults.ENGINE_KILL]
+        begin = number * of_a_life + 1
         strikes = strikes[max(0, first - begin) : last - begin + 1]
         lives.append(faults.Life(SHAPE, chance.choice(faults.LOADS), "sidecar", strikes))
     return lives
@@ -52,6 +53,7 @@ class GpuCampaign(campaign.Campaign):
 
     def __init__(self, directory: Path, model: Path, seed: int, mode: gpu_options.Mode) -> None:
         self._mode = mode
+        self._thawed = False
         super().__init__(directory, model, seed)
 
     @contextlib.contextmanager
@@ -80,6 +82,24 @@ class GpuCampaign(campaign.Campaign):
         self._add_counters()
         self._sidecar = sidecar.Sidecar(self._directory, DRAM, self._pool, anonymous)
         self._sidecar.wait_ready()
+
+    def _strike(self, fault: faults.Fault, life: faults.Life, running: engine.Engine, asking: load.Load) -> figures.Span:
+        self._thawed = fault == "sidecar-freeze"
+        span = super()._strike(fault, life, running, asking)
+        # So that a run that is cut off has shown something too.
+        wrong = sum(request.wrong_tokens + request.wrong_logprobs for request in asking.answered)
+        campaign.say(f"{len(asking.answered)} answers compared so far, {wrong} wrong tokens and logprobs")
+        return span
+
+    def _wait_for_sessions(self, life: faults.Life, asking: load.Load) -> None:
+        deadline = time.monotonic() + THAWED_S
+        while self._thawed and time.monotonic() < deadline:
+            if self.sidecar.ended():
+                campaign.say("the sidecar ended itself after its thaw, and is started again")
+                self._start_sidecar(anonymous=False)
+                break
+            time.sleep(sidecar.POLL_S)
+        super()._wait_for_sessions(life, asking)
 
     def _observe_undisturbed(self, shapes: list[faults.Shape]) -> None:
         if self._undisturbed:
@@ -122,7 +142,7 @@ def chaos(request: pytest.FixtureRequest, gpu_model: Path, tmp_path_factory: pyt
 def test_no_fault_is_noticed(chaos: GpuCampaign, request: pytest.FixtureRequest) -> None:
     """Every token as without faults and without connector, every request answered, and hits at the end."""
     first, rounds = request.config.getoption("--first"), request.config.getoption("--rounds")
-    found = chaos.run(plan(first, rounds, request.config.getoption("--seed")))
+    found = chaos.run(plan(first, rounds, request.config.getoption("--seed"), request.config.getoption("--life")))
     print(
         f"rounds {first} to {first + rounds - 1}, longest added wait {found.max_added_wait_ms:.0f} ms\n{found.line()}",
         flush=True,

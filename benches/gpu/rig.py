@@ -149,16 +149,17 @@ def measure_all(bench: Bench, options: argparse.Namespace, modes: list[str], fol
         for mode in modes:
             children[mode] = Child(mode, options, logs / f"{bench.name}-{mode}.log")
         for mode in modes:
-            children[mode].read(IMPORT_WATCHDOG_S)
-        for mode in modes:
+            try:
+                children[mode].read(IMPORT_WATCHDOG_S)
+            except BenchError as error:
+                results[mode] = failure(mode, error)
+        for mode in [mode for mode in modes if mode not in results]:
             say(f"{mode}: starting")
             try:
                 with server(mode, options, folder, logs) as transfer:
                     raw = children[mode].measure({"model": str(model), "transfer": transfer, "reference": reference})
             except (BenchError, OSError) as error:
-                say(f"{mode}: {error}")
-                lines = str(error).strip().splitlines()
-                results[mode] = {"ok": False, "error": f"{lines[0]}: {lines[-1]}"}
+                results[mode] = failure(mode, error)
                 continue
             reference = reference or raw
             (logs / f"{bench.name}-{mode}.json").write_text(json.dumps(raw))
@@ -169,6 +170,13 @@ def measure_all(bench: Bench, options: argparse.Namespace, modes: list[str], fol
         for child in children.values():
             child.end()
     return results
+
+
+def failure(mode: str, error: Exception) -> dict[str, Any]:
+    """What is said of a mode that was not measured."""
+    say(f"{mode}: {error}")
+    lines = str(error).strip().splitlines()
+    return {"ok": False, "error": f"{lines[0]}: {lines[-1]}"}
 
 
 class BenchError(Exception):

@@ -19,10 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    # Where conftest.py finds them for the tests.
-    sys.path[:0] = [str(Path(__file__).parent)]
-
 from bare_rank import WATCHDOG_S, Prompt
 
 # Steps between two lines, some 30 ms.

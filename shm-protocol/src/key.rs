@@ -1,8 +1,22 @@
-//! Block keys: namespace, cache group and the engine's own block hash, compared in full and never shortened.
+//! Block keys: namespace, cache group and the engine's own block hash, compared in full and never shortened; and how
+//! vLLM derives such hashes ([`Chain`], [`Derivation`]), for who has no vLLM at hand.
+
+mod algorithm;
+mod cbor;
+mod chain;
+mod derivation;
+mod extra;
+mod pickle;
 
 use std::fmt;
 
 use thiserror::Error;
+
+pub use self::algorithm::{Algorithm, DEFAULT_SEED, NoneHashRule, none_hash};
+pub use self::chain::{BLOCK_TOKENS_MAX, Chain};
+pub use self::derivation::{Derivation, Derived, coarse, with_group};
+pub use self::extra::{ExtraForm, ExtraKey};
+pub use self::pickle::{PICKLE_BLOCK_TOKENS_MAX, PICKLE_EXTRA_BYTES_MAX};
 
 /// Bytes of the longest block hash (SHA-256).
 pub const HASH_BYTES_MAX: usize = 32;
@@ -36,7 +50,7 @@ const _: () = assert!(size_of::<BlockKey>() == 40 && align_of::<BlockKey>() == 4
 const _: () = assert!(std::mem::offset_of!(BlockKey, hash) == 8);
 const _: () = assert!(size_of::<NamespaceDigest>() == 16);
 
-/// Bytes that are no block hash.
+/// Bytes that are no block hash, or a hash that cannot be derived as vLLM derives it.
 #[derive(Debug, Error, Eq, PartialEq)]
 pub enum KeyError {
     /// Neither 16 nor 32 bytes.
@@ -44,6 +58,73 @@ pub enum KeyError {
         "a block hash of {0} bytes; pass 16 (xxhash_cbor, xxhash) or 32 (sha256_cbor, sha256) as the engine made it"
     )]
     Length(usize),
+    /// A word that names none of a closed set.
+    #[error("{what} '{found}' is unknown; valid ones are: {valid}")]
+    Unknown {
+        /// What was to be named.
+        what: &'static str,
+        /// The word.
+        found: String,
+        /// The words there are.
+        valid: &'static str,
+    },
+    /// The first parent hash cannot be known from outside the engine.
+    #[error(
+        "without a seed the first hash (NONE_HASH) of {0} is random in every process; set PYTHONHASHSEED for the engines and pass the same seed"
+    )]
+    RandomNoneHash(Algorithm),
+    /// A block of no tokens, or of more than are hashed at once.
+    #[error("blocks of {tokens} tokens; {algorithm} is derived for 1 to {limit}")]
+    BlockTokens {
+        /// Tokens of a block.
+        tokens: u32,
+        /// Who hashes them.
+        algorithm: Algorithm,
+        /// The most it takes.
+        limit: u32,
+    },
+    /// A block is not made of whole hashed blocks.
+    #[error(
+        "blocks of {block} tokens over hashes of {hashed}; block_size must be a multiple of hash_block_size"
+    )]
+    HashBlockTokens {
+        /// Tokens of a block.
+        block: u32,
+        /// Tokens of a hash.
+        hashed: u32,
+    },
+    /// Extra keys for another number of blocks than the tokens fill.
+    #[error(
+        "extra keys of {given} blocks for {blocks} full blocks of {tokens} tokens; give one list (or null) for each, and one for the tail if you like"
+    )]
+    ExtraCount {
+        /// Entries given.
+        given: usize,
+        /// Full blocks.
+        blocks: usize,
+        /// Tokens of a block.
+        tokens: u32,
+    },
+    /// A bare text under a rule that hashes the kind too.
+    #[error(
+        "the extra key '{0}' does not say what it is, and tagged keys hash that too; pass [\"lora\", name, path] or [\"cache_salt\", salt], or form \"bare\""
+    )]
+    Untagged(String),
+    /// Pickled bytes depend on which of two equal texts are one object, which nobody outside the engine knows.
+    #[error(
+        "{0} hashes a pickle, whose bytes depend on object identity as soon as a block has two extra keys or equal texts in one; run the engines with --prefix-caching-hash-algo {0}_cbor"
+    )]
+    PickleIdentity(Algorithm),
+    /// A pickle of more than one frame.
+    #[error(
+        "the extra keys of a block have {found} bytes; {algorithm} is derived for at most {PICKLE_EXTRA_BYTES_MAX}"
+    )]
+    PickleBytes {
+        /// Bytes found.
+        found: usize,
+        /// Who hashes them.
+        algorithm: Algorithm,
+    },
 }
 
 // === impl BlockHash ===

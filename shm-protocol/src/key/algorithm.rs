@@ -1,0 +1,150 @@
+//! Which hash, over which encoding, and where a chain begins.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::Deserialize;
+use sha2::{Digest, Sha256};
+use xxhash_rust::xxh3::xxh3_128;
+
+use super::{BlockHash, HASH_BYTES_MAX, HASH_BYTES_SHORT, KeyError, cbor, pickle};
+
+/// What NONE_HASH is made of since vLLM 0.29 where no PYTHONHASHSEED is set and the hash is cryptographic.
+pub const DEFAULT_SEED: &str = "vllm-none-hash";
+
+/// vLLM's `--prefix-caching-hash-algo`.
+#[derive(Copy, Clone, Eq, PartialEq, Debug, Deserialize)]
+#[serde(try_from = "String")]
+pub enum Algorithm {
+    /// XXH3-128, big-endian, over canonical CBOR.
+    XxhashCbor,
+    /// SHA-256 over canonical CBOR.
+    Sha256Cbor,
+    /// SHA-256 over a Python pickle of protocol 5; vLLM's default.
+    Sha256,
+    /// XXH3-128, big-endian, over a Python pickle of protocol 5.
+    Xxhash,
+}
+
+/// How vLLM makes NONE_HASH, the parent of a first block.
+#[derive(Copy, Clone, Eq, PartialEq, Debug, Default, Deserialize)]
+#[serde(try_from = "String")]
+pub enum NoneHashRule {
+    /// vLLM 0.29 and later: without a seed, random for the xxhash kinds alone.
+    #[default]
+    Since029,
+    /// vLLM up to 0.28: without a seed, random for all.
+    Before029,
+}
+
+/// NONE_HASH of an engine whose PYTHONHASHSEED is `seed`.
+pub fn none_hash(
+    algorithm: Algorithm,
+    rule: NoneHashRule,
+    seed: Option<&str>,
+) -> Result<BlockHash, KeyError> {
+    let fixed = (rule == NoneHashRule::Since029 && algorithm.is_cryptographic()).then_some(DEFAULT_SEED);
+    let seed = seed.or(fixed).ok_or(KeyError::RandomNoneHash(algorithm))?;
+    let mut bytes = Vec::new();
+    if algorithm.is_pickle() {
+        pickle::seed(&mut bytes, seed)
+    } else {
+        cbor::text(&mut bytes, seed)
+    }
+    Ok(algorithm.digest(&bytes))
+}
+
+// === impl Algorithm ===
+
+impl Algorithm {
+    /// Bytes of its hashes.
+    pub const fn hash_bytes(self) -> usize {
+        if self.is_cryptographic() { HASH_BYTES_MAX } else { HASH_BYTES_SHORT }
+    }
+
+    /// The bytes of a hash that are its own, without the padding.
+    pub fn bytes(self, hash: &BlockHash) -> &[u8] {
+        &hash.0[..self.hash_bytes()]
+    }
+
+    pub(super) const fn is_pickle(self) -> bool {
+        matches!(self, Self::Sha256 | Self::Xxhash)
+    }
+
+    const fn is_cryptographic(self) -> bool {
+        matches!(self, Self::Sha256Cbor | Self::Sha256)
+    }
+
+    pub(super) fn digest(self, bytes: &[u8]) -> BlockHash {
+        let mut hash = [0; HASH_BYTES_MAX];
+        if self.is_cryptographic() {
+            hash.copy_from_slice(&Sha256::digest(bytes));
+        } else {
+            hash[..HASH_BYTES_SHORT].copy_from_slice(&xxh3_128(bytes).to_be_bytes());
+        }
+        BlockHash(hash)
+    }
+}
+
+impl FromStr for Algorithm {
+    type Err = KeyError;
+
+    fn from_str(name: &str) -> Result<Self, KeyError> {
+        match name {
+            "xxhash_cbor" => Ok(Self::XxhashCbor),
+            "sha256_cbor" => Ok(Self::Sha256Cbor),
+            "sha256" => Ok(Self::Sha256),
+            "xxhash" => Ok(Self::Xxhash),
+            _ => Err(KeyError::Unknown {
+                what: "algorithm",
+                found: name.to_owned(),
+                valid: "xxhash_cbor, sha256_cbor, sha256, xxhash",
+            }),
+        }
+    }
+}
+
+impl TryFrom<String> for Algorithm {
+    type Error = KeyError;
+
+    fn try_from(name: String) -> Result<Self, KeyError> {
+        name.parse()
+    }
+}
+
+impl fmt::Display for Algorithm {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::XxhashCbor => "xxhash_cbor",
+            Self::Sha256Cbor => "sha256_cbor",
+            Self::Sha256 => "sha256",
+            Self::Xxhash => "xxhash",
+        })
+    }
+}
+
+// === impl NoneHashRule ===
+
+impl FromStr for NoneHashRule {
+    type Err = KeyError;
+
+    fn from_str(name: &str) -> Result<Self, KeyError> {
+        match name {
+            "0.29" => Ok(Self::Since029),
+            "0.28" => Ok(Self::Before029),
+            _ => Err(KeyError::Unknown {
+                what: "rule",
+                found: name.to_owned(),
+                valid: "0.29 (and later), 0.28 (and earlier)",
+            }),
+        }
+    }
+}
+
+impl TryFrom<String> for NoneHashRule {
+    type Error = KeyError;
+
+    fn try_from(name: String) -> Result<Self, KeyError> {
+        name.parse()
+    }
+}

@@ -1,0 +1,144 @@
+//! The chain: each block's hash covers its tokens and, through its parent's hash, all before it.
+
+use super::{Algorithm, BlockHash, ExtraForm, ExtraKey, KeyError, PICKLE_BLOCK_TOKENS_MAX, cbor, pickle};
+
+/// Most tokens of a block: thousands of times vLLM's usual 16, and half a MiB to encode.
+pub const BLOCK_TOKENS_MAX: u32 = 1 << 16;
+
+/// The block hashes of one request, growing with its tokens. What was hashed is never hashed again.
+///
+/// Tokens are u32, or u64 for who must.
+#[derive(Clone, Debug)]
+pub struct Chain {
+    links: Links,
+    block_tokens: usize,
+    hashes: Vec<BlockHash>,
+    /// Tokens after the last full block: fewer than a block.
+    pending: Vec<u64>,
+}
+
+/// What makes a hash of a parent and a block.
+#[derive(Clone, Debug)]
+struct Links {
+    algorithm: Algorithm,
+    form: ExtraForm,
+    /// NONE_HASH; vLLM up to 0.28 may have one longer than the hashes.
+    first: BlockHash,
+    first_bytes: usize,
+    /// The encoding of one block, kept for its room.
+    encoded: Vec<u8>,
+}
+
+// === impl Chain ===
+
+impl Chain {
+    /// An empty chain of blocks of `block_tokens` tokens, its extra keys tagged.
+    pub fn new(algorithm: Algorithm, none_hash: &[u8], block_tokens: u32) -> Result<Self, KeyError> {
+        let limit = if algorithm.is_pickle() { PICKLE_BLOCK_TOKENS_MAX } else { BLOCK_TOKENS_MAX };
+        if block_tokens == 0 || block_tokens > limit {
+            return Err(KeyError::BlockTokens { tokens: block_tokens, algorithm, limit });
+        }
+        let first = BlockHash::from_slice(none_hash)?;
+        let form = ExtraForm::Tagged;
+        let links = Links { algorithm, form, first, first_bytes: none_hash.len(), encoded: Vec::new() };
+        Ok(Self { links, block_tokens: block_tokens as usize, hashes: Vec::new(), pending: Vec::new() })
+    }
+
+    /// The same chain with its extra keys in this form, to be said before any are given.
+    #[must_use]
+    pub fn with_form(mut self, form: ExtraForm) -> Self {
+        self.links.form = form;
+        self
+    }
+
+    /// Appends tokens of blocks without extra keys.
+    pub fn append<T: Copy + Into<u64>>(&mut self, tokens: &[T]) {
+        self.extend(tokens, &mut std::iter::repeat(&[][..]));
+    }
+
+    /// Appends tokens; `extra[i]` are the extra keys of the `i`-th block that was not full before, none beyond its end.
+    ///
+    /// Keys of a block that stays partial are not kept: give them again when it fills. On an error nothing is appended.
+    pub fn append_with<T: Copy + Into<u64>, E: AsRef<[ExtraKey]>>(
+        &mut self,
+        tokens: &[T],
+        extra: &[E],
+    ) -> Result<(), KeyError> {
+        extra.iter().try_for_each(|keys| self.links.check(keys.as_ref()))?;
+        self.extend(tokens, &mut extra.iter().map(AsRef::as_ref).chain(std::iter::repeat(&[][..])));
+        Ok(())
+    }
+
+    /// Hashes of the full blocks so far.
+    pub fn hashes(&self) -> &[BlockHash] {
+        &self.hashes
+    }
+
+    /// Bytes of each hash.
+    pub fn hash_bytes(&self) -> usize {
+        self.links.algorithm.hash_bytes()
+    }
+
+    /// The hash of the tokens after the last full block, as if they were one; None if there are none.
+    pub fn tail(&self) -> Option<BlockHash> {
+        self.tail_with(&[]).expect("no extra key is refused")
+    }
+
+    /// As `tail`, with the extra keys of that block.
+    pub fn tail_with(&self, extra: &[ExtraKey]) -> Result<Option<BlockHash>, KeyError> {
+        self.links.check(extra)?;
+        let hash = || self.links.clone().hash(self.hashes.last(), &self.pending, extra);
+        Ok((!self.pending.is_empty()).then(hash))
+    }
+
+    /// Appends tokens, taking one item of `extra`, already checked, for each block that becomes full.
+    fn extend<'e, T: Copy + Into<u64>>(
+        &mut self,
+        mut tokens: &[T],
+        extra: &mut impl Iterator<Item = &'e [ExtraKey]>,
+    ) {
+        let mut next = || extra.next().unwrap_or_default();
+        if !self.pending.is_empty() {
+            let missing = tokens.len().min(self.block_tokens - self.pending.len());
+            self.pending.extend(tokens[..missing].iter().map(|token| (*token).into()));
+            tokens = &tokens[missing..];
+            if self.pending.len() < self.block_tokens {
+                return;
+            }
+            self.hashes.push(self.links.hash(self.hashes.last(), &self.pending, next()));
+            self.pending.clear();
+        }
+        let blocks = tokens.chunks_exact(self.block_tokens);
+        self.pending.extend(blocks.remainder().iter().map(|token| (*token).into()));
+        self.hashes.reserve(blocks.len());
+        for block in blocks {
+            self.hashes.push(self.links.hash(self.hashes.last(), block, next()));
+        }
+    }
+}
+
+// === impl Links ===
+
+impl Links {
+    fn check(&self, extra: &[ExtraKey]) -> Result<(), KeyError> {
+        extra.iter().try_for_each(|key| key.check(self.form))?;
+        if self.algorithm.is_pickle() { pickle::check(extra, self.form, self.algorithm) } else { Ok(()) }
+    }
+
+    fn hash<T: Copy + Into<u64>>(
+        &mut self,
+        parent: Option<&BlockHash>,
+        tokens: &[T],
+        extra: &[ExtraKey],
+    ) -> BlockHash {
+        let Self { algorithm, form, .. } = *self;
+        let parent = parent.map_or(&self.first.0[..self.first_bytes], |hash| algorithm.bytes(hash));
+        self.encoded.clear();
+        if algorithm.is_pickle() {
+            pickle::block(&mut self.encoded, parent, tokens, extra, form);
+        } else {
+            cbor::block(&mut self.encoded, parent, tokens, extra, form);
+        }
+        algorithm.digest(&self.encoded)
+    }
+}

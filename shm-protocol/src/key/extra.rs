@@ -1,0 +1,208 @@
+//! Extra keys: what else than tokens a block's KV depends on.
+
+use std::str::FromStr;
+
+use serde::Deserialize;
+
+use super::KeyError;
+
+/// How extra keys are hashed.
+#[derive(Copy, Clone, Eq, PartialEq, Debug, Default, Deserialize)]
+#[serde(try_from = "String")]
+pub enum ExtraForm {
+    /// vLLM 0.31 and later: tuples that begin with the kind.
+    #[default]
+    Tagged,
+    /// vLLM up to 0.30: values alone.
+    Bare,
+}
+
+/// One extra key of a block. In JSON as vLLM has it, tuples as arrays and bytes as `{"bytes": hex}`; bare ones are
+/// understood too.
+#[derive(Clone, Eq, PartialEq, Debug, Deserialize)]
+#[serde(try_from = "Captured")]
+pub enum ExtraKey {
+    /// The request's LoRA adapter; the path is hashed in the tagged form alone.
+    Lora {
+        /// Its name.
+        name: String,
+        /// Where it was loaded from.
+        path: String,
+    },
+    /// An image or the like that reaches into the block.
+    Multimodal {
+        /// Its hash or uuid.
+        identifier: String,
+        /// Where it begins, in tokens from the block's begin; negative if before it.
+        offset: i64,
+    },
+    /// The request's salt, on its first block.
+    CacheSalt(String),
+    /// SHA-256 of the block's prompt embeddings.
+    PromptEmbeds(Vec<u8>),
+    /// A LoRA name or a salt of which is not known which; for the bare form alone.
+    Text(String),
+}
+
+/// A scalar inside an extra key.
+#[derive(Copy, Clone, Eq, PartialEq, Debug)]
+pub(super) enum Atom<'a> {
+    Text(&'a str),
+    Integer(i64),
+    Bytes(&'a [u8]),
+}
+
+/// An extra key as it is hashed: a scalar, or a tuple of them.
+#[derive(Copy, Clone, Eq, PartialEq, Debug)]
+pub(super) enum Item<'a> {
+    Scalar([Atom<'a>; 1]),
+    Pair([Atom<'a>; 2]),
+    Triple([Atom<'a>; 3]),
+}
+
+/// An extra key in JSON, before its shape is understood.
+#[derive(Deserialize)]
+#[serde(
+    untagged,
+    expecting = "an extra key is [\"lora\", name, path], [\"mm\", identifier, offset], [\"cache_salt\", salt], [\"prompt_embeds\", {\"bytes\": hex}], or without the first word in the bare form"
+)]
+enum Captured {
+    Text(String),
+    Bytes(CapturedBytes),
+    Offset(String, i64),
+    Texts(String, String),
+    TextBytes(String, CapturedBytes),
+    ThreeTexts(String, String, String),
+    TextsOffset(String, String, i64),
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CapturedBytes {
+    bytes: String,
+}
+
+// === impl ExtraForm ===
+
+impl FromStr for ExtraForm {
+    type Err = KeyError;
+
+    fn from_str(name: &str) -> Result<Self, KeyError> {
+        match name {
+            "tagged" => Ok(Self::Tagged),
+            "bare" => Ok(Self::Bare),
+            _ => Err(KeyError::Unknown {
+                what: "form",
+                found: name.to_owned(),
+                valid: "tagged (vLLM 0.31 and later), bare (up to 0.30)",
+            }),
+        }
+    }
+}
+
+impl TryFrom<String> for ExtraForm {
+    type Error = KeyError;
+
+    fn try_from(name: String) -> Result<Self, KeyError> {
+        name.parse()
+    }
+}
+
+// === impl ExtraKey ===
+
+impl ExtraKey {
+    /// Refuses what this form cannot tell.
+    pub(super) fn check(&self, form: ExtraForm) -> Result<(), KeyError> {
+        match (self, form) {
+            (Self::Text(text), ExtraForm::Tagged) => Err(KeyError::Untagged(text.clone())),
+            _ => Ok(()),
+        }
+    }
+
+    /// What is hashed. Checked for this form before.
+    pub(super) fn item(&self, form: ExtraForm) -> Item<'_> {
+        use Atom::{Bytes, Integer, Text};
+        match (form, self) {
+            (ExtraForm::Tagged, Self::Lora { name, path }) => {
+                Item::Triple([Text("lora"), Text(name), Text(path)])
+            }
+            (ExtraForm::Tagged, Self::Multimodal { identifier, offset }) => {
+                Item::Triple([Text("mm"), Text(identifier), Integer(*offset)])
+            }
+            (ExtraForm::Tagged, Self::CacheSalt(salt)) => Item::Pair([Text("cache_salt"), Text(salt)]),
+            (ExtraForm::Tagged, Self::PromptEmbeds(digest)) => {
+                Item::Pair([Text("prompt_embeds"), Bytes(digest)])
+            }
+            (ExtraForm::Bare, Self::Multimodal { identifier, offset }) => {
+                Item::Pair([Text(identifier), Integer(*offset)])
+            }
+            (ExtraForm::Bare, Self::PromptEmbeds(digest)) => Item::Scalar([Bytes(digest)]),
+            (ExtraForm::Bare, Self::Lora { name: text, .. } | Self::CacheSalt(text))
+            | (_, Self::Text(text)) => Item::Scalar([Text(text)]),
+        }
+    }
+}
+
+impl TryFrom<Captured> for ExtraKey {
+    type Error = String;
+
+    fn try_from(captured: Captured) -> Result<Self, String> {
+        let unknown = |tag: &str| {
+            Err(format!(
+                "'{tag}' is no kind of extra key here; there are: lora, mm, cache_salt, prompt_embeds"
+            ))
+        };
+        Ok(match captured {
+            Captured::Text(text) => Self::Text(text),
+            Captured::Bytes(bytes) => Self::PromptEmbeds(bytes.decode()?),
+            Captured::Offset(identifier, offset) => Self::Multimodal { identifier, offset },
+            Captured::Texts(tag, salt) if tag == "cache_salt" => Self::CacheSalt(salt),
+            Captured::TextBytes(tag, bytes) if tag == "prompt_embeds" => Self::PromptEmbeds(bytes.decode()?),
+            Captured::ThreeTexts(tag, name, path) if tag == "lora" => Self::Lora { name, path },
+            Captured::TextsOffset(tag, identifier, offset) if tag == "mm" => {
+                Self::Multimodal { identifier, offset }
+            }
+            Captured::Texts(tag, _)
+            | Captured::TextBytes(tag, _)
+            | Captured::ThreeTexts(tag, ..)
+            | Captured::TextsOffset(tag, ..) => return unknown(&tag),
+        })
+    }
+}
+
+// === impl CapturedBytes ===
+
+impl CapturedBytes {
+    fn decode(&self) -> Result<Vec<u8>, String> {
+        hex::decode(&self.bytes).map_err(|error| format!("bytes of an extra key are no hex digits: {error}"))
+    }
+}
+
+// === impl Item ===
+
+impl<'a> Item<'a> {
+    pub(super) fn is_tuple(&self) -> bool {
+        !matches!(self, Self::Scalar(_))
+    }
+
+    pub(super) fn atoms(&self) -> &[Atom<'a>] {
+        match self {
+            Self::Scalar(atoms) => atoms,
+            Self::Pair(atoms) => atoms,
+            Self::Triple(atoms) => atoms,
+        }
+    }
+}
+
+// === impl Atom ===
+
+impl Atom<'_> {
+    /// Bytes of a text or bytes.
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Self::Text(text) => text.len(),
+            Self::Integer(_) => 0,
+            Self::Bytes(bytes) => bytes.len(),
+        }
+    }
+}

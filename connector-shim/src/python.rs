@@ -3,6 +3,8 @@
 //! A session sits behind a mutex. Whoever waits releases the interpreter first and gives the mutex back before asking
 //! for the interpreter again, so the two locks cannot wait for each other.
 
+mod keys;
+
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -407,5 +409,8 @@ fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("ShimError", module.py().get_type::<ShimError>())?;
     module.add_class::<SchedulerSession>()?;
     module.add_class::<WorkerSession>()?;
+    module.add_class::<keys::Chain>()?;
+    module.add_function(wrap_pyfunction!(keys::none_hash, module)?)?;
+    module.add_function(wrap_pyfunction!(keys::derive_keys, module)?)?;
     module.add_function(wrap_pyfunction!(plan_op, module)?)
 }

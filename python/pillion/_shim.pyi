@@ -4,10 +4,11 @@ Nothing here waits for the sidecar, except `query` and `wait` within the step's 
 `sync` into host memory; these release the interpreter. Without a sidecar every answer is a miss and every save is dropped.
 """
 
+from collections.abc import Sequence
 from os import PathLike
 from typing import final
 
-__all__ = ["SchedulerSession", "ShimError", "WorkerSession", "plan_op"]
+__all__ = ["Chain", "SchedulerSession", "ShimError", "WorkerSession", "derive_keys", "none_hash", "plan_op"]
 
 class ShimError(Exception):
     """A wrong call, or a sidecar that refuses; the text names the remedy."""
@@ -129,6 +130,36 @@ class WorkerSession:
         """Messages for the log, each handed over once."""
     def disconnect(self) -> None:
         """Ends the session for good."""
+
+@final
+class Chain:
+    """One request's block hashes; `pillion.keys.Chain` documents it."""
+
+    def __new__(cls, algo: str, none_hash: bytes, block_size: int, form: str) -> Chain: ...
+    def append(
+        self,
+        token_ids: Sequence[int],
+        extra_keys: Sequence[Sequence[str | bytes | tuple[str | int | bytes, ...]] | None] | None,
+    ) -> None: ...
+    def hashes(self, start: int) -> list[bytes]: ...
+    def tail(self, extra_keys: Sequence[str | bytes | tuple[str | int | bytes, ...]] | None) -> bytes | None: ...
+    def __len__(self) -> int: ...
+
+def none_hash(algo: str, seed: str | None, rule: str) -> bytes:
+    """The parent of a first block."""
+
+def derive_keys(
+    algo: str,
+    seed: str | None,
+    rule: str,
+    form: str,
+    block_size: int,
+    token_ids: Sequence[int],
+    extra_keys: Sequence[Sequence[str | bytes | tuple[str | int | bytes, ...]] | None] | None,
+    group: int,
+    hash_block_size: int | None,
+) -> tuple[bytes, list[bytes], bytes | None]:
+    """First hash, keys of the full blocks, key of the tail."""
 
 def plan_op(plan: bytes) -> int:
     """The operation of a plan."""

@@ -73,6 +73,9 @@ pub enum KeyError {
         "without a seed the first hash (NONE_HASH) of {0} is random in every process; set PYTHONHASHSEED for the engines and pass the same seed"
     )]
     RandomNoneHash(Algorithm),
+    /// A seed that no Python takes.
+    #[error("a seed of {0} bytes; pass the engines' PYTHONHASHSEED: \"random\" or a number up to 4294967295")]
+    Seed(usize),
     /// A block of no tokens, or of more than are hashed at once.
     #[error("blocks of {tokens} tokens; {algorithm} is derived for 1 to {limit}")]
     BlockTokens {

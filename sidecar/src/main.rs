@@ -41,6 +41,8 @@ enum Command {
         #[command(flatten)]
         options: Options,
     },
+    /// Derive block keys as vLLM does: one JSON object a line on standard input, one answer a line; see docs/keys.md.
+    Keys,
     /// Print the release and the protocol version.
     Version,
 }
@@ -54,6 +56,10 @@ fn main() -> anyhow::Result<ExitCode> {
             }
             let file = config.as_deref().map(Options::read).transpose()?.unwrap_or_default();
             serve(&options.or(file).complete()?)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Keys => {
+            sidecar::keys::serve(std::io::stdin().lock(), std::io::stdout().lock())?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Version => {

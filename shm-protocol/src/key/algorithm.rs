@@ -12,6 +12,9 @@ use super::{BlockHash, HASH_BYTES_MAX, HASH_BYTES_SHORT, KeyError, cbor, pickle}
 /// What NONE_HASH is made of since vLLM 0.29 where no PYTHONHASHSEED is set and the hash is cryptographic.
 pub const DEFAULT_SEED: &str = "vllm-none-hash";
 
+/// Python takes "random" or a number; vLLM makes 64 hex digits where there is none.
+const SEED_BYTES_MAX: usize = 255;
+
 /// vLLM's `--prefix-caching-hash-algo`.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, Deserialize)]
 #[serde(try_from = "String")]
@@ -45,6 +48,9 @@ pub fn none_hash(
 ) -> Result<BlockHash, KeyError> {
     let fixed = (rule == NoneHashRule::Since029 && algorithm.is_cryptographic()).then_some(DEFAULT_SEED);
     let seed = seed.or(fixed).ok_or(KeyError::RandomNoneHash(algorithm))?;
+    if seed.len() > SEED_BYTES_MAX {
+        return Err(KeyError::Seed(seed.len()));
+    }
     let mut bytes = Vec::new();
     if algorithm.is_pickle() {
         pickle::seed(&mut bytes, seed)

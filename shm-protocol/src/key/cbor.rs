@@ -56,6 +56,9 @@ fn atom(out: &mut Vec<u8>, atom: Atom<'_>) {
 }
 
 fn head(out: &mut Vec<u8>, major: u8, argument: u64) {
+    if argument < 24 {
+        return out.push(major | argument as u8);
+    }
     let mut bytes = [0; HEAD_BYTES_MAX];
     let length = encode(&mut bytes, argument);
     bytes[0] |= major;

@@ -1,5 +1,6 @@
 //! Extra keys: what else than tokens a block's KV depends on.
 
+use std::collections::BTreeMap;
 use std::str::FromStr;
 
 use serde::Deserialize;
@@ -76,11 +77,8 @@ enum Captured {
     TextsOffset(String, String, i64),
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct CapturedBytes {
-    bytes: String,
-}
+/// `{"bytes": hex}`: a map, because a struct would be read from an array too.
+type CapturedBytes = BTreeMap<String, String>;
 
 // === impl ExtraForm ===
 
@@ -154,10 +152,10 @@ impl TryFrom<Captured> for ExtraKey {
         };
         Ok(match captured {
             Captured::Text(text) => Self::Text(text),
-            Captured::Bytes(bytes) => Self::PromptEmbeds(bytes.decode()?),
+            Captured::Bytes(bytes) => Self::PromptEmbeds(decode(&bytes)?),
             Captured::Offset(identifier, offset) => Self::Multimodal { identifier, offset },
             Captured::Texts(tag, salt) if tag == "cache_salt" => Self::CacheSalt(salt),
-            Captured::TextBytes(tag, bytes) if tag == "prompt_embeds" => Self::PromptEmbeds(bytes.decode()?),
+            Captured::TextBytes(tag, bytes) if tag == "prompt_embeds" => Self::PromptEmbeds(decode(&bytes)?),
             Captured::ThreeTexts(tag, name, path) if tag == "lora" => Self::Lora { name, path },
             Captured::TextsOffset(tag, identifier, offset) if tag == "mm" => {
                 Self::Multimodal { identifier, offset }
@@ -170,11 +168,12 @@ impl TryFrom<Captured> for ExtraKey {
     }
 }
 
-// === impl CapturedBytes ===
-
-impl CapturedBytes {
-    fn decode(&self) -> Result<Vec<u8>, String> {
-        hex::decode(&self.bytes).map_err(|error| format!("bytes of an extra key are no hex digits: {error}"))
+fn decode(captured: &CapturedBytes) -> Result<Vec<u8>, String> {
+    match captured.iter().collect::<Vec<_>>()[..] {
+        [(name, digits)] if name == "bytes" => {
+            hex::decode(digits).map_err(|error| format!("bytes of an extra key are no hex digits: {error}"))
+        }
+        _ => Err("bytes of an extra key are {\"bytes\": hex}".to_owned()),
     }
 }
 

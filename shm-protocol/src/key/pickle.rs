@@ -90,7 +90,7 @@ pub(super) fn seed(out: &mut Vec<u8>, seed: &str) {
     frame(out, |out| text(out, seed));
 }
 
-/// One pickle of one frame. A long text lies outside the frame in CPython; no seed or checked key is one.
+/// One pickle of one frame: nothing that was checked is longer.
 fn frame(out: &mut Vec<u8>, content: impl FnOnce(&mut Vec<u8>)) {
     out.extend_from_slice(&PROTO);
     out.push(FRAME);

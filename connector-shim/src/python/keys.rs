@@ -1,0 +1,158 @@
+//! Keys for Python: `none_hash`, the growing `Chain` and `derive`, all of them `shm_protocol::key`'s.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyTuple};
+use shm_protocol::key::{
+    self, Algorithm, BlockHash, Derivation, ExtraForm, ExtraKey, KeyError, NoneHashRule,
+};
+
+use crate::error::{ShimError as Failure, argument};
+
+/// The extra keys of each block, as Python has them.
+type Extra = Option<Vec<Option<Vec<PyExtraKey>>>>;
+
+/// An extra key as vLLM has it, tagged or bare.
+#[derive(Debug)]
+pub(super) struct PyExtraKey(ExtraKey);
+
+/// What an extra key is made of.
+#[derive(FromPyObject)]
+enum Atom {
+    Text(String),
+    Integer(i64),
+    Bytes(Vec<u8>),
+}
+
+/// One request's block hashes, growing with its tokens.
+#[derive(Debug)]
+#[pyclass(module = "pillion._shim")]
+pub(super) struct Chain {
+    chain: key::Chain,
+    algorithm: Algorithm,
+}
+
+#[pymethods]
+impl Chain {
+    #[new]
+    fn new(algo: &str, none_hash: &[u8], block_size: u32, form: &str) -> PyResult<Self> {
+        let algorithm: Algorithm = parse(algo)?;
+        let chain = key::Chain::new(algorithm, none_hash, block_size).map_err(Failure::from)?;
+        Ok(Self { chain: chain.with_form(parse(form)?), algorithm })
+    }
+
+    fn append(&mut self, py: Python<'_>, token_ids: Vec<u64>, extra_keys: Extra) -> PyResult<()> {
+        let extra = unwrapped(extra_keys).unwrap_or_default();
+        let extra: Vec<Vec<ExtraKey>> = extra.into_iter().map(Option::unwrap_or_default).collect();
+        py.detach(|| self.chain.append_with(&token_ids, &extra)).map_err(|error| Failure::from(error).into())
+    }
+
+    fn hashes<'py>(&self, py: Python<'py>, start: usize) -> Vec<Bound<'py, PyBytes>> {
+        let hashes = self.chain.hashes().get(start..).unwrap_or_default();
+        hashes.iter().map(|hash| PyBytes::new(py, self.algorithm.bytes(hash))).collect()
+    }
+
+    fn tail<'py>(
+        &self,
+        py: Python<'py>,
+        extra_keys: Option<Vec<PyExtraKey>>,
+    ) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let extra: Vec<ExtraKey> = extra_keys.unwrap_or_default().into_iter().map(|key| key.0).collect();
+        let tail = self.chain.tail_with(&extra).map_err(Failure::from)?;
+        Ok(tail.map(|hash| PyBytes::new(py, self.algorithm.bytes(&hash))))
+    }
+
+    fn __len__(&self) -> usize {
+        self.chain.hashes().len()
+    }
+}
+
+/// The parent of a first block.
+#[pyfunction]
+pub(super) fn none_hash<'py>(
+    py: Python<'py>,
+    algo: &str,
+    seed: Option<&str>,
+    rule: &str,
+) -> PyResult<Bound<'py, PyBytes>> {
+    let algorithm: Algorithm = parse(algo)?;
+    let hash: BlockHash = key::none_hash(algorithm, parse(rule)?, seed).map_err(Failure::from)?;
+    Ok(PyBytes::new(py, algorithm.bytes(&hash)))
+}
+
+/// All keys of one request: the first hash, the keys of its full blocks, that of the tail.
+#[pyfunction]
+#[allow(clippy::too_many_arguments, reason = "the fields of `pillion keys`, named at the call")]
+pub(super) fn derive_keys<'py>(
+    py: Python<'py>,
+    algo: &str,
+    seed: Option<String>,
+    rule: &str,
+    form: &str,
+    block_size: u32,
+    token_ids: Vec<u64>,
+    extra_keys: Extra,
+    group: u32,
+    hash_block_size: Option<u32>,
+) -> PyResult<Bound<'py, PyTuple>> {
+    let (algo, rule, form) = (parse(algo)?, parse::<NoneHashRule>(rule)?, parse::<ExtraForm>(form)?);
+    let extra_keys = unwrapped(extra_keys);
+    let derivation =
+        Derivation { algo, seed, rule, form, block_size, token_ids, extra_keys, group, hash_block_size };
+    let derived = py.detach(|| derivation.derive()).map_err(Failure::from)?;
+    let hashes: Vec<_> = derived.hashes.iter().map(|hash| PyBytes::new(py, hash)).collect();
+    let tail = derived.tail.map(|hash| PyBytes::new(py, &hash));
+    (PyBytes::new(py, &derived.none_hash), hashes, tail).into_pyobject(py)
+}
+
+fn parse<T: std::str::FromStr<Err = KeyError>>(name: &str) -> Result<T, Failure> {
+    Ok(name.parse()?)
+}
+
+fn unwrapped(extra: Extra) -> Option<Vec<Option<Vec<ExtraKey>>>> {
+    let keys = |keys: Option<Vec<PyExtraKey>>| keys.map(|keys| keys.into_iter().map(|key| key.0).collect());
+    extra.map(|blocks| blocks.into_iter().map(keys).collect())
+}
+
+// === impl PyExtraKey ===
+
+impl<'py> FromPyObject<'_, 'py> for PyExtraKey {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let atoms = match object.extract::<Atom>() {
+            Ok(atom) => vec![atom],
+            Err(_) => object.extract::<Vec<Atom>>()?,
+        };
+        Ok(Self(extra_key(atoms)?))
+    }
+}
+
+fn extra_key(atoms: Vec<Atom>) -> Result<ExtraKey, Failure> {
+    let texts: Vec<Option<&str>> = atoms.iter().map(Atom::text).collect();
+    Ok(match (&texts[..], &atoms[..]) {
+        ([Some(text)], _) => ExtraKey::Text((*text).to_owned()),
+        ([Some("lora"), Some(name), Some(path)], _) => {
+            ExtraKey::Lora { name: (*name).to_owned(), path: (*path).to_owned() }
+        }
+        ([Some("cache_salt"), Some(salt)], _) => ExtraKey::CacheSalt((*salt).to_owned()),
+        ([Some("mm"), Some(identifier), None] | [Some(identifier), None], [.., Atom::Integer(offset)]) => {
+            ExtraKey::Multimodal { identifier: (*identifier).to_owned(), offset: *offset }
+        }
+        ([Some("prompt_embeds"), None] | [None], [.., Atom::Bytes(digest)]) => {
+            ExtraKey::PromptEmbeds(digest.clone())
+        }
+        _ => {
+            return argument(
+                "an extra key is (\"lora\", name, path), (\"mm\", identifier, offset), (\"cache_salt\", salt), (\"prompt_embeds\", bytes), or without the first word in the bare form",
+            );
+        }
+    })
+}
+
+// === impl Atom ===
+
+impl Atom {
+    fn text(&self) -> Option<&str> {
+        if let Self::Text(text) = self { Some(text) } else { None }
+    }
+}

@@ -139,6 +139,6 @@ impl Links {
         } else {
             cbor::block(&mut self.encoded, parent, tokens, extra, form);
         }
-        algorithm.digest(&self.encoded)
+        algorithm.digest(&mut self.encoded)
     }
 }

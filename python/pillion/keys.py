@@ -57,7 +57,10 @@ def derive(
 
 
 class Chain:
-    """The block hashes of one request, growing with its tokens: what was hashed is never hashed again."""
+    """The block hashes of one request, growing with its tokens: what was hashed is never hashed again.
+
+    For one thread at a time.
+    """
 
     def __init__(self, algo: str, none_hash: bytes, block_size: int, *, form: str = "tagged") -> None:
         self._chain = _shim.Chain(algo, none_hash, block_size, form)

@@ -30,6 +30,8 @@ pub(crate) enum Cause {
     Pool,
     /// The GPU's driver refused.
     Gpu,
+    /// The sidecar has something to say about this engine.
+    Note,
 }
 
 /// What has been said and what is still to be handed over.

@@ -244,7 +244,7 @@ impl WorkerSession {
     #[new]
     #[pyo3(signature = (
         socket, engine, world_size, rank, shard, shards, blocks, regions, fds, copy, facts,
-        pointers = Vec::new(), cuts = Vec::new(), stream = 0
+        pointers = Vec::new(), cuts = Vec::new(), stream = 0, expects = None, canary = None
     ))]
     #[allow(clippy::too_many_arguments, reason = "the facts of a rank, named at the call")]
     fn new(
@@ -263,11 +263,15 @@ impl WorkerSession {
         pointers: Vec<u64>,
         cuts: Vec<u64>,
         stream: u64,
+        expects: Option<String>,
+        canary: Option<Vec<u8>>,
     ) -> PyResult<Self> {
         let region = |(fd, offset, stride, bytes)| BlockRegion { fd, offset, stride, bytes };
         let regions = regions.into_iter().map(region).collect();
         let copy = copier(copy)?;
-        let worker = handshake::Worker { rank, shard, shards, blocks, regions, copy, facts, cuda: None };
+        let (canary, cuda) = (canary.map(handshake::Canary), None);
+        let worker =
+            handshake::Worker { rank, shard, shards, blocks, regions, copy, facts, expects, canary, cuda };
         let memory = match (fds.is_empty(), pointers.is_empty()) {
             (false, false) => {
                 return Ok(argument("descriptors and pointers; a rank's memory is the host's or a GPU's")?);
@@ -373,6 +377,12 @@ impl WorkerSession {
     }
 }
 
+/// A namespace and its facts in one line.
+#[pyfunction]
+fn namespace_line(facts: BTreeMap<String, String>) -> String {
+    shm_protocol::namespace::line(&facts)
+}
+
 /// The operation id of a plan.
 #[pyfunction]
 fn plan_op(plan: &[u8]) -> PyResult<u64> {
@@ -412,5 +422,6 @@ fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<keys::Chain>()?;
     module.add_function(wrap_pyfunction!(keys::none_hash, module)?)?;
     module.add_function(wrap_pyfunction!(keys::derive_keys, module)?)?;
+    module.add_function(wrap_pyfunction!(namespace_line, module)?)?;
     module.add_function(wrap_pyfunction!(plan_op, module)?)
 }

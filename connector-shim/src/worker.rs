@@ -377,6 +377,10 @@ impl Worker {
         }
         self.joined = false;
         self.namespace.clone_from(&connection.welcome.namespace);
+        if let Some(note) = &connection.welcome.note {
+            self.client.notices().forget(&[Cause::Note]);
+            self.client.notices().say(Cause::Note, note.as_str());
+        }
         if let Some(pool) = self.pool.replace(connection.pool.clone().expect("workers map the pool")) {
             self.earlier_pool = Some((clock::now(), pool));
         }

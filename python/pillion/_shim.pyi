@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import final
 
-__all__ = ["Chain", "SchedulerSession", "ShimError", "WorkerSession", "derive_keys", "none_hash", "plan_op"]
+__all__ = [
+    "Chain",
+    "SchedulerSession",
+    "ShimError",
+    "WorkerSession",
+    "derive_keys",
+    "namespace_line",
+    "none_hash",
+    "plan_op",
+]
 
 class ShimError(Exception):
     """A wrong call, or a sidecar that refuses; the text names the remedy."""
@@ -97,8 +106,11 @@ class WorkerSession:
         pointers: list[int] = ...,
         cuts: list[int] = ...,
         stream: int = 0,
+        expects: str | None = None,
+        canary: bytes | None = None,
     ) -> WorkerSession:
-        """`cuts`, on a GPU: ascending ends, in bytes of a block, of the parts that a load is delivered in."""
+        """`cuts`, on a GPU: ascending ends, in bytes of a block, of the parts that a load is delivered in. `expects`: the
+        namespace that the facts must make. `canary`: a sample of the live weights, at most 4,096 bytes."""
     @property
     def connected(self) -> bool: ...
     @property
@@ -160,6 +172,9 @@ def derive_keys(
     hash_block_size: int | None,
 ) -> tuple[bytes, list[bytes], bytes | None]:
     """First hash, keys of the full blocks, key of the tail."""
+
+def namespace_line(facts: dict[str, str]) -> str:
+    """A namespace and its facts in one line, as the sidecar logs it."""
 
 def plan_op(plan: bytes) -> int:
     """The operation of a plan."""

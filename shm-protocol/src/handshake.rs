@@ -6,7 +6,8 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use thiserror::Error;
 
 use crate::PROTOCOL_VERSION;
@@ -23,6 +24,8 @@ pub const RANKS_MAX: u32 = 64;
 pub const CUTS_MAX: usize = 255;
 /// Facts a namespace may state.
 pub const FACTS_MAX: usize = 256;
+/// Bytes of the largest canary: 64 bytes of each of 64 parameters.
+pub const CANARY_BYTES_MAX: usize = 4096;
 
 /// What an engine process says first.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
@@ -68,10 +71,20 @@ pub struct Worker {
     pub copy: Copier,
     /// Everything that makes bytes interchangeable, by name; digested into the namespace.
     pub facts: BTreeMap<String, String>,
+    /// The namespace that the engine must belong to, 32 hex digits; refused where its facts digest to another one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expects: Option<String>,
+    /// A sample of this rank's live weights, equal in every engine that loaded the same ones.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub canary: Option<Canary>,
     /// The GPU that holds the memory; host memory behind descriptors where there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cuda: Option<CudaMemory>,
 }
+
+/// Bytes of live weights, at most [`CANARY_BYTES_MAX`].
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Canary(pub Vec<u8>);
 
 /// KV memory on a GPU of this host.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
@@ -153,6 +166,9 @@ pub struct Welcome {
     pub segment_bytes: u64,
     /// The namespace of a worker's blocks, 32 hex digits; empty for a scheduler.
     pub namespace: String,
+    /// What a person should read about this engine: why it shares nothing with one that it nearly could.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
 }
 
 /// A record that must not be followed.
@@ -274,6 +290,25 @@ impl Worker {
         range("shard", self.shard.into(), self.shard == shard, "rank / (world_size / shards)")?;
         range("blocks", self.blocks.into(), self.blocks > 0, "at least one")?;
         range("facts", self.facts.len() as u64, self.facts.len() <= FACTS_MAX, "at most 256")?;
+        if let Some(expects) = &self.expects {
+            let digits = expects.bytes().filter(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f')).count();
+            let length = expects.len();
+            range(
+                "expects (its length)",
+                length as u64,
+                (length, digits) == (32, 32),
+                "32 lower-case hex digits",
+            )?;
+        }
+        if let Some(Canary(sample)) = &self.canary {
+            let length = sample.len();
+            range(
+                "canary (its length)",
+                length as u64,
+                (1..=CANARY_BYTES_MAX).contains(&length),
+                "1 to 4,096 bytes",
+            )?;
+        }
         let regions = self.regions.len();
         range("regions", regions as u64, (1..=REGIONS_MAX).contains(&regions), "1 to 1,024")?;
         let memories = match &self.cuda {
@@ -337,6 +372,21 @@ impl CudaMemory {
         range("cuts (the last)", last, Some(last) == worker.block_bytes(), "the bytes of a block")?;
         let by_sidecar = worker.copy == Copier::Sidecar;
         range("copy", 0, by_sidecar, "'sidecar' where the memory is a GPU's")
+    }
+}
+
+// === impl Canary ===
+
+impl Serialize for Canary {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_bytes(&self.0)
+    }
+}
+
+impl<'de> Deserialize<'de> for Canary {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let value = ciborium::Value::deserialize(deserializer)?;
+        value.into_bytes().map(Self).map_err(|_| D::Error::custom("a byte string is wanted"))
     }
 }
 

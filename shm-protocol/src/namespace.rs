@@ -1,13 +1,71 @@
-//! The namespace: a digest of everything that makes the bytes of two engines interchangeable.
+//! The namespace: a digest of everything that makes the bytes of two engines interchangeable, and what sets two apart.
 
 use std::collections::BTreeMap;
+use std::fmt::Write;
 
 use sha2::{Digest, Sha256};
 
 use crate::key::NamespaceDigest;
 
+/// What an engine states about itself, by name.
+pub type Facts = BTreeMap<String, String>;
+
+/// Characters of a fact in the one line of a namespace; more are cut, behind eight digits of their digest.
+const LINE_VALUE_MAX: usize = 80;
+/// Characters of a fact in an explanation: a page descriptor of a few kinds of layers.
+const EXPLAINED_VALUE_MAX: usize = 1024;
+/// Differences that an explanation names: causes come first, and what follows from them is of little use.
+const EXPLAINED_MAX: usize = 8;
+
+/// Facts in the order in which they tell most, each with what makes two engines agree on it.
+const REMEDIES: &[(&str, &str)] = &[
+    (
+        "model",
+        "serve the same model on both, or name both by one pillion.model_id if they are the same weights",
+    ),
+    (
+        "weights",
+        "load the same weight files on both; where they cannot be digested, set pillion.model_id to the same text on both",
+    ),
+    ("revision", "pass the same --revision to both"),
+    ("quantization", "pass the same --quantization to both"),
+    ("dtype", "pass the same --dtype to both"),
+    ("hf_overrides", "pass the same --hf-overrides to both"),
+    ("drafter", "pass the same --speculative-config to both"),
+    ("lora", "pass --enable-lora to both or to neither; with LoRA before vLLM 0.31 nothing can be shared"),
+    ("hash_algorithm", "pass the same --prefix-caching-hash-algo to both"),
+    ("none_hash", "other NONE_HASH: set PYTHONHASHSEED to the same value on both"),
+    (
+        "extra_keys",
+        "run vLLM 0.31 or later on both, or an earlier one on both: 0.31 changed the form of extra keys",
+    ),
+    ("tensor_parallel_size", "pass the same --tensor-parallel-size to both"),
+    ("block_tokens", "pass the same --block-size to both"),
+    ("kv_dtype", "pass the same --kv-cache-dtype to both"),
+    ("kv_quant", "pass the same --kv-cache-dtype and --quantization to both"),
+    ("attention_backend", "pass the same --attention-backend to both"),
+    ("page_form", "give both the same pillion.layout and --attention-backend: pages are not converted"),
+    ("layers", "run the same vLLM release on both: the model's cache layers differ in name, number or order"),
+    ("group_kind", "run the same vLLM release on both: the kinds of cache groups differ"),
+    ("page_bytes", "it follows from the model, --block-size, --kv-cache-dtype and --tensor-parallel-size"),
+];
+const UNKNOWN_REMEDY: &str = "state the same on both";
+
+/// One fact on which two engines do not agree.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Difference<'a> {
+    /// The fact.
+    pub name: &'a str,
+    /// What this engine states, if anything.
+    pub ours: Option<&'a str>,
+    /// What the other one states.
+    pub theirs: Option<&'a str>,
+    /// What makes them agree.
+    pub remedy: &'static str,
+}
+
 /// The namespace of an engine: the first 16 bytes of SHA-256 over the CBOR map of its facts, sorted by name.
-pub fn digest(facts: &BTreeMap<String, String>) -> NamespaceDigest {
+pub fn digest(facts: &Facts) -> NamespaceDigest {
     truncate(Sha256::digest(crate::handshake::encode(facts)).as_slice())
 }
 
@@ -19,6 +77,144 @@ pub fn salted(namespace: NamespaceDigest, salt: [u8; 16]) -> NamespaceDigest {
     truncate(hasher.finalize().as_slice())
 }
 
+/// A namespace and its facts in one line, the same from an engine and from the sidecar. Two that differ in a fact differ
+/// there in this line.
+pub fn line(facts: &Facts) -> String {
+    let mut line = format!("namespace {}", digest(facts));
+    for (name, _) in ordered(facts.keys().map(String::as_str)) {
+        let value = &facts[name];
+        let mut shown = shorten(value, LINE_VALUE_MAX);
+        if shown.contains(char::is_whitespace) {
+            shown = format!("'{shown}'");
+        }
+        write!(line, " {}={shown}", shorten(name, LINE_VALUE_MAX)).expect("a String takes all");
+    }
+    line
+}
+
+/// What two engines do not agree on, the most telling first.
+pub fn differences<'a>(ours: &'a Facts, theirs: &'a Facts) -> Vec<Difference<'a>> {
+    let names = ours.keys().chain(theirs.keys().filter(|name| !ours.contains_key(*name)));
+    let both = ordered(names.map(String::as_str)).into_iter().map(|(name, remedy)| Difference {
+        name,
+        ours: ours.get(name).map(String::as_str),
+        theirs: theirs.get(name).map(String::as_str),
+        remedy,
+    });
+    both.filter(|difference| difference.ours != difference.theirs).collect()
+}
+
+/// What keeps an engine with the facts `ours` from sharing with one of the facts `theirs`, and how to change that. Both page
+/// descriptors are in it where they differ.
+pub fn explain(ours: &Facts, theirs: &Facts) -> String {
+    let found = differences(ours, theirs);
+    let same = |name: &str| found.iter().all(|difference| difference.name != name);
+    let mut text = String::from(match (same("model"), same("page_form")) {
+        (true, true) => "same model and layout",
+        (true, false) => "same model, other pages",
+        (false, _) => "another model",
+    });
+    for difference in found.iter().take(EXPLAINED_MAX) {
+        let shown = |value: Option<&str>| {
+            value.map_or("nothing".into(), |value| format!("'{}'", shorten(value, EXPLAINED_VALUE_MAX)))
+        };
+        let (name, ours, theirs) =
+            (shorten(difference.name, LINE_VALUE_MAX), shown(difference.ours), shown(difference.theirs));
+        write!(text, "; {name} is {ours} here and {theirs} there ({})", difference.remedy)
+            .expect("a String takes all");
+    }
+    if found.len() > EXPLAINED_MAX {
+        write!(text, "; and {} more", found.len() - EXPLAINED_MAX).expect("a String takes all");
+    }
+    text
+}
+
+/// Names with their remedies: those of the table in its order, then the rest.
+fn ordered<'a>(names: impl Iterator<Item = &'a str>) -> Vec<(&'a str, &'static str)> {
+    let place = |name: &str| REMEDIES.iter().position(|(known, _)| *known == name);
+    let mut placed: Vec<_> = names.map(|name| (place(name).unwrap_or(REMEDIES.len()), name)).collect();
+    placed.sort_unstable();
+    let remedy = |place: usize| REMEDIES.get(place).map_or(UNKNOWN_REMEDY, |(_, remedy)| *remedy);
+    placed.into_iter().map(|(place, name)| (name, remedy(place))).collect()
+}
+
+/// A peer's text for a log: no control characters, and no more than `most` characters and a digest.
+fn shorten(text: &str, most: usize) -> String {
+    let plain = |text: &str| -> String {
+        let shown = |ch: char| if ch.is_control() { char::REPLACEMENT_CHARACTER } else { ch };
+        text.chars().map(shown).collect()
+    };
+    match text.char_indices().nth(most) {
+        None => plain(text),
+        Some((end, _)) => {
+            let rest = truncate(Sha256::digest(text).as_slice()).to_string();
+            format!("{}..{}", plain(&text[..end]), &rest[..8])
+        }
+    }
+}
+
 fn truncate(digest: &[u8]) -> NamespaceDigest {
     NamespaceDigest(digest[..16].try_into().expect("SHA-256 has 32 bytes"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts(changed: &[(&str, &str)]) -> Facts {
+        let usual =
+            [("model", "tiny"), ("none_hash", "aa"), ("page_form", "tokens=32"), ("block_tokens", "32")];
+        usual.iter().chain(changed).map(|(name, value)| ((*name).into(), (*value).into())).collect()
+    }
+
+    #[test]
+    fn another_seed_is_explained_with_its_remedy() {
+        let (ours, theirs) = (facts(&[]), facts(&[("none_hash", "bb")]));
+        assert_eq!(
+            explain(&ours, &theirs),
+            "same model and layout; none_hash is 'aa' here and 'bb' there (other NONE_HASH: set PYTHONHASHSEED to the \
+             same value on both)"
+        );
+        assert_ne!(line(&ours), line(&theirs));
+        assert_eq!(
+            line(&ours),
+            format!(
+                "namespace {} model=tiny none_hash=aa block_tokens=32 page_form=tokens=32",
+                digest(&ours)
+            )
+        );
+    }
+
+    #[test]
+    fn causes_come_before_what_follows_from_them_and_both_descriptors_are_there() {
+        let theirs = facts(&[("page_form", "tokens=16"), ("block_tokens", "16"), ("mine", "1")]);
+        let ours = facts(&[]);
+        let found = differences(&ours, &theirs);
+        let names: Vec<_> = found.iter().map(|difference| difference.name).collect();
+        assert_eq!(names, ["block_tokens", "page_form", "mine"]);
+        assert_eq!((found[2].ours, found[2].theirs, found[2].remedy), (None, Some("1"), UNKNOWN_REMEDY));
+        let text = explain(&ours, &theirs);
+        assert!(
+            text.starts_with("same model, other pages; block_tokens is '32' here and '16' there"),
+            "{text}"
+        );
+        assert!(text.contains("page_form is 'tokens=32' here and 'tokens=16' there"), "{text}");
+        assert!(text.contains("mine is nothing here and '1' there"), "{text}");
+    }
+
+    #[test]
+    fn whatever_a_peer_states_the_texts_are_bounded_and_plain() {
+        let long = |fill: char| fill.to_string().repeat(60_000);
+        let (mut ours, mut theirs) = (facts(&[]), facts(&[("model", "a\nb\u{1b}c")]));
+        for number in 0..100 {
+            ours.insert(format!("{number}{}", long('x')), long('\n'));
+            theirs.insert(format!("{number}{}", long('y')), format!("{}1", long('\u{10ffff}')));
+        }
+        for text in [explain(&ours, &theirs), line(&theirs)] {
+            assert!(text.len() < 48_000, "{}", text.len());
+            assert!(!text.contains(|ch: char| ch.is_control()));
+        }
+        let other = |end: &str| line(&facts(&[("model", &format!("{}{end}", long('m')))]))[43..].to_owned();
+        assert_ne!(other("1"), other("2"), "told apart by what is not shown, too");
+    }
 }

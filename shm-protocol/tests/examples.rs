@@ -40,6 +40,8 @@ fn hello_of_a_worker() {
         regions: vec![BlockRegion { fd: 0, offset: 0, stride: 16384, bytes: 8192 }],
         copy: Copier::Engine,
         facts: facts(),
+        expects: None,
+        canary: None,
         cuda: None,
     };
     let hello =

@@ -8,8 +8,8 @@ use proptest::strategy::Union;
 
 use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{
-    self, BlockRegion, CUTS_MAX, Copier, CudaAllocation, CudaMemory, DESCRIPTORS_MAX, HandshakeError, Hello,
-    RANKS_MAX, RECORD_BYTES_MAX, REGIONS_MAX, Reply, Role, Welcome, Worker,
+    self, BlockRegion, CUTS_MAX, Canary, Copier, CudaAllocation, CudaMemory, DESCRIPTORS_MAX, HandshakeError,
+    Hello, RANKS_MAX, RECORD_BYTES_MAX, REGIONS_MAX, Reply, Role, Welcome, Worker,
 };
 use shm_protocol::message::{Kind, Message, OUTCOME_VALUE_MAX, Outcome, Saved, Slot, Status};
 use shm_protocol::namespace;
@@ -76,8 +76,10 @@ prop_compose! {
         regions in vec(regions(descriptors), 1..40),
         copy in prop::sample::select(&[Copier::Engine, Copier::Sidecar][..]),
         facts in btree_map(".{0,20}", ".{0,40}", 0..20),
+        expects in prop::option::of("[0-9a-f]{32}"),
+        canary in prop::option::of(vec(any::<u8>(), 1..200).prop_map(Canary)),
     ) -> Worker {
-        Worker { rank, shard: rank / (world_size / shards), shards, blocks, regions, copy, facts, cuda: None }
+        Worker { rank, shard: rank / (world_size / shards), shards, blocks, regions, copy, facts, expects, canary, cuda: None }
     }
 }
 
@@ -124,8 +126,8 @@ fn hellos() -> impl Strategy<Value = (Hello, usize)> {
 
 fn replies() -> impl Strategy<Value = Reply> {
     let numbers = (any::<u64>(), any::<u64>(), any::<u64>(), any::<u64>(), any::<u64>());
-    let welcome = (numbers, "[0-9a-f]{32}").prop_map(
-        |((epoch, session, lease_ttl_ms, pool_bytes, segment_bytes), ns)| {
+    let welcome = (numbers, "[0-9a-f]{32}", prop::option::of(".{0,200}")).prop_map(
+        |((epoch, session, lease_ttl_ms, pool_bytes, segment_bytes), ns, note)| {
             let version = PROTOCOL_VERSION;
             Reply::Welcome(Welcome {
                 version,
@@ -135,6 +137,7 @@ fn replies() -> impl Strategy<Value = Reply> {
                 pool_bytes,
                 segment_bytes,
                 namespace: ns,
+                note,
             })
         },
     );
@@ -284,6 +287,8 @@ fn worker_hello() -> (Hello, Worker) {
         regions: vec![BlockRegion { fd: 0, offset: 0, stride: 4096, bytes: 4096 }],
         copy: Copier::Engine,
         facts: BTreeMap::new(),
+        expects: None,
+        canary: None,
         cuda: None,
     };
     let role = Role::Worker(worker.clone());
@@ -325,6 +330,11 @@ fn every_limit_of_a_worker_names_its_field() {
         ("shards", Worker { shards: 3, ..worker.clone() }),
         ("shard", Worker { shard: 2, ..worker.clone() }),
         ("shard", Worker { shard: 0, ..worker.clone() }),
+        ("expects (its length)", Worker { expects: Some("a".repeat(31)), ..worker.clone() }),
+        ("expects (its length)", Worker { expects: Some("A".repeat(32)), ..worker.clone() }),
+        ("expects (its length)", Worker { expects: Some("a".repeat(64)), ..worker.clone() }),
+        ("canary (its length)", Worker { canary: Some(Canary(vec![])), ..worker.clone() }),
+        ("canary (its length)", Worker { canary: Some(Canary(vec![0; 4097])), ..worker.clone() }),
         ("blocks", Worker { blocks: 0, ..worker.clone() }),
         ("facts", Worker { facts, ..worker.clone() }),
         ("regions", Worker { regions: vec![], ..worker.clone() }),

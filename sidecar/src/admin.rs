@@ -1,5 +1,5 @@
-//! `/healthz`, `/readyz` and `/metrics`, on a thread of their own that reads only atomics: they answer when the data
-//! path is stuck.
+//! `/healthz`, `/readyz`, `/metrics` and `/namespaces`, on a thread of their own that reads atomics and copies: they answer
+//! when the data path is stuck.
 
 use std::convert::Infallible;
 use std::net::{SocketAddr, TcpListener};
@@ -15,6 +15,8 @@ use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus::{Registry, TextEncoder};
 
+use crate::catalog;
+
 /// Connections served at once: a scraper, two probes, a person; the rest wait in the kernel's backlog.
 const CONNECTIONS_MAX: usize = 64;
 /// A request line and headers come in one packet; who takes longer is not served.
@@ -29,15 +31,21 @@ pub type Ready = Arc<AtomicBool>;
 struct Pages {
     registry: Registry,
     ready: Ready,
+    catalog: catalog::Shared,
 }
 
 /// Binds `address` and serves it until the process ends. Answers the bound address.
-pub fn start(address: SocketAddr, registry: Registry, ready: Ready) -> std::io::Result<SocketAddr> {
+pub fn start(
+    address: SocketAddr,
+    registry: Registry,
+    ready: Ready,
+    catalog: catalog::Shared,
+) -> std::io::Result<SocketAddr> {
     let listener = TcpListener::bind(address)?;
     listener.set_nonblocking(true)?;
     let bound = listener.local_addr()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
-    let pages = Pages { registry, ready };
+    let pages = Pages { registry, ready, catalog };
     thread::Builder::new()
         .name("pillion-admin".into())
         .spawn(move || runtime.block_on(serve(listener, pages)))?;
@@ -87,13 +95,24 @@ impl Pages {
                 Ok(text) => page(StatusCode::OK, text),
                 Err(error) => page(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
             },
-            _ => page(StatusCode::NOT_FOUND, "the pages are /healthz, /readyz and /metrics\n".into()),
+            "/namespaces" => {
+                let entries = self.catalog.lock().entries();
+                let text = serde_json::to_string_pretty(&entries).expect("texts and numbers");
+                typed(StatusCode::OK, "application/json", text + "\n")
+            }
+            _ => page(
+                StatusCode::NOT_FOUND,
+                "the pages are /healthz, /readyz, /metrics and /namespaces\n".into(),
+            ),
         }
     }
 }
 
 fn page(status: StatusCode, text: String) -> Response<String> {
-    let response =
-        Response::builder().status(status).header("content-type", "text/plain; version=0.0.4; charset=utf-8");
+    typed(status, "text/plain; version=0.0.4; charset=utf-8", text)
+}
+
+fn typed(status: StatusCode, kind: &str, text: String) -> Response<String> {
+    let response = Response::builder().status(status).header("content-type", kind);
     response.body(text).expect("constant headers")
 }

@@ -17,6 +17,7 @@ use std::time::Duration;
 use shm_protocol::layout::QUERY_KEYS;
 use tiers::pool::Pool;
 
+use crate::catalog;
 use crate::clock::{Clock, millis};
 use crate::copiers::{Copiers, Finished};
 use crate::engine::{Action, Core, Event, SessionId};
@@ -58,6 +59,7 @@ pub struct Runtime {
     greeter: Greeter,
     poller: Poller,
     metrics: Metrics,
+    catalog: catalog::Shared,
     control: Arc<Control>,
     clock: Clock,
     now: Duration,
@@ -95,6 +97,7 @@ impl Runtime {
         greeter: Greeter,
         poller: Poller,
         metrics: Metrics,
+        catalog: catalog::Shared,
         control: Arc<Control>,
     ) -> Self {
         Self {
@@ -105,6 +108,7 @@ impl Runtime {
             greeter,
             poller,
             metrics,
+            catalog,
             control,
             clock: Clock::start(),
             now: Duration::ZERO,
@@ -283,6 +287,7 @@ impl Runtime {
                 rank.stop();
             }
             drop(session);
+            self.catalog.lock().leave(id);
             self.metrics.session_closed(reason);
             match reason {
                 CloseReason::HangUp => tracing::info!(session = id, "session ended"),

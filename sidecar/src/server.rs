@@ -18,6 +18,7 @@ use tiers::dram::{self, Dram};
 use tiers::pool::{self, Pool};
 
 use crate::admin::{self, Ready};
+use crate::catalog;
 use crate::config::Config;
 use crate::copiers::Copiers;
 use crate::engine::Core;
@@ -147,7 +148,9 @@ impl Server {
         let registry = Registry::new();
         let ready: Ready = Arc::new(AtomicBool::new(false));
         let failed = |source| StartError::Admin { address: config.http, source };
-        let http = admin::start(config.http, registry.clone(), Arc::clone(&ready)).map_err(failed)?;
+        let catalog = catalog::Shared::default();
+        let http = admin::start(config.http, registry.clone(), Arc::clone(&ready), catalog.clone())
+            .map_err(failed)?;
         let epoch = random64().map_err(std::io::Error::from)?;
         let (dram, pool) = open_tier(config, epoch)?;
         let metrics = Metrics::new(&registry, dram.config().pool_bytes)?;
@@ -178,6 +181,7 @@ impl Server {
             greeter,
             poller,
             metrics,
+            catalog,
             Arc::clone(&control),
         );
         let guard = ended.on_exit();

@@ -7,10 +7,10 @@ use std::net::TcpStream;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
-use client::{Session, hello, watch};
+use client::{Kv, LAYER_BYTES, LAYERS, Session, hello, watch};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use shm_protocol::handshake::Role;
+use shm_protocol::handshake::{Copier, Role};
 
 fn pillion(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_pillion")).args(arguments).output().unwrap()
@@ -130,6 +130,31 @@ fn the_admin_pages_name_every_metric() {
     }
     assert!(get(port, "/healthz").unwrap().starts_with("HTTP/1.1 200"));
     assert!(get(port, "/nothing").unwrap().starts_with("HTTP/1.1 404"));
+}
+
+#[test]
+fn the_namespaces_page_shows_facts_and_who_states_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let (socket, port) = (folder.path().join("p.sock"), free_port());
+    let _served = serve(&socket, port);
+    assert!(get(port, "/namespaces").unwrap().ends_with("\r\n\r\n[]\n"));
+    let kv = Kv::new();
+    let role = kv.worker(0, 1, Copier::Engine);
+    let session = Session::open(&socket, &hello("engine", 1, role), &kv.fds.each_ref());
+    let page = get(port, "/namespaces").unwrap();
+    assert!(page.contains("content-type: application/json\r\n"), "{page}");
+    let (_, body) = page.split_once("\r\n\r\n").unwrap();
+    let shown: serde_json::Value = serde_json::from_str(body).unwrap();
+    let namespace = &session.welcome.namespace;
+    let block_bytes = LAYERS * LAYER_BYTES;
+    assert_eq!(
+        shown,
+        serde_json::json!([{
+            "namespace": namespace, "facts": {"model": "tiny"}, "engines": 1, "block_bytes": block_bytes,
+        }])
+    );
+    drop(session);
+    watch("its end", || get(port, "/namespaces").filter(|page| page.contains("\"engines\": 0")));
 }
 
 #[test]

@@ -257,7 +257,18 @@ mod tests {
     fn worker(regions: Vec<BlockRegion>) -> handshake::Worker {
         let facts = BTreeMap::new();
         let (rank, shard, shards, blocks, copy) = (0, 0, 1, 4, Copier::Sidecar);
-        handshake::Worker { rank, shard, shards, blocks, regions, copy, facts, cuda: None }
+        handshake::Worker {
+            rank,
+            shard,
+            shards,
+            blocks,
+            regions,
+            copy,
+            facts,
+            expects: None,
+            canary: None,
+            cuda: None,
+        }
     }
 
     fn region(fd: u32, offset: u64) -> BlockRegion {

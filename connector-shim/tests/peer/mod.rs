@@ -130,6 +130,7 @@ pub(crate) fn welcome(epoch: u64) -> Welcome {
         pool_bytes: pool::pool_bytes(SEGMENT_BYTES, 1).unwrap(),
         segment_bytes: SEGMENT_BYTES,
         namespace: "00112233445566778899aabbccddeeff".into(),
+        note: None,
     }
 }
 

@@ -56,6 +56,8 @@ pub(crate) fn options(peer: &Peer, kv: &Kv, copy: Copier) -> Options {
         regions: vec![region(0), region(1)],
         copy,
         facts: BTreeMap::from([("model".into(), "m".into())]),
+        expects: None,
+        canary: None,
         cuda: None,
     };
     let memory = Memory::Host(vec![kv.0.try_clone().unwrap()]);

@@ -41,6 +41,8 @@ fn rank_hello(world_size: u32, rank: u32) -> Hello {
         regions: vec![region],
         copy: Copier::Engine,
         facts: BTreeMap::new(),
+        expects: None,
+        canary: None,
         cuda: None,
     };
     hello(world_size, Role::Worker(worker))

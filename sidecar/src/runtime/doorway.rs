@@ -43,11 +43,16 @@ impl Runtime {
             Role::Worker(worker) => Some(namespace::digest(&worker.facts)),
             Role::Scheduler { .. } => None,
         };
+        let note = match self.examine(&hello) {
+            Ok(note) => note,
+            Err(reason) => return refuse(&socket, &engine, &role, reason),
+        };
         let built = self.build(id, &hello, socket, descriptors);
         let (session, memory_fd) = match built {
             Ok(built) => built,
             Err((socket, reason)) => return refuse(&socket, &engine, &role, reason),
         };
+        self.enroll(id, &hello, note.as_deref());
         self.core.handle(
             crate::clock::millis(self.now),
             Event::Connected { session: id, hello, namespace: digest },
@@ -62,13 +67,31 @@ impl Runtime {
         if let Some(reason) = rejected {
             let session = &self.sessions[&id];
             refuse(&session.socket, &engine, &role, reason);
-        } else if let Err(error) = self.welcome(id, &memory_fd, digest) {
+        } else if let Err(error) = self.welcome(id, &memory_fd, digest, note) {
             self.closing.push((id, CloseReason::HangUp, error.to_string()));
         } else {
             tracing::info!(session = id, engine, role, "session began");
         }
         self.apply();
         self.close_sessions();
+    }
+
+    /// Compares a rank with the namespaces that are known. An error refuses it.
+    fn examine(&self, hello: &Hello) -> Result<Option<String>, String> {
+        match &hello.role {
+            Role::Worker(worker) => self.catalog.lock().examine(&hello.engine, worker),
+            Role::Scheduler { .. } => Ok(None),
+        }
+    }
+
+    fn enroll(&self, id: SessionId, hello: &Hello, note: Option<&str>) {
+        let Role::Worker(worker) = &hello.role else { return };
+        if self.catalog.lock().enter(id, &hello.engine, worker) {
+            tracing::info!(session = id, engine = hello.engine, "{}", namespace::line(&worker.facts));
+        }
+        if let Some(note) = note {
+            tracing::warn!(session = id, engine = hello.engine, "{note}");
+        }
     }
 
     fn build(
@@ -121,6 +144,7 @@ impl Runtime {
         id: SessionId,
         memory_fd: &OwnedFd,
         digest: Option<NamespaceDigest>,
+        note: Option<String>,
     ) -> Result<(), Errno> {
         let reply = Reply::Welcome(Welcome {
             version: PROTOCOL_VERSION,
@@ -130,6 +154,7 @@ impl Runtime {
             pool_bytes: self.pool.len(),
             segment_bytes: self.pool.segment_bytes(),
             namespace: digest.map(|digest| digest.to_string()).unwrap_or_default(),
+            note,
         });
         let session = &self.sessions[&id];
         let terms = &self.terms;

@@ -229,7 +229,18 @@ impl Kv {
     pub(crate) fn worker_of(&self, model: &str, rank: u32, shards: u32, copy: Copier) -> Role {
         let facts = BTreeMap::from([("model".to_owned(), model.to_owned())]);
         let regions = self.regions.clone();
-        Role::Worker(Worker { rank, shard: rank, shards, blocks: BLOCKS, regions, copy, facts, cuda: None })
+        Role::Worker(Worker {
+            rank,
+            shard: rank,
+            shards,
+            blocks: BLOCKS,
+            regions,
+            copy,
+            facts,
+            expects: None,
+            canary: None,
+            cuda: None,
+        })
     }
 }
 

@@ -9,7 +9,7 @@ use std::process::Command;
 
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
-use shm_protocol::handshake::{self, Copier, Hello, Reply, Role};
+use shm_protocol::handshake::{self, Canary, Copier, Hello, Reply, Role};
 use shm_protocol::message::{Kind, Message, Status};
 use shm_protocol::{PROTOCOL_VERSION, transport};
 
@@ -120,7 +120,7 @@ type Lie = (fn(&mut Hello, &mut handshake::Worker), &'static str);
 #[test]
 fn every_field_of_a_hello_is_checked() {
     let mut scene = Scene::start();
-    let lies: [Lie; 19] = [
+    let lies: [Lie; 24] = [
         (|hello, _| hello.engine.clear(), "engine"),
         (|hello, _| hello.engine = "e".repeat(257), "engine"),
         (|hello, _| hello.world_size = 0, "world_size"),
@@ -139,6 +139,11 @@ fn every_field_of_a_hello_is_checked() {
         (|_, worker| worker.regions[0].bytes = 0, "region.bytes"),
         (|_, worker| worker.regions[0].stride = 1, "region.stride"),
         (|_, worker| worker.regions[0].offset = u64::MAX, "region.offset"),
+        (|_, worker| worker.expects = Some(String::new()), "expects"),
+        (|_, worker| worker.expects = Some("x".repeat(32)), "expects"),
+        (|_, worker| worker.expects = Some("0".repeat(32)), "has not seen"),
+        (|_, worker| worker.canary = Some(Canary(vec![])), "canary"),
+        (|_, worker| worker.canary = Some(Canary(vec![1; 4097])), "canary"),
         (|_, worker| worker.facts = (0..257).map(|n| (n.to_string(), String::new())).collect(), "facts"),
     ];
     let kv = Kv::new();

@@ -150,6 +150,8 @@ impl Model {
             regions: vec![BlockRegion { fd: 0, offset: 0, stride: bytes, bytes }],
             copy: if self.by_engine { Copier::Engine } else { Copier::Sidecar },
             facts: self.facts.clone(),
+            expects: None,
+            canary: None,
             cuda: None,
         }))
     }

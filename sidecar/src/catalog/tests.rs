@@ -1,0 +1,119 @@
+//! The catalog, as workers come and go.
+
+use shm_protocol::handshake::{BlockRegion, Canary, Copier};
+
+use super::*;
+
+fn worker(changed: &[(&str, &str)]) -> Worker {
+    let usual = [("model", "tiny"), ("weights", "w"), ("none_hash", "aa"), ("page_form", "tokens=32")];
+    let facts = usual.iter().chain(changed).map(|(name, value)| ((*name).into(), (*value).into()));
+    Worker {
+        rank: 0,
+        shard: 0,
+        shards: 2,
+        blocks: 8,
+        regions: vec![BlockRegion { fd: 0, offset: 0, stride: 4096, bytes: 4096 }],
+        copy: Copier::Engine,
+        facts: facts.collect(),
+        expects: None,
+        canary: None,
+        cuda: None,
+    }
+}
+
+fn with_canary(rank: u32, sample: u8) -> Worker {
+    Worker { rank, canary: Some(Canary(vec![sample; 64])), ..worker(&[]) }
+}
+
+#[test]
+fn a_near_miss_is_told_to_the_first_rank_of_an_engine_and_to_engines_of_the_same_model_alone() {
+    let mut catalog = Catalog::default();
+    let (ours, seeded) = (worker(&[]), worker(&[("none_hash", "bb")]));
+    assert_eq!(catalog.examine("a", &ours), Ok(None));
+    assert!(catalog.enter(1, "a", &ours));
+    let note = catalog.examine("b", &seeded).unwrap().unwrap();
+    assert!(note.contains("same model and layout") && note.contains("set PYTHONHASHSEED"), "{note}");
+    assert!(note.contains("which is served here"), "{note}");
+    assert!(catalog.enter(2, "b", &seeded));
+    let second = Worker { rank: 1, ..seeded };
+    assert_eq!(catalog.examine("b", &second), Ok(None), "said to the first rank");
+    assert!(!catalog.enter(3, "b", &second));
+    let stranger = worker(&[("model", "other"), ("weights", "v")]);
+    assert_eq!(catalog.examine("c", &stranger), Ok(None));
+    assert_eq!(
+        catalog.examine("c", &ours),
+        Ok(catalog.near_miss(namespace::digest(&ours.facts), &ours.facts))
+    );
+}
+
+#[test]
+fn the_closest_namespace_is_named_and_a_mistake_that_is_over_is_not() {
+    let mut catalog = Catalog::default();
+    let far = worker(&[("none_hash", "bb"), ("dtype", "float32"), ("page_form", "tokens=16")]);
+    let near = worker(&[("none_hash", "cc")]);
+    catalog.enter(1, "a", &far);
+    catalog.enter(2, "b", &near);
+    let ours = worker(&[]);
+    let note = catalog.examine("c", &ours).unwrap().unwrap();
+    assert!(note.contains(&namespace::digest(&near.facts).to_string()) && note.contains("'cc'"), "{note}");
+    catalog.enter(3, "c", &ours);
+    (1..=3).for_each(|session| catalog.leave(session));
+    assert_eq!(catalog.examine("c", &ours), Ok(None), "known, and nobody serves the others");
+    let fresh = worker(&[("none_hash", "dd")]);
+    let note = catalog.examine("d", &fresh).unwrap().unwrap();
+    assert!(note.contains("which was served here"), "{note}");
+}
+
+#[test]
+fn an_engine_that_claims_another_namespace_is_refused_with_both_descriptors() {
+    let mut catalog = Catalog::default();
+    let theirs = worker(&[]);
+    catalog.enter(1, "a", &theirs);
+    let digest = namespace::digest(&theirs.facts).to_string();
+    assert_eq!(catalog.examine("b", &Worker { expects: Some(digest.clone()), ..theirs }), Ok(None));
+    let other = Worker { expects: Some(digest.clone()), ..worker(&[("page_form", "tokens=16")]) };
+    let reason = catalog.examine("b", &other).unwrap_err();
+    assert!(reason.contains("page_form is 'tokens=16' here and 'tokens=32' there"), "{reason}");
+    assert!(reason.contains("pillion.layout") && reason.contains(&digest), "{reason}");
+    let unseen = Worker { expects: Some("0".repeat(32)), ..other };
+    assert!(catalog.examine("b", &unseen).unwrap_err().contains("has not seen"));
+}
+
+#[test]
+fn other_weights_of_a_rank_are_refused_for_as_long_as_the_namespace_is_known() {
+    let mut catalog = Catalog::default();
+    catalog.enter(1, "a", &worker(&[]));
+    assert_eq!(catalog.examine("b", &with_canary(0, 7)), Ok(None), "the first one stated none");
+    catalog.enter(2, "b", &with_canary(0, 7));
+    catalog.leave(1);
+    catalog.leave(2);
+    assert_eq!(catalog.examine("c", &with_canary(0, 7)), Ok(None));
+    assert_eq!(catalog.examine("c", &with_canary(1, 8)), Ok(None), "another rank holds other weights");
+    assert_eq!(catalog.examine("c", &worker(&[])), Ok(None), "whoever states none is believed");
+    let reason = catalog.examine("c", &with_canary(0, 8)).unwrap_err();
+    assert!(reason.contains("pillion.model_id"), "{reason}");
+}
+
+#[test]
+fn entries_count_engines_and_old_namespaces_make_room() {
+    let mut catalog = Catalog::default();
+    catalog.enter(1, "a", &worker(&[]));
+    catalog.enter(2, "a", &Worker { rank: 1, ..worker(&[]) });
+    catalog.enter(3, "b", &worker(&[]));
+    let entries = catalog.entries();
+    let [entry] = entries.as_slice() else { panic!("{entries:?}") };
+    assert_eq!((entry.engines, entry.block_bytes), (2, 8192));
+    assert_eq!(entry.namespace, namespace::digest(&entry.facts).to_string());
+    catalog.leave(3);
+    assert_eq!(catalog.entries()[0].engines, 1);
+    let large = "x".repeat(FACTS_BYTES_MAX / 4);
+    for number in 0..8 {
+        let worker = worker(&[("number", &number.to_string()), ("large", &large)]);
+        catalog.enter(10 + number, "big", &worker);
+        catalog.leave(10 + number);
+    }
+    let entries = catalog.entries();
+    assert_eq!(entries.len(), 4, "the served one, and those of the others that have room");
+    assert!(entries.iter().any(|entry| entry.engines == 1));
+    assert!(catalog.facts_bytes <= FACTS_BYTES_MAX);
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ COPIERS = ("auto", "engine", "sidecar")
 # vLLM's own names; `auto` leaves the choice to Pillion, `none` to vLLM.
 LAYOUTS = ("auto", "none", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 QUERY_TIMEOUT_US_MAX = 10_000_000
+NAMESPACE = re.compile(r"[0-9a-f]{32}")
 
 
 class ConfigError(ValueError):
@@ -31,6 +33,7 @@ class Config:
     copy: str = "auto"
     model_id: str | None = None
     query_timeout_us: int = 2000
+    namespace: str | None = None
 
     @property
     def loads(self) -> bool:
@@ -76,6 +79,11 @@ def parse(extra: Mapping[str, Any]) -> Config:
     for key in ("socket", "model_id"):
         if key in ours and not (isinstance(ours[key], str) and ours[key]):
             raise ConfigError(f"{PREFIX}{key} is {ours[key]!r}; it must be a text that is not empty")
+    namespace = ours.get("namespace", "0" * 32)
+    if not (isinstance(namespace, str) and NAMESPACE.fullmatch(namespace)):
+        raise ConfigError(
+            f"{PREFIX}namespace is {namespace!r}; it must be 32 lower-case hex digits, as the log and /namespaces show them"
+        )
     timeout = ours.get("query_timeout_us", 0)
     if isinstance(timeout, bool) or not isinstance(timeout, int) or not 0 <= timeout <= QUERY_TIMEOUT_US_MAX:
         raise ConfigError(

@@ -2,12 +2,14 @@
 
 A block is the concatenation of its regions in (group, layer) order. What a layout is called does not matter: only the
 strides are believed. `form` describes the inside of a page, which the namespace digests; where pages lie is not in it.
+shm-protocol/PROTOCOL.md, section 1, defines both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ SMALLEST_CUT_LAYERS_MAX = 4
 LARGEST_BY_SMALLEST = 6
 # A load's word counts delivered cuts in one byte.
 CUTS_MAX = 255
+# The axes of a tensor of vLLM 0.29 and later, whatever its strides are.
+AXES = ("blocks", "kv_heads", "tokens", "content")
 
 
 class GeometryError(ValueError):
@@ -62,8 +66,13 @@ class Geometry:
         return [self.layer_ends[end - 1] for end in accumulate(self.cut_layers)]
 
 
-def describe(layers: list[tuple[str, torch.Tensor]], blocks: int) -> Geometry:
-    """Describes the layers of one cache group, in order."""
+def describe(
+    layers: list[tuple[str, torch.Tensor]], blocks: int, key_sizes: Mapping[str, int] | None = None, packing: str = "none"
+) -> Geometry:
+    """Describes the layers of one cache group, in order.
+
+    `key_sizes`: elements of a head's key, by layer; `packing`: how the attention kernels rearrange a page beyond its strides.
+    """
     storages: dict[int, int] = {}
     unique: list[torch.UntypedStorage] = []
     regions: list[tuple[int, int, int, int]] = []
@@ -75,41 +84,66 @@ def describe(layers: list[tuple[str, torch.Tensor]], blocks: int) -> Geometry:
         if storage._cdata not in storages:
             storages[storage._cdata] = len(unique)
             unique.append(storage)
-        runs, form = _runs(name, tensor, blocks)
+        pages, block_axis = _pages(name, tensor, blocks)
+        runs = _runs(pages, block_axis)
         for offset, stride, length in runs:
             _append(regions, (storages[storage._cdata], offset, stride, length))
             end += length
         layer_ends.append(end)
-        forms.append(form)
+        form = _page_form(pages, block_axis, (key_sizes or {}).get(name, 0))
+        forms.append(f"{form} packing={packing}")
     if not layer_ends:
         raise GeometryError("no layer of the model keeps KV")
-    return Geometry(unique, regions, "; ".join(forms), layer_ends)
+    form = "; ".join(f"layers={len(list(same))} {form}" for form, same in groupby(forms))
+    return Geometry(unique, regions, form, layer_ends)
 
 
-def _runs(name: str, tensor: torch.Tensor, blocks: int) -> tuple[list[tuple[int, int, int]], str]:
-    """The dense runs of one layer's page, and the page's form."""
+def _pages(name: str, tensor: torch.Tensor, blocks: int) -> tuple[torch.Tensor, int]:
+    """A layer's tensor with an axis that counts vLLM's blocks, and which one that is."""
     axes = [axis for axis, size in enumerate(tensor.shape) if size == blocks]
     if not axes and tensor.shape[0] % blocks == 0:
         # The attention kernels take smaller blocks than vLLM counts: several of theirs make one.
-        tensor, axes = tensor.unflatten(0, (blocks, -1)), [0]
+        return tensor.unflatten(0, (blocks, -1)), 0
     if not axes:
         raise GeometryError(f"layer {name}: no axis of {tuple(tensor.shape)} has {blocks} blocks")
-    block_axis = axes[0]
-    item = tensor.element_size()
-    inner = [axis for axis in range(tensor.dim()) if axis != block_axis and tensor.shape[axis] > 1]
-    inner.sort(key=tensor.stride)
+    return tensor, axes[0]
+
+
+def _runs(pages: torch.Tensor, block_axis: int) -> list[tuple[int, int, int]]:
+    """The dense runs of one layer's page."""
+    item = pages.element_size()
+    inner = [axis for axis in range(pages.dim()) if axis != block_axis and pages.shape[axis] > 1]
+    inner.sort(key=pages.stride)
     dense = 1
-    while inner and tensor.stride(inner[0]) == dense:
-        dense *= tensor.shape[inner.pop(0)]
-    offsets = [tensor.storage_offset()]
+    while inner and pages.stride(inner[0]) == dense:
+        dense *= pages.shape[inner.pop(0)]
+    offsets = [pages.storage_offset()]
     for axis in reversed(inner):
-        offsets = [offset + i * tensor.stride(axis) for offset in offsets for i in range(tensor.shape[axis])]
-    page = [size for axis, size in enumerate(tensor.shape) if axis != block_axis]
-    order = sorted((axis for axis in range(tensor.dim()) if axis != block_axis), key=tensor.stride, reverse=True)
-    order = [axis - (axis > block_axis) for axis in order if tensor.shape[axis] > 1]
-    form = f"{name} {str(tensor.dtype).removeprefix('torch.')} page {page} order {order}"
-    stride = tensor.stride(block_axis) * item
-    return [(offset * item, stride, dense * item) for offset in offsets], form
+        offsets = [offset + i * pages.stride(axis) for offset in offsets for i in range(pages.shape[axis])]
+    return [(offset * item, pages.stride(block_axis) * item, dense * item) for offset in offsets]
+
+
+def _page_form(pages: torch.Tensor, block_axis: int, key_size: int) -> str:
+    """The inside of one layer's page: what its axes count, and in which order they lie, the slowest first."""
+    if block_axis == 0 and pages.dim() == len(AXES):
+        names = list(AXES)
+    elif block_axis == 0 and pages.dim() == len(AXES) + 1:
+        names = [AXES[0], "kernel_blocks", *AXES[1:]]
+    else:
+        names = [f"axis{axis}" for axis in range(pages.dim())]
+    sizes = {name: size for axis, (name, size) in enumerate(zip(names, pages.shape, strict=True)) if axis != block_axis}
+    order = sorted((names.index(name) for name, size in sizes.items() if size > 1), key=pages.stride, reverse=True)
+    if "content" in sizes:
+        kernel_block, content = sizes["tokens"], sizes["content"]
+        key_size = key_size if 0 < key_size <= content else content
+        shape = (
+            f"tokens={kernel_block * sizes.get('kernel_blocks', 1)} kernel_block={kernel_block} "
+            f"kv_heads={sizes['kv_heads']} keys={key_size} values={content - key_size}"
+        )
+    else:
+        shape = " ".join(f"{name}={size}" for name, size in sizes.items())
+    dtype = str(pages.dtype).removeprefix("torch.")
+    return f"{shape} dtype={dtype} order={','.join(names[axis] for axis in order)}"
 
 
 def _append(regions: list[tuple[int, int, int, int]], region: tuple[int, int, int, int]) -> None:

@@ -20,6 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
+from pillion.canary import sample
+
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
@@ -32,14 +34,17 @@ __all__ = [
     "SupportsHMA",
     "block_bytes",
     "block_tokens",
+    "canary",
     "facts",
     "fitting_layout",
     "granted_layout",
     "hook_mode",
     "hooks_are_serial",
     "init_logger",
+    "key_sizes",
     "layers",
     "on_gpu",
+    "packing",
     "rank",
     "running_hook_mode",
     "shards",
@@ -214,6 +219,7 @@ def facts(
         "block_tokens": spec.block_size,
         "page_bytes": spec.page_size_bytes,
         "page_form": form,
+        "layers": _layer_names(kv_cache_config),
         "group_kind": "full",
         "attention_backend": _backend(vllm_config),
         "kv_dtype": cache.cache_dtype,
@@ -233,6 +239,35 @@ def facts(
         "lora": _lora(vllm_config, engine_id),
     }
     return {name: str(value) for name, value in stated.items()}, warnings
+
+
+def _layer_names(kv_cache_config: KVCacheConfig) -> str:
+    """How many cache layers, and a digest of their names in order."""
+    names = kv_cache_config.kv_cache_groups[0].layer_names
+    return f"{len(names)} {hashlib.sha256(','.join(names).encode()).hexdigest()[:16]}"
+
+
+def key_sizes(kv_cache_config: KVCacheConfig) -> dict[str, int]:
+    """Elements of a head's key in each layer of the only group; what follows them in a page's content are its values."""
+    group = kv_cache_config.kv_cache_groups[0]
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+    return {name: int(getattr(specs.get(name, group.kv_cache_spec), "head_size", 0)) for name in group.layer_names}
+
+
+def canary(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, device: torch.device | None) -> bytes | None:
+    """A sample of the live weights of the model whose KV this is; None where they are not to be found."""
+    name = kv_cache_config.kv_cache_groups[0].layer_names[0]
+    try:
+        return sample(vllm_config.compilation_config.static_forward_context[name], device)
+    except Exception as error:  # a cache works without it, and what models are made of is theirs
+        logger.debug("pillion: no sample of the weights: %r", error)
+        return None
+
+
+def packing(vllm_config: VllmConfig) -> str:
+    """How kernels rearrange pages beyond what strides tell: vLLM's CPU attention does, by instruction set."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    return ",".join(sorted({str(layer.isa) for layer in layers if getattr(layer, "isa", None)})) or "none"
 
 
 def _plain(value: Any) -> Any:

@@ -53,25 +53,25 @@ class Worker:
                     raise GeometryError(
                         f"layer {name}: KV on a device of kind {tensor.device.type}; CUDA and CPU engines are served"
                     )
-            geometry = describe(layers, self._kv_cache_config.num_blocks)
+            geometry = describe(
+                layers,
+                self._kv_cache_config.num_blocks,
+                vllm_compat.key_sizes(self._kv_cache_config),
+                vllm_compat.packing(self._vllm_config),
+            )
             if served == "cuda":
                 self._register_gpu(layers, geometry)
                 return
             ranks = vllm_compat.world_size(self._vllm_config)
-            descriptors = [_share(storage, ranks) for storage in geometry.storages]
-        except (GeometryError, OSError) as error:
+            self._connect(geometry, [_share(storage, ranks) for storage in geometry.storages], [], [])
+        except (GeometryError, OSError, _shim.ShimError) as error:
+            # The last: memory that cannot be exported, such as sleep mode's, or a sidecar that refuses this engine.
             logger.error("PILLION STAYS OUT: %s. vLLM runs as if no connector were configured.", error)
-            return
-        self._connect(geometry, descriptors, [], [])
 
     def _register_gpu(self, layers: list[tuple[str, torch.Tensor]], geometry: Geometry) -> None:
         pointers = [int(storage.data_ptr()) for storage in geometry.storages]
         self._device = layers[0][1].device
-        try:
-            self._connect(geometry, [], pointers, geometry.cuts)
-        except _shim.ShimError as error:
-            # Most of all memory that cannot be exported, such as sleep mode's.
-            raise GeometryError(str(error)) from error
+        self._connect(geometry, [], pointers, geometry.cuts)
         logger.info(
             "pillion: KV cache layout %s: a block of %d bytes in %d runs, delivered in cuts of %s layers",
             vllm_compat.granted_layout(self._vllm_config),
@@ -92,6 +92,7 @@ class Worker:
             logger.warning("pillion: %s", warning)
         rank, world = vllm_compat.rank(self._vllm_config), vllm_compat.world_size(self._vllm_config)
         shards = vllm_compat.shards(self._vllm_config, self._kv_cache_config)
+        logger.info("pillion: rank %d of %d, %s", rank, world, _shim.namespace_line(facts))
         self._session = _shim.WorkerSession(
             self._config.socket,
             str(self._vllm_config.kv_transfer_config.engine_id),
@@ -107,8 +108,9 @@ class Worker:
             pointers,
             cuts,
             self._stream(),
+            self._config.namespace,
+            vllm_compat.canary(self._vllm_config, self._kv_cache_config, self._device),
         )
-        logger.info("pillion: rank %d of %d, namespace %s", rank, world, self._session.namespace or "not known yet")
         self._say_notices()
 
     # --- one step ---

@@ -10,11 +10,11 @@ use crate::key::NamespaceDigest;
 /// What an engine states about itself, by name.
 pub type Facts = BTreeMap<String, String>;
 
-/// Characters of a fact in the one line of a namespace; more are cut, behind eight digits of their digest.
-const LINE_VALUE_MAX: usize = 80;
+/// Characters of a fact in the one line of a namespace: a page descriptor. More are cut, before eight digits of a digest.
+const LINE_VALUE_MAX: usize = 160;
 /// Characters of a fact in an explanation: a page descriptor of a few kinds of layers.
-const EXPLAINED_VALUE_MAX: usize = 1024;
-/// Differences that an explanation names: causes come first, and what follows from them is of little use.
+const EXPLAINED_VALUE_MAX: usize = 512;
+/// Differences that an explanation names, causes first. With two values of 2,048 bytes each, all fit a record.
 const EXPLAINED_MAX: usize = 8;
 
 /// Facts in the order in which they tell most, each with what makes two engines agree on it.
@@ -203,15 +203,16 @@ mod tests {
     }
 
     #[test]
-    fn whatever_a_peer_states_the_texts_are_bounded_and_plain() {
+    fn whatever_a_peer_states_its_texts_are_plain_and_explanations_fit_a_record() {
         let long = |fill: char| fill.to_string().repeat(60_000);
         let (mut ours, mut theirs) = (facts(&[]), facts(&[("model", "a\nb\u{1b}c")]));
         for number in 0..100 {
             ours.insert(format!("{number}{}", long('x')), long('\n'));
             theirs.insert(format!("{number}{}", long('y')), format!("{}1", long('\u{10ffff}')));
         }
-        for text in [explain(&ours, &theirs), line(&theirs)] {
-            assert!(text.len() < 48_000, "{}", text.len());
+        let text = explain(&ours, &theirs);
+        assert!(text.len() < crate::handshake::RECORD_BYTES_MAX * 3 / 4, "{}", text.len());
+        for text in [text, line(&theirs)] {
             assert!(!text.contains(|ch: char| ch.is_control()));
         }
         let other = |end: &str| line(&facts(&[("model", &format!("{}{end}", long('m')))]))[43..].to_owned();

@@ -98,9 +98,8 @@ impl Catalog {
         };
         format!(
             "this engine is to join namespace {expected} (pillion.namespace) and its facts make it {}: {why}. Change what \
-             differs, or leave pillion.namespace out; compare: {}",
-            namespace::digest(facts),
-            namespace::line(facts)
+             differs, or leave pillion.namespace out",
+            namespace::digest(facts)
         )
     }
 

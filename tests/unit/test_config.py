@@ -15,6 +15,11 @@ def test_defaults() -> None:
     assert config.required_layout is None
 
 
+def test_a_namespace_is_taken_as_it_is_shown() -> None:
+    assert parse({"pillion.namespace": "0a" * 16}).namespace == "0a" * 16
+    assert parse({}).namespace is None
+
+
 def test_other_connectors_keys_are_left_alone() -> None:
     assert parse({"pillion.socket": "/s", "lmcache.host": "x"}).socket == "/s"
 
@@ -32,6 +37,9 @@ def test_other_connectors_keys_are_left_alone() -> None:
         ({"pillion.query_timeout_us": -1}, "10000000"),
         ({"pillion.query_timeout_us": "2ms"}, "10000000"),
         ({"pillion.query_timeout_us": True}, "10000000"),
+        ({"pillion.namespace": "0" * 31}, "32 lower-case hex digits"),
+        ({"pillion.namespace": "A" * 32}, "32 lower-case hex digits"),
+        ({"pillion.namespace": 7}, "32 lower-case hex digits"),
     ],
 )
 def test_errors_name_the_valid_values(extra: dict[str, object], named: str) -> None:

@@ -49,7 +49,17 @@ def test_the_form_tells_the_inside_of_a_page_and_nothing_else() -> None:
     form = {layout: describe(caches(layout), BLOCKS).form for layout in ("LBHNC", "BLHNC", "LBNHC", "BLNHC")}
     assert form["LBHNC"] == form["BLHNC"]
     assert form["LBNHC"] == form["BLNHC"]
-    assert form["LBHNC"] != form["LBNHC"]
+    inside = "tokens=4 kernel_block=4 kv_heads=2 keys=5 values=0 dtype=int16 order="
+    assert form["LBHNC"] == f"layers=3 {inside}kv_heads,tokens,content packing=none"
+    assert form["LBNHC"] == f"layers=3 {inside}tokens,kv_heads,content packing=none"
+
+
+def test_the_form_tells_keys_from_values_and_one_kind_of_layer_from_the_next() -> None:
+    layers = [*caches("LBNHC"), ("layer.3", torch.zeros(BLOCKS, 1, TOKENS, CONTENT))]
+    kinds = describe(layers, BLOCKS, {"layer.0": 3, "layer.1": 3, "layer.2": 2, "layer.3": 9}, "amx").form.split("; ")
+    assert [kind.split()[0] for kind in kinds] == ["layers=2", "layers=1", "layers=1"]
+    assert [kind.split()[4:6] for kind in kinds] == [["keys=3", "values=2"], ["keys=2", "values=3"], ["keys=5", "values=0"]]
+    assert kinds[2].endswith("kv_heads=1 keys=5 values=0 dtype=float32 order=tokens,content packing=amx")
 
 
 def test_separate_storages_and_a_leading_pair_of_keys_and_values() -> None:
@@ -75,6 +85,11 @@ def test_layers_end_where_their_bytes_do(layout: str) -> None:
 def test_blocks_of_several_kernel_blocks_are_gathered_exactly() -> None:
     """FlashInfer splits blocks of 128 tokens into kernel blocks of 64: the tensors count those."""
     layers = caches("LBNHC")
+    form = describe(
+        [(name, cache.contiguous().view(2 * BLOCKS, HEADS, TOKENS // 2, CONTENT)) for name, cache in layers], BLOCKS
+    ).form
+    assert form.startswith("layers=3 tokens=4 kernel_block=2 kv_heads=2 keys=5 values=0")
+    assert "order=kernel_blocks,kv_heads,tokens,content" in form
     split = [(name, cache.permute(0, 2, 1, 3).reshape(BLOCKS * 2, TOKENS // 2, HEADS, CONTENT)) for name, cache in layers]
     whole = [(name, cache.permute(0, 2, 1, 3)) for name, cache in layers]
     for (_, kernel), (_, block) in zip(split, whole, strict=True):

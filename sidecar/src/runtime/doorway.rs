@@ -87,7 +87,8 @@ impl Runtime {
     fn enroll(&self, id: SessionId, hello: &Hello, note: Option<&str>) {
         let Role::Worker(worker) = &hello.role else { return };
         if self.catalog.lock().enter(id, &hello.engine, worker) {
-            tracing::info!(session = id, engine = hello.engine, "{}", namespace::line(&worker.facts));
+            // Nothing else in this line: it is compared with the engine's own.
+            tracing::info!("{}", namespace::line(&worker.facts));
         }
         if let Some(note) = note {
             tracing::warn!(session = id, engine = hello.engine, "{note}");

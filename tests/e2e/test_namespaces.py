@@ -1,0 +1,117 @@
+"""Engines that almost share: what keeps them apart is said aloud on both sides, and wrong bytes are never shared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import engine
+import model
+import prompts
+import sidecar
+
+PROMPT_TOKENS = 200
+REMEDY = "set PYTHONHASHSEED to the same value on both"
+STAYS_OUT = "PILLION STAYS OUT"
+
+
+def namespaces(keeper: sidecar.Sidecar) -> list[dict[str, Any]]:
+    """What /namespaces shows."""
+    page = keeper.get("/namespaces")
+    assert page is not None
+    return list(json.loads(page))
+
+
+def namespace_lines(log: Path) -> set[str]:
+    """The namespaces that a log names with their facts, each from `namespace` to the line's end."""
+    lines = log.read_text().splitlines()
+    return {line[line.index("namespace ") :].strip() for line in lines if "namespace " in line and " model=" in line}
+
+
+def saved(keeper: sidecar.Sidecar, running: engine.Engine) -> dict[str, Any]:
+    """An answer whose prompt the sidecar then keeps."""
+    before = keeper.metrics()["pillion_saved_blocks_total"]
+    answer = running.generate([prompts.prompt(PROMPT_TOKENS, seed=900)])[0]
+    keeper.wait_metric("pillion_saved_blocks_total", before + PROMPT_TOKENS // engine.BLOCK_TOKENS)
+    return answer
+
+
+def test_another_seed_is_explained_in_both_logs(options: engine.Options, tmp_path: Path) -> None:
+    """Two engines with all but PYTHONHASHSEED alike: no hit, and no silence about it."""
+    logs = {seed: tmp_path / f"engine-{seed}.log" for seed in ("0", "1")}
+    with sidecar.serving(tmp_path) as keeper:
+        ours = dataclasses.replace(options, socket=keeper.socket)
+        other = dataclasses.replace(ours, variables={"PYTHONHASHSEED": "1"})
+        with engine.running(ours, logs["0"]) as first, engine.running(other, logs["1"]) as second:
+            right = saved(keeper, first)
+            answer = saved(keeper, second)
+            assert answer["tokens"] == right["tokens"]
+            assert second.metrics()["external_hits"] == 0
+            known = namespaces(keeper)
+            second.exit()
+            first.exit()
+    assert [entry["engines"] for entry in known] == [1, 1]
+    facts = [entry["facts"] for entry in known]
+    assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {"none_hash"}
+    for log in (logs["1"], keeper.log):
+        text = log.read_text()
+        assert "near miss" in text and "same model and layout; none_hash is" in text and REMEDY in text, log
+    assert REMEDY not in logs["0"].read_text(), "the first engine had nobody to miss"
+    lines = [namespace_lines(log) for log in logs.values()]
+    assert all(len(own) == 1 for own in lines), lines
+    assert lines[0] | lines[1] == namespace_lines(keeper.log), "both sides print one line, to be compared"
+
+
+def test_an_engine_of_other_pages_cannot_claim_the_namespace(options: engine.Options, tmp_path: Path) -> None:
+    """`pillion.namespace`: whoever's pages are others is refused with both descriptors, and serves without the cache."""
+    with sidecar.serving(tmp_path) as keeper:
+        ours = dataclasses.replace(options, socket=keeper.socket)
+        with engine.running(ours, tmp_path / "first.log") as first:
+            saved(keeper, first)
+            first.exit()
+        claim = {"pillion.namespace": namespaces(keeper)[0]["namespace"]}
+        with engine.running(dataclasses.replace(ours, extra=claim), tmp_path / "same.log") as same:
+            same.generate([prompts.prompt(PROMPT_TOKENS, seed=900)])
+            assert same.metrics()["external_hits"] > 0
+            same.exit()
+        wide = dataclasses.replace(ours, extra=claim, dtype="float32")
+        with engine.running(wide, tmp_path / "wide.log") as refused:
+            assert refused.generate([prompts.prompt(PROMPT_TOKENS, seed=900)])[0]["tokens"]
+            assert refused.metrics()["external_hits"] == 0
+            refused.exit()
+        assert len(namespaces(keeper)) == 1
+    for log in (keeper.log, tmp_path / "wide.log"):
+        text = log.read_text()
+        for dtype in ("bfloat16", "float32"):
+            assert f"tokens=32 kernel_block=32 kv_heads=2 keys=64 values=64 dtype={dtype} order=" in text, log
+        assert "pillion.namespace" in text
+    assert STAYS_OUT in (tmp_path / "wide.log").read_text()
+    assert STAYS_OUT not in (tmp_path / "same.log").read_text()
+
+
+def test_other_weights_under_one_name_are_refused(options: engine.Options, tmp_path: Path) -> None:
+    """One `pillion.model_id` for two models: the second is not served; a copy of the first is."""
+    copy = model.write(tmp_path / "copy", model.TINY)
+    other = model.write(tmp_path / "other", dataclasses.replace(model.TINY, seed=99))
+    with sidecar.serving(tmp_path) as keeper:
+        named = dataclasses.replace(options, socket=keeper.socket, extra={"pillion.model_id": "tiny"})
+        with engine.running(named, tmp_path / "first.log") as first:
+            right = saved(keeper, first)
+            first.exit()
+        with engine.running(dataclasses.replace(named, model=other), tmp_path / "other.log") as refused:
+            answer = refused.generate([prompts.prompt(PROMPT_TOKENS, seed=900)])[0]
+            assert refused.metrics()["external_hits"] == 0
+            assert answer["tokens"] != right["tokens"], "the models differ where it shows"
+            refused.exit()
+        with engine.running(dataclasses.replace(named, model=copy), tmp_path / "copy.log") as same:
+            again = same.generate([prompts.prompt(PROMPT_TOKENS, seed=900)])[0]
+            assert same.metrics()["external_hits"] > 0
+            assert again["tokens"] == right["tokens"]
+            same.exit()
+    for log in (keeper.log, tmp_path / "other.log"):
+        text = log.read_text()
+        assert "holds KV of other weights" in text and "Give each its own pillion.model_id" in text, log
+    assert STAYS_OUT in (tmp_path / "other.log").read_text()
+    assert STAYS_OUT not in (tmp_path / "copy.log").read_text()

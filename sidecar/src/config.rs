@@ -1,4 +1,4 @@
-//! What the user asked for: command line over file over defaults. The only module that reads the environment or files.
+//! What the user asked for: command line over file over defaults. The only module that reads the environment.
 
 mod memory;
 mod values;
@@ -190,7 +190,8 @@ impl Options {
     }
 }
 
-fn default_socket() -> Option<PathBuf> {
+/// Where a sidecar of this user listens unless told otherwise.
+pub fn default_socket() -> Option<PathBuf> {
     if rustix::process::geteuid().is_root() {
         return Some(PathBuf::from("/run/pillion/pillion.sock"));
     }

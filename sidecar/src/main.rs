@@ -14,6 +14,7 @@ use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::SignalFd;
 use rustix::event::{PollFd, PollFlags};
 use sidecar::config::{Config, Level, Options};
+use sidecar::doctor;
 use sidecar::server::Server;
 
 /// Copies in flight may take this long after SIGTERM: 30 GiB/s move any engine's step in a fraction of it, and
@@ -43,6 +44,9 @@ enum Command {
     },
     /// Derive block keys as vLLM does: one JSON object a line on standard input, one answer a line; see docs/keys.md.
     Keys,
+    /// Look for what is wrong with this host, or with two engines that should share. Exit status: 0 nothing must be changed, 1
+    /// something must, 2 a file cannot be read.
+    Doctor(doctor::Options),
     /// Print the release and the protocol version.
     Version,
 }
@@ -62,6 +66,7 @@ fn main() -> anyhow::Result<ExitCode> {
             sidecar::keys::serve(std::io::stdin().lock(), std::io::stdout().lock())?;
             Ok(ExitCode::SUCCESS)
         }
+        Command::Doctor(options) => Ok(examine(&options)),
         Command::Version => {
             print_version();
             Ok(ExitCode::SUCCESS)
@@ -72,6 +77,20 @@ fn main() -> anyhow::Result<ExitCode> {
 #[expect(clippy::print_stdout, reason = "this is what the user asked for")]
 fn print_version() {
     println!("pillion {}, protocol {}", env!("CARGO_PKG_VERSION"), shm_protocol::PROTOCOL_VERSION);
+}
+
+#[expect(clippy::print_stdout, reason = "this is what the user asked for")]
+fn examine(options: &doctor::Options) -> ExitCode {
+    match doctor::examine(options) {
+        Ok(findings) => {
+            print!("{}", doctor::report(&findings, options.json));
+            ExitCode::from(u8::from(!doctor::passes(&findings)))
+        }
+        Err(error) => {
+            eprintln!("pillion doctor: {error}");
+            ExitCode::from(2)
+        }
+    }
 }
 
 fn serve(config: &Config) -> anyhow::Result<()> {

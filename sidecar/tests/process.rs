@@ -158,6 +158,39 @@ fn the_namespaces_page_shows_facts_and_who_states_them() {
 }
 
 #[test]
+fn the_doctor_s_exit_status_is_its_verdict() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let one = file("a.json", r#"{"facts": {"model": "tiny", "none_hash": "aa"}}"#);
+    let other = file("b.json", r#"{"facts": {"model": "tiny", "none_hash": "bb"}}"#);
+    let broken = file("c.json", "[]");
+    let cases: [(&[&str], i32, &str); 5] = [
+        (&[&one, &one], 0, "both are"),
+        (&[&one, &other], 1, "set PYTHONHASHSEED to the same value on both"),
+        (&[&one, &broken], 2, "jq '.[0]'"),
+        (&[&one, "/nonexistent"], 2, "cannot read /nonexistent"),
+        (&[&one], 2, "B.json"),
+    ];
+    for (arguments, status, text) in cases {
+        let output = pillion(&[&["doctor"], arguments].concat());
+        let said = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "{arguments:?}: {said}");
+        assert!(said.contains(text), "{arguments:?}: {said}");
+    }
+    let output = pillion(&["doctor", "--json", &one, &other]);
+    let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&found[0]["check"], &found[0]["level"]), (&"none_hash".into(), &"fail".into()));
+    let socket = folder.path().join("p.sock");
+    let _served = serve(&socket, free_port());
+    let output = pillion(&["doctor", "--socket", socket.to_str().unwrap()]);
+    assert!(String::from_utf8_lossy(&output.stdout).contains("ok    sidecar: a sidecar answers"));
+}
+
+#[test]
 fn errors_name_the_remedy() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("c.toml");

@@ -15,7 +15,7 @@ mod stream;
 
 pub use batch::{Blocks, CopyStream};
 pub use device::DeviceMemory;
-pub use gpu::{Gpu, is_present};
+pub use gpu::{Gpu, driver_version, is_present};
 pub use memory::{Exported, Imported, Registered, export};
 pub use stream::{Event, Stream};
 

@@ -50,6 +50,15 @@ pub fn is_present() -> bool {
     })
 }
 
+/// The newest CUDA release that the driver serves, 1000 times its major and 10 times its minor number. To be asked where
+/// [`is_present`].
+pub fn driver_version() -> Result<i32, CudaError> {
+    let mut version = 0;
+    // SAFETY: `version` is valid to be written.
+    CudaError::check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&raw mut version) })?;
+    Ok(version)
+}
+
 /// GPUs that this process may use. Initialises the driver.
 fn count() -> Result<i32, CudaError> {
     // SAFETY: the only valid flags are 0; repeated calls are allowed.
@@ -100,6 +109,18 @@ impl Gpu {
     pub fn bind(&self) -> Result<(), CudaError> {
         // SAFETY: the context is retained as long as `self` lives.
         CudaError::check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
+    }
+
+    /// Whether its memory can be shown to another process: of an allocation made for that, and freed.
+    pub fn try_export(&self) -> Result<(), CudaError> {
+        self.bind()?;
+        let mut pointer = 0;
+        // SAFETY: `pointer` is valid to be written.
+        CudaError::check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&raw mut pointer, 1) })?;
+        let exported = super::memory::export(pointer);
+        // SAFETY: allocated above, and nobody else was told of it.
+        CudaError::check("cuMemFree", unsafe { sys::cuMemFree_v2(pointer) })?;
+        exported.map(drop)
     }
 }
 

@@ -1,0 +1,128 @@
+//! `pillion doctor`: what is wrong with this host, or with a pair of engines that should share, and how to change it.
+
+mod host;
+mod pair;
+
+use std::fmt::Write;
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::Serialize;
+use thiserror::Error;
+
+use crate::config;
+
+/// Bytes of the largest configuration that is read: the facts of one record, and room.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// Options of `pillion doctor`.
+#[derive(Args, Clone, Debug)]
+pub struct Options {
+    /// Two engines' configurations, each an entry of /namespaces; without them this host is looked at
+    #[arg(value_names = ["A.json", "B.json"], num_args = 2)]
+    pub pair: Vec<PathBuf>,
+    /// The sidecar's socket [default: as pillion serve]
+    #[arg(long, value_name = "PATH")]
+    pub socket: Option<PathBuf>,
+    /// Print an array of {check, level, text, remedy} instead
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// How bad it is.
+#[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Level {
+    /// As it should be, or of no harm.
+    Ok,
+    /// Some engines or features are not served.
+    Warn,
+    /// Nothing is shared, or requests fail.
+    Fail,
+}
+
+/// One thing that was looked at.
+#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+pub struct Finding {
+    /// What was looked at, in one word.
+    pub check: String,
+    /// How bad it is.
+    pub level: Level,
+    /// What was found.
+    pub text: String,
+    /// What to change, where something should be.
+    pub remedy: Option<String>,
+}
+
+/// What was asked for cannot be looked at; the text names the remedy.
+#[derive(Debug, Error)]
+pub enum DoctorError {
+    /// A file that cannot be read.
+    #[error("cannot read {path}: {source}")]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A file that is no configuration.
+    #[error(
+        "{path}: {text}; wanted is one entry of /namespaces, such as curl -s localhost:9440/namespaces | jq '.[0]' gives"
+    )]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        text: String,
+    },
+}
+
+/// Looks at what the options name.
+pub fn examine(options: &Options) -> Result<Vec<Finding>, DoctorError> {
+    if let [one, other] = options.pair.as_slice() {
+        return Ok(pair::compare(&pair::Engine::read(one)?, &pair::Engine::read(other)?));
+    }
+    Ok(host::look(options.socket.clone().or_else(config::default_socket).as_deref()))
+}
+
+/// The findings as a person reads them, or as JSON.
+pub fn report(findings: &[Finding], json: bool) -> String {
+    if json {
+        return serde_json::to_string_pretty(findings).expect("texts alone") + "\n";
+    }
+    let mut report = String::new();
+    for Finding { check, level, text, remedy } in findings {
+        let level = match level {
+            Level::Ok => "ok  ",
+            Level::Warn => "warn",
+            Level::Fail => "FAIL",
+        };
+        writeln!(report, "{level}  {check}: {text}").expect("a String takes all");
+        if let Some(remedy) = remedy {
+            writeln!(report, "      -> {remedy}").expect("a String takes all");
+        }
+    }
+    report
+}
+
+/// Whether nothing must be changed.
+pub fn passes(findings: &[Finding]) -> bool {
+    findings.iter().all(|finding| finding.level < Level::Fail)
+}
+
+// === impl Finding ===
+
+impl Finding {
+    fn ok(check: impl Into<String>, text: impl Into<String>) -> Self {
+        Self { check: check.into(), level: Level::Ok, text: text.into(), remedy: None }
+    }
+
+    fn bad(
+        level: Level,
+        check: impl Into<String>,
+        text: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> Self {
+        Self { check: check.into(), level, text: text.into(), remedy: Some(remedy.into()) }
+    }
+}

@@ -1,0 +1,227 @@
+//! This host, or this container, as a sidecar and an engine would find it.
+
+use std::path::Path;
+use std::time::Duration;
+
+use copy_engine::cuda::{self, Gpu};
+use io_uring::IoUring;
+use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
+use shm_protocol::transport;
+
+use super::{Finding, Level};
+
+/// What the batched copies were made for; see docs/decisions/0007.
+const DRIVER_MIN: i32 = 12_080;
+/// A KV cache of a small model on the CPU, which lies there; docker's default is 64 MiB.
+const SHM_BYTES_MIN: u64 = 1 << 30;
+/// Below this, registered buffers of a disk or a network card find no room.
+const MEMLOCK_BYTES_MIN: u64 = 64 << 20;
+/// A living sidecar accepts at once.
+const PROBE_TIME_MAX: Duration = Duration::from_secs(1);
+const MIB: u64 = 1 << 20;
+const SHM: &str = "/dev/shm";
+
+/// Looks at everything; `socket` is where a sidecar should be.
+pub(super) fn look(socket: Option<&Path>) -> Vec<Finding> {
+    let mut found = gpus();
+    found.extend([pid_namespace(), shm(), memlock(), hugepages(), io_uring(), rdma()]);
+    found.extend(sidecar(socket));
+    found
+}
+
+fn gpus() -> Vec<Finding> {
+    if !cuda::is_present() {
+        let text = "libcuda cannot be opened, or knows no GPU: engines on the CPU alone are served";
+        let remedy = "on a GPU host, give the container the GPUs and the driver's libraries (NVIDIA container toolkit)";
+        return vec![Finding::bad(Level::Warn, "gpu", text, remedy)];
+    }
+    let version = cuda::driver_version().unwrap_or(0);
+    let text = format!("the driver serves CUDA {}.{}", version / 1000, version % 1000 / 10);
+    let driver = match version >= DRIVER_MIN {
+        true => Finding::ok("driver", text),
+        false => {
+            Finding::bad(Level::Fail, "driver", text, "install a driver of branch 570 or later: CUDA 12.8")
+        }
+    };
+    match Gpu::all() {
+        Err(error) => {
+            let remedy = "is a GPU in exclusive compute mode (nvidia-smi -c DEFAULT), or out of memory?";
+            vec![driver, Finding::bad(Level::Fail, "gpu", format!("a GPU cannot be used: {error}"), remedy)]
+        }
+        Ok(gpus) => {
+            let uuids: Vec<_> = gpus.iter().map(|gpu| uuid(gpu.uuid())).collect();
+            let seen = Finding::ok("gpu", format!("{} visible: {}", gpus.len(), uuids.join(", ")));
+            [driver, seen].into_iter().chain(gpus.iter().map(|gpu| ipc(gpu))).collect()
+        }
+    }
+}
+
+/// As nvidia-smi -L prints it.
+fn uuid(bytes: [u8; 16]) -> String {
+    let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+}
+
+fn ipc(gpu: &Gpu) -> Finding {
+    let name = uuid(gpu.uuid());
+    match gpu.try_export() {
+        Ok(()) => Finding::ok("cuda_ipc", format!("memory of {name} can be shown to another process")),
+        Err(error) => {
+            let text = format!("memory of {name} cannot be shown to another process: {error}");
+            let remedy = "engines on it stay without the cache; CUDA IPC needs Linux without WSL, vGPU or MIG limits on it";
+            Finding::bad(Level::Fail, "cuda_ipc", text, remedy)
+        }
+    }
+}
+
+fn pid_namespace() -> Finding {
+    let pid = std::process::id();
+    let space =
+        std::fs::read_link("/proc/self/ns/pid").map_or("unknown".into(), |link| link.display().to_string());
+    let text = format!("this is process {pid} of {space}");
+    if pid != 1 {
+        return Finding::ok("pid", text);
+    }
+    let remedy = "an engine that is process 1 of its container, too, cannot hand it GPU memory; pillion serve starts itself \
+                  below process 1, so start nothing else in its place";
+    Finding::bad(Level::Warn, "pid", text, remedy)
+}
+
+fn shm() -> Finding {
+    let Ok(room) = rustix::fs::statvfs(SHM) else {
+        let text = format!("{SHM} cannot be looked at");
+        return Finding::bad(
+            Level::Warn,
+            "shm",
+            text,
+            "mount a tmpfs there: engines on the CPU keep KV in it",
+        );
+    };
+    let (size, free) = (room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize);
+    let text = format!("{SHM} has {} MiB, {} of them free", size / MIB, free / MIB);
+    if size >= SHM_BYTES_MIN {
+        return Finding::ok("shm", text);
+    }
+    let remedy = "the KV cache of an engine on the CPU must fit: volumes: [{name: shm, emptyDir: {medium: Memory}}] mounted at \
+                  /dev/shm, or docker run --shm-size";
+    Finding::bad(Level::Warn, "shm", text, remedy)
+}
+
+fn memlock() -> Finding {
+    match getrlimit(Resource::Memlock).maximum {
+        None => Finding::ok("memlock", "locked memory is not limited"),
+        Some(bytes) if bytes >= MEMLOCK_BYTES_MIN => {
+            Finding::ok("memlock", format!("{} MiB may be locked", bytes / MIB))
+        }
+        Some(bytes) => {
+            let text = format!("only {} KiB may be locked", bytes / 1024);
+            let remedy = "raise it where disks or network cards register memory: ulimit -l unlimited, docker run --ulimit memlock=-1, \
+                          LimitMEMLOCK=infinity of systemd";
+            Finding::bad(Level::Warn, "memlock", text, remedy)
+        }
+    }
+}
+
+fn hugepages() -> Finding {
+    let table = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let figure = |name: &str| -> u64 {
+        let line = table.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        line.and_then(|rest| rest.split_whitespace().next()?.parse().ok()).unwrap_or(0)
+    };
+    let (total, free, kib) = (figure("HugePages_Total"), figure("HugePages_Free"), figure("Hugepagesize"));
+    Finding::ok("hugepages", format!("{total} huge pages of {kib} KiB are reserved, {free} of them free"))
+}
+
+fn io_uring() -> Finding {
+    match IoUring::new(2) {
+        Ok(_) => Finding::ok("io_uring", "io_uring is allowed"),
+        Err(error) => {
+            let remedy = "disks cannot be used: let the seccomp profile pass io_uring_setup, io_uring_enter and io_uring_register, \
+                          and set sysctl kernel.io_uring_disabled=0";
+            Finding::bad(Level::Warn, "io_uring", format!("io_uring is refused: {error}"), remedy)
+        }
+    }
+}
+
+fn rdma() -> Finding {
+    let entries = std::fs::read_dir("/sys/class/infiniband").into_iter().flatten().flatten();
+    let mut names: Vec<_> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    match names.is_empty() {
+        true => Finding::ok("rdma", "no RDMA device"),
+        false => Finding::ok("rdma", format!("RDMA devices: {}", names.join(", "))),
+    }
+}
+
+/// Whether a sidecar answers where engines look for it.
+fn sidecar(socket: Option<&Path>) -> Option<Finding> {
+    let Some(path) = socket else {
+        let text = "XDG_RUNTIME_DIR is not set, so this user has no default socket";
+        return Some(Finding::bad(
+            Level::Warn,
+            "sidecar",
+            text,
+            "pass --socket PATH, and set pillion.socket to it",
+        ));
+    };
+    let shown = path.display();
+    let bad = |level, text, remedy| Some(Finding::bad(level, "sidecar", text, remedy));
+    match transport::connect(path, PROBE_TIME_MAX) {
+        Ok(_) => Some(Finding::ok("sidecar", format!("a sidecar answers on {shown}"))),
+        Err(Errno::NOENT | Errno::CONNREFUSED) => {
+            let remedy = format!(
+                "start one, pillion serve --socket {shown}, and mount its folder into both containers"
+            );
+            bad(Level::Warn, format!("no sidecar answers on {shown}"), remedy)
+        }
+        Err(Errno::ACCESS | Errno::PERM) => {
+            let remedy = "run as the sidecar's user, or give pillion serve a --socket-group of this user";
+            bad(Level::Fail, format!("this user may not connect to {shown}"), remedy.into())
+        }
+        Err(Errno::AGAIN) => {
+            let remedy = "it is frozen or overloaded: look at its log and restart it";
+            bad(Level::Fail, format!("a sidecar listens on {shown} and takes nobody"), remedy.into())
+        }
+        Err(error) => {
+            let remedy = "is it a socket of another program? Pass another --socket PATH to both sides";
+            bad(Level::Fail, format!("{shown} cannot be connected to: {error}"), remedy.into())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sidecar_is_found_where_it_listens_and_only_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("p.sock");
+        let at = |path: &Path| sidecar(Some(path)).unwrap();
+        let absent = at(&path);
+        assert!(absent.level == Level::Warn && absent.remedy.unwrap().contains("pillion serve --socket"));
+        let listener = transport::listen(&path).unwrap();
+        assert_eq!(at(&path).level, Level::Ok);
+        drop(listener);
+        assert_eq!(at(&path).level, Level::Warn, "a dead one's socket");
+        let _other = std::os::unix::net::UnixListener::bind(folder.path().join("other")).unwrap();
+        assert_eq!(at(&folder.path().join("other")).level, Level::Fail, "of another kind");
+        assert_eq!(sidecar(None).unwrap().level, Level::Warn);
+    }
+
+    #[test]
+    fn a_gpu_is_named_as_nvidia_smi_does() {
+        let bytes = std::array::from_fn(|index| index as u8 * 17);
+        assert_eq!(uuid(bytes), "GPU-00112233-4455-6677-8899-aabbccddeeff");
+    }
+
+    #[test]
+    fn every_finding_that_is_not_ok_has_a_remedy() {
+        let found = look(Some(Path::new("/nonexistent/p.sock")));
+        for check in ["pid", "shm", "memlock", "hugepages", "io_uring", "rdma", "sidecar"] {
+            assert!(found.iter().any(|finding| finding.check == check), "{check} in {found:?}");
+        }
+        assert!(found.iter().all(|finding| (finding.level == Level::Ok) == finding.remedy.is_none()));
+    }
+}

@@ -1,0 +1,145 @@
+//! Two engines' configurations: whether they share, and what keeps them from it.
+
+use std::io::Read;
+use std::path::Path;
+
+use serde::Deserialize;
+use shm_protocol::namespace::{self, Facts};
+
+use super::{DoctorError, FILE_BYTES_MAX, Finding, Level};
+
+/// vLLM's policies for blocks that could not be loaded; the other one ends the request.
+const RECOMPUTE: &str = "recompute";
+
+/// One engine, as /namespaces shows its namespace; the last two are for whoever wants them looked at too.
+#[derive(Debug, Deserialize)]
+pub(super) struct Engine {
+    #[serde(default)]
+    name: String,
+    facts: Facts,
+    namespace: Option<String>,
+    kv_load_failure_policy: Option<String>,
+    #[serde(rename = "PYTHONHASHSEED")]
+    seed: Option<String>,
+}
+
+// === impl Engine ===
+
+impl Engine {
+    pub(super) fn read(path: &Path) -> Result<Self, DoctorError> {
+        let unreadable = |source| DoctorError::Unreadable { path: path.to_owned(), source };
+        let malformed = |text: String| DoctorError::Malformed { path: path.to_owned(), text };
+        let mut text = String::new();
+        let file = std::fs::File::open(path).map_err(unreadable)?;
+        file.take(FILE_BYTES_MAX).read_to_string(&mut text).map_err(unreadable)?;
+        let engine: Self = serde_json::from_str(&text).map_err(|error| malformed(error.to_string()))?;
+        Ok(Self { name: path.display().to_string(), ..engine })
+    }
+
+    /// What is wrong with this one, whoever it is to share with.
+    fn look(&self, found: &mut Vec<Finding>) {
+        let name = &self.name;
+        let digest = namespace::digest(&self.facts).to_string();
+        if let Some(stated) = self.namespace.as_ref().filter(|stated| **stated != digest) {
+            let text = format!("{name} names namespace {stated} and its facts make {digest}");
+            found.push(Finding::bad(
+                Level::Warn,
+                "namespace",
+                text,
+                "take the entry as /namespaces prints it",
+            ));
+        }
+        let begins = |fact: &str, text| self.facts.get(fact).is_some_and(|value| value.starts_with(text));
+        if begins("none_hash", "random ") {
+            let text = format!("the hashes of {name} start from a random value, so it shares with nobody");
+            let remedy = "set PYTHONHASHSEED to the same value on every engine";
+            found.push(Finding::bad(Level::Fail, "none_hash", text, remedy));
+        }
+        if begins("weights", "private ") {
+            let text = format!("the weights of {name} cannot be digested, so it shares with nobody");
+            let remedy = "set pillion.model_id to the same text wherever exactly these weights are served";
+            found.push(Finding::bad(Level::Fail, "weights", text, remedy));
+        }
+        if let Some(policy) = self.kv_load_failure_policy.as_ref().filter(|policy| *policy != RECOMPUTE) {
+            let text = format!(
+                "{name} has kv_load_failure_policy '{policy}': a block that cannot be loaded ends its request"
+            );
+            let remedy = "set kv_load_failure_policy to recompute in --kv-transfer-config";
+            found.push(Finding::bad(Level::Fail, "kv_load_failure_policy", text, remedy));
+        }
+    }
+}
+
+/// What keeps two engines from sharing, the most telling first.
+pub(super) fn compare(one: &Engine, other: &Engine) -> Vec<Finding> {
+    let mut found = Vec::new();
+    one.look(&mut found);
+    other.look(&mut found);
+    if (one.seed.is_some() || other.seed.is_some()) && one.seed != other.seed {
+        let shown =
+            |seed: &Option<String>| seed.as_ref().map_or("not set".into(), |seed| format!("'{seed}'"));
+        let text = format!("{} in {}, {} in {}", shown(&one.seed), one.name, shown(&other.seed), other.name);
+        found.push(Finding::bad(Level::Fail, "PYTHONHASHSEED", text, "set it to the same value on both"));
+    }
+    for difference in namespace::differences(&one.facts, &other.facts) {
+        let shown = |value: Option<&str>| value.map_or("nothing".into(), |value| format!("'{value}'"));
+        let (ours, theirs) = (shown(difference.ours), shown(difference.theirs));
+        let text = format!("{ours} in {}, {theirs} in {}", one.name, other.name);
+        found.push(Finding::bad(Level::Fail, difference.name, text, difference.remedy));
+    }
+    if found.is_empty() {
+        found.push(Finding::ok("namespace", format!("both are {}", namespace::digest(&one.facts))));
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn engine(name: &str, json: &str) -> Engine {
+        Engine { name: name.into(), ..serde_json::from_str(json).unwrap() }
+    }
+
+    fn levels(found: &[Finding]) -> Vec<(&str, Level)> {
+        found.iter().map(|finding| (finding.check.as_str(), finding.level)).collect()
+    }
+
+    #[test]
+    fn equal_facts_share() {
+        let text = r#"{"facts": {"model": "tiny", "none_hash": "aa"}, "engines": 1, "kv_load_failure_policy": "recompute"}"#;
+        let found = compare(&engine("a", text), &engine("b", text));
+        assert_eq!(levels(&found), [("namespace", Level::Ok)]);
+        assert!(super::super::passes(&found));
+    }
+
+    #[test]
+    fn every_difference_has_its_remedy() {
+        let one =
+            r#"{"facts": {"model": "tiny", "none_hash": "aa", "block_tokens": "16"}, "PYTHONHASHSEED": "0"}"#;
+        let other = r#"{"facts": {"model": "tiny", "none_hash": "random of e", "block_tokens": "32"},
+            "kv_load_failure_policy": "fail"}"#;
+        let found = compare(&engine("a", one), &engine("b", other));
+        let fail = Level::Fail;
+        assert_eq!(
+            levels(&found),
+            [
+                ("none_hash", fail),
+                ("kv_load_failure_policy", fail),
+                ("PYTHONHASHSEED", fail),
+                ("none_hash", fail),
+                ("block_tokens", fail),
+            ]
+        );
+        assert!(found.iter().all(|finding| finding.remedy.is_some()));
+        assert_eq!(found[4].text, "'16' in a, '32' in b");
+        assert!(!super::super::passes(&found));
+    }
+
+    #[test]
+    fn a_file_that_was_edited_is_noticed() {
+        let edited = format!(r#"{{"namespace": "{}", "facts": {{"model": "tiny"}}}}"#, "0".repeat(32));
+        let found = compare(&engine("a", &edited), &engine("b", r#"{"facts": {"model": "tiny"}}"#));
+        assert_eq!(levels(&found), [("namespace", Level::Warn)]);
+    }
+}

@@ -61,6 +61,7 @@ fn cuda_of_a_worker() {
 fn namespace_of_the_facts() {
     let digest = namespace::digest(&facts());
     assert_on_page("a namespace", &format!("`{digest}`"));
+    assert_on_page("a namespace's line", &namespace::line(&facts()));
     assert_on_page("a salted namespace", &format!("`{}`", namespace::salted(digest, [0x5a; 16])));
 }
 

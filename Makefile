@@ -32,7 +32,7 @@ demo: setup ## a real vLLM engine gets its KV back after a restart: table, and a
 test: test-rust test-loom test-sim test-python test-e2e ## all tests; no GPU needed
 
 test-rust: setup ## unit and property tests of the crates
-	cargo test --workspace --quiet
+	cargo test --workspace --features connector-shim/c --quiet
 
 test-loom: setup ## every interleaving of the rings and fences
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" \
@@ -64,7 +64,7 @@ sanitize: setup ## address and thread sanitizers over the Rust tests
 
 lint: setup ## formatting, clippy, ruff, mypy, and the rules of scripts/tidy
 	cargo fmt --all --check
-	cargo clippy --workspace --all-targets --features connector-shim/python --quiet -- -D warnings
+	cargo clippy --workspace --all-targets --features connector-shim/python,connector-shim/c --quiet -- -D warnings
 	ruff check .
 	ruff format --check .
 	mypy

@@ -1,4 +1,4 @@
-//! The engine's side of Pillion: what the connector calls, in plain Rust, and the Python module over it.
+//! The engine's side of Pillion: what the connector calls, in plain Rust, and the Python module and C interface over it.
 //!
 //! Job: hold one session with the sidecar ([`scheduler`], [`worker`]), write its requests into shared memory, answer
 //! "miss" whenever the sidecar is absent, slow or full, and finish loads that the sidecar cannot.
@@ -13,6 +13,10 @@
 extern crate self as connector_shim;
 
 mod arena;
+#[cfg(feature = "c")]
+#[allow(unsafe_code, reason = "exported names, and what C hands over by address (c/raw.rs)")]
+#[allow(unreachable_pub, reason = "C reaches it")]
+mod c;
 mod client;
 mod clock;
 mod connection;

@@ -6,7 +6,6 @@
 mod keys;
 
 use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::time::Duration;
@@ -15,7 +14,6 @@ use pyo3::create_exception;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
-use rustix::fs::{Mode, OFlags};
 use shm_protocol::handshake::{self, BlockRegion, Copier};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::LOG_KEYS;
@@ -276,7 +274,7 @@ impl WorkerSession {
             (false, false) => {
                 return Ok(argument("descriptors and pointers; a rank's memory is the host's or a GPU's")?);
             }
-            (_, true) => Memory::Host(fds.into_iter().map(duplicate).collect::<Result<_, _>>()?),
+            (_, true) => Memory::host(&fds)?,
             (true, false) => Memory::Gpu { pointers, cuts, stream },
         };
         let options = worker::Options { socket, engine, world_size, worker, memory };
@@ -403,14 +401,6 @@ fn copier(name: &str) -> Result<Copier, Failure> {
 
 fn block_list(ids: &Bound<'_, PyList>) -> PyResult<Vec<u32>> {
     ids.iter().map(|id| id.extract()).collect()
-}
-
-/// A descriptor of our own for a caller's.
-fn duplicate(fd: i32) -> Result<OwnedFd, Failure> {
-    let flags = OFlags::RDWR | OFlags::CLOEXEC;
-    rustix::fs::open(format!("/proc/self/fd/{fd}"), flags, Mode::empty()).or_else(|errno| {
-        argument(format!("descriptor {fd} cannot be opened for reading and writing: {errno}"))
-    })
 }
 
 /// Rust core of the package `pillion`; its interface is in `_shim.pyi`.

@@ -1,0 +1,695 @@
+/*
+ * Pillion's C interface: for engines that keep their KV cache in a Pillion sidecar. docs/c-api.md shows the order of calls.
+ *
+ * Written from connector-shim/src/c by `PILLION_WRITE_HEADER=1 cargo test -p connector-shim --test header`.
+ *
+ * Results. Every call that can fail returns a PillionStatus; its text is pillion_error_text(). Without a sidecar, or with
+ * one that is slow, full or gone, calls succeed and answer "miss": no hits, nothing posted. No call waits for a sidecar
+ * without a deadline. The process is ended in one case alone, and loudly: when a GPU's stream would wait for ever.
+ *
+ * Threads. A handle is used by one thread at a time, whichever; the caller sees to that. A second thread inside a call is
+ * told PILLION_STATUS_BUSY; only freeing a handle under another thread's call is undefined. Different handles are
+ * independent. A forked child may free its parent's handles, and nothing else.
+ *
+ * Memory. What is passed to a call must stay as it is until the call returns, and is not kept. What a call hands out
+ * belongs to the handle and is valid until the next call with that handle. Handles are freed by their _free call. A
+ * result's place may be uninitialised; a failed call leaves it as it is.
+ *
+ * Units. Blocks are numbered from 0 in the engine's memory (ids), and from 0 in a request (places in its log). Sizes are
+ * bytes, unless their name says otherwise. `stream` is a CUstream as a number; 0 with host memory.
+ */
+
+#ifndef PILLION_H
+#define PILLION_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/**
+ * What became of a call. Without a sidecar, or with one that is slow or full, a call succeeds and the answer is "miss".
+ */
+typedef enum PillionStatus {
+  /**
+   * Done.
+   */
+  PILLION_STATUS_OK = 0,
+  /**
+   * An argument that cannot be: correct the caller.
+   */
+  PILLION_STATUS_ARGUMENT = 1,
+  /**
+   * The sidecar refuses this engine: do what the text says.
+   */
+  PILLION_STATUS_REFUSED = 2,
+  /**
+   * The KV memory cannot be shared with the sidecar: run without the cache.
+   */
+  PILLION_STATUS_MEMORY = 3,
+  /**
+   * The GPU's driver failed.
+   */
+  PILLION_STATUS_DEVICE = 4,
+  /**
+   * The bytes are no plan of this release: use one release in all processes of the engine.
+   */
+  PILLION_STATUS_PLAN = 5,
+  /**
+   * A forked child used its parent's handle: make one in the child.
+   */
+  PILLION_STATUS_FORKED = 6,
+  /**
+   * Another thread is inside a call with this handle: let one thread at a time use it.
+   */
+  PILLION_STATUS_BUSY = 7,
+  /**
+   * A fault of Pillion, described on stderr; the handle only answers this from now on.
+   */
+  PILLION_STATUS_INTERNAL = 8,
+} PillionStatus;
+
+/**
+ * Kinds of extra keys, in the order in which those of one block are given.
+ */
+enum PillionExtraKind
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /**
+   * The request's LoRA adapter, on every block: `text` is its name, `path` where it was loaded from.
+   */
+  PILLION_EXTRA_KIND_LORA = 1,
+  /**
+   * An image or the like that reaches into the block: `text` identifies it, `offset` is where it begins.
+   */
+  PILLION_EXTRA_KIND_MULTIMODAL = 2,
+  /**
+   * The request's cache salt, on its first block: `text`.
+   */
+  PILLION_EXTRA_KIND_CACHE_SALT = 3,
+  /**
+   * Prompt embeddings: `bytes` is their SHA-256.
+   */
+  PILLION_EXTRA_KIND_PROMPT_EMBEDS = 4,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum PillionExtraKind PillionExtraKind;
+#else
+typedef uint32_t PillionExtraKind;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/**
+ * The hashes of one request's blocks.
+ */
+typedef struct PillionKeys PillionKeys;
+
+/**
+ * The session of an engine's scheduler, one for each engine.
+ */
+typedef struct PillionScheduler PillionScheduler;
+
+/**
+ * The session of one rank.
+ */
+typedef struct PillionWorker PillionWorker;
+
+/**
+ * A text, UTF-8 with a zero at its end.
+ */
+typedef const char *PillionText;
+
+/**
+ * `count` items side by side. NULL where there are none.
+ */
+typedef struct PillionItemsU32 {
+  /**
+   * The first item.
+   */
+  const uint32_t *items;
+  /**
+   * How many there are.
+   */
+  size_t count;
+} PillionItemsU32;
+
+/**
+ * `count` items side by side. NULL where there are none.
+ */
+typedef struct PillionItemsU8 {
+  /**
+   * The first item.
+   */
+  const uint8_t *items;
+  /**
+   * How many there are.
+   */
+  size_t count;
+} PillionItemsU8;
+
+/**
+ * What else than tokens a block's KV depends on. What its kind does not name is ignored.
+ */
+typedef struct PillionExtraKey {
+  /**
+   * The block, counted from the first that was not full before the call.
+   */
+  uint32_t block;
+  /**
+   * A PillionExtraKind.
+   */
+  uint32_t kind;
+  /**
+   * See the kinds.
+   */
+  PillionText text;
+  /**
+   * See the kinds.
+   */
+  PillionText path;
+  /**
+   * In tokens from the block's begin; negative if before it.
+   */
+  int64_t offset;
+  /**
+   * See the kinds.
+   */
+  struct PillionItemsU8 bytes;
+} PillionExtraKey;
+
+/**
+ * `count` items side by side. NULL where there are none.
+ */
+typedef struct PillionItemsExtraKey {
+  /**
+   * The first item.
+   */
+  const struct PillionExtraKey *items;
+  /**
+   * How many there are.
+   */
+  size_t count;
+} PillionItemsExtraKey;
+
+/**
+ * The hash of a block and of all before it; one of 16 bytes is padded with zeros.
+ */
+typedef struct PillionHash {
+  /**
+   * The bytes.
+   */
+  uint8_t bytes[32];
+} PillionHash;
+
+/**
+ * `count` items side by side. NULL where there are none.
+ */
+typedef struct PillionItemsHash {
+  /**
+   * The first item.
+   */
+  const struct PillionHash *items;
+  /**
+   * How many there are.
+   */
+  size_t count;
+} PillionItemsHash;
+
+/**
+ * 16 random bytes that name one run of an engine; see `getrandom(2)`.
+ */
+typedef struct PillionRun {
+  /**
+   * The bytes.
+   */
+  uint8_t bytes[16];
+} PillionRun;
+
+/**
+ * What a scheduler's session needs to know.
+ */
+typedef struct PillionSchedulerOptions {
+  /**
+   * Path of the sidecar's socket.
+   */
+  PillionText socket;
+  /**
+   * Name of this engine, 1 to 256 bytes: the same in its scheduler and its workers, and no other engine's.
+   */
+  PillionText engine;
+  /**
+   * Workers of the engine, 1 to 64.
+   */
+  uint32_t world_size;
+  /**
+   * This run of the engine.
+   */
+  struct PillionRun run;
+  /**
+   * The longest that all queries of one step may wait together, in microseconds; at most 10,000,000. 2,000 is usual.
+   */
+  uint64_t query_budget_us;
+  /**
+   * Whether the sidecar writes loaded blocks into the engine's memory; else the workers copy them. As in
+   * PillionWorkerOptions.
+   */
+  bool sidecar_copies;
+  /**
+   * Whether a load may begin as soon as the step before its own is done: true only where a step neither zeroes nor
+   * copies blocks before its work.
+   */
+  bool early_loads;
+} PillionSchedulerOptions;
+
+/**
+ * What is known of a scheduler's session.
+ */
+typedef struct PillionSchedulerState {
+  /**
+   * Connections so far. When it changes, all logs and leases are void: open logs anew.
+   */
+  uint64_t generation;
+  /**
+   * Blocks whose save is not over: the engine must keep them as they are, or give them up.
+   */
+  uint64_t saving;
+  /**
+   * Whether a sidecar is there, as far as is known.
+   */
+  bool connected;
+  /**
+   * The next message for the engine's log, or NULL; each is handed over once.
+   */
+  const char *notice;
+} PillionSchedulerState;
+
+/**
+ * One run of bytes in every block: block `b` has `bytes` bytes at `offset + b * stride` of a memory.
+ */
+typedef struct PillionRegion {
+  /**
+   * Which of the descriptors, or of the pointers, counted from 0.
+   */
+  uint32_t memory;
+  /**
+   * Where block 0 begins, in bytes.
+   */
+  uint64_t offset;
+  /**
+   * From one block to the next, in bytes; at least `bytes`.
+   */
+  uint64_t stride;
+  /**
+   * Length of the run.
+   */
+  uint64_t bytes;
+} PillionRegion;
+
+/**
+ * `count` items side by side. NULL where there are none.
+ */
+typedef struct PillionItemsRegion {
+  /**
+   * The first item.
+   */
+  const struct PillionRegion *items;
+  /**
+   * How many there are.
+   */
+  size_t count;
+} PillionItemsRegion;
+
+/**
+ * One of the facts that make the bytes of two engines interchangeable. The same facts are the same namespace.
+ */
+typedef struct PillionFact {
+  /**
+   * Its name.
+   */
+  PillionText name;
+  /**
+   * Its value.
+   */
+  PillionText value;
+} PillionFact;
+
+/**
+ * `count` items side by side. NULL where there are none.
+ */
+typedef struct PillionItemsFact {
+  /**
+   * The first item.
+   */
+  const struct PillionFact *items;
+  /**
+   * How many there are.
+   */
+  size_t count;
+} PillionItemsFact;
+
+/**
+ * `count` items side by side. NULL where there are none.
+ */
+typedef struct PillionItemsI32 {
+  /**
+   * The first item.
+   */
+  const int32_t *items;
+  /**
+   * How many there are.
+   */
+  size_t count;
+} PillionItemsI32;
+
+/**
+ * `count` items side by side. NULL where there are none.
+ */
+typedef struct PillionItemsU64 {
+  /**
+   * The first item.
+   */
+  const uint64_t *items;
+  /**
+   * How many there are.
+   */
+  size_t count;
+} PillionItemsU64;
+
+/**
+ * What a worker's session needs to know. Either `descriptors` or `pointers` are given.
+ */
+typedef struct PillionWorkerOptions {
+  /**
+   * As in PillionSchedulerOptions.
+   */
+  PillionText socket;
+  /**
+   * As in PillionSchedulerOptions.
+   */
+  PillionText engine;
+  /**
+   * As in PillionSchedulerOptions.
+   */
+  uint32_t world_size;
+  /**
+   * This worker's number, below `world_size`.
+   */
+  uint32_t rank;
+  /**
+   * Which part of every block lies here: `rank / (world_size / shards)`.
+   */
+  uint32_t shard;
+  /**
+   * Distinct parts of a block over all ranks, a divisor of `world_size`: fewer than ranks where ranks hold equal bytes.
+   */
+  uint32_t shards;
+  /**
+   * Blocks in the memory; a block's id is below it. Block 0 is never saved.
+   */
+  uint32_t blocks;
+  /**
+   * Whether the sidecar writes loaded blocks: true on a GPU; on a host false keeps a frozen sidecar from writing late.
+   */
+  bool sidecar_copies;
+  /**
+   * What a block consists of, in the order of its bytes in the cache; 1 to 1,024.
+   */
+  struct PillionItemsRegion regions;
+  /**
+   * At most 256.
+   */
+  struct PillionItemsFact facts;
+  /**
+   * Host memory, by descriptors of shared memory (memfd_create(2)) that can be written; at most 64. They stay the
+   * caller's and may be closed after the call.
+   */
+  struct PillionItemsI32 descriptors;
+  /**
+   * GPU memory, by CUDA device pointers into allocations that can be exported (cudaMalloc); at most 64. The
+   * calling thread's context is the GPU's; the memory is freed after pillion_worker_free only.
+   */
+  struct PillionItemsU64 pointers;
+  /**
+   * With `pointers`: ascending ends of the parts of a block in which a load is delivered, in bytes, the last one the
+   * block's; at most 255.
+   */
+  struct PillionItemsU64 cuts;
+  /**
+   * With `pointers`: the CUstream on which the engine computes.
+   */
+  uint64_t stream;
+} PillionWorkerOptions;
+
+/**
+ * What is known of a worker's session.
+ */
+typedef struct PillionWorkerState {
+  /**
+   * Connections so far.
+   */
+  uint64_t generation;
+  /**
+   * Whether a sidecar is there, as far as is known.
+   */
+  bool connected;
+  /**
+   * The namespace of this rank's blocks, 32 hex digits; empty while no sidecar has named it.
+   */
+  const char *namespace_id;
+  /**
+   * The next message for the engine's log, or NULL; each is handed over once.
+   */
+  const char *notice;
+} PillionWorkerState;
+
+/**
+ * The end of a load.
+ */
+typedef struct PillionLoaded {
+  /**
+   * Whether there is an end to tell; if not, the rest says nothing.
+   */
+  bool ended;
+  /**
+   * Number of the load, the same as its plan's.
+   */
+  uint64_t op;
+  /**
+   * Blocks that do not hold what was asked for and must be computed; then pillion_scheduler_void_saves is due.
+   */
+  struct PillionItemsU32 failed;
+} PillionLoaded;
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+/**
+ * The release of this library, such as "0.1.0". Valid for ever.
+ */
+const char *pillion_version(void);
+
+/**
+ * Why the last failed call of this thread failed, and what to do; empty before the first. Valid until the next
+ * failed call of this thread.
+ */
+const char *pillion_error_text(void);
+
+/**
+ * Begins the hashes of a request. The arguments are those facts of the namespace that say how its keys are made, word
+ * for word: `hash_algorithm` (such as "sha256"), `none_hash` (hex digits), `extra_keys` ("tagged" or "bare"), and
+ * `block_tokens`.
+ */
+enum PillionStatus pillion_keys_new(PillionText hash_algorithm,
+                                    PillionText none_hash,
+                                    PillionText extra_keys,
+                                    uint32_t block_tokens,
+                                    struct PillionKeys **keys);
+
+/**
+ * Frees the handle; NULL is allowed.
+ */
+void pillion_keys_free(struct PillionKeys *keys);
+
+/**
+ * Appends tokens. `extra` is empty for most requests; keys of a block that stays partial are to be given again when it
+ * fills. `hashes` becomes all hashes so far, one for each full block from the first on, valid until the next call with
+ * this handle. May be NULL.
+ */
+enum PillionStatus pillion_keys_append(const struct PillionKeys *keys,
+                                       struct PillionItemsU32 tokens,
+                                       struct PillionItemsExtraKey extra,
+                                       struct PillionItemsHash *hashes);
+
+/**
+ * Connects to the sidecar, or leaves that to the background while none is there. To be called after the workers'
+ * connections, if both are in one process.
+ */
+enum PillionStatus pillion_scheduler_connect(const struct PillionSchedulerOptions *options,
+                                             struct PillionScheduler **scheduler);
+
+/**
+ * Leaves the sidecar and frees the handle; NULL is allowed. Saves that are not over are dropped, leases end.
+ */
+void pillion_scheduler_free(struct PillionScheduler *scheduler);
+
+/**
+ * Opens a log: the list of one request's block hashes, from its first block on. `log` becomes -1 while there is no
+ * sidecar or no room; every call with such a log does nothing and answers "miss".
+ */
+enum PillionStatus pillion_scheduler_open(const struct PillionScheduler *scheduler,
+                                          int64_t *log);
+
+/**
+ * Appends hashes, the first of which is the request's block `start`, which must be the log's length so far. `length`
+ * becomes the log's length: unchanged where there is no room for all of them, 0 where the log is void. May be NULL.
+ */
+enum PillionStatus pillion_scheduler_append(const struct PillionScheduler *scheduler,
+                                            int64_t log,
+                                            uint32_t start,
+                                            struct PillionItemsHash hashes,
+                                            uint32_t *length);
+
+/**
+ * Asks how many of the log's blocks `start..start + count` the cache holds from `start` on, and waits for the answer
+ * within the step's budget. `hits` becomes that number, and the log holds a lease on these blocks, which ends by
+ * load, release, close, another query or time; or -1: not known yet, ask again in a later step.
+ */
+enum PillionStatus pillion_scheduler_query(const struct PillionScheduler *scheduler,
+                                           int64_t log,
+                                           uint32_t start,
+                                           uint32_t count,
+                                           int64_t *hits);
+
+/**
+ * Promises that in step `step` every worker loads the log's blocks from `start` on into the engine's blocks named by
+ * `blocks`, and uses up the lease. `plan` becomes what pillion_worker_load takes, to be handed to every worker; it is
+ * valid until the next call with this handle. No bytes: no lease covers these blocks (any more), load nothing.
+ * `sync`: the step needs the blocks; else the request waits until every worker's pillion_worker_poll told the end.
+ */
+enum PillionStatus pillion_scheduler_load(const struct PillionScheduler *scheduler,
+                                          int64_t log,
+                                          uint32_t start,
+                                          struct PillionItemsU32 blocks,
+                                          uint64_t step,
+                                          bool sync,
+                                          struct PillionItemsU8 *plan);
+
+/**
+ * Saves the log's blocks from `start` on from the engine's blocks named by `blocks`, once every worker said that step
+ * `step` is done. They must stay as they are until the save is over (PillionSchedulerState), or be given up before.
+ * `posted` becomes false where the save was dropped for lack of a sidecar or of room. May be NULL.
+ */
+enum PillionStatus pillion_scheduler_save(const struct PillionScheduler *scheduler,
+                                          int64_t log,
+                                          uint32_t start,
+                                          struct PillionItemsU32 blocks,
+                                          uint64_t step,
+                                          bool *posted);
+
+/**
+ * Gives up every unfinished save of these blocks. To be called before a load into them, and, in the step that may
+ * overwrite them, before its own saves and its pillion_scheduler_end_step: a save given up later may keep wrong bytes.
+ */
+enum PillionStatus pillion_scheduler_overwrite(const struct PillionScheduler *scheduler,
+                                               struct PillionItemsU32 blocks);
+
+/**
+ * Gives up every unfinished save: to be called when a load failed and blocks may have been computed upon it.
+ */
+enum PillionStatus pillion_scheduler_void_saves(const struct PillionScheduler *scheduler);
+
+/**
+ * Ends the log's lease, if it has one: the engine will not load.
+ */
+enum PillionStatus pillion_scheduler_release(const struct PillionScheduler *scheduler, int64_t log);
+
+/**
+ * Closes a log when its request is over. Loads and saves that were promised go on.
+ */
+enum PillionStatus pillion_scheduler_close(const struct PillionScheduler *scheduler, int64_t log);
+
+/**
+ * Forgets what this engine kept: unfinished saves are given up, and nothing saved before is served to it any more. For
+ * new weights, for example.
+ */
+enum PillionStatus pillion_scheduler_reset(const struct PillionScheduler *scheduler);
+
+/**
+ * Ends the scheduling of a step: all that was posted becomes visible to the sidecar, finished saves are counted, the
+ * budget of queries is whole again. To be called before the workers begin that step. `state` may be NULL; its notice
+ * is valid until the next call with this handle.
+ */
+enum PillionStatus pillion_scheduler_end_step(const struct PillionScheduler *scheduler,
+                                              struct PillionSchedulerState *state);
+
+/**
+ * Shows a rank's KV memory to the sidecar, or leaves that to the background while none is there. Fails where the
+ * sidecar refuses, and the text says why.
+ */
+enum PillionStatus pillion_worker_connect(const struct PillionWorkerOptions *options,
+                                          struct PillionWorker **worker);
+
+/**
+ * Leaves the sidecar and frees the handle; NULL is allowed. Loads in progress end by themselves.
+ */
+void pillion_worker_free(struct PillionWorker *worker);
+
+/**
+ * What is known of the session; its texts are valid until the next call with this handle.
+ */
+enum PillionStatus pillion_worker_state(const struct PillionWorker *worker,
+                                        struct PillionWorkerState *state);
+
+/**
+ * Step `step` of run `run` begins: blocks are as the scheduler meant them, loads of the step may be written. On a GPU,
+ * once `stream` gets there. Steps are numbered by the scheduler from 1 on and never go back.
+ */
+enum PillionStatus pillion_worker_start(const struct PillionWorker *worker,
+                                        const struct PillionRun *run,
+                                        uint64_t step,
+                                        uint64_t stream);
+
+/**
+ * The KV of step `step` is written; on a GPU, once `stream` gets there. Not to be called for a step computed upon blocks
+ * that were not loaded, until the scheduler voided its saves. `wake`: a load or save waits for this step, so wake a
+ * sleeping sidecar.
+ */
+enum PillionStatus pillion_worker_done(const struct PillionWorker *worker,
+                                       uint64_t step,
+                                       bool wake,
+                                       uint64_t stream);
+
+/**
+ * Carries out this rank's part of a load, after pillion_worker_start of its step. A synchronous one has ended when the
+ * call returns, or, on a GPU, `stream` waits for it: with `by_cuts` not at once, but where pillion_worker_wait_cut says.
+ * An asynchronous one goes on; pillion_worker_poll tells its end. `loaded.failed` is valid until the next call with this
+ * handle.
+ */
+enum PillionStatus pillion_worker_load(const struct PillionWorker *worker,
+                                       struct PillionItemsU8 plan,
+                                       uint64_t stream,
+                                       bool by_cuts,
+                                       struct PillionLoaded *loaded);
+
+/**
+ * On a GPU: `stream` waits for cut `cut` (counted from 0) of every synchronous load of the step, and for those before
+ * it. To be called for the last cut, at the latest before the step ends.
+ */
+enum PillionStatus pillion_worker_wait_cut(const struct PillionWorker *worker,
+                                           uint32_t cut,
+                                           uint64_t stream);
+
+/**
+ * Tells the end of one asynchronous load, each once. `loaded.failed` is valid until the next call with this handle.
+ */
+enum PillionStatus pillion_worker_poll(const struct PillionWorker *worker,
+                                       struct PillionLoaded *loaded);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* PILLION_H */

@@ -1,0 +1,113 @@
+//! What C is told of a call: a status, and a text for people.
+
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use crate::error::ShimError;
+
+/// What became of a call. Without a sidecar, or with one that is slow or full, a call succeeds and the answer is "miss".
+#[repr(C)]
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum Status {
+    /// Done.
+    Ok = 0,
+    /// An argument that cannot be: correct the caller.
+    Argument = 1,
+    /// The sidecar refuses this engine: do what the text says.
+    Refused = 2,
+    /// The KV memory cannot be shared with the sidecar: run without the cache.
+    Memory = 3,
+    /// The GPU's driver failed.
+    Device = 4,
+    /// The bytes are no plan of this release: use one release in all processes of the engine.
+    Plan = 5,
+    /// A forked child used its parent's handle: make one in the child.
+    Forked = 6,
+    /// Another thread is inside a call with this handle: let one thread at a time use it.
+    Busy = 7,
+    /// A fault of Pillion, described on stderr; the handle only answers this from now on.
+    Internal = 8,
+}
+
+/// A failed call: what C is told.
+#[derive(Debug)]
+pub(super) struct Failure {
+    pub(super) status: Status,
+    pub(super) text: String,
+}
+
+thread_local! {
+    static ERROR_TEXT: RefCell<CString> = RefCell::default();
+}
+
+// === exported ===
+
+/// The release of this library, such as "0.1.0". Valid for ever.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_version() -> *const c_char {
+    const VERSION: &CStr =
+        match CStr::from_bytes_with_nul(concat!(env!("CARGO_PKG_VERSION"), "\0").as_bytes()) {
+            Ok(version) => version,
+            Err(_) => unreachable!(),
+        };
+    VERSION.as_ptr()
+}
+
+/// Why the last failed call of this thread failed, and what to do; empty before the first. Valid until the next
+/// failed call of this thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_error_text() -> *const c_char {
+    // A thread that is ending has no text any more.
+    ERROR_TEXT.try_with(|text| text.borrow().as_ptr()).unwrap_or(c"".as_ptr())
+}
+
+// === impl Failure ===
+
+impl From<ShimError> for Failure {
+    fn from(error: ShimError) -> Self {
+        let status = match &error {
+            ShimError::Argument(_) | ShimError::Key(_) => Status::Argument,
+            ShimError::Plan(_) => Status::Plan,
+            ShimError::Memory(_) | ShimError::Export(_) => Status::Memory,
+            ShimError::Cuda(_) | ShimError::Probe(_) | ShimError::NoRescueStream { .. } => Status::Device,
+            ShimError::Refused(_) => Status::Refused,
+            ShimError::Forked { .. } => Status::Forked,
+        };
+        Self { status, text: error.to_string() }
+    }
+}
+
+impl Failure {
+    pub(super) fn argument(text: impl Into<String>) -> Self {
+        Self { status: Status::Argument, text: text.into() }
+    }
+
+    pub(super) fn internal() -> Self {
+        let text = "pillion met an internal error, printed on stderr; restart the engine and report it";
+        Self { status: Status::Internal, text: text.into() }
+    }
+}
+
+/// Runs a call; whatever happens in it, C gets a status.
+pub(super) fn answer(call: impl FnOnce() -> Result<(), Failure>) -> Status {
+    let failure = match catch_unwind(AssertUnwindSafe(call)) {
+        Ok(Ok(())) => return Status::Ok,
+        Ok(Err(failure)) => failure,
+        Err(_) => Failure::internal(),
+    };
+    let text = CString::new(failure.text.replace('\0', " ")).expect("its zeros were replaced");
+    // A thread that is ending has no place for it; the status is what counts.
+    let _ = ERROR_TEXT.try_with(|last| last.replace(text));
+    failure.status
+}
+
+/// A pointer that must not be NULL.
+pub(super) fn given<T>(name: &str, pointer: Option<T>) -> Result<T, Failure> {
+    pointer.ok_or_else(|| Failure::argument(format!("{name} is NULL")))
+}
+
+#[cfg(test)]
+pub(super) fn last_text() -> String {
+    ERROR_TEXT.with(|text| text.borrow().to_str().expect("a String before").to_owned())
+}

@@ -1,0 +1,116 @@
+//! What the handles have in common.
+
+use std::collections::VecDeque;
+use std::ffi::{CString, c_char};
+use std::ptr;
+use std::sync::{Mutex, TryLockError};
+
+use super::error::{Failure, Status};
+use crate::error::ShimError;
+
+/// 16 random bytes that name one run of an engine; see `getrandom(2)`.
+#[repr(C)]
+#[derive(Copy, Clone, Debug)]
+pub struct Run {
+    /// The bytes.
+    pub bytes: [u8; 16],
+}
+
+/// What a handle points at.
+#[derive(Debug)]
+pub(super) struct Guarded<S> {
+    session: Mutex<S>,
+    owner: u32,
+}
+
+/// Messages for the engine's log, handed over one by one.
+#[derive(Debug, Default)]
+pub(super) struct Notices {
+    waiting: VecDeque<String>,
+    told: CString,
+}
+
+// === impl Guarded ===
+
+impl<S> Guarded<S> {
+    pub(super) fn new(session: S) -> Self {
+        Self { session: Mutex::new(session), owner: std::process::id() }
+    }
+
+    /// One call. A forked child is refused before the lock, which its parent may have held.
+    pub(super) fn enter<T>(&self, call: impl FnOnce(&mut S) -> Result<T, Failure>) -> Result<T, Failure> {
+        if self.is_forked() {
+            return Err(ShimError::Forked { owner: self.owner }.into());
+        }
+        let mut session = self.session.try_lock().map_err(|error| match error {
+            TryLockError::Poisoned(_) => Failure::internal(),
+            TryLockError::WouldBlock => {
+                let text =
+                    "another thread is inside a call with this handle; let one thread at a time use it";
+                Failure { status: Status::Busy, text: text.into() }
+            }
+        })?;
+        call(&mut session)
+    }
+
+    fn is_forked(&self) -> bool {
+        std::process::id() != self.owner
+    }
+
+    /// The end of a handle: `leave` says good-bye, but not for the parent of a forked child.
+    pub(super) fn end(mut self, leave: impl FnOnce(&mut S)) {
+        if !self.is_forked()
+            && let Ok(session) = self.session.get_mut()
+        {
+            leave(session);
+        }
+    }
+}
+
+// === impl Notices ===
+
+impl Notices {
+    /// The next message, valid until the next one is asked for; NULL where there is none.
+    pub(super) fn next(&mut self, more: impl FnOnce() -> Vec<String>) -> *const c_char {
+        self.waiting.extend(more());
+        match self.waiting.pop_front() {
+            None => ptr::null(),
+            Some(text) => {
+                self.told = CString::new(text.replace('\0', " ")).expect("its zeros were replaced");
+                self.told.as_ptr()
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::error::{answer, given, last_text};
+    use super::*;
+
+    #[test]
+    fn a_panic_is_a_status_and_ends_the_handle_alone() {
+        let handle = Guarded::new(1);
+        let panics = || handle.enter(|_| -> Result<(), Failure> { panic!("on purpose") });
+        assert_eq!(answer(panics), Status::Internal);
+        assert_eq!(answer(|| handle.enter(|_| Ok(()))), Status::Internal, "its session may be half changed");
+        assert_eq!(answer(|| Guarded::new(2).enter(|_| Ok(()))), Status::Ok);
+        assert!(last_text().contains("report it"), "a success leaves the text");
+    }
+
+    #[test]
+    fn two_threads_in_one_handle_are_told_so() {
+        let handle = Guarded::new(1);
+        let nested = || handle.enter(|_| handle.enter(|_| Ok(())));
+        assert_eq!(answer(nested), Status::Busy);
+        assert_eq!(answer(|| handle.enter(|_| Ok(()))), Status::Ok);
+    }
+
+    #[test]
+    fn a_text_reaches_c_whole() {
+        assert_eq!(answer(|| Err(Failure::argument("one\0two"))), Status::Argument);
+        assert_eq!(last_text(), "one two");
+        assert_eq!(answer(|| given("log", None::<&u8>).map(drop)), Status::Argument);
+        assert_eq!(last_text(), "log is NULL");
+    }
+}

@@ -1,0 +1,180 @@
+//! `pillion_keys_*`: the block hashes of one request, derived from its tokens as vLLM derives them.
+
+use std::mem::MaybeUninit;
+
+use shm_protocol::key::{Algorithm, Chain, ExtraForm, ExtraKey as Extra};
+
+use super::error::{Failure, Status, answer, given};
+use super::handle::Guarded;
+use super::raw::{Items, Text};
+use crate::error::ShimError;
+
+/// The hashes of one request's blocks.
+#[derive(Debug)]
+pub struct Keys(Guarded<State>);
+
+#[derive(Debug)]
+struct State {
+    chain: Chain,
+    block_tokens: usize,
+}
+
+/// The hash of a block and of all before it; one of 16 bytes is padded with zeros.
+#[repr(C)]
+#[derive(Copy, Clone, Debug)]
+pub struct Hash {
+    /// The bytes.
+    pub bytes: [u8; 32],
+}
+
+/// Kinds of extra keys, in the order in which those of one block are given.
+#[repr(u32)]
+#[derive(Copy, Clone, Debug)]
+pub enum ExtraKind {
+    /// The request's LoRA adapter, on every block: `text` is its name, `path` where it was loaded from.
+    Lora = 1,
+    /// An image or the like that reaches into the block: `text` identifies it, `offset` is where it begins.
+    Multimodal = 2,
+    /// The request's cache salt, on its first block: `text`.
+    CacheSalt = 3,
+    /// Prompt embeddings: `bytes` is their SHA-256.
+    PromptEmbeds = 4,
+}
+
+/// What else than tokens a block's KV depends on. What its kind does not name is ignored.
+#[repr(C)]
+#[derive(Debug)]
+pub struct ExtraKey {
+    /// The block, counted from the first that was not full before the call.
+    pub block: u32,
+    /// A PillionExtraKind.
+    pub kind: u32,
+    /// See the kinds.
+    pub text: Text,
+    /// See the kinds.
+    pub path: Text,
+    /// In tokens from the block's begin; negative if before it.
+    pub offset: i64,
+    /// See the kinds.
+    pub bytes: Items<u8>,
+}
+
+// === exported ===
+
+/// Begins the hashes of a request. The arguments are those facts of the namespace that say how its keys are made, word
+/// for word: `hash_algorithm` (such as "sha256"), `none_hash` (hex digits), `extra_keys` ("tagged" or "bare"), and
+/// `block_tokens`.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_keys_new(
+    hash_algorithm: Text,
+    none_hash: Text,
+    extra_keys: Text,
+    block_tokens: u32,
+    keys: Option<&mut MaybeUninit<Box<Keys>>>,
+) -> Status {
+    answer(|| {
+        let out = given("keys", keys)?;
+        let algorithm: Algorithm = hash_algorithm.get("hash_algorithm")?.parse().map_err(ShimError::from)?;
+        let form: ExtraForm = extra_keys.get("extra_keys")?.parse().map_err(ShimError::from)?;
+        let none_hash = bytes_of(none_hash.get("none_hash")?)?;
+        let chain = Chain::new(algorithm, &none_hash, block_tokens).map_err(ShimError::from)?;
+        let state = State { chain: chain.with_form(form), block_tokens: block_tokens as usize };
+        out.write(Box::new(Keys(Guarded::new(state))));
+        Ok(())
+    })
+}
+
+/// Frees the handle; NULL is allowed.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_keys_free(keys: Option<Box<Keys>>) {
+    answer(|| {
+        drop(keys);
+        Ok(())
+    });
+}
+
+/// Appends tokens. `extra` is empty for most requests; keys of a block that stays partial are to be given again when it
+/// fills. `hashes` becomes all hashes so far, one for each full block from the first on, valid until the next call with
+/// this handle. May be NULL.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_keys_append(
+    keys: Option<&Keys>,
+    tokens: Items<u32>,
+    extra: Items<ExtraKey>,
+    hashes: Option<&mut MaybeUninit<Items<Hash>>>,
+) -> Status {
+    answer(|| {
+        given("keys", keys)?.0.enter(|state| {
+            let tokens = tokens.get("tokens")?;
+            // A block that was partial before may become full too.
+            let blocks = tokens.len() / state.block_tokens + 1;
+            let extra = extra_by_block(extra.get("extra")?, blocks)?;
+            state.chain.append_with(tokens, &extra).map_err(ShimError::from)?;
+            if let Some(hashes) = hashes {
+                hashes.write(Items::of_hashes(state.chain.hashes()));
+            }
+            Ok(())
+        })
+    })
+}
+
+/// The extra keys of each block, as many blocks as have any.
+fn extra_by_block(extra: &[ExtraKey], blocks: usize) -> Result<Vec<Vec<Extra>>, Failure> {
+    let mut by_block: Vec<Vec<Extra>> = Vec::new();
+    for key in extra {
+        let block = key.block as usize;
+        if block >= blocks {
+            let text = format!("an extra key of block {block}, but these tokens reach into {blocks} blocks");
+            return Err(Failure::argument(text));
+        }
+        if by_block.len() <= block {
+            by_block.resize(block + 1, Vec::new());
+        }
+        by_block[block].push(key.read()?);
+    }
+    Ok(by_block)
+}
+
+fn bytes_of(hex: &str) -> Result<Vec<u8>, Failure> {
+    let wrong = || Failure::argument(format!("none_hash is '{hex}'; it must be pairs of hex digits"));
+    let digit = |digit: u8| char::from(digit).to_digit(16).map(|value| value as u8).ok_or_else(wrong);
+    let (pairs, rest) = hex.as_bytes().as_chunks::<2>();
+    if !rest.is_empty() {
+        return Err(wrong());
+    }
+    pairs.iter().map(|[high, low]| Ok(digit(*high)? << 4 | digit(*low)?)).collect()
+}
+
+// === impl ExtraKey ===
+
+impl ExtraKey {
+    fn read(&self) -> Result<Extra, Failure> {
+        let text = || Ok::<_, Failure>(self.text.get("an extra key's text")?.to_owned());
+        match self.kind {
+            kind if kind == ExtraKind::Lora as u32 => {
+                Ok(Extra::Lora { name: text()?, path: self.path.get("a LoRA key's path")?.to_owned() })
+            }
+            kind if kind == ExtraKind::Multimodal as u32 => {
+                Ok(Extra::Multimodal { identifier: text()?, offset: self.offset })
+            }
+            kind if kind == ExtraKind::CacheSalt as u32 => Ok(Extra::CacheSalt(text()?)),
+            kind if kind == ExtraKind::PromptEmbeds as u32 => {
+                Ok(Extra::PromptEmbeds(self.bytes.get("an extra key's bytes")?.to_vec()))
+            }
+            kind => Err(Failure::argument(format!("an extra key of kind {kind}; see PillionExtraKind"))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hex_digits_come_in_pairs() {
+        assert_eq!(bytes_of("00fFa1").unwrap(), [0, 0xff, 0xa1]);
+        for wrong in ["0", "0g", "+1", "é"] {
+            assert!(bytes_of(wrong).unwrap_err().text.contains("hex digits"), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! What crosses the boundary by address: the only unsafe code of the C interface.
+//!
+//! The types here are made by C as `pillion.h` describes them, or from a slice. That what they name is there, unchanged
+//! during the call, is the header's contract, exactly as it is for a reference among a function's parameters.
+
+use std::ffi::{CStr, c_char};
+
+use shm_protocol::key::BlockHash;
+
+use super::error::Failure;
+use super::keys::Hash;
+
+/// `count` items side by side. NULL where there are none.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Items<T> {
+    /// The first item.
+    items: *const T,
+    /// How many there are.
+    count: usize,
+}
+
+/// A text, UTF-8 with a zero at its end.
+#[repr(transparent)]
+#[derive(Debug)]
+pub struct Text(*const c_char);
+
+const _: () = assert!(size_of::<Hash>() == size_of::<BlockHash>() && align_of::<BlockHash>() == 1);
+
+// === impl Items ===
+
+impl<T> Items<T> {
+    /// What C reads until the slice is gone.
+    pub(super) fn of(slice: &[T]) -> Self {
+        Self { items: slice.as_ptr(), count: slice.len() }
+    }
+
+    pub(super) fn get(&self, name: &str) -> Result<&[T], Failure> {
+        if self.count == 0 {
+            return Ok(&[]);
+        }
+        let bytes = self.count.checked_mul(size_of::<T>()).filter(|bytes| *bytes <= isize::MAX as usize);
+        if self.items.is_null() || !self.items.is_aligned() || bytes.is_none() {
+            return Err(Failure::argument(format!(
+                "{name}: {} items at {:p}, which is no address of so many",
+                self.count, self.items
+            )));
+        }
+        // SAFETY: not null, aligned, and no longer than a slice can be, as was just checked. That `count` items are
+        // there, initialised and unchanged while the call lasts, is the contract under which C makes an `Items`; one
+        // made by `of` comes from a slice and is handed to C alone.
+        Ok(unsafe { std::slice::from_raw_parts(self.items, self.count) })
+    }
+}
+
+impl Items<Hash> {
+    /// Hashes as C sees them.
+    pub(super) fn of_hashes(hashes: &[BlockHash]) -> Self {
+        Self { items: hashes.as_ptr().cast(), count: hashes.len() }
+    }
+}
+
+// === impl Text ===
+
+impl Text {
+    pub(super) fn get(&self, name: &str) -> Result<&str, Failure> {
+        if self.0.is_null() {
+            return Err(Failure::argument(format!("{name} is NULL")));
+        }
+        // SAFETY: not null, as was just checked. That a zero ends it and that nobody changes it while the call lasts is
+        // the contract under which C makes a `Text`; nothing else can.
+        let text = unsafe { CStr::from_ptr(self.0) };
+        text.to_str().map_err(|error| Failure::argument(format!("{name} is no UTF-8: {error}")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ptr;
+
+    use super::*;
+
+    #[test]
+    fn items_that_cannot_be_are_refused() {
+        let ids = [1_u32, 2, 3];
+        assert_eq!(Items::of(&ids).get("ids").unwrap(), ids);
+        let none = Items::<u32> { items: ptr::null(), count: 0 };
+        assert!(none.get("ids").unwrap().is_empty());
+        let odd = ptr::without_provenance(5);
+        for items in [
+            Items::<u32> { items: ptr::null(), count: 1 },
+            Items { items: odd, count: 1 },
+            Items { items: ids.as_ptr(), count: usize::MAX },
+        ] {
+            assert!(items.get("ids").unwrap_err().text.starts_with("ids: "));
+        }
+    }
+
+    #[test]
+    fn texts_are_utf8() {
+        assert_eq!(Text(c"Pillion".as_ptr()).get("name").unwrap(), "Pillion");
+        assert_eq!(Text(ptr::null()).get("name").unwrap_err().text, "name is NULL");
+        assert!(Text(c"\xff".as_ptr()).get("name").unwrap_err().text.contains("no UTF-8"));
+    }
+}

@@ -1,0 +1,272 @@
+//! `pillion_scheduler_*`: an engine's scheduler, which asks for blocks, promises loads, and posts saves.
+
+use std::ffi::c_char;
+use std::mem::MaybeUninit;
+use std::time::Duration;
+
+use shm_protocol::key::BlockHash;
+
+use super::error::{Failure, Status, answer, given};
+use super::handle::{Guarded, Notices, Run};
+use super::keys::Hash;
+use super::raw::{Items, Text};
+use crate::scheduler::{Options, Scheduler as Session};
+
+/// The session of an engine's scheduler, one for each engine.
+#[derive(Debug)]
+pub struct Scheduler(Guarded<State>);
+
+#[derive(Debug)]
+struct State {
+    session: Session,
+    plan: Vec<u8>,
+    notices: Notices,
+}
+
+/// What a scheduler's session needs to know.
+#[repr(C)]
+#[derive(Debug)]
+pub struct SchedulerOptions {
+    /// Path of the sidecar's socket.
+    pub socket: Text,
+    /// Name of this engine, 1 to 256 bytes: the same in its scheduler and its workers, and no other engine's.
+    pub engine: Text,
+    /// Workers of the engine, 1 to 64.
+    pub world_size: u32,
+    /// This run of the engine.
+    pub run: Run,
+    /// The longest that all queries of one step may wait together, in microseconds; at most 10,000,000. 2,000 is usual.
+    pub query_budget_us: u64,
+    /// Whether the sidecar writes loaded blocks into the engine's memory; else the workers copy them. As in
+    /// PillionWorkerOptions.
+    pub sidecar_copies: bool,
+    /// Whether a load may begin as soon as the step before its own is done: true only where a step neither zeroes nor
+    /// copies blocks before its work.
+    pub early_loads: bool,
+}
+
+/// What is known of a scheduler's session.
+#[repr(C)]
+#[derive(Debug)]
+pub struct SchedulerState {
+    /// Connections so far. When it changes, all logs and leases are void: open logs anew.
+    pub generation: u64,
+    /// Blocks whose save is not over: the engine must keep them as they are, or give them up.
+    pub saving: u64,
+    /// Whether a sidecar is there, as far as is known.
+    pub connected: bool,
+    /// The next message for the engine's log, or NULL; each is handed over once.
+    pub notice: *const c_char,
+}
+
+// === exported ===
+
+/// Connects to the sidecar, or leaves that to the background while none is there. To be called after the workers'
+/// connections, if both are in one process.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_connect(
+    options: Option<&SchedulerOptions>,
+    scheduler: Option<&mut MaybeUninit<Box<Scheduler>>>,
+) -> Status {
+    answer(|| {
+        let (options, out) = (given("options", options)?, given("scheduler", scheduler)?);
+        let session = Session::new(Options {
+            socket: options.socket.get("socket")?.into(),
+            engine: options.engine.get("engine")?.into(),
+            world_size: options.world_size,
+            run: options.run.bytes,
+            budget: Duration::from_micros(options.query_budget_us),
+            by_engine: !options.sidecar_copies,
+            early: options.early_loads,
+        })?;
+        let state = State { session, plan: Vec::new(), notices: Notices::default() };
+        out.write(Box::new(Scheduler(Guarded::new(state))));
+        Ok(())
+    })
+}
+
+/// Leaves the sidecar and frees the handle; NULL is allowed. Saves that are not over are dropped, leases end.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_free(scheduler: Option<Box<Scheduler>>) {
+    answer(|| {
+        if let Some(scheduler) = scheduler {
+            scheduler.0.end(|state| state.session.disconnect());
+        }
+        Ok(())
+    });
+}
+
+/// Opens a log: the list of one request's block hashes, from its first block on. `log` becomes -1 while there is no
+/// sidecar or no room; every call with such a log does nothing and answers "miss".
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_open(
+    scheduler: Option<&Scheduler>,
+    log: Option<&mut MaybeUninit<i64>>,
+) -> Status {
+    call(scheduler, |state| {
+        given("log", log)?.write(state.session.open());
+        Ok(())
+    })
+}
+
+/// Appends hashes, the first of which is the request's block `start`, which must be the log's length so far. `length`
+/// becomes the log's length: unchanged where there is no room for all of them, 0 where the log is void. May be NULL.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_append(
+    scheduler: Option<&Scheduler>,
+    log: i64,
+    start: u32,
+    hashes: Items<Hash>,
+    length: Option<&mut MaybeUninit<u32>>,
+) -> Status {
+    call(scheduler, |state| {
+        let hashes = hashes.get("hashes")?;
+        let count = u32::try_from(hashes.len()).map_err(|_| Failure::argument("more than 2^32 hashes"))?;
+        let key = |index: u32| Ok::<_, Failure>(BlockHash(hashes[(index - start) as usize].bytes));
+        let appended = state.session.append(log, start, count, key)?;
+        if let Some(length) = length {
+            length.write(appended);
+        }
+        Ok(())
+    })
+}
+
+/// Asks how many of the log's blocks `start..start + count` the cache holds from `start` on, and waits for the answer
+/// within the step's budget. `hits` becomes that number, and the log holds a lease on these blocks, which ends by
+/// load, release, close, another query or time; or -1: not known yet, ask again in a later step.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_query(
+    scheduler: Option<&Scheduler>,
+    log: i64,
+    start: u32,
+    count: u32,
+    hits: Option<&mut MaybeUninit<i64>>,
+) -> Status {
+    call(scheduler, |state| {
+        let hits = given("hits", hits)?;
+        hits.write(state.session.query(log, start, count));
+        Ok(())
+    })
+}
+
+/// Promises that in step `step` every worker loads the log's blocks from `start` on into the engine's blocks named by
+/// `blocks`, and uses up the lease. `plan` becomes what pillion_worker_load takes, to be handed to every worker; it is
+/// valid until the next call with this handle. No bytes: no lease covers these blocks (any more), load nothing.
+/// `sync`: the step needs the blocks; else the request waits until every worker's pillion_worker_poll told the end.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_load(
+    scheduler: Option<&Scheduler>,
+    log: i64,
+    start: u32,
+    blocks: Items<u32>,
+    step: u64,
+    sync: bool,
+    plan: Option<&mut MaybeUninit<Items<u8>>>,
+) -> Status {
+    call(scheduler, |state| {
+        let (blocks, out) = (blocks.get("blocks")?, given("plan", plan)?);
+        let plan = state.session.load(log, start, blocks, step, sync);
+        state.plan = plan.map_or(Vec::new(), |plan| plan.encode());
+        out.write(Items::of(&state.plan));
+        Ok(())
+    })
+}
+
+/// Saves the log's blocks from `start` on from the engine's blocks named by `blocks`, once every worker said that step
+/// `step` is done. They must stay as they are until the save is over (PillionSchedulerState), or be given up before.
+/// `posted` becomes false where the save was dropped for lack of a sidecar or of room. May be NULL.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_save(
+    scheduler: Option<&Scheduler>,
+    log: i64,
+    start: u32,
+    blocks: Items<u32>,
+    step: u64,
+    posted: Option<&mut MaybeUninit<bool>>,
+) -> Status {
+    call(scheduler, |state| {
+        let blocks = blocks.get("blocks")?.to_vec();
+        let saved = state.session.save(log, start, blocks, step);
+        if let Some(posted) = posted {
+            posted.write(saved);
+        }
+        Ok(())
+    })
+}
+
+/// Gives up every unfinished save of these blocks. To be called before a load into them, and, in the step that may
+/// overwrite them, before its own saves and its pillion_scheduler_end_step: a save given up later may keep wrong bytes.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_overwrite(scheduler: Option<&Scheduler>, blocks: Items<u32>) -> Status {
+    call(scheduler, |state| {
+        state.session.overwrite(blocks.get("blocks")?.iter().copied());
+        Ok(())
+    })
+}
+
+/// Gives up every unfinished save: to be called when a load failed and blocks may have been computed upon it.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_void_saves(scheduler: Option<&Scheduler>) -> Status {
+    call(scheduler, |state| {
+        state.session.void_saves();
+        Ok(())
+    })
+}
+
+/// Ends the log's lease, if it has one: the engine will not load.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_release(scheduler: Option<&Scheduler>, log: i64) -> Status {
+    call(scheduler, |state| {
+        state.session.release(log);
+        Ok(())
+    })
+}
+
+/// Closes a log when its request is over. Loads and saves that were promised go on.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_close(scheduler: Option<&Scheduler>, log: i64) -> Status {
+    call(scheduler, |state| {
+        state.session.close(log);
+        Ok(())
+    })
+}
+
+/// Forgets what this engine kept: unfinished saves are given up, and nothing saved before is served to it any more. For
+/// new weights, for example.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_reset(scheduler: Option<&Scheduler>) -> Status {
+    call(scheduler, |state| {
+        state.session.void_saves();
+        match state.session.salt() {
+            true => Ok(()),
+            false => Err(Failure::argument("the system gives no random bytes; nothing was forgotten")),
+        }
+    })
+}
+
+/// Ends the scheduling of a step: all that was posted becomes visible to the sidecar, finished saves are counted, the
+/// budget of queries is whole again. To be called before the workers begin that step. `state` may be NULL; its notice
+/// is valid until the next call with this handle.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_end_step(
+    scheduler: Option<&Scheduler>,
+    state: Option<&mut MaybeUninit<SchedulerState>>,
+) -> Status {
+    call(scheduler, |scheduler| {
+        let State { session, notices, .. } = scheduler;
+        session.end_step();
+        if let Some(out) = state {
+            out.write(SchedulerState {
+                generation: session.generation(),
+                saving: session.saving() as u64,
+                connected: session.connected(),
+                notice: notices.next(|| session.take_notices()),
+            });
+        }
+        Ok(())
+    })
+}
+
+fn call(scheduler: Option<&Scheduler>, call: impl FnOnce(&mut State) -> Result<(), Failure>) -> Status {
+    answer(|| given("scheduler", scheduler)?.0.enter(call))
+}

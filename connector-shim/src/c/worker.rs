@@ -1,0 +1,312 @@
+//! `pillion_worker_*`: one rank of an engine, which shows its KV memory, says how far its steps are, and loads blocks.
+
+use std::collections::VecDeque;
+use std::ffi::{CString, c_char};
+use std::mem::MaybeUninit;
+
+use shm_protocol::handshake::{self, BlockRegion, Copier};
+use shm_protocol::message::LOAD_SYNC;
+
+use super::error::{Failure, Status, answer, given};
+use super::handle::{Guarded, Notices, Run};
+use super::raw::{Items, Text};
+use crate::error::ShimError;
+use crate::plan::Plan;
+use crate::worker::{Ended, Memory, Options, Worker as Session};
+
+/// The session of one rank.
+#[derive(Debug)]
+pub struct Worker(Guarded<State>);
+
+#[derive(Debug)]
+struct State {
+    session: Session,
+    /// Asynchronous loads that ended and were not told yet.
+    ended: VecDeque<Ended>,
+    /// Of the load told last.
+    failed: Vec<u32>,
+    namespace: CString,
+    notices: Notices,
+}
+
+/// One run of bytes in every block: block `b` has `bytes` bytes at `offset + b * stride` of a memory.
+#[repr(C)]
+#[derive(Copy, Clone, Debug)]
+pub struct Region {
+    /// Which of the descriptors, or of the pointers, counted from 0.
+    pub memory: u32,
+    /// Where block 0 begins, in bytes.
+    pub offset: u64,
+    /// From one block to the next, in bytes; at least `bytes`.
+    pub stride: u64,
+    /// Length of the run.
+    pub bytes: u64,
+}
+
+/// One of the facts that make the bytes of two engines interchangeable. The same facts are the same namespace.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Fact {
+    /// Its name.
+    pub name: Text,
+    /// Its value.
+    pub value: Text,
+}
+
+/// What a worker's session needs to know. Either `descriptors` or `pointers` are given.
+#[repr(C)]
+#[derive(Debug)]
+pub struct WorkerOptions {
+    /// As in PillionSchedulerOptions.
+    pub socket: Text,
+    /// As in PillionSchedulerOptions.
+    pub engine: Text,
+    /// As in PillionSchedulerOptions.
+    pub world_size: u32,
+    /// This worker's number, below `world_size`.
+    pub rank: u32,
+    /// Which part of every block lies here: `rank / (world_size / shards)`.
+    pub shard: u32,
+    /// Distinct parts of a block over all ranks, a divisor of `world_size`: fewer than ranks where ranks hold equal bytes.
+    pub shards: u32,
+    /// Blocks in the memory; a block's id is below it. Block 0 is never saved.
+    pub blocks: u32,
+    /// Whether the sidecar writes loaded blocks: true on a GPU; on a host false keeps a frozen sidecar from writing late.
+    pub sidecar_copies: bool,
+    /// What a block consists of, in the order of its bytes in the cache; 1 to 1,024.
+    pub regions: Items<Region>,
+    /// At most 256.
+    pub facts: Items<Fact>,
+    /// Host memory, by descriptors of shared memory (memfd_create(2)) that can be written; at most 64. They stay the
+    /// caller's and may be closed after the call.
+    pub descriptors: Items<i32>,
+    /// GPU memory, by CUDA device pointers into allocations that can be exported (cudaMalloc); at most 64. The
+    /// calling thread's context is the GPU's; the memory is freed after pillion_worker_free only.
+    pub pointers: Items<u64>,
+    /// With `pointers`: ascending ends of the parts of a block in which a load is delivered, in bytes, the last one the
+    /// block's; at most 255.
+    pub cuts: Items<u64>,
+    /// With `pointers`: the CUstream on which the engine computes.
+    pub stream: u64,
+}
+
+/// What is known of a worker's session.
+#[repr(C)]
+#[derive(Debug)]
+pub struct WorkerState {
+    /// Connections so far.
+    pub generation: u64,
+    /// Whether a sidecar is there, as far as is known.
+    pub connected: bool,
+    /// The namespace of this rank's blocks, 32 hex digits; empty while no sidecar has named it.
+    pub namespace_id: *const c_char,
+    /// The next message for the engine's log, or NULL; each is handed over once.
+    pub notice: *const c_char,
+}
+
+/// The end of a load.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Loaded {
+    /// Whether there is an end to tell; if not, the rest says nothing.
+    pub ended: bool,
+    /// Number of the load, the same as its plan's.
+    pub op: u64,
+    /// Blocks that do not hold what was asked for and must be computed; then pillion_scheduler_void_saves is due.
+    pub failed: Items<u32>,
+}
+
+// === exported ===
+
+/// Shows a rank's KV memory to the sidecar, or leaves that to the background while none is there. Fails where the
+/// sidecar refuses, and the text says why.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_worker_connect(
+    options: Option<&WorkerOptions>,
+    worker: Option<&mut MaybeUninit<Box<Worker>>>,
+) -> Status {
+    answer(|| {
+        let (options, out) = (given("options", options)?, given("worker", worker)?);
+        let state = State {
+            session: Session::new(options.read()?)?,
+            ended: VecDeque::new(),
+            failed: Vec::new(),
+            namespace: CString::default(),
+            notices: Notices::default(),
+        };
+        out.write(Box::new(Worker(Guarded::new(state))));
+        Ok(())
+    })
+}
+
+/// Leaves the sidecar and frees the handle; NULL is allowed. Loads in progress end by themselves.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_worker_free(worker: Option<Box<Worker>>) {
+    answer(|| {
+        if let Some(worker) = worker {
+            worker.0.end(|state| state.session.disconnect());
+        }
+        Ok(())
+    });
+}
+
+/// What is known of the session; its texts are valid until the next call with this handle.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_worker_state(
+    worker: Option<&Worker>,
+    state: Option<&mut MaybeUninit<WorkerState>>,
+) -> Status {
+    call(worker, |worker| {
+        let out = given("state", state)?;
+        let State { session, namespace, notices, .. } = worker;
+        *namespace = CString::new(session.namespace()).map_err(|_| Failure::internal())?;
+        out.write(WorkerState {
+            generation: session.generation(),
+            connected: session.connected(),
+            namespace_id: namespace.as_ptr(),
+            notice: notices.next(|| session.take_notices()),
+        });
+        Ok(())
+    })
+}
+
+/// Step `step` of run `run` begins: blocks are as the scheduler meant them, loads of the step may be written. On a GPU,
+/// once `stream` gets there. Steps are numbered by the scheduler from 1 on and never go back.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_worker_start(
+    worker: Option<&Worker>,
+    run: Option<&Run>,
+    step: u64,
+    stream: u64,
+) -> Status {
+    call(worker, |state| {
+        state.session.join(given("run", run)?.bytes);
+        state.session.start(step, stream);
+        Ok(())
+    })
+}
+
+/// The KV of step `step` is written; on a GPU, once `stream` gets there. Not to be called for a step computed upon blocks
+/// that were not loaded, until the scheduler voided its saves. `wake`: a load or save waits for this step, so wake a
+/// sleeping sidecar.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_worker_done(worker: Option<&Worker>, step: u64, wake: bool, stream: u64) -> Status {
+    call(worker, |state| {
+        state.session.done(step, wake, stream);
+        Ok(())
+    })
+}
+
+/// Carries out this rank's part of a load, after pillion_worker_start of its step. A synchronous one has ended when the
+/// call returns, or, on a GPU, `stream` waits for it: with `by_cuts` not at once, but where pillion_worker_wait_cut says.
+/// An asynchronous one goes on; pillion_worker_poll tells its end. `loaded.failed` is valid until the next call with this
+/// handle.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_worker_load(
+    worker: Option<&Worker>,
+    plan: Items<u8>,
+    stream: u64,
+    by_cuts: bool,
+    loaded: Option<&mut MaybeUninit<Loaded>>,
+) -> Status {
+    call(worker, |state| {
+        let out = given("loaded", loaded)?;
+        let plan = Plan::decode(plan.get("plan")?).map_err(ShimError::from)?;
+        let (op, sync) = (plan.op, plan.flags & LOAD_SYNC != 0);
+        state.failed = match sync {
+            true => load_now(&mut state.session, plan, stream, by_cuts)?,
+            false => {
+                state.session.load_later(plan, stream)?;
+                Vec::new()
+            }
+        };
+        out.write(Loaded { ended: sync, op, failed: Items::of(&state.failed) });
+        Ok(())
+    })
+}
+
+/// On a GPU: `stream` waits for cut `cut` (counted from 0) of every synchronous load of the step, and for those before
+/// it. To be called for the last cut, at the latest before the step ends.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_worker_wait_cut(worker: Option<&Worker>, cut: u32, stream: u64) -> Status {
+    call(worker, |state| Ok(state.session.wait_group(cut as usize, stream)?))
+}
+
+/// Tells the end of one asynchronous load, each once. `loaded.failed` is valid until the next call with this handle.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_worker_poll(
+    worker: Option<&Worker>,
+    loaded: Option<&mut MaybeUninit<Loaded>>,
+) -> Status {
+    call(worker, |state| {
+        let out = given("loaded", loaded)?;
+        state.ended.extend(state.session.finished());
+        let next = state.ended.pop_front();
+        let (ended, op) = (next.is_some(), next.as_ref().map_or(0, |next| next.op));
+        state.failed = next.map_or(Vec::new(), |next| next.failed);
+        out.write(Loaded { ended, op, failed: Items::of(&state.failed) });
+        Ok(())
+    })
+}
+
+fn call(worker: Option<&Worker>, call: impl FnOnce(&mut State) -> Result<(), Failure>) -> Status {
+    answer(|| given("worker", worker)?.0.enter(call))
+}
+
+/// Blocks that failed.
+fn load_now(session: &mut Session, plan: Plan, stream: u64, by_cuts: bool) -> Result<Vec<u32>, ShimError> {
+    let Some(plan) = session.load_on(plan, stream, by_cuts)? else { return Ok(Vec::new()) };
+    session.synchronize(stream)?;
+    Ok(session.load_now(plan))
+}
+
+// === impl WorkerOptions ===
+
+impl WorkerOptions {
+    fn read(&self) -> Result<Options, Failure> {
+        let region = |region: &Region| BlockRegion {
+            fd: region.memory,
+            offset: region.offset,
+            stride: region.stride,
+            bytes: region.bytes,
+        };
+        let fact = |fact: &Fact| -> Result<_, Failure> {
+            Ok((fact.name.get("a fact's name")?.to_owned(), fact.value.get("a fact's value")?.to_owned()))
+        };
+        let facts = self.facts.get("facts")?;
+        let worker = handshake::Worker {
+            rank: self.rank,
+            shard: self.shard,
+            shards: self.shards,
+            blocks: self.blocks,
+            regions: self.regions.get("regions")?.iter().map(region).collect(),
+            copy: if self.sidecar_copies { Copier::Sidecar } else { Copier::Engine },
+            facts: facts.iter().map(fact).collect::<Result<_, _>>()?,
+            cuda: None,
+        };
+        if worker.facts.len() != facts.len() {
+            return Err(Failure::argument("two facts have the same name"));
+        }
+        Ok(Options {
+            socket: self.socket.get("socket")?.into(),
+            engine: self.engine.get("engine")?.into(),
+            world_size: self.world_size,
+            worker,
+            memory: self.memory()?,
+        })
+    }
+
+    fn memory(&self) -> Result<Memory, Failure> {
+        let (descriptors, pointers) = (self.descriptors.get("descriptors")?, self.pointers.get("pointers")?);
+        match (descriptors, pointers) {
+            ([], []) => Err(Failure::argument("neither descriptors nor pointers: a rank has memory")),
+            (_, []) => Ok(Memory::host(descriptors)?),
+            ([], _) => Ok(Memory::Gpu {
+                pointers: pointers.to_vec(),
+                cuts: self.cuts.get("cuts")?.to_vec(),
+                stream: self.stream,
+            }),
+            _ => Err(Failure::argument("descriptors and pointers: a rank's memory is the host's or a GPU's")),
+        }
+    }
+}

@@ -418,9 +418,17 @@ typedef struct PillionWorkerOptions {
    */
   struct PillionItemsRegion regions;
   /**
-   * At most 256.
+   * At most 256. `GET /namespaces` of a sidecar tells those of the engines that it knows.
    */
   struct PillionItemsFact facts;
+  /**
+   * The namespace that the facts must make, 32 hex digits: another one is refused, with what differs. NULL: any.
+   */
+  PillionText expects;
+  /**
+   * Some bytes of the rank's live weights, equal in every engine that loaded the same; at most 4,096, none if not known.
+   */
+  struct PillionItemsU8 canary;
   /**
    * Host memory, by descriptors of shared memory (memfd_create(2)) that can be written; at most 64. They stay the
    * caller's and may be closed after the call.
@@ -469,11 +477,11 @@ typedef struct PillionWorkerState {
  */
 typedef struct PillionLoaded {
   /**
-   * Whether there is an end to tell; if not, the rest says nothing.
+   * Whether the load has ended; of pillion_worker_poll: whether there is one to tell.
    */
   bool ended;
   /**
-   * Number of the load, the same as its plan's.
+   * Number of the load, by which the end of an asynchronous one is known again.
    */
   uint64_t op;
   /**
@@ -524,8 +532,8 @@ enum PillionStatus pillion_keys_append(const struct PillionKeys *keys,
                                        struct PillionItemsHash *hashes);
 
 /**
- * Connects to the sidecar, or leaves that to the background while none is there. To be called after the workers'
- * connections, if both are in one process.
+ * Connects to the sidecar, or leaves that to the background while none is there. Until every worker is connected too,
+ * each query is a miss.
  */
 enum PillionStatus pillion_scheduler_connect(const struct PillionSchedulerOptions *options,
                                              struct PillionScheduler **scheduler);

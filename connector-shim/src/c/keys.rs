@@ -76,7 +76,8 @@ pub extern "C" fn pillion_keys_new(
         let out = given("keys", keys)?;
         let algorithm: Algorithm = hash_algorithm.get("hash_algorithm")?.parse().map_err(ShimError::from)?;
         let form: ExtraForm = extra_keys.get("extra_keys")?.parse().map_err(ShimError::from)?;
-        let none_hash = bytes_of(none_hash.get("none_hash")?)?;
+        let none_hash = hex::decode(none_hash.get("none_hash")?)
+            .map_err(|error| Failure::argument(format!("none_hash is no hex digits: {error}")))?;
         let chain = Chain::new(algorithm, &none_hash, block_tokens).map_err(ShimError::from)?;
         let state = State { chain: chain.with_form(form), block_tokens: block_tokens as usize };
         out.write(Box::new(Keys(Guarded::new(state))));
@@ -135,16 +136,6 @@ fn extra_by_block(extra: &[ExtraKey], blocks: usize) -> Result<Vec<Vec<Extra>>, 
     Ok(by_block)
 }
 
-fn bytes_of(hex: &str) -> Result<Vec<u8>, Failure> {
-    let wrong = || Failure::argument(format!("none_hash is '{hex}'; it must be pairs of hex digits"));
-    let digit = |digit: u8| char::from(digit).to_digit(16).map(|value| value as u8).ok_or_else(wrong);
-    let (pairs, rest) = hex.as_bytes().as_chunks::<2>();
-    if !rest.is_empty() {
-        return Err(wrong());
-    }
-    pairs.iter().map(|[high, low]| Ok(digit(*high)? << 4 | digit(*low)?)).collect()
-}
-
 // === impl ExtraKey ===
 
 impl ExtraKey {
@@ -168,13 +159,43 @@ impl ExtraKey {
 
 #[cfg(test)]
 mod tests {
+    use super::super::error::last_text;
+    use super::super::raw::result;
     use super::*;
 
+    fn keys(algorithm: Text, none_hash: Text, block_tokens: u32) -> Result<Box<Keys>, Status> {
+        result(|keys| pillion_keys_new(algorithm, none_hash, Text::of(c"tagged"), block_tokens, keys))
+    }
+
+    fn salt(block: u32, kind: u32, text: Text) -> ExtraKey {
+        ExtraKey { block, kind, text, path: Text::null(), offset: 0, bytes: Items::of(&[]) }
+    }
+
     #[test]
-    fn hex_digits_come_in_pairs() {
-        assert_eq!(bytes_of("00fFa1").unwrap(), [0, 0xff, 0xa1]);
-        for wrong in ["0", "0g", "+1", "é"] {
-            assert!(bytes_of(wrong).unwrap_err().text.contains("hex digits"), "{wrong}");
+    fn impossible_keys_are_errors_that_name_what_is_possible() {
+        let none = || Text::of(c"9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581eef0");
+        let sha256 = || Text::of(c"sha256_cbor");
+        for (algorithm, none_hash, block_tokens, text) in [
+            (Text::of(c"md5"), none(), 16, "sha256_cbor"),
+            (sha256(), Text::of(c"9bd"), 16, "none_hash is no hex digits"),
+            (sha256(), Text::of(c"9bd9"), 16, "a block hash of 2 bytes"),
+            (sha256(), none(), 0, "1 to"),
+            (sha256(), Text::null(), 16, "none_hash is NULL"),
+        ] {
+            assert_eq!(keys(algorithm, none_hash, block_tokens).unwrap_err(), Status::Argument);
+            assert!(last_text().contains(text), "{}", last_text());
         }
+        let keys = keys(sha256(), none(), 2).unwrap();
+        let extra =
+            |key: ExtraKey| pillion_keys_append(Some(&keys), Items::of(&[1, 2, 3]), Items::of(&[key]), None);
+        assert_eq!(extra(salt(2, ExtraKind::CacheSalt as u32, Text::of(c"a"))), Status::Argument);
+        assert!(last_text().contains("block 2"));
+        assert_eq!(extra(salt(0, 9, Text::of(c"a"))), Status::Argument);
+        assert!(last_text().contains("PillionExtraKind"));
+        assert_eq!(extra(salt(0, ExtraKind::CacheSalt as u32, Text::null())), Status::Argument);
+        assert_eq!(extra(salt(1, ExtraKind::CacheSalt as u32, Text::of(c"a"))), Status::Ok);
+        assert_eq!(pillion_keys_append(None, Items::of(&[]), Items::of(&[]), None), Status::Argument);
+        pillion_keys_free(Some(keys));
+        pillion_keys_free(None);
     }
 }

@@ -4,10 +4,14 @@
 //! during the call, is the header's contract, exactly as it is for a reference among a function's parameters.
 
 use std::ffi::{CStr, c_char};
+#[cfg(test)]
+use std::mem::MaybeUninit;
 
 use shm_protocol::key::BlockHash;
 
-use super::error::Failure;
+#[cfg(test)]
+use super::error::Status;
+use super::error::{Failure, given};
 use super::keys::Hash;
 
 /// `count` items side by side. NULL where there are none.
@@ -64,13 +68,40 @@ impl Items<Hash> {
 
 impl Text {
     pub(super) fn get(&self, name: &str) -> Result<&str, Failure> {
+        given(name, self.get_some(name)?)
+    }
+
+    /// A text that may be missing.
+    pub(super) fn get_some(&self, name: &str) -> Result<Option<&str>, Failure> {
         if self.0.is_null() {
-            return Err(Failure::argument(format!("{name} is NULL")));
+            return Ok(None);
         }
         // SAFETY: not null, as was just checked. That a zero ends it and that nobody changes it while the call lasts is
         // the contract under which C makes a `Text`; nothing else can.
         let text = unsafe { CStr::from_ptr(self.0) };
-        text.to_str().map_err(|error| Failure::argument(format!("{name} is no UTF-8: {error}")))
+        text.to_str().map(Some).map_err(|error| Failure::argument(format!("{name} is no UTF-8: {error}")))
+    }
+}
+
+/// What a call writes for C, where it succeeds.
+#[cfg(test)]
+pub(super) fn result<T>(call: impl FnOnce(Option<&mut MaybeUninit<T>>) -> Status) -> Result<T, Status> {
+    let mut result = MaybeUninit::uninit();
+    match call(Some(&mut result)) {
+        // SAFETY: every exported call writes its result before it answers OK.
+        Status::Ok => Ok(unsafe { result.assume_init() }),
+        status => Err(status),
+    }
+}
+
+#[cfg(test)]
+impl Text {
+    pub(super) fn of(text: &'static CStr) -> Self {
+        Self(text.as_ptr())
+    }
+
+    pub(super) fn null() -> Self {
+        Self(std::ptr::null())
     }
 }
 
@@ -98,8 +129,9 @@ mod tests {
 
     #[test]
     fn texts_are_utf8() {
-        assert_eq!(Text(c"Pillion".as_ptr()).get("name").unwrap(), "Pillion");
-        assert_eq!(Text(ptr::null()).get("name").unwrap_err().text, "name is NULL");
-        assert!(Text(c"\xff".as_ptr()).get("name").unwrap_err().text.contains("no UTF-8"));
+        assert_eq!(Text::of(c"Pillion").get("name").unwrap(), "Pillion");
+        assert_eq!(Text::null().get("name").unwrap_err().text, "name is NULL");
+        assert_eq!(Text::null().get_some("name").unwrap(), None);
+        assert!(Text::of(c"\xff").get("name").unwrap_err().text.contains("no UTF-8"));
     }
 }

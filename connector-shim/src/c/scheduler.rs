@@ -61,8 +61,8 @@ pub struct SchedulerState {
 
 // === exported ===
 
-/// Connects to the sidecar, or leaves that to the background while none is there. To be called after the workers'
-/// connections, if both are in one process.
+/// Connects to the sidecar, or leaves that to the background while none is there. Until every worker is connected too,
+/// each query is a miss.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_connect(
     options: Option<&SchedulerOptions>,
@@ -269,4 +269,66 @@ pub extern "C" fn pillion_scheduler_end_step(
 
 fn call(scheduler: Option<&Scheduler>, call: impl FnOnce(&mut State) -> Result<(), Failure>) -> Status {
     answer(|| given("scheduler", scheduler)?.0.enter(call))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::error::last_text;
+    use super::super::raw::result;
+    use super::*;
+
+    fn options(world_size: u32) -> SchedulerOptions {
+        SchedulerOptions {
+            socket: Text::of(c"/nowhere/pillion.sock"),
+            engine: Text::of(c"engine"),
+            world_size,
+            run: Run { bytes: [7; 16] },
+            query_budget_us: 2000,
+            sidecar_copies: false,
+            early_loads: false,
+        }
+    }
+
+    #[test]
+    fn without_a_sidecar_every_answer_is_a_miss_and_no_call_an_error() {
+        let scheduler = result(|scheduler| pillion_scheduler_connect(Some(&options(1)), scheduler)).unwrap();
+        let handle = Some(&*scheduler);
+        let log = result(|log| pillion_scheduler_open(handle, log)).unwrap();
+        assert_eq!(log, -1);
+        let hashes = [Hash { bytes: [1; 32] }; 3];
+        let length = |length: Option<&mut MaybeUninit<u32>>| {
+            pillion_scheduler_append(handle, log, 0, Items::of(&hashes), length)
+        };
+        assert_eq!(result(length), Ok(0));
+        assert_eq!(result(|hits| pillion_scheduler_query(handle, log, 0, 3, hits)), Ok(0));
+        let plan = result(|plan| pillion_scheduler_load(handle, log, 0, Items::of(&[1]), 1, true, plan));
+        assert!(plan.unwrap().get("plan").unwrap().is_empty());
+        let posted = result(|posted| pillion_scheduler_save(handle, log, 0, Items::of(&[1]), 1, posted));
+        assert_eq!(posted, Ok(false));
+        for call in [pillion_scheduler_release, pillion_scheduler_close] {
+            assert_eq!(call(handle, log), Status::Ok);
+        }
+        for call in [pillion_scheduler_void_saves, pillion_scheduler_reset] {
+            assert_eq!(call(handle), Status::Ok);
+        }
+        assert_eq!(pillion_scheduler_overwrite(handle, Items::of(&[1])), Status::Ok);
+        let state = result(|state| pillion_scheduler_end_step(handle, state)).unwrap();
+        assert!(!state.connected && state.saving == 0 && state.generation == 0);
+        assert!(!state.notice.is_null(), "the user is told");
+        let state = result(|state| pillion_scheduler_end_step(handle, state)).unwrap();
+        assert!(state.notice.is_null(), "once");
+        pillion_scheduler_free(Some(scheduler));
+    }
+
+    #[test]
+    fn what_is_missing_is_named() {
+        let none = result(|scheduler| pillion_scheduler_connect(None, scheduler));
+        assert_eq!((none.err(), last_text().as_str()), (Some(Status::Argument), "options is NULL"));
+        assert_eq!(pillion_scheduler_connect(Some(&options(1)), None), Status::Argument);
+        let ranks = result(|scheduler| pillion_scheduler_connect(Some(&options(65)), scheduler));
+        assert_eq!(ranks.err(), Some(Status::Argument));
+        assert!(last_text().contains("1 to 64"));
+        assert_eq!(pillion_scheduler_end_step(None, None), Status::Argument);
+        pillion_scheduler_free(None);
+    }
 }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ffi::{CString, c_char};
 use std::mem::MaybeUninit;
 
-use shm_protocol::handshake::{self, BlockRegion, Copier};
+use shm_protocol::handshake::{self, BlockRegion, Canary, Copier};
 use shm_protocol::message::LOAD_SYNC;
 
 use super::error::{Failure, Status, answer, given};
@@ -75,8 +75,12 @@ pub struct WorkerOptions {
     pub sidecar_copies: bool,
     /// What a block consists of, in the order of its bytes in the cache; 1 to 1,024.
     pub regions: Items<Region>,
-    /// At most 256.
+    /// At most 256. `GET /namespaces` of a sidecar tells those of the engines that it knows.
     pub facts: Items<Fact>,
+    /// The namespace that the facts must make, 32 hex digits: another one is refused, with what differs. NULL: any.
+    pub expects: Text,
+    /// Some bytes of the rank's live weights, equal in every engine that loaded the same; at most 4,096, none if not known.
+    pub canary: Items<u8>,
     /// Host memory, by descriptors of shared memory (memfd_create(2)) that can be written; at most 64. They stay the
     /// caller's and may be closed after the call.
     pub descriptors: Items<i32>,
@@ -108,9 +112,9 @@ pub struct WorkerState {
 #[repr(C)]
 #[derive(Debug)]
 pub struct Loaded {
-    /// Whether there is an end to tell; if not, the rest says nothing.
+    /// Whether the load has ended; of pillion_worker_poll: whether there is one to tell.
     pub ended: bool,
-    /// Number of the load, the same as its plan's.
+    /// Number of the load, by which the end of an asynchronous one is known again.
     pub op: u64,
     /// Blocks that do not hold what was asked for and must be computed; then pillion_scheduler_void_saves is due.
     pub failed: Items<u32>,
@@ -274,6 +278,7 @@ impl WorkerOptions {
             Ok((fact.name.get("a fact's name")?.to_owned(), fact.value.get("a fact's value")?.to_owned()))
         };
         let facts = self.facts.get("facts")?;
+        let canary = self.canary.get("canary")?;
         let worker = handshake::Worker {
             rank: self.rank,
             shard: self.shard,
@@ -282,6 +287,8 @@ impl WorkerOptions {
             regions: self.regions.get("regions")?.iter().map(region).collect(),
             copy: if self.sidecar_copies { Copier::Sidecar } else { Copier::Engine },
             facts: facts.iter().map(fact).collect::<Result<_, _>>()?,
+            expects: self.expects.get_some("expects")?.map(str::to_owned),
+            canary: (!canary.is_empty()).then(|| Canary(canary.to_vec())),
             cuda: None,
         };
         if worker.facts.len() != facts.len() {
@@ -307,6 +314,73 @@ impl WorkerOptions {
                 stream: self.stream,
             }),
             _ => Err(Failure::argument("descriptors and pointers: a rank's memory is the host's or a GPU's")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::error::last_text;
+    use super::super::raw::result;
+    use super::*;
+
+    /// A rank of two blocks in these memories.
+    fn connect(descriptors: &[i32], pointers: &[u64], facts: &[Fact]) -> Result<Box<Worker>, Status> {
+        let options = WorkerOptions {
+            socket: Text::of(c"/nowhere/pillion.sock"),
+            engine: Text::of(c"engine"),
+            world_size: 1,
+            rank: 0,
+            shard: 0,
+            shards: 1,
+            blocks: 2,
+            sidecar_copies: false,
+            regions: Items::of(&[Region { memory: 0, offset: 0, stride: 512, bytes: 512 }]),
+            facts: Items::of(facts),
+            expects: Text::null(),
+            canary: Items::of(&[]),
+            descriptors: Items::of(descriptors),
+            pointers: Items::of(pointers),
+            cuts: Items::of(&[]),
+            stream: 0,
+        };
+        result(|worker| pillion_worker_connect(Some(&options), worker))
+    }
+
+    fn memory() -> std::os::fd::OwnedFd {
+        let memory = rustix::fs::memfd_create(c"kv", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&memory, 1024).unwrap();
+        memory
+    }
+
+    #[test]
+    fn without_a_sidecar_a_rank_goes_on_and_says_so() {
+        let memory = memory();
+        let worker = connect(&[std::os::fd::AsRawFd::as_raw_fd(&memory)], &[], &[]).unwrap();
+        let handle = Some(&*worker);
+        let state = result(|state| pillion_worker_state(handle, state)).unwrap();
+        assert!(!state.connected && state.generation == 0 && !state.notice.is_null());
+        assert_eq!(pillion_worker_start(handle, Some(&Run { bytes: [7; 16] }), 1, 0), Status::Ok);
+        assert_eq!(pillion_worker_done(handle, 1, true, 0), Status::Ok);
+        assert!(!result(|loaded| pillion_worker_poll(handle, loaded)).unwrap().ended);
+        let no_plan = result(|loaded| pillion_worker_load(handle, Items::of(&[1, 2]), 0, false, loaded));
+        assert_eq!(no_plan.err(), Some(Status::Plan));
+        assert!(last_text().contains("not a load plan"));
+        assert_eq!(pillion_worker_start(handle, None, 2, 0), Status::Argument);
+        pillion_worker_free(Some(worker));
+    }
+
+    #[test]
+    fn impossible_memory_is_an_error() {
+        let twice = || Fact { name: Text::of(c"model"), value: Text::of(c"m") };
+        for (descriptors, pointers, facts, text) in [
+            (&[][..], &[][..], vec![], "neither"),
+            (&[0], &[1], vec![], "descriptors and pointers"),
+            (&[-1], &[], vec![], "descriptor -1"),
+            (&[0], &[], vec![twice(), twice()], "same name"),
+        ] {
+            assert_eq!(connect(descriptors, pointers, &facts).err(), Some(Status::Argument));
+            assert!(last_text().contains(text), "{}", last_text());
         }
     }
 }

@@ -1,0 +1,201 @@
+"""An engine in C and vLLM share blocks through sidecars: each loads what the other saved, under keys of its own making."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engine
+import pool
+import prompts
+import sidecar
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests/golden/vllm-0.32.json"
+BY_ENGINE, BY_SIDECAR, SPOILED, UNKNOWN = (prompts.prompt(700, seed=600 + number) for number in range(4))
+OUTPUT_TOKENS = 8
+TOKEN_MAX = 2**32 - 1
+KINDS = {"lora": 1, "mm": 2, "cache_salt": 3, "prompt_embeds": 4}
+WATCHDOG_S = 120
+
+
+class ForeignEngine:
+    """tests/foreign-engine/engine.c, built against the C library."""
+
+    def __init__(self, directory: Path) -> None:
+        built = subprocess.run(
+            ["cargo", "build", "--quiet", "--package", "connector-shim", "--features", "c", "--message-format", "json"],
+            cwd=ROOT,
+            check=True,
+            stdout=subprocess.PIPE,
+        )
+        messages = [json.loads(line) for line in built.stdout.splitlines()]
+        files = [file for message in messages for file in message.get("filenames", ())]
+        library = shutil.copy(
+            next(file for file in files if file.endswith("/libconnector_shim.so")), directory / "libpillion.so"
+        )
+        self._binary = directory / "engine"
+        warnings = ["-std=c11", "-Wall", "-Wextra", "-Werror"]
+        source = ROOT / "tests/foreign-engine/engine.c"
+        include = ROOT / "connector-shim/include"
+        subprocess.run(
+            ["cc", *warnings, "-I", include, source, library, "-o", self._binary, f"-Wl,-rpath,{directory}"], check=True
+        )
+
+    def run(self, *arguments: object, text: str = "") -> list[str]:
+        """What it prints, by lines; it must succeed."""
+        done = self.attempt(*arguments, text=text)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return done.stdout.splitlines()
+
+    def attempt(self, *arguments: object, text: str = "") -> subprocess.CompletedProcess[str]:
+        """A run that may fail."""
+        command = [str(part) for part in (self._binary, *arguments)]
+        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=WATCHDOG_S, check=False)
+
+
+@pytest.fixture(scope="session")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> ForeignEngine:
+    """The engine in C."""
+    return ForeignEngine(tmp_path_factory.mktemp("foreign"))
+
+
+def _extra_line(block: int, key: list[Any]) -> str:
+    kind, text, *rest = key
+    text = text["bytes"] if kind == "prompt_embeds" else text
+    path, offset = (rest[0] if kind == "lora" else ""), (rest[0] if kind == "mm" else 0)
+    return f"{block}\t{KINDS[kind]}\t{text}\t{path}\t{offset}\n"
+
+
+def _tokens(case: dict[str, Any]) -> list[int]:
+    """A golden case's tokens; long ones are kept as their rule."""
+    if case["token_ids"] is not None:
+        return list(case["token_ids"])
+    scattered = case["desc"]["tokens"].startswith("(i*2654435761)%151936")
+    return [i * 2654435761 % 151936 if scattered else i for i in range(case["num_tokens"])]
+
+
+def test_keys_are_vllms(foreign: ForeignEngine) -> None:
+    """Every golden case whose tokens fit C's uint32_t."""
+    passed = 0
+    for case in json.loads(GOLDEN.read_text())["cases"]:
+        tokens = _tokens(case)
+        if max(tokens) > TOKEN_MAX:
+            continue
+        blocks = list(enumerate(case["blocks"]))
+        extra = "".join(_extra_line(number, key) for number, block in blocks for key in block["extra_keys"] or ())
+        request = extra + "\n" + " ".join(map(str, tokens))
+        printed = foreign.run("keys", case["algo"], case["none_hash"], "tagged", case["block_size"], text=request)
+        assert printed == [block["hash"].ljust(64, "0") for _, block in blocks], (case["algo"], case["name"])
+        passed += 1
+    assert passed == 124
+
+
+@dataclasses.dataclass
+class Carried:
+    """One run of the C engine from one sidecar to another: what it printed and what it loaded."""
+
+    hashes: list[bytes]
+    namespaces: list[str]
+    blocks: list[bytes]
+
+
+class Carrier:
+    """The C engine between two sidecars."""
+
+    def __init__(self, foreign: ForeignEngine, directory: Path, source: sidecar.Sidecar, target: sidecar.Sidecar) -> None:
+        self._foreign, self._directory = foreign, directory
+        self._sockets = (source.socket, target.socket)
+        page = source.get("/namespaces")
+        assert page is not None
+        [known] = json.loads(page)
+        self.namespace = known["namespace"]
+        self.facts: dict[str, str] = known["facts"]
+
+    def attempt(self, tokens: list[int], copy: str, *more: str, **facts: str) -> subprocess.CompletedProcess[str]:
+        """A run that may fail; `facts` replace those of the namespace."""
+        prompt, stated = self._directory / "tokens", self._directory / "facts"
+        stated.write_text("".join(f"{name}={value}\n" for name, value in (self.facts | facts).items()))
+        prompt.write_text(" ".join(map(str, tokens)))
+        files = (stated, self.namespace, prompt)
+        return self._foreign.attempt("carry", *files, *self._sockets, self._directory / "dump", copy, *more)
+
+    def carry(self, tokens: list[int], copy: str, *more: str) -> Carried:
+        """Carries the full blocks of a prompt, which must all be there."""
+        done = self.attempt(tokens, copy, *more)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        lines = done.stdout.splitlines()
+        count = len(tokens) // engine.BLOCK_TOKENS
+        dump, size = (self._directory / "dump").read_bytes(), prompts.BLOCK_BYTES
+        assert len(dump) == count * size
+        return Carried(
+            [bytes.fromhex(line) for line in lines[:count]],
+            [line.removeprefix("namespace ") for line in lines if line.startswith("namespace ")],
+            [dump[at : at + size] for at in range(0, len(dump), size)],
+        )
+
+
+def _kept(keeper: sidecar.Sidecar) -> dict[tuple[str, bytes], bytes]:
+    """The bytes of every block of a sidecar, by namespace and hash."""
+    with pool.mapped(keeper.pool) as mapped:
+        slots = pool.committed(mapped)
+        return {(slot.namespace.hex(), slot.hash): mapped[slot.offset : slot.offset + slot.length] for slot in slots}
+
+
+def _ask(asked: engine.Engine, tokens: list[int]) -> dict[str, Any]:
+    return asked.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
+
+
+def _first_life(options: engine.Options, keeper: sidecar.Sidecar, log: Path) -> list[dict[str, Any]]:
+    """vLLM's own answers on a local hit, once all of its blocks are saved."""
+    asked = [BY_ENGINE, BY_SIDECAR, SPOILED]
+    with engine.running(dataclasses.replace(options, socket=keeper.socket), log) as first:
+        for tokens in asked:
+            _ask(first, tokens)
+        local = [_ask(first, tokens) for tokens in asked]
+        keeper.wait_metric("pillion_blocks", sum(prompts.stored_blocks(len(tokens), OUTPUT_TOKENS) for tokens in asked))
+        first.exit()
+    assert [answer["cached_tokens"] for answer in local] == [prompts.hit_tokens(len(tokens)) for tokens in asked]
+    return local
+
+
+def test_blocks_cross_both_ways(options: engine.Options, foreign: ForeignEngine, tmp_path: Path) -> None:
+    """vLLM saves, C loads and verifies; C saves, vLLM hits with the right tokens; wrong bytes are noticed."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    with sidecar.serving(folders[0]) as source, sidecar.serving(folders[1]) as target:
+        local = _first_life(options, source, tmp_path / "first.log")
+        carrier = Carrier(foreign, tmp_path, source, target)
+        saved = _kept(source)
+        by_engine, by_sidecar = carrier.carry(BY_ENGINE, "engine"), carrier.carry(BY_SIDECAR, "sidecar")
+        for carried in (by_engine, by_sidecar):
+            assert carried.namespaces == [carrier.namespace] * 2
+            assert carried.blocks == [saved[carrier.namespace, block_hash] for block_hash in carried.hashes]
+            kept = _kept(target)
+            assert carried.blocks == [kept[carrier.namespace, block_hash] for block_hash in carried.hashes]
+        carrier.carry(SPOILED, "engine", "spoil")
+        unknown = carrier.attempt(UNKNOWN, "engine")
+        assert unknown.returncode == 1
+        assert "hits 0" in unknown.stdout.splitlines()
+        other = carrier.attempt(BY_ENGINE, "engine", dtype="float64")
+        assert other.returncode == 1
+        assert "refuses this engine" in other.stderr
+        assert "float64" in other.stderr
+
+        with engine.running(dataclasses.replace(options, socket=target.socket), tmp_path / "second.log") as second:
+            for number, tokens in enumerate((BY_ENGINE, BY_SIDECAR, SPOILED), 1):
+                warm, right = _ask(second, tokens), local[number - 1]
+                assert second.metrics()["external_hits"] == number * prompts.hit_tokens(len(tokens))
+                if tokens is SPOILED:
+                    assert warm["logprobs"] != right["logprobs"]
+                else:
+                    assert warm["tokens"] == right["tokens"]
+                    assert warm["logprobs"] == right["logprobs"]
+            second.exit()

@@ -1,0 +1,318 @@
+/*
+ * An engine in C, as small as one can be: it derives block keys from tokens, loads the blocks that another engine saved,
+ * and saves them elsewhere under the same keys. It computes nothing, and is scheduler and worker in one.
+ *
+ *   engine keys HASH_ALGORITHM NONE_HASH EXTRA_KEYS BLOCK_TOKENS < REQUEST
+ *     prints the hash of every full block of a request; see print_keys().
+ *   engine carry FACTS NAMESPACE TOKENS FROM TO DUMP engine|sidecar [spoil]
+ *     loads the blocks of TOKENS (a file of numbers) from the sidecar at FROM into memory of its own, writes their bytes
+ *     to DUMP, and saves them to the sidecar at TO; with `spoil` a value of each is wrong then. FACTS is a file of
+ *     name=value lines, which must make NAMESPACE. Prints their hashes first. The last argument but `spoil` says who writes
+ *     loaded blocks into the engine's memory.
+ */
+#define _GNU_SOURCE
+#include "pillion.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { TOKENS_MAX = 1 << 16, FACTS_MAX = 256, LAYERS_MAX = 64, EXTRA_MAX = 256, LINE_BYTES = 1 << 16 };
+/* For tests alone: an engine that serves people gives up after 2 ms. */
+enum { QUERY_BUDGET_US = 10000000, WATCHDOG_MS = 60000 };
+/* A bit of the exponent in the upper byte of a bfloat16. */
+enum { EXPONENT_BIT = 0x04 };
+
+typedef struct {
+    const char *name_space;
+    PillionFact facts[FACTS_MAX];
+    size_t count;
+} Facts;
+
+/* KV memory: all blocks of a layer side by side, then the next layer's. Where pages lie is an engine's own affair; what
+ * is inside of one is what the namespace's facts say. */
+typedef struct {
+    int descriptor;
+    uint8_t *bytes;
+    uint32_t blocks, layers;
+    uint64_t page_bytes;
+} Memory;
+
+/* A connected engine of one rank. */
+typedef struct {
+    PillionScheduler *scheduler;
+    PillionWorker *worker;
+    PillionRun run;
+    uint64_t step;
+} Engine;
+
+static void die(const char *what, const char *why) {
+    fprintf(stderr, "engine: %s: %s\n", what, why);
+    exit(1);
+}
+
+static void check(PillionStatus status, const char *what) {
+    if (status != PILLION_STATUS_OK) die(what, pillion_error_text());
+}
+
+static void sleep_ms(void) { nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL); }
+
+/* --- input --- */
+
+static PillionItemsU32 read_tokens(FILE *file) {
+    static uint32_t tokens[TOKENS_MAX];
+    size_t count = 0;
+    while (count < TOKENS_MAX && fscanf(file, "%u", &tokens[count]) == 1) count++;
+    return (PillionItemsU32){tokens, count};
+}
+
+/* The texts live as long as the process. */
+static void read_facts(const char *path, Facts *facts) {
+    static char line[LINE_BYTES];
+    FILE *file = fopen(path, "r");
+    if (!file) die("facts", path);
+    while (facts->count < FACTS_MAX && fgets(line, sizeof line, file)) {
+        char *value = strchr(line, '=');
+        if (!value) die("a fact without '='", line);
+        line[strcspn(line, "\n")] = 0;
+        *value++ = 0;
+        facts->facts[facts->count++] = (PillionFact){.name = strdup(line), .value = strdup(value)};
+    }
+    fclose(file);
+}
+
+static const char *fact(const Facts *facts, const char *name) {
+    for (size_t i = 0; i < facts->count; i++)
+        if (!strcmp(facts->facts[i].name, name)) return facts->facts[i].value;
+    die("no such fact", name);
+    return NULL;
+}
+
+static uint32_t number(const char *text) { return (uint32_t)strtoul(text, NULL, 10); }
+
+/* --- memory --- */
+
+static Memory new_memory(const Facts *facts, uint32_t blocks) {
+    Memory memory = {.blocks = blocks, .layers = 1, .page_bytes = number(fact(facts, "page_bytes"))};
+    /* One form for each layer, with semicolons between. */
+    for (const char *form = fact(facts, "page_form"); *form; form++) memory.layers += *form == ';';
+    if (memory.layers > LAYERS_MAX) die("page_form", "too many layers");
+    size_t size = memory.layers * memory.page_bytes * blocks;
+    memory.descriptor = memfd_create("kv", MFD_CLOEXEC);
+    if (memory.descriptor < 0 || ftruncate(memory.descriptor, (off_t)size)) die("memory", "memfd_create");
+    memory.bytes = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, memory.descriptor, 0);
+    if (memory.bytes == MAP_FAILED) die("memory", "mmap");
+    return memory;
+}
+
+static uint64_t page_offset(const Memory *memory, uint32_t layer, uint32_t block) {
+    return ((uint64_t)layer * memory->blocks + block) * memory->page_bytes;
+}
+
+/* --- a session --- */
+
+static Engine connect_engine(const char *socket, const char *name, const Facts *facts, const Memory *memory, bool sidecar) {
+    Engine engine = {0};
+    PillionRegion regions[LAYERS_MAX];
+    uint64_t page = memory->page_bytes;
+    for (uint32_t layer = 0; layer < memory->layers; layer++)
+        regions[layer] = (PillionRegion){.offset = page_offset(memory, layer, 0), .stride = page, .bytes = page};
+    PillionWorkerOptions rank = {
+        .socket = socket,
+        .engine = name,
+        .world_size = 1,
+        .shards = 1,
+        .blocks = memory->blocks,
+        .sidecar_copies = sidecar,
+        .regions = {regions, memory->layers},
+        .facts = {facts->facts, facts->count},
+        .expects = facts->name_space,
+        .descriptors = {&memory->descriptor, 1},
+    };
+    check(pillion_worker_connect(&rank, &engine.worker), "worker");
+    if (getrandom(engine.run.bytes, sizeof engine.run.bytes, 0) != sizeof engine.run.bytes) die("run", "getrandom");
+    PillionSchedulerOptions scheduler = {
+        .socket = socket,
+        .engine = name,
+        .world_size = 1,
+        .run = engine.run,
+        .query_budget_us = QUERY_BUDGET_US,
+        .sidecar_copies = sidecar,
+    };
+    check(pillion_scheduler_connect(&scheduler, &engine.scheduler), "scheduler");
+    PillionWorkerState state;
+    check(pillion_worker_state(engine.worker, &state), "state");
+    if (!state.connected) die(socket, state.notice ? state.notice : "no sidecar");
+    printf("namespace %s\n", state.namespace_id);
+    return engine;
+}
+
+static void disconnect(Engine *engine) {
+    pillion_scheduler_free(engine->scheduler);
+    pillion_worker_free(engine->worker);
+}
+
+static int64_t open_log(const Engine *engine, PillionItemsHash hashes) {
+    int64_t log;
+    uint32_t length;
+    check(pillion_scheduler_open(engine->scheduler, &log), "open");
+    check(pillion_scheduler_append(engine->scheduler, log, 0, hashes, &length), "append");
+    if (length != hashes.count) die("append", "no room");
+    return log;
+}
+
+/* Ids of a request's blocks from `start` on. Block 0 of the memory stays empty: it is never saved. */
+static PillionItemsU32 block_ids(uint32_t start, uint32_t count) {
+    static uint32_t ids[TOKENS_MAX];
+    for (uint32_t i = 0; i < count; i++) ids[i] = 1 + start + i;
+    return (PillionItemsU32){ids, count};
+}
+
+/* A step that loads `count` blocks of a log from `start` on. An asynchronous load would end some steps later. */
+static void load(Engine *engine, int64_t log, uint32_t start, uint32_t count, bool sync) {
+    int64_t hits;
+    PillionItemsU8 plan;
+    PillionLoaded loaded;
+    uint64_t step = ++engine->step;
+    check(pillion_scheduler_query(engine->scheduler, log, start, count, &hits), "query");
+    printf("hits %lld\n", (long long)hits);
+    if (hits != count) die("query", "not all blocks are kept");
+    check(pillion_scheduler_load(engine->scheduler, log, start, block_ids(start, count), step, sync, &plan), "load");
+    if (!plan.count) die("load", "the lease is lost");
+    /* Valid until the scheduler's next call; with workers in other processes it travels with the step. */
+    uint8_t *copy = malloc(plan.count);
+    memcpy(copy, plan.items, plan.count);
+    check(pillion_scheduler_end_step(engine->scheduler, NULL), "end of step");
+    check(pillion_worker_start(engine->worker, &engine->run, step, 0), "start");
+    check(pillion_worker_load(engine->worker, (PillionItemsU8){copy, plan.count}, 0, false, &loaded), "load");
+    check(pillion_worker_done(engine->worker, step, true, 0), "done");
+    free(copy);
+    uint64_t op = loaded.op;
+    for (int turn = 0; !loaded.ended; turn++) {
+        if (turn == WATCHDOG_MS) die("load", "no end");
+        sleep_ms();
+        check(pillion_worker_poll(engine->worker, &loaded), "poll");
+    }
+    if (loaded.op != op || loaded.failed.count) die("load", "another load, or blocks failed");
+}
+
+/* A step that saves the first `count` blocks of a log. An engine would go on computing until the save is over. */
+static void save(Engine *engine, int64_t log, uint32_t count) {
+    bool posted;
+    PillionSchedulerState state;
+    uint64_t step = ++engine->step;
+    check(pillion_scheduler_save(engine->scheduler, log, 0, block_ids(0, count), step, &posted), "save");
+    if (!posted) die("save", "dropped");
+    check(pillion_scheduler_end_step(engine->scheduler, &state), "end of step");
+    check(pillion_worker_start(engine->worker, &engine->run, step, 0), "start");
+    check(pillion_worker_done(engine->worker, step, true, 0), "done");
+    for (int turn = 0; state.saving; turn++) {
+        if (turn == WATCHDOG_MS) die("save", "no end");
+        sleep_ms();
+        check(pillion_scheduler_end_step(engine->scheduler, &state), "end of step");
+    }
+}
+
+/* --- commands --- */
+
+static void print_hashes(PillionItemsHash hashes) {
+    for (size_t i = 0; i < hashes.count; i++) {
+        for (size_t at = 0; at < sizeof hashes.items[i].bytes; at++) printf("%02x", hashes.items[i].bytes[at]);
+        printf("\n");
+    }
+}
+
+/* Writes every block as the cache keeps it: its pages, layer after layer. */
+static void dump(const Memory *memory, const char *path) {
+    FILE *file = fopen(path, "wb");
+    if (!file) die("dump", path);
+    for (uint32_t block = 1; block < memory->blocks; block++)
+        for (uint32_t layer = 0; layer < memory->layers; layer++)
+            fwrite(memory->bytes + page_offset(memory, layer, block), memory->page_bytes, 1, file);
+    if (fclose(file)) die("dump", path);
+}
+
+static void carry(char **arguments, bool spoil) {
+    static Facts facts;
+    PillionKeys *keys;
+    PillionItemsHash hashes;
+    read_facts(arguments[0], &facts);
+    facts.name_space = arguments[1];
+    FILE *prompt = fopen(arguments[2], "r");
+    if (!prompt) die("tokens", arguments[2]);
+    check(pillion_keys_new(fact(&facts, "hash_algorithm"), fact(&facts, "none_hash"), fact(&facts, "extra_keys"),
+                           number(fact(&facts, "block_tokens")), &keys),
+          "keys");
+    check(pillion_keys_append(keys, read_tokens(prompt), (PillionItemsExtraKey){0}, &hashes), "keys");
+    fclose(prompt);
+    print_hashes(hashes);
+    uint32_t count = (uint32_t)hashes.count, half = count / 2;
+    Memory memory = new_memory(&facts, 1 + count);
+    bool sidecar = !strcmp(arguments[6], "sidecar");
+
+    Engine from = connect_engine(arguments[3], "foreign-from", &facts, &memory, sidecar);
+    int64_t log = open_log(&from, hashes);
+    load(&from, log, 0, half, true);
+    load(&from, log, half, count - half, false);
+    check(pillion_scheduler_close(from.scheduler, log), "close");
+    disconnect(&from);
+    dump(&memory, arguments[5]);
+    /* The first value of a block, in the first layer, is one of K. */
+    for (uint32_t block = 1; spoil && block < memory.blocks; block++)
+        memory.bytes[page_offset(&memory, 0, block) + 1] ^= EXPONENT_BIT;
+
+    Engine to = connect_engine(arguments[4], "foreign-to", &facts, &memory, sidecar);
+    save(&to, open_log(&to, hashes), count);
+    disconnect(&to);
+    pillion_keys_free(keys);
+}
+
+static PillionItemsU8 bytes_of(const char *hex) {
+    PillionItemsU8 bytes = {.count = strlen(hex) / 2};
+    uint8_t *items = malloc(bytes.count + 1);
+    for (size_t i = 0; i < bytes.count; i++) sscanf(hex + 2 * i, "%2hhx", &items[i]);
+    bytes.items = items;
+    return bytes;
+}
+
+/* Lines of block, kind, text (hex digits where bytes are wanted), path and offset, with tabs between, until an empty one. */
+static PillionItemsExtraKey read_extra(FILE *file) {
+    static PillionExtraKey keys[EXTRA_MAX];
+    static char line[LINE_BYTES];
+    size_t count = 0;
+    while (fgets(line, sizeof line, file) && line[0] != '\n') {
+        if (count == EXTRA_MAX) die("extra keys", "too many");
+        line[strcspn(line, "\n")] = 0;
+        char *rest = strdup(line), *block = strsep(&rest, "\t"), *kind = strsep(&rest, "\t");
+        char *text = strsep(&rest, "\t"), *path = strsep(&rest, "\t");
+        if (!rest) die("an extra key", line);
+        PillionExtraKey key = {.block = number(block), .kind = number(kind), .text = text, .path = path};
+        key.offset = strtoll(rest, NULL, 10);
+        if (key.kind == PILLION_EXTRA_KIND_PROMPT_EMBEDS) key.bytes = bytes_of(text);
+        keys[count++] = key;
+    }
+    return (PillionItemsExtraKey){keys, count};
+}
+
+/* A request: its extra keys, an empty line, its tokens. */
+static void print_keys(char **arguments) {
+    PillionKeys *keys;
+    PillionItemsHash hashes;
+    check(pillion_keys_new(arguments[0], arguments[1], arguments[2], number(arguments[3]), &keys), "keys");
+    PillionItemsExtraKey extra = read_extra(stdin);
+    check(pillion_keys_append(keys, read_tokens(stdin), extra, &hashes), "keys");
+    print_hashes(hashes);
+    pillion_keys_free(keys);
+}
+
+int main(int count, char **arguments) {
+    if (count == 6 && !strcmp(arguments[1], "keys")) print_keys(arguments + 2);
+    else if ((count == 9 || count == 10) && !strcmp(arguments[1], "carry")) carry(arguments + 2, count == 10);
+    else die("usage", "see the head of engine.c");
+    return 0;
+}

@@ -26,21 +26,6 @@ pub enum Memory {
     },
 }
 
-// === impl Memory ===
-
-impl Memory {
-    /// Host memory behind a caller's descriptors, which stay the caller's.
-    pub fn host(descriptors: &[i32]) -> Result<Self, ShimError> {
-        let flags = OFlags::RDWR | OFlags::CLOEXEC;
-        let duplicate = |fd: &i32| {
-            rustix::fs::open(format!("/proc/self/fd/{fd}"), flags, Mode::empty()).or_else(|errno| {
-                argument(format!("descriptor {fd} cannot be opened for reading and writing: {errno}"))
-            })
-        };
-        Ok(Self::Host(descriptors.iter().map(duplicate).collect::<Result<_, _>>()?))
-    }
-}
-
 /// Makes a rank's memory ready for copies, and says what is sent of it.
 pub(super) fn open_memory(
     worker: &mut handshake::Worker,
@@ -121,4 +106,19 @@ fn are_cuts(cuts: &[u64], worker: &handshake::Worker) -> bool {
         && cuts[0] > 0
         && cuts.is_sorted_by(|one, next| one < next)
         && cuts.last().copied() == worker.block_bytes()
+}
+
+// === impl Memory ===
+
+impl Memory {
+    /// Host memory behind a caller's descriptors, which stay the caller's.
+    pub fn host(descriptors: &[i32]) -> Result<Self, ShimError> {
+        let flags = OFlags::RDWR | OFlags::CLOEXEC;
+        let duplicate = |fd: &i32| {
+            rustix::fs::open(format!("/proc/self/fd/{fd}"), flags, Mode::empty()).or_else(|errno| {
+                argument(format!("descriptor {fd} cannot be opened for reading and writing: {errno}"))
+            })
+        };
+        Ok(Self::Host(descriptors.iter().map(duplicate).collect::<Result<_, _>>()?))
+    }
 }

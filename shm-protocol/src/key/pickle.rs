@@ -153,7 +153,7 @@ fn integers<T: Copy + Into<u64>>(out: &mut Vec<u8>, values: &[T]) {
     out.truncate(end);
 }
 
-/// Writes an unsigned integer and returns its length; bytes after it are scratch. No branch on a token's size below 2^31.
+/// Writes an unsigned integer and returns its length; bytes after it are scratch. Below 2^31 no branch on the size.
 fn encode(room: &mut [u8; INTEGER_BYTES_MAX], value: u64) -> usize {
     if value > i32::MAX as u64 {
         // Two's complement: the highest bit of the last byte is the sign's.

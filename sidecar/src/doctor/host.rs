@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use copy_engine::cuda::{self, Gpu};
+use copy_engine::cuda::{self, CudaError, Gpu};
 use io_uring::IoUring;
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
@@ -44,17 +44,25 @@ fn gpus() -> Vec<Finding> {
             Finding::bad(Level::Fail, "driver", text, "install a driver of branch 570 or later: CUDA 12.8")
         }
     };
-    match Gpu::all() {
-        Err(error) => {
-            let remedy = "is a GPU in exclusive compute mode (nvidia-smi -c DEFAULT), or out of memory?";
-            vec![driver, Finding::bad(Level::Fail, "gpu", format!("a GPU cannot be used: {error}"), remedy)]
-        }
-        Ok(gpus) => {
-            let uuids: Vec<_> = gpus.iter().map(|gpu| uuid(gpu.uuid())).collect();
-            let seen = Finding::ok("gpu", format!("{} visible: {}", gpus.len(), uuids.join(", ")));
-            [driver, seen].into_iter().chain(gpus.iter().map(|gpu| ipc(gpu))).collect()
+    let remedy = "is a GPU in exclusive compute mode (nvidia-smi -c DEFAULT), or out of memory?";
+    let unusable = |error: CudaError| {
+        Finding::bad(Level::Fail, "gpu", format!("a GPU cannot be used: {error}"), remedy)
+    };
+    let seen = match Gpu::all() {
+        Err(error) => return vec![driver, unusable(error)],
+        Ok(seen) => seen,
+    };
+    let mut findings = vec![driver];
+    for gpu in seen {
+        match gpu {
+            Err(error) => findings.push(unusable(error)),
+            Ok(gpu) => {
+                findings.push(Finding::ok("gpu", format!("{} is usable", uuid(gpu.uuid()))));
+                findings.push(ipc(&gpu));
+            }
         }
     }
+    findings
 }
 
 /// As nvidia-smi -L prints it.

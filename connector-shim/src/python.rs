@@ -267,9 +267,20 @@ impl WorkerSession {
         let region = |(fd, offset, stride, bytes)| BlockRegion { fd, offset, stride, bytes };
         let regions = regions.into_iter().map(region).collect();
         let copy = copier(copy)?;
-        let (canary, cuda) = (canary.map(handshake::Canary), None);
-        let worker =
-            handshake::Worker { rank, shard, shards, blocks, regions, copy, facts, expects, canary, cuda };
+        let canary = canary.map(handshake::Canary);
+        let worker = handshake::Worker {
+            rank,
+            shard,
+            shards,
+            blocks,
+            regions,
+            copy,
+            facts,
+            expects,
+            canary,
+            cuda: None,
+            staging: None,
+        };
         let memory = match (fds.is_empty(), pointers.is_empty()) {
             (false, false) => {
                 return Ok(argument("descriptors and pointers; a rank's memory is the host's or a GPU's")?);
@@ -277,7 +288,7 @@ impl WorkerSession {
             (_, true) => Memory::host(&fds)?,
             (true, false) => Memory::Gpu { pointers, cuts, stream },
         };
-        let options = worker::Options { socket, engine, world_size, worker, memory };
+        let options = worker::Options { socket, engine, world_size, worker, memory, staged: false };
         Ok(Self(Guarded::new(py.detach(|| Worker::new(options))?)))
     }
 

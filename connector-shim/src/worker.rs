@@ -10,6 +10,7 @@ mod copies;
 mod device;
 mod link;
 mod memory;
+mod stager;
 mod watch;
 
 use std::collections::BTreeMap;
@@ -21,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use copy_engine::cuda::{CudaError, Event};
 use shm_protocol::PROTOCOL_VERSION;
-use shm_protocol::handshake::{self, Hello, Role};
+use shm_protocol::handshake::{self, Copier, Hello, Role};
 use shm_protocol::layout::header;
 use shm_protocol::message::{Kind, Message};
 
@@ -30,7 +31,7 @@ use self::device::Device;
 use self::link::Link;
 pub use self::link::SETTLE;
 pub use self::memory::Memory;
-use self::memory::{check_worker, open_memory};
+use self::memory::{Opened, check_worker, open_memory};
 use self::watch::Watch;
 use crate::client::{Change, Client};
 use crate::clock;
@@ -61,6 +62,9 @@ pub struct Options {
     pub worker: handshake::Worker,
     /// What the regions name.
     pub memory: Memory,
+    /// Whether the sidecar does not reach the memory: this process copies loads itself, and what is saved into a segment
+    /// that the sidecar reads. Implied on a GPU where `worker.copy` is the engine.
+    pub staged: bool,
 }
 
 /// An asynchronous load that ended.
@@ -99,6 +103,10 @@ pub struct Worker {
     earlier_pool: Option<(Instant, Arc<Pool>)>,
     awaited: Vec<Awaited>,
     copier: Option<Sender<Order>>,
+    /// Where saves are staged: who is given every connection.
+    stager: Option<Sender<Arc<Link>>>,
+    /// This rank copies every load itself.
+    by_engine: bool,
     run: Option<[u8; 16]>,
     joined: bool,
     /// The last step begun.
@@ -111,17 +119,21 @@ pub struct Worker {
 impl Worker {
     /// Connects, or leaves that to the background. Fails for impossible arguments, and when the sidecar refuses.
     pub fn new(options: Options) -> Result<Self, ShimError> {
-        let Options { socket, engine, world_size, mut worker, memory } = options;
+        let Options { socket, engine, world_size, mut worker, memory, staged } = options;
         check_engine(&engine, world_size)?;
-        check_worker(&worker, world_size, &memory)?;
-        let (memory, device, descriptors) = open_memory(&mut worker, memory)?;
+        let by_engine = worker.copy == Copier::Engine;
+        let staged = staged || (by_engine && matches!(memory, Memory::Gpu { .. }));
+        check_worker(&worker, world_size, &memory, staged)?;
+        let Opened { memory, device, cuts, staging, descriptors } = open_memory(&mut worker, memory, staged)?;
         let part = Part {
             offset: memory.block_bytes() * u64::from(worker.shard),
             slot_bytes: memory.block_bytes() * u64::from(worker.shards),
         };
         let notices = Arc::new(Notices::default());
-        let (gpu, cuts) = (device.as_ref().map(Device::gpu), device.as_ref().map_or(0, Device::cuts));
+        let gpu = device.as_ref().map(Device::gpu);
         let copies = Arc::new(Copies::new(memory, gpu, cuts, part, Arc::clone(&notices)));
+        let stager = staging.map(|staging| stager::spawn(&copies, staging, &notices)).transpose();
+        let stager = stager.map_err(|error| ShimError::no_thread(&error))?;
         // A wait may be enqueued only where somebody can end it.
         let copier = device.is_some().then(|| copies.spawn()).transpose();
         let copier = copier.map_err(|error| ShimError::no_thread(&error))?;
@@ -136,6 +148,8 @@ impl Worker {
             earlier_pool: None,
             awaited: Vec::new(),
             copier,
+            stager,
+            by_engine,
             run: None,
             joined: false,
             started: 0,
@@ -199,16 +213,16 @@ impl Worker {
     /// Makes the engine's stream wait for a plan's blocks, cut by cut where `overlap`, else for all of them now. Hands the
     /// plan back where nobody promised them in time, or the memory is the host's: then [`Worker::load_now`] is called.
     pub fn load_on(&mut self, plan: Plan, stream: u64, overlap: bool) -> Result<Option<Plan>, ShimError> {
+        let ours = self.copies_itself(&plan);
         let Some((link, device)) = self.link_of(&plan).zip(self.device.as_mut()) else {
             return Ok(Some(plan));
         };
-        if plan.by_engine() {
-            return Ok(Some(plan));
-        }
         let stream = device.stream(stream);
         let reached = stream.record()?;
         device.expect(&link, plan.op, &stream, overlap)?;
-        link.connection.ring();
+        if !ours {
+            link.connection.ring();
+        }
         self.follow(plan, reached, true);
         Ok(None)
     }
@@ -235,7 +249,7 @@ impl Worker {
 
     /// Loads a plan's blocks now and returns those that failed.
     pub fn load_now(&mut self, plan: Plan) -> Vec<u32> {
-        if !plan.by_engine()
+        if !self.copies_itself(&plan)
             && self.device.is_none()
             && let Some(link) = self.link_of(&plan)
         {
@@ -256,7 +270,7 @@ impl Worker {
         if let Some(device) = &mut self.device {
             let reached = device.stream(stream).record()?;
             self.follow(plan, reached, false);
-        } else if !plan.by_engine()
+        } else if !self.copies_itself(&plan)
             && let Some(link) = self.link_of(&plan)
         {
             self.awaited.push(Awaited { plan, link, deadline: clock::now() + LOAD_DEADLINE });
@@ -267,13 +281,18 @@ impl Worker {
         Ok(())
     }
 
+    /// Whether the sidecar writes nothing of a plan into this rank's memory.
+    fn copies_itself(&self, plan: &Plan) -> bool {
+        self.by_engine || plan.by_engine()
+    }
+
     /// Gives a load into GPU memory to the thread.
     fn follow(&mut self, plan: Plan, reached: Event, sync: bool) {
-        let promised = !plan.by_engine();
+        let promised = !self.copies_itself(&plan);
         let job = self.job(plan);
         let watch = if promised && job.link.is_some() { Watch::promised() } else { Watch::ours() };
         self.copies.count_watched();
-        self.submit(Order::Watch(Load { job, reached: Box::new(reached), sync, watch }));
+        self.submit(Order::Watch(Load { job, reached: Box::new(reached), sync, watch, fetch: None }));
     }
 
     /// Loads begun by [`Worker::load_later`] that ended, each once.
@@ -372,7 +391,7 @@ impl Worker {
         self.part();
         let Some(connection) = self.client.connection().cloned() else { return };
         match Link::new(&connection, self.device.as_ref().map(Device::gpu)) {
-            Ok(link) => self.link = Some(Arc::new(link)),
+            Ok(link) => self.give_link(Arc::new(link)),
             Err(error) => return self.leave(error),
         }
         self.joined = false;
@@ -385,6 +404,12 @@ impl Worker {
             self.earlier_pool = Some((clock::now(), pool));
         }
         self.post_join();
+    }
+
+    fn give_link(&mut self, link: Arc<Link>) {
+        // A stager that is gone has nothing to answer: its saves are dropped by the sidecar's deadline.
+        self.stager.iter().for_each(|stager| _ = stager.send(Arc::clone(&link)));
+        self.link = Some(link);
     }
 
     /// Lets go of a connection that ended.

@@ -107,6 +107,7 @@ fn role(kind: u8) -> Role {
         copy: Copier::Engine,
         facts,
         cuda: None,
+        staging: None,
     })
 }
 

@@ -41,8 +41,6 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         reason = "this vLLM gives connectors no KV cache configuration; 0.29 or later does"
         if kv_cache_config is not None:
             reason = vllm_compat.unsupported(vllm_config, kv_cache_config) or ""
-        if config.copy == "engine" and vllm_compat.on_gpu():
-            reason = "pillion.copy=engine is not available on a GPU yet, use sidecar or auto"
         if reason:
             logger.error("PILLION STAYS OUT: %s. vLLM runs as if no connector were configured.", reason)
             return

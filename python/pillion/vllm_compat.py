@@ -112,6 +112,11 @@ def on_gpu() -> bool:
     return bool(current_platform.is_cuda())
 
 
+def keeps_kv_memory(vllm_config: VllmConfig) -> bool:
+    """Whether KV memory stays where it is until the process ends: sleep mode unmaps it between two steps."""
+    return not getattr(vllm_config.model_config, "enable_sleep_mode", False)
+
+
 def zeroes_blocks(kv_cache_config: KVCacheConfig) -> bool:
     """Whether a step zeroes blocks before its forward, those of its loads among them."""
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))

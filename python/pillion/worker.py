@@ -63,7 +63,8 @@ class Worker:
                 self._register_gpu(layers, geometry)
                 return
             ranks = vllm_compat.world_size(self._vllm_config)
-            self._connect(geometry, [_share(storage, ranks) for storage in geometry.storages], [], [])
+            descriptors = [_share(storage, ranks) for storage in geometry.storages]
+            self._connect(geometry, descriptors, [], [], self._config.copier(on_gpu=False))
         except (GeometryError, OSError, _shim.ShimError) as error:
             # The last: memory that cannot be exported, such as sleep mode's, or a sidecar that refuses this engine.
             logger.error("PILLION STAYS OUT: %s. vLLM runs as if no connector were configured.", error)
@@ -71,7 +72,7 @@ class Worker:
     def _register_gpu(self, layers: list[tuple[str, torch.Tensor]], geometry: Geometry) -> None:
         pointers = [int(storage.data_ptr()) for storage in geometry.storages]
         self._device = layers[0][1].device
-        self._connect(geometry, [], pointers, geometry.cuts)
+        self._connect_gpu(geometry, pointers)
         logger.info(
             "pillion: KV cache layout %s: a block of %d bytes in %d runs, delivered in cuts of %s layers",
             vllm_compat.granted_layout(self._vllm_config),
@@ -86,7 +87,30 @@ class Worker:
             vllm_compat.running_hook_mode,
         )
 
-    def _connect(self, geometry: Geometry, descriptors: list[int], pointers: list[int], cuts: list[int]) -> None:
+    def _connect_gpu(self, geometry: Geometry, pointers: list[int]) -> None:
+        """Shows the memory to the sidecar; where that cannot be and the user left it open, this process copies."""
+        copier = self._config.copier(on_gpu=True)
+        alone = vllm_compat.keeps_kv_memory(self._vllm_config)
+        if copier == "engine" and not alone:
+            raise GeometryError(
+                "pillion.copy=engine beside sleep mode, which takes the KV memory away under the engine's own copies: run "
+                "without --enable-sleep-mode"
+            )
+        try:
+            self._connect(geometry, [], pointers, geometry.cuts, copier)
+        except _shim.ShimError as refused:
+            # Most of all memory that cannot be exported, and a sidecar that does not see the GPU.
+            if self._config.copy != "auto" or not alone:
+                raise GeometryError(str(refused)) from refused
+            try:
+                self._connect(geometry, [], pointers, geometry.cuts, "engine")
+            except _shim.ShimError:
+                raise GeometryError(str(refused)) from refused
+            logger.warning(
+                "pillion: %s. Until then the engine copies its blocks itself, which is slower (pillion.copy=engine)", refused
+            )
+
+    def _connect(self, geometry: Geometry, descriptors: list[int], pointers: list[int], cuts: list[int], copier: str) -> None:
         facts, warnings = vllm_compat.facts(self._vllm_config, self._kv_cache_config, geometry.form, self._config.model_id)
         for warning in warnings:
             logger.warning("pillion: %s", warning)
@@ -103,7 +127,7 @@ class Worker:
             self._kv_cache_config.num_blocks,
             geometry.regions,
             descriptors,
-            self._config.copier(on_gpu=bool(pointers)),
+            copier,
             facts,
             pointers,
             cuts,

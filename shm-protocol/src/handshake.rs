@@ -11,6 +11,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use thiserror::Error;
 
 use crate::PROTOCOL_VERSION;
+use crate::layout::{STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
 
 /// Bytes of the largest record: 1,024 regions of some 40 bytes and a page of facts.
 pub const RECORD_BYTES_MAX: usize = 64 * 1024;
@@ -80,6 +81,10 @@ pub struct Worker {
     /// The GPU that holds the memory; host memory behind descriptors where there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cuda: Option<CudaMemory>,
+    /// Slots of the rank's staging segment, where the sidecar cannot reach its memory: saves go through them, and the
+    /// only region says where they lie.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub staging: Option<u32>,
 }
 
 /// Bytes of live weights, at most [`CANARY_BYTES_MAX`].
@@ -323,7 +328,8 @@ impl Worker {
             range("region.fd", region.fd.into(), fd < memories, "below the memories sent")?;
             range("region.bytes", region.bytes, region.bytes > 0, "at least one byte")?;
             range("region.stride", region.stride, region.stride >= region.bytes, "at least region.bytes")?;
-            let last = u64::from(self.blocks - 1).checked_mul(region.stride);
+            let places = self.staging.unwrap_or(self.blocks).max(1);
+            let last = u64::from(places - 1).checked_mul(region.stride);
             let end = last.and_then(|at| at.checked_add(region.offset)?.checked_add(region.bytes));
             range(
                 "region.offset",
@@ -339,7 +345,25 @@ impl Worker {
             total.is_some_and(|bytes| bytes < 1 << 40),
             "below 1 TiB",
         )?;
+        self.staging.map_or(Ok(()), |slots| self.check_staging(slots, descriptors))?;
         self.cuda.as_ref().map_or(Ok(()), |cuda| cuda.check(self))
+    }
+
+    fn check_staging(&self, slots: u32, descriptors: usize) -> Result<(), HandshakeError> {
+        let few = (1..=STAGING_SLOTS_MAX as u32).contains(&slots);
+        range("staging", slots.into(), few, "1 to 512 slots")?;
+        range("staging", slots.into(), self.cuda.is_none(), "absent beside GPU memory")?;
+        range("descriptors", descriptors as u64, descriptors == 1, "one, of the staging segment")?;
+        range("regions", self.regions.len() as u64, self.regions.len() == 1, "one, of the staging segment")?;
+        let offset = self.regions[0].offset;
+        range(
+            "region.offset",
+            offset,
+            offset >= STAGING_WORDS_BYTES as u64,
+            "behind the words of the slots",
+        )?;
+        let by_engine = self.copy == Copier::Engine;
+        range("copy", 0, by_engine, "'engine' where saves are staged")
     }
 
     /// Bytes of this rank's part of a block; `None` where the sum overflows.

@@ -103,6 +103,16 @@ pub const LOAD_WORDS_BYTES: usize = OPERATIONS * 8;
 /// Bytes of a session memfd.
 pub const SESSION_BYTES: usize = LOAD_WORDS + LOAD_WORDS_BYTES;
 
+/// Slots of a staging segment: a word for each on its first page.
+pub const STAGING_SLOTS_MAX: usize = STAGING_WORDS_BYTES / 8;
+/// Bytes of a staging segment's first page, which holds the words of its slots.
+pub const STAGING_WORDS_BYTES: usize = 4096;
+
+/// Offset of the word of slot `slot` of a staging segment: the tag of the STAGE whose block is being written into it.
+pub const fn staging_word(slot: u32) -> usize {
+    slot as usize * 8
+}
+
 /// Offset of key `index` in chunk `chunk`.
 pub const fn key_offset(chunk: usize, index: usize) -> usize {
     KEY_ARENA + chunk * CHUNK_BYTES + index * KEY_BYTES

@@ -31,6 +31,8 @@ pub enum Kind {
     Loaded = 10,
     /// Gives the engine's namespace a new generation by the 16 random bytes in `data[0..4]`.
     Salt = 11,
+    /// Worker: the STAGE of tag `op` has ended, `flags` holding a [`Status`]; `from` is its slot.
+    Staged = 12,
 }
 
 /// Outcome of an operation, the low byte of its word or its completion.
@@ -100,7 +102,7 @@ pub struct DecodeError {
 // === impl Kind ===
 
 impl Kind {
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 12] = [
         Self::Open,
         Self::Append,
         Self::Query,
@@ -112,11 +114,21 @@ impl Kind {
         Self::Join,
         Self::Loaded,
         Self::Salt,
+        Self::Staged,
     ];
 
     /// Whether the message may use the reserved slots: it gives something back or fulfils a promise.
     pub fn reserved(self) -> bool {
-        matches!(self, Self::Load | Self::Cancel | Self::Release | Self::Close | Self::Join | Self::Loaded)
+        matches!(
+            self,
+            Self::Load
+                | Self::Cancel
+                | Self::Release
+                | Self::Close
+                | Self::Join
+                | Self::Loaded
+                | Self::Staged
+        )
     }
 }
 
@@ -270,5 +282,30 @@ impl Saved {
             cancelled: slot[2] as u32,
             dropped: (slot[2] >> 32) as u32,
         }
+    }
+}
+
+/// One entry of a worker's completion ring: a block to be copied into the staging segment. Answered by STAGED.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Stage {
+    /// Names the request; written to the slot's word before its bytes, and repeated in the answer.
+    pub tag: u64,
+    /// Block of the engine.
+    pub block: u32,
+    /// Slot of the staging segment.
+    pub slot: u32,
+}
+
+// === impl Stage ===
+
+impl Stage {
+    /// The slot's words.
+    pub fn encode(&self) -> Slot {
+        [self.tag, u64::from(self.block) | u64::from(self.slot) << 32, 0, 0, 0, 0, 0, 0]
+    }
+
+    /// Reads a slot; whether block and slot exist is the reader's to check.
+    pub fn decode(slot: &Slot) -> Self {
+        Self { tag: slot[0], block: slot[1] as u32, slot: (slot[1] >> 32) as u32 }
     }
 }

@@ -43,6 +43,7 @@ fn hello_of_a_worker() {
         expects: None,
         canary: None,
         cuda: None,
+        staging: None,
     };
     let hello =
         Hello { version: PROTOCOL_VERSION, engine: "e0".into(), world_size: 1, role: Role::Worker(worker) };

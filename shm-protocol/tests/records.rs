@@ -11,10 +11,11 @@ use shm_protocol::handshake::{
     self, BlockRegion, CUTS_MAX, Canary, Copier, CudaAllocation, CudaMemory, DESCRIPTORS_MAX, HandshakeError,
     Hello, RANKS_MAX, RECORD_BYTES_MAX, REGIONS_MAX, Reply, Role, Welcome, Worker,
 };
+use shm_protocol::layout::{STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
 use shm_protocol::message::{Kind, Message, OUTCOME_VALUE_MAX, Outcome, Saved, Slot, Status};
 use shm_protocol::namespace;
 
-const KINDS: [Kind; 11] = [
+const KINDS: [Kind; 12] = [
     Kind::Open,
     Kind::Append,
     Kind::Query,
@@ -26,6 +27,7 @@ const KINDS: [Kind; 11] = [
     Kind::Join,
     Kind::Loaded,
     Kind::Salt,
+    Kind::Staged,
 ];
 
 const STATUSES: [Status; 8] = [
@@ -79,7 +81,7 @@ prop_compose! {
         expects in prop::option::of("[0-9a-f]{32}"),
         canary in prop::option::of(vec(any::<u8>(), 1..200).prop_map(Canary)),
     ) -> Worker {
-        Worker { rank, shard: rank / (world_size / shards), shards, blocks, regions, copy, facts, expects, canary, cuda: None }
+        Worker { rank, shard: rank / (world_size / shards), shards, blocks, regions, copy, facts, expects, canary, cuda: None, staging: None }
     }
 }
 
@@ -105,6 +107,18 @@ prop_compose! {
     }
 }
 
+prop_compose! {
+    /// The same rank with memory that nobody else reaches.
+    fn staged_workers(world_size: u32)(
+        worker in workers(world_size, 1),
+        slots in 1..=STAGING_SLOTS_MAX as u32,
+        region in regions(1),
+    ) -> Worker {
+        let region = BlockRegion { offset: region.offset.max(STAGING_WORDS_BYTES as u64), ..region };
+        Worker { copy: Copier::Engine, staging: Some(slots), regions: vec![region], ..worker }
+    }
+}
+
 /// A sound HELLO and the number of descriptors that go with it.
 fn hellos() -> impl Strategy<Value = (Hello, usize)> {
     let hello =
@@ -121,7 +135,10 @@ fn hellos() -> impl Strategy<Value = (Hello, usize)> {
     let on_gpu = ("[a-z0-9_-]{1,256}", 1..=RANKS_MAX, 1..=8_u32)
         .prop_flat_map(|(engine, world, memories)| (Just(engine), Just(world), cuda_workers(world, memories)))
         .prop_map(move |(engine, world, worker)| (hello(engine, world, Role::Worker(worker)), 0));
-    Union::new([scheduler.boxed(), worker.boxed(), on_gpu.boxed()])
+    let staged = ("[a-z0-9_-]{1,256}", 1..=RANKS_MAX)
+        .prop_flat_map(|(engine, world)| (Just(engine), Just(world), staged_workers(world)))
+        .prop_map(move |(engine, world, worker)| (hello(engine, world, Role::Worker(worker)), 1));
+    Union::new([scheduler.boxed(), worker.boxed(), on_gpu.boxed(), staged.boxed()])
 }
 
 fn replies() -> impl Strategy<Value = Reply> {
@@ -208,7 +225,7 @@ fn every_kind_and_status_has_its_own_number() {
         assert_eq!(status as usize, index + 1);
         assert_eq!(Status::try_from(status as u8), Ok(status));
     }
-    for unknown in [0, 12, 255] {
+    for unknown in [0, 13, 255] {
         assert!(Kind::try_from(unknown).is_err());
     }
     for unknown in [0, 9, 255] {
@@ -290,9 +307,32 @@ fn worker_hello() -> (Hello, Worker) {
         expects: None,
         canary: None,
         cuda: None,
+        staging: None,
     };
     let role = Role::Worker(worker.clone());
     (Hello { version: PROTOCOL_VERSION, engine: "engine".into(), world_size: 2, role }, worker)
+}
+
+#[test]
+fn every_limit_of_a_staging_segment_names_its_field() {
+    let (hello, worker) = worker_hello();
+    let region = BlockRegion { offset: STAGING_WORDS_BYTES as u64, ..worker.regions[0] };
+    let staged = Worker { staging: Some(4), regions: vec![region], blocks: u32::MAX, ..worker };
+    let with = |worker: Worker| Hello { role: Role::Worker(worker), ..hello.clone() };
+    assert!(handshake::decode_hello(&handshake::encode(&with(staged.clone())), 1).is_ok());
+    let end = BlockRegion { stride: 1 << 62, ..region };
+    let cases = [
+        ("staging", Worker { staging: Some(0), ..staged.clone() }),
+        ("staging", Worker { staging: Some(STAGING_SLOTS_MAX as u32 + 1), ..staged.clone() }),
+        ("copy", Worker { copy: Copier::Sidecar, ..staged.clone() }),
+        ("regions", Worker { regions: vec![region; 2], ..staged.clone() }),
+        ("region.offset", Worker { regions: vec![BlockRegion { offset: 4095, ..region }], ..staged.clone() }),
+        ("region.offset", Worker { regions: vec![end], ..staged.clone() }),
+    ];
+    for (field, worker) in cases {
+        assert_eq!(field_refused(&with(worker), 1), field);
+    }
+    assert_eq!(field_refused(&with(staged), 2), "descriptors");
 }
 
 fn field_refused(hello: &Hello, descriptors: usize) -> &'static str {

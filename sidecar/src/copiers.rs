@@ -1,9 +1,11 @@
-//! Copies of blocks between engine memory and the pool: by threads for host memory, by a GPU's copy engines for its own.
+//! Copies of blocks between engine memory and the pool: by threads for host memory, by a GPU's copy engines for its own,
+//! by the engine itself where its memory cannot be reached.
 //!
 //! The data thread posts a batch and never waits; its end comes back through [`Copiers::finished`] and an eventfd.
 
 mod gpu;
 mod host;
+mod staged;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, mpsc};
@@ -11,11 +13,13 @@ use std::sync::{Arc, mpsc};
 use copy_engine::HostMemory;
 use rustix::event::EventfdFlags;
 use shm_protocol::handshake::Worker;
+use shm_protocol::message::Message;
 use shm_protocol::session::SessionMemory;
 use tiers::pool::Pool;
 
 use self::gpu::GpuRank;
 use self::host::{HostCopiers, HostRank};
+use self::staged::StagedRank;
 use crate::engine::{CopyId, Direction, Piece};
 use crate::pinning::Pinned;
 use crate::server::EndSignal;
@@ -28,6 +32,7 @@ pub struct Rank(Memory);
 enum Memory {
     Host(Arc<HostRank>),
     Gpu(Arc<GpuRank>),
+    Staged(Arc<StagedRank>),
 }
 
 /// A batch of copies of one rank.
@@ -78,6 +83,15 @@ impl Rank {
         match &self.0 {
             Memory::Host(rank) => rank.stop(),
             Memory::Gpu(rank) => rank.stop(),
+            Memory::Staged(rank) => rank.stop(),
+        }
+    }
+
+    /// STAGED: a block lies in the staging segment, or could not be copied there. The error is the peer's fault.
+    pub fn staged(&self, message: &Message) -> Result<(), String> {
+        match &self.0 {
+            Memory::Host(_) | Memory::Gpu(_) => Err("a rank without a staging segment sent STAGED".into()),
+            Memory::Staged(rank) => rank.staged(message),
         }
     }
 }
@@ -129,6 +143,19 @@ impl Copiers {
         Ok(Rank(Memory::Gpu(Arc::new(rank))))
     }
 
+    /// A rank that copies loads itself, and its blocks into the segment `staging`.
+    pub fn staged_rank(
+        &self,
+        staging: HostMemory,
+        tags: OwnedFd,
+        slots: u32,
+        words: &SessionMemory,
+        socket: Arc<OwnedFd>,
+    ) -> Result<Rank, String> {
+        let rank = StagedRank::start(staging, tags, slots, words, &self.pool, &self.ends, socket)?;
+        Ok(Rank(Memory::Staged(Arc::new(rank))))
+    }
+
     /// Takes a batch of a rank; if there is no room, answers its end, failed, at once.
     pub fn post(&mut self, rank: &Rank, batch: Batch) -> Option<Finished> {
         let copy = batch.copy;
@@ -138,6 +165,7 @@ impl Copiers {
         let taken = match &rank.0 {
             Memory::Host(rank) => self.host.post(batch, Arc::clone(rank)),
             Memory::Gpu(rank) => rank.post(batch),
+            Memory::Staged(rank) => rank.post(batch),
         };
         self.running += usize::from(taken);
         (!taken).then_some(Finished { copy, ok: false })

@@ -36,6 +36,7 @@ pub struct Request {
 pub struct Session {
     memory: SessionMemory,
     submissions: Consumer<RegionRing>,
+    /// A scheduler's. A rank's ring is its copier's, which hands it requests there.
     completions: Producer<RegionRing>,
     /// Messages seen and not read yet.
     unread: u32,
@@ -106,6 +107,9 @@ impl Session {
         match message.kind {
             Kind::Append => self.read_keys(&message, &mut keys)?,
             Kind::Load | Kind::Save => self.read_blocks(&message, &mut blocks)?,
+            Kind::Staged => {
+                self.rank.as_ref().map_or(Ok(()), |rank| rank.staged(&message)).map_err(Violation)?;
+            }
             _ => {}
         }
         Ok(Some(Request { message, keys, blocks }))
@@ -117,7 +121,7 @@ impl Session {
     }
 
     fn check(&self, message: &Message) -> Result<(), Violation> {
-        let for_worker = matches!(message.kind, Kind::Join | Kind::Loaded);
+        let for_worker = matches!(message.kind, Kind::Join | Kind::Loaded | Kind::Staged);
         if for_worker != self.rank.is_some() {
             let role = if for_worker { "scheduler" } else { "worker" };
             return Err(Violation(format!("a {role} may not send {:?}", message.kind)));
@@ -133,8 +137,9 @@ impl Session {
             return Err(Violation(format!("QUERY of {} keys; {QUERY_KEYS} at most", message.count)));
         }
         let ended = [Ok(Status::Ok), Ok(Status::Failed)].contains(&Status::try_from(message.flags));
-        if message.kind == Kind::Loaded && !ended {
-            return Err(Violation(format!("LOADED with status {}", message.flags)));
+        if matches!(message.kind, Kind::Loaded | Kind::Staged) && !ended {
+            let name = format!("{:?}", message.kind).to_uppercase();
+            return Err(Violation(format!("{name} with status {}", message.flags)));
         }
         Ok(())
     }

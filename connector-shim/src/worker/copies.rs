@@ -3,6 +3,8 @@
 //! On a GPU the thread is the watchdog too: it follows every load that the sidecar promised, and takes back, copies and
 //! releases those that do not come. It needs neither the interpreter nor anything that waits for a parked stream.
 
+mod fetch;
+
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,9 +13,9 @@ use std::time::Duration;
 use copy_engine::EngineMemory;
 use copy_engine::cuda::{CudaError, Event, Gpu};
 use shm_protocol::message::{Outcome, Status};
-use shm_protocol::pool::SlotRef;
 use shm_protocol::proof::WITHOUT_RESCUE;
 
+use self::fetch::{Fetch, Step};
 use super::link::{Batches, Link};
 use super::watch::{Seen, Verdict, Watch};
 use super::{Ended, Part};
@@ -24,6 +26,8 @@ use crate::pool::Pool;
 
 /// Time between two looks at loads in progress: far below the deadline, and a thousandth of a core.
 const LOOK: Duration = Duration::from_millis(1);
+/// The same while this process copies, or is about to for a stream that waits.
+const POLL: Duration = Duration::from_micros(20);
 
 /// A load that this process copies, or may come to copy.
 #[derive(Debug)]
@@ -45,6 +49,8 @@ pub(super) struct Load {
     /// The engine's stream waits for it: it must come.
     pub(super) sync: bool,
     pub(super) watch: Watch,
+    /// This process' own copies, once they have begun.
+    pub(super) fetch: Option<Fetch>,
 }
 
 /// A place in the engine's stream.
@@ -81,8 +87,8 @@ pub(super) struct Counters {
 pub(super) struct Copies {
     memory: EngineMemory,
     gpu: Option<Arc<Gpu>>,
-    /// Cuts that a load into GPU memory arrives in.
-    cuts: usize,
+    /// Where the cuts end that a load arrives in, in bytes of this rank's part of a block.
+    cuts: Vec<u64>,
     part: Part,
     pub(super) counters: Counters,
     ended: Mutex<Vec<Ended>>,
@@ -96,11 +102,11 @@ pub(super) struct Copies {
 // === impl Copies ===
 
 impl Copies {
-    /// For memory of `gpu`, if it is one's, whose loads arrive in `cuts` cuts.
+    /// For memory of `gpu`, if it is one's, whose loads arrive in cuts that end at `cuts`.
     pub(super) fn new(
         memory: EngineMemory,
         gpu: Option<&Arc<Gpu>>,
-        cuts: usize,
+        cuts: Vec<u64>,
         part: Part,
         notices: Arc<Notices>,
     ) -> Self {
@@ -133,19 +139,21 @@ impl Copies {
         self.spent.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
-    /// Copies every block of the plan and returns those that are not what was asked for.
-    fn copy(&self, plan: &Plan, pool: Option<&Pool>) -> Vec<u32> {
-        let Some(pool) = pool else {
-            self.notices.say(Cause::Pool, "a load names the pool of a sidecar that this rank was never connected to; its blocks are computed again");
-            return plan.blocks.iter().map(|(block, _)| *block).collect();
-        };
-        let Part { offset, slot_bytes } = self.part;
-        let copied = |block: u32, slot: SlotRef| {
-            pool.verify(slot, slot_bytes)
-                && self.memory.load_block(pool.region(), slot.offset + offset, block).is_ok()
-                && pool.verify(slot, slot_bytes)
-        };
-        plan.blocks.iter().filter(|(block, slot)| !copied(*block, *slot)).map(|(block, _)| *block).collect()
+    /// The rank's memory.
+    pub(super) fn memory(&self) -> &EngineMemory {
+        &self.memory
+    }
+
+    /// What is to be copied of a job: nothing where no pool can be read.
+    fn begin(&self, job: &Job) -> Fetch {
+        match &job.pool {
+            _ if job.rescue && WITHOUT_RESCUE => Fetch::nothing(Vec::new()),
+            Some(pool) => Fetch::new(&self.memory, pool, self.part, &job.plan),
+            None => {
+                self.notices.say(Cause::Pool, "a load names the pool of a sidecar that this rank was never connected to; its blocks are computed again");
+                Fetch::nothing(job.plan.blocks.iter().map(|(block, _)| *block).collect())
+            }
+        }
     }
 
     /// Carries out a job, tells the sidecar, and returns the failed blocks.
@@ -164,10 +172,26 @@ impl Copies {
 
     /// Copies a job's blocks, counts them, and returns the failed ones.
     fn fetch(&self, job: &Job) -> Vec<u32> {
-        let failed = match job.rescue && WITHOUT_RESCUE {
-            true => Vec::new(),
-            false => self.copy(&job.plan, job.pool.as_deref()),
-        };
+        let mut fetch = self.begin(job);
+        loop {
+            match self.step(&mut fetch, job, |_| {}) {
+                Step::Worked => {}
+                Step::Waits => std::thread::sleep(POLL),
+                Step::Done => return self.end_fetch(fetch, job),
+            }
+        }
+    }
+
+    fn step(&self, fetch: &mut Fetch, job: &Job, delivered: impl FnMut(usize)) -> Step {
+        let Some(pool) = &job.pool else { return Step::Done };
+        let stepped = fetch.step(&self.memory, pool, self.part, &self.cuts, delivered);
+        stepped
+            .unwrap_or_else(|error| end_process(&format!("the GPU failed while a load was copied ({error})")))
+    }
+
+    /// Counts a job's blocks and returns the failed ones.
+    fn end_fetch(&self, fetch: Fetch, job: &Job) -> Vec<u32> {
+        let failed = fetch.failed();
         let copied = (job.plan.blocks.len() - failed.len()) as u64;
         self.counters.blocks_by_engine.fetch_add(copied, Ordering::Relaxed);
         self.count(copied, failed.len() as u64);
@@ -213,13 +237,13 @@ impl Copies {
         });
         let mut followed = Vec::new();
         loop {
-            match next_order(orders, followed.is_empty()) {
+            match next_order(orders, &followed) {
                 Ok(Order::Copy(job)) => self.end(Ended { op: job.plan.op, failed: self.carry_out(&job) }),
                 Ok(Order::Watch(load)) => followed.push(load),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) if followed.is_empty() => return,
                 // The session is over, and a stream may still be parked.
-                Err(RecvTimeoutError::Disconnected) => std::thread::sleep(LOOK),
+                Err(RecvTimeoutError::Disconnected) => std::thread::sleep(POLL),
             }
             self.follow_all(&mut followed);
         }
@@ -230,13 +254,13 @@ impl Copies {
         for sync in [true, false] {
             let mut copied = false;
             let over = |load: &mut Load| {
-                // One long copy at a time, where no stream waits for it: others may become urgent meanwhile.
+                // One copy at a time, where no stream waits for it: others may become urgent meanwhile.
                 if load.sync != sync || (copied && !sync) {
                     return false;
                 }
-                let verdict = self.follow(load);
-                copied |= verdict == Verdict::Copy;
-                matches!(verdict, Verdict::Whole | Verdict::Copy)
+                let over = self.follow(load);
+                copied |= load.fetch.is_some();
+                over
             };
             for ended in followed.extract_if(.., over) {
                 self.spent.lock().unwrap_or_else(PoisonError::into_inner).push(ended.reached);
@@ -247,41 +271,57 @@ impl Copies {
         }
     }
 
-    /// Does what is to be done for a load.
-    fn follow(&self, load: &mut Load) -> Verdict {
-        let seen = match load.see(self.cuts) {
+    /// Does what is to be done for a load; whether it is over.
+    fn follow(&self, load: &mut Load) -> bool {
+        if load.fetch.is_some() {
+            return self.advance(load);
+        }
+        let seen = match load.see(self.cuts.len()) {
             Ok(seen) => seen,
             Err(error) => end_process(&format!("the GPU failed while a load was watched ({error})")),
         };
-        let verdict = load.watch.next(&seen, clock::now());
-        let (op, link) = (load.job.plan.op, load.job.link.as_deref());
-        match verdict {
-            Verdict::Wait => {}
+        match load.watch.next(&seen, clock::now()) {
+            Verdict::Wait => false,
             Verdict::Whole => {
                 self.count_sidecar(&load.job.plan);
                 // Where the sidecar said so in the other word, the stream is still to be told.
                 self.conclude(load, Vec::new());
+                true
             }
             Verdict::TakeBack => {
                 self.note_rescue();
-                if let Some(link) = link {
-                    link.close_gate(op);
+                if let Some(link) = &load.job.link {
+                    link.close_gate(load.job.plan.op);
                 }
                 load.job.rescue = true;
+                false
             }
             Verdict::Copy => {
-                let failed = self.fetch(&load.job);
-                let ended = if failed.is_empty() { Status::Ok } else { Status::Failed };
-                self.conclude(load, failed);
-                if let Some(link) = link {
-                    link.post_loaded(op, ended);
-                }
+                load.fetch = Some(self.begin(&load.job));
+                self.advance(load)
             }
             Verdict::GiveUp => {
                 end_process("the sidecar may be writing blocks of a load that was taken back from it")
             }
         }
-        verdict
+    }
+
+    /// Goes on with this process' copies of a load; whether it is over.
+    fn advance(&self, load: &mut Load) -> bool {
+        let mut fetch = load.fetch.take().expect("the caller saw it");
+        let (op, sync, link) = (load.job.plan.op, load.sync, load.job.link.clone());
+        let delivered = |cuts| link.iter().filter(|_| sync).for_each(|link| link.deliver(op, cuts));
+        if self.step(&mut fetch, &load.job, delivered) != Step::Done {
+            load.fetch = Some(fetch);
+            return false;
+        }
+        let failed = self.end_fetch(fetch, &load.job);
+        let ended = if failed.is_empty() { Status::Ok } else { Status::Failed };
+        self.conclude(load, failed);
+        if let Some(link) = &link {
+            link.post_loaded(op, ended);
+        }
+        true
     }
 
     /// Tells whoever waits for a load: the engine's stream, which must not go on without every block, or the session.
@@ -290,7 +330,7 @@ impl Copies {
         if !load.sync {
             self.end(Ended { op, failed });
         } else if lost == 0 {
-            load.job.link.iter().for_each(|link| link.deliver(op, self.cuts));
+            load.job.link.iter().for_each(|link| link.deliver(op, self.cuts.len()));
         } else {
             let all = load.job.plan.blocks.len();
             end_process(&format!("{lost} of {all} blocks of a promised load can be had from nowhere"));
@@ -321,10 +361,11 @@ pub(super) fn is_whole(plan: &Plan, outcome: Option<Outcome>) -> bool {
 }
 
 /// The next order; only an idle thread waits for one without end.
-fn next_order(orders: &Receiver<Order>, idle: bool) -> Result<Order, RecvTimeoutError> {
-    match idle {
-        true => orders.recv().map_err(|_| RecvTimeoutError::Disconnected),
-        false => orders.recv_timeout(LOOK),
+fn next_order(orders: &Receiver<Order>, followed: &[Load]) -> Result<Order, RecvTimeoutError> {
+    let copies = |load: &Load| load.fetch.is_some() || (load.sync && load.watch.is_ours());
+    match followed {
+        [] => orders.recv().map_err(|_| RecvTimeoutError::Disconnected),
+        _ => orders.recv_timeout(if followed.iter().any(copies) { POLL } else { LOOK }),
     }
 }
 

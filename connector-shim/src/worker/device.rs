@@ -14,6 +14,9 @@ use crate::stream::{EngineStream, Probe};
 
 /// Streams tried for rescue copies: with CUDA's default of 8 hardware queues, 9 of 39 stood behind a parked stream.
 const RESCUE_STREAMS: usize = 8;
+/// Bytes of a batch where this process makes every load: 0.6 ms on the wire, 1 to 3 ms to read from the pool; two of them
+/// are locked memory.
+const BATCH_BYTES: u64 = 32 << 20;
 /// Streams of the engine whose progress is followed: its own and some for overlapped batches. With more, memory of earlier
 /// connections is never freed.
 const STREAMS_MAX: usize = 8;
@@ -52,31 +55,24 @@ struct Retired {
 // === impl Device ===
 
 impl Device {
-    /// Exports the allocations around `pointers`, rewrites the regions to count from their bases, and makes what a rescue
-    /// needs. The context of the GPU is the calling thread's, `stream` the engine's.
+    /// Makes what this process' own copies need, for memory whose storages begin at `pointers`. Unless only this process
+    /// copies (`alone`), exports the allocations around them and rewrites the regions to count from their bases. The context
+    /// of the GPU is the calling thread's, `stream` the engine's.
     pub(super) fn new(
         worker: &mut handshake::Worker,
         pointers: &[u64],
         cuts: Vec<u64>,
         stream: u64,
+        alone: bool,
     ) -> Result<(Self, DeviceMemory), ShimError> {
         if !cuda::is_present() {
             return argument("pointers into GPU memory, but libcuda.so.1 or a GPU is missing here");
         }
         let gpu = Gpu::of_thread()?;
-        let exports = pointers.iter().map(|pointer| cuda::export(*pointer).map_err(ShimError::Export));
-        let exports = exports.collect::<Result<Vec<_>, _>>()?;
-        let allocations = place(worker, pointers, &exports)?;
-        let named = |export: &Exported| CudaAllocation { handle: export.handle, bytes: export.bytes };
         let count = cuts.len();
-        worker.cuda = Some(CudaMemory {
-            uuid: gpu.uuid(),
-            pid: std::process::id(),
-            allocations: allocations.iter().map(named).collect(),
-            cuts,
-        });
-        let bases: Vec<u64> = allocations.iter().map(|allocation| allocation.base).collect();
-        let memory = rescue_memory(&gpu, &bases, worker, stream)?;
+        let bases = if alone { pointers.to_vec() } else { show(&gpu, worker, pointers, cuts)? };
+        let batch_bytes = if alone { BATCH_BYTES } else { 0 };
+        let memory = own_memory(&gpu, &bases, worker, stream, batch_bytes)?;
         let device = Self {
             gpu,
             cuts: count,
@@ -90,10 +86,6 @@ impl Device {
 
     pub(super) fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
-    }
-
-    pub(super) fn cuts(&self) -> usize {
-        self.cuts
     }
 
     /// Waits enqueued so far.
@@ -190,6 +182,26 @@ impl Retired {
     }
 }
 
+/// Exports the allocations around `pointers` and says so in `worker`; where they begin.
+fn show(
+    gpu: &Gpu,
+    worker: &mut handshake::Worker,
+    pointers: &[u64],
+    cuts: Vec<u64>,
+) -> Result<Vec<u64>, ShimError> {
+    let exports = pointers.iter().map(|pointer| cuda::export(*pointer).map_err(ShimError::Export));
+    let exports = exports.collect::<Result<Vec<_>, _>>()?;
+    let allocations = place(worker, pointers, &exports)?;
+    let named = |export: &Exported| CudaAllocation { handle: export.handle, bytes: export.bytes };
+    worker.cuda = Some(CudaMemory {
+        uuid: gpu.uuid(),
+        pid: std::process::id(),
+        allocations: allocations.iter().map(named).collect(),
+        cuts,
+    });
+    Ok(allocations.iter().map(|allocation| allocation.base).collect())
+}
+
 /// Points every region at the allocation it lies in, each listed once, and checks that it lies inside.
 fn place(
     worker: &mut handshake::Worker,
@@ -220,11 +232,12 @@ fn place(
 
 /// The engine's own way into its memory, on a stream that was seen to copy while the engine's one waits with copies behind.
 /// The block used for that is the last one: nobody has written any yet.
-fn rescue_memory(
+fn own_memory(
     gpu: &Arc<Gpu>,
     bases: &[u64],
     worker: &handshake::Worker,
     stream: u64,
+    batch_bytes: u64,
 ) -> Result<DeviceMemory, ShimError> {
     let (block, first) = (worker.blocks - 1, worker.regions[0]);
     let run = (bases[first.fd as usize] + first.offset + u64::from(block) * first.stride, first.bytes);
@@ -233,7 +246,7 @@ fn rescue_memory(
     let mut tried = Vec::new();
     let mut probe = None;
     for _ in 0..RESCUE_STREAMS {
-        let memory = DeviceMemory::new(gpu, bases, &worker.regions, worker.blocks)?;
+        let memory = DeviceMemory::new(gpu, bases, &worker.regions, worker.blocks, batch_bytes)?;
         let probe = match &mut probe {
             Some(probe) => probe,
             None => probe.insert(Probe::new(gpu, memory.block_bytes())?),
@@ -268,6 +281,7 @@ mod tests {
             expects: None,
             canary: None,
             cuda: None,
+            staging: None,
         }
     }
 

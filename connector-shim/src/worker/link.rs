@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use copy_engine::cuda::{CudaError, Gpu};
 use shm_protocol::layout::{OPERATIONS, header, load_word, load_word_value};
-use shm_protocol::message::{Kind, Message, Outcome, Status};
+use shm_protocol::message::{Kind, Message, Outcome, Stage, Status};
 use shm_protocol::{gate, wait};
 
 use super::LOAD_DEADLINE;
@@ -80,6 +80,18 @@ impl Link {
         if out.unreported.len() > UNREPORTED_MAX {
             self.connection.hang_up();
         }
+    }
+
+    /// Answers requests for blocks in the staging segment.
+    pub(super) fn post_staged(&self, answers: impl Iterator<Item = (Stage, Status)>) {
+        let mut out = self.out();
+        out.unreported.extend(answers.map(|(stage, status)| Message {
+            op: stage.tag,
+            from: stage.slot,
+            flags: status as u8,
+            ..Message::new(Kind::Staged)
+        }));
+        out.post_unreported(&self.connection);
     }
 
     /// Posts what found no room before.

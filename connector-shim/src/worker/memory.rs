@@ -1,8 +1,8 @@
 //! The memory that a rank shows to the sidecar, and what is checked before anything is sent.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 
-use copy_engine::{EngineMemory, HostMemory};
+use copy_engine::{EngineMemory, HostMemory, Staging};
 use rustix::fs::{Mode, OFlags};
 use shm_protocol::handshake::{self, BlockRegion, CUTS_MAX, Copier};
 use shm_protocol::region::Access;
@@ -26,31 +26,55 @@ pub enum Memory {
     },
 }
 
-/// Makes a rank's memory ready for copies, and says what is sent of it.
+/// A rank's memory, ready for copies.
+#[derive(Debug)]
+pub(super) struct Opened {
+    pub(super) memory: EngineMemory,
+    pub(super) device: Option<Device>,
+    /// Where a load's cuts end.
+    pub(super) cuts: Vec<u64>,
+    /// Where the sidecar does not reach the memory.
+    pub(super) staging: Option<Staging>,
+    /// What is sent to the sidecar.
+    pub(super) descriptors: Vec<OwnedFd>,
+}
+
+/// Makes a rank's memory ready, and says in `worker` what is shown of it.
 pub(super) fn open_memory(
     worker: &mut handshake::Worker,
     memory: Memory,
-) -> Result<(EngineMemory, Option<Device>, Vec<OwnedFd>), ShimError> {
-    match memory {
+    staged: bool,
+) -> Result<Opened, ShimError> {
+    let mut opened = match memory {
         Memory::Host(descriptors) => {
             let sent = descriptors.iter().map(|fd| export(fd, worker.copy)).collect::<Result<_, _>>()?;
             let memory = HostMemory::new(descriptors, &worker.regions, worker.blocks, Access::ReadWrite)?;
-            Ok((EngineMemory::Host(memory), None, sent))
+            let cuts = vec![memory.block_bytes()];
+            let memory = EngineMemory::Host(memory);
+            Opened { memory, device: None, cuts, staging: None, descriptors: sent }
         }
         Memory::Gpu { pointers, cuts, stream } => {
-            let (device, memory) = Device::new(worker, &pointers, cuts, stream)?;
-            Ok((EngineMemory::Cuda(memory), Some(device), Vec::new()))
+            let (device, memory) = Device::new(worker, &pointers, cuts.clone(), stream, staged)?;
+            let memory = EngineMemory::Cuda(memory);
+            Opened { memory, device: Some(device), cuts, staging: None, descriptors: Vec::new() }
         }
+    };
+    if staged {
+        let staging = Staging::new(&opened.memory)?;
+        (worker.staging, worker.regions) = (Some(staging.slots()), vec![staging.place()]);
+        opened.descriptors = vec![export(&staging.file(), Copier::Engine)?];
+        opened.staging = Some(staging);
     }
+    Ok(opened)
 }
 
 /// What is sent to the sidecar: where the engine copies, a descriptor that cannot be written through.
-fn export(descriptor: &OwnedFd, copier: Copier) -> Result<OwnedFd, ShimError> {
+fn export(descriptor: &impl AsRawFd, copier: Copier) -> Result<OwnedFd, ShimError> {
     let mode = match copier {
         Copier::Engine => OFlags::RDONLY,
         Copier::Sidecar => OFlags::RDWR,
     };
-    let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(descriptor));
+    let path = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
     let opened = rustix::fs::open(path, mode | OFlags::CLOEXEC, Mode::empty());
     Ok(opened.map_err(copy_engine::CopyError::from)?)
 }
@@ -60,6 +84,7 @@ pub(super) fn check_worker(
     worker: &handshake::Worker,
     world_size: u32,
     memory: &Memory,
+    staged: bool,
 ) -> Result<(), ShimError> {
     let (memories, cuts) = match memory {
         Memory::Host(descriptors) => (descriptors.len(), None),
@@ -85,10 +110,7 @@ pub(super) fn check_worker(
             cuts.is_none_or(|cuts| are_cuts(cuts, worker)),
             "cuts must ascend to the bytes of a block, at most 255",
         ),
-        (
-            cuts.is_none() || worker.copy == Copier::Sidecar,
-            "copy must be 'sidecar' where the memory is a GPU's",
-        ),
+        (!staged || worker.copy == Copier::Engine, "copy must be 'engine' where saves are staged"),
     ];
     if let Some((_, rule)) = rules.iter().find(|(holds, _)| !holds) {
         return argument(*rule);

@@ -75,6 +75,11 @@ impl Watch {
         Self { phase: Phase::Ours }
     }
 
+    /// Whether this process copies it, now or as soon as its blocks are free.
+    pub(super) fn is_ours(&self) -> bool {
+        self.phase == Phase::Ours
+    }
+
     /// What to do now. After `Whole` or `Copy` the load needs no more looks.
     pub(super) fn next(&mut self, seen: &Seen, now: Instant) -> Verdict {
         match self.phase {

@@ -59,9 +59,10 @@ pub(crate) fn options(peer: &Peer, kv: &Kv, copy: Copier) -> Options {
         expects: None,
         canary: None,
         cuda: None,
+        staging: None,
     };
     let memory = Memory::Host(vec![kv.0.try_clone().unwrap()]);
-    Options { socket: peer.socket(), engine: "engine".into(), world_size: 1, worker, memory }
+    Options { socket: peer.socket(), engine: "engine".into(), world_size: 1, worker, memory, staged: false }
 }
 
 pub(crate) fn connected(peer: &Peer, kv: &Kv, copy: Copier) -> (Worker, Served) {

@@ -14,7 +14,7 @@ mod plan;
 mod stream;
 
 pub use batch::{Blocks, CopyStream};
-pub use device::DeviceMemory;
+pub use device::{DeviceMemory, StageStream};
 pub use gpu::{Gpu, driver_version, is_present};
 pub use memory::{Exported, Imported, Registered, export};
 pub use stream::{Event, Stream};

@@ -3,6 +3,7 @@
 //! Engine memory is read and written with `pread` and `pwrite`, never mapped here: an engine that shrinks its file then
 //! makes a copy fail, where a mapping would kill this process by SIGBUS. The pool's side is a mapping of sealed memory.
 
+use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use rustix::fs::OFlags;
@@ -95,18 +96,41 @@ impl HostMemory {
         self.block_bytes
     }
 
+    /// Whether block `block` exists.
+    pub fn holds(&self, block: u32) -> bool {
+        block < self.blocks
+    }
+
     /// Copies block `block` from engine memory to `pool` at `offset`. The caller owns those pool bytes until it is told.
     pub fn save_block(&self, block: u32, pool: &Region, offset: u64) -> Result<(), CopyError> {
-        self.copy(Direction::ToPool, block, pool, offset)
+        self.copy(Direction::ToPool, block, pool, offset, &(0..self.block_bytes))
     }
 
     /// Copies `pool` at `offset` into block `block` of engine memory. Pool bytes that change meanwhile give a torn block:
     /// the caller checks the slot's generation before and after.
     pub fn load_block(&self, pool: &Region, offset: u64, block: u32) -> Result<(), CopyError> {
-        self.copy(Direction::ToEngine, block, pool, offset)
+        self.load_part(pool, offset, block, &(0..self.block_bytes))
     }
 
-    fn copy(&self, direction: Direction, block: u32, pool: &Region, offset: u64) -> Result<(), CopyError> {
+    /// The same for the bytes `part` of the block and of the pool's copy of it.
+    pub fn load_part(
+        &self,
+        pool: &Region,
+        offset: u64,
+        block: u32,
+        part: &Range<u64>,
+    ) -> Result<(), CopyError> {
+        self.copy(Direction::ToEngine, block, pool, offset, part)
+    }
+
+    fn copy(
+        &self,
+        direction: Direction,
+        block: u32,
+        pool: &Region,
+        offset: u64,
+        part: &Range<u64>,
+    ) -> Result<(), CopyError> {
         let range = CopyError::Range { block, blocks: self.blocks, offset };
         if block >= self.blocks {
             return Err(range);
@@ -116,19 +140,23 @@ impl HostMemory {
         let Some((start, _)) = start.and_then(|at| Some((at, pool.bytes_at(at, bytes)?))) else {
             return Err(range);
         };
-        let mut at = start;
+        let mut at = 0;
         for region in &self.regions {
-            let position = region.offset + u64::from(block) * region.stride;
-            let descriptor = &self.descriptors[region.fd as usize];
-            move_all(direction, descriptor, position, pool, at, region.bytes as usize)?;
-            at += region.bytes as usize;
+            let inside = at.max(part.start)..(at + region.bytes).min(part.end);
+            if inside.start < inside.end {
+                let position = region.offset + u64::from(block) * region.stride + (inside.start - at);
+                let descriptor = &self.descriptors[region.fd as usize];
+                let bytes = (inside.end - inside.start) as usize;
+                move_all(direction, descriptor, position, pool, start + inside.start as usize, bytes)?;
+            }
+            at += region.bytes;
         }
         Ok(())
     }
 }
 
 /// Moves `want` bytes between file position `position` and pool offset `at`, both already checked.
-fn move_all(
+pub(crate) fn move_all(
     direction: Direction,
     descriptor: &OwnedFd,
     position: u64,

@@ -7,9 +7,13 @@
 
 pub mod cuda;
 pub mod host;
+pub mod staging;
+
+use std::ops::Range;
 
 pub use host::{CopyError, HostMemory};
 use shm_protocol::region::Region;
+pub use staging::Staging;
 
 /// Which way bytes go.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -40,11 +44,47 @@ impl EngineMemory {
         }
     }
 
-    /// Copies `pool` at `offset` into block `block` and returns at its end; see the two memories.
-    pub fn load_block(&self, pool: &Region, offset: u64, block: u32) -> Result<(), CopyError> {
+    /// Whether block `block` exists.
+    pub fn holds(&self, block: u32) -> bool {
         match self {
-            Self::Host(memory) => memory.load_block(pool, offset, block),
-            Self::Cuda(memory) => memory.load_block(pool, offset, block),
+            Self::Host(memory) => memory.holds(block),
+            Self::Cuda(memory) => memory.holds(block),
+        }
+    }
+
+    /// The most blocks of which one call of [`EngineMemory::begin_load`] copies part `cut`.
+    pub fn batch_blocks(&self, cut: &Range<u64>) -> usize {
+        match self {
+            Self::Host(_) => 1,
+            Self::Cuda(memory) => memory.batch_blocks(cut),
+        }
+    }
+
+    /// Begins to copy part `cut` of some blocks, each (block, offset of its copy in `pool`), and returns the batch's number;
+    /// it has ended when [`EngineMemory::ended`] is not below. Pool bytes that change meanwhile give torn blocks: the
+    /// caller checks the slots' generations before and after. After an error none of the batch is whole, and nothing of it
+    /// is still being written.
+    pub fn begin_load(
+        &self,
+        pool: &Region,
+        cut: &Range<u64>,
+        blocks: &[(u32, u64)],
+    ) -> Result<u64, CopyError> {
+        match self {
+            Self::Host(memory) => {
+                let mut blocks = blocks.iter();
+                blocks.try_for_each(|(block, offset)| memory.load_part(pool, *offset, *block, cut))?;
+                Ok(0)
+            }
+            Self::Cuda(memory) => memory.begin_load(pool, cut, blocks),
+        }
+    }
+
+    /// The last batch that has ended.
+    pub fn ended(&self) -> Result<u64, CopyError> {
+        match self {
+            Self::Host(_) => Ok(0),
+            Self::Cuda(memory) => Ok(memory.ended()?),
         }
     }
 }

@@ -114,6 +114,10 @@ impl Core {
         for rank in (0..scheduler.world_size).filter(|rank| unstarted >> rank & 1 == 1) {
             let Some(worker_id) = scheduler.ranks[rank as usize] else { continue };
             let worker = &self.workers[&worker_id];
+            if worker.by_engine {
+                load.unstarted &= !(1 << rank);
+                continue;
+            }
             let free = load.early && worker.done.saturating_add(1) >= load.step;
             if worker.start < load.step && !free {
                 continue;

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use shm_protocol::handshake::{Hello, RANKS_MAX, Role};
+use shm_protocol::handshake::{Copier, Hello, RANKS_MAX, Role};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace;
 
@@ -67,6 +67,8 @@ pub(super) struct Worker {
     pub(super) shards: u32,
     pub(super) blocks: u32,
     pub(super) shard_bytes: u64,
+    /// It copies its loads itself, whatever a LOAD says.
+    pub(super) by_engine: bool,
     pub(super) namespace: NamespaceDigest,
     pub(super) run: Option<[u8; 16]>,
     pub(super) scheduler: Option<SessionId>,
@@ -155,6 +157,7 @@ impl Core {
                 shards: worker.shards,
                 blocks: worker.blocks,
                 shard_bytes,
+                by_engine: worker.copy == Copier::Engine,
                 namespace,
                 run: None,
                 scheduler: None,

@@ -297,6 +297,8 @@ impl Core {
         match message.kind {
             Kind::Join => return self.join(session, message.bytes16(), message.step, out),
             Kind::Loaded => return self.loaded(session, message),
+            // Its copier was told when it was read.
+            Kind::Staged => return Ok(()),
             _ if self.workers.contains_key(&session) => {
                 return Err(format!("a worker may not send {:?}", message.kind));
             }
@@ -316,7 +318,7 @@ impl Core {
             Kind::Release => self.release(session, message.log),
             Kind::Close => self.close(session, message.log),
             Kind::Salt => self.salt(session, message.bytes16()),
-            Kind::Join | Kind::Loaded => unreachable!("answered above"),
+            Kind::Join | Kind::Loaded | Kind::Staged => unreachable!("answered above"),
         }
     }
 

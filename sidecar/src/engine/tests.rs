@@ -39,11 +39,12 @@ fn rank_hello(world_size: u32, rank: u32) -> Hello {
         shards: world_size,
         blocks: 1000,
         regions: vec![region],
-        copy: Copier::Engine,
+        copy: Copier::Sidecar,
         facts: BTreeMap::new(),
         expects: None,
         canary: None,
         cuda: None,
+        staging: None,
     };
     hello(world_size, Role::Worker(worker))
 }

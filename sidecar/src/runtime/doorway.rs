@@ -116,8 +116,13 @@ impl Runtime {
                 Role::Worker(worker) if worker.cuda.is_some() => {
                     Some(self.copiers.gpu_rank(worker, &memory, Arc::clone(&socket))?)
                 }
+                Role::Worker(worker) if let Some(slots) = worker.staging => {
+                    let tags = descriptors[0].try_clone().map_err(|error| error.to_string())?;
+                    let staging = host_memory(worker, slots, descriptors)?;
+                    Some(self.copiers.staged_rank(staging, tags, slots, &memory, Arc::clone(&socket))?)
+                }
                 Role::Worker(worker) => {
-                    let rank = host_memory(worker, descriptors)?;
+                    let rank = host_memory(worker, worker.blocks, descriptors)?;
                     Some(Copiers::host_rank(rank, memory.clone(), Arc::clone(&socket)))
                 }
             };
@@ -189,8 +194,8 @@ fn describe(role: &Role) -> String {
     }
 }
 
-/// A rank's memory, if its descriptors are memory: a copy from anything else could block a copying thread.
-fn host_memory(worker: &Worker, descriptors: Vec<OwnedFd>) -> Result<HostMemory, String> {
+/// `blocks` blocks of a rank's memory, if its descriptors are memory: a copy from anything else could block a copying thread.
+fn host_memory(worker: &Worker, blocks: u32, descriptors: Vec<OwnedFd>) -> Result<HostMemory, String> {
     for (index, descriptor) in descriptors.iter().enumerate() {
         let stat = rustix::fs::fstat(descriptor).map_err(|error| format!("descriptor {index}: {error}"))?;
         let fs = rustix::fs::fstatfs(descriptor).map_err(|error| format!("descriptor {index}: {error}"))?;
@@ -205,5 +210,5 @@ fn host_memory(worker: &Worker, descriptors: Vec<OwnedFd>) -> Result<HostMemory,
         Copier::Engine => Access::ReadOnly,
         Copier::Sidecar => Access::ReadWrite,
     };
-    HostMemory::new(descriptors, &worker.regions, worker.blocks, access).map_err(|error| error.to_string())
+    HostMemory::new(descriptors, &worker.regions, blocks, access).map_err(|error| error.to_string())
 }

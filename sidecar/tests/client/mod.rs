@@ -12,7 +12,7 @@ use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{self, BlockRegion, Copier, Hello, Reply, Role, Welcome, Worker};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::header;
-use shm_protocol::message::{Kind, Message, Outcome, Saved, Slot};
+use shm_protocol::message::{Kind, Message, Outcome, Saved, Slot, Stage};
 use shm_protocol::region::{Access, Region};
 use shm_protocol::ring::{Consumer, Producer, RingMemory};
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
@@ -142,12 +142,19 @@ impl Session {
     }
 
     pub(crate) fn saved(&mut self) -> Saved {
-        watch("completion", || {
-            self.completions.ready().unwrap();
-            let slot = self.completions.pop()?;
-            self.completions.release();
-            Some(Saved::decode(&slot))
-        })
+        watch("completion", || self.next_completion().map(|slot| Saved::decode(&slot)))
+    }
+
+    /// A rank whose saves are staged: the next block that is asked for.
+    pub(crate) fn stage(&mut self) -> Stage {
+        watch("a block asked for", || self.next_completion().map(|slot| Stage::decode(&slot)))
+    }
+
+    pub(crate) fn next_completion(&mut self) -> Option<Slot> {
+        self.completions.ready().unwrap();
+        let slot = self.completions.pop()?;
+        self.completions.release();
+        Some(slot)
     }
 
     pub(crate) fn store(&self, at: usize, value: u64) {
@@ -240,6 +247,7 @@ impl Kv {
             expects: None,
             canary: None,
             cuda: None,
+            staging: None,
         })
     }
 }

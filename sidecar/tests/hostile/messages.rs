@@ -61,7 +61,7 @@ const fn by_rank(breach: Breach) -> Breach {
 /// The villain's scheduler has log 0 with 70 keys in chunks 0 and 1, and block id 5 at position 7.
 const BREACHES: &[Breach] = &[
     breach("kind 0", "kind 0", || vec![[0; 8]]),
-    breach("kind 12", "kind 12", || vec![[12, 0, 0, 0, 0, 0, 0, 0]]),
+    breach("kind 13", "kind 13", || vec![[13, 0, 0, 0, 0, 0, 0, 0]]),
     breach("kind 255", "kind 255", || vec![[u64::MAX; 8]]),
     breach("OPEN of a log there is not", "log 65536", || one(Message { log: LOGS as u32, ..of(Kind::Open) })),
     at_odds("OPEN of an open log", "opened twice", || one(of(Kind::Open))),
@@ -140,6 +140,11 @@ const BREACHES: &[Breach] = &[
     by_rank(breach("a rank that closes", "may not send Close", || one(of(Kind::Close)))),
     by_rank(breach("a rank that salts", "may not send Salt", || one(of(Kind::Salt)))),
     by_rank(breach("LOADED without a status", "LOADED with status 0", || one(of(Kind::Loaded)))),
+    by_rank(breach("STAGED without a status", "STAGED with status 0", || one(of(Kind::Staged)))),
+    by_rank(breach("STAGED of a rank that stages nothing", "without a staging segment", || {
+        one(Message { flags: Status::Ok as u8, ..of(Kind::Staged) })
+    })),
+    breach("a scheduler that stages", "may not send Staged", || one(of(Kind::Staged))),
     by_rank(breach("LOADED, pending", "LOADED with status 1", || {
         one(Message { flags: 1, ..of(Kind::Loaded) })
     })),
@@ -229,7 +234,7 @@ fn every_field_of_every_kind_at_its_ends_harms_nobody_else() {
     let small = [0, 1, u32::MAX, 1 << 31, layout::LOGS as u32, LOG_KEYS as u32, BLOCK_IDS as u32];
     let large = [0, 1, u64::MAX, 1 << 63, 1 << 32];
     let mut slots = Vec::new();
-    for kind in 1..=11_u8 {
+    for kind in 1..=12_u8 {
         let kind = Kind::try_from(kind).unwrap();
         let base = Message { op: 5, count: 1, flags: Status::Ok as u8, ..of(kind) };
         let mut add = |message: Message| slots.push(message.encode());

@@ -179,5 +179,6 @@ pub(crate) fn message(kind: Kind) -> &'static str {
         Kind::Join => "message JOIN",
         Kind::Loaded => "message LOADED",
         Kind::Salt => "message SALT",
+        Kind::Staged => "message STAGED",
     }
 }

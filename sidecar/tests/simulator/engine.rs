@@ -153,6 +153,7 @@ impl Model {
             expects: None,
             canary: None,
             cuda: None,
+            staging: None,
         }))
     }
 }

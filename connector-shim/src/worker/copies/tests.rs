@@ -9,6 +9,7 @@ use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{Copier, Hello, Role};
 use shm_protocol::layout::{header, load_word, load_word_value};
 use shm_protocol::message::{Kind, LOAD_SYNC};
+use shm_protocol::pool::SlotRef;
 use shm_protocol::region::Access;
 
 use super::*;
@@ -45,14 +46,15 @@ impl Rank {
     fn new() -> Self {
         let (peer, kv) = (Peer::new(EPOCH), Kv::new());
         let served = peer.serve(BLOCK_BYTES);
-        let Options { socket, engine, world_size, worker, memory } = options(&peer, &kv, Copier::Sidecar);
+        let Options { socket, engine, world_size, worker, memory, .. } = options(&peer, &kv, Copier::Sidecar);
         let Memory::Host(descriptors) = memory else { unreachable!("a rank of the tests") };
         let sent = descriptors.iter().map(|fd| fd.try_clone().unwrap()).collect();
         let memory = HostMemory::new(descriptors, &worker.regions, worker.blocks, Access::ReadWrite).unwrap();
         let hello = Hello { version: PROTOCOL_VERSION, engine, world_size, role: Role::Worker(worker) };
         let connection = Arc::new(Address { socket, hello, descriptors: sent }.connect().unwrap());
         let part = Part { offset: 0, slot_bytes: BLOCK_BYTES };
-        let copies = Copies::new(EngineMemory::Host(memory), None, CUTS, part, Arc::default());
+        let cuts = (1..=CUTS as u64).map(|cut| cut * BLOCK_BYTES / CUTS as u64).collect();
+        let copies = Copies::new(EngineMemory::Host(memory), None, cuts, part, Arc::default());
         let copies = Arc::new(copies);
         let orders = copies.spawn().unwrap();
         let link = Arc::new(Link::new(&connection, None).unwrap());
@@ -74,7 +76,9 @@ impl Rank {
         let job = Job { plan, pool, link, rescue: false };
         self.copies.count_watched();
         let reached = Box::new(self.reached.clone());
-        self.orders.send(Order::Watch(Load { job, reached, sync, watch: Watch::promised() })).unwrap();
+        self.orders
+            .send(Order::Watch(Load { job, reached, sync, watch: Watch::promised(), fetch: None }))
+            .unwrap();
     }
 
     fn word(&self, op: u64) -> u64 {

@@ -80,6 +80,11 @@ impl CopyStream {
         &self.stream
     }
 
+    /// Bytes of a block.
+    pub(super) fn block_bytes(&self) -> u64 {
+        self.blocks.block_bytes
+    }
+
     /// Enqueues the copies of part `cut` of some blocks, each (block, pool offset of its first byte). Blocks and offsets that
     /// do not exist are refused before anything is enqueued. Pool memory must be locked.
     pub fn enqueue(

@@ -1,27 +1,42 @@
-//! The engine's own copies into its GPU memory: what a rank falls back to when the sidecar does not finish a load.
+//! The engine's own copies of its GPU memory: loads where the sidecar does not make them, or does not finish one, and
+//! blocks for the staging segment.
 //!
-//! Everything is made at the start, since a first launch, a free or an unlock would wait for a parked stream. A block is
-//! read by a system call into locked staging memory, so that a pool file that was cut fails the copy and kills nobody.
+//! Everything is made at the start, since a first launch, a free or an unlock would wait for a parked stream. The pool's
+//! bytes are read by system calls into locked memory, half of which is filled while the other half is on the wire, so that
+//! a pool file that was cut fails the copy and kills nobody.
 
-use std::os::fd::AsFd;
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use rustix::fs::MemfdFlags;
 use shm_protocol::handshake::BlockRegion;
 use shm_protocol::region::{Access, Region};
 
-use super::{Blocks, CopyStream, Gpu, Registered};
-use crate::{CopyError, Direction, HostMemory};
+use super::{Blocks, CopyStream, CudaError, Gpu, Registered};
+use crate::host::move_all;
+use crate::{CopyError, Direction};
 
-/// Staging memory is locked in whole pages.
+/// Memory is locked in whole pages; the first one holds the word of the batches that ended.
 const PAGE: u64 = 4096;
+/// Time between two looks at copies that are waited for.
+const POLL: Duration = Duration::from_micros(20);
+/// Threads that fill a half: one reads some 10 GB/s from the pool, the bus takes five times that.
+const FILL_THREADS: usize = 4;
+/// Bytes below which one thread is faster than the start of others, which takes some 20 us each.
+const FILL_ALONE_BYTES: u64 = 2 << 20;
 
 /// One rank's KV memory in its own process.
 #[derive(Debug)]
 pub struct DeviceMemory {
-    /// One copy at a time: staging is one block large.
+    here: Arc<Blocks>,
+    gpu: Arc<Gpu>,
     copies: Mutex<Copies>,
-    block_bytes: u64,
+    region: Arc<Region>,
+    /// Bytes of each half.
+    half: u64,
     blocks: u32,
 }
 
@@ -29,51 +44,199 @@ pub struct DeviceMemory {
 struct Copies {
     /// First, so that it is dropped first, which waits for its copies.
     stream: CopyStream,
+    locked: Registered,
+    file: OwnedFd,
+    /// Batches begun so far.
+    begun: u64,
+}
+
+/// Copies blocks into the staging segment.
+#[derive(Debug)]
+pub struct StageStream {
+    /// First, as above.
+    stream: CopyStream,
     _locked: Registered,
-    /// The same memory as a block of the host device.
-    staging: HostMemory,
 }
 
 // === impl DeviceMemory ===
 
 impl DeviceMemory {
-    /// Makes stream and staging for memory at `bases`, which `regions` name by index.
+    /// Makes stream and staging for memory at `bases`, which `regions` name by index. A batch of a load moves `batch_bytes`
+    /// at most, but one block at least.
     pub fn new(
         gpu: &Arc<Gpu>,
         bases: &[u64],
         regions: &[BlockRegion],
         blocks: u32,
+        batch_bytes: u64,
     ) -> Result<Self, CopyError> {
         let here = Arc::new(Blocks::own(bases.to_vec(), regions, blocks));
-        let block_bytes = here.block_bytes();
-        let bytes = block_bytes.next_multiple_of(PAGE);
-        let staging = rustix::fs::memfd_create("pillion-staging", MemfdFlags::CLOEXEC)?;
-        rustix::fs::ftruncate(&staging, bytes)?;
-        let region = Arc::new(Region::map(staging.as_fd(), bytes as usize, Access::ReadWrite)?);
-        let one_block = BlockRegion { fd: 0, offset: 0, stride: block_bytes, bytes: block_bytes };
-        let copies = Copies {
-            stream: CopyStream::new(gpu, &here, &region, bytes)?,
-            _locked: Registered::new(gpu, &region, 0, bytes as usize)?,
-            staging: HostMemory::new(vec![staging], &[one_block], 1, Access::ReadWrite)?,
-        };
-        Ok(Self { copies: Mutex::new(copies), block_bytes, blocks })
+        let half = here.block_bytes().max(batch_bytes).next_multiple_of(PAGE);
+        let bytes = lead(here.block_bytes()) + 2 * half;
+        let file = rustix::fs::memfd_create("pillion-bounce", MemfdFlags::CLOEXEC)?;
+        rustix::fs::ftruncate(&file, bytes)?;
+        let region = Arc::new(Region::map(file.as_fd(), bytes as usize, Access::ReadWrite)?);
+        let stream = CopyStream::new(gpu, &here, &region, bytes)?;
+        let locked = Registered::new(gpu, &region, 0, bytes as usize)?;
+        let copies = Mutex::new(Copies { stream, locked, file, begun: 0 });
+        Ok(Self { here, gpu: Arc::clone(gpu), copies, region, half, blocks })
     }
 
     /// Bytes of this rank's part of a block.
     pub fn block_bytes(&self) -> u64 {
-        self.block_bytes
+        self.here.block_bytes()
     }
 
-    /// Copies `pool` at `offset` into block `block` and waits for its end. Pool bytes that change meanwhile give a torn
-    /// block: the caller checks the slot's generation before and after.
-    pub fn load_block(&self, pool: &Region, offset: u64, block: u32) -> Result<(), CopyError> {
-        if block >= self.blocks {
-            return Err(CopyError::Range { block, blocks: self.blocks, offset });
+    /// Whether block `block` exists.
+    pub fn holds(&self, block: u32) -> bool {
+        self.here.holds(block)
+    }
+
+    /// See [`crate::EngineMemory::batch_blocks`].
+    pub fn batch_blocks(&self, cut: &Range<u64>) -> usize {
+        ((self.half / (cut.end - cut.start)) as usize).max(1)
+    }
+
+    /// See [`crate::EngineMemory::begin_load`]. Waits while both halves are on the wire.
+    pub fn begin_load(
+        &self,
+        pool: &Region,
+        cut: &Range<u64>,
+        blocks: &[(u32, u64)],
+    ) -> Result<u64, CopyError> {
+        self.gpu.bind()?;
+        self.check(pool, cut, blocks)?;
+        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        let batch = copies.begun + 1;
+        // The batch before the last one used the same half.
+        self.wait(&copies.stream, batch.saturating_sub(2))?;
+        let first = lead(self.block_bytes()) + batch % 2 * self.half;
+        copies.fill(pool, cut, blocks, first)?;
+        let cut_bytes = cut.end - cut.start;
+        // Parts lie end to end; a block's own first byte would lie that much before its part.
+        let places = (0..).zip(blocks).map(|(n, (block, _))| (*block, first + n * cut_bytes - cut.start));
+        let enqueued =
+            copies.stream.enqueue(Direction::ToEngine, cut, &places.collect::<Vec<_>>()).and_then(|()| {
+                // SYNC POINT(bounce): the copies before the word.
+                copies.stream.stream().write(&copies.locked, 0, batch)
+            });
+        if let Err(error) = enqueued {
+            // Some may be on their way, into blocks that are about to be called failed.
+            copies.stream.stream().synchronize()?;
+            return Err(error.into());
         }
+        copies.begun = batch;
+        Ok(batch)
+    }
+
+    /// The last batch that has ended; an error that one of them met is found here.
+    pub fn ended(&self) -> Result<u64, CudaError> {
+        // SYNC POINT(bounce): acquire pairs with the stream's store.
+        let ended = self.region.word64(0).load(Ordering::Acquire);
         let copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
-        copies.staging.load_block(pool, offset, 0)?;
-        copies.stream.stream().gpu().bind()?;
-        copies.stream.enqueue(Direction::ToEngine, &(0..self.block_bytes), &[(block, 0)])?;
+        self.gpu.bind()?;
+        copies.stream.stream().is_idle().map(|_| ended)
+    }
+
+    /// Copies `pool` at `offset` into block `block` and waits for its end.
+    pub fn load_block(&self, pool: &Region, offset: u64, block: u32) -> Result<(), CopyError> {
+        self.begin_load(pool, &(0..self.block_bytes()), &[(block, offset)])?;
+        let copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(copies.stream.stream().synchronize()?)
+    }
+
+    fn check(&self, pool: &Region, cut: &Range<u64>, blocks: &[(u32, u64)]) -> Result<(), CopyError> {
+        assert!(blocks.len() <= self.batch_blocks(cut), "a batch of more than fits");
+        let there = |offset: u64| {
+            let start = offset.checked_add(cut.start).and_then(|at| usize::try_from(at).ok());
+            start.is_some_and(|start| pool.bytes_at(start, (cut.end - cut.start) as usize).is_some())
+        };
+        match blocks.iter().find(|(block, offset)| !self.holds(*block) || !there(*offset)) {
+            None => Ok(()),
+            Some(&(block, offset)) => Err(CopyError::Range { block, blocks: self.blocks, offset }),
+        }
+    }
+
+    fn wait(&self, stream: &CopyStream, batch: u64) -> Result<(), CudaError> {
+        // SYNC POINT(bounce): as in `ended`.
+        while self.region.word64(0).load(Ordering::Acquire) < batch {
+            stream.stream().is_idle()?;
+            std::thread::sleep(POLL);
+        }
+        Ok(())
+    }
+}
+
+/// Where the halves begin: behind the word, and by so much that a block's first byte would lie inside whatever its part is.
+fn lead(block_bytes: u64) -> u64 {
+    PAGE + block_bytes.next_multiple_of(PAGE)
+}
+
+// === impl Copies ===
+
+impl Copies {
+    /// Reads part `cut` of every block from the pool, end to end from byte `first` on.
+    fn fill(
+        &self,
+        pool: &Region,
+        cut: &Range<u64>,
+        blocks: &[(u32, u64)],
+        first: u64,
+    ) -> Result<(), CopyError> {
+        let bytes = cut.end - cut.start;
+        let read = |from: usize, blocks: &[(u32, u64)]| -> Result<(), CopyError> {
+            (from..).zip(blocks).try_for_each(|(n, (_, offset))| {
+                let (to, from) = (first + n as u64 * bytes, (offset + cut.start) as usize);
+                move_all(Direction::ToEngine, &self.file, to, pool, from, bytes as usize)
+            })
+        };
+        if blocks.len() as u64 * bytes < FILL_ALONE_BYTES {
+            return read(0, blocks);
+        }
+        let share = blocks.len().div_ceil(FILL_THREADS);
+        std::thread::scope(|scope| {
+            let mut parts = (0..).step_by(share).zip(blocks.chunks(share));
+            let own = parts.next();
+            let started: Vec<_> = parts
+                .map(|(from, part)| {
+                    let thread = std::thread::Builder::new().name("pillion-fill".into());
+                    thread.spawn_scoped(scope, move || read(from, part)).map_err(|_| (from, part))
+                })
+                .collect();
+            let mut filled = own.map_or(Ok(()), |(from, part)| read(from, part));
+            for thread in started {
+                let part = match thread {
+                    Ok(thread) => thread.join().expect("reading does not panic"),
+                    // No thread is to be had now: this one does it.
+                    Err((from, part)) => read(from, part),
+                };
+                filled = filled.and(part);
+            }
+            filled
+        })
+    }
+}
+
+// === impl StageStream ===
+
+impl StageStream {
+    /// A stream from `memory` into the segment `region`.
+    pub fn new(memory: &DeviceMemory, region: &Arc<Region>) -> Result<Self, CudaError> {
+        let (gpu, bytes) = (&memory.gpu, region.len());
+        let stream = CopyStream::new(gpu, &memory.here, region, bytes as u64)?;
+        Ok(Self { stream, _locked: Registered::new(gpu, region, 0, bytes)? })
+    }
+
+    /// Copies each block to its offset and waits for the end.
+    pub fn copy(&self, blocks: &[(u32, u64)]) -> Result<(), CudaError> {
+        let stream = self.stream.stream();
+        stream.gpu().bind()?;
+        let whole = 0..self.stream.block_bytes();
+        let enqueued = self.stream.enqueue(Direction::ToPool, &whole, blocks);
+        // Whatever was enqueued ends before its slots are used again.
+        while !stream.is_idle()? {
+            std::thread::sleep(POLL);
+        }
+        enqueued
     }
 }

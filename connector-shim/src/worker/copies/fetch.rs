@@ -1,0 +1,130 @@
+//! This process' own copies of one load, batch after batch, cut after cut.
+//!
+//! A cut is called delivered once its copies have ended and every slot was seen whole and of its filling after that.
+
+use std::collections::VecDeque;
+
+use copy_engine::{CopyError, EngineMemory};
+use shm_protocol::pool::SlotRef;
+
+use super::Part;
+use crate::plan::Plan;
+use crate::pool::Pool;
+
+/// Batches of a load under way: one is filled while another moves.
+const FLYING_MAX: usize = 2;
+
+/// What is left of a load.
+#[derive(Debug)]
+pub(in crate::worker) struct Fetch {
+    /// Blocks whose slots were whole so far.
+    sound: Vec<(u32, SlotRef)>,
+    failed: Vec<u32>,
+    /// The next part, and the next block of it.
+    cut: usize,
+    next: usize,
+    /// Batches that have not ended, and how many cuts are whole with each.
+    flying: VecDeque<(u64, usize)>,
+}
+
+/// What a step came to.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Step {
+    /// Something was done, or ended.
+    Worked,
+    /// Everything at hand is on its way.
+    Waits,
+    /// All of it has ended.
+    Done,
+}
+
+// === impl Fetch ===
+
+impl Fetch {
+    /// All blocks of a plan, but for those whose slots are not what was promised.
+    pub(super) fn new(memory: &EngineMemory, pool: &Pool, part: Part, plan: &Plan) -> Self {
+        let whole =
+            |&(block, slot): &(u32, SlotRef)| memory.holds(block) && pool.verify(slot, part.slot_bytes);
+        let (sound, failed): (Vec<_>, Vec<_>) = plan.blocks.iter().copied().partition(whole);
+        Self { sound, ..Self::nothing(failed.into_iter().map(|(block, _)| block).collect()) }
+    }
+
+    /// No copy at all.
+    pub(super) fn nothing(failed: Vec<u32>) -> Self {
+        Self { sound: Vec::new(), failed, cut: 0, next: 0, flying: VecDeque::new() }
+    }
+
+    /// Begins the next batch, or sees one end. `delivered` is told how many cuts are there, while no block has failed.
+    pub(super) fn step(
+        &mut self,
+        memory: &EngineMemory,
+        pool: &Pool,
+        part: Part,
+        cuts: &[u64],
+        mut delivered: impl FnMut(usize),
+    ) -> Result<Step, CopyError> {
+        let ended = memory.ended()?;
+        let mut worked = false;
+        while let Some(&(_, whole)) = self.flying.front().filter(|(batch, _)| *batch <= ended) {
+            self.flying.pop_front();
+            worked = true;
+            // The last cut is delivered by whoever takes the result.
+            if (1..cuts.len()).contains(&whole) && self.is_sound(pool, part) {
+                delivered(whole);
+            }
+        }
+        if self.sound.is_empty() || self.cut == cuts.len() {
+            if !self.flying.is_empty() {
+                return Ok(if worked { Step::Worked } else { Step::Waits });
+            }
+            self.drop_unsound(pool, part);
+            return Ok(Step::Done);
+        }
+        if self.flying.len() == FLYING_MAX {
+            return Ok(if worked { Step::Worked } else { Step::Waits });
+        }
+        self.begin(memory, pool, part, cuts)?;
+        Ok(Step::Worked)
+    }
+
+    /// Blocks that are not what was asked for.
+    pub(super) fn failed(self) -> Vec<u32> {
+        self.failed
+    }
+
+    fn begin(
+        &mut self,
+        memory: &EngineMemory,
+        pool: &Pool,
+        part: Part,
+        cuts: &[u64],
+    ) -> Result<(), CopyError> {
+        let start = self.cut.checked_sub(1).map_or(0, |before| cuts[before]);
+        let cut = start..cuts[self.cut];
+        let end = self.sound.len().min(self.next + memory.batch_blocks(&cut));
+        let blocks =
+            self.sound[self.next..end].iter().map(|(block, slot)| (*block, slot.offset + part.offset));
+        match memory.begin_load(pool.region(), &cut, &blocks.collect::<Vec<_>>()) {
+            Ok(batch) => {
+                self.next = end;
+                let last = end == self.sound.len();
+                self.flying.push_back((batch, if last { self.cut + 1 } else { 0 }));
+            }
+            Err(error @ CopyError::Cuda(_)) => return Err(error),
+            Err(_) => self.failed.extend(self.sound.drain(self.next..end).map(|(block, _)| block)),
+        }
+        if self.next == self.sound.len() {
+            (self.cut, self.next) = (self.cut + 1, 0);
+        }
+        Ok(())
+    }
+
+    fn is_sound(&self, pool: &Pool, part: Part) -> bool {
+        self.failed.is_empty() && self.sound.iter().all(|(_, slot)| pool.verify(*slot, part.slot_bytes))
+    }
+
+    fn drop_unsound(&mut self, pool: &Pool, part: Part) {
+        let unsound = self.sound.extract_if(.., |(_, slot)| !pool.verify(*slot, part.slot_bytes));
+        self.failed.extend(unsound.map(|(block, _)| block));
+    }
+}

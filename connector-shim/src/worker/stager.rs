@@ -1,0 +1,87 @@
+//! The thread that copies blocks into the staging segment when the sidecar asks for them.
+//!
+//! It sleeps on the session's futex while nothing is asked, and needs no deadline: whoever asks has one. A request that no
+//! honest sidecar makes ends the connection.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+use copy_engine::{EngineMemory, Staging};
+use shm_protocol::message::{Stage, Status};
+use shm_protocol::ring::Consumer;
+use shm_protocol::session::{RegionRing, Ring};
+use shm_protocol::wait;
+
+use super::copies::Copies;
+use super::link::Link;
+use crate::notices::{Cause, Notices};
+
+/// How long a sleep may be, after which the thread looks whether the sidecar is still there: a dead one wakes nobody.
+const SLEEP: Duration = Duration::from_millis(100);
+
+#[derive(Debug)]
+struct Stager {
+    copies: Arc<Copies>,
+    staging: Staging,
+    notices: Arc<Notices>,
+}
+
+/// Starts the thread, which serves one connection after the other.
+pub(super) fn spawn(
+    copies: &Arc<Copies>,
+    staging: Staging,
+    notices: &Arc<Notices>,
+) -> std::io::Result<Sender<Arc<Link>>> {
+    let (sender, links): (_, Receiver<Arc<Link>>) = channel();
+    let stager = Stager { copies: Arc::clone(copies), staging, notices: Arc::clone(notices) };
+    std::thread::Builder::new().name("pillion-stager".into()).spawn(move || {
+        links.iter().for_each(|link| stager.serve(&link));
+        if let EngineMemory::Cuda(_) = stager.copies.memory() {
+            // The driver may be gone already.
+            std::mem::forget(stager);
+        }
+    })?;
+    Ok(sender)
+}
+
+// === impl Stager ===
+
+impl Stager {
+    /// Answers the requests of one connection until it ends.
+    fn serve(&self, link: &Link) {
+        let region = link.connection.region();
+        let mut requests = Consumer::new(link.connection.memory.ring(Ring::Completion));
+        while !link.connection.is_lost() {
+            let asked = match self.take(&mut requests) {
+                Ok(asked) => asked,
+                Err(text) => {
+                    self.notices.say(Cause::Protocol, format!("the sidecar broke the protocol ({text}); connecting anew. Install the same pillion release on both sides"));
+                    return link.connection.hang_up();
+                }
+            };
+            if asked.is_empty() {
+                wait::sleep_turn(region, SLEEP, || requests.ready() != Ok(0));
+                continue;
+            }
+            let whole = self.staging.fill(self.copies.memory(), &asked);
+            let status = |whole| if whole { Status::Ok } else { Status::Failed };
+            link.post_staged(asked.iter().zip(whole).map(|(stage, whole)| (*stage, status(whole))));
+        }
+    }
+
+    /// Requests that wait, each for a slot of its own.
+    fn take(&self, requests: &mut Consumer<RegionRing>) -> Result<Vec<Stage>, String> {
+        requests.ready().map_err(|error| error.to_string())?;
+        let mut asked: Vec<Stage> = Vec::new();
+        while let Some(stage) = requests.pop().map(|slot| Stage::decode(&slot)) {
+            let taken = asked.iter().any(|other| other.slot == stage.slot);
+            if stage.slot >= self.staging.slots() || taken || !self.copies.memory().holds(stage.block) {
+                return Err(format!("it asks for block {} in slot {}", stage.block, stage.slot));
+            }
+            asked.push(stage);
+        }
+        requests.release();
+        Ok(asked)
+    }
+}

@@ -1,0 +1,197 @@
+//! A rank whose memory this process cannot reach: it copies its blocks into a staging segment of its own when asked, and
+//! a thread of this process moves them on into the pool.
+//!
+//! A slot of the segment is asked for, answered, emptied, and free again. Nobody waits for a rank: one that answers no more
+//! holds its own slots and nothing else. Before it writes a slot the rank stores the request's tag in the slot's word; a
+//! word that differs after the bytes were read means that they may be another request's, such as one of a later session.
+
+mod desk;
+
+use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{Ordering, fence};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use copy_engine::HostMemory;
+use rustix::net::Shutdown;
+use rustix::rand::{GetRandomFlags, getrandom};
+use shm_protocol::layout::staging_word;
+use shm_protocol::message::{Message, Stage, Status};
+use shm_protocol::ring::Producer;
+use shm_protocol::session::{RegionRing, Ring, SessionMemory};
+use shm_protocol::wait;
+use tiers::pool::Pool;
+
+use self::desk::{Desk, Filled, Turn};
+use super::{Batch, Ends};
+use crate::clock::Clock;
+use crate::engine::Direction;
+
+/// Time between two looks for a rank that answers no more.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// The data thread's end of a rank.
+#[derive(Debug)]
+pub(super) struct StagedRank(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    desk: Mutex<Desk>,
+    work: Condvar,
+    staging: HostMemory,
+    /// The same file, for the words of its slots.
+    tags: OwnedFd,
+    words: SessionMemory,
+    pool: Arc<Pool>,
+    ends: Ends,
+    clock: Clock,
+    /// Held until the last copy ended; see [`crate::session::Session::socket`].
+    socket: Arc<OwnedFd>,
+}
+
+// === impl StagedRank ===
+
+impl StagedRank {
+    /// Starts the rank's thread.
+    pub(super) fn start(
+        staging: HostMemory,
+        tags: OwnedFd,
+        slots: u32,
+        words: &SessionMemory,
+        pool: &Arc<Pool>,
+        ends: &Ends,
+        socket: Arc<OwnedFd>,
+    ) -> Result<Self, String> {
+        let shared = Arc::new(Shared {
+            desk: Mutex::new(Desk::new(slots, first_tag()?)),
+            work: Condvar::new(),
+            staging,
+            tags,
+            words: words.clone(),
+            pool: Arc::clone(pool),
+            ends: ends.clone(),
+            clock: Clock::start(),
+            socket,
+        });
+        let own = Arc::clone(&shared);
+        let started = thread::Builder::new().name("pillion-staged".into()).spawn(move || {
+            let requests = Producer::new(own.words.ring(Ring::Completion));
+            if catch_unwind(AssertUnwindSafe(|| own.run(requests))).is_err() {
+                tracing::error!(
+                    "the sidecar ends, to be started again: a rank's thread met an internal error"
+                );
+                std::process::abort();
+            }
+        });
+        started.map_err(|error| format!("no thread for this rank: {error}"))?;
+        Ok(Self(shared))
+    }
+
+    /// Takes a batch; `false` if there is no room, the rank answers no more, or it is not this process' to copy.
+    pub(super) fn post(&self, batch: Batch) -> bool {
+        batch.direction == Direction::Save && {
+            let taken = self.0.desk().post(batch.copy, &batch.pieces);
+            self.0.work.notify_all();
+            taken
+        }
+    }
+
+    /// STAGED was read.
+    pub(super) fn staged(&self, message: &Message) -> Result<(), String> {
+        let answered = self.0.desk().staged(message.op, message.from, message.flags == Status::Ok as u8);
+        self.0.work.notify_all();
+        answered
+    }
+
+    /// Nothing more is asked for; what is being moved ends.
+    pub(super) fn stop(&self) {
+        self.0.desk().stop();
+        self.0.work.notify_all();
+    }
+}
+
+impl Drop for StagedRank {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// Tags count up from a random number, so that those of two sessions of one segment differ.
+fn first_tag() -> Result<u64, String> {
+    let mut bytes = [0; 8];
+    let got = getrandom(&mut bytes, GetRandomFlags::empty());
+    match got {
+        Ok(8) => Ok(u64::from_ne_bytes(bytes)),
+        other => Err(format!("no random number for this rank: {other:?}")),
+    }
+}
+
+// === impl Shared ===
+
+impl Shared {
+    fn desk(&self) -> MutexGuard<'_, Desk> {
+        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(&self, mut requests: Producer<RegionRing>) {
+        loop {
+            let Some(Turn { asked, filled, ended }) = self.next() else { return };
+            if !asked.is_empty() && !self.ask(&mut requests, &asked) {
+                self.desk().stop();
+                // The data thread sees the hang-up and closes the session.
+                let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
+            }
+            for slot in filled {
+                let moved = self.empty(&slot);
+                self.desk().moved(&slot, moved);
+            }
+            ended.into_iter().for_each(|finished| _ = self.ends.report(finished));
+        }
+    }
+
+    /// What is to be done now, waiting for it; `None`: nothing will be.
+    fn next(&self) -> Option<Turn> {
+        let mut desk = self.desk();
+        loop {
+            let turn = desk.turn(self.clock.now());
+            if !turn.is_empty() {
+                return Some(turn);
+            }
+            if desk.is_over() {
+                return None;
+            }
+            desk = match desk.is_asking() {
+                true => self.work.wait_timeout(desk, LOOK).unwrap_or_else(PoisonError::into_inner).0,
+                false => self.work.wait(desk).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+    }
+
+    /// Hands requests to the rank; `false` if its ring is not as an honest rank leaves it.
+    fn ask(&self, requests: &mut Producer<RegionRing>, asked: &[Stage]) -> bool {
+        // A slot is asked for once its last answer was read, so an honest rank's ring has room for all of them.
+        if !requests.free().is_ok_and(|free| free as usize >= asked.len()) {
+            tracing::warn!("a rank's completion ring is full or malformed: its session ends");
+            return false;
+        }
+        asked.iter().for_each(|stage| requests.push(&stage.encode()));
+        requests.publish();
+        wait::wake_engine(self.words.region());
+        true
+    }
+
+    /// Moves a slot's bytes into the pool; whether they are whole and those that were asked for.
+    fn empty(&self, slot: &Filled) -> bool {
+        let copied = self.staging.save_block(slot.slot, self.pool.region(), slot.offset);
+        if let Err(error) = &copied {
+            tracing::warn!(slot = slot.slot, %error, "staged block not copied");
+        }
+        // SYNC POINT(tag): the word after the bytes, which the rank stores before them.
+        fence(Ordering::Acquire);
+        let mut word = [0; 8];
+        let read = rustix::io::pread(&self.tags, &mut word, staging_word(slot.slot) as u64);
+        copied.is_ok() && read == Ok(8) && u64::from_le_bytes(word) == slot.tag
+    }
+}

@@ -1,0 +1,310 @@
+//! Who has which slot of a staging segment. No memory and no thread here.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use shm_protocol::message::Stage;
+
+use crate::copiers::Finished;
+use crate::engine::{CopyId, Piece};
+
+/// Blocks that may wait for a slot: as many as for the copies of host memory. Beyond it a save fails.
+const BLOCKS_WAITING_MAX: usize = 65_536;
+/// How long a rank may take for one block, which is on the wire for microseconds; a runnable thread was seen to wait 3 s
+/// for a busy core. After it every save of the rank fails, and the slots wait for their answers alone.
+pub(super) const ANSWER: Duration = Duration::from_secs(10);
+
+/// A rank's slots and what waits for them.
+#[derive(Debug)]
+pub(super) struct Desk {
+    slots: Vec<Slot>,
+    waiting: VecDeque<(CopyId, Piece)>,
+    copies: BTreeMap<CopyId, Open>,
+    ended: Vec<Finished>,
+    next_tag: u64,
+    stopped: bool,
+}
+
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+enum Slot {
+    Free,
+    /// The rank may be writing it.
+    Asked {
+        tag: u64,
+        copy: CopyId,
+        offset: u64,
+        since: Duration,
+    },
+    /// So it may, for nobody any more.
+    Owed {
+        tag: u64,
+    },
+    /// It holds a block.
+    Filled {
+        tag: u64,
+        copy: CopyId,
+        offset: u64,
+    },
+    /// The thread reads it.
+    Moving {
+        copy: CopyId,
+    },
+}
+
+/// A batch under way.
+#[derive(Debug)]
+struct Open {
+    left: usize,
+    ok: bool,
+}
+
+/// A slot to be emptied.
+#[derive(Debug, Eq, PartialEq)]
+pub(super) struct Filled {
+    pub(super) slot: u32,
+    pub(super) tag: u64,
+    pub(super) offset: u64,
+}
+
+/// What the thread does next.
+#[derive(Debug, Default)]
+pub(super) struct Turn {
+    pub(super) asked: Vec<Stage>,
+    pub(super) filled: Vec<Filled>,
+    pub(super) ended: Vec<Finished>,
+}
+
+// === impl Turn ===
+
+impl Turn {
+    pub(super) fn is_empty(&self) -> bool {
+        self.asked.is_empty() && self.filled.is_empty() && self.ended.is_empty()
+    }
+}
+
+// === impl Desk ===
+
+impl Desk {
+    pub(super) fn new(slots: u32, next_tag: u64) -> Self {
+        let slots = vec![Slot::Free; slots as usize];
+        let (waiting, copies) = (VecDeque::new(), BTreeMap::new());
+        Self { slots, waiting, copies, ended: Vec::new(), next_tag, stopped: false }
+    }
+
+    /// Takes a batch of at least one block; `false` if there is no room, or nobody who would answer.
+    pub(super) fn post(&mut self, copy: CopyId, pieces: &[Piece]) -> bool {
+        let silent = self.slots.iter().all(|slot| matches!(slot, Slot::Owed { .. }));
+        if self.stopped || silent || self.waiting.len() + pieces.len() > BLOCKS_WAITING_MAX {
+            return false;
+        }
+        self.copies.insert(copy, Open { left: pieces.len(), ok: true });
+        self.waiting.extend(pieces.iter().map(|piece| (copy, *piece)));
+        true
+    }
+
+    /// A rank's answer. Another than one that is awaited is no honest rank's.
+    pub(super) fn staged(&mut self, tag: u64, slot: u32, ok: bool) -> Result<(), String> {
+        let place = self.slots.get_mut(slot as usize);
+        match place {
+            Some(place @ &mut Slot::Asked { tag: awaited, copy, offset, .. }) if awaited == tag => {
+                *place = if ok { Slot::Filled { tag, copy, offset } } else { Slot::Free };
+                if !ok {
+                    self.end_piece(copy, false);
+                }
+                Ok(())
+            }
+            Some(place @ &mut Slot::Owed { tag: awaited }) if awaited == tag => {
+                *place = Slot::Free;
+                Ok(())
+            }
+            _ => Err(format!("STAGED for slot {slot} with a tag that was not asked for")),
+        }
+    }
+
+    /// What can be done now; what it names is the caller's to do.
+    pub(super) fn turn(&mut self, now: Duration) -> Turn {
+        let late = |slot: &Slot| matches!(slot, Slot::Asked { since, .. } if now >= *since + ANSWER);
+        if self.slots.iter().any(late) {
+            tracing::warn!("a rank does not answer: its saves under way are dropped");
+            self.give_up();
+        }
+        let mut turn = Turn::default();
+        for (number, place) in (0..).zip(&mut self.slots) {
+            match *place {
+                Slot::Filled { tag, copy, offset } => {
+                    *place = Slot::Moving { copy };
+                    turn.filled.push(Filled { slot: number, tag, offset });
+                }
+                Slot::Free => {
+                    let Some((copy, piece)) = self.waiting.pop_front() else { continue };
+                    let tag = self.next_tag;
+                    self.next_tag = tag.wrapping_add(1);
+                    *place = Slot::Asked { tag, copy, offset: piece.offset, since: now };
+                    turn.asked.push(Stage { tag, block: piece.block, slot: number });
+                }
+                Slot::Asked { .. } | Slot::Owed { .. } | Slot::Moving { .. } => {}
+            }
+        }
+        turn.ended = std::mem::take(&mut self.ended);
+        turn
+    }
+
+    /// A slot was emptied.
+    pub(super) fn moved(&mut self, filled: &Filled, ok: bool) {
+        let place = &mut self.slots[filled.slot as usize];
+        let Slot::Moving { copy } = *place else { unreachable!("the thread was given it by `turn`") };
+        *place = Slot::Free;
+        self.end_piece(copy, ok);
+    }
+
+    /// Nothing more is asked for.
+    pub(super) fn stop(&mut self) {
+        self.stopped = true;
+        self.give_up();
+    }
+
+    /// Whether an answer is awaited, or never comes.
+    pub(super) fn is_asking(&self) -> bool {
+        self.slots.iter().any(|slot| matches!(slot, Slot::Asked { .. }))
+    }
+
+    /// Whether nothing can happen any more.
+    pub(super) fn is_over(&self) -> bool {
+        self.stopped && self.copies.is_empty() && self.ended.is_empty()
+    }
+
+    /// Every batch fails, as soon as none of its blocks is being moved.
+    fn give_up(&mut self) {
+        for (copy, _) in std::mem::take(&mut self.waiting) {
+            self.end_piece(copy, false);
+        }
+        for at in 0..self.slots.len() {
+            let (left, copy) = match self.slots[at] {
+                Slot::Asked { tag, copy, .. } => (Slot::Owed { tag }, copy),
+                Slot::Filled { copy, .. } => (Slot::Free, copy),
+                Slot::Free | Slot::Owed { .. } | Slot::Moving { .. } => continue,
+            };
+            self.slots[at] = left;
+            self.end_piece(copy, false);
+        }
+    }
+
+    fn end_piece(&mut self, copy: CopyId, ok: bool) {
+        let open = self.copies.get_mut(&copy).expect("a batch outlives its blocks");
+        open.left -= 1;
+        open.ok &= ok;
+        let Open { left, ok } = *open;
+        if left == 0 {
+            self.copies.remove(&copy);
+            self.ended.push(Finished { copy, ok });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const START: Duration = Duration::from_secs(100);
+
+    fn pieces(count: u32) -> Vec<Piece> {
+        (0..count).map(|block| Piece { block, offset: u64::from(block) * 512 }).collect()
+    }
+
+    /// A desk of two slots with a batch of three blocks, two of which were asked for.
+    fn asked() -> (Desk, Vec<Stage>) {
+        let mut desk = Desk::new(2, 7);
+        assert!(desk.post(1, &pieces(3)));
+        let turn = desk.turn(START);
+        assert!(turn.filled.is_empty() && turn.ended.is_empty());
+        (desk, turn.asked)
+    }
+
+    fn empty(desk: &mut Desk, ok: bool) -> Turn {
+        let turn = desk.turn(START);
+        turn.filled.iter().for_each(|slot| desk.moved(slot, ok));
+        turn
+    }
+
+    #[test]
+    fn slots_go_round_and_a_batch_ends_with_its_last_block() {
+        let (mut desk, first) = asked();
+        let stage = |tag, block, slot| Stage { tag, block, slot };
+        assert_eq!(first, [stage(7, 0, 0), stage(8, 1, 1)]);
+        desk.staged(8, 1, true).unwrap();
+        let turn = empty(&mut desk, true);
+        assert_eq!(turn.filled, [Filled { slot: 1, tag: 8, offset: 512 }]);
+        assert!(turn.asked.is_empty(), "a slot is asked for when it is empty");
+        assert_eq!(desk.turn(START).asked, [stage(9, 2, 1)]);
+        desk.staged(9, 1, true).unwrap();
+        desk.staged(7, 0, true).unwrap();
+        assert_eq!(empty(&mut desk, true).filled.len(), 2);
+        assert_eq!(desk.turn(START).ended, [Finished { copy: 1, ok: true }]);
+        assert!(!desk.is_asking() && !desk.is_over());
+    }
+
+    #[test]
+    fn one_block_that_fails_on_either_side_fails_its_batch() {
+        for (staged, moved) in [(false, true), (true, false)] {
+            let (mut desk, _) = asked();
+            desk.staged(7, 0, staged).unwrap();
+            desk.staged(8, 1, true).unwrap();
+            let turn = empty(&mut desk, moved);
+            // A slot that the rank could not fill is asked for again in the same look.
+            let third = turn.asked.into_iter().chain(desk.turn(START).asked).next().unwrap();
+            desk.staged(third.tag, third.slot, true).unwrap();
+            empty(&mut desk, true);
+            assert_eq!(desk.turn(START).ended, [Finished { copy: 1, ok: false }]);
+        }
+    }
+
+    #[test]
+    fn answers_that_nobody_asked_for_are_refused() {
+        let (mut desk, _) = asked();
+        for (tag, slot) in [(8, 0), (7, 1), (6, 0), (7, 2), (7, u32::MAX)] {
+            assert!(desk.staged(tag, slot, true).is_err(), "{tag} {slot}");
+        }
+        desk.staged(7, 0, true).unwrap();
+        assert!(desk.staged(7, 0, true).is_err(), "answered twice");
+        empty(&mut desk, true);
+        assert!(desk.staged(7, 0, true).is_err(), "long ended");
+    }
+
+    #[test]
+    fn a_rank_that_is_silent_holds_its_slots_and_nothing_else() {
+        let (mut desk, _) = asked();
+        desk.staged(7, 0, true).unwrap();
+        let moving = desk.turn(START).filled;
+        assert_eq!(desk.turn(START + ANSWER - Duration::from_millis(1)).ended, []);
+        assert_eq!(desk.turn(START + ANSWER).ended, [], "a block is being moved into the pool");
+        desk.moved(&moving[0], true);
+        assert_eq!(desk.turn(START + ANSWER).ended, [Finished { copy: 1, ok: false }]);
+        assert!(desk.post(2, &pieces(1)), "a slot is left");
+        assert_eq!(desk.turn(START + ANSWER).asked, [Stage { tag: 9, block: 0, slot: 0 }]);
+        let late = START + ANSWER + ANSWER;
+        assert_eq!(desk.turn(late).ended, [Finished { copy: 2, ok: false }]);
+        assert!(!desk.post(3, &pieces(1)), "none is");
+        desk.staged(8, 1, true).unwrap();
+        assert!(desk.post(3, &pieces(1)), "it answered after all");
+        assert_eq!(desk.turn(late).asked, [Stage { tag: 10, block: 0, slot: 1 }]);
+    }
+
+    #[test]
+    fn a_rank_that_left_ends_its_batches_when_nothing_is_moved() {
+        let (mut desk, _) = asked();
+        desk.staged(8, 1, true).unwrap();
+        let moving = desk.turn(START).filled;
+        desk.stop();
+        assert!(desk.turn(START).is_empty() && !desk.is_over());
+        desk.moved(&moving[0], true);
+        assert_eq!(desk.turn(START).ended, [Finished { copy: 1, ok: false }]);
+        assert!(desk.is_over() && !desk.post(2, &pieces(1)));
+    }
+
+    #[test]
+    fn more_than_may_wait_is_refused() {
+        let mut desk = Desk::new(2, 0);
+        assert!(desk.post(1, &pieces(BLOCKS_WAITING_MAX as u32)));
+        assert!(!desk.post(2, &pieces(1)));
+    }
+}

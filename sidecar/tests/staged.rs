@@ -1,0 +1,365 @@
+//! Engines whose memory the sidecar cannot reach: saves through the staging segment, loads by the engine. The engine is the
+//! real shim over host memory where it behaves, and spoken by hand where it does not.
+
+mod client;
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use client::{BLOCKS, Kv, LAYER_BYTES, LAYERS, Session, hello, keys, pattern, watch};
+use connector_shim::error::ShimError;
+use connector_shim::scheduler::{self, Scheduler};
+use connector_shim::worker::{self, Memory};
+use rustix::fs::MemfdFlags;
+use shm_protocol::handshake::{BlockRegion, Copier, Role, Worker};
+use shm_protocol::key::BlockHash;
+use shm_protocol::layout::{STAGING_WORDS_BYTES, staging_word};
+use shm_protocol::message::{Kind, Message, Stage, Status};
+use shm_protocol::ring::RingMemory;
+use shm_protocol::session::Ring;
+use sidecar::config::Options;
+use sidecar::server::Server;
+use tempfile::TempDir;
+
+const RUN: [u8; 16] = [7; 16];
+const BLOCK_BYTES: u64 = LAYERS * LAYER_BYTES;
+/// Slots of a rank spoken by hand: fewer than the blocks it saves.
+const SLOTS: u32 = 4;
+
+struct Sidecar {
+    server: Option<Server>,
+    socket: PathBuf,
+    _folder: TempDir,
+}
+
+impl Sidecar {
+    fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("pillion.sock");
+        let options = Options {
+            socket: Some(socket.clone()),
+            dram: Some("16MiB".parse().unwrap()),
+            http: Some("127.0.0.1:0".parse().unwrap()),
+            ..Options::default()
+        };
+        let server = Server::start(&options.complete().unwrap()).unwrap();
+        Self { server: Some(server), socket, _folder: folder }
+    }
+}
+
+impl Drop for Sidecar {
+    fn drop(&mut self) {
+        let drained = self.server.take().unwrap().drain(Duration::from_secs(20));
+        assert!(drained || std::thread::panicking(), "the data thread panicked");
+    }
+}
+
+/// Both roles of a real engine of one rank.
+struct Engine {
+    worker: worker::Worker,
+    scheduler: Scheduler,
+    kv: Kv,
+}
+
+impl Engine {
+    fn start(sidecar: &Sidecar) -> Self {
+        let kv = Kv::new();
+        let Role::Worker(worker) = kv.worker(0, 1, Copier::Engine) else { unreachable!("a worker's") };
+        let memory = Memory::Host(kv.fds.iter().map(|fd| fd.try_clone().unwrap()).collect());
+        let (socket, engine) = (sidecar.socket.clone(), "engine".to_owned());
+        let options = worker::Options {
+            socket: socket.clone(),
+            engine: engine.clone(),
+            world_size: 1,
+            worker,
+            memory,
+            staged: true,
+        };
+        let mut worker = worker::Worker::new(options).unwrap();
+        worker.join(RUN);
+        let budget = Duration::from_secs(5);
+        // As where the scheduler does not know that the ranks copy for themselves.
+        let (by_engine, early) = (false, false);
+        let options =
+            scheduler::Options { socket, engine, world_size: 1, run: RUN, budget, by_engine, early };
+        let scheduler = Scheduler::new(options).unwrap();
+        assert!(worker.connected() && scheduler.connected());
+        Self { worker, scheduler, kv }
+    }
+
+    fn log(&mut self, keys: &[BlockHash]) -> i64 {
+        let log = self.scheduler.open();
+        let key = |index: u32| Ok::<_, ShimError>(keys[index as usize]);
+        assert_eq!(self.scheduler.append(log, 0, keys.len() as u32, key).unwrap(), keys.len() as u32);
+        log
+    }
+
+    fn save(&mut self, keys: &[BlockHash], blocks: Vec<u32>, step: u64) {
+        let log = self.log(keys);
+        watch("joined ranks", || (self.scheduler.query(log, 0, 1) == 0).then_some(()));
+        assert!(self.scheduler.save(log, 0, blocks, step));
+        self.worker.start(step, 0);
+        self.worker.done(step, true, 0);
+        watch("the end of the save", || {
+            self.scheduler.end_step();
+            (self.scheduler.saving() == 0).then_some(())
+        });
+    }
+}
+
+/// A rank spoken by hand.
+struct Rank {
+    session: Session,
+    segment: OwnedFd,
+}
+
+impl Rank {
+    fn open(sidecar: &Sidecar, engine: &str, run: [u8; 16]) -> Self {
+        let segment = rustix::fs::memfd_create("staging", MemfdFlags::CLOEXEC).unwrap();
+        let (offset, stride) = (STAGING_WORDS_BYTES as u64, BLOCK_BYTES.next_multiple_of(4096));
+        rustix::fs::ftruncate(&segment, offset + u64::from(SLOTS) * stride).unwrap();
+        let Role::Worker(worker) = Kv::new().worker_of(engine, 0, 1, Copier::Engine) else {
+            unreachable!("a worker's")
+        };
+        let regions = vec![BlockRegion { fd: 0, offset, stride, bytes: BLOCK_BYTES }];
+        let role = Role::Worker(Worker { regions, staging: Some(SLOTS), ..worker });
+        let mut session = Session::open(&sidecar.socket, &hello(engine, 1, role), &[&segment]);
+        session.post(Message::new(Kind::Join).with_bytes16(run));
+        Self { session, segment }
+    }
+
+    fn put_tag(&self, stage: Stage, tag: u64) {
+        let at = staging_word(stage.slot) as u64;
+        assert_eq!(rustix::io::pwrite(&self.segment, &tag.to_le_bytes(), at), Ok(8));
+    }
+
+    /// Fills a slot with what `block` of an honest rank holds.
+    fn fill(&self, stage: Stage) {
+        assert!(stage.slot < SLOTS && stage.block < BLOCKS, "{stage:?}");
+        self.put_tag(stage, stage.tag);
+        let stride = BLOCK_BYTES.next_multiple_of(4096);
+        let at = STAGING_WORDS_BYTES as u64 + u64::from(stage.slot) * stride;
+        assert_eq!(
+            rustix::io::pwrite(&self.segment, &content(stage.block.into()), at),
+            Ok(BLOCK_BYTES as usize)
+        );
+    }
+
+    fn answer(&mut self, stage: Stage, status: Status) {
+        let answer =
+            Message { op: stage.tag, from: stage.slot, flags: status as u8, ..Message::new(Kind::Staged) };
+        self.session.post(answer);
+    }
+
+    fn serve(&mut self, blocks: usize) {
+        for _ in 0..blocks {
+            let stage = self.session.stage();
+            self.fill(stage);
+            self.answer(stage, Status::Ok);
+        }
+    }
+}
+
+fn content(seed: u64) -> Vec<u8> {
+    (0..LAYERS).flat_map(|layer| pattern(seed, layer)).collect()
+}
+
+/// A scheduler and a rank spoken by hand, which are about to save `count` blocks from block 1 on.
+fn saving(sidecar: &Sidecar, engine: &str, run: [u8; 16], count: usize) -> (Session, Rank) {
+    let rank = Rank::open(sidecar, engine, run);
+    let mut scheduler = Session::open(&sidecar.socket, &hello(engine, 1, Role::Scheduler { run }), &[]);
+    scheduler.open_log(0, &keys(count));
+    let mut op = 0;
+    watch("a joined rank", || {
+        op += 1;
+        (scheduler.query(0, op, 1).status == Status::Ok).then_some(())
+    });
+    let blocks: Vec<u32> = (1..=count as u32).collect();
+    scheduler.with_blocks(Message { op: 1000, step: 5, ..Message::new(Kind::Save) }, &blocks);
+    rank.session.fences(5, 5);
+    rank.session.ring();
+    (scheduler, rank)
+}
+
+#[test]
+fn an_engine_saves_and_loads_every_byte_itself() {
+    let sidecar = Sidecar::start();
+    let (keys, blocks) = (keys(100), (1..=100).collect::<Vec<u32>>());
+    let mut first = Engine::start(&sidecar);
+    blocks.iter().for_each(|block| first.kv.fill(*block, u64::from(*block) * 3));
+    first.save(&keys, blocks, 4);
+    assert_eq!(first.scheduler.stats()["blocks_committed"], 100);
+    let (mut worker, mut scheduler) = (first.worker, first.scheduler);
+    worker.disconnect();
+    scheduler.disconnect();
+    let mut second = Engine::start(&sidecar);
+    let log = second.log(&keys);
+    watch("hits", || (second.scheduler.query(log, 0, 100) == 100).then_some(()));
+    let targets: Vec<u32> = (0..100).map(|index| 127 - index).collect();
+    let plan = second.scheduler.load(log, 0, &targets, 1, true).unwrap();
+    assert!(!plan.by_engine());
+    second.worker.start(1, 0);
+    assert!(second.worker.load_now(plan).is_empty());
+    for (target, block) in targets.into_iter().zip(1..) {
+        assert!(second.kv.holds(target, block * 3), "block {target}");
+    }
+    assert_eq!(second.worker.stats()["blocks_by_engine"], 100);
+    // Its part has ended, so its lease has: the same blocks are loaded again, later.
+    watch("hits", || (second.scheduler.query(log, 0, 2) == 2).then_some(()));
+    let plan = second.scheduler.load(log, 0, &[1, 2], 2, false).unwrap();
+    let op = plan.op;
+    second.worker.load_later(plan, 0).unwrap();
+    let ended = watch("the load", || second.worker.finished().pop());
+    assert_eq!((ended.op, ended.failed.len()), (op, 0));
+    assert!(second.kv.holds(1, 3) && second.kv.holds(2, 6));
+}
+
+#[test]
+fn few_slots_go_round() {
+    let sidecar = Sidecar::start();
+    let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 70);
+    rank.serve(70);
+    let saved = scheduler.saved();
+    assert_eq!((saved.op, saved.committed), (1000, 70));
+    assert_eq!(scheduler.query(0, 1001, 70).value, 70);
+    for index in 0..70_u32 {
+        let slot = scheduler.memory.read_ref(index / 64, index as usize % 64);
+        let bytes = scheduler.pool.words64(slot.offset as usize, BLOCK_BYTES as usize / 8);
+        let bytes: Vec<u8> = bytes
+            .iter()
+            .flat_map(|word| word.load(std::sync::atomic::Ordering::Relaxed).to_le_bytes())
+            .collect();
+        assert_eq!(bytes, content(u64::from(index) + 1), "key {index}");
+    }
+}
+
+#[test]
+fn a_block_that_is_not_what_was_asked_for_is_not_kept() {
+    let sidecar = Sidecar::start();
+    let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 3);
+    for turn in 0..3 {
+        let stage = rank.session.stage();
+        rank.fill(stage);
+        if turn == 1 {
+            // As when the slot was given to another request meanwhile.
+            rank.put_tag(stage, stage.tag + 1);
+        }
+        rank.answer(stage, Status::Ok);
+    }
+    let saved = scheduler.saved();
+    assert_eq!((saved.committed, saved.dropped), (0, 3));
+    scheduler.with_blocks(Message { op: 1001, step: 5, ..Message::new(Kind::Save) }, &[1, 2, 3]);
+    for status in [Status::Ok, Status::Failed, Status::Ok] {
+        let stage = rank.session.stage();
+        rank.fill(stage);
+        rank.answer(stage, status);
+    }
+    assert_eq!(scheduler.saved().dropped, 3, "the rank could not read one of them");
+    scheduler.with_blocks(Message { op: 1002, step: 5, ..Message::new(Kind::Save) }, &[1, 2, 3]);
+    rank.serve(3);
+    assert_eq!(scheduler.saved().committed, 3);
+}
+
+#[test]
+fn a_block_that_is_reused_while_it_is_staged_is_not_kept() {
+    let sidecar = Sidecar::start();
+    let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 3);
+    let asked: Vec<Stage> = (0..3).map(|_| rank.session.stage()).collect();
+    scheduler.post(Message { op: 1000, from: 1, count: 1, ..Message::new(Kind::Cancel) });
+    for stage in asked {
+        rank.fill(stage);
+        rank.answer(stage, Status::Ok);
+    }
+    let saved = scheduler.saved();
+    assert_eq!((saved.committed, saved.cancelled), (2, 1));
+    assert_eq!(scheduler.query(0, 1001, 3).value, 1, "the second is missing");
+}
+
+#[test]
+fn answers_that_nobody_asked_for_end_the_session_and_its_save() {
+    type Lie = fn(&Rank, Stage) -> Stage;
+    let lies: [(&str, Lie); 4] = [
+        ("another tag", |_, stage| Stage { tag: stage.tag.wrapping_add(1 << 40), ..stage }),
+        ("another slot", |_, stage| Stage { slot: (stage.slot + 1) % SLOTS, ..stage }),
+        ("a slot there is not", |_, stage| Stage { slot: SLOTS, ..stage }),
+        ("a cursor there is not", |rank, stage| {
+            rank.session.memory.ring(Ring::Completion).store_head(1 << 30);
+            stage
+        }),
+    ];
+    for (name, lie) in lies {
+        let sidecar = Sidecar::start();
+        let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 20);
+        let stage = rank.session.stage();
+        let told = lie(&rank, stage);
+        rank.fill(stage);
+        rank.answer(told, Status::Ok);
+        rank.session.closed_after(name);
+        let saved = scheduler.saved();
+        assert_eq!((saved.committed, saved.dropped), (0, 20), "{name}");
+    }
+}
+
+#[test]
+fn a_rank_that_is_gone_ends_its_saves_and_a_new_one_takes_its_place() {
+    let sidecar = Sidecar::start();
+    let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 20);
+    rank.serve(5);
+    drop(rank);
+    let saved = scheduler.saved();
+    assert_eq!((saved.committed, saved.dropped), (0, 20));
+    let mut again = Rank::open(&sidecar, "engine", RUN);
+    again.session.fences(6, 6);
+    let mut op = 1000;
+    watch("the new rank", || {
+        op += 1;
+        (scheduler.query(0, op, 1).status == Status::Ok).then_some(())
+    });
+    scheduler.with_blocks(Message { op: op + 1, step: 6, ..Message::new(Kind::Save) }, &[1, 2]);
+    again.serve(2);
+    assert_eq!(scheduler.saved().committed, 2);
+}
+
+#[test]
+fn a_silent_rank_holds_up_nobody_and_its_saves_end() {
+    let sidecar = Sidecar::start();
+    let (mut scheduler, mut silent) = saving(&sidecar, "silent", [1; 16], 20);
+    let first = silent.session.stage();
+    let (mut other, mut rank) = saving(&sidecar, "other", [2; 16], 20);
+    rank.serve(20);
+    assert_eq!(other.saved().committed, 20);
+    let saved = scheduler.saved();
+    assert_eq!((saved.op, saved.dropped), (1000, 20));
+    // It comes back: one slot is its own again.
+    silent.fill(first);
+    silent.answer(first, Status::Ok);
+    scheduler.with_blocks(Message { op: 1001, step: 5, ..Message::new(Kind::Save) }, &[7]);
+    let mut stage = silent.session.stage();
+    while stage.block != 7 {
+        // Those that were asked for before, and that nobody waits for.
+        stage = silent.session.stage();
+    }
+    silent.fill(stage);
+    silent.answer(stage, Status::Ok);
+    assert_eq!(scheduler.saved().committed, 1);
+}
+
+#[test]
+fn a_segment_that_is_too_small_or_shrinks_harms_nobody_else() {
+    let sidecar = Sidecar::start();
+    let Role::Worker(worker) = Kv::new().worker(0, 1, Copier::Engine) else { unreachable!("a worker's") };
+    let regions = vec![BlockRegion { fd: 0, offset: 4096, stride: 16_384, bytes: BLOCK_BYTES }];
+    let role = Role::Worker(Worker { regions, staging: Some(SLOTS), ..worker });
+    let small = rustix::fs::memfd_create("staging", MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&small, 4096).unwrap();
+    let (_, reply, _) = client::greet(&sidecar.socket, &hello("engine", 1, role), &[&small]);
+    assert!(format!("{reply:?}").contains("smaller than its regions"), "{reply:?}");
+    let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 3);
+    rustix::fs::ftruncate(rank.segment.as_fd(), 100).unwrap();
+    for _ in 0..3 {
+        let stage = rank.session.stage();
+        rank.answer(stage, Status::Ok);
+    }
+    assert_eq!(scheduler.saved().dropped, 3);
+}

@@ -132,13 +132,14 @@ impl Worker {
         let notices = Arc::new(Notices::default());
         let gpu = device.as_ref().map(Device::gpu);
         let copies = Arc::new(Copies::new(memory, gpu, cuts, part, Arc::clone(&notices)));
-        let stager = staging.map(|staging| stager::spawn(&copies, staging, &notices)).transpose();
-        let stager = stager.map_err(|error| ShimError::no_thread(&error))?;
         // A wait may be enqueued only where somebody can end it.
         let copier = device.is_some().then(|| copies.spawn()).transpose();
         let copier = copier.map_err(|error| ShimError::no_thread(&error))?;
         let hello = Hello { version: PROTOCOL_VERSION, engine, world_size, role: Role::Worker(worker) };
-        let client = Client::start(Address { socket, hello, descriptors }, notices, true)?;
+        let client = Client::start(Address { socket, hello, descriptors }, Arc::clone(&notices), true)?;
+        // Not before the sidecar took the rank: on a GPU the segment stays until the process ends.
+        let stager = staging.map(|staging| stager::spawn(&copies, staging, &notices)).transpose();
+        let stager = stager.map_err(|error| ShimError::no_thread(&error))?;
         let mut session = Self {
             client,
             link: None,

@@ -38,14 +38,16 @@ class Sidecar:
         pool: Path | None = None,
         anonymous: bool = False,
         prefix: tuple[str, ...] = (),
+        gpu: bool = True,
     ) -> None:
-        """A pool of `anonymous` memory has no file; `prefix` goes before the command, see mounts.py."""
+        """A pool of `anonymous` memory has no file; `prefix` goes before the command, see mounts.py; no `gpu`: it sees none."""
         self.socket = directory / "pillion.sock"
         self.pool = pool or new_pool()
         self.log = directory / "sidecar.log"
         self.http = f"127.0.0.1:{_free_port()}"
         arguments = ["--socket", self.socket, "--dram", dram, "--http", self.http]
         arguments += [] if anonymous else ["--pool-path", self.pool]
+        arguments += [] if gpu else ["--gpu", "off"]
         self._process = subprocess.Popen(
             [str(part) for part in [*prefix, BINARY, "serve", *arguments]],
             stdin=subprocess.DEVNULL,
@@ -143,9 +145,9 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(directory: Path, dram: str = "128MiB") -> Iterator[Sidecar]:
+def serving(directory: Path, dram: str = "128MiB", gpu: bool = True) -> Iterator[Sidecar]:
     """A ready sidecar; its clean exit is part of every test that uses it, unless the test killed it."""
-    sidecar = Sidecar(directory, dram)
+    sidecar = Sidecar(directory, dram, gpu=gpu)
     try:
         sidecar.wait_ready()
         yield sidecar

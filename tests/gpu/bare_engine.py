@@ -38,6 +38,8 @@ class Options:
     namespace: str = "bare"
     # Blocks of KV memory, of which `BLOCKS` are used.
     blocks: int = BLOCKS
+    # Who copies.
+    copier: str = "sidecar"
     # What an earlier engine of the namespace saved, and keys that none has used.
     prompts: tuple[Prompt, ...] = ()
     next_key: int = 1
@@ -72,6 +74,7 @@ class Engine:
                 options.block_outermost,
                 options.fenced,
                 options.blocks,
+                options.copier,
             )
             for rank, device in enumerate(options.devices)
         ]

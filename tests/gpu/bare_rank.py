@@ -107,6 +107,7 @@ class Place:
     fenced: bool
     # Of KV memory; the engine uses `BLOCKS` of them.
     blocks: int = BLOCKS
+    copier: str = "sidecar"
 
 
 class Memory:
@@ -162,7 +163,7 @@ class Rank:
             place.blocks,
             self._geometry.regions,
             [],
-            "sidecar",
+            place.copier,
             {"engine": place.namespace},
             pointers=[storage.data_ptr() for storage in self._geometry.storages],
             cuts=self._geometry.cuts,

@@ -36,9 +36,11 @@ class Mode:
     graphs: bool
     load: Literal["auto", "sync", "async"] = "auto"
     layout: Literal["auto", "none"] = "auto"
+    # Not the sidecar: it sees no GPU.
+    copy: Literal["auto", "engine", "sidecar"] = "sidecar"
 
     def __str__(self) -> str:
-        return f"v{self.runner}-{'graphs' if self.graphs else 'eager'}-{self.load}-layout-{self.layout}"
+        return f"v{self.runner}-{'graphs' if self.graphs else 'eager'}-{self.load}-layout-{self.layout}-copy-{self.copy}"
 
 
 def options(model: Path, mode: Mode, socket: Path | None, **more: Any) -> engine.Options:
@@ -57,7 +59,7 @@ def options(model: Path, mode: Mode, socket: Path | None, **more: Any) -> engine
         "model": model,
         "socket": socket,
         "load": mode.load,
-        "copy": "auto",
+        "copy": mode.copy,
         "multiprocess": True,
         "kv_bytes": KV_BYTES,
         "extra": {"pillion.layout": mode.layout},

@@ -30,12 +30,16 @@ LONG = prompts.prompt(3000, seed=3)
 PROMPTS = {"single": SINGLE, "whole-blocks": WHOLE_BLOCKS, "long": LONG}
 STORED_BLOCKS = sum(prompts.stored_blocks(len(tokens), OUTPUT_TOKENS) for tokens in PROMPTS.values())
 DRAM = "1GiB"
-# Every runner with graphs and without, every way to load, both layouts.
+# Every runner with graphs and without, every way to load, both layouts; and engines that copy for themselves, asked to or left
+# no choice.
 MODES = [
     Mode(1, graphs=False, load="sync"),
     Mode(1, graphs=True, load="auto"),
     Mode(2, graphs=False, load="async", layout="none"),
     Mode(2, graphs=True, load="sync"),
+    Mode(1, graphs=True, load="sync", layout="none", copy="engine"),
+    Mode(2, graphs=False, load="async", copy="engine"),
+    Mode(2, graphs=True, load="auto", copy="auto"),
 ]
 LAYOUTS = {"auto": "KV cache layout BLNHC", "none": "KV cache layout LBNHC"}
 
@@ -98,7 +102,7 @@ def restarted(request: pytest.FixtureRequest, gpu_model: Path, tmp_path_factory:
     """The second engine of a mode."""
     mode = request.param
     directory = tmp_path_factory.mktemp(str(mode))
-    with sidecar.serving(directory, DRAM) as keeper:
+    with sidecar.serving(directory, DRAM, gpu=mode.copy == "sidecar") as keeper:
         options = gpu_options.options(gpu_model, mode, keeper.socket)
         local = _first_life(options, keeper, directory / "first.log")
         with engine.running(options, directory / "second.log") as second:
@@ -115,6 +119,8 @@ class TestRestart:
         assert LAYOUTS[restarted.mode.layout] in log
         assert ("in 1 runs" in log) == (restarted.mode.layout == "auto")
         assert "STAYS OUT" not in log
+        # What a sidecar without a GPU answers to an engine that left the choice open.
+        assert ("the engine copies its blocks itself" in log) == (restarted.mode.copy == "auto")
 
     def test_each_block_saved_once(self, restarted: Restarted) -> None:
         """Prefill and decode blocks alike; the local hits of the first engine saved nothing twice."""

@@ -23,10 +23,12 @@ CONTROL_ROUNDS = 300
 DRAM = "1GiB"
 
 
-def run(directory: Path, block_outermost: bool, fenced: bool, rounds: int) -> tuple[Found, dict[str, int]]:
-    """One engine's life."""
-    with sidecar.serving(directory, DRAM) as keeper:
-        engine = bare_engine.Engine(bare_engine.Options(keeper.socket, SEED, block_outermost, fenced))
+def run(
+    directory: Path, block_outermost: bool, fenced: bool, rounds: int, copier: str = "sidecar"
+) -> tuple[Found, dict[str, int]]:
+    """One engine's life; where it copies for itself, beside a sidecar that sees no GPU."""
+    with sidecar.serving(directory, DRAM, gpu=copier == "sidecar") as keeper:
+        engine = bare_engine.Engine(bare_engine.Options(keeper.socket, SEED, block_outermost, fenced, copier=copier))
         try:
             found = engine.run(rounds)
         finally:
@@ -34,10 +36,11 @@ def run(directory: Path, block_outermost: bool, fenced: bool, rounds: int) -> tu
         return found, keeper.metrics()
 
 
+@pytest.mark.parametrize("copier", ["sidecar", "engine"])
 @pytest.mark.parametrize("block_outermost", [True, False], ids=["one-run", "a-run-per-layer"])
-def test_every_loaded_word_is_right(tmp_path: Path, block_outermost: bool) -> None:
+def test_every_loaded_word_is_right(tmp_path: Path, block_outermost: bool, copier: str) -> None:
     """Saves while blocks are overwritten, loads before and beside compute, whole and cut by cut."""
-    found, metrics = run(tmp_path, block_outermost, FENCED, ROUNDS)
+    found, metrics = run(tmp_path, block_outermost, FENCED, ROUNDS, copier)
     counters = {name: metrics[name] for name in metrics if name.startswith(("pillion_saves", "pillion_saved", "pillion_load"))}
     print(f"seed {SEED}, {ROUNDS} rounds: {found}\n{counters}", flush=True)
     assert found.wrong_words == 0, f"seed {SEED}: wrong bytes, first in step {found.first_wrong_step}"

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from pillion import vllm_compat
+from pillion import _shim, vllm_compat
 from pillion.config import Config
 from pillion.cuda import LayerWaits
+from pillion.geometry import GeometryError
 from pillion.metadata import PillionMetadata, plan_blocks
 from pillion.worker import Worker
 
@@ -134,25 +135,50 @@ def test_blocks_of_a_plan() -> None:
 # --- the connector's roles ---
 
 
-def test_engine_copies_are_refused_on_a_gpu_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both roles stay out, and the log says what to change."""
-    from pillion.connector import PillionConnector
-    from pillion.vllm_compat import KVConnectorRole
-
-    monkeypatch.setattr(vllm_compat, "unsupported", lambda *_: None)
-    monkeypatch.setattr(vllm_compat, "on_gpu", lambda: True)
+@pytest.mark.parametrize(
+    ("copy", "sleep_mode", "refuses", "tried", "stays_out"),
+    [
+        ("auto", False, (), ["sidecar"], None),
+        ("auto", False, ("sidecar",), ["sidecar", "engine"], None),
+        ("auto", False, ("sidecar", "engine"), ["sidecar", "engine"], "no sidecar"),
+        ("auto", True, ("sidecar",), ["sidecar"], "no sidecar"),
+        ("sidecar", False, ("sidecar",), ["sidecar"], "no sidecar"),
+        ("engine", False, (), ["engine"], None),
+        ("engine", True, (), [], "--enable-sleep-mode"),
+    ],
+)
+def test_who_copies_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    copy: str,
+    sleep_mode: bool,
+    refuses: tuple[str, ...],
+    tried: list[str],
+    stays_out: str | None,
+) -> None:
+    """Where the sidecar cannot, the engine does, if the choice was left open and its memory stays where it is."""
     said: list[str] = []
-    monkeypatch.setattr("pillion.connector.logger.error", lambda text, *parts: said.append(text % parts))
-    transfer = SimpleNamespace(kv_connector_extra_config={"pillion.copy": "engine"})
-    config: Any = SimpleNamespace(kv_transfer_config=transfer)
-    anything: Any = SimpleNamespace()
-    for role in KVConnectorRole:
-        connector = PillionConnector(config, role, anything)
-        assert connector._scheduler is None
-        assert connector._worker is None
-        assert connector.get_num_new_matched_tokens(anything, 0) == (0, False)
-    assert len(said) == len(KVConnectorRole)
-    assert all("PILLION STAYS OUT" in text and "sidecar or auto" in text for text in said)
+    monkeypatch.setattr("pillion.worker.logger.warning", lambda text, *parts: said.append(text % parts))
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleep_mode))
+    nothing: Any = None
+    worker = Worker(Config(socket="/s", copy=copy), config, nothing)
+    asked: list[str] = []
+
+    def connect(geometry: Any, descriptors: list[int], pointers: list[int], cuts: list[int], copier: str) -> None:
+        assert (descriptors, pointers, cuts) == ([], [4096], [8])
+        asked.append(copier)
+        if copier in refuses:
+            raise _shim.ShimError(f"no {copier}")
+
+    monkeypatch.setattr(worker, "_connect", connect)
+    geometry: Any = SimpleNamespace(cuts=[8])
+    if stays_out:
+        with pytest.raises(GeometryError, match=stays_out):
+            worker._connect_gpu(geometry, [4096])
+    else:
+        worker._connect_gpu(geometry, [4096])
+    assert asked == tried
+    fell = tried == ["sidecar", "engine"] and not stays_out
+    assert [("no sidecar" in text, "the engine copies its blocks itself" in text) for text in said] == [(True, True)] * fell
 
 
 def test_memory_of_another_device_is_refused_aloud(monkeypatch: pytest.MonkeyPatch) -> None:

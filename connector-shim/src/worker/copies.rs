@@ -251,10 +251,10 @@ impl Copies {
 
     /// Looks at every load once, those first that the engine's stream waits for.
     fn follow_all(&self, followed: &mut Vec<Load>) {
+        let mut copied = false;
         for sync in [true, false] {
-            let mut copied = false;
             let over = |load: &mut Load| {
-                // One copy at a time, where no stream waits for it: others may become urgent meanwhile.
+                // One copy at a time where no stream waits for it, and none beside one that is waited for.
                 if load.sync != sync || (copied && !sync) {
                     return false;
                 }

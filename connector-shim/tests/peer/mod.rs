@@ -17,7 +17,7 @@ use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use shm_protocol::gate::GateMemory;
 use shm_protocol::handshake::{Hello, Reply, Welcome, decode_hello, encode};
 use shm_protocol::layout::header;
-use shm_protocol::message::{Kind, Message, Outcome, Saved, Status};
+use shm_protocol::message::{Kind, Message, Outcome, Saved, Stage, Status};
 use shm_protocol::pool::{self, Geometry, SlotRef};
 use shm_protocol::ring::{Consumer, Producer};
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
@@ -190,6 +190,14 @@ impl Served {
         assert!(self.completion.has_room(0).unwrap());
         self.completion.push(&saved.encode());
         self.completion.publish();
+    }
+
+    /// Asks a rank for blocks in its staging segment.
+    pub(crate) fn ask(&mut self, stages: &[Stage]) {
+        assert!(self.completion.free().unwrap() as usize >= stages.len());
+        stages.iter().for_each(|stage| self.completion.push(&stage.encode()));
+        self.completion.publish();
+        wait::wake_engine(self.memory.region());
     }
 
     pub(crate) fn word(&self, word: usize) -> u64 {

@@ -37,6 +37,13 @@ impl Kv {
         bytes
     }
 
+    pub(crate) fn fill(&self, block: u32, bytes: &[u8]) {
+        for (layer, half) in (0..).zip(bytes.chunks_exact(LAYER_BYTES as usize)) {
+            let at = region(layer).offset + u64::from(block) * LAYER_BYTES;
+            assert_eq!(rustix::io::pwrite(&self.0, half, at), Ok(half.len()));
+        }
+    }
+
     pub(crate) fn is_untouched(&self, block: u32) -> bool {
         self.block(block).iter().all(|byte| *byte == UNTOUCHED)
     }

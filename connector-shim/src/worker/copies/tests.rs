@@ -71,14 +71,20 @@ impl Rank {
     }
 
     fn follow(&self, op: u64, blocks: &[(u32, SlotRef)], sync: bool) {
+        self.give(op, blocks, sync, Watch::promised());
+    }
+
+    fn follow_own(&self, op: u64, blocks: &[(u32, SlotRef)], sync: bool) {
+        self.give(op, blocks, sync, Watch::ours());
+    }
+
+    fn give(&self, op: u64, blocks: &[(u32, SlotRef)], sync: bool, watch: Watch) {
         let plan = plan(op, if sync { LOAD_SYNC } else { 0 }, blocks);
         let (link, pool) = (Some(Arc::clone(&self.link)), self.link.connection.pool.clone());
         let job = Job { plan, pool, link, rescue: false };
         self.copies.count_watched();
         let reached = Box::new(self.reached.clone());
-        self.orders
-            .send(Order::Watch(Load { job, reached, sync, watch: Watch::promised(), fetch: None }))
-            .unwrap();
+        self.orders.send(Order::Watch(Load { job, reached, sync, watch, fetch: None })).unwrap();
     }
 
     fn word(&self, op: u64) -> u64 {
@@ -171,6 +177,43 @@ fn a_load_is_seen_through_after_the_session() {
     reached.0.store(true, Ordering::Release);
     eventually("delivery", || link.is_delivered(5, CUTS));
     assert_eq!(kv.block(2), content(1));
+}
+
+#[test]
+fn a_load_that_is_this_process_own_waits_for_its_blocks_and_for_nothing_else() {
+    let mut rank = Rank::new();
+    let slots = [1, 2].map(|seed| rank.served().pool.commit(seed, 11, &content(seed.into())));
+    rank.follow_own(5, &[(2, slots[0]), (3, slots[1])], true);
+    rank.follow_own(6, &[(4, slots[0]), (6, SlotRef { generation: 10, ..slots[1] })], false);
+    std::thread::sleep(10 * LOOK);
+    assert!(rank.kv.is_untouched(2) && rank.word(5) == 0, "the engine still uses its blocks");
+    rank.reach();
+    eventually("end", || rank.copies.is_unwatched());
+    assert!(rank.is_delivered(5));
+    assert_eq!((rank.kv.block(2), rank.kv.block(3), rank.kv.block(4)), (content(1), content(2), content(1)));
+    assert_eq!(rank.copies.take_ended(), [Ended { op: 6, failed: vec![6] }]);
+    assert_eq!(rank.loaded(), [(5, Status::Ok as u8), (6, Status::Failed as u8)]);
+    assert_eq!((rank.rescues(), rank.served().gate()), (0, 0));
+}
+
+#[test]
+fn the_stream_is_told_of_each_cut_while_all_slots_are_whole() {
+    let mut rank = Rank::new();
+    let slots = [1, 2].map(|seed| rank.served().pool.commit(seed, 11, &content(seed.into())));
+    let plan = plan(5, LOAD_SYNC, &[(2, slots[0]), (3, slots[1])]);
+    let pool = rank.link.connection.pool.clone();
+    let job = Job { plan, pool, link: None, rescue: false };
+    for refilled in [false, true] {
+        let (mut fetch, mut told, mut steps) = (rank.copies.begin(&job), Vec::new(), 0);
+        while rank.copies.step(&mut fetch, &job, |cuts| told.push(cuts)) != Step::Done {
+            steps += 1;
+            if refilled && steps == 3 {
+                rank.served().pool.refill(2, 12, &content(7));
+            }
+        }
+        assert_eq!(told, if refilled { vec![1] } else { vec![1, 2] }, "the last one is the result's");
+        assert_eq!(fetch.failed(), if refilled { vec![3] } else { vec![] });
+    }
 }
 
 /// Runs one of the tests below in a process of its own, which must end itself.

@@ -64,7 +64,7 @@ impl Input<'_> {
 
     /// A message whose small fields often fit together.
     fn message(&mut self) -> Message {
-        let kind = Kind::try_from(self.byte() % 11 + 1).expect("1 to 11");
+        let kind = Kind::try_from(self.byte() % 12 + 1).expect("1 to 12");
         let mut small = || u32::from(self.byte());
         Message {
             kind,
@@ -104,7 +104,7 @@ fn role(kind: u8) -> Role {
         shards: 2,
         blocks: 8,
         regions,
-        copy: Copier::Engine,
+        copy: if kind & 4 == 0 { Copier::Engine } else { Copier::Sidecar },
         facts,
         cuda: None,
         staging: None,

@@ -87,7 +87,8 @@ fn it_loads_itself_whatever_the_plan_says() {
 #[test]
 fn requests_of_no_honest_sidecar_end_the_connection() {
     let stage = |block, slot| Stage { tag: 5, block, slot };
-    let lies: [(&str, &dyn Fn(&mut Served)); 5] = [
+    type Lie<'a> = (&'a str, &'a dyn Fn(&mut Served));
+    let lies: [Lie<'_>; 5] = [
         ("a block there is not", &|served| served.ask(&[stage(BLOCKS, 0)])),
         ("no block at all", &|served| served.ask(&[stage(u32::MAX, 0)])),
         ("a slot there is not", &|served| served.ask(&[stage(3, STAGING_SLOTS_MAX as u32)])),

@@ -290,6 +290,7 @@ impl WorkerOptions {
             expects: self.expects.get_some("expects")?.map(str::to_owned),
             canary: (!canary.is_empty()).then(|| Canary(canary.to_vec())),
             cuda: None,
+            staging: None,
         };
         if worker.facts.len() != facts.len() {
             return Err(Failure::argument("two facts have the same name"));
@@ -300,6 +301,7 @@ impl WorkerOptions {
             world_size: self.world_size,
             worker,
             memory: self.memory()?,
+            staged: false,
         })
     }
 

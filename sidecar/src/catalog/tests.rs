@@ -18,6 +18,7 @@ fn worker(changed: &[(&str, &str)]) -> Worker {
         expects: None,
         canary: None,
         cuda: None,
+        staging: None,
     }
 }
 

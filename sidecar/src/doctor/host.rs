@@ -45,9 +45,8 @@ fn gpus() -> Vec<Finding> {
         }
     };
     let remedy = "is a GPU in exclusive compute mode (nvidia-smi -c DEFAULT), or out of memory?";
-    let unusable = |error: CudaError| {
-        Finding::bad(Level::Fail, "gpu", format!("a GPU cannot be used: {error}"), remedy)
-    };
+    let unusable =
+        |error: CudaError| Finding::bad(Level::Fail, "gpu", format!("a GPU cannot be used: {error}"), remedy);
     let seen = match Gpu::all() {
         Err(error) => return vec![driver, unusable(error)],
         Ok(seen) => seen,

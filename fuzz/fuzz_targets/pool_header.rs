@@ -1,11 +1,15 @@
-//! A pool as an engine sees it: an arbitrary header page and arbitrary segment memory behind it.
+//! A pool as an engine sees it, and as the next sidecar finds it: an arbitrary header page and arbitrary segment memory
+//! behind it.
 //!
 //! Input: mapped length, a slot's offset, its generation and a block's bytes (u64 each), then the pool's words, which
 //! repeat for as long as the pool is.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use shm_protocol::pool::{POOL_BYTES_MAX, PoolView, SlotRef};
+use shm_protocol::pool::{POOL_BYTES_MAX, PoolView, Remains, SlotRef, first_generation};
+
+/// Slots looked at in one segment: the first, the last and one more.
+const SLOTS: [fn(u32) -> u32; 3] = [|_| 0, |count| count - 1, |count| count];
 
 fuzz_target!(|input: &[u8]| {
     let words: Vec<u64> = input.as_chunks::<8>().0.iter().map(|eight| u64::from_le_bytes(*eight)).collect();
@@ -28,5 +32,19 @@ fuzz_target!(|input: &[u8]| {
             view.read_header(*offset, *block_bytes).expect("the same place");
         }
         Err(_) => assert!(!whole),
+    }
+    for segment in [0, view.segments().saturating_sub(1), view.segments()] {
+        let Some(geometry) = view.geometry(segment) else { continue };
+        assert!(segment < view.segments());
+        for index in SLOTS.map(|index| index(geometry.slot_count)) {
+            let life = generation % (1 << 24);
+            let remains = view.remains(segment, &geometry, index, life);
+            assert_eq!(remains.is_some(), index < geometry.slot_count);
+            if let Some(Remains::Block { generation, .. }) = remains {
+                assert!(generation < first_generation(life), "an earlier life's");
+                let offset = geometry.offset(segment, index).expect("below the count");
+                assert!(view.verify(SlotRef { offset, generation }, geometry.block_bytes));
+            }
+        }
     }
 });

@@ -55,8 +55,10 @@ pub mod header {
     pub const BOOT_ID: u64 = 32;
     /// u64: epoch of the sidecar that wrote the pool.
     pub const EPOCH: u64 = 48;
-    /// u64: how many sidecars have initialised this file, from 1; see [`super::first_generation`].
+    /// u64: how many sidecars have had this file, from 1; see [`super::first_generation`].
     pub const LIFE: u64 = 56;
+    /// u64: 1 while all behind this page is of this header's layout; 0 until what was there before is emptied.
+    pub const SETTLED: u64 = 64;
 }
 
 /// Words of a segment header.
@@ -96,6 +98,8 @@ pub const COMMITTED: u64 = 2;
 
 /// Fillings that one life of a sidecar may number: 2^40 is a million a second for 12 days, and 2^24 lives remain.
 const GENERATIONS_PER_LIFE_BITS: u32 = 40;
+/// The last life that a pool can have: the one after it would number its fillings as the first did.
+pub const LIFE_MAX: u64 = (1 << (u64::BITS - GENERATIONS_PER_LIFE_BITS)) - 1;
 
 /// The memory image of a slot header; states the layout, is never laid over shared memory.
 #[repr(C)]
@@ -132,7 +136,7 @@ const _: () = {
     assert!(offset_of!(SlotHeader, length) as u64 == slot::LENGTH);
     assert!(offset_of!(SlotHeader, checksum) as u64 == slot::CHECKSUM);
 };
-const _: () = assert!(header::LIFE + 8 <= HEADER_BYTES && HEADER_BYTES <= SEGMENT_ALIGN);
+const _: () = assert!(header::SETTLED + 8 <= HEADER_BYTES && HEADER_BYTES <= SEGMENT_ALIGN);
 const _: () = assert!(segment::SLOT_COUNT + 8 <= SEGMENT_HEADER_BYTES);
 
 /// A filled slot as it is named on the wire.
@@ -146,6 +150,29 @@ pub struct SlotRef {
 }
 
 const _: () = assert!(size_of::<SlotRef>() == 16);
+
+/// What a sidecar finds in a slot of a pool that an earlier one has left.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum Remains {
+    /// Nothing; the slot may be filled.
+    Free,
+    /// A whole block.
+    Block {
+        /// Number of the filling.
+        generation: u64,
+        /// Namespace digest.
+        namespace: NamespaceDigest,
+        /// Cache group.
+        group: u32,
+        /// Block hash.
+        hash: BlockHash,
+    },
+    /// A filling that never ended, or a header that no sidecar writes: never to be served.
+    Debris {
+        /// What stands where the number of the filling does.
+        generation: u64,
+    },
+}
 
 /// Where a slot lies, derived from its data offset.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -369,6 +396,32 @@ impl<F: Fn(usize) -> u64> PoolView<F> {
         })
     }
 
+    /// The slots of a segment, or `None` where it is assigned to no block size or its header is not sound.
+    pub fn geometry(&self, segment: u64) -> Option<Geometry> {
+        let base = segment_offset(self.segment_bytes, segment).filter(|_| segment < self.segments)?;
+        let word = |field: u64| (self.load)((base + field) as usize);
+        let assigned = word(segment::MAGIC) == SEGMENT_MAGIC;
+        let geometry = Geometry::new(self.segment_bytes, word(segment::BLOCK_BYTES)).ok()?;
+        let sound = assigned && word(segment::SLOT_COUNT) == u64::from(geometry.slot_count);
+        sound.then_some(geometry)
+    }
+
+    /// What lives before `life` have left in slot `index` of a segment whose slots are `geometry`. Nobody may write it
+    /// meanwhile.
+    pub fn remains(&self, segment: u64, geometry: &Geometry, index: u32, life: u64) -> Option<Remains> {
+        let offset = geometry.offset(segment, index)?;
+        let slot = self.read_header(offset, geometry.block_bytes).ok()?;
+        let SlotHeader { generation, namespace, group, hash, .. } = slot;
+        let numbered = (first_generation(1)..first_generation(life)).contains(&generation);
+        Some(match slot.state {
+            FREE => Remains::Free,
+            COMMITTED if numbered && slot.reserved == 0 && slot.length == geometry.block_bytes => {
+                Remains::Block { generation, namespace, group, hash }
+            }
+            _ => Remains::Debris { generation },
+        })
+    }
+
     /// Whether the slot is whole and of this filling. Call it before and after a copy: if both say yes, so were the
     /// bytes in between.
     pub fn verify(&self, slot: SlotRef, block_bytes: u64) -> bool {
@@ -482,6 +535,53 @@ mod tests {
                 let empty = field == header::SEGMENTS && wrong == 0;
                 assert_eq!(PoolView::new(words(&fields), len).is_ok(), empty, "{field} {wrong}");
             }
+        }
+    }
+
+    #[test]
+    fn only_whole_blocks_of_earlier_lives_remain() {
+        let geometry = Geometry::new(SEGMENT, 10_000).expect("fits");
+        let base = segment_offset(SEGMENT, 1).expect("small");
+        let header = geometry.place(geometry.offset(1, 2).expect("a slot")).expect("its own").header;
+        let sound = [
+            (header::MAGIC, MAGIC),
+            (header::VERSION, 1),
+            (header::SEGMENT_BYTES, SEGMENT),
+            (header::SEGMENTS, 2),
+            (base + segment::MAGIC, SEGMENT_MAGIC),
+            (base + segment::BLOCK_BYTES, 10_000),
+            (base + segment::SLOT_COUNT, geometry.slot_count.into()),
+            (header + slot::STATE, COMMITTED),
+            (header + slot::GENERATION, first_generation(2) + 7),
+            (header + slot::GROUP, 3),
+            (header + slot::LENGTH, 10_000),
+        ];
+        let len = pool_bytes(SEGMENT, 2).expect("small");
+        let with = |field, value| {
+            let mut fields = sound;
+            fields.iter_mut().filter(|(other, _)| *other == field).for_each(|(_, old)| *old = value);
+            PoolView::new(words(&fields), len).expect("a sound pool")
+        };
+        let remains = |view: &PoolView<_>| view.remains(1, &geometry, 2, 3).expect("a slot");
+        let whole = with(0, MAGIC);
+        assert_eq!((whole.geometry(1), whole.geometry(0), whole.geometry(2)), (Some(geometry), None, None));
+        assert!(matches!(remains(&whole), Remains::Block { group: 3, .. }), "{:?}", remains(&whole));
+        assert_eq!(whole.remains(1, &geometry, 3, 3), Some(Remains::Free));
+        assert_eq!(whole.remains(2, &geometry, 2, 3), None);
+        for (field, wrong) in [
+            (slot::STATE, FILLING),
+            (slot::STATE, 3),
+            (slot::GENERATION, 0),
+            (slot::GENERATION, first_generation(3)),
+            (slot::GENERATION, u64::MAX),
+            (slot::GROUP, 1 << 32),
+            (slot::LENGTH, 10_001),
+        ] {
+            let found = remains(&with(header + field, wrong));
+            assert!(matches!(found, Remains::Debris { .. }), "{field} {wrong}: {found:?}");
+        }
+        for (field, wrong) in [(segment::MAGIC, 0), (segment::BLOCK_BYTES, 0), (segment::SLOT_COUNT, 1)] {
+            assert_eq!(with(base + field, wrong).geometry(1), None, "{field} {wrong}");
         }
     }
 

@@ -3,11 +3,15 @@
 //! The caller carries decisions out on the pool's memory, in this order after every [`Dram::begin_fill`]: mark the slots
 //! of [`Dram::drain_evicted`] free, write the segment headers of [`Dram::drain_assigned`], then fill the slot.
 
+mod adoption;
+
 use std::hint::black_box;
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::{self, Geometry, LayoutError, SlotRef};
 
+pub use self::adoption::HOLD_MS;
+use self::adoption::Hold;
 use crate::Error;
 pub use crate::error::{FillError, LeaseError};
 use crate::index::{Index, NO_ENTRY, Print};
@@ -68,6 +72,10 @@ pub struct Stats {
     pub segments: u64,
     /// Segments that serve a block size.
     pub segments_assigned: u64,
+    /// Blocks taken over from earlier lives.
+    pub adopted_blocks_total: u64,
+    /// Slots of earlier lives that held no whole block.
+    pub adoption_dropped_total: u64,
 }
 
 /// The DRAM tier.
@@ -79,6 +87,7 @@ pub struct Dram {
     ghost: Ghost,
     leases: Leases,
     generation: u64,
+    hold: Hold,
     evicted: Vec<SlotRef>,
     assigned: Vec<Assigned>,
     stats: Stats,
@@ -108,8 +117,16 @@ pub(crate) fn segments(pool_bytes: u64, segment_bytes: u64) -> Result<u64, Error
 // === impl Dram: construction and state ===
 
 impl Dram {
-    /// An empty tier.
+    /// An empty tier, all of its segments in service.
     pub fn new(config: Config) -> Result<Self, Error> {
+        let mut dram = Self::unopened(config, 0)?;
+        (0..dram.stats.segments).for_each(|segment| dram.open_empty(segment));
+        Ok(dram)
+    }
+
+    /// A tier without a segment in service: each comes by [`Dram::open_empty`] or [`Dram::open_used`]. For `hold_ms`
+    /// after the last one with blocks of an earlier life, nothing is evicted and no slot of them used again.
+    pub fn unopened(config: Config, hold_ms: u64) -> Result<Self, Error> {
         let count = segments(config.pool_bytes, config.segment_bytes)?;
         Ok(Self {
             config,
@@ -118,6 +135,7 @@ impl Dram {
             ghost: Ghost::default(),
             leases: Leases::new(config.lease_ttl_ms),
             generation: 1,
+            hold: Hold::new(hold_ms),
             evicted: Vec::new(),
             assigned: Vec::new(),
             stats: Stats { segments: count, ..Stats::default() },
@@ -363,8 +381,10 @@ impl Dram {
         leases.iter().filter(|lease| self.release(**lease, owner).is_ok()).count()
     }
 
-    /// Ends all leases whose time is up; how many. Where none is, it looks at one lease.
+    /// Ends all leases whose time is up; how many. Where none is, it looks at one lease. Ends the hold of what was
+    /// adopted, too.
     pub fn expire(&mut self, now_ms: u64) -> usize {
+        self.end_hold(now_ms);
         let mut expired = 0;
         while let Some(entries) = self.leases.expire_one(now_ms) {
             self.unpin_all(entries);
@@ -451,6 +471,8 @@ impl Dram {
         }
         if let Some(segment) = self.slab.assign_fresh(class) {
             self.note_assigned(segment, class);
+        } else if self.hold.lasts() {
+            return None;
         } else if let Some(verdict) = policy::next(&mut self.slab, class) {
             self.evict(verdict.entry, verdict.remember);
         } else {

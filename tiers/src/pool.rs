@@ -4,29 +4,24 @@
 //! here, word by word through atomics; a block's bytes are written by the copy engine, at [`Pool::slot_ptr`], between
 //! [`Pool::fill`] and [`Pool::commit`]. The layout is [`shm_protocol::pool`].
 
-use std::fs;
+mod place;
+
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
-use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags, Mode, OFlags, SealFlags, StatFs};
-use rustix::io::Errno;
+use rustix::fs::{Mode, OFlags, SealFlags};
 use shm_protocol::key::{BlockKey, NamespaceDigest};
-use shm_protocol::pool::{self, Geometry, SlotPlace, SlotRef, header, segment, slot};
+use shm_protocol::pool::{self, Geometry, PoolView, Remains, SlotPlace, SlotRef, header, segment, slot};
 use shm_protocol::region::{Access, Region};
 
 use crate::{Error, dram};
 
-/// `f_type` of tmpfs, from linux/magic.h.
-const TMPFS_MAGIC: u64 = 0x0102_1994;
-/// `f_type` of hugetlbfs.
-const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
-/// Bytes reserved by one call: a second or less, so that a signal need not wait long.
-const RESERVE_BYTES: u64 = 1 << 30;
-/// Unit of `st_blocks`.
-const STAT_BLOCK_BYTES: u64 = 512;
+/// Bytes of a file that are reserved before it is served, a second or less; the rest follows behind.
+const RESERVE_FIRST: u64 = 1 << 30;
 
 /// What pool to make.
 #[derive(Clone, Debug)]
@@ -41,14 +36,30 @@ pub struct Config {
     pub epoch: u64,
 }
 
+/// What a life finds in its pool file.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Found {
+    /// A new file, or anonymous memory.
+    Nothing,
+    /// A pool of an earlier life, whose blocks can be taken over.
+    Pool,
+    /// Something that cannot, and why.
+    Unusable(String),
+}
+
 /// The memory of a DRAM tier. Shared by reference between threads; one of them decides (calls everything but
-/// [`Pool::slot_ptr`]).
+/// [`Pool::slot_ptr`]), another one reserves.
 #[derive(Debug)]
 pub struct Pool {
     region: Arc<Region>,
     fd: OwnedFd,
     segment_bytes: u64,
     life: u64,
+    found: Found,
+    /// Bytes from the start whose memory is there.
+    reserved: AtomicU64,
+    /// The rest of it cannot be had.
+    exhausted: AtomicBool,
     /// Block bytes of each segment, zero while unassigned: what this process wrote, so that it need not trust the file.
     block_bytes: Box<[AtomicU64]>,
 }
@@ -56,21 +67,41 @@ pub struct Pool {
 // === impl Pool: making it ===
 
 impl Pool {
-    /// Makes the pool and writes its header. An existing file is initialised anew, but never shrunk.
+    /// Makes the pool and writes its header. What an earlier life left in a file stays, if this one can read it; a file
+    /// is never shrunk. Not all of a file's memory is reserved yet: see [`Pool::reserve_some`].
     pub fn create(config: &Config) -> Result<Self, Error> {
         let segments = dram::segments(config.bytes, config.segment_bytes)?;
         let too_large = Error::TooLarge { bytes: config.bytes, max: pool::POOL_BYTES_MAX };
         let bytes = pool::pool_bytes(config.segment_bytes, segments).ok_or(too_large)?;
-        let (fd, used_before) = match &config.path {
-            Some(path) => open_file(path, bytes)?,
-            None => (open_memfd(bytes)?, false),
+        let file = match &config.path {
+            Some(path) => place::open_file(path, bytes)?,
+            None => place::open_memfd(bytes)?,
         };
-        let region =
-            Region::map(fd.as_fd(), bytes as usize, Access::ReadWrite).map_err(Error::os("map memory"))?;
-        let block_bytes = (0..segments).map(|_| AtomicU64::new(0)).collect();
-        let region = Arc::new(region);
-        let mut pool = Self { region, fd, segment_bytes: config.segment_bytes, life: 0, block_bytes };
-        pool.life = pool.initialise(config.epoch, used_before)?;
+        let region = Region::map(file.fd.as_fd(), bytes as usize, Access::ReadWrite)
+            .map_err(Error::os("map memory"))?;
+        let mut pool = Self {
+            region: Arc::new(region),
+            fd: file.fd,
+            segment_bytes: config.segment_bytes,
+            life: 0,
+            found: Found::Nothing,
+            reserved: AtomicU64::new(pool::SEGMENT_ALIGN),
+            exhausted: AtomicBool::new(false),
+            block_bytes: (0..segments).map(|_| AtomicU64::new(0)).collect(),
+        };
+        let boot = place::boot_id()?;
+        pool.found = pool.look(file.found_bytes, boot);
+        pool.life = pool.initialise(config.epoch, boot);
+        match pool.found {
+            // An engine may still read what lies there.
+            Found::Unusable(_) => {}
+            _ if file.reserved => pool.reserved.store(bytes, Ordering::Relaxed),
+            _ => {
+                while pool.reserving() && pool.reserved_bytes() < RESERVE_FIRST {
+                    pool.reserve_some()?;
+                }
+            }
+        }
         if config.path.is_none() {
             // After the mapping: FUTURE_WRITE allows this one and no other to write.
             let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
@@ -79,132 +110,145 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Writes the header page; how many sidecars have done so.
-    fn initialise(&self, epoch: u64, used_before: bool) -> Result<u64, Error> {
-        let word = |offset: u64| self.region.word64(offset as usize);
-        let pool_before = used_before && word(header::MAGIC).load(Ordering::Relaxed) == pool::MAGIC;
-        let life =
-            if pool_before { word(header::LIFE).load(Ordering::Relaxed).wrapping_add(1).max(1) } else { 1 };
-        word(header::VERSION).store(0, Ordering::Release);
-        if used_before {
-            self.forget_segments();
+    /// Whether the file's `len` bytes are a pool that this life can take over.
+    fn look(&self, len: u64, boot: u128) -> Found {
+        if len == 0 {
+            return Found::Nothing;
         }
-        let boot = boot_id()?;
+        let word = |field: u64| self.region.word64(field as usize).load(Ordering::Acquire);
+        if len < pool::HEADER_BYTES || word(header::MAGIC) != pool::MAGIC {
+            return Found::Unusable("it is no pool".into());
+        }
+        let version = word(header::VERSION);
+        if version != u64::from(pool::VERSION) {
+            return Found::Unusable(format!(
+                "its layout is version {version}, this release's {}",
+                pool::VERSION
+            ));
+        }
+        if [word(header::BOOT_ID), word(header::BOOT_ID + 8)] != [boot as u64, (boot >> 64) as u64] {
+            return Found::Unusable("it is of another boot of this machine".into());
+        }
+        let segment_bytes = word(header::SEGMENT_BYTES);
+        if segment_bytes != self.segment_bytes {
+            let expected = self.segment_bytes;
+            return Found::Unusable(format!(
+                "its segments are of {segment_bytes} bytes, --dram asks for {expected}"
+            ));
+        }
+        if word(header::SETTLED) != 1 {
+            return Found::Unusable("a sidecar ended before it had emptied it".into());
+        }
+        if let Err(error) = PoolView::new(|at| word(at as u64), len) {
+            return Found::Unusable(error.to_string());
+        }
+        match word(header::LIFE) {
+            1..pool::LIFE_MAX => Found::Pool,
+            life => Found::Unusable(format!("no sidecar can follow its life {life}")),
+        }
+    }
+
+    /// Writes the header page; the number of this life. A pool that is taken over is one at every moment of it.
+    fn initialise(&self, epoch: u64, boot: u128) -> u64 {
+        let word = |offset: u64| self.region.word64(offset as usize);
+        let life = match self.found {
+            Found::Nothing => 1,
+            // Also for a pool that is not taken over: its engines then see by the numbers that nothing is left of it.
+            _ => word(header::LIFE).load(Ordering::Relaxed) % pool::LIFE_MAX + 1,
+        };
+        if self.found != Found::Pool {
+            word(header::VERSION).store(0, Ordering::Release);
+        }
+        // What is not taken over stays where it is for a while, and no later life may take it for this layout's.
+        let settled = !matches!(self.found, Found::Unusable(_));
         let fields = [
+            (header::SETTLED, settled.into()),
+            (header::LIFE, life),
             (header::MAGIC, pool::MAGIC),
             (header::SEGMENT_BYTES, self.segment_bytes),
             (header::SEGMENTS, self.segments()),
             (header::BOOT_ID, boot as u64),
             (header::BOOT_ID + 8, (boot >> 64) as u64),
             (header::EPOCH, epoch),
-            (header::LIFE, life),
         ];
         fields.into_iter().for_each(|(field, value)| word(field).store(value, Ordering::Relaxed));
         // SYNC POINT(pool header): a reader that sees the version sees the fields above.
         word(header::VERSION).store(u64::from(pool::VERSION), Ordering::Release);
-        Ok(life)
+        life
+    }
+}
+
+// === impl Pool: its memory ===
+
+impl Pool {
+    /// What this life found in its file.
+    pub fn found(&self) -> &Found {
+        &self.found
     }
 
-    /// An earlier life's segments, or whatever lay where ours begin, must not be taken for assigned ones.
-    fn forget_segments(&self) {
-        for number in 0..self.segments() {
-            self.segment_word(number, segment::MAGIC).store(0, Ordering::Relaxed);
+    /// Bytes, from the pool's start, whose memory is there: beyond them a page that a full file system cannot give ends
+    /// the process by SIGBUS.
+    pub fn reserved_bytes(&self) -> u64 {
+        // SYNC POINT(reserved): acquire; what was discarded below is gone.
+        self.reserved.load(Ordering::Acquire)
+    }
+
+    /// Segments whose memory is there.
+    pub fn reserved_segments(&self) -> u64 {
+        (self.reserved_bytes() - pool::SEGMENT_ALIGN) / self.segment_bytes
+    }
+
+    /// Whether more memory is to be reserved.
+    pub fn reserving(&self) -> bool {
+        self.reserved_bytes() < self.len() && !self.exhausted.load(Ordering::Relaxed)
+    }
+
+    /// Reserves the memory of a segment more, if one is missing. The first such call gives back the memory of a pool
+    /// that this life cannot use: engines that still have it mapped then read zeros, which are no header of a whole slot.
+    /// One thread at a time; after an error there will be no more.
+    pub fn reserve_some(&self) -> Result<(), Error> {
+        let from = self.reserved.load(Ordering::Relaxed);
+        if from == self.len() {
+            return Ok(());
         }
-    }
-}
-
-fn open_memfd(bytes: u64) -> Result<OwnedFd, Error> {
-    if let Some(available) = memory_available()
-        && available < bytes
-    {
-        let place = "memory (MemAvailable of /proc/meminfo)".to_owned();
-        return Err(Error::NoMemory { bytes, available, place, remedy: "free memory" });
-    }
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let fd = rustix::fs::memfd_create(c"pillion-pool", flags).map_err(Error::os("create a memfd"))?;
-    rustix::fs::ftruncate(&fd, bytes).map_err(Error::os("size the memfd"))?;
-    Ok(fd)
-}
-
-/// A pool file of at least `bytes`, its memory reserved and locked for this process, and whether it existed.
-fn open_file(path: &Path, bytes: u64) -> Result<(OwnedFd, bool), Error> {
-    check_place(path, bytes)?;
-    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-    let fd =
-        rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).map_err(Error::os("open the pool file"))?;
-    match rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive) {
-        Err(Errno::WOULDBLOCK) => return Err(Error::Locked(path.to_owned())),
-        locked => locked.map_err(Error::os("lock the pool file"))?,
-    }
-    let stat = rustix::fs::fstat(&fd).map_err(Error::os("stat the pool file"))?;
-    let refuse = |problem: String| Err(Error::File { path: path.to_owned(), problem });
-    if stat.st_uid != rustix::process::geteuid().as_raw() {
-        return refuse(format!("belongs to uid {}: remove it, or pass another --pool-path", stat.st_uid));
-    }
-    let found = stat.st_size as u64;
-    if found > bytes {
-        return refuse(format!(
-            "has {found} bytes, this pool needs {bytes}: raise --dram to keep its size, or remove it"
-        ));
-    }
-    rustix::fs::fchmod(&fd, Mode::RUSR | Mode::WUSR).map_err(Error::os("restrict the pool file"))?;
-    reserve(&fd, bytes)?;
-    Ok((fd, found > 0))
-}
-
-/// Refuses a place that cannot hold the pool, before anything is created there.
-fn check_place(path: &Path, bytes: u64) -> Result<(), Error> {
-    let folder = match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        _ => Path::new("."),
-    };
-    let fs = rustix::fs::statfs(folder).map_err(Error::os("look at the pool file's folder"))?;
-    if ![TMPFS_MAGIC, HUGETLBFS_MAGIC].contains(&kind(&fs)) {
-        let problem = "is neither on tmpfs nor on hugetlbfs: pass a path under /dev/shm or a hugetlbfs mount";
-        return Err(Error::File { path: path.to_owned(), problem: problem.to_owned() });
-    }
-    let held = rustix::fs::stat(path).map_or(0, |stat| stat.st_blocks as u64 * STAT_BLOCK_BYTES);
-    let available = held.saturating_add(fs.f_bavail.saturating_mul(fs.f_bsize as u64));
-    if available < bytes {
-        let place = folder.display().to_string();
-        let remedy = "enlarge that mount (in Kubernetes: sizeLimit of the emptyDir with medium Memory)";
-        return Err(Error::NoMemory { bytes, available, place, remedy });
-    }
-    Ok(())
-}
-
-fn kind(fs: &StatFs) -> u64 {
-    u64::from(fs.f_type as u32)
-}
-
-/// Takes all memory now: a page that a full file system could not give later would end this process by SIGBUS.
-fn reserve(fd: &OwnedFd, bytes: u64) -> Result<(), Error> {
-    let mut offset = 0;
-    while offset < bytes {
-        let len = RESERVE_BYTES.min(bytes - offset);
-        match rustix::fs::fallocate(fd, FallocateFlags::empty(), offset, len) {
-            Ok(()) => offset += len,
-            Err(Errno::INTR) => {}
-            Err(errno) => return Err(Error::os("reserve memory in the pool file")(errno)),
+        let discard = from == pool::SEGMENT_ALIGN && matches!(self.found, Found::Unusable(_));
+        let emptied = if discard { self.empty() } else { Ok(()) };
+        let reserved = emptied.and_then(|()| place::reserve(&self.fd, from, self.segment_bytes));
+        match &reserved {
+            // SYNC POINT(reserved): release pairs with `reserved_bytes`.
+            Ok(()) => self.reserved.store(from + self.segment_bytes, Ordering::Release),
+            Err(_) => self.exhausted.store(true, Ordering::Relaxed),
         }
+        reserved
     }
-    Ok(())
-}
 
-fn memory_available() -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
-}
+    fn empty(&self) -> Result<(), Error> {
+        place::empty(&self.fd, pool::SEGMENT_ALIGN, self.len() - pool::SEGMENT_ALIGN)?;
+        self.region.word64(header::SETTLED as usize).store(1, Ordering::Release);
+        Ok(())
+    }
 
-/// The machine's boot id, its 16 bytes in order, as a little-endian number.
-fn boot_id() -> Result<u128, Error> {
-    let doing = "read /proc/sys/kernel/random/boot_id";
-    let text = fs::read_to_string("/proc/sys/kernel/random/boot_id")
-        .map_err(|source| Error::Os { doing, source })?;
-    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
-    let value = u128::from_str_radix(&digits, 16).map_err(|_| Error::os(doing)(Errno::INVAL))?;
-    Ok(value.swap_bytes())
+    /// The slots of a segment that an earlier life left, which can be filled and freed from now on; `None` where it is
+    /// empty.
+    pub fn take_over(&self, number: u64) -> Option<Geometry> {
+        if self.found != Found::Pool {
+            return None;
+        }
+        let geometry = self.view()?.geometry(number)?;
+        self.block_bytes[number as usize].store(geometry.block_bytes, Ordering::Relaxed);
+        Some(geometry)
+    }
+
+    /// What is left in slots of such a segment.
+    pub fn remains(&self, number: u64, geometry: &Geometry, slots: Range<u32>) -> Vec<Remains> {
+        let Some(view) = self.view() else { return Vec::new() };
+        slots.filter_map(|index| view.remains(number, geometry, index, self.life)).collect()
+    }
+
+    /// The file through this process's own eyes; `None` where somebody has overwritten the header since.
+    fn view(&self) -> Option<PoolView<impl Fn(usize) -> u64>> {
+        PoolView::new(|at| self.region.word64(at).load(Ordering::Acquire), self.len()).ok()
+    }
 }
 
 // === impl Pool: facts ===

@@ -3,6 +3,8 @@
 //! An entry's number is (segment, slot) in 32 bits, so that the slot's offset needs no storage, and an entry costs
 //! one cache line: the key for the full comparison, the generation, the policy's links and the lease count.
 
+use std::collections::VecDeque;
+
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::{self, Geometry, SlotRef};
 
@@ -27,7 +29,7 @@ pub(crate) enum State {
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 #[repr(u8)]
 pub(crate) enum Place {
-    /// None: being filled, or leased when its turn to be evicted came.
+    /// None: being filled, leased when its turn to be evicted came, or not looked at since an earlier life.
     Detached,
     /// The free list of its class.
     Free,
@@ -89,7 +91,9 @@ pub(crate) struct Slab {
     pub(crate) segments: Box<[Segment]>,
     pub(crate) classes: Vec<Class>,
     segment_bytes: u64,
-    /// Segments below this one have been assigned.
+    /// Segments in service that no class has had yet, lowest first: GPUs reach the pool from its start upwards.
+    fresh: VecDeque<usize>,
+    /// Segments of a class.
     assigned: usize,
     slots: u64,
 }
@@ -186,7 +190,8 @@ impl Class {
 // === impl Slab ===
 
 impl Slab {
-    /// An empty slab. The sizes have been checked: `segments` of `segment_bytes`, a power of two, fit a pool.
+    /// An empty slab, no segment in service. The sizes have been checked: `segments` of `segment_bytes`, a power of two,
+    /// fit a pool.
     pub(crate) fn new(segment_bytes: u64, segments: usize) -> Self {
         let shift = (segment_bytes / pool::SLOT_ALIGN).trailing_zeros();
         debug_assert!(
@@ -199,6 +204,7 @@ impl Slab {
             segments: vec![segment; segments].into_boxed_slice(),
             classes: Vec::new(),
             segment_bytes,
+            fresh: VecDeque::new(),
             assigned: 0,
             slots: 0,
         }
@@ -209,7 +215,7 @@ impl Slab {
         self.slots
     }
 
-    /// Segments that have been assigned to a class.
+    /// Segments that are assigned to a class.
     pub(crate) fn assigned(&self) -> usize {
         self.assigned
     }
@@ -261,27 +267,40 @@ impl Slab {
         Some(self.classes.len() - 1)
     }
 
+    /// Takes a segment into service, empty.
+    pub(crate) fn add_fresh(&mut self, segment: usize) {
+        self.fresh.push_back(segment);
+    }
+
     /// Gives a never used segment to a class, if there is one.
     pub(crate) fn assign_fresh(&mut self, class: usize) -> Option<usize> {
-        let segment = self.assigned;
-        if segment == self.segments.len() {
-            return None;
-        }
-        self.assigned += 1;
+        let segment = self.fresh.pop_front()?;
         self.assign(segment, class);
         Some(segment)
     }
 
     /// Gives an empty segment to a class; all its slots become free.
     pub(crate) fn assign(&mut self, segment: usize, class: usize) {
+        self.adopt(segment, class);
+        for id in self.entries.of_segment(segment) {
+            self.move_to(id, Place::Free);
+        }
+    }
+
+    /// Takes a segment of an earlier life into service: its slots belong to a class, and none is free yet.
+    pub(crate) fn adopt(&mut self, segment: usize, class: usize) {
         let slots = self.classes[class].geometry.slot_count;
         self.segments[segment] = Segment { class: class as u16, held: 0, used: 0 };
         self.entries.tables[segment] = vec![VACANT; slots as usize].into_boxed_slice();
         self.classes[class].segments += 1;
+        self.assigned += 1;
         self.slots += u64::from(slots);
-        for id in self.entries.of_segment(segment) {
-            self.move_to(id, Place::Free);
-        }
+    }
+
+    /// The entry of a slot of an assigned segment.
+    pub(crate) fn entry(&self, segment: usize, index: u32) -> Option<u32> {
+        let exists = (index as usize) < self.entries.tables.get(segment)?.len();
+        exists.then(|| self.entries.join(segment, index as usize))
     }
 
     /// Takes an empty segment from its class: every slot must be free.
@@ -293,18 +312,21 @@ impl Slab {
         let class = &mut self.classes[usize::from(self.segments[segment].class)];
         class.segments -= 1;
         self.slots -= u64::from(class.geometry.slot_count);
+        self.assigned -= 1;
         self.segments[segment].class = UNASSIGNED;
     }
 
     /// The segment to take for `class` when its own slots are all held: of the class that uses the most bytes, the
     /// one with the fewest blocks. Never one with a leased slot.
     pub(crate) fn victim(&self, class: usize) -> Option<usize> {
-        let stealable = |segment: &Segment| segment.held == 0 && usize::from(segment.class) != class;
+        let stealable = |segment: &Segment| {
+            segment.held == 0 && segment.class != UNASSIGNED && usize::from(segment.class) != class
+        };
         let worth = |segment: &Segment| {
             let owner = &self.classes[usize::from(segment.class)];
             (owner.segments, std::cmp::Reverse(segment.used))
         };
-        let candidates = self.segments[..self.assigned].iter().enumerate();
+        let candidates = self.segments.iter().enumerate();
         candidates
             .filter(|(_, segment)| stealable(segment))
             .max_by_key(|(_, segment)| worth(segment))

@@ -1,6 +1,8 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use proptest::prelude::*;
+use shm_protocol::key::NamespaceDigest;
+use shm_protocol::pool::Remains;
 
 use super::*;
 
@@ -542,4 +544,77 @@ fn generations_begin_where_the_pool_says() {
     dram.raise_generation(1 << 40);
     dram.raise_generation(5);
     assert_eq!(fill(&mut dram, 1, 4096).generation, 1 << 40);
+}
+
+// === adoption ===
+
+const HOLD: u64 = 50;
+
+fn whole(number: u64, generation: u64) -> Remains {
+    Remains::Block { generation, namespace: NamespaceDigest([1; 16]), group: 0, hash: hash(number) }
+}
+
+/// A tier of two segments, the first with what an earlier life left in it: three slots.
+fn adopted(remains: [Remains; 3]) -> Dram {
+    let config = Config { pool_bytes: 2 * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
+    let mut dram = Dram::unopened(config, HOLD).expect("sizes");
+    assert_eq!(dram.begin_fill(key(1), SIZES[0]), Err(FillError::NoSpace), "nothing is in service");
+    assert!(dram.open_used(0, SIZES[0], 1000));
+    assert_eq!(dram.begin_fill(key(1), SIZES[0]), Err(FillError::NoSpace), "no slot was looked at");
+    for (index, remains) in (0..).zip(&remains) {
+        assert!(dram.adopt(0, index, remains, Some(7)));
+    }
+    assert!(!dram.adopt(0, 3, &Remains::Free, None) && !dram.adopt(1, 0, &Remains::Free, None));
+    dram
+}
+
+#[test]
+fn blocks_of_an_earlier_life_are_found_and_stay_while_the_hold_lasts() {
+    let mut dram = adopted([whole(1, 5), whole(2, 6), whole(3, 7)]);
+    assert_eq!(dram.probe(7, 0, &hashes(1..4)), 3);
+    assert_eq!((dram.stats().blocks, dram.stats().adopted_blocks_total), (3, 3));
+    let mut slots = Vec::new();
+    let lease = dram.grant(1, 1, 7, 0, &hashes(1..2), 1000, &mut slots).expect("a hit");
+    assert_eq!(slots[0].generation, 5);
+    assert_eq!(dram.release(lease, 1), Ok(()));
+    dram.expire(1000 + HOLD - 1);
+    assert_eq!(dram.begin_fill(key(9), SIZES[0]), Err(FillError::NoSpace), "an engine may read them");
+    assert_eq!(dram.begin_fill(key(9), SIZES[1]), Err(FillError::NoSpace), "nor is the segment given away");
+    dram.expire(1000 + HOLD);
+    let slot = dram.begin_fill(key(9), SIZES[0]).expect("one is evicted");
+    assert_eq!(dram.drain_evicted().map(|slot| slot.generation).collect::<Vec<_>>(), [6], "not asked for");
+    assert!(dram.commit(slot));
+}
+
+#[test]
+fn slots_that_held_nothing_whole_are_free_after_the_hold() {
+    let mut dram = adopted([Remains::Free, Remains::Debris { generation: 4 }, whole(3, 7)]);
+    let slot = dram.begin_fill(key(9), SIZES[0]).expect("the free one");
+    assert_eq!(dram.begin_fill(key(10), SIZES[0]), Err(FillError::NoSpace), "a copy may be on its way there");
+    assert!(dram.commit(slot));
+    dram.expire(1000 + HOLD);
+    assert_eq!(dram.drain_evicted().map(|slot| slot.generation).collect::<Vec<_>>(), [4]);
+    assert!(dram.begin_fill(key(10), SIZES[0]).is_ok());
+    assert_eq!((dram.stats().adoption_dropped_total, dram.stats().evicted_blocks_total), (1, 0));
+}
+
+#[test]
+fn a_key_is_kept_once_whoever_wrote_it_twice() {
+    let mut dram = adopted([whole(1, 5), whole(1, 6), whole(1, 7)]);
+    assert_eq!((dram.stats().blocks, dram.stats().adoption_dropped_total), (1, 2));
+    // Saved anew before its segment came into service.
+    dram.open_empty(1);
+    let slot = dram.begin_fill(key(2), SIZES[0]).expect("a new segment");
+    assert!(dram.commit(slot));
+    assert_eq!(dram.probe(7, 0, &hashes(1..3)), 2);
+}
+
+#[test]
+fn what_cannot_be_numbered_or_classed_is_not_kept() {
+    let config = Config { pool_bytes: SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
+    let mut dram = Dram::unopened(config, HOLD).expect("sizes");
+    assert!(!dram.open_used(0, 0, 0) && !dram.open_used(0, SEGMENT, 0));
+    assert!(dram.open_used(0, SIZES[0], 0));
+    assert!(dram.adopt(0, 0, &whole(1, 5), None), "its namespace has no number");
+    assert_eq!((dram.stats().blocks, dram.stats().adoption_dropped_total), (0, 1));
 }

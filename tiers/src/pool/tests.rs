@@ -1,5 +1,7 @@
+use std::fs;
 use std::io::{Read, Seek, SeekFrom, Write};
 
+use rustix::io::Errno;
 use shm_protocol::key::BlockHash;
 use shm_protocol::pool::PoolView;
 
@@ -120,7 +122,7 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     assert!(matches!(Pool::create(&config(Some(path.0.clone()))), Err(Error::Locked(_))));
     let stat = rustix::fs::stat(&path.0).expect("there");
     assert_eq!(stat.st_mode & 0o777, 0o600);
-    assert!(stat.st_blocks as u64 * STAT_BLOCK_BYTES >= pool.len(), "all of its memory is reserved");
+    assert!(stat.st_blocks as u64 * 512 >= pool.len(), "all of its memory is reserved");
 
     let engine = pool.read_only_fd().expect("opened");
     let region = Region::map(engine.as_fd(), pool.len() as usize, Access::ReadOnly).expect("mapped");
@@ -133,10 +135,80 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     assert!(view(&region).verify(kept, BLOCK), "an engine still reads what it leased");
     let pool = Pool::create(&config(Some(path.0.clone()))).expect("the lock went with its holder");
     assert!(pool.first_generation() > first_life + (1 << 39), "no number of the first life comes again");
-    assert!(!pool.fill(kept, NamespaceDigest([1; 16]), &key()), "no segment is assigned");
-    assert_eq!(region.word64((pool::SEGMENT_ALIGN + SEGMENT) as usize).load(Ordering::Acquire), 0);
-    assert!(pool.write_segment_header(1, BLOCK));
-    assert!(!view(&region).verify(kept, BLOCK), "reused only knowingly");
+    assert!(view(&region).verify(kept, BLOCK), "also while the next sidecar has it");
+    assert!(!pool.fill(kept, NamespaceDigest([1; 16]), &key()), "nothing is taken over unasked");
+    assert_eq!((pool.found(), pool.take_over(0)), (&Found::Pool, None));
+    let geometry = pool.take_over(1).expect("a segment of the first life");
+    let whole = Remains::Block {
+        generation: kept.generation,
+        namespace: NamespaceDigest([1; 16]),
+        group: 3,
+        hash: key().hash,
+    };
+    assert_eq!(pool.remains(1, &geometry, 6..8), [Remains::Free, whole]);
+    assert!(pool.free(kept), "it can be evicted now");
+    assert!(!view(&region).verify(kept, BLOCK));
+}
+
+/// A pool of a first life with one block, then the word at `field` of its file changed to `value`.
+fn used_and_changed(path: &TmpfsPath, field: u64, value: u64) -> Pool {
+    let pool = Pool::create(&config(Some(path.0.clone()))).expect("created");
+    let kept = slot(pool.first_generation());
+    assert!(pool.write_segment_header(1, BLOCK) && pool.fill(kept, NamespaceDigest([1; 16]), &key()));
+    assert!(pool.commit(kept, 0));
+    pool.region().word64(field as usize).store(value, Ordering::Relaxed);
+    drop(pool);
+    Pool::create(&config(Some(path.0.clone()))).expect("created again")
+}
+
+#[test]
+fn a_pool_of_another_kind_starts_empty_and_says_why() {
+    for (field, why) in [
+        (header::MAGIC, "no pool"),
+        (header::VERSION, "version 99, this release's 1"),
+        (header::BOOT_ID, "another boot"),
+        (header::BOOT_ID + 8, "another boot"),
+        (header::SEGMENT_BYTES, "segments are of 99 bytes"),
+        (header::SEGMENTS, "segment count is 99"),
+        (header::SETTLED, "before it had emptied it"),
+    ] {
+        let path = TmpfsPath::new("other");
+        let pool = used_and_changed(&path, field, 99);
+        let Found::Unusable(reason) = pool.found() else { panic!("{field}: {:?}", pool.found()) };
+        assert!(reason.contains(why), "{reason}");
+        let engine = pool.read_only_fd().expect("opened");
+        let region = Region::map(engine.as_fd(), pool.len() as usize, Access::ReadOnly).expect("mapped");
+        let kept = slot(pool::first_generation(1));
+        assert!(view(&region).verify(kept, BLOCK), "an engine may be copying from it");
+        assert_eq!((pool.take_over(1), pool.reserved_segments(), pool.reserving()), (None, 0, true));
+        drop(pool);
+        let pool = Pool::create(&config(Some(path.0.clone()))).expect("created once more");
+        assert!(matches!(pool.found(), Found::Unusable(_)), "still not emptied");
+        pool.reserve_some().expect("the first segment");
+        assert!(!view(&region).verify(kept, BLOCK), "nothing is left of it");
+        pool.reserve_some().expect("the second segment");
+        assert_eq!((pool.reserved_bytes(), pool.reserving()), (pool.len(), false));
+        drop(pool);
+        let pool = Pool::create(&config(Some(path.0.clone()))).expect("created at last");
+        assert_eq!((pool.found(), pool.take_over(1)), (&Found::Pool, None));
+    }
+    for life in [0, pool::LIFE_MAX, u64::MAX] {
+        let path = TmpfsPath::new("lives");
+        let pool = used_and_changed(&path, header::LIFE, life);
+        assert!(matches!(pool.found(), Found::Unusable(_)), "{life}");
+        assert!((1..=pool::LIFE_MAX).contains(&pool.life));
+    }
+}
+
+#[test]
+fn a_pool_file_grows_with_its_blocks() {
+    let path = TmpfsPath::new("grows");
+    drop(used_and_changed(&path, header::EPOCH, 1));
+    let larger = Config { bytes: 4 * SEGMENT, ..config(Some(path.0.clone())) };
+    let pool = Pool::create(&larger).expect("created");
+    assert_eq!((pool.found(), pool.reserved_segments()), (&Found::Pool, 4));
+    assert!(pool.take_over(1).is_some() && pool.take_over(3).is_none());
+    assert!(pool.write_segment_header(3, BLOCK));
 }
 
 #[test]
@@ -144,7 +216,7 @@ fn a_file_that_is_no_pool_is_initialised_and_a_larger_one_refused() {
     let path = TmpfsPath::new("garbage");
     fs::write(&path.0, vec![0xff; 1 << 20]).expect("written");
     let pool = Pool::create(&config(Some(path.0.clone()))).expect("created");
-    assert_eq!(pool.first_generation(), pool::first_generation(1));
+    assert!(matches!(pool.found(), Found::Unusable(_)));
     let mut file = fs::File::open(&path.0).expect("open");
     drop(pool);
     file.seek(SeekFrom::Start(0)).expect("seek");

@@ -1,0 +1,128 @@
+//! Where a pool may lie: anonymous memory, or a file that belongs to this process alone.
+
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags, Mode, OFlags, StatFs};
+use rustix::io::Errno;
+use shm_protocol::pool;
+
+use crate::Error;
+
+/// `f_type` of tmpfs, from linux/magic.h.
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+/// `f_type` of hugetlbfs.
+const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
+/// Unit of `st_blocks`.
+const STAT_BLOCK_BYTES: u64 = 512;
+
+/// Memory for a pool.
+#[derive(Debug)]
+pub(super) struct File {
+    pub(super) fd: OwnedFd,
+    /// Bytes that the file had; zero: there was none.
+    pub(super) found_bytes: u64,
+    /// Whether no page is still to be found.
+    pub(super) reserved: bool,
+}
+
+pub(super) fn open_memfd(bytes: u64) -> Result<File, Error> {
+    if let Some(available) = memory_available()
+        && available < bytes
+    {
+        let place = "memory (MemAvailable of /proc/meminfo)".to_owned();
+        return Err(Error::NoMemory { bytes, available, place, remedy: "free memory" });
+    }
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let fd = rustix::fs::memfd_create(c"pillion-pool", flags).map_err(Error::os("create a memfd"))?;
+    rustix::fs::ftruncate(&fd, bytes).map_err(Error::os("size the memfd"))?;
+    Ok(File { fd, found_bytes: 0, reserved: true })
+}
+
+/// A pool file of `bytes`, locked for this process, the memory of its header page reserved.
+pub(super) fn open_file(path: &Path, bytes: u64) -> Result<File, Error> {
+    check_place(path, bytes)?;
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let fd =
+        rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).map_err(Error::os("open the pool file"))?;
+    match rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive) {
+        Err(Errno::WOULDBLOCK) => return Err(Error::Locked(path.to_owned())),
+        locked => locked.map_err(Error::os("lock the pool file"))?,
+    }
+    let stat = rustix::fs::fstat(&fd).map_err(Error::os("stat the pool file"))?;
+    let refuse = |problem: String| Err(Error::File { path: path.to_owned(), problem });
+    if stat.st_uid != rustix::process::geteuid().as_raw() {
+        return refuse(format!("belongs to uid {}: remove it, or pass another --pool-path", stat.st_uid));
+    }
+    let found = stat.st_size as u64;
+    if found > bytes {
+        return refuse(format!(
+            "has {found} bytes, this pool needs {bytes}: raise --dram to keep its size, or remove it"
+        ));
+    }
+    rustix::fs::fchmod(&fd, Mode::RUSR | Mode::WUSR).map_err(Error::os("restrict the pool file"))?;
+    let reserved = stat.st_blocks as u64 * STAT_BLOCK_BYTES >= bytes;
+    if found < bytes {
+        rustix::fs::ftruncate(&fd, bytes).map_err(Error::os("size the pool file"))?;
+    }
+    reserve(&fd, 0, pool::SEGMENT_ALIGN)?;
+    Ok(File { fd, found_bytes: found, reserved })
+}
+
+/// Refuses a place that cannot hold the pool, before anything is created there.
+fn check_place(path: &Path, bytes: u64) -> Result<(), Error> {
+    let folder = match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    };
+    let fs = rustix::fs::statfs(folder).map_err(Error::os("look at the pool file's folder"))?;
+    if ![TMPFS_MAGIC, HUGETLBFS_MAGIC].contains(&kind(&fs)) {
+        let problem = "is neither on tmpfs nor on hugetlbfs: pass a path under /dev/shm or a hugetlbfs mount";
+        return Err(Error::File { path: path.to_owned(), problem: problem.to_owned() });
+    }
+    let held = rustix::fs::stat(path).map_or(0, |stat| stat.st_blocks as u64 * STAT_BLOCK_BYTES);
+    let available = held.saturating_add(fs.f_bavail.saturating_mul(fs.f_bsize as u64));
+    if available < bytes {
+        let place = folder.display().to_string();
+        let remedy = "enlarge that mount (in Kubernetes: sizeLimit of the emptyDir with medium Memory)";
+        return Err(Error::NoMemory { bytes, available, place, remedy });
+    }
+    Ok(())
+}
+
+fn kind(fs: &StatFs) -> u64 {
+    u64::from(fs.f_type as u32)
+}
+
+/// Takes the memory of `len` bytes from `start` now, and not when a page is first touched.
+pub(super) fn reserve(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Error> {
+    loop {
+        match rustix::fs::fallocate(fd, FallocateFlags::empty(), start, len) {
+            Err(Errno::INTR) => {}
+            reserved => return reserved.map_err(Error::os("reserve memory in the pool file")),
+        }
+    }
+}
+
+/// Gives back the memory of `len` bytes from `start`: they read as zeros.
+pub(super) fn empty(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Error> {
+    let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    rustix::fs::fallocate(fd, punch, start, len).map_err(Error::os("empty the pool file"))
+}
+
+fn memory_available() -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
+}
+
+/// The machine's boot id, its 16 bytes in order, as a little-endian number.
+pub(super) fn boot_id() -> Result<u128, Error> {
+    let doing = "read /proc/sys/kernel/random/boot_id";
+    let text = fs::read_to_string("/proc/sys/kernel/random/boot_id")
+        .map_err(|source| Error::Os { doing, source })?;
+    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
+    let value = u128::from_str_radix(&digits, 16).map_err(|_| Error::os(doing)(Errno::INVAL))?;
+    Ok(value.swap_bytes())
+}

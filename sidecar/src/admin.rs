@@ -16,6 +16,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus::{Registry, TextEncoder};
 
 use crate::catalog;
+use crate::progress::Progress;
 
 /// Connections served at once: a scraper, two probes, a person; the rest wait in the kernel's backlog.
 const CONNECTIONS_MAX: usize = 64;
@@ -27,25 +28,25 @@ const CONNECTION_TIME_MAX: Duration = Duration::from_secs(60);
 /// Whether the sidecar takes new work: set once by the server, read by `/readyz`.
 pub type Ready = Arc<AtomicBool>;
 
-#[derive(Clone)]
-struct Pages {
-    registry: Registry,
-    ready: Ready,
-    catalog: catalog::Shared,
+/// What the pages show.
+#[derive(Clone, Debug)]
+pub struct Pages {
+    /// Of `/metrics`.
+    pub registry: Registry,
+    /// Of `/readyz`.
+    pub ready: Ready,
+    /// Of `/namespaces`.
+    pub catalog: catalog::Shared,
+    /// What is still to come of the start, behind `/readyz`.
+    pub progress: Arc<Progress>,
 }
 
 /// Binds `address` and serves it until the process ends. Answers the bound address.
-pub fn start(
-    address: SocketAddr,
-    registry: Registry,
-    ready: Ready,
-    catalog: catalog::Shared,
-) -> std::io::Result<SocketAddr> {
+pub fn start(address: SocketAddr, pages: Pages) -> std::io::Result<SocketAddr> {
     let listener = TcpListener::bind(address)?;
     listener.set_nonblocking(true)?;
     let bound = listener.local_addr()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
-    let pages = Pages { registry, ready, catalog };
     thread::Builder::new()
         .name("pillion-admin".into())
         .spawn(move || runtime.block_on(serve(listener, pages)))?;
@@ -89,7 +90,7 @@ impl Pages {
         }
         match request.uri().path() {
             "/healthz" => page(StatusCode::OK, "alive\n".into()),
-            "/readyz" if self.ready.load(Ordering::Relaxed) => page(StatusCode::OK, "ready\n".into()),
+            "/readyz" if self.ready.load(Ordering::Relaxed) => page(StatusCode::OK, self.readiness()),
             "/readyz" => page(StatusCode::SERVICE_UNAVAILABLE, "starting or draining\n".into()),
             "/metrics" => match TextEncoder::new().encode_to_string(&self.registry.gather()) {
                 Ok(text) => page(StatusCode::OK, text),
@@ -105,6 +106,11 @@ impl Pages {
                 "the pages are /healthz, /readyz, /metrics and /namespaces\n".into(),
             ),
         }
+    }
+
+    /// What is still to come of the start is served behind it.
+    fn readiness(&self) -> String {
+        self.progress.text().map_or_else(|| "ready\n".into(), |progress| format!("ready\n{progress}\n"))
     }
 }
 

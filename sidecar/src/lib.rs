@@ -2,9 +2,9 @@
 //!
 //! Job: decide ([`engine`], pure), and carry decisions out: sessions over shared memory ([`session`], [`runtime`]), the
 //! handshake ([`listener`], [`greeter`]), the namespaces seen ([`catalog`]), copies ([`copiers`]) and the memory that GPUs
-//! copy from ([`pinning`], [`numa`]), metrics and health ([`metrics`], [`admin`]), life and death ([`server`]), what keeps it
-//! from working ([`doctor`]), and keys for who asks without an engine ([`keys`]). The binary `pillion` is this library behind
-//! a command line.
+//! copy from ([`pinning`], [`numa`]), metrics and health ([`metrics`], [`admin`], [`progress`]), life and death ([`server`],
+//! [`reserve`]), what keeps it from working ([`doctor`]), and keys for who asks without an engine ([`keys`]). The binary
+//! `pillion` is this library behind a command line.
 //!
 //! May depend on: shm-protocol, tiers, copy-engine. Never: holds unsafe code, trusts a peer's value, lets one engine
 //! wait for another, reads the environment outside [`config`], calls CUDA but through copy-engine, opens libpython or
@@ -26,6 +26,8 @@ pub mod metrics;
 pub mod numa;
 pub mod pinning;
 pub mod poller;
+pub mod progress;
+pub mod reserve;
 pub mod runtime;
 pub mod server;
 pub mod session;

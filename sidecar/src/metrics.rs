@@ -54,6 +54,8 @@ const COUNTERS: &[Figure] = &[
     ("loaded_bytes_total", "Bytes loaded by ranks.", |s| s.loaded_bytes),
     ("load_failures_total", "Loads that a rank could not end.", |s| s.load_failures),
     ("evicted_blocks_total", "Blocks evicted to make room.", |s| s.evicted_blocks),
+    ("adopted_blocks_total", "Blocks taken over from earlier lives of the sidecar.", |s| s.adopted_blocks),
+    ("adoption_dropped_total", "Slots of earlier lives that held no whole block.", |s| s.adoption_dropped),
 ];
 
 const GAUGES: &[Figure] = &[

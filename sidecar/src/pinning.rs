@@ -45,8 +45,14 @@ struct Settled<'a>(&'a Pinned);
 // === impl Pinned ===
 
 impl Pinned {
-    /// Starts the thread, unless GPUs are switched off.
-    pub fn start(gpu: UseGpu, pool: Arc<Region>, metrics: PinningMetrics) -> std::io::Result<Arc<Self>> {
+    /// Starts the thread, unless GPUs are switched off. `reserved` waits until the pool's memory is there up to an offset;
+    /// false if it will not be.
+    pub fn start(
+        gpu: UseGpu,
+        pool: Arc<Region>,
+        reserved: impl Fn(u64) -> bool + Send + 'static,
+        metrics: PinningMetrics,
+    ) -> std::io::Result<Arc<Self>> {
         let pinned = Arc::new(Self::new());
         if gpu == UseGpu::Off {
             pinned.settle(Err("the sidecar was started with --gpu off".into()));
@@ -55,7 +61,7 @@ impl Pinned {
         let shared = Arc::clone(&pinned);
         thread::Builder::new().name("pillion-pin".into()).spawn(move || {
             let _settled = Settled(&shared);
-            shared.run(&pool, &metrics);
+            shared.run(&pool, reserved, &metrics);
         })?;
         Ok(pinned)
     }
@@ -82,7 +88,7 @@ impl Pinned {
         self.known.notify_all();
     }
 
-    fn run(&self, pool: &Arc<Region>, metrics: &PinningMetrics) {
+    fn run(&self, pool: &Arc<Region>, reserved: impl Fn(u64) -> bool, metrics: &PinningMetrics) {
         if !cuda::is_present() {
             let remedy = "give its container the engine's GPUs and the driver's libraries";
             return self.settle(Err(format!("the sidecar sees no GPU: {remedy}")));
@@ -95,7 +101,7 @@ impl Pinned {
         let Ok(gpus) = gpus else { return };
         // One GPU's call locks for all of them. What is locked is never unlocked: see the module's first lines.
         let lock = |start, len| Registered::new(&gpus[0], pool, start, len).map(std::mem::forget);
-        let locked = self.lock_all(pool, &near(&gpus), metrics, lock);
+        let locked = self.lock_all(pool, reserved, &near(&gpus), metrics, lock);
         std::mem::forget(gpus);
         match locked {
             Ok(()) => tracing::info!(pool = %size(self.bytes()), "the pool is locked for the GPUs"),
@@ -107,10 +113,11 @@ impl Pinned {
         }
     }
 
-    /// Touches and locks slice after slice until one fails.
+    /// Touches and locks slice after slice until one fails, or its memory cannot be had.
     fn lock_all<E>(
         &self,
         pool: &Region,
+        reserved: impl Fn(u64) -> bool,
         near: &[Near],
         metrics: &PinningMetrics,
         mut lock: impl FnMut(usize, usize) -> Result<(), E>,
@@ -119,6 +126,9 @@ impl Pinned {
         let threads = (cores / 2).clamp(1, TOUCH_THREADS_MAX);
         for start in (0..pool.len()).step_by(SLICE_BYTES) {
             let end = pool.len().min(start + SLICE_BYTES);
+            if !reserved(end as u64) {
+                break;
+            }
             let near = near.get(start / SLICE_BYTES % near.len().max(1));
             touch_all(pool, start, end, threads, near);
             if let Err(error) = lock(start, end - start) {
@@ -232,12 +242,18 @@ mod tests {
             || (0..POOL_BYTES).step_by(PAGE_BYTES * 7).map(|at| (at as u64 ^ 0xa5, region.word64(at)));
         words().for_each(|(value, word)| word.store(value, Ordering::Relaxed));
         let (pinned, metrics, mut slices) = (Pinned::new(), metrics(), Vec::new());
-        let locked = pinned.lock_all(&region, &[], &metrics, |start, len| {
-            assert_eq!(pinned.bytes(), start as u64, "nothing is called locked before it is");
-            assert!(fstat(&fd).unwrap().st_blocks as usize * 512 >= start + len);
-            slices.push((start, len));
-            Ok(())
-        });
+        let locked = pinned.lock_all(
+            &region,
+            |_| true,
+            &[],
+            &metrics,
+            |start, len| {
+                assert_eq!(pinned.bytes(), start as u64, "nothing is called locked before it is");
+                assert!(fstat(&fd).unwrap().st_blocks as usize * 512 >= start + len);
+                slices.push((start, len));
+                Ok(())
+            },
+        );
         assert_eq!(locked, Ok::<_, ()>(()));
         let last = (2 * SLICE_BYTES, 3 * PAGE_BYTES);
         assert_eq!(slices, [(0, SLICE_BYTES), (SLICE_BYTES, SLICE_BYTES), last]);
@@ -249,10 +265,16 @@ mod tests {
     fn the_first_slice_that_fails_is_the_last_one_tried() {
         let (_fd, region) = pool();
         let (pinned, metrics, mut calls) = (Pinned::new(), metrics(), 0);
-        let locked = pinned.lock_all(&region, &[], &metrics, |start, _| {
-            calls += 1;
-            if start == 0 { Ok(()) } else { Err("no more") }
-        });
+        let locked = pinned.lock_all(
+            &region,
+            |_| true,
+            &[],
+            &metrics,
+            |start, _| {
+                calls += 1;
+                if start == 0 { Ok(()) } else { Err("no more") }
+            },
+        );
         assert_eq!((locked, calls, pinned.bytes()), (Err("no more"), 2, SLICE_BYTES as u64));
         assert_eq!((metrics.bytes.get(), metrics.failures.get()), (SLICE_BYTES as i64, 1));
     }
@@ -267,7 +289,7 @@ mod tests {
     #[test]
     fn a_switched_off_gpu_is_said_and_nothing_is_touched() {
         let (fd, region) = pool();
-        let pinned = Pinned::start(UseGpu::Off, Arc::new(region), metrics()).unwrap();
+        let pinned = Pinned::start(UseGpu::Off, Arc::new(region), |_| true, metrics()).unwrap();
         assert!(pinned.gpus().unwrap_err().contains("--gpu off"));
         assert_eq!((pinned.bytes(), fstat(&fd).unwrap().st_blocks), (0, 0));
     }

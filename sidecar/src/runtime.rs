@@ -7,6 +7,7 @@
 
 mod actions;
 mod doorway;
+mod opening;
 mod rest;
 
 use std::collections::BTreeMap;
@@ -15,6 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shm_protocol::layout::QUERY_KEYS;
+use tiers::opener::Opener;
 use tiers::pool::Pool;
 
 use crate::catalog;
@@ -24,6 +26,7 @@ use crate::engine::{Action, Core, Event, SessionId};
 use crate::greeter::Greeter;
 use crate::metrics::{CloseReason, Metrics};
 use crate::poller::{Poller, Source};
+use crate::progress::Progress;
 use crate::server::Control;
 use crate::session::{Session, Violation};
 
@@ -54,6 +57,9 @@ pub struct Terms {
 pub struct Runtime {
     core: Core,
     pool: Arc<Pool>,
+    /// What of the pool is in service; `None` once all is.
+    opener: Option<Opener>,
+    progress: Arc<Progress>,
     terms: Terms,
     copiers: Copiers,
     greeter: Greeter,
@@ -92,6 +98,7 @@ impl Runtime {
     pub fn new(
         core: Core,
         pool: Arc<Pool>,
+        progress: Arc<Progress>,
         terms: Terms,
         copiers: Copiers,
         greeter: Greeter,
@@ -103,6 +110,8 @@ impl Runtime {
         Self {
             core,
             pool,
+            opener: Some(Opener::default()),
+            progress,
             terms,
             copiers,
             greeter,
@@ -167,6 +176,7 @@ impl Runtime {
             worked = true;
         }
         worked |= self.read_fences();
+        worked |= self.open_pool();
         if self.now >= self.next_tick {
             self.next_tick = self.now + TICK;
             self.handle(Event::Tick);

@@ -17,7 +17,7 @@ use thiserror::Error;
 use tiers::dram::{self, Dram};
 use tiers::pool::{self, Pool};
 
-use crate::admin::{self, Ready};
+use crate::admin::{self, Pages, Ready};
 use crate::catalog;
 use crate::config::Config;
 use crate::copiers::Copiers;
@@ -27,6 +27,8 @@ use crate::listener::{self, ListenError, Listener};
 use crate::metrics::Metrics;
 use crate::pinning::Pinned;
 use crate::poller::{Poller, Source};
+use crate::progress::Progress;
+use crate::reserve;
 use crate::runtime::{Runtime, Terms};
 
 /// The sidecar cannot start; the text names the remedy.
@@ -147,18 +149,28 @@ impl Server {
         listener::raise_descriptor_limit();
         let registry = Registry::new();
         let ready: Ready = Arc::new(AtomicBool::new(false));
+        let segment_bytes = dram::segment_bytes_for(config.dram.as_bytes());
+        let progress = Arc::new(Progress::new(config.dram.as_bytes() / segment_bytes));
         let failed = |source| StartError::Admin { address: config.http, source };
         let catalog = catalog::Shared::default();
-        let http = admin::start(config.http, registry.clone(), Arc::clone(&ready), catalog.clone())
-            .map_err(failed)?;
+        let pages = Pages {
+            registry: registry.clone(),
+            ready: Arc::clone(&ready),
+            catalog: catalog.clone(),
+            progress: Arc::clone(&progress),
+        };
+        let http = admin::start(config.http, pages).map_err(failed)?;
         let epoch = random64().map_err(std::io::Error::from)?;
-        let (dram, pool) = open_tier(config, epoch)?;
+        let (dram, pool) = open_tier(config, segment_bytes, epoch)?;
         let metrics = Metrics::new(&registry, dram.config().pool_bytes)?;
         let control = Arc::new(Control::new().map_err(std::io::Error::from)?);
         let ended = Arc::new(EndSignal::new().map_err(std::io::Error::from)?);
         let listener = Listener::bind(&config.socket, config.socket_group.as_deref())?;
         // After the listener, which refuses a second sidecar: two would lock memory for both.
-        let pinned = Pinned::start(config.gpu, pool.shared_region(), metrics.pinning())?;
+        reserve::start(&pool, &progress)?;
+        let reserved = Arc::downgrade(&pool);
+        let reserved = move |end| reserve::wait(&reserved, end);
+        let pinned = Pinned::start(config.gpu, pool.shared_region(), reserved, metrics.pinning())?;
         let copiers = Copiers::start(config.copy_threads, &pool, &pinned, &ended)?;
         let poller = Poller::new().map_err(std::io::Error::from)?;
         let watched = [(Source::Control, control.wake.as_fd()), (Source::Copies, copiers.wake())];
@@ -176,6 +188,7 @@ impl Server {
         let runtime = Runtime::new(
             Core::new(dram),
             pool,
+            progress,
             terms,
             copiers,
             greeter,
@@ -217,11 +230,11 @@ impl Server {
     }
 }
 
-fn open_tier(config: &Config, epoch: u64) -> Result<(Dram, Arc<Pool>), tiers::Error> {
+fn open_tier(config: &Config, segment_bytes: u64, epoch: u64) -> Result<(Dram, Arc<Pool>), tiers::Error> {
     let bytes = config.dram.as_bytes();
-    let segment_bytes = dram::segment_bytes_for(bytes);
     let lease_ttl_ms = config.lease_ttl.as_millis();
-    let mut dram = Dram::new(dram::Config { pool_bytes: bytes, segment_bytes, lease_ttl_ms })?;
+    let tier = dram::Config { pool_bytes: bytes, segment_bytes, lease_ttl_ms };
+    let mut dram = Dram::unopened(tier, dram::HOLD_MS)?;
     let pool = Pool::create(&pool::Config { bytes, segment_bytes, path: config.pool_path.clone(), epoch })?;
     dram.raise_generation(pool.first_generation());
     Ok((dram, Arc::new(pool)))

@@ -123,6 +123,8 @@ fn the_admin_pages_name_every_metric() {
         "sessions",
         "leases",
         "evicted_blocks_total",
+        "adopted_blocks_total",
+        "adoption_dropped_total",
         "load_failures_total",
         "sessions_closed_total{reason=\"hang_up\"}",
     ] {

@@ -107,6 +107,12 @@ impl Namespaces {
         Some(id)
     }
 
+    /// The id of a namespace whose blocks were found in the pool; `None` rather than forget another for it.
+    pub(super) fn adopt(&mut self, digest: NamespaceDigest) -> Option<u32> {
+        let known = self.ids.contains_key(&digest) || self.ids.len() < NAMESPACES_MAX;
+        if known { self.id(digest) } else { None }
+    }
+
     fn forget(&mut self, digest: NamespaceDigest) {
         self.ids.remove(&digest);
     }

@@ -8,6 +8,7 @@
 //!
 //! No clock, memory or I/O here: [`crate::runtime`] feeds events and carries actions out, in their order.
 
+mod adoption;
 mod loads;
 mod logs;
 mod members;
@@ -23,6 +24,7 @@ use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::message::{Kind, Message, Outcome, Saved};
 use shm_protocol::pool::SlotRef;
 use tiers::dram::Dram;
+use tiers::opener::Opened;
 
 use self::loads::Load;
 use self::members::{Scheduler, Worker};
@@ -87,6 +89,8 @@ pub enum Event {
         /// Saves below this operation are void.
         void_below: u64,
     },
+    /// A part of the pool may be used from now on, with what an earlier life left in it.
+    Opened(Opened),
     /// Time passed.
     Tick,
     /// The sidecar is to end: nothing new is taken, what runs is finished.
@@ -252,8 +256,10 @@ impl Core {
             Event::Fences { session, start, done } => self.fences(session, start, done, out),
             Event::Copied { copy, ok } => self.copied(copy, ok, out),
             Event::Drained { session, void_below } => self.commit_copied(session, void_below, out),
+            Event::Opened(opened) => self.open_part(now_ms, opened),
             Event::Tick => {
                 self.dram.expire(now_ms);
+                self.apply_evictions(out);
             }
             Event::Drain => self.draining = true,
         }
@@ -281,6 +287,8 @@ impl Core {
             pool_used_bytes: tier.bytes_used,
             leases: tier.leases,
             evicted_blocks: tier.evicted_blocks_total,
+            adopted_blocks: tier.adopted_blocks_total,
+            adoption_dropped: tier.adoption_dropped_total,
             ..self.stats.clone()
         }
     }

@@ -97,7 +97,7 @@ impl Core {
         }
     }
 
-    fn apply_evictions(&mut self, out: &mut Vec<Action>) {
+    pub(super) fn apply_evictions(&mut self, out: &mut Vec<Action>) {
         out.extend(self.dram.drain_evicted().map(|slot| Action::FreeSlot { slot }));
         let assigned = self.dram.drain_assigned();
         out.extend(

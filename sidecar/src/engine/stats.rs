@@ -13,6 +13,10 @@ pub struct Stats {
     pub leases: u64,
     /// Blocks evicted to make room.
     pub evicted_blocks: u64,
+    /// Blocks of earlier lives of the sidecar that are kept.
+    pub adopted_blocks: u64,
+    /// Slots of earlier lives that held no whole block.
+    pub adoption_dropped: u64,
     /// Queries answered.
     pub queries: u64,
     /// Blocks asked for by queries.

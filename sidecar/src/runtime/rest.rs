@@ -3,6 +3,7 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
+use super::opening::OPENING_POLL;
 use super::{Runtime, TICK};
 use crate::poller::Source;
 use crate::session::Session;
@@ -77,7 +78,8 @@ impl Runtime {
         let tick = (!self.sessions.is_empty()).then_some(TICK);
         let greeting = self.greeter.next_deadline().map(|at| at.saturating_sub(self.now));
         let drain = self.end_by.map(|_| DRAIN_POLL);
-        [fences, tick, greeting, drain].into_iter().flatten().min()
+        let opening = self.opener.is_some().then_some(OPENING_POLL);
+        [fences, tick, greeting, drain, opening].into_iter().flatten().min()
     }
 
     /// Waits for descriptors for at most `nap` and serves those that became ready; whether any did.

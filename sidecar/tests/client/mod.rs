@@ -142,7 +142,11 @@ impl Session {
     }
 
     pub(crate) fn saved(&mut self) -> Saved {
-        watch("completion", || self.next_completion().map(|slot| Saved::decode(&slot)))
+        watch("completion", || self.try_saved())
+    }
+
+    pub(crate) fn try_saved(&mut self) -> Option<Saved> {
+        self.next_completion().map(|slot| Saved::decode(&slot))
     }
 
     /// A rank whose saves are staged: the next block that is asked for.

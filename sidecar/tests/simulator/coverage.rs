@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use shm_protocol::message::Kind;
 use sidecar::engine::{Action, Direction, Event};
+use tiers::opener::Opened;
 
 /// Every point, in the order in which it is printed.
 pub(crate) const POINTS: &[&str] = &[
@@ -14,6 +15,8 @@ pub(crate) const POINTS: &[&str] = &[
     "event Copied ok",
     "event Copied failed",
     "event Drained",
+    "event Opened empty",
+    "event Opened used",
     "event Tick",
     "event Drain",
     "action Answer",
@@ -95,6 +98,8 @@ pub(crate) const POINTS: &[&str] = &[
     "sidecar gate closed",
     "sidecar backlog",
     "sidecar slept",
+    "sidecar adopted a block",
+    "sidecar dropped a torn block",
     "sidecar evicted for another size",
     "save committed",
     "save present",
@@ -144,6 +149,8 @@ pub(crate) fn event(event: &Event) -> &'static str {
         Event::Copied { ok: true, .. } => "event Copied ok",
         Event::Copied { ok: false, .. } => "event Copied failed",
         Event::Drained { .. } => "event Drained",
+        Event::Opened(Opened::Empty { .. }) => "event Opened empty",
+        Event::Opened(Opened::Used { .. }) => "event Opened used",
         Event::Tick => "event Tick",
         Event::Drain => "event Drain",
     }

@@ -28,6 +28,7 @@ pub(crate) const LOAD_DEADLINE: Micros = 20_000;
 /// Longer than any freeze: beyond it the product gives up a sidecar that is frozen half-way through a block.
 pub(crate) const SETTLE: Micros = 10_000_000;
 pub(crate) const POOL_KEPT: Micros = 50_000;
+pub(crate) const HOLD: Micros = POOL_KEPT;
 pub(crate) const BUDGET: Micros = 2_000;
 
 /// A thread of some process.

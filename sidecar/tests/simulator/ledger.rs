@@ -1,11 +1,11 @@
 //! The oracle's book of the pool: what every slot is said to hold, checked against its bytes whenever somebody relies on
 //! them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
 
 use shm_protocol::key::{BlockHash, NamespaceDigest};
-use shm_protocol::pool::{self, Geometry, SlotRef, slot};
+use shm_protocol::pool::{self, Geometry, Remains, SlotRef, slot};
 use shm_protocol::region::Region;
 use sidecar::engine::{Action, Direction, Piece};
 
@@ -36,6 +36,10 @@ pub(crate) struct Ledger {
     forms: BTreeMap<u64, Form>,
     segments: BTreeMap<u64, Geometry>,
     slots: BTreeMap<u64, Slot>,
+    /// Slots of an earlier life that hold no whole block and are not free yet.
+    debris: BTreeSet<u64>,
+    /// Slots of blocks that an engine of an earlier life may still read.
+    held: BTreeSet<u64>,
 }
 
 // === impl Form ===
@@ -51,13 +55,53 @@ impl Form {
 impl Ledger {
     pub(crate) fn new(segment_bytes: u64) -> Self {
         let (forms, segments, slots) = Default::default();
-        Self { segment_bytes, forms, segments, slots }
+        let (debris, held) = Default::default();
+        Self { segment_bytes, forms, segments, slots, debris, held }
     }
 
     /// Announces a form; block sizes tell them apart.
     pub(crate) fn know(&mut self, form: Form) {
         let known = self.forms.insert(form.block_bytes(), form);
         assert!(known.is_none_or(|known| known == form), "two forms of one size");
+    }
+
+    /// A segment of an earlier life comes into service: what was whole in it is kept. Blocks kept, and dropped.
+    pub(crate) fn adopt(
+        &mut self,
+        segment: u64,
+        block_bytes: u64,
+        remains: &[Remains],
+        memory: &Region,
+    ) -> (u64, u64) {
+        let geometry = Geometry::new(self.segment_bytes, block_bytes).expect("an earlier life's");
+        self.segments.insert(segment, geometry);
+        let (mut kept, mut dropped) = (0, 0);
+        for (index, remains) in (0..).zip(remains) {
+            let offset = geometry.offset(segment, index).expect("below the count");
+            match *remains {
+                Remains::Free => {}
+                Remains::Block { generation, namespace: digest, hash, .. }
+                    if !self.slots.values().any(|slot| (slot.digest, slot.hash) == (digest, hash)) =>
+                {
+                    let form = self.forms[&block_bytes];
+                    let slot = Slot { generation, committed: true, digest, hash, form, copies: 0 };
+                    slot.check(SlotRef { offset, generation }, memory, "adopted");
+                    self.slots.insert(offset, slot);
+                    self.held.insert(offset);
+                    kept += 1;
+                }
+                Remains::Block { .. } | Remains::Debris { .. } => {
+                    self.debris.insert(offset);
+                    dropped += 1;
+                }
+            }
+        }
+        (kept, dropped)
+    }
+
+    /// No engine of an earlier life reads its slots any more.
+    pub(crate) fn end_hold(&mut self) {
+        self.held.clear();
     }
 
     /// Follows a header action; true where a segment was taken from another block size.
@@ -75,7 +119,12 @@ impl Ledger {
     fn assign(&mut self, segment: u64, block_bytes: u64) -> bool {
         let geometry = Geometry::new(self.segment_bytes, block_bytes).expect("the core asked for it");
         let begin = pool::segment_offset(self.segment_bytes, segment).expect("a small pool");
-        let used = self.slots.range(begin..begin + self.segment_bytes).next();
+        let range = begin..begin + self.segment_bytes;
+        assert!(
+            self.debris.range(range.clone()).next().is_none(),
+            "segment {segment} was given away too early"
+        );
+        let used = self.slots.range(range).next();
         assert!(used.is_none(), "segment {segment} was given away with {used:?} in it");
         self.segments.insert(segment, geometry).is_some()
     }
@@ -86,6 +135,7 @@ impl Ledger {
         assert!(geometry.place(slot.offset).is_ok(), "{slot:?} is no slot");
         let form = self.forms[&geometry.block_bytes];
         let fresh = Slot { generation: slot.generation, committed: false, digest, hash, form, copies: 0 };
+        assert!(!self.debris.contains(&slot.offset), "{slot:?} was filled too early");
         let before = self.slots.insert(slot.offset, fresh);
         assert!(before.is_none(), "{slot:?} was filled over {before:?}");
     }
@@ -99,6 +149,10 @@ impl Ledger {
     }
 
     fn free(&mut self, at: SlotRef) {
+        assert!(!self.held.contains(&at.offset), "{at:?} was freed while an engine may read it");
+        if self.debris.remove(&at.offset) {
+            return;
+        }
         let slot = self.slots.remove(&at.offset);
         let slot = slot.unwrap_or_else(|| panic!("{at:?} was freed and held nothing"));
         assert_eq!(slot.generation, at.generation, "another filling of {at:?} was freed");
@@ -166,7 +220,7 @@ impl Ledger {
     }
 
     pub(crate) fn filling(&self) -> bool {
-        self.slots.values().any(|slot| !slot.committed)
+        !self.debris.is_empty() || self.slots.values().any(|slot| !slot.committed)
     }
 
     /// Words of a slot's header, for a write that is torn.

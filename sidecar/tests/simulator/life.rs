@@ -17,6 +17,7 @@ use shm_protocol::region::{Access, Region};
 use sidecar::engine::{Action, Core, Event, Piece, SessionId};
 use sidecar::session::Session;
 use tiers::dram::{self, Dram};
+use tiers::opener::{Opened, Opener};
 use tiers::pool::{self, Pool};
 
 use self::actions::TornHeader;
@@ -24,7 +25,7 @@ use self::copies::{Copies, Rank};
 use self::turn::Phase;
 use crate::connection::{PoolMap, Socket};
 use crate::coverage;
-use crate::ctx::{Actor, Ctx, Micros, TICK};
+use crate::ctx::{Actor, Ctx, HOLD, Micros, TICK};
 use crate::ledger::{Form, Ledger};
 
 /// Bytes of a pool segment: the smallest there is.
@@ -52,6 +53,9 @@ pub(crate) struct Life {
     pub(crate) epoch: u64,
     core: Core,
     pool: Pool,
+    opener: Opener,
+    /// Until when what was adopted stays in its place.
+    held_until_ms: u64,
     map: Rc<PoolMap>,
     pub(crate) ledger: Ledger,
     /// Base namespace of each engine's workers.
@@ -89,7 +93,7 @@ impl Life {
         let map = PoolMap { region, epoch, segment_bytes: SEGMENT_BYTES, segments: pool.segments() };
         let lease_ttl_ms = ctx.knobs.lease_ttl_ms;
         let config = dram::Config { pool_bytes: bytes, segment_bytes: SEGMENT_BYTES, lease_ttl_ms };
-        let mut dram = Dram::new(config).expect("sizes of a pool that exists");
+        let mut dram = Dram::unopened(config, HOLD / 1000).expect("sizes of a pool that exists");
         dram.raise_generation(pool.first_generation());
         let mut ledger = Ledger::new(SEGMENT_BYTES);
         forms.iter().for_each(|form| ledger.know(*form));
@@ -98,6 +102,8 @@ impl Life {
             epoch,
             core: Core::new(dram),
             pool,
+            opener: Opener::default(),
+            held_until_ms: 0,
             map: Rc::new(map),
             ledger,
             namespaces: BTreeMap::new(),
@@ -207,10 +213,27 @@ impl Life {
         self.asleep
     }
 
+    /// Brings a part of the pool into service, if one is not; whether it did.
+    fn open_part(&mut self, ctx: &mut Ctx) -> bool {
+        let Some(opened) = self.opener.next(&self.pool) else { return false };
+        if let Opened::Used { segment, block_bytes, remains, first } = &opened {
+            assert_eq!(*first, 0, "a segment of the simulator is one part");
+            let (kept, dropped) = self.ledger.adopt(*segment, *block_bytes, remains, self.pool.region());
+            self.held_until_ms = ctx.now / 1000 + HOLD / 1000;
+            ctx.cover.add("sidecar adopted a block", kept);
+            ctx.cover.add("sidecar dropped a torn block", dropped);
+        }
+        self.handle(Event::Opened(opened), ctx);
+        true
+    }
+
     fn tick(&mut self, ctx: &mut Ctx) -> bool {
         let due = ctx.now >= self.next_tick;
         if due {
             self.next_tick = ctx.now + TICK;
+            if ctx.now / 1000 >= self.held_until_ms {
+                self.ledger.end_hold();
+            }
             self.handle(Event::Tick, ctx);
         }
         due

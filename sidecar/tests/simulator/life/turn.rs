@@ -157,6 +157,10 @@ impl Life {
             self.phase = Phase::Fences(moved);
             return self.handle(Event::Fences { session, start, done }, ctx);
         }
+        if self.open_part(ctx) {
+            self.phase = Phase::Fences(moved);
+            return;
+        }
         self.phase = Phase::Rest;
         self.tick(ctx);
         for peer in self.sessions.values() {

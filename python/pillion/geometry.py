@@ -84,13 +84,13 @@ def describe(
         if storage._cdata not in storages:
             storages[storage._cdata] = len(unique)
             unique.append(storage)
-        pages, block_axis = _pages(name, tensor, blocks)
-        runs = _runs(pages, block_axis)
+        split, block_axis = split_pages(name, tensor, blocks)
+        runs = _runs(split, block_axis)
         for offset, stride, length in runs:
             _append(regions, (storages[storage._cdata], offset, stride, length))
             end += length
         layer_ends.append(end)
-        form = _page_form(pages, block_axis, (key_sizes or {}).get(name, 0))
+        form = _page_form(split, block_axis, (key_sizes or {}).get(name, 0))
         forms.append(f"{form} packing={packing}")
     if not layer_ends:
         raise GeometryError("no layer of the model keeps KV")
@@ -98,7 +98,7 @@ def describe(
     return Geometry(unique, regions, form, layer_ends)
 
 
-def _pages(name: str, tensor: torch.Tensor, blocks: int) -> tuple[torch.Tensor, int]:
+def split_pages(name: str, tensor: torch.Tensor, blocks: int) -> tuple[torch.Tensor, int]:
     """A layer's tensor with an axis that counts vLLM's blocks, and which one that is."""
     axes = [axis for axis, size in enumerate(tensor.shape) if size == blocks]
     if not axes and tensor.shape[0] % blocks == 0:

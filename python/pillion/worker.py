@@ -10,6 +10,7 @@ from pillion.config import Config
 from pillion.cuda import LayerWaits
 from pillion.geometry import Geometry, GeometryError, describe
 from pillion.metadata import PillionMetadata, plan_blocks
+from pillion.proof import prove
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,7 @@ class Worker:
                 vllm_compat.key_sizes(self._kv_cache_config),
                 vllm_compat.packing(self._vllm_config),
             )
+            prove(layers, geometry, self._kv_cache_config.num_blocks)
             if served == "cuda":
                 self._register_gpu(layers, geometry)
                 return

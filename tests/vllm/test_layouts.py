@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from pillion import vllm_compat
-from pillion.geometry import Geometry, describe
+from pillion.geometry import Geometry, GeometryError, describe
+from pillion.proof import prove
 
 BLOCKS, LAYERS, KV_HEADS, HEAD_SIZE = 6, 10, 2, 16
 LAYER_NAMES = [f"model.layers.{index}.self_attn.attn" for index in range(LAYERS)]
@@ -62,6 +64,29 @@ def test_blocks_are_gathered_and_cut_exactly(layout: str) -> None:
             assert found[start:end] == b"".join(expected[first : first + count])
             start, first = end, first + count
         assert first == len(LAYER_NAMES)
+
+
+@pytest.mark.parametrize("tokens", [(16, 16), (128, 64)], ids=["blocks", "kernel-blocks"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_proof_at_start_sees_a_wrong_region_and_leaves_nothing_behind(layout: str, tokens: tuple[int, int]) -> None:
+    """The right geometry passes; one whose region is a byte off, or whose layers are swapped, is refused."""
+    if tokens[0] != tokens[1] and layout != "LBNHC":
+        return
+    config, tensors = allocate(layout, *tokens)
+    layers = vllm_compat.layers(config, tensors)
+    before = [tensor.view(torch.int16).clone() for _, tensor in layers]
+    geometry = describe(layers, BLOCKS)
+    prove(layers, geometry, BLOCKS)
+    split = tokens[0] // tokens[1]
+    for (_, tensor), old in zip(layers, before, strict=True):
+        assert torch.equal(tensor.view(torch.int16)[:-split], old[:-split]), "no other block is touched"
+        assert not tensor[-split:].any()
+    storage, offset, stride, length = geometry.regions[0]
+    moved = [(storage, offset + 1, stride, length - 1), (storage, offset, stride, 1), *geometry.regions[1:]]
+    with pytest.raises(GeometryError, match="do not lie"):
+        prove(layers, dataclasses.replace(geometry, regions=moved), BLOCKS)
+    with pytest.raises(GeometryError, match="do not lie"):
+        prove(layers[::-1], geometry, BLOCKS)
 
 
 def test_runs_of_a_block() -> None:

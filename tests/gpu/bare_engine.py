@@ -38,8 +38,10 @@ class Options:
     namespace: str = "bare"
     # Blocks of KV memory, of which `BLOCKS` are used.
     blocks: int = BLOCKS
-    # Who copies.
+    # Who copies, and what a step takes at least: without loads to wait for, steps of a bare engine fill blocks at a hundred
+    # times the pace of a model, which the engine's own copies cannot follow.
     copier: str = "sidecar"
+    step_s: float = 0.0
     # What an earlier engine of the namespace saved, and keys that none has used.
     prompts: tuple[Prompt, ...] = ()
     next_key: int = 1
@@ -50,6 +52,7 @@ class Engine:
 
     def __init__(self, options: Options) -> None:
         self._random = random.Random(options.seed)
+        self._step_s = options.step_s
         self._step, self._next_key = 0, options.next_key
         self._first_key = options.next_key
         # Blocks loaded that an earlier engine saved.
@@ -107,6 +110,7 @@ class Engine:
     def play(self, rounds: int) -> None:
         """So many rounds; loads go on."""
         for _ in range(rounds):
+            time.sleep(self._step_s)
             self._one_step(quiet=False)
 
     def rest(self) -> Found:

@@ -230,11 +230,13 @@ class Rank:
         assert self._session.loading == 0
         for prompt, blocks in order.written:
             self._memory.write(_on_gpu(blocks), _on_gpu(prompt.keys))
+        # Before the step is done: their blocks may be loaded into from then on.
+        ended += self._take_finished(order.step)
         self._session.done(order.step, True, self._fences.cuda_stream)
         event = torch.cuda.Event()
         event.record(self._stream)
         self._launched.append(event)
-        return ended + self._take_finished(order.step)
+        return ended
 
     def _begin_loads(self, order: Order) -> tuple[list[Load], list[int]]:
         """Loads that this step reads: at once, or with `overlap` each cut when it was waited for. Asynchronous ones that have
@@ -255,7 +257,7 @@ class Rank:
         return needed, ended
 
     def _take_finished(self, step: int) -> list[int]:
-        """Asynchronous loads are checked behind the step that saw their end."""
+        """Asynchronous loads are checked in the step that saw their end."""
         ended = []
         for op, failed in self._session.finished():
             load = self._loading.pop(op)

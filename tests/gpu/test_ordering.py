@@ -19,6 +19,8 @@ ROUNDS = int(os.environ.get("PILLION_TEST_ROUNDS", "2000"))
 SEED = int(os.environ.get("PILLION_TEST_SEED", "1"))
 FENCED = os.environ.get("PILLION_TEST_NO_FENCES") != "1"
 CONTROL_ROUNDS = 300
+# Of an engine that copies for itself: half a gigabyte of new blocks a second.
+ENGINE_STEP_S = 0.006
 # Less than the run saves, so it evicts; three times what it may ask for again.
 DRAM = "1GiB"
 
@@ -28,7 +30,9 @@ def run(
 ) -> tuple[Found, dict[str, int]]:
     """One engine's life; where it copies for itself, beside a sidecar that sees no GPU."""
     with sidecar.serving(directory, DRAM, gpu=copier == "sidecar") as keeper:
-        engine = bare_engine.Engine(bare_engine.Options(keeper.socket, SEED, block_outermost, fenced, copier=copier))
+        step_s = ENGINE_STEP_S if copier == "engine" else 0.0
+        options = bare_engine.Options(keeper.socket, SEED, block_outermost, fenced, copier=copier, step_s=step_s)
+        engine = bare_engine.Engine(options)
         try:
             found = engine.run(rounds)
         finally:

@@ -98,10 +98,10 @@ static uint32_t number(const char *text) { return (uint32_t)strtoul(text, NULL, 
 /* --- memory --- */
 
 static Memory new_memory(const Facts *facts, uint32_t blocks) {
-    Memory memory = {.blocks = blocks, .layers = 1, .page_bytes = number(fact(facts, "page_bytes"))};
-    /* One form for each layer, with semicolons between. */
-    for (const char *form = fact(facts, "page_form"); *form; form++) memory.layers += *form == ';';
-    if (memory.layers > LAYERS_MAX) die("page_form", "too many layers");
+    Memory memory = {.blocks = blocks, .page_bytes = number(fact(facts, "page_bytes"))};
+    /* Their number, and then a digest of their names. */
+    memory.layers = number(fact(facts, "layers"));
+    if (memory.layers < 1 || memory.layers > LAYERS_MAX) die("layers", fact(facts, "layers"));
     size_t size = memory.layers * memory.page_bytes * blocks;
     memory.descriptor = memfd_create("kv", MFD_CLOEXEC);
     if (memory.descriptor < 0 || ftruncate(memory.descriptor, (off_t)size)) die("memory", "memfd_create");

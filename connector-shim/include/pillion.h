@@ -218,6 +218,20 @@ typedef struct PillionItemsHash {
 } PillionItemsHash;
 
 /**
+ * `count` items side by side. NULL where there are none.
+ */
+typedef struct PillionItemsU64 {
+  /**
+   * The first item.
+   */
+  const uint64_t *items;
+  /**
+   * How many there are.
+   */
+  size_t count;
+} PillionItemsU64;
+
+/**
  * 16 random bytes that name one run of an engine; see `getrandom(2)`.
  */
 typedef struct PillionRun {
@@ -362,20 +376,6 @@ typedef struct PillionItemsI32 {
    */
   size_t count;
 } PillionItemsI32;
-
-/**
- * `count` items side by side. NULL where there are none.
- */
-typedef struct PillionItemsU64 {
-  /**
-   * The first item.
-   */
-  const uint64_t *items;
-  /**
-   * How many there are.
-   */
-  size_t count;
-} PillionItemsU64;
 
 /**
  * What a worker's session needs to know. Either `descriptors` or `pointers` are given.
@@ -530,6 +530,14 @@ enum PillionStatus pillion_keys_append(const struct PillionKeys *keys,
                                        struct PillionItemsU32 tokens,
                                        struct PillionItemsExtraKey extra,
                                        struct PillionItemsHash *hashes);
+
+/**
+ * The same for tokens of 64 bits.
+ */
+enum PillionStatus pillion_keys_append64(const struct PillionKeys *keys,
+                                         struct PillionItemsU64 tokens,
+                                         struct PillionItemsExtraKey extra,
+                                         struct PillionItemsHash *hashes);
 
 /**
  * Connects to the sidecar, or leaves that to the background while none is there. Until every worker is connected too,

@@ -14,6 +14,7 @@
 #include "pillion.h"
 
 #include <fcntl.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -69,6 +70,13 @@ static PillionItemsU32 read_tokens(FILE *file) {
     size_t count = 0;
     while (count < TOKENS_MAX && fscanf(file, "%u", &tokens[count]) == 1) count++;
     return (PillionItemsU32){tokens, count};
+}
+
+static PillionItemsU64 read_wide_tokens(FILE *file) {
+    static uint64_t tokens[TOKENS_MAX];
+    size_t count = 0;
+    while (count < TOKENS_MAX && fscanf(file, "%" SCNu64, &tokens[count]) == 1) count++;
+    return (PillionItemsU64){tokens, count};
 }
 
 /* The texts live as long as the process. */
@@ -305,7 +313,7 @@ static void print_keys(char **arguments) {
     PillionItemsHash hashes;
     check(pillion_keys_new(arguments[0], arguments[1], arguments[2], number(arguments[3]), &keys), "keys");
     PillionItemsExtraKey extra = read_extra(stdin);
-    check(pillion_keys_append(keys, read_tokens(stdin), extra, &hashes), "keys");
+    check(pillion_keys_append64(keys, read_wide_tokens(stdin), extra, &hashes), "keys");
     print_hashes(hashes);
     pillion_keys_free(keys);
 }

@@ -104,6 +104,26 @@ pub extern "C" fn pillion_keys_append(
     extra: Items<ExtraKey>,
     hashes: Option<&mut MaybeUninit<Items<Hash>>>,
 ) -> Status {
+    append(keys, tokens, extra, hashes)
+}
+
+/// The same for tokens of 64 bits.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_keys_append64(
+    keys: Option<&Keys>,
+    tokens: Items<u64>,
+    extra: Items<ExtraKey>,
+    hashes: Option<&mut MaybeUninit<Items<Hash>>>,
+) -> Status {
+    append(keys, tokens, extra, hashes)
+}
+
+fn append<T: Copy + Into<u64>>(
+    keys: Option<&Keys>,
+    tokens: Items<T>,
+    extra: Items<ExtraKey>,
+    hashes: Option<&mut MaybeUninit<Items<Hash>>>,
+) -> Status {
     answer(|| {
         given("keys", keys)?.0.enter(|state| {
             let tokens = tokens.get("tokens")?;

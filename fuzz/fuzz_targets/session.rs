@@ -106,6 +106,8 @@ fn role(kind: u8) -> Role {
         regions,
         copy: if kind & 4 == 0 { Copier::Engine } else { Copier::Sidecar },
         facts,
+        expects: None,
+        canary: None,
         cuda: None,
         staging: None,
     })

@@ -9,21 +9,20 @@ from pillion.geometry import Geometry, GeometryError, split_pages
 if TYPE_CHECKING:
     import torch
 
-# Below any NaN of the KV's data types, which a copy may change.
-PATTERN_END = 120
-
 
 def prove(layers: list[tuple[str, torch.Tensor]], geometry: Geometry, blocks: int) -> None:
     """Fills one block of every layer with random bytes, finds all of them in order, and clears them. No KV is there yet."""
     import torch
 
+    # As plain words: some of the KV's data types cannot be copied, and their NaNs need not survive it.
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     block = blocks - 1
     expected, pages = [], []
     for name, tensor in layers:
         split, block_axis = split_pages(name, tensor, blocks)
         page = split.select(block_axis, block)
-        page = page.permute(sorted(range(page.dim()), key=page.stride, reverse=True))
-        pattern = torch.randint(PATTERN_END, (page.numel() * page.element_size(),), dtype=torch.uint8, device=page.device)
+        page = page.permute(sorted(range(page.dim()), key=page.stride, reverse=True)).view(words[page.element_size()])
+        pattern = torch.randint(256, (page.numel() * page.element_size(),), dtype=torch.uint8, device=page.device)
         page.copy_(pattern.view(page.dtype).view(page.shape))
         expected.append(pattern)
         pages.append(page)

@@ -12,7 +12,7 @@ use shm_protocol::pool::{self, Geometry};
 use shm_protocol::region::Region;
 
 use crate::client::{Kv, Session, hello, watch};
-use crate::scene::{BLOCK_BYTES, Holdings, Scene, key, run_id};
+use crate::scene::{BLOCK_BYTES, Holdings, OWN_SESSIONS, Scene, key, run_id};
 
 const TEST: &str = "death::a_killed_engine_leaves_nothing_behind";
 /// How often it is done, for the figures.
@@ -101,7 +101,9 @@ fn a_killed_engine_leaves_nothing_behind() {
     let observer = hello("observer", 1, Role::Scheduler { run: run_id(999) });
     let observer = Session::open(&scene.pillion.socket, &observer, &[]);
     let parked = scene.park();
-    let before = scene.pillion.holdings();
+    // The page may lag behind the observer's welcome.
+    let known = |held: &Holdings| held.sessions == OWN_SESSIONS + 1;
+    let before = watch("the observer's session", || Some(scene.pillion.holdings()).filter(known));
     drop(parked);
     let mut slowest = Duration::ZERO;
     for number in 0..DEATHS {

@@ -21,7 +21,7 @@ use crate::client::{Kv, LAYER_BYTES, LAYERS, Session, WATCHDOG, hello, watch};
 /// Bytes of every block that an engine of these tests keeps.
 pub(crate) const BLOCK_BYTES: u64 = LAYERS * LAYER_BYTES;
 /// Sessions of the engine that behaves well.
-const OWN_SESSIONS: u64 = 2;
+pub(crate) const OWN_SESSIONS: u64 = 2;
 /// Key sets that the good engine saves in turn, so that what it keeps stops growing.
 const SETS: u64 = 50;
 /// Keys that it saves once, and must find again in every round.

@@ -33,7 +33,7 @@ GPU_BYTES_PER_MS = 40_000_000
 ENGINE_BYTES_PER_MS = 4_000_000
 # What synchronous loads may bring into one step of a GPU before the next one waits for its next step: new tokens to compute,
 # and the copy. Requests that arrive together then begin one after the other instead of all waiting for the last one's KV and
-# prompt: by vLLM's own scheduler and measured step times, first tokens of conversations after 110 ms instead of 290.
+# prompt: first tokens of conversations came after 190 ms so, 288 before (benches/README.md).
 STEP_NEW_TOKENS = 512
 STEP_COPY_MS = 10.0
 logger = vllm_compat.init_logger("vllm.pillion")
@@ -93,11 +93,12 @@ class Scheduler:
         ms, bytes_per_ms = (AUTO_SYNC_GPU_MS, GPU_BYTES_PER_MS) if on_gpu else (AUTO_SYNC_MS, HOST_BYTES_PER_MS)
         if on_gpu and config.copier(on_gpu) == "engine":
             bytes_per_ms = ENGINE_BYTES_PER_MS
+        block_bytes = vllm_compat.block_bytes(kv_cache_config)
         # The most blocks that `auto` loads synchronously beside other requests.
-        self._sync_blocks = int(ms * bytes_per_ms) // vllm_compat.block_bytes(kv_cache_config)
-        # Blocks and new tokens of synchronous loads after which a step takes no more of them; `None`: no end.
-        self._step_blocks_max = int(STEP_COPY_MS * bytes_per_ms) // vllm_compat.block_bytes(kv_cache_config) if on_gpu else None
-        # Those of this step so far.
+        self._sync_blocks = int(ms * bytes_per_ms) // block_bytes
+        # Blocks of synchronous loads after which a step takes no more of them; `None`: no end.
+        self._step_blocks_max = int(STEP_COPY_MS * bytes_per_ms) // block_bytes if on_gpu else None
+        # Blocks and new tokens of this step's synchronous loads so far.
         self._step_blocks = self._step_tokens = 0
         self._run = secrets.token_bytes(16)
         self._session = _shim.SchedulerSession(

@@ -31,6 +31,9 @@ class Worker:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._session: _shim.WorkerSession | None = None
+        # What the sidecar compares with other engines'.
+        self._facts: dict[str, str] = {}
+        self._canary: bytes | None = None
         self._metadata: PillionMetadata | None = None
         # On a GPU only: the device, by whose stream everything is ordered, and the waits between its layers.
         self._device: torch.device | None = None
@@ -66,6 +69,7 @@ class Worker:
                 return
             ranks = vllm_compat.world_size(self._vllm_config)
             descriptors = [_share(storage, ranks) for storage in geometry.storages]
+            self._identify(geometry)
             self._connect(geometry, descriptors, [], [], self._config.copier(on_gpu=False))
         except (GeometryError, OSError, _shim.ShimError) as error:
             # The last: memory that cannot be exported, such as sleep mode's, or a sidecar that refuses this engine.
@@ -74,6 +78,7 @@ class Worker:
     def _register_gpu(self, layers: list[tuple[str, torch.Tensor]], geometry: Geometry) -> None:
         pointers = [int(storage.data_ptr()) for storage in geometry.storages]
         self._device = layers[0][1].device
+        self._identify(geometry)
         self._connect_gpu(geometry, pointers)
         logger.info(
             "pillion: KV cache layout %s: a block of %d bytes in %d runs, delivered in cuts of %s layers",
@@ -112,13 +117,19 @@ class Worker:
                 "pillion: %s. Until then the engine copies its blocks itself, which is slower (pillion.copy=engine)", refused
             )
 
-    def _connect(self, geometry: Geometry, descriptors: list[int], pointers: list[int], cuts: list[int], copier: str) -> None:
+    def _identify(self, geometry: Geometry) -> None:
+        """What the rank states of itself. Once: weights are read for it."""
         facts, warnings = vllm_compat.facts(self._vllm_config, self._kv_cache_config, geometry.form, self._config.model_id)
         for warning in warnings:
             logger.warning("pillion: %s", warning)
         rank, world = vllm_compat.rank(self._vllm_config), vllm_compat.world_size(self._vllm_config)
-        shards = vllm_compat.shards(self._vllm_config, self._kv_cache_config)
         logger.info("pillion: rank %d of %d, %s", rank, world, _shim.namespace_line(facts))
+        self._facts = facts
+        self._canary = vllm_compat.canary(self._vllm_config, self._kv_cache_config, self._device)
+
+    def _connect(self, geometry: Geometry, descriptors: list[int], pointers: list[int], cuts: list[int], copier: str) -> None:
+        rank, world = vllm_compat.rank(self._vllm_config), vllm_compat.world_size(self._vllm_config)
+        shards = vllm_compat.shards(self._vllm_config, self._kv_cache_config)
         self._session = _shim.WorkerSession(
             self._config.socket,
             str(self._vllm_config.kv_transfer_config.engine_id),
@@ -130,12 +141,12 @@ class Worker:
             geometry.regions,
             descriptors,
             copier,
-            facts,
+            self._facts,
             pointers,
             cuts,
             self._stream(),
             self._config.namespace,
-            vllm_compat.canary(self._vllm_config, self._kv_cache_config, self._device),
+            self._canary,
         )
         self._say_notices()
 

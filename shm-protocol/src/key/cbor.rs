@@ -65,7 +65,8 @@ fn head(out: &mut Vec<u8>, major: u8, argument: u64) {
     out.extend_from_slice(&bytes[..length]);
 }
 
-/// The hot path: room for all of them at once, no branch on a token's size.
+/// The hot path: room for all of them at once, no branch on a token's size. The pickle form has the same loop: one function
+/// for both, with the encoder as an argument, took 120 ns a block for these 65.
 fn integers<T: Copy + Into<u64>>(out: &mut Vec<u8>, values: &[T]) {
     let mut end = out.len();
     out.resize(end + values.len() * HEAD_BYTES_MAX, 0);

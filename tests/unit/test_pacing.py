@@ -42,6 +42,9 @@ class Session:
         self.loads.append(sync)
         return b"plan"
 
+    def close(self, log: int) -> None:
+        """Nothing."""
+
     def end_step(self) -> None:
         """Nothing."""
 
@@ -81,27 +84,59 @@ def made(monkeypatch: pytest.MonkeyPatch, on_gpu: bool, load: str = "auto") -> S
     return Scheduler(Config(socket="/s", load=load), vllm_config, kv_cache_config)
 
 
-def schedule(made: Scheduler, waiting: list[Any]) -> list[str]:
-    """One schedule() of vLLM's: who begins. Those that are put off stay in `waiting`."""
-    begun = []
-    for asked in list(waiting):
-        tokens, later = made.match(asked, 0)
-        if tokens is None:
-            continue
-        # Leave something to compute: what is found counts as far as the request says.
-        found = min(tokens, asked.found)
-        blocks: Any = SimpleNamespace(get_block_ids=lambda found=found: (list(range(1, 1 + found // BLOCK_TOKENS)),))
-        made.allocated(asked, blocks, found)
-        waiting.remove(asked)
-        begun.append(asked.request_id)
-        assert not later or made._config.load == "async"
-    nothing: Any = SimpleNamespace(
-        num_scheduled_tokens={},
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=SimpleNamespace(new_block_ids=[], req_ids=[], resumed_req_ids=set(), num_computed_tokens=[]),
-    )
-    made.step(nothing)
-    return begun
+class Vllm:
+    """What vLLM's scheduler does with requests that wait."""
+
+    # Steps from the one that begins a load in the background to the one that hears of its end.
+    LOAD_STEPS = 2
+
+    def __init__(self, connector: Scheduler, waiting: list[Any]) -> None:
+        self.connector = connector
+        self.waiting = waiting
+        self.loading: list[tuple[int, Any]] = []
+        self.step = 0
+
+    def schedule(self) -> tuple[list[str], list[str]]:
+        """Who is computed in this step, and whose load begins in the background. Those that are put off stay in `waiting`."""
+        computed, background = [], []
+        for ready, asked in list(self.loading):
+            if ready <= self.step:
+                self.loading.remove((ready, asked))
+                asked.num_computed_tokens = asked.found
+                self.connector.allocated(asked, None, 0)
+                computed.append(asked.request_id)
+        for asked in list(self.waiting):
+            tokens, later = self.connector.match(asked, 0)
+            if tokens is None:
+                continue
+            # Leave something to compute: what is found counts as far as the request says.
+            found = min(tokens, asked.found)
+            blocks: Any = SimpleNamespace(get_block_ids=lambda found=found: (list(range(1, 1 + found // BLOCK_TOKENS)),))
+            self.connector.allocated(asked, blocks, found)
+            self.waiting.remove(asked)
+            if later:
+                self.loading.append((self.step + self.LOAD_STEPS, asked))
+            (background if later else computed).append(asked.request_id)
+        nothing: Any = SimpleNamespace(
+            num_scheduled_tokens={},
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(new_block_ids=[], req_ids=[], resumed_req_ids=set(), num_computed_tokens=[]),
+        )
+        self.connector.step(nothing)
+        self.step += 1
+        return computed, background
+
+    def all_steps(self) -> list[tuple[list[str], list[str]]]:
+        """Steps until nobody waits."""
+        steps = []
+        while self.waiting or self.loading:
+            steps.append(self.schedule())
+        return steps
+
+
+def conversations(number: int, found_blocks: int, new_tokens: int) -> list[Any]:
+    """So many at once."""
+    return [request(each, found_blocks, new_tokens) for each in range(number)]
 
 
 @pytest.mark.parametrize(
@@ -119,20 +154,45 @@ def schedule(made: Scheduler, waiting: list[Any]) -> list[str]:
 def test_a_step_takes_in_only_so_much(
     monkeypatch: pytest.MonkeyPatch, found_blocks: int, new_tokens: int, together: int
 ) -> None:
-    made_scheduler = made(monkeypatch, on_gpu=True)
-    waiting = [request(number, found_blocks, new_tokens) for number in range(8)]
-    order = list(iter(lambda: schedule(made_scheduler, waiting), []))
-    assert len(order[0]) == together
-    assert [name for begun in order for name in begun] == [f"r{number}" for number in range(8)], "everyone begins, in order"
-    assert made_scheduler._session.loads == [True] * 8
+    vllm = Vllm(made(monkeypatch, on_gpu=True), conversations(8, found_blocks, new_tokens))
+    steps = vllm.all_steps()
+    assert all((len(computed) - 1) * new_tokens <= scheduler.STEP_NEW_TOKENS for computed, _ in steps)
+    assert len(steps[0][0]) == together
+    assert all(len(background) <= 1 for _, background in steps)
+    assert sorted(name for computed, _ in steps for name in computed) == [f"r{number}" for number in range(8)]
+
+
+def test_a_full_step_begins_the_next_load_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm = Vllm(made(monkeypatch, on_gpu=True), conversations(6, 300, 1024))
+    assert vllm.all_steps() == [
+        (["r0"], ["r1"]),
+        (["r2"], []),
+        # What came back fills its step: nothing is loaded synchronously beside it.
+        (["r1"], ["r3"]),
+        (["r4"], []),
+        (["r3"], ["r5"]),
+        ([], []),
+        (["r5"], []),
+    ]
+
+
+def test_only_so_many_loads_hold_blocks_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm = Vllm(made(monkeypatch, on_gpu=True), conversations(12, 300, 1024))
+    vllm.LOAD_STEPS = 100
+    began = [name for _ in range(12) for name in vllm.schedule()[1]]
+    assert len(began) == scheduler.BACKGROUND_LOADS
+    # A request that is given up counts no more.
+    vllm.connector.finished(vllm.loading.pop()[1])
+    vllm.waiting += [request(20, 300, 1024), request(21, 300, 1024)]
+    assert vllm.schedule() == (["r20"], ["r21"])
+
+
+def test_a_user_who_wants_synchronous_loads_gets_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm = Vllm(made(monkeypatch, on_gpu=True, load="sync"), conversations(3, 300, 1024))
+    assert vllm.all_steps() == [(["r0"], []), (["r1"], []), (["r2"], [])]
 
 
 @pytest.mark.parametrize(("on_gpu", "load"), [(False, "sync"), (True, "async")])
 def test_nobody_is_put_off_elsewhere(monkeypatch: pytest.MonkeyPatch, on_gpu: bool, load: str) -> None:
-    made_scheduler = made(monkeypatch, on_gpu, load)
-    waiting = [request(number, 300, 1024) for number in range(8)]
-    assert len(schedule(made_scheduler, waiting)) == 8
-
-
-def test_the_limits_are_what_the_text_says() -> None:
-    assert (scheduler.STEP_NEW_TOKENS, scheduler.STEP_COPY_MS) == (512, 10.0)
+    vllm = Vllm(made(monkeypatch, on_gpu, load), conversations(8, 300, 1024))
+    assert sum(map(len, vllm.schedule())) == 8

@@ -1,12 +1,13 @@
 //! The sidecar's DRAM pool as this process maps it: read-only, every slot checked before and after its use.
 //!
 //! A memfd is sealed against shrinking. A pool file is not: a mapped word that was cut off it would end this process by
-//! SIGBUS, so its words are read through the descriptor. Copies read the mapping inside a system call, which fails instead.
+//! SIGBUS, so its words are read through the descriptor. Copies read file or mapping inside a system call, which fails instead.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use copy_engine::PoolSource;
 use rustix::fs::SealFlags;
 use shm_protocol::pool::{PoolView, SlotRef, verify};
 use shm_protocol::region::{Access, Region, descriptor_bytes};
@@ -15,8 +16,9 @@ use shm_protocol::region::{Access, Region, descriptor_bytes};
 #[derive(Debug)]
 pub(crate) struct Pool {
     region: Arc<Region>,
-    /// A file that could be cut.
-    file: Option<OwnedFd>,
+    file: OwnedFd,
+    /// Whether the file cannot be cut.
+    sealed: bool,
     epoch: u64,
     segment_bytes: u64,
     segments: u64,
@@ -36,16 +38,13 @@ impl Pool {
             format!("the pool cannot be mapped ({errno}): raise the address space limit (ulimit -v)")
         })?;
         let sealed = rustix::fs::fcntl_get_seals(fd).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
-        let file = match sealed {
-            true => None,
-            false => Some(fd.try_clone().map_err(|error| format!("the pool: {error}"))?),
-        };
+        let file = fd.try_clone().map_err(|error| format!("the pool: {error}"))?;
         let (segment_bytes, segments) = {
-            let load = load_from(&region, file.as_ref().map(AsFd::as_fd));
+            let load = load_from(&region, (!sealed).then_some(file.as_fd()));
             let view = PoolView::new(load, bytes).map_err(|error| error.to_string())?;
             (view.segment_bytes(), view.segments())
         };
-        Ok(Self { region: Arc::new(region), file, epoch, segment_bytes, segments })
+        Ok(Self { region: Arc::new(region), file, sealed, epoch, segment_bytes, segments })
     }
 
     /// The sidecar's life that this mapping belongs to.
@@ -53,14 +52,14 @@ impl Pool {
         self.epoch
     }
 
-    /// The mapping.
-    pub(crate) fn region(&self) -> &Region {
-        &self.region
+    /// What copies read.
+    pub(crate) fn source(&self) -> PoolSource<'_> {
+        PoolSource { region: &self.region, file: &self.file }
     }
 
     /// Whether the slot is whole and of this filling.
     pub(crate) fn verify(&self, slot: SlotRef, block_bytes: u64) -> bool {
-        let load = load_from(&self.region, self.file.as_ref().map(AsFd::as_fd));
+        let load = load_from(&self.region, (!self.sealed).then_some(self.file.as_fd()));
         verify(load, self.segment_bytes, self.segments, slot, block_bytes)
     }
 }

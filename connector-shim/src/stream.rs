@@ -3,7 +3,7 @@
 //!
 //! The only unsafe code of this crate. A stream is borrowed for one call, by the handle that the engine names in it.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -41,6 +41,7 @@ pub(crate) struct EngineStream {
 /// A word that the engine's stream waits for, and a block's bytes for the copies behind the wait and beside it.
 #[derive(Debug)]
 pub(crate) struct Probe {
+    file: OwnedFd,
     region: Arc<Region>,
     locked: Registered,
     block_bytes: usize,
@@ -105,7 +106,7 @@ impl Probe {
         let region = Region::map(file.as_fd(), bytes, Access::ReadWrite).map_err(CopyError::from)?;
         let region = Arc::new(region);
         let locked = Registered::new(gpu, &region, 0, bytes)?;
-        Ok(Self { region, locked, block_bytes, round: 0 })
+        Ok(Self { file, region, locked, block_bytes, round: 0 })
     }
 
     /// Whether `memory` copies into block `block` while `stream` waits with copies queued behind the wait. `run` is where
@@ -149,7 +150,7 @@ impl Probe {
         std::thread::scope(|scope| {
             let copier = std::thread::Builder::new().name("pillion-probe".into());
             let copier = copier.spawn_scoped(scope, move || {
-                let copied = memory.load_block(&self.region, PAGE as u64, block);
+                let copied = memory.load_block(&self.file, PAGE as u64, block);
                 // The other end waits, or has seen enough.
                 let _ = sender.send(copied);
             });

@@ -29,7 +29,7 @@ pub enum CopyError {
         offset: u64,
     },
     /// The file ended early: its owner shrank it.
-    #[error("the engine's memory ended after {got} of {want} bytes: it was shrunk or unregistered")]
+    #[error("shared memory ended after {got} of {want} bytes: it was shrunk or unregistered")]
     Short {
         /// Bytes wanted.
         want: usize,
@@ -147,7 +147,11 @@ impl HostMemory {
                 let position = region.offset + u64::from(block) * region.stride + (inside.start - at);
                 let descriptor = &self.descriptors[region.fd as usize];
                 let bytes = (inside.end - inside.start) as usize;
-                move_all(direction, descriptor, position, pool, start + inside.start as usize, bytes)?;
+                let at = start + inside.start as usize;
+                match direction {
+                    Direction::ToPool => read_all(descriptor, position, pool, at, bytes)?,
+                    Direction::ToEngine => write_all(descriptor, position, pool, at, bytes)?,
+                }
             }
             at += region.bytes;
         }
@@ -155,32 +159,49 @@ impl HostMemory {
     }
 }
 
-/// Moves `want` bytes between file position `position` and pool offset `at`, both already checked.
-pub(crate) fn move_all(
-    direction: Direction,
-    descriptor: &OwnedFd,
+/// Reads `want` bytes at `position` of a file into `memory` at `at`, which the caller has checked and owns until the end.
+pub(crate) fn read_all(
+    file: &OwnedFd,
     position: u64,
-    pool: &Region,
+    memory: &Region,
     at: usize,
     want: usize,
 ) -> Result<(), CopyError> {
+    assert_eq!(memory.access(), Access::ReadWrite, "reading into memory mapped read-only");
+    move_all(position, memory, at, want, |here, bytes, position| {
+        // SAFETY: `here` is valid for `bytes` bytes of a mapping that lives as long as `memory`; the kernel writes them, so
+        // no Rust reference to them exists, and they are this copy's own until it ends.
+        unsafe { libc::pread(file.as_raw_fd(), here.cast(), bytes, position) }
+    })
+}
+
+/// Writes `want` bytes of `memory` at `at`, which the caller has checked, to `position` of a file.
+fn write_all(
+    file: &OwnedFd,
+    position: u64,
+    memory: &Region,
+    at: usize,
+    want: usize,
+) -> Result<(), CopyError> {
+    move_all(position, memory, at, want, |here, bytes, position| {
+        // SAFETY: as above; the kernel only reads the bytes, and tolerates that they change.
+        unsafe { libc::pwrite(file.as_raw_fd(), here.cast(), bytes, position) }
+    })
+}
+
+/// Calls `transfer` with what is left, until nothing is.
+fn move_all(
+    position: u64,
+    memory: &Region,
+    at: usize,
+    want: usize,
+    transfer: impl Fn(*mut u8, usize, i64) -> isize,
+) -> Result<(), CopyError> {
     let mut got = 0;
     while got < want {
-        let here = pool.bytes_at(at + got, want - got).expect("checked by the caller").as_ptr();
-        let file_at = i64::try_from(position + got as u64).expect("checked by the handshake");
-        let moved = match direction {
-            Direction::ToPool => {
-                assert_eq!(pool.access(), Access::ReadWrite, "saving into a pool mapped read-only");
-                // SAFETY: `here` is valid for `want - got` bytes of a mapping that lives as long as `pool`; the kernel
-                // writes them, so no Rust reference to them exists, and the slot is this copy's own until it ends.
-                unsafe { libc::pread(descriptor.as_raw_fd(), here.cast(), want - got, file_at) }
-            }
-            // SAFETY: as above; the kernel only reads the pool's bytes, and tolerates that they change.
-            Direction::ToEngine => unsafe {
-                libc::pwrite(descriptor.as_raw_fd(), here.cast(), want - got, file_at)
-            },
-        };
-        match usize::try_from(moved) {
+        let here = memory.bytes_at(at + got, want - got).expect("checked by the caller").as_ptr();
+        let position = i64::try_from(position + got as u64).map_err(|_| CopyError::Short { want, got })?;
+        match usize::try_from(transfer(here, want - got, position)) {
             Ok(0) => return Err(CopyError::Short { want, got }),
             Ok(moved) => got += moved,
             Err(_) => match last_errno() {

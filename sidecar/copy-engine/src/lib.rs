@@ -10,6 +10,7 @@ pub mod host;
 pub mod staging;
 
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 
 pub use host::{CopyError, HostMemory};
 use shm_protocol::region::Region;
@@ -22,6 +23,15 @@ pub enum Direction {
     ToPool,
     /// From the pool to the engine's memory.
     ToEngine,
+}
+
+/// The pool as an engine's process has it.
+#[derive(Copy, Clone, Debug)]
+pub struct PoolSource<'a> {
+    /// Its mapping.
+    pub region: &'a Region,
+    /// The file behind the mapping.
+    pub file: &'a OwnedFd,
 }
 
 /// A rank's KV memory as its own process copies into it.
@@ -66,17 +76,17 @@ impl EngineMemory {
     /// is still being written.
     pub fn begin_load(
         &self,
-        pool: &Region,
+        pool: PoolSource<'_>,
         cut: &Range<u64>,
         blocks: &[(u32, u64)],
     ) -> Result<u64, CopyError> {
         match self {
             Self::Host(memory) => {
                 let mut blocks = blocks.iter();
-                blocks.try_for_each(|(block, offset)| memory.load_part(pool, *offset, *block, cut))?;
+                blocks.try_for_each(|(block, offset)| memory.load_part(pool.region, *offset, *block, cut))?;
                 Ok(0)
             }
-            Self::Cuda(memory) => memory.begin_load(pool, cut, blocks),
+            Self::Cuda(memory) => memory.begin_load(pool.file, cut, blocks),
         }
     }
 

@@ -104,7 +104,7 @@ impl Fetch {
         let end = self.sound.len().min(self.next + memory.batch_blocks(&cut));
         let blocks =
             self.sound[self.next..end].iter().map(|(block, slot)| (*block, slot.offset + part.offset));
-        match memory.begin_load(pool.region(), &cut, &blocks.collect::<Vec<_>>()) {
+        match memory.begin_load(pool.source(), &cut, &blocks.collect::<Vec<_>>()) {
             Ok(batch) => {
                 self.next = end;
                 let last = end == self.sound.len();

@@ -2,8 +2,8 @@
 //! blocks for the staging segment.
 //!
 //! Everything is made at the start, since a first launch, a free or an unlock would wait for a parked stream. The pool's
-//! bytes are read by system calls into locked memory, half of which is filled while the other half is on the wire, so that
-//! a pool file that was cut fails the copy and kills nobody.
+//! file is read by system calls into locked memory, half of which is filled while the other half is on the wire, so that a
+//! pool file that was cut fails the copy and kills nobody.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,7 +16,7 @@ use shm_protocol::handshake::BlockRegion;
 use shm_protocol::region::{Access, Region};
 
 use super::{Blocks, CopyStream, CudaError, Gpu, Registered};
-use crate::host::move_all;
+use crate::host::read_all;
 use crate::{CopyError, Direction};
 
 /// Memory is locked in whole pages; the first one holds the word of the batches that ended.
@@ -45,7 +45,6 @@ struct Copies {
     /// First, so that it is dropped first, which waits for its copies.
     stream: CopyStream,
     locked: Registered,
-    file: OwnedFd,
     /// Batches begun so far.
     begun: u64,
 }
@@ -78,7 +77,7 @@ impl DeviceMemory {
         let region = Arc::new(Region::map(file.as_fd(), bytes as usize, Access::ReadWrite)?);
         let stream = CopyStream::new(gpu, &here, &region, bytes)?;
         let locked = Registered::new(gpu, &region, 0, bytes as usize)?;
-        let copies = Mutex::new(Copies { stream, locked, file, begun: 0 });
+        let copies = Mutex::new(Copies { stream, locked, begun: 0 });
         Ok(Self { here, gpu: Arc::clone(gpu), copies, region, half, blocks })
     }
 
@@ -100,18 +99,18 @@ impl DeviceMemory {
     /// See [`crate::EngineMemory::begin_load`]. Waits while both halves are on the wire.
     pub fn begin_load(
         &self,
-        pool: &Region,
+        pool: &OwnedFd,
         cut: &Range<u64>,
         blocks: &[(u32, u64)],
     ) -> Result<u64, CopyError> {
         self.gpu.bind()?;
-        self.check(pool, cut, blocks)?;
+        self.check(cut, blocks)?;
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
         let batch = copies.begun + 1;
         // The batch before the last one used the same half.
         self.wait(&copies.stream, batch.saturating_sub(2))?;
         let first = lead(self.block_bytes()) + batch % 2 * self.half;
-        copies.fill(pool, cut, blocks, first)?;
+        self.fill(pool, cut, blocks, first)?;
         let cut_bytes = cut.end - cut.start;
         // Parts lie end to end; a block's own first byte would lie that much before its part.
         let places = (0..).zip(blocks).map(|(n, (block, _))| (*block, first + n * cut_bytes - cut.start));
@@ -139,19 +138,15 @@ impl DeviceMemory {
     }
 
     /// Copies `pool` at `offset` into block `block` and waits for its end.
-    pub fn load_block(&self, pool: &Region, offset: u64, block: u32) -> Result<(), CopyError> {
+    pub fn load_block(&self, pool: &OwnedFd, offset: u64, block: u32) -> Result<(), CopyError> {
         self.begin_load(pool, &(0..self.block_bytes()), &[(block, offset)])?;
         let copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(copies.stream.stream().synchronize()?)
     }
 
-    fn check(&self, pool: &Region, cut: &Range<u64>, blocks: &[(u32, u64)]) -> Result<(), CopyError> {
+    fn check(&self, cut: &Range<u64>, blocks: &[(u32, u64)]) -> Result<(), CopyError> {
         assert!(blocks.len() <= self.batch_blocks(cut), "a batch of more than fits");
-        let there = |offset: u64| {
-            let start = offset.checked_add(cut.start).and_then(|at| usize::try_from(at).ok());
-            start.is_some_and(|start| pool.bytes_at(start, (cut.end - cut.start) as usize).is_some())
-        };
-        match blocks.iter().find(|(block, offset)| !self.holds(*block) || !there(*offset)) {
+        match blocks.iter().find(|(block, _)| !self.holds(*block)) {
             None => Ok(()),
             Some(&(block, offset)) => Err(CopyError::Range { block, blocks: self.blocks, offset }),
         }
@@ -165,20 +160,11 @@ impl DeviceMemory {
         }
         Ok(())
     }
-}
 
-/// Where the halves begin: behind the word, and by so much that a block's first byte would lie inside whatever its part is.
-fn lead(block_bytes: u64) -> u64 {
-    PAGE + block_bytes.next_multiple_of(PAGE)
-}
-
-// === impl Copies ===
-
-impl Copies {
     /// Reads part `cut` of every block from the pool, end to end from byte `first` on.
     fn fill(
         &self,
-        pool: &Region,
+        pool: &OwnedFd,
         cut: &Range<u64>,
         blocks: &[(u32, u64)],
         first: u64,
@@ -186,8 +172,8 @@ impl Copies {
         let bytes = cut.end - cut.start;
         let read = |from: usize, blocks: &[(u32, u64)]| -> Result<(), CopyError> {
             (from..).zip(blocks).try_for_each(|(n, (_, offset))| {
-                let (to, from) = (first + n as u64 * bytes, (offset + cut.start) as usize);
-                move_all(Direction::ToEngine, &self.file, to, pool, from, bytes as usize)
+                let to = (first + n as u64 * bytes) as usize;
+                read_all(pool, offset.saturating_add(cut.start), &self.region, to, bytes as usize)
             })
         };
         if blocks.len() as u64 * bytes < FILL_ALONE_BYTES {
@@ -215,6 +201,11 @@ impl Copies {
             filled
         })
     }
+}
+
+/// Where the halves begin: behind the word, and by so much that a block's first byte would lie inside whatever its part is.
+fn lead(block_bytes: u64) -> u64 {
+    PAGE + block_bytes.next_multiple_of(PAGE)
 }
 
 // === impl StageStream ===

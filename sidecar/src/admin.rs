@@ -17,6 +17,7 @@ use prometheus::{Registry, TextEncoder};
 
 use crate::catalog;
 use crate::progress::Progress;
+use crate::quotas::Levels;
 
 /// Connections served at once: a scraper, two probes, a person; the rest wait in the kernel's backlog.
 const CONNECTIONS_MAX: usize = 64;
@@ -37,6 +38,8 @@ pub struct Pages {
     pub ready: Ready,
     /// Of `/namespaces`.
     pub catalog: catalog::Shared,
+    /// Of `/namespaces`, too.
+    pub quotas: Levels,
     /// What is still to come of the start, behind `/readyz`.
     pub progress: Arc<Progress>,
 }
@@ -97,7 +100,7 @@ impl Pages {
                 Err(error) => page(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
             },
             "/namespaces" => {
-                let entries = self.catalog.lock().entries();
+                let entries = self.catalog.lock().entries(&self.quotas);
                 let text = serde_json::to_string_pretty(&entries).expect("texts and numbers");
                 typed(StatusCode::OK, "application/json", text + "\n")
             }

@@ -13,6 +13,7 @@ use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace::{self, Facts};
 
 use crate::engine::SessionId;
+use crate::quotas::{Level, Levels};
 
 /// Bytes of facts that are kept: thousands of namespaces of some 1 KB, which a connect compares with its own in some
 /// milliseconds. Those of connected engines, bounded by their records, stay beyond it.
@@ -55,6 +56,9 @@ pub struct Entry {
     pub engines: usize,
     /// Bytes of a block, all shards.
     pub block_bytes: u64,
+    /// What its blocks may take.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub quota: Option<Level>,
 }
 
 // === impl Shared ===
@@ -155,12 +159,13 @@ impl Catalog {
     }
 
     /// Everything, for `/namespaces`.
-    pub fn entries(&self) -> Vec<Entry> {
+    pub fn entries(&self, quotas: &Levels) -> Vec<Entry> {
         let entry = |(digest, known): (&NamespaceDigest, &Known)| Entry {
             namespace: digest.to_string(),
             facts: Arc::clone(&known.facts),
             engines: known.engines.values().collect::<std::collections::BTreeSet<_>>().len(),
             block_bytes: known.block_bytes,
+            quota: quotas.of(*digest),
         };
         self.known.iter().map(entry).collect()
     }

@@ -1,6 +1,7 @@
 //! What the user asked for: command line over file over defaults. The only module that reads the environment.
 
 mod memory;
+pub mod quotas;
 mod values;
 
 use std::net::SocketAddr;
@@ -10,6 +11,7 @@ use clap::Args;
 use serde::Deserialize;
 use thiserror::Error;
 
+use self::quotas::Quota;
 pub use self::values::{Level, Size, Time, UseGpu};
 
 /// The default address of the admin pages.
@@ -42,6 +44,13 @@ pub struct Options {
     /// A file on tmpfs or hugetlbfs that holds the blocks, instead of anonymous memory
     #[arg(long, value_name = "FILE")]
     pub pool_path: Option<PathBuf>,
+    /// Keep the blocks in huge pages of 2 MiB: reserved ones, or those of a --pool-path on hugetlbfs
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
+    pub hugepages: Option<bool>,
+    /// What blocks of a namespace may take of --dram, such as 7cec6c4d=10GiB: 8 to 32 hex digits, or `others` for all that no
+    /// quota names; may be given several times
+    #[arg(long, value_name = "NAMESPACE=SIZE")]
+    pub quota: Option<Vec<Quota>>,
     /// Group, by name or number, whose members may connect beside this user and root
     #[arg(long, value_name = "GROUP")]
     pub socket_group: Option<String>,
@@ -70,6 +79,10 @@ pub struct Config {
     pub http: SocketAddr,
     /// Pool file, if not anonymous memory.
     pub pool_path: Option<PathBuf>,
+    /// Whether the pool is of huge pages.
+    pub hugepages: bool,
+    /// What namespaces may take.
+    pub quotas: Vec<Quota>,
     /// Group that may connect.
     pub socket_group: Option<String>,
     /// Life of an unused lease.
@@ -119,7 +132,7 @@ pub enum ConfigError {
     },
     /// The container cannot hold the pool.
     #[error(
-        "--dram {dram} is more than the memory limit of {limit} set by {place}: lower --dram or raise that limit"
+        "--dram {dram} is more than the limit of {limit} set by {place}: lower --dram or raise that limit"
     )]
     MemoryLimit {
         /// Asked for.
@@ -153,6 +166,8 @@ impl Options {
             dram: self.dram.or(other.dram),
             http: self.http.or(other.http),
             pool_path: self.pool_path.or(other.pool_path),
+            hugepages: self.hugepages.or(other.hugepages),
+            quota: self.quota.or(other.quota),
             socket_group: self.socket_group.or(other.socket_group),
             lease_ttl: self.lease_ttl.or(other.lease_ttl),
             copy_threads: self.copy_threads.or(other.copy_threads),
@@ -179,12 +194,15 @@ impl Options {
             dram: self.dram.ok_or(ConfigError::DramMissing)?,
             http: self.http.unwrap_or_else(|| HTTP_DEFAULT.parse().expect("a constant address")),
             pool_path: self.pool_path,
+            hugepages: self.hugepages.unwrap_or(false),
+            quotas: self.quota.unwrap_or_default(),
             socket_group: self.socket_group,
             lease_ttl,
             copy_threads,
             gpu: self.gpu.unwrap_or(UseGpu::Auto),
             log_level: self.log_level.unwrap_or(Level::Info),
         };
+        quotas::check(&config.quotas)?;
         memory::check(&config)?;
         Ok(config)
     }
@@ -228,6 +246,19 @@ mod tests {
         assert_eq!(flags.or(file).complete().unwrap().gpu, UseGpu::Auto);
         let error = parse("gpu = \"cuda:0\"").unwrap_err().to_string();
         assert!(error.contains("cuda:0") && error.contains("auto, off"), "{error}");
+    }
+
+    #[test]
+    fn quotas_and_huge_pages_are_keys_of_the_file_too() {
+        let text = "dram = \"4MiB\"\nsocket = \"/a\"\nhugepages = true\nquota = [\"others=1MiB\", \"0123abcd=2MiB\"]";
+        let file = parse(text).unwrap();
+        let config = file.clone().complete().unwrap();
+        assert!(config.hugepages);
+        assert_eq!(config.quotas[1], "0123ABCD=2MiB".parse().unwrap());
+        let flags = Options { hugepages: Some(false), quota: Some(Vec::new()), ..Options::default() };
+        let config = flags.or(file).complete().unwrap();
+        assert!(!config.hugepages && config.quotas.is_empty());
+        assert!(parse("quota = [\"1GiB\"]").unwrap_err().to_string().contains("others=5GiB"));
     }
 
     #[test]

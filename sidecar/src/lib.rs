@@ -2,7 +2,7 @@
 //!
 //! Job: decide ([`engine`], pure), and carry decisions out: sessions over shared memory ([`session`], [`runtime`]), the
 //! handshake ([`listener`], [`greeter`]), the namespaces seen ([`catalog`]), copies ([`copiers`]) and the memory that GPUs
-//! copy from ([`pinning`], [`numa`]), metrics and health ([`metrics`], [`admin`], [`progress`]), life and death ([`server`],
+//! copy from ([`pinning`], [`numa`]), metrics and health ([`metrics`], [`admin`], [`progress`], [`quotas`]), life and death ([`server`],
 //! [`reserve`]), what keeps it from working ([`doctor`]), and keys for who asks without an engine ([`keys`]). The binary
 //! `pillion` is this library behind a command line.
 //!
@@ -27,6 +27,7 @@ pub mod numa;
 pub mod pinning;
 pub mod poller;
 pub mod progress;
+pub mod quotas;
 pub mod reserve;
 pub mod runtime;
 pub mod server;

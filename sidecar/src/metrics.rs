@@ -3,6 +3,7 @@
 use prometheus::{IntCounter, IntCounterVec, IntGauge, Opts, Registry};
 
 use crate::engine::Stats;
+use crate::quotas::Levels;
 
 /// Why a session ended; the label of `pillion_sessions_closed_total`.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -23,6 +24,7 @@ pub struct Metrics {
     pool_bytes: IntGauge,
     closed: IntCounterVec,
     pinning: PinningMetrics,
+    quotas: Levels,
 }
 
 /// What the thread that locks the pool for GPUs counts by itself.
@@ -106,7 +108,12 @@ impl Metrics {
                 "Parts of the pool that could not be locked.",
             )?,
         };
-        Ok(Self { counters, gauges, pool_bytes: size, closed, pinning })
+        Ok(Self { counters, gauges, pool_bytes: size, closed, pinning, quotas: Levels::default() })
+    }
+
+    /// The same, with quotas.
+    pub fn with_quotas(self, quotas: Levels) -> Self {
+        Self { quotas, ..self }
     }
 
     /// The part of the thread that locks the pool.
@@ -122,6 +129,11 @@ impl Metrics {
         for (gauge, figure) in &self.gauges {
             gauge.set(i64::try_from(figure(stats)).unwrap_or(i64::MAX));
         }
+    }
+
+    /// Makes visible how full each quota is.
+    pub fn publish_quotas(&self, used: impl Iterator<Item = u64>) {
+        self.quotas.publish(used);
     }
 
     /// Counts a session's end.

@@ -146,7 +146,12 @@ impl Runtime {
             self.rest(worked);
         }
         self.sessions.values().filter_map(Session::rank).for_each(|rank| rank.stop());
+        self.publish();
+    }
+
+    fn publish(&self) {
         self.metrics.publish(&self.core.stats());
+        self.metrics.publish_quotas(self.core.quotas_used());
     }
 
     fn ended(&mut self) -> bool {
@@ -183,7 +188,7 @@ impl Runtime {
         }
         self.beat();
         if worked {
-            self.metrics.publish(&self.core.stats());
+            self.publish();
         }
         worked
     }

@@ -28,6 +28,7 @@ use crate::metrics::Metrics;
 use crate::pinning::Pinned;
 use crate::poller::{Poller, Source};
 use crate::progress::Progress;
+use crate::quotas::Levels;
 use crate::reserve;
 use crate::runtime::{Runtime, Terms};
 
@@ -153,16 +154,20 @@ impl Server {
         let progress = Arc::new(Progress::new(config.dram.as_bytes() / segment_bytes));
         let failed = |source| StartError::Admin { address: config.http, source };
         let catalog = catalog::Shared::default();
+        let quotas = Levels::new(&registry, &config.quotas)?;
         let pages = Pages {
             registry: registry.clone(),
             ready: Arc::clone(&ready),
             catalog: catalog.clone(),
+            quotas: quotas.clone(),
             progress: Arc::clone(&progress),
         };
         let http = admin::start(config.http, pages).map_err(failed)?;
         let epoch = random64().map_err(std::io::Error::from)?;
         let (dram, pool) = open_tier(config, segment_bytes, epoch)?;
-        let metrics = Metrics::new(&registry, dram.config().pool_bytes)?;
+        let metrics = Metrics::new(&registry, dram.config().pool_bytes)?.with_quotas(quotas);
+        let mut core = Core::new(dram);
+        core.limit(&config.quotas);
         let control = Arc::new(Control::new().map_err(std::io::Error::from)?);
         let ended = Arc::new(EndSignal::new().map_err(std::io::Error::from)?);
         let listener = Listener::bind(&config.socket, config.socket_group.as_deref())?;
@@ -186,7 +191,7 @@ impl Server {
             pidfd: pidfd().map_err(std::io::Error::from)?,
         };
         let runtime = Runtime::new(
-            Core::new(dram),
+            core,
             pool,
             progress,
             terms,
@@ -235,7 +240,8 @@ fn open_tier(config: &Config, segment_bytes: u64, epoch: u64) -> Result<(Dram, A
     let lease_ttl_ms = config.lease_ttl.as_millis();
     let tier = dram::Config { pool_bytes: bytes, segment_bytes, lease_ttl_ms };
     let mut dram = Dram::unopened(tier, dram::HOLD_MS)?;
-    let pool = Pool::create(&pool::Config { bytes, segment_bytes, path: config.pool_path.clone(), epoch })?;
+    let (path, hugepages) = (config.pool_path.clone(), config.hugepages);
+    let pool = Pool::create(&pool::Config { bytes, segment_bytes, path, hugepages, epoch })?;
     dram.raise_generation(pool.first_generation());
     Ok((dram, Arc::new(pool)))
 }

@@ -199,12 +199,17 @@ fn errors_name_the_remedy() {
     std::fs::write(&file, "dram = \"1GiB\"\nsockett = \"x\"\n").unwrap();
     let socket = folder.path().join("s");
     let socket = socket.to_str().unwrap();
-    let cases: [(&[&str], &str); 5] = [
+    let cases: [(&[&str], &str); 7] = [
         (&["serve", "--dram", "16MiB", "--gpu", "0", "--socket", socket], "auto, off"),
         (&["serve", "--socket", socket], "--dram"),
         (&["serve", "--config", file.to_str().unwrap()], "pool-path"),
         (&["serve", "--dram", "30", "--socket", socket], "30GiB"),
         (&["serve", "--dram", "1TiB", "--http", "127.0.0.1:0", "--socket", socket], "lower --dram"),
+        (
+            &["serve", "--dram", "1TiB", "--hugepages", "--http", "127.0.0.1:0", "--socket", socket],
+            "sysctl vm.nr_hugepages=",
+        ),
+        (&["serve", "--dram", "16MiB", "--quota", "x=1GiB", "--socket", socket], "others=5GiB"),
     ];
     for (arguments, remedy) in cases {
         let output = pillion(arguments);

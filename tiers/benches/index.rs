@@ -47,7 +47,7 @@ fn rss_bytes() -> u64 {
 
 fn fill(dram: &mut Dram, number: u64) {
     let key = BlockKey { namespace: NAMESPACE, group: 0, hash: hash(number) };
-    let slot = dram.begin_fill(key, BLOCK_BYTES).expect("room, evicting");
+    let slot = dram.begin_fill(key, BLOCK_BYTES, None).expect("room, evicting");
     assert!(dram.commit(slot));
     dram.drain_evicted().for_each(drop);
     dram.drain_assigned().for_each(drop);

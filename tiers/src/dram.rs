@@ -4,6 +4,7 @@
 //! of [`Dram::drain_evicted`] free, write the segment headers of [`Dram::drain_assigned`], then fill the slot.
 
 mod adoption;
+mod quotas;
 
 use std::hint::black_box;
 
@@ -12,12 +13,14 @@ use shm_protocol::pool::{self, Geometry, LayoutError, SlotRef};
 
 pub use self::adoption::HOLD_MS;
 use self::adoption::Hold;
+pub use self::quotas::QuotaStats;
 use crate::Error;
 pub use crate::error::{FillError, LeaseError};
 use crate::index::{Index, NO_ENTRY, Print};
 use crate::lease::Leases;
 pub use crate::lease::{LeaseId, WORKERS_MAX};
-use crate::policy::{self, Ghost};
+use crate::policy::{self, Among, Ghost};
+pub use crate::quota::QuotaId;
 use crate::slab::{Place, Slab, State};
 
 /// Keys looked up side by side, so that their cache misses overlap: more than the misses a core keeps in flight, few
@@ -425,9 +428,14 @@ impl Dram {
 // === impl Dram: fillings ===
 
 impl Dram {
-    /// Finds a slot for a new block, evicting if it must. The slot is the caller's until [`Dram::commit`] or
-    /// [`Dram::abandon`].
-    pub fn begin_fill(&mut self, key: BlockKey, block_bytes: u64) -> Result<SlotRef, FillError> {
+    /// Finds a slot for a new block, which counts to `quota`, evicting if it must. The slot is the caller's until
+    /// [`Dram::commit`] or [`Dram::abandon`].
+    pub fn begin_fill(
+        &mut self,
+        key: BlockKey,
+        block_bytes: u64,
+        quota: Option<QuotaId>,
+    ) -> Result<SlotRef, FillError> {
         let print = Print::new(key.namespace, key.group, &key.hash);
         if let Some(id) = self.index.find(print, |id| self.slab.entries.get(id).key == key) {
             let entry = self.slab.entries.get_mut(id);
@@ -444,12 +452,16 @@ impl Dram {
                 _ => FillError::TooLarge { max: pool::block_bytes_max(self.config.segment_bytes) },
             })?;
         let class = self.slab.class(geometry).ok_or(FillError::NoSpace)?;
+        if let Some(quota) = quota {
+            self.make_room(quota, block_bytes).ok_or(FillError::NoSpace)?;
+        }
         let id = self.vacate(class).ok_or(FillError::NoSpace)?;
+        self.slab.move_to(id, Place::Detached);
+        self.charge(id, quota);
         Ok(self.start(id, key, print))
     }
 
     fn start(&mut self, id: u32, key: BlockKey, print: Print) -> SlotRef {
-        self.slab.move_to(id, Place::Detached);
         let entry = self.slab.entries.get_mut(id);
         (entry.key, entry.generation) = (key, self.generation);
         (entry.state, entry.accesses) = (State::Filling, 0);
@@ -473,7 +485,7 @@ impl Dram {
             self.note_assigned(segment, class);
         } else if self.hold.lasts() {
             return None;
-        } else if let Some(verdict) = policy::next(&mut self.slab, class) {
+        } else if let Some(verdict) = policy::next(&mut self.slab, Among::Class(class)) {
             self.evict(verdict.entry, verdict.remember);
         } else {
             self.steal(class)?;
@@ -522,6 +534,7 @@ impl Dram {
         let print = Print::new(entry.key.namespace, entry.key.group, &entry.key.hash);
         assert!(self.index.remove(print, id), "a used slot is in the index");
         self.slab.move_to(id, Place::Free);
+        self.discharge(id);
         self.slab.segments[self.slab.entries.segment(id)].used -= 1;
         self.stats.bytes_used -= bytes;
         print

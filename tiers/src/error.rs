@@ -42,6 +42,35 @@ pub enum Error {
         /// What else would help.
         remedy: &'static str,
     },
+    /// The machine has too few free huge pages.
+    #[error(
+        "a DRAM tier of {bytes} bytes takes {needed} huge pages of {page_kib} KiB, and {available} are free: reserve more \
+         (sysctl vm.nr_hugepages={total}, best at boot; in Kubernetes also the resource hugepages-2Mi: {}Mi), or lower --dram",
+        .bytes >> 20
+    )]
+    NoHugePages {
+        /// Bytes needed in all.
+        bytes: u64,
+        /// Pages needed now.
+        needed: u64,
+        /// KiB of a page.
+        page_kib: u64,
+        /// Pages that are free.
+        available: u64,
+        /// Pages to reserve in all, those in use too.
+        total: u64,
+    },
+    /// The huge pages are larger than what a pool is made of.
+    #[error(
+        "a DRAM tier of {bytes} bytes is no whole number of huge pages of {page_bytes} bytes: pass a --pool-path on a hugetlbfs \
+         that is mounted with pagesize=2M"
+    )]
+    HugePageBytes {
+        /// Bytes needed in all.
+        bytes: u64,
+        /// Bytes of a page.
+        page_bytes: u64,
+    },
     /// Another process has the file.
     #[error("another sidecar holds the pool file {0}: stop it, or pass another --pool-path")]
     Locked(PathBuf),
@@ -89,8 +118,8 @@ pub enum FillError {
     /// Being filled by someone else.
     #[error("the block is being filled")]
     Filling,
-    /// Every slot that could hold it is leased or being filled.
-    #[error("no room: every slot of this size is leased or being filled")]
+    /// Every slot that could hold it, or every block of its quota, is leased or being filled.
+    #[error("no room: every slot of this size, or every block of its quota, is leased or being filled")]
     NoSpace,
     /// No segment can hold it.
     #[error("the block is larger than {max} bytes, the most a pool segment holds: raise --dram")]

@@ -17,6 +17,7 @@ mod list;
 pub mod opener;
 mod policy;
 pub mod pool;
+mod quota;
 mod slab;
 
 pub use error::{Error, FillError, LeaseError};

@@ -1,4 +1,4 @@
-//! Which block goes: S3-FIFO, per block size.
+//! Which block goes: S3-FIFO, per block size, or among the blocks of one quota.
 //!
 //! A new block enters the small queue, a tenth of its class; one that was asked for twice by the time it reaches the
 //! tail moves to the main queue, any other is evicted and remembered in the ghost. A block that comes back while the
@@ -7,6 +7,7 @@
 //! is met at most once per lease.
 
 use crate::index::Print;
+use crate::quota::QuotaId;
 use crate::slab::{Place, Slab};
 
 /// Accesses that are counted, as in the S3-FIFO paper.
@@ -32,6 +33,15 @@ pub(crate) struct Ghost {
 #[repr(C, align(64))]
 #[derive(Copy, Clone, Debug, Default)]
 struct GhostSet([u32; GHOST_WAYS]);
+
+/// The blocks one of which must go.
+#[derive(Copy, Clone, Debug)]
+pub(crate) enum Among {
+    /// All of one size.
+    Class(usize),
+    /// All that count to one quota.
+    Quota(QuotaId),
+}
 
 /// A block that must go.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -108,12 +118,12 @@ pub(crate) fn unpinned(slab: &mut Slab, entry: u32) {
     }
 }
 
-/// The block of `class` that goes next, left in its queue; `None` if every one is leased or being filled.
-pub(crate) fn next(slab: &mut Slab, class: usize) -> Option<Verdict> {
+/// The block that goes next, left in its queue; `None` if every one is leased or being filled.
+pub(crate) fn next(slab: &mut Slab, among: Among) -> Option<Verdict> {
     let mut scans = 0;
     loop {
-        let queues = &slab.classes[class];
-        let small_max = (queues.slots() / SMALL_PART).max(1);
+        let (queues, slots) = slab.queues(among);
+        let small_max = (slots / SMALL_PART).max(1);
         let small = u64::from(queues.small.len()) >= small_max || queues.main.len() == 0;
         let entry = if small { queues.small.tail() } else { queues.main.tail() };
         // The main queue is empty whenever the small one was looked at and found empty.

@@ -1,9 +1,10 @@
-//! The DRAM pool's memory: a sealed memfd, or a file on tmpfs or hugetlbfs that outlives the sidecar.
+//! The DRAM pool's memory: a sealed memfd, of huge pages or others, or a file on tmpfs or hugetlbfs that outlives the sidecar.
 //!
 //! This process maps it for writing; engines get a descriptor that can only be mapped for reading. Headers are written
 //! here, word by word through atomics; a block's bytes are written by the copy engine, at [`Pool::slot_ptr`], between
 //! [`Pool::fill`] and [`Pool::commit`]. The layout is [`shm_protocol::pool`].
 
+mod huge;
 mod place;
 
 use std::ops::Range;
@@ -32,6 +33,8 @@ pub struct Config {
     pub segment_bytes: u64,
     /// A file on tmpfs or hugetlbfs; a memfd if there is none.
     pub path: Option<PathBuf>,
+    /// Of huge pages: a memfd of such, or a file on hugetlbfs.
+    pub hugepages: bool,
     /// This life of the sidecar.
     pub epoch: u64,
 }
@@ -74,7 +77,8 @@ impl Pool {
         let too_large = Error::TooLarge { bytes: config.bytes, max: pool::POOL_BYTES_MAX };
         let bytes = pool::pool_bytes(config.segment_bytes, segments).ok_or(too_large)?;
         let file = match &config.path {
-            Some(path) => place::open_file(path, bytes)?,
+            Some(path) => place::open_file(path, bytes, config.hugepages)?,
+            None if config.hugepages => place::open_huge_memfd(bytes)?,
             None => place::open_memfd(bytes)?,
         };
         let region = Region::map(file.fd.as_fd(), bytes as usize, Access::ReadWrite)

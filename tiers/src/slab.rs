@@ -10,6 +10,8 @@ use shm_protocol::pool::{self, Geometry, SlotRef};
 
 use crate::index::Index;
 use crate::list::{Link, Links, List};
+use crate::policy::Among;
+use crate::quota::{Member, Quotas};
 
 /// Block sizes that may live in the pool at once; a class without segments gives way to a new one.
 const CLASSES_MAX: usize = 256;
@@ -56,14 +58,20 @@ pub(crate) struct Entry {
 
 const _: () = assert!(size_of::<Entry>() == 64);
 
+/// The policy's queues.
+#[derive(Debug, Default)]
+pub(crate) struct Queues {
+    pub(crate) small: List,
+    pub(crate) main: List,
+}
+
 /// One block size: its slots and the queues they are in.
 #[derive(Debug)]
 pub(crate) struct Class {
     pub(crate) geometry: Geometry,
     pub(crate) segments: u32,
     pub(crate) free: List,
-    pub(crate) small: List,
-    pub(crate) main: List,
+    pub(crate) queues: Queues,
 }
 
 /// What is known of a segment as a whole.
@@ -76,13 +84,16 @@ pub(crate) struct Segment {
     pub(crate) used: u32,
 }
 
-/// Entry tables of all segments, each empty until its segment is assigned.
+/// One `T` for every slot: a table for each segment, empty until the segment is assigned.
 #[derive(Debug)]
-pub(crate) struct Entries {
-    tables: Box<[Box<[Entry]>]>,
+pub(crate) struct Tables<T> {
+    tables: Box<[Box<[T]>]>,
     /// Entry number = segment << shift | slot.
     shift: u32,
 }
+
+/// The entries of all segments.
+pub(crate) type Entries = Tables<Entry>;
 
 /// All entries, segments and classes.
 #[derive(Debug)]
@@ -90,6 +101,8 @@ pub(crate) struct Slab {
     pub(crate) entries: Entries,
     pub(crate) segments: Box<[Segment]>,
     pub(crate) classes: Vec<Class>,
+    /// None in a tier without quotas.
+    pub(crate) quotas: Option<Quotas>,
     segment_bytes: u64,
     /// Segments in service that no class has had yet, lowest first: GPUs reach the pool from its start upwards.
     fresh: VecDeque<usize>,
@@ -110,9 +123,18 @@ const VACANT: Entry = Entry {
     accesses: 0,
 };
 
-// === impl Entries ===
+// === impl Tables ===
 
-impl Entries {
+impl<T: Clone> Tables<T> {
+    pub(crate) fn new(segments: usize, shift: u32) -> Self {
+        Self { tables: (0..segments).map(|_| Box::default()).collect(), shift }
+    }
+
+    /// Makes a segment's table anew.
+    pub(crate) fn assign(&mut self, segment: usize, slots: u32, vacant: T) {
+        self.tables[segment] = vec![vacant; slots as usize].into_boxed_slice();
+    }
+
     #[inline]
     fn split(&self, id: u32) -> (usize, usize) {
         ((id >> self.shift) as usize, (id & ((1 << self.shift) - 1)) as usize)
@@ -124,22 +146,14 @@ impl Entries {
 
     /// The entry `id`, which exists.
     #[inline]
-    pub(crate) fn get(&self, id: u32) -> &Entry {
+    pub(crate) fn get(&self, id: u32) -> &T {
         let (segment, slot) = self.split(id);
         &self.tables[segment][slot]
     }
 
-    /// The entry `id`, or a vacant one where there is none.
-    #[inline]
-    pub(crate) fn get_or_vacant(&self, id: u32) -> &Entry {
-        static NONE: Entry = VACANT;
-        let (segment, slot) = self.split(id);
-        self.tables.get(segment).and_then(|table| table.get(slot)).unwrap_or(&NONE)
-    }
-
     /// The entry `id`, which exists.
     #[inline]
-    pub(crate) fn get_mut(&mut self, id: u32) -> &mut Entry {
+    pub(crate) fn get_mut(&mut self, id: u32) -> &mut T {
         let (segment, slot) = self.split(id);
         &mut self.tables[segment][slot]
     }
@@ -151,9 +165,19 @@ impl Entries {
     }
 
     /// Numbers of a segment's entries.
-    fn of_segment(&self, segment: usize) -> impl Iterator<Item = u32> + use<> {
+    fn of_segment(&self, segment: usize) -> std::ops::Range<u32> {
         let first = self.join(segment, 0);
         first..first + self.tables[segment].len() as u32
+    }
+}
+
+impl Entries {
+    /// The entry `id`, or a vacant one where there is none.
+    #[inline]
+    pub(crate) fn get_or_vacant(&self, id: u32) -> &Entry {
+        static NONE: Entry = VACANT;
+        let (segment, slot) = self.split(id);
+        self.tables.get(segment).and_then(|table| table.get(slot)).unwrap_or(&NONE)
     }
 }
 
@@ -163,12 +187,24 @@ impl Links for Entries {
     }
 }
 
+// === impl Queues ===
+
+impl Queues {
+    /// The queue that a place names.
+    pub(crate) fn list(&mut self, place: Place) -> Option<&mut List> {
+        match place {
+            Place::Detached | Place::Free => None,
+            Place::Small => Some(&mut self.small),
+            Place::Main => Some(&mut self.main),
+        }
+    }
+}
+
 // === impl Class ===
 
 impl Class {
     fn new(geometry: Geometry) -> Self {
-        let empty = List::default;
-        Self { geometry, segments: 0, free: empty(), small: empty(), main: empty() }
+        Self { geometry, segments: 0, free: List::default(), queues: Queues::default() }
     }
 
     /// Slots of this class.
@@ -177,13 +213,8 @@ impl Class {
     }
 
     /// The list that a place names.
-    pub(crate) fn list(&mut self, place: Place) -> Option<&mut List> {
-        match place {
-            Place::Detached => None,
-            Place::Free => Some(&mut self.free),
-            Place::Small => Some(&mut self.small),
-            Place::Main => Some(&mut self.main),
-        }
+    fn list(&mut self, place: Place) -> Option<&mut List> {
+        if place == Place::Free { Some(&mut self.free) } else { self.queues.list(place) }
     }
 }
 
@@ -200,13 +231,33 @@ impl Slab {
         );
         let segment = Segment { class: UNASSIGNED, held: 0, used: 0 };
         Self {
-            entries: Entries { tables: (0..segments).map(|_| Box::default()).collect(), shift },
+            entries: Entries::new(segments, shift),
             segments: vec![segment; segments].into_boxed_slice(),
             classes: Vec::new(),
+            quotas: None,
             segment_bytes,
             fresh: VecDeque::new(),
             assigned: 0,
             slots: 0,
+        }
+    }
+
+    /// The quotas, made with the first.
+    pub(crate) fn quotas_mut(&mut self) -> &mut Quotas {
+        assert_eq!(self.assigned, 0, "quotas come before blocks");
+        let members = || Tables::new(self.segments.len(), self.entries.shift);
+        self.quotas.get_or_insert_with(|| Quotas::new(members()))
+    }
+
+    /// Queues of the policy, and the slots whose blocks they share.
+    pub(crate) fn queues(&self, among: Among) -> (&Queues, u64) {
+        match (among, &self.quotas) {
+            (Among::Class(class), _) => (&self.classes[class].queues, self.classes[class].slots()),
+            (Among::Quota(quota), Some(quotas)) => {
+                let queues = quotas.queues(quota);
+                (queues, u64::from(queues.small.len()) + u64::from(queues.main.len()))
+            }
+            (Among::Quota(_), None) => unreachable!("an id was given out with a quota"),
         }
     }
 
@@ -291,7 +342,10 @@ impl Slab {
     pub(crate) fn adopt(&mut self, segment: usize, class: usize) {
         let slots = self.classes[class].geometry.slot_count;
         self.segments[segment] = Segment { class: class as u16, held: 0, used: 0 };
-        self.entries.tables[segment] = vec![VACANT; slots as usize].into_boxed_slice();
+        self.entries.assign(segment, slots, VACANT);
+        if let Some(quotas) = &mut self.quotas {
+            quotas.members.assign(segment, slots, Member::NONE);
+        }
         self.classes[class].segments += 1;
         self.assigned += 1;
         self.slots += u64::from(slots);
@@ -348,6 +402,9 @@ impl Slab {
         }
         if let Some(list) = class.list(place) {
             list.push_head(&mut self.entries, id);
+        }
+        if let Some(quotas) = &mut self.quotas {
+            quotas.moved(id, old, place);
         }
     }
 }

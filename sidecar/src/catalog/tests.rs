@@ -101,19 +101,19 @@ fn entries_count_engines_and_old_namespaces_make_room() {
     catalog.enter(1, "a", &worker(&[]));
     catalog.enter(2, "a", &Worker { rank: 1, ..worker(&[]) });
     catalog.enter(3, "b", &worker(&[]));
-    let entries = catalog.entries();
+    let entries = catalog.entries(&Levels::default());
     let [entry] = entries.as_slice() else { panic!("{entries:?}") };
     assert_eq!((entry.engines, entry.block_bytes), (2, 8192));
     assert_eq!(entry.namespace, namespace::digest(&entry.facts).to_string());
     catalog.leave(3);
-    assert_eq!(catalog.entries()[0].engines, 1);
+    assert_eq!(catalog.entries(&Levels::default())[0].engines, 1);
     let large = "x".repeat(FACTS_BYTES_MAX / 4);
     for number in 0..8 {
         let worker = worker(&[("number", &number.to_string()), ("large", &large)]);
         catalog.enter(10 + number, "big", &worker);
         catalog.leave(10 + number);
     }
-    let entries = catalog.entries();
+    let entries = catalog.entries(&Levels::default());
     assert_eq!(entries.len(), 4, "the served one, and those of the others that have room");
     assert!(entries.iter().any(|entry| entry.engines == 1));
     assert!(catalog.facts_bytes <= FACTS_BYTES_MAX);

@@ -6,11 +6,30 @@ use super::{Config, ConfigError, Size};
 
 /// Memory that the sidecar needs beside the pool: index, session memory, stacks.
 const BESIDE_POOL_BYTES: u64 = 64 << 20;
+/// Bytes of the pool before its first segment.
+const HEADER_BYTES: u64 = shm_protocol::pool::SEGMENT_ALIGN;
+const CGROUPS: &str = "/sys/fs/cgroup";
+
+/// A kind of memory that control groups limit.
+struct Kind {
+    /// The controller, where each has a tree of its own.
+    controller: &'static str,
+    /// The file with the limit, there and in the common tree.
+    files: [&'static str; 2],
+}
+
+const MEMORY: Kind = Kind { controller: "memory", files: ["memory.limit_in_bytes", "memory.max"] };
+/// Not part of the other, as a rule: in Kubernetes set by the resource hugepages-2Mi.
+const HUGE_PAGES: Kind =
+    Kind { controller: "hugetlb", files: ["hugetlb.2MB.limit_in_bytes", "hugetlb.2MB.max"] };
 
 /// Refuses a pool that the kernel would kill this process for.
 pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
-    let Some((limit, place)) = limit() else { return Ok(()) };
-    let needed = config.dram.as_bytes().saturating_add(BESIDE_POOL_BYTES);
+    let Ok(groups) = std::fs::read_to_string("/proc/self/cgroup") else { return Ok(()) };
+    let (kind, beside) =
+        if config.hugepages { (HUGE_PAGES, HEADER_BYTES) } else { (MEMORY, BESIDE_POOL_BYTES) };
+    let Some((limit, place)) = limit(&groups, &kind) else { return Ok(()) };
+    let needed = config.dram.as_bytes().saturating_add(beside);
     if needed <= limit {
         return Ok(());
     }
@@ -18,26 +37,26 @@ pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
 }
 
 /// The tightest limit of this process's control groups, and the file that sets it.
-fn limit() -> Option<(u64, String)> {
-    let text = std::fs::read_to_string("/proc/self/cgroup").ok()?;
-    files(&text).into_iter().filter_map(|file| Some((read(&file)?, file.display().to_string()))).min()
+fn limit(groups: &str, kind: &Kind) -> Option<(u64, String)> {
+    files(groups, kind).into_iter().filter_map(|file| Some((read(&file)?, file.display().to_string()))).min()
 }
 
 /// Files that may state a limit, by the text of `/proc/self/cgroup`; in a container some of them do not exist.
-fn files(text: &str) -> Vec<PathBuf> {
+fn files(text: &str, kind: &Kind) -> Vec<PathBuf> {
+    let Kind { controller, files: [apart, common] } = kind;
     let mut files = Vec::new();
     for line in text.lines() {
         let mut parts = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(group)) = (parts.next(), parts.next()) else { continue };
         let (root, file) = match controllers {
-            "" => ("/sys/fs/cgroup", "memory.max"),
-            list if list.split(',').any(|name| name == "memory") => {
-                ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+            "" => (PathBuf::from(CGROUPS), common),
+            list if list.split(',').any(|name| name == *controller) => {
+                (Path::new(CGROUPS).join(controller), apart)
             }
             _ => continue,
         };
         let group = Path::new(group.trim_start_matches('/'));
-        files.extend(group.ancestors().map(|folder| Path::new(root).join(folder).join(file)));
+        files.extend(group.ancestors().map(|folder| root.join(folder).join(file)));
     }
     files
 }
@@ -53,10 +72,11 @@ mod tests {
 
     #[test]
     fn every_ancestor_of_both_versions_is_asked() {
-        let names =
-            |text: &str| files(text).iter().map(|file| file.display().to_string()).collect::<Vec<_>>();
+        let names = |text: &str, kind| {
+            files(text, kind).iter().map(|file| file.display().to_string()).collect::<Vec<_>>()
+        };
         assert_eq!(
-            names("0::/kube/pod\n"),
+            names("0::/kube/pod\n", &MEMORY),
             [
                 "/sys/fs/cgroup/kube/pod/memory.max",
                 "/sys/fs/cgroup/kube/memory.max",
@@ -64,8 +84,12 @@ mod tests {
             ]
         );
         assert_eq!(
-            names("5:cpu,memory:/a\n3:pids:/b\nnonsense"),
+            names("5:cpu,memory:/a\n3:pids:/b\nnonsense", &MEMORY),
             ["/sys/fs/cgroup/memory/a/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
+        );
+        assert_eq!(
+            names("2:hugetlb:/\n0::/", &HUGE_PAGES),
+            ["/sys/fs/cgroup/hugetlb/hugetlb.2MB.limit_in_bytes", "/sys/fs/cgroup/hugetlb.2MB.max"]
         );
     }
 }

@@ -20,16 +20,19 @@ impl Core {
             return;
         }
         // Neighbours are mostly of one namespace.
-        let mut last: Option<(NamespaceDigest, Option<u32>)> = None;
+        let mut last: Option<(NamespaceDigest, _)> = None;
         for (index, remains) in (first..).zip(&remains) {
-            let namespace = match remains {
+            let (namespace, quota) = match remains {
                 Remains::Block { namespace, .. } => match last {
-                    Some((digest, id)) if digest == *namespace => id,
-                    _ => last.insert((*namespace, self.namespaces.adopt(*namespace))).1,
+                    Some((digest, known)) if digest == *namespace => known,
+                    _ => {
+                        let known = (self.namespaces.adopt(*namespace), self.quota_of(*namespace));
+                        last.insert((*namespace, known)).1
+                    }
                 },
-                Remains::Free | Remains::Debris { .. } => None,
+                Remains::Free | Remains::Debris { .. } => (None, None),
             };
-            self.dram.adopt(segment, index, remains, namespace);
+            self.dram.adopt(segment, index, remains, namespace, quota);
         }
     }
 }

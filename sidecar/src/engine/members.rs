@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use shm_protocol::handshake::{Copier, Hello, RANKS_MAX, Role};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace;
+use tiers::dram::QuotaId;
 
 use super::logs::Log;
 use super::{Action, Core, SessionId, Violation, run_of};
@@ -53,6 +54,8 @@ pub(super) struct Binding {
     pub(super) base: NamespaceDigest,
     pub(super) digest: NamespaceDigest,
     pub(super) namespace: u32,
+    /// What its blocks count to: the same for every salt.
+    pub(super) quota: Option<QuotaId>,
     pub(super) shard_bytes: u64,
     pub(super) shards: u32,
 }
@@ -240,7 +243,8 @@ impl Core {
             let (base, shard_bytes, shards) = form;
             let digest = scheduler.salt.map_or(base, |salt| namespace::salted(base, salt));
             let namespace = self.namespaces.id(digest)?;
-            let bound = Binding { base, digest, namespace, shard_bytes, shards };
+            let quota = self.quota_of(base);
+            let bound = Binding { base, digest, namespace, quota, shard_bytes, shards };
             self.schedulers.get_mut(&session).expect("looked up above").binding = Some(bound);
         }
         self.schedulers[&session].binding

@@ -12,6 +12,7 @@ mod adoption;
 mod loads;
 mod logs;
 mod members;
+mod quotas;
 mod saves;
 mod stats;
 #[cfg(test)]
@@ -216,6 +217,7 @@ pub struct Core {
     schedulers: BTreeMap<SessionId, Scheduler>,
     workers: BTreeMap<SessionId, Worker>,
     namespaces: members::Namespaces,
+    quotas: quotas::Quotas,
     saves: BTreeMap<(SessionId, u64), Save>,
     loads: BTreeMap<(SessionId, u64), Load>,
     copies: BTreeMap<CopyId, CopyOwner>,
@@ -234,6 +236,7 @@ impl Core {
             schedulers: BTreeMap::new(),
             workers: BTreeMap::new(),
             namespaces: members::Namespaces::default(),
+            quotas: quotas::Quotas::default(),
             saves: BTreeMap::new(),
             loads: BTreeMap::new(),
             copies: BTreeMap::new(),

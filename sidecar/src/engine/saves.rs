@@ -84,8 +84,10 @@ impl Core {
         let key = BlockKey { namespace: save.binding.namespace, group: GROUP, hash };
         let block_bytes = save.binding.block_bytes();
         // Block 0 is vLLM's null block: it never holds a request's KV.
-        let claimed =
-            if block == 0 { Err(FillError::NoSpace) } else { self.dram.begin_fill(key, block_bytes) };
+        let claimed = match block {
+            0 => Err(FillError::NoSpace),
+            _ => self.dram.begin_fill(key, block_bytes, save.binding.quota),
+        };
         self.apply_evictions(out);
         match claimed {
             Ok(slot) => {

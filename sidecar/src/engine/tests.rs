@@ -1,5 +1,7 @@
 //! The rules of the core, one test each, against the real tier.
 
+mod quotas;
+
 use std::collections::BTreeMap;
 
 use shm_protocol::PROTOCOL_VERSION;
@@ -56,11 +58,14 @@ fn loaded(op: u64, status: Status) -> Message {
 impl Harness {
     /// An engine of `world_size` ranks, all joined, over a pool of 64 MiB.
     fn engine(world_size: u32) -> Self {
-        let mut harness = Self::unjoined(world_size);
+        Self::unjoined(world_size).join(world_size)
+    }
+
+    fn join(mut self, world_size: u32) -> Self {
         for session in &RANKS[..world_size as usize] {
-            harness.message(*session, Message::new(Kind::Join).with_bytes16(RUN));
+            self.message(*session, Message::new(Kind::Join).with_bytes16(RUN));
         }
-        harness
+        self
     }
 
     fn unjoined(world_size: u32) -> Self {

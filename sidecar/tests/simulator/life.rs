@@ -86,7 +86,7 @@ impl Life {
     /// A sidecar that has just started. `path`: the pool is this file.
     pub(crate) fn start(epoch: u64, path: Option<PathBuf>, forms: &[Form], ctx: &mut Ctx) -> Self {
         let bytes = ctx.knobs.segments * SEGMENT_BYTES;
-        let config = pool::Config { bytes, segment_bytes: SEGMENT_BYTES, path, epoch };
+        let config = pool::Config { bytes, segment_bytes: SEGMENT_BYTES, path, hugepages: false, epoch };
         let pool = Pool::create(&config).expect("a small pool fits anywhere");
         let fd = pool.read_only_fd().expect("a descriptor");
         let region = Region::map(fd.as_fd(), pool.len() as usize, Access::ReadOnly).expect("a small mapping");

@@ -10,7 +10,7 @@
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::{Geometry, Remains};
 
-use super::Dram;
+use super::{Dram, QuotaId};
 use crate::index::Print;
 use crate::policy;
 use crate::slab::{Place, State};
@@ -60,15 +60,22 @@ impl Dram {
         true
     }
 
-    /// Takes over slot `index` of a segment in service with what it holds; `namespace` numbers a block's digest. False
-    /// if there is no such slot.
-    pub fn adopt(&mut self, segment: u64, index: u32, remains: &Remains, namespace: Option<u32>) -> bool {
+    /// Takes over slot `index` of a segment in service with what it holds; `namespace` numbers a block's digest, `quota`
+    /// is what it counts to, whether there is room in it or not. False if there is no such slot.
+    pub fn adopt(
+        &mut self,
+        segment: u64,
+        index: u32,
+        remains: &Remains,
+        namespace: Option<u32>,
+        quota: Option<QuotaId>,
+    ) -> bool {
         let Some(id) = self.slab.entry(segment as usize, index) else { return false };
         match (remains, namespace) {
             (Remains::Free, _) => self.slab.move_to(id, Place::Free),
             (Remains::Block { generation, group, hash, .. }, Some(namespace)) => {
                 let key = BlockKey { namespace, group: *group, hash: *hash };
-                self.adopt_block(id, *generation, key);
+                self.adopt_block(id, *generation, key, quota);
             }
             (Remains::Block { generation, .. } | Remains::Debris { generation }, _) => {
                 self.adopt_debris(id, *generation);
@@ -77,7 +84,7 @@ impl Dram {
         true
     }
 
-    fn adopt_block(&mut self, id: u32, generation: u64, key: BlockKey) {
+    fn adopt_block(&mut self, id: u32, generation: u64, key: BlockKey, quota: Option<QuotaId>) {
         let print = Print::new(key.namespace, key.group, &key.hash);
         // Filled anew since this life began, or twice in a file that no sidecar wrote.
         if self.index.find(print, |id| self.slab.entries.get(id).key == key).is_some() {
@@ -85,6 +92,7 @@ impl Dram {
         }
         let entry = self.slab.entries.get_mut(id);
         (entry.key, entry.generation, entry.state) = (key, generation, State::Committed);
+        self.charge(id, quota);
         self.index.insert(print, id);
         self.slab.segments[self.slab.entries.segment(id)].used += 1;
         self.stats.blocks += 1;

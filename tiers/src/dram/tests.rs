@@ -1,3 +1,6 @@
+mod overflow;
+mod quotas;
+
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use proptest::prelude::*;
@@ -23,7 +26,7 @@ fn tier(segments: u64) -> Dram {
 }
 
 fn fill(dram: &mut Dram, number: u64, block_bytes: u64) -> SlotRef {
-    let slot = dram.begin_fill(key(number), block_bytes).expect("room");
+    let slot = dram.begin_fill(key(number), block_bytes, None).expect("room");
     assert!(dram.commit(slot));
     slot
 }
@@ -161,7 +164,7 @@ impl Model {
 
     fn fill(&mut self, number: u64, bytes: u64) {
         let leased = self.leased();
-        let answer = self.dram.begin_fill(key(number), bytes);
+        let answer = self.dram.begin_fill(key(number), bytes, None);
         let evicted: HashSet<SlotRef> = self.dram.drain_evicted().collect();
         assert!(evicted.is_disjoint(&leased), "a leased block was evicted");
         let before = self.blocks.len();
@@ -418,22 +421,12 @@ fn sizes_that_fit_no_pool_are_refused_with_the_remedy() {
 #[test]
 fn blocks_that_fit_no_segment_are_refused() {
     let mut dram = tier(1);
-    assert_eq!(dram.begin_fill(key(1), 0), Err(FillError::Empty));
+    assert_eq!(dram.begin_fill(key(1), 0, None), Err(FillError::Empty));
     let max = SEGMENT - 4096;
-    assert_eq!(dram.begin_fill(key(1), max + 1), Err(FillError::TooLarge { max }));
-    assert_eq!(dram.begin_fill(key(1), u64::MAX), Err(FillError::TooLarge { max }));
-    assert!(dram.begin_fill(key(1), max).is_ok());
-    assert_eq!(dram.begin_fill(key(2), max), Err(FillError::NoSpace));
-}
-
-#[test]
-fn one_percent_past_capacity_evicts_one_percent() {
-    let mut dram = tier(4);
-    let slots = 4 * u64::from(pool::slot_count(SEGMENT, 4096).expect("fits"));
-    fill_all(&mut dram, 0..slots, 4096);
-    assert_eq!(dram.stats().evicted_blocks_total, 0);
-    fill_all(&mut dram, slots..slots + slots / 100, 4096);
-    assert_eq!(dram.stats().evicted_blocks_total, slots / 100);
+    assert_eq!(dram.begin_fill(key(1), max + 1, None), Err(FillError::TooLarge { max }));
+    assert_eq!(dram.begin_fill(key(1), u64::MAX, None), Err(FillError::TooLarge { max }));
+    assert!(dram.begin_fill(key(1), max, None).is_ok());
+    assert_eq!(dram.begin_fill(key(2), max, None), Err(FillError::NoSpace));
 }
 
 #[test]
@@ -467,7 +460,7 @@ fn one_eviction_looks_at_a_bounded_number_of_blocks() {
         assert_eq!(dram.probe(7, 0, &hashes(0..slots)), slots as usize);
     }
     fill(&mut dram, slots, 4096);
-    let moved = dram.slab.classes[0].main.len();
+    let moved = dram.slab.classes[0].queues.main.len();
     assert!((1..=policy::SCANS_MAX).contains(&moved), "{moved} blocks went round for one eviction");
 }
 
@@ -494,7 +487,7 @@ fn a_new_block_size_takes_a_whole_segment_from_the_largest_class() {
     assert_eq!(dram.drain_evicted().count(), 3);
     // Its own only slot goes before another's segment; with it leased and the others too, there is no room.
     dram.grant(1, 1, 7, 0, &hashes(100..101), 0, &mut out).expect("a hit");
-    assert_eq!(dram.begin_fill(key(101), 2_000_000), Err(FillError::NoSpace));
+    assert_eq!(dram.begin_fill(key(101), 2_000_000, None), Err(FillError::NoSpace));
 }
 
 #[test]
@@ -558,13 +551,13 @@ fn whole(number: u64, generation: u64) -> Remains {
 fn adopted(remains: [Remains; 3]) -> Dram {
     let config = Config { pool_bytes: 2 * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
     let mut dram = Dram::unopened(config, HOLD).expect("sizes");
-    assert_eq!(dram.begin_fill(key(1), SIZES[0]), Err(FillError::NoSpace), "nothing is in service");
+    assert_eq!(dram.begin_fill(key(1), SIZES[0], None), Err(FillError::NoSpace), "nothing is in service");
     assert!(dram.open_used(0, SIZES[0], 1000));
-    assert_eq!(dram.begin_fill(key(1), SIZES[0]), Err(FillError::NoSpace), "no slot was looked at");
+    assert_eq!(dram.begin_fill(key(1), SIZES[0], None), Err(FillError::NoSpace), "no slot was looked at");
     for (index, remains) in (0..).zip(&remains) {
-        assert!(dram.adopt(0, index, remains, Some(7)));
+        assert!(dram.adopt(0, index, remains, Some(7), None));
     }
-    assert!(!dram.adopt(0, 3, &Remains::Free, None) && !dram.adopt(1, 0, &Remains::Free, None));
+    assert!(!dram.adopt(0, 3, &Remains::Free, None, None) && !dram.adopt(1, 0, &Remains::Free, None, None));
     dram
 }
 
@@ -578,10 +571,14 @@ fn blocks_of_an_earlier_life_are_found_and_stay_while_the_hold_lasts() {
     assert_eq!(slots[0].generation, 5);
     assert_eq!(dram.release(lease, 1), Ok(()));
     dram.expire(1000 + HOLD - 1);
-    assert_eq!(dram.begin_fill(key(9), SIZES[0]), Err(FillError::NoSpace), "an engine may read them");
-    assert_eq!(dram.begin_fill(key(9), SIZES[1]), Err(FillError::NoSpace), "nor is the segment given away");
+    assert_eq!(dram.begin_fill(key(9), SIZES[0], None), Err(FillError::NoSpace), "an engine may read them");
+    assert_eq!(
+        dram.begin_fill(key(9), SIZES[1], None),
+        Err(FillError::NoSpace),
+        "nor is the segment given away"
+    );
     dram.expire(1000 + HOLD);
-    let slot = dram.begin_fill(key(9), SIZES[0]).expect("one is evicted");
+    let slot = dram.begin_fill(key(9), SIZES[0], None).expect("one is evicted");
     assert_eq!(dram.drain_evicted().map(|slot| slot.generation).collect::<Vec<_>>(), [6], "not asked for");
     assert!(dram.commit(slot));
 }
@@ -589,12 +586,16 @@ fn blocks_of_an_earlier_life_are_found_and_stay_while_the_hold_lasts() {
 #[test]
 fn slots_that_held_nothing_whole_are_free_after_the_hold() {
     let mut dram = adopted([Remains::Free, Remains::Debris { generation: 4 }, whole(3, 7)]);
-    let slot = dram.begin_fill(key(9), SIZES[0]).expect("the free one");
-    assert_eq!(dram.begin_fill(key(10), SIZES[0]), Err(FillError::NoSpace), "a copy may be on its way there");
+    let slot = dram.begin_fill(key(9), SIZES[0], None).expect("the free one");
+    assert_eq!(
+        dram.begin_fill(key(10), SIZES[0], None),
+        Err(FillError::NoSpace),
+        "a copy may be on its way there"
+    );
     assert!(dram.commit(slot));
     dram.expire(1000 + HOLD);
     assert_eq!(dram.drain_evicted().map(|slot| slot.generation).collect::<Vec<_>>(), [4]);
-    assert!(dram.begin_fill(key(10), SIZES[0]).is_ok());
+    assert!(dram.begin_fill(key(10), SIZES[0], None).is_ok());
     assert_eq!((dram.stats().adoption_dropped_total, dram.stats().evicted_blocks_total), (1, 0));
 }
 
@@ -604,7 +605,7 @@ fn a_key_is_kept_once_whoever_wrote_it_twice() {
     assert_eq!((dram.stats().blocks, dram.stats().adoption_dropped_total), (1, 2));
     // Saved anew before its segment came into service.
     dram.open_empty(1);
-    let slot = dram.begin_fill(key(2), SIZES[0]).expect("a new segment");
+    let slot = dram.begin_fill(key(2), SIZES[0], None).expect("a new segment");
     assert!(dram.commit(slot));
     assert_eq!(dram.probe(7, 0, &hashes(1..3)), 2);
 }
@@ -615,6 +616,6 @@ fn what_cannot_be_numbered_or_classed_is_not_kept() {
     let mut dram = Dram::unopened(config, HOLD).expect("sizes");
     assert!(!dram.open_used(0, 0, 0) && !dram.open_used(0, SEGMENT, 0));
     assert!(dram.open_used(0, SIZES[0], 0));
-    assert!(dram.adopt(0, 0, &whole(1, 5), None), "its namespace has no number");
+    assert!(dram.adopt(0, 0, &whole(1, 5), None, None), "its namespace has no number");
     assert_eq!((dram.stats().blocks, dram.stats().adoption_dropped_total), (0, 1));
 }

@@ -27,7 +27,13 @@ impl Drop for File {
 
 fn open(file: &File) -> (Pool, Dram) {
     let bytes = SEGMENTS * SEGMENT;
-    let config = pool::Config { bytes, segment_bytes: SEGMENT, path: Some(file.0.clone()), epoch: 1 };
+    let config = pool::Config {
+        bytes,
+        segment_bytes: SEGMENT,
+        path: Some(file.0.clone()),
+        hugepages: false,
+        epoch: 1,
+    };
     let pool = Pool::create(&config).expect("a small pool");
     let config = dram::Config { pool_bytes: bytes, segment_bytes: SEGMENT, lease_ttl_ms: 1 };
     let mut dram = Dram::unopened(config, 10).expect("sizes");
@@ -42,7 +48,7 @@ fn hash(number: u64) -> BlockHash {
 /// Carries out a filling as the sidecar does.
 fn fill(pool: &Pool, dram: &mut Dram, number: u64) -> Option<SlotRef> {
     let key = BlockKey { namespace: 7, group: 0, hash: hash(number) };
-    let slot = dram.begin_fill(key, BLOCK).ok();
+    let slot = dram.begin_fill(key, BLOCK, None).ok();
     dram.drain_evicted().for_each(|slot| assert!(pool.free(slot)));
     dram.drain_assigned().for_each(|new| assert!(pool.write_segment_header(new.segment, new.block_bytes)));
     let slot = slot?;
@@ -65,7 +71,7 @@ fn adopt(pool: &Pool, dram: &mut Dram) -> u64 {
         for (index, remains) in (first..).zip(&remains) {
             blocks += u64::from(matches!(remains, Remains::Block { .. }));
             let ours = matches!(remains, Remains::Block { namespace, .. } if *namespace == DIGEST);
-            dram.adopt(segment, index, remains, Some(if ours { 7 } else { 8 }));
+            dram.adopt(segment, index, remains, Some(if ours { 7 } else { 8 }), None);
         }
     }
     assert_eq!(opener.segments(), SEGMENTS);

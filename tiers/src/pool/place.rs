@@ -8,6 +8,7 @@ use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags, Mode, OFlags, StatF
 use rustix::io::Errno;
 use shm_protocol::pool;
 
+use super::huge;
 use crate::Error;
 
 /// `f_type` of tmpfs, from linux/magic.h.
@@ -40,9 +41,21 @@ pub(super) fn open_memfd(bytes: u64) -> Result<File, Error> {
     Ok(File { fd, found_bytes: 0, reserved: true })
 }
 
+/// A memfd of huge pages. They are reserved as a file's are: what a control group refuses is then an error, where touching a
+/// page would end the process.
+pub(super) fn open_huge_memfd(bytes: u64) -> Result<File, Error> {
+    huge::check(bytes, huge::PAGE_BYTES, 0)?;
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+    let fd = rustix::fs::memfd_create(c"pillion-pool", flags)
+        .map_err(Error::os("create a memfd of huge pages"))?;
+    rustix::fs::ftruncate(&fd, bytes).map_err(Error::os("size the memfd"))?;
+    reserve(&fd, 0, pool::SEGMENT_ALIGN)?;
+    Ok(File { fd, found_bytes: 0, reserved: false })
+}
+
 /// A pool file of `bytes`, locked for this process, the memory of its header page reserved.
-pub(super) fn open_file(path: &Path, bytes: u64) -> Result<File, Error> {
-    check_place(path, bytes)?;
+pub(super) fn open_file(path: &Path, bytes: u64, hugepages: bool) -> Result<File, Error> {
+    check_place(path, bytes, hugepages)?;
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     let fd =
         rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).map_err(Error::os("open the pool file"))?;
@@ -71,19 +84,30 @@ pub(super) fn open_file(path: &Path, bytes: u64) -> Result<File, Error> {
 }
 
 /// Refuses a place that cannot hold the pool, before anything is created there.
-fn check_place(path: &Path, bytes: u64) -> Result<(), Error> {
+fn check_place(path: &Path, bytes: u64, hugepages: bool) -> Result<(), Error> {
     let folder = match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
     };
     let fs = rustix::fs::statfs(folder).map_err(Error::os("look at the pool file's folder"))?;
-    if ![TMPFS_MAGIC, HUGETLBFS_MAGIC].contains(&kind(&fs)) {
-        let problem = "is neither on tmpfs nor on hugetlbfs: pass a path under /dev/shm or a hugetlbfs mount";
-        return Err(Error::File { path: path.to_owned(), problem: problem.to_owned() });
-    }
+    let refuse = |problem: &str| Err(Error::File { path: path.to_owned(), problem: problem.to_owned() });
     let held = rustix::fs::stat(path).map_or(0, |stat| stat.st_blocks as u64 * STAT_BLOCK_BYTES);
+    match kind(&fs) {
+        HUGETLBFS_MAGIC => huge::check(bytes, fs.f_bsize as u64, held)?,
+        TMPFS_MAGIC if hugepages => {
+            return refuse("is on tmpfs: with --hugepages, pass a path on a hugetlbfs mount or none");
+        }
+        TMPFS_MAGIC => {}
+        _ => {
+            return refuse(
+                "is neither on tmpfs nor on hugetlbfs: pass a path under /dev/shm or a hugetlbfs mount",
+            );
+        }
+    }
+    // Of a hugetlbfs without size=, the kernel says none or all ones.
+    let sized = kind(&fs) == TMPFS_MAGIC || !matches!(fs.f_blocks, 0 | u64::MAX);
     let available = held.saturating_add(fs.f_bavail.saturating_mul(fs.f_bsize as u64));
-    if available < bytes {
+    if sized && available < bytes {
         let place = folder.display().to_string();
         let remedy = "enlarge that mount (in Kubernetes: sizeLimit of the emptyDir with medium Memory)";
         return Err(Error::NoMemory { bytes, available, place, remedy });

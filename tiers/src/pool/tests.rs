@@ -1,3 +1,5 @@
+mod hugepages;
+
 use std::fs;
 use std::io::{Read, Seek, SeekFrom, Write};
 
@@ -11,7 +13,7 @@ const SEGMENT: u64 = 4 << 20;
 const BLOCK: u64 = 10_000;
 
 fn config(path: Option<PathBuf>) -> Config {
-    Config { bytes: 2 * SEGMENT, segment_bytes: SEGMENT, path, epoch: 42 }
+    Config { bytes: 2 * SEGMENT, segment_bytes: SEGMENT, path, hugepages: false, epoch: 42 }
 }
 
 /// A path on tmpfs that is removed at the end.

@@ -1,0 +1,66 @@
+//! Quotas as the admin pages show them. The data thread writes atomics; the admin thread reads them.
+
+use std::sync::Arc;
+
+use prometheus::{IntGauge, IntGaugeVec, Opts, Registry};
+use serde::Serialize;
+use shm_protocol::key::NamespaceDigest;
+
+use crate::config::quotas::{self, Quota};
+
+/// How full every quota is, as its two threads share it.
+#[derive(Clone, Debug, Default)]
+pub struct Levels {
+    quotas: Arc<[Quota]>,
+    used: Arc<[IntGauge]>,
+}
+
+/// A quota as `/namespaces` shows it.
+#[derive(Debug, Serialize)]
+pub struct Level {
+    /// As the command line names it: others may count to it, too.
+    pub name: String,
+    /// Bytes that its blocks may take.
+    pub bytes: u64,
+    /// Bytes that they take.
+    pub used_bytes: i64,
+}
+
+// === impl Levels ===
+
+impl Levels {
+    /// Gauges in `registry`, two for each quota; none where there is no quota.
+    pub fn new(registry: &Registry, quotas: &[Quota]) -> Result<Self, prometheus::Error> {
+        if quotas.is_empty() {
+            return Ok(Self::default());
+        }
+        let gauges = |name: &str, help: &str| -> Result<IntGaugeVec, prometheus::Error> {
+            let gauges = IntGaugeVec::new(Opts::new(format!("pillion_{name}"), help), &["namespace"])?;
+            registry.register(Box::new(gauges.clone()))?;
+            Ok(gauges)
+        };
+        let sizes = gauges("quota_bytes", "Bytes that blocks of the namespace may take.")?;
+        let used = gauges("quota_used_bytes", "Bytes that blocks of the namespace take.")?;
+        let used = quotas.iter().map(|quota| {
+            let name = quota.whose.to_string();
+            sizes.with_label_values(&[&name]).set(i64::try_from(quota.size.as_bytes()).unwrap_or(i64::MAX));
+            used.with_label_values(&[&name])
+        });
+        Ok(Self { used: used.collect(), quotas: quotas.into() })
+    }
+
+    /// Makes the core's figures visible, one for each quota in order.
+    pub fn publish(&self, used: impl Iterator<Item = u64>) {
+        for (gauge, used) in self.used.iter().zip(used) {
+            gauge.set(i64::try_from(used).unwrap_or(i64::MAX));
+        }
+    }
+
+    /// The quota of a namespace, if it has one.
+    pub fn of(&self, namespace: NamespaceDigest) -> Option<Level> {
+        let at = quotas::of(&self.quotas, namespace)?;
+        let quota = &self.quotas[at];
+        let used_bytes = self.used[at].get();
+        Some(Level { name: quota.whose.to_string(), bytes: quota.size.as_bytes(), used_bytes })
+    }
+}

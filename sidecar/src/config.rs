@@ -1,5 +1,6 @@
 //! What the user asked for: command line over file over defaults. The only module that reads the environment.
 
+mod admission;
 mod memory;
 pub mod quotas;
 mod values;
@@ -11,6 +12,7 @@ use clap::Args;
 use serde::Deserialize;
 use thiserror::Error;
 
+pub use self::admission::Admission;
 use self::quotas::Quota;
 pub use self::values::{Level, Size, Time, UseGpu};
 
@@ -51,6 +53,10 @@ pub struct Options {
     /// quota names; may be given several times
     #[arg(long, value_name = "NAMESPACE=SIZE")]
     pub quota: Option<Vec<Quota>>,
+    /// Which blocks a full pool takes in: all, or tinylfu, those that are asked for more often than what they would replace
+    /// [default: all]
+    #[arg(long, value_name = "all|tinylfu")]
+    pub dram_admission: Option<Admission>,
     /// Group, by name or number, whose members may connect beside this user and root
     #[arg(long, value_name = "GROUP")]
     pub socket_group: Option<String>,
@@ -83,6 +89,8 @@ pub struct Config {
     pub hugepages: bool,
     /// What namespaces may take.
     pub quotas: Vec<Quota>,
+    /// What a full pool takes in.
+    pub dram_admission: Admission,
     /// Group that may connect.
     pub socket_group: Option<String>,
     /// Life of an unused lease.
@@ -168,6 +176,7 @@ impl Options {
             pool_path: self.pool_path.or(other.pool_path),
             hugepages: self.hugepages.or(other.hugepages),
             quota: self.quota.or(other.quota),
+            dram_admission: self.dram_admission.or(other.dram_admission),
             socket_group: self.socket_group.or(other.socket_group),
             lease_ttl: self.lease_ttl.or(other.lease_ttl),
             copy_threads: self.copy_threads.or(other.copy_threads),
@@ -196,6 +205,7 @@ impl Options {
             pool_path: self.pool_path,
             hugepages: self.hugepages.unwrap_or(false),
             quotas: self.quota.unwrap_or_default(),
+            dram_admission: self.dram_admission.unwrap_or_default(),
             socket_group: self.socket_group,
             lease_ttl,
             copy_threads,
@@ -249,15 +259,16 @@ mod tests {
     }
 
     #[test]
-    fn quotas_and_huge_pages_are_keys_of_the_file_too() {
-        let text = "dram = \"4MiB\"\nsocket = \"/a\"\nhugepages = true\nquota = [\"others=1MiB\", \"0123abcd=2MiB\"]";
+    fn what_the_pool_takes_in_is_said_in_the_file_too() {
+        let text = "dram = \"4MiB\"\nsocket = \"/a\"\nhugepages = true\ndram-admission = \"tinylfu\"\nquota = [\"others=1MiB\", \"0123abcd=2MiB\"]";
         let file = parse(text).unwrap();
         let config = file.clone().complete().unwrap();
-        assert!(config.hugepages);
+        assert!(config.hugepages && config.dram_admission == Admission::TinyLfu);
         assert_eq!(config.quotas[1], "0123ABCD=2MiB".parse().unwrap());
         let flags = Options { hugepages: Some(false), quota: Some(Vec::new()), ..Options::default() };
         let config = flags.or(file).complete().unwrap();
         assert!(!config.hugepages && config.quotas.is_empty());
+        assert!(parse("dram-admission = \"lru\"").unwrap_err().to_string().contains("all, tinylfu"));
         assert!(parse("quota = [\"1GiB\"]").unwrap_err().to_string().contains("others=5GiB"));
     }
 

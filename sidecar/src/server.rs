@@ -19,7 +19,7 @@ use tiers::pool::{self, Pool};
 
 use crate::admin::{self, Pages, Ready};
 use crate::catalog;
-use crate::config::Config;
+use crate::config::{Admission, Config};
 use crate::copiers::Copiers;
 use crate::engine::Core;
 use crate::greeter::Greeter;
@@ -240,6 +240,9 @@ fn open_tier(config: &Config, segment_bytes: u64, epoch: u64) -> Result<(Dram, A
     let lease_ttl_ms = config.lease_ttl.as_millis();
     let tier = dram::Config { pool_bytes: bytes, segment_bytes, lease_ttl_ms };
     let mut dram = Dram::unopened(tier, dram::HOLD_MS)?;
+    if config.dram_admission == Admission::TinyLfu {
+        dram.filter_admission();
+    }
     let (path, hugepages) = (config.pool_path.clone(), config.hugepages);
     let pool = Pool::create(&pool::Config { bytes, segment_bytes, path, hugepages, epoch })?;
     dram.raise_generation(pool.first_generation());

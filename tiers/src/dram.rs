@@ -3,6 +3,7 @@
 //! The caller carries decisions out on the pool's memory, in this order after every [`Dram::begin_fill`]: mark the slots
 //! of [`Dram::drain_evicted`] free, write the segment headers of [`Dram::drain_assigned`], then fill the slot.
 
+mod admission;
 mod adoption;
 mod quotas;
 
@@ -21,6 +22,7 @@ use crate::lease::Leases;
 pub use crate::lease::{LeaseId, WORKERS_MAX};
 use crate::policy::{self, Among, Ghost};
 pub use crate::quota::QuotaId;
+use crate::sketch::Sketch;
 use crate::slab::{Place, Slab, State};
 
 /// Keys looked up side by side, so that their cache misses overlap: more than the misses a core keeps in flight, few
@@ -88,6 +90,8 @@ pub struct Dram {
     slab: Slab,
     index: Index,
     ghost: Ghost,
+    /// Whom the admission filter asks; none without it.
+    sketch: Option<Sketch>,
     leases: Leases,
     generation: u64,
     hold: Hold,
@@ -136,6 +140,7 @@ impl Dram {
             slab: Slab::new(config.segment_bytes, count as usize),
             index: Index::new(),
             ghost: Ghost::default(),
+            sketch: None,
             leases: Leases::new(config.lease_ttl_ms),
             generation: 1,
             hold: Hold::new(hold_ms),
@@ -172,7 +177,7 @@ impl Dram {
     pub fn probe(&mut self, namespace: u32, group: u32, hashes: &[BlockHash]) -> usize {
         let mut hits = 0;
         self.leading_hits(namespace, group, hashes, |dram, id| {
-            policy::touch(&mut dram.slab.entries.get_mut(id).accesses);
+            dram.touch(id);
             hits += 1;
             true
         });
@@ -186,7 +191,7 @@ impl Dram {
             let ids = self.find_batch(namespace, group, batch);
             for id in &ids[..batch.len()] {
                 if *id != NO_ENTRY {
-                    policy::touch(&mut self.slab.entries.get_mut(*id).accesses);
+                    self.touch(*id);
                 }
                 found.push(*id != NO_ENTRY);
             }
@@ -401,7 +406,7 @@ impl Dram {
         let entry = self.slab.entries.get_mut(id);
         let Some(pins) = entry.pins.checked_add(1) else { return false };
         entry.pins = pins;
-        policy::touch(&mut entry.accesses);
+        self.touch(id);
         if pins == 1 {
             self.slab.segments[self.slab.entries.segment(id)].held += 1;
             self.stats.bytes_leased += self.slab.block_bytes(id);
@@ -438,13 +443,9 @@ impl Dram {
     ) -> Result<SlotRef, FillError> {
         let print = Print::new(key.namespace, key.group, &key.hash);
         if let Some(id) = self.index.find(print, |id| self.slab.entries.get(id).key == key) {
-            let entry = self.slab.entries.get_mut(id);
-            policy::touch(&mut entry.accesses);
-            return Err(if entry.state == State::Committed {
-                FillError::Present
-            } else {
-                FillError::Filling
-            });
+            self.touch(id);
+            let committed = self.slab.entries.get(id).state == State::Committed;
+            return Err(if committed { FillError::Present } else { FillError::Filling });
         }
         let geometry =
             Geometry::new(self.config.segment_bytes, block_bytes).map_err(|error| match error {
@@ -452,10 +453,10 @@ impl Dram {
                 _ => FillError::TooLarge { max: pool::block_bytes_max(self.config.segment_bytes) },
             })?;
         let class = self.slab.class(geometry).ok_or(FillError::NoSpace)?;
-        if let Some(quota) = quota {
-            self.make_room(quota, block_bytes).ok_or(FillError::NoSpace)?;
-        }
-        let id = self.vacate(class).ok_or(FillError::NoSpace)?;
+        let room = quota.map_or(Ok(()), |quota| self.make_room(quota, block_bytes, print));
+        let vacated = room.and_then(|()| self.vacate(class, print));
+        self.count(print);
+        let id = vacated?;
         self.slab.move_to(id, Place::Detached);
         self.charge(id, quota);
         Ok(self.start(id, key, print))
@@ -477,20 +478,20 @@ impl Dram {
 
     /// A free entry of `class`: a free slot, else of a free segment, else an evicted block's, else of a segment of
     /// another class.
-    fn vacate(&mut self, class: usize) -> Option<u32> {
+    fn vacate(&mut self, class: usize, print: Print) -> Result<u32, FillError> {
         if let Some(id) = self.slab.classes[class].free.tail() {
-            return Some(id);
+            return Ok(id);
         }
         if let Some(segment) = self.slab.assign_fresh(class) {
             self.note_assigned(segment, class);
         } else if self.hold.lasts() {
-            return None;
+            return Err(FillError::NoSpace);
         } else if let Some(verdict) = policy::next(&mut self.slab, Among::Class(class)) {
-            self.evict(verdict.entry, verdict.remember);
+            self.replace(verdict, print)?;
         } else {
-            self.steal(class)?;
+            self.steal(class).ok_or(FillError::NoSpace)?;
         }
-        self.slab.classes[class].free.tail()
+        self.slab.classes[class].free.tail().ok_or(FillError::NoSpace)
     }
 
     fn steal(&mut self, class: usize) -> Option<()> {
@@ -507,6 +508,11 @@ impl Dram {
     fn note_assigned(&mut self, segment: usize, class: usize) {
         let block_bytes = self.slab.classes[class].geometry.block_bytes;
         self.assigned.push(Assigned { segment: segment as u64, block_bytes });
+    }
+
+    fn print(&self, id: u32) -> Print {
+        let key = &self.slab.entries.get(id).key;
+        Print::new(key.namespace, key.group, &key.hash)
     }
 
     /// Frees the slot of a committed block that no lease holds.
@@ -531,7 +537,7 @@ impl Dram {
     fn vacated(&mut self, id: u32, bytes: u64) -> Print {
         let entry = self.slab.entries.get_mut(id);
         entry.state = State::Free;
-        let print = Print::new(entry.key.namespace, entry.key.group, &entry.key.hash);
+        let print = self.print(id);
         assert!(self.index.remove(print, id), "a used slot is in the index");
         self.slab.move_to(id, Place::Free);
         self.discharge(id);
@@ -545,9 +551,8 @@ impl Dram {
         let Some(id) = self.end_fill(slot) else { return false };
         let entry = self.slab.entries.get_mut(id);
         entry.state = State::Committed;
-        let print = Print::new(entry.key.namespace, entry.key.group, &entry.key.hash);
         self.stats.blocks += 1;
-        let remembered = self.ghost.recall(print);
+        let remembered = self.ghost.recall(self.print(id));
         policy::admit(&mut self.slab, id, remembered);
         true
     }

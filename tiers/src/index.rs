@@ -71,6 +71,12 @@ impl Print {
         Self(fold(left ^ right.rotate_left(32), place ^ MIX[4]))
     }
 
+    /// All of it.
+    #[inline]
+    pub(crate) fn bits(self) -> u64 {
+        self.0
+    }
+
     #[inline]
     fn shard(self) -> usize {
         (self.0 >> SHARD_SHIFT) as usize

@@ -18,6 +18,7 @@ pub mod opener;
 mod policy;
 pub mod pool;
 mod quota;
+mod sketch;
 mod slab;
 
 pub use error::{Error, FillError, LeaseError};

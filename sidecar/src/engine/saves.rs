@@ -95,7 +95,9 @@ impl Core {
                 save.blocks.push(SaveBlock { index, block, hash, slot, cancelled: false });
             }
             Err(FillError::Present | FillError::Filling) => save.end.present += 1,
-            Err(FillError::NoSpace | FillError::TooLarge { .. } | FillError::Empty) => save.end.dropped += 1,
+            Err(
+                FillError::NoSpace | FillError::NotAdmitted | FillError::TooLarge { .. } | FillError::Empty,
+            ) => save.end.dropped += 1,
         }
     }
 

@@ -3,7 +3,8 @@
 //! Which namespaces count to a quota is the caller's to say, with every block. A quota is a limit and no reservation: below it
 //! a block takes its room from whoever the policy names.
 
-use super::{Dram, QuotaId};
+use super::{Dram, FillError, QuotaId};
+use crate::index::Print;
 use crate::policy::{self, Among};
 
 /// Blocks that one filling evicts at most for its quota: one, unless block sizes differ or an earlier life had a larger quota.
@@ -33,20 +34,27 @@ impl Dram {
         QuotaStats { bytes_max: quota.bytes_max, bytes_used: quota.bytes_used }
     }
 
-    /// Evicts of a quota's blocks until there is room in it for another; `None` where there cannot be now.
-    pub(super) fn make_room(&mut self, quota: QuotaId, block_bytes: u64) -> Option<()> {
-        let bytes_before_max = self.quota(quota).bytes_max.checked_sub(block_bytes)?;
+    /// Evicts of a quota's blocks until there is room in it for another.
+    pub(super) fn make_room(
+        &mut self,
+        quota: QuotaId,
+        block_bytes: u64,
+        print: Print,
+    ) -> Result<(), FillError> {
+        let QuotaStats { bytes_max, .. } = self.quota(quota);
+        let bytes_before_max = bytes_max.checked_sub(block_bytes).ok_or(FillError::NoSpace)?;
         for _ in 0..EVICTIONS_MAX {
             if self.quota(quota).bytes_used <= bytes_before_max {
-                return Some(());
+                return Ok(());
             }
             if self.hold.lasts() {
-                return None;
+                return Err(FillError::NoSpace);
             }
-            let verdict = policy::next(&mut self.slab, Among::Quota(quota))?;
-            self.evict(verdict.entry, verdict.remember);
+            let verdict = policy::next(&mut self.slab, Among::Quota(quota)).ok_or(FillError::NoSpace)?;
+            self.replace(verdict, print)?;
         }
-        (self.quota(quota).bytes_used <= bytes_before_max).then_some(())
+        let made = self.quota(quota).bytes_used <= bytes_before_max;
+        if made { Ok(()) } else { Err(FillError::NoSpace) }
     }
 
     /// Counts the block that an entry gets.

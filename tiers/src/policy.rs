@@ -1,6 +1,6 @@
 //! Which block goes: S3-FIFO, per block size, or among the blocks of one quota.
 //!
-//! A new block enters the small queue, a tenth of its class; one that was asked for twice by the time it reaches the
+//! A new block enters the small queue, three tenths of its class; one that was asked for by the time it reaches the
 //! tail moves to the main queue, any other is evicted and remembered in the ghost. A block that comes back while the
 //! ghost remembers it enters the main queue. There, a block at the tail goes round again once for every access, up
 //! to three. A leased block that reaches a tail leaves the queues until its last lease ends: it is never evicted, and
@@ -12,10 +12,12 @@ use crate::slab::{Place, Slab};
 
 /// Accesses that are counted, as in the S3-FIFO paper.
 const ACCESSES_MAX: u8 = 3;
-/// Accesses that bring a block from the small queue to the main one.
-const PROMOTED_FROM: u8 = 2;
-/// The small queue's part of a class: 1 of 10.
-const SMALL_PART: u64 = 10;
+/// Accesses that bring a block from the small queue to the main one. Beside a GPU's own cache, one is a conversation that
+/// goes on.
+const PROMOTED_FROM: u8 = 1;
+/// The small queue's part: 3 of 10. In a tenth, as the paper has it, a conversation's blocks do not last until its next turn;
+/// see `policy` in benches/README.md.
+const SMALL_PART: (u64, u64) = (3, 10);
 /// Blocks looked at before the next unleased one goes, whatever its accesses. Bounds one eviction to some 20 us; where
 /// every block of a class is hot, one in so many goes too early.
 pub(crate) const SCANS_MAX: u32 = 256;
@@ -58,7 +60,7 @@ impl Ghost {
     /// much later, what was remembered is forgotten.
     fn fit(&mut self, slots: u64) {
         if self.slots < slots / 2 || self.slots > slots.saturating_mul(2) || self.sets.is_empty() {
-            let sets = (slots - slots / SMALL_PART).div_ceil(GHOST_WAYS as u64).max(1);
+            let sets = (slots - small_part(slots)).div_ceil(GHOST_WAYS as u64).max(1);
             self.sets = vec![GhostSet::default(); sets as usize].into_boxed_slice();
             self.slots = slots;
         }
@@ -99,6 +101,10 @@ fn fingerprint(print: Print) -> u32 {
 
 // === S3-FIFO ===
 
+fn small_part(slots: u64) -> u64 {
+    slots * SMALL_PART.0 / SMALL_PART.1
+}
+
 /// Counts an access.
 #[inline]
 pub(crate) fn touch(accesses: &mut u8) {
@@ -123,7 +129,7 @@ pub(crate) fn next(slab: &mut Slab, among: Among) -> Option<Verdict> {
     let mut scans = 0;
     loop {
         let (queues, slots) = slab.queues(among);
-        let small_max = (slots / SMALL_PART).max(1);
+        let small_max = small_part(slots).max(1);
         let small = u64::from(queues.small.len()) >= small_max || queues.main.len() == 0;
         let entry = if small { queues.small.tail() } else { queues.main.tail() };
         // The main queue is empty whenever the small one was looked at and found empty.
@@ -164,7 +170,7 @@ mod tests {
             ghost.remember(print(number), 1000);
         }
         let recalled: Vec<u64> = (0..10_000).filter(|number| ghost.recall(print(*number))).collect();
-        assert!((800..=912).contains(&recalled.len()), "{}", recalled.len());
+        assert!((600..=704).contains(&recalled.len()), "{}", recalled.len());
         assert!(recalled.iter().all(|number| *number > 6_000), "the youngest are remembered");
         assert!(!recalled.iter().any(|number| ghost.recall(print(*number))));
     }

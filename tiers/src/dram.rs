@@ -540,7 +540,7 @@ impl Dram {
         let print = self.print(id);
         assert!(self.index.remove(print, id), "a used slot is in the index");
         self.slab.move_to(id, Place::Free);
-        self.discharge(id);
+        self.discharge(id, bytes);
         self.slab.segments[self.slab.entries.segment(id)].used -= 1;
         self.stats.bytes_used -= bytes;
         print

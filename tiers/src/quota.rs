@@ -26,6 +26,8 @@ pub(crate) struct Member {
     link: Link,
 }
 
+const _: () = assert!(size_of::<Member>() == 12);
+
 /// All quotas and their members.
 #[derive(Debug)]
 pub(crate) struct Quotas {

@@ -20,9 +20,15 @@ impl Dram {
         let entry = self.slab.entries.get_mut(id);
         policy::touch(&mut entry.accesses);
         if self.sketch.is_some() {
-            let print = self.print(id);
-            self.count(print);
+            self.count_entry(id);
         }
+    }
+
+    // Apart, so that a look-up without a filter stays short.
+    #[cold]
+    fn count_entry(&mut self, id: u32) {
+        let print = self.print(id);
+        self.count(print);
     }
 
     /// Counts that a key was asked for.

@@ -59,15 +59,14 @@ impl Dram {
 
     /// Counts the block that an entry gets.
     pub(super) fn charge(&mut self, id: u32, quota: Option<QuotaId>) {
+        let Some(quota) = quota else { return };
         let bytes = self.slab.block_bytes(id);
-        if let (Some(quotas), Some(quota)) = (&mut self.slab.quotas, quota) {
-            quotas.charge(id, quota, bytes);
-        }
+        let quotas = self.slab.quotas.as_mut().expect("an id was given out with a quota");
+        quotas.charge(id, quota, bytes);
     }
 
     /// Counts the block that an entry had no more.
-    pub(super) fn discharge(&mut self, id: u32) {
-        let bytes = self.slab.block_bytes(id);
+    pub(super) fn discharge(&mut self, id: u32, bytes: u64) {
         if let Some(quotas) = &mut self.slab.quotas {
             quotas.discharge(id, bytes);
         }

@@ -37,7 +37,7 @@ fn reserve(pool: &Weak<Pool>) {
     while let Some(pool) = pool.upgrade().filter(|pool| pool.reserving()) {
         if let Err(error) = pool.reserve_some() {
             let (reserved, wanted) = (pool.reserved_bytes(), pool.len());
-            tracing::error!(%error, reserved, wanted, "the pool stays smaller: enlarge its mount, or lower --dram");
+            tracing::error!(%error, reserved, wanted, "the pool stays smaller: enlarge its mount or its container's limit, or lower --dram");
         }
     }
 }

@@ -103,7 +103,9 @@ fn a_pool_of_huge_pages() {
     assert!(refused.contains("hugetlbfs mount or none") && !path.0.exists(), "{refused}");
 
     let Some(_reserved) = Reserved::new() else { return };
-    drop(check_pool(None));
+    let pool = check_pool(None);
+    check_sealed(&pool);
+    drop(pool);
 
     let Some(mount) = Mount::new("") else { return };
     let file = mount.0.join("pool");

@@ -82,6 +82,14 @@ pub enum Error {
         /// What is wrong with it, and the remedy.
         problem: String,
     },
+    /// A device of the SSD tier that cannot be used.
+    #[error("--ssd {path} {problem}")]
+    Device {
+        /// The device, as it was given.
+        path: PathBuf,
+        /// What is wrong with it, and the remedy.
+        problem: String,
+    },
     /// The kernel refused.
     #[error("cannot {doing} for the DRAM pool: {source}")]
     Os {

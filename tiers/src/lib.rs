@@ -2,16 +2,18 @@
 //!
 //! Job: which block lies in which slot ([`dram`]: index, slab, eviction, leases) and the memory of those slots
 //! ([`pool`]). The two meet in the caller: [`dram::Dram`] decides, purely, and the caller carries its decisions out on
-//! a [`pool::Pool`]; what an earlier life left there it hears of by an [`opener::Opener`].
+//! a [`pool::Pool`]; what an earlier life left there it hears of by an [`opener::Opener`]. Below lies [`ssd`]: its
+//! [`ssd::Log`] decides as purely, and its [`ssd::Device`]s carry out, each on threads of its own.
 //!
-//! May depend on: shm-protocol, rustix. Never: copies a block's bytes, reads the clock or the environment, starts a
-//! thread, evicts a leased block.
+//! May depend on: shm-protocol, rustix, io-uring. Never: reads the environment, evicts a leased block. Outside
+//! [`ssd::Device`] never: copies a block's bytes, reads the clock, starts a thread.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod dram;
 mod error;
 mod index;
+mod io;
 mod lease;
 mod list;
 pub mod opener;
@@ -20,5 +22,10 @@ pub mod pool;
 mod quota;
 mod sketch;
 mod slab;
+pub mod ssd;
+
+/// The tests' rig is written against the crate's public face, and also serves tests inside.
+#[cfg(test)]
+extern crate self as tiers;
 
 pub use error::{Error, FillError, LeaseError};

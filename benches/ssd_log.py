@@ -1,0 +1,37 @@
+"""What the benchmarks of the SSD tier share: the Rust half, which drives a log of `tiers` without a sidecar."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def build() -> Path:
+    """The executable of tiers/benches/ssd.rs."""
+    command = ["cargo", "bench", "--quiet", "--package", "tiers", "--bench", "ssd", "--no-run", "--message-format=json"]
+    built = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    found = [json.loads(line).get("executable") for line in built.stdout.splitlines()]
+    return Path([path for path in found if path][-1])
+
+
+def run(executable: Path, log: Path, log_bytes: int, *loads: str) -> dict[str, float]:
+    """Opens a log, runs loads on it; the figures of all."""
+    command = [str(executable), str(log), str(log_bytes), *loads]
+    ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    figures: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+    return figures
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    """A folder on the disk that this checkout is on, removed at the end."""
+    where = ROOT / ".cache"
+    where.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-ssd-", dir=where) as path:
+        yield Path(path)

@@ -1,0 +1,127 @@
+//! Memory that direct I/O reads and writes: page-aligned buffers of our own, and blocks in the DRAM pool.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::mm::{MapFlags, ProtFlags};
+use shm_protocol::region::Region;
+
+/// What a buffer of our own is aligned to: a page, the most that direct I/O asks for.
+pub(crate) const BUFFER_ALIGN: u64 = 4096;
+
+/// Zeroed memory of our own, page-aligned.
+#[derive(Debug)]
+pub(crate) struct Buffer {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+/// The pool, whose blocks a job's offsets name.
+///
+/// A slot that a job names is the job's until it has ended: nobody writes a slot that is written to a device, nobody
+/// reads or writes one that is read into. That is [`super::super::ssd::Work`]'s contract with who posts jobs, and it is
+/// what makes the slices below sound. Engines map the pool for reading alone.
+#[derive(Clone, Debug)]
+pub(crate) struct Blocks(Arc<Region>);
+
+// SAFETY: the mapping belongs to the value alone and has no thread affinity.
+unsafe impl Send for Buffer {}
+
+// === impl Buffer ===
+
+impl Buffer {
+    /// Maps at least `len` bytes.
+    pub(crate) fn new(len: usize) -> Result<Self, rustix::io::Errno> {
+        let len = len.max(1).next_multiple_of(BUFFER_ALIGN as usize);
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: the address is the kernel's to choose, so no existing mapping is replaced.
+        let address =
+            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, prot, MapFlags::PRIVATE) }?;
+        let base = NonNull::new(address.cast()).expect("mmap never returns null for a chosen address");
+        Ok(Self { base, len })
+    }
+
+    /// Bytes mapped.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: `len` initialised bytes are mapped for the life of `self`, and whoever hands a buffer to the kernel
+        // hands over the value itself.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) }
+    }
+
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `bytes`, and `&mut self` makes this the only slice.
+        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.len) }
+    }
+
+    /// Where `len` bytes at `offset` begin, for the kernel; `None` where they do not lie in it.
+    pub(crate) fn address(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
+        if offset.checked_add(len)? > self.len {
+            return None;
+        }
+        // SAFETY: `offset <= len` of the mapping by the check above.
+        Some(unsafe { self.base.add(offset) })
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: the range was mapped by `new`, and the borrow rules leave no slice of it alive.
+        let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
+        debug_assert!(unmapped.is_ok(), "munmap of an own mapping");
+    }
+}
+
+// === impl Blocks ===
+
+impl Blocks {
+    pub(crate) fn new(region: Arc<Region>) -> Self {
+        Self(region)
+    }
+
+    /// Bytes of the pool.
+    pub(crate) fn len(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    /// Where `len` bytes at `offset` begin, for the kernel; `None` where they do not lie in the pool.
+    pub(crate) fn address(&self, offset: u64, len: usize) -> Option<NonNull<u8>> {
+        self.0.bytes_at(usize::try_from(offset).ok()?, len)
+    }
+
+    /// A block that is whole, or has just been read.
+    pub(crate) fn bytes(&self, offset: u64, len: usize) -> Option<&[u8]> {
+        let address = self.address(offset, len)?;
+        // SAFETY: the range lies in the mapping, whose memory is initialised (zero or written); by the contract of
+        // `Blocks` nobody writes it while the job that names it lasts, and the slice does not outlive that.
+        Some(unsafe { std::slice::from_raw_parts(address.as_ptr(), len) })
+    }
+
+    /// Fills a part of a block that is being read. False where it does not lie in the pool.
+    pub(crate) fn fill(&self, offset: u64, bytes: &[u8]) -> bool {
+        let Some(address) = self.address(offset, bytes.len()) else { return false };
+        // SAFETY: the range lies in the mapping and is the job's own by the contract of `Blocks`; `bytes` is memory of
+        // this process's own, so that the two do not overlap.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address.as_ptr(), bytes.len()) };
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_is_aligned_zeroed_and_whole_pages() {
+        let mut buffer = Buffer::new(5000).unwrap();
+        assert_eq!(buffer.len(), 8192);
+        assert_eq!(buffer.address(0, 8192).unwrap().as_ptr() as u64 % BUFFER_ALIGN, 0);
+        assert_eq!(buffer.address(4096, 4097), None);
+        assert!(buffer.bytes().iter().all(|byte| *byte == 0));
+        buffer.bytes_mut()[8191] = 7;
+        assert_eq!(buffer.bytes()[8191], 7);
+    }
+}

@@ -1,0 +1,308 @@
+//! A ring of transfers between one file and memory. What is in flight owns its memory: a transfer is handed over by
+//! value and comes back with the kernel's answer.
+
+use std::io;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use io_uring::{IoUring, opcode, squeue, types};
+use rustix::io::Errno;
+use shm_protocol::pool;
+
+use super::buf::{Blocks, Buffer};
+
+/// Transfers in flight at most: two for each job that a device takes on at a time.
+pub(crate) const TRANSFERS_MAX: usize = 256;
+/// Bytes of the pool that are registered at a time: the most that one registered buffer has, and no block lies in two,
+/// as segments divide it.
+const CHUNK_BYTES: u64 = 1 << 30;
+/// The most chunks that a ring registers (IORING_MAX_REG_BUFFERS); the largest pool has fewer.
+const CHUNKS_MAX: u64 = 1 << 14;
+const _: () = assert!(pool::POOL_BYTES_MAX / CHUNK_BYTES < CHUNKS_MAX);
+/// Names no transfer: the wake-up.
+const WAKE: u64 = u64::MAX;
+
+/// Which way bytes go.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Direction {
+    Read,
+    Write,
+}
+
+/// The memory of a transfer.
+#[derive(Debug)]
+pub(crate) enum Memory {
+    /// A buffer, from its start.
+    Own(Buffer),
+    /// The pool, from this offset.
+    Pool(u64),
+}
+
+/// Bytes that move between the file and memory.
+#[derive(Debug)]
+pub(crate) struct Transfer {
+    /// What the caller knows it by.
+    pub(crate) token: u64,
+    pub(crate) direction: Direction,
+    /// Where in the file.
+    pub(crate) at: u64,
+    pub(crate) memory: Memory,
+    /// Bytes in all.
+    pub(crate) len: u32,
+    /// Bytes of them that earlier rounds moved.
+    pub(crate) moved: u32,
+}
+
+/// Decides in tests what the kernel is taken to have answered.
+#[cfg(test)]
+pub(crate) type Inject = Box<dyn FnMut(&Transfer, i32) -> i32 + Send>;
+
+/// A chunk of the pool.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+enum Chunk {
+    Untried,
+    Registered,
+    Refused,
+}
+
+/// The ring of one file.
+pub(crate) struct Ring {
+    /// Dropped by hand: not while the kernel may still write what is in flight.
+    uring: ManuallyDrop<IoUring>,
+    flights: ManuallyDrop<Vec<Option<Transfer>>>,
+    vacant: Vec<usize>,
+    blocks: ManuallyDrop<Blocks>,
+    /// Empty where the kernel registers no buffers.
+    chunks: Vec<Chunk>,
+    note: Option<String>,
+    file: ManuallyDrop<OwnedFd>,
+    file_registered: bool,
+    wake: ManuallyDrop<Arc<OwnedFd>>,
+    #[cfg(test)]
+    pub(crate) inject: Option<Inject>,
+}
+
+// === impl Ring ===
+
+/// The newest kind of ring that the kernel has: one thread, completions taken when it asks.
+fn build() -> io::Result<IoUring> {
+    let entries = TRANSFERS_MAX as u32 + 1;
+    let mut builder = IoUring::builder();
+    builder.dontfork().setup_clamp();
+    let newest =
+        builder.clone().setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag().build(entries);
+    newest.or_else(|_| builder.build(entries))
+}
+
+/// Whether this process may have a ring at all.
+pub(crate) fn probe() -> io::Result<()> {
+    IoUring::new(1).map(drop)
+}
+
+impl Ring {
+    /// A ring for `file`, used by the calling thread alone. A write to the eventfd `wake` ends a wait.
+    pub(crate) fn new(file: OwnedFd, wake: Arc<OwnedFd>, blocks: Blocks) -> io::Result<Self> {
+        let uring = build()?;
+        let submitter = uring.submitter();
+        let file_registered = submitter.register_files(&[file.as_raw_fd()]).is_ok();
+        let count = blocks.len().div_ceil(CHUNK_BYTES) as u32;
+        let (chunks, note) = match submitter.register_buffers_sparse(count) {
+            Ok(()) => (vec![Chunk::Untried; count as usize], None),
+            Err(error) => (Vec::new(), Some(not_registered(&error))),
+        };
+        let mut ring = Self {
+            uring: ManuallyDrop::new(uring),
+            flights: ManuallyDrop::new((0..TRANSFERS_MAX).map(|_| None).collect()),
+            vacant: (0..TRANSFERS_MAX).rev().collect(),
+            blocks: ManuallyDrop::new(blocks),
+            chunks,
+            note,
+            file: ManuallyDrop::new(file),
+            file_registered,
+            wake: ManuallyDrop::new(wake),
+            #[cfg(test)]
+            inject: None,
+        };
+        ring.watch_wake();
+        Ok(ring)
+    }
+
+    /// Transfers that the kernel has.
+    pub(crate) fn in_flight(&self) -> usize {
+        TRANSFERS_MAX - self.vacant.len()
+    }
+
+    /// What an operator should know, once.
+    pub(crate) fn take_note(&mut self) -> Option<String> {
+        self.note.take()
+    }
+
+    /// Hands a transfer over; back where the ring is full. It reaches the kernel with the next [`Ring::flush`].
+    pub(crate) fn push(&mut self, transfer: Transfer) -> Result<(), Transfer> {
+        let Some(at) = self.vacant.pop() else { return Err(transfer) };
+        let entry = match self.entry(&transfer) {
+            Some(entry) => entry.user_data(at as u64),
+            None => unreachable!("places in the pool are checked when a job is taken on"),
+        };
+        self.flights[at] = Some(transfer);
+        self.push_entry(&entry);
+        Ok(())
+    }
+
+    fn push_entry(&mut self, entry: &squeue::Entry) {
+        // SAFETY: the addresses in the entry lie in a transfer of `flights`, which is freed no earlier than its
+        // completion arrives, or in the pool, whose mapping lives as long as the ring; both are leaked where that
+        // cannot be waited for. The poll entry has no address.
+        let pushed = unsafe { self.uring.submission().push(entry) };
+        pushed.expect("the queue has an entry for every transfer and the wake-up");
+    }
+
+    fn entry(&mut self, transfer: &Transfer) -> Option<squeue::Entry> {
+        let skip = transfer.moved as usize;
+        let len = transfer.len - transfer.moved;
+        let (address, fixed) = match &transfer.memory {
+            Memory::Own(buffer) => (buffer.address(skip, len as usize)?.as_ptr(), None),
+            Memory::Pool(offset) => {
+                let offset = offset + u64::from(transfer.moved);
+                (self.blocks.address(offset, len as usize)?.as_ptr(), self.chunk(offset, len))
+            }
+        };
+        let at = transfer.at + u64::from(transfer.moved);
+        // A registered file goes by its number, and a flag that says so.
+        let file = types::Fd(if self.file_registered { 0 } else { self.file.as_raw_fd() });
+        let entry = match (transfer.direction, fixed) {
+            (Direction::Read, None) => opcode::Read::new(file, address, len).offset(at).build(),
+            (Direction::Write, None) => opcode::Write::new(file, address, len).offset(at).build(),
+            (Direction::Read, Some(chunk)) => {
+                opcode::ReadFixed::new(file, address, len, chunk).offset(at).build()
+            }
+            (Direction::Write, Some(chunk)) => {
+                opcode::WriteFixed::new(file, address, len, chunk).offset(at).build()
+            }
+        };
+        let entry = if self.file_registered { entry.flags(squeue::Flags::FIXED_FILE) } else { entry };
+        Some(entry)
+    }
+
+    /// The registered chunk that holds a range of the pool, registering it now if it is the first of it to be used.
+    fn chunk(&mut self, offset: u64, len: u32) -> Option<u16> {
+        let number = offset.checked_sub(pool::SEGMENT_ALIGN)? / CHUNK_BYTES;
+        let begin = pool::SEGMENT_ALIGN + number * CHUNK_BYTES;
+        let bytes = CHUNK_BYTES.min(self.blocks.len() - begin);
+        if offset + u64::from(len) > begin + bytes {
+            return None;
+        }
+        if *self.chunks.get(number as usize)? == Chunk::Untried {
+            self.register(number as u32, begin, bytes as usize);
+        }
+        (self.chunks[number as usize] == Chunk::Registered).then_some(number as u16)
+    }
+
+    fn register(&mut self, number: u32, begin: u64, bytes: usize) {
+        let address = self.blocks.address(begin, bytes).expect("a chunk lies in the pool");
+        let chunk = libc::iovec { iov_base: address.as_ptr().cast(), iov_len: bytes };
+        // SAFETY: the range lies in the pool's mapping, which lives as long as the ring.
+        let registered = unsafe { self.uring.submitter().register_buffers_update(number, &[chunk], None) };
+        match registered {
+            Ok(()) => self.chunks[number as usize] = Chunk::Registered,
+            Err(error) => {
+                // Where the limit is reached it stays so: the rest of the pool is not tried.
+                self.note = Some(not_registered(&error));
+                let untried = self.chunks.iter_mut().filter(|chunk| **chunk == Chunk::Untried);
+                untried.for_each(|chunk| *chunk = Chunk::Refused);
+            }
+        }
+    }
+
+    fn watch_wake(&mut self) {
+        let poll = opcode::PollAdd::new(types::Fd(self.wake.as_raw_fd()), libc::POLLIN as u32);
+        self.push_entry(&poll.build().user_data(WAKE));
+    }
+
+    /// Gives the kernel what was pushed, and takes what has come back.
+    pub(crate) fn flush(&mut self) -> io::Result<()> {
+        let queue = self.uring.submission();
+        let idle = queue.is_empty() && !queue.taskrun() && !queue.cq_overflow();
+        drop(queue);
+        if idle { Ok(()) } else { entered(self.uring.submit()) }
+    }
+
+    /// As [`Ring::flush`], and waits until something has come back, the eventfd was written, or `limit` has passed.
+    pub(crate) fn wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
+        let submitter = self.uring.submitter();
+        entered(match limit {
+            None => submitter.submit_and_wait(1),
+            Some(limit) => {
+                let time = types::Timespec::from(limit);
+                submitter.submit_with_args(1, &types::SubmitArgs::new().timespec(&time))
+            }
+        })
+    }
+
+    /// The next transfer that came back, with the bytes moved in this round.
+    pub(crate) fn reap(&mut self) -> Option<(Transfer, Result<u32, Errno>)> {
+        loop {
+            let entry = self.uring.completion().next()?;
+            if entry.user_data() == WAKE {
+                // The count is not looked at; it is only empty where somebody else read it.
+                let _ = rustix::io::read(&**self.wake, &mut [0u8; 8]);
+                self.watch_wake();
+                continue;
+            }
+            let at = usize::try_from(entry.user_data()).expect("a number of ours");
+            let transfer = self.flights[at].take().expect("one completion for one transfer");
+            self.vacant.push(at);
+            let result = self.answer(&transfer, entry.result());
+            return Some((transfer, result));
+        }
+    }
+
+    #[cfg_attr(not(test), expect(clippy::unused_self, reason = "tests decide answers"))]
+    fn answer(&mut self, transfer: &Transfer, result: i32) -> Result<u32, Errno> {
+        #[cfg(test)]
+        let result = self.inject.as_mut().map_or(result, |inject| inject(transfer, result));
+        match u32::try_from(result) {
+            Ok(moved) if moved <= transfer.len - transfer.moved => Ok(moved),
+            // More than was asked for cannot be; it is nothing that can be trusted.
+            Ok(_) => Err(Errno::IO),
+            Err(_) => Err(Errno::from_raw_os_error(result.wrapping_neg())),
+        }
+    }
+}
+
+impl Drop for Ring {
+    /// Frees the memory only if the kernel has none of it.
+    fn drop(&mut self) {
+        if self.in_flight() > 0 {
+            return;
+        }
+        // SAFETY: dropped here and nowhere else, and not used afterwards.
+        unsafe { ManuallyDrop::drop(&mut self.uring) };
+        // SAFETY: as above.
+        unsafe { ManuallyDrop::drop(&mut self.flights) };
+        // SAFETY: as above.
+        unsafe { ManuallyDrop::drop(&mut self.blocks) };
+        // SAFETY: as above.
+        unsafe { ManuallyDrop::drop(&mut self.file) };
+        // SAFETY: as above.
+        unsafe { ManuallyDrop::drop(&mut self.wake) };
+    }
+}
+
+/// Entering the kernel failed for good, or only for this time.
+fn entered(result: io::Result<usize>) -> io::Result<()> {
+    match result.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO)) {
+        // Busy: completions must be taken first.
+        Ok(_) | Err(Errno::INTR | Errno::TIME | Errno::AGAIN | Errno::BUSY) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+fn not_registered(error: &io::Error) -> String {
+    format!(
+        "SSD transfers go without registered buffers ({error}), which costs some CPU time: raise the limit of locked \
+         memory (ulimit -l, LimitMEMLOCK) to the DRAM pool's size, or give CAP_IPC_LOCK"
+    )
+}

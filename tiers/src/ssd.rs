@@ -1,0 +1,279 @@
+//! The SSD tier: an append-only log of blocks on each device.
+//!
+//! [`Log`] decides, purely, on the caller's thread: which block lies where, what is reclaimed, what is refused. A
+//! [`Device`] carries out on a thread of its own, through io_uring. Between them go [`Job`]s down and [`Up`]s back, plain
+//! data. The layout on a device is the module `format`; what survives a kill or a power cut is read back by `recovery`.
+
+mod device;
+mod format;
+mod log;
+mod opened;
+mod recovery;
+
+use std::fmt;
+
+use rustix::io::Errno;
+use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
+use shm_protocol::pool::SlotRef;
+use thiserror::Error;
+
+pub use self::device::Device;
+pub use self::log::{Config, DeviceStats, Log, Refused, Stats};
+pub use self::opened::Opened;
+
+/// Names a job; unique within a [`Log`].
+#[derive(Copy, Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub struct Ticket(pub(crate) u64);
+
+/// Where something begins on a device.
+#[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
+pub struct Place {
+    /// Segment number.
+    pub segment: u32,
+    /// Units from the segment's begin.
+    pub unit: u32,
+}
+
+/// Sizes of one device, as they were found or chosen when it was opened.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Geometry {
+    /// Bytes of the smallest transfer: what direct I/O and the file system handle whole.
+    pub unit_bytes: u64,
+    /// Bytes of a segment.
+    pub segment_bytes: u64,
+    /// Segments.
+    pub segments: u32,
+    /// Sequences of this life begin here: above all that earlier lives gave out.
+    pub first_sequence: u64,
+}
+
+/// What a block says of itself on a device; compared at every read with what is asked for.
+#[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
+pub struct Label {
+    /// Digest of everything that makes bytes interchangeable.
+    pub namespace: NamespaceDigest,
+    /// Cache group.
+    pub group: u32,
+    /// The engine's hash of the block.
+    pub hash: BlockHash,
+    /// Bytes of the block.
+    pub bytes: u32,
+}
+
+/// Work for a device.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Job {
+    /// Number of the device, as in [`Config::devices`].
+    pub device: usize,
+    /// The name that [`Done`] answers with.
+    pub ticket: Ticket,
+    /// What to do.
+    pub work: Work,
+}
+
+/// What a device can do. Pool offsets name slots that stay the job's until its [`Done`].
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum Work {
+    /// Writes a segment's header; every earlier block in it is gone.
+    Begin {
+        /// The segment.
+        segment: u32,
+        /// Its new sequence.
+        sequence: u64,
+    },
+    /// Computes a block's checksum and writes it, header first, from the pool.
+    Write {
+        /// Where to.
+        place: Place,
+        /// The segment's sequence.
+        sequence: u64,
+        /// What the block is.
+        label: Label,
+        /// Where its bytes lie in the pool.
+        from: u64,
+    },
+    /// Reads a block into the pool and verifies its header and its checksum.
+    Read {
+        /// Where from.
+        place: Place,
+        /// The sequence it was written under.
+        sequence: u64,
+        /// What it must be.
+        label: Label,
+        /// Where its bytes go in the pool.
+        into: u64,
+    },
+    /// Verifies a block and writes it again elsewhere on the device.
+    Move {
+        /// Where it lies.
+        from: Place,
+        /// The sequence it was written under.
+        from_sequence: u64,
+        /// Where to.
+        to: Place,
+        /// The sequence of the segment there.
+        to_sequence: u64,
+        /// What it must be.
+        label: Label,
+    },
+    /// Writes a segment's footer: what was written in it since its `Begin`.
+    Seal {
+        /// The segment.
+        segment: u32,
+        /// Its sequence.
+        sequence: u64,
+    },
+    /// Finds out whether a device that failed works again: writes and reads a unit that holds nothing.
+    Check,
+}
+
+/// A job has ended: the slot it had is the caller's again.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Done {
+    /// The device.
+    pub device: usize,
+    /// The job.
+    pub ticket: Ticket,
+    /// Microseconds from when the device took it up.
+    pub micros: u64,
+    /// What came of it.
+    pub result: Result<(), Fault>,
+}
+
+/// Why a job failed. Each is a miss, and counted by its [`Fault::kind`].
+#[derive(Copy, Clone, Debug, Eq, Error, PartialEq)]
+pub enum Fault {
+    /// The kernel refused.
+    #[error("{0}")]
+    Io(#[from] Errno),
+    /// A transfer ended early.
+    #[error("{moved} of {wanted} bytes were transferred")]
+    Short {
+        /// Bytes transferred.
+        moved: u64,
+        /// Bytes wanted.
+        wanted: u64,
+    },
+    /// What lies there is not what was written.
+    #[error("the {0} does not match")]
+    Corrupt(&'static str),
+    /// The device was stopped before the job's turn.
+    #[error("the device was stopped")]
+    Stopped,
+}
+
+/// Faults as they are counted.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum FaultKind {
+    /// ENOSPC, EDQUOT or EFBIG: the file cannot hold what it was made for.
+    NoSpace,
+    /// EIO and its like: the device failed.
+    Io,
+    /// ENODEV, ENXIO: the device is gone.
+    Gone,
+    /// A transfer ended early.
+    Short,
+    /// Other bytes than were written.
+    Corrupt,
+    /// A job took longer than [`Config::late_ms`].
+    Late,
+    /// Any other errno.
+    Other,
+}
+
+/// What a device tells its caller.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Up {
+    /// A job has ended.
+    Done(Done),
+    /// Blocks that earlier lives left: for [`Log::recovered`].
+    Recovered(Recovered),
+    /// Something an operator should know.
+    Note(String),
+}
+
+/// A part of what earlier lives left on a device, newest first.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Recovered {
+    /// The device.
+    pub device: usize,
+    /// The segment, with its sequence.
+    pub segment: u32,
+    /// The sequence of its blocks.
+    pub sequence: u64,
+    /// Blocks, with the units they begin at.
+    pub blocks: Vec<(u32, Label)>,
+    /// Segments that were read so far.
+    pub segments_read: u32,
+    /// Whether this was all: from now on the device takes writes.
+    pub last: bool,
+}
+
+/// What a job's end means for the caller.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum Ended {
+    /// The slot's block was written, or not: unpin the slot.
+    Written {
+        /// The slot.
+        slot: SlotRef,
+        /// Whether the block is kept now.
+        ok: bool,
+    },
+    /// The slot holds the block, verified, or nothing of worth.
+    Read {
+        /// The job.
+        ticket: Ticket,
+        /// The block.
+        key: BlockKey,
+        /// The slot.
+        slot: SlotRef,
+        /// Whether the slot holds the block.
+        ok: bool,
+    },
+}
+
+// === impl Ticket ===
+
+impl fmt::Display for Ticket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+// === impl Fault ===
+
+impl Fault {
+    /// The kind it is counted under; `None` for one that says nothing of the device.
+    pub fn kind(&self) -> Option<FaultKind> {
+        Some(match self {
+            Self::Io(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => FaultKind::NoSpace,
+            Self::Io(Errno::NODEV | Errno::NXIO | Errno::SHUTDOWN) => FaultKind::Gone,
+            Self::Io(Errno::IO | Errno::NODATA | Errno::ILSEQ | Errno::TIMEDOUT) => FaultKind::Io,
+            Self::Io(_) => FaultKind::Other,
+            Self::Short { .. } => FaultKind::Short,
+            Self::Corrupt(_) => FaultKind::Corrupt,
+            Self::Stopped => return None,
+        })
+    }
+}
+
+// === impl FaultKind ===
+
+impl FaultKind {
+    /// Every kind, in the order of [`DeviceStats::faults`].
+    pub const ALL: [Self; 7] =
+        [Self::NoSpace, Self::Io, Self::Gone, Self::Short, Self::Corrupt, Self::Late, Self::Other];
+
+    /// Its name in metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::NoSpace => "no_space",
+            Self::Io => "io",
+            Self::Gone => "gone",
+            Self::Short => "short",
+            Self::Corrupt => "corrupt",
+            Self::Late => "late",
+            Self::Other => "other",
+        }
+    }
+}

@@ -1,0 +1,322 @@
+//! One job under way: which transfers it needs, and what their bytes must say when they are back.
+
+use rustix::io::Errno;
+
+use crate::io::buf::{Blocks, Buffer};
+use crate::io::uring::{Direction, Memory, Transfer};
+use crate::ssd::format::{self, Header, Trailer};
+use crate::ssd::opened::Layout;
+use crate::ssd::{Fault, Label, Place, Work};
+
+/// Part of a job that a transfer belongs to; the low bits of its token.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[repr(u64)]
+pub(crate) enum Part {
+    /// A buffer that begins with a structure of the format.
+    Head = 0,
+    /// A block's bytes, in place.
+    Body = 1,
+    /// The rest of a block's bytes, which direct I/O does not take in place.
+    Tail = 2,
+}
+
+/// Bits of a token that name the part.
+pub(crate) const PART_BITS: u32 = 2;
+
+/// A job under way.
+#[derive(Debug)]
+pub(crate) struct Activity {
+    work: Work,
+    /// Transfers that are not back.
+    pub(crate) pending: u32,
+    pub(crate) fault: Option<Fault>,
+    /// Rounds that moved nothing.
+    pub(crate) retries: u32,
+    /// Whether the second half, what is written after something was read or read after it was written, is under way.
+    second: bool,
+    head: Option<Buffer>,
+    tail: Option<Buffer>,
+}
+
+/// What jobs share: where things lie, the pool, and buffers of a unit that are free.
+#[derive(Debug)]
+pub(crate) struct Desk {
+    pub(crate) layout: Layout,
+    pub(crate) blocks: Blocks,
+    /// Entries of footers to come, by segment.
+    pub(crate) footers: std::collections::HashMap<u32, Footer>,
+    units: Vec<Buffer>,
+}
+
+/// What was written into a segment in this life.
+#[derive(Debug)]
+pub(crate) struct Footer {
+    sequence: u64,
+    entries: Vec<u8>,
+}
+
+/// Free buffers of one unit that are kept: about one for each job at a time.
+const UNITS_KEPT: usize = 64;
+
+// === impl Desk ===
+
+impl Desk {
+    pub(crate) fn new(layout: Layout, blocks: Blocks) -> Self {
+        Self { layout, blocks, footers: std::collections::HashMap::new(), units: Vec::new() }
+    }
+
+    fn buffer(&mut self, bytes: usize) -> Result<Buffer, Errno> {
+        match self.units.pop_if(|unit| unit.len() >= bytes) {
+            Some(unit) => Ok(unit),
+            None => Buffer::new(bytes),
+        }
+    }
+
+    fn give_back(&mut self, buffer: Option<Buffer>) {
+        let unit = |buffer: &Buffer| buffer.len() as u64 <= self.layout.unit_bytes.max(4096);
+        if let Some(buffer) = buffer.filter(unit)
+            && self.units.len() < UNITS_KEPT
+        {
+            self.units.push(buffer);
+        }
+    }
+
+    fn place(&self, place: Place) -> u64 {
+        self.layout.offset(place.segment, place.unit)
+    }
+
+    fn written(&mut self, place: Place, sequence: u64, label: &Label) {
+        if let Some(footer) =
+            self.footers.get_mut(&place.segment).filter(|footer| footer.sequence == sequence)
+        {
+            format::push_entry(&mut footer.entries, place.unit, label);
+        }
+    }
+}
+
+// === impl Activity ===
+
+/// A buffer that begins with what `write` puts into it.
+fn written(desk: &mut Desk, write: impl FnOnce(&mut [u8])) -> Result<Buffer, Errno> {
+    let unit = desk.layout.unit();
+    let mut buffer = desk.buffer(unit)?;
+    write(&mut buffer.bytes_mut()[..unit]);
+    Ok(buffer)
+}
+
+fn transfer(direction: Direction, part: Part, at: u64, memory: Memory, len: u32) -> Transfer {
+    Transfer { token: part as u64, direction, at, memory, len, moved: 0 }
+}
+
+impl Activity {
+    /// Begins a job; the transfers it needs first go to `out`.
+    pub(crate) fn begin(work: Work, desk: &mut Desk, out: &mut Vec<Transfer>) -> Result<Self, Fault> {
+        let activity =
+            Self { work, pending: 0, fault: None, retries: 0, second: false, head: None, tail: None };
+        let layout = desk.layout;
+        let unit = layout.unit_bytes as u32;
+        match work {
+            Work::Begin { segment, sequence } => {
+                let buffer = written(desk, |unit| format::write_segment(unit, layout.id, segment, sequence))?;
+                let at = layout.offset(segment, 0);
+                out.push(transfer(Direction::Write, Part::Head, at, Memory::Own(buffer), unit));
+            }
+            Work::Write { place, sequence, label, from } => {
+                let bytes = desk.blocks.bytes(from, label.bytes as usize).ok_or(Errno::FAULT)?;
+                let header = Header { place, sequence, label, checksum: format::checksum(bytes) };
+                let buffer = written(desk, |unit| header.write(unit, layout.id))?;
+                let head = Memory::Own(buffer);
+                out.push(transfer(Direction::Write, Part::Head, desk.place(place), head, unit));
+                payload(Direction::Write, desk, place, &label, from, out)?;
+            }
+            Work::Read { place, label, into, .. } => {
+                desk.blocks.address(into, label.bytes as usize).ok_or(Errno::FAULT)?;
+                let head = Memory::Own(desk.buffer(layout.unit())?);
+                out.push(transfer(Direction::Read, Part::Head, desk.place(place), head, unit));
+                payload(Direction::Read, desk, place, &label, into, out)?;
+            }
+            Work::Move { from, label, .. } => {
+                let len = format::block_units(label.bytes, layout.unit_bytes) * unit;
+                let buffer = Memory::Own(Buffer::new(len as usize)?);
+                out.push(transfer(Direction::Read, Part::Head, desk.place(from), buffer, len));
+            }
+            Work::Seal { segment, sequence } => out.push(seal(desk, segment, sequence)?),
+            Work::Check => {
+                let buffer = written(desk, |unit| unit.fill(0x5a))?;
+                let at = layout.unit_bytes;
+                out.push(transfer(Direction::Write, Part::Head, at, Memory::Own(buffer), unit));
+            }
+        }
+        Ok(activity)
+    }
+
+    /// A part is back.
+    pub(crate) fn returned(&mut self, part: Part, memory: Memory, result: Result<(), Fault>) {
+        if let Err(fault) = result {
+            self.fault.get_or_insert(fault);
+        }
+        match (part, memory) {
+            (Part::Head, Memory::Own(buffer)) => self.head = Some(buffer),
+            (Part::Tail, Memory::Own(buffer)) => self.tail = Some(buffer),
+            _ => {}
+        }
+    }
+
+    /// All parts are back: what comes next, if the job is not over.
+    pub(crate) fn proceed(&mut self, desk: &mut Desk) -> Result<Option<Transfer>, Fault> {
+        let next = match self.fault {
+            Some(fault) => Err(fault),
+            None => self.proceed_whole(desk),
+        };
+        if !matches!(next, Ok(Some(_))) {
+            desk.give_back(self.head.take());
+            desk.give_back(self.tail.take());
+        }
+        next
+    }
+
+    fn proceed_whole(&mut self, desk: &mut Desk) -> Result<Option<Transfer>, Fault> {
+        match self.work {
+            Work::Begin { segment, sequence } => {
+                desk.footers.insert(segment, Footer { sequence, entries: Vec::new() });
+                Ok(None)
+            }
+            Work::Write { place, sequence, label, .. } => {
+                desk.written(place, sequence, &label);
+                Ok(None)
+            }
+            Work::Read { place, sequence, label, into } => {
+                self.verify(desk, place, sequence, &label, into).map(|()| None)
+            }
+            Work::Move { to, to_sequence, label, .. } if self.second => {
+                desk.written(to, to_sequence, &label);
+                Ok(None)
+            }
+            Work::Move { from, from_sequence, to, to_sequence, label } => {
+                let buffer = self.head.take().expect("read");
+                self.second = true;
+                rewrite(desk, buffer, (from, from_sequence), (to, to_sequence), &label).map(Some)
+            }
+            Work::Seal { segment, .. } => {
+                desk.footers.remove(&segment);
+                Ok(None)
+            }
+            Work::Check if self.second => {
+                let unit = desk.layout.unit();
+                let same = self.head.iter().all(|head| head.bytes()[..unit].iter().all(|byte| *byte == 0x5a));
+                if same { Ok(None) } else { Err(Fault::Corrupt("unit of the check")) }
+            }
+            Work::Check => {
+                let mut buffer = self.head.take().expect("written");
+                buffer.bytes_mut().fill(0);
+                self.second = true;
+                let unit = desk.layout.unit_bytes;
+                let memory = Memory::Own(buffer);
+                Ok(Some(transfer(Direction::Read, Part::Head, unit, memory, unit as u32)))
+            }
+        }
+    }
+
+    /// Whether what was read is what was asked for.
+    fn verify(
+        &self,
+        desk: &Desk,
+        place: Place,
+        sequence: u64,
+        label: &Label,
+        into: u64,
+    ) -> Result<(), Fault> {
+        let head = self.head.as_ref().expect("read");
+        let header = check(desk, head, place, sequence, label)?;
+        if let Some(tail) = &self.tail {
+            let body = desk.layout.in_place(into, label.bytes);
+            let rest = &tail.bytes()[..(label.bytes - body) as usize];
+            assert!(desk.blocks.fill(into + u64::from(body), rest), "checked when the job began");
+        }
+        let bytes = desk.blocks.bytes(into, label.bytes as usize).expect("checked when the job began");
+        if format::checksum(bytes) == header.checksum { Ok(()) } else { Err(Fault::Corrupt("checksum")) }
+    }
+}
+
+/// The header that a buffer begins with, if it is the one that is asked for.
+fn check(desk: &Desk, head: &Buffer, place: Place, sequence: u64, label: &Label) -> Result<Header, Fault> {
+    let header = Header::read(&head.bytes()[..desk.layout.unit()], desk.layout.id);
+    let header = header.ok_or(Fault::Corrupt("header"))?;
+    let same = header.place == place && header.sequence == sequence && header.label == *label;
+    if same { Ok(header) } else { Err(Fault::Corrupt("label")) }
+}
+
+/// The transfers of a block's bytes, which lie behind its header.
+fn payload(
+    direction: Direction,
+    desk: &mut Desk,
+    place: Place,
+    label: &Label,
+    offset: u64,
+    out: &mut Vec<Transfer>,
+) -> Result<(), Fault> {
+    let at = desk.place(place) + desk.layout.unit_bytes;
+    let body = desk.layout.in_place(offset, label.bytes);
+    if body > 0 {
+        out.push(transfer(direction, Part::Body, at, Memory::Pool(offset), body));
+    }
+    let rest = (label.bytes - body) as usize;
+    if rest == 0 {
+        return Ok(());
+    }
+    let whole = rest.next_multiple_of(desk.layout.unit());
+    let mut buffer = desk.buffer(whole)?;
+    if direction == Direction::Write {
+        let bytes = desk.blocks.bytes(offset + u64::from(body), rest).ok_or(Errno::FAULT)?;
+        buffer.bytes_mut()[..rest].copy_from_slice(bytes);
+        buffer.bytes_mut()[rest..].fill(0);
+    }
+    out.push(transfer(direction, Part::Tail, at + u64::from(body), Memory::Own(buffer), whole as u32));
+    Ok(())
+}
+
+/// The footer of a segment, as one transfer.
+fn seal(desk: &Desk, segment: u32, sequence: u64) -> Result<Transfer, Fault> {
+    let layout = &desk.layout;
+    let footer = desk.footers.get(&segment).filter(|footer| footer.sequence == sequence);
+    let entries = footer.map_or(&[][..], |footer| &footer.entries);
+    let (buffer, at) = footer_buffer(layout, segment, sequence, entries)?;
+    let len = (layout.segment_bytes - (at - layout.offset(segment, 0))) as u32;
+    Ok(transfer(Direction::Write, Part::Head, at, Memory::Own(buffer), len))
+}
+
+/// A footer and where it goes.
+pub(crate) fn footer_buffer(
+    layout: &Layout,
+    segment: u32,
+    sequence: u64,
+    entries: &[u8],
+) -> Result<(Buffer, u64), Errno> {
+    let trailer = Trailer::new(segment, sequence, entries);
+    let units = format::footer_units(trailer.count, layout.unit_bytes);
+    let len = units as usize * layout.unit();
+    let mut buffer = Buffer::new(len)?;
+    let bytes = &mut buffer.bytes_mut()[..len];
+    bytes[..entries.len()].copy_from_slice(entries);
+    trailer.write(&mut bytes[len - layout.unit()..], layout.id);
+    Ok((buffer, layout.offset(segment, layout.segment_units() - units)))
+}
+
+/// Verifies a block that was read whole and writes it elsewhere.
+fn rewrite(
+    desk: &Desk,
+    mut buffer: Buffer,
+    from: (Place, u64),
+    to: (Place, u64),
+    label: &Label,
+) -> Result<Transfer, Fault> {
+    let header = check(desk, &buffer, from.0, from.1, label)?;
+    let unit = desk.layout.unit();
+    if format::checksum(&buffer.bytes()[unit..unit + label.bytes as usize]) != header.checksum {
+        return Err(Fault::Corrupt("checksum"));
+    }
+    let moved = Header { place: to.0, sequence: to.1, ..header };
+    moved.write(&mut buffer.bytes_mut()[..unit], desk.layout.id);
+    let len = format::block_units(label.bytes, desk.layout.unit_bytes) * unit as u32;
+    Ok(transfer(Direction::Write, Part::Head, desk.place(to.0), Memory::Own(buffer), len))
+}

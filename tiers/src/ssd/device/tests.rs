@@ -1,0 +1,205 @@
+//! Faults that no kernel gives on demand, put in where the ring hands over the kernel's answers.
+
+#[path = "../../../tests/rig/mod.rs"]
+mod rig;
+
+use std::sync::{Arc, Mutex};
+
+use rig::{Folder, LOG_BYTES, Plan, Rig};
+
+use super::*;
+use crate::io::uring::{Direction, Transfer};
+use crate::ssd::{FaultKind, Refused};
+
+const BLOCK_BYTES: u64 = 40_000;
+
+type Answer = Box<dyn FnMut(&Transfer, i32) -> i32 + Send>;
+
+/// What the kernel is taken to have answered; may be changed at any time.
+#[derive(Clone, Default)]
+struct Answers(Arc<Mutex<Option<Answer>>>);
+
+impl Answers {
+    fn are(&self, answer: impl FnMut(&Transfer, i32) -> i32 + Send + 'static) {
+        *self.0.lock().unwrap() = Some(Box::new(answer));
+    }
+
+    fn are_true(&self) {
+        *self.0.lock().unwrap() = None;
+    }
+
+    /// The first transfer of the given direction is answered so, all others truly.
+    fn once(&self, direction: Direction, errno: Errno) {
+        let mut left = 1;
+        self.are(move |transfer, result| {
+            let this = transfer.direction == direction && left > 0;
+            left -= i32::from(this);
+            if this { -errno.raw_os_error() } else { result }
+        });
+    }
+}
+
+fn rig(folder: &Folder) -> (Rig, Answers) {
+    let answers = Answers::default();
+    let plan = Plan::new(&folder.file(), LOG_BYTES);
+    let mut rig = Rig::start(&plan, |opened, number, pool, ups| {
+        let answers = answers.clone();
+        let make = move |fd, wake, blocks| {
+            let mut ring = Ring::new(fd, wake, blocks)?;
+            ring.inject = Some(Box::new(move |transfer, result| {
+                answers.0.lock().unwrap().as_mut().map_or(result, |answer| answer(transfer, result))
+            }));
+            Ok(ring)
+        };
+        Device::start_on(opened, number, pool, move |up| drop(ups.send(up)), make).unwrap()
+    });
+    rig.recover();
+    (rig, answers)
+}
+
+#[test]
+fn an_errno_keeps_its_kind_and_costs_one_block() {
+    let folder = Folder::new("errno");
+    let (mut rig, answers) = rig(&folder);
+    let kinds = [
+        (Errno::NOSPC, FaultKind::NoSpace),
+        (Errno::IO, FaultKind::Io),
+        (Errno::NODEV, FaultKind::Gone),
+        (Errno::NXIO, FaultKind::Gone),
+        (Errno::PERM, FaultKind::Other),
+    ];
+    assert!(rig.write(0, BLOCK_BYTES));
+    for (number, (errno, kind)) in (1..).zip(kinds) {
+        let before = rig.faults(kind);
+        rig.settle();
+        answers.once(Direction::Write, errno);
+        assert!(!rig.write(number, BLOCK_BYTES), "{errno}");
+        assert_eq!(rig.faults(kind), before + 1, "{errno}");
+        assert!(!rig.keeps(number));
+
+        assert!(rig.write(number, BLOCK_BYTES));
+        answers.once(Direction::Read, errno);
+        assert!(!rig.read(number), "{errno}");
+        assert_eq!(rig.faults(kind), before + 2, "{errno}");
+        assert!(!rig.keeps(number), "what could not be read is not found again");
+        assert!(rig.read(0));
+    }
+    assert!(rig.read(0) && !rig.stats().devices[0].down);
+}
+
+#[test]
+fn memory_that_the_device_does_not_take_goes_through_a_buffer() {
+    let folder = Folder::new("bounce");
+    let plan = Plan::new(&folder.file(), LOG_BYTES);
+    // Every other slot is aligned to 512 bytes alone.
+    let plan = Plan { slot_bytes: plan.slot_bytes + 512, ..plan };
+    let mut rig = Rig::start(&plan, |mut opened, number, pool, ups| {
+        opened.layout.memory_align = 4096;
+        Device::start(opened, number, pool, move |up| drop(ups.send(up))).unwrap()
+    });
+    rig.recover();
+    for number in 0..40 {
+        assert!(rig.write(number, BLOCK_BYTES) && rig.read(number));
+    }
+    assert!((0..40).all(|number| rig.read(number)));
+}
+
+#[test]
+fn interrupted_and_short_transfers_go_on() {
+    let folder = Folder::new("short");
+    let (mut rig, answers) = rig(&folder);
+    let mut round = 0;
+    answers.are(move |transfer, result| {
+        round += 1;
+        match round % 3 {
+            0 => -Errno::INTR.raw_os_error(),
+            1 => -Errno::AGAIN.raw_os_error(),
+            _ if transfer.len - transfer.moved > 4096 && result > 4096 => 4096,
+            _ => result,
+        }
+    });
+    for number in 0..20 {
+        assert!(rig.write(number, BLOCK_BYTES));
+        assert!(rig.read(number));
+    }
+    answers.are_true();
+    assert!((0..20).all(|number| rig.read(number)));
+    assert_eq!(rig.stats().devices[0].faults, [0; FaultKind::ALL.len()]);
+}
+
+#[test]
+fn a_transfer_that_ends_early_is_a_fault() {
+    let folder = Folder::new("ends");
+    let (mut rig, answers) = rig(&folder);
+    for (number, short) in (0..).zip([0, 1, 4095, 513]) {
+        assert!(rig.write(number, BLOCK_BYTES));
+        rig.settle();
+        answers.are(move |_, result| result.min(short));
+        assert!(!rig.read(number));
+        assert!(!rig.write(100 + number, BLOCK_BYTES));
+        answers.are_true();
+        assert!(rig.write(100 + number, BLOCK_BYTES) && rig.read(100 + number));
+    }
+    assert_eq!(rig.faults(FaultKind::Short), 8);
+    answers.are(|_, result| result.saturating_add(1 << 30));
+    assert!(!rig.read(100), "more than was asked for is no answer");
+    assert_eq!(rig.faults(FaultKind::Io), 1);
+}
+
+#[test]
+fn a_kernel_that_never_moves_anything_is_not_asked_for_ever() {
+    let folder = Folder::new("again");
+    let (mut rig, answers) = rig(&folder);
+    assert!(rig.write(1, BLOCK_BYTES));
+    answers.are(|_, _| -Errno::AGAIN.raw_os_error());
+    assert!(!rig.write(0, BLOCK_BYTES));
+    assert_eq!(rig.faults(FaultKind::Other), 1);
+}
+
+#[test]
+fn a_failing_device_answers_miss_and_is_asked_again_later() {
+    let folder = Folder::new("breaker");
+    let (mut rig, answers) = rig(&folder);
+    assert!((0..8).all(|number| rig.write(number, BLOCK_BYTES)));
+    answers.are(|_, _| -Errno::IO.raw_os_error());
+    assert!((0..4).all(|number| !rig.read(number)));
+    assert!(rig.stats().devices[0].down);
+    assert!(!rig.keeps(5) && rig.log.probe(0, 0, &[rig::key(5).hash]) == 0);
+    assert_eq!(rig.begin_write(9, BLOCK_BYTES), Err(Refused::Down));
+    // The check fails as all else does.
+    rig.ahead_ms += 1_000;
+    let before = rig.faults(FaultKind::Io);
+    rig.wait("a check", |rig| rig.faults(FaultKind::Io) > before);
+    answers.are_true();
+    assert!(rig.stats().devices[0].down);
+    rig.ahead_ms += 1_900;
+    rig.pump();
+    assert!(rig.stats().devices[0].down, "the second wait is twice the first");
+    rig.ahead_ms += 1_000;
+    rig.wait("the device's return", |rig| !rig.stats().devices[0].down);
+    assert!(rig.read(5) && rig.write(9, BLOCK_BYTES) && rig.read(9));
+    assert_eq!(rig.stats().devices[0].trips_total, 1);
+}
+
+#[test]
+fn a_footer_that_cannot_be_written_costs_no_block() {
+    let folder = Folder::new("footer");
+    let (mut rig, answers) = rig(&folder);
+    // Only footers begin behind the last block's place in a segment.
+    let segment = |at: u64| (at - (1 << 20)) % (4 << 20);
+    answers.are(move |transfer, result| match transfer.direction {
+        Direction::Write
+            if transfer.at > (1 << 20) && segment(transfer.at + u64::from(transfer.len)) == 0 =>
+        {
+            -Errno::IO.raw_os_error()
+        }
+        _ => result,
+    });
+    assert!((0..170).all(|number| rig.write(number, BLOCK_BYTES)));
+    assert!(rig.faults(FaultKind::Io) >= 1);
+    assert!((0..170).all(|number| rig.read(number)));
+    drop(rig);
+    let mut rig = Rig::new(&Plan::new(&folder.file(), LOG_BYTES));
+    rig.recover();
+    assert!((0..170).all(|number| rig.read(number)), "segments without a footer are read through");
+}

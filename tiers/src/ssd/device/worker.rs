@@ -1,0 +1,330 @@
+//! The thread of a device: takes jobs, keeps some in flight, continues and repeats transfers, tells what came of each.
+
+use std::collections::VecDeque;
+use std::sync::mpsc::{Receiver, TryRecvError};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+use super::Tell;
+use super::activity::{Activity, Desk, PART_BITS, Part};
+use crate::io::buf::Blocks;
+use crate::io::uring::{Ring, Transfer};
+use crate::ssd::opened::Layout;
+use crate::ssd::{Done, Fault, Job, Up, Work};
+
+/// Jobs that are at the device at a time, of those that read and of those that write: enough to keep a fast one busy with
+/// blocks of some KiB.
+const JOBS_MAX: usize = 64;
+/// Bytes of theirs: what keeps a device busy with large blocks, and no read waits behind for long.
+const BYTES_MAX: u64 = 32 << 20;
+/// Jobs under way: as many again are verified while others are at the device.
+const ACTIVE_MAX: usize = 4 * JOBS_MAX;
+/// Rounds of one job that may move nothing (EINTR, EAGAIN).
+const RETRIES_MAX: u32 = 64;
+/// The longest that a thread which should end waits for the kernel; below what who drops the device waits.
+const STOP_MAX: Duration = Duration::from_secs(4);
+
+/// A job that waits, or is under way.
+#[derive(Debug)]
+struct Taken {
+    job: Job,
+    since: Instant,
+}
+
+/// Jobs of one direction.
+#[derive(Debug, Default)]
+struct Lane {
+    waiting: VecDeque<Taken>,
+    /// At the device.
+    jobs: usize,
+    bytes: u64,
+}
+
+/// The thread's state.
+pub(super) struct Worker {
+    number: usize,
+    ring: Ring,
+    desk: Desk,
+    inbox: Receiver<Job>,
+    tell: Tell,
+    reads: Lane,
+    writes: Lane,
+    active: Vec<Option<(Taken, Activity)>>,
+    vacant: Vec<usize>,
+    /// Jobs whose transfers are back, to be looked at one by one: the device is given more to do in between.
+    back: VecDeque<usize>,
+    /// Transfers that the ring has no room for yet.
+    backlog: VecDeque<Transfer>,
+    fresh: Vec<Transfer>,
+    stopping: Option<Instant>,
+    /// The ring failed: nothing can be done any more.
+    broken: Option<Errno>,
+}
+
+#[expect(clippy::disallowed_methods, reason = "jobs are timed")]
+fn now() -> Instant {
+    Instant::now()
+}
+
+fn is_read(work: &Work) -> bool {
+    matches!(work, Work::Read { .. })
+}
+
+/// Bytes of a job that count against [`BYTES_MAX`].
+fn bytes(work: &Work) -> u64 {
+    match work {
+        Work::Write { label, .. } | Work::Read { label, .. } | Work::Move { label, .. } => label.bytes.into(),
+        Work::Begin { .. } | Work::Seal { .. } | Work::Check => 0,
+    }
+}
+
+// === impl Lane ===
+
+impl Lane {
+    /// The next job, if the device may have one more.
+    fn next(&mut self) -> Option<Taken> {
+        if self.jobs >= JOBS_MAX || self.bytes >= BYTES_MAX {
+            return None;
+        }
+        let taken = self.waiting.pop_front()?;
+        self.again(&taken.job.work);
+        Some(taken)
+    }
+
+    /// A job goes to the device a second time.
+    fn again(&mut self, work: &Work) {
+        self.jobs += 1;
+        self.bytes += bytes(work);
+    }
+
+    /// A job of it is at the device no more.
+    fn left(&mut self, work: &Work) {
+        self.jobs -= 1;
+        self.bytes -= bytes(work);
+    }
+}
+
+// === impl Worker ===
+
+impl Worker {
+    pub(super) fn new(
+        number: usize,
+        layout: Layout,
+        ring: Ring,
+        blocks: Blocks,
+        inbox: Receiver<Job>,
+        tell: Tell,
+    ) -> Self {
+        Self {
+            number,
+            ring,
+            desk: Desk::new(layout, blocks),
+            inbox,
+            tell,
+            reads: Lane::default(),
+            writes: Lane::default(),
+            active: (0..ACTIVE_MAX).map(|_| None).collect(),
+            vacant: (0..ACTIVE_MAX).collect(),
+            back: VecDeque::new(),
+            backlog: VecDeque::new(),
+            fresh: Vec::new(),
+            stopping: None,
+            broken: None,
+        }
+    }
+
+    /// Serves until the device is dropped. What takes time, a checksum, is done once a round, after the device was given
+    /// what it may have.
+    pub(super) fn run(mut self) {
+        loop {
+            self.take();
+            let begun = self.start_some();
+            self.submit();
+            if let Some(note) = self.ring.take_note() {
+                (self.tell)(Up::Note(note));
+            }
+            if self.over() {
+                return;
+            }
+            let entered = if self.broken.is_some() {
+                Ok(())
+            } else if begun || !self.back.is_empty() {
+                self.ring.flush()
+            } else {
+                self.ring.wait(self.stopping.map(|_| Duration::from_millis(100)))
+            };
+            if let Err(error) = entered {
+                self.broke(&error);
+            }
+            if let Some(at) = self.back.pop_front() {
+                self.proceed(at);
+            }
+            while let Some((transfer, result)) = self.ring.reap() {
+                self.returned(transfer, result);
+            }
+        }
+    }
+
+    fn over(&self) -> bool {
+        let late = self.stopping.is_some_and(|since| now() - since > STOP_MAX);
+        late || (self.stopping.is_some() && (self.idle() || self.broken.is_some()))
+    }
+
+    fn idle(&self) -> bool {
+        self.vacant.len() == ACTIVE_MAX
+    }
+
+    /// Takes what was posted. Once nobody can post any more, what waits is given up.
+    fn take(&mut self) {
+        loop {
+            let job = if self.broken.is_some() && self.stopping.is_none() {
+                self.inbox.recv().map_err(|_| TryRecvError::Disconnected)
+            } else {
+                self.inbox.try_recv()
+            };
+            match job {
+                Ok(job) => {
+                    let taken = Taken { job, since: now() };
+                    self.lane(&job.work).waiting.push_back(taken);
+                    if self.broken.is_some() {
+                        return;
+                    }
+                }
+                Err(TryRecvError::Empty) => return,
+                Err(TryRecvError::Disconnected) => {
+                    if self.stopping.is_none() {
+                        self.stopping = Some(now());
+                        self.give_up(Fault::Stopped);
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Ends all jobs that wait.
+    fn give_up(&mut self, fault: Fault) {
+        let Self { reads, writes, .. } = self;
+        let waiting: Vec<Taken> = reads.waiting.drain(..).chain(writes.waiting.drain(..)).collect();
+        waiting.iter().for_each(|taken| self.done(taken, Err(fault)));
+    }
+
+    fn broke(&mut self, error: &std::io::Error) {
+        let errno = Errno::from_io_error(error).unwrap_or(Errno::IO);
+        self.broken = Some(errno);
+        (self.tell)(Up::Note(format!("SSD device {} is given up, its ring failed: {error}", self.number)));
+    }
+
+    fn lane(&mut self, work: &Work) -> &mut Lane {
+        if is_read(work) { &mut self.reads } else { &mut self.writes }
+    }
+
+    /// Starts what reads the device may have, and one other job; whether there was one.
+    fn start_some(&mut self) -> bool {
+        if let Some(errno) = self.broken {
+            self.give_up(Fault::Io(errno));
+        }
+        while self.vacant.len() > 1
+            && let Some(taken) = self.reads.next()
+        {
+            self.start(taken);
+        }
+        if self.vacant.is_empty() {
+            return false;
+        }
+        let write = self.writes.next();
+        write.map(|taken| self.start(taken)).is_some()
+    }
+
+    fn start(&mut self, taken: Taken) {
+        let at = self.vacant.pop().expect("an entry for every job at a time");
+        match Activity::begin(taken.job.work, &mut self.desk, &mut self.fresh) {
+            Ok(mut activity) => {
+                activity.pending = self.fresh.len() as u32;
+                for mut transfer in self.fresh.drain(..) {
+                    transfer.token |= (at as u64) << PART_BITS;
+                    self.backlog.push_back(transfer);
+                }
+                self.active[at] = Some((taken, activity));
+            }
+            Err(fault) => {
+                self.fresh.clear();
+                self.lane(&taken.job.work).left(&taken.job.work);
+                self.end(at, &taken, Err(fault));
+            }
+        }
+    }
+
+    fn submit(&mut self) {
+        while let Some(transfer) = self.backlog.pop_front() {
+            if let Err(transfer) = self.ring.push(transfer) {
+                self.backlog.push_front(transfer);
+                return;
+            }
+        }
+    }
+
+    /// A transfer is back: repeated, continued, or over.
+    fn returned(&mut self, mut transfer: Transfer, result: Result<u32, Errno>) {
+        let at = (transfer.token >> PART_BITS) as usize;
+        let unit = self.desk.layout.unit_bytes as u32;
+        let (taken, activity) = self.active[at].as_mut().expect("under way while a transfer is");
+        let ended = match result {
+            Err(Errno::INTR | Errno::AGAIN) if activity.retries < RETRIES_MAX => {
+                activity.retries += 1;
+                return self.backlog.push_back(transfer);
+            }
+            Err(errno) => Err(Fault::Io(errno)),
+            Ok(moved) => {
+                transfer.moved += moved;
+                let short = Fault::Short { moved: transfer.moved.into(), wanted: transfer.len.into() };
+                match transfer.moved {
+                    all if all == transfer.len => Ok(()),
+                    // Direct I/O goes on from whole units alone, and the end of a file stays its end.
+                    some if moved == 0 || !some.is_multiple_of(unit) => Err(short),
+                    _ => return self.backlog.push_back(transfer),
+                }
+            }
+        };
+        let part = match transfer.token & ((1 << PART_BITS) - 1) {
+            0 => Part::Head,
+            1 => Part::Body,
+            _ => Part::Tail,
+        };
+        activity.returned(part, transfer.memory, ended);
+        activity.pending -= 1;
+        if activity.pending == 0 {
+            let work = taken.job.work;
+            self.lane(&work).left(&work);
+            self.back.push_back(at);
+        }
+    }
+
+    fn proceed(&mut self, at: usize) {
+        let (taken, mut activity) = self.active[at].take().expect("under way");
+        match activity.proceed(&mut self.desk) {
+            Ok(Some(mut transfer)) => {
+                transfer.token |= (at as u64) << PART_BITS;
+                activity.pending = 1;
+                let work = taken.job.work;
+                self.lane(&work).again(&work);
+                self.active[at] = Some((taken, activity));
+                self.backlog.push_back(transfer);
+            }
+            Ok(None) => self.end(at, &taken, Ok(())),
+            Err(fault) => self.end(at, &taken, Err(fault)),
+        }
+    }
+
+    fn end(&mut self, at: usize, taken: &Taken, result: Result<(), Fault>) {
+        self.vacant.push(at);
+        self.done(taken, result);
+    }
+
+    fn done(&self, taken: &Taken, result: Result<(), Fault>) {
+        let micros = u64::try_from((now() - taken.since).as_micros()).unwrap_or(u64::MAX);
+        let ticket = taken.job.ticket;
+        (self.tell)(Up::Done(Done { device: self.number, ticket, micros, result }));
+    }
+}

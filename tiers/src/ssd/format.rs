@@ -1,0 +1,273 @@
+//! What lies on a device, little-endian, in units of what direct I/O and the file system handle whole.
+//!
+//! ```text
+//! device:   superblock (unit 0), the check's unit (unit 1), nothing up to 1 MiB, segments
+//! segment:  header (1 unit), blocks, ..., footer (entries, then the trailer in the last unit)
+//! block:    header (1 unit), bytes in whole units
+//! ```
+//!
+//! Every structure but the superblock has a checksum seeded with the log's random number and names its own place and its
+//! segment's sequence, which no two uses of a segment share: remains of other logs and of earlier uses match nothing.
+
+use shm_protocol::key::{BlockHash, NamespaceDigest};
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+
+use super::{Label, Place};
+
+/// Version of this layout; a log of another one is given up.
+pub(crate) const VERSION: u32 = 1;
+/// Bytes before the first segment: segments then begin where erase blocks and stripes do.
+pub(crate) const SUPER_BYTES: u64 = 1 << 20;
+/// Units before the blocks of a segment.
+pub(crate) const HEADER_UNITS: u32 = 1;
+/// The smallest unit: the structures below fit one.
+pub(crate) const UNIT_BYTES_MIN: u64 = 512;
+/// The largest unit: two fit before the first segment.
+pub(crate) const UNIT_BYTES_MAX: u64 = 64 << 10;
+/// The largest segment: a block in it is moved by one transfer.
+pub(crate) const SEGMENT_BYTES_MAX: u64 = 1 << 30;
+/// Bytes of a footer's entry.
+pub(crate) const ENTRY_BYTES: usize = 64;
+
+const SUPER_MAGIC: u64 = u64::from_le_bytes(*b"PILLSSD\0");
+const SEGMENT_MAGIC: u64 = u64::from_le_bytes(*b"PILLSSEG");
+const BLOCK_MAGIC: u64 = u64::from_le_bytes(*b"PILLSBLK");
+const TRAILER_MAGIC: u64 = u64::from_le_bytes(*b"PILLSEND");
+/// Bytes of each structure that its checksum covers, from [`COVERED`] on.
+const SUPER_END: usize = 56;
+const SEGMENT_END: usize = 28;
+const BLOCK_END: usize = 96;
+const TRAILER_END: usize = 40;
+const COVERED: usize = 16;
+
+/// The first unit of a device.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Super {
+    /// The log's random number.
+    pub(crate) id: u64,
+    pub(crate) unit_bytes: u64,
+    pub(crate) segment_bytes: u64,
+    /// Times that the log was opened.
+    pub(crate) life: u64,
+}
+
+/// What the first unit of a device turns out to be.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Found {
+    Log(Super),
+    /// Zeros: never used.
+    Empty,
+    /// A log of another version.
+    Version(u32),
+    /// A log whose superblock is damaged.
+    Damaged,
+    /// Something else, which is not ours to write over.
+    Foreign,
+}
+
+/// A block's header.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Header {
+    pub(crate) place: Place,
+    pub(crate) sequence: u64,
+    pub(crate) label: Label,
+    /// XXH3-64 of the block's bytes.
+    pub(crate) checksum: u64,
+}
+
+/// The end of a sealed segment.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Trailer {
+    pub(crate) segment: u32,
+    pub(crate) sequence: u64,
+    /// Blocks listed.
+    pub(crate) count: u32,
+    /// XXH3-64 of the entries.
+    checksum: u64,
+}
+
+// === fields ===
+
+fn get<const N: usize>(unit: &[u8], at: usize) -> [u8; N] {
+    unit[at..at + N].try_into().expect("N bytes")
+}
+
+fn get32(unit: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(get(unit, at))
+}
+
+fn get64(unit: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(get(unit, at))
+}
+
+fn put(unit: &mut [u8], at: usize, bytes: &[u8]) {
+    unit[at..at + bytes.len()].copy_from_slice(bytes);
+}
+
+/// Ends a structure whose fields were put: magic, then the checksum of all from [`COVERED`] to `end`.
+fn seal(unit: &mut [u8], magic: u64, seed: u64, end: usize) {
+    put(unit, 0, &magic.to_le_bytes());
+    let checksum = xxh3_64_with_seed(&unit[COVERED..end], seed);
+    put(unit, 8, &checksum.to_le_bytes());
+}
+
+fn sealed(unit: &[u8], magic: u64, seed: u64, end: usize) -> bool {
+    get64(unit, 0) == magic && get64(unit, 8) == xxh3_64_with_seed(&unit[COVERED..end], seed)
+}
+
+/// The checksum of a block's bytes.
+pub(crate) fn checksum(bytes: &[u8]) -> u64 {
+    xxh3_64(bytes)
+}
+
+// === sizes ===
+
+/// Units of a block with its header.
+pub(crate) fn block_units(bytes: u32, unit_bytes: u64) -> u32 {
+    1 + u64::from(bytes).div_ceil(unit_bytes) as u32
+}
+
+/// Units of a footer that lists `count` blocks.
+pub(crate) fn footer_units(count: u32, unit_bytes: u64) -> u32 {
+    (u64::from(count) * ENTRY_BYTES as u64).div_ceil(unit_bytes) as u32 + 1
+}
+
+// === impl Super ===
+
+impl Super {
+    pub(crate) fn write(&self, unit: &mut [u8]) {
+        unit.fill(0);
+        put(unit, 16, &VERSION.to_le_bytes());
+        for (at, word) in [(24, self.id), (32, self.unit_bytes), (40, self.segment_bytes), (48, self.life)] {
+            put(unit, at, &word.to_le_bytes());
+        }
+        seal(unit, SUPER_MAGIC, 0, SUPER_END);
+    }
+
+    /// Whether a superblock that was cut short began so.
+    pub(crate) fn begins(bytes: &[u8]) -> bool {
+        SUPER_MAGIC.to_le_bytes().starts_with(bytes)
+    }
+
+    /// Magic and version stay where they are in every version.
+    pub(crate) fn read(unit: &[u8]) -> Found {
+        if unit.iter().all(|byte| *byte == 0) {
+            return Found::Empty;
+        }
+        if get64(unit, 0) != SUPER_MAGIC {
+            return Found::Foreign;
+        }
+        let version = get32(unit, 16);
+        if version != VERSION {
+            return Found::Version(version);
+        }
+        if !sealed(unit, SUPER_MAGIC, 0, SUPER_END) {
+            return Found::Damaged;
+        }
+        let [id, unit_bytes, segment_bytes, life] = [24, 32, 40, 48].map(|at| get64(unit, at));
+        Found::Log(Self { id, unit_bytes, segment_bytes, life })
+    }
+}
+
+// === segment headers ===
+
+pub(crate) fn write_segment(unit: &mut [u8], id: u64, segment: u32, sequence: u64) {
+    unit.fill(0);
+    put(unit, 16, &sequence.to_le_bytes());
+    put(unit, 24, &segment.to_le_bytes());
+    seal(unit, SEGMENT_MAGIC, id, SEGMENT_END);
+}
+
+/// The sequence of `segment`, if this is its header.
+pub(crate) fn read_segment(unit: &[u8], id: u64, segment: u32) -> Option<u64> {
+    let valid = sealed(unit, SEGMENT_MAGIC, id, SEGMENT_END) && get32(unit, 24) == segment;
+    valid.then(|| get64(unit, 16))
+}
+
+// === impl Header ===
+
+impl Header {
+    pub(crate) fn write(&self, unit: &mut [u8], id: u64) {
+        unit.fill(0);
+        put(unit, 16, &self.sequence.to_le_bytes());
+        put(unit, 24, &self.place.segment.to_le_bytes());
+        put(unit, 28, &self.place.unit.to_le_bytes());
+        put(unit, 32, &self.label.namespace.0);
+        put(unit, 48, &self.label.hash.0);
+        put(unit, 80, &self.label.group.to_le_bytes());
+        put(unit, 84, &self.label.bytes.to_le_bytes());
+        put(unit, 88, &self.checksum.to_le_bytes());
+        seal(unit, BLOCK_MAGIC, id, BLOCK_END);
+    }
+
+    pub(crate) fn read(unit: &[u8], id: u64) -> Option<Self> {
+        if !sealed(unit, BLOCK_MAGIC, id, BLOCK_END) {
+            return None;
+        }
+        Some(Self {
+            place: Place { segment: get32(unit, 24), unit: get32(unit, 28) },
+            sequence: get64(unit, 16),
+            label: Label {
+                namespace: NamespaceDigest(get(unit, 32)),
+                group: get32(unit, 80),
+                hash: BlockHash(get(unit, 48)),
+                bytes: get32(unit, 84),
+            },
+            checksum: get64(unit, 88),
+        })
+    }
+}
+
+// === footers ===
+
+/// Appends a block that begins at `unit` to a footer's entries.
+pub(crate) fn push_entry(entries: &mut Vec<u8>, unit: u32, label: &Label) {
+    entries.extend_from_slice(&unit.to_le_bytes());
+    entries.extend_from_slice(&label.bytes.to_le_bytes());
+    entries.extend_from_slice(&label.group.to_le_bytes());
+    entries.extend_from_slice(&[0; 4]);
+    entries.extend_from_slice(&label.namespace.0);
+    entries.extend_from_slice(&label.hash.0);
+}
+
+/// The entries of a footer.
+pub(crate) fn read_entries(entries: &[u8]) -> impl Iterator<Item = (u32, Label)> + '_ {
+    entries.chunks_exact(ENTRY_BYTES).map(|entry| {
+        let label = Label {
+            namespace: NamespaceDigest(get(entry, 16)),
+            group: get32(entry, 8),
+            hash: BlockHash(get(entry, 32)),
+            bytes: get32(entry, 4),
+        };
+        (get32(entry, 0), label)
+    })
+}
+
+impl Trailer {
+    pub(crate) fn new(segment: u32, sequence: u64, entries: &[u8]) -> Self {
+        Self { segment, sequence, count: (entries.len() / ENTRY_BYTES) as u32, checksum: checksum(entries) }
+    }
+
+    pub(crate) fn write(&self, unit: &mut [u8], id: u64) {
+        unit.fill(0);
+        put(unit, 16, &self.sequence.to_le_bytes());
+        put(unit, 24, &self.segment.to_le_bytes());
+        put(unit, 28, &self.count.to_le_bytes());
+        put(unit, 32, &self.checksum.to_le_bytes());
+        seal(unit, TRAILER_MAGIC, id, TRAILER_END);
+    }
+
+    pub(crate) fn read(unit: &[u8], id: u64) -> Option<Self> {
+        sealed(unit, TRAILER_MAGIC, id, TRAILER_END).then(|| Self {
+            segment: get32(unit, 24),
+            sequence: get64(unit, 16),
+            count: get32(unit, 28),
+            checksum: get64(unit, 32),
+        })
+    }
+
+    /// Whether `entries` are what it lists.
+    pub(crate) fn lists(&self, entries: &[u8]) -> bool {
+        entries.len() == self.count as usize * ENTRY_BYTES && checksum(entries) == self.checksum
+    }
+}

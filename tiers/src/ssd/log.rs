@@ -1,0 +1,650 @@
+//! The SSD tier's decisions: which block lies where, what is reclaimed, what is refused. Pure: no I/O, no clock.
+//!
+//! Blocks are appended to a device's open segment. When few segments are free, the oldest is reclaimed: a block of it
+//! that was asked for since it was written is written again, as long as that makes up less than half a segment, so that
+//! reclamation always gains room; any other is dropped. No write waits for that: without room it is refused.
+
+mod breaker;
+mod table;
+mod volume;
+
+use std::collections::{BTreeMap, HashMap};
+use std::hint::black_box;
+
+use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
+use shm_protocol::pool::SlotRef;
+use thiserror::Error;
+
+use self::breaker::Way;
+use self::table::{State, Table};
+use self::volume::Volume;
+use super::{Done, Ended, Fault, FaultKind, Geometry, Job, Label, Place, Recovered, Ticket, Work};
+use crate::index::{Index, Print};
+use crate::policy;
+
+/// Keys looked up side by side, so that their cache misses overlap.
+const BATCH: usize = 32;
+/// Blocks that one call of reclamation looks at: some 20 us.
+const RECLAIM_STEPS: u32 = 64;
+/// Blocks of a device that move at a time: their buffers are the device's own.
+const MOVES_MAX: u32 = 4;
+
+/// Sizes and limits of the tier.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The devices, in the order of their numbers.
+    pub devices: Vec<Geometry>,
+    /// Bytes that may be on their way to one device; beyond, writes are refused.
+    pub write_bytes_max: u64,
+    /// Milliseconds after which a job is late, and its device taken for broken.
+    pub late_ms: u64,
+}
+
+/// A block is not taken in, or not read. Nothing else follows.
+#[derive(Copy, Clone, Debug, Eq, Error, PartialEq)]
+pub enum Refused {
+    /// Kept already, or being written.
+    #[error("the block is kept already")]
+    Present,
+    /// More is on its way than a device takes, or no segment is free yet.
+    #[error("the devices are busy")]
+    Busy,
+    /// Every device's breaker is open.
+    #[error("no device works")]
+    Down,
+    /// No segment can hold it.
+    #[error("the block is larger than a segment")]
+    TooLarge,
+}
+
+/// What the tier holds and has done, all devices together and each.
+#[derive(Clone, Debug, Default)]
+pub struct Stats {
+    /// Blocks that can be found.
+    pub blocks: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Writes that were refused because the devices were busy.
+    pub refused_busy_total: u64,
+    /// Each device.
+    pub devices: Vec<DeviceStats>,
+}
+
+/// What one device holds and has done.
+#[derive(Clone, Debug, Default)]
+pub struct DeviceStats {
+    /// Blocks that can be found while the device works.
+    pub blocks: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Segments.
+    pub segments: u32,
+    /// Segments with nothing in them.
+    pub segments_free: u32,
+    /// Segments whose remains of earlier lives were read; all of them once `recovering` is false.
+    pub segments_read: u32,
+    /// Whether remains of earlier lives are still being read.
+    pub recovering: bool,
+    /// Whether the breaker is open: the device answers "miss" and takes nothing.
+    pub down: bool,
+    /// Times the breaker opened.
+    pub trips_total: u64,
+    /// Blocks of earlier lives.
+    pub recovered_blocks_total: u64,
+    /// Blocks written, moves apart.
+    pub written_blocks_total: u64,
+    /// Their bytes.
+    pub written_bytes_total: u64,
+    /// Blocks read and verified.
+    pub read_blocks_total: u64,
+    /// Their bytes.
+    pub read_bytes_total: u64,
+    /// Blocks rewritten by reclamation.
+    pub moved_blocks_total: u64,
+    /// Their bytes.
+    pub moved_bytes_total: u64,
+    /// Blocks dropped by reclamation.
+    pub dropped_blocks_total: u64,
+    /// Jobs in flight.
+    pub jobs: u64,
+    /// Faults by kind, in the order of [`FaultKind::ALL`].
+    pub faults: [u64; FaultKind::ALL.len()],
+}
+
+/// What a job is for.
+#[derive(Copy, Clone, Debug)]
+enum Errand {
+    Write { key: BlockKey, slot: SlotRef, place: Place, bytes: u32 },
+    Read { key: BlockKey, slot: SlotRef, place: Place, bytes: u32 },
+    Move { key: BlockKey, from: Place, to: Place, bytes: u32 },
+    Begin { segment: u32 },
+    Seal { segment: u32 },
+    Check,
+}
+
+/// A job that has not ended.
+#[derive(Copy, Clone, Debug)]
+struct Flight {
+    device: usize,
+    since_ms: u64,
+    late: bool,
+    errand: Errand,
+}
+
+/// The SSD tier's index and what it has on its way.
+#[derive(Debug)]
+pub struct Log {
+    write_bytes_max: u64,
+    late_ms: u64,
+    volumes: Vec<Volume>,
+    index: Index,
+    table: Table,
+    /// What each namespace's blocks say on a device.
+    digests: HashMap<u32, NamespaceDigest>,
+    /// Oldest first.
+    flights: BTreeMap<Ticket, Flight>,
+    next_ticket: u64,
+    now_ms: u64,
+    jobs: Vec<Job>,
+    /// Works that a volume asks for, on their way to become jobs.
+    wanted: Vec<Work>,
+    refused_busy_total: u64,
+}
+
+// === impl Log: looking up ===
+
+impl Log {
+    /// An empty tier. Devices take writes once what they hold was recovered.
+    pub fn new(config: Config) -> Self {
+        Self {
+            write_bytes_max: config.write_bytes_max,
+            late_ms: config.late_ms,
+            volumes: config.devices.iter().map(Volume::new).collect(),
+            index: Index::new(),
+            table: Table::default(),
+            digests: HashMap::new(),
+            flights: BTreeMap::new(),
+            next_ticket: 0,
+            now_ms: 0,
+            jobs: Vec::new(),
+            wanted: Vec::new(),
+            refused_busy_total: 0,
+        }
+    }
+
+    /// Blocks of the leading run of `hashes` that can be read now; counts an access for each.
+    pub fn probe(&mut self, namespace: u32, group: u32, hashes: &[BlockHash]) -> usize {
+        let mut hits = 0;
+        for batch in hashes.chunks(BATCH) {
+            let prints = self.warmed(batch.iter().map(|hash| Print::new(namespace, group, hash)));
+            for (hash, print) in batch.iter().zip(prints) {
+                let key = BlockKey { namespace, group, hash: *hash };
+                let Some(id) = self.find_print(&key, print).filter(|id| self.readable(*id)) else {
+                    return hits;
+                };
+                policy::touch(&mut self.table.get_mut(id).accesses);
+                hits += 1;
+            }
+        }
+        hits
+    }
+
+    /// Prints of up to [`BATCH`] keys. The loads that miss the cache, bucket and entry, are first done for all, in loops
+    /// that do nothing else: then the core has many of them in flight, and whoever compares finds everything near.
+    fn warmed(&self, keys: impl Iterator<Item = Print>) -> [Print; BATCH] {
+        let mut prints = [Print::default(); BATCH];
+        prints.iter_mut().zip(keys).for_each(|(print, key)| *print = key);
+        black_box(prints.iter().fold(0, |sum, print| sum ^ self.index.touch(*print)));
+        black_box(
+            prints.iter().fold(0, |sum, print| sum ^ self.table.touch(self.index.glance(*print).entry)),
+        );
+        prints
+    }
+
+    /// Bytes of the block, if it can be read now. Counts nothing.
+    pub fn keeps(&self, key: &BlockKey) -> Option<u32> {
+        let id = self.find(key).filter(|id| self.readable(*id))?;
+        Some(self.table.get(id).bytes)
+    }
+
+    fn find(&self, key: &BlockKey) -> Option<u32> {
+        self.find_print(key, Print::new(key.namespace, key.group, &key.hash))
+    }
+
+    #[inline]
+    fn find_print(&self, key: &BlockKey, print: Print) -> Option<u32> {
+        self.index.find(print, |id| self.table.get(id).key == *key)
+    }
+
+    fn readable(&self, id: u32) -> bool {
+        let entry = self.table.get(id);
+        let on_device = matches!(entry.state, State::Kept | State::Moving);
+        on_device && !self.volumes[usize::from(entry.device)].breaker.is_open()
+    }
+
+    /// The entry of a block as long as it lies where a job found it.
+    fn still_at(&self, key: &BlockKey, device: usize, place: Place) -> Option<u32> {
+        self.find(key).filter(|id| {
+            let entry = self.table.get(*id);
+            usize::from(entry.device) == device && (entry.segment, entry.unit) == (place.segment, place.unit)
+        })
+    }
+}
+
+// === impl Log: writing and reading ===
+
+impl Log {
+    /// Takes a place for a committed block that lies in `slot`. The caller keeps the slot as it is until
+    /// [`Ended::Written`]. Never waits.
+    pub fn write(
+        &mut self,
+        key: BlockKey,
+        namespace: NamespaceDigest,
+        bytes: u64,
+        slot: SlotRef,
+    ) -> Result<Ticket, Refused> {
+        if let Some(id) = self.find(&key) {
+            policy::touch(&mut self.table.get_mut(id).accesses);
+            // On a device that is gone it is of no use; another may take it.
+            if self.table.get(id).state != State::Kept || self.readable(id) {
+                return Err(Refused::Present);
+            }
+        }
+        let bytes = u32::try_from(bytes).map_err(|_| Refused::TooLarge)?;
+        let device = self.choose(bytes).inspect_err(|refused| {
+            self.refused_busy_total += u64::from(*refused == Refused::Busy);
+        });
+        let device = device?;
+        if let Some(id) = self.find(&key) {
+            self.forget(id);
+        }
+        let id = self.table.take().ok_or(Refused::Busy)?;
+        let volume = &mut self.volumes[device];
+        let place = volume.take_place(volume.units(bytes));
+        let sequence = volume.segment(place.segment).sequence;
+        volume.write_bytes += u64::from(bytes);
+        self.enter(id, key, device, place, bytes, State::Writing);
+        self.digests.insert(key.namespace, namespace);
+        let label = Label { namespace, group: key.group, hash: key.hash, bytes };
+        let work = Work::Write { place, sequence, label, from: slot.offset };
+        Ok(self.issue(device, Errand::Write { key, slot, place, bytes }, work))
+    }
+
+    /// The device that takes a block: of those with room, the one with the least to do.
+    fn choose(&mut self, bytes: u32) -> Result<usize, Refused> {
+        if !self.volumes.iter().any(|volume| volume.could_hold(volume.units(bytes))) {
+            return Err(Refused::TooLarge);
+        }
+        if self.volumes.iter().all(|volume| volume.breaker.is_open()) {
+            return Err(Refused::Down);
+        }
+        let mut chosen: Option<usize> = None;
+        for device in 0..self.volumes.len() {
+            self.reclaim(device);
+            let volume = &mut self.volumes[device];
+            let full = volume.write_bytes > 0 && volume.write_bytes + u64::from(bytes) > self.write_bytes_max;
+            let units = volume.units(bytes);
+            if full || !volume.takes() || !volume.could_hold(units) {
+                continue;
+            }
+            let room = volume.has_room(units, &mut self.wanted);
+            self.issue_wanted(device);
+            let load = |device: usize| self.volumes[device].load();
+            if room && chosen.is_none_or(|chosen| load(chosen) > load(device)) {
+                chosen = Some(device);
+            }
+        }
+        chosen.ok_or(Refused::Busy)
+    }
+
+    /// Begins to read a kept block into a slot that the caller is filling, and that is the job's until
+    /// [`Ended::Read`]. `None`: not kept (any more), or its device is down.
+    pub fn read(&mut self, key: &BlockKey, slot: SlotRef) -> Option<Ticket> {
+        let id = self.find(key).filter(|id| self.readable(*id))?;
+        let entry = self.table.get_mut(id);
+        policy::touch(&mut entry.accesses);
+        let (device, bytes) = (usize::from(entry.device), entry.bytes);
+        let place = Place { segment: entry.segment, unit: entry.unit };
+        let label = self.label(key, bytes);
+        let segment = self.volumes[device].segment(place.segment);
+        segment.reads += 1;
+        let work = Work::Read { place, sequence: segment.sequence, label, into: slot.offset };
+        Some(self.issue(device, Errand::Read { key: *key, slot, place, bytes }, work))
+    }
+
+    fn label(&self, key: &BlockKey, bytes: u32) -> Label {
+        let namespace = self.digests[&key.namespace];
+        Label { namespace, group: key.group, hash: key.hash, bytes }
+    }
+
+    /// What the devices must do next, in the order in which they must be given it.
+    pub fn drain_jobs(&mut self) -> impl Iterator<Item = Job> + '_ {
+        self.jobs.drain(..)
+    }
+
+    fn issue(&mut self, device: usize, errand: Errand, work: Work) -> Ticket {
+        let ticket = Ticket(self.next_ticket);
+        self.next_ticket += 1;
+        self.flights.insert(ticket, Flight { device, since_ms: self.now_ms, late: false, errand });
+        self.jobs.push(Job { device, ticket, work });
+        ticket
+    }
+
+    fn issue_wanted(&mut self, device: usize) {
+        while let Some(work) = self.wanted.pop() {
+            let errand = match work {
+                Work::Begin { segment, .. } => Errand::Begin { segment },
+                Work::Seal { segment, .. } => Errand::Seal { segment },
+                _ => unreachable!("a volume wants nothing else"),
+            };
+            self.issue(device, errand, work);
+        }
+    }
+
+    /// Puts a vacant entry into the index.
+    fn enter(&mut self, id: u32, key: BlockKey, device: usize, place: Place, bytes: u32, state: State) {
+        let entry = self.table.get_mut(id);
+        (entry.key, entry.bytes, entry.state, entry.accesses) = (key, bytes, state, 0);
+        (entry.device, entry.segment, entry.unit) = (device as u16, place.segment, place.unit);
+        self.index.insert(Print::new(key.namespace, key.group, &key.hash), id);
+    }
+
+    /// An entry in no list enters its segment's: it is kept from now on.
+    fn keep(&mut self, id: u32) {
+        let entry = self.table.get_mut(id);
+        entry.state = State::Kept;
+        let (device, segment, bytes) = (usize::from(entry.device), entry.segment, entry.bytes);
+        let volume = &mut self.volumes[device];
+        volume.segment(segment).blocks.push_head(&mut self.table, id);
+        volume.stats.blocks += 1;
+        volume.stats.bytes += u64::from(bytes);
+    }
+
+    /// Takes a kept entry out of its segment's list.
+    fn unlist(&mut self, id: u32) {
+        let entry = self.table.get(id);
+        let (device, segment, bytes) = (usize::from(entry.device), entry.segment, entry.bytes);
+        let volume = &mut self.volumes[device];
+        volume.segment(segment).blocks.remove(&mut self.table, id);
+        volume.stats.blocks -= 1;
+        volume.stats.bytes -= u64::from(bytes);
+    }
+
+    /// Takes an entry out of the index; it is vacant then.
+    fn forget(&mut self, id: u32) {
+        if self.table.get(id).state == State::Kept {
+            self.unlist(id);
+        }
+        let key = self.table.get(id).key;
+        let print = Print::new(key.namespace, key.group, &key.hash);
+        assert!(self.index.remove(print, id), "an entry in use is in the index");
+        self.table.put_back(id);
+    }
+}
+
+// === impl Log: ends ===
+
+impl Log {
+    /// A job ended. What that means for the caller, if anything.
+    pub fn done(&mut self, now_ms: u64, done: Done) -> Option<Ended> {
+        self.now_ms = self.now_ms.max(now_ms);
+        let flight = self.flights.remove(&done.ticket)?;
+        let device = flight.device;
+        self.count(&flight, done.result);
+        let ok = done.result.is_ok();
+        let ended = match flight.errand {
+            Errand::Write { key, slot, place, bytes } => {
+                self.written(device, &key, place, bytes, ok);
+                Some(Ended::Written { slot, ok })
+            }
+            Errand::Read { key, slot, place, bytes } => {
+                self.was_read(device, &key, place, bytes, done.result);
+                Some(Ended::Read { ticket: done.ticket, key, slot, ok })
+            }
+            Errand::Move { key, from, to, bytes } => {
+                self.moved(device, &key, from, to, bytes, ok);
+                None
+            }
+            Errand::Begin { segment } => {
+                self.volumes[device].begun(segment, ok);
+                None
+            }
+            Errand::Seal { segment } => {
+                self.volumes[device].sealed(segment);
+                None
+            }
+            Errand::Check => {
+                self.volumes[device].breaker.checked(ok, self.now_ms);
+                None
+            }
+        };
+        self.issue_wanted(device);
+        self.reclaim(device);
+        ended
+    }
+
+    /// Counts how a job ended, for metrics and the breaker.
+    fn count(&mut self, flight: &Flight, result: Result<(), Fault>) {
+        let volume = &mut self.volumes[flight.device];
+        let way = if matches!(flight.errand, Errand::Read { .. }) { Way::Read } else { Way::Write };
+        let fault = match result {
+            Ok(()) => return volume.breaker.good(way),
+            Err(fault) => fault,
+        };
+        let Some(kind) = fault.kind() else { return };
+        volume.stats.faults[kind as usize] += 1;
+        // A damaged block says nothing of its neighbours, and a check's end is told apart.
+        if kind != FaultKind::Corrupt && !matches!(flight.errand, Errand::Check) {
+            volume.breaker.fault(way, self.now_ms);
+        }
+    }
+
+    fn written(&mut self, device: usize, key: &BlockKey, place: Place, bytes: u32, ok: bool) {
+        let id = self.still_at(key, device, place).expect("a block that is being written stays in the index");
+        let volume = &mut self.volumes[device];
+        volume.write_bytes -= u64::from(bytes);
+        volume.written(place.segment, &mut self.wanted);
+        if ok {
+            volume.stats.written_blocks_total += 1;
+            volume.stats.written_bytes_total += u64::from(bytes);
+            self.keep(id);
+        } else {
+            self.forget(id);
+        }
+    }
+
+    fn was_read(
+        &mut self,
+        device: usize,
+        key: &BlockKey,
+        place: Place,
+        bytes: u32,
+        result: Result<(), Fault>,
+    ) {
+        let volume = &mut self.volumes[device];
+        volume.segment(place.segment).reads -= 1;
+        match result {
+            Ok(()) => {
+                volume.stats.read_blocks_total += 1;
+                volume.stats.read_bytes_total += u64::from(bytes);
+            }
+            Err(Fault::Stopped) => {}
+            Err(_) => {
+                if let Some(id) = self.still_at(key, device, place) {
+                    self.forget(id);
+                }
+            }
+        }
+    }
+
+    fn moved(&mut self, device: usize, key: &BlockKey, from: Place, to: Place, bytes: u32, ok: bool) {
+        let volume = &mut self.volumes[device];
+        volume.moves -= 1;
+        volume.segment(from.segment).reads -= 1;
+        volume.written(to.segment, &mut self.wanted);
+        // A read that failed meanwhile has taken it out of the index.
+        let moving = |id: &u32| self.table.get(*id).state == State::Moving;
+        let Some(id) = self.still_at(key, device, from).filter(moving) else { return };
+        if !ok {
+            self.forget(id);
+            return;
+        }
+        let volume = &mut self.volumes[device];
+        volume.stats.moved_blocks_total += 1;
+        volume.stats.moved_bytes_total += u64::from(bytes);
+        let entry = self.table.get_mut(id);
+        (entry.segment, entry.unit, entry.accesses) = (to.segment, to.unit, 0);
+        self.keep(id);
+    }
+
+    /// Time passes: breakers are tried again, late jobs trip theirs. Reads that have become late go to `late`: whoever
+    /// waits for them should be told "miss", while the slot stays the job's until its [`Ended::Read`].
+    pub fn tick(&mut self, now_ms: u64, late: &mut Vec<Ticket>) {
+        self.now_ms = self.now_ms.max(now_ms);
+        for (ticket, flight) in &mut self.flights {
+            if flight.since_ms + self.late_ms > self.now_ms {
+                break;
+            }
+            if std::mem::replace(&mut flight.late, true) {
+                continue;
+            }
+            let volume = &mut self.volumes[flight.device];
+            volume.stats.faults[FaultKind::Late as usize] += 1;
+            volume.breaker.trip(self.now_ms);
+            if matches!(flight.errand, Errand::Read { .. }) {
+                late.push(*ticket);
+            }
+        }
+        for device in 0..self.volumes.len() {
+            if self.volumes[device].breaker.try_again(self.now_ms) {
+                self.issue(device, Errand::Check, Work::Check);
+            }
+            self.reclaim(device);
+        }
+    }
+}
+
+// === impl Log: reclamation and recovery ===
+
+impl Log {
+    /// Goes on with reclaiming a segment, if one is to be: a few blocks at a time.
+    fn reclaim(&mut self, device: usize) {
+        for _ in 0..RECLAIM_STEPS {
+            let volume = &mut self.volumes[device];
+            let Some(number) = volume.due_for_reclamation() else { return };
+            let Some(id) = volume.segment(number).blocks.tail() else { break };
+            let entry = self.table.get(id);
+            let units = volume.units(entry.bytes);
+            if entry.accesses > 0 && volume.moved_units + units <= volume.segment_units / 2 {
+                let room = volume.moves < MOVES_MAX && volume.has_room(units, &mut self.wanted);
+                let soon = volume.moves > 0 || volume.awaits_next();
+                self.issue_wanted(device);
+                if room {
+                    self.begin_move(device, id, units);
+                    continue;
+                }
+                if soon {
+                    return;
+                }
+            }
+            self.volumes[device].stats.dropped_blocks_total += 1;
+            self.forget(id);
+        }
+        self.volumes[device].reclaimed();
+    }
+
+    fn begin_move(&mut self, device: usize, id: u32, units: u32) {
+        self.unlist(id);
+        let entry = self.table.get_mut(id);
+        entry.state = State::Moving;
+        let (key, bytes) = (entry.key, entry.bytes);
+        let from = Place { segment: entry.segment, unit: entry.unit };
+        let label = self.label(&key, bytes);
+        let volume = &mut self.volumes[device];
+        volume.moved_units += units;
+        volume.moves += 1;
+        let to = volume.take_place(units);
+        let to_sequence = volume.segment(to.segment).sequence;
+        let source = volume.segment(from.segment);
+        source.reads += 1;
+        let work = Work::Move { from, from_sequence: source.sequence, to, to_sequence, label };
+        self.issue(device, Errand::Move { key, from, to, bytes }, work);
+    }
+
+    /// Blocks that earlier lives left on a device. `number` gives the number of a namespace in this life, or `None` for
+    /// one whose blocks are not to be found.
+    pub fn recovered(&mut self, found: &Recovered, mut number: impl FnMut(NamespaceDigest) -> Option<u32>) {
+        let device = found.device;
+        self.volumes[device].stats.segments_read = found.segments_read;
+        let mut named: Option<(NamespaceDigest, Option<u32>)> = None;
+        for batch in found.blocks.chunks(BATCH) {
+            let mut keys = [None; BATCH];
+            for (key, (_, label)) in keys.iter_mut().zip(batch) {
+                if named.is_none_or(|named| named.0 != label.namespace) {
+                    let number = number(label.namespace);
+                    number.map(|number| self.digests.insert(number, label.namespace));
+                    named = Some((label.namespace, number));
+                }
+                let namespace = named.and_then(|named| named.1);
+                *key =
+                    namespace.map(|namespace| BlockKey { namespace, group: label.group, hash: label.hash });
+            }
+            let print = |key: &BlockKey| Print::new(key.namespace, key.group, &key.hash);
+            self.warmed(keys.iter().flatten().map(print));
+            for (key, (unit, label)) in keys.iter().zip(batch) {
+                let place = Place { segment: found.segment, unit: *unit };
+                if let Some(key) = key {
+                    self.take_over(device, *key, place, label.bytes, found.sequence);
+                }
+            }
+        }
+        if found.last {
+            self.volumes[device].recovered();
+        }
+    }
+
+    /// Segments come newest first: of two copies of a block the first is kept.
+    fn take_over(&mut self, device: usize, key: BlockKey, place: Place, bytes: u32, sequence: u64) {
+        let volume = &mut self.volumes[device];
+        let inside = place.segment < volume.stats.segments
+            && place.unit.saturating_add(volume.units(bytes)) <= volume.segment_units;
+        if !inside {
+            return;
+        }
+        volume.remains(place.segment, sequence);
+        if self.find(&key).is_some() {
+            return;
+        }
+        let Some(id) = self.table.take() else { return };
+        self.volumes[device].stats.recovered_blocks_total += 1;
+        self.enter(id, key, device, place, bytes, State::Kept);
+        self.keep(id);
+    }
+
+    /// Whether a job is in flight or blocks are still to be moved or dropped: [`Log::tick`] should be called soon.
+    pub fn busy(&self) -> bool {
+        !self.flights.is_empty() || self.volumes.iter().any(|volume| volume.reclaiming.is_some())
+    }
+
+    /// What it holds and has done.
+    pub fn stats(&self) -> Stats {
+        let device = |(number, volume): (usize, &Volume)| DeviceStats {
+            segments_free: volume.free_segments(),
+            recovering: volume.recovering,
+            down: volume.breaker.is_open(),
+            trips_total: volume.breaker.trips_total,
+            jobs: self.flights.values().filter(|flight| flight.device == number).count() as u64,
+            ..volume.stats.clone()
+        };
+        let devices: Vec<DeviceStats> = self.volumes.iter().enumerate().map(device).collect();
+        Stats {
+            blocks: devices.iter().map(|device| device.blocks).sum(),
+            bytes: devices.iter().map(|device| device.bytes).sum(),
+            refused_busy_total: self.refused_busy_total,
+            devices,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

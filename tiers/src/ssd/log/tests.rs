@@ -1,0 +1,408 @@
+//! The log over model devices, which carry jobs out in any order and fail at will, and check at each that it is sound.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use rustix::io::Errno;
+
+use super::*;
+use crate::ssd::format;
+
+const UNIT: u64 = 4096;
+const SEGMENT: u64 = 16 * UNIT;
+const SEGMENTS: u32 = 6;
+const KEYS: u64 = 60;
+
+/// Random numbers: an LCG, whose state is the seed.
+struct Random(u64);
+
+/// A device that holds what was written, by segment.
+#[derive(Default)]
+struct Model {
+    /// Sequence, whether it was sealed, and blocks by unit.
+    segments: BTreeMap<u32, (u64, bool, BTreeMap<u32, Label>)>,
+    sequence: u64,
+}
+
+/// A log, its devices, and jobs that were given out.
+struct World {
+    random: Random,
+    log: Log,
+    models: Vec<Model>,
+    jobs: Vec<Job>,
+    /// Slots that jobs have, and the key each is for.
+    slots: BTreeMap<u64, BlockKey>,
+    next_slot: u64,
+    now_ms: u64,
+    life: u64,
+    failing: bool,
+}
+
+// === impl Random ===
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % limit
+    }
+}
+
+fn digest(namespace: u32) -> NamespaceDigest {
+    NamespaceDigest([namespace as u8 + 1; 16])
+}
+
+fn key(number: u64) -> BlockKey {
+    let hash = BlockHash::from_words([number, 0, 0, 0]);
+    BlockKey { namespace: number as u32 % 3, group: number as u32 % 2, hash }
+}
+
+/// A block has the same bytes whenever it is written.
+fn bytes(key: &BlockKey) -> u64 {
+    (key.hash.words()[0] * 3571) % (5 * UNIT) + 1
+}
+
+fn config(devices: usize, life: u64) -> Config {
+    let geometry =
+        Geometry { unit_bytes: UNIT, segment_bytes: SEGMENT, segments: SEGMENTS, first_sequence: life << 32 };
+    Config { devices: vec![geometry; devices], write_bytes_max: 8 * UNIT, late_ms: 1_000 }
+}
+
+// === impl Model ===
+
+impl Model {
+    /// A block may be written here: in an open segment, over nothing of it, leaving room for the footer.
+    fn put(&mut self, place: Place, sequence: u64, label: Label) {
+        let (begun, sealed, blocks) = self.segments.get_mut(&place.segment).expect("begun");
+        assert!(*begun == sequence && !*sealed, "written where nothing may be");
+        let end = place.unit + format::block_units(label.bytes, UNIT);
+        let footer = format::footer_units(blocks.len() as u32 + 1, UNIT);
+        assert!(place.unit >= 1 && u64::from(end + footer) <= SEGMENT / UNIT);
+        for (unit, other) in blocks.iter() {
+            let other_end = unit + format::block_units(other.bytes, UNIT);
+            assert!(end <= *unit || other_end <= place.unit, "over another block");
+        }
+        blocks.insert(place.unit, label);
+    }
+
+    fn get(&self, place: Place, sequence: u64, label: Label) {
+        let (begun, _, blocks) = &self.segments[&place.segment];
+        assert_eq!((*begun, blocks.get(&place.unit)), (sequence, Some(&label)), "read what is not there");
+    }
+
+    fn carry_out(&mut self, work: Work) {
+        match work {
+            Work::Begin { segment, sequence } => {
+                assert!(sequence > self.sequence, "a sequence is given out once");
+                self.sequence = sequence;
+                self.segments.insert(segment, (sequence, false, BTreeMap::new()));
+            }
+            Work::Write { place, sequence, label, .. } => self.put(place, sequence, label),
+            Work::Read { place, sequence, label, .. } => self.get(place, sequence, label),
+            Work::Move { from, from_sequence, to, to_sequence, label } => {
+                self.get(from, from_sequence, label);
+                self.put(to, to_sequence, label);
+            }
+            Work::Seal { segment, sequence } => {
+                let found = self.segments.get_mut(&segment).expect("begun");
+                assert_eq!(found.0, sequence);
+                found.1 = true;
+            }
+            Work::Check => {}
+        }
+    }
+}
+
+/// Segments that a job needs as they are.
+fn needs(work: &Work) -> Vec<u32> {
+    match *work {
+        Work::Begin { segment, .. } | Work::Seal { segment, .. } => vec![segment],
+        Work::Write { place, .. } | Work::Read { place, .. } => vec![place.segment],
+        Work::Move { from, to, .. } => vec![from.segment, to.segment],
+        Work::Check => Vec::new(),
+    }
+}
+
+// === impl World ===
+
+impl World {
+    fn new(seed: u64, devices: usize) -> Self {
+        let mut world = Self {
+            random: Random(seed),
+            log: Log::new(config(devices, 1)),
+            models: (0..devices).map(|_| Model::default()).collect(),
+            jobs: Vec::new(),
+            slots: BTreeMap::new(),
+            next_slot: 0,
+            now_ms: 0,
+            life: 1,
+            failing: true,
+        };
+        world.recover();
+        world
+    }
+
+    /// Takes what the log wants done, and checks that no segment is begun or sealed under another job.
+    fn take_jobs(&mut self) {
+        for job in self.log.drain_jobs() {
+            let others = self.jobs.iter().filter(|other| other.device == job.device);
+            if let Work::Begin { segment, .. } = job.work {
+                assert!(others.clone().all(|other| !needs(&other.work).contains(&segment)), "{job:?}");
+            }
+            if let Work::Seal { segment, .. } = job.work {
+                let writes = others.filter(|other| !matches!(other.work, Work::Read { .. }));
+                assert!(writes.clone().all(|other| !needs(&other.work).contains(&segment)), "{job:?}");
+            }
+            self.jobs.push(job);
+        }
+    }
+
+    fn slot(&mut self) -> SlotRef {
+        self.next_slot += 1;
+        SlotRef { offset: self.next_slot, generation: 0 }
+    }
+
+    fn write(&mut self) {
+        let number = self.random.below(KEYS);
+        self.write_block(number);
+    }
+
+    fn write_block(&mut self, number: u64) {
+        let key = key(number);
+        let slot = self.slot();
+        let kept = self.log.keeps(&key).is_some();
+        match self.log.write(key, digest(key.namespace), bytes(&key), slot) {
+            Ok(_) => drop(self.slots.insert(slot.offset, key)),
+            Err(refused) => assert!(!kept || refused == Refused::Present, "{refused}"),
+        }
+        self.take_jobs();
+    }
+
+    fn read(&mut self) {
+        let key = key(self.random.below(KEYS / 4));
+        let slot = self.slot();
+        let kept = self.log.keeps(&key);
+        assert!(kept.is_none_or(|kept| u64::from(kept) == bytes(&key)));
+        assert_eq!(self.log.probe(key.namespace, key.group, &[key.hash]), usize::from(kept.is_some()));
+        let begun = self.log.read(&key, slot).is_some();
+        assert_eq!(begun, kept.is_some());
+        if begun {
+            self.slots.insert(slot.offset, key);
+        }
+        self.take_jobs();
+    }
+
+    /// Carries out any of the jobs, perhaps badly.
+    fn carry_out(&mut self) {
+        if self.jobs.is_empty() {
+            return;
+        }
+        let at = self.random.below(self.jobs.len() as u64) as usize;
+        let job = self.jobs.swap_remove(at);
+        let result = match self.random.below(40) {
+            0 if self.failing => Err(Fault::Io(Errno::IO)),
+            1 if self.failing => Err(Fault::Corrupt("header")),
+            _ => {
+                self.models[job.device].carry_out(job.work);
+                Ok(())
+            }
+        };
+        let done = Done { device: job.device, ticket: job.ticket, micros: 1, result };
+        match (self.log.done(self.now_ms, done), job.work) {
+            (Some(Ended::Written { slot, ok }), Work::Write { from, .. }) => {
+                assert!(slot.offset == from && ok == result.is_ok());
+                assert!(self.slots.remove(&from).is_some(), "a slot ends once");
+            }
+            (Some(Ended::Read { slot, ok, key, ticket }), Work::Read { into, .. }) => {
+                assert!(slot.offset == into && ok == result.is_ok() && ticket == job.ticket);
+                assert_eq!(self.slots.remove(&into), Some(key), "a slot ends once");
+            }
+            (None, Work::Begin { .. } | Work::Seal { .. } | Work::Move { .. } | Work::Check) => {}
+            (ended, work) => panic!("{work:?} ended as {ended:?}"),
+        }
+        self.take_jobs();
+    }
+
+    fn tick(&mut self) {
+        self.now_ms += self.random.below(300);
+        let mut late = Vec::new();
+        self.log.tick(self.now_ms, &mut late);
+        for ticket in late {
+            assert!(self.jobs.iter().any(|job| job.ticket == ticket), "late, and not ended");
+        }
+        self.take_jobs();
+    }
+
+    /// The sidecar dies with what is in flight, and another starts on what lies there.
+    fn restart(&mut self) {
+        self.jobs.clear();
+        self.slots.clear();
+        self.life += 1;
+        self.log = Log::new(config(self.models.len(), self.life));
+        self.recover();
+    }
+
+    fn recover(&mut self) {
+        for (device, model) in self.models.iter().enumerate() {
+            let mut found: Vec<_> = model.segments.iter().collect();
+            found.sort_by_key(|(_, (sequence, ..))| std::cmp::Reverse(*sequence));
+            let batch = |segment, sequence, blocks, last| Recovered {
+                device,
+                segment,
+                sequence,
+                blocks,
+                segments_read: 0,
+                last,
+            };
+            for (segment, (sequence, _, blocks)) in found {
+                let blocks = blocks.iter().map(|(unit, label)| (*unit, *label)).collect();
+                self.log.recovered(&batch(*segment, *sequence, blocks, false), number);
+            }
+            self.log.recovered(&batch(0, 0, Vec::new(), true), number);
+        }
+        self.take_jobs();
+    }
+
+    /// Lets everything end well; then what can be found is what is counted.
+    fn settle(&mut self) {
+        self.failing = false;
+        for _ in 0..10_000 {
+            self.now_ms += 60_000;
+            self.tick();
+            while !self.jobs.is_empty() {
+                self.carry_out();
+            }
+            if !self.log.busy() && self.log.stats().devices.iter().all(|device| !device.down) {
+                break;
+            }
+        }
+        self.failing = true;
+        assert!(!self.log.busy() && self.slots.is_empty());
+        let stats = self.log.stats();
+        assert!(stats.devices.iter().all(|device| !device.down), "{stats:?}");
+        let found: Vec<u64> =
+            (0..KEYS).filter_map(|number| self.log.keeps(&key(number))).map(u64::from).collect();
+        assert_eq!((stats.blocks, stats.bytes), (found.len() as u64, found.iter().sum()));
+    }
+}
+
+fn number(digest: NamespaceDigest) -> Option<u32> {
+    Some(u32::from(digest.0[0]) - 1)
+}
+
+#[test]
+fn whatever_happens_every_job_is_sound() {
+    let mut total = DeviceStats::default();
+    for seed in 0..60 {
+        eprintln!("seed {seed}");
+        let mut world = World::new(seed, 1 + seed as usize % 3);
+        for round in 0..2_000 {
+            match world.random.below(20) {
+                0..=5 => world.write(),
+                6..=8 => world.read(),
+                9..=17 => world.carry_out(),
+                18 => world.tick(),
+                _ if round % 97 == 0 => world.restart(),
+                _ => {}
+            }
+        }
+        world.settle();
+        for device in &world.log.stats().devices {
+            total.moved_blocks_total += device.moved_blocks_total;
+            total.dropped_blocks_total += device.dropped_blocks_total;
+            total.trips_total += device.trips_total;
+            total.recovered_blocks_total += device.recovered_blocks_total;
+        }
+    }
+    let happened = [
+        total.moved_blocks_total,
+        total.dropped_blocks_total,
+        total.trips_total,
+        total.recovered_blocks_total,
+    ];
+    assert!(happened.iter().all(|count| *count >= 50), "{happened:?}");
+}
+
+#[test]
+fn reclamation_drops_the_oldest_and_keeps_what_was_asked_for() {
+    let mut world = World::new(1, 1);
+    world.failing = false;
+    let write = |world: &mut World, number: u64| {
+        let slot = world.slot();
+        while world.log.write(key(number), digest(0), UNIT, slot) == Err(Refused::Busy) {
+            world.take_jobs();
+            world.tick();
+            world.carry_out();
+        }
+        world.slots.insert(slot.offset, key(number));
+        world.take_jobs();
+        while !world.jobs.is_empty() {
+            world.carry_out();
+        }
+    };
+    for number in 0..100 {
+        write(&mut world, number * 6);
+        assert_eq!(world.log.probe(0, 0, &[key(0).hash]), 1, "asked for each time, at {number}");
+    }
+    let kept: BTreeSet<u64> = (1..100).filter(|number| world.log.keeps(&key(number * 6)).is_some()).collect();
+    let youngest = *kept.first().expect("some");
+    assert!(kept.len() >= 12 && kept == (youngest..100).collect(), "{kept:?}");
+}
+
+#[test]
+fn a_block_on_a_device_that_is_down_is_written_to_another() {
+    let mut world = World::new(3, 2);
+    world.failing = false;
+    let block = key(6);
+    while world.log.keeps(&block).is_none() {
+        let slot = world.slot();
+        if world.log.write(block, digest(0), 100, slot).is_ok() {
+            world.slots.insert(slot.offset, block);
+        }
+        world.take_jobs();
+        world.carry_out();
+    }
+    world.settle();
+    let holder = world.log.stats().devices.iter().position(|device| device.blocks == 1).unwrap();
+    world.log.volumes[holder].breaker.trip(world.now_ms);
+    assert_eq!((world.log.keeps(&block), world.log.probe(0, 0, &[block.hash])), (None, 0));
+    let slot = world.slot();
+    assert!(world.log.read(&block, slot).is_none());
+    world.log.write(block, digest(0), 100, slot).unwrap();
+    world.slots.insert(slot.offset, block);
+    world.take_jobs();
+    while !world.jobs.is_empty() {
+        world.carry_out();
+    }
+    assert_eq!(world.log.keeps(&block), Some(100));
+    assert_eq!(world.log.stats().devices[1 - holder].blocks, 1);
+    assert_eq!(world.log.write(block, digest(0), 100, slot), Err(Refused::Present));
+    assert_eq!(world.log.write(key(7), digest(1), SEGMENT, slot), Err(Refused::TooLarge));
+    world.log.volumes[1 - holder].breaker.trip(world.now_ms);
+    assert_eq!(world.log.write(key(7), digest(1), 100, slot), Err(Refused::Down));
+}
+
+#[test]
+fn a_late_read_is_told_once_and_its_slot_comes_back_with_its_end() {
+    let mut world = World::new(4, 1);
+    world.failing = false;
+    while world.log.keeps(&key(0)).is_none() {
+        world.write_block(0);
+        world.carry_out();
+    }
+    world.settle();
+    let slot = world.slot();
+    let ticket = world.log.read(&key(0), slot).unwrap();
+    world.slots.insert(slot.offset, key(0));
+    world.take_jobs();
+    let mut late = Vec::new();
+    world.log.tick(world.now_ms + 999, &mut late);
+    assert!(late.is_empty());
+    world.log.tick(world.now_ms + 1_000, &mut late);
+    world.log.tick(world.now_ms + 1_001, &mut late);
+    assert_eq!(late, [ticket]);
+    assert_eq!(world.log.stats().devices[0].faults[FaultKind::Late as usize], 1);
+    assert_eq!(world.log.keeps(&key(0)), None, "its device is down");
+    world.carry_out();
+    assert!(world.slots.is_empty());
+    world.settle();
+    assert!(world.log.keeps(&key(0)).is_some());
+}

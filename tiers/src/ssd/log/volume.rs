@@ -1,0 +1,260 @@
+//! One device as the log sees it: its segments, and where the next block goes.
+
+use std::collections::VecDeque;
+
+use super::DeviceStats;
+use super::breaker::Breaker;
+use crate::list::List;
+use crate::ssd::format::{self, HEADER_UNITS};
+use crate::ssd::{Geometry, Place, Work};
+
+/// Free segments below which the oldest one is reclaimed: a 16th of all, 4 at most.
+const FREE_PART: u32 = 16;
+const FREE_MAX: u32 = 4;
+
+/// What a segment is used for.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Use {
+    /// Nothing; or not known yet, while the device is being recovered.
+    Free,
+    /// Its header is being written, or was: blocks go into it next.
+    Next,
+    /// Blocks go into it.
+    Open,
+    /// Full; its last writes, then its footer, are on their way.
+    Closing,
+    /// Full, and read alone.
+    Sealed,
+}
+
+/// A segment.
+#[derive(Clone, Debug)]
+pub(super) struct Segment {
+    pub(super) used_for: Use,
+    pub(super) sequence: u64,
+    /// Units given out.
+    units: u32,
+    /// Blocks given a place, which the footer must have room for.
+    count: u32,
+    /// Jobs that read in it.
+    pub(super) reads: u32,
+    /// Jobs that write blocks in it.
+    writes: u32,
+    /// Its kept blocks, the oldest at the tail.
+    pub(super) blocks: List,
+}
+
+/// A device.
+#[derive(Debug)]
+pub(super) struct Volume {
+    pub(super) unit_bytes: u64,
+    pub(super) segment_units: u32,
+    pub(super) segments: Vec<Segment>,
+    free: VecDeque<u32>,
+    /// Segments with blocks, by sequence; those that are closing come last.
+    full: VecDeque<u32>,
+    open: Option<u32>,
+    /// The segment that comes next, and whether its header is written.
+    next: Option<(u32, bool)>,
+    pub(super) reclaiming: Option<u32>,
+    /// Units that the present reclamation has moved.
+    pub(super) moved_units: u32,
+    /// Moves under way.
+    pub(super) moves: u32,
+    next_sequence: u64,
+    /// Bytes of writes under way.
+    pub(super) write_bytes: u64,
+    pub(super) breaker: Breaker,
+    pub(super) recovering: bool,
+    pub(super) stats: DeviceStats,
+}
+
+// === impl Volume ===
+
+impl Volume {
+    pub(super) fn new(geometry: &Geometry) -> Self {
+        let segment = Segment {
+            used_for: Use::Free,
+            sequence: 0,
+            units: 0,
+            count: 0,
+            reads: 0,
+            writes: 0,
+            blocks: List::default(),
+        };
+        Self {
+            unit_bytes: geometry.unit_bytes,
+            segment_units: (geometry.segment_bytes / geometry.unit_bytes) as u32,
+            segments: vec![segment; geometry.segments as usize],
+            free: VecDeque::new(),
+            full: VecDeque::new(),
+            open: None,
+            next: None,
+            reclaiming: None,
+            moved_units: 0,
+            moves: 0,
+            next_sequence: geometry.first_sequence,
+            write_bytes: 0,
+            breaker: Breaker::new(),
+            recovering: true,
+            stats: DeviceStats { segments: geometry.segments, ..DeviceStats::default() },
+        }
+    }
+
+    /// Whether it takes blocks at all now.
+    pub(super) fn takes(&self) -> bool {
+        !self.recovering && !self.breaker.is_open()
+    }
+
+    /// What it has to do, and for who is as busy, what it has done for its size.
+    pub(super) fn load(&self) -> (u64, u64) {
+        (self.write_bytes, self.stats.written_bytes_total / u64::from(self.stats.segments))
+    }
+
+    pub(super) fn free_segments(&self) -> u32 {
+        self.free.len() as u32
+    }
+
+    pub(super) fn segment(&mut self, number: u32) -> &mut Segment {
+        &mut self.segments[number as usize]
+    }
+
+    /// Units of a block with its header.
+    pub(super) fn units(&self, bytes: u32) -> u32 {
+        format::block_units(bytes, self.unit_bytes)
+    }
+
+    /// Whether an empty segment holds so many units of one block.
+    pub(super) fn could_hold(&self, units: u32) -> bool {
+        units.saturating_add(HEADER_UNITS + format::footer_units(1, self.unit_bytes)) <= self.segment_units
+    }
+
+    fn fits(&self, segment: u32, units: u32) -> bool {
+        let segment = &self.segments[segment as usize];
+        let footer = format::footer_units(segment.count + 1, self.unit_bytes);
+        segment.units + units + footer <= self.segment_units
+    }
+
+    /// Whether a place of so many units is there now. Brings the next segment into use if it must, and on its way.
+    pub(super) fn has_room(&mut self, units: u32, out: &mut Vec<Work>) -> bool {
+        if self.open.is_none_or(|open| !self.fits(open, units))
+            && let Some((next, true)) = self.next
+        {
+            self.next = None;
+            if let Some(open) = self.open.replace(next) {
+                self.segment(open).used_for = Use::Closing;
+                self.full.push_back(open);
+                self.seal_if_over(open, out);
+            }
+            self.segment(next).used_for = Use::Open;
+        }
+        self.begin_next(out);
+        self.open.is_some_and(|open| self.fits(open, units))
+    }
+
+    fn begin_next(&mut self, out: &mut Vec<Work>) {
+        if self.next.is_some() {
+            return;
+        }
+        let Some(number) = self.free.pop_front() else { return };
+        let sequence = self.next_sequence;
+        self.next_sequence += 1;
+        let segment = self.segment(number);
+        debug_assert!(segment.reads == 0 && segment.writes == 0 && segment.blocks.len() == 0);
+        (segment.used_for, segment.sequence) = (Use::Next, sequence);
+        (segment.units, segment.count) = (HEADER_UNITS, 0);
+        self.next = Some((number, false));
+        out.push(Work::Begin { segment: number, sequence });
+    }
+
+    /// The header of the next segment was written, or not.
+    pub(super) fn begun(&mut self, number: u32, well: bool) {
+        if well {
+            self.next = Some((number, true));
+        } else {
+            self.next = None;
+            self.segment(number).used_for = Use::Free;
+            self.free.push_back(number);
+        }
+    }
+
+    /// Whether the next segment is on its way.
+    pub(super) fn awaits_next(&self) -> bool {
+        matches!(self.next, Some((_, false)))
+    }
+
+    /// Gives out a place that is there.
+    pub(super) fn take_place(&mut self, units: u32) -> Place {
+        let number = self.open.expect("asked before");
+        let segment = self.segment(number);
+        let place = Place { segment: number, unit: segment.units };
+        segment.units += units;
+        segment.count += 1;
+        segment.writes += 1;
+        place
+    }
+
+    /// A job that wrote a block in a segment has ended.
+    pub(super) fn written(&mut self, number: u32, out: &mut Vec<Work>) {
+        self.segment(number).writes -= 1;
+        self.seal_if_over(number, out);
+    }
+
+    fn seal_if_over(&mut self, number: u32, out: &mut Vec<Work>) {
+        let segment = self.segment(number);
+        if segment.used_for == Use::Closing && segment.writes == 0 {
+            out.push(Work::Seal { segment: number, sequence: segment.sequence });
+        }
+    }
+
+    /// A footer was written, or not: then the segment is read through at the next start.
+    pub(super) fn sealed(&mut self, number: u32) {
+        self.segment(number).used_for = Use::Sealed;
+    }
+
+    /// The segment whose turn it is to be reclaimed: the one at hand, or the oldest, if there are too few free ones.
+    pub(super) fn due_for_reclamation(&mut self) -> Option<u32> {
+        if !self.takes() {
+            return None;
+        }
+        if self.reclaiming.is_none() {
+            let least = (self.stats.segments / FREE_PART).clamp(1, FREE_MAX);
+            let oldest = *self.full.front()?;
+            if self.free_segments() < least && self.segment(oldest).used_for == Use::Sealed {
+                self.full.pop_front();
+                self.reclaiming = Some(oldest);
+                self.moved_units = 0;
+            }
+        }
+        self.reclaiming
+    }
+
+    /// The segment at hand is free again if nothing is left in it and nobody reads it.
+    pub(super) fn reclaimed(&mut self) {
+        let Some(number) = self.reclaiming else { return };
+        let segment = self.segment(number);
+        if segment.blocks.len() == 0 && segment.reads == 0 {
+            segment.used_for = Use::Free;
+            self.free.push_back(number);
+            self.reclaiming = None;
+        }
+    }
+
+    /// A segment of an earlier life holds blocks.
+    pub(super) fn remains(&mut self, number: u32, sequence: u64) {
+        let segment = self.segment(number);
+        if segment.used_for == Use::Free {
+            (segment.used_for, segment.sequence) = (Use::Sealed, sequence);
+            self.full.push_back(number);
+        }
+    }
+
+    /// Nothing is left to be recovered.
+    pub(super) fn recovered(&mut self) {
+        let Self { full, segments, .. } = self;
+        full.make_contiguous().sort_by_key(|number| segments[*number as usize].sequence);
+        let free = |number: &u32| self.segments[*number as usize].used_for == Use::Free;
+        self.free = (0..self.stats.segments).filter(free).collect();
+        self.recovering = false;
+    }
+}

@@ -1,0 +1,399 @@
+//! Opens a device: finds its alignment, locks it, and checks or writes its superblock. Nothing that is not a log of ours
+//! is written over.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::fs::{
+    AtFlags, FallocateFlags, FileType, FlockOperation, Mode, OFlags, SeekFrom, Statx, StatxFlags,
+};
+use rustix::io::Errno;
+
+use super::Geometry;
+use super::format::{self, Found, SUPER_BYTES, Super};
+use crate::Error;
+use crate::io::buf::{BUFFER_ALIGN, Buffer};
+use crate::io::uring;
+
+/// The file in a folder that is given as a device.
+const FILE_NAME: &str = "pillion.log";
+/// The least segments of a log: one that is written, one that comes next, and two that hold blocks.
+const SEGMENTS_MIN: u64 = 4;
+/// A log of about so many segments loses a small part of what it holds to one reclamation.
+const SEGMENTS: u64 = 32;
+/// The smallest segment by default: holds the blocks of common models.
+const SEGMENT_BYTES_MIN: u64 = 4 << 20;
+/// The largest segment by default: a killed sidecar's open segment is read through in a second.
+const SEGMENT_BYTES_MAX: u64 = 256 << 20;
+/// A device has at most about so many segments, whose ends are read at start one after the other.
+const SEGMENTS_MANY: u64 = 4096;
+/// Direct I/O on memory that is aligned less is taken as it comes: every slot of the pool is.
+const MEMORY_ALIGN: u64 = shm_protocol::pool::SLOT_ALIGN;
+/// What a file system without STATX_DIOALIGN is taken to need: no known one needs more.
+const ALIGN_UNKNOWN: u64 = 4096;
+
+/// How long a device that is in use is asked for again: longer than the kernel takes to end what a dead process had in
+/// flight. Whoever has the lock knows that nothing is.
+const CLOSE_MAX: Duration = Duration::from_secs(10);
+const CLOSE_STEP: Duration = Duration::from_millis(10);
+
+/// A device that can be started.
+#[derive(Debug)]
+pub struct Opened {
+    pub(crate) fd: OwnedFd,
+    pub(crate) layout: Layout,
+    geometry: Geometry,
+    notes: Vec<String>,
+}
+
+/// Where things lie on a device, and what its memory must be aligned to.
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct Layout {
+    pub(crate) id: u64,
+    pub(crate) unit_bytes: u64,
+    pub(crate) segment_bytes: u64,
+    pub(crate) segments: u32,
+    /// What memory that is not our own must be aligned to.
+    pub(crate) memory_align: u64,
+}
+
+/// What direct I/O on an opened file asks for.
+#[derive(Copy, Clone, Debug)]
+struct Align {
+    unit: u64,
+    memory: u64,
+}
+
+/// An error that names its device.
+struct Refusal<'a>(&'a Path);
+
+/// A segment size for a device: a power of two near a 32nd of it, within 4 to 256 MiB, more for more than a TiB.
+fn segment_bytes_for(bytes: u64) -> u64 {
+    let usual = (bytes / SEGMENTS).clamp(SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX);
+    1 << usual.max(bytes / SEGMENTS_MANY).min(format::SEGMENT_BYTES_MAX).ilog2()
+}
+
+// === impl Refusal ===
+
+impl Refusal<'_> {
+    fn because(&self, problem: impl Into<String>) -> Error {
+        Error::Device { path: self.0.to_owned(), problem: problem.into() }
+    }
+
+    fn os(&self, doing: &'static str) -> impl FnOnce(Errno) -> Error + '_ {
+        move |errno| self.because(format!("does not let itself {doing}: {}", std::io::Error::from(errno)))
+    }
+}
+
+// === impl Opened ===
+
+impl Opened {
+    /// Opens `path`, a file, a folder (its file `pillion.log`) or a block device, for a log of `bytes`; locks it, and
+    /// checks or writes its first unit. What an earlier life left stays, where it can be read.
+    pub fn open(path: &Path, bytes: u64) -> Result<Self, Error> {
+        Self::open_within(path, bytes, CLOSE_MAX)
+    }
+
+    fn open_within(path: &Path, bytes: u64, close_max: Duration) -> Result<Self, Error> {
+        let refusal = Refusal(path);
+        uring::probe().map_err(|error| refusal.because(no_ring(&error)))?;
+        let file = if path.is_dir() { path.join(FILE_NAME) } else { path.to_owned() };
+        let least = SUPER_BYTES + SEGMENTS_MIN * SEGMENT_BYTES_MIN;
+        if bytes < least {
+            return Err(refusal.because(format!("has {bytes} bytes; the least is {least}: raise its size")));
+        }
+        let (fd, is_block) = open_direct(&file, &refusal, close_max)?;
+        let align = Align::of(&fd, is_block).map_err(refusal.os("be asked for its alignment"))?;
+        if align.unit > format::UNIT_BYTES_MAX {
+            return Err(refusal.because(format!(
+                "transfers {} bytes at least; the most that is supported is {}: pass another device",
+                align.unit,
+                format::UNIT_BYTES_MAX
+            )));
+        }
+        let found = find(&fd, align.unit).map_err(refusal.os("be read"))?;
+        if found == Found::Foreign {
+            return Err(refusal.because(
+                "holds something that is no log of Pillion's: pass another path, or remove the file (of a device: \
+                 wipefs --all, then zero its first MiB)",
+            ));
+        }
+        let mut notes = Vec::new();
+        let superblock = next_life(found, align.unit, bytes, &mut notes).map_err(refusal.os("be named"))?;
+        make_room(&fd, is_block, bytes, &refusal)?;
+        write_super(&fd, &superblock).map_err(refusal.os("be written"))?;
+        let segments = ((bytes - SUPER_BYTES) / superblock.segment_bytes) as u32;
+        Ok(Self {
+            fd,
+            layout: Layout {
+                id: superblock.id,
+                unit_bytes: superblock.unit_bytes,
+                segment_bytes: superblock.segment_bytes,
+                segments,
+                memory_align: align.memory,
+            },
+            geometry: Geometry {
+                unit_bytes: superblock.unit_bytes,
+                segment_bytes: superblock.segment_bytes,
+                segments,
+                first_sequence: superblock.life << 32,
+            },
+            notes,
+        })
+    }
+
+    /// The device's sizes.
+    pub fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    /// What an operator should know: a log of another version that was given up, for one.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+}
+
+fn no_ring(error: &std::io::Error) -> String {
+    format!(
+        "needs io_uring, which the kernel refuses ({error}): let the container's seccomp profile allow io_uring_setup, \
+         io_uring_enter and io_uring_register, and set sysctl kernel.io_uring_disabled to 0; or leave out --ssd"
+    )
+}
+
+/// Opens and locks a file, made if there is none, or a block device that nobody else uses.
+fn open_direct(file: &Path, refusal: &Refusal<'_>, close_max: Duration) -> Result<(OwnedFd, bool), Error> {
+    let found = rustix::fs::stat(file).map(|stat| FileType::from_raw_mode(stat.st_mode));
+    let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::DIRECT;
+    let (flags, is_block) = match found {
+        Ok(FileType::BlockDevice) => (flags | OFlags::EXCL, true),
+        Ok(FileType::RegularFile) | Err(Errno::NOENT) => (flags | OFlags::CREATE, false),
+        Ok(_) => return Err(refusal.because("is neither a file, a folder nor a block device: pass one")),
+        Err(errno) => return Err(refusal.os("be found")(errno)),
+    };
+    let fd = once_free(close_max, || rustix::fs::open(file, flags, Mode::RUSR | Mode::WUSR));
+    let fd = fd.map_err(|errno| match errno {
+        Errno::INVAL => refusal.because("has no direct I/O: pass a path on ext4 or XFS, or a block device"),
+        Errno::BUSY => {
+            refusal.because("is in use (mounted, or held by another program): pass another device")
+        }
+        errno => refusal.os("be opened")(errno),
+    })?;
+    let locked = once_free(close_max, || rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive));
+    locked.map_err(|errno| match errno {
+        Errno::WOULDBLOCK => refusal.because("is another sidecar's: stop it, or pass another path"),
+        errno => refusal.os("be locked")(errno),
+    })?;
+    Ok((fd, is_block))
+}
+
+/// Tries again for as long as the kernel may take to give up what a process that ended had: it closes rings, and with
+/// them files, behind its back.
+fn once_free<T>(close_max: Duration, mut attempt: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
+    for _ in 0..close_max.as_millis() / CLOSE_STEP.as_millis() {
+        match attempt() {
+            Err(Errno::WOULDBLOCK | Errno::BUSY) => std::thread::sleep(CLOSE_STEP),
+            other => return other,
+        }
+    }
+    attempt()
+}
+
+/// What the device's first MiB holds. A file system's mark may lie anywhere in it.
+fn find(fd: &OwnedFd, unit: u64) -> Result<Found, Errno> {
+    let mut buffer = Buffer::new(SUPER_BYTES as usize)?;
+    let read = read_some(fd, buffer.bytes_mut(), 0)?;
+    Ok(match Super::read(&buffer.bytes()[..unit as usize]) {
+        Found::Empty if buffer.bytes().iter().any(|byte| *byte != 0) => Found::Foreign,
+        // Cut within its first word.
+        Found::Foreign if Super::begins(&buffer.bytes()[..read]) => Found::Damaged,
+        found => found,
+    })
+}
+
+/// Reads up to the end of `bytes` or of the file.
+pub(crate) fn read_some(fd: impl AsFd, bytes: &mut [u8], at: u64) -> Result<usize, Errno> {
+    let mut read = 0;
+    while read < bytes.len() {
+        match rustix::io::pread(&fd, &mut bytes[read..], at + read as u64) {
+            Ok(0) => break,
+            Ok(more) => read += more,
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno),
+        }
+        // Direct I/O goes on from whole units alone; a ragged end is the end of the file.
+        if !(read as u64).is_multiple_of(format::UNIT_BYTES_MIN) {
+            break;
+        }
+    }
+    Ok(read)
+}
+
+/// Writes all of `bytes`.
+pub(crate) fn write_all(fd: impl AsFd, bytes: &[u8], at: u64) -> Result<(), Errno> {
+    let mut written = 0;
+    while written < bytes.len() {
+        match rustix::io::pwrite(&fd, &bytes[written..], at + written as u64) {
+            Ok(0) => return Err(Errno::NOSPC),
+            Ok(more) => written += more,
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno),
+        }
+    }
+    Ok(())
+}
+
+/// The superblock of this life: of the log that is there, or of a new one.
+fn next_life(found: Found, unit: u64, bytes: u64, notes: &mut Vec<String>) -> Result<Super, Errno> {
+    let fits = |log: &Super| {
+        log.unit_bytes == unit
+            && log.segment_bytes.is_power_of_two()
+            && (SEGMENT_BYTES_MIN..=format::SEGMENT_BYTES_MAX).contains(&log.segment_bytes)
+            && (bytes - SUPER_BYTES) / log.segment_bytes >= SEGMENTS_MIN
+            && log.life < u64::from(u32::MAX)
+    };
+    match found {
+        Found::Log(log) if fits(&log) => return Ok(Super { life: log.life + 1, ..log }),
+        Found::Log(_) => notes.push("was made for other sizes and starts empty".to_owned()),
+        Found::Version(version) => {
+            notes.push(format!("is a log of version {version}, not {}, and starts empty", format::VERSION));
+        }
+        Found::Damaged => notes.push("has a damaged superblock and starts empty".to_owned()),
+        Found::Empty | Found::Foreign => {}
+    }
+    let mut id = [0; 8];
+    rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())?;
+    let id = u64::from_le_bytes(id);
+    Ok(Super { id, unit_bytes: unit, segment_bytes: segment_bytes_for(bytes), life: 1 })
+}
+
+/// Reserves a file's blocks, so that it does not run out of space later; checks a device's size.
+fn make_room(fd: &OwnedFd, is_block: bool, bytes: u64, refusal: &Refusal<'_>) -> Result<(), Error> {
+    let there = rustix::fs::seek(fd, SeekFrom::End(0)).map_err(refusal.os("be measured"))?;
+    if is_block {
+        return match there >= bytes {
+            true => Ok(()),
+            false => Err(refusal.because(format!("has {there} bytes, not {bytes}: lower its size"))),
+        };
+    }
+    if there > bytes {
+        rustix::fs::ftruncate(fd, bytes).map_err(refusal.os("be cut"))?;
+    }
+    match rustix::fs::fallocate(fd, FallocateFlags::empty(), 0, bytes) {
+        Err(Errno::OPNOTSUPP) => rustix::fs::ftruncate(fd, bytes).map_err(refusal.os("be extended")),
+        Err(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => Err(refusal.because(format!(
+            "needs {bytes} bytes, more than its file system gives: lower its size, or free space"
+        ))),
+        other => other.map_err(refusal.os("be extended")),
+    }
+}
+
+/// The one write that is waited for until it lies on the medium: no sequence is given out twice.
+fn write_super(fd: &OwnedFd, superblock: &Super) -> Result<(), Errno> {
+    let mut unit = Buffer::new(superblock.unit_bytes as usize)?;
+    let unit = &mut unit.bytes_mut()[..superblock.unit_bytes as usize];
+    superblock.write(unit);
+    write_all(fd, unit, 0)?;
+    rustix::fs::fsync(fd)
+}
+
+// === impl Align ===
+
+impl Align {
+    /// What the kernel says. Units are the file system's blocks at least: smaller writes to a file wait for each other,
+    /// and a device with larger physical sectors would read before it writes.
+    fn of(fd: &OwnedFd, is_block: bool) -> Result<Self, Errno> {
+        if is_block {
+            let logical = u64::from(rustix::fs::ioctl_blksszget(fd)?);
+            let physical = u64::from(rustix::fs::ioctl_blkpbszget(fd)?);
+            let memory = direct(fd)?.map_or(logical, |(memory, _)| memory);
+            return Ok(Self::new(logical.max(physical), memory));
+        }
+        let blocks = rustix::fs::fstat(fd)?.st_blksize as u64;
+        let (memory, offset) = direct(fd)?.unwrap_or((ALIGN_UNKNOWN, ALIGN_UNKNOWN));
+        // Some file systems report what they like to transfer at a time, which may be much more.
+        let blocks = if blocks <= format::UNIT_BYTES_MAX { blocks } else { ALIGN_UNKNOWN };
+        Ok(Self::new(offset.max(blocks), memory))
+    }
+
+    fn new(unit: u64, memory: u64) -> Self {
+        Self { unit: unit.next_power_of_two().max(format::UNIT_BYTES_MIN), memory: memory.max(MEMORY_ALIGN) }
+    }
+}
+
+/// The alignment of memory and of offsets, where the kernel knows it (since 6.1, for most file systems).
+fn direct(fd: &OwnedFd) -> Result<Option<(u64, u64)>, Errno> {
+    let stat: Statx = match rustix::fs::statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN) {
+        Err(Errno::NOSYS) => return Ok(None),
+        stat => stat?,
+    };
+    let (memory, offset) = (u64::from(stat.stx_dio_mem_align), u64::from(stat.stx_dio_offset_align));
+    Ok((stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0 && memory > 0 && offset > 0)
+        .then_some((memory, offset)))
+}
+
+const _: () = assert!(ALIGN_UNKNOWN <= BUFFER_ALIGN);
+
+// === impl Layout ===
+
+impl Layout {
+    /// Where a unit of a segment lies on the device.
+    pub(crate) fn offset(&self, segment: u32, unit: u32) -> u64 {
+        SUPER_BYTES + u64::from(segment) * self.segment_bytes + u64::from(unit) * self.unit_bytes
+    }
+
+    /// Units of a segment.
+    pub(crate) fn segment_units(&self) -> u32 {
+        (self.segment_bytes / self.unit_bytes) as u32
+    }
+
+    /// Bytes of a unit.
+    pub(crate) fn unit(&self) -> usize {
+        self.unit_bytes as usize
+    }
+
+    /// Bytes from the front of a block at `offset` in the pool that can be transferred in place; the rest goes through
+    /// a buffer of our own.
+    pub(crate) fn in_place(&self, offset: u64, bytes: u32) -> u32 {
+        let aligned = offset.is_multiple_of(self.memory_align);
+        if aligned { bytes - bytes % self.unit_bytes as u32 } else { 0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_log_is_one_sidecars_and_is_waited_for() {
+        let folder =
+            std::env::current_exe().unwrap().with_file_name(format!("ssd-lock-{}", std::process::id()));
+        let (bytes, wait) = (17 << 20, CLOSE_STEP * 2);
+        let first = Opened::open_within(&folder, bytes, wait).unwrap();
+        let text = Opened::open_within(&folder, bytes, wait).unwrap_err().to_string();
+        assert!(text.contains("another sidecar's"), "{text}");
+        let later = std::thread::spawn(move || {
+            std::thread::sleep(CLOSE_STEP * 5);
+            drop(first);
+        });
+        Opened::open(&folder, bytes).unwrap();
+        later.join().unwrap();
+        std::fs::remove_file(&folder).unwrap();
+    }
+
+    #[test]
+    fn segments_are_few_and_neither_small_nor_huge() {
+        let found = [17 << 20, 1 << 30, 100 << 30, 1 << 40, 4 << 40, 30 << 40].map(segment_bytes_for);
+        assert_eq!(found, [4 << 20, 32 << 20, 256 << 20, 256 << 20, 1 << 30, 1 << 30]);
+    }
+
+    #[test]
+    fn memory_that_is_aligned_less_than_asked_for_is_not_transferred_in_place() {
+        let layout =
+            Layout { id: 0, unit_bytes: 4096, segment_bytes: 4 << 20, segments: 4, memory_align: 4096 };
+        assert_eq!(layout.in_place(8192, 10_000), 8192);
+        assert_eq!(layout.in_place(8192 + 512, 10_000), 0);
+        assert_eq!(Layout { memory_align: 512, ..layout }.in_place(8192 + 512, 10_000), 8192);
+        assert_eq!(layout.in_place(0, 100), 0);
+    }
+}

@@ -1,0 +1,305 @@
+//! A small sidecar for tests of the SSD tier: a pool, a log, its devices, and one thread that keeps them going.
+
+#![allow(dead_code, reason = "each test uses its part")]
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use rustix::fs::MemfdFlags;
+use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
+use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
+use shm_protocol::region::{Access, Region};
+use tiers::ssd::{Config, Device, Ended, FaultKind, Log, Opened, Refused, Stats, Ticket, Up};
+
+pub(crate) const NAMESPACE: NamespaceDigest = NamespaceDigest([7; 16]);
+/// The smallest log: a MiB and four segments of 4 MiB.
+pub(crate) const LOG_BYTES: u64 = 17 << 20;
+/// The longest a test waits for anything.
+const WATCHDOG: Duration = Duration::from_secs(60);
+
+/// What a rig is made of.
+#[derive(Clone, Debug)]
+pub(crate) struct Plan {
+    pub(crate) devices: Vec<(PathBuf, u64)>,
+    /// Bytes of a slot of the pool, which holds any block of the test.
+    pub(crate) slot_bytes: u64,
+    pub(crate) slots: u64,
+    pub(crate) late_ms: u64,
+}
+
+/// The pool, log and devices.
+pub(crate) struct Rig {
+    pub(crate) log: Log,
+    pub(crate) devices: Vec<Device>,
+    pub(crate) notes: Vec<String>,
+    pool: Arc<Region>,
+    free: Vec<SlotRef>,
+    ups: Receiver<Up>,
+    began: Instant,
+    /// Milliseconds that are added to the clock.
+    pub(crate) ahead_ms: u64,
+    /// What became of jobs whose end was not asked for yet.
+    ended: HashMap<u64, bool>,
+    reading: HashMap<Ticket, (u64, SlotRef)>,
+    writing: HashMap<u64, u64>,
+    pub(crate) late: Vec<Ticket>,
+}
+
+/// A folder of this test's own, beside the test's binary: on a disk. Removed at the end.
+pub(crate) struct Folder(pub(crate) PathBuf);
+
+// === impl Folder ===
+
+impl Folder {
+    pub(crate) fn new(name: &str) -> Self {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::current_exe().unwrap();
+        let path = path.with_file_name(format!("ssd-{}-{count}-{name}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    pub(crate) fn file(&self) -> PathBuf {
+        self.0.join("log")
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Random numbers: an LCG, whose state is the seed.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 >> 20
+    }
+}
+
+/// The key of block `number`.
+pub(crate) fn key(number: u64) -> BlockKey {
+    BlockKey { namespace: 0, group: 0, hash: BlockHash::from_words([number, !number, 1, 2]) }
+}
+
+/// Word `at` of block `number`.
+fn word(number: u64, at: u64) -> u64 {
+    let mut z = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ at;
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z ^ (z >> 31)
+}
+
+// === impl Plan ===
+
+impl Plan {
+    pub(crate) fn new(path: &Path, bytes: u64) -> Self {
+        Self { devices: vec![(path.to_owned(), bytes)], slot_bytes: 64 << 10, slots: 64, late_ms: 60_000 }
+    }
+}
+
+// === impl Rig ===
+
+impl Rig {
+    pub(crate) fn new(plan: &Plan) -> Self {
+        Self::start(plan, |opened, number, pool, ups| {
+            Device::start(opened, number, pool, move |up| drop(ups.send(up))).unwrap()
+        })
+    }
+
+    pub(crate) fn start(
+        plan: &Plan,
+        mut start: impl FnMut(Opened, usize, Arc<Region>, Sender<Up>) -> Device,
+    ) -> Self {
+        let bytes = SEGMENT_ALIGN + plan.slot_bytes * plan.slots;
+        let fd = rustix::fs::memfd_create("rig", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, bytes).unwrap();
+        use std::os::fd::AsFd;
+        let pool = Arc::new(Region::map(fd.as_fd(), bytes as usize, Access::ReadWrite).unwrap());
+        let slot = |at| SlotRef { offset: SEGMENT_ALIGN + at * plan.slot_bytes, generation: at };
+        let (sender, ups) = channel();
+        let opened: Vec<Opened> =
+            plan.devices.iter().map(|(path, bytes)| Opened::open(path, *bytes).unwrap()).collect();
+        let notes = opened.iter().flat_map(|opened| opened.notes().to_vec()).collect();
+        let log = Log::new(Config {
+            devices: opened.iter().map(Opened::geometry).collect(),
+            write_bytes_max: 16 << 20,
+            late_ms: plan.late_ms,
+        });
+        let devices = opened
+            .into_iter()
+            .enumerate()
+            .map(|(number, opened)| start(opened, number, Arc::clone(&pool), sender.clone()));
+        #[expect(clippy::disallowed_methods, reason = "a test is a runtime")]
+        let began = Instant::now();
+        Self {
+            log,
+            devices: devices.collect(),
+            notes,
+            pool,
+            free: (0..plan.slots).map(slot).collect(),
+            ups,
+            began,
+            ahead_ms: 0,
+            ended: HashMap::new(),
+            reading: HashMap::new(),
+            writing: HashMap::new(),
+            late: Vec::new(),
+        }
+    }
+
+    pub(crate) fn now_ms(&self) -> u64 {
+        self.began.elapsed().as_millis() as u64 + self.ahead_ms
+    }
+
+    pub(crate) fn stats(&self) -> Stats {
+        self.log.stats()
+    }
+
+    fn post(&mut self) {
+        for job in self.log.drain_jobs() {
+            self.devices[job.device].post([job]);
+        }
+    }
+
+    /// Hands on what comes, waiting a moment for it.
+    pub(crate) fn pump(&mut self) {
+        self.pump_within(Duration::from_millis(20));
+    }
+
+    pub(crate) fn pump_within(&mut self, limit: Duration) {
+        self.log.tick(self.now_ms(), &mut self.late);
+        self.post();
+        let Ok(up) = self.ups.recv_timeout(limit) else { return };
+        match up {
+            Up::Note(note) => self.notes.push(note),
+            Up::Recovered(found) => self.log.recovered(&found, |digest| {
+                assert_eq!(digest, NAMESPACE);
+                Some(0)
+            }),
+            Up::Done(done) => match self.log.done(self.now_ms(), done) {
+                Some(Ended::Written { slot, ok }) => {
+                    let number = self.writing.remove(&slot.generation).unwrap();
+                    self.ended.insert(number, ok);
+                    self.free.push(slot);
+                }
+                Some(Ended::Read { ticket, slot, ok, .. }) => {
+                    let (number, _) = self.reading[&ticket];
+                    self.reading.insert(ticket, (number, slot));
+                    self.ended.insert(number, ok);
+                }
+                None => {}
+            },
+        }
+        self.post();
+    }
+
+    pub(crate) fn wait(&mut self, what: &str, mut holds: impl FnMut(&Self) -> bool) {
+        let until = self.began.elapsed() + WATCHDOG;
+        while !holds(self) {
+            assert!(self.began.elapsed() < until, "{what} did not come: {:?}", self.stats());
+            self.pump();
+        }
+    }
+
+    /// Waits until everything that earlier lives left was read.
+    pub(crate) fn recover(&mut self) {
+        self.wait("recovery", |rig| rig.stats().devices.iter().all(|device| !device.recovering));
+    }
+
+    pub(crate) fn settle(&mut self) {
+        self.wait("an end of all jobs", |rig| !rig.log.busy());
+    }
+
+    fn fill(&self, number: u64, bytes: u64, slot: SlotRef) {
+        let words = self.pool.words64(slot.offset as usize, (bytes / 8) as usize);
+        for (at, place) in words.iter().enumerate() {
+            place.store(word(number, at as u64), Ordering::Relaxed);
+        }
+    }
+
+    fn holds(&self, number: u64, bytes: u64, slot: SlotRef) -> bool {
+        let words = self.pool.words64(slot.offset as usize, (bytes / 8) as usize);
+        words.iter().enumerate().all(|(at, place)| place.load(Ordering::Relaxed) == word(number, at as u64))
+    }
+
+    /// Begins to write a block; whether it is on its way.
+    pub(crate) fn begin_write(&mut self, number: u64, bytes: u64) -> Result<(), Refused> {
+        self.wait("a free slot", |rig| !rig.free.is_empty());
+        let slot = self.free.pop().unwrap();
+        self.fill(number, bytes, slot);
+        let taken = self.log.write(key(number), NAMESPACE, bytes, slot);
+        match taken {
+            Ok(_) => drop(self.writing.insert(slot.generation, number)),
+            Err(_) => self.free.push(slot),
+        }
+        self.post();
+        taken.map(drop)
+    }
+
+    /// Whether a block can be found.
+    pub(crate) fn keeps(&self, number: u64) -> bool {
+        self.log.keeps(&key(number)).is_some()
+    }
+
+    /// Faults of a kind that the first device had.
+    pub(crate) fn faults(&self, kind: FaultKind) -> u64 {
+        self.stats().devices[0].faults[kind as usize]
+    }
+
+    /// Writes a block, asking again while the tier is busy; whether it is kept.
+    pub(crate) fn write(&mut self, number: u64, bytes: u64) -> bool {
+        loop {
+            match self.begin_write(number, bytes) {
+                Ok(()) => break,
+                Err(Refused::Busy) => self.pump(),
+                Err(refused) => panic!("{number}: {refused}"),
+            }
+        }
+        self.end_of(number)
+    }
+
+    fn end_of(&mut self, number: u64) -> bool {
+        self.wait("a job's end", |rig| rig.ended.contains_key(&number));
+        self.ended.remove(&number).unwrap()
+    }
+
+    /// Blocks whose writes ended since the last call, and whether they are kept.
+    pub(crate) fn take_ended(&mut self) -> Vec<(u64, bool)> {
+        self.ended.drain().collect()
+    }
+
+    /// Reads a block; whether it is there. Panics on wrong bytes.
+    pub(crate) fn read(&mut self, number: u64) -> bool {
+        let right = self.read_unchecked(number);
+        assert!(right != Some(false), "wrong bytes of block {number}");
+        right.is_some()
+    }
+
+    /// Reads a block: nothing, or whether its bytes are those that were written.
+    pub(crate) fn read_unchecked(&mut self, number: u64) -> Option<bool> {
+        let bytes = self.log.keeps(&key(number))?;
+        self.wait("a free slot", |rig| !rig.free.is_empty());
+        let slot = self.free.pop().unwrap();
+        self.fill(!number, bytes.into(), slot);
+        let Some(ticket) = self.log.read(&key(number), slot) else {
+            self.free.push(slot);
+            return None;
+        };
+        self.reading.insert(ticket, (number, slot));
+        self.ended.remove(&number);
+        self.post();
+        let ok = self.end_of(number);
+        let (_, slot) = self.reading.remove(&ticket).unwrap();
+        let right = ok.then(|| self.holds(number, bytes.into(), slot));
+        self.free.push(slot);
+        right
+    }
+}

@@ -5,6 +5,7 @@
 
 mod admission;
 mod adoption;
+mod holds;
 mod quotas;
 
 use std::hint::black_box;
@@ -65,7 +66,7 @@ pub struct Stats {
     pub filling: u64,
     /// Bytes of committed blocks and of those being filled.
     pub bytes_used: u64,
-    /// Bytes of blocks under at least one lease.
+    /// Bytes of blocks under at least one lease or hold.
     pub bytes_leased: u64,
     /// Blocks evicted since the start.
     pub evicted_blocks_total: u64,
@@ -403,10 +404,23 @@ impl Dram {
 
     /// Counts an access and a lease; false if the block has as many leases as can be counted.
     fn pin(&mut self, id: u32) -> bool {
+        let pinned = self.pin_id(id);
+        if pinned {
+            self.touch(id);
+        }
+        pinned
+    }
+
+    fn unpin(&mut self, id: u32) {
+        if self.unpin_id(id) {
+            policy::unpinned(&mut self.slab, id);
+        }
+    }
+
+    fn pin_id(&mut self, id: u32) -> bool {
         let entry = self.slab.entries.get_mut(id);
         let Some(pins) = entry.pins.checked_add(1) else { return false };
         entry.pins = pins;
-        self.touch(id);
         if pins == 1 {
             self.slab.segments[self.slab.entries.segment(id)].held += 1;
             self.stats.bytes_leased += self.slab.block_bytes(id);
@@ -414,14 +428,16 @@ impl Dram {
         true
     }
 
-    fn unpin(&mut self, id: u32) {
+    /// Whether that was the last lease or hold of the block.
+    fn unpin_id(&mut self, id: u32) -> bool {
         let entry = self.slab.entries.get_mut(id);
         entry.pins -= 1;
-        if entry.pins == 0 {
+        let last = entry.pins == 0;
+        if last {
             self.slab.segments[self.slab.entries.segment(id)].held -= 1;
             self.stats.bytes_leased -= self.slab.block_bytes(id);
-            policy::unpinned(&mut self.slab, id);
         }
+        last
     }
 
     fn unpin_all(&mut self, entries: Vec<u32>) {

@@ -3,8 +3,8 @@
 //! A new block enters the small queue, three tenths of its class; one that was asked for by the time it reaches the
 //! tail moves to the main queue, any other is evicted and remembered in the ghost. A block that comes back while the
 //! ghost remembers it enters the main queue. There, a block at the tail goes round again once for every access, up
-//! to three. A leased block that reaches a tail leaves the queues until its last lease ends: it is never evicted, and
-//! is met at most once per lease.
+//! to three. A leased or held block that reaches a tail leaves the queues until nothing holds it: it is never evicted,
+//! and is met at most once per lease or hold.
 
 use crate::index::Print;
 use crate::quota::QuotaId;
@@ -121,6 +121,13 @@ pub(crate) fn admit(slab: &mut Slab, entry: u32, remembered: bool) {
 pub(crate) fn unpinned(slab: &mut Slab, entry: u32) {
     if slab.entries.get(entry).place == Place::Detached {
         slab.move_to(entry, Place::Main);
+    }
+}
+
+/// The same for a block that was held and not used: of itself that earns it nothing.
+pub(crate) fn unheld(slab: &mut Slab, entry: u32) {
+    if slab.entries.get(entry).place == Place::Detached {
+        admit(slab, entry, slab.entries.get(entry).accesses >= PROMOTED_FROM);
     }
 }
 

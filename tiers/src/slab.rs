@@ -48,7 +48,7 @@ pub(crate) struct Entry {
     pub(crate) key: BlockKey,
     pub(crate) generation: u64,
     link: Link,
-    /// Leases that hold the block.
+    /// Leases and holds of the block.
     pub(crate) pins: u32,
     pub(crate) state: State,
     pub(crate) place: Place,

@@ -59,6 +59,8 @@ enum Step {
     Release { lease: usize, owner: u64 },
     ReleaseOwner(u64),
     Expire { after_ms: u64 },
+    Hold(u64),
+    Unhold(usize),
 }
 
 /// 3, 2 and 1 slots to a segment.
@@ -83,6 +85,8 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (lease, owner.clone()).prop_map(|(lease, owner)| Step::Release { lease, owner }),
         1 => owner.prop_map(Step::ReleaseOwner),
         2 => (0..80u64).prop_map(|after_ms| Step::Expire { after_ms }),
+        2 => (0..KEYS).prop_map(Step::Hold),
+        2 => (0..4usize).prop_map(Step::Unhold),
     ]
 }
 
@@ -110,6 +114,7 @@ struct Model {
     dram: Dram,
     blocks: HashMap<u64, Block>,
     leases: Vec<Held>,
+    holds: Vec<SlotRef>,
     segments: BTreeMap<u64, u64>,
     generation: u64,
     now_ms: u64,
@@ -119,15 +124,14 @@ struct Model {
 impl Model {
     fn new() -> Self {
         let (blocks, leases, segments) = (HashMap::new(), Vec::new(), BTreeMap::new());
-        Self { dram: tier(3), blocks, leases, segments, generation: 0, now_ms: 0, evicted: 0 }
+        let holds = Vec::new();
+        Self { dram: tier(3), blocks, leases, holds, segments, generation: 0, now_ms: 0, evicted: 0 }
     }
 
+    /// Slots that something holds in place.
     fn leased(&self) -> HashSet<SlotRef> {
-        self.leases
-            .iter()
-            .filter(|lease| lease.over.is_none())
-            .flat_map(|lease| lease.slots.clone())
-            .collect()
+        let live = self.leases.iter().filter(|lease| lease.over.is_none());
+        live.flat_map(|lease| &lease.slots).chain(&self.holds).copied().collect()
     }
 
     fn run(&self, first: u64, count: u64) -> Vec<SlotRef> {
@@ -229,6 +233,13 @@ impl Model {
                 self.now_ms += after_ms;
                 assert_eq!(self.expire(), self.dram.expire(self.now_ms));
             }
+            Step::Hold(number) => {
+                let wanted = self.run(number, 1).first().copied();
+                assert_eq!(self.dram.hold(&key(number)), wanted);
+                self.holds.extend(wanted);
+            }
+            Step::Unhold(nth) if nth < self.holds.len() => self.dram.unhold(self.holds.swap_remove(nth)),
+            Step::Unhold(_) => {}
             other => self.apply_to_lease(other),
         }
     }
@@ -369,6 +380,7 @@ impl Model {
             assert_eq!(slots, lease.slots);
             assert!(slots.iter().all(|slot| live.contains(slot)), "a leased block is gone");
         }
+        assert!(self.holds.iter().all(|slot| live.contains(slot)), "a held block is gone");
     }
 
     fn check_disjoint(&self) {
@@ -619,4 +631,37 @@ fn what_cannot_be_numbered_or_classed_is_not_kept() {
     assert!(dram.open_used(0, SIZES[0], 0));
     assert!(dram.adopt(0, 0, &whole(1, 5), None, None), "its namespace has no number");
     assert_eq!((dram.stats().blocks, dram.stats().adoption_dropped_total), (0, 1));
+}
+
+// === holds ===
+
+#[test]
+fn a_held_block_is_not_evicted_and_the_hold_is_no_access() {
+    let mut dram = tier(1);
+    let slots = u64::from(pool::slot_count(SEGMENT, 600_000).expect("fits"));
+    fill_all(&mut dram, 0..slots, 600_000);
+    let held = dram.hold(&key(0)).expect("kept");
+    assert_eq!(dram.hold(&key(0)), Some(held), "as often as one likes");
+    assert_eq!(dram.hold(&key(99)), None);
+    fill_all(&mut dram, slots..3 * slots, 600_000);
+    dram.unhold(held);
+    fill_all(&mut dram, 3 * slots..4 * slots, 600_000);
+    assert_eq!(dram.stats().bytes_leased, 600_000, "one hold is left");
+    dram.unhold(held);
+    assert_eq!(dram.stats().bytes_leased, 0);
+    // An access would keep it.
+    fill_all(&mut dram, 4 * slots..6 * slots, 600_000);
+    assert_eq!(dram.probe(7, 0, &hashes(0..1)), 0);
+}
+
+#[test]
+fn only_a_committed_block_is_held_and_a_returning_one_is_known() {
+    let mut dram = tier(1);
+    let slot = dram.begin_fill(key(1), 600_000, None).expect("room");
+    assert_eq!(dram.hold(&key(1)), None);
+    assert!(dram.commit(slot) && !dram.has_returned(slot));
+    let slots = u64::from(pool::slot_count(SEGMENT, 600_000).expect("fits"));
+    fill_all(&mut dram, 2..2 + 2 * slots, 600_000);
+    let again = fill(&mut dram, 1, 600_000);
+    assert!(dram.has_returned(again), "the ghost remembers it");
 }

@@ -1,0 +1,32 @@
+//! Holds: a block stays in its slot while a disk's transfer needs it there, or a query waits for its neighbours. No lease
+//! stands behind one, and none counts as an access.
+
+use shm_protocol::key::BlockKey;
+use shm_protocol::pool::SlotRef;
+
+use super::Dram;
+use crate::policy;
+use crate::slab::Place;
+
+// === impl Dram: holds ===
+
+impl Dram {
+    /// Keeps a block from eviction until [`Dram::unhold`], as often as it is held. `None` if it is not committed.
+    pub fn hold(&mut self, key: &BlockKey) -> Option<SlotRef> {
+        let id = self.find(key.namespace, key.group, &key.hash)?;
+        self.pin_id(id).then(|| self.slab.slot_ref(id))
+    }
+
+    /// Ends one hold.
+    pub fn unhold(&mut self, slot: SlotRef) {
+        let id = self.slab.find(slot).expect("a held block stays in its slot");
+        if self.unpin_id(id) {
+            policy::unheld(&mut self.slab, id);
+        }
+    }
+
+    /// Of a block that was just committed: whether it was evicted not long ago, and came back.
+    pub fn has_returned(&self, slot: SlotRef) -> bool {
+        self.slab.find(slot).is_some_and(|id| self.slab.entries.get(id).place == Place::Main)
+    }
+}

@@ -569,6 +569,15 @@ enum PillionStatus pillion_scheduler_append(const struct PillionScheduler *sched
                                             uint32_t *length);
 
 /**
+ * Tells, as soon as a request has arrived, that its log's blocks `start..start + count` will be asked for: what lies on a
+ * disk is then fetched before they are. Waits for nothing, promises nothing.
+ */
+enum PillionStatus pillion_scheduler_hint(const struct PillionScheduler *scheduler,
+                                          int64_t log,
+                                          uint32_t start,
+                                          uint32_t count);
+
+/**
  * Asks how many of the log's blocks `start..start + count` the cache holds from `start` on, and waits for the answer
  * within the step's budget. `hits` becomes that number, and the log holds a lease on these blocks, which ends by
  * load, release, close, another query or time; or -1: not known yet, ask again in a later step.

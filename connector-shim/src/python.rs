@@ -126,6 +126,13 @@ impl SchedulerSession {
         self.0.enter(|session| session.append(log, start, end.saturating_sub(start), key))
     }
 
+    fn hint(&self, log: i64, start: u32, count: u32) -> PyResult<()> {
+        self.0.enter(|session| {
+            session.hint(log, start, count);
+            Ok(())
+        })
+    }
+
     fn query(&self, py: Python<'_>, log: i64, start: u32, count: u32) -> PyResult<i64> {
         let (answer, op) = self.0.enter(|session| {
             Ok(match session.ask(log, start, count) {

@@ -149,6 +149,18 @@ fn a_close_without_any_room_is_posted_later() {
 }
 
 #[test]
+fn a_hint_names_what_is_in_the_log_and_waits_for_nothing() {
+    let peer = Peer::new(1);
+    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
+    let log = log_with(&mut scheduler, 4);
+    scheduler.hint(log, 1, 100);
+    scheduler.hint(log, 4, 1);
+    scheduler.hint(-1, 0, 1);
+    let hints = served.drain_kind(Kind::Hint);
+    assert_eq!(hints.iter().map(|hint| (hint.from, hint.count, hint.op)).collect::<Vec<_>>(), [(1, 3, 0)]);
+}
+
+#[test]
 fn after_a_time_out_nothing_is_asked_until_the_heartbeat_moves() {
     let peer = Peer::new(1);
     let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);

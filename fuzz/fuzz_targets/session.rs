@@ -1,6 +1,6 @@
 //! A whole session memory in a hostile engine's hands, and the core behind it: two schedulers and three ranks of one
 //! engine post slots, real and raw, move cursors and rewrite arenas; every event and every action is carried out but the
-//! copies' bytes. Nothing may panic, and once all are gone nothing may be held.
+//! bytes of copies and of disks. Nothing may panic, and once all are gone nothing may be held.
 //!
 //! Input: instructions, each an opcode and what it needs; what is missing reads as zero.
 #![no_main]
@@ -19,10 +19,12 @@ use shm_protocol::region::Access;
 use shm_protocol::ring::RingMemory;
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 use shm_protocol::{PROTOCOL_VERSION, namespace};
+use sidecar::config::Admission;
 use sidecar::copiers::Copiers;
 use sidecar::engine::{Action, CopyId, Core, Event};
 use sidecar::session::Session;
 use tiers::dram::{self, Dram};
+use tiers::ssd::{self, Done, Fault, Geometry, Job, Log, Recovered};
 
 const SEGMENT_BYTES: u64 = 2 << 20;
 /// Bytes of a rank's blocks, by form: a pool of two segments holds many of the first and few of the second.
@@ -40,6 +42,7 @@ struct World {
     core: Core,
     peers: BTreeMap<u64, Peer>,
     copies: VecDeque<CopyId>,
+    jobs: VecDeque<Job>,
     out: Vec<Action>,
     next: u64,
     now_ms: u64,
@@ -64,7 +67,7 @@ impl Input<'_> {
 
     /// A message whose small fields often fit together.
     fn message(&mut self) -> Message {
-        let kind = Kind::try_from(self.byte() % 12 + 1).expect("1 to 12");
+        let kind = Kind::try_from(self.byte() % 13 + 1).expect("1 to 13");
         let mut small = || u32::from(self.byte());
         Message {
             kind,
@@ -117,9 +120,23 @@ impl World {
     fn new() -> Self {
         let config =
             dram::Config { pool_bytes: 2 * SEGMENT_BYTES, segment_bytes: SEGMENT_BYTES, lease_ttl_ms: 1000 };
-        let core = Core::new(Dram::new(config).expect("a small tier"));
-        let (peers, copies, out) = (BTreeMap::new(), VecDeque::new(), Vec::new());
-        Self { core, peers, copies, out, next: 1, now_ms: 0 }
+        let geometry = Geometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: 8, first_sequence: 1 };
+        let log = Log::new(ssd::Config { devices: vec![geometry], write_bytes_max: 1 << 20, late_ms: 500 });
+        let core = Core::new(Dram::new(config).expect("a small tier")).with_ssd(log, Admission::All);
+        let (peers, copies, jobs, out) = (BTreeMap::new(), VecDeque::new(), VecDeque::new(), Vec::new());
+        let mut world = Self { core, peers, copies, jobs, out, next: 1, now_ms: 0 };
+        let found =
+            Recovered { device: 0, segment: 0, sequence: 0, blocks: Vec::new(), segments_read: 8, last: true };
+        world.handle(Event::Recovered(found));
+        world
+    }
+
+    /// A disk ends the job that it has had longest.
+    fn end_job(&mut self, ok: bool) -> bool {
+        let Some(job) = self.jobs.pop_front() else { return false };
+        let result = if ok { Ok(()) } else { Err(Fault::Corrupt("fuzz")) };
+        self.handle(Event::Transferred(Done { device: 0, ticket: job.ticket, micros: 1, result }));
+        true
     }
 
     fn connect(&mut self, kind: u8) {
@@ -168,6 +185,7 @@ impl World {
                         peer.session.flush();
                     }
                     Action::Copy { copy, .. } => self.copies.push_back(copy),
+                    Action::Transfer(job) => self.jobs.push_back(job),
                     Action::Close { session, .. } => closing.push(session),
                     _ => {}
                 }
@@ -220,8 +238,10 @@ impl World {
         while let Some(copy) = self.copies.pop_front() {
             self.handle(Event::Copied { copy, ok: true });
         }
+        while self.end_job(true) {}
         self.now_ms += 1_000_000;
         self.handle(Event::Tick);
+        while self.end_job(true) {}
         let stats = self.core.stats();
         assert_eq!((stats.sessions, stats.leases, self.core.busy()), (0, 0, false));
         let largest = FORMS[1] * 2;
@@ -266,6 +286,9 @@ fuzz_target!(|bytes: &[u8]| {
                 for word in [header::FENCE_START, header::FENCE_DONE] {
                     peer.memory.region().word64(word).store(u64::from(input.byte() & 7), Ordering::Release);
                 }
+            }
+            (6, _) if code >> 4 & 1 == 1 => {
+                world.end_job(input.byte() & 3 > 0);
             }
             (6, _) => {
                 if let Some(copy) = world.copies.pop_front() {

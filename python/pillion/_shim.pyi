@@ -51,6 +51,8 @@ class SchedulerSession:
         """A new key log; -1 without sidecar or room. Picks up a new connection."""
     def append(self, log: int, hashes: list[bytes], start: int) -> int:
         """Appends `hashes[start:]`, `start` being the log's length; returns the length, unchanged without room."""
+    def hint(self, log: int, start: int, count: int) -> None:
+        """Tells that keys `start..start + count` will be asked for soon; awaits nothing."""
     def query(self, log: int, start: int, count: int) -> int:
         """Leading hits among keys `start..start + count`, under a lease; 0 is a miss, -1: ask again next step."""
     def post_query(self, log: int, start: int, count: int) -> int:

@@ -116,6 +116,11 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- scheduler role ---
 
+    def on_new_request(self, request: Request) -> None:
+        """Tells the sidecar what will be asked for."""
+        if self._scheduler:
+            self._scheduler.announced(request)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond `num_computed_tokens` the cache holds, and whether they come asynchronously."""
         return self._scheduler.match(request, num_computed_tokens) if self._scheduler else (0, False)

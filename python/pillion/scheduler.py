@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+# Requests that wait for their turn and are announced. What is fetched for more of them would push each other out of memory, and
+# their keys fill the log arena.
+ANNOUNCED_MAX = 64
 # `auto` loads synchronously when the copy is predicted to take no longer than this: on a host, a decode step or two.
 AUTO_SYNC_MS = 10.0
 # On a GPU 4 GB: the step computes layer by layer behind the copy, and an asynchronous load costs its request a step more.
@@ -132,6 +135,16 @@ class Scheduler:
         self._say_notices()
 
     # --- matching ---
+
+    def announced(self, request: Request) -> None:
+        """A request has arrived: what lies on a disk of its prompt is fetched while it waits for its turn."""
+        count = (request.num_tokens - 1) // self._block_tokens
+        waiting = len(self._requests) - len(self._running)
+        if not self._config.loads or request.skip_reading_prefix_cache or count <= 0 or waiting >= ANNOUNCED_MAX:
+            return
+        tracked = self._track(request)
+        if self._append(tracked):
+            self._session.hint(tracked.log, 0, count)
 
     def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond `computed_tokens` that the cache holds; None: ask again. Whoever asks starts anew."""

@@ -33,6 +33,8 @@ pub enum Kind {
     Salt = 11,
     /// Worker: the STAGE of tag `op` has ended, `flags` holding a [`Status`]; `from` is its slot.
     Staged = 12,
+    /// Keys `from..from+count` will most likely be asked for soon. Takes no lease, and has no answer.
+    Hint = 13,
 }
 
 /// Outcome of an operation, the low byte of its word or its completion.
@@ -102,7 +104,7 @@ pub struct DecodeError {
 // === impl Kind ===
 
 impl Kind {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 13] = [
         Self::Open,
         Self::Append,
         Self::Query,
@@ -115,6 +117,7 @@ impl Kind {
         Self::Loaded,
         Self::Salt,
         Self::Staged,
+        Self::Hint,
     ];
 
     /// Whether the message may use the reserved slots: it gives something back or fulfils a promise.

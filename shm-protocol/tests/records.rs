@@ -15,7 +15,7 @@ use shm_protocol::layout::{STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
 use shm_protocol::message::{Kind, Message, OUTCOME_VALUE_MAX, Outcome, Saved, Slot, Status};
 use shm_protocol::namespace;
 
-const KINDS: [Kind; 12] = [
+const KINDS: [Kind; 13] = [
     Kind::Open,
     Kind::Append,
     Kind::Query,
@@ -28,6 +28,7 @@ const KINDS: [Kind; 12] = [
     Kind::Loaded,
     Kind::Salt,
     Kind::Staged,
+    Kind::Hint,
 ];
 
 const STATUSES: [Status; 8] = [
@@ -225,7 +226,7 @@ fn every_kind_and_status_has_its_own_number() {
         assert_eq!(status as usize, index + 1);
         assert_eq!(Status::try_from(status as u8), Ok(status));
     }
-    for unknown in [0, 13, 255] {
+    for unknown in [0, 14, 255] {
         assert!(Kind::try_from(unknown).is_err());
     }
     for unknown in [0, 9, 255] {

@@ -1,6 +1,7 @@
 //! What the user asked for: command line over file over defaults. The only module that reads the environment.
 
 mod admission;
+mod disk;
 mod memory;
 pub mod quotas;
 mod values;
@@ -12,7 +13,8 @@ use clap::Args;
 use serde::Deserialize;
 use thiserror::Error;
 
-pub use self::admission::Admission;
+pub use self::admission::DramAdmission;
+pub use self::disk::{Disk, SsdAdmission};
 use self::quotas::Quota;
 pub use self::values::{Level, Size, Time, UseGpu};
 
@@ -40,6 +42,14 @@ pub struct Options {
     /// Memory for KV blocks, such as 30GiB or 512MiB (required)
     #[arg(long, value_name = "SIZE")]
     pub dram: Option<Size>,
+    /// A folder, file or block device for blocks that memory has no room for, and how much of it to use, such as
+    /// /nvme/pillion:500GiB; may be given several times
+    #[arg(long, value_name = "PATH:SIZE")]
+    #[serde(default)]
+    pub ssd: Vec<Disk>,
+    /// Which saved blocks are written to the --ssd paths: all, or second-hit for those asked for again [default: all]
+    #[arg(long, value_name = "all|second-hit")]
+    pub ssd_admission: Option<SsdAdmission>,
     /// Address of /healthz, /readyz and /metrics [default: 127.0.0.1:9440]
     #[arg(long, value_name = "ADDR")]
     pub http: Option<SocketAddr>,
@@ -56,7 +66,7 @@ pub struct Options {
     /// Which blocks a full pool takes in: all, or tinylfu, those that are asked for more often than what they would replace
     /// [default: all]
     #[arg(long, value_name = "all|tinylfu")]
-    pub dram_admission: Option<Admission>,
+    pub dram_admission: Option<DramAdmission>,
     /// Group, by name or number, whose members may connect beside this user and root
     #[arg(long, value_name = "GROUP")]
     pub socket_group: Option<String>,
@@ -81,6 +91,10 @@ pub struct Config {
     pub socket: PathBuf,
     /// Bytes for blocks.
     pub dram: Size,
+    /// Disks for blocks.
+    pub ssd: Vec<Disk>,
+    /// Which blocks are written there.
+    pub ssd_admission: SsdAdmission,
     /// Admin address.
     pub http: SocketAddr,
     /// Pool file, if not anonymous memory.
@@ -90,7 +104,7 @@ pub struct Config {
     /// What namespaces may take.
     pub quotas: Vec<Quota>,
     /// What a full pool takes in.
-    pub dram_admission: Admission,
+    pub dram_admission: DramAdmission,
     /// Group that may connect.
     pub socket_group: Option<String>,
     /// Life of an unused lease.
@@ -172,6 +186,8 @@ impl Options {
         Self {
             socket: self.socket.or(other.socket),
             dram: self.dram.or(other.dram),
+            ssd: if self.ssd.is_empty() { other.ssd } else { self.ssd },
+            ssd_admission: self.ssd_admission.or(other.ssd_admission),
             http: self.http.or(other.http),
             pool_path: self.pool_path.or(other.pool_path),
             hugepages: self.hugepages.or(other.hugepages),
@@ -201,6 +217,8 @@ impl Options {
         let config = Config {
             socket,
             dram: self.dram.ok_or(ConfigError::DramMissing)?,
+            ssd: self.ssd,
+            ssd_admission: self.ssd_admission.unwrap_or(SsdAdmission::All),
             http: self.http.unwrap_or_else(|| HTTP_DEFAULT.parse().expect("a constant address")),
             pool_path: self.pool_path,
             hugepages: self.hugepages.unwrap_or(false),
@@ -213,6 +231,7 @@ impl Options {
             log_level: self.log_level.unwrap_or(Level::Info),
         };
         quotas::check(&config.quotas)?;
+        disk::check(&config.ssd)?;
         memory::check(&config)?;
         Ok(config)
     }
@@ -249,6 +268,20 @@ mod tests {
     }
 
     #[test]
+    fn disks_of_the_command_line_replace_those_of_the_file() {
+        let file = parse("dram = \"4MiB\"\nsocket = \"/a\"\nssd = [\"/x:1GiB\", \"/y:1GiB\"]").unwrap();
+        let config = file.clone().complete().unwrap();
+        assert_eq!((config.ssd.len(), config.ssd_admission), (2, SsdAdmission::All));
+        let admission = Some(SsdAdmission::SecondHit);
+        let flags =
+            Options { ssd: vec!["/z:1GiB".parse().unwrap()], ssd_admission: admission, ..Options::default() };
+        let config = flags.or(file).complete().unwrap();
+        assert_eq!((config.ssd[0].path.to_str(), config.ssd.len()), (Some("/z"), 1));
+        assert_eq!(config.ssd_admission, SsdAdmission::SecondHit);
+        assert!(parse("ssd = [\"/x\"]").unwrap_err().to_string().contains("500GiB"));
+    }
+
+    #[test]
     fn gpus_are_served_unless_switched_off() {
         let file = parse("dram = \"4MiB\"\nsocket = \"/a\"\ngpu = \"off\"").unwrap();
         assert_eq!(file.clone().complete().unwrap().gpu, UseGpu::Off);
@@ -263,7 +296,7 @@ mod tests {
         let text = "dram = \"4MiB\"\nsocket = \"/a\"\nhugepages = true\ndram-admission = \"tinylfu\"\nquota = [\"others=1MiB\", \"0123abcd=2MiB\"]";
         let file = parse(text).unwrap();
         let config = file.clone().complete().unwrap();
-        assert!(config.hugepages && config.dram_admission == Admission::TinyLfu);
+        assert!(config.hugepages && config.dram_admission == DramAdmission::TinyLfu);
         assert_eq!(config.quotas[1], "0123ABCD=2MiB".parse().unwrap());
         let flags = Options { hugepages: Some(false), quota: Some(Vec::new()), ..Options::default() };
         let config = flags.or(file).complete().unwrap();

@@ -1,5 +1,6 @@
 //! `pillion doctor`: what is wrong with this host, or with a pair of engines that should share, and how to change it.
 
+mod disk;
 mod host;
 mod pair;
 
@@ -24,6 +25,9 @@ pub struct Options {
     /// The sidecar's socket [default: as pillion serve]
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
+    /// A disk to be used for blocks, as pillion serve takes it; may be given several times
+    #[arg(long, value_name = "PATH:SIZE")]
+    pub ssd: Vec<config::Disk>,
     /// Print an array of {check, level, text, remedy} instead
     #[arg(long)]
     pub json: bool,
@@ -82,7 +86,9 @@ pub fn examine(options: &Options) -> Result<Vec<Finding>, DoctorError> {
     if let [one, other] = options.pair.as_slice() {
         return Ok(pair::compare(&pair::Engine::read(one)?, &pair::Engine::read(other)?));
     }
-    Ok(host::look(options.socket.clone().or_else(config::default_socket).as_deref()))
+    let mut found = host::look(options.socket.clone().or_else(config::default_socket).as_deref());
+    found.extend(options.ssd.iter().map(disk::look));
+    Ok(found)
 }
 
 /// The findings as a person reads them, or as JSON.

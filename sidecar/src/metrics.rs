@@ -1,8 +1,11 @@
 //! What the sidecar counts, for Prometheus. The data thread writes atomics; the admin thread reads them.
 
+mod ssd;
+
 use prometheus::{IntCounter, IntCounterVec, IntGauge, Opts, Registry};
 
-use crate::engine::Stats;
+use self::ssd::SsdMetrics;
+use crate::engine::{SsdStats, Stats};
 use crate::quotas::Levels;
 
 /// Why a session ended; the label of `pillion_sessions_closed_total`.
@@ -25,6 +28,7 @@ pub struct Metrics {
     closed: IntCounterVec,
     pinning: PinningMetrics,
     quotas: Levels,
+    ssd: Option<SsdMetrics>,
 }
 
 /// What the thread that locks the pool for GPUs counts by itself.
@@ -108,12 +112,17 @@ impl Metrics {
                 "Parts of the pool that could not be locked.",
             )?,
         };
-        Ok(Self { counters, gauges, pool_bytes: size, closed, pinning, quotas: Levels::default() })
+        Ok(Self { counters, gauges, pool_bytes: size, closed, pinning, quotas: Levels::default(), ssd: None })
     }
 
     /// The same, with quotas.
     pub fn with_quotas(self, quotas: Levels) -> Self {
         Self { quotas, ..self }
+    }
+
+    /// The same with an SSD tier of devices of these names.
+    pub fn with_ssd(self, registry: &Registry, names: Vec<String>) -> Result<Self, prometheus::Error> {
+        Ok(Self { ssd: Some(SsdMetrics::new(registry, names)?), ..self })
     }
 
     /// The part of the thread that locks the pool.
@@ -134,6 +143,13 @@ impl Metrics {
     /// Makes visible how full each quota is.
     pub fn publish_quotas(&self, used: impl Iterator<Item = u64>) {
         self.quotas.publish(used);
+    }
+
+    /// Makes the figures of the SSD tier visible.
+    pub fn publish_ssd(&self, stats: &SsdStats) {
+        if let Some(metrics) = &self.ssd {
+            metrics.publish(stats);
+        }
     }
 
     /// Counts a session's end.

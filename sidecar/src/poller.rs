@@ -21,6 +21,8 @@ pub enum Source {
     Control,
     /// A copy ended.
     Copies,
+    /// A disk has something to say.
+    Disks,
     /// A peer that has not been welcomed yet.
     Greeting(u64),
     /// A session's eventfd.
@@ -47,6 +49,7 @@ impl Source {
             Self::Greeting(id) => id << 3 | 3,
             Self::Doorbell(id) => id << 3 | 4,
             Self::Socket(id) => id << 3 | 5,
+            Self::Disks => 6,
         }
     }
 
@@ -58,6 +61,7 @@ impl Source {
             3 => Self::Greeting(token >> 3),
             4 => Self::Doorbell(token >> 3),
             5 => Self::Socket(token >> 3),
+            6 => Self::Disks,
             _ => unreachable!("tokens are our own"),
         }
     }
@@ -67,7 +71,7 @@ impl Source {
     fn flags(self) -> EventFlags {
         match self {
             Self::Listener | Self::Greeting(_) | Self::Socket(_) => EventFlags::IN | EventFlags::RDHUP,
-            Self::Control | Self::Copies | Self::Doorbell(_) => EventFlags::IN | EventFlags::ET,
+            Self::Control | Self::Copies | Self::Disks | Self::Doorbell(_) => EventFlags::IN | EventFlags::ET,
         }
     }
 }
@@ -121,10 +125,17 @@ mod tests {
 
     #[test]
     fn tokens_name_their_source() {
-        use Source::{Control, Copies, Doorbell, Greeting, Listener, Socket};
-        for source in
-            [Listener, Control, Copies, Greeting(1), Doorbell(1), Socket(1 << 60), Doorbell((1 << 61) - 1)]
-        {
+        use Source::{Control, Copies, Disks, Doorbell, Greeting, Listener, Socket};
+        for source in [
+            Listener,
+            Control,
+            Copies,
+            Disks,
+            Greeting(1),
+            Doorbell(1),
+            Socket(1 << 60),
+            Doorbell((1 << 61) - 1),
+        ] {
             assert_eq!(Source::from_token(source.token()), source);
         }
     }

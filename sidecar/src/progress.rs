@@ -1,4 +1,4 @@
-//! How far the start of a large pool has come, while engines are served already: for `/readyz` and the log.
+//! How far the start of a large pool, and of what lies on disks, has come, while engines are served already: for `/readyz` and the log.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -9,6 +9,15 @@ pub struct Progress {
     opened: AtomicU64,
     blocks: AtomicU64,
     finished: AtomicBool,
+    disks: Disks,
+}
+
+#[derive(Debug, Default)]
+struct Disks {
+    segments: AtomicU64,
+    read: AtomicU64,
+    blocks: AtomicU64,
+    recovering: AtomicBool,
 }
 
 // === impl Progress ===
@@ -17,7 +26,8 @@ impl Progress {
     /// Of a pool of `segments`.
     pub fn new(segments: u64) -> Self {
         let zero = || AtomicU64::new(0);
-        Self { segments, opened: zero(), blocks: zero(), finished: AtomicBool::new(false) }
+        let finished = AtomicBool::new(false);
+        Self { segments, opened: zero(), blocks: zero(), finished, disks: Disks::default() }
     }
 
     /// So many segments are in service now, with so many blocks of earlier lives.
@@ -31,12 +41,26 @@ impl Progress {
         self.finished.store(true, Ordering::Relaxed);
     }
 
-    /// One line while something is still to come.
+    /// Of so many segments on disks so many were read, with so many blocks of earlier lives.
+    pub fn recovered(&self, segments: u64, read: u64, blocks: u64, recovering: bool) {
+        self.disks.segments.store(segments, Ordering::Relaxed);
+        self.disks.read.store(read, Ordering::Relaxed);
+        self.disks.blocks.store(blocks, Ordering::Relaxed);
+        self.disks.recovering.store(recovering, Ordering::Relaxed);
+    }
+
+    /// A line or two while something is still to come.
     pub fn text(&self) -> Option<String> {
-        if self.finished.load(Ordering::Relaxed) {
-            return None;
-        }
-        let (opened, blocks) = (self.opened.load(Ordering::Relaxed), self.blocks.load(Ordering::Relaxed));
-        Some(format!("pool: {opened} of {} segments in service, {blocks} blocks adopted", self.segments))
+        let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
+        let pool = (!self.finished.load(Ordering::Relaxed)).then(|| {
+            let (opened, blocks) = (word(&self.opened), word(&self.blocks));
+            format!("pool: {opened} of {} segments in service, {blocks} blocks adopted", self.segments)
+        });
+        let disks = self.disks.recovering.load(Ordering::Relaxed).then(|| {
+            let Disks { segments, read, blocks, .. } = &self.disks;
+            format!("ssd: {} of {} segments read, {} blocks found", word(read), word(segments), word(blocks))
+        });
+        let lines: Vec<String> = pool.into_iter().chain(disks).collect();
+        (!lines.is_empty()).then(|| lines.join("\n"))
     }
 }

@@ -6,6 +6,7 @@
 //! committed; fence words.
 
 mod actions;
+mod disks;
 mod doorway;
 mod opening;
 mod rest;
@@ -22,6 +23,7 @@ use tiers::pool::Pool;
 use crate::catalog;
 use crate::clock::{Clock, millis};
 use crate::copiers::{Copiers, Finished};
+use crate::disks::Disks;
 use crate::engine::{Action, Core, Event, SessionId};
 use crate::greeter::Greeter;
 use crate::metrics::{CloseReason, Metrics};
@@ -62,6 +64,7 @@ pub struct Runtime {
     progress: Arc<Progress>,
     terms: Terms,
     copiers: Copiers,
+    disks: Option<Disks>,
     greeter: Greeter,
     poller: Poller,
     metrics: Metrics,
@@ -114,6 +117,7 @@ impl Runtime {
             progress,
             terms,
             copiers,
+            disks: None,
             greeter,
             poller,
             metrics,
@@ -138,6 +142,13 @@ impl Runtime {
         }
     }
 
+    /// The same with disks, whose tier the core has.
+    pub fn with_disks(mut self, disks: Disks) -> Self {
+        self.disks = Some(disks);
+        self.show_disks();
+        self
+    }
+
     /// Serves until asked to end, and then until the copies in flight have ended or their grace has.
     pub fn run(mut self) {
         rest::sharpen_timers();
@@ -152,6 +163,7 @@ impl Runtime {
     fn publish(&self) {
         self.metrics.publish(&self.core.stats());
         self.metrics.publish_quotas(self.core.quotas_used());
+        self.show_disks();
     }
 
     fn ended(&mut self) -> bool {
@@ -166,7 +178,7 @@ impl Runtime {
         };
         let busy = self.core.busy() || self.copiers.running() > 0;
         if busy && self.now >= end_by {
-            tracing::warn!("copies in flight did not end within the grace period");
+            tracing::warn!("copies and writes in flight did not end within the grace period");
         }
         !busy || self.now >= end_by
     }
@@ -175,6 +187,7 @@ impl Runtime {
     fn turn(&mut self) -> bool {
         self.now = self.clock.now();
         let mut worked = self.take_copied();
+        worked |= self.take_transfers();
         worked |= self.read_rings();
         if std::mem::take(&mut self.touched) {
             self.report_drained();
@@ -185,6 +198,7 @@ impl Runtime {
         if self.now >= self.next_tick {
             self.next_tick = self.now + TICK;
             self.handle(Event::Tick);
+            self.show_disks();
         }
         self.beat();
         if worked {
@@ -286,7 +300,10 @@ impl Runtime {
 
     /// Gives the core one event and carries out what follows.
     fn handle(&mut self, event: Event) {
-        self.touched |= !matches!(event, Event::Tick | Event::Drained { .. });
+        self.touched |= !matches!(
+            event,
+            Event::Tick | Event::Drained { .. } | Event::Transferred(_) | Event::Recovered(_)
+        );
         self.core.handle(millis(self.now), event, &mut self.out);
         self.apply();
         self.close_sessions();

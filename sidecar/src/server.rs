@@ -16,11 +16,13 @@ use rustix::rand::GetRandomFlags;
 use thiserror::Error;
 use tiers::dram::{self, Dram};
 use tiers::pool::{self, Pool};
+use tiers::ssd::Log;
 
 use crate::admin::{self, Pages, Ready};
 use crate::catalog;
-use crate::config::{Admission, Config};
+use crate::config::{Config, DramAdmission};
 use crate::copiers::Copiers;
+use crate::disks::{self, Disks};
 use crate::engine::Core;
 use crate::greeter::Greeter;
 use crate::listener::{self, ListenError, Listener};
@@ -165,9 +167,7 @@ impl Server {
         let http = admin::start(config.http, pages).map_err(failed)?;
         let epoch = random64().map_err(std::io::Error::from)?;
         let (dram, pool) = open_tier(config, segment_bytes, epoch)?;
-        let metrics = Metrics::new(&registry, dram.config().pool_bytes)?.with_quotas(quotas);
-        let mut core = Core::new(dram);
-        core.limit(&config.quotas);
+        let mut metrics = Metrics::new(&registry, dram.config().pool_bytes)?.with_quotas(quotas);
         let control = Arc::new(Control::new().map_err(std::io::Error::from)?);
         let ended = Arc::new(EndSignal::new().map_err(std::io::Error::from)?);
         let listener = Listener::bind(&config.socket, config.socket_group.as_deref())?;
@@ -177,10 +177,16 @@ impl Server {
         let reserved = move |end| reserve::wait(&reserved, end);
         let pinned = Pinned::start(config.gpu, pool.shared_region(), reserved, metrics.pinning())?;
         let copiers = Copiers::start(config.copy_threads, &pool, &pinned, &ended)?;
+        let (core, disks) = start_disks(config, dram, &pool, &ended)?;
+        if !config.ssd.is_empty() {
+            let names = config.ssd.iter().map(|disk| disk.path.display().to_string()).collect();
+            metrics = metrics.with_ssd(&registry, names)?;
+        }
         let poller = Poller::new().map_err(std::io::Error::from)?;
-        let watched = [(Source::Control, control.wake.as_fd()), (Source::Copies, copiers.wake())];
-        watched
+        let disks_wake = disks.as_ref().map(|disks| (Source::Disks, disks.wake()));
+        [(Source::Control, control.wake.as_fd()), (Source::Copies, copiers.wake())]
             .into_iter()
+            .chain(disks_wake)
             .try_for_each(|(source, fd)| poller.add(source, fd))
             .map_err(std::io::Error::from)?;
         let greeter = Greeter::new(listener, &poller).map_err(std::io::Error::from)?;
@@ -190,7 +196,7 @@ impl Server {
             pool_fd: pool.read_only_fd()?,
             pidfd: pidfd().map_err(std::io::Error::from)?,
         };
-        let runtime = Runtime::new(
+        let mut runtime = Runtime::new(
             core,
             pool,
             progress,
@@ -202,6 +208,9 @@ impl Server {
             catalog,
             Arc::clone(&control),
         );
+        if let Some(disks) = disks {
+            runtime = runtime.with_disks(disks);
+        }
         let guard = ended.on_exit();
         let data = thread::Builder::new().name("pillion-data".into()).spawn(move || {
             let _guard = guard;
@@ -235,12 +244,31 @@ impl Server {
     }
 }
 
+/// The core, with the SSD tier if there are disks for one. Whoever holds a disk's lock knows that no transfer of a dead
+/// sidecar is under way between it and the pool: so before any slot of the pool is used.
+fn start_disks(
+    config: &Config,
+    dram: Dram,
+    pool: &Pool,
+    ended: &Arc<EndSignal>,
+) -> Result<(Core, Option<Disks>), StartError> {
+    let mut core = Core::new(dram);
+    core.limit(&config.quotas);
+    if config.ssd.is_empty() {
+        return Ok((core, None));
+    }
+    let opened = disks::open(&config.ssd)?;
+    let log = Log::new(disks::log_config(&opened, config.dram.as_bytes()));
+    let disks = Disks::start(opened, &config.ssd, pool, ended)?;
+    Ok((core.with_ssd(log, config.ssd_admission), Some(disks)))
+}
+
 fn open_tier(config: &Config, segment_bytes: u64, epoch: u64) -> Result<(Dram, Arc<Pool>), tiers::Error> {
     let bytes = config.dram.as_bytes();
     let lease_ttl_ms = config.lease_ttl.as_millis();
     let tier = dram::Config { pool_bytes: bytes, segment_bytes, lease_ttl_ms };
     let mut dram = Dram::unopened(tier, dram::HOLD_MS)?;
-    if config.dram_admission == Admission::TinyLfu {
+    if config.dram_admission == DramAdmission::TinyLfu {
         dram.filter_admission();
     }
     let (path, hugepages) = (config.pool_path.clone(), config.hugepages);

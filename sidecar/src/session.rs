@@ -133,8 +133,9 @@ impl Session {
         if end > LOG_KEYS {
             return Err(Violation(format!("{:?} up to key {end} of {LOG_KEYS}", message.kind)));
         }
-        if message.kind == Kind::Query && message.count as usize > QUERY_KEYS {
-            return Err(Violation(format!("QUERY of {} keys; {QUERY_KEYS} at most", message.count)));
+        if matches!(message.kind, Kind::Query | Kind::Hint) && message.count as usize > QUERY_KEYS {
+            let name = format!("{:?}", message.kind).to_uppercase();
+            return Err(Violation(format!("{name} of {} keys; {QUERY_KEYS} at most", message.count)));
         }
         let ended = [Ok(Status::Ok), Ok(Status::Failed)].contains(&Status::try_from(message.flags));
         if matches!(message.kind, Kind::Loaded | Kind::Staged) && !ended {

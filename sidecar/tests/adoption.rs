@@ -4,26 +4,15 @@
 mod client;
 
 use std::collections::BTreeSet;
-use std::io::{Read, Write};
-use std::net::TcpStream;
-use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::sync::LazyLock;
-use std::sync::atomic::Ordering;
+use std::path::PathBuf;
 use std::time::Duration;
 
-use client::{Kv, LAYER_BYTES, LAYERS, Session, hello, pattern, watch};
-use shm_protocol::handshake::{Copier, Role};
+use client::engine::{Engine, SAVED};
+use client::sidecar::Sidecar;
+use client::{LAYER_BYTES, LAYERS};
 use shm_protocol::key::BlockHash;
-use shm_protocol::layout::CHUNK_KEYS;
-use shm_protocol::message::{Kind, Message, Status};
-use shm_protocol::pool::SlotRef;
-use shm_protocol::{pool, transport};
+use shm_protocol::pool;
 
-const RUN: [u8; 16] = [7; 16];
-/// Blocks of one save: two chunks of keys, seven tasks of copies.
-const SAVED: std::ops::Range<u32> = 1..101;
 /// Bytes of the pool that is killed on.
 const POOL_BYTES: u64 = 64 << 20;
 /// Kills that one pool file sees: by then most of it is full.
@@ -50,21 +39,6 @@ struct Place {
     folder: tempfile::TempDir,
 }
 
-struct Sidecar {
-    process: Child,
-    socket: PathBuf,
-    port: u16,
-}
-
-/// One rank and its scheduler.
-struct Engine {
-    kv: Kv,
-    rank: Session,
-    scheduler: Session,
-    op: u64,
-    log: u32,
-}
-
 /// What was found after the kills.
 #[derive(Debug, Default)]
 struct Tally {
@@ -89,178 +63,15 @@ impl Place {
         let pool = format!("/dev/shm/pillion-test-{}-{name}", std::process::id()).into();
         Self { pool, folder: tempfile::tempdir().unwrap() }
     }
+
+    fn start(&self, dram: &str) -> Sidecar {
+        Sidecar::start(self.folder.path(), &[&"--dram", &dram, &"--pool-path", &self.pool])
+    }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.pool);
-    }
-}
-
-// === impl Sidecar ===
-
-impl Sidecar {
-    fn start(place: &Place, dram: &str) -> Self {
-        let socket = place.folder.path().join("p.sock");
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let log = std::fs::File::create(place.folder.path().join("log")).unwrap();
-        let process = Command::new(env!("CARGO_BIN_EXE_pillion"))
-            .args(["serve", "--gpu", "off", "--dram", dram, "--http", &format!("127.0.0.1:{port}")])
-            .args([Path::new("--socket"), &socket, Path::new("--pool-path"), &place.pool])
-            .stderr(Stdio::from(log))
-            .spawn()
-            .unwrap();
-        let sidecar = Self { process, socket, port };
-        watch("a socket", || transport::connect(&sidecar.socket, client::WATCHDOG).ok());
-        sidecar
-    }
-
-    fn page(&self, path: &str) -> Option<String> {
-        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).ok()?;
-        write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").ok()?;
-        let mut text = String::new();
-        stream.read_to_string(&mut text).ok()?;
-        text.split_once("\r\n\r\n").map(|(_, body)| body.to_owned())
-    }
-
-    /// Waits until nothing of the start is left to do.
-    fn wait_started(&self) {
-        watch("the whole pool in service", || self.page("/readyz").filter(|text| text == "ready\n"));
-    }
-
-    fn metric(&self, name: &str) -> u64 {
-        let page = self.page("/metrics").expect("metrics");
-        let line = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-        line.expect("a metric").parse().expect("a number")
-    }
-
-    fn kill(mut self) {
-        self.end();
-    }
-
-    fn end(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
-}
-
-impl Drop for Sidecar {
-    fn drop(&mut self) {
-        self.end();
-    }
-}
-
-// === impl Engine ===
-
-/// A key says which block of KV it is, and the stamp that was put at its start and end.
-fn key(stamp: u64, block: u32) -> BlockHash {
-    BlockHash::from_words([stamp, block.into(), stamp ^ 0x55, 1])
-}
-
-/// What each block of KV holds before it is stamped: all its layers, end to end.
-static PATTERNS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
-    let layers = |block| (0..LAYERS).flat_map(move |layer| pattern(block, layer)).collect();
-    (0..u64::from(SAVED.end)).map(layers).collect()
-});
-
-/// What a key stands for.
-fn content(key: &BlockHash) -> Vec<u8> {
-    let [stamp, block, ..] = key.words();
-    let mut bytes = PATTERNS[block as usize].clone();
-    let end = bytes.len() - 8;
-    bytes[..8].copy_from_slice(&stamp.to_le_bytes());
-    bytes[end..].copy_from_slice(&stamp.to_le_bytes());
-    bytes
-}
-
-impl Engine {
-    fn connect(sidecar: &Sidecar) -> Self {
-        let kv = Kv::new();
-        for block in SAVED {
-            let layers = PATTERNS[block as usize].chunks(LAYER_BYTES as usize);
-            for (region, bytes) in kv.regions.iter().zip(layers) {
-                let at = region.offset + u64::from(block) * region.stride;
-                assert_eq!(rustix::io::pwrite(&kv.fds[region.fd as usize], bytes, at).unwrap(), bytes.len());
-            }
-        }
-        let fds: Vec<&OwnedFd> = kv.fds.iter().collect();
-        let worker = kv.worker(0, 1, Copier::Sidecar);
-        let mut rank = Session::open(&sidecar.socket, &hello("engine", 1, worker), &fds);
-        rank.post(Message::new(Kind::Join).with_bytes16(RUN));
-        rank.fences(1, 1);
-        let scheduler =
-            Session::open(&sidecar.socket, &hello("engine", 1, Role::Scheduler { run: RUN }), &[]);
-        Self { kv, rank, scheduler, op: 0, log: 0 }
-    }
-
-    /// Writes a stamp where a block's bytes begin and end.
-    fn stamp(&self, block: u32, stamp: u64) {
-        let (first, last) = (&self.kv.regions[0], &self.kv.regions[LAYERS as usize - 1]);
-        for (region, inside) in [(first, 0), (last, LAYER_BYTES - 8)] {
-            let at = region.offset + u64::from(block) * region.stride + inside;
-            let fd = &self.kv.fds[region.fd as usize];
-            assert_eq!(rustix::io::pwrite(fd, &stamp.to_le_bytes(), at).unwrap(), 8);
-        }
-    }
-
-    fn next_op(&mut self) -> u64 {
-        self.op += 1;
-        self.op
-    }
-
-    /// Posts a save of every block, under keys of its own.
-    fn post_save(&mut self, stamp: &mut u64) -> Vec<BlockHash> {
-        let keys: Vec<BlockHash> = SAVED
-            .map(|block| {
-                *stamp += 1;
-                self.stamp(block, *stamp);
-                key(*stamp, block)
-            })
-            .collect();
-        self.log += 1;
-        self.scheduler.open_log(self.log, &keys);
-        let op = self.next_op();
-        let save = Message { op, log: self.log, step: 1, ..Message::new(Kind::Save) };
-        self.scheduler.with_blocks(save, &SAVED.collect::<Vec<_>>());
-        self.scheduler.post(Message { log: self.log, ..Message::new(Kind::Close) });
-        keys
-    }
-
-    /// Those of `keys` that are served, in their order; how many of them are not what they should be.
-    fn served(&mut self, keys: &[BlockHash]) -> (Vec<BlockHash>, u64) {
-        self.scheduler.open_log(0, keys);
-        let (mut from, mut served, mut wrong) = (0, Vec::new(), 0);
-        while from < keys.len() {
-            let count = (keys.len() - from) as u32;
-            let hits = watch("an answer", || {
-                let op = self.next_op();
-                let query = Message { op, from: from as u32, count, ..Message::new(Kind::Query) };
-                self.scheduler.post(query);
-                Some(self.scheduler.outcome(op)).filter(|outcome| outcome.status == Status::Ok)
-            });
-            let found = from..from + hits.value as usize;
-            for (index, key) in found.clone().zip(&keys[found.clone()]) {
-                let slot = self.scheduler.memory.read_ref((index / CHUNK_KEYS) as u32, index % CHUNK_KEYS);
-                wrong += u64::from(!self.holds(slot, key));
-                served.push(*key);
-            }
-            from = found.end + 1;
-        }
-        self.scheduler.post(Message::new(Kind::Close));
-        (served, wrong)
-    }
-
-    /// Whether a slot that was answered is whole and holds this key's bytes, seen by the engine's own mapping.
-    fn holds(&self, slot: SlotRef, key: &BlockHash) -> bool {
-        let expected = content(key);
-        let view = pool::PoolView::new(
-            |at| self.rank.pool.word64(at).load(Ordering::Acquire),
-            self.rank.welcome.pool_bytes,
-        );
-        let words = self.rank.pool.words64(slot.offset as usize, expected.len() / 8);
-        let expected_words = expected.as_chunks::<8>().0.iter().map(|eight| u64::from_le_bytes(*eight));
-        let equal = words.iter().map(|word| word.load(Ordering::Relaxed)).eq(expected_words);
-        equal && view.is_ok_and(|view| view.verify(slot, expected.len() as u64))
     }
 }
 
@@ -306,7 +117,7 @@ fn kill_at_random(kills: u64, seed: u64) -> Tally {
         let place = Place::new(&format!("kills-{seed}-{file}"));
         let (mut posted, mut kept) = (Vec::new(), BTreeSet::new());
         for life in 0..LIVES.min(kills - file * LIVES) + 1 {
-            let sidecar = Sidecar::start(&place, &format!("{}MiB", POOL_BYTES >> 20));
+            let sidecar = place.start(&format!("{}MiB", POOL_BYTES >> 20));
             sidecar.wait_started();
             let mut engine = Engine::connect(&sidecar);
             let (served, wrong) = engine.served(&posted);
@@ -347,13 +158,13 @@ fn after_a_kill_at_any_moment_what_is_served_is_whole() {
 #[test]
 fn a_pool_that_cannot_be_adopted_is_served_empty_and_said() {
     let place = Place::new("other");
-    let sidecar = Sidecar::start(&place, "16MiB");
+    let sidecar = place.start("16MiB");
     let mut engine = Engine::connect(&sidecar);
     let keys = engine.post_save(&mut 0);
     assert_eq!(engine.scheduler.saved().committed, SAVED.len() as u32);
     sidecar.kill();
 
-    let sidecar = Sidecar::start(&place, "16MiB");
+    let sidecar = place.start("16MiB");
     sidecar.wait_started();
     assert_eq!(Engine::connect(&sidecar).served(&keys), (keys.clone(), 0));
     sidecar.kill();
@@ -361,8 +172,8 @@ fn a_pool_that_cannot_be_adopted_is_served_empty_and_said() {
     rustix::io::pwrite(&file, &99u64.to_le_bytes(), pool::header::VERSION).unwrap();
 
     // Killed before it has emptied the file: the next one must not take it for its own.
-    Sidecar::start(&place, "16MiB").kill();
-    let sidecar = Sidecar::start(&place, "16MiB");
+    place.start("16MiB").kill();
+    let sidecar = place.start("16MiB");
     let mut engine = Engine::connect(&sidecar);
     assert_eq!(engine.served(&keys), (Vec::new(), 0));
     let log = std::fs::read_to_string(place.folder.path().join("log")).unwrap();

@@ -131,6 +131,21 @@ pub extern "C" fn pillion_scheduler_append(
     })
 }
 
+/// Tells, as soon as a request has arrived, that its log's blocks `start..start + count` will be asked for: what lies on a
+/// disk is then fetched before they are. Waits for nothing, promises nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_hint(
+    scheduler: Option<&Scheduler>,
+    log: i64,
+    start: u32,
+    count: u32,
+) -> Status {
+    call(scheduler, |state| {
+        state.session.hint(log, start, count);
+        Ok(())
+    })
+}
+
 /// Asks how many of the log's blocks `start..start + count` the cache holds from `start` on, and waits for the answer
 /// within the step's budget. `hits` becomes that number, and the log holds a lease on these blocks, which ends by
 /// load, release, close, another query or time; or -1: not known yet, ask again in a later step.
@@ -300,6 +315,7 @@ mod tests {
             pillion_scheduler_append(handle, log, 0, Items::of(&hashes), length)
         };
         assert_eq!(result(length), Ok(0));
+        assert_eq!(pillion_scheduler_hint(handle, log, 0, 3), Status::Ok);
         assert_eq!(result(|hits| pillion_scheduler_query(handle, log, 0, 3, hits)), Ok(0));
         let plan = result(|plan| pillion_scheduler_load(handle, log, 0, Items::of(&[1]), 1, true, plan));
         assert!(plan.unwrap().get("plan").unwrap().is_empty());

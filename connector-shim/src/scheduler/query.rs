@@ -73,6 +73,19 @@ impl Scheduler {
         self.post_query(handle, start, count).map_or(Asked::Answered(0), Asked::Posted)
     }
 
+    /// Tells the sidecar that keys `start..start + count` will be asked for, so that it can fetch what a disk keeps of
+    /// them. Nothing is awaited; without room nothing is told.
+    pub fn hint(&mut self, handle: i64, start: u32, count: u32) {
+        let Some(link) = &mut self.link else { return };
+        let Some((number, log)) = link.logs.get(handle) else { return };
+        let count = count.min(log.length.saturating_sub(start)).min(QUERY_KEYS as u32);
+        if count > 0 {
+            let message = Message { log: number, from: start, count, ..Message::new(Kind::Hint) };
+            link.submission.post(&message);
+            link.flush();
+        }
+    }
+
     /// Posts a query without waiting. `None` is a miss: no sidecar, no such keys, no room, or no time left.
     pub fn post_query(&mut self, handle: i64, start: u32, count: u32) -> Option<u64> {
         let link = self.link.as_mut()?;

@@ -7,7 +7,7 @@ use serde::Deserialize;
 /// Which blocks a full pool takes in.
 #[derive(Copy, Clone, Debug, Default, Deserialize, Eq, PartialEq)]
 #[serde(try_from = "String")]
-pub enum Admission {
+pub enum DramAdmission {
     /// Every one.
     #[default]
     All,
@@ -15,9 +15,9 @@ pub enum Admission {
     TinyLfu,
 }
 
-// === impl Admission ===
+// === impl DramAdmission ===
 
-impl FromStr for Admission {
+impl FromStr for DramAdmission {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
@@ -28,7 +28,7 @@ impl FromStr for Admission {
     }
 }
 
-impl TryFrom<String> for Admission {
+impl TryFrom<String> for DramAdmission {
     type Error = String;
     fn try_from(text: String) -> Result<Self, String> {
         text.parse()

@@ -6,6 +6,7 @@ use shm_protocol::message::{Message, Outcome, Status};
 use shm_protocol::pool::SlotRef;
 use tiers::dram::LeaseId;
 
+use super::members::Binding;
 use super::{Action, Core, GROUP, SessionId, Violation};
 
 /// The keys of one request, in order.
@@ -24,6 +25,42 @@ pub(super) struct QueryLease {
     pub(super) op: u64,
     pub(super) from: u32,
     pub(super) hits: u32,
+}
+
+/// A query.
+#[derive(Copy, Clone, Debug)]
+pub(super) struct Question {
+    pub(super) op: u64,
+    pub(super) log: u32,
+    pub(super) from: u32,
+    pub(super) count: u32,
+}
+
+/// What a query has found and leased.
+#[derive(Debug)]
+struct Found {
+    /// Hits that an earlier answer named.
+    known: u32,
+    /// Slots of those behind them.
+    refs: Vec<SlotRef>,
+}
+
+// === impl Log ===
+
+impl Log {
+    /// Those of its keys that a question names.
+    fn wanted(&self, question: Question) -> &[BlockHash] {
+        let (from, count) = (question.from as usize, question.count as usize);
+        self.keys.get(from..self.keys.len().min(from + count)).unwrap_or(&[])
+    }
+}
+
+// === impl Found ===
+
+impl Found {
+    fn hits(&self) -> u32 {
+        self.known + self.refs.len() as u32
+    }
 }
 
 // === impl Core ===
@@ -84,20 +121,68 @@ impl Core {
         message: &Message,
         out: &mut Vec<Action>,
     ) -> Result<(), Violation> {
+        let Message { op, log, from, count, .. } = *message;
+        self.log(session, log)?;
+        self.end_wait(session, log);
+        let question = Question { op, log, from, count };
         let Some(binding) = self.binding(session).filter(|_| !self.draining) else {
-            let outcome = Outcome { op: message.op as u32, value: 0, status: Status::NotReady };
-            out.push(Action::Outcome { session, op: message.op, outcome });
-            return self.log(session, message.log).map(|_| ());
+            self.answer_not_ready(session, op, out);
+            return Ok(());
         };
+        let found = self.lease(now_ms, session, &binding, question);
+        let rest = self.rest(session, &binding, question, &found);
+        let waits = !rest.is_empty() && self.wait_for(now_ms, session, question, &binding, &rest, out);
+        let status = if waits { Status::Pending } else { Status::Ok };
+        self.answer(session, question, found, status, out);
+        Ok(())
+    }
+
+    /// Answers a query that has waited.
+    pub(super) fn answer_late(
+        &mut self,
+        now_ms: u64,
+        session: SessionId,
+        question: Question,
+        out: &mut Vec<Action>,
+    ) {
+        match self.binding(session).filter(|_| !self.draining) {
+            Some(binding) => {
+                let found = self.lease(now_ms, session, &binding, question);
+                self.answer(session, question, found, Status::Ok, out);
+            }
+            None => self.answer_not_ready(session, question.op, out),
+        }
+    }
+
+    /// HINT: what will be asked for may lie in DRAM by then.
+    pub(super) fn hint(
+        &mut self,
+        session: SessionId,
+        message: &Message,
+        out: &mut Vec<Action>,
+    ) -> Result<(), Violation> {
+        let Message { op, log, from, count, .. } = *message;
+        self.log(session, log)?;
+        if self.draining || self.ssd.is_none() {
+            return Ok(());
+        }
+        if let Some(binding) = self.binding(session) {
+            let question = Question { op, log, from, count };
+            let wanted = self.schedulers[&session].logs[&log].wanted(question).to_vec();
+            self.prefetch(&binding, &wanted, out);
+        }
+        Ok(())
+    }
+
+    /// Leases the leading hits in DRAM to the question's log.
+    fn lease(&mut self, now_ms: u64, session: SessionId, binding: &Binding, question: Question) -> Found {
         let scheduler = self.schedulers.get_mut(&session).expect("the caller checked");
-        let log = scheduler.logs.get_mut(&message.log).ok_or_else(|| unknown_log(message.log))?;
-        let (from, end) =
-            (message.from as usize, log.keys.len().min(message.from as usize + message.count as usize));
-        let wanted = log.keys.get(from..end).unwrap_or(&[]);
+        let log = scheduler.logs.get_mut(&question.log).expect("the caller checked");
+        let wanted = log.wanted(question);
         let mut refs = Vec::new();
         let (world_size, namespace) = (scheduler.world_size, binding.namespace);
         let mut known = 0;
-        let same = log.lease.take_if(|lease| lease.from == message.from);
+        let same = log.lease.filter(|lease| lease.from == question.from);
         let renewed = same.filter(|lease| self.dram.renew(lease.id, session, now_ms).is_ok());
         let granted = if let Some(lease) = renewed {
             known = (lease.hits as usize).min(wanted.len());
@@ -109,30 +194,65 @@ impl Core {
             });
             added.ok().map(|_| lease.id)
         } else {
-            if let Some(stale) = log.lease.take() {
+            if let Some(stale) = log.lease {
                 // Expired meanwhile, at worst.
                 let _ = self.dram.release(stale.id, session);
             }
             self.dram.grant(session, world_size, namespace, GROUP, wanted, now_ms, &mut refs)
         };
-        let hits = (known + refs.len()) as u32;
-        log.lease = granted.map(|id| QueryLease { id, op: message.op, from: message.from, hits });
+        let (op, from, hits) = (question.op, question.from, (known + refs.len()) as u32);
+        log.lease = granted.map(|id| QueryLease { id, op, from, hits });
         match granted {
-            Some(_) => scheduler.leased.insert(message.log),
-            None => scheduler.leased.remove(&message.log),
+            Some(_) => scheduler.leased.insert(question.log),
+            None => scheduler.leased.remove(&question.log),
         };
-        self.stats.queries += 1;
-        self.stats.query_blocks += wanted.len() as u64;
-        self.stats.query_hit_blocks += u64::from(hits);
-        let outcome = Outcome { op: message.op as u32, value: hits, status: Status::Ok };
-        let chunks = log.chunks.clone();
-        let from = message.from + known as u32;
-        out.push(Action::Answer { session, op: message.op, outcome, refs, chunks, from });
-        Ok(())
+        Found { known: known as u32, refs }
     }
 
-    /// RELEASE: the lease of a log is not needed.
+    /// What was asked for and not found, if it begins with a block that may be had in DRAM soon.
+    fn rest(
+        &self,
+        session: SessionId,
+        binding: &Binding,
+        question: Question,
+        found: &Found,
+    ) -> Vec<BlockHash> {
+        let wanted = self.schedulers[&session].logs[&question.log].wanted(question);
+        match &wanted[found.hits() as usize..] {
+            [] => Vec::new(),
+            [first, ..] if !self.comes_from_ssd(binding, first) => Vec::new(),
+            rest => rest.to_vec(),
+        }
+    }
+
+    fn answer(
+        &mut self,
+        session: SessionId,
+        question: Question,
+        found: Found,
+        status: Status,
+        out: &mut Vec<Action>,
+    ) {
+        let log = &self.schedulers[&session].logs[&question.log];
+        let (hits, chunks) = (found.hits(), log.chunks.clone());
+        if status == Status::Ok {
+            self.stats.queries += 1;
+            self.stats.query_blocks += log.wanted(question).len() as u64;
+            self.stats.query_hit_blocks += u64::from(hits);
+        }
+        let outcome = Outcome { op: question.op as u32, value: hits, status };
+        let (op, from) = (question.op, question.from + found.known);
+        out.push(Action::Answer { session, op, outcome, refs: found.refs, chunks, from });
+    }
+
+    fn answer_not_ready(&mut self, session: SessionId, op: u64, out: &mut Vec<Action>) {
+        let outcome = Outcome { op: op as u32, value: 0, status: Status::NotReady };
+        out.push(Action::Outcome { session, op, outcome });
+    }
+
+    /// RELEASE: the lease of a log, or the answer to its query, is not needed.
     pub(super) fn release(&mut self, session: SessionId, log: u32) -> Result<(), Violation> {
+        self.end_wait(session, log);
         if let Some(lease) = self.take_lease(session, log)? {
             // Expired meanwhile, at worst.
             let _ = self.dram.release(lease.id, session);

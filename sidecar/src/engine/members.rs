@@ -301,6 +301,7 @@ impl Core {
     /// SALT: a new generation of the namespace. Blocks of the old one are never served to this engine again.
     pub(super) fn salt(&mut self, session: SessionId, salt: [u8; 16]) -> Result<(), Violation> {
         // Logs without a lease, of which there may be 65,536, cost nothing: each lease was paid for by a query.
+        self.end_waits(session);
         for log in self.schedulers[&session].leased.clone() {
             self.release(session, log)?;
         }
@@ -356,6 +357,7 @@ impl Core {
     fn lose_scheduler(&mut self, session: SessionId, out: &mut Vec<Action>) {
         self.abandon_saves(session, out);
         self.abandon_loads(session);
+        self.end_waits(session);
         let scheduler = self.schedulers.remove(&session).expect("the caller checked");
         for log in scheduler.logs.into_values() {
             if let Some(lease) = log.lease {

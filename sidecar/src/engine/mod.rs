@@ -14,6 +14,7 @@ mod logs;
 mod members;
 mod quotas;
 mod saves;
+mod ssd;
 mod stats;
 #[cfg(test)]
 mod tests;
@@ -26,10 +27,13 @@ use shm_protocol::message::{Kind, Message, Outcome, Saved};
 use shm_protocol::pool::SlotRef;
 use tiers::dram::Dram;
 use tiers::opener::Opened;
+use tiers::ssd::{Done, Job, Recovered};
 
 use self::loads::Load;
 use self::members::{Scheduler, Worker};
 use self::saves::Save;
+use self::ssd::Ssd;
+pub use self::ssd::SsdStats;
 pub use self::stats::Stats;
 
 /// A session, unique within an epoch.
@@ -92,6 +96,10 @@ pub enum Event {
     },
     /// A part of the pool may be used from now on, with what an earlier life left in it.
     Opened(Opened),
+    /// A disk has ended a job of [`Action::Transfer`].
+    Transferred(Done),
+    /// Blocks were found on a disk that earlier lives left there.
+    Recovered(Recovered),
     /// Time passed.
     Tick,
     /// The sidecar is to end: nothing new is taken, what runs is finished.
@@ -171,6 +179,8 @@ pub enum Action {
         /// Loads: the operation, to compare with the rank's gate. Saves: zero.
         load_op: u64,
     },
+    /// Hand a job to its disk; answered by [`Event::Transferred`].
+    Transfer(Job),
     /// Close a session.
     Close {
         /// The session.
@@ -214,6 +224,7 @@ struct CopyOwner {
 #[derive(Debug)]
 pub struct Core {
     dram: Dram,
+    ssd: Option<Ssd>,
     schedulers: BTreeMap<SessionId, Scheduler>,
     workers: BTreeMap<SessionId, Worker>,
     namespaces: members::Namespaces,
@@ -233,6 +244,7 @@ impl Core {
     pub fn new(dram: Dram) -> Self {
         Self {
             dram,
+            ssd: None,
             schedulers: BTreeMap::new(),
             workers: BTreeMap::new(),
             namespaces: members::Namespaces::default(),
@@ -260,17 +272,27 @@ impl Core {
             Event::Copied { copy, ok } => self.copied(copy, ok, out),
             Event::Drained { session, void_below } => self.commit_copied(session, void_below, out),
             Event::Opened(opened) => self.open_part(now_ms, opened),
+            Event::Transferred(done) => self.transferred(now_ms, done, out),
+            Event::Recovered(found) => self.recovered(&found),
             Event::Tick => {
                 self.dram.expire(now_ms);
                 self.apply_evictions(out);
+                self.tick_ssd(now_ms, out);
             }
-            Event::Drain => self.draining = true,
+            Event::Drain => {
+                self.draining = true;
+                self.answer_waits(now_ms, out);
+            }
         }
+        self.run_ssd(out);
     }
 
-    /// Whether copies are running or blocks wait to be committed. A save whose step is not done yet is neither.
+    /// Whether copies or transfers are running, or blocks wait to be committed or written. A save whose step is not done yet
+    /// is none of these.
     pub fn busy(&self) -> bool {
-        !self.copies.is_empty() || self.schedulers.values().any(|scheduler| !scheduler.copied.is_empty())
+        !self.copies.is_empty()
+            || self.ssd_busy()
+            || self.schedulers.values().any(|scheduler| !scheduler.copied.is_empty())
     }
 
     /// Whether an operation waits for this worker's fence words.
@@ -329,6 +351,7 @@ impl Core {
             Kind::Release => self.release(session, message.log),
             Kind::Close => self.close(session, message.log),
             Kind::Salt => self.salt(session, message.bytes16()),
+            Kind::Hint => self.hint(session, message, out),
             Kind::Join | Kind::Loaded | Kind::Staged => unreachable!("answered above"),
         }
     }

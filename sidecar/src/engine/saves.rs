@@ -94,7 +94,12 @@ impl Core {
                 out.push(Action::FillSlot { slot, namespace: save.binding.digest, key });
                 save.blocks.push(SaveBlock { index, block, hash, slot, cancelled: false });
             }
-            Err(FillError::Present | FillError::Filling) => save.end.present += 1,
+            Err(error @ (FillError::Present | FillError::Filling)) => {
+                save.end.present += 1;
+                if error == FillError::Present {
+                    self.offer_again(key, save.binding.digest, block_bytes);
+                }
+            }
             Err(
                 FillError::NoSpace | FillError::NotAdmitted | FillError::TooLarge { .. } | FillError::Empty,
             ) => save.end.dropped += 1,
@@ -208,12 +213,15 @@ impl Core {
         let mut save = self.saves.remove(&key).expect("the caller found it");
         let (session, op) = key;
         let block_bytes = save.binding.block_bytes();
+        let (namespace, digest) = (save.binding.namespace, save.binding.digest);
+        let mut committed = Vec::new();
         // Deepest first: the tier evicts in this order, and a prefix without its head is worth nothing.
         for block in save.blocks.iter().rev() {
             let reused = block.cancelled || op < void_below;
             if !reused && !save.void && self.dram.commit(block.slot) {
                 save.end.committed += 1;
                 out.push(Action::CommitSlot { slot: block.slot });
+                committed.push((block.slot, BlockKey { namespace, group: GROUP, hash: block.hash }));
                 continue;
             }
             if reused {
@@ -223,6 +231,10 @@ impl Core {
             }
             self.dram.abandon(block.slot);
             out.push(Action::FreeSlot { slot: block.slot });
+        }
+        // Head first: where a disk has no room for all of them, that part is worth more.
+        for (slot, key) in committed.into_iter().rev() {
+            self.offer_saved(slot, key, digest, block_bytes);
         }
         self.stats.saved_blocks += u64::from(save.end.committed);
         self.stats.saved_bytes += u64::from(save.end.committed) * block_bytes;

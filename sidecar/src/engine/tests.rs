@@ -11,18 +11,18 @@ use tiers::dram::Config;
 
 use super::*;
 
-const SCHEDULER: SessionId = 1;
-const RANKS: [SessionId; 2] = [2, 3];
+pub(super) const SCHEDULER: SessionId = 1;
+pub(super) const RANKS: [SessionId; 2] = [2, 3];
 const RUN: [u8; 16] = [7; 16];
 const SHARD_BYTES: u64 = 4096;
 
-struct Harness {
-    core: Core,
-    out: Vec<Action>,
-    now_ms: u64,
+pub(super) struct Harness {
+    pub(super) core: Core,
+    pub(super) out: Vec<Action>,
+    pub(super) now_ms: u64,
 }
 
-fn hash(n: u32) -> BlockHash {
+pub(super) fn hash(n: u32) -> BlockHash {
     let mut bytes = [0; 32];
     bytes[..4].copy_from_slice(&n.to_le_bytes());
     bytes[8..12].copy_from_slice(&n.wrapping_mul(0x9E37_79B9).to_le_bytes());
@@ -34,7 +34,11 @@ fn hello(world_size: u32, role: Role) -> Hello {
 }
 
 fn rank_hello(world_size: u32, rank: u32) -> Hello {
-    let region = BlockRegion { fd: 0, offset: 0, stride: SHARD_BYTES, bytes: SHARD_BYTES };
+    rank_hello_of(world_size, rank, SHARD_BYTES)
+}
+
+fn rank_hello_of(world_size: u32, rank: u32, bytes: u64) -> Hello {
+    let region = BlockRegion { fd: 0, offset: 0, stride: bytes, bytes };
     let worker = WorkerHello {
         rank,
         shard: rank,
@@ -58,21 +62,27 @@ fn loaded(op: u64, status: Status) -> Message {
 impl Harness {
     /// An engine of `world_size` ranks, all joined, over a pool of 64 MiB.
     fn engine(world_size: u32) -> Self {
-        Self::unjoined(world_size).join(world_size)
+        let mut harness = Self::unjoined(world_size);
+        harness.join();
+        harness
     }
 
-    fn join(mut self, world_size: u32) -> Self {
-        for session in &RANKS[..world_size as usize] {
-            self.message(*session, Message::new(Kind::Join).with_bytes16(RUN));
+    pub(super) fn join(&mut self) {
+        for session in RANKS.into_iter().take(self.core.workers.len()) {
+            self.message(session, Message::new(Kind::Join).with_bytes16(RUN));
         }
-        self
     }
 
     fn unjoined(world_size: u32) -> Self {
         let config = Config { pool_bytes: 64 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
-        let mut harness = Self { core: Core::new(Dram::new(config).unwrap()), out: Vec::new(), now_ms: 0 };
+        Self::over(Core::new(Dram::new(config).unwrap()), world_size, SHARD_BYTES)
+    }
+
+    /// An engine of ranks that have blocks of `bytes` each and have not joined.
+    pub(super) fn over(core: Core, world_size: u32, bytes: u64) -> Self {
+        let mut harness = Self { core, out: Vec::new(), now_ms: 0 };
         for rank in 0..world_size {
-            let (session, hello) = (RANKS[rank as usize], rank_hello(world_size, rank));
+            let (session, hello) = (RANKS[rank as usize], rank_hello_of(world_size, rank, bytes));
             harness.event(Event::Connected { session, hello, namespace: Some(NamespaceDigest([1; 16])) });
         }
         let hello = hello(world_size, Role::Scheduler { run: RUN });
@@ -80,15 +90,15 @@ impl Harness {
         harness
     }
 
-    fn event(&mut self, event: Event) {
+    pub(super) fn event(&mut self, event: Event) {
         self.core.handle(self.now_ms, event, &mut self.out);
     }
 
-    fn message(&mut self, session: SessionId, message: Message) {
+    pub(super) fn message(&mut self, session: SessionId, message: Message) {
         self.event(Event::Message { session, message, keys: Vec::new(), blocks: Vec::new() });
     }
 
-    fn open(&mut self, log: u32, keys: std::ops::Range<u32>) {
+    pub(super) fn open(&mut self, log: u32, keys: std::ops::Range<u32>) {
         self.message(SCHEDULER, Message { log, ..Message::new(Kind::Open) });
         let keys: Vec<BlockHash> = keys.map(hash).collect();
         let mut data = [0; 6];
@@ -97,7 +107,7 @@ impl Harness {
         self.event(Event::Message { session: SCHEDULER, message, keys, blocks: Vec::new() });
     }
 
-    fn save(&mut self, log: u32, op: u64, step: u64, blocks: std::ops::Range<u32>) {
+    pub(super) fn save(&mut self, log: u32, op: u64, step: u64, blocks: std::ops::Range<u32>) {
         let count = blocks.len() as u32;
         let message = Message { log, op, step, count, ..Message::new(Kind::Save) };
         self.event(Event::Message {
@@ -108,7 +118,7 @@ impl Harness {
         });
     }
 
-    fn query(&mut self, log: u32, op: u64, from: u32, count: u32) -> Outcome {
+    pub(super) fn query(&mut self, log: u32, op: u64, from: u32, count: u32) -> Outcome {
         self.message(SCHEDULER, Message { log, op, from, count, ..Message::new(Kind::Query) });
         match self.out.pop() {
             Some(Action::Answer { outcome, .. } | Action::Outcome { outcome, .. }) => outcome,
@@ -116,23 +126,23 @@ impl Harness {
         }
     }
 
-    fn load(&mut self, log: u32, op: u64, lease: u64, range: std::ops::Range<u32>, flags: u8) {
+    pub(super) fn load(&mut self, log: u32, op: u64, lease: u64, range: std::ops::Range<u32>, flags: u8) {
         let (from, count) = (range.start, range.len() as u32);
         let message = Message { log, op, lease, from, count, flags, step: 5, ..Message::new(Kind::Load) };
         let blocks = (1..=count).collect();
         self.event(Event::Message { session: SCHEDULER, message, keys: Vec::new(), blocks });
     }
 
-    fn fences(&mut self, session: SessionId, start: u64, done: u64) {
+    pub(super) fn fences(&mut self, session: SessionId, start: u64, done: u64) {
         self.event(Event::Fences { session, start, done });
     }
 
-    fn drained(&mut self) {
+    pub(super) fn drained(&mut self) {
         self.event(Event::Drained { session: SCHEDULER, void_below: 0 });
     }
 
     /// Copies asked for since the last look: (copy, session, pieces).
-    fn copies(&mut self) -> Vec<(CopyId, SessionId, Vec<Piece>)> {
+    pub(super) fn copies(&mut self) -> Vec<(CopyId, SessionId, Vec<Piece>)> {
         let out = std::mem::take(&mut self.out);
         let copies = out.into_iter().filter_map(|action| match action {
             Action::Copy { copy, session, pieces, .. } => Some((copy, session, pieces)),
@@ -141,7 +151,7 @@ impl Harness {
         copies.collect()
     }
 
-    fn saved(&mut self) -> Option<Saved> {
+    pub(super) fn saved(&mut self) -> Option<Saved> {
         let out = std::mem::take(&mut self.out);
         out.into_iter().find_map(|action| match action {
             Action::Saved { saved, .. } => Some(saved),
@@ -149,7 +159,7 @@ impl Harness {
         })
     }
 
-    fn closed(&mut self) -> Option<String> {
+    pub(super) fn closed(&mut self) -> Option<String> {
         let out = std::mem::take(&mut self.out);
         out.into_iter().find_map(|action| match action {
             Action::Close { reason, .. } => Some(reason),

@@ -17,6 +17,9 @@ impl Runtime {
         for action in out.drain(..) {
             self.apply_one(action);
         }
+        if let Some(disks) = &mut self.disks {
+            disks.flush();
+        }
         // Nothing above asks the core, so nothing was added meanwhile; the vector keeps its capacity.
         self.out = out;
     }
@@ -41,6 +44,7 @@ impl Runtime {
                 };
                 self.refused.extend(refused);
             }
+            Action::Transfer(job) => self.disks.as_mut().expect("the core has their tier").push(job),
             Action::Close { session, reason } => self.closing.push((session, CloseReason::Rejected, reason)),
             headers => {
                 assert!(write_header(&self.pool, &headers), "the pool and the core disagree: {headers:?}")

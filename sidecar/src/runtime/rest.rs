@@ -75,7 +75,7 @@ impl Runtime {
             let waited = self.now.saturating_sub(since);
             FENCE_POLLS.iter().find(|(until, _)| waited < *until).expect("the last has no end").1
         });
-        let tick = (!self.sessions.is_empty()).then_some(TICK);
+        let tick = (!self.sessions.is_empty() || self.core.waits_for_disks()).then_some(TICK);
         let greeting = self.greeter.next_deadline().map(|at| at.saturating_sub(self.now));
         let drain = self.end_by.map(|_| DRAIN_POLL);
         let opening = self.opener.is_some().then_some(OPENING_POLL);
@@ -99,7 +99,7 @@ impl Runtime {
                 }
                 Source::Socket(id) => self.read_socket(id),
                 // Being awake is all that is wanted; the next turn looks at the words.
-                Source::Doorbell(_) | Source::Copies | Source::Control => {}
+                Source::Doorbell(_) | Source::Copies | Source::Disks | Source::Control => {}
             }
         }
         self.events = events;

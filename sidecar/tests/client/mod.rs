@@ -1,6 +1,9 @@
 //! An engine process's side of the protocol, spoken directly over shm-protocol.
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub(crate) mod engine;
+pub(crate) mod sidecar;
+
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;

@@ -64,8 +64,9 @@ fn the_largest_queries_without_end_leave_a_neighbour_its_answers() {
 fn messages_of_every_kind_without_end_leave_a_neighbour_its_answers() {
     let mut scene = Scene::start();
     let message = Message::new;
-    let turns: [(&str, Vec<Slot>); 5] = [
+    let turns: [(&str, Vec<Slot>); 6] = [
         ("queries of one key", many(Message { op: 9, count: 1, ..message(Kind::Query) })),
+        ("hints", many(Message { count: 1000, ..message(Kind::Hint) })),
         ("releases", many(message(Kind::Release))),
         ("cancels of nothing", many(Message { op: 3, count: 1000, ..message(Kind::Cancel) })),
         ("salts", many(message(Kind::Salt).with_bytes16([1; 16]))),

@@ -61,7 +61,7 @@ const fn by_rank(breach: Breach) -> Breach {
 /// The villain's scheduler has log 0 with 70 keys in chunks 0 and 1, and block id 5 at position 7.
 const BREACHES: &[Breach] = &[
     breach("kind 0", "kind 0", || vec![[0; 8]]),
-    breach("kind 13", "kind 13", || vec![[13, 0, 0, 0, 0, 0, 0, 0]]),
+    breach("kind 14", "kind 14", || vec![[14, 0, 0, 0, 0, 0, 0, 0]]),
     breach("kind 255", "kind 255", || vec![[u64::MAX; 8]]),
     breach("OPEN of a log there is not", "log 65536", || one(Message { log: LOGS as u32, ..of(Kind::Open) })),
     at_odds("OPEN of an open log", "opened twice", || one(of(Kind::Open))),
@@ -123,6 +123,10 @@ const BREACHES: &[Breach] = &[
     breach("CANCEL beyond the longest log", "up to key", || {
         one(Message { op: 9, from: u32::MAX, count: 1, ..of(Kind::Cancel) })
     }),
+    at_odds("HINT of a log that is not open", "not open", || one(Message { log: 8, ..of(Kind::Hint) })),
+    breach("HINT of more keys than one may name", "HINT of 65537 keys", || {
+        one(Message { count: 65_537, ..of(Kind::Hint) })
+    }),
     at_odds("RELEASE of a log that is not open", "not open", || one(Message { log: 8, ..of(Kind::Release) })),
     at_odds("CLOSE of a log that is not open", "not open", || one(Message { log: 8, ..of(Kind::Close) })),
     at_odds("CLOSE twice", "not open", || [one(of(Kind::Close)), one(of(Kind::Close))].concat()),
@@ -138,6 +142,7 @@ const BREACHES: &[Breach] = &[
     by_rank(breach("a rank that cancels", "may not send Cancel", || one(of(Kind::Cancel)))),
     by_rank(breach("a rank that releases", "may not send Release", || one(of(Kind::Release)))),
     by_rank(breach("a rank that closes", "may not send Close", || one(of(Kind::Close)))),
+    by_rank(breach("a rank that hints", "may not send Hint", || one(of(Kind::Hint)))),
     by_rank(breach("a rank that salts", "may not send Salt", || one(of(Kind::Salt)))),
     by_rank(breach("LOADED without a status", "LOADED with status 0", || one(of(Kind::Loaded)))),
     by_rank(breach("STAGED without a status", "STAGED with status 0", || one(of(Kind::Staged)))),

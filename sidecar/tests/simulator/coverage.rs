@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use shm_protocol::message::Kind;
 use sidecar::engine::{Action, Direction, Event};
 use tiers::opener::Opened;
+use tiers::ssd::Work;
 
 /// Every point, in the order in which it is printed.
 pub(crate) const POINTS: &[&str] = &[
@@ -17,6 +18,9 @@ pub(crate) const POINTS: &[&str] = &[
     "event Drained",
     "event Opened empty",
     "event Opened used",
+    "event Transferred ok",
+    "event Transferred failed",
+    "event Recovered",
     "event Tick",
     "event Drain",
     "action Answer",
@@ -28,6 +32,8 @@ pub(crate) const POINTS: &[&str] = &[
     "action CommitSlot",
     "action Copy save",
     "action Copy load",
+    "action Transfer",
+    "action Transfer read",
     "action Close",
     "message OPEN",
     "message APPEND",
@@ -40,6 +46,7 @@ pub(crate) const POINTS: &[&str] = &[
     "message JOIN",
     "message LOADED",
     "message SALT",
+    "message HINT",
     "fault engine crash",
     "fault rank dies first",
     "fault engine crash, copy running",
@@ -153,6 +160,9 @@ pub(crate) fn event(event: &Event) -> &'static str {
         Event::Opened(Opened::Used { .. }) => "event Opened used",
         Event::Tick => "event Tick",
         Event::Drain => "event Drain",
+        Event::Transferred(done) if done.result.is_ok() => "event Transferred ok",
+        Event::Transferred(_) => "event Transferred failed",
+        Event::Recovered(_) => "event Recovered",
     }
 }
 
@@ -168,6 +178,8 @@ pub(crate) fn action(action: &Action) -> &'static str {
         Action::CommitSlot { .. } => "action CommitSlot",
         Action::Copy { direction: Direction::Save, .. } => "action Copy save",
         Action::Copy { direction: Direction::Load, .. } => "action Copy load",
+        Action::Transfer(job) if matches!(job.work, Work::Read { .. }) => "action Transfer read",
+        Action::Transfer(_) => "action Transfer",
         Action::Close { .. } => "action Close",
     }
 }
@@ -187,5 +199,6 @@ pub(crate) fn message(kind: Kind) -> &'static str {
         Kind::Loaded => "message LOADED",
         Kind::Salt => "message SALT",
         Kind::Staged => "message STAGED",
+        Kind::Hint => "message HINT",
     }
 }

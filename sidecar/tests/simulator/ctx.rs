@@ -70,6 +70,8 @@ pub(crate) struct Knobs {
     pub(crate) segments: u64,
     /// The pool is a file that a restarted sidecar opens again.
     pub(crate) pool_file: bool,
+    /// It has a disk for what memory gives up.
+    pub(crate) disk: bool,
     /// Keys and messages that a session may cost in one turn.
     pub(crate) turn_cost: usize,
     /// Slowness of copies: microseconds for a word at most.
@@ -127,6 +129,7 @@ impl Ctx {
             lease_ttl_ms: rng.pick(&[4, 20, 100]),
             segments: rng.within(1, 2),
             pool_file: rng.one_in(3),
+            disk: rng.one_in(2),
             turn_cost: rng.pick(&[4, 16, 1000]),
             copy_us: rng.pick(&[2, 20, 200, 2_000]),
             full_steps: rng.pick(&[2, 8]),

@@ -223,6 +223,11 @@ impl Ledger {
         !self.debris.is_empty() || self.slots.values().any(|slot| !slot.committed)
     }
 
+    /// The form of the block in a slot.
+    pub(crate) fn form_at(&self, offset: u64) -> Form {
+        self.slots[&offset].form
+    }
+
     /// Words of a slot's header, for a write that is torn.
     pub(crate) fn header(&self, at: SlotRef) -> u64 {
         let segment = (at.offset - pool::SEGMENT_ALIGN) / self.segment_bytes;

@@ -3,10 +3,11 @@
 
 mod actions;
 mod copies;
+mod disk;
 mod doorway;
 mod turn;
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
@@ -19,9 +20,12 @@ use sidecar::session::Session;
 use tiers::dram::{self, Dram};
 use tiers::opener::{Opened, Opener};
 use tiers::pool::{self, Pool};
+use tiers::ssd::Recovered;
 
 use self::actions::TornHeader;
 use self::copies::{Copies, Rank};
+use self::disk::Disk;
+pub(crate) use self::disk::Medium;
 use self::turn::Phase;
 use crate::connection::{PoolMap, Socket};
 use crate::coverage;
@@ -69,6 +73,10 @@ pub(crate) struct Life {
     copies: Copies,
     /// Places of the batches that the core has not been told the end of.
     places: BTreeMap<u64, Vec<Piece>>,
+    /// In some worlds.
+    disk: Option<Disk>,
+    /// What the disk has not told yet of earlier lives.
+    recovered: VecDeque<Recovered>,
     touched: bool,
     backlog: Vec<SessionId>,
     next_tick: Micros,
@@ -84,7 +92,13 @@ pub(crate) struct Life {
 
 impl Life {
     /// A sidecar that has just started. `path`: the pool is this file.
-    pub(crate) fn start(epoch: u64, path: Option<PathBuf>, forms: &[Form], ctx: &mut Ctx) -> Self {
+    pub(crate) fn start(
+        epoch: u64,
+        path: Option<PathBuf>,
+        medium: Option<Rc<RefCell<Medium>>>,
+        forms: &[Form],
+        ctx: &mut Ctx,
+    ) -> Self {
         let bytes = ctx.knobs.segments * SEGMENT_BYTES;
         let config = pool::Config { bytes, segment_bytes: SEGMENT_BYTES, path, hugepages: false, epoch };
         let pool = Pool::create(&config).expect("a small pool fits anywhere");
@@ -98,9 +112,14 @@ impl Life {
         let mut ledger = Ledger::new(SEGMENT_BYTES);
         forms.iter().for_each(|form| ledger.know(*form));
         ctx.wakes.push((Actor::Data, ctx.now + 1));
+        let (mut core, mut disk, mut recovered) = (Core::new(dram), None, Vec::new());
+        if let Some(medium) = medium {
+            let started = Disk::start(medium, core);
+            (disk, core, recovered) = (Some(started.0), started.1, started.2);
+        }
         Self {
             epoch,
-            core: Core::new(dram),
+            core,
             pool,
             opener: Opener::default(),
             held_until_ms: 0,
@@ -114,6 +133,8 @@ impl Life {
             closing: Vec::new(),
             copies: Copies::default(),
             places: BTreeMap::new(),
+            disk,
+            recovered: recovered.into(),
             touched: false,
             backlog: Vec::new(),
             next_tick: 0,
@@ -164,7 +185,10 @@ impl Life {
         ctx.hit(coverage::event(&event));
         let quiet = matches!(event, Event::Drained { .. } | Event::Fences { .. } | Event::Tick);
         let text = ctx.traced().then(|| describe(&event));
-        self.touched |= !matches!(event, Event::Tick | Event::Drained { .. });
+        self.touched |= !matches!(
+            event,
+            Event::Tick | Event::Drained { .. } | Event::Transferred(_) | Event::Recovered(_)
+        );
         let mut out = Vec::new();
         self.core.handle(ctx.now / 1000, event, &mut out);
         // Most of these change nothing.
@@ -196,6 +220,29 @@ impl Life {
             ctx.wakes.push((Actor::Data, ctx.now + 1 + ctx.rng.below(20)));
         }
         moved
+    }
+
+    /// The disk goes on without the sidecar, which dies.
+    pub(crate) fn leave_disk(&mut self, ctx: &mut Ctx) {
+        if let Some(disk) = self.disk.take() {
+            disk.die(|offset| self.ledger.form_at(offset), self.pool.region(), ctx);
+        }
+    }
+
+    /// Whether the disk has something to say; the core is told.
+    fn take_transfer(&mut self, ctx: &mut Ctx) -> bool {
+        if let Some(found) = self.recovered.pop_front() {
+            self.handle(Event::Recovered(found), ctx);
+            return true;
+        }
+        let Some(disk) = &mut self.disk else { return false };
+        let Some(job) = disk.pop_due(ctx.now) else { return false };
+        let piece = disk::use_of(&job).map(|(_, piece)| piece);
+        let form = piece.map(|piece| self.ledger.form_at(piece.offset));
+        let done = disk.carry_out(&job, form, self.pool.region(), ctx);
+        piece.into_iter().for_each(|piece| self.ledger.end(&[piece]));
+        self.handle(Event::Transferred(done), ctx);
+        true
     }
 
     /// Whether a copy is half-way, for faults that want to hit one.

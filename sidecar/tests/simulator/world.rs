@@ -1,8 +1,10 @@
 //! The world of one seed: who acts next, what goes wrong, and what must hold when everything has ended.
 
+use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::path::PathBuf;
+use std::rc::Rc;
 
 use tempfile::TempDir;
 
@@ -10,7 +12,7 @@ use crate::ctx::{Actor, COPIERS, Canary, Ctx, ENGINES, Micros, RANKS};
 use crate::engine::{Engine, Model, Spec, keys};
 use crate::faults::{Faults, back_after};
 use crate::ledger::Form;
-use crate::life::Life;
+use crate::life::{Life, Medium};
 
 /// More moves than any seed needs: beyond, somebody waits for ever.
 const MOVES_MAX: u64 = 2_000_000;
@@ -36,6 +38,8 @@ pub(crate) struct World {
     pub(crate) life: Option<Life>,
     pub(crate) engines: Vec<Engine>,
     forms: Vec<Form>,
+    /// The sidecar's disk, in some worlds.
+    disk: Option<Rc<RefCell<Medium>>>,
     faults: Faults,
     queue: BinaryHeap<Reverse<(Micros, u64, usize)>>,
     turns: [Turn; ACTORS],
@@ -93,7 +97,20 @@ impl World {
             ctx.knobs.pool_file.then(|| tempfile::tempdir_in("/dev/shm").expect("a folder on tmpfs"));
         let faults = Faults::new(ctx.knobs.faults);
         let (queue, turns) = Default::default();
-        Self { ctx, life: None, engines, forms, faults, queue, turns, entries: 0, next_epoch: 1, folder }
+        let disk = ctx.knobs.disk.then(Rc::default);
+        Self {
+            ctx,
+            life: None,
+            engines,
+            forms,
+            disk,
+            faults,
+            queue,
+            turns,
+            entries: 0,
+            next_epoch: 1,
+            folder,
+        }
     }
 
     /// Runs until nothing is left to do, and checks that nothing is left over. Panics on whatever must not happen.
@@ -243,7 +260,8 @@ impl World {
 
     pub(crate) fn start_sidecar(&mut self) {
         let path: Option<PathBuf> = self.folder.as_ref().map(|folder| folder.path().join("pool"));
-        self.life = Some(Life::start(self.next_epoch, path, &self.forms, &mut self.ctx));
+        let disk = self.disk.clone();
+        self.life = Some(Life::start(self.next_epoch, path, disk, &self.forms, &mut self.ctx));
         self.next_epoch += 1;
         for thread in 0..COPIERS {
             self.turns[number(Actor::Copier(thread))].frozen_until = 0;
@@ -253,7 +271,8 @@ impl World {
 
     /// The sidecar is gone between two instructions; it is started again later.
     pub(crate) fn kill_sidecar(&mut self) {
-        let Some(life) = self.life.take() else { return };
+        let Some(mut life) = self.life.take() else { return };
+        life.leave_disk(&mut self.ctx);
         self.ctx.note(|| format!("sidecar {} dies", life.epoch));
         self.ctx.hit("fault sidecar crash");
         if life.copying() {

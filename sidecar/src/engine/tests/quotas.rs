@@ -9,7 +9,8 @@ fn engine(quotas: &[&str]) -> Harness {
     let mut engine = Harness::unjoined(1);
     let quotas: Vec<_> = quotas.iter().map(|quota| quota.parse().unwrap()).collect();
     engine.core.limit(&quotas);
-    engine.join(1)
+    engine.join();
+    engine
 }
 
 fn used(engine: &Harness) -> Vec<u64> {

@@ -62,6 +62,9 @@ impl Scheduler {
         let keys = &request.spec.keys[request.appended..request.known.min(request.spec.keys.len())];
         if !keys.is_empty() && link.append(log, keys) {
             request.appended += keys.len();
+            let count = request.appended as u32;
+            // Without room it is dropped.
+            let _ = link.post(&Message { log, count, ..Message::new(Kind::Hint) });
         }
         true
     }

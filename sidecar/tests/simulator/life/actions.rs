@@ -58,6 +58,15 @@ impl Life {
                     None => self.copies.refuse(copy),
                 }
             }
+            Action::Transfer(job) => {
+                let used = super::disk::use_of(&job);
+                if let Some((direction, piece)) = used {
+                    self.ledger.begin(direction, &[piece]);
+                }
+                let form = used.map(|(_, piece)| self.ledger.form_at(piece.offset));
+                let disk = self.disk.as_mut().expect("the core has its tier");
+                disk.post(job, form, self.pool.region(), ctx);
+            }
             Action::Close { session, .. } => self.closing.push(session),
             headers => return self.write_header(&headers, ctx),
         }

@@ -72,6 +72,9 @@ impl Life {
             self.ledger.end(&pieces);
             return self.handle(Event::Copied { copy, ok }, ctx);
         }
+        if self.take_transfer(ctx) {
+            return;
+        }
         let early = ctx.canary == Canary::CommitWithoutDrain && self.touched;
         self.phase = if early { Phase::Drained(self.drained(), true) } else { Phase::Look };
     }
@@ -204,7 +207,9 @@ impl Life {
         ctx.bell.set(false);
         self.asleep = true;
         let waits = self.sessions.keys().any(|session| self.core.waits_on_fences(*session));
-        if waits { FENCE_POLL } else { self.next_tick.saturating_sub(ctx.now).max(1) }
+        let due = self.disk.as_ref().and_then(|disk| disk.next_due()).unwrap_or(Micros::MAX);
+        let next = if waits { ctx.now + FENCE_POLL } else { self.next_tick };
+        next.min(due).saturating_sub(ctx.now).max(1)
     }
 }
 

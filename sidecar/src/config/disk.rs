@@ -1,0 +1,123 @@
+//! Where blocks may lie on disks.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use serde::Deserialize;
+
+use super::{ConfigError, Size};
+
+/// Disks at once: more than a host has drive bays for NVMe.
+const DISKS_MAX: usize = 32;
+
+/// A place on a disk and the bytes that may be used there, written `PATH:SIZE`.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq)]
+#[serde(try_from = "String")]
+pub struct Disk {
+    /// A folder, a file or a block device.
+    pub path: PathBuf,
+    /// Bytes of it.
+    pub size: Size,
+}
+
+/// Which saved blocks are written to disks.
+#[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq)]
+#[serde(try_from = "String")]
+pub enum SsdAdmission {
+    /// Every one.
+    All,
+    /// Those that were asked for again, or that came back after their eviction.
+    SecondHit,
+}
+
+/// Refuses a place that is named twice, and more of them than any host has.
+pub(super) fn check(disks: &[Disk]) -> Result<(), ConfigError> {
+    let wrong = |value: String, rule| Err(ConfigError::Range { option: "ssd", value, rule });
+    if disks.len() > DISKS_MAX {
+        return wrong(format!("given {} times", disks.len()), "given at most 32 times");
+    }
+    let twice =
+        disks.iter().enumerate().find(|(at, disk)| disks[..*at].iter().any(|it| it.path == disk.path));
+    match twice {
+        Some((_, disk)) => wrong(disk.to_string(), "another path each time: two logs cannot share one"),
+        None => Ok(()),
+    }
+}
+
+// === impl Disk ===
+
+impl FromStr for Disk {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        // From the right: a path may hold colons, a size cannot.
+        let (path, size) = text.rsplit_once(':').filter(|(path, _)| !path.is_empty()).ok_or_else(|| {
+            format!("\"{text}\" is no disk; write a path, a colon and a size, such as /nvme/pillion:500GiB")
+        })?;
+        Ok(Self { path: path.into(), size: size.parse()? })
+    }
+}
+
+impl TryFrom<String> for Disk {
+    type Error = String;
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl fmt::Display for Disk {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{}:{}", self.path.display(), self.size)
+    }
+}
+
+// === impl SsdAdmission ===
+
+impl FromStr for SsdAdmission {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "all" => Ok(Self::All),
+            "second-hit" => Ok(Self::SecondHit),
+            _ => Err(format!("\"{text}\" admits nothing; the values are all, second-hit")),
+        }
+    }
+}
+
+impl TryFrom<String> for SsdAdmission {
+    type Error = String;
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn disk(text: &str) -> Result<Disk, String> {
+        text.parse()
+    }
+
+    #[test]
+    fn a_disk_is_a_path_and_a_size() {
+        let parsed = disk("/a:b/c:4GiB").unwrap();
+        assert_eq!((parsed.path.to_str(), parsed.size.as_bytes()), (Some("/a:b/c"), 4 << 30));
+        for (wrong, told) in
+            [("/nvme", "/nvme/pillion:500GiB"), (":4GiB", "a path, a colon"), ("/nvme:4", "30GiB")]
+        {
+            let error = disk(wrong).unwrap_err();
+            assert!(error.contains(told), "{wrong}: {error}");
+        }
+        assert!("twice".parse::<SsdAdmission>().unwrap_err().contains("all, second-hit"));
+    }
+
+    #[test]
+    fn one_path_is_given_once() {
+        let disks = |texts: &[&str]| texts.iter().map(|text| disk(text).unwrap()).collect::<Vec<_>>();
+        assert!(check(&disks(&["/a:1GiB", "/b:1GiB"])).is_ok());
+        let error = check(&disks(&["/a:1GiB", "/a:2GiB"])).unwrap_err().to_string();
+        assert!(error.contains("ssd is /a:2.0 GiB") && error.contains("another path"), "{error}");
+        assert!(check(&vec![disk("/a:1GiB").unwrap(); 33]).unwrap_err().to_string().contains("32"));
+    }
+}

@@ -1,0 +1,452 @@
+//! The rules of the SSD tier's flow, against the real tiers; devices are lists of jobs that the test ends.
+
+use std::ops::Range;
+
+use shm_protocol::key::NamespaceDigest;
+use shm_protocol::message::{Kind, LOAD_BY_ENGINE, Message, Outcome, Status};
+use shm_protocol::pool::SlotRef;
+use tiers::dram::{self, Dram};
+use tiers::ssd::{Config, Fault, Geometry, Label, Work};
+
+use super::*;
+use crate::engine::tests::{Harness, RANKS, SCHEDULER, hash};
+use crate::engine::{Event, Job};
+
+/// Seven blocks to a segment of the pool.
+const BLOCK_BYTES: u64 = 256 << 10;
+const POOL_SEGMENT: u64 = 2 << 20;
+const POOL_SEGMENTS: u64 = 4;
+const DRAM_BLOCKS: u32 = 7 * POOL_SEGMENTS as u32;
+
+/// An engine over a small pool and one device.
+struct Scene {
+    engine: Harness,
+    jobs: VecDeque<Job>,
+    op: u64,
+    /// Slots of answers, by key of the log.
+    refs: BTreeMap<u32, SlotRef>,
+}
+
+fn core(admission: SsdAdmission) -> Core {
+    let pool_bytes = POOL_SEGMENT * POOL_SEGMENTS;
+    let config = dram::Config { pool_bytes, segment_bytes: POOL_SEGMENT, lease_ttl_ms: 10_000 };
+    let geometry = Geometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: 64, first_sequence: 1 };
+    let log = Log::new(Config { devices: vec![geometry], write_bytes_max: 1 << 20, late_ms: 1000 });
+    Core::new(Dram::new(config).unwrap()).with_ssd(log, admission)
+}
+
+impl Scene {
+    fn new(admission: SsdAdmission) -> Self {
+        let mut scene = Self::with(admission, Vec::new());
+        // The first block finds no segment begun, waits until one is, and is written; no test counts it.
+        scene.save(5000..5001);
+        scene.save(5000..5001);
+        assert!(!scene.transfers() && scene.engine.core.busy());
+        scene.end_all();
+        assert_eq!((scene.stats().log.blocks, scene.engine.core.busy()), (1, false));
+        scene
+    }
+
+    /// The same with blocks that an earlier life left on the device.
+    fn with(admission: SsdAdmission, blocks: Vec<(u32, Label)>) -> Self {
+        let engine = Harness::over(core(admission), 1, BLOCK_BYTES);
+        let mut scene = Self { engine, jobs: VecDeque::new(), op: 0, refs: BTreeMap::new() };
+        let found = Recovered { device: 0, segment: 3, sequence: 0, blocks, segments_read: 64, last: true };
+        scene.event(Event::Recovered(found));
+        scene.engine.join();
+        scene
+    }
+
+    fn event(&mut self, event: Event) {
+        self.engine.event(event);
+        self.take_jobs();
+    }
+
+    fn message(&mut self, message: Message) {
+        self.engine.message(SCHEDULER, message);
+        self.take_jobs();
+    }
+
+    fn take_jobs(&mut self) {
+        self.engine.out.retain(|action| match action {
+            Action::Transfer(job) => {
+                self.jobs.push_back(*job);
+                false
+            }
+            _ => true,
+        });
+    }
+
+    fn next_op(&mut self) -> u64 {
+        self.op += 1;
+        self.op
+    }
+
+    /// Saves `keys` under a log that is closed again; the writes that follow are the caller's.
+    fn save(&mut self, keys: Range<u32>) {
+        let op = self.next_op();
+        self.engine.open(9, keys.clone());
+        self.engine.save(9, op, 1, 1..keys.len() as u32 + 1);
+        self.engine.fences(RANKS[0], 1, 1);
+        self.take_jobs();
+        for (copy, _, _) in self.engine.copies() {
+            self.engine.event(Event::Copied { copy, ok: true });
+        }
+        self.engine.drained();
+        self.message(Message { log: 9, ..Message::new(Kind::Close) });
+    }
+
+    /// Ends every job there is, and those that follow.
+    fn end_all(&mut self) {
+        while let Some(job) = self.jobs.pop_front() {
+            self.end(job, Ok(()));
+        }
+    }
+
+    fn end(&mut self, job: Job, result: Result<(), Fault>) {
+        self.event(Event::Transferred(Done { device: 0, ticket: job.ticket, micros: 1, result }));
+    }
+
+    /// Reads among the jobs, taken from them.
+    fn reads(&mut self) -> Vec<Job> {
+        let is_read = |job: &Job| matches!(job.work, Work::Read { .. });
+        let reads = self.jobs.iter().copied().filter(is_read).collect();
+        self.jobs.retain(|job| !is_read(job));
+        reads
+    }
+
+    /// Fills DRAM with other blocks, so that none of the earlier ones is left.
+    fn flood(&mut self) {
+        for from in (1000..1000 + 8 * DRAM_BLOCKS).step_by(7) {
+            self.save(from..from + 7);
+            self.end_all();
+        }
+    }
+
+    /// Blocks `keys` on the device and not in DRAM.
+    fn on_ssd(&mut self, keys: Range<u32>) {
+        self.save(keys.clone());
+        self.end_all();
+        self.flood();
+        let digest = NamespaceDigest([1; 16]);
+        let namespace = self.engine.core.namespaces.adopt(digest).unwrap();
+        for key in keys {
+            let key = BlockKey { namespace, group: 0, hash: hash(key) };
+            let ssd = self.engine.core.ssd.as_ref().unwrap();
+            assert_eq!(ssd.log.keeps(&key).map(u64::from), Some(BLOCK_BYTES));
+            assert!(self.engine.core.dram.hold(&key).is_none(), "it left DRAM");
+        }
+        self.engine.out.clear();
+    }
+
+    fn post_query(&mut self, log: u32, count: u32) -> u64 {
+        let op = self.next_op();
+        self.message(Message { log, op, count, ..Message::new(Kind::Query) });
+        op
+    }
+
+    /// Answers since the last look, each with its operation; their slots are noted.
+    fn answers(&mut self) -> Vec<(u64, Status, u32)> {
+        let mut answers = Vec::new();
+        for action in std::mem::take(&mut self.engine.out) {
+            match action {
+                Action::Answer { op, outcome, refs, from, .. } => {
+                    self.refs.extend((from..).zip(refs));
+                    answers.push((op, outcome.status, outcome.value));
+                }
+                Action::Outcome { op, outcome: Outcome { status, value, .. }, .. } => {
+                    answers.push((op, status, value));
+                }
+                _ => {}
+            }
+        }
+        answers
+    }
+
+    fn leases(&self) -> u64 {
+        self.engine.core.stats().leases
+    }
+
+    fn held_bytes(&self) -> u64 {
+        self.engine.core.dram.stats().bytes_leased
+    }
+
+    fn transfers(&self) -> bool {
+        self.engine.core.ssd.as_ref().unwrap().transfers()
+    }
+
+    fn stats(&self) -> SsdStats {
+        self.engine.core.ssd_stats().unwrap()
+    }
+}
+
+#[test]
+fn a_saved_block_is_held_until_it_is_written() {
+    let mut scene = Scene::new(SsdAdmission::All);
+    scene.save(0..2);
+    assert!(scene.engine.core.busy() && scene.transfers());
+    assert_eq!(scene.held_bytes(), 2 * BLOCK_BYTES);
+    scene.end_all();
+    assert_eq!((scene.held_bytes(), scene.stats().log.blocks), (0, 3));
+    assert!(!scene.engine.core.busy());
+    scene.save(0..2);
+    assert!(scene.jobs.is_empty(), "kept already");
+}
+
+#[test]
+fn writes_wait_for_room_and_blocks_that_went_meanwhile_are_dropped() {
+    let mut scene = Scene::new(SsdAdmission::All);
+    scene.save(0..7);
+    let held = scene.held_bytes();
+    assert!((BLOCK_BYTES..7 * BLOCK_BYTES).contains(&held), "as many as the log takes: {held}");
+    assert!(scene.stats().queued > 0);
+    for from in (100..100 + 3 * DRAM_BLOCKS).step_by(7) {
+        scene.save(from..from + 7);
+    }
+    scene.end_all();
+    assert!(scene.stats().dropped_evicted > 0, "{:?}", scene.stats());
+    assert!(!scene.engine.core.busy());
+    assert_eq!(scene.held_bytes(), 0);
+}
+
+#[test]
+fn a_query_waits_for_what_a_device_keeps_and_is_answered_once() {
+    let mut scene = Scene::new(SsdAdmission::All);
+    scene.on_ssd(0..4);
+    scene.save(0..2);
+    scene.end_all();
+    scene.engine.out.clear();
+    scene.engine.open(1, 0..6);
+    let op = scene.post_query(1, 6);
+    assert_eq!(scene.answers(), [(op, Status::Pending, 2)]);
+    assert_eq!((scene.refs.len(), scene.leases()), (2, 1), "what DRAM holds is leased at once");
+    let reads = scene.reads();
+    assert_eq!(reads.len(), 2);
+    scene.end(reads[1], Ok(()));
+    assert!(scene.answers().is_empty());
+    scene.end(reads[0], Ok(()));
+    assert_eq!(scene.answers(), [(op, Status::Ok, 4)]);
+    assert_eq!((scene.refs.len(), scene.leases()), (4, 1));
+    assert_eq!(scene.held_bytes(), 4 * BLOCK_BYTES, "by the lease alone");
+    scene.engine.load(1, 90, op, 0..4, LOAD_BY_ENGINE);
+    scene.message(Message { log: 1, ..Message::new(Kind::Close) });
+    assert_eq!(scene.leases(), 1, "the load's");
+    let stats = scene.stats();
+    assert_eq!((stats.promoted_blocks, stats.waits, stats.waits_timed_out), (2, 1, 0));
+}
+
+#[test]
+fn blocks_behind_the_gap_that_lie_in_dram_are_answered_too() {
+    let mut scene = Scene::new(SsdAdmission::All);
+    scene.on_ssd(0..2);
+    scene.save(2..4);
+    scene.end_all();
+    scene.engine.out.clear();
+    scene.engine.open(1, 0..5);
+    let op = scene.post_query(1, 5);
+    assert_eq!(scene.answers(), [(op, Status::Pending, 0)]);
+    assert_eq!(scene.held_bytes(), 2 * BLOCK_BYTES, "those behind the gap stay");
+    scene.reads().into_iter().for_each(|read| scene.end(read, Ok(())));
+    assert_eq!(scene.answers(), [(op, Status::Ok, 4)]);
+}
+
+#[test]
+fn a_read_that_fails_ends_the_run_there() {
+    let mut scene = Scene::new(SsdAdmission::All);
+    scene.on_ssd(0..3);
+    scene.engine.open(1, 0..3);
+    let op = scene.post_query(1, 3);
+    let reads = scene.reads();
+    scene.engine.out.clear();
+    scene.end(reads[0], Ok(()));
+    scene.end(reads[1], Err(Fault::Corrupt("checksum")));
+    assert!(scene.engine.out.iter().any(|action| matches!(action, Action::FreeSlot { .. })));
+    scene.end(reads[2], Ok(()));
+    assert_eq!(scene.answers(), [(op, Status::Ok, 1)]);
+    let op = scene.post_query(1, 3);
+    assert_eq!(scene.answers(), [(op, Status::Ok, 1)], "the log keeps it no longer");
+}
+
+#[test]
+fn two_queries_share_a_read() {
+    let mut scene = Scene::new(SsdAdmission::All);
+    scene.on_ssd(0..2);
+    scene.engine.open(1, 0..2);
+    scene.engine.open(2, 0..2);
+    let ops = [scene.post_query(1, 2), scene.post_query(2, 2)];
+    assert_eq!(scene.answers(), ops.map(|op| (op, Status::Pending, 0)));
+    let reads = scene.reads();
+    assert_eq!(reads.len(), 2);
+    reads.into_iter().for_each(|read| scene.end(read, Ok(())));
+    assert_eq!(scene.answers(), ops.map(|op| (op, Status::Ok, 2)));
+    assert_eq!((scene.leases(), scene.held_bytes()), (2, 2 * BLOCK_BYTES));
+}
+
+#[test]
+fn whoever_stops_waiting_leaves_the_blocks_in_dram_and_nothing_held() {
+    let release = |scene: &mut Scene| scene.message(Message { log: 1, ..Message::new(Kind::Release) });
+    let close = |scene: &mut Scene| scene.message(Message { log: 1, ..Message::new(Kind::Close) });
+    let salt = |scene: &mut Scene| scene.message(Message::new(Kind::Salt).with_bytes16([9; 16]));
+    let hang_up = |scene: &mut Scene| scene.event(Event::Disconnected { session: SCHEDULER });
+    let ways: [&dyn Fn(&mut Scene); 4] = [&release, &close, &salt, &hang_up];
+    for (way, stop) in ways.into_iter().enumerate() {
+        let mut scene = Scene::new(SsdAdmission::All);
+        scene.on_ssd(0..3);
+        scene.engine.open(1, 0..3);
+        scene.post_query(1, 3);
+        let reads = scene.reads();
+        scene.answers();
+        scene.end(reads[0], Ok(()));
+        stop(&mut scene);
+        assert_eq!((scene.leases(), scene.held_bytes()), (0, 0), "{way}");
+        assert!(scene.engine.core.busy(), "reads end by themselves");
+        scene.end(reads[1], Ok(()));
+        scene.end(reads[2], Ok(()));
+        assert!(scene.answers().is_empty(), "{way}");
+        assert_eq!((scene.held_bytes(), scene.stats().promoted_blocks), (0, 3), "{way}");
+        assert!(!scene.engine.core.busy());
+    }
+}
+
+#[test]
+fn the_next_query_of_a_log_takes_over_the_reads() {
+    let mut scene = Scene::new(SsdAdmission::All);
+    scene.on_ssd(0..3);
+    scene.engine.open(1, 0..3);
+    scene.post_query(1, 3);
+    let op = scene.post_query(1, 2);
+    let reads = scene.reads();
+    assert_eq!(reads.len(), 3, "none is begun twice");
+    scene.answers();
+    scene.end(reads[0], Ok(()));
+    scene.end(reads[1], Ok(()));
+    assert_eq!(scene.answers(), [(op, Status::Ok, 2)]);
+    scene.end(reads[2], Ok(()));
+    assert!(scene.answers().is_empty());
+}
+
+#[test]
+fn time_ends_a_wait_and_not_its_reads() {
+    let mut scene = Scene::new(SsdAdmission::All);
+    scene.on_ssd(0..2);
+    scene.engine.open(1, 0..2);
+    let op = scene.post_query(1, 2);
+    let reads = scene.reads();
+    scene.answers();
+    scene.end(reads[0], Ok(()));
+    scene.engine.now_ms += 2000;
+    scene.event(Event::Tick);
+    assert_eq!(scene.answers(), [(op, Status::Ok, 1)]);
+    assert!(scene.transfers(), "the slot is the read's until it ends");
+    scene.end(reads[1], Ok(()));
+    let op = scene.post_query(1, 2);
+    assert_eq!(scene.answers(), [(op, Status::Ok, 2)]);
+}
+
+#[test]
+fn a_query_brings_in_a_part_of_the_pool_at_most() {
+    let mut scene = Scene::new(SsdAdmission::All);
+    for from in (0..28).step_by(7) {
+        scene.save(from..from + 7);
+        scene.end_all();
+    }
+    scene.flood();
+    scene.engine.out.clear();
+    scene.engine.open(1, 0..28);
+    let most = (POOL_SEGMENT * POOL_SEGMENTS / READ_PART / BLOCK_BYTES) as u32;
+    scene.message(Message { log: 1, count: 28, ..Message::new(Kind::Hint) });
+    let mut reads = scene.reads();
+    assert_eq!(reads.len(), most as usize / 2, "a hint leaves room for others");
+    let op = scene.post_query(1, 28);
+    scene.answers();
+    reads.extend(scene.reads());
+    assert_eq!(reads.len(), most as usize);
+    reads.into_iter().for_each(|read| scene.end(read, Ok(())));
+    assert_eq!(scene.answers(), [(op, Status::Ok, most)]);
+}
+
+#[test]
+fn a_hint_begins_the_reads_and_holds_nothing() {
+    let mut scene = Scene::new(SsdAdmission::All);
+    scene.on_ssd(0..2);
+    scene.engine.open(1, 0..2);
+    scene.message(Message { log: 1, count: 2, ..Message::new(Kind::Hint) });
+    scene.message(Message { log: 1, count: 2, ..Message::new(Kind::Hint) });
+    let reads = scene.reads();
+    assert_eq!((reads.len(), scene.held_bytes()), (2, 0));
+    reads.into_iter().for_each(|read| scene.end(read, Ok(())));
+    assert!(scene.answers().is_empty(), "a hint has no answer");
+    let op = scene.post_query(1, 2);
+    assert_eq!(scene.answers(), [(op, Status::Ok, 2)]);
+}
+
+#[test]
+fn a_draining_sidecar_lets_nobody_wait_and_ends_its_transfers() {
+    let mut scene = Scene::new(SsdAdmission::All);
+    scene.on_ssd(0..1);
+    scene.engine.open(1, 0..1);
+    let op = scene.post_query(1, 1);
+    scene.answers();
+    scene.event(Event::Drain);
+    assert_eq!(scene.answers(), [(op, Status::NotReady, 0)]);
+    assert!(scene.engine.core.busy());
+    scene.end_all();
+    assert!(!scene.engine.core.busy());
+    scene.message(Message { log: 1, count: 1, ..Message::new(Kind::Hint) });
+    assert!(scene.jobs.is_empty());
+}
+
+#[test]
+fn second_hit_writes_what_was_offered_again_or_came_back() {
+    let mut scene = Scene::new(SsdAdmission::SecondHit);
+    scene.save(0..2);
+    assert!(scene.jobs.is_empty() && !scene.engine.core.busy());
+    scene.save(0..1);
+    scene.end_all();
+    assert_eq!(scene.stats().log.blocks, 2);
+    scene.flood();
+    assert_eq!(scene.stats().log.blocks, 2);
+    scene.save(1190..1192);
+    scene.end_all();
+    assert_eq!(scene.stats().log.blocks, 4, "evicted not long ago");
+}
+
+#[test]
+fn blocks_of_earlier_lives_are_found_by_their_namespace() {
+    let label = |digest, n| Label {
+        namespace: NamespaceDigest([digest; 16]),
+        group: 0,
+        hash: hash(n),
+        bytes: BLOCK_BYTES as u32,
+    };
+    let units = |n: u32| 1 + n * 70;
+    let blocks = vec![(units(0), label(1, 0)), (units(1), label(1, 1)), (units(2), label(2, 2))];
+    let mut scene = Scene::with(SsdAdmission::All, blocks);
+    scene.engine.open(1, 0..3);
+    let op = scene.post_query(1, 3);
+    assert_eq!(scene.answers(), [(op, Status::Pending, 0)]);
+    let reads = scene.reads();
+    assert_eq!(reads.len(), 2, "the third is another namespace's");
+    reads.into_iter().for_each(|read| scene.end(read, Ok(())));
+    assert_eq!(scene.answers(), [(op, Status::Ok, 2)]);
+}
+
+#[test]
+fn a_device_that_is_late_keeps_its_slot_and_nobody_waiting() {
+    let mut scene = Scene::new(SsdAdmission::All);
+    scene.on_ssd(0..1);
+    scene.engine.open(1, 0..1);
+    let op = scene.post_query(1, 1);
+    scene.answers();
+    let reads = scene.reads();
+    for _ in 0..3 {
+        scene.engine.now_ms += 600;
+        scene.event(Event::Tick);
+    }
+    assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
+    let op = scene.post_query(1, 1);
+    assert_eq!(scene.answers(), [(op, Status::Ok, 0)], "it is not waited for again");
+    assert!(scene.transfers());
+    scene.end(reads[0], Ok(()));
+    assert!(!scene.transfers());
+}

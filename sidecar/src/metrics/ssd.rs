@@ -1,0 +1,167 @@
+//! Metrics of the SSD tier; there are none without `--ssd`.
+
+use prometheus::{Counter, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
+use tiers::ssd::{DeviceStats, FaultKind};
+
+use super::{counter, gauge};
+use crate::engine::SsdStats;
+
+/// What is read of the tier, and of one device.
+type Reading = fn(&SsdStats) -> u64;
+type DeviceReading = fn(&DeviceStats) -> u64;
+
+const COUNTERS: &[(&str, &str, Reading)] = &[
+    ("ssd_promoted_blocks_total", "Blocks brought back into DRAM.", |s| s.promoted_blocks),
+    ("ssd_waits_total", "Queries that waited for a disk.", |s| s.waits),
+    ("ssd_waits_timed_out_total", "Queries that were answered before all they waited for was there.", |s| {
+        s.waits_timed_out
+    }),
+];
+
+const DROPPED: &[(&str, Reading)] = &[
+    ("queue_full", |s| s.dropped_queue_full),
+    ("evicted", |s| s.dropped_evicted),
+    ("down", |s| s.dropped_down),
+    ("too_large", |s| s.dropped_too_large),
+];
+
+const DEVICE_COUNTERS: &[(&str, &str, DeviceReading)] = &[
+    ("written_blocks_total", "Blocks written.", |d| d.written_blocks_total),
+    ("written_bytes_total", "Their bytes.", |d| d.written_bytes_total),
+    ("read_blocks_total", "Blocks read and found whole.", |d| d.read_blocks_total),
+    ("read_bytes_total", "Their bytes.", |d| d.read_bytes_total),
+    ("moved_blocks_total", "Blocks written again to keep them when their segment was reused.", |d| {
+        d.moved_blocks_total
+    }),
+    ("moved_bytes_total", "Their bytes.", |d| d.moved_bytes_total),
+    ("evicted_blocks_total", "Blocks that went when their segment was reused.", |d| d.dropped_blocks_total),
+    ("recovered_blocks_total", "Blocks found again that earlier lives wrote.", |d| d.recovered_blocks_total),
+    ("trips_total", "Times that the device was taken for broken.", |d| d.trips_total),
+];
+
+const DEVICE_GAUGES: &[(&str, &str, DeviceReading)] = &[
+    ("blocks", "Blocks kept.", |d| d.blocks),
+    ("used_bytes", "Bytes of blocks kept.", |d| d.bytes),
+    ("segments", "Segments.", |d| d.segments.into()),
+    ("segments_free", "Segments with nothing in them.", |d| d.segments_free.into()),
+    ("jobs", "Transfers under way.", |d| d.jobs),
+    ("down", "1 while the device is taken for broken: misses, and nothing is written.", |d| d.down.into()),
+    ("recovering", "1 while what earlier lives left is still being found.", |d| d.recovering.into()),
+];
+
+/// Metrics of the tier as a whole and of each device.
+#[derive(Debug)]
+pub(super) struct SsdMetrics {
+    names: Vec<String>,
+    counters: Vec<(IntCounter, Reading)>,
+    dropped: Vec<(IntCounter, Reading)>,
+    queued: IntGauge,
+    wait_seconds: Counter,
+    device_counters: Vec<(IntCounterVec, DeviceReading)>,
+    device_gauges: Vec<(IntGaugeVec, DeviceReading)>,
+    faults: IntCounterVec,
+}
+
+// === impl SsdMetrics ===
+
+impl SsdMetrics {
+    /// Metrics of devices of these names.
+    pub(super) fn new(registry: &Registry, names: Vec<String>) -> Result<Self, prometheus::Error> {
+        let mut counters = Vec::new();
+        for &(name, help, figure) in COUNTERS {
+            counters.push((counter(registry, name, help)?, figure));
+        }
+        let of_reason = vec(registry, "dropped_blocks_total", "Blocks not written, by reason.", &["reason"])?;
+        let dropped =
+            DROPPED.iter().map(|(reason, figure)| (of_reason.with_label_values(&[*reason]), *figure));
+        let queued = gauge(registry, "ssd_queued_blocks", "Blocks that wait to be written.")?;
+        let wait_seconds =
+            Counter::new("pillion_ssd_wait_seconds_total", "Time that queries waited for a disk.")?;
+        registry.register(Box::new(wait_seconds.clone()))?;
+        let mut device_counters = Vec::new();
+        for &(name, help, figure) in DEVICE_COUNTERS {
+            device_counters.push((vec(registry, name, help, &["device"])?, figure));
+        }
+        let mut device_gauges = Vec::new();
+        for &(name, help, figure) in DEVICE_GAUGES {
+            let made = IntGaugeVec::new(Opts::new(format!("pillion_ssd_{name}"), help), &["device"])?;
+            registry.register(Box::new(made.clone()))?;
+            device_gauges.push((made, figure));
+        }
+        let faults = vec(registry, "faults_total", "Failed transfers, by kind.", &["device", "kind"])?;
+        let dropped = dropped.collect();
+        Ok(Self { names, counters, dropped, queued, wait_seconds, device_counters, device_gauges, faults })
+    }
+
+    /// Makes figures visible. Called by one thread alone, so read-then-add is exact.
+    pub(super) fn publish(&self, stats: &SsdStats) {
+        for (counter, figure) in self.counters.iter().chain(&self.dropped) {
+            raise(counter, figure(stats));
+        }
+        self.queued.set(stats.queued as i64);
+        self.wait_seconds.inc_by((stats.wait_ms as f64 / 1e3 - self.wait_seconds.get()).max(0.0));
+        for (name, device) in self.names.iter().zip(&stats.log.devices) {
+            for (counters, figure) in &self.device_counters {
+                raise(&counters.with_label_values(&[name]), figure(device));
+            }
+            for (gauges, figure) in &self.device_gauges {
+                gauges.with_label_values(&[name]).set(i64::try_from(figure(device)).unwrap_or(i64::MAX));
+            }
+            for (kind, count) in FaultKind::ALL.into_iter().zip(device.faults) {
+                raise(&self.faults.with_label_values(&[name.as_str(), kind.name()]), count);
+            }
+        }
+    }
+}
+
+fn raise(counter: &IntCounter, total: u64) {
+    counter.inc_by(total.saturating_sub(counter.get()));
+}
+
+fn vec(
+    registry: &Registry,
+    name: &str,
+    help: &str,
+    labels: &[&str],
+) -> Result<IntCounterVec, prometheus::Error> {
+    let made = IntCounterVec::new(Opts::new(format!("pillion_ssd_{name}"), help), labels)?;
+    registry.register(Box::new(made.clone()))?;
+    Ok(made)
+}
+
+#[cfg(test)]
+mod tests {
+    use tiers::ssd;
+
+    use super::*;
+
+    #[test]
+    fn each_device_has_its_own_and_every_label_is_there_from_the_first_look() {
+        let registry = Registry::new();
+        let metrics = SsdMetrics::new(&registry, vec!["/a".into(), "/b".into()]).unwrap();
+        let mut faults = [0; FaultKind::ALL.len()];
+        faults[1] = 2;
+        let devices = vec![
+            DeviceStats { blocks: 3, down: true, faults, ..DeviceStats::default() },
+            DeviceStats { written_bytes_total: 5, ..DeviceStats::default() },
+        ];
+        let log = ssd::Stats { devices, ..ssd::Stats::default() };
+        let stats = SsdStats { log, wait_ms: 1500, dropped_evicted: 4, ..SsdStats::default() };
+        metrics.publish(&stats);
+        metrics.publish(&stats);
+        let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
+        for line in [
+            "pillion_ssd_blocks{device=\"/a\"} 3",
+            "pillion_ssd_down{device=\"/a\"} 1",
+            "pillion_ssd_down{device=\"/b\"} 0",
+            "pillion_ssd_written_bytes_total{device=\"/b\"} 5",
+            "pillion_ssd_faults_total{device=\"/a\",kind=\"io\"} 2",
+            "pillion_ssd_faults_total{device=\"/b\",kind=\"corrupt\"} 0",
+            "pillion_ssd_dropped_blocks_total{reason=\"evicted\"} 4",
+            "pillion_ssd_dropped_blocks_total{reason=\"queue_full\"} 0",
+            "pillion_ssd_wait_seconds_total 1.5",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! What disks have to say, and what is shown of them.
+
+use tiers::ssd::Up;
+
+use super::Runtime;
+use crate::disks::Disks;
+use crate::engine::Event;
+
+/// What one turn takes in at most, some milliseconds where an index is recovered: engines are answered in between.
+const TURN_UPS: usize = 64;
+
+// === impl Runtime: disks ===
+
+impl Runtime {
+    /// Takes in what one turn has time for; whether there was anything.
+    pub(super) fn take_transfers(&mut self) -> bool {
+        let mut ups = 0;
+        while ups < TURN_UPS
+            && let Some(up) = self.disks.as_ref().and_then(Disks::next)
+        {
+            ups += 1;
+            match up {
+                Up::Done(done) => self.handle(Event::Transferred(done)),
+                Up::Recovered(found) => {
+                    let last = found.last.then_some(found.device);
+                    self.handle(Event::Recovered(found));
+                    if let Some(device) = last {
+                        self.report_recovered(device);
+                    }
+                }
+                Up::Note(text) => tracing::warn!("{text}"),
+            }
+        }
+        if ups > 0 && !self.core.waits_for_disks() {
+            // No tick may follow that would show it.
+            self.show_disks();
+        }
+        ups > 0
+    }
+
+    fn report_recovered(&self, device: usize) {
+        let (Some(stats), Some(disks)) = (self.core.ssd_stats(), &self.disks) else { return };
+        let blocks = stats.log.devices[device].recovered_blocks_total;
+        let (disk, after_ms) = (disks.name(device), self.now.as_millis() as u64);
+        tracing::info!(disk, blocks, after_ms, "a disk's blocks are found again");
+    }
+
+    /// Shows how the disks are doing.
+    pub(super) fn show_disks(&self) {
+        let Some(stats) = self.core.ssd_stats() else { return };
+        self.metrics.publish_ssd(&stats);
+        let sum = |figure: fn(&tiers::ssd::DeviceStats) -> u64| stats.log.devices.iter().map(figure).sum();
+        let recovering = stats.log.devices.iter().any(|device| device.recovering);
+        self.progress.recovered(
+            sum(|device| device.segments.into()),
+            sum(|device| device.segments_read.into()),
+            sum(|device| device.recovered_blocks_total),
+            recovering,
+        );
+    }
+}

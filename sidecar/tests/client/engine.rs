@@ -1,0 +1,148 @@
+//! One rank and its scheduler, which save stamped blocks and look at every byte of what is served.
+
+use std::os::fd::OwnedFd;
+use std::sync::LazyLock;
+use std::sync::atomic::Ordering;
+
+use shm_protocol::handshake::{Copier, Role};
+use shm_protocol::key::BlockHash;
+use shm_protocol::layout::CHUNK_KEYS;
+use shm_protocol::message::{Kind, Message, Outcome, Status};
+use shm_protocol::pool::{self, SlotRef};
+
+use super::sidecar::Sidecar;
+use super::{Kv, LAYER_BYTES, LAYERS, Session, hello, pattern, watch};
+
+const RUN: [u8; 16] = [7; 16];
+/// Blocks of one save: two chunks of keys, seven tasks of copies.
+pub(crate) const SAVED: std::ops::Range<u32> = 1..101;
+
+pub(crate) struct Engine {
+    kv: Kv,
+    rank: Session,
+    pub(crate) scheduler: Session,
+    op: u64,
+    log: u32,
+}
+
+/// A key says which block of KV it is, and the stamp that was put at its start and end.
+fn key(stamp: u64, block: u32) -> BlockHash {
+    BlockHash::from_words([stamp, block.into(), stamp ^ 0x55, 1])
+}
+
+/// What each block of KV holds before it is stamped: all its layers, end to end.
+static PATTERNS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
+    let layers = |block| (0..LAYERS).flat_map(move |layer| pattern(block, layer)).collect();
+    (0..u64::from(SAVED.end)).map(layers).collect()
+});
+
+/// What a key stands for.
+fn content(key: &BlockHash) -> Vec<u8> {
+    let [stamp, block, ..] = key.words();
+    let mut bytes = PATTERNS[block as usize].clone();
+    let end = bytes.len() - 8;
+    bytes[..8].copy_from_slice(&stamp.to_le_bytes());
+    bytes[end..].copy_from_slice(&stamp.to_le_bytes());
+    bytes
+}
+
+impl Engine {
+    pub(crate) fn connect(sidecar: &Sidecar) -> Self {
+        let kv = Kv::new();
+        for block in SAVED {
+            let layers = PATTERNS[block as usize].chunks(LAYER_BYTES as usize);
+            for (region, bytes) in kv.regions.iter().zip(layers) {
+                let at = region.offset + u64::from(block) * region.stride;
+                assert_eq!(rustix::io::pwrite(&kv.fds[region.fd as usize], bytes, at).unwrap(), bytes.len());
+            }
+        }
+        let fds: Vec<&OwnedFd> = kv.fds.iter().collect();
+        let worker = kv.worker(0, 1, Copier::Sidecar);
+        let mut rank = Session::open(&sidecar.socket, &hello("engine", 1, worker), &fds);
+        rank.post(Message::new(Kind::Join).with_bytes16(RUN));
+        rank.fences(1, 1);
+        let scheduler =
+            Session::open(&sidecar.socket, &hello("engine", 1, Role::Scheduler { run: RUN }), &[]);
+        Self { kv, rank, scheduler, op: 0, log: 0 }
+    }
+
+    /// Writes a stamp where a block's bytes begin and end.
+    fn stamp(&self, block: u32, stamp: u64) {
+        let (first, last) = (&self.kv.regions[0], &self.kv.regions[LAYERS as usize - 1]);
+        for (region, inside) in [(first, 0), (last, LAYER_BYTES - 8)] {
+            let at = region.offset + u64::from(block) * region.stride + inside;
+            let fd = &self.kv.fds[region.fd as usize];
+            assert_eq!(rustix::io::pwrite(fd, &stamp.to_le_bytes(), at).unwrap(), 8);
+        }
+    }
+
+    pub(crate) fn next_op(&mut self) -> u64 {
+        self.op += 1;
+        self.op
+    }
+
+    /// Posts a save of every block, under keys of its own.
+    pub(crate) fn post_save(&mut self, stamp: &mut u64) -> Vec<BlockHash> {
+        let keys: Vec<BlockHash> = SAVED
+            .map(|block| {
+                *stamp += 1;
+                self.stamp(block, *stamp);
+                key(*stamp, block)
+            })
+            .collect();
+        self.log += 1;
+        self.scheduler.open_log(self.log, &keys);
+        let op = self.next_op();
+        let save = Message { op, log: self.log, step: 1, ..Message::new(Kind::Save) };
+        self.scheduler.with_blocks(save, &SAVED.collect::<Vec<_>>());
+        self.scheduler.post(Message { log: self.log, ..Message::new(Kind::Close) });
+        keys
+    }
+
+    /// Asks for `keys` and does not wait.
+    pub(crate) fn post_query(&mut self, keys: &[BlockHash]) {
+        self.scheduler.open_log(0, keys);
+        let op = self.next_op();
+        self.scheduler.post(Message { op, count: keys.len() as u32, ..Message::new(Kind::Query) });
+    }
+
+    /// Those of `keys` that are served, in their order; how many of them are not what they should be.
+    pub(crate) fn served(&mut self, keys: &[BlockHash]) -> (Vec<BlockHash>, u64) {
+        self.scheduler.open_log(0, keys);
+        let (mut from, mut served, mut wrong) = (0, Vec::new(), 0);
+        while from < keys.len() {
+            let count = (keys.len() - from) as u32;
+            let hits = watch("a rank that is known", || {
+                let op = self.next_op();
+                let query = Message { op, from: from as u32, count, ..Message::new(Kind::Query) };
+                self.scheduler.post(query);
+                let known = |outcome: &Outcome| outcome.status != Status::Pending;
+                let outcome = watch("an answer", || Some(self.scheduler.outcome(op)).filter(known));
+                Some(outcome).filter(|outcome| outcome.status == Status::Ok)
+            });
+            let found = from..from + hits.value as usize;
+            for (index, key) in found.clone().zip(&keys[found.clone()]) {
+                let slot = self.scheduler.memory.read_ref((index / CHUNK_KEYS) as u32, index % CHUNK_KEYS);
+                wrong += u64::from(!self.holds(slot, key));
+                served.push(*key);
+            }
+            // A query may be answered with less than there is.
+            from = found.end + usize::from(hits.value == 0);
+        }
+        self.scheduler.post(Message::new(Kind::Close));
+        (served, wrong)
+    }
+
+    /// Whether a slot that was answered is whole and holds this key's bytes, seen by the engine's own mapping.
+    fn holds(&self, slot: SlotRef, key: &BlockHash) -> bool {
+        let expected = content(key);
+        let view = pool::PoolView::new(
+            |at| self.rank.pool.word64(at).load(Ordering::Acquire),
+            self.rank.welcome.pool_bytes,
+        );
+        let words = self.rank.pool.words64(slot.offset as usize, expected.len() / 8);
+        let expected_words = expected.as_chunks::<8>().0.iter().map(|eight| u64::from_le_bytes(*eight));
+        let equal = words.iter().map(|word| word.load(Ordering::Relaxed)).eq(expected_words);
+        equal && view.is_ok_and(|view| view.verify(slot, expected.len() as u64))
+    }
+}

@@ -1,0 +1,92 @@
+//! A sidecar process.
+
+use std::ffi::OsStr;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use shm_protocol::transport;
+
+use super::{WATCHDOG, watch};
+
+pub(crate) struct Sidecar {
+    process: Child,
+    pub(crate) socket: PathBuf,
+    port: u16,
+}
+
+impl Sidecar {
+    /// One that listens in `folder` and logs there, with further arguments.
+    pub(crate) fn start(folder: &Path, arguments: &[&dyn AsRef<OsStr>]) -> Self {
+        let socket = folder.join("p.sock");
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let log = std::fs::File::create(folder.join("log")).unwrap();
+        let process = Command::new(env!("CARGO_BIN_EXE_pillion"))
+            .args(["serve", "--gpu", "off", "--http", &format!("127.0.0.1:{port}"), "--socket"])
+            .arg(&socket)
+            .args(arguments)
+            .stderr(Stdio::from(log))
+            .spawn()
+            .unwrap();
+        let sidecar = Self { process, socket, port };
+        watch("a socket", || transport::connect(&sidecar.socket, WATCHDOG).ok());
+        sidecar
+    }
+
+    pub(crate) fn page(&self, path: &str) -> Option<String> {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).ok()?;
+        write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").ok()?;
+        let mut text = String::new();
+        stream.read_to_string(&mut text).ok()?;
+        text.split_once("\r\n\r\n").map(|(_, body)| body.to_owned())
+    }
+
+    /// Waits until nothing of the start is left to do.
+    pub(crate) fn wait_started(&self) {
+        watch("all in service", || self.page("/readyz").filter(|text| text == "ready\n"));
+    }
+
+    /// A metric, summed over its labels.
+    pub(crate) fn metric(&self, name: &str) -> u64 {
+        let page = self.page("/metrics").expect("metrics");
+        let values = page.lines().filter_map(|line| {
+            let rest = line.strip_prefix(name)?;
+            let value =
+                rest.strip_prefix(' ').or_else(|| rest.strip_prefix('{')?.split_once("} ").map(|it| it.1));
+            Some(value?.parse::<u64>().expect("a number"))
+        });
+        let values: Vec<u64> = values.collect();
+        assert!(!values.is_empty(), "no metric {name}");
+        values.iter().sum()
+    }
+
+    /// Waits until a metric is what it should be.
+    pub(crate) fn wait_metric(&self, name: &str, wanted: impl Fn(u64) -> bool) -> u64 {
+        watch(name, || Some(self.metric(name)).filter(|value| wanted(*value)))
+    }
+
+    /// SIGKILL.
+    pub(crate) fn kill(mut self) {
+        self.end();
+    }
+
+    /// SIGTERM; its exit status must say that all went well.
+    pub(crate) fn terminate(mut self) {
+        kill(Pid::from_raw(self.process.id() as i32), Signal::SIGTERM).unwrap();
+        assert_eq!(self.process.wait().unwrap().code(), Some(0));
+    }
+
+    fn end(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+impl Drop for Sidecar {
+    fn drop(&mut self) {
+        self.end();
+    }
+}

@@ -1,0 +1,160 @@
+//! The sidecar's disk: what was written outlives it. Jobs end in any order, some badly, some late. A read spoils its slot
+//! when it begins and fills it when it ends, so that a slot that was given away in between shows.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::rc::Rc;
+use std::sync::atomic::Ordering;
+
+use shm_protocol::region::Region;
+use sidecar::config::SsdAdmission;
+use sidecar::engine::{Core, Direction, Piece};
+use tiers::ssd::{Config, Done, Fault, Geometry, Job, Label, Log, Place, Recovered, Work};
+
+use crate::ctx::{Ctx, Micros};
+use crate::ledger::Form;
+use crate::origin::WORDS;
+
+const SEGMENTS: u32 = 8;
+/// A job that takes this long is late.
+const LATE: Micros = 20_000;
+
+/// What is on the disk.
+#[derive(Debug, Default)]
+pub(crate) struct Medium {
+    blocks: BTreeMap<(u32, u32), Stored>,
+    lives: u64,
+}
+
+#[derive(Clone, Debug)]
+struct Stored {
+    sequence: u64,
+    label: Label,
+    words: Vec<u64>,
+}
+
+/// The disk in one life of the sidecar.
+#[derive(Debug)]
+pub(super) struct Disk {
+    medium: Rc<RefCell<Medium>>,
+    running: Vec<(Job, Micros)>,
+}
+
+/// The slot that a job uses, and whether it reads or writes it.
+pub(super) fn use_of(job: &Job) -> Option<(Direction, Piece)> {
+    match job.work {
+        Work::Write { from, .. } => Some((Direction::Load, Piece { block: 0, offset: from })),
+        Work::Read { into, .. } => Some((Direction::Save, Piece { block: 0, offset: into })),
+        _ => None,
+    }
+}
+
+// === impl Disk ===
+
+impl Disk {
+    /// The disk, the core with a log on it, and what earlier lives left there.
+    pub(super) fn start(medium: Rc<RefCell<Medium>>, core: Core) -> (Self, Core, Vec<Recovered>) {
+        let mut found: BTreeMap<(u64, u32), Vec<(u32, Label)>> = BTreeMap::new();
+        for ((segment, unit), stored) in &medium.borrow().blocks {
+            found.entry((stored.sequence, *segment)).or_default().push((*unit, stored.label));
+        }
+        medium.borrow_mut().lives += 1;
+        let first_sequence = medium.borrow().lives << 32;
+        let geometry =
+            Geometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: SEGMENTS, first_sequence };
+        let config = Config { devices: vec![geometry], write_bytes_max: 4 << 20, late_ms: LATE / 1000 };
+        let part = |(sequence, segment), blocks, last| {
+            let segments_read = if last { SEGMENTS } else { 0 };
+            Recovered { device: 0, segment, sequence, blocks, segments_read, last }
+        };
+        let mut parts: Vec<_> = found.into_iter().rev().map(|(at, blocks)| part(at, blocks, false)).collect();
+        parts.push(part((0, 0), Vec::new(), true));
+        (Self { medium, running: Vec::new() }, core.with_ssd(Log::new(config), SsdAdmission::All), parts)
+    }
+
+    pub(super) fn post(&mut self, job: Job, form: Option<Form>, memory: &Region, ctx: &mut Ctx) {
+        if let (Work::Read { into, .. }, Some(form)) = (job.work, form) {
+            let spoiled = ctx.taint();
+            words(form, into).for_each(|at| memory.word64(at).store(spoiled, Ordering::Relaxed));
+        }
+        let takes = if ctx.rng.one_in(100) { 3 * LATE } else { ctx.rng.within(10, 2_000) };
+        self.running.push((job, ctx.now + takes));
+    }
+
+    /// When the next job is through.
+    pub(super) fn next_due(&self) -> Option<Micros> {
+        self.running.iter().map(|(_, due)| *due).min()
+    }
+
+    /// A job that is through.
+    pub(super) fn pop_due(&mut self, now: Micros) -> Option<Job> {
+        let at = self.running.iter().position(|(_, due)| *due <= now)?;
+        Some(self.running.swap_remove(at).0)
+    }
+
+    /// The sidecar dies: each job was carried out, or was not.
+    pub(super) fn die(mut self, form_of: impl Fn(u64) -> Form, memory: &Region, ctx: &mut Ctx) {
+        while let Some((job, _)) = self.running.pop() {
+            let form = use_of(&job).map(|(_, piece)| form_of(piece.offset));
+            if ctx.rng.one_in(2) {
+                self.carry_out(&job, form, memory, ctx);
+            }
+        }
+    }
+
+    pub(super) fn carry_out(
+        &mut self,
+        job: &Job,
+        form: Option<Form>,
+        memory: &Region,
+        ctx: &mut Ctx,
+    ) -> Done {
+        let fails = ctx.knobs.failing_copies > 0 && ctx.rng.one_in(ctx.knobs.failing_copies);
+        let result = if fails { Err(Fault::Corrupt("simulated")) } else { self.try_job(job, form, memory) };
+        Done { device: 0, ticket: job.ticket, micros: 1, result }
+    }
+
+    fn try_job(&mut self, job: &Job, form: Option<Form>, memory: &Region) -> Result<(), Fault> {
+        let mut medium = self.medium.borrow_mut();
+        match job.work {
+            Work::Begin { segment, .. } => medium.blocks.retain(|(at, _), _| *at != segment),
+            Work::Write { place, sequence, label, from } => {
+                let load = |at: usize| memory.word64(at).load(Ordering::Relaxed);
+                let words = words(form.expect("it has a slot"), from).map(load).collect();
+                medium.blocks.insert(key(place), Stored { sequence, label, words });
+            }
+            Work::Read { place, sequence, label, into } => {
+                let stored = medium.find(place, sequence, label)?;
+                for (at, word) in words(form.expect("it has a slot"), into).zip(stored.words) {
+                    memory.word64(at).store(word, Ordering::Relaxed);
+                }
+            }
+            Work::Move { from, from_sequence, to, to_sequence, label } => {
+                let stored = medium.find(from, from_sequence, label)?;
+                medium.blocks.insert(key(to), Stored { sequence: to_sequence, ..stored });
+            }
+            Work::Seal { .. } | Work::Check => {}
+        }
+        Ok(())
+    }
+}
+
+// === impl Medium ===
+
+impl Medium {
+    fn find(&self, place: Place, sequence: u64, label: Label) -> Result<Stored, Fault> {
+        let stored = self.blocks.get(&key(place));
+        let right = stored.filter(|stored| (stored.sequence, stored.label) == (sequence, label));
+        right.cloned().ok_or(Fault::Corrupt("header"))
+    }
+}
+
+fn key(place: Place) -> (u32, u32) {
+    (place.segment, place.unit)
+}
+
+/// Where the words of a slot lie.
+fn words(form: Form, offset: u64) -> impl Iterator<Item = usize> {
+    let bases = (0..u64::from(form.shards)).map(move |shard| offset + shard * form.shard_bytes);
+    bases.flat_map(|base| (0..WORDS).map(move |index| base as usize + index * 8))
+}

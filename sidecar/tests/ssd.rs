@@ -1,0 +1,218 @@
+//! The SSD tier as an engine meets it: a real sidecar over real files, every served byte compared.
+
+mod client;
+
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use client::engine::{Engine, SAVED};
+use client::sidecar::Sidecar;
+use client::{LAYER_BYTES, LAYERS};
+use shm_protocol::key::BlockHash;
+
+const DRAM: &str = "16MiB";
+/// Saves of 100 blocks each: twice what DRAM holds.
+const SAVES: usize = 22;
+const LOG_BYTES: &str = "128MiB";
+/// Twice what DRAM holds, by the sizes of the blocks.
+const _: () = assert!(SAVES as u64 * 100 * LAYERS * LAYER_BYTES > 31 << 20);
+
+/// A folder for the socket and one for each disk.
+struct Place(tempfile::TempDir);
+
+impl Place {
+    fn new() -> Self {
+        // Not in /tmp, which may be a tmpfs without direct I/O.
+        Self(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap())
+    }
+
+    fn disk(&self, name: &str) -> PathBuf {
+        let folder = self.0.path().join(name);
+        std::fs::create_dir_all(&folder).unwrap();
+        folder
+    }
+
+    fn start(&self, disks: &[&str]) -> Sidecar {
+        let sidecar = self.start_with(disks, &[]);
+        sidecar.wait_started();
+        sidecar
+    }
+
+    fn start_with(&self, disks: &[&str], more: &[&dyn AsRef<std::ffi::OsStr>]) -> Sidecar {
+        let disks: Vec<String> =
+            disks.iter().map(|name| format!("--ssd={}:{LOG_BYTES}", self.disk(name).display())).collect();
+        let mut arguments: Vec<&dyn AsRef<std::ffi::OsStr>> = vec![&"--dram", &DRAM];
+        arguments.extend(disks.iter().map(|disk| disk as &dyn AsRef<std::ffi::OsStr>));
+        arguments.extend(more);
+        Sidecar::start(self.0.path(), &arguments)
+    }
+
+    fn log_file(&self, name: &str) -> PathBuf {
+        self.disk(name).join("pillion.log")
+    }
+
+    fn log_text(&self) -> String {
+        std::fs::read_to_string(self.0.path().join("log")).unwrap()
+    }
+}
+
+/// Saves more than DRAM holds, each save once the one before is on the disks; the keys.
+fn fill(sidecar: &Sidecar, engine: &mut Engine) -> Vec<BlockHash> {
+    let (mut keys, mut stamp) = (Vec::new(), 0);
+    for _ in 0..SAVES {
+        keys.extend(engine.post_save(&mut stamp));
+        assert_eq!(engine.scheduler.saved().committed, SAVED.len() as u32);
+        sidecar.wait_metric("pillion_ssd_written_blocks_total", |written| written >= keys.len() as u64);
+    }
+    assert!(sidecar.metric("pillion_blocks") < keys.len() as u64 * 2 / 3, "DRAM holds but a part");
+    keys
+}
+
+/// Flips a bit in every block that a log file holds: in each of its pages, past the first MiB.
+fn corrupt(path: &Path) {
+    let mut file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+    let bytes = file.metadata().unwrap().len();
+    for at in ((1 << 20)..bytes).step_by(4096) {
+        let mut byte = [0];
+        file.seek(SeekFrom::Start(at + 2000)).unwrap();
+        file.read_exact(&mut byte).unwrap();
+        file.seek(SeekFrom::Start(at + 2000)).unwrap();
+        file.write_all(&[byte[0] ^ 1]).unwrap();
+    }
+    file.sync_all().unwrap();
+}
+
+#[test]
+fn what_dram_gave_up_is_served_from_disks_and_found_again_after_a_kill() {
+    let place = Place::new();
+    let sidecar = place.start(&["a", "b"]);
+    let mut engine = Engine::connect(&sidecar);
+    let keys = fill(&sidecar, &mut engine);
+    assert_eq!(engine.served(&keys), (keys.clone(), 0));
+    assert!(sidecar.metric("pillion_ssd_promoted_blocks_total") > keys.len() as u64 / 3);
+    assert_eq!(sidecar.metric("pillion_ssd_faults_total"), 0);
+    assert!(sidecar.page("/metrics").unwrap().contains("pillion_ssd_blocks{device="));
+    sidecar.kill();
+
+    // Another life: nothing is in DRAM, nothing is computed.
+    let sidecar = place.start(&["a", "b"]);
+    assert_eq!(sidecar.metric("pillion_blocks"), 0);
+    assert_eq!(
+        sidecar.metric("pillion_ssd_recovered_blocks_total"),
+        keys.len() as u64,
+        "{}",
+        place.log_text()
+    );
+    let mut engine = Engine::connect(&sidecar);
+    assert_eq!(engine.served(&keys), (keys.clone(), 0));
+    let more = engine.post_save(&mut 1_000_000);
+    assert_eq!(engine.scheduler.saved().committed, SAVED.len() as u32);
+    sidecar.terminate();
+
+    // A third, after an orderly end, which wrote what was waiting.
+    let sidecar = place.start(&["a", "b"]);
+    let keys = [keys, more].concat();
+    assert_eq!(Engine::connect(&sidecar).served(&keys), (keys, 0));
+}
+
+#[test]
+fn what_was_changed_on_the_disk_is_a_miss_and_counted() {
+    let place = Place::new();
+    let sidecar = place.start(&["a"]);
+    let mut engine = Engine::connect(&sidecar);
+    let keys = fill(&sidecar, &mut engine);
+    corrupt(&place.log_file("a"));
+    let in_dram = sidecar.metric("pillion_blocks");
+    let (served, wrong) = engine.served(&keys);
+    assert_eq!(wrong, 0, "never other bytes");
+    assert!(served.len() as u64 <= in_dram, "{} served, {in_dram} in DRAM", served.len());
+    let faults = sidecar.page("/metrics").unwrap();
+    assert!(faults.contains("kind=\"corrupt\"} ") && !faults.contains("kind=\"corrupt\"} 0"), "{faults}");
+    // The engine goes on.
+    let more = engine.post_save(&mut 1_000_000);
+    assert_eq!(engine.scheduler.saved().committed, SAVED.len() as u32);
+    assert_eq!(engine.served(&more), (more.clone(), 0));
+    sidecar.terminate();
+}
+
+#[test]
+fn a_disk_that_fails_is_left_alone_and_the_engine_goes_on() {
+    let place = Place::new();
+    let sidecar = place.start(&["a"]);
+    let mut engine = Engine::connect(&sidecar);
+    let keys = fill(&sidecar, &mut engine);
+    // From here on every read ends early.
+    std::fs::File::options().write(true).open(place.log_file("a")).unwrap().set_len(0).unwrap();
+    let (served, wrong) = engine.served(&keys);
+    assert_eq!(wrong, 0);
+    assert!(served.len() < keys.len());
+    assert!(sidecar.metric("pillion_ssd_faults_total") > 0);
+    sidecar.wait_metric("pillion_ssd_trips_total", |trips| trips > 0);
+    let more = engine.post_save(&mut 1_000_000);
+    assert_eq!(engine.scheduler.saved().committed, SAVED.len() as u32);
+    assert_eq!(engine.served(&more), (more.clone(), 0));
+    sidecar.terminate();
+}
+
+/// With a pool file the next life adopts what lay in DRAM, too, and slots that were being read into hold nothing.
+#[test]
+fn killed_at_any_moment_of_writes_and_reads_nothing_wrong_is_served() {
+    let place = Place::new();
+    let pool = PathBuf::from(format!("/dev/shm/pillion-test-{}-ssd", std::process::id()));
+    let mut stamp = 0;
+    let (mut posted, mut reported, mut found) = (Vec::new(), Vec::new(), 0);
+    for life in 0..6 {
+        let sidecar = place.start_with(&["a"], &[&"--pool-path", &pool]);
+        sidecar.wait_started();
+        let mut engine = Engine::connect(&sidecar);
+        let (served, wrong) = engine.served(&posted);
+        assert_eq!(wrong, 0, "life {life}");
+        found += served.len();
+        for _ in 0..3 {
+            reported = engine.post_save(&mut stamp);
+            posted.extend_from_slice(&reported);
+            engine.scheduler.saved();
+        }
+        // Reads of the oldest are under way, and so are the last writes.
+        engine.post_query(&posted);
+        std::thread::sleep(std::time::Duration::from_millis(life));
+        sidecar.kill();
+    }
+    assert!(found > reported.len());
+    std::fs::remove_file(pool).unwrap();
+}
+
+#[test]
+fn a_disk_that_cannot_be_used_stops_the_start_with_the_remedy() {
+    let place = Place::new();
+    let start = |disk: &str| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_pillion"));
+        command.args([
+            "serve",
+            "--gpu",
+            "off",
+            "--dram",
+            DRAM,
+            "--http",
+            "127.0.0.1:0",
+            "--ssd",
+            disk,
+            "--socket",
+        ]);
+        let output = command.arg(place.0.path().join("p.sock")).output().unwrap();
+        assert!(!output.status.success());
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    let text = start(&format!("{}:1MiB", place.disk("a").display()));
+    assert!(text.contains("the least is"), "{text}");
+    let text = start("/nonexistent/folder/file:64MiB");
+    assert!(text.contains("--ssd /nonexistent/folder/file"), "{text}");
+    let foreign = place.disk("b").join("letters");
+    std::fs::write(&foreign, "somebody's".repeat(1000)).unwrap();
+    let text = start(&format!("{}:64MiB", foreign.display()));
+    assert!(text.contains("no log of Pillion"), "{text}");
+    assert_eq!(std::fs::read_to_string(&foreign).unwrap().len(), 10_000, "nothing of others is written over");
+    let _holder = place.start(&["c"]);
+    let text = start(&format!("{}:64MiB", place.disk("c").display()));
+    assert!(text.contains("another sidecar"), "{text}");
+}

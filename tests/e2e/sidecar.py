@@ -39,8 +39,12 @@ class Sidecar:
         anonymous: bool = False,
         prefix: tuple[str, ...] = (),
         gpu: bool = True,
+        ssd: tuple[str, ...] = (),
     ) -> None:
-        """A pool of `anonymous` memory has no file; `prefix` goes before the command, see mounts.py; no `gpu`: it sees none."""
+        """A pool of `anonymous` memory has no file; `prefix` goes before the command, see mounts.py; no `gpu`: it sees none.
+
+        Each `ssd` is a PATH:SIZE.
+        """
         self.socket = directory / "pillion.sock"
         self.pool = pool or new_pool()
         self.log = directory / "sidecar.log"
@@ -48,6 +52,7 @@ class Sidecar:
         arguments = ["--socket", self.socket, "--dram", dram, "--http", self.http]
         arguments += [] if anonymous else ["--pool-path", self.pool]
         arguments += [] if gpu else ["--gpu", "off"]
+        arguments += [f"--ssd={disk}" for disk in ssd]
         self._process = subprocess.Popen(
             [str(part) for part in [*prefix, BINARY, "serve", *arguments]],
             stdin=subprocess.DEVNULL,

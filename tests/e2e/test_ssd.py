@@ -1,0 +1,91 @@
+"""More KV than memory holds: what it gave up comes back from a disk, also to a sidecar that starts after a kill."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import engine
+import pool
+import prompts
+import sidecar
+
+# 168 blocks.
+DRAM = "8MiB"
+PROMPTS = [prompts.prompt(700, seed=600 + number) for number in range(14)]
+OUTPUT_TOKENS = 8
+STORED = sum(prompts.stored_blocks(len(tokens), OUTPUT_TOKENS) for tokens in PROMPTS)
+HIT = sum(prompts.hit_tokens(len(tokens)) for tokens in PROMPTS)
+
+
+def _ask(running: engine.Engine, tokens: list[int]) -> dict[str, Any]:
+    return running.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
+
+
+def _pass(running: engine.Engine, local: list[dict[str, Any]]) -> None:
+    """Ask all again, with nothing in the engine's own cache: every block comes from outside, and none is another."""
+    assert running.reset_prefix_cache()
+    before = running.metrics()["external_hits"]
+    for tokens, right in zip(PROMPTS, local, strict=True):
+        answer = _ask(running, tokens)
+        assert answer["tokens"] == right["tokens"]
+        assert answer["logprobs"] == right["logprobs"]
+    assert running.metrics()["external_hits"] - before == HIT
+
+
+def _started(directory: Path) -> sidecar.Sidecar:
+    """A sidecar over the same disk as the one before, and a new pool."""
+    disk = directory / "disk"
+    disk.mkdir(exist_ok=True)
+    started = sidecar.Sidecar(directory, dram=DRAM, ssd=(f"{disk}:64MiB",))
+    started.wait_ready()
+    return started
+
+
+def test_what_memory_gave_up_comes_back(options: engine.Options, plain: engine.Engine, tmp_path: Path) -> None:
+    """Same tokens as vLLM alone, same logprobs as its own cache, from a disk; then once more after a SIGKILL."""
+    assert plain.reset_prefix_cache()
+    right = [_ask(plain, tokens)["tokens"] for tokens in PROMPTS]
+    first = _started(tmp_path)
+    living = [first]
+    try:
+        connected = dataclasses.replace(options, socket=first.socket)
+        with engine.running(connected, tmp_path / "engine.log") as running:
+            local = []
+            for tokens, expected in zip(PROMPTS, right, strict=True):
+                assert _ask(running, tokens)["tokens"] == expected
+                local.append(_ask(running, tokens))
+                assert local[-1]["tokens"] == expected
+            first.wait_metric("pillion_ssd_written_blocks_total", STORED)
+            assert first.metrics()["pillion_blocks"] < STORED * 2 // 3, "memory holds them all: this shows nothing"
+            _pass(running, local)
+            metrics = first.metrics()
+            assert metrics["pillion_ssd_promoted_blocks_total"] > STORED // 3
+            assert metrics["pillion_ssd_faults_total"] == 0
+            came, waits = metrics["pillion_ssd_promoted_blocks_total"], metrics["pillion_ssd_waits_total"]
+            print(f"ssd: {came} of {STORED} blocks came back, {waits} of {len(PROMPTS)} queries waited")
+
+            first.kill()
+            second = _started(tmp_path)
+            living.append(second)
+            second.wait_metric("pillion_ssd_recovered_blocks_total", STORED)
+            assert second.metrics()["pillion_blocks"] == 0
+            # The scheduler and the rank.
+            second.wait_metric("pillion_sessions", 2)
+            _pass(running, local)
+            # Nothing but the block that each answer ends in was computed again.
+            assert second.metrics()["pillion_saved_blocks_total"] <= len(PROMPTS)
+
+            # The negative control: one wrong K value in every block that came back shows in the answer.
+            assert running.reset_prefix_cache()
+            with pool.damaged(second.pool) as blocks:
+                assert blocks >= prompts.stored_blocks(len(PROMPTS[-1]), 0)
+                damaged = _ask(running, PROMPTS[-1])
+            assert damaged["logprobs"] != local[-1]["logprobs"]
+            running.exit()
+        second.terminate()
+    finally:
+        for process in living:
+            process.kill()
+            process.pool.unlink(missing_ok=True)

@@ -38,7 +38,7 @@ class Options:
     namespace: str = "bare"
     # Blocks of KV memory, of which `BLOCKS` are used.
     blocks: int = BLOCKS
-    # Who copies, and what a step takes at least: without loads to wait for, steps of a bare engine fill blocks at a hundred
+    # Who copies, and what a step takes on average: without loads to wait for, steps of a bare engine fill blocks at a hundred
     # times the pace of a model, which the engine's own copies cannot follow.
     copier: str = "sidecar"
     step_s: float = 0.0
@@ -110,7 +110,8 @@ class Engine:
     def play(self, rounds: int) -> None:
         """So many rounds; loads go on."""
         for _ in range(rounds):
-            time.sleep(self._step_s)
+            # Every other step follows at once: a block may be reused while it is saved.
+            time.sleep(self._random.choice((0, 2 * self._step_s)))
             self._one_step(quiet=False)
 
     def rest(self) -> Found:

@@ -19,8 +19,8 @@ ROUNDS = int(os.environ.get("PILLION_TEST_ROUNDS", "2000"))
 SEED = int(os.environ.get("PILLION_TEST_SEED", "1"))
 FENCED = os.environ.get("PILLION_TEST_NO_FENCES") != "1"
 CONTROL_ROUNDS = 300
-# Of an engine that copies for itself: a gigabyte of new blocks a second.
-ENGINE_STEP_S = 0.003
+# Of an engine that copies for itself: half a gigabyte of new blocks a second.
+ENGINE_STEP_S = 0.006
 # Less than the run saves, so it evicts; three times what it may ask for again.
 DRAM = "1GiB"
 

@@ -77,6 +77,17 @@ impl Pinned {
         known.unwrap_or_else(PoisonError::into_inner).clone().expect("waited for")
     }
 
+    /// The CPUs near each GPU, those of one node once; waits as [`Pinned::gpus`].
+    pub fn near(&self) -> Vec<Near> {
+        let mut nodes = Vec::new();
+        for near in self.gpus().iter().flatten().filter_map(|gpu| Near::device(gpu.address())) {
+            if !nodes.contains(&near) {
+                nodes.push(near);
+            }
+        }
+        nodes
+    }
+
     /// Bytes that are locked, from the pool's start.
     pub fn bytes(&self) -> u64 {
         // SYNC POINT(pinned): acquire; the driver knows every page below.
@@ -101,7 +112,7 @@ impl Pinned {
         let Ok(gpus) = gpus else { return };
         // One GPU's call locks for all of them. What is locked is never unlocked: see the module's first lines.
         let lock = |start, len| Registered::new(&gpus[0], pool, start, len).map(std::mem::forget);
-        let locked = self.lock_all(pool, reserved, &near(&gpus), metrics, lock);
+        let locked = self.lock_all(pool, reserved, &self.near(), metrics, lock);
         std::mem::forget(gpus);
         match locked {
             Ok(()) => tracing::info!(pool = %size(self.bytes()), "the pool is locked for the GPUs"),
@@ -166,17 +177,6 @@ fn usable() -> Gpus {
         true => Err(format!("the sidecar can use none of the {count} GPUs that it sees: {remedy}")),
         false => Ok(gpus),
     }
-}
-
-/// The CPUs near each GPU, those of one node once.
-fn near(gpus: &[Arc<Gpu>]) -> Vec<Near> {
-    let mut nodes = Vec::new();
-    for near in gpus.iter().filter_map(|gpu| Near::device(gpu.address())) {
-        if !nodes.contains(&near) {
-            nodes.push(near);
-        }
-    }
-    nodes
 }
 
 fn size(bytes: u64) -> Size {

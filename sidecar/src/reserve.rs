@@ -1,4 +1,5 @@
-//! Reserves the memory of a large pool file behind the sidecar's start: what is reserved is served meanwhile.
+//! Reserves the memory of a large pool file behind the sidecar's start: what is reserved is served meanwhile. The kernel takes
+//! it from the node of the CPU that asks, so that is one near a GPU; those of several nodes share the pool piece by piece.
 
 use std::sync::{Arc, Weak};
 use std::thread;
@@ -7,6 +8,7 @@ use std::time::Duration;
 use tiers::dram::HOLD_MS;
 use tiers::pool::{Found, Pool};
 
+use crate::pinning::Pinned;
 use crate::progress::Progress;
 
 /// How often whoever waits for memory looks.
@@ -15,27 +17,46 @@ const POLL: Duration = Duration::from_millis(10);
 const REPORT: Duration = Duration::from_secs(5);
 
 /// Starts the threads that reserve what is missing and report it. They end with the pool.
-pub fn start(pool: &Arc<Pool>, progress: &Arc<Progress>) -> std::io::Result<()> {
+pub fn start(pool: &Arc<Pool>, pinned: &Arc<Pinned>, progress: &Arc<Progress>) -> std::io::Result<()> {
     let found = pool.found().clone();
     if let Found::Unusable(reason) = &found {
         tracing::warn!(reason, "the pool file is not adopted: starting empty");
     }
     let (pool, progress) = (Arc::downgrade(pool), Arc::clone(progress));
-    let weak = Weak::clone(&pool);
+    let (weak, pinned) = (Weak::clone(&pool), Arc::clone(pinned));
     thread::Builder::new().name("pillion-reserve".into()).spawn(move || {
         if let Found::Unusable(_) = found {
             // An engine of the earlier life may be copying from it.
             thread::sleep(Duration::from_millis(HOLD_MS));
         }
-        reserve(&weak);
+        reserve(&weak, &pinned);
     })?;
     thread::Builder::new().name("pillion-report".into()).spawn(move || report(&pool, &progress))?;
     Ok(())
 }
 
-fn reserve(pool: &Weak<Pool>) {
+fn reserve(pool: &Weak<Pool>, pinned: &Pinned) {
+    let near = match pool.upgrade().is_some_and(|pool| pool.reserving()) {
+        true => pinned.near(),
+        false => return,
+    };
+    let mut nodes = near.iter().cycle();
     while let Some(pool) = pool.upgrade().filter(|pool| pool.reserving()) {
-        if let Err(error) = pool.reserve_some() {
+        let near = nodes.next();
+        // On a thread of its own: one that is bound to a node's CPUs never gets to another's.
+        let reserved = thread::scope(|scope| {
+            let bound = || {
+                near.inspect(|near| near.bind_thread());
+                pool.reserve_some()
+            };
+            let bound = thread::Builder::new().name("pillion-reserve".into()).spawn_scoped(scope, bound);
+            match bound {
+                Ok(bound) => bound.join().expect("reserving does not panic"),
+                // No thread is to be had now: this one does it.
+                Err(_) => pool.reserve_some(),
+            }
+        });
+        if let Err(error) = reserved {
             let (reserved, wanted) = (pool.reserved_bytes(), pool.len());
             tracing::error!(%error, reserved, wanted, "the pool stays smaller: enlarge its mount or its container's limit, or lower --dram");
         }

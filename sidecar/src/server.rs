@@ -172,10 +172,10 @@ impl Server {
         let ended = Arc::new(EndSignal::new().map_err(std::io::Error::from)?);
         let listener = Listener::bind(&config.socket, config.socket_group.as_deref())?;
         // After the listener, which refuses a second sidecar: two would lock memory for both.
-        reserve::start(&pool, &progress)?;
         let reserved = Arc::downgrade(&pool);
         let reserved = move |end| reserve::wait(&reserved, end);
         let pinned = Pinned::start(config.gpu, pool.shared_region(), reserved, metrics.pinning())?;
+        reserve::start(&pool, &pinned, &progress)?;
         let copiers = Copiers::start(config.copy_threads, &pool, &pinned, &ended)?;
         let (core, disks) = start_disks(config, dram, &pool, &ended)?;
         if !config.ssd.is_empty() {

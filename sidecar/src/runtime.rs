@@ -158,12 +158,12 @@ impl Runtime {
         }
         self.sessions.values().filter_map(Session::rank).for_each(|rank| rank.stop());
         self.publish();
+        self.show_disks();
     }
 
     fn publish(&self) {
         self.metrics.publish(&self.core.stats());
         self.metrics.publish_quotas(self.core.quotas_used());
-        self.show_disks();
     }
 
     fn ended(&mut self) -> bool {

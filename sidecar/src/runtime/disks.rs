@@ -45,7 +45,7 @@ impl Runtime {
         tracing::info!(disk, blocks, after_ms, "a disk's blocks are found again");
     }
 
-    /// Shows how the disks are doing.
+    /// Shows how the disks are doing. Looks at every transfer under way: with each tick, not with each turn.
     pub(super) fn show_disks(&self) {
         let Some(stats) = self.core.ssd_stats() else { return };
         self.metrics.publish_ssd(&stats);

@@ -6,10 +6,14 @@
 #![expect(clippy::print_stdout, reason = "a bench reports")]
 #![expect(clippy::disallowed_methods, reason = "a bench reads the clock")]
 
+mod random;
+
 use std::time::Instant;
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use tiers::dram::{Config, Dram};
+
+use crate::random::Random;
 
 const BLOCK_BYTES: u64 = 4096;
 const SEGMENT_BYTES: u64 = 64 << 20;
@@ -19,19 +23,6 @@ const BATCH: usize = 512;
 const BATCHES: usize = 20_000;
 const NAMESPACE: u32 = 3;
 const OWNER: u64 = 1;
-
-/// Random numbers: splitmix64, whose state is the seed.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-}
 
 /// A hash of 32 random-looking bytes for a number.
 fn hash(number: u64) -> BlockHash {

@@ -12,11 +12,15 @@
 
 #![expect(clippy::print_stdout, reason = "a bench reports")]
 
+mod random;
+
 use std::collections::{BTreeMap, HashMap};
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::{SlotRef, slot_count};
 use tiers::dram::{Config, Dram};
+
+use crate::random::Random;
 
 const BLOCK_BYTES: u64 = 4096;
 const SEGMENT_BYTES: u64 = 2 << 20;
@@ -28,9 +32,6 @@ const PROMPTS: u64 = 32;
 const OPEN: usize = 600;
 const TURNS: usize = 40_000;
 const SCAN_BLOCKS: u64 = 512;
-
-/// Random numbers: splitmix64, whose state is the seed.
-struct Random(u64);
 
 /// Ranks, the first most often.
 struct Zipf(Vec<f64>);
@@ -65,14 +66,6 @@ struct Conversation {
 }
 
 impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
     fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }

@@ -7,6 +7,8 @@
 #![expect(clippy::print_stdout, reason = "a bench reports")]
 #![expect(clippy::disallowed_methods, reason = "a bench reads the clock")]
 
+mod random;
+
 use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -22,12 +24,11 @@ use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
 use shm_protocol::region::{Access, Region};
 use tiers::ssd::{Config, Device, Ended, Log, Opened, Refused, Up};
 
+use crate::random::Random;
+
 const NAMESPACE: NamespaceDigest = NamespaceDigest([7; 16]);
 const POOL_BYTES: u64 = 256 << 20;
 const GIB: f64 = (1u64 << 30) as f64;
-
-/// Random numbers: splitmix64, whose state is the seed.
-struct Random(u64);
 
 /// What is written or read, and how many at a time.
 #[derive(Copy, Clone)]
@@ -48,18 +49,6 @@ struct Tier {
     /// When each slot's job began.
     since: HashMap<u64, Instant>,
     micros: Vec<f64>,
-}
-
-// === impl Random ===
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
 }
 
 fn key(number: u64) -> BlockKey {

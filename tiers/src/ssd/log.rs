@@ -5,6 +5,7 @@
 //! reclamation always gains room; any other is dropped. No write waits for that: without room it is refused.
 
 mod breaker;
+mod reclaim;
 mod table;
 mod volume;
 
@@ -18,17 +19,12 @@ use thiserror::Error;
 use self::breaker::Way;
 use self::table::{State, Table};
 use self::volume::Volume;
-use super::{Done, Ended, Fault, FaultKind, Geometry, Job, Label, Place, Recovered, Ticket, Work};
+use super::{Done, Ended, Fault, FaultKind, Geometry, Job, Label, Place, Ticket, Work};
 use crate::index::{Index, Print};
 use crate::policy;
 
 /// Keys looked up side by side, so that their cache misses overlap.
 const BATCH: usize = 32;
-/// Blocks that one call of reclamation looks at: some 20 us.
-const RECLAIM_STEPS: u32 = 64;
-/// Blocks of a device that move at a time: their buffers are the device's own.
-const MOVES_MAX: u32 = 4;
-
 /// Sizes and limits of the tier.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -524,103 +520,9 @@ impl Log {
     }
 }
 
-// === impl Log: reclamation and recovery ===
+// === impl Log: state ===
 
 impl Log {
-    /// Goes on with reclaiming a segment, if one is to be: a few blocks at a time.
-    fn reclaim(&mut self, device: usize) {
-        for _ in 0..RECLAIM_STEPS {
-            let volume = &mut self.volumes[device];
-            let Some(number) = volume.due_for_reclamation() else { return };
-            let Some(id) = volume.segment(number).blocks.tail() else { break };
-            let entry = self.table.get(id);
-            let units = volume.units(entry.bytes);
-            if entry.accesses > 0 && volume.moved_units + units <= volume.segment_units / 2 {
-                let room = volume.moves < MOVES_MAX && volume.has_room(units, &mut self.wanted);
-                let soon = volume.moves > 0 || volume.awaits_next();
-                self.issue_wanted(device);
-                if room {
-                    self.begin_move(device, id, units);
-                    continue;
-                }
-                if soon {
-                    return;
-                }
-            }
-            self.volumes[device].stats.dropped_blocks_total += 1;
-            self.forget(id);
-        }
-        self.volumes[device].reclaimed();
-    }
-
-    fn begin_move(&mut self, device: usize, id: u32, units: u32) {
-        self.unlist(id);
-        let entry = self.table.get_mut(id);
-        entry.state = State::Moving;
-        let (key, bytes) = (entry.key, entry.bytes);
-        let from = Place { segment: entry.segment, unit: entry.unit };
-        let label = self.label(&key, bytes);
-        let volume = &mut self.volumes[device];
-        volume.moved_units += units;
-        volume.moves += 1;
-        let to = volume.take_place(units);
-        let to_sequence = volume.segment(to.segment).sequence;
-        let source = volume.segment(from.segment);
-        source.reads += 1;
-        let work = Work::Move { from, from_sequence: source.sequence, to, to_sequence, label };
-        self.issue(device, Errand::Move { key, from, to, bytes }, work);
-    }
-
-    /// Blocks that earlier lives left on a device. `number` gives the number of a namespace in this life, or `None` for
-    /// one whose blocks are not to be found.
-    pub fn recovered(&mut self, found: &Recovered, mut number: impl FnMut(NamespaceDigest) -> Option<u32>) {
-        let device = found.device;
-        self.volumes[device].stats.segments_read = found.segments_read;
-        let mut named: Option<(NamespaceDigest, Option<u32>)> = None;
-        for batch in found.blocks.chunks(BATCH) {
-            let mut keys = [None; BATCH];
-            for (key, (_, label)) in keys.iter_mut().zip(batch) {
-                if named.is_none_or(|named| named.0 != label.namespace) {
-                    let number = number(label.namespace);
-                    number.map(|number| self.digests.insert(number, label.namespace));
-                    named = Some((label.namespace, number));
-                }
-                let namespace = named.and_then(|named| named.1);
-                *key =
-                    namespace.map(|namespace| BlockKey { namespace, group: label.group, hash: label.hash });
-            }
-            let print = |key: &BlockKey| Print::new(key.namespace, key.group, &key.hash);
-            self.warmed(keys.iter().flatten().map(print));
-            for (key, (unit, label)) in keys.iter().zip(batch) {
-                let place = Place { segment: found.segment, unit: *unit };
-                if let Some(key) = key {
-                    self.take_over(device, *key, place, label.bytes, found.sequence);
-                }
-            }
-        }
-        if found.last {
-            self.volumes[device].recovered();
-        }
-    }
-
-    /// Segments come newest first: of two copies of a block the first is kept.
-    fn take_over(&mut self, device: usize, key: BlockKey, place: Place, bytes: u32, sequence: u64) {
-        let volume = &mut self.volumes[device];
-        let inside = place.segment < volume.stats.segments
-            && place.unit.saturating_add(volume.units(bytes)) <= volume.segment_units;
-        if !inside {
-            return;
-        }
-        volume.remains(place.segment, sequence);
-        if self.find(&key).is_some() {
-            return;
-        }
-        let Some(id) = self.table.take() else { return };
-        self.volumes[device].stats.recovered_blocks_total += 1;
-        self.enter(id, key, device, place, bytes, State::Kept);
-        self.keep(id);
-    }
-
     /// Whether a job is in flight or blocks are still to be moved or dropped: [`Log::tick`] should be called soon.
     pub fn busy(&self) -> bool {
         !self.flights.is_empty() || self.volumes.iter().any(|volume| volume.reclaiming.is_some())

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use rustix::io::Errno;
 
 use super::*;
+use crate::ssd::Recovered;
 use crate::ssd::format;
 
 const UNIT: u64 = 4096;

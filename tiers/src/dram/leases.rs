@@ -1,0 +1,191 @@
+//! Leases: a run of blocks that an owner may read until every worker has, or its time is over.
+
+use shm_protocol::key::BlockHash;
+use shm_protocol::pool::SlotRef;
+
+use super::Dram;
+use crate::error::LeaseError;
+use crate::lease::LeaseId;
+use crate::policy;
+
+// === impl Dram: leases ===
+
+impl Dram {
+    /// Leases the leading run of `hashes` that is committed to `owner`, for `workers` workers (1 to [`WORKERS_MAX`]);
+    /// appends a reference for each to `out`. `None`, and nothing leased, where there is no hit or no table entry.
+    #[expect(clippy::too_many_arguments, reason = "a query's fields, and the hot path's reused buffer")]
+    pub fn grant(
+        &mut self,
+        owner: u64,
+        workers: u32,
+        namespace: u32,
+        group: u32,
+        hashes: &[BlockHash],
+        now_ms: u64,
+        out: &mut Vec<SlotRef>,
+    ) -> Option<LeaseId> {
+        let lease = self.leases.grant(owner, workers, now_ms)?;
+        let hits = self.lease_hits(lease, owner, namespace, group, hashes, out).expect("granted above");
+        if hits == 0 {
+            self.release(lease, owner).expect("granted above");
+            return None;
+        }
+        Some(lease)
+    }
+
+    /// Extends a lease that no worker has used yet by the leading hits of further hashes, and renews it.
+    #[expect(clippy::too_many_arguments, reason = "a query's fields, and the hot path's reused buffer")]
+    pub fn extend(
+        &mut self,
+        lease: LeaseId,
+        owner: u64,
+        namespace: u32,
+        group: u32,
+        hashes: &[BlockHash],
+        now_ms: u64,
+        out: &mut Vec<SlotRef>,
+    ) -> Result<usize, LeaseError> {
+        self.renew(lease, owner, now_ms)?;
+        if self.leases.begun(lease, owner)? {
+            return Err(LeaseError::Consumed);
+        }
+        self.lease_hits(lease, owner, namespace, group, hashes, out)
+    }
+
+    fn lease_hits(
+        &mut self,
+        lease: LeaseId,
+        owner: u64,
+        namespace: u32,
+        group: u32,
+        hashes: &[BlockHash],
+        out: &mut Vec<SlotRef>,
+    ) -> Result<usize, LeaseError> {
+        let mut entries = std::mem::take(self.leases.entries_mut(lease, owner)?);
+        let before = entries.len();
+        self.leading_hits(namespace, group, hashes, |dram, id| {
+            let pinned = dram.pin(id);
+            if pinned {
+                entries.push(id);
+                out.push(dram.slab.slot_ref(id));
+            }
+            pinned
+        });
+        let hits = entries.len() - before;
+        *self.leases.entries_mut(lease, owner)? = entries;
+        Ok(hits)
+    }
+
+    /// Gives a lease its whole time again.
+    pub fn renew(&mut self, lease: LeaseId, owner: u64, now_ms: u64) -> Result<(), LeaseError> {
+        if self.leases.renew(lease, owner, now_ms)? {
+            return Ok(());
+        }
+        self.expire(now_ms);
+        Err(LeaseError::Expired)
+    }
+
+    /// A load was posted under the lease: it no longer ends by time.
+    pub fn promise(&mut self, lease: LeaseId, owner: u64) -> Result<(), LeaseError> {
+        self.leases.promise(lease, owner)
+    }
+
+    /// Keeps only blocks `first..first + count` leased, as far as there are such; the load uses no more.
+    pub fn truncate(
+        &mut self,
+        lease: LeaseId,
+        owner: u64,
+        first: usize,
+        count: usize,
+    ) -> Result<(), LeaseError> {
+        let entries = self.leases.entries_mut(lease, owner)?;
+        let first = first.min(entries.len());
+        let mut dropped = entries.split_off(first.saturating_add(count).min(entries.len()));
+        dropped.extend(entries.drain(..first));
+        dropped.iter().for_each(|id| self.unpin(*id));
+        Ok(())
+    }
+
+    /// References of a lease's blocks, in the order of the query.
+    pub fn slots(
+        &self,
+        lease: LeaseId,
+        owner: u64,
+    ) -> Result<impl Iterator<Item = SlotRef> + '_, LeaseError> {
+        Ok(self.leases.entries(lease, owner)?.iter().map(|id| self.slab.slot_ref(*id)))
+    }
+
+    /// `worker` has ended its load. Each may do so once; true when it was the last and the lease has ended.
+    pub fn consume(&mut self, lease: LeaseId, owner: u64, worker: u32) -> Result<bool, LeaseError> {
+        let ended = self.leases.consume(lease, owner, worker)?;
+        Ok(ended.map(|entries| self.unpin_all(entries)).is_some())
+    }
+
+    /// Ends a lease.
+    pub fn release(&mut self, lease: LeaseId, owner: u64) -> Result<(), LeaseError> {
+        let entries = self.leases.release(lease, owner)?;
+        self.unpin_all(entries);
+        Ok(())
+    }
+
+    /// Ends all leases of an owner that is gone; how many.
+    pub fn release_owner(&mut self, owner: u64) -> usize {
+        let leases = self.leases.of_owner(owner);
+        leases.iter().filter(|lease| self.release(**lease, owner).is_ok()).count()
+    }
+
+    /// Ends all leases whose time is up; how many. Where none is, it looks at one lease. Ends the hold of what was
+    /// adopted, too.
+    pub fn expire(&mut self, now_ms: u64) -> usize {
+        self.end_hold(now_ms);
+        let mut expired = 0;
+        while let Some(entries) = self.leases.expire_one(now_ms) {
+            self.unpin_all(entries);
+            expired += 1;
+        }
+        expired
+    }
+
+    /// Counts an access and a lease; false if the block has as many leases as can be counted.
+    fn pin(&mut self, id: u32) -> bool {
+        let pinned = self.pin_id(id);
+        if pinned {
+            self.touch(id);
+        }
+        pinned
+    }
+
+    fn unpin(&mut self, id: u32) {
+        if self.unpin_id(id) {
+            policy::unpinned(&mut self.slab, id);
+        }
+    }
+
+    pub(super) fn pin_id(&mut self, id: u32) -> bool {
+        let entry = self.slab.entries.get_mut(id);
+        let Some(pins) = entry.pins.checked_add(1) else { return false };
+        entry.pins = pins;
+        if pins == 1 {
+            self.slab.segments[self.slab.entries.segment(id)].held += 1;
+            self.stats.bytes_leased += self.slab.block_bytes(id);
+        }
+        true
+    }
+
+    /// Whether that was the last lease or hold of the block.
+    pub(super) fn unpin_id(&mut self, id: u32) -> bool {
+        let entry = self.slab.entries.get_mut(id);
+        entry.pins -= 1;
+        let last = entry.pins == 0;
+        if last {
+            self.slab.segments[self.slab.entries.segment(id)].held -= 1;
+            self.stats.bytes_leased -= self.slab.block_bytes(id);
+        }
+        last
+    }
+
+    fn unpin_all(&mut self, entries: Vec<u32>) {
+        entries.iter().for_each(|id| self.unpin(*id));
+        self.leases.recycle(entries);
+    }
+}

@@ -29,3 +29,4 @@ pub mod ssd;
 extern crate self as tiers;
 
 pub use error::{Error, FillError, LeaseError};
+pub use io::buf::Blocks;

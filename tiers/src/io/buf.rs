@@ -1,8 +1,10 @@
-//! Memory that direct I/O reads and writes: page-aligned buffers of our own, and blocks in the DRAM pool.
+//! Memory that I/O reads and writes: page-aligned buffers of our own, and blocks in the DRAM pool.
 
+use std::os::fd::{AsFd, AsRawFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 use shm_protocol::region::Region;
 
@@ -16,13 +18,14 @@ pub(crate) struct Buffer {
     len: usize,
 }
 
-/// The pool, whose blocks a job's offsets name.
+/// The pool, whose blocks offsets name.
 ///
-/// A slot that a job names is the job's until it has ended: nobody writes a slot that is written to a device, nobody
-/// reads or writes one that is read into. That is [`super::super::ssd::Work`]'s contract with who posts jobs, and it is
-/// what makes the slices below sound. Engines map the pool for reading alone.
+/// Who touches a slot's bytes must have been given the slot, and has it until it says that it has ended: nobody writes a
+/// slot that is written to a device or sent to a peer, nobody else reads or writes one that is filled. That is the
+/// contract of [`crate::ssd::Work`], and of a peer's fetches and grants, with who posts them, and it is what makes the
+/// slices below sound. Engines map the pool for reading alone.
 #[derive(Clone, Debug)]
-pub(crate) struct Blocks(Arc<Region>);
+pub struct Blocks(Arc<Region>);
 
 // SAFETY: the mapping belongs to the value alone and has no thread affinity.
 unsafe impl Send for Buffer {}
@@ -31,7 +34,7 @@ unsafe impl Send for Buffer {}
 
 impl Buffer {
     /// Maps at least `len` bytes.
-    pub(crate) fn new(len: usize) -> Result<Self, rustix::io::Errno> {
+    pub(crate) fn new(len: usize) -> Result<Self, Errno> {
         let len = len.max(1).next_multiple_of(BUFFER_ALIGN as usize);
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: the address is the kernel's to choose, so no existing mapping is replaced.
@@ -78,7 +81,8 @@ impl Drop for Buffer {
 // === impl Blocks ===
 
 impl Blocks {
-    pub(crate) fn new(region: Arc<Region>) -> Self {
+    /// The blocks of a pool mapped for writing.
+    pub fn new(region: Arc<Region>) -> Self {
         Self(region)
     }
 
@@ -92,21 +96,33 @@ impl Blocks {
         self.0.bytes_at(usize::try_from(offset).ok()?, len)
     }
 
-    /// A block that is whole, or has just been read.
-    pub(crate) fn bytes(&self, offset: u64, len: usize) -> Option<&[u8]> {
+    /// A block that is whole, or a part that has just been filled; `None` where it does not lie in the pool.
+    pub fn bytes(&self, offset: u64, len: usize) -> Option<&[u8]> {
         let address = self.address(offset, len)?;
         // SAFETY: the range lies in the mapping, whose memory is initialised (zero or written); by the contract of
-        // `Blocks` nobody writes it while the job that names it lasts, and the slice does not outlive that.
+        // `Blocks` nobody writes it while the caller has the slot, and the slice does not outlive that.
         Some(unsafe { std::slice::from_raw_parts(address.as_ptr(), len) })
     }
 
-    /// Fills a part of a block that is being read. False where it does not lie in the pool.
-    pub(crate) fn fill(&self, offset: u64, bytes: &[u8]) -> bool {
+    /// Fills a part of a block. False where it does not lie in the pool.
+    pub fn fill(&self, offset: u64, bytes: &[u8]) -> bool {
         let Some(address) = self.address(offset, bytes.len()) else { return false };
-        // SAFETY: the range lies in the mapping and is the job's own by the contract of `Blocks`; `bytes` is memory of
+        // SAFETY: the range lies in the mapping and is the caller's own by the contract of `Blocks`; `bytes` is memory of
         // this process's own, so that the two do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address.as_ptr(), bytes.len()) };
         true
+    }
+
+    /// Fills a part of a block from a socket: all `len` bytes, or fewer where the stream ends or the socket's time limit
+    /// passes. EFAULT where it does not lie in the pool.
+    pub fn receive(&self, socket: impl AsFd, offset: u64, len: usize) -> Result<usize, Errno> {
+        let address = self.address(offset, len).ok_or(Errno::FAULT)?;
+        let socket = socket.as_fd().as_raw_fd();
+        // SAFETY: the range lies in the mapping and is the caller's own by the contract of `Blocks`; the call ends before
+        // the borrows of the socket and of the mapping do.
+        let moved = unsafe { libc::recv(socket, address.as_ptr().cast(), len, libc::MSG_WAITALL) };
+        let failed = |_| Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO);
+        usize::try_from(moved).map_err(failed)
     }
 }
 

@@ -1,0 +1,292 @@
+//! Blocks over TCP: some streams to each peer, each with a thread that blocks.
+//!
+//! A stream goes one way: the side that connects asks, the other answers ([`frame`]). A fetch is cut into pieces, which the
+//! streams of its peer take as they have room, so that a slow one takes less. Between the pool and the socket nothing
+//! is copied, except by TLS.
+
+mod fetch;
+pub mod frame;
+mod greeting;
+mod link;
+mod serve;
+mod threads;
+mod tls;
+mod wire;
+
+use std::collections::HashMap;
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::EventfdFlags;
+use tiers::Blocks;
+
+use self::fetch::Fetches;
+use self::link::Link;
+use self::serve::Served;
+use self::threads::Threads;
+use self::tls::Credentials;
+pub use self::tls::Tls;
+use super::{BootId, Fetch, Granted, NodeId, Peer, PeerNumber, Transport, Up};
+use crate::Error;
+
+/// Streams to each peer, unless told otherwise.
+pub const STREAMS_DEFAULT: usize = 4;
+/// The most streams to a peer: each is a thread on both sides.
+pub const STREAMS_MAX: usize = 64;
+/// The longest that dropping the transport waits for its threads: longer than any of them waits for the kernel.
+const STOP_MAX: Duration = Duration::from_secs(5);
+
+/// How blocks are carried.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// This node.
+    pub node: NodeId,
+    /// This life of it.
+    pub boot: BootId,
+    /// Where peers connect to.
+    pub listen: SocketAddr,
+    /// Streams to each peer, 1 to [`STREAMS_MAX`].
+    pub streams: usize,
+    /// Who may connect, and who may read along.
+    pub security: Security,
+    /// How long anything may take.
+    pub limits: Limits,
+}
+
+/// Who may connect, and who may read along. There is no default.
+#[derive(Clone, Debug)]
+pub enum Security {
+    /// Mutual TLS.
+    Tls(Tls),
+    /// Anybody who can reach the port and knows a member's name may ask, and anybody on the way may read.
+    Plaintext,
+}
+
+/// How long anything may take.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Limits {
+    /// A connection.
+    pub connect: Duration,
+    /// TLS and the first frames.
+    pub handshake: Duration,
+    /// From an ask, or the block before it, to a block's begin.
+    pub first_byte: Duration,
+    /// A part of a block: 256 KiB, or what is left of it.
+    pub progress: Duration,
+    /// A stream without work is closed after this; the side that serves it waits twice as long.
+    pub idle: Duration,
+    /// The pause after a failure; doubled at each further one.
+    pub back_off_min: Duration,
+    /// The longest such pause.
+    pub back_off_max: Duration,
+}
+
+/// The transport at work. Dropping it ends everything: fetches as [`Fault::Stopped`](super::Fault::Stopped), grants
+/// with their release.
+pub struct Tcp {
+    shared: Arc<Shared>,
+    address: SocketAddr,
+}
+
+/// What the threads share.
+struct Shared {
+    config: Config,
+    credentials: Option<Credentials>,
+    blocks: Blocks,
+    tell: Box<dyn Fn(Up) + Send + Sync>,
+    members: Mutex<HashMap<PeerNumber, Arc<Link>>>,
+    fetches: Fetches,
+    served: Served,
+    threads: Threads,
+    /// Ends the listener's wait.
+    bell: OwnedFd,
+    /// Nothing new is taken on.
+    draining: AtomicBool,
+    /// Everything ends.
+    stopping: AtomicBool,
+    /// When something about an unknown peer was noted last, in milliseconds of `began`.
+    noted_ms: AtomicU64,
+    began: Instant,
+}
+
+#[expect(clippy::disallowed_methods, reason = "limits are kept")]
+fn now() -> Instant {
+    Instant::now()
+}
+
+/// What a mutex guards stays whole when a thread panics: no guard is held over a call that can.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn eventfd() -> Result<OwnedFd, Error> {
+    rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        .map_err(|errno| Error::Os { doing: "make an eventfd", source: errno.into() })
+}
+
+/// Wakes who polls the eventfd. Full means that it will wake anyway.
+fn ring(bell: &OwnedFd) {
+    let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
+}
+
+// === impl Config ===
+
+impl Config {
+    /// Four streams to each peer, reached at any free port of loopback alone.
+    pub fn new(node: NodeId, boot: BootId, security: Security) -> Self {
+        let listen = (Ipv4Addr::LOCALHOST, 0).into();
+        Self { node, boot, listen, streams: STREAMS_DEFAULT, security, limits: Limits::default() }
+    }
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            connect: Duration::from_secs(1),
+            handshake: Duration::from_secs(2),
+            first_byte: Duration::from_secs(2),
+            progress: Duration::from_secs(2),
+            idle: Duration::from_secs(60),
+            back_off_min: Duration::from_millis(50),
+            back_off_max: Duration::from_secs(5),
+        }
+    }
+}
+
+// === impl Tcp ===
+
+impl Tcp {
+    /// Listens, and serves and fetches from then on. `blocks` is the pool that offsets name. `up` is called on threads of
+    /// the transport, and on the caller's within its calls, and must not wait.
+    pub fn start(
+        config: Config,
+        blocks: Blocks,
+        up: impl Fn(Up) + Send + Sync + 'static,
+    ) -> Result<Self, Error> {
+        let credentials = match &config.security {
+            Security::Tls(files) => Some(Credentials::read(files.clone())?),
+            Security::Plaintext => None,
+        };
+        let unheard = |source| Error::Listen { address: config.listen, source };
+        let listener = TcpListener::bind(config.listen).map_err(unheard)?;
+        listener.set_nonblocking(true).map_err(unheard)?;
+        let address = listener.local_addr().map_err(unheard)?;
+        let config = Config { streams: config.streams.clamp(1, STREAMS_MAX), ..config };
+        let shared = Arc::new(Shared {
+            config,
+            credentials,
+            blocks,
+            tell: Box::new(up),
+            members: Mutex::default(),
+            fetches: Fetches::default(),
+            served: Served::default(),
+            threads: Threads::default(),
+            bell: eventfd()?,
+            draining: AtomicBool::new(false),
+            stopping: AtomicBool::new(false),
+            noted_ms: AtomicU64::new(0),
+            began: now(),
+        });
+        let tcp = Self { shared: Arc::clone(&shared), address };
+        let threads = &shared.threads;
+        let clock = Arc::clone(&shared);
+        threads.spawn("mesh-clock".into(), move || clock.fetches.keep_time(&clock.stopping))?;
+        let listening = Arc::clone(&shared);
+        threads.spawn("mesh-listen".into(), move || serve::listen(&listening, &listener))?;
+        Ok(tcp)
+    }
+
+    /// Where peers connect to.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+impl Transport for Tcp {
+    fn join(&self, number: PeerNumber, peer: Peer) {
+        self.leave(number);
+        lock(&self.shared.members)
+            .insert(number, Arc::new(Link::new(number, peer, self.shared.config.streams)));
+    }
+
+    fn leave(&self, number: PeerNumber) {
+        let left = lock(&self.shared.members).remove(&number);
+        if let Some(link) = left {
+            link.close();
+            self.shared.served.hang_up(|peer| peer == Some(number));
+        }
+    }
+
+    fn post(&self, fetch: Fetch) {
+        fetch::post(&self.shared, fetch);
+    }
+
+    fn cancel(&self, ticket: u64) {
+        self.shared.fetches.cancel(ticket);
+    }
+
+    fn grant(&self, granted: Granted) {
+        self.shared.served.grant(granted, &*self.shared.tell);
+    }
+
+    fn drain(&self) {
+        self.shared.draining.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Tcp {
+    fn drop(&mut self) {
+        let shared = &self.shared;
+        shared.draining.store(true, Ordering::Relaxed);
+        shared.stopping.store(true, Ordering::Relaxed);
+        ring(&shared.bell);
+        let members: Vec<_> = lock(&shared.members).drain().map(|(_, link)| link).collect();
+        members.iter().for_each(|link| link.close());
+        shared.fetches.stop();
+        shared.served.hang_up(|_| true);
+        // One that is stuck in the kernel is left to it.
+        shared.threads.join(STOP_MAX);
+    }
+}
+
+// === impl Shared ===
+
+impl Shared {
+    fn tell(&self, up: Up) {
+        (self.tell)(up);
+    }
+
+    fn note(&self, text: String) {
+        self.tell(Up::Note(text));
+    }
+
+    /// Notes something that anybody who reaches the port can bring about: at most one a second.
+    fn note_stranger(&self, text: String) {
+        let ms = now().saturating_duration_since(self.began).as_millis() as u64 + 1000;
+        let last = self.noted_ms.load(Ordering::Relaxed);
+        let swap = |last| self.noted_ms.compare_exchange(last, ms, Ordering::Relaxed, Ordering::Relaxed);
+        if ms >= last + 1000 && swap(last).is_ok() {
+            self.note(text);
+        }
+    }
+
+    fn draining(&self) -> bool {
+        self.draining.load(Ordering::Relaxed)
+    }
+
+    fn stopping(&self) -> bool {
+        self.stopping.load(Ordering::Relaxed)
+    }
+
+    fn member(&self, number: PeerNumber) -> Option<Arc<Link>> {
+        lock(&self.members).get(&number).cloned()
+    }
+}
+
+/// Ends what a thread waits for on this connection.
+fn cut(stream: &TcpStream) {
+    let _ = stream.shutdown(Shutdown::Both);
+}

@@ -1,0 +1,262 @@
+//! The side that fetches: what is under way, and the streams that carry it out.
+
+mod stream;
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use self::stream::Stream;
+use super::frame::{ASK_BLOCKS_MAX, Ask, Frame};
+use super::link::Link;
+use super::{Shared, lock, now};
+use crate::transport::{Done, Fault, Fetch, Label, Refusal, Stage, Up};
+
+/// Fetches under way at most: one for each of the requests that an engine runs, and as many again.
+const FETCHES_MAX: usize = 2048;
+/// Bytes of a piece: enough that asking costs nothing, few enough that the streams end together.
+const PIECE_BYTES_MAX: u64 = 4 << 20;
+/// Bytes that are not worth cutting.
+const PIECE_BYTES_MIN: u64 = 256 << 10;
+/// The longest that the clock sleeps without a fetch.
+const SLEEP_MAX: Duration = Duration::from_secs(3600);
+
+/// States of a block. A slot is given back by who leaves `WAITING` or `ARRIVING` for `ENDED`, thus once.
+const WAITING: u8 = 0;
+const ARRIVING: u8 = 1;
+const ENDED: u8 = 2;
+
+/// A fetch under way.
+struct Running {
+    ticket: u64,
+    blocks: Vec<(Label, u64)>,
+    states: Box<[AtomicU8]>,
+    left: AtomicUsize,
+    until: Instant,
+    /// Why it ends early.
+    stopped: OnceLock<Fault>,
+    shared: Arc<Shared>,
+}
+
+/// Blocks of a fetch that one stream asks for together.
+pub(super) struct Piece {
+    fetch: Arc<Running>,
+    indexes: Range<u32>,
+}
+
+/// The fetches under way, by ticket, and the time of each.
+#[derive(Default)]
+pub(super) struct Fetches {
+    table: Mutex<Table>,
+    bell: Condvar,
+}
+
+#[derive(Default)]
+struct Table {
+    running: HashMap<u64, Arc<Running>>,
+    /// When the clock looks next.
+    next: Option<Instant>,
+}
+
+/// Begins a fetch, or ends its blocks at once.
+pub(super) fn post(shared: &Arc<Shared>, fetch: Fetch) {
+    let inside =
+        |(label, offset): &(Label, u64)| shared.blocks.bytes(*offset, label.bytes as usize).is_some();
+    assert!(fetch.blocks.iter().all(inside), "a fetch into slots of the pool");
+    let refuse = |refusal| {
+        for index in 0..fetch.blocks.len() as u32 {
+            let result = Err(Fault::Refused(refusal));
+            shared.tell(Up::Done(Done { ticket: fetch.ticket, index, result }));
+        }
+    };
+    if fetch.blocks.is_empty() {
+        return;
+    }
+    if shared.draining() {
+        return refuse(Refusal::Draining);
+    }
+    let Some(link) = shared.member(fetch.peer) else { return refuse(Refusal::NotMember) };
+    if link.start() && !start_streams(shared, &link) {
+        return refuse(Refusal::Busy);
+    }
+    let until = now() + fetch.deadline;
+    let running = Arc::new(Running {
+        ticket: fetch.ticket,
+        states: fetch.blocks.iter().map(|_| AtomicU8::new(WAITING)).collect(),
+        left: AtomicUsize::new(fetch.blocks.len()),
+        blocks: fetch.blocks,
+        until,
+        stopped: OnceLock::new(),
+        shared: Arc::clone(shared),
+    });
+    let pieces = cut_up(&running, shared.config.streams);
+    if !shared.fetches.insert(&running) {
+        return running.stop(Fault::Refused(Refusal::Busy));
+    }
+    if link.push(pieces).is_err() {
+        running.stop(Fault::Refused(if link.open() { Refusal::Busy } else { Refusal::NotMember }));
+    }
+}
+
+fn start_streams(shared: &Arc<Shared>, link: &Arc<Link>) -> bool {
+    // As long as one can be started, it goes on.
+    let start = |number: usize| {
+        let stream = Stream::new(number, Arc::clone(shared), Arc::clone(link));
+        shared.threads.spawn(format!("mesh-{}-{number}", link.number.0), move || stream.run())
+    };
+    (0..shared.config.streams).filter(|number| start(*number).is_ok()).count() > 0
+}
+
+/// Cuts a fetch so that every stream has a part of it, and none waits long behind a large piece.
+fn cut_up(fetch: &Arc<Running>, streams: usize) -> Vec<Piece> {
+    let total: u64 = fetch.blocks.iter().map(|(label, _)| u64::from(label.bytes)).sum();
+    let piece_bytes = total.div_ceil(streams as u64).clamp(PIECE_BYTES_MIN, PIECE_BYTES_MAX);
+    let mut pieces = Vec::new();
+    let (mut begin, mut bytes) = (0, 0);
+    for (index, (label, _)) in (0u32..).zip(&fetch.blocks) {
+        let full = bytes + u64::from(label.bytes) > piece_bytes || (index - begin) as usize == ASK_BLOCKS_MAX;
+        if full && index > begin {
+            pieces.push(Piece { fetch: Arc::clone(fetch), indexes: begin..index });
+            (begin, bytes) = (index, 0);
+        }
+        bytes += u64::from(label.bytes);
+    }
+    pieces.push(Piece { fetch: Arc::clone(fetch), indexes: begin..fetch.blocks.len() as u32 });
+    pieces
+}
+
+// === impl Running ===
+
+impl Running {
+    /// The block's bytes are about to be written. False if it has ended.
+    fn begin(&self, index: u32) -> bool {
+        self.change(index, WAITING, ARRIVING)
+    }
+
+    /// A block that has not begun ends.
+    fn end_waiting(&self, index: u32, fault: Fault) {
+        if self.change(index, WAITING, ENDED) {
+            self.tell(index, Err(fault));
+        }
+    }
+
+    /// A block whose bytes were written ends.
+    fn end(&self, index: u32, result: Result<u64, Fault>) {
+        assert!(self.change(index, ARRIVING, ENDED), "one stream writes a block");
+        self.tell(index, result);
+    }
+
+    /// All ends early: what has not begun now, the rest when its stream looks.
+    fn stop(&self, fault: Fault) {
+        let _ = self.stopped.set(fault);
+        (0..self.blocks.len() as u32).for_each(|index| self.end_waiting(index, fault));
+    }
+
+    fn stopped(&self) -> Option<Fault> {
+        self.stopped.get().copied()
+    }
+
+    fn change(&self, index: u32, from: u8, to: u8) -> bool {
+        // SYNC POINT(slot): who ends a block has all that its stream wrote; the caller hears of it through `tell`.
+        self.states[index as usize].compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+    }
+
+    fn tell(&self, index: u32, result: Result<u64, Fault>) {
+        // Before it is told: who hears of the last one may use the ticket again.
+        self.left.fetch_sub(1, Ordering::AcqRel);
+        self.shared.tell(Up::Done(Done { ticket: self.ticket, index, result }));
+    }
+
+    fn ended(&self) -> bool {
+        self.left.load(Ordering::Acquire) == 0
+    }
+}
+
+// === impl Piece ===
+
+impl Piece {
+    pub(super) fn blocks(&self) -> usize {
+        self.indexes.len()
+    }
+
+    /// Whether the fetch still wants it.
+    pub(super) fn wanted(&self) -> bool {
+        self.fetch.stopped().is_none()
+    }
+
+    /// Ends what is left of it.
+    pub(super) fn end_all(&self, fault: Fault) {
+        self.indexes.clone().for_each(|index| self.fetch.end_waiting(index, fault));
+    }
+
+    fn labels(&self) -> &[(Label, u64)] {
+        &self.fetch.blocks[self.indexes.start as usize..self.indexes.end as usize]
+    }
+
+    fn bytes(&self) -> u64 {
+        self.labels().iter().map(|(label, _)| u64::from(label.bytes)).sum()
+    }
+
+    fn ask(&self) -> Frame {
+        let labels = self.labels().iter().map(|(label, _)| *label).collect();
+        Frame::Ask(Ask { ticket: self.fetch.ticket, first: self.indexes.start, labels })
+    }
+}
+
+// === impl Fetches ===
+
+impl Fetches {
+    /// False where too many are under way.
+    fn insert(&self, running: &Arc<Running>) -> bool {
+        let mut table = lock(&self.table);
+        if table.running.len() >= FETCHES_MAX {
+            table.running.retain(|_, running| !running.ended());
+        }
+        if table.running.len() >= FETCHES_MAX {
+            return false;
+        }
+        let before = table.running.insert(running.ticket, Arc::clone(running));
+        assert!(before.is_none_or(|before| before.ended()), "a ticket under way is used again");
+        if table.next.is_none_or(|next| running.until < next) {
+            self.bell.notify_one();
+        }
+        true
+    }
+
+    pub(super) fn cancel(&self, ticket: u64) {
+        let running = lock(&self.table).running.get(&ticket).cloned();
+        if let Some(running) = running {
+            running.stop(Fault::Stopped);
+        }
+    }
+
+    /// Ends all.
+    pub(super) fn stop(&self) {
+        let running: Vec<_> = lock(&self.table).running.drain().map(|(_, running)| running).collect();
+        running.iter().for_each(|running| running.stop(Fault::Stopped));
+        self.bell.notify_all();
+    }
+
+    /// The clock's thread: ends what is late.
+    pub(super) fn keep_time(&self, stopping: &AtomicBool) {
+        let mut table = lock(&self.table);
+        while !stopping.load(Ordering::Relaxed) {
+            table.running.retain(|_, running| !running.ended());
+            let now = now();
+            let late: Vec<_> =
+                table.running.values().filter(|running| running.until <= now).cloned().collect();
+            table.running.retain(|_, running| running.until > now);
+            if !late.is_empty() {
+                drop(table);
+                late.iter().for_each(|running| running.stop(Fault::Timeout(Stage::Whole)));
+                table = lock(&self.table);
+                continue;
+            }
+            let next = table.running.values().map(|running| running.until).min().unwrap_or(now + SLEEP_MAX);
+            table.next = Some(next);
+            table = self.bell.wait_timeout(table, next - now).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}

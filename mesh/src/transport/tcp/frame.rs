@@ -1,0 +1,372 @@
+//! Frames of the TCP transport. Little-endian, of bounded length, all verified before they are believed.
+//!
+//! ```text
+//! head  [magic u32][version u16][kind u16][body bytes u32][zero u32][check u64: XXH3-64 of the 16 bytes before and the body]
+//! body  Hello    [boot u64][boot wanted of the other u64, 0 = any][node bytes u16][node wanted bytes u16][both names]
+//!       Welcome  [boot u64]
+//!       Refused  [reason u32][version of who refuses u16][zero u16]
+//!       Ask      [ticket u64][first index u32][count u32] count x [namespace 16][hash 32][group u32][bytes u32]
+//!       Block    [ticket u64][index u32][status u32][bytes u32][zero u32][checksum u64], then `bytes` of the block
+//! ```
+//!
+//! The side that connects says Hello and is answered by Welcome or Refused. Then it asks, and is answered by one Block
+//! for each block, in the order asked. A block's bytes lie outside the frame: its checksum is theirs. The head and Refused
+//! are the same in every version, so that another one can be told of.
+
+use std::num::NonZeroU64;
+
+use shm_protocol::key::{BlockHash, NamespaceDigest};
+use shm_protocol::pool::SEGMENT_BYTES_MAX;
+use thiserror::Error;
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::transport::{BootId, Label, NODE_BYTES_MAX, NodeId, Refusal};
+
+/// `PILM` in ASCII.
+pub const MAGIC: u32 = u32::from_le_bytes(*b"PILM");
+/// Version of these frames; another one is refused.
+pub const VERSION: u16 = 1;
+/// Bytes of a head.
+pub const HEAD_BYTES: usize = 24;
+/// Blocks of one Ask: what keeps a stream busy with the smallest blocks, and no frame longer than 15 KiB.
+pub const ASK_BLOCKS_MAX: usize = 256;
+/// Asks of a stream that have not been answered whole.
+pub const ASKS_MAX: usize = 4;
+/// Bytes of a body: an Ask has the longest.
+pub const BODY_BYTES_MAX: usize = ASK_FIXED_BYTES + ASK_BLOCKS_MAX * LABEL_BYTES;
+
+const ASK_FIXED_BYTES: usize = 16;
+const LABEL_BYTES: usize = 56;
+const CHECKED_BYTES: usize = 16;
+const _: () = assert!(20 + 2 * NODE_BYTES_MAX <= BODY_BYTES_MAX);
+
+const HELLO: u16 = 1;
+const WELCOME: u16 = 2;
+const REFUSED: u16 = 3;
+const ASK: u16 = 4;
+const BLOCK: u16 = 5;
+
+/// The head of a frame whose body has not arrived yet.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Head {
+    kind: u16,
+    body_bytes: u32,
+    check: u64,
+    checked: [u8; CHECKED_BYTES],
+}
+
+/// A frame.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Frame {
+    /// Who connects, and whom it means.
+    Hello(Hello),
+    /// The life of the node that answers.
+    Welcome(BootId),
+    /// Nothing will follow.
+    Refused(Refusal),
+    /// Blocks wanted.
+    Ask(Ask),
+    /// One block, or why it does not come.
+    Block(Block),
+}
+
+/// Who connects, and whom it means.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Hello {
+    /// Its name.
+    pub node: NodeId,
+    /// Its life.
+    pub boot: BootId,
+    /// The node that it means.
+    pub wanted_node: NodeId,
+    /// The life of it that it means.
+    pub wanted_boot: Option<BootId>,
+}
+
+/// Blocks wanted, numbered from `first`.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Ask {
+    /// The asking side's name for the fetch.
+    pub ticket: u64,
+    /// Number of the first block in it.
+    pub first: u32,
+    /// The blocks.
+    pub labels: Vec<Label>,
+}
+
+/// One block, or why it does not come.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Block {
+    /// The fetch.
+    pub ticket: u64,
+    /// The block's number in it.
+    pub index: u32,
+    /// Whether it follows.
+    pub status: Status,
+    /// Bytes that follow.
+    pub bytes: u32,
+    /// XXH3-64 of them.
+    pub checksum: u64,
+}
+
+/// Whether a block follows.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum Status {
+    /// It does.
+    Whole,
+    /// There is no such block.
+    Absent,
+    /// The node is about to end.
+    Draining,
+    /// As much is under way as may be.
+    Busy,
+}
+
+/// Bytes that are no frame. Nothing more can be read of the stream.
+#[derive(Copy, Clone, Debug, Eq, Error, PartialEq)]
+pub enum Malformed {
+    /// Another protocol, or bytes lost or turned on the way.
+    #[error("{0}")]
+    Bytes(&'static str),
+    /// A frame of another version.
+    #[error("frames of version {0}")]
+    Version(u16),
+}
+
+/// Takes a body apart; every take is checked.
+struct Reader<'a>(&'a [u8]);
+
+// === impl Head ===
+
+impl Head {
+    /// A head, if a body may follow.
+    pub fn parse(bytes: &[u8; HEAD_BYTES]) -> Result<Self, Malformed> {
+        let mut reader = Reader(bytes);
+        let checked = *bytes.first_chunk().expect("a head is longer");
+        let (magic, version, kind) = (reader.u32()?, reader.u16()?, reader.u16()?);
+        let (body_bytes, zero, check) = (reader.u32()?, reader.u32()?, reader.u64()?);
+        if magic != MAGIC || zero != 0 {
+            return Err(Malformed::Bytes("something that is no frame"));
+        }
+        if version != VERSION && kind != REFUSED {
+            return Err(Malformed::Version(version));
+        }
+        if body_bytes as usize > BODY_BYTES_MAX {
+            return Err(Malformed::Bytes("a frame that is too long"));
+        }
+        Ok(Self { kind, body_bytes, check, checked })
+    }
+
+    /// Bytes of the body that follows: at most [`BODY_BYTES_MAX`].
+    pub fn body_bytes(&self) -> usize {
+        self.body_bytes as usize
+    }
+
+    /// The frame of this head and its body.
+    pub fn decode(&self, body: &[u8]) -> Result<Frame, Malformed> {
+        if body.len() != self.body_bytes() || check(&self.checked, body) != self.check {
+            return Err(Malformed::Bytes("a frame whose checksum does not match"));
+        }
+        let mut reader = Reader(body);
+        let frame = match self.kind {
+            HELLO => Frame::Hello(reader.hello()?),
+            WELCOME => Frame::Welcome(reader.boot()?.ok_or(Malformed::Bytes("a life that is none"))?),
+            REFUSED => Frame::Refused(reader.refusal()?),
+            ASK => Frame::Ask(reader.ask()?),
+            BLOCK => Frame::Block(reader.block()?),
+            _ => return Err(Malformed::Bytes("a frame of an unknown kind")),
+        };
+        if !reader.0.is_empty() {
+            return Err(Malformed::Bytes("a frame that is longer than its content"));
+        }
+        Ok(frame)
+    }
+}
+
+fn check(checked: &[u8; CHECKED_BYTES], body: &[u8]) -> u64 {
+    let mut hash = Xxh3::new();
+    hash.update(checked);
+    hash.update(body);
+    hash.digest()
+}
+
+// === impl Frame ===
+
+impl Frame {
+    /// Appends the frame. It has at most [`ASK_BLOCKS_MAX`] blocks.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        let begin = out.len();
+        out.extend_from_slice(&[0; HEAD_BYTES]);
+        let kind = match self {
+            Self::Hello(hello) => hello.encode(out),
+            Self::Welcome(boot) => {
+                out.extend_from_slice(&boot.0.get().to_le_bytes());
+                WELCOME
+            }
+            Self::Refused(refusal) => encode_refusal(*refusal, out),
+            Self::Ask(ask) => ask.encode(out),
+            Self::Block(block) => block.encode(out),
+        };
+        let (head, body) = out[begin..].split_at_mut(HEAD_BYTES);
+        assert!(body.len() <= BODY_BYTES_MAX, "a frame is bounded where it is made");
+        head[0..4].copy_from_slice(&MAGIC.to_le_bytes());
+        head[4..6].copy_from_slice(&VERSION.to_le_bytes());
+        head[6..8].copy_from_slice(&kind.to_le_bytes());
+        head[8..12].copy_from_slice(&(body.len() as u32).to_le_bytes());
+        let check = check(head.first_chunk().expect("a head is longer"), body);
+        head[CHECKED_BYTES..].copy_from_slice(&check.to_le_bytes());
+    }
+
+    /// What this frame is, to a peer that expected another.
+    pub fn unexpected(&self) -> &'static str {
+        match self {
+            Self::Hello(_) => "a Hello out of turn",
+            Self::Welcome(_) => "a Welcome out of turn",
+            Self::Refused(_) => "a refusal",
+            Self::Ask(_) => "an Ask out of turn",
+            Self::Block(_) => "a Block out of turn",
+        }
+    }
+}
+
+impl Hello {
+    fn encode(&self, out: &mut Vec<u8>) -> u16 {
+        let (node, wanted) = (self.node.as_str(), self.wanted_node.as_str());
+        out.extend_from_slice(&self.boot.0.get().to_le_bytes());
+        out.extend_from_slice(&self.wanted_boot.map_or(0, |boot| boot.0.get()).to_le_bytes());
+        out.extend_from_slice(&(node.len() as u16).to_le_bytes());
+        out.extend_from_slice(&(wanted.len() as u16).to_le_bytes());
+        out.extend_from_slice(node.as_bytes());
+        out.extend_from_slice(wanted.as_bytes());
+        HELLO
+    }
+}
+
+impl Ask {
+    fn encode(&self, out: &mut Vec<u8>) -> u16 {
+        out.extend_from_slice(&self.ticket.to_le_bytes());
+        out.extend_from_slice(&self.first.to_le_bytes());
+        out.extend_from_slice(&(self.labels.len() as u32).to_le_bytes());
+        for label in &self.labels {
+            out.extend_from_slice(&label.namespace.0);
+            out.extend_from_slice(&label.hash.0);
+            out.extend_from_slice(&label.group.to_le_bytes());
+            out.extend_from_slice(&label.bytes.to_le_bytes());
+        }
+        ASK
+    }
+}
+
+impl Block {
+    fn encode(&self, out: &mut Vec<u8>) -> u16 {
+        out.extend_from_slice(&self.ticket.to_le_bytes());
+        out.extend_from_slice(&self.index.to_le_bytes());
+        out.extend_from_slice(&(self.status as u32).to_le_bytes());
+        out.extend_from_slice(&self.bytes.to_le_bytes());
+        out.extend_from_slice(&0u32.to_le_bytes());
+        out.extend_from_slice(&self.checksum.to_le_bytes());
+        BLOCK
+    }
+}
+
+/// The order is the wire's: a new reason goes to the end.
+const REASONS: [Refusal; 8] = [
+    Refusal::Malformed,
+    Refusal::Version(0),
+    Refusal::OtherNode,
+    Refusal::OtherBoot,
+    Refusal::NotMember,
+    Refusal::Certificate,
+    Refusal::Busy,
+    Refusal::Draining,
+];
+
+fn encode_refusal(refusal: Refusal, out: &mut Vec<u8>) -> u16 {
+    let same = |reason: &Refusal| std::mem::discriminant(reason) == std::mem::discriminant(&refusal);
+    let code = REASONS.iter().position(same).expect("every reason has a number");
+    out.extend_from_slice(&(code as u32).to_le_bytes());
+    let version = if let Refusal::Version(version) = refusal { version } else { VERSION };
+    out.extend_from_slice(&version.to_le_bytes());
+    out.extend_from_slice(&0u16.to_le_bytes());
+    REFUSED
+}
+
+// === impl Reader ===
+
+impl Reader<'_> {
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
+        let short = Malformed::Bytes("a frame that is shorter than its content");
+        let (taken, rest) = self.0.split_first_chunk().ok_or(short)?;
+        self.0 = rest;
+        Ok(*taken)
+    }
+
+    fn u16(&mut self) -> Result<u16, Malformed> {
+        self.take().map(u16::from_le_bytes)
+    }
+
+    fn u32(&mut self) -> Result<u32, Malformed> {
+        self.take().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Result<u64, Malformed> {
+        self.take().map(u64::from_le_bytes)
+    }
+
+    fn boot(&mut self) -> Result<Option<BootId>, Malformed> {
+        Ok(NonZeroU64::new(self.u64()?).map(BootId))
+    }
+
+    fn node(&mut self, len: u16) -> Result<NodeId, Malformed> {
+        let wrong = Malformed::Bytes("a name that is none");
+        let (name, rest) = self.0.split_at_checked(len.into()).ok_or(wrong)?;
+        self.0 = rest;
+        let name = std::str::from_utf8(name).map_err(|_| wrong)?;
+        NodeId::new(name).map_err(|_| wrong)
+    }
+
+    fn hello(&mut self) -> Result<Hello, Malformed> {
+        let boot = self.boot()?.ok_or(Malformed::Bytes("a life that is none"))?;
+        let wanted_boot = self.boot()?;
+        let (node, wanted) = (self.u16()?, self.u16()?);
+        Ok(Hello { boot, wanted_boot, node: self.node(node)?, wanted_node: self.node(wanted)? })
+    }
+
+    fn refusal(&mut self) -> Result<Refusal, Malformed> {
+        let (code, version, _zero) = (self.u32()?, self.u16()?, self.u16()?);
+        Ok(match REASONS.get(code as usize) {
+            Some(Refusal::Version(_)) => Refusal::Version(version),
+            Some(reason) => *reason,
+            None => return Err(Malformed::Bytes("a refusal without a known reason")),
+        })
+    }
+
+    fn ask(&mut self) -> Result<Ask, Malformed> {
+        let (ticket, first, count) = (self.u64()?, self.u32()?, self.u32()?);
+        if !(1..=ASK_BLOCKS_MAX as u32).contains(&count) || first.checked_add(count).is_none() {
+            return Err(Malformed::Bytes("an Ask of no blocks or too many"));
+        }
+        let labels = (0..count).map(|_| self.label()).collect::<Result<_, _>>()?;
+        Ok(Ask { ticket, first, labels })
+    }
+
+    fn label(&mut self) -> Result<Label, Malformed> {
+        let (namespace, hash) = (NamespaceDigest(self.take()?), BlockHash(self.take()?));
+        let (group, bytes) = (self.u32()?, self.u32()?);
+        if bytes == 0 || u64::from(bytes) > SEGMENT_BYTES_MAX {
+            return Err(Malformed::Bytes("a block of a size that none has"));
+        }
+        Ok(Label { namespace, group, hash, bytes })
+    }
+
+    fn block(&mut self) -> Result<Block, Malformed> {
+        let (ticket, index, status) = (self.u64()?, self.u32()?, self.u32()?);
+        let (bytes, zero, checksum) = (self.u32()?, self.u32()?, self.u64()?);
+        let statuses = [Status::Whole, Status::Absent, Status::Draining, Status::Busy];
+        let status = statuses.get(status as usize).ok_or(Malformed::Bytes("a Block of unknown status"))?;
+        if zero != 0 || (*status == Status::Whole) != (bytes > 0) {
+            return Err(Malformed::Bytes("a Block that contradicts itself"));
+        }
+        Ok(Block { ticket, index, status: *status, bytes, checksum })
+    }
+}

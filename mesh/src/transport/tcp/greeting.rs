@@ -1,0 +1,139 @@
+//! Who is at the other end: TLS, then names and lives, before anything else is said.
+
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::frame::{Frame, Hello, Malformed};
+use super::link::Link;
+use super::wire::{Broken, Wire};
+use super::{Shared, lock, now};
+use crate::transport::{BootId, Fault, Refusal, Stage};
+
+// === the side that connects ===
+
+/// A connection to a member, and the life of it that answered.
+pub(super) fn connect(shared: &Shared, link: &Link) -> Result<(Wire, BootId), Fault> {
+    let limits = &shared.config.limits;
+    let stream = TcpStream::connect_timeout(&link.peer.address, limits.connect);
+    let stream = Arc::new(stream.map_err(|error| Broken::from(error).fault(Stage::Connect))?);
+    let until = now() + limits.handshake;
+    greet(shared, link, stream, until).map_err(|broken| {
+        if let Broken::Tls(error) = &broken {
+            let peer = &link.peer.node;
+            shared.note(format!("no TLS session with {peer} ({error}): {TLS_REMEDY}"));
+        }
+        broken.fault(Stage::Handshake)
+    })?
+}
+
+const TLS_REMEDY: &str =
+    "give both nodes certificates that have not expired, of one authority, that carry the agreed name";
+
+fn greet(
+    shared: &Shared,
+    link: &Link,
+    stream: Arc<TcpStream>,
+    until: Instant,
+) -> Result<Result<(Wire, BootId), Fault>, Broken> {
+    let tls = shared.credentials.as_ref().map(|credentials| credentials.connect(|text| shared.note(text)));
+    let mut wire = Wire::new(stream, tls.transpose()?)?;
+    wire.handshake(until)?;
+    let hello = Hello {
+        node: shared.config.node.clone(),
+        boot: shared.config.boot,
+        wanted_node: link.peer.node.clone(),
+        wanted_boot: link.peer.boot,
+    };
+    wire.send_frame(&Frame::Hello(hello), false, until)?;
+    Ok(match wire.frame(until)? {
+        Frame::Welcome(boot) if link.peer.boot.is_none_or(|wanted| wanted == boot) => Ok((wire, boot)),
+        Frame::Welcome(_) => Err(Fault::Refused(Refusal::OtherBoot)),
+        Frame::Refused(refusal) => Err(Fault::Refused(refusal)),
+        other => Err(Fault::Malformed(other.unexpected())),
+    })
+}
+
+// === the side that is connected to ===
+
+/// A connection of a member, told Welcome; or nothing, after the other side was told why and it was noted.
+pub(super) fn answer(shared: &Shared, stream: &Arc<TcpStream>) -> Option<(Wire, Arc<Link>)> {
+    let until = now() + shared.config.limits.handshake;
+    let from = stream.peer_addr().map_or_else(|_| "somebody".into(), |address| address.to_string());
+    match admit(shared, stream, until) {
+        Ok(Ok(admitted)) => Some(admitted),
+        Ok(Err((who, refusal))) => {
+            shared.note_stranger(format!("{who} at {from} was refused: {refusal}"));
+            None
+        }
+        Err(Broken::Tls(error)) => {
+            shared.note_stranger(format!("no TLS session with {from} ({error}): {TLS_REMEDY}"));
+            None
+        }
+        // Who connects and says nothing, as a probe does, is not worth a word.
+        Err(Broken::Eof) => None,
+        Err(broken) => {
+            shared.note_stranger(format!("{from} was hung up on: {}", broken.fault(Stage::Handshake)));
+            None
+        }
+    }
+}
+
+type Admitted = Result<(Wire, Arc<Link>), (String, Refusal)>;
+
+fn admit(shared: &Shared, stream: &Arc<TcpStream>, until: Instant) -> Result<Admitted, Broken> {
+    stream.set_nonblocking(false)?;
+    let tls = shared.credentials.as_ref().map(|credentials| credentials.accept(|text| shared.note(text)));
+    let mut wire = Wire::new(Arc::clone(stream), tls.transpose()?)?;
+    wire.handshake(until)?;
+    let hello = match wire.frame(until) {
+        Ok(Frame::Hello(hello)) => hello,
+        Ok(other) => {
+            wire.refuse(Refusal::Malformed);
+            return Err(Malformed::Bytes(other.unexpected()).into());
+        }
+        Err(broken) => {
+            if let Broken::Malformed(malformed) = &broken {
+                wire.refuse(refusal(malformed));
+            }
+            return Err(broken);
+        }
+    };
+    match judge(shared, &hello) {
+        Ok(link) => {
+            wire.send_frame(&Frame::Welcome(shared.config.boot), false, until)?;
+            Ok(Ok((wire, link)))
+        }
+        Err(refusal) => {
+            wire.refuse(refusal);
+            Ok(Err((hello.node.to_string(), refusal)))
+        }
+    }
+}
+
+/// What a peer is told about bytes that are no frame.
+pub(super) fn refusal(malformed: &Malformed) -> Refusal {
+    match malformed {
+        Malformed::Bytes(_) => Refusal::Malformed,
+        Malformed::Version(version) => Refusal::Version(*version),
+    }
+}
+
+/// The member that says Hello, if it means this life of this node and is in the life that is a member.
+fn judge(shared: &Shared, hello: &Hello) -> Result<Arc<Link>, Refusal> {
+    if shared.draining() {
+        return Err(Refusal::Draining);
+    }
+    if hello.wanted_node != shared.config.node {
+        return Err(Refusal::OtherNode);
+    }
+    if hello.wanted_boot.is_some_and(|boot| boot != shared.config.boot) {
+        return Err(Refusal::OtherBoot);
+    }
+    let members = lock(&shared.members);
+    let member = members.values().find(|link| link.peer.node == hello.node).ok_or(Refusal::NotMember)?;
+    if member.peer.boot.is_some_and(|boot| boot != hello.boot) {
+        return Err(Refusal::NotMember);
+    }
+    Ok(Arc::clone(member))
+}

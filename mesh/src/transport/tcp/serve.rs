@@ -1,0 +1,171 @@
+//! The side that serves: who is connected, what they have asked for, and what was granted.
+
+mod stream;
+
+use std::collections::HashMap;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags};
+
+use self::stream::Stream;
+use super::{Shared, cut, greeting, lock, ring};
+use crate::transport::{Granted, PeerNumber, Up};
+
+/// Connections at most: 63 peers of 16 streams, and some that have not said yet who they are.
+const STREAMS_MAX: usize = 1024;
+/// Asks that the caller has not answered, at most; beyond it peers are told that this side is busy.
+const ASKS_MAX: usize = 4096;
+/// Pause of the listener when the kernel gives it no connection for want of memory or descriptors.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Connections, and asks that wait for the caller.
+#[derive(Default)]
+pub(super) struct Served(Mutex<Table>);
+
+#[derive(Default)]
+struct Table {
+    streams: HashMap<u64, Connected>,
+    asks: HashMap<u64, Waiting>,
+    /// Numbers of streams and asks; never used again.
+    last: u64,
+}
+
+struct Connected {
+    stream: Arc<TcpStream>,
+    /// `None` until it has said who it is.
+    peer: Option<PeerNumber>,
+}
+
+struct Waiting {
+    desk: Arc<Desk>,
+    blocks: usize,
+}
+
+/// Where grants for a stream arrive.
+struct Desk {
+    /// `None` once the stream has ended.
+    granted: Mutex<Option<Vec<Granted>>>,
+    bell: OwnedFd,
+}
+
+/// Takes connections, each with a thread of its own, until everything ends.
+pub(super) fn listen(shared: &Arc<Shared>, listener: &TcpListener) {
+    while !shared.stopping() {
+        let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(&shared.bell, PollFlags::IN)];
+        let _ = rustix::event::poll(&mut fds, None);
+        match listener.accept() {
+            Ok((stream, _)) => welcome(shared, stream),
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(error) => {
+                shared.note_stranger(format!("a peer's connection could not be taken ({error})"));
+                std::thread::sleep(PAUSE);
+            }
+        }
+    }
+}
+
+fn welcome(shared: &Arc<Shared>, stream: TcpStream) {
+    let stream = Arc::new(stream);
+    // Hung up on where there are too many: the other side takes it for a failure, and pauses.
+    let Some(number) = shared.served.connected(&stream) else { return };
+    let (own, thread) = (Arc::clone(shared), Arc::clone(shared));
+    let run = move || {
+        if let Some((wire, link)) = greeting::answer(&thread, &stream)
+            && thread.served.admitted(number, link.number)
+            // One that left meanwhile was not found by who hung up on its streams.
+            && link.open()
+        {
+            let served = Stream::new(&thread, wire, link);
+            served.map_or_else(|error| thread.note(error.to_string()), Stream::run);
+        }
+        thread.served.disconnected(number);
+    };
+    if let Err(error) = shared.threads.spawn(format!("mesh-serve-{number}"), run) {
+        own.note_stranger(error.to_string());
+        own.served.disconnected(number);
+    }
+}
+
+// === impl Served ===
+
+impl Served {
+    /// Hands a grant to the stream that asked, or gives it back if that has ended.
+    pub(super) fn grant(&self, granted: Granted, tell: &dyn Fn(Up)) {
+        let ask = granted.ask;
+        let waiting = lock(&self.0).asks.remove(&ask).expect("an ask is answered once");
+        assert_eq!(granted.slots.len(), waiting.blocks, "a grant has an entry for each block");
+        if !waiting.desk.put(granted) {
+            tell(Up::Release { ask, sent: 0 });
+        }
+    }
+
+    /// Cuts the connections of these peers; their threads do the rest.
+    pub(super) fn hang_up(&self, which: impl Fn(Option<PeerNumber>) -> bool) {
+        let table = lock(&self.0);
+        table
+            .streams
+            .values()
+            .filter(|connected| which(connected.peer))
+            .for_each(|connected| cut(&connected.stream));
+    }
+
+    fn connected(&self, stream: &Arc<TcpStream>) -> Option<u64> {
+        let mut table = lock(&self.0);
+        if table.streams.len() >= STREAMS_MAX {
+            return None;
+        }
+        table.last += 1;
+        let number = table.last;
+        table.streams.insert(number, Connected { stream: Arc::clone(stream), peer: None });
+        Some(number)
+    }
+
+    fn admitted(&self, stream: u64, peer: PeerNumber) -> bool {
+        lock(&self.0).streams.get_mut(&stream).is_some_and(|connected| {
+            connected.peer = Some(peer);
+            true
+        })
+    }
+
+    fn disconnected(&self, stream: u64) {
+        lock(&self.0).streams.remove(&stream);
+    }
+
+    /// The number of a new ask; `None` where too many wait.
+    fn ask(&self, desk: &Arc<Desk>, blocks: usize) -> Option<u64> {
+        let mut table = lock(&self.0);
+        if table.asks.len() >= ASKS_MAX {
+            return None;
+        }
+        table.last += 1;
+        let ask = table.last;
+        table.asks.insert(ask, Waiting { desk: Arc::clone(desk), blocks });
+        Some(ask)
+    }
+}
+
+// === impl Desk ===
+
+impl Desk {
+    /// False once the stream has ended.
+    fn put(&self, granted: Granted) -> bool {
+        let mut state = lock(&self.granted);
+        let Some(queue) = &mut *state else { return false };
+        queue.push(granted);
+        drop(state);
+        ring(&self.bell);
+        true
+    }
+
+    fn take(&self) -> Vec<Granted> {
+        lock(&self.granted).as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// What was put and not taken; nothing can be put from now on.
+    fn close(&self) -> Vec<Granted> {
+        lock(&self.granted).take().unwrap_or_default()
+    }
+}

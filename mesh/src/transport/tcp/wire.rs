@@ -1,0 +1,314 @@
+//! One connection: plain or TLS, every call with the time by which it must have ended.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Instant;
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags};
+use rustix::time::Timespec;
+use tiers::Blocks;
+
+use super::frame::{BODY_BYTES_MAX, Frame, HEAD_BYTES, Head, Malformed, VERSION};
+use super::now;
+use crate::transport::{Fault, Refusal, Stage};
+
+/// Bytes that are taken or given at once: with their checksum they stay in a core's second-level cache, and in them
+/// lies what a limit of progress means.
+pub(super) const CHUNK_BYTES: usize = 256 << 10;
+/// Bytes that TLS decrypts into before they go to the pool, and that are read of a block nobody wants any more.
+const SCRATCH_BYTES: usize = 64 << 10;
+
+/// A connection.
+pub(super) struct Wire {
+    stream: Arc<TcpStream>,
+    tls: Option<Box<rustls::Connection>>,
+    /// A body; grown once.
+    body: Vec<u8>,
+    /// Empty until it is needed.
+    scratch: Vec<u8>,
+}
+
+/// Why nothing more can be read or written.
+#[derive(Debug)]
+pub(super) enum Broken {
+    Timeout,
+    Eof,
+    Io(ErrorKind),
+    Malformed(Malformed),
+    Tls(rustls::Error),
+}
+
+// === impl Broken ===
+
+impl Broken {
+    /// What it means for a block, in this stage.
+    pub(super) fn fault(&self, stage: Stage) -> Fault {
+        match self {
+            Self::Timeout => Fault::Timeout(stage),
+            Self::Eof => Fault::Peer(ErrorKind::UnexpectedEof),
+            Self::Io(kind) => Fault::Peer(*kind),
+            Self::Malformed(Malformed::Bytes(what)) => Fault::Malformed(what),
+            Self::Malformed(Malformed::Version(version)) => Fault::Refused(Refusal::Version(*version)),
+            // Before the handshake has ended it is about who the other is, afterwards about bytes that were changed.
+            Self::Tls(_) if stage == Stage::Handshake => Fault::Refused(Refusal::Certificate),
+            Self::Tls(rustls::Error::AlertReceived(_)) => Fault::Refused(Refusal::Certificate),
+            Self::Tls(_) => Fault::Malformed("records that TLS does not accept"),
+        }
+    }
+}
+
+impl From<io::Error> for Broken {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => Self::Timeout,
+            ErrorKind::UnexpectedEof => Self::Eof,
+            kind => Self::Io(kind),
+        }
+    }
+}
+
+impl From<Malformed> for Broken {
+    fn from(malformed: Malformed) -> Self {
+        Self::Malformed(malformed)
+    }
+}
+
+impl From<rustls::Error> for Broken {
+    fn from(error: rustls::Error) -> Self {
+        Self::Tls(error)
+    }
+}
+
+// === impl Wire ===
+
+impl Wire {
+    /// A connection over `stream`, with TLS if there is a session for it.
+    pub(super) fn new(stream: Arc<TcpStream>, tls: Option<rustls::Connection>) -> io::Result<Self> {
+        stream.set_nodelay(true)?;
+        Ok(Self { stream, tls: tls.map(Box::new), body: Vec::new(), scratch: Vec::new() })
+    }
+
+    pub(super) fn stream(&self) -> &Arc<TcpStream> {
+        &self.stream
+    }
+
+    /// Ends TLS's own handshake.
+    pub(super) fn handshake(&mut self, until: Instant) -> Result<(), Broken> {
+        while self.tls.as_ref().is_some_and(|tls| tls.is_handshaking()) {
+            self.flush_tls(until)?;
+            if self.tls.as_ref().is_some_and(|tls| tls.is_handshaking()) {
+                self.read_tls(until)?;
+            }
+        }
+        self.flush_tls(until)
+    }
+
+    /// The next frame.
+    pub(super) fn frame(&mut self, until: Instant) -> Result<Frame, Broken> {
+        let mut head = [0; HEAD_BYTES];
+        self.read_exact(&mut head, until)?;
+        let head = Head::parse(&head)?;
+        let mut body = std::mem::take(&mut self.body);
+        body.resize(BODY_BYTES_MAX, 0);
+        let read = self.read_exact(&mut body[..head.body_bytes()], until);
+        let frame = read.and_then(|()| Ok(head.decode(&body[..head.body_bytes()])?));
+        self.body = body;
+        frame
+    }
+
+    /// Sends a frame; `more` says that bytes follow at once.
+    pub(super) fn send_frame(&mut self, frame: &Frame, more: bool, until: Instant) -> Result<(), Broken> {
+        let mut body = std::mem::take(&mut self.body);
+        body.clear();
+        frame.encode(&mut body);
+        let sent = self.send(&body, more, until);
+        self.body = body;
+        sent
+    }
+
+    /// Tells why nothing will follow, if that can be told without waiting.
+    pub(super) fn refuse(&mut self, refusal: Refusal) {
+        let refusal = if let Refusal::Version(_) = refusal { Refusal::Version(VERSION) } else { refusal };
+        let _ = self.stream.set_nonblocking(true);
+        let _ = self.send_frame(&Frame::Refused(refusal), false, now() + std::time::Duration::from_secs(1));
+    }
+
+    /// Sends all bytes.
+    pub(super) fn send(&mut self, mut bytes: &[u8], more: bool, until: Instant) -> Result<(), Broken> {
+        while !bytes.is_empty() {
+            let sent = match &mut self.tls {
+                Some(tls) => tls.writer().write(bytes)?,
+                None => {
+                    self.stream.set_write_timeout(Some(left(until)?))?;
+                    let more = if more { SendFlags::MORE } else { SendFlags::empty() };
+                    match rustix::net::send(&*self.stream, bytes, SendFlags::NOSIGNAL | more) {
+                        Err(Errno::INTR) => 0,
+                        sent => sent.map_err(io::Error::from)?,
+                    }
+                }
+            };
+            bytes = &bytes[sent..];
+            // What TLS has taken goes out when more cannot be taken, or at the end.
+            if sent == 0 || (bytes.is_empty() && !more) {
+                self.flush_tls(until)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills a part of a block, of at most [`CHUNK_BYTES`].
+    pub(super) fn receive(
+        &mut self,
+        blocks: &Blocks,
+        offset: u64,
+        len: usize,
+        until: Instant,
+    ) -> Result<(), Broken> {
+        let mut at = 0;
+        while at < len {
+            let into = offset + at as u64;
+            at += if self.tls.is_some() {
+                self.with_scratch(len - at, until, |bytes| {
+                    assert!(blocks.fill(into, bytes), "checked when posted")
+                })?
+            } else {
+                self.stream.set_read_timeout(Some(left(until)?))?;
+                match blocks.receive(&*self.stream, into, len - at) {
+                    Ok(0) => return Err(Broken::Eof),
+                    Err(Errno::INTR) => 0,
+                    received => received.map_err(io::Error::from)?,
+                }
+            };
+        }
+        Ok(())
+    }
+
+    /// Reads bytes that nobody wants any more.
+    pub(super) fn discard(&mut self, len: usize, until: Instant) -> Result<(), Broken> {
+        let mut left = len;
+        while left > 0 {
+            left -= self.with_scratch(left, until, |_| {})?;
+        }
+        Ok(())
+    }
+
+    /// Waits until the peer has sent something or hung up, or the eventfd `bell` rings. False when `until` passes.
+    pub(super) fn wait(&mut self, listen: bool, bell: &OwnedFd, until: Instant) -> Result<bool, Broken> {
+        if listen && self.buffered()? {
+            return Ok(true);
+        }
+        let events = if listen { PollFlags::IN | PollFlags::RDHUP } else { PollFlags::RDHUP };
+        let mut fds = [PollFd::new(&*self.stream, events), PollFd::new(bell, PollFlags::IN)];
+        let limit = Timespec::try_from(until.saturating_duration_since(now())).ok();
+        match rustix::event::poll(&mut fds, limit.as_ref()) {
+            Ok(ready) => {
+                let gone = PollFlags::ERR | PollFlags::HUP | PollFlags::RDHUP;
+                if fds[0].revents().intersects(gone) { Err(Broken::Eof) } else { Ok(ready > 0) }
+            }
+            Err(Errno::INTR) => Ok(true),
+            Err(errno) => Err(io::Error::from(errno).into()),
+        }
+    }
+
+    /// Whether bytes of the peer are there to be read. An error if it has hung up.
+    pub(super) fn readable(&mut self) -> Result<bool, Broken> {
+        if self.buffered()? {
+            return Ok(true);
+        }
+        match rustix::net::recv(&*self.stream, &mut [0u8; 1][..], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+            Ok((_, 0)) => Err(Broken::Eof),
+            Ok(_) => Ok(true),
+            Err(Errno::AGAIN | Errno::INTR) => Ok(false),
+            Err(errno) => Err(io::Error::from(errno).into()),
+        }
+    }
+
+    fn buffered(&mut self) -> Result<bool, Broken> {
+        let Some(tls) = &mut self.tls else { return Ok(false) };
+        Ok(tls.process_new_packets()?.plaintext_bytes_to_read() > 0)
+    }
+
+    fn read_exact(&mut self, mut into: &mut [u8], until: Instant) -> Result<(), Broken> {
+        while !into.is_empty() {
+            let read = self.read_some(into, until)?;
+            into = &mut into[read..];
+        }
+        Ok(())
+    }
+
+    fn with_scratch(
+        &mut self,
+        len: usize,
+        until: Instant,
+        take: impl FnOnce(&[u8]),
+    ) -> Result<usize, Broken> {
+        let mut scratch = std::mem::take(&mut self.scratch);
+        scratch.resize(SCRATCH_BYTES, 0);
+        let read = self.read_some(&mut scratch[..len.min(SCRATCH_BYTES)], until);
+        if let Ok(read) = read {
+            take(&scratch[..read]);
+        }
+        self.scratch = scratch;
+        read
+    }
+
+    /// At least one byte.
+    fn read_some(&mut self, into: &mut [u8], until: Instant) -> Result<usize, Broken> {
+        loop {
+            let read = match &mut self.tls {
+                Some(tls) => tls.reader().read(into),
+                None => {
+                    self.stream.set_read_timeout(Some(left(until)?))?;
+                    (&*self.stream).read(into)
+                }
+            };
+            match read {
+                Ok(0) => return Err(Broken::Eof),
+                Ok(read) => return Ok(read),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock && self.tls.is_some() => {
+                    self.read_tls(until)?
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    fn read_tls(&mut self, until: Instant) -> Result<(), Broken> {
+        let Some(tls) = &mut self.tls else { return Ok(()) };
+        self.stream.set_read_timeout(Some(left(until)?))?;
+        match tls.read_tls(&mut &*self.stream) {
+            Ok(0) => return Err(Broken::Eof),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            read => drop(read?),
+        }
+        if let Err(error) = tls.process_new_packets() {
+            // The peer is told why.
+            let _ = tls.write_tls(&mut &*self.stream);
+            return Err(error.into());
+        }
+        self.flush_tls(until)
+    }
+
+    fn flush_tls(&mut self, until: Instant) -> Result<(), Broken> {
+        let Some(tls) = &mut self.tls else { return Ok(()) };
+        while tls.wants_write() {
+            self.stream.set_write_timeout(Some(left(until)?))?;
+            match tls.write_tls(&mut &*self.stream) {
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                written => drop(written?),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What is left of a limit.
+fn left(until: Instant) -> Result<std::time::Duration, Broken> {
+    let left = until.saturating_duration_since(now());
+    if left.is_zero() { Err(Broken::Timeout) } else { Ok(left) }
+}

@@ -1,0 +1,352 @@
+//! Nodes of a small mesh for tests: a pool, the transport, and one thread that decides as a sidecar does.
+
+#![allow(dead_code, reason = "each test uses its part")]
+
+pub(crate) mod proxy;
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::num::NonZeroU64;
+use std::os::fd::AsFd;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use mesh::transport::tcp::{Config, Limits, Security, Tcp};
+use mesh::transport::{
+    BootId, Done, Fault, Fetch, Grant, Granted, Label, NodeId, Peer, PeerNumber, Transport, Up,
+};
+use rustix::fs::MemfdFlags;
+use shm_protocol::key::{BlockHash, NamespaceDigest};
+use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
+use shm_protocol::region::{Access, Region};
+use tiers::Blocks;
+use xxhash_rust::xxh3::xxh3_64;
+
+/// The longest a test waits for anything.
+const WATCHDOG: Duration = Duration::from_secs(60);
+/// Long enough for every fetch of a test that is not about limits.
+pub(crate) const LONG: Duration = Duration::from_secs(30);
+const SLOTS: u64 = 512;
+const SLOT_BYTES: u64 = 512 << 10;
+
+/// Random numbers: an LCG, whose state is the seed.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 >> 20
+    }
+
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
+        self.next() % limit
+    }
+}
+
+/// Limits that no test reaches, however busy the machine is, with pauses that it can wait for.
+pub(crate) fn patient() -> Limits {
+    Limits {
+        connect: LONG,
+        handshake: LONG,
+        first_byte: LONG,
+        progress: LONG,
+        idle: Duration::from_secs(60),
+        back_off_min: Duration::from_millis(5),
+        back_off_max: Duration::from_millis(50),
+    }
+}
+
+pub(crate) fn boot(number: u64) -> BootId {
+    BootId(NonZeroU64::new(number).unwrap())
+}
+
+pub(crate) fn node(name: &str) -> NodeId {
+    NodeId::new(name).unwrap()
+}
+
+/// Block `number` in `bytes` bytes.
+pub(crate) fn label(number: u64, bytes: u32) -> Label {
+    let hash = BlockHash::from_words([number, !number, 1, 2]);
+    Label { namespace: NamespaceDigest([7; 16]), group: 0, hash, bytes }
+}
+
+/// The bytes of a block.
+pub(crate) fn content(label: &Label) -> Vec<u8> {
+    let mut random = Random(label.hash.words()[0]);
+    let mut bytes: Vec<u8> = (0..label.bytes.div_ceil(8)).flat_map(|_| random.next().to_le_bytes()).collect();
+    bytes.truncate(label.bytes as usize);
+    bytes
+}
+
+/// How a node answers what it is asked for.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Owner {
+    /// With what it keeps.
+    Grants,
+    /// When it is told to.
+    Waits,
+}
+
+/// What a node has seen and keeps.
+#[derive(Default)]
+pub(crate) struct Seen {
+    pub(crate) done: HashMap<(u64, u32), Vec<Result<u64, Fault>>>,
+    pub(crate) down: Vec<(PeerNumber, Fault)>,
+    pub(crate) connected: Vec<(PeerNumber, BootId)>,
+    pub(crate) notes: Vec<String>,
+    pub(crate) checksums: Vec<(SlotRef, u64)>,
+    /// How often each ask was released, and what was sent of it.
+    pub(crate) released: HashMap<u64, Vec<u32>>,
+    pub(crate) asked: Vec<(u64, PeerNumber, Vec<Label>)>,
+    kept: HashMap<Label, (SlotRef, Option<u64>)>,
+    free: Vec<u64>,
+}
+
+struct Shared {
+    seen: Mutex<Seen>,
+    changed: Condvar,
+}
+
+/// A node.
+pub(crate) struct Node {
+    tcp: Option<Arc<Tcp>>,
+    pub(crate) name: NodeId,
+    pub(crate) boot: BootId,
+    pub(crate) blocks: Blocks,
+    shared: Arc<Shared>,
+    core: Option<std::thread::JoinHandle<()>>,
+    ticket: u64,
+}
+
+#[expect(clippy::disallowed_methods, reason = "a test is a runtime")]
+pub(crate) fn now() -> Instant {
+    Instant::now()
+}
+
+// === impl Node ===
+
+impl Node {
+    pub(crate) fn new(name: &str, security: Security, limits: Limits) -> Self {
+        Self::start(name, 1, security, limits, Owner::Grants)
+    }
+
+    pub(crate) fn start(name: &str, life: u64, security: Security, limits: Limits, owner: Owner) -> Self {
+        let bytes = SEGMENT_ALIGN + SLOT_BYTES * SLOTS;
+        let fd = rustix::fs::memfd_create("rig", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, bytes).unwrap();
+        let blocks =
+            Blocks::new(Arc::new(Region::map(fd.as_fd(), bytes as usize, Access::ReadWrite).unwrap()));
+        let free = (0..SLOTS).rev().map(|at| SEGMENT_ALIGN + at * SLOT_BYTES).collect();
+        let shared =
+            Arc::new(Shared { seen: Mutex::new(Seen { free, ..Seen::default() }), changed: Condvar::new() });
+        let (sender, ups) = channel();
+        let (name, boot) = (node(name), boot(life));
+        let config = Config { limits, ..Config::new(name.clone(), boot, security) };
+        let tcp = Tcp::start(config, blocks.clone(), move |up| drop(sender.send(up))).unwrap();
+        let tcp = Arc::new(tcp);
+        let (post, grants): (Sender<Granted>, Receiver<Granted>) = channel();
+        let core = {
+            let (shared, granting) = (Arc::clone(&shared), Arc::downgrade(&tcp));
+            std::thread::spawn(move || {
+                for up in ups {
+                    shared.hear(up, owner, &post);
+                    for granted in grants.try_iter() {
+                        let Some(tcp) = granting.upgrade() else { return };
+                        tcp.grant(granted);
+                    }
+                }
+            })
+        };
+        Self { tcp: Some(tcp), name, boot, blocks, shared, core: Some(core), ticket: 0 }
+    }
+
+    pub(crate) fn tcp(&self) -> &Tcp {
+        self.tcp.as_ref().unwrap()
+    }
+
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.tcp().address()
+    }
+
+    /// This node as a member.
+    pub(crate) fn as_peer(&self) -> Peer {
+        Peer { node: self.name.clone(), boot: Some(self.boot), address: self.address() }
+    }
+
+    /// Ends the transport, at once; all that it told has been heard then.
+    pub(crate) fn kill(&mut self) {
+        if let Some(mut tcp) = self.tcp.take() {
+            // The thread that decides has it for a moment while it grants.
+            let tcp = loop {
+                match Arc::try_unwrap(tcp) {
+                    Ok(whole) => break whole,
+                    Err(shared) => tcp = shared,
+                }
+                std::thread::yield_now();
+            };
+            drop(tcp);
+        }
+        if let Some(core) = self.core.take() {
+            assert!(core.join().is_ok() || std::thread::panicking());
+        }
+    }
+
+    fn slot(&self) -> u64 {
+        self.shared.seen.lock().unwrap().free.pop().expect("a test needs fewer slots")
+    }
+
+    /// Keeps a block, with a checksum that is known or not.
+    pub(crate) fn keep(&self, label: Label, known: bool) {
+        let (offset, bytes) = (self.slot(), content(&label));
+        assert!(self.blocks.fill(offset, &bytes));
+        let slot = SlotRef { offset, generation: 1 };
+        self.shared.seen.lock().unwrap().kept.insert(label, (slot, known.then(|| xxh3_64(&bytes))));
+    }
+
+    /// Begins a fetch; its ticket, and where the blocks go.
+    pub(crate) fn fetch(&mut self, peer: u32, labels: &[Label], deadline: Duration) -> Fetching {
+        self.ticket += 1;
+        let blocks: Vec<_> = labels.iter().map(|label| (*label, self.slot())).collect();
+        let fetching = Fetching { ticket: self.ticket, blocks: blocks.clone() };
+        self.tcp().post(Fetch { ticket: self.ticket, peer: PeerNumber(peer), blocks, deadline });
+        fetching
+    }
+
+    /// What became of each block. The slots are free again; those of blocks that came hold them.
+    pub(crate) fn ends(&self, fetching: &Fetching) -> Vec<Result<(), Fault>> {
+        let count = fetching.blocks.len();
+        let results = self.wait("all ends", |seen| {
+            let ends =
+                (0..count as u32).map(|index| seen.done.get(&(fetching.ticket, index))?.first().copied());
+            ends.collect::<Option<Vec<_>>>()
+        });
+        for ((label, offset), result) in fetching.blocks.iter().zip(&results) {
+            if let Ok(checksum) = result {
+                let bytes = content(label);
+                assert_eq!(xxh3_64(&bytes), *checksum);
+                assert!(self.blocks.bytes(*offset, bytes.len()).unwrap() == bytes, "byte-exact");
+            }
+        }
+        let mut seen = self.shared.seen.lock().unwrap();
+        seen.free.extend(fetching.blocks.iter().map(|(_, offset)| offset));
+        results.into_iter().map(|result| result.map(drop)).collect()
+    }
+
+    /// Fetches, and what became of it.
+    pub(crate) fn get(&mut self, peer: u32, labels: &[Label], deadline: Duration) -> Vec<Result<(), Fault>> {
+        let fetching = self.fetch(peer, labels, deadline);
+        self.ends(&fetching)
+    }
+
+    /// Waits for something to have been seen.
+    pub(crate) fn wait<T>(&self, what: &str, mut found: impl FnMut(&mut Seen) -> Option<T>) -> T {
+        let end = now() + WATCHDOG;
+        let mut seen = self.shared.seen.lock().unwrap();
+        loop {
+            if let Some(found) = found(&mut seen) {
+                return found;
+            }
+            let left = end.saturating_duration_since(now());
+            assert!(!left.is_zero(), "{what} did not come");
+            seen = self.shared.changed.wait_timeout(seen, left).unwrap().0;
+        }
+    }
+
+    pub(crate) fn seen<T>(&self, look: impl FnOnce(&mut Seen) -> T) -> T {
+        look(&mut self.shared.seen.lock().unwrap())
+    }
+
+    /// Grants what was asked and is not granted yet.
+    pub(crate) fn grant(&self, ask: u64, labels: &[Label]) {
+        let granted = self.seen(|seen| seen.grant(ask, labels));
+        self.tcp().grant(granted);
+    }
+
+    /// Every slot came back once, and every grant was released once: called when nothing is under way any more.
+    pub(crate) fn check_ends(&self) {
+        self.seen(|seen| {
+            assert!(
+                seen.done.values().all(|ends| ends.len() == 1),
+                "one end for each block: {:?}",
+                seen.done
+            );
+        });
+    }
+
+    /// Every ask that was granted has been released, once.
+    pub(crate) fn check_releases(&self) {
+        self.wait("all releases", |seen| {
+            let all = seen.asked.iter().all(|(ask, ..)| seen.released.contains_key(ask));
+            all.then_some(())
+        });
+        self.seen(|seen| assert!(seen.released.values().all(|released| released.len() == 1)));
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// A fetch under way.
+pub(crate) struct Fetching {
+    pub(crate) ticket: u64,
+    pub(crate) blocks: Vec<(Label, u64)>,
+}
+
+// === impl Seen ===
+
+impl Seen {
+    fn grant(&self, ask: u64, labels: &[Label]) -> Granted {
+        let grant = |label| {
+            let (slot, checksum) = *self.kept.get(label)?;
+            Some(Grant { slot, checksum })
+        };
+        Granted { ask, slots: labels.iter().map(grant).collect() }
+    }
+}
+
+// === impl Shared ===
+
+impl Shared {
+    fn hear(&self, up: Up, owner: Owner, post: &Sender<Granted>) {
+        let mut seen = self.seen.lock().unwrap();
+        match up {
+            Up::Done(Done { ticket, index, result }) => {
+                seen.done.entry((ticket, index)).or_default().push(result);
+            }
+            Up::Asked { ask, peer, blocks } => {
+                if owner == Owner::Grants {
+                    post.send(seen.grant(ask, &blocks)).unwrap();
+                }
+                seen.asked.push((ask, peer, blocks));
+            }
+            Up::Checksum { slot, checksum } => {
+                seen.checksums.push((slot, checksum));
+                let kept = seen.kept.values_mut().find(|(kept, _)| *kept == slot);
+                kept.unwrap().1 = Some(checksum);
+            }
+            Up::Release { ask, sent } => seen.released.entry(ask).or_default().push(sent),
+            Up::Connected { peer, boot } => seen.connected.push((peer, boot)),
+            Up::PeerDown { peer, fault } => seen.down.push((peer, fault)),
+            Up::Note(text) => seen.notes.push(text),
+        }
+        drop(seen);
+        self.changed.notify_all();
+    }
+}
+
+/// Two nodes that know each other: each is peer 1 of the other.
+pub(crate) fn pair(limits: Limits) -> (Node, Node) {
+    let one = Node::new("one", Security::Plaintext, limits);
+    let other = Node::new("other", Security::Plaintext, limits);
+    acquaint(&one, &other);
+    (one, other)
+}
+
+pub(crate) fn acquaint(one: &Node, other: &Node) {
+    one.tcp().join(PeerNumber(1), other.as_peer());
+    other.tcp().join(PeerNumber(1), one.as_peer());
+}

@@ -13,12 +13,13 @@
 //! for each block, in the order asked. A block's bytes lie outside the frame: its checksum is theirs. The head and Refused
 //! are the same in every version, so that another one can be told of.
 
+use std::hash::Hasher;
 use std::num::NonZeroU64;
 
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::pool::SEGMENT_BYTES_MAX;
 use thiserror::Error;
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_64;
 
 use crate::transport::{BootId, Label, NODE_BYTES_MAX, NodeId, Refusal};
 
@@ -184,10 +185,10 @@ impl Head {
 }
 
 fn check(checked: &[u8; CHECKED_BYTES], body: &[u8]) -> u64 {
-    let mut hash = Xxh3::new();
-    hash.update(checked);
-    hash.update(body);
-    hash.digest()
+    let mut hash = XxHash3_64::new();
+    hash.write(checked);
+    hash.write(body);
+    hash.finish()
 }
 
 // === impl Frame ===
@@ -368,5 +369,92 @@ impl Reader<'_> {
             return Err(Malformed::Bytes("a Block that contradicts itself"));
         }
         Ok(Block { ticket, index, status: *status, bytes, checksum })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(name: &str) -> NodeId {
+        NodeId::new(name).unwrap()
+    }
+
+    fn boot(number: u64) -> BootId {
+        BootId(NonZeroU64::new(number).unwrap())
+    }
+
+    fn label(number: u8) -> Label {
+        Label {
+            namespace: NamespaceDigest([number; 16]),
+            group: 3,
+            hash: BlockHash([number; 32]),
+            bytes: 2 << 20,
+        }
+    }
+
+    fn frames() -> Vec<Frame> {
+        let long = "n".repeat(NODE_BYTES_MAX);
+        let hello = Hello { node: node("one"), boot: boot(7), wanted_node: node(&long), wanted_boot: None };
+        let block = Block { ticket: 5, index: 2, status: Status::Absent, bytes: 0, checksum: 0 };
+        let mut frames = vec![
+            Frame::Hello(Hello { wanted_boot: Some(boot(9)), ..hello.clone() }),
+            Frame::Hello(hello),
+            Frame::Welcome(boot(u64::MAX)),
+            Frame::Ask(Ask { ticket: 1, first: 9, labels: vec![label(1)] }),
+            Frame::Ask(Ask { ticket: u64::MAX, first: 0, labels: vec![label(2); ASK_BLOCKS_MAX] }),
+            Frame::Block(block),
+            Frame::Block(Block { status: Status::Whole, bytes: 2 << 20, checksum: 77, ..block }),
+        ];
+        frames.extend([Status::Draining, Status::Busy].map(|status| Frame::Block(Block { status, ..block })));
+        frames.extend(REASONS.map(Frame::Refused));
+        frames
+    }
+
+    fn encoded(frame: &Frame) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        frame.encode(&mut bytes);
+        bytes
+    }
+
+    fn decoded(bytes: &[u8]) -> Result<Frame, Malformed> {
+        let (head, body) = bytes.split_first_chunk().expect("a head");
+        Head::parse(head)?.decode(body)
+    }
+
+    #[test]
+    fn what_is_encoded_is_decoded() {
+        for frame in frames() {
+            assert_eq!(decoded(&encoded(&frame)), Ok(frame));
+        }
+    }
+
+    #[test]
+    fn no_bit_of_a_frame_can_change() {
+        for frame in frames() {
+            let bytes = encoded(&frame);
+            for bit in 0..8 * bytes.len().min(200) {
+                let mut changed = bytes.clone();
+                changed[bit / 8] ^= 1 << (bit % 8);
+                assert!(decoded(&changed).is_err(), "bit {bit} of {frame:?}");
+            }
+            assert!(decoded(&bytes[..bytes.len() - 1]).is_err());
+            assert!(decoded(&[&bytes[..], &[0]].concat()).is_err());
+        }
+    }
+
+    #[test]
+    fn another_version_is_named_and_its_refusals_are_understood() {
+        let with_version = |frame: &Frame, version: u16| {
+            let mut bytes = encoded(frame);
+            bytes[4..6].copy_from_slice(&version.to_le_bytes());
+            let (head, body) = bytes.split_at_mut(HEAD_BYTES);
+            let check = check(head.first_chunk().unwrap(), body);
+            head[CHECKED_BYTES..].copy_from_slice(&check.to_le_bytes());
+            bytes
+        };
+        assert_eq!(decoded(&with_version(&Frame::Welcome(boot(1)), 2)), Err(Malformed::Version(2)));
+        let refused = Frame::Refused(Refusal::Version(2));
+        assert_eq!(decoded(&with_version(&refused, 2)), Ok(refused));
     }
 }

@@ -1,9 +1,10 @@
 //! One connection to a peer that is fetched from, and its thread.
 
 use std::collections::VecDeque;
+use std::hash::Hasher;
 use std::sync::Arc;
 
-use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+use twox_hash::XxHash3_64;
 
 use super::{PIECE_BYTES_MAX, Piece, Running};
 use crate::transport::tcp::frame::{ASKS_MAX, Block, Frame, Status};
@@ -212,7 +213,7 @@ impl Exchange<'_> {
 
     /// Fills the slot; each part is summed while it is in cache.
     fn receive(&mut self, fetch: &Running, offset: u64, len: usize) -> Result<Received, Broken> {
-        let mut hash = Xxh3::new();
+        let mut hash = XxHash3_64::new();
         let mut at = 0;
         while at < len {
             if let Some(fault) = fetch.stopped() {
@@ -227,13 +228,10 @@ impl Exchange<'_> {
                 now() + self.shared.config.limits.progress,
             )?;
             let bytes = self.shared.blocks.bytes(place, chunk).expect("checked when posted");
-            if chunk == len {
-                return Ok(Received::Whole(xxh3_64(bytes)));
-            }
-            hash.update(bytes);
+            hash.write(bytes);
             at += chunk;
         }
-        Ok(Received::Whole(hash.digest()))
+        Ok(Received::Whole(hash.finish()))
     }
 
     /// Reads bytes that nobody wants any more: the stream stays of use.

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use super::Desk;
 use crate::Error;
@@ -141,7 +141,7 @@ impl<'a> Stream<'a> {
         let bytes = self.shared.blocks.bytes(grant.slot.offset, label.bytes as usize);
         let bytes = bytes.expect("a granted slot lies in the pool");
         let checksum = grant.checksum.unwrap_or_else(|| {
-            let checksum = xxh3_64(bytes);
+            let checksum = XxHash3_64::oneshot(bytes);
             self.shared.tell(Up::Checksum { slot: grant.slot, checksum });
             checksum
         });

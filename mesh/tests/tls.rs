@@ -1,0 +1,207 @@
+//! Mutual TLS: who has no certificate of the mesh is neither served nor believed, and new files are used without restart.
+
+mod rig;
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use mesh::transport::tcp::{Security, Tls};
+use mesh::transport::{Fault, PeerNumber, Refusal, Transport};
+use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, date_time_ymd};
+use rig::{LONG, Node, acquaint, label, patient};
+
+const NAME: &str = "pillion.mesh";
+
+/// A certificate authority.
+struct Authority {
+    pem: String,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+/// A folder with a node's files, removed at the end.
+struct Folder(PathBuf);
+
+// === impl Authority ===
+
+impl Authority {
+    fn new() -> Self {
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.distinguished_name.push(DnType::CommonName, "mesh");
+        let key = KeyPair::generate().unwrap();
+        let pem = params.self_signed(&key).unwrap().pem();
+        Self { pem, issuer: Issuer::new(params, key) }
+    }
+
+    /// A certificate that ends in this year, and its key.
+    fn issue(&self, name: &str, year: i32) -> (String, String) {
+        let mut params = CertificateParams::new([name.to_owned()]).unwrap();
+        params.not_before = date_time_ymd(2020, 1, 1);
+        params.not_after = date_time_ymd(year, 1, 1);
+        let key = KeyPair::generate().unwrap();
+        (params.signed_by(&key, &self.issuer).unwrap().pem(), key.serialize_pem())
+    }
+}
+
+// === impl Folder ===
+
+impl Folder {
+    fn new() -> Self {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("mesh-tls-{}-{count}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    /// A node's files: certificates of `by`, and trust in `ca`.
+    fn with(by: &Authority, ca: &Authority, name: &str, year: i32) -> Self {
+        let folder = Self::new();
+        folder.write(by, ca, name, year);
+        folder
+    }
+
+    /// As a secret is replaced: each file under its name at once.
+    fn write(&self, by: &Authority, ca: &Authority, name: &str, year: i32) {
+        let (certificate, key) = by.issue(name, year);
+        for (file, text) in [("tls.crt", &certificate), ("tls.key", &key), ("ca.crt", &ca.pem)] {
+            let new = self.0.join("new");
+            std::fs::write(&new, text).unwrap();
+            std::fs::rename(new, self.0.join(file)).unwrap();
+        }
+    }
+
+    fn tls(&self) -> Tls {
+        let file = |name: &str| self.0.join(name);
+        Tls { certificate: file("tls.crt"), key: file("tls.key"), ca: file("ca.crt"), name: NAME.into() }
+    }
+
+    fn node(&self, name: &str) -> Node {
+        Node::new(name, Security::Tls(self.tls()), patient())
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// What `one` gets from `other`.
+fn get(one: &mut Node, other: &Node) -> Result<(), Fault> {
+    let wanted = label(1, 300_000);
+    other.keep(wanted, true);
+    acquaint(one, other);
+    one.get(1, &[wanted], LONG)[0]
+}
+
+const REFUSED: Result<(), Fault> = Err(Fault::Refused(Refusal::Certificate));
+
+#[test]
+fn certificates_of_one_authority_carry_blocks() {
+    let ca = Authority::new();
+    let files = [Folder::with(&ca, &ca, NAME, 2099), Folder::with(&ca, &ca, NAME, 2099)];
+    let (mut one, other) = (files[0].node("one"), files[1].node("other"));
+    assert_eq!(get(&mut one, &other), Ok(()));
+    let sizes = [1, 100, 16_384, 65_536, 262_143, 262_145, 500_000];
+    let labels: Vec<_> =
+        (0..100).map(|number| label(100 + number, sizes[number as usize % sizes.len()])).collect();
+    labels.iter().for_each(|label| other.keep(*label, false));
+    let (left, right) = (one.fetch(1, &labels, LONG), one.fetch(1, &labels[50..], LONG));
+    assert!(one.ends(&left).iter().chain(&one.ends(&right)).all(Result::is_ok));
+    one.check_ends();
+    other.check_releases();
+}
+
+#[test]
+fn who_is_not_of_the_mesh_is_not_served() {
+    let (ca, strange) = (Authority::new(), Authority::new());
+    let good = Folder::with(&ca, &ca, NAME, 2099);
+    let other = good.node("other");
+    let bad = [
+        // It trusts nobody here, or is trusted by nobody, or was once.
+        Folder::with(&ca, &strange, NAME, 2099),
+        Folder::with(&strange, &ca, NAME, 2099),
+        Folder::with(&ca, &ca, NAME, 2021),
+    ];
+    for files in &bad {
+        let mut one = files.node("one");
+        assert_eq!(get(&mut one, &other), REFUSED);
+        one.wait("a remedy", |seen| {
+            seen.notes.iter().any(|note| note.contains("of one authority")).then_some(())
+        });
+    }
+    other.seen(|seen| assert!(seen.asked.is_empty()));
+    // And one that says nothing of TLS.
+    let mut one = Node::new("one", Security::Plaintext, patient());
+    assert!(matches!(get(&mut one, &other), Err(Fault::Malformed(_) | Fault::Peer(_))));
+}
+
+#[test]
+fn who_is_not_of_the_mesh_is_not_believed() {
+    let (ca, strange) = (Authority::new(), Authority::new());
+    let good = Folder::with(&ca, &ca, NAME, 2099);
+    let bad = [
+        Folder::with(&strange, &ca, NAME, 2099),
+        Folder::with(&ca, &ca, NAME, 2021),
+        Folder::with(&ca, &ca, "another.name", 2099),
+    ];
+    for files in &bad {
+        let (mut one, other) = (good.node("one"), files.node("other"));
+        assert_eq!(get(&mut one, &other), REFUSED);
+    }
+    // And one without TLS.
+    let (mut one, other) = (good.node("one"), Node::new("other", Security::Plaintext, patient()));
+    let end = get(&mut one, &other);
+    assert!(matches!(end, REFUSED | Err(Fault::Peer(_))), "{end:?}");
+}
+
+#[test]
+fn new_files_are_used_without_a_restart() {
+    let (ca, next) = (Authority::new(), Authority::new());
+    let files = [Folder::with(&ca, &ca, NAME, 2099), Folder::with(&ca, &ca, NAME, 2021)];
+    let (mut one, other) = (files[0].node("one"), files[1].node("other"));
+    assert_eq!(get(&mut one, &other), REFUSED, "expired");
+    files[1].write(&ca, &ca, NAME, 2099);
+    assert_eq!(get(&mut one, &other), Ok(()));
+    // Files of which one is missing change nothing, and are told of.
+    std::fs::remove_file(files[1].0.join("tls.key")).unwrap();
+    assert_eq!(get(&mut one, &other), Ok(()));
+    let told = |note: &String| note.contains("tls.key") && note.contains("stay in use");
+    other.wait("a note", |seen| seen.notes.iter().any(told).then_some(()));
+    // The mesh moves to another authority.
+    files[1].write(&next, &next, NAME, 2099);
+    assert_eq!(get(&mut one, &other), REFUSED);
+    files[0].write(&next, &next, NAME, 2099);
+    assert_eq!(get(&mut one, &other), Ok(()));
+    one.tcp().leave(PeerNumber(1));
+}
+
+#[test]
+fn files_that_cannot_be_used_are_named_with_the_remedy() {
+    let ca = Authority::new();
+    let files = Folder::with(&ca, &ca, NAME, 2099);
+    let another = Folder::with(&ca, &ca, NAME, 2099);
+    let garbage = files.0.join("garbage");
+    std::fs::write(&garbage, "nothing").unwrap();
+    let missing = files.0.join("missing");
+    let said = |tls: Tls, file: &Path, what: &str| {
+        let config = mesh::transport::tcp::Config::new(rig::node("one"), rig::boot(1), Security::Tls(tls));
+        let pool = Node::new("pool", Security::Plaintext, patient());
+        let Err(error) = mesh::transport::tcp::Tcp::start(config, pool.blocks.clone(), drop) else {
+            panic!("{what}")
+        };
+        let text = error.to_string();
+        assert!(
+            text.contains(file.to_str().unwrap()) && text.contains(what) && text.contains("give"),
+            "{text}"
+        );
+    };
+    let good = files.tls();
+    said(Tls { certificate: missing.clone(), ..good.clone() }, &missing, "cannot be read");
+    said(Tls { certificate: garbage.clone(), ..good.clone() }, &garbage, "holds no certificate");
+    said(Tls { key: garbage.clone(), ..good.clone() }, &garbage, "holds no private key");
+    said(Tls { key: another.tls().key, ..good.clone() }, &another.tls().key, "does not go with");
+    said(Tls { ca: garbage.clone(), ..good.clone() }, &garbage, "holds no certificate");
+    said(Tls { name: "no name".into(), ..good }, Path::new("no name"), "certificate");
+}

@@ -107,7 +107,7 @@ struct Shared {
     draining: AtomicBool,
     /// Everything ends.
     stopping: AtomicBool,
-    /// When something about an unknown peer was noted last, in milliseconds of `began`.
+    /// When something was noted rarely for the last time, in milliseconds of `began`.
     noted_ms: AtomicU64,
     began: Instant,
 }
@@ -263,8 +263,8 @@ impl Shared {
         self.tell(Up::Note(text));
     }
 
-    /// Notes something that anybody who reaches the port can bring about: at most one a second.
-    fn note_stranger(&self, text: String) {
+    /// Notes something that happens as often as somebody connects: at most one a second.
+    fn note_rarely(&self, text: String) {
         let ms = now().saturating_duration_since(self.began).as_millis() as u64 + 1000;
         let last = self.noted_ms.load(Ordering::Relaxed);
         let swap = |last| self.noted_ms.compare_exchange(last, ms, Ordering::Relaxed, Ordering::Relaxed);

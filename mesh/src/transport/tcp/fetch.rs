@@ -78,7 +78,7 @@ pub(super) fn post(shared: &Arc<Shared>, fetch: Fetch) {
         return refuse(Refusal::Draining);
     }
     let Some(link) = shared.member(fetch.peer) else { return refuse(Refusal::NotMember) };
-    if link.start() && !start_streams(shared, &link) {
+    if !link.start(|| start_streams(shared, &link)) {
         return refuse(Refusal::Busy);
     }
     let until = now() + fetch.deadline;
@@ -218,10 +218,11 @@ impl Fetches {
             return false;
         }
         let before = table.running.insert(running.ticket, Arc::clone(running));
-        assert!(before.is_none_or(|before| before.ended()), "a ticket under way is used again");
         if table.next.is_none_or(|next| running.until < next) {
             self.bell.notify_one();
         }
+        drop(table);
+        assert!(before.is_none_or(|before| before.ended()), "a ticket under way is used again");
         true
     }
 

@@ -21,7 +21,7 @@ pub(super) fn connect(shared: &Shared, link: &Link) -> Result<(Wire, BootId), Fa
     greet(shared, link, stream, until).map_err(|broken| {
         if let Broken::Tls(error) = &broken {
             let peer = &link.peer.node;
-            shared.note(format!("no TLS session with {peer} ({error}): {TLS_REMEDY}"));
+            shared.note_rarely(format!("no TLS session with {peer} ({error}): {TLS_REMEDY}"));
         }
         broken.fault(Stage::Handshake)
     })?
@@ -63,17 +63,17 @@ pub(super) fn answer(shared: &Shared, stream: &Arc<TcpStream>) -> Option<(Wire, 
     match admit(shared, stream, until) {
         Ok(Ok(admitted)) => Some(admitted),
         Ok(Err((who, refusal))) => {
-            shared.note_stranger(format!("{who} at {from} was refused: {refusal}"));
+            shared.note_rarely(format!("{who} at {from} was refused: {refusal}"));
             None
         }
         Err(Broken::Tls(error)) => {
-            shared.note_stranger(format!("no TLS session with {from} ({error}): {TLS_REMEDY}"));
+            shared.note_rarely(format!("no TLS session with {from} ({error}): {TLS_REMEDY}"));
             None
         }
         // Who connects and says nothing, as a probe does, is not worth a word.
         Err(Broken::Eof) => None,
         Err(broken) => {
-            shared.note_stranger(format!("{from} was hung up on: {}", broken.fault(Stage::Handshake)));
+            shared.note_rarely(format!("{from} was hung up on: {}", broken.fault(Stage::Handshake)));
             None
         }
     }

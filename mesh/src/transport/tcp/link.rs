@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::net::TcpStream;
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::fetch::Piece;
@@ -65,9 +65,11 @@ impl Link {
         Self { number, peer, state: Mutex::new(state), bell: Condvar::new() }
     }
 
-    /// Whether the threads are to be started now: true once.
-    pub(super) fn start(&self) -> bool {
-        !std::mem::replace(&mut lock(&self.state).started, true)
+    /// Starts the threads, once. False where that failed: it is tried again the next time.
+    pub(super) fn start(&self, start: impl FnOnce() -> bool) -> bool {
+        let mut state = lock(&self.state);
+        state.started = state.started || start();
+        state.started
     }
 
     /// Lets pieces wait for a stream; back where there is no room, or the peer has left.
@@ -128,12 +130,8 @@ impl Link {
         }
     }
 
-    fn wait<'a>(
-        &self,
-        state: std::sync::MutexGuard<'a, State>,
-        limit: Duration,
-    ) -> std::sync::MutexGuard<'a, State> {
-        self.bell.wait_timeout(state, limit).unwrap_or_else(std::sync::PoisonError::into_inner).0
+    fn wait<'a>(&self, state: MutexGuard<'a, State>, limit: Duration) -> MutexGuard<'a, State> {
+        self.bell.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
     }
 
     /// A stream is connected. The life that answered, if that is news; `None` if the peer has left meanwhile.

@@ -60,7 +60,7 @@ pub(super) fn listen(shared: &Arc<Shared>, listener: &TcpListener) {
             Ok((stream, _)) => welcome(shared, stream),
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
             Err(error) => {
-                shared.note_stranger(format!("a peer's connection could not be taken ({error})"));
+                shared.note_rarely(format!("a peer's connection could not be taken ({error})"));
                 std::thread::sleep(PAUSE);
             }
         }
@@ -84,7 +84,7 @@ fn welcome(shared: &Arc<Shared>, stream: TcpStream) {
         thread.served.disconnected(number);
     };
     if let Err(error) = shared.threads.spawn(format!("mesh-serve-{number}"), run) {
-        own.note_stranger(error.to_string());
+        own.note_rarely(error.to_string());
         own.served.disconnected(number);
     }
 }

@@ -45,6 +45,8 @@ struct Last {
     /// When they were looked at last; another one means that something has changed.
     stamp: Stamp,
     sides: Sides,
+    /// What was said of files that cannot be used.
+    told: Option<String>,
 }
 
 #[derive(Clone, Debug)]
@@ -61,7 +63,7 @@ impl Credentials {
         let name = name.map_err(|_| Error::CertificateName(files.name.clone()))?;
         let stamp = files.stamp()?;
         let sides = Sides::read(&files)?;
-        Ok(Self { files, name, last: Mutex::new(Last { stamp, sides }) })
+        Ok(Self { files, name, last: Mutex::new(Last { stamp, sides, told: None }) })
     }
 
     /// A session as the side that connects.
@@ -86,9 +88,16 @@ impl Credentials {
             }
             Ok(())
         });
-        if let Err(error) = read {
-            // A file that is missing is tried again at every connection: it is about to be replaced.
-            note(format!("{error}; the certificates read before stay in use"));
+        // A file that is missing is looked for at every connection: it is about to be replaced.
+        match read {
+            Ok(()) => last.told = None,
+            Err(error) => {
+                let text = format!("{error}; the certificates read before stay in use");
+                if last.told.as_ref() != Some(&text) {
+                    note(text.clone());
+                    last.told = Some(text);
+                }
+            }
         }
         last.sides.clone()
     }

@@ -57,7 +57,7 @@ impl<'a> Stream<'a> {
             self.wire.refuse(greeting::refusal(malformed));
         }
         if matches!(fault, Fault::Malformed(_)) && self.link.open() {
-            self.shared.note_stranger(format!("{} was hung up on: {fault}", self.link.peer.node));
+            self.shared.note_rarely(format!("{} was hung up on: {fault}", self.link.peer.node));
             self.shared.tell(Up::PeerDown { peer: self.link.number, fault });
         }
     }

@@ -71,10 +71,14 @@ pub(crate) fn label(number: u64, bytes: u32) -> Label {
     Label { namespace: NamespaceDigest([7; 16]), group: 0, hash, bytes }
 }
 
-/// The bytes of a block.
+/// The bytes of a block: pages that differ from those of any other block, and from each other.
 pub(crate) fn content(label: &Label) -> Vec<u8> {
     let mut random = Random(label.hash.words()[0]);
-    let mut bytes: Vec<u8> = (0..label.bytes.div_ceil(8)).flat_map(|_| random.next().to_le_bytes()).collect();
+    let page: Vec<u8> = (0..512).flat_map(|_| random.next().to_le_bytes()).collect();
+    let mut bytes = page.repeat(label.bytes.div_ceil(4096) as usize);
+    for (page, number) in bytes.chunks_mut(4096).zip(0u32..) {
+        page[..4].copy_from_slice(&number.to_le_bytes());
+    }
     bytes.truncate(label.bytes as usize);
     bytes
 }

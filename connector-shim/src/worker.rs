@@ -212,18 +212,20 @@ impl Worker {
     }
 
     /// Makes the engine's stream wait for a plan's blocks, cut by cut where `overlap`, else for all of them now. Hands the
-    /// plan back where nobody promised them in time, or the memory is the host's: then [`Worker::load_now`] is called.
+    /// plan back where nobody promised them in time, this process copies them, or the memory is the host's: then
+    /// [`Worker::load_now`] is called. No stream ever waits for copies that this process is still to enqueue: a kernel's first
+    /// launch or an allocation behind it would keep the driver from them.
     pub fn load_on(&mut self, plan: Plan, stream: u64, overlap: bool) -> Result<Option<Plan>, ShimError> {
-        let ours = self.copies_itself(&plan);
+        if self.copies_itself(&plan) {
+            return Ok(Some(plan));
+        }
         let Some((link, device)) = self.link_of(&plan).zip(self.device.as_mut()) else {
             return Ok(Some(plan));
         };
         let stream = device.stream(stream);
         let reached = stream.record()?;
         device.expect(&link, plan.op, &stream, overlap)?;
-        if !ours {
-            link.connection.ring();
-        }
+        link.connection.ring();
         self.follow(plan, reached, true);
         Ok(None)
     }
@@ -292,7 +294,7 @@ impl Worker {
         let promised = !self.copies_itself(&plan);
         let job = self.job(plan);
         let watch = if promised && job.link.is_some() { Watch::promised() } else { Watch::ours() };
-        self.copies.count_watched();
+        self.copies.count_watched(&job, sync);
         self.submit(Order::Watch(Load { job, reached: Box::new(reached), sync, watch, fetch: None }));
     }
 

@@ -4,10 +4,11 @@
 //! releases those that do not come. It needs neither the interpreter nor anything that waits for a parked stream.
 
 mod fetch;
+mod guard;
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use copy_engine::EngineMemory;
@@ -72,6 +73,13 @@ pub(super) enum Order {
     Watch(Load),
 }
 
+/// A load that the engine's stream waits for.
+#[derive(Debug)]
+struct Parked {
+    link: Arc<Link>,
+    op: u64,
+}
+
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     pub(super) loads: AtomicU64,
@@ -95,6 +103,10 @@ pub(super) struct Copies {
     notices: Arc<Notices>,
     /// Loads that the thread follows; while there are any, the engine's stream may be parked.
     watched: AtomicUsize,
+    /// Those of them that the engine's stream waits for.
+    parked: Mutex<Vec<Parked>>,
+    /// Turns of the thread: one that stands still is held up by the driver.
+    turns: AtomicU64,
     /// Marks of loads that ended, to be freed where nothing is parked.
     spent: Mutex<Vec<Box<dyn Mark>>>,
 }
@@ -111,12 +123,18 @@ impl Copies {
         notices: Arc<Notices>,
     ) -> Self {
         let (gpu, (counters, ended, watched, spent)) = (gpu.cloned(), Default::default());
-        Self { memory, gpu, cuts, part, counters, ended, notices, watched, spent }
+        let (parked, turns) = Default::default();
+        Self { memory, gpu, cuts, part, counters, ended, notices, watched, parked, turns, spent }
     }
 
     /// Starts the thread.
     pub(super) fn spawn(self: &Arc<Self>) -> std::io::Result<Sender<Order>> {
         let (sender, orders) = channel();
+        if self.gpu.is_some() {
+            let copies = Arc::downgrade(self);
+            let named = std::thread::Builder::new().name("pillion-guard".into());
+            named.spawn(move || guard::watch(&copies))?;
+        }
         let copies = Arc::clone(self);
         let named = std::thread::Builder::new().name("pillion-copier".into());
         named.spawn(move || copies.run(&orders)).map(|_| sender)
@@ -129,9 +147,15 @@ impl Copies {
     }
 
     /// Before the thread is given a load to follow.
-    pub(super) fn count_watched(&self) {
+    pub(super) fn count_watched(&self, job: &Job, sync: bool) {
         // Relaxed: the session's own thread looks at it.
         self.watched.fetch_add(1, Ordering::Relaxed);
+        let link = job.link.clone().filter(|_| sync);
+        self.parked().extend(link.map(|link| Parked { link, op: job.plan.op }));
+    }
+
+    fn parked(&self) -> MutexGuard<'_, Vec<Parked>> {
+        self.parked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Frees the marks of loads that ended; may wait for a parked stream.
@@ -237,6 +261,7 @@ impl Copies {
         });
         let mut followed = Vec::new();
         loop {
+            self.turns.fetch_add(1, Ordering::Relaxed);
             match next_order(orders, &followed) {
                 Ok(Order::Copy(job)) => self.end(Ended { op: job.plan.op, failed: self.carry_out(&job) }),
                 Ok(Order::Watch(load)) => followed.push(load),
@@ -264,6 +289,7 @@ impl Copies {
             };
             for ended in followed.extract_if(.., over) {
                 self.spent.lock().unwrap_or_else(PoisonError::into_inner).push(ended.reached);
+                self.parked().retain(|parked| parked.op != ended.job.plan.op);
                 drop(ended.job);
                 // SYNC POINT(watched): release; the link of the load is let go of before.
                 self.watched.fetch_sub(1, Ordering::Release);

@@ -40,19 +40,21 @@ class Sidecar:
         prefix: tuple[str, ...] = (),
         gpu: bool = True,
         ssd: tuple[str, ...] = (),
+        http: str | None = None,
+        more: tuple[str, ...] = (),
     ) -> None:
         """A pool of `anonymous` memory has no file; `prefix` goes before the command, see mounts.py; no `gpu`: it sees none.
 
-        Each `ssd` is a PATH:SIZE.
+        Each `ssd` is a PATH:SIZE; `more` are arguments as they are.
         """
         self.socket = directory / "pillion.sock"
         self.pool = pool or new_pool()
         self.log = directory / "sidecar.log"
-        self.http = f"127.0.0.1:{_free_port()}"
+        self.http = http or f"127.0.0.1:{_free_port()}"
         arguments = ["--socket", self.socket, "--dram", dram, "--http", self.http]
         arguments += [] if anonymous else ["--pool-path", self.pool]
         arguments += [] if gpu else ["--gpu", "off"]
-        arguments += [f"--ssd={disk}" for disk in ssd]
+        arguments += [*(f"--ssd={disk}" for disk in ssd), *more]
         self._process = subprocess.Popen(
             [str(part) for part in [*prefix, BINARY, "serve", *arguments]],
             stdin=subprocess.DEVNULL,

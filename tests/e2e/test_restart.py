@@ -46,20 +46,16 @@ class Mode:
         return f"{self.load}-{self.copy}-{processes}{chunked}"
 
 
-# Every load with every copy in one process, half of them with prompts cut into chunks of 256 tokens;
-# every load once with vLLM's real process split, and once with two ranks.
+# Every load with every copy, and every shape at least twice: one process, half of them with prompts cut into chunks of 256
+# tokens; vLLM's real process split; two ranks.
 MODES = [
     Mode("sync", "engine"),
     Mode("sync", "sidecar", batched_tokens=256),
     Mode("async", "engine", batched_tokens=256),
-    Mode("async", "sidecar"),
-    Mode("auto", "engine"),
-    Mode("auto", "sidecar", batched_tokens=256),
-    Mode("sync", "sidecar", multiprocess=True),
-    Mode("async", "engine", multiprocess=True),
+    Mode("auto", "sidecar"),
     Mode("auto", "engine", multiprocess=True),
+    Mode("async", "sidecar", multiprocess=True),
     Mode("sync", "engine", multiprocess=True, tensor_parallel=2),
-    Mode("async", "sidecar", multiprocess=True, tensor_parallel=2),
     Mode("auto", "sidecar", multiprocess=True, tensor_parallel=2),
 ]
 

@@ -1,0 +1,119 @@
+"""Hosts on one machine: network namespaces on a bridge, each with its own address, and faults on the way between them."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Of the range that is set aside for benchmarks of networks: no machine's own.
+SUBNET = ipaddress.ip_network("198.18.77.0/24")
+BRIDGE, BRIDGE_ADDRESS = "pillion-test", str(SUBNET[1])
+ETCD_URL = f"http://{BRIDGE_ADDRESS}:2379"
+WATCHDOG_S = 60
+
+
+def _do(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+class Host:
+    """A network namespace and its one link to the bridge."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name, self.address = f"pillion-test-{name}", str(SUBNET[1 + number])
+        # What to put before a command that is to run on this host.
+        self.prefix = ("ip", "netns", "exec", self.name)
+        link = f"pillion-{name}"
+        _do("ip", "netns", "add", self.name)
+        _do("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", self.name)
+        _do("ip", "link", "set", link, "master", BRIDGE, "up")
+        for link in ("lo", "eth0"):
+            _do("ip", "-n", self.name, "link", "set", link, "up")
+        _do("ip", "-n", self.name, "address", "add", f"{self.address}/{SUBNET.prefixlen}", "dev", "eth0")
+
+    @contextlib.contextmanager
+    def unplugged(self) -> Iterator[None]:
+        """The link is down."""
+        _do("ip", "-n", self.name, "link", "set", "eth0", "down")
+        try:
+            yield
+        finally:
+            _do("ip", "-n", self.name, "link", "set", "eth0", "up")
+
+    @contextlib.contextmanager
+    def deaf_to(self, address: str) -> Iterator[None]:
+        """Packets from there are dropped without a word."""
+        rule = f"table inet pillion {{\nchain in {{\ntype filter hook input priority 0;\nip saddr {address} drop\n}}\n}}\n"
+        _do(*self.prefix, "nft", rule)
+        try:
+            yield
+        finally:
+            _do(*self.prefix, "nft", "delete table inet pillion")
+
+
+@contextlib.contextmanager
+def hosts(*names: str) -> Iterator[list[Host]]:
+    """Hosts that reach each other and this one. Skips the test where that is forbidden."""
+    missing = [tool for tool in ("ip", "nft", "etcd") if shutil.which(tool) is None]
+    assert not missing, f"{', '.join(missing)} missing: scripts/setup tests installs what the tests need"
+    _remove(names)
+    try:
+        try:
+            _do("ip", "link", "add", BRIDGE, "type", "bridge")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this machine does not let us make networks of our own: {error.stderr.strip()}")
+        _do("ip", "address", "add", f"{BRIDGE_ADDRESS}/{SUBNET.prefixlen}", "dev", BRIDGE)
+        _do("ip", "link", "set", BRIDGE, "up")
+        yield [Host(name, number) for number, name in enumerate(names, 1)]
+    finally:
+        _remove(names)
+
+
+def _remove(names: tuple[str, ...]) -> None:
+    # Also what a killed run left.
+    for command in [*(["ip", "netns", "delete", f"pillion-test-{name}"] for name in names), ["ip", "link", "delete", BRIDGE]]:
+        subprocess.run(command, check=False, capture_output=True)
+
+
+class Etcd:
+    """A real etcd on the bridge, which keeps its data over its own death."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Starts it, again perhaps, and waits until it answers."""
+        peers = f"http://{BRIDGE_ADDRESS}:2380"
+        command = ["etcd", "--data-dir", str(self._directory / "etcd"), "--listen-client-urls", ETCD_URL]
+        command += ["--advertise-client-urls", ETCD_URL, "--listen-peer-urls", peers]
+        command += ["--initial-advertise-peer-urls", peers, "--initial-cluster", f"default={peers}"]
+        log = (self._directory / "etcd.log").open("ab")
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + WATCHDOG_S
+        while not self._answers():
+            assert time.monotonic() < deadline and self._process.poll() is None, "etcd does not start, see etcd.log"
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(WATCHDOG_S)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{ETCD_URL}/health", timeout=1) as answer:
+                return b"true" in answer.read()
+        except (urllib.error.URLError, OSError):
+            return False

@@ -1,0 +1,222 @@
+"""Two pods, each an engine and a sidecar on a host of its own: what one has computed the other is given.
+
+And faults between them: a request is answered all the same, with the same tokens, after a bounded time; then the mesh heals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engine
+import network
+import pool
+import prompts
+import sidecar
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 700, 8
+HIT = prompts.hit_tokens(PROMPT_TOKENS)
+# Prompts that are asked one after the other until one is answered from the peer again.
+TRIES_MAX, TRY_EVERY_S = 12, 2.0
+# A fetch is under way that long after its request was given to the engine.
+FETCH_BEGINS_S = 0.5
+REQUEST_WATCHDOG_S = 60
+
+
+Fault = Callable[["Mesh"], contextlib.AbstractContextManager[None]]
+
+
+@dataclasses.dataclass
+class Pod:
+    """A sidecar and the engine beside it."""
+
+    host: network.Host
+    directory: Path
+    sidecar: sidecar.Sidecar
+    engine: engine.Engine
+
+    def ask(self, tokens: list[int]) -> dict[str, Any]:
+        """One answer."""
+        return self.engine.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
+
+    def end(self) -> None:
+        """The sidecar of the moment goes, and its pool."""
+        self.sidecar.kill()
+        self.sidecar.pool.unlink(missing_ok=True)
+
+    def hits(self) -> int:
+        """Tokens that came from outside the engine so far."""
+        return self.engine.metrics()["external_hits"]
+
+
+@dataclasses.dataclass
+class Mesh:
+    """Two pods that know each other from etcd; `a` computes, `b` asks after it."""
+
+    directory: Path
+    etcd: network.Etcd
+    a: Pod
+    b: Pod
+    seed: int = 7_000
+
+    def computed(self, count: int) -> list[list[int]]:
+        """New prompts that A has computed and B knows of."""
+        made = [prompts.prompt(PROMPT_TOKENS, seed=self.seed + number) for number in range(count)]
+        self.seed += count
+        kept = self.a.sidecar.metrics()["pillion_blocks"]
+        for tokens in made:
+            self.a.ask(tokens)
+        self.a.sidecar.wait_metric("pillion_blocks", kept + count * HIT // engine.BLOCK_TOKENS)
+        self.wait_told()
+        return made
+
+    def wait_told(self) -> None:
+        """Until B knows of every block that A keeps."""
+        kept = self.a.sidecar.metrics()["pillion_blocks"]
+        self.b.sidecar.wait_metric("pillion_mesh_peer_keys", kept)
+
+    def healed(self, waiting: list[list[int]]) -> tuple[float, int]:
+        """Seconds until B is given a prompt of A again, and the prompts that took."""
+        began = time.monotonic()
+        for asked, tokens in enumerate(waiting, 1):
+            before, now = self.b.hits(), time.monotonic()
+            self.b.ask(tokens)
+            if self.b.hits() - before == HIT:
+                return now - began, asked
+            time.sleep(TRY_EVERY_S)
+        raise AssertionError(f"no hit in {len(waiting)} prompts: the mesh does not heal")
+
+
+def start_sidecar(host: network.Host, directory: Path, pool_file: Path | None = None) -> sidecar.Sidecar:
+    """One that is to be a member of the mesh."""
+    mesh = ("--mesh-listen", f"{host.address}:9441", "--etcd", network.ETCD_URL, "--node-id", host.name, "--mesh-plaintext")
+    started = sidecar.Sidecar(directory, pool=pool_file, prefix=host.prefix, http=f"{host.address}:9440", more=mesh)
+    started.wait_ready()
+    return started
+
+
+@pytest.fixture(scope="module")
+def mesh(options: engine.Options, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    """Both pods, ready, and members."""
+    directory = tmp_path_factory.mktemp("mesh")
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(network.hosts("a", "b"))
+        etcd = network.Etcd(directory)
+        stack.callback(etcd.kill)
+        pods = []
+        for host in hosts:
+            place = directory / host.name
+            place.mkdir()
+            beside = start_sidecar(host, place)
+            connected = dataclasses.replace(options, socket=beside.socket, prefix=host.prefix)
+            running = stack.enter_context(engine.running(connected, place / "engine.log"))
+            pods.append(Pod(host, place, beside, running))
+            stack.callback(pods[-1].end)
+        for pod in pods:
+            pod.sidecar.wait_metric("pillion_mesh_peers", 1)
+        yield Mesh(directory, etcd, pods[0], pods[1])
+
+
+def test_another_pods_prompt(mesh: Mesh, plain: engine.Engine) -> None:
+    """Same tokens as vLLM alone, same logprobs as the computing engine's own cache; and wrong bytes would show."""
+    [tokens] = mesh.computed(1)
+    local = mesh.a.ask(tokens)
+    right = plain.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
+    before = mesh.b.hits()
+    answer = mesh.b.ask(tokens)
+    assert mesh.b.hits() - before == HIT
+    assert answer["tokens"] == right["tokens"] == local["tokens"]
+    assert answer["logprobs"] == local["logprobs"]
+    blocks = HIT // engine.BLOCK_TOKENS
+    metrics = mesh.b.sidecar.metrics()
+    assert metrics["pillion_mesh_fetched_blocks_total"] == blocks
+    assert metrics["pillion_mesh_faults_total"] == 0
+    mesh.a.sidecar.wait_metric("pillion_mesh_served_blocks_total", blocks)
+    # The negative control: one wrong K value in every block that was fetched.
+    assert mesh.b.engine.reset_prefix_cache()
+    with pool.damaged(mesh.b.sidecar.pool) as damaged:
+        assert damaged >= blocks
+        assert mesh.b.ask(tokens)["logprobs"] != local["logprobs"]
+
+
+def test_a_prompt_that_nobody_has(mesh: Mesh) -> None:
+    """It is computed, and no peer is asked for it."""
+    asks = mesh.a.sidecar.metrics()["pillion_mesh_asks_total"]
+    before = mesh.b.hits()
+    mesh.b.ask(prompts.prompt(PROMPT_TOKENS, seed=6_999))
+    assert mesh.b.hits() == before
+    assert mesh.a.sidecar.metrics()["pillion_mesh_asks_total"] == asks
+
+
+@contextlib.contextmanager
+def owner_killed(mesh: Mesh) -> Iterator[None]:
+    """A freezes, so that B's fetch is under way when it dies. The next one has its pool."""
+    dying = mesh.a.sidecar
+    dying.freeze()
+    death = threading.Timer(FETCH_BEGINS_S, dying.kill)
+    death.start()
+    yield
+    death.join()
+    mesh.a.sidecar = start_sidecar(mesh.a.host, mesh.a.directory, dying.pool)
+
+
+@contextlib.contextmanager
+def link_down(mesh: Mesh) -> Iterator[None]:
+    """A's only link, for shorter than its lease lives."""
+    with mesh.a.host.unplugged():
+        yield
+
+
+@contextlib.contextmanager
+def pods_apart(mesh: Mesh) -> Iterator[None]:
+    """Both reach etcd, and neither gets an answer of the other."""
+    with mesh.a.host.deaf_to(mesh.b.host.address):
+        yield
+
+
+@contextlib.contextmanager
+def fenced(mesh: Mesh) -> Iterator[None]:
+    """A is cut off from etcd until its lease is over: it is no member any more, though B would reach it."""
+    with mesh.a.host.deaf_to(network.BRIDGE_ADDRESS):
+        mesh.b.sidecar.wait_for(lambda: mesh.b.sidecar.metrics()["pillion_mesh_peers"] == 0, "fencing")
+        yield
+
+
+@pytest.mark.parametrize("fault", [owner_killed, link_down, pods_apart, fenced], ids=lambda fault: fault.__name__)
+def test_a_fault_costs_a_bounded_time_and_heals(mesh: Mesh, plain: engine.Engine, fault: Fault) -> None:
+    """The prompt that the fault meets is computed, with the right tokens; later ones are fetched again."""
+    [met, *later] = mesh.computed(1 + TRIES_MAX)
+    right = plain.generate([met], max_tokens=OUTPUT_TOKENS)[0]
+    began, before = time.monotonic(), mesh.b.hits()
+    with fault(mesh):
+        began = time.monotonic()
+        answer = mesh.b.ask(met)
+        took = time.monotonic() - began
+    assert answer["tokens"] == right["tokens"]
+    assert mesh.b.hits() == before, "the fault met nothing"
+    heal_s, asked = mesh.healed(later)
+    wrong = mesh.b.sidecar.metrics()["pillion_load_failures_total"]
+    print(json.dumps({"fault": fault.__name__, "request_s": round(took, 2), "heal_s": round(heal_s, 1), "asked": asked}))
+    assert wrong == 0
+    assert took < REQUEST_WATCHDOG_S
+
+
+def test_etcd_away(mesh: Mesh) -> None:
+    """The members of before go on; once it is back, so does the membership."""
+    tokens, later = mesh.computed(2)
+    mesh.etcd.kill()
+    before = mesh.b.hits()
+    mesh.b.ask(tokens)
+    assert mesh.b.hits() - before == HIT
+    mesh.etcd.start()
+    mesh.b.ask(later)
+    assert mesh.b.hits() - before == 2 * HIT
+    assert mesh.b.sidecar.metrics()["pillion_mesh_peers"] == 1

@@ -31,7 +31,7 @@ demo: setup ## a real vLLM engine gets its KV back after a restart: table, and a
 
 test: test-rust test-loom test-sim test-python test-e2e ## all tests; no GPU needed
 
-test-rust: setup ## unit and property tests of the crates
+test-rust: setup-tests ## unit and property tests of the crates
 	cargo test --workspace --features connector-shim/c --quiet
 
 test-loom: setup ## every interleaving of the rings and fences

@@ -25,7 +25,7 @@ import sidecar
 PROMPT_TOKENS, OUTPUT_TOKENS = 700, 8
 HIT = prompts.hit_tokens(PROMPT_TOKENS)
 # Prompts that are asked one after the other until one is answered from the peer again.
-TRIES_MAX, TRY_EVERY_S = 12, 2.0
+TRIES_MAX, TRY_EVERY_S = 8, 3.0
 # A fetch is under way that long after its request was given to the engine.
 FETCH_BEGINS_S = 0.5
 REQUEST_WATCHDOG_S = 60

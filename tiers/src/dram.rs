@@ -8,6 +8,7 @@ mod adoption;
 mod holds;
 mod leases;
 mod quotas;
+mod watch;
 
 use std::hint::black_box;
 
@@ -17,6 +18,7 @@ use shm_protocol::pool::{self, Geometry, LayoutError, SlotRef};
 pub use self::adoption::HOLD_MS;
 use self::adoption::Hold;
 pub use self::quotas::QuotaStats;
+use self::watch::Watch;
 use crate::Error;
 pub use crate::error::{FillError, LeaseError};
 use crate::index::{Index, NO_ENTRY, Print};
@@ -99,6 +101,7 @@ pub struct Dram {
     hold: Hold,
     evicted: Vec<SlotRef>,
     assigned: Vec<Assigned>,
+    watch: Watch,
     stats: Stats,
 }
 
@@ -148,6 +151,7 @@ impl Dram {
             hold: Hold::new(hold_ms),
             evicted: Vec::new(),
             assigned: Vec::new(),
+            watch: Watch::default(),
             stats: Stats { segments: count, ..Stats::default() },
         })
     }
@@ -357,6 +361,7 @@ impl Dram {
             entry.pins == 0 && entry.state == State::Committed,
             "only an unleased, whole block is evicted"
         );
+        self.watch.note(entry.key, false);
         self.evicted.push(self.slab.slot_ref(id));
         let bytes = self.slab.block_bytes(id);
         self.stats.blocks -= 1;
@@ -386,6 +391,7 @@ impl Dram {
         let Some(id) = self.end_fill(slot) else { return false };
         let entry = self.slab.entries.get_mut(id);
         entry.state = State::Committed;
+        self.watch.note(entry.key, true);
         self.stats.blocks += 1;
         let remembered = self.ghost.recall(self.print(id));
         policy::admit(&mut self.slab, id, remembered);

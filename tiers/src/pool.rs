@@ -394,7 +394,7 @@ impl Pool {
         true
     }
 
-    /// Ends a filling: the block's bytes, written before, are whole. False if the slot is not in this filling.
+    /// Ends a filling: the block's bytes, written before, are whole; `checksum` is theirs, zero where it is not known. False if the slot is not in this filling.
     #[must_use = "a block that was not committed is not there"]
     pub fn commit(&self, slot: SlotRef, checksum: u64) -> bool {
         let Some(place) = self.current(slot) else { return false };
@@ -405,6 +405,21 @@ impl Pool {
         self.slot_word(&place, slot::CHECKSUM).store(checksum, Ordering::Relaxed);
         // SYNC POINT(slot commit): a reader that sees COMMITTED with acquire sees the block's bytes and its header.
         state.store(pool::COMMITTED, Ordering::Release);
+        true
+    }
+
+    /// The checksum of the block in a slot; `None` where nobody has computed it since the slot was filled, or the slot is
+    /// filled anew.
+    pub fn checksum(&self, slot: SlotRef) -> Option<u64> {
+        let place = self.current(slot)?;
+        Some(self.slot_word(&place, slot::CHECKSUM).load(Ordering::Relaxed)).filter(|checksum| *checksum != 0)
+    }
+
+    /// Notes the checksum of a whole block. False if the slot is not in this filling any more.
+    #[must_use = "a slot that was filled anew has another block"]
+    pub fn set_checksum(&self, slot: SlotRef, checksum: u64) -> bool {
+        let Some(place) = self.current(slot) else { return false };
+        self.slot_word(&place, slot::CHECKSUM).store(checksum, Ordering::Relaxed);
         true
     }
 

@@ -92,6 +92,7 @@ impl Dram {
         }
         let entry = self.slab.entries.get_mut(id);
         (entry.key, entry.generation, entry.state) = (key, generation, State::Committed);
+        self.watch.note(key, true);
         self.charge(id, quota);
         self.index.insert(print, id);
         self.slab.segments[self.slab.entries.segment(id)].used += 1;

@@ -25,6 +25,11 @@ impl Dram {
         }
     }
 
+    /// Bytes of the block in a slot, if it is still there.
+    pub fn block_bytes(&self, slot: SlotRef) -> Option<u64> {
+        self.slab.find(slot).map(|id| self.slab.block_bytes(id))
+    }
+
     /// Of a block that was just committed: whether it was evicted not long ago, and came back.
     pub fn has_returned(&self, slot: SlotRef) -> bool {
         self.slab.find(slot).is_some_and(|id| self.slab.entries.get(id).place == Place::Main)

@@ -1,6 +1,7 @@
 mod admission;
 mod overflow;
 mod quotas;
+mod watch;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 

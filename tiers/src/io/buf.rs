@@ -87,12 +87,17 @@ impl Blocks {
     }
 
     /// Bytes of the pool.
-    pub(crate) fn len(&self) -> u64 {
+    pub fn len(&self) -> u64 {
         self.0.len() as u64
     }
 
-    /// Where `len` bytes at `offset` begin, for the kernel; `None` where they do not lie in the pool.
-    pub(crate) fn address(&self, offset: u64, len: usize) -> Option<NonNull<u8>> {
+    /// Never: nothing is mapped empty.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Where `len` bytes at `offset` begin, for the kernel or a NIC; `None` where they do not lie in the pool.
+    pub fn address(&self, offset: u64, len: usize) -> Option<NonNull<u8>> {
         self.0.bytes_at(usize::try_from(offset).ok()?, len)
     }
 

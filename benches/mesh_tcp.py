@@ -140,9 +140,9 @@ def main() -> None:
     """Builds, measures, reports."""
     if shutil.which("iperf3") is None:
         sys.exit("iperf3 is not installed: apt-get install iperf3")
-    build = ["cargo", "build", "--quiet", "--release", "--package", "mesh", "--example", "mesh_tcp"]
+    build = ["cargo", "build", "--quiet", "--release", "--package", "mesh", "--example", "mesh_blocks"]
     subprocess.run(build, check=True)
-    binary = Path(os.environ.get("CARGO_TARGET_DIR", "target")) / "release/examples/mesh_tcp"
+    binary = Path(os.environ.get("CARGO_TARGET_DIR", "target")) / "release/examples/mesh_blocks"
     results: dict[str, float] = {}
     for streams in STREAMS:
         suffix = "" if streams == STREAMS[-1] else f"_{streams}"

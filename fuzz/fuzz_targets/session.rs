@@ -158,7 +158,8 @@ impl World {
         };
         let session = Session::new(memory.clone(), socket, eventfd(), rank);
         self.peers.insert(id, Peer { session, memory, tail: 0 });
-        let hello = Hello { version: PROTOCOL_VERSION, engine: "fuzz".into(), world_size: 2, role };
+        let engine = "fuzz".into();
+        let hello = Hello { version: PROTOCOL_VERSION, engine, world_size: 2, miss_wait_ms: None, role };
         self.handle(Event::Connected { session: id, hello, namespace: digest });
     }
 

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
-/// The transport cannot be started.
+/// The mesh cannot be started.
 #[derive(Debug, Error)]
 pub enum Error {
     /// The address cannot be had.
@@ -33,6 +33,38 @@ pub enum Error {
     /// The name that peers' certificates must carry is none.
     #[error("'{0}' cannot be the name in a certificate: give a DNS name or an IP address")]
     CertificateName(String),
+    /// A mesh cannot be named so.
+    #[error("a mesh is named by 1 to {max} of A-Z a-z 0-9 . _ -, not '{0}'", max = crate::control::MESH_BYTES_MAX)]
+    Mesh(String),
+    /// An address that no peer can connect to.
+    #[error(
+        "peers cannot connect to {0}: give an address of this machine that they reach, such as the pod's IP"
+    )]
+    Unreachable(SocketAddr),
+    /// The address of a peer or of etcd.
+    #[error("'{address}' {problem}")]
+    Address {
+        /// What was given.
+        address: String,
+        /// What is wrong with it, and the remedy.
+        problem: &'static str,
+    },
+    /// A NIC that cannot be used.
+    #[error("the NIC '{name}' {problem}; NICs with RDMA here: {present}")]
+    Nic {
+        /// Its name.
+        name: String,
+        /// What is wrong with it.
+        problem: String,
+        /// Those there are.
+        present: String,
+    },
+    /// A number of NICs or queue pairs, or a lease, that cannot be.
+    #[error("RDMA cannot be set up with {0}")]
+    Queues(String),
+    /// More peers than are followed.
+    #[error("{0} peers are listed, of at most {max}: use etcd, and a mesh for each part", max = crate::control::MEMBERS_MAX)]
+    Listed(usize),
     /// The kernel refused.
     #[error("cannot {doing} for the mesh: {source}")]
     Os {

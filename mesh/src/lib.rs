@@ -1,15 +1,24 @@
 //! Blocks between pods.
 //!
-//! Job: carry the bytes of blocks from the pool of the sidecar that keeps them into the pool of one that asks
-//! ([`transport`]). Who is asked, which slots are given, and what becomes of a peer that fails, the caller decides;
-//! here it is carried out, on threads of the transport's own.
+//! Job: know who is a member ([`membership`], [`control`]); tell the peers what is kept here and be told what they keep
+//! ([`feed`]), know which of them may have a block ([`directory`], of [`digest`]s), and carry the bytes of blocks from the
+//! pool of the sidecar that keeps them into the pool of one that asks ([`transport`]). What is asked for and which slots are
+//! given, the caller decides; here it is carried out, on threads of their own.
 //!
-//! May depend on: shm-protocol, tiers (the pool's bytes), rustix, rustls. Never: evicts or commits a slot, retries a
-//! block elsewhere, waits without a limit, believes a peer.
+//! May depend on: shm-protocol, tiers (the pool's bytes), rustix, rustls; `control` alone on tokio, tonic and etcd's client,
+//! `transport::rdma` alone on sideway. Never: evicts or commits a slot, retries a block elsewhere, waits without a limit,
+//! believes a peer.
 
 #![deny(unsafe_code)]
 
+pub mod control;
+pub mod digest;
+pub mod directory;
 mod error;
+pub mod feed;
+pub mod membership;
+mod random;
+pub mod tls;
 pub mod transport;
 
 pub use error::Error;

@@ -7,7 +7,7 @@ use std::net::{Ipv4Addr, TcpListener};
 use std::time::Duration;
 
 use mesh::transport::tcp::{Limits, Security};
-use mesh::transport::{Fault, Label, Peer, PeerNumber, Stage, Transport};
+use mesh::transport::{Fault, Label, Peer, PeerNumber, Stage};
 use rig::proxy::{Plan, Proxy, Trouble};
 use rig::{LONG, Node, label, pair, patient};
 
@@ -21,7 +21,7 @@ const BEFORE_ASK: u64 = 24 + 20 + 8;
 fn proxied(limits: Limits, plan: Plan) -> (Node, Node, Proxy) {
     let (one, other) = pair(limits);
     let proxy = Proxy::start(other.address(), plan);
-    one.tcp().join(PeerNumber(1), Peer { address: proxy.address, ..other.as_peer() });
+    one.transport().join(PeerNumber(1), Peer { address: proxy.address, ..other.as_peer() });
     (one, other, proxy)
 }
 
@@ -127,7 +127,7 @@ fn a_cancel_ends_what_stalls_in_the_middle_of_a_block() {
     let labels = kept(&other, 10, 400_000);
     let fetching = one.fetch(1, &labels, LONG);
     other.wait("an ask", |seen| seen.asked.first().map(drop));
-    one.tcp().cancel(fetching.ticket);
+    one.transport().cancel(fetching.ticket);
     assert_eq!(one.ends(&fetching), [Err(Fault::Stopped); 10]);
     one.check_ends();
     other.check_releases();
@@ -147,7 +147,7 @@ fn a_peer_that_does_not_answer_at_all() {
     let mut one = Node::new("one", Security::Plaintext, limits);
     let peer = |address| Peer { node: rig::node("other"), boot: None, address };
     for (number, address) in (1..).zip([silent.local_addr().unwrap(), rude_address, gone]) {
-        one.tcp().join(PeerNumber(number), peer(address));
+        one.transport().join(PeerNumber(number), peer(address));
     }
     let wanted = [label(1, 1000), label(2, 1000)];
     let ends: Vec<_> = (1..4).flat_map(|number| one.get(number, &wanted, LONG)).collect();
@@ -188,7 +188,7 @@ fn a_reader_that_stops_reading_does_not_keep_the_owners_slots() {
     let other = Node::new("other", Security::Plaintext, limits);
     let labels = kept(&other, 200, 500_000);
     let one = Node::new("one", Security::Plaintext, patient());
-    other.tcp().join(PeerNumber(1), one.as_peer());
+    other.transport().join(PeerNumber(1), one.as_peer());
     // It asks for 100 MB and reads none of them.
     let mut stream = std::net::TcpStream::connect(other.address()).unwrap();
     let hello = mesh::transport::tcp::frame::Hello {

@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use mesh::transport::tcp::{Limits, Security};
-use mesh::transport::{Fault, Label, Peer, PeerNumber, Refusal, Stage, Transport};
+use mesh::transport::{Fault, Label, Peer, PeerNumber, Refusal, Stage};
 use rig::{LONG, Node, Owner, boot, label, node, patient};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -64,8 +64,9 @@ fn own(life: u64) {
     let other = Node::start("other", life, Security::Plaintext, patient(), Owner::Grants);
     labels().iter().for_each(|label| other.keep(*label, false));
     let one = Peer { node: node("one"), boot: None, address: other.address() };
-    other.tcp().join(PeerNumber(1), one);
-    writeln!(std::io::stdout(), "{SERVES}{}", other.address()).unwrap();
+    other.transport().join(PeerNumber(1), one);
+    let mut out = std::io::stdout();
+    writeln!(out, "{SERVES}{}", other.address()).unwrap();
     // Until it is killed, or for a test that was.
     std::thread::sleep(Duration::from_secs(300));
 }
@@ -86,7 +87,7 @@ fn the_owner_in_life_2() {
 fn a_peer_killed_in_the_middle_ends_what_it_owed_and_is_another_when_it_is_back() {
     let mut owner = Process::start(1);
     let mut one = Node::new("one", Security::Plaintext, patient());
-    one.tcp().join(PeerNumber(1), owner.as_peer(1));
+    one.transport().join(PeerNumber(1), owner.as_peer(1));
     let labels = labels();
     let fetching = one.fetch(1, &labels, LONG);
     one.wait("the first", |seen| seen.done.keys().next().map(drop));
@@ -96,9 +97,9 @@ fn a_peer_killed_in_the_middle_ends_what_it_owed_and_is_another_when_it_is_back(
     assert!(ends.iter().any(Result::is_err), "it was killed in the middle");
 
     let owner = Process::start(2);
-    one.tcp().join(PeerNumber(1), Peer { boot: Some(boot(1)), ..owner.as_peer(2) });
+    one.transport().join(PeerNumber(1), Peer { boot: Some(boot(1)), ..owner.as_peer(2) });
     assert_eq!(one.get(1, &labels[..2], LONG), [Err(Fault::Refused(Refusal::OtherBoot)); 2]);
-    one.tcp().join(PeerNumber(1), owner.as_peer(2));
+    one.transport().join(PeerNumber(1), owner.as_peer(2));
     assert!(one.get(1, &labels, LONG).iter().all(Result::is_ok));
     one.check_ends();
 }
@@ -110,7 +111,7 @@ fn a_peer_frozen_in_the_middle_is_waited_for_until_the_limit() {
     // The kernel still takes connections for it.
     let limits = Limits { handshake: short, first_byte: short, progress: short, ..patient() };
     let mut one = Node::new("one", Security::Plaintext, limits);
-    one.tcp().join(PeerNumber(1), owner.as_peer(1));
+    one.transport().join(PeerNumber(1), owner.as_peer(1));
     let labels = labels();
     let fetching = one.fetch(1, &labels, LONG);
     one.wait("the first", |seen| seen.done.keys().next().map(drop));

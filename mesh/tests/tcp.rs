@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use mesh::transport::tcp::frame::{ASK_BLOCKS_MAX, Ask, Frame, Hello};
 use mesh::transport::tcp::{Limits, Security};
-use mesh::transport::{Fault, PeerNumber, Refusal, Stage, Transport};
+use mesh::transport::{Fault, PeerNumber, Refusal, Stage};
 use rig::{LONG, Node, Owner, Random, acquaint, boot, label, node, now, pair, patient};
 
 #[test]
@@ -49,7 +49,7 @@ fn under_load_every_block_ends_once_and_a_slot_given_back_is_not_written() {
         }
         for (left, _) in &fetches {
             if random.below(2) == 0 {
-                one.tcp().cancel(left.ticket);
+                one.transport().cancel(left.ticket);
             }
         }
         for (left, right) in &fetches {
@@ -97,18 +97,18 @@ fn another_life_is_neither_asked_nor_answered() {
     acquaint(&one, &other);
     // The asking side means an earlier life.
     let earlier = mesh::transport::Peer { boot: Some(boot(1)), ..other.as_peer() };
-    one.tcp().join(PeerNumber(2), earlier);
+    one.transport().join(PeerNumber(2), earlier);
     assert_eq!(one.get(2, &wanted, LONG), [Err(Fault::Refused(Refusal::OtherBoot))]);
     // The answering side knows another life of the asking one.
-    other.tcp().join(PeerNumber(1), mesh::transport::Peer { boot: Some(boot(9)), ..one.as_peer() });
+    other.transport().join(PeerNumber(1), mesh::transport::Peer { boot: Some(boot(9)), ..one.as_peer() });
     assert_eq!(one.get(1, &wanted, LONG), [Err(Fault::Refused(Refusal::NotMember))]);
     // Another node than was meant.
     let mistaken = mesh::transport::Peer { node: node("third"), ..other.as_peer() };
-    one.tcp().join(PeerNumber(3), mistaken);
+    one.transport().join(PeerNumber(3), mistaken);
     assert_eq!(one.get(3, &wanted, LONG), [Err(Fault::Refused(Refusal::OtherNode))]);
     // A static list knows no lives.
-    other.tcp().join(PeerNumber(1), mesh::transport::Peer { boot: None, ..one.as_peer() });
-    one.tcp().join(PeerNumber(4), mesh::transport::Peer { boot: None, ..other.as_peer() });
+    other.transport().join(PeerNumber(1), mesh::transport::Peer { boot: None, ..one.as_peer() });
+    one.transport().join(PeerNumber(4), mesh::transport::Peer { boot: None, ..other.as_peer() });
     assert_eq!(one.get(4, &wanted, LONG), [Ok(())]);
     one.seen(|seen| assert_eq!(seen.connected, [(PeerNumber(4), boot(2))]));
     other.seen(|seen| assert!(seen.notes.iter().any(|note| note.contains("refused")), "{:?}", seen.notes));
@@ -124,18 +124,18 @@ fn one_that_has_left_is_cut_off_in_both_directions() {
     // The owner fences the one that asks, between its ask and its grant.
     let fetching = one.fetch(1, &wanted, LONG);
     let ask = other.wait("an ask", |seen| seen.asked.first().map(|(ask, ..)| *ask));
-    other.tcp().leave(PeerNumber(1));
+    other.transport().leave(PeerNumber(1));
     assert_eq!(one.ends(&fetching), [Err(Fault::Peer(std::io::ErrorKind::UnexpectedEof))]);
     other.grant(ask, &wanted);
     other.check_releases();
     std::thread::sleep(patient().back_off_max);
     assert_eq!(one.get(1, &wanted, LONG), [Err(Fault::Refused(Refusal::NotMember))]);
     // The one that asks fences the owner.
-    other.tcp().join(PeerNumber(1), one.as_peer());
+    other.transport().join(PeerNumber(1), one.as_peer());
     std::thread::sleep(patient().back_off_max);
     let fetching = one.fetch(1, &wanted, LONG);
     other.wait("an ask", |seen| seen.asked.get(1).map(drop));
-    one.tcp().leave(PeerNumber(1));
+    one.transport().leave(PeerNumber(1));
     assert_eq!(one.ends(&fetching), [Err(Fault::Stopped)]);
     assert_eq!(one.get(1, &wanted, LONG), [Err(Fault::Refused(Refusal::NotMember))]);
     one.check_ends();
@@ -160,7 +160,7 @@ fn an_owner_that_does_not_decide_is_waited_for_until_the_limit() {
     std::thread::sleep(patient().back_off_max);
     assert_eq!(one.get(1, &wanted, Duration::from_millis(50)), [Err(Fault::Timeout(Stage::Whole))]);
     let fetching = one.fetch(1, &wanted, LONG);
-    one.tcp().cancel(fetching.ticket);
+    one.transport().cancel(fetching.ticket);
     assert_eq!(one.ends(&fetching), [Err(Fault::Stopped)]);
     one.check_ends();
 }
@@ -179,11 +179,11 @@ fn more_than_the_bounds_is_refused_at_once() {
     for ticket in 1000..1070 {
         let blocks = vec![(wanted, offset); 256];
         let fetch = mesh::transport::Fetch { ticket, peer: PeerNumber(1), blocks, deadline: LONG };
-        one.tcp().post(fetch);
+        one.transport().post(fetch);
     }
     let refused = Err(Fault::Refused(Refusal::Busy));
     one.wait("a refusal", |seen| (seen.done.get(&(1069, 255))?[..] == [refused]).then_some(()));
-    (1000..1070).for_each(|ticket| one.tcp().cancel(ticket));
+    (1000..1070).for_each(|ticket| one.transport().cancel(ticket));
     one.wait("all ends", |seen| (seen.done.len() == 400 + 70 * 256).then_some(()));
     one.check_ends();
 }
@@ -211,7 +211,7 @@ fn say(stream: &mut TcpStream, frame: &Frame) {
 
 fn raw_peer(other: &Node) {
     let address = other.address();
-    other.tcp().join(PeerNumber(7), mesh::transport::Peer { node: node("raw"), boot: None, address });
+    other.transport().join(PeerNumber(7), mesh::transport::Peer { node: node("raw"), boot: None, address });
 }
 
 #[test]
@@ -259,7 +259,7 @@ fn draining_ends_what_is_under_way_and_takes_on_nothing() {
     other.keep(wanted[0], true);
     let fetching = one.fetch(1, &wanted, LONG);
     let ask = other.wait("an ask", |seen| seen.asked.first().map(|(ask, ..)| *ask));
-    other.tcp().drain();
+    other.transport().drain();
     other.grant(ask, &wanted);
     assert_eq!(one.ends(&fetching), [Ok(())]);
     assert_eq!(one.get(1, &wanted, LONG), [Err(Fault::Refused(Refusal::Draining))]);

@@ -2,89 +2,15 @@
 
 mod rig;
 
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::path::Path;
 
 use mesh::transport::tcp::{Security, Tls};
-use mesh::transport::{Fault, PeerNumber, Refusal, Transport};
-use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, date_time_ymd};
+use mesh::transport::{Fault, PeerNumber, Refusal};
+use rig::certificates::{Authority, Folder, NAME};
 use rig::{LONG, Node, acquaint, label, patient};
 
-const NAME: &str = "pillion.mesh";
-
-/// A certificate authority.
-struct Authority {
-    pem: String,
-    issuer: Issuer<'static, KeyPair>,
-}
-
-/// A folder with a node's files, removed at the end.
-struct Folder(PathBuf);
-
-// === impl Authority ===
-
-impl Authority {
-    fn new() -> Self {
-        let mut params = CertificateParams::default();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        params.distinguished_name.push(DnType::CommonName, "mesh");
-        let key = KeyPair::generate().unwrap();
-        let pem = params.self_signed(&key).unwrap().pem();
-        Self { pem, issuer: Issuer::new(params, key) }
-    }
-
-    /// A certificate that ends in this year, and its key.
-    fn issue(&self, name: &str, year: i32) -> (String, String) {
-        let mut params = CertificateParams::new([name.to_owned()]).unwrap();
-        params.not_before = date_time_ymd(2020, 1, 1);
-        params.not_after = date_time_ymd(year, 1, 1);
-        let key = KeyPair::generate().unwrap();
-        (params.signed_by(&key, &self.issuer).unwrap().pem(), key.serialize_pem())
-    }
-}
-
-// === impl Folder ===
-
-impl Folder {
-    fn new() -> Self {
-        static COUNT: AtomicU64 = AtomicU64::new(0);
-        let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("mesh-tls-{}-{count}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-
-    /// A node's files: certificates of `by`, and trust in `ca`.
-    fn with(by: &Authority, ca: &Authority, name: &str, year: i32) -> Self {
-        let folder = Self::new();
-        folder.write(by, ca, name, year);
-        folder
-    }
-
-    /// As a secret is replaced: each file under its name at once.
-    fn write(&self, by: &Authority, ca: &Authority, name: &str, year: i32) {
-        let (certificate, key) = by.issue(name, year);
-        for (file, text) in [("tls.crt", &certificate), ("tls.key", &key), ("ca.crt", &ca.pem)] {
-            let new = self.0.join("new");
-            std::fs::write(&new, text).unwrap();
-            std::fs::rename(new, self.0.join(file)).unwrap();
-        }
-    }
-
-    fn tls(&self) -> Tls {
-        let file = |name: &str| self.0.join(name);
-        Tls { certificate: file("tls.crt"), key: file("tls.key"), ca: file("ca.crt"), name: NAME.into() }
-    }
-
-    fn node(&self, name: &str) -> Node {
-        Node::new(name, Security::Tls(self.tls()), patient())
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
+fn node(files: &Folder, name: &str) -> Node {
+    Node::new(name, Security::Tls(files.tls()), patient())
 }
 
 /// What `one` gets from `other`.
@@ -101,7 +27,7 @@ const REFUSED: Result<(), Fault> = Err(Fault::Refused(Refusal::Certificate));
 fn certificates_of_one_authority_carry_blocks() {
     let ca = Authority::new();
     let files = [Folder::with(&ca, &ca, NAME, 2099), Folder::with(&ca, &ca, NAME, 2099)];
-    let (mut one, other) = (files[0].node("one"), files[1].node("other"));
+    let (mut one, other) = (node(&files[0], "one"), node(&files[1], "other"));
     assert_eq!(get(&mut one, &other), Ok(()));
     let sizes = [1, 100, 16_384, 65_536, 262_143, 262_145, 500_000];
     let labels: Vec<_> =
@@ -117,7 +43,7 @@ fn certificates_of_one_authority_carry_blocks() {
 fn who_is_not_of_the_mesh_is_not_served() {
     let (ca, strange) = (Authority::new(), Authority::new());
     let good = Folder::with(&ca, &ca, NAME, 2099);
-    let other = good.node("other");
+    let other = node(&good, "other");
     let bad = [
         // It trusts nobody here, or is trusted by nobody, or was once.
         Folder::with(&ca, &strange, NAME, 2099),
@@ -125,7 +51,7 @@ fn who_is_not_of_the_mesh_is_not_served() {
         Folder::with(&ca, &ca, NAME, 2021),
     ];
     for files in &bad {
-        let mut one = files.node("one");
+        let mut one = node(files, "one");
         assert_eq!(get(&mut one, &other), REFUSED);
         one.wait("a remedy", |seen| {
             seen.notes.iter().any(|note| note.contains("of one authority")).then_some(())
@@ -147,11 +73,11 @@ fn who_is_not_of_the_mesh_is_not_believed() {
         Folder::with(&ca, &ca, "another.name", 2099),
     ];
     for files in &bad {
-        let (mut one, other) = (good.node("one"), files.node("other"));
+        let (mut one, other) = (node(&good, "one"), node(files, "other"));
         assert_eq!(get(&mut one, &other), REFUSED);
     }
     // And one without TLS.
-    let (mut one, other) = (good.node("one"), Node::new("other", Security::Plaintext, patient()));
+    let (mut one, other) = (node(&good, "one"), Node::new("other", Security::Plaintext, patient()));
     let end = get(&mut one, &other);
     assert!(matches!(end, REFUSED | Err(Fault::Peer(_))), "{end:?}");
 }
@@ -160,7 +86,7 @@ fn who_is_not_of_the_mesh_is_not_believed() {
 fn new_files_are_used_without_a_restart() {
     let (ca, next) = (Authority::new(), Authority::new());
     let files = [Folder::with(&ca, &ca, NAME, 2099), Folder::with(&ca, &ca, NAME, 2021)];
-    let (mut one, other) = (files[0].node("one"), files[1].node("other"));
+    let (mut one, other) = (node(&files[0], "one"), node(&files[1], "other"));
     assert_eq!(get(&mut one, &other), REFUSED, "expired");
     files[1].write(&ca, &ca, NAME, 2099);
     assert_eq!(get(&mut one, &other), Ok(()));
@@ -174,7 +100,7 @@ fn new_files_are_used_without_a_restart() {
     assert_eq!(get(&mut one, &other), REFUSED);
     files[0].write(&next, &next, NAME, 2099);
     assert_eq!(get(&mut one, &other), Ok(()));
-    one.tcp().leave(PeerNumber(1));
+    one.transport().leave(PeerNumber(1));
 }
 
 #[test]

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test uses its part")]
 
+pub(crate) mod certificates;
+pub(crate) mod crew;
 pub(crate) mod proxy;
 
 use std::collections::HashMap;
@@ -24,11 +26,11 @@ use tiers::Blocks;
 use xxhash_rust::xxh3::xxh3_64;
 
 /// The longest a test waits for anything.
-const WATCHDOG: Duration = Duration::from_secs(60);
+pub(crate) const WATCHDOG: Duration = Duration::from_secs(60);
 /// Long enough for every fetch of a test that is not about limits.
 pub(crate) const LONG: Duration = Duration::from_secs(30);
-const SLOTS: u64 = 512;
-const SLOT_BYTES: u64 = 512 << 10;
+/// Slots of a pool, and the bytes of each.
+const SLOTS: (u64, u64) = (512, 512 << 10);
 
 /// Random numbers: an LCG, whose state is the seed.
 pub(crate) struct Random(pub(crate) u64);
@@ -104,8 +106,13 @@ pub(crate) struct Seen {
     pub(crate) released: HashMap<u64, Vec<u32>>,
     pub(crate) asked: Vec<(u64, PeerNumber, Vec<Label>)>,
     kept: HashMap<Label, (SlotRef, Option<u64>)>,
+    /// Other bytes lie where the kept blocks lay: none is granted.
+    scribbled: bool,
     free: Vec<u64>,
 }
+
+/// Hears what a transport tells.
+pub(crate) type Tell = Box<dyn Fn(Up) + Send + Sync>;
 
 struct Shared {
     seen: Mutex<Seen>,
@@ -114,13 +121,28 @@ struct Shared {
 
 /// A node.
 pub(crate) struct Node {
-    tcp: Option<Arc<Tcp>>,
+    transport: Option<Arc<Box<dyn Transport>>>,
+    address: SocketAddr,
     pub(crate) name: NodeId,
     pub(crate) boot: BootId,
     pub(crate) blocks: Blocks,
     shared: Arc<Shared>,
     core: Option<std::thread::JoinHandle<()>>,
     ticket: u64,
+}
+
+/// So many bytes that a transport takes for a pool.
+pub(crate) fn pool(bytes: u64) -> Blocks {
+    let fd = rustix::fs::memfd_create("rig", MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&fd, bytes).unwrap();
+    Blocks::new(Arc::new(Region::map(fd.as_fd(), bytes as usize, Access::ReadWrite).unwrap()))
+}
+
+/// A pool whose second half is not there.
+pub(crate) fn torn_pool(bytes: u64) -> Blocks {
+    let fd = rustix::fs::memfd_create("rig", MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&fd, bytes / 2).unwrap();
+    Blocks::new(Arc::new(Region::map(fd.as_fd(), bytes as usize, Access::ReadWrite).unwrap()))
 }
 
 #[expect(clippy::disallowed_methods, reason = "a test is a runtime")]
@@ -136,41 +158,58 @@ impl Node {
     }
 
     pub(crate) fn start(name: &str, life: u64, security: Security, limits: Limits, owner: Owner) -> Self {
-        let bytes = SEGMENT_ALIGN + SLOT_BYTES * SLOTS;
-        let fd = rustix::fs::memfd_create("rig", MemfdFlags::CLOEXEC).unwrap();
-        rustix::fs::ftruncate(&fd, bytes).unwrap();
-        let blocks =
-            Blocks::new(Arc::new(Region::map(fd.as_fd(), bytes as usize, Access::ReadWrite).unwrap()));
-        let free = (0..SLOTS).rev().map(|at| SEGMENT_ALIGN + at * SLOT_BYTES).collect();
+        Self::over(name, life, owner, SLOTS, |name, boot, blocks, up| {
+            let config = Config { limits, ..Config::new(name, boot, security) };
+            let tcp = Tcp::start(config, blocks, up).unwrap();
+            let address = tcp.address();
+            (Box::new(tcp), address)
+        })
+    }
+
+    /// A node with so many slots of so many bytes, over the transport that `start` starts.
+    pub(crate) fn over(
+        name: &str,
+        life: u64,
+        owner: Owner,
+        (slots, slot_bytes): (u64, u64),
+        start: impl FnOnce(NodeId, BootId, Blocks, Tell) -> (Box<dyn Transport>, SocketAddr),
+    ) -> Self {
+        let blocks = pool(SEGMENT_ALIGN + slot_bytes * slots);
+        let free = (0..slots).rev().map(|at| SEGMENT_ALIGN + at * slot_bytes).collect();
         let shared =
             Arc::new(Shared { seen: Mutex::new(Seen { free, ..Seen::default() }), changed: Condvar::new() });
         let (sender, ups) = channel();
         let (name, boot) = (node(name), boot(life));
-        let config = Config { limits, ..Config::new(name.clone(), boot, security) };
-        let tcp = Tcp::start(config, blocks.clone(), move |up| drop(sender.send(up))).unwrap();
-        let tcp = Arc::new(tcp);
+        let up = Box::new(move |up| drop(sender.send(up)));
+        let (transport, address) = start(name.clone(), boot, blocks.clone(), up);
+        let transport = Arc::new(transport);
         let (post, grants): (Sender<Granted>, Receiver<Granted>) = channel();
         let core = {
-            let (shared, granting) = (Arc::clone(&shared), Arc::downgrade(&tcp));
+            let (shared, granting) = (Arc::clone(&shared), Arc::downgrade(&transport));
             std::thread::spawn(move || {
                 for up in ups {
                     shared.hear(up, owner, &post);
                     for granted in grants.try_iter() {
-                        let Some(tcp) = granting.upgrade() else { return };
-                        tcp.grant(granted);
+                        let Some(transport) = granting.upgrade() else { return };
+                        transport.grant(granted);
                     }
                 }
             })
         };
-        Self { tcp: Some(tcp), name, boot, blocks, shared, core: Some(core), ticket: 0 }
+        Self { transport: Some(transport), address, name, boot, blocks, shared, core: Some(core), ticket: 0 }
     }
 
-    pub(crate) fn tcp(&self) -> &Tcp {
-        self.tcp.as_ref().unwrap()
+    pub(crate) fn transport(&self) -> &dyn Transport {
+        &***self.transport.as_ref().unwrap()
+    }
+
+    /// For whoever must not borrow the node. To be dropped before it.
+    pub(crate) fn transport_shared(&self) -> Arc<Box<dyn Transport>> {
+        Arc::clone(self.transport.as_ref().unwrap())
     }
 
     pub(crate) fn address(&self) -> SocketAddr {
-        self.tcp().address()
+        self.address
     }
 
     /// This node as a member.
@@ -180,16 +219,16 @@ impl Node {
 
     /// Ends the transport, at once; all that it told has been heard then.
     pub(crate) fn kill(&mut self) {
-        if let Some(mut tcp) = self.tcp.take() {
+        if let Some(mut transport) = self.transport.take() {
             // The thread that decides has it for a moment while it grants.
-            let tcp = loop {
-                match Arc::try_unwrap(tcp) {
+            let transport = loop {
+                match Arc::try_unwrap(transport) {
                     Ok(whole) => break whole,
-                    Err(shared) => tcp = shared,
+                    Err(shared) => transport = shared,
                 }
                 std::thread::yield_now();
             };
-            drop(tcp);
+            drop(transport);
         }
         if let Some(core) = self.core.take() {
             assert!(core.join().is_ok() || std::thread::panicking());
@@ -208,12 +247,31 @@ impl Node {
         self.shared.seen.lock().unwrap().kept.insert(label, (slot, known.then(|| xxh3_64(&bytes))));
     }
 
+    /// Writes other bytes where every kept block lies.
+    pub(crate) fn scribble(&self) {
+        self.overwrite(true, |label| vec![0xa5; label.bytes as usize]);
+    }
+
+    /// Puts the kept blocks back.
+    pub(crate) fn restore(&self) {
+        self.overwrite(false, content);
+    }
+
+    fn overwrite(&self, scribbled: bool, bytes: impl Fn(&Label) -> Vec<u8>) {
+        self.seen(|seen| {
+            seen.scribbled = scribbled;
+            for (label, (slot, _)) in &seen.kept {
+                assert!(self.blocks.fill(slot.offset, &bytes(label)));
+            }
+        });
+    }
+
     /// Begins a fetch; its ticket, and where the blocks go.
     pub(crate) fn fetch(&mut self, peer: u32, labels: &[Label], deadline: Duration) -> Fetching {
         self.ticket += 1;
         let blocks: Vec<_> = labels.iter().map(|label| (*label, self.slot())).collect();
         let fetching = Fetching { ticket: self.ticket, blocks: blocks.clone() };
-        self.tcp().post(Fetch { ticket: self.ticket, peer: PeerNumber(peer), blocks, deadline });
+        self.transport().post(Fetch { ticket: self.ticket, peer: PeerNumber(peer), blocks, deadline });
         fetching
     }
 
@@ -264,7 +322,7 @@ impl Node {
     /// Grants what was asked and is not granted yet.
     pub(crate) fn grant(&self, ask: u64, labels: &[Label]) {
         let granted = self.seen(|seen| seen.grant(ask, labels));
-        self.tcp().grant(granted);
+        self.transport().grant(granted);
     }
 
     /// Every slot came back once, and every grant was released once: called when nothing is under way any more.
@@ -305,6 +363,9 @@ pub(crate) struct Fetching {
 impl Seen {
     fn grant(&self, ask: u64, labels: &[Label]) -> Granted {
         let grant = |label| {
+            if self.scribbled {
+                return None;
+            }
             let (slot, checksum) = *self.kept.get(label)?;
             Some(Grant { slot, checksum })
         };
@@ -351,6 +412,6 @@ pub(crate) fn pair(limits: Limits) -> (Node, Node) {
 }
 
 pub(crate) fn acquaint(one: &Node, other: &Node) {
-    one.tcp().join(PeerNumber(1), other.as_peer());
-    other.tcp().join(PeerNumber(1), one.as_peer());
+    one.transport().join(PeerNumber(1), other.as_peer());
+    other.transport().join(PeerNumber(1), one.as_peer());
 }

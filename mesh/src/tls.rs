@@ -1,4 +1,5 @@
-//! Mutual TLS: certificate, key and authority from PEM files, read again when they change.
+//! Mutual TLS: certificate, key and authority from PEM files, read again when they change. One certificate of a node serves
+//! its blocks and its control.
 
 use std::fs::Metadata;
 use std::io;
@@ -16,6 +17,15 @@ use rustls::{
 
 use crate::Error;
 
+/// Who may connect, and who may read along. There is no default.
+#[derive(Clone, Debug)]
+pub enum Security {
+    /// Mutual TLS.
+    Tls(Tls),
+    /// Anybody who can reach the port and knows a member's name may ask, and anybody on the way may read.
+    Plaintext,
+}
+
 /// What TLS is made of. The authority is the mesh's own: whoever has a certificate of it may ask for blocks.
 #[derive(Clone, Debug)]
 pub struct Tls {
@@ -29,12 +39,16 @@ pub struct Tls {
     pub name: String,
 }
 
+/// What peers are told to do where a certificate is not accepted.
+pub(crate) const REMEDY: &str =
+    "give both nodes certificates that have not expired, of one authority, that carry the agreed name";
+
 /// What tells one content of a file from another without reading it: device, inode, length, time of change.
 type Stamp = [(u64, u64, u64, i64, i64); 3];
 
 /// The files, as they were read last.
 #[derive(Debug)]
-pub(super) struct Credentials {
+pub(crate) struct Credentials {
     files: Tls,
     name: ServerName<'static>,
     last: Mutex<Last>,
@@ -58,7 +72,7 @@ struct Sides {
 // === impl Credentials ===
 
 impl Credentials {
-    pub(super) fn read(files: Tls) -> Result<Self, Error> {
+    pub(crate) fn read(files: Tls) -> Result<Self, Error> {
         let name = ServerName::try_from(files.name.clone());
         let name = name.map_err(|_| Error::CertificateName(files.name.clone()))?;
         let stamp = files.stamp()?;
@@ -67,15 +81,24 @@ impl Credentials {
     }
 
     /// A session as the side that connects.
-    pub(super) fn connect(&self, note: impl FnOnce(String)) -> Result<Connection, rustls::Error> {
-        let sides = self.sides(note);
-        Ok(ClientConnection::new(sides.client, self.name.clone())?.into())
+    pub(crate) fn connect(&self, note: impl FnOnce(String)) -> Result<Connection, rustls::Error> {
+        let (config, name) = self.client(note);
+        Ok(ClientConnection::new(config, name)?.into())
     }
 
     /// A session as the side that is connected to.
-    pub(super) fn accept(&self, note: impl FnOnce(String)) -> Result<Connection, rustls::Error> {
-        let sides = self.sides(note);
-        Ok(ServerConnection::new(sides.server)?.into())
+    pub(crate) fn accept(&self, note: impl FnOnce(String)) -> Result<Connection, rustls::Error> {
+        Ok(ServerConnection::new(self.server(note))?.into())
+    }
+
+    /// The side that connects, and the name that the other's certificate must carry.
+    pub(crate) fn client(&self, note: impl FnOnce(String)) -> (Arc<ClientConfig>, ServerName<'static>) {
+        (self.sides(note).client, self.name.clone())
+    }
+
+    /// The side that is connected to.
+    pub(crate) fn server(&self, note: impl FnOnce(String)) -> Arc<ServerConfig> {
+        self.sides(note).server
     }
 
     /// What the files hold now; where that cannot be used, what they held before, and a note, once.
@@ -126,17 +149,8 @@ impl Sides {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let roots = Arc::new(authority(&files.ca)?);
         let chain = certificates(&files.certificate)?;
-        let key = PrivateKeyDer::from_pem_file(&files.key).map_err(|error| {
-            let remedy = "give this node's private key in PEM (PKCS#8, PKCS#1 or SEC1), not encrypted";
-            file(&files.key, format!("holds no private key ({error}): {remedy}"))
-        })?;
-        let unusable = |error: rustls::Error| {
-            let key = files.key.display();
-            file(
-                &files.certificate,
-                format!("does not go with the key {key} ({error}): give the two of one node"),
-            )
-        };
+        let key = private_key(&files.key)?;
+        let unusable = |error: rustls::Error| mismatch(&files.certificate, &files.key, &error);
         let client = ClientConfig::builder_with_provider(Arc::clone(&provider))
             .with_protocol_versions(&[&version::TLS13])
             .map_err(unusable)?
@@ -163,6 +177,22 @@ impl Sides {
     }
 }
 
+/// A session with a server of another authority, which may want a certificate of ours and speaks HTTP/2.
+pub(crate) fn outward(ca: &Path, own: Option<(&Path, &Path)>) -> Result<Arc<ClientConfig>, Error> {
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let builder = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&version::TLS13]);
+    let builder = builder.map_err(|error| file(ca, format!("cannot be used ({error})")))?;
+    let builder = builder.with_root_certificates(authority(ca)?);
+    let mut config = match own {
+        Some((certificate, key)) => builder
+            .with_client_auth_cert(certificates(certificate)?, private_key(key)?)
+            .map_err(|error| mismatch(certificate, key, &error))?,
+        None => builder.with_no_client_auth(),
+    };
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    Ok(Arc::new(config))
+}
+
 /// Without tickets an idle connection has nothing to read, which is how a side knows that the other has not hung up;
 /// and a session is never resumed under a certificate that was replaced.
 fn no_tickets(mut server: ServerConfig) -> ServerConfig {
@@ -187,6 +217,18 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Error> {
     let remedy = "give certificates in PEM (-----BEGIN CERTIFICATE-----)";
     let read = read.map_err(|error| file(path, format!("is no PEM file ({error}): {remedy}")))?;
     if read.is_empty() { Err(file(path, format!("holds no certificate: {remedy}"))) } else { Ok(read) }
+}
+
+fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, Error> {
+    PrivateKeyDer::from_pem_file(path).map_err(|error| {
+        let remedy = "give this node's private key in PEM (PKCS#8, PKCS#1 or SEC1), not encrypted";
+        file(path, format!("holds no private key ({error}): {remedy}"))
+    })
+}
+
+fn mismatch(certificate: &Path, key: &Path, error: &rustls::Error) -> Error {
+    let key = key.display();
+    file(certificate, format!("does not go with the key {key} ({error}): give the two of one node"))
 }
 
 fn unreadable(path: &Path, error: &io::Error) -> Error {

@@ -1,0 +1,290 @@
+//! Who is a member, and what each keeps: a thread of its own that speaks gRPC to the peers, and to etcd where there is one.
+//!
+//! The caller publishes what it keeps and hears [`News`]; no call waits. A peer that is slow, silent or wrong costs its own
+//! stream and nothing else: every wait has a limit, every message a size, and who does not read is cut off.
+
+mod back_off;
+mod dial;
+mod etcd;
+mod follow;
+mod serve;
+pub mod service;
+mod shell;
+pub mod wire;
+
+use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+
+use self::shell::Command;
+use crate::Error;
+use crate::digest::Change;
+use crate::directory::Filter;
+pub use crate::membership::Parting;
+use crate::tls::Security;
+use crate::transport::{BootId, NodeId, Peer, PeerNumber};
+
+/// The name of a mesh, unless told otherwise.
+pub const MESH_DEFAULT: &str = "default";
+/// Bytes of the longest name of a mesh, which is a part of a key in etcd.
+pub const MESH_BYTES_MAX: usize = 63;
+/// Members that a node knows of, and the most that it serves: each costs a stream, its filter and 256 KiB.
+pub const MEMBERS_MAX: usize = 1024;
+/// Bytes of the longest text that says how a node is reached over RDMA.
+pub const RDMA_BYTES_MAX: usize = 4096;
+/// Memory of all filters, unless told otherwise: 200 million keys, as 400 TiB of blocks of 2 MiB have.
+pub const DIRECTORY_BYTES_DEFAULT: usize = 512 << 20;
+/// How long a registration in etcd outlives its node, unless told otherwise.
+pub const TTL_DEFAULT: Duration = Duration::from_secs(10);
+/// The longest that dropping [`Control`] waits for its thread: a call to etcd, and the streams.
+const STOP_MAX: Duration = Duration::from_secs(5);
+
+/// How members are found and followed.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The mesh: nodes of another are refused.
+    pub mesh: String,
+    /// This node.
+    pub node: NodeId,
+    /// This life of it.
+    pub boot: BootId,
+    /// Where peers follow what this node keeps; they are told this address, so it must be one that they reach.
+    pub listen: SocketAddr,
+    /// Where they get blocks.
+    pub data: DataAddresses,
+    /// How members are found.
+    pub members: Members,
+    /// Who may follow, and who may read along.
+    pub security: Security,
+    /// Memory of all peers' filters together: a peer that keeps more than its share is followed in part.
+    pub directory_bytes: usize,
+    /// How long anything may take.
+    pub limits: Limits,
+}
+
+/// Where a node serves blocks.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct DataAddresses {
+    /// Over TCP.
+    pub tcp: SocketAddr,
+    /// Over RDMA, in the words of that transport, up to [`RDMA_BYTES_MAX`].
+    pub rdma: Option<String>,
+}
+
+/// How members are found.
+#[derive(Clone, Debug)]
+pub enum Members {
+    /// These, by the `host:port` of their control. Each node lists the others; its own address among them does no harm.
+    Static(Vec<String>),
+    /// Those that are registered.
+    Etcd(Etcd),
+}
+
+/// A cluster of etcd.
+#[derive(Clone, Debug)]
+pub struct Etcd {
+    /// `http://host:port` or `https://host:port`, of which one that answers is used.
+    pub endpoints: Vec<String>,
+    /// Certificates of the authority that etcd's certificate is of, in PEM. Needed for https.
+    pub ca: Option<PathBuf>,
+    /// This node's certificate for etcd and its key, in PEM, where etcd wants one.
+    pub certificate: Option<(PathBuf, PathBuf)>,
+    /// A user and the file that holds the password, where etcd wants them.
+    pub user: Option<(String, PathBuf)>,
+    /// How long a registration outlives its node, in whole seconds.
+    pub ttl: Duration,
+}
+
+/// How long anything may take.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Limits {
+    /// A connection with its TLS session.
+    pub connect: Duration,
+    /// A follower hears something at least this often.
+    pub heartbeat: Duration,
+    /// A stream on which nothing came for this long is down, and a follower that takes nothing for this long is cut off.
+    pub silence: Duration,
+    /// A listed peer that was down for this long is left, until it is back.
+    pub gone: Duration,
+    /// The pause after a failure; doubled at each further one.
+    pub back_off_min: Duration,
+    /// The longest such pause.
+    pub back_off_max: Duration,
+    /// A call to etcd.
+    pub etcd: Duration,
+}
+
+/// What becomes of the mesh. It is told on the thread of [`Control`] and must not wait.
+#[derive(Debug)]
+pub enum News {
+    /// A member, in one life of it. A number is used once.
+    Joined {
+        /// Its name from now on.
+        number: PeerNumber,
+        /// Who it is.
+        peer: Peer,
+        /// How it is reached over RDMA, if it is.
+        rdma: Option<String>,
+    },
+    /// A member no more: it must be cut off. Nothing is told of the number any more.
+    Left {
+        /// Who.
+        number: PeerNumber,
+        /// Why.
+        why: Parting,
+    },
+    /// All that a member keeps.
+    Snapshot {
+        /// Who.
+        number: PeerNumber,
+        /// Its keys.
+        filter: Filter,
+    },
+    /// What has changed since.
+    Changes {
+        /// Who.
+        number: PeerNumber,
+        /// In order.
+        changes: Vec<Change>,
+    },
+    /// Nothing is heard of a member at present: what it was known to keep stays in use until it is heard of again or
+    /// [`News::Left`].
+    Stale {
+        /// Who.
+        number: PeerNumber,
+    },
+    /// Something an operator should know.
+    Note(String),
+}
+
+/// The thread at work.
+pub struct Control {
+    commands: UnboundedSender<Command>,
+    address: SocketAddr,
+    thread: Option<JoinHandle<()>>,
+    /// Disconnected when the thread has ended.
+    ended: Receiver<()>,
+}
+
+// === impl Config ===
+
+impl Config {
+    /// A mesh of these members under its default name and limits.
+    pub fn new(
+        (node, boot): (NodeId, BootId),
+        listen: SocketAddr,
+        data: DataAddresses,
+        members: Members,
+        security: Security,
+    ) -> Self {
+        let (mesh, limits) = (MESH_DEFAULT.to_owned(), Limits::default());
+        Self {
+            mesh,
+            node,
+            boot,
+            listen,
+            data,
+            members,
+            security,
+            directory_bytes: DIRECTORY_BYTES_DEFAULT,
+            limits,
+        }
+    }
+
+    fn check(&self) -> Result<(), Error> {
+        let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+        let named = (1..=MESH_BYTES_MAX).contains(&self.mesh.len()) && self.mesh.bytes().all(letter);
+        if !named {
+            return Err(Error::Mesh(self.mesh.clone()));
+        }
+        for address in [self.listen, self.data.tcp] {
+            if address.ip().is_unspecified() {
+                return Err(Error::Unreachable(address));
+            }
+        }
+        let rdma_bytes = self.data.rdma.as_ref().map_or(0, String::len);
+        assert!(rdma_bytes <= RDMA_BYTES_MAX, "the caller's own text: {rdma_bytes} bytes");
+        match &self.members {
+            Members::Static(peers) if peers.len() > MEMBERS_MAX => Err(Error::Listed(peers.len())),
+            Members::Static(peers) => peers.iter().try_for_each(|peer| dial::check(peer)),
+            Members::Etcd(etcd) => etcd.check(),
+        }
+    }
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            connect: Duration::from_secs(2),
+            heartbeat: Duration::from_secs(1),
+            silence: Duration::from_secs(5),
+            gone: Duration::from_secs(30),
+            back_off_min: Duration::from_millis(100),
+            back_off_max: Duration::from_secs(5),
+            etcd: Duration::from_secs(3),
+        }
+    }
+}
+
+// === impl Control ===
+
+impl Control {
+    /// Listens, finds the members and follows them, from then on. `up` is called on the thread of its own.
+    pub fn start(config: Config, up: impl Fn(News) + Send + Sync + 'static) -> Result<Self, Error> {
+        config.check()?;
+        let unheard = |source| Error::Listen { address: config.listen, source };
+        let listener = TcpListener::bind(config.listen).map_err(unheard)?;
+        listener.set_nonblocking(true).map_err(unheard)?;
+        let address = listener.local_addr().map_err(unheard)?;
+        let (commands, orders) = unbounded_channel();
+        let (alive, ended) = channel();
+        let run = shell::prepare(Config { listen: address, ..config }, listener, Box::new(up), orders)?;
+        let thread = std::thread::Builder::new().name("mesh-control".into());
+        let thread = thread.spawn(move || {
+            run();
+            drop(alive);
+        });
+        let thread = thread.map_err(|source| Error::Os { doing: "start a thread", source })?;
+        Ok(Self { commands, address, thread: Some(thread), ended })
+    }
+
+    /// What this node keeps from now on, or no more. Peers that follow hear of it.
+    pub fn publish(&self, changes: Vec<Change>) {
+        self.order(Command::Publish(changes));
+    }
+
+    /// The filter of a peer got too full: all that it keeps comes anew, in a [`News::Snapshot`] with more room.
+    pub fn resync(&self, peer: PeerNumber) {
+        self.order(Command::Resync(peer));
+    }
+
+    /// Where peers follow what this node keeps.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Is no member any more, as soon as etcd or the peers hear of it. Nothing more is told.
+    pub fn drain(&self) {
+        self.order(Command::Drain);
+    }
+
+    /// The thread is gone only after a drain.
+    fn order(&self, command: Command) {
+        let _ = self.commands.send(command);
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        self.drain();
+        // One that is stuck is left to itself.
+        let stuck = self.ended.recv_timeout(STOP_MAX) == Err(std::sync::mpsc::RecvTimeoutError::Timeout);
+        if let (Some(thread), false) = (self.thread.take(), stuck) {
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! Connections: TCP, and TLS where it is wanted, within a time.
+
+use std::future::Future;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper_util::rt::TokioIo;
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tonic::transport::{Channel, Endpoint, Uri};
+use tower::service_fn;
+
+use super::Etcd;
+use crate::Error;
+use crate::tls::{self, REMEDY};
+
+/// Bytes of a stream on their way to this side: a few of the largest messages.
+const WINDOW_BYTES: u32 = 1 << 20;
+/// Bytes of the longest `host:port`: that of the longest DNS name.
+const ADDRESS_BYTES_MAX: usize = 253 + 6;
+
+/// The session that a connection begins with: how, and whose certificate the other side must have.
+pub(super) type Session = Option<(Arc<ClientConfig>, ServerName<'static>)>;
+
+/// A connection, encrypted or not.
+pub(super) trait Wire: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Wire for T {}
+
+/// Connects to `address`, a `host:port`. `Err` is the reason, with the remedy where there is one.
+pub(super) async fn dial(address: &str, session: Session, limit: Duration) -> Result<Channel, String> {
+    let wire = within(limit, "connecting", connect(address, session)).await?;
+    let mut wire = Some(TokioIo::new(wire));
+    // Once: a channel that breaks is thrown away.
+    let connector = service_fn(move |_: Uri| {
+        let wire = wire.take().ok_or_else(|| std::io::Error::from(std::io::ErrorKind::NotConnected));
+        std::future::ready(wire)
+    });
+    let endpoint = Endpoint::from_shared(format!("http://{address}"))
+        .map_err(|error| causes(&error))?
+        .initial_stream_window_size(WINDOW_BYTES)
+        .initial_connection_window_size(WINDOW_BYTES);
+    let channel = within(limit, "the first frames", async {
+        endpoint.connect_with_connector(connector).await.map_err(|error| causes(&error))
+    });
+    channel.await
+}
+
+async fn connect(address: &str, session: Session) -> Result<Box<dyn Wire>, String> {
+    let tcp = TcpStream::connect(address).await.map_err(|error| error.to_string())?;
+    tcp.set_nodelay(true).map_err(|error| error.to_string())?;
+    let Some((config, name)) = session else { return Ok(Box::new(tcp)) };
+    let tls = TlsConnector::from(config).connect(name, tcp).await;
+    Ok(Box::new(tls.map_err(|error| format!("no TLS session ({error}): {REMEDY}"))?))
+}
+
+/// What comes of something that may not take longer.
+pub(super) async fn within<T>(
+    limit: Duration,
+    what: &str,
+    work: impl Future<Output = Result<T, String>>,
+) -> Result<T, String> {
+    let ended = tokio::time::timeout(limit, work).await;
+    ended.unwrap_or_else(|_| Err(format!("{what} took longer than {} ms", limit.as_millis())))
+}
+
+/// An error with what it comes from, which is where libraries say what went wrong.
+pub(super) fn causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        next = cause.source();
+    }
+    text
+}
+
+/// Whether this can be the address of a peer.
+pub(super) fn check(address: &str) -> Result<(), Error> {
+    let port = address.rsplit_once(':').filter(|(host, _)| !host.is_empty() && !host.contains('/'));
+    let port = port.and_then(|(_, port)| port.parse::<u16>().ok()).filter(|port| *port > 0);
+    if port.is_some() && address.len() <= ADDRESS_BYTES_MAX {
+        return Ok(());
+    }
+    let problem = "is no address of a peer: give host:port, the --mesh-listen of that node";
+    Err(Error::Address { address: address.into(), problem })
+}
+
+// === etcd ===
+
+impl Etcd {
+    /// Whether these can be endpoints and files of etcd.
+    pub(super) fn check(&self) -> Result<(), Error> {
+        let all = self.endpoints.iter().try_for_each(|endpoint| self.endpoint(endpoint).map(drop));
+        if self.endpoints.is_empty() {
+            let problem = "is no endpoint of etcd: give at least one, as http://host:port";
+            return Err(Error::Address { address: String::new(), problem });
+        }
+        if let Some((_, file)) = &self.user {
+            self::password(file)?;
+        }
+        all
+    }
+
+    /// Where an endpoint is, and how a connection to it begins. Files are read now.
+    pub(super) fn endpoint(&self, endpoint: &str) -> Result<(String, Session), Error> {
+        let wrong = |problem| Error::Address { address: endpoint.into(), problem };
+        let Some((scheme, rest)) = endpoint.split_once("://") else {
+            return Err(wrong("is no endpoint of etcd: give http://host:port or https://host:port"));
+        };
+        let address = rest.trim_end_matches('/');
+        check(address)
+            .map_err(|_| wrong("is no endpoint of etcd: give http://host:port or https://host:port"))?;
+        match (scheme, &self.ca) {
+            ("http", None) => Ok((address.into(), None)),
+            ("http", Some(_)) => {
+                Err(wrong("would not be encrypted, though there is a CA for it: give https://"))
+            }
+            ("https", Some(ca)) => {
+                let files = self.certificate.as_ref().map(|(certificate, key)| (&**certificate, &**key));
+                let config = tls::outward(ca, files)?;
+                let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
+                let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
+                let name = ServerName::try_from(host).map_err(|_| wrong("names no host"))?;
+                Ok((address.into(), Some((config, name))))
+            }
+            ("https", None) => Err(wrong("needs the certificate of its authority: give --etcd-ca")),
+            _ => Err(wrong("is no endpoint of etcd: give http://host:port or https://host:port")),
+        }
+    }
+
+    /// The user's name and password, which is read now.
+    pub(super) fn credentials(&self) -> Result<Option<(String, String)>, Error> {
+        self.user.as_ref().map(|(user, file)| Ok((user.clone(), password(file)?))).transpose()
+    }
+}
+
+fn password(file: &Path) -> Result<String, Error> {
+    let problem = |problem| Error::File { path: file.to_owned(), problem };
+    let text = std::fs::read_to_string(file)
+        .map_err(|error| problem(format!("cannot be read ({error}): give a file with etcd's password")))?;
+    Ok(text.trim_end_matches(['\r', '\n']).to_owned())
+}

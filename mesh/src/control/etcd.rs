@@ -1,0 +1,361 @@
+//! Registration and membership in etcd.
+//!
+//! A node is one key, `/pillion/<mesh>/nodes/<node>`, under one lease: alive is who keeps the lease alive, and the revision
+//! that created the key is what tells one registration from the next. Whoever has the key first has the name.
+//!
+//! A session is one connection to one endpoint. It lists what is registered and watches from there on; when it breaks, the
+//! last membership serves on, and the next session, at the next endpoint, lists anew: nothing depends on a history that
+//! etcd may have compacted.
+
+use std::num::NonZeroU64;
+use std::sync::Arc;
+use std::time::Duration;
+
+use etcd_client::{
+    Channel, Client, Compare, CompareOp, ConnectOptions, Event, EventType, GetOptions, KeyValue,
+    LeaseKeepAliveStream, LeaseKeeper, PutOptions, Txn, TxnOp, TxnOpResponse, WatchOptions, WatchResponse,
+    WatchStream,
+};
+use serde::{Deserialize, Serialize};
+use tokio::sync::Notify;
+use tokio::time::{Instant, Interval, MissedTickBehavior};
+
+use super::back_off::BackOff;
+use super::dial::{causes, dial, within};
+use super::shell::Shared;
+use super::{DataAddresses, Etcd, MEMBERS_MAX, RDMA_BYTES_MAX};
+use crate::membership::{Identity, Registration};
+use crate::transport::{BootId, NodeId};
+
+/// Another version of a record is not read.
+const VERSION: u32 = 1;
+/// Bytes of a record at most: addresses, and how a node is reached over RDMA.
+const RECORD_BYTES_MAX: usize = RDMA_BYTES_MAX + 1024;
+/// etcd knows no shorter lease, and grants a longer one where its elections take longer.
+const TTL_MIN: Duration = Duration::from_secs(1);
+/// Times that a lease is renewed before it would run out.
+const RENEWALS: u32 = 3;
+
+/// What a key holds.
+#[derive(Debug, Deserialize, Serialize)]
+struct Record {
+    version: u32,
+    /// In hexadecimal: not every reader of JSON has whole numbers of 64 bits.
+    boot: String,
+    control: String,
+    tcp: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    rdma: Option<String>,
+}
+
+/// A connection to etcd.
+struct Session {
+    shared: Arc<Shared>,
+    client: Client,
+    prefix: String,
+    lease: i64,
+    ttl: Duration,
+    /// Whether the key is this node's.
+    registered: bool,
+}
+
+/// Why a session has ended.
+enum End {
+    /// The caller has enough.
+    Left,
+    Broken(String),
+}
+
+/// Keeps this node registered and its membership up to date, until `leaving`.
+pub(super) async fn register(shared: Arc<Shared>, etcd: Etcd, leaving: Arc<Notify>) {
+    let limits = shared.config.limits;
+    let mut lease = None;
+    let mut back_off = BackOff::new(&limits, shared.config.boot.0.get());
+    for endpoint in etcd.endpoints.iter().cycle() {
+        let mut up = None;
+        let session = session(&shared, &etcd, endpoint, &mut lease, &mut up, &leaving);
+        let why = match session.await {
+            End::Left => return,
+            End::Broken(why) => format!("etcd at {endpoint}: {why}"),
+        };
+        let (pause, news) = back_off.after(up.map_or(Duration::ZERO, |since| since.elapsed()), &why);
+        if news {
+            shared.note(format!("{why}; the last membership serves on"));
+        }
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            () = leaving.notified() => return,
+        }
+    }
+}
+
+async fn session(
+    shared: &Arc<Shared>,
+    etcd: &Etcd,
+    endpoint: &str,
+    lease: &mut Option<i64>,
+    up: &mut Option<Instant>,
+    leaving: &Notify,
+) -> End {
+    let opened = tokio::select! {
+        opened = Session::open(shared, etcd, endpoint, lease) => opened,
+        () = leaving.notified() => return End::Left,
+    };
+    let (mut session, renewal, watch) = match opened {
+        Ok(opened) => opened,
+        Err(why) => return End::Broken(why),
+    };
+    *up = Some(Instant::now());
+    tokio::select! {
+        Err(why) = session.attend(renewal, watch) => return End::Broken(why),
+        () = leaving.notified() => {}
+    }
+    // The key goes with its lease: the others hear of it at once.
+    let _ = session.call("the end of the lease", session.client.lease_client().revoke(session.lease)).await;
+    End::Left
+}
+
+// === impl Session ===
+
+impl Session {
+    /// A session with a living lease, of which the membership was told all there is.
+    async fn open(
+        shared: &Arc<Shared>,
+        etcd: &Etcd,
+        endpoint: &str,
+        known: &mut Option<i64>,
+    ) -> Result<(Self, (LeaseKeeper, LeaseKeepAliveStream), WatchStream), String> {
+        let limits = &shared.config.limits;
+        let (address, tls) = etcd.endpoint(endpoint).map_err(|error| error.to_string())?;
+        let mut options = ConnectOptions::new().with_require_leader(true).with_auto_token_refresh(true);
+        if let Some((user, password)) = etcd.credentials().map_err(|error| error.to_string())? {
+            options = options.with_user(user, password);
+        }
+        let channel = Channel::Tonic(dial(&address, tls, limits.connect).await?);
+        let client = within(limits.etcd, "signing in", async {
+            Client::from_channel(channel, Some(options)).await.map_err(|error| causes(&error))
+        });
+        let prefix = format!("/pillion/{}/nodes/", shared.config.mesh);
+        let (client, shared) = (client.await?, Arc::clone(shared));
+        let mut session =
+            Self { shared, client, prefix, lease: 0, ttl: etcd.ttl.max(TTL_MIN), registered: false };
+        let renewal = session.take_lease(known).await?;
+        let watch = session.list().await?;
+        session.put().await?;
+        Ok((session, renewal, watch))
+    }
+
+    /// What etcd answers, within a time.
+    async fn call<T>(
+        &self,
+        what: &str,
+        call: impl Future<Output = Result<T, etcd_client::Error>>,
+    ) -> Result<T, String> {
+        let call = async { call.await.map_err(|error| format!("{what}: {}", causes(&error))) };
+        within(self.shared.config.limits.etcd, what, call).await
+    }
+
+    /// The lease of the session before, if it still lives; else another.
+    async fn take_lease(
+        &mut self,
+        known: &mut Option<i64>,
+    ) -> Result<(LeaseKeeper, LeaseKeepAliveStream), String> {
+        let mut leases = self.client.lease_client();
+        if let Some(lease) = *known
+            && let Ok(renewal) = self.call("a lease", leases.keep_alive(lease)).await
+        {
+            self.lease = lease;
+            return Ok(renewal);
+        }
+        let granted = self.call("a lease", leases.grant(self.ttl.as_secs() as i64, None)).await?;
+        self.lease = granted.id();
+        *known = Some(self.lease);
+        self.call("a lease", leases.keep_alive(self.lease)).await
+    }
+
+    /// Tells the membership who is registered, and watches from there on.
+    async fn list(&mut self) -> Result<WatchStream, String> {
+        let options = GetOptions::new().with_prefix().with_limit(MEMBERS_MAX as i64 + 1);
+        let mut keys = self.client.kv_client();
+        let all = self.call("the list of nodes", keys.get(self.prefix.as_str(), Some(options))).await?;
+        let revision = all.header().ok_or("a list without a revision")?.revision();
+        let nodes = all.kvs().iter().filter_map(|key| self.read(key)).collect();
+        self.shared.registered(nodes);
+        let options = WatchOptions::new().with_prefix().with_start_revision(revision + 1);
+        let mut watches = self.client.watch_client();
+        self.call("the watch", watches.watch(self.prefix.as_str(), Some(options))).await
+    }
+
+    /// Writes this node's key, if no other life has it.
+    async fn put(&mut self) -> Result<(), String> {
+        let config = &self.shared.config;
+        let key = format!("{}{}", self.prefix, config.node);
+        let record = Record::of(config.boot, config.listen, &config.data);
+        let put = || {
+            let leased = PutOptions::new().with_lease(self.lease);
+            TxnOp::put(key.as_str(), record.clone(), Some(leased))
+        };
+        let first = Txn::new()
+            .when([Compare::create_revision(key.as_str(), CompareOp::Equal, 0)])
+            .and_then([put()])
+            .or_else([TxnOp::get(key.as_str(), None)]);
+        let mut keys = self.client.kv_client();
+        let answer = self.call("the registration", keys.txn(first)).await?;
+        self.registered = answer.succeeded();
+        let Some(TxnOpResponse::Get(found)) = answer.op_responses().into_iter().next() else { return Ok(()) };
+        let Some(found) = found.kvs().first() else { return Ok(()) };
+        if self.read(found).is_some_and(|one| one.identity.boot == config.boot) {
+            // This life's, perhaps under a lease of before.
+            let unchanged = Compare::mod_revision(key.as_str(), CompareOp::Equal, found.mod_revision());
+            let again = Txn::new().when([unchanged]).and_then([put()]);
+            self.registered = self.call("the registration", keys.txn(again)).await?.succeeded();
+        } else {
+            self.shared.note(format!(
+                "this node joins when the registration of another life of '{}' in etcd has ended, which takes up to {} s \
+                 after a crash; if this is said again, two sidecars have that name: give each its own --node-id",
+                config.node,
+                self.ttl.as_secs()
+            ));
+        }
+        Ok(())
+    }
+
+    /// Renews the lease and takes what the watch tells, until something breaks.
+    async fn attend(
+        &mut self,
+        (mut keeper, mut renewed): (LeaseKeeper, LeaseKeepAliveStream),
+        mut watch: WatchStream,
+    ) -> Result<std::convert::Infallible, String> {
+        let mut renewal = every(self.ttl / RENEWALS);
+        let mut retry = every(self.ttl * 2);
+        let limit = self.shared.config.limits.etcd;
+        let mut due: Option<Instant> = None;
+        loop {
+            tokio::select! {
+                at = renewal.tick() => {
+                    within(limit, "renewing the lease", async { keeper.keep_alive().await.map_err(|e| causes(&e)) }).await?;
+                    due.get_or_insert(at + limit);
+                }
+                () = overdue(due) => return Err("the lease is not renewed in time".into()),
+                answer = renewed.message() => {
+                    let answer = answer.map_err(|error| causes(&error))?.ok_or("the lease's stream ended")?;
+                    if answer.ttl() <= 0 {
+                        return Err("the lease ran out".into());
+                    }
+                    due = None;
+                }
+                told = watch.message() => {
+                    let told = told.map_err(|error| causes(&error))?.ok_or("the watch ended")?;
+                    if told.canceled() {
+                        watch = self.watch_again(&told).await?;
+                    }
+                    self.take(&told).await?;
+                }
+                _ = retry.tick(), if !self.registered => self.put().await?,
+            }
+        }
+    }
+
+    /// A watch that fell behind what etcd has compacted begins anew.
+    async fn watch_again(&mut self, told: &WatchResponse) -> Result<WatchStream, String> {
+        if told.compact_revision() == 0 {
+            return Err(format!("the watch was cancelled: {}", told.cancel_reason()));
+        }
+        self.list().await
+    }
+
+    /// What has happened to keys.
+    async fn take(&mut self, told: &WatchResponse) -> Result<(), String> {
+        let own = format!("{}{}", self.prefix, self.shared.config.node);
+        let mut free = false;
+        for event in told.events() {
+            let Some(key) = event.kv() else { continue };
+            self.happened(event, key);
+            if key.key() == own.as_bytes() {
+                free = event.event_type() == EventType::Delete;
+            }
+        }
+        // By its lease, or by hand; or another life had it.
+        if free { self.put().await } else { Ok(()) }
+    }
+
+    fn happened(&self, event: &Event, key: &KeyValue) {
+        match event.event_type() {
+            EventType::Put => {
+                if let Some(one) = self.read(key) {
+                    self.shared.put(one);
+                }
+            }
+            EventType::Delete => {
+                if let Some(node) = self.node(key) {
+                    self.shared.delete(&node, key.mod_revision());
+                }
+            }
+        }
+    }
+
+    /// A registration, if it is one. What is none is told of and passed over.
+    fn read(&self, key: &KeyValue) -> Option<Registration> {
+        let node = self.node(key)?;
+        match Record::read(key.value()) {
+            Ok((boot, control, data)) => {
+                let identity = Identity { node, boot, data };
+                Some(Registration { identity, control, created: key.create_revision() })
+            }
+            Err(why) => {
+                self.shared.note_rarely(format!("the registration of {node} in etcd is passed over: {why}"));
+                None
+            }
+        }
+    }
+
+    fn node(&self, key: &KeyValue) -> Option<NodeId> {
+        let name = key.key().strip_prefix(self.prefix.as_bytes())?;
+        NodeId::new(String::from_utf8(name.to_vec()).ok()?).ok()
+    }
+}
+
+/// Ticks for ever, the first time after `period`, and never twice for a time that was missed.
+fn every(period: Duration) -> Interval {
+    let mut interval = tokio::time::interval(period);
+    interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    interval.reset();
+    interval
+}
+
+async fn overdue(due: Option<Instant>) {
+    match due {
+        Some(due) => tokio::time::sleep_until(due).await,
+        None => std::future::pending().await,
+    }
+}
+
+// === impl Record ===
+
+impl Record {
+    fn of(boot: BootId, control: std::net::SocketAddr, data: &DataAddresses) -> String {
+        let (boot, control, tcp) = (format!("{:016x}", boot.0), control.to_string(), data.tcp.to_string());
+        let record = Self { version: VERSION, boot, control, tcp, rdma: data.rdma.clone() };
+        serde_json::to_string(&record).expect("strings and a number")
+    }
+
+    fn read(bytes: &[u8]) -> Result<(BootId, std::net::SocketAddr, DataAddresses), String> {
+        if bytes.len() > RECORD_BYTES_MAX {
+            return Err(format!("{} bytes, of at most {RECORD_BYTES_MAX}", bytes.len()));
+        }
+        let record: Self = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+        if record.version != VERSION {
+            return Err(format!(
+                "version {}, not {VERSION}: run the same release on every node",
+                record.version
+            ));
+        }
+        let boot = u64::from_str_radix(&record.boot, 16).ok().and_then(NonZeroU64::new).ok_or("no life")?;
+        let address = |text: &str| text.parse().map_err(|_| "an address that is none");
+        let data = DataAddresses { tcp: address(&record.tcp)?, rdma: record.rdma };
+        if data.rdma.as_ref().is_some_and(|rdma| rdma.len() > RDMA_BYTES_MAX) {
+            return Err("too long an RDMA address".into());
+        }
+        Ok((BootId(boot), address(&record.control)?, data))
+    }
+}

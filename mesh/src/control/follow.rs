@@ -1,0 +1,153 @@
+//! The side that follows: one task for each seat, which connects again and again.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Notify;
+use tokio::time::Instant;
+use tonic::{Status, Streaming};
+
+use super::News;
+use super::back_off::BackOff;
+use super::dial::{dial, within};
+use super::service::inventory_client::InventoryClient;
+use super::shell::Shared;
+use super::wire::{FollowReply, FollowRequest, REPLY_BYTES_MAX, Reply};
+use crate::digest::Thinning;
+use crate::feed::{Follower, Heard, Unheard, keys_max};
+use crate::membership::{Identity, Seat};
+use crate::transport::{BootId, PeerNumber};
+
+/// Changes of one peer that are taken in a second: a tenth of what the caller can apply. A peer that has more to tell is
+/// read less often, and tells fewer: what came and went again is not told.
+const CHANGES_PER_SECOND: u64 = 1 << 20;
+
+/// Characters of what a peer says of a failure.
+const WORDS_MAX: usize = 300;
+
+/// What is known from the streams before.
+struct Known {
+    /// Of this member, in this life, up to this sequence.
+    upto: Option<(PeerNumber, BootId, u64)>,
+    thinning: Thinning,
+}
+
+/// A peer's stream, for ever.
+pub(super) async fn follow(shared: Arc<Shared>, seat: Seat, address: String, anew: Arc<Notify>) {
+    let limits = shared.config.limits;
+    let mut known = Known { upto: None, thinning: Thinning::NONE };
+    let mut back_off = BackOff::new(&limits, shared.config.boot.0.get() ^ u64::from(seat.0));
+    loop {
+        let mut up = None;
+        let stream = stream(&shared, seat, &address, &mut known, &mut up);
+        let why = tokio::select! {
+            Err(why) = stream => why,
+            () = anew.notified() => {
+                known.upto = None;
+                continue;
+            }
+        };
+        shared.down(seat);
+        let (pause, news) = back_off.after(up.map_or(Duration::ZERO, |since| since.elapsed()), &why);
+        if news {
+            shared.note(format!("the inventory of {address} is not followed: {why}"));
+        }
+        tokio::time::sleep(pause).await;
+    }
+}
+
+/// One stream, until it breaks. `up` is set when it is one.
+async fn stream(
+    shared: &Arc<Shared>,
+    seat: Seat,
+    address: &str,
+    known: &mut Known,
+    up: &mut Option<Instant>,
+) -> Result<std::convert::Infallible, String> {
+    let config = &shared.config;
+    let session = shared.credentials.as_ref().map(|files| files.client(|text| shared.note(text)));
+    known.upto = known.upto.filter(|(number, ..)| shared.number(seat) == Some(*number));
+    let asked =
+        FollowRequest::new(config, known.upto.map(|(_, boot, sequence)| (boot, sequence)), known.thinning);
+    let channel = dial(address, session, config.limits.connect).await?;
+    let mut client = InventoryClient::new(channel).max_decoding_message_size(REPLY_BYTES_MAX);
+    let mut replies = within(config.limits.connect, "the answer", async {
+        let answer = client.follow(asked).await.map_err(|status| words(&status))?;
+        Ok(answer.into_inner())
+    })
+    .await?;
+    let identity = greeting(shared, &mut replies).await?;
+    let Some(number) = shared.hello(seat, &identity)? else {
+        // The node itself: this task is being ended.
+        std::future::pending().await
+    };
+    // One that left and came back meanwhile is another member, of which nothing is known.
+    known.upto = known.upto.filter(|(of, boot, _)| (*of, *boot) == (number, identity.boot));
+    *up = Some(Instant::now());
+    let keys_max = keys_max(config.directory_bytes, shared.followed());
+    let mut follower = match known.upto {
+        Some((.., sequence)) => Follower::resumed(keys_max, sequence, known.thinning),
+        None => Follower::new(keys_max),
+    };
+    loop {
+        match reply(shared, &mut replies).await? {
+            Reply::Hello(..) => return Err("it greets twice".into()),
+            Reply::Heartbeat => {}
+            Reply::Told(message) => {
+                let heard = follower.hear(message).map_err(|unheard| known.after(unheard))?;
+                known.upto = follower.known().map(|sequence| (number, identity.boot, sequence));
+                tell(shared, number, heard).await;
+            }
+        }
+    }
+}
+
+/// Who answers, of this mesh.
+async fn greeting(shared: &Shared, replies: &mut Streaming<FollowReply>) -> Result<Identity, String> {
+    match reply(shared, replies).await? {
+        Reply::Hello(mesh, identity) if mesh == shared.config.mesh => Ok(identity),
+        Reply::Hello(mesh, _) => Err(format!("it is of the mesh '{mesh}': give both the same --mesh-name")),
+        Reply::Told(_) | Reply::Heartbeat => Err("it does not say who it is".into()),
+    }
+}
+
+async fn reply(shared: &Shared, replies: &mut Streaming<FollowReply>) -> Result<Reply, String> {
+    let reply = within(shared.config.limits.silence, "the next message", async {
+        replies.message().await.map_err(|status| words(&status))
+    });
+    let reply = reply.await?.ok_or("it ended the stream")?;
+    reply.hear().map_err(|malformed| format!("it sent {malformed}"))
+}
+
+/// What a peer, or the connection to it, says of a failure: that may be anything.
+fn words(status: &Status) -> String {
+    status.message().chars().filter(|char| !char.is_control()).take(WORDS_MAX).collect()
+}
+
+/// Tells the caller, and then takes the time that this many changes should take.
+async fn tell(shared: &Shared, number: PeerNumber, heard: Heard) {
+    match heard {
+        Heard::Nothing => tokio::task::yield_now().await,
+        Heard::Snapshot(filter) => shared.tell(News::Snapshot { number, filter }),
+        Heard::Changes(changes) => {
+            let micros = changes.len() as u64 * 1_000_000 / CHANGES_PER_SECOND;
+            shared.tell(News::Changes { number, changes });
+            tokio::time::sleep(Duration::from_micros(micros)).await;
+        }
+    }
+}
+
+// === impl Known ===
+
+impl Known {
+    /// What follows from a message that could not be taken: all is asked for anew, and less of it where it is too much.
+    fn after(&mut self, unheard: Unheard) -> String {
+        self.upto = None;
+        if let Unheard::Memory { keys, max } = unheard {
+            let power = self.thinning.power();
+            let fits = |thinning: &Thinning| keys >> (thinning.power() - power) <= max as u64;
+            self.thinning = (power..).map_while(Thinning::new).find(fits).unwrap_or(Thinning::MOST);
+        }
+        unheard.to_string()
+    }
+}

@@ -1,0 +1,199 @@
+//! The side that is followed: connections, and what goes out on each.
+
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use hyper::server::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Semaphore, mpsc, watch};
+use tokio_rustls::TlsAcceptor;
+use tokio_stream::Stream;
+use tonic::{Request, Response, Status};
+
+use super::MEMBERS_MAX;
+use super::dial::{Wire, within};
+use super::service::inventory_server::{Inventory, InventoryServer};
+use super::shell::{Shared, lock};
+use super::wire::{FollowReply, FollowRequest, REPLY_BYTES_MAX, REQUEST_BYTES_MAX, VERSION, thinning_of};
+use crate::tls::REMEDY;
+
+/// The time that a last message has to get out.
+const PARTING: Duration = Duration::from_secs(1);
+/// The pause when the kernel has no more descriptors.
+const EXHAUSTED: Duration = Duration::from_millis(100);
+/// Bytes of the headers of a request.
+const HEADER_BYTES_MAX: u32 = 8 << 10;
+
+/// How far a connection is.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+enum Phase {
+    /// Nothing was asked yet.
+    Idle,
+    Following,
+    /// All was said.
+    Ended,
+    /// The other side takes nothing.
+    Stuck,
+}
+
+/// What serves one connection.
+struct Connection {
+    shared: Arc<Shared>,
+    phase: Arc<watch::Sender<Phase>>,
+}
+
+/// What goes out on a stream.
+struct Replies(mpsc::Receiver<FollowReply>);
+
+/// Takes connections, for ever.
+pub(super) async fn listen(shared: Arc<Shared>, listener: TcpListener) {
+    let room = Arc::new(Semaphore::new(MEMBERS_MAX));
+    loop {
+        match (listener.accept().await, Arc::clone(&room).try_acquire_owned()) {
+            (Ok((tcp, from)), Ok(permit)) => {
+                let shared = Arc::clone(&shared);
+                tokio::spawn(async move {
+                    serve(&shared, tcp, from).await;
+                    drop(permit);
+                });
+            }
+            (Ok((_, from)), Err(_)) => {
+                shared.note_rarely(format!("{from} is turned away: {MEMBERS_MAX} connections are served"));
+            }
+            (Err(_), _) => tokio::time::sleep(EXHAUSTED).await,
+        }
+    }
+}
+
+/// One connection, until either side has enough of it.
+async fn serve(shared: &Arc<Shared>, tcp: TcpStream, from: SocketAddr) {
+    let limit = shared.config.limits.connect;
+    let wire = match within(limit, "the TLS session", accept(shared, tcp)).await {
+        Ok(wire) => wire,
+        Err(why) => return shared.note_rarely(format!("{from} is not served: {why}")),
+    };
+    let (phase, mut phases) = watch::channel(Phase::Idle);
+    let connection = Connection { shared: Arc::clone(shared), phase: Arc::new(phase) };
+    let service = InventoryServer::new(connection).max_decoding_message_size(REQUEST_BYTES_MAX);
+    let mut http = http2::Builder::new(TokioExecutor::new());
+    http.max_concurrent_streams(1).max_header_list_size(HEADER_BYTES_MAX).max_send_buf_size(REPLY_BYTES_MAX);
+    // One that is frozen, or that has no network any more.
+    let silence = shared.config.limits.silence;
+    http.timer(TokioTimer::new()).keep_alive_interval(silence).keep_alive_timeout(silence);
+    tokio::select! {
+        _ = http.serve_connection(TokioIo::new(wire), TowerToHyperService::new(service)) => {}
+        () = enough(&mut phases, limit) => {}
+    }
+}
+
+async fn accept(shared: &Shared, tcp: TcpStream) -> Result<Box<dyn Wire>, String> {
+    tcp.set_nodelay(true).map_err(|error| error.to_string())?;
+    let Some(credentials) = &shared.credentials else { return Ok(Box::new(tcp)) };
+    let tls = TlsAcceptor::from(credentials.server(|text| shared.note(text))).accept(tcp).await;
+    Ok(Box::new(tls.map_err(|error| format!("no TLS session ({error}): {REMEDY}"))?))
+}
+
+/// Returns when a connection has no more use.
+async fn enough(phases: &mut watch::Receiver<Phase>, limit: Duration) {
+    let asked = phases.wait_for(|phase| *phase != Phase::Idle);
+    if tokio::time::timeout(limit, asked).await.is_err() {
+        return;
+    }
+    let last = phases.wait_for(|phase| matches!(phase, Phase::Ended | Phase::Stuck)).await;
+    if last.is_ok_and(|last| *last == Phase::Ended) {
+        tokio::time::sleep(PARTING).await;
+    }
+}
+
+// === impl Connection ===
+
+#[tonic::async_trait]
+impl Inventory for Connection {
+    type FollowStream = Replies;
+
+    async fn follow(&self, request: Request<FollowRequest>) -> Result<Response<Replies>, Status> {
+        let asked = request.into_inner();
+        let first = self.phase.send_replace(Phase::Following) == Phase::Idle;
+        let refused =
+            if first { self.refusal(&asked) } else { Some("a connection carries one stream".into()) };
+        if let Some(why) = refused {
+            self.phase.send_replace(Phase::Ended);
+            return Err(Status::failed_precondition(why));
+        }
+        let (replies, taken) = mpsc::channel(1);
+        let (shared, phase) = (Arc::clone(&self.shared), Arc::clone(&self.phase));
+        tokio::spawn(async move {
+            let stuck = tell(&shared, &asked, &replies).await.is_err();
+            if stuck {
+                let silence_ms = shared.config.limits.silence.as_millis();
+                // The name is text that nobody has looked at.
+                shared.note_rarely(format!(
+                    "{:?} follows but takes nothing for {silence_ms} ms: hung up",
+                    asked.node
+                ));
+            }
+            phase.send_replace(if stuck { Phase::Stuck } else { Phase::Ended });
+        });
+        Ok(Response::new(Replies(taken)))
+    }
+}
+
+impl Connection {
+    /// Why a follower is not served, if it is not.
+    fn refusal(&self, asked: &FollowRequest) -> Option<String> {
+        let own = &self.shared.config;
+        if asked.version != VERSION {
+            return Some(format!(
+                "this node speaks version {VERSION} of the protocol, and the follower {}: run the same release on every node",
+                asked.version
+            ));
+        }
+        if asked.mesh != own.mesh {
+            let mesh = &own.mesh;
+            return Some(format!("this node is of the mesh '{mesh}': give both the same --mesh-name"));
+        }
+        thinning_of(asked.thinning).err().map(|malformed| malformed.to_string())
+    }
+}
+
+/// Tells a follower what this node keeps, until it hangs up. `Err`: it takes nothing.
+async fn tell(
+    shared: &Shared,
+    asked: &FollowRequest,
+    replies: &mpsc::Sender<FollowReply>,
+) -> Result<(), tokio::time::error::Elapsed> {
+    let limits = &shared.config.limits;
+    let known = (asked.known_boot == shared.config.boot.0.get()).then_some(asked.known_sequence);
+    let thinning = thinning_of(asked.thinning).unwrap_or_default();
+    let mut published = shared.published.subscribe();
+    let mut reader = lock(&shared.feed).reader(thinning, known);
+    let mut next = FollowReply::hello(&shared.config);
+    while tokio::time::timeout(limits.silence, replies.send(next)).await?.is_ok() {
+        next = loop {
+            if let Some(message) = lock(&shared.feed).next(&mut reader) {
+                break message.into();
+            }
+            tokio::select! {
+                _ = published.changed() => {}
+                () = tokio::time::sleep(limits.heartbeat) => break FollowReply::heartbeat(),
+                () = replies.closed() => return Ok(()),
+            }
+        };
+    }
+    Ok(())
+}
+
+// === impl Replies ===
+
+impl Stream for Replies {
+    type Item = Result<FollowReply, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.0.poll_recv(cx).map(|reply| reply.map(Ok))
+    }
+}

@@ -1,0 +1,109 @@
+//! What a block is called between nodes.
+
+use shm_protocol::key::{BlockHash, NamespaceDigest};
+use tiers::ssd::Label;
+use twox_hash::XxHash3_64;
+
+/// XXH3-64 over a block's namespace, group and hash. Two blocks of one digest are one too many in a filter: a false
+/// positive, which the owner answers as absent.
+#[derive(Copy, Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub struct Digest(pub u64);
+
+/// What happened to a block that a node keeps.
+#[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
+pub enum Change {
+    /// It may be asked for.
+    Added(Digest),
+    /// No more.
+    Removed(Digest),
+}
+
+/// Which blocks a node speaks of: one in 2^n, the same ones everywhere, because the digest alone decides. Beyond a size
+/// this is what keeps a directory small: the blocks of a prefix come and go together, so one in a few of them tells how
+/// far a peer has it.
+#[derive(Copy, Clone, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
+pub struct Thinning(u8);
+
+// === impl Thinning ===
+
+impl Thinning {
+    /// Every block.
+    pub const NONE: Self = Self(0);
+    /// One block in 256: of a prefix of 4,096 tokens in blocks of 16, one is left.
+    pub const MOST: Self = Self(8);
+
+    /// One in 2^`power`, if that is no more than [`Thinning::MOST`].
+    pub fn new(power: u8) -> Option<Self> {
+        (power <= Self::MOST.0).then_some(Self(power))
+    }
+
+    /// The power of two.
+    pub fn power(self) -> u8 {
+        self.0
+    }
+
+    /// Whether a block is spoken of. A filter uses none of these bits.
+    #[inline]
+    pub fn keeps(self, digest: Digest) -> bool {
+        (digest.0 >> 16) & ((1 << self.0) - 1) == 0
+    }
+
+    /// About how many of `keys` are spoken of.
+    pub fn of(self, keys: u64) -> u64 {
+        keys >> self.0
+    }
+}
+
+// === impl Digest ===
+
+impl Digest {
+    /// The digest of a block.
+    pub fn new(namespace: &NamespaceDigest, group: u32, hash: &BlockHash) -> Self {
+        let mut bytes = [0; 52];
+        bytes[..16].copy_from_slice(&namespace.0);
+        bytes[16..20].copy_from_slice(&group.to_le_bytes());
+        bytes[20..].copy_from_slice(&hash.0);
+        Self(XxHash3_64::oneshot(&bytes))
+    }
+
+    /// The digest of the block that a label names; its length is no part of it.
+    pub fn of(label: &Label) -> Self {
+        Self::new(&label.namespace, label.group, &label.hash)
+    }
+}
+
+// === impl Change ===
+
+impl Change {
+    /// Whose block.
+    pub fn digest(self) -> Digest {
+        let (Self::Added(digest) | Self::Removed(digest)) = self;
+        digest
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_part_of_a_name_counts_and_the_value_is_the_same_on_every_node() {
+        let label = Label {
+            namespace: NamespaceDigest([1; 16]),
+            group: 2,
+            hash: BlockHash::from_words([3, 4, 5, 6]),
+            bytes: 7,
+        };
+        let mut written = vec![1; 16];
+        written.extend([2, 0, 0, 0]);
+        written.extend(label.hash.0);
+        assert_eq!(Digest::of(&label), Digest(xxhash_rust::xxh3::xxh3_64(&written)));
+        assert_eq!(Digest::of(&label), Digest::of(&Label { bytes: 8, ..label }));
+        let others = [
+            Label { namespace: NamespaceDigest([2; 16]), ..label },
+            Label { group: 3, ..label },
+            Label { hash: BlockHash::from_words([3, 4, 5, 7]), ..label },
+        ];
+        assert!(others.iter().all(|other| Digest::of(other) != Digest::of(&label)));
+    }
+}

@@ -1,0 +1,293 @@
+//! Who may have which blocks: one [`Filter`] for each peer, its load, its breaker. Pure: no clock, no packet.
+//!
+//! What it says may be wrong, because a filter is sometimes wrong and always a little late; the owner's answer is the
+//! truth, and [`crate::transport::Fault::Absent`] a miss like any other. What it costs: docs/mesh-cost.md.
+
+mod breaker;
+mod filter;
+
+use std::borrow::Cow;
+use std::cmp::Reverse;
+
+pub use self::breaker::Limits;
+use self::breaker::{Breaker, Verdict};
+pub use self::filter::Filter;
+use crate::digest::{Change, Digest, Thinning};
+use crate::random::mix;
+use crate::transport::{Fault, PeerNumber};
+
+/// Keys of a run, spread over it, that say how long it can be at most: a peer that may have the first key is looked at
+/// in these before all others are.
+const SAMPLES: usize = 8;
+/// Look-ups of a probe after which no further peer's run is followed: 640 keys at two peers. Without it a prefix that
+/// every peer has would cost all of its keys at each of them.
+const LOOKUPS_MAX: usize = 1280;
+
+/// How peers are chosen.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Config {
+    /// When a peer is left alone.
+    pub breaker: Limits,
+    /// Candidates that a probe names at most.
+    pub candidates_max: usize,
+    /// Spreads the nodes that ask for the same blocks over the peers that have them: another number on each node.
+    pub seed: u64,
+}
+
+/// A peer that may have the first `run` of the keys asked for.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Candidate {
+    /// The peer.
+    pub peer: PeerNumber,
+    /// Keys, at least one.
+    pub run: u32,
+}
+
+/// Figures of a peer.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct PeerStats {
+    /// The peer.
+    pub peer: PeerNumber,
+    /// Keys that it is known to have; none before its first snapshot.
+    pub keys: usize,
+    /// Bytes of memory that this takes.
+    pub bytes: usize,
+    /// Whether it is left alone, or on trial.
+    pub breaker_open: bool,
+    /// How often its breaker has opened.
+    pub trips_total: u64,
+    /// Blocks asked of it that have not ended.
+    pub under_way: u32,
+}
+
+/// The directory.
+#[derive(Debug)]
+pub struct Directory {
+    config: Config,
+    /// By number.
+    members: Vec<Member>,
+}
+
+#[derive(Debug)]
+struct Member {
+    peer: PeerNumber,
+    /// None before the first snapshot.
+    filter: Option<Filter>,
+    /// Whether the filter had no room for a key; said once.
+    overfull: bool,
+    breaker: Breaker,
+    under_way: u32,
+}
+
+/// The keys of a probe that a thinning keeps.
+#[derive(Debug)]
+struct Asked<'a> {
+    thinning: Thinning,
+    keys: Cow<'a, [Digest]>,
+    /// Where they are among all keys; empty where all are kept.
+    places: Vec<u32>,
+}
+
+/// A member that may have the first key.
+#[derive(Copy, Clone, Debug)]
+struct Prospect<'a> {
+    member: &'a Member,
+    filter: &'a Filter,
+    asked: &'a Asked<'a>,
+    /// Its run among these, or what that can be at most; at least one.
+    run: usize,
+    /// Decides among equals.
+    lot: u64,
+}
+
+// === impl Config ===
+
+impl Default for Config {
+    fn default() -> Self {
+        Self { breaker: Limits::default(), candidates_max: 8, seed: 0 }
+    }
+}
+
+// === impl Directory: members ===
+
+impl Directory {
+    /// A directory of nobody.
+    pub fn new(config: Config) -> Self {
+        Self { config, members: Vec::new() }
+    }
+
+    /// A peer is a member. It has nothing until [`Directory::replace`]. One that is a member already is left as it is.
+    pub fn join(&mut self, peer: PeerNumber) {
+        if let Err(at) = self.position(peer) {
+            let breaker = Breaker::new(&self.config.breaker);
+            self.members.insert(at, Member { peer, filter: None, overfull: false, breaker, under_way: 0 });
+        }
+    }
+
+    /// A peer is a member no more; what is said of it later is ignored.
+    pub fn leave(&mut self, peer: PeerNumber) {
+        if let Ok(at) = self.position(peer) {
+            self.members.remove(at);
+        }
+    }
+
+    /// All that a peer has, as of a snapshot.
+    pub fn replace(&mut self, peer: PeerNumber, filter: Filter) {
+        if let Some(member) = self.member(peer) {
+            (member.filter, member.overfull) = (Some(filter), false);
+        }
+    }
+
+    /// What has changed at a peer since. False once the peer has more than its filter takes: then the rest is left out
+    /// until a larger filter comes by [`Directory::replace`], and only the first such call says so.
+    #[must_use = "a filter that is overfull wants a larger one"]
+    pub fn apply(&mut self, peer: PeerNumber, changes: &[Change]) -> bool {
+        let Some(member) = self.member(peer) else { return true };
+        let Some(filter) = &mut member.filter else { return true };
+        let mut fits = true;
+        for change in changes {
+            match change {
+                Change::Added(digest) => fits &= filter.insert(*digest),
+                // It may be one of those that did not fit.
+                Change::Removed(digest) => drop(filter.remove(*digest)),
+            }
+        }
+        let said = member.overfull;
+        member.overfull |= !fits;
+        fits || said
+    }
+
+    /// Blocks were asked of a peer.
+    pub fn began(&mut self, peer: PeerNumber, blocks: u32) {
+        if let Some(member) = self.member(peer) {
+            member.under_way += blocks;
+        }
+    }
+
+    /// One of them has ended.
+    pub fn ended(&mut self, now_ms: u64, peer: PeerNumber, result: &Result<u64, Fault>) {
+        let limits = self.config.breaker;
+        if let Some(member) = self.member(peer) {
+            member.under_way = member.under_way.saturating_sub(1);
+            member.breaker.ended(Verdict::of(result), now_ms, &limits);
+        }
+    }
+
+    /// Figures of every peer.
+    pub fn peers(&self) -> impl Iterator<Item = PeerStats> + '_ {
+        self.members.iter().map(|member| PeerStats {
+            peer: member.peer,
+            keys: member.filter.as_ref().map_or(0, Filter::len),
+            bytes: member.filter.as_ref().map_or(0, Filter::bytes),
+            breaker_open: member.breaker.is_open(),
+            trips_total: member.breaker.trips_total,
+            under_way: member.under_way,
+        })
+    }
+
+    fn position(&self, peer: PeerNumber) -> Result<usize, usize> {
+        self.members.binary_search_by_key(&peer, |member| member.peer)
+    }
+
+    fn member(&mut self, peer: PeerNumber) -> Option<&mut Member> {
+        self.position(peer).ok().map(|at| &mut self.members[at])
+    }
+}
+
+// === impl Directory: the probe ===
+
+impl Directory {
+    /// Peers that may have a leading run of `keys`, the longest run first, among equals the one that owes us least. One
+    /// whose breaker is open is none of them. Of a peer whose inventory is thinned, a run reaches to the last key that it
+    /// would speak of and has.
+    ///
+    /// All peers are looked at in the first key, those that may have it in [`SAMPLES`] more, and the most promising of
+    /// these in every key, up to [`LOOKUPS_MAX`] look-ups.
+    pub fn probe(&self, now_ms: u64, keys: &[Digest]) -> Vec<Candidate> {
+        let asked = self.asked(keys);
+        let prospects = self.members.iter().filter_map(|member| self.prospect(now_ms, member, &asked));
+        let mut prospects: Vec<Prospect<'_>> = prospects.collect();
+        prospects.sort_unstable_by_key(Prospect::rank);
+        prospects.truncate(self.config.candidates_max);
+
+        let (mut lookups, mut followed) = (0, 0);
+        for prospect in &mut prospects {
+            if lookups >= LOOKUPS_MAX {
+                break;
+            }
+            lookups += prospect.run;
+            prospect.run = prospect.filter.leading(&prospect.asked.keys[..prospect.run]);
+            followed += 1;
+        }
+        prospects.truncate(followed);
+        prospects.sort_unstable_by_key(Prospect::rank);
+        prospects.iter().map(Prospect::candidate).collect()
+    }
+
+    /// A member that may have the first key and may be asked.
+    fn prospect<'a>(&self, now_ms: u64, member: &'a Member, asked: &'a [Asked<'a>]) -> Option<Prospect<'a>> {
+        let filter = member.filter.as_ref()?;
+        let asked = asked.iter().find(|asked| asked.thinning == filter.thinning())?;
+        let first = asked.keys.first()?;
+        if !filter.contains(*first) || !member.breaker.lets_pass(now_ms, member.under_way) {
+            return None;
+        }
+        let run = run_max(filter, &asked.keys);
+        let lot = mix(self.config.seed ^ first.0 ^ u64::from(member.peer.0));
+        Some(Prospect { member, filter, asked, run, lot })
+    }
+
+    /// The keys that each thinning in use keeps.
+    fn asked<'a>(&self, keys: &'a [Digest]) -> Vec<Asked<'a>> {
+        let mut asked: Vec<Asked<'a>> = Vec::new();
+        for filter in self.members.iter().filter_map(|member| member.filter.as_ref()) {
+            if asked.iter().all(|asked| asked.thinning != filter.thinning()) {
+                asked.push(Asked::new(filter.thinning(), keys));
+            }
+        }
+        asked
+    }
+}
+
+// === impl Asked ===
+
+impl<'a> Asked<'a> {
+    fn new(thinning: Thinning, keys: &'a [Digest]) -> Self {
+        if thinning == Thinning::NONE {
+            return Self { thinning, keys: Cow::Borrowed(keys), places: Vec::new() };
+        }
+        let kept = (0..).zip(keys).filter(|(_, key)| thinning.keeps(**key));
+        let (places, keys): (Vec<u32>, Vec<Digest>) = kept.map(|(place, key)| (place, *key)).unzip();
+        Self { thinning, keys: Cow::Owned(keys), places }
+    }
+
+    /// How far a run of `run` of the keys kept reaches among all.
+    fn reach(&self, run: usize) -> u32 {
+        match self.thinning {
+            Thinning::NONE => run as u32,
+            _ => self.places[run - 1] + 1,
+        }
+    }
+}
+
+// === impl Prospect ===
+
+impl Prospect<'_> {
+    fn rank(&self) -> (Reverse<u32>, u32, u64) {
+        (Reverse(self.asked.reach(self.run)), self.member.under_way, self.lot)
+    }
+
+    fn candidate(&self) -> Candidate {
+        Candidate { peer: self.member.peer, run: self.asked.reach(self.run) }
+    }
+}
+
+/// How many leading keys a filter can contain at most, as a few of them tell. It contains the first.
+fn run_max(filter: &Filter, keys: &[Digest]) -> usize {
+    let sample = |number: usize| (keys.len() * number).div_ceil(SAMPLES) - 1;
+    let missing = (1..=SAMPLES).map(sample).find(|at| !filter.contains(keys[*at]));
+    missing.unwrap_or(keys.len()).max(1)
+}
+
+#[cfg(test)]
+mod tests;

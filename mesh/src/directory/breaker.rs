@@ -1,0 +1,191 @@
+//! When a peer is not asked any more, and when it is tried again.
+
+use crate::transport::{Fault, Refusal};
+
+/// When a peer is left alone, and for how long.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Limits {
+    /// Strikes after which a peer is left alone, whatever ended well between them: a peer that spoils one block in ten is
+    /// no better than one that is away.
+    pub strikes_max: u32,
+    /// Milliseconds without a strike after which the earlier ones are forgiven.
+    pub forgive_ms: u64,
+    /// Milliseconds within which faults count as one strike: a connection that breaks fails all that was asked over it.
+    pub strike_ms: u64,
+    /// The first time that a peer is left alone for, milliseconds; doubled each time until its strikes are forgiven.
+    pub wait_ms_min: u64,
+    /// The longest.
+    pub wait_ms_max: u64,
+}
+
+/// What the end of a block says about the peer.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Verdict {
+    /// It answers as it should, if only that it has no such block.
+    Good,
+    /// It does not.
+    Strike,
+    /// Nothing: the end was this side's doing, or it has too much to do.
+    Nothing,
+}
+
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+enum State {
+    Closed {
+        strikes: u32,
+    },
+    /// Left alone until then. From then on it is on trial: one fetch, whose first end decides.
+    Open {
+        until_ms: u64,
+    },
+}
+
+/// The breaker of a peer.
+#[derive(Clone, Debug)]
+pub(super) struct Breaker {
+    state: State,
+    /// When the last strike was.
+    struck_ms: Option<u64>,
+    /// How long the peer is left alone the next time.
+    wait_ms: u64,
+    pub(super) trips_total: u64,
+}
+
+// === impl Limits ===
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { strikes_max: 3, forgive_ms: 10_000, strike_ms: 50, wait_ms_min: 1_000, wait_ms_max: 30_000 }
+    }
+}
+
+// === impl Verdict ===
+
+impl Verdict {
+    pub(super) fn of(result: &Result<u64, Fault>) -> Self {
+        match result {
+            Ok(_) | Err(Fault::Absent) => Self::Good,
+            Err(Fault::Stopped | Fault::Refused(Refusal::Busy)) => Self::Nothing,
+            Err(
+                Fault::Corrupt
+                | Fault::Short
+                | Fault::Timeout(_)
+                | Fault::Peer(_)
+                | Fault::Malformed(_)
+                | Fault::Refused(_),
+            ) => Self::Strike,
+        }
+    }
+}
+
+// === impl Breaker ===
+
+impl Breaker {
+    pub(super) fn new(limits: &Limits) -> Self {
+        let state = State::Closed { strikes: 0 };
+        Self { state, struck_ms: None, wait_ms: limits.wait_ms_min, trips_total: 0 }
+    }
+
+    pub(super) fn is_open(&self) -> bool {
+        matches!(self.state, State::Open { .. })
+    }
+
+    /// Whether the peer may be asked while it owes us `under_way` blocks.
+    pub(super) fn lets_pass(&self, now_ms: u64, under_way: u32) -> bool {
+        match self.state {
+            State::Closed { .. } => true,
+            State::Open { until_ms } => until_ms <= now_ms && under_way == 0,
+        }
+    }
+
+    /// A block that the peer was asked for has ended. While the peer is left alone, ends of earlier fetches say nothing.
+    pub(super) fn ended(&mut self, verdict: Verdict, now_ms: u64, limits: &Limits) {
+        let since_strike_ms = self.struck_ms.map_or(u64::MAX, |struck_ms| now_ms.saturating_sub(struck_ms));
+        let forgiven = since_strike_ms >= limits.forgive_ms;
+        match (self.state, verdict) {
+            (State::Closed { .. }, Verdict::Good) if forgiven => self.wait_ms = limits.wait_ms_min,
+            (State::Closed { strikes }, Verdict::Strike) if since_strike_ms >= limits.strike_ms => {
+                let strikes = if forgiven { 1 } else { strikes + 1 };
+                (self.state, self.struck_ms) = (State::Closed { strikes }, Some(now_ms));
+                if strikes >= limits.strikes_max {
+                    self.trips_total += 1;
+                    self.open(now_ms, limits);
+                }
+            }
+            (State::Open { until_ms }, Verdict::Good) if until_ms <= now_ms => {
+                self.state = State::Closed { strikes: 0 };
+            }
+            (State::Open { until_ms }, Verdict::Strike) if until_ms <= now_ms => self.open(now_ms, limits),
+            (State::Closed { .. } | State::Open { .. }, _) => {}
+        }
+    }
+
+    fn open(&mut self, now_ms: u64, limits: &Limits) {
+        (self.state, self.struck_ms) = (State::Open { until_ms: now_ms + self.wait_ms }, Some(now_ms));
+        self.wait_ms = (self.wait_ms * 2).min(limits.wait_ms_max);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits =
+        Limits { strikes_max: 3, forgive_ms: 500, strike_ms: 50, wait_ms_min: 1_000, wait_ms_max: 3_000 };
+
+    fn struck(breaker: &mut Breaker, times: &[u64]) {
+        times.iter().for_each(|now_ms| breaker.ended(Verdict::Strike, *now_ms, &LIMITS));
+    }
+
+    #[test]
+    fn faults_of_one_moment_are_one_strike_and_a_calm_time_forgives() {
+        let mut breaker = Breaker::new(&LIMITS);
+        struck(&mut breaker, &[0, 0, 1, 49, 50, 60]);
+        assert!(breaker.lets_pass(60, 9), "two strikes");
+        struck(&mut breaker, &[550, 600]);
+        assert!(breaker.lets_pass(600, 9), "two strikes");
+        breaker.ended(Verdict::Nothing, 610, &LIMITS);
+        breaker.ended(Verdict::Good, 650, &LIMITS);
+        struck(&mut breaker, &[660]);
+        assert!(
+            breaker.is_open() && !breaker.lets_pass(660, 0),
+            "what ends well between strikes excuses none"
+        );
+        assert_eq!(breaker.trips_total, 1);
+    }
+
+    #[test]
+    fn a_trial_is_one_fetch_and_the_wait_doubles_until_all_is_forgiven() {
+        let mut breaker = Breaker::new(&LIMITS);
+        struck(&mut breaker, &[0, 50, 100]);
+        struck(&mut breaker, &[150]);
+        breaker.ended(Verdict::Good, 200, &LIMITS);
+        assert!(!breaker.lets_pass(1_099, 0), "ends of earlier fetches change nothing");
+        assert!(breaker.lets_pass(1_100, 0));
+        assert!(!breaker.lets_pass(1_100, 1), "one fetch at a time");
+        struck(&mut breaker, &[1_200, 1_200]);
+        assert!(!breaker.lets_pass(3_199, 0) && breaker.lets_pass(3_200, 0));
+        struck(&mut breaker, &[3_200]);
+        assert!(!breaker.lets_pass(6_199, 0) && breaker.lets_pass(6_200, 0), "no longer than the longest");
+        breaker.ended(Verdict::Good, 6_200, &LIMITS);
+        assert!(!breaker.is_open() && breaker.lets_pass(6_200, 100));
+        struck(&mut breaker, &[6_300, 6_400, 6_500]);
+        assert!(!breaker.lets_pass(9_499, 0), "it broke again before it was forgiven");
+        breaker.ended(Verdict::Good, 9_500, &LIMITS);
+        breaker.ended(Verdict::Good, 9_600, &LIMITS);
+        struck(&mut breaker, &[9_700, 9_800, 9_900]);
+        assert!(breaker.lets_pass(10_900, 0), "forgiven, the wait is short again");
+        assert_eq!(breaker.trips_total, 3);
+    }
+
+    #[test]
+    fn absence_and_being_busy_are_no_faults() {
+        assert_eq!(Verdict::of(&Ok(1)), Verdict::Good);
+        assert_eq!(Verdict::of(&Err(Fault::Absent)), Verdict::Good);
+        assert_eq!(Verdict::of(&Err(Fault::Refused(Refusal::Busy))), Verdict::Nothing);
+        assert_eq!(Verdict::of(&Err(Fault::Stopped)), Verdict::Nothing);
+        for fault in [Fault::Corrupt, Fault::Short, Fault::Refused(Refusal::NotMember)] {
+            assert_eq!(Verdict::of(&Err(fault)), Verdict::Strike);
+        }
+    }
+}

@@ -1,0 +1,218 @@
+use std::collections::{BTreeMap, HashSet};
+
+use super::*;
+use crate::random::Random;
+use crate::transport::Refusal;
+
+const A: PeerNumber = PeerNumber(3);
+const B: PeerNumber = PeerNumber(1);
+const C: PeerNumber = PeerNumber(7);
+const FAULT: Result<u64, Fault> = Err(Fault::Short);
+
+fn keys(range: std::ops::Range<u64>) -> Vec<Digest> {
+    range.map(|number| Digest(mix(number + 1))).collect()
+}
+
+fn filter_of(keys: &[Digest]) -> Filter {
+    let mut filter = Filter::with_capacity(keys.len() * 2);
+    assert!(keys.iter().all(|key| filter.insert(*key)));
+    filter
+}
+
+fn directory(peers: &[(PeerNumber, &[Digest])]) -> Directory {
+    let mut directory = Directory::new(Config::default());
+    for (peer, keys) in peers {
+        directory.join(*peer);
+        directory.replace(*peer, filter_of(keys));
+    }
+    directory
+}
+
+fn asked(directory: &Directory, now_ms: u64, keys: &[Digest]) -> Vec<(PeerNumber, u32)> {
+    directory.probe(now_ms, keys).iter().map(|candidate| (candidate.peer, candidate.run)).collect()
+}
+
+#[test]
+fn the_longest_leading_run_comes_first_and_holes_end_it() {
+    let all = keys(0..100);
+    let holed: Vec<Digest> = all.iter().copied().filter(|key| *key != all[40]).collect();
+    let directory = directory(&[(A, &all[..70]), (B, &all[1..]), (C, &holed)]);
+    assert_eq!(asked(&directory, 0, &all), [(A, 70), (C, 40)]);
+    assert_eq!(asked(&directory, 0, &all[1..]), [(B, 99), (A, 69), (C, 39)]);
+    assert_eq!(asked(&directory, 0, &all[..1]).len(), 2);
+    assert_eq!(asked(&directory, 0, &keys(500..600)), []);
+    assert_eq!(asked(&directory, 0, &[]), []);
+}
+
+#[test]
+fn among_equals_the_one_that_owes_least_then_each_node_another() {
+    let all = keys(0..30);
+    let mut directory = directory(&[(A, &all), (B, &all), (C, &all)]);
+    directory.began(A, 5);
+    directory.began(B, 2);
+    directory.began(C, 3);
+    let order =
+        |directory: &Directory| asked(directory, 0, &all).iter().map(|(peer, _)| *peer).collect::<Vec<_>>();
+    assert_eq!(order(&directory), [B, C, A]);
+    (0..5).for_each(|_| directory.ended(0, A, &Ok(1)));
+    assert_eq!(order(&directory), [A, B, C]);
+
+    let firsts: HashSet<PeerNumber> = (0..32)
+        .map(|seed| {
+            let mut directory = Directory::new(Config { seed, ..Config::default() });
+            for peer in [A, B, C] {
+                directory.join(peer);
+                directory.replace(peer, filter_of(&all));
+            }
+            order(&directory)[0]
+        })
+        .collect();
+    assert_eq!(firsts.len(), 3);
+}
+
+#[test]
+fn a_peer_that_fails_is_left_alone_then_tried_and_others_take_its_place() {
+    let all = keys(0..10);
+    let mut directory = directory(&[(A, &all), (B, &all[..5])]);
+    let limits = Limits::default();
+    let mut faults = (0..u64::from(limits.strikes_max)).map(|number| number * limits.strike_ms);
+    for now_ms in faults.clone() {
+        assert_eq!(asked(&directory, now_ms, &all), [(A, 10), (B, 5)]);
+        directory.began(A, 10);
+        (0..10).for_each(|_| directory.ended(now_ms, A, &FAULT));
+    }
+    let opened_ms = faults.next_back().expect("some");
+    assert_eq!(asked(&directory, opened_ms, &all), [(B, 5)]);
+    let trial_ms = opened_ms + limits.wait_ms_min;
+    assert_eq!(asked(&directory, trial_ms, &all), [(A, 10), (B, 5)]);
+    directory.began(A, 2);
+    assert_eq!(asked(&directory, trial_ms, &all), [(B, 5)], "one trial at a time");
+    directory.ended(trial_ms, A, &Err(Fault::Absent));
+    assert_eq!(asked(&directory, trial_ms, &all), [(A, 10), (B, 5)], "it answered");
+    let stats: Vec<PeerStats> = directory.peers().collect();
+    assert_eq!((stats[1].peer, stats[1].trips_total, stats[1].breaker_open), (A, 1, false));
+    assert_eq!((stats[1].under_way, stats[1].keys, stats[0].keys), (1, 10, 5));
+}
+
+#[test]
+fn changes_follow_a_snapshot_and_an_overfull_filter_says_so_once() {
+    let all = keys(0..2000);
+    let mut directory = Directory::new(Config::default());
+    let added: Vec<Change> = all.iter().map(|key| Change::Added(*key)).collect();
+    assert!(directory.apply(A, &added), "of nobody");
+    directory.join(A);
+    assert!(directory.apply(A, &added), "before its snapshot");
+    assert_eq!(asked(&directory, 0, &all), []);
+
+    let mut filter = Filter::with_capacity(100);
+    let capacity = filter.capacity();
+    assert!(all[..10].iter().all(|key| filter.insert(*key)));
+    directory.replace(A, filter);
+    assert!(directory.apply(A, &added[10..100]));
+    assert_eq!(asked(&directory, 0, &all[..100]), [(A, 100)]);
+    assert!(!directory.apply(A, &added[100..capacity + 1]));
+    assert!(directory.apply(A, &added[capacity + 1..]), "said once");
+    assert!(directory.apply(A, &[Change::Removed(all[50])]));
+    assert_eq!(asked(&directory, 0, &all[..100]), [(A, 50)]);
+
+    directory.join(A);
+    assert_eq!(directory.peers().next().expect("one").keys, capacity - 1, "joined twice");
+    directory.replace(A, filter_of(&all));
+    assert_eq!(asked(&directory, 0, &all), [(A, 2000)]);
+    let changes = [Change::Removed(all[0]), Change::Added(all[0]), Change::Removed(all[1])];
+    assert!(directory.apply(A, &changes));
+    assert_eq!(asked(&directory, 0, &all), [(A, 1)]);
+    directory.leave(A);
+    assert_eq!(asked(&directory, 0, &all), []);
+    directory.leave(A);
+    directory.began(A, 1);
+    directory.ended(0, A, &Err(Fault::Refused(Refusal::NotMember)));
+    assert_eq!(directory.peers().count(), 0);
+}
+
+#[test]
+fn a_prefix_that_every_peer_has_costs_no_more_than_the_limit() {
+    let all = keys(0..1000);
+    let peers: Vec<PeerNumber> = (0..50).map(PeerNumber).collect();
+    let mut directory = Directory::new(Config::default());
+    for peer in &peers {
+        directory.join(*peer);
+        directory.replace(*peer, filter_of(&all[..900 + peer.0 as usize]));
+    }
+    let found = asked(&directory, 0, &all);
+    assert_eq!(found.len(), LOOKUPS_MAX.div_ceil(1000));
+    assert_eq!(asked(&directory, 0, &all[..100]).len(), Config::default().candidates_max);
+    assert_eq!(asked(&directory, 0, &all[..1]).len(), Config::default().candidates_max);
+}
+
+#[test]
+fn of_a_thinned_inventory_a_run_reaches_to_the_last_key_that_is_spoken_of() {
+    let all = keys(0..400);
+    let thinning = Thinning::new(3).expect("few");
+    let kept: Vec<usize> = (0..400).filter(|at| thinning.keeps(all[*at])).collect();
+    assert!((25..100).contains(&kept.len()), "one in eight");
+    let mut thinned = Filter::thinned(kept.len(), thinning);
+    assert!(kept[..20].iter().all(|at| thinned.insert(all[*at])));
+    let mut directory = directory(&[(A, &all[..kept[10]])]);
+    directory.join(B);
+    directory.replace(B, thinned);
+    assert_eq!(asked(&directory, 0, &all), [(B, kept[19] as u32 + 1), (A, kept[10] as u32)]);
+    let middle = &all[kept[5]..kept[8]];
+    assert_eq!(asked(&directory, 0, middle), [(A, middle.len() as u32), (B, (kept[7] - kept[5]) as u32 + 1)]);
+    let gap = &all[kept[5] + 1..kept[6]];
+    assert_eq!(asked(&directory, 0, gap).len(), usize::from(!gap.is_empty()), "none of these is spoken of");
+    assert_eq!(asked(&directory, 0, &all[kept[20]..]), []);
+}
+
+/// Against sets: what a set has, its filter has, and hardly more.
+#[test]
+fn random_peers_are_found_by_what_they_have() {
+    for seed in 0..10 {
+        let mut random = Random(seed);
+        let universe = keys(0..3000);
+        let mut directory = Directory::new(Config { candidates_max: 16, ..Config::default() });
+        let mut model: BTreeMap<PeerNumber, HashSet<Digest>> = BTreeMap::new();
+        let mut wrong = 0;
+        for _ in 0..400 {
+            let peer = PeerNumber(random.next() as u32 % 12);
+            let from = random.next() as usize % 2000;
+            let range = from..from + 1 + random.next() as usize % 900;
+            match random.next() % 8 {
+                0 => {
+                    directory.join(peer);
+                    directory.replace(peer, Filter::with_capacity(3000));
+                    model.insert(peer, HashSet::new());
+                }
+                1 => {
+                    directory.leave(peer);
+                    model.remove(&peer);
+                }
+                2..5 => {
+                    let Some(set) = model.get_mut(&peer) else { continue };
+                    let mut change = |key: &Digest, add: bool| match add {
+                        true => set.insert(*key).then_some(Change::Added(*key)),
+                        false => set.remove(key).then_some(Change::Removed(*key)),
+                    };
+                    let add = !random.next().is_multiple_of(3);
+                    let changes: Vec<Change> =
+                        universe[range].iter().filter_map(|key| change(key, add)).collect();
+                    assert!(directory.apply(peer, &changes));
+                }
+                _ => {
+                    let asked_for = &universe[range];
+                    let found: BTreeMap<PeerNumber, u32> =
+                        asked(&directory, 0, asked_for).into_iter().collect();
+                    let is_in =
+                        |set: &HashSet<Digest>| asked_for.iter().take_while(|key| set.contains(key)).count();
+                    for (peer, set) in &model {
+                        let (run, said) = (is_in(set), found.get(peer).copied().unwrap_or(0) as usize);
+                        let left_out = said == 0 && found.len() >= LOOKUPS_MAX / asked_for.len();
+                        assert!(said >= run || left_out, "seed {seed}: {peer:?} has {run}, not {said}");
+                        wrong += usize::from(said > run);
+                    }
+                }
+            }
+        }
+        assert!(wrong < 10, "seed {seed}: {wrong} runs too long");
+    }
+}

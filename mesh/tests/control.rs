@@ -1,0 +1,238 @@
+//! A mesh of listed nodes: who joins, what each is told of the others, and what a bad peer or network can do.
+
+mod rig;
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use mesh::control::{Control, Limits, Members, Parting};
+use mesh::tls::Security;
+use rig::certificates::{Authority, Folder, NAME};
+use rig::crew::{Crew, Plan, added, address, patient, removed};
+use rig::proxy::{Plan as Troubles, Proxy, Trouble};
+
+/// Two nodes that list each other and themselves.
+fn pair() -> (Crew, Crew) {
+    let all = [address(), address()];
+    (Plan::listing("one", all[0], &all).start(), Plan::listing("two", all[1], &all).start())
+}
+
+#[test]
+fn nodes_that_list_each_other_know_what_each_keeps_whoever_is_first() {
+    let all = [address(), address(), address()];
+    let one = Plan::listing("one", all[0], &all).start();
+    one.publish(added(0..1000));
+    let two = Plan::listing("two", all[1], &all).start();
+    two.publish(added(5000..5010));
+    let three = Plan::listing("three", all[2], &all).start();
+    for (from, to, keys) in [(&one, &two, 0..1000), (&two, &one, 5000..5010), (&one, &three, 0..1000)] {
+        let number = to.joined(from.name.as_str(), 1);
+        to.keeps(number, keys, 900_000..901_000);
+    }
+    let number = two.joined("one", 1);
+    two.seen(|seen| {
+        let member = &seen.members[&number];
+        assert_eq!(member.peer.address, SocketAddr::new(all[0].ip(), all[0].port() + 1));
+        assert_eq!(member.rdma.as_deref(), Some("rdma of one"));
+    });
+    // What changes arrives, at both who follow.
+    one.publish(removed(0..500));
+    one.publish(added(2000..2100));
+    for other in [&two, &three] {
+        let number = other.joined("one", 1);
+        other.keeps(number, 500..1000, 0..500);
+        other.keeps(number, 2000..2100, 0..500);
+        other.seen(|seen| {
+            assert_eq!(seen.members.len(), 2, "itself is no member");
+            let own = other.control().address().to_string();
+            assert!(!seen.notes.iter().any(|note| note.contains(&own)), "and nothing is said of it");
+            assert_eq!(seen.members[&number].snapshots, 1);
+        });
+    }
+}
+
+#[test]
+fn another_life_of_a_node_is_another_member() {
+    let (one, mut two) = pair();
+    one.publish(added(0..10));
+    two.publish(added(100..110));
+    let (before, of_one) = (one.joined("two", 1), two.joined("one", 1));
+    one.keeps(before, 100..110, 0..10);
+    two.keeps(of_one, 0..10, 100..110);
+    let plan = {
+        let address = two.control().address();
+        Plan { life: 2, ..Plan::listing("two", address, &[one.control().address()]) }
+    };
+    two.stop();
+    one.wait("silence", |seen| (seen.members[&before].stale == 1).then_some(()));
+    one.seen(|seen| assert!(seen.left.is_empty(), "it may come back"));
+    let two = plan.start();
+    two.publish(added(200..210));
+    let after = one.joined("two", 2);
+    assert_eq!(one.left(before), Parting::Restarted);
+    one.keeps(after, 200..210, 100..110);
+    let of_one = two.joined("one", 1);
+    two.keeps(of_one, 0..10, 100..110);
+}
+
+#[test]
+fn a_stream_that_breaks_goes_on_where_it_was() {
+    let all = [address(), address()];
+    let two = Plan::listing("two", all[1], &[all[0]]).start();
+    let proxy = Proxy::start(all[1], Troubles::default());
+    let one = Plan::listing("one", all[0], &[proxy.address]).start();
+    two.publish(added(0..100));
+    let number = one.joined("two", 1);
+    one.keeps(number, 0..100, 1000..2000);
+    for round in 1..4 {
+        proxy.cut();
+        one.wait("silence", |seen| (seen.members[&number].stale >= round).then_some(()));
+        let next = u64::from(round) * 10_000;
+        two.publish(added(next..next + 100));
+        one.keeps(number, next..next + 100, 1000..2000);
+    }
+    one.seen(|seen| {
+        assert_eq!(seen.members[&number].snapshots, 1, "what was known stayed known");
+        assert!(seen.left.is_empty());
+    });
+    // And all of it anew when the caller asks.
+    one.control().resync(number);
+    one.wait("a snapshot", |seen| (seen.members[&number].snapshots == 2).then_some(()));
+    one.keeps(number, 0..100, 1000..2000);
+}
+
+#[test]
+fn a_node_that_is_silent_for_long_is_left_until_it_is_back() {
+    let all = [address(), address()];
+    let limits = Limits { gone: Duration::from_millis(500), ..patient() };
+    let one = Plan { limits, ..Plan::listing("one", all[0], &all) }.start();
+    let plan = Plan::listing("two", all[1], &all);
+    let mut two = plan.start();
+    two.publish(added(0..10));
+    let before = one.joined("two", 1);
+    one.keeps(before, 0..10, 100..200);
+    two.stop();
+    assert_eq!(one.left(before), Parting::Silent);
+    let two = plan.start();
+    two.publish(added(20..30));
+    let after = one.joined("two", 1);
+    one.keeps(after, 20..30, 100..200);
+    one.seen(|seen| assert_eq!(seen.members[&after].snapshots, 1, "nothing of before is kept"));
+}
+
+#[test]
+fn a_network_that_goes_dark_is_noticed() {
+    let all = [address(), address()];
+    let two = Plan::listing("two", all[1], &[all[0]]).start();
+    let proxy = Proxy::start(all[1], Troubles::down(Trouble::Stall(400_000)));
+    let limits = Limits { silence: Duration::from_millis(500), ..patient() };
+    let one = Plan { limits, ..Plan::listing("one", all[0], &[proxy.address]) }.start();
+    let number = one.joined("two", 1);
+    two.publish(added(0..100_000));
+    one.wait("silence", |seen| (seen.members[&number].stale > 0).then_some(()));
+    proxy.plan(Troubles::default());
+    one.keeps(number, 0..100_000, 200_000..201_000);
+    one.noted("took longer than 500 ms");
+}
+
+#[test]
+fn a_follower_that_does_not_read_is_cut_off_and_harms_no_other() {
+    let all = [address(), address(), address()];
+    let limits = Limits { silence: Duration::from_millis(500), ..patient() };
+    let two = Plan { limits, ..Plan::listing("two", all[1], &[all[0], all[2]]) }.start();
+    two.publish(added(0..500_000));
+    // It takes some of it, and then nothing more; its own patience is greater.
+    let proxy = Proxy::start(all[1], Troubles::down(Trouble::Stall(1_000_000)));
+    let stuck = Plan::listing("one", all[0], &[proxy.address]).start();
+    let number = stuck.joined("two", 1);
+    let well = Plan::listing("three", all[2], &all[1..2]).start();
+    let of_two = well.joined("two", 1);
+    well.keeps(of_two, 0..500_000, 2_000_000..2_001_000);
+    two.noted("takes nothing for 500 ms");
+    two.publish(added(3_000_000..3_000_010));
+    well.keeps(of_two, 3_000_000..3_000_010, 2_000_000..2_001_000);
+    stuck.seen(|seen| assert!(seen.members[&number].filter.is_none()));
+}
+
+#[test]
+fn nodes_of_another_mesh_or_of_one_name_are_told_the_remedy() {
+    let all = [address(), address()];
+    let one = Plan::listing("one", all[0], &all).start();
+    let other = Plan { mesh: "other", ..Plan::listing("two", all[1], &all) }.start();
+    one.noted("of the mesh 'other': give both the same --mesh-name");
+    other.noted("of the mesh 'test': give both the same --mesh-name");
+    drop(other);
+    let twin = Plan { life: 2, ..Plan::listing("one", all[1], &all) }.start();
+    for node in [&one, &twin] {
+        node.noted("give each its own --node-id");
+        node.seen(|seen| assert!(seen.members.is_empty()));
+    }
+}
+
+#[test]
+fn a_peer_that_keeps_more_than_fits_is_followed_in_part() {
+    let all = [address(), address()];
+    let one = Plan { directory_bytes: 0, ..Plan::listing("one", all[0], &all) }.start();
+    let two = Plan::listing("two", all[1], &all).start();
+    two.publish(added(0..50_000));
+    let number = one.joined("two", 1);
+    one.noted("where 16384 fit");
+    let (thinning, keys) = one.wait("a part", |seen| {
+        let filter = seen.members[&number].filter.as_ref()?;
+        let part = filter.thinning().power() > 0;
+        part.then_some((filter.thinning(), filter.len()))
+    });
+    assert!(thinning.power() == 2 && (10_000..15_000).contains(&keys), "{thinning:?} {keys}");
+}
+
+#[test]
+fn mutual_tls_carries_inventories_and_new_files_are_used_without_a_restart() {
+    let (ca, next) = (Authority::new(), Authority::new());
+    let all = [address(), address()];
+    let files = [Folder::with(&ca, &ca, NAME, 2099), Folder::with(&ca, &ca, NAME, 2021)];
+    let node = |name, at: usize| {
+        let security = Security::Tls(files[at].tls());
+        Plan { security, ..Plan::listing(name, all[at], &all) }.start()
+    };
+    let (one, two) = (node("one", 0), node("two", 1));
+    one.noted("give both nodes certificates that have not expired");
+    one.seen(|seen| assert!(seen.members.is_empty()));
+    files[1].write(&ca, &ca, NAME, 2099);
+    two.publish(added(0..10));
+    let number = one.joined("two", 1);
+    one.keeps(number, 0..10, 100..200);
+    // One who has no certificate of the mesh is neither served nor believed.
+    let stranger = {
+        let at = address();
+        Plan { life: 7, ..Plan::listing("stranger", at, &all) }.start()
+    };
+    stranger.wait("a refusal", |seen| (seen.notes.len() >= 2).then_some(()));
+    stranger.seen(|seen| assert!(seen.members.is_empty()));
+    // The mesh moves to another authority, one node after the other.
+    let mut one = one;
+    one.stop();
+    files[1].write(&next, &next, NAME, 2099);
+    let one = node("one", 0);
+    one.noted("no TLS session");
+    files[0].write(&next, &next, NAME, 2099);
+    let number = one.joined("two", 1);
+    one.keeps(number, 0..10, 100..200);
+}
+
+#[test]
+fn what_cannot_be_is_refused_at_start_with_the_remedy() {
+    let said = |plan: Plan, what: &str| {
+        let Err(error) = Control::start(plan.config(), drop) else { panic!("{what}") };
+        assert!(error.to_string().contains(what), "{error}");
+    };
+    let good = Plan::listing("one", address(), &[]);
+    said(Plan { listen: "0.0.0.0:17311".parse().unwrap(), ..good.clone() }, "such as the pod's IP");
+    said(Plan { mesh: "a/b", ..good.clone() }, "not 'a/b'");
+    for wrong in ["", "host", ":1", "host:0", "http://host:1", "host:65536"] {
+        said(Plan { members: Members::Static(vec![wrong.into()]), ..good.clone() }, "give host:port");
+    }
+    said(Plan { members: Members::Static(vec!["host:1".into(); 1025]), ..good.clone() }, "at most 1024");
+    let running = good.start();
+    said(good, "that is free");
+    drop(running);
+}

@@ -1,0 +1,199 @@
+//! Peers that do not keep to the protocol, on both sides of a stream: each is told of with the reason, and harms no other.
+
+mod rig;
+
+use std::io::Read;
+use std::net::TcpStream;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use mesh::control::service::inventory_client::InventoryClient;
+use mesh::control::service::inventory_server::{Inventory, InventoryServer};
+use mesh::control::wire::{Begin, Chunk, Delta, FollowReply, FollowRequest, Heartbeat, Hello, Said, VERSION};
+use mesh::control::{Limits, Members};
+use rig::crew::{Plan, added, address, digest, patient};
+use tokio_stream::{Stream, StreamExt};
+use tonic::{Request, Response, Status};
+
+/// A server that says what it is told to, whoever asks, and then nothing more.
+#[derive(Clone)]
+struct Liar {
+    script: Arc<Vec<Said>>,
+    asked: Arc<Mutex<Vec<FollowRequest>>>,
+}
+
+#[tonic::async_trait]
+impl Inventory for Liar {
+    type FollowStream = Pin<Box<dyn Stream<Item = Result<FollowReply, Status>> + Send>>;
+
+    async fn follow(&self, request: Request<FollowRequest>) -> Result<Response<Self::FollowStream>, Status> {
+        self.asked.lock().unwrap().push(request.into_inner());
+        let script: Vec<_> =
+            self.script.iter().cloned().map(|said| Ok(FollowReply { said: Some(said) })).collect();
+        Ok(Response::new(Box::pin(tokio_stream::iter(script).chain(tokio_stream::pending()))))
+    }
+}
+
+/// A liar at an address, on a thread of its own, until the process ends.
+fn liar(script: Vec<Said>) -> (String, Liar) {
+    let liar = Liar { script: Arc::new(script), asked: Arc::default() };
+    let address = address();
+    let service = InventoryServer::new(liar.clone());
+    let serving = tonic::transport::Server::builder().add_service(service).serve(address);
+    std::thread::spawn(move || runtime().block_on(serving));
+    (address.to_string(), liar)
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
+}
+
+fn request() -> FollowRequest {
+    let (mesh, node) = ("test".into(), "tester".into());
+    FollowRequest { version: VERSION, mesh, node, boot: 1, known_boot: 0, known_sequence: 0, thinning: 0 }
+}
+
+fn hello() -> Hello {
+    let (mesh, tcp) = ("test".into(), "127.0.0.1:9".into());
+    Hello { version: VERSION, mesh, node: "liar".into(), boot: 1, tcp, rdma: String::new() }
+}
+
+fn begin(sequence: u64, keys: u64) -> Said {
+    Said::Begin(Begin { sequence, keys, thinning: 0 })
+}
+
+fn chunk(sequence: u64, mut digests: Vec<u64>, last: bool) -> Said {
+    digests.sort_unstable();
+    Said::Chunk(Chunk { sequence, digests, last })
+}
+
+fn delta(after: u64, sequence: u64, added: Vec<u64>) -> Said {
+    Said::Delta(Delta { after, sequence, removed: Vec::new(), added })
+}
+
+#[test]
+fn a_server_that_lies_is_told_of_and_harms_no_other() {
+    let greeted = |rest: Vec<Said>| [Said::Hello(hello())].into_iter().chain(rest).collect::<Vec<_>>();
+    let keys = |count: u64| (0..count).map(|number| digest(number).0).collect::<Vec<_>>();
+    let lies = [
+        (vec![], "the next message took longer than"),
+        (vec![Said::Heartbeat(Heartbeat {})], "does not say who it is"),
+        (vec![Said::Hello(Hello { version: 9, ..hello() })], "version 9 of the protocol"),
+        (vec![Said::Hello(Hello { mesh: "x".into(), ..hello() })], "of the mesh 'x'"),
+        (vec![Said::Hello(Hello { node: "a b".into(), ..hello() })], "a greeting whose name is none"),
+        (vec![Said::Hello(Hello { boot: 0, ..hello() })], "a greeting whose life is none"),
+        (vec![Said::Hello(Hello { tcp: "nowhere".into(), ..hello() })], "a greeting whose address is none"),
+        (
+            vec![Said::Hello(Hello { rdma: "x".repeat(5000), ..hello() })],
+            "a greeting whose RDMA address is none",
+        ),
+        (vec![Said::Hello(Hello { mesh: "x".repeat(64), ..hello() })], "a greeting whose mesh is none"),
+        (greeted(vec![Said::Hello(hello())]), "it greets twice"),
+        (greeted(vec![chunk(1, keys(1), true)]), "has not begun"),
+        (greeted(vec![Said::Begin(Begin { sequence: 1, keys: 1, thinning: 99 })]), "a thinning that is none"),
+        (
+            greeted(vec![begin(1, 10), Said::Chunk(Chunk { sequence: 1, digests: vec![2, 1], last: true })]),
+            "out of order",
+        ),
+        (greeted(vec![begin(1, 10), chunk(1, keys(32_100), true)]), "of 32000 at most"),
+        (greeted(vec![begin(1, 10), chunk(1, keys(50_000), true)]), "decoded message length too large"),
+        (greeted(vec![begin(1, 10), chunk(1, keys(30_000), true)]), "outgrew its filter"),
+        (greeted(vec![begin(1, 0), chunk(1, vec![], true), delta(7, 8, keys(1))]), "follow sequence 7"),
+    ];
+    let (mut addresses, words): (Vec<_>, Vec<_>) =
+        lies.map(|(script, word)| (liar(script).0, word)).into_iter().unzip();
+    let sound = Plan::listing("sound", address(), &[]).start();
+    sound.publish(added(0..1000));
+    addresses.push(sound.control().address().to_string());
+    let limits = Limits { silence: Duration::from_millis(800), ..patient() };
+    let one = Plan { limits, ..Plan::new("one", address(), Members::Static(addresses.clone())) }.start();
+    for (address, word) in addresses.iter().zip(words) {
+        one.wait(word, |seen| {
+            seen.notes.iter().any(|note| note.contains(address) && note.contains(word)).then_some(())
+        });
+    }
+    let number = one.joined("sound", 1);
+    one.keeps(number, 0..1000, 900_000..901_000);
+    sound.publish(added(2000..2100));
+    one.keeps(number, 2000..2100, 900_000..901_000);
+}
+
+#[test]
+fn after_a_gap_all_is_asked_for_anew() {
+    let keys: Vec<_> = (0..100).map(|number| digest(number).0).collect();
+    let script = vec![
+        Said::Hello(hello()),
+        begin(5, 100),
+        chunk(5, keys, true),
+        delta(5, 6, vec![digest(200).0]),
+        delta(7, 8, vec![1]),
+    ];
+    let (address_of, liar) = liar(script);
+    let one = Plan::new("one", address(), Members::Static(vec![address_of])).start();
+    let number = one.joined("liar", 1);
+    one.wait("all of it, twice", |seen| (seen.members[&number].snapshots >= 2).then_some(()));
+    one.keeps(number, 0..100, 900_000..901_000);
+    one.noted("changes that follow sequence 7, and lead to 8, where 6 is known");
+    let asked = liar.asked.lock().unwrap();
+    assert!(asked.iter().all(|asked| (asked.known_boot, asked.known_sequence) == (0, 0)), "{asked:?}");
+    assert_eq!((asked[0].version, asked[0].mesh.as_str(), asked[0].node.as_str()), (VERSION, "test", "one"));
+}
+
+#[test]
+fn a_follower_that_is_frozen_is_hung_up_on() {
+    let limits = Limits { silence: Duration::from_millis(300), ..patient() };
+    let one = Plan { limits, ..Plan::listing("one", address(), &[]) }.start();
+    let runtime = runtime();
+    let mut replies = runtime.block_on(async {
+        let mut client =
+            InventoryClient::connect(format!("http://{}", one.control().address())).await.unwrap();
+        client.follow(request()).await.unwrap().into_inner()
+    });
+    // What nobody drives is frozen.
+    std::thread::sleep(Duration::from_secs(2));
+    runtime.block_on(async {
+        let ended = async { while let Ok(Some(_)) = replies.message().await {} };
+        tokio::time::timeout(rig::WATCHDOG, ended).await.expect("an end");
+    });
+}
+
+#[test]
+fn a_follower_that_is_wrong_is_refused_with_the_reason() {
+    let limits = Limits { connect: Duration::from_millis(500), ..patient() };
+    let one = Plan { limits, ..Plan::listing("one", address(), &[]) }.start();
+    one.publish(added(0..10));
+    let at = one.control().address();
+    let good = request();
+    let follow = async |asked: FollowRequest| -> Result<FollowReply, Status> {
+        let mut client = InventoryClient::connect(format!("http://{at}")).await.expect("it serves");
+        let mut replies = client.follow(asked).await?.into_inner();
+        Ok(replies.message().await?.expect("a first message"))
+    };
+    runtime().block_on(async {
+        for (wrong, word) in [
+            (FollowRequest { version: 2, ..good.clone() }, "run the same release on every node"),
+            (FollowRequest { mesh: "other".into(), ..good.clone() }, "--mesh-name"),
+            (FollowRequest { thinning: 300, ..good.clone() }, "a thinning that is none"),
+            (FollowRequest { node: "x".repeat(5000), ..good.clone() }, "decoded message length too large"),
+        ] {
+            let refused = follow(wrong).await.unwrap_err();
+            assert!(refused.message().contains(word), "{refused}");
+        }
+        let first =
+            follow(FollowRequest { known_boot: 1, known_sequence: u64::MAX, ..good.clone() }).await.unwrap();
+        assert!(matches!(first.said, Some(Said::Hello(Hello { boot: 1, .. }))));
+        // A connection carries one stream.
+        let mut client = InventoryClient::connect(format!("http://{at}")).await.unwrap();
+        let _replies = client.follow(good.clone()).await.unwrap();
+        let second =
+            tokio::time::timeout(Duration::from_millis(300), client.clone().follow(good.clone())).await;
+        assert!(!matches!(second, Ok(Ok(_))), "a second stream of a connection");
+    });
+    // Who connects and says nothing, or nothing that makes sense, is hung up on.
+    let mut silent = TcpStream::connect(at).unwrap();
+    silent.set_read_timeout(Some(rig::WATCHDOG)).unwrap();
+    let mut said = Vec::new();
+    let end = silent.read_to_end(&mut said);
+    assert!(end.is_ok() || end.is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionReset));
+}

@@ -1,0 +1,265 @@
+//! Nodes of a mesh as far as its control goes: what each publishes, and what it is told of the others.
+
+use std::collections::{HashMap, HashSet};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use mesh::control::{Config, Control, DataAddresses, Limits, Members, News, Parting};
+use mesh::digest::{Change, Digest};
+use mesh::directory::Filter;
+use mesh::tls::Security;
+use mesh::transport::{NodeId, Peer, PeerNumber};
+
+use super::{LONG, WATCHDOG, boot, node, now};
+
+/// Limits that no test reaches, however busy the machine is, with pauses that it can wait for.
+pub(crate) fn patient() -> Limits {
+    Limits {
+        connect: LONG,
+        heartbeat: Duration::from_millis(50),
+        silence: LONG,
+        gone: LONG,
+        back_off_min: Duration::from_millis(5),
+        back_off_max: Duration::from_millis(50),
+        etcd: LONG,
+    }
+}
+
+/// An address of loopback that no other test has: the process and a counter are in it.
+pub(crate) fn address() -> SocketAddr {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let number = std::process::id() << 8 | (COUNT.fetch_add(1, Ordering::Relaxed) + 1);
+    (Ipv4Addr::from(127 << 24 | number & 0x00ff_ffff), 17_311).into()
+}
+
+pub(crate) fn digest(number: u64) -> Digest {
+    Digest(number.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(number << 32))
+}
+
+pub(crate) fn added(numbers: std::ops::Range<u64>) -> Vec<Change> {
+    numbers.map(|number| Change::Added(digest(number))).collect()
+}
+
+pub(crate) fn removed(numbers: std::ops::Range<u64>) -> Vec<Change> {
+    numbers.map(|number| Change::Removed(digest(number))).collect()
+}
+
+/// How a node is started.
+#[derive(Clone)]
+pub(crate) struct Plan {
+    pub(crate) name: &'static str,
+    pub(crate) life: u64,
+    pub(crate) listen: SocketAddr,
+    pub(crate) members: Members,
+    pub(crate) security: Security,
+    pub(crate) limits: Limits,
+    pub(crate) mesh: &'static str,
+    pub(crate) directory_bytes: usize,
+}
+
+/// What a node knows of a member.
+pub(crate) struct Member {
+    pub(crate) peer: Peer,
+    pub(crate) rdma: Option<String>,
+    pub(crate) filter: Option<Filter>,
+    overfull: bool,
+    /// It was asked for anew.
+    resync: bool,
+    pub(crate) snapshots: u32,
+    pub(crate) stale: u32,
+}
+
+/// What a node was told.
+#[derive(Default)]
+pub(crate) struct Seen {
+    pub(crate) members: HashMap<PeerNumber, Member>,
+    pub(crate) left: Vec<(PeerNumber, NodeId, Parting)>,
+    pub(crate) notes: Vec<String>,
+    numbers: HashSet<PeerNumber>,
+}
+
+/// A node.
+pub(crate) struct Crew {
+    pub(crate) control: Option<Control>,
+    pub(crate) name: NodeId,
+    shared: Arc<(Mutex<Seen>, Condvar)>,
+}
+
+// === impl Plan ===
+
+impl Plan {
+    pub(crate) fn new(name: &'static str, listen: SocketAddr, members: Members) -> Self {
+        Self {
+            name,
+            life: 1,
+            listen,
+            members,
+            security: Security::Plaintext,
+            limits: patient(),
+            mesh: "test",
+            directory_bytes: 64 << 20,
+        }
+    }
+
+    /// One of those at `all`.
+    pub(crate) fn listing(name: &'static str, listen: SocketAddr, all: &[SocketAddr]) -> Self {
+        Self::new(name, listen, Members::Static(all.iter().map(SocketAddr::to_string).collect()))
+    }
+
+    pub(crate) fn config(&self) -> Config {
+        let data = DataAddresses {
+            tcp: SocketAddr::new(self.listen.ip(), self.listen.port() + 1),
+            rdma: Some(format!("rdma of {}", self.name)),
+        };
+        let own = (node(self.name), boot(self.life));
+        Config {
+            mesh: self.mesh.into(),
+            directory_bytes: self.directory_bytes,
+            limits: self.limits,
+            ..Config::new(own, self.listen, data, self.members.clone(), self.security.clone())
+        }
+    }
+
+    pub(crate) fn start(&self) -> Crew {
+        let shared = Arc::new((Mutex::new(Seen::default()), Condvar::new()));
+        let told = Arc::clone(&shared);
+        let control = Control::start(self.config(), move |news| {
+            told.0.lock().unwrap().hear(news);
+            told.1.notify_all();
+        });
+        Crew { control: Some(control.unwrap()), name: node(self.name), shared }
+    }
+}
+
+// === impl Crew ===
+
+impl Crew {
+    pub(crate) fn control(&self) -> &Control {
+        self.control.as_ref().unwrap()
+    }
+
+    pub(crate) fn publish(&self, changes: Vec<Change>) {
+        self.control().publish(changes);
+    }
+
+    /// Ends it, without a word to anybody but etcd.
+    pub(crate) fn stop(&mut self) {
+        self.control = None;
+    }
+
+    pub(crate) fn wait<T>(&self, what: &str, mut found: impl FnMut(&Seen) -> Option<T>) -> T {
+        let end = now() + WATCHDOG;
+        let mut seen = self.shared.0.lock().unwrap();
+        loop {
+            seen.ask_anew(self.control());
+            if let Some(found) = found(&seen) {
+                return found;
+            }
+            let left = end.saturating_duration_since(now());
+            assert!(!left.is_zero(), "{}: {what} did not come; notes: {:#?}", self.name, seen.notes);
+            seen = self.shared.1.wait_timeout(seen, left).unwrap().0;
+        }
+    }
+
+    pub(crate) fn seen<T>(&self, look: impl FnOnce(&Seen) -> T) -> T {
+        look(&self.shared.0.lock().unwrap())
+    }
+
+    /// Waits for a life of a node to be a member.
+    pub(crate) fn joined(&self, name: &str, life: u64) -> PeerNumber {
+        self.wait(&format!("{name} in life {life}"), |seen| seen.number(name, life))
+    }
+
+    /// Waits for a member to be one no more.
+    pub(crate) fn left(&self, number: PeerNumber) -> Parting {
+        self.wait(&format!("the parting of {number:?}"), |seen| {
+            seen.left.iter().find(|(left, ..)| *left == number).map(|(.., why)| *why)
+        })
+    }
+
+    /// Waits until a member is known to keep these, and none of those.
+    pub(crate) fn keeps(&self, number: PeerNumber, these: std::ops::Range<u64>, those: std::ops::Range<u64>) {
+        self.wait(&format!("what {number:?} keeps"), |seen| {
+            let filter = seen.members.get(&number)?.filter.as_ref()?;
+            let keeps = these.clone().all(|number| filter.contains(digest(number)));
+            // A filter may err, rarely.
+            let wrong = those.clone().filter(|number| filter.contains(digest(*number))).count() as u64;
+            (keeps && wrong * 100 <= those.end - those.start).then_some(())
+        });
+    }
+
+    pub(crate) fn noted(&self, what: &str) {
+        self.wait(what, |seen| seen.notes.iter().any(|note| note.contains(what)).then_some(()));
+    }
+}
+
+// === impl Seen ===
+
+impl Seen {
+    pub(crate) fn number(&self, name: &str, life: u64) -> Option<PeerNumber> {
+        let who = |member: &&Member| member.peer.node == node(name) && member.peer.boot == Some(boot(life));
+        self.members.iter().find(|(_, member)| who(member)).map(|(number, _)| *number)
+    }
+
+    /// As the data thread does with a filter that has no more room.
+    fn ask_anew(&mut self, control: &Control) {
+        for (number, member) in
+            self.members.iter_mut().filter(|(_, member)| member.overfull && !member.resync)
+        {
+            control.resync(*number);
+            member.resync = true;
+        }
+    }
+
+    /// What the interface promises is checked with everything that is told.
+    fn hear(&mut self, news: News) {
+        match news {
+            News::Joined { number, peer, rdma } => {
+                assert!(self.numbers.insert(number), "a number is used once");
+                let alone = self.members.values().all(|member| member.peer.node != peer.node);
+                assert!(alone, "no two members have one name");
+                let member = Member {
+                    peer,
+                    rdma,
+                    filter: None,
+                    overfull: false,
+                    resync: false,
+                    snapshots: 0,
+                    stale: 0,
+                };
+                self.members.insert(number, member);
+            }
+            News::Left { number, why } => {
+                let member = self.members.remove(&number).expect("who leaves was there");
+                self.left.push((number, member.peer.node, why));
+            }
+            News::Snapshot { number, filter } => {
+                let member = self.member(number);
+                (member.filter, member.overfull, member.resync) = (Some(filter), false, false);
+                member.snapshots += 1;
+            }
+            News::Changes { number, changes } => {
+                let member = self.member(number);
+                let filter = member.filter.as_mut().expect("all comes before what changes");
+                for change in changes {
+                    member.overfull |= match change {
+                        _ if member.overfull => true,
+                        Change::Added(digest) => !filter.insert(digest),
+                        Change::Removed(digest) => {
+                            assert!(filter.remove(digest), "what goes was there");
+                            false
+                        }
+                    };
+                }
+            }
+            News::Stale { number } => self.member(number).stale += 1,
+            News::Note(text) => self.notes.push(text),
+        }
+    }
+
+    fn member(&mut self, number: PeerNumber) -> &mut Member {
+        self.members.get_mut(&number).expect("nothing is told of who is no member")
+    }
+}

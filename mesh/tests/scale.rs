@@ -1,0 +1,69 @@
+//! A small mesh in virtual time does what docs/mesh-cost.md says of a large one.
+
+mod world;
+
+use mesh::digest::Thinning;
+use world::{FRAME_BYTES, Setup, World};
+
+const SETUP: Setup = Setup {
+    nodes: 24,
+    blocks: 2000,
+    observers: 3,
+    replaced_per_mille: 50,
+    batch_ms: 50,
+    latency_ms_max: 5,
+    thinning: Thinning::NONE,
+    seed: 1,
+};
+
+/// Within a tenth.
+fn about(found: u64, expected: u64) {
+    assert!(found.abs_diff(expected) * 10 <= expected, "{found} where the formula says {expected}");
+}
+
+#[test]
+fn messages_bytes_and_staleness_follow_the_formulae() {
+    for seed in 1..3 {
+        let mut world = World::new(Setup { seed, ..SETUP });
+        let seconds = 3;
+        world.run(seconds * 1000);
+        let pairs = SETUP.observers as u64 * u64::from(SETUP.nodes - 1);
+        let changes = 2 * SETUP.blocks * SETUP.replaced_per_mille / 1000;
+        let batches = 1000 / SETUP.batch_ms;
+        let seen = &world.seen;
+        about(seen.messages, pairs * batches * seconds);
+        about(seen.changes, pairs * changes * seconds);
+        about(seen.bytes, pairs * (batches * FRAME_BYTES + changes * 8) * seconds);
+
+        let mut staleness = world.seen.staleness_ms.clone();
+        staleness.sort_unstable();
+        let median = staleness[staleness.len() / 2];
+        let expected = SETUP.batch_ms / 2 + SETUP.latency_ms_max.div_ceil(2);
+        assert!(median.abs_diff(expected) <= 5, "{median} ms");
+        let longest = *staleness.last().expect("changes");
+        assert!(longest <= SETUP.batch_ms + SETUP.latency_ms_max, "{longest} ms");
+
+        let seen = &world.seen;
+        assert!(seen.named_wrongly * 20 < seen.probes, "{seen:?}");
+        assert!(seen.named_late > 0, "some is asked for just after it went");
+        assert!(seen.found * 100 > seen.asked * 99, "{} of {}", seen.found, seen.asked);
+        world.settle();
+        world.assert_equal();
+    }
+}
+
+#[test]
+fn thinning_divides_what_is_told_and_takes_a_little_of_the_end_of_each_run() {
+    let thinning = Thinning::new(2).expect("few");
+    let mut world = World::new(Setup { thinning, ..SETUP });
+    let seconds = 3;
+    world.run(seconds * 1000);
+    let pairs = SETUP.observers as u64 * u64::from(SETUP.nodes - 1);
+    let changes = 2 * SETUP.blocks * SETUP.replaced_per_mille / 1000;
+    about(world.seen.changes, pairs * changes * seconds / 4);
+    let share = world.seen.found as f64 / world.seen.asked as f64;
+    // Three blocks of 64 are behind the last one that is spoken of.
+    assert!((0.92..0.98).contains(&share), "{share}");
+    world.settle();
+    world.assert_equal();
+}

@@ -5,7 +5,7 @@ SHELL := bash
 # A toolchain that scripts/setup installed is not on the PATH of a shell that was open before.
 export PATH := $(CURDIR)/.venv/bin:$(HOME)/.cargo/bin:$(PATH)
 
-.PHONY: help setup setup-tests demo test test-rust test-loom test-sim test-python test-e2e sim chaos prove sanitize lint bench fuzz clean test-gpu
+.PHONY: help setup setup-tests demo test test-rust test-loom test-sim test-python test-e2e test-rdma sim chaos prove sanitize lint bench fuzz clean test-gpu
 
 # What runs the tests on a GPU: it finds vLLM's CUDA build and pillion; and which of them, with pytest's options.
 PYTHON ?= python3
@@ -32,7 +32,7 @@ demo: setup ## a real vLLM engine gets its KV back after a restart: table, and a
 test: test-rust test-loom test-sim test-python test-e2e ## all tests; no GPU needed
 
 test-rust: setup-tests ## unit and property tests of the crates
-	cargo test --workspace --features connector-shim/c --quiet
+	cargo test --workspace --features connector-shim/c,mesh/rdma --quiet
 
 test-loom: setup ## every interleaving of the rings and fences
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" \
@@ -46,6 +46,10 @@ test-python: setup-tests ## the connector against vLLM's signatures and schedule
 
 test-e2e: setup ## the connector in real vLLM engines
 	python -m pytest -q tests/e2e
+
+test-rdma: ## blocks over RDMA, in a QEMU guest with Soft-RoCE: no RDMA NIC needed; Debian, root or sudo
+	@scripts/setup rust
+	@scripts/test-rdma
 
 test-gpu: ## the connector in real engines on a GPU: PYTHON=python3 TESTS='tests/gpu/test_kill.py --rounds 40'
 	@$(PYTHON) tests/gpu $(TESTS)
@@ -64,7 +68,7 @@ sanitize: setup ## address and thread sanitizers over the Rust tests
 
 lint: setup ## formatting, clippy, ruff, mypy, and the rules of scripts/tidy
 	cargo fmt --all --check
-	cargo clippy --workspace --all-targets --features connector-shim/python,connector-shim/c --quiet -- -D warnings
+	cargo clippy --workspace --all-targets --features connector-shim/python,connector-shim/c,mesh/rdma --quiet -- -D warnings
 	ruff check .
 	ruff format --check .
 	mypy

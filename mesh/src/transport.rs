@@ -8,6 +8,8 @@
 //! - Every byte that arrives is verified against the checksum that the owner states.
 //! - Nothing waits for ever: every fetch ends by its time, whatever the peer does.
 
+#[cfg(feature = "rdma")]
+pub mod rdma;
 pub mod tcp;
 
 use std::fmt;
@@ -50,7 +52,7 @@ pub struct Peer {
 
 /// Blocks wanted from a peer. An end comes for each of them, at the latest when `deadline` and then one
 /// [`tcp::Limits::progress`] have passed.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Fetch {
     /// The name that [`Done`] answers with; not used again before all of its ends have come.
     pub ticket: u64,
@@ -144,6 +146,16 @@ pub enum Refusal {
     /// Bytes that are none of the protocol.
     #[error("malformed")]
     Malformed,
+    /// Both sides must have as many NICs and queue pairs; these are the other's.
+    #[error(
+        "the peer has {nics} NICs for RDMA and {pairs} queue pairs of each to a peer: give as many of both on every node"
+    )]
+    Queues {
+        /// NICs.
+        nics: u8,
+        /// Queue pairs of each.
+        pairs: u8,
+    },
 }
 
 /// What a transport tells its caller. It is called on threads of the transport and must not wait.

@@ -2,16 +2,17 @@
 //!
 //! A stream goes one way: the side that connects asks, the other answers ([`frame`]). A fetch is cut into pieces, which the
 //! streams of its peer take as they have room, so that a slow one takes less. Between the pool and the socket nothing
-//! is copied, except by TLS.
+//! is copied, except by TLS. Where the bytes do not follow on the stream (`rdma`), the rest is the same: who is at
+//! the other end, what is asked, granted and late ([`carriage`]).
 
-mod fetch;
+pub(super) mod carriage;
+pub(super) mod fetch;
 pub mod frame;
 mod greeting;
-mod link;
-mod serve;
+pub(super) mod link;
+pub(super) mod serve;
 mod threads;
-mod tls;
-mod wire;
+pub(super) mod wire;
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -23,14 +24,15 @@ use std::time::{Duration, Instant};
 use rustix::event::EventfdFlags;
 use tiers::Blocks;
 
+use self::carriage::{Carriage, InStream};
 use self::fetch::Fetches;
 use self::link::Link;
 use self::serve::Served;
 use self::threads::Threads;
-use self::tls::Credentials;
-pub use self::tls::Tls;
 use super::{BootId, Fetch, Granted, NodeId, Peer, PeerNumber, Transport, Up};
 use crate::Error;
+use crate::tls::Credentials;
+pub use crate::tls::{Security, Tls};
 
 /// Streams to each peer, unless told otherwise.
 pub const STREAMS_DEFAULT: usize = 4;
@@ -56,15 +58,6 @@ pub struct Config {
     pub limits: Limits,
 }
 
-/// Who may connect, and who may read along. There is no default.
-#[derive(Clone, Debug)]
-pub enum Security {
-    /// Mutual TLS.
-    Tls(Tls),
-    /// Anybody who can reach the port and knows a member's name may ask, and anybody on the way may read.
-    Plaintext,
-}
-
 /// How long anything may take.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Limits {
@@ -87,20 +80,21 @@ pub struct Limits {
 /// The transport at work. Dropping it ends everything: fetches as [`Fault::Stopped`](super::Fault::Stopped), grants
 /// with their release.
 pub struct Tcp {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     address: SocketAddr,
 }
 
 /// What the threads share.
-struct Shared {
-    config: Config,
+pub(super) struct Shared {
+    pub(super) config: Config,
+    carriage: Box<dyn Carriage>,
     credentials: Option<Credentials>,
-    blocks: Blocks,
+    pub(super) blocks: Blocks,
     tell: Box<dyn Fn(Up) + Send + Sync>,
     members: Mutex<HashMap<PeerNumber, Arc<Link>>>,
     fetches: Fetches,
     served: Served,
-    threads: Threads,
+    pub(super) threads: Threads,
     /// Ends the listener's wait.
     bell: OwnedFd,
     /// Nothing new is taken on.
@@ -113,7 +107,7 @@ struct Shared {
 }
 
 #[expect(clippy::disallowed_methods, reason = "limits are kept")]
-fn now() -> Instant {
+pub(super) fn now() -> Instant {
     Instant::now()
 }
 
@@ -166,6 +160,16 @@ impl Tcp {
         blocks: Blocks,
         up: impl Fn(Up) + Send + Sync + 'static,
     ) -> Result<Self, Error> {
+        Self::with(Box::new(InStream), config, blocks, Box::new(up))
+    }
+
+    /// As [`Tcp::start`], where blocks may travel beside the streams.
+    pub(super) fn with(
+        carriage: Box<dyn Carriage>,
+        config: Config,
+        blocks: Blocks,
+        tell: Box<dyn Fn(Up) + Send + Sync>,
+    ) -> Result<Self, Error> {
         let credentials = match &config.security {
             Security::Tls(files) => Some(Credentials::read(files.clone())?),
             Security::Plaintext => None,
@@ -177,9 +181,10 @@ impl Tcp {
         let config = Config { streams: config.streams.clamp(1, STREAMS_MAX), ..config };
         let shared = Arc::new(Shared {
             config,
+            carriage,
             credentials,
             blocks,
-            tell: Box::new(up),
+            tell,
             members: Mutex::default(),
             fetches: Fetches::default(),
             served: Served::default(),
@@ -255,16 +260,16 @@ impl Drop for Tcp {
 // === impl Shared ===
 
 impl Shared {
-    fn tell(&self, up: Up) {
+    pub(super) fn tell(&self, up: Up) {
         (self.tell)(up);
     }
 
-    fn note(&self, text: String) {
+    pub(super) fn note(&self, text: String) {
         self.tell(Up::Note(text));
     }
 
     /// Notes something that happens as often as somebody connects: at most one a second.
-    fn note_rarely(&self, text: String) {
+    pub(super) fn note_rarely(&self, text: String) {
         let ms = now().saturating_duration_since(self.began).as_millis() as u64 + 1000;
         let last = self.noted_ms.load(Ordering::Relaxed);
         let swap = |last| self.noted_ms.compare_exchange(last, ms, Ordering::Relaxed, Ordering::Relaxed);
@@ -273,7 +278,7 @@ impl Shared {
         }
     }
 
-    fn draining(&self) -> bool {
+    pub(super) fn draining(&self) -> bool {
         self.draining.load(Ordering::Relaxed)
     }
 

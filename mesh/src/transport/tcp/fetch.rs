@@ -1,5 +1,6 @@
 //! The side that fetches: what is under way, and the streams that carry it out.
 
+mod exchange;
 mod stream;
 
 use std::collections::HashMap;
@@ -8,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+pub(super) use self::exchange::Exchange;
 use self::stream::Stream;
 use super::frame::{ASK_BLOCKS_MAX, Ask, Frame};
 use super::link::Link;
@@ -17,7 +19,7 @@ use crate::transport::{Done, Fault, Fetch, Label, Refusal, Stage, Up};
 /// Fetches under way at most: one for each of the requests that an engine runs, and as many again.
 const FETCHES_MAX: usize = 2048;
 /// Bytes of a piece: enough that asking costs nothing, few enough that the streams end together.
-const PIECE_BYTES_MAX: u64 = 4 << 20;
+pub(in crate::transport) const PIECE_BYTES_MAX: u64 = 4 << 20;
 /// Bytes that are not worth cutting.
 const PIECE_BYTES_MIN: u64 = 256 << 10;
 /// The longest that the clock sleeps without a fetch.
@@ -29,9 +31,9 @@ const ARRIVING: u8 = 1;
 const ENDED: u8 = 2;
 
 /// A fetch under way.
-struct Running {
-    ticket: u64,
-    blocks: Vec<(Label, u64)>,
+pub(in crate::transport) struct Running {
+    pub(in crate::transport) ticket: u64,
+    pub(in crate::transport) blocks: Vec<(Label, u64)>,
     states: Box<[AtomicU8]>,
     left: AtomicUsize,
     until: Instant,
@@ -41,9 +43,9 @@ struct Running {
 }
 
 /// Blocks of a fetch that one stream asks for together.
-pub(super) struct Piece {
-    fetch: Arc<Running>,
-    indexes: Range<u32>,
+pub(in crate::transport) struct Piece {
+    pub(in crate::transport) fetch: Arc<Running>,
+    pub(in crate::transport) indexes: Range<u32>,
 }
 
 /// The fetches under way, by ticket, and the time of each.
@@ -65,21 +67,15 @@ pub(super) fn post(shared: &Arc<Shared>, fetch: Fetch) {
     let inside =
         |(label, offset): &(Label, u64)| shared.blocks.bytes(*offset, label.bytes as usize).is_some();
     assert!(fetch.blocks.iter().all(inside), "a fetch into slots of the pool");
-    let refuse = |refusal| {
-        for index in 0..fetch.blocks.len() as u32 {
-            let result = Err(Fault::Refused(refusal));
-            shared.tell(Up::Done(Done { ticket: fetch.ticket, index, result }));
-        }
-    };
     if fetch.blocks.is_empty() {
         return;
     }
     if shared.draining() {
-        return refuse(Refusal::Draining);
+        return refuse(shared, &fetch, Refusal::Draining);
     }
-    let Some(link) = shared.member(fetch.peer) else { return refuse(Refusal::NotMember) };
+    let Some(link) = shared.member(fetch.peer) else { return refuse(shared, &fetch, Refusal::NotMember) };
     if !link.start(|| start_streams(shared, &link)) {
-        return refuse(Refusal::Busy);
+        return refuse(shared, &fetch, Refusal::Busy);
     }
     let until = now() + fetch.deadline;
     let running = Arc::new(Running {
@@ -97,6 +93,14 @@ pub(super) fn post(shared: &Arc<Shared>, fetch: Fetch) {
     }
     if link.push(pieces).is_err() {
         running.stop(Fault::Refused(if link.open() { Refusal::Busy } else { Refusal::NotMember }));
+    }
+}
+
+/// Ends all blocks of a fetch that has not begun.
+pub(in crate::transport) fn refuse(shared: &Shared, fetch: &Fetch, refusal: Refusal) {
+    for index in 0..fetch.blocks.len() as u32 {
+        let result = Err(Fault::Refused(refusal));
+        shared.tell(Up::Done(Done { ticket: fetch.ticket, index, result }));
     }
 }
 
@@ -131,19 +135,19 @@ fn cut_up(fetch: &Arc<Running>, streams: usize) -> Vec<Piece> {
 
 impl Running {
     /// The block's bytes are about to be written. False if it has ended.
-    fn begin(&self, index: u32) -> bool {
+    pub(in crate::transport) fn begin(&self, index: u32) -> bool {
         self.change(index, WAITING, ARRIVING)
     }
 
     /// A block that has not begun ends.
-    fn end_waiting(&self, index: u32, fault: Fault) {
+    pub(in crate::transport) fn end_waiting(&self, index: u32, fault: Fault) {
         if self.change(index, WAITING, ENDED) {
             self.tell(index, Err(fault));
         }
     }
 
     /// A block whose bytes were written ends.
-    fn end(&self, index: u32, result: Result<u64, Fault>) {
+    pub(in crate::transport) fn end(&self, index: u32, result: Result<u64, Fault>) {
         assert!(self.change(index, ARRIVING, ENDED), "one stream writes a block");
         self.tell(index, result);
     }
@@ -154,7 +158,7 @@ impl Running {
         (0..self.blocks.len() as u32).for_each(|index| self.end_waiting(index, fault));
     }
 
-    fn stopped(&self) -> Option<Fault> {
+    pub(in crate::transport) fn stopped(&self) -> Option<Fault> {
         self.stopped.get().copied()
     }
 
@@ -177,7 +181,7 @@ impl Running {
 // === impl Piece ===
 
 impl Piece {
-    pub(super) fn blocks(&self) -> usize {
+    pub(in crate::transport) fn blocks(&self) -> usize {
         self.indexes.len()
     }
 
@@ -186,20 +190,26 @@ impl Piece {
         self.fetch.stopped().is_none()
     }
 
-    /// Ends what is left of it.
+    /// Ends what is left of it. Nothing writes its slots any more.
     pub(super) fn end_all(&self, fault: Fault) {
-        self.indexes.clone().for_each(|index| self.fetch.end_waiting(index, fault));
+        for index in self.indexes.clone() {
+            if self.fetch.change(index, ARRIVING, ENDED) {
+                self.fetch.tell(index, Err(self.fetch.stopped().unwrap_or(fault)));
+            } else {
+                self.fetch.end_waiting(index, fault);
+            }
+        }
     }
 
     fn labels(&self) -> &[(Label, u64)] {
         &self.fetch.blocks[self.indexes.start as usize..self.indexes.end as usize]
     }
 
-    fn bytes(&self) -> u64 {
+    pub(in crate::transport) fn bytes(&self) -> u64 {
         self.labels().iter().map(|(label, _)| u64::from(label.bytes)).sum()
     }
 
-    fn ask(&self) -> Frame {
+    pub(in crate::transport) fn ask(&self) -> Frame {
         let labels = self.labels().iter().map(|(label, _)| *label).collect();
         Frame::Ask(Ask { ticket: self.fetch.ticket, first: self.indexes.start, labels })
     }

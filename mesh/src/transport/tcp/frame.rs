@@ -4,14 +4,22 @@
 //! head  [magic u32][version u16][kind u16][body bytes u32][zero u32][check u64: XXH3-64 of the 16 bytes before and the body]
 //! body  Hello    [boot u64][boot wanted of the other u64, 0 = any][node bytes u16][node wanted bytes u16][both names]
 //!       Welcome  [boot u64]
-//!       Refused  [reason u32][version of who refuses u16][zero u16]
+//!       Refused  [reason u32][version of who refuses u16][its NICs u8][its queue pairs of each NIC u8]
 //!       Ask      [ticket u64][first index u32][count u32] count x [namespace 16][hash 32][group u32][bytes u32]
 //!       Block    [ticket u64][index u32][status u32][bytes u32][zero u32][checksum u64], then `bytes` of the block
+//!       Queue    [pairs of each NIC u16][number u16][NICs u16][NIC u16][queue pair u32][first packet u32][local id u16]
+//!                [MTU code u8][READs at once u8][key u32][gid 16], then for each NIC [NUMA node u16, 0xffff = unknown]
+//!       Lent     [ticket u64][first index u32][count u32][lease ms u32][zero u32] count x [address u64][checksum u64][bytes u32][status u32]
+//!       Read     [ticket u64][first index u32][zero u32]
+//!       Stood    [ticket u64][first index u32][1 if it stood, 0 if not u32]
 //! ```
 //!
 //! The side that connects says Hello and is answered by Welcome or Refused. Then it asks, and is answered by one Block
-//! for each block, in the order asked. A block's bytes lie outside the frame: its checksum is theirs. The head and Refused
-//! are the same in every version, so that another one can be told of.
+//! for each block, in the order asked. A block's bytes lie outside the frame: its checksum is theirs. Where bytes travel by
+//! RDMA, both sides say Queue first, an Ask is answered by Lent, and when its blocks have been read, Read by Stood
+//! ([`lease`]). The head and Refused are the same in every version, so that another one can be told of.
+
+pub mod lease;
 
 use std::hash::Hasher;
 use std::num::NonZeroU64;
@@ -21,7 +29,8 @@ use shm_protocol::pool::SEGMENT_BYTES_MAX;
 use thiserror::Error;
 use twox_hash::XxHash3_64;
 
-use crate::transport::{BootId, Label, NODE_BYTES_MAX, NodeId, Refusal};
+use self::lease::{Lent, Queue, Turn};
+use crate::transport::{BootId, Fault, Label, NODE_BYTES_MAX, NodeId, Refusal};
 
 /// `PILM` in ASCII.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"PILM");
@@ -39,13 +48,17 @@ pub const BODY_BYTES_MAX: usize = ASK_FIXED_BYTES + ASK_BLOCKS_MAX * LABEL_BYTES
 const ASK_FIXED_BYTES: usize = 16;
 const LABEL_BYTES: usize = 56;
 const CHECKED_BYTES: usize = 16;
-const _: () = assert!(20 + 2 * NODE_BYTES_MAX <= BODY_BYTES_MAX);
+const _: () = assert!(20 + 2 * NODE_BYTES_MAX <= BODY_BYTES_MAX && lease::BODY_BYTES_MAX <= BODY_BYTES_MAX);
 
 const HELLO: u16 = 1;
 const WELCOME: u16 = 2;
 const REFUSED: u16 = 3;
 const ASK: u16 = 4;
 const BLOCK: u16 = 5;
+const QUEUE: u16 = 6;
+const LENT: u16 = 7;
+const READ: u16 = 8;
+const STOOD: u16 = 9;
 
 /// The head of a frame whose body has not arrived yet.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -69,6 +82,14 @@ pub enum Frame {
     Ask(Ask),
     /// One block, or why it does not come.
     Block(Block),
+    /// This side's end of a queue pair.
+    Queue(Queue),
+    /// Where the blocks of an Ask lie.
+    Lent(Lent),
+    /// The blocks of a Lent have been read: the lease may end.
+    Read(Turn),
+    /// Whether the lease stood until that Read.
+    Stood(Turn, bool),
 }
 
 /// Who connects, and whom it means.
@@ -175,6 +196,10 @@ impl Head {
             REFUSED => Frame::Refused(reader.refusal()?),
             ASK => Frame::Ask(reader.ask()?),
             BLOCK => Frame::Block(reader.block()?),
+            QUEUE => Frame::Queue(reader.queue()?),
+            LENT => Frame::Lent(reader.lent()?),
+            READ => Frame::Read(reader.read()?),
+            STOOD => reader.stood()?,
             _ => return Err(Malformed::Bytes("a frame of an unknown kind")),
         };
         if !reader.0.is_empty() {
@@ -207,6 +232,10 @@ impl Frame {
             Self::Refused(refusal) => encode_refusal(*refusal, out),
             Self::Ask(ask) => ask.encode(out),
             Self::Block(block) => block.encode(out),
+            Self::Queue(queue) => queue.encode(out),
+            Self::Lent(lent) => lent.encode(out),
+            Self::Read(turn) => turn.encode(0, READ, out),
+            Self::Stood(turn, stood) => turn.encode((*stood).into(), STOOD, out),
         };
         let (head, body) = out[begin..].split_at_mut(HEAD_BYTES);
         assert!(body.len() <= BODY_BYTES_MAX, "a frame is bounded where it is made");
@@ -226,6 +255,10 @@ impl Frame {
             Self::Refused(_) => "a refusal",
             Self::Ask(_) => "an Ask out of turn",
             Self::Block(_) => "a Block out of turn",
+            Self::Queue(_) => "a Queue out of turn",
+            Self::Lent(_) => "a Lent out of turn",
+            Self::Read(_) => "a Read out of turn",
+            Self::Stood(..) => "a Stood out of turn",
         }
     }
 }
@@ -271,7 +304,7 @@ impl Block {
 }
 
 /// The order is the wire's: a new reason goes to the end.
-const REASONS: [Refusal; 8] = [
+const REASONS: [Refusal; 9] = [
     Refusal::Malformed,
     Refusal::Version(0),
     Refusal::OtherNode,
@@ -280,6 +313,7 @@ const REASONS: [Refusal; 8] = [
     Refusal::Certificate,
     Refusal::Busy,
     Refusal::Draining,
+    Refusal::Queues { nics: 0, pairs: 0 },
 ];
 
 fn encode_refusal(refusal: Refusal, out: &mut Vec<u8>) -> u16 {
@@ -288,8 +322,23 @@ fn encode_refusal(refusal: Refusal, out: &mut Vec<u8>) -> u16 {
     out.extend_from_slice(&(code as u32).to_le_bytes());
     let version = if let Refusal::Version(version) = refusal { version } else { VERSION };
     out.extend_from_slice(&version.to_le_bytes());
-    out.extend_from_slice(&0u16.to_le_bytes());
+    let (nics, pairs) = if let Refusal::Queues { nics, pairs } = refusal { (nics, pairs) } else { (0, 0) };
+    out.extend_from_slice(&[nics, pairs]);
     REFUSED
+}
+
+// === impl Status ===
+
+impl Status {
+    /// What it means for a block that does not follow.
+    pub(in crate::transport) fn missing(self) -> Option<Fault> {
+        match self {
+            Self::Whole => None,
+            Self::Absent => Some(Fault::Absent),
+            Self::Draining => Some(Fault::Refused(Refusal::Draining)),
+            Self::Busy => Some(Fault::Refused(Refusal::Busy)),
+        }
+    }
 }
 
 // === impl Reader ===
@@ -334,9 +383,10 @@ impl Reader<'_> {
     }
 
     fn refusal(&mut self) -> Result<Refusal, Malformed> {
-        let (code, version, _zero) = (self.u32()?, self.u16()?, self.u16()?);
+        let (code, version, [nics, pairs]) = (self.u32()?, self.u16()?, self.take()?);
         Ok(match REASONS.get(code as usize) {
             Some(Refusal::Version(_)) => Refusal::Version(version),
+            Some(Refusal::Queues { .. }) => Refusal::Queues { nics, pairs },
             Some(reason) => *reason,
             None => return Err(Malformed::Bytes("a refusal without a known reason")),
         })
@@ -363,17 +413,22 @@ impl Reader<'_> {
     fn block(&mut self) -> Result<Block, Malformed> {
         let (ticket, index, status) = (self.u64()?, self.u32()?, self.u32()?);
         let (bytes, zero, checksum) = (self.u32()?, self.u32()?, self.u64()?);
-        let statuses = [Status::Whole, Status::Absent, Status::Draining, Status::Busy];
-        let status = statuses.get(status as usize).ok_or(Malformed::Bytes("a Block of unknown status"))?;
-        if zero != 0 || (*status == Status::Whole) != (bytes > 0) {
+        let status = status_of(status)?;
+        if zero != 0 || (status == Status::Whole) != (bytes > 0) {
             return Err(Malformed::Bytes("a Block that contradicts itself"));
         }
-        Ok(Block { ticket, index, status: *status, bytes, checksum })
+        Ok(Block { ticket, index, status, bytes, checksum })
     }
+}
+
+fn status_of(code: u32) -> Result<Status, Malformed> {
+    let statuses = [Status::Whole, Status::Absent, Status::Draining, Status::Busy];
+    statuses.get(code as usize).copied().ok_or(Malformed::Bytes("a block of unknown status"))
 }
 
 #[cfg(test)]
 mod tests {
+    use super::lease::{Place, QueueEnd};
     use super::*;
 
     fn node(name: &str) -> NodeId {
@@ -408,7 +463,30 @@ mod tests {
         ];
         frames.extend([Status::Draining, Status::Busy].map(|status| Frame::Block(Block { status, ..block })));
         frames.extend(REASONS.map(Frame::Refused));
+        frames.push(Frame::Refused(Refusal::Queues { nics: 8, pairs: 2 }));
+        frames.extend(leased());
         frames
+    }
+
+    fn leased() -> Vec<Frame> {
+        let gid = std::array::from_fn(|byte| byte as u8);
+        let end = QueueEnd { number: 9, packet: 0xff_ffff, lid: 7, mtu: 5, reads: 16, gid };
+        let queue = Queue { pairs: 2, number: 3, nics: vec![Some(1), None], nic: 1, end, key: u32::MAX };
+        let turn = Turn { ticket: 8, first: 4 };
+        let place =
+            Place { address: u64::MAX - (2 << 20), checksum: 3, bytes: 2 << 20, status: Status::Whole };
+        let absent = Place { address: 0, checksum: 0, bytes: 0, status: Status::Absent };
+        let lent = |places| Frame::Lent(Lent { turn, lease_ms: 5000, places });
+        let nics = vec![Some(0); lease::NICS_MAX];
+        vec![
+            Frame::Queue(Queue { nics, ..queue.clone() }),
+            Frame::Queue(queue),
+            lent(vec![place, absent]),
+            lent(vec![place; ASK_BLOCKS_MAX]),
+            Frame::Read(turn),
+            Frame::Stood(turn, true),
+            Frame::Stood(turn, false),
+        ]
     }
 
     fn encoded(frame: &Frame) -> Vec<u8> {

@@ -8,6 +8,7 @@ use super::frame::{Frame, Hello, Malformed};
 use super::link::Link;
 use super::wire::{Broken, Wire};
 use super::{Shared, lock, now};
+use crate::tls::REMEDY;
 use crate::transport::{BootId, Fault, Refusal, Stage};
 
 // === the side that connects ===
@@ -21,14 +22,11 @@ pub(super) fn connect(shared: &Shared, link: &Link) -> Result<(Wire, BootId), Fa
     greet(shared, link, stream, until).map_err(|broken| {
         if let Broken::Tls(error) = &broken {
             let peer = &link.peer.node;
-            shared.note_rarely(format!("no TLS session with {peer} ({error}): {TLS_REMEDY}"));
+            shared.note_rarely(format!("no TLS session with {peer} ({error}): {REMEDY}"));
         }
         broken.fault(Stage::Handshake)
     })?
 }
-
-const TLS_REMEDY: &str =
-    "give both nodes certificates that have not expired, of one authority, that carry the agreed name";
 
 fn greet(
     shared: &Shared,
@@ -67,7 +65,7 @@ pub(super) fn answer(shared: &Shared, stream: &Arc<TcpStream>) -> Option<(Wire, 
             None
         }
         Err(Broken::Tls(error)) => {
-            shared.note_rarely(format!("no TLS session with {from} ({error}): {TLS_REMEDY}"));
+            shared.note_rarely(format!("no TLS session with {from} ({error}): {REMEDY}"));
             None
         }
         // Who connects and says nothing, as a probe does, is not worth a word.

@@ -13,9 +13,9 @@ use crate::transport::{BootId, Fault, Peer, PeerNumber};
 pub(super) const WAITING_MAX: usize = 1 << 14;
 
 /// A peer.
-pub(super) struct Link {
-    pub(super) number: PeerNumber,
-    pub(super) peer: Peer,
+pub(in crate::transport) struct Link {
+    pub(in crate::transport) number: PeerNumber,
+    pub(in crate::transport) peer: Peer,
     state: Mutex<State>,
     bell: Condvar,
 }
@@ -94,7 +94,7 @@ impl Link {
     }
 
     /// A piece, if one waits.
-    pub(super) fn try_next(&self) -> Option<Piece> {
+    pub(in crate::transport) fn try_next(&self) -> Option<Piece> {
         lock(&self.state).pop()
     }
 
@@ -156,7 +156,7 @@ impl Link {
     }
 
     /// Something was answered: the next failure is a first one.
-    pub(super) fn answered(&self) {
+    pub(in crate::transport) fn answered(&self) {
         let mut state = lock(&self.state);
         state.failed = None;
         state.pause = Duration::ZERO;
@@ -174,7 +174,7 @@ impl Link {
     }
 
     /// Whether the peer is still a member.
-    pub(super) fn open(&self) -> bool {
+    pub(in crate::transport) fn open(&self) -> bool {
         lock(&self.state).open
     }
 

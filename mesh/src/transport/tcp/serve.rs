@@ -1,5 +1,6 @@
 //! The side that serves: who is connected, what they have asked for, and what was granted.
 
+pub(in crate::transport) mod asks;
 mod stream;
 
 use std::collections::HashMap;
@@ -10,9 +11,11 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 
-use self::stream::Stream;
+pub(super) use self::stream::Stream;
+use super::link::Link;
+use super::wire::{Broken, Wire};
 use super::{Shared, cut, greeting, lock, ring};
-use crate::transport::{Granted, PeerNumber, Up};
+use crate::transport::{Fault, Granted, PeerNumber, Stage, Up};
 
 /// Connections at most: 63 peers of 16 streams, and some that have not said yet who they are.
 const STREAMS_MAX: usize = 1024;
@@ -78,14 +81,25 @@ fn welcome(shared: &Arc<Shared>, stream: TcpStream) {
             // One that left meanwhile was not found by who hung up on its streams.
             && link.open()
         {
-            let served = Stream::new(&thread, wire, link);
-            served.map_or_else(|error| thread.note(error.to_string()), Stream::run);
+            thread.carriage.serve(&thread, link, wire);
         }
         thread.served.disconnected(number);
     };
     if let Err(error) = shared.threads.spawn(format!("mesh-serve-{number}"), run) {
         own.note_rarely(error.to_string());
         own.served.disconnected(number);
+    }
+}
+
+/// Parts with a peer whose connection broke: one that sent what none sends is told, and told of.
+pub(in crate::transport) fn part(shared: &Shared, link: &Link, wire: &mut Wire, broken: &Broken) {
+    let fault = broken.fault(Stage::Progress);
+    if let Broken::Malformed(malformed) = broken {
+        wire.refuse(greeting::refusal(malformed));
+    }
+    if matches!(fault, Fault::Malformed(_)) && link.open() {
+        shared.note_rarely(format!("{} was hung up on: {fault}", link.peer.node));
+        shared.tell(Up::PeerDown { peer: link.number, fault });
     }
 }
 

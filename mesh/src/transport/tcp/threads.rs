@@ -9,13 +9,17 @@ use crate::Error;
 
 /// Threads that were started and have not been waited for.
 #[derive(Debug, Default)]
-pub(super) struct Threads(Mutex<Vec<JoinHandle<()>>>);
+pub(in crate::transport) struct Threads(Mutex<Vec<JoinHandle<()>>>);
 
 // === impl Threads ===
 
 impl Threads {
     /// Starts one, and forgets those that have ended.
-    pub(super) fn spawn(&self, name: String, run: impl FnOnce() + Send + 'static) -> Result<(), Error> {
+    pub(in crate::transport) fn spawn(
+        &self,
+        name: String,
+        run: impl FnOnce() + Send + 'static,
+    ) -> Result<(), Error> {
         let thread = std::thread::Builder::new().name(name).spawn(run);
         let thread = thread.map_err(|source| Error::Os { doing: "start a thread", source })?;
         let mut threads = lock(&self.0);

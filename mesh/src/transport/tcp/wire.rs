@@ -2,7 +2,7 @@
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
-use std::os::fd::OwnedFd;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -23,7 +23,7 @@ pub(super) const CHUNK_BYTES: usize = 256 << 10;
 const SCRATCH_BYTES: usize = 64 << 10;
 
 /// A connection.
-pub(super) struct Wire {
+pub(in crate::transport) struct Wire {
     stream: Arc<TcpStream>,
     tls: Option<Box<rustls::Connection>>,
     /// A body; grown once.
@@ -34,7 +34,7 @@ pub(super) struct Wire {
 
 /// Why nothing more can be read or written.
 #[derive(Debug)]
-pub(super) enum Broken {
+pub(in crate::transport) enum Broken {
     Timeout,
     Eof,
     Io(ErrorKind),
@@ -46,7 +46,7 @@ pub(super) enum Broken {
 
 impl Broken {
     /// What it means for a block, in this stage.
-    pub(super) fn fault(&self, stage: Stage) -> Fault {
+    pub(in crate::transport) fn fault(&self, stage: Stage) -> Fault {
         match self {
             Self::Timeout => Fault::Timeout(stage),
             Self::Eof => Fault::Peer(ErrorKind::UnexpectedEof),
@@ -108,7 +108,7 @@ impl Wire {
     }
 
     /// The next frame.
-    pub(super) fn frame(&mut self, until: Instant) -> Result<Frame, Broken> {
+    pub(in crate::transport) fn frame(&mut self, until: Instant) -> Result<Frame, Broken> {
         let mut head = [0; HEAD_BYTES];
         self.read_exact(&mut head, until)?;
         let head = Head::parse(&head)?;
@@ -121,7 +121,12 @@ impl Wire {
     }
 
     /// Sends a frame; `more` says that bytes follow at once.
-    pub(super) fn send_frame(&mut self, frame: &Frame, more: bool, until: Instant) -> Result<(), Broken> {
+    pub(in crate::transport) fn send_frame(
+        &mut self,
+        frame: &Frame,
+        more: bool,
+        until: Instant,
+    ) -> Result<(), Broken> {
         let mut body = std::mem::take(&mut self.body);
         body.clear();
         frame.encode(&mut body);
@@ -131,7 +136,7 @@ impl Wire {
     }
 
     /// Tells why nothing will follow, if that can be told without waiting.
-    pub(super) fn refuse(&mut self, refusal: Refusal) {
+    pub(in crate::transport) fn refuse(&mut self, refusal: Refusal) {
         let refusal = if let Refusal::Version(_) = refusal { Refusal::Version(VERSION) } else { refusal };
         let _ = self.stream.set_nonblocking(true);
         let _ = self.send_frame(&Frame::Refused(refusal), false, now() + std::time::Duration::from_secs(1));
@@ -196,13 +201,19 @@ impl Wire {
         Ok(())
     }
 
-    /// Waits until the peer has sent something or hung up, or the eventfd `bell` rings. False when `until` passes.
-    pub(super) fn wait(&mut self, listen: bool, bell: &OwnedFd, until: Instant) -> Result<bool, Broken> {
+    /// Waits until the peer has sent something or hung up, or there is something to read from `bell`. False when `until`
+    /// passes.
+    pub(in crate::transport) fn wait(
+        &mut self,
+        listen: bool,
+        bell: impl AsFd,
+        until: Instant,
+    ) -> Result<bool, Broken> {
         if listen && self.buffered()? {
             return Ok(true);
         }
         let events = if listen { PollFlags::IN | PollFlags::RDHUP } else { PollFlags::RDHUP };
-        let mut fds = [PollFd::new(&*self.stream, events), PollFd::new(bell, PollFlags::IN)];
+        let mut fds = [PollFd::new(&*self.stream, events), PollFd::new(&bell, PollFlags::IN)];
         let limit = Timespec::try_from(until.saturating_duration_since(now())).ok();
         match rustix::event::poll(&mut fds, limit.as_ref()) {
             Ok(ready) => {
@@ -215,7 +226,7 @@ impl Wire {
     }
 
     /// Whether bytes of the peer are there to be read. An error if it has hung up.
-    pub(super) fn readable(&mut self) -> Result<bool, Broken> {
+    pub(in crate::transport) fn readable(&mut self) -> Result<bool, Broken> {
         if self.buffered()? {
             return Ok(true);
         }

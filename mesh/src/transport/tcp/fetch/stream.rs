@@ -1,253 +1,91 @@
-//! One connection to a peer that is fetched from, and its thread.
+//! One stream to a peer that is fetched from, and its thread.
 
-use std::collections::VecDeque;
-use std::hash::Hasher;
 use std::sync::Arc;
 
-use twox_hash::XxHash3_64;
-
-use super::{PIECE_BYTES_MAX, Piece, Running};
-use crate::transport::tcp::frame::{ASKS_MAX, Block, Frame, Status};
+use super::Piece;
+use crate::transport::tcp::carriage::Fetching;
 use crate::transport::tcp::link::{Link, Next};
-use crate::transport::tcp::wire::{Broken, CHUNK_BYTES, Wire};
-use crate::transport::tcp::{Shared, greeting, now};
-use crate::transport::{Fault, Refusal, Stage, Up};
-
-/// Bytes that a stream has asked for and that have not come: two pieces, so that the peer looks up the second while it
-/// sends the first.
-const ASKED_BYTES_MAX: u64 = 2 * PIECE_BYTES_MAX;
+use crate::transport::tcp::{Shared, greeting};
+use crate::transport::{Fault, Up};
 
 /// A stream, connected or not.
 pub(super) struct Stream {
     number: usize,
     shared: Arc<Shared>,
     link: Arc<Link>,
-    wire: Option<Wire>,
-    /// Pieces asked for, in order; the first one's range begins at the block that comes next.
-    flight: VecDeque<Piece>,
-}
-
-/// A connected stream at work.
-struct Exchange<'a> {
-    shared: &'a Shared,
-    link: &'a Link,
-    wire: &'a mut Wire,
-    flight: &'a mut VecDeque<Piece>,
-    /// Bytes of blocks that were asked for and have not come.
-    asked_bytes: u64,
-}
-
-/// What became of a block's bytes.
-enum Received {
-    /// They are there, and this is their checksum.
-    Whole(u64),
-    /// The fetch was stopped, and this is left of them.
-    Stopped(Fault, usize),
+    connected: Option<Box<dyn Fetching>>,
 }
 
 // === impl Stream ===
 
 impl Stream {
     pub(super) fn new(number: usize, shared: Arc<Shared>, link: Arc<Link>) -> Self {
-        Self { number, shared, link, wire: None, flight: VecDeque::new() }
+        Self { number, shared, link, connected: None }
     }
 
     /// Until the peer has left.
     pub(super) fn run(mut self) {
         let idle = self.shared.config.limits.idle;
         loop {
-            match self.link.next(self.wire.is_some(), idle) {
+            match self.link.next(self.connected.is_some(), idle) {
                 Next::Piece(piece) => self.carry(piece),
                 Next::Fail(pieces, fault) => pieces.iter().for_each(|piece| piece.end_all(fault)),
-                Next::Idle => self.hang_up(),
+                Next::Idle => drop(self.hang_up()),
                 Next::Closed => break,
             }
         }
         self.hang_up();
     }
 
-    fn hang_up(&mut self) {
-        if self.wire.take().is_some() {
-            self.link.disconnected(self.number);
-        }
+    /// What was asked for over the connection and has not ended.
+    fn hang_up(&mut self) -> Vec<Piece> {
+        let Some(connected) = self.connected.take() else { return Vec::new() };
+        self.link.disconnected(self.number);
+        connected.hang_up()
     }
 
     /// Carries out a piece, and whatever waits meanwhile.
     fn carry(&mut self, piece: Piece) {
         // The peer closes what was idle for long: that is no failure.
-        if self.wire.as_mut().is_some_and(|wire| !matches!(wire.readable(), Ok(false))) {
+        if self.connected.as_mut().is_some_and(|connected| !connected.quiet()) {
             self.hang_up();
         }
-        if self.wire.is_none() {
+        if self.connected.is_none() {
             match self.connect() {
-                Ok(wire) => self.wire = Some(wire),
+                Ok(connected) => self.connected = Some(connected),
                 Err(fault) => {
                     self.failed(fault);
                     return piece.end_all(fault);
                 }
             }
         }
-        let Some(wire) = &mut self.wire else { return };
-        let (shared, link, flight) = (&*self.shared, &*self.link, &mut self.flight);
-        let mut exchange = Exchange { shared, link, wire, flight, asked_bytes: 0 };
-        if let Err(fault) = exchange.run(piece) {
-            let fault = exchange.cause(fault);
-            self.hang_up();
+        let Some(connected) = &mut self.connected else { return };
+        if let Err(fault) = connected.run(piece) {
+            // A stream that broke because the peer has left was stopped.
+            let fault = if self.link.open() { fault } else { Fault::Stopped };
+            let owed = self.hang_up();
             self.failed(fault);
-            self.flight.drain(..).for_each(|piece| piece.end_all(fault));
+            owed.iter().for_each(|piece| piece.end_all(fault));
         }
     }
 
-    fn connect(&self) -> Result<Wire, Fault> {
+    fn connect(&self) -> Result<Box<dyn Fetching>, Fault> {
         let (wire, boot) = greeting::connect(&self.shared, &self.link)?;
-        let news = self.link.connected(self.number, Arc::clone(wire.stream()), boot);
-        if let Some(boot) = news.ok_or(Fault::Stopped)? {
+        let news = self.link.connected(self.number, Arc::clone(wire.stream()), boot).ok_or(Fault::Stopped)?;
+        let connected = self.shared.carriage.fetch(self.number, &self.shared, &self.link, wire);
+        if connected.is_err() {
+            self.link.disconnected(self.number);
+        } else if let Some(boot) = news {
             self.shared.tell(Up::Connected { peer: self.link.number, boot });
         }
-        Ok(wire)
+        connected
     }
 
     fn failed(&self, fault: Fault) {
         self.link.failed(fault, &self.shared.config.limits);
-        if self.link.open() {
+        // That a lease has ended is nobody's failure.
+        if self.link.open() && fault != Fault::Absent {
             self.shared.tell(Up::PeerDown { peer: self.link.number, fault });
         }
-    }
-}
-
-// === impl Exchange ===
-
-impl Exchange<'_> {
-    /// Asks for `piece` and for what waits behind it, as far as there is room, until all has come.
-    fn run(&mut self, piece: Piece) -> Result<(), Fault> {
-        let mut next = Some(piece);
-        loop {
-            while let Some(piece) = next.take().or_else(|| self.more()) {
-                self.ask(piece)?;
-            }
-            let Some(piece) = self.flight.front() else { return Ok(()) };
-            let (index, fetch) = (piece.indexes.start, Arc::clone(&piece.fetch));
-            let block = self.block()?;
-            let (label, offset) = fetch.blocks[index as usize];
-            if (block.ticket, block.index) != (fetch.ticket, index) {
-                return Err(Fault::Malformed("a block that was not asked for"));
-            }
-            if block.status == Status::Whole && block.bytes != label.bytes {
-                return Err(Fault::Malformed("a block of another size than was asked for"));
-            }
-            self.asked_bytes -= u64::from(label.bytes);
-            self.advance();
-            self.take(&fetch, &block, offset)?;
-        }
-    }
-
-    /// A piece that waits, if there is room to ask for it.
-    fn more(&self) -> Option<Piece> {
-        let room = self.flight.len() < ASKS_MAX && self.asked_bytes + PIECE_BYTES_MAX <= ASKED_BYTES_MAX;
-        room.then(|| self.link.try_next()).flatten()
-    }
-
-    fn ask(&mut self, piece: Piece) -> Result<(), Fault> {
-        self.asked_bytes += piece.bytes();
-        let ask = piece.ask();
-        self.flight.push_back(piece);
-        let sent = self.wire.send_frame(&ask, false, now() + self.shared.config.limits.progress);
-        sent.map_err(|broken| broken.fault(Stage::Progress))
-    }
-
-    fn block(&mut self) -> Result<Block, Fault> {
-        let frame = self.wire.frame(now() + self.shared.config.limits.first_byte);
-        match frame.map_err(|broken| broken.fault(Stage::FirstByte))? {
-            Frame::Block(block) => Ok(block),
-            Frame::Refused(refusal) => Err(Fault::Refused(refusal)),
-            other => Err(Fault::Malformed(other.unexpected())),
-        }
-    }
-
-    /// The next block is the one that comes next.
-    fn advance(&mut self) {
-        let Some(piece) = self.flight.front_mut() else { return };
-        piece.indexes.start += 1;
-        if piece.indexes.is_empty() {
-            self.flight.pop_front();
-            self.link.answered();
-        }
-    }
-
-    /// Takes what follows a Block frame.
-    fn take(&mut self, fetch: &Running, block: &Block, offset: u64) -> Result<(), Fault> {
-        let (index, len) = (block.index, block.bytes as usize);
-        let missing = match block.status {
-            Status::Whole => None,
-            Status::Absent => Some(Fault::Absent),
-            Status::Draining => Some(Fault::Refused(Refusal::Draining)),
-            Status::Busy => Some(Fault::Refused(Refusal::Busy)),
-        };
-        if let Some(fault) = missing {
-            fetch.end_waiting(index, fault);
-            return Ok(());
-        }
-        if !fetch.begin(index) {
-            return self.discard(len);
-        }
-        match self.receive(fetch, offset, len) {
-            Ok(Received::Whole(checksum)) => {
-                let verified = checksum == block.checksum;
-                fetch.end(index, if verified { Ok(checksum) } else { Err(Fault::Corrupt) });
-                Ok(())
-            }
-            Ok(Received::Stopped(fault, rest)) => {
-                fetch.end(index, Err(fault));
-                self.discard(rest)
-            }
-            Err(broken) => {
-                let fault = match broken {
-                    Broken::Eof => Fault::Short,
-                    broken => broken.fault(Stage::Progress),
-                };
-                fetch.end(index, Err(fetch.stopped().unwrap_or(self.cause(fault))));
-                Err(fault)
-            }
-        }
-    }
-
-    /// Fills the slot; each part is summed while it is in cache.
-    fn receive(&mut self, fetch: &Running, offset: u64, len: usize) -> Result<Received, Broken> {
-        let mut hash = XxHash3_64::new();
-        let mut at = 0;
-        while at < len {
-            if let Some(fault) = fetch.stopped() {
-                return Ok(Received::Stopped(fault, len - at));
-            }
-            let chunk = CHUNK_BYTES.min(len - at);
-            let place = offset + at as u64;
-            self.wire.receive(
-                &self.shared.blocks,
-                place,
-                chunk,
-                now() + self.shared.config.limits.progress,
-            )?;
-            let bytes = self.shared.blocks.bytes(place, chunk).expect("checked when posted");
-            hash.write(bytes);
-            at += chunk;
-        }
-        Ok(Received::Whole(hash.finish()))
-    }
-
-    /// Reads bytes that nobody wants any more: the stream stays of use.
-    fn discard(&mut self, len: usize) -> Result<(), Fault> {
-        let mut left = len;
-        while left > 0 {
-            let chunk = left.min(CHUNK_BYTES);
-            let discarded = self.wire.discard(chunk, now() + self.shared.config.limits.progress);
-            discarded.map_err(|broken| broken.fault(Stage::Progress))?;
-            left -= chunk;
-        }
-        Ok(())
-    }
-
-    /// A stream that broke because the peer has left was stopped.
-    fn cause(&self, fault: Fault) -> Fault {
-        if self.link.open() { fault } else { Fault::Stopped }
     }
 }

@@ -1,0 +1,121 @@
+"""What fetching blocks from a peer costs over RDMA: against ib_read_bw in the same run, two processes, two devices.
+
+Without an RDMA NIC that means a guest with Soft-RoCE under emulation (scripts/rxe-vm): the ratio says what the transport
+adds to READs, the rates themselves say nothing. Each round fetches every block of a small pool over two queue pairs,
+checksums on, and then lets ib_read_bw read as many bytes over as many, once polling and once waiting for events as
+ours does: the better median counts, since polling takes processors that emulation has few of.
+
+In the guest this file runs itself, with the binary's path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+MIB = 1 << 20
+BLOCK_BYTES = 2 << 20
+BLOCKS = 32
+READ_BYTES = 1 << 20
+QUEUE_PAIRS = 2
+ROUNDS = 3
+ONES = 30
+WATCHDOG_S = 300
+DEVICES = ("rxe0", "rxe1")
+
+
+class Node:
+    """One side."""
+
+    def __init__(self, *words: object) -> None:
+        self._process = subprocess.Popen([*map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def line(self) -> str:
+        """What it prints next."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().strip()
+        return line or sys.exit(f"{self._process.args!r} ended")
+
+    def ask(self, command: str) -> str:
+        """A command, and what it prints."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+        return self.line()
+
+    def end(self) -> None:
+        """It ends with its standard input."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(WATCHDOG_S)
+
+
+def ib_read_bw(port: int, *options: str) -> float:
+    """MiB/s of ib_read_bw: rxe0 reads as many bytes from rxe1 as our reader does."""
+    reads = BLOCKS * BLOCK_BYTES // READ_BYTES // QUEUE_PAIRS
+    common = ["ib_read_bw", "-s", str(READ_BYTES), "-n", str(reads), "-q", str(QUEUE_PAIRS), "-p", str(port), "-F", *options]
+    quiet = subprocess.DEVNULL
+    server = subprocess.Popen([*common, "-d", DEVICES[1]], stdout=quiet, stderr=quiet)
+    listening = f":{port:04X} "
+    while not any(listening in line and " 0A " in line for line in Path("/proc/net/tcp").read_text().splitlines()):
+        time.sleep(0.05)
+        assert server.poll() is None, "ib_read_bw ended"
+    command = [*common, "-d", DEVICES[0], "10.77.0.2"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WATCHDOG_S)
+    server.wait(WATCHDOG_S)
+    found = re.search(rf"^\s*{READ_BYTES}\s+\d+\s+[\d.]+\s+([\d.]+)", ran.stdout, re.MULTILINE)
+    return float(found[1]) if found else sys.exit(f"ib_read_bw said {ran.stdout}{ran.stderr}")
+
+
+def measure(binary: str) -> dict[str, float]:
+    """Rounds of ours and of ib_read_bw, interleaved; then single blocks."""
+    sizes = (BLOCKS, BLOCK_BYTES)
+    owner = Node(binary, "serve", *sizes, f"{DEVICES[1]}:{QUEUE_PAIRS}")
+    reader = Node(binary, "fetch", owner.line(), *sizes, f"{DEVICES[0]}:{QUEUE_PAIRS}")
+    reader.ask("all")
+    ours, polling, waiting = [], [], []
+    for number in range(ROUNDS):
+        ours.append(BLOCKS * BLOCK_BYTES / MIB / float(reader.ask("all")))
+        polling.append(ib_read_bw(18515 + 2 * number))
+        waiting.append(ib_read_bw(18516 + 2 * number, "-e"))
+        line = f"{ours[-1]:.0f} MiB/s, ib_read_bw {polling[-1]:.0f} polling, {waiting[-1]:.0f} waiting"
+        print(line, file=sys.stderr, flush=True)
+    micros = sorted(float(word) for word in reader.ask(f"one {ONES}").split())
+    reader.end()
+    owner.end()
+    theirs = max(statistics.median(polling), statistics.median(waiting))
+    return {
+        "mib_per_s": round(statistics.median(ours), 1),
+        "ib_read_bw_mib_per_s": round(theirs, 1),
+        "ratio_ib_read_bw": round(statistics.median(ours) / theirs, 3),
+        "one_p50_us": micros[ONES // 2],
+    }
+
+
+def main() -> None:
+    """Builds, boots, measures, reports."""
+    subprocess.run(["scripts/rxe-vm", "setup"], check=True, stdout=sys.stderr)
+    build = ["cargo", "build", "--quiet", "--release", "--package", "mesh", "--features", "rdma"]
+    subprocess.run([*build, "--example", "mesh_blocks"], check=True)
+    built = Path(os.environ.get("CARGO_TARGET_DIR", "target")) / "release/examples/mesh_blocks"
+    with tempfile.TemporaryDirectory(prefix="pillion-bench-") as folder:
+        # Copies: nothing that a guest has open may change.
+        binary, script = Path(folder, "mesh_blocks"), Path(folder, "mesh_rdma.py")
+        shutil.copy(built, binary)
+        shutil.copy(__file__, script)
+        subprocess.run(["scripts/rxe-vm", "run", "python3", str(script), str(binary)], check=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(json.dumps(measure(sys.argv[1])))
+    else:
+        main()

@@ -1,0 +1,406 @@
+//! One connection to a peer that is read from: asks go out, leases come in, READs bring the blocks.
+
+use std::collections::VecDeque;
+use std::io::ErrorKind;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use twox_hash::XxHash3_64;
+
+use super::Queues;
+use super::pairing::pair;
+use super::verbs::{self, Completion, READS_MAX};
+use crate::transport::tcp::carriage::Fetching;
+use crate::transport::tcp::fetch::{PIECE_BYTES_MAX, Piece};
+use crate::transport::tcp::frame::lease::{Lent, Place, Turn};
+use crate::transport::tcp::frame::{ASKS_MAX, Frame};
+use crate::transport::tcp::link::Link;
+use crate::transport::tcp::wire::{Broken, Wire};
+use crate::transport::tcp::{Shared, now};
+use crate::transport::{Fault, Stage};
+
+/// Bytes that a stream has asked for and that have not been read: what it has asked is granted while it reads the rest.
+const ASKED_BYTES_MAX: u64 = ASKS_MAX as u64 * PIECE_BYTES_MAX;
+/// Bytes of a READ: in them lies what a limit of progress means.
+const PART_BYTES: u32 = 1 << 20;
+
+/// A connected stream.
+pub(super) struct Reader {
+    queue: verbs::Queue,
+    wire: Wire,
+    shared: Arc<Shared>,
+    link: Arc<Link>,
+    /// The remote key of the peer's pool.
+    key: u32,
+    /// In the order asked, in which they are lent, read and given back.
+    loans: VecDeque<Loan>,
+    /// Loans that have ended: the number of the first one above.
+    ended: u64,
+    /// Blocks that are to be read, by loan and place.
+    todo: VecDeque<(u64, usize)>,
+    /// READs under way, in order, by loan and place.
+    reads: VecDeque<(u64, usize)>,
+    /// READs begun.
+    begun: u64,
+    /// When the last READ ended, or the first one began.
+    read_at: Instant,
+    completions: Vec<Completion>,
+    /// A completion will be told of.
+    armed: bool,
+}
+
+/// Blocks that were asked for together.
+struct Loan {
+    piece: Piece,
+    state: State,
+    /// When it came into that state.
+    since: Instant,
+    /// Until when READs have surely ended within the lease: it began after we had asked.
+    until: Instant,
+    blocks: Vec<Reading>,
+    /// Blocks that have not been read.
+    left: usize,
+}
+
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+enum State {
+    Asked,
+    Lent,
+    /// The peer was told that all is read.
+    Read,
+}
+
+/// A block that is read.
+struct Reading {
+    place: Place,
+    /// Bytes of it for which READs have begun.
+    begun: u32,
+    /// READs of it under way.
+    arriving: u32,
+    /// What lies in the slot now, unless the lease did not stand.
+    result: Option<Result<u64, Fault>>,
+}
+
+// === impl Reader ===
+
+impl Reader {
+    /// Agrees with the peer on the two ends of a queue pair.
+    pub(super) fn connect(
+        queues: &Queues,
+        number: usize,
+        shared: &Arc<Shared>,
+        link: &Arc<Link>,
+        mut wire: Wire,
+    ) -> Result<Self, Fault> {
+        let until = now() + shared.config.limits.handshake;
+        let nic = number % queues.nics.len();
+        let failed = |error: std::io::Error| {
+            shared.note_rarely(format!("no queue pair to {} could be made: {error}", link.peer.node));
+            Fault::Peer(error.kind())
+        };
+        let mut queue = verbs::Queue::new(&queues.nics, nic).map_err(failed)?;
+        let ours = queues.queue(number as u16, nic, queue.end(), 0);
+        let broken = |broken: Broken| broken.fault(Stage::Handshake);
+        wire.send_frame(&Frame::Queue(ours), false, until).map_err(broken)?;
+        let theirs = match wire.frame(until).map_err(broken)? {
+            Frame::Queue(theirs) => theirs,
+            Frame::Refused(refusal) => return Err(Fault::Refused(refusal)),
+            other => return Err(Fault::Malformed(other.unexpected())),
+        };
+        let fits = queues.fits(&theirs) && usize::from(theirs.number) == number;
+        if !fits || pair(&queues.nodes(), &theirs.nics)[nic] != usize::from(theirs.nic) {
+            return Err(Fault::Malformed("a queue pair that was not asked for"));
+        }
+        queue.connect(&theirs.end).map_err(failed)?;
+        Ok(Self {
+            queue,
+            wire,
+            shared: Arc::clone(shared),
+            link: Arc::clone(link),
+            key: theirs.key,
+            loans: VecDeque::new(),
+            ended: 0,
+            todo: VecDeque::new(),
+            reads: VecDeque::new(),
+            begun: 0,
+            read_at: now(),
+            completions: Vec::new(),
+            armed: false,
+        })
+    }
+
+    /// A piece that waits, if there is room to ask for it.
+    fn more(&self) -> Option<Piece> {
+        let unread = |loan: &&Loan| loan.state != State::Read;
+        let bytes: u64 = self.loans.iter().filter(unread).map(|loan| loan.piece.bytes()).sum();
+        let room = self.loans.len() < ASKS_MAX && bytes + PIECE_BYTES_MAX <= ASKED_BYTES_MAX;
+        room.then(|| self.link.try_next()).flatten()
+    }
+
+    fn ask(&mut self, piece: Piece) -> Result<(), Fault> {
+        let (ask, since) = (piece.ask(), now());
+        let left = piece.blocks();
+        let loan = Loan { piece, state: State::Asked, since, until: since, blocks: Vec::new(), left };
+        self.loans.push_back(loan);
+        self.send(&ask)
+    }
+
+    fn send(&mut self, frame: &Frame) -> Result<(), Fault> {
+        let sent = self.wire.send_frame(frame, false, now() + self.shared.config.limits.progress);
+        sent.map_err(|broken| broken.fault(Stage::Progress))
+    }
+
+    /// Takes the frames that are there. False if there are none.
+    fn hear(&mut self) -> Result<bool, Fault> {
+        let mut heard = false;
+        while self.readable()? {
+            let until = now() + self.shared.config.limits.progress;
+            match self.wire.frame(until).map_err(|broken| broken.fault(Stage::Progress))? {
+                Frame::Lent(lent) => self.lent(lent)?,
+                // The queue pair is gone with the lease.
+                Frame::Stood(_, false) => return Err(Fault::Absent),
+                Frame::Stood(turn, true) => self.stood(turn)?,
+                Frame::Refused(refusal) => return Err(Fault::Refused(refusal)),
+                other => return Err(Fault::Malformed(other.unexpected())),
+            }
+            heard = true;
+        }
+        Ok(heard)
+    }
+
+    fn readable(&mut self) -> Result<bool, Fault> {
+        self.wire.readable().map_err(|broken| match broken {
+            Broken::Eof if !self.reads.is_empty() => Fault::Short,
+            broken => broken.fault(Stage::Progress),
+        })
+    }
+
+    fn lent(&mut self, lent: Lent) -> Result<(), Fault> {
+        let at = self.loans.iter().position(|loan| loan.state == State::Asked);
+        let unasked = Fault::Malformed("a lease that was not asked for");
+        let at = at.filter(|at| self.loans[*at].turn() == lent.turn).ok_or(unasked)?;
+        let (loan, number) = (&mut self.loans[at], self.ended + at as u64);
+        if loan.piece.blocks() != lent.places.len() {
+            return Err(unasked);
+        }
+        loan.until = loan.since + Duration::from_millis(lent.lease_ms.into());
+        loan.enter(State::Lent);
+        for (at, place) in lent.places.into_iter().enumerate() {
+            let index = loan.piece.indexes.start + at as u32;
+            loan.blocks.push(Reading { place, begun: 0, arriving: 0, result: None });
+            if let Some(fault) = place.status.missing() {
+                loan.piece.fetch.end_waiting(index, fault);
+                loan.left -= 1;
+            } else if place.bytes == loan.piece.fetch.blocks[index as usize].0.bytes {
+                self.todo.push_back((number, at));
+            } else {
+                return Err(Fault::Malformed("a block of another size than was asked for"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The lease of the first loan stood until all was read: its blocks are whole.
+    fn stood(&mut self, turn: Turn) -> Result<(), Fault> {
+        let read = |loan: &mut Loan| loan.state == State::Read && loan.turn() == turn;
+        let loan = self.loans.pop_front_if(read).ok_or(Fault::Malformed("the end of no lease"))?;
+        self.ended += 1;
+        for (index, block) in loan.piece.indexes.clone().zip(&loan.blocks) {
+            if let Some(result) = block.result {
+                loan.piece.fetch.end(index, result);
+            }
+        }
+        self.link.answered();
+        Ok(())
+    }
+
+    /// Begins READs as far as there is room. False if there was nothing to begin.
+    fn begin(&mut self) -> Result<bool, Fault> {
+        let mut begun = false;
+        while self.reads.len() < READS_MAX
+            && let Some((number, at)) = self.todo.front().copied()
+        {
+            let loan = &mut self.loans[(number - self.ended) as usize];
+            let index = loan.piece.indexes.start + at as u32;
+            let (fetch, block) = (&loan.piece.fetch, &mut loan.blocks[at]);
+            // One that was stopped before it began has ended; one that has begun ends with its READs.
+            let wanted = if block.begun == 0 { fetch.begin(index) } else { fetch.stopped().is_none() };
+            if !wanted {
+                self.todo.pop_front();
+                if block.arriving == 0 {
+                    loan.settle(at, &self.shared);
+                }
+                continue;
+            }
+            let part = PART_BYTES.min(block.place.bytes - block.begun);
+            let offset = fetch.blocks[index as usize].1 + u64::from(block.begun);
+            let address = block.place.address + u64::from(block.begun);
+            let posted = self.queue.read(self.begun, offset, part, self.key, address);
+            posted.map_err(|error| Fault::Peer(error.kind()))?;
+            block.begun += part;
+            block.arriving += 1;
+            if block.begun == block.place.bytes {
+                self.todo.pop_front();
+            }
+            if self.reads.is_empty() {
+                self.read_at = now();
+            }
+            self.reads.push_back((number, at));
+            self.begun += 1;
+            begun = true;
+        }
+        Ok(begun)
+    }
+
+    /// Takes the READs that have ended; the next ones begin before the blocks of these are summed. False if none has.
+    fn reap(&mut self) -> Result<bool, Fault> {
+        let mut completions = std::mem::take(&mut self.completions);
+        self.queue.reap(&mut completions);
+        if completions.is_empty() {
+            return Ok(false);
+        }
+        self.read_at = now();
+        let mut arrived = Vec::new();
+        for completion in completions.drain(..) {
+            if completion.status != 0 {
+                // That the lease is over may be known already.
+                self.hear()?;
+                return Err(failure(completion.status));
+            }
+            let oldest = self.begun - self.reads.len() as u64;
+            let read = self.reads.pop_front().filter(|_| completion.read == oldest);
+            let (number, at) = read.ok_or(Fault::Malformed("a READ that was not begun"))?;
+            let block = &mut self.loans[(number - self.ended) as usize].blocks[at];
+            block.arriving -= 1;
+            if block.arriving == 0 && self.todo.front() != Some(&(number, at)) {
+                arrived.push((number, at));
+            }
+        }
+        self.completions = completions;
+        self.begin()?;
+        for (number, at) in arrived {
+            self.loans[(number - self.ended) as usize].settle(at, &self.shared);
+        }
+        Ok(true)
+    }
+
+    /// Gives back what has been read, in order.
+    fn give_back(&mut self) -> Result<(), Fault> {
+        while let Some(loan) = self.loans.iter_mut().find(|loan| loan.state != State::Read) {
+            if loan.state != State::Lent || loan.left > 0 {
+                break;
+            }
+            loan.enter(State::Read);
+            let turn = loan.turn();
+            self.send(&Frame::Read(turn))?;
+        }
+        Ok(())
+    }
+
+    /// Waits for a frame or a completion.
+    fn wait(&mut self) -> Result<(), Fault> {
+        if !self.armed {
+            // What has come meanwhile is looked for once more.
+            self.armed = true;
+            return self.queue.arm().map_err(|error| Fault::Peer(error.kind()));
+        }
+        let limits = &self.shared.config.limits;
+        let reading = (!self.reads.is_empty()).then(|| (self.read_at + limits.progress, Stage::Progress));
+        let answer = self.loans.iter().filter_map(|loan| match loan.state {
+            State::Asked => Some((loan.since + limits.first_byte, Stage::FirstByte)),
+            State::Lent => None,
+            State::Read => Some((loan.since + limits.progress, Stage::Progress)),
+        });
+        let (until, stage) =
+            answer.chain(reading).min_by_key(|(until, _)| *until).expect("something is awaited");
+        match self.wire.wait(true, &self.queue, until) {
+            Ok(true) => {
+                self.queue.disarm();
+                self.armed = false;
+                Ok(())
+            }
+            Ok(false) => Err(Fault::Timeout(stage)),
+            // What it said before it hung up counts.
+            Err(Broken::Eof) => self.readable().map(drop),
+            Err(broken) => Err(broken.fault(stage)),
+        }
+    }
+}
+
+impl Fetching for Reader {
+    fn quiet(&mut self) -> bool {
+        matches!(self.wire.readable(), Ok(false))
+    }
+
+    /// Asks for `piece` and for what waits behind it, as far as there is room, until all has been read and given back.
+    fn run(&mut self, piece: Piece) -> Result<(), Fault> {
+        let mut next = Some(piece);
+        loop {
+            while let Some(piece) = next.take().or_else(|| self.more()) {
+                self.ask(piece)?;
+            }
+            if self.loans.is_empty() {
+                return Ok(());
+            }
+            let heard = self.hear()?;
+            let begun = self.begin()?;
+            let read = self.reap()?;
+            self.give_back()?;
+            if !(heard || begun || read) {
+                self.wait()?;
+            }
+        }
+    }
+
+    fn hang_up(self: Box<Self>) -> Vec<Piece> {
+        let Self { queue, loans, .. } = *self;
+        // First: from now on no READ writes a slot.
+        drop(queue);
+        loans.into_iter().map(|loan| loan.piece).collect()
+    }
+}
+
+// === impl Loan ===
+
+impl Loan {
+    fn turn(&self) -> Turn {
+        Turn { ticket: self.piece.fetch.ticket, first: self.piece.indexes.start }
+    }
+
+    fn enter(&mut self, state: State) {
+        self.state = state;
+        self.since = now();
+    }
+
+    /// No READ of this block is under way any more, nor will be.
+    fn settle(&mut self, at: usize, shared: &Shared) {
+        let (index, block) = (self.piece.indexes.start + at as u32, &mut self.blocks[at]);
+        let (fetch, place) = (&self.piece.fetch, &block.place);
+        self.left -= 1;
+        if block.begun == 0 {
+            return;
+        }
+        if block.begun < place.bytes {
+            return fetch.end(index, Err(fetch.stopped().unwrap_or(Fault::Stopped)));
+        }
+        block.result = Some(if now() >= self.until {
+            Err(Fault::Absent)
+        } else {
+            let offset = fetch.blocks[index as usize].1;
+            let bytes = shared.blocks.bytes(offset, place.bytes as usize).expect("checked when posted");
+            let checksum = XxHash3_64::oneshot(bytes);
+            if checksum == place.checksum { Ok(checksum) } else { Err(Fault::Corrupt) }
+        });
+    }
+}
+
+/// What the end of a READ that failed means.
+fn failure(status: u32) -> Fault {
+    use rdma_mummy_sys::ibv_wc_status as wc;
+    Fault::Peer(match status {
+        wc::IBV_WC_RETRY_EXC_ERR | wc::IBV_WC_RESP_TIMEOUT_ERR => ErrorKind::TimedOut,
+        wc::IBV_WC_REM_ACCESS_ERR | wc::IBV_WC_REM_INV_REQ_ERR => ErrorKind::PermissionDenied,
+        wc::IBV_WC_WR_FLUSH_ERR => ErrorKind::ConnectionAborted,
+        _ => ErrorKind::Other,
+    })
+}

@@ -1,0 +1,186 @@
+//! One connection of a peer that reads, and its thread: it lends slots, and takes them back in time.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::pairing::pair;
+use super::{Queues, verbs};
+use crate::transport::tcp::frame::lease::{Lent, Place, Turn};
+use crate::transport::tcp::frame::{Ask, Frame, Malformed, Status};
+use crate::transport::tcp::link::Link;
+use crate::transport::tcp::serve::asks::{Asked, Asks, granted};
+use crate::transport::tcp::serve::part;
+use crate::transport::tcp::wire::{Broken, Wire};
+use crate::transport::tcp::{Shared, now};
+use crate::transport::{Label, Refusal};
+
+/// A member's connection. Its queue pair goes first: from then on nothing of what is released can be read.
+struct Lender<'a> {
+    _queue: verbs::Queue,
+    asks: Asks<'a>,
+    /// When the leases of the first asks end.
+    lent: VecDeque<Instant>,
+    lease: Duration,
+    shared: &'a Shared,
+}
+
+/// How a connection ended.
+enum End {
+    /// Nothing was asked for long.
+    Idle,
+    /// This lease was over before the peer had read.
+    Late(Turn),
+}
+
+/// Until the peer hangs up, is late or malformed, or nothing was asked for long.
+pub(super) fn serve(queues: &Queues, shared: &Shared, link: &Arc<Link>, mut wire: Wire) {
+    let queue = match meet(queues, shared, link, &mut wire) {
+        Ok(Some(queue)) => queue,
+        Ok(None) => return,
+        Err(broken) => return part(shared, link, &mut wire, &broken),
+    };
+    let asks = match Asks::new(shared, Arc::clone(link)) {
+        Ok(asks) => asks,
+        Err(error) => return shared.note(error.to_string()),
+    };
+    let mut lender = Lender { _queue: queue, asks, lent: VecDeque::new(), lease: queues.lease, shared };
+    let end = lender.serve(&mut wire);
+    drop(lender);
+    match end {
+        Ok(End::Idle) => {}
+        Ok(End::Late(turn)) => {
+            shared.note_rarely(format!("{} had not read what it was lent when that ended", link.peer.node));
+            tell_late(shared, &mut wire, turn);
+        }
+        Err(broken) => part(shared, link, &mut wire, &broken),
+    }
+}
+
+/// The queue pair for a peer that says which one it has; none where it was refused.
+fn meet(
+    queues: &Queues,
+    shared: &Shared,
+    link: &Link,
+    wire: &mut Wire,
+) -> Result<Option<verbs::Queue>, Broken> {
+    let until = now() + shared.config.limits.handshake;
+    let theirs = match wire.frame(until)? {
+        Frame::Queue(theirs) => theirs,
+        other => return Err(Malformed::Bytes(other.unexpected()).into()),
+    };
+    let mut refuse = |refusal: Refusal, why: String| {
+        wire.refuse(refusal);
+        shared.note_rarely(format!("{} was refused: {why}", link.peer.node));
+        Ok(None)
+    };
+    if !queues.fits(&theirs) {
+        let ours = Refusal::Queues { nics: queues.nics.len() as u8, pairs: queues.qps_per_peer as u8 };
+        return refuse(ours, theirs.mismatch().to_string());
+    }
+    let nic = pair(&theirs.nics, &queues.nodes())[usize::from(theirs.nic)];
+    let Some(key) = queues.nics[nic].key() else {
+        return refuse(Refusal::Busy, "the pool is not registered yet".into());
+    };
+    let made = verbs::Queue::new(&queues.nics, nic).and_then(|mut queue| {
+        queue.lend(&theirs.end)?;
+        Ok(queue)
+    });
+    match made {
+        Ok(queue) => {
+            let ours = queues.queue(theirs.number, nic, queue.end(), key);
+            wire.send_frame(&Frame::Queue(ours), false, until)?;
+            Ok(Some(queue))
+        }
+        Err(error) => refuse(Refusal::Busy, format!("no queue pair could be made ({error})")),
+    }
+}
+
+/// Says that a lease is over, and waits until the peer has hung up: what is closed with bytes unread is reset, and the
+/// peer would not hear it.
+fn tell_late(shared: &Shared, wire: &mut Wire, turn: Turn) {
+    let until = now() + shared.config.limits.progress;
+    if wire.send_frame(&Frame::Stood(turn, false), false, until).is_ok() {
+        while wire.frame(until).is_ok() {}
+    }
+}
+
+fn turn_of(ask: &Ask) -> Turn {
+    Turn { ticket: ask.ticket, first: ask.first }
+}
+
+// === impl Lender ===
+
+impl Lender<'_> {
+    fn serve(&mut self, wire: &mut Wire) -> Result<End, Broken> {
+        let limits = self.shared.config.limits;
+        loop {
+            self.asks.hear();
+            while wire.readable()? {
+                match wire.frame(now() + limits.progress)? {
+                    Frame::Ask(ask) if !self.asks.full() => self.asks.take_on(ask),
+                    Frame::Ask(_) => return Err(Malformed::Bytes("more Asks than may wait").into()),
+                    Frame::Read(turn) => {
+                        if !self.take_back(turn)? {
+                            return Ok(End::Late(turn));
+                        }
+                        wire.send_frame(&Frame::Stood(turn, true), false, now() + limits.progress)?;
+                    }
+                    other => return Err(Malformed::Bytes(other.unexpected()).into()),
+                }
+            }
+            if self.lend(wire)? {
+                continue;
+            }
+            let end = self.lent.front().copied();
+            if end.is_some_and(|end| end <= now()) {
+                let late = self.asks.answered(0).expect("what is lent was granted");
+                return Ok(End::Late(turn_of(&late.ask)));
+            }
+            let until = end.unwrap_or_else(|| now() + limits.idle * 2);
+            if !wire.wait(true, self.asks.bell(), until)? && end.is_none() {
+                return Ok(End::Idle);
+            }
+        }
+    }
+
+    /// Tells where the blocks of the next ask lie. False where the caller must grant first.
+    fn lend(&mut self, wire: &mut Wire) -> Result<bool, Broken> {
+        let shared = self.shared;
+        let Some(asked) = self.asks.answered(self.lent.len()) else { return Ok(false) };
+        let places: Vec<_> =
+            asked.ask.labels.iter().enumerate().map(|(at, label)| place(shared, asked, at, label)).collect();
+        let turn = turn_of(&asked.ask);
+        // It begins before the peer hears of it.
+        self.lent.push_back(now() + self.lease);
+        let lent = Lent { turn, lease_ms: self.lease.as_millis() as u32, places };
+        wire.send_frame(&Frame::Lent(lent), false, now() + shared.config.limits.progress)?;
+        Ok(true)
+    }
+
+    /// The peer has read what was lent first. False where that was over.
+    fn take_back(&mut self, turn: Turn) -> Result<bool, Broken> {
+        let lent = self.lent.pop_front();
+        let asked = self.asks.answered(0).filter(|asked| turn_of(&asked.ask) == turn);
+        let (Some(end), Some(asked)) = (lent, asked) else {
+            return Err(Malformed::Bytes("a Read of what was not lent").into());
+        };
+        if end <= now() {
+            return Ok(false);
+        }
+        asked.sent = (0..asked.ask.labels.len()).filter(|at| asked.grant(*at).is_ok()).count() as u32;
+        self.asks.end();
+        Ok(true)
+    }
+}
+
+fn place(shared: &Shared, asked: &Asked, at: usize, label: &Label) -> Place {
+    match asked.grant(at) {
+        Ok(grant) => {
+            let (bytes, checksum) = granted(shared, label, grant);
+            let address = bytes.as_ptr() as u64;
+            Place { address, checksum, bytes: label.bytes, status: Status::Whole }
+        }
+        Err(status) => Place { address: 0, checksum: 0, bytes: 0, status },
+    }
+}

@@ -1,0 +1,140 @@
+//! What a member has asked for over one connection, and what the caller has granted of it.
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+
+use super::Desk;
+use crate::Error;
+use crate::transport::tcp::frame::{ASKS_MAX, Ask, Status};
+use crate::transport::tcp::link::Link;
+use crate::transport::tcp::{Shared, eventfd};
+use crate::transport::{Grant, Granted, Label, Up};
+
+/// Asks of one connection, in the order asked, in which they are answered. Dropping them releases what was granted; what
+/// is granted from then on is released where it is granted.
+pub(in crate::transport) struct Asks<'a> {
+    shared: &'a Shared,
+    link: Arc<Link>,
+    desk: Arc<Desk>,
+    flight: VecDeque<Asked>,
+}
+
+/// What a peer has asked for.
+pub(in crate::transport) struct Asked {
+    pub(in crate::transport) ask: Ask,
+    answer: Answer,
+    /// Blocks answered.
+    pub(in crate::transport) at: usize,
+    /// Blocks of them that the peer has, whole.
+    pub(in crate::transport) sent: u32,
+}
+
+enum Answer {
+    /// The caller has not answered this ask yet.
+    Waiting(u64),
+    Granted(Granted),
+    /// Every block has this status.
+    Refused(Status),
+}
+
+// === impl Asks ===
+
+impl<'a> Asks<'a> {
+    pub(in crate::transport) fn new(shared: &'a Shared, link: Arc<Link>) -> Result<Self, Error> {
+        let desk = Arc::new(Desk { granted: Mutex::new(Some(Vec::new())), bell: eventfd()? });
+        Ok(Self { shared, link, desk, flight: VecDeque::new() })
+    }
+
+    /// Rings when the caller has granted something.
+    pub(in crate::transport) fn bell(&self) -> &OwnedFd {
+        &self.desk.bell
+    }
+
+    /// Whether nothing more may be asked before something has ended.
+    pub(in crate::transport) fn full(&self) -> bool {
+        self.flight.len() >= ASKS_MAX
+    }
+
+    /// Takes what the caller has granted since.
+    pub(in crate::transport) fn hear(&mut self) {
+        let _ = rustix::io::read(&self.desk.bell, &mut [0u8; 8]);
+        for granted in self.desk.take() {
+            let named =
+                |asked: &&mut Asked| matches!(asked.answer, Answer::Waiting(ask) if ask == granted.ask);
+            let asked = self.flight.iter_mut().find(named).expect("an ask is kept until it is answered");
+            asked.answer = Answer::Granted(granted);
+        }
+    }
+
+    /// Hands an ask to the caller.
+    pub(in crate::transport) fn take_on(&mut self, ask: Ask) {
+        let answer = if self.shared.draining() {
+            Answer::Refused(Status::Draining)
+        } else {
+            let number = self.shared.served.ask(&self.desk, ask.labels.len());
+            number.map_or(Answer::Refused(Status::Busy), Answer::Waiting)
+        };
+        let up = match answer {
+            Answer::Waiting(number) => {
+                Some(Up::Asked { ask: number, peer: self.link.number, blocks: ask.labels.clone() })
+            }
+            _ => None,
+        };
+        self.flight.push_back(Asked { ask, answer, at: 0, sent: 0 });
+        if let Some(up) = up {
+            self.shared.tell(up);
+        }
+    }
+
+    /// The ask that is `at` from the front, if the caller has answered it.
+    pub(in crate::transport) fn answered(&mut self, at: usize) -> Option<&mut Asked> {
+        self.flight.get_mut(at).filter(|asked| !matches!(asked.answer, Answer::Waiting(_)))
+    }
+
+    /// The front one has ended.
+    pub(in crate::transport) fn end(&mut self) {
+        if let Some(asked) = self.flight.pop_front() {
+            self.release(&asked);
+        }
+    }
+
+    fn release(&self, asked: &Asked) {
+        if let Answer::Granted(granted) = &asked.answer {
+            self.shared.tell(Up::Release { ask: granted.ask, sent: asked.sent });
+        }
+    }
+}
+
+impl Drop for Asks<'_> {
+    fn drop(&mut self) {
+        let untaken = self.desk.close();
+        self.flight.iter().for_each(|asked| self.release(asked));
+        untaken.iter().for_each(|granted| self.shared.tell(Up::Release { ask: granted.ask, sent: 0 }));
+    }
+}
+
+// === impl Asked ===
+
+impl Asked {
+    /// What the caller has granted of block `at`, or why it is not to be had. The caller has answered.
+    pub(in crate::transport) fn grant(&self, at: usize) -> Result<Grant, Status> {
+        match &self.answer {
+            Answer::Granted(granted) => granted.slots[at].ok_or(Status::Absent),
+            Answer::Refused(status) => Err(*status),
+            Answer::Waiting(_) => unreachable!("asked of an answered one alone"),
+        }
+    }
+}
+
+/// The bytes of a granted slot, and their checksum; the caller is told of one that nobody knew.
+pub(in crate::transport) fn granted<'a>(shared: &'a Shared, label: &Label, grant: Grant) -> (&'a [u8], u64) {
+    let bytes = shared.blocks.bytes(grant.slot.offset, label.bytes as usize);
+    let bytes = bytes.expect("a granted slot lies in the pool");
+    let checksum = grant.checksum.unwrap_or_else(|| {
+        let checksum = twox_hash::XxHash3_64::oneshot(bytes);
+        shared.tell(Up::Checksum { slot: grant.slot, checksum });
+        checksum
+    });
+    (bytes, checksum)
+}

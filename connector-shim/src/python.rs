@@ -77,6 +77,7 @@ struct SchedulerSession(Guarded<Scheduler>);
 #[pymethods]
 impl SchedulerSession {
     #[new]
+    #[pyo3(signature = (socket, engine, world_size, run, budget_us, by_engine, early, miss_wait_ms=0))]
     #[allow(clippy::too_many_arguments, reason = "the facts of an engine, named at the call")]
     fn new(
         py: Python<'_>,
@@ -87,9 +88,11 @@ impl SchedulerSession {
         budget_us: u64,
         by_engine: bool,
         early: bool,
+        miss_wait_ms: u32,
     ) -> PyResult<Self> {
         let (run, budget) = (bytes16(run)?, Duration::from_micros(budget_us));
-        let options = scheduler::Options { socket, engine, world_size, run, budget, by_engine, early };
+        let options =
+            scheduler::Options { socket, engine, world_size, run, budget, by_engine, early, miss_wait_ms };
         Ok(Self(Guarded::new(py.detach(|| Scheduler::new(options))?)))
     }
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{Hello, RANKS_MAX, Role};
 use shm_protocol::key::BlockHash;
-use shm_protocol::layout::OPERATIONS;
+use shm_protocol::layout::{OPERATIONS, QUERY_WAIT_MS_MAX};
 use shm_protocol::message::{Kind, Message};
 use shm_protocol::proof::WITHOUT_CANCEL;
 
@@ -23,7 +23,7 @@ pub use self::query::{Asked, HOLD, PENDING, SLEEP_TURN, SPIN};
 use crate::client::{Change, Client};
 use crate::connection::Address;
 use crate::error::{ShimError, argument};
-use crate::notices::Notices;
+use crate::notices::{Cause, Notices};
 
 /// The longest budget of a step: an engine that waits longer than this for its cache is better off without.
 pub const BUDGET_MAX: Duration = Duration::from_secs(10);
@@ -47,6 +47,8 @@ pub struct Options {
     pub by_engine: bool,
     /// Whether a load may begin when the step before its own is done: the engine neither zeroes nor copies into blocks.
     pub early: bool,
+    /// Milliseconds that a request waits for blocks which another node may still be producing; 0: it does not.
+    pub miss_wait_ms: u32,
 }
 
 #[derive(Debug, Default)]
@@ -95,19 +97,25 @@ impl Scheduler {
         if options.budget > BUDGET_MAX {
             return argument(format!("a query budget of {:?}; at most {BUDGET_MAX:?}", options.budget));
         }
+        if options.miss_wait_ms > QUERY_WAIT_MS_MAX {
+            return argument(format!(
+                "a wait for missed blocks of {} ms; at most {QUERY_WAIT_MS_MAX}, the longest that a query may be pending",
+                options.miss_wait_ms
+            ));
+        }
         check_engine(&options.engine, options.world_size)?;
         let hello = Hello {
             version: PROTOCOL_VERSION,
             engine: options.engine,
             world_size: options.world_size,
+            miss_wait_ms: (options.miss_wait_ms > 0).then_some(options.miss_wait_ms),
             role: Role::Scheduler { run: options.run },
         };
         let address = Address { socket: options.socket, hello, descriptors: Vec::new() };
         let client = Client::start(address, Arc::new(Notices::default()), false)?;
-        let link = client.connection().map(|connection| Link::new(connection, 0));
-        Ok(Self {
+        let mut scheduler = Self {
             client,
-            link,
+            link: None,
             incarnation: 0,
             by_engine: options.by_engine,
             early: options.early,
@@ -117,7 +125,9 @@ impl Scheduler {
             next_op: 1,
             salts: Vec::new(),
             counters: Counters::default(),
-        })
+        };
+        scheduler.connect();
+        Ok(scheduler)
     }
 
     /// Refuses a forked child; to be called before anything else by whoever may be one.
@@ -355,6 +365,9 @@ impl Scheduler {
             assert!(told.is_some(), "a fresh ring holds {SALTS_MAX} messages");
         }
         link.flush();
+        if let Some(note) = &link.connection.welcome.note {
+            self.client.notices().say(Cause::Note, note.as_str());
+        }
         self.link = Some(link);
     }
 

@@ -135,7 +135,13 @@ impl Worker {
         // A wait may be enqueued only where somebody can end it.
         let copier = device.is_some().then(|| copies.spawn()).transpose();
         let copier = copier.map_err(|error| ShimError::no_thread(&error))?;
-        let hello = Hello { version: PROTOCOL_VERSION, engine, world_size, role: Role::Worker(worker) };
+        let hello = Hello {
+            version: PROTOCOL_VERSION,
+            engine,
+            world_size,
+            miss_wait_ms: None,
+            role: Role::Worker(worker),
+        };
         let client = Client::start(Address { socket, hello, descriptors }, Arc::clone(&notices), true)?;
         // Not before the sidecar took the rank: on a GPU the segment stays until the process ends.
         let stager = staging.map(|staging| stager::spawn(&copies, staging, &notices)).transpose();

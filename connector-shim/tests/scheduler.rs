@@ -393,6 +393,7 @@ fn impossible_arguments_are_errors() {
     wrong(|options| options.world_size = 65);
     wrong(|options| options.engine.clear());
     wrong(|options| options.budget = Duration::from_secs(11));
+    wrong(|options| options.miss_wait_ms = 2001);
     let (mut scheduler, _served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 4);
     assert!(scheduler.append(log, 3, 1, |index| Ok::<_, ShimError>(hash(index))).is_err());

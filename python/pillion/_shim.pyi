@@ -35,6 +35,7 @@ class SchedulerSession:
         budget_us: int,
         by_engine: bool,
         early: bool,
+        miss_wait_ms: int = 0,
     ) -> SchedulerSession: ...
     @property
     def connected(self) -> bool: ...

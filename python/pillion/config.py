@@ -15,6 +15,8 @@ COPIERS = ("auto", "engine", "sidecar")
 # vLLM's own names; `auto` leaves the choice to Pillion, `none` to vLLM.
 LAYOUTS = ("auto", "none", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 QUERY_TIMEOUT_US_MAX = 10_000_000
+# The longest that a query may be pending: `QUERY_WAIT_MS_MAX` of the protocol.
+MISS_WAIT_MS_MAX = 2_000
 NAMESPACE = re.compile(r"[0-9a-f]{32}")
 
 
@@ -34,6 +36,7 @@ class Config:
     model_id: str | None = None
     query_timeout_us: int = 2000
     namespace: str | None = None
+    miss_wait_ms: int = 0
 
     @property
     def loads(self) -> bool:
@@ -88,6 +91,12 @@ def parse(extra: Mapping[str, Any]) -> Config:
     if isinstance(timeout, bool) or not isinstance(timeout, int) or not 0 <= timeout <= QUERY_TIMEOUT_US_MAX:
         raise ConfigError(
             f"{PREFIX}query_timeout_us is {timeout!r}; it must be a whole number of microseconds, 0 to {QUERY_TIMEOUT_US_MAX}"
+        )
+    wait = ours.get("miss_wait_ms", 0)
+    if isinstance(wait, bool) or not isinstance(wait, int) or not 0 <= wait <= MISS_WAIT_MS_MAX:
+        raise ConfigError(
+            f"{PREFIX}miss_wait_ms is {wait!r}; it must be a whole number of milliseconds, 0 (off) to {MISS_WAIT_MS_MAX}: "
+            "no query is pending for longer, so set a smaller one"
         )
     ours.setdefault("socket", default_socket())
     return Config(**ours)

@@ -117,6 +117,7 @@ class Scheduler:
             config.query_timeout_us,
             config.copier(on_gpu) == "engine",
             on_gpu and not vllm_compat.zeroes_blocks(kv_cache_config),
+            config.miss_wait_ms,
         )
         self._requests: dict[str, _Tracked] = {}
         self._due: dict[int, list[_Tracked]] = {}

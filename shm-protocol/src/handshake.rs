@@ -11,7 +11,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use thiserror::Error;
 
 use crate::PROTOCOL_VERSION;
-use crate::layout::{STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
+use crate::layout::{QUERY_WAIT_MS_MAX, STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
 
 /// Bytes of the largest record: 1,024 regions of some 40 bytes and a page of facts.
 pub const RECORD_BYTES_MAX: usize = 64 * 1024;
@@ -37,6 +37,10 @@ pub struct Hello {
     pub engine: String,
     /// Ranks of the engine.
     pub world_size: u32,
+    /// A scheduler's: milliseconds that a request waits for blocks which another node may still be producing. Absent or 0: it
+    /// does not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub miss_wait_ms: Option<u32>,
     /// The sender's part in the engine.
     pub role: Role,
 }
@@ -264,6 +268,14 @@ impl Hello {
         range("engine (its length)", length, (1..=256).contains(&length), "1 to 256 bytes")?;
         let ranks = 1..=RANKS_MAX;
         range("world_size", self.world_size.into(), ranks.contains(&self.world_size), "1 to 64 ranks")?;
+        if let Some(wait_ms) = self.miss_wait_ms {
+            range(
+                "miss_wait_ms",
+                wait_ms.into(),
+                wait_ms <= QUERY_WAIT_MS_MAX,
+                "at most 2,000 milliseconds, the longest that a query may be pending: set a smaller pillion.miss_wait_ms",
+            )?;
+        }
         match &self.role {
             Role::Scheduler { .. } => {
                 range("descriptors", descriptors as u64, descriptors == 0, "a scheduler sends none")

@@ -45,8 +45,13 @@ fn hello_of_a_worker() {
         cuda: None,
         staging: None,
     };
-    let hello =
-        Hello { version: PROTOCOL_VERSION, engine: "e0".into(), world_size: 1, role: Role::Worker(worker) };
+    let hello = Hello {
+        version: PROTOCOL_VERSION,
+        engine: "e0".into(),
+        world_size: 1,
+        miss_wait_ms: None,
+        role: Role::Worker(worker),
+    };
     assert_on_page("a HELLO", &dump(&handshake::encode(&hello), 0));
 }
 

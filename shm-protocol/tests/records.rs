@@ -11,7 +11,7 @@ use shm_protocol::handshake::{
     self, BlockRegion, CUTS_MAX, Canary, Copier, CudaAllocation, CudaMemory, DESCRIPTORS_MAX, HandshakeError,
     Hello, RANKS_MAX, RECORD_BYTES_MAX, REGIONS_MAX, Reply, Role, Welcome, Worker,
 };
-use shm_protocol::layout::{STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
+use shm_protocol::layout::{QUERY_WAIT_MS_MAX, STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
 use shm_protocol::message::{Kind, Message, OUTCOME_VALUE_MAX, Outcome, Saved, Slot, Status};
 use shm_protocol::namespace;
 
@@ -122,10 +122,17 @@ prop_compose! {
 
 /// A sound HELLO and the number of descriptors that go with it.
 fn hellos() -> impl Strategy<Value = (Hello, usize)> {
-    let hello =
-        |engine: String, world_size, role| Hello { version: PROTOCOL_VERSION, engine, world_size, role };
+    let hello = |engine: String, world_size, role| Hello {
+        version: PROTOCOL_VERSION,
+        engine,
+        world_size,
+        miss_wait_ms: None,
+        role,
+    };
     let scheduler = ("[a-z0-9_-]{1,256}", 1..=RANKS_MAX, any::<[u8; 16]>())
-        .prop_map(move |(engine, world_size, run)| (hello(engine, world_size, Role::Scheduler { run }), 0));
+        .prop_map(move |(engine, world_size, run)| hello(engine, world_size, Role::Scheduler { run }));
+    let scheduler = (scheduler, prop::option::of(0..=QUERY_WAIT_MS_MAX))
+        .prop_map(|(hello, miss_wait_ms)| (Hello { miss_wait_ms, ..hello }, 0));
     let worker = ("[a-z0-9_-]{1,256}", 1..=RANKS_MAX, 1..=8_u32)
         .prop_flat_map(|(engine, world_size, fds)| {
             (Just(engine), Just(world_size), workers(world_size, fds), Just(fds))
@@ -311,7 +318,10 @@ fn worker_hello() -> (Hello, Worker) {
         staging: None,
     };
     let role = Role::Worker(worker.clone());
-    (Hello { version: PROTOCOL_VERSION, engine: "engine".into(), world_size: 2, role }, worker)
+    (
+        Hello { version: PROTOCOL_VERSION, engine: "engine".into(), world_size: 2, miss_wait_ms: None, role },
+        worker,
+    )
 }
 
 #[test]
@@ -355,8 +365,11 @@ fn every_limit_of_hello_names_its_field() {
     let (_, worker) = worker_hello();
     let thirds = Hello { world_size: 3, role: Role::Worker(worker), ..hello.clone() };
     assert_eq!(field_refused(&thirds, 1), "shards", "2 shards do not divide 3 ranks");
-    let role = Role::Scheduler { run: [0; 16] };
-    assert_eq!(field_refused(&Hello { role, ..hello }, 1), "descriptors");
+    let scheduler = Hello { role: Role::Scheduler { run: [0; 16] }, ..hello };
+    assert_eq!(field_refused(&scheduler, 1), "descriptors");
+    let waits = |ms| Hello { miss_wait_ms: Some(ms), ..scheduler.clone() };
+    assert!(handshake::decode_hello(&handshake::encode(&waits(QUERY_WAIT_MS_MAX)), 0).is_ok());
+    assert_eq!(field_refused(&waits(QUERY_WAIT_MS_MAX + 1), 0), "miss_wait_ms");
 }
 
 #[test]

@@ -3,6 +3,7 @@
 mod admission;
 mod disk;
 mod memory;
+mod mesh;
 pub mod quotas;
 mod values;
 
@@ -15,6 +16,7 @@ use thiserror::Error;
 
 pub use self::admission::DramAdmission;
 pub use self::disk::{Disk, SsdAdmission};
+pub use self::mesh::{Carrier, Mesh, MeshOptions};
 use self::quotas::Quota;
 pub use self::values::{Level, Size, Time, UseGpu};
 
@@ -73,6 +75,10 @@ pub struct Options {
     /// How long found blocks are held for a request that has not loaded them yet [default: 30s]
     #[arg(long, value_name = "TIME")]
     pub lease_ttl: Option<Time>,
+    /// What is shared with other pods.
+    #[command(flatten)]
+    #[serde(default)]
+    pub mesh: MeshOptions,
     /// Threads that copy blocks [default: 2]
     #[arg(long, value_name = "COUNT")]
     pub copy_threads: Option<usize>,
@@ -105,6 +111,8 @@ pub struct Config {
     pub quotas: Vec<Quota>,
     /// What a full pool takes in.
     pub dram_admission: DramAdmission,
+    /// The mesh that this node is in.
+    pub mesh: Option<Mesh>,
     /// Group that may connect.
     pub socket_group: Option<String>,
     /// Life of an unused lease.
@@ -152,6 +160,9 @@ pub enum ConfigError {
         /// What it may be.
         rule: &'static str,
     },
+    /// Options of the mesh that are missing or contradict each other.
+    #[error("{0}")]
+    Mesh(String),
     /// The container cannot hold the pool.
     #[error(
         "--dram {dram} is more than the limit of {limit} set by {place}: lower --dram or raise that limit"
@@ -195,6 +206,7 @@ impl Options {
             dram_admission: self.dram_admission.or(other.dram_admission),
             socket_group: self.socket_group.or(other.socket_group),
             lease_ttl: self.lease_ttl.or(other.lease_ttl),
+            mesh: self.mesh.or(other.mesh),
             copy_threads: self.copy_threads.or(other.copy_threads),
             gpu: self.gpu.or(other.gpu),
             log_level: self.log_level.or(other.log_level),
@@ -224,6 +236,7 @@ impl Options {
             hugepages: self.hugepages.unwrap_or(false),
             quotas: self.quota.unwrap_or_default(),
             dram_admission: self.dram_admission.unwrap_or_default(),
+            mesh: self.mesh.complete()?,
             socket_group: self.socket_group,
             lease_ttl,
             copy_threads,

@@ -2,11 +2,11 @@
 //!
 //! Job: decide ([`engine`], pure), and carry decisions out: sessions over shared memory ([`session`], [`runtime`]), the
 //! handshake ([`listener`], [`greeter`]), the namespaces seen ([`catalog`]), copies ([`copiers`]) and the memory that GPUs
-//! copy from ([`pinning`], [`numa`]), the disks behind the pool ([`disks`]), metrics and health ([`metrics`], [`admin`],
+//! copy from ([`pinning`], [`numa`]), the disks behind the pool ([`disks`]), the pods beside this one ([`peers`]), metrics and health ([`metrics`], [`admin`],
 //! [`progress`], [`quotas`]), life and death ([`server`], [`reserve`]), what keeps it from working ([`doctor`]), and keys
 //! for who asks without an engine ([`keys`]). The binary `pillion` is this library behind a command line.
 //!
-//! May depend on: shm-protocol, tiers, copy-engine. Never: holds unsafe code, trusts a peer's value, lets one engine
+//! May depend on: shm-protocol, tiers, mesh, copy-engine. Never: holds unsafe code, trusts a peer's value, lets one engine
 //! wait for another, reads the environment outside [`config`], calls CUDA but through copy-engine, opens libpython or
 //! torch.
 
@@ -25,6 +25,7 @@ pub mod keys;
 pub mod listener;
 pub mod metrics;
 pub mod numa;
+pub mod peers;
 pub mod pinning;
 pub mod poller;
 pub mod progress;

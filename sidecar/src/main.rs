@@ -40,7 +40,7 @@ enum Command {
         #[arg(long, hide = true)]
         below_init: bool,
         #[command(flatten)]
-        options: Options,
+        options: Box<Options>,
     },
     /// Derive block keys as vLLM does: one JSON object a line on standard input, one answer a line; see docs/keys.md.
     Keys,

@@ -1,11 +1,14 @@
 //! What the sidecar counts, for Prometheus. The data thread writes atomics; the admin thread reads them.
 
+mod peers;
 mod ssd;
 
-use prometheus::{IntCounter, IntCounterVec, IntGauge, Opts, Registry};
+use mesh::transport::PeerNumber;
+use prometheus::{Counter, IntCounter, IntCounterVec, IntGauge, Opts, Registry};
 
+use self::peers::PeersMetrics;
 use self::ssd::SsdMetrics;
-use crate::engine::{SsdStats, Stats};
+use crate::engine::{PeersStats, SsdStats, Stats};
 use crate::quotas::Levels;
 
 /// Why a session ended; the label of `pillion_sessions_closed_total`.
@@ -24,11 +27,13 @@ pub enum CloseReason {
 pub struct Metrics {
     counters: Vec<(IntCounter, Reading)>,
     gauges: Vec<(IntGauge, Reading)>,
+    wait_seconds: Counter,
     pool_bytes: IntGauge,
     closed: IntCounterVec,
     pinning: PinningMetrics,
     quotas: Levels,
     ssd: Option<SsdMetrics>,
+    peers: Option<PeersMetrics>,
 }
 
 /// What the thread that locks the pool for GPUs counts by itself.
@@ -49,6 +54,10 @@ const COUNTERS: &[Figure] = &[
     ("queries_total", "Queries answered.", |s| s.queries),
     ("query_blocks_total", "Blocks asked for by queries.", |s| s.query_blocks),
     ("query_hit_blocks_total", "Blocks found by queries.", |s| s.query_hit_blocks),
+    ("query_waits_total", "Queries that waited for blocks from a disk or a peer.", |s| s.waits),
+    ("query_waits_timed_out_total", "Those answered before all they waited for was there.", |s| {
+        s.waits_timed_out
+    }),
     ("saves_posted_blocks_total", "Blocks that engines asked to save.", |s| s.saves_posted_blocks),
     ("saved_blocks_total", "Blocks saved.", |s| s.saved_blocks),
     ("saved_bytes_total", "Bytes of saved blocks, all ranks.", |s| s.saved_bytes),
@@ -98,6 +107,9 @@ impl Metrics {
         for &(name, help, figure) in GAUGES {
             gauges.push((gauge(registry, name, help)?, figure));
         }
+        let waited = "Time that queries waited for blocks from a disk or a peer.";
+        let wait_seconds = Counter::new("pillion_query_wait_seconds_total", waited)?;
+        registry.register(Box::new(wait_seconds.clone()))?;
         let size = gauge(registry, "pool_bytes", "Bytes of the pool.")?;
         size.set(i64::try_from(pool_bytes).unwrap_or(i64::MAX));
         let opts = Opts::new("pillion_sessions_closed_total", "Sessions ended, by reason.");
@@ -112,7 +124,18 @@ impl Metrics {
                 "Parts of the pool that could not be locked.",
             )?,
         };
-        Ok(Self { counters, gauges, pool_bytes: size, closed, pinning, quotas: Levels::default(), ssd: None })
+        let quotas = Levels::default();
+        Ok(Self {
+            counters,
+            gauges,
+            wait_seconds,
+            pool_bytes: size,
+            closed,
+            pinning,
+            quotas,
+            ssd: None,
+            peers: None,
+        })
     }
 
     /// The same, with quotas.
@@ -123,6 +146,11 @@ impl Metrics {
     /// The same with an SSD tier of devices of these names.
     pub fn with_ssd(self, registry: &Registry, names: Vec<String>) -> Result<Self, prometheus::Error> {
         Ok(Self { ssd: Some(SsdMetrics::new(registry, names)?), ..self })
+    }
+
+    /// The same in a mesh.
+    pub fn with_peers(self, registry: &Registry) -> Result<Self, prometheus::Error> {
+        Ok(Self { peers: Some(PeersMetrics::new(registry)?), ..self })
     }
 
     /// The part of the thread that locks the pool.
@@ -138,6 +166,7 @@ impl Metrics {
         for (gauge, figure) in &self.gauges {
             gauge.set(i64::try_from(figure(stats)).unwrap_or(i64::MAX));
         }
+        self.wait_seconds.inc_by((stats.wait_ms as f64 / 1e3 - self.wait_seconds.get()).max(0.0));
     }
 
     /// Makes visible how full each quota is.
@@ -149,6 +178,13 @@ impl Metrics {
     pub fn publish_ssd(&self, stats: &SsdStats) {
         if let Some(metrics) = &self.ssd {
             metrics.publish(stats);
+        }
+    }
+
+    /// Makes the figures of the mesh visible; `name` says what a member is called.
+    pub fn publish_peers<'a>(&mut self, stats: &PeersStats, name: impl Fn(PeerNumber) -> Option<&'a str>) {
+        if let Some(metrics) = &mut self.peers {
+            metrics.publish(stats, name);
         }
     }
 
@@ -183,7 +219,7 @@ mod tests {
     fn published_figures_are_totals_and_not_sums_of_totals() {
         let registry = Registry::new();
         let metrics = Metrics::new(&registry, 7).unwrap();
-        let stats = Stats { queries: 3, blocks: 5, ..Stats::default() };
+        let stats = Stats { queries: 3, blocks: 5, wait_ms: 1500, ..Stats::default() };
         metrics.publish(&stats);
         metrics.publish(&stats);
         metrics.session_closed(CloseReason::HangUp);
@@ -191,6 +227,7 @@ mod tests {
         for line in [
             "pillion_queries_total 3",
             "pillion_blocks 5",
+            "pillion_query_wait_seconds_total 1.5",
             "pillion_pool_bytes 7",
             "pillion_pool_pinned_bytes 0",
             "pillion_pool_pin_failures_total 0",

@@ -23,6 +23,8 @@ pub enum Source {
     Copies,
     /// A disk has something to say.
     Disks,
+    /// The mesh has something to say.
+    Mesh,
     /// A peer that has not been welcomed yet.
     Greeting(u64),
     /// A session's eventfd.
@@ -50,6 +52,7 @@ impl Source {
             Self::Doorbell(id) => id << 3 | 4,
             Self::Socket(id) => id << 3 | 5,
             Self::Disks => 6,
+            Self::Mesh => 7,
         }
     }
 
@@ -62,7 +65,8 @@ impl Source {
             4 => Self::Doorbell(token >> 3),
             5 => Self::Socket(token >> 3),
             6 => Self::Disks,
-            _ => unreachable!("tokens are our own"),
+            7 => Self::Mesh,
+            8.. => unreachable!("three bits"),
         }
     }
 
@@ -71,7 +75,9 @@ impl Source {
     fn flags(self) -> EventFlags {
         match self {
             Self::Listener | Self::Greeting(_) | Self::Socket(_) => EventFlags::IN | EventFlags::RDHUP,
-            Self::Control | Self::Copies | Self::Disks | Self::Doorbell(_) => EventFlags::IN | EventFlags::ET,
+            Self::Control | Self::Copies | Self::Disks | Self::Mesh | Self::Doorbell(_) => {
+                EventFlags::IN | EventFlags::ET
+            }
         }
     }
 }
@@ -125,12 +131,13 @@ mod tests {
 
     #[test]
     fn tokens_name_their_source() {
-        use Source::{Control, Copies, Disks, Doorbell, Greeting, Listener, Socket};
+        use Source::{Control, Copies, Disks, Doorbell, Greeting, Listener, Mesh, Socket};
         for source in [
             Listener,
             Control,
             Copies,
             Disks,
+            Mesh,
             Greeting(1),
             Doorbell(1),
             Socket(1 << 60),

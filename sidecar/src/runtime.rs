@@ -1,7 +1,7 @@
 //! The data thread: reads every session's ring, asks the core, carries its actions out, and sleeps when there is
 //! nothing to do.
 //!
-//! One turn takes, in this order: ends of copies; every ring up to the tail seen after them; `Drained` for every
+//! One turn takes, in this order: ends of copies, of transfers, and what the mesh says; every ring up to the tail seen after them; `Drained` for every
 //! scheduler whose ring was read so far, so that a CANCEL posted before the overwriting step is known before its block is
 //! committed; fence words.
 
@@ -9,6 +9,7 @@ mod actions;
 mod disks;
 mod doorway;
 mod opening;
+mod peers;
 mod rest;
 
 use std::collections::BTreeMap;
@@ -27,6 +28,7 @@ use crate::disks::Disks;
 use crate::engine::{Action, Core, Event, SessionId};
 use crate::greeter::Greeter;
 use crate::metrics::{CloseReason, Metrics};
+use crate::peers::Peers;
 use crate::poller::{Poller, Source};
 use crate::progress::Progress;
 use crate::server::Control;
@@ -65,6 +67,7 @@ pub struct Runtime {
     terms: Terms,
     copiers: Copiers,
     disks: Option<Disks>,
+    peers: Option<Peers>,
     greeter: Greeter,
     poller: Poller,
     metrics: Metrics,
@@ -118,6 +121,7 @@ impl Runtime {
             terms,
             copiers,
             disks: None,
+            peers: None,
             greeter,
             poller,
             metrics,
@@ -142,9 +146,9 @@ impl Runtime {
         }
     }
 
-    /// The same with disks, whose tier the core has.
-    pub fn with_disks(mut self, disks: Disks) -> Self {
-        self.disks = Some(disks);
+    /// The same with disks and in a mesh, as the core has parts for them.
+    pub fn with(mut self, disks: Option<Disks>, peers: Option<Peers>) -> Self {
+        (self.disks, self.peers) = (disks, peers);
         self.show_disks();
         self
     }
@@ -159,6 +163,7 @@ impl Runtime {
         self.sessions.values().filter_map(Session::rank).for_each(|rank| rank.stop());
         self.publish();
         self.show_disks();
+        self.show_peers();
     }
 
     fn publish(&self) {
@@ -173,6 +178,7 @@ impl Runtime {
                 self.end_by = Some(self.now + grace);
                 self.greeter.close();
                 self.handle(Event::Drain);
+                self.peers.iter().for_each(Peers::drain);
             }
             return false;
         };
@@ -188,6 +194,7 @@ impl Runtime {
         self.now = self.clock.now();
         let mut worked = self.take_copied();
         worked |= self.take_transfers();
+        worked |= self.hear_peers();
         worked |= self.read_rings();
         if std::mem::take(&mut self.touched) {
             self.report_drained();
@@ -199,7 +206,11 @@ impl Runtime {
             self.next_tick = self.now + TICK;
             self.handle(Event::Tick);
             self.show_disks();
+            self.show_peers();
+        } else if self.core.next_look_ms().is_some_and(|at| millis(self.now) >= at) {
+            self.handle(Event::Tick);
         }
+        self.peers.iter_mut().for_each(Peers::flush);
         self.beat();
         if worked {
             self.publish();
@@ -302,7 +313,11 @@ impl Runtime {
     fn handle(&mut self, event: Event) {
         self.touched |= !matches!(
             event,
-            Event::Tick | Event::Drained { .. } | Event::Transferred(_) | Event::Recovered(_)
+            Event::Tick
+                | Event::Drained { .. }
+                | Event::Transferred(_)
+                | Event::Recovered(_)
+                | Event::Mesh(_)
         );
         self.core.handle(millis(self.now), event, &mut self.out);
         self.apply();

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use mesh::directory::{self, Directory};
 use prometheus::Registry;
 use rustix::event::EventfdFlags;
 use rustix::io::Errno;
@@ -27,6 +28,7 @@ use crate::engine::Core;
 use crate::greeter::Greeter;
 use crate::listener::{self, ListenError, Listener};
 use crate::metrics::Metrics;
+use crate::peers::Peers;
 use crate::pinning::Pinned;
 use crate::poller::{Poller, Source};
 use crate::progress::Progress;
@@ -54,6 +56,9 @@ pub enum StartError {
     /// The metrics contradict each other.
     #[error("metrics: {0}")]
     Metrics(#[from] prometheus::Error),
+    /// The mesh cannot be joined.
+    #[error(transparent)]
+    Mesh(#[from] ::mesh::Error),
     /// The kernel refused threads or descriptors.
     #[error("cannot start: {0}")]
     Os(#[from] std::io::Error),
@@ -167,7 +172,7 @@ impl Server {
         let http = admin::start(config.http, pages).map_err(failed)?;
         let epoch = random64().map_err(std::io::Error::from)?;
         let (dram, pool) = open_tier(config, segment_bytes, epoch)?;
-        let mut metrics = Metrics::new(&registry, dram.config().pool_bytes)?.with_quotas(quotas);
+        let metrics = Metrics::new(&registry, dram.config().pool_bytes)?.with_quotas(quotas);
         let control = Arc::new(Control::new().map_err(std::io::Error::from)?);
         let ended = Arc::new(EndSignal::new().map_err(std::io::Error::from)?);
         let listener = Listener::bind(&config.socket, config.socket_group.as_deref())?;
@@ -178,15 +183,15 @@ impl Server {
         reserve::start(&pool, &pinned, &progress)?;
         let copiers = Copiers::start(config.copy_threads, &pool, &pinned, &ended)?;
         let (core, disks) = start_disks(config, dram, &pool, &ended)?;
-        if !config.ssd.is_empty() {
-            let names = config.ssd.iter().map(|disk| disk.path.display().to_string()).collect();
-            metrics = metrics.with_ssd(&registry, names)?;
-        }
+        let (core, peers) = start_mesh(config, core, epoch, &pool, &ended)?;
+        let metrics = add_metrics(config, &registry, metrics)?;
         let poller = Poller::new().map_err(std::io::Error::from)?;
         let disks_wake = disks.as_ref().map(|disks| (Source::Disks, disks.wake()));
+        let mesh_wake = peers.as_ref().map(|peers| (Source::Mesh, peers.wake()));
         [(Source::Control, control.wake.as_fd()), (Source::Copies, copiers.wake())]
             .into_iter()
             .chain(disks_wake)
+            .chain(mesh_wake)
             .try_for_each(|(source, fd)| poller.add(source, fd))
             .map_err(std::io::Error::from)?;
         let greeter = Greeter::new(listener, &poller).map_err(std::io::Error::from)?;
@@ -196,7 +201,7 @@ impl Server {
             pool_fd: pool.read_only_fd()?,
             pidfd: pidfd().map_err(std::io::Error::from)?,
         };
-        let mut runtime = Runtime::new(
+        let runtime = Runtime::new(
             core,
             pool,
             progress,
@@ -208,9 +213,7 @@ impl Server {
             catalog,
             Arc::clone(&control),
         );
-        if let Some(disks) = disks {
-            runtime = runtime.with_disks(disks);
-        }
+        let runtime = runtime.with(disks, peers);
         let guard = ended.on_exit();
         let data = thread::Builder::new().name("pillion-data".into()).spawn(move || {
             let _guard = guard;
@@ -261,6 +264,25 @@ fn start_disks(
     let log = Log::new(disks::log_config(&opened, config.dram.as_bytes()));
     let disks = Disks::start(opened, &config.ssd, pool, ended)?;
     Ok((core.with_ssd(log, config.ssd_admission), Some(disks)))
+}
+
+/// The core with its part in the mesh, if there is to be one.
+fn start_mesh(
+    config: &Config,
+    core: Core,
+    epoch: u64,
+    pool: &Pool,
+    ended: &Arc<EndSignal>,
+) -> Result<(Core, Option<Peers>), StartError> {
+    let Some(mesh) = &config.mesh else { return Ok((core, None)) };
+    let core = core.with_peers(Directory::new(directory::Config { seed: epoch, ..Default::default() }));
+    Ok((core, Some(Peers::start(mesh, epoch, pool, ended)?)))
+}
+
+fn add_metrics(config: &Config, registry: &Registry, metrics: Metrics) -> Result<Metrics, prometheus::Error> {
+    let names: Vec<_> = config.ssd.iter().map(|disk| disk.path.display().to_string()).collect();
+    let metrics = if names.is_empty() { metrics } else { metrics.with_ssd(registry, names)? };
+    if config.mesh.is_some() { metrics.with_peers(registry) } else { Ok(metrics) }
 }
 
 fn open_tier(config: &Config, segment_bytes: u64, epoch: u64) -> Result<(Dram, Arc<Pool>), tiers::Error> {

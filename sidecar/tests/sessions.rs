@@ -212,6 +212,8 @@ fn other_versions_and_bad_hellos_are_refused_with_a_reason() {
     };
     let foreign = reason(&handshake::Hello { version: 99, ..scheduler() }, &[]);
     assert!(foreign.contains("version 99") && foreign.contains("version 1"), "{foreign}");
+    let patient = handshake::Hello { miss_wait_ms: Some(2001), ..scheduler() };
+    assert!(reason(&patient, &[]).contains("set a smaller pillion.miss_wait_ms"));
     assert!(reason(&handshake::Hello { world_size: 65, ..scheduler() }, &[]).contains("world_size"));
     let kv = Kv::new();
     let worker = hello("engine", 1, kv.worker(0, 1, Copier::Engine));

@@ -81,8 +81,16 @@ impl Engine {
         let budget = Duration::from_secs(5);
         // As where the scheduler does not know that the ranks copy for themselves.
         let (by_engine, early) = (false, false);
-        let options =
-            scheduler::Options { socket, engine, world_size: 1, run: RUN, budget, by_engine, early };
+        let options = scheduler::Options {
+            socket,
+            engine,
+            world_size: 1,
+            run: RUN,
+            budget,
+            by_engine,
+            early,
+            miss_wait_ms: 0,
+        };
         let scheduler = Scheduler::new(options).unwrap();
         assert!(worker.connected() && scheduler.connected());
         Self { worker, scheduler, kv }

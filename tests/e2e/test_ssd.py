@@ -63,7 +63,7 @@ def test_what_memory_gave_up_comes_back(options: engine.Options, plain: engine.E
             metrics = first.metrics()
             assert metrics["pillion_ssd_promoted_blocks_total"] > STORED // 3
             assert metrics["pillion_ssd_faults_total"] == 0
-            came, waits = metrics["pillion_ssd_promoted_blocks_total"], metrics["pillion_ssd_waits_total"]
+            came, waits = metrics["pillion_ssd_promoted_blocks_total"], metrics["pillion_query_waits_total"]
             print(f"ssd: {came} of {STORED} blocks came back, {waits} of {len(PROMPTS)} queries waited")
 
             first.kill()

@@ -20,6 +20,11 @@ def test_a_namespace_is_taken_as_it_is_shown() -> None:
     assert parse({}).namespace is None
 
 
+def test_requests_wait_for_a_producer_only_where_told_to() -> None:
+    assert parse({}).miss_wait_ms == 0
+    assert parse({"pillion.miss_wait_ms": 2000}).miss_wait_ms == 2000
+
+
 def test_other_connectors_keys_are_left_alone() -> None:
     assert parse({"pillion.socket": "/s", "lmcache.host": "x"}).socket == "/s"
 
@@ -37,6 +42,10 @@ def test_other_connectors_keys_are_left_alone() -> None:
         ({"pillion.query_timeout_us": -1}, "10000000"),
         ({"pillion.query_timeout_us": "2ms"}, "10000000"),
         ({"pillion.query_timeout_us": True}, "10000000"),
+        ({"pillion.miss_wait_ms": 2001}, "0 (off) to 2000"),
+        ({"pillion.miss_wait_ms": -1}, "2000"),
+        ({"pillion.miss_wait_ms": 0.5}, "2000"),
+        ({"pillion.miss_wait_ms": True}, "2000"),
         ({"pillion.namespace": "0" * 31}, "32 lower-case hex digits"),
         ({"pillion.namespace": "A" * 32}, "32 lower-case hex digits"),
         ({"pillion.namespace": 7}, "32 lower-case hex digits"),

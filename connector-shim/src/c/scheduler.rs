@@ -78,6 +78,7 @@ pub extern "C" fn pillion_scheduler_connect(
             budget: Duration::from_micros(options.query_budget_us),
             by_engine: !options.sidecar_copies,
             early: options.early_loads,
+            miss_wait_ms: 0,
         })?;
         let state = State { session, plan: Vec::new(), notices: Notices::default() };
         out.write(Box::new(Scheduler(Guarded::new(state))));

@@ -15,6 +15,7 @@ pub(crate) fn options(peer: &Peer) -> Options {
         budget: Duration::from_millis(2),
         by_engine: false,
         early: false,
+        miss_wait_ms: 0,
     }
 }
 

@@ -7,6 +7,7 @@ use shm_protocol::pool::SlotRef;
 use tiers::dram::LeaseId;
 
 use super::members::Binding;
+use super::windows::Window;
 use super::{Action, Core, GROUP, SessionId, Violation};
 
 /// The keys of one request, in order.
@@ -15,6 +16,10 @@ pub(super) struct Log {
     pub(super) keys: Vec<BlockHash>,
     pub(super) chunks: Vec<u32>,
     pub(super) lease: Option<QueryLease>,
+    /// Whether a question was put.
+    pub(super) asked: bool,
+    /// While its questions may wait for a producer.
+    pub(super) window: Option<Window>,
 }
 
 /// What a query granted.
@@ -34,6 +39,7 @@ pub(super) struct Question {
     pub(super) log: u32,
     pub(super) from: u32,
     pub(super) count: u32,
+    pub(super) asked_ms: u64,
 }
 
 /// What a query has found and leased.
@@ -49,7 +55,7 @@ struct Found {
 
 impl Log {
     /// Those of its keys that a question names.
-    fn wanted(&self, question: Question) -> &[BlockHash] {
+    pub(super) fn wanted(&self, question: Question) -> &[BlockHash] {
         let (from, count) = (question.from as usize, question.count as usize);
         self.keys.get(from..self.keys.len().min(from + count)).unwrap_or(&[])
     }
@@ -124,20 +130,38 @@ impl Core {
         let Message { op, log, from, count, .. } = *message;
         self.log(session, log)?;
         self.end_wait(session, log);
-        let question = Question { op, log, from, count };
-        let Some(binding) = self.binding(session).filter(|_| !self.draining) else {
-            self.answer_not_ready(session, op, out);
-            return Ok(());
-        };
-        let found = self.lease(now_ms, session, &binding, question);
-        let rest = self.rest(session, &binding, question, &found);
-        let waits = !rest.is_empty() && self.wait_for(now_ms, session, question, &binding, &rest, out);
-        let status = if waits { Status::Pending } else { Status::Ok };
-        self.answer(session, question, found, status, out);
+        let waits = self.ask(now_ms, session, Question { op, log, from, count, asked_ms: now_ms }, out);
+        self.stats.waits += u64::from(waits);
         Ok(())
     }
 
-    /// Answers a query that has waited.
+    /// Answers a question, or lets it wait for what it misses; whether it waits.
+    pub(super) fn ask(
+        &mut self,
+        now_ms: u64,
+        session: SessionId,
+        question: Question,
+        out: &mut Vec<Action>,
+    ) -> bool {
+        let Some(binding) = self.binding(session).filter(|_| !self.draining) else {
+            self.answer_not_ready(session, question.op, out);
+            return false;
+        };
+        let found = self.lease(now_ms, session, &binding, question);
+        let rest = self.rest(session, &binding, question, &found);
+        let may_send = self.see_run(now_ms, session, &binding, question, found.hits());
+        let waits = !rest.is_empty()
+            && (may_send && self.wait_for(now_ms, session, question, &binding, &rest, out)
+                || self.wait_for_producer(now_ms, session, question));
+        if !waits {
+            self.end_window(now_ms, session, question, found.hits(), out);
+        }
+        let status = if waits { Status::Pending } else { Status::Ok };
+        self.answer(session, question, found, status, out);
+        waits
+    }
+
+    /// Answers a query that has waited, with what is there.
     pub(super) fn answer_late(
         &mut self,
         now_ms: u64,
@@ -148,6 +172,7 @@ impl Core {
         match self.binding(session).filter(|_| !self.draining) {
             Some(binding) => {
                 let found = self.lease(now_ms, session, &binding, question);
+                self.end_window(now_ms, session, question, found.hits(), out);
                 self.answer(session, question, found, Status::Ok, out);
             }
             None => self.answer_not_ready(session, question.op, out),
@@ -157,19 +182,20 @@ impl Core {
     /// HINT: what will be asked for may lie in DRAM by then.
     pub(super) fn hint(
         &mut self,
+        now_ms: u64,
         session: SessionId,
         message: &Message,
         out: &mut Vec<Action>,
     ) -> Result<(), Violation> {
         let Message { op, log, from, count, .. } = *message;
         self.log(session, log)?;
-        if self.draining || self.ssd.is_none() {
+        if self.draining || (self.ssd.is_none() && self.peers.is_none()) {
             return Ok(());
         }
         if let Some(binding) = self.binding(session) {
-            let question = Question { op, log, from, count };
+            let question = Question { op, log, from, count, asked_ms: now_ms };
             let wanted = self.schedulers[&session].logs[&log].wanted(question).to_vec();
-            self.prefetch(&binding, &wanted, out);
+            self.prefetch(now_ms, &binding, &wanted, out);
         }
         Ok(())
     }
@@ -220,7 +246,7 @@ impl Core {
         let wanted = self.schedulers[&session].logs[&question.log].wanted(question);
         match &wanted[found.hits() as usize..] {
             [] => Vec::new(),
-            [first, ..] if !self.comes_from_ssd(binding, first) => Vec::new(),
+            [first, ..] if !self.may_arrive(binding, first) => Vec::new(),
             rest => rest.to_vec(),
         }
     }

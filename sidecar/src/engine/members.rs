@@ -8,6 +8,7 @@ use shm_protocol::namespace;
 use tiers::dram::QuotaId;
 
 use super::logs::Log;
+use super::windows::Patience;
 use super::{Action, Core, SessionId, Violation, run_of};
 
 /// Namespaces that are remembered, of engines past and present: at 32 bytes each, 2 MB.
@@ -23,6 +24,7 @@ pub(super) struct Scheduler {
     pub(super) engine: String,
     pub(super) run: [u8; 16],
     pub(super) world_size: u32,
+    pub(super) patience: Patience,
     /// What its blocks are, once every rank has registered memory.
     pub(super) binding: Option<Binding>,
     pub(super) salt: Option<[u8; 16]>,
@@ -86,6 +88,9 @@ pub(super) struct Worker {
 pub(super) struct Namespaces {
     /// The id of each, and when it was last asked for, counted in questions.
     ids: BTreeMap<NamespaceDigest, (u32, u64)>,
+    /// Digests of those whose blocks peers are told of, by id. Kept when a namespace is forgotten: its blocks are still there,
+    /// and peers are to be told when they go. The first [`NAMESPACES_MAX`] of an epoch.
+    shared: BTreeMap<u32, NamespaceDigest>,
     next: u32,
     asked: u64,
 }
@@ -113,7 +118,26 @@ impl Namespaces {
     /// The id of a namespace whose blocks were found in the pool; `None` rather than forget another for it.
     pub(super) fn adopt(&mut self, digest: NamespaceDigest) -> Option<u32> {
         let known = self.ids.contains_key(&digest) || self.ids.len() < NAMESPACES_MAX;
-        if known { self.id(digest) } else { None }
+        let id = if known { self.id(digest) } else { None };
+        id.iter().for_each(|id| self.share(*id, digest));
+        id
+    }
+
+    /// Peers may have blocks of this namespace, and may be told of those that are here.
+    fn share(&mut self, id: u32, digest: NamespaceDigest) {
+        if self.shared.len() < NAMESPACES_MAX {
+            self.shared.insert(id, digest);
+        }
+    }
+
+    /// The digest of a namespace whose blocks peers are told of.
+    pub(super) fn shared(&self, id: u32) -> Option<&NamespaceDigest> {
+        self.shared.get(&id)
+    }
+
+    /// The id of a namespace that has one.
+    pub(super) fn known(&self, digest: &NamespaceDigest) -> Option<u32> {
+        self.ids.get(digest).map(|(id, _)| *id)
     }
 
     fn forget(&mut self, digest: NamespaceDigest) {
@@ -127,6 +151,11 @@ impl Binding {
     /// Bytes of a whole block, all shards.
     pub(super) fn block_bytes(&self) -> u64 {
         self.shard_bytes * u64::from(self.shards)
+    }
+
+    /// Whether no other engine can have these blocks.
+    pub(super) fn is_private(&self) -> bool {
+        self.digest != self.base
     }
 
     /// Whether the rank's blocks are these.
@@ -155,7 +184,7 @@ impl Core {
         out: &mut Vec<Action>,
     ) {
         let run = run_of(&hello);
-        let Hello { engine, world_size, role, .. } = hello;
+        let Hello { engine, world_size, miss_wait_ms, role, .. } = hello;
         if let (Role::Worker(worker), Some(namespace)) = (role, namespace) {
             let shard_bytes = worker.block_bytes().expect("checked by the handshake");
             let worker = Worker {
@@ -176,7 +205,7 @@ impl Core {
             };
             self.workers.insert(session, worker);
         } else if let Some(run) = run {
-            self.add_scheduler(session, engine, run, world_size, out);
+            self.add_scheduler(session, engine, (run, world_size), Patience::new(miss_wait_ms), out);
         }
     }
 
@@ -184,8 +213,8 @@ impl Core {
         &mut self,
         session: SessionId,
         engine: String,
-        run: [u8; 16],
-        world_size: u32,
+        (run, world_size): ([u8; 16], u32),
+        patience: Patience,
         out: &mut Vec<Action>,
     ) {
         // The ranks of a run follow one scheduler: were they handed on, the first would keep sessions that end unseen.
@@ -199,6 +228,7 @@ impl Core {
             engine,
             run,
             world_size,
+            patience,
             binding: None,
             salt: None,
             generations: VecDeque::new(),
@@ -243,6 +273,9 @@ impl Core {
             let (base, shard_bytes, shards) = form;
             let digest = scheduler.salt.map_or(base, |salt| namespace::salted(base, salt));
             let namespace = self.namespaces.id(digest)?;
+            if digest == base {
+                self.namespaces.share(namespace, digest);
+            }
             let quota = self.quota_of(base);
             let bound = Binding { base, digest, namespace, quota, shard_bytes, shards };
             self.schedulers.get_mut(&session).expect("looked up above").binding = Some(bound);

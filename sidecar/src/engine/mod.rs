@@ -9,18 +9,23 @@
 //! No clock, memory or I/O here: [`crate::runtime`] feeds events and carries actions out, in their order.
 
 mod adoption;
+mod arrivals;
 mod loads;
 mod logs;
 mod members;
+mod peers;
 mod quotas;
 mod saves;
 mod ssd;
 mod stats;
 #[cfg(test)]
 mod tests;
+mod windows;
 
 use std::collections::BTreeMap;
 
+use mesh::digest::Change;
+use mesh::transport::{Fetch, PeerNumber};
 use shm_protocol::handshake::{Hello, Role};
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::message::{Kind, Message, Outcome, Saved};
@@ -29,12 +34,16 @@ use tiers::dram::Dram;
 use tiers::opener::Opened;
 use tiers::ssd::{Done, Job, Recovered};
 
+use self::arrivals::Arrivals;
 use self::loads::Load;
 use self::members::{Scheduler, Worker};
+use self::peers::Peers;
+pub use self::peers::{FAULT_NAMES, Heard, PeersStats};
 use self::saves::Save;
 use self::ssd::Ssd;
 pub use self::ssd::SsdStats;
 pub use self::stats::Stats;
+use self::windows::Windows;
 
 /// A session, unique within an epoch.
 pub type SessionId = u64;
@@ -100,6 +109,8 @@ pub enum Event {
     Transferred(Done),
     /// Blocks were found on a disk that earlier lives left there.
     Recovered(Recovered),
+    /// The mesh has something to say.
+    Mesh(Heard),
     /// Time passed.
     Tick,
     /// The sidecar is to end: nothing new is taken, what runs is finished.
@@ -165,6 +176,8 @@ pub enum Action {
     CommitSlot {
         /// The slot.
         slot: SlotRef,
+        /// XXH3-64 of the block; zero where it is not known.
+        checksum: u64,
     },
     /// Copy blocks of a rank; answered by [`Event::Copied`].
     Copy {
@@ -181,6 +194,29 @@ pub enum Action {
     },
     /// Hand a job to its disk; answered by [`Event::Transferred`].
     Transfer(Job),
+    /// Fetch blocks from a peer; answered by [`Heard::Fetched`].
+    Fetch(Fetch),
+    /// End a fetch early; answered as if it had ended by itself.
+    CancelFetch {
+        /// The fetch.
+        ticket: u64,
+    },
+    /// Let a peer read these slots; answered by [`Heard::Released`].
+    Grant {
+        /// What [`Heard::Asked`] named.
+        ask: u64,
+        /// One for each block asked for, `None` where it is not here.
+        slots: Vec<Option<SlotRef>>,
+    },
+    /// Tell peers what has come into DRAM and what has gone.
+    Publish(Vec<Change>),
+    /// Ask a peer for all that it has: there is more than was expected.
+    Resync {
+        /// The peer.
+        peer: PeerNumber,
+    },
+    /// Say this in the log.
+    Warn(String),
     /// Close a session.
     Close {
         /// The session.
@@ -224,7 +260,10 @@ struct CopyOwner {
 #[derive(Debug)]
 pub struct Core {
     dram: Dram,
+    arrivals: Arrivals,
+    windows: Windows,
     ssd: Option<Ssd>,
+    peers: Option<Peers>,
     schedulers: BTreeMap<SessionId, Scheduler>,
     workers: BTreeMap<SessionId, Worker>,
     namespaces: members::Namespaces,
@@ -243,8 +282,11 @@ impl Core {
     /// A core over an empty tier.
     pub fn new(dram: Dram) -> Self {
         Self {
+            arrivals: Arrivals::new(&dram),
             dram,
+            windows: Windows::default(),
             ssd: None,
+            peers: None,
             schedulers: BTreeMap::new(),
             workers: BTreeMap::new(),
             namespaces: members::Namespaces::default(),
@@ -274,23 +316,31 @@ impl Core {
             Event::Opened(opened) => self.open_part(now_ms, opened),
             Event::Transferred(done) => self.transferred(now_ms, done, out),
             Event::Recovered(found) => self.recovered(&found),
+            Event::Mesh(heard) => self.heard(now_ms, heard, out),
             Event::Tick => {
                 self.dram.expire(now_ms);
                 self.apply_evictions(out);
                 self.tick_ssd(now_ms, out);
+                self.give_up_fetches(now_ms, out);
+                self.end_due_waits(now_ms, out);
+                self.look_again(now_ms, out);
             }
             Event::Drain => {
                 self.draining = true;
                 self.answer_waits(now_ms, out);
+                self.cancel_fetches(out);
             }
         }
         self.run_ssd(out);
+        self.tell_peers(out);
     }
 
     /// Whether copies or transfers are running, or blocks wait to be committed or written. A save whose step is not done yet
     /// is none of these.
     pub fn busy(&self) -> bool {
         !self.copies.is_empty()
+            || self.arrivals.any()
+            || self.granting()
             || self.ssd_busy()
             || self.schedulers.values().any(|scheduler| !scheduler.copied.is_empty())
     }
@@ -351,7 +401,7 @@ impl Core {
             Kind::Release => self.release(session, message.log),
             Kind::Close => self.close(session, message.log),
             Kind::Salt => self.salt(session, message.bytes16()),
-            Kind::Hint => self.hint(session, message, out),
+            Kind::Hint => self.hint(now_ms, session, message, out),
             Kind::Join | Kind::Loaded | Kind::Staged => unreachable!("answered above"),
         }
     }

@@ -220,7 +220,7 @@ impl Core {
             let reused = block.cancelled || op < void_below;
             if !reused && !save.void && self.dram.commit(block.slot) {
                 save.end.committed += 1;
-                out.push(Action::CommitSlot { slot: block.slot });
+                out.push(Action::CommitSlot { slot: block.slot, checksum: 0 });
                 committed.push((block.slot, BlockKey { namespace, group: GROUP, hash: block.hash }));
                 continue;
             }

@@ -1,5 +1,5 @@
-//! The SSD tier behind the DRAM tier: committed blocks are written behind the saves' backs, and a query whose leading run
-//! ends at a block that a device keeps waits, a bounded time, until it lies in DRAM again.
+//! The SSD tier behind the DRAM tier: committed blocks are written behind the saves' backs, and what a query misses in DRAM
+//! and a device keeps arrives there again ([`super::arrivals`]).
 //!
 //! Bytes move between a device and a pool slot alone. A slot given to a transfer stays that transfer's until its end,
 //! whoever asked for it: held while it is written from, being filled while it is read into.
@@ -10,29 +10,19 @@ mod writes;
 use std::collections::{BTreeMap, HashSet, VecDeque};
 
 use shm_protocol::key::BlockKey;
-use tiers::ssd::{self, Done, Ended, Log, Recovered};
+use tiers::ssd::{self, Done, Ended, Log, Recovered, Ticket};
 
-use self::reads::{Read, Wait};
 use self::writes::Unwritten;
-use super::{Action, Core, SessionId};
+use super::{Action, Core};
 use crate::config::SsdAdmission;
-
-/// What one query, and all transfers into the pool together, may take of it: 1 of so many parts. The rest is for blocks
-/// in use and for saves.
-const READ_PART: u64 = 4;
 
 /// The core's part in the SSD tier.
 #[derive(Debug)]
 pub(super) struct Ssd {
     log: Log,
     admission: SsdAdmission,
-    /// Bytes that may be on their way into the pool.
-    read_bytes_max: u64,
-    read_bytes: u64,
     /// Reads that have not ended; one for each block.
-    reads: BTreeMap<BlockKey, Read>,
-    /// Queries that wait for reads: at most one for each log of a session.
-    waits: BTreeMap<(SessionId, u32), Wait>,
+    reads: BTreeMap<Ticket, BlockKey>,
     /// Blocks to be written, the first saved first.
     queue: VecDeque<Unwritten>,
     queued: HashSet<BlockKey>,
@@ -60,25 +50,16 @@ pub struct SsdStats {
     pub dropped_too_large: u64,
     /// Blocks brought back into DRAM.
     pub promoted_blocks: u64,
-    /// Queries that had to wait.
-    pub waits: u64,
-    /// Those that were answered before all they waited for was there.
-    pub waits_timed_out: u64,
-    /// Milliseconds of all waits that were answered.
-    pub wait_ms: u64,
 }
 
 // === impl Ssd ===
 
 impl Ssd {
-    fn new(log: Log, admission: SsdAdmission, pool_bytes: u64) -> Self {
+    fn new(log: Log, admission: SsdAdmission) -> Self {
         Self {
             log,
             admission,
-            read_bytes_max: pool_bytes / READ_PART,
-            read_bytes: 0,
             reads: BTreeMap::new(),
-            waits: BTreeMap::new(),
             queue: VecDeque::new(),
             queued: HashSet::new(),
             full: false,
@@ -97,7 +78,7 @@ impl Ssd {
 impl Core {
     /// The same core with an SSD tier behind the DRAM tier.
     pub fn with_ssd(mut self, log: Log, admission: SsdAdmission) -> Self {
-        self.ssd = Some(Ssd::new(log, admission, self.dram.config().pool_bytes));
+        self.ssd = Some(Ssd::new(log, admission));
         self
     }
 
@@ -110,7 +91,7 @@ impl Core {
                 ssd.writing -= 1;
                 self.dram.unhold(slot);
             }
-            Some(Ended::Read { key, slot, ok, .. }) => self.read_ended(now_ms, &key, slot, ok, out),
+            Some(Ended::Read { ticket, slot, ok, .. }) => self.read_ended(now_ms, ticket, slot, ok, out),
             None => {}
         }
     }
@@ -129,7 +110,6 @@ impl Core {
         let mut late = Vec::new();
         ssd.log.tick(now_ms, &mut late);
         late.into_iter().for_each(|ticket| self.give_up_read(now_ms, ticket, out));
-        self.end_due_waits(now_ms, out);
     }
 
     /// What every event may have made room for.

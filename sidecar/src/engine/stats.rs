@@ -23,6 +23,12 @@ pub struct Stats {
     pub query_blocks: u64,
     /// Blocks found by queries.
     pub query_hit_blocks: u64,
+    /// Queries that waited for blocks on their way into DRAM.
+    pub waits: u64,
+    /// Those that were answered before all they waited for was there.
+    pub waits_timed_out: u64,
+    /// Milliseconds of all waits that were answered.
+    pub wait_ms: u64,
     /// Blocks posted by saves.
     pub saves_posted_blocks: u64,
     /// Blocks committed.

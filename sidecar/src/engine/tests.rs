@@ -30,7 +30,7 @@ pub(super) fn hash(n: u32) -> BlockHash {
 }
 
 fn hello(world_size: u32, role: Role) -> Hello {
-    Hello { version: PROTOCOL_VERSION, engine: "e".into(), world_size, role }
+    Hello { version: PROTOCOL_VERSION, engine: "e".into(), world_size, miss_wait_ms: None, role }
 }
 
 fn rank_hello(world_size: u32, rank: u32) -> Hello {

@@ -1,6 +1,6 @@
 //! Metrics of the SSD tier; there are none without `--ssd`.
 
-use prometheus::{Counter, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
+use prometheus::{IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
 use tiers::ssd::{DeviceStats, FaultKind};
 
 use super::{counter, gauge};
@@ -10,13 +10,8 @@ use crate::engine::SsdStats;
 type Reading = fn(&SsdStats) -> u64;
 type DeviceReading = fn(&DeviceStats) -> u64;
 
-const COUNTERS: &[(&str, &str, Reading)] = &[
-    ("ssd_promoted_blocks_total", "Blocks brought back into DRAM.", |s| s.promoted_blocks),
-    ("ssd_waits_total", "Queries that waited for a disk.", |s| s.waits),
-    ("ssd_waits_timed_out_total", "Queries that were answered before all they waited for was there.", |s| {
-        s.waits_timed_out
-    }),
-];
+const COUNTERS: &[(&str, &str, Reading)] =
+    &[("ssd_promoted_blocks_total", "Blocks brought back into DRAM.", |s| s.promoted_blocks)];
 
 const DROPPED: &[(&str, Reading)] = &[
     ("queue_full", |s| s.dropped_queue_full),
@@ -56,7 +51,6 @@ pub(super) struct SsdMetrics {
     counters: Vec<(IntCounter, Reading)>,
     dropped: Vec<(IntCounter, Reading)>,
     queued: IntGauge,
-    wait_seconds: Counter,
     device_counters: Vec<(IntCounterVec, DeviceReading)>,
     device_gauges: Vec<(IntGaugeVec, DeviceReading)>,
     faults: IntCounterVec,
@@ -75,9 +69,6 @@ impl SsdMetrics {
         let dropped =
             DROPPED.iter().map(|(reason, figure)| (of_reason.with_label_values(&[*reason]), *figure));
         let queued = gauge(registry, "ssd_queued_blocks", "Blocks that wait to be written.")?;
-        let wait_seconds =
-            Counter::new("pillion_ssd_wait_seconds_total", "Time that queries waited for a disk.")?;
-        registry.register(Box::new(wait_seconds.clone()))?;
         let mut device_counters = Vec::new();
         for &(name, help, figure) in DEVICE_COUNTERS {
             device_counters.push((vec(registry, name, help, &["device"])?, figure));
@@ -90,7 +81,7 @@ impl SsdMetrics {
         }
         let faults = vec(registry, "faults_total", "Failed transfers, by kind.", &["device", "kind"])?;
         let dropped = dropped.collect();
-        Ok(Self { names, counters, dropped, queued, wait_seconds, device_counters, device_gauges, faults })
+        Ok(Self { names, counters, dropped, queued, device_counters, device_gauges, faults })
     }
 
     /// Makes figures visible. Called by one thread alone, so read-then-add is exact.
@@ -99,7 +90,6 @@ impl SsdMetrics {
             raise(counter, figure(stats));
         }
         self.queued.set(stats.queued as i64);
-        self.wait_seconds.inc_by((stats.wait_ms as f64 / 1e3 - self.wait_seconds.get()).max(0.0));
         for (name, device) in self.names.iter().zip(&stats.log.devices) {
             for (counters, figure) in &self.device_counters {
                 raise(&counters.with_label_values(&[name]), figure(device));
@@ -146,7 +136,7 @@ mod tests {
             DeviceStats { written_bytes_total: 5, ..DeviceStats::default() },
         ];
         let log = ssd::Stats { devices, ..ssd::Stats::default() };
-        let stats = SsdStats { log, wait_ms: 1500, dropped_evicted: 4, ..SsdStats::default() };
+        let stats = SsdStats { log, dropped_evicted: 4, ..SsdStats::default() };
         metrics.publish(&stats);
         metrics.publish(&stats);
         let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
@@ -159,7 +149,6 @@ mod tests {
             "pillion_ssd_faults_total{device=\"/b\",kind=\"corrupt\"} 0",
             "pillion_ssd_dropped_blocks_total{reason=\"evicted\"} 4",
             "pillion_ssd_dropped_blocks_total{reason=\"queue_full\"} 0",
-            "pillion_ssd_wait_seconds_total 1.5",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
         }

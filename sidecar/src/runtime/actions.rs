@@ -6,6 +6,7 @@ use super::Runtime;
 use crate::copiers::{Batch, Finished};
 use crate::engine::{Action, SessionId};
 use crate::metrics::CloseReason;
+use crate::peers::Peers;
 use crate::session::{Session, Violation};
 
 // === impl Runtime: actions ===
@@ -45,11 +46,21 @@ impl Runtime {
                 self.refused.extend(refused);
             }
             Action::Transfer(job) => self.disks.as_mut().expect("the core has their tier").push(job),
+            Action::Fetch(fetch) => self.mesh().fetch(fetch),
+            Action::CancelFetch { ticket } => self.mesh().cancel(ticket),
+            Action::Grant { ask, slots } => self.grant(ask, &slots),
+            Action::Publish(changes) => self.mesh().publish(changes),
+            Action::Resync { peer } => self.mesh().resync(peer),
+            Action::Warn(text) => tracing::warn!("{text}"),
             Action::Close { session, reason } => self.closing.push((session, CloseReason::Rejected, reason)),
             headers => {
                 assert!(write_header(&self.pool, &headers), "the pool and the core disagree: {headers:?}")
             }
         }
+    }
+
+    fn mesh(&mut self) -> &mut Peers {
+        self.peers.as_mut().expect("the core has their part")
     }
 
     /// Does something to a session that may have ended meanwhile, then wakes its engine.
@@ -67,7 +78,7 @@ fn write_header(pool: &Pool, action: &Action) -> bool {
     match action {
         Action::AssignSegment { segment, block_bytes } => pool.write_segment_header(*segment, *block_bytes),
         Action::FillSlot { slot, namespace, key } => pool.fill(*slot, *namespace, key),
-        Action::CommitSlot { slot } => pool.commit(*slot, 0),
+        Action::CommitSlot { slot, checksum } => pool.commit(*slot, *checksum),
         Action::FreeSlot { slot } => {
             // A slot whose segment was given to another block size is not there any more.
             pool.free(*slot);

@@ -25,6 +25,8 @@ use crate::session::Session;
 
 /// Sessions at once: a host of 16 GPUs with one engine each has 32; room for eight restarts of all at once.
 const SESSIONS_MAX: usize = 256;
+/// What an engine is told whose requests are to wait for other pods' blocks.
+const WAITS_IN_VAIN: &str = "pillion.miss_wait_ms has no effect: this sidecar is in no mesh, so no other pod's blocks can come; give it --mesh-listen, or leave the option out";
 /// `f_type` of tmpfs, which also holds every memfd.
 const TMPFS_MAGIC: u32 = 0x0102_1994;
 /// `f_type` of hugetlbfs.
@@ -76,17 +78,21 @@ impl Runtime {
         self.close_sessions();
     }
 
-    /// Compares a rank with the namespaces that are known. An error refuses it.
+    /// Compares a rank with the namespaces that are known, and what a scheduler wants with what there is. An error refuses it.
     fn examine(&self, hello: &Hello) -> Result<Option<String>, String> {
         match &hello.role {
             Role::Worker(worker) => self.catalog.lock().examine(&hello.engine, worker),
-            Role::Scheduler { .. } => Ok(None),
+            Role::Scheduler { .. } => {
+                let in_vain = hello.miss_wait_ms.is_some_and(|ms| ms > 0) && self.peers.is_none();
+                Ok(in_vain.then(|| WAITS_IN_VAIN.to_owned()))
+            }
         }
     }
 
     fn enroll(&self, id: SessionId, hello: &Hello, note: Option<&str>) {
-        let Role::Worker(worker) = &hello.role else { return };
-        if self.catalog.lock().enter(id, &hello.engine, worker) {
+        if let Role::Worker(worker) = &hello.role
+            && self.catalog.lock().enter(id, &hello.engine, worker)
+        {
             // Nothing else in this line: it is compared with the engine's own.
             tracing::info!("{}", namespace::line(&worker.facts));
         }

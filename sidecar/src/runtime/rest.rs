@@ -75,11 +75,13 @@ impl Runtime {
             let waited = self.now.saturating_sub(since);
             FENCE_POLLS.iter().find(|(until, _)| waited < *until).expect("the last has no end").1
         });
-        let tick = (!self.sessions.is_empty() || self.core.waits_for_disks()).then_some(TICK);
+        let lives = !self.sessions.is_empty() || self.peers.is_some() || self.core.waits_for_disks();
+        let tick = lives.then_some(TICK);
         let greeting = self.greeter.next_deadline().map(|at| at.saturating_sub(self.now));
         let drain = self.end_by.map(|_| DRAIN_POLL);
         let opening = self.opener.is_some().then_some(OPENING_POLL);
-        [fences, tick, greeting, drain, opening].into_iter().flatten().min()
+        let look = self.core.next_look_ms().map(|at| Duration::from_millis(at).saturating_sub(self.now));
+        [fences, tick, look, greeting, drain, opening].into_iter().flatten().min()
     }
 
     /// Waits for descriptors for at most `nap` and serves those that became ready; whether any did.
@@ -99,7 +101,7 @@ impl Runtime {
                 }
                 Source::Socket(id) => self.read_socket(id),
                 // Being awake is all that is wanted; the next turn looks at the words.
-                Source::Doorbell(_) | Source::Copies | Source::Disks | Source::Control => {}
+                Source::Doorbell(_) | Source::Copies | Source::Disks | Source::Mesh | Source::Control => {}
             }
         }
         self.events = events;

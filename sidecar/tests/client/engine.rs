@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::LazyLock;
 use std::sync::atomic::Ordering;
 
-use shm_protocol::handshake::{Copier, Role};
+use shm_protocol::handshake::{Copier, Hello, Role};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::CHUNK_KEYS;
 use shm_protocol::message::{Kind, Message, Outcome, Status};
@@ -46,8 +46,18 @@ fn content(key: &BlockHash) -> Vec<u8> {
     bytes
 }
 
+/// Keys of the save that is posted with this stamp next.
+pub(crate) fn keys_after(stamp: u64) -> Vec<BlockHash> {
+    SAVED.zip(stamp + 1..).map(|(block, stamp)| key(stamp, block)).collect()
+}
+
 impl Engine {
     pub(crate) fn connect(sidecar: &Sidecar) -> Self {
+        Self::waiting(sidecar, None)
+    }
+
+    /// An engine whose requests wait so long for a producer.
+    pub(crate) fn waiting(sidecar: &Sidecar, miss_wait_ms: Option<u32>) -> Self {
         let kv = Kv::new();
         for block in SAVED {
             let layers = PATTERNS[block as usize].chunks(LAYER_BYTES as usize);
@@ -61,8 +71,8 @@ impl Engine {
         let mut rank = Session::open(&sidecar.socket, &hello("engine", 1, worker), &fds);
         rank.post(Message::new(Kind::Join).with_bytes16(RUN));
         rank.fences(1, 1);
-        let scheduler =
-            Session::open(&sidecar.socket, &hello("engine", 1, Role::Scheduler { run: RUN }), &[]);
+        let hello = Hello { miss_wait_ms, ..hello("engine", 1, Role::Scheduler { run: RUN }) };
+        let scheduler = Session::open(&sidecar.socket, &hello, &[]);
         Self { kv, rank, scheduler, op: 0, log: 0 }
     }
 
@@ -99,11 +109,12 @@ impl Engine {
         keys
     }
 
-    /// Asks for `keys` and does not wait.
-    pub(crate) fn post_query(&mut self, keys: &[BlockHash]) {
+    /// Asks for `keys` and does not wait; the query.
+    pub(crate) fn post_query(&mut self, keys: &[BlockHash]) -> u64 {
         self.scheduler.open_log(0, keys);
         let op = self.next_op();
         self.scheduler.post(Message { op, count: keys.len() as u32, ..Message::new(Kind::Query) });
+        op
     }
 
     /// Those of `keys` that are served, in their order; how many of them are not what they should be.

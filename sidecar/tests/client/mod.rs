@@ -44,7 +44,7 @@ pub(crate) fn greet(socket: &Path, hello: &Hello, fds: &[&OwnedFd]) -> (OwnedFd,
 }
 
 pub(crate) fn hello(engine: &str, world_size: u32, role: Role) -> Hello {
-    Hello { version: PROTOCOL_VERSION, engine: engine.into(), world_size, role }
+    Hello { version: PROTOCOL_VERSION, engine: engine.into(), world_size, miss_wait_ms: None, role }
 }
 
 pub(crate) struct Session {

@@ -73,6 +73,12 @@ impl Sidecar {
         self.end();
     }
 
+    /// SIGSTOP, or SIGCONT after it.
+    pub(crate) fn freeze(&self, frozen: bool) {
+        let signal = if frozen { Signal::SIGSTOP } else { Signal::SIGCONT };
+        kill(Pid::from_raw(self.process.id() as i32), signal).unwrap();
+    }
+
     /// SIGTERM; its exit status must say that all went well.
     pub(crate) fn terminate(mut self) {
         kill(Pid::from_raw(self.process.id() as i32), Signal::SIGTERM).unwrap();

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use shm_protocol::message::Kind;
-use sidecar::engine::{Action, Direction, Event};
+use sidecar::engine::{Action, Direction, Event, Heard};
 use tiers::opener::Opened;
 use tiers::ssd::Work;
 
@@ -21,6 +21,14 @@ pub(crate) const POINTS: &[&str] = &[
     "event Transferred ok",
     "event Transferred failed",
     "event Recovered",
+    "event Joined",
+    "event Left",
+    "event Keeps",
+    "event Changed",
+    "event Fetched ok",
+    "event Fetched failed",
+    "event Asked",
+    "event Released",
     "event Tick",
     "event Drain",
     "action Answer",
@@ -34,6 +42,12 @@ pub(crate) const POINTS: &[&str] = &[
     "action Copy load",
     "action Transfer",
     "action Transfer read",
+    "action Fetch",
+    "action CancelFetch",
+    "action Grant",
+    "action Publish",
+    "action Resync",
+    "action Warn",
     "action Close",
     "message OPEN",
     "message APPEND",
@@ -163,6 +177,14 @@ pub(crate) fn event(event: &Event) -> &'static str {
         Event::Transferred(done) if done.result.is_ok() => "event Transferred ok",
         Event::Transferred(_) => "event Transferred failed",
         Event::Recovered(_) => "event Recovered",
+        Event::Mesh(Heard::Joined(_)) => "event Joined",
+        Event::Mesh(Heard::Left(_)) => "event Left",
+        Event::Mesh(Heard::Keeps { .. }) => "event Keeps",
+        Event::Mesh(Heard::Changed { .. }) => "event Changed",
+        Event::Mesh(Heard::Fetched(ends)) if ends.iter().all(|end| end.result.is_ok()) => "event Fetched ok",
+        Event::Mesh(Heard::Fetched(_)) => "event Fetched failed",
+        Event::Mesh(Heard::Asked { .. }) => "event Asked",
+        Event::Mesh(Heard::Released { .. }) => "event Released",
     }
 }
 
@@ -180,6 +202,12 @@ pub(crate) fn action(action: &Action) -> &'static str {
         Action::Copy { direction: Direction::Load, .. } => "action Copy load",
         Action::Transfer(job) if matches!(job.work, Work::Read { .. }) => "action Transfer read",
         Action::Transfer(_) => "action Transfer",
+        Action::Fetch(_) => "action Fetch",
+        Action::CancelFetch { .. } => "action CancelFetch",
+        Action::Grant { .. } => "action Grant",
+        Action::Publish(_) => "action Publish",
+        Action::Resync { .. } => "action Resync",
+        Action::Warn(_) => "action Warn",
         Action::Close { .. } => "action Close",
     }
 }

@@ -72,6 +72,8 @@ pub(crate) struct Knobs {
     pub(crate) pool_file: bool,
     /// It has a disk for what memory gives up.
     pub(crate) disk: bool,
+    /// There are pods beside this one.
+    pub(crate) mesh: bool,
     /// Keys and messages that a session may cost in one turn.
     pub(crate) turn_cost: usize,
     /// Slowness of copies: microseconds for a word at most.
@@ -130,6 +132,7 @@ impl Ctx {
             segments: rng.within(1, 2),
             pool_file: rng.one_in(3),
             disk: rng.one_in(2),
+            mesh: rng.one_in(2),
             turn_cost: rng.pick(&[4, 16, 1000]),
             copy_us: rng.pick(&[2, 20, 200, 2_000]),
             full_steps: rng.pick(&[2, 8]),

@@ -137,7 +137,13 @@ impl Model {
     }
 
     fn hello(&self, role: Role) -> Hello {
-        Hello { version: PROTOCOL_VERSION, engine: self.name.clone(), world_size: self.world as u32, role }
+        Hello {
+            version: PROTOCOL_VERSION,
+            engine: self.name.clone(),
+            world_size: self.world as u32,
+            miss_wait_ms: None,
+            role,
+        }
     }
 
     fn worker_hello(&self, rank: usize) -> Hello {
@@ -194,7 +200,10 @@ impl Engine {
             self.workers[rank] = Some(Worker::new(rank, Rc::clone(model), port));
             ctx.wakes.push((Actor::Worker(model.index, rank), ctx.now + 1));
         }
-        let port = Port::new(model.hello(Role::Scheduler { run }), None, ctx.now);
+        // Some wait for a producer: half as long as a query does, so that either may give up first.
+        let miss_wait_ms = model.by_engine.then_some(1);
+        let hello = Hello { miss_wait_ms, ..model.hello(Role::Scheduler { run }) };
+        let port = Port::new(hello, None, ctx.now);
         self.scheduler = Some(Scheduler::new(Rc::clone(model), run, port));
         ctx.wakes.push((Actor::Scheduler(model.index), ctx.now + 10));
         self.dies_at = None;

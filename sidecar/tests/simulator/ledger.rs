@@ -109,7 +109,7 @@ impl Ledger {
         match action {
             Action::AssignSegment { segment, block_bytes } => return self.assign(*segment, *block_bytes),
             Action::FillSlot { slot, namespace, key } => self.fill(*slot, *namespace, key.hash),
-            Action::CommitSlot { slot } => self.commit(*slot, memory),
+            Action::CommitSlot { slot, .. } => self.commit(*slot, memory),
             Action::FreeSlot { slot } => self.free(*slot),
             _ => unreachable!("the caller chose header actions"),
         }
@@ -213,6 +213,11 @@ impl Ledger {
                 assert_eq!(state, expected, "the header of the slot at {offset}");
             }
         }
+    }
+
+    /// Every whole block.
+    pub(crate) fn kept(&self) -> impl Iterator<Item = (NamespaceDigest, BlockHash)> {
+        self.slots.values().filter(|slot| slot.committed).map(|slot| (slot.digest, slot.hash))
     }
 
     pub(crate) fn committed(&self) -> u64 {

@@ -5,6 +5,7 @@ mod actions;
 mod copies;
 mod disk;
 mod doorway;
+mod mesh;
 mod turn;
 
 use std::cell::{Cell, RefCell};
@@ -13,6 +14,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::rc::Rc;
 
+use ::mesh::directory::{Config, Directory};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::region::{Access, Region};
 use sidecar::engine::{Action, Core, Event, Piece, SessionId};
@@ -26,6 +28,7 @@ use self::actions::TornHeader;
 use self::copies::{Copies, Rank};
 use self::disk::Disk;
 pub(crate) use self::disk::Medium;
+use self::mesh::Mesh;
 use self::turn::Phase;
 use crate::connection::{PoolMap, Socket};
 use crate::coverage;
@@ -77,6 +80,8 @@ pub(crate) struct Life {
     disk: Option<Disk>,
     /// What the disk has not told yet of earlier lives.
     recovered: VecDeque<Recovered>,
+    /// In some worlds.
+    mesh: Option<Mesh>,
     touched: bool,
     backlog: Vec<SessionId>,
     next_tick: Micros,
@@ -113,6 +118,10 @@ impl Life {
         forms.iter().for_each(|form| ledger.know(*form));
         ctx.wakes.push((Actor::Data, ctx.now + 1));
         let (mut core, mut disk, mut recovered) = (Core::new(dram), None, Vec::new());
+        let mesh = ctx.knobs.mesh.then(Mesh::default);
+        if mesh.is_some() {
+            core = core.with_peers(Directory::new(Config { seed: epoch, ..Config::default() }));
+        }
         if let Some(medium) = medium {
             let started = Disk::start(medium, core);
             (disk, core, recovered) = (Some(started.0), started.1, started.2);
@@ -135,6 +144,7 @@ impl Life {
             places: BTreeMap::new(),
             disk,
             recovered: recovered.into(),
+            mesh,
             touched: false,
             backlog: Vec::new(),
             next_tick: 0,
@@ -177,6 +187,7 @@ impl Life {
         assert_eq!(stats.sessions, self.sessions.len() as u64, "sessions");
         assert_eq!(stats.blocks, self.ledger.committed(), "blocks that the core believes to keep");
         self.ledger.audit(self.pool.region());
+        self.audit_mesh();
     }
 
     /// Gives the core one event.
@@ -187,7 +198,11 @@ impl Life {
         let text = ctx.traced().then(|| describe(&event));
         self.touched |= !matches!(
             event,
-            Event::Tick | Event::Drained { .. } | Event::Transferred(_) | Event::Recovered(_)
+            Event::Tick
+                | Event::Drained { .. }
+                | Event::Transferred(_)
+                | Event::Recovered(_)
+                | Event::Mesh(_)
         );
         let mut out = Vec::new();
         self.core.handle(ctx.now / 1000, event, &mut out);

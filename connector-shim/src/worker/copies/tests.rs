@@ -50,7 +50,13 @@ impl Rank {
         let Memory::Host(descriptors) = memory else { unreachable!("a rank of the tests") };
         let sent = descriptors.iter().map(|fd| fd.try_clone().unwrap()).collect();
         let memory = HostMemory::new(descriptors, &worker.regions, worker.blocks, Access::ReadWrite).unwrap();
-        let hello = Hello { version: PROTOCOL_VERSION, engine, world_size, role: Role::Worker(worker) };
+        let hello = Hello {
+            version: PROTOCOL_VERSION,
+            engine,
+            world_size,
+            miss_wait_ms: None,
+            role: Role::Worker(worker),
+        };
         let connection = Arc::new(Address { socket, hello, descriptors: sent }.connect().unwrap());
         let part = Part { offset: 0, slot_bytes: BLOCK_BYTES };
         let cuts = (1..=CUTS as u64).map(|cut| cut * BLOCK_BYTES / CUTS as u64).collect();

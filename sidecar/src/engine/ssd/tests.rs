@@ -9,6 +9,7 @@ use tiers::dram::{self, Dram};
 use tiers::ssd::{Config, Fault, Geometry, Label, Work};
 
 use super::*;
+use crate::engine::arrivals;
 use crate::engine::tests::{Harness, RANKS, SCHEDULER, hash};
 use crate::engine::{Event, Job};
 
@@ -231,8 +232,8 @@ fn a_query_waits_for_what_a_device_keeps_and_is_answered_once() {
     scene.engine.load(1, 90, op, 0..4, LOAD_BY_ENGINE);
     scene.message(Message { log: 1, ..Message::new(Kind::Close) });
     assert_eq!(scene.leases(), 1, "the load's");
-    let stats = scene.stats();
-    assert_eq!((stats.promoted_blocks, stats.waits, stats.waits_timed_out), (2, 1, 0));
+    let stats = scene.engine.core.stats();
+    assert_eq!((scene.stats().promoted_blocks, stats.waits, stats.waits_timed_out), (2, 1, 0));
 }
 
 #[test]
@@ -353,7 +354,7 @@ fn a_query_brings_in_a_part_of_the_pool_at_most() {
     scene.flood();
     scene.engine.out.clear();
     scene.engine.open(1, 0..28);
-    let most = (POOL_SEGMENT * POOL_SEGMENTS / READ_PART / BLOCK_BYTES) as u32;
+    let most = (POOL_SEGMENT * POOL_SEGMENTS / arrivals::PART / BLOCK_BYTES) as u32;
     scene.message(Message { log: 1, count: 28, ..Message::new(Kind::Hint) });
     let mut reads = scene.reads();
     assert_eq!(reads.len(), most as usize / 2, "a hint leaves room for others");

@@ -67,7 +67,13 @@ impl Life {
                 let disk = self.disk.as_mut().expect("the core has its tier");
                 disk.post(job, form, self.pool.region(), ctx);
             }
+            Action::Warn(_) => {}
             Action::Close { session, .. } => self.closing.push(session),
+            Action::Fetch(_)
+            | Action::CancelFetch { .. }
+            | Action::Grant { .. }
+            | Action::Publish(_)
+            | Action::Resync { .. } => self.apply_mesh(action, ctx),
             headers => return self.write_header(&headers, ctx),
         }
         1
@@ -112,7 +118,7 @@ impl Life {
                 }
                 self.pool.fill(*slot, *namespace, key)
             }
-            Action::CommitSlot { slot } => self.pool.commit(*slot, 0),
+            Action::CommitSlot { slot, checksum } => self.pool.commit(*slot, *checksum),
             Action::FreeSlot { slot } => {
                 self.pool.free(*slot);
                 true

@@ -154,7 +154,7 @@ fn key(place: Place) -> (u32, u32) {
 }
 
 /// Where the words of a slot lie.
-fn words(form: Form, offset: u64) -> impl Iterator<Item = usize> {
+pub(super) fn words(form: Form, offset: u64) -> impl Iterator<Item = usize> {
     let bases = (0..u64::from(form.shards)).map(move |shard| offset + shard * form.shard_bytes);
     bases.flat_map(|base| (0..WORDS).map(move |index| base as usize + index * 8))
 }

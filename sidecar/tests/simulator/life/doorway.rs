@@ -34,6 +34,10 @@ impl Life {
         };
         if let Some(digest) = digest {
             self.namespaces.insert(hello.engine.clone(), digest);
+            if let (Some(mesh), Role::Worker(worker)) = (&mut self.mesh, &hello.role) {
+                let shard_bytes = worker.block_bytes().expect("honest engines");
+                mesh.know(digest, shard_bytes * u64::from(worker.shards));
+            }
         }
         let (_, memory) = SessionMemory::create(self.epoch, id).expect("memory for a session");
         let (lost, hung_up) = (Rc::new(Cell::new(false)), Rc::new(Cell::new(false)));

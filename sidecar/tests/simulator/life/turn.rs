@@ -72,7 +72,7 @@ impl Life {
             self.ledger.end(&pieces);
             return self.handle(Event::Copied { copy, ok }, ctx);
         }
-        if self.take_transfer(ctx) {
+        if self.take_transfer(ctx) || self.hear_mesh(ctx) {
             return;
         }
         let early = ctx.canary == Canary::CommitWithoutDrain && self.touched;
@@ -207,7 +207,9 @@ impl Life {
         ctx.bell.set(false);
         self.asleep = true;
         let waits = self.sessions.keys().any(|session| self.core.waits_on_fences(*session));
-        let due = self.disk.as_ref().and_then(|disk| disk.next_due()).unwrap_or(Micros::MAX);
+        let disk = self.disk.as_ref().and_then(|disk| disk.next_due());
+        let mesh = self.mesh.as_ref().and_then(|mesh| mesh.next_due());
+        let due = disk.into_iter().chain(mesh).min().unwrap_or(Micros::MAX);
         let next = if waits { ctx.now + FENCE_POLL } else { self.next_tick };
         next.min(due).saturating_sub(ctx.now).max(1)
     }

@@ -1,0 +1,363 @@
+//! Which other sidecars blocks are shared with, and how they are reached and trusted.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use clap::Args;
+use mesh::control::{self, Etcd, Members};
+use mesh::tls::{Security, Tls};
+use mesh::transport::NodeId;
+use mesh::transport::{rdma, tcp};
+use serde::Deserialize;
+
+use super::ConfigError;
+
+/// Options of the mesh, each as a flag and as a key of the file's table `mesh`.
+#[derive(Args, Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct MeshOptions {
+    /// Share blocks with the sidecars of other pods: the address, such as the pod's IP and 9441, at which they follow what this
+    /// one keeps. They fetch blocks at the port after it
+    #[arg(long = "mesh-listen", value_name = "IP:PORT")]
+    pub listen: Option<SocketAddr>,
+    /// Name of this node in the mesh, another for each sidecar [default: the host's name]
+    #[arg(long = "node-id", value_name = "NAME")]
+    pub node_id: Option<String>,
+    /// Another sidecar's --mesh-listen; may be given several times. Each lists the others
+    #[arg(long = "peer", value_name = "HOST:PORT")]
+    #[serde(default)]
+    pub peer: Vec<String>,
+    /// Find the others in etcd: http://HOST:PORT or https://HOST:PORT of one of its members; may be given several times
+    #[arg(long = "etcd", value_name = "URL")]
+    #[serde(default)]
+    pub etcd: Vec<String>,
+    /// Certificates of the authority that etcd's certificate is of, in PEM
+    #[arg(long = "etcd-ca", value_name = "FILE")]
+    pub etcd_ca: Option<PathBuf>,
+    /// This node's certificate for etcd, in PEM
+    #[arg(long = "etcd-cert", value_name = "FILE")]
+    pub etcd_cert: Option<PathBuf>,
+    /// Its private key, in PEM
+    #[arg(long = "etcd-key", value_name = "FILE")]
+    pub etcd_key: Option<PathBuf>,
+    /// User at etcd
+    #[arg(long = "etcd-user", value_name = "NAME")]
+    pub etcd_user: Option<String>,
+    /// File that holds the user's password
+    #[arg(long = "etcd-password-file", value_name = "FILE")]
+    pub etcd_password_file: Option<PathBuf>,
+    /// Sidecars of another mesh are refused [default: default]
+    #[arg(long = "mesh-name", value_name = "NAME")]
+    pub name: Option<String>,
+    /// This node's certificate for its peers, in PEM: with --mesh-key, --mesh-ca and --mesh-cert-name
+    #[arg(long = "mesh-cert", value_name = "FILE")]
+    pub cert: Option<PathBuf>,
+    /// Its private key, in PEM
+    #[arg(long = "mesh-key", value_name = "FILE")]
+    pub key: Option<PathBuf>,
+    /// Certificates of the authority whose holders may ask for blocks, in PEM
+    #[arg(long = "mesh-ca", value_name = "FILE")]
+    pub ca: Option<PathBuf>,
+    /// DNS name or IP address that the certificate of every node carries
+    #[arg(long = "mesh-cert-name", value_name = "NAME")]
+    pub cert_name: Option<String>,
+    /// Neither encrypt nor authenticate: anybody who reaches the ports and knows a member's name may read blocks
+    #[arg(long = "mesh-plaintext", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
+    pub plaintext: Option<bool>,
+    /// Connections to each peer [default: 4]
+    #[arg(long = "tcp-streams", value_name = "COUNT")]
+    pub tcp_streams: Option<usize>,
+    /// Move blocks by RDMA over these NICs, such as mlx5_0,mlx5_1, instead of TCP: as many on every node
+    #[arg(long = "nics", value_name = "NAME,...", value_delimiter = ',')]
+    #[serde(default)]
+    pub nics: Vec<String>,
+    /// Queue pairs of each NIC to each peer: as many on every node [default: 2]
+    #[arg(long = "qps-per-peer", value_name = "COUNT")]
+    pub qps_per_peer: Option<usize>,
+}
+
+/// A mesh that this node is to be in.
+#[derive(Clone, Debug)]
+pub struct Mesh {
+    /// Where peers follow what is kept here.
+    pub listen: SocketAddr,
+    /// Where they fetch it.
+    pub blocks: SocketAddr,
+    /// This node.
+    pub node: NodeId,
+    /// The mesh.
+    pub name: String,
+    /// How the others are found.
+    pub members: Members,
+    /// Who may connect, and who may read along.
+    pub security: Security,
+    /// What carries blocks.
+    pub carrier: Carrier,
+}
+
+/// What carries blocks: the same on every node.
+#[derive(Clone, Debug)]
+pub enum Carrier {
+    /// TCP.
+    Tcp {
+        /// Connections to each peer.
+        streams: usize,
+    },
+    /// RDMA.
+    Rdma {
+        /// Names of the NICs.
+        nics: Vec<String>,
+        /// Queue pairs of each to each peer.
+        qps_per_peer: usize,
+    },
+}
+
+fn wrong<T>(text: impl Into<String>) -> Result<T, ConfigError> {
+    Err(ConfigError::Mesh(text.into()))
+}
+
+fn given<T>(value: Vec<T>) -> Option<Vec<T>> {
+    (!value.is_empty()).then_some(value)
+}
+
+// === impl MeshOptions ===
+
+impl MeshOptions {
+    /// These options, and those of `other` where these say nothing.
+    pub(super) fn or(self, other: Self) -> Self {
+        Self {
+            listen: self.listen.or(other.listen),
+            node_id: self.node_id.or(other.node_id),
+            peer: given(self.peer).unwrap_or(other.peer),
+            etcd: given(self.etcd).unwrap_or(other.etcd),
+            etcd_ca: self.etcd_ca.or(other.etcd_ca),
+            etcd_cert: self.etcd_cert.or(other.etcd_cert),
+            etcd_key: self.etcd_key.or(other.etcd_key),
+            etcd_user: self.etcd_user.or(other.etcd_user),
+            etcd_password_file: self.etcd_password_file.or(other.etcd_password_file),
+            name: self.name.or(other.name),
+            cert: self.cert.or(other.cert),
+            key: self.key.or(other.key),
+            ca: self.ca.or(other.ca),
+            cert_name: self.cert_name.or(other.cert_name),
+            plaintext: self.plaintext.or(other.plaintext),
+            tcp_streams: self.tcp_streams.or(other.tcp_streams),
+            nics: given(self.nics).unwrap_or(other.nics),
+            qps_per_peer: self.qps_per_peer.or(other.qps_per_peer),
+        }
+    }
+
+    /// The mesh, if there is to be one.
+    pub(super) fn complete(self) -> Result<Option<Mesh>, ConfigError> {
+        let Some(listen) = self.listen else {
+            return match self.first_given() {
+                Some(option) => wrong(format!(
+                    "{option} is of use in a mesh alone: pass --mesh-listen IP:PORT, such as the pod's IP and 9441"
+                )),
+                None => Ok(None),
+            };
+        };
+        if listen.ip().is_unspecified() {
+            return wrong(format!(
+                "--mesh-listen {listen} is no address that peers can be told: give the one at which they reach this node, such \
+                 as the pod's IP"
+            ));
+        }
+        // Any free port has no next one.
+        let Some(port) = listen.port().checked_add(u16::from(listen.port() != 0)) else {
+            return wrong("--mesh-listen needs the port after its own for blocks: pass a port below 65535");
+        };
+        let node = self.node_id.clone().map_or_else(host_name, Ok)?;
+        let Ok(node) = NodeId::new(&node) else {
+            return wrong(format!("--node-id '{node}' must be 1 to 253 printable ASCII characters"));
+        };
+        let blocks = SocketAddr::new(listen.ip(), port);
+        let name = self.name.clone().unwrap_or_else(|| control::MESH_DEFAULT.to_owned());
+        let (security, carrier) = (self.security()?, self.carrier()?);
+        let members = self.members()?;
+        Ok(Some(Mesh { listen, blocks, node, name, members, security, carrier }))
+    }
+
+    /// An option that means nothing alone.
+    fn first_given(&self) -> Option<&'static str> {
+        let given = [
+            (!self.peer.is_empty(), "--peer"),
+            (!self.etcd.is_empty(), "--etcd"),
+            (self.etcd_ca.is_some(), "--etcd-ca"),
+            (self.etcd_cert.is_some(), "--etcd-cert"),
+            (self.etcd_key.is_some(), "--etcd-key"),
+            (self.etcd_user.is_some(), "--etcd-user"),
+            (self.etcd_password_file.is_some(), "--etcd-password-file"),
+            (self.name.is_some(), "--mesh-name"),
+            (self.node_id.is_some(), "--node-id"),
+            (self.cert.is_some(), "--mesh-cert"),
+            (self.key.is_some(), "--mesh-key"),
+            (self.ca.is_some(), "--mesh-ca"),
+            (self.cert_name.is_some(), "--mesh-cert-name"),
+            (self.plaintext.is_some(), "--mesh-plaintext"),
+            (self.tcp_streams.is_some(), "--tcp-streams"),
+            (!self.nics.is_empty(), "--nics"),
+            (self.qps_per_peer.is_some(), "--qps-per-peer"),
+        ];
+        given.into_iter().find_map(|(given, name)| given.then_some(name))
+    }
+
+    fn carrier(&self) -> Result<Carrier, ConfigError> {
+        if self.nics.is_empty() {
+            if self.qps_per_peer.is_some() {
+                return wrong("--qps-per-peer is of use with --nics alone: pass the NICs too");
+            }
+            let streams = self.tcp_streams.unwrap_or(tcp::STREAMS_DEFAULT);
+            if !(1..=tcp::STREAMS_MAX).contains(&streams) {
+                let value = streams.to_string();
+                return Err(ConfigError::Range { option: "tcp-streams", value, rule: "1 to 64" });
+            }
+            return Ok(Carrier::Tcp { streams });
+        }
+        if self.tcp_streams.is_some() {
+            return wrong("--tcp-streams and --nics exclude each other: blocks travel over TCP or by RDMA");
+        }
+        let qps_per_peer = self.qps_per_peer.unwrap_or(rdma::QPS_PER_PEER_DEFAULT);
+        Ok(Carrier::Rdma { nics: self.nics.clone(), qps_per_peer })
+    }
+
+    fn security(&self) -> Result<Security, ConfigError> {
+        let plaintext = self.plaintext == Some(true);
+        match (&self.cert, &self.key, &self.ca, &self.cert_name) {
+            (None, None, None, None) if plaintext => Ok(Security::Plaintext),
+            (None, None, None, None) => wrong(
+                "a mesh needs mutual TLS: pass --mesh-cert, --mesh-key, --mesh-ca and --mesh-cert-name; or, in a network where \
+                 everybody may read every block, --mesh-plaintext",
+            ),
+            _ if plaintext => {
+                wrong("--mesh-plaintext and the certificates exclude each other: leave one out")
+            }
+            (Some(certificate), Some(key), Some(ca), Some(name)) => {
+                let (certificate, key, ca) = (certificate.clone(), key.clone(), ca.clone());
+                Ok(Security::Tls(Tls { certificate, key, ca, name: name.clone() }))
+            }
+            (cert, key, ca, _) => {
+                let missing = [(cert, "--mesh-cert"), (key, "--mesh-key"), (ca, "--mesh-ca")];
+                let missing = missing.into_iter().find_map(|(file, option)| file.is_none().then_some(option));
+                wrong(format!("mutual TLS lacks {}: pass it too", missing.unwrap_or("--mesh-cert-name")))
+            }
+        }
+    }
+
+    fn members(self) -> Result<Members, ConfigError> {
+        let etcd_option = self.etcd_ca.is_some()
+            || self.etcd_cert.is_some()
+            || self.etcd_key.is_some()
+            || self.etcd_user.is_some();
+        match (self.peer.is_empty(), self.etcd.is_empty()) {
+            (true, true) => {
+                wrong("who is in the mesh? Pass --peer HOST:PORT for each other sidecar, or --etcd URL")
+            }
+            (false, false) => wrong("--peer and --etcd exclude each other: leave one out"),
+            (false, true) if etcd_option => wrong("options of etcd are given and --etcd URL is not"),
+            (false, true) => Ok(Members::Static(self.peer)),
+            (true, false) => {
+                let certificate = match (self.etcd_cert, self.etcd_key) {
+                    (Some(certificate), Some(key)) => Some((certificate, key)),
+                    (None, None) => None,
+                    _ => return wrong("--etcd-cert and --etcd-key belong together: pass both"),
+                };
+                let user = match (self.etcd_user, self.etcd_password_file) {
+                    (Some(user), Some(file)) => Some((user, file)),
+                    (None, None) => None,
+                    _ => return wrong("--etcd-user and --etcd-password-file belong together: pass both"),
+                };
+                let (endpoints, ca, ttl) = (self.etcd, self.etcd_ca, control::TTL_DEFAULT);
+                Ok(Members::Etcd(Etcd { endpoints, ca, certificate, user, ttl }))
+            }
+        }
+    }
+}
+
+/// The host's name: in a pod, the pod's.
+fn host_name() -> Result<String, ConfigError> {
+    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    if name.is_empty() { wrong("the host has no name: pass --node-id NAME") } else { Ok(name) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(text: &str) -> MeshOptions {
+        toml::from_str(text).unwrap()
+    }
+
+    fn refused(text: &str) -> String {
+        options(text).complete().unwrap_err().to_string()
+    }
+
+    const LISTEN: &str = "listen = \"10.0.0.1:9441\"\nplaintext = true\n";
+
+    #[test]
+    fn there_is_no_mesh_unless_it_is_asked_for() {
+        assert!(MeshOptions::default().complete().unwrap().is_none());
+        assert!(refused("peer = [\"a:1\"]").contains("--peer is of use in a mesh alone: pass --mesh-listen"));
+        assert!(refused("plaintext = true").contains("--mesh-plaintext"));
+    }
+
+    #[test]
+    fn a_mesh_of_listed_peers() {
+        let text = format!("{LISTEN}peer = [\"b:9441\"]\nnode-id = \"a\"\ntcp-streams = 2");
+        let mesh = options(&text).complete().unwrap().unwrap();
+        assert_eq!((mesh.blocks.port(), mesh.node.as_str()), (9442, "a"));
+        assert!(matches!(mesh.carrier, Carrier::Tcp { streams: 2 }));
+        assert!(matches!(&mesh.members, Members::Static(peers) if peers.len() == 1));
+        assert!(matches!(mesh.security, Security::Plaintext) && mesh.name == "default");
+        let flags = MeshOptions { peer: vec!["c:1".into(), "d:1".into()], ..MeshOptions::default() };
+        let mesh = flags.or(options(&text)).complete().unwrap().unwrap();
+        assert!(matches!(&mesh.members, Members::Static(peers) if peers.len() == 2));
+    }
+
+    #[test]
+    fn blocks_travel_one_way_or_the_other() {
+        let listen = format!("{LISTEN}peer = [\"b:1\"]\n");
+        let mesh = options(&format!("{listen}nics = [\"mlx5_0\", \"mlx5_1\"]")).complete().unwrap().unwrap();
+        assert!(matches!(&mesh.carrier, Carrier::Rdma { nics, qps_per_peer: 2 } if nics.len() == 2));
+        assert!(refused(&format!("{listen}nics = [\"a\"]\ntcp-streams = 2")).contains("exclude each other"));
+        assert!(refused(&format!("{listen}qps-per-peer = 2")).contains("--nics"));
+    }
+
+    #[test]
+    fn addresses_that_nobody_reaches_are_refused() {
+        assert!(refused("listen = \"0.0.0.0:9441\"").contains("such as the pod's IP"));
+        assert!(refused("listen = \"[::]:9441\"").contains("such as the pod's IP"));
+        assert!(refused("listen = \"10.0.0.1:65535\"").contains("below 65535"));
+    }
+
+    #[test]
+    fn nobody_is_trusted_by_accident() {
+        let listen = "listen = \"10.0.0.1:1\"\npeer = [\"b:1\"]\n";
+        assert!(refused(listen).contains("--mesh-plaintext"), "{}", refused(listen));
+        let half = format!("{listen}cert = \"/c\"\nca = \"/a\"\ncert-name = \"mesh\"");
+        assert!(refused(&half).contains("lacks --mesh-key"), "{}", refused(&half));
+        let whole = format!("{half}\nkey = \"/k\"");
+        let mesh = options(&whole).complete().unwrap().unwrap();
+        assert!(matches!(&mesh.security, Security::Tls(tls) if tls.name == "mesh"));
+        assert!(refused(&format!("{whole}\nplaintext = true")).contains("exclude each other"));
+        let off = format!("{whole}\nplaintext = false");
+        assert!(matches!(options(&off).complete().unwrap().unwrap().security, Security::Tls(_)));
+    }
+
+    #[test]
+    fn members_are_listed_or_found_in_etcd() {
+        assert!(refused(LISTEN).contains("Pass --peer"));
+        let both = format!("{LISTEN}peer = [\"b:1\"]\netcd = [\"http://e:2379\"]");
+        assert!(refused(&both).contains("exclude each other"));
+        let etcd = format!("{LISTEN}etcd = [\"http://e:2379\", \"http://f:2379\"]\n");
+        let mesh = options(&etcd).complete().unwrap().unwrap();
+        assert!(
+            matches!(&mesh.members, Members::Etcd(etcd) if etcd.endpoints.len() == 2 && etcd.user.is_none())
+        );
+        assert!(refused(&format!("{etcd}etcd-user = \"p\"")).contains("--etcd-password-file"));
+        assert!(refused(&format!("{etcd}etcd-key = \"/k\"")).contains("--etcd-cert"));
+        assert!(refused(&format!("{LISTEN}peer = [\"b:1\"]\netcd-ca = \"/a\"")).contains("--etcd URL"));
+        assert!(refused(&format!("{etcd}tcp-streams = 65")).contains("1 to 64"));
+        assert!(refused(&format!("{etcd}node-id = \"a b\"")).contains("--node-id"));
+    }
+}

@@ -1,0 +1,323 @@
+//! What is on its way into DRAM, from wherever it is kept, and the queries that wait for it.
+//!
+//! A query's leading run is followed past its end in DRAM as far as each block lies in DRAM, is on its way there, or can be
+//! had. A block that a save is filling ends it: its step may be long in coming. What is missing is sent for, and the blocks
+//! between are held. The answer is what is leased once everything has ended, or the time is over: never more than was asked
+//! for, perhaps less. Whoever stops waiting leaves what is on its way to end by itself; its blocks stay in DRAM as any others.
+//!
+//! A slot given to an arrival is its own until its end, whoever asked for it.
+
+use std::collections::BTreeMap;
+
+use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::layout::QUERY_WAIT_MS_MAX;
+use shm_protocol::pool::SlotRef;
+use tiers::dram::Dram;
+
+use super::logs::Question;
+use super::members::Binding;
+use super::peers::Span;
+use super::{Action, Core, GROUP, SessionId};
+
+/// What one query, and all that is on its way into the pool together, may take of it: 1 of so many parts. The rest is for
+/// blocks in use and for saves.
+pub(super) const PART: u64 = 4;
+/// The longest that a query waits: a device reads a long prompt's blocks (2 GiB) within a second; who waits much longer
+/// had better computed.
+pub(super) const WAIT_MS_MAX: u64 = QUERY_WAIT_MS_MAX as u64;
+
+/// Times that the directory is asked how a run goes on, beside what is here of it: peers that were given the same prompts
+/// have long parts of it.
+const SPANS_MAX: usize = 4;
+
+/// Blocks on their way, and who waits for them.
+#[derive(Debug)]
+pub(super) struct Arrivals {
+    /// Bytes that may be on their way.
+    bytes_max: u64,
+    bytes: u64,
+    /// What has not ended.
+    coming: BTreeMap<BlockKey, Coming>,
+    /// Queries that wait: at most one for each log of a session.
+    waits: BTreeMap<(SessionId, u32), Wait>,
+}
+
+/// A block on its way into a slot.
+#[derive(Debug)]
+struct Coming {
+    bytes: u64,
+    /// Nobody waits for it any more.
+    late: bool,
+    waiting: Vec<Waiter>,
+}
+
+/// A query that waits.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+struct Waiter {
+    session: SessionId,
+    log: u32,
+    op: u64,
+}
+
+/// What a query waits for.
+#[derive(Debug)]
+struct Wait {
+    question: Question,
+    /// Blocks on their way that have not ended; none: it waits for a producer.
+    open: usize,
+    /// Blocks that must not be evicted before they are leased.
+    held: Vec<SlotRef>,
+}
+
+/// How far a run was followed.
+#[derive(Debug, Default)]
+struct Followed {
+    /// Blocks in DRAM, held.
+    held: Vec<SlotRef>,
+    /// Blocks on their way already.
+    coming: Vec<BlockKey>,
+    /// Blocks to be read from a device.
+    on_disk: Vec<BlockKey>,
+    /// Blocks to be fetched from peers.
+    at_peers: Vec<Span>,
+}
+
+// === impl Arrivals ===
+
+impl Arrivals {
+    pub(super) fn new(dram: &Dram) -> Self {
+        let bytes_max = dram.config().pool_bytes / PART;
+        Self { bytes_max, bytes: 0, coming: BTreeMap::new(), waits: BTreeMap::new() }
+    }
+
+    /// Whether a block's end is still to come.
+    pub(super) fn any(&self) -> bool {
+        !self.coming.is_empty()
+    }
+
+    /// Whether this one may be waited for.
+    pub(super) fn expects(&self, key: &BlockKey) -> bool {
+        self.coming.get(key).is_some_and(|coming| !coming.late)
+    }
+
+    /// Whether a query waits for this one.
+    pub(super) fn wished(&self, key: &BlockKey) -> bool {
+        let waits = |waiter: &Waiter| {
+            let wait = self.waits.get(&(waiter.session, waiter.log));
+            wait.is_some_and(|wait| wait.question.op == waiter.op)
+        };
+        self.coming.get(key).is_some_and(|coming| coming.waiting.iter().any(waits))
+    }
+
+    /// A block of `bytes` is on its way into its slot.
+    pub(super) fn begin(&mut self, key: BlockKey, bytes: u64) {
+        self.bytes += bytes;
+        let before = self.coming.insert(key, Coming { bytes, late: false, waiting: Vec::new() });
+        assert!(before.is_none(), "a slot is filled once at a time");
+    }
+
+    /// A query waits for `open` blocks.
+    pub(super) fn wait(&mut self, session: SessionId, question: Question, open: usize, held: Vec<SlotRef>) {
+        let before = self.waits.insert((session, question.log), Wait { question, open, held });
+        assert!(before.is_none(), "a new question ends the wait of the one before");
+    }
+
+    /// Queries that wait although nothing is on its way to them.
+    pub(super) fn idle(&self) -> Vec<(SessionId, Question)> {
+        let idle = self.waits.iter().filter(|(_, wait)| wait.open == 0);
+        idle.map(|((session, _), wait)| (*session, wait.question)).collect()
+    }
+}
+
+// === impl Core: queries ===
+
+impl Core {
+    /// Whether the block may be had in DRAM soon.
+    pub(super) fn may_arrive(&self, binding: &Binding, hash: &BlockHash) -> bool {
+        let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
+        self.arrivals.expects(&key)
+            || self.disk_keeps(&key, binding.block_bytes())
+            || self.may_ask_peers(binding)
+    }
+
+    /// Begins to bring `hashes`, which follow a question's leased run, into DRAM; whether the question has to wait.
+    pub(super) fn wait_for(
+        &mut self,
+        now_ms: u64,
+        session: SessionId,
+        question: Question,
+        binding: &Binding,
+        hashes: &[BlockHash],
+        out: &mut Vec<Action>,
+    ) -> bool {
+        let waiter = Waiter { session, log: question.log, op: question.op };
+        let mut followed = self.follow(now_ms, binding, hashes, self.arrivals.bytes_max);
+        followed.coming.extend(self.begin_reads(binding, &followed.on_disk, out));
+        followed.coming.extend(self.begin_fetches(now_ms, binding, &followed.at_peers, out));
+        for key in &followed.coming {
+            self.arrivals.coming.get_mut(key).expect("it was found there").waiting.push(waiter);
+        }
+        let open = followed.coming.len();
+        if open == 0 {
+            followed.held.into_iter().for_each(|slot| self.dram.unhold(slot));
+            return false;
+        }
+        self.arrivals.wait(session, question, open, followed.held);
+        true
+    }
+
+    /// Begins to bring into DRAM what a query will ask for. Leaves half of what may be on its way to those who ask.
+    pub(super) fn prefetch(
+        &mut self,
+        now_ms: u64,
+        binding: &Binding,
+        hashes: &[BlockHash],
+        out: &mut Vec<Action>,
+    ) {
+        let followed = self.follow(now_ms, binding, hashes, self.arrivals.bytes_max / 2);
+        self.begin_reads(binding, &followed.on_disk, out);
+        self.begin_fetches(now_ms, binding, &followed.at_peers, out);
+        followed.held.into_iter().for_each(|slot| self.dram.unhold(slot));
+    }
+
+    /// Follows a run, as long as no more than `most` bytes are on their way; a block alone always may be.
+    fn follow(&mut self, now_ms: u64, binding: &Binding, hashes: &[BlockHash], most: u64) -> Followed {
+        let mut followed = Followed::default();
+        let block_bytes = binding.block_bytes();
+        let mut room = (most.max(block_bytes).saturating_sub(self.arrivals.bytes) / block_bytes) as usize;
+        for (at, hash) in hashes.iter().enumerate() {
+            let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
+            if let Some(slot) = self.dram.hold(&key) {
+                followed.held.push(slot);
+                continue;
+            }
+            if let Some(coming) = self.arrivals.coming.get(&key) {
+                if coming.late {
+                    break;
+                }
+                followed.coming.push(key);
+                continue;
+            }
+            if room == 0 {
+                break;
+            }
+            if self.disk_keeps(&key, block_bytes) {
+                followed.on_disk.push(key);
+            } else {
+                let ahead = &hashes[at..hashes.len().min(at + room)];
+                let Some(span) = self.span(now_ms, binding, &mut followed.at_peers, at, ahead) else { break };
+                span.push(at, key);
+            }
+            room -= 1;
+        }
+        followed
+    }
+
+    /// The span that reaches `at`: the last one, or a new one that the directory has for what is `ahead` from there.
+    fn span<'a>(
+        &self,
+        now_ms: u64,
+        binding: &Binding,
+        spans: &'a mut Vec<Span>,
+        at: usize,
+        ahead: &[BlockHash],
+    ) -> Option<&'a mut Span> {
+        if spans.last().is_none_or(|span| span.end() <= at) {
+            let more = spans.len() < SPANS_MAX;
+            spans.push(more.then(|| self.ask_directory(now_ms, binding, at, ahead)).flatten()?);
+        }
+        spans.last_mut()
+    }
+}
+
+// === impl Core: ends ===
+
+impl Core {
+    /// A block has ended: with its checksum (zero: nobody knows it) it is whole, without it is not to be had.
+    pub(super) fn arrived(
+        &mut self,
+        now_ms: u64,
+        key: &BlockKey,
+        slot: SlotRef,
+        checksum: Option<u64>,
+        out: &mut Vec<Action>,
+    ) {
+        let coming = self.arrivals.coming.remove(key).expect("a block ends once");
+        self.arrivals.bytes -= coming.bytes;
+        match checksum.filter(|_| self.dram.commit(slot)) {
+            Some(checksum) => out.push(Action::CommitSlot { slot, checksum }),
+            None => {
+                self.dram.abandon(slot);
+                out.push(Action::FreeSlot { slot });
+            }
+        }
+        self.tell(now_ms, &coming.waiting, Some(key), out);
+    }
+
+    /// A block is late: whoever waits is answered without it. The slot stays its own until its end.
+    pub(super) fn give_up(&mut self, now_ms: u64, key: &BlockKey, out: &mut Vec<Action>) {
+        let Some(coming) = self.arrivals.coming.get_mut(key) else { return };
+        coming.late = true;
+        let waiting = std::mem::take(&mut coming.waiting);
+        self.tell(now_ms, &waiting, None, out);
+    }
+
+    fn tell(&mut self, now_ms: u64, waiting: &[Waiter], ended: Option<&BlockKey>, out: &mut Vec<Action>) {
+        for waiter in waiting {
+            let place = (waiter.session, waiter.log);
+            let wait = self.arrivals.waits.get_mut(&place);
+            let Some(wait) = wait.filter(|wait| wait.question.op == waiter.op) else { continue };
+            wait.held.extend(ended.and_then(|key| self.dram.hold(key)));
+            wait.open -= 1;
+            if wait.open == 0 {
+                self.all_ended(now_ms, place, out);
+            }
+        }
+    }
+
+    /// Answers the queries that have waited long enough with what is there.
+    pub(super) fn end_due_waits(&mut self, now_ms: u64, out: &mut Vec<Action>) {
+        let is_due = |wait: &Wait| now_ms >= wait.question.asked_ms.saturating_add(WAIT_MS_MAX);
+        let due: Vec<_> =
+            self.arrivals.waits.iter().filter(|(_, wait)| is_due(wait)).map(|(place, _)| *place).collect();
+        self.stats.waits_timed_out += due.len() as u64;
+        due.into_iter().for_each(|place| self.answer_wait(now_ms, place, out));
+    }
+
+    /// Answers every query that waits, with what is there: nobody waits for a sidecar that ends.
+    pub(super) fn answer_waits(&mut self, now_ms: u64, out: &mut Vec<Action>) {
+        let places: Vec<_> = self.arrivals.waits.keys().copied().collect();
+        places.into_iter().for_each(|place| self.answer_wait(now_ms, place, out));
+    }
+
+    /// Puts a waiting query's question again.
+    pub(super) fn ask_again(&mut self, now_ms: u64, place: (SessionId, u32), out: &mut Vec<Action>) {
+        let wait = self.arrivals.waits.remove(&place).expect("the caller found it");
+        if !self.ask(now_ms, place.0, wait.question, out) {
+            self.stats.wait_ms += now_ms.saturating_sub(wait.question.asked_ms);
+        }
+        // Leased by now, those that are.
+        wait.held.into_iter().for_each(|slot| self.dram.unhold(slot));
+    }
+
+    pub(super) fn answer_wait(&mut self, now_ms: u64, place: (SessionId, u32), out: &mut Vec<Action>) {
+        let wait = self.arrivals.waits.remove(&place).expect("the caller found it");
+        self.stats.wait_ms += now_ms.saturating_sub(wait.question.asked_ms);
+        self.answer_late(now_ms, place.0, wait.question, out);
+        // Leased by now, those that are.
+        wait.held.into_iter().for_each(|slot| self.dram.unhold(slot));
+    }
+
+    /// A log's query is not waited for any more, if there is one.
+    pub(super) fn end_wait(&mut self, session: SessionId, log: u32) {
+        let wait = self.arrivals.waits.remove(&(session, log));
+        wait.into_iter().flat_map(|wait| wait.held).for_each(|slot| self.dram.unhold(slot));
+    }
+
+    /// No query of a session is.
+    pub(super) fn end_waits(&mut self, session: SessionId) {
+        let of_session = self.arrivals.waits.range((session, 0)..=(session, u32::MAX));
+        let logs: Vec<u32> = of_session.map(|((_, log), _)| *log).collect();
+        logs.into_iter().for_each(|log| self.end_wait(session, log));
+    }
+}

@@ -1,0 +1,275 @@
+//! Fetches: what a query misses here and peers may have comes into DRAM from them.
+//!
+//! The part of a run that peers may have is spread over several that do, each a contiguous part of it. A block that one
+//! fails to give is asked of another, as long as somebody waits for it and time is left; else the run ends there.
+//!
+//! A fetched block is not offered to the SSD tier: its owner may have written it, and each node would write it again. It is
+//! offered like any other when an engine here saves it anew.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use mesh::digest::Digest;
+use mesh::directory::Candidate;
+use mesh::transport::{Done, Fetch, Label, PeerNumber};
+use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
+use shm_protocol::pool::SlotRef;
+
+use super::{Peers, stats};
+use crate::engine::arrivals::WAIT_MS_MAX;
+use crate::engine::members::Binding;
+use crate::engine::{Action, Core, GROUP};
+
+/// Peers that are asked for a block, one after the other.
+const HOLDERS_MAX: usize = 3;
+/// Bytes for which another peer is worth asking beside the first: what a stream of a transport takes at once.
+const PART_BYTES_MIN: u64 = 4 << 20;
+
+/// A part of a run, and who may have it.
+#[derive(Debug)]
+pub(in crate::engine) struct Span {
+    /// Where in what was asked for it begins.
+    from: usize,
+    /// The longest run first; at least one.
+    candidates: Vec<Candidate>,
+    /// What is to be fetched, by its place in the span.
+    blocks: Vec<(u32, BlockKey)>,
+}
+
+/// A fetch.
+#[derive(Debug)]
+pub(super) struct Fetching {
+    peer: PeerNumber,
+    /// When it ends at the latest; who waits has gone by then.
+    until_ms: u64,
+    namespace: NamespaceDigest,
+    bytes: u32,
+    /// `None`: it has ended.
+    blocks: Vec<Option<Wanted>>,
+    /// Those that have not.
+    open: usize,
+}
+
+/// A block on its way.
+#[derive(Debug)]
+struct Wanted {
+    key: BlockKey,
+    slot: SlotRef,
+    /// Peers that have failed to give it.
+    tried: Vec<PeerNumber>,
+}
+
+// === impl Span ===
+
+impl Span {
+    /// What nobody may have of it begins here.
+    pub(in crate::engine) fn end(&self) -> usize {
+        self.from + self.candidates[0].run as usize
+    }
+
+    /// A block of it is to be fetched.
+    pub(in crate::engine) fn push(&mut self, at: usize, key: BlockKey) {
+        self.blocks.push(((at - self.from) as u32, key));
+    }
+
+    /// Cuts what was begun of the span, in its order, so that each of the candidates has a part of it that it may have:
+    /// those with the shortest runs the first parts.
+    fn cut<T>(&self, begun: Vec<(u32, T)>, block_bytes: u64) -> Vec<(PeerNumber, Vec<T>)> {
+        let worth = (begun.len() as u64 * block_bytes).div_ceil(PART_BYTES_MIN).max(1);
+        let count = self.candidates.len().min(usize::try_from(worth).unwrap_or(usize::MAX));
+        let mut parts = Vec::with_capacity(count);
+        let mut rest = begun.into_iter().peekable();
+        for (behind, candidate) in self.candidates[..count].iter().enumerate().rev() {
+            let share = rest.len().div_ceil(behind + 1);
+            let mut part = Vec::with_capacity(share);
+            while part.len() < share
+                && let Some((_, block)) = rest.next_if(|(place, _)| *place < candidate.run)
+            {
+                part.push(block);
+            }
+            if !part.is_empty() {
+                parts.push((candidate.peer, part));
+            }
+        }
+        assert!(rest.next().is_none(), "the best candidate may have all of it");
+        parts
+    }
+}
+
+// === impl Fetching ===
+
+impl Fetching {
+    fn new(peer: PeerNumber, until_ms: u64, binding: &Binding, blocks: Vec<Wanted>) -> Self {
+        let bytes = u32::try_from(binding.block_bytes()).expect("it fits a segment of the pool");
+        let (open, blocks) = (blocks.len(), blocks.into_iter().map(Some).collect());
+        Self { peer, until_ms, namespace: binding.digest, bytes, blocks, open }
+    }
+
+    /// One of its blocks for another peer; what else comes from there may be added.
+    fn again(&self, peer: PeerNumber) -> Self {
+        Self { peer, blocks: Vec::new(), open: 0, ..*self }
+    }
+
+    fn add(&mut self, wanted: Wanted) {
+        self.blocks.push(Some(wanted));
+        self.open += 1;
+    }
+
+    /// Blocks of it that have not ended.
+    pub(super) fn open(&self) -> u64 {
+        self.open as u64
+    }
+
+    fn label(&self, key: &BlockKey) -> Label {
+        Label { namespace: self.namespace, group: key.group, hash: key.hash, bytes: self.bytes }
+    }
+}
+
+// === impl Peers ===
+
+impl Peers {
+    /// Posts a fetch.
+    fn post(&mut self, now_ms: u64, fetching: Fetching, out: &mut Vec<Action>) {
+        let ticket = self.next_ticket;
+        self.next_ticket += 1;
+        self.stats.fetches += 1;
+        let wanted = fetching.blocks.iter().flatten();
+        let blocks: Vec<_> = wanted.map(|wanted| (fetching.label(&wanted.key), wanted.slot.offset)).collect();
+        self.directory.began(fetching.peer, blocks.len() as u32);
+        let deadline = Duration::from_millis(fetching.until_ms.saturating_sub(now_ms));
+        out.push(Action::Fetch(Fetch { ticket, peer: fetching.peer, blocks, deadline }));
+        self.fetches.insert(ticket, fetching);
+    }
+
+    /// Takes a block out of its fetch; with it an empty fetch of what else is wanted, for another peer that may have it.
+    fn end(&mut self, now_ms: u64, end: &Done) -> (Wanted, Fetching) {
+        let fetching = self.fetches.get_mut(&end.ticket).expect("a fetch lasts until all of it has ended");
+        let mut wanted = fetching.blocks[end.index as usize].take().expect("a block ends once");
+        wanted.tried.push(fetching.peer);
+        fetching.open -= 1;
+        let again = fetching.again(fetching.peer);
+        if fetching.open == 0 {
+            self.fetches.remove(&end.ticket);
+        }
+        self.directory.ended(now_ms, again.peer, &end.result);
+        (wanted, again)
+    }
+
+    /// Another peer that may have a block.
+    fn other_holder(&self, now_ms: u64, label: &Label, tried: &[PeerNumber]) -> Option<PeerNumber> {
+        if tried.len() == HOLDERS_MAX {
+            return None;
+        }
+        let holders = self.directory.probe(now_ms, &[Digest::of(label)]);
+        holders.iter().map(|holder| holder.peer).find(|peer| !tried.contains(peer))
+    }
+}
+
+// === impl Core ===
+
+impl Core {
+    /// Whether anybody can be asked for blocks of this engine.
+    pub(in crate::engine) fn may_ask_peers(&self, binding: &Binding) -> bool {
+        let anybody = |peers: &Peers| peers.directory.peers().next().is_some();
+        !binding.is_private() && self.peers.as_ref().is_some_and(anybody)
+    }
+
+    /// Who may have the begin of a run, which is at `from` of what was asked for.
+    pub(in crate::engine) fn ask_directory(
+        &self,
+        now_ms: u64,
+        binding: &Binding,
+        from: usize,
+        hashes: &[BlockHash],
+    ) -> Option<Span> {
+        let peers = self.peers.as_ref().filter(|_| self.may_ask_peers(binding))?;
+        let digest = |hash| Digest::new(&binding.digest, GROUP, hash);
+        let digests: Vec<Digest> = hashes.iter().map(digest).collect();
+        let candidates = peers.directory.probe(now_ms, &digests);
+        (!candidates.is_empty()).then_some(Span { from, candidates, blocks: Vec::new() })
+    }
+
+    /// Begins fetches as far as there is room; the blocks that were begun.
+    pub(in crate::engine) fn begin_fetches(
+        &mut self,
+        now_ms: u64,
+        binding: &Binding,
+        spans: &[Span],
+        out: &mut Vec<Action>,
+    ) -> Vec<BlockKey> {
+        let mut all = Vec::new();
+        for span in spans {
+            let mut begun = Vec::with_capacity(span.blocks.len());
+            for (place, key) in &span.blocks {
+                let filled = self.dram.begin_fill(*key, binding.block_bytes(), binding.quota);
+                self.apply_evictions(out);
+                let Ok(slot) = filled else { break };
+                out.push(Action::FillSlot { slot, namespace: binding.digest, key: *key });
+                self.arrivals.begin(*key, binding.block_bytes());
+                all.push(*key);
+                begun.push((*place, Wanted { key: *key, slot, tried: Vec::new() }));
+            }
+            let whole = begun.len() == span.blocks.len();
+            let peers = self.peers.as_mut().expect("they were asked for the span");
+            for (peer, blocks) in span.cut(begun, binding.block_bytes()) {
+                let until_ms = now_ms.saturating_add(WAIT_MS_MAX);
+                peers.post(now_ms, Fetching::new(peer, until_ms, binding, blocks), out);
+            }
+            if !whole {
+                break;
+            }
+        }
+        all
+    }
+
+    /// Blocks of fetches have ended. Those that another peer may have are asked of it, together.
+    pub(super) fn fetched(&mut self, now_ms: u64, ends: &[Done], out: &mut Vec<Action>) {
+        if ends.iter().any(|end| end.result.is_ok()) {
+            self.schedulers.values_mut().for_each(|scheduler| scheduler.patience.restore());
+        }
+        let mut again: BTreeMap<(PeerNumber, u64), Fetching> = BTreeMap::new();
+        for end in ends {
+            let Some(peers) = &mut self.peers else { return };
+            let (wanted, of) = peers.end(now_ms, end);
+            let wished = !self.draining && now_ms < of.until_ms && self.arrivals.wished(&wanted.key);
+            let (checksum, other) = match end.result {
+                Ok(checksum) => {
+                    peers.stats.fetched_blocks += 1;
+                    peers.stats.fetched_bytes += u64::from(of.bytes);
+                    (Some(checksum), None)
+                }
+                Err(fault) => {
+                    peers.stats.faults[stats::index(fault)] += 1;
+                    let label = of.label(&wanted.key);
+                    (None, wished.then(|| peers.other_holder(now_ms, &label, &wanted.tried)).flatten())
+                }
+            };
+            match other {
+                Some(peer) => {
+                    again.entry((peer, end.ticket)).or_insert_with(|| of.again(peer)).add(wanted);
+                }
+                None => self.arrived(now_ms, &wanted.key, wanted.slot, checksum, out),
+            }
+        }
+        let Some(peers) = &mut self.peers else { return };
+        for fetching in again.into_values() {
+            peers.stats.retried_blocks += fetching.open();
+            peers.post(now_ms, fetching, out);
+        }
+    }
+
+    /// Time passed: nobody waits for what is late any more.
+    pub(in crate::engine) fn give_up_fetches(&mut self, now_ms: u64, out: &mut Vec<Action>) {
+        let Some(peers) = &self.peers else { return };
+        let late = peers.fetches.values().filter(|fetching| fetching.until_ms <= now_ms);
+        let blocks = late.flat_map(|fetching| fetching.blocks.iter().flatten());
+        let keys: Vec<BlockKey> = blocks.map(|wanted| wanted.key).collect();
+        keys.iter().for_each(|key| self.give_up(now_ms, key, out));
+    }
+
+    /// The sidecar is to end: nobody waits for fetches.
+    pub(in crate::engine) fn cancel_fetches(&self, out: &mut Vec<Action>) {
+        let tickets = self.peers.iter().flat_map(|peers| peers.fetches.keys());
+        out.extend(tickets.map(|&ticket| Action::CancelFetch { ticket }));
+    }
+}

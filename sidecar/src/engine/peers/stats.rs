@@ -1,0 +1,63 @@
+//! What the core counts of the mesh.
+
+use mesh::directory::PeerStats;
+use mesh::transport::Fault;
+
+/// Names of the kinds of [`Fault`] in metrics, in the order of [`PeersStats::faults`].
+pub const FAULT_NAMES: [&str; 8] =
+    ["absent", "corrupt", "short", "timeout", "connection", "malformed", "refused", "stopped"];
+
+/// Counters since the start, and levels now.
+#[derive(Clone, Debug, Default)]
+pub struct PeersStats {
+    /// Each member.
+    pub peers: Vec<PeerStats>,
+    /// Blocks on their way from peers now.
+    pub fetching: u64,
+    /// Bytes that peers are reading now.
+    pub granted_bytes: u64,
+    /// Fetches posted.
+    pub fetches: u64,
+    /// Blocks brought into DRAM from peers.
+    pub fetched_blocks: u64,
+    /// Their bytes.
+    pub fetched_bytes: u64,
+    /// Blocks that one peer failed to give and another was asked for.
+    pub retried_blocks: u64,
+    /// Blocks that a peer did not give, by kind.
+    pub faults: [u64; FAULT_NAMES.len()],
+    /// Asks of peers.
+    pub asks: u64,
+    /// Blocks they asked for.
+    pub asked_blocks: u64,
+    /// Blocks of those that were not here.
+    pub absent_blocks: u64,
+    /// Blocks of those that were here and not granted: too much was granted already.
+    pub withheld_blocks: u64,
+    /// Blocks sent whole.
+    pub served_blocks: u64,
+    /// Their bytes.
+    pub served_bytes: u64,
+    /// Blocks that peers were told to have come or gone.
+    pub told: u64,
+    /// Requests that waited for a producer.
+    pub miss_waits: u64,
+    /// Those whose blocks did not come.
+    pub miss_waits_exhausted: u64,
+    /// Engines whose requests do not wait any more.
+    pub miss_wait_breakers: u64,
+}
+
+/// The place of a fault in [`PeersStats::faults`].
+pub(super) fn index(fault: Fault) -> usize {
+    match fault {
+        Fault::Absent => 0,
+        Fault::Corrupt => 1,
+        Fault::Short => 2,
+        Fault::Timeout(_) => 3,
+        Fault::Peer(_) => 4,
+        Fault::Malformed(_) => 5,
+        Fault::Refused(_) => 6,
+        Fault::Stopped => 7,
+    }
+}

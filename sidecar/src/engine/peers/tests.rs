@@ -1,0 +1,484 @@
+//! The rules of the mesh's part, against the real tiers and the real directory; what carries blocks is a list of actions that
+//! the test ends.
+
+mod windows;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+
+use mesh::directory::Config;
+use mesh::transport::{Fault, Fetch, Refusal, Stage};
+use shm_protocol::key::NamespaceDigest;
+use shm_protocol::message::{Kind, Message, Outcome, Status};
+use shm_protocol::pool::SlotRef;
+use tiers::dram::{self, Dram};
+
+use super::*;
+use crate::engine::Event;
+use crate::engine::tests::{Harness, RANKS, SCHEDULER, hash};
+
+/// Seven blocks to a segment of the pool.
+const BLOCK_BYTES: u64 = 256 << 10;
+const POOL_SEGMENT: u64 = 2 << 20;
+const POOL_SEGMENTS: u64 = 16;
+const POOL_BLOCKS: u32 = 7 * POOL_SEGMENTS as u32;
+const NAMESPACE: NamespaceDigest = NamespaceDigest([1; 16]);
+/// Blocks on their way at once: a quarter of the pool.
+const MOST: u32 = (POOL_SEGMENT * POOL_SEGMENTS / arrivals::PART / BLOCK_BYTES) as u32;
+
+const A: PeerNumber = PeerNumber(1);
+const B: PeerNumber = PeerNumber(2);
+
+/// An engine over a pool without disks, in a mesh.
+struct Scene {
+    engine: Harness,
+    fetches: VecDeque<Fetch>,
+    cancelled: Vec<u64>,
+    granted: BTreeMap<u64, Vec<Option<SlotRef>>>,
+    told: Vec<Change>,
+    op: u64,
+}
+
+fn digest(key: u32) -> Digest {
+    Digest::new(&NAMESPACE, 0, &hash(key))
+}
+
+fn label(key: u32) -> Label {
+    Label { namespace: NAMESPACE, group: 0, hash: hash(key), bytes: BLOCK_BYTES as u32 }
+}
+
+impl Scene {
+    fn new() -> Self {
+        let pool_bytes = POOL_SEGMENT * POOL_SEGMENTS;
+        let config = dram::Config { pool_bytes, segment_bytes: POOL_SEGMENT, lease_ttl_ms: 10_000 };
+        let core = Core::new(Dram::new(config).unwrap()).with_peers(Directory::new(Config::default()));
+        let mut engine = Harness::over(core, 1, BLOCK_BYTES);
+        engine.join();
+        let (fetches, cancelled, granted, told) = Default::default();
+        Self { engine, fetches, cancelled, granted, told, op: 0 }
+    }
+
+    /// The same with a peer that has these blocks.
+    fn with(peer: PeerNumber, keys: Range<u32>) -> Self {
+        let mut scene = Self::new();
+        scene.join(peer, keys);
+        scene
+    }
+
+    fn join(&mut self, peer: PeerNumber, keys: Range<u32>) {
+        self.hear(Heard::Joined(peer));
+        let mut filter = Filter::with_capacity(1000);
+        keys.for_each(|key| assert!(filter.insert(digest(key))));
+        self.hear(Heard::Keeps { peer, filter });
+    }
+
+    fn hear(&mut self, heard: Heard) {
+        self.event(Event::Mesh(heard));
+    }
+
+    fn event(&mut self, event: Event) {
+        self.engine.event(event);
+        self.take_actions();
+    }
+
+    fn take_actions(&mut self) {
+        for action in std::mem::take(&mut self.engine.out) {
+            match action {
+                Action::Fetch(fetch) => self.fetches.push_back(fetch),
+                Action::CancelFetch { ticket } => self.cancelled.push(ticket),
+                Action::Grant { ask, slots } => drop(self.granted.insert(ask, slots)),
+                Action::Publish(changes) => self.told.extend(changes),
+                other => self.engine.out.push(other),
+            }
+        }
+    }
+
+    fn message(&mut self, message: Message) {
+        self.event(Event::Message { session: SCHEDULER, message, keys: Vec::new(), blocks: Vec::new() });
+    }
+
+    fn next_op(&mut self) -> u64 {
+        self.op += 1;
+        self.op
+    }
+
+    /// Saves `keys` under a log that is closed again.
+    fn save(&mut self, keys: Range<u32>) {
+        let op = self.next_op();
+        self.engine.open(9, keys.clone());
+        self.engine.save(9, op, 1, 1..keys.len() as u32 + 1);
+        self.engine.fences(RANKS[0], 1, 1);
+        self.take_actions();
+        for (copy, _, _) in self.engine.copies() {
+            self.event(Event::Copied { copy, ok: true });
+        }
+        self.event(Event::Drained { session: SCHEDULER, void_below: 0 });
+        self.message(Message { log: 9, ..Message::new(Kind::Close) });
+        self.engine.out.clear();
+    }
+
+    fn query(&mut self, log: u32, keys: Range<u32>) -> u64 {
+        self.engine.open(log, keys.clone());
+        self.query_again(log, keys.len() as u32)
+    }
+
+    fn query_again(&mut self, log: u32, count: u32) -> u64 {
+        let op = self.next_op();
+        self.message(Message { log, op, count, ..Message::new(Kind::Query) });
+        op
+    }
+
+    /// Answers since the last look, each with its operation.
+    fn answers(&mut self) -> Vec<(u64, Status, u32)> {
+        let answer = |action| match action {
+            Action::Answer { op, outcome: Outcome { status, value, .. }, .. }
+            | Action::Outcome { op, outcome: Outcome { status, value, .. }, .. } => Some((op, status, value)),
+            _ => None,
+        };
+        std::mem::take(&mut self.engine.out).into_iter().filter_map(answer).collect()
+    }
+
+    /// The only fetch there is.
+    fn fetch(&mut self) -> Fetch {
+        let fetch = self.fetches.pop_front().expect("a fetch");
+        assert!(self.fetches.is_empty(), "one fetch");
+        fetch
+    }
+
+    /// Ends these blocks of a fetch.
+    fn end(&mut self, fetch: &Fetch, indexes: Range<usize>, result: Result<u64, Fault>) {
+        let end = |index| Done { ticket: fetch.ticket, index: index as u32, result };
+        self.hear(Heard::Fetched(indexes.map(end).collect()));
+    }
+
+    fn end_all(&mut self, fetch: &Fetch, result: Result<u64, Fault>) {
+        self.end(fetch, 0..fetch.blocks.len(), result);
+    }
+
+    fn tick(&mut self, ms: u64) {
+        self.engine.now_ms += ms;
+        self.event(Event::Tick);
+    }
+
+    fn held_bytes(&self) -> u64 {
+        self.engine.core.dram.stats().bytes_leased
+    }
+
+    fn stats(&self) -> PeersStats {
+        self.engine.core.peers_stats().unwrap()
+    }
+
+    /// Nothing is on its way, held or being filled.
+    fn is_quiet(&self) -> bool {
+        let tier = self.engine.core.dram.stats();
+        !self.engine.core.busy() && tier.filling == 0 && tier.bytes_leased == 0
+    }
+}
+
+fn keys_of(fetch: &Fetch) -> Vec<Label> {
+    fetch.blocks.iter().map(|(label, _)| *label).collect()
+}
+
+#[test]
+fn a_query_waits_for_what_a_peer_has_and_its_checksums_go_into_the_headers() {
+    let mut scene = Scene::with(A, 0..4);
+    scene.save(0..2);
+    let op = scene.query(1, 0..6);
+    assert_eq!(scene.answers(), [(op, Status::Pending, 2)]);
+    let fetch = scene.fetch();
+    assert_eq!((fetch.peer, keys_of(&fetch)), (A, vec![label(2), label(3)]));
+    assert_eq!(fetch.deadline.as_millis(), 2000);
+    assert!(scene.engine.core.busy());
+    scene.end(&fetch, 1..2, Ok(77));
+    let committed = |action: &Action| matches!(action, Action::CommitSlot { checksum: 77, .. });
+    assert!(scene.engine.out.iter().any(committed));
+    assert!(scene.answers().is_empty());
+    scene.end(&fetch, 0..1, Ok(78));
+    assert_eq!(scene.answers(), [(op, Status::Ok, 4)]);
+    scene.message(Message { log: 1, ..Message::new(Kind::Close) });
+    let stats = scene.stats();
+    assert_eq!((stats.fetched_blocks, stats.fetched_bytes), (2, 2 * BLOCK_BYTES));
+    assert!(scene.is_quiet());
+}
+
+#[test]
+fn nobody_is_asked_for_what_no_peer_has() {
+    let mut scene = Scene::with(A, 0..4);
+    let op = scene.query(1, 10..14);
+    assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
+    scene.hear(Heard::Left(A));
+    let op = scene.query(2, 0..4);
+    assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
+    assert!(scene.fetches.is_empty() && scene.is_quiet());
+}
+
+#[test]
+fn a_run_goes_on_with_whoever_has_the_next_part_and_around_what_is_here() {
+    let mut scene = Scene::with(A, 0..3);
+    scene.join(B, 5..8);
+    scene.save(3..5);
+    let op = scene.query(1, 0..9);
+    let fetches: Vec<Fetch> = scene.fetches.drain(..).collect();
+    let asked: Vec<_> = fetches.iter().map(|fetch| (fetch.peer, fetch.blocks.len())).collect();
+    assert_eq!(asked, [(A, 3), (B, 3)]);
+    assert_eq!(scene.held_bytes(), 2 * BLOCK_BYTES, "those between stay");
+    fetches.iter().for_each(|fetch| scene.end_all(fetch, Ok(1)));
+    assert_eq!(scene.answers().last(), Some(&(op, Status::Ok, 8)));
+}
+
+#[test]
+fn a_long_run_is_spread_over_those_who_have_it() {
+    let mut scene = Scene::with(A, 0..MOST);
+    scene.join(B, 0..MOST / 4);
+    scene.query(1, 0..MOST);
+    let parts: BTreeMap<PeerNumber, Vec<Label>> =
+        scene.fetches.iter().map(|fetch| (fetch.peer, keys_of(fetch))).collect();
+    let part = |keys: Range<u32>| keys.map(label).collect::<Vec<_>>();
+    assert_eq!(parts[&B], part(0..MOST / 4), "the shorter run is the begin");
+    assert_eq!(parts[&A], part(MOST / 4..MOST));
+
+    let mut scene = Scene::with(A, 0..MOST);
+    scene.join(B, 0..MOST);
+    scene.query(1, 0..MOST);
+    let mut counts: Vec<_> = scene.fetches.iter().map(|fetch| fetch.blocks.len() as u32).collect();
+    counts.sort_unstable();
+    assert_eq!(counts.iter().sum::<u32>(), MOST);
+    assert!(counts.len() == 2 && counts[1] - counts[0] <= 1, "{counts:?}");
+}
+
+#[test]
+fn what_one_peer_fails_to_give_is_asked_of_another_together() {
+    let mut scene = Scene::with(A, 0..4);
+    scene.query(1, 0..4);
+    let first = scene.fetch();
+    scene.join(B, 0..4);
+    scene.engine.now_ms += 500;
+    scene.end(&first, 0..1, Ok(1));
+    scene.end(&first, 1..4, Err(Fault::Peer(std::io::ErrorKind::ConnectionReset)));
+    let second = scene.fetch();
+    assert_eq!((second.peer, keys_of(&second)), (B, vec![label(1), label(2), label(3)]));
+    assert_eq!(second.blocks, first.blocks[1..], "into the same slots");
+    assert_eq!(second.deadline.as_millis(), 1500, "no later than the first");
+    scene.answers();
+    scene.end(&second, 0..2, Ok(1));
+    scene.end(&second, 2..3, Err(Fault::Corrupt));
+    assert!(scene.fetches.is_empty(), "both were asked");
+    assert_eq!(scene.answers().last().map(|answer| (answer.1, answer.2)), Some((Status::Ok, 3)));
+    let stats = scene.stats();
+    assert_eq!((stats.retried_blocks, stats.faults[1], stats.faults[4]), (3, 1, 3));
+}
+
+#[test]
+fn a_false_positive_is_a_miss() {
+    let mut scene = Scene::with(A, 0..4);
+    let op = scene.query(1, 0..4);
+    let fetch = scene.fetch();
+    scene.answers();
+    scene.end(&fetch, 0..2, Ok(1));
+    scene.end(&fetch, 2..4, Err(Fault::Absent));
+    assert_eq!(scene.answers(), [(op, Status::Ok, 2)]);
+    scene.message(Message { log: 1, ..Message::new(Kind::Close) });
+    assert_eq!((scene.stats().faults[0], scene.is_quiet()), (2, true));
+}
+
+#[test]
+fn a_peer_that_fails_is_left_alone() {
+    let mut scene = Scene::with(A, 0..4);
+    for round in 0..3 {
+        scene.query(round, 0..4);
+        let fetch = scene.fetch();
+        scene.end_all(&fetch, Err(Fault::Timeout(Stage::Connect)));
+        scene.tick(100);
+    }
+    scene.answers();
+    let op = scene.query(3, 0..4);
+    assert_eq!(scene.answers(), [(op, Status::Ok, 0)], "nobody waits for it");
+    assert!(scene.fetches.is_empty() && scene.stats().peers[0].breaker_open);
+    scene.tick(2000);
+    scene.query(4, 0..4);
+    let fetch = scene.fetch();
+    scene.end_all(&fetch, Ok(1));
+    assert!(!scene.stats().peers[0].breaker_open, "a trial that went well");
+}
+
+#[test]
+fn a_peer_that_leaves_keeps_the_slots_until_their_end() {
+    let mut scene = Scene::with(A, 0..2);
+    let op = scene.query(1, 0..2);
+    let fetch = scene.fetch();
+    scene.answers();
+    scene.hear(Heard::Left(A));
+    assert!(scene.answers().is_empty() && scene.engine.core.busy());
+    scene.end_all(&fetch, Err(Fault::Stopped));
+    assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
+    scene.message(Message { log: 1, ..Message::new(Kind::Close) });
+    assert!(scene.is_quiet());
+}
+
+#[test]
+fn whoever_stops_waiting_leaves_the_blocks_in_dram_and_nobody_else_is_asked() {
+    let release = |scene: &mut Scene| scene.message(Message { log: 1, ..Message::new(Kind::Release) });
+    let salt = |scene: &mut Scene| scene.message(Message::new(Kind::Salt).with_bytes16([9; 16]));
+    let hang_up = |scene: &mut Scene| scene.event(Event::Disconnected { session: SCHEDULER });
+    let ways: [&dyn Fn(&mut Scene); 3] = [&release, &salt, &hang_up];
+    for (way, stop) in ways.into_iter().enumerate() {
+        let mut scene = Scene::with(A, 0..3);
+        scene.query(1, 0..3);
+        let fetch = scene.fetch();
+        scene.join(B, 0..3);
+        scene.answers();
+        stop(&mut scene);
+        scene.end(&fetch, 0..2, Ok(1));
+        scene.end(&fetch, 2..3, Err(Fault::Short));
+        assert!(scene.answers().is_empty() && scene.fetches.is_empty(), "{way}");
+        assert!(scene.is_quiet(), "{way}");
+        assert_eq!(scene.stats().fetched_blocks, 2, "{way}");
+    }
+}
+
+#[test]
+fn time_ends_a_wait_and_not_its_fetch() {
+    let mut scene = Scene::with(A, 0..2);
+    let op = scene.query(1, 0..2);
+    let fetch = scene.fetch();
+    scene.answers();
+    scene.end(&fetch, 0..1, Ok(1));
+    scene.tick(2000);
+    assert_eq!(scene.answers(), [(op, Status::Ok, 1)]);
+    let op = scene.query_again(1, 2);
+    assert_eq!(scene.answers(), [(op, Status::Ok, 1)], "what is late is not waited for");
+    assert!(scene.engine.core.busy(), "the slot is the fetch's until its end");
+    scene.end(&fetch, 1..2, Ok(1));
+    let op = scene.query_again(1, 2);
+    assert_eq!(scene.answers(), [(op, Status::Ok, 2)]);
+}
+
+#[test]
+fn no_more_than_a_part_of_the_pool_is_on_its_way() {
+    let mut scene = Scene::with(A, 0..POOL_BLOCKS);
+    scene.engine.open(1, 0..POOL_BLOCKS);
+    scene.message(Message { log: 1, count: POOL_BLOCKS, ..Message::new(Kind::Hint) });
+    assert_eq!(scene.fetches[0].blocks.len() as u32, MOST / 2, "a hint leaves room for others");
+    scene.query_again(1, POOL_BLOCKS);
+    let blocks: usize = scene.fetches.iter().map(|fetch| fetch.blocks.len()).sum();
+    assert_eq!(blocks as u32, MOST);
+}
+
+#[test]
+fn what_belongs_to_one_engine_alone_is_neither_asked_for_nor_told_of() {
+    let mut scene = Scene::with(A, 0..4);
+    scene.message(Message::new(Kind::Salt).with_bytes16([9; 16]));
+    scene.told.clear();
+    let op = scene.query(1, 0..4);
+    assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
+    scene.save(0..2);
+    assert!(scene.fetches.is_empty() && scene.told.is_empty());
+}
+
+#[test]
+fn peers_are_told_what_comes_and_goes() {
+    let mut scene = Scene::new();
+    scene.save(0..2);
+    let mut told = std::mem::take(&mut scene.told);
+    told.sort_unstable_by_key(|change| change.digest());
+    let mut expected = [Change::Added(digest(0)), Change::Added(digest(1))];
+    expected.sort_unstable_by_key(|change| change.digest());
+    assert_eq!(told, expected);
+    for from in (1000..1000 + 4 * POOL_BLOCKS).step_by(7) {
+        scene.save(from..from + 7);
+    }
+    assert!(scene.told.contains(&Change::Removed(digest(0))));
+    let mut filter = Filter::with_capacity(8 * POOL_BLOCKS as usize);
+    expected.iter().for_each(|change| assert!(filter.insert(change.digest())));
+    for change in &scene.told {
+        match change {
+            Change::Added(digest) => assert!(filter.insert(*digest)),
+            Change::Removed(digest) => assert!(filter.remove(*digest), "it was told of before"),
+        }
+    }
+    assert_eq!(filter.len() as u64, scene.engine.core.stats().blocks, "no more and no less than is here");
+}
+
+#[test]
+fn granted_slots_are_held_until_their_release() {
+    let mut scene = Scene::new();
+    scene.save(0..2);
+    let longer = Label { bytes: BLOCK_BYTES as u32 + 1, ..label(1) };
+    let foreign = Label { namespace: NamespaceDigest([2; 16]), ..label(1) };
+    let blocks = vec![label(0), longer, foreign, label(5), label(1)];
+    scene.hear(Heard::Asked { ask: 7, blocks });
+    let granted: Vec<bool> = scene.granted[&7].iter().map(Option::is_some).collect();
+    assert_eq!(granted, [true, false, false, false, true]);
+    assert_eq!((scene.held_bytes(), scene.engine.core.busy()), (2 * BLOCK_BYTES, true));
+    for from in (1000..1000 + 8 * POOL_BLOCKS).step_by(7) {
+        scene.save(from..from + 7);
+    }
+    assert_eq!(scene.stats().granted_bytes, 2 * BLOCK_BYTES, "evicted by nobody");
+    scene.hear(Heard::Released { ask: 7, sent: 1 });
+    assert!(scene.is_quiet());
+    let stats = scene.stats();
+    assert_eq!((stats.asked_blocks, stats.absent_blocks), (5, 3));
+    assert_eq!((stats.served_blocks, stats.served_bytes), (1, BLOCK_BYTES));
+}
+
+#[test]
+fn peers_read_a_part_of_the_pool_at_once() {
+    let mut scene = Scene::new();
+    for from in (0..MOST + 7).step_by(7) {
+        scene.save(from..from + 7);
+    }
+    scene.hear(Heard::Asked { ask: 1, blocks: (0..MOST + 3).map(label).collect() });
+    let granted = scene.granted[&1].iter().flatten().count() as u32;
+    assert_eq!((granted, scene.stats().withheld_blocks), (MOST, 3));
+    scene.hear(Heard::Released { ask: 1, sent: granted });
+    scene.hear(Heard::Asked { ask: 2, blocks: vec![label(0)] });
+    assert!(scene.granted[&2][0].is_some());
+}
+
+#[test]
+fn a_draining_sidecar_lets_nobody_wait_and_gives_nothing_more() {
+    let mut scene = Scene::with(A, 0..2);
+    scene.save(10..11);
+    scene.hear(Heard::Asked { ask: 1, blocks: vec![label(10)] });
+    let op = scene.query(1, 0..2);
+    let fetch = scene.fetch();
+    scene.join(B, 0..2);
+    scene.answers();
+    scene.event(Event::Drain);
+    assert_eq!(scene.answers(), [(op, Status::NotReady, 0)]);
+    assert_eq!(scene.cancelled, [fetch.ticket]);
+    scene.hear(Heard::Asked { ask: 2, blocks: vec![label(10)] });
+    assert_eq!(scene.granted[&2], [None]);
+    scene.hear(Heard::Released { ask: 2, sent: 0 });
+    scene.end_all(&fetch, Err(Fault::Stopped));
+    assert!(scene.fetches.is_empty() && scene.engine.core.busy(), "a peer reads");
+    scene.hear(Heard::Released { ask: 1, sent: 1 });
+    assert!(scene.is_quiet());
+}
+
+#[test]
+fn a_filter_without_room_is_asked_for_anew_once() {
+    let mut scene = Scene::with(A, 0..4);
+    let changes: Vec<Change> = (100..4000).map(|key| Change::Added(digest(key))).collect();
+    let resyncs = |scene: &mut Scene| {
+        let out = std::mem::take(&mut scene.engine.out);
+        out.iter().filter(|action| **action == Action::Resync { peer: A }).count()
+    };
+    scene.hear(Heard::Changed { peer: A, changes: changes.clone() });
+    assert_eq!(resyncs(&mut scene), 1);
+    scene.hear(Heard::Changed { peer: A, changes });
+    assert_eq!(resyncs(&mut scene), 0);
+    scene.hear(Heard::Changed { peer: B, changes: vec![Change::Added(digest(1))] });
+    assert_eq!(scene.stats().peers.len(), 1, "who is no member is not believed");
+}
+
+#[test]
+fn a_peer_that_refuses_costs_nothing_but_the_miss() {
+    let mut scene = Scene::with(A, 0..2);
+    let op = scene.query(1, 0..2);
+    let fetch = scene.fetch();
+    scene.answers();
+    scene.end_all(&fetch, Err(Fault::Refused(Refusal::Busy)));
+    assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
+    assert!(!scene.stats().peers[0].breaker_open);
+}

@@ -1,0 +1,159 @@
+//! Metrics of the mesh; there are none without it.
+
+use std::collections::BTreeSet;
+
+use mesh::directory::PeerStats;
+use mesh::transport::PeerNumber;
+use prometheus::{IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
+
+use super::{counter, gauge};
+use crate::engine::{FAULT_NAMES, PeersStats};
+
+type Reading = fn(&PeersStats) -> u64;
+type PeerReading = fn(&PeerStats) -> u64;
+
+const COUNTERS: &[(&str, &str, Reading)] = &[
+    ("mesh_fetches_total", "Fetches from peers.", |s| s.fetches),
+    ("mesh_fetched_blocks_total", "Blocks brought into DRAM from peers.", |s| s.fetched_blocks),
+    ("mesh_fetched_bytes_total", "Their bytes.", |s| s.fetched_bytes),
+    ("mesh_retried_blocks_total", "Blocks that one peer did not give and another was asked for.", |s| {
+        s.retried_blocks
+    }),
+    ("mesh_asks_total", "Asks of peers.", |s| s.asks),
+    ("mesh_asked_blocks_total", "Blocks they asked for.", |s| s.asked_blocks),
+    ("mesh_absent_blocks_total", "Blocks asked for that were not here.", |s| s.absent_blocks),
+    ("mesh_withheld_blocks_total", "Blocks asked for that were here while too much was being read.", |s| {
+        s.withheld_blocks
+    }),
+    ("mesh_served_blocks_total", "Blocks sent to peers whole.", |s| s.served_blocks),
+    ("mesh_served_bytes_total", "Their bytes.", |s| s.served_bytes),
+    ("mesh_published_changes_total", "Blocks that peers were told to have come or gone.", |s| s.told),
+    ("mesh_miss_waits_total", "Requests that waited for a producer's blocks (pillion.miss_wait_ms).", |s| {
+        s.miss_waits
+    }),
+    ("mesh_miss_waits_exhausted_total", "Those whose blocks did not come in time.", |s| {
+        s.miss_waits_exhausted
+    }),
+];
+
+const GAUGES: &[(&str, &str, Reading)] = &[
+    ("mesh_peers", "Members beside this node.", |s| s.peers.len() as u64),
+    ("mesh_fetching_blocks", "Blocks on their way from peers.", |s| s.fetching),
+    ("mesh_granted_bytes", "Bytes that peers are reading.", |s| s.granted_bytes),
+    ("mesh_miss_wait_breakers_open", "Engines whose requests do not wait, since it was in vain.", |s| {
+        s.miss_wait_breakers
+    }),
+];
+
+const PEER_GAUGES: &[(&str, &str, PeerReading)] = &[
+    ("keys", "Blocks that the peer is known to keep.", |p| p.keys as u64),
+    ("directory_bytes", "Memory that this knowledge takes.", |p| p.bytes as u64),
+    ("asked", "Blocks asked of the peer that have not ended.", |p| p.under_way.into()),
+    ("breaker_open", "1 while the peer is left alone, after failures in a row.", |p| p.breaker_open.into()),
+    ("breaker_trips", "Times that this happened since the peer joined.", |p| p.trips_total),
+];
+
+/// Metrics of the mesh as a whole and of each member.
+#[derive(Debug)]
+pub(super) struct PeersMetrics {
+    counters: Vec<(IntCounter, Reading)>,
+    gauges: Vec<(IntGauge, Reading)>,
+    peer_gauges: Vec<(IntGaugeVec, PeerReading)>,
+    faults: IntCounterVec,
+    /// Members that have gauges.
+    shown: BTreeSet<String>,
+}
+
+// === impl PeersMetrics ===
+
+impl PeersMetrics {
+    pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
+        let mut counters = Vec::new();
+        for &(name, help, figure) in COUNTERS {
+            counters.push((counter(registry, name, help)?, figure));
+        }
+        let mut gauges = Vec::new();
+        for &(name, help, figure) in GAUGES {
+            gauges.push((gauge(registry, name, help)?, figure));
+        }
+        let mut peer_gauges = Vec::new();
+        for &(name, help, figure) in PEER_GAUGES {
+            let made = IntGaugeVec::new(Opts::new(format!("pillion_mesh_peer_{name}"), help), &["peer"])?;
+            registry.register(Box::new(made.clone()))?;
+            peer_gauges.push((made, figure));
+        }
+        let help = "Blocks that a peer did not give, by kind; absent: it had them no more, or never.";
+        let faults = IntCounterVec::new(Opts::new("pillion_mesh_faults_total", help), &["kind"])?;
+        registry.register(Box::new(faults.clone()))?;
+        FAULT_NAMES.iter().for_each(|kind| faults.with_label_values(&[kind]).inc_by(0));
+        Ok(Self { counters, gauges, peer_gauges, faults, shown: BTreeSet::new() })
+    }
+
+    /// Makes figures visible. Called by one thread alone, so read-then-add is exact. Who has left is shown no more, so
+    /// that there are never more labels than members.
+    pub(super) fn publish<'a>(&mut self, stats: &PeersStats, name: impl Fn(PeerNumber) -> Option<&'a str>) {
+        for (counter, figure) in &self.counters {
+            counter.inc_by(figure(stats).saturating_sub(counter.get()));
+        }
+        for (gauge, figure) in &self.gauges {
+            gauge.set(i64::try_from(figure(stats)).unwrap_or(i64::MAX));
+        }
+        for (kind, total) in FAULT_NAMES.iter().zip(stats.faults) {
+            let counter = self.faults.with_label_values(&[kind]);
+            counter.inc_by(total.saturating_sub(counter.get()));
+        }
+        let mut here = BTreeSet::new();
+        for peer in &stats.peers {
+            let Some(name) = name(peer.peer) else { continue };
+            for (gauges, figure) in &self.peer_gauges {
+                gauges.with_label_values(&[name]).set(i64::try_from(figure(peer)).unwrap_or(i64::MAX));
+            }
+            here.insert(name.to_owned());
+        }
+        for gone in self.shown.difference(&here) {
+            self.peer_gauges.iter().for_each(|(gauges, _)| {
+                // There since it was shown.
+                let _ = gauges.remove_label_values(&[gone.as_str()]);
+            });
+        }
+        self.shown = here;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn peer(number: u32, keys: usize) -> PeerStats {
+        let peer = PeerNumber(number);
+        PeerStats { peer, keys, bytes: 2 * keys, breaker_open: false, trips_total: 0, under_way: 0 }
+    }
+
+    #[test]
+    fn each_member_has_gauges_for_as_long_as_it_is_one() {
+        let registry = Registry::new();
+        let mut metrics = PeersMetrics::new(&registry).unwrap();
+        let mut faults = [0; FAULT_NAMES.len()];
+        faults[1] = 2;
+        let stats = PeersStats {
+            peers: vec![peer(1, 5), peer(2, 6)],
+            served_blocks: 3,
+            faults,
+            ..Default::default()
+        };
+        let name = |number: PeerNumber| Some(["", "a", "b"][number.0 as usize]);
+        metrics.publish(&stats, name);
+        metrics.publish(&PeersStats { peers: vec![peer(2, 7)], ..stats }, name);
+        let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
+        for line in [
+            "pillion_mesh_peers 1",
+            "pillion_mesh_peer_keys{peer=\"b\"} 7",
+            "pillion_mesh_served_blocks_total 3",
+            "pillion_mesh_faults_total{kind=\"corrupt\"} 2",
+            "pillion_mesh_faults_total{kind=\"absent\"} 0",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
+        }
+        assert!(!text.contains("peer=\"a\""), "{text}");
+    }
+}

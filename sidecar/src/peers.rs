@@ -1,0 +1,320 @@
+//! The mesh as the data thread sees it: what the core wants done goes down to what carries blocks and to what keeps track
+//! of members; what both have to say comes back through one channel and an eventfd.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::num::NonZeroU64;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, mpsc};
+
+use mesh::control::{self, Control, News};
+use mesh::digest::Change;
+use mesh::transport::rdma::{self, Rdma};
+use mesh::transport::tcp::{self, Tcp};
+use mesh::transport::{self, BootId, Done, Fetch, Grant, Granted, PeerNumber, Transport};
+use rustix::event::EventfdFlags;
+use shm_protocol::pool::SlotRef;
+use tiers::Blocks;
+use tiers::pool::Pool;
+
+use crate::config::{Carrier, Mesh};
+use crate::engine::Heard;
+use crate::server::{EndSignal, StartError};
+
+/// Changes of a peer that are handed out at once: 0.2 to 0.5 ms of a filter's work.
+const CHANGES: usize = 1024;
+/// Ends of blocks that are handed out at once.
+const DONES: usize = 256;
+
+/// What is said, by whichever part.
+enum Up {
+    Transport(transport::Up),
+    Control(News),
+}
+
+/// What the data thread must know.
+#[derive(Debug)]
+pub enum Told {
+    /// For the core.
+    Heard(Heard),
+    /// For the header of a granted slot.
+    Checksum {
+        /// The slot.
+        slot: SlotRef,
+        /// XXH3-64 of its block.
+        checksum: u64,
+    },
+}
+
+/// The mesh, at work.
+pub struct Peers {
+    control: Control,
+    transport: Box<dyn Transport>,
+    /// Blocks travel by RDMA here.
+    by_rdma: bool,
+    ups: mpsc::Receiver<Up>,
+    /// Taken from `ups`, and its turn has not come.
+    next: Option<Up>,
+    /// Changes of a peer that were not handed out yet, in order.
+    rest: Option<(PeerNumber, std::vec::IntoIter<Change>)>,
+    wake: Arc<OwnedFd>,
+    /// Members, by what the user calls them.
+    names: BTreeMap<PeerNumber, String>,
+    /// Members that were last heard of as unreachable.
+    down: BTreeSet<PeerNumber>,
+    /// What peers are to be told.
+    changes: Vec<Change>,
+}
+
+// === impl Told ===
+
+impl Told {
+    /// What taking it in costs, in blocks.
+    pub fn cost(&self) -> usize {
+        match self {
+            Self::Heard(Heard::Fetched(ends)) => ends.len(),
+            Self::Heard(Heard::Asked { blocks, .. }) => blocks.len(),
+            Self::Heard(Heard::Changed { changes, .. }) => changes.len() / 2,
+            Self::Heard(_) | Self::Checksum { .. } => 1,
+        }
+    }
+}
+
+// === impl Peers ===
+
+impl Peers {
+    /// Starts what carries blocks, and then what tells the peers where.
+    pub fn start(mesh: &Mesh, epoch: u64, pool: &Pool, ended: &Arc<EndSignal>) -> Result<Self, StartError> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let wake = Arc::new(rustix::event::eventfd(0, flags).map_err(std::io::Error::from)?);
+        let (sender, ups) = mpsc::channel();
+        let say = {
+            let wake = Arc::clone(&wake);
+            move |up| {
+                // Nobody asks any more: the sidecar ends.
+                let _ = sender.send(up);
+                let _ = rustix::io::write(&wake, &1u64.to_ne_bytes());
+            }
+        };
+        // Each lives as long as threads of its part do: their end is the sidecar's.
+        let (carrying, controlling) = (ended.on_exit(), ended.on_exit());
+        let boot = BootId(NonZeroU64::new(epoch).unwrap_or(NonZeroU64::MIN));
+        let up = say.clone();
+        let up = move |said| {
+            let _ = &carrying;
+            up(Up::Transport(said));
+        };
+        let (transport, tcp) = carry(mesh, boot, Blocks::new(pool.shared_region()), up)?;
+        let rdma = match &mesh.carrier {
+            Carrier::Tcp { .. } => None,
+            Carrier::Rdma { nics, .. } => Some(nics.join(",")),
+        };
+        let by_rdma = rdma.is_some();
+        let data = control::DataAddresses { tcp, rdma };
+        let node = (mesh.node.clone(), boot);
+        let follow = control::Config {
+            mesh: mesh.name.clone(),
+            ..control::Config::new(node, mesh.listen, data, mesh.members.clone(), mesh.security.clone())
+        };
+        let control = Control::start(follow, move |news| {
+            let _ = &controlling;
+            say(Up::Control(news));
+        })?;
+        tracing::info!(
+            node = %mesh.node, control = %control.address(), blocks = %tcp, by_rdma, "in the mesh"
+        );
+        let (names, down) = Default::default();
+        Ok(Self {
+            control,
+            transport,
+            by_rdma,
+            ups,
+            next: None,
+            rest: None,
+            wake,
+            names,
+            down,
+            changes: Vec::new(),
+        })
+    }
+
+    /// Becomes readable whenever something is said; watched by edge, never read.
+    pub fn wake(&self) -> BorrowedFd<'_> {
+        self.wake.as_fd()
+    }
+
+    /// What a member is called.
+    pub fn name(&self, peer: PeerNumber) -> Option<&str> {
+        self.names.get(&peer).map(String::as_str)
+    }
+
+    /// Begins a fetch.
+    pub fn fetch(&self, fetch: Fetch) {
+        self.transport.post(fetch);
+    }
+
+    /// Ends one early.
+    pub fn cancel(&self, ticket: u64) {
+        self.transport.cancel(ticket);
+    }
+
+    /// Lets a peer read slots.
+    pub fn grant(&self, ask: u64, slots: impl Iterator<Item = Option<Grant>>) {
+        self.transport.grant(Granted { ask, slots: slots.collect() });
+    }
+
+    /// A filter is too small for what its peer has.
+    pub fn resync(&self, peer: PeerNumber) {
+        self.control.resync(peer);
+    }
+
+    /// Takes what peers are to be told; [`Peers::flush`] tells them.
+    pub fn publish(&mut self, changes: Vec<Change>) {
+        self.changes.extend(changes);
+    }
+
+    /// Tells the peers what was taken for them.
+    pub fn flush(&mut self) {
+        if !self.changes.is_empty() {
+            self.control.publish(std::mem::take(&mut self.changes));
+        }
+    }
+
+    /// Is no member any more; what is under way ends by itself.
+    pub fn drain(&self) {
+        self.control.drain();
+        self.transport.drain();
+    }
+
+    /// What is said next.
+    pub fn hear(&mut self) -> Option<Told> {
+        loop {
+            if let Some((peer, rest)) = &mut self.rest {
+                let (peer, changes) = (*peer, rest.by_ref().take(CHANGES).collect::<Vec<Change>>());
+                if !changes.is_empty() {
+                    return Some(Told::Heard(Heard::Changed { peer, changes }));
+                }
+                self.rest = None;
+            }
+            let up = self.next.take().or_else(|| self.ups.try_recv().ok())?;
+            let told = match up {
+                Up::Transport(said) => self.carried(said),
+                Up::Control(news) => self.news(news).map(Told::Heard),
+            };
+            if told.is_some() {
+                return told;
+            }
+        }
+    }
+
+    fn carried(&mut self, said: transport::Up) -> Option<Told> {
+        Some(match said {
+            transport::Up::Done(done) => Told::Heard(Heard::Fetched(self.more(done))),
+            transport::Up::Asked { ask, blocks, .. } => Told::Heard(Heard::Asked { ask, blocks }),
+            transport::Up::Release { ask, sent } => Told::Heard(Heard::Released { ask, sent }),
+            transport::Up::Checksum { slot, checksum } => Told::Checksum { slot, checksum },
+            transport::Up::Connected { peer, .. } => {
+                self.down.remove(&peer);
+                return None;
+            }
+            transport::Up::PeerDown { peer, fault } => {
+                // Once, until it answers again.
+                if let Some(peer) = self.names.get(&peer).filter(|_| self.down.insert(peer)) {
+                    tracing::warn!(peer, "blocks cannot be had from a peer: {fault}");
+                }
+                return None;
+            }
+            transport::Up::Note(text) => {
+                tracing::warn!("{text}");
+                return None;
+            }
+        })
+    }
+
+    /// An end of a block, and those that came right behind it.
+    fn more(&mut self, done: Done) -> Vec<Done> {
+        let mut ends = vec![done];
+        while ends.len() < DONES
+            && let Ok(up) = self.ups.try_recv()
+        {
+            match up {
+                Up::Transport(transport::Up::Done(done)) => ends.push(done),
+                other => {
+                    self.next = Some(other);
+                    break;
+                }
+            }
+        }
+        ends
+    }
+
+    fn news(&mut self, news: News) -> Option<Heard> {
+        Some(match news {
+            News::Joined { number, peer, rdma } => {
+                tracing::info!(peer = %peer.node, address = %peer.address, rdma, "a peer joined");
+                if rdma.is_some() != self.by_rdma {
+                    tracing::warn!(
+                        peer = %peer.node,
+                        "one of the two moves blocks by RDMA and one over TCP, so neither gets any: pass --nics on \
+                         every node or on none"
+                    );
+                }
+                self.names.insert(number, peer.node.to_string());
+                self.transport.join(number, peer);
+                Heard::Joined(number)
+            }
+            News::Left { number, why } => {
+                self.transport.leave(number);
+                self.down.remove(&number);
+                let peer = self.names.remove(&number);
+                tracing::info!(peer, "a peer left: {why}");
+                Heard::Left(number)
+            }
+            News::Snapshot { number: peer, filter } => Heard::Keeps { peer, filter },
+            News::Changes { number, changes } => {
+                self.rest = Some((number, changes.into_iter()));
+                return None;
+            }
+            News::Stale { number } => {
+                let peer = self.name(number);
+                tracing::warn!(peer, "nothing is heard of a peer; what it was known to keep stays in use");
+                return None;
+            }
+            News::Note(text) => {
+                tracing::warn!("{text}");
+                return None;
+            }
+        })
+    }
+}
+
+/// Starts what carries blocks, and where peers reach it.
+fn carry(
+    mesh: &Mesh,
+    boot: BootId,
+    blocks: Blocks,
+    up: impl Fn(transport::Up) + Send + Sync + 'static,
+) -> Result<(Box<dyn Transport>, SocketAddr), ::mesh::Error> {
+    let (node, security, listen) = (mesh.node.clone(), mesh.security.clone(), mesh.blocks);
+    match &mesh.carrier {
+        Carrier::Tcp { streams } => {
+            let config = tcp::Config { listen, streams: *streams, ..tcp::Config::new(node, boot, security) };
+            let tcp = Tcp::start(config, blocks, up)?;
+            let address = tcp.address();
+            Ok((Box::new(tcp), address))
+        }
+        Carrier::Rdma { nics, qps_per_peer } => {
+            let config = rdma::Config::new(node, boot, nics.clone(), security);
+            let config = rdma::Config { listen, qps_per_peer: *qps_per_peer, ..config };
+            let rdma = Rdma::start(config, blocks, up)?;
+            let address = rdma.address();
+            Ok((Box::new(rdma), address))
+        }
+    }
+}
+
+impl std::fmt::Debug for Peers {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Peers").field("names", &self.names).finish_non_exhaustive()
+    }
+}

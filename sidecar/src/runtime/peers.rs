@@ -1,0 +1,45 @@
+//! What the mesh has to say, and what is shown of it.
+
+use mesh::transport::Grant;
+use shm_protocol::pool::SlotRef;
+
+use super::Runtime;
+use crate::engine::Event;
+use crate::peers::{Peers, Told};
+
+/// Blocks that one turn takes in at most, some tenths of a millisecond: engines are answered in between.
+const TURN_COST: usize = 512;
+
+// === impl Runtime: peers ===
+
+impl Runtime {
+    /// Takes in what one turn has time for; whether there was anything.
+    pub(super) fn hear_peers(&mut self) -> bool {
+        let mut cost = 0;
+        while cost < TURN_COST
+            && let Some(told) = self.peers.as_mut().and_then(Peers::hear)
+        {
+            cost += told.cost().max(1);
+            match told {
+                Told::Heard(heard) => self.handle(Event::Mesh(heard)),
+                Told::Checksum { slot, checksum } => {
+                    assert!(self.pool.set_checksum(slot, checksum), "a granted slot stays as it is");
+                }
+            }
+        }
+        cost > 0
+    }
+
+    /// Lets a peer read slots, with the checksums that are known of them.
+    pub(super) fn grant(&self, ask: u64, slots: &[Option<SlotRef>]) {
+        let grant = |slot: &SlotRef| Grant { slot: *slot, checksum: self.pool.checksum(*slot) };
+        let grants = slots.iter().map(|slot| slot.as_ref().map(grant));
+        self.peers.as_ref().expect("the core has their part").grant(ask, grants);
+    }
+
+    /// Shows how the mesh is doing.
+    pub(super) fn show_peers(&mut self) {
+        let (Some(stats), Some(peers)) = (self.core.peers_stats(), &self.peers) else { return };
+        self.metrics.publish_peers(&stats, |peer| peers.name(peer));
+    }
+}

@@ -1,0 +1,486 @@
+//! Pods that share: real sidecars over loopback, every served byte compared.
+
+mod client;
+
+use std::ffi::OsStr;
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use client::engine::{Engine, SAVED, keys_after};
+use client::sidecar::Sidecar;
+use client::watch;
+use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
+use shm_protocol::key::BlockHash;
+use shm_protocol::layout::QUERY_WAIT_MS_MAX;
+use shm_protocol::message::{Kind, Message, Outcome, Status};
+
+const DRAM: &str = "16MiB";
+const NAME: &str = "pillion.mesh";
+/// Times that a pod is killed.
+const ROUNDS: u64 = 5;
+
+/// A pod: its sidecar may live several times.
+struct Pod {
+    folder: tempfile::TempDir,
+    name: &'static str,
+    port: u16,
+}
+
+/// What makes a pod's connections trusted.
+#[derive(Copy, Clone)]
+enum Trust<'a> {
+    Nobody,
+    By(&'a Authority),
+}
+
+/// A certificate authority.
+struct Authority {
+    pem: String,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+static AUTHORITY: LazyLock<Authority> = LazyLock::new(|| {
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.distinguished_name.push(DnType::CommonName, "mesh");
+    let key = KeyPair::generate().unwrap();
+    let pem = params.self_signed(&key).unwrap().pem();
+    Authority { pem, issuer: Issuer::new(params, key) }
+});
+
+/// A port that is free together with the next one: below those that the kernel gives to connections, and no other test's.
+fn free_port() -> u16 {
+    static LAST: AtomicU32 = AtomicU32::new(0);
+    let pair = || {
+        let number = LAST.fetch_add(1, Ordering::Relaxed) + std::process::id() * 64;
+        let port = 10_000 + 2 * (number % 10_000) as u16;
+        let free = |port| TcpListener::bind(("127.0.0.1", port)).is_ok();
+        (free(port) && free(port + 1)).then_some(port)
+    };
+    std::iter::repeat_with(pair).find_map(|port| port).unwrap()
+}
+
+impl Pod {
+    fn new(name: &'static str) -> Self {
+        Self { folder: tempfile::tempdir().unwrap(), name, port: free_port() }
+    }
+
+    fn address(&self) -> String {
+        format!("127.0.0.1:{}", self.port)
+    }
+
+    /// Its sidecar, which knows these others.
+    fn start(&self, others: &[&Self]) -> Sidecar {
+        self.start_with(others, Trust::Nobody, &[])
+    }
+
+    fn start_with(&self, others: &[&Self], trust: Trust<'_>, more: &[&dyn AsRef<OsStr>]) -> Sidecar {
+        let members: Vec<String> = others.iter().map(|other| format!("--peer={}", other.address())).collect();
+        self.start_by(&members, trust, more)
+    }
+
+    fn start_by(&self, members: &[String], trust: Trust<'_>, more: &[&dyn AsRef<OsStr>]) -> Sidecar {
+        let mut arguments: Vec<String> =
+            ["--dram", DRAM, "--node-id", self.name, "--mesh-listen"].map(String::from).into();
+        arguments.push(self.address());
+        arguments.extend_from_slice(members);
+        match trust {
+            Trust::Nobody => arguments.push("--mesh-plaintext".into()),
+            Trust::By(authority) => arguments.extend(self.credentials(authority)),
+        }
+        let mut all: Vec<&dyn AsRef<OsStr>> = arguments.iter().map(|it| it as &dyn AsRef<OsStr>).collect();
+        all.extend(more);
+        let sidecar = Sidecar::start(self.folder.path(), &all);
+        sidecar.wait_started();
+        sidecar
+    }
+
+    fn credentials(&self, authority: &Authority) -> Vec<String> {
+        let key = KeyPair::generate().unwrap();
+        let params = CertificateParams::new([NAME.to_owned()]).unwrap();
+        let certificate = params.signed_by(&key, &authority.issuer).unwrap().pem();
+        let file = |name: &str, text: &str| {
+            let path = self.folder.path().join(name);
+            std::fs::write(&path, text).unwrap();
+            path.display().to_string()
+        };
+        let files = [
+            ("--mesh-cert", file("tls.crt", &certificate)),
+            ("--mesh-key", file("tls.key", &key.serialize_pem())),
+            ("--mesh-ca", file("ca.crt", &authority.pem)),
+            ("--mesh-cert-name", NAME.into()),
+        ];
+        files.into_iter().flat_map(|(option, value)| [option.into(), value]).collect()
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.folder.path().join("log")).unwrap()
+    }
+}
+
+/// Saves some hundred blocks; their keys.
+fn save(engine: &mut Engine, stamp: &mut u64) -> Vec<BlockHash> {
+    let keys = engine.post_save(stamp);
+    assert_eq!(engine.scheduler.saved().committed, SAVED.len() as u32);
+    keys
+}
+
+/// Waits until a pod knows that another keeps so many blocks.
+fn wait_known(sidecar: &Sidecar, keys: usize) {
+    sidecar.wait_metric("pillion_mesh_peers", |peers| peers == 1);
+    sidecar.wait_metric("pillion_mesh_peer_keys", |known| known == keys as u64);
+}
+
+/// Waits until `first` takes `second`, which keeps nothing yet, for a member, and `second` knows what `first` keeps.
+fn wait_acquainted(first: &Sidecar, second: &Sidecar, keys: usize) {
+    wait_known(first, 0);
+    wait_known(second, keys);
+}
+
+fn fault(sidecar: &Sidecar, kind: &str) -> u64 {
+    let page = sidecar.page("/metrics").unwrap();
+    let name = format!("pillion_mesh_faults_total{{kind=\"{kind}\"}} ");
+    let line = page.lines().find_map(|line| line.strip_prefix(&name));
+    line.expect("every kind is there from the start").parse().unwrap()
+}
+
+/// What a sidecar says that must not start.
+fn refused(arguments: &[&str]) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pillion"));
+    command.args(["serve", "--gpu", "off", "--dram", DRAM, "--http", "127.0.0.1:0", "--socket"]);
+    let output = command.arg(folder.path().join("p.sock")).args(arguments).output().unwrap();
+    assert!(!output.status.success());
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Flips a bit in every page of a pool file, past the headers of its first segment.
+fn corrupt(path: &Path) {
+    let mut file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+    let bytes = file.metadata().unwrap().len();
+    for at in ((1 << 20)..bytes).step_by(4096) {
+        let mut byte = [0];
+        file.seek(SeekFrom::Start(at + 2000)).unwrap();
+        file.read_exact(&mut byte).unwrap();
+        file.seek(SeekFrom::Start(at + 2000)).unwrap();
+        file.write_all(&[byte[0] ^ 1]).unwrap();
+    }
+}
+
+#[test]
+fn what_one_pod_computed_is_served_in_another() {
+    for trust in [Trust::Nobody, Trust::By(&AUTHORITY)] {
+        let (a, b) = (Pod::new("a"), Pod::new("b"));
+        let first = a.start_with(&[&b], trust, &[]);
+        let mut engine = Engine::connect(&first);
+        let early = save(&mut engine, &mut 0);
+        let second = b.start_with(&[&a], trust, &[]);
+        wait_acquainted(&first, &second, early.len());
+        let late = save(&mut engine, &mut 1000);
+        wait_known(&second, early.len() + late.len());
+        let mut other = Engine::connect(&second);
+        for keys in [&early, &late] {
+            assert_eq!(other.served(keys), (keys.clone(), 0), "{}", b.log());
+        }
+        let blocks = (early.len() + late.len()) as u64;
+        second.wait_metric("pillion_mesh_fetched_blocks_total", |fetched| fetched == blocks);
+        first.wait_metric("pillion_mesh_served_blocks_total", |served| served == blocks);
+        assert!(second.metric("pillion_query_waits_total") > 0);
+        assert_eq!(second.metric("pillion_mesh_faults_total"), 0);
+        // What was fetched is kept, and told of in turn.
+        wait_known(&first, blocks as usize);
+        assert_eq!(other.served(&early), (early.clone(), 0));
+        assert_eq!(second.metric("pillion_mesh_fetched_blocks_total"), blocks);
+        first.terminate();
+        second.wait_metric("pillion_mesh_fetching_blocks", |fetching| fetching == 0);
+        assert_eq!(other.served(&late), (late.clone(), 0), "it is here");
+        second.terminate();
+    }
+}
+
+/// Two NICs on a wire that loses and delays packets: `make test-rdma` has them, in a guest.
+#[test]
+fn what_one_pod_computed_is_served_in_another_by_rdma() {
+    if !["rxe0", "rxe1"].iter().all(|name| Path::new("/sys/class/infiniband").join(name).exists()) {
+        assert!(std::env::var_os("PILLION_TEST_RDMA").is_none(), "no devices rxe0 and rxe1");
+        // Not captured, unlike what eprintln prints.
+        let text = "SKIPPED, no RDMA devices rxe0 and rxe1 here: `make test-rdma` runs this test\n";
+        std::io::stderr().write_all(text.as_bytes()).unwrap();
+        return;
+    }
+    for end in ["h0", "h1"] {
+        let netem = ["qdisc", "replace", "dev", end, "root", "netem", "delay", "1ms", "loss", "1%"];
+        assert!(Command::new("tc").args(netem).status().unwrap().success());
+    }
+    let (a, b) = (Pod::new("a"), Pod::new("b"));
+    let first = a.start_with(&[&b], Trust::By(&AUTHORITY), &[&"--nics", &"rxe0"]);
+    let second = b.start_with(&[&a], Trust::By(&AUTHORITY), &[&"--nics", &"rxe1"]);
+    let keys = save(&mut Engine::connect(&first), &mut 0);
+    wait_acquainted(&first, &second, keys.len());
+    let mut other = Engine::connect(&second);
+    // The NICs register the pool behind the start, and a query waits for the wire no longer than its time.
+    watch("every block by RDMA", || (other.served(&keys) == (keys.clone(), 0)).then_some(()));
+    let fetched = second.metric("pillion_mesh_fetched_blocks_total");
+    assert_eq!(fetched, keys.len() as u64, "{}", b.log());
+    assert_eq!(fault(&second, "corrupt"), 0);
+    first.terminate();
+    second.terminate();
+}
+
+#[test]
+fn a_nic_that_is_not_there_stops_the_start() {
+    let a = Pod::new("a");
+    let said = refused(&[
+        "--peer",
+        "127.0.0.1:1",
+        "--mesh-plaintext",
+        "--mesh-listen",
+        &a.address(),
+        "--nics",
+        "nic9",
+    ]);
+    assert!(said.contains("the NIC 'nic9'"), "{said}");
+}
+
+#[test]
+fn a_pod_that_is_killed_while_it_gives_blocks_costs_misses_alone() {
+    let (a, b) = (Pod::new("a"), Pod::new("b"));
+    let second = b.start(&[&a]);
+    let mut other = Engine::connect(&second);
+    let mut stamp = 0;
+    for round in 0..ROUNDS {
+        let before = second.metric("pillion_mesh_fetched_blocks_total");
+        let first = a.start(&[&b]);
+        let mut engine = Engine::connect(&first);
+        let keys: Vec<BlockHash> = (0..2 + round).flat_map(|_| save(&mut engine, &mut stamp)).collect();
+        // Another number than the life before had, which may not have been given up yet.
+        first.wait_metric("pillion_mesh_peers", |peers| peers == 1);
+        wait_known(&second, keys.len());
+        other.post_query(&keys);
+        if round == ROUNDS - 1 {
+            // This time it is too late.
+            second.wait_metric("pillion_mesh_fetched_blocks_total", |fetched| fetched > before);
+            second.wait_metric("pillion_mesh_fetching_blocks", |fetching| fetching == 0);
+        } else {
+            std::thread::sleep(Duration::from_millis(round * 5));
+        }
+        first.kill();
+        other.scheduler.post(Message::new(Kind::Close));
+        let (served, wrong) = other.served(&keys);
+        assert_eq!(wrong, 0, "round {round}");
+        assert!(round < ROUNDS - 1 || !served.is_empty(), "{} served: {}", served.len(), b.log());
+        second.wait_metric("pillion_mesh_fetching_blocks", |fetching| fetching == 0);
+        // The engine goes on.
+        let own = save(&mut other, &mut (1_000_000 * (1 + round)));
+        assert_eq!(other.served(&own), (own.clone(), 0));
+    }
+    second.terminate();
+}
+
+/// An etcd of one member, ended with the test.
+struct Etcd {
+    process: Child,
+    url: String,
+    _folder: tempfile::TempDir,
+}
+
+impl Etcd {
+    fn start() -> Self {
+        let (folder, port) = (tempfile::tempdir().unwrap(), free_port());
+        let (url, peers) = (format!("http://127.0.0.1:{port}"), format!("http://127.0.0.1:{}", port + 1));
+        let mut command = Command::new("etcd");
+        command.arg("--data-dir").arg(folder.path().join("data"));
+        command.args(["--listen-client-urls", &url, "--advertise-client-urls", &url]);
+        command.args(["--listen-peer-urls", &peers, "--initial-advertise-peer-urls", &peers]);
+        command.args(["--initial-cluster", &format!("default={peers}"), "--log-level", "error"]);
+        let quiet = command.stdout(Stdio::null()).stderr(Stdio::null());
+        let process = quiet.spawn().expect("etcd is installed by scripts/setup tests");
+        Self { process, url, _folder: folder }
+    }
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[test]
+fn members_find_each_other_in_etcd_and_pass_blocks_on() {
+    let etcd = Etcd::start();
+    let members = [format!("--etcd={}", etcd.url)];
+    let start = |pod: &Pod| pod.start_by(&members, Trust::Nobody, &[]);
+    let (a, b, c) = (Pod::new("a"), Pod::new("b"), Pod::new("c"));
+    let (first, second) = (start(&a), start(&b));
+    wait_acquainted(&first, &second, 0);
+    let keys = save(&mut Engine::connect(&first), &mut 0);
+    wait_known(&second, keys.len());
+    assert_eq!(Engine::connect(&second).served(&keys), (keys.clone(), 0));
+    first.kill();
+    let third = start(&c);
+    third.wait_metric("pillion_mesh_peers", |peers| peers > 0);
+    third.wait_metric("pillion_mesh_peer_keys", |known| known == keys.len() as u64);
+    second.wait_metric("pillion_mesh_peers", |peers| peers == 2);
+    // The dead one is a member until its registration ends, and nothing is known of it.
+    assert_eq!(Engine::connect(&third).served(&keys), (keys.clone(), 0), "{}", c.log());
+    second.wait_metric("pillion_mesh_peers", |peers| peers == 1);
+    // Nobody needs etcd to go on.
+    drop(etcd);
+    assert_eq!(Engine::connect(&second).served(&keys), (keys.clone(), 0));
+}
+
+#[test]
+fn a_frozen_pod_is_not_waited_for_longer_than_it_may_take() {
+    let (a, b) = (Pod::new("a"), Pod::new("b"));
+    let (first, second) = (a.start(&[&b]), b.start(&[&a]));
+    let mut engine = Engine::connect(&first);
+    wait_acquainted(&first, &second, 0);
+    let keys = save(&mut engine, &mut 0);
+    wait_known(&second, keys.len());
+    first.freeze(true);
+    let mut other = Engine::connect(&second);
+    // More than one query would be asked if each answered with a part.
+    other.post_query(&keys);
+    second.wait_metric("pillion_queries_total", |queries| queries == 1);
+    assert_eq!(second.metric("pillion_query_hit_blocks_total"), 0);
+    second.wait_metric("pillion_mesh_fetching_blocks", |fetching| fetching == 0);
+    let own = save(&mut other, &mut 1_000_000);
+    other.scheduler.post(Message::new(Kind::Close));
+    assert_eq!(other.served(&own), (own.clone(), 0), "the engine goes on");
+    first.freeze(false);
+    // As soon as it is not left alone any more, or has joined again.
+    watch("the blocks of a pod that has thawed", || {
+        let (served, wrong) = other.served(&keys);
+        assert_eq!(wrong, 0);
+        (served == keys).then_some(())
+    });
+}
+
+#[test]
+fn what_the_owner_gave_up_is_a_miss() {
+    let (a, b) = (Pod::new("a"), Pod::new("b"));
+    let (first, second) = (a.start(&[&b]), b.start(&[&a]));
+    let mut engine = Engine::connect(&first);
+    let mut stamp = 0;
+    let old = save(&mut engine, &mut stamp);
+    wait_known(&second, old.len());
+    for _ in 0..20 {
+        save(&mut engine, &mut stamp);
+    }
+    first.wait_metric("pillion_evicted_blocks_total", |evicted| evicted >= old.len() as u64);
+    watch("what is kept to be known", || {
+        (first.metric("pillion_blocks") == second.metric("pillion_mesh_peer_keys")).then_some(())
+    });
+    let (served, wrong) = Engine::connect(&second).served(&old);
+    assert!(served.is_empty() && wrong == 0, "{} served", served.len());
+}
+
+#[test]
+fn bytes_that_changed_at_the_owner_never_reach_an_engine() {
+    let (a, b) = (Pod::new("a"), Pod::new("b"));
+    let pool = PathBuf::from(format!("/dev/shm/pillion-test-{}-mesh", std::process::id()));
+    let first = a.start_with(&[&b], Trust::Nobody, &[&"--pool-path", &pool]);
+    let keys = save(&mut Engine::connect(&first), &mut 0);
+    let second = b.start(&[&a]);
+    wait_acquainted(&first, &second, keys.len());
+    // From now on their checksums are known.
+    assert_eq!(Engine::connect(&second).served(&keys), (keys.clone(), 0));
+    // The next life has nothing: then it is a member.
+    wait_known(&first, keys.len());
+    second.kill();
+    corrupt(&pool);
+    let second = b.start(&[&a]);
+    wait_acquainted(&first, &second, keys.len());
+    let (served, wrong) = Engine::connect(&second).served(&keys);
+    assert_eq!((served.len(), wrong), (0, 0));
+    second.wait_metric("pillion_mesh_faults_total", |faults| faults > 0);
+    assert!(fault(&second, "corrupt") > 0);
+    std::fs::remove_file(pool).unwrap();
+}
+
+#[test]
+fn who_is_no_member_gets_nothing() {
+    let (a, b, c) = (Pod::new("a"), Pod::new("b"), Pod::new("c"));
+    let first = a.start(&[&c]);
+    let keys = save(&mut Engine::connect(&first), &mut 0);
+    let second = b.start(&[&a]);
+    let (served, wrong) = Engine::connect(&second).served(&keys);
+    assert_eq!((served.len(), wrong), (0, 0));
+    assert_eq!(first.metric("pillion_mesh_served_blocks_total"), 0);
+}
+
+#[test]
+fn a_mesh_without_trust_must_be_asked_for() {
+    let mesh = ["--mesh-listen", "127.0.0.1:9441", "--peer", "127.0.0.1:1"];
+    let text = refused(&mesh);
+    assert!(text.contains("--mesh-cert") && text.contains("--mesh-plaintext"), "{text}");
+    let text = refused(&["--mesh-listen", "0.0.0.0:9441", "--peer", "127.0.0.1:1", "--mesh-plaintext"]);
+    assert!(text.contains("the pod's IP"), "{text}");
+    let text = refused(&["--peer", "127.0.0.1:1"]);
+    assert!(text.contains("--mesh-listen"), "{text}");
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let text = refused(&["--mesh-listen", &address, "--peer", "127.0.0.1:1", "--mesh-plaintext"]);
+    assert!(text.contains("an address of this machine that is free"), "{text}");
+}
+
+#[test]
+fn a_request_waits_for_the_pod_that_computes_its_prompt() {
+    let (a, b) = (Pod::new("a"), Pod::new("b"));
+    let (first, second) = (a.start(&[&b]), b.start(&[&a]));
+    let mut producer = Engine::connect(&first);
+    let mut engine = Engine::waiting(&second, Some(QUERY_WAIT_MS_MAX));
+    let exhausted = "pillion_mesh_miss_waits_exhausted_total";
+    let breaker = "pillion_mesh_miss_wait_breakers_open";
+    second.wait_metric("pillion_mesh_peers", |peers| peers == 1);
+    let prompt = keys_after(0);
+    let nobodys = |request: u64| keys_after(1_000_000 * request)[..1].to_vec();
+
+    // The first window is open when the producer has nothing yet.
+    assert!(engine.served(&nobodys(1)).0.is_empty(), "the rank is known by now");
+    second.wait_metric(exhausted, |exhausted| exhausted == 1);
+    let op = engine.post_query(&prompt);
+    second.wait_metric("pillion_mesh_miss_waits_total", |waits| waits == 2);
+    save(&mut producer, &mut 0);
+    let known = |outcome: &Outcome| outcome.status != Status::Pending;
+    let outcome = watch("an answer", || Some(engine.scheduler.outcome(op)).filter(known));
+    assert_eq!((outcome.status, outcome.value), (Status::Ok, SAVED.len() as u32), "{}", b.log());
+    engine.scheduler.post(Message::new(Kind::Close));
+    assert_eq!(engine.served(&prompt), (prompt.clone(), 0));
+    assert_eq!(second.metric(exhausted), 1);
+
+    // Three in vain, and nobody waits; a block of the producer's, and the next one does.
+    for request in 2..5 {
+        assert_eq!(second.metric(breaker), 0);
+        assert!(engine.served(&nobodys(request)).0.is_empty());
+    }
+    second.wait_metric(breaker, |open| open == 1);
+    assert!(b.log().contains("3 times in a row"), "{}", b.log());
+    assert!(engine.served(&nobodys(5)).0.is_empty());
+    let more = save(&mut producer, &mut 1000);
+    wait_known(&second, prompt.len() + more.len());
+    assert_eq!(engine.served(&more), (more.clone(), 0));
+    second.wait_metric(breaker, |open| open == 0);
+    assert!(engine.served(&nobodys(6)).0.is_empty());
+    second.wait_metric(exhausted, |exhausted| exhausted == 5);
+}
+
+#[test]
+fn without_a_mesh_nobody_waits_and_the_engine_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let sidecar = Sidecar::start(folder.path(), &[&"--dram", &DRAM]);
+    sidecar.wait_started();
+    let mut engine = Engine::waiting(&sidecar, Some(QUERY_WAIT_MS_MAX));
+    let note = engine.scheduler.welcome.note.clone().expect("a note");
+    assert!(note.contains("pillion.miss_wait_ms") && note.contains("--mesh-listen"), "{note}");
+    assert!(engine.served(&keys_after(0)).0.is_empty());
+    assert_eq!(sidecar.metric("pillion_query_waits_total"), 0);
+    let log = std::fs::read_to_string(folder.path().join("log")).unwrap();
+    assert_eq!(log.matches("pillion.miss_wait_ms").count(), 1, "{log}");
+}

@@ -1,0 +1,305 @@
+//! The pods beside this one. They come and go, die, say that they have what they have not, give blocks in any order, late, badly
+//! or not at all, and ask for blocks themselves. A fetch spoils its slots when it begins and fills each when it ends, so that
+//! a slot that was given away in between shows; what a peer reads is looked at when it begins and when it ends.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::ErrorKind;
+use std::sync::atomic::Ordering;
+
+use mesh::digest::{Change, Digest};
+use mesh::directory::Filter;
+use mesh::transport::{Done, Fault, Fetch, Label, PeerNumber, Stage};
+use shm_protocol::key::NamespaceDigest;
+use shm_protocol::pool::SlotRef;
+use shm_protocol::region::Region;
+use sidecar::engine::{Action, Direction, Event, Heard, Piece};
+
+use super::Life;
+use super::disk::words;
+use crate::ctx::{Ctx, Micros};
+use crate::engine::keys;
+use crate::ledger::Form;
+use crate::origin::{Origin, WORDS};
+use crate::rng::mix;
+
+/// Pods beside this one at most.
+const SEATS: usize = 3;
+/// Things that happen among them in one life: then they only answer.
+const MOVES: u64 = 60;
+/// More keys than a filter takes that was made for all there are.
+const FLOOD: u64 = 700;
+/// Blocks of a prompt at most.
+const DEPTH: u32 = 6;
+
+/// A block on its way.
+#[derive(Debug)]
+struct Coming {
+    ticket: u64,
+    index: u32,
+    peer: PeerNumber,
+    label: Label,
+    into: u64,
+    due: Micros,
+    result: Result<u64, Fault>,
+}
+
+/// What a peer reads: the slots that it was granted, with what they are.
+#[derive(Debug)]
+struct Reading {
+    slots: Vec<(SlotRef, Label)>,
+    due: Micros,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(super) struct Mesh {
+    /// Members, and whether each has died without anybody's knowing.
+    members: [Option<(PeerNumber, bool)>; SEATS],
+    numbers: u32,
+    coming: Vec<Coming>,
+    asked: BTreeMap<u64, Vec<Label>>,
+    reading: BTreeMap<u64, Reading>,
+    asks: u64,
+    moves: u64,
+    next_move: Micros,
+    /// What the members were told that is here.
+    told: BTreeSet<Digest>,
+    /// Bytes of a block of each namespace that an engine serves.
+    sizes: BTreeMap<NamespaceDigest, u32>,
+}
+
+fn place(offset: u64) -> Piece {
+    Piece { block: 0, offset }
+}
+
+/// Whether a peer has what it says that it has.
+fn has(peer: PeerNumber, label: &Label) -> bool {
+    !mix(Digest::of(label).0 ^ u64::from(peer.0)).is_multiple_of(4)
+}
+
+// === impl Mesh ===
+
+impl Mesh {
+    /// An engine serves blocks of this namespace and size.
+    pub(super) fn know(&mut self, namespace: NamespaceDigest, block_bytes: u64) {
+        self.sizes.insert(namespace, u32::try_from(block_bytes).expect("a small block"));
+    }
+
+    /// When something happens next.
+    pub(super) fn next_due(&self) -> Option<Micros> {
+        let coming = self.coming.iter().map(|coming| coming.due);
+        let reading = self.reading.values().map(|reading| reading.due);
+        coming.chain(reading).chain((self.moves < MOVES).then_some(self.next_move)).min()
+    }
+
+    fn post(&mut self, fetch: Fetch, ctx: &mut Ctx) {
+        let member = self.members.iter().flatten().find(|member| member.0 == fetch.peer);
+        let alive = member.is_some_and(|(_, dead)| !dead);
+        for (index, (label, into)) in (0..).zip(fetch.blocks) {
+            let fault = match ctx.rng.below(40) {
+                _ if !alive => Some(Fault::Timeout(Stage::Connect)),
+                _ if !has(fetch.peer, &label) => Some(Fault::Absent),
+                0 => Some(Fault::Corrupt),
+                1 => Some(Fault::Short),
+                2 => Some(Fault::Peer(ErrorKind::ConnectionReset)),
+                _ => None,
+            };
+            let takes = if ctx.rng.one_in(50) { 60_000 } else { ctx.rng.within(10, 2_000) };
+            let (ticket, peer, due) = (fetch.ticket, fetch.peer, ctx.now + takes);
+            let result = fault.map_or(Ok(Digest::of(&label).0), Err);
+            self.coming.push(Coming { ticket, index, peer, label, into, due, result });
+        }
+    }
+
+    /// These end soon, without their blocks.
+    fn stop(&mut self, which: impl Fn(&Coming) -> bool, ctx: &mut Ctx) {
+        for coming in self.coming.iter_mut().filter(|coming| which(coming)) {
+            coming.due = coming.due.min(ctx.now + ctx.rng.below(500));
+            // One whose bytes are all here may still end well.
+            if ctx.rng.one_in(2) {
+                coming.result = Err(Fault::Stopped);
+            }
+        }
+    }
+
+    fn labels(&self) -> Vec<Label> {
+        let paths = (1..=DEPTH).flat_map(|depth| (0..1u64 << depth).map(move |bits| (depth, bits)));
+        let last = paths.map(|(depth, bits)| {
+            let path: Vec<u64> = (0..depth).map(|level| bits >> level & 1).collect();
+            *keys(&path).last().expect("a path has a block")
+        });
+        let hashes: Vec<_> = last.collect();
+        let labels = self.sizes.iter().flat_map(|(&namespace, &bytes)| {
+            hashes.iter().map(move |&hash| Label { namespace, group: 0, hash, bytes })
+        });
+        labels.collect()
+    }
+
+    /// Something happens among the pods.
+    fn act(&mut self, ctx: &mut Ctx) -> Option<Heard> {
+        self.moves += 1;
+        self.next_move = ctx.now + ctx.rng.within(100, 4_000);
+        let seat = ctx.rng.below(SEATS as u64) as usize;
+        let Some((peer, dead)) = self.members[seat] else {
+            self.numbers += 1;
+            self.members[seat] = Some((PeerNumber(self.numbers), false));
+            return Some(Heard::Joined(PeerNumber(self.numbers)));
+        };
+        let labels = self.labels();
+        match ctx.rng.below(12) {
+            0 => {
+                self.members[seat] = None;
+                self.stop(|coming| coming.peer == peer, ctx);
+                Some(Heard::Left(peer))
+            }
+            1 => {
+                self.members[seat] = Some((peer, true));
+                None
+            }
+            2..5 => {
+                let mut filter = Filter::with_capacity(2 * labels.len());
+                for label in labels.iter().filter(|_| !ctx.rng.one_in(4)) {
+                    assert!(filter.insert(Digest::of(label)), "there is room for all");
+                }
+                Some(Heard::Keeps { peer, filter })
+            }
+            5 if ctx.rng.one_in(4) => {
+                let flood = (0..FLOOD).map(|number| Change::Added(Digest(mix(number))));
+                Some(Heard::Changed { peer, changes: flood.collect() })
+            }
+            5 | 6 => {
+                let some = labels.iter().filter(|_| ctx.rng.one_in(16));
+                let changes = some.map(|label| Change::Added(Digest::of(label))).collect();
+                Some(Heard::Changed { peer, changes })
+            }
+            _ if dead || labels.is_empty() => None,
+            _ => {
+                let count = ctx.rng.within(1, 6);
+                let one = |_| {
+                    let mut label = ctx.rng.pick(&labels);
+                    label.bytes += u32::from(ctx.rng.one_in(32));
+                    label
+                };
+                let blocks: Vec<Label> = (0..count).map(one).collect();
+                self.asks += 1;
+                self.asked.insert(self.asks, blocks.clone());
+                Some(Heard::Asked { ask: self.asks, blocks })
+            }
+        }
+    }
+
+    /// What this node says of itself must add up.
+    fn publish(&mut self, changes: &[Change]) {
+        for change in changes {
+            let news = match change {
+                Change::Added(digest) => self.told.insert(*digest),
+                Change::Removed(digest) => self.told.remove(digest),
+            };
+            assert!(news, "peers were told twice: {change:?}");
+        }
+    }
+}
+
+fn write(label: &Label, form: Form, into: u64, memory: &Region) {
+    let right = (0..form.shards).flat_map(|shard| {
+        let origin = Origin { digest: label.namespace, hash: label.hash, shard };
+        (0..WORDS).map(move |index| origin.word(index))
+    });
+    words(form, into).zip(right).for_each(|(at, word)| memory.word64(at).store(word, Ordering::Relaxed));
+}
+
+// === impl Life: the mesh ===
+
+impl Life {
+    /// Carries out an action of the mesh.
+    pub(super) fn apply_mesh(&mut self, action: Action, ctx: &mut Ctx) {
+        let mesh = self.mesh.as_mut().expect("the core has its part");
+        match action {
+            Action::Fetch(fetch) => {
+                for (label, into) in &fetch.blocks {
+                    self.ledger.begin(Direction::Save, &[place(*into)]);
+                    let form = self.ledger.form_at(*into);
+                    assert_eq!(u64::from(label.bytes), form.block_bytes(), "a slot of another size");
+                    let spoiled = ctx.taint();
+                    let memory = self.pool.region();
+                    words(form, *into).for_each(|at| memory.word64(at).store(spoiled, Ordering::Relaxed));
+                }
+                mesh.post(fetch, ctx);
+            }
+            Action::CancelFetch { ticket } => mesh.stop(|coming| coming.ticket == ticket, ctx),
+            Action::Grant { ask, slots } => {
+                let labels = mesh.asked.remove(&ask).expect("an ask is answered once");
+                assert_eq!(labels.len(), slots.len(), "an entry for each block");
+                let granted = slots.into_iter().zip(labels);
+                let slots: Vec<_> = granted.filter_map(|(slot, label)| Some((slot?, label))).collect();
+                for (slot, label) in &slots {
+                    self.ledger.begin(Direction::Load, &[place(slot.offset)]);
+                    assert_eq!(
+                        u64::from(label.bytes),
+                        self.ledger.form_at(slot.offset).block_bytes(),
+                        "another size"
+                    );
+                    self.ledger.answered(&[*slot], label.namespace, &[label.hash], self.pool.region());
+                }
+                let due = ctx.now + ctx.rng.within(10, 10_000);
+                mesh.reading.insert(ask, Reading { slots, due });
+            }
+            Action::Publish(changes) => mesh.publish(&changes),
+            Action::Resync { .. } => {}
+            other => unreachable!("no action of the mesh: {other:?}"),
+        }
+    }
+
+    /// Whether the mesh has something to say; the core is told.
+    pub(super) fn hear_mesh(&mut self, ctx: &mut Ctx) -> bool {
+        let Some(mesh) = &mut self.mesh else { return false };
+        let due = |due: Micros| due <= ctx.now;
+        let heard = if mesh.coming.iter().any(|coming| due(coming.due)) {
+            let (ended, coming) =
+                std::mem::take(&mut mesh.coming).into_iter().partition(|coming| due(coming.due));
+            mesh.coming = coming;
+            self.end_coming(ended)
+        } else if let Some(&ask) =
+            mesh.reading.iter().find(|(_, reading)| due(reading.due)).map(|(ask, _)| ask)
+        {
+            let reading = mesh.reading.remove(&ask).expect("found above");
+            for (slot, label) in &reading.slots {
+                self.ledger.answered(&[*slot], label.namespace, &[label.hash], self.pool.region());
+                self.ledger.end(&[place(slot.offset)]);
+            }
+            let sent = ctx.rng.below(reading.slots.len() as u64 + 1) as u32;
+            Heard::Released { ask, sent }
+        } else if mesh.moves < MOVES && due(mesh.next_move) {
+            let Some(heard) = mesh.act(ctx) else { return true };
+            heard
+        } else {
+            return false;
+        };
+        self.handle(Event::Mesh(heard), ctx);
+        true
+    }
+
+    fn end_coming(&mut self, ended: Vec<Coming>) -> Heard {
+        let end = |coming: Coming| {
+            if coming.result.is_ok() {
+                let form = self.ledger.form_at(coming.into);
+                write(&coming.label, form, coming.into, self.pool.region());
+            }
+            self.ledger.end(&[place(coming.into)]);
+            Done { ticket: coming.ticket, index: coming.index, result: coming.result }
+        };
+        Heard::Fetched(ended.into_iter().map(end).collect())
+    }
+
+    /// At rest: the members were told of what is here, and of nothing else.
+    pub(super) fn audit_mesh(&self) {
+        let Some(mesh) = &self.mesh else { return };
+        let mut strange = mesh.told.clone();
+        for (namespace, hash) in self.ledger.kept() {
+            let told = strange.remove(&Digest::new(&namespace, 0, &hash));
+            let shared = self.namespaces.values().any(|base| *base == namespace);
+            assert!(told || !shared, "peers were not told of {hash:?}");
+        }
+        assert!(strange.is_empty(), "peers believe in {strange:?}");
+    }
+}

@@ -38,8 +38,8 @@ test-loom: setup ## every interleaving of the rings and fences
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" \
 		cargo test --release --package shm-protocol --test loom --quiet
 
-test-sim: setup ## 10,000 simulated worlds with faults, and the worlds that must fail
-	cargo test --profile sim --package sidecar --test simulator --quiet -- --runs 10000 --seed 1
+test-sim: setup ## 3,000 simulated worlds with faults beside the 1,000 of test-rust, and the worlds that must fail
+	cargo test --workspace --features connector-shim/c,mesh/rdma --test simulator --quiet -- --runs 3000 --seed 1001
 
 test-python: setup-tests ## the connector against vLLM's signatures and schedulers, without an engine
 	python -m pytest -q tests/unit tests/vllm

@@ -46,16 +46,14 @@ class Mode:
         return f"{self.load}-{self.copy}-{processes}{chunked}"
 
 
-# Every load with every copy, and every shape at least twice: one process, half of them with prompts cut into chunks of 256
-# tokens; vLLM's real process split; two ranks.
+# Every load with every copy, once: in one process, two of three with prompts cut into chunks of 256 tokens; with vLLM's real
+# process split; with two ranks.
 MODES = [
     Mode("sync", "engine"),
     Mode("sync", "sidecar", batched_tokens=256),
     Mode("async", "engine", batched_tokens=256),
-    Mode("auto", "sidecar"),
     Mode("auto", "engine", multiprocess=True),
     Mode("async", "sidecar", multiprocess=True),
-    Mode("sync", "engine", multiprocess=True, tensor_parallel=2),
     Mode("auto", "sidecar", multiprocess=True, tensor_parallel=2),
 ]
 

@@ -17,7 +17,7 @@ use std::time::Duration;
 use mesh::transport::rdma::{Config, Rdma};
 use mesh::transport::tcp::{Limits, Security, Tls};
 use mesh::transport::{Fault, Label, Peer, PeerNumber, Refusal};
-use rig::{LONG, Node, Owner, Random, acquaint, boot, label, node, patient};
+use rig::{LONG, Node, Owner, Random, acquaint, boot, exchange, label, node, patient};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// Enough for every test, few enough that a guest registers them soon; larger than a READ.
@@ -106,20 +106,9 @@ fn what_is_fetched_is_what_is_kept() {
     let (mut one, mut other) = pair(|_| {});
     // Sizes around those of a packet and of a READ, and of nothing in particular.
     let sizes = [1, 7, 4095, 4096, 4097, 65_537, 1_048_575, 1_048_576, 1_048_577, 1_310_720];
-    let labels: Vec<_> = sizes.iter().zip(1..).map(|(bytes, number)| label(number, *bytes)).collect();
-    labels.iter().for_each(|label| one.keep(*label, false));
-    labels.iter().for_each(|label| other.keep(*label, true));
-    for _ in 0..3 {
-        let (left, right) = (one.fetch(1, &labels, LONG), other.fetch(1, &labels, LONG));
-        assert!(one.ends(&left).iter().chain(&other.ends(&right)).all(Result::is_ok));
-    }
-    one.seen(|seen| assert_eq!(seen.checksums.len(), labels.len()));
-    other.seen(|seen| assert!(seen.checksums.is_empty()));
-    one.seen(|seen| assert_eq!(seen.connected, [(PeerNumber(1), boot(1))]));
+    exchange(&mut one, &mut other, &sizes);
     for node in [&one, &other] {
-        node.check_ends();
-        node.check_releases();
-        node.seen(|seen| assert_eq!(seen.released.values().flatten().sum::<u32>(), 3 * labels.len() as u32));
+        node.seen(|seen| assert_eq!(seen.released.values().flatten().sum::<u32>(), 3 * sizes.len() as u32));
     }
 }
 

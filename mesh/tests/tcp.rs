@@ -9,28 +9,13 @@ use std::time::Duration;
 use mesh::transport::tcp::frame::{ASK_BLOCKS_MAX, Ask, Frame, Hello};
 use mesh::transport::tcp::{Limits, Security};
 use mesh::transport::{Fault, PeerNumber, Refusal, Stage};
-use rig::{LONG, Node, Owner, Random, acquaint, boot, label, node, now, pair, patient};
+use rig::{LONG, Node, Owner, Random, acquaint, boot, exchange, label, node, now, pair, patient};
 
 #[test]
 fn what_is_fetched_is_what_is_kept() {
     let (mut one, mut other) = pair(patient());
     // Sizes around those of a chunk, and of nothing in particular.
-    let sizes = [1, 7, 512, 65_537, 262_143, 262_144, 262_145, 400_000, 524_288];
-    let labels: Vec<_> = sizes.iter().zip(1..).map(|(bytes, number)| label(number, *bytes)).collect();
-    labels.iter().for_each(|label| one.keep(*label, false));
-    labels.iter().for_each(|label| other.keep(*label, true));
-    for _ in 0..3 {
-        let (left, right) = (one.fetch(1, &labels, LONG), other.fetch(1, &labels, LONG));
-        assert!(one.ends(&left).iter().chain(&other.ends(&right)).all(Result::is_ok));
-    }
-    // A checksum that nobody knew is computed once, and one that was known never.
-    one.seen(|seen| assert_eq!(seen.checksums.len(), labels.len()));
-    other.seen(|seen| assert!(seen.checksums.is_empty()));
-    one.seen(|seen| assert_eq!(seen.connected, [(PeerNumber(1), boot(1))]));
-    for node in [&one, &other] {
-        node.check_ends();
-        node.check_releases();
-    }
+    exchange(&mut one, &mut other, &[1, 7, 512, 65_537, 262_143, 262_144, 262_145, 400_000, 524_288]);
 }
 
 #[test]

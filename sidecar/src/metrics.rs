@@ -1,11 +1,13 @@
 //! What the sidecar counts, for Prometheus. The data thread writes atomics; the admin thread reads them.
 
+mod figures;
 mod peers;
 mod ssd;
 
 use mesh::transport::PeerNumber;
 use prometheus::{Counter, IntCounter, IntCounterVec, IntGauge, Opts, Registry};
 
+use self::figures::{Figure, Figures, counter, gauge, show};
 use self::peers::PeersMetrics;
 use self::ssd::SsdMetrics;
 use crate::engine::{PeersStats, SsdStats, Stats};
@@ -25,8 +27,7 @@ pub enum CloseReason {
 /// All metrics of the sidecar.
 #[derive(Debug)]
 pub struct Metrics {
-    counters: Vec<(IntCounter, Reading)>,
-    gauges: Vec<(IntGauge, Reading)>,
+    figures: Figures<Stats>,
     wait_seconds: Counter,
     pool_bytes: IntGauge,
     closed: IntCounterVec,
@@ -45,12 +46,7 @@ pub struct PinningMetrics {
     pub failures: IntCounter,
 }
 
-/// Takes one figure out of the core's.
-type Reading = fn(&Stats) -> u64;
-/// Name, help and reading of a metric.
-type Figure = (&'static str, &'static str, Reading);
-
-const COUNTERS: &[Figure] = &[
+const COUNTERS: &[Figure<Stats>] = &[
     ("queries_total", "Queries answered.", |s| s.queries),
     ("query_blocks_total", "Blocks asked for by queries.", |s| s.query_blocks),
     ("query_hit_blocks_total", "Blocks found by queries.", |s| s.query_hit_blocks),
@@ -73,7 +69,7 @@ const COUNTERS: &[Figure] = &[
     ("adoption_dropped_total", "Slots of earlier lives that held no whole block.", |s| s.adoption_dropped),
 ];
 
-const GAUGES: &[Figure] = &[
+const GAUGES: &[Figure<Stats>] = &[
     ("blocks", "Blocks kept.", |s| s.blocks),
     ("pool_used_bytes", "Bytes of blocks kept.", |s| s.pool_used_bytes),
     ("sessions", "Engine processes connected.", |s| s.sessions),
@@ -99,19 +95,12 @@ impl CloseReason {
 impl Metrics {
     /// Metrics in `registry`, every one present from the start.
     pub fn new(registry: &Registry, pool_bytes: u64) -> Result<Self, prometheus::Error> {
-        let mut counters = Vec::new();
-        for &(name, help, figure) in COUNTERS {
-            counters.push((counter(registry, name, help)?, figure));
-        }
-        let mut gauges = Vec::new();
-        for &(name, help, figure) in GAUGES {
-            gauges.push((gauge(registry, name, help)?, figure));
-        }
+        let figures = Figures::new(registry, COUNTERS, GAUGES)?;
         let waited = "Time that queries waited for blocks from a disk or a peer.";
         let wait_seconds = Counter::new("pillion_query_wait_seconds_total", waited)?;
         registry.register(Box::new(wait_seconds.clone()))?;
         let size = gauge(registry, "pool_bytes", "Bytes of the pool.")?;
-        size.set(i64::try_from(pool_bytes).unwrap_or(i64::MAX));
+        show(&size, pool_bytes);
         let opts = Opts::new("pillion_sessions_closed_total", "Sessions ended, by reason.");
         let closed = IntCounterVec::new(opts, &["reason"])?;
         registry.register(Box::new(closed.clone()))?;
@@ -125,17 +114,7 @@ impl Metrics {
             )?,
         };
         let quotas = Levels::default();
-        Ok(Self {
-            counters,
-            gauges,
-            wait_seconds,
-            pool_bytes: size,
-            closed,
-            pinning,
-            quotas,
-            ssd: None,
-            peers: None,
-        })
+        Ok(Self { figures, wait_seconds, pool_bytes: size, closed, pinning, quotas, ssd: None, peers: None })
     }
 
     /// The same, with quotas.
@@ -160,12 +139,7 @@ impl Metrics {
 
     /// Makes the core's figures visible. Called by the data thread alone, so read-then-add is exact.
     pub fn publish(&self, stats: &Stats) {
-        for (counter, figure) in &self.counters {
-            counter.inc_by(figure(stats).saturating_sub(counter.get()));
-        }
-        for (gauge, figure) in &self.gauges {
-            gauge.set(i64::try_from(figure(stats)).unwrap_or(i64::MAX));
-        }
+        self.figures.publish(stats);
         self.wait_seconds.inc_by((stats.wait_ms as f64 / 1e3 - self.wait_seconds.get()).max(0.0));
     }
 
@@ -197,18 +171,6 @@ impl Metrics {
     pub fn pool_bytes(&self) -> i64 {
         self.pool_bytes.get()
     }
-}
-
-fn counter(registry: &Registry, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
-    let counter = IntCounter::with_opts(Opts::new(format!("pillion_{name}"), help))?;
-    registry.register(Box::new(counter.clone()))?;
-    Ok(counter)
-}
-
-fn gauge(registry: &Registry, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
-    let gauge = IntGauge::with_opts(Opts::new(format!("pillion_{name}"), help))?;
-    registry.register(Box::new(gauge.clone()))?;
-    Ok(gauge)
 }
 
 #[cfg(test)]

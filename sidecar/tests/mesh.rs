@@ -3,7 +3,7 @@
 mod client;
 
 use std::ffi::OsStr;
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::Write;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use client::engine::{Engine, SAVED, keys_after};
 use client::sidecar::Sidecar;
-use client::watch;
+use client::{corrupt, watch};
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
@@ -157,19 +157,6 @@ fn refused(arguments: &[&str]) -> String {
     let output = command.arg(folder.path().join("p.sock")).args(arguments).output().unwrap();
     assert!(!output.status.success());
     String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-/// Flips a bit in every page of a pool file, past the headers of its first segment.
-fn corrupt(path: &Path) {
-    let mut file = std::fs::File::options().read(true).write(true).open(path).unwrap();
-    let bytes = file.metadata().unwrap().len();
-    for at in ((1 << 20)..bytes).step_by(4096) {
-        let mut byte = [0];
-        file.seek(SeekFrom::Start(at + 2000)).unwrap();
-        file.read_exact(&mut byte).unwrap();
-        file.seek(SeekFrom::Start(at + 2000)).unwrap();
-        file.write_all(&[byte[0] ^ 1]).unwrap();
-    }
 }
 
 #[test]

@@ -2,12 +2,11 @@
 
 mod client;
 
-use std::io::{Read, Seek, SeekFrom, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use client::engine::{Engine, SAVED};
 use client::sidecar::Sidecar;
-use client::{LAYER_BYTES, LAYERS};
+use client::{LAYER_BYTES, LAYERS, corrupt};
 use shm_protocol::key::BlockHash;
 
 const DRAM: &str = "16MiB";
@@ -66,20 +65,6 @@ fn fill(sidecar: &Sidecar, engine: &mut Engine) -> Vec<BlockHash> {
     }
     assert!(sidecar.metric("pillion_blocks") < keys.len() as u64 * 2 / 3, "DRAM holds but a part");
     keys
-}
-
-/// Flips a bit in every block that a log file holds: in each of its pages, past the first MiB.
-fn corrupt(path: &Path) {
-    let mut file = std::fs::File::options().read(true).write(true).open(path).unwrap();
-    let bytes = file.metadata().unwrap().len();
-    for at in ((1 << 20)..bytes).step_by(4096) {
-        let mut byte = [0];
-        file.seek(SeekFrom::Start(at + 2000)).unwrap();
-        file.read_exact(&mut byte).unwrap();
-        file.seek(SeekFrom::Start(at + 2000)).unwrap();
-        file.write_all(&[byte[0] ^ 1]).unwrap();
-    }
-    file.sync_all().unwrap();
 }
 
 #[test]

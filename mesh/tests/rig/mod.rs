@@ -411,6 +411,25 @@ pub(crate) fn pair(limits: Limits) -> (Node, Node) {
     (one, other)
 }
 
+/// Both nodes keep a block of each of these sizes, and each fetches the other's three times: every block ends well, a checksum
+/// that nobody knew (those of `one`) is computed once, one that was known never, and both sides gave back what they were given.
+pub(crate) fn exchange(one: &mut Node, other: &mut Node, sizes: &[u32]) {
+    let labels: Vec<_> = sizes.iter().zip(1..).map(|(bytes, number)| label(number, *bytes)).collect();
+    labels.iter().for_each(|label| one.keep(*label, false));
+    labels.iter().for_each(|label| other.keep(*label, true));
+    for _ in 0..3 {
+        let (left, right) = (one.fetch(1, &labels, LONG), other.fetch(1, &labels, LONG));
+        assert!(one.ends(&left).iter().chain(&other.ends(&right)).all(Result::is_ok));
+    }
+    one.seen(|seen| assert_eq!(seen.checksums.len(), labels.len()));
+    other.seen(|seen| assert!(seen.checksums.is_empty()));
+    one.seen(|seen| assert_eq!(seen.connected, [(PeerNumber(1), boot(1))]));
+    for node in [&*one, &*other] {
+        node.check_ends();
+        node.check_releases();
+    }
+}
+
 pub(crate) fn acquaint(one: &Node, other: &Node) {
     one.transport().join(PeerNumber(1), other.as_peer());
     other.transport().join(PeerNumber(1), one.as_peer());

@@ -4,15 +4,12 @@ use std::collections::BTreeSet;
 
 use mesh::directory::PeerStats;
 use mesh::transport::PeerNumber;
-use prometheus::{IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
+use prometheus::{IntCounterVec, IntGaugeVec, Opts, Registry};
 
-use super::{counter, gauge};
+use super::figures::{Figure, Figures, Reading, raise, show};
 use crate::engine::{FAULT_NAMES, PeersStats};
 
-type Reading = fn(&PeersStats) -> u64;
-type PeerReading = fn(&PeerStats) -> u64;
-
-const COUNTERS: &[(&str, &str, Reading)] = &[
+const COUNTERS: &[Figure<PeersStats>] = &[
     ("mesh_fetches_total", "Fetches from peers.", |s| s.fetches),
     ("mesh_fetched_blocks_total", "Blocks brought into DRAM from peers.", |s| s.fetched_blocks),
     ("mesh_fetched_bytes_total", "Their bytes.", |s| s.fetched_bytes),
@@ -36,7 +33,7 @@ const COUNTERS: &[(&str, &str, Reading)] = &[
     }),
 ];
 
-const GAUGES: &[(&str, &str, Reading)] = &[
+const GAUGES: &[Figure<PeersStats>] = &[
     ("mesh_peers", "Members beside this node.", |s| s.peers.len() as u64),
     ("mesh_fetching_blocks", "Blocks on their way from peers.", |s| s.fetching),
     ("mesh_granted_bytes", "Bytes that peers are reading.", |s| s.granted_bytes),
@@ -45,7 +42,7 @@ const GAUGES: &[(&str, &str, Reading)] = &[
     }),
 ];
 
-const PEER_GAUGES: &[(&str, &str, PeerReading)] = &[
+const PEER_GAUGES: &[Figure<PeerStats>] = &[
     ("keys", "Blocks that the peer is known to keep.", |p| p.keys as u64),
     ("directory_bytes", "Memory that this knowledge takes.", |p| p.bytes as u64),
     ("asked", "Blocks asked of the peer that have not ended.", |p| p.under_way.into()),
@@ -56,9 +53,8 @@ const PEER_GAUGES: &[(&str, &str, PeerReading)] = &[
 /// Metrics of the mesh as a whole and of each member.
 #[derive(Debug)]
 pub(super) struct PeersMetrics {
-    counters: Vec<(IntCounter, Reading)>,
-    gauges: Vec<(IntGauge, Reading)>,
-    peer_gauges: Vec<(IntGaugeVec, PeerReading)>,
+    figures: Figures<PeersStats>,
+    peer_gauges: Vec<(IntGaugeVec, Reading<PeerStats>)>,
     faults: IntCounterVec,
     /// Members that have gauges.
     shown: BTreeSet<String>,
@@ -68,14 +64,7 @@ pub(super) struct PeersMetrics {
 
 impl PeersMetrics {
     pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
-        let mut counters = Vec::new();
-        for &(name, help, figure) in COUNTERS {
-            counters.push((counter(registry, name, help)?, figure));
-        }
-        let mut gauges = Vec::new();
-        for &(name, help, figure) in GAUGES {
-            gauges.push((gauge(registry, name, help)?, figure));
-        }
+        let figures = Figures::new(registry, COUNTERS, GAUGES)?;
         let mut peer_gauges = Vec::new();
         for &(name, help, figure) in PEER_GAUGES {
             let made = IntGaugeVec::new(Opts::new(format!("pillion_mesh_peer_{name}"), help), &["peer"])?;
@@ -86,27 +75,21 @@ impl PeersMetrics {
         let faults = IntCounterVec::new(Opts::new("pillion_mesh_faults_total", help), &["kind"])?;
         registry.register(Box::new(faults.clone()))?;
         FAULT_NAMES.iter().for_each(|kind| faults.with_label_values(&[kind]).inc_by(0));
-        Ok(Self { counters, gauges, peer_gauges, faults, shown: BTreeSet::new() })
+        Ok(Self { figures, peer_gauges, faults, shown: BTreeSet::new() })
     }
 
-    /// Makes figures visible. Called by one thread alone, so read-then-add is exact. Who has left is shown no more, so
+    /// Makes figures visible. Called by one thread alone. Who has left is shown no more, so
     /// that there are never more labels than members.
     pub(super) fn publish<'a>(&mut self, stats: &PeersStats, name: impl Fn(PeerNumber) -> Option<&'a str>) {
-        for (counter, figure) in &self.counters {
-            counter.inc_by(figure(stats).saturating_sub(counter.get()));
-        }
-        for (gauge, figure) in &self.gauges {
-            gauge.set(i64::try_from(figure(stats)).unwrap_or(i64::MAX));
-        }
+        self.figures.publish(stats);
         for (kind, total) in FAULT_NAMES.iter().zip(stats.faults) {
-            let counter = self.faults.with_label_values(&[kind]);
-            counter.inc_by(total.saturating_sub(counter.get()));
+            raise(&self.faults.with_label_values(&[kind]), total);
         }
         let mut here = BTreeSet::new();
         for peer in &stats.peers {
             let Some(name) = name(peer.peer) else { continue };
             for (gauges, figure) in &self.peer_gauges {
-                gauges.with_label_values(&[name]).set(i64::try_from(figure(peer)).unwrap_or(i64::MAX));
+                show(&gauges.with_label_values(&[name]), figure(peer));
             }
             here.insert(name.to_owned());
         }

@@ -1,26 +1,24 @@
 //! Metrics of the SSD tier; there are none without `--ssd`.
 
-use prometheus::{IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
+use prometheus::{IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry};
 use tiers::ssd::{DeviceStats, FaultKind};
 
-use super::{counter, gauge};
+use super::figures::{Figure, Figures, Reading, raise, show};
 use crate::engine::SsdStats;
 
-/// What is read of the tier, and of one device.
-type Reading = fn(&SsdStats) -> u64;
-type DeviceReading = fn(&DeviceStats) -> u64;
-
-const COUNTERS: &[(&str, &str, Reading)] =
+const COUNTERS: &[Figure<SsdStats>] =
     &[("ssd_promoted_blocks_total", "Blocks brought back into DRAM.", |s| s.promoted_blocks)];
 
-const DROPPED: &[(&str, Reading)] = &[
+const GAUGES: &[Figure<SsdStats>] = &[("ssd_queued_blocks", "Blocks that wait to be written.", |s| s.queued)];
+
+const DROPPED: &[(&str, Reading<SsdStats>)] = &[
     ("queue_full", |s| s.dropped_queue_full),
     ("evicted", |s| s.dropped_evicted),
     ("down", |s| s.dropped_down),
     ("too_large", |s| s.dropped_too_large),
 ];
 
-const DEVICE_COUNTERS: &[(&str, &str, DeviceReading)] = &[
+const DEVICE_COUNTERS: &[Figure<DeviceStats>] = &[
     ("written_blocks_total", "Blocks written.", |d| d.written_blocks_total),
     ("written_bytes_total", "Their bytes.", |d| d.written_bytes_total),
     ("read_blocks_total", "Blocks read and found whole.", |d| d.read_blocks_total),
@@ -34,7 +32,7 @@ const DEVICE_COUNTERS: &[(&str, &str, DeviceReading)] = &[
     ("trips_total", "Times that the device was taken for broken.", |d| d.trips_total),
 ];
 
-const DEVICE_GAUGES: &[(&str, &str, DeviceReading)] = &[
+const DEVICE_GAUGES: &[Figure<DeviceStats>] = &[
     ("blocks", "Blocks kept.", |d| d.blocks),
     ("used_bytes", "Bytes of blocks kept.", |d| d.bytes),
     ("segments", "Segments.", |d| d.segments.into()),
@@ -48,11 +46,10 @@ const DEVICE_GAUGES: &[(&str, &str, DeviceReading)] = &[
 #[derive(Debug)]
 pub(super) struct SsdMetrics {
     names: Vec<String>,
-    counters: Vec<(IntCounter, Reading)>,
-    dropped: Vec<(IntCounter, Reading)>,
-    queued: IntGauge,
-    device_counters: Vec<(IntCounterVec, DeviceReading)>,
-    device_gauges: Vec<(IntGaugeVec, DeviceReading)>,
+    figures: Figures<SsdStats>,
+    dropped: Vec<(IntCounter, Reading<SsdStats>)>,
+    device_counters: Vec<(IntCounterVec, Reading<DeviceStats>)>,
+    device_gauges: Vec<(IntGaugeVec, Reading<DeviceStats>)>,
     faults: IntCounterVec,
 }
 
@@ -61,14 +58,10 @@ pub(super) struct SsdMetrics {
 impl SsdMetrics {
     /// Metrics of devices of these names.
     pub(super) fn new(registry: &Registry, names: Vec<String>) -> Result<Self, prometheus::Error> {
-        let mut counters = Vec::new();
-        for &(name, help, figure) in COUNTERS {
-            counters.push((counter(registry, name, help)?, figure));
-        }
+        let figures = Figures::new(registry, COUNTERS, GAUGES)?;
         let of_reason = vec(registry, "dropped_blocks_total", "Blocks not written, by reason.", &["reason"])?;
         let dropped =
             DROPPED.iter().map(|(reason, figure)| (of_reason.with_label_values(&[*reason]), *figure));
-        let queued = gauge(registry, "ssd_queued_blocks", "Blocks that wait to be written.")?;
         let mut device_counters = Vec::new();
         for &(name, help, figure) in DEVICE_COUNTERS {
             device_counters.push((vec(registry, name, help, &["device"])?, figure));
@@ -81,31 +74,27 @@ impl SsdMetrics {
         }
         let faults = vec(registry, "faults_total", "Failed transfers, by kind.", &["device", "kind"])?;
         let dropped = dropped.collect();
-        Ok(Self { names, counters, dropped, queued, device_counters, device_gauges, faults })
+        Ok(Self { names, figures, dropped, device_counters, device_gauges, faults })
     }
 
     /// Makes figures visible. Called by one thread alone, so read-then-add is exact.
     pub(super) fn publish(&self, stats: &SsdStats) {
-        for (counter, figure) in self.counters.iter().chain(&self.dropped) {
+        self.figures.publish(stats);
+        for (counter, figure) in &self.dropped {
             raise(counter, figure(stats));
         }
-        self.queued.set(stats.queued as i64);
         for (name, device) in self.names.iter().zip(&stats.log.devices) {
             for (counters, figure) in &self.device_counters {
                 raise(&counters.with_label_values(&[name]), figure(device));
             }
             for (gauges, figure) in &self.device_gauges {
-                gauges.with_label_values(&[name]).set(i64::try_from(figure(device)).unwrap_or(i64::MAX));
+                show(&gauges.with_label_values(&[name]), figure(device));
             }
             for (kind, count) in FaultKind::ALL.into_iter().zip(device.faults) {
                 raise(&self.faults.with_label_values(&[name.as_str(), kind.name()]), count);
             }
         }
     }
-}
-
-fn raise(counter: &IntCounter, total: u64) {
-    counter.inc_by(total.saturating_sub(counter.get()));
 }
 
 fn vec(

@@ -5,6 +5,7 @@ pub(crate) mod engine;
 pub(crate) mod sidecar;
 
 use std::collections::BTreeMap;
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
@@ -32,6 +33,20 @@ pub(crate) fn watch<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
         std::thread::sleep(Duration::from_millis(1));
     }
     panic!("no {what} under the watchdog");
+}
+
+/// Flips a bit in every block that a pool's or a log's file holds: in each of its pages, past the first MiB.
+pub(crate) fn corrupt(path: &Path) {
+    let mut file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+    let bytes = file.metadata().unwrap().len();
+    for at in ((1 << 20)..bytes).step_by(4096) {
+        let mut byte = [0];
+        file.seek(SeekFrom::Start(at + 2000)).unwrap();
+        file.read_exact(&mut byte).unwrap();
+        file.seek(SeekFrom::Start(at + 2000)).unwrap();
+        file.write_all(&[byte[0] ^ 1]).unwrap();
+    }
+    file.sync_all().unwrap();
 }
 
 pub(crate) fn greet(socket: &Path, hello: &Hello, fds: &[&OwnedFd]) -> (OwnedFd, Reply, Vec<OwnedFd>) {

@@ -1,0 +1,59 @@
+//! Counters and gauges that are taken out of one set of figures.
+
+use prometheus::{IntCounter, IntGauge, Opts, Registry};
+
+/// Takes one figure out of a set.
+pub(super) type Reading<S> = fn(&S) -> u64;
+/// Name, help and reading of a metric.
+pub(super) type Figure<S> = (&'static str, &'static str, Reading<S>);
+
+/// Metrics of a set.
+#[derive(Debug)]
+pub(super) struct Figures<S> {
+    counters: Vec<(IntCounter, Reading<S>)>,
+    gauges: Vec<(IntGauge, Reading<S>)>,
+}
+
+// === impl Figures ===
+
+impl<S> Figures<S> {
+    pub(super) fn new(
+        registry: &Registry,
+        counters: &[Figure<S>],
+        gauges: &[Figure<S>],
+    ) -> Result<Self, prometheus::Error> {
+        let counters =
+            counters.iter().map(|&(name, help, figure)| Ok((counter(registry, name, help)?, figure)));
+        let gauges = gauges.iter().map(|&(name, help, figure)| Ok((gauge(registry, name, help)?, figure)));
+        let counters = counters.collect::<Result<_, prometheus::Error>>()?;
+        Ok(Self { counters, gauges: gauges.collect::<Result<_, prometheus::Error>>()? })
+    }
+
+    /// Makes the figures visible.
+    pub(super) fn publish(&self, stats: &S) {
+        self.counters.iter().for_each(|(counter, figure)| raise(counter, figure(stats)));
+        self.gauges.iter().for_each(|(gauge, figure)| show(gauge, figure(stats)));
+    }
+}
+
+/// Makes a total visible. Called by one thread alone, so read-then-add is exact.
+pub(super) fn raise(counter: &IntCounter, total: u64) {
+    counter.inc_by(total.saturating_sub(counter.get()));
+}
+
+/// Makes a level visible.
+pub(super) fn show(gauge: &IntGauge, level: u64) {
+    gauge.set(i64::try_from(level).unwrap_or(i64::MAX));
+}
+
+pub(super) fn counter(registry: &Registry, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
+    let counter = IntCounter::with_opts(Opts::new(format!("pillion_{name}"), help))?;
+    registry.register(Box::new(counter.clone()))?;
+    Ok(counter)
+}
+
+pub(super) fn gauge(registry: &Registry, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
+    let gauge = IntGauge::with_opts(Opts::new(format!("pillion_{name}"), help))?;
+    registry.register(Box::new(gauge.clone()))?;
+    Ok(gauge)
+}

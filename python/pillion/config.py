@@ -12,6 +12,7 @@ PREFIX = "pillion."
 MODES = ("read_write", "save_only", "load_only")
 LOADS = ("auto", "sync", "async")
 COPIERS = ("auto", "engine", "sidecar")
+HASHERS = ("native", "vllm")
 # vLLM's own names; `auto` leaves the choice to Pillion, `none` to vLLM.
 LAYOUTS = ("auto", "none", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 QUERY_TIMEOUT_US_MAX = 10_000_000
@@ -33,6 +34,7 @@ class Config:
     load: str = "auto"
     layout: str = "auto"
     copy: str = "auto"
+    hasher: str = "native"
     model_id: str | None = None
     query_timeout_us: int = 2000
     namespace: str | None = None
@@ -76,7 +78,7 @@ def parse(extra: Mapping[str, Any]) -> Config:
         if key not in known:
             valid = ", ".join(PREFIX + name for name in known)
             raise ConfigError(f"unknown option {PREFIX}{key} in kv_connector_extra_config; valid are {valid}")
-    for key, values in (("mode", MODES), ("load", LOADS), ("layout", LAYOUTS), ("copy", COPIERS)):
+    for key, values in (("mode", MODES), ("load", LOADS), ("layout", LAYOUTS), ("copy", COPIERS), ("hasher", HASHERS)):
         if key in ours and ours[key] not in values:
             raise ConfigError(f"{PREFIX}{key} is {ours[key]!r}; valid are {', '.join(values)}")
     for key in ("socket", "model_id"):

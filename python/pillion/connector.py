@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pillion import config as options
-from pillion import vllm_compat
+from pillion import hasher, vllm_compat
 from pillion.metadata import PillionMetadata
 from pillion.scheduler import Scheduler
 from pillion.vllm_compat import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
@@ -47,6 +47,8 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         assert kv_cache_config is not None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = Scheduler(config, vllm_config, kv_cache_config)
+            if config.hasher == "native":
+                hasher.install(vllm_config.cache_config.prefix_caching_hash_algo)
         else:
             self._worker = Worker(config, vllm_config, kv_cache_config)
 

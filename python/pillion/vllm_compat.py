@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -38,6 +39,7 @@ __all__ = [
     "facts",
     "fitting_layout",
     "granted_layout",
+    "has_extra_keys",
     "hook_mode",
     "hooks_are_serial",
     "init_logger",
@@ -52,6 +54,7 @@ __all__ = [
     "tokens_per_step",
     "unsupported",
     "world_size",
+    "wrap_next_block_hasher",
     "zeroes_blocks",
 ]
 
@@ -356,3 +359,29 @@ def _digest_file(digest: Any, path: str) -> None:
         for page in range(SAMPLED_PAGES):
             file.seek(page * max(size - PAGE_BYTES, 0) // max(SAMPLED_PAGES - 1, 1))
             digest.update(file.read(PAGE_BYTES))
+
+
+def has_extra_keys(request: Any) -> bool:
+    """Whether a block's hash may depend on more than its tokens."""
+    return bool(request.mm_features or request.lora_request or request.cache_salt or request.prompt_embeds is not None)
+
+
+def wrap_next_block_hasher(wrap: Callable[[Any, int, bytes], Any]) -> None:
+    """Gives `wrap` the hasher of the engine that is being built, the tokens of a block, and a first block's parent.
+
+    An engine makes its hasher right after its scheduler, and with that its connector; vLLM's function for it is back in its
+    place then.
+    """
+    from vllm.v1.core import kv_cache_utils
+
+    # Not imported where no engine core is being built.
+    core: Any = sys.modules.get("vllm.v1.engine.core")
+    make = getattr(core, "get_request_block_hasher", None)
+    if make is None:
+        return
+
+    def make_wrapped(block_tokens: int, hash_function: Any) -> Any:
+        core.get_request_block_hasher = make
+        return wrap(make(block_tokens, hash_function), block_tokens, kv_cache_utils.NONE_HASH)
+
+    core.get_request_block_hasher = make_wrapped

@@ -36,7 +36,9 @@ SERVER_WATCHDOG_S = 120
 END_WATCHDOG_S = 15
 LOG_TAIL_BYTES = 4000
 GIB = 1 << 30
-RIVALS = ("none", "roomy", "offloading", "pegaflow")
+RIVALS = ("none", "idle", "roomy", "offloading", "pegaflow")
+# Modes that keep nothing outside the device.
+CACHELESS = ("none", "idle", "roomy")
 
 # Llama-3.1-8B, and a shape that vLLM's CPU build runs in seconds.
 LLAMA_8B = {
@@ -282,6 +284,8 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
     gib = options.sizes["host_gib"]
     if mode in ("none", "roomy"):
         yield None
+    elif mode == "idle":
+        yield transfer_config("IdleConnector", "idle_connector", {})
     elif mode == "offloading":
         # Answers too: by default it keeps prompts alone, and the others keep both.
         extra: dict[str, Any] = {"cpu_bytes_to_use": gib * GIB, "offload_prompt_only": False}

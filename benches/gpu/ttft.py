@@ -55,7 +55,7 @@ def measure(engine: Engine, sizes: dict[str, int], options: argparse.Namespace, 
         answers["hit"].append([engine.ask(prompt, OUTPUT_TOKENS) for _ in range(sizes["hits"])])
         answers["hit1"].append([engine.ask(prompt, ONE_TOKEN) for _ in range(sizes["hits"])])
     engine.say("cold and hit done")
-    if options.mode != "none":
+    if options.mode not in rig.CACHELESS:
         engine.rest()
         for phase, tokens in (("reload", OUTPUT_TOKENS), ("reload1", ONE_TOKEN)):
             answers[phase] = [reloads(engine, prompt, tokens, sizes["reloads"]) for prompt in prompts]
@@ -92,7 +92,7 @@ def exact(engine: Engine, sizes: dict[str, int], options: argparse.Namespace) ->
     engine.rest()
     right = ask()
     checks: dict[str, bool] = {}
-    if options.mode != "none":
+    if options.mode not in rig.CACHELESS:
         engine.reset()
         reloaded = ask()
         checks["reload_tokens_equal"] = reloaded.tokens == right.tokens

@@ -26,6 +26,9 @@ KV_BYTES = 256 << 20
 MEMORY_PART = 0.3
 # Few graphs are captured in a few seconds.
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 32]
+# Ranks add up through NCCL alone, point to point: always in the same order, and without NVLink's multicast, which not every
+# machine may use. Read where vLLM is imported, too early for the engine's own settings.
+NCCL_ALONE = ("env", "NCCL_NVLS_ENABLE=0", "VLLM_ALLREDUCE_USE_FLASHINFER=0", "VLLM_ALLREDUCE_USE_SYMM_MEM=0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +41,12 @@ class Mode:
     layout: Literal["auto", "none"] = "auto"
     # Not the sidecar: it sees no GPU.
     copy: Literal["auto", "engine", "sidecar"] = "sidecar"
+    # As many GPUs.
+    tensor_parallel: int = 1
 
     def __str__(self) -> str:
-        return f"v{self.runner}-{'graphs' if self.graphs else 'eager'}-{self.load}-layout-{self.layout}-copy-{self.copy}"
+        ranks = f"tp{self.tensor_parallel}-" if self.tensor_parallel > 1 else ""
+        return f"{ranks}v{self.runner}-{'graphs' if self.graphs else 'eager'}-{self.load}-layout-{self.layout}-copy-{self.copy}"
 
 
 def options(model: Path, mode: Mode, socket: Path | None, **more: Any) -> engine.Options:
@@ -55,6 +61,9 @@ def options(model: Path, mode: Mode, socket: Path | None, **more: Any) -> engine
             "cudagraph_mode": "FULL_AND_PIECEWISE",
             "cudagraph_capture_sizes": CAPTURE_SIZES,
         }
+    if mode.tensor_parallel > 1:
+        arguments["disable_custom_all_reduce"] = True
+        more = {"prefix": NCCL_ALONE, "tensor_parallel": mode.tensor_parallel} | more
     given: dict[str, Any] = {
         "model": model,
         "socket": socket,

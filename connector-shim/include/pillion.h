@@ -275,6 +275,11 @@ typedef struct PillionSchedulerOptions {
    * copies blocks before its work.
    */
   bool early_loads;
+  /**
+   * How long a request's first query stays unknown (-1) for blocks that another pod may still be computing, in
+   * milliseconds; at most 2,000. 0: not at all, which is right for an engine that computes its prompts itself.
+   */
+  uint32_t miss_wait_ms;
 } PillionSchedulerOptions;
 
 /**

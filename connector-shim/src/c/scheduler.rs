@@ -43,6 +43,9 @@ pub struct SchedulerOptions {
     /// Whether a load may begin as soon as the step before its own is done: true only where a step neither zeroes nor
     /// copies blocks before its work.
     pub early_loads: bool,
+    /// How long a request's first query stays unknown (-1) for blocks that another pod may still be computing, in
+    /// milliseconds; at most 2,000. 0: not at all, which is right for an engine that computes its prompts itself.
+    pub miss_wait_ms: u32,
 }
 
 /// What is known of a scheduler's session.
@@ -78,7 +81,7 @@ pub extern "C" fn pillion_scheduler_connect(
             budget: Duration::from_micros(options.query_budget_us),
             by_engine: !options.sidecar_copies,
             early: options.early_loads,
-            miss_wait_ms: 0,
+            miss_wait_ms: options.miss_wait_ms,
         })?;
         let state = State { session, plan: Vec::new(), notices: Notices::default() };
         out.write(Box::new(Scheduler(Guarded::new(state))));
@@ -302,6 +305,7 @@ mod tests {
             query_budget_us: 2000,
             sidecar_copies: false,
             early_loads: false,
+            miss_wait_ms: 2000,
         }
     }
 
@@ -345,6 +349,10 @@ mod tests {
         let ranks = result(|scheduler| pillion_scheduler_connect(Some(&options(65)), scheduler));
         assert_eq!(ranks.err(), Some(Status::Argument));
         assert!(last_text().contains("1 to 64"));
+        let patient = SchedulerOptions { miss_wait_ms: 2001, ..options(1) };
+        let late = result(|scheduler| pillion_scheduler_connect(Some(&patient), scheduler));
+        assert_eq!(late.err(), Some(Status::Argument));
+        assert!(last_text().contains("2001 ms; at most 2000"), "{}", last_text());
         assert_eq!(pillion_scheduler_end_step(None, None), Status::Argument);
         pillion_scheduler_free(None);
     }

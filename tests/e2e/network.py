@@ -59,6 +59,23 @@ class Host:
         finally:
             _do(*self.prefix, "nft", "delete table inet pillion")
 
+    @contextlib.contextmanager
+    def diverted(self, address: str, ports: dict[int, int]) -> Iterator[None]:
+        """What goes from here to these ports of a host goes to others of the bridge, and what was connected is cut."""
+        ways = [f"ip daddr {address} tcp dport {port} dnat to {BRIDGE_ADDRESS}:{other}\n" for port, other in ports.items()]
+        rule = f"table ip pillion {{\nchain out {{\ntype nat hook output priority -100;\n{''.join(ways)}}}\n}}\n"
+        try:
+            _do(*self.prefix, "nft", rule)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this machine's kernel does not translate addresses: {error.stderr.strip()}")
+        cut = [*self.prefix, "ss", "--tcp", "--kill", "dst", address]
+        try:
+            _do(*cut)
+            yield
+        finally:
+            _do(*self.prefix, "nft", "delete table ip pillion")
+            _do(*cut)
+
 
 @contextlib.contextmanager
 def hosts(*names: str) -> Iterator[list[Host]]:

@@ -83,6 +83,11 @@ class Sidecar:
             totals[name] = totals.get(name, 0) + int(float(value))
         return totals
 
+    def sample(self, name: str) -> int:
+        """One sample of /metrics by its name with the labels, as the page has it."""
+        page = self.get("/metrics") or ""
+        return next(int(line.removeprefix(name)) for line in page.splitlines() if line.startswith(f"{name} "))
+
     def wait_metric(self, name: str, at_least: int) -> None:
         """Wait until a counter got so far; saves commit behind the engine's back."""
         self.wait_for(lambda: self.metrics()[name] >= at_least, f"{name} >= {at_least}")

@@ -31,9 +31,17 @@ TRIES_MAX, TRY_EVERY_S = 8, 3.0
 # A fetch is under way that long after its request was given to the engine.
 FETCH_BEGINS_S = 0.5
 REQUEST_WATCHDOG_S = 60
+# A prompt is computed in three steps: its blocks come one after the other.
+BATCHED_TOKENS = 256
 # Peers are told of blocks at the first, and give them at the second.
 CONTROL_PORT, BLOCK_PORT = 9441, 9442
 PROXY_SEED = 1
+# The longest that there is: so much may pass until another process has got to its prompt.
+MISS_WAIT_MS = 2000
+# Requests that wait in vain before the next ones do not.
+IN_VAIN = 3
+WAITS, EXHAUSTED = "pillion_mesh_miss_waits_total", "pillion_mesh_miss_waits_exhausted_total"
+BREAKERS = "pillion_mesh_miss_wait_breakers_open"
 
 Fault = Callable[["Mesh"], contextlib.AbstractContextManager[None]]
 
@@ -63,18 +71,26 @@ class Pod:
 
 @dataclasses.dataclass
 class Mesh:
-    """Two pods that know each other from etcd; `a` computes, `b` asks after it."""
+    """Two pods that know each other from etcd; `a` computes, `b` asks after it.
+
+    `patient` is b's sidecar with another engine, one whose requests wait for a producer.
+    """
 
     directory: Path
     etcd: network.Etcd
     a: Pod
     b: Pod
+    patient: Pod
     seed: int = 7_000
+
+    def new(self, count: int) -> list[list[int]]:
+        """Prompts that nobody has computed."""
+        self.seed += count
+        return [prompts.prompt(PROMPT_TOKENS, seed=self.seed - number) for number in range(count)]
 
     def computed(self, count: int) -> list[list[int]]:
         """New prompts that A has computed and B knows of."""
-        made = [prompts.prompt(PROMPT_TOKENS, seed=self.seed + number) for number in range(count)]
-        self.seed += count
+        made = self.new(count)
         kept = self.a.sidecar.metrics()["pillion_blocks"]
         for tokens in made:
             self.a.ask(tokens)
@@ -119,7 +135,7 @@ def start_pod(stack: contextlib.ExitStack, options: engine.Options, host: networ
     """A sidecar, and an engine that starts."""
     directory.mkdir()
     beside = start_sidecar(host, directory)
-    connected = dataclasses.replace(options, socket=beside.socket, prefix=host.prefix)
+    connected = dataclasses.replace(options, socket=beside.socket, prefix=host.prefix, batched_tokens=BATCHED_TOKENS)
     pod = Pod(host, directory, beside, start_engine(stack, connected, directory / "engine.log"))
     stack.callback(pod.end)
     return pod
@@ -134,10 +150,12 @@ def mesh(options: engine.Options, tmp_path_factory: pytest.TempPathFactory) -> I
         etcd = network.Etcd(directory)
         stack.callback(etcd.kill)
         a, b = (start_pod(stack, options, host, directory / host.name) for host in hosts)
-        for pod in (a, b):
+        patience = dataclasses.replace(b.engine.options, extra={"pillion.miss_wait_ms": MISS_WAIT_MS})
+        patient = dataclasses.replace(b, engine=start_engine(stack, patience, b.directory / "patient.log"))
+        for pod in (a, b, patient):
             pod.engine.wait_started()
             pod.sidecar.wait_metric("pillion_mesh_peers", 1)
-        yield Mesh(directory, etcd, a, b)
+        yield Mesh(directory, etcd, a, b, patient)
 
 
 def test_another_pods_prompt(mesh: Mesh, plain: engine.Engine) -> None:
@@ -169,6 +187,50 @@ def test_a_prompt_that_nobody_has(mesh: Mesh) -> None:
     mesh.b.ask(prompts.prompt(PROMPT_TOKENS, seed=6_999))
     assert mesh.b.hits() == before
     assert mesh.a.sidecar.metrics()["pillion_mesh_asks_total"] == asks
+
+
+def test_a_request_waits_for_the_pod_that_computes_its_prompt(mesh: Mesh, plain: engine.Engine) -> None:
+    """Asked before the prompt is computed, it is given every block."""
+    # An engine's first prompt takes it seconds.
+    mesh.computed(1)
+    [tokens] = mesh.new(1)
+    right = plain.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
+    metrics, before = mesh.b.sidecar.metrics(), mesh.patient.hits()
+    mesh.patient.engine.ask(0, tokens, OUTPUT_TOKENS)
+    mesh.b.sidecar.wait_metric(WAITS, metrics[WAITS] + 1)
+    mesh.a.ask(tokens)
+    [answer] = mesh.patient.engine.answered(REQUEST_WATCHDOG_S)
+    assert answer["tokens"] == right["tokens"]
+    assert mesh.patient.hits() - before == HIT
+    assert mesh.b.sidecar.metrics()[EXHAUSTED] == metrics[EXHAUSTED]
+
+
+def test_who_waits_in_vain_stops_waiting(mesh: Mesh, plain: engine.Engine) -> None:
+    """Until a peer has given a block. Every prompt is answered with the right tokens."""
+    given, *asked = mesh.computed(1) + mesh.new(IN_VAIN + 2)
+    right = [answer["tokens"] for answer in plain.generate(asked, max_tokens=OUTPUT_TOKENS)]
+    vain, unawaited, awaited = asked[:IN_VAIN], asked[IN_VAIN], asked[IN_VAIN + 1]
+    begin = mesh.b.sidecar.metrics()
+
+    def since_begin() -> tuple[int, int, int]:
+        metrics = mesh.b.sidecar.metrics()
+        return metrics[WAITS] - begin[WAITS], metrics[EXHAUSTED] - begin[EXHAUSTED], metrics[BREAKERS]
+
+    def wait_counted(*counts: int) -> None:
+        mesh.b.sidecar.wait_for(lambda: since_begin() == counts, f"waits, exhausted, breakers {counts}")
+
+    answers = mesh.patient.engine.generate(vain, max_tokens=OUTPUT_TOKENS)
+    wait_counted(IN_VAIN, IN_VAIN, 1)
+    log = mesh.b.sidecar.log.read_text()
+    assert "(pillion.miss_wait_ms)" in log and f"{IN_VAIN} times in a row" in log
+    answers.append(mesh.patient.ask(unawaited))
+    before = mesh.patient.hits()
+    mesh.patient.ask(given)
+    assert mesh.patient.hits() - before == HIT
+    wait_counted(IN_VAIN, IN_VAIN, 0)
+    answers.append(mesh.patient.ask(awaited))
+    wait_counted(IN_VAIN + 1, IN_VAIN + 1, 0)
+    assert [answer["tokens"] for answer in answers] == right
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """What a query costs the engine: from Python, through the native module, to a real sidecar holding a million keys.
 
 A timed query is a new request: open a log, append its keys (Python bytes), query, all hits under a lease. Giving the
-lease and the log back is not timed. The last line is one JSON object; all times in microseconds.
+lease and the log back is not timed. Then what peers add, see peers.py. The last line is one JSON object; all times in
+microseconds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import peers
 import rig
 
 KEYS = 1_000_000
@@ -201,7 +203,7 @@ def main() -> None:
         result = measure(engine, keys, long_keys)
         engine.scheduler.disconnect()
         engine.worker.disconnect()
-    print(json.dumps({**result, "seqpacket_rtt_us": round_trip, "keys": KEYS}))
+    print(json.dumps({**result, **peers.measure(), "seqpacket_rtt_us": round_trip, "keys": KEYS}))
 
 
 main()

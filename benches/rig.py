@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,18 +28,16 @@ RUN = bytes(range(16))
 
 
 @contextlib.contextmanager
-def sidecar(dram: str) -> Iterator[Path]:
-    """A sidecar of its own, ready; yields its socket."""
+def sidecar(dram: str, http: str | None = None, more: tuple[str, ...] = ()) -> Iterator[Path]:
+    """A sidecar of its own, ready; yields its socket. `http` is its admin address, `more` are arguments as they are."""
     with tempfile.TemporaryDirectory(prefix="pillion-bench-") as folder:
         path = Path(folder) / "pillion.sock"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            http = f"127.0.0.1:{probe.getsockname()[1]}"
+        http = http or f"127.0.0.1:{free_port('127.0.0.1')}"
         with (Path(folder) / "log").open("w+") as log:
-            command = [str(BINARY), "serve", "--socket", str(path), "--dram", dram, "--http", http]
+            command = [str(BINARY), "serve", "--socket", str(path), "--dram", dram, "--http", http, *more]
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
             try:
-                wait_for(lambda: path.exists() or process.poll() is not None, "socket", READY_WATCHDOG_S)
+                wait_for(lambda: _is_ready(http) or process.poll() is not None, "readiness", READY_WATCHDOG_S)
                 if process.poll() is not None:
                     log.seek(0)
                     sys.exit(f"{' '.join(command)} ended:\n{log.read()}")
@@ -46,6 +45,24 @@ def sidecar(dram: str) -> Iterator[Path]:
             finally:
                 process.send_signal(signal.SIGTERM)
                 process.wait(READY_WATCHDOG_S)
+
+
+def _is_ready(http: str) -> bool:
+    try:
+        urllib.request.urlopen(f"http://{http}/readyz").close()
+    except OSError:
+        return False
+    return True
+
+
+def free_port(address: str) -> int:
+    """One that is free, and so is the next."""
+    while True:
+        with socket.socket() as one, socket.socket() as other, contextlib.suppress(OSError, OverflowError):
+            one.bind((address, 0))
+            port = int(one.getsockname()[1])
+            other.bind((address, port + 1))
+            return port
 
 
 def wait_for(condition: Callable[[], bool], what: str, watchdog_s: float) -> None:

@@ -123,6 +123,14 @@ impl Membership {
         self.seats().find(|(_, member)| member.number == number).map(|(seat, _)| seat)
     }
 
+    /// Whether this life of a node is heard of: that of a member whose stream is up, or this node's own.
+    pub fn knows(&self, node: &str, boot: u64) -> bool {
+        let is = |(name, life): (&NodeId, BootId)| name.as_str() == node && life.0.get() == boot;
+        let up =
+            |member: &Member| member.down_ms.is_none() && is((&member.identity.node, member.identity.boot));
+        is((&self.own.0, self.own.1)) || self.seats().any(|(_, member)| up(member))
+    }
+
     fn seats(&self) -> impl Iterator<Item = (Seat, &Member)> {
         self.places.iter().filter_map(|(seat, place)| Some((*seat, place.member.as_ref()?)))
     }

@@ -2,7 +2,7 @@
 
 mod rig;
 
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
 use std::time::Duration;
 
 use mesh::control::{Control, Limits, Members, Parting};
@@ -10,6 +10,7 @@ use mesh::tls::Security;
 use rig::certificates::{Authority, Folder, NAME};
 use rig::crew::{Crew, Plan, added, address, patient, removed};
 use rig::proxy::{Plan as Troubles, Proxy, Trouble};
+use rig::{WATCHDOG, now};
 
 /// Two nodes that list each other and themselves.
 fn pair() -> (Crew, Crew) {
@@ -49,6 +50,49 @@ fn nodes_that_list_each_other_know_what_each_keeps_whoever_is_first() {
             assert_eq!(seen.members[&number].snapshots, 1);
         });
     }
+}
+
+#[test]
+fn who_comes_late_is_dialled_as_soon_as_it_follows() {
+    let all = [address(), address()];
+    // After a failure nobody is dialled again of itself.
+    let limits = Limits { back_off_min: WATCHDOG * 2, back_off_max: WATCHDOG * 2, ..patient() };
+    let one = Plan { limits, ..Plan::listing("one", all[0], &all) }.start();
+    one.noted(&format!("the inventory of {} is not followed", all[1]));
+    let plan = Plan::listing("two", all[1], &all);
+    let mut two = plan.start();
+    two.joined("one", 1);
+    let before = one.joined("two", 1);
+    two.stop();
+    one.wait("silence", |seen| (seen.members[&before].stale == 1).then_some(()));
+    let two = Plan { life: 2, ..plan }.start();
+    two.joined("one", 1);
+    one.joined("two", 2);
+}
+
+#[test]
+fn strangers_that_follow_make_nobody_dial_in_a_loop() {
+    let (at, silent) = (address(), TcpListener::bind(address()).unwrap());
+    let limits = Limits { back_off_min: WATCHDOG * 2, back_off_max: WATCHDOG * 2, ..patient() };
+    let began = now();
+    let one = Plan { limits, ..Plan::listing("one", at, &[silent.local_addr().unwrap()]) }.start();
+    let (dialled, dials) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        for stream in silent.incoming() {
+            drop(stream.unwrap());
+            if dialled.send(()).is_err() {
+                break;
+            }
+        }
+    });
+    one.noted("is not followed");
+    for life in 1..=30 {
+        Plan { life, ..Plan::listing("stranger", address(), &[at]) }.start().joined("one", 1);
+    }
+    // The first attempt, one for a stranger, and one for each second that has passed meanwhile.
+    let seconds = began.elapsed().as_secs();
+    let dials = dials.try_iter().count() as u64;
+    assert!((2..=seconds + 2).contains(&dials), "{dials} in {seconds} s");
 }
 
 #[test]

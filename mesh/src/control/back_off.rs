@@ -20,11 +20,17 @@ impl BackOff {
         Self { min, max, pause: min, told: None, random: Random(seed) }
     }
 
+    /// The next failure is the first one again.
+    pub(super) fn reset(&mut self) {
+        self.pause = self.min;
+    }
+
     /// An attempt that served for so long has ended. The pause before the next one, and whether the reason is news. What
     /// serves for a moment only, again and again, is a failure too.
     pub(super) fn after(&mut self, served: Duration, why: &str) -> (Duration, bool) {
         if served >= self.max {
-            (self.pause, self.told) = (self.min, None);
+            self.reset();
+            self.told = None;
         }
         // Half of it, and up to as much again, so that nodes which lost the same peer do not come back as one.
         let pause = self.pause / 1024 * (512 + (self.random.next() % 512) as u32);

@@ -22,6 +22,9 @@ use crate::transport::{BootId, PeerNumber};
 /// read less often, and tells fewer: what came and went again is not told.
 const CHANGES_PER_SECOND: u64 = 1 << 20;
 
+/// Pauses are cut short at most this often, so that nobody who follows again and again makes this node dial in a loop.
+const HURRY: Duration = Duration::from_secs(1);
+
 /// Characters of what a peer says of a failure.
 const WORDS_MAX: usize = 300;
 
@@ -32,12 +35,23 @@ struct Known {
     thinning: Thinning,
 }
 
+/// Dials who cannot be reached as soon as a stranger follows, who may be one of them and has begun just now.
+pub(super) async fn greet_strangers(shared: Arc<Shared>) {
+    loop {
+        shared.stranger.notified().await;
+        shared.hurry.send_replace(());
+        tokio::time::sleep(HURRY).await;
+    }
+}
+
 /// A peer's stream, for ever.
 pub(super) async fn follow(shared: Arc<Shared>, seat: Seat, address: String, anew: Arc<Notify>) {
     let limits = shared.config.limits;
     let mut known = Known { upto: None, thinning: Thinning::NONE };
     let mut back_off = BackOff::new(&limits, shared.config.boot.0.get() ^ u64::from(seat.0));
+    let mut hurry = shared.hurry.subscribe();
     loop {
+        hurry.mark_unchanged();
         let mut up = None;
         let stream = stream(&shared, seat, &address, &mut known, &mut up);
         let why = tokio::select! {
@@ -52,7 +66,10 @@ pub(super) async fn follow(shared: Arc<Shared>, seat: Seat, address: String, ane
         if news {
             shared.note(format!("the inventory of {address} is not followed: {why}"));
         }
-        tokio::time::sleep(pause).await;
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            _ = hurry.changed() => back_off.reset(),
+        }
     }
 }
 

@@ -125,6 +125,9 @@ impl Inventory for Connection {
             self.phase.send_replace(Phase::Ended);
             return Err(Status::failed_precondition(why));
         }
+        if !self.shared.knows(&asked.node, asked.boot) {
+            self.shared.stranger.notify_one();
+        }
         let (replies, taken) = mpsc::channel(1);
         let (shared, phase) = (Arc::clone(&self.shared), Arc::clone(&self.phase));
         tokio::spawn(async move {

@@ -45,6 +45,10 @@ pub(super) struct Shared {
     up: Box<dyn Fn(News) + Send + Sync>,
     membership: Mutex<Membership>,
     streams: Mutex<HashMap<Seat, Following>>,
+    /// Somebody follows who is no member that is heard of.
+    pub(super) stranger: Notify,
+    /// Changes when pauses between attempts to follow are to end.
+    pub(super) hurry: watch::Sender<()>,
     began: Instant,
     /// When something was noted rarely for the last time.
     noted_ms: AtomicU64,
@@ -93,6 +97,8 @@ pub(super) fn prepare(
         published: watch::Sender::new(()),
         up,
         streams: Mutex::default(),
+        stranger: Notify::new(),
+        hurry: watch::Sender::new(()),
         began: now(),
         noted_ms: AtomicU64::new(0),
     });
@@ -106,6 +112,7 @@ pub(super) fn prepare(
 /// Until the caller has enough.
 async fn run(shared: Arc<Shared>, listener: TcpListener, mut orders: UnboundedReceiver<Command>) {
     tokio::spawn(serve::listen(Arc::clone(&shared), listener));
+    tokio::spawn(follow::greet_strangers(Arc::clone(&shared)));
     let leaving = Arc::new(Notify::new());
     let registrar = match &shared.config.members {
         Members::Static(peers) => {
@@ -185,6 +192,11 @@ impl Shared {
     /// The member on a seat.
     pub(super) fn number(&self, seat: Seat) -> Option<PeerNumber> {
         lock(&self.membership).number(seat)
+    }
+
+    /// Whether this life of a node is heard of.
+    pub(super) fn knows(&self, node: &str, boot: u64) -> bool {
+        lock(&self.membership).knows(node, boot)
     }
 
     /// How many peers are followed, or tried.

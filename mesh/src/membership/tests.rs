@@ -45,8 +45,10 @@ fn a_listed_node_is_a_member_when_it_has_said_who_it_is_and_until_long_silence()
     assert!(table.down(0, a).is_none() && table.number(a).is_none());
     assert_eq!(words(table.hello(a, &identity("a", 1)).unwrap()), ["a joins as 1 in 1"]);
     assert_eq!((table.number(a), table.seat(PeerNumber(1))), (Some(PeerNumber(1)), Some(a)));
+    assert!(table.knows("self", 1) && table.knows("a", 1) && !table.knows("a", 2) && !table.knows("b", 1));
     // A break, and the same life again.
     assert_eq!(words(table.down(100, a)), ["1 is stale"]);
+    assert!(!table.knows("a", 1));
     assert!(table.down(200, a).is_none() && table.tick(100 + GONE_MS - 1).is_empty());
     assert!(table.hello(a, &identity("a", 1)).unwrap().is_empty());
     assert!(table.tick(u64::MAX).is_empty());

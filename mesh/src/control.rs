@@ -34,8 +34,6 @@ pub const MESH_DEFAULT: &str = "default";
 pub const MESH_BYTES_MAX: usize = 63;
 /// Members that a node knows of, and the most that it serves: each costs a stream, its filter and 256 KiB.
 pub const MEMBERS_MAX: usize = 1024;
-/// Bytes of the longest text that says how a node is reached over RDMA.
-pub const RDMA_BYTES_MAX: usize = 4096;
 /// Memory of all filters, unless told otherwise: 200 million keys, as 400 TiB of blocks of 2 MiB have.
 pub const DIRECTORY_BYTES_DEFAULT: usize = 512 << 20;
 /// How long a registration in etcd outlives its node, unless told otherwise.
@@ -67,12 +65,12 @@ pub struct Config {
 }
 
 /// Where a node serves blocks.
-#[derive(Clone, Debug, Eq, PartialEq)]
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct DataAddresses {
     /// Over TCP.
     pub tcp: SocketAddr,
-    /// Over RDMA, in the words of that transport, up to [`RDMA_BYTES_MAX`].
-    pub rdma: Option<String>,
+    /// Where RDMA is arranged, if the node has NICs for it.
+    pub rdma: Option<SocketAddr>,
 }
 
 /// How members are found.
@@ -127,8 +125,8 @@ pub enum News {
         number: PeerNumber,
         /// Who it is.
         peer: Peer,
-        /// How it is reached over RDMA, if it is.
-        rdma: Option<String>,
+        /// Where RDMA is arranged with it, if it has NICs for it.
+        rdma: Option<SocketAddr>,
     },
     /// A member no more: it must be cut off. Nothing is told of the number any more.
     Left {
@@ -201,13 +199,11 @@ impl Config {
         if !named {
             return Err(Error::Mesh(self.mesh.clone()));
         }
-        for address in [self.listen, self.data.tcp] {
+        for address in [self.listen, self.data.tcp].into_iter().chain(self.data.rdma) {
             if address.ip().is_unspecified() {
                 return Err(Error::Unreachable(address));
             }
         }
-        let rdma_bytes = self.data.rdma.as_ref().map_or(0, String::len);
-        assert!(rdma_bytes <= RDMA_BYTES_MAX, "the caller's own text: {rdma_bytes} bytes");
         match &self.members {
             Members::Static(peers) if peers.len() > MEMBERS_MAX => Err(Error::Listed(peers.len())),
             Members::Static(peers) => peers.iter().try_for_each(|peer| dial::check(peer)),

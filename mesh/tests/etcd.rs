@@ -152,7 +152,7 @@ fn nodes_that_are_registered_follow_each_other_and_who_ends_is_left_at_once() {
     one.seen(|seen| {
         let member = &seen.members[&number];
         assert_eq!(member.peer.address.port(), two.control().address().port() + 1);
-        assert_eq!(member.rdma.as_deref(), Some("rdma of two"));
+        assert_eq!(member.rdma.map(|rdma| rdma.port()), Some(two.control().address().port() + 2));
     });
     // A node of another mesh is another's business.
     let other = Plan { mesh: "other", ..server.plan("other", LONG_TTL) }.start();
@@ -327,6 +327,7 @@ fn records_that_are_none_are_passed_over() {
         r#"{"version":2,"boot":"1","control":"127.0.0.1:1","tcp":"127.0.0.1:2"}"#,
         r#"{"version":1,"boot":"0","control":"127.0.0.1:1","tcp":"127.0.0.1:2"}"#,
         r#"{"version":1,"boot":"1","control":"nowhere","tcp":"127.0.0.1:2"}"#,
+        r#"{"version":1,"boot":"1","control":"127.0.0.1:1","tcp":"127.0.0.1:2","rdma":"nic0"}"#,
         &long,
     ];
     server.operate(async |mut client| {

@@ -16,7 +16,7 @@ use thiserror::Error;
 
 pub use self::admission::DramAdmission;
 pub use self::disk::{Disk, SsdAdmission};
-pub use self::mesh::{Carrier, Mesh, MeshOptions};
+pub use self::mesh::{Mesh, MeshOptions, Nics, Tcp};
 use self::quotas::Quota;
 pub use self::values::{Level, Size, Time, UseGpu};
 

@@ -1,23 +1,23 @@
 //! The mesh as the data thread sees it: what the core wants done goes down to what carries blocks and to what keeps track
 //! of members; what both have to say comes back through one channel and an eventfd.
 
+mod carriers;
+
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
 use std::num::NonZeroU64;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, mpsc};
 
 use mesh::control::{self, Control, News};
 use mesh::digest::Change;
-use mesh::transport::rdma::{self, Rdma};
-use mesh::transport::tcp::{self, Tcp};
-use mesh::transport::{self, BootId, Done, Fetch, Grant, Granted, PeerNumber, Transport};
+use mesh::transport::{self, BootId, Done, Fetch, Grant, Granted, PeerNumber};
 use rustix::event::EventfdFlags;
 use shm_protocol::pool::SlotRef;
 use tiers::Blocks;
 use tiers::pool::Pool;
 
-use crate::config::{Carrier, Mesh};
+use self::carriers::Carriers;
+use crate::config::Mesh;
 use crate::engine::Heard;
 use crate::server::{EndSignal, StartError};
 
@@ -49,9 +49,7 @@ pub enum Told {
 /// The mesh, at work.
 pub struct Peers {
     control: Control,
-    transport: Box<dyn Transport>,
-    /// Blocks travel by RDMA here.
-    by_rdma: bool,
+    carriers: Carriers,
     ups: mpsc::Receiver<Up>,
     /// Taken from `ups`, and its turn has not come.
     next: Option<Up>,
@@ -96,46 +94,30 @@ impl Peers {
                 let _ = rustix::io::write(&wake, &1u64.to_ne_bytes());
             }
         };
-        // Each lives as long as threads of its part do: their end is the sidecar's.
-        let (carrying, controlling) = (ended.on_exit(), ended.on_exit());
         let boot = BootId(NonZeroU64::new(epoch).unwrap_or(NonZeroU64::MIN));
-        let up = say.clone();
-        let up = move |said| {
-            let _ = &carrying;
-            up(Up::Transport(said));
+        // Each lives as long as threads of its part do: their end is the sidecar's.
+        let up = || {
+            let (say, carrying) = (say.clone(), ended.on_exit());
+            move |said| {
+                let _ = &carrying;
+                say(Up::Transport(said));
+            }
         };
-        let (transport, tcp) = carry(mesh, boot, Blocks::new(pool.shared_region()), up)?;
-        let rdma = match &mesh.carrier {
-            Carrier::Tcp { .. } => None,
-            Carrier::Rdma { nics, .. } => Some(nics.join(",")),
-        };
-        let by_rdma = rdma.is_some();
-        let data = control::DataAddresses { tcp, rdma };
+        let (carriers, data) = Carriers::start(mesh, boot, &Blocks::new(pool.shared_region()), up)?;
         let node = (mesh.node.clone(), boot);
         let follow = control::Config {
             mesh: mesh.name.clone(),
             ..control::Config::new(node, mesh.listen, data, mesh.members.clone(), mesh.security.clone())
         };
+        let controlling = ended.on_exit();
         let control = Control::start(follow, move |news| {
             let _ = &controlling;
             say(Up::Control(news));
         })?;
-        tracing::info!(
-            node = %mesh.node, control = %control.address(), blocks = %tcp, by_rdma, "in the mesh"
-        );
+        let rdma = data.rdma.map(tracing::field::display);
+        tracing::info!(node = %mesh.node, control = %control.address(), tcp = %data.tcp, rdma, "in the mesh");
         let (names, down) = Default::default();
-        Ok(Self {
-            control,
-            transport,
-            by_rdma,
-            ups,
-            next: None,
-            rest: None,
-            wake,
-            names,
-            down,
-            changes: Vec::new(),
-        })
+        Ok(Self { control, carriers, ups, next: None, rest: None, wake, names, down, changes: Vec::new() })
     }
 
     /// Becomes readable whenever something is said; watched by edge, never read.
@@ -150,17 +132,17 @@ impl Peers {
 
     /// Begins a fetch.
     pub fn fetch(&self, fetch: Fetch) {
-        self.transport.post(fetch);
+        self.carriers.fetch(fetch);
     }
 
     /// Ends one early.
     pub fn cancel(&self, ticket: u64) {
-        self.transport.cancel(ticket);
+        self.carriers.cancel(ticket);
     }
 
     /// Lets a peer read slots.
     pub fn grant(&self, ask: u64, slots: impl Iterator<Item = Option<Grant>>) {
-        self.transport.grant(Granted { ask, slots: slots.collect() });
+        self.carriers.grant(Granted { ask, slots: slots.collect() });
     }
 
     /// A filter is too small for what its peer has.
@@ -183,7 +165,7 @@ impl Peers {
     /// Is no member any more; what is under way ends by itself.
     pub fn drain(&self) {
         self.control.drain();
-        self.transport.drain();
+        self.carriers.drain();
     }
 
     /// What is said next.
@@ -251,20 +233,15 @@ impl Peers {
     fn news(&mut self, news: News) -> Option<Heard> {
         Some(match news {
             News::Joined { number, peer, rdma } => {
-                tracing::info!(peer = %peer.node, address = %peer.address, rdma, "a peer joined");
-                if rdma.is_some() != self.by_rdma {
-                    tracing::warn!(
-                        peer = %peer.node,
-                        "one of the two moves blocks by RDMA and one over TCP, so neither gets any: pass --nics on \
-                         every node or on none"
-                    );
-                }
-                self.names.insert(number, peer.node.to_string());
-                self.transport.join(number, peer);
+                let (name, address) = (peer.node.to_string(), peer.address);
+                let by_rdma = self.carriers.join(number, peer, rdma);
+                let way = if by_rdma { "by RDMA" } else { "over TCP" };
+                tracing::info!(peer = name, %address, "a peer joined; blocks travel {way}");
+                self.names.insert(number, name);
                 Heard::Joined(number)
             }
             News::Left { number, why } => {
-                self.transport.leave(number);
+                self.carriers.leave(number);
                 self.down.remove(&number);
                 let peer = self.names.remove(&number);
                 tracing::info!(peer, "a peer left: {why}");
@@ -285,31 +262,6 @@ impl Peers {
                 return None;
             }
         })
-    }
-}
-
-/// Starts what carries blocks, and where peers reach it.
-fn carry(
-    mesh: &Mesh,
-    boot: BootId,
-    blocks: Blocks,
-    up: impl Fn(transport::Up) + Send + Sync + 'static,
-) -> Result<(Box<dyn Transport>, SocketAddr), ::mesh::Error> {
-    let (node, security, listen) = (mesh.node.clone(), mesh.security.clone(), mesh.blocks);
-    match &mesh.carrier {
-        Carrier::Tcp { streams } => {
-            let config = tcp::Config { listen, streams: *streams, ..tcp::Config::new(node, boot, security) };
-            let tcp = Tcp::start(config, blocks, up)?;
-            let address = tcp.address();
-            Ok((Box::new(tcp), address))
-        }
-        Carrier::Rdma { nics, qps_per_peer } => {
-            let config = rdma::Config::new(node, boot, nics.clone(), security);
-            let config = rdma::Config { listen, qps_per_peer: *qps_per_peer, ..config };
-            let rdma = Rdma::start(config, blocks, up)?;
-            let address = rdma.address();
-            Ok((Box::new(rdma), address))
-        }
     }
 }
 

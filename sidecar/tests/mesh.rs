@@ -53,16 +53,16 @@ static AUTHORITY: LazyLock<Authority> = LazyLock::new(|| {
     Authority { pem, issuer: Issuer::new(params, key) }
 });
 
-/// A port that is free together with the next one: below those that the kernel gives to connections, and no other test's.
+/// A port that is free together with the next two: below those that the kernel gives to connections, and no other test's.
 fn free_port() -> u16 {
     static LAST: AtomicU32 = AtomicU32::new(0);
-    let pair = || {
+    let three = || {
         let number = LAST.fetch_add(1, Ordering::Relaxed) + std::process::id() * 64;
-        let port = 10_000 + 2 * (number % 10_000) as u16;
+        let port = 10_000 + 3 * (number % 7_500) as u16;
         let free = |port| TcpListener::bind(("127.0.0.1", port)).is_ok();
-        (free(port) && free(port + 1)).then_some(port)
+        (port..port + 3).all(free).then_some(port)
     };
-    std::iter::repeat_with(pair).find_map(|port| port).unwrap()
+    std::iter::repeat_with(three).find_map(|port| port).unwrap()
 }
 
 impl Pod {
@@ -204,8 +204,8 @@ fn what_one_pod_computed_is_served_in_another_by_rdma() {
         let netem = ["qdisc", "replace", "dev", end, "root", "netem", "delay", "1ms", "loss", "1%"];
         assert!(Command::new("tc").args(netem).status().unwrap().success());
     }
-    let (a, b) = (Pod::new("a"), Pod::new("b"));
-    let first = a.start_with(&[&b], Trust::By(&AUTHORITY), &[&"--nics", &"rxe0"]);
+    let (a, b, c) = (Pod::new("a"), Pod::new("b"), Pod::new("c"));
+    let first = a.start_with(&[&b, &c], Trust::By(&AUTHORITY), &[&"--nics", &"rxe0"]);
     let second = b.start_with(&[&a], Trust::By(&AUTHORITY), &[&"--nics", &"rxe1"]);
     let keys = save(&mut Engine::connect(&first), &mut 0);
     wait_acquainted(&first, &second, keys.len());
@@ -215,8 +215,20 @@ fn what_one_pod_computed_is_served_in_another_by_rdma() {
     let fetched = second.metric("pillion_mesh_fetched_blocks_total");
     assert_eq!(fetched, keys.len() as u64, "{}", b.log());
     assert_eq!(fault(&second, "corrupt"), 0);
-    first.terminate();
     second.terminate();
+    // One without a NIC gets them all the same.
+    let third = c.start_with(&[&a], Trust::By(&AUTHORITY), &[]);
+    wait_known(&third, keys.len());
+    let mut other = Engine::connect(&third);
+    watch("every block over TCP", || (other.served(&keys) == (keys.clone(), 0)).then_some(()));
+    assert!(
+        c.log().contains("travel over TCP") && b.log().contains("travel by RDMA"),
+        "{}{}",
+        b.log(),
+        c.log()
+    );
+    first.terminate();
+    third.terminate();
 }
 
 #[test]

@@ -23,14 +23,14 @@ use tokio::time::{Instant, Interval, MissedTickBehavior};
 use super::back_off::BackOff;
 use super::dial::{causes, dial, within};
 use super::shell::Shared;
-use super::{DataAddresses, Etcd, MEMBERS_MAX, RDMA_BYTES_MAX};
+use super::{DataAddresses, Etcd, MEMBERS_MAX};
 use crate::membership::{Identity, Registration};
 use crate::transport::{BootId, NodeId};
 
 /// Another version of a record is not read.
 const VERSION: u32 = 1;
-/// Bytes of a record at most: addresses, and how a node is reached over RDMA.
-const RECORD_BYTES_MAX: usize = RDMA_BYTES_MAX + 1024;
+/// Bytes of a record at most: three addresses and a number.
+const RECORD_BYTES_MAX: usize = 1024;
 /// etcd knows no shorter lease, and grants a longer one where its elections take longer.
 const TTL_MIN: Duration = Duration::from_secs(1);
 /// Times that a lease is renewed before it would run out.
@@ -335,7 +335,8 @@ async fn overdue(due: Option<Instant>) {
 impl Record {
     fn of(boot: BootId, control: std::net::SocketAddr, data: &DataAddresses) -> String {
         let (boot, control, tcp) = (format!("{:016x}", boot.0), control.to_string(), data.tcp.to_string());
-        let record = Self { version: VERSION, boot, control, tcp, rdma: data.rdma.clone() };
+        let record =
+            Self { version: VERSION, boot, control, tcp, rdma: data.rdma.map(|rdma| rdma.to_string()) };
         serde_json::to_string(&record).expect("strings and a number")
     }
 
@@ -352,10 +353,8 @@ impl Record {
         }
         let boot = u64::from_str_radix(&record.boot, 16).ok().and_then(NonZeroU64::new).ok_or("no life")?;
         let address = |text: &str| text.parse().map_err(|_| "an address that is none");
-        let data = DataAddresses { tcp: address(&record.tcp)?, rdma: record.rdma };
-        if data.rdma.as_ref().is_some_and(|rdma| rdma.len() > RDMA_BYTES_MAX) {
-            return Err("too long an RDMA address".into());
-        }
+        let rdma = record.rdma.as_deref().map(address).transpose()?;
+        let data = DataAddresses { tcp: address(&record.tcp)?, rdma };
         Ok((BootId(boot), address(&record.control)?, data))
     }
 }

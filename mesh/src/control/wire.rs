@@ -26,7 +26,7 @@ use std::num::NonZeroU64;
 
 use prost::{Message as _, Oneof};
 
-use super::{Config, DataAddresses, MESH_BYTES_MAX, RDMA_BYTES_MAX};
+use super::{Config, DataAddresses, MESH_BYTES_MAX};
 use crate::digest::{Digest, Thinning};
 use crate::feed::{CHUNK_DIGESTS_MAX, Message};
 use crate::membership::Identity;
@@ -111,7 +111,7 @@ pub struct Hello {
     /// Where it serves blocks over TCP: an IP address and a port.
     #[prost(string, tag = "5")]
     pub tcp: String,
-    /// How it is reached over RDMA; empty if it is not.
+    /// Where RDMA is arranged with it, in the same form; empty if it has no NICs.
     #[prost(string, tag = "6")]
     pub rdma: String,
 }
@@ -228,7 +228,7 @@ impl FollowReply {
             node: config.node.as_str().into(),
             boot: config.boot.0.get(),
             tcp: config.data.tcp.to_string(),
-            rdma: config.data.rdma.clone().unwrap_or_default(),
+            rdma: config.data.rdma.map(|rdma| rdma.to_string()).unwrap_or_default(),
         });
         Self { said: Some(said) }
     }
@@ -295,11 +295,9 @@ impl Hello {
         }
         let node = NodeId::new(self.node).map_err(|_| Malformed::Hello("name"))?;
         let boot = NonZeroU64::new(self.boot).ok_or(Malformed::Hello("life"))?;
-        let tcp: SocketAddr = self.tcp.parse().map_err(|_| Malformed::Hello("address"))?;
-        if self.rdma.len() > RDMA_BYTES_MAX {
-            return Err(Malformed::Hello("RDMA address"));
-        }
-        let data = DataAddresses { tcp, rdma: Some(self.rdma).filter(|rdma| !rdma.is_empty()) };
+        let address = |text: &str| text.parse::<SocketAddr>().map_err(|_| Malformed::Hello("address"));
+        let rdma = Some(&*self.rdma).filter(|rdma| !rdma.is_empty()).map(address).transpose()?;
+        let data = DataAddresses { tcp: address(&self.tcp)?, rdma };
         Ok(Reply::Hello(self.mesh, Identity { node, boot: BootId(boot), data }))
     }
 }

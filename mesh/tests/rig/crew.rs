@@ -62,7 +62,7 @@ pub(crate) struct Plan {
 /// What a node knows of a member.
 pub(crate) struct Member {
     pub(crate) peer: Peer,
-    pub(crate) rdma: Option<String>,
+    pub(crate) rdma: Option<SocketAddr>,
     pub(crate) filter: Option<Filter>,
     overfull: bool,
     /// It was asked for anew.
@@ -109,10 +109,8 @@ impl Plan {
     }
 
     pub(crate) fn config(&self) -> Config {
-        let data = DataAddresses {
-            tcp: SocketAddr::new(self.listen.ip(), self.listen.port() + 1),
-            rdma: Some(format!("rdma of {}", self.name)),
-        };
+        let port = |after| SocketAddr::new(self.listen.ip(), self.listen.port() + after);
+        let data = DataAddresses { tcp: port(1), rdma: Some(port(2)) };
         let own = (node(self.name), boot(self.life));
         Config {
             mesh: self.mesh.into(),

@@ -17,7 +17,7 @@ use super::ConfigError;
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct MeshOptions {
     /// Share blocks with the sidecars of other pods: the address, such as the pod's IP and 9441, at which they follow what this
-    /// one keeps. They fetch blocks at the port after it
+    /// one keeps. They fetch blocks at the port after it, and arrange RDMA at the next one where there are --nics
     #[arg(long = "mesh-listen", value_name = "IP:PORT")]
     pub listen: Option<SocketAddr>,
     /// Name of this node in the mesh, another for each sidecar [default: the host's name]
@@ -64,14 +64,15 @@ pub struct MeshOptions {
     /// Neither encrypt nor authenticate: anybody who reaches the ports and knows a member's name may read blocks
     #[arg(long = "mesh-plaintext", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
     pub plaintext: Option<bool>,
-    /// Connections to each peer [default: 4]
+    /// Connections to each peer that blocks come from over TCP [default: 4]
     #[arg(long = "tcp-streams", value_name = "COUNT")]
     pub tcp_streams: Option<usize>,
-    /// Move blocks by RDMA over these NICs, such as mlx5_0,mlx5_1, instead of TCP: as many on every node
+    /// Move blocks by RDMA over these NICs, such as mlx5_0,mlx5_1, with the peers that have NICs too, as many of them each;
+    /// with the others over TCP
     #[arg(long = "nics", value_name = "NAME,...", value_delimiter = ',')]
     #[serde(default)]
     pub nics: Vec<String>,
-    /// Queue pairs of each NIC to each peer: as many on every node [default: 2]
+    /// Queue pairs of each NIC to each peer that has NICs: as many on both sides [default: 2]
     #[arg(long = "qps-per-peer", value_name = "COUNT")]
     pub qps_per_peer: Option<usize>,
 }
@@ -81,8 +82,6 @@ pub struct MeshOptions {
 pub struct Mesh {
     /// Where peers follow what is kept here.
     pub listen: SocketAddr,
-    /// Where they fetch it.
-    pub blocks: SocketAddr,
     /// This node.
     pub node: NodeId,
     /// The mesh.
@@ -91,25 +90,30 @@ pub struct Mesh {
     pub members: Members,
     /// Who may connect, and who may read along.
     pub security: Security,
-    /// What carries blocks.
-    pub carrier: Carrier,
+    /// What carries blocks to and from every peer, but for those reached by RDMA.
+    pub tcp: Tcp,
+    /// What carries them to and from peers that have NICs too.
+    pub rdma: Option<Nics>,
 }
 
-/// What carries blocks: the same on every node.
+/// Blocks over TCP.
 #[derive(Clone, Debug)]
-pub enum Carrier {
-    /// TCP.
-    Tcp {
-        /// Connections to each peer.
-        streams: usize,
-    },
-    /// RDMA.
-    Rdma {
-        /// Names of the NICs.
-        nics: Vec<String>,
-        /// Queue pairs of each to each peer.
-        qps_per_peer: usize,
-    },
+pub struct Tcp {
+    /// Where peers connect to.
+    pub listen: SocketAddr,
+    /// Connections to each peer.
+    pub streams: usize,
+}
+
+/// Blocks by RDMA.
+#[derive(Clone, Debug)]
+pub struct Nics {
+    /// Where peers connect to, over TCP, to arrange it.
+    pub listen: SocketAddr,
+    /// Names of the NICs.
+    pub names: Vec<String>,
+    /// Queue pairs of each to each peer.
+    pub qps_per_peer: usize,
 }
 
 fn wrong<T>(text: impl Into<String>) -> Result<T, ConfigError> {
@@ -163,19 +167,16 @@ impl MeshOptions {
                  as the pod's IP"
             ));
         }
-        // Any free port has no next one.
-        let Some(port) = listen.port().checked_add(u16::from(listen.port() != 0)) else {
-            return wrong("--mesh-listen needs the port after its own for blocks: pass a port below 65535");
-        };
+        let tcp = self.tcp(next(listen)?)?;
+        let rdma = self.rdma(tcp.listen)?;
         let node = self.node_id.clone().map_or_else(host_name, Ok)?;
         let Ok(node) = NodeId::new(&node) else {
             return wrong(format!("--node-id '{node}' must be 1 to 253 printable ASCII characters"));
         };
-        let blocks = SocketAddr::new(listen.ip(), port);
         let name = self.name.clone().unwrap_or_else(|| control::MESH_DEFAULT.to_owned());
-        let (security, carrier) = (self.security()?, self.carrier()?);
+        let security = self.security()?;
         let members = self.members()?;
-        Ok(Some(Mesh { listen, blocks, node, name, members, security, carrier }))
+        Ok(Some(Mesh { listen, node, name, members, security, tcp, rdma }))
     }
 
     /// An option that means nothing alone.
@@ -202,23 +203,26 @@ impl MeshOptions {
         given.into_iter().find_map(|(given, name)| given.then_some(name))
     }
 
-    fn carrier(&self) -> Result<Carrier, ConfigError> {
+    fn tcp(&self, listen: SocketAddr) -> Result<Tcp, ConfigError> {
+        let streams = self.tcp_streams.unwrap_or(tcp::STREAMS_DEFAULT);
+        if (1..=tcp::STREAMS_MAX).contains(&streams) {
+            return Ok(Tcp { listen, streams });
+        }
+        let value = streams.to_string();
+        Err(ConfigError::Range { option: "tcp-streams", value, rule: "1 to 64" })
+    }
+
+    /// The NICs, if any are named, beside TCP at this address.
+    fn rdma(&self, tcp: SocketAddr) -> Result<Option<Nics>, ConfigError> {
         if self.nics.is_empty() {
-            if self.qps_per_peer.is_some() {
-                return wrong("--qps-per-peer is of use with --nics alone: pass the NICs too");
-            }
-            let streams = self.tcp_streams.unwrap_or(tcp::STREAMS_DEFAULT);
-            if !(1..=tcp::STREAMS_MAX).contains(&streams) {
-                let value = streams.to_string();
-                return Err(ConfigError::Range { option: "tcp-streams", value, rule: "1 to 64" });
-            }
-            return Ok(Carrier::Tcp { streams });
+            return match self.qps_per_peer {
+                Some(_) => wrong("--qps-per-peer is of use with --nics alone: pass the NICs too"),
+                None => Ok(None),
+            };
         }
-        if self.tcp_streams.is_some() {
-            return wrong("--tcp-streams and --nics exclude each other: blocks travel over TCP or by RDMA");
-        }
+        let (listen, names) = (next(tcp)?, self.nics.clone());
         let qps_per_peer = self.qps_per_peer.unwrap_or(rdma::QPS_PER_PEER_DEFAULT);
-        Ok(Carrier::Rdma { nics: self.nics.clone(), qps_per_peer })
+        Ok(Some(Nics { listen, names, qps_per_peer }))
     }
 
     fn security(&self) -> Result<Security, ConfigError> {
@@ -274,6 +278,16 @@ impl MeshOptions {
     }
 }
 
+/// The address with the next port; any free port has no next one.
+fn next(address: SocketAddr) -> Result<SocketAddr, ConfigError> {
+    match address.port().checked_add(u16::from(address.port() != 0)) {
+        Some(port) => Ok(SocketAddr::new(address.ip(), port)),
+        None => wrong(
+            "--mesh-listen needs the port after its own for blocks, and with --nics the next one too: pass a lower port",
+        ),
+    }
+}
+
 /// The host's name: in a pod, the pod's.
 fn host_name() -> Result<String, ConfigError> {
     let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
@@ -305,8 +319,8 @@ mod tests {
     fn a_mesh_of_listed_peers() {
         let text = format!("{LISTEN}peer = [\"b:9441\"]\nnode-id = \"a\"\ntcp-streams = 2");
         let mesh = options(&text).complete().unwrap().unwrap();
-        assert_eq!((mesh.blocks.port(), mesh.node.as_str()), (9442, "a"));
-        assert!(matches!(mesh.carrier, Carrier::Tcp { streams: 2 }));
+        assert_eq!((mesh.tcp.listen.port(), mesh.tcp.streams, mesh.node.as_str()), (9442, 2, "a"));
+        assert!(mesh.rdma.is_none());
         assert!(matches!(&mesh.members, Members::Static(peers) if peers.len() == 1));
         assert!(matches!(mesh.security, Security::Plaintext) && mesh.name == "default");
         let flags = MeshOptions { peer: vec!["c:1".into(), "d:1".into()], ..MeshOptions::default() };
@@ -315,11 +329,13 @@ mod tests {
     }
 
     #[test]
-    fn blocks_travel_one_way_or_the_other() {
+    fn a_node_with_nics_moves_blocks_both_ways() {
         let listen = format!("{LISTEN}peer = [\"b:1\"]\n");
-        let mesh = options(&format!("{listen}nics = [\"mlx5_0\", \"mlx5_1\"]")).complete().unwrap().unwrap();
-        assert!(matches!(&mesh.carrier, Carrier::Rdma { nics, qps_per_peer: 2 } if nics.len() == 2));
-        assert!(refused(&format!("{listen}nics = [\"a\"]\ntcp-streams = 2")).contains("exclude each other"));
+        let text = format!("{listen}nics = [\"mlx5_0\", \"mlx5_1\"]\ntcp-streams = 3");
+        let mesh = options(&text).complete().unwrap().unwrap();
+        let nics = mesh.rdma.unwrap();
+        assert_eq!((nics.names.len(), nics.qps_per_peer, nics.listen.port()), (2, 2, 9443));
+        assert_eq!((mesh.tcp.streams, mesh.tcp.listen.port()), (3, 9442));
         assert!(refused(&format!("{listen}qps-per-peer = 2")).contains("--nics"));
     }
 
@@ -327,7 +343,10 @@ mod tests {
     fn addresses_that_nobody_reaches_are_refused() {
         assert!(refused("listen = \"0.0.0.0:9441\"").contains("such as the pod's IP"));
         assert!(refused("listen = \"[::]:9441\"").contains("such as the pod's IP"));
-        assert!(refused("listen = \"10.0.0.1:65535\"").contains("below 65535"));
+        assert!(refused("listen = \"10.0.0.1:65535\"").contains("pass a lower port"));
+        let last = "listen = \"10.0.0.1:65534\"\nplaintext = true\npeer = [\"b:1\"]\n";
+        assert!(options(last).complete().is_ok());
+        assert!(refused(&format!("{last}nics = [\"a\"]")).contains("with --nics the next one too"));
     }
 
     #[test]

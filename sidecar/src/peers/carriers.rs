@@ -1,0 +1,247 @@
+//! What carries blocks: RDMA between nodes that both have NICs for it, TCP between all others.
+//!
+//! A peer's way is chosen when it joins, by both sides alike. Tickets are the caller's, so a cancellation may go to both
+//! transports; asks are numbered by each transport for itself, so their lowest bit says whose they are to the caller.
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+
+use mesh::control::DataAddresses;
+use mesh::transport::rdma::{self, Rdma};
+use mesh::transport::tcp::{self, Tcp};
+use mesh::transport::{BootId, Fetch, Granted, Peer, PeerNumber, Transport, Up};
+use tiers::Blocks;
+
+use crate::config::Mesh;
+
+/// The lowest bit of the asks of each transport.
+const TCP: u64 = 0;
+const RDMA: u64 = 1;
+
+/// Both, where there are NICs.
+pub(super) struct Carriers {
+    tcp: Box<dyn Transport>,
+    rdma: Option<Box<dyn Transport>>,
+    /// Members that have NICs, as this node does.
+    by_rdma: BTreeSet<PeerNumber>,
+}
+
+// === impl Carriers ===
+
+impl Carriers {
+    /// Starts what this node has, and says where. Each hears of another `up`.
+    pub(super) fn start<F: Fn(Up) + Send + Sync + 'static>(
+        mesh: &Mesh,
+        boot: BootId,
+        blocks: &Blocks,
+        up: impl Fn() -> F,
+    ) -> Result<(Self, DataAddresses), ::mesh::Error> {
+        let own = || (mesh.node.clone(), mesh.security.clone());
+        let say = up();
+        let (node, security) = own();
+        let config = tcp::Config {
+            listen: mesh.tcp.listen,
+            streams: mesh.tcp.streams,
+            ..tcp::Config::new(node, boot, security)
+        };
+        let tcp = Tcp::start(config, blocks.clone(), move |said| say(tagged(said, TCP)))?;
+        let mut at = DataAddresses { tcp: tcp.address(), rdma: None };
+        let mut carriers = Self::new(Box::new(tcp), None);
+        if let Some(nics) = &mesh.rdma {
+            let say = up();
+            let (node, security) = own();
+            let config = rdma::Config {
+                listen: nics.listen,
+                qps_per_peer: nics.qps_per_peer,
+                ..rdma::Config::new(node, boot, nics.names.clone(), security)
+            };
+            let rdma = Rdma::start(config, blocks.clone(), move |said| say(tagged(said, RDMA)))?;
+            at.rdma = Some(rdma.address());
+            carriers.rdma = Some(Box::new(rdma));
+        }
+        Ok((carriers, at))
+    }
+
+    fn new(tcp: Box<dyn Transport>, rdma: Option<Box<dyn Transport>>) -> Self {
+        Self { tcp, rdma, by_rdma: BTreeSet::new() }
+    }
+
+    /// A member, which arranges RDMA at `rdma` if it has NICs; whether blocks travel so.
+    pub(super) fn join(&mut self, number: PeerNumber, peer: Peer, rdma: Option<SocketAddr>) -> bool {
+        match (&self.rdma, rdma) {
+            (Some(carrier), Some(address)) => {
+                self.by_rdma.insert(number);
+                carrier.join(number, Peer { address, ..peer });
+                true
+            }
+            _ => {
+                self.tcp.join(number, peer);
+                false
+            }
+        }
+    }
+
+    /// A member no more.
+    pub(super) fn leave(&mut self, number: PeerNumber) {
+        self.of(number).leave(number);
+        self.by_rdma.remove(&number);
+    }
+
+    /// Begins a fetch.
+    pub(super) fn fetch(&self, fetch: Fetch) {
+        self.of(fetch.peer).post(fetch);
+    }
+
+    /// Ends one early, whichever has it.
+    pub(super) fn cancel(&self, ticket: u64) {
+        self.all().for_each(|carrier| carrier.cancel(ticket));
+    }
+
+    /// Answers an ask.
+    pub(super) fn grant(&self, granted: Granted) {
+        let (ask, whose) = (granted.ask >> 1, granted.ask & 1);
+        let carrier = if whose == RDMA { self.rdma.as_ref() } else { None };
+        carrier.unwrap_or(&self.tcp).grant(Granted { ask, ..granted });
+    }
+
+    /// Takes on nothing new.
+    pub(super) fn drain(&self) {
+        self.all().for_each(|carrier| carrier.drain());
+    }
+
+    fn of(&self, peer: PeerNumber) -> &dyn Transport {
+        let rdma = self.rdma.as_ref().filter(|_| self.by_rdma.contains(&peer));
+        &**rdma.unwrap_or(&self.tcp)
+    }
+
+    fn all(&self) -> impl Iterator<Item = &dyn Transport> {
+        std::iter::once(&self.tcp).chain(&self.rdma).map(|carrier| &**carrier)
+    }
+}
+
+/// What a transport says, with asks as the caller knows them.
+fn tagged(said: Up, whose: u64) -> Up {
+    let tag = |ask: u64| ask << 1 | whose;
+    match said {
+        Up::Asked { ask, peer, blocks } => Up::Asked { ask: tag(ask), peer, blocks },
+        Up::Release { ask, sent } => Up::Release { ask: tag(ask), sent },
+        said @ (Up::Done(_)
+        | Up::Checksum { .. }
+        | Up::Connected { .. }
+        | Up::PeerDown { .. }
+        | Up::Note(_)) => said,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroU64;
+    use std::sync::{Arc, Mutex};
+    use std::time::Duration;
+
+    use mesh::transport::NodeId;
+
+    use super::*;
+
+    /// What both transports were told, in order.
+    type Log = Arc<Mutex<Vec<String>>>;
+
+    struct Recorder(&'static str, Log);
+
+    impl Recorder {
+        fn note(&self, text: String) {
+            self.1.lock().unwrap().push(format!("{}: {text}", self.0));
+        }
+    }
+
+    impl Transport for Recorder {
+        fn join(&self, number: PeerNumber, peer: Peer) {
+            self.note(format!("join {} at {}", number.0, peer.address));
+        }
+        fn leave(&self, number: PeerNumber) {
+            self.note(format!("leave {}", number.0));
+        }
+        fn post(&self, fetch: Fetch) {
+            self.note(format!("fetch {} from {}", fetch.ticket, fetch.peer.0));
+        }
+        fn cancel(&self, ticket: u64) {
+            self.note(format!("cancel {ticket}"));
+        }
+        fn grant(&self, granted: Granted) {
+            self.note(format!("grant {}", granted.ask));
+        }
+        fn drain(&self) {
+            self.note("drain".into());
+        }
+    }
+
+    fn carriers(nics: bool) -> (Carriers, Log) {
+        let log = Log::default();
+        let recorder = |name| -> Box<dyn Transport> { Box::new(Recorder(name, Arc::clone(&log))) };
+        (Carriers::new(recorder("tcp"), nics.then(|| recorder("rdma"))), log)
+    }
+
+    fn peer() -> Peer {
+        let boot = Some(BootId(NonZeroU64::MIN));
+        Peer { node: NodeId::new("a").unwrap(), boot, address: "10.0.0.1:2".parse().unwrap() }
+    }
+
+    fn fetch(ticket: u64, peer: u32) -> Fetch {
+        Fetch { ticket, peer: PeerNumber(peer), blocks: Vec::new(), deadline: Duration::ZERO }
+    }
+
+    fn take(log: &Log) -> Vec<String> {
+        std::mem::take(&mut log.lock().unwrap())
+    }
+
+    const NICS_AT: &str = "10.0.0.1:3";
+
+    #[test]
+    fn blocks_travel_by_rdma_between_nodes_that_both_have_nics_and_over_tcp_between_others() {
+        let (mut own, log) = carriers(true);
+        assert!(own.join(PeerNumber(1), peer(), Some(NICS_AT.parse().unwrap())));
+        assert!(!own.join(PeerNumber(2), peer(), None));
+        own.fetch(fetch(7, 1));
+        own.fetch(fetch(8, 2));
+        own.leave(PeerNumber(1));
+        own.leave(PeerNumber(2));
+        assert_eq!(
+            take(&log),
+            [
+                "rdma: join 1 at 10.0.0.1:3",
+                "tcp: join 2 at 10.0.0.1:2",
+                "rdma: fetch 7 from 1",
+                "tcp: fetch 8 from 2",
+                "rdma: leave 1",
+                "tcp: leave 2",
+            ]
+        );
+        own.cancel(7);
+        own.drain();
+        assert_eq!(take(&log), ["tcp: cancel 7", "rdma: cancel 7", "tcp: drain", "rdma: drain"]);
+    }
+
+    #[test]
+    fn a_node_without_nics_does_not_care_who_has_some() {
+        let (mut own, log) = carriers(false);
+        assert!(!own.join(PeerNumber(1), peer(), Some(NICS_AT.parse().unwrap())));
+        own.fetch(fetch(7, 1));
+        own.cancel(7);
+        assert_eq!(take(&log), ["tcp: join 1 at 10.0.0.1:2", "tcp: fetch 7 from 1", "tcp: cancel 7"]);
+    }
+
+    #[test]
+    fn an_answer_goes_to_the_transport_that_asked() {
+        let (own, log) = carriers(true);
+        let mut asks = Vec::new();
+        for (ask, whose) in [(5, TCP), (5, RDMA), (6, RDMA), (6, TCP)] {
+            let asked = tagged(Up::Asked { ask, peer: PeerNumber(1), blocks: Vec::new() }, whose);
+            let Up::Asked { ask: known, .. } = asked else { panic!("{asked:?}") };
+            assert!(!asks.contains(&known), "one number for two asks");
+            assert_eq!(tagged(Up::Release { ask, sent: 1 }, whose), Up::Release { ask: known, sent: 1 });
+            asks.push(known);
+            own.grant(Granted { ask: known, slots: Vec::new() });
+        }
+        assert_eq!(take(&log), ["tcp: grant 5", "rdma: grant 5", "rdma: grant 6", "tcp: grant 6"]);
+    }
+}

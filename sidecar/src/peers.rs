@@ -107,6 +107,7 @@ impl Peers {
         let node = (mesh.node.clone(), boot);
         let follow = control::Config {
             mesh: mesh.name.clone(),
+            directory_bytes: mesh.directory_bytes,
             ..control::Config::new(node, mesh.listen, data, mesh.members.clone(), mesh.security.clone())
         };
         let controlling = ended.on_exit();

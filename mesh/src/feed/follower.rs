@@ -87,7 +87,9 @@ pub enum Unheard {
     #[error("a change of a digest that is not told")]
     Foreign,
     /// More than this side has memory for.
-    #[error("an inventory of {keys} keys where {max} fit: raise the directory's memory, or thin it out")]
+    #[error(
+        "an inventory of {keys} keys where {max} fit: one in a few of them is followed instead; raise --mesh-directory-size"
+    )]
     Memory {
         /// Keys announced.
         keys: u64,

@@ -10,7 +10,10 @@ use mesh::transport::NodeId;
 use mesh::transport::{rdma, tcp};
 use serde::Deserialize;
 
-use super::ConfigError;
+use super::{ConfigError, Size};
+
+/// Bytes of what all peers keep together: less is of no use, and more no mesh has.
+const DIRECTORY_BYTES: std::ops::RangeInclusive<u64> = 1 << 20..=64 << 30;
 
 /// Options of the mesh, each as a flag and as a key of the file's table `mesh`.
 #[derive(Args, Clone, Debug, Default, Deserialize)]
@@ -64,6 +67,10 @@ pub struct MeshOptions {
     /// Neither encrypt nor authenticate: anybody who reaches the ports and knows a member's name may read blocks
     #[arg(long = "mesh-plaintext", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
     pub plaintext: Option<bool>,
+    /// Memory for what all peers keep together, 2.4 bytes a block; of a peer that keeps more than its share one block in a few
+    /// is known [default: 512MiB]
+    #[arg(long = "mesh-directory-size", value_name = "SIZE")]
+    pub directory_size: Option<Size>,
     /// Connections to each peer that blocks come from over TCP [default: 4]
     #[arg(long = "tcp-streams", value_name = "COUNT")]
     pub tcp_streams: Option<usize>,
@@ -90,6 +97,8 @@ pub struct Mesh {
     pub members: Members,
     /// Who may connect, and who may read along.
     pub security: Security,
+    /// Memory for what all peers keep together.
+    pub directory_bytes: usize,
     /// What carries blocks to and from every peer, but for those reached by RDMA.
     pub tcp: Tcp,
     /// What carries them to and from peers that have NICs too.
@@ -145,6 +154,7 @@ impl MeshOptions {
             ca: self.ca.or(other.ca),
             cert_name: self.cert_name.or(other.cert_name),
             plaintext: self.plaintext.or(other.plaintext),
+            directory_size: self.directory_size.or(other.directory_size),
             tcp_streams: self.tcp_streams.or(other.tcp_streams),
             nics: given(self.nics).unwrap_or(other.nics),
             qps_per_peer: self.qps_per_peer.or(other.qps_per_peer),
@@ -174,9 +184,9 @@ impl MeshOptions {
             return wrong(format!("--node-id '{node}' must be 1 to 253 printable ASCII characters"));
         };
         let name = self.name.clone().unwrap_or_else(|| control::MESH_DEFAULT.to_owned());
-        let security = self.security()?;
+        let (security, directory_bytes) = (self.security()?, self.directory_bytes()?);
         let members = self.members()?;
-        Ok(Some(Mesh { listen, node, name, members, security, tcp, rdma }))
+        Ok(Some(Mesh { listen, node, name, members, security, directory_bytes, tcp, rdma }))
     }
 
     /// An option that means nothing alone.
@@ -196,11 +206,21 @@ impl MeshOptions {
             (self.ca.is_some(), "--mesh-ca"),
             (self.cert_name.is_some(), "--mesh-cert-name"),
             (self.plaintext.is_some(), "--mesh-plaintext"),
+            (self.directory_size.is_some(), "--mesh-directory-size"),
             (self.tcp_streams.is_some(), "--tcp-streams"),
             (!self.nics.is_empty(), "--nics"),
             (self.qps_per_peer.is_some(), "--qps-per-peer"),
         ];
         given.into_iter().find_map(|(given, name)| given.then_some(name))
+    }
+
+    fn directory_bytes(&self) -> Result<usize, ConfigError> {
+        let Some(size) = self.directory_size else { return Ok(control::DIRECTORY_BYTES_DEFAULT) };
+        if DIRECTORY_BYTES.contains(&size.as_bytes()) {
+            return Ok(size.as_bytes() as usize);
+        }
+        let value = size.to_string();
+        Err(ConfigError::Range { option: "mesh-directory-size", value, rule: "1MiB to 64GiB" })
     }
 
     fn tcp(&self, listen: SocketAddr) -> Result<Tcp, ConfigError> {
@@ -361,6 +381,19 @@ mod tests {
         assert!(refused(&format!("{whole}\nplaintext = true")).contains("exclude each other"));
         let off = format!("{whole}\nplaintext = false");
         assert!(matches!(options(&off).complete().unwrap().unwrap().security, Security::Tls(_)));
+    }
+
+    #[test]
+    fn the_directory_has_the_size_that_it_is_given() {
+        let listen = format!("{LISTEN}peer = [\"b:1\"]\n");
+        let bytes =
+            |text: &str| options(&format!("{listen}{text}")).complete().unwrap().unwrap().directory_bytes;
+        assert_eq!((bytes(""), bytes("directory-size = \"2GiB\"")), (512 << 20, 2 << 30));
+        for wrong in ["1023KiB", "65GiB"] {
+            let text = refused(&format!("{listen}directory-size = \"{wrong}\""));
+            assert!(text.contains("mesh-directory-size") && text.contains("1MiB to 64GiB"), "{text}");
+        }
+        assert!(refused("directory-size = \"1GiB\"").contains("--mesh-listen"));
     }
 
     #[test]

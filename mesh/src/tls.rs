@@ -7,9 +7,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use rustls::client::WebPkiServerVerifier;
+use rustls::client::danger::ServerCertVerifier as _;
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{
     ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection, version,
@@ -129,6 +131,26 @@ impl Credentials {
 // === impl Tls ===
 
 impl Tls {
+    /// Whether peers with files of the same authority accept this node now, as the side that connects and as the other.
+    pub fn check(&self) -> Result<(), Error> {
+        let name = Credentials::read(self.clone())?.name;
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let roots = Arc::new(authority(&self.ca)?);
+        let unusable = |error| file(&self.ca, format!("is no authority ({error}): give the mesh's CA"));
+        let client = WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider));
+        let client = client.build().map_err(unusable)?;
+        let server =
+            WebPkiServerVerifier::builder_with_provider(roots, provider).build().map_err(unusable)?;
+        let chain = certificates(&self.certificate)?;
+        let (own, rest) = chain.split_first().expect("a file without a certificate is an error");
+        let now = UnixTime::now();
+        let accepted = client.verify_client_cert(own, rest, now).map(drop);
+        let accepted =
+            accepted.and_then(|()| server.verify_server_cert(own, rest, &name, &[], now).map(drop));
+        accepted
+            .map_err(|error| file(&self.certificate, format!("would not be accepted ({error}): {REMEDY}")))
+    }
+
     fn stamp(&self) -> Result<Stamp, Error> {
         let stamp = |path: &Path| {
             let metadata = std::fs::metadata(path).map_err(|error| unreadable(path, &error))?;

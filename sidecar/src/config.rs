@@ -16,6 +16,7 @@ use thiserror::Error;
 
 pub use self::admission::DramAdmission;
 pub use self::disk::{Disk, SsdAdmission};
+pub(crate) use self::mesh::next_port;
 pub use self::mesh::{Mesh, MeshOptions, Nics, Tcp};
 use self::quotas::Quota;
 pub use self::values::{Level, Size, Time, UseGpu};

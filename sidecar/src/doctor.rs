@@ -2,6 +2,7 @@
 
 mod disk;
 mod host;
+mod mesh;
 mod pair;
 
 use std::fmt::Write;
@@ -28,9 +29,18 @@ pub struct Options {
     /// A disk to be used for blocks, as pillion serve takes it; may be given several times
     #[arg(long, value_name = "PATH:SIZE")]
     pub ssd: Vec<config::Disk>,
+    /// Memory for blocks, as pillion serve takes it: whether --nics can register it
+    #[arg(long, value_name = "SIZE")]
+    pub dram: Option<config::Size>,
     /// Print an array of {check, level, text, remedy} instead
     #[arg(long)]
     pub json: bool,
+    /// The mesh, as pillion serve takes its options: addresses, certificates and NICs are looked at.
+    #[command(
+        flatten,
+        next_help_heading = "Options of the mesh, as pillion serve takes them; --mesh-listen, certificates and --nics are looked at"
+    )]
+    pub mesh: config::MeshOptions,
 }
 
 /// How bad it is.
@@ -88,6 +98,7 @@ pub fn examine(options: &Options) -> Result<Vec<Finding>, DoctorError> {
     }
     let mut found = host::look(options.socket.clone().or_else(config::default_socket).as_deref());
     found.extend(options.ssd.iter().map(disk::look));
+    found.extend(mesh::look(&options.mesh, options.dram));
     Ok(found)
 }
 

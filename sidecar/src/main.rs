@@ -46,7 +46,7 @@ enum Command {
     Keys,
     /// Look for what is wrong with this host, or with two engines that should share. Exit status: 0 nothing must be changed, 1
     /// something must, 2 a file cannot be read.
-    Doctor(doctor::Options),
+    Doctor(Box<doctor::Options>),
     /// Print the release and the protocol version.
     Version,
 }

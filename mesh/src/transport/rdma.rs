@@ -68,6 +68,11 @@ struct Queues {
     lease: Duration,
 }
 
+/// Whether these NICs can be used: as [`Rdma::start`] finds them.
+pub fn check(nics: &[String]) -> Result<(), Error> {
+    verbs::open(nics).map(drop)
+}
+
 // === impl Config ===
 
 impl Config {

@@ -177,7 +177,7 @@ impl MeshOptions {
                  as the pod's IP"
             ));
         }
-        let tcp = self.tcp(next(listen)?)?;
+        let tcp = self.tcp(next_port(listen)?)?;
         let rdma = self.rdma(tcp.listen)?;
         let node = self.node_id.clone().map_or_else(host_name, Ok)?;
         let Ok(node) = NodeId::new(&node) else {
@@ -240,12 +240,13 @@ impl MeshOptions {
                 None => Ok(None),
             };
         }
-        let (listen, names) = (next(tcp)?, self.nics.clone());
+        let (listen, names) = (next_port(tcp)?, self.nics.clone());
         let qps_per_peer = self.qps_per_peer.unwrap_or(rdma::QPS_PER_PEER_DEFAULT);
         Ok(Some(Nics { listen, names, qps_per_peer }))
     }
 
-    fn security(&self) -> Result<Security, ConfigError> {
+    /// Whom to trust.
+    pub(crate) fn security(&self) -> Result<Security, ConfigError> {
         let plaintext = self.plaintext == Some(true);
         match (&self.cert, &self.key, &self.ca, &self.cert_name) {
             (None, None, None, None) if plaintext => Ok(Security::Plaintext),
@@ -299,7 +300,7 @@ impl MeshOptions {
 }
 
 /// The address with the next port; any free port has no next one.
-fn next(address: SocketAddr) -> Result<SocketAddr, ConfigError> {
+pub(crate) fn next_port(address: SocketAddr) -> Result<SocketAddr, ConfigError> {
     match address.port().checked_add(u16::from(address.port() != 0)) {
         Some(port) => Ok(SocketAddr::new(address.ip(), port)),
         None => wrong(

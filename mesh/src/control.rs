@@ -50,6 +50,8 @@ pub struct Config {
     pub node: NodeId,
     /// This life of it.
     pub boot: BootId,
+    /// The life before, if the caller knows which it was and that it has ended: what it has registered is in nobody's use.
+    pub former: Option<BootId>,
     /// Where peers follow what this node keeps; they are told this address, so it must be one that they reach.
     pub listen: SocketAddr,
     /// Where they get blocks.
@@ -184,6 +186,7 @@ impl Config {
             mesh,
             node,
             boot,
+            former: None,
             listen,
             data,
             members,

@@ -212,12 +212,39 @@ fn a_node_that_crashed_joins_in_its_next_life_when_its_lease_has_ended() {
 }
 
 #[test]
+fn a_node_that_knows_that_its_life_before_has_ended_takes_its_place_at_once() {
+    let server = Server::start();
+    let one = server.plan("one", LONG_TTL).start();
+    let proxy = Proxy::start(server.address, Troubles::default());
+    let plan = server.plan("two", LONG_TTL);
+    let mut two = Plan { limits: brisk(), ..behind(&proxy, plan.clone(), LONG_TTL) }.start();
+    let before = one.joined("two", 1);
+    let created = |server: &Server| {
+        let key = server.operate(async |mut client| client.get("/pillion/test/nodes/two", None).await);
+        key.kvs()[0].create_revision()
+    };
+    let token = created(&server);
+    cut_off(&proxy);
+    two.stop();
+    // The lease outlives the test.
+    let mut two = Plan { life: 2, former: Some(1), ..plan }.start();
+    two.publish(added(100..110));
+    let after = sees(&one, &two, 2, 100..110);
+    assert_eq!(one.left(before), Parting::Unregistered);
+    assert!(created(&server) > token, "another registration");
+    two.seen(|seen| assert!(seen.notes.is_empty(), "{:?}", seen.notes));
+    two.stop();
+    assert_eq!(one.left(after), Parting::Unregistered);
+}
+
+#[test]
 fn of_two_nodes_with_one_name_the_first_has_it_and_the_other_is_told() {
     let server = Server::start();
     let three = server.plan("three", LONG_TTL).start();
     let mut first = server.plan("one", LONG_TTL).start();
     let number = three.joined("one", 1);
-    let second = Plan { life: 2, ..server.plan("one", TTL) }.start();
+    // That another life has ended is no reason.
+    let second = Plan { life: 2, former: Some(3), ..server.plan("one", TTL) }.start();
     second.noted("two sidecars have that name: give each its own --node-id");
     // It knows the others all the same, and has its turn when the first ends.
     second.joined("three", 1);

@@ -94,7 +94,8 @@ impl Peers {
                 let _ = rustix::io::write(&wake, &1u64.to_ne_bytes());
             }
         };
-        let boot = BootId(NonZeroU64::new(epoch).unwrap_or(NonZeroU64::MIN));
+        let life = |epoch| BootId(NonZeroU64::new(epoch).unwrap_or(NonZeroU64::MIN));
+        let boot = life(epoch);
         // Each lives as long as threads of its part do: their end is the sidecar's.
         let up = || {
             let (say, carrying) = (say.clone(), ended.on_exit());
@@ -107,6 +108,7 @@ impl Peers {
         let node = (mesh.node.clone(), boot);
         let follow = control::Config {
             mesh: mesh.name.clone(),
+            former: pool.former_epoch().map(life),
             directory_bytes: mesh.directory_bytes,
             ..control::Config::new(node, mesh.listen, data, mesh.members.clone(), mesh.security.clone())
         };

@@ -335,6 +335,27 @@ fn members_find_each_other_in_etcd_and_pass_blocks_on() {
 }
 
 #[test]
+fn a_pod_that_is_killed_takes_its_own_place_in_etcd_with_its_pool() {
+    let etcd = Etcd::start();
+    let members = [format!("--etcd={}", etcd.url)];
+    let (a, b) = (Pod::new("a"), Pod::new("b"));
+    let pool = PathBuf::from(format!("/dev/shm/pillion-test-{}-former", std::process::id()));
+    let start = || a.start_by(&members, Trust::Nobody, &[&"--pool-path", &pool]);
+    let (first, second) = (start(), b.start_by(&members, Trust::Nobody, &[]));
+    let keys = save(&mut Engine::connect(&first), &mut 0);
+    wait_known(&second, keys.len());
+    first.kill();
+    let first = start();
+    wait_known(&first, 0);
+    watch("its next life", || (b.log().matches("a peer joined").count() == 2).then_some(()));
+    wait_known(&second, keys.len());
+    assert!(!a.log().contains("another life"), "it did not wait for a lease to end: {}", a.log());
+    assert_eq!(Engine::connect(&second).served(&keys), (keys.clone(), 0), "{}", b.log());
+    first.terminate();
+    std::fs::remove_file(pool).unwrap();
+}
+
+#[test]
 fn a_frozen_pod_is_not_waited_for_longer_than_it_may_take() {
     let (a, b) = (Pod::new("a"), Pod::new("b"));
     let (first, second) = (a.start(&[&b]), b.start(&[&a]));

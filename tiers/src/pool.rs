@@ -59,6 +59,8 @@ pub struct Pool {
     segment_bytes: u64,
     life: u64,
     found: Found,
+    /// Epoch of the life whose pool was taken over.
+    former: Option<u64>,
     /// Bytes from the start whose memory is there.
     reserved: AtomicU64,
     /// The rest of it cannot be had.
@@ -89,12 +91,15 @@ impl Pool {
             segment_bytes: config.segment_bytes,
             life: 0,
             found: Found::Nothing,
+            former: None,
             reserved: AtomicU64::new(pool::SEGMENT_ALIGN),
             exhausted: AtomicBool::new(false),
             block_bytes: (0..segments).map(|_| AtomicU64::new(0)).collect(),
         };
         let boot = place::boot_id()?;
         pool.found = pool.look(file.found_bytes, boot);
+        let epoch = || pool.region.word64(header::EPOCH as usize).load(Ordering::Relaxed);
+        pool.former = (pool.found == Found::Pool).then(epoch);
         pool.life = pool.initialise(config.epoch, boot);
         match pool.found {
             // An engine may still read what lies there.
@@ -188,6 +193,11 @@ impl Pool {
     /// What this life found in its file.
     pub fn found(&self) -> &Found {
         &self.found
+    }
+
+    /// The epoch of the life whose pool this one has taken over. That life has ended: it had the file's lock.
+    pub fn former_epoch(&self) -> Option<u64> {
+        self.former
     }
 
     /// Bytes, from the pool's start, whose memory is there: beyond them a page that a full file system cannot give ends

@@ -1,7 +1,8 @@
 //! Registration and membership in etcd.
 //!
 //! A node is one key, `/pillion/<mesh>/nodes/<node>`, under one lease: alive is who keeps the lease alive, and the revision
-//! that created the key is what tells one registration from the next. Whoever has the key first has the name.
+//! that created the key is what tells one registration from the next. Whoever has the key first has the name, until the lease
+//! ends, or a later life of the same node knows that the one which registered has ended.
 //!
 //! A session is one connection to one endpoint. It lists what is registered and watches from there on; when it breaks, the
 //! last membership serves on, and the next session, at the next endpoint, lists anew: nothing depends on a history that
@@ -188,36 +189,69 @@ impl Session {
 
     /// Writes this node's key, if no other life has it.
     async fn put(&mut self) -> Result<(), String> {
-        let config = &self.shared.config;
-        let key = format!("{}{}", self.prefix, config.node);
-        let record = Record::of(config.boot, config.listen, &config.data);
-        let put = || {
-            let leased = PutOptions::new().with_lease(self.lease);
-            TxnOp::put(key.as_str(), record.clone(), Some(leased))
+        let mut found = self.claim().await?;
+        if let Some(one) = &found
+            && let former @ Some(_) = self.shared.config.former
+            && self.boot(one) == former
+        {
+            // Not written over: it would still be the registration that the life before had created.
+            self.replace(one, TxnOp::delete(self.key(), None)).await?;
+            found = self.claim().await?;
+        }
+        self.registered = match found {
+            None => true,
+            // This life's, perhaps under a lease of before.
+            Some(one) if self.boot(&one) == Some(self.shared.config.boot) => {
+                self.replace(&one, self.record()).await?
+            }
+            Some(_) => {
+                self.shared.note(format!(
+                    "this node joins when the registration of another life of '{}' in etcd has ended, which takes up to \
+                     {} s after a crash; if this is said again, two sidecars have that name: give each its own --node-id",
+                    self.shared.config.node,
+                    self.ttl.as_secs()
+                ));
+                false
+            }
         };
-        let first = Txn::new()
-            .when([Compare::create_revision(key.as_str(), CompareOp::Equal, 0)])
-            .and_then([put()])
-            .or_else([TxnOp::get(key.as_str(), None)]);
+        Ok(())
+    }
+
+    /// Writes this node's key where there is none; else the key that there is.
+    async fn claim(&self) -> Result<Option<KeyValue>, String> {
+        let key = self.key();
+        let absent = Compare::create_revision(key.as_str(), CompareOp::Equal, 0);
+        let first = Txn::new().when([absent]).and_then([self.record()]).or_else([TxnOp::get(key, None)]);
         let mut keys = self.client.kv_client();
         let answer = self.call("the registration", keys.txn(first)).await?;
-        self.registered = answer.succeeded();
-        let Some(TxnOpResponse::Get(found)) = answer.op_responses().into_iter().next() else { return Ok(()) };
-        let Some(found) = found.kvs().first() else { return Ok(()) };
-        if self.read(found).is_some_and(|one| one.identity.boot == config.boot) {
-            // This life's, perhaps under a lease of before.
-            let unchanged = Compare::mod_revision(key.as_str(), CompareOp::Equal, found.mod_revision());
-            let again = Txn::new().when([unchanged]).and_then([put()]);
-            self.registered = self.call("the registration", keys.txn(again)).await?.succeeded();
-        } else {
-            self.shared.note(format!(
-                "this node joins when the registration of another life of '{}' in etcd has ended, which takes up to {} s \
-                 after a crash; if this is said again, two sidecars have that name: give each its own --node-id",
-                config.node,
-                self.ttl.as_secs()
-            ));
+        match answer.op_responses().into_iter().next() {
+            Some(TxnOpResponse::Get(mut found)) => Ok(found.take_kvs().pop()),
+            _ => Ok(None),
         }
-        Ok(())
+    }
+
+    /// Does something about this node's key if it is as it was found; whether it was.
+    async fn replace(&self, found: &KeyValue, by: TxnOp) -> Result<bool, String> {
+        let unchanged = Compare::mod_revision(self.key(), CompareOp::Equal, found.mod_revision());
+        let mut keys = self.client.kv_client();
+        let answer = self.call("the registration", keys.txn(Txn::new().when([unchanged]).and_then([by])));
+        Ok(answer.await?.succeeded())
+    }
+
+    fn key(&self) -> String {
+        format!("{}{}", self.prefix, self.shared.config.node)
+    }
+
+    /// What writes it.
+    fn record(&self) -> TxnOp {
+        let config = &self.shared.config;
+        let record = Record::of(config.boot, config.listen, &config.data);
+        TxnOp::put(self.key(), record, Some(PutOptions::new().with_lease(self.lease)))
+    }
+
+    /// The life that a key is of.
+    fn boot(&self, key: &KeyValue) -> Option<BootId> {
+        self.read(key).map(|one| one.identity.boot)
     }
 
     /// Renews the lease and takes what the watch tells, until something breaks.
@@ -266,7 +300,7 @@ impl Session {
 
     /// What has happened to keys.
     async fn take(&mut self, told: &WatchResponse) -> Result<(), String> {
-        let own = format!("{}{}", self.prefix, self.shared.config.node);
+        let own = self.key();
         let mut free = false;
         for event in told.events() {
             let Some(key) = event.kv() else { continue };

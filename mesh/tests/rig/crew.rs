@@ -51,6 +51,8 @@ pub(crate) fn removed(numbers: std::ops::Range<u64>) -> Vec<Change> {
 pub(crate) struct Plan {
     pub(crate) name: &'static str,
     pub(crate) life: u64,
+    /// The life before, which is known to have ended.
+    pub(crate) former: Option<u64>,
     pub(crate) listen: SocketAddr,
     pub(crate) members: Members,
     pub(crate) security: Security,
@@ -94,6 +96,7 @@ impl Plan {
         Self {
             name,
             life: 1,
+            former: None,
             listen,
             members,
             security: Security::Plaintext,
@@ -114,6 +117,7 @@ impl Plan {
         let own = (node(self.name), boot(self.life));
         Config {
             mesh: self.mesh.into(),
+            former: self.former.map(boot),
             directory_bytes: self.directory_bytes,
             limits: self.limits,
             ..Config::new(own, self.listen, data, self.members.clone(), self.security.clone())

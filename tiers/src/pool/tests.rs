@@ -138,6 +138,7 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     assert!(pool.write_segment_header(1, BLOCK) && pool.fill(kept, NamespaceDigest([1; 16]), &key()));
     assert!(pool.commit(kept, 0));
     let first_life = pool.first_generation();
+    assert_eq!(pool.former_epoch(), None);
     drop(pool);
 
     assert!(view(&region).verify(kept, BLOCK), "an engine still reads what it leased");
@@ -146,6 +147,7 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     assert!(view(&region).verify(kept, BLOCK), "also while the next sidecar has it");
     assert!(!pool.fill(kept, NamespaceDigest([1; 16]), &key()), "nothing is taken over unasked");
     assert_eq!((pool.found(), pool.take_over(0)), (&Found::Pool, None));
+    assert_eq!(pool.former_epoch(), Some(42), "what the first life was called");
     let geometry = pool.take_over(1).expect("a segment of the first life");
     let whole = Remains::Block {
         generation: kept.generation,

@@ -110,6 +110,8 @@ pub struct Limits {
     pub silence: Duration,
     /// A listed peer that was down for this long is left, until it is back.
     pub gone: Duration,
+    /// An inventory of which a part is told is asked for anew after about this long: there may be room for more by then.
+    pub thinned: Duration,
     /// The pause after a failure; doubled at each further one.
     pub back_off_min: Duration,
     /// The longest such pause.
@@ -222,6 +224,7 @@ impl Default for Limits {
             heartbeat: Duration::from_secs(1),
             silence: Duration::from_secs(5),
             gone: Duration::from_secs(30),
+            thinned: Duration::from_secs(3600),
             back_off_min: Duration::from_millis(100),
             back_off_max: Duration::from_secs(5),
             etcd: Duration::from_secs(3),

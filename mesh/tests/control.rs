@@ -8,7 +8,7 @@ use std::time::Duration;
 use mesh::control::{Control, Limits, Members, Parting};
 use mesh::tls::Security;
 use rig::certificates::{Authority, Folder, NAME};
-use rig::crew::{Crew, Plan, added, address, patient, removed};
+use rig::crew::{Crew, Plan, Seen, added, address, patient, removed};
 use rig::proxy::{Plan as Troubles, Proxy, Trouble};
 use rig::{WATCHDOG, now};
 
@@ -227,6 +227,23 @@ fn a_peer_that_keeps_more_than_fits_is_followed_in_part() {
         part.then_some((filter.thinning(), filter.len()))
     });
     assert!(thinning.power() == 2 && (10_000..15_000).contains(&keys), "{thinning:?} {keys}");
+}
+
+#[test]
+fn a_peer_of_which_a_part_is_followed_is_followed_whole_once_it_fits() {
+    let all = [address(), address()];
+    let limits = Limits { thinned: Duration::from_millis(200), ..patient() };
+    let one = Plan { directory_bytes: 0, limits, ..Plan::listing("one", all[0], &all) }.start();
+    let two = Plan::listing("two", all[1], &all).start();
+    two.publish(added(0..50_000));
+    let number = one.joined("two", 1);
+    let power = |seen: &Seen| Some(seen.members[&number].filter.as_ref()?.thinning().power());
+    one.wait("a part", |seen| (power(seen)? > 0).then_some(()));
+    two.publish(removed(0..45_000));
+    one.noted("more of it is asked for");
+    one.wait("all of it", |seen| (power(seen)? == 0).then_some(()));
+    one.keeps(number, 45_000..50_000, 0..45_000);
+    one.seen(|seen| assert!(seen.left.is_empty()));
 }
 
 #[test]

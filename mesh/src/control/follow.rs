@@ -14,8 +14,9 @@ use super::service::inventory_client::InventoryClient;
 use super::shell::Shared;
 use super::wire::{FollowReply, FollowRequest, REPLY_BYTES_MAX, Reply};
 use crate::digest::Thinning;
-use crate::feed::{Follower, Heard, Unheard, keys_max};
+use crate::feed::{Follower, Heard, Message, Unheard, keys_max};
 use crate::membership::{Identity, Seat};
+use crate::random::Random;
 use crate::transport::{BootId, PeerNumber};
 
 /// Changes of one peer that are taken in a second: a tenth of what the caller can apply. A peer that has more to tell is
@@ -49,14 +50,22 @@ pub(super) async fn follow(shared: Arc<Shared>, seat: Seat, address: String, ane
     let limits = shared.config.limits;
     let mut known = Known { upto: None, thinning: Thinning::NONE };
     let mut back_off = BackOff::new(&limits, shared.config.boot.0.get() ^ u64::from(seat.0));
+    let mut random = Random(shared.config.boot.0.get() ^ u64::from(seat.0));
     let mut hurry = shared.hurry.subscribe();
     loop {
         hurry.mark_unchanged();
         let mut up = None;
+        let thinned = known.thinning > Thinning::NONE;
+        // Not all peers at once: each has two filters for a while.
+        let renewal = limits.thinned / 1024 * (512 + (random.next() % 1024) as u32);
         let stream = stream(&shared, seat, &address, &mut known, &mut up);
         let why = tokio::select! {
             Err(why) = stream => why,
             () = anew.notified() => {
+                known.upto = None;
+                continue;
+            }
+            () = tokio::time::sleep(renewal), if thinned => {
                 known.upto = None;
                 continue;
             }
@@ -111,6 +120,9 @@ async fn stream(
             Reply::Hello(..) => return Err("it greets twice".into()),
             Reply::Heartbeat => {}
             Reply::Told(message) => {
+                if let Message::Begin { keys, .. } = message {
+                    known.use_room(keys, keys_max)?;
+                }
                 let heard = follower.hear(message).map_err(|unheard| known.after(unheard))?;
                 known.upto = follower.known().map(|sequence| (number, identity.boot, sequence));
                 tell(shared, number, heard).await;
@@ -157,13 +169,29 @@ async fn tell(shared: &Shared, number: PeerNumber, heard: Heard) {
 // === impl Known ===
 
 impl Known {
+    /// As much of a peer's inventory as fits, where the part that was asked for has so many keys.
+    fn fit(&mut self, keys: u64, max: usize) {
+        let all = keys.saturating_mul(1 << self.thinning.power());
+        let fits = |thinning: &Thinning| thinning.of(all) <= max as u64;
+        self.thinning = (0..).map_while(Thinning::new).find(fits).unwrap_or(Thinning::MOST);
+    }
+
+    /// An inventory begins. `Err` where there is room for more of it than was asked for: twice as much would fit with a
+    /// quarter to spare, so that it is not too much again soon.
+    fn use_room(&mut self, keys: u64, max: usize) -> Result<(), String> {
+        if self.thinning == Thinning::NONE || keys.saturating_mul(2) > max as u64 / 4 * 3 {
+            return Ok(());
+        }
+        self.upto = None;
+        self.fit(keys, max);
+        Err(format!("only a part of it, {keys} keys, is told where {max} fit: more of it is asked for"))
+    }
+
     /// What follows from a message that could not be taken: all is asked for anew, and less of it where it is too much.
     fn after(&mut self, unheard: Unheard) -> String {
         self.upto = None;
         if let Unheard::Memory { keys, max } = unheard {
-            let power = self.thinning.power();
-            let fits = |thinning: &Thinning| keys >> (thinning.power() - power) <= max as u64;
-            self.thinning = (power..).map_while(Thinning::new).find(fits).unwrap_or(Thinning::MOST);
+            self.fit(keys, max);
         }
         unheard.to_string()
     }

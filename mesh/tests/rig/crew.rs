@@ -21,6 +21,7 @@ pub(crate) fn patient() -> Limits {
         heartbeat: Duration::from_millis(50),
         silence: LONG,
         gone: LONG,
+        thinned: LONG,
         back_off_min: Duration::from_millis(5),
         back_off_max: Duration::from_millis(50),
         etcd: LONG,

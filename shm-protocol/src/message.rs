@@ -57,14 +57,22 @@ pub enum Status {
     LeaseConsumed = 7,
     /// No worker of this engine has registered memory yet, or its ranks disagree.
     NotReady = 8,
+    /// A query: `value` is the number of hits, but some of their blocks are still on their way ([`QUERY_ARRIVING`]).
+    Arriving = 9,
+    /// A load: a block that was on its way has not come. Nothing was written, and nothing will be.
+    Absent = 10,
 }
 
+/// `flags` of QUERY: it may be answered with [`Status::Arriving`]. What is loaded under that answer may fail.
+pub const QUERY_ARRIVING: u8 = 1;
 /// `flags` of LOAD: the step that the load belongs to waits for it.
 pub const LOAD_SYNC: u8 = 1;
 /// `flags` of LOAD: the ranks copy from the pool themselves and report LOADED.
 pub const LOAD_BY_ENGINE: u8 = 2;
 /// `flags` of LOAD: its blocks are free once the step before its own is done; nothing of its own step touches them first.
 pub const LOAD_EARLY: u8 = 4;
+/// `flags` of LOAD: its query was answered with [`Status::Arriving`], so its blocks may have to be waited for.
+pub const LOAD_ARRIVING: u8 = 8;
 
 /// One submission, as it lies in a slot: `kind u8, flags u8, pad u16, log u32, op u64, from u32, count u32, step u64,
 /// lease u64, data [u32; 6]`.
@@ -144,10 +152,17 @@ impl TryFrom<u8> for Kind {
 
 // === impl Status ===
 
+impl Status {
+    /// Whether it says of a load that nobody has written, or will write, a block of it.
+    pub fn is_refusal(self) -> bool {
+        !matches!(self, Self::Pending | Self::Ok | Self::Failed)
+    }
+}
+
 impl TryFrom<u8> for Status {
     type Error = DecodeError;
     fn try_from(value: u8) -> Result<Self, DecodeError> {
-        const ALL: [Status; 8] = [
+        const ALL: [Status; 10] = [
             Status::Pending,
             Status::Ok,
             Status::Failed,
@@ -156,6 +171,8 @@ impl TryFrom<u8> for Status {
             Status::LeaseForeign,
             Status::LeaseConsumed,
             Status::NotReady,
+            Status::Arriving,
+            Status::Absent,
         ];
         ALL.into_iter().find(|status| *status as u8 == value).ok_or(DecodeError { what: "status", value })
     }

@@ -31,7 +31,7 @@ const KINDS: [Kind; 13] = [
     Kind::Hint,
 ];
 
-const STATUSES: [Status; 8] = [
+const STATUSES: [Status; 10] = [
     Status::Pending,
     Status::Ok,
     Status::Failed,
@@ -40,6 +40,8 @@ const STATUSES: [Status; 8] = [
     Status::LeaseForeign,
     Status::LeaseConsumed,
     Status::NotReady,
+    Status::Arriving,
+    Status::Absent,
 ];
 
 // === strategies ===
@@ -236,7 +238,7 @@ fn every_kind_and_status_has_its_own_number() {
     for unknown in [0, 14, 255] {
         assert!(Kind::try_from(unknown).is_err());
     }
-    for unknown in [0, 9, 255] {
+    for unknown in [0, 11, 255] {
         assert!(Status::try_from(unknown).is_err());
     }
 }

@@ -54,6 +54,9 @@ const COUNTERS: &[Figure<Stats>] = &[
     ("query_waits_timed_out_total", "Those answered before all they waited for was there.", |s| {
         s.waits_timed_out
     }),
+    ("query_early_answers_total", "Those answered while blocks of theirs were on their way.", |s| {
+        s.early_answers
+    }),
     ("saves_posted_blocks_total", "Blocks that engines asked to save.", |s| s.saves_posted_blocks),
     ("saved_blocks_total", "Blocks saved.", |s| s.saved_blocks),
     ("saved_bytes_total", "Bytes of saved blocks, all ranks.", |s| s.saved_bytes),

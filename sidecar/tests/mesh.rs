@@ -504,3 +504,43 @@ fn without_a_mesh_nobody_waits_and_the_engine_is_told() {
     let log = std::fs::read_to_string(folder.path().join("log")).unwrap();
     assert_eq!(log.matches("pillion.miss_wait_ms").count(), 1, "{log}");
 }
+
+#[test]
+fn what_has_come_from_one_pod_is_loaded_while_another_still_has_the_rest() {
+    for dies in [false, true] {
+        let (a, b, c) = (Pod::new("a"), Pod::new("b"), Pod::new("c"));
+        let (first, third) = (a.start(&[&b]), c.start(&[&b]));
+        let prompt =
+            [save(&mut Engine::connect(&first), &mut 0), save(&mut Engine::connect(&third), &mut 1000)];
+        let prompt = prompt.concat();
+        let second = b.start(&[&a, &c]);
+        for owner in [&first, &third] {
+            owner.wait_metric("pillion_mesh_peers", |peers| peers == 1);
+        }
+        second.wait_metric("pillion_mesh_peer_keys", |known| known == prompt.len() as u64);
+        let mut engine = Engine::connect(&second);
+        third.freeze(true);
+        let (lease, answer) = engine.ask_early(&prompt);
+        assert_eq!((answer.status, answer.value as usize), (Status::Arriving, prompt.len()), "{}", b.log());
+        let here = engine.post_load(lease, 0, SAVED);
+        let frozen = engine.post_load(lease, SAVED.len() as u32, 101..121);
+        engine.scheduler.post(Message::new(Kind::Release));
+        assert_eq!(watch("the first part", || engine.load_ended(here)), Status::Ok);
+        assert_eq!(engine.load_ended(frozen), None, "its blocks have not left their owner");
+        assert!(engine.loaded(SAVED, &prompt));
+        if dies {
+            third.kill();
+        } else {
+            third.freeze(false);
+        }
+        let ended = watch("the second part", || engine.load_ended(frozen));
+        assert_eq!(ended, if dies { Status::Absent } else { Status::Ok }, "{}", b.log());
+        assert!(dies || engine.loaded(101..121, &prompt[SAVED.len()..]));
+        assert_eq!(second.metric("pillion_query_early_answers_total"), 1);
+        second.wait_metric("pillion_mesh_fetching_blocks", |fetching| fetching == 0);
+        engine.scheduler.post(Message::new(Kind::Close));
+        let kept = if dies { SAVED.len() } else { prompt.len() };
+        assert_eq!(engine.served(&prompt[..kept]), (prompt[..kept].to_vec(), 0), "the engine goes on");
+        second.terminate();
+    }
+}

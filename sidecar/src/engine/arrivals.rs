@@ -14,6 +14,7 @@ use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 use shm_protocol::pool::SlotRef;
 use tiers::dram::Dram;
 
+use super::early::{Answered, Parked};
 use super::logs::Question;
 use super::members::Binding;
 use super::peers::Span;
@@ -38,35 +39,43 @@ pub(super) struct Arrivals {
     bytes: u64,
     /// What has not ended.
     coming: BTreeMap<BlockKey, Coming>,
-    /// Queries that wait: at most one for each log of a session.
-    waits: BTreeMap<(SessionId, u32), Wait>,
+    /// Queries that wait, and those that were answered early: at most one for each log of a session.
+    pub(super) waits: BTreeMap<(SessionId, u32), Wait>,
+    /// Loads that wait, by operation.
+    pub(super) loads: BTreeMap<(SessionId, u64), Parked>,
 }
 
 /// A block on its way into a slot.
 #[derive(Debug)]
 struct Coming {
+    slot: SlotRef,
     bytes: u64,
     /// Nobody waits for it any more.
     late: bool,
     waiting: Vec<Waiter>,
 }
 
-/// A query that waits.
+/// Who waits: a query or a load.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
-struct Waiter {
-    session: SessionId,
-    log: u32,
-    op: u64,
+pub(super) struct Waiter {
+    pub(super) session: SessionId,
+    /// A query's.
+    pub(super) log: Option<u32>,
+    pub(super) op: u64,
 }
 
 /// What a query waits for.
 #[derive(Debug)]
-struct Wait {
-    question: Question,
+pub(super) struct Wait {
+    pub(super) question: Question,
     /// Blocks on their way that have not ended; none: it waits for a producer.
-    open: usize,
+    pub(super) open: usize,
+    /// Its run reaches to the end of what was asked for.
+    pub(super) whole: bool,
     /// Blocks that must not be evicted before they are leased.
-    held: Vec<SlotRef>,
+    pub(super) held: Vec<SlotRef>,
+    /// It was answered early.
+    pub(super) answered: Option<Answered>,
 }
 
 /// How far a run was followed.
@@ -87,7 +96,8 @@ struct Followed {
 impl Arrivals {
     pub(super) fn new(dram: &Dram) -> Self {
         let bytes_max = dram.config().pool_bytes / PART;
-        Self { bytes_max, bytes: 0, coming: BTreeMap::new(), waits: BTreeMap::new() }
+        let (coming, waits, loads) = Default::default();
+        Self { bytes_max, bytes: 0, coming, waits, loads }
     }
 
     /// Whether a block's end is still to come.
@@ -100,31 +110,60 @@ impl Arrivals {
         self.coming.get(key).is_some_and(|coming| !coming.late)
     }
 
-    /// Whether a query waits for this one.
+    /// The slot of one that may be waited for; `waiter` does from now on.
+    pub(super) fn join(&mut self, key: &BlockKey, waiter: Waiter) -> Option<SlotRef> {
+        let coming = self.coming.get_mut(key).filter(|coming| !coming.late)?;
+        coming.waiting.push(waiter);
+        Some(coming.slot)
+    }
+
+    /// The same for one that may wait for it already.
+    pub(super) fn join_once(&mut self, key: &BlockKey, waiter: Waiter) -> Option<SlotRef> {
+        let coming = self.coming.get(key)?;
+        if coming.waiting.contains(&waiter) { Some(coming.slot) } else { self.join(key, waiter) }
+    }
+
+    /// Bytes that may be on their way.
+    pub(super) fn bytes_max(&self) -> u64 {
+        self.bytes_max
+    }
+
+    /// Whether a query or a load waits for this one.
     pub(super) fn wished(&self, key: &BlockKey) -> bool {
-        let waits = |waiter: &Waiter| {
-            let wait = self.waits.get(&(waiter.session, waiter.log));
-            wait.is_some_and(|wait| wait.question.op == waiter.op)
+        let waits = |waiter: &Waiter| match waiter.log {
+            Some(log) => {
+                let wait = self.waits.get(&(waiter.session, log));
+                wait.is_some_and(|wait| wait.question.op == waiter.op)
+            }
+            None => self.loads.contains_key(&(waiter.session, waiter.op)),
         };
         self.coming.get(key).is_some_and(|coming| coming.waiting.iter().any(waits))
     }
 
     /// A block of `bytes` is on its way into its slot.
-    pub(super) fn begin(&mut self, key: BlockKey, bytes: u64) {
+    pub(super) fn begin(&mut self, key: BlockKey, slot: SlotRef, bytes: u64) {
         self.bytes += bytes;
-        let before = self.coming.insert(key, Coming { bytes, late: false, waiting: Vec::new() });
+        let before = self.coming.insert(key, Coming { slot, bytes, late: false, waiting: Vec::new() });
         assert!(before.is_none(), "a slot is filled once at a time");
     }
 
     /// A query waits for `open` blocks.
-    pub(super) fn wait(&mut self, session: SessionId, question: Question, open: usize, held: Vec<SlotRef>) {
-        let before = self.waits.insert((session, question.log), Wait { question, open, held });
+    pub(super) fn wait(
+        &mut self,
+        session: SessionId,
+        question: Question,
+        open: usize,
+        whole: bool,
+        held: Vec<SlotRef>,
+    ) {
+        let wait = Wait { question, open, whole, held, answered: None };
+        let before = self.waits.insert((session, question.log), wait);
         assert!(before.is_none(), "a new question ends the wait of the one before");
     }
 
     /// Queries that wait although nothing is on its way to them.
     pub(super) fn idle(&self) -> Vec<(SessionId, Question)> {
-        let idle = self.waits.iter().filter(|(_, wait)| wait.open == 0);
+        let idle = self.waits.iter().filter(|(_, wait)| wait.open == 0 && wait.answered.is_none());
         idle.map(|((session, _), wait)| (*session, wait.question)).collect()
     }
 }
@@ -150,19 +189,20 @@ impl Core {
         hashes: &[BlockHash],
         out: &mut Vec<Action>,
     ) -> bool {
-        let waiter = Waiter { session, log: question.log, op: question.op };
+        let waiter = Waiter { session, log: Some(question.log), op: question.op };
         let mut followed = self.follow(now_ms, binding, hashes, self.arrivals.bytes_max);
         followed.coming.extend(self.begin_reads(binding, &followed.on_disk, out));
         followed.coming.extend(self.begin_fetches(now_ms, binding, &followed.at_peers, out));
         for key in &followed.coming {
-            self.arrivals.coming.get_mut(key).expect("it was found there").waiting.push(waiter);
+            self.arrivals.join(key, waiter).expect("it was found there");
         }
         let open = followed.coming.len();
         if open == 0 {
             followed.held.into_iter().for_each(|slot| self.dram.unhold(slot));
             return false;
         }
-        self.arrivals.wait(session, question, open, followed.held);
+        let whole = followed.held.len() + open == hashes.len();
+        self.arrivals.wait(session, question, open, whole, followed.held);
         true
     }
 
@@ -264,29 +304,58 @@ impl Core {
 
     fn tell(&mut self, now_ms: u64, waiting: &[Waiter], ended: Option<&BlockKey>, out: &mut Vec<Action>) {
         for waiter in waiting {
-            let place = (waiter.session, waiter.log);
-            let wait = self.arrivals.waits.get_mut(&place);
-            let Some(wait) = wait.filter(|wait| wait.question.op == waiter.op) else { continue };
-            wait.held.extend(ended.and_then(|key| self.dram.hold(key)));
-            wait.open -= 1;
-            if wait.open == 0 {
-                self.all_ended(now_ms, place, out);
+            match waiter.log {
+                Some(log) => self.tell_query(now_ms, (waiter.session, log), waiter.op, ended, out),
+                None => self.tell_load(now_ms, (waiter.session, waiter.op), ended, out),
             }
         }
     }
 
-    /// Answers the queries that have waited long enough with what is there.
+    fn tell_query(
+        &mut self,
+        now_ms: u64,
+        place: (SessionId, u32),
+        op: u64,
+        ended: Option<&BlockKey>,
+        out: &mut Vec<Action>,
+    ) {
+        let wait = self.arrivals.waits.get_mut(&place);
+        let Some(wait) = wait.filter(|wait| wait.question.op == op) else { return };
+        let here = ended.and_then(|key| self.dram.hold(key));
+        wait.held.extend(here);
+        if wait.answered.is_some() {
+            return;
+        }
+        wait.open -= 1;
+        if wait.open == 0 {
+            self.all_ended(now_ms, place, out);
+        } else if here.is_some() {
+            self.answer_early(now_ms, place, out);
+        }
+    }
+
+    /// Answers the queries that have waited long enough with what is there, and lets go of early answers that nobody used.
     pub(super) fn end_due_waits(&mut self, now_ms: u64, out: &mut Vec<Action>) {
-        let is_due = |wait: &Wait| now_ms >= wait.question.asked_ms.saturating_add(WAIT_MS_MAX);
-        let due: Vec<_> =
-            self.arrivals.waits.iter().filter(|(_, wait)| is_due(wait)).map(|(place, _)| *place).collect();
-        self.stats.waits_timed_out += due.len() as u64;
-        due.into_iter().for_each(|place| self.answer_wait(now_ms, place, out));
+        let is_due = |wait: &Wait| {
+            let until_ms = wait.question.asked_ms.saturating_add(WAIT_MS_MAX);
+            now_ms >= wait.answered.as_ref().map_or(until_ms, |answered| answered.until_ms)
+        };
+        let due = self.arrivals.waits.iter().filter(|(_, wait)| is_due(wait));
+        let due: Vec<_> = due.map(|(place, wait)| (*place, wait.answered.is_some())).collect();
+        for (place, answered) in due {
+            if answered {
+                self.end_wait(place.0, place.1);
+            } else {
+                self.stats.waits_timed_out += 1;
+                self.answer_wait(now_ms, place, out);
+            }
+        }
     }
 
     /// Answers every query that waits, with what is there: nobody waits for a sidecar that ends.
     pub(super) fn answer_waits(&mut self, now_ms: u64, out: &mut Vec<Action>) {
-        let places: Vec<_> = self.arrivals.waits.keys().copied().collect();
+        let waiting = self.arrivals.waits.iter().filter(|(_, wait)| wait.answered.is_none());
+        let places: Vec<_> = waiting.map(|(place, _)| *place).collect();
         places.into_iter().for_each(|place| self.answer_wait(now_ms, place, out));
     }
 

@@ -17,15 +17,16 @@ const EARLY_MAX: usize = OPERATIONS * RANKS_MAX as usize;
 /// One LOAD message, until every rank ended it.
 #[derive(Debug)]
 pub(super) struct Load {
-    lease: LeaseId,
+    /// `None`: it is parked.
+    pub(super) lease: Option<LeaseId>,
     step: u64,
     /// It may begin when the step before its own is done.
     early: bool,
     blocks: Vec<u32>,
-    slots: Vec<SlotRef>,
-    binding: Binding,
+    pub(super) slots: Vec<SlotRef>,
+    pub(super) binding: Binding,
     /// Ranks that have not ended it.
-    open: u64,
+    pub(super) open: u64,
     /// Ranks whose copy by this process has not been started; none where the ranks copy for themselves.
     unstarted: u64,
     /// Ranks with a copy running.
@@ -36,11 +37,39 @@ pub(super) struct Load {
     orphan: bool,
 }
 
+// === impl Load ===
+
+impl Load {
+    /// Without its blocks yet.
+    pub(super) fn new(
+        message: &Message,
+        lease: Option<LeaseId>,
+        slots: Vec<SlotRef>,
+        binding: Binding,
+        ranks: u64,
+    ) -> Self {
+        Self {
+            lease,
+            step: message.step,
+            early: message.flags & LOAD_EARLY != 0,
+            blocks: Vec::new(),
+            slots,
+            binding,
+            open: ranks,
+            unstarted: if message.flags & LOAD_BY_ENGINE != 0 { 0 } else { ranks },
+            running: 0,
+            reported: (0, 0),
+            orphan: false,
+        }
+    }
+}
+
 // === impl Core ===
 
 impl Core {
     pub(super) fn load(
         &mut self,
+        now_ms: u64,
         session: SessionId,
         message: &Message,
         blocks: Vec<u32>,
@@ -50,20 +79,25 @@ impl Core {
         if self.schedulers[&session].loads >= OPERATIONS {
             return Err(format!("more than {OPERATIONS} loads at once"));
         }
-        let by_engine = message.flags & LOAD_BY_ENGINE != 0;
-        match self.promise(session, message) {
+        let promised = match self.is_early(session, message) {
+            true => self.park(session, message),
+            false => self.promise(session, message),
+        };
+        match promised {
             Ok(mut load) => {
                 load.blocks = blocks;
-                if by_engine {
-                    load.unstarted = 0;
-                } else {
+                let is_parked = load.lease.is_none();
+                if !is_parked && load.unstarted != 0 {
                     self.scheduler_waits(session, message.op);
                 }
                 self.loads.insert((session, message.op), load);
                 self.schedulers.get_mut(&session).expect("the caller checked").loads += 1;
                 self.take_early(session, message.op);
                 self.end_missed(session, message);
-                self.dispatch_load(session, message.op, out);
+                match is_parked {
+                    true => self.unpark(now_ms, (session, message.op), out),
+                    false => self.dispatch_load(session, message.op, out),
+                }
             }
             Err(status) => self.refuse_load(session, message.op, status, out),
         }
@@ -82,23 +116,11 @@ impl Core {
         self.dram.truncate(lease.id, session, first, slots.len()).map_err(status)?;
         self.dram.promise(lease.id, session).map_err(status)?;
         self.take_lease(session, message.log).map_err(|_| Status::LeaseUnknown)?;
-        Ok(Load {
-            lease: lease.id,
-            step: message.step,
-            early: message.flags & LOAD_EARLY != 0,
-            blocks: Vec::new(),
-            slots,
-            binding,
-            open: ranks,
-            unstarted: ranks,
-            running: 0,
-            reported: (0, 0),
-            orphan: false,
-        })
+        Ok(Load::new(message, Some(lease.id), slots, binding, ranks))
     }
 
     /// Tells the ranks that wait for this process; the others find out by the slots' generations.
-    fn refuse_load(&mut self, session: SessionId, op: u64, status: Status, out: &mut Vec<Action>) {
+    pub(super) fn refuse_load(&mut self, session: SessionId, op: u64, status: Status, out: &mut Vec<Action>) {
         self.stats.load_failures += 1;
         let outcome = Outcome { op: op as u32, value: 0, status };
         let ranks = self.schedulers[&session].ranks.iter().flatten();
@@ -240,14 +262,17 @@ impl Core {
         } else {
             self.stats.load_failures += 1;
         }
-        let ended = self.dram.consume(load.lease, key.0, rank);
-        debug_assert_eq!(
-            ended.ok(),
-            Some(load.open == 0),
-            "a promised lease lasts until every rank consumed it"
-        );
+        if let Some(lease) = load.lease {
+            let ended = self.dram.consume(lease, key.0, rank);
+            debug_assert_eq!(
+                ended.ok(),
+                Some(load.open == 0),
+                "a promised lease lasts until every rank consumed it"
+            );
+        }
         if load.open == 0 {
             self.loads.remove(&key);
+            self.let_go(key);
             if let Some(scheduler) = self.schedulers.get_mut(&key.0) {
                 scheduler.loads -= 1;
             }
@@ -279,8 +304,9 @@ impl Core {
 
     fn drop_load(&mut self, key: (SessionId, u64)) {
         let load = self.loads.remove(&key).expect("the caller found it");
-        let released = self.dram.release(load.lease, key.0);
-        debug_assert!(released.is_ok(), "a promised lease does not expire");
+        let released = load.lease.map(|lease| self.dram.release(lease, key.0));
+        debug_assert!(released.is_none_or(|it| it.is_ok()), "a promised lease does not expire");
+        self.let_go(key);
     }
 }
 

@@ -2,7 +2,7 @@
 
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{CHUNK_KEYS, CHUNKS, LOG_KEYS, LOGS};
-use shm_protocol::message::{Message, Outcome, Status};
+use shm_protocol::message::{Message, Outcome, QUERY_ARRIVING, Status};
 use shm_protocol::pool::SlotRef;
 use tiers::dram::LeaseId;
 
@@ -39,6 +39,8 @@ pub(super) struct Question {
     pub(super) log: u32,
     pub(super) from: u32,
     pub(super) count: u32,
+    /// It may be answered while its blocks are on their way.
+    pub(super) arriving: bool,
     pub(super) asked_ms: u64,
 }
 
@@ -130,7 +132,9 @@ impl Core {
         let Message { op, log, from, count, .. } = *message;
         self.log(session, log)?;
         self.end_wait(session, log);
-        let waits = self.ask(now_ms, session, Question { op, log, from, count, asked_ms: now_ms }, out);
+        let arriving = message.flags & QUERY_ARRIVING != 0;
+        let question = Question { op, log, from, count, arriving, asked_ms: now_ms };
+        let waits = self.ask(now_ms, session, question, out);
         self.stats.waits += u64::from(waits);
         Ok(())
     }
@@ -193,7 +197,7 @@ impl Core {
             return Ok(());
         }
         if let Some(binding) = self.binding(session) {
-            let question = Question { op, log, from, count, asked_ms: now_ms };
+            let question = Question { op, log, from, count, arriving: false, asked_ms: now_ms };
             let wanted = self.schedulers[&session].logs[&log].wanted(question).to_vec();
             self.prefetch(now_ms, &binding, &wanted, out);
         }
@@ -261,7 +265,7 @@ impl Core {
     ) {
         let log = &self.schedulers[&session].logs[&question.log];
         let (hits, chunks) = (found.hits(), log.chunks.clone());
-        if status == Status::Ok {
+        if status != Status::Pending {
             self.stats.queries += 1;
             self.stats.query_blocks += log.wanted(question).len() as u64;
             self.stats.query_hit_blocks += u64::from(hits);
@@ -269,6 +273,17 @@ impl Core {
         let outcome = Outcome { op: question.op as u32, value: hits, status };
         let (op, from) = (question.op, question.from + found.known);
         out.push(Action::Answer { session, op, outcome, refs: found.refs, chunks, from });
+    }
+
+    /// Answers a query with blocks some of which are on their way.
+    pub(super) fn answer_arriving(
+        &mut self,
+        session: SessionId,
+        question: Question,
+        refs: Vec<SlotRef>,
+        out: &mut Vec<Action>,
+    ) {
+        self.answer(session, question, Found { known: 0, refs }, Status::Arriving, out);
     }
 
     fn answer_not_ready(&mut self, session: SessionId, op: u64, out: &mut Vec<Action>) {

@@ -10,6 +10,7 @@
 
 mod adoption;
 mod arrivals;
+mod early;
 mod loads;
 mod logs;
 mod members;
@@ -395,7 +396,7 @@ impl Core {
             Kind::Open => self.open(session, message.log),
             Kind::Append => self.append(session, message, keys),
             Kind::Query => self.query(now_ms, session, message, out),
-            Kind::Load => self.load(session, message, blocks, out),
+            Kind::Load => self.load(now_ms, session, message, blocks, out),
             Kind::Save => self.save(session, message, &blocks, out),
             Kind::Cancel => self.cancel(session, message, out),
             Kind::Release => self.release(session, message.log),

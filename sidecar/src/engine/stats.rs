@@ -27,6 +27,8 @@ pub struct Stats {
     pub waits: u64,
     /// Those that were answered before all they waited for was there.
     pub waits_timed_out: u64,
+    /// Those that were answered while blocks of theirs were on their way.
+    pub early_answers: u64,
     /// Milliseconds of all waits that were answered.
     pub wait_ms: u64,
     /// Blocks posted by saves.

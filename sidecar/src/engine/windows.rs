@@ -147,7 +147,7 @@ impl Core {
         let Some(window) = window else { return false };
         let (look_ms, is_new) = (window.idle(now_ms), !std::mem::replace(&mut window.waited, true));
         self.windows.next_look_ms = self.windows.next_look_ms.min(look_ms);
-        self.arrivals.wait(session, question, 0, Vec::new());
+        self.arrivals.wait(session, question, 0, false, Vec::new());
         if let Some(peers) = &mut self.peers {
             peers.stats.miss_waits += u64::from(is_new);
         }
@@ -234,7 +234,7 @@ impl Core {
         self.schedulers.values().filter(|scheduler| scheduler.patience.is_lost()).count() as u64
     }
 
-    fn window(&mut self, session: SessionId, log: u32) -> Option<&mut Window> {
+    pub(super) fn window(&mut self, session: SessionId, log: u32) -> Option<&mut Window> {
         self.schedulers.get_mut(&session)?.logs.get_mut(&log)?.window.as_mut()
     }
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use shm_protocol::handshake::{Copier, Hello, Role};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::CHUNK_KEYS;
-use shm_protocol::message::{Kind, Message, Outcome, Status};
+use shm_protocol::message::{Kind, LOAD_ARRIVING, Message, Outcome, QUERY_ARRIVING, Status};
 use shm_protocol::pool::{self, SlotRef};
 
 use super::sidecar::Sidecar;
@@ -115,6 +115,45 @@ impl Engine {
         let op = self.next_op();
         self.scheduler.post(Message { op, count: keys.len() as u32, ..Message::new(Kind::Query) });
         op
+    }
+
+    /// Asks for `keys`, which may be answered while they are on their way, until the rank is known and there is an answer.
+    pub(crate) fn ask_early(&mut self, keys: &[BlockHash]) -> (u64, Outcome) {
+        self.scheduler.open_log(0, keys);
+        watch("a rank that is known", || {
+            let (op, count) = (self.next_op(), keys.len() as u32);
+            self.scheduler.post(Message { op, count, flags: QUERY_ARRIVING, ..Message::new(Kind::Query) });
+            let known = |outcome: &Outcome| outcome.status != Status::Pending;
+            let outcome = watch("an answer", || Some(self.scheduler.outcome(op)).filter(known));
+            Some((op, outcome)).filter(|_| outcome.status != Status::NotReady)
+        })
+    }
+
+    /// Posts the load of keys `from..` into these blocks, under an early answer.
+    pub(crate) fn post_load(&mut self, lease: u64, from: u32, blocks: std::ops::Range<u32>) -> u64 {
+        let op = self.next_op();
+        let load = Message { op, lease, from, step: 1, flags: LOAD_ARRIVING, ..Message::new(Kind::Load) };
+        self.scheduler.with_blocks(load, &blocks.collect::<Vec<_>>());
+        op
+    }
+
+    /// What has become of a load, if it has ended.
+    pub(crate) fn load_ended(&self, op: u64) -> Option<Status> {
+        let outcome = self.rank.memory.load_outcome(op)?;
+        Some(outcome.status).filter(|status| *status != Status::Pending)
+    }
+
+    /// Whether these blocks of KV hold the bytes of these keys.
+    pub(crate) fn loaded(&self, blocks: std::ops::Range<u32>, keys: &[BlockHash]) -> bool {
+        blocks.zip(keys).all(|(block, key)| {
+            let mut bytes = vec![0; (LAYERS * LAYER_BYTES) as usize];
+            for (region, layer) in self.kv.regions.iter().zip(bytes.chunks_mut(LAYER_BYTES as usize)) {
+                let at = region.offset + u64::from(block) * region.stride;
+                let fd = &self.kv.fds[region.fd as usize];
+                assert_eq!(rustix::io::pread(fd, &mut *layer, at), Ok(layer.len()));
+            }
+            bytes == content(key)
+        })
     }
 
     /// Those of `keys` that are served, in their order; how many of them are not what they should be.

@@ -25,6 +25,8 @@ pub(crate) const COPIERS: usize = 2;
 pub(crate) const TICK: Micros = 5_000;
 pub(crate) const RETRY: Micros = 20_000;
 pub(crate) const LOAD_DEADLINE: Micros = 20_000;
+/// Longer than most blocks are on their way, shorter than some.
+pub(crate) const ARRIVAL_DEADLINE: Micros = 50_000;
 /// Longer than any freeze: beyond it the product gives up a sidecar that is frozen half-way through a block.
 pub(crate) const SETTLE: Micros = 10_000_000;
 pub(crate) const POOL_KEPT: Micros = 50_000;

@@ -205,7 +205,7 @@ impl Core {
                 self.apply_evictions(out);
                 let Ok(slot) = filled else { break };
                 out.push(Action::FillSlot { slot, namespace: binding.digest, key: *key });
-                self.arrivals.begin(*key, binding.block_bytes());
+                self.arrivals.begin(*key, slot, binding.block_bytes());
                 all.push(*key);
                 begun.push((*place, Wanted { key: *key, slot, tried: Vec::new() }));
             }

@@ -34,7 +34,7 @@ impl Core {
             };
             out.push(Action::FillSlot { slot, namespace: binding.digest, key: *key });
             ssd.reads.insert(ticket, *key);
-            self.arrivals.begin(*key, bytes);
+            self.arrivals.begin(*key, slot, bytes);
             begun.push(*key);
         }
         begun

@@ -118,6 +118,7 @@ impl Awaited {
                 assert_eq!(outcome.value as usize, self.plan.blocks.len(), "OK means every block");
                 Some(Ok(()))
             }
+            Some(outcome) if outcome.status.is_refusal() => Some(Err("engine load refused")),
             Some(_) => Some(Err("engine rescue after a failed copy")),
             None if self.link.connection.is_lost() => Some(Err("engine rescue after a hang-up")),
             None if ctx.now >= self.deadline => Some(Err("engine rescue after the deadline")),
@@ -125,8 +126,11 @@ impl Awaited {
         }
     }
 
-    /// Takes the load away from the sidecar.
+    /// Takes the load away from the sidecar, if it has it.
     pub(super) fn rescue(self, pool: Option<Rc<PoolMap>>, ctx: &mut Ctx) -> Job {
+        if self.link.outcome(self.plan.op).is_some_and(|outcome| outcome.status.is_refusal()) {
+            return Job::new(self.request, self.plan, pool, Some(self.link));
+        }
         let connection = &self.link.connection;
         gate::close(connection.memory.region(), self.plan.op);
         let mut job = Job::new(self.request, self.plan, pool, Some(self.link));

@@ -1,58 +1,90 @@
 //! What a step posts: loads under a lease, CANCEL before a block is used again, saves of what is full.
 
-use shm_protocol::message::{Kind, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Message};
+use std::ops::Range;
 
-use super::request::Plan;
+use shm_protocol::message::{Kind, LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Message};
+
+use super::request::{Lease, Plan};
 use super::scheduler::{Hit, Scheduler};
 use crate::ctx::{Canary, Ctx};
 
 // === impl Scheduler: posting ===
 
 impl Scheduler {
-    /// Posts the load of a request's hit; `None` where no lease covers it: then nothing may be loaded.
-    pub(super) fn try_load(&mut self, id: u64, hit: Hit, ctx: &mut Ctx) -> Option<Plan> {
-        let request = &self.requests[&id];
-        let (_, number) = request.log?;
+    /// Posts the load of a request's hit, in parts where its blocks are on their way; `None` where no lease covers it: then
+    /// nothing may be loaded.
+    pub(super) fn try_load(&mut self, id: u64, hit: Hit, ctx: &mut Ctx) -> Option<Vec<Plan>> {
+        let (_, number) = self.requests[&id].log?;
         let link = self.link.as_mut().filter(|link| !link.connection.is_lost())?;
-        let log = &link.logs[&number];
-        let lease = log.lease?;
+        let lease = link.logs[&number].lease.filter(|lease| !(hit.sync && lease.arriving))?;
         let (from, count) = (hit.from as u32, hit.count as u32);
         if from < lease.from || from + count > lease.from + lease.hits {
             return None;
         }
-        let slots = (hit.from..hit.from + hit.count).map(|key| {
+        let part = if lease.arriving { 1 + self.next_op as usize % 2 } else { hit.count };
+        let parts = (0..hit.count).step_by(part).map(|at| (at, part.min(hit.count - at)));
+        let plans = parts.map(|(at, count)| self.post_part(id, hit, &lease, at..at + count, ctx));
+        let plans: Option<Vec<Plan>> = plans.collect();
+        let link = self.link.as_mut()?;
+        if lease.arriving {
+            ctx.hit("engine load in parts");
+            // Without room it ends with the log, or by its age.
+            let _ = link.post(&Message { log: number, ..Message::new(Kind::Release) });
+        }
+        if self.model.early {
+            link.flush();
+        }
+        if plans.is_some() {
+            link.logs.get_mut(&number).expect("looked up above").lease = None;
+        }
+        plans
+    }
+
+    /// Posts the load of blocks `range` of a request's hit.
+    fn post_part(
+        &mut self,
+        id: u64,
+        hit: Hit,
+        lease: &Lease,
+        range: Range<usize>,
+        ctx: &mut Ctx,
+    ) -> Option<Plan> {
+        let request = &self.requests[&id];
+        let (_, number) = request.log?;
+        let link = self.link.as_mut()?;
+        let log = &link.logs[&number];
+        let slots = range.clone().map(|at| hit.from + at).map(|key| {
             let chunk = log.chunks[key / shm_protocol::layout::CHUNK_KEYS];
             link.connection.memory.read_ref(chunk, key % shm_protocol::layout::CHUNK_KEYS)
         });
-        let blocks = request.promised.iter().copied().zip(slots).collect();
+        let blocks = request.promised[range.clone()].iter().copied().zip(slots).collect();
         let by_engine = self.model.by_engine;
         let early = self.model.early;
         let flags = if hit.sync { LOAD_SYNC } else { 0 }
             | if by_engine { LOAD_BY_ENGINE } else { 0 }
-            | if early { LOAD_EARLY } else { 0 };
+            | if early { LOAD_EARLY } else { 0 }
+            | if lease.arriving { LOAD_ARRIVING } else { 0 };
         let op = self.next_op;
-        let step = self.step + 1;
         let message = Message {
             flags,
             log: number,
             op,
-            from,
-            count,
-            step,
+            from: (hit.from + range.start) as u32,
+            count: range.len() as u32,
+            step: self.step + 1,
             lease: lease.op,
             ..Message::new(Kind::Load)
         };
-        if !link.post_with_blocks(message, &request.loaded) {
+        // A part without room is not to be told from one that the sidecar does not carry out: its ranks do what they can.
+        if !link.post_with_blocks(message, &request.loaded[range]) && !lease.arriving {
             return None;
         }
         if early {
             ctx.hit("engine early load");
-            link.flush();
         }
         self.next_op += 1;
-        link.logs.get_mut(&number).expect("looked up above").lease = None;
         ctx.hit(if by_engine { "engine load by engine" } else { "engine load by sidecar" });
-        Some(Plan { op, epoch: link.connection.epoch, by_engine, blocks })
+        Some(Plan { op, epoch: link.connection.epoch, by_engine, arriving: lease.arriving, blocks })
     }
 
     /// Gives up unfinished saves whose source this step may overwrite.

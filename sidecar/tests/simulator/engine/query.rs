@@ -1,6 +1,6 @@
 //! Matching: queries under a budget, and the answers that may be used.
 
-use shm_protocol::message::{Kind, Message, Outcome, Status};
+use shm_protocol::message::{Kind, Message, Outcome, QUERY_ARRIVING, Status};
 
 use super::link::Question;
 use super::request::Lease;
@@ -43,11 +43,19 @@ impl Scheduler {
 
     fn answered(&mut self, from: usize, hits: u32, admit: usize, ctx: &mut Ctx) {
         let hit = (hits > 0).then(|| {
-            let sync = self.model.sync > 0 && ctx.rng.one_in(self.model.sync);
+            let sync = self.model.sync > 0 && ctx.rng.one_in(self.model.sync) && !self.is_arriving();
             Hit { from, count: hits as usize, sync }
         });
         ctx.hit(if hit.is_some() { "engine hit" } else { "engine miss" });
         self.phase = Phase::Admit { hit, admit };
+    }
+
+    /// Whether blocks of the answer to the request at the head of the queue are on their way.
+    fn is_arriving(&self) -> bool {
+        let request = self.waiting.front().and_then(|id| self.requests.get(id));
+        let log = request.and_then(|request| request.log);
+        let log = self.link.as_ref().zip(log).and_then(|(link, (_, number))| link.logs.get(&number));
+        log.and_then(|log| log.lease).is_some_and(|lease| lease.arriving)
     }
 
     /// Brings a request's log up to date; false while there is none to be had.
@@ -97,7 +105,8 @@ impl Scheduler {
         }
         self.stalled = None;
         let op = self.next_op;
-        let message = Message { log: number, op, from, count, ..Message::new(Kind::Query) };
+        let flags = if self.model.by_engine { 0 } else { QUERY_ARRIVING };
+        let message = Message { flags, log: number, op, from, count, ..Message::new(Kind::Query) };
         if !link.post(&message) {
             ctx.hit("engine query without room");
             return None;
@@ -142,11 +151,15 @@ impl Scheduler {
         if outcome.status == Status::NotReady {
             ctx.hit("engine query not ready");
         }
-        let hits = if outcome.status == Status::Ok { outcome.value } else { 0 };
+        let arriving = outcome.status == Status::Arriving;
+        if arriving {
+            ctx.hit("engine early answer");
+        }
+        let hits = if outcome.status == Status::Ok || arriving { outcome.value } else { 0 };
         assert!(hits <= question.count, "{hits} hits of {} keys", question.count);
         let Question { log, from, count, posted } = question;
         let Some(log) = link.logs.get_mut(&log) else { return 0 };
-        log.lease = (hits > 0).then_some(Lease { op, from, asked: count, hits, since: posted });
+        log.lease = (hits > 0).then_some(Lease { op, from, asked: count, hits, arriving, since: posted });
         hits
     }
 

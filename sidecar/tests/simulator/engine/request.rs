@@ -50,7 +50,7 @@ pub(super) struct Request {
     pub(super) promised: Vec<Target>,
     pub(super) refused: bool,
     pub(super) outdated: bool,
-    /// Ranks that still load for it.
+    /// Parts of its load that have not ended, on every rank.
     pub(super) loading: usize,
     pub(super) failed: BTreeSet<u32>,
 }
@@ -69,6 +69,8 @@ pub(crate) struct Plan {
     pub(crate) op: u64,
     pub(crate) epoch: u64,
     pub(crate) by_engine: bool,
+    /// Its blocks may be on their way.
+    pub(crate) arriving: bool,
     pub(crate) blocks: Vec<(Target, SlotRef)>,
 }
 
@@ -124,7 +126,18 @@ pub(super) struct Lease {
     pub(super) from: u32,
     pub(super) asked: u32,
     pub(super) hits: u32,
+    /// Blocks of them were on their way.
+    pub(super) arriving: bool,
     pub(super) since: Micros,
+}
+
+// === impl Plan ===
+
+impl Plan {
+    /// Blocks of the engine.
+    pub(super) fn blocks(&self) -> Vec<u32> {
+        self.blocks.iter().map(|(target, _)| target.block).collect()
+    }
 }
 
 // === impl Request ===

@@ -57,19 +57,25 @@ impl Scheduler {
         request.loaded = request.blocks[from..end].to_vec();
         request.promised = promised;
         request.failed.clear();
-        let (attempt, blocks) = (request.attempt, request.loaded.clone());
+        let (attempt, lost) = (request.attempt, request.loaded.clone());
         self.overwritten.extend(&request.blocks);
         if self.model.early {
             // The load may begin as soon as it is posted.
             self.cancel(ctx);
         }
-        let plan = self.try_load(id, hit, ctx);
-        ctx.hit(match (plan.is_some(), hit.sync) {
+        let plans = self.try_load(id, hit, ctx);
+        ctx.hit(match (plans.is_some(), hit.sync) {
             (false, _) => "engine load without lease",
             (true, true) => "engine sync load",
             (true, false) => "engine async load",
         });
-        self.orders.push(Order { request: id, attempt, sync: hit.sync, blocks, plan });
+        let order = |blocks, plan| Order { request: id, attempt, sync: hit.sync, blocks, plan };
+        let orders: Vec<Order> = match plans {
+            Some(plans) => plans.into_iter().map(|plan| order(plan.blocks(), Some(plan))).collect(),
+            None => vec![order(lost, None)],
+        };
+        let parts = orders.len();
+        self.orders.extend(orders);
         let request = self.requests.get_mut(&id).expect("waiting requests exist");
         if hit.sync {
             (request.computed, request.settled) = (end, 0);
@@ -77,7 +83,7 @@ impl Scheduler {
             self.running.push(id);
         } else {
             request.state = State::Loading;
-            request.loading = self.model.world;
+            request.loading = self.model.world * parts;
         }
         if from > 0 {
             // What lies before the hit was found in the engine's own cache; here it is computed in the same step.

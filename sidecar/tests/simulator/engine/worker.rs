@@ -10,7 +10,7 @@ use super::load::{Awaited, Job, WorkerLink};
 use super::request::{Order, Plan, Results, Step};
 use super::{Change, Model, Port, Shared};
 use crate::connection::PoolMap;
-use crate::ctx::{Actor, Ctx, LOAD_DEADLINE, Micros, POOL_KEPT};
+use crate::ctx::{ARRIVAL_DEADLINE, Actor, Ctx, LOAD_DEADLINE, Micros, POOL_KEPT};
 use crate::origin::Origin;
 
 /// What a rank does next.
@@ -193,7 +193,8 @@ impl Worker {
         };
         let link = self.link_of(&plan);
         if let Some(link) = link.clone().filter(|_| !plan.by_engine) {
-            let awaited = Awaited { request, plan, link, deadline: ctx.now + LOAD_DEADLINE };
+            let deadline = ctx.now + if plan.arriving { ARRIVAL_DEADLINE } else { LOAD_DEADLINE };
+            let awaited = Awaited { request, plan, link, deadline };
             awaited.link.connection.ring();
             match sync {
                 true => self.phase = Phase::Await(step, at, Box::new(awaited)),

@@ -3,6 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use shm_protocol::key::NamespaceDigest;
+use shm_protocol::message::Status;
 use shm_protocol::namespace;
 use shm_protocol::pool::{SLOT_HEADER_BYTES, SlotRef, slot};
 use sidecar::engine::{Action, SessionId};
@@ -30,7 +31,7 @@ impl Life {
         ctx.note(|| format!("sidecar {}: does {action:?}", self.epoch));
         match action {
             Action::Answer { session, op, outcome, refs, chunks, from } => {
-                self.check_answer(session, &refs, from);
+                self.check_answer(session, &refs, from, outcome.status == Status::Arriving);
                 self.on(session, ctx, |session| {
                     session.write_refs(&chunks, from, &refs);
                     session.store_outcome(op, outcome);
@@ -93,13 +94,13 @@ impl Life {
         ctx.wakes.push((actor, ctx.now + 5 + ctx.rng.below(50)));
     }
 
-    fn check_answer(&self, session: SessionId, refs: &[SlotRef], from: u32) {
+    fn check_answer(&self, session: SessionId, refs: &[SlotRef], from: u32, arriving: bool) {
         let Some(peer) = self.sessions.get(&session).filter(|_| !refs.is_empty()) else { return };
         let base = self.namespaces[&peer.engine];
         let digest: NamespaceDigest = peer.salt.map_or(base, |salt| namespace::salted(base, salt));
         let keys = &peer.logs[&peer.asked][from as usize..];
         assert!(refs.len() <= keys.len(), "an answer of more keys than the log has");
-        self.ledger.answered(refs, digest, keys, self.pool.region());
+        self.ledger.answered(refs, digest, keys, arriving, self.pool.region());
     }
 
     /// Writes a header as the product does; now and then the process is stopped half-way, for good or for a while.

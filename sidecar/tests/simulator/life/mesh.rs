@@ -239,7 +239,7 @@ impl Life {
                         self.ledger.form_at(slot.offset).block_bytes(),
                         "another size"
                     );
-                    self.ledger.answered(&[*slot], label.namespace, &[label.hash], self.pool.region());
+                    self.ledger.answered(&[*slot], label.namespace, &[label.hash], false, self.pool.region());
                 }
                 let due = ctx.now + ctx.rng.within(10, 10_000);
                 mesh.reading.insert(ask, Reading { slots, due });
@@ -264,7 +264,7 @@ impl Life {
         {
             let reading = mesh.reading.remove(&ask).expect("found above");
             for (slot, label) in &reading.slots {
-                self.ledger.answered(&[*slot], label.namespace, &[label.hash], self.pool.region());
+                self.ledger.answered(&[*slot], label.namespace, &[label.hash], false, self.pool.region());
                 self.ledger.end(&[place(slot.offset)]);
             }
             let sent = ctx.rng.below(reading.slots.len() as u64 + 1) as u32;

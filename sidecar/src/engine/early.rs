@@ -1,0 +1,207 @@
+//! Early answers: a query whose blocks are on their way is answered when the first of them is here, and its blocks are loaded
+//! in parts, each as soon as it has arrived whole. The way to the engine's memory then begins while the wire is still busy.
+//!
+//! For engines that ask for it, where this process writes the blocks and no step waits for them: such a load may fail.
+//!
+//! - What was answered early is held for the time of a lease, and what a parked load has of its blocks until its end.
+//! - A parked load ends as any other once its last block is here, or is refused when one of them is late or not to be had. It
+//!   waits no longer than its blocks are waited for.
+//! - Of a refused load nothing was written.
+
+use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::message::{LOAD_BY_ENGINE, LOAD_SYNC, Message, Status};
+use shm_protocol::pool::SlotRef;
+
+use super::arrivals::Waiter;
+use super::loads::Load;
+use super::logs::Question;
+use super::members::{Binding, all_ranks};
+use super::{Action, Core, GROUP, SessionId};
+
+/// Bytes on their way that are worth an early answer. A load that no step waits for costs its request about a step more, and
+/// the early answer gains the time of a copy to the device: 6 ms for so many at 40 GB/s.
+const BYTES_MIN: u64 = 256 << 20;
+/// The same in a small pool: 1 of so many parts of what may be on its way.
+const PART: u64 = 16;
+
+/// What a query was told early.
+#[derive(Debug)]
+pub(super) struct Answered {
+    /// Slots of its hits.
+    slots: Vec<SlotRef>,
+    /// When its blocks are held no longer.
+    pub(super) until_ms: u64,
+}
+
+/// A load whose blocks have not all arrived.
+#[derive(Debug)]
+pub(super) struct Parked {
+    hashes: Vec<BlockHash>,
+    /// Blocks on their way.
+    missing: usize,
+    /// Those that are here.
+    held: Vec<SlotRef>,
+}
+
+// === impl Core: queries ===
+
+impl Core {
+    /// Answers a query the first of whose blocks has come, if enough of the others are still on their way.
+    pub(super) fn answer_early(&mut self, now_ms: u64, place: (SessionId, u32), out: &mut Vec<Action>) {
+        let Some(wait) = self.arrivals.waits.get(&place) else { return };
+        let (question, open) = (wait.question, wait.open);
+        // A run that ends early may still grow while its window is open.
+        let may_grow = !wait.whole && self.window(place.0, place.1).is_some();
+        if !question.arriving || may_grow || self.draining || !self.writes_loads(place.0) {
+            return;
+        }
+        let Some(binding) = self.binding(place.0).filter(|it| self.is_worth_it(it, open)) else { return };
+        let (slots, held, coming) = self.run(place.0, question, &binding);
+        if !self.is_worth_it(&binding, coming) {
+            return held.into_iter().for_each(|slot| self.dram.unhold(slot));
+        }
+        let until_ms = now_ms.saturating_add(self.dram.config().lease_ttl_ms);
+        let wait = self.arrivals.waits.get_mut(&place).expect("found above");
+        let before = std::mem::replace(&mut wait.held, held);
+        wait.answered = Some(Answered { slots: slots.clone(), until_ms });
+        if let Ok(Some(lease)) = self.take_lease(place.0, place.1) {
+            // Expired meanwhile, at worst.
+            let _ = self.dram.release(lease.id, place.0);
+        }
+        before.into_iter().for_each(|slot| self.dram.unhold(slot));
+        self.stats.early_answers += 1;
+        self.stats.wait_ms += now_ms.saturating_sub(question.asked_ms);
+        self.end_window(now_ms, place.0, question, slots.len() as u32, out);
+        self.answer_arriving(place.0, question, slots, out);
+    }
+
+    fn is_worth_it(&self, binding: &Binding, blocks: usize) -> bool {
+        blocks as u64 * binding.block_bytes() >= BYTES_MIN.min(self.arrivals.bytes_max() / PART)
+    }
+
+    /// Whether every rank has joined and leaves its loads to this process.
+    fn writes_loads(&self, session: SessionId) -> bool {
+        let ranks = self.schedulers[&session].ranks.iter();
+        ranks.into_iter().all(|rank| rank.is_some_and(|id| !self.workers[&id].by_engine))
+    }
+
+    /// The run of a question whose blocks are here or on their way: the slots of all, of those that are here, held, and how
+    /// many are on their way.
+    fn run(
+        &mut self,
+        session: SessionId,
+        question: Question,
+        binding: &Binding,
+    ) -> (Vec<SlotRef>, Vec<SlotRef>, usize) {
+        let (mut slots, mut held, mut coming) = (Vec::new(), Vec::new(), 0);
+        let waiter = Waiter { session, log: Some(question.log), op: question.op };
+        for hash in self.schedulers[&session].logs[&question.log].wanted(question) {
+            let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
+            if let Some(slot) = self.dram.hold(&key) {
+                held.push(slot);
+                slots.push(slot);
+            } else if let Some(slot) = self.arrivals.join_once(&key, waiter) {
+                coming += 1;
+                slots.push(slot);
+            } else {
+                break;
+            }
+        }
+        (slots, held, coming)
+    }
+}
+
+// === impl Core: loads ===
+
+impl Core {
+    /// Whether a load names a query that was answered early.
+    pub(super) fn is_early(&self, session: SessionId, message: &Message) -> bool {
+        let wait = self.arrivals.waits.get(&(session, message.log));
+        wait.is_some_and(|wait| wait.answered.is_some() && wait.question.op == message.lease)
+    }
+
+    /// Takes a load under an early answer: it waits for those of its blocks that are not here.
+    pub(super) fn park(&mut self, session: SessionId, message: &Message) -> Result<Load, Status> {
+        if message.flags & (LOAD_SYNC | LOAD_BY_ENGINE) != 0 {
+            return Err(Status::LeaseUnknown);
+        }
+        let binding = self.binding(session).ok_or(Status::NotReady)?;
+        let wait = &self.arrivals.waits[&(session, message.log)];
+        let answered = wait.answered.as_ref().expect("the caller looked");
+        let first = message.from.checked_sub(wait.question.from).ok_or(Status::LeaseUnknown)? as usize;
+        let slots = answered.slots.get(first..first + message.count as usize).ok_or(Status::LeaseUnknown)?;
+        let (slots, from) = (slots.to_vec(), message.from as usize);
+        let hashes = self.schedulers[&session].logs[&message.log].keys[from..from + slots.len()].to_vec();
+        let waiter = Waiter { session, log: None, op: message.op };
+        let mut parked = Parked { hashes, missing: 0, held: Vec::new() };
+        for (hash, named) in parked.hashes.iter().zip(&slots) {
+            let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
+            let here = self.dram.hold(&key);
+            parked.held.extend(here);
+            let coming = if here.is_none() { self.arrivals.join(&key, waiter) } else { None };
+            parked.missing += usize::from(coming.is_some());
+            if here.or(coming) != Some(*named) {
+                parked.held.into_iter().for_each(|slot| self.dram.unhold(slot));
+                return Err(Status::Absent);
+            }
+        }
+        self.arrivals.loads.insert((session, message.op), parked);
+        let ranks = all_ranks(self.schedulers[&session].world_size);
+        Ok(Load::new(message, None, slots, binding, ranks))
+    }
+
+    /// A block of a parked load has ended, well if it can be held.
+    pub(super) fn tell_load(
+        &mut self,
+        now_ms: u64,
+        key: (SessionId, u64),
+        ended: Option<&BlockKey>,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(parked) = self.arrivals.loads.get_mut(&key) else { return };
+        let Some(here) = ended.and_then(|block| self.dram.hold(block)) else {
+            return self.refuse_parked(key, out);
+        };
+        parked.held.push(here);
+        parked.missing -= 1;
+        self.unpark(now_ms, key, out);
+    }
+
+    /// Begins a parked load all of whose blocks are here.
+    pub(super) fn unpark(&mut self, now_ms: u64, key: (SessionId, u64), out: &mut Vec<Action>) {
+        let Some(parked) = self.arrivals.loads.get(&key).filter(|parked| parked.missing == 0) else { return };
+        let (load, world_size) = (&self.loads[&key], self.schedulers[&key.0].world_size);
+        let (namespace, mut slots) = (load.binding.namespace, Vec::new());
+        let granted =
+            self.dram.grant(key.0, world_size, namespace, GROUP, &parked.hashes, now_ms, &mut slots);
+        // Fewer: a block has as many leases as can be counted.
+        let Some(lease) = granted.filter(|_| slots == load.slots) else {
+            granted.into_iter().for_each(|lease| self.dram.release(lease, key.0).expect("granted above"));
+            return self.refuse_parked(key, out);
+        };
+        self.dram.promise(lease, key.0).expect("granted above");
+        self.let_go(key);
+        let load = self.loads.get_mut(&key).expect("it was parked");
+        load.lease = Some(lease);
+        let over = all_ranks(world_size) & !load.open;
+        for rank in (0..world_size).filter(|rank| over >> rank & 1 == 1) {
+            self.dram.consume(lease, key.0, rank).expect("not all ranks have ended it");
+        }
+        self.scheduler_waits(key.0, key.1);
+        self.dispatch_load(key.0, key.1, out);
+    }
+
+    /// A block of a parked load is not to be had: nothing of it will be written.
+    fn refuse_parked(&mut self, key: (SessionId, u64), out: &mut Vec<Action>) {
+        self.let_go(key);
+        self.loads.remove(&key).expect("it was parked");
+        self.schedulers.get_mut(&key.0).expect("its loads end with it").loads -= 1;
+        self.refuse_load(key.0, key.1, Status::Absent, out);
+    }
+
+    /// A load is parked no more.
+    pub(super) fn let_go(&mut self, key: (SessionId, u64)) {
+        let parked = self.arrivals.loads.remove(&key);
+        parked.into_iter().flat_map(|it| it.held).for_each(|slot| self.dram.unhold(slot));
+    }
+}

@@ -319,7 +319,9 @@ impl Runtime {
                 | Event::Recovered(_)
                 | Event::Mesh(_)
         );
-        self.core.handle(millis(self.now), event, &mut self.out);
+        self.core.respond(millis(self.now), event, &mut self.out);
+        self.apply();
+        self.core.go_on(millis(self.now), &mut self.out);
         self.apply();
         self.close_sessions();
     }

@@ -43,6 +43,8 @@ pub(super) struct Arrivals {
     pub(super) waits: BTreeMap<(SessionId, u32), Wait>,
     /// Loads that wait, by operation.
     pub(super) loads: BTreeMap<(SessionId, u64), Parked>,
+    /// Questions that wait for what has not been sent for yet, and their leased hits.
+    unsent: Vec<(SessionId, Question, u32)>,
 }
 
 /// A block on its way into a slot.
@@ -96,18 +98,13 @@ struct Followed {
 impl Arrivals {
     pub(super) fn new(dram: &Dram) -> Self {
         let bytes_max = dram.config().pool_bytes / PART;
-        let (coming, waits, loads) = Default::default();
-        Self { bytes_max, bytes: 0, coming, waits, loads }
+        let (coming, waits, loads, unsent) = Default::default();
+        Self { bytes_max, bytes: 0, coming, waits, loads, unsent }
     }
 
     /// Whether a block's end is still to come.
     pub(super) fn any(&self) -> bool {
         !self.coming.is_empty()
-    }
-
-    /// Whether this one may be waited for.
-    pub(super) fn expects(&self, key: &BlockKey) -> bool {
-        self.coming.get(key).is_some_and(|coming| !coming.late)
     }
 
     /// The slot of one that may be waited for; `waiter` does from now on.
@@ -147,6 +144,11 @@ impl Arrivals {
         assert!(before.is_none(), "a slot is filled once at a time");
     }
 
+    /// A question was told to wait for what follows its hits.
+    pub(super) fn send_for_later(&mut self, session: SessionId, question: Question, hits: u32) {
+        self.unsent.push((session, question, hits));
+    }
+
     /// A query waits for `open` blocks.
     pub(super) fn wait(
         &mut self,
@@ -172,15 +174,33 @@ impl Arrivals {
 
 impl Core {
     /// Whether the block may be had in DRAM soon.
-    pub(super) fn may_arrive(&self, binding: &Binding, hash: &BlockHash) -> bool {
+    pub(super) fn may_arrive(&self, now_ms: u64, binding: &Binding, hash: &BlockHash) -> bool {
         let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
-        self.arrivals.expects(&key)
-            || self.disk_keeps(&key, binding.block_bytes())
-            || self.may_ask_peers(binding)
+        match self.arrivals.coming.get(&key) {
+            Some(coming) => !coming.late,
+            None => {
+                self.disk_keeps(&key, binding.block_bytes())
+                    || self.ask_directory(now_ms, binding, 0, &[*hash]).is_some()
+            }
+        }
+    }
+
+    /// Sends for what questions of this event were told to wait for.
+    pub(super) fn send_for_unsent(&mut self, now_ms: u64, out: &mut Vec<Action>) {
+        for (session, question, hits) in std::mem::take(&mut self.arrivals.unsent) {
+            let Some(binding) = self.binding(session) else { continue };
+            let wanted = self.schedulers[&session].logs[&question.log].wanted(question);
+            let rest = wanted[hits as usize..].to_vec();
+            if !self.wait_for(now_ms, session, question, &binding, &rest, out)
+                && !self.wait_for_producer(now_ms, session, question)
+            {
+                self.answer_late(now_ms, session, question, out);
+            }
+        }
     }
 
     /// Begins to bring `hashes`, which follow a question's leased run, into DRAM; whether the question has to wait.
-    pub(super) fn wait_for(
+    fn wait_for(
         &mut self,
         now_ms: u64,
         session: SessionId,

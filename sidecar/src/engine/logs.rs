@@ -139,7 +139,8 @@ impl Core {
         Ok(())
     }
 
-    /// Answers a question, or lets it wait for what it misses; whether it waits.
+    /// Answers a question, or lets it wait for what it misses; whether it waits. The engine is held up until then: what is
+    /// missing is sent for afterwards.
     pub(super) fn ask(
         &mut self,
         now_ms: u64,
@@ -152,11 +153,15 @@ impl Core {
             return false;
         };
         let found = self.lease(now_ms, session, &binding, question);
-        let rest = self.rest(session, &binding, question, &found);
         let may_send = self.see_run(now_ms, session, &binding, question, found.hits());
-        let waits = !rest.is_empty()
-            && (may_send && self.wait_for(now_ms, session, question, &binding, &rest, out)
-                || self.wait_for_producer(now_ms, session, question));
+        let next = self.schedulers[&session].logs[&question.log].wanted(question).get(found.hits() as usize);
+        let waits = next.copied().is_some_and(|next| {
+            if may_send && self.may_arrive(now_ms, &binding, &next) {
+                self.arrivals.send_for_later(session, question, found.hits());
+                return true;
+            }
+            self.may_ask_peers(&binding) && self.wait_for_producer(now_ms, session, question)
+        });
         if !waits {
             self.end_window(now_ms, session, question, found.hits(), out);
         }
@@ -237,22 +242,6 @@ impl Core {
             None => scheduler.leased.remove(&question.log),
         };
         Found { known: known as u32, refs }
-    }
-
-    /// What was asked for and not found, if it begins with a block that may be had in DRAM soon.
-    fn rest(
-        &self,
-        session: SessionId,
-        binding: &Binding,
-        question: Question,
-        found: &Found,
-    ) -> Vec<BlockHash> {
-        let wanted = self.schedulers[&session].logs[&question.log].wanted(question);
-        match &wanted[found.hits() as usize..] {
-            [] => Vec::new(),
-            [first, ..] if !self.may_arrive(binding, first) => Vec::new(),
-            rest => rest.to_vec(),
-        }
     }
 
     fn answer(

@@ -303,6 +303,12 @@ impl Core {
 
     /// Takes one event and appends what must be done.
     pub fn handle(&mut self, now_ms: u64, event: Event, out: &mut Vec<Action>) {
+        self.respond(now_ms, event, out);
+        self.go_on(now_ms, out);
+    }
+
+    /// Takes one event and appends what others wait for: an engine is held up by its question. [`Core::go_on`] follows.
+    pub fn respond(&mut self, now_ms: u64, event: Event, out: &mut Vec<Action>) {
         match event {
             Event::Connected { session, hello, namespace } => self.connect(session, hello, namespace, out),
             Event::Disconnected { session } => self.disconnect(session, out),
@@ -332,6 +338,11 @@ impl Core {
                 self.cancel_fetches(out);
             }
         }
+    }
+
+    /// Appends what else an event brings on: blocks are sent for and written, peers are told.
+    pub fn go_on(&mut self, now_ms: u64, out: &mut Vec<Action>) {
+        self.send_for_unsent(now_ms, out);
         self.run_ssd(out);
         self.tell_peers(out);
     }

@@ -8,7 +8,6 @@
 //! An engine of which three windows in a row ended so, with not one block from a peer in between, most likely has no producer:
 //! its requests do not wait, until a peer has given a block to anyone.
 
-use shm_protocol::key::BlockKey;
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
 use super::logs::Question;
@@ -178,11 +177,7 @@ impl Core {
         let log = &self.schedulers[&session].logs[&question.log];
         let next = log.window.as_ref().and_then(|window| log.keys.get(window.end as usize));
         let Some(&hash) = next else { return true };
-        let key = BlockKey { namespace: binding.namespace, group: GROUP, hash };
-        self.dram.probe(binding.namespace, GROUP, &[hash]) > 0
-            || self.arrivals.expects(&key)
-            || self.disk_keeps(&key, binding.block_bytes())
-            || self.ask_directory(now_ms, &binding, 0, &[hash]).is_some()
+        self.dram.probe(binding.namespace, GROUP, &[hash]) > 0 || self.may_arrive(now_ms, &binding, &hash)
     }
 
     /// All that a waiting query sent for has ended. It is asked again as long as its window is open.

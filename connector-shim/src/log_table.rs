@@ -36,6 +36,8 @@ pub(crate) struct Lease {
     pub(crate) asked: u32,
     /// Keys promised.
     pub(crate) hits: u32,
+    /// Blocks of them were still on their way: they are loaded in parts, and no step may count on it.
+    pub(crate) arriving: bool,
     /// When the query was posted, which is before the sidecar's clock for it began.
     pub(crate) since: Instant,
 }

@@ -5,7 +5,7 @@
 //! bytes under the same offset and generation.
 
 use shm_protocol::layout::LOG_KEYS;
-use shm_protocol::message::{LOAD_BY_ENGINE, LOAD_SYNC};
+use shm_protocol::message::{LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_SYNC};
 use shm_protocol::pool::SlotRef;
 use thiserror::Error;
 
@@ -19,7 +19,7 @@ pub struct Plan {
     pub op: u64,
     /// The sidecar's life that the offsets belong to.
     pub epoch: u64,
-    /// [`LOAD_SYNC`], [`LOAD_BY_ENGINE`].
+    /// [`LOAD_SYNC`], [`LOAD_BY_ENGINE`], [`LOAD_ARRIVING`].
     pub flags: u8,
     /// What goes where.
     pub blocks: Vec<(u32, SlotRef)>,
@@ -62,7 +62,7 @@ impl Plan {
             return Err(PlanError("its length differs from its block count"));
         }
         let flags = u8::try_from(u32_at(header, 20)).map_err(|_| PlanError("unknown flags"))?;
-        if flags & !(LOAD_SYNC | LOAD_BY_ENGINE) != 0 {
+        if flags & !(LOAD_SYNC | LOAD_BY_ENGINE | LOAD_ARRIVING) != 0 {
             return Err(PlanError("unknown flags"));
         }
         let blocks = rest.as_chunks::<BLOCK_BYTES>().0.iter().map(decode_block).collect::<Result<_, _>>()?;
@@ -72,6 +72,11 @@ impl Plan {
     /// Whether the ranks copy themselves.
     pub fn by_engine(&self) -> bool {
         self.flags & LOAD_BY_ENGINE != 0
+    }
+
+    /// Whether its blocks may have to be waited for.
+    pub fn arriving(&self) -> bool {
+        self.flags & LOAD_ARRIVING != 0
     }
 }
 
@@ -97,7 +102,7 @@ mod tests {
         Plan {
             op: 7 << 33,
             epoch: u64::MAX,
-            flags: LOAD_SYNC,
+            flags: LOAD_SYNC | LOAD_ARRIVING,
             blocks: vec![(0, slot(1)), (u32::MAX, slot(2))],
         }
     }

@@ -77,7 +77,7 @@ struct SchedulerSession(Guarded<Scheduler>);
 #[pymethods]
 impl SchedulerSession {
     #[new]
-    #[pyo3(signature = (socket, engine, world_size, run, budget_us, by_engine, early, miss_wait_ms=0))]
+    #[pyo3(signature = (socket, engine, world_size, run, budget_us, by_engine, early, miss_wait_ms=0, part_blocks=0))]
     #[allow(clippy::too_many_arguments, reason = "the facts of an engine, named at the call")]
     fn new(
         py: Python<'_>,
@@ -89,10 +89,20 @@ impl SchedulerSession {
         by_engine: bool,
         early: bool,
         miss_wait_ms: u32,
+        part_blocks: u32,
     ) -> PyResult<Self> {
         let (run, budget) = (bytes16(run)?, Duration::from_micros(budget_us));
-        let options =
-            scheduler::Options { socket, engine, world_size, run, budget, by_engine, early, miss_wait_ms };
+        let options = scheduler::Options {
+            socket,
+            engine,
+            world_size,
+            run,
+            budget,
+            by_engine,
+            early,
+            miss_wait_ms,
+            part_blocks,
+        };
         Ok(Self(Guarded::new(py.detach(|| Scheduler::new(options))?)))
     }
 
@@ -174,6 +184,26 @@ impl SchedulerSession {
         let waits = self.0.enter(|session| Ok(session.must_renew(log)))?;
         let plan = if waits { py.detach(load)? } else { load()? };
         Ok(plan.map(|plan| PyBytes::new(py, &plan.encode())))
+    }
+
+    fn arriving(&self, log: i64) -> PyResult<bool> {
+        self.0.enter(|session| Ok(session.arriving(log)))
+    }
+
+    fn load_parts<'py>(
+        &self,
+        py: Python<'py>,
+        log: i64,
+        start: u32,
+        block_ids: &Bound<'py, PyList>,
+        step: u64,
+        sync: bool,
+    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let blocks = block_list(block_ids)?;
+        let load = || self.0.enter(|session| Ok(session.load_parts(log, start, &blocks, step, sync)));
+        let waits = self.0.enter(|session| Ok(session.must_renew(log)))?;
+        let plans = if waits { py.detach(load)? } else { load()? };
+        Ok(plans.iter().map(|plan| PyBytes::new(py, &plan.encode())).collect())
     }
 
     fn save(&self, log: i64, start: u32, block_ids: &Bound<'_, PyList>, step: u64) -> PyResult<bool> {

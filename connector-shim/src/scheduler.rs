@@ -49,6 +49,9 @@ pub struct Options {
     pub early: bool,
     /// Milliseconds that a request waits for blocks which another node may still be producing; 0: it does not.
     pub miss_wait_ms: u32,
+    /// Blocks of a part, where queries may be answered while their blocks are on their way and [`Scheduler::load_parts`] is
+    /// called; 0: they may not.
+    pub part_blocks: u32,
 }
 
 #[derive(Debug, Default)]
@@ -56,6 +59,7 @@ struct Counters {
     queries: u64,
     hit_blocks: u64,
     queries_from_lease: u64,
+    queries_answered_early: u64,
     queries_timed_out: u64,
     queries_not_asked: u64,
     queries_without_room: u64,
@@ -80,6 +84,7 @@ pub struct Scheduler {
     incarnation: u64,
     by_engine: bool,
     early: bool,
+    part_blocks: u32,
     budget: Duration,
     left: Duration,
     /// The sidecar's heartbeat when a query timed out; nothing is asked until it differs.
@@ -119,6 +124,7 @@ impl Scheduler {
             incarnation: 0,
             by_engine: options.by_engine,
             early: options.early,
+            part_blocks: options.part_blocks,
             budget: options.budget,
             left: options.budget,
             stalled: None,
@@ -378,6 +384,7 @@ impl Scheduler {
             ("queries", c.queries),
             ("hit_blocks", c.hit_blocks),
             ("queries_from_lease", c.queries_from_lease),
+            ("queries_answered_early", c.queries_answered_early),
             ("queries_timed_out", c.queries_timed_out),
             ("queries_not_asked", c.queries_not_asked),
             ("queries_without_room", c.queries_without_room),

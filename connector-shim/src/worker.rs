@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use copy_engine::cuda::{CudaError, Event};
 use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{self, Copier, Hello, Role};
-use shm_protocol::layout::header;
+use shm_protocol::layout::{QUERY_WAIT_MS_MAX, header};
 use shm_protocol::message::{Kind, Message};
 
 use self::copies::{Copies, Job, Load, Order, is_whole};
@@ -282,7 +282,8 @@ impl Worker {
         } else if !self.copies_itself(&plan)
             && let Some(link) = self.link_of(&plan)
         {
-            self.awaited.push(Awaited { plan, link, deadline: clock::now() + LOAD_DEADLINE });
+            let deadline = clock::now() + patience(&plan);
+            self.awaited.push(Awaited { plan, link, deadline });
         } else {
             let job = self.job(plan);
             self.submit(Order::Copy(job));
@@ -299,7 +300,8 @@ impl Worker {
     fn follow(&mut self, plan: Plan, reached: Event, sync: bool) {
         let promised = !self.copies_itself(&plan);
         let job = self.job(plan);
-        let watch = if promised && job.link.is_some() { Watch::promised() } else { Watch::ours() };
+        let is_theirs = promised && job.link.is_some();
+        let watch = if is_theirs { Watch::promised(patience(&job.plan)) } else { Watch::ours() };
         self.copies.count_watched(&job, sync);
         self.submit(Order::Watch(Load { job, reached: Box::new(reached), sync, watch, fetch: None }));
     }
@@ -319,6 +321,10 @@ impl Worker {
         if is_whole(&plan, outcome) {
             self.copies.count_sidecar(&plan);
             self.copies.end(Ended { op: plan.op, failed: Vec::new() });
+        } else if outcome.is_some_and(|outcome| outcome.status.is_refusal()) {
+            // Nobody writes a block of it: there is nothing to take back.
+            let job = self.job(plan);
+            self.submit(Order::Copy(job));
         } else if outcome.is_some() || link.connection.is_lost() || clock::now() >= deadline {
             let job = self.rescue(plan, link);
             self.submit(Order::Copy(job));
@@ -477,6 +483,12 @@ impl Worker {
         self.client.stop();
         self.part();
     }
+}
+
+/// How long a load is left to the sidecar. Its blocks may be on their way for as long as a query may wait.
+fn patience(plan: &Plan) -> Duration {
+    let arrival = Duration::from_millis(u64::from(QUERY_WAIT_MS_MAX));
+    if plan.arriving() { arrival + LOAD_DEADLINE } else { LOAD_DEADLINE }
 }
 
 impl Drop for Worker {

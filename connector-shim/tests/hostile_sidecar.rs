@@ -330,13 +330,15 @@ fn impossible_outcomes_are_bounded_or_no_answer() {
         (Status::LeaseUnknown, 8, 0),
         (Status::LeaseConsumed, 8, 0),
         (Status::NotReady, 8, 0),
+        (Status::Arriving, 8, 0),
+        (Status::Absent, 8, 0),
     ] {
         let op = ask(&mut scheduler, &served);
         served.answer(op, status, value);
         assert_eq!(scheduler.wait(op), hits, "{status:?} {value}");
         scheduler.release(log);
     }
-    for status in [0, 9, 255_u64] {
+    for status in [0, 11, 255_u64] {
         let op = ask(&mut scheduler, &served);
         let word = layout::TABLE + (op as usize % layout::OPERATIONS) * 8;
         served.store(word, op << 32 | 8 << 8 | status);

@@ -5,6 +5,7 @@ mod peer;
 use std::time::Duration;
 
 use connector_shim::error::ShimError;
+use connector_shim::plan::Plan;
 use connector_shim::scheduler::{Asked, Options, PENDING, Scheduler};
 use peer::scheduler::{connected, options};
 use peer::{Peer, Served, eventually};
@@ -12,7 +13,7 @@ use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{
     CHUNKS, COMPLETION_SLOTS, LOG_KEYS, SUBMISSION_RESERVED, SUBMISSION_SLOTS, header,
 };
-use shm_protocol::message::{Kind, LOAD_SYNC, Saved, Status};
+use shm_protocol::message::{Kind, LOAD_ARRIVING, LOAD_SYNC, QUERY_ARRIVING, Saved, Status};
 use shm_protocol::pool::SlotRef;
 
 const BLOCK_BYTES: u64 = 512;
@@ -397,4 +398,54 @@ fn impossible_arguments_are_errors() {
     let (mut scheduler, _served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 4);
     assert!(scheduler.append(log, 3, 1, |index| Ok::<_, ShimError>(hash(index))).is_err());
+}
+
+#[test]
+fn what_is_on_its_way_is_loaded_in_parts_and_never_synchronously() {
+    let peer = Peer::new(1);
+    let served = peer.serve(BLOCK_BYTES);
+    let mut scheduler = Scheduler::new(Options { part_blocks: 4, ..options(&peer) }).unwrap();
+    let mut served = served.join().unwrap();
+    let log = log_with(&mut scheduler, 10);
+    let op = scheduler.post_query(log, 0, 10).unwrap();
+    let messages = served.drain();
+    assert_eq!(messages[2].flags, QUERY_ARRIVING);
+    grant(&served, op, 0, 10, &messages[1].data);
+    served.answer(op, Status::Arriving, 10);
+    assert_eq!(scheduler.poll(op), Some(10));
+    assert!(scheduler.arriving(log));
+    assert!(scheduler.load_parts(log, 0, &[1, 2], 3, true).is_empty(), "a step would wait for the wire");
+    let blocks: Vec<u32> = (100..109).collect();
+    let plans = scheduler.load_parts(log, 1, &blocks, 3, false);
+    scheduler.end_step();
+    let posted = served.drain();
+    let loads: Vec<_> = posted[..3].iter().map(|m| (m.kind, m.op, m.from, m.count, m.flags)).collect();
+    let of = |plan: &Plan| plan.op;
+    let expected: Vec<_> = plans.iter().map(of).zip([(1, 4), (5, 4), (9, 1)]).collect();
+    let expected =
+        expected.into_iter().map(|(op, (from, count))| (Kind::Load, op, from, count, LOAD_ARRIVING));
+    assert_eq!(loads, expected.collect::<Vec<_>>());
+    assert_eq!(posted[3].kind, Kind::Release, "no load has ended the answer");
+    assert_eq!((posted.len(), plans.iter().all(Plan::arriving)), (4, true));
+    let named: Vec<u32> = plans.iter().flat_map(|plan| plan.blocks.iter().map(|block| block.0)).collect();
+    assert_eq!(named, blocks);
+    assert!(!scheduler.arriving(log) && scheduler.load_parts(log, 0, &[1], 3, false).is_empty());
+}
+
+#[test]
+fn a_long_load_has_no_more_parts_than_there_may_be() {
+    let peer = Peer::new(1);
+    let served = peer.serve(BLOCK_BYTES);
+    let mut scheduler = Scheduler::new(Options { part_blocks: 1, ..options(&peer) }).unwrap();
+    let mut served = served.join().unwrap();
+    for (status, parts) in [(Status::Arriving, 50), (Status::Ok, 1)] {
+        let log = log_with(&mut scheduler, 100);
+        let op = scheduler.post_query(log, 0, 100).unwrap();
+        served.answer(op, status, 100);
+        assert_eq!(scheduler.poll(op), Some(100));
+        let blocks: Vec<u32> = (1..101).collect();
+        assert_eq!(scheduler.load_parts(log, 0, &blocks, 3, false).len(), parts);
+        scheduler.end_step();
+        served.drain();
+    }
 }

@@ -10,7 +10,7 @@ use peer::{Peer, Served, eventually};
 use rustix::fs::OFlags;
 use shm_protocol::handshake::{self, Copier};
 use shm_protocol::layout::{SUBMISSION_SLOTS, header};
-use shm_protocol::message::{Kind, LOAD_BY_ENGINE, LOAD_SYNC, Status};
+use shm_protocol::message::{Kind, LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_SYNC, Status};
 use shm_protocol::pool::SlotRef;
 
 fn loaded(served: &mut Served) -> Vec<(u64, u8)> {
@@ -330,4 +330,26 @@ fn gpu_memory_that_is_none_is_an_error() {
             assert!(on_gpu(&[half, BLOCK_BYTES], copy, &[4096]).contains("libcuda"));
         }
     }
+}
+
+#[test]
+fn what_the_sidecar_refused_is_not_taken_back() {
+    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
+    let (mut worker, mut served) = connected(&peer, &kv, Copier::Sidecar);
+    let here = served.pool.commit(0, 11, &content(1));
+    let lost = SlotRef { generation: 12, ..here };
+    worker.load_later(plan(6, LOAD_ARRIVING, &[(2, here)]), 0).unwrap();
+    worker.load_later(plan(7, LOAD_ARRIVING, &[(3, here), (4, lost)]), 0).unwrap();
+    served.answer(7, Status::Absent, 0);
+    let mut ended = Vec::new();
+    eventually("end", || {
+        ended.extend(worker.finished());
+        !ended.is_empty()
+    });
+    assert_eq!(ended, [Ended { op: 7, failed: vec![4] }]);
+    assert_eq!(kv.block(3), content(1), "what is there is taken");
+    assert_eq!((served.gate(), worker.stats()["rescues"]), (0, 0), "the load before it goes on");
+    served.answer(6, Status::Ok, 1);
+    assert_eq!(worker.finished(), [Ended { op: 6, failed: vec![] }]);
+    assert_eq!(loaded(&mut served), [(7, Status::Failed as u8)]);
 }

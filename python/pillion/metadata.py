@@ -18,7 +18,7 @@ class PillionMetadata(KVConnectorMetadata):
     resolved: int = 0
     # Whether the sidecar waits for this step's fences.
     urgent: bool = False
-    # (request id, plan made by the shim, synchronous)
+    # (request id, plan made by the shim, synchronous); several of a request whose blocks are still on their way
     loads: list[tuple[str, bytes, bool]] = field(default_factory=list)
     # Loads whose lease was lost before they could be planned: request id, block ids, synchronous.
     lost: list[tuple[str, list[int], bool]] = field(default_factory=list)

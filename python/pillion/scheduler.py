@@ -42,6 +42,8 @@ STEP_COPY_MS = 10.0
 # Beside a full step a load begins in the background, so that a later step need not wait for it: so many at once, since each
 # holds blocks that nothing computes on. Measured: 914 tokens/s with none, 932 with 1, 889 with 3.
 BACKGROUND_LOADS = 1
+# Bytes of each part in which blocks are loaded that are still on their way: a millisecond on the wire, and enough for a copy.
+PART_BYTES = 16 << 20
 logger = vllm_compat.init_logger("vllm.pillion")
 
 
@@ -118,6 +120,7 @@ class Scheduler:
             config.copier(on_gpu) == "engine",
             on_gpu and not vllm_compat.zeroes_blocks(kv_cache_config),
             config.miss_wait_ms,
+            self._part_blocks(vllm_config, block_bytes, config.copier(on_gpu)),
         )
         self._requests: dict[str, _Tracked] = {}
         self._due: dict[int, list[_Tracked]] = {}
@@ -134,6 +137,11 @@ class Scheduler:
         # Requests that may hold one.
         self._suspects: set[_Tracked] = set()
         self._say_notices()
+
+    def _part_blocks(self, vllm_config: VllmConfig, block_bytes: int, copier: str) -> int:
+        """Blocks of a part; 0: nothing is loaded while blocks are on their way, because it could not be, or must not fail."""
+        may_fail = self._config.load != "sync" and vllm_compat.recomputes_failed_loads(vllm_config)
+        return -(-PART_BYTES // block_bytes) if may_fail and copier == "sidecar" else 0
 
     # --- matching ---
 
@@ -163,7 +171,7 @@ class Scheduler:
         if not hits:
             tracked.hit = None
             return 0, False
-        sync = self._synchronous(hits, request.request_id)
+        sync = self._synchronous(hits, request.request_id) and not self._session.arriving(tracked.log)
         if sync and self._step_is_full():
             if self._config.load == "sync" or len(self._background) >= BACKGROUND_LOADS:
                 tracked.hit = None
@@ -207,11 +215,10 @@ class Scheduler:
         if self._session.saving:
             # Before the load, which may begin as soon as it is posted.
             self._session.overwrite(ids)
-        plan = self._session.load(tracked.log, first, ids, self._step + 1, sync)
-        if plan is None:
+        plans = self._session.load_parts(tracked.log, first, ids, self._step + 1, sync)
+        if not plans:
             self._lost.append((request.request_id, ids, sync))
-        else:
-            self._loads.append((request.request_id, plan, sync))
+        self._loads += [(request.request_id, plan, sync) for plan in plans]
 
     # --- one step ---
 

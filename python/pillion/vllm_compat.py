@@ -120,6 +120,11 @@ def keeps_kv_memory(vllm_config: VllmConfig) -> bool:
     return not getattr(vllm_config.model_config, "enable_sleep_mode", False)
 
 
+def recomputes_failed_loads(vllm_config: VllmConfig) -> bool:
+    """Whether a request whose blocks could not be loaded is computed, and not ended."""
+    return getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", None) == "recompute"
+
+
 def zeroes_blocks(kv_cache_config: KVCacheConfig) -> bool:
     """Whether a step zeroes blocks before its forward, those of its loads among them."""
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))

@@ -38,8 +38,10 @@ class Worker:
         # On a GPU only: the device, by whose stream everything is ordered, and the waits between its layers.
         self._device: torch.device | None = None
         self._waits: LayerWaits | None = None
-        # Asynchronous loads in progress: operation to request id.
+        # Asynchronous loads in progress: operation to request id. A request may have several.
         self._loading: dict[int, str] = {}
+        # Blocks that ended loads of such requests did not bring.
+        self._lacking: dict[str, list[int]] = {}
         # Plans of this step's loads that are waited for between its layers.
         self._overlapped: list[bytes] = []
         self._failed: set[int] = set()
@@ -234,8 +236,11 @@ class Worker:
         """Requests whose asynchronous load ended since the last call, well or not, each once."""
         if self._loading and self._session:
             for op, failed in self._session.finished():
-                self._ended.add(self._loading.pop(op))
-                self._fail(failed, 0)
+                req_id = self._loading.pop(op)
+                self._lacking.setdefault(req_id, []).extend(failed)
+                if req_id not in self._loading.values():
+                    self._ended.add(req_id)
+                    self._fail(self._lacking.pop(req_id), 0)
         ended, self._ended = self._ended, set()
         return ended or None
 

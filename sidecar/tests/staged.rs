@@ -90,6 +90,7 @@ impl Engine {
             by_engine,
             early,
             miss_wait_ms: 0,
+            part_blocks: 0,
         };
         let scheduler = Scheduler::new(options).unwrap();
         assert!(worker.connected() && scheduler.connected());

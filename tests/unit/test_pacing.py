@@ -24,6 +24,9 @@ class Session:
 
     def __init__(self, *arguments: Any) -> None:
         self.loads: list[bool] = []
+        self.part_blocks = arguments[-1]
+        # Blocks of every answer are still on their way.
+        self.early = False
 
     def open(self) -> int:
         """A key log."""
@@ -37,10 +40,14 @@ class Session:
         """All of them."""
         return count
 
-    def load(self, log: int, start: int, block_ids: list[int], step: int, sync: bool) -> bytes:
-        """A plan."""
+    def arriving(self, log: int) -> bool:
+        """Whether an answer names blocks that are on their way."""
+        return self.early
+
+    def load_parts(self, log: int, start: int, block_ids: list[int], step: int, sync: bool) -> list[bytes]:
+        """A plan, or one for each part of what is on its way."""
         self.loads.append(sync)
-        return b"plan"
+        return [b"plan"] * (-(-len(block_ids) // self.part_blocks) if self.early else 1)
 
     def close(self, log: int) -> None:
         """Nothing."""
@@ -65,7 +72,7 @@ def request(number: int, found_blocks: int, new_tokens: int) -> Any:
     )
 
 
-def made(monkeypatch: pytest.MonkeyPatch, on_gpu: bool, load: str = "auto") -> Scheduler:
+def made(monkeypatch: pytest.MonkeyPatch, on_gpu: bool, load: str = "auto", policy: str = "recompute") -> Scheduler:
     """A scheduler of an engine that exists in these answers alone."""
     answers = {
         "on_gpu": on_gpu,
@@ -79,7 +86,7 @@ def made(monkeypatch: pytest.MonkeyPatch, on_gpu: bool, load: str = "auto") -> S
     for name, answer in answers.items():
         monkeypatch.setattr(vllm_compat, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(_shim, "SchedulerSession", Session)
-    vllm_config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="e"))
+    vllm_config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="e", kv_load_failure_policy=policy))
     kv_cache_config: Any = SimpleNamespace(num_blocks=1 << 16)
     return Scheduler(Config(socket="/s", load=load), vllm_config, kv_cache_config)
 
@@ -196,3 +203,22 @@ def test_a_user_who_wants_synchronous_loads_gets_no_other(monkeypatch: pytest.Mo
 def test_nobody_is_put_off_elsewhere(monkeypatch: pytest.MonkeyPatch, on_gpu: bool, load: str) -> None:
     vllm = Vllm(made(monkeypatch, on_gpu, load), conversations(8, 300, 1024))
     assert sum(map(len, vllm.schedule())) == 8
+
+
+def test_what_is_on_its_way_is_loaded_beside_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = made(monkeypatch, on_gpu=True)
+    session: Any = connector._session
+    session.early = True
+    vllm = Vllm(connector, conversations(1, 4, 16))
+    assert vllm.schedule() == ([], ["r0"])
+    assert session.loads == [False]
+
+
+@pytest.mark.parametrize(
+    ("policy", "load", "part_blocks"), [("recompute", "auto", 8), ("fail", "auto", 0), ("recompute", "sync", 0)]
+)
+def test_answers_come_early_only_where_a_load_may_fail(
+    monkeypatch: pytest.MonkeyPatch, policy: str, load: str, part_blocks: int
+) -> None:
+    session: Any = made(monkeypatch, True, load, policy)._session
+    assert session.part_blocks == part_blocks

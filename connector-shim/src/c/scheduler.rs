@@ -82,6 +82,7 @@ pub extern "C" fn pillion_scheduler_connect(
             by_engine: !options.sidecar_copies,
             early: options.early_loads,
             miss_wait_ms: options.miss_wait_ms,
+            part_blocks: 0,
         })?;
         let state = State { session, plan: Vec::new(), notices: Notices::default() };
         out.write(Box::new(Scheduler(Guarded::new(state))));

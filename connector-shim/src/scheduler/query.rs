@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shm_protocol::layout::{OPERATIONS, QUERY_KEYS};
-use shm_protocol::message::{Kind, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Message, Outcome, Status};
+use shm_protocol::message::{
+    Kind, LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Message, Outcome, QUERY_ARRIVING, Status,
+};
 use shm_protocol::wait;
 
 use super::Scheduler;
@@ -25,6 +27,8 @@ pub const HOLD: Duration = Duration::from_micros(500);
 /// The longest sleep between two looks at the socket. A dead sidecar wakes nobody, so this bounds what its death can
 /// cost a query; 1 ms is half the default budget and 20 times a wake-up.
 pub const SLEEP_TURN: Duration = Duration::from_millis(1);
+/// Parts of a load at most: of the 4,096 operations that may be unanswered, a few long requests take no more than some.
+const PARTS_MAX: usize = 64;
 /// Answer of a query that the sidecar will know later.
 pub const PENDING: i64 = -1;
 
@@ -101,7 +105,8 @@ impl Scheduler {
         }
         self.stalled = None;
         let op = self.next_op;
-        let message = Message { log: number, op, from: start, count, ..Message::new(Kind::Query) };
+        let flags = if self.part_blocks > 0 { QUERY_ARRIVING } else { 0 };
+        let message = Message { flags, log: number, op, from: start, count, ..Message::new(Kind::Query) };
         let posted = clock::now();
         if link.submission.post(&message).is_none() {
             self.counters.queries_without_room += 1;
@@ -222,14 +227,24 @@ impl Scheduler {
                 "the sidecar knows no KV memory of this engine yet, or its ranks state different facts: see the workers' and the sidecar's logs",
             );
         }
-        let hits = if outcome.status == Status::Ok { outcome.value.min(question.count) } else { 0 };
+        let arriving = outcome.status == Status::Arriving && self.part_blocks > 0;
+        self.counters.queries_answered_early += u64::from(arriving);
+        let is_hit = outcome.status == Status::Ok || arriving;
+        let hits = if is_hit { outcome.value.min(question.count) } else { 0 };
         let Some((_, log)) = self.link.as_mut().and_then(|link| link.logs.get(question.log)) else {
             return 0;
         };
-        let lease = Lease { op, from: question.from, asked: question.count, hits, since: question.posted };
+        let (from, asked, since) = (question.from, question.count, question.posted);
+        let lease = Lease { op, from, asked, hits, arriving, since };
         log.pending = None;
         log.lease = (hits > 0).then_some(lease);
         hits
+    }
+
+    /// Whether blocks of the log's last answer were still on their way: they are not to be loaded synchronously.
+    pub fn arriving(&mut self, handle: i64) -> bool {
+        let log = self.link.as_mut().and_then(|link| link.logs.get(handle));
+        log.and_then(|(_, log)| log.lease).is_some_and(|lease| lease.arriving)
     }
 
     /// Whether [`Scheduler::load`] will have to ask again, which may wait.
@@ -242,35 +257,91 @@ impl Scheduler {
     /// Posts the load of keys `start..` into `blocks` and returns its plan, also where the sidecar died since the query;
     /// `None` where no lease covers them: then nothing may be loaded.
     pub fn load(&mut self, handle: i64, start: u32, blocks: &[u32], step: u64, sync: bool) -> Option<Plan> {
-        let plan = self.try_load(handle, start, blocks, step, sync);
-        match plan {
+        self.count_load(|it| it.try_load(handle, start, blocks, step, sync, usize::MAX)).pop()
+    }
+
+    /// The same in parts, each a load of its own that ends as soon as its blocks are there, where they are still on their way.
+    /// Empty where no lease covers them.
+    pub fn load_parts(
+        &mut self,
+        handle: i64,
+        start: u32,
+        blocks: &[u32],
+        step: u64,
+        sync: bool,
+    ) -> Vec<Plan> {
+        let part = blocks.len().div_ceil(PARTS_MAX).max(self.part_blocks as usize);
+        self.count_load(|it| it.try_load(handle, start, blocks, step, sync, part))
+    }
+
+    fn count_load(&mut self, load: impl FnOnce(&mut Self) -> Option<Vec<Plan>>) -> Vec<Plan> {
+        let plans = load(self);
+        match plans {
             Some(_) => self.counters.loads += 1,
             None => self.counters.loads_without_lease += 1,
         }
-        plan
+        plans.unwrap_or_default()
     }
 
-    fn try_load(&mut self, handle: i64, start: u32, blocks: &[u32], step: u64, sync: bool) -> Option<Plan> {
+    fn try_load(
+        &mut self,
+        handle: i64,
+        start: u32,
+        blocks: &[u32],
+        step: u64,
+        sync: bool,
+        part: usize,
+    ) -> Option<Vec<Plan>> {
         if self.must_renew(handle) {
             let lease = self.link.as_mut()?.logs.get(handle)?.1.lease?;
             self.query(handle, lease.from, lease.asked);
         }
         let link = self.link.as_mut()?;
         let (number, log) = link.logs.get(handle)?;
-        let lease = log.lease?;
+        let lease = log.lease.filter(|lease| !(sync && lease.arriving))?;
         let count = u32::try_from(blocks.len()).ok().filter(|count| *count > 0)?;
         if start < lease.from || start.checked_add(count)? > lease.from + lease.hits {
             return None;
         }
+        let part = if lease.arriving { part.min(blocks.len()) } else { blocks.len() };
+        let starts = (start..).step_by(part);
+        let plans = starts.zip(blocks.chunks(part));
+        let plans = plans.map(|(from, blocks)| self.post_load(handle, &lease, from, blocks, step, sync));
+        let plans: Option<Vec<Plan>> = plans.collect();
+        let link = self.link.as_mut()?;
+        if lease.arriving {
+            // No load has ended it.
+            link.submission.post(&Message { log: number, ..Message::new(Kind::Release) });
+        }
+        if self.early {
+            link.flush();
+        }
+        link.log(handle).lease = None;
+        plans
+    }
+
+    fn post_load(
+        &mut self,
+        handle: i64,
+        lease: &Lease,
+        start: u32,
+        blocks: &[u32],
+        step: u64,
+        sync: bool,
+    ) -> Option<Plan> {
+        let link = self.link.as_mut()?;
+        let (number, log) = link.logs.get(handle)?;
+        let count = blocks.len() as u32;
         let places: Vec<_> = (start..start + count).map(|key| log.place(key)).collect();
         let slots = places.into_iter().map(|(chunk, index)| link.connection.memory.read_ref(chunk, index));
         let blocks_and_slots = blocks.iter().copied().zip(slots).collect();
-        let sync_flag = if sync { LOAD_SYNC } else { 0 };
-        let flags = sync_flag | if self.by_engine { LOAD_BY_ENGINE } else { 0 };
-        let early_flag = if self.early { LOAD_EARLY } else { 0 };
+        let flag = |set: bool, flag: u8| if set { flag } else { 0 };
+        let flags = flag(sync, LOAD_SYNC)
+            | flag(self.by_engine, LOAD_BY_ENGINE)
+            | flag(lease.arriving, LOAD_ARRIVING);
         let op = self.next_op;
         let message = Message {
-            flags: flags | early_flag,
+            flags: flags | flag(self.early, LOAD_EARLY),
             log: number,
             op,
             from: start,
@@ -283,11 +354,7 @@ impl Scheduler {
         // vLLM counts on the answer to the query by now. A sidecar that is gone, or has no room, breaks no promise: the
         // ranks have its pool mapped, and the slots are leased for a while yet.
         link.post_with_blocks(message, blocks);
-        if self.early {
-            link.flush();
-        }
         self.next_op += 1;
-        link.log(handle).lease = None;
         Some(Plan { op, epoch: link.connection.welcome.epoch, flags, blocks: blocks_and_slots })
     }
 }

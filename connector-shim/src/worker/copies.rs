@@ -371,13 +371,14 @@ impl Load {
         let (plan, reached) = (&self.job.plan, self.reached.passed()?);
         let Some(link) = &self.job.link else {
             let batches = Batches { began: 0, ended: 0 };
-            return Ok(Seen { reached, whole: false, broken: true, batches, gone: true });
+            return Ok(Seen { reached, whole: false, refused: false, broken: true, batches, gone: true });
         };
         let outcome = link.outcome(plan.op);
         let whole = is_whole(plan, outcome) || (self.sync && link.is_delivered(plan.op, cuts));
         let (batches, gone) = (link.batches(), link.connection.sidecar_is_gone());
         let broken = outcome.is_some() || link.connection.is_lost() || gone;
-        Ok(Seen { reached, whole, broken, batches, gone })
+        let refused = outcome.is_some_and(|outcome| outcome.status.is_refusal());
+        Ok(Seen { reached, whole, refused, broken, batches, gone })
     }
 }
 

@@ -4,12 +4,12 @@
 //! The engine's stream may be parked on the load's word meanwhile. It goes on once every byte is there, whoever brought
 //! it, and never before.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use shm_protocol::gate::DEVICE_LATENCY;
 
+use super::SETTLE;
 use super::link::Batches;
-use super::{LOAD_DEADLINE, SETTLE};
 
 /// Where a load is.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -30,6 +30,8 @@ enum Phase {
 #[derive(Debug)]
 pub(super) struct Watch {
     phase: Phase,
+    /// How long it is left to the sidecar once the engine's stream has reached it.
+    patience: Duration,
 }
 
 /// What can be seen of a load.
@@ -39,6 +41,8 @@ pub(super) struct Seen {
     pub(super) reached: bool,
     /// Every byte of it has arrived.
     pub(super) whole: bool,
+    /// The sidecar has written nothing of it, and never will.
+    pub(super) refused: bool,
     /// The sidecar ended it otherwise, or hung up.
     pub(super) broken: bool,
     /// Of the sidecar's stream.
@@ -66,13 +70,13 @@ pub(super) enum Verdict {
 
 impl Watch {
     /// A load that the sidecar promised.
-    pub(super) fn promised() -> Self {
-        Self { phase: Phase::Ahead }
+    pub(super) fn promised(patience: Duration) -> Self {
+        Self { phase: Phase::Ahead, patience }
     }
 
     /// A load that nobody but this process copies.
     pub(super) fn ours() -> Self {
-        Self { phase: Phase::Ours }
+        Self { phase: Phase::Ours, patience: Duration::ZERO }
     }
 
     /// Whether this process copies it, now or as soon as its blocks are free.
@@ -108,10 +112,15 @@ impl Watch {
         if seen.whole {
             return Verdict::Whole;
         }
+        if seen.refused {
+            // A closed gate would take loads before it away from the sidecar, which may be writing them.
+            self.phase = Phase::Ours;
+            return self.next(seen, now);
+        }
         if self.phase == Phase::Ahead && seen.reached {
             self.phase = Phase::Begun(now);
         }
-        let late = matches!(self.phase, Phase::Begun(since) if now.duration_since(since) >= LOAD_DEADLINE);
+        let late = matches!(self.phase, Phase::Begun(since) if now.duration_since(since) >= self.patience);
         if !seen.broken && !late {
             return Verdict::Wait;
         }
@@ -122,13 +131,13 @@ impl Watch {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
+    use crate::worker::LOAD_DEADLINE;
 
     const NOTHING: Seen = Seen {
         reached: false,
         whole: false,
+        refused: false,
         broken: false,
         batches: Batches { began: 7, ended: 7 },
         gone: false,
@@ -143,14 +152,14 @@ mod tests {
 
     /// A watch whose gate was closed at the instant returned.
     fn taken_back() -> (Watch, Instant) {
-        let (mut watch, now) = (Watch::promised(), start());
+        let (mut watch, now) = (Watch::promised(LOAD_DEADLINE), start());
         assert_eq!(watch.next(&Seen { broken: true, ..REACHED }, now), Verdict::TakeBack);
         (watch, now)
     }
 
     #[test]
     fn a_load_is_left_to_the_sidecar_until_it_is_whole() {
-        let (mut watch, now) = (Watch::promised(), start());
+        let (mut watch, now) = (Watch::promised(LOAD_DEADLINE), start());
         assert_eq!(watch.next(&NOTHING, now), Verdict::Wait);
         assert_eq!(watch.next(&RUNNING, now + MS), Verdict::Wait);
         assert_eq!(watch.next(&Seen { whole: true, broken: true, ..RUNNING }, now + 2 * MS), Verdict::Whole);
@@ -158,7 +167,7 @@ mod tests {
 
     #[test]
     fn the_deadline_counts_from_when_the_sidecar_could_begin() {
-        let (mut watch, now) = (Watch::promised(), start());
+        let (mut watch, now) = (Watch::promised(LOAD_DEADLINE), start());
         assert_eq!(watch.next(&NOTHING, now), Verdict::Wait);
         let reached = now + 10 * LOAD_DEADLINE;
         assert_eq!(watch.next(&NOTHING, reached), Verdict::Wait, "the engine was busy before");
@@ -169,9 +178,17 @@ mod tests {
 
     #[test]
     fn a_late_look_finds_a_whole_load_whole() {
-        let (mut watch, now) = (Watch::promised(), start());
+        let (mut watch, now) = (Watch::promised(LOAD_DEADLINE), start());
         assert_eq!(watch.next(&REACHED, now), Verdict::Wait);
         assert_eq!(watch.next(&Seen { whole: true, ..REACHED }, now + 9 * LOAD_DEADLINE), Verdict::Whole);
+    }
+
+    #[test]
+    fn what_the_sidecar_refuses_is_not_taken_back() {
+        let (mut watch, now) = (Watch::promised(LOAD_DEADLINE), start());
+        let refused = Seen { refused: true, broken: true, ..NOTHING };
+        assert_eq!(watch.next(&refused, now), Verdict::Wait, "its blocks are not free yet");
+        assert_eq!(watch.next(&Seen { reached: true, ..refused }, now), Verdict::Copy);
     }
 
     #[test]
@@ -204,7 +221,7 @@ mod tests {
 
     #[test]
     fn blocks_are_not_touched_before_the_engine_gave_them_up() {
-        let (mut watch, now) = (Watch::promised(), start());
+        let (mut watch, now) = (Watch::promised(LOAD_DEADLINE), start());
         assert_eq!(watch.next(&Seen { broken: true, ..NOTHING }, now), Verdict::TakeBack);
         let gone = Seen { gone: true, ..NOTHING };
         assert_eq!(watch.next(&gone, now + 10 * SETTLE), Verdict::Wait);

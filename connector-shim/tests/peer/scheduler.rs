@@ -16,6 +16,7 @@ pub(crate) fn options(peer: &Peer) -> Options {
         by_engine: false,
         early: false,
         miss_wait_ms: 0,
+        part_blocks: 0,
     }
 }
 

@@ -17,7 +17,7 @@ use crate::connection::Address;
 use crate::peer::rank::{BLOCK_BYTES, EPOCH, Kv, content, options, plan};
 use crate::peer::{Peer, Served, eventually};
 use crate::worker::memory::Memory;
-use crate::worker::{Options, SETTLE};
+use crate::worker::{LOAD_DEADLINE, Options, SETTLE};
 
 const CUTS: usize = 3;
 
@@ -77,7 +77,7 @@ impl Rank {
     }
 
     fn follow(&self, op: u64, blocks: &[(u32, SlotRef)], sync: bool) {
-        self.give(op, blocks, sync, Watch::promised());
+        self.give(op, blocks, sync, Watch::promised(LOAD_DEADLINE));
     }
 
     fn follow_own(&self, op: u64, blocks: &[(u32, SlotRef)]) {

@@ -81,7 +81,6 @@ impl PeersMetrics {
     /// Makes figures visible. Called by one thread alone. Who has left is shown no more, so
     /// that there are never more labels than members.
     pub(super) fn publish<'a>(&mut self, stats: &PeersStats, name: impl Fn(PeerNumber) -> Option<&'a str>) {
-        self.figures.publish(stats);
         for (kind, total) in FAULT_NAMES.iter().zip(stats.faults) {
             raise(&self.faults.with_label_values(&[kind]), total);
         }
@@ -100,6 +99,8 @@ impl PeersMetrics {
             });
         }
         self.shown = here;
+        // Last: who is counted has gauges.
+        self.figures.publish(stats);
     }
 }
 

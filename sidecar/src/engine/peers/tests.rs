@@ -338,6 +338,29 @@ fn whoever_stops_waiting_leaves_the_blocks_in_dram_and_nobody_else_is_asked() {
 }
 
 #[test]
+fn the_engine_is_answered_before_anything_is_sent_for() {
+    let mut scene = Scene::with(A, 0..8);
+    scene.engine.open(1, 0..8);
+    scene.engine.out.clear();
+    let message = Message { op: 77, log: 1, count: 8, ..Message::new(Kind::Query) };
+    let event = Event::Message { session: SCHEDULER, message, keys: Vec::new(), blocks: Vec::new() };
+    let mut first = Vec::new();
+    scene.engine.core.respond(0, event, &mut first);
+    assert!(matches!(&first[..], [Action::Answer { outcome, .. }] if outcome.status == Status::Pending));
+    let mut rest = Vec::new();
+    scene.engine.core.go_on(0, &mut rest);
+    assert!(rest.iter().any(|action| matches!(action, Action::Fetch(fetch) if fetch.blocks.len() == 8)));
+}
+
+#[test]
+fn a_run_whose_first_block_nobody_has_is_answered_at_once() {
+    let mut scene = Scene::with(A, 1..8);
+    let op = scene.query(1, 0..8);
+    assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
+    assert!(scene.fetches.is_empty());
+}
+
+#[test]
 fn time_ends_a_wait_and_not_its_fetch() {
     let mut scene = Scene::with(A, 0..2);
     let op = scene.query(1, 0..2);

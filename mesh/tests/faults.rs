@@ -6,10 +6,10 @@ use std::io::{ErrorKind, Read};
 use std::net::{Ipv4Addr, TcpListener};
 use std::time::Duration;
 
-use mesh::transport::tcp::{Limits, Security};
+use mesh::transport::tcp::{Config, Limits, Security, Tcp};
 use mesh::transport::{Fault, Label, Peer, PeerNumber, Stage};
 use rig::proxy::{Plan, Proxy, Trouble};
-use rig::{LONG, Node, label, pair, patient};
+use rig::{LONG, Node, Owner, acquaint, label, now, pair, patient};
 
 const SHORT: Duration = Duration::from_millis(300);
 /// Bytes to who connects until the first block's own bytes: a Welcome and a Block frame.
@@ -31,17 +31,25 @@ fn kept(other: &Node, count: u64, bytes: u32) -> Vec<Label> {
     labels
 }
 
-/// What comes of one block under this trouble; and of the next one, over a sound network.
+/// What comes of one block under this trouble; and of the next one, over a sound network. Prints both and their times.
 fn one_block(limits: Limits, plan: Plan) -> Result<(), Fault> {
+    let fault = format!("{plan:?}");
     let (mut one, other, proxy) = proxied(limits, plan);
     let labels = kept(&other, 1, 400_000);
+    let began = now();
     let end = one.get(1, &labels, LONG)[0];
+    let seconds = began.elapsed().as_secs_f64();
     proxy.plan(Plan::default());
     proxy.cut();
     one.wait("a failure that was told", |seen| (!seen.down.is_empty() || seen.done.len() == 1).then_some(()));
     while one.get(1, &labels, LONG) != [Ok(())] {
         std::thread::sleep(limits.back_off_min);
     }
+    let heal = began.elapsed().as_secs_f64() - seconds;
+    let ended = format!("{end:?}");
+    eprintln!(
+        r#"{{"fault": {fault:?}, "ended": {ended:?}, "seconds": {seconds:.3}, "seconds_to_heal": {heal:.3}}}"#
+    );
     one.check_ends();
     other.check_releases();
     end
@@ -118,6 +126,27 @@ fn a_fetch_that_is_slow_ends_by_its_own_limit_and_the_stream_stays() {
     assert_eq!(one.get(1, &labels[..1], LONG), [Ok(())]);
     one.seen(|seen| assert!(seen.down.is_empty(), "{:?}", seen.down));
     one.check_ends();
+}
+
+#[test]
+fn a_block_may_take_longer_than_the_limit_of_a_part() {
+    let limits = Limits { progress: Duration::from_secs(1), ..patient() };
+    let large = |name| {
+        Node::over(name, 1, Owner::Grants, (1, 64 << 20), |name, boot, blocks, up| {
+            let config = Config { limits, ..Config::new(name, boot, Security::Plaintext) };
+            let tcp = Tcp::start(config, blocks, up).unwrap();
+            let address = tcp.address();
+            (Box::new(tcp), address)
+        })
+    };
+    let (mut one, other) = (large("one"), large("other"));
+    acquaint(&one, &other);
+    let drip = Trouble::Drip(BEFORE_BLOCK, 16 << 10, Duration::from_millis(1));
+    let proxy = Proxy::start(other.address(), Plan::down(drip));
+    one.transport().join(PeerNumber(1), Peer { address: proxy.address, ..other.as_peer() });
+    let labels = kept(&other, 1, 48 << 20);
+    assert_eq!(one.get(1, &labels, LONG), [Ok(())]);
+    other.check_releases();
 }
 
 #[test]

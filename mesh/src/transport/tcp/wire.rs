@@ -16,8 +16,8 @@ use super::frame::{BODY_BYTES_MAX, Frame, HEAD_BYTES, Head, Malformed, VERSION};
 use super::now;
 use crate::transport::{Fault, Refusal, Stage};
 
-/// Bytes that are taken or given at once: with their checksum they stay in a core's second-level cache, and in them
-/// lies what a limit of progress means.
+/// Bytes that are taken at once: with their checksum they stay in a core's second-level cache. They are also what must
+/// have moved, in either direction, within a limit of progress.
 pub(super) const CHUNK_BYTES: usize = 256 << 10;
 /// Bytes that TLS decrypts into before they go to the pool, and that are read of a block nobody wants any more.
 const SCRATCH_BYTES: usize = 64 << 10;
@@ -143,26 +143,40 @@ impl Wire {
     }
 
     /// Sends all bytes.
-    pub(super) fn send(&mut self, mut bytes: &[u8], more: bool, until: Instant) -> Result<(), Broken> {
-        while !bytes.is_empty() {
-            let sent = match &mut self.tls {
-                Some(tls) => tls.writer().write(bytes)?,
+    pub(super) fn send(&mut self, bytes: &[u8], more: bool, until: Instant) -> Result<(), Broken> {
+        self.send_some(bytes, bytes.len(), more, until).map(drop)
+    }
+
+    /// Sends at least `least` of the bytes, and tells how many went. The kernel is offered all, which costs it less than
+    /// part after part; it takes fewer when the time has passed.
+    pub(super) fn send_some(
+        &mut self,
+        bytes: &[u8],
+        least: usize,
+        more: bool,
+        until: Instant,
+    ) -> Result<usize, Broken> {
+        let mut sent = 0;
+        while sent < least {
+            let rest = &bytes[sent..];
+            let taken = match &mut self.tls {
+                Some(tls) => tls.writer().write(rest)?,
                 None => {
                     self.stream.set_write_timeout(Some(left(until)?))?;
                     let more = if more { SendFlags::MORE } else { SendFlags::empty() };
-                    match rustix::net::send(&*self.stream, bytes, SendFlags::NOSIGNAL | more) {
+                    match rustix::net::send(&*self.stream, rest, SendFlags::NOSIGNAL | more) {
                         Err(Errno::INTR) => 0,
-                        sent => sent.map_err(io::Error::from)?,
+                        taken => taken.map_err(io::Error::from)?,
                     }
                 }
             };
-            bytes = &bytes[sent..];
+            sent += taken;
             // What TLS has taken goes out when more cannot be taken, or at the end.
-            if sent == 0 || (bytes.is_empty() && !more) {
+            if taken == 0 || (sent == bytes.len() && !more) {
                 self.flush_tls(until)?;
             }
         }
-        Ok(())
+        Ok(sent)
     }
 
     /// Fills a part of a block, of at most [`CHUNK_BYTES`].

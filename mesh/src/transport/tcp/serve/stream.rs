@@ -85,10 +85,10 @@ impl<'a> Stream<'a> {
         let progress = self.shared.config.limits.progress;
         let block = Block { bytes: label.bytes, checksum, ..missing };
         self.wire.send_frame(&Frame::Block(block), true, now() + progress)?;
-        let mut left = bytes.len();
-        for chunk in bytes.chunks(CHUNK_BYTES) {
-            left -= chunk.len();
-            self.wire.send(chunk, left > 0, now() + progress)?;
+        let mut left = bytes;
+        while !left.is_empty() {
+            let sent = self.wire.send_some(left, CHUNK_BYTES.min(left.len()), false, now() + progress)?;
+            left = &left[sent..];
         }
         Ok(())
     }

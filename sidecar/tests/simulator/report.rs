@@ -17,7 +17,7 @@ const EVENTS: usize = 60;
 /// Runs of a plain `cargo test`.
 const RUNS: u64 = 1_000;
 /// From this many runs on every point must have been reached.
-const RUNS_COVERING: u64 = 10_000;
+const RUNS_COVERING: u64 = 50_000;
 /// Worlds without a protection among which one must fail.
 const CANARY_RUNS: u64 = 10_000;
 /// How a failure begins that only wrong bytes can cause.

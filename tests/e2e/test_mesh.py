@@ -243,6 +243,8 @@ def owner_killed(mesh: Mesh) -> Iterator[None]:
     yield
     death.join()
     mesh.a.sidecar = start_sidecar(mesh.a.host, mesh.a.directory, dying.pool)
+    # Its engine saves again.
+    mesh.a.sidecar.wait_metric("pillion_sessions", 2)
 
 
 @contextlib.contextmanager

@@ -295,9 +295,11 @@ impl Hello {
         }
         let node = NodeId::new(self.node).map_err(|_| Malformed::Hello("name"))?;
         let boot = NonZeroU64::new(self.boot).ok_or(Malformed::Hello("life"))?;
-        let address = |text: &str| text.parse::<SocketAddr>().map_err(|_| Malformed::Hello("address"));
-        let rdma = Some(&*self.rdma).filter(|rdma| !rdma.is_empty()).map(address).transpose()?;
-        let data = DataAddresses { tcp: address(&self.tcp)?, rdma };
+        let address = |text: &str, what| text.parse::<SocketAddr>().map_err(|_| Malformed::Hello(what));
+        let tcp = address(&self.tcp, "address")?;
+        let rdma = Some(&self.rdma).filter(|rdma| !rdma.is_empty());
+        let rdma = rdma.map(|rdma| address(rdma, "RDMA address")).transpose()?;
+        let data = DataAddresses { tcp, rdma };
         Ok(Reply::Hello(self.mesh, Identity { node, boot: BootId(boot), data }))
     }
 }

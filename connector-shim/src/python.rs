@@ -179,10 +179,8 @@ impl SchedulerSession {
         step: u64,
         sync: bool,
     ) -> PyResult<Option<Bound<'py, PyBytes>>> {
-        let blocks = block_list(block_ids)?;
-        let load = || self.0.enter(|session| Ok(session.load(log, start, &blocks, step, sync)));
-        let waits = self.0.enter(|session| Ok(session.must_renew(log)))?;
-        let plan = if waits { py.detach(load)? } else { load()? };
+        let post = |session: &mut Scheduler, blocks: &[u32]| session.load(log, start, blocks, step, sync);
+        let plan = self.post_load(py, log, block_ids, post)?;
         Ok(plan.map(|plan| PyBytes::new(py, &plan.encode())))
     }
 
@@ -199,10 +197,9 @@ impl SchedulerSession {
         step: u64,
         sync: bool,
     ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
-        let blocks = block_list(block_ids)?;
-        let load = || self.0.enter(|session| Ok(session.load_parts(log, start, &blocks, step, sync)));
-        let waits = self.0.enter(|session| Ok(session.must_renew(log)))?;
-        let plans = if waits { py.detach(load)? } else { load()? };
+        let post =
+            |session: &mut Scheduler, blocks: &[u32]| session.load_parts(log, start, blocks, step, sync);
+        let plans = self.post_load(py, log, block_ids, post)?;
         Ok(plans.iter().map(|plan| PyBytes::new(py, &plan.encode())).collect())
     }
 
@@ -270,6 +267,20 @@ impl SchedulerSession {
 impl SchedulerSession {
     fn sleep(&self, py: Python<'_>, op: u64) -> PyResult<i64> {
         py.detach(|| self.0.enter(|session| Ok(session.sleep(op))))
+    }
+
+    /// Posts loads under a log's lease. Other threads run meanwhile where it must be renewed first.
+    fn post_load<T: Send>(
+        &self,
+        py: Python<'_>,
+        log: i64,
+        block_ids: &Bound<'_, PyList>,
+        post: impl Fn(&mut Scheduler, &[u32]) -> T + Sync,
+    ) -> PyResult<T> {
+        let blocks = block_list(block_ids)?;
+        let load = || self.0.enter(|session| Ok(post(session, &blocks)));
+        let waits = self.0.enter(|session| Ok(session.must_renew(log)))?;
+        if waits { py.detach(load) } else { load() }
     }
 }
 

@@ -360,10 +360,13 @@ def fetch(url: str) -> str | None:
 
 
 def free_port() -> int:
-    """A port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody uses now, and neither the next."""
+    while True:
+        with socket.socket() as one, socket.socket() as other, contextlib.suppress(OSError, OverflowError):
+            one.bind(("127.0.0.1", 0))
+            port = int(one.getsockname()[1])
+            other.bind(("127.0.0.1", port + 1))
+            return port
 
 
 def tail(log: Path) -> str:

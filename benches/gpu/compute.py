@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 # By scale: rows of the square matrices, kernels of a slice, slices. A slice of "full" takes some 0.3 s on an H200.
-SCALES = {"full": (8192, 200, 5), "quick": (8192, 100, 3), "tiny": (64, 20, 2)}
+SCALES = {"full": (8192, 200, 16), "quick": (8192, 100, 3), "tiny": (64, 20, 2)}
 # Matrix-vector products read their whole matrix, as a decode step does, in a fiftieth of a matrix product's time.
 VECTORS_PER_PRODUCT = 40
 
 
 def beside(transfer: Callable[[], int], scale: str) -> dict[str, Any]:
     """What is left of the rate of launches while `transfer` is done again and again: of matrix products, bound by
-    arithmetic, and of matrix-vector products, bound by the GPU's memory. Slices with and without transfers alternate."""
+    arithmetic, and of matrix-vector products, bound by the GPU's memory. Slices with and without transfers take turns, also in
+    who is first: a GPU that gets warmer gets slower."""
     rows, kernels, slices = SCALES[scale]
     matrix = torch.randn((rows, rows), device="cuda", dtype=torch.bfloat16)
     vector = torch.randn((rows, 1), device="cuda", dtype=torch.bfloat16)
@@ -28,11 +29,14 @@ def beside(transfer: Callable[[], int], scale: str) -> dict[str, Any]:
         alone: list[float] = []
         together: list[float] = []
         moved, moved_s = 0, 0.0
-        for _ in range(slices + 1):
-            alone.append(run(graph, stream, lambda: 0)[0])
+        for turn in range(slices + 1):
+            if turn % 2:
+                alone.append(run(graph, stream, lambda: 0)[0])
             took, moved_bytes, moving_s = run(graph, stream, transfer)
             together.append(took)
             moved, moved_s = moved + moved_bytes, moved_s + moving_s
+            if not turn % 2:
+                alone.append(run(graph, stream, lambda: 0)[0])
         # The first of each is a warm-up.
         pairs = [without / with_ for without, with_ in zip(alone[1:], together[1:], strict=True)]
         spread = {"median": statistics.median(pairs), "min": min(pairs), "max": max(pairs)}

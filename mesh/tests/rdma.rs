@@ -18,7 +18,8 @@ use mesh::transport::rdma::{Config, Rdma};
 use mesh::transport::tcp::{Limits, Security, Tls};
 use mesh::transport::{Fault, Label, Peer, PeerNumber, Refusal};
 use rig::{LONG, Node, Owner, Random, acquaint, boot, exchange, label, node, patient};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, setrlimit};
+use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 
 /// Enough for every test, few enough that a guest registers them soon; larger than a READ.
 const SLOTS: (u64, u64) = (24, 1280 << 10);
@@ -61,17 +62,51 @@ fn mend() {
 
 /// A node on this NIC, once it has registered its pool.
 fn on(nic: &str, name: &str, life: u64, owner: Owner, change: impl FnOnce(&mut Config)) -> Node {
+    let registered = |rdma: &Rdma| {
+        while !rdma.ready() {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    };
+    started(nic, name, life, owner, change, registered)
+}
+
+fn started(
+    nic: &str,
+    name: &str,
+    life: u64,
+    owner: Owner,
+    change: impl FnOnce(&mut Config),
+    wait: impl FnOnce(&Rdma),
+) -> Node {
     Node::over(name, life, owner, SLOTS, |name, boot, blocks, up| {
         let mut config = Config::new(name, boot, vec![nic.into()], Security::Plaintext);
         (config.limits, config.lease) = (patient(), LONG);
         change(&mut config);
         let rdma = Rdma::start(config, blocks, up).unwrap();
-        while !rdma.ready() {
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        wait(&rdma);
         let address = rdma.address();
         (Box::new(rdma), address)
     })
+}
+
+/// A node on this NIC that may not lock its pool in memory, once it has said so.
+fn unregistered(nic: &str, name: &str) -> Node {
+    let limit = getrlimit(Resource::Memlock);
+    setrlimit(Resource::Memlock, Rlimit { current: Some(1 << 16), ..limit }).unwrap();
+    let start = || {
+        // The limit binds only without this. It is handed down to the threads that are started here; verbs are not for one
+        // whose rights have changed since, so this is not the test's own.
+        let mut rights = capabilities(None).unwrap();
+        rights.effective.remove(CapabilitySet::IPC_LOCK);
+        set_capabilities(None, rights).unwrap();
+        started(nic, name, 1, Owner::Grants, |_| {}, |_| {})
+    };
+    let node = std::thread::scope(|scope| scope.spawn(start).join().unwrap());
+    node.wait("a note", |seen| {
+        seen.notes.iter().any(|note| note.contains("cannot register the pool")).then_some(())
+    });
+    setrlimit(Resource::Memlock, limit).unwrap();
+    node
 }
 
 /// Two nodes on the two ends of the wire; each is peer 1 of the other.
@@ -253,6 +288,26 @@ fn a_pool_that_cannot_be_registered_says_why() {
     let text = format!("{note:?}");
     assert!(text.contains("rxe0 cannot register the pool") && text.contains("RLIMIT_MEMLOCK"), "{text}");
     assert!(!rdma.ready());
+}
+
+#[test]
+fn blocks_of_a_pool_that_is_not_registered_travel_over_tcp_both_ways() {
+    let Some(_wire) = wire() else { return };
+    let (mut one, mut other) = (on("rxe0", "one", 1, Owner::Grants, |_| {}), unregistered("rxe1", "other"));
+    acquaint(&one, &other);
+    exchange(&mut one, &mut other, &[7, 65_537, 1_310_720]);
+    let noted = |node: &Node, what: &str| {
+        node.seen(|seen| seen.notes.iter().filter(|note| note.contains(what)).count())
+    };
+    assert_eq!(noted(&one, "the blocks of other come over TCP"), 1);
+    assert_eq!(noted(&other, "all blocks travel over TCP"), 1);
+    // Between those that have registered they travel by RDMA all the same.
+    let third = on("rxe1", "third", 1, Owner::Grants, |_| {});
+    one.transport().join(PeerNumber(2), third.as_peer());
+    third.transport().join(PeerNumber(2), one.as_peer());
+    third.keep(label(9, 1000), true);
+    assert_eq!(one.get(2, &[label(9, 1000)], LONG), [Ok(())]);
+    assert_eq!(noted(&one, "come over TCP"), 1);
 }
 
 #[test]

@@ -238,7 +238,7 @@ impl Peers {
             News::Joined { number, peer, rdma } => {
                 let (name, address) = (peer.node.to_string(), peer.address);
                 let by_rdma = self.carriers.join(number, peer, rdma);
-                let way = if by_rdma { "by RDMA" } else { "over TCP" };
+                let way = if by_rdma { "by RDMA once both have registered their pools" } else { "over TCP" };
                 tracing::info!(peer = name, %address, "a peer joined; blocks travel {way}");
                 self.names.insert(number, name);
                 Heard::Joined(number)

@@ -210,10 +210,16 @@ fn what_one_pod_computed_is_served_in_another_by_rdma() {
     let keys = save(&mut Engine::connect(&first), &mut 0);
     wait_acquainted(&first, &second, keys.len());
     let mut other = Engine::connect(&second);
-    // The NICs register the pool behind the start, and a query waits for the wire no longer than its time.
+    // The NICs register the pools behind the start: until then blocks would come over TCP.
+    watch("two pools to be registered", || {
+        let regions = Command::new("rdma").args(["resource", "show", "mr"]).output().unwrap().stdout;
+        (String::from_utf8(regions).unwrap().matches("mrlen").count() == 2).then_some(())
+    });
+    // A query waits for the wire no longer than its time.
     watch("every block by RDMA", || (other.served(&keys) == (keys.clone(), 0)).then_some(()));
     let fetched = second.metric("pillion_mesh_fetched_blocks_total");
     assert_eq!(fetched, keys.len() as u64, "{}", b.log());
+    assert!(!b.log().contains("over TCP"), "{}", b.log());
     assert_eq!(fault(&second, "corrupt"), 0);
     second.terminate();
     // One without a NIC gets them all the same.

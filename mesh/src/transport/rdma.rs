@@ -5,6 +5,9 @@
 //! either side ([`pairing`]). The owner ends a lease that is late by destroying the queue pair before it gives the slots
 //! back, so that a late READ fails instead of reading what lies there next.
 //!
+//! Until both sides have registered their pools, and for good where one of them cannot, blocks follow on the streams as
+//! over TCP: a side without a queue pair says so in its place, and the stream is made anew once in a while.
+//!
 //! What travels by RDMA is neither encrypted nor authenticated, and a member whose queue pair stands can read all of the
 //! pool: see docs/decisions/0015.
 
@@ -13,26 +16,32 @@ mod pairing;
 mod serve;
 mod verbs;
 
+use std::collections::BTreeSet;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
 
 use tiers::Blocks;
 
 use self::verbs::Nic;
-use super::tcp::carriage::{Carriage, Fetching};
-use super::tcp::fetch::refuse;
+use super::tcp::carriage::{Carriage, Fetching, InStream};
+use super::tcp::fetch::Piece;
 use super::tcp::frame::lease::{LEASE_MS_MAX, NICS_MAX, Queue, QueueEnd};
+use super::tcp::frame::{Frame, Malformed};
 use super::tcp::link::Link;
+use super::tcp::serve::part;
 use super::tcp::wire::Wire;
-use super::tcp::{self, Limits, STREAMS_MAX, Security, Shared, Tcp};
-use super::{BootId, Fault, Fetch, Granted, NodeId, Peer, PeerNumber, Refusal, Transport, Up};
+use super::tcp::{self, Limits, STREAMS_MAX, Security, Shared, Tcp, lock, now};
+use super::{BootId, Fault, Fetch, Granted, NodeId, Peer, PeerNumber, Stage, Transport, Up};
 use crate::Error;
 
 /// Queue pairs of each NIC to each peer, unless told otherwise: one reads while the other's blocks are summed.
 pub const QPS_PER_PEER_DEFAULT: usize = 2;
 /// How long a peer may read what was granted, unless told otherwise: some hundred times what a piece of 4 MiB takes.
 pub const LEASE_DEFAULT: Duration = Duration::from_secs(5);
+/// How long a stream on which blocks follow is kept before a queue pair is asked for again: a connection costs some
+/// milliseconds.
+const AGAIN: Duration = Duration::from_secs(10);
 
 /// How blocks are carried.
 #[derive(Clone, Debug)]
@@ -58,10 +67,27 @@ pub struct Config {
 /// The transport at work. Dropping it ends everything, as it does [`Tcp`].
 pub struct Rdma {
     tcp: Tcp,
-    nics: Arc<[Nic]>,
+    queues: Arc<OnceLock<Queues>>,
 }
 
-/// What makes the queue pairs.
+/// By RDMA as soon as that can be, and on the streams themselves until then.
+#[derive(Default)]
+struct Ways {
+    /// Once the NICs have registered the pool.
+    queues: Arc<OnceLock<Queues>>,
+    /// Peers of which it was noted that they have not registered theirs.
+    late: Mutex<BTreeSet<PeerNumber>>,
+}
+
+/// A stream on which blocks follow.
+struct Meanwhile {
+    stream: Box<dyn Fetching>,
+    queues: Arc<OnceLock<Queues>>,
+    /// When there may be a queue pair instead.
+    until: Instant,
+}
+
+/// What makes the queue pairs, of NICs that have registered the pool.
 struct Queues {
     nics: Arc<[Nic]>,
     qps_per_peer: usize,
@@ -113,30 +139,30 @@ impl Config {
 // === impl Rdma ===
 
 impl Rdma {
-    /// Opens the NICs and listens; serves and fetches once they have registered the pool, which goes on behind: until then
-    /// it answers that it is busy. `up` as for [`Tcp::start`].
+    /// Opens the NICs and listens, and serves and fetches from then on: over TCP until they have registered the pool, which
+    /// goes on behind. `up` as for [`Tcp::start`].
     pub fn start(
         config: Config,
         blocks: Blocks,
         up: impl Fn(Up) + Send + Sync + 'static,
     ) -> Result<Self, Error> {
         config.check()?;
-        let nics: Arc<[Nic]> = verbs::open(&config.nics)?.into();
+        let nics = verbs::open(&config.nics)?;
         let Config { node, boot, listen, qps_per_peer, lease, security, limits, .. } = config;
-        let queues = Queues { nics: Arc::clone(&nics), qps_per_peer, lease };
         let streams = nics.len() * qps_per_peer;
         let config = tcp::Config { node, boot, listen, streams, security, limits };
-        let tcp = Tcp::with(Box::new(queues), config, blocks.clone(), Box::new(up))?;
-        let (shared, registering) = (Arc::clone(&tcp.shared), Arc::clone(&nics));
-        let register = move || {
-            for nic in registering.iter() {
-                if let Err(problem) = nic.register(&blocks) {
-                    return shared.note(format!("no block will travel by RDMA: {problem}"));
-                }
+        let ways = Ways::default();
+        let (queues, ready) = (Arc::clone(&ways.queues), Arc::clone(&ways.queues));
+        let tcp = Tcp::with(Box::new(ways), config, blocks.clone(), Box::new(up))?;
+        let shared = Arc::clone(&tcp.shared);
+        let register = move || match nics.iter().try_for_each(|nic| nic.register(&blocks)) {
+            Ok(()) => drop(ready.set(Queues { nics: nics.into(), qps_per_peer, lease })),
+            Err(problem) => {
+                shared.note(format!("all blocks travel over TCP, to and from this node: {problem}"));
             }
         };
         tcp.shared.threads.spawn("mesh-register".into(), register)?;
-        Ok(Self { tcp, nics })
+        Ok(Self { tcp, queues })
     }
 
     /// Where peers connect to.
@@ -146,7 +172,7 @@ impl Rdma {
 
     /// Whether the NICs have registered the pool.
     pub fn ready(&self) -> bool {
-        self.nics.iter().all(|nic| nic.key().is_some())
+        self.queues.get().is_some()
     }
 }
 
@@ -160,11 +186,7 @@ impl Transport for Rdma {
     }
 
     fn post(&self, fetch: Fetch) {
-        if self.ready() {
-            self.tcp.post(fetch);
-        } else {
-            refuse(&self.tcp.shared, &fetch, Refusal::Busy);
-        }
+        self.tcp.post(fetch);
     }
 
     fn cancel(&self, ticket: u64) {
@@ -199,18 +221,69 @@ impl Queues {
     }
 }
 
-impl Carriage for Queues {
+// === impl Ways ===
+
+impl Carriage for Ways {
     fn fetch(
         &self,
         number: usize,
         shared: &Arc<Shared>,
         link: &Arc<Link>,
-        wire: Wire,
+        mut wire: Wire,
     ) -> Result<Box<dyn Fetching>, Fault> {
-        Ok(Box::new(fetch::Reader::connect(self, number, shared, link, wire)?))
+        if let Some(queues) = self.queues.get() {
+            if let Some(met) = fetch::meet(queues, number, shared, link, &mut wire)? {
+                lock(&self.late).remove(&link.number);
+                return Ok(Box::new(fetch::Reader::new(met, shared, link, wire)));
+            }
+            if lock(&self.late).insert(link.number) {
+                let peer = &link.peer.node;
+                shared.note(format!(
+                    "the blocks of {peer} come over TCP until its NICs have registered its pool: its log says if they cannot"
+                ));
+            }
+        } else {
+            let sent = wire.send_frame(&Frame::InStream, false, now() + shared.config.limits.handshake);
+            sent.map_err(|broken| broken.fault(Stage::Handshake))?;
+        }
+        let stream = InStream.fetch(number, shared, link, wire)?;
+        Ok(Box::new(Meanwhile { stream, queues: Arc::clone(&self.queues), until: now() + AGAIN }))
     }
 
-    fn serve(&self, shared: &Shared, link: Arc<Link>, wire: Wire) {
-        serve::serve(self, shared, &link, wire);
+    fn serve(&self, shared: &Shared, link: Arc<Link>, mut wire: Wire) {
+        let until = now() + shared.config.limits.handshake;
+        let in_stream = match (wire.frame(until), self.queues.get()) {
+            (Ok(Frame::Queue(theirs)), Some(queues)) => {
+                return serve::serve(queues, &theirs, shared, &link, wire);
+            }
+            (Ok(Frame::Queue(_)), None) => wire.send_frame(&Frame::InStream, false, until),
+            (Ok(Frame::InStream), _) => Ok(()),
+            (Ok(other), _) => Err(Malformed::Bytes(other.unexpected()).into()),
+            (Err(broken), _) => Err(broken),
+        };
+        match in_stream {
+            Ok(()) => InStream.serve(shared, link, wire),
+            Err(broken) => part(shared, &link, &mut wire, &broken),
+        }
     }
 }
+
+// === impl Meanwhile ===
+
+impl Fetching for Meanwhile {
+    fn quiet(&mut self) -> bool {
+        let over = self.queues.get().is_some() && now() >= self.until;
+        !over && self.stream.quiet()
+    }
+
+    fn run(&mut self, piece: Piece) -> Result<(), Fault> {
+        self.stream.run(piece)
+    }
+
+    fn hang_up(self: Box<Self>) -> Vec<Piece> {
+        self.stream.hang_up()
+    }
+}
+
+#[cfg(test)]
+mod tests;

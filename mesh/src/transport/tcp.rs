@@ -112,7 +112,7 @@ pub(super) fn now() -> Instant {
 }
 
 /// What a mutex guards stays whole when a thread panics: no guard is held over a call that can.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -81,43 +81,54 @@ struct Reading {
     result: Option<Result<u64, Fault>>,
 }
 
+/// A queue pair whose other end lends, and the remote key there; none where the peer has no queue pairs yet.
+pub(super) fn meet(
+    queues: &Queues,
+    number: usize,
+    shared: &Shared,
+    link: &Link,
+    wire: &mut Wire,
+) -> Result<Option<(verbs::Queue, u32)>, Fault> {
+    let until = now() + shared.config.limits.handshake;
+    let nic = number % queues.nics.len();
+    let failed = |error: std::io::Error| {
+        shared.note_rarely(format!("no queue pair to {} could be made: {error}", link.peer.node));
+        Fault::Peer(error.kind())
+    };
+    let mut queue = verbs::Queue::new(&queues.nics, nic).map_err(failed)?;
+    let ours = queues.queue(number as u16, nic, queue.end(), 0);
+    let broken = |broken: Broken| broken.fault(Stage::Handshake);
+    wire.send_frame(&Frame::Queue(ours), false, until).map_err(broken)?;
+    let theirs = match wire.frame(until).map_err(broken)? {
+        Frame::Queue(theirs) => theirs,
+        Frame::InStream => return Ok(None),
+        Frame::Refused(refusal) => return Err(Fault::Refused(refusal)),
+        other => return Err(Fault::Malformed(other.unexpected())),
+    };
+    let fits = queues.fits(&theirs) && usize::from(theirs.number) == number;
+    if !fits || pair(&queues.nodes(), &theirs.nics)[nic] != usize::from(theirs.nic) {
+        return Err(Fault::Malformed("a queue pair that was not asked for"));
+    }
+    queue.connect(&theirs.end).map_err(failed)?;
+    Ok(Some((queue, theirs.key)))
+}
+
 // === impl Reader ===
 
 impl Reader {
-    /// Agrees with the peer on the two ends of a queue pair.
-    pub(super) fn connect(
-        queues: &Queues,
-        number: usize,
+    /// A stream and its queue pair.
+    pub(super) fn new(
+        (queue, key): (verbs::Queue, u32),
         shared: &Arc<Shared>,
         link: &Arc<Link>,
-        mut wire: Wire,
-    ) -> Result<Self, Fault> {
-        let until = now() + shared.config.limits.handshake;
-        let nic = number % queues.nics.len();
-        let failed = |error: std::io::Error| {
-            shared.note_rarely(format!("no queue pair to {} could be made: {error}", link.peer.node));
-            Fault::Peer(error.kind())
-        };
-        let mut queue = verbs::Queue::new(&queues.nics, nic).map_err(failed)?;
-        let ours = queues.queue(number as u16, nic, queue.end(), 0);
-        let broken = |broken: Broken| broken.fault(Stage::Handshake);
-        wire.send_frame(&Frame::Queue(ours), false, until).map_err(broken)?;
-        let theirs = match wire.frame(until).map_err(broken)? {
-            Frame::Queue(theirs) => theirs,
-            Frame::Refused(refusal) => return Err(Fault::Refused(refusal)),
-            other => return Err(Fault::Malformed(other.unexpected())),
-        };
-        let fits = queues.fits(&theirs) && usize::from(theirs.number) == number;
-        if !fits || pair(&queues.nodes(), &theirs.nics)[nic] != usize::from(theirs.nic) {
-            return Err(Fault::Malformed("a queue pair that was not asked for"));
-        }
-        queue.connect(&theirs.end).map_err(failed)?;
-        Ok(Self {
+        wire: Wire,
+    ) -> Self {
+        Self {
             queue,
             wire,
             shared: Arc::clone(shared),
             link: Arc::clone(link),
-            key: theirs.key,
+            key,
             loans: VecDeque::new(),
             ended: 0,
             todo: VecDeque::new(),
@@ -126,7 +137,7 @@ impl Reader {
             read_at: now(),
             completions: Vec::new(),
             armed: false,
-        })
+        }
     }
 
     /// A piece that waits, if there is room to ask for it.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::pairing::pair;
 use super::{Queues, verbs};
-use crate::transport::tcp::frame::lease::{Lent, Place, Turn};
+use crate::transport::tcp::frame::lease::{Lent, Place, Queue, Turn};
 use crate::transport::tcp::frame::{Ask, Frame, Malformed, Status};
 use crate::transport::tcp::link::Link;
 use crate::transport::tcp::serve::asks::{Asked, Asks, granted};
@@ -34,8 +34,8 @@ enum End {
 }
 
 /// Until the peer hangs up, is late or malformed, or nothing was asked for long.
-pub(super) fn serve(queues: &Queues, shared: &Shared, link: &Arc<Link>, mut wire: Wire) {
-    let queue = match meet(queues, shared, link, &mut wire) {
+pub(super) fn serve(queues: &Queues, theirs: &Queue, shared: &Shared, link: &Arc<Link>, mut wire: Wire) {
+    let queue = match meet(queues, theirs, shared, link, &mut wire) {
         Ok(Some(queue)) => queue,
         Ok(None) => return,
         Err(broken) => return part(shared, link, &mut wire, &broken),
@@ -60,35 +60,29 @@ pub(super) fn serve(queues: &Queues, shared: &Shared, link: &Arc<Link>, mut wire
 /// The queue pair for a peer that says which one it has; none where it was refused.
 fn meet(
     queues: &Queues,
+    theirs: &Queue,
     shared: &Shared,
     link: &Link,
     wire: &mut Wire,
 ) -> Result<Option<verbs::Queue>, Broken> {
     let until = now() + shared.config.limits.handshake;
-    let theirs = match wire.frame(until)? {
-        Frame::Queue(theirs) => theirs,
-        other => return Err(Malformed::Bytes(other.unexpected()).into()),
-    };
     let mut refuse = |refusal: Refusal, why: String| {
         wire.refuse(refusal);
         shared.note_rarely(format!("{} was refused: {why}", link.peer.node));
         Ok(None)
     };
-    if !queues.fits(&theirs) {
+    if !queues.fits(theirs) {
         let ours = Refusal::Queues { nics: queues.nics.len() as u8, pairs: queues.qps_per_peer as u8 };
         return refuse(ours, theirs.mismatch().to_string());
     }
     let nic = pair(&theirs.nics, &queues.nodes())[usize::from(theirs.nic)];
-    let Some(key) = queues.nics[nic].key() else {
-        return refuse(Refusal::Busy, "the pool is not registered yet".into());
-    };
     let made = verbs::Queue::new(&queues.nics, nic).and_then(|mut queue| {
         queue.lend(&theirs.end)?;
         Ok(queue)
     });
     match made {
         Ok(queue) => {
-            let ours = queues.queue(theirs.number, nic, queue.end(), key);
+            let ours = queues.queue(theirs.number, nic, queue.end(), queues.nics[nic].key());
             wire.send_frame(&Frame::Queue(ours), false, until)?;
             Ok(Some(queue))
         }

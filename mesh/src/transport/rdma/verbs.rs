@@ -182,9 +182,9 @@ impl Nic {
         Ok(())
     }
 
-    /// The remote key of the pool, once it is registered.
-    pub(super) fn key(&self) -> Option<u32> {
-        self.pool.get().map(|pool| pool.region.rkey())
+    /// The remote key of the pool, which it has registered.
+    pub(super) fn key(&self) -> u32 {
+        self.pool.get().expect("a NIC that has the pool").region.rkey()
     }
 }
 

@@ -34,7 +34,7 @@ pub(in crate::transport) trait Fetching: Send {
 }
 
 /// The bytes follow on the stream itself.
-pub(super) struct InStream;
+pub(in crate::transport) struct InStream;
 
 // === impl InStream ===
 

@@ -97,7 +97,7 @@ pub(super) fn post(shared: &Arc<Shared>, fetch: Fetch) {
 }
 
 /// Ends all blocks of a fetch that has not begun.
-pub(in crate::transport) fn refuse(shared: &Shared, fetch: &Fetch, refusal: Refusal) {
+fn refuse(shared: &Shared, fetch: &Fetch, refusal: Refusal) {
     for index in 0..fetch.blocks.len() as u32 {
         let result = Err(Fault::Refused(refusal));
         shared.tell(Up::Done(Done { ticket: fetch.ticket, index, result }));

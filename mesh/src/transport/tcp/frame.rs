@@ -12,12 +12,13 @@
 //!       Lent     [ticket u64][first index u32][count u32][lease ms u32][zero u32] count x [address u64][checksum u64][bytes u32][status u32]
 //!       Read     [ticket u64][first index u32][zero u32]
 //!       Stood    [ticket u64][first index u32][1 if it stood, 0 if not u32]
+//!       InStream nothing
 //! ```
 //!
 //! The side that connects says Hello and is answered by Welcome or Refused. Then it asks, and is answered by one Block
 //! for each block, in the order asked. A block's bytes lie outside the frame: its checksum is theirs. Where bytes travel by
 //! RDMA, both sides say Queue first, an Ask is answered by Lent, and when its blocks have been read, Read by Stood
-//! ([`lease`]). The head and Refused are the same in every version, so that another one can be told of.
+//! ([`lease`]); where one of them says InStream instead, blocks follow on the stream as above. The head and Refused are the same in every version, so that another one can be told of.
 
 pub mod lease;
 
@@ -59,6 +60,7 @@ const QUEUE: u16 = 6;
 const LENT: u16 = 7;
 const READ: u16 = 8;
 const STOOD: u16 = 9;
+const IN_STREAM: u16 = 10;
 
 /// The head of a frame whose body has not arrived yet.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -90,6 +92,8 @@ pub enum Frame {
     Read(Turn),
     /// Whether the lease stood until that Read.
     Stood(Turn, bool),
+    /// In the place of a Queue: this side has no queue pair, so blocks follow on the stream.
+    InStream,
 }
 
 /// Who connects, and whom it means.
@@ -200,6 +204,7 @@ impl Head {
             LENT => Frame::Lent(reader.lent()?),
             READ => Frame::Read(reader.read()?),
             STOOD => reader.stood()?,
+            IN_STREAM => Frame::InStream,
             _ => return Err(Malformed::Bytes("a frame of an unknown kind")),
         };
         if !reader.0.is_empty() {
@@ -236,6 +241,7 @@ impl Frame {
             Self::Lent(lent) => lent.encode(out),
             Self::Read(turn) => turn.encode(0, READ, out),
             Self::Stood(turn, stood) => turn.encode((*stood).into(), STOOD, out),
+            Self::InStream => IN_STREAM,
         };
         let (head, body) = out[begin..].split_at_mut(HEAD_BYTES);
         assert!(body.len() <= BODY_BYTES_MAX, "a frame is bounded where it is made");
@@ -259,6 +265,7 @@ impl Frame {
             Self::Lent(_) => "a Lent out of turn",
             Self::Read(_) => "a Read out of turn",
             Self::Stood(..) => "a Stood out of turn",
+            Self::InStream => "an InStream out of turn",
         }
     }
 }
@@ -486,6 +493,7 @@ mod tests {
             Frame::Read(turn),
             Frame::Stood(turn, true),
             Frame::Stood(turn, false),
+            Frame::InStream,
         ]
     }
 
@@ -496,7 +504,7 @@ mod tests {
     }
 
     fn decoded(bytes: &[u8]) -> Result<Frame, Malformed> {
-        let (head, body) = bytes.split_first_chunk().expect("a head");
+        let (head, body) = bytes.split_first_chunk().ok_or(Malformed::Bytes("less than a head"))?;
         Head::parse(head)?.decode(body)
     }
 

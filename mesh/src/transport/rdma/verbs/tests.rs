@@ -40,7 +40,7 @@ impl End {
     }
 
     fn key(&self) -> u32 {
-        self.nics[0].key().unwrap()
+        self.nics[0].key()
     }
 
     fn address(&self, offset: u64) -> u64 {

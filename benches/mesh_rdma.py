@@ -21,6 +21,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import mesh_node
+from mesh_node import Node
+
 MIB = 1 << 20
 BLOCK_BYTES = 2 << 20
 BLOCKS = 32
@@ -30,32 +33,6 @@ ROUNDS = 3
 ONES = 30
 WATCHDOG_S = 300
 DEVICES = ("rxe0", "rxe1")
-
-
-class Node:
-    """One side."""
-
-    def __init__(self, *words: object) -> None:
-        self._process = subprocess.Popen([*map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def line(self) -> str:
-        """What it prints next."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().strip()
-        return line or sys.exit(f"{self._process.args!r} ended")
-
-    def ask(self, command: str) -> str:
-        """A command, and what it prints."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(command + "\n")
-        self._process.stdin.flush()
-        return self.line()
-
-    def end(self) -> None:
-        """It ends with its standard input."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(WATCHDOG_S)
 
 
 def ib_read_bw(port: int, *options: str) -> float:
@@ -108,10 +85,10 @@ def main() -> None:
     built = Path(os.environ.get("CARGO_TARGET_DIR", "target")) / "release/examples/mesh_blocks"
     with tempfile.TemporaryDirectory(prefix="pillion-bench-") as folder:
         # Copies: nothing that a guest has open may change.
-        binary, script = Path(folder, "mesh_blocks"), Path(folder, "mesh_rdma.py")
-        shutil.copy(built, binary)
-        shutil.copy(__file__, script)
-        subprocess.run(["scripts/rxe-vm", "run", "python3", str(script), str(binary)], check=True)
+        for file in (built, Path(__file__), Path(mesh_node.__file__)):
+            shutil.copy(file, folder)
+        command = ["python3", Path(folder, Path(__file__).name), Path(folder, built.name)]
+        subprocess.run(["scripts/rxe-vm", "run", *map(str, command)], check=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from mesh_node import Node
+
 GIB = 1 << 30
 BLOCK_BYTES = 2 << 20
 BLOCKS = GIB // BLOCK_BYTES
@@ -26,41 +28,7 @@ STREAMS = (1, 4)
 ROUNDS = 9
 TLS_ROUNDS = 5
 ONES = 2000
-TICKS = os.sysconf("SC_CLK_TCK")
 WATCHDOG_S = 120
-
-
-class Node:
-    """One side."""
-
-    def __init__(self, binary: Path, *words: object) -> None:
-        self._process = subprocess.Popen(
-            [str(binary), *map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def line(self) -> str:
-        """What it prints next."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().strip()
-        return line or sys.exit(f"{self._process.args!r} ended")
-
-    def ask(self, command: str) -> str:
-        """A command, and what it prints."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(command + "\n")
-        self._process.stdin.flush()
-        return self.line()
-
-    def cpu_s(self) -> float:
-        """Seconds of CPU so far, user and system."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS
-
-    def end(self) -> None:
-        """It ends with its standard input."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(WATCHDOG_S)
 
 
 @contextlib.contextmanager
@@ -150,4 +118,5 @@ def main() -> None:
     print(json.dumps(results | ones(binary) | over_tls(binary)))
 
 
-main()
+if __name__ == "__main__":
+    main()

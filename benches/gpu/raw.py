@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +99,9 @@ class Engine:
         if save[0]:
             # A step of its own: the save waits for its end, and the step that loads ends behind the load.
             self._one_step(lambda step: self._scheduler.save(saving, 0, save[1], step))
-        plan = self._scheduler.load(loading, 0, load[1], self._step + 1, True) if load[0] else None
-        assert plan is not None or not load[0], "no lease"
-        self._one_step(lambda _: True, plan)
+        plans = self._scheduler.load(loading, 0, load[1], self._step + 1, True) if load[0] else []
+        assert plans or not load[0], "no lease"
+        self._one_step(lambda _: True, plans)
         loaded = torch.cuda.Event()
         loaded.record(self._stream)
         ends = dict(until(begun, {"save": self._saved, "load": loaded.query}))
@@ -121,13 +121,13 @@ class Engine:
         assert self._scheduler.append(log, hashes, 0) == len(hashes), "no room for the keys"
         return log
 
-    def _one_step(self, post: Callable[[int], bool], plan: bytes | None = None) -> None:
+    def _one_step(self, post: Callable[[int], bool], plans: Sequence[bytes] = ()) -> None:
         self._step += 1
         assert post(self._step), "no room for the save"
         self._scheduler.end_step()
         stream = self._stream.cuda_stream
         self._worker.start(self._step, stream)
-        if plan is not None:
+        for plan in plans:
             failed = self._worker.load(plan, True, stream)
             assert not failed, f"{failed} were not loaded"
         self._worker.done(self._step, True, stream)

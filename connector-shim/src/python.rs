@@ -170,6 +170,10 @@ impl SchedulerSession {
         answer.map_or_else(|| self.sleep(py, op.cast_unsigned()), Ok)
     }
 
+    fn arriving(&self, log: i64) -> PyResult<bool> {
+        self.0.enter(|session| Ok(session.arriving(log)))
+    }
+
     fn load<'py>(
         &self,
         py: Python<'py>,
@@ -178,28 +182,12 @@ impl SchedulerSession {
         block_ids: &Bound<'py, PyList>,
         step: u64,
         sync: bool,
-    ) -> PyResult<Option<Bound<'py, PyBytes>>> {
-        let post = |session: &mut Scheduler, blocks: &[u32]| session.load(log, start, blocks, step, sync);
-        let plan = self.post_load(py, log, block_ids, post)?;
-        Ok(plan.map(|plan| PyBytes::new(py, &plan.encode())))
-    }
-
-    fn arriving(&self, log: i64) -> PyResult<bool> {
-        self.0.enter(|session| Ok(session.arriving(log)))
-    }
-
-    fn load_parts<'py>(
-        &self,
-        py: Python<'py>,
-        log: i64,
-        start: u32,
-        block_ids: &Bound<'py, PyList>,
-        step: u64,
-        sync: bool,
     ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
-        let post =
-            |session: &mut Scheduler, blocks: &[u32]| session.load_parts(log, start, blocks, step, sync);
-        let plans = self.post_load(py, log, block_ids, post)?;
+        let blocks = block_list(block_ids)?;
+        let load = || self.0.enter(|session| Ok(session.load(log, start, &blocks, step, sync)));
+        // Other threads run while a lease is renewed.
+        let renews = self.0.enter(|session| Ok(session.must_renew(log)))?;
+        let plans = if renews { py.detach(load) } else { load() }?;
         Ok(plans.iter().map(|plan| PyBytes::new(py, &plan.encode())).collect())
     }
 
@@ -267,20 +255,6 @@ impl SchedulerSession {
 impl SchedulerSession {
     fn sleep(&self, py: Python<'_>, op: u64) -> PyResult<i64> {
         py.detach(|| self.0.enter(|session| Ok(session.sleep(op))))
-    }
-
-    /// Posts loads under a log's lease. Other threads run meanwhile where it must be renewed first.
-    fn post_load<T: Send>(
-        &self,
-        py: Python<'_>,
-        log: i64,
-        block_ids: &Bound<'_, PyList>,
-        post: impl Fn(&mut Scheduler, &[u32]) -> T + Sync,
-    ) -> PyResult<T> {
-        let blocks = block_list(block_ids)?;
-        let load = || self.0.enter(|session| Ok(post(session, &blocks)));
-        let waits = self.0.enter(|session| Ok(session.must_renew(log)))?;
-        if waits { py.detach(load) } else { load() }
     }
 }
 

@@ -49,8 +49,8 @@ pub struct Options {
     pub early: bool,
     /// Milliseconds that a request waits for blocks which another node may still be producing; 0: it does not.
     pub miss_wait_ms: u32,
-    /// Blocks of a part, where queries may be answered while their blocks are on their way and [`Scheduler::load_parts`] is
-    /// called; 0: they may not.
+    /// Blocks of a part, where queries may be answered while their blocks are on their way ([`Scheduler::load`]); 0: they
+    /// may not.
     pub part_blocks: u32,
 }
 

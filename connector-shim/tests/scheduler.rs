@@ -72,10 +72,10 @@ fn a_request_from_its_keys_to_its_plan() {
     grant(&served, op, 10, 300, &chunks);
     assert_eq!(scheduler.poll(op), Some(300));
     assert_eq!(scheduler.ask(log, 10, 490), Asked::Answered(300), "asked again, the lease answers");
-    assert!(scheduler.load(log, 9, &[1], 3, true).is_none(), "before the lease");
-    assert!(scheduler.load(log, 309, &[1, 2], 3, true).is_none(), "behind the lease");
+    assert!(scheduler.load(log, 9, &[1], 3, true).is_empty(), "before the lease");
+    assert!(scheduler.load(log, 309, &[1, 2], 3, true).is_empty(), "behind the lease");
     let blocks: Vec<u32> = (1000..1200).collect();
-    let plan = scheduler.load(log, 110, &blocks, 3, true).unwrap();
+    let plan = scheduler.load(log, 110, &blocks, 3, true).pop().unwrap();
     scheduler.end_step();
     let load = served.drain_kind(Kind::Load)[0];
     assert_eq!((load.from, load.count, load.step, load.lease, load.flags), (110, 200, 3, op, LOAD_SYNC));
@@ -85,7 +85,7 @@ fn a_request_from_its_keys_to_its_plan() {
     assert_eq!(ids, blocks);
     let slots = (110..310).map(|key| SlotRef { offset: key * 512, generation: key + 1 });
     assert!(plan.blocks.into_iter().eq(blocks.iter().copied().zip(slots)));
-    assert!(scheduler.load(log, 110, &blocks, 3, true).is_none(), "a lease is used once");
+    assert!(scheduler.load(log, 110, &blocks, 3, true).is_empty(), "a lease is used once");
 }
 
 #[test]
@@ -254,7 +254,7 @@ fn an_old_lease_is_renewed_before_it_is_used() {
     grant(&served, op, 0, 4, &chunks);
     assert_eq!(scheduler.poll(op), Some(4));
     assert!(scheduler.must_renew(log));
-    assert!(scheduler.load(log, 0, &[5, 6], 1, false).is_none(), "the renewal was not answered");
+    assert!(scheduler.load(log, 0, &[5, 6], 1, false).is_empty(), "the renewal was not answered");
     assert_eq!(served.drain_kind(Kind::Query).len(), 1);
 }
 
@@ -268,7 +268,7 @@ fn a_new_generation_ends_every_lease() {
     grant(&served, op, 0, 4, &chunks);
     assert_eq!(scheduler.poll(op), Some(4));
     assert!(scheduler.salt());
-    assert!(scheduler.load(log, 0, &[1], 1, true).is_none());
+    assert!(scheduler.load(log, 0, &[1], 1, true).is_empty());
     assert_eq!(served.drain_kind(Kind::Salt).len(), 1);
 }
 
@@ -414,9 +414,9 @@ fn what_is_on_its_way_is_loaded_in_parts_and_never_synchronously() {
     served.answer(op, Status::Arriving, 10);
     assert_eq!(scheduler.poll(op), Some(10));
     assert!(scheduler.arriving(log));
-    assert!(scheduler.load_parts(log, 0, &[1, 2], 3, true).is_empty(), "a step would wait for the wire");
+    assert!(scheduler.load(log, 0, &[1, 2], 3, true).is_empty(), "a step would wait for the wire");
     let blocks: Vec<u32> = (100..109).collect();
-    let plans = scheduler.load_parts(log, 1, &blocks, 3, false);
+    let plans = scheduler.load(log, 1, &blocks, 3, false);
     scheduler.end_step();
     let posted = served.drain();
     let loads: Vec<_> = posted[..3].iter().map(|m| (m.kind, m.op, m.from, m.count, m.flags)).collect();
@@ -429,7 +429,7 @@ fn what_is_on_its_way_is_loaded_in_parts_and_never_synchronously() {
     assert_eq!((posted.len(), plans.iter().all(Plan::arriving)), (4, true));
     let named: Vec<u32> = plans.iter().flat_map(|plan| plan.blocks.iter().map(|block| block.0)).collect();
     assert_eq!(named, blocks);
-    assert!(!scheduler.arriving(log) && scheduler.load_parts(log, 0, &[1], 3, false).is_empty());
+    assert!(!scheduler.arriving(log) && scheduler.load(log, 0, &[1], 3, false).is_empty());
 }
 
 #[test]
@@ -444,7 +444,7 @@ fn a_long_load_has_no_more_parts_than_there_may_be() {
         served.answer(op, status, 100);
         assert_eq!(scheduler.poll(op), Some(100));
         let blocks: Vec<u32> = (1..101).collect();
-        assert_eq!(scheduler.load_parts(log, 0, &blocks, 3, false).len(), parts);
+        assert_eq!(scheduler.load(log, 0, &blocks, 3, false).len(), parts);
         scheduler.end_step();
         served.drain();
     }

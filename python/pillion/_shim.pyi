@@ -38,8 +38,8 @@ class SchedulerSession:
         miss_wait_ms: int = 0,
         part_blocks: int = 0,
     ) -> SchedulerSession:
-        """`part_blocks`: blocks of a part, where queries may be answered while their blocks are on their way and `load_parts`
-        is used; 0: they may not."""
+        """`part_blocks`: blocks of a part, where queries may be answered while their blocks are on their way; 0: they may
+        not."""
     @property
     def connected(self) -> bool: ...
     @property
@@ -65,12 +65,11 @@ class SchedulerSession:
         """What `query` would return, or None while there is no answer."""
     def wait(self, op: int) -> int:
         """What `query` would return."""
-    def load(self, log: int, start: int, block_ids: list[int], step: int, sync: bool) -> bytes | None:
-        """Posts a load under the log's lease and returns its plan; None: no lease covers it, load nothing."""
     def arriving(self, log: int) -> bool:
-        """Whether blocks of the last answer were on their way: load them asynchronously, by `load_parts`."""
-    def load_parts(self, log: int, start: int, block_ids: list[int], step: int, sync: bool) -> list[bytes]:
-        """The same in parts where blocks are on their way, each a load that ends by itself; empty: no lease covers it."""
+        """Whether blocks of the last answer were on their way: load them asynchronously."""
+    def load(self, log: int, start: int, block_ids: list[int], step: int, sync: bool) -> list[bytes]:
+        """Posts a load under the log's lease and returns its plan, or, where blocks are on their way, one for each part, a load
+        that ends by itself; empty: no lease covers it, load nothing."""
     def save(self, log: int, start: int, block_ids: list[int], step: int) -> bool:
         """Posts a save of keys from `start`, to be read once `step` is done; False: dropped."""
     def overwrite(self, block_ids: list[int]) -> int:

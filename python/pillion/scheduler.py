@@ -215,7 +215,7 @@ class Scheduler:
         if self._session.saving:
             # Before the load, which may begin as soon as it is posted.
             self._session.overwrite(ids)
-        plans = self._session.load_parts(tracked.log, first, ids, self._step + 1, sync)
+        plans = self._session.load(tracked.log, first, ids, self._step + 1, sync)
         if not plans:
             self._lost.append((request.request_id, ids, sync))
         self._loads += [(request.request_id, plan, sync) for plan in plans]

@@ -206,7 +206,7 @@ fn an_engine_saves_and_loads_every_byte_itself() {
     let log = second.log(&keys);
     watch("hits", || (second.scheduler.query(log, 0, 100) == 100).then_some(()));
     let targets: Vec<u32> = (0..100).map(|index| 127 - index).collect();
-    let plan = second.scheduler.load(log, 0, &targets, 1, true).unwrap();
+    let plan = second.scheduler.load(log, 0, &targets, 1, true).pop().unwrap();
     assert!(!plan.by_engine());
     second.worker.start(1, 0);
     assert!(second.worker.load_now(plan).is_empty());
@@ -216,7 +216,7 @@ fn an_engine_saves_and_loads_every_byte_itself() {
     assert_eq!(second.worker.stats()["blocks_by_engine"], 100);
     // Its part has ended, so its lease has: the same blocks are loaded again, later.
     watch("hits", || (second.scheduler.query(log, 0, 2) == 2).then_some(()));
-    let plan = second.scheduler.load(log, 0, &[1, 2], 2, false).unwrap();
+    let plan = second.scheduler.load(log, 0, &[1, 2], 2, false).pop().unwrap();
     let op = plan.op;
     second.worker.load_later(plan, 0).unwrap();
     let ended = watch("the load", || second.worker.finished().pop());

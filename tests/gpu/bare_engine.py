@@ -222,10 +222,10 @@ class Engine:
             blocks, sync = self._take(hits), self._random.random() < 0.6
             # Before the load, which may begin when the step before this one is done.
             self._scheduler.overwrite(blocks)
-            plan = self._scheduler.load(log, 0, blocks, self._step, sync)
-            if plan is not None:
+            plans = self._scheduler.load(log, 0, blocks, self._step, sync)
+            if plans:
                 self.inherited += hits * (prompt.first_key < self._first_key)
-                return Load(plan, blocks, prompt.keys[:hits], sync, log)
+                return Load(plans[0], blocks, prompt.keys[:hits], sync, log)
             self._free.update(blocks)
         self._scheduler.close(log)
         return None

@@ -78,7 +78,7 @@ class Promised:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
 
-    def load(self, *arguments: Any) -> bytes | None:
+    def load(self, *arguments: Any) -> list[bytes]:
         """The last call that comes here."""
         os.kill(self._keeper, signal.SIGSTOP)
         print("promised", flush=True)

@@ -44,7 +44,7 @@ class Session:
         """Whether an answer names blocks that are on their way."""
         return self.early
 
-    def load_parts(self, log: int, start: int, block_ids: list[int], step: int, sync: bool) -> list[bytes]:
+    def load(self, log: int, start: int, block_ids: list[int], step: int, sync: bool) -> list[bytes]:
         """A plan, or one for each part of what is on its way."""
         self.loads.append(sync)
         return [b"plan"] * (-(-len(block_ids) // self.part_blocks) if self.early else 1)

@@ -10,6 +10,7 @@ use super::error::{Failure, Status, answer, given};
 use super::handle::{Guarded, Notices, Run};
 use super::keys::Hash;
 use super::raw::{Items, Text};
+use crate::plan::Plan;
 use crate::scheduler::{Options, Scheduler as Session};
 
 /// The session of an engine's scheduler, one for each engine.
@@ -185,8 +186,9 @@ pub extern "C" fn pillion_scheduler_load(
 ) -> Status {
     call(scheduler, |state| {
         let (blocks, out) = (blocks.get("blocks")?, given("plan", plan)?);
-        let plan = state.session.load(log, start, blocks, step, sync);
-        state.plan = plan.map_or(Vec::new(), |plan| plan.encode());
+        let plans = state.session.load(log, start, blocks, step, sync);
+        // One at most: a session without parts.
+        state.plan = plans.first().map_or(Vec::new(), Plan::encode);
         out.write(Items::of(&state.plan));
         Ok(())
     })

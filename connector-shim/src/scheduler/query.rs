@@ -254,107 +254,68 @@ impl Scheduler {
         link.logs.get(handle).and_then(|(_, log)| log.lease).is_some_and(|lease| is_old(&connection, &lease))
     }
 
-    /// Posts the load of keys `start..` into `blocks` and returns its plan, also where the sidecar died since the query;
-    /// `None` where no lease covers them: then nothing may be loaded.
-    pub fn load(&mut self, handle: i64, start: u32, blocks: &[u32], step: u64, sync: bool) -> Option<Plan> {
-        self.count_load(|it| it.try_load(handle, start, blocks, step, sync, usize::MAX)).pop()
-    }
-
-    /// The same in parts, each a load of its own that ends as soon as its blocks are there, where they are still on their way.
-    /// Empty where no lease covers them.
-    pub fn load_parts(
-        &mut self,
-        handle: i64,
-        start: u32,
-        blocks: &[u32],
-        step: u64,
-        sync: bool,
-    ) -> Vec<Plan> {
-        let part = blocks.len().div_ceil(PARTS_MAX).max(self.part_blocks as usize);
-        self.count_load(|it| it.try_load(handle, start, blocks, step, sync, part))
-    }
-
-    fn count_load(&mut self, load: impl FnOnce(&mut Self) -> Option<Vec<Plan>>) -> Vec<Plan> {
-        let plans = load(self);
-        match plans {
-            Some(_) => self.counters.loads += 1,
-            None => self.counters.loads_without_lease += 1,
+    /// Posts the load of keys `start..` into `blocks` and returns its plan, also where the sidecar died since the query. Blocks
+    /// that are on their way are loaded in parts, each with a plan of its own, which end as soon as their blocks are there.
+    /// Empty where no lease covers them: then nothing may be loaded.
+    pub fn load(&mut self, handle: i64, start: u32, blocks: &[u32], step: u64, sync: bool) -> Vec<Plan> {
+        let Some(lease) = self.lease_over(handle, start, blocks.len(), sync) else {
+            self.counters.loads_without_lease += 1;
+            return Vec::new();
+        };
+        self.counters.loads += 1;
+        let flag = |set: bool, flag: u8| if set { flag } else { 0 };
+        let flags = flag(sync, LOAD_SYNC)
+            | flag(self.by_engine, LOAD_BY_ENGINE)
+            | flag(self.early, LOAD_EARLY)
+            | flag(lease.arriving, LOAD_ARRIVING);
+        let load = Message { flags, step, lease: lease.op, ..Message::new(Kind::Load) };
+        let part = match lease.arriving {
+            true => blocks.len().div_ceil(PARTS_MAX).max(self.part_blocks as usize),
+            false => blocks.len(),
+        };
+        let parts = blocks.chunks(part).zip((start..).step_by(part));
+        let plans = parts
+            .filter_map(|(blocks, from)| self.post_load(handle, Message { from, ..load }, blocks))
+            .collect();
+        if lease.arriving {
+            // No load has ended it.
+            self.release(handle);
         }
-        plans.unwrap_or_default()
+        if let Some(link) = &mut self.link {
+            link.log(handle).lease = None;
+            if self.early {
+                link.flush();
+            }
+        }
+        plans
     }
 
-    fn try_load(
-        &mut self,
-        handle: i64,
-        start: u32,
-        blocks: &[u32],
-        step: u64,
-        sync: bool,
-        part: usize,
-    ) -> Option<Vec<Plan>> {
+    /// The log's lease, renewed where it is old, if it is one for `count` keys from `start` on.
+    fn lease_over(&mut self, handle: i64, start: u32, count: usize, sync: bool) -> Option<Lease> {
         if self.must_renew(handle) {
             let lease = self.link.as_mut()?.logs.get(handle)?.1.lease?;
             self.query(handle, lease.from, lease.asked);
         }
-        let link = self.link.as_mut()?;
-        let (number, log) = link.logs.get(handle)?;
-        let lease = log.lease.filter(|lease| !(sync && lease.arriving))?;
-        let count = u32::try_from(blocks.len()).ok().filter(|count| *count > 0)?;
-        if start < lease.from || start.checked_add(count)? > lease.from + lease.hits {
-            return None;
-        }
-        let part = if lease.arriving { part.min(blocks.len()) } else { blocks.len() };
-        let starts = (start..).step_by(part);
-        let plans = starts.zip(blocks.chunks(part));
-        let plans = plans.map(|(from, blocks)| self.post_load(handle, &lease, from, blocks, step, sync));
-        let plans: Option<Vec<Plan>> = plans.collect();
-        let link = self.link.as_mut()?;
-        if lease.arriving {
-            // No load has ended it.
-            link.submission.post(&Message { log: number, ..Message::new(Kind::Release) });
-        }
-        if self.early {
-            link.flush();
-        }
-        link.log(handle).lease = None;
-        plans
+        let lease =
+            self.link.as_mut()?.logs.get(handle)?.1.lease.filter(|lease| !(sync && lease.arriving))?;
+        let count = u32::try_from(count).ok().filter(|count| *count > 0)?;
+        let end = start.checked_add(count)?;
+        (lease.from <= start && end <= lease.from + lease.hits).then_some(lease)
     }
 
-    fn post_load(
-        &mut self,
-        handle: i64,
-        lease: &Lease,
-        start: u32,
-        blocks: &[u32],
-        step: u64,
-        sync: bool,
-    ) -> Option<Plan> {
+    fn post_load(&mut self, handle: i64, load: Message, blocks: &[u32]) -> Option<Plan> {
         let link = self.link.as_mut()?;
         let (number, log) = link.logs.get(handle)?;
         let count = blocks.len() as u32;
-        let places: Vec<_> = (start..start + count).map(|key| log.place(key)).collect();
+        let places: Vec<_> = (load.from..load.from + count).map(|key| log.place(key)).collect();
         let slots = places.into_iter().map(|(chunk, index)| link.connection.memory.read_ref(chunk, index));
         let blocks_and_slots = blocks.iter().copied().zip(slots).collect();
-        let flag = |set: bool, flag: u8| if set { flag } else { 0 };
-        let flags = flag(sync, LOAD_SYNC)
-            | flag(self.by_engine, LOAD_BY_ENGINE)
-            | flag(lease.arriving, LOAD_ARRIVING);
         let op = self.next_op;
-        let message = Message {
-            flags: flags | flag(self.early, LOAD_EARLY),
-            log: number,
-            op,
-            from: start,
-            count,
-            step,
-            lease: lease.op,
-            data: [0; 6],
-            kind: Kind::Load,
-        };
         // vLLM counts on the answer to the query by now. A sidecar that is gone, or has no room, breaks no promise: the
         // ranks have its pool mapped, and the slots are leased for a while yet.
-        link.post_with_blocks(message, blocks);
+        link.post_with_blocks(Message { log: number, op, count, ..load }, blocks);
         self.next_op += 1;
+        let flags = load.flags & !LOAD_EARLY;
         Some(Plan { op, epoch: link.connection.welcome.epoch, flags, blocks: blocks_and_slots })
     }
 }

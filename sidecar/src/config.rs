@@ -34,6 +34,19 @@ const COPY_THREADS: std::ops::RangeInclusive<usize> = 1..=32;
 /// Bytes of the longest configuration file that is read; ours have a dozen lines.
 const FILE_BYTES_MAX: u64 = 64 * 1024;
 
+/// A text of the file is read as the flag's is.
+macro_rules! texts_of_the_file {
+    ($($value:ty),*) => {$(
+        impl TryFrom<String> for $value {
+            type Error = String;
+            fn try_from(text: String) -> Result<Self, String> {
+                text.parse()
+            }
+        }
+    )*};
+}
+texts_of_the_file!(Disk, DramAdmission, Level, Quota, Size, SsdAdmission, Time, UseGpu);
+
 /// Options of `pillion serve`, each as a flag and as a key of the file.
 #[derive(Args, Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]

@@ -27,10 +27,3 @@ impl FromStr for DramAdmission {
         }
     }
 }
-
-impl TryFrom<String> for DramAdmission {
-    type Error = String;
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
-    }
-}

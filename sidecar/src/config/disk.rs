@@ -58,13 +58,6 @@ impl FromStr for Disk {
     }
 }
 
-impl TryFrom<String> for Disk {
-    type Error = String;
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
-    }
-}
-
 impl fmt::Display for Disk {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "{}:{}", self.path.display(), self.size)
@@ -81,13 +74,6 @@ impl FromStr for SsdAdmission {
             "second-hit" => Ok(Self::SecondHit),
             _ => Err(format!("\"{text}\" admits nothing; the values are all, second-hit")),
         }
-    }
-}
-
-impl TryFrom<String> for SsdAdmission {
-    type Error = String;
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
     }
 }
 

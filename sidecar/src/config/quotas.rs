@@ -104,13 +104,6 @@ impl FromStr for Quota {
     }
 }
 
-impl TryFrom<String> for Quota {
-    type Error = String;
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

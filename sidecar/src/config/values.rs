@@ -66,13 +66,6 @@ impl FromStr for Size {
     }
 }
 
-impl TryFrom<String> for Size {
-    type Error = String;
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
-    }
-}
-
 impl fmt::Display for Size {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         bytesize::ByteSize::b(self.0).display().iec().fmt(formatter)
@@ -107,13 +100,6 @@ impl FromStr for Time {
     }
 }
 
-impl TryFrom<String> for Time {
-    type Error = String;
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
-    }
-}
-
 impl fmt::Display for Time {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "{}ms", self.0)
@@ -135,13 +121,6 @@ impl FromStr for Level {
     }
 }
 
-impl TryFrom<String> for Level {
-    type Error = String;
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
-    }
-}
-
 // === impl UseGpu ===
 
 impl FromStr for UseGpu {
@@ -152,13 +131,6 @@ impl FromStr for UseGpu {
             "off" => Ok(Self::Off),
             _ => Err(format!("\"{text}\" says nothing about GPUs; the values are auto, off")),
         }
-    }
-}
-
-impl TryFrom<String> for UseGpu {
-    type Error = String;
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{CHUNK_KEYS, LOG_KEYS, header};
-use shm_protocol::message::{APPEND_CHUNKS, Kind, Message, Saved};
+use shm_protocol::message::{APPEND_CHUNKS, Kind, LOAD_EARLY, Message, Saved};
 use shm_protocol::ring::Consumer;
 use shm_protocol::session::{RegionRing, Ring};
 
@@ -15,6 +15,7 @@ use super::Counters;
 use crate::arena::{BlockIds, Chunks};
 use crate::connection::Connection;
 use crate::log_table::{Log, LogTable};
+use crate::plan::Plan;
 use crate::saves::Saves;
 use crate::submission::Submission;
 
@@ -90,6 +91,20 @@ impl Link {
         }
         self.block_ids.lend(blocks.len(), sequence);
         true
+    }
+
+    /// Posts a load of so many keys from its first on, and says where they are.
+    pub(super) fn post_load(&mut self, handle: i64, load: Message, blocks: &[u32]) -> Plan {
+        let (number, log) = self.logs.get(handle).expect("looked up by the caller");
+        let count = blocks.len() as u32;
+        let places: Vec<_> = (load.from..load.from + count).map(|key| log.place(key)).collect();
+        let slots = places.into_iter().map(|(chunk, index)| self.connection.memory.read_ref(chunk, index));
+        let blocks_and_slots = blocks.iter().copied().zip(slots).collect();
+        // vLLM counts on the answer to the query by now. A sidecar that is gone, or has no room, breaks no promise: the
+        // ranks have its pool mapped, and the slots are leased for a while yet.
+        self.post_with_blocks(Message { log: number, count, ..load }, blocks);
+        let flags = load.flags & !LOAD_EARLY;
+        Plan { op: load.op, epoch: self.connection.welcome.epoch, flags, blocks: blocks_and_slots }
     }
 
     pub(super) fn post_close(&mut self, number: u32, chunks: Vec<u32>) {

@@ -273,19 +273,20 @@ impl Scheduler {
             true => blocks.len().div_ceil(PARTS_MAX).max(self.part_blocks as usize),
             false => blocks.len(),
         };
-        let parts = blocks.chunks(part).zip((start..).step_by(part));
-        let plans = parts
-            .filter_map(|(blocks, from)| self.post_load(handle, Message { from, ..load }, blocks))
-            .collect();
+        let link = self.link.as_mut().expect("it has the lease");
+        let mut plans = Vec::new();
+        for (blocks, from) in blocks.chunks(part).zip((start..).step_by(part)) {
+            plans.push(link.post_load(handle, Message { op: self.next_op, from, ..load }, blocks));
+            self.next_op += 1;
+        }
         if lease.arriving {
             // No load has ended it.
             self.release(handle);
         }
-        if let Some(link) = &mut self.link {
-            link.log(handle).lease = None;
-            if self.early {
-                link.flush();
-            }
+        let link = self.link.as_mut().expect("it had the lease");
+        link.log(handle).lease = None;
+        if self.early {
+            link.flush();
         }
         plans
     }
@@ -301,22 +302,6 @@ impl Scheduler {
         let count = u32::try_from(count).ok().filter(|count| *count > 0)?;
         let end = start.checked_add(count)?;
         (lease.from <= start && end <= lease.from + lease.hits).then_some(lease)
-    }
-
-    fn post_load(&mut self, handle: i64, load: Message, blocks: &[u32]) -> Option<Plan> {
-        let link = self.link.as_mut()?;
-        let (number, log) = link.logs.get(handle)?;
-        let count = blocks.len() as u32;
-        let places: Vec<_> = (load.from..load.from + count).map(|key| log.place(key)).collect();
-        let slots = places.into_iter().map(|(chunk, index)| link.connection.memory.read_ref(chunk, index));
-        let blocks_and_slots = blocks.iter().copied().zip(slots).collect();
-        let op = self.next_op;
-        // vLLM counts on the answer to the query by now. A sidecar that is gone, or has no room, breaks no promise: the
-        // ranks have its pool mapped, and the slots are leased for a while yet.
-        link.post_with_blocks(Message { log: number, op, count, ..load }, blocks);
-        self.next_op += 1;
-        let flags = load.flags & !LOAD_EARLY;
-        Some(Plan { op, epoch: link.connection.welcome.epoch, flags, blocks: blocks_and_slots })
     }
 }
 

@@ -15,8 +15,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use mesh::transport::rdma::{Config, Rdma};
-use mesh::transport::tcp::{Limits, Security, Tls};
+use mesh::transport::tcp::{Limits, Security};
 use mesh::transport::{Fault, Label, Peer, PeerNumber, Refusal};
+use rig::certificates::{Authority, Folder, NAME};
 use rig::{LONG, Node, Owner, Random, acquaint, boot, exchange, label, node, patient};
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, setrlimit};
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
@@ -160,35 +161,12 @@ fn two_nics_and_a_stream_over_each() {
     other.seen(|seen| assert_eq!(seen.released.values().flatten().sum::<u32>(), 10));
 }
 
-/// A certificate for both nodes, and its authority.
-fn tls(folder: &Path) -> Tls {
-    let mut params = rcgen::CertificateParams::default();
-    params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
-    let key = rcgen::KeyPair::generate().unwrap();
-    let ca = params.self_signed(&key).unwrap();
-    let issuer = rcgen::Issuer::new(params, key);
-    let key = rcgen::KeyPair::generate().unwrap();
-    let certificate = rcgen::CertificateParams::new(["pillion.mesh".to_owned()]).unwrap();
-    let certificate = certificate.signed_by(&key, &issuer).unwrap();
-    let write = |name: &str, text: String| {
-        std::fs::write(folder.join(name), text).unwrap();
-        folder.join(name)
-    };
-    Tls {
-        certificate: write("tls.crt", certificate.pem()),
-        key: write("tls.key", key.serialize_pem()),
-        ca: write("ca.crt", ca.pem()),
-        name: "pillion.mesh".into(),
-    }
-}
-
 #[test]
 fn asks_and_leases_go_over_tls() {
     let Some(_wire) = wire() else { return };
-    let folder = std::env::temp_dir().join(format!("mesh-rdma-{}", std::process::id()));
-    std::fs::create_dir_all(&folder).unwrap();
-    let tls = tls(&folder);
-    let (mut one, other) = pair(|config| config.security = Security::Tls(tls.clone()));
+    let ca = Authority::new();
+    let files = Folder::with(&ca, &ca, NAME, 2099);
+    let (mut one, other) = pair(|config| config.security = Security::Tls(files.tls()));
     let labels = labels(8, 1_310_720);
     labels.iter().for_each(|label| other.keep(*label, false));
     for _ in 0..3 {
@@ -197,7 +175,6 @@ fn asks_and_leases_go_over_tls() {
     other.transport().leave(PeerNumber(1));
     assert!(one.get(1, &labels, LONG).iter().all(Result::is_err));
     other.check_releases();
-    std::fs::remove_dir_all(&folder).unwrap();
 }
 
 #[test]

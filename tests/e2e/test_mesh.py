@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,19 +21,15 @@ import network
 import pool
 import prompts
 import proxy
-import sidecar
+from pods import BLOCK_PORT, CONTROL_PORT, OUTPUT_TOKENS, Pod, start_engine, start_pod, start_sidecar
 
-PROMPT_TOKENS, OUTPUT_TOKENS = 700, 8
+PROMPT_TOKENS = 700
 HIT = prompts.hit_tokens(PROMPT_TOKENS)
 # Prompts that are asked one after the other until one is answered from the peer again.
 TRIES_MAX, TRY_EVERY_S = 8, 3.0
 # A fetch is under way that long after its request was given to the engine.
 FETCH_BEGINS_S = 0.5
 REQUEST_WATCHDOG_S = 60
-# A prompt is computed in three steps: its blocks come one after the other.
-BATCHED_TOKENS = 256
-# Peers are told of blocks at the first, and give them at the second.
-CONTROL_PORT, BLOCK_PORT = 9441, 9442
 PROXY_SEED = 1
 # The longest that there is: so much may pass until another process has got to its prompt.
 MISS_WAIT_MS = 2000
@@ -44,29 +39,6 @@ WAITS, EXHAUSTED = "pillion_mesh_miss_waits_total", "pillion_mesh_miss_waits_exh
 BREAKERS = "pillion_mesh_miss_wait_breakers_open"
 
 Fault = Callable[["Mesh"], contextlib.AbstractContextManager[None]]
-
-
-@dataclasses.dataclass
-class Pod:
-    """A sidecar and the engine beside it."""
-
-    host: network.Host
-    directory: Path
-    sidecar: sidecar.Sidecar
-    engine: engine.Engine
-
-    def ask(self, tokens: list[int]) -> dict[str, Any]:
-        """One answer."""
-        return self.engine.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
-
-    def end(self) -> None:
-        """The sidecar of the moment goes, and its pool."""
-        self.sidecar.kill()
-        self.sidecar.pool.unlink(missing_ok=True)
-
-    def hits(self) -> int:
-        """Tokens that came from outside the engine so far."""
-        return self.engine.metrics()["external_hits"]
 
 
 @dataclasses.dataclass
@@ -113,32 +85,6 @@ class Mesh:
                 return now - began, asked
             time.sleep(TRY_EVERY_S)
         raise AssertionError(f"no hit in {len(waiting)} prompts: the mesh does not heal")
-
-
-def start_sidecar(host: network.Host, directory: Path, pool_file: Path | None = None) -> sidecar.Sidecar:
-    """One that is to be a member of the mesh."""
-    listen = f"{host.address}:{CONTROL_PORT}"
-    mesh = ("--mesh-listen", listen, "--etcd", network.ETCD_URL, "--node-id", host.name, "--mesh-plaintext")
-    started = sidecar.Sidecar(directory, pool=pool_file, prefix=host.prefix, http=f"{host.address}:9440", more=mesh)
-    started.wait_ready()
-    return started
-
-
-def start_engine(stack: contextlib.ExitStack, options: engine.Options, log: Path) -> engine.Engine:
-    """One that is not waited for: several start at the same time."""
-    started = engine.Engine(options, log)
-    stack.callback(started.kill)
-    return started
-
-
-def start_pod(stack: contextlib.ExitStack, options: engine.Options, host: network.Host, directory: Path) -> Pod:
-    """A sidecar, and an engine that starts."""
-    directory.mkdir()
-    beside = start_sidecar(host, directory)
-    connected = dataclasses.replace(options, socket=beside.socket, prefix=host.prefix, batched_tokens=BATCHED_TOKENS)
-    pod = Pod(host, directory, beside, start_engine(stack, connected, directory / "engine.log"))
-    stack.callback(pod.end)
-    return pod
 
 
 @pytest.fixture(scope="module")

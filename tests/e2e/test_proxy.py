@@ -6,6 +6,8 @@ import contextlib
 import random
 import socket
 import threading
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -22,9 +24,9 @@ def _send(listener: socket.socket) -> None:
         connection.recv(1)
 
 
-def _received(fault: proxy.Fault) -> tuple[bytes, int]:
-    """What arrives, and how often it was disturbed."""
-    received = b""
+@contextlib.contextmanager
+def _sent(fault: proxy.Fault) -> Iterator[tuple[socket.socket, Callable[[], int]]]:
+    """Where what is sent arrives, and how often it was disturbed."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender = threading.Thread(target=_send, args=(listener,))
         sender.start()
@@ -32,10 +34,23 @@ def _received(fault: proxy.Fault) -> tuple[bytes, int]:
         between = proxy.Proxy("127.0.0.1", "127.0.0.1", (port,), fault, seed=1)
         instead = ("127.0.0.1", between.ports[port])
         with between, contextlib.suppress(ConnectionError), socket.create_connection(instead) as near:
-            while len(received) < len(SENT) and (chunk := near.recv(1 << 20)):
-                received += chunk
+            yield near, lambda: between.disturbances[port]
         sender.join()
-    return received, between.disturbances[port]
+
+
+def _read(near: socket.socket, count: int) -> bytes:
+    """So many bytes, or what came before the connection ended."""
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while len(received) < count and (chunk := near.recv(count - len(received))):
+            received += chunk
+    return received
+
+
+def _received(fault: proxy.Fault) -> tuple[bytes, int]:
+    """What arrives, and how often it was disturbed."""
+    with _sent(fault) as (near, disturbances):
+        return _read(near, len(SENT)), disturbances()
 
 
 @pytest.mark.parametrize("fault", [proxy.delay, proxy.loss, proxy.slow], ids=lambda fault: fault.__name__)
@@ -51,3 +66,16 @@ def test_a_cut_connection_ends_within_its_bytes() -> None:
     received, disturbances = _received(proxy.cut)
     assert len(received) < len(SENT) and SENT.startswith(received)
     assert disturbances == 1
+
+
+def test_a_dam_holds_back_what_follows_until_it_is_opened() -> None:
+    """Only that, and nothing is lost."""
+    dam = proxy.Dam(proxy.APART_BYTES)
+    with _sent(dam) as (near, disturbances):
+        # It holds whole chunks.
+        received = _read(near, proxy.APART_BYTES - proxy.CHUNK_BYTES)
+        while disturbances() < 2:
+            time.sleep(proxy.DAM_LOOK_S)
+        dam.open()
+        received += _read(near, len(SENT) - len(received))
+    assert received == SENT

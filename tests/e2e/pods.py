@@ -1,0 +1,71 @@
+"""Pods of a mesh: a sidecar and an engine beside it, on a host of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import engine
+import network
+import sidecar
+
+OUTPUT_TOKENS = 8
+# A prompt is computed in several steps: its blocks come one after the other.
+BATCHED_TOKENS = 256
+# Peers are told of blocks at the first, and give them at the second.
+CONTROL_PORT, BLOCK_PORT = 9441, 9442
+
+
+@dataclasses.dataclass
+class Pod:
+    """A sidecar and the engine beside it."""
+
+    host: network.Host
+    directory: Path
+    sidecar: sidecar.Sidecar
+    engine: engine.Engine
+
+    def ask(self, tokens: list[int]) -> dict[str, Any]:
+        """One answer."""
+        return self.engine.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
+
+    def end(self) -> None:
+        """The sidecar of the moment goes, and its pool."""
+        self.sidecar.kill()
+        self.sidecar.pool.unlink(missing_ok=True)
+
+    def hits(self) -> int:
+        """Tokens that came from outside the engine so far."""
+        return self.engine.metrics()["external_hits"]
+
+
+def start_sidecar(
+    host: network.Host, directory: Path, pool_file: Path | None = None, more: tuple[str, ...] = ()
+) -> sidecar.Sidecar:
+    """One that is to be a member of the mesh."""
+    listen = f"{host.address}:{CONTROL_PORT}"
+    mesh = ("--mesh-listen", listen, "--etcd", network.ETCD_URL, "--node-id", host.name, "--mesh-plaintext", *more)
+    started = sidecar.Sidecar(directory, pool=pool_file, prefix=host.prefix, http=f"{host.address}:9440", more=mesh)
+    started.wait_ready()
+    return started
+
+
+def start_engine(stack: contextlib.ExitStack, options: engine.Options, log: Path) -> engine.Engine:
+    """One that is not waited for: several start at the same time."""
+    started = engine.Engine(options, log)
+    stack.callback(started.kill)
+    return started
+
+
+def start_pod(
+    stack: contextlib.ExitStack, options: engine.Options, host: network.Host, directory: Path, more: tuple[str, ...] = ()
+) -> Pod:
+    """A sidecar, with `more` arguments, and an engine that starts."""
+    directory.mkdir()
+    beside = start_sidecar(host, directory, more=more)
+    connected = dataclasses.replace(options, socket=beside.socket, prefix=host.prefix, batched_tokens=BATCHED_TOKENS)
+    pod = Pod(host, directory, beside, start_engine(stack, connected, directory / "engine.log"))
+    stack.callback(pod.end)
+    return pod

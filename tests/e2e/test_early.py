@@ -1,0 +1,126 @@
+"""Blocks of another pod go on to the engine while later ones are still on the wire (docs/decisions/0017-early-answers.md).
+
+The wire stands still behind the first part of them, so that what happens then cannot be missed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import engine
+import model
+import network
+import pods
+import pool
+import prompts
+import proxy
+
+# Blocks of half a MiB: 32 of them are the connector's first part. It ends where one of A's steps did, so that what B computes
+# after it comes out the same.
+WIDE = dataclasses.replace(model.TINY, layers=4, kv_heads=4, head_dim=256, max_position=2048)
+PART_BLOCKS = 32
+PROMPT_TOKENS = 1550
+BLOCKS = prompts.hit_tokens(PROMPT_TOKENS) // engine.BLOCK_TOKENS
+# More than the first part, less than the whole.
+THROUGH_BYTES = 18 << 20
+REQUEST_WATCHDOG_S = 60
+EARLY, LOADED, FAILED = "pillion_query_early_answers_total", "pillion_loaded_blocks_total", "pillion_load_failures_total"
+FETCHED, FAULTS = "pillion_mesh_fetched_blocks_total", "pillion_mesh_faults_total"
+
+
+@dataclasses.dataclass
+class Pair:
+    """`a` computes, `b` asks after it."""
+
+    a: pods.Pod
+    b: pods.Pod
+    seed: int = 8_000
+
+    def new(self) -> list[int]:
+        """A prompt that nobody has computed."""
+        self.seed += 1
+        return prompts.prompt(PROMPT_TOKENS, self.seed)
+
+    def computed(self) -> tuple[list[int], dict[str, Any]]:
+        """A new prompt that A has computed and B knows of, and A's answer from its own cache."""
+        tokens = self.new()
+        kept = self.a.sidecar.metrics()["pillion_blocks"]
+        self.a.ask(tokens)
+        self.a.sidecar.wait_metric("pillion_blocks", kept + BLOCKS)
+        self.b.sidecar.wait_metric("pillion_mesh_peer_keys", kept + BLOCKS)
+        return tokens, self.a.ask(tokens)
+
+    @contextlib.contextmanager
+    def dammed(self) -> Iterator[proxy.Dam]:
+        """On their way from A to B blocks are held back behind the first part. In the end every connection is cut."""
+        dam = proxy.Dam(THROUGH_BYTES)
+        a, b = self.a.host, self.b.host
+        between = proxy.Proxy(network.BRIDGE_ADDRESS, a.address, (pods.BLOCK_PORT,), dam, seed=0)
+        with between, b.diverted(a.address, between.ports):
+            yield dam
+
+    def begin(self, tokens: list[int]) -> dict[str, int]:
+        """Asks B, and returns when it has loaded the first part; what B's sidecar had counted before."""
+        before = self.b.sidecar.metrics()
+        self.b.engine.ask(0, tokens, pods.OUTPUT_TOKENS, logprobs=5)
+        self.b.sidecar.wait_metric(LOADED, before[LOADED] + PART_BLOCKS)
+        return before
+
+    def since(self, before: dict[str, int]) -> dict[str, int]:
+        """What B's sidecar has counted."""
+        return {name: value - before[name] for name, value in self.b.sidecar.metrics().items()}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Both pods, ready, and members. Blocks come in their order: over one stream."""
+    directory = tmp_path_factory.mktemp("early")
+    options = engine.Options(model.write(directory / "model", WIDE), load="async", copy="sidecar")
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(network.hosts("a", "b"))
+        stack.callback(network.Etcd(directory).kill)
+        a, b = (pods.start_pod(stack, options, host, directory / host.name, ("--tcp-streams", "1")) for host in hosts)
+        for pod in (a, b):
+            pod.engine.wait_started()
+            pod.sidecar.wait_metric("pillion_mesh_peers", 1)
+        yield Pair(a, b)
+
+
+def test_the_first_part_is_loaded_while_the_rest_is_on_the_wire(pair: Pair) -> None:
+    """Same tokens and logprobs as the computing engine's own cache; and wrong bytes would show."""
+    with pair.dammed() as dam:
+        tokens, right = pair.computed()
+        before = pair.begin(tokens)
+        counts = pair.since(before)
+        assert (counts[EARLY], counts[LOADED]) == (1, PART_BLOCKS)
+        dam.open()
+        [answer] = pair.b.engine.answered(REQUEST_WATCHDOG_S)
+    assert answer["tokens"] == right["tokens"]
+    assert answer["logprobs"] == right["logprobs"]
+    pair.b.sidecar.wait_metric(FETCHED, before[FETCHED] + BLOCKS)
+    counts = pair.since(before)
+    assert (counts[EARLY], counts[LOADED], counts[FAILED], counts[FAULTS]) == (1, BLOCKS, 0, 0)
+    # The negative control: one wrong K value in every block.
+    assert pair.b.engine.reset_prefix_cache()
+    with pool.damaged(pair.b.sidecar.pool) as damaged:
+        assert damaged >= BLOCKS
+        assert pair.b.ask(tokens)["logprobs"] != right["logprobs"]
+
+
+def test_the_owner_dies_while_the_rest_is_on_the_wire(pair: Pair) -> None:
+    """What did not come is computed, and the engine works on. The last test: A has no sidecar any more."""
+    with pair.dammed():
+        tokens, right = pair.computed()
+        before = pair.begin(tokens)
+        pair.a.sidecar.kill()
+    [answer] = pair.b.engine.answered(REQUEST_WATCHDOG_S)
+    assert answer["tokens"] == right["tokens"]
+    counts = pair.since(before)
+    assert (counts[EARLY], counts[LOADED], counts[FAILED]) == (1, PART_BLOCKS, 1)
+    tokens = pair.new()
+    assert pair.b.ask(tokens)["tokens"] == pair.a.ask(tokens)["tokens"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import model
 from engine import BLOCK_TOKENS
@@ -24,3 +25,14 @@ def hit_tokens(prompt_tokens: int) -> int:
 def stored_blocks(prompt_tokens: int, output_tokens: int) -> int:
     """Full blocks after an answer; the last output token's KV is never computed."""
     return (prompt_tokens + output_tokens - 1) // BLOCK_TOKENS
+
+
+def different_blocks(asked: Iterable[tuple[list[int], list[int]]]) -> int:
+    """Different full blocks of prompts and their answers: where the first answer to a prompt was computed and the second began
+    with a hit, rounding may make their tokens differ."""
+    return len({tuple(tokens[:end]) for prompt, answer in asked for tokens in [prompt + answer[:-1]] for end in ends(tokens)})
+
+
+def ends(tokens: list[int]) -> range:
+    """Where blocks end."""
+    return range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)

@@ -27,10 +27,8 @@ BLOCK_BYTES = engine.BLOCK_TOKENS * SHAPE.kv_bytes_per_token()
 SINGLE = prompts.prompt(700, seed=1)
 # One token is left to compute: a step that full graphs replay.
 WHOLE_BLOCKS = prompts.prompt(64 * engine.BLOCK_TOKENS + 1, seed=2)
-# No answer fills a block with its last token, whose KV an engine with steps in flight may compute and save, too.
 LONG = prompts.prompt(2990, seed=3)
 PROMPTS = {"single": SINGLE, "whole-blocks": WHOLE_BLOCKS, "long": LONG}
-STORED_BLOCKS = sum(prompts.stored_blocks(len(tokens), OUTPUT_TOKENS) for tokens in PROMPTS.values())
 DRAM = "1GiB"
 # Every runner with graphs and without, every way to load, both layouts; engines that copy for themselves, asked to or left
 # no choice; and an engine of two GPUs.
@@ -56,6 +54,8 @@ class Restarted:
     sidecar: sidecar.Sidecar
     engine: engine.Engine
     local: dict[str, dict[str, Any]]
+    # Blocks that the first engine filled.
+    stored: int
 
     @contextlib.contextmanager
     def hits(self, tokens: int) -> Iterator[None]:
@@ -86,18 +86,18 @@ def ask(running: engine.Engine, tokens: list[int]) -> dict[str, Any]:
     return running.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
 
 
-def _first_life(options: engine.Options, keeper: sidecar.Sidecar, log: Path) -> dict[str, dict[str, Any]]:
-    """The local hits of an engine that is killed as soon as everything is saved."""
+def _first_life(options: engine.Options, keeper: sidecar.Sidecar, log: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """The local hits of an engine that is killed as soon as everything is saved, and the blocks that it filled."""
     with engine.running(options, log) as first:
-        for tokens in PROMPTS.values():
-            ask(first, tokens)
-        local = {name: ask(first, tokens) for name, tokens in PROMPTS.items()}
+        cold, local = ({name: ask(first, tokens) for name, tokens in PROMPTS.items()} for _ in range(2))
         assert first.metrics()["external_hits"] == 0
-        keeper.wait_metric("pillion_saved_bytes_total", STORED_BLOCKS * BLOCK_BYTES)
+        asked = [(tokens, answers[name]["tokens"]) for answers in (cold, local) for name, tokens in PROMPTS.items()]
+        stored = prompts.different_blocks(asked)
+        keeper.wait_metric("pillion_saved_bytes_total", stored * BLOCK_BYTES)
         first.kill()
     for name, tokens in PROMPTS.items():
         assert local[name]["cached_tokens"] == prompts.hit_tokens(len(tokens))
-    return local
+    return local, stored
 
 
 @pytest.fixture(scope="class", params=MODES, ids=str)
@@ -109,9 +109,9 @@ def restarted(request: pytest.FixtureRequest, gpu_model: Path, tmp_path_factory:
     directory = tmp_path_factory.mktemp(str(mode))
     with sidecar.serving(directory, DRAM, gpu=mode.copy == "sidecar") as keeper:
         options = gpu_options.options(gpu_model, mode, keeper.socket)
-        local = _first_life(options, keeper, directory / "first.log")
+        local, stored = _first_life(options, keeper, directory / "first.log")
         with engine.running(options, directory / "second.log") as second:
-            yield Restarted(mode, directory, keeper, second, local)
+            yield Restarted(mode, directory, keeper, second, local, stored)
             second.exit()
 
 
@@ -129,7 +129,7 @@ class TestRestart:
 
     def test_each_block_saved_once(self, restarted: Restarted) -> None:
         """Prefill and decode blocks alike; the local hits of the first engine saved nothing twice."""
-        assert restarted.sidecar.metrics()["pillion_saved_bytes_total"] == STORED_BLOCKS * BLOCK_BYTES
+        assert restarted.sidecar.metrics()["pillion_saved_bytes_total"] == restarted.stored * BLOCK_BYTES
 
     @pytest.mark.parametrize("name", list(PROMPTS))
     def test_warm_equals_local_hit(self, restarted: Restarted, name: str) -> None:
@@ -152,7 +152,7 @@ class TestRestart:
     def test_damage_is_noticed(self, restarted: Restarted) -> None:
         """The negative control: one wrong K value in every loaded block changes the answer."""
         with pool.damaged(restarted.sidecar.pool) as blocks:
-            assert blocks >= STORED_BLOCKS
+            assert blocks >= restarted.stored
             damaged = restarted.ask_from_sidecar(SINGLE)
         assert damaged["logprobs"] != restarted.local["single"]["logprobs"]
         mended = restarted.ask_from_sidecar(SINGLE)

@@ -9,6 +9,7 @@
 mod batch;
 mod device;
 mod gpu;
+mod lanes;
 mod memory;
 mod plan;
 mod stream;

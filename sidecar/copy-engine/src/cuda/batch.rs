@@ -7,6 +7,7 @@ use cudarc::driver::sys;
 use shm_protocol::handshake::BlockRegion;
 use shm_protocol::region::Region;
 
+use super::lanes::Lanes;
 use super::plan::{Piece, Pitched, Plan, plan};
 use super::{CudaError, Gpu, Imported, Stream, gpu};
 use crate::Direction;
@@ -29,6 +30,7 @@ pub struct Blocks {
 #[derive(Debug)]
 pub struct CopyStream {
     stream: Stream,
+    lanes: Lanes,
     blocks: Arc<Blocks>,
     pool: Arc<Region>,
     /// Bytes of the pool's parts that were locked one by one.
@@ -71,8 +73,9 @@ impl CopyStream {
         pool: &Arc<Region>,
         slice_bytes: u64,
     ) -> Result<Self, CudaError> {
+        let lanes = Lanes::new(gpu, blocks.regions.iter().map(|region| region.bytes))?;
         let (blocks, pool) = (Arc::clone(blocks), Arc::clone(pool));
-        Ok(Self { stream: Stream::new(gpu)?, blocks, pool, slice_bytes })
+        Ok(Self { stream: Stream::new(gpu)?, lanes, blocks, pool, slice_bytes })
     }
 
     /// The stream itself, for words and events around the copies.
@@ -96,10 +99,22 @@ impl CopyStream {
         self.check(cut, blocks)?;
         let Blocks { bases, regions, .. } = &*self.blocks;
         let Plan { pitched, scattered } = plan(bases, regions, self.slice_bytes, cut, blocks);
-        pitched.iter().try_for_each(|copy| self.pitched(direction, copy))?;
-        match gpu::memcpy_batch().filter(|_| scattered.len() >= BATCH_PIECES_MIN) {
-            None => scattered.iter().try_for_each(|piece| self.single(direction, piece)),
-            Some(function) => self.batch(direction, &scattered, function),
+        self.lanes.share(&self.stream, |streams| {
+            for (copy, stream) in pitched.iter().zip(streams.iter().cycle()) {
+                self.pitched(direction, copy, stream)?;
+            }
+            let share = scattered.len().div_ceil(streams.len()).max(BATCH_PIECES_MIN);
+            scattered
+                .chunks(share)
+                .zip(streams)
+                .try_for_each(|(pieces, on)| self.pieces(direction, pieces, on))
+        })
+    }
+
+    fn pieces(&self, direction: Direction, pieces: &[Piece], stream: &Stream) -> Result<(), CudaError> {
+        match gpu::memcpy_batch().filter(|_| pieces.len() >= BATCH_PIECES_MIN) {
+            None => pieces.iter().try_for_each(|piece| self.single(direction, piece, stream)),
+            Some(function) => self.batch(direction, pieces, function, stream),
         }
     }
 
@@ -120,10 +135,10 @@ impl CopyStream {
         at.expect("checked before the plan was made").as_ptr() as u64
     }
 
-    fn single(&self, direction: Direction, piece: &Piece) -> Result<(), CudaError> {
-        let (host, bytes, stream) = (self.host(piece), piece.bytes as usize, self.stream.handle());
+    fn single(&self, direction: Direction, piece: &Piece, stream: &Stream) -> Result<(), CudaError> {
+        let (host, bytes, stream) = (self.host(piece), piece.bytes as usize, stream.handle());
         let result = match direction {
-            // SAFETY: both ranges exist (`check`) and live as long as `self`, whose drop waits for the stream.
+            // SAFETY: both ranges exist (`check`) and live as long as `self`, whose drop waits for the streams.
             Direction::ToEngine => unsafe {
                 sys::cuMemcpyHtoDAsync_v2(piece.device, host as *const _, bytes, stream)
             },
@@ -135,7 +150,7 @@ impl CopyStream {
         CudaError::check("cuMemcpyAsync", result)
     }
 
-    fn pitched(&self, direction: Direction, copy: &Pitched) -> Result<(), CudaError> {
+    fn pitched(&self, direction: Direction, copy: &Pitched, stream: &Stream) -> Result<(), CudaError> {
         let host = self.host(&copy.first);
         let (unified, no_array) = (sys::CUmemorytype::CU_MEMORYTYPE_UNIFIED, std::ptr::null_mut());
         let (device_side, host_side) =
@@ -163,8 +178,8 @@ impl CopyStream {
             Height: copy.rows,
         };
         // SAFETY: `request` is read during the call; every row lies in a block and a slot that exist (`check`), which live
-        // as long as `self`, whose drop waits for the stream.
-        let enqueued = unsafe { sys::cuMemcpy2DAsync_v2(&raw const request, self.stream.handle()) };
+        // as long as `self`, whose drop waits for the streams.
+        let enqueued = unsafe { sys::cuMemcpy2DAsync_v2(&raw const request, stream.handle()) };
         CudaError::check("cuMemcpy2DAsync", enqueued)
     }
 
@@ -173,6 +188,7 @@ impl CopyStream {
         direction: Direction,
         pieces: &[Piece],
         function: gpu::MemcpyBatch,
+        stream: &Stream,
     ) -> Result<(), CudaError> {
         let mut device: Vec<u64> = pieces.iter().map(|piece| piece.device).collect();
         let mut host: Vec<u64> = pieces.iter().map(|piece| self.host(piece)).collect();
@@ -191,7 +207,7 @@ impl CopyStream {
         };
         let (mut first, mut failed) = (0_usize, 0_usize);
         // SAFETY: the three arrays hold `pieces.len()` entries and are read during the call; one attribute counts from piece
-        // 0 on; every piece exists (`check`) and lives as long as `self`, whose drop waits for the stream.
+        // 0 on; every piece exists (`check`) and lives as long as `self`, whose drop waits for the streams.
         let enqueued = unsafe {
             function(
                 targets.as_mut_ptr(),
@@ -202,7 +218,7 @@ impl CopyStream {
                 &raw mut first,
                 1,
                 &raw mut failed,
-                self.stream.handle(),
+                stream.handle(),
             )
         };
         CudaError::check("cuMemcpyBatchAsync", enqueued)

@@ -80,9 +80,20 @@ impl Stream {
     /// An event that passes when everything enqueued so far has.
     pub fn record(&self) -> Result<Event, CudaError> {
         let event = Event::new(&self.gpu)?;
-        // SAFETY: both handles live.
-        CudaError::check("cuEventRecord", unsafe { sys::cuEventRecord(event.handle, self.handle) })?;
+        self.mark(&event)?;
         Ok(event)
+    }
+
+    /// Makes an event one that passes when everything enqueued so far has.
+    pub(super) fn mark(&self, event: &Event) -> Result<(), CudaError> {
+        // SAFETY: both handles live.
+        CudaError::check("cuEventRecord", unsafe { sys::cuEventRecord(event.handle, self.handle) })
+    }
+
+    /// What is enqueued from now on begins once an event's place of now was reached.
+    pub(super) fn wait_for(&self, event: &Event) -> Result<(), CudaError> {
+        // SAFETY: both handles live.
+        CudaError::check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.handle, event.handle, 0) })
     }
 
     /// Blocks until everything enqueued has passed.
@@ -113,7 +124,7 @@ impl Drop for Stream {
 // === impl Event ===
 
 impl Event {
-    fn new(gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
+    pub(super) fn new(gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
         gpu.bind()?;
         let mut handle = std::ptr::null_mut();
         let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;

@@ -205,6 +205,10 @@ impl Life {
                 | Event::Mesh(_)
         );
         let mut out = Vec::new();
+        // A thread that was frozen may meet the time's end before its next tick.
+        if ctx.now / 1000 >= self.held_until_ms {
+            self.ledger.end_hold();
+        }
         self.core.handle(ctx.now / 1000, event, &mut out);
         // Most of these change nothing.
         if let Some(text) = text.filter(|_| !quiet || !out.is_empty()) {
@@ -293,9 +297,6 @@ impl Life {
         let due = ctx.now >= self.next_tick;
         if due {
             self.next_tick = ctx.now + TICK;
-            if ctx.now / 1000 >= self.held_until_ms {
-                self.ledger.end_hold();
-            }
             self.handle(Event::Tick, ctx);
         }
         due

@@ -12,19 +12,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shutil
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import rig
+from ttft import OUTPUT_TOKENS, engine_settings, reloads
 
 from engine import Answer, Engine
 
-OUTPUT_TOKENS = 8
 # Modes, with what vLLM does about a load that fails. What the others ask for is computed by the first.
 POLICIES = {"owner": "recompute", "early": "recompute", "whole": "fail"}
 DIRECTORY_WATCHDOG_S = 30
@@ -37,26 +33,13 @@ SIZES = {
 }
 
 
-def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
-    """vLLM's arguments: a prompt is computed in one step."""
-    return {
-        "kv_cache_memory_bytes": sizes["kv_mib"] << 20,
-        "max_model_len": sizes["prompt_tokens"] + 256,
-        "max_num_batched_tokens": 16_384,
-        "max_num_seqs": 16,
-    }
-
-
 def measure(engine: Engine, sizes: dict[str, int], _options: argparse.Namespace, _reference: Any) -> dict[str, Any]:
-    """Every prompt once, the first as a warm-up, then twice from the own sidecar's memory."""
+    """Every prompt once, the first as a warm-up, then once from the own sidecar's memory."""
     prompts = [engine.prompt(sizes["prompt_tokens"], seed) for seed in range(sizes["prompts"] + 1)]
     first = [engine.ask(prompt, OUTPUT_TOKENS) for prompt in prompts]
     engine.rest()
     engine.say("first answers done")
-    again = []
-    for prompt in prompts:
-        engine.reset()
-        again.append(engine.ask(prompt, OUTPUT_TOKENS))
+    again = [answer for prompt in prompts for answer in reloads(engine, prompt, OUTPUT_TOKENS, 1)]
     full = (sizes["prompt_tokens"] - 1) // engine.block_tokens * engine.block_tokens
     return {"full_hit_tokens": full, "first": answered(first), "again": answered(again)}
 
@@ -88,47 +71,39 @@ def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-@contextlib.contextmanager
-def sidecar(name: str, options: argparse.Namespace, folder: Path, listen: str, peer: str) -> Iterator[tuple[Path, str]]:
-    """A sidecar that knows one peer; yields its socket and the address of its metrics."""
-    http, path = f"127.0.0.1:{rig.free_port()}", folder / f"{name}.sock"
-    binary = shutil.which(options.binary) or sys.exit(f"no binary {options.binary!r}: --binary PATH")
-    command = [binary, "serve", "--socket", str(path), "--dram", f"{options.sizes['host_gib']}GiB", "--http", http]
-    command += ["--mesh-listen", listen, "--peer", peer, "--node-id", name, "--mesh-plaintext", *options.serve]
-    with rig.serving(command, f"http://{http}/readyz", options.logs / f"serve-{name}.log"):
-        yield path, http
-
-
 def metric(http: str, name: str) -> float:
     """A counter or gauge of a sidecar, added up over its labels."""
-    page = rig.fetch(f"http://{http}/metrics") or ""
+    page = rig.fetch(f"{http}/metrics") or ""
     rows = [line.rsplit(" ", 1) for line in page.splitlines() if line.partition(" ")[0].partition("{")[0] == name]
     return sum(float(value) for _, value in rows)
 
 
-def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def run(_bench: rig.Bench, options: argparse.Namespace, _modes: list[str], folder: Path) -> rig.Results:
     """The owner, then each other mode beside the owner's sidecar."""
     options.logs = options.logs or folder
     options.logs.mkdir(parents=True, exist_ok=True)
     model = rig.write_model(folder / "model", rig.shape(options))
     children = {mode: rig.Child(mode, options, options.logs / f"peers-{mode}.log") for mode in POLICIES}
-    results: dict[str, Any] = {}
+    owner, reader = (f"127.0.0.1:{rig.free_port()}" for _ in range(2))
+    results: rig.Results = {}
+
+    def sidecar(mode: str, listen: str, peer: str) -> contextlib.AbstractContextManager[str]:
+        mesh = ("--mesh-listen", listen, "--peer", peer, "--node-id", mode, "--mesh-plaintext")
+        log = options.logs / f"serve-{mode}.log"
+        return rig.sidecar(folder / f"{mode}.sock", options, options.sizes["host_gib"], log, *mesh)
+
     try:
         for child in children.values():
             child.read(rig.IMPORT_WATCHDOG_S)
-        addresses = {name: f"127.0.0.1:{rig.free_port()}" for name in ("owner", "reader")}
-        with sidecar("owner", options, folder, addresses["owner"], addresses["reader"]) as (owner_socket, owner_http):
+        with sidecar("owner", owner, reader) as owner_http:
             reference: Any = None
             for mode, policy in POLICIES.items():
                 with contextlib.ExitStack() as stack:
-                    socket, http = owner_socket, owner_http
+                    http = owner_http
                     if reference is not None:
-                        reader = sidecar(mode, options, folder, addresses["reader"], addresses["owner"])
-                        socket, http = stack.enter_context(reader)
+                        http = stack.enter_context(sidecar(mode, reader, owner))
                         wait_for_keys(http, metric(owner_http, "pillion_blocks"))
-                    extra = {"pillion.socket": str(socket), "pillion.model_id": "bench", **rig.pillion_options(options)}
-                    transfer = rig.transfer_config("PillionConnector", "pillion.connector", extra)
-                    transfer["kv_load_failure_policy"] = policy
+                    transfer = rig.pillion_transfer(folder / f"{mode}.sock", options) | {"kv_load_failure_policy": policy}
                     raw = children[mode].measure({"model": str(model), "transfer": transfer, "reference": None})
                     reference = reference or raw
                     results[mode] = compare(raw, reference) | {name: metric(http, name) for name in METRICS}
@@ -152,22 +127,5 @@ def wait_for_keys(http: str, keys: float) -> None:
 
 BENCH = rig.Bench("peers", str(__doc__), SIZES, engine_settings, measure, compare)
 
-
-def main() -> None:
-    """Run the benchmark, or one engine of it."""
-    options = rig.arguments(BENCH)
-    options.scale = "tiny" if options.tiny else "quick" if options.quick else "full"
-    options.sizes = rig.sizes(BENCH, options)
-    if options.mode:
-        rig.serve_engine(BENCH, options)
-        return
-    with tempfile.TemporaryDirectory(prefix="pillion-bench-") as folder:
-        results = run(options, Path(folder))
-    ok = all(result["ok"] for result in results.values())
-    line = {"bench": "gpu/peers", "scale": options.scale, "graphs": options.graphs, "sizes": options.sizes}
-    print(json.dumps(line | {"modes": results, "ok": ok}), flush=True)
-    sys.exit(0 if ok else 1)
-
-
 if __name__ == "__main__":
-    main()
+    rig.main(BENCH, run)

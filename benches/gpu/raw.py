@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 import subprocess
 import tempfile
 import time
@@ -235,19 +234,17 @@ def wait_for(condition: Callable[[], bool], what: str, watchdog_s: float = WATCH
 def served(options: argparse.Namespace, gib: int, *more: str) -> Iterator[Path]:
     """A sidecar whose whole pool is page-locked; yields its socket."""
     with tempfile.TemporaryDirectory(prefix="pillion-raw-") as folder:
-        http, path = rig.free_port(), Path(folder) / "pillion.sock"
-        command = [shutil.which(options.binary) or options.binary, "serve", "--socket", str(path), "--dram", f"{gib}GiB"]
-        command += ["--http", f"127.0.0.1:{http}", *more, *options.serve]
+        path = Path(folder) / "pillion.sock"
 
-        def locked() -> bool:
-            page = rig.fetch(f"http://127.0.0.1:{http}/metrics") or ""
+        def locked(http: str) -> bool:
+            page = rig.fetch(f"{http}/metrics") or ""
             values = dict(line.rsplit(" ", 1) for line in page.splitlines() if line and line[0] != "#")
             # On huge pages the pool's headers, locked too, reach to the end of one.
             return float(values.get("pillion_pool_pinned_bytes", -1)) >= float(values["pillion_pool_bytes"])
 
-        with rig.serving(command, f"http://127.0.0.1:{http}/readyz", Path(folder) / "serve.log"):
+        with rig.sidecar(path, options, gib, Path(folder) / "serve.log", *more) as http:
             if torch.cuda.is_available():
-                wait_for(locked, "page-locked pool", LOCK_WATCHDOG_S)
+                wait_for(lambda: locked(http), "page-locked pool", LOCK_WATCHDOG_S)
             yield path
 
 

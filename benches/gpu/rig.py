@@ -100,8 +100,11 @@ def arguments(bench: Bench) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main(bench: Bench) -> None:
-    """Run a benchmark, or one engine of it."""
+Results = dict[str, Any]
+
+
+def main(bench: Bench, run: Callable[[Bench, argparse.Namespace, list[str], Path], Results] | None = None) -> None:
+    """Run a benchmark, or one engine of it. `run` measures its modes, if they are not measured one by one."""
     options = arguments(bench)
     options.scale = "tiny" if options.tiny else "quick" if options.quick else "full"
     options.sizes = sizes(bench, options)
@@ -114,7 +117,7 @@ def main(bench: Bench) -> None:
     if not modes:
         sys.exit("nothing to measure: --no-pillion without --rival")
     with tempfile.TemporaryDirectory(prefix="pillion-bench-") as folder:
-        results = measure_all(bench, options, modes, Path(folder))
+        results = (run or measure_all)(bench, options, modes, Path(folder))
     line: dict[str, Any] = {"bench": f"gpu/{bench.name}", "scale": options.scale, "graphs": options.graphs}
     line |= {"fragment": options.fragment, "sizes": options.sizes, "modes": results}
     line["ok"] = all(result.get("ok") for result in results.values())
@@ -298,17 +301,27 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
             extra = {"pegaflow.host": "http://127.0.0.1", "pegaflow.port": port}
             yield transfer_config("PegaKVConnector", "pegaflow.connector", extra)
     else:
-        http, path = free_port(), folder / "pillion.sock"
-        binary = shutil.which(options.binary)
-        if binary is None:
-            raise BenchError(f"no binary {options.binary!r}: --binary PATH")
-        command = [binary, "serve", "--socket", str(path), "--dram", f"{gib}GiB", "--http", f"127.0.0.1:{http}"]
-        with serving(command + options.serve, f"http://127.0.0.1:{http}/readyz", logs / "pillion-serve.log"):
-            extra = {"pillion.socket": str(path), "pillion.model_id": "bench"}
-            extra |= pillion_options(options)
-            yield transfer_config("PillionConnector", "pillion.connector", extra)
-            metrics = fetch(f"http://127.0.0.1:{http}/metrics") or ""
-            (logs / "pillion-metrics.txt").write_text(metrics)
+        path = folder / "pillion.sock"
+        with sidecar(path, options, gib, logs / "pillion-serve.log") as http:
+            yield pillion_transfer(path, options)
+            (logs / "pillion-metrics.txt").write_text(fetch(f"{http}/metrics") or "")
+
+
+@contextlib.contextmanager
+def sidecar(path: Path, options: argparse.Namespace, gib: int, log: Path, *more: str) -> Iterator[str]:
+    """A ready sidecar at a socket; yields the URL of its admin pages."""
+    binary, http = shutil.which(options.binary), f"127.0.0.1:{free_port()}"
+    if binary is None:
+        raise BenchError(f"no binary {options.binary!r}: --binary PATH")
+    command = [binary, "serve", "--socket", str(path), "--dram", f"{gib}GiB", "--http", http, *more, *options.serve]
+    with serving(command, f"http://{http}/readyz", log):
+        yield f"http://{http}"
+
+
+def pillion_transfer(path: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """`kv_transfer_config` of Pillion, with the sidecar at a socket."""
+    extra = {"pillion.socket": str(path), "pillion.model_id": "bench"}
+    return transfer_config("PillionConnector", "pillion.connector", extra | pillion_options(options))
 
 
 def pillion_options(options: argparse.Namespace) -> dict[str, Any]:

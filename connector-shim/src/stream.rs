@@ -1,7 +1,8 @@
 //! The engine's stream: fence words written and load words awaited in its order, and the proof that copies on another
 //! stream pass it by.
 //!
-//! The only unsafe code of this crate. A stream is borrowed for one call, by the handle that the engine names in it.
+//! The only unsafe code of this crate beside `c/raw.rs`. A stream is borrowed for one call, by the handle that the engine
+//! names in it.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;

@@ -58,7 +58,7 @@ sim: setup ## more simulated worlds: RUNS=200000 SEED=1
 	cargo test --profile sim --package sidecar --test simulator --quiet -- --runs $(RUNS) --seed $(SEED)
 
 chaos: setup ## real engines and sidecars killed and frozen under load: ROUNDS=100 SEED=1; one JSON line last
-	@python tests/e2e/chaos --rounds $(ROUNDS) --seed $(SEED)
+	@python tests/chaos --rounds $(ROUNDS) --seed $(SEED)
 
 prove: setup-tests ## remove each protection in turn and see its test fail
 	@scripts/prove

@@ -26,12 +26,12 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.request import Request
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import rig
 
-import model as random_model
 from pillion.connector import PillionConnector
 from pillion.vllm_compat import KVConnectorRole
+from testkit import model as random_model
 
 BLOCK_TOKENS = 16
 LAYERS = 2

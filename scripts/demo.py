@@ -17,13 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests/e2e"), str(ROOT / "tests/vllm"), str(ROOT / "scripts")]
+sys.path.insert(0, str(ROOT / "tests"))
 
 import demo_picture  # noqa: E402 - found through the path above
-import engine  # noqa: E402
-import model  # noqa: E402
-import prompts  # noqa: E402
-import sidecar  # noqa: E402
+from testkit import engine, model, prompts, sidecar  # noqa: E402
 
 OUT = ROOT / "demo-out"
 MODELS = ROOT / ".cache/models"

@@ -13,7 +13,6 @@ import time
 from typing import Any
 
 import rig
-
 from engine import Answer, Engine
 
 # kv_mib: 64 x 2,177 tokens are 8,768 blocks of 2 MiB, and the device may still hold what is being saved.

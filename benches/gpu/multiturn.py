@@ -16,7 +16,6 @@ from collections import deque
 from typing import Any
 
 import rig
-
 from engine import Answer, Engine
 
 # 24 x (2,048 + 6 x 1,088) tokens less what is shared are a working set of 10,000 blocks of 16; the device holds 4,096

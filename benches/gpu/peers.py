@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import rig
-from ttft import OUTPUT_TOKENS, engine_settings, reloads
-
 from engine import Answer, Engine
+from ttft import OUTPUT_TOKENS, engine_settings, reloads
 
 # Modes, with what vLLM does about a load that fails. What the others ask for is computed by the first.
 POLICIES = {"owner": "recompute", "early": "recompute", "whole": "fail"}

@@ -12,7 +12,6 @@ import argparse
 from typing import Any
 
 import rig
-
 from engine import Answer, Engine, runs
 
 # Answers are compared by so many tokens; the timed part ends with the first. Asynchronous scheduling launches the step after

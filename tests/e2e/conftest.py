@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "vllm")]
-
-import engine  # noqa: E402 - found through the path above
-import model  # noqa: E402
+from testkit import engine, logs, model
 
 
 @pytest.fixture(scope="session")
@@ -67,5 +63,5 @@ def pytest_runtest_makereport(item: pytest.Function) -> Any:
         states = [v for v in item.funcargs.values() if hasattr(v, "directory")]
         directories |= {state.directory for state in states}
         for log in sorted(path for folder in directories for path in folder.glob("*.log")):
-            report.sections.append((str(log), engine.log_tail(log)))
+            report.sections.append((str(log), logs.tail(log)))
     return report

@@ -6,19 +6,17 @@ import contextlib
 import ipaddress
 import shutil
 import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from testkit.server import Server
+
 # Of the range that is set aside for benchmarks of networks: no machine's own.
 SUBNET = ipaddress.ip_network("198.18.77.0/24")
 BRIDGE, BRIDGE_ADDRESS = "pillion-test", str(SUBNET[1])
 ETCD_URL = f"http://{BRIDGE_ADDRESS}:2379"
-WATCHDOG_S = 60
 
 
 def _do(*command: str) -> None:
@@ -106,7 +104,6 @@ class Etcd:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
@@ -115,22 +112,9 @@ class Etcd:
         command = ["etcd", "--data-dir", str(self._directory / "etcd"), "--listen-client-urls", ETCD_URL]
         command += ["--advertise-client-urls", ETCD_URL, "--listen-peer-urls", peers]
         command += ["--initial-advertise-peer-urls", peers, "--initial-cluster", f"default={peers}"]
-        log = (self._directory / "etcd.log").open("ab")
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
-        deadline = time.monotonic() + WATCHDOG_S
-        while not self._answers():
-            assert time.monotonic() < deadline and self._process.poll() is None, "etcd does not start, see etcd.log"
-            time.sleep(0.1)
+        self._server = Server(command, self._directory / "etcd.log", f"{ETCD_URL}/health")
+        self._server.wait_ready()
 
     def kill(self) -> None:
         """SIGKILL."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(WATCHDOG_S)
-
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{ETCD_URL}/health", timeout=1) as answer:
-                return b"true" in answer.read()
-        except (urllib.error.URLError, OSError):
-            return False
+        self._server.kill()

@@ -7,9 +7,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import engine
 import network
-import sidecar
+from testkit import engine, sidecar
 
 OUTPUT_TOKENS = 8
 # A prompt is computed in several steps: its blocks come one after the other.

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-import engine
 import mounts
-import prompts
-import sidecar
+from testkit import engine, logs, prompts, sidecar
+from testkit.waiting import Failed
 
 OUTPUT_TOKENS = 8
 ASKED = [prompts.prompt(700, seed=301), prompts.prompt(333, seed=302)]
@@ -79,7 +78,7 @@ def test_no_room_in_shared_memory(options: engine.Options, plain: engine.Engine,
             running.exit()
         assert keeper.metrics()["pillion_saved_bytes_total"] == 0
     said = NO_ROOM.search((tmp_path / "engine.log").read_text())
-    assert said, engine.log_tail(tmp_path / "engine.log")
+    assert said, logs.tail(tmp_path / "engine.log")
     needed, free, remedy = map(int, said.groups())
     assert free < needed < remedy
 
@@ -116,7 +115,7 @@ def test_sidecar_killed_between_requests(
 def test_wrong_option_stops_the_start(options: engine.Options, tmp_path: Path, extra: dict[str, str], named: list[str]) -> None:
     """The start fails, and the message names the wrong word and the valid ones."""
     wrong = dataclasses.replace(options, socket=tmp_path / "nobody.sock", extra=extra)
-    with pytest.raises(engine.EngineFailed) as failure, engine.running(wrong, tmp_path / "engine.log"):
+    with pytest.raises(Failed) as failure, engine.running(wrong, tmp_path / "engine.log"):
         pass
     reason = str(failure.value).split("\n---")[0]
     assert all(word in reason for word in named), reason

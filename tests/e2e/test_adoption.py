@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import engine
-import prompts
-import sidecar
+from testkit import engine, prompts, sidecar
 
 TOKENS = prompts.prompt(700, seed=11)
 OUTPUT_TOKENS = 8

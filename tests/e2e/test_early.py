@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 
-import engine
-import model
 import network
 import pods
-import pool
-import prompts
 import proxy
+from testkit import engine, model, pool_file, prompts
 
 # Blocks of half a MiB, of which the connector's first part has 32.
 WIDE = dataclasses.replace(model.TINY, layers=4, kv_heads=4, head_dim=256, max_position=2048)
@@ -108,7 +105,7 @@ def test_the_first_part_is_loaded_while_the_rest_is_on_the_wire(pair: Pair) -> N
     assert (counts[EARLY], counts[LOADED], counts[FAILED], counts[FAULTS]) == (1, BLOCKS, 0, 0)
     # The negative control: one wrong K value in every block.
     assert pair.b.engine.reset_prefix_cache()
-    with pool.damaged(pair.b.sidecar.pool) as damaged:
+    with pool_file.damaged(pair.b.sidecar.pool) as damaged:
         assert damaged >= BLOCKS
         assert pair.b.ask(tokens)["logprobs"] != right["logprobs"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import engine
-import prompts
+from testkit import engine, prompts
+from testkit.waiting import Failed
 
 
 def test_local_hit_is_bit_equal_and_counted(plain: engine.Engine) -> None:
@@ -47,7 +47,7 @@ def test_a_failed_start_is_an_error_with_its_reason(options: engine.Options, tmp
     """An engine that cannot start fails the test at once, with vLLM's message."""
     missing = dataclasses.replace(options, model=tmp_path / "no-such-model")
     with (
-        pytest.raises(engine.EngineFailed, match="no-such-model"),
+        pytest.raises(Failed, match="no-such-model"),
         engine.running(missing, tmp_path / "engine.log"),
     ):
         pass

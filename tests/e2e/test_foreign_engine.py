@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 
-import engine
-import pool
-import prompts
-import sidecar
+from testkit import engine, pool_file, prompts, sidecar
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden/vllm-0.32.json"
@@ -140,8 +137,8 @@ class Carrier:
 
 def _kept(keeper: sidecar.Sidecar) -> dict[tuple[str, bytes], bytes]:
     """The bytes of every block of a sidecar, by namespace and hash."""
-    with pool.mapped(keeper.pool) as mapped:
-        slots = pool.committed(mapped)
+    with pool_file.mapped(keeper.pool) as mapped:
+        slots = pool_file.committed(mapped)
         return {(slot.namespace.hex(), slot.hash): mapped[slot.offset : slot.offset + slot.length] for slot in slots}
 
 

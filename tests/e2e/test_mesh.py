@@ -16,12 +16,10 @@ from pathlib import Path
 
 import pytest
 
-import engine
 import network
-import pool
-import prompts
 import proxy
 from pods import BLOCK_PORT, CONTROL_PORT, OUTPUT_TOKENS, Pod, start_engine, start_pod, start_sidecar
+from testkit import engine, pool_file, prompts
 
 PROMPT_TOKENS = 700
 HIT = prompts.hit_tokens(PROMPT_TOKENS)
@@ -121,7 +119,7 @@ def test_another_pods_prompt(mesh: Mesh, plain: engine.Engine) -> None:
     mesh.a.sidecar.wait_metric("pillion_mesh_served_blocks_total", blocks)
     # The negative control: one wrong K value in every block that was fetched.
     assert mesh.b.engine.reset_prefix_cache()
-    with pool.damaged(mesh.b.sidecar.pool) as damaged:
+    with pool_file.damaged(mesh.b.sidecar.pool) as damaged:
         assert damaged >= blocks
         assert mesh.b.ask(tokens)["logprobs"] != local["logprobs"]
 

@@ -7,10 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import engine
-import model
-import prompts
-import sidecar
+from testkit import engine, model, prompts, sidecar
 
 PROMPT_TOKENS = 200
 REMEDY = "set PYTHONHASHSEED to the same value on both"

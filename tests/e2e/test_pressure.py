@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import engine
-import prompts
-import sidecar
+from testkit import engine, prompts, sidecar
 
 # Three requests of 7 blocks that grow to 10 each, in 24 blocks less vLLM's null block: one must give way.
 FEW_BLOCKS = 24

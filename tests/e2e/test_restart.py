@@ -14,10 +14,7 @@ from typing import Any
 
 import pytest
 
-import engine
-import pool
-import prompts
-import sidecar
+from testkit import engine, pool_file, prompts, sidecar
 
 SINGLE = prompts.prompt(700, seed=1)
 TOGETHER = [prompts.prompt(tokens, seed=2 + tokens) for tokens in (65, 333, 352)]
@@ -188,7 +185,7 @@ class TestRestart:
         ranks = restarted.mode.tensor_parallel
         for rank in range(ranks):
             restarted.forget_locally()
-            with pool.damaged(restarted.sidecar.pool, rank, ranks) as blocks:
+            with pool_file.damaged(restarted.sidecar.pool, rank, ranks) as blocks:
                 # Answers that were not bit-equal to the first may have added a decode block of their own.
                 assert blocks >= STORED_BLOCKS
                 with restarted.moves(prompts.hit_tokens(len(SINGLE))):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import engine
-import prompts
-import sidecar
+from testkit import engine, prompts, sidecar
 
 CONVERSATIONS = 6
 TURNS = 6

@@ -6,10 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import engine
-import pool
-import prompts
-import sidecar
+from testkit import engine, pool_file, prompts, sidecar
 
 # 168 blocks.
 DRAM = "8MiB"
@@ -79,7 +76,7 @@ def test_what_memory_gave_up_comes_back(options: engine.Options, plain: engine.E
 
             # The negative control: one wrong K value in every block that came back shows in the answer.
             assert running.reset_prefix_cache()
-            with pool.damaged(second.pool) as blocks:
+            with pool_file.damaged(second.pool) as blocks:
                 assert blocks >= prompts.stored_blocks(len(PROMPTS[-1]), 0)
                 damaged = _ask(running, PROMPTS[-1])
             assert damaged["logprobs"] != local[-1]["logprobs"]

@@ -1,23 +1,13 @@
-"""Paths of the shared test modules, the sidecar's binary, and a model whose forward has several cuts."""
+"""Options of the tests, and a model whose forward has several cuts."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from pathlib import Path
 
+import gpu_options
 import pytest
 
-TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / name) for name in ("gpu", "e2e", "vllm")]
-
-import gpu_options  # noqa: E402 - found through the path above
-
-import model  # noqa: E402
-import sidecar  # noqa: E402
-
-sidecar.BINARY = Path(os.environ.get("PILLION_BINARY") or shutil.which("pillion") or sidecar.BINARY)
+from testkit import model
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

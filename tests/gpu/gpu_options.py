@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-import engine
-import model as models
+from testkit import engine
+from testkit import model as models
 
 # Pages of 32 KiB in blocks of 32 tokens: cuts of 4, 12 and 4 layers.
 SHAPE = models.Shape(

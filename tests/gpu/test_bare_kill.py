@@ -16,8 +16,7 @@ from typing import Any
 import bare_process
 import pytest
 
-import pool
-import sidecar
+from testkit import pool_file, sidecar
 
 DRAM = "512MiB"
 # The last moment to strike after news of an engine at work.
@@ -172,7 +171,7 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
     ):
         while not engine.line()["loaded"]:
             pass
-        with pool.damaged(keeper.pool) as blocks:
+        with pool_file.damaged(keeper.pool) as blocks:
             assert blocks > 0
             with pytest.raises(AssertionError, match="wrong bytes"):
                 go_on(engine)

@@ -17,10 +17,7 @@ import pytest
 import torch
 from gpu_options import SHAPE, Mode
 
-import engine
-import pool
-import prompts
-import sidecar
+from testkit import engine, pool_file, prompts, sidecar
 
 OUTPUT_TOKENS = 8
 BLOCK_BYTES = engine.BLOCK_TOKENS * SHAPE.kv_bytes_per_token()
@@ -151,7 +148,7 @@ class TestRestart:
 
     def test_damage_is_noticed(self, restarted: Restarted) -> None:
         """The negative control: one wrong K value in every loaded block changes the answer."""
-        with pool.damaged(restarted.sidecar.pool) as blocks:
+        with pool_file.damaged(restarted.sidecar.pool) as blocks:
             assert blocks >= restarted.stored
             damaged = restarted.ask_from_sidecar(SINGLE)
         assert damaged["logprobs"] != restarted.local["single"]["logprobs"]

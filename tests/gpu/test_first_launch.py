@@ -17,7 +17,7 @@ import bare_rank
 import pytest
 import torch
 
-import sidecar
+from testkit import sidecar
 
 # Kernels that nothing else here launches.
 UNUSED = ["bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "airy_ai", "erfcx", "ndtri", "log_ndtr", "i0e", "i1e", "entr"]
@@ -57,7 +57,7 @@ def test_first_launches_do_not_hold_up_a_load(tmp_path: Path, copier: str, monke
 def test_a_first_launch_behind_a_dead_promise_ends_within_a_minute(tmp_path: Path) -> None:
     """The load is rescued, or the worker ends loudly; what it must not do is hang."""
     with sidecar.serving(tmp_path, "1GiB") as keeper:
-        command = [sys.executable, __file__, str(keeper.socket), str(keeper._process.pid)]
+        command = [sys.executable, __file__, str(keeper.socket), str(keeper.pid)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         child = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_WATCHDOG_S, check=False, env=environment)
         keeper.kill()

@@ -16,10 +16,9 @@ from pathlib import Path
 import gpu_options
 import pytest
 
-import engine
-import prompts
-import sidecar
 from chaos import campaign, faults, figures, load
+from testkit import engine, prompts, sidecar
+from testkit.waiting import POLL_S
 
 # Fewer than four requests need, so blocks are reused all the time; vLLM's limit with the model's 4,096 positions.
 KV_BLOCKS = 130
@@ -98,7 +97,7 @@ class GpuCampaign(campaign.Campaign):
                 campaign.say("the sidecar ended itself after its thaw, and is started again")
                 self._start_sidecar(anonymous=False)
                 break
-            time.sleep(sidecar.POLL_S)
+            time.sleep(POLL_S)
         super()._wait_for_sessions(life, asking)
 
     def _observe_undisturbed(self, shapes: list[faults.Shape]) -> None:
@@ -117,11 +116,7 @@ class GpuCampaign(campaign.Campaign):
         for _ in range(STEADY_TRIES):
             asking = load.Load(self._right, self._chance.randrange(1 << 30))
             asking.start(running)
-            deadline = time.monotonic() + campaign.WATCHDOG_S
-            while len(asking.answered) < campaign.UNDISTURBED_ANSWERS:
-                asking.check()
-                assert time.monotonic() < deadline, f"the undisturbed run hangs\n{engine.log_tail(running.log)}"
-                time.sleep(sidecar.POLL_S)
+            asking.wait_answered(campaign.UNDISTURBED_ANSWERS)
             asking.drain()
             unsteady = {request.prompt for request in asking.answered if request.wrong_tokens or request.wrong_logprobs}
             if not unsteady:

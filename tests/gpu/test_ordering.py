@@ -13,7 +13,7 @@ import bare_engine
 import pytest
 from bare_rank import Found
 
-import sidecar
+from testkit import sidecar
 
 ROUNDS = int(os.environ.get("PILLION_TEST_ROUNDS", "2000"))
 SEED = int(os.environ.get("PILLION_TEST_SEED", "1"))

@@ -13,7 +13,7 @@ import bare_process
 import pytest
 import torch
 
-import sidecar
+from testkit import sidecar
 
 DRAM = "512MiB"
 # Lines of an engine that is let go on for a while; it loads some hundred blocks meanwhile.
@@ -50,7 +50,7 @@ def test_both_are_process_1(tmp_path: Path) -> None:
     try:
         keeper.wait_ready()
         with bare_process.running(tmp_path / "engine.log", CONTAINER, socket=str(keeper.socket)) as engine:
-            assert number_inside(keeper._process.pid) == number_inside(engine.pid) == engine.last["pid"] == 1
+            assert number_inside(keeper.pid) == number_inside(engine.pid) == engine.last["pid"] == 1
             go_on(engine)
             found = engine.finish()
         print(f"both process 1: {found['loaded']} blocks loaded", flush=True)

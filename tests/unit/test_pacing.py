@@ -105,7 +105,8 @@ class Vllm:
 
     def schedule(self) -> tuple[list[str], list[str]]:
         """Who is computed in this step, and whose load begins in the background. Those that are put off stay in `waiting`."""
-        computed, background = [], []
+        computed: list[str] = []
+        background: list[str] = []
         for ready, asked in list(self.loading):
             if ready <= self.step:
                 self.loading.remove((ready, asked))

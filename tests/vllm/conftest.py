@@ -1,16 +1,12 @@
-"""Paths of the shared test modules (the model writer here, the sidecar's runner beside the end-to-end tests), and the stage."""
+"""The stage, with every release and every scheduler."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "e2e")]
-
-import stage as scripted  # noqa: E402 - found through the path above
+import stage as scripted
 
 
 @pytest.fixture(scope="session")

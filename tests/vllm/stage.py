@@ -18,15 +18,12 @@ from typing import Any
 
 from holder import Holder
 
-import engine
-import model
-import sidecar
+from testkit import logs, model, sidecar
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPTED = Path(__file__).with_name("scripted")
 # scripts/setup unpacks the Python sources of this release here: it exists for CUDA only.
 TREE_033 = ROOT / ".cache/vllm-0.33.0"
-E2E = ROOT / "tests/e2e"
 SCENARIO_WATCHDOG_S = 300
 EXIT_WATCHDOG_S = 30
 BLOCK_TOKENS = 32
@@ -44,7 +41,7 @@ class Player:
     """The scripted engine's process for one release."""
 
     def __init__(self, release: str, log: Path) -> None:
-        path = [str(SCRIPTED), str(E2E)]
+        path = [str(SCRIPTED), str(ROOT / "tests")]
         if release == "0.33.0":
             assert (TREE_033 / "vllm").is_dir(), f"{TREE_033} is missing: run scripts/setup"
             path.insert(0, str(TREE_033))
@@ -71,9 +68,9 @@ class Player:
             line = self._process.stdout.readline()
         finally:
             watchdog.cancel()
-        assert line, f"the scripted engine died, or took over {SCENARIO_WATCHDOG_S} s\n{engine.log_tail(self.log)}"
+        assert line, f"the scripted engine died, or took over {SCENARIO_WATCHDOG_S} s\n{logs.tail(self.log)}"
         reply = json.loads(line)
-        assert isinstance(reply, list), f"{reply['error']}\n{engine.log_tail(self.log)}"
+        assert isinstance(reply, list), f"{reply['error']}\n{logs.tail(self.log)}"
         return reply
 
     def end(self) -> None:
@@ -197,7 +194,7 @@ def abort(*indexes: int) -> list[Act]:
 
 def send(keeper: sidecar.Sidecar, name: str) -> Act:
     """A signal for the sidecar, which has taken effect when the act ends."""
-    return {"do": "signal", "with": {"pid": keeper._process.pid, "name": name}}
+    return {"do": "signal", "with": {"pid": keeper.pid, "name": name}}
 
 
 def stop(keeper: sidecar.Sidecar) -> Act:

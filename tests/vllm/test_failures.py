@@ -41,7 +41,7 @@ from stage import (
     wait_filled,
 )
 
-import sidecar
+from testkit import sidecar
 
 # A pool of the engine in which no two of the tests' prompts fit: the second one overwrites blocks of the first.
 FEW_BLOCKS: dict[str, Any] = {"blocks": 10, "max_model_len": 288}
@@ -73,7 +73,7 @@ def test_cancel_protects_reused_blocks(stage: Stage, copy: str) -> None:
 
 def test_gate_protects_given_away_blocks(stage: Stage) -> None:
     """The threads that copy get no core until the engine has loaded by itself and given the blocks to another request."""
-    with sidecar.serving(stage.directory) as keeper, holding(keeper._process.pid, stage.directory) as holder:
+    with sidecar.serving(stage.directory) as keeper, holding(keeper.pid, stage.directory) as holder:
         acts = [
             generate([FIRST], 1),
             SETTLE,
@@ -126,7 +126,7 @@ def test_promises_outlive_the_sidecar(stage: Stage, load: str, copy: str) -> Non
 
 def test_rescue_of_a_killed_sidecar(stage: Stage) -> None:
     """The sidecar is killed with the copies of a load begun: their rest is made by the engine, at once."""
-    with sidecar.serving(stage.directory) as keeper, holding(keeper._process.pid, stage.directory) as holder:
+    with sidecar.serving(stage.directory) as keeper, holding(keeper.pid, stage.directory) as holder:
         at = {"0:scheduled": [tell(holder, "hold", COPIERS)], "1": [TURN, send(keeper, "SIGKILL")]}
         acts = [generate([FIRST], 1), SETTLE, RESET, generate([FIRST], 4, at=at)]
         (connector,) = by_load(keeper, "async", **{"pillion.copy": "sidecar"})
@@ -137,7 +137,7 @@ def test_rescue_of_a_killed_sidecar(stage: Stage) -> None:
 
 def test_commit_rule_protects_reused_blocks(stage: Stage) -> None:
     """A save is copied after its blocks were overwritten, and its end is known before the CANCEL is read."""
-    with sidecar.serving(stage.directory) as keeper, holding(keeper._process.pid, stage.directory) as holder:
+    with sidecar.serving(stage.directory) as keeper, holding(keeper.pid, stage.directory) as holder:
         acts = [
             # The copies of the save wait for threads,
             generate([FIRST], 1, at={"0:scheduled": [tell(holder, "hold", COPIERS)]}),
@@ -169,7 +169,7 @@ def test_slots_that_went_bad_are_recomputed(stage: Stage, copy: str, word: str) 
     prompts = [FIRST, SECOND]
     right = right_answers(prompts, 8)
     blocks = sum(hit_tokens(len(prompt)) for prompt in prompts) // BLOCK_TOKENS
-    with sidecar.serving(stage.directory) as keeper, holding(keeper._process.pid, stage.directory) as holder:
+    with sidecar.serving(stage.directory) as keeper, holding(keeper.pid, stage.directory) as holder:
         hold = {"0:scheduled": [tell(holder, "hold", COPIERS)]} if copy == "sidecar" else {}
         acts = [generate(prompts, 1), SETTLE, RESET, break_slots(keeper, word), SLOW_STEPS]
         acts += [generate(prompts, 8, at=hold), MEND, tell(holder, "let", COPIERS), SETTLE, RESET, generate(prompts, 8)]

@@ -31,8 +31,7 @@ from stage import (
     wait_saved,
 )
 
-import model
-import sidecar
+from testkit import model, sidecar
 
 
 def test_hook_order_of_a_step(stage: Stage) -> None:

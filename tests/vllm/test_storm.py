@@ -7,7 +7,7 @@ import os
 import pytest
 from stage import RELEASES, Stage, by_load, metrics
 
-import sidecar
+from testkit import sidecar
 
 # Plays of each test; no two tests play the same seed.
 PLAYS = 12
@@ -38,7 +38,7 @@ def test_random_plays(stage: Stage, load: str, copy: str) -> None:
         chances["spoil"] = 0.1
     # Smaller than what the plays save: the sidecar evicts too.
     with sidecar.serving(stage.directory, dram="8MiB") as keeper:
-        storm = {"seeds": seeds, "steps": STEPS, "chances": chances, "pid": keeper._process.pid}
+        storm = {"seeds": seeds, "steps": STEPS, "chances": chances, "pid": keeper.pid}
         (connector,) = by_load(keeper, load, **{"pillion.copy": copy, "pillion.query_timeout_us": 20_000})
         acts = [{"do": "storm", "with": storm}]
         ((result,),) = stage.play(acts, connector, metrics=metrics(keeper), blocks=24, max_model_len=320)

@@ -21,10 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import slots
 import storm
 
-import pool
+from testkit import pool_file
 
 # A scripted step takes microseconds and a transfer some milliseconds: an idle step waits as a real one would.
 IDLE_STEP_S = 0.001
@@ -262,11 +261,11 @@ class ScriptedEngine:
 
     def break_slots(self, path: str, word: str) -> int:
         """A wrong header of every committed slot, until `mend_pool`."""
-        return self._damage.enter_context(slots.broken(Path(path), word))
+        return self._damage.enter_context(pool_file.broken(Path(path), word))
 
     def damage_pool(self, path: str) -> int:
         """Wrong bytes in every committed block, until `mend_pool`."""
-        return self._damage.enter_context(pool.damaged(Path(path)))
+        return self._damage.enter_context(pool_file.damaged(Path(path)))
 
     def mend_pool(self) -> None:
         """Undoes `damage_pool` and `break_slots`."""
@@ -326,7 +325,7 @@ class ScriptedEngine:
         """Waits until every slot that is being filled holds what some block of this engine holds now."""
 
         def filled() -> bool:
-            held = slots.filling(Path(path))
+            held = pool_file.filling(Path(path))
             return bool(held) and self.worker.blocks() >= set(held)
 
         wait_for(filled, "whole copy of this engine's blocks")

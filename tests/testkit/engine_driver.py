@@ -1,7 +1,7 @@
 """A real vLLM engine in a process of its own, driven by JSON lines.
 
 Commands come on stdin, one answer each goes to the original stdout; everything that vLLM prints goes
-to the engine's log. Started by `engine.Engine`, whose first line says what engine it is to be.
+to the engine's log. Started by `testkit.engine`, whose first line says what engine it is to be.
 `ask` alone has no answer of its own: its request is stepped beside whatever comes, and a line with
 `answered` follows when it is done.
 """
@@ -11,16 +11,17 @@ from __future__ import annotations
 import json
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any
 
 # Ten seconds, spent before the first line is read: a spare driver imports while another engine is at work.
 import vllm.v1.engine.core
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
+
+from testkit.child import Parent
 
 if current_platform.is_cpu():
     import vllm.v1.worker.cpu_worker  # noqa: F401 - as above
@@ -147,32 +148,20 @@ def _new_answer() -> dict[str, Any]:
     return answer | {"start": time.perf_counter()}
 
 
-def _answer(stream: TextIO, **fields: Any) -> None:
-    stream.write(json.dumps(fields) + "\n")
-    stream.flush()
-
-
 def main() -> None:
     """Read what engine to be, be it, and serve commands until stdin closes or `exit` comes."""
-    answers = os.fdopen(os.dup(1), "w")
-    first = sys.stdin.readline()
-    if not first:
+    parent = Parent()
+    role = parent.hear()
+    if role is None:
         return
-    role = json.loads(first)
-    log = os.open(role["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    parent.log_to(role["log"])
     os.environ.update(role["environment"])
     try:
         driver = Driver(role["arguments"])
+        parent.tell({"result": "ready"})
+        _serve(driver, _lines(), parent)
     except BaseException as error:
-        _answer(answers, error=f"{type(error).__name__}: {error}")
-        raise
-    _answer(answers, result="ready")
-    try:
-        _serve(driver, _lines(), answers)
-    except BaseException as error:
-        _answer(answers, error=f"{type(error).__name__}: {error}")
+        parent.tell({"error": f"{type(error).__name__}: {error}"})
         raise
 
 
@@ -193,22 +182,22 @@ def _lines() -> queue.SimpleQueue[bytes | None]:
     return lines
 
 
-def _serve(driver: Driver, lines: queue.SimpleQueue[bytes | None], answers: TextIO) -> None:
+def _serve(driver: Driver, lines: queue.SimpleQueue[bytes | None], parent: Parent) -> None:
     while True:
         while driver.asked and lines.empty():
             for answer in driver.step():
-                _answer(answers, **answer)
+                parent.tell(answer)
         line = lines.get()
         if line is None:
             return
         command = json.loads(line)
         name = command.pop("command")
         if name == "exit":
-            _answer(answers, result="bye")
+            parent.tell({"result": "bye"})
             return
         result = getattr(driver, name)(**command)
         if name != "ask":
-            _answer(answers, result=result)
+            parent.tell({"result": result})
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import threading
 import time
 from typing import Any
 
-import engine
-import prompts
+from testkit import engine, prompts
+from testkit.waiting import Failed, wait_for
 
 OUTPUT_TOKENS = 24
 IN_FLIGHT = 4
@@ -92,6 +92,7 @@ class Load:
         self._drawn: list[int] = []
         self._open: dict[int, Request] = {}
         self._next = 0
+        self._engine: engine.Engine | None = None
         self._thread: threading.Thread | None = None
         self._draining, self._crashing = threading.Event(), threading.Event()
         self._failure: BaseException | None = None
@@ -104,6 +105,7 @@ class Load:
     def start(self, running: engine.Engine) -> None:
         """Ask this engine; first what the engine before it left unanswered."""
         assert self._thread is None
+        self._engine = running
         for event in (self._draining, self._crashing):
             event.clear()
         for number, request in self._open.items():
@@ -111,6 +113,16 @@ class Load:
             self._post(running, number)
         self._thread = threading.Thread(target=self._run, args=(running,), daemon=True)
         self._thread.start()
+
+    def wait_answered(self, count: int) -> None:
+        """Wait until so many requests were answered."""
+        assert self._engine is not None
+
+        def enough() -> bool:
+            self.check()
+            return len(self.answered) >= count
+
+        wait_for(enough, f"{count} answers", failed=self._engine.failed)
 
     def drain(self) -> None:
         """Ask no more, and wait for what was asked. What stays away under the watchdog stays unanswered."""
@@ -147,7 +159,7 @@ class Load:
                 self._take(running)
         except BaseException as error:
             # A killed engine ends the loop, after the last of its answers.
-            if not (self._crashing.is_set() and isinstance(error, engine.EngineFailed)):
+            if not (self._crashing.is_set() and isinstance(error, Failed)):
                 self._failure = error
 
     def _draw(self) -> int:

@@ -1,4 +1,4 @@
-"""The long form: `python tests/e2e/chaos --rounds 100 --seed 1`.
+"""The long form: `python tests/chaos --rounds 100 --seed 1`.
 
 Progress goes to standard error; the last line of standard output is the result, one JSON object (chaos/figures.py says
 what its numbers mean). Exits 1 if a token was wrong or a request lost.
@@ -11,11 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-END_TO_END = Path(__file__).parent.parent
-sys.path[:0] = [str(END_TO_END), str(END_TO_END.parent / "vllm")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import model  # noqa: E402 - found through the path above
-from chaos import campaign, faults  # noqa: E402
+from chaos import campaign, faults
+from testkit import model
 
 
 def main() -> int:

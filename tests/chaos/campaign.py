@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import engine
-import pool
-import prompts
-import sidecar
-import timed_scheduler
 from chaos import faults, figures, load
+from testkit import engine, pool_file, prompts, sidecar, threads, timed_scheduler
 
 # Four requests of up to 20 blocks in 47: blocks are reused all the time, and now and then a request gives way.
 KV_BLOCKS = 48
@@ -100,7 +94,7 @@ class Campaign:
         with self._sidecars(), self._engine(life) as running:
             asking.start(running)
             self._wait_for_hits(asking)
-            with pool.damaged(self._pool, value_bytes=DTYPE_BYTES) as blocks:
+            with pool_file.damaged(self._pool, value_bytes=DTYPE_BYTES) as blocks:
                 assert blocks > 0
                 self._wait(asking, lambda: any(request.wrong_tokens for request in asking.answered), "wrong token")
             asking.drain()
@@ -117,11 +111,7 @@ class Campaign:
                 self._learn(running)
                 asking = load.Load(self._right, self._chance.randrange(1 << 30))
                 asking.start(running)
-                deadline = time.monotonic() + WATCHDOG_S
-                while len(asking.answered) < UNDISTURBED_ANSWERS:
-                    asking.check()
-                    assert time.monotonic() < deadline, f"the undisturbed run hangs\n{engine.log_tail(running.log)}"
-                    time.sleep(sidecar.POLL_S)
+                asking.wait_answered(UNDISTURBED_ANSWERS)
                 asking.drain()
                 running.exit()
             # The claim that all else rests on: tokens do not depend on what else runs.
@@ -171,7 +161,7 @@ class Campaign:
         if fault == faults.ENGINE_KILL:
             asking.crash(running)
         elif fault in faults.FREEZES_ENGINE:
-            with frozen(self._chance.choice(running.processes())):
+            with threads.frozen(self._chance.choice(running.processes())):
                 time.sleep(self._chance.uniform(*FROZEN_S))
                 if fault in faults.ENDS_SIDECAR:
                     self._replace_sidecar(end_sidecar)
@@ -292,13 +282,3 @@ class Campaign:
         found.note_waits(self._added, self._added_engine_faults, [wait for one in undisturbed for wait in one.added])
         found.note_stalls(self._stalls, [one.stalls for one in undisturbed])
         found.reconnect_ms_p99 = figures.p99(self._reconnects)
-
-
-@contextlib.contextmanager
-def frozen(pid: int) -> Iterator[None]:
-    """The process stands still while the block runs."""
-    sidecar.freeze(pid)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-import model
-from engine import BLOCK_TOKENS
+from testkit import model
+from testkit.engine import BLOCK_TOKENS
 
 BLOCK_BYTES = BLOCK_TOKENS * model.TINY.kv_bytes_per_token()
 

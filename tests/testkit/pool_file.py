@@ -14,7 +14,9 @@ SEGMENT_HEADER_BYTES = 64
 SLOT_HEADER_BYTES = 128
 SLOT_ALIGN = 512
 DATA_ALIGN = 4096
-COMMITTED = 2
+FILLING, COMMITTED = 1, 2
+# Words of a slot's header (shm-protocol/PROTOCOL.md, section 7), and where their lowest bytes are.
+WORDS = {"state": 0, "generation": 8}
 # A bit of the exponent in the upper byte of a bfloat16 or a float32: the value is 256 times too large or too small, and
 # finite, so that the answer is wrong because a key is, not because of infinities.
 EXPONENT_BIT = 0x04
@@ -22,12 +24,16 @@ EXPONENT_BIT = 0x04
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A committed slot."""
+    """Where a slot's header lies, and what that says."""
 
+    header: int
+    state: int
     namespace: bytes
     hash: bytes
     offset: int
+    # Bytes of the block that the slot holds, and of the longest that it may hold.
     length: int
+    length_max: int
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -46,17 +52,28 @@ def _segment_slots(pool: mmap.mmap, base: int) -> Iterator[Slot]:
     stride = _round_up(block_bytes, SLOT_ALIGN)
     for index in range(count):
         header = base + SEGMENT_HEADER_BYTES + index * SLOT_HEADER_BYTES
-        if _u64(pool, header) == COMMITTED:
-            namespace, block_hash = pool[header + 16 : header + 32], pool[header + 32 : header + 64]
-            yield Slot(namespace, block_hash, data + index * stride, _u64(pool, header + 72))
+        namespace, block_hash = pool[header + 16 : header + 32], pool[header + 32 : header + 64]
+        length = _u64(pool, header + 72)
+        yield Slot(header, _u64(pool, header), namespace, block_hash, data + index * stride, length, block_bytes)
 
 
-def committed(pool: mmap.mmap) -> list[Slot]:
-    """Every committed slot of the pool."""
+def slots(pool: mmap.mmap) -> list[Slot]:
+    """Every slot of every segment in use."""
     assert pool[0:8] == b"PILLPOOL", "not a pool"
     segment_bytes, segments = _u64(pool, 16), _u64(pool, 24)
     bases = range(SEGMENT_ALIGN, SEGMENT_ALIGN + segments * segment_bytes, segment_bytes)
     return [slot for base in bases for slot in _segment_slots(pool, base)]
+
+
+def committed(pool: mmap.mmap) -> list[Slot]:
+    """Every committed slot of the pool."""
+    return [slot for slot in slots(pool) if slot.state == COMMITTED]
+
+
+def filling(path: Path) -> list[bytes]:
+    """What the slots that are being filled hold now."""
+    with mapped(path) as pool:
+        return [pool[slot.offset : slot.offset + slot.length_max] for slot in slots(pool) if slot.state == FILLING]
 
 
 @contextlib.contextmanager
@@ -64,6 +81,18 @@ def mapped(path: Path) -> Iterator[mmap.mmap]:
     """The pool file, shared and writable."""
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as pool:
         yield pool
+
+
+@contextlib.contextmanager
+def _flipped(pool: mmap.mmap, places: list[int], bit: int) -> Iterator[int]:
+    """While the block runs, a bit of every byte at these places is not what it was. Yields their number."""
+    for place in places:
+        pool[place] ^= bit
+    try:
+        yield len(places)
+    finally:
+        for place in places:
+            pool[place] ^= bit
 
 
 @contextlib.contextmanager
@@ -75,13 +104,17 @@ def damaged(path: Path, rank: int = 0, ranks: int = 1, value_bytes: int = 2) -> 
     first value of a shard is one of K. Yields the number of damaged blocks.
     """
     with mapped(path) as pool:
-        slots = committed(pool)
         # The upper byte of a little-endian value.
-        places = [slot.offset + rank * (slot.length // ranks) + value_bytes - 1 for slot in slots]
-        for place in places:
-            pool[place] ^= EXPONENT_BIT
-        try:
-            yield len(slots)
-        finally:
-            for place in places:
-                pool[place] ^= EXPONENT_BIT
+        places = [slot.offset + rank * (slot.length // ranks) + value_bytes - 1 for slot in committed(pool)]
+        with _flipped(pool, places, EXPONENT_BIT) as blocks:
+            yield blocks
+
+
+@contextlib.contextmanager
+def broken(path: Path, word: str) -> Iterator[int]:
+    """While the block runs, a header word of every committed slot is not what it was. Yields their number.
+
+    The state is a free one instead of a committed one then, the generation another.
+    """
+    with mapped(path) as pool, _flipped(pool, [slot.header + WORDS[word] for slot in committed(pool)], COMMITTED) as blocks:
+        yield blocks

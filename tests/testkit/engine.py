@@ -1,4 +1,4 @@
-"""The engine's side of the end-to-end tests: one real vLLM engine per `Engine`."""
+"""Real vLLM engines: one per `Engine`, driven by hand."""
 
 from __future__ import annotations
 
@@ -7,22 +7,17 @@ import contextlib
 import dataclasses
 import json
 import os
-import select
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-DRIVER = Path(__file__).with_name("engine_driver.py")
+from testkit.child import Child, python
+from testkit.waiting import Failed
+
 # Watchdogs only: no test asserts on them. Tensor parallel takes about 35 s to start on two idle cores.
 START_WATCHDOG_S = 300
 COMMAND_WATCHDOG_S = 300
-EXIT_WATCHDOG_S = 60
-# What is shown of an engine's log when a test fails.
-LOG_TAIL_BYTES = 6_000
 BLOCK_TOKENS = 32
 
 
@@ -67,7 +62,7 @@ class Options:
             "num_gpu_blocks_override": self.blocks,
             "max_num_batched_tokens": self.batched_tokens,
             "max_num_seqs": self.max_requests,
-            "scheduler_cls": "timed_scheduler.TimedScheduler" if self.schedule_times else None,
+            "scheduler_cls": "testkit.timed_scheduler.TimedScheduler" if self.schedule_times else None,
         }
         arguments |= {name: value for name, value in optional.items() if value is not None}
         if self.socket is not None:
@@ -106,25 +101,19 @@ class Options:
 
 
 # Drivers that have imported vLLM, or are about to, and are no engine yet: one for the next `Engine`.
-_spare: list[subprocess.Popen[bytes]] = []
+_spare: list[Child] = []
 SPARE_OMP_THREADS = 1
 # A test that needs a hit must not miss it because the sidecar had no core for a while.
 HIT_BUDGET_US = 10_000_000
 
 
-def _spawn_driver(omp_threads: int, prefix: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [*prefix, sys.executable, str(DRIVER)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # until it has a log
-        # What libraries read when they are imported; the rest comes with the engine's role.
-        env=os.environ | {"OMP_NUM_THREADS": str(omp_threads), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
-        start_new_session=True,  # kill() must reach vLLM's own children too
-    )
+def _spawn_driver(omp_threads: int, prefix: tuple[str, ...] = ()) -> Child:
+    # What libraries read when they are imported; the rest comes with the engine's role, and so does its log.
+    environment = {"OMP_NUM_THREADS": str(omp_threads), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    return Child([*prefix, *python("testkit.engine_driver")], Path(os.devnull), environment)
 
 
-def _driver(options: Options) -> subprocess.Popen[bytes]:
+def _driver(options: Options) -> Child:
     """A driver process; the next one begins to import vLLM in the background, but not beside two ranks.
 
     Ranks that spin for each other keep everybody else from a small machine's cores for seconds.
@@ -140,11 +129,7 @@ def _driver(options: Options) -> subprocess.Popen[bytes]:
 @atexit.register
 def _end_spares() -> None:
     for spare in _spare:
-        spare.kill()
-
-
-class EngineFailed(AssertionError):
-    """The engine answered a command with an error, ended, or did not answer under the watchdog."""
+        spare.close()
 
 
 class Engine:
@@ -154,13 +139,11 @@ class Engine:
         self.options = options
         self.log = log
         log.touch()
-        self._process = _driver(options)
-        self._unread = b""
+        self._driver = _driver(options)
+        self._driver.log = log
         self._answered: list[dict[str, Any]] = []
         role = {"arguments": options.llm_arguments(), "environment": options.environment(), "log": str(log)}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(role).encode() + b"\n")
-        self._process.stdin.flush()
+        self._driver.tell(role)
 
     def wait_started(self) -> Engine:
         """This engine, once it can be used."""
@@ -188,13 +171,7 @@ class Engine:
         return self._read_answer(COMMAND_WATCHDOG_S)
 
     def _send(self, name: str, **arguments: Any) -> None:
-        assert self._process.stdin is not None
-        line = json.dumps({"command": name, **arguments}) + "\n"
-        try:
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise self._failed(f"ended before {name}") from None
+        self._driver.tell({"command": name, **arguments})
 
     def ask(self, number: int, prompt: list[int], max_tokens: int, logprobs: int = 0) -> None:
         """Add a request to those in flight; `answered` gives its answer back."""
@@ -202,72 +179,46 @@ class Engine:
 
     def answered(self, patience_s: float) -> list[dict[str, Any]]:
         """Answers of `ask` since the last call, each with its number as `answered`; waits so long for the first."""
-        if not self._answered and (line := self._read_line(patience_s)) is not None:
-            self._note(line)
+        if not self._answered and (line := self._driver.line_within(patience_s)) is not None:
+            self._note(json.loads(line))
         answered, self._answered = self._answered, []
         return answered
 
     def processes(self) -> list[int]:
         """The processes that work for this engine: the driver itself, or what vLLM started below it."""
-        return _descendants(self._process.pid) or [self._process.pid]
+        return _descendants(self._driver.pid) or [self._driver.pid]
+
+    def failed(self, reason: str) -> Failed:
+        """An error with the end of the engine's log."""
+        return self._driver.failed(reason)
 
     def crash(self) -> None:
         """End every process of the engine at once; what it had answered can still be read."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(EXIT_WATCHDOG_S)
+        self._driver.kill()
 
     def kill(self) -> None:
         """End every process of the engine at once, as a crash would."""
-        self.crash()
-        self._close_pipes()
+        self._driver.close()
 
     def exit(self) -> None:
         """End the engine as a user would; its exit must be clean."""
         self.command("exit")
-        status = self._process.wait(EXIT_WATCHDOG_S)
-        self._close_pipes()
-        if status != 0:
-            raise self._failed(f"exit status {status}")
-
-    def _close_pipes(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+        self._driver.wait_exit()
 
     def _read_answer(self, watchdog_s: float) -> Any:
         deadline = time.monotonic() + watchdog_s
         while True:
-            line = self._read_line(max(0, deadline - time.monotonic()))
-            if line is None:
-                raise self._failed(f"no answer in {watchdog_s} s")
+            line = self._driver.hear(max(0, deadline - time.monotonic()))
             if not self._note(line):
                 return line["result"]
 
     def _note(self, line: dict[str, Any]) -> bool:
         """Whether the line is an answer of `ask`, which is then kept."""
         if "error" in line:
-            raise self._failed(line["error"])
+            raise self.failed(line["error"])
         if "answered" in line:
             self._answered.append(line)
         return "answered" in line
-
-    def _read_line(self, patience_s: float) -> dict[str, Any] | None:
-        assert self._process.stdout is not None
-        while b"\n" not in self._unread:
-            readable, _, _ = select.select([self._process.stdout], [], [], patience_s)
-            if not readable:
-                return None
-            chunk = os.read(self._process.stdout.fileno(), 1 << 20)
-            if not chunk:
-                raise self._failed(f"ended with status {self._process.wait(EXIT_WATCHDOG_S)}")
-            self._unread += chunk
-        line, self._unread = self._unread.split(b"\n", 1)
-        return dict(json.loads(line))
-
-    def _failed(self, reason: str) -> EngineFailed:
-        return EngineFailed(f"engine: {reason}\n--- {self.log}\n{log_tail(self.log)}")
 
 
 def _descendants(pid: int) -> list[int]:
@@ -275,11 +226,6 @@ def _descendants(pid: int) -> list[int]:
     children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
     below = [below for child in children for below in _descendants(child)]
     return [child for child in children if Path(f"/proc/{child}/cmdline").read_bytes().startswith(b"VLLM::")] + below
-
-
-def log_tail(log: Path, tail_bytes: int = LOG_TAIL_BYTES) -> str:
-    """The end of a log file, as text."""
-    return log.read_bytes()[-tail_bytes:].decode(errors="replace")
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@
 The scales are chosen so that greedy output depends strongly on the KV cache: with vLLM's dummy
 weights (+-1e-3) a broken cache would go unnoticed, with these it does not.
 
-    tests/vllm/model.py DIR [tiny|demo]
+    tests/testkit/model.py DIR [tiny|demo]
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 
-import timed_scheduler
 from chaos.faults import ENGINE_KILL, Fault
 from chaos.load import Request
+from testkit import timed_scheduler
 
 
 @dataclasses.dataclass(frozen=True)

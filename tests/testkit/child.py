@@ -1,0 +1,120 @@
+"""A process that is driven by lines on its standard input and output: `Child` is the parent's end, `Parent` the child's.
+
+Most children speak JSON, one value a line. A child's other output goes to its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from testkit.process import EXIT_WATCHDOG_S, Process
+
+# The folder that holds this package.
+TESTS = Path(__file__).resolve().parents[1]
+CHUNK_BYTES = 1 << 20
+
+
+def python(module: str, *arguments: str) -> list[str]:
+    """The command of a Python program, found on the path that `Child` sets and on no other."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+class Child(Process):
+    """The parent's end."""
+
+    def __init__(
+        self,
+        command: Sequence[object],
+        log: Path | None,
+        environment: Mapping[str, str] | None = None,
+        path: Iterable[Path] = (),
+    ) -> None:
+        """Standard error is appended to `log`, without one it is this process's. Python finds `path`, then testkit."""
+        found = [*map(str, path), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {"PYTHONPATH": os.pathsep.join(found)} | dict(environment or {})
+        super().__init__(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE, environment=variables)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._unread = b""
+
+    def tell(self, message: Any) -> None:
+        """Send a value as JSON."""
+        self.write(json.dumps(message))
+
+    def hear(self, watchdog_s: float) -> Any:
+        """The next value of the child."""
+        return json.loads(self.line(watchdog_s))
+
+    def write(self, line: str) -> None:
+        """Send a line."""
+        try:
+            self._stdin.write(line.encode() + b"\n")
+            self._stdin.flush()
+        except BrokenPipeError:
+            raise self.failed(f"ended before it was told {line[:80]}") from None
+
+    def line(self, watchdog_s: float) -> str:
+        """The next line of the child."""
+        line = self.line_within(watchdog_s)
+        if line is None:
+            raise self.failed(f"no answer in {watchdog_s} s")
+        return line
+
+    def line_within(self, patience_s: float) -> str | None:
+        """The next line if it comes within that time. The end of the child is a failure."""
+        deadline = time.monotonic() + patience_s
+        while b"\n" not in self._unread:
+            readable, _, _ = select.select([self._stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if not readable:
+                return None
+            chunk = os.read(self._stdout.fileno(), CHUNK_BYTES)
+            if not chunk:
+                raise self.failed(f"ended with status {self._process.wait(EXIT_WATCHDOG_S)}")
+            self._unread += chunk
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line.decode()
+
+    def close_input(self) -> None:
+        """Which tells most children to end."""
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+
+    def close(self) -> None:
+        """`kill`, and hear no more. Without it, what the child had said can be heard after its end."""
+        self.kill()
+        self.close_input()
+        self._stdout.close()
+
+
+class Parent:
+    """The child's end. From its making on, what is printed goes to standard error, and standard output has lines alone."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def log_to(self, log: Path | str) -> None:
+        """Print into a file from now on."""
+        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+
+    def tell(self, message: Any) -> None:
+        """Send a value as JSON."""
+        self._answers.write(json.dumps(message) + "\n")
+        self._answers.flush()
+
+    def hear(self) -> Any:
+        """The parent's next value, or None when it has closed this process's input."""
+        line = sys.stdin.readline()
+        return json.loads(line) if line else None

@@ -1,0 +1,73 @@
+"""A process that is started with a log and ends with all that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from testkit import logs
+from testkit.waiting import Failed
+
+EXIT_WATCHDOG_S = 60
+
+
+class Process:
+    """One process, in a session of its own: signals to its group reach what it starts, and nobody else."""
+
+    def __init__(
+        self,
+        command: Sequence[object],
+        log: Path | None,
+        *,
+        stdin: int,
+        stdout: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """What it prints, unless that is piped, is appended to `log`; without a log it goes where this process's goes."""
+        self.log = log
+        self.command = [str(part) for part in command]
+        with contextlib.ExitStack() as stack:
+            output: IO[bytes] | None = stack.enter_context(log.open("ab")) if log else None
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=stdin,
+                stdout=output if stdout is None else stdout,
+                stderr=output,
+                env=os.environ | (environment or {}),
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process that was started: with a prefix, that of the prefix."""
+        return self._process.pid
+
+    def ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process.poll() is not None
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the process and what it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, as the kernel's out-of-memory killer would."""
+        self.signal(signal.SIGKILL)
+        self._process.wait(EXIT_WATCHDOG_S)
+
+    def wait_exit(self, watchdog_s: float = EXIT_WATCHDOG_S) -> None:
+        """Wait for its end, which must have status 0."""
+        status = self._process.wait(watchdog_s)
+        if status != 0:
+            raise self.failed(f"exit status {status}")
+
+    def failed(self, reason: str) -> Failed:
+        """An error that shows the end of the log."""
+        shown = f"\n--- {self.log}\n{logs.tail(self.log)}" if self.log else ""
+        return Failed(f"{reason}: {' '.join(self.command)}{shown}")

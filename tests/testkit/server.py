@@ -1,0 +1,67 @@
+"""A server under test: a process with a log, ready once one of its pages answers 200."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from testkit.process import Process
+from testkit.waiting import POLL_S, WATCHDOG_S, wait_for
+
+READY_WATCHDOG_S = 120
+PAGE_WATCHDOG_S = 10
+
+
+def fetch(url: str) -> str | None:
+    """The body of a page that answers 200, or None."""
+    try:
+        with urllib.request.urlopen(url, timeout=PAGE_WATCHDOG_S) as response:
+            return str(response.read().decode())
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return None
+
+
+class Server(Process):
+    """One process; `ready` is the URL that says whether it serves."""
+
+    log: Path
+
+    def __init__(self, command: Sequence[object], log: Path, ready: str) -> None:
+        super().__init__(command, log, stdin=subprocess.DEVNULL)
+        self._ready = ready
+
+    def wait_ready(self) -> None:
+        """Return once it serves."""
+        self.wait_for(lambda: fetch(self._ready) is not None, "readiness", READY_WATCHDOG_S)
+
+    def wait_for(
+        self, condition: Callable[[], bool], what: str, watchdog_s: float = WATCHDOG_S, poll_s: float = POLL_S
+    ) -> None:
+        """Wait for a condition under a watchdog; a server that ended fails at once."""
+
+        def holds() -> bool:
+            if condition():
+                return True
+            self.check_running()
+            return False
+
+        wait_for(holds, what, watchdog_s, poll_s, self.failed)
+
+    def check_running(self) -> None:
+        """Fail if the process is gone."""
+        if self.ended():
+            raise self.failed(f"ended with status {self._process.returncode}")
+
+    def terminate(self) -> None:
+        """SIGTERM; the server must end with status 0."""
+        self.signal(signal.SIGTERM)
+        self.wait_exit()
+
+    def finish(self) -> None:
+        """`terminate`, unless it was killed."""
+        if self._process.poll() != -signal.SIGKILL:
+            self.terminate()

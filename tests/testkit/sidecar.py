@@ -1,0 +1,120 @@
+"""Real sidecars: one `pillion serve` per `Sidecar`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from testkit import metrics, ports, threads
+from testkit.process import EXIT_WATCHDOG_S
+from testkit.server import Server, fetch
+from testkit.waiting import Failed
+
+
+class Sidecar(Server):
+    """A sidecar with a socket, a pool file and an admin address of its own."""
+
+    def __init__(
+        self,
+        directory: Path,
+        dram: str = "128MiB",
+        pool: Path | None = None,
+        anonymous: bool = False,
+        prefix: tuple[str, ...] = (),
+        gpu: bool = True,
+        ssd: tuple[str, ...] = (),
+        http: str | None = None,
+        more: tuple[str, ...] = (),
+        binary: Path | None = None,
+        log: Path | None = None,
+    ) -> None:
+        """A pool of `anonymous` memory has no file; `prefix` goes before the command, see mounts.py; no `gpu`: it sees none.
+
+        Each `ssd` is a PATH:SIZE; `more` are arguments as they are.
+        """
+        self.socket = directory / "pillion.sock"
+        self.pool = pool or new_pool()
+        self.http = http or f"127.0.0.1:{ports.free_port()}"
+        arguments = ["--socket", self.socket, "--dram", dram, "--http", self.http]
+        arguments += [] if anonymous else ["--pool-path", self.pool]
+        arguments += [] if gpu else ["--gpu", "off"]
+        arguments += [*(f"--ssd={disk}" for disk in ssd), *more]
+        command = [*prefix, binary or find_binary(), "serve", *arguments]
+        super().__init__(command, log or directory / "sidecar.log", f"http://{self.http}/readyz")
+
+    def get(self, path: str) -> str | None:
+        """The body of an admin page, or None where it is not served or not ready."""
+        return fetch(f"http://{self.http}{path}")
+
+    def metrics(self) -> dict[str, int]:
+        """Every sample of /metrics by name, summed over its labels."""
+        return metrics.totals(self._metrics_page())
+
+    def sample(self, name: str) -> int:
+        """One sample of /metrics by its name with the labels, as the page has it."""
+        return metrics.sample(self._metrics_page(), name)
+
+    def wait_metric(self, name: str, at_least: int) -> None:
+        """Wait until a counter got so far; saves commit behind the engine's back."""
+        self.wait_for(lambda: self.metrics()[name] >= at_least, f"{name} >= {at_least}")
+
+    def freeze(self) -> None:
+        """SIGSTOP, until `thaw`."""
+        threads.freeze(self.pid)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def wait_refusal(self) -> str:
+        """What a sidecar that cannot start says before it ends, which it must do with an error status."""
+        status = self._process.wait(EXIT_WATCHDOG_S)
+        if status in (0, -signal.SIGKILL):
+            raise self.failed(f"no refusal, but exit status {status}")
+        return self.log.read_text()
+
+    def _metrics_page(self) -> str:
+        page = self.get("/metrics")
+        if page is None:
+            raise self.failed("no /metrics")
+        return page
+
+    def failed(self, reason: str) -> Failed:
+        """As of any process, with the metrics of the moment."""
+        return Failed(f"{super().failed(reason)}\n--- /metrics\n{self.get('/metrics')}")
+
+
+def find_binary(named: str | None = None) -> Path:
+    """The sidecar's executable: the one that is named, or that of the wheel that this interpreter has, or one on the PATH."""
+    own = Path(sysconfig.get_path("scripts")) / "pillion"
+    wanted = named or os.environ.get("PILLION_BINARY") or (str(own) if own.exists() else "pillion")
+    found = shutil.which(wanted)
+    if found is None:
+        raise Failed(f"no executable {wanted!r}: install Pillion's wheel into {sys.prefix}, or name one by PILLION_BINARY")
+    return Path(found)
+
+
+def new_pool() -> Path:
+    """A name for a pool file. It must lie on tmpfs; the tests read and damage it through this path."""
+    return Path("/dev/shm") / f"pillion-test-{uuid.uuid4()}"
+
+
+@contextlib.contextmanager
+def serving(directory: Path, dram: str = "128MiB", **more: Any) -> Iterator[Sidecar]:
+    """A ready sidecar, `more` as for `Sidecar`; its clean exit is part of what uses it, unless that killed it."""
+    sidecar = Sidecar(directory, dram, **more)
+    try:
+        sidecar.wait_ready()
+        yield sidecar
+        sidecar.finish()
+    finally:
+        sidecar.kill()
+        sidecar.pool.unlink(missing_ok=True)

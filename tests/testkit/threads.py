@@ -1,0 +1,42 @@
+"""The threads of a process as the kernel sees them, and processes that stand still."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+from testkit.waiting import wait_for
+
+
+def state(pid: int, thread: int) -> str:
+    """One letter, as proc(5) lists them: S sleeps, T is stopped by a signal, Z is ended."""
+    # The state follows the name, which stands in parentheses.
+    return Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def states(pid: int) -> set[str]:
+    """The states that a process's threads are in; none for a process that is no more."""
+    found = set()
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):
+            found.add(state(pid, int(task.name)))
+    return found
+
+
+def freeze(pid: int) -> None:
+    """SIGSTOP; returns when every thread of the process stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: states(pid) == {"T"}, f"standstill of process {pid} after SIGSTOP")
+
+
+@contextlib.contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """The process stands still while the block runs."""
+    freeze(pid)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)

@@ -10,6 +10,8 @@ export PATH := $(CURDIR)/.venv/bin:$(HOME)/.cargo/bin:$(PATH)
 # What runs the tests on a GPU: it finds vLLM's CUDA build and pillion; and which of them, with pytest's options.
 PYTHON ?= python3
 TESTS ?=
+# Two tests at a time: an engine of the tests computes with one thread. Tests of one group share what they start.
+PYTEST = python -m pytest -q -n 2 --dist loadgroup
 # How long `make fuzz` runs each target, in seconds.
 SECONDS_EACH ?= 60
 # Worlds of `make sim`, rounds of `make chaos`, and where their seeds begin.
@@ -21,10 +23,10 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 setup: ## install all that is needed and build Pillion into .venv
-	@scripts/setup
+	@scripts/part setup scripts/setup
 
 setup-tests: setup
-	@scripts/setup tests
+	@scripts/part setup-tests scripts/setup tests
 
 demo: setup ## a real vLLM engine gets its KV back after a restart: table, and a picture under demo-out/
 	@python scripts/demo.py
@@ -32,20 +34,20 @@ demo: setup ## a real vLLM engine gets its KV back after a restart: table, and a
 test: test-rust test-loom test-sim test-python test-e2e ## all tests; no GPU needed
 
 test-rust: setup-tests ## unit and property tests of the crates
-	cargo test --workspace --features connector-shim/c,mesh/rdma --quiet
+	@scripts/part test-rust cargo test --workspace --features connector-shim/c,mesh/rdma --quiet
 
 test-loom: setup ## every interleaving of the rings and fences
-	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" \
-		cargo test --release --package shm-protocol --test loom --quiet
+	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" \
+		scripts/part test-loom cargo test --profile sim --package shm-protocol --test loom --quiet
 
 test-sim: setup ## 3,000 simulated worlds with faults beside the 1,000 of test-rust, and the worlds that must fail
-	cargo test --workspace --features connector-shim/c,mesh/rdma --test simulator --quiet -- --runs 3000 --seed 1001
+	@scripts/part test-sim cargo test --workspace --features connector-shim/c,mesh/rdma --test simulator --quiet -- --runs 3000 --seed 1001
 
 test-python: setup-tests ## the connector against vLLM's signatures and schedulers, without an engine
-	python -m pytest -q tests/unit tests/vllm
+	@scripts/part test-python $(PYTEST) tests/unit tests/vllm
 
 test-e2e: setup ## the connector in real vLLM engines
-	python -m pytest -q tests/e2e
+	@scripts/part test-e2e $(PYTEST) tests/e2e
 
 test-rdma: ## blocks over RDMA, in a QEMU guest with Soft-RoCE: no RDMA NIC needed; Debian, root or sudo
 	@scripts/setup rust

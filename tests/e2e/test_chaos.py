@@ -8,6 +8,9 @@ import pytest
 
 from chaos import campaign, faults
 
+# The right answers are asked for once.
+pytestmark = pytest.mark.xdist_group("chaos")
+
 SEED = 1
 LIVES = [
     faults.Life(

@@ -17,6 +17,9 @@ import pods
 import proxy
 from testkit import engine, model, pool_file, prompts
 
+# As in test_mesh.py.
+pytestmark = pytest.mark.xdist_group("hosts")
+
 # Blocks of half a MiB, of which the connector's first part has 32.
 WIDE = dataclasses.replace(model.TINY, layers=4, kv_heads=4, head_dim=256, max_position=2048)
 PART_BLOCKS = 32

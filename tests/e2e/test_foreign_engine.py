@@ -13,6 +13,9 @@ import pytest
 
 from testkit import engine, pool_file, prompts, sidecar
 
+# The library is built once.
+pytestmark = pytest.mark.xdist_group("foreign")
+
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden/vllm-0.32.json"
 BY_ENGINE, BY_SIDECAR, SPOILED, UNKNOWN = (prompts.prompt(700, seed=600 + number) for number in range(4))

@@ -21,6 +21,9 @@ import proxy
 from pods import BLOCK_PORT, CONTROL_PORT, OUTPUT_TOKENS, Pod, start_engine, start_pod, start_sidecar
 from testkit import engine, pool_file, prompts
 
+# Hosts have names and addresses of the machine's own: one test at a time has any.
+pytestmark = pytest.mark.xdist_group("hosts")
+
 PROMPT_TOKENS = 700
 HIT = prompts.hit_tokens(PROMPT_TOKENS)
 # Prompts that are asked one after the other until one is answered from the peer again.

@@ -19,7 +19,9 @@ OUTPUT_TOKENS = 8
 WAYS = [("sync", "engine"), ("async", "sidecar"), ("async", "engine"), ("sync", "sidecar")]
 
 
-@pytest.fixture(scope="module", params=WAYS, ids="-".join)
+@pytest.fixture(
+    scope="module", params=[pytest.param(way, marks=pytest.mark.xdist_group(f"squeezed-{'-'.join(way)}")) for way in WAYS], ids="-".join
+)
 def squeezed(
     request: pytest.FixtureRequest, options: engine.Options, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[engine.Engine, sidecar.Sidecar]]:

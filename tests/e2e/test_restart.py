@@ -116,7 +116,7 @@ def _first_life(options: engine.Options, keeper: sidecar.Sidecar, log: Path) -> 
     return answers
 
 
-@pytest.fixture(scope="class", params=MODES, ids=str)
+@pytest.fixture(scope="class", params=[pytest.param(mode, marks=pytest.mark.xdist_group(str(mode))) for mode in MODES], ids=str)
 def restarted(
     request: pytest.FixtureRequest, options: engine.Options, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Restarted]:

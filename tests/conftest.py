@@ -1,0 +1,24 @@
+"""How long each test took, for whoever runs many of them: see scripts/part."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+TIMES = os.environ.get("PILLION_TIMES")
+_seconds: defaultdict[str, float] = defaultdict(float)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Adds up a test's set-up, call and teardown."""
+    _seconds[report.nodeid] += report.duration
+
+
+def pytest_sessionfinish() -> None:
+    """Written by the process that the workers report to."""
+    if TIMES and "PYTEST_XDIST_WORKER" not in os.environ:
+        with (Path(TIMES) / "tests").open("a") as file:
+            file.writelines(f"{seconds:.1f}\t{test}\n" for test, seconds in _seconds.items())

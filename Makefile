@@ -68,13 +68,14 @@ prove: setup-tests ## remove each protection in turn and see its test fail
 sanitize: setup ## address and thread sanitizers over the Rust tests
 	@scripts/sanitize
 
-lint: setup ## formatting, clippy, ruff, mypy, and the rules of scripts/tidy
+lint: setup ## formatting, clippy, ruff, mypy, and the rules of scripts/tidy and scripts/edges
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --features connector-shim/python,connector-shim/c,mesh/rdma --quiet -- -D warnings
 	ruff check .
 	ruff format --check .
 	mypy
 	scripts/tidy
+	scripts/edges
 
 bench: setup ## every benchmark, one JSON line each
 	@for name in $$(benches/run); do echo "== $$name"; benches/run $$name; done

@@ -1,0 +1,109 @@
+"""scripts/edges: what it takes for an import loop, and what it says when its lists are not what there is."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EDGES = Path(__file__).resolve().parents[2] / "scripts/edges"
+
+
+@pytest.fixture
+def edges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, for a crate in `tmp_path` whose lists are empty."""
+    loader = SourceFileLoader("edges", str(EDGES))
+    spec = importlib.util.spec_from_loader("edges", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "edges", module)
+    loader.exec_module(module)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "LOOPS", set())
+    monkeypatch.setattr(module, "CRATE_EDGES", {})
+    return module
+
+
+def loops(edges: ModuleType, folder: Path, **files: str) -> list[list[str]]:
+    """The loops of a crate with these files; `a__b` is a/b.rs."""
+    for name, text in files.items():
+        path = folder / f"{name.replace('__', '/')}.rs"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return [edges.members(loop) for loop in edges.loops(edges.rust_graph(folder / "lib.rs"))]
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("use crate::b::B;", "use super::a::A;"),
+        ("use crate::{c::C, b::{self, B}};", "fn f() { crate::a::f() }"),
+        ("use crate::GivenOn;", "use crate::a::A as Other;"),
+        ("use super::b;", "mod own { use super::super::a::A; }"),
+    ],
+)
+def test_each_way_of_naming_a_module_is_an_edge(edges: ModuleType, tmp_path: Path, a: str, b: str) -> None:
+    found = loops(edges, tmp_path, lib="mod a; mod b; mod c; pub use b::GivenOn;", a=a, b=b, c="pub struct C;")
+    assert found == [["a", "b"]]
+
+
+@pytest.mark.parametrize(
+    "b",
+    [
+        "// use crate::a::A;\n/* use crate::a::A; */",
+        'const TEXT: &str = r#"use crate::a::A;"#;',
+        "#[cfg(test)]\nmod tests { use crate::a::A; }",
+        "#[cfg(test)]\nuse crate::a::A;",
+        "pub(in crate::a) struct B;",
+        "use other::a::A;",
+    ],
+)
+def test_what_is_no_edge(edges: ModuleType, tmp_path: Path, b: str) -> None:
+    assert loops(edges, tmp_path, lib="mod a; mod b;", a="use crate::b::B;", b=b) == []
+
+
+def test_a_child_belongs_to_its_parent(edges: ModuleType, tmp_path: Path) -> None:
+    files = {"lib": "mod a; mod b;", "a": "mod child; use child::Child;", "a__child": "use super::A;"}
+    assert loops(edges, tmp_path, **files, b="") == []
+    assert loops(edges, tmp_path, **files | {"a__child": "use crate::b::B;"}, b="use crate::a::A;") == [["a", "b"]]
+
+
+def test_the_list_is_what_there_is(edges: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loops(edges, tmp_path, lib="mod a; mod b;", a="use crate::b::B;", b="use crate::a::A;")
+    graph = edges.rust_graph(tmp_path / "lib.rs")
+
+    def said(*listed: str) -> list[str]:
+        monkeypatch.setattr(edges, "LOOPS", {("unit", frozenset(modules.split())) for modules in listed})
+        return list(edges.loop_breaches("unit", graph))
+
+    assert said("a b") == []
+    new = said()
+    assert "new or longer" in new[0]
+    assert new[1:] == ["  a.rs:1: crate::b::B", "  b.rs:1: crate::a::A"]
+    assert ["shorter" in line for line in said("a b c")] == [True, False]
+    assert ["take it off" in line for line in said("a b", "c d")] == [True]
+
+
+def test_edges_between_crates_are_the_allowed_ones(edges: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = [
+        {"name": "upper", "dependencies": [{"name": "lower", "kind": None, "path": "/"}, {"name": "libc", "kind": None}]},
+        {"name": "lower", "dependencies": []},
+    ]
+    assert ["upper depends on lower" in line for line in edges.crate_breaches(packages)] == [True]
+    monkeypatch.setattr(edges, "CRATE_EDGES", {("upper", "lower", ""): "why"})
+    assert list(edges.crate_breaches(packages)) == []
+    monkeypatch.setattr(edges, "CRATE_EDGES", {("upper", "lower", ""): "why", ("lower", "upper", "dev"): "why"})
+    assert ["is no more" in line for line in edges.crate_breaches(packages)] == [True]
+
+
+def test_python_modules(edges: ModuleType, tmp_path: Path) -> None:
+    package = tmp_path / "pillion"
+    package.mkdir()
+    (package / "a.py").write_text("import torch\nfrom pillion.b import B\n")
+    (package / "b.py").write_text("from . import c\n")
+    (package / "c.py").write_text("from .a import A\n")
+    assert [edges.members(loop) for loop in edges.loops(edges.python_graph(package))] == [["a", "b", "c"]]

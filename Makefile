@@ -68,7 +68,8 @@ prove: setup-tests ## remove each protection in turn and see its test fail
 sanitize: setup ## address and thread sanitizers over the Rust tests
 	@scripts/sanitize
 
-lint: setup ## formatting, clippy, ruff, mypy, and the rules of scripts/tidy and scripts/edges
+lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, and the rules of scripts/tidy and scripts/edges
+	@scripts/setup lint
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --features connector-shim/python,connector-shim/c,mesh/rdma --quiet -- -D warnings
 	ruff check .
@@ -76,6 +77,8 @@ lint: setup ## formatting, clippy, ruff, mypy, and the rules of scripts/tidy and
 	mypy
 	scripts/tidy
 	scripts/edges
+	typos
+	.cache/cargo-deny-*/bin/cargo-deny --log-level error check --hide-inclusion-graph bans licenses sources
 
 bench: setup ## every benchmark, one JSON line each
 	@for name in $$(benches/run); do echo "== $$name"; benches/run $$name; done

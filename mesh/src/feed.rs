@@ -18,16 +18,6 @@ pub const CHUNK_DIGESTS_MAX: usize = 32_000;
 /// Changes of a batch at most: 62 KiB; applying them to a set of 10^7 takes some milliseconds.
 pub const BATCH_CHANGES_MAX: usize = 8_000;
 
-/// Milliseconds between two batches at least: news that are younger would spare hardly a miss.
-const BATCH_MS_MIN: u64 = 50;
-/// Messages that a node sends in a second, and gets: at some 10 us each, 4 % of a core in each direction.
-const MESSAGES_PER_SECOND: u64 = 4_000;
-
-/// How often a node with so many followers seals a batch, milliseconds.
-pub fn batch_ms(followers: usize) -> u64 {
-    (followers as u64 * 1000 / MESSAGES_PER_SECOND).max(BATCH_MS_MIN)
-}
-
 /// What a node keeps, and what became of it last.
 #[derive(Debug)]
 pub struct Feed {

@@ -4,7 +4,7 @@
 //! ([`ring`]), the messages on them ([`message`]), taking loads back ([`gate`]), block keys and namespaces ([`key`], [`namespace`]) and the
 //! layout of the DRAM pool ([`pool`]). `PROTOCOL.md` beside this crate states the same for other languages.
 //!
-//! May depend on: ciborium, sha2, xxhash-rust, hex, serde, rustix. Never: decides anything, starts a thread, reads the environment,
+//! May depend on: ciborium, sha2, twox-hash, hex, serde, rustix. Never: decides anything, starts a thread, reads the environment,
 //! trusts a peer's value twice, or keeps a reference to plain memory that a peer can write.
 
 pub mod gate;

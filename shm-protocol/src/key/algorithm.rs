@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::Deserialize;
 use sha2::block_api::compress256;
-use xxhash_rust::xxh3::xxh3_128;
+use twox_hash::XxHash3_128;
 
 use super::{BlockHash, HASH_BYTES_MAX, HASH_BYTES_SHORT, KeyError, cbor, pickle};
 
@@ -87,7 +87,7 @@ impl Algorithm {
             return BlockHash(sha256(bytes));
         }
         let mut hash = [0; HASH_BYTES_MAX];
-        hash[..HASH_BYTES_SHORT].copy_from_slice(&xxh3_128(bytes).to_be_bytes());
+        hash[..HASH_BYTES_SHORT].copy_from_slice(&XxHash3_128::oneshot(bytes).to_be_bytes());
         BlockHash(hash)
     }
 }

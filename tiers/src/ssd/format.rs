@@ -10,7 +10,7 @@
 //! segment's sequence, which no two uses of a segment share: remains of other logs and of earlier uses match nothing.
 
 use shm_protocol::key::{BlockHash, NamespaceDigest};
-use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+use twox_hash::XxHash3_64;
 
 use super::{Label, Place};
 
@@ -107,17 +107,17 @@ fn put(unit: &mut [u8], at: usize, bytes: &[u8]) {
 /// Ends a structure whose fields were put: magic, then the checksum of all from [`COVERED`] to `end`.
 fn seal(unit: &mut [u8], magic: u64, seed: u64, end: usize) {
     put(unit, 0, &magic.to_le_bytes());
-    let checksum = xxh3_64_with_seed(&unit[COVERED..end], seed);
+    let checksum = XxHash3_64::oneshot_with_seed(seed, &unit[COVERED..end]);
     put(unit, 8, &checksum.to_le_bytes());
 }
 
 fn sealed(unit: &[u8], magic: u64, seed: u64, end: usize) -> bool {
-    get64(unit, 0) == magic && get64(unit, 8) == xxh3_64_with_seed(&unit[COVERED..end], seed)
+    get64(unit, 0) == magic && get64(unit, 8) == XxHash3_64::oneshot_with_seed(seed, &unit[COVERED..end])
 }
 
 /// The checksum of a block's bytes.
 pub(crate) fn checksum(bytes: &[u8]) -> u64 {
-    xxh3_64(bytes)
+    XxHash3_64::oneshot(bytes)
 }
 
 // === sizes ===

@@ -5,7 +5,7 @@ adds to READs, the rates themselves say nothing. Each round fetches every block 
 checksums on, and then lets ib_read_bw read as many bytes over as many, once polling and once waiting for events as
 ours does: the better median counts, since polling takes processors that emulation has few of.
 
-In the guest this file runs itself, with the binary's path.
+In the guest this module runs itself, with the binary's path.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import mesh_node
-from mesh_node import Node
+from benches.mesh_node import Node
 
+ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
 BLOCK_BYTES = 2 << 20
 BLOCKS = 32
@@ -56,7 +56,7 @@ def measure(binary: str) -> dict[str, float]:
     """Rounds of ours and of ib_read_bw, interleaved; then single blocks."""
     sizes = (BLOCKS, BLOCK_BYTES)
     owner = Node(binary, "serve", *sizes, f"{DEVICES[1]}:{QUEUE_PAIRS}")
-    reader = Node(binary, "fetch", owner.line(), *sizes, f"{DEVICES[0]}:{QUEUE_PAIRS}")
+    reader = Node(binary, "fetch", owner.line(WATCHDOG_S), *sizes, f"{DEVICES[0]}:{QUEUE_PAIRS}")
     reader.ask("all")
     ours, polling, waiting = [], [], []
     for number in range(ROUNDS):
@@ -85,9 +85,10 @@ def main() -> None:
     built = Path(os.environ.get("CARGO_TARGET_DIR", "target")) / "release/examples/mesh_blocks"
     with tempfile.TemporaryDirectory(prefix="pillion-bench-") as folder:
         # Copies: nothing that a guest has open may change.
-        for file in (built, Path(__file__), Path(mesh_node.__file__)):
-            shutil.copy(file, folder)
-        command = ["python3", Path(folder, Path(__file__).name), Path(folder, built.name)]
+        shutil.copy(built, folder)
+        for package in (ROOT / "benches", ROOT / "tests/testkit"):
+            shutil.copytree(package, Path(folder, package.name), ignore=shutil.ignore_patterns("__pycache__"))
+        command = ["env", f"PYTHONPATH={folder}", "python3", "-P", "-m", "benches.mesh_rdma", Path(folder, built.name)]
         subprocess.run(["scripts/rxe-vm", "run", *map(str, command)], check=True)
 
 

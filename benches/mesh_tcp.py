@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -19,7 +18,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mesh_node import Node
+from benches.mesh_node import Node
+from testkit.ports import free_port
 
 GIB = 1 << 30
 BLOCK_BYTES = 2 << 20
@@ -36,7 +36,7 @@ def nodes(binary: Path, streams: int, *tls: object) -> Iterator[tuple[Node, Node
     """An owner and a reader, connected and warm."""
     owner = Node(binary, "serve", BLOCKS, BLOCK_BYTES, streams, *tls)
     try:
-        reader = Node(binary, "fetch", owner.line(), BLOCKS, BLOCK_BYTES, streams, *tls)
+        reader = Node(binary, "fetch", owner.line(WATCHDOG_S), BLOCKS, BLOCK_BYTES, streams, *tls)
         try:
             reader.ask("all")
             yield owner, reader
@@ -48,9 +48,7 @@ def nodes(binary: Path, streams: int, *tls: object) -> Iterator[tuple[Node, Node
 
 def iperf3(streams: int) -> tuple[float, float]:
     """GiB/s of iperf3 over as many streams, and the seconds of CPU that it took for a GiB."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     server = subprocess.Popen(["iperf3", "-s", "-1", "-p", port, "--forceflush"], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     while "listening" not in (server.stdout.readline() or sys.exit("iperf3 -s ended")):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
-import re
 import sys
 import time
-import urllib.request
 
-import rig
+from benches import rig
+from testkit.ports import free_port
+from testkit.waiting import wait_for
 
 KEYS = 200_000
 COUNT = 640
@@ -29,15 +29,14 @@ BLOCKS = 4096
 QUIET_S = 0.1
 # Queries that wake up a sidecar, and fill caches.
 AWAKE = 10
-WATCHDOG_S = 60
 
 
 class Side:
     """A sidecar, an engine beside it, and the keys that it has saved."""
 
     def __init__(self, stack: contextlib.ExitStack, source: random.Random, more: tuple[str, ...] = ()) -> None:
-        self._http = f"127.0.0.1:{rig.free_port('127.0.0.1')}"
-        self._engine = rig.Engine(stack.enter_context(rig.sidecar(DRAM, self._http, more)), BLOCKS, BLOCK_BYTES)
+        self._sidecar = stack.enter_context(rig.sidecar(DRAM, more))
+        self._engine = rig.Engine(self._sidecar.socket, BLOCKS, BLOCK_BYTES)
         self._scheduler = self._engine.scheduler
         stack.callback(self._engine.worker.disconnect)
         stack.callback(self._scheduler.disconnect)
@@ -47,9 +46,7 @@ class Side:
     def metric(self, name: str) -> int:
         """The sum of its samples. They are up to 0.1 s old."""
         time.sleep(2 * QUIET_S)
-        with urllib.request.urlopen(f"http://{self._http}/metrics") as page:
-            samples = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page.read().decode(), re.MULTILINE)
-        return sum(int(sample) for sample in samples)
+        return self._sidecar.metrics()[name]
 
     def ask(self, keys: list[bytes]) -> tuple[float, int, int]:
         """A new request: microseconds until its first answer, that answer, and the last one."""
@@ -111,13 +108,13 @@ def measure() -> dict[str, float]:
     source = random.Random(3)
     with contextlib.ExitStack() as stack:
         rig.say(f"saving {KEYS} keys in each of three sidecars")
-        ends = [f"{address}:{rig.free_port(address)}" for address in ("127.0.0.1", "127.0.0.2")]
+        ends = [f"{address}:{free_port(address)}" for address in ("127.0.0.1", "127.0.0.2")]
         alone, member, peer = (
             Side(stack, source),
             Side(stack, source, _mesh(*ends)),
             Side(stack, source, _mesh(*reversed(ends))),
         )
-        rig.wait_for(lambda: member.metric("pillion_mesh_peer_keys") == KEYS, "news of the peer's keys", WATCHDOG_S)
+        wait_for(lambda: member.metric("pillion_mesh_peer_keys") == KEYS, "news of the peer's keys")
         gc.freeze()
         rig.say("measuring")
         spent, overtaken = _rounds(source, alone, member, peer)

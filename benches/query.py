@@ -17,8 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 
-import peers
-import rig
+from benches import peers, rig
 
 KEYS = 1_000_000
 # Slots of 256-byte blocks take 640 bytes with their headers.
@@ -194,8 +193,8 @@ def main() -> None:
     """Fills, checks, measures."""
     # Before there are threads and a large heap to fork.
     round_trip = seqpacket_us()
-    with rig.sidecar(DRAM) as path:
-        engine = rig.Engine(path, BLOCKS, BLOCK_BYTES)
+    with rig.sidecar(DRAM) as sidecar:
+        engine = rig.Engine(sidecar.socket, BLOCKS, BLOCK_BYTES)
         rig.say(f"saving {KEYS} keys")
         keys, long_keys = fill(engine, random.Random(1))
         # A million objects: the collector's pauses are the benchmark's own.
@@ -206,4 +205,5 @@ def main() -> None:
     print(json.dumps({**result, **peers.measure(), "seqpacket_rtt_us": round_trip, "keys": KEYS}))
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -13,19 +13,16 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import re
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
-import rig
-import ssd_log
+from benches import rig, ssd_log
+from testkit import logs
+from testkit.sidecar import Sidecar, new_pool
+from testkit.waiting import Failed
 
 GIB = 1 << 30
 POOL_GIB = 8
@@ -39,49 +36,15 @@ INDEX_LOG_BYTES = 9 * GIB
 WATCHDOG_S = 120
 
 
-class Sidecar:
-    """A sidecar on a pool file."""
-
-    def __init__(self, folder: Path, pool: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._http = f"http://127.0.0.1:{probe.getsockname()[1]}"
-        self.socket = folder / "pillion.sock"
-        self.log = folder / "log"
-        where = ["--socket", self.socket, "--pool-path", pool, "--http", self._http.removeprefix("http://")]
-        command = [rig.BINARY, "serve", "--dram", f"{POOL_GIB}GiB", *where]
-        self._process = subprocess.Popen([str(part) for part in command], stderr=self.log.open("w"))
-
-    def get(self, path: str) -> str:
-        """An admin page; nothing before it is served."""
-        with contextlib.suppress(urllib.error.URLError, ConnectionError), urllib.request.urlopen(self._http + path) as page:
-            return str(page.read().decode())
-        return ""
-
-    def wait_started(self) -> None:
-        """Returns when the whole pool is in service."""
-        rig.wait_for(lambda: self.get("/readyz") == "ready\n" or self._process.poll() is not None, "readiness", WATCHDOG_S)
-        if self._process.poll() is not None:
-            sys.exit(f"the sidecar ended:\n{self.log.read_text()}")
-
-    def metric(self, name: str) -> int:
-        """One sample of /metrics."""
-        return int(re.findall(rf"^{name} (\d+)$", self.get("/metrics"), re.MULTILINE)[0])
-
-    def kill(self) -> None:
-        """SIGKILL, and its end."""
-        self._process.kill()
-        self._process.wait(WATCHDOG_S)
-
-
-@contextlib.contextmanager
-def pool_file() -> Iterator[Path]:
-    """A name on tmpfs, removed at the end."""
-    path = Path(f"/dev/shm/pillion-bench-{time.monotonic_ns()}")
+def started(folder: Path, pool: Path) -> Sidecar:
+    """A sidecar on a pool file, the whole of which is in service."""
+    sidecar = Sidecar(folder, f"{POOL_GIB}GiB", pool)
     try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
+        sidecar.wait_for(lambda: sidecar.get("/readyz") == "ready\n", "readiness", WATCHDOG_S, rig.POLL_S)
+    except Failed:
+        sidecar.kill()
+        raise
+    return sidecar
 
 
 def fill(sidecar: Sidecar, block_bytes: int) -> int:
@@ -91,7 +54,7 @@ def fill(sidecar: Sidecar, block_bytes: int) -> int:
     # A hundredth of the pool is headers and the ends of segments.
     blocks = POOL_GIB * GIB // block_bytes * 98 // 100
     engine.save([source.randbytes(16) for _ in range(blocks)])
-    kept = sidecar.metric("pillion_blocks")
+    kept = sidecar.metrics()["pillion_blocks"]
     engine.scheduler.disconnect()
     engine.worker.disconnect()
     return kept
@@ -100,24 +63,22 @@ def fill(sidecar: Sidecar, block_bytes: int) -> int:
 def measure(block_bytes: int) -> dict[str, float | int]:
     """Fills a pool, then kills and restarts its sidecar some times."""
     times = []
-    with tempfile.TemporaryDirectory(prefix="pillion-bench-") as folder, pool_file() as pool:
-        sidecar = Sidecar(Path(folder), pool)
-        try:
-            sidecar.wait_started()
-            kept = fill(sidecar, block_bytes)
-            rig.say(f"{kept} blocks of {block_bytes} bytes are kept; restarting")
-            for _ in range(RESTARTS):
-                sidecar.kill()
-                started = time.monotonic()
-                sidecar = Sidecar(Path(folder), pool)
-                sidecar.wait_started()
-                times.append(time.monotonic() - started)
-                adopted = sidecar.metric("pillion_adopted_blocks_total")
-                if adopted != kept:
-                    sys.exit(f"{adopted} of {kept} blocks were adopted:\n{sidecar.log.read_text()}")
-                rig.say(f"adopted {adopted} in {times[-1]:.3f} s: {sidecar.log.read_text()}")
-        finally:
+    pool = new_pool()
+    with tempfile.TemporaryDirectory(prefix="pillion-bench-") as folder, contextlib.ExitStack() as stack:
+        stack.callback(pool.unlink, missing_ok=True)
+        sidecar = started(Path(folder), pool)
+        stack.callback(lambda: sidecar.kill())
+        kept = fill(sidecar, block_bytes)
+        rig.say(f"{kept} blocks of {block_bytes} bytes are kept; restarting")
+        for _ in range(RESTARTS):
             sidecar.kill()
+            began = time.monotonic()
+            sidecar = started(Path(folder), pool)
+            times.append(time.monotonic() - began)
+            adopted = sidecar.metrics()["pillion_adopted_blocks_total"]
+            if adopted != kept:
+                raise sidecar.failed(f"{adopted} of {kept} blocks were adopted")
+            rig.say(f"adopted {adopted} in {times[-1]:.3f} s: {logs.tail(sidecar.log)}")
     return {"s": round(sorted(times)[RESTARTS // 2], 3), "s_max": round(max(times), 3), "blocks": kept}
 
 
@@ -164,4 +125,5 @@ def main() -> None:
     print(json.dumps(pool | measure_index()))
 
 
-main()
+if __name__ == "__main__":
+    main()

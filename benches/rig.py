@@ -4,74 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import socket
 import statistics
-import subprocess
 import sys
-import sysconfig
 import tempfile
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from pillion import _shim
+from testkit.sidecar import Sidecar, serving
+from testkit.waiting import wait_for
 
-BINARY = Path(os.environ.get("PILLION_BINARY", Path(sysconfig.get_path("scripts")) / "pillion"))
-# Watchdogs only.
-READY_WATCHDOG_S = 60
-SAVE_WATCHDOG_S = 60
+# What is waited for takes some 10 us.
+POLL_S = 0.0002
 # Answers are waited for: a benchmark that counted misses would measure nothing.
 BUDGET_US = 1_000_000
 RUN = bytes(range(16))
 
 
 @contextlib.contextmanager
-def sidecar(dram: str, http: str | None = None, more: tuple[str, ...] = ()) -> Iterator[Path]:
-    """A sidecar of its own, ready; yields its socket. `http` is its admin address, `more` are arguments as they are."""
-    with tempfile.TemporaryDirectory(prefix="pillion-bench-") as folder:
-        path = Path(folder) / "pillion.sock"
-        http = http or f"127.0.0.1:{free_port('127.0.0.1')}"
-        with (Path(folder) / "log").open("w+") as log:
-            command = [str(BINARY), "serve", "--socket", str(path), "--dram", dram, "--http", http, *more]
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-            try:
-                wait_for(lambda: _is_ready(http) or process.poll() is not None, "readiness", READY_WATCHDOG_S)
-                if process.poll() is not None:
-                    log.seek(0)
-                    sys.exit(f"{' '.join(command)} ended:\n{log.read()}")
-                yield path
-            finally:
-                process.send_signal(signal.SIGTERM)
-                process.wait(READY_WATCHDOG_S)
-
-
-def _is_ready(http: str) -> bool:
-    try:
-        urllib.request.urlopen(f"http://{http}/readyz").close()
-    except OSError:
-        return False
-    return True
-
-
-def free_port(address: str) -> int:
-    """One that is free, and so is the next."""
-    while True:
-        with socket.socket() as one, socket.socket() as other, contextlib.suppress(OSError, OverflowError):
-            one.bind((address, 0))
-            port = int(one.getsockname()[1])
-            other.bind((address, port + 1))
-            return port
-
-
-def wait_for(condition: Callable[[], bool], what: str, watchdog_s: float) -> None:
-    """Waits for a condition, or ends the benchmark."""
-    deadline = time.monotonic() + watchdog_s
-    while not condition():
-        if time.monotonic() > deadline:
-            sys.exit(f"no {what} within {watchdog_s} s")
-        time.sleep(0.0002)
+def sidecar(dram: str, more: tuple[str, ...] = ()) -> Iterator[Sidecar]:
+    """A ready sidecar in a folder of its own, with a pool of anonymous memory; `more` are arguments as they are."""
+    with (
+        tempfile.TemporaryDirectory(prefix="pillion-bench-") as folder,
+        serving(Path(folder), dram, anonymous=True, more=more) as running,
+    ):
+        yield running
 
 
 class Engine:
@@ -116,7 +73,7 @@ class Engine:
             scheduler.end_step()
             return scheduler.saving == 0
 
-        wait_for(ended, "end of a save", SAVE_WATCHDOG_S)
+        wait_for(ended, "end of a save", poll_s=POLL_S)
         scheduler.close(log)
 
     def log(self, hashes: list[bytes]) -> int:

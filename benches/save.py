@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from vllm.engine.arg_utils import EngineArgs
@@ -26,12 +26,11 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.request import Request
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-import rig
-
+from benches import rig
 from pillion.connector import PillionConnector
 from pillion.vllm_compat import KVConnectorRole
 from testkit import model as random_model
+from testkit.waiting import wait_for
 
 BLOCK_TOKENS = 16
 LAYERS = 2
@@ -46,9 +45,9 @@ WATCHDOG_S = 120
 
 def main() -> None:
     """Prints one JSON line last."""
-    with tempfile.TemporaryDirectory() as directory, rig.sidecar(DRAM) as socket:
+    with tempfile.TemporaryDirectory() as directory, rig.sidecar(DRAM) as sidecar:
         result: dict[str, object] = {}
-        engine = Engine(Path(directory), str(socket), blocks=RUNNING * (LONG + 4))
+        engine = Engine(Path(directory), str(sidecar.socket), blocks=RUNNING * (LONG + 4))
         saves = sorted(save_round(engine, round) for round in range(ROUNDS))
         result["save1024_us"] = round(statistics.median(saves), 1)
         result["save1024_us_min_max"] = [round(saves[0], 1), round(saves[-1], 1)]
@@ -68,7 +67,7 @@ class Engine:
         path = directory / "model"
         random_model.write(path)
         extra = {"pillion.socket": socket, "pillion.load": "sync", "pillion.query_timeout_us": 1_000_000}
-        transfer = {"kv_connector": "PillionConnector", "kv_connector_module_path": "pillion.connector"}
+        transfer: dict[str, Any] = {"kv_connector": "PillionConnector", "kv_connector_module_path": "pillion.connector"}
         transfer |= {"kv_role": "kv_both", "kv_connector_extra_config": extra}
         config = EngineArgs(
             model=str(path),
@@ -102,15 +101,15 @@ class Engine:
         worker = self.worker
         worker.handle_preemptions(meta)
         worker.bind_connector_metadata(meta)
-        worker.start_load_kv(None)  # type: ignore[arg-type]
+        worker.start_load_kv(None)
         for layer in range(LAYERS):
             worker.wait_for_layer_load(f"layer.{layer}")
-            worker.save_kv_layer(f"layer.{layer}", self.kv, None)  # type: ignore[arg-type]
+            worker.save_kv_layer(f"layer.{layer}", self.kv, None)
         worker.wait_for_save()
         worker.get_finished(output.finished_req_ids)
         worker.get_block_ids_with_load_errors()
         worker.clear_connector_metadata()
-        self.scheduler.update_connector_output(SimpleNamespace(invalid_block_ids=set()))  # type: ignore[arg-type]
+        self.scheduler.update_connector_output(SimpleNamespace(invalid_block_ids=set()))
         self.scheduler.take_events()
 
     def match(self, request: Request) -> int:
@@ -122,7 +121,7 @@ class Engine:
     def allocate(self, request: Request, ids: list[int], external: int) -> None:
         """vLLM's allocation of `ids` for a request."""
         blocks = SimpleNamespace(get_block_ids=lambda: (ids,))
-        self.scheduler.update_state_after_alloc(request, blocks, external)  # type: ignore[arg-type]
+        self.scheduler.update_state_after_alloc(request, blocks, external)
 
     def saved(self) -> bool:
         """Whether every save has ended."""
@@ -161,7 +160,7 @@ def save_round(engine: Engine, round: int) -> float:
         engine.allocate(request, ids, 0)
     engine.step(step)
     spent = (time.perf_counter() - began) * 1e6
-    rig.wait_for(engine.saved, "end of saves", WATCHDOG_S)
+    wait_for(engine.saved, "end of saves", WATCHDOG_S, rig.POLL_S)
     for request in requests:
         engine.scheduler.request_finished(request, [])
     read_back(engine, round, tables)
@@ -188,7 +187,7 @@ def read_back(engine: Engine, round: int, tables: list[list[int]]) -> None:
     assert torch.equal(got, expected), "blocks differ from what was saved"
     for request in requests:
         engine.scheduler.request_finished(request, [])
-    rig.wait_for(engine.saved, "end of saves", WATCHDOG_S)
+    wait_for(engine.saved, "end of saves", WATCHDOG_S, rig.POLL_S)
 
 
 def idle_steps(engine: Engine, length: int) -> list[float]:
@@ -201,7 +200,7 @@ def idle_steps(engine: Engine, length: int) -> list[float]:
         engine.allocate(request, ids, 0)
         new.append(new_request(request, ids, 0))
     engine.step(output(new, CachedRequestData.make_empty(), {r.request_id: r.num_tokens for r in requests}))
-    rig.wait_for(engine.saved, "end of saves", WATCHDOG_S)
+    wait_for(engine.saved, "end of saves", WATCHDOG_S, rig.POLL_S)
     names = [request.request_id for request in requests]
     for request in requests:
         request.num_computed_tokens = request.num_tokens
@@ -219,7 +218,7 @@ def idle_steps(engine: Engine, length: int) -> list[float]:
         advance(requests, tables)
     for request in requests:
         engine.scheduler.request_finished(request, [])
-    rig.wait_for(engine.saved, "end of saves", WATCHDOG_S)
+    wait_for(engine.saved, "end of saves", WATCHDOG_S, rig.POLL_S)
     return spent
 
 

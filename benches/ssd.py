@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import ssd_log
+from benches import ssd_log
 
 GIB = 1 << 30
 SIZE = 3 * GIB
@@ -112,4 +112,5 @@ def main() -> None:
     print(json.dumps(result))
 
 
-main()
+if __name__ == "__main__":
+    main()

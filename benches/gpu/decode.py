@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What saving costs an engine that never loads: cold prompts together, then their decode, against no connector.
 
 Every round has prompts of its own, so nothing is found in any cache; each mode saves all of it. `--rival none` gives the
@@ -12,8 +11,8 @@ import statistics
 import time
 from typing import Any
 
-import rig
-from engine import Answer, Engine
+from benches.gpu import rig
+from benches.gpu.engine import Answer, Engine
 
 # kv_mib: 64 x 2,177 tokens are 8,768 blocks of 2 MiB, and the device may still hold what is being saved.
 # A round is 17 GiB of KV: beyond host_gib a round evicts what an earlier one saved.

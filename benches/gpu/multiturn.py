@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Conversations whose KV outgrows the device: output rate, first tokens of later turns, gaps between tokens.
 
 All conversations share their first tokens; each turn adds new ones and is answered. So many requests are in flight, and a
@@ -15,8 +14,8 @@ import time
 from collections import deque
 from typing import Any
 
-import rig
-from engine import Answer, Engine
+from benches.gpu import rig
+from benches.gpu.engine import Answer, Engine
 
 # 24 x (2,048 + 6 x 1,088) tokens less what is shared are a working set of 10,000 blocks of 16; the device holds 4,096
 # (kv_mib: of 2 MiB), which from the fifth turn on is less than what is in flight. roomy_mib: everything. batched_tokens: what

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """First token of a long prompt whose KV another sidecar holds, over TCP on loopback.
 
 An engine computes the prompts and ends; its sidecar stays. Then a second engine with a sidecar of its own asks for each
@@ -12,17 +11,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import time
 from pathlib import Path
 from typing import Any
 
-import rig
-from engine import Answer, Engine
-from ttft import OUTPUT_TOKENS, engine_settings, reloads
+from benches.gpu import rig
+from benches.gpu.engine import Answer, Engine
+from benches.gpu.ttft import OUTPUT_TOKENS, engine_settings, reloads
+from testkit.ports import free_port
+from testkit.sidecar import Sidecar
+from testkit.waiting import Failed
 
 # Modes, with what vLLM does about a load that fails. What the others ask for is computed by the first.
 POLICIES = {"owner": "recompute", "early": "recompute", "whole": "fail"}
-DIRECTORY_WATCHDOG_S = 30
 METRICS = ("pillion_query_early_answers_total", "pillion_mesh_fetched_blocks_total", "pillion_mesh_faults_total")
 
 SIZES = {
@@ -70,58 +70,44 @@ def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def metric(http: str, name: str) -> float:
-    """A counter or gauge of a sidecar, added up over its labels."""
-    page = rig.fetch(f"{http}/metrics") or ""
-    rows = [line.rsplit(" ", 1) for line in page.splitlines() if line.partition(" ")[0].partition("{")[0] == name]
-    return sum(float(value) for _, value in rows)
-
-
 def run(_bench: rig.Bench, options: argparse.Namespace, _modes: list[str], folder: Path) -> rig.Results:
     """The owner, then each other mode beside the owner's sidecar."""
     options.logs = options.logs or folder
     options.logs.mkdir(parents=True, exist_ok=True)
     model = rig.write_model(folder / "model", rig.shape(options))
-    children = {mode: rig.Child(mode, options, options.logs / f"peers-{mode}.log") for mode in POLICIES}
-    owner, reader = (f"127.0.0.1:{rig.free_port()}" for _ in range(2))
+    children = {mode: rig.EngineProcess("peers", mode, options, options.logs / f"peers-{mode}.log") for mode in POLICIES}
+    owner, reader = (f"127.0.0.1:{free_port()}" for _ in range(2))
     results: rig.Results = {}
 
-    def sidecar(mode: str, listen: str, peer: str) -> contextlib.AbstractContextManager[str]:
+    def served(mode: str, listen: str, peer: str) -> contextlib.AbstractContextManager[Sidecar]:
         mesh = ("--mesh-listen", listen, "--peer", peer, "--node-id", mode, "--mesh-plaintext")
+        (folder / mode).mkdir()
         log = options.logs / f"serve-{mode}.log"
-        return rig.sidecar(folder / f"{mode}.sock", options, options.sizes["host_gib"], log, *mesh)
+        return rig.sidecar(folder / mode, options, options.sizes["host_gib"], log, *mesh)
 
     try:
         for child in children.values():
-            child.read(rig.IMPORT_WATCHDOG_S)
-        with sidecar("owner", owner, reader) as owner_http:
+            child.hear(rig.IMPORT_WATCHDOG_S)
+        with served("owner", owner, reader) as first:
             reference: Any = None
             for mode, policy in POLICIES.items():
                 with contextlib.ExitStack() as stack:
-                    http = owner_http
+                    keeper = first
                     if reference is not None:
-                        http = stack.enter_context(sidecar(mode, reader, owner))
-                        wait_for_keys(http, metric(owner_http, "pillion_blocks"))
-                    transfer = rig.pillion_transfer(folder / f"{mode}.sock", options) | {"kv_load_failure_policy": policy}
+                        keeper = stack.enter_context(served(mode, reader, owner))
+                        keeper.wait_metric("pillion_mesh_peer_keys", first.metrics()["pillion_blocks"])
+                    transfer = rig.pillion_transfer(keeper, options) | {"kv_load_failure_policy": policy}
                     raw = children[mode].measure({"model": str(model), "transfer": transfer, "reference": None})
                     reference = reference or raw
-                    results[mode] = compare(raw, reference) | {name: metric(http, name) for name in METRICS}
+                    counts = keeper.metrics()
+                    results[mode] = compare(raw, reference) | {name: counts[name] for name in METRICS}
                     rig.say(f"{mode}: {json.dumps(results[mode])}")
-    except rig.BenchError as error:
+    except Failed as error:
         results["error"] = rig.failure("peers", error)
     finally:
         for child in children.values():
             child.end()
     return results
-
-
-def wait_for_keys(http: str, keys: float) -> None:
-    """Until a sidecar knows what its peer has."""
-    deadline = time.monotonic() + DIRECTORY_WATCHDOG_S
-    while metric(http, "pillion_mesh_peer_keys") < keys:
-        if time.monotonic() > deadline:
-            raise rig.BenchError(f"the peer's {keys:.0f} blocks are not known after {DIRECTORY_WATCHDOG_S} s")
-        time.sleep(0.05)
 
 
 BENCH = rig.Bench("peers", str(__doc__), SIZES, engine_settings, measure, compare)

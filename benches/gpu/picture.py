@@ -58,7 +58,7 @@ def svg(results: list[dict[str, Any]]) -> str:
     parts: list[str] = []
     y = float(TOP)
     for bench, title, figure, unit in FIGURES:
-        modes = next((result["modes"] for result in results if result["bench"] == bench), {})
+        modes: dict[str, Any] = next((result["modes"] for result in results if result["bench"] == bench), {})
         bars = [(mode, value) for mode, measured in modes.items() if (value := figure(measured)) is not None]
         if bars:
             parts += panel(y, title, bars, unit)

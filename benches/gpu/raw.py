@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Bytes a second of saves and loads, against plain copies of page-locked memory, in every form a block can have.
 
 No vLLM: this process is an engine of two sessions whose KV is a torch tensor, beside a real `pillion serve`. A save is timed
@@ -12,7 +11,6 @@ import argparse
 import contextlib
 import hashlib
 import json
-import os
 import random
 import subprocess
 import tempfile
@@ -22,12 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import compute
-import rig
 import torch
 
+from benches.gpu import compute, rig
 from pillion import _shim
 from pillion.geometry import describe
+from testkit.waiting import Failed, wait_for
 
 BLOCK_BYTES = 2 << 20
 # Layers of a block, and whether they lie side by side. 8 KV heads x 128 x 16 tokens x (K, V) in bf16 are 64 KiB a layer.
@@ -76,7 +74,11 @@ class Engine:
             stream=self._stream.cuda_stream,
         )
         self._scheduler = _shim.SchedulerSession(socket, name, 1, self._run, QUERY_BUDGET_US, False, True)
-        wait_for(self._connected, f"sessions: {self._worker.take_notices()} {self._scheduler.take_notices()}")
+        wait_for(
+            self._connected,
+            "sessions",
+            failed=lambda reason: Failed(f"{reason}: {self._worker.take_notices()} {self._scheduler.take_notices()}"),
+        )
 
     def _connected(self) -> bool:
         self._worker.join(self._run)
@@ -93,7 +95,7 @@ class Engine:
         before = self._scheduler.stats()["blocks_committed"]
         saving, loading = self._log(save[0]), self._log(load[0])
         if load[0]:
-            wait_for(lambda: self._scheduler.query(loading, 0, len(load[0])) == len(load[0]), "keys that are kept")
+            wait_for(lambda: self._scheduler.query(loading, 0, len(load[0])) == len(load[0]), "keys that are kept", WATCHDOG_S)
         begun = time.perf_counter()
         if save[0]:
             # A step of its own: the save waits for its end, and the step that loads ends behind the load.
@@ -222,30 +224,22 @@ def until(begun: float, conditions: dict[str, Callable[[], bool]]) -> Iterator[t
         assert time.perf_counter() < begun + WATCHDOG_S, f"no end of {', '.join(waiting)}"
 
 
-def wait_for(condition: Callable[[], bool], what: str, watchdog_s: float = WATCHDOG_S) -> None:
-    """Waits under a watchdog."""
-    deadline = time.monotonic() + watchdog_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {watchdog_s} s: {what}"
-        time.sleep(0.01)
-
-
 @contextlib.contextmanager
 def served(options: argparse.Namespace, gib: int, *more: str) -> Iterator[Path]:
     """A sidecar whose whole pool is page-locked; yields its socket."""
-    with tempfile.TemporaryDirectory(prefix="pillion-raw-") as folder:
-        path = Path(folder) / "pillion.sock"
+    with (
+        tempfile.TemporaryDirectory(prefix="pillion-raw-") as folder,
+        rig.sidecar(Path(folder), options, gib, Path(folder) / "serve.log", *more) as keeper,
+    ):
 
-        def locked(http: str) -> bool:
-            page = rig.fetch(f"{http}/metrics") or ""
-            values = dict(line.rsplit(" ", 1) for line in page.splitlines() if line and line[0] != "#")
+        def locked() -> bool:
+            values = keeper.metrics()
             # On huge pages the pool's headers, locked too, reach to the end of one.
-            return float(values.get("pillion_pool_pinned_bytes", -1)) >= float(values["pillion_pool_bytes"])
+            return values.get("pillion_pool_pinned_bytes", -1) >= values["pillion_pool_bytes"]
 
-        with rig.sidecar(path, options, gib, Path(folder) / "serve.log", *more) as http:
-            if torch.cuda.is_available():
-                wait_for(lambda: locked(http), "page-locked pool", LOCK_WATCHDOG_S)
-            yield path
+        if torch.cuda.is_available():
+            keeper.wait_for(locked, "page-locked pool", LOCK_WATCHDOG_S)
+        yield keeper.socket
 
 
 @contextlib.contextmanager
@@ -309,7 +303,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             rates = Bench(engine, count, blocks, samples).rates(list(range(1, 1 + 2 * count)))
             result |= ratios("2m_hugepages", rates, reference)
             engine.end()
-    except (OSError, rig.BenchError) as error:
+    except (OSError, Failed) as error:
         result["hugepages_skipped"] = " ".join(str(error).splitlines()[:2])
     return result
 
@@ -317,7 +311,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """One JSON line last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--binary", default=os.environ.get("PILLION_BINARY", "pillion"), help="the sidecar's binary")
+    parser.add_argument("--binary", help="the sidecar's binary")
     parser.add_argument("--serve", action="append", default=[], metavar="OPTION", help="more of `pillion serve`; repeatable")
     parser.add_argument("--quick", action="store_true", help="a smoke run")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)

@@ -12,29 +12,28 @@ import contextlib
 import dataclasses
 import json
 import os
-import select
-import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import engine as engines
+from benches.gpu import engine as engines
+from testkit.child import Child, Parent, python
+from testkit.ports import free_port
+from testkit.server import Server
+from testkit.sidecar import Sidecar, find_binary
+from testkit.waiting import Failed
 
+ROOT = Path(__file__).resolve().parents[2]
 BEGUN = time.monotonic()
 # Watchdogs only: a mode that hangs must leave time for the others.
 IMPORT_WATCHDOG_S = 180
-SERVER_WATCHDOG_S = 120
 END_WATCHDOG_S = 15
-LOG_TAIL_BYTES = 4000
 GIB = 1 << 30
 RIVALS = ("none", "idle", "roomy", "offloading", "pegaflow")
 # Modes that keep nothing outside the device.
@@ -85,7 +84,7 @@ def arguments(bench: Bench) -> argparse.Namespace:
     rivals = [rival for rival in RIVALS if rival != "roomy" or "roomy_mib" in bench.sizes["full"]]
     parser.add_argument("--rival", action="append", choices=rivals, default=[], help="measure this too; repeatable")
     parser.add_argument("--no-pillion", action="store_true", help="measure the rivals alone")
-    parser.add_argument("--binary", default=os.environ.get("PILLION_BINARY", "pillion"), help="the sidecar's binary")
+    parser.add_argument("--binary", help="the sidecar's binary")
     parser.add_argument("--pillion", action="append", default=[], metavar="KEY=VALUE", help="as load=sync; repeatable")
     parser.add_argument("--serve", action="append", default=[], metavar="OPTION", help="more of `pillion serve`; repeatable")
     parser.add_argument("--graphs", action="store_true", help="torch.compile and CUDA graphs (otherwise eager)")
@@ -147,23 +146,23 @@ def measure_all(bench: Bench, options: argparse.Namespace, modes: list[str], fol
     logs = options.logs or folder
     logs.mkdir(parents=True, exist_ok=True)
     model = write_model(folder / "model", shape(options))
-    children: dict[str, Child] = {}
+    children: dict[str, EngineProcess] = {}
     results: dict[str, Any] = {}
     reference: Any = None
     try:
         for mode in modes:
-            children[mode] = Child(mode, options, logs / f"{bench.name}-{mode}.log")
+            children[mode] = EngineProcess(bench.name, mode, options, logs / f"{bench.name}-{mode}.log")
         for mode in modes:
             try:
-                children[mode].read(IMPORT_WATCHDOG_S)
-            except BenchError as error:
+                children[mode].hear(IMPORT_WATCHDOG_S)
+            except Failed as error:
                 results[mode] = failure(mode, error)
         for mode in [mode for mode in modes if mode not in results]:
             say(f"{mode}: starting")
             try:
                 with server(mode, options, folder, logs) as transfer:
                     raw = children[mode].measure({"model": str(model), "transfer": transfer, "reference": reference})
-            except (BenchError, OSError) as error:
+            except (Failed, OSError) as error:
                 results[mode] = failure(mode, error)
                 continue
             reference = reference or raw
@@ -184,64 +183,32 @@ def failure(mode: str, error: Exception) -> dict[str, Any]:
     return {"ok": False, "error": f"{lines[0]}: {lines[-1]}"}
 
 
-class BenchError(Exception):
-    """A server or an engine did not do its part."""
-
-
-class Child:
+class EngineProcess(Child):
     """One engine's process: it imports vLLM at once, and becomes an engine when it is told to."""
 
-    def __init__(self, mode: str, options: argparse.Namespace, log: Path) -> None:
-        self.mode = mode
-        self.log = log
-        self.limit_s = options.limit_s
+    def __init__(self, bench: str, mode: str, options: argparse.Namespace, log: Path) -> None:
         log.touch()
-        command = [sys.executable, *sys.argv, "--engine", mode, "--logs", str(log.parent)]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment(options),
-            start_new_session=True,  # vLLM's own children end with it
-        )
-        self._unread = b""
+        command = python(f"benches.gpu.{bench}", *sys.argv[1:], "--engine", mode, "--logs", str(log.parent))
+        # Its progress is this process's; what vLLM says goes to the log, which the child opens.
+        super().__init__(command, None, environment(options), [ROOT])
+        self.log = log
+        self._limit_s = options.limit_s
 
     def measure(self, role: dict[str, Any]) -> Any:
         """Be an engine, measure, and be gone."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(role).encode() + b"\n")
-        self._process.stdin.flush()
+        self.tell(role)
         try:
-            return self.read(self.limit_s)
+            return self.hear(self._limit_s)
         finally:
             # Its device memory must be free before the next engine starts.
             self.end()
 
-    def read(self, watchdog_s: float) -> Any:
-        """Its next line."""
-        assert self._process.stdout is not None
-        deadline = time.monotonic() + watchdog_s
-        while b"\n" not in self._unread:
-            patience_s = max(0.0, deadline - time.monotonic())
-            readable, _, _ = select.select([self._process.stdout], [], [], patience_s)
-            chunk = os.read(self._process.stdout.fileno(), 1 << 20) if readable else b""
-            if not chunk:
-                why = "ended" if readable else f"no answer in {watchdog_s:.0f} s"
-                raise BenchError(f"engine {self.mode}: {why}\n{tail(self.log)}")
-            self._unread += chunk
-        line, self._unread = self._unread.split(b"\n", 1)
-        return json.loads(line)
-
     def end(self) -> None:
         """Wait for its own end, or end it and all that it started."""
-        with contextlib.suppress(BrokenPipeError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_WATCHDOG_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(END_WATCHDOG_S)
+        self.close_input()
+        with contextlib.suppress(Failed, subprocess.TimeoutExpired):
+            self.wait_exit(END_WATCHDOG_S)
+        self.close()
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
@@ -258,7 +225,7 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
         settings["VLLM_BATCH_INVARIANT"] = "1"
     if options.tiny:
         settings |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return os.environ | settings
+    return settings
 
 
 def shape(options: argparse.Namespace) -> dict[str, int]:
@@ -288,7 +255,7 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
     if mode in ("none", "roomy"):
         yield None
     elif mode == "idle":
-        yield transfer_config("IdleConnector", "idle_connector", {})
+        yield transfer_config("IdleConnector", "benches.gpu.idle_connector", {})
     elif mode == "offloading":
         # Answers too: by default it keeps prompts alone, and the others keep both.
         extra: dict[str, Any] = {"cpu_bytes_to_use": gib * GIB, "offload_prompt_only": False}
@@ -297,30 +264,42 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
         port, http = free_port(), free_port()
         command = [sys.executable, "-m", "pegaflow._server", "--addr", f"127.0.0.1:{port}", "--pool-size", f"{gib}gb"]
         command += ["--http-addr", f"127.0.0.1:{http}", "--devices", "0"]
-        with serving(command, f"http://127.0.0.1:{http}/health", logs / "pegaflow-server.log"):
+        with measured(Server(command, logs / "pegaflow-server.log", f"http://127.0.0.1:{http}/health")):
             extra = {"pegaflow.host": "http://127.0.0.1", "pegaflow.port": port}
             yield transfer_config("PegaKVConnector", "pegaflow.connector", extra)
     else:
-        path = folder / "pillion.sock"
-        with sidecar(path, options, gib, logs / "pillion-serve.log") as http:
-            yield pillion_transfer(path, options)
-            (logs / "pillion-metrics.txt").write_text(fetch(f"{http}/metrics") or "")
+        with sidecar(folder, options, gib, logs / "pillion-serve.log") as keeper:
+            yield pillion_transfer(keeper, options)
+            (logs / "pillion-metrics.txt").write_text(keeper.get("/metrics") or "")
 
 
 @contextlib.contextmanager
-def sidecar(path: Path, options: argparse.Namespace, gib: int, log: Path, *more: str) -> Iterator[str]:
-    """A ready sidecar at a socket; yields the URL of its admin pages."""
-    binary, http = shutil.which(options.binary), f"127.0.0.1:{free_port()}"
-    if binary is None:
-        raise BenchError(f"no binary {options.binary!r}: --binary PATH")
-    command = [binary, "serve", "--socket", str(path), "--dram", f"{gib}GiB", "--http", http, *more, *options.serve]
-    with serving(command, f"http://{http}/readyz", log):
-        yield f"http://{http}"
+def measured(server: Server) -> Iterator[None]:
+    """A ready server, ended afterwards with all that it started; it must not end before."""
+    try:
+        server.wait_ready()
+        say(f"ready: {' '.join(server.command)}")
+        yield
+        server.check_running()
+    finally:
+        server.signal(signal.SIGTERM)
+        with contextlib.suppress(Failed, subprocess.TimeoutExpired):
+            server.wait_exit(END_WATCHDOG_S)
+        server.kill()
 
 
-def pillion_transfer(path: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """`kv_transfer_config` of Pillion, with the sidecar at a socket."""
-    extra = {"pillion.socket": str(path), "pillion.model_id": "bench"}
+@contextlib.contextmanager
+def sidecar(folder: Path, options: argparse.Namespace, gib: int, log: Path, *more: str) -> Iterator[Sidecar]:
+    """A ready sidecar, with its socket in a folder and a pool of anonymous memory unless `more` names one."""
+    given = (*more, *options.serve)
+    keeper = Sidecar(folder, f"{gib}GiB", anonymous=True, more=given, binary=find_binary(options.binary), log=log)
+    with measured(keeper):
+        yield keeper
+
+
+def pillion_transfer(keeper: Sidecar, options: argparse.Namespace) -> dict[str, Any]:
+    """`kv_transfer_config` of Pillion."""
+    extra = {"pillion.socket": str(keeper.socket), "pillion.model_id": "bench"}
     return transfer_config("PillionConnector", "pillion.connector", extra | pillion_options(options))
 
 
@@ -338,74 +317,21 @@ def transfer_config(connector: str, module: str, extra: dict[str, Any]) -> dict[
     return config | {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
 
 
-@contextlib.contextmanager
-def serving(command: list[str], health: str, log: Path) -> Iterator[None]:
-    """A server that answers 200 at `health`, ended afterwards with all that it started."""
-    with log.open("w") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        deadline = time.monotonic() + SERVER_WATCHDOG_S
-        while fetch(health) is None:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise BenchError(f"not ready: {' '.join(command)}\n{tail(log)}")
-            time.sleep(0.05)
-        say(f"ready: {' '.join(command)}")
-        yield
-        if process.poll() is not None:
-            raise BenchError(f"ended with {process.returncode} while it was measured: {' '.join(command)}\n{tail(log)}")
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_WATCHDOG_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(END_WATCHDOG_S)
-
-
-def fetch(url: str) -> str | None:
-    """The body of a page that answers 200."""
-    try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return str(response.read().decode())
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return None
-
-
-def free_port() -> int:
-    """A port that nobody uses now, and neither the next."""
-    while True:
-        with socket.socket() as one, socket.socket() as other, contextlib.suppress(OSError, OverflowError):
-            one.bind(("127.0.0.1", 0))
-            port = int(one.getsockname()[1])
-            other.bind(("127.0.0.1", port + 1))
-            return port
-
-
-def tail(log: Path) -> str:
-    """The end of a log."""
-    return log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
-
-
 # === The child ===
 
 
 def serve_engine(bench: Bench, options: argparse.Namespace) -> None:
     """Import vLLM, wait to be told what engine to be, measure, and answer with one line."""
-    answers = os.fdopen(os.dup(1), "w")
-    progress = os.fdopen(os.dup(2), "w")
-    log = os.open(options.logs / f"{bench.name}-{options.mode}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    parent, progress = Parent(), os.fdopen(os.dup(2), "w")
+    parent.log_to(options.logs / f"{bench.name}-{options.mode}.log")
     # Seconds, spent while no engine is measured yet.
     import vllm.v1.engine.core
     import vllm.v1.worker.gpu_worker  # noqa: F401 - as above
 
-    answer(answers, "imported")
-    line = sys.stdin.readline()
-    if not line:
+    parent.tell("imported")
+    role = parent.hear()
+    if role is None:
         return
-    role = json.loads(line)
 
     def tell(text: str) -> None:
         print(f"             {options.mode}: {text}", file=progress, flush=True)
@@ -415,12 +341,12 @@ def serve_engine(bench: Bench, options: argparse.Namespace) -> None:
     settings = bench.engine(options.sizes) | engine_arguments(options) | {"model": role["model"]}
     if role["transfer"]:
         settings["kv_transfer_config"] = role["transfer"]
-    measured = engines.Engine(settings, shape(options), tell)
+    engine = engines.Engine(settings, shape(options), tell)
     if options.fragment:
-        measured.fragment()
+        engine.fragment()
         tell("free blocks scattered")
-    result = bench.measure(measured, options.sizes, options, role["reference"])
-    answer(answers, result | {"facts": measured.facts()})
+    result = bench.measure(engine, options.sizes, options, role["reference"])
+    parent.tell(result | {"facts": engine.facts()})
 
 
 def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -430,12 +356,6 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
     if options.graphs:
         settings["compilation_config"] = {"cudagraph_capture_sizes": list(GRAPH_SIZES)}
     return settings
-
-
-def answer(stream: TextIO, result: Any) -> None:
-    """One line to the parent."""
-    stream.write(json.dumps(result) + "\n")
-    stream.flush()
 
 
 # === Figures ===

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Time to the first token of a long prompt: cold, with its KV on the device, and reloaded from the host.
 
 Modes run one after the other in processes of their own; `--rival none --rival offloading --rival pegaflow` adds them.
@@ -11,8 +10,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import rig
-from engine import Answer, Engine, runs
+from benches.gpu import rig
+from benches.gpu.engine import Answer, Engine, runs
 
 # Answers are compared by so many tokens; the timed part ends with the first. Asynchronous scheduling launches the step after
 # it before it is looked at; a request for one token has no such step.

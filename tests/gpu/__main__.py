@@ -1,6 +1,6 @@
 """`python3 tests/gpu [pytest's arguments]`: the tests that need a GPU, vLLM's CUDA build, and Pillion where Python finds it.
 
-The sidecar's binary is `$PILLION_BINARY`, or `pillion` on the PATH. Without a GPU nothing is run, aloud.
+The sidecar's binary is `$PILLION_BINARY`, or that of the wheel, or `pillion` on the PATH. Without a GPU nothing is run, aloud.
 """
 
 from __future__ import annotations

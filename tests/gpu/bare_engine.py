@@ -13,6 +13,7 @@ from typing import Any
 from bare_rank import BLOCKS, WATCHDOG_S, Found, Load, Order, Place, Prompt, Rank, RemoteRank
 
 from pillion import _shim
+from testkit.waiting import Failed, wait_for
 
 # A kernel of 50 to 400 us on a GPU of 1 to 2 GHz.
 SPIN_CYCLES = (100_000, 400_000)
@@ -88,12 +89,16 @@ class Engine:
 
     def wait_connected(self) -> None:
         """Both roles, and every rank."""
-        deadline = time.monotonic() + WATCHDOG_S
-        while not (all(self._all("connected")) and self._scheduler.connected):
-            notices = [*self._all("notices"), self._scheduler.take_notices()]
-            assert time.monotonic() < deadline, f"not connected: {notices}"
+        notices: list[Any] = []
+
+        def connected() -> bool:
+            if all(self._all("connected")) and self._scheduler.connected:
+                return True
+            notices[:] = [*self._all("notices"), self._scheduler.take_notices()]
             self._scheduler.end_step()
-            time.sleep(0.01)
+            return False
+
+        wait_for(connected, "connection", WATCHDOG_S, 0.01, lambda reason: Failed(f"{reason}: {notices}"))
 
     @property
     def next_key(self) -> int:

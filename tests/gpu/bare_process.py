@@ -11,8 +11,6 @@ import dataclasses
 import json
 import os
 import select
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,80 +19,47 @@ from typing import Any
 
 from bare_rank import WATCHDOG_S, Prompt
 
+from testkit.child import Child, Parent, python
+
 # Steps between two lines, some 30 ms.
 BATCH_STEPS = 30
-EXIT_WATCHDOG_S = 30
-LOG_TAIL_BYTES = 4000
+HERE = Path(__file__).resolve().parent
 
 
-class Process:
+class Process(Child):
     """One engine's process, from the test's side. It has imported torch, or is about to, before it is `start`ed."""
 
     def __init__(self, log: Path, prefix: tuple[str, ...] = ()) -> None:
-        self.log = log
+        super().__init__([*prefix, *python("bare_process")], log, path=[HERE])
         self.last: dict[str, Any] = {}
-        self._unread = b""
-        self._process = subprocess.Popen(
-            [*prefix, sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("ab"),
-            start_new_session=True,  # ranks in processes of their own end with it
-        )
 
     def start(self, **options: Any) -> None:
         """Which engine to be: fields of `bare_engine.Options`, and `memory_part` of the GPU."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(options).encode() + b"\n")
-        self._process.stdin.flush()
+        self.tell(options)
 
-    def line(self, watchdog_s: float = WATCHDOG_S) -> dict[str, Any]:
-        """Its next line; it must not have found a wrong word."""
-        assert self._process.stdout is not None
-        deadline = time.monotonic() + watchdog_s
-        while b"\n" not in self._unread:
-            readable, _, _ = select.select([self._process.stdout], [], [], max(0, deadline - time.monotonic()))
-            chunk = os.read(self._process.stdout.fileno(), 1 << 16) if readable else b""
-            assert chunk, f"the engine {'ended' if readable else 'says nothing'}\n{self.log.read_text()[-LOG_TAIL_BYTES:]}"
-            self._unread += chunk
-        line, self._unread = self._unread.split(b"\n", 1)
+    def found(self, watchdog_s: float = WATCHDOG_S) -> dict[str, Any]:
+        """What it says next; it must not have found a wrong word."""
+        return self._note(self.line(watchdog_s))
+
+    def news(self) -> dict[str, Any]:
+        """What it says of what was done from now on: what waits to be read is skipped."""
+        while (line := self.line_within(0)) is not None:
+            self._note(line)
+        self.found()
+        return self.found()
+
+    def finish(self) -> dict[str, Any]:
+        """Has it end all loads and leave; what it says last."""
+        self.close_input()
+        while "ended" not in self.found():
+            pass
+        self.wait_exit()
+        return self.last
+
+    def _note(self, line: str) -> dict[str, Any]:
         self.last = json.loads(line)
         assert self.last["wrong_words"] == 0, f"wrong bytes: {self.last}"
         return self.last
-
-    def news(self) -> dict[str, Any]:
-        """A line about what was done from now on: those that wait to be read are skipped."""
-        assert self._process.stdout is not None
-        while b"\n" in self._unread or select.select([self._process.stdout], [], [], 0)[0]:
-            self.line()
-        self.line()
-        return self.line()
-
-    def finish(self) -> dict[str, Any]:
-        """Has it end all loads and leave; its last line."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        last = self.line()
-        while "ended" not in last:
-            last = self.line()
-        status = self._process.wait(EXIT_WATCHDOG_S)
-        assert status == 0, f"exit status {status}\n{self.log.read_text()[-LOG_TAIL_BYTES:]}"
-        return last
-
-    @property
-    def pid(self) -> int:
-        """The process that was started: with a prefix, that of the prefix."""
-        return self._process.pid
-
-    def signal(self, number: signal.Signals) -> None:
-        """To it and the ranks below it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
-
-    def kill(self) -> None:
-        """At once, as the kernel would."""
-        self.signal(signal.SIGKILL)
-        self._process.wait(EXIT_WATCHDOG_S)
 
 
 @contextlib.contextmanager
@@ -103,7 +68,7 @@ def running(log: Path, prefix: tuple[str, ...] = (), **options: Any) -> Iterator
     process = Process(log, prefix)
     try:
         process.start(**options)
-        process.line(2 * WATCHDOG_S)
+        process.found(2 * WATCHDOG_S)
         yield process
     finally:
         process.kill()
@@ -114,16 +79,14 @@ def running(log: Path, prefix: tuple[str, ...] = (), **options: Any) -> Iterator
 
 def main() -> None:
     """One engine's life."""
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    parent = Parent()
     import bare_engine
     import bare_rank
     import torch
 
-    line = sys.stdin.readline()
-    if not line:
+    role = parent.hear()
+    if role is None:
         return
-    role = json.loads(line)
     # A part of the GPU's memory, for one that ends up with as much as the one before it.
     part = role.pop("memory_part", None)
     if part is not None:
@@ -138,7 +101,7 @@ def main() -> None:
     def tell(found: bare_rank.Found, **more: Any) -> None:
         known: dict[str, Any] = {"pid": os.getpid(), "start_s": start_s, "next_key": engine.next_key}
         known |= {"prompts": [dataclasses.astuple(prompt) for prompt in engine.prompts], "inherited": engine.inherited}
-        out.write(json.dumps(dataclasses.asdict(found) | {"loaded": found.loaded} | known | more) + "\n")
+        parent.tell(dataclasses.asdict(found) | {"loaded": found.loaded} | known | more)
 
     tell(engine.found())
     while not select.select([sys.stdin], [], [], 0)[0]:

@@ -111,7 +111,7 @@ class Pair:
                 # As it does where a batch is stuck behind a closed gate; a pod starts it again.
                 self.counts[f"ended itself after {self._last}"] += 1
                 self.sidecar = self._new_sidecar()
-            if self.engine.line()["loaded"] > loaded:
+            if self.engine.found()["loaded"] > loaded:
                 return
         raise AssertionError(f"no load any more: {self.engine.last}")
 
@@ -133,7 +133,7 @@ class Pair:
         engine, self._next = self._next, self._new_process()
         layout = {"block_outermost": self._chance.random() < 0.5}
         engine.start(socket=str(self.sidecar.socket), seed=self._chance.randrange(1 << 30), **layout, **self._options)
-        engine.line()
+        engine.found()
         return engine
 
 
@@ -169,7 +169,7 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
         sidecar.serving(tmp_path, DRAM) as keeper,
         bare_process.running(tmp_path / "engine.log", socket=str(keeper.socket)) as engine,
     ):
-        while not engine.line()["loaded"]:
+        while not engine.found()["loaded"]:
             pass
         with pool_file.damaged(keeper.pool) as blocks:
             assert blocks > 0
@@ -181,4 +181,4 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
 def go_on(engine: bare_process.Process) -> None:
     """Long enough to load many blocks."""
     for _ in range(LINES_MAX):
-        engine.line()
+        engine.found()

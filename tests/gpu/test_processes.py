@@ -29,8 +29,8 @@ KEYS_APART = 1_000_000
 def go_on(process: bare_process.Process) -> None:
     """Let it load for a while."""
     for _ in range(LINES):
-        process.line()
-    while process.line()["loaded"] < LOADED_BLOCKS_MIN:
+        process.found()
+    while process.found()["loaded"] < LOADED_BLOCKS_MIN:
         pass
 
 
@@ -88,7 +88,7 @@ def test_a_killed_engine_gives_its_memory_back(tmp_path: Path) -> None:
             killed = time.monotonic()
             kept = {"prompts": first.last["prompts"], "next_key": first.last["next_key"] + KEYS_APART}
             spare.start(socket=str(keeper.socket), memory_part=MEMORY_PART, **kept)
-            spare.line()
+            spare.found()
             # It waits for room for a few seconds at most, and ends without.
             print(f"{MEMORY_PART:.0%} of the GPU: taken again {time.monotonic() - killed:.2f} s after the kill", flush=True)
             go_on(spare)

@@ -12,15 +12,16 @@ import ctypes
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from testkit.threads import state
+from testkit.waiting import Failed, wait_for
 
 # linux/ptrace.h
 PTRACE_DETACH, PTRACE_SEIZE, PTRACE_INTERRUPT = 17, 0x4206, 0x4207
 # linux/wait.h: children of any kind, a traced thread too.
 WALL = 0x40000000
-CONDITION_WATCHDOG_S = 60
 POLL_S = 0.001
 REQUEST_BYTES_MAX = 256
 
@@ -74,7 +75,7 @@ class Holder:
                     self._wait_idle(threads)
                 case _:
                     return f"unknown request {request!r}"
-        except (OSError, ValueError, TimeoutError) as error:
+        except (OSError, ValueError, Failed) as error:
             return f"{request}: {error}"
         return "done"
 
@@ -105,14 +106,7 @@ class Holder:
             self._held = self._held - {thread}
 
     def _wait_idle(self, threads: set[int]) -> None:
-        deadline = time.monotonic() + CONDITION_WATCHDOG_S
-        while any(self._state(thread) != "S" for thread in threads):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not idle in {CONDITION_WATCHDOG_S} s")
-            time.sleep(POLL_S)
-
-    def _state(self, thread: int) -> str:
-        return Path(f"/proc/{self._pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
+        wait_for(lambda: all(state(self._pid, thread) == "S" for thread in threads), "idleness", poll_s=POLL_S)
 
     def _ptrace(self, request: int, thread: int) -> None:
         if self._libc.ptrace(request, thread, None, None) == -1:

@@ -6,26 +6,21 @@ a list of acts, each of them a method of `ScriptedEngine` and its arguments; thi
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from holder import Holder
 
-from testkit import logs, model, sidecar
+from testkit import model, sidecar
+from testkit.child import Child, python
+from testkit.waiting import Failed
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-SCRIPTED = Path(__file__).with_name("scripted")
+HERE = Path(__file__).resolve().parent
 # scripts/setup unpacks the Python sources of this release here: it exists for CUDA only.
-TREE_033 = ROOT / ".cache/vllm-0.33.0"
+TREE_033 = HERE.parents[1] / ".cache/vllm-0.33.0"
 SCENARIO_WATCHDOG_S = 300
-EXIT_WATCHDOG_S = 30
 BLOCK_TOKENS = 32
 BLOCK_BYTES = BLOCK_TOKENS * model.TINY.kv_bytes_per_token()
 RELEASES = ["0.32.0", "0.33.0"]
@@ -34,53 +29,39 @@ LOADS = ("sync", "async")
 
 Act = dict[str, Any]
 
-sys.path.insert(0, str(SCRIPTED))
-
 
 class Player:
     """The scripted engine's process for one release."""
 
     def __init__(self, release: str, log: Path) -> None:
-        path = [str(SCRIPTED), str(ROOT / "tests")]
+        path = [HERE]
         if release == "0.33.0":
-            assert (TREE_033 / "vllm").is_dir(), f"{TREE_033} is missing: run scripts/setup"
-            path.insert(0, str(TREE_033))
-        path += filter(None, [os.environ.get("PYTHONPATH")])
+            assert (TREE_033 / "vllm").is_dir(), f"{TREE_033} is missing: run scripts/setup tests"
+            path.insert(0, TREE_033)
         fixed = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
-        self.release, self.log = release, log
-        self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPTED / "scripted_engine.py")],
-            env=os.environ | fixed | {"PYTHONPATH": os.pathsep.join(path)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("ab"),
-            text=True,
-        )
+        self.release = release
+        self._child = Child(python("scripted.engine"), log, fixed, path)
 
     def play(self, scenarios: list[dict[str, Any]]) -> Any:
         """A report for each scenario, all played one after another."""
-        assert self._process.stdin and self._process.stdout
-        watchdog = threading.Timer(SCENARIO_WATCHDOG_S, self._process.kill)
-        watchdog.start()
+        self._child.tell(scenarios)
         try:
-            self._process.stdin.write(json.dumps(scenarios) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        finally:
-            watchdog.cancel()
-        assert line, f"the scripted engine died, or took over {SCENARIO_WATCHDOG_S} s\n{logs.tail(self.log)}"
-        reply = json.loads(line)
-        assert isinstance(reply, list), f"{reply['error']}\n{logs.tail(self.log)}"
+            reply = self._child.hear(SCENARIO_WATCHDOG_S)
+        except Failed:
+            # A late report must not be taken for that of the next scenarios.
+            self._child.kill()
+            raise
+        if not isinstance(reply, list):
+            raise self._child.failed(reply["error"])
         return reply
 
     def end(self) -> None:
         """Stops the process."""
-        assert self._process.stdin
-        self._process.stdin.close()
+        self._child.close_input()
         try:
-            self._process.wait(EXIT_WATCHDOG_S)
+            self._child.wait_exit()
         finally:
-            self._process.kill()
+            self._child.close()
 
 
 class Stage:
@@ -148,9 +129,9 @@ def prompt_of(tokens: int, seed: int) -> list[int]:
 
 def right_answers(prompts: list[list[int]], output_tokens: int, weights: int = 0) -> list[list[int]]:
     """What an engine with right KV answers."""
-    import scripted_worker
+    from scripted import worker
 
-    return [scripted_worker.right_answer(prompt, output_tokens, weights) for prompt in prompts]
+    return [worker.right_answer(prompt, output_tokens, weights) for prompt in prompts]
 
 
 def hit_tokens(tokens: int) -> int:

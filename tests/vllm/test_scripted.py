@@ -37,7 +37,7 @@ from testkit import model, sidecar
 def test_hook_order_of_a_step(stage: Stage) -> None:
     """The scripted engine calls the hooks as vLLM does: what the connector's tests rest on."""
     log = stage.directory / "hooks.log"
-    logging = {"kv_connector": "LoggingConnector", "kv_connector_module_path": "logging_connector"}
+    logging = {"kv_connector": "LoggingConnector", "kv_connector_module_path": "scripted.logging_connector"}
     (results,) = stage.play(
         [generate([prompt_of(40, 1)], 1), RESET_ALL], logging | {"kv_connector_extra_config": {"hook_log": str(log)}}
     )

@@ -7,10 +7,10 @@ import dataclasses
 import random
 from typing import TYPE_CHECKING, Any
 
-from scripted_worker import VOCAB, right_answer
+from scripted.worker import VOCAB, right_answer
 
 if TYPE_CHECKING:
-    from scripted_engine import ScriptedEngine
+    from scripted.engine import ScriptedEngine
 
 FAMILIES = 3
 FAMILY_TOKENS = (40, 200)

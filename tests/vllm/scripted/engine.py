@@ -8,60 +8,33 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import json
+import functools
 import os
 import signal
 import socket
-import struct
-import sys
 import time
 import traceback
-import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import storm
-
-from testkit import pool_file
+from scripted import storm
+from testkit import metrics, plan, pool_file, threads, waiting
+from testkit.child import Parent
+from testkit.server import fetch
 
 # A scripted step takes microseconds and a transfer some milliseconds: an idle step waits as a real one would.
 IDLE_STEP_S = 0.001
 # Watchdog: no scenario needs nearly as many steps.
 STEPS_MAX = 20_000
-CONDITION_WATCHDOG_S = 60
 # The states of threads that obey a signal; a zombie's are gone.
 GONE_STATES = {"SIGSTOP": {"T"}, "SIGKILL": {"Z", "X"}}
 # How a block of a save ends, as the shim counts it.
 SAVE_ENDS = ("blocks_committed", "blocks_present", "blocks_cancelled", "blocks_dropped")
 # A key that nothing has.
 PROBE = b"\xff" * 16
-# Of a plan (connector-shim/src/plan.rs): its header, its blocks, and a block's generation within.
-PLAN_HEADER_BYTES, PLAN_BLOCK_BYTES, PLAN_GENERATION = 24, 24, 16
 
 
-def counter(metrics: str, name: str) -> int:
-    """The sum of a counter's samples at a /metrics address."""
-    with urllib.request.urlopen(metrics, timeout=10) as response:
-        lines = response.read().decode().splitlines()
-    return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if line.startswith(name))
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Waits under a watchdog."""
-    deadline = time.monotonic() + CONDITION_WATCHDOG_S
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} in {CONDITION_WATCHDOG_S} s"
-        time.sleep(IDLE_STEP_S)
-
-
-def thread_states(pid: int) -> set[str]:
-    """One letter for each of the states that a process's threads are in; none for a process that is no more."""
-    found = set()
-    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(OSError):
-            found.add(stat.read_text().rpartition(")")[2].split()[0])
-    return found
+wait_for = functools.partial(waiting.wait_for, poll_s=IDLE_STEP_S)
 
 
 def use_cpu_platform() -> None:
@@ -134,7 +107,7 @@ class ScriptedEngine:
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
 
-        from scripted_worker import ScriptedWorker
+        from scripted.worker import ScriptedWorker
 
         config = build_config(scenario)
         cache_config = build_cache_config(scenario, config)
@@ -275,12 +248,12 @@ class ScriptedEngine:
         """Freezes (SIGSTOP), thaws (SIGCONT) or kills (SIGKILL) a process, and waits until that is so."""
         os.kill(pid, getattr(signal, name))
         if name != "SIGCONT":
-            wait_for(lambda: thread_states(pid) <= GONE_STATES[name], f"{name} of {pid}")
+            wait_for(lambda: threads.states(pid) <= GONE_STATES[name], f"{name} of {pid}")
 
     def tell(self, address: str, text: str) -> None:
         """Has the holder of the sidecar's threads do something, and waits until it is done."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as holder:
-            holder.settimeout(CONDITION_WATCHDOG_S)
+            holder.settimeout(waiting.WATCHDOG_S)
             holder.connect(address)
             holder.send(text.encode())
             reply = holder.recv(1 << 16).decode()
@@ -387,12 +360,8 @@ class ScriptedEngine:
 
     def _spoil(self, metadata: Any) -> None:
         loads = getattr(metadata, "loads", [])
-        for index, (name, plan, sync) in enumerate(loads[: self._plans_to_spoil]):
-            wrong = bytearray(plan)
-            first = PLAN_HEADER_BYTES + PLAN_GENERATION + self._spoil_from * PLAN_BLOCK_BYTES
-            for place in range(first, len(wrong), PLAN_BLOCK_BYTES):
-                struct.pack_into("<Q", wrong, place, struct.unpack_from("<Q", wrong, place)[0] + 1)
-            loads[index] = (name, bytes(wrong), sync)
+        for index, (name, planned, sync) in enumerate(loads[: self._plans_to_spoil]):
+            loads[index] = (name, plan.outdated(planned, self._spoil_from), sync)
         self._plans_to_spoil -= min(self._plans_to_spoil, len(loads))
 
     def _begin_loads(self, metadata: Any) -> None:
@@ -422,7 +391,9 @@ class ScriptedEngine:
 
     def _metric(self, name: str) -> int:
         assert self._metrics, "the scenario names no metrics"
-        return counter(self._metrics, f"pillion_{name}")
+        page = fetch(self._metrics)
+        assert page is not None, f"{self._metrics} does not answer"
+        return metrics.totals(page)[f"pillion_{name}"]
 
     def reset(self, reset_connector: bool = False, reset_running_requests: bool = False) -> bool:
         """vLLM's prefix cache reset."""
@@ -452,14 +423,14 @@ def play(scenario: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Plays what it is told until its input ends. vLLM's own prints go to the log."""
-    answers, sys.stdout = sys.stdout, sys.stderr
+    parent = Parent()
     use_cpu_platform()
-    for line in sys.stdin:
+    while (scenarios := parent.hear()) is not None:
         try:
-            reply: Any = [play(scenario) for scenario in json.loads(line)]
+            reply: Any = [play(scenario) for scenario in scenarios]
         except Exception:
             reply = {"error": traceback.format_exc()}
-        print(json.dumps(reply), file=answers, flush=True)
+        parent.tell(reply)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Benchmarks on a GPU, run by benches/run gpu/NAME."""

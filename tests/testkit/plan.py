@@ -1,0 +1,17 @@
+"""A load's plan, as connector-shim/src/plan.rs lays it out."""
+
+from __future__ import annotations
+
+import struct
+
+HEADER_BYTES, BLOCK_BYTES = 24, 24
+# Within a block's entry.
+GENERATION = 16
+
+
+def outdated(plan: bytes, first_block: int = 0) -> bytes:
+    """A plan that names, from a block on, generations that the slots do not have: the load of these blocks fails."""
+    wrong = bytearray(plan)
+    for place in range(HEADER_BYTES + first_block * BLOCK_BYTES + GENERATION, len(wrong), BLOCK_BYTES):
+        struct.pack_into("<Q", wrong, place, struct.unpack_from("<Q", wrong, place)[0] + 1)
+    return bytes(wrong)

@@ -18,10 +18,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from benches.mesh_node import Node
+from testkit.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
@@ -42,9 +42,12 @@ def ib_read_bw(port: int, *options: str) -> float:
     quiet = subprocess.DEVNULL
     server = subprocess.Popen([*common, "-d", DEVICES[1]], stdout=quiet, stderr=quiet)
     listening = f":{port:04X} "
-    while not any(listening in line and " 0A " in line for line in Path("/proc/net/tcp").read_text().splitlines()):
-        time.sleep(0.05)
+
+    def listens() -> bool:
         assert server.poll() is None, "ib_read_bw ended"
+        return any(listening in line and " 0A " in line for line in Path("/proc/net/tcp").read_text().splitlines())
+
+    wait_for(listens, "listening ib_read_bw", WATCHDOG_S)
     command = [*common, "-d", DEVICES[0], "10.77.0.2"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WATCHDOG_S)
     server.wait(WATCHDOG_S)

@@ -68,6 +68,9 @@ class Process:
             raise self.failed(f"exit status {status}")
 
     def failed(self, reason: str) -> Failed:
-        """An error that shows the end of the log."""
-        shown = f"\n--- {self.log}\n{logs.tail(self.log)}" if self.log else ""
-        return Failed(f"{reason}: {' '.join(self.command)}{shown}")
+        """An error that shows what is known of the process."""
+        return Failed(f"{reason}: {' '.join(self.command)}{self.evidence()}")
+
+    def evidence(self) -> str:
+        """The end of the log."""
+        return f"\n--- {self.log}\n{logs.tail(self.log)}" if self.log else ""

@@ -36,9 +36,9 @@ class Sidecar(Server):
         binary: Path | None = None,
         log: Path | None = None,
     ) -> None:
-        """A pool of `anonymous` memory has no file; `prefix` goes before the command, see mounts.py; no `gpu`: it sees none.
+        """A pool of `anonymous` memory has no file; without `gpu` the sidecar sees none.
 
-        Each `ssd` is a PATH:SIZE; `more` are arguments as they are.
+        `prefix` goes before the command. Each `ssd` is a PATH:SIZE; `more` are arguments as they are.
         """
         self.socket = directory / "pillion.sock"
         self.pool = pool or new_pool()
@@ -87,9 +87,9 @@ class Sidecar(Server):
             raise self.failed("no /metrics")
         return page
 
-    def failed(self, reason: str) -> Failed:
-        """As of any process, with the metrics of the moment."""
-        return Failed(f"{super().failed(reason)}\n--- /metrics\n{self.get('/metrics')}")
+    def evidence(self) -> str:
+        """As of any process, and the metrics of the moment."""
+        return f"\n--- /metrics\n{self.get('/metrics')}{super().evidence()}"
 
 
 def find_binary(named: str | None = None) -> Path:

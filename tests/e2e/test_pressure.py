@@ -20,7 +20,9 @@ WAYS = [("sync", "engine"), ("async", "sidecar"), ("async", "engine"), ("sync", 
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(way, marks=pytest.mark.xdist_group(f"squeezed-{'-'.join(way)}")) for way in WAYS], ids="-".join
+    scope="module",
+    params=[pytest.param(way, marks=pytest.mark.xdist_group(f"squeezed-{'-'.join(way)}")) for way in WAYS],
+    ids="-".join,
 )
 def squeezed(
     request: pytest.FixtureRequest, options: engine.Options, tmp_path_factory: pytest.TempPathFactory

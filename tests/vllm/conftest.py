@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import stage as stages
 
+# A release's tests are one group: its process imports vLLM once.
+RELEASES = [pytest.param(release, marks=pytest.mark.xdist_group(release)) for release in stages.RELEASES]
+
 
 @pytest.fixture(scope="session")
-def players(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, stages.Player]]:
-    """A process for each release; both import vLLM at the same time."""
+def player_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], stages.Player]]:
+    """The process of a release, started when it is first asked for."""
     directory = tmp_path_factory.mktemp("players")
     started: dict[str, stages.Player] = {}
     with contextlib.ExitStack() as stack:
-        for release in stages.RELEASES:
-            started[release] = stages.Player(release, directory / f"{release}.log")
-            stack.callback(started[release].end)
-        yield started
+
+        def player_of(release: str) -> stages.Player:
+            if release not in started:
+                started[release] = stages.Player(release, directory / f"{release}.log")
+                stack.callback(started[release].end)
+            return started[release]
+
+        yield player_of
 
 
-@pytest.fixture(params=stages.RELEASES)
+@pytest.fixture(params=RELEASES)
 def release(request: pytest.FixtureRequest) -> str:
     """A release of vLLM."""
     return str(request.param)
 
 
 @pytest.fixture(params=stages.SCHEDULERS)
-def stage(request: pytest.FixtureRequest, release: str, players: dict[str, stages.Player], tmp_path: Path) -> stages.Stage:
+def stage(
+    request: pytest.FixtureRequest, release: str, player_of: Callable[[str], stages.Player], tmp_path: Path
+) -> stages.Stage:
     """Each release with each scheduler."""
-    return stages.Stage(players[release], stages.SCHEDULERS[request.param], tmp_path)
+    return stages.Stage(player_of(release), stages.SCHEDULERS[request.param], tmp_path)

@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 use rustix::net::{Shutdown, sockopt};
-use shm_protocol::handshake::{HandshakeError, Hello, Reply, Role, Welcome, decode_reply, encode};
+use shm_protocol::handshake::{HandshakeError, Hello, Reply, Role, Welcome, decode_reply, encode_hello};
 use shm_protocol::region::Region;
 use shm_protocol::session::SessionMemory;
 use shm_protocol::{transport, wait};
@@ -21,15 +21,17 @@ use crate::pool::Pool;
 /// The longest a handshake may take: the engine's start waits for it once.
 pub(crate) const HANDSHAKE: Duration = Duration::from_secs(1);
 
-/// Whom to connect to, and what to say there.
+/// Whom to connect to, and what to say there: a hello that no sidecar of this version finds a field to refuse in.
 #[derive(Debug)]
 pub(crate) struct Address {
     /// The sidecar's socket.
     pub(crate) socket: PathBuf,
     /// The first record.
-    pub(crate) hello: Hello,
+    record: Vec<u8>,
     /// The descriptors sent with it.
-    pub(crate) descriptors: Vec<OwnedFd>,
+    descriptors: Vec<OwnedFd>,
+    /// Whether this side reads blocks from the pool.
+    maps_pool: bool,
 }
 
 /// Why there is no connection.
@@ -82,13 +84,24 @@ impl From<HandshakeError> for ConnectError {
 // === impl Address ===
 
 impl Address {
+    /// Refuses a hello, or a number of descriptors, that the sidecar would.
+    pub(crate) fn new(
+        socket: PathBuf,
+        hello: &Hello,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<Self, HandshakeError> {
+        let record = encode_hello(hello, descriptors.len())?;
+        let maps_pool = matches!(hello.role, Role::Worker(_));
+        Ok(Self { socket, record, descriptors, maps_pool })
+    }
+
     /// Connects and shakes hands, within [`HANDSHAKE`].
     pub(crate) fn connect(&self) -> Result<Connection, ConnectError> {
         let deadline = clock::now() + HANDSHAKE;
         let socket = transport::connect(&self.socket, HANDSHAKE)?;
         limit(&socket, deadline)?;
         let descriptors: Vec<_> = self.descriptors.iter().map(AsFd::as_fd).collect();
-        transport::send(&socket, &encode(&self.hello), &descriptors)?;
+        transport::send(&socket, &self.record, &descriptors)?;
         limit(&socket, deadline)?;
         let (record, received) = transport::receive(&socket)?;
         if record.is_empty() {
@@ -97,8 +110,7 @@ impl Address {
         match decode_reply(&record)? {
             Reply::Refused { reason, .. } => Err(ConnectError::Refused(reason)),
             Reply::Welcome(welcome) => {
-                let maps_pool = matches!(self.hello.role, Role::Worker(_));
-                Connection::new(socket, welcome, received, maps_pool).map_err(ConnectError::Broken)
+                Connection::new(socket, welcome, received, self.maps_pool).map_err(ConnectError::Broken)
             }
         }
     }

@@ -2,6 +2,7 @@
 
 use copy_engine::CopyError;
 use copy_engine::cuda::CudaError;
+use shm_protocol::handshake::HandshakeError;
 use shm_protocol::key::KeyError;
 use thiserror::Error;
 
@@ -13,6 +14,9 @@ pub enum ShimError {
     /// An argument that no sidecar could serve: correct the caller.
     #[error("{0}")]
     Argument(String),
+    /// What this engine says of itself is against the rules of the handshake: correct the caller.
+    #[error(transparent)]
+    Hello(#[from] HandshakeError),
     /// A block hash that is none: correct the caller.
     #[error(transparent)]
     Key(#[from] KeyError),

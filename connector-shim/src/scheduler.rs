@@ -12,9 +12,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shm_protocol::PROTOCOL_VERSION;
-use shm_protocol::handshake::{Hello, RANKS_MAX, Role};
+use shm_protocol::handshake::{Hello, Role};
 use shm_protocol::key::BlockHash;
-use shm_protocol::layout::{OPERATIONS, QUERY_WAIT_MS_MAX};
+use shm_protocol::layout::OPERATIONS;
 use shm_protocol::message::{Kind, Message};
 use shm_protocol::proof::WITHOUT_CANCEL;
 
@@ -102,13 +102,6 @@ impl Scheduler {
         if options.budget > BUDGET_MAX {
             return argument(format!("a query budget of {:?}; at most {BUDGET_MAX:?}", options.budget));
         }
-        if options.miss_wait_ms > QUERY_WAIT_MS_MAX {
-            return argument(format!(
-                "a wait for missed blocks of {} ms; at most {QUERY_WAIT_MS_MAX}, the longest that a query may be pending",
-                options.miss_wait_ms
-            ));
-        }
-        check_engine(&options.engine, options.world_size)?;
         let hello = Hello {
             version: PROTOCOL_VERSION,
             engine: options.engine,
@@ -116,7 +109,7 @@ impl Scheduler {
             miss_wait_ms: (options.miss_wait_ms > 0).then_some(options.miss_wait_ms),
             role: Role::Scheduler { run: options.run },
         };
-        let address = Address { socket: options.socket, hello, descriptors: Vec::new() };
+        let address = Address::new(options.socket, &hello, Vec::new())?;
         let client = Client::start(address, Arc::new(Notices::default()), false)?;
         let mut scheduler = Self {
             client,
@@ -415,15 +408,4 @@ impl Scheduler {
         self.client.stop();
         self.drop_link();
     }
-}
-
-/// The limits that the handshake sets on any role.
-pub(crate) fn check_engine(engine: &str, world_size: u32) -> Result<(), ShimError> {
-    if engine.is_empty() || engine.len() > 256 {
-        return argument(format!("an engine id of {} bytes; 1 to 256 are possible", engine.len()));
-    }
-    if !(1..=RANKS_MAX).contains(&world_size) {
-        return argument(format!("a world size of {world_size}; 1 to {RANKS_MAX} are possible"));
-    }
-    Ok(())
 }

@@ -31,7 +31,7 @@ use self::device::Device;
 use self::link::Link;
 pub use self::link::SETTLE;
 pub use self::memory::Memory;
-use self::memory::{Opened, check_worker, open_memory};
+use self::memory::{Opened, open_memory};
 use self::watch::Watch;
 use crate::client::{Change, Client};
 use crate::clock;
@@ -40,7 +40,6 @@ use crate::error::ShimError;
 use crate::notices::{Cause, Notices};
 use crate::plan::Plan;
 use crate::pool::Pool;
-use crate::scheduler::check_engine;
 
 /// How long a copy by the sidecar is waited for before the engine copies itself: a hundred times what the largest load
 /// takes, and short enough for a request that waits.
@@ -119,30 +118,28 @@ pub struct Worker {
 impl Worker {
     /// Connects, or leaves that to the background. Fails for impossible arguments, and when the sidecar refuses.
     pub fn new(options: Options) -> Result<Self, ShimError> {
-        let Options { socket, engine, world_size, mut worker, memory, staged } = options;
-        check_engine(&engine, world_size)?;
+        let Options { socket, engine, world_size, worker, memory, staged } = options;
         let by_engine = worker.copy == Copier::Engine;
         let staged = staged || (by_engine && matches!(memory, Memory::Gpu { .. }));
-        check_worker(&worker, world_size, &memory, staged)?;
-        let Opened { memory, device, cuts, staging, descriptors } = open_memory(&mut worker, memory, staged)?;
+        let role = Role::Worker(worker);
+        let mut hello = Hello { version: PROTOCOL_VERSION, engine, world_size, miss_wait_ms: None, role };
+        // The memory is opened by what the hello says of it, so that must be sound before. The address checks the hello
+        // as it goes out, when it names allocations or a staging segment instead.
+        hello.check(memory.count())?;
+        let Role::Worker(worker) = &mut hello.role else { unreachable!("made as a worker's") };
+        let Opened { memory, device, cuts, staging, descriptors } = open_memory(worker, memory, staged)?;
         let part = Part {
             offset: memory.block_bytes() * u64::from(worker.shard),
             slot_bytes: memory.block_bytes() * u64::from(worker.shards),
         };
+        let address = Address::new(socket, &hello, descriptors)?;
         let notices = Arc::new(Notices::default());
         let gpu = device.as_ref().map(Device::gpu);
         let copies = Arc::new(Copies::new(memory, gpu, cuts, part, Arc::clone(&notices)));
         // A wait may be enqueued only where somebody can end it.
         let copier = device.is_some().then(|| copies.spawn()).transpose();
         let copier = copier.map_err(|error| ShimError::no_thread(&error))?;
-        let hello = Hello {
-            version: PROTOCOL_VERSION,
-            engine,
-            world_size,
-            miss_wait_ms: None,
-            role: Role::Worker(worker),
-        };
-        let client = Client::start(Address { socket, hello, descriptors }, Arc::clone(&notices), true)?;
+        let client = Client::start(address, Arc::clone(&notices), true)?;
         // Not before the sidecar took the rank: on a GPU the segment stays until the process ends.
         let stager = staging.map(|staging| stager::spawn(&copies, staging, &notices)).transpose();
         let stager = stager.map_err(|error| ShimError::no_thread(&error))?;

@@ -389,7 +389,7 @@ fn impossible_arguments_are_errors() {
     let wrong = |change: fn(&mut Options)| {
         let mut options = options(&peer);
         change(&mut options);
-        assert!(matches!(Scheduler::new(options), Err(ShimError::Argument(_))));
+        assert!(matches!(Scheduler::new(options), Err(ShimError::Argument(_) | ShimError::Hello(_))));
     };
     wrong(|options| options.world_size = 65);
     wrong(|options| options.engine.clear());

@@ -247,7 +247,7 @@ fn impossible_memory_is_an_error_and_an_absent_sidecar_is_not() {
     let (peer, kv) = (Peer::new(EPOCH), Kv::new());
     let mut wrong = options(&peer, &kv, Copier::Engine);
     wrong.worker.regions[1].fd = 1;
-    assert!(matches!(Worker::new(wrong), Err(ShimError::Argument(_))));
+    assert!(matches!(Worker::new(wrong), Err(ShimError::Hello(_))));
     let mut short = options(&peer, &kv, Copier::Engine);
     short.worker.blocks = BLOCKS + 1;
     assert!(matches!(Worker::new(short), Err(ShimError::Memory(_))));

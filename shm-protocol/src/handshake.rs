@@ -4,14 +4,16 @@
 //! pool opened read-only, pidfd), or [`Reply::Refused`] with a text that names the remedy. After that the socket carries
 //! nothing; its hang-up tells each side of the other's death.
 
+mod check;
+
 use std::collections::BTreeMap;
+use std::fmt;
 
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use thiserror::Error;
 
 use crate::PROTOCOL_VERSION;
-use crate::layout::{QUERY_WAIT_MS_MAX, STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
 
 /// Bytes of the largest record: 1,024 regions of some 40 bytes and a page of facts.
 pub const RECORD_BYTES_MAX: usize = 64 * 1024;
@@ -194,13 +196,19 @@ pub enum HandshakeError {
         /// The peer's version.
         theirs: u32,
     },
+    /// A record that no packet holds.
+    #[error("the handshake record has {bytes} bytes; at most {RECORD_BYTES_MAX} fit: state shorter facts")]
+    Long {
+        /// Its bytes.
+        bytes: usize,
+    },
     /// A field is out of range.
-    #[error("handshake field {field} is {value}; {rule}")]
+    #[error("{field} is {value}; it must be {rule}")]
     Range {
         /// Field.
         field: &'static str,
         /// What it holds.
-        value: u64,
+        value: String,
         /// What it may hold.
         rule: &'static str,
     },
@@ -232,6 +240,16 @@ pub fn decode_reply(bytes: &[u8]) -> Result<Reply, HandshakeError> {
     decode(bytes)
 }
 
+/// The record of a [`Hello`] that travels with so many descriptors, checked as [`decode_hello`] does.
+pub fn encode_hello(hello: &Hello, descriptors: usize) -> Result<Vec<u8>, HandshakeError> {
+    hello.check(descriptors)?;
+    let record = encode(hello);
+    if record.len() > RECORD_BYTES_MAX {
+        return Err(HandshakeError::Long { bytes: record.len() });
+    }
+    Ok(record)
+}
+
 /// Reads a [`Hello`] and checks every field against the limits and against the number of descriptors that came.
 pub fn decode_hello(bytes: &[u8], descriptors: usize) -> Result<Hello, HandshakeError> {
     decode::<VersionOnly>(bytes)?.check()?;
@@ -242,13 +260,9 @@ pub fn decode_hello(bytes: &[u8], descriptors: usize) -> Result<Hello, Handshake
 
 fn decode<T: for<'de> Deserialize<'de>>(bytes: &[u8]) -> Result<T, HandshakeError> {
     if bytes.len() > RECORD_BYTES_MAX {
-        return Err(HandshakeError::Malformed(format!("{} bytes", bytes.len())));
+        return Err(HandshakeError::Long { bytes: bytes.len() });
     }
     ciborium::from_reader(bytes).map_err(|error| HandshakeError::Malformed(error.to_string()))
-}
-
-fn range(field: &'static str, value: u64, valid: bool, rule: &'static str) -> Result<(), HandshakeError> {
-    if valid { Ok(()) } else { Err(HandshakeError::Range { field, value, rule }) }
 }
 
 // === impl VersionOnly ===
@@ -260,34 +274,17 @@ impl VersionOnly {
     }
 }
 
-// === impl Hello ===
-
-impl Hello {
-    fn check(&self, descriptors: usize) -> Result<(), HandshakeError> {
-        let length = self.engine.len() as u64;
-        range("engine (its length)", length, (1..=256).contains(&length), "1 to 256 bytes")?;
-        let ranks = 1..=RANKS_MAX;
-        range("world_size", self.world_size.into(), ranks.contains(&self.world_size), "1 to 64 ranks")?;
-        if let Some(wait_ms) = self.miss_wait_ms {
-            range(
-                "miss_wait_ms",
-                wait_ms.into(),
-                wait_ms <= QUERY_WAIT_MS_MAX,
-                "at most 2,000 milliseconds, the longest that a query may be pending: set a smaller pillion.miss_wait_ms",
-            )?;
-        }
-        match &self.role {
-            Role::Scheduler { .. } => {
-                range("descriptors", descriptors as u64, descriptors == 0, "a scheduler sends none")
-            }
-            Role::Worker(worker) => worker.check(self.world_size, descriptors),
-        }
-    }
-}
-
 // === impl BlockRegion ===
 
 impl BlockRegion {
+    /// Where the run of the last of `blocks` blocks ends in its descriptor, in bytes; `None` where no file reaches there,
+    /// or there is no block.
+    pub fn checked_end(&self, blocks: u32) -> Option<u64> {
+        let last = u64::from(blocks.checked_sub(1)?).checked_mul(self.stride)?;
+        let end = last.checked_add(self.offset)?.checked_add(self.bytes)?;
+        (end <= i64::MAX as u64).then_some(end)
+    }
+
     /// Where the run of the last of `blocks` blocks ends in its descriptor, in bytes. The handshake has checked that the
     /// sum does not overflow.
     pub fn end(&self, blocks: u32) -> u64 {
@@ -298,86 +295,6 @@ impl BlockRegion {
 // === impl Worker ===
 
 impl Worker {
-    fn check(&self, world_size: u32, descriptors: usize) -> Result<(), HandshakeError> {
-        range("rank", self.rank.into(), self.rank < world_size, "below world_size")?;
-        range("shards", self.shards.into(), (1..=world_size).contains(&self.shards), "1 to world_size")?;
-        let whole = world_size.is_multiple_of(self.shards);
-        range("shards", self.shards.into(), whole, "a divisor of world_size")?;
-        let shard = self.rank / (world_size / self.shards);
-        range("shard", self.shard.into(), self.shard == shard, "rank / (world_size / shards)")?;
-        range("blocks", self.blocks.into(), self.blocks > 0, "at least one")?;
-        range("facts", self.facts.len() as u64, self.facts.len() <= FACTS_MAX, "at most 256")?;
-        if let Some(expects) = &self.expects {
-            let digits = expects.bytes().filter(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f')).count();
-            let length = expects.len();
-            range(
-                "expects (its length)",
-                length as u64,
-                (length, digits) == (32, 32),
-                "32 lower-case hex digits",
-            )?;
-        }
-        if let Some(Canary(sample)) = &self.canary {
-            let length = sample.len();
-            range(
-                "canary (its length)",
-                length as u64,
-                (1..=CANARY_BYTES_MAX).contains(&length),
-                "1 to 4,096 bytes",
-            )?;
-        }
-        let regions = self.regions.len();
-        range("regions", regions as u64, (1..=REGIONS_MAX).contains(&regions), "1 to 1,024")?;
-        let memories = match &self.cuda {
-            None => descriptors,
-            Some(cuda) => {
-                range("descriptors", descriptors as u64, descriptors == 0, "none beside GPU memory")?;
-                cuda.allocations.len()
-            }
-        };
-        for region in &self.regions {
-            let fd = region.fd as usize;
-            range("region.fd", region.fd.into(), fd < memories, "below the memories sent")?;
-            range("region.bytes", region.bytes, region.bytes > 0, "at least one byte")?;
-            range("region.stride", region.stride, region.stride >= region.bytes, "at least region.bytes")?;
-            let places = self.staging.unwrap_or(self.blocks).max(1);
-            let last = u64::from(places - 1).checked_mul(region.stride);
-            let end = last.and_then(|at| at.checked_add(region.offset)?.checked_add(region.bytes));
-            range(
-                "region.offset",
-                region.offset,
-                end.is_some_and(|end| end <= i64::MAX as u64),
-                "inside a file",
-            )?;
-        }
-        let total = self.block_bytes();
-        range(
-            "block bytes",
-            total.unwrap_or(u64::MAX),
-            total.is_some_and(|bytes| bytes < 1 << 40),
-            "below 1 TiB",
-        )?;
-        self.staging.map_or(Ok(()), |slots| self.check_staging(slots, descriptors))?;
-        self.cuda.as_ref().map_or(Ok(()), |cuda| cuda.check(self))
-    }
-
-    fn check_staging(&self, slots: u32, descriptors: usize) -> Result<(), HandshakeError> {
-        let few = (1..=STAGING_SLOTS_MAX as u32).contains(&slots);
-        range("staging", slots.into(), few, "1 to 512 slots")?;
-        range("staging", slots.into(), self.cuda.is_none(), "absent beside GPU memory")?;
-        range("descriptors", descriptors as u64, descriptors == 1, "one, of the staging segment")?;
-        range("regions", self.regions.len() as u64, self.regions.len() == 1, "one, of the staging segment")?;
-        let offset = self.regions[0].offset;
-        range(
-            "region.offset",
-            offset,
-            offset >= STAGING_WORDS_BYTES as u64,
-            "behind the words of the slots",
-        )?;
-        let by_engine = self.copy == Copier::Engine;
-        range("copy", 0, by_engine, "'engine' where saves are staged")
-    }
-
     /// Bytes of this rank's part of a block; `None` where the sum overflows.
     pub fn block_bytes(&self) -> Option<u64> {
         self.regions.iter().try_fold(0_u64, |sum, region| sum.checked_add(region.bytes))
@@ -390,24 +307,14 @@ impl Worker {
     }
 }
 
-// === impl CudaMemory ===
+// === impl Copier ===
 
-impl CudaMemory {
-    fn check(&self, worker: &Worker) -> Result<(), HandshakeError> {
-        let count = self.allocations.len();
-        range("allocations", count as u64, (1..=DESCRIPTORS_MAX).contains(&count), "1 to 64")?;
-        for (number, allocation) in (0..).zip(&self.allocations) {
-            let enough = allocation.bytes >= worker.descriptor_bytes(number);
-            range("allocation.bytes", allocation.bytes, enough, "at least the end of its last region")?;
-        }
-        let cuts = self.cuts.len();
-        range("cuts", cuts as u64, (1..=CUTS_MAX).contains(&cuts), "1 to 255")?;
-        let ascending = self.cuts[0] > 0 && self.cuts.is_sorted_by(|one, next| one < next);
-        range("cuts", self.cuts[0], ascending, "ascending, from above 0")?;
-        let last = *self.cuts.last().expect("at least one");
-        range("cuts (the last)", last, Some(last) == worker.block_bytes(), "the bytes of a block")?;
-        let by_sidecar = worker.copy == Copier::Sidecar;
-        range("copy", 0, by_sidecar, "'sidecar' where the memory is a GPU's")
+impl fmt::Display for Copier {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::Engine => "'engine'",
+            Self::Sidecar => "'sidecar'",
+        })
     }
 }
 

@@ -256,6 +256,7 @@ proptest! {
     fn a_sound_hello_survives((hello, descriptors) in hellos()) {
         let bytes = handshake::encode(&hello);
         prop_assert!(bytes.len() <= RECORD_BYTES_MAX);
+        prop_assert_eq!(handshake::encode_hello(&hello, descriptors), Ok(bytes.clone()));
         prop_assert_eq!(handshake::decode_hello(&bytes, descriptors), Ok(hello));
     }
 
@@ -338,7 +339,7 @@ fn every_limit_of_a_staging_segment_names_its_field() {
         ("staging", Worker { staging: Some(0), ..staged.clone() }),
         ("staging", Worker { staging: Some(STAGING_SLOTS_MAX as u32 + 1), ..staged.clone() }),
         ("copy", Worker { copy: Copier::Sidecar, ..staged.clone() }),
-        ("regions", Worker { regions: vec![region; 2], ..staged.clone() }),
+        ("regions (their number)", Worker { regions: vec![region; 2], ..staged.clone() }),
         ("region.offset", Worker { regions: vec![BlockRegion { offset: 4095, ..region }], ..staged.clone() }),
         ("region.offset", Worker { regions: vec![end], ..staged.clone() }),
     ];
@@ -386,15 +387,15 @@ fn every_limit_of_a_worker_names_its_field() {
         ("shards", Worker { shards: 3, ..worker.clone() }),
         ("shard", Worker { shard: 2, ..worker.clone() }),
         ("shard", Worker { shard: 0, ..worker.clone() }),
-        ("expects (its length)", Worker { expects: Some("a".repeat(31)), ..worker.clone() }),
-        ("expects (its length)", Worker { expects: Some("A".repeat(32)), ..worker.clone() }),
-        ("expects (its length)", Worker { expects: Some("a".repeat(64)), ..worker.clone() }),
+        ("expects (its hex digits)", Worker { expects: Some("a".repeat(31)), ..worker.clone() }),
+        ("expects (its hex digits)", Worker { expects: Some("A".repeat(32)), ..worker.clone() }),
+        ("expects (its hex digits)", Worker { expects: Some("a".repeat(64)), ..worker.clone() }),
         ("canary (its length)", Worker { canary: Some(Canary(vec![])), ..worker.clone() }),
         ("canary (its length)", Worker { canary: Some(Canary(vec![0; 4097])), ..worker.clone() }),
         ("blocks", Worker { blocks: 0, ..worker.clone() }),
-        ("facts", Worker { facts, ..worker.clone() }),
-        ("regions", Worker { regions: vec![], ..worker.clone() }),
-        ("regions", Worker { regions: vec![region; REGIONS_MAX + 1], ..worker.clone() }),
+        ("facts (their number)", Worker { facts, ..worker.clone() }),
+        ("regions (their number)", Worker { regions: vec![], ..worker.clone() }),
+        ("regions (their number)", Worker { regions: vec![region; REGIONS_MAX + 1], ..worker.clone() }),
         ("region.fd", Worker { regions: one_region(BlockRegion { fd: 1, ..region }), ..worker.clone() }),
         (
             "region.bytes",
@@ -420,7 +421,7 @@ fn every_limit_of_a_worker_names_its_field() {
             },
         ),
         (
-            "block bytes",
+            "bytes of a block",
             Worker {
                 blocks: 1,
                 regions: one_region(BlockRegion { stride: 1 << 40, bytes: 1 << 40, ..region }),
@@ -455,7 +456,10 @@ fn every_limit_of_gpu_memory_names_its_field() {
     assert_eq!(field_refused(&role(Worker { copy: Copier::Engine, ..worker.clone() }), 0), "copy");
     let one = &cuda.allocations[0];
     let many = vec![one.clone(); DESCRIPTORS_MAX + 1];
-    assert_eq!(field_refused(&with(CudaMemory { allocations: many, ..cuda.clone() }), 0), "allocations");
+    assert_eq!(
+        field_refused(&with(CudaMemory { allocations: many, ..cuda.clone() }), 0),
+        "allocations (their number)"
+    );
     let none = CudaMemory { allocations: vec![], ..cuda.clone() };
     assert_eq!(field_refused(&with(none), 0), "region.fd", "every region names an allocation");
     let small = vec![CudaAllocation { bytes: one.bytes - 1, ..one.clone() }];
@@ -464,8 +468,11 @@ fn every_limit_of_gpu_memory_names_its_field() {
         "allocation.bytes"
     );
     let too_many = (1..=CUTS_MAX as u64).chain([4096]).collect();
-    for cuts in [vec![], too_many, vec![0, 4096], vec![2048, 1024, 4096], vec![1024, 1024, 4096]] {
-        assert_eq!(field_refused(&with(CudaMemory { cuts, ..cuda.clone() }), 0), "cuts");
+    for cuts in [vec![], too_many] {
+        assert_eq!(field_refused(&with(CudaMemory { cuts, ..cuda.clone() }), 0), "cuts (their number)");
+    }
+    for cuts in [vec![0, 4096], vec![2048, 1024, 4096], vec![1024, 1024, 4096]] {
+        assert_eq!(field_refused(&with(CudaMemory { cuts, ..cuda.clone() }), 0), "cuts (the first)");
     }
     for cuts in [vec![4095], vec![1024, 4097]] {
         assert_eq!(field_refused(&with(CudaMemory { cuts, ..cuda.clone() }), 0), "cuts (the last)");
@@ -510,9 +517,18 @@ fn another_version_is_named_whatever_else_the_record_holds() {
 }
 
 #[test]
+fn an_oversized_record_is_not_sent() {
+    let (hello, worker) = worker_hello();
+    let facts = BTreeMap::from([("model".to_owned(), "m".repeat(RECORD_BYTES_MAX))]);
+    let long = Hello { role: Role::Worker(Worker { facts, ..worker }), ..hello };
+    let text = handshake::encode_hello(&long, 1).unwrap_err().to_string();
+    assert!(text.contains("at most 65536 fit: state shorter facts"), "{text}");
+}
+
+#[test]
 fn an_oversized_record_is_not_even_read() {
     let bytes = vec![0xa0; RECORD_BYTES_MAX + 1];
-    assert_eq!(handshake::decode_hello(&bytes, 0), Err(HandshakeError::Malformed("65537 bytes".into())));
+    assert_eq!(handshake::decode_hello(&bytes, 0), Err(HandshakeError::Long { bytes: 65537 }));
 }
 
 #[test]

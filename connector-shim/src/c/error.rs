@@ -67,7 +67,7 @@ pub extern "C" fn pillion_error_text() -> *const c_char {
 impl From<ShimError> for Failure {
     fn from(error: ShimError) -> Self {
         let status = match &error {
-            ShimError::Argument(_) | ShimError::Key(_) => Status::Argument,
+            ShimError::Argument(_) | ShimError::Hello(_) | ShimError::Key(_) => Status::Argument,
             ShimError::Plan(_) => Status::Plan,
             ShimError::Memory(_) | ShimError::Export(_) => Status::Memory,
             ShimError::Cuda(_) | ShimError::Probe(_) | ShimError::NoRescueStream { .. } => Status::Device,

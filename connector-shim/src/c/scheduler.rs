@@ -355,7 +355,7 @@ mod tests {
         let patient = SchedulerOptions { miss_wait_ms: 2001, ..options(1) };
         let late = result(|scheduler| pillion_scheduler_connect(Some(&patient), scheduler));
         assert_eq!(late.err(), Some(Status::Argument));
-        assert!(last_text().contains("2001 ms; at most 2000"), "{}", last_text());
+        assert!(last_text().contains("miss_wait_ms is 2001; it must be at most 2,000"), "{}", last_text());
         assert_eq!(pillion_scheduler_end_step(None, None), Status::Argument);
         pillion_scheduler_free(None);
     }

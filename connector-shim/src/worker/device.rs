@@ -220,10 +220,8 @@ fn place(
     for (index, region) in worker.regions.iter_mut().enumerate() {
         let (allocation, offset) = places[region.fd as usize];
         (region.fd, region.offset) = (allocation, region.offset.saturating_add(offset));
-        let last = u64::from(worker.blocks - 1).checked_mul(region.stride);
-        let end = last.and_then(|at| at.checked_add(region.offset)?.checked_add(region.bytes));
         let bytes = allocations[allocation as usize].bytes;
-        if end.is_none_or(|end| end > bytes) {
+        if region.checked_end(worker.blocks).is_none_or(|end| end > bytes) {
             return argument(format!("region {index} ends outside its allocation of {bytes} bytes"));
         }
     }

@@ -1,10 +1,10 @@
-//! The memory that a rank shows to the sidecar, and what is checked before anything is sent.
+//! The memory that a rank shows to the sidecar.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use copy_engine::{EngineMemory, HostMemory, Staging};
 use rustix::fs::{Mode, OFlags};
-use shm_protocol::handshake::{self, BlockRegion, CUTS_MAX, Copier};
+use shm_protocol::handshake::{self, Copier};
 use shm_protocol::region::Access;
 
 use super::device::Device;
@@ -54,6 +54,8 @@ pub(super) fn open_memory(
             Opened { memory, device: None, cuts, staging: None, descriptors: sent }
         }
         Memory::Gpu { pointers, cuts, stream } => {
+            // Where saves are staged no cuts are sent, and loads are copied by them all the same.
+            worker.check_cuts(&cuts)?;
             let (device, memory) = Device::new(worker, &pointers, cuts.clone(), stream, staged)?;
             let memory = EngineMemory::Cuda(memory);
             Opened { memory, device: Some(device), cuts, staging: None, descriptors: Vec::new() }
@@ -79,60 +81,17 @@ fn export(descriptor: &impl AsRawFd, copier: Copier) -> Result<OwnedFd, ShimErro
     Ok(opened.map_err(copy_engine::CopyError::from)?)
 }
 
-/// The rules of the handshake, told before anything is sent.
-pub(super) fn check_worker(
-    worker: &handshake::Worker,
-    world_size: u32,
-    memory: &Memory,
-    staged: bool,
-) -> Result<(), ShimError> {
-    let (memories, cuts) = match memory {
-        Memory::Host(descriptors) => (descriptors.len(), None),
-        Memory::Gpu { pointers, cuts, .. } => (pointers.len(), Some(cuts)),
-    };
-    let fits = |region: &BlockRegion| {
-        let last = u64::from(worker.blocks - 1).checked_mul(region.stride);
-        let end = last.and_then(|at| at.checked_add(region.offset)?.checked_add(region.bytes));
-        (region.fd as usize) < memories
-            && region.bytes > 0
-            && region.stride >= region.bytes
-            && end.is_some_and(|end| end <= i64::MAX as u64)
-    };
-    let rules = [
-        (worker.rank < world_size, "rank must be below world_size"),
-        ((1..=world_size).contains(&worker.shards), "shards must be 1 to world_size"),
-        (worker.shard < worker.shards, "shard must be below shards"),
-        (worker.blocks > 0, "there must be at least one block"),
-        (worker.facts.len() <= handshake::FACTS_MAX, "there may be at most 256 facts"),
-        (memories <= handshake::DESCRIPTORS_MAX, "there may be at most 64 descriptors or pointers"),
-        ((1..=handshake::REGIONS_MAX).contains(&worker.regions.len()), "there must be 1 to 1,024 regions"),
-        (
-            cuts.is_none_or(|cuts| are_cuts(cuts, worker)),
-            "cuts must ascend to the bytes of a block, at most 255",
-        ),
-        (!staged || worker.copy == Copier::Engine, "copy must be 'engine' where saves are staged"),
-    ];
-    if let Some((_, rule)) = rules.iter().find(|(holds, _)| !holds) {
-        return argument(*rule);
-    }
-    match worker.regions.iter().position(|region| !fits(region)) {
-        Some(index) => {
-            argument(format!("region {index} is not inside its memory, or its stride is below its bytes"))
-        }
-        None => Ok(()),
-    }
-}
-
-fn are_cuts(cuts: &[u64], worker: &handshake::Worker) -> bool {
-    (1..=CUTS_MAX).contains(&cuts.len())
-        && cuts[0] > 0
-        && cuts.is_sorted_by(|one, next| one < next)
-        && cuts.last().copied() == worker.block_bytes()
-}
-
 // === impl Memory ===
 
 impl Memory {
+    /// Memories that regions may name.
+    pub(super) fn count(&self) -> usize {
+        match self {
+            Self::Host(descriptors) => descriptors.len(),
+            Self::Gpu { pointers, .. } => pointers.len(),
+        }
+    }
+
     /// Host memory behind a caller's descriptors, which stay the caller's.
     pub fn host(descriptors: &[i32]) -> Result<Self, ShimError> {
         let flags = OFlags::RDWR | OFlags::CLOEXEC;

@@ -57,7 +57,7 @@ impl Rank {
             miss_wait_ms: None,
             role: Role::Worker(worker),
         };
-        let connection = Arc::new(Address { socket, hello, descriptors: sent }.connect().unwrap());
+        let connection = Arc::new(Address::new(socket, &hello, sent).unwrap().connect().unwrap());
         let part = Part { offset: 0, slot_bytes: BLOCK_BYTES };
         let cuts = (1..=CUTS as u64).map(|cut| cut * BLOCK_BYTES / CUTS as u64).collect();
         let copies = Copies::new(EngineMemory::Host(memory), None, cuts, part, Arc::default());

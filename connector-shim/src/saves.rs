@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use shm_protocol::layout::COMPLETION_SLOTS;
+use shm_protocol::request::Cancel;
 
 /// Where a block stands in a save.
 #[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
@@ -11,17 +12,6 @@ pub(crate) struct Source {
     pub(crate) op: u64,
     /// Index in the save.
     pub(crate) index: u32,
-}
-
-/// A range of a save to give up.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Cancel {
-    /// The save.
-    pub(crate) op: u64,
-    /// First index in the save.
-    pub(crate) from: u32,
-    /// Number of blocks.
-    pub(crate) count: u32,
 }
 
 /// The saves without a completion.

@@ -15,8 +15,8 @@ use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{Hello, Role};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::OPERATIONS;
-use shm_protocol::message::{Kind, Message};
 use shm_protocol::proof::WITHOUT_CANCEL;
+use shm_protocol::request::{self, Keys, SchedulerRequest};
 
 use self::link::Link;
 pub use self::query::{Asked, HOLD, PENDING, SLEEP_TURN, SPIN};
@@ -160,7 +160,7 @@ impl Scheduler {
             return -1;
         }
         let Some(number) = link.logs.next_number() else { return -1 };
-        if link.submission.post(&Message { log: number, ..Message::new(Kind::Open) }).is_none() {
+        if link.submission.post(SchedulerRequest::Open { log: number }).is_none() {
             return -1;
         }
         link.flush();
@@ -212,9 +212,9 @@ impl Scheduler {
         if start.checked_add(count)? > log.length || !link.saves.has_room() {
             return None;
         }
-        let op = self.next_op;
-        let message = Message { log: number, op, from: start, count, step, ..Message::new(Kind::Save) };
-        if !link.post_with_blocks(message, &blocks) {
+        let (op, keys) = (self.next_op, Keys { log: number, from: start, count });
+        let save = |position| SchedulerRequest::Save(request::Save { op, keys, position, step });
+        if !link.post_with_blocks(&blocks, save) {
             return None;
         }
         self.next_op += 1;
@@ -232,13 +232,7 @@ impl Scheduler {
         let mut given_up = 0;
         for cancel in link.saves.cancel(blocks) {
             given_up += cancel.count as usize;
-            let range = Message {
-                op: cancel.op,
-                from: cancel.from,
-                count: cancel.count,
-                ..Message::new(Kind::Cancel)
-            };
-            if link.submission.post(&range).is_none() {
+            if link.submission.post(SchedulerRequest::Cancel(cancel)).is_none() {
                 // No room even for giving up: this word covers all of them, those still listed too.
                 self.counters.saves_voided += 1;
                 return given_up + link.void_saves_below(self.next_op);
@@ -267,7 +261,7 @@ impl Scheduler {
         }
         if lease.is_some() || pending.is_some() {
             // Without room even here the lease ends with the log, or by its age.
-            link.submission.post(&Message { log: number, ..Message::new(Kind::Release) });
+            link.submission.post(SchedulerRequest::Release { log: number });
         }
     }
 
@@ -290,7 +284,7 @@ impl Scheduler {
             return false;
         }
         if let Some(link) = &mut self.link {
-            if link.submission.post(&Message::new(Kind::Salt).with_bytes16(salt)).is_some() {
+            if link.submission.post(SchedulerRequest::Salt { salt }).is_some() {
                 link.flush();
                 link.questions.clear();
                 link.logs.iter_mut().for_each(|log| (log.lease, log.pending) = (None, None));
@@ -359,8 +353,8 @@ impl Scheduler {
     fn connect(&mut self) {
         let Some(connection) = self.client.connection() else { return };
         let mut link = Link::new(connection, self.incarnation);
-        for salt in &self.salts {
-            let told = link.submission.post(&Message::new(Kind::Salt).with_bytes16(*salt));
+        for &salt in &self.salts {
+            let told = link.submission.post(SchedulerRequest::Salt { salt });
             assert!(told.is_some(), "a fresh ring holds {SALTS_MAX} messages");
         }
         link.flush();

@@ -28,7 +28,8 @@ impl Submission {
     }
 
     /// Posts one message and returns its sequence number, or `None` without room. Not yet visible to the sidecar.
-    pub(crate) fn post(&mut self, message: &Message) -> Option<u32> {
+    pub(crate) fn post(&mut self, request: impl Into<Message>) -> Option<u32> {
+        let message = request.into();
         let reserved = if message.kind.reserved() { 0 } else { SUBMISSION_RESERVED as u32 };
         if !self.check(reserved) {
             return None;

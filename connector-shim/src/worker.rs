@@ -24,7 +24,7 @@ use copy_engine::cuda::{CudaError, Event};
 use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{self, Copier, Hello, Role};
 use shm_protocol::layout::{QUERY_WAIT_MS_MAX, header};
-use shm_protocol::message::{Kind, Message};
+use shm_protocol::request::WorkerRequest;
 
 use self::copies::{Copies, Job, Load, Order, is_whole};
 use self::device::Device;
@@ -442,8 +442,7 @@ impl Worker {
     fn post_join(&mut self) {
         if let (false, Some(run), Some(link)) = (self.joined, self.run, &self.link) {
             // What was said of loads up to that step may have been lost with the last connection.
-            let join = Message { step: self.started, ..Message::new(Kind::Join) };
-            self.joined = link.post(&join.with_bytes16(run));
+            self.joined = link.post(WorkerRequest::Join { run, step: self.started });
         }
     }
 

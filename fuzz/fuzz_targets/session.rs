@@ -16,10 +16,13 @@ use shm_protocol::handshake::{BlockRegion, Copier, Hello, Role, Worker};
 use shm_protocol::layout::{SESSION_BYTES, header};
 use shm_protocol::message::{Kind, Message, Slot};
 use shm_protocol::region::Access;
+use shm_protocol::request::{
+    Append, Cancel, Keys, Load, LoadFlags, Query, Save, SchedulerRequest, WorkerRequest,
+};
 use shm_protocol::ring::RingMemory;
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 use shm_protocol::{PROTOCOL_VERSION, namespace};
-use sidecar::config::Admission;
+use sidecar::config::SsdAdmission;
 use sidecar::copiers::Copiers;
 use sidecar::engine::{Action, CopyId, Core, Event};
 use sidecar::session::Session;
@@ -65,20 +68,35 @@ impl Input<'_> {
         std::array::from_fn(|_| self.word())
     }
 
-    /// A message whose small fields often fit together.
-    fn message(&mut self) -> Message {
+    /// A request whose small fields often fit together.
+    fn request(&mut self) -> Message {
         let kind = Kind::try_from(self.byte() % 13 + 1).expect("1 to 13");
         let mut small = || u32::from(self.byte());
-        Message {
-            kind,
-            flags: (small() & 3) as u8,
-            log: small() & 3,
-            op: small().into(),
-            from: small() & 63,
-            count: small() & 63,
-            step: u64::from(small() & 7),
-            lease: small().into(),
-            data: [small() & 7, 1, 2, 3, 4, 5],
+        let (flags, log, op) = (small() & 3, small() & 3, u64::from(small()));
+        let keys = Keys { log, from: small() & 63, count: small() & 63 };
+        let (step, lease, position) = (u64::from(small() & 7), u64::from(small()), small() & 7);
+        let (sixteen, ok) = ([flags as u8 & 1; 16], flags & 1 == 0);
+        match kind {
+            Kind::Open => SchedulerRequest::Open { log }.into(),
+            Kind::Append => {
+                SchedulerRequest::Append(Append { keys, chunks: [position, 1, 2, 3, 4, 5] }).into()
+            }
+            Kind::Query => SchedulerRequest::Query(Query { op, keys, arriving: ok }).into(),
+            Kind::Load => {
+                let flags = LoadFlags::new(flags as u8);
+                SchedulerRequest::Load(Load { op, keys, position, step, lease, flags }).into()
+            }
+            Kind::Save => SchedulerRequest::Save(Save { op, keys, position, step }).into(),
+            Kind::Cancel => {
+                SchedulerRequest::Cancel(Cancel { op, from: keys.from, count: keys.count }).into()
+            }
+            Kind::Release => SchedulerRequest::Release { log }.into(),
+            Kind::Close => SchedulerRequest::Close { log }.into(),
+            Kind::Salt => SchedulerRequest::Salt { salt: sixteen }.into(),
+            Kind::Hint => SchedulerRequest::Hint { keys }.into(),
+            Kind::Join => WorkerRequest::Join { run: sixteen, step }.into(),
+            Kind::Loaded => WorkerRequest::Loaded { op, ok }.into(),
+            Kind::Staged => WorkerRequest::Staged { tag: op, slot: keys.from, ok }.into(),
         }
     }
 }
@@ -122,7 +140,7 @@ impl World {
             dram::Config { pool_bytes: 2 * SEGMENT_BYTES, segment_bytes: SEGMENT_BYTES, lease_ttl_ms: 1000 };
         let geometry = Geometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: 8, first_sequence: 1 };
         let log = Log::new(ssd::Config { devices: vec![geometry], write_bytes_max: 1 << 20, late_ms: 500 });
-        let core = Core::new(Dram::new(config).expect("a small tier")).with_ssd(log, Admission::All);
+        let core = Core::new(Dram::new(config).expect("a small tier")).with_ssd(log, SsdAdmission::All);
         let (peers, copies, jobs, out) = (BTreeMap::new(), VecDeque::new(), VecDeque::new(), Vec::new());
         let mut world = Self { core, peers, copies, jobs, out, next: 1, now_ms: 0 };
         let found =
@@ -207,10 +225,7 @@ impl World {
             let mut broken = peer.session.look().is_err();
             while let Some(peer) = self.peers.get_mut(&id).filter(|_| !broken) {
                 match peer.session.read() {
-                    Ok(Some(request)) => {
-                        let (message, keys, blocks) = (request.message, request.keys, request.blocks);
-                        self.handle(Event::Message { session: id, message, keys, blocks });
-                    }
+                    Ok(Some(request)) => self.handle(Event::Message { session: id, request }),
                     Ok(None) => break,
                     Err(_) => broken = true,
                 }
@@ -308,15 +323,7 @@ fuzz_target!(|bytes: &[u8]| {
                 let ring = peer.memory.ring(Ring::Completion);
                 ring.store_head(ring.load_tail());
             }
-            (_, Some(peer)) => {
-                let message = input.message();
-                let message = if message.kind == Kind::Join {
-                    message.with_bytes16([message.flags & 1; 16])
-                } else {
-                    message
-                };
-                post(peer, &message.encode());
-            }
+            (_, Some(peer)) => post(peer, &input.request().encode()),
             (_, None) => world.connect(code >> 4 & 7),
         }
     }

@@ -1,7 +1,7 @@
 //! What an engine process and the sidecar must agree on, byte for byte.
 //!
 //! Job: the handshake ([`handshake`]), the shared session memory ([`layout`], [`session`]), the rings in it
-//! ([`ring`]), the messages on them ([`message`]), taking loads back ([`gate`]), block keys and namespaces ([`key`], [`namespace`]) and the
+//! ([`ring`]), the messages on them ([`message`]) and what they ask ([`request`]), taking loads back ([`gate`]), block keys and namespaces ([`key`], [`namespace`]) and the
 //! layout of the DRAM pool ([`pool`]). `PROTOCOL.md` beside this crate states the same for other languages.
 //!
 //! May depend on: ciborium, sha2, twox-hash, hex, serde, rustix. Never: decides anything, starts a thread, reads the environment,
@@ -16,6 +16,7 @@ pub mod namespace;
 pub mod pool;
 pub mod proof;
 pub mod region;
+pub mod request;
 pub mod ring;
 pub mod session;
 pub mod transport;

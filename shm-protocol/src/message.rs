@@ -1,5 +1,7 @@
 //! The messages on the rings: 64 bytes each, fixed-width little-endian fields, decoded fallibly.
 
+use std::fmt;
+
 use thiserror::Error;
 
 /// Words of a ring slot.
@@ -94,7 +96,7 @@ pub struct Message {
     pub step: u64,
     /// Operation id of the query that granted the lease.
     pub lease: u64,
-    /// By kind: chunks, block-id position, run id, salt.
+    /// By kind: chunks, block-id position, run id, salt; see [`crate::request`].
     pub data: [u32; 6],
 }
 
@@ -140,6 +142,13 @@ impl Kind {
                 | Self::Loaded
                 | Self::Staged
         )
+    }
+}
+
+impl fmt::Display for Kind {
+    /// As the protocol's page names it.
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&format!("{self:?}").to_uppercase())
     }
 }
 

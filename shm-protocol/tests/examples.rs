@@ -6,7 +6,8 @@ use std::sync::atomic::Ordering;
 use shm_protocol::handshake::{self, BlockRegion, Copier, CudaAllocation, CudaMemory, Hello, Role, Worker};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{self, header};
-use shm_protocol::message::{Kind, Message, Outcome, Status};
+use shm_protocol::message::{Message, Outcome, Status};
+use shm_protocol::request::{Append, Keys, Query, SchedulerRequest};
 use shm_protocol::ring::Producer;
 use shm_protocol::session::{Ring, SessionMemory};
 use shm_protocol::{PROTOCOL_VERSION, gate, namespace};
@@ -77,10 +78,11 @@ fn append_and_query_in_a_session_memory() {
     let mut submissions = Producer::new(memory.ring(Ring::Submission));
     let key = |index: u32| BlockHash::from_slice(&[index as u8; 16]).unwrap();
     (0..2).for_each(|index| memory.write_key(5, index, &key(0xa0 + index as u32)));
-    let open = Message { log: 7, ..Message::new(Kind::Open) };
-    let append = Message { log: 7, count: 2, data: [5, 0, 0, 0, 0, 0], ..Message::new(Kind::Append) };
-    let query = Message { log: 7, op: 1, count: 2, ..Message::new(Kind::Query) };
-    for message in [open, append, query] {
+    let keys = Keys::new(7, 0..2);
+    let open = SchedulerRequest::Open { log: 7 };
+    let append = SchedulerRequest::Append(Append { keys, chunks: [5, 0, 0, 0, 0, 0] });
+    let query = SchedulerRequest::Query(Query { op: 1, keys, arriving: false });
+    for message in [open, append, query].map(Message::from) {
         assert!(submissions.has_room(layout::SUBMISSION_RESERVED as u32).unwrap());
         submissions.push(&message.encode());
     }

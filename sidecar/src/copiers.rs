@@ -13,7 +13,6 @@ use std::sync::{Arc, mpsc};
 use copy_engine::HostMemory;
 use rustix::event::EventfdFlags;
 use shm_protocol::handshake::Worker;
-use shm_protocol::message::Message;
 use shm_protocol::session::SessionMemory;
 use tiers::pool::Pool;
 
@@ -88,10 +87,10 @@ impl Rank {
     }
 
     /// STAGED: a block lies in the staging segment, or could not be copied there. The error is the peer's fault.
-    pub fn staged(&self, message: &Message) -> Result<(), String> {
+    pub fn staged(&self, tag: u64, slot: u32, ok: bool) -> Result<(), String> {
         match &self.0 {
             Memory::Host(_) | Memory::Gpu(_) => Err("a rank without a staging segment sent STAGED".into()),
-            Memory::Staged(rank) => rank.staged(message),
+            Memory::Staged(rank) => rank.staged(tag, slot, ok),
         }
     }
 }

@@ -274,9 +274,8 @@ impl Runtime {
                 session.release();
                 return Ok(false);
             };
-            let (message, keys, blocks) = (request.message, request.keys, request.blocks);
-            *left = left.saturating_sub(1 + message.count as usize);
-            self.handle(Event::Message { session: id, message, keys, blocks });
+            *left = left.saturating_sub(request.cost());
+            self.handle(Event::Message { session: id, request });
         }
         let Some(session) = self.sessions.get(&id) else { return Ok(false) };
         session.release();

@@ -5,31 +5,22 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use shm_protocol::key::BlockHash;
-use shm_protocol::layout::{BLOCK_IDS, CHUNK_KEYS, CHUNKS, LOG_KEYS, LOGS, QUERY_KEYS, header};
-use shm_protocol::message::{APPEND_CHUNKS, Kind, Message, Outcome, Saved, Status};
+use shm_protocol::layout::{BLOCK_IDS, CHUNK_KEYS, header};
+use shm_protocol::message::{Outcome, Saved, Slot};
 use shm_protocol::pool::SlotRef;
+use shm_protocol::request::{Append, Load, RequestError, Save, SchedulerRequest, WorkerRequest};
 use shm_protocol::ring::{Consumer, Producer};
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 use shm_protocol::wait;
 use thiserror::Error;
 
 use crate::copiers::Rank;
+use crate::engine::Request;
 
 /// A peer wrote what no engine of this version writes; its session ends.
 #[derive(Debug, Error)]
 #[error("{0}")]
 pub struct Violation(String);
-
-/// One message and what it refers to, copied out of shared memory and checked against the layout.
-#[derive(Debug)]
-pub struct Request {
-    /// The message.
-    pub message: Message,
-    /// Keys of an APPEND.
-    pub keys: Vec<BlockHash>,
-    /// Block ids of a LOAD or SAVE.
-    pub blocks: Vec<u32>,
-}
 
 /// A session as the data thread holds it.
 #[derive(Debug)]
@@ -51,6 +42,14 @@ pub struct Session {
     pub socket: Arc<OwnedFd>,
     /// Wakes the data thread.
     pub doorbell: OwnedFd,
+}
+
+// === impl Violation ===
+
+impl From<RequestError> for Violation {
+    fn from(error: RequestError) -> Self {
+        Self(error.to_string())
+    }
 }
 
 // === impl Session ===
@@ -101,18 +100,11 @@ impl Session {
         }
         self.unread -= 1;
         let slot = self.submissions.pop().expect("seen by look");
-        let message = Message::decode(&slot).map_err(|error| Violation(error.to_string()))?;
-        self.check(&message)?;
-        let (mut keys, mut blocks) = (Vec::new(), Vec::new());
-        match message.kind {
-            Kind::Append => self.read_keys(&message, &mut keys)?,
-            Kind::Load | Kind::Save => self.read_blocks(&message, &mut blocks)?,
-            Kind::Staged => {
-                self.rank.as_ref().map_or(Ok(()), |rank| rank.staged(&message)).map_err(Violation)?;
-            }
-            _ => {}
-        }
-        Ok(Some(Request { message, keys, blocks }))
+        let request = match &self.rank {
+            None => self.read_scheduler(&slot)?,
+            Some(rank) => Request::Worker(read_worker(rank, &slot)?),
+        };
+        Ok(Some(request))
     }
 
     /// Gives what was read back to the engine; after the actions that followed from it, which may write into its chunks.
@@ -120,64 +112,39 @@ impl Session {
         self.submissions.release();
     }
 
-    fn check(&self, message: &Message) -> Result<(), Violation> {
-        let for_worker = matches!(message.kind, Kind::Join | Kind::Loaded | Kind::Staged);
-        if for_worker != self.rank.is_some() {
-            let role = if for_worker { "scheduler" } else { "worker" };
-            return Err(Violation(format!("a {role} may not send {:?}", message.kind)));
+    fn read_scheduler(&mut self, slot: &Slot) -> Result<Request, Violation> {
+        let request = SchedulerRequest::decode(slot)?;
+        let (mut keys, mut blocks) = (Vec::new(), Vec::new());
+        match &request {
+            SchedulerRequest::Append(append) => keys = self.read_keys(append),
+            SchedulerRequest::Load(Load { keys, position, .. })
+            | SchedulerRequest::Save(Save { keys, position, .. }) => {
+                blocks = self.read_blocks(*position, keys.count)?;
+            }
+            _ => {}
         }
-        if message.log as usize >= LOGS {
-            return Err(Violation(format!("log {} of {LOGS}", message.log)));
-        }
-        let end = message.from as usize + message.count as usize;
-        if end > LOG_KEYS {
-            return Err(Violation(format!("{:?} up to key {end} of {LOG_KEYS}", message.kind)));
-        }
-        if matches!(message.kind, Kind::Query | Kind::Hint) && message.count as usize > QUERY_KEYS {
-            let name = format!("{:?}", message.kind).to_uppercase();
-            return Err(Violation(format!("{name} of {} keys; {QUERY_KEYS} at most", message.count)));
-        }
-        let ended = [Ok(Status::Ok), Ok(Status::Failed)].contains(&Status::try_from(message.flags));
-        if matches!(message.kind, Kind::Loaded | Kind::Staged) && !ended {
-            let name = format!("{:?}", message.kind).to_uppercase();
-            return Err(Violation(format!("{name} with status {}", message.flags)));
-        }
-        Ok(())
+        Ok(Request::Scheduler { request, keys, blocks })
     }
 
-    fn read_keys(&self, message: &Message, keys: &mut Vec<BlockHash>) -> Result<(), Violation> {
-        let (from, end) = (message.from as usize, message.from as usize + message.count as usize);
-        if message.count == 0 || (end - 1) / CHUNK_KEYS - from / CHUNK_KEYS >= APPEND_CHUNKS {
-            return Err(Violation(format!("APPEND of {} keys from {from}", message.count)));
+    fn read_keys(&self, append: &Append) -> Vec<BlockHash> {
+        let mut keys = Vec::with_capacity(append.keys.count as usize);
+        for part in append.parts() {
+            self.memory.read_keys(part.chunk, part.index, part.count, &mut keys);
         }
-        keys.reserve(message.count as usize);
-        let mut at = from;
-        for &chunk in &message.data {
-            if at == end {
-                break;
-            }
-            if chunk as usize >= CHUNKS {
-                return Err(Violation(format!("chunk {chunk} of {CHUNKS}")));
-            }
-            let index = at % CHUNK_KEYS;
-            let count = (end - at).min(CHUNK_KEYS - index);
-            self.memory.read_keys(chunk, index, count, keys);
-            at += count;
-        }
-        Ok(())
+        keys
     }
 
-    fn read_blocks(&mut self, message: &Message, blocks: &mut Vec<u32>) -> Result<(), Violation> {
+    fn read_blocks(&mut self, position: u32, count: u32) -> Result<Vec<u32>, Violation> {
         // Unacknowledged messages of an honest engine share the circle, so together they name no more than it holds.
-        let left = self.block_ids_left.checked_sub(message.count as usize);
+        let left = self.block_ids_left.checked_sub(count as usize);
         self.block_ids_left = left.ok_or_else(|| {
             Violation(format!(
                 "messages in flight name more than the {BLOCK_IDS} block ids there is room for"
             ))
         })?;
-        blocks.reserve(message.count as usize);
-        self.memory.read_block_ids(message.data[0], message.count, blocks);
-        Ok(())
+        let mut blocks = Vec::with_capacity(count as usize);
+        self.memory.read_block_ids(position, count, &mut blocks);
+        Ok(blocks)
     }
 
     /// A worker's fence words, if they moved since the last call.
@@ -241,4 +208,13 @@ impl Session {
     pub fn set_asleep(&self, asleep: bool) {
         wait::set_asleep(self.memory.region(), asleep);
     }
+}
+
+/// A rank's message, of which its copier is told what is the copier's.
+fn read_worker(rank: &Rank, slot: &Slot) -> Result<WorkerRequest, Violation> {
+    let request = WorkerRequest::decode(slot)?;
+    if let WorkerRequest::Staged { tag, slot, ok } = request {
+        rank.staged(tag, slot, ok).map_err(Violation)?;
+    }
+    Ok(request)
 }

@@ -17,7 +17,8 @@ use client::{corrupt, watch};
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
-use shm_protocol::message::{Kind, Message, Outcome, Status};
+use shm_protocol::message::{Outcome, Status};
+use shm_protocol::request::SchedulerRequest;
 
 const DRAM: &str = "16MiB";
 const NAME: &str = "pillion.mesh";
@@ -275,7 +276,7 @@ fn a_pod_that_is_killed_while_it_gives_blocks_costs_misses_alone() {
             std::thread::sleep(Duration::from_millis(round * 5));
         }
         first.kill();
-        other.scheduler.post(Message::new(Kind::Close));
+        other.scheduler.post(SchedulerRequest::Close { log: 0 });
         let (served, wrong) = other.served(&keys);
         assert_eq!(wrong, 0, "round {round}");
         assert!(round < ROUNDS - 1 || !served.is_empty(), "{} served: {}", served.len(), b.log());
@@ -377,7 +378,7 @@ fn a_frozen_pod_is_not_waited_for_longer_than_it_may_take() {
     assert_eq!(second.metric("pillion_query_hit_blocks_total"), 0);
     second.wait_metric("pillion_mesh_fetching_blocks", |fetching| fetching == 0);
     let own = save(&mut other, &mut 1_000_000);
-    other.scheduler.post(Message::new(Kind::Close));
+    other.scheduler.post(SchedulerRequest::Close { log: 0 });
     assert_eq!(other.served(&own), (own.clone(), 0), "the engine goes on");
     first.freeze(false);
     // As soon as it is not left alone any more, or has joined again.
@@ -477,7 +478,7 @@ fn a_request_waits_for_the_pod_that_computes_its_prompt() {
     let known = |outcome: &Outcome| outcome.status != Status::Pending;
     let outcome = watch("an answer", || Some(engine.scheduler.outcome(op)).filter(known));
     assert_eq!((outcome.status, outcome.value), (Status::Ok, SAVED.len() as u32), "{}", b.log());
-    engine.scheduler.post(Message::new(Kind::Close));
+    engine.scheduler.post(SchedulerRequest::Close { log: 0 });
     assert_eq!(engine.served(&prompt), (prompt.clone(), 0));
     assert_eq!(second.metric(exhausted), 1);
 
@@ -530,7 +531,7 @@ fn what_has_come_from_one_pod_is_loaded_while_another_still_has_the_rest() {
         assert_eq!((answer.status, answer.value as usize), (Status::Arriving, prompt.len()), "{}", b.log());
         let here = engine.post_load(lease, 0, SAVED);
         let frozen = engine.post_load(lease, SAVED.len() as u32, 101..121);
-        engine.scheduler.post(Message::new(Kind::Release));
+        engine.scheduler.post(SchedulerRequest::Release { log: 0 });
         assert_eq!(watch("the first part", || engine.load_ended(here)), Status::Ok);
         assert_eq!(engine.load_ended(frozen), None, "its blocks have not left their owner");
         assert!(engine.loaded(SAVED, &prompt));
@@ -544,7 +545,7 @@ fn what_has_come_from_one_pod_is_loaded_while_another_still_has_the_rest() {
         assert!(dies || engine.loaded(101..121, &prompt[SAVED.len()..]));
         assert_eq!(second.metric("pillion_query_early_answers_total"), 1);
         second.wait_metric("pillion_mesh_fetching_blocks", |fetching| fetching == 0);
-        engine.scheduler.post(Message::new(Kind::Close));
+        engine.scheduler.post(SchedulerRequest::Close { log: 0 });
         let kept = if dies { SAVED.len() } else { prompt.len() };
         assert_eq!(engine.served(&prompt[..kept]), (prompt[..kept].to_vec(), 0), "the engine goes on");
         second.terminate();

@@ -10,7 +10,8 @@ use std::process::{Child, Command, Stdio};
 use client::{Kv, LAYER_BYTES, LAYERS, Session, hello, watch};
 use shm_protocol::handshake::{Copier, Role};
 use shm_protocol::key::BlockHash;
-use shm_protocol::message::{Kind, Message, Saved};
+use shm_protocol::message::Saved;
+use shm_protocol::request::{Keys, Save, SchedulerRequest, WorkerRequest};
 use shm_protocol::transport;
 
 const BLOCK_BYTES: u64 = LAYERS * LAYER_BYTES;
@@ -68,7 +69,7 @@ impl Engine {
         let (kv, run) = (Kv::new(), [model.len() as u8; 16]);
         let worker = kv.worker_of(model, 0, 1, Copier::Sidecar);
         let mut rank = Session::open(socket, &hello(model, 1, worker), &kv.fds.each_ref());
-        rank.post(Message::new(Kind::Join).with_bytes16(run));
+        rank.post(WorkerRequest::Join { run, step: 0 });
         rank.fences(1, 1);
         let scheduler = Session::open(socket, &hello(model, 1, Role::Scheduler { run }), &[]);
         Self { _kv: kv, rank, scheduler, op: 0 }
@@ -79,7 +80,12 @@ impl Engine {
         self.op += 1;
         let keys: Vec<_> = (first..first + count).map(|key| BlockHash::from_words([key, 1, 2, 3])).collect();
         self.scheduler.open_log(self.op as u32, &keys);
-        let save = Message { op: self.op, log: self.op as u32, step: 1, ..Message::new(Kind::Save) };
+        let save = SchedulerRequest::Save(Save {
+            op: self.op,
+            keys: Keys::new(self.op as u32, 0..0),
+            position: 0,
+            step: 1,
+        });
         self.scheduler.with_blocks(save, &(1..=count as u32).collect::<Vec<_>>());
         self.scheduler.saved()
     }

@@ -6,11 +6,12 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use client::{Kv, Session, greet, hello, keys, watch};
+use client::{Kv, Session, greet, hello, keys, save, watch};
 use shm_protocol::gate;
 use shm_protocol::handshake::{self, Copier, CudaAllocation, CudaMemory, Reply, Role};
 use shm_protocol::layout;
 use shm_protocol::message::{Kind, LOAD_BY_ENGINE, Message, Status};
+use shm_protocol::request::WorkerRequest;
 use shm_protocol::transport;
 use sidecar::config::{Options, UseGpu};
 use sidecar::server::Server;
@@ -55,7 +56,7 @@ impl Sidecar {
             &fds,
         );
         assert_eq!(session.welcome.namespace.len(), 32);
-        session.post(Message::new(Kind::Join).with_bytes16(RUN));
+        session.post(WorkerRequest::Join { run: RUN, step: 0 });
         session
     }
 
@@ -96,8 +97,7 @@ fn round_trip(world_size: u32, copy: Copier) {
             (scheduler.query(0, op, 70).status == Status::Ok).then_some(())
         }
     });
-    scheduler
-        .with_blocks(Message { op: 1000, step: 5, ..Message::new(Kind::Save) }, &SAVED.collect::<Vec<_>>());
+    scheduler.with_blocks(save(1000, 0, 5), &SAVED.collect::<Vec<_>>());
     ranks.iter().for_each(|rank| rank.fences(5, 5));
     let saved = scheduler.saved();
     assert_eq!((saved.op, saved.committed, saved.dropped, saved.cancelled), (1000, 70, 0, 0));
@@ -127,7 +127,7 @@ fn load_back(sidecar: &Sidecar, world_size: u32, copy: Copier) {
         session.fences(9, 0);
         if by_engine {
             check_pool(&scheduler, session, rank as u64);
-            session.post(Message { op: 2000, flags: Status::Ok as u8, ..Message::new(Kind::Loaded) });
+            session.post(WorkerRequest::Loaded { op: 2000, ok: true });
         } else {
             assert_eq!(session.outcome(2000).status, Status::Ok);
             let kv = &kvs[rank];
@@ -191,7 +191,7 @@ fn a_closed_gate_stops_a_load() {
             (scheduler.query(0, op, 1).status == Status::Ok).then_some(())
         }
     });
-    scheduler.with_blocks(Message { op: 1000, step: 1, ..Message::new(Kind::Save) }, &[1]);
+    scheduler.with_blocks(save(1000, 0, 1), &[1]);
     rank.fences(1, 1);
     assert_eq!(scheduler.saved().committed, 1);
     assert_eq!(scheduler.query(0, 1001, 1).value, 1);
@@ -217,7 +217,7 @@ fn other_versions_and_bad_hellos_are_refused_with_a_reason() {
     assert!(reason(&handshake::Hello { world_size: 65, ..scheduler() }, &[]).contains("world_size"));
     let kv = Kv::new();
     let worker = hello("engine", 1, kv.worker(0, 1, Copier::Engine));
-    assert!(reason(&worker, &[&kv.fds[0]]).contains("memories sent"));
+    assert!(reason(&worker, &[&kv.fds[0]]).contains("below the number of memories"));
     assert!(reason(&worker, &[&kv.fds[1], &kv.fds[0]]).contains("smaller"), "sizes are checked");
     let (pipe, _writer) = rustix::pipe::pipe().unwrap();
     assert!(reason(&worker, &[&pipe, &kv.fds[1]]).contains("shared memory"));
@@ -327,7 +327,7 @@ fn a_memory_that_shrinks_fails_the_save_and_nothing_else() {
         (scheduler.query(0, op, 2).status == Status::Ok).then_some(())
     });
     rustix::fs::ftruncate(&kv.fds[0], 0).unwrap();
-    scheduler.with_blocks(Message { op: 1000, step: 1, ..Message::new(Kind::Save) }, &[1, 2]);
+    scheduler.with_blocks(save(1000, 0, 1), &[1, 2]);
     rank.fences(1, 1);
     assert_eq!(scheduler.saved().dropped, 2);
     assert_eq!(scheduler.query(0, 1001, 2).value, 0);

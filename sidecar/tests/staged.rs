@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use client::{BLOCKS, Kv, LAYER_BYTES, LAYERS, Session, hello, keys, pattern, watch};
+use client::{BLOCKS, Kv, LAYER_BYTES, LAYERS, Session, hello, keys, pattern, save, watch};
 use connector_shim::error::ShimError;
 use connector_shim::scheduler::{self, Scheduler};
 use connector_shim::worker::{self, Memory};
@@ -16,6 +16,7 @@ use shm_protocol::handshake::{BlockRegion, Copier, Role, Worker};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{STAGING_WORDS_BYTES, staging_word};
 use shm_protocol::message::{Kind, Message, Stage, Status};
+use shm_protocol::request::{Cancel, SchedulerRequest, WorkerRequest};
 use shm_protocol::ring::RingMemory;
 use shm_protocol::session::Ring;
 use sidecar::config::Options;
@@ -134,7 +135,7 @@ impl Rank {
         let regions = vec![BlockRegion { fd: 0, offset, stride, bytes: BLOCK_BYTES }];
         let role = Role::Worker(Worker { regions, staging: Some(SLOTS), ..worker });
         let mut session = Session::open(&sidecar.socket, &hello(engine, 1, role), &[&segment]);
-        session.post(Message::new(Kind::Join).with_bytes16(run));
+        session.post(WorkerRequest::Join { run, step: 0 });
         Self { session, segment }
     }
 
@@ -185,7 +186,7 @@ fn saving(sidecar: &Sidecar, engine: &str, run: [u8; 16], count: usize) -> (Sess
         (scheduler.query(0, op, 1).status == Status::Ok).then_some(())
     });
     let blocks: Vec<u32> = (1..=count as u32).collect();
-    scheduler.with_blocks(Message { op: 1000, step: 5, ..Message::new(Kind::Save) }, &blocks);
+    scheduler.with_blocks(save(1000, 0, 5), &blocks);
     rank.session.fences(5, 5);
     rank.session.ring();
     (scheduler, rank)
@@ -258,14 +259,14 @@ fn a_block_that_is_not_what_was_asked_for_is_not_kept() {
     }
     let saved = scheduler.saved();
     assert_eq!((saved.committed, saved.dropped), (0, 3));
-    scheduler.with_blocks(Message { op: 1001, step: 5, ..Message::new(Kind::Save) }, &[1, 2, 3]);
+    scheduler.with_blocks(save(1001, 0, 5), &[1, 2, 3]);
     for status in [Status::Ok, Status::Failed, Status::Ok] {
         let stage = rank.session.stage();
         rank.fill(stage);
         rank.answer(stage, status);
     }
     assert_eq!(scheduler.saved().dropped, 3, "the rank could not read one of them");
-    scheduler.with_blocks(Message { op: 1002, step: 5, ..Message::new(Kind::Save) }, &[1, 2, 3]);
+    scheduler.with_blocks(save(1002, 0, 5), &[1, 2, 3]);
     rank.serve(3);
     assert_eq!(scheduler.saved().committed, 3);
 }
@@ -275,7 +276,7 @@ fn a_block_that_is_reused_while_it_is_staged_is_not_kept() {
     let sidecar = Sidecar::start();
     let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 3);
     let asked: Vec<Stage> = (0..3).map(|_| rank.session.stage()).collect();
-    scheduler.post(Message { op: 1000, from: 1, count: 1, ..Message::new(Kind::Cancel) });
+    scheduler.post(SchedulerRequest::Cancel(Cancel { op: 1000, from: 1, count: 1 }));
     for stage in asked {
         rank.fill(stage);
         rank.answer(stage, Status::Ok);
@@ -325,7 +326,7 @@ fn a_rank_that_is_gone_ends_its_saves_and_a_new_one_takes_its_place() {
         op += 1;
         (scheduler.query(0, op, 1).status == Status::Ok).then_some(())
     });
-    scheduler.with_blocks(Message { op: op + 1, step: 6, ..Message::new(Kind::Save) }, &[1, 2]);
+    scheduler.with_blocks(save(op + 1, 0, 6), &[1, 2]);
     again.serve(2);
     assert_eq!(scheduler.saved().committed, 2);
 }
@@ -343,7 +344,7 @@ fn a_silent_rank_holds_up_nobody_and_its_saves_end() {
     // It comes back: one slot is its own again.
     silent.fill(first);
     silent.answer(first, Status::Ok);
-    scheduler.with_blocks(Message { op: 1001, step: 5, ..Message::new(Kind::Save) }, &[7]);
+    scheduler.with_blocks(save(1001, 0, 5), &[7]);
     let mut stage = silent.session.stage();
     while stage.block != 7 {
         // Those that were asked for before, and that nobody waits for.

@@ -7,7 +7,8 @@ use std::time::Instant;
 
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{CHUNK_KEYS, LOG_KEYS, header};
-use shm_protocol::message::{APPEND_CHUNKS, Kind, LOAD_EARLY, Message, Saved};
+use shm_protocol::message::{APPEND_CHUNKS, LOAD_EARLY, Saved};
+use shm_protocol::request::{Append, Keys, Load, SchedulerRequest};
 use shm_protocol::ring::Consumer;
 use shm_protocol::session::{RegionRing, Ring};
 
@@ -75,8 +76,12 @@ impl Link {
         self.block_ids.reclaim(acknowledged);
     }
 
-    /// Lends `blocks` to the message and posts it.
-    pub(super) fn post_with_blocks(&mut self, mut message: Message, blocks: &[u32]) -> bool {
+    /// Posts the request that names the position of `blocks`, and lends them to it.
+    pub(super) fn post_with_blocks(
+        &mut self,
+        blocks: &[u32],
+        request: impl FnOnce(u32) -> SchedulerRequest,
+    ) -> bool {
         if !self.block_ids.has_room(blocks.len()) {
             self.reclaim();
             if !self.block_ids.has_room(blocks.len()) {
@@ -84,8 +89,7 @@ impl Link {
             }
         }
         let position = self.block_ids.position();
-        message.data[0] = position;
-        let Some(sequence) = self.submission.post(&message) else { return false };
+        let Some(sequence) = self.submission.post(request(position)) else { return false };
         for (index, block) in blocks.iter().enumerate() {
             self.connection.memory.write_block_id(position.wrapping_add(index as u32), *block);
         }
@@ -93,22 +97,21 @@ impl Link {
         true
     }
 
-    /// Posts a load of so many keys from its first on, and says where they are.
-    pub(super) fn post_load(&mut self, handle: i64, load: Message, blocks: &[u32]) -> Plan {
-        let (number, log) = self.logs.get(handle).expect("looked up by the caller");
-        let count = blocks.len() as u32;
-        let places: Vec<_> = (load.from..load.from + count).map(|key| log.place(key)).collect();
+    /// Posts a load into `blocks`, one for each of its keys, and says where the keys' slots are.
+    pub(super) fn post_load(&mut self, handle: i64, load: Load, blocks: &[u32]) -> Plan {
+        let (_, log) = self.logs.get(handle).expect("looked up by the caller");
+        let places: Vec<_> = (load.keys.from..load.keys.end()).map(|key| log.place(key)).collect();
         let slots = places.into_iter().map(|(chunk, index)| self.connection.memory.read_ref(chunk, index));
         let blocks_and_slots = blocks.iter().copied().zip(slots).collect();
         // vLLM counts on the answer to the query by now. A sidecar that is gone, or has no room, breaks no promise: the
         // ranks have its pool mapped, and the slots are leased for a while yet.
-        self.post_with_blocks(Message { log: number, count, ..load }, blocks);
-        let flags = load.flags & !LOAD_EARLY;
+        self.post_with_blocks(blocks, |position| SchedulerRequest::Load(Load { position, ..load }));
+        let flags = load.flags.bits() & !LOAD_EARLY;
         Plan { op: load.op, epoch: self.connection.welcome.epoch, flags, blocks: blocks_and_slots }
     }
 
     pub(super) fn post_close(&mut self, number: u32, chunks: Vec<u32>) {
-        match self.submission.post(&Message { log: number, ..Message::new(Kind::Close) }) {
+        match self.submission.post(SchedulerRequest::Close { log: number }) {
             Some(sequence) => self.chunks.retire(sequence, chunks),
             None => self.unclosed.push((number, chunks)),
         }
@@ -158,18 +161,18 @@ impl Link {
             let from = log.length;
             let first_chunk = from as usize / CHUNK_KEYS;
             let upto = end.min(((first_chunk + APPEND_CHUNKS) * CHUNK_KEYS) as u32);
-            let mut message = Message { log: number, from, count: upto - from, ..Message::new(Kind::Append) };
+            let mut append = Append { keys: Keys::new(number, from..upto), chunks: [0; APPEND_CHUNKS] };
             for (index, chunk) in (first_chunk..(upto as usize).div_ceil(CHUNK_KEYS)).enumerate() {
                 if chunk == log.chunks.len() {
                     log.chunks.push(self.chunks.take().expect("counted by the caller"));
                 }
-                message.data[index] = log.chunks[chunk];
+                append.chunks[index] = log.chunks[chunk];
             }
             for index in from..upto {
                 let (chunk, place) = log.place(index);
                 self.connection.memory.write_key(chunk, place, &key(index)?);
             }
-            self.submission.post(&message).expect("room was counted by the caller");
+            self.submission.post(SchedulerRequest::Append(append)).expect("room was counted by the caller");
             // An awake sidecar reads these keys while the next ones are written.
             self.submission.publish();
             log.length = upto;

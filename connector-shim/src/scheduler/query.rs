@@ -4,9 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shm_protocol::layout::{OPERATIONS, QUERY_KEYS};
-use shm_protocol::message::{
-    Kind, LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Message, Outcome, QUERY_ARRIVING, Status,
-};
+use shm_protocol::message::{LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Outcome, Status};
+use shm_protocol::request::{Keys, Load, LoadFlags, Query, SchedulerRequest};
 use shm_protocol::wait;
 
 use super::Scheduler;
@@ -84,8 +83,8 @@ impl Scheduler {
         let Some((number, log)) = link.logs.get(handle) else { return };
         let count = count.min(log.length.saturating_sub(start)).min(QUERY_KEYS as u32);
         if count > 0 {
-            let message = Message { log: number, from: start, count, ..Message::new(Kind::Hint) };
-            link.submission.post(&message);
+            let keys = Keys { log: number, from: start, count };
+            link.submission.post(SchedulerRequest::Hint { keys });
             link.flush();
         }
     }
@@ -105,10 +104,10 @@ impl Scheduler {
         }
         self.stalled = None;
         let op = self.next_op;
-        let flags = if self.part_blocks > 0 { QUERY_ARRIVING } else { 0 };
-        let message = Message { flags, log: number, op, from: start, count, ..Message::new(Kind::Query) };
+        let keys = Keys { log: number, from: start, count };
+        let query = Query { op, keys, arriving: self.part_blocks > 0 };
         let posted = clock::now();
-        if link.submission.post(&message).is_none() {
+        if link.submission.post(SchedulerRequest::Query(query)).is_none() {
             self.counters.queries_without_room += 1;
             return None;
         }
@@ -198,7 +197,7 @@ impl Scheduler {
             && let Some((number, _)) = link.logs.get(question.log)
         {
             // The late answer would hold blocks under a lease that nobody uses.
-            link.submission.post(&Message { log: number, ..Message::new(Kind::Release) });
+            link.submission.post(SchedulerRequest::Release { log: number });
             link.flush();
         }
     }
@@ -268,15 +267,18 @@ impl Scheduler {
             | flag(self.by_engine, LOAD_BY_ENGINE)
             | flag(self.early, LOAD_EARLY)
             | flag(lease.arriving, LOAD_ARRIVING);
-        let load = Message { flags, step, lease: lease.op, ..Message::new(Kind::Load) };
+        let flags = LoadFlags::new(flags);
         let part = match lease.arriving {
             true => blocks.len().div_ceil(PARTS_MAX).max(self.part_blocks as usize),
             false => blocks.len(),
         };
         let link = self.link.as_mut().expect("it has the lease");
+        let (log, _) = link.logs.get(handle).expect("it has the lease");
         let mut plans = Vec::new();
         for (blocks, from) in blocks.chunks(part).zip((start..).step_by(part)) {
-            plans.push(link.post_load(handle, Message { op: self.next_op, from, ..load }, blocks));
+            let keys = Keys { log, from, count: blocks.len() as u32 };
+            let load = Load { op: self.next_op, keys, position: 0, step, lease: lease.op, flags };
+            plans.push(link.post_load(handle, load, blocks));
             self.next_op += 1;
         }
         if lease.arriving {

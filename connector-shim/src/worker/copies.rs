@@ -189,7 +189,7 @@ impl Copies {
         }
         let failed = self.fetch(job);
         if let Some(link) = &job.link {
-            link.post_loaded(job.plan.op, if failed.is_empty() { Status::Ok } else { Status::Failed });
+            link.post_loaded(job.plan.op, failed.is_empty());
         }
         failed
     }
@@ -342,10 +342,10 @@ impl Copies {
             return false;
         }
         let failed = self.end_fetch(fetch, &load.job);
-        let ended = if failed.is_empty() { Status::Ok } else { Status::Failed };
+        let ok = failed.is_empty();
         self.conclude(load, failed);
         if let Some(link) = &link {
-            link.post_loaded(op, ended);
+            link.post_loaded(op, ok);
         }
         true
     }

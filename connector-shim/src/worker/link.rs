@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use copy_engine::cuda::{CudaError, Gpu};
 use shm_protocol::layout::{OPERATIONS, header, load_word, load_word_value};
-use shm_protocol::message::{Kind, Message, Outcome, Stage, Status};
+use shm_protocol::message::{Outcome, Stage, Status};
+use shm_protocol::request::WorkerRequest;
 use shm_protocol::{gate, wait};
 
 use super::LOAD_DEADLINE;
@@ -42,7 +43,7 @@ struct Outbox {
     submission: Submission,
     /// Ends of loads that found no room, in their order: posted as soon as there is some, since the sidecar keeps their
     /// slots until then.
-    unreported: VecDeque<Message>,
+    unreported: VecDeque<WorkerRequest>,
 }
 
 // === impl Link ===
@@ -65,17 +66,17 @@ impl Link {
         self.out.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn post(&self, message: &Message) -> bool {
+    pub(super) fn post(&self, request: WorkerRequest) -> bool {
         let mut out = self.out();
-        let posted = out.submission.post(message).is_some();
+        let posted = out.submission.post(request).is_some();
         out.submission.flush(&self.connection);
         posted
     }
 
     /// Reports the end of this rank's part of load `op`.
-    pub(super) fn post_loaded(&self, op: u64, status: Status) {
+    pub(super) fn post_loaded(&self, op: u64, ok: bool) {
         let mut out = self.out();
-        out.unreported.push_back(Message { op, flags: status as u8, ..Message::new(Kind::Loaded) });
+        out.unreported.push_back(WorkerRequest::Loaded { op, ok });
         out.post_unreported(&self.connection);
         if out.unreported.len() > UNREPORTED_MAX {
             self.connection.hang_up();
@@ -83,14 +84,11 @@ impl Link {
     }
 
     /// Answers requests for blocks in the staging segment.
-    pub(super) fn post_staged(&self, answers: impl Iterator<Item = (Stage, Status)>) {
+    pub(super) fn post_staged(&self, answers: impl Iterator<Item = (Stage, bool)>) {
         let mut out = self.out();
-        out.unreported.extend(answers.map(|(stage, status)| Message {
-            op: stage.tag,
-            from: stage.slot,
-            flags: status as u8,
-            ..Message::new(Kind::Staged)
-        }));
+        let staged =
+            |(stage, ok): (Stage, bool)| WorkerRequest::Staged { tag: stage.tag, slot: stage.slot, ok };
+        out.unreported.extend(answers.map(staged));
         out.post_unreported(&self.connection);
     }
 
@@ -171,8 +169,8 @@ pub(super) struct Batches {
 impl Outbox {
     /// Posts from the front as many as find room.
     fn post_unreported(&mut self, connection: &Connection) {
-        while let Some(message) = self.unreported.front() {
-            if self.submission.post(message).is_none() {
+        while let Some(request) = self.unreported.front() {
+            if self.submission.post(*request).is_none() {
                 break;
             }
             self.unreported.pop_front();

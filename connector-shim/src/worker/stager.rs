@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use copy_engine::{EngineMemory, Staging};
-use shm_protocol::message::{Stage, Status};
+use shm_protocol::message::Stage;
 use shm_protocol::ring::Consumer;
 use shm_protocol::session::{RegionRing, Ring};
 use shm_protocol::wait;
@@ -65,8 +65,7 @@ impl Stager {
                 continue;
             }
             let whole = self.staging.fill(self.copies.memory(), &asked);
-            let status = |whole| if whole { Status::Ok } else { Status::Failed };
-            link.post_staged(asked.iter().zip(whole).map(|(stage, whole)| (*stage, status(whole))));
+            link.post_staged(asked.iter().copied().zip(whole));
         }
     }
 

@@ -18,7 +18,7 @@ use copy_engine::HostMemory;
 use rustix::net::Shutdown;
 use rustix::rand::{GetRandomFlags, getrandom};
 use shm_protocol::layout::staging_word;
-use shm_protocol::message::{Message, Stage, Status};
+use shm_protocol::message::Stage;
 use shm_protocol::ring::Producer;
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 use shm_protocol::wait;
@@ -99,8 +99,8 @@ impl StagedRank {
     }
 
     /// STAGED was read.
-    pub(super) fn staged(&self, message: &Message) -> Result<(), String> {
-        let answered = self.0.desk().staged(message.op, message.from, message.flags == Status::Ok as u8);
+    pub(super) fn staged(&self, tag: u64, slot: u32, ok: bool) -> Result<(), String> {
+        let answered = self.0.desk().staged(tag, slot, ok);
         self.0.work.notify_all();
         answered
     }

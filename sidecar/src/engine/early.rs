@@ -9,8 +9,9 @@
 //! - Of a refused load nothing was written.
 
 use shm_protocol::key::{BlockHash, BlockKey};
-use shm_protocol::message::{LOAD_BY_ENGINE, LOAD_SYNC, Message, Status};
+use shm_protocol::message::Status;
 use shm_protocol::pool::SlotRef;
+use shm_protocol::request;
 
 use super::arrivals::Waiter;
 use super::loads::Load;
@@ -115,24 +116,25 @@ impl Core {
 
 impl Core {
     /// Whether a load names a query that was answered early.
-    pub(super) fn is_early(&self, session: SessionId, message: &Message) -> bool {
-        let wait = self.arrivals.waits.get(&(session, message.log));
-        wait.is_some_and(|wait| wait.answered.is_some() && wait.question.op == message.lease)
+    pub(super) fn is_early(&self, session: SessionId, asked: &request::Load) -> bool {
+        let wait = self.arrivals.waits.get(&(session, asked.keys.log));
+        wait.is_some_and(|wait| wait.answered.is_some() && wait.question.op == asked.lease)
     }
 
     /// Takes a load under an early answer: it waits for those of its blocks that are not here.
-    pub(super) fn park(&mut self, session: SessionId, message: &Message) -> Result<Load, Status> {
-        if message.flags & (LOAD_SYNC | LOAD_BY_ENGINE) != 0 {
+    pub(super) fn park(&mut self, session: SessionId, asked: &request::Load) -> Result<Load, Status> {
+        let request::Keys { log, from, count } = asked.keys;
+        if asked.flags.sync() || asked.flags.by_engine() {
             return Err(Status::LeaseUnknown);
         }
         let binding = self.binding(session).ok_or(Status::NotReady)?;
-        let wait = &self.arrivals.waits[&(session, message.log)];
+        let wait = &self.arrivals.waits[&(session, log)];
         let answered = wait.answered.as_ref().expect("the caller looked");
-        let first = message.from.checked_sub(wait.question.from).ok_or(Status::LeaseUnknown)? as usize;
-        let slots = answered.slots.get(first..first + message.count as usize).ok_or(Status::LeaseUnknown)?;
-        let (slots, from) = (slots.to_vec(), message.from as usize);
-        let hashes = self.schedulers[&session].logs[&message.log].keys[from..from + slots.len()].to_vec();
-        let waiter = Waiter { session, log: None, op: message.op };
+        let first = from.checked_sub(wait.question.from).ok_or(Status::LeaseUnknown)? as usize;
+        let slots = answered.slots.get(first..first + count as usize).ok_or(Status::LeaseUnknown)?;
+        let (slots, from) = (slots.to_vec(), from as usize);
+        let hashes = self.schedulers[&session].logs[&log].keys[from..from + slots.len()].to_vec();
+        let waiter = Waiter { session, log: None, op: asked.op };
         let mut parked = Parked { hashes, missing: 0, held: Vec::new() };
         for (hash, named) in parked.hashes.iter().zip(&slots) {
             let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
@@ -145,9 +147,9 @@ impl Core {
                 return Err(Status::Absent);
             }
         }
-        self.arrivals.loads.insert((session, message.op), parked);
+        self.arrivals.loads.insert((session, asked.op), parked);
         let ranks = all_ranks(self.schedulers[&session].world_size);
-        Ok(Load::new(message, None, slots, binding, ranks))
+        Ok(Load::new(asked, None, slots, binding, ranks))
     }
 
     /// A block of a parked load has ended, well if it can be held.

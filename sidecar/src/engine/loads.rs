@@ -2,8 +2,9 @@
 
 use shm_protocol::handshake::RANKS_MAX;
 use shm_protocol::layout::OPERATIONS;
-use shm_protocol::message::{LOAD_BY_ENGINE, LOAD_EARLY, Message, Outcome, Status};
+use shm_protocol::message::{Outcome, Status};
 use shm_protocol::pool::SlotRef;
+use shm_protocol::request::{self, Keys};
 use tiers::LeaseError;
 use tiers::dram::LeaseId;
 
@@ -42,7 +43,7 @@ pub(super) struct Load {
 impl Load {
     /// Without its blocks yet.
     pub(super) fn new(
-        message: &Message,
+        asked: &request::Load,
         lease: Option<LeaseId>,
         slots: Vec<SlotRef>,
         binding: Binding,
@@ -50,13 +51,13 @@ impl Load {
     ) -> Self {
         Self {
             lease,
-            step: message.step,
-            early: message.flags & LOAD_EARLY != 0,
+            step: asked.step,
+            early: asked.flags.early(),
             blocks: Vec::new(),
             slots,
             binding,
             open: ranks,
-            unstarted: if message.flags & LOAD_BY_ENGINE != 0 { 0 } else { ranks },
+            unstarted: if asked.flags.by_engine() { 0 } else { ranks },
             running: 0,
             reported: (0, 0),
             orphan: false,
@@ -71,52 +72,54 @@ impl Core {
         &mut self,
         now_ms: u64,
         session: SessionId,
-        message: &Message,
+        asked: &request::Load,
         blocks: Vec<u32>,
         out: &mut Vec<Action>,
     ) -> Result<(), Violation> {
-        self.check_new(session, message.op)?;
+        let op = asked.op;
+        self.check_new(session, op)?;
         if self.schedulers[&session].loads >= OPERATIONS {
             return Err(format!("more than {OPERATIONS} loads at once"));
         }
-        let promised = match self.is_early(session, message) {
-            true => self.park(session, message),
-            false => self.promise(session, message),
+        let promised = match self.is_early(session, asked) {
+            true => self.park(session, asked),
+            false => self.promise(session, asked),
         };
         match promised {
             Ok(mut load) => {
                 load.blocks = blocks;
                 let is_parked = load.lease.is_none();
                 if !is_parked && load.unstarted != 0 {
-                    self.scheduler_waits(session, message.op);
+                    self.scheduler_waits(session, op);
                 }
-                self.loads.insert((session, message.op), load);
+                self.loads.insert((session, op), load);
                 self.schedulers.get_mut(&session).expect("the caller checked").loads += 1;
-                self.take_early(session, message.op);
-                self.end_missed(session, message);
+                self.take_early(session, op);
+                self.end_missed(session, asked);
                 match is_parked {
-                    true => self.unpark(now_ms, (session, message.op), out),
-                    false => self.dispatch_load(session, message.op, out),
+                    true => self.unpark(now_ms, (session, op), out),
+                    false => self.dispatch_load(session, op, out),
                 }
             }
-            Err(status) => self.refuse_load(session, message.op, status, out),
+            Err(status) => self.refuse_load(session, op, status, out),
         }
         Ok(())
     }
 
     /// Turns the lease of a log into one that lasts until every rank ended the load.
-    fn promise(&mut self, session: SessionId, message: &Message) -> Result<Load, Status> {
+    fn promise(&mut self, session: SessionId, asked: &request::Load) -> Result<Load, Status> {
+        let Keys { log: number, from, count } = asked.keys;
         let binding = self.binding(session).ok_or(Status::NotReady)?;
         let ranks = all_ranks(self.schedulers[&session].world_size);
-        let log = self.log(session, message.log).map_err(|_| Status::LeaseUnknown)?;
-        let lease = log.lease.filter(|lease| lease.op == message.lease).ok_or(Status::LeaseUnknown)?;
-        let first = message.from.saturating_sub(lease.from) as usize;
+        let log = self.log(session, number).map_err(|_| Status::LeaseUnknown)?;
+        let lease = log.lease.filter(|lease| lease.op == asked.lease).ok_or(Status::LeaseUnknown)?;
+        let first = from.saturating_sub(lease.from) as usize;
         let slots: Vec<SlotRef> = self.dram.slots(lease.id, session).map_err(status)?.collect();
-        let slots = part(&slots, &lease, message.from, message.count).ok_or(Status::LeaseUnknown)?;
+        let slots = part(&slots, &lease, from, count).ok_or(Status::LeaseUnknown)?;
         self.dram.truncate(lease.id, session, first, slots.len()).map_err(status)?;
         self.dram.promise(lease.id, session).map_err(status)?;
-        self.take_lease(session, message.log).map_err(|_| Status::LeaseUnknown)?;
-        Ok(Load::new(message, Some(lease.id), slots, binding, ranks))
+        self.take_lease(session, number).map_err(|_| Status::LeaseUnknown)?;
+        Ok(Load::new(asked, Some(lease.id), slots, binding, ranks))
     }
 
     /// Tells the ranks that wait for this process; the others find out by the slots' generations.
@@ -192,34 +195,30 @@ impl Core {
     }
 
     /// LOADED: a rank has ended its part itself, well or not.
-    pub(super) fn loaded(&mut self, session: SessionId, message: &Message) -> Result<(), Violation> {
-        let Some(worker) = self.workers.get(&session) else {
-            return Err("only a worker may send Loaded".into());
-        };
+    pub(super) fn loaded(&mut self, session: SessionId, op: u64, ok: bool) -> Result<(), Violation> {
+        let worker = &self.workers[&session];
         let rank = worker.rank;
         let Some(scheduler) = worker.scheduler else { return Ok(()) };
-        let key = (scheduler, message.op);
-        let ok = message.flags == Status::Ok as u8;
+        let key = (scheduler, op);
         if self.loads.contains_key(&key) {
             self.report(key, rank, ok);
-        } else if let Some(host) = self.schedulers.get_mut(&scheduler).filter(|host| host.newest < message.op)
-        {
+        } else if let Some(host) = self.schedulers.get_mut(&scheduler).filter(|host| host.newest < op) {
             // Rings are read one after the other: this one's LOAD lies unread in the scheduler's.
             if host.early.len() >= EARLY_MAX {
                 return Err(format!("{EARLY_MAX} loads were reported that no scheduler posted"));
             }
-            host.early.push((message.op, rank, ok));
+            host.early.push((op, rank, ok));
         }
         // Any other was refused, or ended when its rank was thought lost.
         Ok(())
     }
 
     /// Ends the parts of ranks that began the load's step before their present session.
-    fn end_missed(&mut self, session: SessionId, message: &Message) {
+    fn end_missed(&mut self, session: SessionId, asked: &request::Load) {
         let sessions = self.schedulers[&session].ranks.iter().flatten();
-        let missed = sessions.map(|id| &self.workers[id]).filter(|worker| worker.since >= message.step);
+        let missed = sessions.map(|id| &self.workers[id]).filter(|worker| worker.since >= asked.step);
         let ranks: Vec<u32> = missed.map(|worker| worker.rank).collect();
-        ranks.into_iter().for_each(|rank| self.report((session, message.op), rank, false));
+        ranks.into_iter().for_each(|rank| self.report((session, asked.op), rank, false));
     }
 
     /// Ends the parts of a load that were reported before it was read.

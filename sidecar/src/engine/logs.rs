@@ -1,9 +1,10 @@
 //! Key logs, queries, and the lease that a query leaves on its log.
 
 use shm_protocol::key::BlockHash;
-use shm_protocol::layout::{CHUNK_KEYS, CHUNKS, LOG_KEYS, LOGS};
-use shm_protocol::message::{Message, Outcome, QUERY_ARRIVING, Status};
+use shm_protocol::layout::{CHUNK_KEYS, LOG_KEYS};
+use shm_protocol::message::{Outcome, Status};
 use shm_protocol::pool::SlotRef;
+use shm_protocol::request::{Append, Keys, Query};
 use tiers::dram::LeaseId;
 
 use super::members::Binding;
@@ -75,9 +76,6 @@ impl Found {
 
 impl Core {
     pub(super) fn open(&mut self, session: SessionId, log: u32) -> Result<(), Violation> {
-        if log as usize >= LOGS {
-            return Err(format!("log {log} is beyond the {LOGS} there are"));
-        }
         let logs = &mut self.scheduler(session).logs;
         if logs.insert(log, Log::default()).is_some() {
             return Err(format!("log {log} was opened twice"));
@@ -88,36 +86,24 @@ impl Core {
     pub(super) fn append(
         &mut self,
         session: SessionId,
-        message: &Message,
-        keys: Vec<BlockHash>,
+        append: &Append,
+        keys: &[BlockHash],
     ) -> Result<(), Violation> {
+        let Keys { log: number, from, .. } = append.keys;
         let scheduler = self.scheduler(session);
         let room = LOG_KEYS - scheduler.keys;
-        let log = scheduler.logs.get_mut(&message.log).ok_or_else(|| unknown_log(message.log))?;
-        if message.from as usize != log.keys.len()
-            || keys.len() != message.count as usize
-            || keys.len() > room
-        {
-            return Err(format!(
-                "log {} has {} keys; cannot append {message:?}",
-                message.log,
-                log.keys.len()
-            ));
+        let log = scheduler.logs.get_mut(&number).ok_or_else(|| unknown_log(number))?;
+        if from as usize != log.keys.len() || keys.len() > room {
+            return Err(format!("log {number} has {} keys; cannot append {append:?}", log.keys.len()));
         }
-        let first = message.from as usize / CHUNK_KEYS;
-        let end = (message.from as usize + keys.len()).div_ceil(CHUNK_KEYS);
-        for (chunk, &number) in (first..end).zip(&message.data) {
-            match log.chunks.get(chunk) {
-                Some(&known) if known != number => return Err(format!("log {} moved a chunk", message.log)),
+        for (at, &chunk) in (from as usize / CHUNK_KEYS..).zip(append.chunks()) {
+            match log.chunks.get(at) {
+                Some(&known) if known != chunk => return Err(format!("log {number} moved a chunk")),
                 Some(_) => {}
-                None if number as usize >= CHUNKS => return Err(format!("chunk {number} does not exist")),
-                None => log.chunks.push(number),
+                None => log.chunks.push(chunk),
             }
         }
-        if log.chunks.len() < end {
-            return Err(format!("APPEND to log {} names too few chunks", message.log));
-        }
-        log.keys.extend_from_slice(&keys);
+        log.keys.extend_from_slice(keys);
         scheduler.keys += keys.len();
         Ok(())
     }
@@ -126,13 +112,12 @@ impl Core {
         &mut self,
         now_ms: u64,
         session: SessionId,
-        message: &Message,
+        query: Query,
         out: &mut Vec<Action>,
     ) -> Result<(), Violation> {
-        let Message { op, log, from, count, .. } = *message;
+        let Query { op, keys: Keys { log, from, count }, arriving } = query;
         self.log(session, log)?;
         self.end_wait(session, log);
-        let arriving = message.flags & QUERY_ARRIVING != 0;
         let question = Question { op, log, from, count, arriving, asked_ms: now_ms };
         let waits = self.ask(now_ms, session, question, out);
         self.stats.waits += u64::from(waits);
@@ -193,16 +178,17 @@ impl Core {
         &mut self,
         now_ms: u64,
         session: SessionId,
-        message: &Message,
+        keys: Keys,
         out: &mut Vec<Action>,
     ) -> Result<(), Violation> {
-        let Message { op, log, from, count, .. } = *message;
+        let Keys { log, from, count } = keys;
         self.log(session, log)?;
         if self.draining || (self.ssd.is_none() && self.peers.is_none()) {
             return Ok(());
         }
         if let Some(binding) = self.binding(session) {
-            let question = Question { op, log, from, count, arriving: false, asked_ms: now_ms };
+            // Nothing answers it, so it has no operation.
+            let question = Question { op: 0, log, from, count, arriving: false, asked_ms: now_ms };
             let wanted = self.schedulers[&session].logs[&log].wanted(question).to_vec();
             self.prefetch(now_ms, &binding, &wanted, out);
         }

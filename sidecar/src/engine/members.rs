@@ -291,9 +291,7 @@ impl Core {
         since: u64,
         out: &mut Vec<Action>,
     ) -> Result<(), Violation> {
-        let Some(worker) = self.workers.get_mut(&session) else {
-            return Err("only a worker may send Join".into());
-        };
+        let worker = self.workers.get_mut(&session).expect("the caller looked");
         if worker.run.is_some_and(|joined| joined != run) {
             return Err("a worker joins one run in the life of its session".into());
         }

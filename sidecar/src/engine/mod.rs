@@ -29,8 +29,9 @@ use mesh::digest::Change;
 use mesh::transport::{Fetch, PeerNumber};
 use shm_protocol::handshake::{Hello, Role};
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
-use shm_protocol::message::{Kind, Message, Outcome, Saved};
+use shm_protocol::message::{Outcome, Saved};
 use shm_protocol::pool::SlotRef;
+use shm_protocol::request::{SchedulerRequest, WorkerRequest};
 use tiers::dram::Dram;
 use tiers::opener::Opened;
 use tiers::ssd::{Done, Job, Recovered};
@@ -74,12 +75,8 @@ pub enum Event {
     Message {
         /// Whose ring.
         session: SessionId,
-        /// The message.
-        message: Message,
-        /// Keys of an APPEND, copied out.
-        keys: Vec<BlockHash>,
-        /// Block ids of a LOAD or SAVE, copied out.
-        blocks: Vec<u32>,
+        /// What it asks.
+        request: Request,
     },
     /// A worker's fence words as just read.
     Fences {
@@ -116,6 +113,22 @@ pub enum Event {
     Tick,
     /// The sidecar is to end: nothing new is taken, what runs is finished.
     Drain,
+}
+
+/// One message of a ring and all that it refers to, copied out of shared memory.
+#[derive(Debug)]
+pub enum Request {
+    /// A scheduler's.
+    Scheduler {
+        /// What it asks.
+        request: SchedulerRequest,
+        /// Keys of an APPEND.
+        keys: Vec<BlockHash>,
+        /// Block ids of a LOAD or SAVE.
+        blocks: Vec<u32>,
+    },
+    /// A rank's.
+    Worker(WorkerRequest),
 }
 
 /// What must be done, in the order given.
@@ -277,6 +290,18 @@ pub struct Core {
     stats: Stats,
 }
 
+// === impl Request ===
+
+impl Request {
+    /// What handling it costs: one more than the keys and blocks that it names.
+    pub fn cost(&self) -> usize {
+        match self {
+            Self::Scheduler { request, .. } => 1 + request.count() as usize,
+            Self::Worker(_) => 1,
+        }
+    }
+}
+
 // === impl Core ===
 
 impl Core {
@@ -312,8 +337,8 @@ impl Core {
         match event {
             Event::Connected { session, hello, namespace } => self.connect(session, hello, namespace, out),
             Event::Disconnected { session } => self.disconnect(session, out),
-            Event::Message { session, message, keys, blocks } => {
-                if let Err(reason) = self.message(now_ms, session, &message, keys, blocks, out) {
+            Event::Message { session, request } => {
+                if let Err(reason) = self.message(now_ms, session, request, out) {
                     out.push(Action::Close { session, reason });
                 }
             }
@@ -384,37 +409,57 @@ impl Core {
         &mut self,
         now_ms: u64,
         session: SessionId,
-        message: &Message,
+        request: Request,
+        out: &mut Vec<Action>,
+    ) -> Result<(), Violation> {
+        match request {
+            Request::Worker(request) if self.workers.contains_key(&session) => {
+                self.worker_request(session, request, out)
+            }
+            Request::Scheduler { request, keys, blocks } if self.schedulers.contains_key(&session) => {
+                self.scheduler_request(now_ms, session, request, keys, blocks, out)
+            }
+            // The session was closed by an earlier message of this turn.
+            _ => Ok(()),
+        }
+    }
+
+    fn worker_request(
+        &mut self,
+        session: SessionId,
+        request: WorkerRequest,
+        out: &mut Vec<Action>,
+    ) -> Result<(), Violation> {
+        match request {
+            WorkerRequest::Join { run, step } => self.join(session, run, step, out),
+            WorkerRequest::Loaded { op, ok } => self.loaded(session, op, ok),
+            // The rank's copier was told when the message was read.
+            WorkerRequest::Staged { .. } => Ok(()),
+        }
+    }
+
+    fn scheduler_request(
+        &mut self,
+        now_ms: u64,
+        session: SessionId,
+        request: SchedulerRequest,
         keys: Vec<BlockHash>,
         blocks: Vec<u32>,
         out: &mut Vec<Action>,
     ) -> Result<(), Violation> {
-        match message.kind {
-            Kind::Join => return self.join(session, message.bytes16(), message.step, out),
-            Kind::Loaded => return self.loaded(session, message),
-            // Its copier was told when it was read.
-            Kind::Staged => return Ok(()),
-            _ if self.workers.contains_key(&session) => {
-                return Err(format!("a worker may not send {:?}", message.kind));
-            }
-            // The session was closed by an earlier message of this turn.
-            _ if !self.schedulers.contains_key(&session) => return Ok(()),
-            _ => {}
-        }
-        let scheduler = self.schedulers.get_mut(&session).expect("checked above");
-        scheduler.newest = scheduler.newest.max(message.op);
-        match message.kind {
-            Kind::Open => self.open(session, message.log),
-            Kind::Append => self.append(session, message, keys),
-            Kind::Query => self.query(now_ms, session, message, out),
-            Kind::Load => self.load(now_ms, session, message, blocks, out),
-            Kind::Save => self.save(session, message, &blocks, out),
-            Kind::Cancel => self.cancel(session, message, out),
-            Kind::Release => self.release(session, message.log),
-            Kind::Close => self.close(session, message.log),
-            Kind::Salt => self.salt(session, message.bytes16()),
-            Kind::Hint => self.hint(now_ms, session, message, out),
-            Kind::Join | Kind::Loaded | Kind::Staged => unreachable!("answered above"),
+        let scheduler = self.schedulers.get_mut(&session).expect("the caller looked");
+        scheduler.newest = scheduler.newest.max(request.op());
+        match request {
+            SchedulerRequest::Open { log } => self.open(session, log),
+            SchedulerRequest::Append(append) => self.append(session, &append, &keys),
+            SchedulerRequest::Query(query) => self.query(now_ms, session, query, out),
+            SchedulerRequest::Load(load) => self.load(now_ms, session, &load, blocks, out),
+            SchedulerRequest::Save(save) => self.save(session, &save, &blocks, out),
+            SchedulerRequest::Cancel(cancel) => self.cancel(session, cancel, out),
+            SchedulerRequest::Release { log } => self.release(session, log),
+            SchedulerRequest::Close { log } => self.close(session, log),
+            SchedulerRequest::Salt { salt } => self.salt(session, salt),
+            SchedulerRequest::Hint { keys } => self.hint(now_ms, session, keys, out),
         }
     }
 

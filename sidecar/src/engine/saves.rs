@@ -2,9 +2,10 @@
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::layout::COMPLETION_SLOTS;
-use shm_protocol::message::{Message, Saved};
+use shm_protocol::message::Saved;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::proof::WITHOUT_COMMIT_RULE;
+use shm_protocol::request::{self, Cancel, Keys};
 use tiers::FillError;
 
 use super::members::{Binding, all_ranks};
@@ -41,40 +42,40 @@ impl Core {
     pub(super) fn save(
         &mut self,
         session: SessionId,
-        message: &Message,
+        asked: &request::Save,
         blocks: &[u32],
         out: &mut Vec<Action>,
     ) -> Result<(), Violation> {
-        let end = Saved { op: message.op, committed: 0, present: 0, cancelled: 0, dropped: 0 };
-        self.check_new(session, message.op)?;
+        let (op, Keys { log, from, count }) = (asked.op, asked.keys);
+        let end = Saved { op, committed: 0, present: 0, cancelled: 0, dropped: 0 };
+        self.check_new(session, op)?;
         if self.schedulers[&session].saves >= COMPLETION_SLOTS {
             return Err(format!("more than {COMPLETION_SLOTS} saves at once"));
         }
         let binding = self.binding(session).filter(|_| !self.draining);
-        let (from, count) = (message.from as usize, message.count as usize);
-        let keys = self.log(session, message.log)?.keys.get(from..from + count);
-        let keys = keys.ok_or_else(|| format!("{message:?} names keys that were not appended"))?.to_vec();
-        self.stats.saves_posted_blocks += count as u64;
+        let keys = self.log(session, log)?.keys.get(from as usize..asked.keys.end() as usize);
+        let keys = keys.ok_or_else(|| format!("{asked:?} names keys that were not appended"))?.to_vec();
+        self.stats.saves_posted_blocks += u64::from(count);
         let Some(binding) = binding else {
-            self.stats.saves_dropped += count as u64;
-            out.push(Action::Saved { session, saved: Saved { dropped: message.count, ..end } });
+            self.stats.saves_dropped += u64::from(count);
+            out.push(Action::Saved { session, saved: Saved { dropped: count, ..end } });
             return Ok(());
         };
         let unstarted = all_ranks(self.schedulers[&session].world_size);
         let mut save =
-            Save { binding, step: message.step, blocks: Vec::new(), unstarted, running: 0, void: false, end };
+            Save { binding, step: asked.step, blocks: Vec::new(), unstarted, running: 0, void: false, end };
         for (index, (hash, &block)) in keys.into_iter().zip(blocks).enumerate() {
             self.claim(&mut save, index as u32, hash, block, out);
         }
-        let key = (session, message.op);
+        let key = (session, op);
         let nothing_to_copy = save.blocks.is_empty();
         self.saves.insert(key, save);
         self.schedulers.get_mut(&session).expect("the caller checked").saves += 1;
         if nothing_to_copy {
             self.finish_save(key, 0, out);
         } else {
-            self.scheduler_waits(session, message.op);
-            self.dispatch_save(session, message.op, out);
+            self.scheduler_waits(session, op);
+            self.dispatch_save(session, op, out);
         }
         Ok(())
     }
@@ -182,14 +183,14 @@ impl Core {
     pub(super) fn cancel(
         &mut self,
         session: SessionId,
-        message: &Message,
+        cancel: Cancel,
         out: &mut Vec<Action>,
     ) -> Result<(), Violation> {
         // A save that has ended was committed before this CANCEL was posted: its bytes were whole.
-        let key = (session, message.op);
+        let key = (session, cancel.op);
         let Some(save) = self.saves.get_mut(&key) else { return Ok(()) };
-        let range = u64::from(message.from)..u64::from(message.from) + u64::from(message.count);
-        for block in save.blocks.iter_mut().filter(|block| range.contains(&u64::from(block.index))) {
+        let range = cancel.from..cancel.from + cancel.count;
+        for block in save.blocks.iter_mut().filter(|block| range.contains(&block.index)) {
             block.cancelled = true;
         }
         if save.running == 0 && save.blocks.iter().all(|block| block.cancelled) {

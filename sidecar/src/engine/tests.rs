@@ -6,7 +6,8 @@ use std::collections::BTreeMap;
 
 use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{BlockRegion, Copier, Worker as WorkerHello};
-use shm_protocol::message::{LOAD_BY_ENGINE, LOAD_EARLY, Status};
+use shm_protocol::message::{APPEND_CHUNKS, LOAD_BY_ENGINE, LOAD_EARLY, Status};
+use shm_protocol::request::{self, Append, Cancel, Keys, LoadFlags, Query};
 use tiers::dram::Config;
 
 use super::*;
@@ -55,8 +56,10 @@ fn rank_hello_of(world_size: u32, rank: u32, bytes: u64) -> Hello {
     hello(world_size, Role::Worker(worker))
 }
 
-fn loaded(op: u64, status: Status) -> Message {
-    Message { op, flags: status as u8, ..Message::new(Kind::Loaded) }
+/// A scheduler's message that refers to nothing.
+pub(super) fn asked(request: SchedulerRequest) -> Event {
+    let request = Request::Scheduler { request, keys: Vec::new(), blocks: Vec::new() };
+    Event::Message { session: SCHEDULER, request }
 }
 
 impl Harness {
@@ -69,7 +72,7 @@ impl Harness {
 
     pub(super) fn join(&mut self) {
         for session in RANKS.into_iter().take(self.core.workers.len()) {
-            self.message(session, Message::new(Kind::Join).with_bytes16(RUN));
+            self.join_from(session, 0);
         }
     }
 
@@ -94,32 +97,49 @@ impl Harness {
         self.core.handle(self.now_ms, event, &mut self.out);
     }
 
-    pub(super) fn message(&mut self, session: SessionId, message: Message) {
-        self.event(Event::Message { session, message, keys: Vec::new(), blocks: Vec::new() });
+    fn join_from(&mut self, session: SessionId, step: u64) {
+        self.report(session, WorkerRequest::Join { run: RUN, step });
+    }
+
+    pub(super) fn loaded(&mut self, session: SessionId, op: u64, ok: bool) {
+        self.report(session, WorkerRequest::Loaded { op, ok });
+    }
+
+    fn report(&mut self, session: SessionId, request: WorkerRequest) {
+        self.event(Event::Message { session, request: Request::Worker(request) });
+    }
+
+    pub(super) fn ask(&mut self, request: SchedulerRequest) {
+        self.event(asked(request));
+    }
+
+    fn with_blocks(&mut self, request: SchedulerRequest, blocks: Vec<u32>) {
+        let request = Request::Scheduler { request, keys: Vec::new(), blocks };
+        self.event(Event::Message { session: SCHEDULER, request });
     }
 
     pub(super) fn open(&mut self, log: u32, keys: std::ops::Range<u32>) {
-        self.message(SCHEDULER, Message { log, ..Message::new(Kind::Open) });
+        self.ask(SchedulerRequest::Open { log });
         let keys: Vec<BlockHash> = keys.map(hash).collect();
-        let mut data = [0; 6];
-        (0..6).for_each(|i| data[i as usize] = log * 6 + i);
-        let message = Message { log, count: keys.len() as u32, data, ..Message::new(Kind::Append) };
-        self.event(Event::Message { session: SCHEDULER, message, keys, blocks: Vec::new() });
+        let chunks = std::array::from_fn(|at| log * APPEND_CHUNKS as u32 + at as u32);
+        self.append(Append { keys: Keys::new(log, 0..keys.len() as u32), chunks }, keys);
+    }
+
+    fn append(&mut self, append: Append, keys: Vec<BlockHash>) {
+        let request = SchedulerRequest::Append(append);
+        let request = Request::Scheduler { request, keys, blocks: Vec::new() };
+        self.event(Event::Message { session: SCHEDULER, request });
     }
 
     pub(super) fn save(&mut self, log: u32, op: u64, step: u64, blocks: std::ops::Range<u32>) {
-        let count = blocks.len() as u32;
-        let message = Message { log, op, step, count, ..Message::new(Kind::Save) };
-        self.event(Event::Message {
-            session: SCHEDULER,
-            message,
-            keys: Vec::new(),
-            blocks: blocks.collect(),
-        });
+        let keys = Keys::new(log, 0..blocks.len() as u32);
+        let save = request::Save { op, keys, position: 0, step };
+        self.with_blocks(SchedulerRequest::Save(save), blocks.collect());
     }
 
     pub(super) fn query(&mut self, log: u32, op: u64, from: u32, count: u32) -> Outcome {
-        self.message(SCHEDULER, Message { log, op, from, count, ..Message::new(Kind::Query) });
+        let query = Query { op, keys: Keys { log, from, count }, arriving: false };
+        self.ask(SchedulerRequest::Query(query));
         match self.out.pop() {
             Some(Action::Answer { outcome, .. } | Action::Outcome { outcome, .. }) => outcome,
             other => panic!("no answer: {other:?}"),
@@ -127,10 +147,14 @@ impl Harness {
     }
 
     pub(super) fn load(&mut self, log: u32, op: u64, lease: u64, range: std::ops::Range<u32>, flags: u8) {
-        let (from, count) = (range.start, range.len() as u32);
-        let message = Message { log, op, lease, from, count, flags, step: 5, ..Message::new(Kind::Load) };
-        let blocks = (1..=count).collect();
-        self.event(Event::Message { session: SCHEDULER, message, keys: Vec::new(), blocks });
+        let keys = Keys::new(log, range);
+        let flags = LoadFlags::new(flags);
+        let load = request::Load { op, keys, position: 0, step: 5, lease, flags };
+        self.post_load(load);
+    }
+
+    fn post_load(&mut self, load: request::Load) {
+        self.with_blocks(SchedulerRequest::Load(load), (1..=load.keys.count).collect());
     }
 
     pub(super) fn fences(&mut self, session: SessionId, start: u64, done: u64) {
@@ -213,7 +237,7 @@ fn a_cancel_seen_before_the_commit_wins() {
     engine.fences(RANKS[0], 1, 1);
     let copies = engine.copies();
     engine.event(Event::Copied { copy: copies[0].0, ok: true });
-    engine.message(SCHEDULER, Message { op: 1, from: 1, count: 2, ..Message::new(Kind::Cancel) });
+    engine.ask(SchedulerRequest::Cancel(Cancel { op: 1, from: 1, count: 2 }));
     engine.drained();
     let saved = engine.saved().unwrap();
     assert_eq!((saved.committed, saved.cancelled), (2, 2));
@@ -267,13 +291,13 @@ fn a_load_by_the_engine_ends_when_every_rank_reported_once() {
     engine.keep(4);
     assert_eq!(engine.query(0, 2, 1, 3).value, 3);
     engine.load(0, 3, 2, 2..4, LOAD_BY_ENGINE);
-    engine.message(SCHEDULER, Message { log: 0, ..Message::new(Kind::Close) });
-    engine.message(RANKS[0], loaded(3, Status::Ok));
-    engine.message(RANKS[0], loaded(3, Status::Ok));
+    engine.ask(SchedulerRequest::Close { log: 0 });
+    engine.loaded(RANKS[0], 3, true);
+    engine.loaded(RANKS[0], 3, true);
     engine.now_ms = 100_000;
     engine.event(Event::Tick);
     assert_eq!(engine.core.stats().leases, 1, "promised: neither time nor CLOSE ends it");
-    engine.message(RANKS[1], loaded(3, Status::Ok));
+    engine.loaded(RANKS[1], 3, true);
     assert_eq!(engine.core.stats().leases, 0);
     assert!(engine.closed().is_none());
 }
@@ -283,12 +307,12 @@ fn a_rank_may_report_a_load_before_its_post_was_read() {
     let mut engine = Harness::engine(2);
     engine.keep(2);
     engine.query(0, 2, 0, 2);
-    engine.message(RANKS[0], loaded(3, Status::Ok));
+    engine.loaded(RANKS[0], 3, true);
     engine.load(0, 3, 2, 0..2, LOAD_BY_ENGINE);
     assert_eq!((engine.core.stats().leases, engine.core.stats().loaded_blocks), (1, 2));
-    engine.message(RANKS[1], loaded(3, Status::Ok));
+    engine.loaded(RANKS[1], 3, true);
     assert_eq!((engine.core.stats().leases, engine.core.stats().loaded_blocks), (0, 4));
-    engine.message(RANKS[1], loaded(1, Status::Ok));
+    engine.loaded(RANKS[1], 1, true);
     assert!(engine.closed().is_none(), "a report of an older operation is ignored");
 }
 
@@ -311,7 +335,7 @@ fn a_load_by_the_sidecar_waits_for_the_step_and_answers_each_rank() {
         |session, status| Action::Outcome { session, op: 3, outcome: Outcome { op: 3, value: 2, status } };
     assert_eq!(engine.out, [outcome(RANKS[0], Status::Ok), outcome(RANKS[1], Status::Failed)]);
     assert_eq!(engine.core.stats().leases, 1, "the rank finishes its part from the leased slots");
-    engine.message(RANKS[1], loaded(3, Status::Ok));
+    engine.loaded(RANKS[1], 3, true);
     let stats = engine.core.stats();
     assert_eq!((stats.leases, stats.load_failures, stats.loaded_blocks), (0, 0, 4));
 }
@@ -334,11 +358,11 @@ fn a_load_that_its_rank_finished_before_it_was_read_is_not_copied() {
     engine.keep(2);
     engine.query(0, 2, 0, 2);
     RANKS.into_iter().for_each(|session| engine.fences(session, 5, 4));
-    engine.message(RANKS[0], loaded(3, Status::Ok));
+    engine.loaded(RANKS[0], 3, true);
     engine.load(0, 3, 2, 0..2, 0);
     let copies = engine.copies();
     assert_eq!(copies.iter().map(|copy| copy.1).collect::<Vec<_>>(), [RANKS[1]]);
-    engine.message(RANKS[1], loaded(3, Status::Failed));
+    engine.loaded(RANKS[1], 3, false);
     assert_eq!(engine.core.stats().leases, 1, "its copy still reads the slots");
     engine.event(Event::Copied { copy: copies[0].0, ok: false });
     let stats = engine.core.stats();
@@ -353,7 +377,7 @@ fn a_load_that_its_rank_took_back_is_not_started() {
     engine.query(0, 2, 0, 2);
     engine.load(0, 3, 2, 0..2, 0);
     assert!(engine.core.waits_on_fences(RANKS[0]));
-    engine.message(RANKS[0], loaded(3, Status::Ok));
+    engine.loaded(RANKS[0], 3, true);
     assert!(!engine.core.waits_on_fences(RANKS[0]));
     engine.fences(RANKS[0], 5, 5);
     assert!(engine.copies().is_empty());
@@ -435,7 +459,7 @@ fn plans_wait_for_a_rank_that_has_not_joined() {
     engine.save(0, 1, 1, 1..2);
     engine.fences(RANKS[0], 1, 1);
     assert!(engine.copies().is_empty());
-    engine.message(RANKS[0], Message::new(Kind::Join).with_bytes16(RUN));
+    engine.join_from(RANKS[0], 0);
     assert_eq!(engine.copies().len(), 1);
 }
 
@@ -453,38 +477,53 @@ fn ranks_of_different_form_are_not_served() {
 fn a_salted_namespace_hides_the_old_blocks_and_comes_back_with_the_same_salt() {
     let mut engine = Harness::engine(1);
     engine.keep(2);
-    engine.message(SCHEDULER, Message::new(Kind::Salt).with_bytes16([1; 16]));
+    engine.ask(SchedulerRequest::Salt { salt: [1; 16] });
     assert_eq!(engine.query(0, 2, 0, 2).value, 0);
     engine.save(0, 3, 2, 1..3);
     engine.fences(RANKS[0], 2, 2);
     let copies = engine.copies();
     engine.event(Event::Copied { copy: copies[0].0, ok: true });
     engine.drained();
-    engine.message(SCHEDULER, Message::new(Kind::Salt).with_bytes16([2; 16]));
+    engine.ask(SchedulerRequest::Salt { salt: [2; 16] });
     assert_eq!(engine.query(0, 4, 0, 2).value, 0);
-    engine.message(SCHEDULER, Message::new(Kind::Salt).with_bytes16([1; 16]));
+    engine.ask(SchedulerRequest::Salt { salt: [1; 16] });
     assert_eq!(engine.query(0, 5, 0, 2).value, 2);
 }
 
 #[test]
 fn violations_close_the_session() {
-    let cases: [Message; 6] = [
-        Message { log: 0, ..Message::new(Kind::Open) },
-        Message { log: 1 << 20, ..Message::new(Kind::Open) },
-        Message { log: 5, ..Message::new(Kind::Query) },
-        Message { log: 0, from: 1, count: 2, ..Message::new(Kind::Append) },
-        Message { log: 0, op: 9, from: u32::MAX, count: 7, ..Message::new(Kind::Save) },
-        Message::new(Kind::Join),
+    let save = request::Save { op: 9, keys: Keys::new(0, 1..8), position: 0, step: 1 };
+    let append = Append { keys: Keys::new(0, 1..3), chunks: [0; APPEND_CHUNKS] };
+    let cases = [
+        SchedulerRequest::Open { log: 0 },
+        SchedulerRequest::Query(Query { op: 9, keys: Keys::new(5, 0..1), arriving: false }),
+        SchedulerRequest::Append(append),
+        SchedulerRequest::Save(save),
+        SchedulerRequest::Release { log: 5 },
+        SchedulerRequest::Close { log: 5 },
+        SchedulerRequest::Hint { keys: Keys::new(5, 0..1) },
     ];
-    for message in cases {
+    for request in cases {
         let mut engine = Harness::engine(1);
         engine.open(0, 0..2);
-        engine.message(SCHEDULER, message);
-        assert!(engine.closed().is_some(), "{message:?}");
+        engine.ask(request);
+        assert!(engine.closed().is_some(), "{request:?}");
     }
+    let moved = Append { keys: Keys::new(0, 2..4), chunks: [9; APPEND_CHUNKS] };
     let mut engine = Harness::engine(1);
-    engine.message(RANKS[0], Message::new(Kind::Open));
-    assert!(engine.closed().is_some(), "a worker posts nothing");
+    engine.open(0, 0..2);
+    engine.append(moved, vec![hash(2), hash(3)]);
+    assert!(engine.closed().is_some(), "a log keeps its chunks");
+}
+
+#[test]
+fn a_session_that_was_closed_is_not_heard() {
+    let mut engine = Harness::engine(1);
+    engine.event(Event::Disconnected { session: SCHEDULER });
+    engine.event(Event::Disconnected { session: RANKS[0] });
+    engine.ask(SchedulerRequest::Open { log: 0 });
+    engine.loaded(RANKS[0], 1, true);
+    assert!(engine.out.is_empty(), "{:?}", engine.out);
 }
 
 #[test]
@@ -510,7 +549,7 @@ fn a_rank_that_comes_again_has_ended_the_loads_of_steps_it_began_before() {
         namespace: Some(NamespaceDigest([1; 16])),
     };
     engine.event(again);
-    engine.message(RANKS[1], Message { step: 5, ..Message::new(Kind::Join) }.with_bytes16(RUN));
+    engine.join_from(RANKS[1], 5);
     engine.load(0, 3, 2, 0..2, LOAD_BY_ENGINE);
     assert_eq!(
         engine.core.stats().leases,
@@ -518,8 +557,7 @@ fn a_rank_that_comes_again_has_ended_the_loads_of_steps_it_began_before() {
         "it loaded in step 5, and what it said of it went to its old session"
     );
     assert_eq!(engine.query(0, 4, 0, 2).value, 2);
-    let message =
-        Message { op: 5, lease: 4, count: 2, step: 6, flags: LOAD_BY_ENGINE, ..Message::new(Kind::Load) };
-    engine.event(Event::Message { session: SCHEDULER, message, keys: Vec::new(), blocks: vec![1, 2] });
+    let (keys, flags) = (Keys::new(0, 0..2), LoadFlags::new(LOAD_BY_ENGINE));
+    engine.post_load(request::Load { op: 5, keys, position: 0, step: 6, lease: 4, flags });
     assert_eq!(engine.core.stats().leases, 1, "step 6 is still to come");
 }

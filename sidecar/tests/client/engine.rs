@@ -9,9 +9,10 @@ use shm_protocol::key::BlockHash;
 use shm_protocol::layout::CHUNK_KEYS;
 use shm_protocol::message::{Kind, LOAD_ARRIVING, Message, Outcome, QUERY_ARRIVING, Status};
 use shm_protocol::pool::{self, SlotRef};
+use shm_protocol::request::{Keys, Save, SchedulerRequest, WorkerRequest};
 
 use super::sidecar::Sidecar;
-use super::{Kv, LAYER_BYTES, LAYERS, Session, hello, pattern, watch};
+use super::{Kv, LAYER_BYTES, LAYERS, Session, hello, pattern, query, watch};
 
 const RUN: [u8; 16] = [7; 16];
 /// Blocks of one save: two chunks of keys, seven tasks of copies.
@@ -69,7 +70,7 @@ impl Engine {
         let fds: Vec<&OwnedFd> = kv.fds.iter().collect();
         let worker = kv.worker(0, 1, Copier::Sidecar);
         let mut rank = Session::open(&sidecar.socket, &hello("engine", 1, worker), &fds);
-        rank.post(Message::new(Kind::Join).with_bytes16(RUN));
+        rank.post(WorkerRequest::Join { run: RUN, step: 0 });
         rank.fences(1, 1);
         let hello = Hello { miss_wait_ms, ..hello("engine", 1, Role::Scheduler { run: RUN }) };
         let scheduler = Session::open(&sidecar.socket, &hello, &[]);
@@ -103,9 +104,9 @@ impl Engine {
         self.log += 1;
         self.scheduler.open_log(self.log, &keys);
         let op = self.next_op();
-        let save = Message { op, log: self.log, step: 1, ..Message::new(Kind::Save) };
+        let save = SchedulerRequest::Save(Save { op, keys: Keys::new(self.log, 0..0), position: 0, step: 1 });
         self.scheduler.with_blocks(save, &SAVED.collect::<Vec<_>>());
-        self.scheduler.post(Message { log: self.log, ..Message::new(Kind::Close) });
+        self.scheduler.post(SchedulerRequest::Close { log: self.log });
         keys
     }
 
@@ -113,7 +114,7 @@ impl Engine {
     pub(crate) fn post_query(&mut self, keys: &[BlockHash]) -> u64 {
         self.scheduler.open_log(0, keys);
         let op = self.next_op();
-        self.scheduler.post(Message { op, count: keys.len() as u32, ..Message::new(Kind::Query) });
+        self.scheduler.post(query(op, keys.len() as u32));
         op
     }
 
@@ -179,7 +180,7 @@ impl Engine {
             // A query may be answered with less than there is.
             from = found.end + usize::from(hits.value == 0);
         }
-        self.scheduler.post(Message::new(Kind::Close));
+        self.scheduler.post(SchedulerRequest::Close { log: 0 });
         (served, wrong)
     }
 

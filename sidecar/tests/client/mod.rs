@@ -16,8 +16,9 @@ use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{self, BlockRegion, Copier, Hello, Reply, Role, Welcome, Worker};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::header;
-use shm_protocol::message::{Kind, Message, Outcome, Saved, Slot, Stage};
+use shm_protocol::message::{Message, Outcome, Saved, Slot, Stage};
 use shm_protocol::region::{Access, Region};
+use shm_protocol::request::{Append, Keys, Query, Save, SchedulerRequest};
 use shm_protocol::ring::{Consumer, Producer, RingMemory};
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 use shm_protocol::{transport, wait};
@@ -89,8 +90,8 @@ impl Session {
         Self { welcome, memory, pool, pidfd, doorbell, socket, submissions, completions, block_ids: 0 }
     }
 
-    pub(crate) fn post(&mut self, message: Message) {
-        self.post_raw(message.encode());
+    pub(crate) fn post(&mut self, request: impl Into<Message>) {
+        self.post_raw(request.into().encode());
     }
 
     pub(crate) fn post_raw(&mut self, slot: Slot) {
@@ -129,23 +130,25 @@ impl Session {
 
     /// Opens log `log` with these keys in chunks from 0 on.
     pub(crate) fn open_log(&mut self, log: u32, keys: &[BlockHash]) {
-        self.post(Message { log, ..Message::new(Kind::Open) });
+        self.post(SchedulerRequest::Open { log });
         for (index, key) in keys.iter().enumerate() {
             self.memory.write_key((index / 64) as u32, index % 64, key);
         }
         for from in (0..keys.len()).step_by(64) {
-            let count = (keys.len() - from).min(64) as u32;
-            let data = [(from / 64) as u32, 0, 0, 0, 0, 0];
-            self.post(Message { log, from: from as u32, count, data, ..Message::new(Kind::Append) });
+            let chunks = [(from / 64) as u32, 0, 0, 0, 0, 0];
+            let keys = Keys::new(log, from as u32..keys.len().min(from + 64) as u32);
+            self.post(SchedulerRequest::Append(Append { keys, chunks }));
         }
     }
 
     pub(crate) fn query(&mut self, log: u32, op: u64, count: u32) -> Outcome {
-        self.post(Message { log, op, count, ..Message::new(Kind::Query) });
+        self.post(SchedulerRequest::Query(Query { op, keys: Keys::new(log, 0..count), arriving: false }));
         self.outcome(op)
     }
 
-    pub(crate) fn with_blocks(&mut self, mut message: Message, blocks: &[u32]) {
+    /// Posts a LOAD or SAVE with its blocks.
+    pub(crate) fn with_blocks(&mut self, request: impl Into<Message>, blocks: &[u32]) {
+        let mut message = request.into();
         message.data[0] = self.block_ids;
         message.count = blocks.len() as u32;
         for &block in blocks {
@@ -210,6 +213,16 @@ impl Session {
             Err(error) => panic!("no hang-up after {what}: {error}"),
         }
     }
+}
+
+/// QUERY for the first `count` keys of log 0.
+pub(crate) fn query(op: u64, count: u32) -> SchedulerRequest {
+    SchedulerRequest::Query(Query { op, keys: Keys::new(0, 0..count), arriving: false })
+}
+
+/// SAVE of keys `from..` of log 0 once step `step` is done; [`Session::with_blocks`] says how many.
+pub(crate) fn save(op: u64, from: u32, step: u64) -> SchedulerRequest {
+    SchedulerRequest::Save(Save { op, keys: Keys::new(0, from..from), position: 0, step })
 }
 
 pub(crate) const BLOCKS: u32 = 128;

@@ -10,8 +10,9 @@ use shm_protocol::handshake::{Copier, Role};
 use shm_protocol::message::{Kind, LOAD_BY_ENGINE, Message, Status};
 use shm_protocol::pool::{self, Geometry};
 use shm_protocol::region::Region;
+use shm_protocol::request::WorkerRequest;
 
-use crate::client::{Kv, Session, hello, watch};
+use crate::client::{Kv, Session, hello, save, watch};
 use crate::scene::{BLOCK_BYTES, Holdings, OWN_SESSIONS, Scene, key, run_id};
 
 const TEST: &str = "death::a_killed_engine_leaves_nothing_behind";
@@ -29,7 +30,7 @@ fn engine_to_die() -> bool {
     let fds: Vec<&OwnedFd> = kv.fds.iter().collect();
     let role = kv.worker_of("mortal", 0, 1, Copier::Sidecar);
     let mut rank = Session::open(socket, &hello("mortal", 1, role), &fds);
-    rank.post(Message::new(Kind::Join).with_bytes16(run));
+    rank.post(WorkerRequest::Join { run, step: 0 });
     let mut scheduler = Session::open(socket, &hello("mortal", 1, Role::Scheduler { run }), &[]);
     let first = 20_000_000 + 1000 * number;
     for log in 0..3 {
@@ -38,7 +39,7 @@ fn engine_to_die() -> bool {
     }
     watch("registered rank", || (scheduler.query(0, 1, 1).status == Status::Ok).then_some(()));
     let blocks: Vec<u32> = (1..=KEPT).collect();
-    scheduler.with_blocks(Message { op: 2, ..Message::new(Kind::Save) }, &blocks);
+    scheduler.with_blocks(save(2, 0, 0), &blocks);
     rank.ring();
     assert_eq!(scheduler.saved().committed, KEPT);
     // A lease, a load that its ranks would copy, one that waits for its step, and a save that does.
@@ -49,7 +50,7 @@ fn engine_to_die() -> bool {
     let own = Message { op: 6, log: 1, lease: 4, step: 99, flags: LOAD_BY_ENGINE, ..load };
     scheduler.with_blocks(own, &blocks);
     scheduler.with_blocks(Message { op: 7, log: 2, lease: 5, step: 99, ..load }, &blocks);
-    scheduler.with_blocks(Message { op: 8, from: KEPT, step: 99, ..Message::new(Kind::Save) }, &blocks);
+    scheduler.with_blocks(save(8, KEPT, 99), &blocks);
     assert_eq!(scheduler.query(0, 9, KEPT).value, KEPT, "all of it was read");
     // The last save's copies race with the death.
     rank.fences(0, 99);

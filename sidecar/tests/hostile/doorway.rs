@@ -11,9 +11,10 @@ use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use shm_protocol::handshake::{self, Canary, Copier, Hello, Reply, Role};
 use shm_protocol::message::{Kind, Message, Status};
+use shm_protocol::request::WorkerRequest;
 use shm_protocol::{PROTOCOL_VERSION, transport};
 
-use crate::client::{BLOCKS, Kv, Session, WATCHDOG, greet, hello, watch};
+use crate::client::{BLOCKS, Kv, Session, WATCHDOG, greet, hello, save, watch};
 use crate::scene::{Pillion, Scene, key, run_id, villain, worker};
 
 /// Sends a record as it is, with these descriptors; what the sidecar answers before it hangs up. `None`: nothing.
@@ -221,7 +222,7 @@ fn memory_that_changes_after_the_handshake_fails_its_own_copies() {
         let (mut scheduler, rank) = villain(&scene.pillion.socket, &kv, "villain");
         scheduler.open_log(0, &[key(9_700_000 + u64::from(seal)), key(9_700_010)]);
         watch("registered rank", || (scheduler.query(0, 1, 1).status == Status::Ok).then_some(()));
-        scheduler.with_blocks(Message { op: 2, ..Message::new(Kind::Save) }, &[1]);
+        scheduler.with_blocks(save(2, 0, 0), &[1]);
         rank.ring();
         assert_eq!(scheduler.saved().committed, 1);
         assert_eq!(scheduler.query(0, 3, 1).value, 1);
@@ -229,7 +230,7 @@ fn memory_that_changes_after_the_handshake_fails_its_own_copies() {
             rustix::fs::fcntl_add_seals(&kv.fds[0], SealFlags::WRITE).unwrap();
         } else {
             kv.fds.iter().for_each(|fd| rustix::fs::ftruncate(fd, 0).unwrap());
-            scheduler.with_blocks(Message { op: 4, from: 1, ..Message::new(Kind::Save) }, &[1]);
+            scheduler.with_blocks(save(4, 1, 0), &[1]);
             rank.ring();
             assert_eq!(scheduler.saved().dropped, 1);
         }
@@ -248,7 +249,7 @@ fn memory_that_changes_after_the_handshake_fails_its_own_copies() {
 
 /// A rank ends what the sidecar could not.
 fn rank_loaded(mut rank: Session) {
-    rank.post(Message { op: 5, flags: Status::Failed as u8, ..Message::new(Kind::Loaded) });
+    rank.post(WorkerRequest::Loaded { op: 5, ok: false });
 }
 
 #[test]

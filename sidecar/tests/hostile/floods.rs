@@ -8,7 +8,7 @@ use shm_protocol::message::{Kind, Message, Slot, Status};
 use shm_protocol::ring::RingMemory;
 use shm_protocol::transport;
 
-use crate::client::{Kv, Session, WATCHDOG, greet, hello, watch};
+use crate::client::{Kv, Session, WATCHDOG, greet, hello, query, save, watch};
 use crate::scene::{Scene, key, run_id, villain};
 
 /// Sessions that `pillion` serves at once, and greetings that it listens to at once.
@@ -53,8 +53,8 @@ fn engine_with_keys(scene: &Scene) -> (Session, Session) {
 fn the_largest_queries_without_end_leave_a_neighbour_its_answers() {
     let mut scene = Scene::start();
     let (mut scheduler, rank) = engine_with_keys(&scene);
-    let query = Message { op: 9, count: QUERY_KEYS as u32, ..Message::new(Kind::Query) };
-    flood(&scene, &mut scheduler, &many(query));
+    let largest = query(9, QUERY_KEYS as u32);
+    flood(&scene, &mut scheduler, &many(largest.into()));
     assert_eq!(watch("answer", || scheduler.memory.load_outcome(9)).status, Status::Ok);
     drop((scheduler, rank));
     scene.assert_unharmed("a flood of queries");
@@ -123,7 +123,7 @@ fn resets_without_end_leave_a_new_engine_its_namespace() {
     let pairs: Vec<Slot> = (0..70_000_u64)
         .flat_map(|number| {
             let salt = Message::new(Kind::Salt).with_bytes16(run_id(number));
-            [salt.encode(), Message { op: 9, count: 1, ..Message::new(Kind::Query) }.encode()]
+            [salt.encode(), Message::from(query(9, 1)).encode()]
         })
         .collect();
     let mut at = 0;
@@ -170,16 +170,15 @@ fn operations_that_never_start_are_bounded() {
     let (mut scheduler, rank) = villain(&scene.pillion.socket, &kv, "villain");
     scheduler.open_log(0, &(0..40).map(|n| key(9_500_000 + n)).collect::<Vec<_>>());
     watch("registered rank", || (scheduler.query(0, 1, 1).status == Status::Ok).then_some(()));
-    scheduler.with_blocks(Message { op: 2, ..Message::new(Kind::Save) }, &(1..41).collect::<Vec<_>>());
+    scheduler.with_blocks(save(2, 0, 0), &(1..41).collect::<Vec<_>>());
     rank.ring();
     assert_eq!(scheduler.saved().committed, 40);
     let mut op = 10;
     watch("end of an engine that promises without end", || {
         let pair = |op| {
-            let query = Message { op, count: 1, ..Message::new(Kind::Query) };
             let load =
                 Message { op: op + 1, lease: op, step: u64::MAX, count: 1, ..Message::new(Kind::Load) };
-            [query.encode(), load.encode()]
+            [Message::from(query(op, 1)).encode(), load.encode()]
         };
         let slots: Vec<Slot> = (0..512).flat_map(|n| pair(op + 2 * n)).collect();
         op += scheduler.post_all(&slots) as u64 & !1;

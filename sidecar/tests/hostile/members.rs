@@ -4,8 +4,9 @@ use std::os::fd::OwnedFd;
 
 use shm_protocol::handshake::{BlockRegion, Copier, Hello, Role};
 use shm_protocol::message::{Kind, Message, Status};
+use shm_protocol::request::{SchedulerRequest, WorkerRequest};
 
-use crate::client::{BLOCKS, Kv, Session, hello, watch};
+use crate::client::{BLOCKS, Kv, Session, hello, query, save, watch};
 use crate::scene::{Scene, key, run_id};
 
 /// Bytes of a region that is far larger than the slots of the blocks before it.
@@ -22,7 +23,7 @@ fn ready(scheduler: &mut Session) {
 fn rank_of(scene: &Scene, kv: &Kv, hello: &Hello, run: [u8; 16]) -> Session {
     let fds: Vec<&OwnedFd> = kv.fds.iter().collect();
     let mut rank = Session::open(&scene.pillion.socket, hello, &fds);
-    rank.post(Message::new(Kind::Join).with_bytes16(run));
+    rank.post(WorkerRequest::Join { run, step: 0 });
     rank
 }
 
@@ -57,14 +58,14 @@ fn a_run_claimed_twice_harms_nobody_else() {
         first.open_log(0, &(0..11).map(|n| key(9_800_000 + 100 * order + n)).collect::<Vec<_>>());
         let rank = rank_of(&scene, &kv, &one_rank(&kv), run);
         ready(&mut first);
-        first.with_blocks(Message { op: 900, step: 8, ..Message::new(Kind::Save) }, &[1]);
+        first.with_blocks(save(900, 0, 8), &[1]);
         let second = crate::client::greet(&scene.pillion.socket, &claim(), &[]);
         let other = (order == 1).then(|| rank_of(&scene, &kv, &one_rank(&kv), run));
         drop(rank);
         watch("rank gone", || (scene.pillion.metrics()["sessions"] <= 4 + order).then_some(()));
         for from in 1..11 {
-            let save = Message { op: 1000 + u64::from(from), from, ..Message::new(Kind::Save) };
-            first.with_blocks(save, &[2]);
+            let late = save(1000 + u64::from(from), from, 0);
+            first.with_blocks(late, &[2]);
         }
         scene.assert_served();
         drop((second, other, first));
@@ -84,10 +85,10 @@ fn a_rank_of_another_form_never_copies_into_slots_taken_before() {
     let rank = rank_of(&scene, &kv, &one_rank(&kv), run);
     ready(&mut scheduler);
     for (op, from) in (0..40).map(|n| (1000 + n, n as u32)) {
-        scheduler.with_blocks(Message { op, from, step: 8, ..Message::new(Kind::Save) }, &[1]);
+        scheduler.with_blocks(save(op, from, 8), &[1]);
     }
     // The form of the engine's blocks is asked for again from here on.
-    scheduler.post(Message::new(Kind::Salt).with_bytes16([9; 16]));
+    scheduler.post(SchedulerRequest::Salt { salt: [9; 16] });
     let larger_kv = large_kv();
     let larger = rank_of(&scene, &larger_kv, &large(&larger_kv), run);
     larger.fences(8, 8);
@@ -114,14 +115,14 @@ fn a_rank_that_comes_twice_harms_nobody_else() {
     ready(&mut scheduler);
     for turn in 0..200_u64 {
         let rank = &mut ranks[turn as usize % 3];
-        rank.post(Message::new(Kind::Join).with_bytes16(run));
+        rank.post(WorkerRequest::Join { run, step: 0 });
         rank.fences(turn, turn);
-        let (query, load) = (1000 + 3 * turn, 1001 + 3 * turn);
-        scheduler.post(Message { op: query, count: 1, ..Message::new(Kind::Query) });
+        let (asked, load) = (1000 + 3 * turn, 1001 + 3 * turn);
+        scheduler.post(query(asked, 1));
         scheduler
-            .with_blocks(Message { op: load, lease: query, step: turn, ..Message::new(Kind::Load) }, &[3]);
-        scheduler.with_blocks(Message { op: load + 1, ..Message::new(Kind::Save) }, &[2]);
-        rank.post(Message { op: load, flags: Status::Failed as u8, ..Message::new(Kind::Loaded) });
+            .with_blocks(Message { op: load, lease: asked, step: turn, ..Message::new(Kind::Load) }, &[3]);
+        scheduler.with_blocks(save(load + 1, 0, 0), &[2]);
+        rank.post(WorkerRequest::Loaded { op: load, ok: false });
         rank.ring();
         if turn % 50 == 49 {
             ranks.remove(0);
@@ -166,7 +167,7 @@ fn a_lease_that_shrinks_and_grows_names_the_right_slots() {
     ready(&mut scheduler);
     let sources: Vec<u32> = (1..13).collect();
     sources.iter().for_each(|block| kv.fill(*block, u64::from(*block)));
-    scheduler.with_blocks(Message { op: 900, ..Message::new(Kind::Save) }, &sources);
+    scheduler.with_blocks(save(900, 0, 0), &sources);
     rank.ring();
     assert_eq!(scheduler.saved().committed, 12);
     for (op, count) in [(901, 10), (902, 5), (903, 12)] {

@@ -4,9 +4,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use shm_protocol::layout::{SESSION_BYTES, SUBMISSION_SLOTS, header};
 use shm_protocol::message::{Kind, Message, Status};
+use shm_protocol::request::SchedulerRequest;
 use shm_protocol::ring::RingMemory;
 
-use crate::client::{Session, watch};
+use crate::client::{Session, query, save, watch};
 use crate::scene::{Scene, key};
 
 const CAPACITY: u32 = SUBMISSION_SLOTS as u32;
@@ -26,7 +27,7 @@ fn a_tail_that_jumps_ends_its_session() {
         let (mut scheduler, rank) = scene.villain();
         for session in [&mut scheduler] {
             for log in 0..posted {
-                session.post(Message { log, ..Message::new(Kind::Open) });
+                session.post(SchedulerRequest::Open { log });
             }
             watch("messages read", || (session.submission().load_head() == posted).then_some(()));
         }
@@ -84,7 +85,7 @@ fn ask_once(session: &Session, spoilt: u64, op: u64) -> Status {
     // Two messages and the first query were read: the sidecar's private head stands at 3, whatever the word says.
     let ring = session.submission();
     let tail = ring.load_tail();
-    ring.write_slot(tail % CAPACITY, &Message { op, count: 1, ..Message::new(Kind::Query) }.encode());
+    ring.write_slot(tail % CAPACITY, &Message::from(query(op, 1)).encode());
     ring.store_tail(tail + 1);
     session.ring();
     let answer = watch("answer", || session.memory.load_outcome(op)).status;
@@ -100,7 +101,7 @@ fn fences_that_fall_or_leap_serve_nobody_else() {
     scheduler.open_log(0, &[key(9_100_000), key(9_100_001)]);
     watch("registered rank", || (scheduler.query(0, 1, 2).status == Status::Ok).then_some(()));
     for (op, step) in [(10, 5), (11, 1 << 40), (12, u64::MAX)] {
-        scheduler.with_blocks(Message { op, step, ..Message::new(Kind::Save) }, &[3, 4]);
+        scheduler.with_blocks(save(op, 0, step), &[3, 4]);
     }
     for value in [7, 3, u64::MAX, 0, 1 << 41] {
         let words = [
@@ -196,7 +197,7 @@ fn messages_torn_while_they_are_read_harm_nobody_else() {
             let stop = &stop;
             scope.spawn(move || {
                 let ring = memory.ring(shm_protocol::session::Ring::Submission);
-                let query = Message { op: turn, count: 64, ..Message::new(Kind::Query) };
+                let query = Message::from(query(turn, 64));
                 let wild = Message { count: u32::MAX, log: u32::MAX, ..query };
                 let mut number = 0;
                 while !stop.load(Ordering::Relaxed) {

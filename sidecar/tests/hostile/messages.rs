@@ -64,13 +64,27 @@ const BREACHES: &[Breach] = &[
     breach("kind 14", "kind 14", || vec![[14, 0, 0, 0, 0, 0, 0, 0]]),
     breach("kind 255", "kind 255", || vec![[u64::MAX; 8]]),
     breach("OPEN of a log there is not", "log 65536", || one(Message { log: LOGS as u32, ..of(Kind::Open) })),
+    breach("OPEN of a bundle there is not", "OPEN with bundle 1: this release serves one bundle", || {
+        one(Message { data: [1, 0, 0, 0, 0, 0], ..of(Kind::Open) })
+    }),
+    breach("OPEN of a set there is not", "OPEN with set 2: this release serves one bundle", || {
+        one(Message { data: [0, 2, 0, 0, 0, 0], ..of(Kind::Open) })
+    }),
+    breach("QUERY with a flag of the future", "QUERY with flags 2", || {
+        one(Message { op: 9, count: 1, flags: 2, ..of(Kind::Query) })
+    }),
+    breach("LOAD with a flag of the future", "LOAD with flags 16", || {
+        one(Message { op: 9, count: 1, flags: 16, ..of(Kind::Load) })
+    }),
     at_odds("OPEN of an open log", "opened twice", || one(of(Kind::Open))),
-    breach("APPEND of nothing", "APPEND of 0", || one(Message { from: KEYS, ..of(Kind::Append) })),
-    breach("APPEND over seven chunks", "APPEND of 385", || one(Message { count: 385, ..of(Kind::Append) })),
-    breach("APPEND beyond the longest log", "up to key", || {
+    breach("APPEND of nothing", "APPEND with count 0", || one(Message { from: KEYS, ..of(Kind::Append) })),
+    breach("APPEND over seven chunks", "APPEND with count 385", || {
+        one(Message { count: 385, ..of(Kind::Append) })
+    }),
+    breach("APPEND beyond the longest log", "APPEND with end 1048577", || {
         one(Message { from: LOG_KEYS as u32, count: 1, ..of(Kind::Append) })
     }),
-    breach("APPEND whose end overflows", "up to key", || {
+    breach("APPEND whose end overflows", "APPEND with end 8589934590", || {
         one(Message { from: u32::MAX, count: u32::MAX, ..of(Kind::Append) })
     }),
     breach("APPEND into a chunk there is not", "chunk 16384", || {
@@ -88,16 +102,16 @@ const BREACHES: &[Breach] = &[
     at_odds("APPEND to a log that is not open", "not open", || {
         one(Message { log: 1, count: 1, ..of(Kind::Append) })
     }),
-    breach("QUERY of too many keys", "QUERY", || {
+    breach("QUERY of too many keys", "QUERY with count 65537", || {
         one(Message { op: 9, count: QUERY_KEYS as u32 + 1, ..of(Kind::Query) })
     }),
-    breach("QUERY whose end overflows", "up to key", || {
+    breach("QUERY whose end overflows", "QUERY with count 4294967295", || {
         one(Message { op: 9, from: u32::MAX, count: u32::MAX, ..of(Kind::Query) })
     }),
     at_odds("QUERY of a log that is not open", "not open", || {
         one(Message { op: 9, log: 65_535, count: 1, ..of(Kind::Query) })
     }),
-    breach("LOAD of more keys than there can be", "up to key", || {
+    breach("LOAD of more keys than there can be", "LOAD with end 4294967295", || {
         one(Message { op: 9, count: u32::MAX, ..of(Kind::Load) })
     }),
     breach("LOAD of more blocks than the circle holds", "block ids", || {
@@ -120,36 +134,36 @@ const BREACHES: &[Breach] = &[
         let save = Message { op: 9, count: 1, step: u64::MAX, data: [7; 6], ..of(Kind::Save) };
         [one(save), one(Message { kind: Kind::Load, ..save })].concat()
     }),
-    breach("CANCEL beyond the longest log", "up to key", || {
+    breach("CANCEL beyond the longest log", "CANCEL with end 4294967296", || {
         one(Message { op: 9, from: u32::MAX, count: 1, ..of(Kind::Cancel) })
     }),
     at_odds("HINT of a log that is not open", "not open", || one(Message { log: 8, ..of(Kind::Hint) })),
-    breach("HINT of more keys than one may name", "HINT of 65537 keys", || {
+    breach("HINT of more keys than one may name", "HINT with count 65537", || {
         one(Message { count: 65_537, ..of(Kind::Hint) })
     }),
     at_odds("RELEASE of a log that is not open", "not open", || one(Message { log: 8, ..of(Kind::Release) })),
     at_odds("CLOSE of a log that is not open", "not open", || one(Message { log: 8, ..of(Kind::Close) })),
     at_odds("CLOSE twice", "not open", || [one(of(Kind::Close)), one(of(Kind::Close))].concat()),
-    breach("a scheduler that joins", "may not send Join", || one(of(Kind::Join))),
-    breach("a scheduler that loaded", "may not send Loaded", || {
+    breach("a scheduler that joins", "may not send JOIN", || one(of(Kind::Join))),
+    breach("a scheduler that loaded", "may not send LOADED", || {
         one(Message { flags: Status::Ok as u8, ..of(Kind::Loaded) })
     }),
-    by_rank(breach("a rank that opens", "may not send Open", || one(of(Kind::Open)))),
-    by_rank(breach("a rank that appends", "may not send Append", || one(of(Kind::Append)))),
-    by_rank(breach("a rank that queries", "may not send Query", || one(of(Kind::Query)))),
-    by_rank(breach("a rank that loads", "may not send Load", || one(of(Kind::Load)))),
-    by_rank(breach("a rank that saves", "may not send Save", || one(of(Kind::Save)))),
-    by_rank(breach("a rank that cancels", "may not send Cancel", || one(of(Kind::Cancel)))),
-    by_rank(breach("a rank that releases", "may not send Release", || one(of(Kind::Release)))),
-    by_rank(breach("a rank that closes", "may not send Close", || one(of(Kind::Close)))),
-    by_rank(breach("a rank that hints", "may not send Hint", || one(of(Kind::Hint)))),
-    by_rank(breach("a rank that salts", "may not send Salt", || one(of(Kind::Salt)))),
+    by_rank(breach("a rank that opens", "may not send OPEN", || one(of(Kind::Open)))),
+    by_rank(breach("a rank that appends", "may not send APPEND", || one(of(Kind::Append)))),
+    by_rank(breach("a rank that queries", "may not send QUERY", || one(of(Kind::Query)))),
+    by_rank(breach("a rank that loads", "may not send LOAD", || one(of(Kind::Load)))),
+    by_rank(breach("a rank that saves", "may not send SAVE", || one(of(Kind::Save)))),
+    by_rank(breach("a rank that cancels", "may not send CANCEL", || one(of(Kind::Cancel)))),
+    by_rank(breach("a rank that releases", "may not send RELEASE", || one(of(Kind::Release)))),
+    by_rank(breach("a rank that closes", "may not send CLOSE", || one(of(Kind::Close)))),
+    by_rank(breach("a rank that hints", "may not send HINT", || one(of(Kind::Hint)))),
+    by_rank(breach("a rank that salts", "may not send SALT", || one(of(Kind::Salt)))),
     by_rank(breach("LOADED without a status", "LOADED with status 0", || one(of(Kind::Loaded)))),
     by_rank(breach("STAGED without a status", "STAGED with status 0", || one(of(Kind::Staged)))),
     by_rank(breach("STAGED of a rank that stages nothing", "without a staging segment", || {
         one(Message { flags: Status::Ok as u8, ..of(Kind::Staged) })
     })),
-    breach("a scheduler that stages", "may not send Staged", || one(of(Kind::Staged))),
+    breach("a scheduler that stages", "may not send STAGED", || one(of(Kind::Staged))),
     by_rank(breach("LOADED, pending", "LOADED with status 1", || {
         one(Message { flags: 1, ..of(Kind::Loaded) })
     })),
@@ -211,10 +225,9 @@ fn odd_messages_are_answered_and_change_nothing() {
         assert_eq!((scheduler.outcome(op).status, scheduler.outcome(op).value), (Status::Ok, 0));
     }
     scheduler.post(Message { op: u64::MAX, count: 1000, ..of(Kind::Cancel) });
-    scheduler.post(Message { flags: 255, ..of(Kind::Release) });
-    let mut padded =
-        Message { op: next(), count: 1, step: u64::MAX, lease: 7, data: [3; 6], ..of(Kind::Query) };
-    padded.flags = 255;
+    scheduler.post(Message { flags: 255, from: u32::MAX, count: u32::MAX, ..of(Kind::Release) });
+    scheduler.post(Message { log: u32::MAX, ..of(Kind::Cancel) });
+    let padded = Message { op: next(), count: 1, step: u64::MAX, lease: 7, data: [3; 6], ..of(Kind::Query) };
     let mut slot = padded.encode();
     slot[0] |= 0xffff_0000;
     scheduler.post_raw(slot);
@@ -239,7 +252,7 @@ fn every_field_of_every_kind_at_its_ends_harms_nobody_else() {
     let small = [0, 1, u32::MAX, 1 << 31, layout::LOGS as u32, LOG_KEYS as u32, BLOCK_IDS as u32];
     let large = [0, 1, u64::MAX, 1 << 63, 1 << 32];
     let mut slots = Vec::new();
-    for kind in 1..=12_u8 {
+    for kind in 1..=13_u8 {
         let kind = Kind::try_from(kind).unwrap();
         let base = Message { op: 5, count: 1, flags: Status::Ok as u8, ..of(kind) };
         let mut add = |message: Message| slots.push(message.encode());

@@ -14,9 +14,10 @@ use std::time::Duration;
 use shm_protocol::handshake::{Copier, Hello, Role};
 use shm_protocol::key::BlockHash;
 use shm_protocol::message::{Kind, Message, Status};
+use shm_protocol::request::{SchedulerRequest, WorkerRequest};
 use tempfile::TempDir;
 
-use crate::client::{Kv, LAYER_BYTES, LAYERS, Session, WATCHDOG, hello, watch};
+use crate::client::{Kv, LAYER_BYTES, LAYERS, Session, WATCHDOG, hello, save, watch};
 
 /// Bytes of every block that an engine of these tests keeps.
 pub(crate) const BLOCK_BYTES: u64 = LAYERS * LAYER_BYTES;
@@ -245,7 +246,7 @@ pub(crate) fn villain(socket: &Path, kv: &Kv, model: &str) -> (Session, Session)
     static RUN: AtomicU64 = AtomicU64::new(0);
     let run = run_id(1 << 32 | RUN.fetch_add(1, Ordering::Relaxed));
     let mut rank = Session::open(socket, &worker(kv, model), &kv.fds.iter().collect::<Vec<_>>());
-    rank.post(Message::new(Kind::Join).with_bytes16(run));
+    rank.post(WorkerRequest::Join { run, step: 0 });
     let scheduler = Session::open(socket, &hello(model, 1, Role::Scheduler { run }), &[]);
     (scheduler, rank)
 }
@@ -315,14 +316,14 @@ impl GoodEngine {
         let run = run_id(7);
         let fds: Vec<&OwnedFd> = kv.fds.iter().collect();
         let mut rank = Session::open(socket, &worker(&kv, "good"), &fds);
-        rank.post(Message::new(Kind::Join).with_bytes16(run));
+        rank.post(WorkerRequest::Join { run, step: 0 });
         let scheduler = Session::open(socket, &hello("good", 1, Role::Scheduler { run }), &[]);
         let mut good = Self { scheduler, rank, kv, round: 0, op: 0 };
         watch("joined rank", || {
             good.scheduler.open_log(0, &[key(0)]);
             let op = good.next_op();
             let answer = good.scheduler.query(0, op, 1).status;
-            good.scheduler.post(Message::new(Kind::Close));
+            good.scheduler.post(SchedulerRequest::Close { log: 0 });
             (answer == Status::Ok).then_some(())
         });
         good.save((0..HEIRLOOMS).collect());
@@ -358,7 +359,7 @@ impl GoodEngine {
                 "block {block} holds other bytes than those of key {number}"
             );
         }
-        self.scheduler.post(Message::new(Kind::Close));
+        self.scheduler.post(SchedulerRequest::Close { log: 0 });
     }
 
     fn save(&mut self, numbers: Vec<u64>) {
@@ -367,11 +368,11 @@ impl GoodEngine {
         blocks.iter().zip(&numbers).for_each(|(block, number)| self.kv.fill(*block, *number));
         self.scheduler.open_log(0, &keys);
         let (op, step) = (self.next_op(), 2 * self.round);
-        self.scheduler.with_blocks(Message { op, step, ..Message::new(Kind::Save) }, &blocks);
+        self.scheduler.with_blocks(save(op, 0, step), &blocks);
         self.pass(step);
         let saved = self.scheduler.saved();
         assert_eq!((saved.op, saved.committed + saved.present), (op, keys.len() as u32), "{saved:?}");
-        self.scheduler.post(Message::new(Kind::Close));
+        self.scheduler.post(SchedulerRequest::Close { log: 0 });
     }
 
     /// Stores both fences.

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use shm_protocol::message::Kind;
-use sidecar::engine::{Action, Direction, Event, Heard};
+use shm_protocol::request::{SchedulerRequest, WorkerRequest};
+use sidecar::engine::{Action, Direction, Event, Heard, Request};
 use tiers::opener::Opened;
 use tiers::ssd::Work;
 
@@ -216,20 +216,24 @@ pub(crate) fn action(action: &Action) -> &'static str {
 }
 
 /// The name of a message.
-pub(crate) fn message(kind: Kind) -> &'static str {
-    match kind {
-        Kind::Open => "message OPEN",
-        Kind::Append => "message APPEND",
-        Kind::Query => "message QUERY",
-        Kind::Load => "message LOAD",
-        Kind::Save => "message SAVE",
-        Kind::Cancel => "message CANCEL",
-        Kind::Release => "message RELEASE",
-        Kind::Close => "message CLOSE",
-        Kind::Join => "message JOIN",
-        Kind::Loaded => "message LOADED",
-        Kind::Salt => "message SALT",
-        Kind::Staged => "message STAGED",
-        Kind::Hint => "message HINT",
+pub(crate) fn message(request: &Request) -> &'static str {
+    match request {
+        Request::Scheduler { request, .. } => match request {
+            SchedulerRequest::Open { .. } => "message OPEN",
+            SchedulerRequest::Append(_) => "message APPEND",
+            SchedulerRequest::Query(_) => "message QUERY",
+            SchedulerRequest::Load(_) => "message LOAD",
+            SchedulerRequest::Save(_) => "message SAVE",
+            SchedulerRequest::Cancel(_) => "message CANCEL",
+            SchedulerRequest::Release { .. } => "message RELEASE",
+            SchedulerRequest::Close { .. } => "message CLOSE",
+            SchedulerRequest::Salt { .. } => "message SALT",
+            SchedulerRequest::Hint { .. } => "message HINT",
+        },
+        Request::Worker(request) => match request {
+            WorkerRequest::Join { .. } => "message JOIN",
+            WorkerRequest::Loaded { .. } => "message LOADED",
+            WorkerRequest::Staged { .. } => "message STAGED",
+        },
     }
 }

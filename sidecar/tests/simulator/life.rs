@@ -17,7 +17,7 @@ use std::rc::Rc;
 use ::mesh::directory::{Config, Directory};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::region::{Access, Region};
-use sidecar::engine::{Action, Core, Event, Piece, SessionId};
+use sidecar::engine::{Action, Core, Event, Piece, Request, SessionId};
 use sidecar::session::Session;
 use tiers::dram::{self, Dram};
 use tiers::opener::{Opened, Opener};
@@ -307,13 +307,12 @@ impl Life {
 fn describe(event: &Event) -> String {
     match event {
         Event::Connected { session, hello, .. } => format!("session {session} begins: {}", hello.engine),
-        Event::Message { session, message, blocks, .. } => {
-            let m = message;
+        Event::Message { session, request: Request::Scheduler { request, blocks, .. } } => {
             let ids = if blocks.is_empty() { String::new() } else { format!(" blocks {blocks:?}") };
-            format!(
-                "session {session} {:?} log {} op {} from {} count {} step {} lease {} flags {}{ids}",
-                m.kind, m.log, m.op, m.from, m.count, m.step, m.lease, m.flags
-            )
+            format!("session {session} {request:?}{ids}")
+        }
+        Event::Message { session, request: Request::Worker(request) } => {
+            format!("session {session} {request:?}")
         }
         other => format!("{other:?}"),
     }

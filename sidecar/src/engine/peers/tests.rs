@@ -10,13 +10,14 @@ use std::ops::Range;
 use mesh::directory::Config;
 use mesh::transport::{Fault, Fetch, Refusal, Stage};
 use shm_protocol::key::NamespaceDigest;
-use shm_protocol::message::{Kind, Message, Outcome, Status};
+use shm_protocol::message::{Outcome, Status};
 use shm_protocol::pool::SlotRef;
+use shm_protocol::request::{Keys, Query, SchedulerRequest};
 use tiers::dram::{self, Dram};
 
 use super::*;
-use crate::engine::Event;
-use crate::engine::tests::{Harness, RANKS, SCHEDULER, hash};
+use crate::engine::tests::{Harness, RANKS, SCHEDULER, asked, hash};
+use crate::engine::{Event, Request};
 
 /// Seven blocks to a segment of the pool.
 const BLOCK_BYTES: u64 = 256 << 10;
@@ -94,8 +95,8 @@ impl Scene {
         }
     }
 
-    fn message(&mut self, message: Message) {
-        self.event(Event::Message { session: SCHEDULER, message, keys: Vec::new(), blocks: Vec::new() });
+    fn ask(&mut self, request: SchedulerRequest) {
+        self.event(asked(request));
     }
 
     fn next_op(&mut self) -> u64 {
@@ -114,7 +115,7 @@ impl Scene {
             self.event(Event::Copied { copy, ok: true });
         }
         self.event(Event::Drained { session: SCHEDULER, void_below: 0 });
-        self.message(Message { log: 9, ..Message::new(Kind::Close) });
+        self.ask(SchedulerRequest::Close { log: 9 });
         self.engine.out.clear();
     }
 
@@ -125,7 +126,8 @@ impl Scene {
 
     fn query_again(&mut self, log: u32, count: u32) -> u64 {
         let op = self.next_op();
-        self.message(Message { log, op, count, ..Message::new(Kind::Query) });
+        let query = Query { op, keys: Keys::new(log, 0..count), arriving: false };
+        self.ask(SchedulerRequest::Query(query));
         op
     }
 
@@ -196,7 +198,7 @@ fn a_query_waits_for_what_a_peer_has_and_its_checksums_go_into_the_headers() {
     assert!(scene.answers().is_empty());
     scene.end(&fetch, 0..1, Ok(78));
     assert_eq!(scene.answers(), [(op, Status::Ok, 4)]);
-    scene.message(Message { log: 1, ..Message::new(Kind::Close) });
+    scene.ask(SchedulerRequest::Close { log: 1 });
     let stats = scene.stats();
     assert_eq!((stats.fetched_blocks, stats.fetched_bytes), (2, 2 * BLOCK_BYTES));
     assert!(scene.is_quiet());
@@ -278,7 +280,7 @@ fn a_false_positive_is_a_miss() {
     scene.end(&fetch, 0..2, Ok(1));
     scene.end(&fetch, 2..4, Err(Fault::Absent));
     assert_eq!(scene.answers(), [(op, Status::Ok, 2)]);
-    scene.message(Message { log: 1, ..Message::new(Kind::Close) });
+    scene.ask(SchedulerRequest::Close { log: 1 });
     assert_eq!((scene.stats().faults[0], scene.is_quiet()), (2, true));
 }
 
@@ -312,14 +314,14 @@ fn a_peer_that_leaves_keeps_the_slots_until_their_end() {
     assert!(scene.answers().is_empty() && scene.engine.core.busy());
     scene.end_all(&fetch, Err(Fault::Stopped));
     assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
-    scene.message(Message { log: 1, ..Message::new(Kind::Close) });
+    scene.ask(SchedulerRequest::Close { log: 1 });
     assert!(scene.is_quiet());
 }
 
 #[test]
 fn whoever_stops_waiting_leaves_the_blocks_in_dram_and_nobody_else_is_asked() {
-    let release = |scene: &mut Scene| scene.message(Message { log: 1, ..Message::new(Kind::Release) });
-    let salt = |scene: &mut Scene| scene.message(Message::new(Kind::Salt).with_bytes16([9; 16]));
+    let release = |scene: &mut Scene| scene.ask(SchedulerRequest::Release { log: 1 });
+    let salt = |scene: &mut Scene| scene.ask(SchedulerRequest::Salt { salt: [9; 16] });
     let hang_up = |scene: &mut Scene| scene.event(Event::Disconnected { session: SCHEDULER });
     let ways: [&dyn Fn(&mut Scene); 3] = [&release, &salt, &hang_up];
     for (way, stop) in ways.into_iter().enumerate() {
@@ -342,8 +344,8 @@ fn the_engine_is_answered_before_anything_is_sent_for() {
     let mut scene = Scene::with(A, 0..8);
     scene.engine.open(1, 0..8);
     scene.engine.out.clear();
-    let message = Message { op: 77, log: 1, count: 8, ..Message::new(Kind::Query) };
-    let event = Event::Message { session: SCHEDULER, message, keys: Vec::new(), blocks: Vec::new() };
+    let query = Query { op: 77, keys: Keys::new(1, 0..8), arriving: false };
+    let event = asked(SchedulerRequest::Query(query));
     let mut first = Vec::new();
     scene.engine.core.respond(0, event, &mut first);
     assert!(matches!(&first[..], [Action::Answer { outcome, .. }] if outcome.status == Status::Pending));
@@ -381,7 +383,7 @@ fn time_ends_a_wait_and_not_its_fetch() {
 fn no_more_than_a_part_of_the_pool_is_on_its_way() {
     let mut scene = Scene::with(A, 0..POOL_BLOCKS);
     scene.engine.open(1, 0..POOL_BLOCKS);
-    scene.message(Message { log: 1, count: POOL_BLOCKS, ..Message::new(Kind::Hint) });
+    scene.ask(SchedulerRequest::Hint { keys: Keys::new(1, 0..POOL_BLOCKS) });
     assert_eq!(scene.fetches[0].blocks.len() as u32, MOST / 2, "a hint leaves room for others");
     scene.query_again(1, POOL_BLOCKS);
     let blocks: usize = scene.fetches.iter().map(|fetch| fetch.blocks.len()).sum();
@@ -391,7 +393,7 @@ fn no_more_than_a_part_of_the_pool_is_on_its_way() {
 #[test]
 fn what_belongs_to_one_engine_alone_is_neither_asked_for_nor_told_of() {
     let mut scene = Scene::with(A, 0..4);
-    scene.message(Message::new(Kind::Salt).with_bytes16([9; 16]));
+    scene.ask(SchedulerRequest::Salt { salt: [9; 16] });
     scene.told.clear();
     let op = scene.query(1, 0..4);
     assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);

@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use shm_protocol::key::NamespaceDigest;
-use shm_protocol::message::{Kind, LOAD_BY_ENGINE, Message, Outcome, Status};
+use shm_protocol::message::{LOAD_BY_ENGINE, Outcome, Status};
 use shm_protocol::pool::SlotRef;
+use shm_protocol::request::{Keys, Query, SchedulerRequest};
 use tiers::dram::{self, Dram};
 use tiers::ssd::{Config, Fault, Geometry, Label, Work};
 
@@ -63,8 +64,8 @@ impl Scene {
         self.take_jobs();
     }
 
-    fn message(&mut self, message: Message) {
-        self.engine.message(SCHEDULER, message);
+    fn ask(&mut self, request: SchedulerRequest) {
+        self.engine.ask(request);
         self.take_jobs();
     }
 
@@ -94,7 +95,7 @@ impl Scene {
             self.engine.event(Event::Copied { copy, ok: true });
         }
         self.engine.drained();
-        self.message(Message { log: 9, ..Message::new(Kind::Close) });
+        self.ask(SchedulerRequest::Close { log: 9 });
     }
 
     /// Ends every job there is, and those that follow.
@@ -142,7 +143,8 @@ impl Scene {
 
     fn post_query(&mut self, log: u32, count: u32) -> u64 {
         let op = self.next_op();
-        self.message(Message { log, op, count, ..Message::new(Kind::Query) });
+        let query = Query { op, keys: Keys::new(log, 0..count), arriving: false };
+        self.ask(SchedulerRequest::Query(query));
         op
     }
 
@@ -230,7 +232,7 @@ fn a_query_waits_for_what_a_device_keeps_and_is_answered_once() {
     assert_eq!((scene.refs.len(), scene.leases()), (4, 1));
     assert_eq!(scene.held_bytes(), 4 * BLOCK_BYTES, "by the lease alone");
     scene.engine.load(1, 90, op, 0..4, LOAD_BY_ENGINE);
-    scene.message(Message { log: 1, ..Message::new(Kind::Close) });
+    scene.ask(SchedulerRequest::Close { log: 1 });
     assert_eq!(scene.leases(), 1, "the load's");
     let stats = scene.engine.core.stats();
     assert_eq!((scene.stats().promoted_blocks, stats.waits, stats.waits_timed_out), (2, 1, 0));
@@ -285,9 +287,9 @@ fn two_queries_share_a_read() {
 
 #[test]
 fn whoever_stops_waiting_leaves_the_blocks_in_dram_and_nothing_held() {
-    let release = |scene: &mut Scene| scene.message(Message { log: 1, ..Message::new(Kind::Release) });
-    let close = |scene: &mut Scene| scene.message(Message { log: 1, ..Message::new(Kind::Close) });
-    let salt = |scene: &mut Scene| scene.message(Message::new(Kind::Salt).with_bytes16([9; 16]));
+    let release = |scene: &mut Scene| scene.ask(SchedulerRequest::Release { log: 1 });
+    let close = |scene: &mut Scene| scene.ask(SchedulerRequest::Close { log: 1 });
+    let salt = |scene: &mut Scene| scene.ask(SchedulerRequest::Salt { salt: [9; 16] });
     let hang_up = |scene: &mut Scene| scene.event(Event::Disconnected { session: SCHEDULER });
     let ways: [&dyn Fn(&mut Scene); 4] = [&release, &close, &salt, &hang_up];
     for (way, stop) in ways.into_iter().enumerate() {
@@ -355,7 +357,7 @@ fn a_query_brings_in_a_part_of_the_pool_at_most() {
     scene.engine.out.clear();
     scene.engine.open(1, 0..28);
     let most = (POOL_SEGMENT * POOL_SEGMENTS / arrivals::PART / BLOCK_BYTES) as u32;
-    scene.message(Message { log: 1, count: 28, ..Message::new(Kind::Hint) });
+    scene.ask(SchedulerRequest::Hint { keys: Keys::new(1, 0..28) });
     let mut reads = scene.reads();
     assert_eq!(reads.len(), most as usize / 2, "a hint leaves room for others");
     let op = scene.post_query(1, 28);
@@ -371,8 +373,8 @@ fn a_hint_begins_the_reads_and_holds_nothing() {
     let mut scene = Scene::new(SsdAdmission::All);
     scene.on_ssd(0..2);
     scene.engine.open(1, 0..2);
-    scene.message(Message { log: 1, count: 2, ..Message::new(Kind::Hint) });
-    scene.message(Message { log: 1, count: 2, ..Message::new(Kind::Hint) });
+    scene.ask(SchedulerRequest::Hint { keys: Keys::new(1, 0..2) });
+    scene.ask(SchedulerRequest::Hint { keys: Keys::new(1, 0..2) });
     let reads = scene.reads();
     assert_eq!((reads.len(), scene.held_bytes()), (2, 0));
     reads.into_iter().for_each(|read| scene.end(read, Ok(())));
@@ -393,7 +395,7 @@ fn a_draining_sidecar_lets_nobody_wait_and_ends_its_transfers() {
     assert!(scene.engine.core.busy());
     scene.end_all();
     assert!(!scene.engine.core.busy());
-    scene.message(Message { log: 1, count: 1, ..Message::new(Kind::Hint) });
+    scene.ask(SchedulerRequest::Hint { keys: Keys::new(1, 0..1) });
     assert!(scene.jobs.is_empty());
 }
 

@@ -36,7 +36,7 @@ fn a_namespace_keeps_what_its_quota_has_room_for() {
     assert_eq!((saved.committed, saved.dropped), (4, 2), "what is being filled makes no room");
     assert_eq!(used(&engine), [0, 4, 0]);
     assert_eq!(engine.query(1, 2, 0, 6).value, 4, "the head of the prefix is kept");
-    engine.message(SCHEDULER, Message { log: 1, ..Message::new(Kind::Release) });
+    engine.ask(SchedulerRequest::Release { log: 1 });
     let saved = save(&mut engine, 3, 100, 3);
     assert_eq!((saved.committed, saved.dropped), (3, 0));
     assert_eq!((used(&engine), engine.core.stats().evicted_blocks), (vec![0, 4, 0], 3));
@@ -46,14 +46,14 @@ fn a_namespace_keeps_what_its_quota_has_room_for() {
 fn every_salt_counts_to_its_engine_s_quota() {
     let mut engine = engine(&["01010101=16KiB", "others=1GiB"]);
     assert_eq!(save(&mut engine, 1, 0, 4).committed, 4);
-    engine.message(SCHEDULER, Message::new(Kind::Salt).with_bytes16([1; 16]));
+    engine.ask(SchedulerRequest::Salt { salt: [1; 16] });
     assert_eq!(save(&mut engine, 2, 0, 3).committed, 3);
     assert_eq!(
         (used(&engine), engine.core.stats().evicted_blocks),
         (vec![4, 0], 3),
         "the old ones made room"
     );
-    engine.message(SCHEDULER, Message::new(Kind::Salt).with_bytes16([2; 16]));
+    engine.ask(SchedulerRequest::Salt { salt: [2; 16] });
     assert_eq!(save(&mut engine, 3, 0, 4).committed, 4);
     assert_eq!(used(&engine), [4, 0]);
 }

@@ -6,7 +6,8 @@ use std::sync::atomic::Ordering;
 
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{CHUNK_KEYS, header};
-use shm_protocol::message::{APPEND_CHUNKS, Kind, Message, Saved};
+use shm_protocol::message::{APPEND_CHUNKS, Saved};
+use shm_protocol::request::{Append, Keys, SchedulerRequest};
 use shm_protocol::ring::Consumer;
 use shm_protocol::session::{RegionRing, Ring};
 
@@ -73,15 +74,15 @@ impl Link {
         self.submission.flush(&self.connection);
     }
 
-    pub(super) fn post(&mut self, message: &Message) -> bool {
-        self.submission.post(message).is_some()
+    pub(super) fn post(&mut self, request: SchedulerRequest) -> bool {
+        self.submission.post(request).is_some()
     }
 
     /// Opens a log.
     pub(super) fn open(&mut self) -> Option<u32> {
         let unclosed = |number: &u32| self.unclosed.iter().any(|(other, _)| other == number);
         let number = (0..).find(|number| !self.logs.contains_key(number) && !unclosed(number))?;
-        if !self.post(&Message { log: number, ..Message::new(Kind::Open) }) {
+        if !self.post(SchedulerRequest::Open { log: number }) {
             return None;
         }
         self.flush();
@@ -100,31 +101,34 @@ impl Link {
         let from = log.length;
         let end = from as usize + keys.len();
         let first = from as usize / CHUNK_KEYS;
-        let mut message =
-            Message { log: number, from, count: keys.len() as u32, ..Message::new(Kind::Append) };
+        let mut append = Append { keys: Keys::new(number, from..end as u32), chunks: [0; APPEND_CHUNKS] };
         for (index, chunk) in (first..end.div_ceil(CHUNK_KEYS)).enumerate() {
             if chunk == log.chunks.len() {
                 log.chunks.push(self.chunks.take().expect("counted above"));
             }
-            message.data[index] = log.chunks[chunk];
+            append.chunks[index] = log.chunks[chunk];
         }
         for (at, key) in (from as usize..).zip(keys) {
             self.connection.memory.write_key(log.chunks[at / CHUNK_KEYS], at % CHUNK_KEYS, key);
         }
         log.length = end as u32;
-        assert!(self.submission.post(&message).is_some(), "room was counted above");
+        let append = SchedulerRequest::Append(append);
+        assert!(self.submission.post(append).is_some(), "room was counted above");
         self.submission.publish();
         true
     }
 
-    /// Lends `blocks` to the message and posts it.
-    pub(super) fn post_with_blocks(&mut self, mut message: Message, blocks: &[u32]) -> bool {
+    /// Posts the request that names the position of `blocks`, and lends them to it.
+    pub(super) fn post_with_blocks(
+        &mut self,
+        blocks: &[u32],
+        request: impl FnOnce(u32) -> SchedulerRequest,
+    ) -> bool {
         if !self.block_ids.has_room(blocks.len()) {
             return false;
         }
         let position = self.block_ids.position();
-        message.data[0] = position;
-        let Some(sequence) = self.submission.post(&message) else { return false };
+        let Some(sequence) = self.submission.post(request(position)) else { return false };
         for (index, block) in blocks.iter().enumerate() {
             self.connection.memory.write_block_id(position.wrapping_add(index as u32), *block);
         }
@@ -139,7 +143,7 @@ impl Link {
     }
 
     fn post_close(&mut self, number: u32, chunks: Vec<u32>) -> bool {
-        let posted = self.submission.post(&Message { log: number, ..Message::new(Kind::Close) });
+        let posted = self.submission.post(SchedulerRequest::Close { log: number });
         match posted {
             Some(sequence) => self.chunks.retire(sequence, chunks),
             None => self.unclosed.push((number, chunks)),

@@ -6,7 +6,8 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering;
 
 use shm_protocol::gate;
-use shm_protocol::message::{Kind, Message, Outcome, Status};
+use shm_protocol::message::{Outcome, Status};
+use shm_protocol::request::WorkerRequest;
 
 use super::Model;
 use super::request::Plan;
@@ -21,7 +22,7 @@ pub(super) struct WorkerLink {
     pub(super) connection: Rc<Connection>,
     submission: RefCell<Submission>,
     /// Ends of loads that found no room.
-    unreported: RefCell<Vec<Message>>,
+    unreported: RefCell<Vec<WorkerRequest>>,
 }
 
 /// A load whose copy by the sidecar is awaited.
@@ -62,26 +63,26 @@ impl WorkerLink {
         Self { connection: Rc::clone(connection), submission, unreported: RefCell::default() }
     }
 
-    pub(super) fn post(&self, message: &Message) -> bool {
+    pub(super) fn post(&self, request: WorkerRequest) -> bool {
         let mut submission = self.submission.borrow_mut();
-        let posted = submission.post(message).is_some();
+        let posted = submission.post(request).is_some();
         submission.flush(&self.connection);
         posted
     }
 
-    fn post_loaded(&self, op: u64, status: Status, ctx: &mut Ctx) {
-        let message = Message { op, flags: status as u8, ..Message::new(Kind::Loaded) };
-        if !self.post(&message) {
+    fn post_loaded(&self, op: u64, ok: bool, ctx: &mut Ctx) {
+        let loaded = WorkerRequest::Loaded { op, ok };
+        if !self.post(loaded) {
             ctx.hit("engine loaded without room, told later");
-            self.unreported.borrow_mut().push(message);
+            self.unreported.borrow_mut().push(loaded);
         }
     }
 
     /// Posts what found no room before.
     pub(super) fn retry(&self) {
-        for message in self.unreported.take() {
-            if !self.post(&message) {
-                self.unreported.borrow_mut().push(message);
+        for loaded in self.unreported.take() {
+            if !self.post(loaded) {
+                self.unreported.borrow_mut().push(loaded);
             }
         }
     }
@@ -92,9 +93,9 @@ impl WorkerLink {
 
     /// Fills the ring with reports of no load.
     pub(super) fn flood(&self, ctx: &mut Ctx) {
-        let nothing = Message { flags: Status::Ok as u8, ..Message::new(Kind::Loaded) };
+        let nothing = WorkerRequest::Loaded { op: 0, ok: true };
         let mut submission = self.submission.borrow_mut();
-        while submission.post(&nothing).is_some() {}
+        while submission.post(nothing).is_some() {}
         submission.flush(&self.connection);
         ctx.hit("fault full ring");
     }
@@ -166,8 +167,7 @@ impl Job {
             return false;
         }
         if let Some(link) = &self.link {
-            let status = if self.failed.is_empty() { Status::Ok } else { Status::Failed };
-            link.post_loaded(self.plan.op, status, ctx);
+            link.post_loaded(self.plan.op, self.failed.is_empty(), ctx);
         }
         true
     }

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use shm_protocol::message::{Kind, LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Message};
+use shm_protocol::message::{LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC};
+use shm_protocol::request::{self, Keys, LoadFlags, SchedulerRequest};
 
 use super::request::{Lease, Plan};
 use super::scheduler::{Hit, Scheduler};
@@ -29,7 +30,7 @@ impl Scheduler {
         if lease.arriving {
             ctx.hit("engine load in parts");
             // Without room it ends with the log, or by its age.
-            let _ = link.post(&Message { log: number, ..Message::new(Kind::Release) });
+            let _ = link.post(SchedulerRequest::Release { log: number });
         }
         if self.model.early {
             link.flush();
@@ -65,18 +66,13 @@ impl Scheduler {
             | if early { LOAD_EARLY } else { 0 }
             | if lease.arriving { LOAD_ARRIVING } else { 0 };
         let op = self.next_op;
-        let message = Message {
-            flags,
-            log: number,
-            op,
-            from: (hit.from + range.start) as u32,
-            count: range.len() as u32,
-            step: self.step + 1,
-            lease: lease.op,
-            ..Message::new(Kind::Load)
+        let keys = Keys { log: number, from: (hit.from + range.start) as u32, count: range.len() as u32 };
+        let (flags, step, lease_op) = (LoadFlags::new(flags), self.step + 1, lease.op);
+        let load = |position| {
+            SchedulerRequest::Load(request::Load { op, keys, position, step, lease: lease_op, flags })
         };
         // A part without room is not to be told from one that the sidecar does not carry out: its ranks do what they can.
-        if !link.post_with_blocks(message, &request.loaded[range]) && !lease.arriving {
+        if !link.post_with_blocks(&request.loaded[range], load) && !lease.arriving {
             return None;
         }
         if early {
@@ -99,8 +95,7 @@ impl Scheduler {
             return;
         }
         for cancel in cancels {
-            let (op, from, count) = (cancel.op, cancel.from, cancel.count);
-            if !link.post(&Message { op, from, count, ..Message::new(Kind::Cancel) }) {
+            if !link.post(SchedulerRequest::Cancel(cancel)) {
                 // This word covers all of them, those still listed too.
                 ctx.hit("engine cancel without room");
                 link.void_saves_below(self.next_op);
@@ -129,8 +124,9 @@ impl Scheduler {
         let link = self.link.as_mut().expect("the log is its");
         let (op, step) = (self.next_op, self.step);
         let (from, count) = (from as u32, blocks.len() as u32);
-        let message = Message { log, op, from, count, step, ..Message::new(Kind::Save) };
-        if !link.saves.has_room() || !link.post_with_blocks(message, &blocks) {
+        let keys = Keys { log, from, count };
+        let save = |position| SchedulerRequest::Save(request::Save { op, keys, position, step });
+        if !link.saves.has_room() || !link.post_with_blocks(&blocks, save) {
             return ctx.hit("engine save without room");
         }
         ctx.hit("engine save");

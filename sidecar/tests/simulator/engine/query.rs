@@ -1,6 +1,7 @@
 //! Matching: queries under a budget, and the answers that may be used.
 
-use shm_protocol::message::{Kind, Message, Outcome, QUERY_ARRIVING, Status};
+use shm_protocol::message::{Outcome, Status};
+use shm_protocol::request::{Keys, Query, SchedulerRequest};
 
 use super::link::Question;
 use super::request::Lease;
@@ -72,7 +73,7 @@ impl Scheduler {
             request.appended += keys.len();
             let count = request.appended as u32;
             // Without room it is dropped.
-            let _ = link.post(&Message { log, count, ..Message::new(Kind::Hint) });
+            let _ = link.post(SchedulerRequest::Hint { keys: Keys::new(log, 0..count) });
         }
         true
     }
@@ -105,9 +106,8 @@ impl Scheduler {
         }
         self.stalled = None;
         let op = self.next_op;
-        let flags = if self.model.by_engine { 0 } else { QUERY_ARRIVING };
-        let message = Message { flags, log: number, op, from, count, ..Message::new(Kind::Query) };
-        if !link.post(&message) {
+        let query = Query { op, keys: Keys { log: number, from, count }, arriving: !self.model.by_engine };
+        if !link.post(SchedulerRequest::Query(query)) {
             ctx.hit("engine query without room");
             return None;
         }
@@ -139,7 +139,7 @@ impl Scheduler {
         link.questions.remove(&op);
         if link.logs.contains_key(&question.log) {
             // The late answer would hold blocks under a lease that nobody uses.
-            link.post(&Message { log: question.log, ..Message::new(Kind::Release) });
+            link.post(SchedulerRequest::Release { log: question.log });
             link.flush();
         }
         Some(0)

@@ -6,8 +6,8 @@ use std::rc::Rc;
 
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::layout::SUBMISSION_SLOTS;
-use shm_protocol::message::{Kind, Message};
 use shm_protocol::namespace;
+use shm_protocol::request::{Cancel, Keys, Query, SchedulerRequest};
 
 use super::link::Link;
 use super::request::{Order, Request, Spec, State, Work};
@@ -156,7 +156,8 @@ impl Scheduler {
         let log = shm_protocol::layout::LOGS as u32 - 1;
         let op = self.next_op;
         self.next_op += 1;
-        if link.post(&Message { log, op, count: 1, ..Message::new(Kind::Query) }) {
+        let query = Query { op, keys: Keys::new(log, 0..1), arriving: false };
+        if link.post(SchedulerRequest::Query(query)) {
             link.flush();
             ctx.hit("fault violation");
         }
@@ -247,8 +248,8 @@ impl Scheduler {
     fn connect(&mut self) {
         let connection = self.port.connection.as_ref().expect("it has just come");
         let mut link = Link::new(connection);
-        for salt in &self.salts {
-            assert!(link.post(&Message::new(Kind::Salt).with_bytes16(*salt)), "a fresh ring has room");
+        for &salt in &self.salts {
+            assert!(link.post(SchedulerRequest::Salt { salt }), "a fresh ring has room");
         }
         link.flush();
         self.link = Some(link);
@@ -259,7 +260,7 @@ impl Scheduler {
     fn reset(&mut self, ctx: &mut Ctx) {
         let salt = ctx.rng.bytes16();
         if let Some(link) = &mut self.link {
-            if !link.post(&Message::new(Kind::Salt).with_bytes16(salt)) {
+            if !link.post(SchedulerRequest::Salt { salt }) {
                 ctx.hit("engine reset refused");
                 return;
             }
@@ -279,9 +280,9 @@ impl Scheduler {
         let Some(link) = &mut self.link else { return };
         let leaves = ctx.rng.pick(&FLOOD_LEAVES);
         // A CANCEL of nothing: the sidecar reads it and does nothing.
-        let nothing = Message::new(Kind::Cancel);
+        let nothing = SchedulerRequest::Cancel(Cancel { op: 0, from: 0, count: 0 });
         let head = link.submission.acknowledged();
-        while let Some(sequence) = link.submission.post(&nothing)
+        while let Some(sequence) = link.submission.post(nothing)
             && SUBMISSION_SLOTS as u32 - (sequence + 1).wrapping_sub(head) > leaves
         {}
         link.flush();

@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::rc::Rc;
 
 use shm_protocol::layout::header;
-use shm_protocol::message::{Kind, Message};
+use shm_protocol::request::WorkerRequest;
 
 use super::load::{Awaited, Job, WorkerLink};
 use super::request::{Order, Plan, Results, Step};
@@ -127,7 +127,9 @@ impl Worker {
             if std::mem::take(&mut self.flood) {
                 link.flood(ctx);
             }
-            if self.joined != Some(step.run) && link.post(&join(step.run, self.started)) {
+            if self.joined != Some(step.run)
+                && link.post(WorkerRequest::Join { run: step.run, step: self.started })
+            {
                 self.joined = Some(step.run);
             }
             link.store(header::FENCE_START, step.number);
@@ -155,7 +157,7 @@ impl Worker {
                 // The run is known from the step before, if there was one.
                 let run = self.joined.take();
                 if let (Some(run), Some(link)) = (run, &self.link) {
-                    self.joined = link.post(&join(run, self.started)).then_some(run);
+                    self.joined = link.post(WorkerRequest::Join { run, step: self.started }).then_some(run);
                 }
             }
         }
@@ -295,8 +297,4 @@ impl Worker {
         }
         Some(ctx.pause(ctx.knobs.copy_us))
     }
-}
-
-fn join(run: [u8; 16], started: u64) -> Message {
-    Message { step: started, ..Message::new(Kind::Join).with_bytes16(run) }
 }

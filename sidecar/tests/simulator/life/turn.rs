@@ -4,8 +4,8 @@
 
 use std::collections::VecDeque;
 
-use shm_protocol::message::{Kind, Message};
-use sidecar::engine::{Event, SessionId};
+use shm_protocol::request::{Query, SchedulerRequest};
+use sidecar::engine::{Event, Request, SessionId};
 
 use super::Life;
 use crate::coverage;
@@ -106,11 +106,10 @@ impl Life {
         let Some(request) = peer.session.read().expect("honest engines") else {
             return peer.session.release();
         };
-        let left = left.saturating_sub(1 + request.message.count as usize);
-        ctx.hit(coverage::message(request.message.kind));
-        peer.follow(&request.message, &request.keys);
-        let (message, keys, blocks) = (request.message, request.keys, request.blocks);
-        self.handle(Event::Message { session: id, message, keys, blocks }, ctx);
+        let left = left.saturating_sub(request.cost());
+        ctx.hit(coverage::message(&request));
+        peer.follow(&request);
+        self.handle(Event::Message { session: id, request }, ctx);
         let Phase::Read(open) = &mut self.phase else { unreachable!("set above") };
         if left > 0 {
             // Sometimes this session goes on, sometimes the next has its round.
@@ -219,13 +218,14 @@ impl Life {
 
 impl super::Peer {
     /// Follows what the oracle must know of a message.
-    fn follow(&mut self, message: &Message, keys: &[shm_protocol::key::BlockHash]) {
-        match message.kind {
-            Kind::Open => drop(self.logs.insert(message.log, Vec::new())),
-            Kind::Append => self.logs.entry(message.log).or_default().extend(keys),
-            Kind::Query => self.asked = message.log,
-            Kind::Salt => self.salt = Some(message.bytes16()),
-            Kind::Close => drop(self.logs.remove(&message.log)),
+    fn follow(&mut self, request: &Request) {
+        let Request::Scheduler { request, keys, .. } = request else { return };
+        match *request {
+            SchedulerRequest::Open { log } => drop(self.logs.insert(log, Vec::new())),
+            SchedulerRequest::Append(append) => self.logs.entry(append.keys.log).or_default().extend(keys),
+            SchedulerRequest::Query(Query { keys, .. }) => self.asked = keys.log,
+            SchedulerRequest::Salt { salt } => self.salt = Some(salt),
+            SchedulerRequest::Close { log } => drop(self.logs.remove(&log)),
             _ => {}
         }
     }

@@ -1,6 +1,7 @@
 //! Queries that are answered while their blocks are on their way, and the loads that wait for those.
 
-use shm_protocol::message::{LOAD_BY_ENGINE, LOAD_SYNC, QUERY_ARRIVING};
+use shm_protocol::message::{LOAD_BY_ENGINE, LOAD_SYNC};
+use shm_protocol::request::WorkerRequest;
 
 use super::*;
 
@@ -41,8 +42,8 @@ impl Scene {
     fn query_early(&mut self, log: u32, keys: Range<u32>) -> u64 {
         let (op, count) = (self.next_op(), keys.len() as u32);
         self.engine.open(log, keys);
-        let flags = QUERY_ARRIVING;
-        self.message(Message { log, op, count, flags, ..Message::new(Kind::Query) });
+        let query = Query { op, keys: Keys::new(log, 0..count), arriving: true };
+        self.ask(SchedulerRequest::Query(query));
         op
     }
 
@@ -51,10 +52,6 @@ impl Scene {
         self.engine.load(log, op, lease, range, 0);
         self.take_actions();
         op
-    }
-
-    fn post(&mut self, kind: Kind, log: u32) {
-        self.message(Message { log, ..Message::new(kind) });
     }
 }
 
@@ -75,7 +72,7 @@ fn a_query_is_answered_with_its_first_block_and_loaded_in_parts() {
     let (mut scene, fetch, op) = answered();
     assert_eq!(scene.engine.core.stats().early_answers, 1);
     let parts = [0..4, 4..8, 8..KEYS].map(|part| scene.load(1, op, part));
-    scene.post(Kind::Release, 1);
+    scene.ask(SchedulerRequest::Release { log: 1 });
     assert_eq!(scene.loads(), (vec![], vec![]), "none is whole");
     scene.end(&fetch, 4..8, Ok(1));
     assert_eq!(scene.loads(), (vec![parts[1]], vec![(parts[1], Status::Ok)]), "the second is");
@@ -83,7 +80,7 @@ fn a_query_is_answered_with_its_first_block_and_loaded_in_parts() {
     assert_eq!(scene.loads().0, [parts[0]], "the owner still has the rest");
     scene.end(&fetch, 8..KEYS as usize, Ok(1));
     assert_eq!(scene.loads().0, [parts[2]]);
-    scene.post(Kind::Close, 1);
+    scene.ask(SchedulerRequest::Close { log: 1 });
     assert!(scene.is_quiet() && scene.engine.core.stats().leases == 0);
 }
 
@@ -107,7 +104,7 @@ fn slots_are_named_before_their_blocks_are_there() {
     assert_eq!(scene.held_bytes(), 3 * BLOCK_BYTES);
     scene.end(&fetch, 1..2, Ok(1));
     assert_eq!(scene.held_bytes(), 4 * BLOCK_BYTES, "what comes is held too");
-    scene.post(Kind::Release, 1);
+    scene.ask(SchedulerRequest::Release { log: 1 });
     assert_eq!(scene.held_bytes(), 0);
     scene.end(&fetch, 2..fetch.blocks.len(), Ok(1));
     assert!(scene.is_quiet());
@@ -133,7 +130,7 @@ fn nobody_is_answered_early_who_did_not_ask_for_it_or_gains_nothing() {
     scene.end(&fetch, KEYS as usize - 1..KEYS as usize, Ok(1));
     let last: Vec<_> = scene.answers().into_iter().map(|answer| (answer.1, answer.2)).collect();
     assert_eq!(last, [(Status::Ok, KEYS); 2]);
-    (1..4).for_each(|log| scene.post(Kind::Close, log));
+    (1..4).for_each(|log| scene.ask(SchedulerRequest::Close { log }));
     assert!(scene.is_quiet());
 }
 
@@ -141,7 +138,7 @@ fn nobody_is_answered_early_who_did_not_ask_for_it_or_gains_nothing() {
 fn a_block_that_fails_refuses_its_load_alone() {
     let (mut scene, fetch, op) = answered();
     let parts = [0..8, 8..KEYS].map(|part| scene.load(1, op, part));
-    scene.post(Kind::Release, 1);
+    scene.ask(SchedulerRequest::Release { log: 1 });
     scene.end(&fetch, 8..9, Err(Fault::Absent));
     assert_eq!(scene.loads(), (vec![], vec![(parts[1], Status::Absent)]));
     scene.end(&fetch, 9..KEYS as usize, Ok(1));
@@ -149,7 +146,7 @@ fn a_block_that_fails_refuses_its_load_alone() {
     scene.end(&fetch, 4..8, Ok(1));
     assert_eq!(scene.loads().0, [parts[0]]);
     assert_eq!(scene.engine.core.stats().load_failures, 1);
-    scene.post(Kind::Close, 1);
+    scene.ask(SchedulerRequest::Close { log: 1 });
     assert!(scene.is_quiet());
 }
 
@@ -163,7 +160,7 @@ fn what_has_failed_before_its_load_is_refused_at_once() {
     scene.end(&fetch, 1..3, Ok(1));
     scene.end(&fetch, 4..KEYS as usize, Ok(1));
     assert_eq!(scene.loads().0, [good]);
-    scene.post(Kind::Close, 1);
+    scene.ask(SchedulerRequest::Close { log: 1 });
     assert!(scene.is_quiet());
 }
 
@@ -172,7 +169,7 @@ fn a_parked_load_is_a_wish_and_another_peer_is_asked() {
     let (mut scene, fetch, op) = answered();
     scene.join(B, 0..KEYS);
     let part = scene.load(1, op, 0..KEYS);
-    scene.post(Kind::Close, 1);
+    scene.ask(SchedulerRequest::Close { log: 1 });
     scene.end(&fetch, 0..3, Err(Fault::Corrupt));
     let again = scene.fetch();
     assert_eq!((again.peer, keys_of(&again)), (B, vec![label(0), label(1), label(2)]));
@@ -204,7 +201,7 @@ fn a_parked_load_is_refused_when_its_blocks_are_late() {
 fn whoever_goes_leaves_nothing_held() {
     let hang_up = |scene: &mut Scene| scene.event(Event::Disconnected { session: SCHEDULER });
     let lose_rank = |scene: &mut Scene| scene.event(Event::Disconnected { session: RANKS[0] });
-    let salt = |scene: &mut Scene| scene.message(Message::new(Kind::Salt).with_bytes16([9; 16]));
+    let salt = |scene: &mut Scene| scene.ask(SchedulerRequest::Salt { salt: [9; 16] });
     let drain = |scene: &mut Scene| scene.event(Event::Drain);
     let leave: [Leave<'_>; 4] =
         [("hang-up", &hang_up), ("rank", &lose_rank), ("salt", &salt), ("drain", &drain)];
@@ -215,7 +212,7 @@ fn whoever_goes_leaves_nothing_held() {
         scene.end(&fetch, 0..3, Ok(1));
         scene.end(&fetch, 4..KEYS as usize, Err(Fault::Stopped));
         if scene.engine.core.schedulers.contains_key(&SCHEDULER) {
-            scene.post(Kind::Close, 1);
+            scene.ask(SchedulerRequest::Close { log: 1 });
         }
         scene.loads();
         assert!(scene.is_quiet() && scene.engine.core.loads.is_empty(), "{what}");
@@ -227,14 +224,14 @@ fn whoever_goes_leaves_nothing_held() {
 fn a_part_that_its_rank_gave_up_is_not_copied_when_it_is_whole() {
     let (mut scene, fetch, op) = answered();
     let part = scene.load(1, op, 0..8);
-    let loaded = Message { op: part, flags: Status::Failed as u8, ..Message::new(Kind::Loaded) };
-    scene.event(Event::Message { session: RANKS[0], message: loaded, keys: vec![], blocks: vec![] });
-    scene.post(Kind::Release, 1);
+    let loaded = WorkerRequest::Loaded { op: part, ok: false };
+    scene.event(Event::Message { session: RANKS[0], request: Request::Worker(loaded) });
+    scene.ask(SchedulerRequest::Release { log: 1 });
     assert_eq!(scene.held_bytes(), 0);
     scene.end(&fetch, 0..3, Ok(1));
     scene.end(&fetch, 4..KEYS as usize, Ok(1));
     assert_eq!(scene.loads(), (vec![], vec![]));
-    scene.post(Kind::Close, 1);
+    scene.ask(SchedulerRequest::Close { log: 1 });
     assert!(scene.is_quiet());
 }
 
@@ -250,7 +247,7 @@ fn a_load_that_must_not_fail_is_refused_under_an_early_answer() {
     assert_eq!(scene.loads().1, [(beyond, Status::LeaseUnknown)]);
     scene.end(&fetch, 0..3, Ok(1));
     scene.end(&fetch, 4..KEYS as usize, Ok(1));
-    scene.post(Kind::Close, 1);
+    scene.ask(SchedulerRequest::Close { log: 1 });
     assert!(scene.is_quiet());
 }
 
@@ -264,6 +261,6 @@ fn the_next_question_of_a_log_ends_the_early_answer() {
     scene.end(&fetch, 0..3, Ok(1));
     scene.end(&fetch, 4..KEYS as usize, Ok(1));
     assert_eq!(scene.answers().last(), Some(&(next, Status::Ok, KEYS)));
-    scene.post(Kind::Close, 1);
+    scene.ask(SchedulerRequest::Close { log: 1 });
     assert!(scene.is_quiet());
 }

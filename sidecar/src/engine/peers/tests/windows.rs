@@ -70,7 +70,7 @@ fn a_window_lasts_as_long_as_blocks_keep_coming() {
     let stats = scene.stats();
     assert_eq!((stats.miss_waits, stats.miss_waits_exhausted), (1, 0));
     assert_eq!(scene.engine.core.stats().wait_ms, scene.engine.now_ms);
-    scene.message(Message { log: 1, ..Message::new(Kind::Close) });
+    scene.ask(SchedulerRequest::Close { log: 1 });
     scene.tick(20);
     assert!(scene.is_quiet() && scene.engine.core.next_look_ms().is_none());
 }
@@ -183,7 +183,7 @@ fn nobody_waits_unasked_or_without_peers() {
 fn whoever_stops_waiting_is_asked_for_no_more() {
     let mut scene = waiting();
     scene.query(1, 0..4);
-    scene.message(Message { log: 1, ..Message::new(Kind::Release) });
+    scene.ask(SchedulerRequest::Release { log: 1 });
     let hang_up = scene.query(2, 0..4);
     scene.answers();
     scene.event(Event::Drain);

@@ -1,0 +1,513 @@
+//! What a [`Message`] asks, by who may ask it: typed, and every bound of a field checked once, when it is read.
+//!
+//! A request's fields are put into a message and taken out of it here alone. What depends on earlier messages, such as
+//! whether a log is open, is the receiver's to check. Fields that a kind does not name are ignored.
+
+use thiserror::Error;
+
+use crate::layout::{CHUNK_KEYS, CHUNKS, LOG_KEYS, LOGS, QUERY_KEYS};
+use crate::message::{
+    APPEND_CHUNKS, DecodeError, Kind, LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Message,
+    QUERY_ARRIVING, Slot, Status,
+};
+
+/// What a scheduler may send.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum SchedulerRequest {
+    /// Opens a key log.
+    Open {
+        /// The log.
+        log: u32,
+    },
+    /// Appends keys to a log.
+    Append(Append),
+    /// Asks for the leading hits of keys, under a lease.
+    Query(Query),
+    /// Promises to load keys.
+    Load(Load),
+    /// Saves keys.
+    Save(Save),
+    /// Gives up blocks of a save.
+    Cancel(Cancel),
+    /// Ends a log's lease.
+    Release {
+        /// The log.
+        log: u32,
+    },
+    /// Ends a log and its lease.
+    Close {
+        /// The log.
+        log: u32,
+    },
+    /// Gives the engine's namespace a new generation.
+    Salt {
+        /// What tells this generation from every other.
+        salt: [u8; 16],
+    },
+    /// Says that keys will most likely be asked for soon.
+    Hint {
+        /// The keys.
+        keys: Keys,
+    },
+}
+
+/// What a worker may send.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum WorkerRequest {
+    /// Takes part in an engine's run.
+    Join {
+        /// The run's id.
+        run: [u8; 16],
+        /// The last step that the rank began before this session; 0: none.
+        step: u64,
+    },
+    /// The rank's part of a load has ended.
+    Loaded {
+        /// Operation of the LOAD.
+        op: u64,
+        /// Whether every block holds what was asked for.
+        ok: bool,
+    },
+    /// The rank has answered a STAGE.
+    Staged {
+        /// Tag of the STAGE.
+        tag: u64,
+        /// Slot of the staging segment.
+        slot: u32,
+        /// Whether the slot holds the block.
+        ok: bool,
+    },
+}
+
+/// Consecutive keys of one log. Neither the log's number nor the end of the keys is beyond what there can be.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Keys {
+    /// The log.
+    pub log: u32,
+    /// Index of the first key in the log.
+    pub from: u32,
+    /// Their number.
+    pub count: u32,
+}
+
+/// APPEND: keys that follow those of the log so far.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Append {
+    /// The keys.
+    pub keys: Keys,
+    /// The chunks that hold them, as many as [`Append::chunks`] returns.
+    pub chunks: [u32; APPEND_CHUNKS],
+}
+
+/// Keys of an APPEND that lie in one chunk.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct ChunkPart {
+    /// The chunk.
+    pub chunk: u32,
+    /// The first key's place in it.
+    pub index: usize,
+    /// Number of keys.
+    pub count: usize,
+}
+
+/// QUERY.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Query {
+    /// The operation.
+    pub op: u64,
+    /// The keys, at most [`QUERY_KEYS`].
+    pub keys: Keys,
+    /// It may be answered while blocks are on their way.
+    pub arriving: bool,
+}
+
+/// LOAD.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Load {
+    /// The operation.
+    pub op: u64,
+    /// The keys.
+    pub keys: Keys,
+    /// Where in the circle the ids of the blocks begin that are loaded into.
+    pub position: u32,
+    /// Step that the load belongs to.
+    pub step: u64,
+    /// Operation of the query that granted the lease.
+    pub lease: u64,
+    /// How it is to be done.
+    pub flags: LoadFlags,
+}
+
+/// Flags of a LOAD, all of them known.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub struct LoadFlags(u8);
+
+/// SAVE.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Save {
+    /// The operation.
+    pub op: u64,
+    /// The keys.
+    pub keys: Keys,
+    /// Where in the circle the ids of the blocks begin that are saved.
+    pub position: u32,
+    /// Step after which the blocks are whole.
+    pub step: u64,
+}
+
+/// CANCEL.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Cancel {
+    /// Operation of the save.
+    pub op: u64,
+    /// First block, counted from the save's own first one.
+    pub from: u32,
+    /// Number of blocks.
+    pub count: u32,
+}
+
+/// A slot that no engine of this version writes.
+#[derive(Debug, Error, Eq, PartialEq)]
+pub enum RequestError {
+    /// It is no message.
+    #[error(transparent)]
+    Unknown(#[from] DecodeError),
+    /// The other role sends such messages.
+    #[error("a {sender} may not send {kind}")]
+    Role {
+        /// Who sent it.
+        sender: &'static str,
+        /// What it sent.
+        kind: Kind,
+    },
+    /// A field is out of range.
+    #[error("{kind} with {field} {value}: {rule}")]
+    Range {
+        /// The message.
+        kind: Kind,
+        /// The field.
+        field: &'static str,
+        /// What it holds.
+        value: u64,
+        /// What it may hold.
+        rule: &'static str,
+    },
+}
+
+// === impl SchedulerRequest ===
+
+impl SchedulerRequest {
+    /// Reads a slot that was copied out of a scheduler's ring.
+    pub fn decode(slot: &Slot) -> Result<Self, RequestError> {
+        let message = &Message::decode(slot)?;
+        Ok(match message.kind {
+            Kind::Open => Self::Open { log: opened(message)? },
+            Kind::Append => Self::Append(Append::read(message)?),
+            Kind::Query => Self::Query(Query::read(message)?),
+            Kind::Load => Self::Load(Load::read(message)?),
+            Kind::Save => Self::Save(Save::read(message)?),
+            Kind::Cancel => Self::Cancel(Cancel::read(message)?),
+            Kind::Release => Self::Release { log: log(message)? },
+            Kind::Close => Self::Close { log: log(message)? },
+            Kind::Salt => Self::Salt { salt: message.bytes16() },
+            Kind::Hint => Self::Hint { keys: Keys::read_asked(message)? },
+            kind @ (Kind::Join | Kind::Loaded | Kind::Staged) => {
+                return Err(RequestError::Role { sender: "scheduler", kind });
+            }
+        })
+    }
+
+    /// The operation that it names; 0 where it names none.
+    pub fn op(&self) -> u64 {
+        match self {
+            Self::Query(Query { op, .. })
+            | Self::Load(Load { op, .. })
+            | Self::Save(Save { op, .. })
+            | Self::Cancel(Cancel { op, .. }) => *op,
+            Self::Open { .. }
+            | Self::Append(_)
+            | Self::Release { .. }
+            | Self::Close { .. }
+            | Self::Salt { .. }
+            | Self::Hint { .. } => 0,
+        }
+    }
+
+    /// Keys or blocks that it names, which is what its receiver's work grows with.
+    pub fn count(&self) -> u32 {
+        match self {
+            Self::Append(Append { keys, .. })
+            | Self::Query(Query { keys, .. })
+            | Self::Load(Load { keys, .. })
+            | Self::Save(Save { keys, .. })
+            | Self::Hint { keys } => keys.count,
+            Self::Cancel(cancel) => cancel.count,
+            Self::Open { .. } | Self::Release { .. } | Self::Close { .. } | Self::Salt { .. } => 0,
+        }
+    }
+}
+
+impl From<SchedulerRequest> for Message {
+    fn from(request: SchedulerRequest) -> Self {
+        let of_log = |kind, log| Self { log, ..Self::new(kind) };
+        match request {
+            SchedulerRequest::Open { log } => of_log(Kind::Open, log),
+            SchedulerRequest::Append(append) => append.message(),
+            SchedulerRequest::Query(query) => query.message(),
+            SchedulerRequest::Load(load) => load.message(),
+            SchedulerRequest::Save(save) => save.message(),
+            SchedulerRequest::Cancel(cancel) => cancel.message(),
+            SchedulerRequest::Release { log } => of_log(Kind::Release, log),
+            SchedulerRequest::Close { log } => of_log(Kind::Close, log),
+            SchedulerRequest::Salt { salt } => Self::new(Kind::Salt).with_bytes16(salt),
+            SchedulerRequest::Hint { keys } => keys.message(Kind::Hint),
+        }
+    }
+}
+
+// === impl WorkerRequest ===
+
+impl WorkerRequest {
+    /// Reads a slot that was copied out of a worker's ring.
+    pub fn decode(slot: &Slot) -> Result<Self, RequestError> {
+        let message = &Message::decode(slot)?;
+        Ok(match message.kind {
+            Kind::Join => Self::Join { run: message.bytes16(), step: message.step },
+            Kind::Loaded => Self::Loaded { op: message.op, ok: ended(message)? },
+            Kind::Staged => Self::Staged { tag: message.op, slot: message.from, ok: ended(message)? },
+            kind => return Err(RequestError::Role { sender: "worker", kind }),
+        })
+    }
+}
+
+impl From<WorkerRequest> for Message {
+    fn from(request: WorkerRequest) -> Self {
+        let flags = |ok| if ok { Status::Ok as u8 } else { Status::Failed as u8 };
+        match request {
+            WorkerRequest::Join { run, step } => Self { step, ..Self::new(Kind::Join) }.with_bytes16(run),
+            WorkerRequest::Loaded { op, ok } => Self { op, flags: flags(ok), ..Self::new(Kind::Loaded) },
+            WorkerRequest::Staged { tag, slot, ok } => {
+                Self { op: tag, from: slot, flags: flags(ok), ..Self::new(Kind::Staged) }
+            }
+        }
+    }
+}
+
+// === impl Keys ===
+
+impl Keys {
+    /// Keys `range` of log `log`.
+    pub fn new(log: u32, range: std::ops::Range<u32>) -> Self {
+        Self { log, from: range.start, count: range.len() as u32 }
+    }
+
+    /// Index behind the last key.
+    pub fn end(&self) -> u32 {
+        self.from + self.count
+    }
+
+    fn read(message: &Message) -> Result<Self, RequestError> {
+        let keys = Self { log: log(message)?, from: message.from, count: message.count };
+        end(message, "a log holds at most 1,048,576 keys")?;
+        Ok(keys)
+    }
+
+    /// Keys that are searched for.
+    fn read_asked(message: &Message) -> Result<Self, RequestError> {
+        let few = message.count as usize <= QUERY_KEYS;
+        range(message, "count", message.count.into(), few, "at most 65,536 keys")?;
+        Self::read(message)
+    }
+
+    fn message(self, kind: Kind) -> Message {
+        Message { log: self.log, from: self.from, count: self.count, ..Message::new(kind) }
+    }
+}
+
+// === impl Append ===
+
+impl Append {
+    /// The chunks that the keys touch, in the log's order.
+    pub fn chunks(&self) -> &[u32] {
+        let (from, end) = (self.keys.from as usize, self.keys.end() as usize);
+        &self.chunks[..end.div_ceil(CHUNK_KEYS) - from / CHUNK_KEYS]
+    }
+
+    /// Where the keys lie, chunk after chunk.
+    pub fn parts(&self) -> impl Iterator<Item = ChunkPart> {
+        let (from, end) = (self.keys.from as usize, self.keys.end() as usize);
+        let first = from / CHUNK_KEYS;
+        self.chunks().iter().enumerate().map(move |(number, &chunk)| {
+            let begin = (first + number) * CHUNK_KEYS;
+            let at = from.max(begin);
+            ChunkPart { chunk, index: at - begin, count: end.min(begin + CHUNK_KEYS) - at }
+        })
+    }
+
+    fn read(message: &Message) -> Result<Self, RequestError> {
+        let keys = Keys::read(message)?;
+        let (from, count) = (keys.from as usize, keys.count as usize);
+        let few = count > 0 && (from + count).div_ceil(CHUNK_KEYS) - from / CHUNK_KEYS <= APPEND_CHUNKS;
+        range(message, "count", keys.count.into(), few, "at least 1 key, in at most 6 chunks")?;
+        let append = Self { keys, chunks: message.data };
+        for &chunk in append.chunks() {
+            let known = (chunk as usize) < CHUNKS;
+            range(message, "chunk", chunk.into(), known, "chunks are numbered below 16,384")?;
+        }
+        Ok(append)
+    }
+
+    fn message(self) -> Message {
+        Message { data: self.chunks, ..self.keys.message(Kind::Append) }
+    }
+}
+
+// === impl Query ===
+
+impl Query {
+    fn read(message: &Message) -> Result<Self, RequestError> {
+        let keys = Keys::read_asked(message)?;
+        let known = message.flags & !QUERY_ARRIVING == 0;
+        range(message, "flags", message.flags.into(), known, "this release knows 1 alone")?;
+        Ok(Self { op: message.op, keys, arriving: message.flags & QUERY_ARRIVING != 0 })
+    }
+
+    fn message(self) -> Message {
+        let flags = if self.arriving { QUERY_ARRIVING } else { 0 };
+        Message { op: self.op, flags, ..self.keys.message(Kind::Query) }
+    }
+}
+
+// === impl Load ===
+
+impl Load {
+    fn read(message: &Message) -> Result<Self, RequestError> {
+        let keys = Keys::read(message)?;
+        let known = message.flags & !LoadFlags::ALL == 0;
+        range(message, "flags", message.flags.into(), known, "this release knows 1, 2, 4 and 8 alone")?;
+        Ok(Self {
+            op: message.op,
+            keys,
+            position: message.data[0],
+            step: message.step,
+            lease: message.lease,
+            flags: LoadFlags(message.flags),
+        })
+    }
+
+    fn message(self) -> Message {
+        Message {
+            op: self.op,
+            step: self.step,
+            lease: self.lease,
+            flags: self.flags.0,
+            data: [self.position, 0, 0, 0, 0, 0],
+            ..self.keys.message(Kind::Load)
+        }
+    }
+}
+
+// === impl LoadFlags ===
+
+impl LoadFlags {
+    const ALL: u8 = LOAD_SYNC | LOAD_BY_ENGINE | LOAD_EARLY | LOAD_ARRIVING;
+
+    /// These flags; all of them must be known.
+    pub fn new(bits: u8) -> Self {
+        assert!(bits & !Self::ALL == 0, "LOAD has no flags {bits:#x}");
+        Self(bits)
+    }
+
+    /// All of them.
+    pub fn bits(self) -> u8 {
+        self.0
+    }
+
+    /// Whether the step waits for the load.
+    pub fn sync(self) -> bool {
+        self.0 & LOAD_SYNC != 0
+    }
+
+    /// Whether the ranks copy from the pool themselves.
+    pub fn by_engine(self) -> bool {
+        self.0 & LOAD_BY_ENGINE != 0
+    }
+
+    /// Whether its blocks are free once the step before its own is done.
+    pub fn early(self) -> bool {
+        self.0 & LOAD_EARLY != 0
+    }
+}
+
+// === impl Save ===
+
+impl Save {
+    fn read(message: &Message) -> Result<Self, RequestError> {
+        let keys = Keys::read(message)?;
+        Ok(Self { op: message.op, keys, position: message.data[0], step: message.step })
+    }
+
+    fn message(self) -> Message {
+        let data = [self.position, 0, 0, 0, 0, 0];
+        Message { op: self.op, step: self.step, data, ..self.keys.message(Kind::Save) }
+    }
+}
+
+// === impl Cancel ===
+
+impl Cancel {
+    fn read(message: &Message) -> Result<Self, RequestError> {
+        end(message, "a save has at most 1,048,576 blocks")?;
+        Ok(Self { op: message.op, from: message.from, count: message.count })
+    }
+
+    fn message(self) -> Message {
+        Message { op: self.op, from: self.from, count: self.count, ..Message::new(Kind::Cancel) }
+    }
+}
+
+// === fields ===
+
+fn range(
+    message: &Message,
+    field: &'static str,
+    value: u64,
+    valid: bool,
+    rule: &'static str,
+) -> Result<(), RequestError> {
+    if valid { Ok(()) } else { Err(RequestError::Range { kind: message.kind, field, value, rule }) }
+}
+
+fn log(message: &Message) -> Result<u32, RequestError> {
+    let known = (message.log as usize) < LOGS;
+    range(message, "log", message.log.into(), known, "logs are numbered below 65,536")?;
+    Ok(message.log)
+}
+
+/// OPEN's log. Its other two fields are kept for engines whose blocks are bundles of several cache groups.
+fn opened(message: &Message) -> Result<u32, RequestError> {
+    for (field, value) in [("bundle", message.data[0]), ("set", message.data[1])] {
+        range(
+            message,
+            field,
+            value.into(),
+            value == 0,
+            "this release serves one bundle, which is 0 of set 0",
+        )?;
+    }
+    log(message)
+}
+
+/// The end of `from..from + count`.
+fn end(message: &Message, rule: &'static str) -> Result<(), RequestError> {
+    let end = u64::from(message.from) + u64::from(message.count);
+    range(message, "end", end, end <= LOG_KEYS as u64, rule)
+}
+
+/// Whether the status of a LOADED or STAGED says that all went well.
+fn ended(message: &Message) -> Result<bool, RequestError> {
+    let status = Status::try_from(message.flags);
+    let known = [Ok(Status::Ok), Ok(Status::Failed)].contains(&status);
+    range(message, "status", message.flags.into(), known, "2 (OK) and 3 (FAILED) are the ends there are")?;
+    Ok(status == Ok(Status::Ok))
+}

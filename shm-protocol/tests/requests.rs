@@ -1,0 +1,191 @@
+//! Typed requests: what is written is read again, and nothing beyond a bound is read at all.
+
+use proptest::prelude::*;
+
+use shm_protocol::layout::{CHUNK_KEYS, CHUNKS, LOG_KEYS, LOGS, QUERY_KEYS};
+use shm_protocol::message::{APPEND_CHUNKS, Kind, Message, Slot};
+use shm_protocol::request::{Append, Keys, Query, RequestError, SchedulerRequest, WorkerRequest};
+
+/// Slots of known kinds whose other fields are often small, so that many are requests.
+fn slots() -> impl Strategy<Value = Slot> {
+    let small = |limit: u32| prop_oneof![4 => 0..limit, 1 => any::<u32>()];
+    let head = (1..=13_u8, prop_oneof![0..16_u8, any::<u8>()], small(LOGS as u32), any::<u64>());
+    let range = (small(LOG_KEYS as u32), small(400));
+    let data = prop_oneof![
+        3 => Just([0; APPEND_CHUNKS]),
+        3 => proptest::array::uniform6(0..CHUNKS as u32),
+        1 => any::<[u32; APPEND_CHUNKS]>(),
+    ];
+    (head, range, any::<u64>(), any::<u64>(), data).prop_map(
+        |((kind, flags, log, op), (from, count), step, lease, data)| {
+            let kind = Kind::try_from(kind).expect("1 to 13 are known");
+            Message { kind, flags, log, op, from, count, step, lease, data }.encode()
+        },
+    )
+}
+
+fn keys_of(request: &SchedulerRequest) -> Option<Keys> {
+    match request {
+        SchedulerRequest::Append(append) => Some(append.keys),
+        SchedulerRequest::Query(query) => Some(query.keys),
+        SchedulerRequest::Load(load) => Some(load.keys),
+        SchedulerRequest::Save(save) => Some(save.keys),
+        SchedulerRequest::Hint { keys } => Some(*keys),
+        _ => None,
+    }
+}
+
+proptest! {
+    #[test]
+    fn what_is_read_is_within_every_bound_and_survives(slot in slots()) {
+        if let Ok(request) = SchedulerRequest::decode(&slot) {
+            prop_assert_eq!(SchedulerRequest::decode(&Message::from(request).encode()), Ok(request));
+            if let Some(keys) = keys_of(&request) {
+                prop_assert!((keys.log as usize) < LOGS && keys.end() as usize <= LOG_KEYS);
+                prop_assert_eq!(request.count(), keys.count);
+            }
+            if let SchedulerRequest::Append(append) = request {
+                prop_assert!(append.chunks().iter().all(|chunk| (*chunk as usize) < CHUNKS));
+            }
+            if let SchedulerRequest::Query(Query { keys, .. }) | SchedulerRequest::Hint { keys } = request {
+                prop_assert!(keys.count as usize <= QUERY_KEYS);
+            }
+        }
+        if let Ok(request) = WorkerRequest::decode(&slot) {
+            prop_assert_eq!(WorkerRequest::decode(&Message::from(request).encode()), Ok(request));
+        }
+    }
+
+    #[test]
+    fn a_kind_is_one_role_s(slot in slots()) {
+        let scheduler = SchedulerRequest::decode(&slot);
+        let worker = WorkerRequest::decode(&slot);
+        let refused = [
+            matches!(scheduler, Err(RequestError::Role { sender: "scheduler", .. })),
+            matches!(worker, Err(RequestError::Role { sender: "worker", .. })),
+        ];
+        prop_assert!(refused[0] != refused[1], "{scheduler:?} {worker:?}");
+    }
+
+    #[test]
+    fn an_append_s_parts_are_its_keys(from in 0..(LOG_KEYS - 400) as u32, count in 1..321_u32) {
+        let keys = Keys::new(3, from..from + count);
+        let append = Append { keys, chunks: std::array::from_fn(|at| at as u32 + 100) };
+        prop_assert_eq!(SchedulerRequest::decode(&Message::from(SchedulerRequest::Append(append)).encode()), Ok(SchedulerRequest::Append(append)));
+        let first = from as usize / CHUNK_KEYS;
+        let places = append.parts().flat_map(|part| {
+            (part.index..part.index + part.count).map(move |index| (part.chunk, index))
+        });
+        let expected = (from as usize..keys.end() as usize).map(|key| ((key / CHUNK_KEYS - first + 100) as u32, key % CHUNK_KEYS));
+        prop_assert!(places.eq(expected));
+    }
+}
+
+fn refused(message: Message) -> String {
+    SchedulerRequest::decode(&message.encode()).unwrap_err().to_string()
+}
+
+/// Each bound: the last message that keeps it, the first that does not, and what is said of that.
+#[test]
+fn every_bound_is_kept_to_the_last_value() {
+    let of = Message::new;
+    let (logs, log_keys, query_keys) = (LOGS as u32, LOG_KEYS as u32, QUERY_KEYS as u32);
+    let append = Message { count: 1, ..of(Kind::Append) };
+    let last = |data| Message { data, ..append };
+    let (known, unknown) = (CHUNKS as u32 - 1, CHUNKS as u32);
+    let bundle = |bundle, set| Message { data: [bundle, set, 7, 7, 7, 7], ..of(Kind::Open) };
+    let cases = [
+        (bundle(0, 0), bundle(1, 0), "OPEN with bundle 1: this release serves one bundle"),
+        (bundle(0, 0), bundle(0, 1), "OPEN with set 1: this release serves one bundle"),
+        (
+            Message { count: 384, ..append },
+            Message { count: 385, ..append },
+            "APPEND with count 385: at least 1 key, in at most 6 chunks",
+        ),
+        (
+            Message { from: 63, count: 321, ..append },
+            Message { from: 63, count: 322, ..append },
+            "APPEND with count 322: at least 1 key, in at most 6 chunks",
+        ),
+        (append, Message { count: 0, ..append }, "APPEND with count 0"),
+        (last([known, unknown, 0, 0, 0, 0]), last([unknown, 0, 0, 0, 0, 0]), "APPEND with chunk 16384"),
+        (
+            Message { count: query_keys, ..of(Kind::Query) },
+            Message { count: query_keys + 1, ..of(Kind::Query) },
+            "QUERY with count 65537: at most 65,536 keys",
+        ),
+        (
+            Message { count: query_keys, ..of(Kind::Hint) },
+            Message { count: query_keys + 1, ..of(Kind::Hint) },
+            "HINT with count 65537: at most 65,536 keys",
+        ),
+        (
+            Message { flags: 1, ..of(Kind::Query) },
+            Message { flags: 2, ..of(Kind::Query) },
+            "QUERY with flags 2",
+        ),
+        (
+            Message { flags: 15, ..of(Kind::Load) },
+            Message { flags: 16, ..of(Kind::Load) },
+            "LOAD with flags 16",
+        ),
+    ];
+    for (kept, broken, text) in cases {
+        assert!(SchedulerRequest::decode(&kept.encode()).is_ok(), "{kept:?}");
+        assert!(refused(broken).starts_with(text), "{}", refused(broken));
+    }
+    for kind in [Kind::Query, Kind::Load, Kind::Save, Kind::Cancel, Kind::Hint] {
+        let at_end = Message { from: log_keys - 1, count: 1, ..of(kind) };
+        assert!(SchedulerRequest::decode(&at_end.encode()).is_ok(), "{kind}");
+        for (from, count) in [(log_keys, 1), (u32::MAX, 1)] {
+            let text = refused(Message { from, count, ..of(kind) });
+            let end = u64::from(from) + u64::from(count);
+            assert!(text.starts_with(&format!("{kind} with end {end}: ")), "{text}");
+        }
+    }
+    let logged = [Kind::Open, Kind::Query, Kind::Load, Kind::Save, Kind::Release, Kind::Close, Kind::Hint];
+    for kind in logged {
+        assert!(SchedulerRequest::decode(&Message { log: logs - 1, ..of(kind) }.encode()).is_ok(), "{kind}");
+        let text = refused(Message { log: logs, ..of(kind) });
+        assert!(text.starts_with(&format!("{kind} with log 65536: ")), "{text}");
+    }
+}
+
+#[test]
+fn an_end_is_ok_or_failed() {
+    for kind in [Kind::Loaded, Kind::Staged] {
+        for flags in 0..=255 {
+            let request = WorkerRequest::decode(&Message { flags, ..Message::new(kind) }.encode());
+            match flags {
+                2 | 3 => assert!(request.is_ok()),
+                _ => assert!(request.unwrap_err().to_string().contains(&format!("status {flags}: "))),
+            }
+        }
+    }
+}
+
+/// What a kind does not name is ignored, whatever it holds.
+#[test]
+fn unnamed_fields_are_ignored() {
+    let full = |kind| Message {
+        kind,
+        flags: 255,
+        log: u32::MAX,
+        op: u64::MAX,
+        from: u32::MAX,
+        count: u32::MAX,
+        step: u64::MAX,
+        lease: u64::MAX,
+        data: [u32::MAX; 6],
+    };
+    assert_eq!(
+        SchedulerRequest::decode(&Message { log: 5, ..full(Kind::Release) }.encode()),
+        Ok(SchedulerRequest::Release { log: 5 })
+    );
+    let salt = SchedulerRequest::Salt { salt: [0xff; 16] };
+    assert_eq!(SchedulerRequest::decode(&full(Kind::Salt).encode()), Ok(salt));
+    let join = WorkerRequest::Join { run: [0xff; 16], step: u64::MAX };
+    assert_eq!(WorkerRequest::decode(&full(Kind::Join).encode()), Ok(join));
+    let loaded = Message { flags: 2, op: 9, ..full(Kind::Loaded) };
+    assert_eq!(WorkerRequest::decode(&loaded.encode()), Ok(WorkerRequest::Loaded { op: 9, ok: true }));
+}

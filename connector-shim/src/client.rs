@@ -193,6 +193,7 @@ impl Shared {
 
     fn hand_over(&self, connection: Connection) -> Arc<Connection> {
         let connection = Arc::new(connection);
+        let release = connection.welcome.release.escape_debug().to_string();
         let mut state = self.lock();
         if state.stop {
             connection.hang_up();
@@ -204,7 +205,7 @@ impl Shared {
         self.notices.forget(&[Cause::Absent, Cause::Refused, Cause::Lost]);
         self.notices.say(
             Cause::Reconnected,
-            format!("connected to the sidecar at {}", self.address.socket.display()),
+            format!("connected to the sidecar at {}, release {release}", self.address.socket.display()),
         );
         connection
     }

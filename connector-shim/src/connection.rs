@@ -145,7 +145,7 @@ impl Connection {
         if !is_process(&sidecar) {
             return Err("the fourth descriptor of its welcome stands for no process".into());
         }
-        let memory = SessionMemory::open(memory).map_err(|error| error.to_string())?;
+        let memory = SessionMemory::open(welcome.version, memory).map_err(|error| error.to_string())?;
         let pool = match maps_pool {
             true => Some(Arc::new(Pool::map(&pool, welcome.pool_bytes, welcome.epoch)?)),
             false => None,

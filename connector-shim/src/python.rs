@@ -303,6 +303,7 @@ impl WorkerSession {
             facts,
             expects,
             canary,
+            live_weights: None,
             cuda: None,
             staging: None,
         };

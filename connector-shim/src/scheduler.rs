@@ -11,7 +11,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{Hello, Role};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::OPERATIONS;
@@ -102,13 +101,9 @@ impl Scheduler {
         if options.budget > BUDGET_MAX {
             return argument(format!("a query budget of {:?}; at most {BUDGET_MAX:?}", options.budget));
         }
-        let hello = Hello {
-            version: PROTOCOL_VERSION,
-            engine: options.engine,
-            world_size: options.world_size,
-            miss_wait_ms: (options.miss_wait_ms > 0).then_some(options.miss_wait_ms),
-            role: Role::Scheduler { run: options.run },
-        };
+        let miss_wait_ms = (options.miss_wait_ms > 0).then_some(options.miss_wait_ms);
+        let role = Role::Scheduler { run: options.run };
+        let hello = Hello { miss_wait_ms, ..Hello::new(options.engine, options.world_size, role) };
         let address = Address::new(options.socket, &hello, Vec::new())?;
         let client = Client::start(address, Arc::new(Notices::default()), false)?;
         let mut scheduler = Self {

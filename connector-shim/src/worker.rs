@@ -21,7 +21,6 @@ use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use copy_engine::cuda::{CudaError, Event};
-use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{self, Copier, Hello, Role};
 use shm_protocol::layout::{QUERY_WAIT_MS_MAX, header};
 use shm_protocol::request::WorkerRequest;
@@ -122,7 +121,7 @@ impl Worker {
         let by_engine = worker.copy == Copier::Engine;
         let staged = staged || (by_engine && matches!(memory, Memory::Gpu { .. }));
         let role = Role::Worker(worker);
-        let mut hello = Hello { version: PROTOCOL_VERSION, engine, world_size, miss_wait_ms: None, role };
+        let mut hello = Hello::new(engine, world_size, role);
         // The memory is opened by what the hello says of it, so that must be sound before. The address checks the hello
         // as it goes out, when it names allocations or a staging segment instead.
         hello.check(memory.count())?;

@@ -21,7 +21,7 @@ use shm_protocol::message::{LOAD_BY_ENGINE, LOAD_SYNC, Saved, Status};
 use shm_protocol::pool::{self, SlotRef};
 use shm_protocol::region::{Access, Region};
 use shm_protocol::session::SessionMemory;
-use shm_protocol::transport;
+use shm_protocol::{PROTOCOL_VERSION, transport};
 
 /// Far more than the engine's own limits together: a handshake, a load's deadline and its settling.
 const WATCHDOG: Duration = Duration::from_secs(60);
@@ -63,7 +63,7 @@ impl Offer {
         let pool = TestPool::new(BLOCK_BYTES);
         Self {
             welcome: welcome(EPOCH),
-            memory: SessionMemory::create(EPOCH, 1).unwrap().0,
+            memory: SessionMemory::create(PROTOCOL_VERSION, EPOCH, 1).unwrap().0,
             doorbell: doorbell(),
             pool: pool.fd().try_clone().unwrap(),
             process: own_process(),
@@ -90,7 +90,8 @@ fn memfd(bytes: u64, seals: SealFlags) -> OwnedFd {
 
 fn session_memory(bytes: usize, seals: SealFlags, word: usize, value: u64) -> OwnedFd {
     let fd = memfd(bytes as u64, seals);
-    let words = [(header::MAGIC, layout::MAGIC), (header::VERSION, 1), (word, value)];
+    let words =
+        [(header::MAGIC, layout::MAGIC), (header::VERSION, u64::from(PROTOCOL_VERSION)), (word, value)];
     for (at, value) in words {
         rustix::io::pwrite(&fd, &value.to_le_bytes(), at as u64).unwrap();
     }
@@ -139,7 +140,7 @@ const SPOILT: &[(&str, Spoil)] = &[
         offer.memory = session_memory(layout::SESSION_BYTES, SealFlags::SHRINK, header::MAGIC, 1);
     }),
     ("a session memory of another version", |offer| {
-        offer.memory = session_memory(layout::SESSION_BYTES, SealFlags::SHRINK, header::VERSION, 2);
+        offer.memory = session_memory(layout::SESSION_BYTES, SealFlags::SHRINK, header::VERSION, 1);
     }),
     ("a session memory that forbids writing", |offer| {
         let seals = SealFlags::SHRINK | SealFlags::WRITE;
@@ -166,7 +167,7 @@ const SPOILT_POOLS: &[(&str, Spoil)] = &[
     ("an empty pool file", |offer| offer.pool = memfd(0, SealFlags::empty())),
     ("a pool of zeros", |offer| offer.pool = memfd(2 * SEGMENT_BYTES, SealFlags::empty())),
     ("a pool of another magic", |offer| offer.pool = pool_with(pool::header::MAGIC, 7)),
-    ("a pool of another version", |offer| offer.pool = pool_with(pool::header::VERSION, 2)),
+    ("a pool of another version", |offer| offer.pool = pool_with(pool::header::VERSION, 1)),
     ("segments of nothing", |offer| offer.pool = pool_with(pool::header::SEGMENT_BYTES, 0)),
     ("segments of an odd size", |offer| offer.pool = pool_with(pool::header::SEGMENT_BYTES, 3 << 20)),
     ("segments of all bytes", |offer| offer.pool = pool_with(pool::header::SEGMENT_BYTES, 1 << 63)),
@@ -292,12 +293,17 @@ fn a_hang_up_at_any_point_and_silence_are_a_miss() {
 
 #[test]
 fn a_sidecar_of_another_version_is_refused_with_both_numbers() {
-    for version in [0, 2, u32::MAX] {
+    for version in [0, 1, PROTOCOL_VERSION + 1, u32::MAX] {
+        let both = [format!("version {version} (release"), format!("version {PROTOCOL_VERSION} (release")];
         let replies = [
-            encode(&Reply::Welcome(Welcome { version, ..welcome(EPOCH) })),
-            encode(&Reply::Refused { version, reason: "no".into() }),
+            (encode(&Reply::Welcome(Welcome { version, ..welcome(EPOCH) })), both),
+            // What a refusal says is the sidecar's to say, whatever its version.
+            (
+                encode(&Reply::Refused { version, reason: "one, other".into() }),
+                ["one".into(), "other".into()],
+            ),
         ];
-        for reply in replies {
+        for (reply, numbers) in replies {
             let (peer, kv) = (Peer::new(EPOCH), Kv::new());
             let scripted = peer.script(move |socket| {
                 transport::receive(&socket).unwrap();
@@ -305,7 +311,6 @@ fn a_sidecar_of_another_version_is_refused_with_both_numbers() {
             });
             let refused = Worker::new(options(&peer, &kv, Copier::Engine)).unwrap_err().to_string();
             scripted.join().unwrap();
-            let numbers = [format!("version {version}"), "version 1".into()];
             assert!(numbers.iter().all(|number| refused.contains(number)), "{refused}");
         }
     }

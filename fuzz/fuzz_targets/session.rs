@@ -129,6 +129,7 @@ fn role(kind: u8) -> Role {
         facts,
         expects: None,
         canary: None,
+        live_weights: None,
         cuda: None,
         staging: None,
     })
@@ -163,7 +164,7 @@ impl World {
         }
         let (id, role) = (self.next, role(kind));
         self.next += 1;
-        let (_, memory) = SessionMemory::create(1, id).expect("a session memory");
+        let (_, memory) = SessionMemory::create(PROTOCOL_VERSION, 1, id).expect("a session memory");
         let socket = Arc::new(eventfd());
         let mut digest = None;
         let rank = if let Role::Worker(worker) = &role {
@@ -176,8 +177,7 @@ impl World {
         };
         let session = Session::new(memory.clone(), socket, eventfd(), rank);
         self.peers.insert(id, Peer { session, memory, tail: 0 });
-        let engine = "fuzz".into();
-        let hello = Hello { version: PROTOCOL_VERSION, engine, world_size: 2, miss_wait_ms: None, role };
+        let hello = Hello::new("fuzz".into(), 2, role);
         self.handle(Event::Connected { session: id, hello, namespace: digest });
     }
 

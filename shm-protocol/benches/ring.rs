@@ -19,7 +19,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use shm_protocol::message::{Kind, Message, Outcome, Status};
 use shm_protocol::ring::{Consumer, Producer};
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
-use shm_protocol::{transport, wait};
+use shm_protocol::{PROTOCOL_VERSION, transport, wait};
 
 /// Round trips of each kind that are measured, and before them not.
 const SPINS: usize = 100_000;
@@ -89,7 +89,7 @@ impl Engine {
         let socket = wait_for(|| transport::accept(listener).ok());
         let (_, descriptors) = wait_for(|| transport::receive(&socket).ok());
         let [memory, doorbell]: [OwnedFd; 2] = descriptors.try_into().expect("two descriptors");
-        let memory = SessionMemory::open(memory).expect("session memory");
+        let memory = SessionMemory::open(PROTOCOL_VERSION, memory).expect("session memory");
         let submissions = Producer::new(memory.ring(Ring::Submission));
         Self { memory, submissions, doorbell, _socket: socket, op: 0 }
     }
@@ -141,7 +141,7 @@ fn wait_for<T>(mut attempt: impl FnMut() -> Option<T>) -> T {
 
 fn sidecar(path: &Path) {
     let socket = transport::connect(path, LIMIT).expect("connect");
-    let (fd, memory) = SessionMemory::create(1, 1).expect("session memory");
+    let (fd, memory) = SessionMemory::create(PROTOCOL_VERSION, 1, 1).expect("session memory");
     let doorbell =
         rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("eventfd");
     transport::send(&socket, b"memory and doorbell", &[fd.as_fd(), doorbell.as_fd()]).expect("send");

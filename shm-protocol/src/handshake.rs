@@ -9,11 +9,12 @@ mod check;
 use std::collections::BTreeMap;
 use std::fmt;
 
-use serde::de::Error;
+use serde::de::{Error, IgnoredAny};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use thiserror::Error;
 
-use crate::PROTOCOL_VERSION;
+use crate::versions::{RELEASE, Versions};
+use crate::{PROTOCOL_OLDEST, PROTOCOL_VERSION};
 
 /// Bytes of the largest record: 1,024 regions of some 40 bytes and a page of facts.
 pub const RECORD_BYTES_MAX: usize = 64 * 1024;
@@ -35,6 +36,11 @@ pub const CANARY_BYTES_MAX: usize = 4096;
 pub struct Hello {
     /// [`PROTOCOL_VERSION`] of the sender.
     pub version: u32,
+    /// [`PROTOCOL_OLDEST`] of the sender; absent means `version`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub oldest: Option<u32>,
+    /// The sender's release.
+    pub release: String,
     /// `engine_id` of vLLM's configuration, the same in the scheduler and the workers.
     pub engine: String,
     /// Ranks of the engine.
@@ -43,6 +49,9 @@ pub struct Hello {
     /// does not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub miss_wait_ms: Option<u32>,
+    /// Digest of the engine's table of cache groups, equal in all of its processes. Carried; not yet compared.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub groups: Option<Digest>,
     /// The sender's part in the engine.
     pub role: Role,
 }
@@ -84,6 +93,9 @@ pub struct Worker {
     /// A sample of this rank's live weights, equal in every engine that loaded the same ones.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub canary: Option<Canary>,
+    /// Digest of a sample of every parameter that this rank has loaded. Carried; not yet compared.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub live_weights: Option<Digest>,
     /// The GPU that holds the memory; host memory behind descriptors where there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cuda: Option<CudaMemory>,
@@ -96,6 +108,11 @@ pub struct Worker {
 /// Bytes of live weights, at most [`CANARY_BYTES_MAX`].
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Canary(pub Vec<u8>);
+
+/// A digest of 16 bytes.
+#[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(transparent)]
+pub struct Digest(#[serde(with = "serde_bytes")] pub [u8; 16]);
 
 /// KV memory on a GPU of this host.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
@@ -151,7 +168,7 @@ pub enum Copier {
 pub enum Reply {
     /// Accepted.
     Welcome(Welcome),
-    /// Not accepted.
+    /// Not accepted. Every version writes it so: an engine of any release reads the reason.
     Refused {
         /// The sidecar's [`PROTOCOL_VERSION`].
         version: u32,
@@ -163,8 +180,10 @@ pub enum Reply {
 /// What an accepted engine needs to know; the descriptors travel beside it.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Welcome {
-    /// [`PROTOCOL_VERSION`] of the sidecar.
+    /// The version that both speak from now on: [`agree`].
     pub version: u32,
+    /// The sidecar's release.
+    pub release: String,
     /// Random id of this life of the sidecar.
     pub epoch: u64,
     /// Session id.
@@ -188,13 +207,14 @@ pub enum HandshakeError {
     /// Not CBOR, or not this record.
     #[error("not a pillion handshake record: {0}")]
     Malformed(String),
-    /// A peer of another release.
+    /// A peer of a release without a common version.
     #[error(
-        "the peer speaks protocol version {theirs}, this side version {PROTOCOL_VERSION}: install the same pillion release on both"
+        "the peer speaks protocol {theirs}, this side {}: install the same pillion release on both",
+        own_versions()
     )]
     Version {
-        /// The peer's version.
-        theirs: u32,
+        /// What the peer speaks.
+        theirs: Versions,
     },
     /// A record that no packet holds.
     #[error("the handshake record has {bytes} bytes; at most {RECORD_BYTES_MAX} fit: state shorter facts")]
@@ -214,10 +234,22 @@ pub enum HandshakeError {
     },
 }
 
-/// What every record of every version holds.
+/// What a HELLO or a Welcome of every version holds; the first one stated a version alone.
 #[derive(Deserialize)]
-struct VersionOnly {
+struct Stated {
     version: u32,
+    oldest: Option<u32>,
+    release: Option<String>,
+}
+
+/// What this release speaks.
+fn own_versions() -> Versions {
+    Versions::own(PROTOCOL_VERSION, PROTOCOL_OLDEST)
+}
+
+/// The version that both sides speak: the newest one in both ranges.
+pub fn agree(theirs: &Versions) -> Result<u32, HandshakeError> {
+    own_versions().common(theirs).ok_or_else(|| HandshakeError::Version { theirs: theirs.clone() })
 }
 
 /// A record's bytes.
@@ -232,11 +264,13 @@ pub fn decode_reply(bytes: &[u8]) -> Result<Reply, HandshakeError> {
     #[derive(Deserialize)]
     #[serde(rename_all = "snake_case")]
     enum AnyReply {
-        Welcome(VersionOnly),
-        Refused(VersionOnly),
+        Welcome(Stated),
+        Refused(IgnoredAny),
     }
-    let (AnyReply::Welcome(version) | AnyReply::Refused(version)) = decode(bytes)?;
-    version.check()?;
+    if let AnyReply::Welcome(stated) = decode(bytes)? {
+        // A Welcome states the agreed version, not a range.
+        agree(&Stated { oldest: None, ..stated }.into())?;
+    }
     decode(bytes)
 }
 
@@ -252,7 +286,7 @@ pub fn encode_hello(hello: &Hello, descriptors: usize) -> Result<Vec<u8>, Handsh
 
 /// Reads a [`Hello`] and checks every field against the limits and against the number of descriptors that came.
 pub fn decode_hello(bytes: &[u8], descriptors: usize) -> Result<Hello, HandshakeError> {
-    decode::<VersionOnly>(bytes)?.check()?;
+    agree(&decode::<Stated>(bytes)?.into())?;
     let hello: Hello = decode(bytes)?;
     hello.check(descriptors)?;
     Ok(hello)
@@ -265,12 +299,37 @@ fn decode<T: for<'de> Deserialize<'de>>(bytes: &[u8]) -> Result<T, HandshakeErro
     ciborium::from_reader(bytes).map_err(|error| HandshakeError::Malformed(error.to_string()))
 }
 
-// === impl VersionOnly ===
+// === impl Versions ===
 
-impl VersionOnly {
-    fn check(self) -> Result<(), HandshakeError> {
-        let theirs = self.version;
-        if theirs == PROTOCOL_VERSION { Ok(()) } else { Err(HandshakeError::Version { theirs }) }
+impl From<Stated> for Versions {
+    fn from(stated: Stated) -> Self {
+        let Stated { version, oldest, release } = stated;
+        let release = release.filter(|release| check::release(release).is_ok()).unwrap_or_default();
+        Self { version, oldest: oldest.unwrap_or(version), release }
+    }
+}
+
+// === impl Hello ===
+
+impl Hello {
+    /// What a process of this release says, its optional fields absent.
+    pub fn new(engine: String, world_size: u32, role: Role) -> Self {
+        Self {
+            version: PROTOCOL_VERSION,
+            oldest: Some(PROTOCOL_OLDEST),
+            release: RELEASE.into(),
+            engine,
+            world_size,
+            miss_wait_ms: None,
+            groups: None,
+            role,
+        }
+    }
+
+    /// What the sender speaks.
+    pub fn versions(&self) -> Versions {
+        let Self { version, oldest, release, .. } = self;
+        Stated { version: *version, oldest: *oldest, release: Some(release.clone()) }.into()
     }
 }
 

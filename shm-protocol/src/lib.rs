@@ -1,8 +1,9 @@
 //! What an engine process and the sidecar must agree on, byte for byte.
 //!
 //! Job: the handshake ([`handshake`]), the shared session memory ([`layout`], [`session`]), the rings in it
-//! ([`ring`]), the messages on them ([`message`]) and what they ask ([`request`]), taking loads back ([`gate`]), block keys and namespaces ([`key`], [`namespace`]) and the
-//! layout of the DRAM pool ([`pool`]). `PROTOCOL.md` beside this crate states the same for other languages.
+//! ([`ring`]), the messages on them ([`message`]) and what they ask ([`request`]), taking loads back ([`gate`]), block keys and
+//! namespaces ([`key`], [`namespace`]), the layout of the DRAM pool ([`pool`]), and how two releases agree on a version of
+//! these ([`versions`]). `PROTOCOL.md` beside this crate states the same for other languages.
 //!
 //! May depend on: ciborium, sha2, twox-hash, hex, serde, rustix. Never: decides anything, starts a thread, reads the environment,
 //! trusts a peer's value twice, or keeps a reference to plain memory that a peer can write.
@@ -20,7 +21,10 @@ pub mod request;
 pub mod ring;
 pub mod session;
 pub mod transport;
+pub mod versions;
 pub mod wait;
 
-/// Version of everything in this crate. Peers of different versions refuse each other, naming both numbers.
-pub const PROTOCOL_VERSION: u32 = 1;
+/// The newest version of the handshake, the session memory and the messages that this release speaks.
+pub const PROTOCOL_VERSION: u32 = 2;
+/// The oldest one that it speaks. Peers without a common version refuse each other, naming both ranges.
+pub const PROTOCOL_OLDEST: u32 = 2;

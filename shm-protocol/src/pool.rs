@@ -15,13 +15,16 @@ use std::sync::atomic::{Ordering, fence};
 use thiserror::Error;
 
 use crate::key::{BlockHash, NamespaceDigest};
+use crate::versions::{RELEASE_BYTES, Versions};
 
 /// First word of a pool: `PILLPOOL` in ASCII.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"PILLPOOL");
 /// First word of an assigned segment: `PILLSEGM` in ASCII; anything else means unassigned.
 pub const SEGMENT_MAGIC: u64 = u64::from_le_bytes(*b"PILLSEGM");
-/// Version of this layout; another one is not adopted.
-pub const VERSION: u32 = 1;
+/// Version of this layout.
+pub const VERSION: u32 = 2;
+/// The oldest version that this release reads rightly, and whose release reads what this one writes.
+pub const OLDEST: u32 = 2;
 
 /// Segments start and are sized in multiples of a huge page, so that a pool may lie on hugetlbfs and be pinned in
 /// whole pages.
@@ -59,6 +62,10 @@ pub mod header {
     pub const LIFE: u64 = 56;
     /// u64: 1 while all behind this page is of this header's layout; 0 until what was there before is emptied.
     pub const SETTLED: u64 = 64;
+    /// u64: the oldest version whose reader reads this file rightly, [`super::OLDEST`] of its writer.
+    pub const OLDEST: u64 = 72;
+    /// 32 bytes: the writer's release, UTF-8, padded with zeros.
+    pub const RELEASE: u64 = 80;
 }
 
 /// Words of a segment header.
@@ -81,12 +88,14 @@ pub mod slot {
     pub const NAMESPACE: u64 = 16;
     /// 32 bytes: block hash.
     pub const HASH: u64 = 32;
-    /// u32 in a u64 word: cache group; the upper half is reserved, zero.
+    /// u32 in a u64 word: number of the block's bundle of cache groups; the upper half, `set`, is reserved, zero.
     pub const GROUP: u64 = 64;
     /// u64: bytes of the block.
     pub const LENGTH: u64 = 72;
     /// u64: XXH3-64 of the block, zero while unknown.
     pub const CHECKSUM: u64 = 80;
+    /// Reserved up to the header's end. Every filling writes zeros here: a later release finds nothing old in its fields.
+    pub const PADDING: u64 = 88;
 }
 
 /// Slot state: holds nothing.
@@ -113,10 +122,10 @@ pub struct SlotHeader {
     pub namespace: NamespaceDigest,
     /// Block hash.
     pub hash: BlockHash,
-    /// Cache group.
+    /// Number of the block's bundle of cache groups.
     pub group: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Reserved, zero.
+    pub set: u32,
     /// Bytes of the block.
     pub length: u64,
     /// XXH3-64 of the block, zero while unknown.
@@ -135,8 +144,10 @@ const _: () = {
     assert!(offset_of!(SlotHeader, group) as u64 == slot::GROUP);
     assert!(offset_of!(SlotHeader, length) as u64 == slot::LENGTH);
     assert!(offset_of!(SlotHeader, checksum) as u64 == slot::CHECKSUM);
+    assert!(offset_of!(SlotHeader, padding) as u64 == slot::PADDING);
 };
-const _: () = assert!(header::SETTLED + 8 <= HEADER_BYTES && HEADER_BYTES <= SEGMENT_ALIGN);
+const _: () =
+    assert!(header::RELEASE + RELEASE_BYTES as u64 <= HEADER_BYTES && HEADER_BYTES <= SEGMENT_ALIGN);
 const _: () = assert!(segment::SLOT_COUNT + 8 <= SEGMENT_HEADER_BYTES);
 
 /// A filled slot as it is named on the wire.
@@ -162,7 +173,7 @@ pub enum Remains {
         generation: u64,
         /// Namespace digest.
         namespace: NamespaceDigest,
-        /// Cache group.
+        /// Number of its bundle of cache groups.
         group: u32,
         /// Block hash.
         hash: BlockHash,
@@ -206,7 +217,13 @@ pub enum LayoutError {
     /// Not the start of a slot's data.
     #[error("pool offset {0} is not the start of a slot of this block size")]
     Offset(u64),
-    /// Not a pool, or not of this release.
+    /// A layout that this release does not read, or whose file it would spoil for its writer.
+    #[error("the pool's layout is {found}, this release's {}", own_versions())]
+    Version {
+        /// What its header states.
+        found: Versions,
+    },
+    /// Not a pool.
     #[error(
         "the pool's {what} is {found}, expected {expected}: both sides must run the same pillion release"
     )]
@@ -233,6 +250,20 @@ pub struct Geometry {
     pub slot_count: u32,
     /// Bytes from the segment's start to its first slot.
     pub data: u64,
+}
+
+/// The layouts that this release reads; written into the header.
+pub fn own_versions() -> Versions {
+    Versions::own(VERSION, OLDEST)
+}
+
+/// Whether this release reads, and may adopt, the pool with this header; `load` as in [`PoolView`].
+pub fn check_versions(load: impl Fn(usize) -> u64) -> Result<(), LayoutError> {
+    // SYNC POINT(pool header): the version is loaded first; whoever sees it sees the fields that were stored before it.
+    let (version, oldest) = (load(header::VERSION as usize), load(header::OLDEST as usize));
+    let release = std::array::from_fn(|at| load(header::RELEASE as usize + at / 8 * 8).to_le_bytes()[at % 8]);
+    let found = Versions::of_file(version, oldest, &release);
+    own_versions().common(&found).map(|_| ()).ok_or(LayoutError::Version { found })
 }
 
 /// Bytes of the largest block that fits a segment.
@@ -350,7 +381,7 @@ impl<F: Fn(usize) -> u64> PoolView<F> {
         if len < SEGMENT_ALIGN {
             return Err(LayoutError::Header { what: "length", found: len, expected: SEGMENT_ALIGN });
         }
-        expect("version", load(header::VERSION as usize), u64::from(VERSION))?;
+        check_versions(&load)?;
         expect("magic", load(header::MAGIC as usize), MAGIC)?;
         let segment_bytes = load(header::SEGMENT_BYTES as usize);
         check_segment_bytes(segment_bytes)?;
@@ -389,7 +420,7 @@ impl<F: Fn(usize) -> u64> PoolView<F> {
             namespace: NamespaceDigest::from_words([word(slot::NAMESPACE), word(slot::NAMESPACE + 8)]),
             hash: BlockHash::from_words(words(slot::HASH)),
             group: word(slot::GROUP) as u32,
-            reserved: (word(slot::GROUP) >> 32) as u32,
+            set: (word(slot::GROUP) >> 32) as u32,
             length: word(slot::LENGTH),
             checksum: word(slot::CHECKSUM),
             padding: [0; 40],
@@ -415,7 +446,7 @@ impl<F: Fn(usize) -> u64> PoolView<F> {
         let numbered = (first_generation(1)..first_generation(life)).contains(&generation);
         Some(match slot.state {
             FREE => Remains::Free,
-            COMMITTED if numbered && slot.reserved == 0 && slot.length == geometry.block_bytes => {
+            COMMITTED if numbered && slot.set == 0 && slot.length == geometry.block_bytes => {
                 Remains::Block { generation, namespace, group, hash }
             }
             _ => Remains::Debris { generation },
@@ -520,7 +551,8 @@ mod tests {
     fn a_view_refuses_a_header_that_does_not_fit_its_mapping() {
         let sound = [
             (header::MAGIC, MAGIC),
-            (header::VERSION, 1),
+            (header::VERSION, u64::from(VERSION)),
+            (header::OLDEST, u64::from(OLDEST)),
             (header::SEGMENT_BYTES, SEGMENT),
             (header::SEGMENTS, 2),
         ];
@@ -533,7 +565,9 @@ mod tests {
                 let mut fields = sound;
                 fields.iter_mut().filter(|(other, _)| *other == field).for_each(|(_, value)| *value = wrong);
                 let empty = field == header::SEGMENTS && wrong == 0;
-                assert_eq!(PoolView::new(words(&fields), len).is_ok(), empty, "{field} {wrong}");
+                // A later release's file that this one reads, and an earlier one's.
+                let related = [(header::VERSION, 3), (header::OLDEST, 0)].contains(&(field, wrong));
+                assert_eq!(PoolView::new(words(&fields), len).is_ok(), empty || related, "{field} {wrong}");
             }
         }
     }
@@ -545,7 +579,8 @@ mod tests {
         let header = geometry.place(geometry.offset(1, 2).expect("a slot")).expect("its own").header;
         let sound = [
             (header::MAGIC, MAGIC),
-            (header::VERSION, 1),
+            (header::VERSION, u64::from(VERSION)),
+            (header::OLDEST, u64::from(OLDEST)),
             (header::SEGMENT_BYTES, SEGMENT),
             (header::SEGMENTS, 2),
             (base + segment::MAGIC, SEGMENT_MAGIC),

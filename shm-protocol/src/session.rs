@@ -7,7 +7,6 @@ use std::sync::atomic::Ordering;
 use rustix::fs::{MemfdFlags, SealFlags};
 use thiserror::Error;
 
-use crate::PROTOCOL_VERSION;
 use crate::key::BlockHash;
 use crate::layout::{self, header};
 use crate::message::{Outcome, Slot};
@@ -21,13 +20,15 @@ pub enum SessionError {
     /// The kernel refused.
     #[error("session memory: {0}; is there memory left in this container's limit?")]
     Os(#[from] rustix::io::Errno),
-    /// The header speaks of something else.
+    /// The header holds another version than the handshake agreed on.
     #[error(
-        "session memory speaks version {theirs}, this side version {PROTOCOL_VERSION}: install the same pillion release on both"
+        "session memory is of version {found}, the handshake agreed on version {agreed}: install the same pillion release on both"
     )]
     Version {
-        /// The peer's version.
-        theirs: u32,
+        /// The memory's version.
+        found: u32,
+        /// The handshake's.
+        agreed: u32,
     },
     /// Wrong size, magic or seals.
     #[error("session memory is not one of pillion's ({0}); is another program listening on this socket?")]
@@ -62,8 +63,9 @@ pub struct RegionRing {
 // === impl SessionMemory ===
 
 impl SessionMemory {
-    /// Sidecar: makes a session's memory, sealed against any change of size, its version word written last.
-    pub fn create(epoch: u64, session: u64) -> Result<(OwnedFd, Self), SessionError> {
+    /// Sidecar: makes a session's memory of the agreed version, sealed against any change of size, its version word
+    /// written last.
+    pub fn create(version: u32, epoch: u64, session: u64) -> Result<(OwnedFd, Self), SessionError> {
         let fd =
             rustix::fs::memfd_create("pillion-session", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, layout::SESSION_BYTES as u64)?;
@@ -75,12 +77,13 @@ impl SessionMemory {
         // No operation is closed.
         region.word64(header::FENCE_GATE).store(!0, Ordering::Relaxed);
         // SYNC POINT(version): release pairs with the acquire in `open`; a reader that sees it sees the header.
-        region.word32(header::VERSION).store(PROTOCOL_VERSION, Ordering::Release);
+        region.word32(header::VERSION).store(version, Ordering::Release);
         Ok((fd, Self { region: Arc::new(region) }))
     }
 
-    /// Engine: maps the memory that the sidecar sent, after checking size, seals, magic and version.
-    pub fn open(fd: impl AsFd) -> Result<Self, SessionError> {
+    /// Engine: maps the memory that the sidecar sent, after checking size, seals, magic, and that it is of the agreed
+    /// version.
+    pub fn open(version: u32, fd: impl AsFd) -> Result<Self, SessionError> {
         if descriptor_bytes(&fd)? != layout::SESSION_BYTES as u64 {
             return Err(SessionError::Malformed("its size differs"));
         }
@@ -89,12 +92,12 @@ impl SessionMemory {
         }
         let region = Region::map(fd.as_fd(), layout::SESSION_BYTES, Access::ReadWrite)?;
         // SYNC POINT(version): see `create`.
-        let theirs = region.word32(header::VERSION).load(Ordering::Acquire);
+        let found = region.word32(header::VERSION).load(Ordering::Acquire);
         if region.word64(header::MAGIC).load(Ordering::Relaxed) != layout::MAGIC {
             return Err(SessionError::Malformed("its first word differs"));
         }
-        if theirs != PROTOCOL_VERSION {
-            return Err(SessionError::Version { theirs });
+        if found != version {
+            return Err(SessionError::Version { found, agreed: version });
         }
         Ok(Self { region: Arc::new(region) })
     }

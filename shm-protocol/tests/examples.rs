@@ -43,16 +43,12 @@ fn hello_of_a_worker() {
         facts: facts(),
         expects: None,
         canary: None,
+        live_weights: None,
         cuda: None,
         staging: None,
     };
-    let hello = Hello {
-        version: PROTOCOL_VERSION,
-        engine: "e0".into(),
-        world_size: 1,
-        miss_wait_ms: None,
-        role: Role::Worker(worker),
-    };
+    // The release that the page was written with.
+    let hello = Hello { release: "0.2.0".into(), ..Hello::new("e0".into(), 1, Role::Worker(worker)) };
     assert_on_page("a HELLO", &dump(&handshake::encode(&hello), 0));
 }
 
@@ -74,7 +70,7 @@ fn namespace_of_the_facts() {
 
 #[test]
 fn append_and_query_in_a_session_memory() {
-    let (_fd, memory) = SessionMemory::create(0, 0).unwrap();
+    let (_fd, memory) = SessionMemory::create(PROTOCOL_VERSION, 0, 0).unwrap();
     let mut submissions = Producer::new(memory.ring(Ring::Submission));
     let key = |index: u32| BlockHash::from_slice(&[index as u8; 16]).unwrap();
     (0..2).for_each(|index| memory.write_key(5, index, &key(0xa0 + index as u32)));
@@ -102,7 +98,7 @@ fn append_and_query_in_a_session_memory() {
 
 #[test]
 fn gate_and_load_words_of_a_load() {
-    let (_fd, memory) = SessionMemory::create(0, 0).unwrap();
+    let (_fd, memory) = SessionMemory::create(PROTOCOL_VERSION, 0, 0).unwrap();
     let gate =
         || dump(&memory.region().word64(header::FENCE_GATE).load(Ordering::Relaxed).to_le_bytes(), 768);
     assert_on_page("an open gate", &gate());

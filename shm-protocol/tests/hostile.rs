@@ -21,7 +21,7 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::region::{Access, Region};
 use shm_protocol::ring::{Consumer, Producer, RingMemory};
 use shm_protocol::session::{Ring, SessionError, SessionMemory};
-use shm_protocol::transport;
+use shm_protocol::{PROTOCOL_VERSION, transport};
 
 // === rings ===
 
@@ -169,7 +169,7 @@ fn session_like(magic: u64, version: u32) -> OwnedFd {
 #[test]
 fn a_session_memory_of_another_size_is_refused() {
     for bytes in [0, 4096, layout::SESSION_BYTES - 1, layout::SESSION_BYTES + 4096] {
-        let refused = SessionMemory::open(memfd(bytes, SealFlags::SHRINK)).unwrap_err();
+        let refused = SessionMemory::open(PROTOCOL_VERSION, memfd(bytes, SealFlags::SHRINK)).unwrap_err();
         assert!(matches!(refused, SessionError::Malformed("its size differs")), "{bytes}: {refused}");
     }
 }
@@ -177,31 +177,38 @@ fn a_session_memory_of_another_size_is_refused() {
 #[test]
 fn a_session_memory_that_could_shrink_is_refused() {
     let fd = memfd(layout::SESSION_BYTES, SealFlags::GROW);
-    assert!(matches!(SessionMemory::open(fd), Err(SessionError::Malformed(what)) if what.contains("sealed")));
+    assert!(
+        matches!(SessionMemory::open(PROTOCOL_VERSION, fd), Err(SessionError::Malformed(what)) if what.contains("sealed"))
+    );
 }
 
 #[test]
 fn another_kind_of_descriptor_is_refused() {
     let (_, pipe) = rustix::pipe::pipe().unwrap();
-    assert!(SessionMemory::open(pipe).is_err());
+    assert!(SessionMemory::open(PROTOCOL_VERSION, pipe).is_err());
 }
 
 #[test]
 fn a_session_memory_of_another_magic_or_version_is_refused() {
-    assert!(SessionMemory::open(session_like(layout::MAGIC, 1)).is_ok(), "the control");
-    let magic = SessionMemory::open(session_like(layout::MAGIC ^ 1, 1));
+    assert!(
+        SessionMemory::open(PROTOCOL_VERSION, session_like(layout::MAGIC, PROTOCOL_VERSION)).is_ok(),
+        "the control"
+    );
+    let magic = SessionMemory::open(PROTOCOL_VERSION, session_like(layout::MAGIC ^ 1, PROTOCOL_VERSION));
     assert!(matches!(magic, Err(SessionError::Malformed("its first word differs"))));
-    for theirs in [0, 2, u32::MAX] {
-        let version = SessionMemory::open(session_like(layout::MAGIC, theirs)).unwrap_err();
-        assert!(matches!(version, SessionError::Version { theirs: found } if found == theirs));
+    for theirs in [0, 1, PROTOCOL_VERSION + 1, u32::MAX] {
+        let version = SessionMemory::open(PROTOCOL_VERSION, session_like(layout::MAGIC, theirs)).unwrap_err();
+        assert!(
+            matches!(version, SessionError::Version { found, agreed: PROTOCOL_VERSION } if found == theirs)
+        );
         assert!(version.to_string().contains(&theirs.to_string()));
     }
 }
 
 #[test]
 fn what_the_sidecar_makes_the_engine_opens_and_neither_can_resize() {
-    let (fd, sidecar) = SessionMemory::create(0xe90c, 5).unwrap();
-    let engine = SessionMemory::open(&fd).unwrap();
+    let (fd, sidecar) = SessionMemory::create(PROTOCOL_VERSION, 0xe90c, 5).unwrap();
+    let engine = SessionMemory::open(PROTOCOL_VERSION, &fd).unwrap();
     assert_eq!(engine.region().word64(header::EPOCH).load(Ordering::Relaxed), 0xe90c);
     assert_eq!(engine.region().word64(header::SESSION).load(Ordering::Relaxed), 5);
     for bytes in [0, layout::SESSION_BYTES * 2] {
@@ -227,8 +234,8 @@ fn what_the_sidecar_makes_the_engine_opens_and_neither_can_resize() {
 
 #[test]
 fn an_outcome_is_only_its_own_operations() {
-    let (fd, sidecar) = SessionMemory::create(1, 1).unwrap();
-    let engine = SessionMemory::open(&fd).unwrap();
+    let (fd, sidecar) = SessionMemory::create(PROTOCOL_VERSION, 1, 1).unwrap();
+    let engine = SessionMemory::open(PROTOCOL_VERSION, &fd).unwrap();
     let op = (1_u64 << 32) + 7;
     assert_eq!(engine.load_outcome(op), None, "nothing was stored yet");
     let outcome = Outcome { op: op as u32, value: 12, status: Status::Ok };
@@ -240,7 +247,7 @@ fn an_outcome_is_only_its_own_operations() {
 proptest! {
     #[test]
     fn any_cursor_in_a_session_memory_is_judged(tail in any::<u32>(), head in any::<u32>()) {
-        let (_fd, memory) = SessionMemory::create(1, 1).unwrap();
+        let (_fd, memory) = SessionMemory::create(PROTOCOL_VERSION, 1, 1).unwrap();
         memory.region().word32(header::SUBMISSION_TAIL).store(tail, Ordering::Relaxed);
         memory.region().word32(header::COMPLETION_HEAD).store(head, Ordering::Relaxed);
         let mut consumer = Consumer::new(memory.ring(Ring::Submission));

@@ -8,12 +8,13 @@ use proptest::strategy::Union;
 
 use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{
-    self, BlockRegion, CUTS_MAX, Canary, Copier, CudaAllocation, CudaMemory, DESCRIPTORS_MAX, HandshakeError,
-    Hello, RANKS_MAX, RECORD_BYTES_MAX, REGIONS_MAX, Reply, Role, Welcome, Worker,
+    self, BlockRegion, CUTS_MAX, Canary, Copier, CudaAllocation, CudaMemory, DESCRIPTORS_MAX, Digest,
+    HandshakeError, Hello, RANKS_MAX, RECORD_BYTES_MAX, REGIONS_MAX, Reply, Role, Welcome, Worker,
 };
 use shm_protocol::layout::{QUERY_WAIT_MS_MAX, STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
 use shm_protocol::message::{Kind, Message, OUTCOME_VALUE_MAX, Outcome, Saved, Slot, Status};
 use shm_protocol::namespace;
+use shm_protocol::versions::{RELEASE, Versions};
 
 const KINDS: [Kind; 13] = [
     Kind::Open,
@@ -73,6 +74,10 @@ prop_compose! {
     }
 }
 
+fn digests() -> impl Strategy<Value = Option<Digest>> {
+    prop::option::of(any::<[u8; 16]>().prop_map(Digest))
+}
+
 prop_compose! {
     fn workers(world_size: u32, descriptors: u32)(
         rank in 0..world_size,
@@ -83,8 +88,9 @@ prop_compose! {
         facts in btree_map(".{0,20}", ".{0,40}", 0..20),
         expects in prop::option::of("[0-9a-f]{32}"),
         canary in prop::option::of(vec(any::<u8>(), 1..200).prop_map(Canary)),
+        live_weights in digests(),
     ) -> Worker {
-        Worker { rank, shard: rank / (world_size / shards), shards, blocks, regions, copy, facts, expects, canary, cuda: None, staging: None }
+        Worker { rank, shard: rank / (world_size / shards), shards, blocks, regions, copy, facts, expects, canary, live_weights, cuda: None, staging: None }
     }
 }
 
@@ -124,15 +130,8 @@ prop_compose! {
 
 /// A sound HELLO and the number of descriptors that go with it.
 fn hellos() -> impl Strategy<Value = (Hello, usize)> {
-    let hello = |engine: String, world_size, role| Hello {
-        version: PROTOCOL_VERSION,
-        engine,
-        world_size,
-        miss_wait_ms: None,
-        role,
-    };
     let scheduler = ("[a-z0-9_-]{1,256}", 1..=RANKS_MAX, any::<[u8; 16]>())
-        .prop_map(move |(engine, world_size, run)| hello(engine, world_size, Role::Scheduler { run }));
+        .prop_map(move |(engine, world_size, run)| Hello::new(engine, world_size, Role::Scheduler { run }));
     let scheduler = (scheduler, prop::option::of(0..=QUERY_WAIT_MS_MAX))
         .prop_map(|(hello, miss_wait_ms)| (Hello { miss_wait_ms, ..hello }, 0));
     let worker = ("[a-z0-9_-]{1,256}", 1..=RANKS_MAX, 1..=8_u32)
@@ -140,15 +139,20 @@ fn hellos() -> impl Strategy<Value = (Hello, usize)> {
             (Just(engine), Just(world_size), workers(world_size, fds), Just(fds))
         })
         .prop_map(move |(engine, world, worker, fds)| {
-            (hello(engine, world, Role::Worker(worker)), fds as usize)
+            (Hello::new(engine, world, Role::Worker(worker)), fds as usize)
         });
     let on_gpu = ("[a-z0-9_-]{1,256}", 1..=RANKS_MAX, 1..=8_u32)
         .prop_flat_map(|(engine, world, memories)| (Just(engine), Just(world), cuda_workers(world, memories)))
-        .prop_map(move |(engine, world, worker)| (hello(engine, world, Role::Worker(worker)), 0));
+        .prop_map(move |(engine, world, worker)| (Hello::new(engine, world, Role::Worker(worker)), 0));
     let staged = ("[a-z0-9_-]{1,256}", 1..=RANKS_MAX)
         .prop_flat_map(|(engine, world)| (Just(engine), Just(world), staged_workers(world)))
-        .prop_map(move |(engine, world, worker)| (hello(engine, world, Role::Worker(worker)), 1));
-    Union::new([scheduler.boxed(), worker.boxed(), on_gpu.boxed(), staged.boxed()])
+        .prop_map(move |(engine, world, worker)| (Hello::new(engine, world, Role::Worker(worker)), 1));
+    let any_role = Union::new([scheduler.boxed(), worker.boxed(), on_gpu.boxed(), staged.boxed()]);
+    (any_role, ".{1,16}", prop::option::of(0..=PROTOCOL_VERSION), digests()).prop_map(
+        |((hello, descriptors), release, oldest, groups)| {
+            (Hello { release, oldest, groups, ..hello }, descriptors)
+        },
+    )
 }
 
 fn replies() -> impl Strategy<Value = Reply> {
@@ -158,6 +162,7 @@ fn replies() -> impl Strategy<Value = Reply> {
             let version = PROTOCOL_VERSION;
             Reply::Welcome(Welcome {
                 version,
+                release: RELEASE.into(),
                 epoch,
                 session,
                 lease_ttl_ms,
@@ -317,14 +322,12 @@ fn worker_hello() -> (Hello, Worker) {
         facts: BTreeMap::new(),
         expects: None,
         canary: None,
+        live_weights: None,
         cuda: None,
         staging: None,
     };
     let role = Role::Worker(worker.clone());
-    (
-        Hello { version: PROTOCOL_VERSION, engine: "engine".into(), world_size: 2, miss_wait_ms: None, role },
-        worker,
-    )
+    (Hello::new("engine".into(), 2, role), worker)
 }
 
 #[test]
@@ -361,6 +364,9 @@ fn every_limit_of_hello_names_its_field() {
     let (hello, _) = worker_hello();
     for engine in [String::new(), "x".repeat(257)] {
         assert_eq!(field_refused(&Hello { engine, ..hello.clone() }, 1), "engine (its length)");
+    }
+    for release in [String::new(), "x".repeat(65)] {
+        assert_eq!(field_refused(&Hello { release, ..hello.clone() }, 1), "release (its length)");
     }
     for world_size in [0, RANKS_MAX + 1] {
         assert_eq!(field_refused(&Hello { world_size, ..hello.clone() }, 1), "world_size");
@@ -498,22 +504,89 @@ fn names_and_handles_have_their_own_length() {
     }
 }
 
+/// A digest of another length.
+#[test]
+fn a_digest_has_sixteen_bytes() {
+    let (hello, _) = worker_hello();
+    let bytes = handshake::encode(&Hello { groups: Some(Digest([7; 16])), ..hello });
+    let at = bytes.windows(17).position(|window| window == [&[0x50][..], &[7; 16]].concat()).unwrap();
+    for (head, tail) in [(0x4f, 15), (0x51, 17)] {
+        let wrong = [&bytes[..at], &[head], &vec![7; tail], &bytes[at + 17..]].concat();
+        let refused = handshake::decode_hello(&wrong, 1).unwrap_err();
+        assert!(refused.to_string().contains("16 bytes"), "{refused}");
+    }
+}
+
+// === versions ===
+
+/// What a peer of any release may state, and fields that this one has never heard of.
+#[derive(serde::Serialize)]
+struct Stranger {
+    version: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    oldest: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    release: Option<String>,
+    unheard_of: Vec<u8>,
+}
+
+fn stranger(version: u32, oldest: Option<u32>, release: Option<&str>) -> Stranger {
+    Stranger { version, oldest, release: release.map(Into::into), unheard_of: vec![1, 2, 3] }
+}
+
 #[test]
 fn another_version_is_named_whatever_else_the_record_holds() {
+    let (newer, long) = (PROTOCOL_VERSION + 7, "x".repeat(65));
+    let cases = [
+        (stranger(1, None, None), (1, 1, ""), "version 1 (release not stated)"),
+        (stranger(newer, None, Some("9.0")), (newer, newer, "9.0"), "version 9 (release 9.0)"),
+        (
+            stranger(newer, Some(newer - 1), Some("9.0")),
+            (newer, newer - 1, "9.0"),
+            "versions 8 to 9 (release 9.0)",
+        ),
+        (stranger(newer, None, Some(&long)), (newer, newer, ""), "version 9 (release not stated)"),
+    ];
+    for (record, (version, oldest, release), text) in cases {
+        let refusal =
+            HandshakeError::Version { theirs: Versions { version, oldest, release: release.into() } };
+        assert_eq!(handshake::decode_hello(&handshake::encode(&record), 0).as_ref(), Err(&refusal));
+        let welcome = handshake::encode(&BTreeMap::from([("welcome", record)]));
+        let theirs = Versions { version, oldest: version, release: release.into() };
+        assert_eq!(handshake::decode_reply(&welcome), Err(HandshakeError::Version { theirs }));
+        let own = format!(
+            "this side version {PROTOCOL_VERSION} (release {RELEASE}): install the same pillion release"
+        );
+        let refusal = refusal.to_string();
+        assert!(refusal.contains(text) && refusal.contains(&own), "{refusal}");
+    }
+}
+
+#[test]
+fn a_later_release_that_speaks_this_version_too_is_understood() {
+    let (hello, _) = worker_hello();
+    let later = Hello { version: PROTOCOL_VERSION + 7, oldest: Some(PROTOCOL_VERSION), ..hello };
+    let read = handshake::decode_hello(&handshake::encode(&later), 1).unwrap();
+    assert_eq!(handshake::agree(&read.versions()), Ok(PROTOCOL_VERSION));
+    // Its Welcome states what was agreed, and nothing older makes another number right.
+    let welcome = stranger(PROTOCOL_VERSION + 7, Some(PROTOCOL_VERSION), None);
+    let reply = handshake::encode(&BTreeMap::from([("welcome", welcome)]));
+    assert!(matches!(handshake::decode_reply(&reply), Err(HandshakeError::Version { .. })));
+}
+
+#[test]
+fn a_refusal_of_any_release_is_read() {
     #[derive(serde::Serialize)]
-    struct Future {
+    struct Refusal {
         version: u32,
-        unheard_of: Vec<u8>,
+        reason: &'static str,
+        unheard_of: u8,
     }
-    let future = || Future { version: 7, unheard_of: vec![1, 2, 3] };
-    let hello = handshake::encode(&future());
-    assert_eq!(handshake::decode_hello(&hello, 0), Err(HandshakeError::Version { theirs: 7 }));
-    for name in ["welcome", "refused"] {
-        let reply = handshake::encode(&BTreeMap::from([(name, future())]));
-        assert_eq!(handshake::decode_reply(&reply), Err(HandshakeError::Version { theirs: 7 }));
+    for version in [0, 1, PROTOCOL_VERSION, u32::MAX] {
+        let refusal = Refusal { version, reason: "no", unheard_of: 7 };
+        let reply = handshake::encode(&BTreeMap::from([("refused", refusal)]));
+        assert_eq!(handshake::decode_reply(&reply), Ok(Reply::Refused { version, reason: "no".into() }));
     }
-    let text = HandshakeError::Version { theirs: 7 }.to_string();
-    assert!(text.contains("version 7") && text.contains("version 1"), "{text}");
 }
 
 #[test]
@@ -533,7 +606,7 @@ fn an_oversized_record_is_not_even_read() {
 
 #[test]
 fn deep_nesting_ends_in_an_error() {
-    let mut bytes = b"\xa2\x67version\x01\x64role\xa1\x69scheduler\xa1\x63run".to_vec();
+    let mut bytes = b"\xa2\x67version\x02\x64role\xa1\x69scheduler\xa1\x63run".to_vec();
     bytes.extend(std::iter::repeat_n(0x81, 60_000));
     assert!(matches!(handshake::decode_hello(&bytes, 0), Err(HandshakeError::Malformed(_))));
 }

@@ -24,6 +24,8 @@ const PAUSE: Duration = Duration::from_millis(100);
 pub struct Caller {
     /// Its socket.
     pub socket: OwnedFd,
+    /// The protocol's version that both sides speak.
+    pub version: u32,
     /// What it said, checked.
     pub hello: Hello,
     /// The descriptors it sent.
@@ -102,8 +104,10 @@ impl Greeter {
                 return None;
             }
         };
-        match handshake::decode_hello(&record, descriptors.len()) {
-            Ok(hello) => Some(Caller { socket, hello, descriptors }),
+        let hello = handshake::decode_hello(&record, descriptors.len());
+        let agreed = hello.and_then(|hello| Ok((handshake::agree(&hello.versions())?, hello)));
+        match agreed {
+            Ok((version, hello)) => Some(Caller { socket, version, hello, descriptors }),
             Err(error) => {
                 tracing::warn!(%error, "connection refused");
                 refuse(&socket, error.to_string());

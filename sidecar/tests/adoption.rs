@@ -169,7 +169,7 @@ fn a_pool_that_cannot_be_adopted_is_served_empty_and_said() {
     assert_eq!(Engine::connect(&sidecar).served(&keys), (keys.clone(), 0));
     sidecar.kill();
     let file = std::fs::OpenOptions::new().write(true).open(&place.pool).unwrap();
-    rustix::io::pwrite(&file, &99u64.to_le_bytes(), pool::header::VERSION).unwrap();
+    rustix::io::pwrite(&file, &1u64.to_le_bytes(), pool::header::VERSION).unwrap();
 
     // Killed before it has emptied the file: the next one must not take it for its own.
     place.start("16MiB").kill();

@@ -128,12 +128,8 @@ impl Pool {
         if len < pool::HEADER_BYTES || word(header::MAGIC) != pool::MAGIC {
             return Found::Unusable("it is no pool".into());
         }
-        let version = word(header::VERSION);
-        if version != u64::from(pool::VERSION) {
-            return Found::Unusable(format!(
-                "its layout is version {version}, this release's {}",
-                pool::VERSION
-            ));
+        if let Err(error) = pool::check_versions(|at| word(at as u64)) {
+            return Found::Unusable(error.to_string());
         }
         if [word(header::BOOT_ID), word(header::BOOT_ID + 8)] != [boot as u64, (boot >> 64) as u64] {
             return Found::Unusable("it is of another boot of this machine".into());
@@ -170,7 +166,12 @@ impl Pool {
         }
         // What is not taken over stays where it is for a while, and no later life may take it for this layout's.
         let settled = !matches!(self.found, Found::Unusable(_));
+        let own = pool::own_versions();
+        let release = own.release_bytes();
+        let words = release.as_chunks::<8>().0.iter().map(|eight| u64::from_le_bytes(*eight));
+        let release = (header::RELEASE..).step_by(8).zip(words);
         let fields = [
+            (header::OLDEST, own.oldest.into()),
             (header::SETTLED, settled.into()),
             (header::LIFE, life),
             (header::MAGIC, pool::MAGIC),
@@ -180,9 +181,10 @@ impl Pool {
             (header::BOOT_ID + 8, (boot >> 64) as u64),
             (header::EPOCH, epoch),
         ];
-        fields.into_iter().for_each(|(field, value)| word(field).store(value, Ordering::Relaxed));
+        let fields = fields.into_iter().chain(release);
+        fields.for_each(|(field, value)| word(field).store(value, Ordering::Relaxed));
         // SYNC POINT(pool header): a reader that sees the version sees the fields above.
-        word(header::VERSION).store(u64::from(pool::VERSION), Ordering::Release);
+        word(header::VERSION).store(own.version.into(), Ordering::Release);
         life
     }
 }
@@ -398,9 +400,9 @@ impl Pool {
             (slot::LENGTH, block_bytes),
             (slot::CHECKSUM, 0),
         ];
-        fields
-            .into_iter()
-            .for_each(|(field, value)| self.slot_word(&place, field).store(value, Ordering::Relaxed));
+        let padding = (slot::PADDING..pool::SLOT_HEADER_BYTES).step_by(8).map(|field| (field, 0));
+        let fields = fields.into_iter().chain(padding);
+        fields.for_each(|(field, value)| self.slot_word(&place, field).store(value, Ordering::Relaxed));
         true
     }
 

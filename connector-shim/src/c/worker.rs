@@ -289,6 +289,7 @@ impl WorkerOptions {
             facts: facts.iter().map(fact).collect::<Result<_, _>>()?,
             expects: self.expects.get_some("expects")?.map(str::to_owned),
             canary: (!canary.is_empty()).then(|| Canary(canary.to_vec())),
+            live_weights: None,
             cuda: None,
             staging: None,
         };

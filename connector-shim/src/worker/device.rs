@@ -278,6 +278,7 @@ mod tests {
             facts,
             expects: None,
             canary: None,
+            live_weights: None,
             cuda: None,
             staging: None,
         }

@@ -21,6 +21,7 @@ use shm_protocol::message::{Kind, Message, Outcome, Saved, Stage, Status};
 use shm_protocol::pool::{self, Geometry, SlotRef};
 use shm_protocol::ring::{Consumer, Producer};
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
+use shm_protocol::versions::RELEASE;
 use shm_protocol::{PROTOCOL_VERSION, transport, wait};
 
 /// Watchdog only: no test asserts on it.
@@ -124,6 +125,7 @@ fn accept_socket(listener: &OwnedFd) -> OwnedFd {
 pub(crate) fn welcome(epoch: u64) -> Welcome {
     Welcome {
         version: PROTOCOL_VERSION,
+        release: RELEASE.into(),
         epoch,
         session: 1,
         lease_ttl_ms: LEASE_TTL_MS,
@@ -148,7 +150,7 @@ fn accept(listener: &OwnedFd, epoch: u64, lease_ttl_ms: u64, block_bytes: u64) -
     let socket = accept_socket(listener);
     let (record, descriptors) = transport::receive(&socket).unwrap();
     let hello = decode_hello(&record, descriptors.len()).unwrap();
-    let (fd, memory) = SessionMemory::create(epoch, 1).unwrap();
+    let (fd, memory) = SessionMemory::create(PROTOCOL_VERSION, epoch, 1).unwrap();
     let doorbell = doorbell();
     let pool = TestPool::new(block_bytes);
     let welcome = Welcome { lease_ttl_ms, ..welcome(epoch) };
@@ -226,6 +228,7 @@ impl TestPool {
         pool.put(pool::header::MAGIC, pool::MAGIC);
         pool.put(pool::header::SEGMENT_BYTES, SEGMENT_BYTES);
         pool.put(pool::header::SEGMENTS, 1);
+        pool.put(pool::header::OLDEST, u64::from(pool::OLDEST));
         pool.put(pool::header::VERSION, u64::from(pool::VERSION));
         pool
     }

@@ -65,6 +65,7 @@ pub(crate) fn options(peer: &Peer, kv: &Kv, copy: Copier) -> Options {
         facts: BTreeMap::from([("model".into(), "m".into())]),
         expects: None,
         canary: None,
+        live_weights: None,
         cuda: None,
         staging: None,
     };

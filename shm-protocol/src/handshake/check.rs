@@ -9,6 +9,7 @@ use super::{
     HandshakeError, Hello, RANKS_MAX, REGIONS_MAX, Role, Worker,
 };
 use crate::layout::{QUERY_WAIT_MS_MAX, STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
+use crate::versions::RELEASE_BYTES_MAX;
 
 /// Bytes of a block that no engine has: far below it sums of a few block lengths cannot overflow.
 const BLOCK_BYTES_END: u64 = 1 << 40;
@@ -37,12 +38,19 @@ fn range(
     if valid { Ok(()) } else { Err(HandshakeError::Range { field, value: value.to_string(), rule }) }
 }
 
+/// The name of a release, which logs and errors repeat.
+pub(super) fn release(name: &str) -> Result<(), HandshakeError> {
+    let length = name.len();
+    range("release (its length)", length, (1..=RELEASE_BYTES_MAX).contains(&length), "1 to 64 bytes")
+}
+
 // === impl Hello ===
 
 impl Hello {
     /// Checks every field against the limits, against the other fields, and against the number of descriptors that
     /// travel with the record.
     pub fn check(&self, descriptors: usize) -> Result<(), HandshakeError> {
+        release(&self.release)?;
         let length = self.engine.len();
         range("engine (its length)", length, (1..=ENGINE_BYTES_MAX).contains(&length), "1 to 256 bytes")?;
         let ranks = (1..=RANKS_MAX).contains(&self.world_size);

@@ -17,6 +17,7 @@ fn worker(changed: &[(&str, &str)]) -> Worker {
         facts: facts.collect(),
         expects: None,
         canary: None,
+        live_weights: None,
         cuda: None,
         staging: None,
     }

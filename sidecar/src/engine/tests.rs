@@ -4,7 +4,6 @@ mod quotas;
 
 use std::collections::BTreeMap;
 
-use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{BlockRegion, Copier, Worker as WorkerHello};
 use shm_protocol::message::{APPEND_CHUNKS, LOAD_BY_ENGINE, LOAD_EARLY, Status};
 use shm_protocol::request::{self, Append, Cancel, Keys, LoadFlags, Query};
@@ -31,7 +30,7 @@ pub(super) fn hash(n: u32) -> BlockHash {
 }
 
 fn hello(world_size: u32, role: Role) -> Hello {
-    Hello { version: PROTOCOL_VERSION, engine: "e".into(), world_size, miss_wait_ms: None, role }
+    Hello::new("e".into(), world_size, role)
 }
 
 fn rank_hello(world_size: u32, rank: u32) -> Hello {
@@ -50,6 +49,7 @@ fn rank_hello_of(world_size: u32, rank: u32, bytes: u64) -> Hello {
         facts: BTreeMap::new(),
         expects: None,
         canary: None,
+        live_weights: None,
         cuda: None,
         staging: None,
     };

@@ -7,13 +7,13 @@ use copy_engine::HostMemory;
 use rustix::event::EventfdFlags;
 use rustix::fs::FileType;
 use rustix::io::Errno;
-use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{self, Copier, Hello, Reply, Role, Welcome, Worker};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace;
 use shm_protocol::region::Access;
 use shm_protocol::session::SessionMemory;
 use shm_protocol::transport;
+use shm_protocol::versions::RELEASE;
 
 use super::Runtime;
 use crate::copiers::Copiers;
@@ -39,8 +39,9 @@ impl Runtime {
     pub(super) fn admit(&mut self, caller: Caller) {
         let id = self.next_session;
         self.next_session += 1;
-        let Caller { socket, hello, descriptors } = caller;
+        let Caller { socket, version, hello, descriptors } = caller;
         let (engine, role) = (hello.engine.clone(), describe(&hello.role));
+        let release = hello.release.clone();
         let digest = match &hello.role {
             Role::Worker(worker) => Some(namespace::digest(&worker.facts)),
             Role::Scheduler { .. } => None,
@@ -49,7 +50,7 @@ impl Runtime {
             Ok(note) => note,
             Err(reason) => return refuse(&socket, &engine, &role, reason),
         };
-        let built = self.build(id, &hello, socket, descriptors);
+        let built = self.build(id, version, &hello, socket, descriptors);
         let (session, memory_fd) = match built {
             Ok(built) => built,
             Err((socket, reason)) => return refuse(&socket, &engine, &role, reason),
@@ -69,10 +70,10 @@ impl Runtime {
         if let Some(reason) = rejected {
             let session = &self.sessions[&id];
             refuse(&session.socket, &engine, &role, reason);
-        } else if let Err(error) = self.welcome(id, &memory_fd, digest, note) {
+        } else if let Err(error) = self.welcome(id, version, &memory_fd, digest, note) {
             self.closing.push((id, CloseReason::HangUp, error.to_string()));
         } else {
-            tracing::info!(session = id, engine, role, "session began");
+            tracing::info!(session = id, engine, role, version, release, "session began");
         }
         self.apply();
         self.close_sessions();
@@ -104,6 +105,7 @@ impl Runtime {
     fn build(
         &self,
         id: SessionId,
+        version: u32,
         hello: &Hello,
         socket: OwnedFd,
         descriptors: Vec<OwnedFd>,
@@ -116,7 +118,7 @@ impl Runtime {
                 ));
             }
             let (fd, memory) =
-                SessionMemory::create(self.terms.epoch, id).map_err(|error| error.to_string())?;
+                SessionMemory::create(version, self.terms.epoch, id).map_err(|error| error.to_string())?;
             let rank = match &hello.role {
                 Role::Scheduler { .. } => None,
                 Role::Worker(worker) if worker.cuda.is_some() => {
@@ -154,12 +156,14 @@ impl Runtime {
     fn welcome(
         &self,
         id: SessionId,
+        version: u32,
         memory_fd: &OwnedFd,
         digest: Option<NamespaceDigest>,
         note: Option<String>,
     ) -> Result<(), Errno> {
         let reply = Reply::Welcome(Welcome {
-            version: PROTOCOL_VERSION,
+            version,
+            release: RELEASE.into(),
             epoch: self.terms.epoch,
             session: id,
             lease_ttl_ms: self.terms.lease_ttl_ms,

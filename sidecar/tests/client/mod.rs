@@ -12,7 +12,6 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::MemfdFlags;
-use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{self, BlockRegion, Copier, Hello, Reply, Role, Welcome, Worker};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::header;
@@ -60,7 +59,7 @@ pub(crate) fn greet(socket: &Path, hello: &Hello, fds: &[&OwnedFd]) -> (OwnedFd,
 }
 
 pub(crate) fn hello(engine: &str, world_size: u32, role: Role) -> Hello {
-    Hello { version: PROTOCOL_VERSION, engine: engine.into(), world_size, miss_wait_ms: None, role }
+    Hello::new(engine.into(), world_size, role)
 }
 
 pub(crate) struct Session {
@@ -81,7 +80,7 @@ impl Session {
         let (socket, reply, fds) = greet(socket, hello, fds);
         let Reply::Welcome(welcome) = reply else { panic!("{reply:?}") };
         let [memory, doorbell, pool, pidfd] = fds.try_into().expect("four descriptors");
-        let memory = SessionMemory::open(memory).expect("session memory");
+        let memory = SessionMemory::open(welcome.version, memory).expect("session memory");
         let pool_bytes = welcome.pool_bytes as usize;
         assert!(Region::map(pool.as_fd(), pool_bytes, Access::ReadWrite).is_err(), "the pool is read-only");
         let pool = Region::map(pool.as_fd(), pool_bytes, Access::ReadOnly).expect("the pool");
@@ -281,6 +280,7 @@ impl Kv {
             facts,
             expects: None,
             canary: None,
+            live_weights: None,
             cuda: None,
             staging: None,
         })

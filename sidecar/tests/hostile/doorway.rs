@@ -12,6 +12,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use shm_protocol::handshake::{self, Canary, Copier, Hello, Reply, Role};
 use shm_protocol::message::{Kind, Message, Status};
 use shm_protocol::request::WorkerRequest;
+use shm_protocol::versions::RELEASE;
 use shm_protocol::{PROTOCOL_VERSION, transport};
 
 use crate::client::{BLOCKS, Kv, Session, WATCHDOG, greet, hello, save, watch};
@@ -93,7 +94,7 @@ fn records_that_are_no_hello_are_refused() {
 
 /// A well-formed record whose role's name is longer than any reply may be.
 fn long_role() -> Vec<u8> {
-    let mut record = b"\xa4\x67version\x01\x66engine\x61e\x6aworld_size\x01\x64role\xa1\x79\xea\x60".to_vec();
+    let mut record = b"\xa4\x67version\x02\x66engine\x61e\x6aworld_size\x01\x64role\xa1\x79\xea\x60".to_vec();
     record.extend(std::iter::repeat_n(b'r', 60_000));
     record.push(0);
     record
@@ -102,11 +103,19 @@ fn long_role() -> Vec<u8> {
 #[test]
 fn versions_from_the_past_and_the_future_are_told_both_numbers() {
     let mut scene = Scene::start();
-    for version in [0, 2, 99, u32::MAX] {
-        let hello = Hello { version, ..scheduler(1) };
+    let own = format!("version {PROTOCOL_VERSION} (release {RELEASE})");
+    for version in [0, 1, PROTOCOL_VERSION + 1, 99, u32::MAX] {
+        let hello = Hello { version, oldest: None, release: "9.1".into(), ..scheduler(1) };
         let text = reason(say(&scene.pillion.socket, &handshake::encode(&hello), &[]), "a version");
-        assert!(text.contains(&format!("version {version}")), "{text}");
-        assert!(text.contains(&format!("version {PROTOCOL_VERSION}")), "{text}");
+        assert!(text.contains(&format!("version {version} (release 9.1)")) && text.contains(&own), "{text}");
+    }
+    // A later release that speaks this version as well.
+    let later = Hello { version: 99, oldest: Some(PROTOCOL_VERSION), ..scheduler(1) };
+    match say(&scene.pillion.socket, &handshake::encode(&later), &[]) {
+        Some(Reply::Welcome(welcome)) => {
+            assert_eq!((welcome.version, welcome.release.as_str()), (PROTOCOL_VERSION, RELEASE));
+        }
+        other => panic!("a later release: {other:?}"),
     }
     // A record of which only the version is known.
     let future = b"\xa2\x67version\x19\x03\xe8\x65shape\xa1\x61x\xf6";

@@ -16,7 +16,6 @@ use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::rc::Rc;
 
-use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{BlockRegion, Copier, Hello, Role, Worker as WorkerHello};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::namespace;
@@ -137,13 +136,7 @@ impl Model {
     }
 
     fn hello(&self, role: Role) -> Hello {
-        Hello {
-            version: PROTOCOL_VERSION,
-            engine: self.name.clone(),
-            world_size: self.world as u32,
-            miss_wait_ms: None,
-            role,
-        }
+        Hello::new(self.name.clone(), self.world as u32, role)
     }
 
     fn worker_hello(&self, rank: usize) -> Hello {
@@ -158,6 +151,7 @@ impl Model {
             facts: self.facts.clone(),
             expects: None,
             canary: None,
+            live_weights: None,
             cuda: None,
             staging: None,
         }))

@@ -66,7 +66,7 @@ fn check_slot_life(pool: &Pool) {
     let header = view.read_header(slot.offset, BLOCK).expect("a slot");
     assert_eq!((header.state, header.generation), (pool::COMMITTED, slot.generation));
     assert_eq!((header.namespace, header.hash, header.group), (namespace, key().hash, 3));
-    assert_eq!((header.length, header.checksum, header.reserved), (BLOCK, 77, 0));
+    assert_eq!((header.length, header.checksum, header.set), (BLOCK, 77, 0));
 
     let next = SlotRef { generation: slot.generation + 1, ..slot };
     assert!(!pool.free(next), "not that filling");
@@ -173,17 +173,18 @@ fn used_and_changed(path: &TmpfsPath, field: u64, value: u64) -> Pool {
 
 #[test]
 fn a_pool_of_another_kind_starts_empty_and_says_why() {
-    for (field, why) in [
-        (header::MAGIC, "no pool"),
-        (header::VERSION, "version 99, this release's 1"),
-        (header::BOOT_ID, "another boot"),
-        (header::BOOT_ID + 8, "another boot"),
-        (header::SEGMENT_BYTES, "segments are of 99 bytes"),
-        (header::SEGMENTS, "segment count is 99"),
-        (header::SETTLED, "before it had emptied it"),
+    for (field, value, why) in [
+        (header::MAGIC, 99, "no pool"),
+        (header::VERSION, 1, "version 1 (release not stated), this release's version 2 (release 0."),
+        (header::OLDEST, 99, "versions 99 to 2 (release 0."),
+        (header::BOOT_ID, 99, "another boot"),
+        (header::BOOT_ID + 8, 99, "another boot"),
+        (header::SEGMENT_BYTES, 99, "segments are of 99 bytes"),
+        (header::SEGMENTS, 99, "segment count is 99"),
+        (header::SETTLED, 99, "before it had emptied it"),
     ] {
         let path = TmpfsPath::new("other");
-        let pool = used_and_changed(&path, field, 99);
+        let pool = used_and_changed(&path, field, value);
         let Found::Unusable(reason) = pool.found() else { panic!("{field}: {:?}", pool.found()) };
         assert!(reason.contains(why), "{reason}");
         let engine = pool.read_only_fd().expect("opened");
@@ -208,6 +209,25 @@ fn a_pool_of_another_kind_starts_empty_and_says_why() {
         assert!(matches!(pool.found(), Found::Unusable(_)), "{life}");
         assert!((1..=pool::LIFE_MAX).contains(&pool.life));
     }
+}
+
+#[test]
+fn a_pool_of_a_later_release_that_this_one_reads_is_adopted() {
+    let path = TmpfsPath::new("later");
+    let pool = used_and_changed(&path, header::VERSION, u64::from(pool::VERSION) + 7);
+    assert_eq!(pool.found(), &Found::Pool);
+    let geometry = pool.take_over(1).expect("a segment of the later release");
+    assert!(matches!(pool.remains(1, &geometry, 7..8)[..], [Remains::Block { .. }]));
+    let word = |at: u64| pool.region().word64(at as usize);
+    let stated = [header::VERSION, header::OLDEST].map(|at| word(at).load(Ordering::Relaxed));
+    assert_eq!(stated, [pool::VERSION.into(), pool::OLDEST.into()], "written by this release from now on");
+    // What the later release kept in a slot's reserved words is not there after a filling of this one.
+    let next = SlotRef { generation: pool.first_generation(), ..slot(0) };
+    let header = geometry.place(next.offset).expect("a slot").header;
+    let padding = (slot::PADDING..pool::SLOT_HEADER_BYTES).step_by(8).map(|at| word(header + at));
+    padding.clone().for_each(|word| word.store(!0, Ordering::Relaxed));
+    assert!(pool.fill(next, NamespaceDigest([1; 16]), &key()));
+    assert!(padding.clone().all(|word| word.load(Ordering::Relaxed) == 0) && padding.count() == 5);
 }
 
 #[test]

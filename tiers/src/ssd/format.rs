@@ -10,12 +10,15 @@
 //! segment's sequence, which no two uses of a segment share: remains of other logs and of earlier uses match nothing.
 
 use shm_protocol::key::{BlockHash, NamespaceDigest};
+use shm_protocol::versions::{RELEASE_BYTES, Versions};
 use twox_hash::XxHash3_64;
 
 use super::{Label, Place};
 
-/// Version of this layout; a log of another one is given up.
-pub(crate) const VERSION: u32 = 1;
+/// Version of this layout.
+const VERSION: u32 = 2;
+/// The oldest version that this release reads rightly, and whose release reads what this one writes.
+const OLDEST: u32 = 2;
 /// Bytes before the first segment: segments then begin where erase blocks and stripes do.
 pub(crate) const SUPER_BYTES: u64 = 1 << 20;
 /// Units before the blocks of a segment.
@@ -33,8 +36,10 @@ const SUPER_MAGIC: u64 = u64::from_le_bytes(*b"PILLSSD\0");
 const SEGMENT_MAGIC: u64 = u64::from_le_bytes(*b"PILLSSEG");
 const BLOCK_MAGIC: u64 = u64::from_le_bytes(*b"PILLSBLK");
 const TRAILER_MAGIC: u64 = u64::from_le_bytes(*b"PILLSEND");
-/// Bytes of each structure that its checksum covers, from [`COVERED`] on.
-const SUPER_END: usize = 56;
+/// Bytes of each structure that its checksum covers, from [`COVERED`] on. A superblock's covers all of the smallest unit: a
+/// release that adds fields leaves one that this release finds whole.
+const SUPER_END: usize = UNIT_BYTES_MIN as usize;
+const SUPER_RELEASE: usize = 56;
 const SEGMENT_END: usize = 28;
 const BLOCK_END: usize = 96;
 const TRAILER_END: usize = 40;
@@ -52,13 +57,13 @@ pub(crate) struct Super {
 }
 
 /// What the first unit of a device turns out to be.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Found {
     Log(Super),
     /// Zeros: never used.
     Empty,
-    /// A log of another version.
-    Version(u32),
+    /// A log of a layout that this release does not read.
+    Version(Versions),
     /// A log whose superblock is damaged.
     Damaged,
     /// Something else, which is not ours to write over.
@@ -120,6 +125,11 @@ pub(crate) fn checksum(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
 }
 
+/// The layouts that this release reads; written into the superblock.
+pub(crate) fn own_versions() -> Versions {
+    Versions::own(VERSION, OLDEST)
+}
+
 // === sizes ===
 
 /// Units of a block with its header.
@@ -137,7 +147,10 @@ pub(crate) fn footer_units(count: u32, unit_bytes: u64) -> u32 {
 impl Super {
     pub(crate) fn write(&self, unit: &mut [u8]) {
         unit.fill(0);
-        put(unit, 16, &VERSION.to_le_bytes());
+        let own = own_versions();
+        put(unit, 16, &own.version.to_le_bytes());
+        put(unit, 20, &own.oldest.to_le_bytes());
+        put(unit, SUPER_RELEASE, &own.release_bytes());
         for (at, word) in [(24, self.id), (32, self.unit_bytes), (40, self.segment_bytes), (48, self.life)] {
             put(unit, at, &word.to_le_bytes());
         }
@@ -149,7 +162,7 @@ impl Super {
         SUPER_MAGIC.to_le_bytes().starts_with(bytes)
     }
 
-    /// Magic and version stay where they are in every version.
+    /// Magic, versions and release stay where they are in every version.
     pub(crate) fn read(unit: &[u8]) -> Found {
         if unit.iter().all(|byte| *byte == 0) {
             return Found::Empty;
@@ -157,9 +170,10 @@ impl Super {
         if get64(unit, 0) != SUPER_MAGIC {
             return Found::Foreign;
         }
-        let version = get32(unit, 16);
-        if version != VERSION {
-            return Found::Version(version);
+        let (version, oldest) = (get32(unit, 16).into(), get32(unit, 20).into());
+        let found = Versions::of_file(version, oldest, &get::<RELEASE_BYTES>(unit, SUPER_RELEASE));
+        if own_versions().common(&found).is_none() {
+            return Found::Version(found);
         }
         if !sealed(unit, SUPER_MAGIC, 0, SUPER_END) {
             return Found::Damaged;

@@ -255,8 +255,9 @@ fn next_life(found: Found, unit: u64, bytes: u64, notes: &mut Vec<String>) -> Re
     match found {
         Found::Log(log) if fits(&log) => return Ok(Super { life: log.life + 1, ..log }),
         Found::Log(_) => notes.push("was made for other sizes and starts empty".to_owned()),
-        Found::Version(version) => {
-            notes.push(format!("is a log of version {version}, not {}, and starts empty", format::VERSION));
+        Found::Version(found) => {
+            let own = format::own_versions();
+            notes.push(format!("is a log of {found}, this release's is {own}: it starts empty"));
         }
         Found::Damaged => notes.push("has a damaged superblock and starts empty".to_owned()),
         Found::Empty | Found::Foreign => {}

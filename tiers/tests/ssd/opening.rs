@@ -49,13 +49,22 @@ fn what_is_not_ours_is_not_written_over() {
 fn another_version_or_a_damaged_superblock_starts_empty_and_says_so() {
     let folder = Folder::new("version");
     let plan = Plan::new(&folder.file(), LOG_BYTES);
-    for (at, byte, said) in [(16, 9u8, "of version 9"), (24, 0xff, "damaged"), (17, 1, "of version 257")] {
+    // Version and oldest version, then the log's random number.
+    let changes = [
+        (16, &[9, 0, 0, 0, 9][..], "log of version 9 (release 0."),
+        (16, &[9, 0, 0, 0, 3], "log of versions 3 to 9 (release 0."),
+        (16, &[1], "log of version 1 (release not stated)"),
+        (16, &[3], "damaged"),
+        (24, &[0xff], "damaged"),
+        (511, &[1], "damaged"),
+    ];
+    for (at, bytes, said) in changes {
         let mut rig = Rig::new(&plan);
         rig.recover();
         assert!(rig.write(1, 4096));
         drop(rig);
         let file = fs::File::options().write(true).open(folder.file()).unwrap();
-        file.write_all_at(&[byte], at).unwrap();
+        file.write_all_at(bytes, at).unwrap();
         let mut rig = Rig::new(&plan);
         rig.recover();
         assert!(

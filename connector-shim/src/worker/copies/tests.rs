@@ -5,7 +5,6 @@ use std::process::Command;
 use std::sync::atomic::AtomicBool;
 
 use copy_engine::HostMemory;
-use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{Copier, Hello, Role};
 use shm_protocol::layout::{header, load_word, load_word_value};
 use shm_protocol::message::{Kind, LOAD_SYNC};
@@ -50,13 +49,7 @@ impl Rank {
         let Memory::Host(descriptors) = memory else { unreachable!("a rank of the tests") };
         let sent = descriptors.iter().map(|fd| fd.try_clone().unwrap()).collect();
         let memory = HostMemory::new(descriptors, &worker.regions, worker.blocks, Access::ReadWrite).unwrap();
-        let hello = Hello {
-            version: PROTOCOL_VERSION,
-            engine,
-            world_size,
-            miss_wait_ms: None,
-            role: Role::Worker(worker),
-        };
+        let hello = Hello::new(engine, world_size, Role::Worker(worker));
         let connection = Arc::new(Address::new(socket, &hello, sent).unwrap().connect().unwrap());
         let part = Part { offset: 0, slot_bytes: BLOCK_BYTES };
         let cuts = (1..=CUTS as u64).map(|cut| cut * BLOCK_BYTES / CUTS as u64).collect();

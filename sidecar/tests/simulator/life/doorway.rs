@@ -6,6 +6,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use copy_engine::HostMemory;
+use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::Role;
 use shm_protocol::namespace;
 use shm_protocol::region::Access;
@@ -39,7 +40,8 @@ impl Life {
                 mesh.know(digest, shard_bytes * u64::from(worker.shards));
             }
         }
-        let (_, memory) = SessionMemory::create(self.epoch, id).expect("memory for a session");
+        let (_, memory) =
+            SessionMemory::create(PROTOCOL_VERSION, self.epoch, id).expect("memory for a session");
         let (lost, hung_up) = (Rc::new(Cell::new(false)), Rc::new(Cell::new(false)));
         let socket = Rc::new(Socket { lost: Rc::clone(&lost) });
         let rank = kv.map(|kv| {

@@ -5,7 +5,7 @@ SHELL := bash
 # A toolchain that scripts/setup installed is not on the PATH of a shell that was open before.
 export PATH := $(CURDIR)/.venv/bin:$(HOME)/.cargo/bin:$(PATH)
 
-.PHONY: help setup setup-tests demo test test-rust test-loom test-sim test-python test-e2e test-rdma sim chaos prove sanitize lint bench fuzz clean test-gpu
+.PHONY: help setup setup-tests demo test test-long test-rust test-loom test-sim test-python test-e2e test-rdma sim chaos prove sanitize lint bench fuzz clean test-gpu
 
 # What runs the tests on a GPU: it finds vLLM's CUDA build and pillion; and which of them, with pytest's options.
 PYTHON ?= python3
@@ -32,6 +32,10 @@ demo: setup ## a real vLLM engine gets its KV back after a restart: table, and a
 	@python scripts/demo.py
 
 test: test-rust test-loom test-sim test-python test-e2e ## all tests; no GPU needed
+
+test-long: setup ## sidecar and engine of this release against those of the one before, which is built from history
+	@scripts/build-previous
+	python -m pytest -q tests/skew
 
 test-rust: setup-tests ## unit and property tests of the crates
 	@scripts/part test-rust cargo test --workspace --features connector-shim/c,mesh/rdma --quiet

@@ -44,7 +44,7 @@ test-loom: setup ## every interleaving of the rings and fences
 	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" \
 		scripts/part test-loom cargo test --profile sim --package shm-protocol --test loom --quiet
 
-test-sim: setup ## 3,000 simulated worlds with faults beside the 1,000 of test-rust, and the worlds that must fail
+test-sim: setup ## 3,000 simulated worlds with faults beside the 1,000 of test-rust, and worlds that must fail
 	@scripts/part test-sim cargo test --workspace --features connector-shim/c,mesh/rdma --test simulator --quiet -- --runs 3000 --seed 1001
 
 test-python: setup-tests ## the connector against vLLM's signatures and schedulers, without an engine

@@ -14,7 +14,6 @@ use std::time::Duration;
 use shm_protocol::handshake::{Hello, Role};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::OPERATIONS;
-use shm_protocol::proof::WITHOUT_CANCEL;
 use shm_protocol::request::{self, Keys, SchedulerRequest};
 
 use self::link::Link;
@@ -221,7 +220,7 @@ impl Scheduler {
     /// latest after [`Scheduler::end_step`].
     pub fn overwrite(&mut self, blocks: impl Iterator<Item = u32>) -> usize {
         let Some(link) = &mut self.link else { return 0 };
-        if link.saves.blocks() == 0 || WITHOUT_CANCEL {
+        if link.saves.blocks() == 0 {
             return 0;
         }
         let mut given_up = 0;

@@ -162,7 +162,7 @@ fn a_silent_sidecar_is_rescued_from_behind_a_closed_gate() {
     let (mut worker, mut served) = connected(&peer, &kv, Copier::Sidecar);
     let slot = served.pool.commit(0, 11, &content(1));
     assert!(worker.load_now(plan(1, LOAD_SYNC, &[(2, slot)])).is_empty());
-    assert_eq!(kv.block(2), content(1));
+    assert_eq!(kv.block(2), content(1), "wrong bytes in a rescued block");
     assert_eq!(served.gate(), 1);
     assert_eq!(loaded(&mut served), [(1, Status::Ok as u8)], "this rank's part has ended");
 }

@@ -11,7 +11,6 @@ use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
 use crate::layout::header;
-use crate::proof::WITHOUT_GATE;
 use crate::region::Region;
 
 /// The two words of a worker's session.
@@ -33,18 +32,22 @@ pub trait GateMemory {
 /// Sidecar side: writes one block of load `op`, unless the engine has taken it back: `None`.
 pub fn write_unless_closed<T>(memory: &impl GateMemory, op: u64, write: impl FnOnce() -> T) -> Option<T> {
     memory.raise_copying();
-    // SYNC POINT(gate): pairs with `close`.
-    memory.fence();
-    let open = memory.load_gate() < op || WITHOUT_GATE;
-    let written = open.then(write);
+    let written = is_open(memory, op).then(write);
     memory.lower_copying();
     written
+}
+
+/// Sidecar side, with `FENCE_COPYING` raised: whether the engine has not taken load `op` back.
+pub fn is_open(memory: &impl GateMemory, op: u64) -> bool {
+    // SYNC POINT(gate): pairs with `close`.
+    memory.fence();
+    memory.load_gate() < op
 }
 
 /// Engine side: load `op` and every earlier one is taken back.
 pub fn close(memory: &impl GateMemory, op: u64) {
     memory.raise_gate(op);
-    // SYNC POINT(gate): pairs with `write_unless_closed`.
+    // SYNC POINT(gate): pairs with `is_open`.
     memory.fence();
 }
 

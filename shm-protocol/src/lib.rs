@@ -15,7 +15,6 @@ pub mod layout;
 pub mod message;
 pub mod namespace;
 pub mod pool;
-pub mod proof;
 pub mod region;
 pub mod request;
 pub mod ring;

@@ -1,6 +1,6 @@
 """The protections of the data path, each in the one interleaving of threads that needs it.
 
-What is removed in a build for a proof must be told by these tests: see scripts/prove.
+Each must fail without its protection: see scripts/mutations.
 """
 
 from __future__ import annotations

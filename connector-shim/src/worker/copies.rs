@@ -14,7 +14,6 @@ use std::time::Duration;
 use copy_engine::EngineMemory;
 use copy_engine::cuda::{CudaError, Event, Gpu};
 use shm_protocol::message::{Outcome, Status};
-use shm_protocol::proof::WITHOUT_RESCUE;
 
 use self::fetch::{Fetch, Step};
 use super::link::{Batches, Link};
@@ -171,7 +170,6 @@ impl Copies {
     /// What is to be copied of a job: nothing where no pool can be read.
     fn begin(&self, job: &Job) -> Fetch {
         match &job.pool {
-            _ if job.rescue && WITHOUT_RESCUE => Fetch::nothing(Vec::new()),
             Some(pool) => Fetch::new(&self.memory, pool, self.part, &job.plan),
             None => {
                 self.notices.say(Cause::Pool, "a load names the pool of a sidecar that this rank was never connected to; its blocks are computed again");

@@ -4,7 +4,6 @@ use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::layout::COMPLETION_SLOTS;
 use shm_protocol::message::Saved;
 use shm_protocol::pool::SlotRef;
-use shm_protocol::proof::WITHOUT_COMMIT_RULE;
 use shm_protocol::request::{self, Cancel, Keys};
 use tiers::FillError;
 
@@ -171,9 +170,6 @@ impl Core {
         save.void |= !ok;
         if self.schedulers.contains_key(&owner.scheduler) {
             self.settle(owner.scheduler, owner.op);
-            if WITHOUT_COMMIT_RULE {
-                self.commit_copied(owner.scheduler, 0, out);
-            }
         } else if save.running == 0 {
             self.finish_save(key, 0, out);
         }

@@ -50,21 +50,6 @@ pub(crate) enum Actor {
     Fate,
 }
 
-/// A protection that is taken away, to see that the oracle notices.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum Canary {
-    /// None: everything must hold.
-    None,
-    /// The engine reuses blocks without CANCEL.
-    NoCancel,
-    /// The sidecar commits what was copied before it reads the rings.
-    CommitWithoutDrain,
-    /// The sidecar's copies do not look at the gate.
-    GateIgnored,
-    /// The engine calls a load finished that nobody finished.
-    NoRescue,
-}
-
 /// What kind of world a seed makes.
 #[derive(Clone, Debug)]
 pub(crate) struct Knobs {
@@ -109,7 +94,8 @@ pub(crate) struct Ctx {
     pub(crate) now: Micros,
     pub(crate) rng: Rng,
     pub(crate) cover: Coverage,
-    pub(crate) canary: Canary,
+    /// Loads that the sidecar does not finish are called finished, to see that the oracle notices.
+    pub(crate) without_rescue: bool,
     pub(crate) knobs: Knobs,
     /// Actors to be woken, and when.
     pub(crate) wakes: Vec<(Actor, Micros)>,
@@ -127,7 +113,7 @@ pub(crate) struct Ctx {
 // === impl Ctx ===
 
 impl Ctx {
-    pub(crate) fn new(seed: u64, canary: Canary, events: usize) -> Self {
+    pub(crate) fn new(seed: u64, without_rescue: bool, events: usize) -> Self {
         let mut rng = Rng::new(seed);
         let knobs = Knobs {
             lease_ttl_ms: rng.pick(&[4, 20, 100]),
@@ -147,7 +133,7 @@ impl Ctx {
             now: 0,
             rng,
             cover: Coverage::default(),
-            canary,
+            without_rescue,
             knobs,
             wakes: Vec::new(),
             dials: Vec::new(),

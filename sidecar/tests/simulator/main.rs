@@ -3,8 +3,8 @@
 //! knows where every byte comes from.
 //!
 //! ```text
-//! simulator [--runs N] [--seed S]    N worlds from seed S on; then worlds without a protection, which must fail
-//! simulator --replay SEED            one world, with its last events
+//! simulator [--runs N] [--seed S]    N worlds from seed S on; then worlds without rescue, of which one must fail
+//! simulator --replay SEED [--without-rescue]    one world, with its last events
 //! ```
 
 #[path = "../../../connector-shim/src/arena.rs"]

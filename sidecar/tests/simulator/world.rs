@@ -8,7 +8,7 @@ use std::rc::Rc;
 
 use tempfile::TempDir;
 
-use crate::ctx::{Actor, COPIERS, Canary, Ctx, ENGINES, Micros, RANKS};
+use crate::ctx::{Actor, COPIERS, Ctx, ENGINES, Micros, RANKS};
 use crate::engine::{Engine, Model, Spec, keys};
 use crate::faults::{Faults, back_after};
 use crate::ledger::Form;
@@ -80,8 +80,8 @@ fn actor(number: usize) -> Actor {
 // === impl World ===
 
 impl World {
-    pub(crate) fn new(seed: u64, canary: Canary, events: usize) -> Self {
-        let mut ctx = Ctx::new(seed, canary, events);
+    pub(crate) fn new(seed: u64, without_rescue: bool, events: usize) -> Self {
+        let mut ctx = Ctx::new(seed, without_rescue, events);
         let mut models = vec![Model::random(0, None, &mut ctx.rng)];
         if ctx.rng.one_in(2) {
             let twin = ctx.rng.one_in(2).then(|| models[0].clone());

@@ -12,7 +12,7 @@ use shm_protocol::request::WorkerRequest;
 use super::Model;
 use super::request::Plan;
 use crate::connection::{Connection, PoolMap};
-use crate::ctx::{Canary, Ctx, Micros, SETTLE};
+use crate::ctx::{Ctx, Micros, SETTLE};
 use crate::origin::{Kv, WORDS};
 use crate::submission::Submission;
 
@@ -157,7 +157,7 @@ impl Job {
         if self.must_settle(ctx) {
             return false;
         }
-        if self.settle_by.is_some() && ctx.canary == Canary::NoRescue {
+        if self.settle_by.is_some() && ctx.without_rescue {
             self.at = self.plan.blocks.len();
         }
         if self.at < self.plan.blocks.len() {

@@ -7,7 +7,7 @@ use shm_protocol::request::{self, Keys, LoadFlags, SchedulerRequest};
 
 use super::request::{Lease, Plan};
 use super::scheduler::{Hit, Scheduler};
-use crate::ctx::{Canary, Ctx};
+use crate::ctx::Ctx;
 
 // === impl Scheduler: posting ===
 
@@ -90,9 +90,6 @@ impl Scheduler {
         let cancels = link.saves.cancel(blocks.into_iter());
         if !cancels.is_empty() {
             ctx.hit("engine block reused while saved");
-        }
-        if ctx.canary == Canary::NoCancel {
-            return;
         }
         for cancel in cancels {
             if !link.post(SchedulerRequest::Cancel(cancel)) {

@@ -6,14 +6,13 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
 
-use shm_protocol::gate::GateMemory;
-use shm_protocol::proof::WITHOUT_GATE;
+use shm_protocol::gate::{self, GateMemory};
 use shm_protocol::session::SessionMemory;
 use sidecar::engine::{CopyId, Direction, Piece};
 use tiers::pool::Pool;
 
 use crate::connection::Socket;
-use crate::ctx::{Actor, COPIERS, Canary, Ctx, Micros};
+use crate::ctx::{Actor, COPIERS, Ctx, Micros};
 use crate::origin::{Kv, WORDS};
 
 /// Blocks that one thread takes at a time: batches of a few blocks spread over the threads.
@@ -149,12 +148,8 @@ impl Task {
             }
             Stage::Begin => self.stage = Stage::Word(0),
             Stage::Raised => {
-                region.fence();
-                let closed = region.load_gate() >= self.batch.load_op;
-                if closed {
+                if !gate::is_open(region, self.batch.load_op) {
                     ctx.hit("sidecar gate closed");
-                }
-                if closed && ctx.canary != Canary::GateIgnored && !WITHOUT_GATE {
                     region.lower_copying();
                     return false;
                 }

@@ -9,7 +9,7 @@ use sidecar::engine::{Event, Request, SessionId};
 
 use super::Life;
 use crate::coverage;
-use crate::ctx::{Canary, Ctx, Micros};
+use crate::ctx::{Ctx, Micros};
 
 /// How long a sleep lasts at most while fences are waited for.
 const FENCE_POLL: Micros = 200;
@@ -20,15 +20,12 @@ pub(super) enum Phase {
     Copied,
     Look,
     Read(VecDeque<(SessionId, usize)>),
-    /// Schedulers to be reported; then fences, or, where a protection is missing, the rings.
-    Drained(VecDeque<(SessionId, u64)>, Early),
+    /// Schedulers to be reported.
+    Drained(VecDeque<(SessionId, u64)>),
     LookAtFences,
     Fences(VecDeque<(SessionId, u64, u64)>),
     Rest,
 }
-
-/// Whether `Drained` is reported before the rings were read.
-type Early = bool;
 
 // === impl Life: the turn ===
 
@@ -58,7 +55,7 @@ impl Life {
             Phase::Copied => self.take_copied(ctx),
             Phase::Look => self.look(ctx),
             Phase::Read(open) => self.read(open, ctx),
-            Phase::Drained(drained, early) => self.report(drained, early, ctx),
+            Phase::Drained(drained) => self.report(drained, ctx),
             Phase::LookAtFences => self.look_at_fences(),
             Phase::Fences(moved) => self.fences(moved, ctx),
             Phase::Rest => return self.rest(ctx),
@@ -75,8 +72,7 @@ impl Life {
         if self.take_transfer(ctx) || self.hear_mesh(ctx) {
             return;
         }
-        let early = ctx.canary == Canary::CommitWithoutDrain && self.touched;
-        self.phase = if early { Phase::Drained(self.drained(), true) } else { Phase::Look };
+        self.phase = Phase::Look;
     }
 
     fn look(&mut self, ctx: &mut Ctx) {
@@ -98,7 +94,7 @@ impl Life {
     fn read(&mut self, mut open: VecDeque<(SessionId, usize)>, ctx: &mut Ctx) {
         let Some((id, left)) = open.pop_front() else {
             let touched = std::mem::take(&mut self.touched);
-            self.phase = if touched { Phase::Drained(self.drained(), false) } else { Phase::LookAtFences };
+            self.phase = if touched { Phase::Drained(self.drained()) } else { Phase::LookAtFences };
             return;
         };
         self.phase = Phase::Read(open);
@@ -137,12 +133,12 @@ impl Life {
         read.map(|(id, peer)| (*id, peer.session.void_below())).collect()
     }
 
-    fn report(&mut self, mut drained: VecDeque<(SessionId, u64)>, early: Early, ctx: &mut Ctx) {
+    fn report(&mut self, mut drained: VecDeque<(SessionId, u64)>, ctx: &mut Ctx) {
         let Some((session, void_below)) = drained.pop_front() else {
-            self.phase = if early { Phase::Look } else { Phase::LookAtFences };
+            self.phase = Phase::LookAtFences;
             return;
         };
-        self.phase = Phase::Drained(drained, early);
+        self.phase = Phase::Drained(drained);
         self.handle(Event::Drained { session, void_below }, ctx);
     }
 

@@ -178,7 +178,7 @@ impl World {
         let session = Session::new(memory.clone(), socket, eventfd(), rank);
         self.peers.insert(id, Peer { session, memory, tail: 0 });
         let hello = Hello::new("fuzz".into(), 2, role);
-        self.handle(Event::Connected { session: id, hello, namespace: digest });
+        self.handle(Event::Connected { session: id, hello: Box::new(hello), namespace: digest });
     }
 
     fn handle(&mut self, event: Event) {

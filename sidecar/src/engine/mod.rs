@@ -62,7 +62,7 @@ pub enum Event {
         /// Its session.
         session: SessionId,
         /// What it said, already checked.
-        hello: Hello,
+        hello: Box<Hello>,
         /// Workers: the digest of the facts.
         namespace: Option<NamespaceDigest>,
     },
@@ -335,7 +335,7 @@ impl Core {
     /// Takes one event and appends what others wait for: an engine is held up by its question. [`Core::go_on`] follows.
     pub fn respond(&mut self, now_ms: u64, event: Event, out: &mut Vec<Action>) {
         match event {
-            Event::Connected { session, hello, namespace } => self.connect(session, hello, namespace, out),
+            Event::Connected { session, hello, namespace } => self.connect(session, *hello, namespace, out),
             Event::Disconnected { session } => self.disconnect(session, out),
             Event::Message { session, request } => {
                 if let Err(reason) = self.message(now_ms, session, request, out) {

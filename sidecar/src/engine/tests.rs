@@ -86,10 +86,14 @@ impl Harness {
         let mut harness = Self { core, out: Vec::new(), now_ms: 0 };
         for rank in 0..world_size {
             let (session, hello) = (RANKS[rank as usize], rank_hello_of(world_size, rank, bytes));
-            harness.event(Event::Connected { session, hello, namespace: Some(NamespaceDigest([1; 16])) });
+            harness.event(Event::Connected {
+                session,
+                hello: Box::new(hello),
+                namespace: Some(NamespaceDigest([1; 16])),
+            });
         }
         let hello = hello(world_size, Role::Scheduler { run: RUN });
-        harness.event(Event::Connected { session: SCHEDULER, hello, namespace: None });
+        harness.event(Event::Connected { session: SCHEDULER, hello: Box::new(hello), namespace: None });
         harness
     }
 
@@ -466,8 +470,11 @@ fn plans_wait_for_a_rank_that_has_not_joined() {
 #[test]
 fn ranks_of_different_form_are_not_served() {
     let mut engine = Harness::unjoined(2);
-    let replaced =
-        Event::Connected { session: 9, hello: rank_hello(2, 1), namespace: Some(NamespaceDigest([2; 16])) };
+    let replaced = Event::Connected {
+        session: 9,
+        hello: Box::new(rank_hello(2, 1)),
+        namespace: Some(NamespaceDigest([2; 16])),
+    };
     engine.event(replaced);
     engine.open(0, 0..1);
     assert_eq!(engine.query(0, 1, 0, 1).status, Status::NotReady);
@@ -545,7 +552,7 @@ fn a_rank_that_comes_again_has_ended_the_loads_of_steps_it_began_before() {
     engine.event(Event::Disconnected { session: RANKS[0] });
     let again = Event::Connected {
         session: RANKS[1],
-        hello: rank_hello(1, 0),
+        hello: Box::new(rank_hello(1, 0)),
         namespace: Some(NamespaceDigest([1; 16])),
     };
     engine.event(again);

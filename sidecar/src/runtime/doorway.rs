@@ -58,7 +58,7 @@ impl Runtime {
         self.enroll(id, &hello, note.as_deref());
         self.core.handle(
             crate::clock::millis(self.now),
-            Event::Connected { session: id, hello, namespace: digest },
+            Event::Connected { session: id, hello: Box::new(hello), namespace: digest },
             &mut self.out,
         );
         self.touched = true;

@@ -59,7 +59,7 @@ impl Life {
             bell: Rc::clone(&ctx.bell),
             pool: Rc::clone(&self.map),
         };
-        self.handle(Event::Connected { session: id, hello, namespace: digest }, ctx);
+        self.handle(Event::Connected { session: id, hello: Box::new(hello), namespace: digest }, ctx);
         let logs = BTreeMap::new();
         let peer = Peer { session, rank, _socket: socket, hung_up, engine, salt: None, logs, asked: 0 };
         self.sessions.insert(id, peer);

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from testkit.process import EXIT_WATCHDOG_S, Process
+from testkit.fork_server import Forked, ForkServer
+from testkit.process import EXIT_WATCHDOG_S, Process, start
 
 # The folder that holds this package.
 TESTS = Path(__file__).resolve().parents[1]
@@ -26,6 +27,11 @@ CHUNK_BYTES = 1 << 20
 def python(module: str, *arguments: str) -> list[str]:
     """The command of a Python program, found on the path that `Child` sets and on no other."""
     return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def python_path(path: Iterable[Path] = ()) -> dict[str, str]:
+    """The variable by which Python finds `path`, then testkit, then what this process was told."""
+    return {"PYTHONPATH": os.pathsep.join([*map(str, path), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 class Child(Process):
@@ -39,11 +45,21 @@ class Child(Process):
         path: Iterable[Path] = (),
     ) -> None:
         """Standard error is appended to `log`, without one it is this process's. Python finds `path`, then testkit."""
-        found = [*map(str, path), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-        variables = {"PYTHONPATH": os.pathsep.join(found)} | dict(environment or {})
-        super().__init__(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE, environment=variables)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        variables = python_path(path) | dict(environment or {})
+        started = start(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE, environment=variables)
+        self._take(started, command, log)
+
+    @classmethod
+    def copied(cls, server: ForkServer) -> Child:
+        """A copy of a process that has imported what it needs."""
+        child = cls.__new__(cls)
+        child._take(server.fork(), server.command, server.log)
+        return child
+
+    def _take(self, process: subprocess.Popen[bytes] | Forked, command: Sequence[object], log: Path | None) -> None:
+        Process.__init__(self, process, command, log)
+        assert process.stdin is not None and process.stdout is not None
+        self._stdin, self._stdout = process.stdin, process.stdout
         self._unread = b""
 
     def tell(self, message: Any) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from testkit.child import Child, python
+from testkit.child import Child, python, python_path
+from testkit.fork_server import ForkServer
 from testkit.waiting import Failed
 
 # Watchdogs only: no test asserts on them. Tensor parallel takes about 35 s to start on two idle cores.
@@ -100,36 +101,31 @@ class Options:
         }
 
 
-# Drivers that have imported vLLM, or are about to, and are no engine yet: one for the next `Engine`.
-_spare: list[Child] = []
-SPARE_OMP_THREADS = 1
+# The process whose copies are drivers, once there is one: it has imported vLLM, or is about to.
+_server: list[ForkServer] = []
+SERVER_OMP_THREADS = 1
+DRIVER = "testkit.engine_driver"
+# A process that has asked a GPU's driver anything must not be copied.
+GPU_DRIVER = Path("/dev/nvidiactl")
 # A test that needs a hit must not miss it because the sidecar had no core for a while.
 HIT_BUDGET_US = 10_000_000
 
 
-def _spawn_driver(omp_threads: int, prefix: tuple[str, ...] = ()) -> Child:
-    # What libraries read when they are imported; the rest comes with the engine's role, and so does its log.
-    environment = {"OMP_NUM_THREADS": str(omp_threads), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    return Child([*prefix, *python("testkit.engine_driver")], Path(os.devnull), environment)
-
-
 def _driver(options: Options) -> Child:
-    """A driver process; the next one begins to import vLLM in the background, but not beside two ranks.
-
-    Ranks that spin for each other keep everybody else from a small machine's cores for seconds.
-    """
-    if options.omp_threads != SPARE_OMP_THREADS or options.prefix:
-        return _spawn_driver(options.omp_threads, options.prefix)
-    driver = _spare.pop() if _spare else _spawn_driver(options.omp_threads)
-    if options.tensor_parallel == 1:
-        _spare.append(_spawn_driver(options.omp_threads))
-    return driver
+    """A driver process: a copy of the one that has imported vLLM, where it may be one."""
+    # What libraries read when they are imported; the rest comes with the engine's role, and so does its log.
+    environment = {"OMP_NUM_THREADS": str(options.omp_threads), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if options.omp_threads != SERVER_OMP_THREADS or options.prefix or GPU_DRIVER.exists():
+        return Child([*options.prefix, *python(DRIVER)], Path(os.devnull), environment)
+    if not _server:
+        _server.append(ForkServer(python("testkit.fork_server", DRIVER), python_path() | environment))
+    return Child.copied(_server[0])
 
 
 @atexit.register
-def _end_spares() -> None:
-    for spare in _spare:
-        spare.close()
+def _end_server() -> None:
+    for server in _server:
+        server.kill()
 
 
 class Engine:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from testkit import logs
 from testkit.waiting import Failed
@@ -16,31 +16,54 @@ from testkit.waiting import Failed
 EXIT_WATCHDOG_S = 60
 
 
-class Process:
-    """One process, in a session of its own: signals to its group reach what it starts, and nobody else."""
+class Started(Protocol):
+    """What is known of a process that runs: as `subprocess.Popen` has it."""
 
-    def __init__(
-        self,
-        command: Sequence[object],
-        log: Path | None,
-        *,
-        stdin: int,
-        stdout: int | None = None,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        """What it prints, unless that is piped, is appended to `log`; without a log it goes where this process's goes."""
-        self.log = log
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """Its exit status, or None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status, once it has ended."""
+
+
+def start(
+    command: Sequence[object],
+    log: Path | None,
+    *,
+    stdin: int,
+    stdout: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    keep: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """A process in a session of its own: signals to its group reach what it starts, and nobody else.
+
+    What it prints, unless that is piped, is appended to `log`; without a log it goes where this process's goes. It inherits
+    the descriptors of `keep`.
+    """
+    with contextlib.ExitStack() as stack:
+        output: IO[bytes] | None = stack.enter_context(log.open("ab")) if log else None
+        return subprocess.Popen(
+            [str(part) for part in command],
+            stdin=stdin,
+            stdout=output if stdout is None else stdout,
+            stderr=output,
+            env=os.environ | (environment or {}),
+            pass_fds=keep,
+            start_new_session=True,
+        )
+
+
+class Process:
+    """One process, which leads a session."""
+
+    def __init__(self, process: Started, command: Sequence[object], log: Path | None) -> None:
+        """`command` is what a person would have to type for it."""
+        self._process = process
         self.command = [str(part) for part in command]
-        with contextlib.ExitStack() as stack:
-            output: IO[bytes] | None = stack.enter_context(log.open("ab")) if log else None
-            self._process = subprocess.Popen(
-                self.command,
-                stdin=stdin,
-                stdout=output if stdout is None else stdout,
-                stderr=output,
-                env=os.environ | (environment or {}),
-                start_new_session=True,
-            )
+        self.log = log
 
     @property
     def pid(self) -> int:

@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from testkit.process import Process
+from testkit.process import Process, start
 from testkit.waiting import POLL_S, WATCHDOG_S, wait_for
 
 READY_WATCHDOG_S = 120
@@ -31,7 +31,7 @@ class Server(Process):
     log: Path
 
     def __init__(self, command: Sequence[object], log: Path, ready: str) -> None:
-        super().__init__(command, log, stdin=subprocess.DEVNULL)
+        super().__init__(start(command, log, stdin=subprocess.DEVNULL), command, log)
         self._ready = ready
 
     def wait_ready(self) -> None:

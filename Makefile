@@ -33,9 +33,11 @@ demo: setup ## a real vLLM engine gets its KV back after a restart: table, and a
 
 test: test-rust test-loom test-sim test-python test-e2e ## all tests; no GPU needed
 
-test-long: setup ## sidecar and engine of this release against those of the one before, which is built from history
+test-long: setup-tests ## what CI has no time for: many seeds, and this release against the one before, built from history
 	@scripts/build-previous
-	python -m pytest -q tests/skew
+	$(PYTEST) tests/skew
+	PLAYS=48 $(PYTEST) tests/vllm/test_storm.py
+	$(MAKE) sim RUNS=20000
 
 test-rust: setup-tests ## unit and property tests of the crates
 	@scripts/part test-rust cargo test --workspace --features connector-shim/c,mesh/rdma --quiet
@@ -44,8 +46,8 @@ test-loom: setup ## every interleaving of the rings and fences
 	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" \
 		scripts/part test-loom cargo test --profile sim --package shm-protocol --test loom --quiet
 
-test-sim: setup ## 3,000 simulated worlds with faults beside the 1,000 of test-rust, and worlds that must fail
-	@scripts/part test-sim cargo test --workspace --features connector-shim/c,mesh/rdma --test simulator --quiet -- --runs 3000 --seed 1001
+test-sim: setup ## 1,000 simulated worlds with faults beside the 1,000 of test-rust, and worlds that must fail
+	@scripts/part test-sim cargo test --workspace --features connector-shim/c,mesh/rdma --test simulator --quiet -- --runs 1000 --seed 1001
 
 test-python: setup-tests ## the connector against vLLM's signatures and schedulers, without an engine
 	@scripts/part test-python $(PYTEST) tests/unit tests/vllm
@@ -73,12 +75,12 @@ sanitize: setup ## address and thread sanitizers over the Rust tests
 	@scripts/sanitize
 
 lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, and the rules of scripts/tidy and scripts/edges
-	@scripts/setup lint
+	@scripts/part setup-lint scripts/setup lint
 	cargo fmt --all --check
-	cargo clippy --workspace --all-targets --features connector-shim/python,connector-shim/c,mesh/rdma --quiet -- -D warnings
+	@scripts/part clippy cargo clippy --workspace --all-targets --features connector-shim/python,connector-shim/c,mesh/rdma --quiet -- -D warnings
 	ruff check .
 	ruff format --check .
-	mypy
+	@scripts/part mypy mypy
 	scripts/tidy
 	scripts/edges
 	typos

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from testkit import engine, logs, model
+from testkit import engine, logs, model, prompts
 
 
 @pytest.fixture(scope="session")
@@ -26,10 +26,12 @@ def options(tiny_model: Path) -> engine.Options:
 
 @pytest.fixture(scope="session")
 def plain(options: engine.Options, tmp_path_factory: pytest.TempPathFactory) -> Iterator[engine.Engine]:
-    """vLLM without a connector, alive for the whole session: what the right answer is."""
+    """vLLM without a connector, alive for the whole session: what the right answer is.
+
+    It cuts prompts into steps of prompts.STEP_TOKENS.
+    """
     log = tmp_path_factory.mktemp("plain") / "engine.log"
-    plain_options = dataclasses.replace(options, batched_tokens=256)
-    with engine.running(plain_options, log) as running:
+    with engine.running(dataclasses.replace(options, batched_tokens=prompts.STEP_TOKENS), log) as running:
         yield running
 
 

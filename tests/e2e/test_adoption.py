@@ -37,7 +37,7 @@ def test_adopted_blocks_answer(options: engine.Options, plain: engine.Engine, tm
     living = [first]
     try:
         first.wait_ready()
-        connected = dataclasses.replace(options, socket=first.socket)
+        connected = dataclasses.replace(options, socket=first.socket, batched_tokens=prompts.STEP_TOKENS)
         with engine.running(connected, tmp_path / "stays.log") as stays:
             assert _saved_and_killed(first, stays) == right
             second = _restarted(tmp_path, first.pool)

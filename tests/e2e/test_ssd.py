@@ -47,7 +47,7 @@ def test_what_memory_gave_up_comes_back(options: engine.Options, plain: engine.E
     first = _started(tmp_path)
     living = [first]
     try:
-        connected = dataclasses.replace(options, socket=first.socket)
+        connected = dataclasses.replace(options, socket=first.socket, batched_tokens=prompts.STEP_TOKENS)
         with engine.running(connected, tmp_path / "engine.log") as running:
             local = []
             for tokens, expected in zip(PROMPTS, right, strict=True):

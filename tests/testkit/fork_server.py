@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import IO
 
@@ -27,7 +28,8 @@ class Forked:
         self.returncode: int | None = None
         self.stdin: IO[bytes] = os.fdopen(stdin, "wb")
         self.stdout: IO[bytes] = os.fdopen(stdout, "rb", buffering=0)
-        self._status = status
+        self._status = os.fdopen(status, "rb", buffering=0)
+        self._lock = threading.Lock()
 
     def poll(self) -> int | None:
         """Its exit status, or None while it runs."""
@@ -41,11 +43,13 @@ class Forked:
         return status
 
     def _await(self, timeout: float | None) -> int | None:
-        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
-            said = os.read(self._status, 16)
-            os.close(self._status)
-            # Said by the server, unless the server was killed, and all its copies with it.
-            self.returncode = int(said) if said else -signal.SIGKILL
+        if select.select([self._status], [], [], timeout)[0]:
+            # Several threads may wait for one end, which is told once.
+            with self._lock:
+                if self.returncode is None:
+                    said = self._status.read(16)
+                    # The server says it, unless it was killed, and all its copies with it.
+                    self.returncode = int(said) if said else -signal.SIGKILL
         return self.returncode
 
 

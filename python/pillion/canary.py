@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,25 +24,29 @@ def sample(layer: torch.nn.Module, device: torch.device | None) -> bytes | None:
     """Bytes from the middle of parameters of the model of `layer`, as many as lie on `device` or, without one, on the host;
     None if none does."""
     where = str(device or "cpu")
+    (model,) = models_of([layer])
     # Experts are dealt out between data-parallel engines, and moved while they serve: no two engines need hold the same.
-    shared = [(name, found) for name, found in _model_of(layer).named_parameters() if "experts" not in name.split(".")]
+    shared = [(name, found) for name, found in model.named_parameters() if "experts" not in name.split(".")]
     named = [(name, found) for name, found in shared if str(found.device) == where and found.numel()]
     # Matrices first: many a vector is all ones. By digest, since every eighth by name may be of the same kind in every layer.
     named.sort(key=lambda pair: (pair[1].dim() < 2, hashlib.sha256(pair[0].encode()).digest()))
     return _gather([parameter for _, parameter in named[:PARAMETERS_MAX]])
 
 
-def _model_of(layer: torch.nn.Module) -> torch.nn.Module:
-    """The outermost module that `layer` is a part of."""
+def models_of(layers: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The outermost modules that `layers` are parts of, each once: the model, and one that drafts for it."""
     import torch
 
     modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
     parents = {id(child): module for module in modules for child in module.__dict__.get("_modules", {}).values()}
-    model, seen = layer, {id(layer)}
-    while (parent := parents.get(id(model))) is not None and id(parent) not in seen:
-        seen.add(id(parent))
-        model = parent
-    return model
+    models = {}
+    for layer in layers:
+        model, seen = layer, {id(layer)}
+        while (parent := parents.get(id(model))) is not None and id(parent) not in seen:
+            seen.add(id(parent))
+            model = parent
+        models[id(model)] = model
+    return list(models.values())
 
 
 def _gather(parameters: list[torch.nn.Parameter]) -> bytes | None:

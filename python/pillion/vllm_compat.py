@@ -6,7 +6,6 @@ First class: 0.29 and later. What a version lacks is met with `getattr` and the 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from pillion.canary import sample
+from pillion import identity
+from pillion.canary import models_of, sample
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +70,8 @@ BLOCK_LAYOUT_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 # The largest kernel block of all of them (FlashInfer's on Hopper). vLLM splits larger blocks into kernel blocks, which a
 # layout with other layers between two blocks rules out.
 BLOCK_LAYOUT_TOKENS_MAX = 64
+# Ways to propose tokens that keep no KV: the target's is the same with and without them.
+DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 logger = init_logger("vllm.pillion")
 
 
@@ -241,10 +243,11 @@ def facts(
         "revision": getattr(model, "revision", None),
         "quantization": model.quantization,
         "dtype": model.dtype,
-        "hf_overrides": json.dumps(_plain(getattr(model, "hf_overrides", {})), sort_keys=True, default=str),
+        "config": _read("the model's configuration", lambda: _configuration(model), engine_id, warnings),
+        "rotary": _read("a rotary cache", lambda: _rotary(vllm_config, kv_cache_config), engine_id, warnings),
         "weights": _weights(vllm_config, model_id, engine_id, warnings),
         "tensor_parallel_size": parallel.tensor_parallel_size,
-        "drafter": _drafter(vllm_config),
+        "drafter": _read("the drafter's configuration", lambda: _drafter(vllm_config), engine_id, warnings),
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "none_hash": _none_hash(cache.prefix_caching_hash_algo, engine_id, warnings),
         "extra_keys": "tagged" if version() >= TAGGED_SINCE else "bare",
@@ -283,8 +286,29 @@ def packing(vllm_config: VllmConfig) -> str:
     return ",".join(sorted({str(layer.isa) for layer in layers if getattr(layer, "isa", None)})) or "none"
 
 
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, dict) else repr(value)
+def _read(what: str, read: Callable[[], str], engine_id: str, warnings: list[str]) -> str:
+    """A fact of the model; where its code keeps what cannot be compared, a fact that no other engine states."""
+    try:
+        return read()
+    except Exception as error:  # what configurations and modules hold is their model's
+        warnings.append(
+            f"{what} cannot be compared ({error}), so nothing is shared with other engines or with the next start of this "
+            "one: let the model keep numbers, texts, lists and mappings there"
+        )
+        return f"private to {engine_id}"
+
+
+def _configuration(model: Any) -> str:
+    """The fact of the model's configuration after overrides; the whole of it to the debug log, to be compared."""
+    logger.debug("pillion: the model's configuration: %s", identity.canonical(model.hf_config))
+    return identity.configuration(model.hf_config)
+
+
+def _rotary(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """The rotary caches of the loaded models whose layers have KV."""
+    context = vllm_config.compilation_config.static_forward_context
+    layers = [context[name] for name in kv_cache_config.kv_cache_groups[0].layer_names if name in context]
+    return identity.rotary(models_of(layers), vllm_config.model_config.dtype) if layers else "unknown"
 
 
 def _backend(vllm_config: VllmConfig) -> str:
@@ -297,8 +321,13 @@ def _backend(vllm_config: VllmConfig) -> str:
 
 
 def _drafter(vllm_config: VllmConfig) -> str:
+    """The model that proposes tokens, if it has layers of KV beside the other ones in a block."""
     speculative = getattr(vllm_config, "speculative_config", None)
-    return "none" if speculative is None else f"{speculative.method} {getattr(speculative, 'model', None)}"
+    if speculative is None or speculative.method in DRAFTS_WITHOUT_KV:
+        return "none"
+    draft = getattr(speculative, "draft_model_config", None)
+    config = identity.configuration(draft.hf_config) if draft is not None else "no configuration"
+    return f"{speculative.method} {getattr(speculative, 'model', None)} {config}"
 
 
 def _lora(vllm_config: VllmConfig, engine_id: str) -> str:

@@ -30,7 +30,11 @@ const REMEDIES: &[(&str, &str)] = &[
     ("revision", "pass the same --revision to both"),
     ("quantization", "pass the same --quantization to both"),
     ("dtype", "pass the same --dtype to both"),
-    ("hf_overrides", "pass the same --hf-overrides to both"),
+    ("config", "give both the same config.json and --hf-overrides"),
+    (
+        "rotary",
+        "give both the same rope parameters, and with LongRoPE the same --max-model-len: vLLM chooses its factors by it",
+    ),
     ("drafter", "pass the same --speculative-config to both"),
     ("lora", "pass --enable-lora to both or to neither; with LoRA before vLLM 0.31 nothing can be shared"),
     ("hash_algorithm", "pass the same --prefix-caching-hash-algo to both"),

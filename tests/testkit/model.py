@@ -14,7 +14,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Shape:
     qk_norm: float = 1.5  # how sharp attention is
     attention_scale: float = 4.0  # how much attention's output weighs against the token's own
     seed: int = 1234
+    # `phi3` rotates by LongRoPE: by other factors where an engine's max_model_len is above LONGROPE_ORIGINAL.
+    family: Literal["qwen3", "phi3"] = "qwen3"
 
     def kv_bytes_per_token(self, dtype_bytes: int = 2) -> int:
         """Bytes of KV that one token costs over all layers."""
@@ -50,18 +52,20 @@ DEMO = Shape(
     max_position=8192,
     qk_norm=2.0,
 )
+# Phi-3 takes the size of a head from these two.
+TINY_PHI3 = Shape(family="phi3", hidden=256)
+LONGROPE_ORIGINAL = 1024
 SHAPES = {"tiny": TINY, "demo": DEMO}
 
 
-def _config(shape: Shape) -> dict[str, Any]:
+def config(shape: Shape) -> dict[str, Any]:
+    """What config.json holds."""
     return {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
+        **(_qwen3(shape) if shape.family == "qwen3" else _phi3(shape)),
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
         "intermediate_size": shape.intermediate,
         "vocab_size": shape.vocab,
         "max_position_embeddings": shape.max_position,
@@ -76,9 +80,29 @@ def _config(shape: Shape) -> dict[str, Any]:
         "eos_token_id": 2,
         "torch_dtype": "bfloat16",
         "use_cache": True,
-        "use_sliding_window": False,
         "sliding_window": None,
+    }
+
+
+def _qwen3(shape: Shape) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "head_dim": shape.head_dim,
+        "use_sliding_window": False,
         "max_window_layers": shape.layers,
+    }
+
+
+def _phi3(shape: Shape) -> dict[str, Any]:
+    pairs = shape.head_dim // 2
+    assert shape.hidden == shape.heads * shape.head_dim
+    return {
+        "model_type": "phi3",
+        "architectures": ["Phi3ForCausalLM"],
+        "pad_token_id": 0,
+        "original_max_position_embeddings": LONGROPE_ORIGINAL,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs},
     }
 
 
@@ -110,9 +134,16 @@ def _weights(shape: Shape) -> dict[str, Any]:
             prefix + "mlp.down_proj.weight": linear(shape.hidden, shape.intermediate),
             prefix + "input_layernorm.weight": torch.ones(shape.hidden, dtype=dtype),
             prefix + "post_attention_layernorm.weight": torch.ones(shape.hidden, dtype=dtype),
-            prefix + "self_attn.q_norm.weight": torch.full((shape.head_dim,), shape.qk_norm, dtype=dtype),
-            prefix + "self_attn.k_norm.weight": torch.full((shape.head_dim,), shape.qk_norm, dtype=dtype),
         }
+        if shape.family == "phi3":
+            fused = {"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")}
+            for name, parts in fused.items():
+                module = name.split(".")[0]
+                rows = [weights.pop(f"{prefix}{module}.{part}_proj.weight") for part in parts]
+                weights[f"{prefix}{name}.weight"] = torch.cat(rows)
+            continue
+        for name in ("q_norm", "k_norm"):
+            weights[f"{prefix}self_attn.{name}.weight"] = torch.full((shape.head_dim,), shape.qk_norm, dtype=dtype)
     return weights
 
 
@@ -125,7 +156,7 @@ def write(directory: Path, shape: Shape = TINY) -> Path:
         return directory
     from safetensors.torch import save_file
 
-    (directory / "config.json").write_text(json.dumps(_config(shape), indent=1))
+    (directory / "config.json").write_text(json.dumps(config(shape), indent=1))
     save_file(_weights(shape), directory / "model.safetensors", metadata={"format": "pt"})
     shape_file.write_text(wanted)  # last: its presence says that the rest is whole
     return directory

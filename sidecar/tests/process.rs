@@ -216,5 +216,6 @@ fn errors_name_the_remedy() {
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && text.contains(remedy), "{arguments:?}: {text}");
     }
-    assert!(String::from_utf8_lossy(&pillion(&["version"]).stdout).contains("protocol 1"));
+    let protocol = format!("protocol {}", shm_protocol::PROTOCOL_VERSION);
+    assert!(String::from_utf8_lossy(&pillion(&["version"]).stdout).contains(&protocol));
 }

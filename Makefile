@@ -44,7 +44,7 @@ test-rust: setup-tests ## unit and property tests of the crates
 
 test-loom: setup ## every interleaving of the rings and fences
 	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-target}/loom" \
-		scripts/part test-loom cargo test --profile sim --package shm-protocol --test loom --quiet
+		scripts/part test-loom cargo test --release --package shm-protocol --test loom --quiet
 
 test-sim: setup ## 1,000 simulated worlds with faults beside the 1,000 of test-rust, and worlds that must fail
 	@scripts/part test-sim cargo test --workspace --features connector-shim/c,mesh/rdma --test simulator --quiet -- --runs 1000 --seed 1001

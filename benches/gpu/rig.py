@@ -189,7 +189,7 @@ class EngineProcess(Child):
     def __init__(self, bench: str, mode: str, options: argparse.Namespace, log: Path) -> None:
         log.touch()
         command = python(f"benches.gpu.{bench}", *sys.argv[1:], "--engine", mode, "--logs", str(log.parent))
-        # Its progress is this process's; what vLLM says goes to the log, which the child opens.
+        # The engine's progress goes to this process's standard error; vLLM's output goes to the log, which the engine opens.
         super().__init__(command, None, environment(options), [ROOT])
         self.log = log
         self._limit_s = options.limit_s

@@ -21,7 +21,7 @@ use crate::pool::Pool;
 /// The longest a handshake may take: the engine's start waits for it once.
 pub(crate) const HANDSHAKE: Duration = Duration::from_secs(1);
 
-/// Whom to connect to, and what to say there: a hello that no sidecar of this version finds a field to refuse in.
+/// The sidecar's socket, and the encoded HELLO for it, which has passed `Hello::check`.
 #[derive(Debug)]
 pub(crate) struct Address {
     /// The sidecar's socket.

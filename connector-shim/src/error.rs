@@ -14,7 +14,7 @@ pub enum ShimError {
     /// An argument that no sidecar could serve: correct the caller.
     #[error("{0}")]
     Argument(String),
-    /// What this engine says of itself is against the rules of the handshake: correct the caller.
+    /// The HELLO breaks a rule of the handshake: the caller must correct the named field.
     #[error(transparent)]
     Hello(#[from] HandshakeError),
     /// A block hash that is none: correct the caller.

@@ -39,7 +39,7 @@ pub struct Hello {
     /// [`PROTOCOL_OLDEST`] of the sender; absent means `version`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub oldest: Option<u32>,
-    /// The sender's release.
+    /// Release of the sender, 1 to 64 bytes, for logs and errors alone.
     pub release: String,
     /// `engine_id` of vLLM's configuration, the same in the scheduler and the workers.
     pub engine: String,
@@ -182,7 +182,7 @@ pub enum Reply {
 pub struct Welcome {
     /// The version that both speak from now on: [`agree`].
     pub version: u32,
-    /// The sidecar's release.
+    /// Release of the sidecar, 1 to 64 bytes, for logs and errors alone.
     pub release: String,
     /// Random id of this life of the sidecar.
     pub epoch: u64,
@@ -213,13 +213,13 @@ pub enum HandshakeError {
         own_versions()
     )]
     Version {
-        /// What the peer speaks.
+        /// The range of protocol versions that the peer stated.
         theirs: Versions,
     },
     /// A record that no packet holds.
     #[error("the handshake record has {bytes} bytes; at most {RECORD_BYTES_MAX} fit: state shorter facts")]
     Long {
-        /// Its bytes.
+        /// Bytes of the encoded record.
         bytes: usize,
     },
     /// A field is out of range.
@@ -234,7 +234,7 @@ pub enum HandshakeError {
     },
 }
 
-/// What a HELLO or a Welcome of every version holds; the first one stated a version alone.
+/// The fields that a HELLO or Welcome of every protocol version holds. Protocol 1 stated `version` alone.
 #[derive(Deserialize)]
 struct Stated {
     version: u32,

@@ -47,6 +47,8 @@ class Engine:
         self.scheduler = _shim.SchedulerSession(str(path), "bench", 1, RUN, BUDGET_US, True, False)
         if not (self.worker.connected and self.scheduler.connected):
             sys.exit(f"not connected: {self.worker.take_notices()} {self.scheduler.take_notices()}")
+        # Nothing is served before the ranks have joined.
+        self.worker.join(RUN)
         self._step = 0
 
     def step(self) -> int:

@@ -20,7 +20,7 @@ pub(crate) enum Cause {
     Reconnected,
     /// A query ran out of time.
     Budget,
-    /// No worker has shown its memory, or the ranks disagree.
+    /// A rank has not joined, or the ranks disagree.
     NotReady,
     /// The sidecar broke the protocol.
     Protocol,

@@ -17,7 +17,7 @@ use shm_protocol::layout::OPERATIONS;
 use shm_protocol::request::{self, Keys, SchedulerRequest};
 
 use self::link::Link;
-pub use self::query::{Asked, HOLD, PENDING, SLEEP_TURN, SPIN};
+pub use self::query::{Asked, HOLD, PENDING, SLEEP_TURN, SPIN, UNBOUND_WAIT};
 use crate::client::{Change, Client};
 use crate::connection::Address;
 use crate::error::{ShimError, argument};

@@ -9,7 +9,7 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use connector_shim::error::ShimError;
-use connector_shim::scheduler::Scheduler;
+use connector_shim::scheduler::{PENDING, Scheduler, UNBOUND_WAIT};
 use connector_shim::worker::Worker;
 use peer::rank::{BLOCK_BYTES, EPOCH, Kv, connected, content, options, plan};
 use peer::{Peer, SEGMENT_BYTES, Served, TestPool, doorbell, eventually, own_process, welcome};
@@ -319,6 +319,35 @@ fn a_sidecar_of_another_version_is_refused_with_both_numbers() {
 // === the rings and words of a scheduler ===
 
 #[test]
+fn an_engine_whose_ranks_have_not_joined_asks_again_for_a_while() {
+    let peer = Peer::new(EPOCH);
+    let (mut scheduler, served) = peer::scheduler::connected(&peer, BLOCK_BYTES);
+    let log = log_of(&mut scheduler, 8);
+    let ask = |scheduler: &mut Scheduler, status, hits| {
+        served.beat();
+        scheduler.end_step();
+        let op = scheduler.post_query(log, 0, 8).expect("a query was posted");
+        served.answer(op, status, hits);
+        let hits = scheduler.wait(op);
+        scheduler.release(log);
+        hits
+    };
+    for _ in 0..2 {
+        assert_eq!(ask(&mut scheduler, Status::NotReady, 0), PENDING);
+        assert!(scheduler.take_notices().iter().all(|notice| !notice.contains("takes part")));
+        assert_eq!(ask(&mut scheduler, Status::Ok, 8), 8, "asked anew, and the wait is over");
+        std::thread::sleep(UNBOUND_WAIT);
+    }
+    assert_eq!(ask(&mut scheduler, Status::NotReady, 0), PENDING, "it counts from the first of a row");
+    std::thread::sleep(UNBOUND_WAIT);
+    for _ in 0..2 {
+        assert_eq!(ask(&mut scheduler, Status::NotReady, 0), 0);
+    }
+    let said = scheduler.take_notices();
+    assert_eq!(said.iter().filter(|notice| notice.contains("takes part")).count(), 1, "{said:?}");
+}
+
+#[test]
 fn impossible_outcomes_are_bounded_or_no_answer() {
     let peer = Peer::new(EPOCH);
     let (mut scheduler, mut served) = peer::scheduler::connected(&peer, BLOCK_BYTES);
@@ -334,7 +363,7 @@ fn impossible_outcomes_are_bounded_or_no_answer() {
         (Status::Failed, 8, 0),
         (Status::LeaseUnknown, 8, 0),
         (Status::LeaseConsumed, 8, 0),
-        (Status::NotReady, 8, 0),
+        (Status::NotReady, 8, PENDING),
         (Status::Arriving, 8, 0),
         (Status::Absent, 8, 0),
     ] {

@@ -37,6 +37,7 @@ pub struct Catalog {
 struct Known {
     facts: Arc<Facts>,
     block_bytes: u64,
+    shards: u32,
     /// Digest of the first canary of each rank.
     canaries: BTreeMap<u32, [u8; 32]>,
     /// The engine of each connected worker.
@@ -81,6 +82,9 @@ impl Catalog {
             return Err(self.explain_other(expected, &worker.facts));
         }
         let known = self.known.get(&digest);
+        if let Some(reason) = known.and_then(|known| known.explain_other_size(digest, worker)) {
+            return Err(reason);
+        }
         let first = known.and_then(|known| known.canaries.get(&worker.rank));
         if first.zip(sample(worker)).is_some_and(|(first, ours)| *first != ours) {
             return Err(format!(
@@ -134,10 +138,9 @@ impl Catalog {
         let seen = self.connects;
         let known = self.known.entry(digest).or_insert_with(|| {
             self.facts_bytes += bytes_of(&worker.facts);
-            let shard_bytes = worker.block_bytes().expect("checked by the handshake");
-            let block_bytes = shard_bytes * u64::from(worker.shards);
             let facts = Arc::new(worker.facts.clone());
-            Known { facts, block_bytes, canaries: BTreeMap::new(), engines: BTreeMap::new(), seen }
+            let (block_bytes, shards) = (block_bytes(worker), worker.shards);
+            Known { facts, block_bytes, shards, canaries: BTreeMap::new(), engines: BTreeMap::new(), seen }
         });
         known.seen = seen;
         let is_first = !known.serves(engine);
@@ -187,6 +190,25 @@ impl Known {
     fn serves(&self, engine: &str) -> bool {
         self.engines.values().any(|other| other == engine)
     }
+
+    /// Why a worker whose blocks have another size or other shards cannot share them, whatever its facts say.
+    fn explain_other_size(&self, digest: NamespaceDigest, worker: &Worker) -> Option<String> {
+        let (bytes, shards) = (block_bytes(worker), worker.shards);
+        let differs = (bytes, shards) != (self.block_bytes, self.shards);
+        differs.then(|| {
+            format!(
+                "namespace {digest} has blocks of {} bytes in {} shards and this engine's have {bytes} bytes in {shards}: its \
+                 facts leave out what makes them differ. State it in them, or give this engine a pillion.model_id of its own; \
+                 if the engine before it was the mistaken one, restart the sidecar",
+                self.block_bytes, self.shards
+            )
+        })
+    }
+}
+
+/// Bytes of a worker's block, all shards.
+fn block_bytes(worker: &Worker) -> u64 {
+    worker.block_bytes().expect("checked by the handshake") * u64::from(worker.shards)
 }
 
 fn sample(worker: &Worker) -> Option<[u8; 32]> {

@@ -112,3 +112,32 @@ def test_other_weights_under_one_name_are_refused(options: engine.Options, tmp_p
         assert "holds KV of other weights" in text and "Give each its own pillion.model_id" in text, log
     assert STAYS_OUT in (tmp_path / "other.log").read_text()
     assert STAYS_OUT not in (tmp_path / "copy.log").read_text()
+
+
+def test_engines_under_one_id_are_served_their_own_blocks(options: engine.Options, tmp_path: Path) -> None:
+    """Two models, one explicit `engine_id`, both registered before either steps: each first request finds its own blocks."""
+    other = model.write(tmp_path / "other", dataclasses.replace(model.TINY, seed=99))
+    prompt = [prompts.prompt(PROMPT_TOKENS, seed=900)]
+    hit = prompts.hit_tokens(PROMPT_TOKENS)
+    with sidecar.serving(tmp_path) as keeper:
+        ours = dataclasses.replace(options, socket=keeper.socket, engine_id="shared")
+        theirs = dataclasses.replace(ours, model=other)
+        right = {}
+        for name, kind in (("ours", ours), ("theirs", theirs)):
+            with engine.running(dataclasses.replace(kind, socket=None), tmp_path / f"plain-{name}.log") as plain:
+                right[name] = plain.generate(prompt)[0]["tokens"]
+                plain.exit()
+            with engine.running(kind, tmp_path / f"keeps-{name}.log") as first:
+                assert saved(keeper, first)["tokens"] == right[name]
+                assert first.metrics()["external_hits"] == 0, "the other model's blocks are none of its own"
+                first.exit()
+        assert right["ours"] != right["theirs"], "the models differ where it shows"
+        with (
+            engine.running(ours, tmp_path / "ours.log") as mine,
+            engine.running(theirs, tmp_path / "theirs.log") as yours,
+        ):
+            for name, running in (("ours", mine), ("theirs", yours)):
+                assert running.generate(prompt)[0]["tokens"] == right[name]
+                assert running.metrics()["external_hits"] == hit, "the first request after a start hits wholly"
+                running.exit()
+        assert len(namespaces(keeper)) == 2

@@ -181,13 +181,26 @@ static PillionItemsU32 block_ids(uint32_t start, uint32_t count) {
     return (PillionItemsU32){ids, count};
 }
 
+/* How many of `count` blocks are kept. Nothing is known before the worker's first step: it is asked again after one. */
+static int64_t query(Engine *engine, int64_t log, uint32_t start, uint32_t count) {
+    for (;;) {
+        int64_t hits;
+        check(pillion_scheduler_query(engine->scheduler, log, start, count, &hits), "query");
+        if (hits >= 0) return hits;
+        uint64_t step = ++engine->step;
+        check(pillion_scheduler_end_step(engine->scheduler, NULL), "end of step");
+        check(pillion_worker_start(engine->worker, &engine->run, step, 0), "start");
+        check(pillion_worker_done(engine->worker, step, true, 0), "done");
+        sleep_ms();
+    }
+}
+
 /* A step that loads `count` blocks of a log from `start` on. An asynchronous load would end some steps later. */
 static void load(Engine *engine, int64_t log, uint32_t start, uint32_t count, bool sync) {
-    int64_t hits;
     PillionItemsU8 plan;
     PillionLoaded loaded;
+    int64_t hits = query(engine, log, start, count);
     uint64_t step = ++engine->step;
-    check(pillion_scheduler_query(engine->scheduler, log, start, count, &hits), "query");
     printf("hits %lld\n", (long long)hits);
     if (hits != count) die("query", "not all blocks are kept");
     check(pillion_scheduler_load(engine->scheduler, log, start, block_ids(start, count), step, sync, &plan), "load");

@@ -39,6 +39,8 @@ class Options:
     kv_bytes: int = 64 << 20
     omp_threads: int = 1
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    # What the connector calls the engine; vLLM makes one up.
+    engine_id: str | None = None
     # More keys of the connector, arguments of `vllm.LLM`, and variables of the environment.
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -76,6 +78,7 @@ class Options:
             "kv_connector_module_path": "pillion.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
+            **({"engine_id": self.engine_id} if self.engine_id else {}),
             "kv_connector_extra_config": {
                 "pillion.socket": str(self.socket),
                 "pillion.load": self.load,

@@ -127,7 +127,7 @@ impl Tier {
     fn take(&mut self, up: Up) {
         match up {
             Up::Note(note) => eprintln!("{note}"),
-            Up::Recovered(found) => self.log.recovered(&found, |_| Some(0)),
+            Up::Recovered(found) => self.log.recovered(&found, |_, _| Some(0)),
             Up::Done(done) => match self.log.done(self.now_ms(), done) {
                 Some(Ended::Written { slot, ok } | Ended::Read { slot, ok, .. }) => {
                     assert!(ok, "{:?}: {:?}", done.result, self.log.stats());

@@ -40,6 +40,8 @@ pub(super) struct Link {
     pub(super) logs: LogTable,
     pub(super) saves: Saves,
     pub(super) questions: HashMap<u64, Question>,
+    /// Since when every answer was that the ranks have not joined.
+    pub(super) unbound_since: Option<Instant>,
     /// Closed logs whose CLOSE found no room.
     pub(super) unclosed: Vec<(u32, Vec<u32>)>,
 }
@@ -57,6 +59,7 @@ impl Link {
             logs: LogTable::new(incarnation),
             saves: Saves::default(),
             questions: HashMap::new(),
+            unbound_since: None,
             unclosed: Vec::new(),
         }
     }

@@ -26,6 +26,11 @@ pub const HOLD: Duration = Duration::from_micros(500);
 /// The longest sleep between two looks at the socket. A dead sidecar wakes nobody, so this bounds what its death can
 /// cost a query; 1 ms is half the default budget and 20 times a wake-up.
 pub const SLEEP_TURN: Duration = Duration::from_millis(1);
+/// How long a query of an engine whose ranks have not joined is asked again before it counts as a miss. Ranks join in their
+/// first step after a start, or after the sidecar's restart, and an engine that is told to ask again runs one: a few
+/// milliseconds, and up to some tens where many ranks wait for each other. A rank that stays out delays each connection by
+/// this much, once.
+pub const UNBOUND_WAIT: Duration = Duration::from_millis(200);
 /// Parts of a load at most: of the 4,096 operations that may be unanswered, a few long requests take no more than some.
 const PARTS_MAX: usize = 64;
 /// Answer of a query that the sidecar will know later.
@@ -207,6 +212,13 @@ impl Scheduler {
         let Some(link) = &mut self.link else { return Some(0) };
         let Some(question) = link.questions.get(&op).copied() else { return Some(0) };
         let outcome = link.connection.memory.load_outcome(op)?;
+        let is_unbound = outcome.status == Status::NotReady;
+        link.unbound_since = is_unbound.then(|| link.unbound_since.unwrap_or_else(clock::now));
+        if link.unbound_since.is_some_and(|since| clock::now() - since < UNBOUND_WAIT) {
+            // The word will not change: whoever asks again posts another query.
+            link.questions.remove(&op);
+            return Some(PENDING);
+        }
         if outcome.status == Status::Pending {
             if let Some((_, log)) = link.logs.get(question.log) {
                 log.pending = Some(op);
@@ -223,7 +235,7 @@ impl Scheduler {
         if outcome.status == Status::NotReady {
             self.client.notices().say(
                 Cause::NotReady,
-                "the sidecar knows no KV memory of this engine yet, or its ranks state different facts: see the workers' and the sidecar's logs",
+                "not every rank of this engine takes part in its run, so its queries count as misses: a rank stayed out, or the ranks state different facts; see the workers' and the sidecar's logs",
             );
         }
         let arriving = outcome.status == Status::Arriving && self.part_blocks > 0;

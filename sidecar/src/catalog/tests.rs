@@ -97,6 +97,27 @@ fn other_weights_of_a_rank_are_refused_for_as_long_as_the_namespace_is_known() {
 }
 
 #[test]
+fn blocks_of_another_size_or_of_other_shards_are_refused_with_both_numbers() {
+    let mut catalog = Catalog::default();
+    catalog.enter(1, "a", &worker(&[]));
+    catalog.leave(1);
+    let region = BlockRegion { fd: 0, offset: 0, stride: 1024, bytes: 1024 };
+    let reason = catalog.examine("b", &Worker { regions: vec![region], ..worker(&[]) }).unwrap_err();
+    assert!(reason.contains("8192 bytes in 2 shards") && reason.contains("2048 bytes in 2"), "{reason}");
+    let whole = BlockRegion { fd: 0, offset: 0, stride: 8192, bytes: 8192 };
+    let reason =
+        catalog.examine("b", &Worker { shards: 1, regions: vec![whole], ..worker(&[]) }).unwrap_err();
+    assert!(reason.contains("8192 bytes in 2 shards") && reason.contains("8192 bytes in 1"), "{reason}");
+    assert!(reason.contains("pillion.model_id"), "{reason}");
+    let parted = BlockRegion { fd: 0, offset: 0, stride: 4096, bytes: 2048 };
+    assert_eq!(
+        catalog.examine("b", &Worker { regions: vec![parted; 2], ..worker(&[]) }),
+        Ok(None),
+        "as many bytes"
+    );
+}
+
+#[test]
 fn entries_count_engines_and_old_namespaces_make_room() {
     let mut catalog = Catalog::default();
     catalog.enter(1, "a", &worker(&[]));

@@ -5,6 +5,7 @@ use shm_protocol::pool::Remains;
 use tiers::opener::Opened;
 
 use super::Core;
+use super::members::Space;
 
 // === impl Core ===
 
@@ -26,7 +27,8 @@ impl Core {
                 Remains::Block { namespace, .. } => match last {
                     Some((digest, known)) if digest == *namespace => known,
                     _ => {
-                        let known = (self.namespaces.adopt(*namespace), self.quota_of(*namespace));
+                        let space = Space { digest: *namespace, block_bytes };
+                        let known = (self.namespaces.adopt(space), self.quota_of(*namespace));
                         last.insert((*namespace, known)).1
                     }
                 },

@@ -148,12 +148,6 @@ impl Core {
                 continue;
             }
             load.unstarted &= !(1 << rank);
-            // The engine's blocks may have changed their form since the lease was granted.
-            if !load.binding.fits(worker) {
-                let outcome = Outcome { op: op as u32, value: 0, status: Status::Failed };
-                out.push(Action::Outcome { session: worker_id, op, outcome });
-                continue;
-            }
             let offset = u64::from(worker.shard) * load.binding.shard_bytes;
             let moves = load.slots.iter().zip(&load.blocks);
             let pieces = moves.map(|(slot, &block)| Piece { block, offset: slot.offset + offset }).collect();

@@ -134,7 +134,7 @@ impl Core {
         out: &mut Vec<Action>,
     ) -> bool {
         let Some(binding) = self.binding(session).filter(|_| !self.draining) else {
-            self.answer_not_ready(session, question.op, out);
+            self.answer_nothing(session, question.op, out);
             return false;
         };
         let found = self.lease(now_ms, session, &binding, question);
@@ -169,7 +169,7 @@ impl Core {
                 self.end_window(now_ms, session, question, found.hits(), out);
                 self.answer(session, question, found, Status::Ok, out);
             }
-            None => self.answer_not_ready(session, question.op, out),
+            None => self.answer_nothing(session, question.op, out),
         }
     }
 
@@ -261,8 +261,10 @@ impl Core {
         self.answer(session, question, Found { known: 0, refs }, Status::Arriving, out);
     }
 
-    fn answer_not_ready(&mut self, session: SessionId, op: u64, out: &mut Vec<Action>) {
-        let outcome = Outcome { op: op as u32, value: 0, status: Status::NotReady };
+    /// Not ready means that it is worth asking again: a sidecar that ends never is.
+    fn answer_nothing(&mut self, session: SessionId, op: u64, out: &mut Vec<Action>) {
+        let status = if self.draining { Status::Ok } else { Status::NotReady };
+        let outcome = Outcome { op: op as u32, value: 0, status };
         out.push(Action::Outcome { session, op, outcome });
     }
 

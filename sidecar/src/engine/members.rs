@@ -1,6 +1,7 @@
 //! Who belongs together: schedulers, workers, the run they share and the namespace they serve.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fmt;
 
 use shm_protocol::handshake::{Copier, Hello, RANKS_MAX, Role};
 use shm_protocol::key::NamespaceDigest;
@@ -11,7 +12,7 @@ use super::logs::Log;
 use super::windows::Patience;
 use super::{Action, Core, SessionId, Violation, run_of};
 
-/// Namespaces that are remembered, of engines past and present: at 32 bytes each, 2 MB.
+/// Namespaces that are remembered, of engines past and present: at 40 bytes each, 3 MB.
 const NAMESPACES_MAX: usize = 65_536;
 
 /// Salted namespaces of one session that are remembered, for an engine that connects again: it names its last salt.
@@ -25,11 +26,13 @@ pub(super) struct Scheduler {
     pub(super) run: [u8; 16],
     pub(super) world_size: u32,
     pub(super) patience: Patience,
-    /// What its blocks are, once every rank has registered memory.
+    /// What the blocks of this run are: the first rank that joins says it, for as long as the run lasts.
+    form: Option<Form>,
+    /// What is served to it, while every rank takes part.
     pub(super) binding: Option<Binding>,
     pub(super) salt: Option<[u8; 16]>,
     /// Namespaces of earlier salts, oldest first.
-    generations: VecDeque<NamespaceDigest>,
+    generations: VecDeque<Space>,
     /// Sessions of the ranks that have joined this run.
     pub(super) ranks: Vec<Option<SessionId>>,
     pub(super) logs: BTreeMap<u32, Log>,
@@ -48,6 +51,22 @@ pub(super) struct Scheduler {
     pub(super) newest: u64,
     /// LOADED of ranks whose rings were read before this one's LOAD: operation, rank, well.
     pub(super) early: Vec<(u64, u32, bool)>,
+}
+
+/// What the blocks of one rank are: ranks of one run agree on it.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+struct Form {
+    namespace: NamespaceDigest,
+    shard_bytes: u64,
+    shards: u32,
+}
+
+/// Blocks of one namespace and one size. Blocks of another size, left by an earlier life or a mistaken engine, are found by
+/// nobody who could not load them.
+#[derive(Copy, Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Space {
+    pub(super) digest: NamespaceDigest,
+    pub(super) block_bytes: u64,
 }
 
 /// What an engine's blocks are.
@@ -87,7 +106,7 @@ pub(super) struct Worker {
 #[derive(Debug, Default)]
 pub(super) struct Namespaces {
     /// The id of each, and when it was last asked for, counted in questions.
-    ids: BTreeMap<NamespaceDigest, (u32, u64)>,
+    ids: BTreeMap<Space, (u32, u64)>,
     /// Digests of those whose blocks peers are told of, by id. Kept when a namespace is forgotten: its blocks are still there,
     /// and peers are to be told when they go. The first [`NAMESPACES_MAX`] of an epoch.
     shared: BTreeMap<u32, NamespaceDigest>,
@@ -99,27 +118,27 @@ pub(super) struct Namespaces {
 
 impl Namespaces {
     /// Ids never repeat, so that blocks of a forgotten namespace are found by nobody and go by their age.
-    fn id(&mut self, digest: NamespaceDigest) -> Option<u32> {
+    fn id(&mut self, space: Space) -> Option<u32> {
         self.asked += 1;
-        if let Some((id, asked)) = self.ids.get_mut(&digest) {
+        if let Some((id, asked)) = self.ids.get_mut(&space) {
             *asked = self.asked;
             return Some(*id);
         }
         if self.ids.len() >= NAMESPACES_MAX {
-            let oldest = self.ids.iter().min_by_key(|(_, (_, asked))| *asked).map(|(digest, _)| *digest);
-            oldest.map(|digest| self.ids.remove(&digest));
+            let oldest = self.ids.iter().min_by_key(|(_, (_, asked))| *asked).map(|(space, _)| *space);
+            oldest.map(|space| self.ids.remove(&space));
         }
         let id = self.next;
         self.next = self.next.checked_add(1)?;
-        self.ids.insert(digest, (id, self.asked));
+        self.ids.insert(space, (id, self.asked));
         Some(id)
     }
 
     /// The id of a namespace whose blocks were found in the pool; `None` rather than forget another for it.
-    pub(super) fn adopt(&mut self, digest: NamespaceDigest) -> Option<u32> {
-        let known = self.ids.contains_key(&digest) || self.ids.len() < NAMESPACES_MAX;
-        let id = if known { self.id(digest) } else { None };
-        id.iter().for_each(|id| self.share(*id, digest));
+    pub(super) fn adopt(&mut self, space: Space) -> Option<u32> {
+        let known = self.ids.contains_key(&space) || self.ids.len() < NAMESPACES_MAX;
+        let id = if known { self.id(space) } else { None };
+        id.iter().for_each(|id| self.share(*id, space.digest));
         id
     }
 
@@ -136,12 +155,21 @@ impl Namespaces {
     }
 
     /// The id of a namespace that has one.
-    pub(super) fn known(&self, digest: &NamespaceDigest) -> Option<u32> {
-        self.ids.get(digest).map(|(id, _)| *id)
+    pub(super) fn known(&self, space: Space) -> Option<u32> {
+        self.ids.get(&space).map(|(id, _)| *id)
     }
 
-    fn forget(&mut self, digest: NamespaceDigest) {
-        self.ids.remove(&digest);
+    fn forget(&mut self, space: Space) {
+        self.ids.remove(&space);
+    }
+}
+
+// === impl Form ===
+
+impl fmt::Display for Form {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { namespace, shard_bytes, shards } = self;
+        write!(f, "blocks of {shards} shards of {shard_bytes} bytes in namespace {namespace}")
     }
 }
 
@@ -158,18 +186,16 @@ impl Binding {
         self.digest != self.base
     }
 
-    /// Whether the rank's blocks are these.
-    pub(super) fn fits(&self, worker: &Worker) -> bool {
-        worker.form() == (self.base, self.shard_bytes, self.shards)
+    fn space(&self) -> Space {
+        Space { digest: self.digest, block_bytes: self.block_bytes() }
     }
 }
 
 // === impl Worker ===
 
 impl Worker {
-    /// What its blocks are: ranks of one engine agree on it.
-    fn form(&self) -> (NamespaceDigest, u64, u32) {
-        (self.namespace, self.shard_bytes, self.shards)
+    fn form(&self) -> Form {
+        Form { namespace: self.namespace, shard_bytes: self.shard_bytes, shards: self.shards }
     }
 }
 
@@ -229,6 +255,7 @@ impl Core {
             run,
             world_size,
             patience,
+            form: None,
             binding: None,
             salt: None,
             generations: VecDeque::new(),
@@ -253,31 +280,19 @@ impl Core {
         }
     }
 
-    /// What the engine of `session` serves, as soon as that is known: every rank registered, all of one form.
+    /// What the engine of `session` serves, once every rank has joined its run. Ranks that have not are no evidence: another
+    /// engine may go by the same name.
     pub(super) fn binding(&mut self, session: SessionId) -> Option<Binding> {
         let scheduler = &self.schedulers[&session];
-        if scheduler.binding.is_none() {
-            let newest = |rank: u32| {
-                let mut of_rank = self.workers.values().filter(|worker| {
-                    worker.engine == scheduler.engine
-                        && worker.world_size == scheduler.world_size
-                        && worker.rank == rank
-                        && worker.run.is_none_or(|run| run == scheduler.run)
-                });
-                of_rank.next_back()
-            };
-            let form = newest(0)?.form();
-            if !(1..scheduler.world_size).all(|rank| newest(rank).is_some_and(|it| it.form() == form)) {
-                return None;
-            }
-            let (base, shard_bytes, shards) = form;
+        if scheduler.binding.is_none() && scheduler.ranks.iter().all(Option::is_some) {
+            let Form { namespace: base, shard_bytes, shards } = scheduler.form.expect("a rank has joined");
             let digest = scheduler.salt.map_or(base, |salt| namespace::salted(base, salt));
-            let namespace = self.namespaces.id(digest)?;
-            if digest == base {
-                self.namespaces.share(namespace, digest);
-            }
             let quota = self.quota_of(base);
-            let bound = Binding { base, digest, namespace, quota, shard_bytes, shards };
+            let mut bound = Binding { base, digest, namespace: 0, quota, shard_bytes, shards };
+            bound.namespace = self.namespaces.id(bound.space())?;
+            if !bound.is_private() {
+                self.namespaces.share(bound.namespace, digest);
+            }
             self.schedulers.get_mut(&session).expect("looked up above").binding = Some(bound);
         }
         self.schedulers[&session].binding
@@ -309,28 +324,35 @@ impl Core {
         scheduler: SessionId,
         out: &mut Vec<Action>,
     ) -> Result<(), Violation> {
-        let binding = self.binding(scheduler);
         let member = self.workers.get_mut(&worker).expect("the caller found it");
         let host = self.schedulers.get_mut(&scheduler).expect("the caller found it");
         if member.engine != host.engine || member.world_size != host.world_size {
             return Err("the worker names another engine than the scheduler whose run it joins".into());
         }
-        if binding.is_some_and(|bound| !bound.fits(member)) {
+        let (rank, since, form) = (member.rank, member.since, member.form());
+        let agreed = *host.form.get_or_insert(form);
+        if form != agreed {
             return Err(format!(
-                "rank {} holds blocks of another form (namespace {}) than the other ranks of its engine",
-                member.rank, member.namespace
+                "rank {rank} joins with {form} in a run whose ranks have {agreed}; start every rank of an engine from one \
+                 configuration, and an engine whose configuration changed anew"
             ));
         }
         member.scheduler = Some(scheduler);
-        let (rank, since) = (member.rank, member.since);
         host.ranks[rank as usize] = Some(worker);
+        self.begin_unbound_saves(scheduler, out);
         self.end_loads_of_rank(scheduler, rank, since);
         self.dispatch(scheduler, out);
         Ok(())
     }
 
     /// SALT: a new generation of the namespace. Blocks of the old one are never served to this engine again.
-    pub(super) fn salt(&mut self, session: SessionId, salt: [u8; 16]) -> Result<(), Violation> {
+    pub(super) fn salt(
+        &mut self,
+        session: SessionId,
+        salt: [u8; 16],
+        out: &mut Vec<Action>,
+    ) -> Result<(), Violation> {
+        self.drop_unbound_saves(session, out);
         // Logs without a lease, of which there may be 65,536, cost nothing: each lease was paid for by a query.
         self.end_waits(session);
         for log in self.schedulers[&session].leased.clone() {
@@ -338,11 +360,11 @@ impl Core {
         }
         let scheduler = self.schedulers.get_mut(&session).expect("the caller checked");
         scheduler.salt = Some(salt);
-        if let Some(ended) = scheduler.binding.take().filter(|bound| bound.digest != bound.base) {
-            scheduler.generations.push_back(ended.digest);
+        if let Some(ended) = scheduler.binding.take().filter(Binding::is_private) {
+            scheduler.generations.push_back(ended.space());
         }
         if scheduler.generations.len() > GENERATIONS_MAX {
-            scheduler.generations.pop_front().into_iter().for_each(|digest| self.namespaces.forget(digest));
+            scheduler.generations.pop_front().into_iter().for_each(|space| self.namespaces.forget(space));
         }
         Ok(())
     }

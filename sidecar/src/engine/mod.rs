@@ -41,7 +41,7 @@ use self::loads::Load;
 use self::members::{Scheduler, Worker};
 use self::peers::Peers;
 pub use self::peers::{FAULT_NAMES, Heard, PeersStats};
-use self::saves::Save;
+use self::saves::{Save, UnboundSave};
 use self::ssd::Ssd;
 pub use self::ssd::SsdStats;
 pub use self::stats::Stats;
@@ -283,6 +283,8 @@ pub struct Core {
     namespaces: members::Namespaces,
     quotas: quotas::Quotas,
     saves: BTreeMap<(SessionId, u64), Save>,
+    /// Saves of schedulers that have no binding.
+    unbound: BTreeMap<(SessionId, u64), UnboundSave>,
     loads: BTreeMap<(SessionId, u64), Load>,
     copies: BTreeMap<CopyId, CopyOwner>,
     next_copy: CopyId,
@@ -318,6 +320,7 @@ impl Core {
             namespaces: members::Namespaces::default(),
             quotas: quotas::Quotas::default(),
             saves: BTreeMap::new(),
+            unbound: BTreeMap::new(),
             loads: BTreeMap::new(),
             copies: BTreeMap::new(),
             next_copy: 1,
@@ -458,7 +461,7 @@ impl Core {
             SchedulerRequest::Cancel(cancel) => self.cancel(session, cancel, out),
             SchedulerRequest::Release { log } => self.release(session, log),
             SchedulerRequest::Close { log } => self.close(session, log),
-            SchedulerRequest::Salt { salt } => self.salt(session, salt),
+            SchedulerRequest::Salt { salt } => self.salt(session, salt, out),
             SchedulerRequest::Hint { keys } => self.hint(now_ms, session, keys, out),
         }
     }

@@ -10,7 +10,20 @@ use tiers::FillError;
 use super::members::{Binding, all_ranks};
 use super::{Action, CopyOwner, Core, Direction, GROUP, Piece, SessionId, Violation, operations};
 
-/// One SAVE message, from its arrival to its completion.
+/// Blocks of a scheduler's saves that wait for its binding, 3 MB: more than the first steps of any engine fill. Saves beyond
+/// that are dropped.
+const UNBOUND_BLOCKS_MAX: usize = 65_536;
+
+/// A SAVE that was read before every rank had joined: rings are read one after the other, and a rank joins in the step whose
+/// saves its scheduler has posted.
+#[derive(Debug)]
+pub(super) struct UnboundSave {
+    step: u64,
+    /// Each key, and its block unless that was given up.
+    blocks: Vec<(BlockHash, Option<u32>)>,
+}
+
+/// One SAVE message, from its binding to its completion.
 #[derive(Debug)]
 pub(super) struct Save {
     binding: Binding,
@@ -46,37 +59,93 @@ impl Core {
         out: &mut Vec<Action>,
     ) -> Result<(), Violation> {
         let (op, Keys { log, from, count }) = (asked.op, asked.keys);
-        let end = Saved { op, committed: 0, present: 0, cancelled: 0, dropped: 0 };
         self.check_new(session, op)?;
         if self.schedulers[&session].saves >= COMPLETION_SLOTS {
             return Err(format!("more than {COMPLETION_SLOTS} saves at once"));
         }
-        let binding = self.binding(session).filter(|_| !self.draining);
         let keys = self.log(session, log)?.keys.get(from as usize..asked.keys.end() as usize);
         let keys = keys.ok_or_else(|| format!("{asked:?} names keys that were not appended"))?.to_vec();
         self.stats.saves_posted_blocks += u64::from(count);
-        let Some(binding) = binding else {
-            self.stats.saves_dropped += u64::from(count);
-            out.push(Action::Saved { session, saved: Saved { dropped: count, ..end } });
-            return Ok(());
-        };
+        let blocks = keys.into_iter().zip(blocks.iter().copied().map(Some)).collect();
+        let save = UnboundSave { step: asked.step, blocks };
+        let binding = self.binding(session);
+        self.schedulers.get_mut(&session).expect("the caller checked").saves += 1;
+        let waiting = self.unbound.range(operations(session));
+        let waiting: usize = waiting.map(|(_, other)| other.blocks.len()).sum();
+        match binding {
+            _ if self.draining => self.drop_save((session, op), &save, out),
+            Some(binding) => self.begin_save((session, op), binding, save, out),
+            None if waiting + save.blocks.len() > UNBOUND_BLOCKS_MAX => {
+                self.drop_save((session, op), &save, out);
+            }
+            None => {
+                self.unbound.insert((session, op), save);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the slots of a save whose blocks are known.
+    fn begin_save(
+        &mut self,
+        key: (SessionId, u64),
+        binding: Binding,
+        asked: UnboundSave,
+        out: &mut Vec<Action>,
+    ) {
+        let (session, op) = key;
         let unstarted = all_ranks(self.schedulers[&session].world_size);
+        let end = Saved { op, committed: 0, present: 0, cancelled: 0, dropped: 0 };
         let mut save =
             Save { binding, step: asked.step, blocks: Vec::new(), unstarted, running: 0, void: false, end };
-        for (index, (hash, &block)) in keys.into_iter().zip(blocks).enumerate() {
-            self.claim(&mut save, index as u32, hash, block, out);
+        for (index, (hash, block)) in asked.blocks.into_iter().enumerate() {
+            match block {
+                Some(block) => self.claim(&mut save, index as u32, hash, block, out),
+                None => save.end.cancelled += 1,
+            }
         }
-        let key = (session, op);
         let nothing_to_copy = save.blocks.is_empty();
         self.saves.insert(key, save);
-        self.schedulers.get_mut(&session).expect("the caller checked").saves += 1;
         if nothing_to_copy {
             self.finish_save(key, 0, out);
         } else {
             self.scheduler_waits(session, op);
             self.dispatch_save(session, op, out);
         }
-        Ok(())
+    }
+
+    /// Begins what has waited for the binding, if there is one now.
+    pub(super) fn begin_unbound_saves(&mut self, session: SessionId, out: &mut Vec<Action>) {
+        let Some(binding) = self.binding(session) else { return };
+        for (key, save) in self.take_unbound_saves(session) {
+            match self.draining {
+                true => self.drop_save(key, &save, out),
+                false => self.begin_save(key, binding, save, out),
+            }
+        }
+    }
+
+    /// Ends what waits for the binding: its generation of the namespace, or its engine, is over.
+    pub(super) fn drop_unbound_saves(&mut self, session: SessionId, out: &mut Vec<Action>) {
+        for (key, save) in self.take_unbound_saves(session) {
+            self.drop_save(key, &save, out);
+        }
+    }
+
+    fn take_unbound_saves(&mut self, session: SessionId) -> Vec<((SessionId, u64), UnboundSave)> {
+        let keys: Vec<_> = self.unbound.range(operations(session)).map(|(key, _)| *key).collect();
+        keys.into_iter().map(|key| (key, self.unbound.remove(&key).expect("listed above"))).collect()
+    }
+
+    /// Ends a save of which nothing was begun.
+    fn drop_save(&mut self, (session, op): (SessionId, u64), save: &UnboundSave, out: &mut Vec<Action>) {
+        let dropped = save.blocks.iter().filter(|(_, block)| block.is_some()).count() as u32;
+        let cancelled = save.blocks.len() as u32 - dropped;
+        self.stats.saves_dropped += u64::from(dropped);
+        self.stats.saves_lost_to_reuse += u64::from(cancelled);
+        self.schedulers.get_mut(&session).expect("the caller checked").saves -= 1;
+        let saved = Saved { op, committed: 0, present: 0, cancelled, dropped };
+        out.push(Action::Saved { session, saved });
     }
 
     /// Takes a slot for one block, unless the block is there or there is no room.
@@ -127,15 +196,13 @@ impl Core {
             }
             let offset = u64::from(worker.shard) * save.binding.shard_bytes;
             let replicas = scheduler.world_size / worker.shards;
-            // The engine's blocks may have changed their form since the slots were taken.
-            let fits = save.binding.fits(worker);
             let chosen = |block: &&SaveBlock| {
                 let holder = u32::from(block.hash.0[0]) % replicas;
-                fits && !block.cancelled && block.block < worker.blocks && rank % replicas == holder
+                !block.cancelled && block.block < worker.blocks && rank % replicas == holder
             };
             let blocks = save.blocks.iter().filter(chosen);
             let pieces = blocks.map(|b| Piece { block: b.block, offset: b.slot.offset + offset }).collect();
-            save.void |= !fits || save.blocks.iter().any(|block| block.block >= worker.blocks);
+            save.void |= save.blocks.iter().any(|block| block.block >= worker.blocks);
             ready.push((rank, worker_id, pieces));
         }
         for (rank, worker_id, pieces) in ready {
@@ -184,8 +251,17 @@ impl Core {
     ) -> Result<(), Violation> {
         // A save that has ended was committed before this CANCEL was posted: its bytes were whole.
         let key = (session, cancel.op);
-        let Some(save) = self.saves.get_mut(&key) else { return Ok(()) };
         let range = cancel.from..cancel.from + cancel.count;
+        if let Some(save) = self.unbound.get_mut(&key) {
+            let blocks = save.blocks.iter_mut().zip(0..);
+            blocks.filter(|(_, index)| range.contains(index)).for_each(|((_, block), _)| *block = None);
+            if save.blocks.iter().all(|(_, block)| block.is_none()) {
+                let save = self.unbound.remove(&key).expect("found above");
+                self.drop_save(key, &save, out);
+            }
+            return Ok(());
+        }
+        let Some(save) = self.saves.get_mut(&key) else { return Ok(()) };
         for block in save.blocks.iter_mut().filter(|block| range.contains(&block.index)) {
             block.cancelled = true;
         }
@@ -261,6 +337,7 @@ impl Core {
 
     /// The engine is gone: its saves end as soon as no copy runs.
     pub(super) fn abandon_saves(&mut self, session: SessionId, out: &mut Vec<Action>) {
+        self.drop_unbound_saves(session, out);
         let keys: Vec<(SessionId, u64)> =
             self.saves.range(operations(session)).map(|(key, _)| *key).collect();
         for key in keys {

@@ -13,6 +13,7 @@ use shm_protocol::key::BlockKey;
 use tiers::ssd::{self, Done, Ended, Log, Recovered, Ticket};
 
 use self::writes::Unwritten;
+use super::members::Space;
 use super::{Action, Core};
 use crate::config::SsdAdmission;
 
@@ -100,7 +101,9 @@ impl Core {
     pub(super) fn recovered(&mut self, found: &Recovered) {
         let Some(ssd) = &mut self.ssd else { return };
         ssd.full = false;
-        ssd.log.recovered(found, |digest| self.namespaces.adopt(digest));
+        ssd.log.recovered(found, |digest, bytes| {
+            self.namespaces.adopt(Space { digest, block_bytes: u64::from(bytes) })
+        });
     }
 
     /// Time passed: what is late is waited for no longer.

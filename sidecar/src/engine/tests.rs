@@ -20,6 +20,8 @@ pub(super) struct Harness {
     pub(super) core: Core,
     pub(super) out: Vec<Action>,
     pub(super) now_ms: u64,
+    /// Whose messages a scheduler's are.
+    speaker: SessionId,
 }
 
 pub(super) fn hash(n: u32) -> BlockHash {
@@ -83,7 +85,7 @@ impl Harness {
 
     /// An engine of ranks that have blocks of `bytes` each and have not joined.
     pub(super) fn over(core: Core, world_size: u32, bytes: u64) -> Self {
-        let mut harness = Self { core, out: Vec::new(), now_ms: 0 };
+        let mut harness = Self { core, out: Vec::new(), now_ms: 0, speaker: SCHEDULER };
         for rank in 0..world_size {
             let (session, hello) = (RANKS[rank as usize], rank_hello_of(world_size, rank, bytes));
             harness.event(Event::Connected {
@@ -114,12 +116,13 @@ impl Harness {
     }
 
     pub(super) fn ask(&mut self, request: SchedulerRequest) {
-        self.event(asked(request));
+        let request = Request::Scheduler { request, keys: Vec::new(), blocks: Vec::new() };
+        self.event(Event::Message { session: self.speaker, request });
     }
 
     fn with_blocks(&mut self, request: SchedulerRequest, blocks: Vec<u32>) {
         let request = Request::Scheduler { request, keys: Vec::new(), blocks };
-        self.event(Event::Message { session: SCHEDULER, request });
+        self.event(Event::Message { session: self.speaker, request });
     }
 
     pub(super) fn open(&mut self, log: u32, keys: std::ops::Range<u32>) {
@@ -132,7 +135,7 @@ impl Harness {
     fn append(&mut self, append: Append, keys: Vec<BlockHash>) {
         let request = SchedulerRequest::Append(append);
         let request = Request::Scheduler { request, keys, blocks: Vec::new() };
-        self.event(Event::Message { session: SCHEDULER, request });
+        self.event(Event::Message { session: self.speaker, request });
     }
 
     pub(super) fn save(&mut self, log: u32, op: u64, step: u64, blocks: std::ops::Range<u32>) {
@@ -166,7 +169,7 @@ impl Harness {
     }
 
     pub(super) fn drained(&mut self) {
-        self.event(Event::Drained { session: SCHEDULER, void_below: 0 });
+        self.event(Event::Drained { session: self.speaker, void_below: 0 });
     }
 
     /// Copies asked for since the last look: (copy, session, pieces).
@@ -468,14 +471,95 @@ fn plans_wait_for_a_rank_that_has_not_joined() {
 }
 
 #[test]
+fn an_engine_of_the_same_name_lends_no_namespace() {
+    let mut engine = Harness::engine(1);
+    engine.keep(2);
+    let (scheduler, rank, run) = (10, 11, [8; 16]);
+    let other = NamespaceDigest([2; 16]);
+    let role = Role::Scheduler { run };
+    engine.event(Event::Connected { session: scheduler, hello: Box::new(hello(1, role)), namespace: None });
+    let hello = Box::new(rank_hello(1, 0));
+    engine.event(Event::Connected { session: rank, hello, namespace: Some(other) });
+    engine.event(Event::Disconnected { session: SCHEDULER });
+    engine.speaker = scheduler;
+    engine.open(0, 0..2);
+    assert_eq!(engine.query(0, 1, 0, 2).status, Status::NotReady, "no rank of this run has joined");
+    engine.save(0, 2, 1, 1..3);
+    engine.report(rank, WorkerRequest::Join { run, step: 0 });
+    engine.fences(rank, 1, 1);
+    let copies = engine.copies();
+    assert_eq!((copies.len(), copies[0].1), (1, rank), "the save is of this run's rank");
+    engine.event(Event::Copied { copy: copies[0].0, ok: true });
+    engine.drained();
+    assert_eq!(
+        engine.saved().unwrap().committed,
+        2,
+        "not present: the blocks of the other are another namespace's"
+    );
+    assert_eq!(engine.query(0, 3, 0, 2).value, 2);
+}
+
+#[test]
+fn a_save_before_the_join_can_be_given_up_and_ends_with_its_generation() {
+    let mut engine = Harness::unjoined(2);
+    engine.open(0, 0..4);
+    engine.save(0, 1, 1, 1..5);
+    engine.ask(SchedulerRequest::Cancel(Cancel { op: 1, from: 1, count: 2 }));
+    engine.join_from(RANKS[0], 0);
+    assert!(engine.out.is_empty(), "a rank is missing: {:?}", engine.out);
+    engine.join_from(RANKS[1], 0);
+    RANKS.into_iter().for_each(|session| engine.fences(session, 1, 1));
+    for (copy, _, pieces) in engine.copies() {
+        assert_eq!(pieces.iter().map(|piece| piece.block).collect::<Vec<_>>(), [1, 4]);
+        engine.event(Event::Copied { copy, ok: true });
+    }
+    engine.drained();
+    let saved = engine.saved().unwrap();
+    assert_eq!((saved.committed, saved.cancelled), (2, 2));
+
+    let mut engine = Harness::unjoined(1);
+    engine.open(0, 0..2);
+    engine.save(0, 1, 1, 1..3);
+    engine.ask(SchedulerRequest::Salt { salt: [1; 16] });
+    assert_eq!(engine.saved().unwrap().dropped, 2);
+    engine.join_from(RANKS[0], 0);
+    assert_eq!(engine.query(0, 2, 0, 2).value, 0);
+}
+
+#[test]
+fn blocks_of_another_size_are_a_miss_and_are_saved_anew() {
+    let mut engine = Harness::engine(1);
+    engine.keep(2);
+    engine.event(Event::Disconnected { session: SCHEDULER });
+    engine.event(Event::Disconnected { session: RANKS[0] });
+    let Harness { core, .. } = engine;
+    let mut engine = Harness::over(core, 1, 3 * SHARD_BYTES);
+    engine.join();
+    engine.open(0, 0..2);
+    assert_eq!(engine.query(0, 1, 0, 2).value, 0, "a hit that could not be loaded");
+    engine.save(0, 2, 1, 1..3);
+    engine.fences(RANKS[0], 1, 1);
+    let copies = engine.copies();
+    engine.event(Event::Copied { copy: copies[0].0, ok: true });
+    engine.drained();
+    assert_eq!(engine.saved().unwrap().committed, 2);
+    assert_eq!(engine.query(0, 3, 0, 2).value, 2);
+}
+
+#[test]
 fn ranks_of_different_form_are_not_served() {
     let mut engine = Harness::unjoined(2);
+    engine.join_from(RANKS[0], 0);
     let replaced = Event::Connected {
         session: 9,
         hello: Box::new(rank_hello(2, 1)),
         namespace: Some(NamespaceDigest([2; 16])),
     };
     engine.event(replaced);
+    engine.join_from(9, 0);
+    let reason = engine.closed().unwrap();
+    let digests = [NamespaceDigest([1; 16]), NamespaceDigest([2; 16])].map(|digest| digest.to_string());
+    assert!(digests.iter().all(|digest| reason.contains(digest)), "{reason}");
     engine.open(0, 0..1);
     assert_eq!(engine.query(0, 1, 0, 1).status, Status::NotReady);
 }
@@ -538,7 +622,12 @@ fn a_draining_sidecar_takes_nothing_new() {
     let mut engine = Harness::engine(1);
     engine.keep(1);
     engine.event(Event::Drain);
-    assert_eq!(engine.query(0, 2, 0, 1).status, Status::NotReady);
+    let outcome = engine.query(0, 2, 0, 1);
+    assert_eq!(
+        (outcome.status, outcome.value),
+        (Status::Ok, 0),
+        "a miss at once: nothing is worth asking for again"
+    );
     engine.save(0, 3, 1, 1..2);
     assert_eq!(engine.saved().unwrap().dropped, 1);
     assert!(!engine.core.busy());

@@ -180,7 +180,7 @@ impl Rig {
         let Ok(up) = self.ups.recv_timeout(limit) else { return };
         match up {
             Up::Note(note) => self.notes.push(note),
-            Up::Recovered(found) => self.log.recovered(&found, |digest| {
+            Up::Recovered(found) => self.log.recovered(&found, |digest, _| {
                 assert_eq!(digest, NAMESPACE);
                 Some(0)
             }),

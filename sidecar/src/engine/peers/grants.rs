@@ -4,6 +4,7 @@ use mesh::transport::Label;
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
 
+use crate::engine::members::Space;
 use crate::engine::{Action, Core};
 
 /// What one ask was granted.
@@ -43,14 +44,15 @@ impl Core {
 
     /// Holds a block for a peer. An ask counts as no access: the peer keeps the block for itself from now on.
     fn grant(&mut self, label: &Label) -> Option<SlotRef> {
-        let namespace = self.namespaces.known(&label.namespace).filter(|_| !self.draining);
+        let bytes = u64::from(label.bytes);
+        let space = Space { digest: label.namespace, block_bytes: bytes };
+        let namespace = self.namespaces.known(space).filter(|_| !self.draining);
         let peers = self.peers.as_mut()?;
         let key = namespace.map(|namespace| BlockKey { namespace, group: label.group, hash: label.hash });
         let Some(slot) = key.and_then(|key| self.dram.hold(&key)) else {
             peers.stats.absent_blocks += 1;
             return None;
         };
-        let bytes = u64::from(label.bytes);
         let room = peers.granted_bytes + bytes <= peers.granted_bytes_max;
         // The peer reads as many bytes as it has asked for.
         let fits = self.dram.block_bytes(slot) == Some(bytes);

@@ -46,6 +46,8 @@ pub(super) struct Link {
     pub(super) logs: BTreeMap<u32, Log>,
     pub(super) saves: Saves,
     pub(super) questions: BTreeMap<u64, Question>,
+    /// Since when every answer was that the ranks have not joined.
+    pub(super) unbound_since: Option<Micros>,
     pub(super) unclosed: Vec<(u32, Vec<u32>)>,
 }
 
@@ -62,6 +64,7 @@ impl Link {
             logs: BTreeMap::new(),
             saves: Saves::default(),
             questions: BTreeMap::new(),
+            unbound_since: None,
             unclosed: Vec::new(),
         }
     }

@@ -8,6 +8,9 @@ use super::request::Lease;
 use super::scheduler::{Hit, Phase, Scheduler};
 use crate::ctx::{Ctx, Micros};
 
+/// How long an engine asks again whose ranks have not joined: as the shim does.
+const UNBOUND_WAIT: Micros = 200_000;
+
 /// The first half of a query.
 enum Asked {
     Answered(u32),
@@ -118,10 +121,10 @@ impl Scheduler {
         Some(op)
     }
 
-    /// Looks for the answer: `None` while it may still come.
-    fn look(&mut self, op: u64, deadline: Micros, ctx: &mut Ctx) -> Option<u32> {
-        let Some(link) = &mut self.link else { return Some(0) };
-        let Some(question) = link.questions.get(&op).copied() else { return Some(0) };
+    /// Looks for the answer: `None` while it may still come. It holds `None` where it is to be asked for in a later step.
+    fn look(&mut self, op: u64, deadline: Micros, ctx: &mut Ctx) -> Option<Option<u32>> {
+        let Some(link) = &mut self.link else { return Some(Some(0)) };
+        let Some(question) = link.questions.get(&op).copied() else { return Some(Some(0)) };
         if let Some(outcome) = link.connection.memory.load_outcome(op)
             && outcome.status != Status::Pending
         {
@@ -129,7 +132,7 @@ impl Scheduler {
             return Some(self.settle(op, question, outcome, ctx));
         }
         if link.connection.is_lost() {
-            return Some(0);
+            return Some(Some(0));
         }
         if ctx.now < deadline {
             return None;
@@ -142,14 +145,19 @@ impl Scheduler {
             link.post(SchedulerRequest::Release { log: question.log });
             link.flush();
         }
-        Some(0)
+        Some(Some(0))
     }
 
-    fn settle(&mut self, op: u64, question: Question, outcome: Outcome, ctx: &mut Ctx) -> u32 {
+    fn settle(&mut self, op: u64, question: Question, outcome: Outcome, ctx: &mut Ctx) -> Option<u32> {
         let link = self.link.as_mut().expect("it has the answer");
         link.questions.remove(&op);
-        if outcome.status == Status::NotReady {
+        let is_unbound = outcome.status == Status::NotReady;
+        link.unbound_since = is_unbound.then(|| link.unbound_since.unwrap_or(ctx.now));
+        if let Some(since) = link.unbound_since {
             ctx.hit("engine query not ready");
+            if ctx.now - since < UNBOUND_WAIT {
+                return None;
+            }
         }
         let arriving = outcome.status == Status::Arriving;
         if arriving {
@@ -158,15 +166,17 @@ impl Scheduler {
         let hits = if outcome.status == Status::Ok || arriving { outcome.value } else { 0 };
         assert!(hits <= question.count, "{hits} hits of {} keys", question.count);
         let Question { log, from, count, posted } = question;
-        let Some(log) = link.logs.get_mut(&log) else { return 0 };
+        let Some(log) = link.logs.get_mut(&log) else { return Some(0) };
         log.lease = (hits > 0).then_some(Lease { op, from, asked: count, hits, arriving, since: posted });
-        hits
+        Some(hits)
     }
 
     pub(super) fn await_answer(&mut self, op: u64, deadline: Micros, admit: usize, ctx: &mut Ctx) {
         let from = self.link.as_ref().and_then(|link| link.questions.get(&op)).map_or(0, |asked| asked.from);
         match self.look(op, deadline, ctx) {
-            Some(hits) => self.answered(from as usize, hits, admit, ctx),
+            Some(Some(hits)) => self.answered(from as usize, hits, admit, ctx),
+            // The ranks join in this step.
+            Some(None) => self.phase = Phase::Schedule,
             None => self.phase = Phase::Ask { op, deadline, admit },
         }
     }

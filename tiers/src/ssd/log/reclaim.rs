@@ -59,19 +59,24 @@ impl Log {
         self.issue(device, Errand::Move { key, from, to, bytes }, work);
     }
 
-    /// Blocks that earlier lives left on a device. `number` gives the number of a namespace in this life, or `None` for
-    /// one whose blocks are not to be found.
-    pub fn recovered(&mut self, found: &Recovered, mut number: impl FnMut(NamespaceDigest) -> Option<u32>) {
+    /// Blocks that earlier lives left on a device. `number` gives the number, in this life, of a namespace's blocks
+    /// of one size in bytes, or `None` where they are not to be found.
+    pub fn recovered(
+        &mut self,
+        found: &Recovered,
+        mut number: impl FnMut(NamespaceDigest, u32) -> Option<u32>,
+    ) {
         let device = found.device;
         self.volumes[device].stats.segments_read = found.segments_read;
-        let mut named: Option<(NamespaceDigest, Option<u32>)> = None;
+        let mut named: Option<((NamespaceDigest, u32), Option<u32>)> = None;
         for batch in found.blocks.chunks(BATCH) {
             let mut keys = [None; BATCH];
             for (key, (_, label)) in keys.iter_mut().zip(batch) {
-                if named.is_none_or(|named| named.0 != label.namespace) {
-                    let number = number(label.namespace);
+                let kind = (label.namespace, label.bytes);
+                if named.is_none_or(|named| named.0 != kind) {
+                    let number = number(label.namespace, label.bytes);
                     number.map(|number| self.digests.insert(number, label.namespace));
-                    named = Some((label.namespace, number));
+                    named = Some((kind, number));
                 }
                 let namespace = named.and_then(|named| named.1);
                 *key =

@@ -285,7 +285,7 @@ impl World {
     }
 }
 
-fn number(digest: NamespaceDigest) -> Option<u32> {
+fn number(digest: NamespaceDigest, _: u32) -> Option<u32> {
     Some(u32::from(digest.0[0]) - 1)
 }
 

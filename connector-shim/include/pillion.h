@@ -280,6 +280,11 @@ typedef struct PillionSchedulerOptions {
    * milliseconds; at most 2,000. 0: not at all, which is right for an engine that computes its prompts itself.
    */
   uint32_t miss_wait_ms;
+  /**
+   * 16 bytes, or none: a digest of how this engine's cache is laid out, equal in its scheduler and its workers; a worker
+   * that states another one takes no part.
+   */
+  struct PillionItemsU8 groups;
 } PillionSchedulerOptions;
 
 /**
@@ -302,6 +307,11 @@ typedef struct PillionSchedulerState {
    * The next message for the engine's log, or NULL; each is handed over once.
    */
   const char *notice;
+  /**
+   * The first 8 bytes of the namespace that the engine is bound to; 0 until every worker has begun a step of this run
+   * and, after pillion_scheduler_weights, stated its weights.
+   */
+  uint64_t namespace_word;
 } PillionSchedulerState;
 
 /**
@@ -431,9 +441,11 @@ typedef struct PillionWorkerOptions {
    */
   PillionText expects;
   /**
-   * Some bytes of the rank's live weights, equal in every engine that loaded the same; at most 4,096, none if not known.
+   * 16 bytes, or none: a digest of a sample of the rank's live weights, equal in every engine that loaded the same.
+   * Engines that state it share with no engine that does not. Instead, an engine that joins others may state the fact
+   * `weights_live` that GET /namespaces tells of them.
    */
-  struct PillionItemsU8 canary;
+  struct PillionItemsU8 live_weights;
   /**
    * Host memory, by descriptors of shared memory (memfd_create(2)) that can be written; at most 64. They stay the
    * caller's and may be closed after the call.
@@ -453,6 +465,10 @@ typedef struct PillionWorkerOptions {
    * With `pointers`: the CUstream on which the engine computes.
    */
   uint64_t stream;
+  /**
+   * As in PillionSchedulerOptions.
+   */
+  struct PillionItemsU8 groups;
 } PillionWorkerOptions;
 
 /**
@@ -468,7 +484,8 @@ typedef struct PillionWorkerState {
    */
   bool connected;
   /**
-   * The namespace of this rank's blocks, 32 hex digits; empty while no sidecar has named it.
+   * The namespace of this rank's blocks, 32 hex digits; empty while it is not known. Where several workers state their
+   * weights it is known once each has begun a step, and after pillion_scheduler_weights once each has answered.
    */
   const char *namespace_id;
   /**
@@ -564,6 +581,14 @@ enum PillionStatus pillion_scheduler_open(const struct PillionScheduler *schedul
                                           int64_t *log);
 
 /**
+ * The same, with `fold`, 16 bytes, mixed into each of its hashes: for requests whose KV depends on something that neither the
+ * hashes nor the facts tell, such as an adapter's weights, of which it is a digest.
+ */
+enum PillionStatus pillion_scheduler_open_folded(const struct PillionScheduler *scheduler,
+                                                 struct PillionItemsU8 fold,
+                                                 int64_t *log);
+
+/**
  * Appends hashes, the first of which is the request's block `start`, which must be the log's length so far. `length`
  * becomes the log's length: unchanged where there is no room for all of them, 0 where the log is void. May be NULL.
  */
@@ -642,8 +667,15 @@ enum PillionStatus pillion_scheduler_release(const struct PillionScheduler *sche
 enum PillionStatus pillion_scheduler_close(const struct PillionScheduler *scheduler, int64_t log);
 
 /**
- * Forgets what this engine kept: unfinished saves are given up, and nothing saved before is served to it any more. For
- * new weights, for example.
+ * Says that the weights may have changed for the `count`th time: unfinished saves are given up, and nothing is served until
+ * every worker has called pillion_worker_weights with this count. Equal weights give the old blocks back. A count that is not
+ * above the last one does nothing.
+ */
+enum PillionStatus pillion_scheduler_weights(const struct PillionScheduler *scheduler,
+                                             uint64_t count);
+
+/**
+ * Forgets what this engine kept: unfinished saves are given up, and nothing saved before is served to it any more.
  */
 enum PillionStatus pillion_scheduler_reset(const struct PillionScheduler *scheduler);
 
@@ -681,6 +713,15 @@ enum PillionStatus pillion_worker_start(const struct PillionWorker *worker,
                                         const struct PillionRun *run,
                                         uint64_t step,
                                         uint64_t stream);
+
+/**
+ * States, in answer to the `count`th pillion_scheduler_weights, which weights this rank holds: `live` is a digest of 16 bytes
+ * as in PillionWorkerOptions. None: they are not known, and its blocks are from now on shared with nobody. To be called before
+ * pillion_worker_start of the first step that the scheduler posted after its call; loads fail until all workers have.
+ */
+enum PillionStatus pillion_worker_weights(const struct PillionWorker *worker,
+                                          uint64_t count,
+                                          struct PillionItemsU8 live);
 
 /**
  * The KV of step `step` is written; on a GPU, once `stream` gets there. Not to be called for a step computed upon blocks

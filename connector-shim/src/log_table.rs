@@ -19,6 +19,8 @@ pub(crate) struct Log {
     pub(crate) chunks: Vec<u32>,
     /// Keys appended.
     pub(crate) length: u32,
+    /// Mixed into every key.
+    pub(crate) fold: Option<[u8; 16]>,
     /// What the last answer promised.
     pub(crate) lease: Option<Lease>,
     /// A query that the sidecar will answer later.
@@ -80,14 +82,15 @@ impl LogTable {
         self.free.last().copied().or(fresh)
     }
 
-    /// Opens the log of [`LogTable::next_number`] and returns its handle.
-    pub(crate) fn open(&mut self) -> Option<i64> {
+    /// Opens the log of [`LogTable::next_number`], with `fold` in every key, and returns its handle.
+    pub(crate) fn open(&mut self, fold: Option<[u8; 16]>) -> Option<i64> {
         let number = self.next_number()?;
         if self.free.pop().is_none() {
             self.entries.push(None);
         }
         self.incarnation += 1;
-        self.entries[number as usize] = Some(Entry { incarnation: self.incarnation, log: Log::default() });
+        let log = Log { fold, ..Log::default() };
+        self.entries[number as usize] = Some(Entry { incarnation: self.incarnation, log });
         i64::try_from(self.incarnation << NUMBER_BITS | u64::from(number)).ok()
     }
 
@@ -125,21 +128,21 @@ mod tests {
     #[test]
     fn a_handle_dies_with_its_log_and_with_its_connection() {
         let mut table = LogTable::new(0);
-        let first = table.open().unwrap();
+        let first = table.open(None).unwrap();
         assert!(table.get(first).is_some());
         table.close(first).unwrap();
-        let second = table.open().unwrap();
+        let second = table.open(None).unwrap();
         assert_eq!(table.get(second).unwrap().0, 0, "the number is used again");
         assert!(table.get(first).is_none(), "the handle is not");
         let mut next = LogTable::new(table.incarnation());
-        next.open().unwrap();
+        next.open(None).unwrap();
         assert!(next.get(second).is_none() && next.get(-1).is_none());
     }
 
     #[test]
     fn there_are_as_many_logs_as_the_layout_says() {
         let mut table = LogTable::new(0);
-        assert!((0..LOGS).all(|_| table.open().is_some()));
-        assert!(table.open().is_none());
+        assert!((0..LOGS).all(|_| table.open(None).is_some()));
+        assert!(table.open(None).is_none());
     }
 }

@@ -20,7 +20,7 @@ pub(crate) enum Cause {
     Reconnected,
     /// A query ran out of time.
     Budget,
-    /// A rank has not joined, or the ranks disagree.
+    /// A rank has not joined or not stated its weights, or the ranks disagree.
     NotReady,
     /// The sidecar broke the protocol.
     Protocol,
@@ -30,6 +30,12 @@ pub(crate) enum Cause {
     Pool,
     /// The GPU's driver refused.
     Gpu,
+    /// Blocks of a load were not where they were promised.
+    Moved,
+    /// A load is of another namespace than the rank.
+    Mismatch,
+    /// The sidecar's check found that this engine computes other KV.
+    Barred,
     /// The sidecar has something to say about this engine.
     Note,
 }

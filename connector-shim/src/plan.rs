@@ -1,15 +1,15 @@
 //! The plan of a load: made where the scheduler is, carried in the step's metadata, executed where the memory is.
 //!
-//! Little-endian: `op u64, epoch u64, count u32, flags u32`, then per block `block u32, zero u32, pool offset u64,
-//! generation u64`. The epoch says which life of the sidecar the offsets belong to: another one's pool may hold other
-//! bytes under the same offset and generation.
+//! Little-endian: `op u64, epoch u64, namespace u64, count u32, flags u32`, then per block `block u32, zero u32, pool offset
+//! u64, generation u64`. The epoch says which life of the sidecar the offsets belong to: another one's pool may hold other
+//! bytes under the same offset and generation. The namespace is what the blocks belong to, as the header word of that name.
 
 use shm_protocol::layout::LOG_KEYS;
 use shm_protocol::message::{LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_SYNC};
 use shm_protocol::pool::SlotRef;
 use thiserror::Error;
 
-const HEADER_BYTES: usize = 24;
+const HEADER_BYTES: usize = 32;
 const BLOCK_BYTES: usize = 24;
 
 /// One load.
@@ -19,6 +19,8 @@ pub struct Plan {
     pub op: u64,
     /// The sidecar's life that the offsets belong to.
     pub epoch: u64,
+    /// The namespace of the blocks, which must be the rank's; 0: none.
+    pub namespace: u64,
     /// [`LOAD_SYNC`], [`LOAD_BY_ENGINE`], [`LOAD_ARRIVING`].
     pub flags: u8,
     /// What goes where.
@@ -40,6 +42,7 @@ impl Plan {
         let mut bytes = Vec::with_capacity(HEADER_BYTES + self.blocks.len() * BLOCK_BYTES);
         bytes.extend(self.op.to_le_bytes());
         bytes.extend(self.epoch.to_le_bytes());
+        bytes.extend(self.namespace.to_le_bytes());
         bytes.extend((self.blocks.len() as u32).to_le_bytes());
         bytes.extend(u32::from(self.flags).to_le_bytes());
         for (block, slot) in &self.blocks {
@@ -54,19 +57,25 @@ impl Plan {
     pub fn decode(bytes: &[u8]) -> Result<Self, PlanError> {
         let (header, rest) =
             bytes.split_first_chunk::<HEADER_BYTES>().ok_or(PlanError("its header is cut"))?;
-        let count = u32_at(header, 16) as usize;
+        let count = u32_at(header, 24) as usize;
         if count == 0 || count > LOG_KEYS {
             return Err(PlanError("its block count is out of range"));
         }
         if rest.len() != count * BLOCK_BYTES {
             return Err(PlanError("its length differs from its block count"));
         }
-        let flags = u8::try_from(u32_at(header, 20)).map_err(|_| PlanError("unknown flags"))?;
+        let flags = u8::try_from(u32_at(header, 28)).map_err(|_| PlanError("unknown flags"))?;
         if flags & !(LOAD_SYNC | LOAD_BY_ENGINE | LOAD_ARRIVING) != 0 {
             return Err(PlanError("unknown flags"));
         }
         let blocks = rest.as_chunks::<BLOCK_BYTES>().0.iter().map(decode_block).collect::<Result<_, _>>()?;
-        Ok(Self { op: u64_at(header, 0), epoch: u64_at(header, 8), flags, blocks })
+        let [op, epoch, namespace] = [0, 8, 16].map(|at| u64_at(header, at));
+        Ok(Self { op, epoch, namespace, flags, blocks })
+    }
+
+    /// The blocks that it writes.
+    pub fn block_ids(&self) -> Vec<u32> {
+        self.blocks.iter().map(|(block, _)| *block).collect()
     }
 
     /// Whether the ranks copy themselves.
@@ -85,11 +94,11 @@ fn decode_block(bytes: &[u8; BLOCK_BYTES]) -> Result<(u32, SlotRef), PlanError> 
     Ok((block, SlotRef { offset: u64_at(bytes, 8), generation: u64_at(bytes, 16) }))
 }
 
-fn u32_at(bytes: &[u8; 24], at: usize) -> u32 {
+fn u32_at<const N: usize>(bytes: &[u8; N], at: usize) -> u32 {
     u32::from_le_bytes(std::array::from_fn(|index| bytes[at + index]))
 }
 
-fn u64_at(bytes: &[u8; 24], at: usize) -> u64 {
+fn u64_at<const N: usize>(bytes: &[u8; N], at: usize) -> u64 {
     u64::from_le_bytes(std::array::from_fn(|index| bytes[at + index]))
 }
 
@@ -102,6 +111,7 @@ mod tests {
         Plan {
             op: 7 << 33,
             epoch: u64::MAX,
+            namespace: 9 << 60,
             flags: LOAD_SYNC | LOAD_ARRIVING,
             blocks: vec![(0, slot(1)), (u32::MAX, slot(2))],
         }
@@ -123,8 +133,8 @@ mod tests {
             bytes[at] = value;
             Plan::decode(&bytes)
         };
-        assert!(with(16, 3).is_err() && with(16, 0).is_err() && with(19, 1).is_err(), "count");
-        assert!(with(20, 4).is_err() && with(23, 1).is_err(), "flags");
-        assert!(with(28, 1).is_err(), "padding");
+        assert!(with(24, 3).is_err() && with(24, 0).is_err() && with(27, 1).is_err(), "count");
+        assert!(with(28, 4).is_err() && with(31, 1).is_err(), "flags");
+        assert!(with(36, 1).is_err(), "padding");
     }
 }

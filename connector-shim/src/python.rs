@@ -17,11 +17,12 @@ use pyo3::types::{PyBytes, PyList};
 use shm_protocol::handshake::{self, BlockRegion, Copier};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::LOG_KEYS;
+use shm_protocol::namespace;
 
 use crate::error::{ShimError as Failure, argument};
 use crate::plan::Plan;
 use crate::scheduler::{Asked, Scheduler};
-use crate::worker::{Memory, Worker};
+use crate::worker::{Begun, Memory, Worker};
 use crate::{scheduler, worker};
 
 create_exception!(
@@ -77,7 +78,7 @@ struct SchedulerSession(Guarded<Scheduler>);
 #[pymethods]
 impl SchedulerSession {
     #[new]
-    #[pyo3(signature = (socket, engine, world_size, run, budget_us, by_engine, early, miss_wait_ms=0, part_blocks=0))]
+    #[pyo3(signature = (socket, engine, world_size, run, budget_us, by_engine, early, miss_wait_ms=0, part_blocks=0, groups=None))]
     #[allow(clippy::too_many_arguments, reason = "the facts of an engine, named at the call")]
     fn new(
         py: Python<'_>,
@@ -90,8 +91,9 @@ impl SchedulerSession {
         early: bool,
         miss_wait_ms: u32,
         part_blocks: u32,
+        groups: Option<&[u8]>,
     ) -> PyResult<Self> {
-        let (run, budget) = (bytes16(run)?, Duration::from_micros(budget_us));
+        let (run, budget) = (bytes16("a run id", run)?, Duration::from_micros(budget_us));
         let options = scheduler::Options {
             socket,
             engine,
@@ -102,6 +104,7 @@ impl SchedulerSession {
             early,
             miss_wait_ms,
             part_blocks,
+            groups: some16("groups", groups)?,
         };
         Ok(Self(Guarded::new(py.detach(|| Scheduler::new(options))?)))
     }
@@ -126,8 +129,15 @@ impl SchedulerSession {
         self.0.enter(|session| Ok(session.saving()))
     }
 
-    fn open(&self) -> PyResult<i64> {
-        self.0.enter(|session| Ok(session.open()))
+    #[getter]
+    fn namespace(&self) -> PyResult<u64> {
+        self.0.enter(|session| Ok(session.namespace()))
+    }
+
+    #[pyo3(signature = (fold = None))]
+    fn open(&self, fold: Option<&[u8]>) -> PyResult<i64> {
+        let fold = some16("a fold", fold)?;
+        self.0.enter(|session| Ok(session.open(fold)))
     }
 
     fn append(&self, log: i64, hashes: &Bound<'_, PyList>, start: u32) -> PyResult<u32> {
@@ -191,9 +201,17 @@ impl SchedulerSession {
         Ok(plans.iter().map(|plan| PyBytes::new(py, &plan.encode())).collect())
     }
 
-    fn save(&self, log: i64, start: u32, block_ids: &Bound<'_, PyList>, step: u64) -> PyResult<bool> {
+    #[pyo3(signature = (log, start, block_ids, step, checked = false))]
+    fn save(
+        &self,
+        log: i64,
+        start: u32,
+        block_ids: &Bound<'_, PyList>,
+        step: u64,
+        checked: bool,
+    ) -> PyResult<bool> {
         let blocks = block_list(block_ids)?;
-        self.0.enter(|session| Ok(session.save(log, start, blocks, step)))
+        self.0.enter(|session| Ok(session.save(log, start, blocks, step, checked)))
     }
 
     fn overwrite(&self, block_ids: &Bound<'_, PyList>) -> PyResult<usize> {
@@ -227,6 +245,13 @@ impl SchedulerSession {
 
     fn salt(&self) -> PyResult<bool> {
         self.0.enter(|session| Ok(session.salt()))
+    }
+
+    fn weights(&self, count: u64) -> PyResult<()> {
+        self.0.enter(|session| {
+            session.weights(count);
+            Ok(())
+        })
     }
 
     fn end_step(&self) -> PyResult<()> {
@@ -267,7 +292,8 @@ impl WorkerSession {
     #[new]
     #[pyo3(signature = (
         socket, engine, world_size, rank, shard, shards, blocks, regions, fds, copy, facts,
-        pointers = Vec::new(), cuts = Vec::new(), stream = 0, expects = None, canary = None
+        pointers = Vec::new(), cuts = Vec::new(), stream = 0, expects = None, live_weights = None,
+        groups = None
     ))]
     #[allow(clippy::too_many_arguments, reason = "the facts of a rank, named at the call")]
     fn new(
@@ -287,12 +313,13 @@ impl WorkerSession {
         cuts: Vec<u64>,
         stream: u64,
         expects: Option<String>,
-        canary: Option<Vec<u8>>,
+        live_weights: Option<&[u8]>,
+        groups: Option<&[u8]>,
     ) -> PyResult<Self> {
         let region = |(fd, offset, stride, bytes)| BlockRegion { fd, offset, stride, bytes };
         let regions = regions.into_iter().map(region).collect();
         let copy = copier(copy)?;
-        let canary = canary.map(handshake::Canary);
+        let live_weights = some16("live_weights", live_weights)?.map(handshake::Digest);
         let worker = handshake::Worker {
             rank,
             shard,
@@ -302,8 +329,7 @@ impl WorkerSession {
             copy,
             facts,
             expects,
-            canary,
-            live_weights: None,
+            live_weights,
             cuda: None,
             staging: None,
         };
@@ -314,7 +340,8 @@ impl WorkerSession {
             (_, true) => Memory::host(&fds)?,
             (true, false) => Memory::Gpu { pointers, cuts, stream },
         };
-        let options = worker::Options { socket, engine, world_size, worker, memory, staged: false };
+        let groups = some16("groups", groups)?;
+        let options = worker::Options { socket, engine, world_size, worker, memory, staged: false, groups };
         Ok(Self(Guarded::new(py.detach(|| Worker::new(options))?)))
     }
 
@@ -330,11 +357,25 @@ impl WorkerSession {
 
     #[getter]
     fn namespace(&self) -> PyResult<String> {
-        self.0.enter(|session| Ok(session.namespace().to_owned()))
+        self.0.enter(|session| {
+            Ok(session.namespace().map_or_else(String::new, |(digest, _)| digest.to_string()))
+        })
+    }
+
+    #[getter]
+    fn namespace_line(&self) -> PyResult<String> {
+        self.0.enter(|session| {
+            Ok(session.namespace().map_or_else(String::new, |(_, facts)| namespace::line(facts)))
+        })
+    }
+
+    fn set_weights(&self, count: u64, digest: Option<&[u8]>) -> PyResult<()> {
+        let live = some16("a digest", digest)?;
+        self.0.enter(|session| Ok(session.set_weights(count, live)?))
     }
 
     fn join(&self, run: &[u8]) -> PyResult<()> {
-        let run = bytes16(run)?;
+        let run = bytes16("a run id", run)?;
         self.0.enter(|session| {
             session.join(run);
             Ok(())
@@ -371,8 +412,9 @@ impl WorkerSession {
             self.0.enter(|session| Ok(session.load_later(plan, stream)?))?;
             return Ok(None);
         }
-        let Some(plan) = self.0.enter(|session| Ok(session.load_on(plan, stream, overlap)?))? else {
-            return Ok(Some(Vec::new()));
+        let plan = match self.0.enter(|session| Ok(session.load_on(plan, stream, overlap)?))? {
+            Begun::OnStream(failed) => return Ok(Some(failed)),
+            Begun::No(plan) => plan,
         };
         py.detach(|| {
             self.0.enter(|session| {
@@ -412,20 +454,18 @@ impl WorkerSession {
     }
 }
 
-/// A namespace and its facts in one line.
-#[pyfunction]
-fn namespace_line(facts: BTreeMap<String, String>) -> String {
-    shm_protocol::namespace::line(&facts)
-}
-
 /// The operation id of a plan.
 #[pyfunction]
 fn plan_op(plan: &[u8]) -> PyResult<u64> {
     Ok(Plan::decode(plan).map_err(Failure::from)?.op)
 }
 
-fn bytes16(bytes: &[u8]) -> Result<[u8; 16], Failure> {
-    bytes.try_into().or_else(|_| argument(format!("a run id of {} bytes; it has 16", bytes.len())))
+fn bytes16(what: &str, bytes: &[u8]) -> Result<[u8; 16], Failure> {
+    bytes.try_into().or_else(|_| argument(format!("{what} of {} bytes; it has 16", bytes.len())))
+}
+
+fn some16(what: &str, bytes: Option<&[u8]>) -> Result<Option<[u8; 16]>, Failure> {
+    bytes.map(|bytes| bytes16(what, bytes)).transpose()
 }
 
 fn copier(name: &str) -> Result<Copier, Failure> {
@@ -449,6 +489,5 @@ fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<keys::Chain>()?;
     module.add_function(wrap_pyfunction!(keys::none_hash, module)?)?;
     module.add_function(wrap_pyfunction!(keys::derive_keys, module)?)?;
-    module.add_function(wrap_pyfunction!(namespace_line, module)?)?;
     module.add_function(wrap_pyfunction!(plan_op, module)?)
 }

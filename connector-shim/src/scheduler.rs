@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use shm_protocol::handshake::{Hello, Role};
+use shm_protocol::handshake::{Digest, Hello, Role};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::OPERATIONS;
 use shm_protocol::request::{self, Keys, SchedulerRequest};
@@ -50,6 +50,8 @@ pub struct Options {
     /// Blocks of a part, where queries may be answered while their blocks are on their way ([`Scheduler::load`]); 0: they
     /// may not.
     pub part_blocks: u32,
+    /// Digest of the engine's table of cache groups, if its ranks state one.
+    pub groups: Option<[u8; 16]>,
 }
 
 #[derive(Debug, Default)]
@@ -70,6 +72,8 @@ struct Counters {
     blocks_present: u64,
     blocks_cancelled: u64,
     blocks_dropped: u64,
+    blocks_checked: u64,
+    blocks_differing: u64,
     saves_voided: u64,
     connections_lost: u64,
 }
@@ -88,6 +92,8 @@ pub struct Scheduler {
     /// The sidecar's heartbeat when a query timed out; nothing is asked until it differs.
     stalled: Option<u64>,
     next_op: u64,
+    /// How often the weights may have changed.
+    weights: u64,
     salts: Vec<[u8; 16]>,
     counters: Counters,
 }
@@ -102,7 +108,8 @@ impl Scheduler {
         }
         let miss_wait_ms = (options.miss_wait_ms > 0).then_some(options.miss_wait_ms);
         let role = Role::Scheduler { run: options.run };
-        let hello = Hello { miss_wait_ms, ..Hello::new(options.engine, options.world_size, role) };
+        let groups = options.groups.map(Digest);
+        let hello = Hello { miss_wait_ms, groups, ..Hello::new(options.engine, options.world_size, role) };
         let address = Address::new(options.socket, &hello, Vec::new())?;
         let client = Client::start(address, Arc::new(Notices::default()), false)?;
         let mut scheduler = Self {
@@ -116,6 +123,7 @@ impl Scheduler {
             left: options.budget,
             stalled: None,
             next_op: 1,
+            weights: 0,
             salts: Vec::new(),
             counters: Counters::default(),
         };
@@ -143,9 +151,14 @@ impl Scheduler {
         self.link.as_ref().map_or(0, |link| link.saves.blocks())
     }
 
-    /// Opens a key log and returns its handle, -1 without sidecar or room. Picks up a new connection, and wakes a
-    /// sleeping sidecar while the keys are still being written.
-    pub fn open(&mut self) -> i64 {
+    /// The first 8 bytes of the namespace that the engine is bound to; 0: none.
+    pub fn namespace(&self) -> u64 {
+        self.link.as_ref().map_or(0, Link::namespace)
+    }
+
+    /// Opens a key log and returns its handle, -1 without sidecar or room. `fold` is mixed into every key. Picks up a new
+    /// connection, and wakes a sleeping sidecar while the keys are still being written.
+    pub fn open(&mut self, fold: Option<[u8; 16]>) -> i64 {
         self.refresh(false);
         let Some(link) = &mut self.link else { return -1 };
         // A number is free again before its CLOSE has found room: that one goes first.
@@ -158,7 +171,7 @@ impl Scheduler {
             return -1;
         }
         link.flush();
-        link.logs.open().unwrap_or(-1)
+        link.logs.open(fold).unwrap_or(-1)
     }
 
     /// Keys in a log; `None` where the handle is void.
@@ -189,9 +202,10 @@ impl Scheduler {
         Ok(length + count)
     }
 
-    /// Posts the save of keys `start..` from `blocks`, once step `step` is done. False: dropped.
-    pub fn save(&mut self, handle: i64, start: u32, blocks: Vec<u32>, step: u64) -> bool {
-        let posted = self.try_save(handle, start, blocks, step).is_some();
+    /// Posts the save of keys `start..` from `blocks`, once step `step` is done. `checked`: what is kept already is compared
+    /// with them. False: dropped.
+    pub fn save(&mut self, handle: i64, start: u32, blocks: Vec<u32>, step: u64, checked: bool) -> bool {
+        let posted = self.try_save(handle, start, blocks, step, checked).is_some();
         match posted {
             true => self.counters.saves += 1,
             false => self.counters.saves_without_room += 1,
@@ -199,7 +213,14 @@ impl Scheduler {
         posted
     }
 
-    fn try_save(&mut self, handle: i64, start: u32, blocks: Vec<u32>, step: u64) -> Option<()> {
+    fn try_save(
+        &mut self,
+        handle: i64,
+        start: u32,
+        blocks: Vec<u32>,
+        step: u64,
+        checked: bool,
+    ) -> Option<()> {
         let link = self.link.as_mut()?;
         let (number, log) = link.logs.get(handle)?;
         let count = u32::try_from(blocks.len()).ok().filter(|count| *count > 0)?;
@@ -207,7 +228,7 @@ impl Scheduler {
             return None;
         }
         let (op, keys) = (self.next_op, Keys { log: number, from: start, count });
-        let save = |position| SchedulerRequest::Save(request::Save { op, keys, position, step });
+        let save = |position| SchedulerRequest::Save(request::Save { op, keys, position, step, checked });
         if !link.post_with_blocks(&blocks, save) {
             return None;
         }
@@ -271,28 +292,47 @@ impl Scheduler {
     }
 
     /// Starts a new generation of the namespace: what was kept before is not served any more, and no lease survives.
-    /// A sidecar that has no room for it is left: the next connection is told first. False: no randomness, no change.
+    /// False: no randomness, no change.
     pub fn salt(&mut self) -> bool {
         let mut salt = [0; 16];
         if rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty()) != Ok(salt.len()) {
             return false;
         }
-        if let Some(link) = &mut self.link {
-            if link.submission.post(SchedulerRequest::Salt { salt }).is_some() {
-                link.flush();
-                link.questions.clear();
-                link.logs.iter_mut().for_each(|log| (log.lease, log.pending) = (None, None));
-            } else {
-                link.void_saves_below(u64::MAX);
-                link.connection.hang_up();
-                self.drop_link();
-            }
-        }
+        self.end_generation(SchedulerRequest::Salt { salt });
         if self.salts.len() == SALTS_MAX {
             self.salts.clear();
         }
         self.salts.push(salt);
         true
+    }
+
+    /// The engine's weights may have changed for the `number`th time: nothing is served, and nothing saved, until every rank
+    /// has stated what it holds now ([`crate::worker::Worker::set_weights`]). No lease survives. A number that is not above
+    /// the last one does nothing.
+    pub fn weights(&mut self, number: u64) {
+        if number <= self.weights {
+            return;
+        }
+        self.weights = number;
+        self.client.notices().forget(&[Cause::Barred]);
+        self.end_generation(SchedulerRequest::Weights { number });
+        if let Some(link) = &mut self.link {
+            (link.weights, link.unbound_since) = (number, None);
+        }
+    }
+
+    /// Tells the sidecar what ends every lease. One that has no room for it is left: the next connection is told first.
+    fn end_generation(&mut self, request: SchedulerRequest) {
+        let Some(link) = &mut self.link else { return };
+        if link.submission.post(request).is_some() {
+            link.flush();
+            link.questions.clear();
+            link.logs.iter_mut().for_each(|log| (log.lease, log.pending) = (None, None));
+        } else {
+            link.void_saves_below(u64::MAX);
+            link.connection.hang_up();
+            self.drop_link();
+        }
     }
 
     /// Ends a step: publishes, reaps, reclaims, refills the budget, and looks whether the sidecar is still there.
@@ -343,10 +383,15 @@ impl Scheduler {
         self.stalled = None;
     }
 
-    /// Begins with a new sidecar, which is told first which generation of the namespace this engine is in.
+    /// Begins with a new sidecar, which is told first how often the weights changed, and which generation of the namespace this
+    /// engine is in.
     fn connect(&mut self) {
         let Some(connection) = self.client.connection() else { return };
         let mut link = Link::new(connection, self.incarnation);
+        link.weights = self.weights;
+        let weights = (self.weights > 0).then_some(SchedulerRequest::Weights { number: self.weights });
+        let told = weights.is_none_or(|weights| link.submission.post(weights).is_some());
+        assert!(told, "a fresh ring is empty");
         for &salt in &self.salts {
             let told = link.submission.post(SchedulerRequest::Salt { salt });
             assert!(told.is_some(), "a fresh ring holds {SALTS_MAX} messages");
@@ -378,6 +423,8 @@ impl Scheduler {
             ("blocks_present", c.blocks_present),
             ("blocks_cancelled", c.blocks_cancelled),
             ("blocks_dropped", c.blocks_dropped),
+            ("blocks_checked", c.blocks_checked),
+            ("blocks_differing", c.blocks_differing),
             ("saves_voided", c.saves_voided),
             ("connections_lost", c.connections_lost),
         ])

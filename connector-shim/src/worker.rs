@@ -21,9 +21,12 @@ use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use copy_engine::cuda::{CudaError, Event};
-use shm_protocol::handshake::{self, Copier, Hello, Role};
+use shm_protocol::handshake::{self, Copier, Digest, Hello, Role};
+use shm_protocol::key::NamespaceDigest;
 use shm_protocol::layout::{QUERY_WAIT_MS_MAX, header};
+use shm_protocol::namespace::{self, Facts};
 use shm_protocol::request::WorkerRequest;
+use shm_protocol::session::Bound;
 
 use self::copies::{Copies, Job, Load, Order, is_whole};
 use self::device::Device;
@@ -34,8 +37,8 @@ use self::memory::{Opened, open_memory};
 use self::watch::Watch;
 use crate::client::{Change, Client};
 use crate::clock;
-use crate::connection::Address;
-use crate::error::ShimError;
+use crate::connection::{Address, Connection};
+use crate::error::{ShimError, argument};
 use crate::notices::{Cause, Notices};
 use crate::plan::Plan;
 use crate::pool::Pool;
@@ -63,6 +66,25 @@ pub struct Options {
     /// Whether the sidecar does not reach the memory: this process copies loads itself, and what is saved into a segment
     /// that the sidecar reads. Implied on a GPU where `worker.copy` is the engine.
     pub staged: bool,
+    /// Digest of the engine's table of cache groups, if its scheduler states one.
+    pub groups: Option<[u8; 16]>,
+}
+
+/// What [`Worker::load_on`] made of a plan.
+#[derive(Debug, Eq, PartialEq)]
+pub enum Begun {
+    /// The engine's stream waits for it. These blocks count as failed all the same.
+    OnStream(Vec<u32>),
+    /// Nothing: [`Worker::load_now`] is to be called.
+    No(Plan),
+}
+
+/// What a rank has said of its weights since its HELLO.
+#[derive(Copy, Clone, Debug, Default)]
+struct Weights {
+    number: u64,
+    answers: u64,
+    live: [u8; 16],
 }
 
 /// An asynchronous load that ended.
@@ -85,6 +107,7 @@ struct Part {
 #[derive(Debug)]
 struct Awaited {
     plan: Plan,
+    refused: bool,
     link: Arc<Link>,
     deadline: Instant,
 }
@@ -109,7 +132,17 @@ pub struct Worker {
     joined: bool,
     /// The last step begun.
     started: u64,
-    namespace: String,
+    facts: Facts,
+    /// Digest of the weights that it loaded.
+    live: Option<[u8; 16]>,
+    weights: Weights,
+    /// Whether the sidecar was told the last of them.
+    told: bool,
+    /// The first 8 bytes of the namespace that the rank was bound to last, also by a sidecar that is gone: its promises can
+    /// still be kept. 0: none since the weights may have changed.
+    bound: u64,
+    /// The namespace that was told last, and the words that it was made of.
+    named: Option<(Bound, (NamespaceDigest, Facts))>,
 }
 
 // === impl Worker ===
@@ -117,11 +150,12 @@ pub struct Worker {
 impl Worker {
     /// Connects, or leaves that to the background. Fails for impossible arguments, and when the sidecar refuses.
     pub fn new(options: Options) -> Result<Self, ShimError> {
-        let Options { socket, engine, world_size, worker, memory, staged } = options;
+        let Options { socket, engine, world_size, worker, memory, staged, groups } = options;
         let by_engine = worker.copy == Copier::Engine;
         let staged = staged || (by_engine && matches!(memory, Memory::Gpu { .. }));
+        let (facts, live) = (worker.facts.clone(), worker.live_weights.map(|live| live.0));
         let role = Role::Worker(worker);
-        let mut hello = Hello::new(engine, world_size, role);
+        let mut hello = Hello { groups: groups.map(Digest), ..Hello::new(engine, world_size, role) };
         // The memory is opened by what the hello says of it, so that must be sound before. The address checks the hello
         // as it goes out, when it names allocations or a staging segment instead.
         hello.check(memory.count())?;
@@ -156,7 +190,12 @@ impl Worker {
             run: None,
             joined: false,
             started: 0,
-            namespace: String::new(),
+            facts,
+            live,
+            weights: Weights::default(),
+            told: true,
+            bound: 0,
+            named: None,
         };
         session.connect();
         Ok(session)
@@ -177,9 +216,29 @@ impl Worker {
         self.client.generation()
     }
 
-    /// The namespace of this rank's blocks, 32 hex digits; empty while no sidecar has named it.
-    pub fn namespace(&self) -> &str {
-        &self.namespace
+    /// The namespace of this rank's blocks, with the facts that make it: what it is bound to, or, where no other rank's weights
+    /// have a part in it, what the sidecar named in its WELCOME. `None` while neither is known, or since the weights may have
+    /// changed.
+    pub fn namespace(&mut self) -> Option<&(NamespaceDigest, Facts)> {
+        let connection = &self.link.as_ref()?.connection;
+        let bound = connection.memory.load_bound();
+        if self.named.as_ref().is_none_or(|(words, _)| *words != bound) {
+            self.named = self.name(connection, bound).map(|named| (bound, named));
+        }
+        self.named.as_ref().map(|(_, named)| named)
+    }
+
+    fn name(&self, connection: &Connection, bound: Bound) -> Option<(NamespaceDigest, Facts)> {
+        let is_bound = bound.namespace != 0;
+        let live = if is_bound { bound.live } else { namespace::weights_live([self.live]) };
+        let facts = namespace::complete(&self.facts, live);
+        let digest = namespace::digest(&facts);
+        // The words may be those of two moments.
+        let is_named = match is_bound {
+            true => digest.words()[0] == bound.namespace && bound.weights == self.weights.number,
+            false => digest.to_string() == connection.welcome.namespace && self.weights.number == 0,
+        };
+        is_named.then_some((digest, facts))
     }
 
     /// Takes part in the scheduler's run. Does nothing when this was said already on this connection.
@@ -189,7 +248,19 @@ impl Worker {
             self.run = Some(run);
             self.joined = false;
         }
-        self.post_join();
+        self.introduce();
+    }
+
+    /// States the weights that this rank holds, by a digest of a sample, in answer to the scheduler's `answers`th change; a
+    /// number below the last one repeats it: then the rank found the change by itself. Without a sample its blocks are from now on
+    /// shared with nobody. Until the sidecar has bound it anew every load is refused.
+    pub fn set_weights(&mut self, answers: u64, live: Option<[u8; 16]>) -> Result<(), ShimError> {
+        let live = live.map_or_else(random16, Ok)?;
+        let Weights { number, answers: last, .. } = self.weights;
+        self.weights = Weights { number: number + 1, answers: answers.max(last), live };
+        (self.told, self.bound, self.named) = (false, 0, None);
+        self.introduce();
+        Ok(())
     }
 
     /// Step `step` begins: its loads may be written. On a GPU, once `stream` gets there.
@@ -217,19 +288,18 @@ impl Worker {
     /// plan back where nobody promised them in time, this process copies them, or the memory is the host's: then
     /// [`Worker::load_now`] is called. No stream ever waits for copies that this process is still to enqueue: a kernel's first
     /// launch or an allocation behind it would keep the driver from them.
-    pub fn load_on(&mut self, plan: Plan, stream: u64, overlap: bool) -> Result<Option<Plan>, ShimError> {
+    pub fn load_on(&mut self, plan: Plan, stream: u64, overlap: bool) -> Result<Begun, ShimError> {
         if self.copies_itself(&plan) {
-            return Ok(Some(plan));
+            return Ok(Begun::No(plan));
         }
         let Some((link, device)) = self.link_of(&plan).zip(self.device.as_mut()) else {
-            return Ok(Some(plan));
+            return Ok(Begun::No(plan));
         };
         let stream = device.stream(stream);
         let reached = stream.record()?;
         device.expect(&link, plan.op, &stream, overlap)?;
         link.connection.ring();
-        self.follow(plan, reached, true);
-        Ok(None)
+        Ok(Begun::OnStream(self.follow(plan, reached, true)))
     }
 
     /// Makes `stream` wait for cut `cut` of every load of the step, and for those before it.
@@ -258,12 +328,12 @@ impl Worker {
             && self.device.is_none()
             && let Some(link) = self.link_of(&plan)
         {
-            let outcome = link.wait(plan.op);
+            let (outcome, refused) = (link.wait(plan.op), self.refuses(&plan));
             if is_whole(&plan, outcome) {
                 self.copies.count_sidecar(&plan);
-                return Vec::new();
+                return if refused { plan.block_ids() } else { Vec::new() };
             }
-            let job = self.rescue(plan, link);
+            let job = self.rescue(plan, refused, link);
             return self.copies.carry_out(&job);
         }
         let job = self.job(plan);
@@ -278,8 +348,8 @@ impl Worker {
         } else if !self.copies_itself(&plan)
             && let Some(link) = self.link_of(&plan)
         {
-            let deadline = clock::now() + patience(&plan);
-            self.awaited.push(Awaited { plan, link, deadline });
+            let (deadline, refused) = (clock::now() + patience(&plan), self.refuses(&plan));
+            self.awaited.push(Awaited { plan, refused, link, deadline });
         } else {
             let job = self.job(plan);
             self.submit(Order::Copy(job));
@@ -292,14 +362,45 @@ impl Worker {
         self.by_engine || plan.by_engine()
     }
 
-    /// Gives a load into GPU memory to the thread.
-    fn follow(&mut self, plan: Plan, reached: Event, sync: bool) {
+    /// Whether a plan's blocks are none of this rank's namespace. The scheduler and the ranks are bound by the sidecar one after
+    /// the other, and weights may have changed since the plan was made.
+    fn refuses(&mut self, plan: &Plan) -> bool {
+        self.read_binding();
+        let refused = plan.namespace == 0 || plan.namespace != self.bound;
+        if refused {
+            self.client.notices().say(
+                Cause::Mismatch,
+                format!(
+                    "a load of namespace {:016x} was refused: this rank's is {:016x}; its blocks are computed again. Loads that \
+                     were planned before the weights changed end so; if it goes on, the engine's roles run different releases",
+                    plan.namespace.swap_bytes(),
+                    self.bound.swap_bytes()
+                ),
+            );
+        }
+        refused
+    }
+
+    /// Remembers what the sidecar has bound this rank to.
+    fn read_binding(&mut self) {
+        if let Some(link) = &self.link {
+            let bound = link.connection.memory.load_bound();
+            if bound.weights == self.weights.number && bound.namespace != 0 {
+                self.bound = bound.namespace;
+            }
+        }
+    }
+
+    /// Gives a load into GPU memory to the thread, and returns the blocks that count as failed whatever comes.
+    fn follow(&mut self, plan: Plan, reached: Event, sync: bool) -> Vec<u32> {
         let promised = !self.copies_itself(&plan);
         let job = self.job(plan);
         let is_theirs = promised && job.link.is_some();
         let watch = if is_theirs { Watch::promised(patience(&job.plan)) } else { Watch::ours() };
         self.copies.count_watched(&job, sync);
+        let failed = if job.refused { job.plan.block_ids() } else { Vec::new() };
         self.submit(Order::Watch(Load { job, reached: Box::new(reached), sync, watch, fetch: None }));
+        failed
     }
 
     /// Loads begun by [`Worker::load_later`] that ended, each once.
@@ -312,33 +413,35 @@ impl Worker {
     }
 
     fn look_at(&mut self, awaited: Awaited) {
-        let Awaited { plan, link, deadline } = awaited;
+        let Awaited { plan, refused, link, deadline } = awaited;
         let outcome = link.outcome(plan.op);
         if is_whole(&plan, outcome) {
             self.copies.count_sidecar(&plan);
-            self.copies.end(Ended { op: plan.op, failed: Vec::new() });
+            let failed = if refused { plan.block_ids() } else { Vec::new() };
+            self.copies.end(Ended { op: plan.op, failed });
         } else if outcome.is_some_and(|outcome| outcome.status.is_refusal()) {
             // Nobody writes a block of it: there is nothing to take back.
             let job = self.job(plan);
             self.submit(Order::Copy(job));
         } else if outcome.is_some() || link.connection.is_lost() || clock::now() >= deadline {
-            let job = self.rescue(plan, link);
+            let job = self.rescue(plan, refused, link);
             self.submit(Order::Copy(job));
         } else {
-            self.awaited.push(Awaited { plan, link, deadline });
+            self.awaited.push(Awaited { plan, refused, link, deadline });
         }
     }
 
     /// Takes a load into host memory away from the sidecar.
-    fn rescue(&self, plan: Plan, link: Arc<Link>) -> Job {
+    fn rescue(&self, plan: Plan, refused: bool, link: Arc<Link>) -> Job {
         self.copies.note_rescue();
         link.close_gate(plan.op);
         let pool = self.pool_of(&plan);
-        Job { plan, pool, link: Some(link), rescue: true }
+        Job { plan, pool, link: Some(link), rescue: true, refused }
     }
 
-    fn job(&self, plan: Plan) -> Job {
-        Job { pool: self.pool_of(&plan), link: self.link_of(&plan), plan, rescue: false }
+    fn job(&mut self, plan: Plan) -> Job {
+        let refused = self.refuses(&plan);
+        Job { pool: self.pool_of(&plan), link: self.link_of(&plan), plan, rescue: false, refused }
     }
 
     /// Hands an order to the thread, which on host memory starts with the first one.
@@ -405,8 +508,7 @@ impl Worker {
             Ok(link) => self.give_link(Arc::new(link)),
             Err(error) => return self.leave(error),
         }
-        self.joined = false;
-        self.namespace.clone_from(&connection.welcome.namespace);
+        (self.joined, self.told, self.named) = (false, self.weights.number == 0, None);
         if let Some(note) = &connection.welcome.note {
             self.client.notices().forget(&[Cause::Note]);
             self.client.notices().say(Cause::Note, note.as_str());
@@ -414,7 +516,7 @@ impl Worker {
         if let Some(pool) = self.pool.replace(connection.pool.clone().expect("workers map the pool")) {
             self.earlier_pool = Some((clock::now(), pool));
         }
-        self.post_join();
+        self.introduce();
     }
 
     fn give_link(&mut self, link: Arc<Link>) {
@@ -423,8 +525,9 @@ impl Worker {
         self.link = Some(link);
     }
 
-    /// Lets go of a connection that ended.
+    /// Lets go of a connection that ended. What it promised by its last binding may still be loaded.
     fn part(&mut self) {
+        self.read_binding();
         if let (Some(link), Some(device)) = (self.link.take(), &mut self.device) {
             device.retire(link);
         }
@@ -438,8 +541,14 @@ impl Worker {
         self.part();
     }
 
-    fn post_join(&mut self) {
-        if let (false, Some(run), Some(link)) = (self.joined, self.run, &self.link) {
+    /// Tells the sidecar what it does not know: the weights first, so that a rank which has joined holds what it stated.
+    fn introduce(&mut self) {
+        let Some(link) = &self.link else { return };
+        if !self.told {
+            let Weights { number, answers, live } = self.weights;
+            self.told = link.post(WorkerRequest::Weights { number, answers, live });
+        }
+        if let (true, false, Some(run)) = (self.told, self.joined, self.run) {
             // What was said of loads up to that step may have been lost with the last connection.
             self.joined = link.post(WorkerRequest::Join { run, step: self.started });
         }
@@ -477,6 +586,16 @@ impl Worker {
     pub fn disconnect(&mut self) {
         self.client.stop();
         self.part();
+    }
+}
+
+fn random16() -> Result<[u8; 16], ShimError> {
+    let mut bytes = [0; 16];
+    match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
+        Ok(16) => Ok(bytes),
+        _ => {
+            argument("the system gives no random bytes for weights without a sample; state a digest of them")
+        }
     }
 }
 

@@ -28,7 +28,7 @@ fn append(scheduler: &mut Scheduler, log: i64, count: u32) -> u32 {
 }
 
 fn log_with(scheduler: &mut Scheduler, keys: u32) -> i64 {
-    let log = scheduler.open();
+    let log = scheduler.open(None);
     assert!(log >= 0);
     assert_eq!(append(scheduler, log, keys), keys);
     log
@@ -108,27 +108,27 @@ fn a_full_ring_is_a_miss_and_never_a_wait() {
     let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 4);
     let ordinary = SUBMISSION_SLOTS - SUBMISSION_RESERVED;
-    let opened = std::iter::from_fn(|| Some(scheduler.open()).filter(|log| *log >= 0)).count();
+    let opened = std::iter::from_fn(|| Some(scheduler.open(None)).filter(|log| *log >= 0)).count();
     assert_eq!(opened, ordinary - 2);
     assert_eq!(scheduler.query(log, 0, 4), 0);
-    assert!(!scheduler.save(log, 0, vec![1], 1));
+    assert!(!scheduler.save(log, 0, vec![1], 1, false));
     assert_eq!(append(&mut scheduler, log, 1), 4);
     scheduler.close(log);
     scheduler.end_step();
     assert_eq!(served.drain_kind(Kind::Close).len(), 1, "giving back has room of its own");
-    assert!(scheduler.open() >= 0);
+    assert!(scheduler.open(None) >= 0);
 }
 
 #[test]
 fn a_reset_without_room_is_told_to_the_next_connection() {
     let peer = Peer::new(1);
     let (mut scheduler, served) = connected(&peer, BLOCK_BYTES);
-    while scheduler.open() >= 0 {}
+    while scheduler.open(None) >= 0 {}
     assert!(scheduler.salt());
     assert!(!scheduler.connected(), "the old generation must not be asked for again");
     drop(served);
     let again = peer.serve(BLOCK_BYTES);
-    eventually("reconnect", || scheduler.open() >= 0);
+    eventually("reconnect", || scheduler.open(None) >= 0);
     let mut served = again.join().unwrap();
     assert_eq!(served.drain().first().map(|message| message.kind), Some(Kind::Salt));
 }
@@ -137,13 +137,13 @@ fn a_reset_without_room_is_told_to_the_next_connection() {
 fn a_close_without_any_room_is_posted_later() {
     let peer = Peer::new(1);
     let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
-    let logs: Vec<i64> = std::iter::from_fn(|| Some(scheduler.open()).filter(|log| *log >= 0)).collect();
+    let logs: Vec<i64> = std::iter::from_fn(|| Some(scheduler.open(None)).filter(|log| *log >= 0)).collect();
     for log in &logs {
         scheduler.close(*log);
     }
     scheduler.end_step();
     assert_eq!(served.drain_kind(Kind::Close).len(), SUBMISSION_RESERVED);
-    assert!(scheduler.open() >= 0, "a number is not opened before it is closed");
+    assert!(scheduler.open(None) >= 0, "a number is not opened before it is closed");
     let kinds: Vec<Kind> = served.drain().iter().map(|message| message.kind).collect();
     assert_eq!(kinds[kinds.len() - 2..], [Kind::Close, Kind::Open]);
     assert_eq!(kinds.len(), logs.len() - SUBMISSION_RESERVED + 1);
@@ -277,9 +277,9 @@ fn saves_end_are_counted_and_given_up_in_ranges() {
     let peer = Peer::new(1);
     let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 8);
-    assert!(scheduler.save(log, 0, vec![10, 11, 12, 13], 5));
-    assert!(scheduler.save(log, 4, vec![14, 15], 5));
-    assert!(!scheduler.save(log, 7, vec![16, 17], 5), "no such keys");
+    assert!(scheduler.save(log, 0, vec![10, 11, 12, 13], 5, false));
+    assert!(scheduler.save(log, 4, vec![14, 15], 5, false));
+    assert!(!scheduler.save(log, 7, vec![16, 17], 5, false), "no such keys");
     assert_eq!(scheduler.saving(), 6);
     assert_eq!(scheduler.overwrite([15, 12, 11, 99].into_iter()), 3);
     scheduler.end_step();
@@ -292,7 +292,7 @@ fn saves_end_are_counted_and_given_up_in_ranges() {
     let cancels: Vec<_> =
         messages.iter().filter(|m| m.kind == Kind::Cancel).map(|m| (m.op, m.from, m.count)).collect();
     assert_eq!(cancels, [(saves[0].op, 1, 2), (saves[1].op, 1, 1)]);
-    served.complete(Saved { op: saves[0].op, committed: 2, present: 0, cancelled: 2, dropped: 0 });
+    served.complete(Saved { op: saves[0].op, committed: 2, cancelled: 2, ..Saved::default() });
     scheduler.end_step();
     assert_eq!(scheduler.saving(), 1);
     assert_eq!((scheduler.stats()["blocks_committed"], scheduler.stats()["blocks_cancelled"]), (2, 2));
@@ -303,9 +303,9 @@ fn without_room_for_a_cancel_every_save_is_void() {
     let peer = Peer::new(1);
     let (mut scheduler, served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 8);
-    assert!(scheduler.save(log, 0, vec![10, 11], 1));
-    assert!(scheduler.save(log, 2, vec![12, 13], 1));
-    let logs: Vec<i64> = std::iter::from_fn(|| Some(scheduler.open()).filter(|log| *log >= 0)).collect();
+    assert!(scheduler.save(log, 0, vec![10, 11], 1, false));
+    assert!(scheduler.save(log, 2, vec![12, 13], 1, false));
+    let logs: Vec<i64> = std::iter::from_fn(|| Some(scheduler.open(None)).filter(|log| *log >= 0)).collect();
     logs.iter().take(SUBMISSION_RESERVED).for_each(|log| scheduler.close(*log));
     assert_eq!(served.word(header::VOID_SAVES_BELOW), 0);
     assert_eq!(scheduler.overwrite([12].into_iter()), 4, "all of them");
@@ -320,7 +320,7 @@ fn no_more_saves_than_completions_have_room() {
     let log = log_with(&mut scheduler, 1);
     let mut posted = 0;
     for _ in 0..2 {
-        while scheduler.save(log, 0, vec![1], 1) {
+        while scheduler.save(log, 0, vec![1], 1, false) {
             posted += 1;
         }
         scheduler.end_step();
@@ -335,12 +335,12 @@ fn a_hang_up_is_a_miss_and_a_new_sidecar_a_new_generation() {
     let (mut scheduler, served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 4);
     assert!(scheduler.salt());
-    assert!(scheduler.save(log, 0, vec![1], 1));
+    assert!(scheduler.save(log, 0, vec![1], 1, false));
     drop(served);
     assert_eq!(scheduler.query(log, 0, 4), 0);
     scheduler.end_step();
     assert!(!scheduler.connected());
-    assert_eq!((scheduler.open(), scheduler.saving(), scheduler.salt()), (-1, 0, true));
+    assert_eq!((scheduler.open(None), scheduler.saving(), scheduler.salt()), (-1, 0, true));
     let again = peer.serve(BLOCK_BYTES);
     eventually("reconnect", || {
         scheduler.end_step();
@@ -364,11 +364,11 @@ fn a_hang_up_is_a_miss_and_a_new_sidecar_a_new_generation() {
 fn an_absent_sidecar_is_said_once_and_found_later() {
     let peer = Peer::new(1);
     let mut scheduler = Scheduler::new(options(&peer)).unwrap();
-    assert_eq!((scheduler.connected(), scheduler.open(), scheduler.generation()), (false, -1, 0));
+    assert_eq!((scheduler.connected(), scheduler.open(None), scheduler.generation()), (false, -1, 0));
     let notices = scheduler.take_notices();
     assert!(notices.len() == 1 && notices[0].contains("pillion serve"), "{notices:?}");
     let served = peer.serve(BLOCK_BYTES);
-    eventually("connection", || scheduler.open() >= 0);
+    eventually("connection", || scheduler.open(None) >= 0);
     drop(served.join().unwrap());
 }
 
@@ -376,7 +376,7 @@ fn an_absent_sidecar_is_said_once_and_found_later() {
 fn a_sidecar_that_breaks_the_protocol_is_left() {
     let peer = Peer::new(1);
     let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
-    served.complete(Saved { op: 77, committed: 1, present: 0, cancelled: 0, dropped: 0 });
+    served.complete(Saved { op: 77, committed: 1, ..Saved::default() });
     scheduler.end_step();
     assert!(!scheduler.connected());
     assert_eq!(served.word(header::VOID_SAVES_BELOW), u64::MAX, "it must commit nothing more");

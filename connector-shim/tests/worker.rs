@@ -4,7 +4,7 @@ mod peer;
 
 use connector_shim::error::ShimError;
 use connector_shim::plan::Plan;
-use connector_shim::worker::{Ended, Memory, Options, Worker};
+use connector_shim::worker::{Begun, Ended, Memory, Options, Worker};
 use peer::rank::{BLOCK_BYTES, BLOCKS, EPOCH, Kv, connected, content, options, plan};
 use peer::{Peer, Served, eventually};
 use rustix::fs::OFlags;
@@ -21,10 +21,10 @@ fn loaded(served: &mut Served) -> Vec<(u64, u8)> {
 fn the_handshake_hands_over_what_the_copier_needs() {
     for (copy, mode) in [(Copier::Engine, OFlags::RDONLY), (Copier::Sidecar, OFlags::RDWR)] {
         let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-        let (worker, served) = connected(&peer, &kv, copy);
+        let (mut worker, served) = connected(&peer, &kv, copy);
         let flags = rustix::fs::fcntl_getfl(&served.descriptors[0]).unwrap();
         assert_eq!(flags & OFlags::RWMODE, mode, "{copy:?}");
-        assert_eq!(worker.namespace(), "00112233445566778899aabbccddeeff");
+        assert_eq!(worker.namespace(), Some(&(peer::namespace(), peer::facts())));
         assert!(matches!(served.hello.role, handshake::Role::Worker(_)));
     }
 }
@@ -298,7 +298,7 @@ fn on_host_memory_nothing_is_enqueued() {
     let (peer, kv) = (Peer::new(EPOCH), Kv::new());
     let (mut worker, served) = connected(&peer, &kv, Copier::Sidecar);
     let asked = plan(1, LOAD_SYNC, &[(2, served.pool.commit(0, 11, &content(1)))]);
-    assert_eq!(worker.load_on(asked.clone(), 0, true).unwrap(), Some(asked));
+    assert_eq!(worker.load_on(asked.clone(), 0, true).unwrap(), Begun::No(asked));
     worker.wait_group(0, 0).unwrap();
     worker.synchronize(0).unwrap();
     assert_eq!((worker.loading(), worker.stats()["waits"]), (0, 0));

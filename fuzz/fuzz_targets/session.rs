@@ -12,16 +12,16 @@ use std::sync::atomic::Ordering;
 
 use copy_engine::HostMemory;
 use libfuzzer_sys::fuzz_target;
-use shm_protocol::handshake::{BlockRegion, Copier, Hello, Role, Worker};
+use shm_protocol::PROTOCOL_VERSION;
+use shm_protocol::handshake::{BlockRegion, Copier, Digest, Hello, Role, Worker};
 use shm_protocol::layout::{SESSION_BYTES, header};
 use shm_protocol::message::{Kind, Message, Slot};
 use shm_protocol::region::Access;
 use shm_protocol::request::{
-    Append, Cancel, Keys, Load, LoadFlags, Query, Save, SchedulerRequest, WorkerRequest,
+    Append, Cancel, Keys, Load, LoadEnd, LoadFlags, Query, Save, SchedulerRequest, WorkerRequest,
 };
 use shm_protocol::ring::RingMemory;
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
-use shm_protocol::{PROTOCOL_VERSION, namespace};
 use sidecar::config::SsdAdmission;
 use sidecar::copiers::Copiers;
 use sidecar::engine::{Action, CopyId, Core, Event};
@@ -70,7 +70,11 @@ impl Input<'_> {
 
     /// A request whose small fields often fit together.
     fn request(&mut self) -> Message {
-        let kind = Kind::try_from(self.byte() % 13 + 1).expect("1 to 13");
+        // WEIGHTS is younger than the corpus, in which the others are as they were.
+        let kind = match self.byte() {
+            255 => Kind::Weights,
+            byte => Kind::try_from(byte % 13 + 1).expect("1 to 13"),
+        };
         let mut small = || u32::from(self.byte());
         let (flags, log, op) = (small() & 3, small() & 3, u64::from(small()));
         let keys = Keys { log, from: small() & 63, count: small() & 63 };
@@ -86,7 +90,9 @@ impl Input<'_> {
                 let flags = LoadFlags::new(flags as u8);
                 SchedulerRequest::Load(Load { op, keys, position, step, lease, flags }).into()
             }
-            Kind::Save => SchedulerRequest::Save(Save { op, keys, position, step }).into(),
+            Kind::Save => {
+                SchedulerRequest::Save(Save { op, keys, position, step, checked: op & 1 == 1 }).into()
+            }
             Kind::Cancel => {
                 SchedulerRequest::Cancel(Cancel { op, from: keys.from, count: keys.count }).into()
             }
@@ -95,7 +101,11 @@ impl Input<'_> {
             Kind::Salt => SchedulerRequest::Salt { salt: sixteen }.into(),
             Kind::Hint => SchedulerRequest::Hint { keys }.into(),
             Kind::Join => WorkerRequest::Join { run: sixteen, step }.into(),
-            Kind::Loaded => WorkerRequest::Loaded { op, ok }.into(),
+            Kind::Loaded => {
+                WorkerRequest::Loaded { op, end: if ok { LoadEnd::Whole } else { LoadEnd::Mismatch } }.into()
+            }
+            // A scheduler reads its number alone.
+            Kind::Weights => WorkerRequest::Weights { number: op, answers: step, live: sixteen }.into(),
             Kind::Staged => WorkerRequest::Staged { tag: op, slot: keys.from, ok }.into(),
         }
     }
@@ -128,8 +138,7 @@ fn role(kind: u8) -> Role {
         copy: if kind & 4 == 0 { Copier::Engine } else { Copier::Sidecar },
         facts,
         expects: None,
-        canary: None,
-        live_weights: None,
+        live_weights: (kind & 8 != 0).then_some(Digest([0; 16])),
         cuda: None,
         staging: None,
     })
@@ -166,9 +175,7 @@ impl World {
         self.next += 1;
         let (_, memory) = SessionMemory::create(PROTOCOL_VERSION, 1, id).expect("a session memory");
         let socket = Arc::new(eventfd());
-        let mut digest = None;
         let rank = if let Role::Worker(worker) = &role {
-            digest = Some(namespace::digest(&worker.facts));
             let fd = memory_of(worker.descriptor_bytes(0));
             let host = HostMemory::new(vec![fd], &worker.regions, worker.blocks, Access::ReadOnly);
             Some(Copiers::host_rank(host.expect("as stated"), memory.clone(), Arc::clone(&socket)))
@@ -178,7 +185,7 @@ impl World {
         let session = Session::new(memory.clone(), socket, eventfd(), rank);
         self.peers.insert(id, Peer { session, memory, tail: 0 });
         let hello = Hello::new("fuzz".into(), 2, role);
-        self.handle(Event::Connected { session: id, hello: Box::new(hello), namespace: digest });
+        self.handle(Event::Connected { session: id, hello: Box::new(hello) });
     }
 
     fn handle(&mut self, event: Event) {

@@ -14,7 +14,6 @@ __all__ = [
     "ShimError",
     "WorkerSession",
     "derive_keys",
-    "namespace_line",
     "none_hash",
     "plan_op",
 ]
@@ -37,9 +36,10 @@ class SchedulerSession:
         early: bool,
         miss_wait_ms: int = 0,
         part_blocks: int = 0,
+        groups: bytes | None = None,
     ) -> SchedulerSession:
         """`part_blocks`: blocks of a part, where queries may be answered while their blocks are on their way; 0: they may
-        not."""
+        not. `groups`: 16 bytes, a digest of the table of cache groups, which the workers state too."""
     @property
     def connected(self) -> bool: ...
     @property
@@ -51,8 +51,12 @@ class SchedulerSession:
     @property
     def saving(self) -> int:
         """Blocks that the sidecar may still read."""
-    def open(self) -> int:
-        """A new key log; -1 without sidecar or room. Picks up a new connection."""
+    @property
+    def namespace(self) -> int:
+        """The first 8 bytes of the namespace that the engine is bound to; 0 while it is not."""
+    def open(self, fold: bytes | None = None) -> int:
+        """A new key log; -1 without sidecar or room. `fold`: 16 bytes that are mixed into each of its keys. Picks up a new
+        connection."""
     def append(self, log: int, hashes: list[bytes], start: int) -> int:
         """Appends `hashes[start:]`, `start` being the log's length; returns the length, unchanged without room."""
     def hint(self, log: int, start: int, count: int) -> None:
@@ -70,8 +74,9 @@ class SchedulerSession:
     def load(self, log: int, start: int, block_ids: list[int], step: int, sync: bool) -> list[bytes]:
         """Posts a load under the log's lease and returns its plan, or, where blocks are on their way, one for each part, a load
         that ends by itself; empty: no lease covers it, load nothing."""
-    def save(self, log: int, start: int, block_ids: list[int], step: int) -> bool:
-        """Posts a save of keys from `start`, to be read once `step` is done; False: dropped."""
+    def save(self, log: int, start: int, block_ids: list[int], step: int, checked: bool = False) -> bool:
+        """Posts a save of keys from `start`, to be read once `step` is done; False: dropped. `checked`: what is kept already
+        under these keys is compared with the blocks; `stats` counts them as `blocks_checked` and `blocks_differing`."""
     def overwrite(self, block_ids: list[int]) -> int:
         """Gives up the unfinished saves of these blocks; returns how many there were."""
     def void_saves(self) -> None:
@@ -82,6 +87,10 @@ class SchedulerSession:
         """Ends the log."""
     def salt(self) -> bool:
         """Starts a new generation of the namespace; no lease survives. False: no randomness, nothing changed."""
+    def weights(self, count: int) -> None:
+        """The weights may have changed for the `count`th time: no lease survives, saves are dropped and queries pending, for
+        200 ms at most, until every rank has called `set_weights` with this count. A count that is not above the last one does
+        nothing."""
     def end_step(self) -> None:
         """Publishes, reaps, refills the budget, and looks whether the sidecar is still there."""
     def stats(self) -> dict[str, int]: ...
@@ -116,10 +125,12 @@ class WorkerSession:
         cuts: list[int] = ...,
         stream: int = 0,
         expects: str | None = None,
-        canary: bytes | None = None,
+        live_weights: bytes | None = None,
+        groups: bytes | None = None,
     ) -> WorkerSession:
         """`cuts`, on a GPU: ascending ends, in bytes of a block, of the parts that a load is delivered in. `expects`: the
-        namespace that the facts must make. `canary`: a sample of the live weights, at most 4,096 bytes."""
+        namespace that the facts must make. `live_weights`: 16 bytes, a digest of a sample of every parameter as loaded.
+        `groups`: as the scheduler's."""
     @property
     def connected(self) -> bool: ...
     @property
@@ -127,7 +138,15 @@ class WorkerSession:
         """Connections so far."""
     @property
     def namespace(self) -> str:
-        """32 hex digits; empty while unknown."""
+        """32 hex digits; empty while unknown. Where several ranks state their weights it is known once each has joined the run,
+        and after `set_weights` once the engine is bound anew."""
+    @property
+    def namespace_line(self) -> str:
+        """The namespace and its facts in one line, as the sidecar logs it; empty as `namespace` is."""
+    def set_weights(self, count: int, digest: bytes | None) -> None:
+        """States the weights that this rank holds, by a digest of 16 bytes, in answer to the scheduler's `weights(count)`; 0:
+        the rank found the change by itself. None: they cannot be sampled, and its blocks are shared with nobody from now on.
+        Loads fail until the engine is bound anew."""
     def join(self, run: bytes) -> None:
         """Takes part in the scheduler's run; idempotent. Picks up a new connection."""
     def start(self, step: int, stream: int = 0) -> None:
@@ -181,9 +200,6 @@ def derive_keys(
     hash_block_size: int | None,
 ) -> tuple[bytes, list[bytes], bytes | None]:
     """First hash, keys of the full blocks, key of the tail."""
-
-def namespace_line(facts: dict[str, str]) -> str:
-    """A namespace and its facts in one line, as the sidecar logs it."""
 
 def plan_op(plan: bytes) -> int:
     """The operation of a plan."""

@@ -36,6 +36,8 @@ class Config:
     copy: str = "auto"
     hasher: str = "native"
     model_id: str | None = None
+    # Keeps engines apart that name images differently, and whatever else users tell apart that no fact does.
+    salt: str | None = None
     query_timeout_us: int = 2000
     namespace: str | None = None
     miss_wait_ms: int = 0
@@ -81,7 +83,7 @@ def parse(extra: Mapping[str, Any]) -> Config:
     for key, values in (("mode", MODES), ("load", LOADS), ("layout", LAYOUTS), ("copy", COPIERS), ("hasher", HASHERS)):
         if key in ours and ours[key] not in values:
             raise ConfigError(f"{PREFIX}{key} is {ours[key]!r}; valid are {', '.join(values)}")
-    for key in ("socket", "model_id"):
+    for key in ("socket", "model_id", "salt"):
         if key in ours and not (isinstance(ours[key], str) and ours[key]):
             raise ConfigError(f"{PREFIX}{key} is {ours[key]!r}; it must be a text that is not empty")
     namespace = ours.get("namespace", "0" * 32)

@@ -6,13 +6,20 @@ The class only hands vLLM's hooks to the role that answers them: [pillion.schedu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pillion import config as options
-from pillion import hasher, vllm_compat
+from pillion import hasher, vllm_compat, watch
 from pillion.metadata import PillionMetadata
 from pillion.scheduler import Scheduler
-from pillion.vllm_compat import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
+from pillion.vllm_compat import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
 from pillion.worker import Worker
 
 if TYPE_CHECKING:
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -29,6 +37,13 @@ if TYPE_CHECKING:
 logger = vllm_compat.init_logger("vllm.pillion")
 
 
+@dataclass(frozen=True)
+class StaysOut(KVConnectorHandshakeMetadata):
+    """What a rank that cannot be served tells the scheduler role before the first request."""
+
+    reason: str
+
+
 class PillionConnector(KVConnectorBase_V1, SupportsHMA):
     """Both roles of the connector. At most one of `_scheduler` and `_worker` is set; neither where Pillion stays out."""
 
@@ -36,21 +51,30 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
+        # Why neither is.
+        self._out = ""
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
         config = options.parse(extra)
         reason = "this vLLM gives connectors no KV cache configuration; 0.29 or later does"
         if kv_cache_config is not None:
             reason = vllm_compat.unsupported(vllm_config, kv_cache_config) or ""
         if reason:
-            logger.error("PILLION STAYS OUT: %s. vLLM runs as if no connector were configured.", reason)
+            self._stay_out(reason)
             return
         assert kv_cache_config is not None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = Scheduler(config, vllm_config, kv_cache_config)
+            core = vllm_compat.engine_core()
+            if core is not None:
+                watch.engine_core(core, self._scheduler)
             if config.hasher == "native":
                 hasher.install(vllm_config.cache_config.prefix_caching_hash_algo)
         else:
             self._worker = Worker(config, vllm_config, kv_cache_config)
+
+    def _stay_out(self, reason: str) -> None:
+        self._out = reason
+        logger.error("PILLION STAYS OUT: %s. vLLM runs as if no connector were configured.", reason)
 
     # --- what vLLM asks of the class ---
 
@@ -78,10 +102,15 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker:
             self._worker.register(kv_caches)
 
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Why this rank stays out, for the scheduler role."""
+        reason = self._worker.out_reason if self._worker else self._out
+        return StaysOut(reason) if reason else None
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begins a step."""
         super().bind_connector_metadata(connector_metadata)
-        if self._worker and isinstance(connector_metadata, PillionMetadata):
+        if self._worker and isinstance(connector_metadata, PillionMetadata) and connector_metadata.run:
             self._worker.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -117,6 +146,22 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
                 role.shutdown()
 
     # --- scheduler role ---
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
+        """Where a rank stays out, so does the scheduler role: each rank holds a part of every block."""
+        reasons = [f"rank {rank}: {told.reason}" for (_, rank), told in sorted(metadata.items()) if isinstance(told, StaysOut)]
+        if reasons and self._scheduler:
+            self._scheduler.shutdown()
+            self._scheduler = None
+            self._stay_out(reasons[0])
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Sees resets of vLLM's own prefix cache, with which users say that weights have changed."""
+        watch.resets(gpu_block_pool, self._weights_may_have_changed)
+
+    def _weights_may_have_changed(self) -> None:
+        if self._scheduler:
+            self._scheduler.weights_may_have_changed()
 
     def on_new_request(self, request: Request) -> None:
         """Tells the sidecar what will be asked for."""
@@ -156,5 +201,6 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, [])
 
     def reset_cache(self) -> bool:
-        """Gives this engine's blocks a new namespace generation; deletes nothing."""
-        return self._scheduler.reset() if self._scheduler else True
+        """Has the ranks say anew what they compute with; deletes nothing, and equal weights find what they kept."""
+        self._weights_may_have_changed()
+        return True

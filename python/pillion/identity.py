@@ -5,8 +5,11 @@ Both are facts. A fact is a short text: a digest of everything that counts, and 
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +108,7 @@ UNRELATED = frozenset({"training", "enabled", "use_aiter", "use_flashinfer"})
 # Elements of a list, and characters of all values, that a fact shows.
 SHOWN_ELEMENTS = 4
 SHOWN_CHARACTERS = 400
+logger = logging.getLogger("vllm.pillion")
 
 
 class Unreadable(TypeError):
@@ -117,10 +121,17 @@ def canonical(config: Any) -> str:
 
 
 def configuration(config: Any) -> str:
-    """The fact `config`: a digest of `canonical`, and the rope parameters."""
+    """The fact `config`: a digest of `canonical`, which the debug log shows, and the rope parameters."""
     text = canonical(config)
+    logger.debug("pillion: a model's configuration: %s", text)
     shown = " ".join(f"{name}={value}" for name, value in _rope(json.loads(text), ""))[:SHOWN_CHARACTERS]
     return f"{_digest(text)} {shown}".rstrip()
+
+
+def words(value: Any) -> str:
+    """Any setting as a fact: as it is where it is short, else a digest and its beginning; raises `Unreadable`."""
+    text = _json(_plain(value, frozenset(), ""))
+    return text if len(text) <= SHOWN_CHARACTERS else f"{_digest(text)} {text[:SHOWN_CHARACTERS]}"
 
 
 def rotary(models: Iterable[torch.nn.Module], dtype: torch.dtype) -> str:
@@ -153,6 +164,8 @@ def _plain(value: Any, ignored: frozenset[str], path: str) -> Any:
     """The value made of what JSON has. Never by `repr`, which may hold an address, another in every process."""
     import torch
 
+    if isinstance(value, enum.Enum):
+        return value.name
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
@@ -168,6 +181,8 @@ def _plain(value: Any, ignored: frozenset[str], path: str) -> Any:
         return str(value)
     if hasattr(value, "to_dict"):
         return _plain(value.to_dict(), ignored, path)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, ignored, path)
     raise Unreadable(f"{path or 'a value'} is a {type(value).__qualname__}")
 
 

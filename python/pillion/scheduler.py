@@ -7,14 +7,18 @@ only in the step that may fill its next block (`_due`).
 from __future__ import annotations
 
 import secrets
+import time
 from typing import TYPE_CHECKING
 
 from pillion import _shim, vllm_compat
+from pillion.adapters import Adapters
 from pillion.config import Config
 from pillion.metadata import PillionMetadata
+from pillion.tracked import Tracked
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -44,49 +48,9 @@ STEP_COPY_MS = 10.0
 BACKGROUND_LOADS = 1
 # Bytes of each part in which blocks are loaded that are still on their way: a millisecond on the wire, and enough for a copy.
 PART_BYTES = 16 << 20
+# How long a request waits for the digest of its adapter before it goes without the cache: some hundred MB are read meanwhile.
+ADAPTER_WAIT_S = 0.2
 logger = vllm_compat.init_logger("vllm.pillion")
-
-
-class _Tracked:
-    """One request: its key log, its blocks, and how far they are kept."""
-
-    __slots__ = (
-        "appended",
-        "blocks",
-        "due",
-        "found_in",
-        "generation",
-        "hit",
-        "live",
-        "loaded",
-        "log",
-        "refused",
-        "request",
-        "saved",
-        "sound",
-    )
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.log = -1
-        self.generation = -1
-        self.appended = 0
-        self.blocks: list[int] = []
-        # Blocks from the first that were offered to the cache, or came from it.
-        self.saved = 0
-        # The step in which it began on blocks that were computed before. The cache has most likely kept them: they are
-        # offered, and so marked as used, in the step after, not on the way to the first token. 0: that was done.
-        self.found_in = 0
-        # (first block, number, synchronous) of the last answer that promised a hit.
-        self.hit: tuple[int, int, bool] | None = None
-        # Blocks of the last load; once one of them failed, the cache is not asked again.
-        self.loaded: list[int] = []
-        self.refused = False
-        # Tokens up to which its KV was computed anew, although the block in which they end is still marked as broken.
-        self.sound = -1
-        # The step in which to look at it next; other entries of it in `Scheduler._due` are stale.
-        self.due = -1
-        self.live = True
 
 
 class Scheduler:
@@ -121,21 +85,29 @@ class Scheduler:
             on_gpu and not vllm_compat.zeroes_blocks(kv_cache_config),
             config.miss_wait_ms,
             self._part_blocks(vllm_config, block_bytes, config.copier(on_gpu)),
+            vllm_compat.groups(kv_cache_config),
         )
-        self._requests: dict[str, _Tracked] = {}
-        self._due: dict[int, list[_Tracked]] = {}
+        self._adapters = Adapters(self._run, vllm_compat.lora_form(vllm_config), self._disown)
+        # How often the weights may have changed.
+        self._weights = 0
+        # Whether an update of them has begun and not ended: what is computed then belongs nowhere.
+        self.updating = False
+        # To which namespace belongs what vLLM holds; 0: not known yet.
+        self._namespace = 0
+        self._requests: dict[str, Tracked] = {}
+        self._due: dict[int, list[Tracked]] = {}
         self._step = 0
         # Requests of the last step that are not over.
         self._running: set[str] = set()
         self._loads: list[tuple[str, bytes, bool]] = []
         self._lost: list[tuple[str, list[int], bool]] = []
         self._overwritten: list[int] = []
-        # Blocks that do not hold the KV of their tokens: not loaded, from before a reset, or computed upon such ones. vLLM
+        # Blocks that do not hold the KV of their tokens: not loaded, disowned, or computed upon such ones. vLLM
         # may go on using them, other requests may find them in its own cache; nothing of them may be kept.
         self._broken = bytearray(kv_cache_config.num_blocks)
         self._any_broken = False
         # Requests that may hold one.
-        self._suspects: set[_Tracked] = set()
+        self._suspects: set[Tracked] = set()
         self._say_notices()
 
     def _part_blocks(self, vllm_config: VllmConfig, block_bytes: int, copier: str) -> int:
@@ -147,6 +119,8 @@ class Scheduler:
 
     def announced(self, request: Request) -> None:
         """A request has arrived: what lies on a disk of its prompt is fetched while it waits for its turn."""
+        if request.lora_request:
+            self._adapters.look(request.lora_request)
         count = (request.num_tokens - 1) // self._block_tokens
         waiting = len(self._requests) - len(self._running)
         if not self._config.loads or request.skip_reading_prefix_cache or count <= 0 or waiting >= ANNOUNCED_MAX:
@@ -158,13 +132,18 @@ class Scheduler:
     def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond `computed_tokens` that the cache holds; None: ask again. Whoever asks starts anew."""
         tracked = self._track(request)
-        if not self._config.loads or request.skip_reading_prefix_cache or tracked.refused:
+        if request.lora_request:
+            # Its files may have changed while the request waited.
+            self._adapters.look(request.lora_request)
+        if not self._config.loads or request.skip_reading_prefix_cache or tracked.refused or self.updating:
             return 0, False
         first = computed_tokens // self._block_tokens
         # One token is left to compute, and a hit ends on a block's boundary.
         count = (request.num_tokens - 1) // self._block_tokens - first
-        if count <= 0 or not self._append(tracked):
+        if count <= 0:
             return 0, False
+        if not self._append(tracked):
+            return (None if self._adapter_is_near(tracked) else 0), False
         hits = self._session.query(tracked.log, first, count)
         if hits < 0:
             return None, False
@@ -225,6 +204,7 @@ class Scheduler:
     def step(self, output: SchedulerOutput) -> PillionMetadata:
         """Posts what this step saves and what it may overwrite. Called once, at the end of every schedule()."""
         self._step += 1
+        self._follow_namespace()
         step, session = self._step, self._session
         scheduled = output.num_scheduled_tokens
         ready = [tracked for tracked in self._due.pop(step, ()) if tracked.due == step]
@@ -246,11 +226,11 @@ class Scheduler:
         lost, self._lost = self._lost, []
         # Whatever failed in steps up to this one has been reported, and the saves posted until then are void.
         resolved = step - self._steps_in_flight
-        return PillionMetadata(self._run, step, resolved, urgent or session.saving > 0, loads, lost)
+        return PillionMetadata(self._run, step, resolved, urgent or session.saving > 0, loads, lost, self._weights)
 
-    def _take_blocks(self, output: SchedulerOutput) -> list[_Tracked]:
+    def _take_blocks(self, output: SchedulerOutput) -> list[Tracked]:
         """Follows the block tables; returns the requests to look at although they are not due."""
-        fresh: list[_Tracked] = []
+        fresh: list[Tracked] = []
         for new in output.scheduled_new_reqs:
             tracked = self._requests.get(new.req_id)
             if tracked is not None:
@@ -273,7 +253,7 @@ class Scheduler:
                 tracked.blocks += ids[0]
         return fresh
 
-    def _replace(self, tracked: _Tracked, ids: list[int], computed_tokens: int) -> None:
+    def _replace(self, tracked: Tracked, ids: list[int], computed_tokens: int) -> None:
         tracked.blocks = list(ids)
         tracked.saved = computed_tokens // self._block_tokens
         tracked.found_in = self._step if tracked.saved else 0
@@ -314,18 +294,18 @@ class Scheduler:
                 for block in blocks[start // size : -(-end // size)]:
                     broken[block] = 1
 
-    def _first_broken(self, tracked: _Tracked) -> int:
+    def _first_broken(self, tracked: Tracked) -> int:
         """Blocks of a request before its first broken one."""
         broken = self._broken
         return next((place for place, block in enumerate(tracked.blocks) if broken[block]), len(tracked.blocks))
 
-    def _save(self, tracked: _Tracked, scheduled: dict[str, int], step: int) -> bool:
+    def _save(self, tracked: Tracked, scheduled: dict[str, int], step: int) -> bool:
         """Saves the blocks that this step fills, and says when to look again."""
         request = tracked.request
         tokens = scheduled.get(request.request_id)
         if not tracked.live:
             return False
-        if tokens is None:
+        if tokens is None or self.updating:
             self._look_again(tracked, step + 1)
             return False
         size = self._block_tokens
@@ -334,7 +314,7 @@ class Scheduler:
         full = min(computed // size, len(request.block_hashes), whole)
         posted = False
         again = 0 < tracked.found_in < step
-        if (again or full > tracked.saved) and self._append(tracked) and full <= tracked.appended:
+        if (again or full > tracked.saved) and self._append(tracked) and full <= tracked.appended and self._is_home():
             first = 0 if again else tracked.saved
             posted = self._session.save(tracked.log, first, tracked.blocks[first:full], step)
             tracked.saved = full
@@ -347,24 +327,26 @@ class Scheduler:
         self._look_again(tracked, step + wait)
         return posted
 
-    def _look_again(self, tracked: _Tracked, step: int) -> None:
+    def _look_again(self, tracked: Tracked, step: int) -> None:
         if tracked.due != step:
             tracked.due = step
             self._due.setdefault(step, []).append(tracked)
 
     # --- requests ---
 
-    def _track(self, request: Request) -> _Tracked:
+    def _track(self, request: Request) -> Tracked:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            tracked = self._requests[request.request_id] = _Tracked(request)
+            tracked = self._requests[request.request_id] = Tracked(request)
         return tracked
 
-    def _append(self, tracked: _Tracked) -> bool:
+    def _append(self, tracked: Tracked) -> bool:
         """Brings the request's key log up to date; False while there is none to be had."""
         session = self._session
+        if tracked.request.lora_request and not self._follow_adapter(tracked):
+            return False
         if tracked.generation != session.generation:
-            tracked.log = session.open()
+            tracked.log = session.open(tracked.fold)
             tracked.generation = session.generation
             tracked.appended = tracked.saved = 0
             tracked.hit = None
@@ -377,6 +359,30 @@ class Scheduler:
             tracked.appended = session.append(tracked.log, hashes, tracked.appended)
         return True
 
+    def _follow_adapter(self, tracked: Tracked) -> bool:
+        """Whether keys of the request can be told: a log has those of one fold. Ranks may have replaced the adapter."""
+        fold = self._adapters.fold(tracked.request.lora_request)
+        if not fold:
+            return False
+        if fold != tracked.fold:
+            self._close(tracked)
+            tracked.fold, tracked.generation = fold, -1
+        return True
+
+    def _adapter_is_near(self, tracked: Tracked) -> bool:
+        """Whether to ask again because the digest of the request's adapter is being computed."""
+        lora = tracked.request.lora_request
+        if lora is None or self._adapters.fold(lora) is not None:
+            return False
+        now = time.monotonic()
+        if tracked.undigested_since is None:
+            tracked.undigested_since = now
+        return now - tracked.undigested_since < ADAPTER_WAIT_S
+
+    def _close(self, tracked: Tracked) -> None:
+        if tracked.log >= 0 and tracked.generation == self._session.generation:
+            self._session.close(tracked.log)
+
     def finished(self, request: Request) -> None:
         """The request is over; its saves go on, its blocks may be reused."""
         self._running.discard(request.request_id)
@@ -385,8 +391,7 @@ class Scheduler:
         if tracked is not None:
             tracked.live = False
             self._suspects.discard(tracked)
-            if tracked.log >= 0 and tracked.generation == self._session.generation:
-                self._session.close(tracked.log)
+            self._close(tracked)
 
     def loads_failed(self, block_ids: set[int]) -> None:
         """KV computed on blocks that were not loaded must never be kept: every unfinished save is given up.
@@ -407,8 +412,48 @@ class Scheduler:
             for block in tracked.blocks[first:]:
                 self._broken[block] = 1
 
-    def reset(self) -> bool:
-        """A new generation of the namespace: what was computed, or loaded, before it does not belong there.
+    # --- what KV is computed with ---
+
+    def weights_may_have_changed(self) -> None:
+        """Every rank says anew what it computes with, which decides the namespace: that of before, if nothing changed.
+
+        Until then the session is bound to none: queries wait for a moment, and what could be saved waits.
+        """
+        self._weights += 1
+        self._namespace = 0
+        self._adapters.may_differ()
+        self._disown()
+        self._session.weights(self._weights)
+
+    def adapter_loads(self, request: LoRARequest) -> None:
+        """Every rank is about to load an adapter."""
+        self._adapters.loads(request)
+
+    def adapter_removed(self, number: int) -> None:
+        """No rank holds an adapter any more."""
+        self._adapters.forget(number)
+
+    def _follow_namespace(self) -> None:
+        """Notices that ranks compute with something else than before although nothing was seen to change it."""
+        namespace = self._session.namespace
+        if namespace in (0, self._namespace):
+            return
+        if self._namespace:
+            logger.warning(
+                "pillion: the ranks compute with other weights than before, and nothing that could be seen changed them: "
+                "blocks from before are not kept. Reset vLLM's prefix cache when weights are written behind its back"
+            )
+            self._disown()
+        self._namespace = namespace
+
+    def _is_home(self) -> bool:
+        """Whether what vLLM holds belongs where a save would go. A new connection may be bound to another namespace; only the
+        first one keeps saves until it is bound to any."""
+        namespace = self._session.namespace
+        return namespace == self._namespace and bool(namespace or not self._weights)
+
+    def _disown(self) -> None:
+        """Nothing that was computed, or loaded, until now is kept.
 
         A sleep discards the KV memory next, so no save may read it any more. Where vLLM's own cache could not be reset,
         requests still find blocks of before in it.
@@ -419,7 +464,6 @@ class Scheduler:
         for tracked in self._requests.values():
             tracked.hit, tracked.saved, tracked.sound = None, 0, -1
             self._suspects.add(tracked)
-        return self._session.salt()
 
     def shutdown(self) -> None:
         """Leaves the sidecar."""

@@ -6,22 +6,20 @@ First class: 0.29 and later. What a version lacks is met with `getattr` and the 
 from __future__ import annotations
 
 import hashlib
-import os
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
 from vllm.logger import init_logger
-
-from pillion import identity
-from pillion.canary import models_of, sample
 
 if TYPE_CHECKING:
     import torch
@@ -30,48 +28,49 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
     "KVConnectorRole",
     "SupportsHMA",
+    "attention_backends",
     "block_bytes",
     "block_tokens",
-    "canary",
-    "facts",
+    "cache_layers",
+    "engine_core",
+    "environment",
     "fitting_layout",
     "granted_layout",
+    "groups",
     "has_extra_keys",
+    "hash_of",
     "hook_mode",
     "hooks_are_serial",
     "init_logger",
+    "keeps_weights",
     "key_sizes",
     "layers",
+    "lora_form",
     "on_gpu",
     "packing",
+    "prepare_scales",
     "rank",
     "running_hook_mode",
     "shards",
     "steps_in_flight",
     "tokens_per_step",
     "unsupported",
+    "version",
     "world_size",
     "wrap_next_block_hasher",
     "zeroes_blocks",
 ]
 
-# Pages sampled from each weight file for the weights digest, evenly spaced.
-SAMPLED_PAGES = 64
-PAGE_BYTES = 4096
-# Extra keys are tagged tuples from this version on, bare before.
-TAGGED_SINCE = (0, 31)
-NONE_HASH_RULE_SINCE = (0, 29)
 # Every layer of a block side by side: a block is one run. Measured with these attention backends: same tokens, no slower.
 BLOCK_LAYOUT = "BLNHC"
 BLOCK_LAYOUT_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 # The largest kernel block of all of them (FlashInfer's on Hopper). vLLM splits larger blocks into kernel blocks, which a
 # layout with other layers between two blocks rules out.
 BLOCK_LAYOUT_TOKENS_MAX = 64
-# Ways to propose tokens that keep no KV: the target's is the same with and without them.
-DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 logger = init_logger("vllm.pillion")
 
 
@@ -90,11 +89,24 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
     kinds = getattr(spec, "kv_cache_specs", {"": spec}).values()
     if not all(_full_attention(kind) for kind in kinds):
         return f"the KV cache is of kind {type(spec).__name__}; only full attention (MLA included) is supported yet"
-    parallel = vllm_config.parallel_config
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             return f"{name} is {getattr(parallel, name)}; only tensor parallelism is supported yet"
-    if not vllm_config.cache_config.enable_prefix_caching:
+    nodes = getattr(parallel, "nnodes_within_dp", 1)
+    if nodes > 1:
+        return (
+            f"tensor parallelism spans {nodes} nodes, and a sidecar serves the ranks of its own alone: run as many engines as "
+            "there are nodes, each with --nnodes 1"
+        )
+    if getattr(parallel, "enable_elastic_ep", False):
+        return "elastic expert parallelism replaces experts while the engine runs: start vLLM without --enable-elastic-ep"
+    if getattr(cache, "calculate_kv_scales", False):
+        return (
+            "calculate_kv_scales makes the scales of FP8 KV from each engine's first batch: start vLLM without "
+            "--calculate-kv-scales"
+        )
+    if not cache.enable_prefix_caching:
         return "prefix caching is off, so blocks have no hashes: start vLLM with --enable-prefix-caching"
     hash_tokens = getattr(kv_cache_config, "hash_block_size", None)
     if hash_tokens not in (None, spec.block_size):
@@ -120,6 +132,13 @@ def on_gpu() -> bool:
 def keeps_kv_memory(vllm_config: VllmConfig) -> bool:
     """Whether KV memory stays where it is until the process ends: sleep mode unmaps it between two steps."""
     return not getattr(vllm_config.model_config, "enable_sleep_mode", False)
+
+
+def keeps_weights(vllm_config: VllmConfig) -> bool:
+    """Whether a parameter is always where its weights are: layers that are prefetched from the host take turns."""
+    offload = getattr(vllm_config, "offload_config", None)
+    group = getattr(getattr(offload, "prefetch", None), "offload_group_size", 0)
+    return getattr(offload, "offload_backend", "auto") != "prefetch" and not group
 
 
 def recomputes_failed_loads(vllm_config: VllmConfig) -> bool:
@@ -222,45 +241,46 @@ def layers(kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -
     return [(name, kv_caches[name]) for name in names if owners[kv_caches[name].data_ptr()] == name]
 
 
-def facts(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, form: str, model_id: str | None
-) -> tuple[dict[str, str], list[str]]:
-    """Everything that makes the bytes of two engines interchangeable, by name, and warnings for the log."""
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    warnings: list[str] = []
-    engine_id = str(vllm_config.kv_transfer_config.engine_id)
-    stated = {
-        "block_tokens": spec.block_size,
-        "page_bytes": spec.page_size_bytes,
-        "page_form": form,
-        "layers": _layer_names(kv_cache_config),
-        "group_kind": "full",
-        "attention_backend": _backend(vllm_config),
-        "kv_dtype": cache.cache_dtype,
-        "kv_quant": getattr(spec, "kv_quant_mode", "none"),
-        "model": model_id or model.model,
-        "revision": getattr(model, "revision", None),
-        "quantization": model.quantization,
-        "dtype": model.dtype,
-        "config": _read("the model's configuration", lambda: _configuration(model), engine_id, warnings),
-        "rotary": _read("a rotary cache", lambda: _rotary(vllm_config, kv_cache_config), engine_id, warnings),
-        "weights": _weights(vllm_config, model_id, engine_id, warnings),
-        "tensor_parallel_size": parallel.tensor_parallel_size,
-        "drafter": _read("the drafter's configuration", lambda: _drafter(vllm_config), engine_id, warnings),
-        "hash_algorithm": cache.prefix_caching_hash_algo,
-        "none_hash": _none_hash(cache.prefix_caching_hash_algo, engine_id, warnings),
-        "extra_keys": "tagged" if version() >= TAGGED_SINCE else "bare",
-        # Bare LoRA keys name the adapter but not its weights: such engines share with nobody who serves adapters.
-        "lora": _lora(vllm_config, engine_id),
-    }
-    return {name: str(value) for name, value in stated.items()}, warnings
+def groups(kv_cache_config: KVCacheConfig) -> bytes:
+    """A digest of the cache groups, 16 bytes, the same in both roles of an engine.
+
+    vLLM shows the scheduler a group whose layers have several specs with the first of these alone.
+    """
+    table = []
+    for group in kv_cache_config.kv_cache_groups:
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", None) or {"": group.kv_cache_spec}
+        first = next(iter(specs.values()))
+        table.append([type(first).__name__, int(first.block_size), len(group.layer_names)])
+    return hashlib.sha256(json.dumps([table, int(kv_cache_config.num_blocks)]).encode()).digest()[:16]
 
 
-def _layer_names(kv_cache_config: KVCacheConfig) -> str:
-    """How many cache layers, and a digest of their names in order."""
-    names = kv_cache_config.kv_cache_groups[0].layer_names
-    return f"{len(names)} {hashlib.sha256(','.join(names).encode()).hexdigest()[:16]}"
+def cache_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[torch.nn.Module]:
+    """The attention layers of the only group that this process has loaded."""
+    context = vllm_config.compilation_config.static_forward_context
+    return [context[name] for name in kv_cache_config.kv_cache_groups[0].layer_names if name in context]
+
+
+def prepare_scales(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Lets attention set up scales that lie inside pages, which fills those of every block: later it would overwrite loaded
+    ones. Answers why it cannot, None if it did or there are none."""
+    group = kv_cache_config.kv_cache_groups[0]
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+    context = vllm_config.compilation_config.static_forward_context
+    for name in group.layer_names:
+        mode = getattr(specs.get(name, group.kv_cache_spec), "kv_quant_mode", None)
+        if not getattr(mode, "is_per_token_head", False):
+            continue
+        layer = context[name]
+        implementation: Any = getattr(layer, "impl", None)
+        ensure = getattr(implementation, "_ensure_scale_caches", None)
+        if ensure is None:
+            return (
+                f"attention of kind {type(implementation).__name__} is not known to keep the scales of a "
+                f"{vllm_config.cache_config.cache_dtype} cache as they were loaded: choose another --kv-cache-dtype or "
+                "--attention-backend TRITON_ATTN"
+            )
+        ensure(layer.kv_cache)
+    return None
 
 
 def key_sizes(kv_cache_config: KVCacheConfig) -> dict[str, int]:
@@ -270,48 +290,13 @@ def key_sizes(kv_cache_config: KVCacheConfig) -> dict[str, int]:
     return {name: int(getattr(specs.get(name, group.kv_cache_spec), "head_size", 0)) for name in group.layer_names}
 
 
-def canary(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, device: torch.device | None) -> bytes | None:
-    """A sample of the live weights of the model whose KV this is; None where they are not to be found."""
-    name = kv_cache_config.kv_cache_groups[0].layer_names[0]
-    try:
-        return sample(vllm_config.compilation_config.static_forward_context[name], device)
-    except Exception as error:  # a cache works without it, and what models are made of is theirs
-        logger.debug("pillion: no sample of the weights: %r", error)
-        return None
-
-
 def packing(vllm_config: VllmConfig) -> str:
     """How kernels rearrange pages beyond what strides tell: vLLM's CPU attention does, by instruction set."""
     layers = vllm_config.compilation_config.static_forward_context.values()
     return ",".join(sorted({str(layer.isa) for layer in layers if getattr(layer, "isa", None)})) or "none"
 
 
-def _read(what: str, read: Callable[[], str], engine_id: str, warnings: list[str]) -> str:
-    """A fact of the model; where its code keeps what cannot be compared, a fact that no other engine states."""
-    try:
-        return read()
-    except Exception as error:  # what configurations and modules hold is their model's
-        warnings.append(
-            f"{what} cannot be compared ({error}), so nothing is shared with other engines or with the next start of this "
-            "one: let the model keep numbers, texts, lists and mappings there"
-        )
-        return f"private to {engine_id}"
-
-
-def _configuration(model: Any) -> str:
-    """The fact of the model's configuration after overrides; the whole of it to the debug log, to be compared."""
-    logger.debug("pillion: the model's configuration: %s", identity.canonical(model.hf_config))
-    return identity.configuration(model.hf_config)
-
-
-def _rotary(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """The rotary caches of the loaded models whose layers have KV."""
-    context = vllm_config.compilation_config.static_forward_context
-    layers = [context[name] for name in kv_cache_config.kv_cache_groups[0].layer_names if name in context]
-    return identity.rotary(models_of(layers), vllm_config.model_config.dtype) if layers else "unknown"
-
-
-def _backend(vllm_config: VllmConfig) -> str:
+def attention_backends(vllm_config: VllmConfig) -> str:
     """The attention backends in use, by class name: they decide how a page is packed."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -320,79 +305,19 @@ def _backend(vllm_config: VllmConfig) -> str:
     return ",".join(sorted(used)) or "unknown"
 
 
-def _drafter(vllm_config: VllmConfig) -> str:
-    """The model that proposes tokens, if it has layers of KV beside the other ones in a block."""
-    speculative = getattr(vllm_config, "speculative_config", None)
-    if speculative is None or speculative.method in DRAFTS_WITHOUT_KV:
-        return "none"
-    draft = getattr(speculative, "draft_model_config", None)
-    config = identity.configuration(draft.hf_config) if draft is not None else "no configuration"
-    return f"{speculative.method} {getattr(speculative, 'model', None)} {config}"
+def environment(name: str, default: Any) -> Any:
+    """One of vLLM's environment variables as vLLM reads it; `default` in a version that has none of this name."""
+    from vllm import envs
+
+    return getattr(envs, name, default)
 
 
-def _lora(vllm_config: VllmConfig, engine_id: str) -> str:
-    if getattr(vllm_config, "lora_config", None) is None:
-        return "none"
-    return "tagged" if version() >= TAGGED_SINCE else f"private to {engine_id}"
-
-
-def _none_hash(algorithm: str, engine_id: str, warnings: list[str]) -> str:
-    """The hash that every chain starts from, by vLLM's rule of this version."""
+def hash_of(algorithm: str, text: str) -> bytes:
+    """The hash of a text by one of vLLM's algorithms for block hashes."""
     from vllm.utils.hashing import get_hash_fn_by_name
 
-    seed = os.environ.get("PYTHONHASHSEED")
-    random = seed is None and (algorithm.startswith("xxhash") or version() < NONE_HASH_RULE_SINCE)
-    if random:
-        warnings.append(
-            f"{algorithm} hashes start from a random value in this process, so nothing is shared with other engines "
-            "or with the next start of this one: set PYTHONHASHSEED to the same value on all of them"
-        )
-        return f"random of {engine_id}"
-    digest: bytes = get_hash_fn_by_name(algorithm)("vllm-none-hash" if seed is None else seed)
-    return digest.hex()
-
-
-def _weights(vllm_config: VllmConfig, model_id: str | None, engine_id: str, warnings: list[str]) -> str:
-    """A digest of the weight files; where there are none, the user's word, else a private namespace."""
-    if model_id is not None:
-        return f"user's word: {model_id}"
-    load_format = str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format))
-    files = [] if load_format == "dummy" else _weight_files(vllm_config.model_config)
-    if not files:
-        warnings.append(
-            f"the weights (load_format {load_format}) cannot be digested, so nothing is shared with other engines or with "
-            "the next start of this one: set pillion.model_id to a name that stands for exactly these weights"
-        )
-        return f"private to {engine_id}"
-    digest = hashlib.sha256()
-    for path in files:
-        _digest_file(digest, path)
-    return digest.hexdigest()
-
-
-def _weight_files(model: Any) -> Sequence[str]:
-    directory = model.model
-    if not os.path.isdir(directory):
-        from huggingface_hub import snapshot_download
-
-        try:
-            directory = snapshot_download(directory, revision=model.revision, local_files_only=True)
-        except Exception:  # whatever the hub client raises for "not here"
-            return []
-    names = sorted(name for name in os.listdir(directory) if name.endswith(".safetensors"))
-    return [os.path.join(directory, name) for name in names]
-
-
-def _digest_file(digest: Any, path: str) -> None:
-    """Adds a file's name, length, safetensors header and evenly spaced pages."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        prefix = file.read(8)
-        header = file.read(min(int.from_bytes(prefix, "little"), size))
-        digest.update(f"{os.path.basename(path)} {size} {len(header)}".encode() + header)
-        for page in range(SAMPLED_PAGES):
-            file.seek(page * max(size - PAGE_BYTES, 0) // max(SAMPLED_PAGES - 1, 1))
-            digest.update(file.read(PAGE_BYTES))
+    digest: bytes = get_hash_fn_by_name(algorithm)(text)
+    return digest
 
 
 def has_extra_keys(request: Any) -> bool:
@@ -419,3 +344,28 @@ def wrap_next_block_hasher(wrap: Callable[[Any, int, bytes], Any]) -> None:
         return wrap(make(block_tokens, hash_function), block_tokens, kv_cache_utils.NONE_HASH)
 
     core.get_request_block_hasher = make_wrapped
+
+
+# What of the configuration of adapters decides how they are applied; the rest is room for them.
+LORA_FORM = (
+    "lora_dtype",
+    "target_modules",
+    "fully_sharded_loras",
+    "enable_tower_connector_lora",
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+)
+
+
+def lora_form(vllm_config: VllmConfig) -> str:
+    """How this engine applies adapters, beyond their own files; settings that a version lacks are as those that are off."""
+    config = getattr(vllm_config, "lora_config", None)
+    stated = {name: getattr(config, name, None) for name in LORA_FORM}
+    stated["target_modules"] = sorted(stated["target_modules"] or ())
+    return ",".join(f"{name}={value}" for name, value in stated.items() if value)
+
+
+def engine_core() -> type | None:
+    """The class whose methods everything calls that changes an engine from outside; None where none is being built."""
+    core: Any = sys.modules.get("vllm.v1.engine.core")
+    return getattr(core, "EngineCore", None)

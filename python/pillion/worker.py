@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING
 
 from pillion import _shim, vllm_compat
 from pillion.config import Config
 from pillion.cuda import LayerWaits
+from pillion.facts import Facts
 from pillion.geometry import Geometry, GeometryError, describe
+from pillion.live import Live
 from pillion.metadata import PillionMetadata, plan_blocks
+from pillion.models import Models
 from pillion.proof import prove
+from pillion.sample import Sampler
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +25,10 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = "/dev/shm"
 MIB = 1 << 20
+# A step that begins after a pause of so many seconds looks whether the weights are still the same. A look takes milliseconds
+# on a GPU; on a CPU its kernels must be asked, which takes as long as a decoding step.
+LOOK_AFTER_S_GPU = 1.0
+LOOK_AFTER_S_CPU = 60.0
 logger = vllm_compat.init_logger("vllm.pillion")
 
 
@@ -31,9 +40,17 @@ class Worker:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._session: _shim.WorkerSession | None = None
-        # What the sidecar compares with other engines'.
+        # Why this rank has no session.
+        self.out_reason = ""
+        # What the sidecar compares with other engines': facts, and a digest of the live weights.
         self._facts: dict[str, str] = {}
-        self._canary: bytes | None = None
+        self._live: Live | None = None
+        self._live_weights: bytes | None = None
+        # How often the weights may have changed so far, as the scheduler counts, and when this rank had its last step.
+        self._weights = 0
+        self._last_step_s = time.monotonic()
+        # The namespace that the log has named last.
+        self._namespace = ""
         self._metadata: PillionMetadata | None = None
         # On a GPU only: the device, by whose stream everything is ordered, and the waits between its layers.
         self._device: torch.device | None = None
@@ -66,6 +83,8 @@ class Worker:
                 vllm_compat.packing(self._vllm_config),
             )
             prove(layers, geometry, self._kv_cache_config.num_blocks)
+            if unprepared := vllm_compat.prepare_scales(self._vllm_config, self._kv_cache_config):
+                raise GeometryError(unprepared)
             if served == "cuda":
                 self._register_gpu(layers, geometry)
                 return
@@ -75,6 +94,7 @@ class Worker:
             self._connect(geometry, descriptors, [], [], self._config.copier(on_gpu=False))
         except (GeometryError, OSError, _shim.ShimError) as error:
             # The last: memory that cannot be exported, such as sleep mode's, or a sidecar that refuses this engine.
+            self.out_reason = str(error)
             logger.error("PILLION STAYS OUT: %s. vLLM runs as if no connector were configured.", error)
 
     def _register_gpu(self, layers: list[tuple[str, torch.Tensor]], geometry: Geometry) -> None:
@@ -121,13 +141,12 @@ class Worker:
 
     def _identify(self, geometry: Geometry) -> None:
         """What the rank states of itself. Once: weights are read for it."""
-        facts, warnings = vllm_compat.facts(self._vllm_config, self._kv_cache_config, geometry.form, self._config.model_id)
-        for warning in warnings:
-            logger.warning("pillion: %s", warning)
-        rank, world = vllm_compat.rank(self._vllm_config), vllm_compat.world_size(self._vllm_config)
-        logger.info("pillion: rank %d of %d, %s", rank, world, _shim.namespace_line(facts))
-        self._facts = facts
-        self._canary = vllm_compat.canary(self._vllm_config, self._kv_cache_config, self._device)
+        models = Models(vllm_compat.cache_layers(self._vllm_config, self._kv_cache_config))
+        facts = Facts(self._config, self._vllm_config, self._kv_cache_config, models)
+        self._facts = facts.stated(geometry.form)
+        sampler = Sampler(models, facts.experts_apart, vllm_compat.keeps_weights(self._vllm_config))
+        self._live = Live(sampler, facts.running, facts.experts_move)
+        self._live_weights = self._live.begin(self._facts)
 
     def _connect(self, geometry: Geometry, descriptors: list[int], pointers: list[int], cuts: list[int], copier: str) -> None:
         rank, world = vllm_compat.rank(self._vllm_config), vllm_compat.world_size(self._vllm_config)
@@ -148,7 +167,8 @@ class Worker:
             cuts,
             self._stream(),
             self._config.namespace,
-            self._canary,
+            live_weights=self._live_weights,
+            groups=vllm_compat.groups(self._kv_cache_config),
         )
         self._say_notices()
 
@@ -160,12 +180,43 @@ class Worker:
         if self._session:
             if metadata.resolved >= self._spoiled:
                 self._spoiled = 0
+            self._follow_weights(self._session, metadata)
             self._session.join(metadata.run)
+            self._say_namespace(self._session)
             self._session.start(metadata.step, self._stream())
             self._overlapped = []
             if self._waits:
                 self._waits.begin_step()
             self._say_notices()
+
+    def _follow_weights(self, session: _shim.WorkerSession, metadata: PillionMetadata) -> None:
+        """Tells the sidecar what the weights are once they may have changed: it binds the engine to what all its ranks say.
+
+        Who writes weights past vLLM tells nobody, but hardly while requests run: so a pause is followed by a look, before
+        this step loads anything.
+        """
+        paused = time.monotonic() - self._last_step_s
+        self._last_step_s += paused
+        if self._live is None:
+            return
+        count = getattr(metadata, "weights", 0)
+        if count > self._weights:
+            self._weights = count
+            session.set_weights(count, self._live.again())
+        elif paused > (LOOK_AFTER_S_GPU if self._device else LOOK_AFTER_S_CPU) and self._live.differs():
+            logger.warning(
+                "pillion: the weights are others than before, and vLLM did not say so. Loads fail until the sidecar knows; KV "
+                "that vLLM itself holds was computed with the old ones: reset its prefix cache whenever you change weights"
+            )
+            session.set_weights(0, self._live.again())
+
+    def _say_namespace(self, session: _shim.WorkerSession) -> None:
+        """Once it is known, which takes the first steps of all ranks, and whenever it is another one."""
+        namespace = session.namespace
+        if namespace and namespace != self._namespace:
+            self._namespace = namespace
+            rank, world = vllm_compat.rank(self._vllm_config), vllm_compat.world_size(self._vllm_config)
+            logger.info("pillion: rank %d of %d, %s", rank, world, session.namespace_line)
 
     def load(self, forward_context: ForwardContext) -> None:
         """Begins this step's loads; what the forward needs is there, or on a GPU waited for, before it reads it."""
@@ -204,6 +255,7 @@ class Worker:
 
     def end_step(self) -> None:
         """The step's KV is written."""
+        self._last_step_s = time.monotonic()
         metadata = self._metadata
         if metadata is None or self._session is None:
             return

@@ -9,8 +9,8 @@ mod check;
 use std::collections::BTreeMap;
 use std::fmt;
 
-use serde::de::{Error, IgnoredAny};
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::de::IgnoredAny;
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::versions::{RELEASE, Versions};
@@ -26,10 +26,11 @@ pub const REGIONS_MAX: usize = 1024;
 pub const RANKS_MAX: u32 = 64;
 /// Parts that a block may be cut into: counted in a byte of a load word.
 pub const CUTS_MAX: usize = 255;
+/// The fact that says which weights run: an engine without it shares with none that has it. The sidecar makes it of the ranks'
+/// `live_weights`, and a rank that has none may state it.
+pub const WEIGHTS_LIVE: &str = "weights_live";
 /// Facts a namespace may state.
 pub const FACTS_MAX: usize = 256;
-/// Bytes of the largest canary: 64 bytes of each of 64 parameters.
-pub const CANARY_BYTES_MAX: usize = 4096;
 
 /// What an engine process says first.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
@@ -49,7 +50,7 @@ pub struct Hello {
     /// does not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub miss_wait_ms: Option<u32>,
-    /// Digest of the engine's table of cache groups, equal in all of its processes. Carried; not yet compared.
+    /// Digest of the engine's table of cache groups: a rank whose differs from its scheduler's does not join.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub groups: Option<Digest>,
     /// The sender's part in the engine.
@@ -90,10 +91,8 @@ pub struct Worker {
     /// The namespace that the engine must belong to, 32 hex digits; refused where its facts digest to another one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expects: Option<String>,
-    /// A sample of this rank's live weights, equal in every engine that loaded the same ones.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub canary: Option<Canary>,
-    /// Digest of a sample of every parameter that this rank has loaded. Carried; not yet compared.
+    /// Digest of a sample of every parameter that this rank has loaded; with those of the other ranks it makes the fact
+    /// [`WEIGHTS_LIVE`], which `facts` then do not state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub live_weights: Option<Digest>,
     /// The GPU that holds the memory; host memory behind descriptors where there is none.
@@ -104,10 +103,6 @@ pub struct Worker {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub staging: Option<u32>,
 }
-
-/// Bytes of live weights, at most [`CANARY_BYTES_MAX`].
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Canary(pub Vec<u8>);
 
 /// A digest of 16 bytes.
 #[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
@@ -374,21 +369,6 @@ impl fmt::Display for Copier {
             Self::Engine => "'engine'",
             Self::Sidecar => "'sidecar'",
         })
-    }
-}
-
-// === impl Canary ===
-
-impl Serialize for Canary {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_bytes(&self.0)
-    }
-}
-
-impl<'de> Deserialize<'de> for Canary {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let value = ciborium::Value::deserialize(deserializer)?;
-        value.into_bytes().map(Self).map_err(|_| D::Error::custom("a byte string is wanted"))
     }
 }
 

@@ -10,6 +10,7 @@ mod pickle;
 
 use std::fmt;
 
+use sha2::{Digest, Sha256};
 use thiserror::Error;
 
 pub use self::algorithm::{Algorithm, DEFAULT_SEED, NoneHashRule, none_hash};
@@ -22,6 +23,9 @@ pub use self::pickle::{PICKLE_BLOCK_TOKENS_MAX, PICKLE_EXTRA_BYTES_MAX};
 pub const HASH_BYTES_MAX: usize = 32;
 /// Bytes of the shorter block hash (XXH3-128).
 pub const HASH_BYTES_SHORT: usize = 16;
+
+/// What a folded hash is the digest of, before the fold and the hash: no other digest of Pillion's begins so.
+const FOLD_TAG: &[u8] = b"pillion fold";
 
 /// A block hash as the engine made it; one of 16 bytes is padded with zeros to 32.
 #[repr(C)]
@@ -143,6 +147,13 @@ impl BlockHash {
         Ok(Self(hash))
     }
 
+    /// The hash of the same block under something that vLLM's own hash leaves out, such as an adapter's weights, of which
+    /// `fold` is a digest.
+    pub fn folded(&self, fold: &[u8; 16]) -> Self {
+        let hasher = Sha256::new().chain_update(FOLD_TAG).chain_update(fold).chain_update(self.0);
+        Self(hasher.finalize().into())
+    }
+
     /// The hash as four little-endian words.
     pub fn words(&self) -> [u64; 4] {
         let (eights, _) = self.0.as_chunks::<8>();
@@ -206,6 +217,17 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_fold_makes_other_keys() {
+        let (hash, other) = (BlockHash([1; 32]), BlockHash([2; 32]));
+        let all = [hash, hash.folded(&[0; 16]), hash.folded(&[1; 16]), other.folded(&[0; 16])];
+        for (at, key) in all.iter().enumerate() {
+            assert!(!all[..at].contains(key), "{at}");
+        }
+        let digest = Sha256::digest([b"pillion fold".as_slice(), &[0; 16], &[1; 32]].concat());
+        assert_eq!(all[1].0, <[u8; 32]>::from(digest));
     }
 
     #[test]

@@ -50,6 +50,12 @@ pub mod header {
     pub const FENCE_STARTED: usize = 896;
     /// u64, worker sessions on a GPU: batches of loads that ended (the sidecar's stream).
     pub const FENCE_ENDED: usize = 960;
+    /// u64: number of this session's last WEIGHTS that the two words below follow from; 0: none (sidecar).
+    pub const WEIGHTS: usize = 1024;
+    /// 16 bytes: the fact `weights_live` of the bound namespace; zeros where it has none (sidecar).
+    pub const WEIGHTS_LIVE: usize = 1032;
+    /// u64: the first 8 bytes of the bound namespace, before any salt; 0 until the engine is bound (sidecar).
+    pub const NAMESPACE: usize = 1088;
 }
 
 /// Bytes of the header page.
@@ -62,7 +68,7 @@ pub const QUERY_WAIT_MS_MAX: u32 = 2_000;
 /// Slots of the submission ring: 32 waiting requests of 8,192 keys need 32 x (22 APPEND + 2) = 768; the rest is room for
 /// a step that saves from 1,024 requests at once. Power of two.
 pub const SUBMISSION_SLOTS: usize = 4096;
-/// Slots that only LOAD, CANCEL, RELEASE, CLOSE, LOADED and JOIN may use, so that giving up is always possible.
+/// Slots that only LOAD, CANCEL, RELEASE, CLOSE, LOADED, JOIN, STAGED and WEIGHTS may use, so that giving up is always possible.
 pub const SUBMISSION_RESERVED: usize = 1024;
 /// Slots of the completion ring, and with it the most saves in flight of one session. Power of two.
 pub const COMPLETION_SLOTS: usize = 4096;
@@ -141,7 +147,7 @@ const _: () = {
     assert!(SUBMISSION_SLOTS.is_power_of_two() && COMPLETION_SLOTS.is_power_of_two());
     assert!(OPERATIONS.is_power_of_two() && BLOCK_IDS.is_power_of_two());
     assert!(SUBMISSION_RESERVED < SUBMISSION_SLOTS);
-    assert!(header::FENCE_ENDED + LINE <= HEADER_BYTES);
+    assert!(header::NAMESPACE + LINE <= HEADER_BYTES);
     assert!(SUBMISSION.is_multiple_of(LINE) && COMPLETION.is_multiple_of(LINE) && TABLE.is_multiple_of(LINE));
     assert!(
         BLOCK_ID_ARENA.is_multiple_of(LINE)

@@ -37,6 +37,9 @@ pub enum Kind {
     Staged = 12,
     /// Keys `from..from+count` will most likely be asked for soon. Takes no lease, and has no answer.
     Hint = 13,
+    /// Number `op` of this session. Scheduler: the weights may have changed. Worker: the digest of what it holds now, in
+    /// `data[0..4]`, which answers the scheduler's number `step`.
+    Weights = 14,
 }
 
 /// Outcome of an operation, the low byte of its word or its completion.
@@ -57,12 +60,16 @@ pub enum Status {
     LeaseForeign = 6,
     /// The lease was used already.
     LeaseConsumed = 7,
-    /// No worker of this engine has registered memory yet, or its ranks disagree.
+    /// Not every rank has joined the run, or stated the weights that it holds now.
     NotReady = 8,
     /// A query: `value` is the number of hits, but some of their blocks are still on their way ([`QUERY_ARRIVING`]).
     Arriving = 9,
     /// A load: a block that was on its way has not come. Nothing was written, and nothing will be.
     Absent = 10,
+    /// A query: what this engine computes differs from what its namespace keeps, so it is served nothing of it.
+    Barred = 11,
+    /// The end of a load at a rank: its plan is of another namespace than the rank's blocks.
+    Mismatch = 12,
 }
 
 /// `flags` of QUERY: it may be answered with [`Status::Arriving`]. What is loaded under that answer may fail.
@@ -73,6 +80,8 @@ pub const LOAD_SYNC: u8 = 1;
 pub const LOAD_BY_ENGINE: u8 = 2;
 /// `flags` of LOAD: its blocks are free once the step before its own is done; nothing of its own step touches them first.
 pub const LOAD_EARLY: u8 = 4;
+/// `flags` of SAVE: what is kept already under its keys is compared with these blocks.
+pub const SAVE_CHECKED: u8 = 1;
 /// `flags` of LOAD: its query was answered with [`Status::Arriving`], so its blocks may have to be waited for.
 pub const LOAD_ARRIVING: u8 = 8;
 
@@ -96,7 +105,7 @@ pub struct Message {
     pub step: u64,
     /// Operation id of the query that granted the lease.
     pub lease: u64,
-    /// By kind: chunks, block-id position, run id, salt; see [`crate::request`].
+    /// By kind: chunks, block-id position, run id, salt, digest; see [`crate::request`].
     pub data: [u32; 6],
 }
 
@@ -114,7 +123,7 @@ pub struct DecodeError {
 // === impl Kind ===
 
 impl Kind {
-    const ALL: [Self; 13] = [
+    const ALL: [Self; 14] = [
         Self::Open,
         Self::Append,
         Self::Query,
@@ -128,6 +137,7 @@ impl Kind {
         Self::Salt,
         Self::Staged,
         Self::Hint,
+        Self::Weights,
     ];
 
     /// Whether the message may use the reserved slots: it gives something back or fulfils a promise.
@@ -141,6 +151,7 @@ impl Kind {
                 | Self::Join
                 | Self::Loaded
                 | Self::Staged
+                | Self::Weights
         )
     }
 }
@@ -171,7 +182,7 @@ impl Status {
 impl TryFrom<u8> for Status {
     type Error = DecodeError;
     fn try_from(value: u8) -> Result<Self, DecodeError> {
-        const ALL: [Status; 10] = [
+        const ALL: [Status; 12] = [
             Status::Pending,
             Status::Ok,
             Status::Failed,
@@ -182,6 +193,8 @@ impl TryFrom<u8> for Status {
             Status::NotReady,
             Status::Arriving,
             Status::Absent,
+            Status::Barred,
+            Status::Mismatch,
         ];
         ALL.into_iter().find(|status| *status as u8 == value).ok_or(DecodeError { what: "status", value })
     }
@@ -230,7 +243,7 @@ impl Message {
         })
     }
 
-    /// `data[0..4]` as 16 bytes: a run id or a salt.
+    /// `data[0..4]` as 16 bytes: a run id, a salt or a digest.
     pub fn bytes16(&self) -> [u8; 16] {
         let mut bytes = [0; 16];
         for (target, word) in bytes.chunks_exact_mut(4).zip(self.data) {
@@ -279,7 +292,7 @@ impl Outcome {
 }
 
 /// One entry of the completion ring: the end of a save.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct Saved {
     /// The save's operation id.
     pub op: u64,
@@ -291,6 +304,10 @@ pub struct Saved {
     pub cancelled: u32,
     /// Blocks for which there was no room, or whose copy failed.
     pub dropped: u32,
+    /// Blocks of those present that were compared with what was kept ([`SAVE_CHECKED`]).
+    pub checked: u32,
+    /// Blocks of those compared that differed by more than computing them twice does.
+    pub differing: u32,
 }
 
 // === impl Saved ===
@@ -299,7 +316,12 @@ impl Saved {
     /// The slot's words.
     pub fn encode(&self) -> Slot {
         let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
-        [self.op, pair(self.committed, self.present), pair(self.cancelled, self.dropped), 0, 0, 0, 0, 0]
+        let ends = [
+            pair(self.committed, self.present),
+            pair(self.cancelled, self.dropped),
+            pair(self.checked, self.differing),
+        ];
+        [self.op, ends[0], ends[1], ends[2], 0, 0, 0, 0]
     }
 
     /// Reads a slot; every value is valid.
@@ -310,6 +332,8 @@ impl Saved {
             present: (slot[1] >> 32) as u32,
             cancelled: slot[2] as u32,
             dropped: (slot[2] >> 32) as u32,
+            checked: slot[3] as u32,
+            differing: (slot[3] >> 32) as u32,
         }
     }
 }

@@ -5,6 +5,7 @@ use std::fmt::Write;
 
 use sha2::{Digest, Sha256};
 
+pub use crate::handshake::WEIGHTS_LIVE;
 use crate::key::NamespaceDigest;
 
 /// What an engine states about itself, by name.
@@ -26,6 +27,11 @@ const REMEDIES: &[(&str, &str)] = &[
     (
         "weights",
         "load the same weight files on both; where they cannot be digested, set pillion.model_id to the same text on both",
+    ),
+    (
+        WEIGHTS_LIVE,
+        "the weights that run differ, or one side cannot sample them: load the same weights by the same vLLM release on both, \
+         and after an update in place update both",
     ),
     ("revision", "pass the same --revision to both"),
     ("quantization", "pass the same --quantization to both"),
@@ -71,6 +77,25 @@ pub struct Difference<'a> {
 /// The namespace of an engine: the first 16 bytes of SHA-256 over the CBOR map of its facts, sorted by name.
 pub fn digest(facts: &Facts) -> NamespaceDigest {
     truncate(Sha256::digest(crate::handshake::encode(facts)).as_slice())
+}
+
+/// What the samples of all ranks come to, in the order of ranks; `None` where no rank has one. A rank without one among others
+/// that have one counts as such.
+pub fn weights_live(ranks: impl IntoIterator<Item = Option<[u8; 16]>>) -> Option<[u8; 16]> {
+    let (mut hasher, mut any) = (Sha256::new(), false);
+    for live in ranks {
+        any |= live.is_some();
+        hasher.update([u8::from(live.is_some())]);
+        hasher.update(live.unwrap_or_default());
+    }
+    any.then(|| truncate(hasher.finalize().as_slice()).0)
+}
+
+/// The facts of an engine: what its ranks state, and the weights that all of them hold together, where they are known.
+pub fn complete(stated: &Facts, live: Option<[u8; 16]>) -> Facts {
+    let mut facts = stated.clone();
+    facts.extend(live.map(|live| (WEIGHTS_LIVE.to_owned(), NamespaceDigest(live).to_string())));
+    facts
 }
 
 /// The next generation of a namespace, after its cache was reset: a digest of the old one and 16 random bytes.
@@ -187,6 +212,23 @@ mod tests {
                 digest(&ours)
             )
         );
+    }
+
+    #[test]
+    fn the_weights_of_all_ranks_are_one_fact() {
+        let (ours, theirs) = (Some([7; 16]), Some([8; 16]));
+        assert_eq!(weights_live([None, None]), None);
+        let lives =
+            [[ours, ours], [ours, theirs], [theirs, ours], [ours, None], [None, ours]].map(weights_live);
+        for (at, live) in lives.iter().enumerate() {
+            assert!(live.is_some() && !lives[..at].contains(live), "{at}");
+        }
+        assert_ne!(weights_live([ours]), weights_live([ours, None]), "a rank more");
+        let stated = facts(&[]);
+        assert_eq!(complete(&stated, None), stated);
+        let all = complete(&stated, lives[0]);
+        assert_eq!(all[WEIGHTS_LIVE], NamespaceDigest(lives[0].unwrap()).to_string());
+        assert_eq!(differences(&stated, &all).len(), 1, "absent is not equal");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use thiserror::Error;
 use crate::layout::{CHUNK_KEYS, CHUNKS, LOG_KEYS, LOGS, QUERY_KEYS};
 use crate::message::{
     APPEND_CHUNKS, DecodeError, Kind, LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Message,
-    QUERY_ARRIVING, Slot, Status,
+    QUERY_ARRIVING, SAVE_CHECKED, Slot, Status,
 };
 
 /// What a scheduler may send.
@@ -49,6 +49,11 @@ pub enum SchedulerRequest {
         /// The keys.
         keys: Keys,
     },
+    /// Says that the engine's weights may have changed: each rank is to state what it holds.
+    Weights {
+        /// Its number, from 1 on; greater than that of the session's last one.
+        number: u64,
+    },
 }
 
 /// What a worker may send.
@@ -65,8 +70,8 @@ pub enum WorkerRequest {
     Loaded {
         /// Operation of the LOAD.
         op: u64,
-        /// Whether every block holds what was asked for.
-        ok: bool,
+        /// What became of it.
+        end: LoadEnd,
     },
     /// The rank has answered a STAGE.
     Staged {
@@ -77,6 +82,26 @@ pub enum WorkerRequest {
         /// Whether the slot holds the block.
         ok: bool,
     },
+    /// The rank states which weights it holds now.
+    Weights {
+        /// Its number, from 1 on; greater than that of the session's last one.
+        number: u64,
+        /// The number of the scheduler's WEIGHTS that it answers; 0: none.
+        answers: u64,
+        /// Digest of a sample of the weights.
+        live: [u8; 16],
+    },
+}
+
+/// What became of a rank's part of a load.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum LoadEnd {
+    /// Every block holds what was asked for.
+    Whole,
+    /// A block does not.
+    Failed,
+    /// No block was touched: the plan is of another namespace than the rank's blocks.
+    Mismatch,
 }
 
 /// Consecutive keys of one log. Neither the log's number nor the end of the keys is beyond what there can be.
@@ -153,6 +178,8 @@ pub struct Save {
     pub position: u32,
     /// Step after which the blocks are whole.
     pub step: u64,
+    /// Blocks that are kept already are compared with these.
+    pub checked: bool,
 }
 
 /// CANCEL.
@@ -211,6 +238,7 @@ impl SchedulerRequest {
             Kind::Close => Self::Close { log: log(message)? },
             Kind::Salt => Self::Salt { salt: message.bytes16() },
             Kind::Hint => Self::Hint { keys: Keys::read_asked(message)? },
+            Kind::Weights => Self::Weights { number: number(message)? },
             kind @ (Kind::Join | Kind::Loaded | Kind::Staged) => {
                 return Err(RequestError::Role { sender: "scheduler", kind });
             }
@@ -229,7 +257,8 @@ impl SchedulerRequest {
             | Self::Release { .. }
             | Self::Close { .. }
             | Self::Salt { .. }
-            | Self::Hint { .. } => 0,
+            | Self::Hint { .. }
+            | Self::Weights { .. } => 0,
         }
     }
 
@@ -242,7 +271,11 @@ impl SchedulerRequest {
             | Self::Save(Save { keys, .. })
             | Self::Hint { keys } => keys.count,
             Self::Cancel(cancel) => cancel.count,
-            Self::Open { .. } | Self::Release { .. } | Self::Close { .. } | Self::Salt { .. } => 0,
+            Self::Open { .. }
+            | Self::Release { .. }
+            | Self::Close { .. }
+            | Self::Salt { .. }
+            | Self::Weights { .. } => 0,
         }
     }
 }
@@ -261,6 +294,7 @@ impl From<SchedulerRequest> for Message {
             SchedulerRequest::Close { log } => of_log(Kind::Close, log),
             SchedulerRequest::Salt { salt } => Self::new(Kind::Salt).with_bytes16(salt),
             SchedulerRequest::Hint { keys } => keys.message(Kind::Hint),
+            SchedulerRequest::Weights { number } => Self { op: number, ..Self::new(Kind::Weights) },
         }
     }
 }
@@ -273,8 +307,11 @@ impl WorkerRequest {
         let message = &Message::decode(slot)?;
         Ok(match message.kind {
             Kind::Join => Self::Join { run: message.bytes16(), step: message.step },
-            Kind::Loaded => Self::Loaded { op: message.op, ok: ended(message)? },
-            Kind::Staged => Self::Staged { tag: message.op, slot: message.from, ok: ended(message)? },
+            Kind::Loaded => Self::Loaded { op: message.op, end: LoadEnd::read(message)? },
+            Kind::Staged => Self::Staged { tag: message.op, slot: message.from, ok: staged(message)? },
+            Kind::Weights => {
+                Self::Weights { number: number(message)?, answers: message.step, live: message.bytes16() }
+            }
             kind => return Err(RequestError::Role { sender: "worker", kind }),
         })
     }
@@ -282,14 +319,41 @@ impl WorkerRequest {
 
 impl From<WorkerRequest> for Message {
     fn from(request: WorkerRequest) -> Self {
-        let flags = |ok| if ok { Status::Ok as u8 } else { Status::Failed as u8 };
         match request {
             WorkerRequest::Join { run, step } => Self { step, ..Self::new(Kind::Join) }.with_bytes16(run),
-            WorkerRequest::Loaded { op, ok } => Self { op, flags: flags(ok), ..Self::new(Kind::Loaded) },
+            WorkerRequest::Loaded { op, end } => {
+                Self { op, flags: end.status() as u8, ..Self::new(Kind::Loaded) }
+            }
             WorkerRequest::Staged { tag, slot, ok } => {
-                Self { op: tag, from: slot, flags: flags(ok), ..Self::new(Kind::Staged) }
+                let status = if ok { Status::Ok } else { Status::Failed };
+                Self { op: tag, from: slot, flags: status as u8, ..Self::new(Kind::Staged) }
+            }
+            WorkerRequest::Weights { number, answers, live } => {
+                Self { op: number, step: answers, ..Self::new(Kind::Weights) }.with_bytes16(live)
             }
         }
+    }
+}
+
+// === impl LoadEnd ===
+
+impl LoadEnd {
+    const ALL: [Self; 3] = [Self::Whole, Self::Failed, Self::Mismatch];
+
+    /// As LOADED states it.
+    fn status(self) -> Status {
+        match self {
+            Self::Whole => Status::Ok,
+            Self::Failed => Status::Failed,
+            Self::Mismatch => Status::Mismatch,
+        }
+    }
+
+    fn read(message: &Message) -> Result<Self, RequestError> {
+        let end = Self::ALL.into_iter().find(|end| end.status() as u8 == message.flags);
+        let rule = "2 (OK), 3 (FAILED) and 12 (MISMATCH) are the ends there are";
+        range(message, "status", message.flags.into(), end.is_some(), rule)?;
+        Ok(end.expect("in range"))
     }
 }
 
@@ -444,12 +508,15 @@ impl LoadFlags {
 impl Save {
     fn read(message: &Message) -> Result<Self, RequestError> {
         let keys = Keys::read(message)?;
-        Ok(Self { op: message.op, keys, position: message.data[0], step: message.step })
+        let known = message.flags & !SAVE_CHECKED == 0;
+        range(message, "flags", message.flags.into(), known, "this release knows 1 alone")?;
+        let checked = message.flags & SAVE_CHECKED != 0;
+        Ok(Self { op: message.op, keys, position: message.data[0], step: message.step, checked })
     }
 
     fn message(self) -> Message {
-        let data = [self.position, 0, 0, 0, 0, 0];
-        Message { op: self.op, step: self.step, data, ..self.keys.message(Kind::Save) }
+        let (flags, data) = (if self.checked { SAVE_CHECKED } else { 0 }, [self.position, 0, 0, 0, 0, 0]);
+        Message { op: self.op, flags, step: self.step, data, ..self.keys.message(Kind::Save) }
     }
 }
 
@@ -504,8 +571,14 @@ fn end(message: &Message, rule: &'static str) -> Result<(), RequestError> {
     range(message, "end", end, end <= LOG_KEYS as u64, rule)
 }
 
-/// Whether the status of a LOADED or STAGED says that all went well.
-fn ended(message: &Message) -> Result<bool, RequestError> {
+/// WEIGHTS' number.
+fn number(message: &Message) -> Result<u64, RequestError> {
+    range(message, "op", message.op, message.op > 0, "numbered from 1 on")?;
+    Ok(message.op)
+}
+
+/// Whether the status of a STAGED says that all went well.
+fn staged(message: &Message) -> Result<bool, RequestError> {
     let status = Status::try_from(message.flags);
     let known = [Ok(Status::Ok), Ok(Status::Failed)].contains(&status);
     range(message, "status", message.flags.into(), known, "2 (OK) and 3 (FAILED) are the ends there are")?;

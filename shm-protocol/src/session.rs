@@ -41,6 +41,18 @@ pub struct SessionMemory {
     region: Arc<Region>,
 }
 
+/// What the words of a session say of the namespace that it is bound to.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub struct Bound {
+    /// Number of the session's last WEIGHTS that the rest follows from; 0: none. A namespace of another number than the
+    /// reader's own is none.
+    pub weights: u64,
+    /// The fact `weights_live`, where there is one.
+    pub live: Option<[u8; 16]>,
+    /// The first 8 bytes of the namespace, before any salt; 0: not bound.
+    pub namespace: u64,
+}
+
 /// Which of the two rings a [`RegionRing`] is.
 #[derive(Copy, Clone, Debug)]
 pub enum Ring {
@@ -148,6 +160,38 @@ impl SessionMemory {
 
     fn outcome_word(&self, op: u64) -> &std::sync::atomic::AtomicU64 {
         self.region.word64(layout::TABLE + (op as usize & (layout::OPERATIONS - 1)) * 8)
+    }
+
+    /// Sidecar: shows what the session is bound to. What stands there already is not touched.
+    pub fn store_bound(&self, bound: Bound) {
+        if self.load_bound() == bound {
+            return;
+        }
+        let namespace = self.region.word64(header::NAMESPACE);
+        namespace.store(0, Ordering::Relaxed);
+        for (word, bytes) in self.live_words().iter().zip(bound.live.unwrap_or_default().as_chunks::<8>().0) {
+            word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
+        }
+        // SYNC POINT(bound): release pairs with the acquire of the same word. Whoever sees the new number sees no namespace of
+        // an earlier one, and whoever sees the namespace sees what stands before it.
+        self.region.word64(header::WEIGHTS).store(bound.weights, Ordering::Release);
+        namespace.store(bound.namespace, Ordering::Release);
+    }
+
+    /// Engine: what the session is bound to.
+    pub fn load_bound(&self) -> Bound {
+        // SYNC POINT(bound): acquire, the number first.
+        let weights = self.region.word64(header::WEIGHTS).load(Ordering::Acquire);
+        let namespace = self.region.word64(header::NAMESPACE).load(Ordering::Acquire);
+        let mut live = [0; 16];
+        for (bytes, word) in live.as_chunks_mut::<8>().0.iter_mut().zip(self.live_words()) {
+            *bytes = word.load(Ordering::Relaxed).to_le_bytes();
+        }
+        Bound { weights, live: (live != [0; 16]).then_some(live), namespace }
+    }
+
+    fn live_words(&self) -> &[std::sync::atomic::AtomicU64] {
+        self.region.words64(header::WEIGHTS_LIVE, 2)
     }
 
     /// Engine: writes keys into chunk `chunk` from key `index` on. A hash shorter than 32 bytes is padded with zeros.

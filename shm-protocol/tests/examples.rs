@@ -42,7 +42,6 @@ fn hello_of_a_worker() {
         copy: Copier::Engine,
         facts: facts(),
         expects: None,
-        canary: None,
         live_weights: None,
         cuda: None,
         staging: None,

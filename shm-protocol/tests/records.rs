@@ -8,15 +8,15 @@ use proptest::strategy::Union;
 
 use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{
-    self, BlockRegion, CUTS_MAX, Canary, Copier, CudaAllocation, CudaMemory, DESCRIPTORS_MAX, Digest,
-    HandshakeError, Hello, RANKS_MAX, RECORD_BYTES_MAX, REGIONS_MAX, Reply, Role, Welcome, Worker,
+    self, BlockRegion, CUTS_MAX, Copier, CudaAllocation, CudaMemory, DESCRIPTORS_MAX, Digest, HandshakeError,
+    Hello, RANKS_MAX, RECORD_BYTES_MAX, REGIONS_MAX, Reply, Role, Welcome, Worker,
 };
 use shm_protocol::layout::{QUERY_WAIT_MS_MAX, STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
 use shm_protocol::message::{Kind, Message, OUTCOME_VALUE_MAX, Outcome, Saved, Slot, Status};
 use shm_protocol::namespace;
 use shm_protocol::versions::{RELEASE, Versions};
 
-const KINDS: [Kind; 13] = [
+const KINDS: [Kind; 14] = [
     Kind::Open,
     Kind::Append,
     Kind::Query,
@@ -30,9 +30,10 @@ const KINDS: [Kind; 13] = [
     Kind::Salt,
     Kind::Staged,
     Kind::Hint,
+    Kind::Weights,
 ];
 
-const STATUSES: [Status; 10] = [
+const STATUSES: [Status; 12] = [
     Status::Pending,
     Status::Ok,
     Status::Failed,
@@ -43,6 +44,8 @@ const STATUSES: [Status; 10] = [
     Status::NotReady,
     Status::Arriving,
     Status::Absent,
+    Status::Barred,
+    Status::Mismatch,
 ];
 
 // === strategies ===
@@ -87,10 +90,9 @@ prop_compose! {
         copy in prop::sample::select(&[Copier::Engine, Copier::Sidecar][..]),
         facts in btree_map(".{0,20}", ".{0,40}", 0..20),
         expects in prop::option::of("[0-9a-f]{32}"),
-        canary in prop::option::of(vec(any::<u8>(), 1..200).prop_map(Canary)),
         live_weights in digests(),
     ) -> Worker {
-        Worker { rank, shard: rank / (world_size / shards), shards, blocks, regions, copy, facts, expects, canary, live_weights, cuda: None, staging: None }
+        Worker { rank, shard: rank / (world_size / shards), shards, blocks, regions, copy, facts, expects, live_weights, cuda: None, staging: None }
     }
 }
 
@@ -225,7 +227,7 @@ proptest! {
     #[test]
     fn saved_counts_survive_their_slot(op in any::<u64>(), counts in any::<[u32; 4]>()) {
         let [committed, present, cancelled, dropped] = counts;
-        let saved = Saved { op, committed, present, cancelled, dropped };
+        let saved = Saved { op, committed, present, cancelled, dropped, checked: committed / 2, differing: dropped / 3 };
         prop_assert_eq!(Saved::decode(&saved.encode()), saved);
     }
 }
@@ -240,10 +242,10 @@ fn every_kind_and_status_has_its_own_number() {
         assert_eq!(status as usize, index + 1);
         assert_eq!(Status::try_from(status as u8), Ok(status));
     }
-    for unknown in [0, 14, 255] {
+    for unknown in [0, 15, 255] {
         assert!(Kind::try_from(unknown).is_err());
     }
-    for unknown in [0, 11, 255] {
+    for unknown in [0, 13, 255] {
         assert!(Status::try_from(unknown).is_err());
     }
 }
@@ -321,7 +323,6 @@ fn worker_hello() -> (Hello, Worker) {
         copy: Copier::Engine,
         facts: BTreeMap::new(),
         expects: None,
-        canary: None,
         live_weights: None,
         cuda: None,
         staging: None,
@@ -396,8 +397,14 @@ fn every_limit_of_a_worker_names_its_field() {
         ("expects (its hex digits)", Worker { expects: Some("a".repeat(31)), ..worker.clone() }),
         ("expects (its hex digits)", Worker { expects: Some("A".repeat(32)), ..worker.clone() }),
         ("expects (its hex digits)", Worker { expects: Some("a".repeat(64)), ..worker.clone() }),
-        ("canary (its length)", Worker { canary: Some(Canary(vec![])), ..worker.clone() }),
-        ("canary (its length)", Worker { canary: Some(Canary(vec![0; 4097])), ..worker.clone() }),
+        (
+            "fact weights_live",
+            Worker {
+                facts: [("weights_live".into(), "00".into())].into(),
+                live_weights: Some(Digest([0; 16])),
+                ..worker.clone()
+            },
+        ),
         ("blocks", Worker { blocks: 0, ..worker.clone() }),
         ("facts (their number)", Worker { facts, ..worker.clone() }),
         ("regions (their number)", Worker { regions: vec![], ..worker.clone() }),

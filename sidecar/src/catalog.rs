@@ -1,16 +1,15 @@
-//! The namespaces that this sidecar has seen: what their engines state, who serves them now, and a sample of their weights.
+//! The namespaces that this sidecar has seen: what their engines state, and who serves them now.
 //!
-//! A worker is compared with them when it connects. The data thread writes, at connects and hang-ups alone; the admin thread
-//! reads copies.
+//! A worker is compared with them when it connects, and enters where its namespace is known then; else with its whole engine,
+//! once that is bound. The data thread writes, at connects, bindings and hang-ups alone; the admin thread reads copies.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::Serialize;
-use sha2::{Digest, Sha256};
 use shm_protocol::handshake::Worker;
 use shm_protocol::key::NamespaceDigest;
-use shm_protocol::namespace::{self, Facts};
+use shm_protocol::namespace::{self, Facts, WEIGHTS_LIVE};
 
 use crate::engine::SessionId;
 use crate::quotas::{Level, Levels};
@@ -36,14 +35,25 @@ pub struct Catalog {
 #[derive(Debug)]
 struct Known {
     facts: Arc<Facts>,
+    /// Digest of the facts without the one that the sidecar adds.
+    stated: NamespaceDigest,
     block_bytes: u64,
     shards: u32,
-    /// Digest of the first canary of each rank.
-    canaries: BTreeMap<u32, [u8; 32]>,
     /// The engine of each connected worker.
     engines: BTreeMap<SessionId, String>,
     /// The last connect, counted in connects.
     seen: u64,
+}
+
+/// What an engine's blocks are.
+#[derive(Clone, Debug)]
+pub struct Blocks {
+    /// All facts of its namespace.
+    pub facts: Arc<Facts>,
+    /// Bytes of a block, all shards.
+    pub block_bytes: u64,
+    /// Distinct parts of it.
+    pub shards: u32,
 }
 
 /// A namespace as `/namespaces` shows it.
@@ -75,26 +85,39 @@ impl Shared {
 // === impl Catalog ===
 
 impl Catalog {
-    /// Compares a worker that wants to connect with what is known. Answers what its user should be told; an error refuses it.
-    pub fn examine(&self, engine: &str, worker: &Worker) -> Result<Option<String>, String> {
-        let digest = namespace::digest(&worker.facts);
-        if let Some(expected) = worker.expects.as_ref().filter(|expected| **expected != digest.to_string()) {
-            return Err(self.explain_other(expected, &worker.facts));
-        }
-        let known = self.known.get(&digest);
-        if let Some(reason) = known.and_then(|known| known.explain_other_size(digest, worker)) {
-            return Err(reason);
-        }
-        let first = known.and_then(|known| known.canaries.get(&worker.rank));
-        if first.zip(sample(worker)).is_some_and(|(first, ours)| *first != ours) {
+    /// Compares a worker that wants to connect with what is known; `blocks` are its own, where they are known. Answers what its
+    /// user should be told; an error refuses it.
+    pub fn examine(
+        &self,
+        engine: &str,
+        worker: &Worker,
+        blocks: Option<&Blocks>,
+    ) -> Result<Option<String>, String> {
+        let (bytes, stated) = (block_bytes(worker), stated(&worker.facts));
+        let other =
+            self.known.iter().find(|(_, known)| known.stated == stated && !known.has(bytes, worker.shards));
+        if let Some((digest, known)) = other {
             return Err(format!(
-                "namespace {digest} holds KV of other weights: rank {} states the same facts as an engine before it and its \
-                 live weights differ. Give each its own pillion.model_id",
-                worker.rank
+                "namespace {digest} has blocks of {} bytes in {} shards and this engine's have {bytes} bytes in {}: its \
+                 facts leave out what makes them differ. State it in them, or give this engine a pillion.model_id of its own; \
+                 if the engine before it was the mistaken one, restart the sidecar",
+                known.block_bytes, known.shards, worker.shards
             ));
         }
-        let is_first = known.is_none_or(|known| !known.serves(engine));
-        Ok(is_first.then(|| self.near_miss(digest, &worker.facts)).flatten())
+        let Some(Blocks { facts, .. }) = blocks else { return Ok(None) };
+        match &worker.expects {
+            Some(expected) if *expected != namespace::digest(facts).to_string() => {
+                Err(self.explain_other(expected, facts))
+            }
+            _ => Ok(self.note(engine, facts)),
+        }
+    }
+
+    /// What the user of an engine should be told that enters the namespace of these facts.
+    pub fn note(&self, engine: &str, facts: &Facts) -> Option<String> {
+        let digest = namespace::digest(facts);
+        let is_first = self.known.get(&digest).is_none_or(|known| !known.serves(engine));
+        is_first.then(|| self.near_miss(digest, facts)).flatten()
     }
 
     /// Why an engine of other facts cannot be what its user says.
@@ -131,24 +154,31 @@ impl Catalog {
         ))
     }
 
-    /// Takes in a worker that is connected now. Answers whether it is the first of its engine in the namespace.
-    pub fn enter(&mut self, session: SessionId, engine: &str, worker: &Worker) -> bool {
-        let digest = namespace::digest(&worker.facts);
+    /// Takes in sessions of an engine's workers, which leave what they served before. Answers whether they are the first of
+    /// their engine in the namespace.
+    pub fn enter(&mut self, sessions: &[SessionId], engine: &str, blocks: &Blocks) -> bool {
+        let Blocks { facts, block_bytes, shards } = blocks;
+        let digest = namespace::digest(facts);
+        let moved = sessions.iter().filter(|id| self.members.get(id).is_some_and(|served| *served != digest));
+        moved.copied().collect::<Vec<_>>().into_iter().for_each(|session| self.leave(session));
         self.connects += 1;
         let seen = self.connects;
         let known = self.known.entry(digest).or_insert_with(|| {
-            self.facts_bytes += bytes_of(&worker.facts);
-            let facts = Arc::new(worker.facts.clone());
-            let (block_bytes, shards) = (block_bytes(worker), worker.shards);
-            Known { facts, block_bytes, shards, canaries: BTreeMap::new(), engines: BTreeMap::new(), seen }
+            self.facts_bytes += bytes_of(facts);
+            let (facts, stated) = (Arc::clone(facts), stated(facts));
+            Known {
+                facts,
+                stated,
+                block_bytes: *block_bytes,
+                shards: *shards,
+                engines: BTreeMap::new(),
+                seen,
+            }
         });
         known.seen = seen;
         let is_first = !known.serves(engine);
-        known.engines.insert(session, engine.to_owned());
-        if let Some(sample) = sample(worker) {
-            known.canaries.entry(worker.rank).or_insert(sample);
-        }
-        self.members.insert(session, digest);
+        known.engines.extend(sessions.iter().map(|session| (*session, engine.to_owned())));
+        self.members.extend(sessions.iter().map(|session| (*session, digest)));
         self.forget();
         is_first
     }
@@ -191,17 +221,22 @@ impl Known {
         self.engines.values().any(|other| other == engine)
     }
 
-    /// Why a worker whose blocks have another size or other shards cannot share them, whatever its facts say.
-    fn explain_other_size(&self, digest: NamespaceDigest, worker: &Worker) -> Option<String> {
-        let (bytes, shards) = (block_bytes(worker), worker.shards);
-        let differs = (bytes, shards) != (self.block_bytes, self.shards);
-        differs.then(|| {
-            format!(
-                "namespace {digest} has blocks of {} bytes in {} shards and this engine's have {bytes} bytes in {shards}: its \
-                 facts leave out what makes them differ. State it in them, or give this engine a pillion.model_id of its own; \
-                 if the engine before it was the mistaken one, restart the sidecar",
-                self.block_bytes, self.shards
-            )
+    fn has(&self, block_bytes: u64, shards: u32) -> bool {
+        (self.block_bytes, self.shards) == (block_bytes, shards)
+    }
+}
+
+// === impl Blocks ===
+
+impl Blocks {
+    /// Those of a worker that says hello, unless other ranks' weights have a part in its namespace.
+    pub fn of(world_size: u32, worker: &Worker) -> Option<Self> {
+        let live = worker.live_weights.map(|live| live.0);
+        let known = world_size == 1 || live.is_none();
+        known.then(|| Self {
+            facts: Arc::new(namespace::complete(&worker.facts, namespace::weights_live([live]))),
+            block_bytes: block_bytes(worker),
+            shards: worker.shards,
         })
     }
 }
@@ -211,8 +246,11 @@ fn block_bytes(worker: &Worker) -> u64 {
     worker.block_bytes().expect("checked by the handshake") * u64::from(worker.shards)
 }
 
-fn sample(worker: &Worker) -> Option<[u8; 32]> {
-    worker.canary.as_ref().map(|canary| Sha256::digest(&canary.0).into())
+/// What two namespaces have in common that differ in nothing but the weights that run.
+fn stated(facts: &Facts) -> NamespaceDigest {
+    let mut facts = facts.clone();
+    facts.remove(WEIGHTS_LIVE);
+    namespace::digest(&facts)
 }
 
 fn bytes_of(facts: &Facts) -> usize {

@@ -67,6 +67,8 @@ const COUNTERS: &[Figure<Stats>] = &[
     ("loaded_blocks_total", "Blocks loaded, counted once for each rank.", |s| s.loaded_blocks),
     ("loaded_bytes_total", "Bytes loaded by ranks.", |s| s.loaded_bytes),
     ("load_failures_total", "Loads that a rank could not end.", |s| s.load_failures),
+    ("load_refusals_total", "Failed loads: no lease, a block that did not come.", |s| s.load_refusals),
+    ("load_mismatches_total", "Failed loads: of another namespace than the rank.", |s| s.load_mismatches),
     ("evicted_blocks_total", "Blocks evicted to make room.", |s| s.evicted_blocks),
     ("adopted_blocks_total", "Blocks taken over from earlier lives of the sidecar.", |s| s.adopted_blocks),
     ("adoption_dropped_total", "Slots of earlier lives that held no whole block.", |s| s.adoption_dropped),

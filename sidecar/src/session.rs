@@ -10,7 +10,7 @@ use shm_protocol::message::{Outcome, Saved, Slot};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{Append, Load, RequestError, Save, SchedulerRequest, WorkerRequest};
 use shm_protocol::ring::{Consumer, Producer};
-use shm_protocol::session::{RegionRing, Ring, SessionMemory};
+use shm_protocol::session::{Bound, RegionRing, Ring, SessionMemory};
 use shm_protocol::wait;
 use thiserror::Error;
 
@@ -197,6 +197,11 @@ impl Session {
             self.completions.publish();
             wait::wake_engine(self.memory.region());
         }
+    }
+
+    /// Shows what the engine is bound to.
+    pub fn show_bound(&self, bound: Bound) {
+        self.memory.store_bound(bound);
     }
 
     /// Shows that the sidecar lives.

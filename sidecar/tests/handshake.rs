@@ -12,7 +12,7 @@ use client::{BLOCKS, Kv, greet, hello};
 use connector_shim::scheduler::{self, Scheduler};
 use connector_shim::worker::{self, Memory};
 use shm_protocol::handshake::{
-    self, BlockRegion, Canary, Copier, CudaAllocation, CudaMemory, Hello, Reply, Role, Worker,
+    self, BlockRegion, Copier, CudaAllocation, CudaMemory, Digest, Hello, Reply, Role, Worker,
 };
 
 const RUN: [u8; 16] = [7; 16];
@@ -102,8 +102,10 @@ fn of_ranks(kv: &Kv) -> Vec<Breach> {
         }),
         breach("expects (its hex digits) is 31", 1, &|worker| worker.expects = Some("a".repeat(31))),
         breach("32 in lower case, and nothing else", 1, &|worker| worker.expects = Some("A".repeat(32))),
-        breach("canary (its length) is 0", 1, &|worker| worker.canary = Some(Canary(Vec::new()))),
-        breach("canary (its length) is 4097", 1, &|worker| worker.canary = Some(Canary(vec![1; 4097]))),
+        breach("fact weights_live is 00", 1, &|worker| {
+            worker.facts.insert("weights_live".into(), "00".into());
+            worker.live_weights = Some(Digest([0; 16]));
+        }),
     ]
 }
 
@@ -196,6 +198,7 @@ fn session_says(socket: &Path, kv: &Kv, breach: &Breach) -> String {
                 early: false,
                 miss_wait_ms: miss_wait_ms.unwrap_or(0),
                 part_blocks: 0,
+                groups: None,
             };
             Scheduler::new(options).err()
         }
@@ -205,7 +208,8 @@ fn session_says(socket: &Path, kv: &Kv, breach: &Breach) -> String {
                 None => Memory::Host(kv.fds.iter().map(|fd| fd.try_clone().unwrap()).collect()),
             };
             let socket = socket.into();
-            let options = worker::Options { socket, engine, world_size, worker, memory, staged: false };
+            let options =
+                worker::Options { socket, engine, world_size, worker, memory, staged: false, groups: None };
             worker::Worker::new(options).err()
         }
     };

@@ -2,6 +2,7 @@
 
 mod client;
 
+use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
@@ -10,7 +11,9 @@ use std::process::{Child, Command, Output, Stdio};
 use client::{Kv, LAYER_BYTES, LAYERS, Session, hello, watch};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use shm_protocol::handshake::{Copier, Role};
+use shm_protocol::handshake::{Copier, Digest, Role};
+use shm_protocol::namespace::{complete, digest, weights_live};
+use shm_protocol::request::{SchedulerRequest, WorkerRequest};
 
 fn pillion(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_pillion")).args(arguments).output().unwrap()
@@ -126,6 +129,8 @@ fn the_admin_pages_name_every_metric() {
         "adopted_blocks_total",
         "adoption_dropped_total",
         "load_failures_total",
+        "load_refusals_total",
+        "load_mismatches_total",
         "sessions_closed_total{reason=\"hang_up\"}",
     ] {
         assert!(page.lines().any(|line| line.starts_with(&format!("pillion_{name} "))), "{name} in\n{page}");
@@ -157,6 +162,55 @@ fn the_namespaces_page_shows_facts_and_who_states_them() {
     );
     drop(session);
     watch("its end", || get(port, "/namespaces").filter(|page| page.contains("\"engines\": 0")));
+}
+
+/// Two ranks whose weights make the namespace together: nothing is known of it before both have joined.
+#[test]
+fn an_engine_is_shown_what_its_ranks_bind_it_to() {
+    let folder = tempfile::tempdir().unwrap();
+    let (socket, port) = (folder.path().join("p.sock"), free_port());
+    let _served = serve(&socket, port);
+    let (kvs, run) = ([Kv::new(), Kv::new()], [6; 16]);
+    let mut scheduler = Session::open(&socket, &hello("engine", 2, Role::Scheduler { run }), &[]);
+    let mut ranks: Vec<Session> = (0..2)
+        .map(|rank| {
+            let mut role = kvs[rank].worker(rank as u32, 2, Copier::Engine);
+            let Role::Worker(worker) = &mut role else { unreachable!("made as a worker's") };
+            worker.live_weights = Some(Digest([rank as u8; 16]));
+            Session::open(&socket, &hello("engine", 2, role), &kvs[rank].fds.each_ref())
+        })
+        .collect();
+    assert_eq!(ranks[1].welcome.namespace, "", "the other rank has a part in it");
+    assert!(get(port, "/namespaces").unwrap().ends_with("[]\n"));
+    ranks.iter_mut().for_each(|rank| rank.post(WorkerRequest::Join { run, step: 0 }));
+    let bound = |session: &Session, weights| {
+        watch("words of that number", || {
+            Some(session.memory.load_bound()).filter(|it| it.weights == weights && it.namespace != 0)
+        })
+    };
+    let word = |lives: [u8; 2]| {
+        let live = weights_live(lives.map(|live| Some([live; 16])));
+        let stated = BTreeMap::from([("model".to_owned(), "tiny".to_owned())]);
+        (live, digest(&complete(&stated, live)).words()[0])
+    };
+    let first = bound(&scheduler, 0);
+    assert_eq!((first.live, first.namespace), word([0, 1]));
+    assert_eq!(bound(&ranks[0], 0), first);
+    assert!(get(port, "/namespaces").unwrap().contains("weights_live"));
+    scheduler.post(SchedulerRequest::Weights { number: 1 });
+    for (rank, session) in ranks.iter_mut().enumerate() {
+        session.post(WorkerRequest::Weights { number: 1, answers: 1, live: [8 + rank as u8; 16] });
+    }
+    let second = bound(&scheduler, 1);
+    assert_eq!((second.live, second.namespace), word([8, 9]));
+    assert_eq!(bound(&ranks[1], 1), second);
+    // One of them finds other weights by itself.
+    ranks[0].post(WorkerRequest::Weights { number: 2, answers: 1, live: [7; 16] });
+    scheduler.closed();
+    let mut again = Session::open(&socket, &hello("engine", 2, Role::Scheduler { run }), &[]);
+    again.post(SchedulerRequest::Weights { number: 1 });
+    let third = bound(&again, 1);
+    assert_eq!((third.live, third.namespace), word([7, 9]));
 }
 
 #[test]

@@ -85,6 +85,7 @@ impl Engine {
             keys: Keys::new(self.op as u32, 0..0),
             position: 0,
             step: 1,
+            checked: false,
         });
         self.scheduler.with_blocks(save, &(1..=count as u32).collect::<Vec<_>>());
         self.scheduler.saved()

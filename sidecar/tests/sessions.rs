@@ -11,7 +11,7 @@ use shm_protocol::gate;
 use shm_protocol::handshake::{self, Copier, CudaAllocation, CudaMemory, Reply, Role};
 use shm_protocol::layout;
 use shm_protocol::message::{Kind, LOAD_BY_ENGINE, Message, Status};
-use shm_protocol::request::WorkerRequest;
+use shm_protocol::request::{LoadEnd, WorkerRequest};
 use shm_protocol::transport;
 use sidecar::config::{Options, UseGpu};
 use sidecar::server::Server;
@@ -127,7 +127,7 @@ fn load_back(sidecar: &Sidecar, world_size: u32, copy: Copier) {
         session.fences(9, 0);
         if by_engine {
             check_pool(&scheduler, session, rank as u64);
-            session.post(WorkerRequest::Loaded { op: 2000, ok: true });
+            session.post(WorkerRequest::Loaded { op: 2000, end: LoadEnd::Whole });
         } else {
             assert_eq!(session.outcome(2000).status, Status::Ok);
             let kv = &kvs[rank];

@@ -76,6 +76,7 @@ impl Engine {
             worker,
             memory,
             staged: true,
+            groups: None,
         };
         let mut worker = worker::Worker::new(options).unwrap();
         worker.join(RUN);
@@ -92,6 +93,7 @@ impl Engine {
             early,
             miss_wait_ms: 0,
             part_blocks: 0,
+            groups: None,
         };
         let scheduler = Scheduler::new(options).unwrap();
         assert!(worker.connected() && scheduler.connected());
@@ -99,7 +101,7 @@ impl Engine {
     }
 
     fn log(&mut self, keys: &[BlockHash]) -> i64 {
-        let log = self.scheduler.open();
+        let log = self.scheduler.open(None);
         let key = |index: u32| Ok::<_, ShimError>(keys[index as usize]);
         assert_eq!(self.scheduler.append(log, 0, keys.len() as u32, key).unwrap(), keys.len() as u32);
         log
@@ -108,7 +110,7 @@ impl Engine {
     fn save(&mut self, keys: &[BlockHash], blocks: Vec<u32>, step: u64) {
         let log = self.log(keys);
         watch("joined ranks", || (self.scheduler.query(log, 0, 1) == 0).then_some(()));
-        assert!(self.scheduler.save(log, 0, blocks, step));
+        assert!(self.scheduler.save(log, 0, blocks, step, false));
         self.worker.start(step, 0);
         self.worker.done(step, true, 0);
         watch("the end of the save", || {

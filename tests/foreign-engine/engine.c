@@ -4,11 +4,11 @@
  *
  *   engine keys HASH_ALGORITHM NONE_HASH EXTRA_KEYS BLOCK_TOKENS < REQUEST
  *     prints the hash of every full block of a request; see print_keys().
- *   engine carry FACTS NAMESPACE TOKENS FROM TO DUMP engine|sidecar [spoil]
+ *   engine carry FACTS NAMESPACE TOKENS FROM TO DUMP engine|sidecar [spoil|short]
  *     loads the blocks of TOKENS (a file of numbers) from the sidecar at FROM into memory of its own, writes their bytes
- *     to DUMP, and saves them to the sidecar at TO; with `spoil` a value of each is wrong then. FACTS is a file of
- *     name=value lines, which must make NAMESPACE. Prints their hashes first. The last argument but `spoil` says who writes
- *     loaded blocks into the engine's memory.
+ *     to DUMP, and saves them to the sidecar at TO; with `spoil` every value of their first layer has the other sign then.
+ *     With `short` its own blocks have that layer alone, whatever FACTS say, a file of name=value lines, which must make
+ *     NAMESPACE. Prints their hashes first. `engine` or `sidecar` writes loaded blocks into the engine's memory.
  */
 #define _GNU_SOURCE
 #include "pillion.h"
@@ -26,8 +26,8 @@
 enum { TOKENS_MAX = 1 << 16, FACTS_MAX = 256, LAYERS_MAX = 64, EXTRA_MAX = 256, LINE_BYTES = 1 << 16 };
 /* For tests alone: an engine that serves people gives up after 2 ms. */
 enum { QUERY_BUDGET_US = 10000000, WATCHDOG_MS = 60000 };
-/* A bit of the exponent in the upper byte of a bfloat16. */
-enum { EXPONENT_BIT = 0x04 };
+/* The sign, in the upper byte of a bfloat16. */
+enum { SIGN_BIT = 0x80 };
 
 typedef struct {
     const char *name_space;
@@ -105,11 +105,12 @@ static uint32_t number(const char *text) { return (uint32_t)strtoul(text, NULL, 
 
 /* --- memory --- */
 
-static Memory new_memory(const Facts *facts, uint32_t blocks) {
+static Memory new_memory(const Facts *facts, uint32_t blocks, bool one_layer) {
     Memory memory = {.blocks = blocks, .page_bytes = number(fact(facts, "page_bytes"))};
     /* Their number, and then a digest of their names. */
     memory.layers = number(fact(facts, "layers"));
     if (memory.layers < 1 || memory.layers > LAYERS_MAX) die("layers", fact(facts, "layers"));
+    if (one_layer) memory.layers = 1;
     size_t size = memory.layers * memory.page_bytes * blocks;
     memory.descriptor = memfd_create("kv", MFD_CLOEXEC);
     if (memory.descriptor < 0 || ftruncate(memory.descriptor, (off_t)size)) die("memory", "memfd_create");
@@ -156,11 +157,13 @@ static Engine connect_engine(const char *socket, const char *name, const Facts *
     PillionWorkerState state;
     check(pillion_worker_state(engine.worker, &state), "state");
     if (!state.connected) die(socket, state.notice ? state.notice : "no sidecar");
-    printf("namespace %s\n", state.namespace_id);
     return engine;
 }
 
 static void disconnect(Engine *engine) {
+    PillionWorkerState state;
+    check(pillion_worker_state(engine->worker, &state), "state");
+    printf("namespace %s\n", state.namespace_id);
     pillion_scheduler_free(engine->scheduler);
     pillion_worker_free(engine->worker);
 }
@@ -258,7 +261,7 @@ static void dump(const Memory *memory, const char *path) {
     if (fclose(file)) die("dump", path);
 }
 
-static void carry(char **arguments, bool spoil) {
+static void carry(char **arguments, const char *fault) {
     static Facts facts;
     PillionKeys *keys;
     PillionItemsHash hashes;
@@ -273,7 +276,7 @@ static void carry(char **arguments, bool spoil) {
     fclose(prompt);
     print_hashes(hashes);
     uint32_t count = (uint32_t)hashes.count, half = count / 2;
-    Memory memory = new_memory(&facts, 1 + count);
+    Memory memory = new_memory(&facts, 1 + count, !strcmp(fault, "short"));
     bool sidecar = !strcmp(arguments[6], "sidecar");
 
     Engine from = connect_engine(arguments[3], "foreign-from", &facts, &memory, sidecar);
@@ -283,9 +286,8 @@ static void carry(char **arguments, bool spoil) {
     check(pillion_scheduler_close(from.scheduler, log), "close");
     disconnect(&from);
     dump(&memory, arguments[5]);
-    /* The first value of a block, in the first layer, is one of K. */
-    for (uint32_t block = 1; spoil && block < memory.blocks; block++)
-        memory.bytes[page_offset(&memory, 0, block) + 1] ^= EXPONENT_BIT;
+    for (uint32_t block = 1; !strcmp(fault, "spoil") && block < memory.blocks; block++)
+        for (uint64_t at = 1; at < memory.page_bytes; at += 2) memory.bytes[page_offset(&memory, 0, block) + at] ^= SIGN_BIT;
 
     Engine to = connect_engine(arguments[4], "foreign-to", &facts, &memory, sidecar);
     save(&to, open_log(&to, hashes), count);
@@ -332,8 +334,9 @@ static void print_keys(char **arguments) {
 }
 
 int main(int count, char **arguments) {
+    bool faulty = count == 10;
     if (count == 6 && !strcmp(arguments[1], "keys")) print_keys(arguments + 2);
-    else if ((count == 9 || count == 10) && !strcmp(arguments[1], "carry")) carry(arguments + 2, count == 10);
+    else if ((count == 9 || faulty) && !strcmp(arguments[1], "carry")) carry(arguments + 2, faulty ? arguments[9] : "");
     else die("usage", "see the head of engine.c");
     return 0;
 }

@@ -59,13 +59,20 @@ class SchedulerOptions(ctypes.Structure):
         ("sidecar_copies", c_bool),
         ("early_loads", c_bool),
         ("miss_wait_ms", c_uint32),
+        ("groups", Bytes),
     ]
 
 
 class SchedulerState(ctypes.Structure):
     """PillionSchedulerState."""
 
-    _fields_ = [("generation", c_uint64), ("saving", c_uint64), ("connected", c_bool), ("notice", c_char_p)]
+    _fields_ = [
+        ("generation", c_uint64),
+        ("saving", c_uint64),
+        ("connected", c_bool),
+        ("notice", c_char_p),
+        ("namespace_word", c_uint64),
+    ]
 
 
 class WorkerOptions(ctypes.Structure):
@@ -83,11 +90,12 @@ class WorkerOptions(ctypes.Structure):
         ("regions", Regions),
         ("facts", Facts),
         ("expects", c_char_p),
-        ("canary", Bytes),
+        ("live_weights", Bytes),
         ("descriptors", Numbers),
         ("pointers", WideWords),
         ("cuts", WideWords),
         ("stream", c_uint64),
+        ("groups", Bytes),
     ]
 
 

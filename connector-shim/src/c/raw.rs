@@ -64,6 +64,19 @@ impl Items<Hash> {
     }
 }
 
+impl Items<u8> {
+    /// Exactly 16 bytes, or none.
+    pub(super) fn get16(&self, name: &str) -> Result<Option<[u8; 16]>, Failure> {
+        match self.get(name)? {
+            [] => Ok(None),
+            bytes => bytes
+                .try_into()
+                .map(Some)
+                .map_err(|_| Failure::argument(format!("{name}: {} bytes; it has 16, or none", bytes.len()))),
+        }
+    }
+}
+
 // === impl Text ===
 
 impl Text {
@@ -125,6 +138,13 @@ mod tests {
         ] {
             assert!(items.get("ids").unwrap_err().text.starts_with("ids: "));
         }
+    }
+
+    #[test]
+    fn sixteen_bytes_or_none() {
+        assert_eq!(Items::of(&[7; 16]).get16("fold").unwrap(), Some([7; 16]));
+        assert_eq!(Items::of(&[]).get16("fold").unwrap(), None);
+        assert_eq!(Items::of(&[7; 15]).get16("fold").unwrap_err().text, "fold: 15 bytes; it has 16, or none");
     }
 
     #[test]

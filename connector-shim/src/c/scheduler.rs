@@ -47,6 +47,9 @@ pub struct SchedulerOptions {
     /// How long a request's first query stays unknown (-1) for blocks that another pod may still be computing, in
     /// milliseconds; at most 2,000. 0: not at all, which is right for an engine that computes its prompts itself.
     pub miss_wait_ms: u32,
+    /// 16 bytes, or none: a digest of how this engine's cache is laid out, equal in its scheduler and its workers; a worker
+    /// that states another one takes no part.
+    pub groups: Items<u8>,
 }
 
 /// What is known of a scheduler's session.
@@ -61,6 +64,9 @@ pub struct SchedulerState {
     pub connected: bool,
     /// The next message for the engine's log, or NULL; each is handed over once.
     pub notice: *const c_char,
+    /// The first 8 bytes of the namespace that the engine is bound to; 0 until every worker has begun a step of this run
+    /// and, after pillion_scheduler_weights, stated its weights.
+    pub namespace_word: u64,
 }
 
 // === exported ===
@@ -84,6 +90,7 @@ pub extern "C" fn pillion_scheduler_connect(
             early: options.early_loads,
             miss_wait_ms: options.miss_wait_ms,
             part_blocks: 0,
+            groups: options.groups.get16("groups")?,
         })?;
         let state = State { session, plan: Vec::new(), notices: Notices::default() };
         out.write(Box::new(Scheduler(Guarded::new(state))));
@@ -110,7 +117,22 @@ pub extern "C" fn pillion_scheduler_open(
     log: Option<&mut MaybeUninit<i64>>,
 ) -> Status {
     call(scheduler, |state| {
-        given("log", log)?.write(state.session.open());
+        given("log", log)?.write(state.session.open(None));
+        Ok(())
+    })
+}
+
+/// The same, with `fold`, 16 bytes, mixed into each of its hashes: for requests whose KV depends on something that neither the
+/// hashes nor the facts tell, such as an adapter's weights, of which it is a digest.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_open_folded(
+    scheduler: Option<&Scheduler>,
+    fold: Items<u8>,
+    log: Option<&mut MaybeUninit<i64>>,
+) -> Status {
+    call(scheduler, |state| {
+        let fold = given("fold", fold.get16("fold")?)?;
+        given("log", log)?.write(state.session.open(Some(fold)));
         Ok(())
     })
 }
@@ -208,7 +230,7 @@ pub extern "C" fn pillion_scheduler_save(
 ) -> Status {
     call(scheduler, |state| {
         let blocks = blocks.get("blocks")?.to_vec();
-        let saved = state.session.save(log, start, blocks, step);
+        let saved = state.session.save(log, start, blocks, step, false);
         if let Some(posted) = posted {
             posted.write(saved);
         }
@@ -253,8 +275,19 @@ pub extern "C" fn pillion_scheduler_close(scheduler: Option<&Scheduler>, log: i6
     })
 }
 
-/// Forgets what this engine kept: unfinished saves are given up, and nothing saved before is served to it any more. For
-/// new weights, for example.
+/// Says that the weights may have changed for the `count`th time: unfinished saves are given up, and nothing is served until
+/// every worker has called pillion_worker_weights with this count. Equal weights give the old blocks back. A count that is not
+/// above the last one does nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_weights(scheduler: Option<&Scheduler>, count: u64) -> Status {
+    call(scheduler, |state| {
+        state.session.void_saves();
+        state.session.weights(count);
+        Ok(())
+    })
+}
+
+/// Forgets what this engine kept: unfinished saves are given up, and nothing saved before is served to it any more.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_reset(scheduler: Option<&Scheduler>) -> Status {
     call(scheduler, |state| {
@@ -283,6 +316,7 @@ pub extern "C" fn pillion_scheduler_end_step(
                 saving: session.saving() as u64,
                 connected: session.connected(),
                 notice: notices.next(|| session.take_notices()),
+                namespace_word: session.namespace(),
             });
         }
         Ok(())
@@ -309,6 +343,7 @@ mod tests {
             sidecar_copies: false,
             early_loads: false,
             miss_wait_ms: 2000,
+            groups: Items::of(&[]),
         }
     }
 
@@ -318,6 +353,13 @@ mod tests {
         let handle = Some(&*scheduler);
         let log = result(|log| pillion_scheduler_open(handle, log)).unwrap();
         assert_eq!(log, -1);
+        let fold = [9; 16];
+        assert_eq!(result(|log| pillion_scheduler_open_folded(handle, Items::of(&fold), log)), Ok(-1));
+        let short = result(|log| pillion_scheduler_open_folded(handle, Items::of(&fold[1..]), log));
+        assert_eq!(
+            (short, last_text().as_str()),
+            (Err(Status::Argument), "fold: 15 bytes; it has 16, or none")
+        );
         let hashes = [Hash { bytes: [1; 32] }; 3];
         let length = |length: Option<&mut MaybeUninit<u32>>| {
             pillion_scheduler_append(handle, log, 0, Items::of(&hashes), length)
@@ -335,9 +377,10 @@ mod tests {
         for call in [pillion_scheduler_void_saves, pillion_scheduler_reset] {
             assert_eq!(call(handle), Status::Ok);
         }
+        assert_eq!(pillion_scheduler_weights(handle, 1), Status::Ok);
         assert_eq!(pillion_scheduler_overwrite(handle, Items::of(&[1])), Status::Ok);
         let state = result(|state| pillion_scheduler_end_step(handle, state)).unwrap();
-        assert!(!state.connected && state.saving == 0 && state.generation == 0);
+        assert!(!state.connected && (state.saving, state.generation, state.namespace_word) == (0, 0, 0));
         assert!(!state.notice.is_null(), "the user is told");
         let state = result(|state| pillion_scheduler_end_step(handle, state)).unwrap();
         assert!(state.notice.is_null(), "once");

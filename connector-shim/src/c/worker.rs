@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ffi::{CString, c_char};
 use std::mem::MaybeUninit;
 
-use shm_protocol::handshake::{self, BlockRegion, Canary, Copier};
+use shm_protocol::handshake::{self, BlockRegion, Copier, Digest};
 use shm_protocol::message::LOAD_SYNC;
 
 use super::error::{Failure, Status, answer, given};
@@ -12,7 +12,7 @@ use super::handle::{Guarded, Notices, Run};
 use super::raw::{Items, Text};
 use crate::error::ShimError;
 use crate::plan::Plan;
-use crate::worker::{Ended, Memory, Options, Worker as Session};
+use crate::worker::{Begun, Ended, Memory, Options, Worker as Session};
 
 /// The session of one rank.
 #[derive(Debug)]
@@ -79,8 +79,10 @@ pub struct WorkerOptions {
     pub facts: Items<Fact>,
     /// The namespace that the facts must make, 32 hex digits: another one is refused, with what differs. NULL: any.
     pub expects: Text,
-    /// Some bytes of the rank's live weights, equal in every engine that loaded the same; at most 4,096, none if not known.
-    pub canary: Items<u8>,
+    /// 16 bytes, or none: a digest of a sample of the rank's live weights, equal in every engine that loaded the same.
+    /// Engines that state it share with no engine that does not. Instead, an engine that joins others may state the fact
+    /// `weights_live` that GET /namespaces tells of them.
+    pub live_weights: Items<u8>,
     /// Host memory, by descriptors of shared memory (memfd_create(2)) that can be written; at most 64. They stay the
     /// caller's and may be closed after the call.
     pub descriptors: Items<i32>,
@@ -92,6 +94,8 @@ pub struct WorkerOptions {
     pub cuts: Items<u64>,
     /// With `pointers`: the CUstream on which the engine computes.
     pub stream: u64,
+    /// As in PillionSchedulerOptions.
+    pub groups: Items<u8>,
 }
 
 /// What is known of a worker's session.
@@ -102,7 +106,8 @@ pub struct WorkerState {
     pub generation: u64,
     /// Whether a sidecar is there, as far as is known.
     pub connected: bool,
-    /// The namespace of this rank's blocks, 32 hex digits; empty while no sidecar has named it.
+    /// The namespace of this rank's blocks, 32 hex digits; empty while it is not known. Where several workers state their
+    /// weights it is known once each has begun a step, and after pillion_scheduler_weights once each has answered.
     pub namespace_id: *const c_char,
     /// The next message for the engine's log, or NULL; each is handed over once.
     pub notice: *const c_char,
@@ -163,7 +168,8 @@ pub extern "C" fn pillion_worker_state(
     call(worker, |worker| {
         let out = given("state", state)?;
         let State { session, namespace, notices, .. } = worker;
-        *namespace = CString::new(session.namespace()).map_err(|_| Failure::internal())?;
+        let bound = session.namespace().map_or_else(String::new, |(digest, _)| digest.to_string());
+        *namespace = CString::new(bound).map_err(|_| Failure::internal())?;
         out.write(WorkerState {
             generation: session.generation(),
             connected: session.connected(),
@@ -188,6 +194,14 @@ pub extern "C" fn pillion_worker_start(
         state.session.start(step, stream);
         Ok(())
     })
+}
+
+/// States, in answer to the `count`th pillion_scheduler_weights, which weights this rank holds: `live` is a digest of 16 bytes
+/// as in PillionWorkerOptions. None: they are not known, and its blocks are from now on shared with nobody. To be called before
+/// pillion_worker_start of the first step that the scheduler posted after its call; loads fail until all workers have.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_worker_weights(worker: Option<&Worker>, count: u64, live: Items<u8>) -> Status {
+    call(worker, |state| Ok(state.session.set_weights(count, live.get16("live")?)?))
 }
 
 /// The KV of step `step` is written; on a GPU, once `stream` gets there. Not to be called for a step computed upon blocks
@@ -259,7 +273,10 @@ fn call(worker: Option<&Worker>, call: impl FnOnce(&mut State) -> Result<(), Fai
 
 /// Blocks that failed.
 fn load_now(session: &mut Session, plan: Plan, stream: u64, by_cuts: bool) -> Result<Vec<u32>, ShimError> {
-    let Some(plan) = session.load_on(plan, stream, by_cuts)? else { return Ok(Vec::new()) };
+    let plan = match session.load_on(plan, stream, by_cuts)? {
+        Begun::OnStream(failed) => return Ok(failed),
+        Begun::No(plan) => plan,
+    };
     session.synchronize(stream)?;
     Ok(session.load_now(plan))
 }
@@ -278,7 +295,6 @@ impl WorkerOptions {
             Ok((fact.name.get("a fact's name")?.to_owned(), fact.value.get("a fact's value")?.to_owned()))
         };
         let facts = self.facts.get("facts")?;
-        let canary = self.canary.get("canary")?;
         let worker = handshake::Worker {
             rank: self.rank,
             shard: self.shard,
@@ -288,8 +304,7 @@ impl WorkerOptions {
             copy: if self.sidecar_copies { Copier::Sidecar } else { Copier::Engine },
             facts: facts.iter().map(fact).collect::<Result<_, _>>()?,
             expects: self.expects.get_some("expects")?.map(str::to_owned),
-            canary: (!canary.is_empty()).then(|| Canary(canary.to_vec())),
-            live_weights: None,
+            live_weights: self.live_weights.get16("live_weights")?.map(Digest),
             cuda: None,
             staging: None,
         };
@@ -303,6 +318,7 @@ impl WorkerOptions {
             worker,
             memory: self.memory()?,
             staged: false,
+            groups: self.groups.get16("groups")?,
         })
     }
 
@@ -341,11 +357,12 @@ mod tests {
             regions: Items::of(&[Region { memory: 0, offset: 0, stride: 512, bytes: 512 }]),
             facts: Items::of(facts),
             expects: Text::null(),
-            canary: Items::of(&[]),
+            live_weights: Items::of(&[]),
             descriptors: Items::of(descriptors),
             pointers: Items::of(pointers),
             cuts: Items::of(&[]),
             stream: 0,
+            groups: Items::of(&[]),
         };
         result(|worker| pillion_worker_connect(Some(&options), worker))
     }
@@ -364,6 +381,8 @@ mod tests {
         let state = result(|state| pillion_worker_state(handle, state)).unwrap();
         assert!(!state.connected && state.generation == 0 && !state.notice.is_null());
         assert_eq!(pillion_worker_start(handle, Some(&Run { bytes: [7; 16] }), 1, 0), Status::Ok);
+        assert_eq!(pillion_worker_weights(handle, 1, Items::of(&[])), Status::Ok);
+        assert_eq!(pillion_worker_weights(handle, 2, Items::of(&[1])), Status::Argument);
         assert_eq!(pillion_worker_done(handle, 1, true, 0), Status::Ok);
         assert!(!result(|loaded| pillion_worker_poll(handle, loaded)).unwrap().ended);
         let no_plan = result(|loaded| pillion_worker_load(handle, Items::of(&[1, 2]), 0, false, loaded));

@@ -40,6 +40,8 @@ pub(super) struct Link {
     pub(super) logs: LogTable,
     pub(super) saves: Saves,
     pub(super) questions: HashMap<u64, Question>,
+    /// Number of the last WEIGHTS that the sidecar was told.
+    pub(super) weights: u64,
     /// Since when every answer was that the ranks have not joined.
     pub(super) unbound_since: Option<Instant>,
     /// Closed logs whose CLOSE found no room.
@@ -59,6 +61,7 @@ impl Link {
             logs: LogTable::new(incarnation),
             saves: Saves::default(),
             questions: HashMap::new(),
+            weights: 0,
             unbound_since: None,
             unclosed: Vec::new(),
         }
@@ -67,6 +70,12 @@ impl Link {
     pub(super) fn heartbeat(&self) -> u64 {
         // Relaxed: only whether it moves matters.
         self.connection.region().word64(header::SIDECAR_HEARTBEAT).load(Ordering::Relaxed)
+    }
+
+    /// The first 8 bytes of the namespace that the engine is bound to; 0: none.
+    pub(super) fn namespace(&self) -> u64 {
+        let bound = self.connection.memory.load_bound();
+        if bound.weights == self.weights { bound.namespace } else { 0 }
     }
 
     pub(super) fn flush(&mut self) {
@@ -110,7 +119,8 @@ impl Link {
         // ranks have its pool mapped, and the slots are leased for a while yet.
         self.post_with_blocks(blocks, |position| SchedulerRequest::Load(Load { position, ..load }));
         let flags = load.flags.bits() & !LOAD_EARLY;
-        Plan { op: load.op, epoch: self.connection.welcome.epoch, flags, blocks: blocks_and_slots }
+        let (epoch, namespace) = (self.connection.welcome.epoch, self.namespace());
+        Plan { op: load.op, epoch, namespace, flags, blocks: blocks_and_slots }
     }
 
     pub(super) fn post_close(&mut self, number: u32, chunks: Vec<u32>) {
@@ -147,6 +157,8 @@ impl Link {
             counters.blocks_present += u64::from(saved.present);
             counters.blocks_cancelled += u64::from(saved.cancelled);
             counters.blocks_dropped += u64::from(saved.dropped);
+            counters.blocks_checked += u64::from(saved.checked);
+            counters.blocks_differing += u64::from(saved.differing);
         }
         self.completions.release();
         Ok(())
@@ -159,7 +171,7 @@ impl Link {
         mut key: impl FnMut(u32) -> Result<BlockHash, E>,
     ) -> Result<(), E> {
         let Some((number, log)) = self.logs.get(handle) else { return Ok(()) };
-        let end = log.length + count;
+        let (end, fold) = (log.length + count, log.fold);
         while log.length < end {
             let from = log.length;
             let first_chunk = from as usize / CHUNK_KEYS;
@@ -173,7 +185,9 @@ impl Link {
             }
             for index in from..upto {
                 let (chunk, place) = log.place(index);
-                self.connection.memory.write_key(chunk, place, &key(index)?);
+                let hash = key(index)?;
+                let hash = fold.map_or(hash, |fold| hash.folded(&fold));
+                self.connection.memory.write_key(chunk, place, &hash);
             }
             self.submission.post(SchedulerRequest::Append(append)).expect("room was counted by the caller");
             // An awake sidecar reads these keys while the next ones are written.

@@ -232,11 +232,16 @@ impl Scheduler {
     }
 
     fn settle(&mut self, op: u64, question: Question, outcome: Outcome) -> u32 {
-        if outcome.status == Status::NotReady {
-            self.client.notices().say(
+        match outcome.status {
+            Status::NotReady => self.client.notices().say(
                 Cause::NotReady,
-                "not every rank of this engine takes part in its run, so its queries count as misses: a rank stayed out, or the ranks state different facts; see the workers' and the sidecar's logs",
-            );
+                "not every rank of this engine takes part in its run, so its queries count as misses: a rank stayed out, did not state its weights after they may have changed, or the ranks state different facts; see the workers' and the sidecar's logs",
+            ),
+            Status::Barred => self.client.notices().say(
+                Cause::Barred,
+                "PILLION STAYS OUT: what this engine computes differs from what its namespace keeps, so it is served nothing and saves nothing until its weights change or it is restarted; the sidecar's log names the difference",
+            ),
+            _ => {}
         }
         let arriving = outcome.status == Status::Arriving && self.part_blocks > 0;
         self.counters.queries_answered_early += u64::from(arriving);

@@ -14,6 +14,7 @@ use std::time::Duration;
 use copy_engine::EngineMemory;
 use copy_engine::cuda::{CudaError, Event, Gpu};
 use shm_protocol::message::{Outcome, Status};
+use shm_protocol::request::LoadEnd;
 
 use self::fetch::{Fetch, Step};
 use super::link::{Batches, Link};
@@ -38,6 +39,8 @@ pub(super) struct Job {
     pub(super) link: Option<Arc<Link>>,
     /// The sidecar may be writing a block of it.
     pub(super) rescue: bool,
+    /// It is of another namespace than the rank: whoever writes its blocks, they count as failed.
+    pub(super) refused: bool,
 }
 
 /// A load into GPU memory that the thread sees through.
@@ -167,13 +170,14 @@ impl Copies {
         &self.memory
     }
 
-    /// What is to be copied of a job: nothing where no pool can be read.
+    /// What is to be copied of a job: nothing where no pool can be read, or its blocks are another namespace's.
     fn begin(&self, job: &Job) -> Fetch {
         match &job.pool {
+            _ if job.refused => Fetch::nothing(job.plan.block_ids()),
             Some(pool) => Fetch::new(&self.memory, pool, self.part, &job.plan),
             None => {
                 self.notices.say(Cause::Pool, "a load names the pool of a sidecar that this rank was never connected to; its blocks are computed again");
-                Fetch::nothing(job.plan.blocks.iter().map(|(block, _)| *block).collect())
+                Fetch::nothing(job.plan.block_ids())
             }
         }
     }
@@ -187,7 +191,7 @@ impl Copies {
         }
         let failed = self.fetch(job);
         if let Some(link) = &job.link {
-            link.post_loaded(job.plan.op, failed.is_empty());
+            link.post_loaded(job.plan.op, job.end(failed.is_empty()));
         }
         failed
     }
@@ -214,6 +218,11 @@ impl Copies {
     /// Counts a job's blocks and returns the failed ones.
     fn end_fetch(&self, fetch: Fetch, job: &Job) -> Vec<u32> {
         let failed = fetch.failed();
+        if !failed.is_empty() && !job.refused && job.pool.is_some() {
+            let text = "blocks of a load were not where they were promised: their slots were filled anew since, or hold blocks of another size; \
+                 they are computed again. If this goes on, raise the sidecar's --lease-ttl";
+            self.notices.say(Cause::Moved, text);
+        }
         let copied = (job.plan.blocks.len() - failed.len()) as u64;
         self.counters.blocks_by_engine.fetch_add(copied, Ordering::Relaxed);
         self.count(copied, failed.len() as u64);
@@ -321,6 +330,8 @@ impl Copies {
                 false
             }
             Verdict::Copy => {
+                // The engine's stream waits for these bytes, and its session knows already that they count for nothing.
+                load.job.refused &= !load.sync;
                 load.fetch = Some(self.begin(&load.job));
                 self.advance(load)
             }
@@ -340,10 +351,10 @@ impl Copies {
             return false;
         }
         let failed = self.end_fetch(fetch, &load.job);
-        let ok = failed.is_empty();
+        let end = load.job.end(failed.is_empty());
         self.conclude(load, failed);
         if let Some(link) = &link {
-            link.post_loaded(op, ok);
+            link.post_loaded(op, end);
         }
         true
     }
@@ -352,12 +363,25 @@ impl Copies {
     fn conclude(&self, load: &Load, failed: Vec<u32>) {
         let (op, lost) = (load.job.plan.op, failed.len());
         if !load.sync {
-            self.end(Ended { op, failed });
+            self.end(Ended { op, failed: if load.job.refused { load.job.plan.block_ids() } else { failed } });
         } else if lost == 0 {
             load.job.link.iter().for_each(|link| link.deliver(op, self.cuts.len()));
         } else {
             let all = load.job.plan.blocks.len();
             end_process(&format!("{lost} of {all} blocks of a promised load can be had from nowhere"));
+        }
+    }
+}
+
+// === impl Job ===
+
+impl Job {
+    /// What the sidecar is told of it.
+    fn end(&self, whole: bool) -> LoadEnd {
+        match whole {
+            _ if self.refused => LoadEnd::Mismatch,
+            true => LoadEnd::Whole,
+            false => LoadEnd::Failed,
         }
     }
 }

@@ -277,7 +277,6 @@ mod tests {
             copy,
             facts,
             expects: None,
-            canary: None,
             live_weights: None,
             cuda: None,
             staging: None,

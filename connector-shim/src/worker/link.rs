@@ -8,7 +8,7 @@ use std::time::Duration;
 use copy_engine::cuda::{CudaError, Gpu};
 use shm_protocol::layout::{OPERATIONS, header, load_word, load_word_value};
 use shm_protocol::message::{Outcome, Stage, Status};
-use shm_protocol::request::WorkerRequest;
+use shm_protocol::request::{LoadEnd, WorkerRequest};
 use shm_protocol::{gate, wait};
 
 use super::LOAD_DEADLINE;
@@ -74,9 +74,9 @@ impl Link {
     }
 
     /// Reports the end of this rank's part of load `op`.
-    pub(super) fn post_loaded(&self, op: u64, ok: bool) {
+    pub(super) fn post_loaded(&self, op: u64, end: LoadEnd) {
         let mut out = self.out();
-        out.unreported.push_back(WorkerRequest::Loaded { op, ok });
+        out.unreported.push_back(WorkerRequest::Loaded { op, end });
         out.post_unreported(&self.connection);
         if out.unreported.len() > UNREPORTED_MAX {
             self.connection.hang_up();

@@ -15,12 +15,14 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::MemfdFlags;
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use shm_protocol::gate::GateMemory;
-use shm_protocol::handshake::{Hello, Reply, Welcome, decode_hello, encode};
+use shm_protocol::handshake::{Hello, Reply, Role, Welcome, decode_hello, encode};
+use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::layout::header;
 use shm_protocol::message::{Kind, Message, Outcome, Saved, Stage, Status};
+use shm_protocol::namespace::{self, Facts};
 use shm_protocol::pool::{self, Geometry, SlotRef};
 use shm_protocol::ring::{Consumer, Producer};
-use shm_protocol::session::{RegionRing, Ring, SessionMemory};
+use shm_protocol::session::{Bound, RegionRing, Ring, SessionMemory};
 use shm_protocol::versions::RELEASE;
 use shm_protocol::{PROTOCOL_VERSION, transport, wait};
 
@@ -121,6 +123,21 @@ fn accept_socket(listener: &OwnedFd) -> OwnedFd {
     socket
 }
 
+/// What the ranks of the tests state.
+pub(crate) fn facts() -> Facts {
+    Facts::from([("model".into(), "m".into())])
+}
+
+/// What they are bound to.
+pub(crate) fn namespace() -> NamespaceDigest {
+    namespace::digest(&facts())
+}
+
+/// What a session is told that was bound after its WEIGHTS of that number.
+pub(crate) fn bound(weights: u64, namespace: NamespaceDigest) -> Bound {
+    Bound { weights, live: None, namespace: namespace.words()[0] }
+}
+
 /// What a sidecar with a pool of one segment says.
 pub(crate) fn welcome(epoch: u64) -> Welcome {
     Welcome {
@@ -151,9 +168,17 @@ fn accept(listener: &OwnedFd, epoch: u64, lease_ttl_ms: u64, block_bytes: u64) -
     let (record, descriptors) = transport::receive(&socket).unwrap();
     let hello = decode_hello(&record, descriptors.len()).unwrap();
     let (fd, memory) = SessionMemory::create(PROTOCOL_VERSION, epoch, 1).unwrap();
+    memory.store_bound(bound(0, namespace()));
     let doorbell = doorbell();
     let pool = TestPool::new(block_bytes);
-    let welcome = Welcome { lease_ttl_ms, ..welcome(epoch) };
+    let namespace = match &hello.role {
+        Role::Worker(worker) => {
+            let live = namespace::weights_live([worker.live_weights.map(|live| live.0)]);
+            namespace::digest(&namespace::complete(&worker.facts, live)).to_string()
+        }
+        Role::Scheduler { .. } => String::new(),
+    };
+    let welcome = Welcome { lease_ttl_ms, namespace, ..welcome(epoch) };
     let process = own_process();
     let sent = [fd.as_fd(), doorbell.as_fd(), pool.fd.as_fd(), process.as_fd()];
     transport::send(&socket, &encode(&Reply::Welcome(welcome)), &sent).unwrap();
@@ -176,6 +201,18 @@ impl Served {
         let messages = messages.map(|slot| Message::decode(&slot).unwrap()).collect();
         self.submission.release();
         messages
+    }
+
+    /// Binds the engine anew.
+    pub(crate) fn bind(&self, weights: u64, namespace: NamespaceDigest) {
+        self.memory.store_bound(bound(weights, namespace));
+    }
+
+    /// The key at `index` of a chunk.
+    pub(crate) fn key(&self, chunk: u32, index: usize) -> BlockHash {
+        let mut keys = Vec::new();
+        self.memory.read_keys(chunk, index, 1, &mut keys);
+        keys[0]
     }
 
     /// Every message so far of one kind.

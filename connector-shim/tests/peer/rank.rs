@@ -1,6 +1,5 @@
 //! A rank of one engine over host memory, for tests: its KV memory, its session, its plans.
 
-use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 
 use connector_shim::plan::Plan;
@@ -62,15 +61,22 @@ pub(crate) fn options(peer: &Peer, kv: &Kv, copy: Copier) -> Options {
         blocks: BLOCKS,
         regions: vec![region(0), region(1)],
         copy,
-        facts: BTreeMap::from([("model".into(), "m".into())]),
+        facts: super::facts(),
         expects: None,
-        canary: None,
         live_weights: None,
         cuda: None,
         staging: None,
     };
     let memory = Memory::Host(vec![kv.0.try_clone().unwrap()]);
-    Options { socket: peer.socket(), engine: "engine".into(), world_size: 1, worker, memory, staged: false }
+    Options {
+        socket: peer.socket(),
+        engine: "engine".into(),
+        world_size: 1,
+        worker,
+        memory,
+        staged: false,
+        groups: None,
+    }
 }
 
 pub(crate) fn connected(peer: &Peer, kv: &Kv, copy: Copier) -> (Worker, Served) {
@@ -86,5 +92,5 @@ pub(crate) fn content(seed: u64) -> Vec<u8> {
 }
 
 pub(crate) fn plan(op: u64, flags: u8, blocks: &[(u32, SlotRef)]) -> Plan {
-    Plan { op, epoch: EPOCH, flags, blocks: blocks.to_vec() }
+    Plan { op, epoch: EPOCH, namespace: super::namespace().words()[0], flags, blocks: blocks.to_vec() }
 }

@@ -17,6 +17,7 @@ pub(crate) fn options(peer: &Peer) -> Options {
         early: false,
         miss_wait_ms: 0,
         part_blocks: 0,
+        groups: None,
     }
 }
 

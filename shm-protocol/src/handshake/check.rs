@@ -5,8 +5,8 @@
 use std::fmt::{self, Display, Formatter};
 
 use super::{
-    BlockRegion, CANARY_BYTES_MAX, CUTS_MAX, Canary, Copier, CudaMemory, DESCRIPTORS_MAX, FACTS_MAX,
-    HandshakeError, Hello, RANKS_MAX, REGIONS_MAX, Role, Worker,
+    BlockRegion, CUTS_MAX, Copier, CudaMemory, DESCRIPTORS_MAX, FACTS_MAX, HandshakeError, Hello, RANKS_MAX,
+    REGIONS_MAX, Role, WEIGHTS_LIVE, Worker,
 };
 use crate::layout::{QUERY_WAIT_MS_MAX, STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
 use crate::versions::RELEASE_BYTES_MAX;
@@ -114,14 +114,9 @@ impl Worker {
                 "32 in lower case, and nothing else, as /namespaces shows them (pillion.namespace)",
             )?;
         }
-        if let Some(Canary(sample)) = &self.canary {
-            let length = sample.len();
-            range(
-                "canary (its length)",
-                length,
-                (1..=CANARY_BYTES_MAX).contains(&length),
-                "1 to 4,096 bytes",
-            )?;
+        if let Some(stated) = self.facts.get(WEIGHTS_LIVE).filter(|_| self.live_weights.is_some()) {
+            let rule = "absent from the facts beside live_weights, which the sidecar makes it from";
+            range("fact weights_live", stated.escape_debug(), false, rule)?;
         }
         Ok(())
     }

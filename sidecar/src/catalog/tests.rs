@@ -1,6 +1,6 @@
 //! The catalog, as workers come and go.
 
-use shm_protocol::handshake::{BlockRegion, Canary, Copier};
+use shm_protocol::handshake::{BlockRegion, Copier, Digest};
 
 use super::*;
 
@@ -16,34 +16,37 @@ fn worker(changed: &[(&str, &str)]) -> Worker {
         copy: Copier::Engine,
         facts: facts.collect(),
         expects: None,
-        canary: None,
         live_weights: None,
         cuda: None,
         staging: None,
     }
 }
 
-fn with_canary(rank: u32, sample: u8) -> Worker {
-    Worker { rank, canary: Some(Canary(vec![sample; 64])), ..worker(&[]) }
+fn examine(catalog: &Catalog, engine: &str, worker: &Worker) -> Result<Option<String>, String> {
+    catalog.examine(engine, worker, Blocks::of(2, worker).as_ref())
+}
+
+fn enter(catalog: &mut Catalog, session: SessionId, engine: &str, worker: &Worker) -> bool {
+    catalog.enter(&[session], engine, &Blocks::of(2, worker).unwrap())
 }
 
 #[test]
 fn a_near_miss_is_told_to_the_first_rank_of_an_engine_and_to_engines_of_the_same_model_alone() {
     let mut catalog = Catalog::default();
     let (ours, seeded) = (worker(&[]), worker(&[("none_hash", "bb")]));
-    assert_eq!(catalog.examine("a", &ours), Ok(None));
-    assert!(catalog.enter(1, "a", &ours));
-    let note = catalog.examine("b", &seeded).unwrap().unwrap();
+    assert_eq!(examine(&catalog, "a", &ours), Ok(None));
+    assert!(enter(&mut catalog, 1, "a", &ours));
+    let note = examine(&catalog, "b", &seeded).unwrap().unwrap();
     assert!(note.contains("same model and layout") && note.contains("set PYTHONHASHSEED"), "{note}");
     assert!(note.contains("which is served here"), "{note}");
-    assert!(catalog.enter(2, "b", &seeded));
+    assert!(enter(&mut catalog, 2, "b", &seeded));
     let second = Worker { rank: 1, ..seeded };
-    assert_eq!(catalog.examine("b", &second), Ok(None), "said to the first rank");
-    assert!(!catalog.enter(3, "b", &second));
+    assert_eq!(examine(&catalog, "b", &second), Ok(None), "said to the first rank");
+    assert!(!enter(&mut catalog, 3, "b", &second));
     let stranger = worker(&[("model", "other"), ("weights", "v")]);
-    assert_eq!(catalog.examine("c", &stranger), Ok(None));
+    assert_eq!(examine(&catalog, "c", &stranger), Ok(None));
     assert_eq!(
-        catalog.examine("c", &ours),
+        examine(&catalog, "c", &ours),
         Ok(catalog.near_miss(namespace::digest(&ours.facts), &ours.facts))
     );
 }
@@ -53,16 +56,16 @@ fn the_closest_namespace_is_named_and_a_mistake_that_is_over_is_not() {
     let mut catalog = Catalog::default();
     let far = worker(&[("none_hash", "bb"), ("dtype", "float32"), ("page_form", "tokens=16")]);
     let near = worker(&[("none_hash", "cc")]);
-    catalog.enter(1, "a", &far);
-    catalog.enter(2, "b", &near);
+    enter(&mut catalog, 1, "a", &far);
+    enter(&mut catalog, 2, "b", &near);
     let ours = worker(&[]);
-    let note = catalog.examine("c", &ours).unwrap().unwrap();
+    let note = examine(&catalog, "c", &ours).unwrap().unwrap();
     assert!(note.contains(&namespace::digest(&near.facts).to_string()) && note.contains("'cc'"), "{note}");
-    catalog.enter(3, "c", &ours);
+    enter(&mut catalog, 3, "c", &ours);
     (1..=3).for_each(|session| catalog.leave(session));
-    assert_eq!(catalog.examine("c", &ours), Ok(None), "known, and nobody serves the others");
+    assert_eq!(examine(&catalog, "c", &ours), Ok(None), "known, and nobody serves the others");
     let fresh = worker(&[("none_hash", "dd")]);
-    let note = catalog.examine("d", &fresh).unwrap().unwrap();
+    let note = examine(&catalog, "d", &fresh).unwrap().unwrap();
     assert!(note.contains("which was served here"), "{note}");
 }
 
@@ -70,48 +73,33 @@ fn the_closest_namespace_is_named_and_a_mistake_that_is_over_is_not() {
 fn an_engine_that_claims_another_namespace_is_refused_with_both_descriptors() {
     let mut catalog = Catalog::default();
     let theirs = worker(&[]);
-    catalog.enter(1, "a", &theirs);
+    enter(&mut catalog, 1, "a", &theirs);
     let digest = namespace::digest(&theirs.facts).to_string();
-    assert_eq!(catalog.examine("b", &Worker { expects: Some(digest.clone()), ..theirs }), Ok(None));
+    assert_eq!(examine(&catalog, "b", &Worker { expects: Some(digest.clone()), ..theirs }), Ok(None));
     let other = Worker { expects: Some(digest.clone()), ..worker(&[("page_form", "tokens=16")]) };
-    let reason = catalog.examine("b", &other).unwrap_err();
+    let reason = examine(&catalog, "b", &other).unwrap_err();
     assert!(reason.contains("page_form is 'tokens=16' here and 'tokens=32' there"), "{reason}");
     assert!(reason.contains("pillion.layout") && reason.contains(&digest), "{reason}");
     let unseen = Worker { expects: Some("0".repeat(32)), ..other };
-    assert!(catalog.examine("b", &unseen).unwrap_err().contains("has not seen"));
-}
-
-#[test]
-fn other_weights_of_a_rank_are_refused_for_as_long_as_the_namespace_is_known() {
-    let mut catalog = Catalog::default();
-    catalog.enter(1, "a", &worker(&[]));
-    assert_eq!(catalog.examine("b", &with_canary(0, 7)), Ok(None), "the first one stated none");
-    catalog.enter(2, "b", &with_canary(0, 7));
-    catalog.leave(1);
-    catalog.leave(2);
-    assert_eq!(catalog.examine("c", &with_canary(0, 7)), Ok(None));
-    assert_eq!(catalog.examine("c", &with_canary(1, 8)), Ok(None), "another rank holds other weights");
-    assert_eq!(catalog.examine("c", &worker(&[])), Ok(None), "whoever states none is believed");
-    let reason = catalog.examine("c", &with_canary(0, 8)).unwrap_err();
-    assert!(reason.contains("pillion.model_id"), "{reason}");
+    assert!(examine(&catalog, "b", &unseen).unwrap_err().contains("has not seen"));
 }
 
 #[test]
 fn blocks_of_another_size_or_of_other_shards_are_refused_with_both_numbers() {
     let mut catalog = Catalog::default();
-    catalog.enter(1, "a", &worker(&[]));
+    enter(&mut catalog, 1, "a", &worker(&[]));
     catalog.leave(1);
     let region = BlockRegion { fd: 0, offset: 0, stride: 1024, bytes: 1024 };
-    let reason = catalog.examine("b", &Worker { regions: vec![region], ..worker(&[]) }).unwrap_err();
+    let reason = examine(&catalog, "b", &Worker { regions: vec![region], ..worker(&[]) }).unwrap_err();
     assert!(reason.contains("8192 bytes in 2 shards") && reason.contains("2048 bytes in 2"), "{reason}");
     let whole = BlockRegion { fd: 0, offset: 0, stride: 8192, bytes: 8192 };
     let reason =
-        catalog.examine("b", &Worker { shards: 1, regions: vec![whole], ..worker(&[]) }).unwrap_err();
+        examine(&catalog, "b", &Worker { shards: 1, regions: vec![whole], ..worker(&[]) }).unwrap_err();
     assert!(reason.contains("8192 bytes in 2 shards") && reason.contains("8192 bytes in 1"), "{reason}");
     assert!(reason.contains("pillion.model_id"), "{reason}");
     let parted = BlockRegion { fd: 0, offset: 0, stride: 4096, bytes: 2048 };
     assert_eq!(
-        catalog.examine("b", &Worker { regions: vec![parted; 2], ..worker(&[]) }),
+        examine(&catalog, "b", &Worker { regions: vec![parted; 2], ..worker(&[]) }),
         Ok(None),
         "as many bytes"
     );
@@ -120,9 +108,9 @@ fn blocks_of_another_size_or_of_other_shards_are_refused_with_both_numbers() {
 #[test]
 fn entries_count_engines_and_old_namespaces_make_room() {
     let mut catalog = Catalog::default();
-    catalog.enter(1, "a", &worker(&[]));
-    catalog.enter(2, "a", &Worker { rank: 1, ..worker(&[]) });
-    catalog.enter(3, "b", &worker(&[]));
+    enter(&mut catalog, 1, "a", &worker(&[]));
+    enter(&mut catalog, 2, "a", &Worker { rank: 1, ..worker(&[]) });
+    enter(&mut catalog, 3, "b", &worker(&[]));
     let entries = catalog.entries(&Levels::default());
     let [entry] = entries.as_slice() else { panic!("{entries:?}") };
     assert_eq!((entry.engines, entry.block_bytes), (2, 8192));
@@ -132,11 +120,32 @@ fn entries_count_engines_and_old_namespaces_make_room() {
     let large = "x".repeat(FACTS_BYTES_MAX / 4);
     for number in 0..8 {
         let worker = worker(&[("number", &number.to_string()), ("large", &large)]);
-        catalog.enter(10 + number, "big", &worker);
+        enter(&mut catalog, 10 + number, "big", &worker);
         catalog.leave(10 + number);
     }
     let entries = catalog.entries(&Levels::default());
     assert_eq!(entries.len(), 4, "the served one, and those of the others that have room");
     assert!(entries.iter().any(|entry| entry.engines == 1));
     assert!(catalog.facts_bytes <= FACTS_BYTES_MAX);
+}
+
+#[test]
+fn an_engine_whose_weights_are_known_together_enters_once_it_is_bound() {
+    let mut catalog = Catalog::default();
+    let ours = Worker { live_weights: Some(Digest([7; 16])), ..worker(&[]) };
+    assert!(Blocks::of(2, &ours).is_none() && Blocks::of(1, &ours).is_some());
+    let bound = |live| {
+        let facts = namespace::complete(&ours.facts, namespace::weights_live([Some(live); 2]));
+        Blocks { facts: Arc::new(facts), ..Blocks::of(1, &ours).unwrap() }
+    };
+    assert!(catalog.enter(&[1, 2], "a", &bound([7; 16])));
+    assert_eq!(catalog.note("a", &bound([7; 16]).facts), None);
+    let note = catalog.note("b", &bound([8; 16]).facts).unwrap();
+    assert!(note.contains("weights_live is") && note.contains("the weights that run differ"), "{note}");
+    assert!(catalog.enter(&[1, 2], "a", &bound([8; 16])), "its weights changed");
+    let engines: Vec<usize> = catalog.entries(&Levels::default()).iter().map(|entry| entry.engines).collect();
+    assert_eq!(engines.iter().sum::<usize>(), 1, "it left the one that it served before");
+    let small = BlockRegion { fd: 0, offset: 0, stride: 1024, bytes: 1024 };
+    let reason = examine(&catalog, "c", &Worker { regions: vec![small], ..ours }).unwrap_err();
+    assert!(reason.contains("8192 bytes in 2 shards"), "by the facts that it states: {reason}");
 }

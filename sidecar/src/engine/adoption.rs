@@ -5,7 +5,7 @@ use shm_protocol::pool::Remains;
 use tiers::opener::Opened;
 
 use super::Core;
-use super::members::Space;
+use super::namespaces::Space;
 
 // === impl Core ===
 

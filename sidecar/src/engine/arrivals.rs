@@ -16,7 +16,7 @@ use tiers::dram::Dram;
 
 use super::early::{Answered, Parked};
 use super::logs::Question;
-use super::members::Binding;
+use super::namespaces::Binding;
 use super::peers::Span;
 use super::{Action, Core, GROUP, SessionId};
 

@@ -16,7 +16,8 @@ use shm_protocol::request;
 use super::arrivals::Waiter;
 use super::loads::Load;
 use super::logs::Question;
-use super::members::{Binding, all_ranks};
+use super::members::all_ranks;
+use super::namespaces::Binding;
 use super::{Action, Core, GROUP, SessionId};
 
 /// Bytes on their way that are worth an early answer. A load that no step waits for costs its request about a step more, and

@@ -9,7 +9,8 @@ use tiers::LeaseError;
 use tiers::dram::LeaseId;
 
 use super::logs::part;
-use super::members::{Binding, all_ranks};
+use super::members::all_ranks;
+use super::namespaces::Binding;
 use super::{Action, CopyOwner, Core, Direction, Piece, SessionId, Violation, operations};
 
 /// The most LOADED that may wait for their LOAD: every operation of a session on every rank.
@@ -125,6 +126,7 @@ impl Core {
     /// Tells the ranks that wait for this process; the others find out by the slots' generations.
     pub(super) fn refuse_load(&mut self, session: SessionId, op: u64, status: Status, out: &mut Vec<Action>) {
         self.stats.load_failures += 1;
+        self.stats.load_refusals += 1;
         let outcome = Outcome { op: op as u32, value: 0, status };
         let ranks = self.schedulers[&session].ranks.iter().flatten();
         out.extend(ranks.map(|&rank| Action::Outcome { session: rank, op, outcome }));

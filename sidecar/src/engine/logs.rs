@@ -7,7 +7,7 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{Append, Keys, Query};
 use tiers::dram::LeaseId;
 
-use super::members::Binding;
+use super::namespaces::Binding;
 use super::windows::Window;
 use super::{Action, Core, GROUP, SessionId, Violation};
 
@@ -265,6 +265,7 @@ impl Core {
     fn answer_nothing(&mut self, session: SessionId, op: u64, out: &mut Vec<Action>) {
         let status = if self.draining { Status::Ok } else { Status::NotReady };
         let outcome = Outcome { op: op as u32, value: 0, status };
+        self.stats.queries += 1;
         out.push(Action::Outcome { session, op, outcome });
     }
 

@@ -1,23 +1,16 @@
 //! Who belongs together: schedulers, workers, the run they share and the namespace they serve.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::fmt;
+use std::sync::Arc;
 
 use shm_protocol::handshake::{Copier, Hello, RANKS_MAX, Role};
 use shm_protocol::key::NamespaceDigest;
-use shm_protocol::namespace;
-use tiers::dram::QuotaId;
+use shm_protocol::namespace::{self, Facts};
 
 use super::logs::Log;
+use super::namespaces::{Binding, Form, Space};
 use super::windows::Patience;
 use super::{Action, Core, SessionId, Violation, run_of};
-
-/// Namespaces that are remembered, of engines past and present: at 40 bytes each, 3 MB.
-const NAMESPACES_MAX: usize = 65_536;
-
-/// Salted namespaces of one session that are remembered, for an engine that connects again: it names its last salt.
-/// One engine's resets thus leave the others their namespaces.
-const GENERATIONS_MAX: usize = 16;
 
 /// The scheduler role of one engine run.
 #[derive(Debug)]
@@ -27,12 +20,18 @@ pub(super) struct Scheduler {
     pub(super) world_size: u32,
     pub(super) patience: Patience,
     /// What the blocks of this run are: the first rank that joins says it, for as long as the run lasts.
-    form: Option<Form>,
+    pub(super) form: Option<Form>,
+    /// Digest of its table of cache groups.
+    groups: Option<[u8; 16]>,
+    /// Number of its last WEIGHTS.
+    pub(super) weights: u64,
+    /// The namespace, before any salt, that it was bound to since then: no other takes its place in this session.
+    pub(super) bound: Option<NamespaceDigest>,
     /// What is served to it, while every rank takes part.
     pub(super) binding: Option<Binding>,
     pub(super) salt: Option<[u8; 16]>,
     /// Namespaces of earlier salts, oldest first.
-    generations: VecDeque<Space>,
+    pub(super) generations: VecDeque<Space>,
     /// Sessions of the ranks that have joined this run.
     pub(super) ranks: Vec<Option<SessionId>>,
     pub(super) logs: BTreeMap<u32, Log>,
@@ -53,34 +52,6 @@ pub(super) struct Scheduler {
     pub(super) early: Vec<(u64, u32, bool)>,
 }
 
-/// What the blocks of one rank are: ranks of one run agree on it.
-#[derive(Copy, Clone, Debug, PartialEq, Eq)]
-struct Form {
-    namespace: NamespaceDigest,
-    shard_bytes: u64,
-    shards: u32,
-}
-
-/// Blocks of one namespace and one size. Blocks of another size, left by an earlier life or a mistaken engine, are found by
-/// nobody who could not load them.
-#[derive(Copy, Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Space {
-    pub(super) digest: NamespaceDigest,
-    pub(super) block_bytes: u64,
-}
-
-/// What an engine's blocks are.
-#[derive(Copy, Clone, Debug, PartialEq, Eq)]
-pub(super) struct Binding {
-    pub(super) base: NamespaceDigest,
-    pub(super) digest: NamespaceDigest,
-    pub(super) namespace: u32,
-    /// What its blocks count to: the same for every salt.
-    pub(super) quota: Option<QuotaId>,
-    pub(super) shard_bytes: u64,
-    pub(super) shards: u32,
-}
-
 /// One rank.
 #[derive(Debug)]
 pub(super) struct Worker {
@@ -93,7 +64,16 @@ pub(super) struct Worker {
     pub(super) shard_bytes: u64,
     /// It copies its loads itself, whatever a LOAD says.
     pub(super) by_engine: bool,
-    pub(super) namespace: NamespaceDigest,
+    pub(super) facts: Arc<Facts>,
+    /// Digest of the facts as stated.
+    stated: NamespaceDigest,
+    pub(super) expects: Option<String>,
+    groups: Option<[u8; 16]>,
+    /// Digest of the weights that it holds, as it said last.
+    pub(super) live: Option<[u8; 16]>,
+    /// Number of its last WEIGHTS, and of the scheduler's that this answered.
+    pub(super) weights: u64,
+    pub(super) answers: u64,
     pub(super) run: Option<[u8; 16]>,
     pub(super) scheduler: Option<SessionId>,
     /// The last step that the rank began before this session: what it reported of loads up to there may be lost.
@@ -102,116 +82,22 @@ pub(super) struct Worker {
     pub(super) done: u64,
 }
 
-/// Short ids of the namespaces seen in this epoch.
-#[derive(Debug, Default)]
-pub(super) struct Namespaces {
-    /// The id of each, and when it was last asked for, counted in questions.
-    ids: BTreeMap<Space, (u32, u64)>,
-    /// Digests of those whose blocks peers are told of, by id. Kept when a namespace is forgotten: its blocks are still there,
-    /// and peers are to be told when they go. The first [`NAMESPACES_MAX`] of an epoch.
-    shared: BTreeMap<u32, NamespaceDigest>,
-    next: u32,
-    asked: u64,
-}
-
-// === impl Namespaces ===
-
-impl Namespaces {
-    /// Ids never repeat, so that blocks of a forgotten namespace are found by nobody and go by their age.
-    fn id(&mut self, space: Space) -> Option<u32> {
-        self.asked += 1;
-        if let Some((id, asked)) = self.ids.get_mut(&space) {
-            *asked = self.asked;
-            return Some(*id);
-        }
-        if self.ids.len() >= NAMESPACES_MAX {
-            let oldest = self.ids.iter().min_by_key(|(_, (_, asked))| *asked).map(|(space, _)| *space);
-            oldest.map(|space| self.ids.remove(&space));
-        }
-        let id = self.next;
-        self.next = self.next.checked_add(1)?;
-        self.ids.insert(space, (id, self.asked));
-        Some(id)
-    }
-
-    /// The id of a namespace whose blocks were found in the pool; `None` rather than forget another for it.
-    pub(super) fn adopt(&mut self, space: Space) -> Option<u32> {
-        let known = self.ids.contains_key(&space) || self.ids.len() < NAMESPACES_MAX;
-        let id = if known { self.id(space) } else { None };
-        id.iter().for_each(|id| self.share(*id, space.digest));
-        id
-    }
-
-    /// Peers may have blocks of this namespace, and may be told of those that are here.
-    fn share(&mut self, id: u32, digest: NamespaceDigest) {
-        if self.shared.len() < NAMESPACES_MAX {
-            self.shared.insert(id, digest);
-        }
-    }
-
-    /// The digest of a namespace whose blocks peers are told of.
-    pub(super) fn shared(&self, id: u32) -> Option<&NamespaceDigest> {
-        self.shared.get(&id)
-    }
-
-    /// The id of a namespace that has one.
-    pub(super) fn known(&self, space: Space) -> Option<u32> {
-        self.ids.get(&space).map(|(id, _)| *id)
-    }
-
-    fn forget(&mut self, space: Space) {
-        self.ids.remove(&space);
-    }
-}
-
-// === impl Form ===
-
-impl fmt::Display for Form {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { namespace, shard_bytes, shards } = self;
-        write!(f, "blocks of {shards} shards of {shard_bytes} bytes in namespace {namespace}")
-    }
-}
-
-// === impl Binding ===
-
-impl Binding {
-    /// Bytes of a whole block, all shards.
-    pub(super) fn block_bytes(&self) -> u64 {
-        self.shard_bytes * u64::from(self.shards)
-    }
-
-    /// Whether no other engine can have these blocks.
-    pub(super) fn is_private(&self) -> bool {
-        self.digest != self.base
-    }
-
-    fn space(&self) -> Space {
-        Space { digest: self.digest, block_bytes: self.block_bytes() }
-    }
-}
-
 // === impl Worker ===
 
 impl Worker {
     fn form(&self) -> Form {
-        Form { namespace: self.namespace, shard_bytes: self.shard_bytes, shards: self.shards }
+        Form { stated: self.stated, shard_bytes: self.shard_bytes, shards: self.shards }
     }
 }
 
 // === impl Core ===
 
 impl Core {
-    pub(super) fn connect(
-        &mut self,
-        session: SessionId,
-        hello: Hello,
-        namespace: Option<NamespaceDigest>,
-        out: &mut Vec<Action>,
-    ) {
+    pub(super) fn connect(&mut self, session: SessionId, hello: Hello, out: &mut Vec<Action>) {
         let run = run_of(&hello);
-        let Hello { engine, world_size, miss_wait_ms, role, .. } = hello;
-        if let (Role::Worker(worker), Some(namespace)) = (role, namespace) {
+        let Hello { engine, world_size, miss_wait_ms, groups, role, .. } = hello;
+        let groups = groups.map(|groups| groups.0);
+        if let Role::Worker(worker) = role {
             let shard_bytes = worker.block_bytes().expect("checked by the handshake");
             let worker = Worker {
                 engine,
@@ -222,7 +108,13 @@ impl Core {
                 blocks: worker.blocks,
                 shard_bytes,
                 by_engine: worker.copy == Copier::Engine,
-                namespace,
+                stated: namespace::digest(&worker.facts),
+                facts: Arc::new(worker.facts),
+                expects: worker.expects,
+                groups,
+                live: worker.live_weights.map(|live| live.0),
+                weights: 0,
+                answers: 0,
                 run: None,
                 scheduler: None,
                 since: 0,
@@ -231,7 +123,8 @@ impl Core {
             };
             self.workers.insert(session, worker);
         } else if let Some(run) = run {
-            self.add_scheduler(session, engine, (run, world_size), Patience::new(miss_wait_ms), out);
+            let patience = Patience::new(miss_wait_ms);
+            self.add_scheduler(session, engine, (run, world_size, groups), patience, out);
         }
     }
 
@@ -239,7 +132,7 @@ impl Core {
         &mut self,
         session: SessionId,
         engine: String,
-        (run, world_size): ([u8; 16], u32),
+        (run, world_size, groups): ([u8; 16], u32, Option<[u8; 16]>),
         patience: Patience,
         out: &mut Vec<Action>,
     ) {
@@ -256,6 +149,9 @@ impl Core {
             world_size,
             patience,
             form: None,
+            groups,
+            weights: 0,
+            bound: None,
             binding: None,
             salt: None,
             generations: VecDeque::new(),
@@ -278,24 +174,6 @@ impl Core {
                 out.push(Action::Close { session: worker, reason });
             }
         }
-    }
-
-    /// What the engine of `session` serves, once every rank has joined its run. Ranks that have not are no evidence: another
-    /// engine may go by the same name.
-    pub(super) fn binding(&mut self, session: SessionId) -> Option<Binding> {
-        let scheduler = &self.schedulers[&session];
-        if scheduler.binding.is_none() && scheduler.ranks.iter().all(Option::is_some) {
-            let Form { namespace: base, shard_bytes, shards } = scheduler.form.expect("a rank has joined");
-            let digest = scheduler.salt.map_or(base, |salt| namespace::salted(base, salt));
-            let quota = self.quota_of(base);
-            let mut bound = Binding { base, digest, namespace: 0, quota, shard_bytes, shards };
-            bound.namespace = self.namespaces.id(bound.space())?;
-            if !bound.is_private() {
-                self.namespaces.share(bound.namespace, digest);
-            }
-            self.schedulers.get_mut(&session).expect("looked up above").binding = Some(bound);
-        }
-        self.schedulers[&session].binding
     }
 
     /// JOIN: a worker takes part in a run. The scheduler may not have connected yet.
@@ -330,6 +208,16 @@ impl Core {
             return Err("the worker names another engine than the scheduler whose run it joins".into());
         }
         let (rank, since, form) = (member.rank, member.since, member.form());
+        if member.groups != host.groups {
+            let shown =
+                |groups: Option<[u8; 16]>| groups.map_or("none".into(), |it| NamespaceDigest(it).to_string());
+            return Err(format!(
+                "rank {rank} states cache groups {} and its scheduler {}: the engine's roles do not see the same KV cache; run the \
+                 same vLLM and Pillion release in both, and start the engine anew",
+                shown(member.groups),
+                shown(host.groups)
+            ));
+        }
         let agreed = *host.form.get_or_insert(form);
         if form != agreed {
             return Err(format!(
@@ -338,34 +226,11 @@ impl Core {
             ));
         }
         member.scheduler = Some(scheduler);
-        host.ranks[rank as usize] = Some(worker);
-        self.begin_unbound_saves(scheduler, out);
+        // It may hold other weights than a session in whose place it comes, and is to be shown the words.
+        (host.ranks[rank as usize], host.binding) = (Some(worker), None);
+        self.bind(scheduler, out);
         self.end_loads_of_rank(scheduler, rank, since);
         self.dispatch(scheduler, out);
-        Ok(())
-    }
-
-    /// SALT: a new generation of the namespace. Blocks of the old one are never served to this engine again.
-    pub(super) fn salt(
-        &mut self,
-        session: SessionId,
-        salt: [u8; 16],
-        out: &mut Vec<Action>,
-    ) -> Result<(), Violation> {
-        self.drop_unbound_saves(session, out);
-        // Logs without a lease, of which there may be 65,536, cost nothing: each lease was paid for by a query.
-        self.end_waits(session);
-        for log in self.schedulers[&session].leased.clone() {
-            self.release(session, log)?;
-        }
-        let scheduler = self.schedulers.get_mut(&session).expect("the caller checked");
-        scheduler.salt = Some(salt);
-        if let Some(ended) = scheduler.binding.take().filter(Binding::is_private) {
-            scheduler.generations.push_back(ended.space());
-        }
-        if scheduler.generations.len() > GENERATIONS_MAX {
-            scheduler.generations.pop_front().into_iter().for_each(|space| self.namespaces.forget(space));
-        }
         Ok(())
     }
 

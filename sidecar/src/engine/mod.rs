@@ -10,10 +10,12 @@
 
 mod adoption;
 mod arrivals;
+mod binding;
 mod early;
 mod loads;
 mod logs;
 mod members;
+mod namespaces;
 mod peers;
 mod quotas;
 mod saves;
@@ -24,14 +26,17 @@ mod tests;
 mod windows;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use mesh::digest::Change;
 use mesh::transport::{Fetch, PeerNumber};
 use shm_protocol::handshake::{Hello, Role};
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::message::{Outcome, Saved};
+use shm_protocol::namespace::Facts;
 use shm_protocol::pool::SlotRef;
-use shm_protocol::request::{SchedulerRequest, WorkerRequest};
+use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
+use shm_protocol::session::Bound;
 use tiers::dram::Dram;
 use tiers::opener::Opened;
 use tiers::ssd::{Done, Job, Recovered};
@@ -51,20 +56,23 @@ use self::windows::Windows;
 pub type SessionId = u64;
 /// A batch of copies, unique within an epoch.
 pub type CopyId = u64;
+/// A comparison of two blocks, unique within an epoch.
+pub type CompareId = u64;
+/// Keys whose search takes as long as binding an engine: its facts are digested, and its namespace is compared with those that are
+/// known.
+const BIND_COST: usize = 8192;
 /// The only cache group of version 1.
 const GROUP: u32 = 0;
 
 /// What happened.
 #[derive(Debug)]
 pub enum Event {
-    /// A peer was accepted. `namespace` is the digest of a worker's facts.
+    /// A peer was accepted.
     Connected {
         /// Its session.
         session: SessionId,
         /// What it said, already checked.
         hello: Box<Hello>,
-        /// Workers: the digest of the facts.
-        namespace: Option<NamespaceDigest>,
     },
     /// A peer is gone.
     Disconnected {
@@ -100,6 +108,13 @@ pub enum Event {
         session: SessionId,
         /// Saves below this operation are void.
         void_below: u64,
+    },
+    /// A comparison of [`Action::Compare`] ended.
+    Compared {
+        /// The comparison.
+        compare: CompareId,
+        /// How far the two blocks are apart, layer by layer of each shard; empty where they could not be compared.
+        rms: Vec<f64>,
     },
     /// A part of the pool may be used from now on, with what an earlier life left in it.
     Opened(Opened),
@@ -206,6 +221,21 @@ pub enum Action {
         /// Loads: the operation, to compare with the rank's gate. Saves: zero.
         load_op: u64,
     },
+    /// Compare two blocks of one key as numbers; answered by [`Event::Compared`]. Both slots stay as they are until then.
+    Compare {
+        /// The comparison.
+        compare: CompareId,
+        /// The block that is kept.
+        kept: SlotRef,
+        /// The block that an engine computed.
+        computed: SlotRef,
+        /// Bytes of each, all shards.
+        bytes: u64,
+        /// Distinct parts of it, side by side.
+        shards: u32,
+        /// What its bytes mean: `page_form`, `kv_dtype`.
+        facts: Arc<Facts>,
+    },
     /// Hand a job to its disk; answered by [`Event::Transferred`].
     Transfer(Job),
     /// Fetch blocks from a peer; answered by [`Heard::Fetched`].
@@ -228,6 +258,19 @@ pub enum Action {
     Resync {
         /// The peer.
         peer: PeerNumber,
+    },
+    /// Show an engine's processes what they are bound to, in this order, and count them among those that serve the namespace.
+    Bind {
+        /// The engine.
+        engine: String,
+        /// All facts of the namespace, that of the weights among them.
+        facts: Arc<Facts>,
+        /// Bytes of a block, all shards.
+        block_bytes: u64,
+        /// Distinct parts of a block.
+        shards: u32,
+        /// The ranks' sessions and the words for each, then the scheduler's.
+        words: Vec<(SessionId, Bound)>,
     },
     /// Say this in the log.
     Warn(String),
@@ -280,7 +323,7 @@ pub struct Core {
     peers: Option<Peers>,
     schedulers: BTreeMap<SessionId, Scheduler>,
     workers: BTreeMap<SessionId, Worker>,
-    namespaces: members::Namespaces,
+    namespaces: namespaces::Namespaces,
     quotas: quotas::Quotas,
     saves: BTreeMap<(SessionId, u64), Save>,
     /// Saves of schedulers that have no binding.
@@ -295,9 +338,11 @@ pub struct Core {
 // === impl Request ===
 
 impl Request {
-    /// What handling it costs: one more than the keys and blocks that it names.
+    /// What handling it costs: one more than the keys and blocks that it names, or as much as a binding.
     pub fn cost(&self) -> usize {
         match self {
+            Self::Scheduler { request: SchedulerRequest::Weights { .. }, .. }
+            | Self::Worker(WorkerRequest::Weights { .. } | WorkerRequest::Join { .. }) => BIND_COST,
             Self::Scheduler { request, .. } => 1 + request.count() as usize,
             Self::Worker(_) => 1,
         }
@@ -317,7 +362,7 @@ impl Core {
             peers: None,
             schedulers: BTreeMap::new(),
             workers: BTreeMap::new(),
-            namespaces: members::Namespaces::default(),
+            namespaces: namespaces::Namespaces::default(),
             quotas: quotas::Quotas::default(),
             saves: BTreeMap::new(),
             unbound: BTreeMap::new(),
@@ -338,7 +383,7 @@ impl Core {
     /// Takes one event and appends what others wait for: an engine is held up by its question. [`Core::go_on`] follows.
     pub fn respond(&mut self, now_ms: u64, event: Event, out: &mut Vec<Action>) {
         match event {
-            Event::Connected { session, hello, namespace } => self.connect(session, *hello, namespace, out),
+            Event::Connected { session, hello } => self.connect(session, *hello, out),
             Event::Disconnected { session } => self.disconnect(session, out),
             Event::Message { session, request } => {
                 if let Err(reason) = self.message(now_ms, session, request, out) {
@@ -348,6 +393,8 @@ impl Core {
             Event::Fences { session, start, done } => self.fences(session, start, done, out),
             Event::Copied { copy, ok } => self.copied(copy, ok, out),
             Event::Drained { session, void_below } => self.commit_copied(session, void_below, out),
+            // No save is checked yet, so nothing is compared.
+            Event::Compared { .. } => {}
             Event::Opened(opened) => self.open_part(now_ms, opened),
             Event::Transferred(done) => self.transferred(now_ms, done, out),
             Event::Recovered(found) => self.recovered(&found),
@@ -435,7 +482,13 @@ impl Core {
     ) -> Result<(), Violation> {
         match request {
             WorkerRequest::Join { run, step } => self.join(session, run, step, out),
-            WorkerRequest::Loaded { op, ok } => self.loaded(session, op, ok),
+            WorkerRequest::Loaded { op, end } => {
+                self.stats.load_mismatches += u64::from(end == LoadEnd::Mismatch);
+                self.loaded(session, op, end == LoadEnd::Whole)
+            }
+            WorkerRequest::Weights { number, answers, live } => {
+                self.state_weights(session, (number, answers, live), out)
+            }
             // The rank's copier was told when the message was read.
             WorkerRequest::Staged { .. } => Ok(()),
         }
@@ -462,6 +515,7 @@ impl Core {
             SchedulerRequest::Release { log } => self.release(session, log),
             SchedulerRequest::Close { log } => self.close(session, log),
             SchedulerRequest::Salt { salt } => self.salt(session, salt, out),
+            SchedulerRequest::Weights { number } => self.unbind(session, number, out),
             SchedulerRequest::Hint { keys } => self.hint(now_ms, session, keys, out),
         }
     }

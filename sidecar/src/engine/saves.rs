@@ -7,7 +7,8 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, Cancel, Keys};
 use tiers::FillError;
 
-use super::members::{Binding, all_ranks};
+use super::members::all_ranks;
+use super::namespaces::Binding;
 use super::{Action, CopyOwner, Core, Direction, GROUP, Piece, SessionId, Violation, operations};
 
 /// Blocks of a scheduler's saves that wait for its binding, 3 MB: more than the first steps of any engine fill. Saves beyond
@@ -95,7 +96,7 @@ impl Core {
     ) {
         let (session, op) = key;
         let unstarted = all_ranks(self.schedulers[&session].world_size);
-        let end = Saved { op, committed: 0, present: 0, cancelled: 0, dropped: 0 };
+        let end = Saved { op, ..Saved::default() };
         let mut save =
             Save { binding, step: asked.step, blocks: Vec::new(), unstarted, running: 0, void: false, end };
         for (index, (hash, block)) in asked.blocks.into_iter().enumerate() {
@@ -144,7 +145,7 @@ impl Core {
         self.stats.saves_dropped += u64::from(dropped);
         self.stats.saves_lost_to_reuse += u64::from(cancelled);
         self.schedulers.get_mut(&session).expect("the caller checked").saves -= 1;
-        let saved = Saved { op, committed: 0, present: 0, cancelled, dropped };
+        let saved = Saved { op, cancelled, dropped, ..Saved::default() };
         out.push(Action::Saved { session, saved });
     }
 

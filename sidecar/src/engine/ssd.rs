@@ -13,7 +13,7 @@ use shm_protocol::key::BlockKey;
 use tiers::ssd::{self, Done, Ended, Log, Recovered, Ticket};
 
 use self::writes::Unwritten;
-use super::members::Space;
+use super::namespaces::Space;
 use super::{Action, Core};
 use crate::config::SsdAdmission;
 

@@ -47,4 +47,8 @@ pub struct Stats {
     pub loaded_bytes: u64,
     /// Loads that a rank reported as failed.
     pub load_failures: u64,
+    /// Those of them that were refused before anything was copied.
+    pub load_refusals: u64,
+    /// Those of them that a rank refused since they were of another namespace than its blocks.
+    pub load_mismatches: u64,
 }

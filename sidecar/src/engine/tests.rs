@@ -1,12 +1,13 @@
 //! The rules of the core, one test each, against the real tier.
 
+mod binding;
 mod quotas;
 
 use std::collections::BTreeMap;
 
-use shm_protocol::handshake::{BlockRegion, Copier, Worker as WorkerHello};
+use shm_protocol::handshake::{BlockRegion, Copier, Digest, Worker as WorkerHello};
 use shm_protocol::message::{APPEND_CHUNKS, LOAD_BY_ENGINE, LOAD_EARLY, Status};
-use shm_protocol::request::{self, Append, Cancel, Keys, LoadFlags, Query};
+use shm_protocol::request::{self, Append, Cancel, Keys, LoadEnd, LoadFlags, Query};
 use tiers::dram::Config;
 
 use super::*;
@@ -15,6 +16,9 @@ pub(super) const SCHEDULER: SessionId = 1;
 pub(super) const RANKS: [SessionId; 2] = [2, 3];
 const RUN: [u8; 16] = [7; 16];
 const SHARD_BYTES: u64 = 4096;
+/// The namespace of ranks that state no facts.
+pub(super) const NAMESPACE: NamespaceDigest =
+    NamespaceDigest(0xc19a_797f_a1fd_590c_d2e5_b42d_1cf5_f246_u128.to_be_bytes());
 
 pub(super) struct Harness {
     pub(super) core: Core,
@@ -50,12 +54,18 @@ fn rank_hello_of(world_size: u32, rank: u32, bytes: u64) -> Hello {
         copy: Copier::Sidecar,
         facts: BTreeMap::new(),
         expects: None,
-        canary: None,
         live_weights: None,
         cuda: None,
         staging: None,
     };
     hello(world_size, Role::Worker(worker))
+}
+
+/// A rank's hello with something else in it.
+fn changed(mut hello: Hello, change: impl FnOnce(&mut WorkerHello)) -> Hello {
+    let Role::Worker(worker) = &mut hello.role else { unreachable!("a rank's") };
+    change(worker);
+    hello
 }
 
 /// A scheduler's message that refers to nothing.
@@ -88,14 +98,10 @@ impl Harness {
         let mut harness = Self { core, out: Vec::new(), now_ms: 0, speaker: SCHEDULER };
         for rank in 0..world_size {
             let (session, hello) = (RANKS[rank as usize], rank_hello_of(world_size, rank, bytes));
-            harness.event(Event::Connected {
-                session,
-                hello: Box::new(hello),
-                namespace: Some(NamespaceDigest([1; 16])),
-            });
+            harness.event(Event::Connected { session, hello: Box::new(hello) });
         }
         let hello = hello(world_size, Role::Scheduler { run: RUN });
-        harness.event(Event::Connected { session: SCHEDULER, hello: Box::new(hello), namespace: None });
+        harness.event(Event::Connected { session: SCHEDULER, hello: Box::new(hello) });
         harness
     }
 
@@ -108,7 +114,10 @@ impl Harness {
     }
 
     pub(super) fn loaded(&mut self, session: SessionId, op: u64, ok: bool) {
-        self.report(session, WorkerRequest::Loaded { op, ok });
+        self.report(
+            session,
+            WorkerRequest::Loaded { op, end: if ok { LoadEnd::Whole } else { LoadEnd::Failed } },
+        );
     }
 
     fn report(&mut self, session: SessionId, request: WorkerRequest) {
@@ -140,7 +149,7 @@ impl Harness {
 
     pub(super) fn save(&mut self, log: u32, op: u64, step: u64, blocks: std::ops::Range<u32>) {
         let keys = Keys::new(log, 0..blocks.len() as u32);
-        let save = request::Save { op, keys, position: 0, step };
+        let save = request::Save { op, keys, position: 0, step, checked: false };
         self.with_blocks(SchedulerRequest::Save(save), blocks.collect());
     }
 
@@ -475,11 +484,11 @@ fn an_engine_of_the_same_name_lends_no_namespace() {
     let mut engine = Harness::engine(1);
     engine.keep(2);
     let (scheduler, rank, run) = (10, 11, [8; 16]);
-    let other = NamespaceDigest([2; 16]);
     let role = Role::Scheduler { run };
-    engine.event(Event::Connected { session: scheduler, hello: Box::new(hello(1, role)), namespace: None });
-    let hello = Box::new(rank_hello(1, 0));
-    engine.event(Event::Connected { session: rank, hello, namespace: Some(other) });
+    engine.event(Event::Connected { session: scheduler, hello: Box::new(hello(1, role)) });
+    let hello =
+        Box::new(changed(rank_hello(1, 0), |other| _ = other.facts.insert("other".into(), String::new())));
+    engine.event(Event::Connected { session: rank, hello });
     engine.event(Event::Disconnected { session: SCHEDULER });
     engine.speaker = scheduler;
     engine.open(0, 0..2);
@@ -550,15 +559,12 @@ fn blocks_of_another_size_are_a_miss_and_are_saved_anew() {
 fn ranks_of_different_form_are_not_served() {
     let mut engine = Harness::unjoined(2);
     engine.join_from(RANKS[0], 0);
-    let replaced = Event::Connected {
-        session: 9,
-        hello: Box::new(rank_hello(2, 1)),
-        namespace: Some(NamespaceDigest([2; 16])),
-    };
-    engine.event(replaced);
+    let facts = Facts::from([("other".into(), String::new())]);
+    let other = changed(rank_hello(2, 1), |worker| worker.facts = facts.clone());
+    engine.event(Event::Connected { session: 9, hello: Box::new(other) });
     engine.join_from(9, 0);
     let reason = engine.closed().unwrap();
-    let digests = [NamespaceDigest([1; 16]), NamespaceDigest([2; 16])].map(|digest| digest.to_string());
+    let digests = [NAMESPACE, shm_protocol::namespace::digest(&facts)].map(|digest| digest.to_string());
     assert!(digests.iter().all(|digest| reason.contains(digest)), "{reason}");
     engine.open(0, 0..1);
     assert_eq!(engine.query(0, 1, 0, 1).status, Status::NotReady);
@@ -583,7 +589,7 @@ fn a_salted_namespace_hides_the_old_blocks_and_comes_back_with_the_same_salt() {
 
 #[test]
 fn violations_close_the_session() {
-    let save = request::Save { op: 9, keys: Keys::new(0, 1..8), position: 0, step: 1 };
+    let save = request::Save { op: 9, keys: Keys::new(0, 1..8), position: 0, step: 1, checked: false };
     let append = Append { keys: Keys::new(0, 1..3), chunks: [0; APPEND_CHUNKS] };
     let cases = [
         SchedulerRequest::Open { log: 0 },
@@ -610,6 +616,7 @@ fn violations_close_the_session() {
 #[test]
 fn a_session_that_was_closed_is_not_heard() {
     let mut engine = Harness::engine(1);
+    engine.out.clear();
     engine.event(Event::Disconnected { session: SCHEDULER });
     engine.event(Event::Disconnected { session: RANKS[0] });
     engine.ask(SchedulerRequest::Open { log: 0 });
@@ -639,12 +646,7 @@ fn a_rank_that_comes_again_has_ended_the_loads_of_steps_it_began_before() {
     engine.keep(2);
     engine.query(0, 2, 0, 2);
     engine.event(Event::Disconnected { session: RANKS[0] });
-    let again = Event::Connected {
-        session: RANKS[1],
-        hello: Box::new(rank_hello(1, 0)),
-        namespace: Some(NamespaceDigest([1; 16])),
-    };
-    engine.event(again);
+    engine.event(Event::Connected { session: RANKS[1], hello: Box::new(rank_hello(1, 0)) });
     engine.join_from(RANKS[1], 5);
     engine.load(0, 3, 2, 0..2, LOAD_BY_ENGINE);
     assert_eq!(

@@ -11,7 +11,7 @@
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
 use super::logs::Question;
-use super::members::Binding;
+use super::namespaces::Binding;
 use super::{Action, Core, GROUP, SessionId};
 
 /// How often a question is asked again at most. A look costs a search for one block here and in what is known of each peer,

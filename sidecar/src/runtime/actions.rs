@@ -3,6 +3,7 @@
 use tiers::pool::Pool;
 
 use super::Runtime;
+use crate::catalog::Blocks;
 use crate::copiers::{Batch, Finished};
 use crate::engine::{Action, SessionId};
 use crate::metrics::CloseReason;
@@ -45,12 +46,16 @@ impl Runtime {
                 };
                 self.refused.extend(refused);
             }
+            Action::Compare { compare, .. } => unreachable!("comparison {compare} without a checked save"),
             Action::Transfer(job) => self.disks.as_mut().expect("the core has their tier").push(job),
             Action::Fetch(fetch) => self.mesh().fetch(fetch),
             Action::CancelFetch { ticket } => self.mesh().cancel(ticket),
             Action::Grant { ask, slots } => self.grant(ask, &slots),
             Action::Publish(changes) => self.mesh().publish(changes),
             Action::Resync { peer } => self.mesh().resync(peer),
+            Action::Bind { engine, facts, block_bytes, shards, words } => {
+                self.show_bound(&engine, &Blocks { facts, block_bytes, shards }, words);
+            }
             Action::Warn(text) => tracing::warn!("{text}"),
             Action::Close { session, reason } => self.closing.push((session, CloseReason::Rejected, reason)),
             headers => {

@@ -11,11 +11,12 @@ use shm_protocol::handshake::{self, Copier, Hello, Reply, Role, Welcome, Worker}
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace;
 use shm_protocol::region::Access;
-use shm_protocol::session::SessionMemory;
+use shm_protocol::session::{Bound, SessionMemory};
 use shm_protocol::transport;
 use shm_protocol::versions::RELEASE;
 
 use super::Runtime;
+use crate::catalog::Blocks;
 use crate::copiers::Copiers;
 use crate::engine::{Action, Event, SessionId};
 use crate::greeter::{self, Caller};
@@ -42,11 +43,12 @@ impl Runtime {
         let Caller { socket, version, hello, descriptors } = caller;
         let (engine, role) = (hello.engine.clone(), describe(&hello.role));
         let release = hello.release.clone();
-        let digest = match &hello.role {
-            Role::Worker(worker) => Some(namespace::digest(&worker.facts)),
+        let blocks = match &hello.role {
+            Role::Worker(worker) => Blocks::of(hello.world_size, worker),
             Role::Scheduler { .. } => None,
         };
-        let note = match self.examine(&hello) {
+        let digest = blocks.as_ref().map(|blocks| namespace::digest(&blocks.facts));
+        let note = match self.examine(&hello, blocks.as_ref()) {
             Ok(note) => note,
             Err(reason) => return refuse(&socket, &engine, &role, reason),
         };
@@ -55,10 +57,15 @@ impl Runtime {
             Ok(built) => built,
             Err((socket, reason)) => return refuse(&socket, &engine, &role, reason),
         };
-        self.enroll(id, &hello, note.as_deref());
+        if let Some(note) = &note {
+            tracing::warn!(session = id, engine, "{note}");
+        }
+        if let Some(blocks) = &blocks {
+            self.enroll(&[id], &engine, blocks);
+        }
         self.core.handle(
             crate::clock::millis(self.now),
-            Event::Connected { session: id, hello: Box::new(hello), namespace: digest },
+            Event::Connected { session: id, hello: Box::new(hello) },
             &mut self.out,
         );
         self.touched = true;
@@ -80,9 +87,9 @@ impl Runtime {
     }
 
     /// Compares a rank with the namespaces that are known, and what a scheduler wants with what there is. An error refuses it.
-    fn examine(&self, hello: &Hello) -> Result<Option<String>, String> {
+    fn examine(&self, hello: &Hello, blocks: Option<&Blocks>) -> Result<Option<String>, String> {
         match &hello.role {
-            Role::Worker(worker) => self.catalog.lock().examine(&hello.engine, worker),
+            Role::Worker(worker) => self.catalog.lock().examine(&hello.engine, worker, blocks),
             Role::Scheduler { .. } => {
                 let in_vain = hello.miss_wait_ms.is_some_and(|ms| ms > 0) && self.peers.is_none();
                 Ok(in_vain.then(|| WAITS_IN_VAIN.to_owned()))
@@ -90,15 +97,27 @@ impl Runtime {
         }
     }
 
-    fn enroll(&self, id: SessionId, hello: &Hello, note: Option<&str>) {
-        if let Role::Worker(worker) = &hello.role
-            && self.catalog.lock().enter(id, &hello.engine, worker)
-        {
+    /// Workers of an engine serve a namespace from now on.
+    fn enroll(&self, sessions: &[SessionId], engine: &str, blocks: &Blocks) {
+        if self.catalog.lock().enter(sessions, engine, blocks) {
             // Nothing else in this line: it is compared with the engine's own.
-            tracing::info!("{}", namespace::line(&worker.facts));
+            tracing::info!("{}", namespace::line(&blocks.facts));
         }
+    }
+
+    /// Shows an engine's processes what they are bound to: the sessions of its ranks, then its scheduler's.
+    pub(super) fn show_bound(&mut self, engine: &str, blocks: &Blocks, words: Vec<(SessionId, Bound)>) {
+        let (_, ranks) = words.split_last().expect("a scheduler's at least");
+        let ranks: Vec<SessionId> = ranks.iter().map(|(id, _)| *id).collect();
+        let note = self.catalog.lock().note(engine, &blocks.facts);
         if let Some(note) = note {
-            tracing::warn!(session = id, engine = hello.engine, "{note}");
+            tracing::warn!(engine, "{note}");
+        }
+        self.enroll(&ranks, engine, blocks);
+        for (id, bound) in words {
+            if let Some(session) = self.sessions.get(&id) {
+                session.show_bound(bound);
+            }
         }
     }
 

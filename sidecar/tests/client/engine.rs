@@ -104,7 +104,13 @@ impl Engine {
         self.log += 1;
         self.scheduler.open_log(self.log, &keys);
         let op = self.next_op();
-        let save = SchedulerRequest::Save(Save { op, keys: Keys::new(self.log, 0..0), position: 0, step: 1 });
+        let save = SchedulerRequest::Save(Save {
+            op,
+            keys: Keys::new(self.log, 0..0),
+            position: 0,
+            step: 1,
+            checked: false,
+        });
         self.scheduler.with_blocks(save, &SAVED.collect::<Vec<_>>());
         self.scheduler.post(SchedulerRequest::Close { log: self.log });
         keys

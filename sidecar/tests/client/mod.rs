@@ -221,7 +221,7 @@ pub(crate) fn query(op: u64, count: u32) -> SchedulerRequest {
 
 /// SAVE of keys `from..` of log 0 once step `step` is done; [`Session::with_blocks`] says how many.
 pub(crate) fn save(op: u64, from: u32, step: u64) -> SchedulerRequest {
-    SchedulerRequest::Save(Save { op, keys: Keys::new(0, from..from), position: 0, step })
+    SchedulerRequest::Save(Save { op, keys: Keys::new(0, from..from), position: 0, step, checked: false })
 }
 
 pub(crate) const BLOCKS: u32 = 128;
@@ -279,7 +279,6 @@ impl Kv {
             copy,
             facts,
             expects: None,
-            canary: None,
             live_weights: None,
             cuda: None,
             staging: None,

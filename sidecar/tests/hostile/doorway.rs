@@ -9,9 +9,9 @@ use std::process::Command;
 
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
-use shm_protocol::handshake::{self, Canary, Copier, Hello, Reply, Role};
+use shm_protocol::handshake::{self, Copier, Hello, Reply, Role};
 use shm_protocol::message::{Kind, Message, Status};
-use shm_protocol::request::WorkerRequest;
+use shm_protocol::request::{LoadEnd, WorkerRequest};
 use shm_protocol::versions::RELEASE;
 use shm_protocol::{PROTOCOL_VERSION, transport};
 
@@ -130,7 +130,7 @@ type Lie = (fn(&mut Hello, &mut handshake::Worker), &'static str);
 #[test]
 fn every_field_of_a_hello_is_checked() {
     let mut scene = Scene::start();
-    let lies: [Lie; 24] = [
+    let lies: [Lie; 23] = [
         (|hello, _| hello.engine.clear(), "engine"),
         (|hello, _| hello.engine = "e".repeat(257), "engine"),
         (|hello, _| hello.world_size = 0, "world_size"),
@@ -152,8 +152,13 @@ fn every_field_of_a_hello_is_checked() {
         (|_, worker| worker.expects = Some(String::new()), "expects"),
         (|_, worker| worker.expects = Some("x".repeat(32)), "expects"),
         (|_, worker| worker.expects = Some("0".repeat(32)), "has not seen"),
-        (|_, worker| worker.canary = Some(Canary(vec![])), "canary"),
-        (|_, worker| worker.canary = Some(Canary(vec![1; 4097])), "canary"),
+        (
+            |_, worker| {
+                worker.facts.insert("weights_live".into(), "0".repeat(32));
+                worker.live_weights = Some(handshake::Digest([0; 16]));
+            },
+            "weights_live",
+        ),
         (|_, worker| worker.facts = (0..257).map(|n| (n.to_string(), String::new())).collect(), "facts"),
     ];
     let kv = Kv::new();
@@ -258,7 +263,7 @@ fn memory_that_changes_after_the_handshake_fails_its_own_copies() {
 
 /// A rank ends what the sidecar could not.
 fn rank_loaded(mut rank: Session) {
-    rank.post(WorkerRequest::Loaded { op: 5, ok: false });
+    rank.post(WorkerRequest::Loaded { op: 5, end: LoadEnd::Failed });
 }
 
 #[test]

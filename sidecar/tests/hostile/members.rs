@@ -2,11 +2,11 @@
 
 use std::os::fd::OwnedFd;
 
-use shm_protocol::handshake::{BlockRegion, Copier, Hello, Role};
+use shm_protocol::handshake::{BlockRegion, Copier, Hello, Reply, Role};
 use shm_protocol::message::{Kind, Message, Status};
-use shm_protocol::request::{SchedulerRequest, WorkerRequest};
+use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
 
-use crate::client::{BLOCKS, Kv, Session, hello, query, save, watch};
+use crate::client::{BLOCKS, Kv, Session, greet, hello, query, save, watch};
 use crate::scene::{Scene, key, run_id};
 
 /// Bytes of a region that is far larger than the slots of the blocks before it.
@@ -31,9 +31,9 @@ fn one_rank(kv: &Kv) -> Hello {
     hello("twins", 1, kv.worker_of("twins", 0, 1, Copier::Sidecar))
 }
 
-/// The same facts, with blocks seventy times as large.
-fn large(kv: &Kv) -> Hello {
-    let mut hello = one_rank(kv);
+/// A rank of this model, with blocks seventy times as large.
+fn large(kv: &Kv, model: &str) -> Hello {
+    let mut hello = hello("twins", 1, kv.worker_of(model, 0, 1, Copier::Sidecar));
     let Role::Worker(worker) = &mut hello.role else { unreachable!("made as a worker") };
     worker.blocks = 4;
     worker.regions = vec![BlockRegion { fd: 0, offset: 0, stride: LARGE_BYTES, bytes: LARGE_BYTES }];
@@ -73,8 +73,8 @@ fn a_run_claimed_twice_harms_nobody_else() {
     }
 }
 
-/// A save waits for its step; meanwhile its rank is replaced by one of the same facts and far larger blocks. Nothing
-/// may be copied beyond the slots that were taken.
+/// A save waits for its step; meanwhile its rank is to be replaced by one of far larger blocks. With the same facts it is refused;
+/// with others it does not take part. Nothing may be copied beyond the slots that were taken.
 #[test]
 fn a_rank_of_another_form_never_copies_into_slots_taken_before() {
     let mut scene = Scene::start();
@@ -90,7 +90,13 @@ fn a_rank_of_another_form_never_copies_into_slots_taken_before() {
     // The form of the engine's blocks is asked for again from here on.
     scheduler.post(SchedulerRequest::Salt { salt: [9; 16] });
     let larger_kv = large_kv();
-    let larger = rank_of(&scene, &larger_kv, &large(&larger_kv), run);
+    let fds: Vec<&OwnedFd> = larger_kv.fds.iter().collect();
+    let (_, refused, _) = greet(&scene.pillion.socket, &large(&larger_kv, "twins"), &fds);
+    assert!(
+        matches!(&refused, Reply::Refused { reason, .. } if reason.contains("have 1048576 bytes in 1")),
+        "{refused:?}"
+    );
+    let larger = rank_of(&scene, &larger_kv, &large(&larger_kv, "large twins"), run);
     larger.fences(8, 8);
     larger.ring();
     rank.fences(8, 8);
@@ -122,7 +128,7 @@ fn a_rank_that_comes_twice_harms_nobody_else() {
         scheduler
             .with_blocks(Message { op: load, lease: asked, step: turn, ..Message::new(Kind::Load) }, &[3]);
         scheduler.with_blocks(save(load + 1, 0, 0), &[2]);
-        rank.post(WorkerRequest::Loaded { op: load, ok: false });
+        rank.post(WorkerRequest::Loaded { op: load, end: LoadEnd::Failed });
         rank.ring();
         if turn % 50 == 49 {
             ranks.remove(0);
@@ -145,8 +151,8 @@ fn a_rank_joins_no_run_of_another_engine() {
     scene.assert_said(stranger.welcome.session, "another engine");
     let mut impostor = hello("good", 1, kv.worker_of("other facts", 0, 1, Copier::Sidecar));
     let rank = rank_of(&scene, &kv, &impostor, run_id(7));
-    rank.closed_after("another form");
-    scene.assert_said(rank.welcome.session, "another form");
+    rank.closed_after("other facts");
+    scene.assert_said(rank.welcome.session, "in a run whose ranks have");
     impostor.world_size = 2;
     let rank = rank_of(&scene, &kv, &impostor, run_id(7));
     rank.closed_after("another world");

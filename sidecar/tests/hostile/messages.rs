@@ -61,7 +61,7 @@ const fn by_rank(breach: Breach) -> Breach {
 /// The villain's scheduler has log 0 with 70 keys in chunks 0 and 1, and block id 5 at position 7.
 const BREACHES: &[Breach] = &[
     breach("kind 0", "kind 0", || vec![[0; 8]]),
-    breach("kind 14", "kind 14", || vec![[14, 0, 0, 0, 0, 0, 0, 0]]),
+    breach("kind 15", "kind 15", || vec![[15, 0, 0, 0, 0, 0, 0, 0]]),
     breach("kind 255", "kind 255", || vec![[u64::MAX; 8]]),
     breach("OPEN of a log there is not", "log 65536", || one(Message { log: LOGS as u32, ..of(Kind::Open) })),
     breach("OPEN of a bundle there is not", "OPEN with bundle 1: this release serves one bundle", || {
@@ -144,6 +144,22 @@ const BREACHES: &[Breach] = &[
     at_odds("RELEASE of a log that is not open", "not open", || one(Message { log: 8, ..of(Kind::Release) })),
     at_odds("CLOSE of a log that is not open", "not open", || one(Message { log: 8, ..of(Kind::Close) })),
     at_odds("CLOSE twice", "not open", || [one(of(Kind::Close)), one(of(Kind::Close))].concat()),
+    breach("SAVE with a flag of the future", "SAVE with flags 2", || {
+        one(Message { op: 9, count: 1, flags: 2, ..of(Kind::Save) })
+    }),
+    breach("WEIGHTS without a number", "WEIGHTS with op 0", || one(of(Kind::Weights))),
+    at_odds("WEIGHTS that were said before", "WEIGHTS 7 follows 7", || {
+        let weights = Message { op: 7, ..of(Kind::Weights) };
+        [one(weights), one(weights)].concat()
+    }),
+    by_rank(breach("a rank's WEIGHTS without a number", "WEIGHTS with op 0", || one(of(Kind::Weights)))),
+    by_rank(at_odds("a rank's WEIGHTS that go back", "WEIGHTS 6 follows 7", || {
+        // They answer what its scheduler has not said, which unbinds the engine and no more.
+        [7, 6].map(|op| Message { op, step: 5, ..of(Kind::Weights) }.encode()).to_vec()
+    })),
+    by_rank(at_odds("an answer to older WEIGHTS", "answered WEIGHTS 2 of its scheduler after 3", || {
+        [3, 2].map(|step| Message { op: 10 - step, step, ..of(Kind::Weights) }.encode()).to_vec()
+    })),
     breach("a scheduler that joins", "may not send JOIN", || one(of(Kind::Join))),
     breach("a scheduler that loaded", "may not send LOADED", || {
         one(Message { flags: Status::Ok as u8, ..of(Kind::Loaded) })

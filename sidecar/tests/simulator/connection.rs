@@ -41,6 +41,12 @@ pub(crate) struct PoolMap {
 // === impl Connection ===
 
 impl Connection {
+    /// The namespace that the session is bound to after its WEIGHTS of that number; 0: none.
+    pub(crate) fn namespace(&self, weights: u64) -> u64 {
+        let bound = self.memory.load_bound();
+        if bound.weights == weights { bound.namespace } else { 0 }
+    }
+
     /// Wakes the sidecar if it sleeps.
     pub(crate) fn ring(&self) {
         if wait::must_ring(self.memory.region()) {

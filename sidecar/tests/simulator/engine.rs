@@ -16,7 +16,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::rc::Rc;
 
-use shm_protocol::handshake::{BlockRegion, Copier, Hello, Role, Worker as WorkerHello};
+use shm_protocol::handshake::{BlockRegion, Copier, Digest, Hello, Role, Worker as WorkerHello};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::namespace;
 
@@ -37,7 +37,6 @@ pub(crate) struct Model {
     pub(crate) name: String,
     pub(crate) form: Form,
     facts: BTreeMap<String, String>,
-    pub(crate) base: NamespaceDigest,
     pub(crate) world: usize,
     pub(crate) by_engine: bool,
     /// Its loads may begin when the step before theirs is done.
@@ -117,7 +116,6 @@ impl Model {
             index,
             name: format!("e{index}"),
             form,
-            base: namespace::digest(&facts),
             facts,
             world,
             by_engine: rng.one_in(2),
@@ -135,6 +133,12 @@ impl Model {
         rank as u32 / (self.world as u32 / self.form.shards)
     }
 
+    /// The namespace of an engine that holds these weights, before any salt.
+    pub(crate) fn base(&self, weights: u8) -> NamespaceDigest {
+        let live = namespace::weights_live((0..self.world).map(|_| Some(live(weights))));
+        namespace::digest(&namespace::complete(&self.facts, live))
+    }
+
     fn hello(&self, role: Role) -> Hello {
         Hello::new(self.name.clone(), self.world as u32, role)
     }
@@ -150,8 +154,7 @@ impl Model {
             copy: if self.by_engine { Copier::Engine } else { Copier::Sidecar },
             facts: self.facts.clone(),
             expects: None,
-            canary: None,
-            live_weights: None,
+            live_weights: Some(Digest(live(0))),
             cuda: None,
             staging: None,
         }))
@@ -247,6 +250,11 @@ impl Engine {
     pub(crate) fn audit(&self) {
         self.scheduler.as_ref().expect("the caller looked").audit();
     }
+}
+
+/// What a rank says of the weights that it holds.
+fn live(weights: u8) -> [u8; 16] {
+    [weights + 1; 16]
 }
 
 /// Keys of a request: a path through a tree of prompts, so that requests share prefixes.

@@ -80,7 +80,7 @@ impl Rank {
     fn give(&self, op: u64, blocks: &[(u32, SlotRef)], sync: bool, watch: Watch) {
         let plan = plan(op, if sync { LOAD_SYNC } else { 0 }, blocks);
         let (link, pool) = (Some(Arc::clone(&self.link)), self.link.connection.pool.clone());
-        let job = Job { plan, pool, link, rescue: false };
+        let job = Job { plan, pool, link, rescue: false, refused: false };
         self.copies.count_watched(&job, sync);
         let reached = Box::new(self.reached.clone());
         self.orders.send(Order::Watch(Load { job, reached, sync, watch, fetch: None })).unwrap();
@@ -200,7 +200,7 @@ fn the_stream_is_told_of_each_cut_while_all_slots_are_whole() {
     let slots = [1, 2].map(|seed| rank.served().pool.commit(seed, 11, &content(seed.into())));
     let plan = plan(5, LOAD_SYNC, &[(2, slots[0]), (3, slots[1])]);
     let pool = rank.link.connection.pool.clone();
-    let job = Job { plan, pool, link: None, rescue: false };
+    let job = Job { plan, pool, link: None, rescue: false, refused: false };
     for refilled in [false, true] {
         let (mut fetch, mut told, mut steps) = (rank.copies.begin(&job), Vec::new(), 0);
         while rank.copies.step(&mut fetch, &job, |cuts| told.push(cuts)) != Step::Done {

@@ -17,7 +17,7 @@ use shm_protocol::pool::SlotRef;
 
 use super::{Peers, stats};
 use crate::engine::arrivals::WAIT_MS_MAX;
-use crate::engine::members::Binding;
+use crate::engine::namespaces::Binding;
 use crate::engine::{Action, Core, GROUP};
 
 /// Peers that are asked for a block, one after the other.

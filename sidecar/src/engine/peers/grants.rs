@@ -4,7 +4,7 @@ use mesh::transport::Label;
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
 
-use crate::engine::members::Space;
+use crate::engine::namespaces::Space;
 use crate::engine::{Action, Core};
 
 /// What one ask was granted.

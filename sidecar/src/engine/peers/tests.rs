@@ -16,7 +16,7 @@ use shm_protocol::request::{Keys, Query, SchedulerRequest};
 use tiers::dram::{self, Dram};
 
 use super::*;
-use crate::engine::tests::{Harness, RANKS, SCHEDULER, asked, hash};
+use crate::engine::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, asked, hash};
 use crate::engine::{Event, Request};
 
 /// Seven blocks to a segment of the pool.
@@ -24,7 +24,6 @@ const BLOCK_BYTES: u64 = 256 << 10;
 const POOL_SEGMENT: u64 = 2 << 20;
 const POOL_SEGMENTS: u64 = 16;
 const POOL_BLOCKS: u32 = 7 * POOL_SEGMENTS as u32;
-const NAMESPACE: NamespaceDigest = NamespaceDigest([1; 16]);
 /// Blocks on their way at once: a quarter of the pool.
 const MOST: u32 = (POOL_SEGMENT * POOL_SEGMENTS / arrivals::PART / BLOCK_BYTES) as u32;
 

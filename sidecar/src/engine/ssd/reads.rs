@@ -4,7 +4,7 @@ use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
 use tiers::ssd::Ticket;
 
-use crate::engine::members::Binding;
+use crate::engine::namespaces::Binding;
 use crate::engine::{Action, Core};
 
 // === impl Core ===

@@ -11,7 +11,7 @@ use tiers::ssd::{Config, Fault, Geometry, Label, Work};
 
 use super::*;
 use crate::engine::arrivals;
-use crate::engine::tests::{Harness, RANKS, SCHEDULER, hash};
+use crate::engine::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, hash};
 use crate::engine::{Event, Job};
 
 /// Seven blocks to a segment of the pool.
@@ -130,9 +130,8 @@ impl Scene {
         self.save(keys.clone());
         self.end_all();
         self.flood();
-        let digest = NamespaceDigest([1; 16]);
-        let namespace =
-            self.engine.core.namespaces.adopt(Space { digest, block_bytes: BLOCK_BYTES }).unwrap();
+        let space = Space { digest: NAMESPACE, block_bytes: BLOCK_BYTES };
+        let namespace = self.engine.core.namespaces.adopt(space).unwrap();
         for key in keys {
             let key = BlockKey { namespace, group: 0, hash: hash(key) };
             let ssd = self.engine.core.ssd.as_ref().unwrap();
@@ -417,14 +416,11 @@ fn second_hit_writes_what_was_offered_again_or_came_back() {
 
 #[test]
 fn blocks_of_earlier_lives_are_found_by_their_namespace() {
-    let label = |digest, n| Label {
-        namespace: NamespaceDigest([digest; 16]),
-        group: 0,
-        hash: hash(n),
-        bytes: BLOCK_BYTES as u32,
-    };
+    let label = |namespace, n| Label { namespace, group: 0, hash: hash(n), bytes: BLOCK_BYTES as u32 };
     let units = |n: u32| 1 + n * 70;
-    let blocks = vec![(units(0), label(1, 0)), (units(1), label(1, 1)), (units(2), label(2, 2))];
+    let other = NamespaceDigest([2; 16]);
+    let blocks =
+        vec![(units(0), label(NAMESPACE, 0)), (units(1), label(NAMESPACE, 1)), (units(2), label(other, 2))];
     let mut scene = Scene::with(SsdAdmission::All, blocks);
     scene.engine.open(1, 0..3);
     let op = scene.post_query(1, 3);

@@ -4,7 +4,7 @@ use shm_protocol::pool::Remains;
 
 use super::*;
 
-/// An engine of one rank, in namespace 0101..., with these quotas.
+/// An engine of one rank, in namespace c19a..., with these quotas.
 fn engine(quotas: &[&str]) -> Harness {
     let mut engine = Harness::unjoined(1);
     let quotas: Vec<_> = quotas.iter().map(|quota| quota.parse().unwrap()).collect();
@@ -31,7 +31,7 @@ fn save(engine: &mut Harness, log: u32, first: u32, count: u32) -> Saved {
 
 #[test]
 fn a_namespace_keeps_what_its_quota_has_room_for() {
-    let mut engine = engine(&["02020202=1GiB", "01010101=16KiB", "others=1GiB"]);
+    let mut engine = engine(&["02020202=1GiB", "c19a797f=16KiB", "others=1GiB"]);
     let saved = save(&mut engine, 1, 0, 6);
     assert_eq!((saved.committed, saved.dropped), (4, 2), "what is being filled makes no room");
     assert_eq!(used(&engine), [0, 4, 0]);
@@ -44,7 +44,7 @@ fn a_namespace_keeps_what_its_quota_has_room_for() {
 
 #[test]
 fn every_salt_counts_to_its_engine_s_quota() {
-    let mut engine = engine(&["01010101=16KiB", "others=1GiB"]);
+    let mut engine = engine(&["c19a797f=16KiB", "others=1GiB"]);
     assert_eq!(save(&mut engine, 1, 0, 4).committed, 4);
     engine.ask(SchedulerRequest::Salt { salt: [1; 16] });
     assert_eq!(save(&mut engine, 2, 0, 3).committed, 3);
@@ -62,14 +62,10 @@ fn every_salt_counts_to_its_engine_s_quota() {
 fn adopted_blocks_count() {
     let config = Config { pool_bytes: 4 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
     let mut core = Core::new(Dram::unopened(config, 50).unwrap());
-    core.limit(&["01010101=16KiB".parse().unwrap(), "others=1GiB".parse().unwrap()]);
-    let block = |namespace, n| Remains::Block {
-        generation: 1,
-        namespace: NamespaceDigest([namespace; 16]),
-        group: GROUP,
-        hash: hash(n),
-    };
-    let remains = (0..10).map(|n| block(if n < 6 { 1 } else { 2 }, n)).collect();
+    core.limit(&["c19a797f=16KiB".parse().unwrap(), "others=1GiB".parse().unwrap()]);
+    let block = |namespace, n| Remains::Block { generation: 1, namespace, group: GROUP, hash: hash(n) };
+    let remains =
+        (0..10).map(|n| block(if n < 6 { NAMESPACE } else { NamespaceDigest([2; 16]) }, n)).collect();
     let used_segment = Opened::Used { segment: 0, block_bytes: SHARD_BYTES, first: 0, remains };
     core.handle(0, Event::Opened(used_segment), &mut Vec::new());
     assert_eq!(core.quotas_used().collect::<Vec<_>>(), [6 * SHARD_BYTES, 4 * SHARD_BYTES]);

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 
 use shm_protocol::gate;
 use shm_protocol::message::{Outcome, Status};
-use shm_protocol::request::WorkerRequest;
+use shm_protocol::request::{LoadEnd, WorkerRequest};
 
 use super::Model;
 use super::request::Plan;
@@ -30,6 +30,8 @@ pub(super) struct WorkerLink {
 pub(super) struct Awaited {
     pub(super) request: u64,
     pub(super) plan: Plan,
+    /// It is of another namespace: its blocks count as failed.
+    pub(super) refused: bool,
     pub(super) link: Rc<WorkerLink>,
     pub(super) deadline: Micros,
 }
@@ -39,6 +41,7 @@ pub(super) struct Awaited {
 pub(super) struct Job {
     pub(super) request: u64,
     pub(super) plan: Plan,
+    refused: bool,
     pub(super) pool: Option<Rc<PoolMap>>,
     pub(super) link: Option<Rc<WorkerLink>>,
     /// The sidecar may be writing a block of it until then.
@@ -70,8 +73,13 @@ impl WorkerLink {
         posted
     }
 
-    fn post_loaded(&self, op: u64, ok: bool, ctx: &mut Ctx) {
-        let loaded = WorkerRequest::Loaded { op, ok };
+    /// Says which weights the rank holds, in answer to its scheduler; whether there was room.
+    pub(super) fn state_weights(&self, (number, weights): (u64, u8)) -> bool {
+        self.post(WorkerRequest::Weights { number, answers: number, live: super::live(weights) })
+    }
+
+    fn post_loaded(&self, op: u64, end: LoadEnd, ctx: &mut Ctx) {
+        let loaded = WorkerRequest::Loaded { op, end };
         if !self.post(loaded) {
             ctx.hit("engine loaded without room, told later");
             self.unreported.borrow_mut().push(loaded);
@@ -93,7 +101,7 @@ impl WorkerLink {
 
     /// Fills the ring with reports of no load.
     pub(super) fn flood(&self, ctx: &mut Ctx) {
-        let nothing = WorkerRequest::Loaded { op: 0, ok: true };
+        let nothing = WorkerRequest::Loaded { op: 0, end: LoadEnd::Whole };
         let mut submission = self.submission.borrow_mut();
         while submission.post(nothing).is_some() {}
         submission.flush(&self.connection);
@@ -127,14 +135,19 @@ impl Awaited {
         }
     }
 
+    /// Blocks that count as failed although the sidecar moved them.
+    pub(super) fn failed(&self) -> Vec<u32> {
+        if self.refused { self.plan.blocks() } else { Vec::new() }
+    }
+
     /// Takes the load away from the sidecar, if it has it.
     pub(super) fn rescue(self, pool: Option<Rc<PoolMap>>, ctx: &mut Ctx) -> Job {
         if self.link.outcome(self.plan.op).is_some_and(|outcome| outcome.status.is_refusal()) {
-            return Job::new(self.request, self.plan, pool, Some(self.link));
+            return Job::new(self.request, (self.plan, self.refused), pool, Some(self.link));
         }
         let connection = &self.link.connection;
         gate::close(connection.memory.region(), self.plan.op);
-        let mut job = Job::new(self.request, self.plan, pool, Some(self.link));
+        let mut job = Job::new(self.request, (self.plan, self.refused), pool, Some(self.link));
         job.settle_by = Some(ctx.now + SETTLE);
         job
     }
@@ -145,17 +158,30 @@ impl Awaited {
 impl Job {
     pub(super) fn new(
         request: u64,
-        plan: Plan,
+        (plan, refused): (Plan, bool),
         pool: Option<Rc<PoolMap>>,
         link: Option<Rc<WorkerLink>>,
     ) -> Self {
-        Self { request, plan, pool, link, settle_by: None, at: 0, stage: Stage::Check, failed: Vec::new() }
+        Self {
+            request,
+            plan,
+            refused,
+            pool,
+            link,
+            settle_by: None,
+            at: 0,
+            stage: Stage::Check,
+            failed: Vec::new(),
+        }
     }
 
     /// One move; true at the end.
     pub(super) fn step(&mut self, model: &Model, rank: usize, kv: &Kv, ctx: &mut Ctx) -> bool {
         if self.must_settle(ctx) {
             return false;
+        }
+        if self.refused && self.at < self.plan.blocks.len() {
+            (self.at, self.failed) = (self.plan.blocks.len(), self.plan.blocks());
         }
         if self.settle_by.is_some() && ctx.without_rescue {
             self.at = self.plan.blocks.len();
@@ -167,7 +193,12 @@ impl Job {
             return false;
         }
         if let Some(link) = &self.link {
-            link.post_loaded(self.plan.op, self.failed.is_empty(), ctx);
+            let end = match self.failed.is_empty() {
+                _ if self.refused => LoadEnd::Mismatch,
+                true => LoadEnd::Whole,
+                false => LoadEnd::Failed,
+            };
+            link.post_loaded(self.plan.op, end, ctx);
         }
         true
     }

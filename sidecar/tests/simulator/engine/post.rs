@@ -80,7 +80,8 @@ impl Scheduler {
         }
         self.next_op += 1;
         ctx.hit(if by_engine { "engine load by engine" } else { "engine load by sidecar" });
-        Some(Plan { op, epoch: link.connection.epoch, by_engine, arriving: lease.arriving, blocks })
+        let (epoch, namespace) = (link.connection.epoch, link.connection.namespace(self.weights.0));
+        Some(Plan { op, epoch, namespace, by_engine, arriving: lease.arriving, blocks })
     }
 
     /// Gives up unfinished saves whose source this step may overwrite.
@@ -122,7 +123,8 @@ impl Scheduler {
         let (op, step) = (self.next_op, self.step);
         let (from, count) = (from as u32, blocks.len() as u32);
         let keys = Keys { log, from, count };
-        let save = |position| SchedulerRequest::Save(request::Save { op, keys, position, step });
+        let save =
+            |position| SchedulerRequest::Save(request::Save { op, keys, position, step, checked: false });
         if !link.saves.has_room() || !link.post_with_blocks(&blocks, save) {
             return ctx.hit("engine save without room");
         }

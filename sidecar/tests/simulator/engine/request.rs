@@ -68,6 +68,7 @@ pub(crate) struct Target {
 pub(crate) struct Plan {
     pub(crate) op: u64,
     pub(crate) epoch: u64,
+    pub(crate) namespace: u64,
     pub(crate) by_engine: bool,
     /// Its blocks may be on their way.
     pub(crate) arriving: bool,
@@ -103,6 +104,8 @@ pub(super) struct Order {
 pub(crate) struct Step {
     pub(super) number: u64,
     pub(super) run: [u8; 16],
+    /// How often the weights changed, and which the engine holds now.
+    pub(super) weights: (u64, u8),
     pub(super) resolved: u64,
     pub(super) urgent: bool,
     pub(super) orders: Vec<Order>,

@@ -182,7 +182,15 @@ impl Scheduler {
         let orders = std::mem::take(&mut self.orders);
         let ends = work.iter().map(|work| (work.request, work.attempt, work.end)).collect();
         let urgent = urgent || !orders.is_empty();
-        let step = request::Step { number: self.step, run: self.run, resolved, urgent, orders, work };
+        let step = request::Step {
+            number: self.step,
+            run: self.run,
+            weights: self.weights,
+            resolved,
+            urgent,
+            orders,
+            work,
+        };
         self.note_step(&step, ctx);
         let step = Rc::new(step);
         shared.queues.iter_mut().for_each(|queue| queue.push_back(Rc::clone(&step)));

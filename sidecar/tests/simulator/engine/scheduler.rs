@@ -73,6 +73,8 @@ pub(crate) struct Scheduler {
     pub(super) next_op: u64,
     pub(super) left: Micros,
     pub(super) stalled: Option<u64>,
+    /// How often the weights changed, and which they are.
+    pub(super) weights: (u64, u8),
     salts: Vec<[u8; 16]>,
     pub(super) step: u64,
     pub(super) phase: Phase,
@@ -101,6 +103,7 @@ impl Scheduler {
             next_op: 1,
             left: BUDGET,
             stalled: None,
+            weights: (0, 0),
             salts: Vec::new(),
             step: 0,
             phase: Phase::Begin,
@@ -180,7 +183,8 @@ impl Scheduler {
 
     /// The namespace of what it computes now.
     pub(super) fn digest(&self) -> NamespaceDigest {
-        self.salts.last().map_or(self.model.base, |salt| namespace::salted(self.model.base, *salt))
+        let base = self.model.base(self.weights.1);
+        self.salts.last().map_or(base, |salt| namespace::salted(base, *salt))
     }
 
     /// One move; the time until the next.
@@ -244,10 +248,13 @@ impl Scheduler {
         self.stalled = None;
     }
 
-    /// A new sidecar is told first which generation of the namespace this engine is in.
+    /// A new sidecar is told first how often the weights changed, and which generation of the namespace this engine is in.
     fn connect(&mut self) {
         let connection = self.port.connection.as_ref().expect("it has just come");
         let mut link = Link::new(connection);
+        if self.weights.0 > 0 {
+            assert!(link.post(SchedulerRequest::Weights { number: self.weights.0 }), "a fresh ring has room");
+        }
         for &salt in &self.salts {
             assert!(link.post(SchedulerRequest::Salt { salt }), "a fresh ring has room");
         }
@@ -256,19 +263,32 @@ impl Scheduler {
         self.generation += 1;
     }
 
-    /// A new generation of the namespace: weights changed. Refused without room to say so.
+    /// A new generation of the namespace, or other weights, perhaps those that were there before. Refused without room to say so.
     fn reset(&mut self, ctx: &mut Ctx) {
-        let salt = ctx.rng.bytes16();
+        let (salt, weights) = (ctx.rng.bytes16(), (self.weights.0 + 1, ctx.rng.below(2) as u8));
+        let is_salt = ctx.rng.one_in(3);
+        let request = match is_salt {
+            true => SchedulerRequest::Salt { salt },
+            false => SchedulerRequest::Weights { number: weights.0 },
+        };
         if let Some(link) = &mut self.link {
-            if !link.post(SchedulerRequest::Salt { salt }) {
+            if !link.post(request) {
                 ctx.hit("engine reset refused");
                 return;
             }
             link.flush();
             link.questions.clear();
             link.logs.values_mut().for_each(|log| log.lease = None);
+            link.unbound_since = None;
         }
-        self.salts.push(salt);
+        match is_salt {
+            true => self.salts.push(salt),
+            false => {
+                let came_back = weights.1 == 0 && self.weights.1 != 0;
+                ctx.hit(if came_back { "engine weights came back" } else { "engine weights changed" });
+                self.weights = weights;
+            }
+        }
         for request in self.requests.values_mut() {
             (request.saved, request.outdated) = (0, true);
         }

@@ -40,6 +40,12 @@ pub(crate) struct Worker {
     joined: Option<[u8; 16]>,
     /// The last step begun: a new session is told, since reports on the last one may be lost.
     started: u64,
+    /// What it was told last: how often the weights changed, and which it holds.
+    weights: (u64, u8),
+    /// Whether the sidecar was told too.
+    told: bool,
+    /// The namespace that it was bound to last; 0: none since the weights changed.
+    bound: u64,
     pool: Option<Rc<PoolMap>>,
     earlier_pool: Option<(Micros, Rc<PoolMap>)>,
     pub(super) phase: Phase,
@@ -64,6 +70,9 @@ impl Worker {
             link: None,
             joined: None,
             started: 0,
+            weights: (0, 0),
+            told: true,
+            bound: 0,
             pool: None,
             earlier_pool: None,
             phase: Phase::Idle,
@@ -123,11 +132,16 @@ impl Worker {
         if step.resolved >= self.spoiled {
             self.spoiled = 0;
         }
+        if step.weights.0 > self.weights.0 {
+            (self.weights, self.told, self.bound) = (step.weights, false, 0);
+        }
         if let Some(link) = &self.link {
             if std::mem::take(&mut self.flood) {
                 link.flood(ctx);
             }
-            if self.joined != Some(step.run)
+            self.told = self.told || link.state_weights(self.weights);
+            if self.told
+                && self.joined != Some(step.run)
                 && link.post(WorkerRequest::Join { run: step.run, step: self.started })
             {
                 self.joined = Some(step.run);
@@ -156,7 +170,9 @@ impl Worker {
                 }
                 // The run is known from the step before, if there was one.
                 let run = self.joined.take();
+                self.told = self.weights.0 == 0;
                 if let (Some(run), Some(link)) = (run, &self.link) {
+                    self.told = self.told || link.state_weights(self.weights);
                     self.joined = link.post(WorkerRequest::Join { run, step: self.started }).then_some(run);
                 }
             }
@@ -193,10 +209,10 @@ impl Worker {
             }
             return;
         };
-        let link = self.link_of(&plan);
+        let (link, refused) = (self.link_of(&plan), self.refuses(&plan, ctx));
         if let Some(link) = link.clone().filter(|_| !plan.by_engine) {
             let deadline = ctx.now + if plan.arriving { ARRIVAL_DEADLINE } else { LOAD_DEADLINE };
-            let awaited = Awaited { request, plan, link, deadline };
+            let awaited = Awaited { request, plan, refused, link, deadline };
             awaited.link.connection.ring();
             match sync {
                 true => self.phase = Phase::Await(step, at, Box::new(awaited)),
@@ -205,11 +221,24 @@ impl Worker {
             return;
         }
         let pool = self.pool_of(&plan, ctx);
-        let job = Job::new(request, plan, pool, link);
+        let job = Job::new(request, (plan, refused), pool, link);
         match sync {
             true => self.phase = Phase::Copy(step, at, Box::new(job)),
             false => self.submit(job, ctx),
         }
+    }
+
+    /// Whether a plan is of another namespace than this rank.
+    fn refuses(&mut self, plan: &Plan, ctx: &mut Ctx) -> bool {
+        let namespace = self.link.as_ref().map_or(0, |link| link.connection.namespace(self.weights.0));
+        if namespace != 0 {
+            self.bound = namespace;
+        }
+        let refused = plan.namespace == 0 || plan.namespace != self.bound;
+        if refused {
+            ctx.hit("engine load of another namespace");
+        }
+        refused
     }
 
     fn submit(&mut self, job: Job, ctx: &mut Ctx) {
@@ -229,7 +258,7 @@ impl Worker {
         match awaited.look(ctx) {
             None => self.phase = Phase::Await(step, at, awaited),
             Some(Ok(())) => {
-                self.sync_load_ended(&step, at, &awaited.plan, &[], shared);
+                self.sync_load_ended(&step, at, &awaited.plan, &awaited.failed(), shared);
                 self.phase = Phase::Loads(step, at + 1);
             }
             Some(Err(why)) => {
@@ -273,7 +302,10 @@ impl Worker {
         for awaited in std::mem::take(&mut self.awaited) {
             match awaited.look(ctx) {
                 None => self.awaited.push(awaited),
-                Some(Ok(())) => self.ended.push(awaited.request),
+                Some(Ok(())) => {
+                    self.failed.extend(awaited.failed());
+                    self.ended.push(awaited.request);
+                }
                 Some(Err(why)) => {
                     ctx.hit(why);
                     let pool = self.pool_of(&awaited.plan, ctx);

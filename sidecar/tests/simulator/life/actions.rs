@@ -68,6 +68,14 @@ impl Life {
                 let disk = self.disk.as_mut().expect("the core has its tier");
                 disk.post(job, form, self.pool.region(), ctx);
             }
+            Action::Bind { engine, facts, block_bytes, words, .. } => {
+                let base = namespace::digest(&facts);
+                self.namespaces.insert(engine, base);
+                self.mesh.iter_mut().for_each(|mesh| mesh.know(base, block_bytes));
+                for (id, bound) in words {
+                    self.on(id, ctx, |session| session.show_bound(bound));
+                }
+            }
             Action::Warn(_) => {}
             Action::Close { session, .. } => self.closing.push(session),
             Action::Fetch(_)

@@ -7,8 +7,6 @@ use std::sync::Arc;
 
 use copy_engine::HostMemory;
 use shm_protocol::PROTOCOL_VERSION;
-use shm_protocol::handshake::Role;
-use shm_protocol::namespace;
 use shm_protocol::region::Access;
 use shm_protocol::session::SessionMemory;
 use sidecar::copiers::Copiers;
@@ -29,17 +27,6 @@ impl Life {
         let id = self.next_session;
         self.next_session += 1;
         let Dial { hello, kv, fresh, .. } = dial;
-        let digest = match &hello.role {
-            Role::Worker(worker) => Some(namespace::digest(&worker.facts)),
-            Role::Scheduler { .. } => None,
-        };
-        if let Some(digest) = digest {
-            self.namespaces.insert(hello.engine.clone(), digest);
-            if let (Some(mesh), Role::Worker(worker)) = (&mut self.mesh, &hello.role) {
-                let shard_bytes = worker.block_bytes().expect("honest engines");
-                mesh.know(digest, shard_bytes * u64::from(worker.shards));
-            }
-        }
         let (_, memory) =
             SessionMemory::create(PROTOCOL_VERSION, self.epoch, id).expect("memory for a session");
         let (lost, hung_up) = (Rc::new(Cell::new(false)), Rc::new(Cell::new(false)));
@@ -59,7 +46,7 @@ impl Life {
             bell: Rc::clone(&ctx.bell),
             pool: Rc::clone(&self.map),
         };
-        self.handle(Event::Connected { session: id, hello: Box::new(hello), namespace: digest }, ctx);
+        self.handle(Event::Connected { session: id, hello: Box::new(hello) }, ctx);
         let logs = BTreeMap::new();
         let peer = Peer { session, rank, _socket: socket, hung_up, engine, salt: None, logs, asked: 0 };
         self.sessions.insert(id, peer);

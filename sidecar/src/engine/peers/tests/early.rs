@@ -1,7 +1,7 @@
 //! Queries that are answered while their blocks are on their way, and the loads that wait for those.
 
 use shm_protocol::message::{LOAD_BY_ENGINE, LOAD_SYNC};
-use shm_protocol::request::WorkerRequest;
+use shm_protocol::request::{LoadEnd, WorkerRequest};
 
 use super::*;
 
@@ -224,7 +224,7 @@ fn whoever_goes_leaves_nothing_held() {
 fn a_part_that_its_rank_gave_up_is_not_copied_when_it_is_whole() {
     let (mut scene, fetch, op) = answered();
     let part = scene.load(1, op, 0..8);
-    let loaded = WorkerRequest::Loaded { op: part, ok: false };
+    let loaded = WorkerRequest::Loaded { op: part, end: LoadEnd::Failed };
     scene.event(Event::Message { session: RANKS[0], request: Request::Worker(loaded) });
     scene.ask(SchedulerRequest::Release { log: 1 });
     assert_eq!(scene.held_bytes(), 0);

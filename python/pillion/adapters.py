@@ -1,0 +1,212 @@
+"""What keys a LoRA adapter's blocks: its bytes. vLLM's own hashes name an adapter and its path, not what lies there.
+
+Every adapter has a fold, 16 bytes that the shim mixes into each key of a request. It follows from the adapter's files, so
+that it is the same on every engine that has them, and from this run alone where the files do not tell what the ranks hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pillion import vllm_compat
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+# The fold of an adapter whose requests go without the cache.
+NO_CACHE = b""
+FOLD_BYTES = 16
+# What ranks read of an adapter's folder: the first, and one of the others.
+FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+# Bytes read at once: the interpreter is not held while they are hashed.
+READ_BYTES = 1 << 20
+logger = vllm_compat.init_logger("vllm.pillion")
+
+# (name, size, mtime in ns, inode) of each file that a rank may read of an adapter.
+Files = tuple[tuple[str, int, int, int], ...]
+
+
+@dataclass(slots=True)
+class _Adapter:
+    """An adapter as it was when a request, or vLLM's own loading of it, was first seen."""
+
+    name: str
+    path: str
+    # Empty: not to be seen from here, such as one that the ranks fetch from a hub.
+    files: Files
+    # No two have the same, so that what follows from it was never stated before.
+    serial: int
+    # Whether the digest was begun, and what it is once it is there.
+    begun: bool = False
+    digest: bytes | None = None
+    # Ranks load an adapter when they please, once. After its files have changed nobody knows which bytes they hold.
+    uncertain: bool = False
+
+
+class Adapters:
+    """The adapters that this engine's requests have named, by the number under which ranks hold them."""
+
+    def __init__(self, run: bytes, form: str, replaced: Callable[[], None]) -> None:
+        """`form`: what else decides how adapters are applied. `replaced` is told that ranks hold other bytes than before."""
+        self._run = run
+        self._form = form
+        self._replaced = replaced
+        self._known: dict[int, _Adapter] = {}
+        self._serials = itertools.count()
+        self._said: set[str] = set()
+        # Digests to compute, one after the other in a thread that begins with the first.
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def look(self, request: LoRARequest) -> None:
+        """A request is about to have ranks load the adapter, unless they hold it."""
+        # Earlier versions of vLLM have adapters whose bytes lie elsewhere.
+        files = () if getattr(request, "tensorizer_config_dict", None) else files_of(request.lora_path)
+        known = self._known.get(request.lora_int_id)
+        if known is None:
+            known = self._learn(request, files)
+        elif (known.path, known.files) == (request.lora_path, files):
+            pass
+        elif _in_place(request):
+            # Ranks read its files in every step of such a request.
+            known = self._learn(request, files)
+            self._replaced()
+        elif known.path != request.lora_path or known.digest is None:
+            self._doubt(known)
+        else:
+            known.files = files
+            self._digest(request, known, known.digest)
+        if files and not known.begun and not _in_place(request):
+            self._digest(request, known, None)
+
+    def loads(self, request: LoRARequest) -> None:
+        """vLLM is about to have every rank load the adapter."""
+        if _in_place(request):
+            self.forget(request.lora_int_id)
+        self.look(request)
+
+    def forget(self, number: int) -> None:
+        """Ranks no longer hold what they held under this number."""
+        if self._known.pop(number, None) is not None:
+            self._replaced()
+
+    def may_differ(self) -> None:
+        """Ranks may hold other bytes than their files had: what cannot be seen is taken for other bytes."""
+        for known in self._known.values():
+            known.serial = next(self._serials)
+
+    def fold(self, request: LoRARequest) -> bytes | None:
+        """The adapter's fold as of now; `NO_CACHE`, or None while it is being computed."""
+        known = self._known.get(request.lora_int_id)
+        if known is None:
+            self.look(request)
+            known = self._known[request.lora_int_id]
+        if known.path != request.lora_path:
+            return NO_CACHE
+        if _in_place(request):
+            return self._private(known, "load_inplace has ranks read it anew in every step", "load it without that")
+        if known.uncertain:
+            return NO_CACHE
+        if not known.files:
+            return self._private(known, f"its files cannot be read at {known.path}", "name a folder that holds them")
+        if known.digest is None:
+            return None
+        return _fold(b"files", known.digest, bytes([_is_3d(request)]), self._form.encode())
+
+    def _learn(self, request: LoRARequest, files: Files) -> _Adapter:
+        known = _Adapter(request.lora_name, request.lora_path, files, next(self._serials))
+        self._known[request.lora_int_id] = known
+        return known
+
+    def _digest(self, request: LoRARequest, known: _Adapter, before: bytes | None) -> None:
+        """Computes the digest beside the engine; one that differs from what ranks may hold is a doubt."""
+        known.begun, known.digest = True, None
+        number, files = request.lora_int_id, known.files
+
+        def compute() -> None:
+            digest = digest_files(known.path, files)
+            if self._known.get(number) is not known or known.files is not files:
+                # What was looked at since counts.
+                return
+            if digest is None or before not in (None, digest):
+                self._doubt(known)
+            else:
+                known.digest = digest
+
+        self._work.put(compute)
+        if self._thread is None:
+            self._thread = threading.Thread(target=_do_all, args=[self._work], name="pillion-adapters", daemon=True)
+            self._thread.start()
+
+    def _doubt(self, known: _Adapter) -> None:
+        known.uncertain = True
+        self._say(
+            f"adapter {known.name} is no longer what lay at {known.path} when this engine first saw it, and ranks may hold "
+            "either: its requests go without the cache. Load it again with load_inplace, give changed weights a path and a "
+            "lora_int_id of their own, or restart"
+        )
+
+    def _private(self, known: _Adapter, why: str, remedy: str) -> bytes:
+        self._say(f"blocks of adapter {known.name} are found by this run of this engine alone: {why}. To share them, {remedy}")
+        return _fold(b"run", self._run, str(known.serial).encode())
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("pillion: %s", text)
+
+
+def _do_all(work: queue.SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        work.get()()
+
+
+def digest_files(path: str, files: Files) -> bytes | None:
+    """A digest of names and bytes, all of them; None where they are not, or do not stay, what `files` says."""
+    digest = hashlib.sha256()
+    folder = os.path.expanduser(path)
+    try:
+        for name, size, _, _ in files:
+            digest.update(f"{name} {size}\n".encode())
+            with open(os.path.join(folder, name), "rb") as file:
+                while piece := file.read(READ_BYTES):
+                    digest.update(piece)
+    except OSError:
+        return None
+    return digest.digest() if files_of(path) == files else None
+
+
+def files_of(path: str) -> Files:
+    """What ranks read of the adapter; nothing where they would look elsewhere, such as at a hub."""
+    folder = os.path.expanduser(path)
+    found = []
+    for name in FILES:
+        with contextlib.suppress(OSError):
+            stat = os.stat(os.path.join(folder, name))
+            found.append((name, stat.st_size, stat.st_mtime_ns, stat.st_ino))
+    return tuple(found) if len(found) > 1 and found[0][0] == FILES[0] else ()
+
+
+def _in_place(request: LoRARequest) -> bool:
+    """Whether ranks read the adapter's files although they hold it."""
+    return bool(getattr(request, "load_inplace", False))
+
+
+def _is_3d(request: LoRARequest) -> bool:
+    """Whether weights of experts are taken to be fused."""
+    return bool(getattr(request, "is_3d_lora_weight", False))
+
+
+def _fold(*parts: bytes) -> bytes:
+    digest = hashlib.sha256(b"pillion adapter")
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()[:FOLD_BYTES]

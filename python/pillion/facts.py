@@ -1,0 +1,226 @@
+"""Everything that makes the bytes of two engines interchangeable, as facts: texts by name, which the namespace digests.
+
+What the model computes with is `pillion.identity`'s, and its weights as they run are `pillion.sample`'s: no fact holds them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pillion import identity, vllm_compat, weight_files
+from pillion.config import Config
+from pillion.models import Models
+from pillion.sample import of_expert
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+# Extra keys are tagged tuples from this version on, bare before.
+TAGGED_SINCE = (0, 31)
+NONE_HASH_RULE_SINCE = (0, 29)
+# Ways to propose tokens that keep no KV: the target's is the same with and without them.
+DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+logger = vllm_compat.init_logger("vllm.pillion")
+ENVIRONMENT = "environment variables"
+# Settings that change KV by more than the rounding of one kernel or another, with vLLM's defaults: by fact, and by where in
+# vLLM's configuration they are. Only what is set otherwise is stated, so a setting that a version lacks is at its default.
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "numerics": {
+        "attention_config": {
+            "use_prefill_query_quantization": False,
+            "disable_flashinfer_q_quantization": False,
+            "use_non_causal": False,
+            "indexer_kv_dtype": "auto",
+            "indexer_sparse_logits": False,
+            "sparse_mla_force_mqa": False,
+            "hisparse_config": None,
+        },
+        "cache_config": {"kv_sharing_fast_prefill": False},
+        ENVIRONMENT: {
+            "VLLM_BATCH_INVARIANT": False,
+            "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
+            "VLLM_MARLIN_INPUT_DTYPE": None,
+            "VLLM_CPU_INT4_W4A8": True,
+            "VLLM_HUMMING_ONLINE_QUANT_CONFIG": None,
+            "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
+            "VLLM_HUMMING_USE_F16_ACCUM": False,
+            "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": False,
+            "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "",
+        },
+    },
+    # Pixels and what an encoder makes of them. The hash of an image holds its content or the name that the user gives it.
+    "multimodal": {
+        "model_config.multimodal_config": {
+            "mm_processor_kwargs": None,
+            "media_io_kwargs": {},
+            "mm_device_do_normalize": True,
+            "mm_encoder_attn_dtype": None,
+            "mm_encoder_fp8_scale_path": None,
+            "video_pruning_rate": None,
+            "video_pruning_method": "evs",
+        },
+    },
+    # What plugins read, and tables beside the model.
+    "additional": {"": {"additional_config": {}, "engram_config": None}},
+}
+
+
+class Facts:
+    """One rank's facts. What cannot be compared makes a fact that no other engine states, and a warning in the log."""
+
+    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, models: Models) -> None:
+        self._config = config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._models = models
+        self._private = f"private to {vllm_config.kv_transfer_config.engine_id}"
+
+    def stated(self, form: str) -> dict[str, str]:
+        """All of them; `form` is the inside of a page."""
+        model, cache = self._vllm_config.model_config, self._vllm_config.cache_config
+        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        stated = {
+            "block_tokens": spec.block_size,
+            "page_bytes": spec.page_size_bytes,
+            "page_form": form,
+            "layers": self._layers(),
+            "group_kind": "full",
+            "attention_backend": vllm_compat.attention_backends(self._vllm_config),
+            "kv_dtype": " ".join([cache.cache_dtype, *getattr(cache, "kv_cache_dtype_skip_layers", [])]),
+            "kv_quant": getattr(spec, "kv_quant_mode", "none"),
+            "model": self._config.model_id or model.model,
+            "model_class": ",".join(type(model).__qualname__ for model in self._models.loaded) or "unknown",
+            "quantization": self._quantization(),
+            "dtype": model.dtype,
+            **self.running(),
+            **{fact: self._settings(fact) for fact in SETTINGS},
+            "weights": self._weights(),
+            "experts": self._experts(),
+            "tensor_parallel_size": vllm_compat.world_size(self._vllm_config),
+            "drafter": self._read("the drafter's configuration", self._drafter),
+            "hash_algorithm": cache.prefix_caching_hash_algo,
+            "none_hash": self._none_hash(cache.prefix_caching_hash_algo),
+            "extra_keys": "tagged" if vllm_compat.version() >= TAGGED_SINCE else "bare",
+            "adapters": self._adapters(),
+            "salt": self._config.salt or "none",
+        }
+        return {name: str(value) for name, value in stated.items()}
+
+    def running(self) -> dict[str, str]:
+        """Those that may change while the engine runs."""
+        model = self._vllm_config.model_config
+        return {
+            "config": self._read("the model's configuration", lambda: identity.configuration(model.hf_config)),
+            "rotary": self._read("a rotary cache", lambda: identity.rotary(self._models.loaded, model.dtype)),
+        }
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether engines of the same model hold different experts: those of data-parallel ones, and those that move."""
+        parallel = self._vllm_config.parallel_config
+        dealt = getattr(parallel, "enable_expert_parallel", False) and parallel.data_parallel_size > 1
+        names = (name for model in self._models.loaded for name, _ in model.named_modules())
+        return bool(dealt or self.experts_move) and any(map(of_expert, names))
+
+    @property
+    def experts_move(self) -> bool:
+        """Whether experts change places while the engine runs."""
+        return bool(getattr(self._vllm_config.parallel_config, "enable_eplb", False))
+
+    def _read(self, what: str, read: Callable[[], str]) -> str:
+        try:
+            return read()
+        except Exception as error:  # what configurations and modules hold is their model's
+            return self._keep_private(
+                f"{what} cannot be compared ({error})", "let the model keep numbers, texts, lists and mappings there"
+            )
+
+    def _keep_private(self, why: str, remedy: str) -> str:
+        logger.warning(
+            "pillion: %s, so nothing is shared with other engines or with the next start of this one: %s", why, remedy
+        )
+        return self._private
+
+    def _layers(self) -> str:
+        """How many cache layers, and a digest of their names in order."""
+        names = self._kv_cache_config.kv_cache_groups[0].layer_names
+        return f"{len(names)} {hashlib.sha256(','.join(names).encode()).hexdigest()[:16]}"
+
+    def _quantization(self) -> str:
+        """The method, and what the user configured of it; the model's own part is in the fact `config`."""
+        model = self._vllm_config.model_config
+        configured = getattr(model, "quantization_config", None)
+        if configured is None:
+            return str(model.quantization)
+        return f"{model.quantization} " + self._read("quantization_config", lambda: identity.words(configured))
+
+    def _settings(self, fact: str) -> str:
+        """Settings of `SETTINGS` that are not at their defaults."""
+        found: dict[str, Any] = {}
+        for place, defaults in SETTINGS[fact].items():
+            owner: Any = self._vllm_config
+            for part in filter(None, place.split(".")):
+                owner = getattr(owner, part, None)
+            for name, default in defaults.items():
+                value = vllm_compat.environment(name, default) if place == ENVIRONMENT else getattr(owner, name, default)
+                if value != default:
+                    found[name] = value
+        return self._read(f"a setting among {', '.join(found)}", lambda: identity.words(found)) if found else "default"
+
+    def _drafter(self) -> str:
+        """The model that proposes tokens, if it has layers of KV beside the other ones in a block."""
+        speculative = getattr(self._vllm_config, "speculative_config", None)
+        if speculative is None or speculative.method in DRAFTS_WITHOUT_KV:
+            return "none"
+        draft = getattr(speculative, "draft_model_config", None)
+        config = identity.configuration(draft.hf_config) if draft is not None else "no configuration"
+        return f"{speculative.method} {getattr(speculative, 'model', None)} {config}"
+
+    def _adapters(self) -> str:
+        """Whether requests may name one. Keys of theirs hold a digest of its files; bare ones only its name."""
+        if getattr(self._vllm_config, "lora_config", None) is None:
+            return "none"
+        return "digest" if vllm_compat.version() >= TAGGED_SINCE else self._private
+
+    def _none_hash(self, algorithm: str) -> str:
+        """The hash that every chain starts from, by vLLM's rule of this version."""
+        seed = os.environ.get("PYTHONHASHSEED")
+        if seed is None and (algorithm.startswith("xxhash") or vllm_compat.version() < NONE_HASH_RULE_SINCE):
+            return self._keep_private(
+                f"{algorithm} hashes start from a random value in this process",
+                "set PYTHONHASHSEED to the same value on all of them",
+            )
+        return vllm_compat.hash_of(algorithm, "vllm-none-hash" if seed is None else seed).hex()
+
+    @functools.cached_property
+    def _load_format(self) -> str:
+        load_format = self._vllm_config.load_config.load_format
+        return str(getattr(load_format, "value", load_format))
+
+    @functools.cached_property
+    def _files(self) -> str | None:
+        return weight_files.digest(self._vllm_config.model_config, self._load_format)
+
+    def _weights(self) -> str:
+        """What was to be loaded: the user's word, else files."""
+        if self._config.model_id is not None:
+            return f"user's word: {self._config.model_id}"
+        return self._files or self._keep_private(
+            f"the weights (load_format {self._load_format}) cannot be digested",
+            "set pillion.model_id to a name that stands for exactly these weights",
+        )
+
+    def _experts(self) -> str:
+        """What stands for experts that no sample can compare: the files, whatever the user calls them."""
+        if not self.experts_apart:
+            return "sampled"
+        return self._files or self._keep_private(
+            f"experts are dealt out between data-parallel engines or move, and their files (load_format {self._load_format}) "
+            "cannot be digested",
+            "load safetensors files, or leave out --enable-expert-parallel and --enable-eplb",
+        )

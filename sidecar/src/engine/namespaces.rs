@@ -1,0 +1,128 @@
+//! Which blocks are whose: forms, bindings, and the short numbers of the namespaces that this life has seen.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use shm_protocol::key::NamespaceDigest;
+use tiers::dram::QuotaId;
+
+/// Namespaces that are remembered, of engines past and present: at 40 bytes each, 3 MB.
+const NAMESPACES_MAX: usize = 65_536;
+
+/// What the blocks of one rank are, but for the weights: ranks of one run agree on it.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub(super) struct Form {
+    /// Digest of the facts as the rank states them.
+    pub(super) stated: NamespaceDigest,
+    pub(super) shard_bytes: u64,
+    pub(super) shards: u32,
+}
+
+/// Blocks of one namespace and one size. Blocks of another size, left by an earlier life or a mistaken engine, are found by
+/// nobody who could not load them.
+#[derive(Copy, Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Space {
+    pub(super) digest: NamespaceDigest,
+    pub(super) block_bytes: u64,
+}
+
+/// What an engine's blocks are.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub(super) struct Binding {
+    pub(super) base: NamespaceDigest,
+    pub(super) digest: NamespaceDigest,
+    pub(super) namespace: u32,
+    /// What its blocks count to: the same for every salt.
+    pub(super) quota: Option<QuotaId>,
+    pub(super) shard_bytes: u64,
+    pub(super) shards: u32,
+}
+
+/// Short ids of the namespaces seen in this epoch.
+#[derive(Debug, Default)]
+pub(super) struct Namespaces {
+    /// The id of each, and when it was last asked for, counted in questions.
+    ids: BTreeMap<Space, (u32, u64)>,
+    /// Digests of those whose blocks peers are told of, by id. Kept when a namespace is forgotten: its blocks are still there,
+    /// and peers are to be told when they go. The first [`NAMESPACES_MAX`] of an epoch.
+    shared: BTreeMap<u32, NamespaceDigest>,
+    next: u32,
+    asked: u64,
+}
+
+// === impl Namespaces ===
+
+impl Namespaces {
+    /// Ids never repeat, so that blocks of a forgotten namespace are found by nobody and go by their age.
+    pub(super) fn id(&mut self, space: Space) -> Option<u32> {
+        self.asked += 1;
+        if let Some((id, asked)) = self.ids.get_mut(&space) {
+            *asked = self.asked;
+            return Some(*id);
+        }
+        if self.ids.len() >= NAMESPACES_MAX {
+            let oldest = self.ids.iter().min_by_key(|(_, (_, asked))| *asked).map(|(space, _)| *space);
+            oldest.map(|space| self.ids.remove(&space));
+        }
+        let id = self.next;
+        self.next = self.next.checked_add(1)?;
+        self.ids.insert(space, (id, self.asked));
+        Some(id)
+    }
+
+    /// The id of a namespace whose blocks were found in the pool; `None` rather than forget another for it.
+    pub(super) fn adopt(&mut self, space: Space) -> Option<u32> {
+        let known = self.ids.contains_key(&space) || self.ids.len() < NAMESPACES_MAX;
+        let id = if known { self.id(space) } else { None };
+        id.iter().for_each(|id| self.share(*id, space.digest));
+        id
+    }
+
+    /// Peers may have blocks of this namespace, and may be told of those that are here.
+    pub(super) fn share(&mut self, id: u32, digest: NamespaceDigest) {
+        if self.shared.len() < NAMESPACES_MAX {
+            self.shared.insert(id, digest);
+        }
+    }
+
+    /// The digest of a namespace whose blocks peers are told of.
+    pub(super) fn shared(&self, id: u32) -> Option<&NamespaceDigest> {
+        self.shared.get(&id)
+    }
+
+    /// The id of a namespace that has one.
+    pub(super) fn known(&self, space: Space) -> Option<u32> {
+        self.ids.get(&space).map(|(id, _)| *id)
+    }
+
+    pub(super) fn forget(&mut self, space: Space) {
+        self.ids.remove(&space);
+    }
+}
+
+// === impl Form ===
+
+impl fmt::Display for Form {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { stated, shard_bytes, shards } = self;
+        write!(f, "blocks of {shards} shards of {shard_bytes} bytes and facts that digest to {stated}")
+    }
+}
+
+// === impl Binding ===
+
+impl Binding {
+    /// Bytes of a whole block, all shards.
+    pub(super) fn block_bytes(&self) -> u64 {
+        self.shard_bytes * u64::from(self.shards)
+    }
+
+    /// Whether no other engine can have these blocks.
+    pub(super) fn is_private(&self) -> bool {
+        self.digest != self.base
+    }
+
+    pub(super) fn space(&self) -> Space {
+        Space { digest: self.digest, block_bytes: self.block_bytes() }
+    }
+}

@@ -5,7 +5,7 @@ SHELL := bash
 # A toolchain that scripts/setup installed is not on the PATH of a shell that was open before.
 export PATH := $(CURDIR)/.venv/bin:$(HOME)/.cargo/bin:$(PATH)
 
-.PHONY: help setup setup-tests demo test test-long test-rust test-loom test-sim test-python test-e2e test-rdma sim chaos prove sanitize lint bench fuzz clean test-gpu
+.PHONY: help setup setup-tests demo test test-long test-rust test-loom test-sim test-python test-e2e identity test-rdma sim chaos prove sanitize lint bench fuzz clean test-gpu
 
 # What runs the tests on a GPU: it finds vLLM's CUDA build and pillion; and which of them, with pytest's options.
 PYTHON ?= python3
@@ -53,7 +53,10 @@ test-python: setup-tests ## the connector against vLLM's signatures and schedule
 	@scripts/part test-python $(PYTEST) tests/unit tests/vllm
 
 test-e2e: setup ## the connector in real vLLM engines
-	@scripts/part test-e2e $(PYTEST) tests/e2e
+	@scripts/part test-e2e $(PYTEST) tests/e2e tests/identity
+
+identity: setup-tests ## every setting that changes KV, and many that do not, with engines that keep and engines that ask
+	EVERY_KNOB=1 $(PYTEST) tests/vllm/test_knobs.py tests/identity
 
 test-rdma: ## blocks over RDMA, in a QEMU guest with Soft-RoCE: no RDMA NIC needed; Debian, root or sudo
 	@scripts/setup rust

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from testkit import engine, model, prompts, sidecar
+from testkit import asking, engine, model, prompts, sidecar
 
 OUTPUT_TOKENS = 8
 
@@ -66,7 +66,7 @@ def test_an_edited_configuration_has_kv_of_its_own(tmp_path: Path) -> None:
     """Another rope_theta: no hit, and the logs show both. Edited back and served otherwise: every hit."""
     directory = model.write(tmp_path / "model")
     with sidecar.serving(tmp_path) as keeper:
-        asker = Asker(keeper, engine.Options(model=directory), 960)
+        asker = Asker(keeper, engine.Options(model=directory), asking.PROMPT_TOKENS)
         first, _ = asker.ask(tmp_path / "first.log")
         edit(directory, rope_theta=5000.0)
         right = asker.right(tmp_path / "plain.log")
@@ -75,7 +75,7 @@ def test_an_edited_configuration_has_kv_of_its_own(tmp_path: Path) -> None:
         edit(directory, rope_theta=10000.0)
         again, hits = asker.ask(tmp_path / "again.log", max_num_seqs=3, seed=7, max_model_len=2048)
         assert again == first
-        assert hits >= 0.95 * prompts.hit_tokens(960)
+        assert asking.whole(hits)
         assert differing(keeper) == {"config", "rotary"}
     for log in (keeper.log, tmp_path / "edited.log"):
         (miss,) = [line for line in log.read_text().splitlines() if "near miss" in line]
@@ -86,12 +86,12 @@ def test_longrope_of_another_length_has_kv_of_its_own(tmp_path: Path) -> None:
     """vLLM chooses LongRoPE's factors by max_model_len: beyond the original length a prompt has other KV, not below."""
     directory = model.write(tmp_path / "model", model.TINY_PHI3)
     with sidecar.serving(tmp_path) as keeper:
-        asker = Asker(keeper, engine.Options(model=directory), 448)
-        short, _ = asker.ask(tmp_path / "short.log", max_model_len=512)
-        right = asker.right(tmp_path / "plain.log", max_model_len=2048)
+        asker = Asker(keeper, engine.Options(model=directory), asking.PROMPT_TOKENS)
+        short, _ = asker.ask(tmp_path / "short.log", max_model_len=1700)
+        right = asker.right(tmp_path / "plain.log", max_model_len=4096)
         assert right != short, "the factors differ where it shows"
-        assert asker.ask(tmp_path / "long.log", max_model_len=2048) == (right, 0)
+        assert asker.ask(tmp_path / "long.log", max_model_len=4096) == (right, 0)
         again, hits = asker.ask(tmp_path / "again.log", max_model_len=model.LONGROPE_ORIGINAL)
         assert again == short
-        assert hits >= 0.95 * prompts.hit_tokens(448)
+        assert asking.whole(hits)
         assert differing(keeper) == {"rotary"}

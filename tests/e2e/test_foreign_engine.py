@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ class Carried:
 
 
 class Carrier:
-    """The C engine between two sidecars."""
+    """The C engine between two sidecars, the first of which keeps one namespace."""
 
     def __init__(self, foreign: ForeignEngine, directory: Path, source: sidecar.Sidecar, target: sidecar.Sidecar) -> None:
         self._foreign, self._directory = foreign, directory
@@ -115,13 +116,21 @@ class Carrier:
         self.namespace = known["namespace"]
         self.facts: dict[str, str] = known["facts"]
 
-    def attempt(self, tokens: list[int], copy: str, *more: str, **facts: str) -> subprocess.CompletedProcess[str]:
-        """A run that may fail; `facts` replace those of the namespace."""
+    def attempt(self, tokens: list[int], copy: str, *more: str, **facts: str | None) -> subprocess.CompletedProcess[str]:
+        """A run that may fail; `facts` replace those of the namespace, None leaves one out."""
         prompt, stated = self._directory / "tokens", self._directory / "facts"
-        stated.write_text("".join(f"{name}={value}\n" for name, value in (self.facts | facts).items()))
+        told = {name: value for name, value in (self.facts | facts).items() if value is not None}
+        stated.write_text("".join(f"{name}={value}\n" for name, value in told.items()))
         prompt.write_text(" ".join(map(str, tokens)))
         files = (stated, self.namespace, prompt)
         return self._foreign.attempt("carry", *files, *self._sockets, self._directory / "dump", copy, *more)
+
+    def refused(self, *more: str, **facts: str | None) -> str:
+        """What the engine is told by a sidecar that does not let it in."""
+        done = self.attempt(BY_ENGINE, "engine", *more, **facts)
+        assert done.returncode == 1, done.stdout
+        assert "refuses this engine" in done.stderr
+        return done.stderr
 
     def carry(self, tokens: list[int], copy: str, *more: str) -> Carried:
         """Carries the full blocks of a prompt, which must all be there."""
@@ -149,26 +158,34 @@ def _ask(asked: engine.Engine, tokens: list[int]) -> dict[str, Any]:
     return asked.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
 
 
-def _first_life(options: engine.Options, keeper: sidecar.Sidecar, log: Path) -> list[dict[str, Any]]:
-    """vLLM's own answers on a local hit, once all of its blocks are saved."""
+@dataclasses.dataclass(frozen=True)
+class FirstLife:
+    """A sidecar that keeps what an engine computed, and that engine's answers on a local hit."""
+
+    keeper: sidecar.Sidecar
+    local: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def first_life(options: engine.Options, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FirstLife]:
+    """One vLLM engine, which ends when all of its blocks are saved."""
     asked = [BY_ENGINE, BY_SIDECAR, SPOILED]
-    with engine.running(dataclasses.replace(options, socket=keeper.socket), log) as first:
-        for tokens in asked:
-            _ask(first, tokens)
-        local = [_ask(first, tokens) for tokens in asked]
-        keeper.wait_metric("pillion_blocks", sum(prompts.stored_blocks(len(tokens), OUTPUT_TOKENS) for tokens in asked))
-        first.exit()
-    assert [answer["cached_tokens"] for answer in local] == [prompts.hit_tokens(len(tokens)) for tokens in asked]
-    return local
+    directory = tmp_path_factory.mktemp("first-life")
+    with sidecar.serving(directory) as keeper:
+        with engine.running(dataclasses.replace(options, socket=keeper.socket), directory / "engine.log") as first:
+            for tokens in asked:
+                _ask(first, tokens)
+            local = [_ask(first, tokens) for tokens in asked]
+            keeper.wait_metric("pillion_blocks", sum(prompts.stored_blocks(len(tokens), OUTPUT_TOKENS) for tokens in asked))
+            first.exit()
+        assert [answer["cached_tokens"] for answer in local] == [prompts.hit_tokens(len(tokens)) for tokens in asked]
+        yield FirstLife(keeper, local)
 
 
-def test_blocks_cross_both_ways(options: engine.Options, foreign: ForeignEngine, tmp_path: Path) -> None:
+def test_blocks_cross_both_ways(options: engine.Options, foreign: ForeignEngine, first_life: FirstLife, tmp_path: Path) -> None:
     """vLLM saves, C loads and verifies; C saves, vLLM hits with the right tokens; wrong bytes are noticed."""
-    folders = [tmp_path / "first", tmp_path / "second"]
-    for folder in folders:
-        folder.mkdir()
-    with sidecar.serving(folders[0]) as source, sidecar.serving(folders[1]) as target:
-        local = _first_life(options, source, tmp_path / "first.log")
+    source, local = first_life.keeper, first_life.local
+    with sidecar.serving(tmp_path) as target:
         carrier = Carrier(foreign, tmp_path, source, target)
         saved = _kept(source)
         by_engine, by_sidecar = carrier.carry(BY_ENGINE, "engine"), carrier.carry(BY_SIDECAR, "sidecar")
@@ -181,10 +198,6 @@ def test_blocks_cross_both_ways(options: engine.Options, foreign: ForeignEngine,
         unknown = carrier.attempt(UNKNOWN, "engine")
         assert unknown.returncode == 1
         assert "hits 0" in unknown.stdout.splitlines()
-        other = carrier.attempt(BY_ENGINE, "engine", dtype="float64")
-        assert other.returncode == 1
-        assert "refuses this engine" in other.stderr
-        assert "float64" in other.stderr
 
         with engine.running(dataclasses.replace(options, socket=target.socket), tmp_path / "second.log") as second:
             for number, tokens in enumerate((BY_ENGINE, BY_SIDECAR, SPOILED), 1):
@@ -196,3 +209,17 @@ def test_blocks_cross_both_ways(options: engine.Options, foreign: ForeignEngine,
                     assert warm["tokens"] == right["tokens"]
                     assert warm["logprobs"] == right["logprobs"]
             second.exit()
+
+
+def test_who_copies_facts_that_are_not_its_own_is_kept_out(
+    foreign: ForeignEngine, first_life: FirstLife, tmp_path: Path
+) -> None:
+    """Another dtype, no sample of its weights, and blocks of another size, whatever it states."""
+    keeper = first_life.keeper
+    kept = _kept(keeper)
+    carrier = Carrier(foreign, tmp_path, keeper, keeper)
+    assert "float64" in carrier.refused(dtype="float64")
+    assert "weights_live" in carrier.refused(weights_live=None)
+    reason = carrier.refused("short")
+    assert f"{prompts.BLOCK_BYTES} bytes" in reason and f"{prompts.BLOCK_BYTES // 3} bytes" in reason
+    assert _kept(keeper) == kept

@@ -19,7 +19,7 @@ import pytest
 import network
 import proxy
 from pods import BLOCK_PORT, CONTROL_PORT, OUTPUT_TOKENS, Pod, start_engine, start_pod, start_sidecar
-from testkit import engine, pool_file, prompts
+from testkit import engine, pool_file, prompts, weights
 
 # Hosts have names and addresses of the machine's own: one test at a time has any.
 pytestmark = pytest.mark.xdist_group("hosts")
@@ -46,7 +46,8 @@ Fault = Callable[["Mesh"], contextlib.AbstractContextManager[None]]
 class Mesh:
     """Two pods that know each other from etcd; `a` computes, `b` asks after it.
 
-    `patient` is b's sidecar with another engine, one whose requests wait for a producer.
+    `patient` is b's sidecar with another engine, one whose requests wait for a producer; `other` with one of other weights
+    under the same name.
     """
 
     directory: Path
@@ -54,6 +55,7 @@ class Mesh:
     a: Pod
     b: Pod
     patient: Pod
+    other: Pod
     seed: int = 7_000
 
     def new(self, count: int) -> list[list[int]]:
@@ -96,13 +98,17 @@ def mesh(options: engine.Options, tmp_path_factory: pytest.TempPathFactory) -> I
         hosts = stack.enter_context(network.hosts("a", "b"))
         etcd = network.Etcd(directory)
         stack.callback(etcd.kill)
-        a, b = (start_pod(stack, options, host, directory / host.name) for host in hosts)
-        patience = dataclasses.replace(b.engine.options, extra={"pillion.miss_wait_ms": MISS_WAIT_MS})
+        named = dataclasses.replace(options, extra={"pillion.model_id": "tiny"})
+        a, b = (start_pod(stack, named, host, directory / host.name) for host in hosts)
+        patience = dataclasses.replace(b.engine.options, extra=named.extra | {"pillion.miss_wait_ms": MISS_WAIT_MS})
         patient = dataclasses.replace(b, engine=start_engine(stack, patience, b.directory / "patient.log"))
-        for pod in (a, b, patient):
+        changed = weights.changed(options.model, directory / "model", weights.one_tensor)
+        otherwise = dataclasses.replace(b.engine.options, model=changed)
+        other = dataclasses.replace(b, engine=start_engine(stack, otherwise, b.directory / "other.log"))
+        for pod in (a, b, patient, other):
             pod.engine.wait_started()
             pod.sidecar.wait_metric("pillion_mesh_peers", 1)
-        yield Mesh(directory, etcd, a, b, patient)
+        yield Mesh(directory, etcd, a, b, patient, other)
 
 
 def test_another_pods_prompt(mesh: Mesh, plain: engine.Engine) -> None:
@@ -125,6 +131,22 @@ def test_another_pods_prompt(mesh: Mesh, plain: engine.Engine) -> None:
     with pool_file.damaged(mesh.b.sidecar.pool) as damaged:
         assert damaged >= blocks
         assert mesh.b.ask(tokens)["logprobs"] != local["logprobs"]
+
+
+def test_another_pods_prompt_with_other_weights(mesh: Mesh, tmp_path: Path) -> None:
+    """One tensor of a model of the same name: nothing is fetched for it; the pod's own engine is given every block."""
+    [tokens] = mesh.computed(1)
+    changed = dataclasses.replace(mesh.other.engine.options, socket=None, prefix=())
+    with engine.running(changed, tmp_path / "plain.log") as alone:
+        right = alone.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]["tokens"]
+        alone.exit()
+    fetched = mesh.b.sidecar.metrics()["pillion_mesh_fetched_blocks_total"]
+    assert mesh.other.ask(tokens)["tokens"] == right
+    assert mesh.other.hits() == 0
+    assert mesh.b.sidecar.metrics()["pillion_mesh_fetched_blocks_total"] == fetched
+    before = mesh.b.hits()
+    assert mesh.b.ask(tokens)["tokens"] == mesh.a.ask(tokens)["tokens"] != right
+    assert mesh.b.hits() - before == HIT
 
 
 def test_a_prompt_that_nobody_has(mesh: Mesh) -> None:

@@ -197,15 +197,8 @@ class TestRestart:
         assert mended["logprobs"] == restarted.local["logprobs"]
 
     def test_reset_cache(self, restarted: Restarted) -> None:
-        """Nothing of before a reset is served, what is saved after it is. Last: it ends the namespace."""
-        saved = restarted.sidecar.metrics()["pillion_saved_bytes_total"]
+        """The weights are the same after a reset of everything, and so what was kept before it is found."""
         assert restarted.engine.reset_prefix_cache(reset_connector=True)
-        with restarted.moves(0):
-            again = restarted.ask(SINGLE)
-        assert again["tokens"] == restarted.cold["tokens"]
-        blocks = prompts.stored_blocks(len(SINGLE), OUTPUT_TOKENS)
-        restarted.sidecar.wait_metric("pillion_saved_bytes_total", saved + blocks * prompts.BLOCK_BYTES)
-        restarted.forget_locally()
         with restarted.moves(prompts.hit_tokens(len(SINGLE))):
             warm = restarted.ask(SINGLE)
         assert warm["logprobs"] == restarted.local["logprobs"]

@@ -88,11 +88,11 @@ class Engine:
         self.wait_connected()
 
     def wait_connected(self) -> None:
-        """Both roles, and every rank."""
+        """Both roles, and every rank; what the ranks hold is what the scheduler is bound to."""
         notices: list[Any] = []
 
         def connected() -> bool:
-            if all(self._all("connected")) and self._scheduler.connected:
+            if all(self._all("connected")) and self._scheduler.connected and self._scheduler.namespace:
                 return True
             notices[:] = [*self._all("notices"), self._scheduler.take_notices()]
             self._scheduler.end_step()

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +39,8 @@ class Options:
     kv_bytes: int = 64 << 20
     omp_threads: int = 1
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    # The module of the connector.
+    connector: str = "pillion.connector"
     # What the connector calls the engine; vLLM makes one up.
     engine_id: str | None = None
     # More keys of the connector, arguments of `vllm.LLM`, and variables of the environment.
@@ -75,7 +77,7 @@ class Options:
     def _kv_transfer_config(self) -> dict[str, Any]:
         return {
             "kv_connector": "PillionConnector",
-            "kv_connector_module_path": "pillion.connector",
+            "kv_connector_module_path": self.connector,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             **({"engine_id": self.engine_id} if self.engine_id else {}),
@@ -163,6 +165,14 @@ class Engine:
     def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
         """What vLLM's reset_prefix_cache answers."""
         return bool(self.command("reset_prefix_cache", reset_connector=reset_connector))
+
+    def rpc(self, method: str, **arguments: Any) -> None:
+        """Call a method of every rank through vLLM."""
+        self.command("rpc", method=method, arguments=arguments)
+
+    def alter(self, function: Callable[[Any], None]) -> None:
+        """Change the model of an engine of one process with a function of a module, without vLLM's seeing it."""
+        self.command("alter", function=f"{function.__module__}:{function.__qualname__}")
 
     def command(self, name: str, **arguments: Any) -> Any:
         """Send one command and return its result."""

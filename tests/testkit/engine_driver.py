@@ -8,17 +8,21 @@ to the engine's log. Started by `testkit.engine`, whose first line says what eng
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import queue
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # Ten seconds, spent before the first line is read: a spare driver imports while another engine is at work.
 import vllm.v1.engine.core
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 
 from testkit.child import Parent
@@ -40,6 +44,8 @@ class Driver:
     """Steps the engine by hand, so that first-token times and aborts are seen step by step."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
+        if current_platform.is_cpu() and (config := Path(arguments["model"]) / "config.json").exists():
+            _register(json.loads(config.read_text())["architectures"])
         self._llm = LLM(
             skip_tokenizer_init=True,
             enforce_eager=arguments.pop("enforce_eager", True),
@@ -53,11 +59,14 @@ class Driver:
         # Requests of `ask` by vLLM's id: the asker's number and the answer so far.
         self._asked: dict[str, tuple[int, dict[str, Any]]] = {}
 
-    def _add(self, prompt: list[int], sampling: dict[str, Any]) -> str:
+    def _add(
+        self, prompt: list[int], sampling: dict[str, Any], lora: dict[str, Any] | None = None, salt: str | None = None
+    ) -> str:
         request_id = f"request-{self._next_request}"
         self._next_request += 1
         params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **sampling)
-        self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        asked = {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
+        self._engine.add_request(request_id, asked, params, lora_request=LoRARequest(**lora) if lora else None)
         return request_id
 
     def ask(self, number: int, prompt: list[int], sampling: dict[str, Any]) -> None:
@@ -84,11 +93,14 @@ class Driver:
         sampling: dict[str, Any],
         abort_after_steps: dict[str, int] | None = None,
         space_steps: int = 0,
+        lora: dict[str, Any] | None = None,
+        salt: str | None = None,
     ) -> list[dict[str, Any]]:
         """Answer all prompts, in order.
 
         `abort_after_steps` aborts the prompt of an index after so many steps; `space_steps` adds one
-        prompt every so many steps instead of all at once.
+        prompt every so many steps instead of all at once. `lora` has the fields of an adapter's request; `salt` is
+        the requests' cache_salt.
         """
         assert not self._asked, "generate() steps its own requests alone"
         aborts = {int(index): steps for index, steps in (abort_after_steps or {}).items()}
@@ -101,7 +113,7 @@ class Driver:
                 index, prompt = waiting.pop(0)
                 answer = _new_answer()
                 answers.append(answer)
-                running[self._add(prompt, sampling)] = answer
+                running[self._add(prompt, sampling, lora, salt)] = answer
             ids = list(running)
             for index in [i for i, after in aborts.items() if after <= steps and i < len(ids)]:
                 self._engine.abort_request([ids[index]])
@@ -140,6 +152,22 @@ class Driver:
     def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
         """vLLM's own prefix cache reset, with or without the connector's reset_cache."""
         return bool(self._engine.reset_prefix_cache(reset_connector=reset_connector))
+
+    def rpc(self, method: str, arguments: dict[str, Any]) -> None:
+        """A method of every rank, called through vLLM's collective_rpc."""
+        self._llm.collective_rpc(method, kwargs=arguments)
+
+    def alter(self, function: str) -> None:
+        """Calls `module:function` with the model of the only rank, in this process and past vLLM, which does not see it."""
+        module, _, name = function.partition(":")
+        worker = self._engine.model_executor.driver_worker
+        getattr(importlib.import_module(module), name)(worker.get_model())
+
+
+def _register(architectures: list[str]) -> None:
+    """Imports a model's class here: vLLM would look at one that it has not met in a process that imports all of vLLM anew."""
+    for name in architectures:
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def _new_answer() -> dict[str, Any]:

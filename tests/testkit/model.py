@@ -33,7 +33,8 @@ class Shape:
     attention_scale: float = 4.0  # how much attention's output weighs against the token's own
     seed: int = 1234
     # `phi3` rotates by LongRoPE: by other factors where an engine's max_model_len is above LONGROPE_ORIGINAL.
-    family: Literal["qwen3", "phi3"] = "qwen3"
+    family: Literal["qwen3", "phi3", "qwen3_moe"] = "qwen3"
+    experts: int = 0
 
     def kv_bytes_per_token(self, dtype_bytes: int = 2) -> int:
         """Bytes of KV that one token costs over all layers."""
@@ -54,14 +55,15 @@ DEMO = Shape(
 )
 # Phi-3 takes the size of a head from these two.
 TINY_PHI3 = Shape(family="phi3", hidden=256)
-LONGROPE_ORIGINAL = 1024
+LONGROPE_ORIGINAL = 2048
+TINY_MOE = Shape(family="qwen3_moe", experts=4)
 SHAPES = {"tiny": TINY, "demo": DEMO}
 
 
 def config(shape: Shape) -> dict[str, Any]:
     """What config.json holds."""
     return {
-        **(_qwen3(shape) if shape.family == "qwen3" else _phi3(shape)),
+        **(_phi3(shape) if shape.family == "phi3" else _qwen3(shape)),
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
@@ -85,12 +87,23 @@ def config(shape: Shape) -> dict[str, Any]:
 
 
 def _qwen3(shape: Shape) -> dict[str, Any]:
-    return {
-        "model_type": "qwen3",
+    dense = {
+        "model_type": shape.family,
         "architectures": ["Qwen3ForCausalLM"],
         "head_dim": shape.head_dim,
         "use_sliding_window": False,
         "max_window_layers": shape.layers,
+    }
+    if not shape.experts:
+        return dense
+    return dense | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": shape.experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": shape.intermediate,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     }
 
 
@@ -129,12 +142,15 @@ def _weights(shape: Shape) -> dict[str, Any]:
             prefix + "self_attn.k_proj.weight": linear(kv_size, shape.hidden, 2.0),
             prefix + "self_attn.v_proj.weight": linear(kv_size, shape.hidden, 2.0),
             prefix + "self_attn.o_proj.weight": linear(shape.hidden, q_size, shape.attention_scale),
-            prefix + "mlp.gate_proj.weight": linear(shape.intermediate, shape.hidden),
-            prefix + "mlp.up_proj.weight": linear(shape.intermediate, shape.hidden),
-            prefix + "mlp.down_proj.weight": linear(shape.hidden, shape.intermediate),
             prefix + "input_layernorm.weight": torch.ones(shape.hidden, dtype=dtype),
             prefix + "post_attention_layernorm.weight": torch.ones(shape.hidden, dtype=dtype),
         }
+        for mlp in [f"mlp.experts.{expert}." for expert in range(shape.experts)] or ["mlp."]:
+            weights[prefix + mlp + "gate_proj.weight"] = linear(shape.intermediate, shape.hidden)
+            weights[prefix + mlp + "up_proj.weight"] = linear(shape.intermediate, shape.hidden)
+            weights[prefix + mlp + "down_proj.weight"] = linear(shape.hidden, shape.intermediate)
+        if shape.experts:
+            weights[prefix + "mlp.gate.weight"] = linear(shape.experts, shape.hidden)
         if shape.family == "phi3":
             fused = {"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")}
             for name, parts in fused.items():

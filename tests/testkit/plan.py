@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-HEADER_BYTES, BLOCK_BYTES = 24, 24
+HEADER_BYTES, BLOCK_BYTES = 32, 24
 # Within a block's entry.
 GENERATION = 16
 

@@ -38,6 +38,8 @@ def test_other_connectors_keys_are_left_alone() -> None:
         ({"pillion.layout": "NHD"}, "BLNHC"),
         ({"pillion.copy": "gpu"}, "sidecar"),
         ({"pillion.socket": ""}, "not empty"),
+        ({"pillion.salt": ""}, "not empty"),
+        ({"pillion.salt": 7}, "a text"),
         ({"pillion.query_timeout_us": 10_000_001}, "10000000"),
         ({"pillion.query_timeout_us": -1}, "10000000"),
         ({"pillion.query_timeout_us": "2ms"}, "10000000"),

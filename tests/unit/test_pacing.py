@@ -21,14 +21,16 @@ class Session:
 
     generation = 1
     saving = 0
+    # Not bound: nothing is checked.
+    namespace = 0
 
     def __init__(self, *arguments: Any) -> None:
         self.loads: list[bool] = []
-        self.part_blocks = arguments[-1]
+        *_, self.part_blocks, _ = arguments
         # Blocks of every answer are still on their way.
         self.early = False
 
-    def open(self) -> int:
+    def open(self, fold: bytes | None) -> int:
         """A key log."""
         return 0
 
@@ -65,6 +67,7 @@ def request(number: int, found_blocks: int, new_tokens: int) -> Any:
     tokens = found_blocks * BLOCK_TOKENS + new_tokens
     return SimpleNamespace(
         request_id=f"r{number}",
+        lora_request=None,
         skip_reading_prefix_cache=False,
         num_tokens=tokens,
         block_hashes=[bytes(16)] * (tokens // BLOCK_TOKENS),
@@ -78,6 +81,8 @@ def made(monkeypatch: pytest.MonkeyPatch, on_gpu: bool, load: str = "auto", poli
         "on_gpu": on_gpu,
         "block_tokens": BLOCK_TOKENS,
         "block_bytes": BLOCK_BYTES,
+        "groups": bytes(16),
+        "lora_form": "",
         "steps_in_flight": 2,
         "tokens_per_step": 1,
         "world_size": 1,

@@ -152,7 +152,6 @@ SLOW_STEPS: Act = {"do": "slow_steps", "with": {"seconds": 0.01}}
 RESET: Act = {"do": "reset"}
 RESET_ALL: Act = {"do": "reset", "with": {"reset_connector": True}}
 SETTLE: Act = {"do": "settle"}
-NEW_WEIGHTS: Act = {"do": "new_weights"}
 SLEEP: Act = {"do": "sleep"}
 
 
@@ -161,6 +160,16 @@ def generate(prompts: list[list[int]], output_tokens: int, **more: Any) -> Act:
     ("4:scheduled"), or between its execution and the look at an output ("4:executed").
     """
     return {"do": "generate", "with": {"prompts": prompts, "output_tokens": output_tokens, **more}}
+
+
+def new_weights(weights: int | None = None) -> Act:
+    """Weights are replaced without a word to anybody: by ones that never were, or by those of `weights`."""
+    return {"do": "new_weights", "with": {"weights": weights}}
+
+
+def call(method: str, *args: Any) -> Act:
+    """Every worker does something, through vLLM's engine core."""
+    return {"do": "call", "with": {"method": method, "args": list(args)}}
 
 
 def add(prompt: list[int], output_tokens: int) -> Act:

@@ -13,7 +13,6 @@ from stage import (
     BLOCK_TOKENS,
     LOADS,
     MEND,
-    NEW_WEIGHTS,
     RESET,
     RESET_ALL,
     SETTLE,
@@ -26,12 +25,14 @@ from stage import (
     add,
     break_slots,
     by_load,
+    call,
     expect_right,
     generate,
     go_on,
     hit_tokens,
     lose_leases,
     metrics,
+    new_weights,
     prompt_of,
     right_answers,
     send,
@@ -231,16 +232,17 @@ def test_requests_beside_a_failed_load(stage: Stage, first_block: int) -> None:
             assert last["hits"] > 0
 
 
-# --- resets ---
+# --- weights that change ---
 
 
+@pytest.mark.parametrize("reset", [RESET, RESET_ALL], ids=["local", "connector"])
 @pytest.mark.parametrize("step", ["1", "3", "9"])
-def test_new_weights_while_requests_run(stage: Stage, step: str) -> None:
+def test_new_weights_while_requests_run(stage: Stage, step: str, reset: dict[str, Any]) -> None:
     """vLLM's own reset fails beside running requests, and later ones find old blocks in its cache: none of that is kept."""
     prompts = [FIRST, SECOND]
     later = [FIRST + prompt_of(40, 121), SECOND[:150] + prompt_of(90, 122)]
     with sidecar.serving(stage.directory) as keeper:
-        replaced = [NEW_WEIGHTS, RESET_ALL, *(add(prompt, 24) for prompt in later)]
+        replaced = [new_weights(), reset, *(add(prompt, 24) for prompt in later)]
         acts = [generate(prompts, 1), SETTLE, RESET, generate(prompts, 24, at={step: replaced}), SETTLE, RESET]
         acts += [generate(prompts + later, 8), SETTLE, RESET, generate(prompts + later, 8)]
         connectors = by_load(keeper)
@@ -249,6 +251,46 @@ def test_new_weights_while_requests_run(stage: Stage, step: str) -> None:
                 expect_right(after, right_answers(prompts + later, 8, weights=1), "after new weights")
             # What came after is kept.
             assert results[9]["hits"] >= sum(hit_tokens(len(prompt)) for prompt in prompts)
+
+
+def test_weights_that_come_back(stage: Stage) -> None:
+    """Each time they find what was kept of them, whatever says that they changed, and nothing of the others."""
+    prompts = [FIRST, SECOND]
+    hit = sum(hit_tokens(len(prompt)) for prompt in prompts)
+    with sidecar.serving(stage.directory) as keeper:
+        updated = [call("start_weight_update"), call("update_weights", 1), call("finish_weight_update")]
+        # vLLM's own cache is not reset by these: it is by users who want right answers.
+        changes = [
+            ([call("new_weights", 1)], 1, 0),
+            ([new_weights(0)], 0, hit),
+            (updated, 1, hit),
+            ([call("new_weights", 0)], 0, hit),
+        ]
+        acts = [generate(prompts, 8), SETTLE]
+        for changed, _, _ in changes:
+            acts += [*changed, RESET, generate(prompts, 8), SETTLE]
+        for results in stage.play(acts, *by_load(keeper), metrics=metrics(keeper)):
+            answers = [result for act, result in zip(acts, results, strict=True) if act["do"] == "generate"]
+            expect_right(answers[0], right_answers(prompts, 8), "before")
+            for answer, (_, weights, hits) in zip(answers[1:], changes, strict=True):
+                expect_right(answer, right_answers(prompts, 8, weights), f"of weights {weights}")
+                assert answer["hits"] == hits
+
+
+@pytest.mark.parametrize("step", ["1", "3", "9"])
+def test_nothing_is_kept_of_an_update(stage: Stage, step: str) -> None:
+    """Requests that run on while the weights are partly old and partly new ask for nothing, and nothing of them is kept."""
+    prompts = [FIRST, SECOND]
+    with sidecar.serving(stage.directory) as keeper:
+        begins = [call("start_weight_update"), *(add(prompt, 24) for prompt in prompts)]
+        partly = {step: begins, "12": [call("update_weights", 1)], "16": [call("update_weights", 2)]}
+        acts = [generate(prompts, 1), SETTLE, RESET, generate(prompts, 24, at=partly), call("finish_weight_update"), RESET]
+        acts += [SETTLE]
+        for weights in (0, 1, 2):
+            acts += [new_weights(weights), RESET, generate(prompts, 8), SETTLE]
+        for results in stage.play(acts, *by_load(keeper), metrics=metrics(keeper)):
+            for weights, at in enumerate(range(9, len(results), 4)):
+                expect_right(results[at], right_answers(prompts, 8, weights), f"of weights {weights}, after an update")
 
 
 def test_sleep_discards_what_is_being_saved(stage: Stage) -> None:
@@ -263,7 +305,7 @@ def test_sleep_discards_what_is_being_saved(stage: Stage) -> None:
 
 
 def test_sleep_and_wake(stage: Stage) -> None:
-    """An engine that slept, at any moment of its requests, finds nothing of before, and keeps what comes after."""
+    """An engine that slept, at any moment of its requests, finds what it kept before, and nothing of its lost memory."""
     prompts = [FIRST, SECOND]
     right = right_answers(prompts, 8)
     with sidecar.serving(stage.directory) as keeper:
@@ -274,4 +316,4 @@ def test_sleep_and_wake(stage: Stage) -> None:
             awake, last = results[4], results[7]
             expect_right(awake, right, "after a sleep")
             expect_right(last, right, "of what was kept after a sleep")
-            assert (awake["hits"], last["hits"]) == (0, sum(hit_tokens(len(prompt)) for prompt in prompts))
+            assert awake["hits"] == last["hits"] == sum(hit_tokens(len(prompt)) for prompt in prompts)

@@ -28,6 +28,8 @@ class Session:
         self.calls: list[tuple[Any, ...]] = []
         self.loading = 0
 
+    namespace = ""
+
     def join(self, run: bytes) -> None:
         """Not looked at."""
 
@@ -58,7 +60,7 @@ class Session:
 
 def plan(*blocks: int) -> bytes:
     """As connector-shim/src/plan.rs encodes it."""
-    return struct.pack("<QQII", 77, 1, len(blocks), 0) + b"".join(struct.pack("<QQQ", block, 4096, 3) for block in blocks)
+    return struct.pack("<QQQII", 77, 1, 5, len(blocks), 0) + b"".join(struct.pack("<QQQ", block, 4096, 3) for block in blocks)
 
 
 class Rank:

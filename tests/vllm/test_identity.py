@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from pillion import identity, vllm_compat
-from pillion.canary import models_of
+from pillion import identity
+from pillion.models import Models
 from testkit import model
 
 # For each key that counts, another value than the tiny model's. Each must make another fact.
@@ -105,14 +106,24 @@ def test_the_rope_parameters_can_be_read() -> None:
     assert len(fact(**{f"rope_{number}": number for number in range(1000)})) < 512, "as much as an explanation shows"
 
 
-def test_what_cannot_be_compared_is_shared_with_nobody() -> None:
-    """And the log names it."""
-    warnings: list[str] = []
-    broken = Configuration(hook=lambda: None)
-    stated = vllm_compat._read("the model's configuration", lambda: identity.configuration(broken), "engine-7", warnings)
-    assert stated == "private to engine-7"
-    (warning,) = warnings
-    assert "hook is a function" in warning and "nothing is shared" in warning
+def test_settings_have_one_form() -> None:
+    """Those of vLLM's own types among them; what has none is refused."""
+
+    class Kind(enum.Enum):
+        ONE = 1
+
+    @dataclasses.dataclass
+    class Nested:
+        dtype: torch.dtype
+        kinds: list[Kind]
+
+    assert identity.words({"b": Nested(torch.float8_e4m3fn, [Kind.ONE]), "a": None}) == (
+        '{"a":null,"b":{"dtype":"torch.float8_e4m3fn","kinds":["ONE"]}}'
+    )
+    long = [identity.words({"kwargs": [0] * 1000 + [last]}) for last in (1, 2)]
+    assert long[0] != long[1] and len(long[0]) < 512
+    with pytest.raises(identity.Unreadable, match="plugin is a object"):
+        identity.words({"plugin": object()})
 
 
 # --- vLLM's own configuration objects ---
@@ -198,10 +209,10 @@ def test_max_model_len_counts_with_longrope_alone(rotating: Callable[..., torch.
     """vLLM chooses LongRoPE's factors by it, and nothing else by it."""
     for parameters in (PLAIN, YARN):
         assert rotary(rotating(parameters, max_model_len=512)) == rotary(rotating(parameters, max_model_len=2048))
-    short, long = (rotary(rotating(LONGROPE, max_model_len=length)) for length in (512, 2048))
+    short, long = (rotary(rotating(LONGROPE, max_model_len=length)) for length in (512, 4096))
     assert short != long
     assert "use_long_rope=false" in short and "use_long_rope=true" in long, "to be read in a near miss"
-    assert short == rotary(rotating(LONGROPE, max_model_len=1024)), "up to the original length"
+    assert short == rotary(rotating(LONGROPE, max_model_len=2048)), "up to the original length"
 
 
 def test_a_longer_cache_of_plain_rope_is_the_same(rotating: Callable[..., torch.nn.Module]) -> None:
@@ -222,7 +233,7 @@ def test_caches_are_read_in_the_type_that_a_forward_makes_them(rotating: Callabl
 def test_every_model_with_kv_is_read(rotating: Callable[..., torch.nn.Module]) -> None:
     """The model and one that drafts, found by their layers; one without rotary modules has none."""
     target, drafter = rotating(PLAIN), rotating(YARN)
-    found = models_of([target[0]["attn"], target[1]["attn"], drafter[0]["attn"]])
+    found = Models([target[0]["attn"], target[1]["attn"], drafter[0]["attn"]]).loaded
     assert [id(it) for it in found] == [id(target), id(drafter)]
     assert rotary(*found).startswith("2 ") and rotary(*found) != rotary(target)
     assert rotary(torch.nn.Identity()) == "none"
@@ -230,24 +241,3 @@ def test_every_model_with_kv_is_read(rotating: Callable[..., torch.nn.Module]) -
     changed = rotary(target)
     target[0]["rotary_emb"].cos_sin_cache[7, 3] -= 1
     assert changed != rotary(target), "as built, not as named"
-
-
-# --- drafters ---
-
-
-def drafter(method: str, **more: Any) -> str:
-    """The fact of an engine that proposes tokens so."""
-    return vllm_compat._drafter(SimpleNamespace(speculative_config=SimpleNamespace(method=method, **more)))
-
-
-def test_only_drafters_with_kv_count() -> None:
-    """The others leave a block as it is."""
-    assert vllm_compat._drafter(SimpleNamespace(speculative_config=None)) == "none"
-    for method in ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"):
-        assert drafter(method, model="any") == "none"
-    facts = {
-        drafter("eagle", model="a", draft_model_config=SimpleNamespace(hf_config=Configuration(rope_theta=theta)))
-        for theta in (1.0, 2.0)
-    }
-    facts |= {drafter("eagle", model="b", draft_model_config=None), drafter("mtp", model="b", draft_model_config=None), "none"}
-    assert len(facts) == 5

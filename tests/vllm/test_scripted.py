@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from stage import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
@@ -23,6 +24,7 @@ from stage import (
     go_on,
     hit_tokens,
     metrics,
+    new_weights,
     pillion,
     prompt_of,
     right_answers,
@@ -76,18 +78,18 @@ def test_blocks_come_back_byte_exact(stage: Stage) -> None:
             generate(prompts, 8),
             RESET_ALL,
             generate(prompts, 8),
-            wait_saved(2 * stored),
         ]
         # A namespace each, so that the first answers of every engine are cold.
         loads = ["sync", "async", "auto"]
         connectors = by_load(keeper, *loads)
         for results in stage.play(acts, *connectors, metrics=metrics(keeper)):
-            cold, _, reset, warm, reset_all, after_reset, _ = results
+            cold, _, reset, warm, reset_all, after_reset = results
             assert cold["value"] == warm["value"] == after_reset["value"] == right
             assert reset["value"] is reset_all["value"] is True
-            assert (cold["hits"], warm["hits"], after_reset["hits"]) == (0, hit, 0)
+            # Equal weights find what they kept, however often vLLM is reset.
+            assert (cold["hits"], warm["hits"], after_reset["hits"]) == (0, hit, hit)
             assert sum(act["wrong"] for act in results) == 0
-        assert keeper.metrics()["pillion_loaded_bytes_total"] == len(loads) * hit // BLOCK_TOKENS * BLOCK_BYTES
+        assert keeper.metrics()["pillion_loaded_bytes_total"] == 2 * len(loads) * hit // BLOCK_TOKENS * BLOCK_BYTES
         assert keeper.metrics()["pillion_leases"] == 0
 
 
@@ -200,19 +202,20 @@ def test_loads_that_always_fail(stage: Stage) -> None:
 def test_saves_of_a_frozen_sidecar_are_given_up(stage: Stage) -> None:
     """Blocks are reused while the sidecar sleeps on their saves: what it keeps once it wakes is right all the same."""
     prompts = [prompt_of(200, seed) for seed in range(61, 65)]
-    right = right_answers(prompts, 24)
     with sidecar.serving(stage.directory) as keeper:
         plays = [
             generate(prompts, 24, at={str(frozen): [stop(keeper)], str(thawed): [go_on(keeper)]})
             # The first two requests end, and leave their blocks to the other two, about step 25.
             for frozen, thawed in ((0, 40), (1, 26), (2, 27), (24, 29))
         ]
-        acts = [act for one in plays for act in (one, RESET, generate(prompts, 24), RESET_ALL)]
+        # Other weights each time, which find nothing of before.
+        acts = [act for one in plays for act in (one, RESET, generate(prompts, 24), new_weights(), RESET)]
         settings = {"pillion.query_timeout_us": 2000}
         connectors = by_load(keeper, **settings)
         for results in stage.play(acts, *connectors, blocks=16, max_model_len=480):
-            for cold, _, warm, _ in (results[at : at + 4] for at in range(0, len(results), 4)):
-                assert cold["value"] == warm["value"] == right
+            for weights, at in enumerate(range(0, len(results), 5)):
+                cold, _, warm, *_ = results[at : at + 5]
+                assert cold["value"] == warm["value"] == right_answers(prompts, 24, weights)
                 assert cold["wrong"] == warm["wrong"] == 0
             assert sum(act["hits"] for act in results) > 0
         assert keeper.metrics()["pillion_saves_lost_to_reuse_total"] > 0
@@ -236,22 +239,23 @@ def test_aborts_with_loads_in_flight(stage: Stage) -> None:
         keeper.wait_for(lambda: keeper.metrics()["pillion_leases"] == 0, "end of all leases")
 
 
-def test_reset_between_steps(stage: Stage) -> None:
-    """A reset may mean new weights: nothing computed before it is served after it, nor what was computed upon that."""
+@pytest.mark.parametrize("reset", [RESET, RESET_ALL], ids=["local", "connector"])
+def test_reset_between_steps(stage: Stage, reset: dict[str, Any]) -> None:
+    """A reset while requests run, after which the weights are the same ones: nothing is wrong, and everything is found."""
     prompts = [prompt_of(400, 81), prompt_of(150, 82)]
     right = right_answers(prompts, 40)
     with sidecar.serving(stage.directory) as keeper:
         acts: list[dict[str, Any]] = []
         # From step 2 on both requests have begun.
         for step in ("2", "3", "20"):
-            acts += [generate(prompts, 40, at={step: [RESET_ALL]}), RESET, generate(prompts, 40)]
-            acts += [wait_saved(block_count(prompts, 40)), RESET, generate(prompts, 40), RESET_ALL]
+            acts += [generate(prompts, 40, at={step: [reset]}), RESET, generate(prompts, 40)]
+            acts += [wait_saved(block_count(prompts, 40)), RESET, generate(prompts, 40)]
         connectors = by_load(keeper)
         for results in stage.play(acts, *connectors, metrics=metrics(keeper)):
-            for during, _, after, _, _, warm, _ in (results[at : at + 7] for at in range(0, len(results), 7)):
+            for during, _, after, _, _, warm in (results[at : at + 6] for at in range(0, len(results), 6)):
                 assert during["value"] == after["value"] == warm["value"] == right
                 assert during["wrong"] == after["wrong"] == warm["wrong"] == 0
-                assert (after["hits"], warm["hits"]) == (0, sum(hit_tokens(len(prompt)) for prompt in prompts))
+                assert warm["hits"] == sum(hit_tokens(len(prompt)) for prompt in prompts)
 
 
 def test_one_prefix_twice_in_a_step(stage: Stage) -> None:

@@ -1,4 +1,4 @@
-"""Every hook that PillionConnector overrides exists in vLLM, takes what vLLM passes, and is spelled right.
+"""Every hook that PillionConnector overrides exists in vLLM, takes what vLLM passes, and is spelled right; so is what it wraps.
 
 The installed vLLM is inspected; others are known from signatures.json (scripts/capture-vllm-signatures).
 """
@@ -14,8 +14,14 @@ from typing import Any
 
 import pytest
 
+from pillion import watch
+
 Parameters = list[list[Any]]
-CAPTURED: dict[str, dict[str, Parameters]] = json.loads(Path(__file__).with_name("signatures.json").read_text())
+Captured = dict[str, dict[str, Parameters]]
+SECTIONS: dict[str, Captured] = json.loads(Path(__file__).with_name("signatures.json").read_text())
+CAPTURED: Captured = {version: sections["hooks"] for version, sections in SECTIONS.items()}
+# What Pillion wraps was not captured of 0.29.
+WATCHED: Captured = {version: sections["watched"] for version, sections in SECTIONS.items() if "watched" in sections}
 INSTALLED = "0.32.0"
 KINDS = {
     inspect.Parameter.POSITIONAL_ONLY: "positional",
@@ -102,6 +108,40 @@ def test_every_hook_fits(version: str) -> None:
             continue
         ours, theirs = _parameters(_connector(), name), CAPTURED[version][name]
         assert _accepts(ours, theirs), f"{name}{ours} does not take what vLLM {version} passes: {theirs}"
+
+
+# --- what Pillion wraps ---
+
+
+def test_installed_classes_are_what_was_captured() -> None:
+    """As for the hooks."""
+    modules = {"EngineCore": "vllm.v1.engine.core", "BlockPool": "vllm.v1.core.block_pool"}
+    for name, expected in WATCHED[INSTALLED].items():
+        owner, _, method = name.partition(".")
+        if method:
+            assert _parameters(getattr(importlib.import_module(modules[owner]), owner), method) == expected, name
+
+
+@pytest.mark.parametrize("version", WATCHED)
+def test_every_wrapped_method_is_defined_once(version: str) -> None:
+    """No class derived from the engine core's goes past what is wrapped there."""
+    methods = {name for name in WATCHED[version] if "." in name}
+    assert methods == {f"EngineCore.{name}" for name in watch.AROUND} | {"BlockPool.reset_prefix_cache"}
+
+
+@pytest.mark.parametrize("version", WATCHED)
+def test_wrapped_methods_are_called_as_known(version: str) -> None:
+    """By the names and places of their parameters that Pillion's wrappers rest on."""
+    first = {name: parameters[0][0] for name, parameters in WATCHED[version].items() if parameters and "." in name}
+    assert first["EngineCore.collective_rpc"] == "method"
+    assert first["EngineCore.add_lora"] == "lora_request"
+    assert first["EngineCore.remove_lora"] == "lora_id"
+    assert WATCHED[version]["BlockPool.reset_prefix_cache"] == []
+    fields = {name for name, _, _ in WATCHED[version]["LoRARequest"]}
+    assert {"lora_name", "lora_int_id", "lora_path", "load_inplace", "is_3d_lora_weight"} <= fields
+
+
+# --- the comparison itself ---
 
 
 @pytest.mark.parametrize(

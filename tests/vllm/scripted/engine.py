@@ -22,6 +22,8 @@ from testkit import metrics, plan, pool_file, threads, waiting
 from testkit.child import Parent
 from testkit.server import fetch
 
+# How long an engine that is not bound takes steps before it goes on: as long as the shim asks again.
+BIND_S = 0.2
 # A scripted step takes microseconds and a transfer some milliseconds: an idle step waits as a real one would.
 IDLE_STEP_S = 0.001
 # Watchdog: no scenario needs nearly as many steps.
@@ -97,6 +99,17 @@ def build_cache_config(scenario: dict[str, Any], config: Any) -> Any:
     return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(layers, spec)])
 
 
+class Executor:
+    """Calls the one worker."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """What each worker answers."""
+        return [getattr(self._worker, method)(*args, **(kwargs or {}))]
+
+
 class ScriptedEngine:
     """Scheduler and worker, with the next step scheduled before the last one's output is seen."""
 
@@ -105,6 +118,7 @@ class ScriptedEngine:
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.engine.core import EngineCore
         from vllm.v1.structured_output import StructuredOutputManager
 
         from scripted.worker import ScriptedWorker
@@ -126,6 +140,9 @@ class ScriptedEngine:
             block_size=scenario["block_tokens"],
             log_stats=True,
         )
+        # Through which vLLM is called from outside; of its parts only the workers are there.
+        self._core = EngineCore.__new__(EngineCore)
+        self._core.model_executor = Executor(self.worker)
         self._depth = config.max_concurrent_batches
         assert self._depth == 1 + scenario["async_scheduling"]
         self._in_flight: collections.deque[tuple[Any, Any]] = collections.deque()
@@ -159,6 +176,7 @@ class ScriptedEngine:
     ) -> list[list[int]]:
         """Answer the prompts; an aborted one keeps what it had. `at` names what happens when."""
         self._names, self._answers = [], {}
+        self._bind()
         for prompt in prompts:
             self.add(prompt, output_tokens)
         for when, acts in (at or {}).items():
@@ -174,6 +192,18 @@ class ScriptedEngine:
         while self.scheduler.has_requests() or self._in_flight:
             self.step()
         assert not +self._loading, f"loads that were never reported as ended: {self._loading}"
+
+    def _bind(self) -> None:
+        """Steps without work, in which ranks say what they compute with, while a sidecar that acts does not know it: what `at`
+        names happens in an engine that is served."""
+        if not self._metrics:
+            return
+        session = self.scheduler.connector._scheduler._session
+        ends_at = time.monotonic() + BIND_S
+        while session.connected and not session.namespace and time.monotonic() < ends_at:
+            scheduled = self.scheduler.schedule()
+            self._finish_step(scheduled, self.worker.execute(scheduled))
+            time.sleep(IDLE_STEP_S)
 
     def _happen(self, moment: str) -> None:
         for act in self._events.pop((self.steps - self._began, moment), []):
@@ -307,9 +337,13 @@ class ScriptedEngine:
         """Waits until the sidecar holds no lease: whatever it copied for a load has ended."""
         wait_for(lambda: self._metric("leases") == 0, "end of all leases")
 
-    def new_weights(self) -> None:
+    def new_weights(self, weights: int | None = None) -> None:
         """The engine's weights are replaced, without a word to anybody."""
-        self.worker.new_weights()
+        self.worker.new_weights(weights)
+
+    def call(self, method: str, args: list[Any] | None = None) -> None:
+        """Has every worker do something, as users of vLLM do."""
+        self._core.collective_rpc(method, args=tuple(args or ()))
 
     def sleep(self) -> None:
         """vLLM's sleep: aborts everything, resets every cache, discards the KV memory."""

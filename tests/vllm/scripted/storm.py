@@ -17,6 +17,8 @@ FAMILY_TOKENS = (40, 200)
 TAIL_TOKENS = (1, 60)
 OUTPUT_TOKENS = (1, 30)
 LIVE_MAX = 6
+# Weights of all seeds: now and then those of before come back.
+WEIGHTS = 4
 # Once all is quiet: prompts asked again, and tokens of each answer.
 ASKED_AGAIN, ASKED_TOKENS = 8, 2
 FROZEN_STEPS = (1, 6)
@@ -91,11 +93,11 @@ class Storm:
             self._stale &= not self._engine.reset(reset_running_requests=preempt)
 
     def _replace_weights(self) -> None:
-        """What a user does who must not drop requests: new weights and a reset, whether vLLM's own succeeds or not."""
-        self._engine.new_weights()
+        """What a user does who must not drop requests: other weights and a reset, whether vLLM's own succeeds or not."""
+        self._engine.new_weights(self._random.randrange(WEIGHTS))
         for asked in self._live():
             asked.void = True
-        self._stale = not self._engine.reset(reset_connector=True)
+        self._stale = not self._engine.reset(reset_connector=self._random.random() < 0.5)
 
     def _freeze(self) -> None:
         if self._thaw_at is None:

@@ -80,6 +80,16 @@ def next_token(digests: list[int]) -> int:
     return int.from_bytes(hashlib.blake2b(read, digest_size=4).digest(), "little") % VOCAB
 
 
+class Model(torch.nn.Module):
+    """What the connector finds of the model: its weights, one number, and the layers that have KV."""
+
+    def __init__(self, layers: list[str], context: dict[str, Any]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.int64), requires_grad=False)
+        self.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in layers)
+        context.update(zip(layers, self.layers, strict=True))
+
+
 class ScriptedWorker(KVConnectorModelRunnerMixin):
     """One rank. Its connector is vLLM's global one, as in a real worker process."""
 
@@ -94,6 +104,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         self._prefixes: dict[str, Prefix] = {}
         self._prompt_tokens: dict[str, int] = {}
         self._blocks: dict[str, list[int]] = {}
+        self._model = Model(group.layer_names, vllm_config.compilation_config.static_forward_context)
         self.weights = 0
         # Positions that were read and were not right, by request.
         self.wrong: collections.Counter[str] = collections.Counter()
@@ -101,10 +112,21 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         self.connector.register_kv_caches(self.kv)
 
-    def new_weights(self) -> None:
-        """From now on the model computes other KV; what is kept of the old is wrong for whoever reads it."""
-        self.weights += 1
+    def new_weights(self, weights: int | None = None) -> None:
+        """From now on the model computes other KV, or that of `weights`; what is kept of others is wrong for who reads it."""
+        self.weights = self.weights + 1 if weights is None else weights
+        self._model.weight.fill_(self.weights)
         self._prefixes = {name: Prefix(prefix.tokens, self.weights) for name, prefix in self._prefixes.items()}
+
+    def start_weight_update(self) -> None:
+        """Nothing yet."""
+
+    def update_weights(self, weights: int) -> None:
+        """A chunk of them, as vLLM receives them one by one."""
+        self.new_weights(weights)
+
+    def finish_weight_update(self) -> None:
+        """Nothing more."""
 
     def discard(self) -> None:
         """The KV memory holds nothing that was written, as after a sleep."""

@@ -1,0 +1,50 @@
+"""Blocks of an adapter belong to its bytes: overwritten at its path it has others, wherever an engine has it from."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from testkit import adapter, asking, engine, prompts, sidecar
+from testkit.asking import again, ask, keep, whole
+
+PROMPT = asking.prompt(320)
+
+
+def test_an_overwritten_adapter_has_kv_of_its_own(options: engine.Options, tmp_path: Path) -> None:
+    """Overwritten between two engines, under a running one, and loaded in place; written again, its blocks are hit."""
+    path = tmp_path / "adapter"
+    adapted = dataclasses.replace(options, batched_tokens=prompts.STEP_TOKENS, arguments=adapter.ARGUMENTS)
+    right = {}
+    with engine.running(adapted, tmp_path / "plain.log") as plain:
+        right[0] = ask(plain, PROMPT)[0]
+        for seed in (1, 2):
+            written = adapter.write(tmp_path / f"plain-{seed}", seed)
+            right[seed] = ask(plain, PROMPT, lora=adapter.asked(written, number=seed))[0]
+        plain.exit()
+    assert len({tuple(tokens) for tokens in right.values()}) == 3, "the adapters differ where it shows"
+
+    adapter.write(path, seed=1)
+    with sidecar.serving(tmp_path) as keeper:
+        connected = dataclasses.replace(adapted, socket=keeper.socket)
+        with engine.running(connected, tmp_path / "first.log") as first:
+            assert keep(keeper, first, PROMPT, lora=adapter.asked(path))[0] == right[1]
+            assert keep(keeper, first, PROMPT)[0] == right[0]
+            first.exit()
+        adapter.write(path, seed=2)
+        with engine.running(connected, tmp_path / "second.log") as second:
+            assert keep(keeper, second, PROMPT, lora=adapter.asked(path)) == (right[2], 0)
+            tokens, hits = ask(second, PROMPT)
+            assert tokens == right[0]
+            assert whole(hits), f"without an adapter: {hits} hits"
+            # The rank holds what it has loaded, whatever the file says.
+            adapter.write(path, seed=1)
+            assert again(second, PROMPT, lora=adapter.asked(path))[0] == right[2]
+            assert again(second, PROMPT, lora=adapter.asked(path, load_inplace=True))[0] == right[1]
+            assert again(second, PROMPT, lora=adapter.asked(path))[0] == right[1]
+            second.exit()
+        with engine.running(connected, tmp_path / "third.log") as third:
+            tokens, hits = ask(third, PROMPT, lora=adapter.asked(path))
+            assert tokens == right[1]
+            assert whole(hits), f"the adapter of before: {hits} hits"
+            third.exit()

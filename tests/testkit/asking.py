@@ -1,0 +1,56 @@
+"""Asks an engine one prompt and tells what came of it: the answer's tokens, and how many of the prompt's the cache gave."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from testkit import engine, prompts, sidecar
+
+OUTPUT_TOKENS = 8
+PROMPT_TOKENS = 1600
+# What counts as hitting wholly.
+SHARE = 0.95
+
+Answer = tuple[list[int], int]
+
+
+def prompt(seed: int) -> list[int]:
+    """A prompt of that length."""
+    return prompts.prompt(PROMPT_TOKENS, seed)
+
+
+def whole(hits: int) -> bool:
+    """Whether so many hits of such a prompt are all that could be."""
+    return hits >= SHARE * prompts.hit_tokens(PROMPT_TOKENS)
+
+
+def ask(running: engine.Engine, asked: list[int], **more: Any) -> Answer:
+    """One answer; `more` as for `Engine.generate`."""
+    before = running.metrics()["external_hits"]
+    [answer] = running.generate([asked], max_tokens=OUTPUT_TOKENS, **more)
+    return list(answer["tokens"]), running.metrics()["external_hits"] - before
+
+
+def again(running: engine.Engine, asked: list[int], **more: Any) -> Answer:
+    """As `ask`, with nothing in the engine's own cache."""
+    assert running.reset_prefix_cache()
+    return ask(running, asked, **more)
+
+
+def keep(keeper: sidecar.Sidecar, running: engine.Engine, asked: list[int], **more: Any) -> Answer:
+    """As `ask`, and all of the prompt's blocks are kept then, which none of them was before."""
+    before = keeper.metrics()["pillion_saved_blocks_total"]
+    answer = ask(running, asked, **more)
+    assert answer[1] == 0, "a hit on a prompt that was to be kept for the first time"
+    keeper.wait_metric("pillion_saved_blocks_total", before + prompts.stored_blocks(len(asked), 0))
+    return answer
+
+
+def right(options: engine.Options, log: Path, *asked: list[int], **more: Any) -> list[list[int]]:
+    """What vLLM answers without a connector."""
+    with engine.running(dataclasses.replace(options, socket=None), log) as plain:
+        answers = [ask(plain, one, **more)[0] for one in asked]
+        plain.exit()
+    return answers

@@ -1,0 +1,127 @@
+"""Every knob of the table, with real engines that state themselves: the facts that tell its KV apart, no more and no less."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import hash_cases
+from testkit import knobs
+from testkit.knobs import BASES, COUNTS, KNOBS, Knob, Models
+from testkit.stated import stated
+
+# Engines of one process that has imported vLLM.
+pytestmark = pytest.mark.xdist_group("knobs")
+
+Stated = dict[str, str] | str
+
+# Engines of several processes import vLLM in each of them: `make identity` plays them.
+EVERY = os.environ.get("EVERY_KNOB") == "1"
+PLAYED = [knob for knob in KNOBS if EVERY or not knob.multiprocess]
+
+# Facts that no knob of this machine changes, with the reason.
+CONSTANT = {
+    "group_kind": "one kind of cache group is served",
+    "attention_backend": "vLLM's CPU build has one",
+    "extra_keys": "vLLM's release decides",
+    "kv_quant": "vLLM's CPU build has FP8 KV with AVX-512 alone",
+}
+# Facts without which two engines of the table would share KV that is not the same. The others never differ alone.
+NEEDED = {"config", "rotary", "weights", "weights_live", "model", "none_hash", "salt", "kv_dtype", "quantization"}
+NEEDED |= {"drafter", "numerics", "multimodal", "additional"}
+
+
+@pytest.fixture(scope="module")
+def stated_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Knob], Stated]:
+    """What the engine with a knob states, asked once."""
+    directory = tmp_path_factory.mktemp("knobs")
+    models, known = Models(directory), dict[str, Stated]()
+
+    def stated_by(knob: Knob) -> Stated:
+        if knob.name not in known:
+            known[knob.name] = stated(models.options(knob), directory / f"{knob.name}.log", knob.as_if)
+        return known[knob.name]
+
+    return stated_by
+
+
+def facts(said: Stated) -> dict[str, str]:
+    """The facts of an engine that Pillion serves."""
+    assert isinstance(said, dict), f"PILLION STAYS OUT: {said}"
+    return said
+
+
+def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
+    """The names of the facts that keep the two apart."""
+    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+
+
+@pytest.mark.parametrize("knob", PLAYED, ids=lambda knob: knob.name)
+def test_a_knob_is_told_apart_by_its_facts(knob: Knob, stated_by: Callable[[Knob], Stated]) -> None:
+    """A harmless one by none."""
+    said = stated_by(knob)
+    if knob.refused:
+        assert isinstance(said, str) and knob.refused in said
+        return
+    base, other = facts(stated_by(BASES[knob.base])), facts(said)
+    shown = {name: (base.get(name), other.get(name)) for name in differing(base, other) ^ knob.facts}
+    assert differing(base, other) == knob.facts, shown
+
+
+@pytest.mark.parametrize("knob", BASES.values(), ids=lambda knob: knob.name)
+def test_a_second_start_states_the_same(knob: Knob, tmp_path: Path, stated_by: Callable[[Knob], Stated]) -> None:
+    """But for where its model lies. Else nothing would ever be shared."""
+    again = facts(stated(Models(tmp_path).options(knob), tmp_path / "again.log", {}))
+    assert differing(facts(stated_by(knob)), again) <= {"model"}
+
+
+def test_every_fact_is_needed(stated_by: Callable[[Knob], Stated]) -> None:
+    """Without any one of them a knob of the table would not be told apart as it must be, or not at all."""
+    base = facts(stated_by(BASES["usual"]))
+    changed = {name for knob in COUNTS for name in knob.facts}
+    assert base.keys() - changed == CONSTANT.keys()
+    assert {name for knob in COUNTS if len(knob.facts) == 1 for name in knob.facts} == NEEDED
+
+
+TOKENS = list(range(3, 99))
+LORA = {"lora_name": "adapter", "lora_path": "/adapters/a"}
+IMAGE = ("identifier", 5, 40)
+# Of a request, with the same tokens.
+REQUESTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "salt": {"salt": "tenant"},
+    "other salt": {"salt": "tenant-2"},
+    "adapter": {"lora": SimpleNamespace(**LORA)},
+    "adapter's name": {"lora": SimpleNamespace(**LORA | {"lora_name": "another"})},
+    "adapter's path": {"lora": SimpleNamespace(**LORA | {"lora_path": "/adapters/b"})},
+    "image": {"images": [IMAGE]},
+    "image's identifier": {"images": [("another", *IMAGE[1:])]},
+    "image's place": {"images": [("identifier", 6, 40)]},
+    "embeddings": {"embeds": torch.zeros(len(TOKENS), 4)},
+    "other embeddings": {"embeds": torch.ones(len(TOKENS), 4)},
+}
+
+
+def test_a_request_is_told_apart_by_its_hashes() -> None:
+    """What changes the KV of one request and not of others: no two share their first block."""
+    hash_cases.none_hash("xxhash_cbor", "0")
+    asked = {name: hash_cases.request(TOKENS, **more) for name, more in REQUESTS.items()}
+    asked["tokens"] = hash_cases.request([7, *TOKENS[1:]])
+    first = {name: hash_cases.blocks("xxhash_cbor", 32, request)[0]["hash"] for name, request in asked.items()}
+    assert len(set(first.values())) == len(first), first
+
+
+def test_the_table_is_what_it_says() -> None:
+    """Many knobs, each with a name of its own, some of either kind played by engines in `make test`."""
+    names = [knob.name for knob in (*BASES.values(), *KNOBS)]
+    assert len(names) == len(set(names))
+    assert len(knobs.COUNTS) >= 20 and len(knobs.HARMLESS) >= 20
+    often = [knob for knob in KNOBS if knob.often]
+    assert not any(knob.never for knob in often)
+    assert any(knob.facts for knob in often) and any(knob.harmless for knob in often) and any(knob.refused for knob in often)

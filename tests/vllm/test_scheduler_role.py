@@ -1,0 +1,406 @@
+"""The scheduler role over a session that is played: where what vLLM computes belongs, and when nobody knows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pillion import scheduler, vllm_compat
+from pillion.adapters import NO_CACHE
+from pillion.config import Config
+from pillion.connector import PillionConnector, StaysOut
+from pillion.scheduler import Scheduler
+
+BLOCK_TOKENS, BLOCKS = 16, 64
+BLOCK_BYTES = 1024
+HERE, ELSEWHERE = 7, 8
+
+
+class Session:
+    """Writes down what is saved; everything that is asked for is a hit of `hits` blocks."""
+
+    def __init__(self, *options: Any) -> None:
+        self.groups = options[-1]
+        self.generation, self.saving, self.namespace = 1, 0, HERE
+        self.hits = 0
+        self.counts: list[int] = []
+        self.voided = 0
+        # The fold of every log, by its number.
+        self.logs: list[bytes | None] = []
+        self.closed: list[int] = []
+        # (log, first key, blocks) of each save.
+        self.saves: list[tuple[int, int, list[int]]] = []
+        self.queries: list[int] = []
+
+    def open(self, fold: bytes | None) -> int:
+        """A log."""
+        self.logs.append(fold)
+        return len(self.logs) - 1
+
+    def close(self, log: int) -> None:
+        """Ends a log."""
+        self.closed.append(log)
+
+    def append(self, log: int, hashes: list[bytes], start: int) -> int:
+        """All of them."""
+        assert log not in self.closed
+        return len(hashes)
+
+    def query(self, log: int, start: int, count: int) -> int:
+        """As many as there are."""
+        assert log not in self.closed
+        self.queries.append(log)
+        return min(self.hits, count)
+
+    def save(self, log: int, start: int, blocks: list[int], step: int) -> bool:
+        """Written down."""
+        assert log not in self.closed
+        self.saves.append((log, start, blocks))
+        return True
+
+    def load(self, log: int, start: int, blocks: list[int], step: int, sync: bool) -> list[bytes]:
+        """A plan."""
+        return [b"plan"]
+
+    def weights(self, count: int) -> None:
+        """Bound to nothing until ranks say what they hold."""
+        self.counts.append(count)
+        self.namespace = 0
+
+    def void_saves(self) -> None:
+        """Counted."""
+        self.voided += 1
+
+    def arriving(self, log: int) -> bool:
+        """Never."""
+        return False
+
+    def hint(self, log: int, start: int, count: int) -> None:
+        """Not looked at."""
+
+    def release(self, log: int) -> None:
+        """Not looked at."""
+
+    def end_step(self) -> None:
+        """Not looked at."""
+
+    def disconnect(self) -> None:
+        """The end."""
+        self.generation = 0
+
+    def take_notices(self) -> list[str]:
+        """None."""
+        return []
+
+    def reconnect(self, namespace: int) -> None:
+        """A new connection, whose logs are new."""
+        self.generation += 1
+        self.namespace = namespace
+
+
+class Engine:
+    """One request after another on the scheduler role, in the order of vLLM's calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("pillion.scheduler._shim.SchedulerSession", Session)
+        monkeypatch.setattr(vllm_compat, "on_gpu", lambda: False)
+        monkeypatch.setattr(vllm_compat, "groups", lambda kv_cache_config: b"groups", raising=False)
+        spec = SimpleNamespace(block_size=BLOCK_TOKENS, page_size_bytes=BLOCK_BYTES)
+        group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])
+        cache = SimpleNamespace(kv_cache_groups=[group], num_blocks=BLOCKS)
+        engine = SimpleNamespace(
+            max_concurrent_batches=1,
+            kv_transfer_config=SimpleNamespace(engine_id="engine"),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        )
+        config: Any = Config("/nowhere")
+        self.role = Scheduler(config, engine, cache)
+        self.session: Any = self.role._session
+        self._free = 1
+        self._requests = 0
+
+    def arrive(self, tokens: int, lora: Any = None) -> Any:
+        """A request."""
+        self._requests += 1
+        request = SimpleNamespace(
+            request_id=f"request-{self._requests}",
+            num_tokens=tokens,
+            num_computed_tokens=0,
+            block_hashes=[bytes([block] * 32) for block in range(tokens // BLOCK_TOKENS)],
+            lora_request=lora,
+            skip_reading_prefix_cache=False,
+        )
+        self.role.announced(request)
+        return request
+
+    def ask(self, request: Any) -> int | None:
+        """What vLLM is told to take from the cache."""
+        return self.role.match(request, 0)[0]
+
+    def compute(self, request: Any, found: int = 0) -> Any:
+        """A step that computes the prompt, of which vLLM's own cache held the first `found` tokens."""
+        count = -(-request.num_tokens // BLOCK_TOKENS)
+        blocks = list(range(self._free, self._free + count))
+        self._free += count
+        self.role.allocated(request, SimpleNamespace(get_block_ids=lambda: [blocks]), 0)
+        new = SimpleNamespace(req_id=request.request_id, block_ids=[blocks], num_computed_tokens=found)
+        request.num_computed_tokens = found
+        metadata = self._step([new], {request.request_id: request.num_tokens - found})
+        request.num_computed_tokens = request.num_tokens
+        return metadata
+
+    def decode(self, *requests: Any) -> Any:
+        """A step in which each of them computes a token of a block that is there."""
+        return self._step([], {request.request_id: 1 for request in requests})
+
+    def _step(self, new: list[Any], scheduled: dict[str, int]) -> Any:
+        cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+        output: Any = SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=scheduled,
+            new_block_ids_to_zero=None,
+        )
+        return self.role.step(output)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine whose session is bound."""
+    return Engine(monkeypatch)
+
+
+# --- weights that may have changed ---
+
+
+def test_what_was_computed_before_is_not_kept(engine: Engine) -> None:
+    """Not even if it is found in vLLM's own cache; what is computed then is, once the session is bound again."""
+    first = engine.arrive(4 * BLOCK_TOKENS + 1)
+    engine.compute(first)
+    assert engine.session.saves == [(0, 0, [1, 2, 3, 4])]
+    engine.role.weights_may_have_changed()
+    assert (engine.session.counts, engine.session.voided) == ([1], 1)
+    assert engine.decode(first).weights == 1
+    engine.session.namespace = ELSEWHERE
+    engine.decode(first)
+    assert len(engine.session.saves) == 1
+    second = engine.arrive(2 * BLOCK_TOKENS + 1)
+    engine.compute(second)
+    assert engine.session.saves[1:] == [(1, 0, [6, 7])]
+
+
+@pytest.mark.parametrize("namespace", [HERE, ELSEWHERE])
+def test_saves_wait_for_the_binding(engine: Engine, namespace: int) -> None:
+    """They are not lost, whatever the session is bound to: ranks have looked before they computed."""
+    engine.compute(engine.arrive(2 * BLOCK_TOKENS + 1))
+    engine.role.weights_may_have_changed()
+    request = engine.arrive(2 * BLOCK_TOKENS + 1)
+    engine.compute(request)
+    assert len(engine.session.saves) == 1
+    engine.session.namespace = namespace
+    engine.decode(request)
+    assert engine.session.saves[1:] == [(1, 0, [4, 5])]
+
+
+def test_the_first_connection_is_bound_later(engine: Engine) -> None:
+    """Nothing was computed before it."""
+    engine.session.namespace = 0
+    request = engine.arrive(2 * BLOCK_TOKENS + 1)
+    engine.compute(request)
+    assert engine.session.saves == [(0, 0, [1, 2])]
+    engine.session.namespace = HERE
+    engine.decode(request)
+    assert engine.session.voided == 0
+
+
+def test_an_update_that_goes_on(engine: Engine) -> None:
+    """Nothing is asked for and nothing saved until it ends, and then nothing of it."""
+    engine.session.hits = 2
+    engine.role.updating = True
+    engine.role.weights_may_have_changed()
+    engine.session.namespace = HERE
+    request = engine.arrive(4 * BLOCK_TOKENS + 1)
+    assert engine.ask(request) == 0
+    engine.compute(request)
+    engine.decode(request)
+    engine.role.updating = False
+    engine.role.weights_may_have_changed()
+    engine.session.namespace = ELSEWHERE
+    engine.decode(request)
+    assert engine.session.saves == []
+    assert engine.ask(engine.arrive(4 * BLOCK_TOKENS + 1)) == 2 * BLOCK_TOKENS
+
+
+# --- a namespace that changes by itself ---
+
+
+def test_a_connection_that_is_bound_elsewhere(engine: Engine) -> None:
+    """What was computed before belongs to the namespace of before; nothing is saved until it is known which one it is."""
+    first = engine.arrive(2 * BLOCK_TOKENS + 1)
+    engine.compute(first)
+    assert len(engine.session.saves) == 1
+    engine.session.reconnect(0)
+    second = engine.arrive(2 * BLOCK_TOKENS + 1)
+    engine.compute(second)
+    assert len(engine.session.saves) == 1
+    engine.session.namespace = ELSEWHERE
+    engine.decode(first, second)
+    engine.decode(first, second)
+    assert len(engine.session.saves) == 1 and engine.session.voided == 1
+    engine.compute(engine.arrive(2 * BLOCK_TOKENS + 1))
+    assert len(engine.session.saves) == 2
+
+
+def test_a_connection_that_is_bound_as_before(engine: Engine) -> None:
+    """A restarted sidecar is offered what it missed."""
+    engine.compute(engine.arrive(2 * BLOCK_TOKENS + 1))
+    engine.session.reconnect(0)
+    request = engine.arrive(3 * BLOCK_TOKENS + 1)
+    engine.compute(request)
+    engine.session.namespace = HERE
+    engine.decode(request)
+    assert [blocks for _, _, blocks in engine.session.saves] == [[1, 2], [4, 5, 6]]
+    assert engine.session.voided == 0
+
+
+# --- adapters ---
+
+
+class Adapters:
+    """Answers what it is told to."""
+
+    def __init__(self, fold: bytes | None) -> None:
+        self.answer = fold
+
+    def look(self, lora: Any) -> None:
+        """Not looked at."""
+
+    def fold(self, lora: Any) -> bytes | None:
+        """As told."""
+        return self.answer
+
+
+@pytest.fixture
+def adapters(engine: Engine) -> Adapters:
+    """Adapters of the engine."""
+    engine.session.hits = 2
+    engine.role._adapters = adapters = Adapters(b"a" * 16)  # type: ignore[assignment]
+    return adapters
+
+
+def test_requests_of_an_adapter_have_logs_of_its_fold(engine: Engine, adapters: Adapters) -> None:
+    """And others have none of any."""
+    assert engine.ask(engine.arrive(4 * BLOCK_TOKENS + 1, lora="one")) == 2 * BLOCK_TOKENS
+    assert engine.ask(engine.arrive(4 * BLOCK_TOKENS + 1)) == 2 * BLOCK_TOKENS
+    assert engine.session.logs == [b"a" * 16, None]
+
+
+def test_a_log_has_keys_of_one_fold(engine: Engine, adapters: Adapters) -> None:
+    """The adapter is replaced while its request runs."""
+    request = engine.arrive(4 * BLOCK_TOKENS + 1, lora="one")
+    engine.ask(request)
+    adapters.answer = b"b" * 16
+    engine.ask(request)
+    assert (engine.session.logs, engine.session.closed) == ([b"a" * 16, b"b" * 16], [0])
+
+
+def test_a_digest_is_waited_for_a_moment(engine: Engine, adapters: Adapters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the request goes without the cache; what it computes is saved once the digest is there."""
+    adapters.answer = None
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    request = engine.arrive(4 * BLOCK_TOKENS + 1, lora="one")
+    assert engine.ask(request) is None
+    clock.now += scheduler.ADAPTER_WAIT_S / 2
+    assert engine.ask(request) is None
+    clock.now += scheduler.ADAPTER_WAIT_S / 2
+    assert engine.ask(request) == 0
+    engine.compute(request)
+    assert engine.session.logs == [] == engine.session.saves
+    adapters.answer = b"a" * 16
+    engine.decode(request)
+    assert engine.session.saves == [(0, 0, [1, 2, 3, 4])]
+
+
+def test_an_adapter_without_the_cache(engine: Engine, adapters: Adapters) -> None:
+    """At once."""
+    adapters.answer = NO_CACHE
+    request = engine.arrive(4 * BLOCK_TOKENS + 1, lora="one")
+    assert engine.ask(request) == 0
+    engine.compute(request)
+    engine.decode(request)
+    assert engine.session.logs == [] == engine.session.saves
+
+
+def test_a_replaced_adapter_is_noticed_by_its_files(engine: Engine, tmp_path: Any) -> None:
+    """The role's own adapters: what was computed with bytes that ranks gave up is not kept."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.bin").write_bytes(b"one")
+    lora: Any = SimpleNamespace(lora_name="one", lora_int_id=1, lora_path=str(tmp_path), load_inplace=True)
+    request = engine.arrive(2 * BLOCK_TOKENS + 1, lora=lora)
+    engine.ask(request)
+    engine.compute(request)
+    assert len(engine.session.saves) == 1
+    engine.role.adapter_loads(lora)
+    engine.decode(request)
+    assert (len(engine.session.saves), engine.session.voided) == (1, 1)
+    assert engine.session.groups == b"groups"
+
+
+# --- the connector around the role ---
+
+
+@pytest.fixture
+def connector(engine: Engine) -> Any:
+    """The engine's, as its scheduler process has it."""
+    connector: Any = PillionConnector.__new__(PillionConnector)
+    connector._scheduler, connector._worker, connector._out = engine.role, None, ""
+    return connector
+
+
+def test_every_reset_of_vllm_counts(engine: Engine, connector: Any) -> None:
+    """Its own alone, and one that reaches the connector."""
+    pool = SimpleNamespace(reset_prefix_cache=lambda: False)
+    connector.bind_gpu_block_pool(pool)
+    assert pool.reset_prefix_cache() is False
+    assert connector.reset_cache() is True
+    assert engine.session.counts == [1, 2]
+
+
+def test_a_rank_that_stays_out_turns_the_role_off(engine: Engine, connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reason is said once, and vLLM runs as if there were no connector."""
+    said: list[str] = []
+    monkeypatch.setattr("pillion.connector.logger.error", lambda text, *parts: said.append(text % parts))
+    engine.session.hits = 2
+    request = engine.arrive(4 * BLOCK_TOKENS + 1)
+    assert connector.get_num_new_matched_tokens(request, 0) == (2 * BLOCK_TOKENS, False)
+    told = {(0, 0): None, (0, 1): StaysOut("no room"), (0, 2): StaysOut("no room either")}
+    connector.set_xfer_handshake_metadata_pp_aware(told)
+    connector.set_xfer_handshake_metadata_pp_aware(told)
+    assert len(said) == 1 and "rank 1: no room." in said[0]
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert engine.session.generation == 0, "the session has ended"
+    assert connector.build_connector_meta(None).run == b""
+    assert connector.reset_cache() is True
+
+
+def test_ranks_that_serve_say_nothing(connector: Any) -> None:
+    """And one that does not says why, whichever of its parts found it out."""
+    assert connector.get_handshake_metadata() is None
+    connector._worker = SimpleNamespace(out_reason="")
+    assert connector.get_handshake_metadata() is None
+    connector._worker = SimpleNamespace(out_reason="memory")
+    assert connector.get_handshake_metadata() == StaysOut("memory")
+    connector._worker, connector._out = None, "windows"
+    assert connector.get_handshake_metadata() == StaysOut("windows")
+
+
+def test_a_rank_without_a_scheduler_role_does_nothing(connector: Any) -> None:
+    """No step of it begins, none ends."""
+    began: list[Any] = []
+    connector._worker = SimpleNamespace(begin_step=began.append)
+    connector._scheduler = None
+    connector.bind_connector_metadata(connector.build_connector_meta(None))
+    assert began == []

@@ -60,10 +60,11 @@ class Answer:
         return [(late - early) * 1e3 for early, late in zip(self.times, self.times[1:], strict=False)]
 
 
-def seed_weights(model: Any, shape: dict[str, int]) -> None:
+def seed_weights(model: Any, shape: dict[str, int], calm: bool = False) -> None:
     """Random weights, the same in every process, with which greedy answers depend strongly on the KV.
 
     Attention's logits get a spread of about 2.5: sharp enough that single tokens matter, not so sharp that rounding does.
+    In a calm model a layer adds little to what the layers before it made, as in trained models, whose layers start so.
     """
     import torch
 
@@ -71,6 +72,8 @@ def seed_weights(model: Any, shape: dict[str, int]) -> None:
     q_rows = shape["num_attention_heads"] * heads
     qk_rows = q_rows + shape["num_key_value_heads"] * heads
     scales = {"o_proj": 2.0, "gate_up_proj": 1.0, "down_proj": 1.0, "lm_head": 1.0}
+    if calm:
+        scales |= dict.fromkeys(("o_proj", "down_proj"), 1 / math.sqrt(2 * shape["num_hidden_layers"]))
     with torch.no_grad():
         for index, (name, weight) in enumerate(sorted(model.named_parameters())):
             generator = torch.Generator(device=weight.device).manual_seed(index)
@@ -86,7 +89,7 @@ def seed_weights(model: Any, shape: dict[str, int]) -> None:
                 weight.normal_(0.0, scales[kind] / math.sqrt(weight.shape[-1]), generator=generator)
 
 
-def register_loader(shape: dict[str, int]) -> None:
+def register_loader(shape: dict[str, int], calm: bool = False) -> None:
     """Make `load_format=LOAD_FORMAT` known to vLLM in this process."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -95,26 +98,27 @@ def register_loader(shape: dict[str, int]) -> None:
     class SeededLoader(DummyModelLoader):
         def load_weights(self, model: Any, model_config: Any) -> None:
             super().load_weights(model, model_config)
-            seed_weights(model, shape)
+            seed_weights(model, shape, calm)
 
 
 class Engine:
     """vLLM's engine, one step at a time."""
 
-    def __init__(self, arguments: dict[str, Any], shape: dict[str, int], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, arguments: dict[str, Any], shape: dict[str, int], say: Callable[[str], None], calm: bool = False
+    ) -> None:
         from vllm import LLM
 
         self.say = say
         self.shape = shape
-        register_loader(shape)
+        register_loader(shape, calm)
         begun = time.monotonic()
         self._llm = LLM(
             skip_tokenizer_init=True,
-            dtype="bfloat16",
             load_format=LOAD_FORMAT,
             enable_prefix_caching=True,
             prefix_caching_hash_algo="xxhash_cbor",
-            **arguments,
+            **{"dtype": "bfloat16"} | arguments,
         )
         self._engine = self._llm.llm_engine
         self._config = self._engine.vllm_config
@@ -265,9 +269,13 @@ class Engine:
         lengths = [generator.randint(1, SHORT_OUTPUT_TOKENS_MAX) for _ in range(self.blocks)]
         self.ask_all([self.prompt(self.block_tokens + 1, seed=-1 - index) for index in range(self.blocks)], lengths)
 
-    def _kv_caches(self) -> list[Any]:
+    def layers(self) -> list[Any]:
+        """The attention layers that have KV."""
         layers = self._config.compilation_config.static_forward_context
-        return [layer.kv_cache for layer in layers.values() if hasattr(layer, "kv_cache")]
+        return [layer for layer in layers.values() if hasattr(layer, "kv_cache")]
+
+    def _kv_caches(self) -> list[Any]:
+        return [layer.kv_cache for layer in self.layers()]
 
     def spoil_block(self, block: int) -> None:
         """Zero one block of every layer on the device, behind vLLM's back."""

@@ -83,7 +83,7 @@ class Engine:
     def _connected(self) -> bool:
         self._worker.join(self._run)
         self._scheduler.end_step()
-        return self._worker.connected and self._scheduler.connected
+        return self._worker.connected and self._scheduler.connected and self._scheduler.namespace != 0
 
     def end(self) -> None:
         """Leaves the sidecar."""

@@ -1,0 +1,93 @@
+"""What the sample of the live weights costs an engine: at its start, and whenever the weights may have changed.
+
+The model is found, its rotary caches are read and the weights are sampled as at a start; then again and again. A sample must
+repeat itself, and must show that a tensor was changed by 1 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benches.gpu import rig
+from benches.gpu.engine import Engine
+
+AGAIN = 20
+Found = TypeVar("Found")
+
+
+def timed(act: Callable[[], Found]) -> tuple[Found, float]:
+    """What it makes, and its milliseconds; the device has nothing else to do before and after."""
+    import torch
+
+    def finish() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    finish()
+    begun = time.perf_counter()
+    found = act()
+    finish()
+    return found, (time.perf_counter() - begun) * 1e3
+
+
+def measure(engine: Engine) -> dict[str, Any]:
+    """Of an engine that has just started. Its objects are frozen after the first sample, as vLLM does it then."""
+    import torch
+
+    from pillion import identity
+    from pillion.models import Models
+    from pillion.sample import Sampler
+
+    gc.unfreeze()
+    layers = [layer for layer in engine.layers() if isinstance(layer, torch.nn.Module)]
+    models, models_ms = timed(lambda: Models(layers))
+    _, rotary_ms = timed(lambda: identity.rotary(models.loaded, torch.bfloat16))
+    sampler, sampler_ms = timed(lambda: Sampler(models))
+    first, first_ms = timed(sampler.take)
+    gc.freeze()
+    again = [timed(sampler.take) for _ in range(AGAIN)]
+    (model,) = models.loaded
+    weight = dict(model.named_parameters())["model.layers.1.input_layernorm.weight"]
+    with torch.inference_mode():
+        weight.mul_(1.01)
+    result: dict[str, Any] = {
+        "tensors": len([*model.named_parameters(), *model.named_buffers()]),
+        "weights_gib": round(sum(found.numel() * found.element_size() for found in model.parameters()) / rig.GIB, 2),
+        "models_ms": round(models_ms, 2),
+        "rotary_ms": round(rotary_ms, 2),
+        "first_ms": round(sampler_ms + first_ms, 2),
+        "again_ms": rig.spread([taken_ms for _, taken_ms in again]),
+        "repeats": all(found == first for found, _ in again),
+        "shows_a_change": sampler.take() != first,
+    }
+    return result | {"ok": result["repeats"] and result["shows_a_change"]}
+
+
+def main() -> None:
+    """One engine, in this process."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a small model, on vLLM's CPU build too")
+    options = parser.parse_args()
+    os.environ |= rig.environment(argparse.Namespace(invariant=False, tiny=options.tiny))
+    shape = rig.TINY if options.tiny else rig.LLAMA_8B
+    settings = {"enforce_eager": True, "max_model_len": 4096, "kv_cache_memory_bytes": 64 << 20 if options.tiny else rig.GIB}
+    settings["block_size"] = rig.BLOCK_TOKENS_TINY if options.tiny else rig.BLOCK_TOKENS
+    with tempfile.TemporaryDirectory(prefix="pillion-sample-") as folder:
+        model = rig.write_model(Path(folder) / "model", shape)
+        engine = Engine({"model": str(model), **settings}, shape, rig.say)
+        line = {"bench": "gpu/sample", **measure(engine), "facts": engine.facts()}
+    print(json.dumps(line), flush=True)
+    sys.exit(0 if line["ok"] else 1)
+
+
+if __name__ == "__main__":
+    main()

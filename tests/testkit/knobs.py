@@ -88,7 +88,7 @@ LIVE = _of("weights", "weights_live")
 
 COUNTS = (
     # Configuration: the file, the command line.
-    Knob("rope-theta", _of("config", "rotary"), edited={"rope_theta": 5000.0}, often=True),
+    Knob("rope-theta", _of("config", "rotary"), edited={"rope_theta": 5000.0}),
     Knob("yarn", _of("config", "rotary"), edited={"rope_scaling": YARN}, often=True),
     Knob("partial-rotary", _of("config", "rotary"), edited={"partial_rotary_factor": 0.5}),
     Knob("hf-overrides", _of("config", "rotary"), arguments={"hf_overrides": OTHER_THETA}),
@@ -107,8 +107,8 @@ COUNTS = (
     # They lie between the pages that are read of the file.
     Knob("norms", _of("weights_live"), change=weights.norms, often=True),
     Knob("one-element", _of("weights"), change=weights.one_element),
-    Knob("named-one-tensor", _of("weights_live"), base="named", change=weights.one_tensor, often=True),
-    Knob("named-an-ulp", _of("weights_live"), base="named", change=weights.an_ulp, often=True),
+    Knob("named-one-tensor", _of("weights_live"), base="named", change=weights.one_tensor),
+    Knob("named-an-ulp", _of("weights_live"), base="named", change=weights.an_ulp),
     Knob("another-name", _of("model", "weights"), base="named", extra={"pillion.model_id": "other"}),
     Knob("another-path", _of("model"), link="elsewhere"),
     Knob("dummy-weights", LIVE, arguments={"load_format": "dummy"}),

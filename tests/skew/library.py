@@ -245,6 +245,12 @@ class Engine:
             self._turn(lambda: None)
         return posted.value
 
+    def idle(self) -> None:
+        """A step in which nothing is done: ranks join in one."""
+        self._step += 1
+        self.library.call("scheduler_end_step", self.scheduler, None)
+        self._turn(lambda: None)
+
     def _turn(self, work: Any) -> None:
         """The workers' part of a step."""
         self.library.call("worker_start", self.worker, byref(self._run), self._step, 0)

@@ -34,8 +34,10 @@ pub(crate) enum Cause {
     Moved,
     /// A load is of another namespace than the rank.
     Mismatch,
-    /// The sidecar's check found that this engine computes other KV.
+    /// The namespace is closed to this engine.
     Barred,
+    /// This engine's own check found that it computes other KV.
+    Differs,
     /// The sidecar has something to say about this engine.
     Note,
 }

@@ -14,6 +14,7 @@ use std::time::Duration;
 use shm_protocol::handshake::{Digest, Hello, Role};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::OPERATIONS;
+use shm_protocol::message::Saved;
 use shm_protocol::request::{self, Keys, SchedulerRequest};
 
 use self::link::Link;
@@ -314,7 +315,7 @@ impl Scheduler {
             return;
         }
         self.weights = number;
-        self.client.notices().forget(&[Cause::Barred]);
+        self.client.notices().forget(&[Cause::Barred, Cause::Differs]);
         self.end_generation(SchedulerRequest::Weights { number });
         if let Some(link) = &mut self.link {
             (link.weights, link.unbound_since) = (number, None);
@@ -344,6 +345,9 @@ impl Scheduler {
             let reaped = link.reap(&mut self.counters);
             link.reclaim();
             let broken = link.submission.broken().map(ToString::to_string);
+            if let Ok(Some(saved)) = reaped {
+                self.client.notices().say(Cause::Differs, differing(link.namespace(), saved));
+            }
             if let Some(text) = reaped.err().or(broken) {
                 link.void_saves_below(u64::MAX);
                 self.client.give_up(&text);
@@ -443,4 +447,18 @@ impl Scheduler {
         self.client.stop();
         self.drop_link();
     }
+}
+
+/// What the engine's log should say of a check that found other KV than is kept.
+fn differing(namespace: u64, saved: Saved) -> String {
+    let millionths = |part: u32| f64::from(part) / 1e6;
+    let digits: String = namespace.to_le_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
+    format!(
+        "PILLION STAYS OUT of namespace {digits}...: KV that this engine computed itself differs from what is kept by {} (limit {}), \
+         so it is served nothing there for the rest of its run, and what it saved is removed. Its weights, code or settings \
+         differ under equal facts from those of the engine that saved: find what does and start it again, or set \
+         pillion.model_id to a text of its own",
+        millionths(saved.difference),
+        millionths(saved.limit)
+    )
 }

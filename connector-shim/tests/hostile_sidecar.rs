@@ -452,6 +452,8 @@ fn saved(op: u64) -> Saved {
         dropped: most,
         checked: most,
         differing: most,
+        difference: most,
+        limit: most,
     }
 }
 

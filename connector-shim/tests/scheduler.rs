@@ -9,7 +9,7 @@ use connector_shim::plan::Plan;
 use connector_shim::scheduler::{Asked, Options, PENDING, Scheduler};
 use peer::scheduler::{connected, options};
 use peer::{Peer, Served, eventually};
-use shm_protocol::key::BlockHash;
+use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::layout::{
     CHUNKS, COMPLETION_SLOTS, LOG_KEYS, SUBMISSION_RESERVED, SUBMISSION_SLOTS, header,
 };
@@ -296,6 +296,29 @@ fn saves_end_are_counted_and_given_up_in_ranges() {
     scheduler.end_step();
     assert_eq!(scheduler.saving(), 1);
     assert_eq!((scheduler.stats()["blocks_committed"], scheduler.stats()["blocks_cancelled"]), (2, 2));
+}
+
+#[test]
+fn a_check_that_finds_other_kv_is_said_once_with_its_figures() {
+    let peer = Peer::new(1);
+    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
+    served.bind(0, NamespaceDigest([0xab; 16]));
+    let log = log_with(&mut scheduler, 8);
+    scheduler.take_notices();
+    for differing in [0, 1, 1] {
+        assert!(scheduler.save(log, 0, vec![10, 11], 1, true));
+        scheduler.end_step();
+        let op = served.drain().iter().find(|message| message.kind == Kind::Save).unwrap().op;
+        let end = Saved { op, present: 2, checked: 2, differing, ..Saved::default() };
+        served.complete(Saved { difference: 400_000, limit: 20_000, ..end });
+        scheduler.end_step();
+    }
+    assert_eq!((scheduler.stats()["blocks_checked"], scheduler.stats()["blocks_differing"]), (6, 2));
+    let notices = scheduler.take_notices();
+    assert_eq!(notices.len(), 1, "{notices:?}");
+    for part in ["STAYS OUT of namespace abababababababab...", "by 0.4 (limit 0.02)", "pillion.model_id"] {
+        assert!(notices[0].contains(part), "{notices:?}");
+    }
 }
 
 #[test]

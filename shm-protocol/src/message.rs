@@ -308,6 +308,10 @@ pub struct Saved {
     pub checked: u32,
     /// Blocks of those compared that differed by more than computing them twice does.
     pub differing: u32,
+    /// The largest difference of those compared, in millionths; all ones where it is larger than that can say.
+    pub difference: u32,
+    /// What it may be, in millionths.
+    pub limit: u32,
 }
 
 // === impl Saved ===
@@ -320,8 +324,9 @@ impl Saved {
             pair(self.committed, self.present),
             pair(self.cancelled, self.dropped),
             pair(self.checked, self.differing),
+            pair(self.difference, self.limit),
         ];
-        [self.op, ends[0], ends[1], ends[2], 0, 0, 0, 0]
+        [self.op, ends[0], ends[1], ends[2], ends[3], 0, 0, 0]
     }
 
     /// Reads a slot; every value is valid.
@@ -334,6 +339,8 @@ impl Saved {
             dropped: (slot[2] >> 32) as u32,
             checked: slot[3] as u32,
             differing: (slot[3] >> 32) as u32,
+            difference: slot[4] as u32,
+            limit: (slot[4] >> 32) as u32,
         }
     }
 }

@@ -227,7 +227,8 @@ proptest! {
     #[test]
     fn saved_counts_survive_their_slot(op in any::<u64>(), counts in any::<[u32; 4]>()) {
         let [committed, present, cancelled, dropped] = counts;
-        let saved = Saved { op, committed, present, cancelled, dropped, checked: committed / 2, differing: dropped / 3 };
+        let (checked, differing, difference, limit) = (committed / 2, dropped / 3, present / 5, cancelled / 7);
+        let saved = Saved { op, committed, present, cancelled, dropped, checked, differing, difference, limit };
         prop_assert_eq!(Saved::decode(&saved.encode()), saved);
     }
 }

@@ -1,7 +1,7 @@
 //! The namespaces that this sidecar has seen: what their engines state, and who serves them now.
 //!
 //! A worker is compared with them when it connects, and enters where its namespace is known then; else with its whole engine,
-//! once that is bound. The data thread writes, at connects, bindings and hang-ups alone; the admin thread reads copies.
+//! once that is bound. The data thread writes, at connects, bindings, hang-ups and ticks; the admin thread reads copies.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,7 +11,8 @@ use shm_protocol::handshake::Worker;
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace::{self, Facts, WEIGHTS_LIVE};
 
-use crate::engine::SessionId;
+use crate::compare::Difference;
+use crate::engine::{Barred, SessionId};
 use crate::quotas::{Level, Levels};
 
 /// Bytes of facts that are kept: thousands of namespaces of some 1 KB, which a connect compares with its own in some
@@ -28,6 +29,8 @@ pub struct Catalog {
     known: BTreeMap<NamespaceDigest, Known>,
     /// Worker sessions that are connected: what they serve.
     members: BTreeMap<SessionId, NamespaceDigest>,
+    /// Engines connected now that a namespace is closed to.
+    barred: Vec<Barred>,
     facts_bytes: usize,
     connects: u64,
 }
@@ -67,9 +70,28 @@ pub struct Entry {
     pub engines: usize,
     /// Bytes of a block, all shards.
     pub block_bytes: u64,
+    /// Engines of them that it is closed to: what they compute is not what is kept.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub barred: Vec<Closed>,
     /// What its blocks may take.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quota: Option<Level>,
+}
+
+/// An engine that a namespace is closed to. The rest is what its own check found; it is absent where others' did.
+#[derive(Debug, Serialize)]
+pub struct Closed {
+    /// The engine.
+    pub engine: String,
+    /// How far its KV is from what is kept.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub difference: Option<f64>,
+    /// How far it may be.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub limit: Option<f64>,
+    /// The layer that differs most.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub layer: Option<u32>,
 }
 
 // === impl Shared ===
@@ -191,6 +213,11 @@ impl Catalog {
         self.forget();
     }
 
+    /// Engines that a namespace is closed to, as of now.
+    pub fn show_barred(&mut self, barred: Vec<Barred>) {
+        self.barred = barred;
+    }
+
     /// Everything, for `/namespaces`.
     pub fn entries(&self, quotas: &Levels) -> Vec<Entry> {
         let entry = |(digest, known): (&NamespaceDigest, &Known)| Entry {
@@ -198,6 +225,7 @@ impl Catalog {
             facts: Arc::clone(&known.facts),
             engines: known.engines.values().collect::<std::collections::BTreeSet<_>>().len(),
             block_bytes: known.block_bytes,
+            barred: self.barred.iter().filter(|barred| barred.base == *digest).map(Closed::from).collect(),
             quota: quotas.of(*digest),
         };
         self.known.iter().map(entry).collect()
@@ -210,6 +238,21 @@ impl Catalog {
             let Some((&oldest, _)) = idle.min_by_key(|(_, known)| known.seen) else { return };
             let known = self.known.remove(&oldest).expect("found above");
             self.facts_bytes -= bytes_of(&known.facts);
+        }
+    }
+}
+
+// === impl Closed ===
+
+impl From<&Barred> for Closed {
+    fn from(barred: &Barred) -> Self {
+        // JSON has no infinity.
+        let amount = |worst: &Difference| worst.amount.min(f64::MAX);
+        Self {
+            engine: barred.engine.clone(),
+            difference: barred.worst.as_ref().map(amount),
+            limit: barred.worst.map(|worst| worst.limit()),
+            layer: barred.worst.map(|worst| worst.layer),
         }
     }
 }

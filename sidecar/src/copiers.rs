@@ -1,7 +1,8 @@
 //! Copies of blocks between engine memory and the pool: by threads for host memory, by a GPU's copy engines for its own,
 //! by the engine itself where its memory cannot be reached.
 //!
-//! The data thread posts a batch and never waits; its end comes back through [`Copiers::finished`] and an eventfd.
+//! The data thread posts a batch and never waits; its end comes back through [`Copiers::finished`] and an eventfd. The threads
+//! compare blocks of the pool, too.
 
 mod gpu;
 mod host;
@@ -19,7 +20,7 @@ use tiers::pool::Pool;
 use self::gpu::GpuRank;
 use self::host::{HostCopiers, HostRank};
 use self::staged::StagedRank;
-use crate::engine::{CopyId, Direction, Piece};
+use crate::engine::{Comparison, CopyId, Direction, Found, Piece, SessionId};
 use crate::pinning::Pinned;
 use crate::server::EndSignal;
 
@@ -56,6 +57,9 @@ pub struct Finished {
     pub ok: bool,
 }
 
+/// The end of a comparison of a save's blocks.
+type Compared = ((SessionId, u64), Found);
+
 /// All that copies, and what waits for it.
 #[derive(Debug)]
 pub struct Copiers {
@@ -64,6 +68,7 @@ pub struct Copiers {
     pinned: Arc<Pinned>,
     ends: Ends,
     finished: mpsc::Receiver<Finished>,
+    compared: mpsc::Receiver<Compared>,
     running: usize,
 }
 
@@ -71,6 +76,7 @@ pub struct Copiers {
 #[derive(Clone, Debug)]
 struct Ends {
     finished: mpsc::Sender<Finished>,
+    compared: mpsc::Sender<Compared>,
     wake: Arc<OwnedFd>,
 }
 
@@ -101,9 +107,20 @@ impl Ends {
     /// Whether anyone still asks.
     fn report(&self, finished: Finished) -> bool {
         let asked = self.finished.send(finished).is_ok();
+        self.wake();
+        asked
+    }
+
+    /// The same of a comparison.
+    fn tell(&self, save: (SessionId, u64), found: Found) -> bool {
+        let asked = self.compared.send((save, found)).is_ok();
+        self.wake();
+        asked
+    }
+
+    fn wake(&self) {
         // Full after 2^64 ends, and then readable all the same.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-        asked
     }
 }
 
@@ -118,11 +135,11 @@ impl Copiers {
         ended: &Arc<EndSignal>,
     ) -> std::io::Result<Self> {
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let (sender, finished) = mpsc::channel();
-        let ends = Ends { finished: sender, wake: Arc::new(wake) };
+        let ((sender, finished), (teller, compared)) = (mpsc::channel(), mpsc::channel());
+        let ends = Ends { finished: sender, compared: teller, wake: Arc::new(wake) };
         let host = HostCopiers::start(threads, pool, &ends, ended)?;
         let (pool, pinned) = (Arc::clone(pool), Arc::clone(pinned));
-        Ok(Self { host, pool, pinned, ends, finished, running: 0 })
+        Ok(Self { host, pool, pinned, ends, finished, compared, running: 0 })
     }
 
     /// A rank in host memory, whose fence words lie in `words`.
@@ -177,12 +194,22 @@ impl Copiers {
         Some(finished)
     }
 
+    /// Takes blocks to be compared.
+    pub fn compare(&self, comparison: Comparison) {
+        self.host.compare(comparison);
+    }
+
+    /// The next comparison that ended, if one did.
+    pub fn compared(&self) -> Option<Compared> {
+        self.compared.try_recv().ok()
+    }
+
     /// Batches that have not been reported as ended.
     pub fn running(&self) -> usize {
         self.running
     }
 
-    /// Becomes readable at every end of a batch; watched by edge, never read.
+    /// Becomes readable at every end of a batch or a comparison; watched by edge, never read.
     pub fn wake(&self) -> BorrowedFd<'_> {
         self.ends.wake.as_fd()
     }

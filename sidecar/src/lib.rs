@@ -15,6 +15,7 @@
 pub mod admin;
 pub mod catalog;
 pub mod clock;
+pub mod compare;
 pub mod config;
 pub mod copiers;
 pub mod disks;

@@ -5,11 +5,12 @@ mod peers;
 mod ssd;
 
 use mesh::transport::PeerNumber;
-use prometheus::{Counter, IntCounter, IntCounterVec, IntGauge, Opts, Registry};
+use prometheus::{Counter, GaugeVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry};
 
 use self::figures::{Figure, Figures, counter, gauge, show};
 use self::peers::PeersMetrics;
 use self::ssd::SsdMetrics;
+use crate::compare::Number;
 use crate::engine::{PeersStats, SsdStats, Stats};
 use crate::quotas::Levels;
 
@@ -29,6 +30,7 @@ pub enum CloseReason {
 pub struct Metrics {
     figures: Figures<Stats>,
     wait_seconds: Counter,
+    differences: GaugeVec,
     pool_bytes: IntGauge,
     closed: IntCounterVec,
     pinning: PinningMetrics,
@@ -71,6 +73,14 @@ const COUNTERS: &[Figure<Stats>] = &[
     ("load_mismatches_total", "Failed loads: of another namespace than the rank.", |s| s.load_mismatches),
     ("evicted_blocks_total", "Blocks evicted to make room.", |s| s.evicted_blocks),
     ("adopted_blocks_total", "Blocks taken over from earlier lives of the sidecar.", |s| s.adopted_blocks),
+    ("removed_blocks_total", "Blocks removed because what their engine computes is not trusted.", |s| {
+        s.removed_blocks
+    }),
+    ("checks_total", "Checks that compared an engine's own KV with what is kept.", |s| s.checks),
+    ("checks_differing_total", "Those that found other KV than rounding explains.", |s| s.checks_differing),
+    ("checks_undecided_total", "Checks without a verdict: nothing kept to compare with, or no room.", |s| {
+        s.checks_undecided
+    }),
     ("adoption_dropped_total", "Slots of earlier lives that held no whole block.", |s| s.adoption_dropped),
 ];
 
@@ -79,6 +89,9 @@ const GAUGES: &[Figure<Stats>] = &[
     ("pool_used_bytes", "Bytes of blocks kept.", |s| s.pool_used_bytes),
     ("sessions", "Engine processes connected.", |s| s.sessions),
     ("leases", "Queries whose blocks are held for a load.", |s| s.leases),
+    ("barred_engines", "Engines connected that a namespace is closed to; see /namespaces.", |s| {
+        s.barred_engines
+    }),
 ];
 
 // === impl CloseReason ===
@@ -104,6 +117,9 @@ impl Metrics {
         let waited = "Time that queries waited for blocks from a disk or a peer.";
         let wait_seconds = Counter::new("pillion_query_wait_seconds_total", waited)?;
         registry.register(Box::new(wait_seconds.clone()))?;
+        let largest = "Largest difference of a check that was within its limit, as a part of the limit.";
+        let differences = GaugeVec::new(Opts::new("pillion_check_difference_max", largest), &["numbers"])?;
+        registry.register(Box::new(differences.clone()))?;
         let size = gauge(registry, "pool_bytes", "Bytes of the pool.")?;
         show(&size, pool_bytes);
         let opts = Opts::new("pillion_sessions_closed_total", "Sessions ended, by reason.");
@@ -119,7 +135,17 @@ impl Metrics {
             )?,
         };
         let quotas = Levels::default();
-        Ok(Self { figures, wait_seconds, pool_bytes: size, closed, pinning, quotas, ssd: None, peers: None })
+        Ok(Self {
+            figures,
+            wait_seconds,
+            differences,
+            pool_bytes: size,
+            closed,
+            pinning,
+            quotas,
+            ssd: None,
+            peers: None,
+        })
     }
 
     /// The same, with quotas.
@@ -146,6 +172,13 @@ impl Metrics {
     pub fn publish(&self, stats: &Stats) {
         self.figures.publish(stats);
         self.wait_seconds.inc_by((stats.wait_ms as f64 / 1e3 - self.wait_seconds.get()).max(0.0));
+    }
+
+    /// Makes visible how near to their limits right checks came; kinds of numbers that none was of are left out.
+    pub fn publish_differences(&self, largest: impl Iterator<Item = (Number, f64)>) {
+        for (number, part) in largest.filter(|(_, part)| *part > 0.0) {
+            self.differences.with_label_values(&[number.name()]).set(part);
+        }
     }
 
     /// Makes visible how full each quota is.
@@ -190,11 +223,13 @@ mod tests {
         metrics.publish(&stats);
         metrics.publish(&stats);
         metrics.session_closed(CloseReason::HangUp);
+        metrics.publish_differences([(Number::Float32, 0.0), (Number::Bfloat16, 0.25)].into_iter());
         let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
         for line in [
             "pillion_queries_total 3",
             "pillion_blocks 5",
             "pillion_query_wait_seconds_total 1.5",
+            "pillion_check_difference_max{numbers=\"bfloat16\"} 0.25",
             "pillion_pool_bytes 7",
             "pillion_pool_pinned_bytes 0",
             "pillion_pool_pin_failures_total 0",
@@ -203,5 +238,6 @@ mod tests {
         ] {
             assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
         }
+        assert!(!text.contains("numbers=\"float32\""), "no check was of these");
     }
 }

@@ -171,6 +171,11 @@ impl Runtime {
         self.metrics.publish_quotas(self.core.quotas_used());
     }
 
+    fn show_checks(&self) {
+        self.metrics.publish_differences(self.core.largest_differences());
+        self.catalog.lock().show_barred(self.core.barred());
+    }
+
     fn ended(&mut self) -> bool {
         let Some(end_by) = self.end_by else {
             if let Some(grace) = self.control.grace() {
@@ -207,6 +212,7 @@ impl Runtime {
             self.handle(Event::Tick);
             self.show_disks();
             self.show_peers();
+            self.show_checks();
         } else if self.core.next_look_ms().is_some_and(|at| millis(self.now) >= at) {
             self.handle(Event::Tick);
         }
@@ -231,6 +237,10 @@ impl Runtime {
         let mut worked = false;
         while let Some(Finished { copy, ok }) = self.refused.pop().or_else(|| self.copiers.finished()) {
             self.handle(Event::Copied { copy, ok });
+            worked = true;
+        }
+        while let Some((save, found)) = self.copiers.compared() {
+            self.handle(Event::Compared { save, found });
             worked = true;
         }
         worked

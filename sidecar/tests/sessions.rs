@@ -10,7 +10,7 @@ use client::{Kv, Session, greet, hello, keys, save, watch};
 use shm_protocol::gate;
 use shm_protocol::handshake::{self, Copier, CudaAllocation, CudaMemory, Reply, Role};
 use shm_protocol::layout;
-use shm_protocol::message::{Kind, LOAD_BY_ENGINE, Message, Status};
+use shm_protocol::message::{Kind, LOAD_BY_ENGINE, Message, SAVE_CHECKED, Status};
 use shm_protocol::request::{LoadEnd, WorkerRequest};
 use shm_protocol::transport;
 use sidecar::config::{Options, UseGpu};
@@ -331,4 +331,30 @@ fn a_memory_that_shrinks_fails_the_save_and_nothing_else() {
     rank.fences(1, 1);
     assert_eq!(scheduler.saved().dropped, 2);
     assert_eq!(scheduler.query(0, 1001, 2).value, 0);
+}
+
+#[test]
+fn an_engine_whose_memory_holds_other_bytes_than_are_kept_is_barred() {
+    let sidecar = Sidecar::start();
+    let kv = Kv::new();
+    (1..4).for_each(|block| kv.fill(block, block.into()));
+    let rank = sidecar.rank(&kv, 0, 1, Copier::Sidecar);
+    rank.fences(1, 1);
+    let mut scheduler = sidecar.scheduler(1);
+    scheduler.open_log(0, &keys(3));
+    scheduler.with_blocks(save(1, 0, 1), &[1, 2, 3]);
+    assert_eq!(scheduler.saved().committed, 3);
+    let check = |op| Message { flags: SAVE_CHECKED, ..save(op, 1, 1).into() };
+    scheduler.with_blocks(check(2), &[2, 3]);
+    let saved = scheduler.saved();
+    assert_eq!((saved.present, saved.checked, saved.differing, saved.difference), (2, 2, 0, 0));
+    assert_eq!(scheduler.query(0, 3, 3).value, 3);
+    kv.fill(3, 77);
+    scheduler.with_blocks(check(4), &[2, 3]);
+    let saved = scheduler.saved();
+    assert_eq!((saved.present, saved.checked, saved.differing), (2, 2, 1));
+    assert!(saved.difference > saved.limit, "{saved:?}");
+    assert_eq!(scheduler.query(0, 5, 3).status, Status::Barred);
+    scheduler.with_blocks(save(6, 0, 1), &[1, 2, 3]);
+    assert_eq!(scheduler.saved().dropped, 3);
 }

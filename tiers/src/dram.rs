@@ -8,6 +8,7 @@ mod adoption;
 mod holds;
 mod leases;
 mod quotas;
+mod removal;
 mod watch;
 
 use std::hint::black_box;
@@ -75,6 +76,8 @@ pub struct Stats {
     pub evicted_blocks_total: u64,
     /// Their bytes.
     pub evicted_bytes_total: u64,
+    /// Blocks removed since the start because they are not trusted.
+    pub removed_blocks_total: u64,
     /// Live leases.
     pub leases: u64,
     /// Segments of the pool.
@@ -375,15 +378,24 @@ impl Dram {
 
     /// Takes an entry out of the index and its slot into the free list.
     fn vacated(&mut self, id: u32, bytes: u64) -> Print {
-        let entry = self.slab.entries.get_mut(id);
-        entry.state = State::Free;
+        let print = self.unindexed(id);
+        self.free(id, bytes);
+        print
+    }
+
+    fn unindexed(&mut self, id: u32) -> Print {
         let print = self.print(id);
         assert!(self.index.remove(print, id), "a used slot is in the index");
+        print
+    }
+
+    /// Puts the slot of an entry that is not in the index into the free list.
+    fn free(&mut self, id: u32, bytes: u64) {
+        self.slab.entries.get_mut(id).state = State::Free;
         self.slab.move_to(id, Place::Free);
         self.discharge(id, bytes);
         self.slab.segments[self.slab.entries.segment(id)].used -= 1;
         self.stats.bytes_used -= bytes;
-        print
     }
 
     /// The block is whole and may be found. False if the slot is not being filled in this generation.

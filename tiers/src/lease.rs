@@ -244,6 +244,14 @@ impl Leases {
         leases.map(|(index, lease)| LeaseId::new(lease.generation, index as u32)).collect()
     }
 
+    /// Leases without a load, with their owners, that have an entry of which `is_meant` is true. Looks at all of them.
+    pub(crate) fn timed_with(&self, is_meant: impl Fn(u32) -> bool) -> Vec<(LeaseId, u64)> {
+        let meant =
+            |lease: &Lease| lease.phase == Phase::Timed && lease.entries.iter().any(|id| is_meant(*id));
+        let leases = self.table.0.iter().enumerate().filter(|(_, lease)| meant(lease));
+        leases.map(|(index, lease)| (LeaseId::new(lease.generation, index as u32), lease.owner)).collect()
+    }
+
     fn end(&mut self, index: u32, phase: Phase) -> Vec<u32> {
         self.stop_clock(index, phase);
         self.ended.push_back(index);

@@ -317,6 +317,22 @@ impl Pool {
         opened.map_err(Error::os("reopen the pool for reading"))
     }
 
+    /// Copies data at pool offset `offset` out, word by word. Nobody may be writing there.
+    pub fn read(&self, offset: u64, out: &mut [u8]) {
+        let skipped = (offset % 8) as usize;
+        let words = self.region.words64(offset as usize - skipped, (skipped + out.len()).div_ceil(8));
+        let (mut word, mut at) = (words.iter(), skipped);
+        let mut rest = out;
+        while !rest.is_empty() {
+            let bytes =
+                word.next().expect("as many as cover the bytes").load(Ordering::Relaxed).to_le_bytes();
+            let count = rest.len().min(8 - at);
+            let (now, behind) = rest.split_at_mut(count);
+            now.copy_from_slice(&bytes[at..at + count]);
+            (rest, at) = (behind, 0);
+        }
+    }
+
     /// The address of `len` bytes of data at pool offset `offset`, or `None` where they do not lie in one segment.
     pub fn slot_ptr(&self, offset: u64, len: u64) -> Option<NonNull<u8>> {
         let inside = offset.checked_sub(pool::SEGMENT_ALIGN)? % self.segment_bytes;

@@ -25,13 +25,16 @@ pub(crate) enum State {
     Free,
     Filling,
     Committed,
+    /// It is not found any more; its bytes stay until nothing holds it.
+    Removed,
 }
 
 /// The list an entry is in.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 #[repr(u8)]
 pub(crate) enum Place {
-    /// None: being filled, leased when its turn to be evicted came, or not looked at since an earlier life.
+    /// None: being filled, leased when its turn to be evicted came or when it was removed, or not looked at since an earlier
+    /// life.
     Detached,
     /// The free list of its class.
     Free,

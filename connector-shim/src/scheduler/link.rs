@@ -143,11 +143,12 @@ impl Link {
         self.saves.void()
     }
 
-    /// Takes the completions; false when the sidecar broke the ring.
-    pub(super) fn reap(&mut self, counters: &mut Counters) -> Result<(), String> {
+    /// Takes the completions; the last one whose blocks differ from what is kept. An error: the sidecar broke the ring.
+    pub(super) fn reap(&mut self, counters: &mut Counters) -> Result<Option<Saved>, String> {
         if self.completions.ready().map_err(|error| error.to_string())? == 0 {
-            return Ok(());
+            return Ok(None);
         }
+        let mut differs = None;
         while let Some(slot) = self.completions.pop() {
             let saved = Saved::decode(&slot);
             if !self.saves.end(saved.op) {
@@ -159,9 +160,10 @@ impl Link {
             counters.blocks_dropped += u64::from(saved.dropped);
             counters.blocks_checked += u64::from(saved.checked);
             counters.blocks_differing += u64::from(saved.differing);
+            differs = Some(saved).filter(|saved| saved.differing > 0).or(differs);
         }
         self.completions.release();
-        Ok(())
+        Ok(differs)
     }
 
     pub(super) fn write_keys<E>(

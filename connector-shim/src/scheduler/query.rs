@@ -237,7 +237,8 @@ impl Scheduler {
                 Cause::NotReady,
                 "not every rank of this engine takes part in its run, so its queries count as misses: a rank stayed out, did not state its weights after they may have changed, or the ranks state different facts; see the workers' and the sidecar's logs",
             ),
-            Status::Barred => self.client.notices().say(
+            // Its own check has said more.
+            Status::Barred if self.counters.blocks_differing == 0 => self.client.notices().say(
                 Cause::Barred,
                 "PILLION STAYS OUT: what this engine computes differs from what its namespace keeps, so it is served nothing and saves nothing until its weights change or it is restarted; the sidecar's log names the difference",
             ),

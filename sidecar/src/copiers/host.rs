@@ -1,6 +1,7 @@
 //! Ranks in host memory: threads that copy a few blocks at a time.
 //!
-//! Loads go before saves: an engine waits for the former only.
+//! Loads go before saves: an engine waits for the former only. Comparisons of blocks, which are few, go between: until one
+//! ends, an engine that computes other KV is served.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -14,7 +15,7 @@ use shm_protocol::session::SessionMemory;
 use tiers::pool::Pool;
 
 use super::{Batch, Ends, Finished};
-use crate::engine::{Direction, Piece};
+use crate::engine::{Comparison, Direction, Found, Piece};
 use crate::server::EndSignal;
 
 /// Blocks that one thread takes at a time: enough that taking costs nothing, few enough that a batch spreads over all
@@ -50,6 +51,15 @@ struct Shared {
 struct Waiting {
     loads: Lane,
     saves: Lane,
+    /// The core lets no engine have many.
+    comparisons: VecDeque<Comparison>,
+}
+
+/// What a thread does next.
+#[derive(Debug)]
+enum Work {
+    Copy(Task),
+    Compare(Comparison),
 }
 
 #[derive(Debug, Default)]
@@ -129,7 +139,7 @@ impl HostCopiers {
             let name = format!("pillion-copy-{number}");
             thread::Builder::new().name(name).spawn(move || {
                 let _ended = ended.on_exit();
-                shared.copy_all(&ends);
+                shared.work_all(&ends);
             })?;
         }
         Ok(Self(shared))
@@ -159,14 +169,31 @@ impl HostCopiers {
         self.0.work.notify_all();
         true
     }
+
+    /// Takes blocks to be compared.
+    pub(super) fn compare(&self, comparison: Comparison) {
+        let mut waiting = self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        waiting.comparisons.push_back(comparison);
+        drop(waiting);
+        self.0.work.notify_one();
+    }
 }
 
 // === impl Shared ===
 
 impl Shared {
-    fn copy_all(&self, ends: &Ends) {
+    fn work_all(&self, ends: &Ends) {
         loop {
-            let task = self.next();
+            let task = match self.next() {
+                Work::Copy(task) => task,
+                Work::Compare(comparison) => {
+                    let found = self.compare(&comparison);
+                    if !ends.tell(comparison.save, found) {
+                        return;
+                    }
+                    continue;
+                }
+            };
             let Progress { batch, rank, open, ok } = &*task.progress;
             for piece in &batch.pieces[task.from..task.to] {
                 if !rank.copy(&self.pool, batch, *piece) {
@@ -184,11 +211,22 @@ impl Shared {
         }
     }
 
-    fn next(&self) -> Task {
+    /// Neither slot of a pair is written before the end was told.
+    fn compare(&self, comparison: &Comparison) -> Found {
+        comparison.carry_out(|offset, out| self.pool.read(offset, out))
+    }
+
+    fn next(&self) -> Work {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
-            if let Some(task) = waiting.loads.take().or_else(|| waiting.saves.take()) {
-                return task;
+            if let Some(load) = waiting.loads.take() {
+                return Work::Copy(load);
+            }
+            if let Some(comparison) = waiting.comparisons.pop_front() {
+                return Work::Compare(comparison);
+            }
+            if let Some(save) = waiting.saves.take() {
+                return Work::Copy(save);
             }
             waiting = self.work.wait(waiting).unwrap_or_else(PoisonError::into_inner);
         }

@@ -1,5 +1,6 @@
 //! Two engines' configurations: whether they share, and what keeps them from it.
 
+use std::fmt;
 use std::io::Read;
 use std::path::Path;
 
@@ -18,9 +19,36 @@ pub(super) struct Engine {
     name: String,
     facts: Facts,
     namespace: Option<String>,
+    #[serde(default)]
+    barred: Vec<Closed>,
     kv_load_failure_policy: Option<String>,
     #[serde(rename = "PYTHONHASHSEED")]
     seed: Option<String>,
+}
+
+/// An engine that its sidecar has closed the namespace to.
+#[derive(Debug, Deserialize)]
+struct Closed {
+    engine: String,
+    difference: Option<f64>,
+    limit: Option<f64>,
+}
+
+// === impl Closed ===
+
+impl fmt::Display for Closed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { engine, difference, limit } = self;
+        match difference.zip(*limit) {
+            Some((difference, limit)) => {
+                write!(
+                    f,
+                    "engine {engine}: what it computes differs by {difference:.2e} and may by {limit:.0e}"
+                )
+            }
+            None => write!(f, "engine {engine}: most engines of it compute other KV than was kept"),
+        }
+    }
 }
 
 // === impl Engine ===
@@ -48,6 +76,12 @@ impl Engine {
                 text,
                 "take the entry as /namespaces prints it",
             ));
+        }
+        for closed in &self.barred {
+            let text = format!("the namespace of {name} is closed to {closed}");
+            let remedy = "its weights, code or settings differ under equal facts: find what does and start it again, or set \
+                          pillion.model_id to a text of its own";
+            found.push(Finding::bad(Level::Fail, "barred", text, remedy));
         }
         let begins = |fact: &str, text| self.facts.get(fact).is_some_and(|value| value.starts_with(text));
         if begins("none_hash", "random ") {
@@ -134,6 +168,20 @@ mod tests {
         assert!(found.iter().all(|finding| finding.remedy.is_some()));
         assert_eq!(found[4].text, "'16' in a, '32' in b");
         assert!(!super::super::passes(&found));
+    }
+
+    #[test]
+    fn an_engine_that_its_namespace_is_closed_to_is_named() {
+        let open = r#"{"facts": {"model": "tiny"}}"#;
+        let closed = r#"{"facts": {"model": "tiny"}, "barred": [
+            {"engine": "e1", "difference": 0.4, "limit": 0.02, "layer": 3}, {"engine": "e2"}]}"#;
+        let found = compare(&engine("a", open), &engine("b", closed));
+        assert_eq!(levels(&found), [("barred", Level::Fail), ("barred", Level::Fail)]);
+        assert_eq!(
+            found[0].text,
+            "the namespace of b is closed to engine e1: what it computes differs by 4.00e-1 and may by 2e-2"
+        );
+        assert!(found[1].text.ends_with("engine e2: most engines of it compute other KV than was kept"));
     }
 
     #[test]

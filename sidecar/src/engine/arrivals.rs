@@ -54,6 +54,8 @@ struct Coming {
     bytes: u64,
     /// Nobody waits for it any more.
     late: bool,
+    /// It is not to be kept: what is kept under its key was removed meanwhile.
+    distrusted: bool,
     waiting: Vec<Waiter>,
 }
 
@@ -140,8 +142,16 @@ impl Arrivals {
     /// A block of `bytes` is on its way into its slot.
     pub(super) fn begin(&mut self, key: BlockKey, slot: SlotRef, bytes: u64) {
         self.bytes += bytes;
-        let before = self.coming.insert(key, Coming { slot, bytes, late: false, waiting: Vec::new() });
+        let before = self
+            .coming
+            .insert(key, Coming { slot, bytes, late: false, distrusted: false, waiting: Vec::new() });
         assert!(before.is_none(), "a slot is filled once at a time");
+    }
+
+    /// Blocks that are on their way will not be kept.
+    pub(super) fn distrust(&mut self, is_meant: impl Fn(&BlockKey) -> bool) {
+        let meant = self.coming.iter_mut().filter(|(key, _)| is_meant(key));
+        meant.for_each(|(_, coming)| coming.distrusted = true);
     }
 
     /// A question was told to wait for what follows its hits.
@@ -304,7 +314,7 @@ impl Core {
     ) {
         let coming = self.arrivals.coming.remove(key).expect("a block ends once");
         self.arrivals.bytes -= coming.bytes;
-        match checksum.filter(|_| self.dram.commit(slot)) {
+        match checksum.filter(|_| !coming.distrusted && self.dram.commit(slot)) {
             Some(checksum) => out.push(Action::CommitSlot { slot, checksum }),
             None => {
                 self.dram.abandon(slot);

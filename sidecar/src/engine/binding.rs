@@ -29,7 +29,8 @@ impl Core {
     /// for that. Ranks that have not joined are no evidence: another engine may go by the same name.
     pub(super) fn bind(&mut self, session: SessionId, out: &mut Vec<Action>) {
         let scheduler = &self.schedulers[&session];
-        let Some(ranks) = self.ranks_of(scheduler).filter(|_| scheduler.binding.is_none()) else { return };
+        let bound = scheduler.binding.or(scheduler.barred);
+        let Some(ranks) = self.ranks_of(scheduler).filter(|_| bound.is_none()) else { return };
         let live = namespace::weights_live(ranks.iter().map(|rank| rank.live));
         let facts = Arc::new(namespace::complete(&ranks[0].facts, live));
         let base = namespace::digest(&facts);
@@ -66,7 +67,7 @@ impl Core {
         self.begin_unbound_saves(session, out);
     }
 
-    /// Serves the namespace to the engine of `session`, or the last generation of it.
+    /// Serves the namespace to the engine of `session`, or the last generation of it, unless it is closed to its run.
     fn serve(&mut self, session: SessionId, base: NamespaceDigest) -> Option<Binding> {
         let scheduler = &self.schedulers[&session];
         let Form { shard_bytes, shards, .. } = scheduler.form.expect("a rank has joined");
@@ -78,8 +79,12 @@ impl Core {
             self.namespaces.share(binding.namespace, digest);
         }
         let scheduler = self.schedulers.get_mut(&session).expect("looked up above");
-        (scheduler.binding, scheduler.bound) = (Some(binding), Some(base));
-        scheduler.binding
+        scheduler.bound = Some(base);
+        (scheduler.binding, scheduler.barred) = match self.checks.bars(scheduler.run, binding.space()) {
+            true => (None, Some(binding)),
+            false => (Some(binding), None),
+        };
+        Some(binding)
     }
 
     /// Every rank of a scheduler's run, if each is there and states the weights that the scheduler asked for last.
@@ -99,7 +104,7 @@ impl Core {
         let scheduler = self.schedulers.get_mut(&session).expect("the caller checked");
         check_number(number, scheduler.weights)?;
         (scheduler.weights, scheduler.bound) = (number, None);
-        self.end_generation(session, out)?;
+        self.end_generation(session, out);
         self.bind(session, out);
         Ok(())
     }
@@ -124,7 +129,7 @@ impl Core {
         let host = worker.scheduler.and_then(|id| Some((id, self.schedulers.get_mut(&id)?)));
         // A rank's place may be another session's by now.
         if let Some((scheduler, host)) = host.filter(|(_, host)| host.ranks[rank] == Some(session)) {
-            host.binding = None;
+            (host.binding, host.barred) = (None, None);
             self.bind(scheduler, out);
         }
         Ok(())
@@ -137,7 +142,7 @@ impl Core {
         salt: [u8; 16],
         out: &mut Vec<Action>,
     ) -> Result<(), Violation> {
-        let ended = self.end_generation(session, out)?;
+        let ended = self.end_generation(session, out);
         self.schedulers.get_mut(&session).expect("the caller checked").salt = Some(salt);
         if let Some(Binding { base, .. }) = ended {
             self.serve(session, base);
@@ -146,24 +151,16 @@ impl Core {
     }
 
     /// Ends the leases, the waits and the binding of an engine, and returns the latter.
-    fn end_generation(
-        &mut self,
-        session: SessionId,
-        out: &mut Vec<Action>,
-    ) -> Result<Option<Binding>, Violation> {
+    fn end_generation(&mut self, session: SessionId, out: &mut Vec<Action>) -> Option<Binding> {
         self.drop_unbound_saves(session, out);
-        // Logs without a lease, of which there may be 65,536, cost nothing: each lease was paid for by a query.
-        self.end_waits(session);
-        for log in self.schedulers[&session].leased.clone() {
-            self.release(session, log)?;
-        }
+        self.end_leases(session);
         let scheduler = self.schedulers.get_mut(&session).expect("the caller checked");
-        let ended = scheduler.binding.take();
+        let ended = scheduler.binding.take().or(scheduler.barred.take());
         scheduler.generations.extend(ended.filter(Binding::is_private).map(|ended| ended.space()));
         if scheduler.generations.len() > GENERATIONS_MAX {
             scheduler.generations.pop_front().into_iter().for_each(|space| self.namespaces.forget(space));
         }
-        Ok(ended)
+        ended
     }
 }
 

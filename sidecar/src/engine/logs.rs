@@ -261,9 +261,13 @@ impl Core {
         self.answer(session, question, Found { known: 0, refs }, Status::Arriving, out);
     }
 
-    /// Not ready means that it is worth asking again: a sidecar that ends never is.
+    /// Not ready means that it is worth asking again: neither a sidecar that ends nor a namespace that is closed is.
     fn answer_nothing(&mut self, session: SessionId, op: u64, out: &mut Vec<Action>) {
-        let status = if self.draining { Status::Ok } else { Status::NotReady };
+        let status = match self.schedulers[&session].barred {
+            _ if self.draining => Status::Ok,
+            Some(_) => Status::Barred,
+            None => Status::NotReady,
+        };
         let outcome = Outcome { op: op as u32, value: 0, status };
         self.stats.queries += 1;
         out.push(Action::Outcome { session, op, outcome });
@@ -277,6 +281,15 @@ impl Core {
             let _ = self.dram.release(lease.id, session);
         }
         Ok(())
+    }
+
+    /// Ends every lease of a session's logs, and every wait for one.
+    pub(super) fn end_leases(&mut self, session: SessionId) {
+        // Logs without a lease, of which there may be 65,536, cost nothing: each lease was paid for by a query.
+        self.end_waits(session);
+        for log in self.schedulers[&session].leased.clone() {
+            self.release(session, log).expect("a leased log is open");
+        }
     }
 
     /// Parts a log from its lease.

@@ -11,6 +11,7 @@ use super::logs::Log;
 use super::namespaces::{Binding, Form, Space};
 use super::windows::Patience;
 use super::{Action, Core, SessionId, Violation, run_of};
+use crate::compare::PageForm;
 
 /// The scheduler role of one engine run.
 #[derive(Debug)]
@@ -29,6 +30,8 @@ pub(super) struct Scheduler {
     pub(super) bound: Option<NamespaceDigest>,
     /// What is served to it, while every rank takes part.
     pub(super) binding: Option<Binding>,
+    /// What would be, but is closed to this run; see [`super::checks`].
+    pub(super) barred: Option<Binding>,
     pub(super) salt: Option<[u8; 16]>,
     /// Namespaces of earlier salts, oldest first.
     pub(super) generations: VecDeque<Space>,
@@ -62,6 +65,8 @@ pub(super) struct Worker {
     pub(super) shards: u32,
     pub(super) blocks: u32,
     pub(super) shard_bytes: u64,
+    /// What its part of a block is made of.
+    pub(super) page: Arc<PageForm>,
     /// It copies its loads itself, whatever a LOAD says.
     pub(super) by_engine: bool,
     pub(super) facts: Arc<Facts>,
@@ -107,6 +112,7 @@ impl Core {
                 shards: worker.shards,
                 blocks: worker.blocks,
                 shard_bytes,
+                page: Arc::new(PageForm::of(&worker.facts, shard_bytes)),
                 by_engine: worker.copy == Copier::Engine,
                 stated: namespace::digest(&worker.facts),
                 facts: Arc::new(worker.facts),
@@ -153,6 +159,7 @@ impl Core {
             weights: 0,
             bound: None,
             binding: None,
+            barred: None,
             salt: None,
             generations: VecDeque::new(),
             ranks: vec![None; world_size as usize],
@@ -267,7 +274,7 @@ impl Core {
             return;
         }
         host.ranks[worker.rank as usize] = None;
-        host.binding = None;
+        (host.binding, host.barred) = (None, None);
         self.fail_saves_of_rank(scheduler, worker.rank, out);
         self.end_loads_of_rank(scheduler, worker.rank, u64::MAX);
     }
@@ -277,6 +284,7 @@ impl Core {
         self.abandon_loads(session);
         self.end_waits(session);
         let scheduler = self.schedulers.remove(&session).expect("the caller checked");
+        self.checks.forget(session);
         for log in scheduler.logs.into_values() {
             if let Some(lease) = log.lease {
                 // Expired meanwhile, at worst.

@@ -11,6 +11,7 @@
 mod adoption;
 mod arrivals;
 mod binding;
+mod checks;
 mod early;
 mod loads;
 mod logs;
@@ -42,6 +43,8 @@ use tiers::opener::Opened;
 use tiers::ssd::{Done, Job, Recovered};
 
 use self::arrivals::Arrivals;
+use self::checks::Checks;
+pub use self::checks::{Barred, Comparison, Found};
 use self::loads::Load;
 use self::members::{Scheduler, Worker};
 use self::peers::Peers;
@@ -56,8 +59,6 @@ use self::windows::Windows;
 pub type SessionId = u64;
 /// A batch of copies, unique within an epoch.
 pub type CopyId = u64;
-/// A comparison of two blocks, unique within an epoch.
-pub type CompareId = u64;
 /// Keys whose search takes as long as binding an engine: its facts are digested, and its namespace is compared with those that are
 /// known.
 const BIND_COST: usize = 8192;
@@ -111,10 +112,10 @@ pub enum Event {
     },
     /// A comparison of [`Action::Compare`] ended.
     Compared {
-        /// The comparison.
-        compare: CompareId,
-        /// How far the two blocks are apart, layer by layer of each shard; empty where they could not be compared.
-        rms: Vec<f64>,
+        /// The save whose blocks they are: its scheduler's session, and its operation.
+        save: (SessionId, u64),
+        /// What came of it.
+        found: Found,
     },
     /// A part of the pool may be used from now on, with what an earlier life left in it.
     Opened(Opened),
@@ -221,21 +222,8 @@ pub enum Action {
         /// Loads: the operation, to compare with the rank's gate. Saves: zero.
         load_op: u64,
     },
-    /// Compare two blocks of one key as numbers; answered by [`Event::Compared`]. Both slots stay as they are until then.
-    Compare {
-        /// The comparison.
-        compare: CompareId,
-        /// The block that is kept.
-        kept: SlotRef,
-        /// The block that an engine computed.
-        computed: SlotRef,
-        /// Bytes of each, all shards.
-        bytes: u64,
-        /// Distinct parts of it, side by side.
-        shards: u32,
-        /// What its bytes mean: `page_form`, `kv_dtype`.
-        facts: Arc<Facts>,
-    },
+    /// Compare blocks; answered by [`Event::Compared`]. Their slots stay as they are until then.
+    Compare(Comparison),
     /// Hand a job to its disk; answered by [`Event::Transferred`].
     Transfer(Job),
     /// Fetch blocks from a peer; answered by [`Heard::Fetched`].
@@ -326,6 +314,7 @@ pub struct Core {
     namespaces: namespaces::Namespaces,
     quotas: quotas::Quotas,
     saves: BTreeMap<(SessionId, u64), Save>,
+    checks: Checks,
     /// Saves of schedulers that have no binding.
     unbound: BTreeMap<(SessionId, u64), UnboundSave>,
     loads: BTreeMap<(SessionId, u64), Load>,
@@ -365,6 +354,7 @@ impl Core {
             namespaces: namespaces::Namespaces::default(),
             quotas: quotas::Quotas::default(),
             saves: BTreeMap::new(),
+            checks: Checks::default(),
             unbound: BTreeMap::new(),
             loads: BTreeMap::new(),
             copies: BTreeMap::new(),
@@ -393,8 +383,7 @@ impl Core {
             Event::Fences { session, start, done } => self.fences(session, start, done, out),
             Event::Copied { copy, ok } => self.copied(copy, ok, out),
             Event::Drained { session, void_below } => self.commit_copied(session, void_below, out),
-            // No save is checked yet, so nothing is compared.
-            Event::Compared { .. } => {}
+            Event::Compared { save, found } => self.compared(save, found, out),
             Event::Opened(opened) => self.open_part(now_ms, opened),
             Event::Transferred(done) => self.transferred(now_ms, done, out),
             Event::Recovered(found) => self.recovered(&found),
@@ -417,6 +406,8 @@ impl Core {
 
     /// Appends what else an event brings on: blocks are sent for and written, peers are told.
     pub fn go_on(&mut self, now_ms: u64, out: &mut Vec<Action>) {
+        // Slots of removed blocks become free wherever their last hold ends.
+        self.apply_evictions(out);
         self.send_for_unsent(now_ms, out);
         self.run_ssd(out);
         self.tell_peers(out);
@@ -426,6 +417,7 @@ impl Core {
     /// is none of these.
     pub fn busy(&self) -> bool {
         !self.copies.is_empty()
+            || self.checks.any()
             || self.arrivals.any()
             || self.granting()
             || self.ssd_busy()
@@ -451,6 +443,9 @@ impl Core {
             evicted_blocks: tier.evicted_blocks_total,
             adopted_blocks: tier.adopted_blocks_total,
             adoption_dropped: tier.adoption_dropped_total,
+            removed_blocks: tier.removed_blocks_total,
+            barred_engines: self.schedulers.values().filter(|scheduler| scheduler.barred.is_some()).count()
+                as u64,
             ..self.stats.clone()
         }
     }
@@ -530,7 +525,8 @@ impl Core {
 
     /// Refuses an operation that is under way already.
     fn check_new(&self, session: SessionId, op: u64) -> Result<(), Violation> {
-        if self.saves.contains_key(&(session, op)) || self.loads.contains_key(&(session, op)) {
+        let key = (session, op);
+        if self.saves.contains_key(&key) || self.loads.contains_key(&key) || self.checks.runs(key) {
             return Err(format!("operation {op} was posted twice"));
         }
         Ok(())

@@ -20,6 +20,8 @@ const UNBOUND_BLOCKS_MAX: usize = 65_536;
 #[derive(Debug)]
 pub(super) struct UnboundSave {
     step: u64,
+    /// Blocks that are kept already are compared with these.
+    checked: bool,
     /// Each key, and its block unless that was given up.
     blocks: Vec<(BlockHash, Option<u32>)>,
 }
@@ -29,6 +31,7 @@ pub(super) struct UnboundSave {
 pub(super) struct Save {
     binding: Binding,
     step: u64,
+    checked: bool,
     blocks: Vec<SaveBlock>,
     /// Ranks whose copy has not been started.
     unstarted: u64,
@@ -46,7 +49,18 @@ struct SaveBlock {
     block: u32,
     hash: BlockHash,
     slot: SlotRef,
+    /// The kept block that this one is to be compared with: nothing is committed then.
+    kept: Option<SlotRef>,
     cancelled: bool,
+}
+
+// === impl Save ===
+
+impl Save {
+    /// The engine is barred from a namespace: nothing of it is committed or compared there.
+    pub(super) fn void_in(&mut self, namespace: u32) {
+        self.void |= self.binding.namespace == namespace;
+    }
 }
 
 // === impl Core ===
@@ -68,15 +82,17 @@ impl Core {
         let keys = keys.ok_or_else(|| format!("{asked:?} names keys that were not appended"))?.to_vec();
         self.stats.saves_posted_blocks += u64::from(count);
         let blocks = keys.into_iter().zip(blocks.iter().copied().map(Some)).collect();
-        let save = UnboundSave { step: asked.step, blocks };
+        let save = UnboundSave { step: asked.step, checked: asked.checked, blocks };
         let binding = self.binding(session);
-        self.schedulers.get_mut(&session).expect("the caller checked").saves += 1;
+        let scheduler = self.schedulers.get_mut(&session).expect("the caller checked");
+        scheduler.saves += 1;
+        let barred = scheduler.barred.is_some();
         let waiting = self.unbound.range(operations(session));
         let waiting: usize = waiting.map(|(_, other)| other.blocks.len()).sum();
         match binding {
             _ if self.draining => self.drop_save((session, op), &save, out),
             Some(binding) => self.begin_save((session, op), binding, save, out),
-            None if waiting + save.blocks.len() > UNBOUND_BLOCKS_MAX => {
+            None if barred || waiting + save.blocks.len() > UNBOUND_BLOCKS_MAX => {
                 self.drop_save((session, op), &save, out);
             }
             None => {
@@ -97,11 +113,12 @@ impl Core {
         let (session, op) = key;
         let unstarted = all_ranks(self.schedulers[&session].world_size);
         let end = Saved { op, ..Saved::default() };
+        let (step, checked) = (asked.step, asked.checked);
         let mut save =
-            Save { binding, step: asked.step, blocks: Vec::new(), unstarted, running: 0, void: false, end };
+            Save { binding, step, checked, blocks: Vec::new(), unstarted, running: 0, void: false, end };
         for (index, (hash, block)) in asked.blocks.into_iter().enumerate() {
             match block {
-                Some(block) => self.claim(&mut save, index as u32, hash, block, out),
+                Some(block) => self.claim(session, &mut save, (index as u32, hash, block), out),
                 None => save.end.cancelled += 1,
             }
         }
@@ -117,11 +134,14 @@ impl Core {
 
     /// Begins what has waited for the binding, if there is one now.
     pub(super) fn begin_unbound_saves(&mut self, session: SessionId, out: &mut Vec<Action>) {
-        let Some(binding) = self.binding(session) else { return };
+        let binding = self.binding(session);
+        if binding.is_none() && self.schedulers[&session].barred.is_none() {
+            return;
+        }
         for (key, save) in self.take_unbound_saves(session) {
-            match self.draining {
-                true => self.drop_save(key, &save, out),
-                false => self.begin_save(key, binding, save, out),
+            match binding.filter(|_| !self.draining) {
+                Some(binding) => self.begin_save(key, binding, save, out),
+                None => self.drop_save(key, &save, out),
             }
         }
     }
@@ -150,9 +170,22 @@ impl Core {
     }
 
     /// Takes a slot for one block, unless the block is there or there is no room.
-    fn claim(&mut self, save: &mut Save, index: u32, hash: BlockHash, block: u32, out: &mut Vec<Action>) {
+    fn claim(
+        &mut self,
+        session: SessionId,
+        save: &mut Save,
+        (index, hash, block): (u32, BlockHash, u32),
+        out: &mut Vec<Action>,
+    ) {
         let key = BlockKey { namespace: save.binding.namespace, group: GROUP, hash };
         let block_bytes = save.binding.block_bytes();
+        if save.checked && block != 0 {
+            let check = self.begin_check((session, save.end.op), index, &save.binding, &key, out);
+            if let Some((kept, slot)) = check {
+                save.blocks.push(SaveBlock { index, block, hash, slot, kept: Some(kept), cancelled: false });
+                return;
+            }
+        }
         // Block 0 is vLLM's null block: it never holds a request's KV.
         let claimed = match block {
             0 => Err(FillError::NoSpace),
@@ -162,7 +195,7 @@ impl Core {
         match claimed {
             Ok(slot) => {
                 out.push(Action::FillSlot { slot, namespace: save.binding.digest, key });
-                save.blocks.push(SaveBlock { index, block, hash, slot, cancelled: false });
+                save.blocks.push(SaveBlock { index, block, hash, slot, kept: None, cancelled: false });
             }
             Err(error @ (FillError::Present | FillError::Filling)) => {
                 save.end.present += 1;
@@ -288,11 +321,23 @@ impl Core {
         let (session, op) = key;
         let block_bytes = save.binding.block_bytes();
         let (namespace, digest) = (save.binding.namespace, save.binding.digest);
-        let mut committed = Vec::new();
+        let (mut committed, mut pairs) = (Vec::new(), Vec::new());
         // Deepest first: the tier evicts in this order, and a prefix without its head is worth nothing.
         for block in save.blocks.iter().rev() {
             let reused = block.cancelled || op < void_below;
-            if !reused && !save.void && self.dram.commit(block.slot) {
+            let whole = !reused && !save.void;
+            if let Some(kept) = block.kept {
+                if whole {
+                    save.end.present += 1;
+                    pairs.push((kept, block.slot));
+                } else {
+                    save.end.cancelled += u32::from(reused);
+                    save.end.dropped += u32::from(!reused);
+                    self.end_check(session, kept, block.slot, out);
+                }
+                continue;
+            }
+            if whole && self.dram.commit(block.slot) {
                 save.end.committed += 1;
                 out.push(Action::CommitSlot { slot: block.slot, checksum: 0 });
                 committed.push((block.slot, BlockKey { namespace, group: GROUP, hash: block.hash }));
@@ -306,6 +351,9 @@ impl Core {
             self.dram.abandon(block.slot);
             out.push(Action::FreeSlot { slot: block.slot });
         }
+        if !committed.is_empty() {
+            self.checks.committed(session, committed.iter().map(|(_, key)| *key));
+        }
         // Head first: where a disk has no room for all of them, that part is worth more.
         for (slot, key) in committed.into_iter().rev() {
             self.offer_saved(slot, key, digest, block_bytes);
@@ -315,10 +363,22 @@ impl Core {
         self.stats.saves_lost_to_reuse += u64::from(save.end.cancelled);
         self.stats.saves_dropped += u64::from(save.end.dropped);
         if let Some(scheduler) = self.schedulers.get_mut(&session) {
-            scheduler.saves -= 1;
             scheduler.waiting.remove(&op);
             scheduler.copied.retain(|copied| *copied != op);
-            out.push(Action::Saved { session, saved: save.end });
+        }
+        if pairs.is_empty() {
+            self.stats.checks_undecided += u64::from(save.checked);
+            self.tell_saved(key, save.end, out);
+        } else {
+            self.compare(key, save.binding, pairs, save.end, out);
+        }
+    }
+
+    /// Tells the engine of a save's end, if it is still there.
+    pub(super) fn tell_saved(&mut self, (session, _): (SessionId, u64), saved: Saved, out: &mut Vec<Action>) {
+        if let Some(scheduler) = self.schedulers.get_mut(&session) {
+            scheduler.saves -= 1;
+            out.push(Action::Saved { session, saved });
         }
     }
 

@@ -106,6 +106,13 @@ impl Core {
         });
     }
 
+    /// No disk of this life keeps the block any more.
+    pub(super) fn forget_on_disk(&mut self, key: &BlockKey) {
+        if let Some(ssd) = &mut self.ssd {
+            ssd.log.remove(key);
+        }
+    }
+
     /// Time passed: what is late is waited for no longer.
     pub(super) fn tick_ssd(&mut self, now_ms: u64, out: &mut Vec<Action>) {
         let Some(ssd) = &mut self.ssd else { return };

@@ -41,6 +41,16 @@ pub struct Stats {
     pub saves_lost_to_reuse: u64,
     /// Blocks not saved for want of room, or because their copy failed.
     pub saves_dropped: u64,
+    /// Checks that came to a verdict.
+    pub checks: u64,
+    /// Those of them whose engine computes other KV than is kept.
+    pub checks_differing: u64,
+    /// Checks without a verdict: the blocks were not kept any more, or there was no room for theirs.
+    pub checks_undecided: u64,
+    /// Engines now that a namespace is closed to.
+    pub barred_engines: u64,
+    /// Blocks removed because their engine was barred.
+    pub removed_blocks: u64,
     /// Blocks loaded by ranks, counted once for each rank.
     pub loaded_blocks: u64,
     /// Bytes loaded by ranks.

@@ -1,6 +1,7 @@
 //! The rules of the core, one test each, against the real tier.
 
 mod binding;
+pub(super) mod checks;
 mod quotas;
 
 use std::collections::BTreeMap;
@@ -151,6 +152,22 @@ impl Harness {
         let keys = Keys::new(log, 0..blocks.len() as u32);
         let save = request::Save { op, keys, position: 0, step, checked: false };
         self.with_blocks(SchedulerRequest::Save(save), blocks.collect());
+    }
+
+    /// Saves keys of a log from blocks 1 on; with `checked`, those that are kept are compared.
+    pub(super) fn post_save(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>, checked: bool) {
+        let count = keys.len() as u32;
+        let save = request::Save { op, keys: Keys::new(log, keys), position: 0, step: op, checked };
+        self.with_blocks(SchedulerRequest::Save(save), (1..count + 1).collect());
+    }
+
+    /// The comparison asked for since the last look.
+    pub(super) fn comparison(&mut self) -> Option<Comparison> {
+        let out = std::mem::take(&mut self.out);
+        out.into_iter().find_map(|action| match action {
+            Action::Compare(comparison) => Some(comparison),
+            _ => None,
+        })
     }
 
     pub(super) fn query(&mut self, log: u32, op: u64, from: u32, count: u32) -> Outcome {

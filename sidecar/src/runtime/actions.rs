@@ -46,7 +46,7 @@ impl Runtime {
                 };
                 self.refused.extend(refused);
             }
-            Action::Compare { compare, .. } => unreachable!("comparison {compare} without a checked save"),
+            Action::Compare(comparison) => self.copiers.compare(comparison),
             Action::Transfer(job) => self.disks.as_mut().expect("the core has their tier").push(job),
             Action::Fetch(fetch) => self.mesh().fetch(fetch),
             Action::CancelFetch { ticket } => self.mesh().cancel(ticket),

@@ -15,6 +15,7 @@ pub(crate) const POINTS: &[&str] = &[
     "event Fences",
     "event Copied ok",
     "event Copied failed",
+    "event Compared",
     "event Drained",
     "event Opened empty",
     "event Opened used",
@@ -40,6 +41,7 @@ pub(crate) const POINTS: &[&str] = &[
     "action CommitSlot",
     "action Copy save",
     "action Copy load",
+    "action Compare",
     "action Transfer",
     "action Transfer read",
     "action Fetch",
@@ -88,6 +90,7 @@ pub(crate) const POINTS: &[&str] = &[
     "engine query without room",
     "engine query not asked",
     "engine query not ready",
+    "engine query barred",
     "engine early answer",
     "engine load in parts",
     "engine load refused",
@@ -134,6 +137,9 @@ pub(crate) const POINTS: &[&str] = &[
     "save present",
     "save cancelled",
     "save dropped",
+    "check agreed",
+    "check differed",
+    "namespace began anew",
 ];
 
 /// How often each point was reached.

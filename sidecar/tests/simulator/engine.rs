@@ -39,6 +39,8 @@ pub(crate) struct Model {
     facts: BTreeMap<String, String>,
     pub(crate) world: usize,
     pub(crate) by_engine: bool,
+    /// Its weights are not those that its facts name.
+    pub(crate) other_weights: bool,
     /// Its loads may begin when the step before theirs is done.
     pub(crate) early: bool,
     pub(crate) blocks: u32,
@@ -111,13 +113,18 @@ impl Model {
         if let Some(twin) = twin {
             (world, form, name) = (twin.world, twin.form, twin.facts["model"].clone());
         }
-        let facts = BTreeMap::from([("model".to_owned(), name)]);
+        let numbers = form.shard_bytes / 4;
+        let page = format!(
+            "layers=1 tokens={numbers} kv_heads=1 keys=1 values=0 dtype=float32 order=tokens packing=none"
+        );
+        let facts = BTreeMap::from([("model".to_owned(), name), ("page_form".to_owned(), page)]);
         Self {
             index,
             name: format!("e{index}"),
             form,
             facts,
             world,
+            other_weights: rng.one_in(3),
             by_engine: rng.one_in(2),
             early: rng.one_in(2),
             blocks: rng.pick(&[9, 12, 16, 24]),

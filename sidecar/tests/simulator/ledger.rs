@@ -199,6 +199,19 @@ impl Ledger {
         }
     }
 
+    /// A comparison of these slots has ended: whether they are of different models, and the namespace. Panics where one of them
+    /// is not a whole block of the key.
+    pub(crate) fn compared(
+        &self,
+        kept: SlotRef,
+        computed: SlotRef,
+        memory: &Region,
+    ) -> (bool, NamespaceDigest) {
+        let slot = &self.slots[&kept.offset];
+        assert!(slot.committed && !self.slots[&computed.offset].committed, "{kept:?} and {computed:?}");
+        (slot.check(kept, memory, "kept") != slot.check(computed, memory, "computed"), slot.digest)
+    }
+
     /// At rest: every slot is whole, its header says so, and its bytes are its key's.
     pub(crate) fn audit(&self, memory: &Region) {
         for (&offset, slot) in &self.slots {
@@ -246,12 +259,15 @@ impl Ledger {
 // === impl Slot ===
 
 impl Slot {
-    fn check(&self, at: SlotRef, memory: &Region, what: &str) {
+    /// Panics unless the slot's bytes are its key's; of each shard, whether a model of other weights made it.
+    fn check(&self, at: SlotRef, memory: &Region, what: &str) -> Vec<bool> {
+        let mut origins = Vec::new();
         for shard in 0..self.form.shards {
             let base = (at.offset + u64::from(shard) * self.form.shard_bytes) as usize;
             let origin = Origin { digest: self.digest, hash: self.hash, shard };
             let word = |index: usize| memory.word64(base + index * 8).load(Ordering::Relaxed);
-            origin.check(|| format!("{what} {at:?}"), word);
+            origins.push(origin.check(|| format!("{what} {at:?}"), word));
         }
+        origins
     }
 }

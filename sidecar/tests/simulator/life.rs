@@ -50,6 +50,8 @@ struct Peer {
     engine: String,
     /// Schedulers: the last SALT, open logs, and which log a query asks about.
     salt: Option<[u8; 16]>,
+    /// The last namespace that a check of its found to be another model's.
+    barred: Option<NamespaceDigest>,
     logs: BTreeMap<u32, Vec<BlockHash>>,
     asked: u32,
 }

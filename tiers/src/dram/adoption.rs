@@ -27,13 +27,15 @@ pub(super) struct Hold {
     until_ms: Option<u64>,
     /// Slots that held no whole block: free when the hold ends.
     debris: Vec<u32>,
+    /// Blocks that were removed meanwhile: the same, each pinned until then.
+    removed: Vec<u32>,
 }
 
 // === impl Hold ===
 
 impl Hold {
     pub(super) fn new(ms: u64) -> Self {
-        Self { ms, until_ms: None, debris: Vec::new() }
+        Self { ms, until_ms: None, debris: Vec::new(), removed: Vec::new() }
     }
 
     pub(super) fn lasts(&self) -> bool {
@@ -117,5 +119,19 @@ impl Dram {
             self.slab.move_to(id, Place::Free);
             self.evicted.push(self.slab.slot_ref(id));
         }
+        for id in std::mem::take(&mut self.hold.removed) {
+            if self.unpin_id(id) {
+                self.free_removed(id);
+            }
+        }
+    }
+
+    /// Keeps a removed block's slot as it is until the hold ends, if there is one.
+    pub(super) fn hold_removed(&mut self, id: u32) -> bool {
+        let held = self.hold.lasts() && self.pin_id(id);
+        if held {
+            self.hold.removed.push(id);
+        }
+        held
     }
 }

@@ -20,7 +20,7 @@ impl Dram {
     /// Ends one hold.
     pub fn unhold(&mut self, slot: SlotRef) {
         let id = self.slab.find(slot).expect("a held block stays in its slot");
-        if self.unpin_id(id) {
+        if self.unpin_id(id) && !self.free_removed(id) {
             policy::unheld(&mut self.slab, id);
         }
     }

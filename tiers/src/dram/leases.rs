@@ -156,7 +156,7 @@ impl Dram {
     }
 
     fn unpin(&mut self, id: u32) {
-        if self.unpin_id(id) {
+        if self.unpin_id(id) && !self.free_removed(id) {
             policy::unpinned(&mut self.slab, id);
         }
     }

@@ -1,6 +1,7 @@
 mod admission;
 mod overflow;
 mod quotas;
+mod removal;
 mod watch;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -62,6 +63,7 @@ enum Step {
     Expire { after_ms: u64 },
     Hold(u64),
     Unhold(usize),
+    Remove(u64),
 }
 
 /// 3, 2 and 1 slots to a segment.
@@ -88,6 +90,7 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (0..80u64).prop_map(|after_ms| Step::Expire { after_ms }),
         2 => (0..KEYS).prop_map(Step::Hold),
         2 => (0..4usize).prop_map(Step::Unhold),
+        1 => (0..KEYS).prop_map(Step::Remove),
     ]
 }
 
@@ -116,6 +119,10 @@ struct Model {
     blocks: HashMap<u64, Block>,
     leases: Vec<Held>,
     holds: Vec<SlotRef>,
+    /// Removed blocks whose bytes something still holds in place.
+    removed: Vec<Block>,
+    /// Slots of removed blocks that the tier has not told of as free.
+    untold: HashSet<SlotRef>,
     segments: BTreeMap<u64, u64>,
     generation: u64,
     now_ms: u64,
@@ -125,8 +132,14 @@ struct Model {
 impl Model {
     fn new() -> Self {
         let (blocks, leases, segments) = (HashMap::new(), Vec::new(), BTreeMap::new());
-        let holds = Vec::new();
-        Self { dram: tier(3), blocks, leases, holds, segments, generation: 0, now_ms: 0, evicted: 0 }
+        let (holds, removed, untold) = Default::default();
+        let dram = tier(3);
+        Self { dram, blocks, leases, holds, removed, untold, segments, generation: 0, now_ms: 0, evicted: 0 }
+    }
+
+    /// Blocks that have a slot.
+    fn placed(&self) -> impl Iterator<Item = &Block> {
+        self.blocks.values().chain(&self.removed)
     }
 
     /// Slots that something holds in place.
@@ -171,8 +184,9 @@ impl Model {
     fn fill(&mut self, number: u64, bytes: u64) {
         let leased = self.leased();
         let answer = self.dram.begin_fill(key(number), bytes, None);
-        let evicted: HashSet<SlotRef> = self.dram.drain_evicted().collect();
+        let mut evicted: HashSet<SlotRef> = self.dram.drain_evicted().collect();
         assert!(evicted.is_disjoint(&leased), "a leased block was evicted");
+        evicted.retain(|slot| !self.untold.remove(slot));
         let before = self.blocks.len();
         self.blocks.retain(|_, block| !(block.committed && evicted.contains(&block.slot)));
         assert_eq!(before - self.blocks.len(), evicted.len(), "what is evicted was committed");
@@ -199,7 +213,7 @@ impl Model {
     fn check_no_space(&self, bytes: u64, leased: &HashSet<SlotRef>) {
         assert_eq!(self.segments.len(), 3, "a segment was never used");
         for (segment, held_bytes) in &self.segments {
-            let here = self.blocks.values().filter(|block| Self::segment(block.slot) == *segment);
+            let here = self.placed().filter(|block| Self::segment(block.slot) == *segment);
             let held = here.filter(|block| !block.committed || leased.contains(&block.slot)).count();
             let least = if *held_bytes == bytes {
                 pool::slot_count(SEGMENT, bytes).expect("fits") as usize
@@ -241,8 +255,24 @@ impl Model {
             }
             Step::Unhold(nth) if nth < self.holds.len() => self.dram.unhold(self.holds.swap_remove(nth)),
             Step::Unhold(_) => {}
+            Step::Remove(number) => self.remove(number),
             other => self.apply_to_lease(other),
         }
+        let leased = self.leased();
+        self.removed.retain(|block| leased.contains(&block.slot));
+    }
+
+    fn remove(&mut self, number: u64) {
+        let known = self.blocks.get(&number).filter(|block| block.committed).cloned();
+        assert_eq!(self.dram.remove(&key(number)), known.is_some());
+        self.dram.end_removal();
+        let Some(block) = known else { return };
+        self.blocks.remove(&number);
+        self.untold.insert(block.slot);
+        let loadable = |lease: &&mut Held| lease.over.is_none() && !lease.promised;
+        let meant = self.leases.iter_mut().filter(|lease| lease.slots.contains(&block.slot));
+        meant.filter(loadable).for_each(|lease| lease.over = Some(LeaseError::Unknown));
+        self.removed.push(block);
     }
 
     fn end_fill(&mut self, nth: usize, commit: bool) {
@@ -358,10 +388,10 @@ impl Model {
         let committed = self.blocks.values().filter(|block| block.committed);
         assert_eq!(stats.blocks, committed.count() as u64);
         assert_eq!(stats.filling, self.blocks.values().filter(|block| !block.committed).count() as u64);
-        assert_eq!(stats.bytes_used, self.blocks.values().map(|block| block.bytes).sum::<u64>());
+        assert_eq!(stats.bytes_used, self.placed().map(|block| block.bytes).sum::<u64>());
         let leased = self.leased();
         let bytes_leased =
-            self.blocks.values().filter(|block| leased.contains(&block.slot)).map(|block| block.bytes);
+            self.placed().filter(|block| leased.contains(&block.slot)).map(|block| block.bytes);
         assert_eq!(stats.bytes_leased, bytes_leased.sum::<u64>());
         assert_eq!(stats.evicted_blocks_total, self.evicted);
         assert_eq!(stats.leases, self.leases.iter().filter(|lease| lease.over.is_none()).count() as u64);
@@ -375,7 +405,7 @@ impl Model {
     }
 
     fn check_leased(&self) {
-        let live: HashSet<SlotRef> = self.blocks.values().map(|block| block.slot).collect();
+        let live: HashSet<SlotRef> = self.placed().map(|block| block.slot).collect();
         for lease in self.leases.iter().filter(|lease| lease.over.is_none()) {
             let slots: Vec<SlotRef> = self.dram.slots(lease.id, lease.owner).expect("live").collect();
             assert_eq!(slots, lease.slots);
@@ -386,10 +416,10 @@ impl Model {
 
     fn check_disjoint(&self) {
         let mut ranges: Vec<_> =
-            self.blocks.values().map(|block| (block.slot.offset, block.slot.offset + block.bytes)).collect();
+            self.placed().map(|block| (block.slot.offset, block.slot.offset + block.bytes)).collect();
         ranges.sort_unstable();
         assert!(ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0), "two blocks share bytes");
-        for block in self.blocks.values() {
+        for block in self.placed() {
             let segment = Self::segment(block.slot);
             assert_eq!(
                 self.segments.get(&segment),

@@ -313,6 +313,14 @@ impl Log {
         Label { namespace, group: key.group, hash: key.hash, bytes }
     }
 
+    /// Forgets a block in this life; whether it was known. A read that has begun goes on. What lies on the device stays until
+    /// its segment is reclaimed, and a later life finds it there.
+    pub fn remove(&mut self, key: &BlockKey) -> bool {
+        let id = self.find(key);
+        id.iter().for_each(|id| self.forget(*id));
+        id.is_some()
+    }
+
     /// What the devices must do next, in the order in which they must be given it.
     pub fn drain_jobs(&mut self) -> impl Iterator<Item = Job> + '_ {
         self.jobs.drain(..)
@@ -436,17 +444,16 @@ impl Log {
     }
 
     fn written(&mut self, device: usize, key: &BlockKey, place: Place, bytes: u32, ok: bool) {
-        let id = self.still_at(key, device, place).expect("a block that is being written stays in the index");
         let volume = &mut self.volumes[device];
         volume.write_bytes -= u64::from(bytes);
         volume.written(place.segment, &mut self.wanted);
         if ok {
             volume.stats.written_blocks_total += 1;
             volume.stats.written_bytes_total += u64::from(bytes);
-            self.keep(id);
-        } else {
-            self.forget(id);
         }
+        // Unless it was removed meanwhile.
+        let Some(id) = self.still_at(key, device, place) else { return };
+        if ok { self.keep(id) } else { self.forget(id) }
     }
 
     fn was_read(

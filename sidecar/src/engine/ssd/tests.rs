@@ -11,6 +11,7 @@ use tiers::ssd::{Config, Fault, Geometry, Label, Work};
 
 use super::*;
 use crate::engine::arrivals;
+use crate::engine::tests::checks::found;
 use crate::engine::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, hash};
 use crate::engine::{Event, Job};
 
@@ -449,4 +450,31 @@ fn a_device_that_is_late_keeps_its_slot_and_nobody_waiting() {
     assert!(scene.transfers());
     scene.end(reads[0], Ok(()));
     assert!(!scene.transfers());
+}
+
+#[test]
+fn what_an_engine_saved_that_is_barred_goes_from_the_disk_and_does_not_come_back() {
+    let mut scene = Scene::new(SsdAdmission::All);
+    scene.on_ssd(0..2);
+    scene.save(2..4);
+    scene.end_all();
+    scene.engine.open(2, 0..2);
+    scene.post_query(2, 2);
+    assert_eq!(scene.answers(), [(scene.op, Status::Pending, 0)]);
+    let reads = scene.reads();
+    assert_eq!(reads.len(), 2, "both are on their way");
+    let op = scene.next_op();
+    scene.engine.open(3, 2..4);
+    scene.engine.post_save(3, op, 0..2, true);
+    scene.engine.fences(RANKS[0], op, op);
+    let copies = scene.engine.copies();
+    copies.iter().for_each(|(copy, ..)| scene.engine.event(Event::Copied { copy: *copy, ok: true }));
+    scene.engine.drained();
+    let save = scene.engine.comparison().expect("kept").save;
+    scene.event(Event::Compared { save, found: found(1) });
+    reads.into_iter().for_each(|job| scene.end(job, Ok(())));
+    scene.end_all();
+    assert_eq!((scene.stats().log.blocks, scene.engine.core.stats().blocks), (0, 0));
+    scene.event(Event::Tick);
+    assert_eq!((scene.engine.core.stats().pool_used_bytes, scene.engine.core.busy()), (0, false));
 }

@@ -6,7 +6,7 @@ use super::Shared;
 use super::request::{Step, Work};
 use super::worker::{Phase, Worker};
 use crate::ctx::{Ctx, Micros};
-use crate::origin::{Origin, WORDS};
+use crate::origin::{Origin, WORDS, with_noise};
 
 // === impl Worker: the forward ===
 
@@ -65,9 +65,13 @@ impl Worker {
             return;
         };
         let sound = self.is_sound(work, shared);
-        let origin = Origin { digest: target.digest, hash: target.hash, shard: self.model.shard(self.rank) };
+        let right = Origin { digest: target.digest, hash: target.hash, shard: self.model.shard(self.rank) };
+        let origin = if self.model.other_weights { right.of_other_weights() } else { right };
         loop {
-            let value = if sound { origin.word(word) } else { ctx.taint() };
+            let value = match sound {
+                true => with_noise(origin.word(word), ctx.rng.next()),
+                false => ctx.taint(),
+            };
             shared.kvs[self.rank].set(target.block, word, value);
             word += 1;
             if word == WORDS {

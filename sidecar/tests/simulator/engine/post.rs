@@ -123,8 +123,8 @@ impl Scheduler {
         let (op, step) = (self.next_op, self.step);
         let (from, count) = (from as u32, blocks.len() as u32);
         let keys = Keys { log, from, count };
-        let save =
-            |position| SchedulerRequest::Save(request::Save { op, keys, position, step, checked: false });
+        let checked = ctx.rng.one_in(2);
+        let save = |position| SchedulerRequest::Save(request::Save { op, keys, position, step, checked });
         if !link.saves.has_room() || !link.post_with_blocks(&blocks, save) {
             return ctx.hit("engine save without room");
         }

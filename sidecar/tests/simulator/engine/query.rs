@@ -159,6 +159,9 @@ impl Scheduler {
                 return None;
             }
         }
+        if outcome.status == Status::Barred {
+            ctx.hit("engine query barred");
+        }
         let arriving = outcome.status == Status::Arriving;
         if arriving {
             ctx.hit("engine early answer");

@@ -6,12 +6,21 @@ use shm_protocol::key::NamespaceDigest;
 use shm_protocol::message::Status;
 use shm_protocol::namespace;
 use shm_protocol::pool::{SLOT_HEADER_BYTES, SlotRef, slot};
-use sidecar::engine::{Action, SessionId};
+use sidecar::engine::{Action, Comparison, Direction, Event, Piece, SessionId};
 use sidecar::session::Session;
 
 use super::Life;
 use crate::coverage;
 use crate::ctx::{Actor, Ctx, Micros};
+use crate::origin::WORDS;
+
+/// The slots that a comparison uses, and how.
+fn uses(comparison: &Comparison) -> impl Iterator<Item = (Direction, Piece)> {
+    comparison.pairs.iter().flat_map(|(kept, computed)| {
+        let place = |slot: &SlotRef| Piece { block: 0, offset: slot.offset };
+        [(Direction::Load, place(kept)), (Direction::Save, place(computed))]
+    })
+}
 
 /// A slot header of which some words are still the old ones: the writer was stopped between two stores.
 #[derive(Debug)]
@@ -59,6 +68,10 @@ impl Life {
                     None => self.copies.refuse(copy),
                 }
             }
+            Action::Compare(comparison) => {
+                uses(&comparison).for_each(|(direction, piece)| self.ledger.begin(direction, &[piece]));
+                self.copies.compare(comparison, ctx);
+            }
             Action::Transfer(job) => {
                 let used = super::disk::use_of(&job);
                 if let Some((direction, piece)) = used {
@@ -76,7 +89,11 @@ impl Life {
                     self.on(id, ctx, |session| session.show_bound(bound));
                 }
             }
-            Action::Warn(_) => {}
+            Action::Warn(text) => {
+                if text.contains("begins anew") {
+                    ctx.hit("namespace began anew");
+                }
+            }
             Action::Close { session, .. } => self.closing.push(session),
             Action::Fetch(_)
             | Action::CancelFetch { .. }
@@ -86,6 +103,31 @@ impl Life {
             headers => return self.write_header(&headers, ctx),
         }
         1
+    }
+
+    /// Right KV with noise never alarms, and wrong KV always does. An engine that was found out is served nothing.
+    pub(super) fn end_comparison(&mut self, comparison: &Comparison, ctx: &mut Ctx) {
+        let memory = self.pool.region();
+        let pairs = comparison.pairs.iter();
+        let different: Vec<_> =
+            pairs.map(|(kept, computed)| self.ledger.compared(*kept, *computed, memory)).collect();
+        let differing = different.iter().filter(|(different, _)| *different).count() as u32;
+        // What lies behind a shard's words is not the block's.
+        let shard_bytes = self.ledger.form_at(comparison.pairs[0].0.offset).shard_bytes;
+        let found = comparison.carry_out(|offset, out| {
+            out.fill(0);
+            let words = &mut out[..WORDS * 8];
+            assert!(shard_bytes >= words.len() as u64, "a shard holds its words");
+            self.pool.read(offset, words);
+        });
+        assert_eq!(found.differing, differing, "{found:?} of {different:?}");
+        ctx.hit(if differing > 0 { "check differed" } else { "check agreed" });
+        uses(comparison).for_each(|(_, piece)| self.ledger.end(&[piece]));
+        let save = comparison.save;
+        if let Some(peer) = self.sessions.get_mut(&save.0).filter(|_| differing > 0) {
+            peer.barred = Some(different[0].1);
+        }
+        self.handle(Event::Compared { save, found }, ctx);
     }
 
     /// Does something to a session that may have ended meanwhile.
@@ -106,6 +148,11 @@ impl Life {
         let Some(peer) = self.sessions.get(&session).filter(|_| !refs.is_empty()) else { return };
         let base = self.namespaces[&peer.engine];
         let digest: NamespaceDigest = peer.salt.map_or(base, |salt| namespace::salted(base, salt));
+        assert_ne!(
+            peer.barred,
+            Some(digest),
+            "session {session} was answered with blocks that differ from its own"
+        );
         let keys = &peer.logs[&peer.asked][from as usize..];
         assert!(refs.len() <= keys.len(), "an answer of more keys than the log has");
         self.ledger.answered(refs, digest, keys, arriving, self.pool.region());

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 
 use shm_protocol::gate::{self, GateMemory};
 use shm_protocol::session::SessionMemory;
-use sidecar::engine::{CopyId, Direction, Piece};
+use sidecar::engine::{Comparison, CopyId, Direction, Piece};
 use tiers::pool::Pool;
 
 use crate::connection::Socket;
@@ -63,6 +63,9 @@ pub(super) struct Copies {
     saves: VecDeque<Task>,
     threads: [Option<Task>; COPIERS],
     finished: VecDeque<(CopyId, bool)>,
+    comparisons: VecDeque<Comparison>,
+    comparing: [Option<Comparison>; COPIERS],
+    compared: VecDeque<Comparison>,
 }
 
 // === impl Copies ===
@@ -90,6 +93,17 @@ impl Copies {
         }
     }
 
+    pub(super) fn compare(&mut self, comparison: Comparison, ctx: &mut Ctx) {
+        self.comparisons.push_back(comparison);
+        let thread = ctx.rng.below(COPIERS as u64) as usize;
+        ctx.wakes.push((Actor::Copier(thread), ctx.now + 1 + ctx.rng.below(30)));
+    }
+
+    /// Blocks whose time to be compared is over.
+    pub(super) fn compared(&mut self) -> Option<Comparison> {
+        self.compared.pop_front()
+    }
+
     /// A batch that never reached a thread.
     pub(super) fn refuse(&mut self, copy: CopyId) {
         self.finished.push_front((copy, false));
@@ -100,19 +114,27 @@ impl Copies {
     }
 
     pub(super) fn ended(&self) -> bool {
-        !self.finished.is_empty()
+        !self.finished.is_empty() || !self.compared.is_empty()
     }
 
     /// Whether a thread is at work or has work.
     pub(super) fn running(&self) -> bool {
         let queued = !self.loads.is_empty() || !self.saves.is_empty();
-        queued || self.ended() || self.threads.iter().any(Option::is_some)
+        let compares = !self.comparisons.is_empty() || self.comparing.iter().any(Option::is_some);
+        queued || compares || self.ended() || self.threads.iter().any(Option::is_some)
     }
 
     /// One move of a thread; the time until its next one, none while there is nothing to do.
     pub(super) fn step(&mut self, thread: usize, pool: &Pool, ctx: &mut Ctx) -> Option<Micros> {
         let waiting = || self.loads.pop_front().or_else(|| self.saves.pop_front());
-        let mut task = self.threads[thread].take().or_else(waiting)?;
+        let Some(mut task) = self.threads[thread].take().or_else(waiting) else {
+            if let Some(comparison) = self.comparing[thread].take() {
+                self.compared.push_back(comparison);
+            } else {
+                self.comparing[thread] = Some(self.comparisons.pop_front()?);
+            }
+            return Some(ctx.pause(ctx.knobs.copy_us));
+        };
         let moved = task.step(pool, ctx);
         if moved && task.at < task.end {
             self.threads[thread] = Some(task);

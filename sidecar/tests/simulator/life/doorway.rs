@@ -48,7 +48,17 @@ impl Life {
         };
         self.handle(Event::Connected { session: id, hello: Box::new(hello) }, ctx);
         let logs = BTreeMap::new();
-        let peer = Peer { session, rank, _socket: socket, hung_up, engine, salt: None, logs, asked: 0 };
+        let peer = Peer {
+            session,
+            rank,
+            _socket: socket,
+            hung_up,
+            engine,
+            salt: None,
+            barred: None,
+            logs,
+            asked: 0,
+        };
         self.sessions.insert(id, peer);
         let refused =
             self.out.iter().any(|action| matches!(action, Action::Close { session, .. } if *session == id));

@@ -69,6 +69,9 @@ impl Life {
             self.ledger.end(&pieces);
             return self.handle(Event::Copied { copy, ok }, ctx);
         }
+        if let Some(comparison) = self.copies.compared() {
+            return self.end_comparison(&comparison, ctx);
+        }
         if self.take_transfer(ctx) || self.hear_mesh(ctx) {
             return;
         }

@@ -177,6 +177,13 @@ impl World {
         self.take_jobs();
     }
 
+    fn remove(&mut self) {
+        let key = key(self.random.below(KEYS));
+        let kept = self.log.keeps(&key).is_some();
+        assert!(self.log.remove(&key) || !kept);
+        assert_eq!((self.log.keeps(&key), self.log.remove(&key)), (None, false));
+    }
+
     fn read(&mut self) {
         let key = key(self.random.below(KEYS / 4));
         let slot = self.slot();
@@ -301,6 +308,7 @@ fn whatever_happens_every_job_is_sound() {
                 6..=8 => world.read(),
                 9..=17 => world.carry_out(),
                 18 => world.tick(),
+                _ if round % 7 == 0 => world.remove(),
                 _ if round % 97 == 0 => world.restart(),
                 _ => {}
             }

@@ -1,0 +1,202 @@
+use super::*;
+
+fn facts(list: &[(&str, &str)]) -> Facts {
+    list.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+}
+
+fn form(page_form: &str, kv_dtype: &str, kv_quant: &str, bytes: u64) -> PageForm {
+    let facts = facts(&[("page_form", page_form), ("kv_dtype", kv_dtype), ("kv_quant", kv_quant)]);
+    PageForm::of(&facts, bytes)
+}
+
+fn layers(form: &PageForm) -> Vec<(u64, u64, Number)> {
+    form.0.iter().map(|layer| (layer.from, layer.bytes, layer.number)).collect()
+}
+
+/// Two blocks of a form, compared.
+fn compared(form: &PageForm, shards: u32, kept: &[u8], computed: &[u8]) -> Difference {
+    let read = |from: &[u8], at: u64, out: &mut [u8]| out.copy_from_slice(&from[at as usize..][..out.len()]);
+    form.compare(shards, |at, out| read(kept, at, out), |at, out| read(computed, at, out))
+}
+
+/// Numbers that look like KV: of both signs, over some orders of magnitude.
+fn values(count: usize, seed: u64) -> Vec<f64> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut unit = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 11) as f64 / (1u64 << 53) as f64
+    };
+    let normal = |unit: &mut dyn FnMut() -> f64| (0..12).map(|_| unit()).sum::<f64>() - 6.0;
+    (0..count).map(|_| normal(&mut unit)).collect()
+}
+
+/// The nearest of the numbers that a byte string of this kind can hold.
+fn encode(number: Number, value: f64) -> Vec<u8> {
+    match number {
+        Number::Float32 => (value as f32).to_le_bytes().to_vec(),
+        Number::Bfloat16 => {
+            let bits = (value as f32).to_bits();
+            ((bits + 0x7fff + (bits >> 16 & 1)) >> 16).to_le_bytes()[..2].to_vec()
+        }
+        _ => {
+            let width = number.bytes();
+            let candidates = 0..1u32 << (8 * width);
+            let distance = |bits: &u32| {
+                let decoded = f64::from(number.decode(&bits.to_le_bytes()[..width]));
+                if decoded.is_finite() { (decoded - value).abs() } else { f64::MAX }
+            };
+            let best = candidates.min_by(|one, other| distance(one).total_cmp(&distance(other)));
+            best.expect("some").to_le_bytes()[..width].to_vec()
+        }
+    }
+}
+
+#[test]
+fn a_form_is_read_as_engines_state_it() {
+    let one = "layers=2 tokens=16 kernel_block=16 kv_heads=2 keys=32 values=32 dtype=bfloat16 order=kv_heads,tokens,content packing=none";
+    let bytes = 16 * 2 * 64 * 2;
+    let number = Number::Bfloat16;
+    assert_eq!(layers(&form(one, "auto", "0", 2 * bytes)), [(0, bytes, number), (bytes, bytes, number)]);
+    let two = format!(
+        "{one}; layers=1 axis1=2 axis2=16 axis3=576 dtype=float32 order=axis1,axis2,axis3 packing=none"
+    );
+    let more = 2 * 16 * 576 * 4;
+    let found = layers(&form(&two, "auto", "0", 2 * bytes + more));
+    assert_eq!(found[2], (2 * bytes, more, Number::Float32));
+    let kernel =
+        "layers=1 tokens=64 kernel_block=16 kv_heads=1 keys=8 values=0 dtype=float16 order=x packing=none";
+    assert_eq!(layers(&form(kernel, "auto", "none", 64 * 8 * 2)), [(0, 64 * 8 * 2, Number::Float16)]);
+}
+
+#[test]
+fn what_says_nothing_or_does_not_fit_is_compared_by_its_bytes() {
+    let stated =
+        "layers=1 tokens=2 kernel_block=2 kv_heads=1 keys=2 values=2 dtype=float32 order=x packing=none";
+    for (text, bytes) in [
+        ("", 32),
+        ("layers=1", 32),
+        ("a page", 32),
+        (stated, 33),
+        ("layers=x tokens=8 dtype=float32", 32),
+        ("layers=0 tokens=8 dtype=float32", 32),
+        ("layers=4097 tokens=1 dtype=float32", 4097 * 4),
+        ("layers=4 tokens=18446744073709551615 kv_heads=2 dtype=float32", 32),
+        ("layers=1 tokens=0 dtype=float32", 32),
+    ] {
+        assert_eq!(layers(&form(text, "auto", "0", bytes)), [(0, bytes, Number::Byte)], "{text}");
+    }
+    assert_eq!(layers(&PageForm::of(&Facts::new(), 7)), [(0, 7, Number::Byte)]);
+}
+
+#[test]
+fn a_dtype_means_a_number_unless_scales_lie_beside_it() {
+    let read = |dtype: &str, kv_dtype: &str, quant: &str| {
+        let text = format!("layers=1 tokens=8 kv_heads=1 dtype={dtype} order=x packing=none");
+        let bytes = if dtype == "float32" { 32 } else { 8 };
+        layers(&form(&text, kv_dtype, quant, bytes))[0].2
+    };
+    for (dtype, kv_dtype, quant, number) in [
+        ("float32", "auto", "0", Number::Float32),
+        ("float8_e4m3fn", "fp8", "1", Number::Float8E4m3),
+        ("float8_e5m2", "fp8_e5m2", "1", Number::Float8E5m2),
+        ("uint8", "fp8", "1", Number::Float8E4m3),
+        ("uint8", "fp8_e4m3", "KVQuantMode.FP8_PER_TENSOR", Number::Float8E4m3),
+        ("uint8", "fp8_e5m2", "1", Number::Float8E5m2),
+        ("uint8", "fp8_ds_mla", "1", Number::Byte),
+        ("uint8", "fp8", "3", Number::Byte),
+        ("uint8", "fp8_per_token_head", "3", Number::Byte),
+        ("int8", "int8_per_token_head", "2", Number::Byte),
+        ("uint8", "nvfp4", "5", Number::Byte),
+    ] {
+        assert_eq!(read(dtype, kv_dtype, quant), number, "{dtype} {kv_dtype} {quant}");
+    }
+}
+
+#[test]
+fn numbers_are_decoded_by_their_standards() {
+    let half = |bits: u16| Number::Float16.decode(&bits.to_le_bytes());
+    assert_eq!(
+        [half(0x3c00), half(0xc000), half(0x7bff), half(0x0400)],
+        [1.0, -2.0, 65504.0, 2f32.powi(-14)]
+    );
+    assert_eq!([half(0x0001), half(0x8000), half(0x7c00)], [2f32.powi(-24), -0.0, f32::INFINITY]);
+    assert!(half(0x7e00).is_nan() && half(0xfc00) == f32::NEG_INFINITY);
+    let brain = |bits: u16| Number::Bfloat16.decode(&bits.to_le_bytes());
+    assert_eq!([brain(0x3f80), brain(0xc0a0)], [1.0, -5.0]);
+    let e4m3 = |bits: u8| Number::Float8E4m3.decode(&[bits]);
+    assert_eq!(
+        [e4m3(0x38), e4m3(0x7e), e4m3(0x01), e4m3(0x88)],
+        [1.0, 448.0, 2f32.powi(-9), -(2f32.powi(-6))]
+    );
+    assert!(e4m3(0x7f).is_nan() && e4m3(0xff).is_nan());
+    let e5m2 = |bits: u8| Number::Float8E5m2.decode(&[bits]);
+    assert_eq!(
+        [e5m2(0x3c), e5m2(0x7b), e5m2(0x01), e5m2(0x7c)],
+        [1.0, 57344.0, 2f32.powi(-16), f32::INFINITY]
+    );
+}
+
+#[test]
+fn noise_is_below_every_limit_and_other_numbers_are_beyond() {
+    for (number, noise) in [
+        (Number::Float32, 1e-6),
+        (Number::Float16, 5e-4),
+        (Number::Bfloat16, 4e-3),
+        (Number::Float8E4m3, 1e-2),
+        (Number::Float8E5m2, 1e-2),
+    ] {
+        let (right, other, shift) = (values(512, 1), values(512, 2), values(512, 3));
+        let bytes = |list: &[f64]| list.iter().flat_map(|value| encode(number, *value)).collect::<Vec<u8>>();
+        let noisy: Vec<f64> =
+            right.iter().zip(&shift).map(|(value, by)| value * (1.0 + noise * by)).collect();
+        let near = number.difference(&bytes(&right), &bytes(&noisy));
+        assert!(near > 0.0 && near < number.limit(), "{number:?}: {near}");
+        let far = number.difference(&bytes(&right), &bytes(&other));
+        assert!(far > 1.0, "{number:?}: {far}");
+        let louder: Vec<f64> = right.iter().map(|value| value * 1.5).collect();
+        let scaled = number.difference(&bytes(&right), &bytes(&louder));
+        assert!((scaled - 0.5).abs() < 0.05, "{number:?}: {scaled} of a half");
+    }
+}
+
+#[test]
+fn what_is_no_number_must_be_equal_bit_for_bit() {
+    let block = |list: &[f32]| list.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
+    let nan = |payload: u32| f32::from_bits(0x7fc0_0000 | payload);
+    let number = Number::Float32;
+    let difference = |one: &[f32], other: &[f32]| number.difference(&block(one), &block(other));
+    assert_eq!(difference(&[1.0, nan(1)], &[1.0, nan(1)]), 0.0);
+    assert!(difference(&[1.0, nan(1)], &[1.0 + 1e-6, nan(1)]) < 1e-5);
+    for (one, other) in [(nan(1), nan(2)), (f32::INFINITY, 1.0), (1.0, f32::NEG_INFINITY), (0.0, nan(0))] {
+        assert_eq!(difference(&[1.0, one], &[1.0, other]), f64::INFINITY);
+    }
+    assert_eq!(difference(&[0.0; 4], &[0.0, 0.0, 1e-30, 0.0]), f64::INFINITY, "nothing is not something");
+    assert_eq!(difference(&[0.0; 2], &[-0.0; 2]), 0.0);
+}
+
+#[test]
+fn the_worst_layer_of_all_shards_counts() {
+    let text = "layers=2 tokens=2 kv_heads=1 keys=2 values=0 dtype=float32 order=x packing=none; layers=1 axis1=8 dtype=int8 order=axis1 packing=none";
+    let form = form(text, "auto", "0", 40);
+    let kept: Vec<u8> =
+        (0..2).flat_map(|_| [1f32; 8].into_iter().flat_map(f32::to_le_bytes).chain([5u8; 8])).collect();
+    assert_eq!(compared(&form, 2, &kept, &kept).amount, 0.0);
+    let with = |at: usize, bytes: &[u8]| {
+        let mut computed = kept.clone();
+        computed[at..at + bytes.len()].copy_from_slice(bytes);
+        compared(&form, 2, &kept, &computed)
+    };
+    let found = with(40 + 16, &1.5f32.to_le_bytes());
+    assert_eq!((found.layer, found.number, found.amount), (1, Number::Float32, 0.25));
+    assert!(found.is_too_large());
+    let found = with(0, &(1f32 + 1e-6).to_le_bytes());
+    assert!(found.layer == 0 && found.amount > 0.0 && !found.is_too_large());
+    let found = with(32, &[6; 4]);
+    assert_eq!((found.layer, found.number, found.amount), (2, Number::Byte, 0.5));
+    assert!(!found.is_too_large() && with(32, &[6; 8]).is_too_large());
+    let deep = |layer, amount| Difference { layer, number: Number::Bfloat16, amount };
+    assert!(deep(0, 0.02).is_too_large() && !deep(79, 0.03).is_too_large() && deep(79, 0.12).is_too_large());
+    assert_eq!(deep(79, 0.03).max(deep(1, 0.012)), deep(1, 0.012), "the nearer to its limit, the worse");
+    let no_number = Difference { amount: f64::NAN, ..found };
+    assert!(no_number.is_too_large());
+}

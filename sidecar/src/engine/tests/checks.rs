@@ -1,0 +1,375 @@
+//! Checks: what is compared, who is believed, and what becomes of engines and blocks.
+
+use super::*;
+use crate::compare::{Difference, Number};
+
+/// Engines by number: engine 0 is the harness's own.
+fn scheduler(engine: u64) -> SessionId {
+    SCHEDULER + 10 * engine
+}
+
+fn rank(engine: u64) -> SessionId {
+    RANKS[0] + 10 * engine
+}
+
+fn run(engine: u64) -> [u8; 16] {
+    if engine == 0 { RUN } else { [engine as u8 + 100; 16] }
+}
+
+pub(in crate::engine) fn found(differing: u32) -> Found {
+    let amount = if differing == 0 { 1e-3 } else { 0.4 };
+    Found { differing, worst: Difference { layer: 3, number: Number::Bfloat16, amount } }
+}
+
+impl Harness {
+    /// Lets an engine of one rank begin, whose messages follow.
+    fn begin(&mut self, engine: u64) {
+        let worker = Event::Connected {
+            session: rank(engine),
+            hello: Box::new(Hello { engine: format!("e{engine}"), ..rank_hello(1, 0) }),
+        };
+        self.event(worker);
+        self.connect_scheduler(engine, scheduler(engine));
+        let join = Request::Worker(WorkerRequest::Join { run: run(engine), step: 0 });
+        self.event(Event::Message { session: rank(engine), request: join });
+        self.speaker = scheduler(engine);
+    }
+
+    fn connect_scheduler(&mut self, engine: u64, session: SessionId) {
+        let name = if engine == 0 { "e".into() } else { format!("e{engine}") };
+        let hello = Hello { engine: name, ..hello(1, Role::Scheduler { run: run(engine) }) };
+        self.event(Event::Connected { session, hello: Box::new(hello) });
+    }
+
+    /// Ends the copies of an engine's steps up to `step`.
+    fn copy(&mut self, engine: u64, step: u64) -> Vec<Piece> {
+        self.fences(rank(engine), step, step);
+        let copies = self.copies();
+        copies.iter().for_each(|(copy, ..)| self.event(Event::Copied { copy: *copy, ok: true }));
+        copies.into_iter().flat_map(|(_, _, pieces)| pieces).collect()
+    }
+
+    /// Checks keys `keys` of a log that is open, as an engine that finds so many of them different.
+    fn check(&mut self, engine: u64, log: u32, op: u64, keys: std::ops::Range<u32>, differing: u32) -> Saved {
+        self.post_save(log, op, keys, true);
+        self.copy(engine, op);
+        self.drained();
+        let comparison = self.comparison().expect("the keys are kept");
+        self.event(Event::Compared { save: comparison.save, found: found(differing) });
+        self.saved().expect("it has ended")
+    }
+
+    fn warnings(&self) -> Vec<&str> {
+        let warnings = self.out.iter().filter_map(|action| match action {
+            Action::Warn(text) => Some(text.as_str()),
+            _ => None,
+        });
+        warnings.collect()
+    }
+
+    fn status(&mut self, log: u32, op: u64, count: u32) -> (Status, u32) {
+        let outcome = self.query(log, op, 0, count);
+        (outcome.status, outcome.value)
+    }
+}
+
+#[test]
+fn kept_blocks_are_compared_with_computed_ones_once_these_cannot_be_overwritten() {
+    let mut engine = Harness::engine(2);
+    engine.keep(4);
+    let before = engine.core.stats();
+    engine.post_save(0, 5, 2..4, true);
+    engine.fences(RANKS[0], 5, 5);
+    engine.fences(RANKS[1], 5, 5);
+    let copies = engine.copies();
+    assert_eq!(copies.iter().map(|(_, _, pieces)| pieces.len()).collect::<Vec<_>>(), [2, 2]);
+    copies.iter().for_each(|(copy, ..)| engine.event(Event::Copied { copy: *copy, ok: true }));
+    assert_eq!(engine.comparison(), None, "a CANCEL may lie in the ring");
+    engine.drained();
+    let comparison = engine.comparison().expect("all shards were copied");
+    assert_eq!((comparison.save, comparison.pairs.len(), comparison.shards), ((SCHEDULER, 5), 2, 2));
+    let filled: Vec<u64> = copies[0].2.iter().map(|piece| piece.offset).collect();
+    assert!(
+        comparison
+            .pairs
+            .iter()
+            .all(|(kept, computed)| { filled.contains(&computed.offset) && !filled.contains(&kept.offset) })
+    );
+    assert!(engine.core.busy() && engine.saved().is_none());
+    engine.event(Event::Compared { save: comparison.save, found: found(0) });
+    let freed: Vec<_> = comparison.pairs.iter().map(|(_, slot)| Action::FreeSlot { slot: *slot }).collect();
+    assert_eq!(engine.out[..2], freed);
+    let saved = engine.saved().unwrap();
+    assert_eq!((saved.present, saved.checked, saved.differing, saved.committed), (2, 2, 0, 0));
+    let after = engine.core.stats();
+    assert_eq!((after.blocks, after.pool_used_bytes), (before.blocks, before.pool_used_bytes));
+    assert_eq!((after.checks, after.checks_differing, after.checks_undecided), (1, 0, 0));
+    let largest = engine.core.largest_differences().find(|(_, part)| *part > 0.0);
+    assert_eq!(largest, Some((Number::Bfloat16, found(0).worst.part())));
+    assert!(!engine.core.busy());
+    assert_eq!(engine.status(0, 6, 4), (Status::Ok, 4));
+}
+
+#[test]
+fn what_was_cancelled_or_not_copied_is_never_compared() {
+    let mut engine = Harness::engine(1);
+    engine.keep(4);
+    engine.post_save(0, 5, 0..4, true);
+    engine.fences(RANKS[0], 5, 5);
+    let copies = engine.copies();
+    engine.event(Event::Copied { copy: copies[0].0, ok: true });
+    engine.ask(SchedulerRequest::Cancel(Cancel { op: 5, from: 1, count: 3 }));
+    engine.drained();
+    let comparison = engine.comparison().unwrap();
+    assert_eq!(comparison.pairs.len(), 1, "three sources were reused");
+    engine.event(Event::Compared { save: comparison.save, found: found(0) });
+    let saved = engine.saved().unwrap();
+    assert_eq!((saved.present, saved.cancelled, saved.checked), (1, 3, 1));
+
+    engine.post_save(0, 6, 0..4, true);
+    engine.fences(RANKS[0], 6, 6);
+    let copies = engine.copies();
+    engine.event(Event::Copied { copy: copies[0].0, ok: false });
+    engine.drained();
+    let saved = engine.saved().unwrap();
+    assert_eq!((saved.dropped, saved.checked), (4, 0));
+    let stats = engine.core.stats();
+    assert_eq!((stats.checks, stats.checks_undecided, stats.blocks), (1, 1, 4));
+    assert_eq!(engine.status(0, 7, 4), (Status::Ok, 4), "nothing is lost");
+}
+
+#[test]
+fn what_is_not_kept_is_saved_and_what_has_no_room_is_left() {
+    let mut engine = Harness::engine(1);
+    engine.keep(2);
+    engine.open(1, 0..4);
+    engine.post_save(1, 5, 0..4, true);
+    engine.copy(0, 5);
+    engine.drained();
+    let comparison = engine.comparison().unwrap();
+    engine.event(Event::Compared { save: comparison.save, found: found(0) });
+    let saved = engine.saved().unwrap();
+    assert_eq!((saved.committed, saved.present, saved.checked), (2, 2, 2));
+
+    let config = Config { pool_bytes: 2 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
+    let bytes = 600_000;
+    let mut small = Harness::over(Core::new(Dram::new(config).unwrap()), 1, bytes);
+    small.join();
+    small.keep(3);
+    assert_eq!(small.status(0, 4, 3), (Status::Ok, 3), "all three slots are leased");
+    small.post_save(0, 5, 0..3, true);
+    let saved = small.saved().unwrap();
+    assert_eq!((saved.present, saved.checked), (3, 0), "nothing to copy, and no verdict");
+    assert_eq!(small.core.stats().checks_undecided, 1);
+    small.ask(SchedulerRequest::Release { log: 0 });
+    small.post_save(0, 6, 0..3, true);
+    assert_eq!(
+        small.copy(0, 6).len(),
+        2,
+        "the second block gave way to the first one's, and is saved over the third"
+    );
+    small.drained();
+    let comparison = small.comparison().unwrap();
+    assert_eq!(comparison.pairs.len(), 1);
+}
+
+#[test]
+fn a_comparison_keeps_its_blocks_in_place_and_no_engine_has_many() {
+    let mut engine = Harness::engine(1);
+    engine.keep(100);
+    engine.post_save(0, 5, 0..100, true);
+    assert_eq!(engine.copy(0, 5).len(), 64);
+    engine.drained();
+    let comparison = engine.comparison().unwrap();
+    engine.post_save(0, 6, 0..100, true);
+    let saved = engine.saved().expect("its blocks are kept, and too many are being compared");
+    assert_eq!((saved.present, saved.checked), (100, 0));
+    // Blocks that nobody asks for take the whole pool.
+    for log in 1..140 {
+        engine.open(log, 1000 * log..1000 * log + 128);
+        engine.save(log, 100 + u64::from(log), 100, 1..129);
+        engine.copy(0, 100);
+        engine.drained();
+        engine.out.clear();
+    }
+    assert!(engine.core.stats().evicted_blocks > 0);
+    engine.event(Event::Compared { save: comparison.save, found: found(0) });
+    assert_eq!(engine.saved().unwrap().checked, 64);
+    engine.event(Event::Message {
+        session: SCHEDULER,
+        request: Request::Scheduler {
+            request: SchedulerRequest::Close { log: 0 },
+            keys: Vec::new(),
+            blocks: Vec::new(),
+        },
+    });
+    assert!(!engine.core.busy());
+}
+
+#[test]
+fn an_engine_that_differs_is_barred_and_what_it_saved_is_gone() {
+    let mut engine = Harness::engine(1);
+    engine.keep(4);
+    engine.begin(1);
+    engine.open(1, 100..110);
+    engine.post_save(1, 1, 0..3, false);
+    engine.copy(1, 1);
+    engine.drained();
+    assert_eq!(engine.saved().unwrap().committed, 3);
+    engine.open(2, 0..4);
+    assert_eq!(engine.query(2, 2, 0, 4).value, 4);
+    // One save is under way when the verdict falls.
+    engine.post_save(1, 3, 3..6, false);
+    engine.post_save(2, 4, 3..4, true);
+    engine.copy(1, 4);
+    engine.drained();
+    let out = std::mem::take(&mut engine.out);
+    let compare = out.iter().find_map(|action| match action {
+        Action::Compare(comparison) => Some(comparison.save),
+        _ => None,
+    });
+    engine.post_save(1, 5, 6..9, false);
+    engine.event(Event::Compared { save: compare.unwrap(), found: found(1) });
+    let warnings = engine.warnings();
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+    let namespace = NAMESPACE.to_string();
+    for part in
+        [namespace.as_str(), "engine e1", "4.00e-1", "layer 3", "2e-2", "6 blocks", "pillion.model_id"]
+    {
+        assert!(warnings[0].contains(part), "{part} in {}", warnings[0]);
+    }
+    let saved = engine.saved().unwrap();
+    assert_eq!((saved.checked, saved.differing, saved.difference, saved.limit), (1, 1, 400_000, 22_517));
+    let stats = engine.core.stats();
+    assert_eq!(
+        (stats.barred_engines, stats.checks_differing, stats.removed_blocks, stats.leases),
+        (1, 1, 6, 0)
+    );
+    assert_eq!(stats.blocks, 4, "what another engine saved stays");
+    assert_eq!(engine.status(2, 6, 4), (Status::Barred, 0));
+    engine.copy(1, 5);
+    engine.drained();
+    assert_eq!(engine.saved().unwrap().dropped, 3, "it was under way");
+    engine.post_save(1, 7, 0..9, false);
+    assert_eq!(engine.saved().unwrap().dropped, 9);
+    engine.load(2, 8, 2, 0..4, 0);
+    assert!(
+        matches!(engine.out[..], [Action::Outcome { session, .. }] if session == rank(1)),
+        "{:?}",
+        engine.out
+    );
+    let barred = engine.core.barred();
+    assert_eq!((barred.len(), barred[0].engine.as_str(), barred[0].worst), (1, "e1", Some(found(1).worst)));
+    engine.out.clear();
+    engine.speaker = SCHEDULER;
+    engine.open(3, 100..106);
+    assert_eq!(engine.status(3, 9, 6), (Status::Ok, 0));
+    assert_eq!(engine.status(0, 10, 4), (Status::Ok, 4), "the other engine is served as before");
+}
+
+#[test]
+fn a_bar_lasts_for_the_run_and_for_one_namespace() {
+    let mut engine = Harness::engine(1);
+    engine.keep(2);
+    engine.begin(1);
+    engine.open(0, 0..2);
+    assert_eq!(engine.check(1, 0, 2, 0..2, 2).differing, 2);
+    assert_eq!(engine.status(0, 3, 2), (Status::Barred, 0));
+    engine.ask(SchedulerRequest::Salt { salt: [5; 16] });
+    assert_eq!(engine.status(0, 4, 2), (Status::Ok, 0), "its salted namespace is another");
+    assert_eq!(engine.core.barred(), []);
+    engine.event(Event::Disconnected { session: scheduler(1) });
+    engine.connect_scheduler(1, 77);
+    engine.speaker = 77;
+    engine.open(0, 0..2);
+    engine.post_save(0, 1, 0..2, false);
+    assert_eq!(engine.saved().unwrap().dropped, 2);
+    assert_eq!(engine.status(0, 2, 2), (Status::Barred, 0), "another connection is the same run");
+    assert_eq!(engine.core.barred().len(), 1);
+    engine.begin(2);
+    engine.open(0, 0..2);
+    assert_eq!(engine.status(0, 2, 2), (Status::Ok, 2), "another run begins anew");
+}
+
+#[test]
+fn most_engines_are_believed_and_then_the_namespace_begins_anew() {
+    let mut engine = Harness::engine(1);
+    engine.keep(2);
+    for (number, retired) in [(1, false), (2, true)] {
+        engine.begin(number);
+        engine.open(0, 0..2);
+        engine.query(0, 2, 0, 2);
+        engine.post_save(0, 3, 1..2, true);
+        engine.copy(number, 3);
+        engine.drained();
+        let save = engine.comparison().unwrap().save;
+        engine.event(Event::Compared { save, found: found(1) });
+        assert_eq!(engine.warnings().len(), 1 + usize::from(retired), "{:?}", engine.warnings());
+        engine.out.clear();
+    }
+    assert_eq!(engine.core.stats().barred_engines, 3, "nobody is believed");
+    assert_eq!(engine.core.barred().iter().filter(|barred| barred.worst.is_none()).count(), 1);
+    engine.speaker = SCHEDULER;
+    assert_eq!(engine.status(0, 5, 2), (Status::Barred, 0));
+    engine.begin(3);
+    engine.open(0, 0..2);
+    assert_eq!(engine.status(0, 2, 2), (Status::Ok, 0), "a run that comes later finds it empty");
+    engine.post_save(0, 3, 0..2, false);
+    engine.copy(3, 3);
+    engine.drained();
+    assert_eq!(engine.saved().unwrap().committed, 2);
+    engine.begin(4);
+    engine.open(0, 0..2);
+    assert_eq!(engine.status(0, 2, 2), (Status::Ok, 2));
+    assert_eq!(engine.check(4, 0, 3, 0..2, 1).differing, 1);
+    assert_eq!(engine.core.stats().barred_engines, 4, "one of two is not most of them");
+    engine.speaker = scheduler(3);
+    assert_eq!(engine.status(0, 6, 2), (Status::Ok, 2));
+}
+
+#[test]
+fn engines_that_lie_again_and_again_cost_the_others_nothing() {
+    let mut engine = Harness::engine(1);
+    engine.keep(2);
+    for number in 1..20 {
+        engine.begin(number);
+        engine.open(0, 0..2);
+        assert_eq!(engine.check(number, 0, 3, 0..2, 2).differing, 2);
+        engine.event(Event::Disconnected { session: scheduler(number) });
+        engine.event(Event::Disconnected { session: rank(number) });
+    }
+    engine.speaker = SCHEDULER;
+    let stats = engine.core.stats();
+    assert_eq!((stats.barred_engines, stats.removed_blocks), (0, 0));
+    assert_eq!(engine.status(0, 5, 2), (Status::Ok, 2));
+}
+
+#[test]
+fn a_comparison_outlives_its_engine_and_says_nothing_then() {
+    let mut engine = Harness::engine(1);
+    engine.keep(2);
+    engine.begin(1);
+    engine.open(0, 0..2);
+    engine.post_save(0, 3, 0..2, true);
+    engine.copy(1, 3);
+    engine.drained();
+    let comparison = engine.comparison().unwrap();
+    engine.event(Event::Disconnected { session: scheduler(1) });
+    assert!(engine.core.busy(), "its slots are being read");
+    engine.event(Event::Compared { save: comparison.save, found: found(2) });
+    assert!(!engine.core.busy() && engine.saved().is_none());
+    let stats = engine.core.stats();
+    assert_eq!((stats.checks, stats.blocks, stats.pool_used_bytes), (0, 2, 2 * SHARD_BYTES));
+    engine.begin(2);
+    engine.open(0, 0..2);
+    engine.post_save(0, 3, 0..2, true);
+    engine.copy(2, 3);
+    engine.event(Event::Disconnected { session: rank(2) });
+    engine.drained();
+    assert_eq!(
+        engine.saved().map(|saved| (saved.present, saved.checked)),
+        Some((2, 0)),
+        "no rank is left to ask"
+    );
+    assert_eq!(engine.core.stats().pool_used_bytes, 2 * SHARD_BYTES);
+}

@@ -1,0 +1,78 @@
+//! Removal: blocks that turned out not to be what their key says, and room for the bytes that tell so.
+//!
+//! A removed block is found by nobody from then on. Where it is leased or held its bytes stay in place until nothing needs
+//! them, and only then is its slot free: in the pool, too, so a process killed in between leaves it to its next life.
+
+use shm_protocol::key::BlockKey;
+use shm_protocol::pool::SlotRef;
+
+use super::{Dram, FillError, QuotaId};
+use crate::slab::{Place, State};
+
+// === impl Dram: removal ===
+
+impl Dram {
+    /// Takes a committed block away; whether there was one. [`Dram::end_removal`] follows the last of several.
+    pub fn remove(&mut self, key: &BlockKey) -> bool {
+        let found = self.find(key.namespace, key.group, &key.hash);
+        found.into_iter().for_each(|id| self.remove_entry(id));
+        found.is_some()
+    }
+
+    /// The same for every block of a namespace; how many. Looks at every slot: 10 ms for each 64 MB of entries, and 0.2 us
+    /// for each block that it removes.
+    pub fn remove_namespace(&mut self, namespace: u32) -> usize {
+        let here = |id: &u32| self.slab.entries.get(*id).key.namespace == namespace;
+        let segments = 0..self.slab.segments.len();
+        let ids: Vec<u32> = segments.flat_map(|segment| self.slab.blocks(segment)).filter(here).collect();
+        ids.iter().for_each(|id| self.remove_entry(*id));
+        ids.len()
+    }
+
+    fn remove_entry(&mut self, id: u32) {
+        self.watch.note(self.slab.entries.get(id).key, false);
+        self.unindexed(id);
+        self.stats.blocks -= 1;
+        self.stats.removed_blocks_total += 1;
+        self.slab.entries.get_mut(id).state = State::Removed;
+        self.slab.move_to(id, Place::Detached);
+        if self.slab.entries.get(id).pins == 0 {
+            self.free_removed(id);
+        }
+    }
+
+    /// Ends every lease under which a removed block could still be loaded. Loads that were posted go on.
+    pub fn end_removal(&mut self) {
+        let entries = &self.slab.entries;
+        for (lease, owner) in self.leases.timed_with(|id| entries.get(id).state == State::Removed) {
+            self.release(lease, owner).expect("found above");
+        }
+    }
+
+    /// Frees the slot of a block that was removed and that nothing pins; whether it was removed.
+    pub(super) fn free_removed(&mut self, id: u32) -> bool {
+        if self.slab.entries.get(id).state != State::Removed {
+            return false;
+        }
+        if self.hold_removed(id) {
+            return true;
+        }
+        self.evicted.push(self.slab.slot_ref(id));
+        self.free(id, self.slab.block_bytes(id));
+        true
+    }
+
+    /// A slot for bytes that are to be compared with a block and never found: the caller's until [`Dram::abandon`]. `key` is
+    /// nobody's block. As for any other block the coldest one gives way, which the admission filter would not allow.
+    pub fn begin_scratch(
+        &mut self,
+        key: BlockKey,
+        block_bytes: u64,
+        quota: Option<QuotaId>,
+    ) -> Result<SlotRef, FillError> {
+        let filter = self.sketch.take();
+        let slot = self.begin_fill(key, block_bytes, quota);
+        self.sketch = filter;
+        slot
+    }
+}

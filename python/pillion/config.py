@@ -18,6 +18,7 @@ LAYOUTS = ("auto", "none", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 QUERY_TIMEOUT_US_MAX = 10_000_000
 # The longest that a query may be pending: `QUERY_WAIT_MS_MAX` of the protocol.
 MISS_WAIT_MS_MAX = 2_000
+CHECK_EVERY_MAX = 1_000_000
 NAMESPACE = re.compile(r"[0-9a-f]{32}")
 
 
@@ -41,6 +42,7 @@ class Config:
     query_timeout_us: int = 2000
     namespace: str | None = None
     miss_wait_ms: int = 0
+    check_every: int = 1000
 
     @property
     def loads(self) -> bool:
@@ -101,6 +103,11 @@ def parse(extra: Mapping[str, Any]) -> Config:
         raise ConfigError(
             f"{PREFIX}miss_wait_ms is {wait!r}; it must be a whole number of milliseconds, 0 (off) to {MISS_WAIT_MS_MAX}: "
             "no query is pending for longer, so set a smaller one"
+        )
+    every = ours.get("check_every", 0)
+    if isinstance(every, bool) or not isinstance(every, int) or not 0 <= every <= CHECK_EVERY_MAX:
+        raise ConfigError(
+            f"{PREFIX}check_every is {every!r}; it must be a whole number of hits, 0 (nothing is checked) to {CHECK_EVERY_MAX}"
         )
     ours.setdefault("socket", default_socket())
     return Config(**ours)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pillion import _shim, vllm_compat
 from pillion.adapters import Adapters
+from pillion.checking import Check
 from pillion.config import Config
 from pillion.metadata import PillionMetadata
 from pillion.tracked import Tracked
@@ -94,6 +95,7 @@ class Scheduler:
         self.updating = False
         # To which namespace belongs what vLLM holds; 0: not known yet.
         self._namespace = 0
+        self._check = Check(self._block_tokens, config.check_every if config.loads and config.saves else 0)
         self._requests: dict[str, Tracked] = {}
         self._due: dict[int, list[Tracked]] = {}
         self._step = 0
@@ -148,16 +150,31 @@ class Scheduler:
         if hits < 0:
             return None, False
         if not hits:
-            tracked.hit = None
-            return 0, False
+            return self._miss(tracked)
         sync = self._synchronous(hits, request.request_id) and not self._session.arriving(tracked.log)
         if sync and self._step_is_full():
             if self._config.load == "sync" or len(self._background) >= BACKGROUND_LOADS:
                 tracked.hit = None
                 return None, False
             sync = False
+        hits = self._trim(tracked, first, hits)
+        if not hits:
+            self._session.release(tracked.log)
+            return self._miss(tracked)
         tracked.hit = (first, hits, sync)
         return hits * self._block_tokens, not sync
+
+    def _miss(self, tracked: Tracked) -> tuple[int, bool]:
+        tracked.hit = None
+        return 0, False
+
+    def _trim(self, tracked: Tracked, first: int, hits: int) -> int:
+        """The hit's blocks to load: all, or all but those that are computed to be compared with the kept ones."""
+        namespace = self._session.namespace
+        # Blocks on their way cannot be compared yet, and broken ones before them would make every comparison fail.
+        if not namespace or (first and self._any_broken) or self._session.arriving(tracked.log):
+            return hits
+        return self._check.trim(tracked, first, hits, (namespace, tracked.fold), self._step)
 
     def _synchronous(self, blocks: int, req_id: str) -> bool:
         if self._config.load != "auto":
@@ -205,6 +222,8 @@ class Scheduler:
         """Posts what this step saves and what it may overwrite. Called once, at the end of every schedule()."""
         self._step += 1
         self._follow_namespace()
+        if self._check.goes_on:
+            self._check.learn(self._session.stats(), self._step)
         step, session = self._step, self._session
         scheduled = output.num_scheduled_tokens
         ready = [tracked for tracked in self._due.pop(step, ()) if tracked.due == step]
@@ -313,10 +332,16 @@ class Scheduler:
         whole = self._first_broken(tracked) if tracked in self._suspects else len(tracked.blocks)
         full = min(computed // size, len(request.block_hashes), whole)
         posted = False
-        again = 0 < tracked.found_in < step
-        if (again or full > tracked.saved) and self._append(tracked) and full <= tracked.appended and self._is_home():
+        checked = self._checked(tracked)
+        again = 0 < tracked.found_in < step and checked is None
+        due = (again or full > tracked.saved) and (checked is None or full >= checked[1])
+        if due and self._append(tracked) and full <= tracked.appended and self._is_home():
             first = 0 if again else tracked.saved
-            posted = self._session.save(tracked.log, first, tracked.blocks[first:full], step)
+            if checked is not None:
+                posted = self._save_checked(tracked, *checked, step)
+                first = checked[1]
+            if first < full:
+                posted |= self._session.save(tracked.log, first, tracked.blocks[first:full], step)
             tracked.saved = full
             if again:
                 tracked.found_in = 0
@@ -325,6 +350,22 @@ class Scheduler:
             missing = (tracked.saved + 1) * size - computed
             wait = max(1, -(-missing // self._tokens_per_step))
         self._look_again(tracked, step + wait)
+        return posted
+
+    def _checked(self, tracked: Tracked) -> tuple[int, int] | None:
+        """Blocks of the request that are to be saved by themselves because they are compared, if they still can be."""
+        span = self._check.span(tracked)
+        if span is None or (span[0] == tracked.saved and tracked not in self._suspects):
+            return span
+        self._check.give_up(tracked)
+        return None
+
+    def _save_checked(self, tracked: Tracked, first: int, end: int, step: int) -> bool:
+        posted = self._session.save(tracked.log, first, tracked.blocks[first:end], step, True)
+        if posted:
+            self._check.saved()
+        else:
+            self._check.give_up()
         return posted
 
     def _look_again(self, tracked: Tracked, step: int) -> None:
@@ -390,6 +431,7 @@ class Scheduler:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is not None:
             tracked.live = False
+            self._check.give_up(tracked)
             self._suspects.discard(tracked)
             self._close(tracked)
 
@@ -400,6 +442,7 @@ class Scheduler:
         """
         logger.warning("pillion: %d blocks could not be loaded and are computed again", len(block_ids))
         self._session.void_saves()
+        self._check.give_up()
         self._any_broken = True
         for block in block_ids:
             self._broken[block] = 1
@@ -459,6 +502,7 @@ class Scheduler:
         requests still find blocks of before in it.
         """
         self._session.void_saves()
+        self._check.forget()
         self._broken = bytearray(b"\1") * len(self._broken)
         self._any_broken = True
         for tracked in self._requests.values():

@@ -9,6 +9,7 @@ import pytest
 
 from pillion import scheduler, vllm_compat
 from pillion.adapters import NO_CACHE
+from pillion.checking import TOKENS
 from pillion.config import Config
 from pillion.connector import PillionConnector, StaysOut
 from pillion.scheduler import Scheduler
@@ -32,6 +33,9 @@ class Session:
         self.closed: list[int] = []
         # (log, first key, blocks) of each save.
         self.saves: list[tuple[int, int, list[int]]] = []
+        # The same of blocks to compare, and how many were.
+        self.checked: list[tuple[int, int, list[int]]] = []
+        self.compared = 0
         self.queries: list[int] = []
 
     def open(self, fold: bytes | None) -> int:
@@ -54,11 +58,15 @@ class Session:
         self.queries.append(log)
         return min(self.hits, count)
 
-    def save(self, log: int, start: int, blocks: list[int], step: int) -> bool:
+    def save(self, log: int, start: int, blocks: list[int], step: int, checked: bool = False) -> bool:
         """Written down."""
         assert log not in self.closed
-        self.saves.append((log, start, blocks))
+        (self.checked if checked else self.saves).append((log, start, blocks))
         return True
+
+    def stats(self) -> dict[str, int]:
+        """Of checks alone."""
+        return {"blocks_checked": self.compared}
 
     def load(self, log: int, start: int, blocks: list[int], step: int, sync: bool) -> list[bytes]:
         """A plan."""
@@ -103,7 +111,7 @@ class Session:
 class Engine:
     """One request after another on the scheduler role, in the order of vLLM's calls."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, check_every: int = 0) -> None:
         monkeypatch.setattr("pillion.scheduler._shim.SchedulerSession", Session)
         monkeypatch.setattr(vllm_compat, "on_gpu", lambda: False)
         monkeypatch.setattr(vllm_compat, "groups", lambda kv_cache_config: b"groups", raising=False)
@@ -115,7 +123,7 @@ class Engine:
             kv_transfer_config=SimpleNamespace(engine_id="engine"),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
         )
-        config: Any = Config("/nowhere")
+        config: Any = Config("/nowhere", check_every=check_every)
         self.role = Scheduler(config, engine, cache)
         self.session: Any = self.role._session
         self._free = 1
@@ -139,15 +147,22 @@ class Engine:
         """What vLLM is told to take from the cache."""
         return self.role.match(request, 0)[0]
 
-    def compute(self, request: Any, found: int = 0) -> Any:
-        """A step that computes the prompt, of which vLLM's own cache held the first `found` tokens."""
+    def compute(self, request: Any, found: int = 0, most: int | None = None) -> Any:
+        """A step that computes the prompt, or `most` tokens of it, without the first `found` ones, which the cache holds."""
         count = -(-request.num_tokens // BLOCK_TOKENS)
         blocks = list(range(self._free, self._free + count))
         self._free += count
-        self.role.allocated(request, SimpleNamespace(get_block_ids=lambda: [blocks]), 0)
+        self.role.allocated(request, SimpleNamespace(get_block_ids=lambda: [blocks]), found)
         new = SimpleNamespace(req_id=request.request_id, block_ids=[blocks], num_computed_tokens=found)
         request.num_computed_tokens = found
-        metadata = self._step([new], {request.request_id: request.num_tokens - found})
+        tokens = min(request.num_tokens - found, most or request.num_tokens)
+        metadata = self._step([new], {request.request_id: tokens})
+        request.num_computed_tokens += tokens
+        return metadata
+
+    def go_on(self, request: Any) -> Any:
+        """A step that computes the rest of the prompt."""
+        metadata = self._step([], {request.request_id: request.num_tokens - request.num_computed_tokens})
         request.num_computed_tokens = request.num_tokens
         return metadata
 
@@ -347,6 +362,86 @@ def test_a_replaced_adapter_is_noticed_by_its_files(engine: Engine, tmp_path: An
     engine.decode(request)
     assert (len(engine.session.saves), engine.session.voided) == (1, 1)
     assert engine.session.groups == b"groups"
+
+
+# --- the standing check ---
+
+CHECK_BLOCKS = TOKENS // BLOCK_TOKENS
+
+
+@pytest.fixture
+def checking(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine that checks, and finds 7 blocks of every prompt."""
+    engine = Engine(monkeypatch, check_every=100)
+    engine.session.hits = 7
+    return engine
+
+
+def test_the_end_of_a_hit_is_computed_and_compared(checking: Engine) -> None:
+    """Exactly the blocks that were found and not loaded; what follows is saved as ever."""
+    request = checking.arrive(9 * BLOCK_TOKENS + 1)
+    assert checking.ask(request) == (7 - CHECK_BLOCKS) * BLOCK_TOKENS
+    checking.compute(request, found=3 * BLOCK_TOKENS)
+    assert checking.session.checked == [(0, 3, [4, 5, 6, 7])]
+    assert checking.session.saves == [(0, 7, [8, 9])]
+    checking.decode(request)
+    assert checking.session.saves[1:] == [(0, 0, list(range(1, 10)))], "offered, and so marked as used"
+    assert len(checking.session.checked) == 1
+
+
+def test_a_checked_hit_that_is_computed_in_parts(checking: Engine) -> None:
+    """Nothing is saved before all of it can be compared."""
+    request = checking.arrive(9 * BLOCK_TOKENS + 1)
+    assert checking.ask(request) == 3 * BLOCK_TOKENS
+    checking.compute(request, found=3 * BLOCK_TOKENS, most=2 * BLOCK_TOKENS)
+    assert checking.session.checked == [] == checking.session.saves
+    checking.go_on(request)
+    assert checking.session.checked == [(0, 3, [4, 5, 6, 7])]
+    assert checking.session.saves == [(0, 7, [8, 9])]
+
+
+def test_a_short_hit_is_computed_wholly(checking: Engine) -> None:
+    """Then nothing is loaded."""
+    checking.session.hits = 3
+    request = checking.arrive(5 * BLOCK_TOKENS + 1)
+    assert checking.ask(request) == 0
+    checking.compute(request)
+    assert checking.session.checked == [(0, 0, [1, 2, 3])]
+    assert checking.session.saves == [(0, 3, [4, 5])]
+
+
+def test_vllm_may_ask_again(checking: Engine) -> None:
+    """It had no blocks for the request."""
+    request = checking.arrive(9 * BLOCK_TOKENS + 1)
+    assert checking.ask(request) == checking.ask(request) == 3 * BLOCK_TOKENS
+    assert checking.ask(checking.arrive(9 * BLOCK_TOKENS + 1)) == 7 * BLOCK_TOKENS, "one check at a time"
+
+
+def test_after_a_verdict_hits_are_whole_until_the_weights_may_have_changed(checking: Engine) -> None:
+    """Then what was right may not be."""
+    request = checking.arrive(9 * BLOCK_TOKENS + 1)
+    checking.ask(request)
+    checking.compute(request, found=3 * BLOCK_TOKENS)
+    checking.session.compared = 4
+    checking.decode(request)
+    assert checking.ask(checking.arrive(9 * BLOCK_TOKENS + 1)) == 7 * BLOCK_TOKENS
+    checking.role.weights_may_have_changed()
+    assert checking.ask(checking.arrive(9 * BLOCK_TOKENS + 1)) == 7 * BLOCK_TOKENS, "not bound yet"
+    checking.session.namespace = HERE
+    assert checking.ask(checking.arrive(9 * BLOCK_TOKENS + 1)) == 3 * BLOCK_TOKENS
+
+
+def test_what_is_not_compared(checking: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks on their way; requests whose load failed, or that are over; and nothing at all unless it is asked for."""
+    monkeypatch.setattr(checking.session, "arriving", lambda log: True)
+    assert checking.ask(checking.arrive(9 * BLOCK_TOKENS + 1)) == 7 * BLOCK_TOKENS
+    monkeypatch.undo()
+    request = checking.arrive(9 * BLOCK_TOKENS + 1)
+    assert checking.ask(request) == 3 * BLOCK_TOKENS
+    checking.compute(request, found=3 * BLOCK_TOKENS, most=BLOCK_TOKENS)
+    checking.role.loads_failed({1})
+    checking.go_on(request)
+    assert checking.session.checked == []
 
 
 # --- the connector around the role ---

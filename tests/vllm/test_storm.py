@@ -15,6 +15,8 @@ STEPS = 60
 CHANCES = {"arrive": 0.4, "abort": 0.06, "reset": 0.03, "replace_weights": 0.02}
 # A frozen sidecar costs an engine whose loads it copies two seconds a load, the deadline.
 FREEZE = {"engine": 0.03, "sidecar": 0.002}
+# Every other hit is checked: what is kept must be what the engine computes.
+SETTINGS = {"pillion.query_timeout_us": 20_000, "pillion.check_every": 1}
 
 
 PATHS = [("sync", "engine"), ("async", "engine"), ("auto", "sidecar"), ("async", "sidecar")]
@@ -39,9 +41,11 @@ def test_random_plays(stage: Stage, load: str, copy: str) -> None:
     # Smaller than what the plays save: the sidecar evicts too.
     with sidecar.serving(stage.directory, dram="8MiB") as keeper:
         storm = {"seeds": seeds, "steps": STEPS, "chances": chances, "pid": keeper.pid}
-        (connector,) = by_load(keeper, load, **{"pillion.copy": copy, "pillion.query_timeout_us": 20_000})
+        (connector,) = by_load(keeper, load, **SETTINGS, **{"pillion.copy": copy})
         acts = [{"do": "storm", "with": storm}]
         ((result,),) = stage.play(acts, connector, metrics=metrics(keeper), blocks=24, max_model_len=320)
         assert result["value"] == {"seeds": len(seeds)}
+        found = keeper.metrics()
+        assert found["pillion_checks_differing_total"] == 0
         if len(seeds) == PLAYS:
-            assert result["preemptions"] > 0 and result["hits"] > 0
+            assert result["preemptions"] > 0 and result["hits"] > 0 and found["pillion_checks_total"] > 0

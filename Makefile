@@ -53,7 +53,7 @@ test-python: setup-tests ## the connector against vLLM's signatures and schedule
 	@scripts/part test-python $(PYTEST) tests/unit tests/vllm
 
 test-e2e: setup ## the connector in real vLLM engines
-	@scripts/part test-e2e $(PYTEST) tests/e2e tests/identity
+	@scripts/part test-e2e $(PYTEST) tests/e2e tests/identity/test_engines.py
 
 identity: setup-tests ## every setting that changes KV, and many that do not, with engines that keep and engines that ask
 	EVERY_KNOB=1 $(PYTEST) tests/vllm/test_knobs.py tests/identity

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from testkit import engine, pool_file, prompts, sidecar
+from testkit import asking, engine, pool_file, prompts, sidecar
 
 # The library is built once.
 pytestmark = pytest.mark.xdist_group("foreign")
@@ -223,3 +223,22 @@ def test_who_copies_facts_that_are_not_its_own_is_kept_out(
     reason = carrier.refused("short")
     assert f"{prompts.BLOCK_BYTES} bytes" in reason and f"{prompts.BLOCK_BYTES // 3} bytes" in reason
     assert _kept(keeper) == kept
+
+
+def test_wrong_blocks_are_found_by_the_first_hit(
+    options: engine.Options, foreign: ForeignEngine, first_life: FirstLife, tmp_path: Path
+) -> None:
+    """All facts are right and the bytes are not: an engine's first hit finds it, and its answers are right from then on."""
+    with sidecar.serving(tmp_path) as target:
+        carrier = Carrier(foreign, tmp_path, first_life.keeper, target)
+        carrier.carry(SPOILED, "engine", "spoil")
+        carrier.carry(BY_ENGINE, "engine")
+        checking = dataclasses.replace(options, socket=target.socket, extra=asking.CHECKING)
+        with engine.running(checking, tmp_path / "engine.log") as running:
+            _ask(running, SPOILED)
+            target.wait_metric("pillion_checks_differing_total", 1)
+            assert running.reset_prefix_cache()
+            for tokens, right in ((BY_ENGINE, first_life.local[0]), (SPOILED, first_life.local[2])):
+                assert _ask(running, tokens)["tokens"] == right["tokens"]
+            running.exit()
+    assert "PILLION STAYS OUT" in (tmp_path / "engine.log").read_text()

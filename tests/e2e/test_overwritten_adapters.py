@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from testkit import adapter, asking, engine, prompts, sidecar
-from testkit.asking import again, ask, keep, whole
+from testkit.asking import CHECKING, again, ask, keep, whole
 
 PROMPT = asking.prompt(320)
 
@@ -14,7 +14,7 @@ PROMPT = asking.prompt(320)
 def test_an_overwritten_adapter_has_kv_of_its_own(options: engine.Options, tmp_path: Path) -> None:
     """Overwritten between two engines, under a running one, and loaded in place; written again, its blocks are hit."""
     path = tmp_path / "adapter"
-    adapted = dataclasses.replace(options, batched_tokens=prompts.STEP_TOKENS, arguments=adapter.ARGUMENTS)
+    adapted = dataclasses.replace(options, batched_tokens=prompts.STEP_TOKENS, arguments=adapter.ARGUMENTS, extra=CHECKING)
     right = {}
     with engine.running(adapted, tmp_path / "plain.log") as plain:
         right[0] = ask(plain, PROMPT)[0]

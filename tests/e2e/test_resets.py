@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from testkit import asking, engine, prompts, sidecar, weights
-from testkit.asking import ask, keep, whole
+from testkit.asking import CHECKING, ask, keep, whole
 
 # The tests of this file share the model of other weights.
 pytestmark = pytest.mark.xdist_group("resets")
@@ -31,7 +31,7 @@ class Weights:
 @pytest.fixture(scope="module")
 def connected(options: engine.Options) -> engine.Options:
     """An engine whose weights are told apart by its live sample alone."""
-    return dataclasses.replace(options, batched_tokens=prompts.STEP_TOKENS, extra={"pillion.model_id": "tiny"})
+    return dataclasses.replace(options, batched_tokens=prompts.STEP_TOKENS, extra={"pillion.model_id": "tiny"} | CHECKING)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 
 from testkit import asking, engine, prompts, sidecar, weights
-from testkit.asking import again, ask, keep, whole
+from testkit.asking import CHECKING, again, ask, keep, whole
 
 PROMPT = asking.prompt(341)
 BLOCKS = prompts.stored_blocks(len(PROMPT), 0)
@@ -16,7 +16,7 @@ BLOCKS = prompts.stored_blocks(len(PROMPT), 0)
 def test_other_weights_over_restarts(options: engine.Options, tmp_path: Path) -> None:
     """A sidecar over the pool file of a killed one, then one over its disk alone: one tensor, and an ulp of every element."""
     right = {}
-    extra = {"pillion.model_id": "tiny"}
+    extra = {"pillion.model_id": "tiny"} | CHECKING
     named = dataclasses.replace(options, batched_tokens=prompts.STEP_TOKENS, extra=extra)
     kinds = {"old": named}
     for change in (weights.one_tensor, weights.an_ulp):

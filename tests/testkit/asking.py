@@ -9,7 +9,10 @@ from typing import Any
 from testkit import engine, prompts, sidecar
 
 OUTPUT_TOKENS = 8
+# So long that what an engine's first hit leaves to be computed, to compare with, is less than a twentieth of it.
 PROMPT_TOKENS = 1600
+# For an engine that checks its first hit.
+CHECKING = {"pillion.check_every": 1000}
 # What counts as hitting wholly.
 SHARE = 0.95
 

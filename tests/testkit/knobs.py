@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from testkit import adapter, engine, model, prompts, weights
+from testkit import adapter, asking, engine, model, prompts, weights
 
 NAMED = {"pillion.model_id": "tiny"}
 # What the size of a page shows in, besides `block_tokens`, and what a rank's part of a model does.
@@ -213,7 +213,7 @@ class Models:
             multiprocess=knob.multiprocess,
             tensor_parallel=knob.tensor_parallel,
             engine_id=knob.engine_id,
-            extra={**base.extra, **knob.extra},
+            extra={**asking.CHECKING, **base.extra, **knob.extra},
             arguments={**base.arguments, **knob.arguments, **self._drafting(knob)},
             variables=dict(knob.variables),
         )

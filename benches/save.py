@@ -48,6 +48,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, rig.sidecar(DRAM) as sidecar:
         result: dict[str, object] = {}
         engine = Engine(Path(directory), str(sidecar.socket), blocks=RUNNING * (LONG + 4))
+        wait_for(engine.bound, "namespace", WATCHDOG_S, rig.POLL_S)
         saves = sorted(save_round(engine, round) for round in range(ROUNDS))
         result["save1024_us"] = round(statistics.median(saves), 1)
         result["save1024_us_min_max"] = [round(saves[0], 1), round(saves[-1], 1)]
@@ -66,7 +67,12 @@ class Engine:
     def __init__(self, directory: Path, socket: str, blocks: int) -> None:
         path = directory / "model"
         random_model.write(path)
-        extra = {"pillion.socket": socket, "pillion.load": "sync", "pillion.query_timeout_us": 1_000_000}
+        extra = {
+            "pillion.socket": socket,
+            "pillion.load": "sync",
+            "pillion.query_timeout_us": 1_000_000,
+            "pillion.check_every": 0,
+        }
         transfer: dict[str, Any] = {"kv_connector": "PillionConnector", "kv_connector_module_path": "pillion.connector"}
         transfer |= {"kv_role": "kv_both", "kv_connector_extra_config": extra}
         config = EngineArgs(
@@ -122,6 +128,12 @@ class Engine:
         """vLLM's allocation of `ids` for a request."""
         blocks = SimpleNamespace(get_block_ids=lambda: (ids,))
         self.scheduler.update_state_after_alloc(request, blocks, external)
+
+    def bound(self) -> bool:
+        """Whether the sidecar has bound the engine to its namespace; ranks join in a step."""
+        self.step(output([], CachedRequestData.make_empty(), {}))
+        assert self.scheduler._scheduler is not None
+        return self.scheduler._scheduler._session.namespace != 0
 
     def saved(self) -> bool:
         """Whether every save has ended."""

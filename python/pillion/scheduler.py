@@ -274,8 +274,8 @@ class Scheduler:
 
     def _replace(self, tracked: Tracked, ids: list[int], computed_tokens: int) -> None:
         tracked.blocks = list(ids)
-        tracked.saved = computed_tokens // self._block_tokens
-        tracked.found_in = self._step if tracked.saved else 0
+        tracked.saved = tracked.found = computed_tokens // self._block_tokens
+        tracked.found_in = self._step if tracked.found else 0
         tracked.sound = -1
         if self._any_broken:
             # Those that it found in vLLM's own cache may be; the others are written anew.
@@ -336,12 +336,15 @@ class Scheduler:
         again = 0 < tracked.found_in < step and checked is None
         due = (again or full > tracked.saved) and (checked is None or full >= checked[1])
         if due and self._append(tracked) and full <= tracked.appended and self._is_home():
-            first = 0 if again else tracked.saved
+            fresh = tracked.saved
             if checked is not None:
                 posted = self._save_checked(tracked, *checked, step)
-                first = checked[1]
-            if first < full:
-                posted |= self._session.save(tracked.log, first, tracked.blocks[first:full], step)
+                fresh = checked[1]
+            # What it computed in an earlier step was offered then, and is no use of the cache.
+            used = min(tracked.found, tracked.saved, full) if again else 0
+            for first, end in ((0, used), (fresh, full)):
+                if first < end:
+                    posted |= self._session.save(tracked.log, first, tracked.blocks[first:end], step)
             tracked.saved = full
             if again:
                 tracked.found_in = 0

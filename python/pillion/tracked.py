@@ -16,6 +16,7 @@ class Tracked:
         "blocks",
         "due",
         "fold",
+        "found",
         "found_in",
         "generation",
         "hit",
@@ -41,9 +42,9 @@ class Tracked:
         self.blocks: list[int] = []
         # Blocks from the first that were offered to the cache, or came from it.
         self.saved = 0
-        # The step in which it began on blocks that were computed before. The cache has most likely kept them: they are
-        # offered, and so marked as used, in the step after, not on the way to the first token. 0: that was done.
-        self.found_in = 0
+        # The blocks that it began on, computed before, and the step in which it did. The cache has most likely kept them: they
+        # are offered, and so marked as used, in the step after, not on the way to the first token. 0: that was done.
+        self.found = self.found_in = 0
         # (first block, number, synchronous) of the last answer that promised a hit.
         self.hit: tuple[int, int, bool] | None = None
         # Blocks of the last load; once one of them failed, the cache is not asked again.

@@ -187,6 +187,29 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     return Engine(monkeypatch)
 
 
+# --- what was found ---
+
+
+def test_what_was_found_is_offered_once_and_nothing_of_the_request_s_own(engine: Engine) -> None:
+    """In the step after the first: blocks that the request computed itself would be marked as used by it."""
+    request = engine.arrive(9 * BLOCK_TOKENS + 1)
+    engine.compute(request, found=3 * BLOCK_TOKENS, most=2 * BLOCK_TOKENS)
+    assert engine.session.saves == [(0, 3, [4, 5])]
+    engine.go_on(request)
+    assert engine.session.saves[1:] == [(0, 0, [1, 2, 3]), (0, 5, [6, 7, 8, 9])]
+    engine.decode(request)
+    assert len(engine.session.saves) == 3
+
+
+def test_after_a_load_that_failed_everything_is_saved_anew(engine: Engine) -> None:
+    """What was found is among it, once."""
+    request = engine.arrive(4 * BLOCK_TOKENS + 1)
+    engine.compute(request, found=2 * BLOCK_TOKENS, most=BLOCK_TOKENS)
+    engine.role.loads_failed(set())
+    engine.go_on(request)
+    assert engine.session.saves[1:] == [(0, 0, [1, 2, 3, 4])]
+
+
 # --- weights that may have changed ---
 
 
@@ -385,7 +408,7 @@ def test_the_end_of_a_hit_is_computed_and_compared(checking: Engine) -> None:
     assert checking.session.checked == [(0, 3, [4, 5, 6, 7])]
     assert checking.session.saves == [(0, 7, [8, 9])]
     checking.decode(request)
-    assert checking.session.saves[1:] == [(0, 0, list(range(1, 10)))], "offered, and so marked as used"
+    assert checking.session.saves[1:] == [(0, 0, [1, 2, 3])], "offered, and so marked as used"
     assert len(checking.session.checked) == 1
 
 

@@ -159,6 +159,11 @@ impl Dram {
         })
     }
 
+    /// The number of the next filling: every block that is there has a smaller one.
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+
     /// Numbers further fillings from at least here: a pool that was used before says from where.
     pub fn raise_generation(&mut self, at_least: u64) {
         self.generation = self.generation.max(at_least);
@@ -203,6 +208,19 @@ impl Dram {
                     self.touch(*id);
                 }
                 found.push(*id != NO_ENTRY);
+            }
+        }
+    }
+
+    /// A request computes on these blocks, wherever it found them: counts as an access of each that is committed and whose
+    /// filling began before `generation`, deepest first. Its own blocks are younger than itself, and using them says nothing.
+    pub fn use_run(&mut self, namespace: u32, group: u32, hashes: &[BlockHash], generation: u64) {
+        for batch in hashes.rchunks(BATCH) {
+            let ids = self.find_batch(namespace, group, batch);
+            for id in ids[..batch.len()].iter().rev() {
+                if *id != NO_ENTRY && self.slab.entries.get(*id).generation < generation {
+                    self.touch(*id);
+                }
             }
         }
     }
@@ -276,7 +294,7 @@ impl Dram {
 
 impl Dram {
     /// Finds a slot for a new block, which counts to `quota`, evicting if it must. The slot is the caller's until
-    /// [`Dram::commit`] or [`Dram::abandon`].
+    /// [`Dram::commit`] or [`Dram::abandon`]. No access of a block that is there: [`Dram::use_run`] tells of those.
     pub fn begin_fill(
         &mut self,
         key: BlockKey,
@@ -285,7 +303,6 @@ impl Dram {
     ) -> Result<SlotRef, FillError> {
         let print = Print::new(key.namespace, key.group, &key.hash);
         if let Some(id) = self.index.find(print, |id| self.slab.entries.get(id).key == key) {
-            self.touch(id);
             let committed = self.slab.entries.get(id).state == State::Committed;
             return Err(if committed { FillError::Present } else { FillError::Filling });
         }

@@ -15,6 +15,8 @@ use super::{Action, Core, GROUP, SessionId, Violation};
 #[derive(Debug, Default)]
 pub(super) struct Log {
     pub(super) keys: Vec<BlockHash>,
+    /// The generation that the next filled slot had when the request came.
+    pub(super) opened_at: u64,
     pub(super) chunks: Vec<u32>,
     pub(super) lease: Option<QueryLease>,
     /// Whether a question was put.
@@ -76,8 +78,8 @@ impl Found {
 
 impl Core {
     pub(super) fn open(&mut self, session: SessionId, log: u32) -> Result<(), Violation> {
-        let logs = &mut self.scheduler(session).logs;
-        if logs.insert(log, Log::default()).is_some() {
+        let opened = Log { opened_at: self.dram.generation(), ..Log::default() };
+        if self.scheduler(session).logs.insert(log, opened).is_some() {
             return Err(format!("log {log} was opened twice"));
         }
         Ok(())

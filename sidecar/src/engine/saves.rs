@@ -20,6 +20,8 @@ const UNBOUND_BLOCKS_MAX: usize = 65_536;
 #[derive(Debug)]
 pub(super) struct UnboundSave {
     step: u64,
+    /// When the request came, as [`super::logs::Log::opened_at`].
+    opened_at: u64,
     /// Blocks that are kept already are compared with these.
     checked: bool,
     /// Each key, and its block unless that was given up.
@@ -78,11 +80,12 @@ impl Core {
         if self.schedulers[&session].saves >= COMPLETION_SLOTS {
             return Err(format!("more than {COMPLETION_SLOTS} saves at once"));
         }
-        let keys = self.log(session, log)?.keys.get(from as usize..asked.keys.end() as usize);
+        let log = self.log(session, log)?;
+        let (keys, opened_at) = (log.keys.get(from as usize..asked.keys.end() as usize), log.opened_at);
         let keys = keys.ok_or_else(|| format!("{asked:?} names keys that were not appended"))?.to_vec();
         self.stats.saves_posted_blocks += u64::from(count);
         let blocks = keys.into_iter().zip(blocks.iter().copied().map(Some)).collect();
-        let save = UnboundSave { step: asked.step, checked: asked.checked, blocks };
+        let save = UnboundSave { step: asked.step, opened_at, checked: asked.checked, blocks };
         let binding = self.binding(session);
         let scheduler = self.schedulers.get_mut(&session).expect("the caller checked");
         scheduler.saves += 1;
@@ -116,11 +119,15 @@ impl Core {
         let (step, checked) = (asked.step, asked.checked);
         let mut save =
             Save { binding, step, checked, blocks: Vec::new(), unstarted, running: 0, void: false, end };
-        for (index, (hash, block)) in asked.blocks.into_iter().enumerate() {
+        for (index, (hash, block)) in asked.blocks.iter().enumerate() {
             match block {
-                Some(block) => self.claim(session, &mut save, (index as u32, hash, block), out),
+                Some(block) => self.claim(session, &mut save, (index as u32, *hash, *block), out),
                 None => save.end.cancelled += 1,
             }
+        }
+        if save.end.present > 0 {
+            let hashes: Vec<BlockHash> = asked.blocks.iter().map(|(hash, _)| *hash).collect();
+            self.dram.use_run(save.binding.namespace, GROUP, &hashes, asked.opened_at);
         }
         let nothing_to_copy = save.blocks.is_empty();
         self.saves.insert(key, save);

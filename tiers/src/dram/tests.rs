@@ -496,6 +496,29 @@ fn blocks_in_use_outlive_a_scan_and_a_returning_block_enters_main() {
 }
 
 #[test]
+fn a_request_uses_what_was_there_before_it_and_nothing_of_its_own() {
+    let mut dram = tier(1);
+    let accesses = |dram: &Dram| {
+        let id = |number| dram.index.find(Print::new(7, 0, &hash(number)), |_| true).expect("there");
+        [1, 2].map(|number| dram.slab.entries.get(id(number)).accesses)
+    };
+    fill(&mut dram, 1, 600_000);
+    let came = dram.generation();
+    let own = dram.begin_fill(key(2), 600_000, None).expect("room");
+    for (number, there) in [(1, FillError::Present), (2, FillError::Filling)] {
+        assert_eq!(dram.begin_fill(key(number), 600_000, None), Err(there));
+    }
+    assert_eq!(accesses(&dram), [0, 0], "offering a block is no access");
+    dram.use_run(7, 0, &hashes(1..3), dram.generation());
+    assert_eq!(accesses(&dram), [1, 0], "one that is being filled is nobody's");
+    assert!(dram.commit(own));
+    dram.use_run(7, 0, &hashes(1..3), came);
+    assert_eq!(accesses(&dram), [2, 0]);
+    dram.use_run(7, 0, &hashes(1..3), dram.generation());
+    assert_eq!(accesses(&dram), [3, 1], "a request that came later");
+}
+
+#[test]
 fn one_eviction_looks_at_a_bounded_number_of_blocks() {
     let mut dram = tier(4);
     let slots = 4 * u64::from(pool::slot_count(SEGMENT, 4096).expect("fits"));

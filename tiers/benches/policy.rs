@@ -1,6 +1,9 @@
-//! Hit ratios of the tier's eviction policy, without and with the admission filter, beside LRU's, on synthetic traces,
-//! each with several seeds. The tier is the real one, filled as the sidecar fills it; LRU lives here alone. No block
-//! memory exists. The last line is JSON: for each trace and policy least, median and most of the seeds.
+//! Hit ratios of the tier's eviction policy beside LRU's. The tier is the real one, filled as the sidecar fills it; LRU lives
+//! here alone. No block memory exists. The last line is JSON.
+//!
+//! Arguments: `NAME FILE` replays a trace, a line of block numbers for each request (`benches/policy.py` makes it), in rooms of
+//! several sizes, also behind a GPU's cache (`gpu_`) and with prompts computed in steps (`chunked_`), beside a clairvoyant.
+//! `synthetic` adds traces with several seeds, without and with the admission filter, and says least, median and most:
 //!
 //! - `zipf`: single blocks out of 100,000, asked for with probability 1/rank^0.9; room for 1 % or 10 % of them.
 //! - `turns`: conversations. Each begins with one of 32 system prompts (32 to 128 blocks, the n-th 1/n as often as the first)
@@ -12,18 +15,18 @@
 
 #![expect(clippy::print_stdout, reason = "a bench reports")]
 
+mod caches;
 mod random;
+mod replayed;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
-use shm_protocol::key::{BlockHash, BlockKey};
-use shm_protocol::pool::{SlotRef, slot_count};
-use tiers::dram::{Config, Dram};
+use shm_protocol::key::BlockHash;
 
+use crate::caches::{Chain, Lru, Tier};
 use crate::random::Random;
+use crate::replayed::{Report, read, share};
 
-const BLOCK_BYTES: u64 = 4096;
-const SEGMENT_BYTES: u64 = 2 << 20;
 const SEEDS: u64 = 5;
 const ZIPF_BLOCKS: usize = 100_000;
 const ZIPF_REQUESTS: usize = 1_000_000;
@@ -35,29 +38,6 @@ const SCAN_BLOCKS: u64 = 512;
 
 /// Ranks, the first most often.
 struct Zipf(Vec<f64>);
-
-/// A chain of blocks, as one request asks for it.
-type Chain = Vec<BlockHash>;
-
-/// Least recently used goes first; of one request the deepest block counts as used before the others.
-#[derive(Default)]
-struct Lru {
-    capacity: usize,
-    clock: u64,
-    used: HashMap<BlockHash, u64>,
-    order: BTreeMap<u64, BlockHash>,
-}
-
-/// The real tier.
-struct Tier {
-    dram: Dram,
-    slots: Vec<SlotRef>,
-}
-
-trait Cache {
-    /// Asks for a chain and keeps what was missing; how many of its leading blocks were there.
-    fn request(&mut self, chain: &[BlockHash]) -> usize;
-}
 
 /// An open conversation.
 struct Conversation {
@@ -95,58 +75,6 @@ impl Zipf {
     fn draw(&self, random: &mut Random) -> usize {
         let unit = random.unit();
         self.0.partition_point(|sum| *sum <= unit).min(self.0.len() - 1)
-    }
-}
-
-impl Lru {
-    fn new(capacity: usize) -> Self {
-        Self { capacity, ..Self::default() }
-    }
-}
-
-impl Cache for Lru {
-    fn request(&mut self, chain: &[BlockHash]) -> usize {
-        let hits = chain.iter().take_while(|hash| self.used.contains_key(hash)).count();
-        for hash in chain.iter().rev() {
-            self.clock += 1;
-            if let Some(before) = self.used.insert(*hash, self.clock) {
-                self.order.remove(&before);
-            } else if self.used.len() > self.capacity {
-                let (_, oldest) = self.order.pop_first().expect("more than none");
-                self.used.remove(&oldest);
-            }
-            self.order.insert(self.clock, *hash);
-        }
-        hits
-    }
-}
-
-impl Tier {
-    fn new(segments: u64, filtered: bool) -> Self {
-        let pool_bytes = segments * SEGMENT_BYTES;
-        let config = Config { pool_bytes, segment_bytes: SEGMENT_BYTES, lease_ttl_ms: 30_000 };
-        let mut dram = Dram::new(config).expect("sizes");
-        if filtered {
-            dram.filter_admission();
-        }
-        Self { dram, slots: Vec::new() }
-    }
-}
-
-impl Cache for Tier {
-    fn request(&mut self, chain: &[BlockHash]) -> usize {
-        let hits = self.dram.probe(0, 0, chain);
-        for hash in &chain[hits..] {
-            let key = BlockKey { namespace: 0, group: 0, hash: *hash };
-            self.slots.extend(self.dram.begin_fill(key, BLOCK_BYTES, None));
-        }
-        self.dram.drain_evicted().for_each(drop);
-        self.dram.drain_assigned().for_each(drop);
-        // Deepest first, as the sidecar does.
-        while let Some(slot) = self.slots.pop() {
-            assert!(self.dram.commit(slot));
-        }
-        hits
     }
 }
 
@@ -192,31 +120,18 @@ fn turns(seed: u64, scan: Option<usize>) -> (Vec<Chain>, usize) {
     (requests, shared + OPEN * 6 * 22)
 }
 
-fn ratio(cache: &mut dyn Cache, requests: &[Chain]) -> f64 {
-    let (mut asked, mut found) = (0, 0);
-    for (at, chain) in requests.iter().enumerate() {
-        let hits = cache.request(chain);
-        if at >= requests.len() / 4 {
-            asked += chain.len();
-            found += hits;
-        }
-    }
-    found as f64 / asked as f64
-}
-
 /// Ratios of every policy on one trace, with room for about `blocks`.
 fn compare(requests: &[Chain], blocks: usize) -> [(&'static str, f64); 3] {
-    let slots = u64::from(slot_count(SEGMENT_BYTES, BLOCK_BYTES).expect("fits"));
-    let segments = (blocks as u64).div_ceil(slots);
-    let capacity = (segments * slots) as usize;
+    let blocks = blocks.next_multiple_of(5);
     [
-        ("pillion", ratio(&mut Tier::new(segments, false), requests)),
-        ("tinylfu", ratio(&mut Tier::new(segments, true), requests)),
-        ("lru", ratio(&mut Lru::new(capacity), requests)),
+        ("pillion", share(&mut Tier::new(blocks), requests, 0)),
+        ("tinylfu", share(&mut Tier::filtered(blocks), requests, 0)),
+        ("lru", share(&mut Lru::new(blocks), requests, 0)),
     ]
 }
 
-fn main() {
+/// Cells of JSON for the synthetic traces.
+fn synthetic() -> Vec<String> {
     let mut ratios: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     let mut note = |trace: &str, compared: [(&str, f64); 3]| {
         for (policy, ratio) in compared {
@@ -239,6 +154,22 @@ fn main() {
         let [least, median, most] = [seeds[0], seeds[seeds.len() / 2], seeds[seeds.len() - 1]];
         println!("{name:24} {median:.4} ({least:.4} to {most:.4})");
         cells.push(format!("\"{name}\":[{least:.4},{median:.4},{most:.4}]"));
+    }
+    cells
+}
+
+fn main() {
+    // Cargo adds an option of its own.
+    let mut arguments = std::env::args().skip(1).filter(|argument| argument != "--bench");
+    let mut cells = Vec::new();
+    while let Some(argument) = arguments.next() {
+        if argument == "synthetic" {
+            cells.extend(synthetic());
+            continue;
+        }
+        let mut report = Report::default();
+        report.replay(&argument, &read(&arguments.next().expect("a trace's file follows its name")));
+        cells.extend(report.cells());
     }
     println!("{{{}}}", cells.join(","));
 }

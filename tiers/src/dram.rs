@@ -198,17 +198,11 @@ impl Dram {
         hits
     }
 
-    /// Whether each of `hashes` is committed, one answer appended to `found` for each; counts as an access of each
-    /// that is. For a save, which skips what is kept already.
-    pub fn lookup(&mut self, namespace: u32, group: u32, hashes: &[BlockHash], found: &mut Vec<bool>) {
+    /// Whether each of `hashes` is committed, one answer appended to `found` for each. No access.
+    pub fn lookup(&self, namespace: u32, group: u32, hashes: &[BlockHash], found: &mut Vec<bool>) {
         for batch in hashes.chunks(BATCH) {
             let ids = self.find_batch(namespace, group, batch);
-            for id in &ids[..batch.len()] {
-                if *id != NO_ENTRY {
-                    self.touch(*id);
-                }
-                found.push(*id != NO_ENTRY);
-            }
+            found.extend(ids[..batch.len()].iter().map(|id| *id != NO_ENTRY));
         }
     }
 

@@ -1,0 +1,44 @@
+"""Hit ratios of the DRAM tier's eviction policy, on a real trace and on synthetic ones: see `tiers/benches/policy.rs`.
+
+    benches/run policy [--trace FILE]
+
+FILE has one JSON object a line with `hash_ids`, as those in `benches/traces/`, compressed by gzip or not; then nothing but it is
+replayed. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+CONVERSATION = Path(__file__).parent / "traces" / "mooncake-conversation.jsonl.gz"
+BENCH = ("cargo", "bench", "--quiet", "--package", "tiers", "--bench", "policy", "--")
+
+
+def requests(trace: Path) -> Iterator[str]:
+    """The block numbers of each request."""
+    opened = gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open()
+    with opened as lines:
+        for line in lines:
+            yield " ".join(str(number) for number in json.loads(line)["hash_ids"])
+
+
+def main() -> None:
+    """Runs the bench."""
+    parser = argparse.ArgumentParser(description="Hit ratios of the DRAM tier's eviction policy.")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="replay this trace alone")
+    trace = parser.parse_args().trace
+    with tempfile.NamedTemporaryFile("w", suffix=".trace") as plain:
+        plain.writelines(f"{request}\n" for request in requests(trace or CONVERSATION))
+        plain.flush()
+        traces = ["trace", plain.name] if trace else ["conversation", plain.name, "synthetic"]
+        subprocess.run([*BENCH, *traces], check=True)
+
+
+if __name__ == "__main__":
+    main()

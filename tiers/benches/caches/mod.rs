@@ -1,0 +1,187 @@
+//! The caches that are compared: the real tier, filled as the sidecar fills it, LRU, and one that knows what comes.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+
+use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::pool::{SlotRef, slot_count};
+use tiers::dram::{Config, Dram};
+
+/// A chain of blocks, as one request asks for it.
+pub(crate) type Chain = Vec<BlockHash>;
+
+const SEGMENT_BYTES: u64 = 2 << 20;
+/// Five to a segment, so that a pool has room for exactly as many as a multiple of five says.
+const BLOCK_BYTES: u64 = 400_000;
+/// Blocks that are computed in one step, where a prompt is computed in steps.
+const STEP_BLOCKS: usize = 16;
+
+pub(crate) trait Cache {
+    /// A request of which `found` leading blocks lie in the GPU's own cache: computes on what is there of the others, and
+    /// keeps what was missing. How many of its leading blocks were there or in the GPU's cache.
+    fn request(&mut self, chain: &[BlockHash], found: usize) -> usize;
+}
+
+/// Least recently used goes first; of one request the deepest block counts as used before the others.
+#[derive(Default)]
+pub(crate) struct Lru {
+    capacity: usize,
+    clock: u64,
+    used: HashMap<BlockHash, u64>,
+    order: BTreeMap<u64, BlockHash>,
+}
+
+/// Goes first what is next used last, of one request the deepest block.
+pub(crate) struct Clairvoyant {
+    capacity: usize,
+    now: usize,
+    /// Requests that use a block.
+    uses: HashMap<BlockHash, VecDeque<usize>>,
+    kept: HashMap<BlockHash, (usize, usize)>,
+    order: BTreeSet<(usize, usize, BlockHash)>,
+}
+
+/// The real tier.
+pub(crate) struct Tier {
+    dram: Dram,
+    /// Blocks that one step computes.
+    step_blocks: usize,
+    slots: Vec<SlotRef>,
+}
+
+// === impl Lru ===
+
+impl Lru {
+    pub(crate) fn new(capacity: usize) -> Self {
+        Self { capacity, ..Self::default() }
+    }
+
+    pub(crate) fn leading(&self, chain: &[BlockHash]) -> usize {
+        chain.iter().take_while(|hash| self.used.contains_key(hash)).count()
+    }
+}
+
+impl Cache for Lru {
+    fn request(&mut self, chain: &[BlockHash], found: usize) -> usize {
+        let hits = self.leading(&chain[found..]);
+        for hash in chain.iter().rev() {
+            self.clock += 1;
+            if let Some(before) = self.used.insert(*hash, self.clock) {
+                self.order.remove(&before);
+            } else if self.used.len() > self.capacity {
+                let (_, oldest) = self.order.pop_first().expect("more than none");
+                self.used.remove(&oldest);
+            }
+            self.order.insert(self.clock, *hash);
+        }
+        found + hits
+    }
+}
+
+// === impl Clairvoyant ===
+
+impl Clairvoyant {
+    pub(crate) fn new(capacity: usize, requests: &[Chain]) -> Self {
+        let mut uses: HashMap<BlockHash, VecDeque<usize>> = HashMap::new();
+        for (at, chain) in requests.iter().enumerate() {
+            chain.iter().for_each(|hash| uses.entry(*hash).or_default().push_back(at));
+        }
+        Self { capacity, now: 0, uses, kept: HashMap::new(), order: BTreeSet::new() }
+    }
+}
+
+impl Cache for Clairvoyant {
+    fn request(&mut self, chain: &[BlockHash], found: usize) -> usize {
+        let hits = chain[found..].iter().take_while(|hash| self.kept.contains_key(hash)).count();
+        for (depth, hash) in chain.iter().enumerate() {
+            let uses = self.uses.get_mut(hash).expect("a request of the trace");
+            while uses.front().is_some_and(|at| *at <= self.now) {
+                uses.pop_front();
+            }
+            let next = uses.front().map_or(usize::MAX, |at| *at);
+            if let Some((next, depth)) = self.kept.insert(*hash, (next, depth)) {
+                self.order.remove(&(next, depth, *hash));
+            }
+            self.order.insert((next, depth, *hash));
+        }
+        while self.kept.len() > self.capacity {
+            let (_, _, last) = self.order.pop_last().expect("more than none");
+            self.kept.remove(&last);
+        }
+        self.now += 1;
+        found + hits
+    }
+}
+
+// === impl Tier ===
+
+impl Tier {
+    /// Room for `blocks`, rounded up to a multiple of five.
+    pub(crate) fn new(blocks: usize) -> Self {
+        let slots = u64::from(slot_count(SEGMENT_BYTES, BLOCK_BYTES).expect("fits"));
+        let pool_bytes = (blocks as u64).div_ceil(slots) * SEGMENT_BYTES;
+        let config = Config { pool_bytes, segment_bytes: SEGMENT_BYTES, lease_ttl_ms: 30_000 };
+        let dram = Dram::new(config).expect("sizes");
+        Self { dram, step_blocks: usize::MAX, slots: Vec::new() }
+    }
+
+    /// With the admission filter.
+    pub(crate) fn filtered(blocks: usize) -> Self {
+        let mut tier = Self::new(blocks);
+        tier.dram.filter_admission();
+        tier
+    }
+
+    /// With prompts that are computed, and saved, in steps.
+    pub(crate) fn chunked(blocks: usize) -> Self {
+        Self { step_blocks: STEP_BLOCKS, ..Self::new(blocks) }
+    }
+
+    /// Saves blocks as the sidecar does: those that are there are used, the others are filled, the deepest first.
+    fn save(&mut self, blocks: &[BlockHash], opened_at: u64) {
+        for hash in blocks {
+            let key = BlockKey { namespace: 0, group: 0, hash: *hash };
+            self.slots.extend(self.dram.begin_fill(key, BLOCK_BYTES, None));
+        }
+        self.dram.use_run(0, 0, blocks, opened_at);
+        self.dram.drain_evicted().for_each(drop);
+        self.dram.drain_assigned().for_each(drop);
+        while let Some(slot) = self.slots.pop() {
+            assert!(self.dram.commit(slot));
+        }
+    }
+
+    /// Of the kept blocks of these requests, how many have a parent that is not kept; and how many are kept.
+    pub(crate) fn unreachable(&mut self, requests: &[Chain]) -> (usize, usize) {
+        let (mut seen, mut found) = (HashSet::new(), Vec::new());
+        let (mut unreachable, mut kept) = (0, 0);
+        for chain in requests {
+            found.clear();
+            self.dram.lookup(0, 0, chain, &mut found);
+            for (at, hash) in chain.iter().enumerate().filter(|(at, _)| found[*at]) {
+                if seen.insert(*hash) {
+                    kept += 1;
+                    unreachable += usize::from(at > 0 && !found[at - 1]);
+                }
+            }
+        }
+        (unreachable, kept)
+    }
+}
+
+impl Cache for Tier {
+    fn request(&mut self, chain: &[BlockHash], found: usize) -> usize {
+        let opened_at = self.dram.generation();
+        let found_here = self.dram.probe(0, 0, &chain[found..]);
+        let began_on = found + found_here;
+        let mut steps = chain[began_on..].chunks(self.step_blocks.min(chain.len()).max(1));
+        if let Some(first) = steps.next() {
+            self.save(first, opened_at);
+        }
+        // What it began on is offered in the step after. Without steps and a GPU's cache the query has said it all.
+        if found > 0 || self.step_blocks == STEP_BLOCKS {
+            self.save(&chain[..began_on], opened_at);
+        }
+        steps.for_each(|step| self.save(step, opened_at));
+        began_on
+    }
+}

@@ -1,0 +1,122 @@
+//! A trace of real requests: shares of rooms of several sizes, each policy alone, behind a GPU's cache, and in steps.
+
+use std::fs;
+
+use shm_protocol::key::BlockHash;
+
+use crate::caches::{Cache, Chain, Clairvoyant, Lru, Tier};
+use crate::random::Random;
+
+/// Blocks for which there is room.
+const ROOMS: [usize; 8] = [500, 1000, 2555, 5110, 10_220, 20_440, 40_880, 100_000];
+/// Rooms over which the gain is averaged: in larger ones almost everything stays.
+const ROOM_OF_GAIN_MAX: usize = 20_440;
+/// A GPU's own cache holds one block for so many of the room.
+const ROOM_BY_GPU: usize = 3;
+/// How often a replay stops to count unreachable blocks.
+const STOPS: usize = 4;
+
+/// A share, and the largest part of the kept blocks that could not be found at one of the stops.
+struct Replayed {
+    share: f64,
+    unreachable: f64,
+}
+
+/// What a replay of one kind has shown so far: cells of the result.
+#[derive(Default)]
+pub(crate) struct Report {
+    cells: Vec<String>,
+}
+
+/// Requests of a file with a line for each, the numbers of its blocks.
+pub(crate) fn read(path: &str) -> Vec<Chain> {
+    let text = fs::read_to_string(path).expect("a readable file");
+    let hash = |number: &str| {
+        let mut random = Random(number.parse().expect("a block's number"));
+        BlockHash::from_words(std::array::from_fn(|_| random.next()))
+    };
+    text.lines().map(|line| line.split(' ').map(hash).collect()).collect()
+}
+
+/// Blocks found by blocks asked for, the first quarter of the requests not counted.
+pub(crate) fn share(cache: &mut dyn Cache, requests: &[Chain], gpu_blocks: usize) -> f64 {
+    replay(cache, requests, gpu_blocks, |_, _| {})
+}
+
+fn replay<C: Cache + ?Sized>(
+    cache: &mut C,
+    requests: &[Chain],
+    gpu_blocks: usize,
+    mut stop: impl FnMut(&mut C, &[Chain]),
+) -> f64 {
+    let mut gpu = Lru::new(gpu_blocks);
+    let (mut asked, mut found) = (0, 0);
+    for (at, chain) in requests.iter().enumerate() {
+        let in_gpu = if gpu_blocks > 0 { gpu.request(chain, 0) } else { 0 };
+        let hits = cache.request(chain, in_gpu);
+        if at >= requests.len() / 4 {
+            asked += chain.len();
+            found += hits;
+        }
+        if (at + 1) % (requests.len() / STOPS).max(1) == 0 {
+            stop(cache, &requests[..=at]);
+        }
+    }
+    found as f64 / asked as f64
+}
+
+fn replay_tier(mut tier: Tier, requests: &[Chain], gpu_blocks: usize) -> Replayed {
+    let mut worst: f64 = 0.0;
+    let share = replay(&mut tier, requests, gpu_blocks, |tier, so_far| {
+        let (unreachable, kept) = tier.unreachable(so_far);
+        worst = worst.max(unreachable as f64 / kept.max(1) as f64);
+    });
+    Replayed { share, unreachable: worst }
+}
+
+// === impl Report ===
+
+impl Report {
+    /// All rooms of a trace, which is called `name`.
+    pub(crate) fn replay(&mut self, name: &str, requests: &[Chain]) {
+        self.rooms(name, requests, |_| 0, Tier::new);
+        self.rooms("gpu", requests, |room| room / ROOM_BY_GPU, Tier::new);
+        self.rooms("chunked", requests, |_| 0, Tier::chunked);
+    }
+
+    fn rooms(
+        &mut self,
+        prefix: &str,
+        requests: &[Chain],
+        gpu_blocks: impl Fn(usize) -> usize,
+        tier: impl Fn(usize) -> Tier,
+    ) {
+        let (mut gains, mut unreachable): (Vec<f64>, f64) = (Vec::new(), 0.0);
+        for room in ROOMS {
+            let gpu = gpu_blocks(room);
+            let ours = replay_tier(tier(room), requests, gpu);
+            let lru = share(&mut Lru::new(room), requests, gpu);
+            let clairvoyant = share(&mut Clairvoyant::new(room, requests), requests, gpu);
+            let shares = [("pillion", ours.share), ("lru", lru), ("clairvoyant", clairvoyant)];
+            for (policy, share) in shares {
+                self.say(&format!("{prefix}_{room}_{policy}"), share);
+            }
+            unreachable = unreachable.max(ours.unreachable);
+            if room <= ROOM_OF_GAIN_MAX && clairvoyant > lru {
+                gains.push((ours.share - lru) / (clairvoyant - lru));
+            }
+        }
+        self.say(&format!("{prefix}_gain"), gains.iter().sum::<f64>() / gains.len().max(1) as f64);
+        self.say(&format!("{prefix}_unreachable"), unreachable);
+    }
+
+    fn say(&mut self, key: &str, value: f64) {
+        println!("{key:32} {value:.4}");
+        self.cells.push(format!("\"{key}\":{value:.4}"));
+    }
+
+    /// Cells of JSON.
+    pub(crate) fn cells(self) -> Vec<String> {
+        self.cells
+    }
+}

@@ -72,6 +72,9 @@ const COUNTERS: &[Figure<Stats>] = &[
     ("load_refusals_total", "Failed loads: no lease, a block that did not come.", |s| s.load_refusals),
     ("load_mismatches_total", "Failed loads: of another namespace than the rank.", |s| s.load_mismatches),
     ("evicted_blocks_total", "Blocks evicted to make room.", |s| s.evicted_blocks),
+    ("unreachable_blocks_total", "Blocks that saves found kept although their parent was not.", |s| {
+        s.unreachable_blocks
+    }),
     ("adopted_blocks_total", "Blocks taken over from earlier lives of the sidecar.", |s| s.adopted_blocks),
     ("removed_blocks_total", "Blocks removed because what their engine computes is not trusted.", |s| {
         s.removed_blocks

@@ -25,7 +25,7 @@ pub use crate::error::{FillError, LeaseError};
 use crate::index::{Index, NO_ENTRY, Print};
 use crate::lease::Leases;
 pub use crate::lease::{LeaseId, WORKERS_MAX};
-use crate::policy::{self, Among, Ghost};
+use crate::policy::{Among, Parent, Policy};
 pub use crate::quota::QuotaId;
 use crate::sketch::Sketch;
 use crate::slab::{Place, Slab, State};
@@ -78,6 +78,8 @@ pub struct Stats {
     pub evicted_bytes_total: u64,
     /// Blocks removed since the start because they are not trusted.
     pub removed_blocks_total: u64,
+    /// Blocks that requests which saved them anew found kept behind one that was not: no query could find them.
+    pub unreachable_blocks_total: u64,
     /// Live leases.
     pub leases: u64,
     /// Segments of the pool.
@@ -96,7 +98,7 @@ pub struct Dram {
     config: Config,
     slab: Slab,
     index: Index,
-    ghost: Ghost,
+    policy: Policy,
     /// Whom the admission filter asks; none without it.
     sketch: Option<Sketch>,
     leases: Leases,
@@ -147,7 +149,7 @@ impl Dram {
             config,
             slab: Slab::new(config.segment_bytes, count as usize),
             index: Index::new(),
-            ghost: Ghost::default(),
+            policy: Policy::default(),
             sketch: None,
             leases: Leases::new(config.lease_ttl_ms),
             generation: 1,
@@ -187,14 +189,14 @@ impl Dram {
 // === impl Dram: look-ups ===
 
 impl Dram {
-    /// The leading run of `hashes` that is committed; counts as an access of each. No lease.
+    /// The leading run of `hashes` that is committed, which is used as of now. No lease.
     pub fn probe(&mut self, namespace: u32, group: u32, hashes: &[BlockHash]) -> usize {
         let mut hits = 0;
-        self.leading_hits(namespace, group, hashes, |dram, id| {
-            dram.touch(id);
+        self.leading_hits(namespace, group, hashes, |_, _| {
             hits += 1;
             true
         });
+        self.use_run(namespace, group, &hashes[..hits]);
         hits
     }
 
@@ -206,17 +208,51 @@ impl Dram {
         }
     }
 
-    /// A request computes on these blocks, wherever it found them: counts as an access of each that is committed and whose
-    /// filling began before `generation`, deepest first. Its own blocks are younger than itself, and using them says nothing.
-    pub fn use_run(&mut self, namespace: u32, group: u32, hashes: &[BlockHash], generation: u64) {
+    /// A request computes on these blocks, wherever it found them: those that are committed are used as of now.
+    pub fn use_run(&mut self, namespace: u32, group: u32, hashes: &[BlockHash]) {
+        let mut child_kept = false;
+        self.deepest_first(namespace, group, hashes, |dram, id| {
+            dram.stats.unreachable_blocks_total += u64::from(child_kept && id.is_none());
+            child_kept = id.is_some();
+            id.into_iter().for_each(|id| dram.touch(id));
+        });
+    }
+
+    /// The request with these keys is over, which came when [`Dram::generation`] was `opened_at`: what is kept of them is
+    /// ranked by it. Blocks that are younger are its own, which using them says nothing of.
+    pub fn end_chain(&mut self, namespace: u32, group: u32, hashes: &[BlockHash], opened_at: u64) {
+        if hashes.is_empty() || self.slab.assigned() == 0 {
+            return;
+        }
+        let prints = hashes.iter().map(|hash| Print::new(namespace, group, hash));
+        let mut turn = self.policy.turn(prints, self.slots_in_service());
+        self.deepest_first(namespace, group, hashes, |dram, id| {
+            let Some(id) = id else { return };
+            let own = dram.slab.entries.get(id).generation >= opened_at;
+            dram.policy.used(&mut dram.slab, id, &mut turn, own);
+        });
+    }
+
+    /// Calls `take` for every block of a chain, with its entry if it is committed, the deepest first: of what it puts at a list's
+    /// head, parents come to lie before their children.
+    fn deepest_first(
+        &mut self,
+        namespace: u32,
+        group: u32,
+        hashes: &[BlockHash],
+        mut take: impl FnMut(&mut Self, Option<u32>),
+    ) {
         for batch in hashes.rchunks(BATCH) {
             let ids = self.find_batch(namespace, group, batch);
             for id in ids[..batch.len()].iter().rev() {
-                if *id != NO_ENTRY && self.slab.entries.get(*id).generation < generation {
-                    self.touch(*id);
-                }
+                take(self, (*id != NO_ENTRY).then_some(*id));
             }
         }
+    }
+
+    /// Slots once every segment has blocks, about.
+    fn slots_in_service(&self) -> u64 {
+        self.slab.slots() * self.stats.segments / (self.slab.assigned() as u64).max(1)
     }
 
     /// Calls `take` for every block of the leading run, until it says false.
@@ -318,7 +354,7 @@ impl Dram {
     fn start(&mut self, id: u32, key: BlockKey, print: Print) -> SlotRef {
         let entry = self.slab.entries.get_mut(id);
         (entry.key, entry.generation) = (key, self.generation);
-        (entry.state, entry.accesses) = (State::Filling, 0);
+        entry.state = State::Filling;
         self.generation += 1;
         self.index.insert(print, id);
         let segment = &mut self.slab.segments[self.slab.entries.segment(id)];
@@ -339,8 +375,8 @@ impl Dram {
             self.note_assigned(segment, class);
         } else if self.hold.lasts() {
             return Err(FillError::NoSpace);
-        } else if let Some(verdict) = policy::next(&mut self.slab, Among::Class(class)) {
-            self.replace(verdict, print)?;
+        } else if let Some(victim) = self.policy.next(&mut self.slab, Among::Class(class)) {
+            self.replace(victim, print)?;
         } else {
             self.steal(class).ok_or(FillError::NoSpace)?;
         }
@@ -350,7 +386,7 @@ impl Dram {
     fn steal(&mut self, class: usize) -> Option<()> {
         let segment = self.slab.victim(class)?;
         for id in self.slab.blocks(segment) {
-            self.evict(id, true);
+            self.evict(id);
         }
         self.slab.withdraw(segment);
         self.slab.assign(segment, class);
@@ -369,7 +405,7 @@ impl Dram {
     }
 
     /// Frees the slot of a committed block that no lease holds.
-    fn evict(&mut self, id: u32, remember: bool) {
+    fn evict(&mut self, id: u32) {
         let entry = self.slab.entries.get(id);
         assert!(
             entry.pins == 0 && entry.state == State::Committed,
@@ -382,9 +418,7 @@ impl Dram {
         self.stats.evicted_blocks_total += 1;
         self.stats.evicted_bytes_total += bytes;
         let print = self.vacated(id, bytes);
-        if remember {
-            self.ghost.remember(print, self.slab.slots());
-        }
+        self.policy.evicted(print, self.slab.slots());
     }
 
     /// Takes an entry out of the index and its slot into the free list.
@@ -411,13 +445,29 @@ impl Dram {
 
     /// The block is whole and may be found. False if the slot is not being filled in this generation.
     pub fn commit(&mut self, slot: SlotRef) -> bool {
+        self.commit_in(slot, Parent::None)
+    }
+
+    /// The same for a block with a parent: it stays no longer than that. Commit a chain from its beginning.
+    pub fn commit_behind(&mut self, slot: SlotRef, parent: &BlockKey) -> bool {
+        let print = Print::new(parent.namespace, parent.group, &parent.hash);
+        let entries = &self.slab.entries;
+        let parent = match self.index.find(print, |id| entries.get(id).key == *parent) {
+            Some(id) if entries.get(id).state == State::Committed => Parent::Kept(id),
+            Some(_) => Parent::None,
+            None => Parent::Lost,
+        };
+        self.commit_in(slot, parent)
+    }
+
+    fn commit_in(&mut self, slot: SlotRef, parent: Parent) -> bool {
         let Some(id) = self.end_fill(slot) else { return false };
         let entry = self.slab.entries.get_mut(id);
         entry.state = State::Committed;
         self.watch.note(entry.key, true);
         self.stats.blocks += 1;
-        let remembered = self.ghost.recall(self.print(id));
-        policy::admit(&mut self.slab, id, remembered);
+        let print = self.print(id);
+        self.policy.admit(&mut self.slab, id, print, parent);
         true
     }
 

@@ -24,11 +24,32 @@ pub(crate) struct List {
     len: u32,
 }
 
+/// Where in a list.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Spot {
+    Head,
+    Tail,
+    /// Right behind another element, towards the tail.
+    Behind(u32),
+}
+
 // === impl Link ===
 
 impl Default for Link {
     fn default() -> Self {
         Self { previous: NIL, next: NIL }
+    }
+}
+
+// === impl Spot ===
+
+impl Spot {
+    /// The same spot in a list that has only the elements of which `is_in` is true: its head, where the other is elsewhere.
+    pub(crate) fn among(self, is_in: impl Fn(u32) -> bool) -> Self {
+        match self {
+            Self::Behind(other) if !is_in(other) => Self::Head,
+            spot => spot,
+        }
     }
 }
 
@@ -58,6 +79,24 @@ impl List {
             head => table.link(head).previous = id,
         }
         self.head = id;
+        self.len += 1;
+    }
+
+    /// Adds an element that is in no list.
+    pub(crate) fn push(&mut self, table: &mut impl Links, id: u32, spot: Spot) {
+        match (spot, self.tail()) {
+            (Spot::Behind(ahead), _) | (Spot::Tail, Some(ahead)) => self.push_behind(table, id, ahead),
+            (Spot::Head, _) | (Spot::Tail, None) => self.push_head(table, id),
+        }
+    }
+
+    fn push_behind(&mut self, table: &mut impl Links, id: u32, ahead: u32) {
+        let behind = std::mem::replace(&mut table.link(ahead).next, id);
+        *table.link(id) = Link { previous: ahead, next: behind };
+        match behind {
+            NIL => self.tail = id,
+            behind => table.link(behind).previous = id,
+        }
         self.len += 1;
     }
 
@@ -94,9 +133,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_list_is_a_deque_with_removal(steps in prop::collection::vec((0..3u8, 0..16u32), 0..200)) {
+        fn a_list_is_a_deque_with_removal(steps in prop::collection::vec((0..5u8, 0..16u32, 0..16u32), 0..200)) {
             let (mut table, mut list, mut model) = (Table(vec![Link::default(); 16]), List::default(), VecDeque::new());
-            for (action, id) in steps {
+            for (action, id, ahead) in steps {
                 let inside = model.iter().position(|other| *other == id);
                 match (action, inside) {
                     (0, None) => {
@@ -106,6 +145,15 @@ mod tests {
                     (1, Some(at)) => {
                         list.remove(&mut table, id);
                         model.remove(at);
+                    }
+                    (4, None) => {
+                        list.push(&mut table, id, Spot::Tail);
+                        model.push_back(id);
+                    }
+                    (3, None) if model.contains(&ahead) => {
+                        list.push(&mut table, id, Spot::Behind(ahead));
+                        let at = model.iter().position(|other| *other == ahead).expect("contained");
+                        model.insert(at + 1, id);
                     }
                     (2, _) if !model.is_empty() => {
                         list.remove(&mut table, list.tail().expect("not empty"));

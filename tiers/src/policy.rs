@@ -1,40 +1,53 @@
-//! Which block goes: S3-FIFO, per block size, or among the blocks of one quota.
+//! Which block goes: the one that is least likely to be used again soon, judged by what became of others like it.
 //!
-//! A new block enters the small queue, three tenths of its class; one that was asked for by the time it reaches the
-//! tail moves to the main queue, any other is evicted and remembered in the ghost. A block that comes back while the
-//! ghost remembers it enters the main queue. There, a block at the tail goes round again once for every access, up
-//! to three. A leased or held block that reaches a tail leaves the queues until nothing holds it: it is never evicted,
-//! and is met at most once per lease or hold.
+//! Every kept block has a rank, and each rank a list in order of use. A block of a first request has rank 0; its rank grows
+//! when another request uses it, and is never below the number of turns that its conversation has gone on for ([`Ends`]). A
+//! block that comes back while the ghost remembers it counts as used. Of the blocks at the lists' tails that one goes for which
+//! [`Odds`] sees the fewest uses for the time that it would stay.
+//!
+//! A parent goes after its children, always: its rank is at least theirs, its last use is no earlier, in a list it lies before
+//! them, and odds neither fall with the rank nor grow with the age. A leased or held block that reaches a tail leaves the lists
+//! until nothing holds it: it is never evicted, and is met at most once per lease or hold.
 
+mod ends;
+mod ghost;
+mod odds;
+
+use self::ends::Ends;
+use self::ghost::Ghost;
+use self::odds::Odds;
 use crate::index::Print;
+use crate::list::Spot;
 use crate::quota::QuotaId;
 use crate::slab::{Place, Slab};
 
-/// Accesses that are counted, as in the S3-FIFO paper.
-const ACCESSES_MAX: u8 = 3;
-/// Accesses that bring a block from the small queue to the main one. Beside a GPU's own cache, one is a conversation that
-/// goes on.
-const PROMOTED_FROM: u8 = 1;
-/// The small queue's part: 3 of 10. In a tenth, as the paper has it, a conversation's blocks do not last until its next turn;
-/// see `policy` in benches/README.md.
-const SMALL_PART: (u64, u64) = (3, 10);
-/// Blocks looked at before the next unleased one goes, whatever its accesses. Bounds one eviction to some 20 us; where
-/// every block of a class is hot, one in so many goes too early.
-pub(crate) const SCANS_MAX: u32 = 256;
-/// Fingerprints of one set of the ghost: one cache line.
-const GHOST_WAYS: usize = 16;
+/// Ranks: from the last one on, conversations go on about as often.
+pub(crate) const RANKS: usize = 8;
+/// Ticks in which as many blocks are used as there are slots: what ages are counted in.
+const TICKS_PER_ROOM: u64 = 256;
+/// What the policy knows of a block, in 16 bits: its rank, whether it was evicted not long before it came, and the tick of its
+/// last use, of which 12 bits are kept. That is 16 rooms, twice the oldest age that makes a difference.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Standing(u16);
 
-/// The policy's own memory: keys that were evicted from a small queue, in sets that each forget their oldest.
+/// Time, as blocks are used.
 #[derive(Debug, Default)]
-pub(crate) struct Ghost {
-    sets: Box<[GhostSet]>,
-    /// Slots that the sets were made for.
-    slots: u64,
+struct Clock {
+    tick: u32,
+    /// Uses since the tick began, times [`TICKS_PER_ROOM`].
+    rest: u64,
 }
 
-#[repr(C, align(64))]
-#[derive(Copy, Clone, Debug, Default)]
-struct GhostSet([u32; GHOST_WAYS]);
+/// The policy's own memory.
+#[derive(Debug, Default)]
+pub(crate) struct Policy {
+    clock: Clock,
+    ends: Ends,
+    odds: Odds,
+    ghost: Ghost,
+    /// Kept between calls, so that none allocates.
+    prints: Vec<Print>,
+}
 
 /// The blocks one of which must go.
 #[derive(Copy, Clone, Debug)]
@@ -45,140 +58,165 @@ pub(crate) enum Among {
     Quota(QuotaId),
 }
 
-/// A block that must go.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Verdict {
-    pub(crate) entry: u32,
-    /// Whether the ghost should remember it.
-    pub(crate) remember: bool,
+/// The block before one in its chain.
+#[derive(Copy, Clone, Debug)]
+pub(crate) enum Parent {
+    /// There is none, nobody said which it is, or it is being filled.
+    None,
+    Kept(u32),
+    /// It is not there.
+    Lost,
 }
 
-// === impl Ghost ===
+/// A request that is over, for [`Policy::used`].
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct Turn {
+    /// The rank that its blocks have at least.
+    rank: u8,
+    /// The rank of the block behind the one that comes next: the deepest come first.
+    deeper: u8,
+}
 
-impl Ghost {
-    /// Makes room for the main queues of `slots` slots. The number settles before the first eviction; where it changes
-    /// much later, what was remembered is forgotten.
-    fn fit(&mut self, slots: u64) {
-        if self.slots < slots / 2 || self.slots > slots.saturating_mul(2) || self.sets.is_empty() {
-            let sets = (slots - small_part(slots)).div_ceil(GHOST_WAYS as u64).max(1);
-            self.sets = vec![GhostSet::default(); sets as usize].into_boxed_slice();
-            self.slots = slots;
-        }
+// === impl Standing ===
+
+impl Standing {
+    /// Of a block that is not kept.
+    pub(crate) const NONE: Self = Self(0);
+    const TICK_BITS: u32 = 12;
+    const TICK_MASK: u16 = (1 << Self::TICK_BITS) - 1;
+    const RETURNED: u16 = 1 << Self::TICK_BITS;
+    const RANK_SHIFT: u32 = Self::TICK_BITS + 1;
+
+    fn new(rank: u8, returned: bool, tick: u32) -> Self {
+        let flag = if returned { Self::RETURNED } else { 0 };
+        Self(u16::from(rank) << Self::RANK_SHIFT | flag | (tick as u16 & Self::TICK_MASK))
     }
 
-    fn set(&mut self, print: Print) -> Option<&mut GhostSet> {
-        let set = (u64::from(print.tag()) * self.sets.len() as u64) >> 32;
-        self.sets.get_mut(set as usize)
+    #[inline]
+    pub(crate) fn rank(self) -> usize {
+        usize::from(self.0 >> Self::RANK_SHIFT)
     }
 
-    /// Remembers an evicted key.
-    pub(crate) fn remember(&mut self, print: Print, slots: u64) {
-        self.fit(slots);
-        if let Some(GhostSet(ways)) = self.set(print) {
-            ways.copy_within(..GHOST_WAYS - 1, 1);
-            ways[0] = fingerprint(print);
-        }
+    pub(crate) fn returned(self) -> bool {
+        self.0 & Self::RETURNED != 0
     }
 
-    /// Whether the key was remembered; it is not any more.
-    pub(crate) fn recall(&mut self, print: Print) -> bool {
-        let Some(GhostSet(ways)) = self.set(print) else { return false };
-        match ways.iter().position(|way| *way == fingerprint(print)) {
-            Some(way) => {
-                ways.copy_within(way + 1.., way);
-                ways[GHOST_WAYS - 1] = 0;
-                true
+    fn tick(self) -> u32 {
+        u32::from(self.0 & Self::TICK_MASK)
+    }
+
+    fn age(self, tick: u32) -> u32 {
+        u32::from((tick as u16).wrapping_sub(self.0) & Self::TICK_MASK)
+    }
+
+    #[inline]
+    fn at(self, tick: u32) -> Self {
+        Self::new(self.rank() as u8, self.returned(), tick)
+    }
+}
+
+const _: () = assert!(RANKS == 1 << (u16::BITS - Standing::RANK_SHIFT));
+
+// === impl Clock ===
+
+impl Clock {
+    fn advance(&mut self, uses: u64, slots: u64) {
+        self.rest += uses * TICKS_PER_ROOM;
+        self.tick = self.tick.wrapping_add((self.rest / slots) as u32);
+        self.rest %= slots;
+    }
+}
+
+// === impl Policy ===
+
+impl Policy {
+    /// Puts a block that was just committed into a list. A block without its parent is found by nobody: it goes next.
+    pub(crate) fn admit(&mut self, slab: &mut Slab, entry: u32, print: Print, parent: Parent) {
+        let returned = self.ghost.recall(print);
+        let (rank, tick, spot) = match parent {
+            Parent::Lost => (0, self.clock.tick.wrapping_sub(odds::AGE_MAX), Spot::Tail),
+            Parent::Kept(parent) if slab.entries.get(parent).place == Place::Kept => {
+                let standing = slab.entries.get(parent).standing;
+                (standing.rank() as u8, standing.tick(), Spot::Behind(parent))
             }
-            None => false,
+            Parent::None | Parent::Kept(_) => (u8::from(returned), self.clock.tick, Spot::Head),
+        };
+        slab.keep(entry, Standing::new(rank, returned, tick), spot);
+    }
+
+    /// Puts a block of an earlier life into a list: those that nobody asks for go in the order in which they lie.
+    pub(crate) fn adopt(&mut self, slab: &mut Slab, entry: u32) {
+        slab.keep(entry, Standing::new(1, false, self.clock.tick), Spot::Head);
+    }
+
+    /// A block was used by a request that goes on, or was leased until now.
+    #[inline]
+    pub(crate) fn touch(&self, slab: &mut Slab, entry: u32) {
+        let standing = slab.entries.get(entry).standing.at(self.clock.tick);
+        slab.keep(entry, standing, Spot::Head);
+    }
+
+    /// Puts a block back that was held and not used, if it had left its list.
+    pub(crate) fn unheld(&self, slab: &mut Slab, entry: u32) {
+        if slab.entries.get(entry).place == Place::Detached {
+            self.touch(slab, entry);
         }
     }
-}
 
-/// Never zero, as a tag is not.
-fn fingerprint(print: Print) -> u32 {
-    print.tag()
-}
+    /// A key was evicted.
+    pub(crate) fn evicted(&mut self, print: Print, slots: u64) {
+        self.ghost.remember(print, slots);
+    }
 
-// === S3-FIFO ===
+    /// A request with these keys is over, in a tier of so many slots. What follows are its kept blocks, the deepest first, each
+    /// by [`Policy::used`].
+    pub(crate) fn turn(&mut self, prints: impl Iterator<Item = Print>, slots: u64) -> Turn {
+        self.prints.clear();
+        self.prints.extend(prints);
+        self.clock.advance(self.prints.len() as u64, slots);
+        let rank = self.ends.turn(&self.prints, slots) - 1;
+        for print in self.prints.iter().rev() {
+            self.odds.used(*print, rank, self.clock.tick, slots);
+        }
+        Turn { rank, deeper: 0 }
+    }
 
-fn small_part(slots: u64) -> u64 {
-    slots * SMALL_PART.0 / SMALL_PART.1
-}
+    /// A block that the request has used; its own, if it was not there before.
+    #[inline]
+    pub(crate) fn used(&self, slab: &mut Slab, entry: u32, turn: &mut Turn, own: bool) {
+        let standing = slab.entries.get(entry).standing;
+        let used = if own { u8::from(standing.returned()) } else { risen(standing.rank() as u8) };
+        turn.deeper = turn.deeper.max(turn.rank).max(used);
+        slab.keep(entry, Standing::new(turn.deeper, false, self.clock.tick), Spot::Head);
+    }
 
-/// Counts an access.
-#[inline]
-pub(crate) fn touch(accesses: &mut u8) {
-    *accesses = (*accesses + 1).min(ACCESSES_MAX);
-}
-
-/// Puts a block that was just committed into a queue.
-pub(crate) fn admit(slab: &mut Slab, entry: u32, remembered: bool) {
-    slab.move_to(entry, if remembered { Place::Main } else { Place::Small });
-}
-
-/// Puts a block whose last lease has ended back into a queue, if it had left: in use when its turn came, it has earned
-/// the main one.
-pub(crate) fn unpinned(slab: &mut Slab, entry: u32) {
-    if slab.entries.get(entry).place == Place::Detached {
-        slab.move_to(entry, Place::Main);
+    /// The block that goes next, left in its list; `None` if every one is leased or being filled.
+    pub(crate) fn next(&self, slab: &mut Slab, among: Among) -> Option<u32> {
+        let mut first: Option<(f32, u32, u32)> = None;
+        for rank in 0..RANKS {
+            let Some(entry) = unpinned_tail(slab, among, rank) else { continue };
+            let age = slab.entries.get(entry).standing.age(self.clock.tick);
+            let worth = self.odds.worth(rank, age);
+            if first.is_none_or(|(least, oldest, _)| worth < least || (worth == least && age > oldest)) {
+                first = Some((worth, age, entry));
+            }
+        }
+        first.map(|(_, _, entry)| entry)
     }
 }
 
-/// The same for a block that was held and not used: of itself that earns it nothing.
-pub(crate) fn unheld(slab: &mut Slab, entry: u32) {
-    if slab.entries.get(entry).place == Place::Detached {
-        admit(slab, entry, slab.entries.get(entry).accesses >= PROMOTED_FROM);
-    }
+/// The rank after a further use.
+fn risen(rank: u8) -> u8 {
+    (rank + 1).min(RANKS as u8 - 1)
 }
 
-/// The block that goes next, left in its queue; `None` if every one is leased or being filled.
-pub(crate) fn next(slab: &mut Slab, among: Among) -> Option<Verdict> {
-    let mut scans = 0;
+/// The block at a rank's tail, once those that something pins have left.
+fn unpinned_tail(slab: &mut Slab, among: Among, rank: usize) -> Option<u32> {
     loop {
-        let (queues, slots) = slab.queues(among);
-        let small_max = small_part(slots).max(1);
-        let small = u64::from(queues.small.len()) >= small_max || queues.main.len() == 0;
-        let entry = if small { queues.small.tail() } else { queues.main.tail() };
-        // The main queue is empty whenever the small one was looked at and found empty.
-        let entry = entry?;
-        let block = slab.entries.get_mut(entry);
-        if block.pins > 0 {
-            slab.move_to(entry, Place::Detached);
-            continue;
+        let entry = slab.queues(among).ranks[rank].tail()?;
+        if slab.entries.get(entry).pins == 0 {
+            return Some(entry);
         }
-        let forced = scans >= SCANS_MAX;
-        if small && (block.accesses < PROMOTED_FROM || forced) {
-            return Some(Verdict { entry, remember: true });
-        }
-        if !small && (block.accesses == 0 || forced) {
-            return Some(Verdict { entry, remember: false });
-        }
-        block.accesses = if small { 0 } else { block.accesses - 1 };
-        slab.move_to(entry, Place::Main);
-        scans += 1;
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use shm_protocol::key::BlockHash;
-
-    use super::*;
-
-    fn print(number: u64) -> Print {
-        Print::new(0, 0, &BlockHash::from_words([number, 0, 0, 0]))
-    }
-
-    #[test]
-    fn a_ghost_remembers_about_as_many_keys_as_main_has_slots_and_each_once() {
-        let mut ghost = Ghost::default();
-        assert!(!ghost.recall(print(1)));
-        for number in 0..10_000 {
-            ghost.remember(print(number), 1000);
-        }
-        let recalled: Vec<u64> = (0..10_000).filter(|number| ghost.recall(print(*number))).collect();
-        assert!((600..=704).contains(&recalled.len()), "{}", recalled.len());
-        assert!(recalled.iter().all(|number| *number > 6_000), "the youngest are remembered");
-        assert!(!recalled.iter().any(|number| ghost.recall(print(*number))));
+        slab.move_to(entry, Place::Detached);
     }
 }

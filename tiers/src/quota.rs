@@ -3,7 +3,8 @@
 //! A quota has queues of its own. They hold its blocks in the order that these have in the queues of their classes, so that the
 //! policy finds the next of them without meeting another's. That costs 12 bytes a slot, in a tier with quotas alone.
 
-use crate::list::{Link, Links, NIL};
+use crate::list::{Link, Links, NIL, Spot};
+use crate::policy::Standing;
 use crate::slab::{Place, Queues, Tables};
 
 /// A quota's name.
@@ -83,14 +84,21 @@ impl Quotas {
         }
     }
 
-    /// Follows a block from one queue of its class to another.
-    pub(crate) fn moved(&mut self, id: u32, from: Place, to: Place) {
+    /// Follows a block out of a list of its class.
+    pub(crate) fn left(&mut self, id: u32, place: Place, standing: Standing) {
         let Some(quota) = self.list.get_mut(self.members.get(id).quota as usize) else { return };
-        if let Some(list) = quota.queues.list(from) {
+        if let Some(list) = quota.queues.list(place, standing) {
             list.remove(&mut self.members, id);
         }
-        if let Some(list) = quota.queues.list(to) {
-            list.push_head(&mut self.members, id);
+    }
+
+    /// Follows a block into one.
+    pub(crate) fn entered(&mut self, id: u32, place: Place, standing: Standing, spot: Spot) {
+        let quota_of = |id| self.members.get(id).quota;
+        let spot = spot.among(|ahead| quota_of(ahead) == quota_of(id));
+        let Some(quota) = self.list.get_mut(quota_of(id) as usize) else { return };
+        if let Some(list) = quota.queues.list(place, standing) {
+            list.push(&mut self.members, id, spot);
         }
     }
 }

@@ -9,8 +9,8 @@ use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::{self, Geometry, SlotRef};
 
 use crate::index::Index;
-use crate::list::{Link, Links, List};
-use crate::policy::Among;
+use crate::list::{Link, Links, List, Spot};
+use crate::policy::{Among, RANKS, Standing};
 use crate::quota::{Member, Quotas};
 
 /// Block sizes that may live in the pool at once; a class without segments gives way to a new one.
@@ -38,10 +38,8 @@ pub(crate) enum Place {
     Detached,
     /// The free list of its class.
     Free,
-    /// The policy's small queue.
-    Small,
-    /// The policy's main queue.
-    Main,
+    /// The policy's list of its rank.
+    Kept,
 }
 
 /// One slot's entry.
@@ -55,17 +53,16 @@ pub(crate) struct Entry {
     pub(crate) pins: u32,
     pub(crate) state: State,
     pub(crate) place: Place,
-    /// Accesses since the policy last looked, up to its limit.
-    pub(crate) accesses: u8,
+    /// What the policy knows of it.
+    pub(crate) standing: Standing,
 }
 
 const _: () = assert!(size_of::<Entry>() == 64);
 
-/// The policy's queues.
+/// The policy's lists, by rank.
 #[derive(Debug, Default)]
 pub(crate) struct Queues {
-    pub(crate) small: List,
-    pub(crate) main: List,
+    pub(crate) ranks: [List; RANKS],
 }
 
 /// One block size: its slots and the queues they are in.
@@ -123,7 +120,7 @@ const VACANT: Entry = Entry {
     pins: 0,
     state: State::Free,
     place: Place::Detached,
-    accesses: 0,
+    standing: Standing::NONE,
 };
 
 // === impl Tables ===
@@ -193,13 +190,9 @@ impl Links for Entries {
 // === impl Queues ===
 
 impl Queues {
-    /// The queue that a place names.
-    pub(crate) fn list(&mut self, place: Place) -> Option<&mut List> {
-        match place {
-            Place::Detached | Place::Free => None,
-            Place::Small => Some(&mut self.small),
-            Place::Main => Some(&mut self.main),
-        }
+    /// The list that an entry with this place and standing is in.
+    pub(crate) fn list(&mut self, place: Place, standing: Standing) -> Option<&mut List> {
+        (place == Place::Kept).then(|| &mut self.ranks[standing.rank()])
     }
 }
 
@@ -210,14 +203,9 @@ impl Class {
         Self { geometry, segments: 0, free: List::default(), queues: Queues::default() }
     }
 
-    /// Slots of this class.
-    pub(crate) fn slots(&self) -> u64 {
-        u64::from(self.segments) * u64::from(self.geometry.slot_count)
-    }
-
-    /// The list that a place names.
-    fn list(&mut self, place: Place) -> Option<&mut List> {
-        if place == Place::Free { Some(&mut self.free) } else { self.queues.list(place) }
+    /// The list that an entry with this place and standing is in.
+    fn list(&mut self, place: Place, standing: Standing) -> Option<&mut List> {
+        if place == Place::Free { Some(&mut self.free) } else { self.queues.list(place, standing) }
     }
 }
 
@@ -252,14 +240,11 @@ impl Slab {
         self.quotas.get_or_insert_with(|| Quotas::new(members()))
     }
 
-    /// Queues of the policy, and the slots whose blocks they share.
-    pub(crate) fn queues(&self, among: Among) -> (&Queues, u64) {
+    /// Lists of the policy.
+    pub(crate) fn queues(&self, among: Among) -> &Queues {
         match (among, &self.quotas) {
-            (Among::Class(class), _) => (&self.classes[class].queues, self.classes[class].slots()),
-            (Among::Quota(quota), Some(quotas)) => {
-                let queues = quotas.queues(quota);
-                (queues, u64::from(queues.small.len()) + u64::from(queues.main.len()))
-            }
+            (Among::Class(class), _) => &self.classes[class].queues,
+            (Among::Quota(quota), Some(quotas)) => quotas.queues(quota),
             (Among::Quota(_), None) => unreachable!("an id was given out with a quota"),
         }
     }
@@ -396,18 +381,43 @@ impl Slab {
         self.entries.of_segment(segment).filter(committed).collect()
     }
 
-    /// Moves an entry from the list it is in to the head of another.
+    /// Moves an entry from the list it is in to the free ones, or to none.
     pub(crate) fn move_to(&mut self, id: u32, place: Place) {
+        debug_assert!(place != Place::Kept, "the policy says where in which list");
+        self.leave(id);
+        self.enter(id, place, Spot::Head);
+    }
+
+    /// Moves an entry from the list it is in to the one of its standing's rank. The entry that it is to be behind has that rank.
+    pub(crate) fn keep(&mut self, id: u32, standing: Standing, spot: Spot) {
+        self.leave(id);
+        self.entries.get_mut(id).standing = standing;
+        self.enter(id, Place::Kept, spot);
+    }
+
+    fn leave(&mut self, id: u32) {
+        let entry = self.entries.get_mut(id);
+        let (place, standing) = (std::mem::replace(&mut entry.place, Place::Detached), entry.standing);
         let class = &mut self.classes[usize::from(self.segments[self.entries.segment(id)].class)];
-        let old = std::mem::replace(&mut self.entries.get_mut(id).place, place);
-        if let Some(list) = class.list(old) {
+        if let Some(list) = class.list(place, standing) {
             list.remove(&mut self.entries, id);
         }
-        if let Some(list) = class.list(place) {
-            list.push_head(&mut self.entries, id);
+        if let Some(quotas) = &mut self.quotas {
+            quotas.left(id, place, standing);
+        }
+    }
+
+    fn enter(&mut self, id: u32, place: Place, spot: Spot) {
+        let entry = self.entries.get_mut(id);
+        entry.place = place;
+        let standing = entry.standing;
+        let class_of = |id| self.segments[self.entries.segment(id)].class;
+        let spot = spot.among(|ahead| class_of(ahead) == class_of(id));
+        if let Some(list) = self.classes[usize::from(class_of(id))].list(place, standing) {
+            list.push(&mut self.entries, id, spot);
         }
         if let Some(quotas) = &mut self.quotas {
-            quotas.moved(id, old, place);
+            quotas.entered(id, place, standing, spot);
         }
     }
 }

@@ -307,9 +307,12 @@ impl Core {
 
     pub(super) fn close(&mut self, session: SessionId, log: u32) -> Result<(), Violation> {
         self.release(session, log)?;
+        let binding = self.binding(session);
         let scheduler = self.scheduler(session);
-        if let Some(log) = scheduler.logs.remove(&log) {
-            scheduler.keys -= log.keys.len();
+        let Some(log) = scheduler.logs.remove(&log) else { return Ok(()) };
+        scheduler.keys -= log.keys.len();
+        if let Some(binding) = binding {
+            self.dram.end_chain(binding.namespace, GROUP, &log.keys, log.opened_at);
         }
         Ok(())
     }

@@ -441,6 +441,7 @@ impl Core {
             pool_used_bytes: tier.bytes_used,
             leases: tier.leases,
             evicted_blocks: tier.evicted_blocks_total,
+            unreachable_blocks: tier.unreachable_blocks_total,
             adopted_blocks: tier.adopted_blocks_total,
             adoption_dropped: tier.adoption_dropped_total,
             removed_blocks: tier.removed_blocks_total,

@@ -20,8 +20,8 @@ const UNBOUND_BLOCKS_MAX: usize = 65_536;
 #[derive(Debug)]
 pub(super) struct UnboundSave {
     step: u64,
-    /// When the request came, as [`super::logs::Log::opened_at`].
-    opened_at: u64,
+    /// The key before the first one.
+    parent: Option<BlockHash>,
     /// Blocks that are kept already are compared with these.
     checked: bool,
     /// Each key, and its block unless that was given up.
@@ -34,6 +34,9 @@ pub(super) struct Save {
     binding: Binding,
     step: u64,
     checked: bool,
+    /// The key before the first one, and all of the save's.
+    parent: Option<BlockHash>,
+    keys: Vec<BlockHash>,
     blocks: Vec<SaveBlock>,
     /// Ranks whose copy has not been started.
     unstarted: u64,
@@ -59,6 +62,12 @@ struct SaveBlock {
 // === impl Save ===
 
 impl Save {
+    /// The key before that of a block.
+    fn parent(&self, index: u32) -> Option<BlockKey> {
+        let hash = index.checked_sub(1).map_or(self.parent, |before| Some(self.keys[before as usize]))?;
+        Some(BlockKey { namespace: self.binding.namespace, group: GROUP, hash })
+    }
+
     /// The engine is barred from a namespace: nothing of it is committed or compared there.
     pub(super) fn void_in(&mut self, namespace: u32) {
         self.void |= self.binding.namespace == namespace;
@@ -81,11 +90,12 @@ impl Core {
             return Err(format!("more than {COMPLETION_SLOTS} saves at once"));
         }
         let log = self.log(session, log)?;
-        let (keys, opened_at) = (log.keys.get(from as usize..asked.keys.end() as usize), log.opened_at);
+        let keys = log.keys.get(from as usize..asked.keys.end() as usize);
         let keys = keys.ok_or_else(|| format!("{asked:?} names keys that were not appended"))?.to_vec();
+        let parent = from.checked_sub(1).map(|before| log.keys[before as usize]);
         self.stats.saves_posted_blocks += u64::from(count);
         let blocks = keys.into_iter().zip(blocks.iter().copied().map(Some)).collect();
-        let save = UnboundSave { step: asked.step, opened_at, checked: asked.checked, blocks };
+        let save = UnboundSave { step: asked.step, parent, checked: asked.checked, blocks };
         let binding = self.binding(session);
         let scheduler = self.schedulers.get_mut(&session).expect("the caller checked");
         scheduler.saves += 1;
@@ -117,17 +127,18 @@ impl Core {
         let unstarted = all_ranks(self.schedulers[&session].world_size);
         let end = Saved { op, ..Saved::default() };
         let (step, checked) = (asked.step, asked.checked);
+        let (parent, keys) = (asked.parent, asked.blocks.iter().map(|(hash, _)| *hash).collect());
+        let blocks = Vec::new();
         let mut save =
-            Save { binding, step, checked, blocks: Vec::new(), unstarted, running: 0, void: false, end };
-        for (index, (hash, block)) in asked.blocks.iter().enumerate() {
+            Save { binding, step, checked, parent, keys, blocks, unstarted, running: 0, void: false, end };
+        for (index, (hash, block)) in asked.blocks.into_iter().enumerate() {
             match block {
-                Some(block) => self.claim(session, &mut save, (index as u32, *hash, *block), out),
+                Some(block) => self.claim(session, &mut save, (index as u32, hash, block), out),
                 None => save.end.cancelled += 1,
             }
         }
         if save.end.present > 0 {
-            let hashes: Vec<BlockHash> = asked.blocks.iter().map(|(hash, _)| *hash).collect();
-            self.dram.use_run(save.binding.namespace, GROUP, &hashes, asked.opened_at);
+            self.dram.use_run(save.binding.namespace, GROUP, &save.keys);
         }
         let nothing_to_copy = save.blocks.is_empty();
         self.saves.insert(key, save);
@@ -329,8 +340,8 @@ impl Core {
         let block_bytes = save.binding.block_bytes();
         let (namespace, digest) = (save.binding.namespace, save.binding.digest);
         let (mut committed, mut pairs) = (Vec::new(), Vec::new());
-        // Deepest first: the tier evicts in this order, and a prefix without its head is worth nothing.
-        for block in save.blocks.iter().rev() {
+        let blocks = std::mem::take(&mut save.blocks);
+        for block in &blocks {
             let reused = block.cancelled || op < void_below;
             let whole = !reused && !save.void;
             if let Some(kept) = block.kept {
@@ -344,7 +355,7 @@ impl Core {
                 }
                 continue;
             }
-            if whole && self.dram.commit(block.slot) {
+            if whole && self.commit_saved(&save, block) {
                 save.end.committed += 1;
                 out.push(Action::CommitSlot { slot: block.slot, checksum: 0 });
                 committed.push((block.slot, BlockKey { namespace, group: GROUP, hash: block.hash }));
@@ -362,7 +373,7 @@ impl Core {
             self.checks.committed(session, committed.iter().map(|(_, key)| *key));
         }
         // Head first: where a disk has no room for all of them, that part is worth more.
-        for (slot, key) in committed.into_iter().rev() {
+        for (slot, key) in committed {
             self.offer_saved(slot, key, digest, block_bytes);
         }
         self.stats.saved_blocks += u64::from(save.end.committed);
@@ -378,6 +389,14 @@ impl Core {
             self.tell_saved(key, save.end, out);
         } else {
             self.compare(key, save.binding, pairs, save.end, out);
+        }
+    }
+
+    /// From its beginning on a chain is committed block behind block: the tier never drops a parent before its child.
+    fn commit_saved(&mut self, save: &Save, block: &SaveBlock) -> bool {
+        match save.parent(block.index) {
+            Some(parent) => self.dram.commit_behind(block.slot, &parent),
+            None => self.dram.commit(block.slot),
         }
     }
 

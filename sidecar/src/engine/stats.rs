@@ -13,6 +13,8 @@ pub struct Stats {
     pub leases: u64,
     /// Blocks evicted to make room.
     pub evicted_blocks: u64,
+    /// Blocks that saves found kept although their parent was not.
+    pub unreachable_blocks: u64,
     /// Blocks of earlier lives of the sidecar that are kept.
     pub adopted_blocks: u64,
     /// Slots of earlier lives that held no whole block.

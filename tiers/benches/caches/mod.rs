@@ -1,6 +1,7 @@
 //! The caches that are compared: the real tier, filled as the sidecar fills it, LRU, and one that knows what comes.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::ops::Range;
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::{SlotRef, slot_count};
@@ -45,7 +46,8 @@ pub(crate) struct Tier {
     dram: Dram,
     /// Blocks that one step computes.
     step_blocks: usize,
-    slots: Vec<SlotRef>,
+    /// Slots being filled, with their places in the chain.
+    slots: Vec<(usize, SlotRef)>,
 }
 
 // === impl Lru ===
@@ -136,17 +138,21 @@ impl Tier {
         Self { step_blocks: STEP_BLOCKS, ..Self::new(blocks) }
     }
 
-    /// Saves blocks as the sidecar does: those that are there are used, the others are filled, the deepest first.
-    fn save(&mut self, blocks: &[BlockHash], opened_at: u64) {
-        for hash in blocks {
-            let key = BlockKey { namespace: 0, group: 0, hash: *hash };
-            self.slots.extend(self.dram.begin_fill(key, BLOCK_BYTES, None));
+    /// Saves blocks of a chain as the sidecar does: those that are there are used, the others are filled.
+    fn save(&mut self, chain: &[BlockHash], blocks: Range<usize>) {
+        let key = |at: usize| BlockKey { namespace: 0, group: 0, hash: chain[at] };
+        for at in blocks.clone() {
+            let slot = self.dram.begin_fill(key(at), BLOCK_BYTES, None);
+            self.slots.extend(slot.map(|slot| (at, slot)));
         }
-        self.dram.use_run(0, 0, blocks, opened_at);
+        self.dram.use_run(0, 0, &chain[blocks]);
         self.dram.drain_evicted().for_each(drop);
         self.dram.drain_assigned().for_each(drop);
-        while let Some(slot) = self.slots.pop() {
-            assert!(self.dram.commit(slot));
+        for (at, slot) in self.slots.drain(..) {
+            assert!(match at {
+                0 => self.dram.commit(slot),
+                _ => self.dram.commit_behind(slot, &key(at - 1)),
+            });
         }
     }
 
@@ -173,15 +179,19 @@ impl Cache for Tier {
         let opened_at = self.dram.generation();
         let found_here = self.dram.probe(0, 0, &chain[found..]);
         let began_on = found + found_here;
-        let mut steps = chain[began_on..].chunks(self.step_blocks.min(chain.len()).max(1));
-        if let Some(first) = steps.next() {
-            self.save(first, opened_at);
-        }
+        let in_steps = self.step_blocks < usize::MAX;
+        let mut next = chain.len().min(began_on.saturating_add(self.step_blocks));
+        self.save(chain, began_on..next);
         // What it began on is offered in the step after. Without steps and a GPU's cache the query has said it all.
-        if found > 0 || self.step_blocks == STEP_BLOCKS {
-            self.save(&chain[..began_on], opened_at);
+        if found > 0 || in_steps {
+            self.save(chain, 0..began_on);
         }
-        steps.for_each(|step| self.save(step, opened_at));
+        while next < chain.len() {
+            let end = chain.len().min(next + self.step_blocks);
+            self.save(chain, next..end);
+            next = end;
+        }
+        self.dram.end_chain(0, 0, chain, opened_at);
         began_on
     }
 }

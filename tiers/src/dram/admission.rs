@@ -2,7 +2,6 @@
 
 use super::{Dram, FillError};
 use crate::index::Print;
-use crate::policy::{self, Verdict};
 use crate::sketch::Sketch;
 
 // === impl Dram: admission ===
@@ -17,8 +16,7 @@ impl Dram {
     /// Counts an access of a block that is there.
     #[inline]
     pub(super) fn touch(&mut self, id: u32) {
-        let entry = self.slab.entries.get_mut(id);
-        policy::touch(&mut entry.accesses);
+        self.policy.touch(&mut self.slab, id);
         if self.sketch.is_some() {
             self.count_entry(id);
         }
@@ -34,21 +32,20 @@ impl Dram {
     /// Counts that a key was asked for.
     #[inline]
     pub(super) fn count(&mut self, print: Print) {
+        let slots = self.slots_in_service();
         if let Some(sketch) = &mut self.sketch {
-            // As many as there will be once every segment has blocks.
-            let slots = self.slab.slots() * self.stats.segments / (self.slab.assigned() as u64).max(1);
             sketch.add(print, slots);
         }
     }
 
     /// Evicts a block for a new one, if that is admitted. This time the new one is asked for is not counted yet.
-    pub(super) fn replace(&mut self, verdict: Verdict, print: Print) -> Result<(), FillError> {
+    pub(super) fn replace(&mut self, victim: u32, print: Print) -> Result<(), FillError> {
         if let Some(sketch) = &self.sketch
-            && sketch.count(print) < sketch.count(self.print(verdict.entry))
+            && sketch.count(print) < sketch.count(self.print(victim))
         {
             return Err(FillError::NotAdmitted);
         }
-        self.evict(verdict.entry, verdict.remember);
+        self.evict(victim);
         Ok(())
     }
 }

@@ -4,15 +4,14 @@
 //! copy of the dead process may still be on its way into a slot that was being filled. So, while the hold lasts, only
 //! slots that were free are filled: nothing is evicted, no segment changes its block size.
 //!
-//! Which blocks were asked for is not recorded. Adopted ones enter the main queue in the order they lie in: new blocks
-//! that nobody asks for go before them, and of them those that are asked for stay.
+//! Which blocks were asked for is not recorded. Adopted ones get the rank of blocks that were used again, in the order they lie
+//! in: new blocks that nobody asks for go before them, and of them those that are asked for stay.
 
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::{Geometry, Remains};
 
 use super::{Dram, QuotaId};
 use crate::index::Print;
-use crate::policy;
 use crate::slab::{Place, State};
 
 /// How long slots that an earlier life had in use keep their bytes: as long as an engine keeps an earlier pool mapped,
@@ -101,7 +100,7 @@ impl Dram {
         self.stats.blocks += 1;
         self.stats.bytes_used += self.slab.block_bytes(id);
         self.stats.adopted_blocks_total += 1;
-        policy::admit(&mut self.slab, id, true);
+        self.policy.adopt(&mut self.slab, id);
     }
 
     fn adopt_debris(&mut self, id: u32, generation: u64) {

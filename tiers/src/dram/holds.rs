@@ -5,8 +5,6 @@ use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
 
 use super::Dram;
-use crate::policy;
-use crate::slab::Place;
 
 // === impl Dram: holds ===
 
@@ -21,7 +19,7 @@ impl Dram {
     pub fn unhold(&mut self, slot: SlotRef) {
         let id = self.slab.find(slot).expect("a held block stays in its slot");
         if self.unpin_id(id) && !self.free_removed(id) {
-            policy::unheld(&mut self.slab, id);
+            self.policy.unheld(&mut self.slab, id);
         }
     }
 
@@ -32,6 +30,6 @@ impl Dram {
 
     /// Of a block that was just committed: whether it was evicted not long ago, and came back.
     pub fn has_returned(&self, slot: SlotRef) -> bool {
-        self.slab.find(slot).is_some_and(|id| self.slab.entries.get(id).place == Place::Main)
+        self.slab.find(slot).is_some_and(|id| self.slab.entries.get(id).standing.returned())
     }
 }

@@ -6,7 +6,6 @@ use shm_protocol::pool::SlotRef;
 use super::Dram;
 use crate::error::LeaseError;
 use crate::lease::LeaseId;
-use crate::policy;
 
 // === impl Dram: leases ===
 
@@ -64,7 +63,7 @@ impl Dram {
         let mut entries = std::mem::take(self.leases.entries_mut(lease, owner)?);
         let before = entries.len();
         self.leading_hits(namespace, group, hashes, |dram, id| {
-            let pinned = dram.pin(id);
+            let pinned = dram.pin_id(id);
             if pinned {
                 entries.push(id);
                 out.push(dram.slab.slot_ref(id));
@@ -102,7 +101,7 @@ impl Dram {
         let first = first.min(entries.len());
         let mut dropped = entries.split_off(first.saturating_add(count).min(entries.len()));
         dropped.extend(entries.drain(..first));
-        dropped.iter().for_each(|id| self.unpin(*id));
+        dropped.iter().rev().for_each(|id| self.unpin(*id));
         Ok(())
     }
 
@@ -146,21 +145,13 @@ impl Dram {
         expired
     }
 
-    /// Counts an access and a lease; false if the block has as many leases as can be counted.
-    fn pin(&mut self, id: u32) -> bool {
-        let pinned = self.pin_id(id);
-        if pinned {
-            self.touch(id);
-        }
-        pinned
-    }
-
     fn unpin(&mut self, id: u32) {
         if self.unpin_id(id) && !self.free_removed(id) {
-            policy::unpinned(&mut self.slab, id);
+            self.touch(id);
         }
     }
 
+    /// False if the block has as many leases and holds as can be counted.
     pub(super) fn pin_id(&mut self, id: u32) -> bool {
         let entry = self.slab.entries.get_mut(id);
         let Some(pins) = entry.pins.checked_add(1) else { return false };
@@ -185,7 +176,8 @@ impl Dram {
     }
 
     fn unpin_all(&mut self, entries: Vec<u32>) {
-        entries.iter().for_each(|id| self.unpin(*id));
+        // An access of each, and of the deepest first.
+        entries.iter().rev().for_each(|id| self.unpin(*id));
         self.leases.recycle(entries);
     }
 }

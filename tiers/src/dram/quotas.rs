@@ -5,7 +5,7 @@
 
 use super::{Dram, FillError, QuotaId};
 use crate::index::Print;
-use crate::policy::{self, Among};
+use crate::policy::Among;
 
 /// Blocks that one filling evicts at most for its quota: one, unless block sizes differ or an earlier life had a larger quota.
 /// Bounds such a filling to some 50 us; the next ones go on.
@@ -50,8 +50,8 @@ impl Dram {
             if self.hold.lasts() {
                 return Err(FillError::NoSpace);
             }
-            let verdict = policy::next(&mut self.slab, Among::Quota(quota)).ok_or(FillError::NoSpace)?;
-            self.replace(verdict, print)?;
+            let victim = self.policy.next(&mut self.slab, Among::Quota(quota)).ok_or(FillError::NoSpace)?;
+            self.replace(victim, print)?;
         }
         let made = self.quota(quota).bytes_used <= bytes_before_max;
         if made { Ok(()) } else { Err(FillError::NoSpace) }

@@ -473,62 +473,147 @@ fn blocks_that_fit_no_segment_are_refused() {
     assert_eq!(dram.begin_fill(key(2), max, None), Err(FillError::NoSpace));
 }
 
-#[test]
-fn blocks_in_use_outlive_a_scan_and_a_returning_block_enters_main() {
-    let mut dram = tier(4);
-    let slots = 4 * u64::from(pool::slot_count(SEGMENT, 4096).expect("fits"));
-    let hot = slots / 2;
-    fill_all(&mut dram, 0..hot, 4096);
-    for _ in 0..2 {
-        (0..hot).for_each(|number| assert_eq!(dram.probe(7, 0, &hashes(number..number + 1)), 1));
+fn rank(dram: &Dram, number: u64) -> usize {
+    let id = dram.index.find(Print::new(7, 0, &hash(number)), |_| true).expect("there");
+    dram.slab.entries.get(id).standing.rank()
+}
+
+/// A request for a chain: what is missing is filled; then it is over.
+fn request(dram: &mut Dram, chain: &[u64]) {
+    let opened_at = dram.generation();
+    let hashes: Vec<BlockHash> = chain.iter().map(|number| hash(*number)).collect();
+    let mut leased = Vec::new();
+    let lease = dram.grant(1, 1, 7, 0, &hashes, 0, &mut leased);
+    let hits = leased.len();
+    let filled: Vec<_> =
+        (hits..chain.len()).map(|at| (at, dram.begin_fill(key(chain[at]), 600_000, None))).collect();
+    for (at, slot) in filled {
+        let Ok(slot) = slot else { continue };
+        assert!(match at {
+            0 => dram.commit(slot),
+            _ => dram.commit_behind(slot, &key(chain[at - 1])),
+        });
     }
-    // A scan of twice the pool, each block asked for never.
-    fill_all(&mut dram, slots..3 * slots, 4096);
+    lease.into_iter().for_each(|lease| dram.release(lease, 1).expect("live"));
+    dram.end_chain(7, 0, &hashes, opened_at);
+}
+
+#[test]
+fn blocks_in_use_outlive_a_scan_and_a_returning_block_is_known() {
+    let mut dram = tier(20);
+    let slots = 20 * u64::from(pool::slot_count(SEGMENT, 600_000).expect("fits"));
+    let hot: Vec<u64> = (0..slots / 2).collect();
+    let mut scanned = 1000;
+    let mut scan = |dram: &mut Dram, blocks: u64| {
+        (0..blocks).for_each(|_| {
+            scanned += 1;
+            request(dram, &[scanned]);
+        });
+        scanned
+    };
+    for _ in 0..40 {
+        request(&mut dram, &hot);
+        scan(&mut dram, slots / 4);
+    }
+    let last = scan(&mut dram, 2 * slots);
     let kept = |dram: &Dram, number: u64| dram.find(7, 0, &hash(number)).is_some();
-    let survivors = (0..hot).filter(|number| kept(&dram, *number)).count() as u64;
-    let forced = hot / u64::from(policy::SCANS_MAX) + 1;
-    assert!(survivors >= hot - forced, "{survivors} of {hot} hot blocks outlived the scan");
-    let evicted =
-        (slots..3 * slots).rev().find(|number| !kept(&dram, *number)).expect("the scan was evicted");
-    fill(&mut dram, evicted, 4096);
-    let id = dram.find(7, 0, &hash(evicted)).expect("kept");
-    assert_eq!(dram.slab.entries.get(id).place, Place::Main, "the ghost remembered it");
+    let survivors = hot.iter().filter(|number| kept(&dram, **number)).count();
+    assert_eq!(survivors, hot.len(), "of the hot blocks");
+    let evicted = (1000..last).rev().find(|number| !kept(&dram, *number)).expect("the scan was evicted");
+    let again = fill(&mut dram, evicted, 600_000);
+    assert!(dram.has_returned(again), "the ghost remembered it");
+    assert_eq!(rank(&dram, evicted), 1);
 }
 
 #[test]
 fn a_request_uses_what_was_there_before_it_and_nothing_of_its_own() {
     let mut dram = tier(1);
-    let accesses = |dram: &Dram| {
-        let id = |number| dram.index.find(Print::new(7, 0, &hash(number)), |_| true).expect("there");
-        [1, 2].map(|number| dram.slab.entries.get(id(number)).accesses)
-    };
+    let ranks = |dram: &Dram| [1, 2].map(|number| rank(dram, number));
     fill(&mut dram, 1, 600_000);
     let came = dram.generation();
     let own = dram.begin_fill(key(2), 600_000, None).expect("room");
     for (number, there) in [(1, FillError::Present), (2, FillError::Filling)] {
         assert_eq!(dram.begin_fill(key(number), 600_000, None), Err(there));
     }
-    assert_eq!(accesses(&dram), [0, 0], "offering a block is no access");
-    dram.use_run(7, 0, &hashes(1..3), dram.generation());
-    assert_eq!(accesses(&dram), [1, 0], "one that is being filled is nobody's");
+    dram.use_run(7, 0, &hashes(1..3));
+    assert_eq!(ranks(&dram), [0, 0], "a request that goes on has not used it more than once");
+    dram.end_chain(7, 0, &hashes(1..3), came);
+    assert_eq!(ranks(&dram), [1, 0], "one that is being filled is nobody's");
     assert!(dram.commit(own));
-    dram.use_run(7, 0, &hashes(1..3), came);
-    assert_eq!(accesses(&dram), [2, 0]);
-    dram.use_run(7, 0, &hashes(1..3), dram.generation());
-    assert_eq!(accesses(&dram), [3, 1], "a request that came later");
+    dram.end_chain(7, 0, &hashes(1..3), came);
+    assert_eq!(ranks(&dram), [2, 0]);
+    let generation = dram.generation();
+    dram.end_chain(7, 0, &hashes(1..3), generation);
+    assert_eq!(ranks(&dram), [3, 1], "a request that came later");
 }
 
 #[test]
-fn one_eviction_looks_at_a_bounded_number_of_blocks() {
-    let mut dram = tier(4);
-    let slots = 4 * u64::from(pool::slot_count(SEGMENT, 4096).expect("fits"));
-    fill_all(&mut dram, 0..slots, 4096);
-    for _ in 0..4 {
-        assert_eq!(dram.probe(7, 0, &hashes(0..slots)), slots as usize);
+fn a_kept_block_whose_parent_is_not_is_counted_when_its_chain_is_saved_anew() {
+    let mut dram = tier(1);
+    fill_all(&mut dram, 0..3, 600_000);
+    dram.use_run(7, 0, &hashes(0..3));
+    assert_eq!(dram.stats().unreachable_blocks_total, 0);
+    assert!(dram.remove(&key(1)));
+    dram.use_run(7, 0, &hashes(0..3));
+    assert_eq!(dram.stats().unreachable_blocks_total, 1);
+}
+
+#[test]
+fn a_conversation_s_new_blocks_have_the_rank_of_their_turn() {
+    let mut dram = tier(20);
+    let chain: Vec<u64> = (0..40).collect();
+    for (turn, end) in [(0, 10), (1, 20), (2, 30)] {
+        request(&mut dram, &chain[..end]);
+        assert_eq!(rank(&dram, end as u64 - 1), turn);
+        assert!(rank(&dram, 0) >= turn);
     }
-    fill(&mut dram, slots, 4096);
-    let moved = dram.slab.classes[0].queues.main.len();
-    assert!((1..=policy::SCANS_MAX).contains(&moved), "{moved} blocks went round for one eviction");
+}
+
+#[test]
+fn a_block_enters_behind_its_parent_wherever_that_is() {
+    let mut dram = tier(1);
+    fill_all(&mut dram, 0..1, 600_000);
+    fill_all(&mut dram, 10..11, 600_000);
+    let child = dram.begin_fill(key(1), 600_000, None).expect("room");
+    assert!(dram.commit_behind(child, &key(0)));
+    // Three slots: what is last goes first.
+    for gone in [1, 0, 10] {
+        fill(&mut dram, 20 + gone, 600_000);
+        assert_eq!(dram.probe(7, 0, &hashes(gone..gone + 1)), 0, "{gone}");
+    }
+}
+
+#[test]
+fn a_block_without_its_parent_goes_next() {
+    let mut dram = tier(1);
+    fill_all(&mut dram, 10..12, 600_000);
+    let orphan = dram.begin_fill(key(1), 600_000, None).expect("room");
+    assert!(dram.commit_behind(orphan, &key(0)));
+    fill(&mut dram, 20, 600_000);
+    assert_eq!([1, 10, 11].map(|number| dram.probe(7, 0, &hashes(number..number + 1))), [0, 1, 1]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+    #[test]
+    fn no_parent_goes_before_its_child(
+        requests in prop::collection::vec((0..4u64, 0..6u64, 1..12u64, 1..12u64, 0..3u64), 1..200),
+    ) {
+        let mut dram = tier(9);
+        let mut parents = HashMap::new();
+        for (head, conversation, shared, own, again) in requests {
+            let length = shared;
+            let shared = (0..shared).map(|depth| head * 100 + depth);
+            let own = (0..own).map(|depth| 10_000 + head * 1000 + conversation * 100 + depth);
+            // A conversation's blocks are behind other heads where the heads' lengths differ.
+            let chain: Vec<u64> = shared.chain(own.map(|number| number * 100 + length)).collect();
+            parents.extend(chain.windows(2).map(|pair| (pair[1], pair[0])));
+            (0..=again).for_each(|_| request(&mut dram, &chain));
+            let kept = |number: &u64| dram.find(7, 0, &hash(*number)).is_some();
+            let lost = parents.iter().find(|(child, parent)| kept(child) && !kept(parent));
+            prop_assert_eq!(lost, None);
+        }
+    }
 }
 
 #[test]
@@ -646,7 +731,7 @@ fn blocks_of_an_earlier_life_are_found_and_stay_while_the_hold_lasts() {
     );
     dram.expire(1000 + HOLD);
     let slot = dram.begin_fill(key(9), SIZES[0], None).expect("one is evicted");
-    assert_eq!(dram.drain_evicted().map(|slot| slot.generation).collect::<Vec<_>>(), [6], "not asked for");
+    assert_eq!(dram.drain_evicted().map(|slot| slot.generation).collect::<Vec<_>>(), [7], "the deepest");
     assert!(dram.commit(slot));
 }
 

@@ -21,7 +21,6 @@ use self::table::{State, Table};
 use self::volume::Volume;
 use super::{Done, Ended, Fault, FaultKind, Geometry, Job, Label, Place, Ticket, Work};
 use crate::index::{Index, Print};
-use crate::policy;
 
 /// Keys looked up side by side, so that their cache misses overlap.
 const BATCH: usize = 32;
@@ -178,7 +177,7 @@ impl Log {
                 let Some(id) = self.find_print(&key, print).filter(|id| self.readable(*id)) else {
                     return hits;
                 };
-                policy::touch(&mut self.table.get_mut(id).accesses);
+                self.table.get_mut(id).touch();
                 hits += 1;
             }
         }
@@ -240,7 +239,7 @@ impl Log {
         slot: SlotRef,
     ) -> Result<Ticket, Refused> {
         if let Some(id) = self.find(&key) {
-            policy::touch(&mut self.table.get_mut(id).accesses);
+            self.table.get_mut(id).touch();
             // On a device that is gone it is of no use; another may take it.
             if self.table.get(id).state != State::Kept || self.readable(id) {
                 return Err(Refused::Present);
@@ -298,7 +297,7 @@ impl Log {
     pub fn read(&mut self, key: &BlockKey, slot: SlotRef) -> Option<Ticket> {
         let id = self.find(key).filter(|id| self.readable(*id))?;
         let entry = self.table.get_mut(id);
-        policy::touch(&mut entry.accesses);
+        entry.touch();
         let (device, bytes) = (usize::from(entry.device), entry.bytes);
         let place = Place { segment: entry.segment, unit: entry.unit };
         let label = self.label(key, bytes);

@@ -33,7 +33,7 @@ pub(super) struct Entry {
     pub(super) bytes: u32,
     pub(super) device: u16,
     pub(super) state: State,
-    /// Accesses since it was written, as far as they are counted.
+    /// Accesses since it was written, as far as can be counted.
     pub(super) accesses: u8,
 }
 
@@ -56,6 +56,16 @@ const VACANT: Entry = Entry {
     state: State::Vacant,
     accesses: 0,
 };
+
+// === impl Entry ===
+
+impl Entry {
+    /// Counts an access.
+    #[inline]
+    pub(super) fn touch(&mut self) {
+        self.accesses = self.accesses.saturating_add(1);
+    }
+}
 
 // === impl Table ===
 

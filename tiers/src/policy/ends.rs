@@ -1,0 +1,153 @@
+//! Where chains ended: which turn of its conversation a request is.
+//!
+//! Of a chain some keys of its last quarter are marked with its turn: a next turn begins with most of it, but seldom with its
+//! last blocks, since what an engine answered may be written differently in the next prompt. A request whose deepest known key
+//! is marked goes on from there. Keys that a request has gone on from stay known, without a turn: who branches off there, as
+//! at the end of a system prompt, begins a conversation of its own.
+
+use crate::index::Print;
+
+/// The last turn that is told apart.
+pub(super) const TURNS_MAX: u8 = super::RANKS as u8;
+/// A chain's last part in which keys are marked: a quarter, and so many keys of it at most.
+const PART: usize = 4;
+const MARKS_MAX: usize = 8;
+/// One mark for so many slots, in sets that each forget their oldest; at least so many.
+const SLOTS_PER_MARK: u64 = 8;
+const MARKS_MIN: u64 = 4096;
+const WAYS: usize = 16;
+
+/// A mark: 28 bits of a key, never all zero, and above 0 the turn that ended there.
+#[derive(Copy, Clone, Debug, Default)]
+struct Mark(u32);
+
+#[repr(C, align(64))]
+#[derive(Copy, Clone, Debug, Default)]
+struct Set([Mark; WAYS]);
+
+#[derive(Debug, Default)]
+pub(super) struct Ends {
+    sets: Box<[Set]>,
+    /// Slots that the sets were made for.
+    slots: u64,
+}
+
+// === impl Mark ===
+
+impl Mark {
+    const TURN_BITS: u32 = 4;
+
+    fn new(print: Print, turn: u8) -> Self {
+        Self(
+            (print.bits() >> 28) as u32 >> Self::TURN_BITS << Self::TURN_BITS
+                | 1 << Self::TURN_BITS
+                | u32::from(turn),
+        )
+    }
+
+    fn is_of(self, print: Print) -> bool {
+        self.0 >> Self::TURN_BITS == Self::new(print, 0).0 >> Self::TURN_BITS
+    }
+
+    fn turn(self) -> u8 {
+        self.0 as u8 & ((1 << Self::TURN_BITS) - 1)
+    }
+}
+
+// === impl Ends ===
+
+impl Ends {
+    fn fit(&mut self, slots: u64) {
+        if self.slots < slots / 2 || self.slots > slots.saturating_mul(2) || self.sets.is_empty() {
+            let sets = (slots / SLOTS_PER_MARK).max(MARKS_MIN).div_ceil(WAYS as u64);
+            self.sets = vec![Set::default(); sets as usize].into_boxed_slice();
+            self.slots = slots;
+        }
+    }
+
+    fn set(&mut self, print: Print) -> &mut [Mark; WAYS] {
+        let set = (u64::from(print.tag()) * self.sets.len() as u64) >> 32;
+        &mut self.sets[set as usize].0
+    }
+
+    /// Which turn a request with these keys was, from 1; the next one will be found by it.
+    pub(super) fn turn(&mut self, chain: &[Print], slots: u64) -> u8 {
+        self.fit(slots);
+        let known = chain.iter().rposition(|print| self.set(*print).iter().any(|mark| mark.is_of(*print)));
+        let ended = known.map_or(0, |at| self.turn_at(chain[at]));
+        let fresh = known.map_or(0, |at| at + 1);
+        if fresh == chain.len() {
+            // The same request once more, or the beginning of one.
+            return ended.max(1);
+        }
+        let turn = (ended + 1).min(TURNS_MAX);
+        for print in &chain[..fresh] {
+            if let Some(mark) = self.set(*print).iter_mut().find(|mark| mark.is_of(*print)) {
+                *mark = Mark::new(*print, 0);
+            }
+        }
+        let part = chain.len().div_ceil(PART).max(2);
+        let marked = &chain[fresh.max(chain.len().saturating_sub(part))..];
+        for print in marked.iter().rev().step_by(part.div_ceil(MARKS_MAX)) {
+            let set = self.set(*print);
+            set.copy_within(..WAYS - 1, 1);
+            set[0] = Mark::new(*print, turn);
+        }
+        turn
+    }
+
+    fn turn_at(&mut self, print: Print) -> u8 {
+        self.set(print).iter().find(|mark| mark.is_of(print)).map_or(0, |mark| mark.turn())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shm_protocol::key::BlockHash;
+
+    use super::*;
+
+    const SLOTS: u64 = 10_000;
+
+    fn chain(parts: &[std::ops::Range<u64>]) -> Vec<Print> {
+        let print = |number: u64| Print::new(0, 0, &BlockHash::from_words([number, 0, 0, 0]));
+        parts.iter().cloned().flatten().map(print).collect()
+    }
+
+    #[test]
+    fn a_conversation_goes_on_from_about_where_it_ended() {
+        let mut ends = Ends::default();
+        assert_eq!(ends.turn(&chain(&[0..100]), SLOTS), 1);
+        assert_eq!(
+            ends.turn(&chain(&[0..90, 1000..1060]), SLOTS),
+            2,
+            "its last blocks were written differently"
+        );
+        assert_eq!(ends.turn(&chain(&[0..90, 1000..1060]), SLOTS), 2, "asked once more");
+        assert_eq!(ends.turn(&chain(&[0..90, 1000..1060, 2000..2004]), SLOTS), 3);
+        assert_eq!(
+            ends.turn(&chain(&[0..90, 1000..1060, 3000..3004]), SLOTS),
+            1,
+            "a branch, where one went on before"
+        );
+        assert_eq!(ends.turn(&chain(&[0..40, 4000..4004]), SLOTS), 1, "a branch further up");
+    }
+
+    #[test]
+    fn a_shared_prompt_makes_no_conversation() {
+        let mut ends = Ends::default();
+        ends.turn(&chain(&[0..100, 1000..1010]), SLOTS);
+        ends.turn(&chain(&[0..100, 2000..2010]), SLOTS);
+        for user in 3..20 {
+            assert_eq!(ends.turn(&chain(&[0..100, user * 1000..user * 1000 + 10]), SLOTS), 1, "user {user}");
+        }
+    }
+
+    #[test]
+    fn turns_are_told_apart_up_to_a_limit() {
+        let mut ends = Ends::default();
+        for turn in 1..20 {
+            assert_eq!(ends.turn(&chain(&[0..turn * 20]), SLOTS), (turn as u8).min(TURNS_MAX));
+        }
+    }
+}

@@ -1,0 +1,252 @@
+//! How soon blocks are used again, by rank and age: learned from a sample of all keys, kept or not.
+//!
+//! For each rank and span of ages it counts the uses seen and the time that sampled keys spent there: their quotient is the rate at
+//! which such blocks are used. What a block is worth is the most uses for each tick of its stay that rates promise it from its
+//! age on, over every length of stay (Gittins' index). Where little was seen, a rate leans on that of the younger blocks and of
+//! the rank below; where nothing was, blocks of all ranks are worth less the older they are, and the tier is LRU.
+
+use crate::index::Print;
+
+use super::{RANKS, TICKS_PER_ROOM};
+
+/// First ticks of the spans of ages, two to an octave, from a 64th of a room on. The last one is open, and worth nothing.
+const SPANS: [u32; 20] =
+    [0, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 128, 181, 256, 362, 512, 724, 1024, 1448, 2048];
+/// The age from which on a block is worth nothing.
+pub(super) const AGE_MAX: u32 = SPANS[SPANS.len() - 1];
+/// One key in so many is sampled, unless that were fewer than [`SAMPLED_MIN`] slots' worth.
+const ONE_IN_MAX: u64 = 32;
+const SAMPLED_MIN: u64 = 256;
+/// Samples of one set: two cache lines.
+const WAYS: usize = 8;
+/// Sets that are looked through for every sampled use: then all of them are within an eighth of a room.
+const LOOKS: usize = 8;
+/// Rates follow within this many ticks.
+const LEARN_TICKS: u32 = TICKS_PER_ROOM as u32 / 8;
+/// What was seen fades: by half in some 40 rooms.
+const FADE: f64 = 0.998;
+/// What a guess weighs, in uses.
+const GUESS: f64 = 16.0;
+
+/// A key, when it was last used, and up to which age its time was counted. A print of zero is none.
+#[repr(C)]
+#[derive(Copy, Clone, Debug, Default)]
+struct Sample {
+    print: u32,
+    stamp: u32,
+    counted: u32,
+    rank: u8,
+}
+
+const _: () = assert!(size_of::<Sample>() == 16);
+
+#[derive(Debug, Default)]
+pub(super) struct Odds {
+    sets: Box<[[Sample; WAYS]]>,
+    /// Slots that the sets were made for.
+    slots: u64,
+    one_in: u64,
+    /// The set that is looked through next.
+    look: usize,
+    learned: u32,
+    /// By rank and span: uses, and ticks of all samples.
+    uses: [[f64; SPANS.len()]; RANKS],
+    ticks: [[f64; SPANS.len()]; RANKS],
+    worth: [[f32; SPANS.len()]; RANKS],
+}
+
+fn span(age: u32) -> usize {
+    SPANS.partition_point(|first| *first <= age) - 1
+}
+
+/// Ticks of a span that has an end.
+fn width(span: usize) -> f64 {
+    f64::from(SPANS[span + 1] - SPANS[span])
+}
+
+// === impl Sample ===
+
+impl Sample {
+    /// Counts the time from when it was last counted.
+    fn count(&mut self, tick: u32, ticks: &mut [[f64; SPANS.len()]; RANKS]) {
+        let age = tick.wrapping_sub(self.stamp).min(AGE_MAX);
+        while self.counted < age {
+            let span = span(self.counted);
+            let until = age.min(SPANS[span + 1]);
+            ticks[usize::from(self.rank)][span] += f64::from(until - self.counted);
+            self.counted = until;
+        }
+    }
+}
+
+// === impl Odds ===
+
+impl Odds {
+    /// Makes room for samples of all that is used in [`AGE_MAX`] ticks of a tier of `slots` slots.
+    fn fit(&mut self, slots: u64) {
+        if self.slots < slots / 2 || self.slots > slots.saturating_mul(2) || self.sets.is_empty() {
+            let one_in = 1 << (slots / SAMPLED_MIN).clamp(1, ONE_IN_MAX).ilog2();
+            let rooms = u64::from(AGE_MAX) / TICKS_PER_ROOM;
+            let sets = (slots * rooms / one_in).div_ceil(WAYS as u64).max(1);
+            let sets = vec![[Sample::default(); WAYS]; sets as usize].into_boxed_slice();
+            *self = Self { sets, slots, one_in, ..Self::default() };
+        }
+    }
+
+    /// A request of rank `rank` has used a key.
+    #[inline]
+    pub(super) fn used(&mut self, print: Print, rank: u8, tick: u32, slots: u64) {
+        self.fit(slots);
+        if (print.bits() >> 32) & (self.one_in - 1) == 0 {
+            self.sample(print, rank, tick);
+        }
+    }
+
+    #[cold]
+    fn sample(&mut self, print: Print, rank: u8, tick: u32) {
+        let key = (print.bits() >> 24) as u32 | 1;
+        let set = (u64::from(print.tag()) * self.sets.len() as u64) >> 32;
+        let set = &mut self.sets[set as usize];
+        let rank = match set.iter().position(|sample| sample.print == key) {
+            Some(way) => {
+                let mut known = set[way];
+                known.count(tick, &mut self.ticks);
+                self.uses[usize::from(known.rank)][span(known.counted)] += 1.0;
+                set.copy_within(..way, 1);
+                super::risen(known.rank).max(rank)
+            }
+            None => {
+                if set[WAYS - 1].print != 0 {
+                    set[WAYS - 1].count(tick, &mut self.ticks);
+                }
+                set.copy_within(..WAYS - 1, 1);
+                rank
+            }
+        };
+        set[0] = Sample { print: key, stamp: tick, counted: 0, rank };
+        self.look_through(tick);
+        if tick.wrapping_sub(self.learned) >= LEARN_TICKS {
+            self.learned = tick;
+            self.learn();
+        }
+    }
+
+    fn look_through(&mut self, tick: u32) {
+        for _ in 0..LOOKS.min(self.sets.len()) {
+            for sample in self.sets[self.look].iter_mut().filter(|sample| sample.print != 0) {
+                sample.count(tick, &mut self.ticks);
+                if sample.counted == AGE_MAX {
+                    *sample = Sample::default();
+                }
+            }
+            self.look = (self.look + 1) % self.sets.len();
+        }
+    }
+
+    fn learn(&mut self) {
+        let mut rates = [[0.0; SPANS.len()]; RANKS];
+        for rank in 0..RANKS {
+            for span in 0..SPANS.len() - 1 {
+                let guess = self.guess(&rates, rank, span);
+                let (uses, ticks) = (self.uses[rank][span], self.ticks[rank][span]);
+                rates[rank][span] = (uses + GUESS) / (ticks + GUESS / guess);
+            }
+            self.value(rank, &rates[rank]);
+        }
+        for count in self.uses.iter_mut().chain(&mut self.ticks).flatten() {
+            *count *= FADE;
+        }
+    }
+
+    /// The rate where nothing was seen: it falls with the age as in the rank below, in the lowest one as the age grows.
+    fn guess(&self, rates: &[[f64; SPANS.len()]; RANKS], rank: usize, span: usize) -> f64 {
+        match (rank, span) {
+            (0, 0) => {
+                let sum = |counts: &[f64]| counts.iter().sum::<f64>();
+                (sum(&self.uses[0]) + 1.0) / (sum(&self.ticks[0]) + TICKS_PER_ROOM as f64)
+            }
+            (0, _) => rates[0][span - 1] * (width(span - 1) / width(span)).min(1.0),
+            (_, 0) => rates[rank - 1][0],
+            _ => rates[rank][span - 1] * rates[rank - 1][span] / rates[rank - 1][span - 1],
+        }
+    }
+
+    /// What blocks of a rank are worth, never less than at a greater age or in the rank below.
+    fn value(&mut self, rank: usize, rates: &[f64; SPANS.len()]) {
+        let last = SPANS.len() - 1;
+        let kept: [f64; SPANS.len() - 1] = std::array::from_fn(|span| (-rates[span] * width(span)).exp());
+        for span in (0..last).rev() {
+            let (mut left, mut uses, mut ticks, mut best) = (1.0, 0.0, 0.0, 0.0_f64);
+            for stay in span..last {
+                let used = left * (1.0 - kept[stay]);
+                uses += used;
+                ticks += used / rates[stay];
+                left *= kept[stay];
+                best = best.max(uses / ticks);
+            }
+            let below = if rank > 0 { self.worth[rank - 1][span] } else { 0.0 };
+            self.worth[rank][span] = (best as f32).max(self.worth[rank][span + 1]).max(below);
+        }
+    }
+
+    /// What a block is worth.
+    #[inline]
+    pub(super) fn worth(&self, rank: usize, age: u32) -> f32 {
+        self.worth[rank][span(age)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shm_protocol::key::BlockHash;
+
+    use super::*;
+
+    const SLOTS: u64 = 1024;
+
+    fn print(number: u64) -> Print {
+        Print::new(0, 0, &BlockHash::from_words([number, 0, 0, 0]))
+    }
+
+    /// Keys that are used once, beside such of rank 3 that are used again after a room.
+    fn taught() -> Odds {
+        let mut odds = Odds::default();
+        for tick in 0..8000_u32 {
+            odds.used(print(u64::from(tick)), 0, tick, SLOTS);
+            odds.used(print(1 << 40 | u64::from(tick % 256)), 3, tick, SLOTS);
+        }
+        odds
+    }
+
+    #[test]
+    fn what_is_used_again_is_worth_more_and_what_is_older_never_more() {
+        let odds = taught();
+        assert!(odds.worth(7, 128) > 4.0 * odds.worth(0, 128), "{:?}", odds.worth);
+        for rank in 0..RANKS {
+            for age in 1..2 * AGE_MAX {
+                assert!(odds.worth(rank, age) <= odds.worth(rank, age - 1));
+                assert!(
+                    rank == 0 || odds.worth(rank, age) >= odds.worth(rank - 1, age),
+                    "a parent's rank is higher"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn before_anything_was_used_twice_all_are_worth_the_same() {
+        let mut odds = Odds::default();
+        (0..4000_u32).for_each(|tick| odds.used(print(u64::from(tick)), (tick % 8) as u8, tick, SLOTS));
+        for age in 0..AGE_MAX {
+            let least = odds.worth(0, age);
+            assert!((0..RANKS).all(|rank| odds.worth(rank, age) <= least * 1.5), "{:?}", odds.worth);
+        }
+    }
+
+    #[test]
+    fn a_pool_that_grows_much_begins_anew() {
+        let mut odds = taught();
+        odds.used(print(1), 0, 9000, 10 * SLOTS);
+        assert_eq!(odds.worth(7, 0), odds.worth(0, 0));
+    }
+}

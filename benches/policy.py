@@ -2,8 +2,8 @@
 
     benches/run policy [--trace FILE]
 
-FILE has one JSON object a line with `hash_ids`, as those in `benches/traces/`, compressed by gzip or not; then nothing but it is
-replayed. The last line is JSON.
+FILE has one JSON object a line with `hash_ids`, as those in `benches/traces/`, compressed by gzip or not; then nothing
+but it is replayed. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ BENCH = ("cargo", "bench", "--quiet", "--package", "tiers", "--bench", "policy",
 
 def requests(trace: Path) -> Iterator[str]:
     """The block numbers of each request."""
-    opened = gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open()
-    with opened as lines:
+    with gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open() as lines:
         for line in lines:
             yield " ".join(str(number) for number in json.loads(line)["hash_ids"])
 

@@ -133,6 +133,27 @@ fn grant_us(dram: &mut Dram, hits: &[BlockHash], count: usize) -> f64 {
     times[times.len() / 2]
 }
 
+/// Microseconds in which a chain of `count` blocks, kept in this order, is used, and in which a request with it ends: medians.
+fn touch_us(dram: &mut Dram, keys: u64, count: u64) -> [f64; 2] {
+    let (mut used, mut ended) = (Vec::new(), Vec::new());
+    for first in (0..keys - count).step_by((keys / 200) as usize) {
+        let chain: Vec<BlockHash> = (first..first + count).map(hash).collect();
+        // Look-ups are measured above, and miss the cache the first time alone.
+        dram.use_run(NAMESPACE, 0, &chain);
+        let start = Instant::now();
+        dram.use_run(NAMESPACE, 0, &chain);
+        used.push(start.elapsed().as_nanos() as f64 / 1000.0);
+        let opened_at = dram.generation();
+        let start = Instant::now();
+        dram.end_chain(NAMESPACE, 0, &chain, opened_at);
+        ended.push(start.elapsed().as_nanos() as f64 / 1000.0);
+    }
+    [used, ended].map(|mut times| {
+        times.sort_by(f64::total_cmp);
+        times[times.len() / 2]
+    })
+}
+
 fn main() {
     let mut random = Random(42);
     let (mut few, few_keys) = full(KEYS_FEW);
@@ -160,6 +181,7 @@ fn main() {
     let (rate_median, rate_best, found) = lookups(&mut dram, &mixed);
     let probe_us = probe_1024_us(&mut dram, &hits);
     let (grant_512_us, grant_8192_us) = (grant_us(&mut dram, &hits, 512), grant_us(&mut dram, &hits, 8192));
+    let [touch_512_us, end_512_us] = touch_us(&mut dram, keys, 512);
     let leased = lease(&mut dram, keys);
     evict(&mut dram, keys, 1 << 40);
     let (evict_ns_10m, evicted_10m) = evict(&mut dram, keys, 1 << 41);
@@ -172,7 +194,7 @@ fn main() {
     println!("{leased} blocks leased while evicting");
     println!(
         "{{\"keys\":{keys},\"bytes_per_key\":{all:.1},\"lookups_per_s\":{rate_median:.0},\"probe_1024_us\":{probe_us:.1},\
-         \"grant_512_us\":{grant_512_us:.1},\"grant_8192_us\":{grant_8192_us:.1},\
+         \"grant_512_us\":{grant_512_us:.1},\"grant_8192_us\":{grant_8192_us:.1},\"touch_512_us\":{touch_512_us:.1},\"end_512_us\":{end_512_us:.1},\
          \"evict_ns_1m\":{evict_ns_1m:.0},\"evict_ns_10m\":{evict_ns_10m:.0},\
          \"evicted_per_fill_1m\":{evicted_1m:.3},\"evicted_per_fill_10m\":{evicted_10m:.3}}}"
     );

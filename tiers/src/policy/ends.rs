@@ -109,37 +109,40 @@ mod tests {
 
     const SLOTS: u64 = 10_000;
 
-    fn chain(parts: &[std::ops::Range<u64>]) -> Vec<Print> {
-        let print = |number: u64| Print::new(0, 0, &BlockHash::from_words([number, 0, 0, 0]));
-        parts.iter().cloned().flatten().map(print).collect()
+    fn keys(numbers: std::ops::Range<u64>) -> Vec<Print> {
+        numbers.map(|number| Print::new(0, 0, &BlockHash::from_words([number, 0, 0, 0]))).collect()
     }
 
     #[test]
     fn a_conversation_goes_on_from_about_where_it_ended() {
         let mut ends = Ends::default();
-        assert_eq!(ends.turn(&chain(&[0..100]), SLOTS), 1);
+        assert_eq!(ends.turn(&keys(0..100), SLOTS), 1);
         assert_eq!(
-            ends.turn(&chain(&[0..90, 1000..1060]), SLOTS),
+            ends.turn(&[keys(0..90), keys(1000..1060)].concat(), SLOTS),
             2,
             "its last blocks were written differently"
         );
-        assert_eq!(ends.turn(&chain(&[0..90, 1000..1060]), SLOTS), 2, "asked once more");
-        assert_eq!(ends.turn(&chain(&[0..90, 1000..1060, 2000..2004]), SLOTS), 3);
+        assert_eq!(ends.turn(&[keys(0..90), keys(1000..1060)].concat(), SLOTS), 2, "asked once more");
+        assert_eq!(ends.turn(&[keys(0..90), keys(1000..1060), keys(2000..2004)].concat(), SLOTS), 3);
         assert_eq!(
-            ends.turn(&chain(&[0..90, 1000..1060, 3000..3004]), SLOTS),
+            ends.turn(&[keys(0..90), keys(1000..1060), keys(3000..3004)].concat(), SLOTS),
             1,
             "a branch, where one went on before"
         );
-        assert_eq!(ends.turn(&chain(&[0..40, 4000..4004]), SLOTS), 1, "a branch further up");
+        assert_eq!(ends.turn(&[keys(0..40), keys(4000..4004)].concat(), SLOTS), 1, "a branch further up");
     }
 
     #[test]
     fn a_shared_prompt_makes_no_conversation() {
         let mut ends = Ends::default();
-        ends.turn(&chain(&[0..100, 1000..1010]), SLOTS);
-        ends.turn(&chain(&[0..100, 2000..2010]), SLOTS);
+        ends.turn(&[keys(0..100), keys(1000..1010)].concat(), SLOTS);
+        ends.turn(&[keys(0..100), keys(2000..2010)].concat(), SLOTS);
         for user in 3..20 {
-            assert_eq!(ends.turn(&chain(&[0..100, user * 1000..user * 1000 + 10]), SLOTS), 1, "user {user}");
+            assert_eq!(
+                ends.turn(&[keys(0..100), keys(user * 1000..user * 1000 + 10)].concat(), SLOTS),
+                1,
+                "user {user}"
+            );
         }
     }
 
@@ -147,7 +150,7 @@ mod tests {
     fn turns_are_told_apart_up_to_a_limit() {
         let mut ends = Ends::default();
         for turn in 1..20 {
-            assert_eq!(ends.turn(&chain(&[0..turn * 20]), SLOTS), (turn as u8).min(TURNS_MAX));
+            assert_eq!(ends.turn(&keys(0..turn * 20), SLOTS), (turn as u8).min(TURNS_MAX));
         }
     }
 }

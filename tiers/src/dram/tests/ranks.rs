@@ -123,10 +123,10 @@ fn a_block_without_its_parent_goes_next() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 16, ..ProptestConfig::default() })]
     #[test]
     fn no_parent_goes_before_its_child(
-        requests in prop::collection::vec((0..4u64, 0..6u64, 1..12u64, 1..12u64, 0..3u64), 1..200),
+        requests in prop::collection::vec((0..4u64, 0..6u64, 1..12u64, 1..12u64, 0..3u64), 1..100),
     ) {
         let mut dram = tier(9);
         let mut parents = HashMap::new();

@@ -17,12 +17,15 @@ use self::ends::Ends;
 use self::ghost::Ghost;
 use self::odds::Odds;
 use crate::index::Print;
-use crate::list::Spot;
+use crate::list::{List, Spot};
 use crate::quota::QuotaId;
-use crate::slab::{Place, Slab};
+use crate::slab::{Place, Queues, Slab};
 
 /// Ranks: from the last one on, conversations go on about as often.
 pub(crate) const RANKS: usize = 8;
+/// The part of all blocks below which rank 0 loses none to what is older: prompts that are computed in steps would lose their
+/// first blocks to their next ones.
+const WINDOW_PART: u32 = 16;
 /// Ticks in which as many blocks are used as there are slots: what ages are counted in.
 const TICKS_PER_ROOM: u64 = 256;
 /// What the policy knows of a block, in 16 bits: its rank, whether it was evicted not long before it came, and the tick of its
@@ -193,11 +196,16 @@ impl Policy {
     /// The block that goes next, left in its list; `None` if every one is leased or being filled.
     pub(crate) fn next(&self, slab: &mut Slab, among: Among) -> Option<u32> {
         let mut first: Option<(f32, u32, u32)> = None;
-        for rank in 0..RANKS {
+        for rank in (0..RANKS).rev() {
             let Some(entry) = unpinned_tail(slab, among, rank) else { continue };
             let age = slab.entries.get(entry).standing.age(self.clock.tick);
+            // What is older than all of rank 0 is no parent of any of them.
+            let older = first.is_some_and(|(_, other, _)| other > age);
+            if rank == 0 && older && in_window(slab.queues(among)) {
+                continue;
+            }
             let worth = self.odds.worth(rank, age);
-            if first.is_none_or(|(least, oldest, _)| worth < least || (worth == least && age > oldest)) {
+            if first.is_none_or(|(least, oldest, _)| worth < least || (worth == least && age >= oldest)) {
                 first = Some((worth, age, entry));
             }
         }
@@ -208,6 +216,12 @@ impl Policy {
 /// The rank after a further use.
 fn risen(rank: u8) -> u8 {
     (rank + 1).min(RANKS as u8 - 1)
+}
+
+/// Whether the lowest rank has so few blocks that they may belong to requests that go on.
+fn in_window(queues: &Queues) -> bool {
+    let all: u32 = queues.ranks.iter().map(List::len).sum();
+    queues.ranks[0].len() <= all / WINDOW_PART
 }
 
 /// The block at a rank's tail, once those that something pins have left.

@@ -113,6 +113,26 @@ fn a_block_enters_behind_its_parent_wherever_that_is() {
 }
 
 #[test]
+fn the_first_steps_of_a_prompt_outlive_what_is_older() {
+    let mut dram = tier(20);
+    let slots = 20 * u64::from(pool::slot_count(SEGMENT, 600_000).expect("fits"));
+    let [one, other]: [Vec<u64>; 2] = [(0..slots / 2).collect(), (100..100 + slots / 2).collect()];
+    for round in 0..40 {
+        request(&mut dram, &one);
+        (0..slots / 4).for_each(|number| request(&mut dram, &[1000 + round * slots + number]));
+    }
+    (0..5).for_each(|_| request(&mut dram, &other));
+    let asked_for_once = dram.slab.classes[0].queues.ranks[0].len();
+    assert!(asked_for_once <= 3, "it is worth nothing here: {asked_for_once} are left");
+    request(&mut dram, &one);
+    for depth in 0..3 {
+        let slot = dram.begin_fill(key(9000 + depth), 600_000, None).expect("room");
+        assert!(if depth == 0 { dram.commit(slot) } else { dram.commit_behind(slot, &key(8999 + depth)) });
+    }
+    assert_eq!(dram.probe(7, 0, &hashes(9000..9003)), 3, "others went");
+}
+
+#[test]
 fn a_block_without_its_parent_goes_next() {
     let mut dram = tier(1);
     fill_all(&mut dram, 10..12, 600_000);

@@ -2,23 +2,27 @@
 //!
 //! A memfd is sealed against shrinking. A pool file is not: a mapped word that was cut off it would end this process by
 //! SIGBUS, so its words are read through the descriptor. Copies read file or mapping inside a system call, which fails instead.
+//! A file that was cut and made as long as before gives zeros, beside headers that are sound: so it is looked at, too.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use copy_engine::PoolSource;
 use rustix::fs::SealFlags;
-use shm_protocol::pool::{PoolView, SlotRef, verify};
+use shm_protocol::pool::{PoolView, SlotRef, header, verify};
+use shm_protocol::region::extent::Extent;
 use shm_protocol::region::{Access, Region, descriptor_bytes};
 
 /// One life of a sidecar's pool.
 #[derive(Debug)]
 pub(crate) struct Pool {
     region: Arc<Region>,
-    file: OwnedFd,
+    extent: Extent,
     /// Whether the file cannot be cut.
     sealed: bool,
+    /// Whether it was seen to be settled.
+    settled: AtomicBool,
     epoch: u64,
     segment_bytes: u64,
     segments: u64,
@@ -44,7 +48,9 @@ impl Pool {
             let view = PoolView::new(load, bytes).map_err(|error| error.to_string())?;
             (view.segment_bytes(), view.segments())
         };
-        Ok(Self { region: Arc::new(region), file, sealed, epoch, segment_bytes, segments })
+        let extent = Extent::new(file, bytes);
+        let (region, settled) = (Arc::new(region), AtomicBool::new(false));
+        Ok(Self { region, extent, sealed, settled, epoch, segment_bytes, segments })
     }
 
     /// The sidecar's life that this mapping belongs to.
@@ -54,13 +60,27 @@ impl Pool {
 
     /// What copies read.
     pub(crate) fn source(&self) -> PoolSource<'_> {
-        PoolSource { region: &self.region, file: &self.file }
+        PoolSource { region: &self.region, file: self.extent.file() }
+    }
+
+    /// Whether nothing of the pool was lost: asked before and after what is read of it.
+    pub(crate) fn is_whole(&self) -> bool {
+        if self.sealed {
+            return true;
+        }
+        // Before it is settled its sidecar takes memory from it, and serves nothing of it.
+        let settled = self.settled.load(Ordering::Relaxed) || self.load()(header::SETTLED as usize) == 1;
+        self.settled.store(settled, Ordering::Relaxed);
+        !settled || self.extent.is_whole()
     }
 
     /// Whether the slot is whole and of this filling.
     pub(crate) fn verify(&self, slot: SlotRef, block_bytes: u64) -> bool {
-        let load = load_from(&self.region, (!self.sealed).then_some(self.file.as_fd()));
-        verify(load, self.segment_bytes, self.segments, slot, block_bytes)
+        verify(self.load(), self.segment_bytes, self.segments, slot, block_bytes)
+    }
+
+    fn load(&self) -> impl Fn(usize) -> u64 {
+        load_from(&self.region, (!self.sealed).then(|| self.extent.file().as_fd()))
     }
 }
 
@@ -68,7 +88,7 @@ impl Pool {
 /// state of a whole slot.
 fn load_from<'a>(region: &'a Region, file: Option<BorrowedFd<'a>>) -> impl Fn(usize) -> u64 + 'a {
     move |offset| match file {
-        None => region.word64(offset).load(Ordering::Acquire),
+        None => region.load64(offset),
         Some(file) => {
             let mut word = [0; 8];
             let read = rustix::io::pread(file, &mut word, offset as u64);

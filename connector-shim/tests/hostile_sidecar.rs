@@ -19,7 +19,7 @@ use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{self, COMPLETION_SLOTS, header};
 use shm_protocol::message::{LOAD_BY_ENGINE, LOAD_SYNC, Saved, Status};
 use shm_protocol::pool::{self, SlotRef};
-use shm_protocol::region::{Access, Region};
+use shm_protocol::region::{Access, Region, descriptor_bytes};
 use shm_protocol::session::SessionMemory;
 use shm_protocol::{PROTOCOL_VERSION, transport};
 
@@ -579,6 +579,25 @@ fn a_pool_that_shrinks_under_its_readers_is_a_miss() {
         assert!(worker.load_now(plan(1, LOAD_BY_ENGINE, &[(2, slot)])).is_empty());
         rustix::fs::ftruncate(served.pool.fd(), 4096).unwrap();
         assert_eq!(worker.load_now(plan(2, LOAD_BY_ENGINE, &[(3, slot)])), [3]);
+    });
+}
+
+/// The same, and then it is as long as before: it reads as zeros, and the slot's header, which was not cut off, is sound.
+#[test]
+fn a_pool_that_was_cut_and_made_longer_again_is_a_miss() {
+    ends("a pool that shrinks and grows", || {
+        let (peer, kv) = (Peer::new(EPOCH), Kv::new());
+        let (mut worker, served) = connected(&peer, &kv, Copier::Engine);
+        served.pool.put(pool::header::SETTLED, 1);
+        let slot = served.pool.commit(0, 11, &content(1));
+        assert!(worker.load_now(plan(1, LOAD_BY_ENGINE, &[(2, slot)])).is_empty());
+        let bytes = descriptor_bytes(served.pool.fd()).unwrap();
+        rustix::fs::ftruncate(served.pool.fd(), slot.offset / 4096 * 4096).unwrap();
+        rustix::fs::ftruncate(served.pool.fd(), bytes).unwrap();
+        for op in 2..5 {
+            assert_eq!(worker.load_now(plan(op, LOAD_BY_ENGINE, &[(3, slot)])), [3]);
+        }
+        assert!(kv.is_untouched(3));
     });
 }
 

@@ -3,16 +3,21 @@
 //! Both processes write this memory, so no `&T` or `&mut T` to plain data is formed over it: words are
 //! `AtomicU32`/`AtomicU64`, and bulk KV bytes are reached by raw pointers that the copy engine owns.
 
-use std::os::fd::{AsFd, BorrowedFd};
+pub mod extent;
+mod guard;
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+use self::guard::Guard;
 
 /// How a region is mapped.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Access {
-    /// Loads only; a store would fault, so the word accessors must not be stored through.
+    /// Loads only, through [`Region::load64`]: a store would fault, and what is more than a relaxed load may be one in disguise.
     ReadOnly,
     /// Loads and stores.
     ReadWrite,
@@ -24,6 +29,8 @@ pub struct Region {
     base: NonNull<u8>,
     len: usize,
     access: Access,
+    /// Of a file that others can cut.
+    guard: Option<Guard>,
 }
 
 // SAFETY: the mapping belongs to the value alone, stays in place until drop, and every access goes through
@@ -33,8 +40,9 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// Maps `len` bytes of `fd` from its start. The descriptor must hold at least `len` bytes for the life of the
-    /// mapping: the caller checks its size and, for a peer's memfd, its shrink seal.
+    /// Maps `len` bytes of `fd` from its start. A touch of a byte that the file has not ends the process by SIGBUS. So the caller
+    /// checks its size, and that it stays: a memfd has a shrink seal, or is nobody else's; a file that others can cut is guarded
+    /// ([`Region::guard`]), or its mapping is reached inside system calls alone, which fail instead.
     pub fn map(fd: BorrowedFd<'_>, len: usize, access: Access) -> Result<Self, rustix::io::Errno> {
         let prot = match access {
             Access::ReadOnly => ProtFlags::READ,
@@ -45,8 +53,21 @@ impl Region {
         // SAFETY: the range was mapped by the line above and nothing else knows of it; DONTFORK changes no byte.
         let advised = unsafe { rustix::mm::madvise(address, len, Advice::LinuxDontFork) };
         let base = NonNull::new(address.cast()).expect("mmap never returns null for a chosen address");
-        let region = Self { base, len, access };
+        let region = Self { base, len, access, guard: None };
         advised.map(|()| region)
+    }
+
+    /// Guards the mapping, which is writable, of a file that others can cut, for the life of the value: a page that the file
+    /// has not any more is memory of this process's own once it is touched, zeros at first, and so is all the rest then.
+    pub fn guard(&mut self, file: OwnedFd) -> Result<(), rustix::io::Errno> {
+        assert_eq!(self.access, Access::ReadWrite, "what replaces it is writable");
+        self.guard = Some(Guard::new(self.base.as_ptr() as usize, self.len, file)?);
+        Ok(())
+    }
+
+    /// Whether nothing of a guarded mapping was lost so far: bytes read of it before this call count only if it says so.
+    pub fn is_whole(&self) -> bool {
+        self.guard.as_ref().is_none_or(Guard::is_whole)
     }
 
     /// Bytes mapped.
@@ -82,6 +103,13 @@ impl Region {
         &self.words64(offset, 1)[0]
     }
 
+    /// Loads the 64-bit word at `offset` with acquire, of a mapping that may be read-only; panics as [`Region::word32`] does.
+    pub fn load64(&self, offset: usize) -> u64 {
+        let value = self.word64(offset).load(Ordering::Relaxed);
+        fence(Ordering::Acquire);
+        value
+    }
+
     /// `count` consecutive 64-bit words at `offset`; panics as [`Region::word32`] does.
     pub fn words64(&self, offset: usize, count: usize) -> &[AtomicU64] {
         let end = count.checked_mul(8).and_then(|bytes| offset.checked_add(bytes));
@@ -109,6 +137,8 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
+        // Before the range can be another's.
+        self.guard = None;
         // SAFETY: the range was mapped by `map`; the borrow rules leave no accessor's reference alive here.
         let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "munmap of an own mapping");

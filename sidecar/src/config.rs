@@ -72,6 +72,9 @@ pub struct Options {
     /// A file on tmpfs or hugetlbfs that holds the blocks, instead of anonymous memory
     #[arg(long, value_name = "FILE")]
     pub pool_path: Option<PathBuf>,
+    /// The --pool-path file by its path on a read-only mount, by which engines get it
+    #[arg(long, value_name = "FILE")]
+    pub pool_view: Option<PathBuf>,
     /// Keep the blocks in huge pages of 2 MiB: reserved ones, or those of a --pool-path on hugetlbfs
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
     pub hugepages: Option<bool>,
@@ -119,6 +122,8 @@ pub struct Config {
     pub http: SocketAddr,
     /// Pool file, if not anonymous memory.
     pub pool_path: Option<PathBuf>,
+    /// The same on a read-only mount.
+    pub pool_view: Option<PathBuf>,
     /// Whether the pool is of huge pages.
     pub hugepages: bool,
     /// What namespaces may take.
@@ -164,6 +169,9 @@ pub enum ConfigError {
     /// No default socket for this user.
     #[error("XDG_RUNTIME_DIR is not set, so there is no default socket for this user: pass --socket PATH")]
     SocketMissing,
+    /// A view of nothing.
+    #[error("--pool-view is another path of the --pool-path file: pass both, or neither")]
+    ViewAlone,
     /// A value is out of range.
     #[error("{option} is {value}; it must be {rule}")]
     Range {
@@ -215,6 +223,7 @@ impl Options {
             ssd_admission: self.ssd_admission.or(other.ssd_admission),
             http: self.http.or(other.http),
             pool_path: self.pool_path.or(other.pool_path),
+            pool_view: self.pool_view.or(other.pool_view),
             hugepages: self.hugepages.or(other.hugepages),
             quota: self.quota.or(other.quota),
             dram_admission: self.dram_admission.or(other.dram_admission),
@@ -240,6 +249,9 @@ impl Options {
             let value = copy_threads.to_string();
             return Err(ConfigError::Range { option: "copy-threads", value, rule: "1 to 32" });
         }
+        if self.pool_view.is_some() && self.pool_path.is_none() {
+            return Err(ConfigError::ViewAlone);
+        }
         let config = Config {
             socket,
             dram: self.dram.ok_or(ConfigError::DramMissing)?,
@@ -247,6 +259,7 @@ impl Options {
             ssd_admission: self.ssd_admission.unwrap_or(SsdAdmission::All),
             http: self.http.unwrap_or_else(|| HTTP_DEFAULT.parse().expect("a constant address")),
             pool_path: self.pool_path,
+            pool_view: self.pool_view,
             hugepages: self.hugepages.unwrap_or(false),
             quotas: self.quota.unwrap_or_default(),
             dram_admission: self.dram_admission.unwrap_or_default(),
@@ -348,8 +361,12 @@ mod tests {
         let socket = || Options { socket: Some("/a".into()), ..Options::default() };
         assert!(matches!(socket().complete(), Err(ConfigError::DramMissing)));
         let dram = || Options { dram: Some("4MiB".parse().unwrap()), ..socket() };
-        let long = Options { lease_ttl: Some("601s".parse().unwrap()), ..dram() };
-        assert!(long.complete().unwrap_err().to_string().contains("10ms to 600s"));
+        let view = Options { pool_view: Some("/view".into()), ..dram() };
+        assert!(matches!(view.complete(), Err(ConfigError::ViewAlone)));
+        for wrong in ["601s", "9999ms", "10ms", "0s"] {
+            let options = Options { lease_ttl: Some(wrong.parse().unwrap()), ..dram() };
+            assert!(options.complete().unwrap_err().to_string().contains("10s to 600s"), "{wrong}");
+        }
         let many = Options { copy_threads: Some(33), ..dram() };
         assert!(many.complete().unwrap_err().to_string().contains("1 to 32"));
         assert!(Options::read(Path::new("/nonexistent")).unwrap_err().to_string().contains("/nonexistent"));

@@ -32,6 +32,7 @@ pub struct Metrics {
     wait_seconds: Counter,
     differences: GaugeVec,
     pool_bytes: IntGauge,
+    pool_lost: IntGauge,
     closed: IntCounterVec,
     pinning: PinningMetrics,
     quotas: Levels,
@@ -125,6 +126,8 @@ impl Metrics {
         registry.register(Box::new(differences.clone()))?;
         let size = gauge(registry, "pool_bytes", "Bytes of the pool.")?;
         show(&size, pool_bytes);
+        let lost =
+            gauge(registry, "pool_lost", "1 once the pool file was cut: nothing is kept until a restart.")?;
         let opts = Opts::new("pillion_sessions_closed_total", "Sessions ended, by reason.");
         let closed = IntCounterVec::new(opts, &["reason"])?;
         registry.register(Box::new(closed.clone()))?;
@@ -143,6 +146,7 @@ impl Metrics {
             wait_seconds,
             differences,
             pool_bytes: size,
+            pool_lost: lost,
             closed,
             pinning,
             quotas,
@@ -206,6 +210,11 @@ impl Metrics {
     /// Counts a session's end.
     pub fn session_closed(&self, reason: CloseReason) {
         self.closed.with_label_values(&[reason.label()]).inc();
+    }
+
+    /// The pool file was cut.
+    pub fn pool_lost(&self) {
+        self.pool_lost.set(1);
     }
 
     /// Bytes of the pool.

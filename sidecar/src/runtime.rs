@@ -81,6 +81,8 @@ pub struct Runtime {
     out: Vec<Action>,
     /// Sessions to close once the actions at hand are done.
     closing: Vec<(SessionId, CloseReason, String)>,
+    /// The pool file was cut.
+    lost: bool,
     /// Copies that ended without ever reaching a thread.
     refused: Vec<Finished>,
     events: Vec<Source>,
@@ -133,6 +135,7 @@ impl Runtime {
             next_session: 1,
             out: Vec::new(),
             closing: Vec::new(),
+            lost: false,
             refused: Vec::new(),
             events: Vec::new(),
             touched: false,
@@ -209,6 +212,7 @@ impl Runtime {
         worked |= self.open_pool();
         if self.now >= self.next_tick {
             self.next_tick = self.now + TICK;
+            self.look_at_pool();
             self.handle(Event::Tick);
             self.show_disks();
             self.show_peers();
@@ -233,13 +237,39 @@ impl Runtime {
         }
     }
 
+    /// Nothing is found in a pool that has lost bytes, and nothing kept, as at the sidecar's end; what is under way fails. The
+    /// sidecar lives on, and is the next life's to mend: GPUs and NICs may have the lost pages locked until this one ends.
+    fn look_at_pool(&mut self) {
+        if self.lost || self.pool.is_whole() {
+            return;
+        }
+        self.lost = true;
+        self.metrics.pool_lost();
+        if let Err(error) = self.pool.disown() {
+            tracing::error!(%error, "remove the pool file before a sidecar is started on it");
+        }
+        tracing::error!(
+            "the pool file was cut, or memory taken from it, while it is in use: nothing is kept or found any more. Start this \
+             sidecar again, and let nobody write to the file"
+        );
+        self.handle(Event::Drain);
+    }
+
     fn take_copied(&mut self) -> bool {
         let mut worked = false;
         while let Some(Finished { copy, ok }) = self.refused.pop().or_else(|| self.copiers.finished()) {
+            if !ok {
+                self.look_at_pool();
+            }
             self.handle(Event::Copied { copy, ok });
             worked = true;
         }
-        while let Some((save, found)) = self.copiers.compared() {
+        while let Some((save, mut found)) = self.copiers.compared() {
+            self.look_at_pool();
+            if self.lost {
+                // Its bytes may be none of the engine's: nobody is judged by them.
+                found.differing = 0;
+            }
             self.handle(Event::Compared { save, found });
             worked = true;
         }

@@ -198,7 +198,7 @@ impl Server {
         let terms = Terms {
             epoch,
             lease_ttl_ms: config.lease_ttl.as_millis(),
-            pool_fd: pool.read_only_fd()?,
+            pool_fd: engines_fd(config, &pool)?,
             pidfd: pidfd().map_err(std::io::Error::from)?,
         };
         let runtime = Runtime::new(
@@ -283,6 +283,20 @@ fn add_metrics(config: &Config, registry: &Registry, metrics: Metrics) -> Result
     let names: Vec<_> = config.ssd.iter().map(|disk| disk.path.display().to_string()).collect();
     let metrics = if names.is_empty() { metrics } else { metrics.with_ssd(registry, names)? };
     if config.mesh.is_some() { metrics.with_peers(registry) } else { Ok(metrics) }
+}
+
+/// The pool's descriptor that engines are given.
+fn engines_fd(config: &Config, pool: &Pool) -> Result<OwnedFd, tiers::Error> {
+    if let Some(view) = &config.pool_view {
+        return pool.open_view(view);
+    }
+    if config.pool_path.is_some() {
+        tracing::warn!(
+            "an engine of this sidecar's user, or of root, could write the blocks of the others through its descriptor of the \
+             pool file: run engines as another user, or pass --pool-view, the file's path on a read-only mount"
+        );
+    }
+    pool.read_only_fd()
 }
 
 fn open_tier(config: &Config, segment_bytes: u64, epoch: u64) -> Result<(Dram, Arc<Pool>), tiers::Error> {

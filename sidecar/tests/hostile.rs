@@ -14,5 +14,7 @@ mod members;
 mod memory;
 #[path = "hostile/messages.rs"]
 mod messages;
+#[path = "hostile/pool_file.rs"]
+mod pool_file;
 #[path = "hostile/scene.rs"]
 mod scene;

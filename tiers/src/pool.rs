@@ -8,13 +8,13 @@ mod huge;
 mod place;
 
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::path::PathBuf;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
-use rustix::fs::{Mode, OFlags, SealFlags};
+use rustix::fs::SealFlags;
 use shm_protocol::key::{BlockKey, NamespaceDigest};
 use shm_protocol::pool::{self, Geometry, PoolView, Remains, SlotPlace, SlotRef, header, segment, slot};
 use shm_protocol::region::{Access, Region};
@@ -83,8 +83,12 @@ impl Pool {
             None if config.hugepages => place::open_huge_memfd(bytes)?,
             None => place::open_memfd(bytes)?,
         };
-        let region = Region::map(file.fd.as_fd(), bytes as usize, Access::ReadWrite)
+        let mut region = Region::map(file.fd.as_fd(), bytes as usize, Access::ReadWrite)
             .map_err(Error::os("map memory"))?;
+        if config.path.is_some() {
+            // Opened anew: the lock ends with the pool's own descriptor.
+            region.guard(place::reopen(&file.fd)?).map_err(Error::os("guard the pool file"))?;
+        }
         let mut pool = Self {
             region: Arc::new(region),
             fd: file.fd,
@@ -98,6 +102,9 @@ impl Pool {
         };
         let boot = place::boot_id()?;
         pool.found = pool.look(file.found_bytes, boot);
+        if pool.found == Found::Pool && !file.reserved {
+            pool.drop_holed(file.found_bytes)?;
+        }
         let epoch = || pool.region.word64(header::EPOCH as usize).load(Ordering::Relaxed);
         pool.former = (pool.found == Found::Pool).then(epoch);
         pool.life = pool.initialise(config.epoch, boot);
@@ -116,7 +123,24 @@ impl Pool {
             let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
             rustix::fs::fcntl_add_seals(&pool.fd, seals).map_err(Error::os("seal the memfd"))?;
         }
+        // The first look, with which later ones are compared.
+        pool.is_whole();
         Ok(pool)
+    }
+
+    /// Takes the headers from segments in which memory is missing, of a file of `len` bytes. It was reserved before they were used,
+    /// so something took it since: their blocks read as zeros. Not through the mapping, which would ask for memory.
+    fn drop_holed(&self, len: u64) -> Result<(), Error> {
+        let starts = (pool::SEGMENT_ALIGN..len).step_by(self.segment_bytes as usize);
+        for start in starts.filter(|start| place::has_hole(&self.fd, *start, self.segment_bytes)) {
+            let mut magic = [0; 8];
+            let read = rustix::io::pread(&self.fd, &mut magic, start + segment::MAGIC);
+            if read.map_err(Error::os("read the pool file"))? == 8 && magic != [0; 8] {
+                let dropped = rustix::io::pwrite(&self.fd, &[0; 8], start + segment::MAGIC);
+                dropped.map_err(Error::os("write the pool file"))?;
+            }
+        }
+        Ok(())
     }
 
     /// Whether the file's `len` bytes are a pool that this life can take over.
@@ -207,6 +231,21 @@ impl Pool {
     pub fn reserved_bytes(&self) -> u64 {
         // SYNC POINT(reserved): acquire; what was discarded below is gone.
         self.reserved.load(Ordering::Acquire)
+    }
+
+    /// Whether nothing of the pool was lost: a file that others can cut may lose any of it at any time. Asked after what was read
+    /// or written; once false, always false.
+    pub fn is_whole(&self) -> bool {
+        // Until a file of something else is emptied, which takes memory from it, nothing of it is in use.
+        let emptied =
+            self.reserved_bytes() > pool::SEGMENT_ALIGN || !matches!(self.found, Found::Unusable(_));
+        !emptied || self.region.is_whole()
+    }
+
+    /// Keeps later lives from a pool that has lost bytes: zeros may lie behind sound headers by now.
+    pub fn disown(&self) -> Result<(), Error> {
+        let settled = rustix::io::pwrite(&self.fd, &0_u64.to_ne_bytes(), header::SETTLED);
+        settled.map(drop).map_err(Error::os("disown the pool file"))
     }
 
     /// Segments whose memory is there.
@@ -310,11 +349,15 @@ impl Pool {
         self.fd.as_fd()
     }
 
-    /// A descriptor for engines, opened for reading: it cannot be mapped for writing.
+    /// A descriptor for engines, opened for reading: it cannot be mapped for writing. A memfd's cannot be reopened so either, since
+    /// it is sealed; a file's can, by its owner and root.
     pub fn read_only_fd(&self) -> Result<OwnedFd, Error> {
-        let path = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
-        let opened = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
-        opened.map_err(Error::os("reopen the pool for reading"))
+        place::reopen(&self.fd)
+    }
+
+    /// The same of a pool file, by a path of it on a read-only mount.
+    pub fn open_view(&self, path: &Path) -> Result<OwnedFd, Error> {
+        place::open_view(path, &self.fd)
     }
 
     /// Copies data at pool offset `offset` out, word by word. Nobody may be writing there.

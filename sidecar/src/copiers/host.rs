@@ -195,12 +195,15 @@ impl Shared {
                 }
             };
             let Progress { batch, rank, open, ok } = &*task.progress;
+            // A loss is remembered. Without this look a page that was cut off would be back, empty, once it was copied.
+            self.pool.is_whole();
             for piece in &batch.pieces[task.from..task.to] {
                 if !rank.copy(&self.pool, batch, *piece) {
                     ok.store(false, Ordering::Relaxed);
                     break;
                 }
             }
+            ok.fetch_and(self.pool.is_whole(), Ordering::Relaxed);
             // SYNC POINT(batch): the last to arrive sees every other thread's `ok`, and its bytes.
             if open.fetch_sub(1, Ordering::AcqRel) != 1 {
                 continue;
@@ -211,8 +214,10 @@ impl Shared {
         }
     }
 
-    /// Neither slot of a pair is written before the end was told.
+    /// Neither slot of a pair is written before the end was told. Whoever takes the verdict asks whether the pool is whole.
     fn compare(&self, comparison: &Comparison) -> Found {
+        // As before a copy.
+        self.pool.is_whole();
         comparison.carry_out(|offset, out| self.pool.read(offset, out))
     }
 

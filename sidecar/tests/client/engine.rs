@@ -9,7 +9,7 @@ use shm_protocol::key::BlockHash;
 use shm_protocol::layout::CHUNK_KEYS;
 use shm_protocol::message::{Kind, LOAD_ARRIVING, Message, Outcome, QUERY_ARRIVING, Status};
 use shm_protocol::pool::{self, SlotRef};
-use shm_protocol::request::{Keys, Save, SchedulerRequest, WorkerRequest};
+use shm_protocol::request::{Keys, LoadEnd, Save, SchedulerRequest, WorkerRequest};
 
 use super::sidecar::Sidecar;
 use super::{Kv, LAYER_BYTES, LAYERS, Session, hello, pattern, query, watch};
@@ -150,6 +150,13 @@ impl Engine {
         Some(outcome.status).filter(|status| *status != Status::Pending)
     }
 
+    /// Ends the rank's part of a load that the sidecar could not end.
+    pub(crate) fn give_up(&mut self, op: u64, ended: Status) {
+        if ended == Status::Failed {
+            self.rank.post(WorkerRequest::Loaded { op, end: LoadEnd::Failed });
+        }
+    }
+
     /// Whether these blocks of KV hold the bytes of these keys.
     pub(crate) fn loaded(&self, blocks: std::ops::Range<u32>, keys: &[BlockHash]) -> bool {
         blocks.zip(keys).all(|(block, key)| {
@@ -193,10 +200,7 @@ impl Engine {
     /// Whether a slot that was answered is whole and holds this key's bytes, seen by the engine's own mapping.
     fn holds(&self, slot: SlotRef, key: &BlockHash) -> bool {
         let expected = content(key);
-        let view = pool::PoolView::new(
-            |at| self.rank.pool.word64(at).load(Ordering::Acquire),
-            self.rank.welcome.pool_bytes,
-        );
+        let view = pool::PoolView::new(|at| self.rank.pool.load64(at), self.rank.welcome.pool_bytes);
         let words = self.rank.pool.words64(slot.offset as usize, expected.len() / 8);
         let expected_words = expected.as_chunks::<8>().0.iter().map(|eight| u64::from_le_bytes(*eight));
         let equal = words.iter().map(|word| word.load(Ordering::Relaxed)).eq(expected_words);

@@ -23,7 +23,9 @@ pub(crate) struct Buffer {
 /// Who touches a slot's bytes must have been given the slot, and has it until it says that it has ended: nobody writes a
 /// slot that is written to a device or sent to a peer, nobody else reads or writes one that is filled. That is the
 /// contract of [`crate::ssd::Work`], and of a peer's fetches and grants, with who posts them, and it is what makes the
-/// slices below sound. Engines map the pool for reading alone.
+/// slices below sound. Engines map the pool for reading alone. Of a pool file another process may write a slice's bytes all the
+/// same, if it may open the file, or cut them off: that is outside of what Rust promises, gives wrong bytes at worst, and who
+/// reads them compares a checksum made before, or asks [`Blocks::is_whole`].
 #[derive(Clone, Debug)]
 pub struct Blocks(Arc<Region>);
 
@@ -96,6 +98,11 @@ impl Blocks {
         self.0.is_empty()
     }
 
+    /// Whether nothing of the pool was lost so far: a checksum made of its bytes counts only if this says so afterwards.
+    pub fn is_whole(&self) -> bool {
+        self.0.is_whole()
+    }
+
     /// Where `len` bytes at `offset` begin, for the kernel or a NIC; `None` where they do not lie in the pool.
     pub fn address(&self, offset: u64, len: usize) -> Option<NonNull<u8>> {
         self.0.bytes_at(usize::try_from(offset).ok()?, len)
@@ -104,8 +111,9 @@ impl Blocks {
     /// A block that is whole, or a part that has just been filled; `None` where it does not lie in the pool.
     pub fn bytes(&self, offset: u64, len: usize) -> Option<&[u8]> {
         let address = self.address(offset, len)?;
-        // SAFETY: the range lies in the mapping, whose memory is initialised (zero or written); by the contract of
-        // `Blocks` nobody writes it while the caller has the slot, and the slice does not outlive that.
+        // SAFETY: the range lies in the mapping, whose memory is initialised (zero or written) and stays mapped even if a file
+        // is cut, since that is guarded; by the contract of `Blocks` no thread of this process writes it while the caller has
+        // the slot, and the slice does not outlive that. A memfd is sealed, so no other process can; of a file see `Blocks`.
         Some(unsafe { std::slice::from_raw_parts(address.as_ptr(), len) })
     }
 

@@ -1,10 +1,12 @@
 //! Where a pool may lie: anonymous memory, or a file that belongs to this process alone.
 
 use std::fs;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 
-use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags, Mode, OFlags, StatFs};
+use rustix::fs::{
+    FallocateFlags, FlockOperation, MemfdFlags, Mode, OFlags, SeekFrom, StatFs, StatVfsMountFlags,
+};
 use rustix::io::Errno;
 use shm_protocol::pool;
 
@@ -83,6 +85,34 @@ pub(super) fn open_file(path: &Path, bytes: u64, hugepages: bool) -> Result<File
     Ok(File { fd, found_bytes: found, reserved })
 }
 
+/// The same file, opened for reading.
+pub(super) fn reopen(fd: &OwnedFd) -> Result<OwnedFd, Error> {
+    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    let opened = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
+    opened.map_err(Error::os("reopen the pool for reading"))
+}
+
+/// The file `file` is, opened for reading by a path on a mount that is read-only: whoever gets that descriptor cannot open it anew
+/// for writing, not even as root.
+pub(super) fn open_view(path: &Path, file: &OwnedFd) -> Result<OwnedFd, Error> {
+    let refuse = |problem: &str| Err(Error::File { path: path.to_owned(), problem: problem.to_owned() });
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let view = rustix::fs::open(path, flags, Mode::empty()).map_err(Error::os("open the --pool-view"))?;
+    let doing = "stat the --pool-view";
+    let stat = |fd: &OwnedFd| rustix::fs::fstat(fd).map_err(Error::os(doing));
+    let (seen, held) = (stat(&view)?, stat(file)?);
+    if (seen.st_dev, seen.st_ino) != (held.st_dev, held.st_ino) {
+        return refuse("is not the file of --pool-path: pass its path on another mount of the same volume");
+    }
+    let mount = rustix::fs::fstatvfs(&view).map_err(Error::os(doing))?;
+    if !mount.f_flag.contains(StatVfsMountFlags::RDONLY) {
+        return refuse(
+            "is not on a read-only mount: mount the volume once more with readOnly (mount -o bind,ro)",
+        );
+    }
+    Ok(view)
+}
+
 /// Refuses a place that cannot hold the pool, before anything is created there.
 fn check_place(path: &Path, bytes: u64, hugepages: bool) -> Result<(), Error> {
     let folder = match path.parent() {
@@ -119,14 +149,19 @@ fn kind(fs: &StatFs) -> u64 {
     u64::from(fs.f_type as u32)
 }
 
-/// Takes the memory of `len` bytes from `start` now, and not when a page is first touched.
+/// Takes the memory of `len` bytes from `start` now, and not when a page is first touched. A file that was cut stays so.
 pub(super) fn reserve(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Error> {
     loop {
-        match rustix::fs::fallocate(fd, FallocateFlags::empty(), start, len) {
+        match rustix::fs::fallocate(fd, FallocateFlags::KEEP_SIZE, start, len) {
             Err(Errno::INTR) => {}
             reserved => return reserved.map_err(Error::os("reserve memory in the pool file")),
         }
     }
+}
+
+/// Whether memory is missing in these bytes. Where the file system cannot tell, as hugetlbfs, there is no hole.
+pub(super) fn has_hole(fd: &OwnedFd, start: u64, len: u64) -> bool {
+    rustix::fs::seek(fd, SeekFrom::Hole(start)).is_ok_and(|hole| hole < start + len)
 }
 
 /// Gives back the memory of `len` bytes from `start`: they read as zeros.

@@ -2,7 +2,9 @@ mod hugepages;
 
 use std::fs;
 use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::fd::AsRawFd;
 
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use shm_protocol::key::BlockHash;
 use shm_protocol::pool::PoolView;
@@ -36,7 +38,7 @@ fn key() -> BlockKey {
 }
 
 fn view(region: &Region) -> PoolView<impl Fn(usize) -> u64> {
-    let load = |offset: usize| region.word64(offset).load(Ordering::Acquire);
+    let load = |offset: usize| region.load64(offset);
     PoolView::new(load, region.len() as u64).expect("a sound header")
 }
 
@@ -158,6 +160,99 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     assert_eq!(pool.remains(1, &geometry, 6..8), [Remains::Free, whole]);
     assert!(pool.free(kept), "it can be evicted now");
     assert!(!view(&region).verify(kept, BLOCK));
+}
+
+/// The same file on a read-only mount needs a privilege to make: where there is none, only the refusals are seen.
+#[test]
+fn a_view_cannot_be_opened_for_writing() {
+    let (path, other) = (TmpfsPath::new("viewed"), TmpfsPath::new("other-file"));
+    let pool = Pool::create(&config(Some(path.0.clone()))).expect("created");
+    fs::write(&other.0, "").expect("written");
+    for (view, why) in [(&other.0, "not the file of --pool-path"), (&path.0, "not on a read-only mount")] {
+        let error = pool.open_view(view).expect_err("refused").to_string();
+        assert!(error.contains(why), "{error}");
+    }
+    let point = std::env::temp_dir().join(format!("pillion-view-{}", std::process::id()));
+    fs::write(&point, "").expect("written");
+    let mount = |flags: &[&str]| {
+        std::process::Command::new("mount")
+            .args(flags)
+            .arg(&point)
+            .status()
+            .is_ok_and(|status| status.success())
+    };
+    let file = path.0.to_str().expect("a name");
+    if mount(&["--bind", file]) {
+        assert!(mount(&["-o", "remount,bind,ro"]));
+        let view = pool.open_view(&point).expect("opened");
+        assert!(std::process::Command::new("umount").arg(&point).status().expect("run").success());
+        let reopened =
+            |flags| rustix::fs::open(format!("/proc/self/fd/{}", view.as_raw_fd()), flags, Mode::empty());
+        assert_eq!(reopened(OFlags::RDWR).expect_err("refused"), Errno::ROFS);
+        assert_eq!(reopened(OFlags::WRONLY | OFlags::TRUNC).expect_err("refused"), Errno::ROFS);
+        assert_eq!(rustix::fs::fchmod(&view, Mode::all()).expect_err("refused"), Errno::ROFS);
+        assert!(Region::map(view.as_fd(), pool.len() as usize, Access::ReadWrite).is_err());
+        let region = Region::map(view.as_fd(), pool.len() as usize, Access::ReadOnly).expect("mapped");
+        assert_eq!(region.load64(header::MAGIC as usize), pool::MAGIC);
+    }
+    fs::remove_file(point).expect("removed");
+}
+
+#[test]
+fn a_pool_file_that_is_cut_reads_as_zeros_and_is_known_to_be_lost() {
+    let path = TmpfsPath::new("cut");
+    let pool = Pool::create(&config(Some(path.0.clone()))).expect("created");
+    let kept = slot(pool.first_generation());
+    assert!(pool.write_segment_header(1, BLOCK) && pool.fill(kept, NamespaceDigest([1; 16]), &key()));
+    assert!(pool.commit(kept, 77) && pool.is_whole());
+    fs::OpenOptions::new().write(true).open(&path.0).expect("opened").set_len(4096).expect("cut");
+    assert_eq!(pool.checksum(kept), None, "touching it ends nothing");
+    assert!(!pool.is_whole());
+    assert!(!pool.commit(kept, 78) && !pool.free(kept));
+    assert!(pool.write_segment_header(1, BLOCK), "writing neither");
+    let mut bytes = [1; 100];
+    pool.read(kept.offset, &mut bytes);
+    assert_eq!(bytes, [0; 100]);
+    drop(pool);
+    let pool = Pool::create(&config(Some(path.0.clone()))).expect("created again");
+    assert!(pool.is_whole(), "the next life is of the file as it is now");
+    let memfd = Pool::create(&config(None)).expect("created");
+    assert!(memfd.is_whole() && rustix::fs::ftruncate(memfd.fd(), 0).is_err());
+}
+
+#[test]
+fn a_segment_that_lost_memory_between_two_lives_is_not_taken_over() {
+    type Damage = fn(&fs::File, u64);
+    let at = slot(0).offset / 4096 * 4096;
+    let damages: [Damage; 2] = [
+        |file, at| {
+            let bytes = file.metadata().expect("there").len();
+            file.set_len(at).expect("cut");
+            file.set_len(bytes).expect("made longer");
+        },
+        |file, at| {
+            let punch = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+            rustix::fs::fallocate(file, punch, at, 4096).expect("punched");
+        },
+    ];
+    for damage in damages {
+        let path = TmpfsPath::new("holes");
+        let pool = Pool::create(&config(Some(path.0.clone()))).expect("created");
+        let kept = slot(pool.first_generation());
+        assert!(pool.write_segment_header(0, BLOCK) && pool.write_segment_header(1, BLOCK));
+        assert!(pool.fill(kept, NamespaceDigest([1; 16]), &key()) && pool.commit(kept, 0));
+        drop(pool);
+        damage(&fs::OpenOptions::new().write(true).open(&path.0).expect("opened"), at);
+        let pool = Pool::create(&config(Some(path.0.clone()))).expect("created again");
+        assert_eq!(pool.found(), &Found::Pool);
+        assert!(pool.take_over(0).is_some(), "nothing of it is missing");
+        assert_eq!(pool.take_over(1), None, "its header is sound, its blocks are zeros");
+        assert!(pool.is_whole() && pool.reserved_bytes() == pool.len());
+        pool.disown().expect("disowned");
+        drop(pool);
+        let pool = Pool::create(&config(Some(path.0.clone()))).expect("created again");
+        assert!(matches!(pool.found(), Found::Unusable(_)));
+    }
 }
 
 /// A pool of a first life with one block, then the word at `field` of its file changed to `value`.

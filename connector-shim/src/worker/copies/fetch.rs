@@ -1,6 +1,7 @@
 //! This process' own copies of one load, batch after batch, cut after cut.
 //!
-//! A cut is called delivered once its copies have ended and every slot was seen whole and of its filling after that.
+//! A cut is called delivered once its copies have ended and, after that, every slot was seen whole and of its filling, and the
+//! pool to have lost nothing.
 
 use std::collections::VecDeque;
 
@@ -43,8 +44,10 @@ pub(super) enum Step {
 impl Fetch {
     /// All blocks of a plan, but for those whose slots are not what was promised.
     pub(super) fn new(memory: &EngineMemory, pool: &Pool, part: Part, plan: &Plan) -> Self {
-        let whole =
-            |&(block, slot): &(u32, SlotRef)| memory.holds(block) && pool.verify(slot, part.slot_bytes);
+        let kept = pool.is_whole();
+        let whole = |&(block, slot): &(u32, SlotRef)| {
+            kept && memory.holds(block) && pool.verify(slot, part.slot_bytes)
+        };
         let (sound, failed): (Vec<_>, Vec<_>) = plan.blocks.iter().copied().partition(whole);
         Self { sound, ..Self::nothing(failed.into_iter().map(|(block, _)| block).collect()) }
     }
@@ -120,11 +123,13 @@ impl Fetch {
     }
 
     fn is_sound(&self, pool: &Pool, part: Part) -> bool {
-        self.failed.is_empty() && self.sound.iter().all(|(_, slot)| pool.verify(*slot, part.slot_bytes))
+        let verified = |(_, slot): &(u32, SlotRef)| pool.verify(*slot, part.slot_bytes);
+        self.failed.is_empty() && self.sound.iter().all(verified) && pool.is_whole()
     }
 
     fn drop_unsound(&mut self, pool: &Pool, part: Part) {
-        let unsound = self.sound.extract_if(.., |(_, slot)| !pool.verify(*slot, part.slot_bytes));
+        let kept = pool.is_whole();
+        let unsound = self.sound.extract_if(.., |(_, slot)| !kept || !pool.verify(*slot, part.slot_bytes));
         self.failed.extend(unsound.map(|(block, _)| block));
     }
 }

@@ -169,9 +169,8 @@ impl Lender<'_> {
 }
 
 fn place(shared: &Shared, asked: &Asked, at: usize, label: &Label) -> Place {
-    match asked.grant(at) {
-        Ok(grant) => {
-            let (bytes, checksum) = granted(shared, label, grant);
+    match asked.grant(at).and_then(|grant| granted(shared, label, grant)) {
+        Ok((bytes, checksum)) => {
             let address = bytes.as_ptr() as u64;
             Place { address, checksum, bytes: label.bytes, status: Status::Whole }
         }

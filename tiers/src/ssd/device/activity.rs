@@ -124,6 +124,10 @@ impl Activity {
             Work::Write { place, sequence, label, from } => {
                 let bytes = desk.blocks.bytes(from, label.bytes as usize).ok_or(Errno::FAULT)?;
                 let header = Header { place, sequence, label, checksum: format::checksum(bytes) };
+                // Else the bytes may be none of the block's, and the checksum would call them right for ever.
+                if !desk.blocks.is_whole() {
+                    return Err(Errno::FAULT.into());
+                }
                 let buffer = written(desk, |unit| header.write(unit, layout.id))?;
                 let head = Memory::Own(buffer);
                 out.push(transfer(Direction::Write, Part::Head, desk.place(place), head, unit));

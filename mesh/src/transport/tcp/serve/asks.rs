@@ -127,14 +127,21 @@ impl Asked {
     }
 }
 
-/// The bytes of a granted slot, and their checksum; the caller is told of one that nobody knew.
-pub(in crate::transport) fn granted<'a>(shared: &'a Shared, label: &Label, grant: Grant) -> (&'a [u8], u64) {
+/// The bytes of a granted slot, and their checksum; the caller is told of one that nobody knew. None of a pool that has lost
+/// bytes: a checksum made of what is there now would call it right.
+pub(in crate::transport) fn granted<'a>(
+    shared: &'a Shared,
+    label: &Label,
+    grant: Grant,
+) -> Result<(&'a [u8], u64), Status> {
     let bytes = shared.blocks.bytes(grant.slot.offset, label.bytes as usize);
     let bytes = bytes.expect("a granted slot lies in the pool");
-    let checksum = grant.checksum.unwrap_or_else(|| {
-        let checksum = twox_hash::XxHash3_64::oneshot(bytes);
+    let checksum = grant.checksum.unwrap_or_else(|| twox_hash::XxHash3_64::oneshot(bytes));
+    if !shared.blocks.is_whole() {
+        return Err(Status::Absent);
+    }
+    if grant.checksum.is_none() {
         shared.tell(Up::Checksum { slot: grant.slot, checksum });
-        checksum
-    });
-    (bytes, checksum)
+    }
+    Ok((bytes, checksum))
 }

@@ -8,7 +8,6 @@ use crate::transport::tcp::frame::{Block, Frame, Malformed, Status};
 use crate::transport::tcp::link::Link;
 use crate::transport::tcp::wire::{Broken, CHUNK_BYTES, Wire};
 use crate::transport::tcp::{Shared, now, serve};
-use crate::transport::{Grant, Label};
 
 /// A member's connection.
 pub(in crate::transport::tcp) struct Stream<'a> {
@@ -60,12 +59,13 @@ impl<'a> Stream<'a> {
     fn answer(&mut self) -> Result<bool, Broken> {
         let Some(asked) = self.asks.answered(0) else { return Ok(false) };
         let at = asked.at;
-        let (grant, label) = (asked.grant(at), asked.ask.labels[at]);
+        let (shared, label) = (self.shared, asked.ask.labels[at]);
+        let grant = asked.grant(at).and_then(|grant| granted(shared, &label, grant));
         let index = asked.ask.first + at as u32;
         let status = grant.err().unwrap_or(Status::Whole);
         let missing = Block { ticket: asked.ask.ticket, index, status, bytes: 0, checksum: 0 };
         match grant {
-            Ok(grant) => self.send(missing, &label, grant)?,
+            Ok((bytes, checksum)) => self.send(Block { bytes: label.bytes, checksum, ..missing }, bytes)?,
             Err(_) => {
                 let until = now() + self.shared.config.limits.progress;
                 self.wire.send_frame(&Frame::Block(missing), false, until)?;
@@ -80,10 +80,8 @@ impl<'a> Stream<'a> {
         Ok(true)
     }
 
-    fn send(&mut self, missing: Block, label: &Label, grant: Grant) -> Result<(), Broken> {
-        let (bytes, checksum) = granted(self.shared, label, grant);
+    fn send(&mut self, block: Block, bytes: &[u8]) -> Result<(), Broken> {
         let progress = self.shared.config.limits.progress;
-        let block = Block { bytes: label.bytes, checksum, ..missing };
         self.wire.send_frame(&Frame::Block(block), true, now() + progress)?;
         let mut left = bytes;
         while !left.is_empty() {

@@ -1,0 +1,102 @@
+//! Whether a file that others can cut still has every byte that it had.
+//!
+//! A file that was cut and made as long as before reads as zeros there, and nothing faults. What was cut off takes no memory
+//! any more, though, until somebody touches it: a file in service only ever gains memory, so one that has lost some was cut,
+//! or a hole was punched into it.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// A file, and the most memory that it was seen to have.
+#[derive(Debug)]
+pub struct Extent {
+    file: OwnedFd,
+    bytes: u64,
+    /// In units of `st_blocks`.
+    held: AtomicU64,
+    lost: AtomicBool,
+}
+
+// === impl Extent ===
+
+impl Extent {
+    /// Of a file that has `bytes` bytes, and gives none of its memory back from the first [`Extent::is_whole`] on.
+    pub fn new(file: OwnedFd, bytes: u64) -> Self {
+        Self { file, bytes, held: AtomicU64::new(0), lost: AtomicBool::new(false) }
+    }
+
+    /// The file.
+    pub fn file(&self) -> &OwnedFd {
+        &self.file
+    }
+
+    /// Whether nothing of the file was lost so far; once false, always false. Bytes read between two looks that both say yes
+    /// are those of the file: a page that was cut off in between and touched again is not caught, unless others with it were not.
+    pub fn is_whole(&self) -> bool {
+        // SYNC POINT(extent): loaded before the look, so that memory which the file gains meanwhile is no loss.
+        let before = self.held.load(Ordering::Acquire);
+        let Ok(stat) = rustix::fs::fstat(&self.file) else { return false };
+        let (bytes, held) =
+            (u64::try_from(stat.st_size).unwrap_or(0), u64::try_from(stat.st_blocks).unwrap_or(0));
+        if bytes < self.bytes || held < before {
+            self.lost.store(true, Ordering::Relaxed);
+        }
+        // SYNC POINT(extent): release; whoever sees the number sees a file that has had so much.
+        self.held.fetch_max(held, Ordering::Release);
+        !self.lost.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
+
+    use super::*;
+
+    const BYTES: u64 = 64 << 10;
+
+    fn file() -> OwnedFd {
+        let fd = memfd_create("extent", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&fd, BYTES).unwrap();
+        fd
+    }
+
+    #[test]
+    fn a_file_that_gains_memory_is_whole() {
+        let file = file();
+        let extent = Extent::new(file.try_clone().unwrap(), BYTES);
+        assert!(extent.is_whole());
+        fallocate(&file, FallocateFlags::KEEP_SIZE, 0, BYTES).unwrap();
+        assert!(extent.is_whole());
+        ftruncate(&file, 2 * BYTES).unwrap();
+        assert!(extent.is_whole(), "longer is not less");
+    }
+
+    #[test]
+    fn what_is_lost_stays_lost() {
+        type Damage = fn(&OwnedFd);
+        let damages: [(&str, Damage); 3] = [
+            ("cut", |file| ftruncate(file, BYTES - 4096).unwrap()),
+            ("cut and made longer again", |file| {
+                ftruncate(file, BYTES - 4096).unwrap();
+                ftruncate(file, BYTES).unwrap();
+            }),
+            ("punched", |file| {
+                let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                fallocate(file, punch, 8192, 4096).unwrap();
+            }),
+        ];
+        for (name, damage) in damages {
+            let file = file();
+            fallocate(&file, FallocateFlags::KEEP_SIZE, 0, BYTES).unwrap();
+            let extent = Extent::new(file.try_clone().unwrap(), BYTES);
+            assert!(extent.is_whole(), "{name}");
+            damage(&file);
+            assert!(!extent.is_whole(), "{name}");
+            std::os::unix::fs::FileExt::write_all_at(&File::from(file), &[1; BYTES as usize], 0).unwrap();
+            assert!(!extent.is_whole(), "{name}, and written again");
+        }
+    }
+}

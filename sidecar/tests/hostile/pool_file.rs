@@ -1,0 +1,134 @@
+//! A pool file that is cut, punched, deleted or replaced under an engine that saves and loads: misses, no wrong byte, and a
+//! sidecar that lives.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::FallocateFlags;
+use shm_protocol::key::BlockHash;
+use shm_protocol::message::{Kind, Message, Status};
+
+use crate::client::engine::{Engine, SAVED};
+use crate::client::sidecar::Sidecar;
+use crate::client::watch;
+
+/// Where loads go: blocks that nothing is saved from.
+const LOADED: std::ops::Range<u32> = 101..127;
+/// Rounds under load after the damage.
+const ROUNDS: u32 = 20;
+
+/// What is done to a pool file, and whether its bytes are lost by it.
+type Damage = (&'static str, fn(&Path), bool);
+const DAMAGES: [Damage; 6] = [
+    ("cut to nothing", |path| cut(path, 0), true),
+    ("cut behind its first slots", |path| cut(path, (2 << 20) + (300 << 10)), true),
+    (
+        "cut and made as long as before",
+        |path| {
+            let bytes = fs::metadata(path).unwrap().len();
+            cut(path, (2 << 20) + (300 << 10));
+            cut(path, bytes);
+        },
+        true,
+    ),
+    (
+        "punched",
+        |path| {
+            let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            rustix::fs::fallocate(opened(path), punch, (2 << 20) + (200 << 10), 1 << 20).unwrap();
+        },
+        true,
+    ),
+    ("deleted", |path| fs::remove_file(path).unwrap(), false),
+    (
+        "replaced",
+        |path| {
+            let other = path.with_extension("other");
+            fs::write(&other, "something else").unwrap();
+            fs::rename(other, path).unwrap();
+        },
+        false,
+    ),
+];
+
+fn opened(path: &Path) -> File {
+    File::options().write(true).open(path).unwrap()
+}
+
+fn cut(path: &Path, bytes: u64) {
+    opened(path).set_len(bytes).unwrap();
+}
+
+/// Asks for the first keys and loads what is found; how many blocks were, and the load's end. No byte that a load calls whole is
+/// wrong.
+fn load(engine: &mut Engine, keys: &[BlockHash]) -> (u32, Option<Status>) {
+    let wanted = &keys[..LOADED.len()];
+    let (lease, found) = engine.ask_early(wanted);
+    if found.value == 0 {
+        engine.scheduler.post(shm_protocol::request::SchedulerRequest::Close { log: 0 });
+        return (0, None);
+    }
+    let op = engine.next_op();
+    let load = Message { op, lease, step: 1, ..Message::new(Kind::Load) };
+    let blocks = LOADED.start..LOADED.start + found.value;
+    engine.scheduler.with_blocks(load, &blocks.clone().collect::<Vec<_>>());
+    let ended = watch("the end of a load", || engine.load_ended(op));
+    assert!(ended != Status::Ok || engine.loaded(blocks, wanted), "a load gave wrong bytes");
+    engine.give_up(op, ended);
+    engine.scheduler.post(shm_protocol::request::SchedulerRequest::Close { log: 0 });
+    (found.value, Some(ended))
+}
+
+fn start(folder: &Path, pool: &PathBuf) -> Sidecar {
+    let sidecar = Sidecar::start(folder, &[&"--dram", &"32MiB", &"--pool-path", pool]);
+    sidecar.wait_started();
+    sidecar
+}
+
+#[test]
+fn a_pool_file_that_is_cut_deleted_or_replaced_costs_misses() {
+    for (name, damage, lost) in DAMAGES {
+        let folder = tempfile::tempdir().unwrap();
+        let pool = PathBuf::from(format!("/dev/shm/pillion-test-{}-damaged", std::process::id()));
+        let sidecar = start(folder.path(), &pool);
+        let (mut engine, mut stamp) = (Engine::connect(&sidecar), 0);
+        let kept = engine.post_save(&mut stamp);
+        assert_eq!(engine.scheduler.saved().committed, SAVED.len() as u32);
+        assert_eq!(load(&mut engine, &kept), (LOADED.len() as u32, Some(Status::Ok)), "{name}");
+
+        // Saves are under way while it happens.
+        (0..3).for_each(|_| _ = engine.post_save(&mut stamp));
+        damage(&pool);
+        let mut served = 0;
+        for _ in 0..ROUNDS {
+            served += load(&mut engine, &kept).0;
+        }
+        (0..3).for_each(|_| _ = engine.scheduler.saved());
+        if lost {
+            sidecar.wait_metric("pillion_pool_lost", |lost| lost == 1);
+            assert_eq!(load(&mut engine, &kept), (0, None), "{name}");
+            let committed = {
+                engine.post_save(&mut stamp);
+                engine.scheduler.saved().committed
+            };
+            assert_eq!(committed, 0, "{name}: nothing is kept in what is left");
+        } else {
+            assert_eq!(served, ROUNDS * LOADED.len() as u32, "{name}: the open file is still there");
+        }
+        drop(engine);
+        // It ends as it should, and the next one starts on what is there.
+        sidecar.terminate();
+        let _ = (!lost).then(|| fs::remove_file(&pool));
+        let sidecar = start(folder.path(), &pool);
+        let mut engine = Engine::connect(&sidecar);
+        load(&mut engine, &kept);
+        engine.post_save(&mut stamp);
+        assert_eq!(
+            engine.scheduler.saved().committed,
+            SAVED.len() as u32,
+            "{name}: the next sidecar keeps blocks"
+        );
+        drop((engine, sidecar));
+        let _ = fs::remove_file(&pool);
+    }
+}

@@ -9,7 +9,7 @@ use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{self, Hello, Reply};
 use shm_protocol::transport;
 
-use crate::listener::Listener;
+use crate::listener::{self, Listener};
 use crate::poller::{Poller, Source};
 
 /// Peers that may be on their way at once: the listener's backlog.
@@ -24,6 +24,8 @@ const PAUSE: Duration = Duration::from_millis(100);
 pub struct Caller {
     /// Its socket.
     pub socket: OwnedFd,
+    /// Its process, where that can be watched.
+    pub process: Option<OwnedFd>,
     /// The protocol's version that both sides speak.
     pub version: u32,
     /// What it said, checked.
@@ -44,6 +46,7 @@ pub struct Greeter {
 #[derive(Debug)]
 struct Greeting {
     socket: OwnedFd,
+    process: Option<OwnedFd>,
     deadline: Duration,
     /// What a stranger is told. Only once its hello was read: to close a socket with unread records is to reset it, and
     /// the text would be lost.
@@ -72,9 +75,12 @@ impl Greeter {
                     break;
                 }
             };
+            // Who has ended needs nothing.
+            let Ok(process) = listener::process_of(&socket) else { continue };
             let stranger = listener.permits(&socket).err();
             if poller.add(Source::Greeting(self.next), &socket).is_ok() {
-                self.waiting.insert(self.next, Greeting { socket, deadline: now + HELLO_TIME_MAX, stranger });
+                let deadline = now + HELLO_TIME_MAX;
+                self.waiting.insert(self.next, Greeting { socket, process, deadline, stranger });
                 self.next += 1;
             }
         }
@@ -89,7 +95,7 @@ impl Greeter {
         if received.as_ref().is_err_and(|errno| [Errno::AGAIN, Errno::INTR].contains(errno)) {
             return None;
         }
-        let Greeting { socket, stranger, .. } = self.waiting.remove(&id)?;
+        let Greeting { socket, process, stranger, .. } = self.waiting.remove(&id)?;
         poller.remove(&socket);
         if let Some(reason) = stranger {
             tracing::warn!(reason, "connection refused");
@@ -107,7 +113,7 @@ impl Greeter {
         let hello = handshake::decode_hello(&record, descriptors.len());
         let agreed = hello.and_then(|hello| Ok((handshake::agree(&hello.versions())?, hello)));
         match agreed {
-            Ok((version, hello)) => Some(Caller { socket, version, hello, descriptors }),
+            Ok((version, hello)) => Some(Caller { socket, process, version, hello, descriptors }),
             Err(error) => {
                 tracing::warn!(%error, "connection refused");
                 refuse(&socket, error.to_string());

@@ -5,10 +5,12 @@ use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+use nix::sys::socket::getsockopt;
+use nix::sys::socket::sockopt::{PeerCredentials, PeerPidfd};
 use nix::unistd::{Gid, Group, Uid, User};
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use shm_protocol::transport;
 use thiserror::Error;
 
@@ -97,6 +99,21 @@ impl Listener {
             "user {uid} may not use the sidecar of user {ours}: run the engine as user {ours}, or start the sidecar \
              with --socket-group and a group of user {uid}"
         ))
+    }
+}
+
+/// The process that connected. It is watched beside its socket, which a child of it may hold for longer. `None` where it cannot be
+/// named: it is in another PID namespace, and the kernel older than Linux 6.5. SRCH where it has ended.
+pub fn process_of(peer: &OwnedFd) -> Result<Option<OwnedFd>, Errno> {
+    match getsockopt(peer, PeerPidfd) {
+        Ok(process) => return Ok(Some(process)),
+        Err(nix::errno::Errno::ESRCH) => return Err(Errno::SRCH),
+        Err(_) => {}
+    }
+    let number = getsockopt(peer, PeerCredentials).ok().and_then(|peer| Pid::from_raw(peer.pid()));
+    match number.map(|number| pidfd_open(number, PidfdFlags::empty())) {
+        Some(Err(Errno::SRCH)) => Err(Errno::SRCH),
+        opened => Ok(opened.and_then(Result::ok)),
     }
 }
 

@@ -31,6 +31,8 @@ pub enum Source {
     Doorbell(u64),
     /// A session's socket.
     Socket(u64),
+    /// A session's process.
+    Process(u64),
 }
 
 /// The descriptors that wake the data thread.
@@ -42,31 +44,33 @@ pub struct Poller {
 // === impl Source ===
 
 impl Source {
-    /// The role in the low 3 bits; ids count up from 1 and never reach 2^61.
+    /// The role in the low 4 bits; ids count up from 1 and never reach 2^60.
     fn token(self) -> u64 {
         match self {
             Self::Listener => 0,
             Self::Control => 1,
             Self::Copies => 2,
-            Self::Greeting(id) => id << 3 | 3,
-            Self::Doorbell(id) => id << 3 | 4,
-            Self::Socket(id) => id << 3 | 5,
+            Self::Greeting(id) => id << 4 | 3,
+            Self::Doorbell(id) => id << 4 | 4,
+            Self::Socket(id) => id << 4 | 5,
             Self::Disks => 6,
             Self::Mesh => 7,
+            Self::Process(id) => id << 4 | 8,
         }
     }
 
     fn from_token(token: u64) -> Self {
-        match token & 7 {
+        match token & 15 {
             0 => Self::Listener,
             1 => Self::Control,
             2 => Self::Copies,
-            3 => Self::Greeting(token >> 3),
-            4 => Self::Doorbell(token >> 3),
-            5 => Self::Socket(token >> 3),
+            3 => Self::Greeting(token >> 4),
+            4 => Self::Doorbell(token >> 4),
+            5 => Self::Socket(token >> 4),
             6 => Self::Disks,
             7 => Self::Mesh,
-            8.. => unreachable!("three bits"),
+            8 => Self::Process(token >> 4),
+            9.. => unreachable!("no role has this number"),
         }
     }
 
@@ -75,6 +79,7 @@ impl Source {
     fn flags(self) -> EventFlags {
         match self {
             Self::Listener | Self::Greeting(_) | Self::Socket(_) => EventFlags::IN | EventFlags::RDHUP,
+            Self::Process(_) => EventFlags::IN,
             Self::Control | Self::Copies | Self::Disks | Self::Mesh | Self::Doorbell(_) => {
                 EventFlags::IN | EventFlags::ET
             }
@@ -131,7 +136,7 @@ mod tests {
 
     #[test]
     fn tokens_name_their_source() {
-        use Source::{Control, Copies, Disks, Doorbell, Greeting, Listener, Mesh, Socket};
+        use Source::{Control, Copies, Disks, Doorbell, Greeting, Listener, Mesh, Process, Socket};
         for source in [
             Listener,
             Control,
@@ -140,8 +145,9 @@ mod tests {
             Mesh,
             Greeting(1),
             Doorbell(1),
-            Socket(1 << 60),
-            Doorbell((1 << 61) - 1),
+            Socket(1 << 59),
+            Doorbell((1 << 60) - 1),
+            Process(1),
         ] {
             assert_eq!(Source::from_token(source.token()), source);
         }

@@ -371,6 +371,7 @@ impl Runtime {
             let Some(session) = self.sessions.remove(&id) else { continue };
             self.poller.remove(&session.doorbell);
             self.poller.remove(&session.socket);
+            session.process.iter().for_each(|process| self.poller.remove(process));
             if let Some(rank) = session.rank() {
                 rank.stop();
             }

@@ -40,6 +40,8 @@ pub struct Session {
     /// Its hang-up is the engine's death. A rank's copies share it: an engine that sees the hang-up knows that nothing
     /// writes into its blocks any more.
     pub socket: Arc<OwnedFd>,
+    /// The engine's process: its death, too, whoever holds its socket.
+    pub process: Option<OwnedFd>,
     /// Wakes the data thread.
     pub doorbell: OwnedFd,
 }
@@ -67,6 +69,7 @@ impl Session {
             fences: (0, 0),
             dirty: false,
             socket,
+            process: None,
             doorbell,
         }
     }

@@ -40,7 +40,7 @@ impl Runtime {
     pub(super) fn admit(&mut self, caller: Caller) {
         let id = self.next_session;
         self.next_session += 1;
-        let Caller { socket, version, hello, descriptors } = caller;
+        let Caller { socket, process, version, hello, descriptors } = caller;
         let (engine, role) = (hello.engine.clone(), describe(&hello.role));
         let release = hello.release.clone();
         let blocks = match &hello.role {
@@ -53,10 +53,12 @@ impl Runtime {
             Err(reason) => return refuse(&socket, &engine, &role, reason),
         };
         let built = self.build(id, version, &hello, socket, descriptors);
-        let (session, memory_fd) = match built {
+        let (mut session, memory_fd) = match built {
             Ok(built) => built,
             Err((socket, reason)) => return refuse(&socket, &engine, &role, reason),
         };
+        // Where it cannot be watched, the socket alone tells of its end.
+        session.process = process.filter(|process| self.poller.add(Source::Process(id), process).is_ok());
         if let Some(note) = &note {
             tracing::warn!(session = id, engine, "{note}");
         }
@@ -196,6 +198,12 @@ impl Runtime {
         let (pool, process) = (terms.pool_fd.as_fd(), terms.pidfd.as_fd());
         let descriptors = [memory_fd.as_fd(), session.doorbell.as_fd(), pool, process];
         transport::send(&session.socket, &handshake::encode(&reply), &descriptors)
+    }
+
+    /// A session's process has ended. A child of it may hold the socket, and whatever else it had open.
+    pub(super) fn end_with_process(&mut self, id: SessionId) {
+        self.closing.push((id, CloseReason::HangUp, String::new()));
+        self.close_sessions();
     }
 
     /// A session's socket became readable: it has hung up, or sends what nobody asked for.

@@ -6,6 +6,8 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use shm_protocol::handshake::{Copier, Role};
 use shm_protocol::message::{Kind, LOAD_BY_ENGINE, Message, Status};
 use shm_protocol::pool::{self, Geometry};
@@ -55,29 +57,45 @@ fn engine_to_die() -> bool {
     // The last save's copies race with the death.
     rank.fences(0, 99);
     rank.ring();
+    if std::env::var_os("PILLION_TEST_HEIR").is_some() {
+        for session in [&scheduler, &rank] {
+            rustix::io::fcntl_setfd(session.socket(), rustix::io::FdFlags::empty()).unwrap();
+        }
+        let heir = Command::new("sleep").arg("600").stdin(Stdio::null()).stderr(Stdio::null()).spawn();
+        eprintln!("heir {}", heir.unwrap().id());
+    }
     eprintln!("ready to die");
     loop {
         std::thread::park();
     }
 }
 
-fn start(scene: &Scene, number: u64) -> Child {
-    let mut child = Command::new(std::env::current_exe().unwrap())
+/// Starts it; where it is to have an heir, a child that keeps its sockets open, with that one's number.
+fn start(scene: &Scene, number: u64, heir: bool) -> (Child, Option<Pid>) {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    if heir {
+        command.env("PILLION_TEST_HEIR", "1");
+    }
+    let mut child = command
         .args(["--exact", TEST, "--nocapture"])
         .env("PILLION_TEST_DIE", &scene.pillion.socket)
         .env("PILLION_TEST_NUMBER", number.to_string())
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-    let ready = lines.by_ref().map_while(Result::ok).any(|line| line.contains("ready to die"));
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+    let mut heir = None;
+    let ready = lines.any(|line| {
+        heir = heir.or(line.strip_prefix("heir ").map(|number| Pid::from_raw(number.parse().unwrap())));
+        line.contains("ready to die")
+    });
     assert!(ready, "the engine ended by itself");
-    child
+    (child, heir)
 }
 
 /// Slots of the pool that are being filled, by the headers that every engine can read.
 fn filling(pool: &Region) -> usize {
-    let load = |at: u64| pool.word64(at as usize).load(std::sync::atomic::Ordering::Acquire);
+    let load = |at: u64| pool.load64(at as usize);
     let geometry = Geometry::new(load(pool::header::SEGMENT_BYTES), BLOCK_BYTES).unwrap();
     let segments = 0..load(pool::header::SEGMENTS);
     let assigned = segments.filter(|number| {
@@ -108,7 +126,7 @@ fn a_killed_engine_leaves_nothing_behind() {
     drop(parked);
     let mut slowest = Duration::ZERO;
     for number in 0..DEATHS {
-        let mut engine = start(&scene, number);
+        let (mut engine, _) = start(&scene, number, false);
         assert!(scene.pillion.mappings("pillion-session") > before.mappings);
         let parked = scene.park();
         let held: Holdings = scene.pillion.holdings();
@@ -127,4 +145,24 @@ fn a_killed_engine_leaves_nothing_behind() {
     eprintln!("everything was given back within {slowest:?} of a death, the slowest of {DEATHS}");
     drop(observer);
     scene.assert_unharmed("deaths");
+}
+
+/// A child that the engine forked has everything open that the engine had.
+#[test]
+fn a_killed_engine_leaves_nothing_behind_although_a_child_keeps_its_sockets() {
+    let mut scene = Scene::start();
+    let parked = scene.park();
+    let before = scene.pillion.holdings();
+    drop(parked);
+    let (mut engine, heir) = start(&scene, DEATHS, true);
+    let heir = heir.expect("a child");
+    assert!(scene.pillion.holdings().sessions > before.sessions);
+    engine.kill().unwrap();
+    engine.wait().unwrap();
+    watch("end of everything that the dead engine held", || {
+        scene.pillion.holdings().within(&before).then_some(())
+    });
+    kill(heir, None).expect("the child lives, with the sockets open");
+    scene.assert_unharmed("an engine's death that its child outlives");
+    kill(heir, Signal::SIGKILL).unwrap();
 }

@@ -68,7 +68,7 @@ impl EngineStream {
     /// The stream of that handle; 0 is the default one.
     pub(crate) fn borrow(gpu: &Arc<Gpu>, handle: u64) -> Self {
         // SAFETY: the engine states in this very call that the handle is its current stream, on the GPU whose primary
-        // context it uses (the one `gpu` retains); the value ends with the call, and torch destroys no stream.
+        // context it uses (the one `gpu` retains); the value ends with the call, and no handle is kept to be borrowed again.
         let stream = unsafe { Stream::borrow(gpu, handle) };
         Self { stream, handle }
     }
@@ -88,6 +88,16 @@ impl EngineStream {
     /// A mark behind everything enqueued so far.
     pub(crate) fn record(&self) -> Result<Event, CudaError> {
         self.stream.record()
+    }
+
+    /// Moves a mark behind everything enqueued so far.
+    pub(crate) fn mark(&self, event: &Event) -> Result<(), CudaError> {
+        self.stream.mark(event)
+    }
+
+    /// Which stream it is.
+    pub(crate) fn handle(&self) -> u64 {
+        self.handle
     }
 
     /// Blocks until everything enqueued has passed.

@@ -485,7 +485,7 @@ impl Worker {
                 link.connection.region().word64(word).store(step, Ordering::Release);
             }
             (Some(link), Some(device)) => {
-                if let Err(error) = device.stream(stream).write_fence(link.words(), word, step) {
+                if let Err(error) = device.write_fence(&device.stream(stream), link, word, step) {
                     self.leave(error);
                 }
             }

@@ -31,9 +31,16 @@ pub(super) struct Device {
     loads: Vec<StepLoad>,
     /// Connections that ended, kept for what is enqueued and names their words.
     retired: Vec<Retired>,
-    /// Every stream used so far.
-    streams: Vec<u64>,
+    /// Every stream that used words so far.
+    streams: Vec<Used>,
     waits: u64,
+}
+
+/// A stream, which may be destroyed by now, and a mark behind the last use of words on it. The handle is compared, never used.
+#[derive(Debug)]
+struct Used {
+    handle: u64,
+    last: Arc<Event>,
 }
 
 #[derive(Debug)]
@@ -48,8 +55,8 @@ struct StepLoad {
 struct Retired {
     link: Arc<Link>,
     since: Instant,
-    /// Behind the last use of its words, one on each stream; recorded once nothing can use them any more.
-    passed: Vec<Event>,
+    /// Behind the last use of its words, one on each stream; taken once nothing can use them any more.
+    passed: Option<Vec<Arc<Event>>>,
 }
 
 // === impl Device ===
@@ -73,14 +80,8 @@ impl Device {
         let bases = if alone { pointers.to_vec() } else { show(&gpu, worker, pointers, cuts)? };
         let batch_bytes = if alone { BATCH_BYTES } else { 0 };
         let memory = own_memory(&gpu, &bases, worker, stream, batch_bytes)?;
-        let device = Self {
-            gpu,
-            cuts: count,
-            loads: Vec::new(),
-            retired: Vec::new(),
-            streams: vec![stream],
-            waits: 0,
-        };
+        let device =
+            Self { gpu, cuts: count, loads: Vec::new(), retired: Vec::new(), streams: Vec::new(), waits: 0 };
         Ok((device, memory))
     }
 
@@ -99,11 +100,35 @@ impl Device {
     }
 
     /// The engine's stream of this call.
-    pub(super) fn stream(&mut self, handle: u64) -> EngineStream {
-        if !self.streams.contains(&handle) && self.streams.len() <= STREAMS_MAX {
-            self.streams.push(handle);
-        }
+    pub(super) fn stream(&self, handle: u64) -> EngineStream {
         EngineStream::borrow(&self.gpu, handle)
+    }
+
+    /// Enqueues the store of a fence word.
+    pub(super) fn write_fence(
+        &mut self,
+        stream: &EngineStream,
+        link: &Link,
+        word: usize,
+        step: u64,
+    ) -> Result<(), CudaError> {
+        stream.write_fence(link.words(), word, step)?;
+        self.note_use(stream)
+    }
+
+    /// Words were used on this stream just now.
+    fn note_use(&mut self, stream: &EngineStream) -> Result<(), CudaError> {
+        let known = self.streams.len();
+        match self.streams.iter_mut().find(|used| used.handle == stream.handle()) {
+            // A mark that somebody looks at stays where it is.
+            Some(used) if Arc::strong_count(&used.last) > 1 => used.last = Arc::new(stream.record()?),
+            Some(used) => stream.mark(&used.last)?,
+            None if known <= STREAMS_MAX => {
+                self.streams.push(Used { handle: stream.handle(), last: Arc::new(stream.record()?) });
+            }
+            None => {}
+        }
+        Ok(())
     }
 
     /// A step begins: the waits of the last one were enqueued.
@@ -125,25 +150,25 @@ impl Device {
     ) -> Result<(), CudaError> {
         // The words of an ended connection are used once more: earlier marks say nothing of that.
         let ended = self.retired.iter_mut().find(|retired| Arc::ptr_eq(&retired.link, link));
-        ended.into_iter().for_each(|retired| retired.passed.clear());
+        ended.into_iter().for_each(|retired| retired.passed = None);
         self.loads.push(StepLoad { op, link: Arc::clone(link), waited: 0 });
         if overlap { Ok(()) } else { self.wait(stream, self.cuts) }
     }
 
     /// Makes the stream wait for the first `cuts` cuts of every sync load of the step.
     pub(super) fn wait(&mut self, stream: &EngineStream, cuts: usize) -> Result<(), CudaError> {
-        let cuts = cuts.min(self.cuts);
+        let (cuts, before) = (cuts.min(self.cuts), self.waits);
         for load in self.loads.iter_mut().filter(|load| load.waited < cuts) {
             stream.wait_for_load(load.link.words(), load.op, cuts)?;
             load.waited = cuts;
             self.waits += 1;
         }
-        Ok(())
+        if self.waits == before { Ok(()) } else { self.note_use(stream) }
     }
 
     /// Keeps an ended connection's words for the streams that may still reach them.
     pub(super) fn retire(&mut self, link: Arc<Link>) {
-        self.retired.push(Retired { link, since: clock::now(), passed: Vec::new() });
+        self.retired.push(Retired { link, since: clock::now(), passed: None });
     }
 
     /// The ended connection to the sidecar of that epoch, while its stream may still write.
@@ -160,10 +185,8 @@ impl Device {
         }
         for mut retired in std::mem::take(&mut self.retired) {
             let used = Arc::strong_count(&retired.link) > 1;
-            if !used && retired.passed.is_empty() {
-                let marks =
-                    self.streams.iter().map(|stream| EngineStream::borrow(&self.gpu, *stream).record());
-                retired.passed = marks.collect::<Result<_, _>>().unwrap_or_default();
+            if !used && retired.passed.is_none() {
+                retired.passed = Some(self.streams.iter().map(|used| Arc::clone(&used.last)).collect());
                 self.retired.push(retired);
             } else if used || !retired.is_over() {
                 self.retired.push(retired);
@@ -178,7 +201,8 @@ impl Retired {
     /// Whether neither side's streams use it. A sidecar that lives ended its copies within a second of the hang-up.
     fn is_over(&self) -> bool {
         let silent = self.link.connection.sidecar_is_gone() || clock::now() - self.since > SETTLE;
-        silent && self.passed.iter().all(|event| event.passed() == Ok(true))
+        let passed = |marks: &Vec<Arc<Event>>| marks.iter().all(|mark| mark.passed() == Ok(true));
+        silent && self.passed.as_ref().is_some_and(passed)
     }
 }
 

@@ -85,7 +85,7 @@ impl Stream {
     }
 
     /// Makes an event one that passes when everything enqueued so far has.
-    pub(super) fn mark(&self, event: &Event) -> Result<(), CudaError> {
+    pub fn mark(&self, event: &Event) -> Result<(), CudaError> {
         // SAFETY: both handles live.
         CudaError::check("cuEventRecord", unsafe { sys::cuEventRecord(event.handle, self.handle) })
     }

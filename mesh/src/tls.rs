@@ -108,8 +108,9 @@ impl Credentials {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let read = self.files.stamp().and_then(|stamp| {
             if stamp != last.stamp {
-                last.stamp = stamp;
                 last.sides = Sides::read(&self.files)?;
+                // Only now: files that could not be read are read again at the next connection, changed or not.
+                last.stamp = stamp;
             }
             Ok(())
         });

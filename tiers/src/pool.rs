@@ -102,8 +102,9 @@ impl Pool {
         };
         let boot = place::boot_id()?;
         pool.found = pool.look(file.found_bytes, boot);
-        if pool.found == Found::Pool && !file.reserved {
-            pool.drop_holed(file.found_bytes)?;
+        if pool.found == Found::Pool && !file.found_whole {
+            let reason = "memory was taken from it, or its sidecar ended before it had reserved all";
+            pool.found = Found::Unusable(reason.into());
         }
         let epoch = || pool.region.word64(header::EPOCH as usize).load(Ordering::Relaxed);
         pool.former = (pool.found == Found::Pool).then(epoch);
@@ -126,21 +127,6 @@ impl Pool {
         // The first look, with which later ones are compared.
         pool.is_whole();
         Ok(pool)
-    }
-
-    /// Takes the headers from segments in which memory is missing, of a file of `len` bytes. It was reserved before they were used,
-    /// so something took it since: their blocks read as zeros. Not through the mapping, which would ask for memory.
-    fn drop_holed(&self, len: u64) -> Result<(), Error> {
-        let starts = (pool::SEGMENT_ALIGN..len).step_by(self.segment_bytes as usize);
-        for start in starts.filter(|start| place::has_hole(&self.fd, *start, self.segment_bytes)) {
-            let mut magic = [0; 8];
-            let read = rustix::io::pread(&self.fd, &mut magic, start + segment::MAGIC);
-            if read.map_err(Error::os("read the pool file"))? == 8 && magic != [0; 8] {
-                let dropped = rustix::io::pwrite(&self.fd, &[0; 8], start + segment::MAGIC);
-                dropped.map_err(Error::os("write the pool file"))?;
-            }
-        }
-        Ok(())
     }
 
     /// Whether the file's `len` bytes are a pool that this life can take over.

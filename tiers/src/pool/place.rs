@@ -4,9 +4,7 @@ use std::fs;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 
-use rustix::fs::{
-    FallocateFlags, FlockOperation, MemfdFlags, Mode, OFlags, SeekFrom, StatFs, StatVfsMountFlags,
-};
+use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags, Mode, OFlags, StatFs, StatVfsMountFlags};
 use rustix::io::Errno;
 use shm_protocol::pool;
 
@@ -26,6 +24,8 @@ pub(super) struct File {
     pub(super) fd: OwnedFd,
     /// Bytes that the file had; zero: there was none.
     pub(super) found_bytes: u64,
+    /// Whether all of them had memory.
+    pub(super) found_whole: bool,
     /// Whether no page is still to be found.
     pub(super) reserved: bool,
 }
@@ -40,7 +40,7 @@ pub(super) fn open_memfd(bytes: u64) -> Result<File, Error> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let fd = rustix::fs::memfd_create(c"pillion-pool", flags).map_err(Error::os("create a memfd"))?;
     rustix::fs::ftruncate(&fd, bytes).map_err(Error::os("size the memfd"))?;
-    Ok(File { fd, found_bytes: 0, reserved: true })
+    Ok(File { fd, found_bytes: 0, found_whole: true, reserved: true })
 }
 
 /// A memfd of huge pages. They are reserved as a file's are: what a control group refuses is then an error, where touching a
@@ -52,7 +52,7 @@ pub(super) fn open_huge_memfd(bytes: u64) -> Result<File, Error> {
         .map_err(Error::os("create a memfd of huge pages"))?;
     rustix::fs::ftruncate(&fd, bytes).map_err(Error::os("size the memfd"))?;
     reserve(&fd, 0, pool::SEGMENT_ALIGN)?;
-    Ok(File { fd, found_bytes: 0, reserved: false })
+    Ok(File { fd, found_bytes: 0, found_whole: true, reserved: false })
 }
 
 /// A pool file of `bytes`, locked for this process, the memory of its header page reserved.
@@ -77,12 +77,13 @@ pub(super) fn open_file(path: &Path, bytes: u64, hugepages: bool) -> Result<File
         ));
     }
     rustix::fs::fchmod(&fd, Mode::RUSR | Mode::WUSR).map_err(Error::os("restrict the pool file"))?;
-    let reserved = stat.st_blocks as u64 * STAT_BLOCK_BYTES >= bytes;
+    let held = stat.st_blocks as u64 * STAT_BLOCK_BYTES;
+    let (found_whole, reserved) = (held >= found, held >= bytes);
     if found < bytes {
         rustix::fs::ftruncate(&fd, bytes).map_err(Error::os("size the pool file"))?;
     }
     reserve(&fd, 0, pool::SEGMENT_ALIGN)?;
-    Ok(File { fd, found_bytes: found, reserved })
+    Ok(File { fd, found_bytes: found, found_whole, reserved })
 }
 
 /// The same file, opened for reading.
@@ -157,11 +158,6 @@ pub(super) fn reserve(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Error> {
             reserved => return reserved.map_err(Error::os("reserve memory in the pool file")),
         }
     }
-}
-
-/// Whether memory is missing in these bytes. Where the file system cannot tell, as hugetlbfs, there is no hole.
-pub(super) fn has_hole(fd: &OwnedFd, start: u64, len: u64) -> bool {
-    rustix::fs::seek(fd, SeekFrom::Hole(start)).is_ok_and(|hole| hole < start + len)
 }
 
 /// Gives back the memory of `len` bytes from `start`: they read as zeros.

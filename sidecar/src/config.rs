@@ -25,8 +25,10 @@ pub use self::values::{Level, Size, Time, UseGpu};
 pub const HTTP_DEFAULT: &str = "127.0.0.1:9440";
 /// A lease outlives the scheduling of a request in a busy engine; blocks under one cannot be evicted.
 pub const LEASE_TTL_DEFAULT: Time = Time::from_millis(30_000);
-/// Below this a lease may end before the engine has had one turn; above, a lost engine's blocks stay for too long.
-const LEASE_TTL_MS: std::ops::RangeInclusive<u64> = 10..=600_000;
+/// An engine plans loads on leases with half of their life left, and a load that is planned must come: one that is refused after all
+/// may end a worker on a GPU. A thread of a sidecar was seen to wait 3 s for a core, so half is 5 s at least. Above, a lost
+/// engine's blocks stay for too long.
+const LEASE_TTL_MS: std::ops::RangeInclusive<u64> = 10_000..=600_000;
 /// Two threads copy at the memory bandwidth that a socket has left beside a busy engine.
 pub const COPY_THREADS_DEFAULT: usize = 2;
 /// More threads than memory channels of the largest machines gain nothing.
@@ -242,7 +244,8 @@ impl Options {
         let lease_ttl = self.lease_ttl.unwrap_or(LEASE_TTL_DEFAULT);
         if !LEASE_TTL_MS.contains(&lease_ttl.as_millis()) {
             let value = lease_ttl.to_string();
-            return Err(ConfigError::Range { option: "lease-ttl", value, rule: "10ms to 600s" });
+            let rule = "10s to 600s: a shorter lease may end before its load is read";
+            return Err(ConfigError::Range { option: "lease-ttl", value, rule });
         }
         let copy_threads = self.copy_threads.unwrap_or(COPY_THREADS_DEFAULT);
         if !COPY_THREADS.contains(&copy_threads) {
@@ -297,12 +300,12 @@ mod tests {
     #[test]
     fn the_command_line_overrides_the_file() {
         let file =
-            parse("dram = \"2MiB\"\nsocket = \"/a\"\nlease-ttl = \"250ms\"\nhttp = \"[::1]:1\"").unwrap();
+            parse("dram = \"2MiB\"\nsocket = \"/a\"\nlease-ttl = \"12500ms\"\nhttp = \"[::1]:1\"").unwrap();
         let flags = Options { dram: Some("4MiB".parse().unwrap()), ..Options::default() };
         let config = flags.or(file).complete().unwrap();
         assert_eq!(config.dram.as_bytes(), 4 << 20);
         assert_eq!(config.socket, Path::new("/a"));
-        assert_eq!(config.lease_ttl.as_millis(), 250);
+        assert_eq!(config.lease_ttl.as_millis(), 12_500);
         assert_eq!(config.http.to_string(), "[::1]:1");
         assert_eq!(config.gpu, UseGpu::Auto);
     }

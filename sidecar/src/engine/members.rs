@@ -275,7 +275,7 @@ impl Core {
         }
         host.ranks[worker.rank as usize] = None;
         (host.binding, host.barred) = (None, None);
-        self.fail_saves_of_rank(scheduler, worker.rank, out);
+        self.fail_saves(scheduler, out);
         self.end_loads_of_rank(scheduler, worker.rank, u64::MAX);
     }
 

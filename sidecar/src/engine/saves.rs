@@ -1,4 +1,6 @@
 //! Saves: slots filled from engine memory, committed only when nothing could have overwritten their source.
+//!
+//! A save takes its slots when every rank has done its step, and its copies begin: one whose step never comes holds nothing.
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::layout::COMPLETION_SLOTS;
@@ -7,7 +9,6 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, Cancel, Keys};
 use tiers::FillError;
 
-use super::members::all_ranks;
 use super::namespaces::Binding;
 use super::{Action, CopyOwner, Core, Direction, GROUP, Piece, SessionId, Violation, operations};
 
@@ -37,14 +38,24 @@ pub(super) struct Save {
     /// The key before the first one, and all of the save's.
     parent: Option<BlockHash>,
     keys: Vec<BlockHash>,
+    /// What has no slot yet: all of it until the save begins, nothing afterwards.
+    wanted: Vec<Wanted>,
     blocks: Vec<SaveBlock>,
-    /// Ranks whose copy has not been started.
-    unstarted: u64,
+    /// Its copies have been started, or never will be.
+    begun: bool,
     /// Copies running.
     running: u32,
     /// A copy failed, a rank or the engine is gone: nothing of this save is committed.
     void: bool,
     end: Saved,
+}
+
+#[derive(Copy, Clone, Debug)]
+struct Wanted {
+    /// Position within the save, by which CANCEL names it.
+    index: u32,
+    block: u32,
+    hash: BlockHash,
 }
 
 #[derive(Debug)]
@@ -104,7 +115,7 @@ impl Core {
         let waiting: usize = waiting.map(|(_, other)| other.blocks.len()).sum();
         match binding {
             _ if self.draining => self.drop_save((session, op), &save, out),
-            Some(binding) => self.begin_save((session, op), binding, save, out),
+            Some(binding) => self.accept_save((session, op), binding, save, out),
             None if barred || waiting + save.blocks.len() > UNBOUND_BLOCKS_MAX => {
                 self.drop_save((session, op), &save, out);
             }
@@ -115,8 +126,8 @@ impl Core {
         Ok(())
     }
 
-    /// Takes the slots of a save whose blocks are known.
-    fn begin_save(
+    /// Takes a save whose blocks are known, to be begun with its step. What is kept already needs no copy.
+    fn accept_save(
         &mut self,
         key: (SessionId, u64),
         binding: Binding,
@@ -124,25 +135,38 @@ impl Core {
         out: &mut Vec<Action>,
     ) {
         let (session, op) = key;
-        let unstarted = all_ranks(self.schedulers[&session].world_size);
-        let end = Saved { op, ..Saved::default() };
-        let (step, checked) = (asked.step, asked.checked);
-        let (parent, keys) = (asked.parent, asked.blocks.iter().map(|(hash, _)| *hash).collect());
-        let blocks = Vec::new();
-        let mut save =
-            Save { binding, step, checked, parent, keys, blocks, unstarted, running: 0, void: false, end };
-        for (index, (hash, block)) in asked.blocks.into_iter().enumerate() {
+        let UnboundSave { step, parent, checked, blocks: asked } = asked;
+        let keys: Vec<BlockHash> = asked.iter().map(|(hash, _)| *hash).collect();
+        let mut end = Saved { op, ..Saved::default() };
+        let mut wanted = Vec::new();
+        for (index, (hash, block)) in asked.into_iter().enumerate() {
             match block {
-                Some(block) => self.claim(session, &mut save, (index as u32, hash, block), out),
-                None => save.end.cancelled += 1,
+                // vLLM's null block: it never holds a request's KV.
+                Some(0) => end.dropped += 1,
+                Some(_) if !checked && self.is_kept(&binding, hash) => end.present += 1,
+                Some(block) => wanted.push(Wanted { index: index as u32, block, hash }),
+                None => end.cancelled += 1,
             }
         }
-        if save.end.present > 0 {
-            self.dram.use_run(save.binding.namespace, GROUP, &save.keys);
+        if end.present > 0 {
+            self.dram.use_run(binding.namespace, GROUP, &keys);
         }
-        let nothing_to_copy = save.blocks.is_empty();
+        let (blocks, begun) = (Vec::new(), wanted.is_empty());
+        let save = Save {
+            binding,
+            step,
+            checked,
+            parent,
+            keys,
+            wanted,
+            blocks,
+            begun,
+            running: 0,
+            void: false,
+            end,
+        };
         self.saves.insert(key, save);
-        if nothing_to_copy {
+        if begun {
             self.finish_save(key, 0, out);
         } else {
             self.scheduler_waits(session, op);
@@ -158,7 +182,7 @@ impl Core {
         }
         for (key, save) in self.take_unbound_saves(session) {
             match binding.filter(|_| !self.draining) {
-                Some(binding) => self.begin_save(key, binding, save, out),
+                Some(binding) => self.accept_save(key, binding, save, out),
                 None => self.drop_save(key, &save, out),
             }
         }
@@ -187,28 +211,29 @@ impl Core {
         out.push(Action::Saved { session, saved });
     }
 
+    /// Whether a block needs no copy; one that a disk may lack is offered to it again.
+    fn is_kept(&mut self, binding: &Binding, hash: BlockHash) -> bool {
+        let key = BlockKey { namespace: binding.namespace, group: GROUP, hash };
+        let kept = self.dram.probe(key.namespace, key.group, &[hash]) == 1;
+        if kept {
+            self.offer_again(key, binding.digest, binding.block_bytes());
+        }
+        kept
+    }
+
     /// Takes a slot for one block, unless the block is there or there is no room.
-    fn claim(
-        &mut self,
-        session: SessionId,
-        save: &mut Save,
-        (index, hash, block): (u32, BlockHash, u32),
-        out: &mut Vec<Action>,
-    ) {
+    fn claim(&mut self, session: SessionId, save: &mut Save, wanted: Wanted, out: &mut Vec<Action>) {
+        let Wanted { index, block, hash } = wanted;
         let key = BlockKey { namespace: save.binding.namespace, group: GROUP, hash };
         let block_bytes = save.binding.block_bytes();
-        if save.checked && block != 0 {
+        if save.checked {
             let check = self.begin_check((session, save.end.op), index, &save.binding, &key, out);
             if let Some((kept, slot)) = check {
                 save.blocks.push(SaveBlock { index, block, hash, slot, kept: Some(kept), cancelled: false });
                 return;
             }
         }
-        // Block 0 is vLLM's null block: it never holds a request's KV.
-        let claimed = match block {
-            0 => Err(FillError::NoSpace),
-            _ => self.dram.begin_fill(key, block_bytes, save.binding.quota),
-        };
+        let claimed = self.dram.begin_fill(key, block_bytes, save.binding.quota);
         self.apply_evictions(out);
         match claimed {
             Ok(slot) => {
@@ -235,17 +260,33 @@ impl Core {
         );
     }
 
-    /// Starts the copies of a save on every rank that has joined and passed the save's step.
+    /// Takes the slots of a save and starts its copies, once every rank has joined and passed the save's step.
     pub(super) fn dispatch_save(&mut self, session: SessionId, op: u64, out: &mut Vec<Action>) {
-        let Some(save) = self.saves.get_mut(&(session, op)) else { return };
+        let Some(save) = self.saves.get(&(session, op)).filter(|save| !save.begun) else { return };
+        let done = |worker: &Option<SessionId>| worker.is_some_and(|id| self.workers[&id].done >= save.step);
+        if !self.schedulers[&session].ranks.iter().all(done) {
+            return;
+        }
+        let mut save = self.saves.remove(&(session, op)).expect("found above");
+        save.begun = true;
+        for wanted in std::mem::take(&mut save.wanted) {
+            self.claim(session, &mut save, wanted, out);
+        }
+        let nothing_to_copy = save.blocks.is_empty();
+        self.saves.insert((session, op), save);
+        if nothing_to_copy {
+            self.finish_save((session, op), 0, out);
+        } else {
+            self.start_save(session, op, out);
+        }
+    }
+
+    fn start_save(&mut self, session: SessionId, op: u64, out: &mut Vec<Action>) {
+        let save = self.saves.get_mut(&(session, op)).expect("the caller found it");
         let scheduler = &self.schedulers[&session];
         let mut ready = Vec::new();
-        for rank in (0..scheduler.world_size).filter(|rank| save.unstarted >> rank & 1 == 1) {
-            let Some(worker_id) = scheduler.ranks[rank as usize] else { continue };
+        for (rank, worker_id) in (0..).zip(scheduler.ranks.iter().flatten().copied()) {
             let worker = &self.workers[&worker_id];
-            if worker.done < save.step {
-                continue;
-            }
             let offset = u64::from(worker.shard) * save.binding.shard_bytes;
             let replicas = scheduler.world_size / worker.shards;
             let chosen = |block: &&SaveBlock| {
@@ -259,7 +300,6 @@ impl Core {
         }
         for (rank, worker_id, pieces) in ready {
             let save = self.saves.get_mut(&(session, op)).expect("found above");
-            save.unstarted &= !(1 << rank);
             let pieces: Vec<Piece> = pieces;
             if !pieces.is_empty() {
                 save.running += 1;
@@ -274,7 +314,7 @@ impl Core {
     fn settle(&mut self, session: SessionId, op: u64) {
         let save = &self.saves[&(session, op)];
         let scheduler = self.schedulers.get_mut(&session).expect("its saves end with it");
-        if save.unstarted == 0 {
+        if save.begun {
             scheduler.waiting.remove(&op);
             if save.running == 0 && !scheduler.copied.contains(&op) {
                 scheduler.copied.push(op);
@@ -314,10 +354,13 @@ impl Core {
             return Ok(());
         }
         let Some(save) = self.saves.get_mut(&key) else { return Ok(()) };
+        let before = save.wanted.len();
+        save.wanted.retain(|wanted| !range.contains(&wanted.index));
+        save.end.cancelled += (before - save.wanted.len()) as u32;
         for block in save.blocks.iter_mut().filter(|block| range.contains(&block.index)) {
             block.cancelled = true;
         }
-        if save.running == 0 && save.blocks.iter().all(|block| block.cancelled) {
+        if save.running == 0 && save.wanted.is_empty() && save.blocks.iter().all(|block| block.cancelled) {
             self.finish_save(key, 0, out);
         }
         Ok(())
@@ -340,6 +383,11 @@ impl Core {
         let block_bytes = save.binding.block_bytes();
         let (namespace, digest) = (save.binding.namespace, save.binding.digest);
         let (mut committed, mut pairs) = (Vec::new(), Vec::new());
+        let unbegun = save.wanted.len() as u32;
+        match op < void_below {
+            true => save.end.cancelled += unbegun,
+            false => save.end.dropped += unbegun,
+        }
         let blocks = std::mem::take(&mut save.blocks);
         for block in &blocks {
             let reused = block.cancelled || op < void_below;
@@ -408,14 +456,13 @@ impl Core {
         }
     }
 
-    /// A rank is gone: what it has not copied cannot be completed.
-    pub(super) fn fail_saves_of_rank(&mut self, session: SessionId, rank: u32, out: &mut Vec<Action>) {
+    /// A rank is gone: what has not begun cannot be completed.
+    pub(super) fn fail_saves(&mut self, session: SessionId, out: &mut Vec<Action>) {
         let waiting: Vec<u64> = self.schedulers[&session].waiting.iter().copied().collect();
         for op in waiting {
             let Some(save) = self.saves.get_mut(&(session, op)) else { continue };
-            if save.unstarted >> rank & 1 == 1 {
-                save.void = true;
-                save.unstarted = 0;
+            if !save.begun {
+                (save.void, save.begun) = (true, true);
                 self.settle(session, op);
             }
         }
@@ -429,7 +476,7 @@ impl Core {
             self.saves.range(operations(session)).map(|(key, _)| *key).collect();
         for key in keys {
             let save = self.saves.get_mut(&key).expect("listed above");
-            (save.void, save.unstarted) = (true, 0);
+            (save.void, save.begun) = (true, true);
             if save.running == 0 {
                 self.finish_save(key, 0, out);
             }

@@ -247,19 +247,39 @@ fn a_save_waits_for_the_step_of_every_rank_and_for_a_drained_ring() {
     engine.fences(RANKS[0], 4, 3);
     assert!(engine.copies().is_empty(), "rank 0 has not done step 4");
     engine.fences(RANKS[0], 4, 4);
-    let first = engine.copies();
-    assert_eq!(first.len(), 1);
-    engine.event(Event::Copied { copy: first[0].0, ok: true });
+    assert!(engine.copies().is_empty(), "rank 1 has not done step 4");
+    engine.fences(RANKS[1], 9, 9);
+    let copies = engine.copies();
+    assert_eq!(copies.iter().map(|copy| copy.1).collect::<Vec<_>>(), RANKS);
+    assert_eq!(copies[1].2[0].offset - copies[0].2[0].offset, SHARD_BYTES, "shards lie side by side");
+    engine.event(Event::Copied { copy: copies[0].0, ok: true });
     engine.drained();
     assert_eq!(engine.query(0, 2, 0, 3).value, 0, "one shard is not a block");
-    engine.fences(RANKS[1], 9, 9);
-    let second = engine.copies();
-    assert_eq!(second[0].2[0].offset - first[0].2[0].offset, SHARD_BYTES, "shards lie side by side");
-    engine.event(Event::Copied { copy: second[0].0, ok: true });
+    engine.event(Event::Copied { copy: copies[1].0, ok: true });
     assert_eq!(engine.query(0, 3, 0, 3).value, 0, "not before the ring was drained");
     engine.drained();
     assert_eq!(engine.saved().unwrap().committed, 3);
     assert_eq!(engine.query(0, 4, 0, 3).value, 3);
+}
+
+#[test]
+fn a_save_whose_step_does_not_come_holds_no_slot_and_keeps_no_key_from_others() {
+    let mut engine = Harness::engine(2);
+    engine.open(0, 0..3);
+    engine.save(0, 1, 1 << 40, 1..4);
+    engine.fences(RANKS[0], 1 << 40, 1 << 40);
+    engine.fences(RANKS[1], 1, 1);
+    assert_eq!(engine.core.stats().pool_used_bytes, 0);
+    engine.save(0, 2, 1, 11..14);
+    let copies = engine.copies();
+    assert_eq!(copies.len(), 2, "the same keys, whose step is done");
+    copies.iter().for_each(|copy| engine.event(Event::Copied { copy: copy.0, ok: true }));
+    engine.drained();
+    assert_eq!(engine.saved().unwrap().committed, 3);
+    engine.ask(SchedulerRequest::Cancel(Cancel { op: 1, from: 0, count: 1 }));
+    engine.fences(RANKS[1], 1 << 40, 1 << 40);
+    let saved = engine.saved().unwrap();
+    assert_eq!((saved.op, saved.cancelled, saved.present), (1, 1, 2));
 }
 
 #[test]
@@ -477,9 +497,8 @@ fn a_lost_rank_fails_what_it_has_not_copied() {
     engine.open(0, 0..1);
     engine.save(0, 1, 1, 1..2);
     engine.fences(RANKS[0], 1, 1);
-    let copies = engine.copies();
+    assert!(engine.copies().is_empty(), "rank 1 has not done the step");
     engine.event(Event::Disconnected { session: RANKS[1] });
-    engine.event(Event::Copied { copy: copies[0].0, ok: true });
     engine.drained();
     assert_eq!(engine.saved().unwrap().dropped, 1);
     assert_eq!(engine.query(0, 2, 0, 1).status, Status::NotReady, "a rank is missing");

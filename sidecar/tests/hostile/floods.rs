@@ -9,7 +9,7 @@ use shm_protocol::ring::RingMemory;
 use shm_protocol::transport;
 
 use crate::client::{Kv, Session, WATCHDOG, greet, hello, query, save, watch};
-use crate::scene::{Scene, key, run_id, villain};
+use crate::scene::{BLOCK_BYTES, POOL_BYTES, Scene, key, run_id, villain};
 
 /// Sessions that `pillion` serves at once, and greetings that it listens to at once.
 const SESSIONS_MAX: usize = 256;
@@ -189,6 +189,29 @@ fn operations_that_never_start_are_bounded() {
     scheduler.closed_after("promises without end");
     drop((scheduler, rank));
     scene.assert_unharmed("promises without end");
+}
+
+/// Saves of more blocks than the pool has room for, whose step never comes: they take none of it.
+#[test]
+fn saves_that_never_start_leave_a_neighbour_the_pool() {
+    let mut scene = Scene::start();
+    let (mut scheduler, rank) = engine_with_keys(&scene);
+    let used = scene.pillion.metrics()["pool_used_bytes"];
+    let blocks: Vec<u32> = (1..101).collect();
+    let saves = (POOL_BYTES / BLOCK_BYTES) as u32 / 100 + 1;
+    for number in 0..saves {
+        scheduler.with_blocks(save(10 + u64::from(number), 100 * number, 1 << 40), &blocks);
+    }
+    watch("saves read", || {
+        let ring = scheduler.submission();
+        (ring.load_head() == ring.load_tail()).then_some(())
+    });
+    scene.assert_served_sets();
+    let now = scene.pillion.metrics()["pool_used_bytes"];
+    let more = now.saturating_sub(used);
+    assert!(more <= 200 * BLOCK_BYTES, "{more} bytes are held by saves that have not begun");
+    drop((scheduler, rank));
+    scene.assert_unharmed("saves that never start");
 }
 
 #[test]

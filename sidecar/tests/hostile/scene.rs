@@ -19,6 +19,8 @@ use tempfile::TempDir;
 
 use crate::client::{Kv, LAYER_BYTES, LAYERS, Session, WATCHDOG, hello, save, watch};
 
+/// Bytes of the sidecar's pool.
+pub(crate) const POOL_BYTES: u64 = 64 << 20;
 /// Bytes of every block that an engine of these tests keeps.
 pub(crate) const BLOCK_BYTES: u64 = LAYERS * LAYER_BYTES;
 /// Sessions of the engine that behaves well.
@@ -90,7 +92,14 @@ impl Pillion {
         let (socket, log) = (folder.path().join("pillion.sock"), folder.path().join("log"));
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let child = Command::new(env!("CARGO_BIN_EXE_pillion"))
-            .args(["serve", "--dram", "64MiB", "--http", &format!("127.0.0.1:{port}"), "--socket"])
+            .args([
+                "serve",
+                "--dram",
+                &format!("{}MiB", POOL_BYTES >> 20),
+                "--http",
+                &format!("127.0.0.1:{port}"),
+                "--socket",
+            ])
             .arg(&socket)
             // What the driver opens of its own would be counted as a leak.
             .args(["--gpu", "off"])
@@ -201,6 +210,11 @@ impl Scene {
     /// That the good engine is served on, whatever goes on meanwhile.
     pub(crate) fn assert_served(&self) {
         self.good.watch_rounds(2);
+    }
+
+    /// The same until it has saved everything that it ever saves, and found it again.
+    pub(crate) fn assert_served_sets(&self) {
+        self.good.watch_rounds(SETS + 2);
     }
 
     /// That nothing is left of whoever was here, and that the good engine and the process live.

@@ -158,6 +158,7 @@ fn what_is_not_kept_is_saved_and_what_has_no_room_is_left() {
     small.keep(3);
     assert_eq!(small.status(0, 4, 3), (Status::Ok, 3), "all three slots are leased");
     small.post_save(0, 5, 0..3, true);
+    small.fences(RANKS[0], 5, 5);
     let saved = small.saved().unwrap();
     assert_eq!((saved.present, saved.checked), (3, 0), "nothing to copy, and no verdict");
     assert_eq!(small.core.stats().checks_undecided, 1);
@@ -182,6 +183,7 @@ fn a_comparison_keeps_its_blocks_in_place_and_no_engine_has_many() {
     engine.drained();
     let comparison = engine.comparison().unwrap();
     engine.post_save(0, 6, 0..100, true);
+    engine.fences(RANKS[0], 6, 6);
     let saved = engine.saved().expect("its blocks are kept, and too many are being compared");
     assert_eq!((saved.present, saved.checked), (100, 0));
     // Blocks that nobody asks for take the whole pool.

@@ -389,6 +389,12 @@ class Scheduler:
         session = self._session
         if tracked.request.lora_request and not self._follow_adapter(tracked):
             return False
+        hashes = tracked.request.block_hashes
+        if tracked.appended and hashes[tracked.appended - 1 : tracked.appended] != [tracked.tail]:
+            # vLLM has taken back tokens that were sampled, as between two inputs of a streaming session: a key that was written
+            # is never changed, so the log begins anew.
+            self._close(tracked)
+            tracked.generation = -1
         if tracked.generation != session.generation:
             tracked.log = session.open(tracked.fold)
             tracked.generation = session.generation
@@ -398,9 +404,9 @@ class Scheduler:
             # Try again at the next occasion.
             tracked.generation = -1
             return False
-        hashes = tracked.request.block_hashes
         if len(hashes) > tracked.appended:
             tracked.appended = session.append(tracked.log, hashes, tracked.appended)
+            tracked.tail = hashes[tracked.appended - 1] if tracked.appended else b""
         return True
 
     def _follow_adapter(self, tracked: Tracked) -> bool:

@@ -27,6 +27,7 @@ class Tracked:
         "request",
         "saved",
         "sound",
+        "tail",
         "undigested_since",
     )
 
@@ -39,6 +40,8 @@ class Tracked:
         # When the digest of its adapter was first asked for in vain.
         self.undigested_since: float | None = None
         self.appended = 0
+        # The hash that was appended last: it hangs on all before it.
+        self.tail = b""
         self.blocks: list[int] = []
         # Blocks from the first that were offered to the cache, or came from it.
         self.saved = 0

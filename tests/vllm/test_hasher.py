@@ -65,15 +65,15 @@ def rightly(vllms: Counted, request: Any) -> list[bytes]:
 
 
 def test_the_same_bytes(made: tuple[hasher.Hasher, Counted]) -> None:
-    """Of a new prompt and of one that has grown; vLLM is asked for the first and the last block alone."""
+    """Of a new prompt and of one that has grown; vLLM is asked for the first, the last and one other block alone."""
     native, vllms = made
     request = prompt()
     right = rightly(vllms, request)
     assert native(request) == right
-    assert vllms.blocks == 2
+    assert vllms.blocks == 3
     request.block_hashes = right[:7]
     assert native(request) == right[7:]
-    assert vllms.blocks == 4
+    assert vllms.blocks == 6
 
 
 def test_a_block_that_fills_while_decoding(made: tuple[hasher.Hasher, Counted]) -> None:
@@ -93,7 +93,7 @@ def test_what_else_a_hash_depends_on(made: tuple[hasher.Hasher, Counted]) -> Non
         request = prompt(**more)
         vllms.blocks = 0
         assert native(request) == rightly(vllms, request), name
-        assert vllms.blocks == (2 if name == "plain" else TOKENS // BLOCK_TOKENS), name
+        assert vllms.blocks == (3 if name == "plain" else TOKENS // BLOCK_TOKENS), name
 
 
 @pytest.mark.parametrize("wrong", [0, -1])
@@ -123,6 +123,34 @@ def test_wrong_hashes_are_noticed(
     vllms.blocks = 0
     assert native(prompt()) == right
     assert vllms.blocks == len(right), "it went on after a wrong answer"
+
+
+def test_a_wrong_hash_in_the_middle_is_noticed(made: tuple[hasher.Hasher, Counted], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hashes behind it are right upon it; each prompt's turn checks another block."""
+    native, vllms = made
+    real, broken = _shim.Chain, 23
+
+    class Chain:
+        def __init__(self, algorithm: str, parent: bytes, block_tokens: int, kind: str) -> None:
+            self._given = (algorithm, parent, block_tokens, kind)
+
+        def append(self, tokens: list[int], extra: Any) -> None:
+            chain = real(*self._given)
+            chain.append(tokens[: broken * BLOCK_TOKENS], extra)
+            self._hashes = chain.hashes(0)
+            self._hashes.append(bytes(len(self._hashes[0])))
+            rest = real(self._given[0], self._hashes[-1], *self._given[2:])
+            rest.append(tokens[(broken + 1) * BLOCK_TOKENS :], extra)
+            self._hashes += rest.hashes(0)
+
+        def hashes(self, start: int) -> list[bytes]:
+            return self._hashes[start:]
+
+    monkeypatch.setattr(_shim, "Chain", Chain)
+    right = rightly(vllms, prompt())
+    answers = [native(prompt()) for _ in range(2 * len(right))]
+    assert answers[0] != right, "one prompt does not show it"
+    assert answers[len(right) :] == [right] * len(right)
 
 
 def test_a_failure_is_vllms_turn(made: tuple[hasher.Hasher, Counted]) -> None:

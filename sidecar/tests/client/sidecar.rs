@@ -51,6 +51,11 @@ impl Sidecar {
 
     /// A metric, summed over its labels.
     pub(crate) fn metric(&self, name: &str) -> u64 {
+        self.samples(name).unwrap_or_else(|| panic!("no metric {name}"))
+    }
+
+    /// The sum of a metric's samples; one with labels has none before the first thing that it tells of.
+    fn samples(&self, name: &str) -> Option<u64> {
         let page = self.page("/metrics").expect("metrics");
         let values = page.lines().filter_map(|line| {
             let rest = line.strip_prefix(name)?;
@@ -58,14 +63,12 @@ impl Sidecar {
                 rest.strip_prefix(' ').or_else(|| rest.strip_prefix('{')?.split_once("} ").map(|it| it.1));
             Some(value?.parse::<u64>().expect("a number"))
         });
-        let values: Vec<u64> = values.collect();
-        assert!(!values.is_empty(), "no metric {name}");
-        values.iter().sum()
+        values.reduce(|sum, value| sum + value)
     }
 
     /// Waits until a metric is what it should be.
     pub(crate) fn wait_metric(&self, name: &str, wanted: impl Fn(u64) -> bool) -> u64 {
-        watch(name, || Some(self.metric(name)).filter(|value| wanted(*value)))
+        watch(name, || self.samples(name).filter(|value| wanted(*value)))
     }
 
     /// SIGKILL.

@@ -254,6 +254,12 @@ fn an_old_lease_is_renewed_before_it_is_used() {
     grant(&served, op, 0, 4, &chunks);
     assert_eq!(scheduler.poll(op), Some(4));
     assert!(scheduler.must_renew(log));
+    assert_eq!(scheduler.load(log, 0, &[5, 6], 1, true).len(), 1, "its step goes on at once");
+    assert!(served.drain_kind(Kind::Query).is_empty());
+    let op = scheduler.post_query(log, 0, 4).unwrap();
+    grant(&served, op, 0, 4, &chunks);
+    assert_eq!(scheduler.poll(op), Some(4));
+    served.drain();
     assert!(scheduler.load(log, 0, &[5, 6], 1, false).is_empty(), "the renewal was not answered");
     assert_eq!(served.drain_kind(Kind::Query).len(), 1);
 }

@@ -63,6 +63,15 @@ class Scheduler:
         self._steps_in_flight = vllm_compat.steps_in_flight(vllm_config)
         self._tokens_per_step = vllm_compat.tokens_per_step(vllm_config)
         on_gpu = vllm_compat.on_gpu()
+        # vLLM takes back what a step computed upon blocks that were not loaded, and not what the step behind it did, which is
+        # in flight by then. On a GPU whose sidecar copies, the engine's stream goes on over whole loads alone.
+        self._never_sync = self._steps_in_flight > 1 and (not on_gpu or config.copier(on_gpu) == "engine")
+        if self._never_sync and config.load == "sync":
+            logger.warning(
+                "pillion: pillion.load=sync has no effect beside asynchronous scheduling where %s: if a load failed, vLLM "
+                "would emit a token computed without its KV. Loads are asynchronous; --no-async-scheduling changes that",
+                "this engine copies for itself" if on_gpu else "KV lies in host memory",
+            )
         ms, bytes_per_ms = (AUTO_SYNC_GPU_MS, GPU_BYTES_PER_MS) if on_gpu else (AUTO_SYNC_MS, HOST_BYTES_PER_MS)
         if on_gpu and config.copier(on_gpu) == "engine":
             bytes_per_ms = ENGINE_BYTES_PER_MS
@@ -177,6 +186,8 @@ class Scheduler:
         return self._check.trim(tracked, first, hits, (namespace, tracked.fold), self._step)
 
     def _synchronous(self, blocks: int, req_id: str) -> bool:
+        if self._never_sync:
+            return False
         if self._config.load != "auto":
             return self._config.load == "sync"
         return blocks <= self._sync_blocks or not self._running - {req_id}

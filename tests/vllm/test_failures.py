@@ -181,10 +181,8 @@ def test_slots_that_went_bad_are_recomputed(stage: Stage, copy: str, word: str) 
             assert (failed["hits"], failed["failed_blocks"]) == (blocks * BLOCK_TOKENS, blocks)
             expect_right(last, right, "after a load that failed")
             assert (last["hits"], last["failed_blocks"]) == (blocks * BLOCK_TOKENS, 0)
-            # vLLM cannot undo a synchronous load with a step in flight: see test_requests_beside_a_failed_load.
-            if load == "async" or not stage.async_scheduling:
-                assert failed["value"] == right
-            if load == "async":
+            assert failed["value"] == right
+            if load == "async" or stage.async_scheduling:
                 expect_right(failed, right, "of loads that failed")
 
 
@@ -203,9 +201,8 @@ def test_leases_lost_before_the_load(stage: Stage, copy: str) -> None:
             assert failed["failed_blocks"] == blocks
             expect_right(last, right, "after leases were lost")
             assert (last["hits"], last["failed_blocks"]) == (blocks * BLOCK_TOKENS, 0)
-            if load == "async" or not stage.async_scheduling:
-                assert failed["value"] == right
-            if load == "async":
+            assert failed["value"] == right
+            if load == "async" or stage.async_scheduling:
                 expect_right(failed, right, "of requests whose leases were lost")
 
 

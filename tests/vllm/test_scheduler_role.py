@@ -111,19 +111,21 @@ class Session:
 class Engine:
     """One request after another on the scheduler role, in the order of vLLM's calls."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, check_every: int = 0) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, check_every: int = 0, steps: int = 1, on_gpu: bool = False, **options: Any
+    ) -> None:
         monkeypatch.setattr("pillion.scheduler._shim.SchedulerSession", Session)
-        monkeypatch.setattr(vllm_compat, "on_gpu", lambda: False)
+        monkeypatch.setattr(vllm_compat, "on_gpu", lambda: on_gpu)
         monkeypatch.setattr(vllm_compat, "groups", lambda kv_cache_config: b"groups", raising=False)
         spec = SimpleNamespace(block_size=BLOCK_TOKENS, page_size_bytes=BLOCK_BYTES)
         group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])
         cache = SimpleNamespace(kv_cache_groups=[group], num_blocks=BLOCKS)
         engine = SimpleNamespace(
-            max_concurrent_batches=1,
+            max_concurrent_batches=steps,
             kv_transfer_config=SimpleNamespace(engine_id="engine"),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
         )
-        config: Any = Config("/nowhere", check_every=check_every)
+        config: Any = Config("/nowhere", check_every=check_every, **options)
         self.role = Scheduler(config, engine, cache)
         self.session: Any = self.role._session
         self._free = 1
@@ -269,6 +271,50 @@ def test_an_update_that_goes_on(engine: Engine) -> None:
     engine.decode(request)
     assert engine.session.saves == []
     assert engine.ask(engine.arrive(4 * BLOCK_TOKENS + 1)) == 2 * BLOCK_TOKENS
+
+
+# --- synchronous loads ---
+
+
+@pytest.mark.parametrize("load", ["auto", "sync"])
+@pytest.mark.parametrize(
+    ("on_gpu", "copy", "steps", "sync"),
+    [
+        (False, "engine", 1, True),
+        (True, "engine", 1, True),
+        (True, "sidecar", 2, True),
+        (True, "engine", 2, False),
+        (False, "engine", 2, False),
+        (False, "sidecar", 2, False),
+    ],
+)
+def test_a_load_that_can_fail_is_asynchronous_beside_a_step_in_flight(
+    monkeypatch: pytest.MonkeyPatch, load: str, on_gpu: bool, copy: str, steps: int, sync: bool
+) -> None:
+    """That step's token would be computed without what was not loaded, and vLLM would emit it."""
+    engine = Engine(monkeypatch, steps=steps, on_gpu=on_gpu, copy=copy, load=load)
+    engine.session.hits = 2
+    assert engine.role.match(engine.arrive(4 * BLOCK_TOKENS + 1), 0) == (2 * BLOCK_TOKENS, not sync)
+
+
+# --- tokens that are taken back ---
+
+
+@pytest.mark.parametrize("longer", [False, True])
+def test_hashes_that_are_taken_back_begin_a_log_anew(engine: Engine, longer: bool) -> None:
+    """As between two inputs of a streaming session: the last block's tokens are others, at once or after a while without."""
+    request = engine.arrive(4 * BLOCK_TOKENS + 1)
+    engine.compute(request)
+    assert engine.session.saves == [(0, 0, [1, 2, 3, 4])]
+    del request.block_hashes[3:]
+    if longer:
+        request.block_hashes += [bytes([80 + block] * 32) for block in range(2)]
+    request.num_computed_tokens = 3 * BLOCK_TOKENS
+    request.num_tokens = 5 * BLOCK_TOKENS + 1
+    engine.role.announced(request)
+    assert engine.session.closed == [0]
+    engine.go_on(request)
+    assert engine.session.logs == [None, None]
 
 
 # --- a namespace that changes by itself ---

@@ -311,9 +311,10 @@ impl Scheduler {
         plans
     }
 
-    /// The log's lease, renewed where it is old, if it is one for `count` keys from `start` on.
+    /// The log's lease, renewed where it is old, if it is one for `count` keys from `start` on. A synchronous load is of this very
+    /// step's answer, which had half a lease's life left; a renewal that fails would leave a step without blocks that it counts on.
     fn lease_over(&mut self, handle: i64, start: u32, count: usize, sync: bool) -> Option<Lease> {
-        if self.must_renew(handle) {
+        if !sync && self.must_renew(handle) {
             let lease = self.link.as_mut()?.logs.get(handle)?.1.lease?;
             self.query(handle, lease.from, lease.asked);
         }

@@ -15,7 +15,7 @@ use super::extent::Extent;
 
 /// Mappings that can be guarded at once: a process has one pool; tests have some.
 const PLACES: usize = 64;
-static GUARDED: [Place; PLACES] = [const { Place::EMPTY }; PLACES];
+static GUARDED: [Place; PLACES] = [const { Place::empty() }; PLACES];
 /// What the handler stands in for.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
 
@@ -37,12 +37,10 @@ pub(super) struct Guard {
 // === impl Place ===
 
 impl Place {
-    const EMPTY: Self = Self {
-        taken: AtomicBool::new(false),
-        start: AtomicUsize::new(0),
-        end: AtomicUsize::new(0),
-        lost: AtomicBool::new(false),
-    };
+    const fn empty() -> Self {
+        let (taken, lost) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self { taken, start: AtomicUsize::new(0), end: AtomicUsize::new(0), lost }
+    }
 }
 
 // === impl Guard ===
@@ -98,8 +96,10 @@ fn install() -> Result<(), Errno> {
 
 /// Puts memory in place of the mapping that was touched, or hands the signal on.
 extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-    // SAFETY: the kernel passes the signal's information to a handler with SA_SIGINFO; of a SIGBUS it has an address.
-    let at = unsafe { (*info).si_addr() } as usize;
+    // SAFETY: the kernel passes the signal's information to a handler with SA_SIGINFO, and nobody else has it.
+    let info = unsafe { &*info };
+    // SAFETY: of a SIGBUS it has an address.
+    let at = unsafe { info.si_addr() } as usize;
     for place in &GUARDED {
         // SYNC POINT(guarded): acquire; see `Guard::new`.
         let end = place.end.load(Ordering::Acquire);

@@ -79,8 +79,8 @@ fn load(engine: &mut Engine, keys: &[BlockHash]) -> (u32, Option<Status>) {
     (found.value, Some(ended))
 }
 
-fn start(folder: &Path, pool: &PathBuf) -> Sidecar {
-    let sidecar = Sidecar::start(folder, &[&"--dram", &"32MiB", &"--pool-path", pool]);
+fn start(folder: &Path, pool: &Path) -> Sidecar {
+    let sidecar = Sidecar::start(folder, &[&"--dram", &"32MiB", &"--pool-path", &pool]);
     sidecar.wait_started();
     sidecar
 }

@@ -1,6 +1,5 @@
 //! What the user asked for: command line over file over defaults. The only module that reads the environment.
 
-mod admission;
 mod disk;
 mod memory;
 mod mesh;
@@ -14,7 +13,6 @@ use clap::Args;
 use serde::Deserialize;
 use thiserror::Error;
 
-pub use self::admission::DramAdmission;
 pub use self::disk::{Disk, SsdAdmission};
 pub(crate) use self::mesh::next_port;
 pub use self::mesh::{Mesh, MeshOptions, Nics, Tcp};
@@ -47,7 +45,7 @@ macro_rules! texts_of_the_file {
         }
     )*};
 }
-texts_of_the_file!(Disk, DramAdmission, Level, Quota, Size, SsdAdmission, Time, UseGpu);
+texts_of_the_file!(Disk, Level, Quota, Size, SsdAdmission, Time, UseGpu);
 
 /// Options of `pillion serve`, each as a flag and as a key of the file.
 #[derive(Args, Clone, Debug, Default, Deserialize)]
@@ -84,10 +82,6 @@ pub struct Options {
     /// quota names; may be given several times
     #[arg(long, value_name = "NAMESPACE=SIZE")]
     pub quota: Option<Vec<Quota>>,
-    /// Which blocks a full pool takes in: all, or tinylfu, those that are asked for more often than what they would replace
-    /// [default: all]
-    #[arg(long, value_name = "all|tinylfu")]
-    pub dram_admission: Option<DramAdmission>,
     /// Group, by name or number, whose members may connect beside this user and root
     #[arg(long, value_name = "GROUP")]
     pub socket_group: Option<String>,
@@ -130,8 +124,6 @@ pub struct Config {
     pub hugepages: bool,
     /// What namespaces may take.
     pub quotas: Vec<Quota>,
-    /// What a full pool takes in.
-    pub dram_admission: DramAdmission,
     /// The mesh that this node is in.
     pub mesh: Option<Mesh>,
     /// Group that may connect.
@@ -228,7 +220,6 @@ impl Options {
             pool_view: self.pool_view.or(other.pool_view),
             hugepages: self.hugepages.or(other.hugepages),
             quota: self.quota.or(other.quota),
-            dram_admission: self.dram_admission.or(other.dram_admission),
             socket_group: self.socket_group.or(other.socket_group),
             lease_ttl: self.lease_ttl.or(other.lease_ttl),
             mesh: self.mesh.or(other.mesh),
@@ -265,7 +256,6 @@ impl Options {
             pool_view: self.pool_view,
             hugepages: self.hugepages.unwrap_or(false),
             quotas: self.quota.unwrap_or_default(),
-            dram_admission: self.dram_admission.unwrap_or_default(),
             mesh: self.mesh.complete()?,
             socket_group: self.socket_group,
             lease_ttl,
@@ -335,16 +325,15 @@ mod tests {
     }
 
     #[test]
-    fn what_the_pool_takes_in_is_said_in_the_file_too() {
-        let text = "dram = \"4MiB\"\nsocket = \"/a\"\nhugepages = true\ndram-admission = \"tinylfu\"\nquota = [\"others=1MiB\", \"0123abcd=2MiB\"]";
+    fn what_the_pool_is_divided_into_is_said_in_the_file_too() {
+        let text = "dram = \"4MiB\"\nsocket = \"/a\"\nhugepages = true\nquota = [\"others=1MiB\", \"0123abcd=2MiB\"]";
         let file = parse(text).unwrap();
         let config = file.clone().complete().unwrap();
-        assert!(config.hugepages && config.dram_admission == DramAdmission::TinyLfu);
+        assert!(config.hugepages);
         assert_eq!(config.quotas[1], "0123ABCD=2MiB".parse().unwrap());
         let flags = Options { hugepages: Some(false), quota: Some(Vec::new()), ..Options::default() };
         let config = flags.or(file).complete().unwrap();
         assert!(!config.hugepages && config.quotas.is_empty());
-        assert!(parse("dram-admission = \"lru\"").unwrap_err().to_string().contains("all, tinylfu"));
         assert!(parse("quota = [\"1GiB\"]").unwrap_err().to_string().contains("others=5GiB"));
     }
 

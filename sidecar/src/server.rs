@@ -21,7 +21,7 @@ use tiers::ssd::Log;
 
 use crate::admin::{self, Pages, Ready};
 use crate::catalog;
-use crate::config::{Config, DramAdmission};
+use crate::config::Config;
 use crate::copiers::Copiers;
 use crate::disks::{self, Disks};
 use crate::engine::Core;
@@ -304,9 +304,6 @@ fn open_tier(config: &Config, segment_bytes: u64, epoch: u64) -> Result<(Dram, A
     let lease_ttl_ms = config.lease_ttl.as_millis();
     let tier = dram::Config { pool_bytes: bytes, segment_bytes, lease_ttl_ms };
     let mut dram = Dram::unopened(tier, dram::HOLD_MS)?;
-    if config.dram_admission == DramAdmission::TinyLfu {
-        dram.filter_admission();
-    }
     let (path, hugepages) = (config.pool_path.clone(), config.hugepages);
     let pool = Pool::create(&pool::Config { bytes, segment_bytes, path, hugepages, epoch })?;
     dram.raise_generation(pool.first_generation());

@@ -3,7 +3,7 @@
 //!
 //! Arguments: `NAME FILE` replays a trace, a line of block numbers for each request (`benches/policy.py` makes it), in rooms of
 //! several sizes, also behind a GPU's cache (`gpu_`) and with prompts computed in steps (`chunked_`), beside a clairvoyant.
-//! `synthetic` adds traces with several seeds, without and with the admission filter, and says least, median and most:
+//! `synthetic` adds traces with several seeds, and says least, median and most:
 //!
 //! - `zipf`: single blocks out of 100,000, asked for with probability 1/rank^0.9; room for 1 % or 10 % of them.
 //! - `turns`: conversations. Each begins with one of 32 system prompts (32 to 128 blocks, the n-th 1/n as often as the first)
@@ -121,11 +121,10 @@ fn turns(seed: u64, scan: Option<usize>) -> (Vec<Chain>, usize) {
 }
 
 /// Ratios of every policy on one trace, with room for about `blocks`.
-fn compare(requests: &[Chain], blocks: usize) -> [(&'static str, f64); 3] {
+fn compare(requests: &[Chain], blocks: usize) -> [(&'static str, f64); 2] {
     let blocks = blocks.next_multiple_of(5);
     [
         ("pillion", share(&mut Tier::new(blocks), requests, 0)),
-        ("tinylfu", share(&mut Tier::filtered(blocks), requests, 0)),
         ("lru", share(&mut Lru::new(blocks), requests, 0)),
     ]
 }
@@ -133,7 +132,7 @@ fn compare(requests: &[Chain], blocks: usize) -> [(&'static str, f64); 3] {
 /// Cells of JSON for the synthetic traces.
 fn synthetic() -> Vec<String> {
     let mut ratios: BTreeMap<String, Vec<f64>> = BTreeMap::new();
-    let mut note = |trace: &str, compared: [(&str, f64); 3]| {
+    let mut note = |trace: &str, compared: [(&str, f64); 2]| {
         for (policy, ratio) in compared {
             ratios.entry(format!("{trace}_{policy}")).or_default().push(ratio);
         }

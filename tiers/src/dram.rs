@@ -3,7 +3,6 @@
 //! The caller carries decisions out on the pool's memory, in this order after every [`Dram::begin_fill`]: mark the slots
 //! of [`Dram::drain_evicted`] free, write the segment headers of [`Dram::drain_assigned`], then fill the slot.
 
-mod admission;
 mod adoption;
 mod holds;
 mod leases;
@@ -27,7 +26,6 @@ use crate::lease::Leases;
 pub use crate::lease::{LeaseId, WORKERS_MAX};
 use crate::policy::{Among, Parent, Policy};
 pub use crate::quota::QuotaId;
-use crate::sketch::Sketch;
 use crate::slab::{Place, Slab, State};
 
 /// Keys looked up side by side, so that their cache misses overlap: more than the misses a core keeps in flight, few
@@ -99,8 +97,6 @@ pub struct Dram {
     slab: Slab,
     index: Index,
     policy: Policy,
-    /// Whom the admission filter asks; none without it.
-    sketch: Option<Sketch>,
     leases: Leases,
     generation: u64,
     hold: Hold,
@@ -150,7 +146,6 @@ impl Dram {
             slab: Slab::new(config.segment_bytes, count as usize),
             index: Index::new(),
             policy: Policy::default(),
-            sketch: None,
             leases: Leases::new(config.lease_ttl_ms),
             generation: 1,
             hold: Hold::new(hold_ms),
@@ -214,7 +209,7 @@ impl Dram {
         self.deepest_first(namespace, group, hashes, |dram, id| {
             dram.stats.unreachable_blocks_total += u64::from(child_kept && id.is_none());
             child_kept = id.is_some();
-            id.into_iter().for_each(|id| dram.touch(id));
+            id.into_iter().for_each(|id| dram.policy.touch(&mut dram.slab, id));
         });
     }
 
@@ -342,10 +337,8 @@ impl Dram {
                 _ => FillError::TooLarge { max: pool::block_bytes_max(self.config.segment_bytes) },
             })?;
         let class = self.slab.class(geometry).ok_or(FillError::NoSpace)?;
-        let room = quota.map_or(Ok(()), |quota| self.make_room(quota, block_bytes, print));
-        let vacated = room.and_then(|()| self.vacate(class, print));
-        self.count(print);
-        let id = vacated?;
+        let room = quota.map_or(Ok(()), |quota| self.make_room(quota, block_bytes));
+        let id = room.and_then(|()| self.vacate(class))?;
         self.slab.move_to(id, Place::Detached);
         self.charge(id, quota);
         Ok(self.start(id, key, print))
@@ -367,7 +360,7 @@ impl Dram {
 
     /// A free entry of `class`: a free slot, else of a free segment, else an evicted block's, else of a segment of
     /// another class.
-    fn vacate(&mut self, class: usize, print: Print) -> Result<u32, FillError> {
+    fn vacate(&mut self, class: usize) -> Result<u32, FillError> {
         if let Some(id) = self.slab.classes[class].free.tail() {
             return Ok(id);
         }
@@ -376,7 +369,7 @@ impl Dram {
         } else if self.hold.lasts() {
             return Err(FillError::NoSpace);
         } else if let Some(victim) = self.policy.next(&mut self.slab, Among::Class(class)) {
-            self.replace(victim, print)?;
+            self.evict(victim);
         } else {
             self.steal(class).ok_or(FillError::NoSpace)?;
         }

@@ -129,9 +129,6 @@ pub enum FillError {
     /// Every slot that could hold it, or every block of its quota, is leased or being filled.
     #[error("no room: every slot of this size, or every block of its quota, is leased or being filled")]
     NoSpace,
-    /// What it would replace is asked for as often.
-    #[error("not admitted: the block that it would replace is asked for as often")]
-    NotAdmitted,
     /// No segment can hold it.
     #[error("the block is larger than {max} bytes, the most a pool segment holds: raise --dram")]
     TooLarge {

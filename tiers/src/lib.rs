@@ -20,7 +20,6 @@ pub mod opener;
 mod policy;
 pub mod pool;
 mod quota;
-mod sketch;
 mod slab;
 pub mod ssd;
 

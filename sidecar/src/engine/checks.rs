@@ -196,7 +196,7 @@ impl Core {
         let kept = self.dram.hold(key)?;
         let hash = BlockHash::from_words([session, op, index.into(), 0]);
         let scratch = BlockKey { namespace: SCRATCH, group: GROUP, hash };
-        let computed = self.dram.begin_scratch(scratch, binding.block_bytes(), binding.quota);
+        let computed = self.dram.begin_fill(scratch, binding.block_bytes(), binding.quota);
         self.apply_evictions(out);
         let Ok(computed) = computed else {
             self.dram.unhold(kept);

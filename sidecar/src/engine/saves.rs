@@ -246,9 +246,7 @@ impl Core {
                     self.offer_again(key, save.binding.digest, block_bytes);
                 }
             }
-            Err(
-                FillError::NoSpace | FillError::NotAdmitted | FillError::TooLarge { .. } | FillError::Empty,
-            ) => save.end.dropped += 1,
+            Err(FillError::NoSpace | FillError::TooLarge { .. } | FillError::Empty) => save.end.dropped += 1,
         }
     }
 

@@ -126,13 +126,6 @@ impl Tier {
         Self { dram, step_blocks: usize::MAX, slots: Vec::new() }
     }
 
-    /// With the admission filter.
-    pub(crate) fn filtered(blocks: usize) -> Self {
-        let mut tier = Self::new(blocks);
-        tier.dram.filter_admission();
-        tier
-    }
-
     /// With prompts that are computed, and saved, in steps.
     pub(crate) fn chunked(blocks: usize) -> Self {
         Self { step_blocks: STEP_BLOCKS, ..Self::new(blocks) }

@@ -147,7 +147,7 @@ impl Dram {
 
     fn unpin(&mut self, id: u32) {
         if self.unpin_id(id) && !self.free_removed(id) {
-            self.touch(id);
+            self.policy.touch(&mut self.slab, id);
         }
     }
 

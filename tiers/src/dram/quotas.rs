@@ -4,7 +4,6 @@
 //! a block takes its room from whoever the policy names.
 
 use super::{Dram, FillError, QuotaId};
-use crate::index::Print;
 use crate::policy::Among;
 
 /// Blocks that one filling evicts at most for its quota: one, unless block sizes differ or an earlier life had a larger quota.
@@ -35,12 +34,7 @@ impl Dram {
     }
 
     /// Evicts of a quota's blocks until there is room in it for another.
-    pub(super) fn make_room(
-        &mut self,
-        quota: QuotaId,
-        block_bytes: u64,
-        print: Print,
-    ) -> Result<(), FillError> {
+    pub(super) fn make_room(&mut self, quota: QuotaId, block_bytes: u64) -> Result<(), FillError> {
         let QuotaStats { bytes_max, .. } = self.quota(quota);
         let bytes_before_max = bytes_max.checked_sub(block_bytes).ok_or(FillError::NoSpace)?;
         for _ in 0..EVICTIONS_MAX {
@@ -51,7 +45,7 @@ impl Dram {
                 return Err(FillError::NoSpace);
             }
             let victim = self.policy.next(&mut self.slab, Among::Quota(quota)).ok_or(FillError::NoSpace)?;
-            self.replace(victim, print)?;
+            self.evict(victim);
         }
         let made = self.quota(quota).bytes_used <= bytes_before_max;
         if made { Ok(()) } else { Err(FillError::NoSpace) }

@@ -4,9 +4,8 @@
 //! them, and only then is its slot free: in the pool, too, so a process killed in between leaves it to its next life.
 
 use shm_protocol::key::BlockKey;
-use shm_protocol::pool::SlotRef;
 
-use super::{Dram, FillError, QuotaId};
+use super::Dram;
 use crate::slab::{Place, State};
 
 // === impl Dram: removal ===
@@ -60,19 +59,5 @@ impl Dram {
         self.evicted.push(self.slab.slot_ref(id));
         self.free(id, self.slab.block_bytes(id));
         true
-    }
-
-    /// A slot for bytes that are to be compared with a block and never found: the caller's until [`Dram::abandon`]. `key` is
-    /// nobody's block. As for any other block the coldest one gives way, which the admission filter would not allow.
-    pub fn begin_scratch(
-        &mut self,
-        key: BlockKey,
-        block_bytes: u64,
-        quota: Option<QuotaId>,
-    ) -> Result<SlotRef, FillError> {
-        let filter = self.sketch.take();
-        let slot = self.begin_fill(key, block_bytes, quota);
-        self.sketch = filter;
-        slot
     }
 }

@@ -1,4 +1,3 @@
-mod admission;
 mod overflow;
 mod quotas;
 mod ranks;

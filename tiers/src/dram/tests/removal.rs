@@ -1,4 +1,4 @@
-//! Removed blocks, and slots for bytes that no key names.
+//! Removed blocks.
 
 use super::*;
 
@@ -41,22 +41,6 @@ fn the_bytes_of_a_removed_block_stay_under_a_load_and_a_lease_without_one_ends()
     dram.unhold(held);
     assert_eq!(dram.drain_evicted().collect::<Vec<_>>(), [slot]);
     assert_eq!(dram.hold(&key(1)), Some(right));
-}
-
-#[test]
-fn scratch_makes_room_past_the_filter_and_is_never_found() {
-    let mut dram = tier(1);
-    dram.filter_admission();
-    let slots = u64::from(pool::slot_count(SEGMENT, 4096).expect("fits"));
-    fill_all(&mut dram, 0..slots, 4096);
-    (0..3).for_each(|_| assert_eq!(dram.probe(7, 0, &hashes(0..slots)), slots as usize));
-    let scratch = BlockKey { namespace: u32::MAX, ..key(slots) };
-    assert_eq!(dram.begin_fill(scratch, 4096, None), Err(FillError::NotAdmitted));
-    let slot = dram.begin_scratch(scratch, 4096, None).expect("the coldest gives way");
-    assert_eq!(dram.begin_scratch(scratch, 4096, None), Err(FillError::Filling));
-    assert_eq!(dram.probe(u32::MAX, 0, &hashes(slots..slots + 1)), 0);
-    assert!(dram.abandon(slot));
-    assert_eq!(dram.begin_fill(key(slots + 1), 4096, None).map(|slot| slot.offset), Ok(slot.offset));
 }
 
 #[test]

@@ -19,7 +19,7 @@ fn replay(dram: &mut Dram, known: &mut HashSet<u64>) {
     }
 }
 
-/// Fills, commits, abandons, holds, changes of block size, quotas and the admission filter, over what an earlier life left.
+/// Fills, commits, abandons, holds, changes of block size, and quotas, over what an earlier life left.
 #[test]
 fn the_log_replayed_is_what_can_be_found() {
     for seed in 0..40 {
@@ -28,9 +28,6 @@ fn the_log_replayed_is_what_can_be_found() {
         let mut dram = Dram::unopened(config, HOLD).expect("sizes");
         dram.watch();
         let quota = dram.add_quota(2_000_000);
-        if seed % 2 == 0 {
-            dram.filter_admission();
-        }
         assert!(dram.open_used(0, SIZES[0], 0));
         for (index, remains) in [whole(1, 5), whole(1, 6), whole(2, 7)].iter().enumerate() {
             assert!(dram.adopt(0, index as u32, remains, Some(7), Some(quota)));

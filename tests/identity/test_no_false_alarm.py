@@ -9,6 +9,7 @@ import os
 import random
 import re
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -23,7 +24,7 @@ MARGIN = re.compile(r"^pillion_check_difference_max\S* (\S+)$", re.MULTILINE)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_right_kv_is_never_said_to_differ(dtype: str, ranks: int, tmp_path: Path) -> None:
+def test_right_kv_is_never_said_to_differ(dtype: Literal["bfloat16", "float32"], ranks: int, tmp_path: Path) -> None:
     """One engine keeps, another one computes the ends of its hits: alone or together, whole or in chunks of 256 tokens."""
     chance = random.Random(ranks)
     with sidecar.serving(tmp_path) as keeper:

@@ -63,7 +63,7 @@ fn a_namespace_is_removed_whole_and_no_other_one() {
 }
 
 #[test]
-fn while_an_earlier_lifes_slots_are_left_alone_a_removed_block_keeps_its_own() {
+fn while_the_slots_of_an_earlier_life_are_left_alone_a_removed_block_keeps_its_own() {
     let config = Config { pool_bytes: SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
     let mut dram = Dram::unopened(config, HOLD_MS).expect("sizes");
     assert!(dram.open_used(0, SIZES[0], 1000));

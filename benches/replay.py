@@ -1,4 +1,4 @@
-"""What is found of a real trace: vLLM's own asynchronous scheduler, the connector's two roles and a real sidecar, no model.
+"""The share of a real trace's prompt tokens that is found, without a model: vLLM's scheduler, the connector, a real sidecar.
 
 The requests are those of `gpu/trace`, due when they were asked, `speed` times as fast. Time is that of a model of 8 billion
 parameters on an H200, 10 ms a step and 33.6 us a token. Blocks are small and copied in real time. The worker computes nothing.

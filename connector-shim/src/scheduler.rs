@@ -449,7 +449,7 @@ impl Scheduler {
     }
 }
 
-/// What the engine's log should say of a check that found other KV than is kept.
+/// The notice for the engine's log when its check found that it computes other KV than the sidecar keeps.
 fn differing(namespace: u64, saved: Saved) -> String {
     let millionths = |part: u32| f64::from(part) / 1e6;
     let digits: String = namespace.to_le_bytes().iter().map(|byte| format!("{byte:02x}")).collect();

@@ -582,7 +582,7 @@ fn a_pool_that_shrinks_under_its_readers_is_a_miss() {
     });
 }
 
-/// The same, and then it is as long as before: it reads as zeros, and the slot's header, which was not cut off, is sound.
+/// A pool file is cut and then made as long as before: the lost part reads as zeros, and the slot's header, which was not cut off, is sound.
 #[test]
 fn a_pool_that_was_cut_and_made_longer_again_is_a_miss() {
     ends("a pool that shrinks and grows", || {

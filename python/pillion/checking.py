@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# What a check costs at most: so many tokens are computed although they were found. A block that has more is checked whole.
+# Tokens that a check has the engine compute although they were found, at most. A block that has more is checked whole.
 TOKENS = 64
 # Steps after which a check without a verdict is given up: its save may have been dropped anywhere on its way.
 STEPS_MAX = 1000
 
-# What is checked by itself: a namespace and the fold of an adapter.
+# Hits are counted by subject, a namespace and the fold of an adapter: each has a first hit of its own.
 Subject = tuple[int, bytes | None]
 
 
@@ -63,7 +63,7 @@ class Check:
         return self._span[1:] if self._span is not None and self._span[0] is owner else None
 
     def saved(self) -> None:
-        """They are."""
+        """The blocks of the span were posted with a checked save."""
         self._span = None
 
     def give_up(self, owner: object | None = None) -> None:
@@ -83,6 +83,6 @@ class Check:
             self.give_up()
 
     def forget(self) -> None:
-        """What was right may not be right any more."""
+        """Drops every verdict: the weights may have changed, so each subject's next hit is checked."""
         self._waits.clear()
         self.give_up()

@@ -160,13 +160,15 @@ class Scheduler:
             return None, False
         if not hits:
             return self._miss(tracked)
-        sync = self._synchronous(hits, request.request_id) and not self._session.arriving(tracked.log)
+        arriving = self._session.arriving(tracked.log)
+        sync = self._synchronous(hits, request.request_id) and not arriving
         if sync and self._step_is_full():
             if self._config.load == "sync" or len(self._background) >= BACKGROUND_LOADS:
                 tracked.hit = None
                 return None, False
             sync = False
-        hits = self._trim(tracked, first, hits)
+        # Blocks on their way cannot be compared yet.
+        hits = hits if arriving else self._trim(tracked, first, hits)
         if not hits:
             self._session.release(tracked.log)
             return self._miss(tracked)
@@ -180,8 +182,8 @@ class Scheduler:
     def _trim(self, tracked: Tracked, first: int, hits: int) -> int:
         """The hit's blocks to load: all, or all but those that are computed to be compared with the kept ones."""
         namespace = self._session.namespace
-        # Blocks on their way cannot be compared yet, and broken ones before them would make every comparison fail.
-        if not namespace or (first and self._any_broken) or self._session.arriving(tracked.log):
+        # Broken blocks before the hit would make every comparison fail.
+        if not namespace or (first and self._any_broken):
             return hits
         return self._check.trim(tracked, first, hits, (namespace, tracked.fold), self._step)
 
@@ -351,7 +353,7 @@ class Scheduler:
             if checked is not None:
                 posted = self._save_checked(tracked, *checked, step)
                 fresh = checked[1]
-            # What it computed in an earlier step was offered then, and is no use of the cache.
+            # Blocks that the request computed in an earlier step were offered then; offering them says nothing of their use.
             used = min(tracked.found, tracked.saved, full) if again else 0
             for first, end in ((0, used), (fresh, full)):
                 if first < end:

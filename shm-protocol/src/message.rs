@@ -310,7 +310,7 @@ pub struct Saved {
     pub differing: u32,
     /// The largest difference of those compared, in millionths; all ones where it is larger than that can say.
     pub difference: u32,
-    /// What it may be, in millionths.
+    /// The limit of `difference`, in millionths.
     pub limit: u32,
 }
 

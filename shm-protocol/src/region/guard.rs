@@ -16,7 +16,7 @@ use super::extent::Extent;
 /// Mappings that can be guarded at once: a process has one pool; tests have some.
 const PLACES: usize = 64;
 static GUARDED: [Place; PLACES] = [const { Place::empty() }; PLACES];
-/// What the handler stands in for.
+/// The process's SIGBUS action before ours: it gets the faults outside every guarded mapping.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// A guarded range of addresses; empty while `end` is 0.

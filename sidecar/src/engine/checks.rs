@@ -68,7 +68,7 @@ pub struct Found {
 pub struct Barred {
     /// The namespace, as the engine's facts make it.
     pub base: NamespaceDigest,
-    /// The engine.
+    /// The engine's id, as its HELLO states it.
     pub engine: String,
     /// What its own check found; none: others' checks did.
     pub worst: Option<Difference>,

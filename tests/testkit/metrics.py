@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 # A name, perhaps labels, a value.
-SAMPLE = re.compile(r"^(\w+)(\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
+SAMPLE = re.compile(r"^([\w:]+)(\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
 
 
 def totals(page: str) -> dict[str, int]:

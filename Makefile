@@ -78,7 +78,6 @@ sanitize: setup ## address and thread sanitizers over the Rust tests
 	@scripts/sanitize
 
 lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, and the rules of scripts/tidy and scripts/edges
-	@scripts/part setup-lint scripts/setup lint
 	cargo fmt --all --check
 	@scripts/part clippy cargo clippy --workspace --all-targets --features connector-shim/python,connector-shim/c,mesh/rdma --quiet -- -D warnings
 	ruff check .
@@ -87,7 +86,7 @@ lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, and the rules 
 	scripts/tidy
 	scripts/edges
 	typos
-	.cache/cargo-deny-*/bin/cargo-deny --log-level error check --hide-inclusion-graph bans licenses sources
+	cargo-deny --log-level error check --hide-inclusion-graph bans licenses sources
 
 bench: setup ## every benchmark, one JSON line each
 	@for name in $$(benches/run); do echo "== $$name"; benches/run $$name; done

@@ -34,22 +34,23 @@ class Mode:
     copy: str
     multiprocess: bool = False
     tensor_parallel: int = 1
+    spawned: bool = False
     batched_tokens: int | None = None
 
     def __str__(self) -> str:
         processes = f"tp{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
-        processes = processes or ("processes" if self.multiprocess else "one-process")
+        processes = processes or ("spawned" if self.spawned else "processes" if self.multiprocess else "one-process")
         chunked = "-chunked" if self.batched_tokens else ""
         return f"{self.load}-{self.copy}-{processes}{chunked}"
 
 
 # Every load with every copy, once: in one process, two of three with prompts cut into chunks of 256 tokens; with vLLM's real
-# process split; with two ranks.
+# process split, forked and spawned; with two ranks.
 MODES = [
     Mode("sync", "engine"),
     Mode("sync", "sidecar", batched_tokens=256),
     Mode("async", "engine", batched_tokens=256),
-    Mode("auto", "engine", multiprocess=True),
+    Mode("auto", "engine", multiprocess=True, spawned=True),
     Mode("async", "sidecar", multiprocess=True),
     Mode("auto", "sidecar", multiprocess=True, tensor_parallel=2),
 ]

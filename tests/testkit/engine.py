@@ -16,7 +16,7 @@ from testkit.child import Child, python, python_path
 from testkit.fork_server import ForkServer
 from testkit.waiting import Failed
 
-# Watchdogs only: no test asserts on them. Tensor parallel takes about 35 s to start on two idle cores.
+# Watchdogs only: no test asserts on them. Two ranks that are spawned take about 35 s to start on two idle cores.
 START_WATCHDOG_S = 300
 COMMAND_WATCHDOG_S = 300
 BLOCK_TOKENS = 32
@@ -32,6 +32,8 @@ class Options:
     copy: Literal["auto", "engine", "sidecar"] = "engine"
     multiprocess: bool = False
     tensor_parallel: int = 1
+    # Its processes are programs started anew, as the CPU build and `vllm serve` have it, not forked.
+    spawned: bool = False
     blocks: int | None = None
     batched_tokens: int | None = None
     max_requests: int | None = None
@@ -145,8 +147,8 @@ class Engine:
         self._driver = _driver(options)
         self._driver.log = log
         self._answered: list[dict[str, Any]] = []
-        role = {"arguments": options.llm_arguments(), "environment": options.environment(), "log": str(log)}
-        self._driver.tell(role)
+        role = {"arguments": options.llm_arguments(), "environment": options.environment(), "spawned": options.spawned}
+        self._driver.tell({**role, "log": str(log)})
 
     def wait_started(self) -> Engine:
         """This engine, once it can be used."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 # Ten seconds, spent before the first line is read: a spare driver imports while another engine is at work.
+import vllm.envs
 import vllm.v1.engine.core
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
@@ -28,7 +29,7 @@ from vllm.platforms import current_platform
 from testkit.child import Parent
 
 if current_platform.is_cpu():
-    import vllm.v1.worker.cpu_worker  # noqa: F401 - as above
+    import vllm.v1.worker.cpu_worker
 
 # Set for an engine of one process that is to tell KV apart by the standing check alone; see blind.py.
 BLIND = "PILLION_TEST_BLIND"
@@ -186,6 +187,9 @@ def main() -> None:
         return
     parent.log_to(role["log"])
     os.environ.update(role["environment"])
+    if current_platform.is_cpu() and not role["spawned"]:
+        # As on a GPU. What the CPU build starts instead imports all of vLLM anew, for each of its processes.
+        vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
     if os.environ.get(BLIND) == "1":
         importlib.import_module("testkit.blind").make()
     try:

@@ -5,7 +5,8 @@ mod peer;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use connector_shim::error::ShimError;
@@ -26,15 +27,40 @@ use shm_protocol::{PROTOCOL_VERSION, transport};
 /// Far more than the engine's own limits together: a handshake, a load's deadline and its settling.
 const WATCHDOG: Duration = Duration::from_secs(60);
 
-/// Runs what must end.
-fn ends<T: Send + 'static>(what: &str, act: impl FnOnce() -> T + Send + 'static) -> T {
+/// What must end, on a thread of its own: cases that wait for the engine's patience wait together.
+#[must_use]
+struct Case {
+    what: &'static str,
+    thread: JoinHandle<()>,
+    done: Receiver<()>,
+}
+
+fn begin(what: &'static str, act: impl FnOnce() + Send + 'static) -> Case {
     let (sender, done) = channel();
-    let thread = std::thread::spawn(move || sender.send(act()));
-    let Ok(result) = done.recv_timeout(WATCHDOG) else {
-        assert!(thread.is_finished(), "{what} hangs");
-        panic!("{what} panics");
-    };
-    result
+    let thread = std::thread::spawn(move || {
+        act();
+        let _ = sender.send(());
+    });
+    Case { what, thread, done }
+}
+
+impl Case {
+    fn ends(self) {
+        let Self { what, thread, done } = self;
+        if done.recv_timeout(WATCHDOG) == Err(RecvTimeoutError::Timeout) {
+            panic!("{what} hangs");
+        }
+        assert!(thread.join().is_ok(), "{what} panics");
+    }
+}
+
+fn all_end(cases: impl IntoIterator<Item = Case>) {
+    let begun: Vec<Case> = cases.into_iter().collect();
+    begun.into_iter().for_each(Case::ends);
+}
+
+fn ends(what: &'static str, act: impl FnOnce() + Send + 'static) {
+    begin(what, act).ends();
 }
 
 fn log_of(scheduler: &mut Scheduler, keys: u32) -> i64 {
@@ -195,18 +221,18 @@ fn assert_misses_and_recovers(name: &str, peer: &Peer, kv: &Kv, mut worker: Work
     drop(served.join().unwrap());
 }
 
-fn rank_meets(name: &'static str, script: impl FnOnce(OwnedFd) + Send + 'static) {
-    ends(name, move || {
+fn rank_meets(name: &'static str, script: impl FnOnce(OwnedFd) + Send + 'static) -> Case {
+    begin(name, move || {
         let (peer, kv) = (Peer::new(EPOCH), Kv::new());
         let scripted = peer.script(script);
         let worker = Worker::new(options(&peer, &kv, Copier::Engine)).unwrap();
         scripted.join().unwrap();
         assert_misses_and_recovers(name, &peer, &kv, worker);
-    });
+    })
 }
 
-fn scheduler_meets(name: &'static str, script: impl FnOnce(OwnedFd) + Send + 'static) {
-    ends(name, move || {
+fn scheduler_meets(name: &'static str, script: impl FnOnce(OwnedFd) + Send + 'static) -> Case {
+    begin(name, move || {
         let peer = Peer::new(EPOCH);
         let scripted = peer.script(script);
         let mut scheduler = Scheduler::new(peer::scheduler::options(&peer)).unwrap();
@@ -217,39 +243,36 @@ fn scheduler_meets(name: &'static str, script: impl FnOnce(OwnedFd) + Send + 'st
         let served = peer.serve(BLOCK_BYTES);
         eventually("a sound sidecar", || scheduler.open(None) >= 0);
         drop(served.join().unwrap());
-    });
+    })
+}
+
+/// Welcomes whoever says hello, with what is spoilt.
+fn offering(spoil: Spoil) -> impl FnOnce(OwnedFd) + Copy + Send + 'static {
+    move |socket| {
+        transport::receive(&socket).unwrap();
+        let mut offer = Offer::new();
+        spoil(&mut offer);
+        offer.send(&socket);
+    }
 }
 
 #[test]
 fn a_welcome_with_a_wrong_part_is_a_miss() {
-    for (name, spoil) in SPOILT {
-        let send = move |socket: OwnedFd| {
-            transport::receive(&socket).unwrap();
-            let mut offer = Offer::new();
-            spoil(&mut offer);
-            offer.send(&socket);
-        };
-        scheduler_meets(name, send);
-        rank_meets(name, send);
-    }
+    all_end(SPOILT.iter().flat_map(|(name, spoil)| {
+        let send = offering(*spoil);
+        [scheduler_meets(name, send), rank_meets(name, send)]
+    }));
 }
 
 #[test]
 fn a_pool_that_is_not_what_was_said_is_a_miss() {
-    for (name, spoil) in SPOILT_POOLS {
-        rank_meets(name, move |socket| {
-            transport::receive(&socket).unwrap();
-            let mut offer = Offer::new();
-            spoil(&mut offer);
-            offer.send(&socket);
-        });
-    }
+    all_end(SPOILT_POOLS.iter().map(|(name, spoil)| rank_meets(name, offering(*spoil))));
 }
 
 #[test]
 fn an_answer_that_is_none_is_a_miss() {
     let good = || encode(&Reply::Welcome(welcome(EPOCH)));
-    let mut answers: Vec<(&str, Vec<u8>)> = vec![
+    let mut answers: Vec<(&'static str, Vec<u8>)> = vec![
         ("a zero", vec![0]),
         ("zeros", vec![0; 65_536]),
         ("another protocol", b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec()),
@@ -259,20 +282,19 @@ fn an_answer_that_is_none_is_a_miss() {
         ("an unknown answer", b"\xa1\x65maybe\xa1\x67version\x01".to_vec()),
     ];
     answers.extend([1, 20, 60].map(|cut| ("a cut welcome", good()[..good().len() - cut].to_vec())));
-    for (name, answer) in answers {
+    all_end(answers.into_iter().flat_map(|(name, answer)| {
         let send = move |socket: OwnedFd| {
             transport::receive(&socket).unwrap();
             transport::send(&socket, &answer, &[]).unwrap();
         };
-        scheduler_meets(name, send.clone());
-        rank_meets(name, send);
-    }
+        [scheduler_meets(name, send.clone()), rank_meets(name, send)]
+    }));
 }
 
 #[test]
 fn a_hang_up_at_any_point_and_silence_are_a_miss() {
     type Script = fn(OwnedFd);
-    let scripts: [(&str, Script); 4] = [
+    let scripts: [(&'static str, Script); 4] = [
         ("a hang-up before the hello", drop),
         ("a hang-up after the hello", |socket| drop(transport::receive(&socket))),
         ("an empty answer", |socket| {
@@ -285,10 +307,11 @@ fn a_hang_up_at_any_point_and_silence_are_a_miss() {
             eventually("end of patience", || transport::receive(&socket).is_ok());
         }),
     ];
-    for (name, script) in scripts {
-        scheduler_meets(name, script);
-        rank_meets(name, script);
-    }
+    all_end(
+        scripts
+            .into_iter()
+            .flat_map(|(name, script)| [scheduler_meets(name, script), rank_meets(name, script)]),
+    );
 }
 
 #[test]
@@ -416,8 +439,8 @@ fn a_sidecar_that_breaks_a_ring_is_left_and_the_next_one_found() {
             s.store(header::SUBMISSION_HEAD, 1 << 31);
         }),
     ];
-    for (name, spoil) in breaks {
-        ends(name, move || {
+    all_end(breaks.map(|(name, spoil)| {
+        begin(name, move || {
             let peer = Peer::new(EPOCH);
             let (mut scheduler, mut served) = peer::scheduler::connected(&peer, BLOCK_BYTES);
             let log = log_of(&mut scheduler, 8);
@@ -438,8 +461,8 @@ fn a_sidecar_that_breaks_a_ring_is_left_and_the_next_one_found() {
             let again = peer.serve(BLOCK_BYTES);
             eventually("a sound sidecar", || scheduler.open(None) >= 0);
             drop(again.join().unwrap());
-        });
-    }
+        })
+    }));
 }
 
 fn saved(op: u64) -> Saved {

@@ -156,6 +156,7 @@ def play(directory: Path) -> list[Row]:
             socket=keeper.socket,
             load="auto",
             multiprocess=True,
+            spawned=True,
             kv_bytes=KV_BYTES,
             batched_tokens=2048,
             omp_threads=2,

@@ -41,14 +41,11 @@ pub mod header {
     pub const FENCE_START: usize = 640;
     /// u64, worker sessions: last step whose KV has been written (stored by the engine).
     pub const FENCE_DONE: usize = 704;
-    /// u64, worker sessions: complement of the operation at or below which no load may start any more (engine). Falling
-    /// where the operation rises, it is a word that a GPU can wait for.
-    pub const FENCE_GATE: usize = 768;
-    /// u64, worker sessions: blocks of loads that the sidecar is writing, raised before it looks at the gate (sidecar).
+    /// u64, worker sessions: blocks of loads that the sidecar is writing, raised before it looks at a gate (sidecar).
     pub const FENCE_COPYING: usize = 832;
     /// u64, worker sessions on a GPU: batches of loads that began to write engine memory (the sidecar's stream).
     pub const FENCE_STARTED: usize = 896;
-    /// u64, worker sessions on a GPU: batches of loads that ended (the sidecar's stream).
+    /// u64, worker sessions: batches of loads that ended (the sidecar's stream); on host memory blocks of loads (sidecar).
     pub const FENCE_ENDED: usize = 960;
     /// u64: number of this session's last WEIGHTS that the two words below follow from; 0: none (sidecar).
     pub const WEIGHTS: usize = 1024;
@@ -110,8 +107,13 @@ pub const KEY_ARENA: usize = BLOCK_ID_ARENA + BLOCK_IDS * 4;
 pub const LOAD_WORDS: usize = KEY_ARENA + CHUNKS * CHUNK_BYTES;
 /// Bytes of the load words.
 pub const LOAD_WORDS_BYTES: usize = OPERATIONS * 8;
+/// Offset of the gates of a worker's loads: the negated operation of the last load of a word that the engine took back, one
+/// u64 per operation. Falling where the operation rises, it is a word that a GPU can wait for.
+pub const GATES: usize = LOAD_WORDS + LOAD_WORDS_BYTES;
+/// Bytes of the gates.
+pub const GATES_BYTES: usize = OPERATIONS * 8;
 /// Bytes of a session memfd.
-pub const SESSION_BYTES: usize = LOAD_WORDS + LOAD_WORDS_BYTES;
+pub const SESSION_BYTES: usize = GATES + GATES_BYTES;
 
 /// Slots of a staging segment: a word for each on its first page.
 pub const STAGING_SLOTS_MAX: usize = STAGING_WORDS_BYTES / 8;
@@ -138,6 +140,11 @@ pub const fn load_word(op: u64) -> usize {
     LOAD_WORDS + (op as usize & (OPERATIONS - 1)) * 8
 }
 
+/// Offset of the gate of load `op`.
+pub const fn gate_word(op: u64) -> usize {
+    GATES + (op as usize & (OPERATIONS - 1)) * 8
+}
+
 /// What the load word of `op` holds once `cuts` of its cuts are delivered, and what a stream waits for.
 pub const fn load_word_value(op: u64, cuts: usize) -> u64 {
     op << 8 | cuts as u64
@@ -156,5 +163,6 @@ const _: () = {
     );
     // Pages of their own, which a GPU driver can lock.
     assert!(LOAD_WORDS.is_multiple_of(4096) && LOAD_WORDS_BYTES.is_multiple_of(4096));
-    assert!(CHUNK_BYTES == 3072 && SESSION_BYTES == 51_974_144);
+    assert!(GATES_BYTES.is_multiple_of(4096));
+    assert!(CHUNK_BYTES == 3072 && SESSION_BYTES == 52_006_912);
 };

@@ -86,8 +86,6 @@ impl SessionMemory {
         region.word64(header::MAGIC).store(layout::MAGIC, Ordering::Relaxed);
         region.word64(header::EPOCH).store(epoch, Ordering::Relaxed);
         region.word64(header::SESSION).store(session, Ordering::Relaxed);
-        // No operation is closed.
-        region.word64(header::FENCE_GATE).store(!0, Ordering::Relaxed);
         // SYNC POINT(version): release pairs with the acquire in `open`; a reader that sees it sees the header.
         region.word32(header::VERSION).store(version, Ordering::Release);
         Ok((fd, Self { region: Arc::new(region) }))

@@ -98,12 +98,11 @@ fn append_and_query_in_a_session_memory() {
 #[test]
 fn gate_and_load_words_of_a_load() {
     let (_fd, memory) = SessionMemory::create(PROTOCOL_VERSION, 0, 0).unwrap();
-    let gate =
-        || dump(&memory.region().word64(header::FENCE_GATE).load(Ordering::Relaxed).to_le_bytes(), 768);
-    assert_on_page("an open gate", &gate());
     gate::close(memory.region(), 5);
-    assert_on_page("a gate closed up to load 5", &gate());
-    assert_on_page("what load 6 waits for", &format!("`{:#x}`", gate::value_open_for(6)));
+    let at = layout::gate_word(5);
+    let word = memory.region().word64(at).load(Ordering::Relaxed);
+    assert_on_page("the gate of load 5 once it is closed", &dump(&word.to_le_bytes(), at));
+    assert_on_page("what load 5 waits for", &format!("`{:#x}`", gate::value_open_for(5)));
     let (at, value) = (layout::load_word(6), layout::load_word_value(6, 2));
     assert_on_page("the load word of two cuts of load 6", &dump(&value.to_le_bytes(), at));
 }
@@ -118,6 +117,7 @@ fn offsets_of_the_page() {
         ("block-id arena", layout::BLOCK_ID_ARENA),
         ("key arena", layout::KEY_ARENA),
         ("load words", layout::LOAD_WORDS),
+        ("gates", layout::GATES),
         ("end", layout::SESSION_BYTES),
         ("`SIDECAR_HEARTBEAT`", header::SIDECAR_HEARTBEAT),
         ("`SIDECAR_ASLEEP`", header::SIDECAR_ASLEEP),
@@ -130,7 +130,6 @@ fn offsets_of_the_page() {
         ("`COMPLETION_HEAD`", header::COMPLETION_HEAD),
         ("`FENCE_START`", header::FENCE_START),
         ("`FENCE_DONE`", header::FENCE_DONE),
-        ("`FENCE_GATE`", header::FENCE_GATE),
         ("`FENCE_COPYING`", header::FENCE_COPYING),
         ("`FENCE_STARTED`", header::FENCE_STARTED),
         ("`FENCE_ENDED`", header::FENCE_ENDED),

@@ -336,11 +336,11 @@ fn without_the_fences_the_futex_model_deadlocks() {
 
 // === taking a load back ===
 
-/// The two words, and a block that both sides write: loom notices when nothing orders them.
+/// The words of two loads, and a block of the first that both sides write: loom notices when nothing orders them.
 struct ModelGate {
     fences: bool,
     copying: AtomicU64,
-    gate: AtomicU64,
+    gates: [AtomicU64; 2],
     block: UnsafeCell<()>,
 }
 
@@ -360,10 +360,10 @@ impl GateMemory for ModelGate {
         self.copying.load(Ordering::Acquire)
     }
     fn raise_gate(&self, op: u64) {
-        self.gate.fetch_max(op, Ordering::Release);
+        self.gates[op as usize & 1].fetch_max(op, Ordering::Release);
     }
-    fn load_gate(&self) -> u64 {
-        self.gate.load(Ordering::Acquire)
+    fn load_gate(&self, op: u64) -> u64 {
+        self.gates[op as usize & 1].load(Ordering::Acquire)
     }
 }
 
@@ -372,15 +372,17 @@ fn gate_model(fences: bool) {
         let words = ModelGate {
             fences,
             copying: AtomicU64::new(0),
-            gate: AtomicU64::new(0),
+            gates: [AtomicU64::new(0), AtomicU64::new(0)],
             block: UnsafeCell::new(()),
         };
         let memory = Arc::new(words);
         let sidecar = Arc::clone(&memory);
         let copier = thread::spawn(move || {
-            gate::write_unless_closed(&*sidecar, 1, || sidecar.block.with_mut(|_| ()));
+            gate::write_unless_closed(&*sidecar, 2, || sidecar.block.with_mut(|_| ()));
+            let another = gate::write_unless_closed(&*sidecar, 1, || ());
+            assert!(another.is_some(), "an earlier load was taken back with it");
         });
-        gate::close(&*memory, 1);
+        gate::close(&*memory, 2);
         while !gate::is_settled(&*memory) {
             thread::yield_now();
         }

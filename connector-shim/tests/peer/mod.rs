@@ -17,7 +17,7 @@ use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use shm_protocol::gate::GateMemory;
 use shm_protocol::handshake::{Hello, Reply, Role, Welcome, decode_hello, encode};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
-use shm_protocol::layout::header;
+use shm_protocol::layout::{OPERATIONS, header};
 use shm_protocol::message::{Kind, Message, Outcome, Saved, Stage, Status};
 use shm_protocol::namespace::{self, Facts};
 use shm_protocol::pool::{self, Geometry, SlotRef};
@@ -243,9 +243,9 @@ impl Served {
         self.memory.region().word64(word).load(Ordering::Acquire)
     }
 
-    /// The operation up to which loads were taken back.
+    /// The newest load that was taken back; 0: none was.
     pub(crate) fn gate(&self) -> u64 {
-        self.memory.region().load_gate()
+        (0..OPERATIONS as u64).map(|word| self.memory.region().load_gate(word)).max().expect("many words")
     }
 
     pub(crate) fn store(&self, word: usize, value: u64) {

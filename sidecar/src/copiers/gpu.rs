@@ -21,9 +21,11 @@ use std::time::Duration;
 use copy_engine::Direction;
 use copy_engine::cuda::{Blocks, CopyStream, CudaError, Gpu, Imported, Registered};
 use rustix::fs::MemfdFlags;
-use shm_protocol::gate::{self, GateMemory};
+use shm_protocol::gate;
 use shm_protocol::handshake::Worker;
-use shm_protocol::layout::{HEADER_BYTES, LOAD_WORDS, LOAD_WORDS_BYTES, header, load_word, load_word_value};
+use shm_protocol::layout::{
+    GATES_BYTES, HEADER_BYTES, LOAD_WORDS, LOAD_WORDS_BYTES, gate_word, header, load_word, load_word_value,
+};
 use shm_protocol::region::{Access, Region};
 use shm_protocol::session::SessionMemory;
 
@@ -185,7 +187,7 @@ impl Words {
         let page = Arc::new(Region::map(page.as_fd(), own::BYTES, Access::ReadWrite).map_err(refused)?);
         Ok(Self {
             header: Registered::new(gpu, &session, 0, HEADER_BYTES)?,
-            loads: Registered::new(gpu, &session, LOAD_WORDS, LOAD_WORDS_BYTES)?,
+            loads: Registered::new(gpu, &session, LOAD_WORDS, LOAD_WORDS_BYTES + GATES_BYTES)?,
             own: Registered::new(gpu, &page, 0, own::BYTES)?,
         })
     }
@@ -282,7 +284,7 @@ impl Thread {
 
     fn enqueue_load(&mut self) -> Result<bool, CudaError> {
         let Some(mut transfer) = self.loads.next() else { return Ok(false) };
-        if self.memory.region().load_gate() >= transfer.op {
+        if !gate::is_open(self.memory.region(), transfer.op) {
             self.loads.give_up(&transfer);
             return Ok(true);
         }
@@ -291,7 +293,7 @@ impl Thread {
         let stream = self.load.stream();
         let Words { header: fences, loads, own: page } = &self.words;
         stream.wait_at_least(page, own::GO, batch)?;
-        stream.wait_at_least(fences, header::FENCE_GATE, gate::value_open_for(transfer.op))?;
+        stream.wait_at_least(loads, gate_word(transfer.op), gate::value_open_for(transfer.op))?;
         stream.write(fences, header::FENCE_STARTED, batch)?;
         let cut = self.byte_range(&step.cuts);
         self.load.enqueue(Direction::ToEngine, &cut, &transfer.blocks[step.blocks.clone()])?;
@@ -332,7 +334,7 @@ impl Thread {
             health.unwrap_or_else(|error| die(&error.to_string()));
         }
         let region = self.memory.region();
-        let closed = self.loads.flying.front().is_some_and(|flight| region.load_gate() >= flight.op);
+        let closed = self.loads.flying.front().is_some_and(|flight| !gate::is_open(region, flight.op));
         if !closed && !self.stopped.load(Ordering::Relaxed) {
             self.stuck_since = None;
         } else if now > *self.stuck_since.get_or_insert(now) + STUCK {

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use shm_protocol::layout::{SESSION_BYTES, SUBMISSION_SLOTS, header};
+use shm_protocol::layout::{SESSION_BYTES, SUBMISSION_SLOTS, gate_word, header};
 use shm_protocol::message::{Kind, Message, Status};
 use shm_protocol::request::SchedulerRequest;
 use shm_protocol::ring::RingMemory;
@@ -107,7 +107,7 @@ fn fences_that_fall_or_leap_serve_nobody_else() {
         let words = [
             header::FENCE_START,
             header::FENCE_DONE,
-            header::FENCE_GATE,
+            gate_word(10),
             header::FENCE_COPYING,
             header::FENCE_STARTED,
             header::FENCE_ENDED,

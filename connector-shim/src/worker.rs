@@ -34,7 +34,7 @@ use self::link::Link;
 pub use self::link::SETTLE;
 pub use self::memory::Memory;
 use self::memory::{Opened, open_memory};
-use self::watch::Watch;
+use self::watch::{Patience, Watch};
 use crate::client::{Change, Client};
 use crate::clock;
 use crate::connection::{Address, Connection};
@@ -43,8 +43,8 @@ use crate::notices::{Cause, Notices};
 use crate::plan::Plan;
 use crate::pool::Pool;
 
-/// How long a copy by the sidecar is waited for before the engine copies itself: a hundred times what the largest load
-/// takes, and short enough for a request that waits.
+/// How long a copy by the sidecar is waited for without progress before the engine copies itself: a hundred times what the
+/// largest load takes, and short enough for a request that waits.
 pub const LOAD_DEADLINE: Duration = Duration::from_secs(2);
 /// How long the pool of a sidecar's earlier life stays mapped after the next one was found: plans made before are on
 /// their way for a step or two, and the memory is needed by the next sidecar.
@@ -109,7 +109,7 @@ struct Awaited {
     plan: Plan,
     refused: bool,
     link: Arc<Link>,
-    deadline: Instant,
+    patience: Patience,
 }
 
 /// One rank's session. See the module.
@@ -328,7 +328,7 @@ impl Worker {
             && self.device.is_none()
             && let Some(link) = self.link_of(&plan)
         {
-            let (outcome, refused) = (link.wait(plan.op), self.refuses(&plan));
+            let (outcome, refused) = (link.wait(plan.op, patience(&plan, 0)), self.refuses(&plan));
             if is_whole(&plan, outcome) {
                 self.copies.count_sidecar(&plan);
                 return if refused { plan.block_ids() } else { Vec::new() };
@@ -348,8 +348,8 @@ impl Worker {
         } else if !self.copies_itself(&plan)
             && let Some(link) = self.link_of(&plan)
         {
-            let (deadline, refused) = (clock::now() + patience(&plan), self.refuses(&plan));
-            self.awaited.push(Awaited { plan, refused, link, deadline });
+            let (patience, refused) = (patience(&plan, 0), self.refuses(&plan));
+            self.awaited.push(Awaited { plan, refused, link, patience });
         } else {
             let job = self.job(plan);
             self.submit(Order::Copy(job));
@@ -396,8 +396,8 @@ impl Worker {
         let promised = !self.copies_itself(&plan);
         let job = self.job(plan);
         let is_theirs = promised && job.link.is_some();
-        let watch = if is_theirs { Watch::promised(patience(&job.plan)) } else { Watch::ours() };
-        self.copies.count_watched(&job, sync);
+        let bytes = self.copies.count_watched(&job, sync);
+        let watch = if is_theirs { Watch::promised(patience(&job.plan, bytes)) } else { Watch::ours() };
         let failed = if job.refused { job.plan.block_ids() } else { Vec::new() };
         self.submit(Order::Watch(Load { job, reached: Box::new(reached), sync, watch, fetch: None }));
         failed
@@ -413,7 +413,7 @@ impl Worker {
     }
 
     fn look_at(&mut self, awaited: Awaited) {
-        let Awaited { plan, refused, link, deadline } = awaited;
+        let Awaited { plan, refused, link, mut patience } = awaited;
         let outcome = link.outcome(plan.op);
         if is_whole(&plan, outcome) {
             self.copies.count_sidecar(&plan);
@@ -423,11 +423,11 @@ impl Worker {
             // Nobody writes a block of it: there is nothing to take back.
             let job = self.job(plan);
             self.submit(Order::Copy(job));
-        } else if outcome.is_some() || link.connection.is_lost() || clock::now() >= deadline {
+        } else if outcome.is_some() || link.connection.is_lost() || link.is_late(&mut patience) {
             let job = self.rescue(plan, refused, link);
             self.submit(Order::Copy(job));
         } else {
-            self.awaited.push(Awaited { plan, refused, link, deadline });
+            self.awaited.push(Awaited { plan, refused, link, patience });
         }
     }
 
@@ -599,10 +599,10 @@ fn random16() -> Result<[u8; 16], ShimError> {
     }
 }
 
-/// How long a load is left to the sidecar. Its blocks may be on their way for as long as a query may wait.
-fn patience(plan: &Plan) -> Duration {
+/// With a load that has so many bytes in it and ahead of it. Its blocks may be on their way for as long as a query may wait.
+fn patience(plan: &Plan, bytes: u64) -> Patience {
     let arrival = Duration::from_millis(u64::from(QUERY_WAIT_MS_MAX));
-    if plan.arriving() { arrival + LOAD_DEADLINE } else { LOAD_DEADLINE }
+    Patience::new(if plan.arriving() { arrival } else { Duration::ZERO }, bytes)
 }
 
 impl Drop for Worker {

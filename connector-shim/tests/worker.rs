@@ -4,7 +4,7 @@ mod peer;
 
 use connector_shim::error::ShimError;
 use connector_shim::plan::Plan;
-use connector_shim::worker::{Begun, Ended, Memory, Options, Worker};
+use connector_shim::worker::{Begun, Ended, LOAD_DEADLINE, Memory, Options, Worker};
 use peer::rank::{BLOCK_BYTES, BLOCKS, EPOCH, Kv, connected, content, options, plan};
 use peer::{Peer, Served, eventually};
 use rustix::fs::OFlags;
@@ -165,6 +165,23 @@ fn a_silent_sidecar_is_rescued_from_behind_a_closed_gate() {
     assert_eq!(kv.block(2), content(1), "wrong bytes in a rescued block");
     assert_eq!(served.gate(), 1);
     assert_eq!(loaded(&mut served), [(1, Status::Ok as u8)], "this rank's part has ended");
+}
+
+#[test]
+fn a_load_behind_others_that_move_is_left_to_the_sidecar() {
+    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
+    let (mut worker, served) = connected(&peer, &kv, Copier::Sidecar);
+    let slot = served.pool.commit(0, 11, &content(1));
+    worker.load_later(plan(1, 0, &[(2, slot)]), 0).unwrap();
+    let turn = LOAD_DEADLINE / 10;
+    for ended in 1..=15 {
+        served.store(header::FENCE_ENDED, ended);
+        assert!(worker.finished().is_empty());
+        std::thread::sleep(turn);
+    }
+    served.answer(1, Status::Ok, 1);
+    assert_eq!(worker.finished(), [Ended { op: 1, failed: vec![] }]);
+    assert_eq!((worker.stats()["rescues"], served.gate()), (0, 0));
 }
 
 #[test]

@@ -114,7 +114,11 @@ mod tests {
         let passes = |word: u64, op: u64| word.wrapping_sub(value_open_for(op)).cast_signed() >= 0;
         for closed in [0_u64, 1, 2, 1000, u64::from(u32::MAX), 1 << 60] {
             for op in [1, 2, 3, 999, 1000, 1001, 1 << 32, (1 << 60) + 1] {
-                assert_eq!(passes(value_closed_for(closed), op), op > closed, "closed for {closed}, load {op}");
+                assert_eq!(
+                    passes(value_closed_for(closed), op),
+                    op > closed,
+                    "closed for {closed}, load {op}"
+                );
             }
         }
     }

@@ -203,7 +203,11 @@ fn a_closed_gate_stops_a_load() {
     gate::close(rank.memory.region(), 1006);
     assert_eq!(scheduler.query(0, 1003, 1).value, 1);
     scheduler.with_blocks(Message { op: 1004, lease: 1003, ..load }, &[2]);
-    assert_eq!(rank.outcome(1004).status, Status::Ok, "what was taken back before and after it is no concern of its");
+    assert_eq!(
+        rank.outcome(1004).status,
+        Status::Ok,
+        "what was taken back before and after it is no concern of its"
+    );
     assert!(kv.holds(2, 77));
 }
 

@@ -105,6 +105,8 @@ pub(super) struct Copies {
     notices: Arc<Notices>,
     /// Loads that the thread follows; while there are any, the engine's stream may be parked.
     watched: AtomicUsize,
+    /// Bytes of these.
+    watched_bytes: AtomicU64,
     /// Those of them that the engine's stream waits for.
     parked: Mutex<Vec<Parked>>,
     /// Turns of the thread: one that stands still is held up by the driver.
@@ -125,8 +127,21 @@ impl Copies {
         notices: Arc<Notices>,
     ) -> Self {
         let (gpu, (counters, ended, watched, spent)) = (gpu.cloned(), Default::default());
-        let (parked, turns) = Default::default();
-        Self { memory, gpu, cuts, part, counters, ended, notices, watched, parked, turns, spent }
+        let (watched_bytes, parked, turns) = Default::default();
+        Self {
+            memory,
+            gpu,
+            cuts,
+            part,
+            counters,
+            ended,
+            notices,
+            watched,
+            watched_bytes,
+            parked,
+            turns,
+            spent,
+        }
     }
 
     /// Starts the thread.
@@ -148,12 +163,19 @@ impl Copies {
         self.watched.load(Ordering::Acquire) == 0
     }
 
-    /// Before the thread is given a load to follow.
-    pub(super) fn count_watched(&self, job: &Job, sync: bool) {
+    /// Before the thread is given a load to follow. Returns the bytes in it and ahead of it.
+    pub(super) fn count_watched(&self, job: &Job, sync: bool) -> u64 {
         // Relaxed: the session's own thread looks at it.
         self.watched.fetch_add(1, Ordering::Relaxed);
         let link = job.link.clone().filter(|_| sync);
         self.parked().extend(link.map(|link| Parked { link, op: job.plan.op }));
+        let bytes = self.bytes(&job.plan);
+        self.watched_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes
+    }
+
+    /// Bytes of this rank's part of a load.
+    fn bytes(&self, plan: &Plan) -> u64 {
+        plan.blocks.len() as u64 * self.memory.block_bytes()
     }
 
     fn parked(&self) -> MutexGuard<'_, Vec<Parked>> {
@@ -297,6 +319,7 @@ impl Copies {
             for ended in followed.extract_if(.., over) {
                 self.spent.lock().unwrap_or_else(PoisonError::into_inner).push(ended.reached);
                 self.parked().retain(|parked| parked.op != ended.job.plan.op);
+                self.watched_bytes.fetch_sub(self.bytes(&ended.job.plan), Ordering::Relaxed);
                 drop(ended.job);
                 // SYNC POINT(watched): release; the link of the load is let go of before.
                 self.watched.fetch_sub(1, Ordering::Release);
@@ -393,14 +416,16 @@ impl Load {
         let (plan, reached) = (&self.job.plan, self.reached.passed()?);
         let Some(link) = &self.job.link else {
             let batches = Batches { began: 0, ended: 0 };
-            return Ok(Seen { reached, whole: false, refused: false, broken: true, batches, gone: true });
+            let (whole, refused, cuts) = (false, false, 0);
+            return Ok(Seen { reached, whole, refused, broken: true, batches, cuts, gone: true });
         };
         let outcome = link.outcome(plan.op);
-        let whole = is_whole(plan, outcome) || (self.sync && link.is_delivered(plan.op, cuts));
+        let delivered = link.delivered(plan.op);
+        let whole = is_whole(plan, outcome) || (self.sync && delivered >= cuts as u64);
         let (batches, gone) = (link.batches(), link.connection.sidecar_is_gone());
         let broken = outcome.is_some() || link.connection.is_lost() || gone;
         let refused = outcome.is_some_and(|outcome| outcome.status.is_refusal());
-        Ok(Seen { reached, whole, refused, broken, batches, gone })
+        Ok(Seen { reached, whole, refused, broken, batches, cuts: delivered, gone })
     }
 }
 

@@ -11,7 +11,7 @@ use shm_protocol::message::{Outcome, Stage, Status};
 use shm_protocol::request::{LoadEnd, WorkerRequest};
 use shm_protocol::{gate, wait};
 
-use super::LOAD_DEADLINE;
+use super::watch::{Patience, Progress};
 use crate::clock;
 use crate::connection::Connection;
 use crate::scheduler::SLEEP_TURN;
@@ -97,7 +97,7 @@ impl Link {
         self.out().post_unreported(&self.connection);
     }
 
-    /// Forbids the sidecar to begin load `op`, or any before it.
+    /// Forbids the sidecar to write any further block of load `op`.
     pub(super) fn close_gate(&self, op: u64) {
         gate::close(self.connection.region(), op);
     }
@@ -112,19 +112,23 @@ impl Link {
         }
     }
 
-    /// Waits for the sidecar's word on load `op`.
-    pub(super) fn wait(&self, op: u64) -> Option<Outcome> {
-        let deadline = clock::now() + LOAD_DEADLINE;
+    /// Host memory: waits for the sidecar's word on load `op`.
+    pub(super) fn wait(&self, op: u64, mut patience: Patience) -> Option<Outcome> {
         let region = self.connection.region();
         self.connection.ring();
         loop {
             let outcome = self.outcome(op);
-            let left = deadline.saturating_duration_since(clock::now());
-            if outcome.is_some() || left.is_zero() || self.connection.is_lost() {
+            if outcome.is_some() || self.connection.is_lost() || self.is_late(&mut patience) {
                 return outcome;
             }
-            wait::sleep_turn(region, left.min(SLEEP_TURN), || self.outcome(op).is_some());
+            wait::sleep_turn(region, SLEEP_TURN, || self.outcome(op).is_some());
         }
+    }
+
+    /// Host memory: whether the sidecar has moved nothing for too long.
+    pub(super) fn is_late(&self, patience: &mut Patience) -> bool {
+        let ended = self.batches().ended;
+        patience.is_over(Progress { ended, cuts: 0 }, clock::now())
     }
 
     /// What became of load `op`, once it has ended.
@@ -140,11 +144,11 @@ impl Link {
         Batches { began: load(header::FENCE_STARTED), ended }
     }
 
-    /// Whether the whole of load `op` has arrived.
-    pub(super) fn is_delivered(&self, op: u64, cuts: usize) -> bool {
+    /// Cuts of load `op` that have arrived.
+    pub(super) fn delivered(&self, op: u64) -> u64 {
         // SYNC POINT(load word): acquire pairs with the store of the sidecar's stream.
         let word = self.connection.region().word64(load_word(op)).load(Ordering::Acquire);
-        word.wrapping_sub(load_word_value(op, cuts)).cast_signed() >= 0
+        word.wrapping_sub(load_word_value(op, 0)).cast_signed().max(0).cast_unsigned()
     }
 
     /// Lets the engine's stream pass its waits for load `op`, every block of which is there.

@@ -11,6 +11,7 @@ use std::thread;
 
 use copy_engine::{CopyError, HostMemory};
 use shm_protocol::gate;
+use shm_protocol::layout::header;
 use shm_protocol::session::SessionMemory;
 use tiers::pool::Pool;
 
@@ -99,9 +100,13 @@ impl HostRank {
 
     /// Copies a block of load `op` unless the engine has said that loads up to there must not start any more: `None`.
     fn load(&self, pool: &Pool, op: u64, piece: Piece) -> Option<Result<(), CopyError>> {
-        gate::write_unless_closed(self.words.region(), op, || {
+        let words = self.words.region();
+        let copied = gate::write_unless_closed(words, op, || {
             self.memory.load_block(pool.region(), piece.offset, piece.block)
-        })
+        });
+        // The engine looks only whether it moves.
+        words.word64(header::FENCE_ENDED).fetch_add(1, Ordering::Relaxed);
+        copied
     }
 
     fn copy(&self, pool: &Pool, batch: &Batch, piece: Piece) -> bool {

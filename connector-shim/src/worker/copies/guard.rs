@@ -51,7 +51,7 @@ pub(super) fn watch(copies: &Weak<Copies>) {
 impl Copies {
     /// Whether the engine's stream may wait for a load.
     fn is_parked(&self) -> bool {
-        self.parked().iter().any(|Parked { link, op }| !link.is_delivered(*op, self.cuts.len()))
+        self.parked().iter().any(|Parked { link, op }| link.delivered(*op) < self.cuts.len() as u64)
     }
 }
 

@@ -5,6 +5,7 @@ use std::process::Command;
 use std::sync::atomic::AtomicBool;
 
 use copy_engine::HostMemory;
+use shm_protocol::gate;
 use shm_protocol::handshake::{Copier, Hello, Role};
 use shm_protocol::layout::{header, load_word, load_word_value};
 use shm_protocol::message::{Kind, LOAD_SYNC};
@@ -16,7 +17,8 @@ use crate::connection::Address;
 use crate::peer::rank::{BLOCK_BYTES, EPOCH, Kv, content, options, plan};
 use crate::peer::{Peer, Served, eventually};
 use crate::worker::memory::Memory;
-use crate::worker::{LOAD_DEADLINE, Options, SETTLE};
+use crate::worker::watch::Patience;
+use crate::worker::{Options, SETTLE};
 
 const CUTS: usize = 3;
 
@@ -70,7 +72,7 @@ impl Rank {
     }
 
     fn follow(&self, op: u64, blocks: &[(u32, SlotRef)], sync: bool) {
-        self.give(op, blocks, sync, Watch::promised(LOAD_DEADLINE));
+        self.give(op, blocks, sync, Watch::promised(Patience::new(Duration::ZERO, 0)));
     }
 
     fn follow_own(&self, op: u64, blocks: &[(u32, SlotRef)]) {
@@ -134,6 +136,7 @@ fn a_load_is_taken_back_awaited_copied_and_only_then_released() {
     rank.served().store(header::FENCE_STARTED, 4);
     rank.served().store(header::FENCE_ENDED, 3);
     rank.reach();
+    rank.follow(4, &[(1, slot)], true);
     rank.follow(5, &[(2, slot)], true);
     rank.served().answer(5, Status::Failed, 0);
     eventually("closed gate", || rank.served().gate() == 5);
@@ -142,8 +145,10 @@ fn a_load_is_taken_back_awaited_copied_and_only_then_released() {
     rank.served().store(header::FENCE_ENDED, 4);
     eventually("delivery", || rank.is_delivered(5));
     assert_eq!(rank.kv.block(2), content(1));
+    assert!(gate::is_open(rank.link.connection.region(), 4), "the one before it is left to the sidecar");
+    rank.served().store(load_word(4), load_word_value(4, CUTS));
     eventually("end", || rank.copies.is_unwatched());
-    assert!(rank.is_delivered(5));
+    assert!(rank.is_delivered(5) && rank.kv.is_untouched(1));
     assert_eq!((rank.loaded(), rank.rescues()), (vec![(5, Status::Ok as u8)], 1));
 }
 
@@ -174,7 +179,7 @@ fn a_load_is_seen_through_after_the_session() {
     let Rank { kv, served, link, orders, reached, .. } = rank;
     drop((orders, served));
     reached.0.store(true, Ordering::Release);
-    eventually("delivery", || link.is_delivered(5, CUTS));
+    eventually("delivery", || link.delivered(5) == CUTS as u64);
     assert_eq!(kv.block(2), content(1));
 }
 

@@ -18,6 +18,7 @@ use shm_protocol::session::SessionMemory;
 use tiers::pool::Pool;
 
 use self::gpu::GpuRank;
+use self::gpu::turns::Links;
 use self::host::{HostCopiers, HostRank};
 use self::staged::StagedRank;
 use crate::engine::{Comparison, CopyId, Direction, Found, Piece, SessionId};
@@ -46,6 +47,8 @@ pub struct Batch {
     pub pieces: Vec<Piece>,
     /// Loads: the operation, which a closed gate stops.
     pub load_op: u64,
+    /// A step of the engine waits for it.
+    pub awaited: bool,
 }
 
 /// The end of a batch.
@@ -66,6 +69,7 @@ pub struct Copiers {
     host: HostCopiers,
     pool: Arc<Pool>,
     pinned: Arc<Pinned>,
+    links: Links,
     ends: Ends,
     finished: mpsc::Receiver<Finished>,
     compared: mpsc::Receiver<Compared>,
@@ -139,7 +143,7 @@ impl Copiers {
         let ends = Ends { finished: sender, compared: teller, wake: Arc::new(wake) };
         let host = HostCopiers::start(threads, pool, &ends, ended)?;
         let (pool, pinned) = (Arc::clone(pool), Arc::clone(pinned));
-        Ok(Self { host, pool, pinned, ends, finished, compared, running: 0 })
+        Ok(Self { host, pool, pinned, links: Links::new(), ends, finished, compared, running: 0 })
     }
 
     /// A rank in host memory, whose fence words lie in `words`.
@@ -155,7 +159,8 @@ impl Copiers {
         socket: Arc<OwnedFd>,
     ) -> Result<Rank, String> {
         let pool = self.pool.shared_region();
-        let rank = GpuRank::open(worker, words, &pool, &self.pinned, &self.ends, socket)?;
+        let gpus = (&self.pinned, &self.links);
+        let rank = GpuRank::open(worker, words, &pool, gpus, &self.ends, socket)?;
         Ok(Rank(Memory::Gpu(Arc::new(rank))))
     }
 

@@ -5,9 +5,12 @@
 //! gate is looked at by the GPU itself, so that a sidecar that was frozen cannot write into blocks that the engine has
 //! taken back; one that finds a batch behind a closed gate cannot get rid of it and ends.
 //!
+//! Ranks of one GPU share its link ([`turns`]), for loads: nobody waits for a save.
+//!
 //! The thread owns all that the GPU touches, and lets go of it when nothing is in flight.
 
 mod lane;
+pub(super) mod turns;
 
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
@@ -30,6 +33,7 @@ use shm_protocol::region::{Access, Region};
 use shm_protocol::session::SessionMemory;
 
 use self::lane::{End, Lane, Transfer};
+use self::turns::{Links, Seat};
 use super::{Batch, Ends};
 use crate::clock::Clock;
 use crate::engine;
@@ -63,18 +67,28 @@ struct Thread {
     save: CopyStream,
     loads: Lane,
     saves: Lane,
+    /// Batches of loads that were seen to have ended.
+    loaded: u64,
     words: Words,
     cuts: Vec<u64>,
     memory: SessionMemory,
     pinned: Arc<Pinned>,
     stopped: Arc<AtomicBool>,
     ends: Ends,
+    seat: Seat,
     clock: Clock,
-    /// When what is in flight was first seen to be stuck.
-    stuck_since: Option<Duration>,
+    /// What was last seen to be stuck, and since when.
+    stuck: Option<(Stuck, Duration)>,
     asked: Duration,
     /// Held until the memory is closed; see [`crate::session::Session::socket`].
     _socket: Arc<OwnedFd>,
+}
+
+/// A batch that ends only if somebody else does something, by its number.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+enum Stuck {
+    Load(u64),
+    Save(u64),
 }
 
 /// Words that streams write and wait for.
@@ -93,7 +107,7 @@ impl GpuRank {
         worker: &Worker,
         memory: &SessionMemory,
         pool: &Arc<Region>,
-        pinned: &Arc<Pinned>,
+        (pinned, links): (&Arc<Pinned>, &Links),
         ends: &Ends,
         socket: Arc<OwnedFd>,
     ) -> Result<Self, String> {
@@ -105,6 +119,7 @@ impl GpuRank {
         let gpu = gpus.iter().find(|gpu| gpu.uuid() == cuda.uuid).ok_or_else(no_such_gpu)?;
         let stopped = Arc::new(AtomicBool::new(false));
         let (work, batches) = channel();
+        let seat = links.seat(cuda.uuid);
         let open = || -> Result<Thread, CudaError> {
             let open = |a: &shm_protocol::handshake::CudaAllocation| Imported::open(gpu, a.handle, a.bytes);
             let imported = cuda.allocations.iter().map(open).collect::<Result<_, _>>()?;
@@ -115,14 +130,16 @@ impl GpuRank {
                 save: stream()?,
                 loads: Lane::default(),
                 saves: Lane::default(),
+                loaded: 0,
                 words: Words::new(gpu, memory)?,
                 cuts: cuda.cuts.clone(),
                 memory: memory.clone(),
                 pinned: Arc::clone(pinned),
                 stopped: Arc::clone(&stopped),
                 ends: ends.clone(),
-                clock: Clock::start(),
-                stuck_since: None,
+                clock: seat.clock,
+                seat,
+                stuck: None,
                 asked: Duration::ZERO,
                 _socket: socket,
             })
@@ -206,8 +223,10 @@ impl Thread {
         while open || self.busy() {
             open = self.take(batches, open);
             let worked = self.turn().unwrap_or_else(|error| die(&error.to_string()));
-            if !worked && self.busy() {
+            if self.busy() {
                 self.look_after();
+            }
+            if !worked && self.busy() {
                 thread::sleep(POLL);
             }
         }
@@ -235,17 +254,18 @@ impl Thread {
     }
 
     fn accept(&mut self, batch: Batch) {
-        let Batch { copy, direction, pieces, load_op, .. } = batch;
+        let Batch { copy, direction, pieces, load_op, awaited } = batch;
         let end = |piece: &engine::Piece| piece.offset + self.block_bytes();
         let locked = pieces.iter().all(|piece| end(piece) <= self.pinned.bytes());
-        let blocks = pieces.iter().map(|piece| (piece.block, piece.offset)).collect();
-        let transfer = Transfer { copy, op: load_op, blocks, cut: 0, block: 0, since: self.clock.now() };
-        let lane = match direction {
-            engine::Direction::Load => &mut self.loads,
-            engine::Direction::Save => &mut self.saves,
+        let blocks: Vec<_> = pieces.iter().map(|piece| (piece.block, piece.offset)).collect();
+        let bytes = blocks.len() as u64 * self.block_bytes();
+        let (lane, held) = match direction {
+            engine::Direction::Load => (&mut self.loads, locked && !awaited),
+            engine::Direction::Save => (&mut self.saves, false),
         };
+        let transfer = Transfer::new((copy, load_op), blocks, bytes, !held, self.clock.now());
         match locked {
-            true => lane.waiting.push_back(transfer),
+            true => lane.accept(transfer),
             // A copy from memory that is not locked would wait within the call, behind a word stored after it.
             false => lane.give_up(&transfer),
         }
@@ -264,13 +284,14 @@ impl Thread {
         let mut worked = self.enqueue_load()?;
         worked |= self.enqueue_save()?;
         let loaded = self.words.ended(own::LOADED);
+        if loaded != self.loaded {
+            self.loaded = loaded;
+            self.seat.ended();
+        }
         let saved = self.words.ended(own::SAVED);
         for end in self.loads.ended(loaded).into_iter().chain(self.saves.ended(saved)) {
             self.report(end);
             worked = true;
-        }
-        if worked {
-            self.stuck_since = None;
         }
         Ok(worked)
     }
@@ -283,6 +304,13 @@ impl Thread {
     }
 
     fn enqueue_load(&mut self) -> Result<bool, CudaError> {
+        if !self.loads.has_waiting() {
+            self.seat.rest();
+            return Ok(false);
+        }
+        if !self.loads.has_room() || !self.seat.may() {
+            return Ok(false);
+        }
         let Some(mut transfer) = self.loads.next() else { return Ok(false) };
         if !gate::is_open(self.memory.region(), transfer.op) {
             self.loads.give_up(&transfer);
@@ -304,13 +332,15 @@ impl Thread {
         stream.write(page, own::LOADED, batch)?;
         // SYNC POINT(go): everything is enqueued.
         page.region().word64(own::GO).store(batch, Ordering::Release);
+        self.seat.enqueued((cut.end - cut.start) * step.blocks.len() as u64);
         transfer.advance(&step);
         self.loads.fly(transfer, self.cuts.len());
         Ok(true)
     }
 
     fn enqueue_save(&mut self) -> Result<bool, CudaError> {
-        let Some(mut transfer) = self.saves.next() else { return Ok(false) };
+        let next = self.saves.has_room().then(|| self.saves.next()).flatten();
+        let Some(mut transfer) = next else { return Ok(false) };
         let whole = [self.block_bytes()];
         let step = transfer.step(&whole);
         self.save.enqueue(Direction::ToPool, &(0..whole[0]), &transfer.blocks[step.blocks.clone()])?;
@@ -333,12 +363,24 @@ impl Thread {
             let health = self.load.stream().is_idle().and_then(|_| self.save.stream().is_idle());
             health.unwrap_or_else(|error| die(&error.to_string()));
         }
-        let region = self.memory.region();
-        let closed = self.loads.flying.front().is_some_and(|flight| !gate::is_open(region, flight.op));
-        if !closed && !self.stopped.load(Ordering::Relaxed) {
-            self.stuck_since = None;
-        } else if now > *self.stuck_since.get_or_insert(now) + STUCK {
+        let stuck = self.stuck();
+        let since = self.stuck.filter(|(before, _)| Some(*before) == stuck).map_or(now, |(_, since)| since);
+        self.stuck = stuck.map(|stuck| (stuck, since));
+        if now > since + STUCK {
+            // What would cost this rank's engine alone: docs/decisions/0022-a-gate-for-each-load.md.
             die("a batch of copies lies behind a gate that its engine closed");
         }
+    }
+
+    /// The batch that ends next, if its engine has taken it back or is gone. Each has a time of its own, whatever the other
+    /// direction does.
+    fn stuck(&self) -> Option<Stuck> {
+        let (load, save) = (self.loads.front(), self.saves.front());
+        if self.stopped.load(Ordering::Relaxed) {
+            let load = load.map(|flight| Stuck::Load(flight.batch));
+            return load.or_else(|| save.map(|flight| Stuck::Save(flight.batch)));
+        }
+        let closed = load.filter(|flight| !gate::is_open(self.memory.region(), flight.op));
+        closed.map(|flight| Stuck::Load(flight.batch))
     }
 }

@@ -24,6 +24,8 @@ pub(super) struct Load {
     step: u64,
     /// It may begin when the step before its own is done.
     early: bool,
+    /// Its step waits for it.
+    pub(super) sync: bool,
     blocks: Vec<u32>,
     pub(super) slots: Vec<SlotRef>,
     pub(super) binding: Binding,
@@ -54,6 +56,7 @@ impl Load {
             lease,
             step: asked.step,
             early: asked.flags.early(),
+            sync: asked.flags.sync(),
             blocks: Vec::new(),
             slots,
             binding,

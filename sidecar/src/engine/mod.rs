@@ -221,6 +221,8 @@ pub enum Action {
         pieces: Vec<Piece>,
         /// Loads: the operation, to compare with the rank's gate. Saves: zero.
         load_op: u64,
+        /// A step of the engine waits for it.
+        awaited: bool,
     },
     /// Compare blocks; answered by [`Event::Compared`]. Their slots stay as they are until then.
     Compare(Comparison),
@@ -543,8 +545,11 @@ impl Core {
         let copy = self.next_copy;
         self.next_copy += 1;
         self.copies.insert(copy, owner);
-        let load_op = if owner.direction == Direction::Load { owner.op } else { 0 };
-        out.push(Action::Copy { copy, session, direction: owner.direction, pieces, load_op });
+        let direction = owner.direction;
+        let load_op = if direction == Direction::Load { owner.op } else { 0 };
+        let load = self.loads.get(&(owner.scheduler, load_op));
+        let awaited = load.is_some_and(|load| load.sync);
+        out.push(Action::Copy { copy, session, direction, pieces, load_op, awaited });
     }
 }
 

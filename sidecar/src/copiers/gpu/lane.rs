@@ -1,4 +1,7 @@
 //! Copies of one direction: cut into batches, taking turns, and their ends. No GPU here.
+//!
+//! Copies that nobody waits for now take turns only while they are few bytes in all: those behind them begin as they end. With
+//! every copy of a backlog begun at once, all of them would end at its end.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -14,12 +17,21 @@ const BATCH_BYTES_MAX: u64 = 128 << 20;
 const BATCH_BYTES_MIN: u64 = 4 << 20;
 /// Batches of one direction in flight: the next is enqueued while one moves.
 const BATCHES_IN_FLIGHT: usize = 2;
+/// Bytes of asynchronous loads that take turns: 10 ms on the wire.
+const TURNS_BYTES_MAX: u64 = 512 << 20;
+/// Of one of them no more are counted: beside a large one there is room for another.
+const COUNTED_BYTES_MAX: u64 = TURNS_BYTES_MAX / 2;
 
 /// Batches of one direction.
 #[derive(Debug, Default)]
 pub(super) struct Lane {
-    pub(super) waiting: VecDeque<Transfer>,
-    pub(super) flying: VecDeque<Flight>,
+    /// Copies that take turns.
+    turns: VecDeque<Transfer>,
+    /// Copies that wait for these to end, in their order.
+    held: VecDeque<Transfer>,
+    /// Bytes counted of copies that take turns and have not ended.
+    counted: u64,
+    flying: VecDeque<Flight>,
     /// Batches enqueued so far.
     pub(super) batches: u64,
 }
@@ -35,6 +47,8 @@ pub(super) struct Transfer {
     pub(super) block: usize,
     /// When it was taken.
     pub(super) since: Duration,
+    /// Bytes that are counted while it takes turns; 0: somebody waits for it, or it is a save.
+    pub(super) counted: u64,
 }
 
 /// Part of a copy: these blocks of these cuts.
@@ -47,7 +61,7 @@ pub(super) struct Step {
 /// A batch that was enqueued, or the end of a copy that was given up.
 #[derive(Debug)]
 pub(super) struct Flight {
-    batch: u64,
+    pub(super) batch: u64,
     pub(super) op: u64,
     /// Its copy ends with it, well or not.
     last: Option<End>,
@@ -59,18 +73,54 @@ pub(super) struct End {
     pub(super) finished: Finished,
     pub(super) blocks: usize,
     pub(super) since: Duration,
+    counted: u64,
 }
 
 // === impl Lane ===
 
 impl Lane {
     pub(super) fn busy(&self) -> bool {
-        !(self.waiting.is_empty() && self.flying.is_empty())
+        self.has_waiting() || !self.flying.is_empty()
     }
 
-    /// The copy whose turn it is, if a batch may be enqueued.
+    /// Whether there is anything to enqueue, now or later.
+    pub(super) fn has_waiting(&self) -> bool {
+        // Something takes turns as long as anything is held.
+        !self.turns.is_empty() || !self.held.is_empty()
+    }
+
+    /// The batch that ends next.
+    pub(super) fn front(&self) -> Option<&Flight> {
+        self.flying.front()
+    }
+
+    /// Takes a copy.
+    pub(super) fn accept(&mut self, transfer: Transfer) {
+        if transfer.counted == 0 {
+            self.turns.push_back(transfer);
+        } else {
+            self.held.push_back(transfer);
+            self.admit();
+        }
+    }
+
+    /// Lets held copies take turns, as far as there is room.
+    fn admit(&mut self) {
+        let fits = |counted: u64, next: &Transfer| counted == 0 || counted + next.counted <= TURNS_BYTES_MAX;
+        while let Some(next) = self.held.pop_front_if(|next| fits(self.counted, next)) {
+            self.counted += next.counted;
+            self.turns.push_back(next);
+        }
+    }
+
+    /// Whether a batch may be enqueued.
+    pub(super) fn has_room(&self) -> bool {
+        self.flying.len() < BATCHES_IN_FLIGHT
+    }
+
+    /// The copy whose turn it is.
     pub(super) fn next(&mut self) -> Option<Transfer> {
-        if self.flying.len() >= BATCHES_IN_FLIGHT { None } else { self.waiting.pop_front() }
+        self.turns.pop_front()
     }
 
     /// The next batch of this copy was enqueued. What is left of it waits for its next turn, behind the others.
@@ -80,7 +130,7 @@ impl Lane {
         let last = done.then(|| transfer.end(true));
         self.flying.push_back(Flight { batch: self.batches, op: transfer.op, last });
         if !done {
-            self.waiting.push_back(transfer);
+            self.turns.push_back(transfer);
         }
     }
 
@@ -91,17 +141,22 @@ impl Lane {
     }
 
     pub(super) fn give_up_all(&mut self) {
-        for transfer in std::mem::take(&mut self.waiting) {
+        for transfer in std::mem::take(&mut self.turns) {
             self.give_up(&transfer);
+        }
+        for transfer in std::mem::take(&mut self.held) {
+            self.give_up(&Transfer { counted: 0, ..transfer });
         }
     }
 
     /// Copies that ended with batch `batch` or before.
     pub(super) fn ended(&mut self, batch: u64) -> Vec<End> {
         let mut ended = Vec::new();
-        while self.flying.front().is_some_and(|flight| flight.batch <= batch) {
-            ended.extend(self.flying.pop_front().and_then(|flight| flight.last));
+        while let Some(flight) = self.flying.pop_front_if(|flight| flight.batch <= batch) {
+            ended.extend(flight.last);
         }
+        self.counted -= ended.iter().map(|end| end.counted).sum::<u64>();
+        self.admit();
         ended
     }
 }
@@ -109,6 +164,18 @@ impl Lane {
 // === impl Transfer ===
 
 impl Transfer {
+    /// A copy of so many bytes, which somebody waits for, or not.
+    pub(super) fn new(
+        (copy, op): (CopyId, u64),
+        blocks: Vec<(u32, u64)>,
+        bytes: u64,
+        awaited: bool,
+        since: Duration,
+    ) -> Self {
+        let counted = if awaited { 0 } else { bytes.min(COUNTED_BYTES_MAX) };
+        Self { copy, op, blocks, cut: 0, block: 0, since, counted }
+    }
+
     /// The next batch: one cut of as many blocks as fit, or several cuts of few blocks.
     pub(super) fn step(&self, cuts: &[u64]) -> Step {
         let start = self.cut.checked_sub(1).map_or(0, |before| cuts[before]);
@@ -124,7 +191,7 @@ impl Transfer {
 
     fn end(&self, ok: bool) -> End {
         let finished = Finished { copy: self.copy, ok };
-        End { finished, blocks: self.blocks.len(), since: self.since }
+        End { finished, blocks: self.blocks.len(), since: self.since, counted: self.counted }
     }
 
     pub(super) fn advance(&mut self, step: &Step) {
@@ -144,7 +211,7 @@ mod tests {
 
     fn steps(count: usize, cuts: &[u64]) -> Vec<Step> {
         let blocks = (0..count as u32).map(|block| (block, 0)).collect();
-        let mut transfer = Transfer { copy: 1, op: 1, blocks, cut: 0, block: 0, since: Duration::ZERO };
+        let mut transfer = Transfer::new((1, 1), blocks, 0, true, Duration::ZERO);
         let mut steps = Vec::new();
         while transfer.cut < cuts.len() {
             let step = transfer.step(cuts);
@@ -155,7 +222,20 @@ mod tests {
     }
 
     fn of_one_block(copy: CopyId, cut: usize) -> Transfer {
-        Transfer { copy, op: copy, blocks: vec![(0, 0)], cut, block: 0, since: Duration::ZERO }
+        Transfer { cut, ..of_bytes(copy, 0, true) }
+    }
+
+    fn of_bytes(copy: CopyId, bytes: u64, awaited: bool) -> Transfer {
+        Transfer::new((copy, copy), vec![(0, 0)], bytes, awaited, Duration::ZERO)
+    }
+
+    /// Enqueues the next batch of the copy whose turn it is, of two that each has; which one.
+    fn enqueue(lane: &mut Lane) -> Option<CopyId> {
+        let mut transfer = lane.next()?;
+        let copy = transfer.copy;
+        transfer.cut += 1;
+        lane.fly(transfer, 2);
+        Some(copy)
     }
 
     #[test]
@@ -198,10 +278,42 @@ mod tests {
     #[test]
     fn copies_take_turns() {
         let mut lane = Lane::default();
-        let transfer = |copy| of_one_block(copy, 0);
-        lane.waiting.extend([transfer(1), transfer(2)]);
-        let first = lane.next().unwrap();
-        lane.fly(first, 2);
-        assert_eq!(lane.next().unwrap().copy, 2);
+        [1, 2].into_iter().for_each(|copy| lane.accept(of_one_block(copy, 0)));
+        let turns: Vec<_> = std::iter::from_fn(|| enqueue(&mut lane)).collect();
+        assert_eq!(turns, [1, 2, 1, 2]);
+    }
+
+    #[test]
+    fn a_backlog_is_carried_out_in_its_order_and_an_awaited_load_beside_it() {
+        let mut lane = Lane::default();
+        (1..=4).for_each(|copy| lane.accept(of_bytes(copy, 4096 * MIB, false)));
+        lane.accept(of_bytes(5, 4096 * MIB, true));
+        let turns: Vec<_> = std::iter::from_fn(|| enqueue(&mut lane)).collect();
+        assert_eq!(turns, [1, 2, 5, 1, 2, 5], "two large ones, and what somebody waits for");
+        assert!(lane.has_waiting());
+        assert_eq!(
+            lane.ended(4).len(),
+            1,
+            "the first copy has two batches, of which the second is the fourth"
+        );
+        assert_eq!(enqueue(&mut lane), Some(3));
+        lane.give_up_all();
+        let ended = lane.ended(lane.batches);
+        let ended: Vec<_> = ended.iter().map(|end| (end.finished.copy, end.finished.ok)).collect();
+        assert_eq!(ended, [(2, true), (5, true), (3, false), (4, false)]);
+        assert!(!lane.busy() && lane.counted == 0);
+    }
+
+    #[test]
+    fn small_loads_fill_the_room_beside_a_large_one() {
+        let mut lane = Lane::default();
+        let sizes = [4096, 200, 100, 1];
+        sizes.iter().zip(1..).for_each(|(size, copy)| lane.accept(of_bytes(copy, size * MIB, false)));
+        let turns: Vec<_> = std::iter::from_fn(|| enqueue(&mut lane)).collect();
+        assert_eq!(turns, [1, 2, 1, 2], "the third has no room, and nothing overtakes it");
+        assert_eq!(lane.ended(2), [], "neither has ended");
+        assert_eq!(lane.ended(3).len(), 1);
+        assert_eq!(enqueue(&mut lane), Some(3));
+        assert_eq!(enqueue(&mut lane), Some(4));
     }
 }

@@ -60,7 +60,7 @@ impl Life {
                         .expect("the engine posts no more saves than there is room for");
                 });
             }
-            Action::Copy { copy, session, direction, pieces, load_op } => {
+            Action::Copy { copy, session, direction, pieces, load_op, .. } => {
                 self.ledger.begin(direction, &pieces);
                 self.places.insert(copy, pieces.clone());
                 match self.sessions.get(&session).and_then(|peer| peer.rank.clone()) {

@@ -1,0 +1,212 @@
+//! Whose batches go next where several ranks of this sidecar load into one GPU. They share its link by bytes, however many each
+//! has waiting. No GPU here.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::clock::Clock;
+
+/// Bytes by which a rank may lead the least served one that is active: two batches, 5 ms on the wire.
+const LEAD_BYTES_MAX: u64 = 256 << 20;
+/// A rank without the end of a batch for so long holds nobody up: its stream may be stuck. A batch takes 2.4 ms alone.
+const ACTIVE: Duration = Duration::from_millis(50);
+
+/// The turns on each GPU that is served, by its UUID.
+#[derive(Debug)]
+pub(in crate::copiers) struct Links {
+    clock: Clock,
+    links: Mutex<BTreeMap<[u8; 16], Arc<Mutex<Turns>>>>,
+}
+
+/// A rank's place among those of its GPU, given up on drop.
+#[derive(Debug)]
+pub(super) struct Seat {
+    rank: u64,
+    turns: Arc<Mutex<Turns>>,
+    pub(super) clock: Clock,
+}
+
+/// The ranks of one GPU.
+#[derive(Debug, Default)]
+struct Turns {
+    ranks: BTreeMap<u64, Share>,
+    next: u64,
+}
+
+/// What a rank has had.
+#[derive(Debug, Default)]
+struct Share {
+    bytes: u64,
+    waits: bool,
+    /// When a batch of it ended last.
+    ended: Option<Duration>,
+}
+
+// === impl Links ===
+
+impl Links {
+    pub(in crate::copiers) fn new() -> Self {
+        Self { clock: Clock::start(), links: Mutex::default() }
+    }
+
+    /// A place among the ranks of a GPU.
+    pub(super) fn seat(&self, gpu: [u8; 16]) -> Seat {
+        let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
+        let turns = Arc::clone(links.entry(gpu).or_default());
+        let rank = turns.lock().unwrap_or_else(PoisonError::into_inner).join();
+        Seat { rank, turns, clock: self.clock }
+    }
+}
+
+// === impl Seat ===
+
+impl Seat {
+    /// Whether the rank may enqueue a batch, of which it has some.
+    pub(super) fn may(&self) -> bool {
+        self.turns().may(self.rank, self.clock.now())
+    }
+
+    /// It has no batch to enqueue.
+    pub(super) fn rest(&self) {
+        self.turns().share(self.rank).waits = false;
+    }
+
+    /// It has enqueued one.
+    pub(super) fn enqueued(&self, bytes: u64) {
+        self.turns().share(self.rank).bytes += bytes;
+    }
+
+    /// One has ended.
+    pub(super) fn ended(&self) {
+        self.turns().share(self.rank).ended = Some(self.clock.now());
+    }
+
+    fn turns(&self) -> MutexGuard<'_, Turns> {
+        self.turns.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.turns().ranks.remove(&self.rank);
+    }
+}
+
+// === impl Turns ===
+
+impl Turns {
+    fn join(&mut self) -> u64 {
+        self.next += 1;
+        self.ranks.insert(self.next, Share::default());
+        self.next
+    }
+
+    fn share(&mut self, rank: u64) -> &mut Share {
+        self.ranks.get_mut(&rank).expect("it has a seat")
+    }
+
+    fn may(&mut self, rank: u64, now: Duration) -> bool {
+        let active = self.ranks.iter().filter(|(other, share)| **other != rank && share.is_active(now));
+        let least = active.map(|(_, share)| share.bytes).min();
+        let share = self.share(rank);
+        if !share.is_active(now) {
+            // Time in which it asked for nothing earns it nothing.
+            share.bytes = share.bytes.max(least.unwrap_or(0));
+        }
+        share.waits = true;
+        least.is_none_or(|least| share.bytes < least + LEAD_BYTES_MAX)
+    }
+}
+
+// === impl Share ===
+
+impl Share {
+    fn is_active(&self, now: Duration) -> bool {
+        self.waits && self.ended.is_some_and(|ended| now.saturating_sub(ended) <= ACTIVE)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BATCH: u64 = 128 << 20;
+    const MS: Duration = Duration::from_millis(1);
+
+    /// A GPU's ranks, each batch of which takes a millisecond.
+    #[derive(Default)]
+    struct Link {
+        turns: Turns,
+        now: Duration,
+    }
+
+    impl Link {
+        /// Batches of a rank that may be enqueued now, each of which ends at once.
+        fn moves(&mut self, rank: u64, wanted: usize) -> usize {
+            let may = |link: &mut Self| {
+                let may = link.turns.may(rank, link.now);
+                if may {
+                    link.turns.share(rank).bytes += BATCH;
+                    link.turns.share(rank).ended = Some(link.now);
+                }
+                may
+            };
+            (0..wanted).take_while(|_| may(self)).count()
+        }
+    }
+
+    #[test]
+    fn a_rank_alone_never_waits() {
+        let mut link = Link::default();
+        let (alone, idle) = (link.turns.join(), link.turns.join());
+        assert_eq!(link.moves(alone, 1000), 1000);
+        link.moves(idle, 1);
+        link.turns.share(idle).waits = false;
+        assert_eq!(link.moves(alone, 1000), 1000, "one that wants nothing holds nobody up");
+    }
+
+    #[test]
+    fn ranks_get_equal_bytes_however_much_each_wants() {
+        let mut link = Link::default();
+        let (greedy, modest) = (link.turns.join(), link.turns.join());
+        link.moves(greedy, 100);
+        link.moves(modest, 1);
+        let (mut many, mut few) = (0, 0);
+        for _ in 0..100 {
+            link.now += MS;
+            many += link.moves(greedy, 8);
+            few += link.moves(modest, 1);
+        }
+        assert_eq!(few, 100);
+        assert!((99..=103).contains(&many), "{many}");
+    }
+
+    #[test]
+    fn who_comes_back_does_not_make_up_for_its_rest() {
+        let mut link = Link::default();
+        let (steady, returning) = (link.turns.join(), link.turns.join());
+        link.moves(returning, 1);
+        link.turns.share(returning).waits = false;
+        link.moves(steady, 1000);
+        link.now += 10 * MS;
+        assert_eq!(link.moves(returning, 1000), 2, "as much as it may lead");
+        assert_eq!(link.moves(steady, 1000), 4);
+    }
+
+    #[test]
+    fn a_rank_whose_batches_do_not_end_holds_nobody_up_for_long() {
+        let mut link = Link::default();
+        let (stuck, moving) = (link.turns.join(), link.turns.join());
+        link.moves(stuck, 1);
+        link.moves(moving, 1);
+        assert!(link.moves(moving, 1000) < 3);
+        link.now += ACTIVE;
+        assert_eq!(link.moves(moving, 1000), 0);
+        link.now += MS;
+        assert_eq!(link.moves(moving, 1000), 1000);
+        link.now += MS;
+        link.moves(stuck, 1);
+        assert!(link.moves(moving, 1000) > 0, "it goes on from where the others are");
+    }
+}

@@ -156,7 +156,7 @@ class Engine:
         return self
 
     def generate(self, prompts: list[list[int]], max_tokens: int = 8, logprobs: int = 5, **more: Any) -> list[dict[str, Any]]:
-        """One answer per prompt: tokens, logprobs, cached_tokens, ttft_s, finish_reason, aborted."""
+        """One answer per prompt: tokens, logprobs, cached_tokens, ttft_s, token_s (when each came), finish_reason, aborted."""
         sampling = {"max_tokens": max_tokens, "logprobs": logprobs}
         answers = self.command("generate", prompts=prompts, sampling=sampling, **more)
         assert len(answers) == len(prompts)

@@ -132,8 +132,9 @@ class Driver:
     @staticmethod
     def _note(answer: dict[str, Any], output: Any) -> None:
         completion = output.outputs[0]
+        answer["token_s"] += [time.perf_counter() - answer["start"]] * (len(completion.token_ids) - len(answer["token_s"]))
         if completion.token_ids and answer["ttft_s"] is None:
-            answer["ttft_s"] = time.perf_counter() - answer["start"]
+            answer["ttft_s"] = answer["token_s"][0]
         if not output.finished:
             return
         answer["tokens"] = list(completion.token_ids)
@@ -174,7 +175,7 @@ def _register(architectures: list[str]) -> None:
 
 
 def _new_answer() -> dict[str, Any]:
-    answer: dict[str, Any] = {"tokens": [], "logprobs": [], "ttft_s": None}
+    answer: dict[str, Any] = {"tokens": [], "logprobs": [], "ttft_s": None, "token_s": []}
     answer |= {"aborted": False, "finish_reason": None, "cached_tokens": None}
     return answer | {"start": time.perf_counter()}
 

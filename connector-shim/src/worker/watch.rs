@@ -11,8 +11,8 @@ use shm_protocol::gate::DEVICE_LATENCY;
 use super::link::Batches;
 use super::{LOAD_DEADLINE, SETTLE};
 
-/// Bytes a second that a sidecar brings at least once a load has begun: a fortieth of a GPU's link.
-const BYTES_PER_SECOND_MIN: u64 = 1_000_000_000;
+/// Nanoseconds that a byte takes at most once its load has begun: 1 GB/s, a fortieth of a GPU's link.
+const BYTE_NS_MAX: u64 = 1;
 
 /// Where a load is.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -99,8 +99,7 @@ impl Patience {
     /// With a load that the sidecar begins within `begins`, which has `bytes` in it and ahead of it.
     pub(super) fn new(begins: Duration, bytes: u64) -> Self {
         let still = begins + LOAD_DEADLINE;
-        let whole = LOAD_DEADLINE
-            + Duration::from_secs(1) * u32::try_from(bytes / BYTES_PER_SECOND_MIN).unwrap_or(u32::MAX);
+        let whole = LOAD_DEADLINE + Duration::from_nanos(bytes.saturating_mul(BYTE_NS_MAX));
         Self { still, whole, last: None, begun: None }
     }
 
@@ -249,7 +248,7 @@ mod tests {
     #[test]
     fn a_load_that_has_begun_has_the_time_that_its_bytes_and_those_ahead_of_it_take() {
         let whole = LOAD_DEADLINE + Duration::from_secs(3);
-        let (mut watch, now) = (promised(3 * BYTES_PER_SECOND_MIN), start());
+        let (mut watch, now) = (promised(3_000_000_000), start());
         let at = |ended, cuts| Seen { batches: Batches { began: ended + 1, ended }, cuts, ..REACHED };
         for turn in 0..100 {
             assert_eq!(watch.next(&at(turn, 0), now + LOAD_DEADLINE * turn as u32 / 2), Verdict::Wait);

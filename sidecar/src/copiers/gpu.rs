@@ -32,8 +32,8 @@ use shm_protocol::layout::{
 use shm_protocol::region::{Access, Region};
 use shm_protocol::session::SessionMemory;
 
-use self::lane::{End, Lane, Transfer};
-use self::turns::{Links, Seat};
+use self::lane::{BATCH_BYTES_MAX, BATCH_BYTES_SHARED, End, Lane, Transfer};
+use self::turns::{Links, Seat, Turn};
 use super::{Batch, Ends};
 use crate::clock::Clock;
 use crate::engine;
@@ -308,15 +308,20 @@ impl Thread {
             self.seat.rest();
             return Ok(false);
         }
-        if !self.loads.has_room() || !self.seat.may() {
+        if !self.loads.has_room() {
             return Ok(false);
         }
+        let bytes_max = match self.seat.turn() {
+            Turn::Alone => BATCH_BYTES_MAX,
+            Turn::Shared => BATCH_BYTES_SHARED,
+            Turn::Later => return Ok(false),
+        };
         let Some(mut transfer) = self.loads.next() else { return Ok(false) };
         if !gate::is_open(self.memory.region(), transfer.op) {
             self.loads.give_up(&transfer);
             return Ok(true);
         }
-        let step = transfer.step(&self.cuts);
+        let step = transfer.step(&self.cuts, bytes_max);
         let (batch, whole) = (self.loads.batches + 1, step.blocks.end == transfer.blocks.len());
         let stream = self.load.stream();
         let Words { header: fences, loads, own: page } = &self.words;
@@ -342,7 +347,7 @@ impl Thread {
         let next = self.saves.has_room().then(|| self.saves.next()).flatten();
         let Some(mut transfer) = next else { return Ok(false) };
         let whole = [self.block_bytes()];
-        let step = transfer.step(&whole);
+        let step = transfer.step(&whole, BATCH_BYTES_MAX);
         self.save.enqueue(Direction::ToPool, &(0..whole[0]), &transfer.blocks[step.blocks.clone()])?;
         self.save.stream().write(&self.words.own, own::SAVED, self.saves.batches + 1)?;
         transfer.advance(&step);

@@ -12,7 +12,9 @@ use crate::engine::CopyId;
 
 /// Bytes of a batch at most: 2.4 ms on the wire, which is what a small load waits for a large one. The words around a batch
 /// cost it 10 us: a load of 1.3 GB takes 24.80 ms so, 24.97 in batches of half the size, 24.63 in such of twice.
-const BATCH_BYTES_MAX: u64 = 128 << 20;
+pub(super) const BATCH_BYTES_MAX: u64 = 128 << 20;
+/// The same while other ranks load into that GPU: what is in flight of each of them, two batches, is ahead of any load.
+pub(super) const BATCH_BYTES_SHARED: u64 = 32 << 20;
 /// Cuts of a load are joined while a batch stays below this, 80 us on the wire: a small load is not mostly words.
 const BATCH_BYTES_MIN: u64 = 4 << 20;
 /// Batches of one direction in flight: the next is enqueued while one moves.
@@ -177,10 +179,10 @@ impl Transfer {
     }
 
     /// The next batch: one cut of as many blocks as fit, or several cuts of few blocks.
-    pub(super) fn step(&self, cuts: &[u64]) -> Step {
+    pub(super) fn step(&self, cuts: &[u64], bytes_max: u64) -> Step {
         let start = self.cut.checked_sub(1).map_or(0, |before| cuts[before]);
         let left = self.blocks.len() - self.block;
-        let fitting = usize::try_from(BATCH_BYTES_MAX / (cuts[self.cut] - start)).unwrap_or(usize::MAX);
+        let fitting = usize::try_from(bytes_max / (cuts[self.cut] - start)).unwrap_or(usize::MAX);
         let blocks = self.block..self.block + left.min(fitting.max(1));
         let small = |end: &u64| {
             blocks.len() == self.blocks.len() && (end - start) * blocks.len() as u64 <= BATCH_BYTES_MIN
@@ -214,7 +216,7 @@ mod tests {
         let mut transfer = Transfer::new((1, 1), blocks, 0, true, Duration::ZERO);
         let mut steps = Vec::new();
         while transfer.cut < cuts.len() {
-            let step = transfer.step(cuts);
+            let step = transfer.step(cuts, BATCH_BYTES_MAX);
             transfer.advance(&step);
             steps.push(step);
         }

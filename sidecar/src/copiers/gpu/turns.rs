@@ -27,6 +27,17 @@ pub(super) struct Seat {
     pub(super) clock: Clock,
 }
 
+/// What a rank may do.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Turn {
+    /// Enqueue a batch: nobody else is active.
+    Alone,
+    /// Enqueue a batch.
+    Shared,
+    /// Wait until others have had as much.
+    Later,
+}
+
 /// The ranks of one GPU.
 #[derive(Debug, Default)]
 struct Turns {
@@ -62,9 +73,9 @@ impl Links {
 // === impl Seat ===
 
 impl Seat {
-    /// Whether the rank may enqueue a batch, of which it has some.
-    pub(super) fn may(&self) -> bool {
-        self.turns().may(self.rank, self.clock.now())
+    /// What the rank may enqueue, which has something to.
+    pub(super) fn turn(&self) -> Turn {
+        self.turns().turn(self.rank, self.clock.now())
     }
 
     /// It has no batch to enqueue.
@@ -106,7 +117,7 @@ impl Turns {
         self.ranks.get_mut(&rank).expect("it has a seat")
     }
 
-    fn may(&mut self, rank: u64, now: Duration) -> bool {
+    fn turn(&mut self, rank: u64, now: Duration) -> Turn {
         let active = self.ranks.iter().filter(|(other, share)| **other != rank && share.is_active(now));
         let least = active.map(|(_, share)| share.bytes).min();
         let share = self.share(rank);
@@ -115,7 +126,11 @@ impl Turns {
             share.bytes = share.bytes.max(least.unwrap_or(0));
         }
         share.waits = true;
-        least.is_none_or(|least| share.bytes < least + LEAD_BYTES_MAX)
+        match least {
+            None => Turn::Alone,
+            Some(least) if share.bytes < least + LEAD_BYTES_MAX => Turn::Shared,
+            Some(_) => Turn::Later,
+        }
     }
 }
 
@@ -145,7 +160,7 @@ mod tests {
         /// Batches of a rank that may be enqueued now, each of which ends at once.
         fn moves(&mut self, rank: u64, wanted: usize) -> usize {
             let may = |link: &mut Self| {
-                let may = link.turns.may(rank, link.now);
+                let may = link.turns.turn(rank, link.now) != Turn::Later;
                 if may {
                     link.turns.share(rank).bytes += BATCH;
                     link.turns.share(rank).ended = Some(link.now);

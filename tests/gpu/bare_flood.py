@@ -1,0 +1,308 @@
+"""An engine that loads and does nothing else: the same blocks again and again, with a backlog as large as it is told.
+
+As a program: imports, then reads what to be, a JSON line, saves its blocks once, and keeps so many bytes of asynchronous loads
+waiting. A further line has it take back every load behind its own back; when its input ends it lets its loads end. It writes a
+JSON line several times a second. Without a GPU its memory is the host's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import mmap
+import os
+import select
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from testkit.child import Child, Parent, python
+from testkit.waiting import Failed, wait_for
+
+# Blocks of 640 KiB, delivered in three cuts as vLLM's would be.
+LAYERS, LAYER_BYTES = 20, 32 << 10
+BLOCK_BYTES = LAYERS * LAYER_BYTES
+CUTS = [LAYER_BYTES * layers for layers in (4, 16, LAYERS)]
+MULTIPLIER = 1_000_003
+# Loads begun in a step: the backlog is there within some hundred steps.
+LOADS_OF_A_STEP = 16
+STEP_S = 0.001
+# Steps that are launched ahead of the GPU.
+STEPS_AHEAD = 2
+TELL_S = 0.2
+QUERY_BUDGET_US = 1_000_000
+READY_S, DRAIN_S = 60, 60
+# Where a session's memory holds the gates of its loads; shm-protocol/PROTOCOL.md, section 2.
+GATES, OPERATIONS = 51_974_144, 4096
+# Above every operation of the tests.
+OPERATION_MAX = 1 << 40
+HERE = Path(__file__).resolve().parent
+
+
+class Flood(Child):
+    """One such engine, from the test's side. It has imported torch, or is about to, before it is `start`ed."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(python("bare_flood"), log, path=[HERE])
+        self.last: dict[str, Any] = {}
+
+    def start(self, **options: Any) -> None:
+        """What to be: `socket`, `namespace`, `blocks` of a load, `queued_bytes`, and `device`, -1 for host memory."""
+        self.tell(options)
+
+    def found(self, watchdog_s: float = READY_S) -> dict[str, Any]:
+        """What it says next; no word may have been wrong."""
+        self.last = json.loads(self.line(watchdog_s))
+        assert self.last["wrong_words"] == 0, f"wrong bytes: {self.last}"
+        return self.last
+
+    def news(self) -> dict[str, Any]:
+        """What it says from now on: what waits to be read is skipped."""
+        while self.line_within(0) is not None:
+            pass
+        self.found()
+        return self.found()
+
+    def wait_until(self, condition: Any, what: str, watchdog_s: float = READY_S) -> dict[str, Any]:
+        """The first of its lines of which the condition holds."""
+        deadline = time.monotonic() + watchdog_s
+        while not condition(self.found()):
+            if time.monotonic() > deadline:
+                raise self.failed(f"no {what} in {watchdog_s} s: {self.last}")
+        return self.last
+
+    def close_gates(self) -> None:
+        """Has it close the gate of every load, those to come too, and forget that it did."""
+        self.tell("close gates")
+        self.wait_until(lambda found: found["gates_closed"] > 0, "closed gate")
+
+    def finish(self) -> dict[str, Any]:
+        """Has it end its loads and leave; what it says last."""
+        self.close_input()
+        self.wait_until(lambda found: found.get("ended"), "end of its loads", DRAIN_S)
+        self.wait_exit()
+        return self.last
+
+
+# === The program ===
+
+
+class Memory:
+    """The blocks, each full of words that are a function of its number."""
+
+    def __init__(self, blocks: int, device: int) -> None:
+        import torch
+
+        self._torch, self._on_gpu = torch, device >= 0
+        # Block 0 is never used.
+        self.blocks, words = blocks + 1, BLOCK_BYTES // 8
+        self.file = -1
+        if self._on_gpu:
+            torch.cuda.set_device(device)
+            self.stream = torch.cuda.Stream()
+            self._memory = torch.zeros((self.blocks, words), dtype=torch.int64, device="cuda")
+        else:
+            self.file = os.memfd_create("flood")
+            os.ftruncate(self.file, self.blocks * BLOCK_BYTES)
+            mapped = mmap.mmap(self.file, self.blocks * BLOCK_BYTES)
+            self._memory = torch.frombuffer(mapped, dtype=torch.int64).view(self.blocks, words)
+        self._right = self._torch.arange(self.blocks * words, device=self._memory.device).view(self.blocks, words) * MULTIPLIER
+        self._memory.copy_(self._right)
+        self._marks: list[Any] = []
+        self.wait()
+
+    @property
+    def handle(self) -> int:
+        """The stream that steps are launched on."""
+        return int(self.stream.cuda_stream) if self._on_gpu else 0
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where it is, for a session."""
+        if not self._on_gpu:
+            return {}
+        return {"pointers": [self._memory.data_ptr()], "cuts": CUTS, "stream": self.handle}
+
+    def wrong_words(self) -> int:
+        """Of all blocks. Loads that are under way write what is there."""
+        return int((self._memory != self._right).sum().item())
+
+    def mark_step(self) -> None:
+        """Waits while the GPU is too many steps behind."""
+        if self._on_gpu:
+            event = self._torch.cuda.Event()
+            event.record(self.stream)
+            self._marks.append(event)
+            if len(self._marks) > STEPS_AHEAD:
+                self._marks.pop(0).synchronize()
+
+    def wait(self) -> None:
+        """Until the GPU has done all."""
+        if self._on_gpu:
+            self._torch.cuda.synchronize()
+
+
+class Engine:
+    """Both roles."""
+
+    def __init__(self, socket: str, namespace: str, blocks: int, device: int) -> None:
+        from pillion import _shim
+
+        self._shim = _shim
+        self._memory = Memory(blocks, device)
+        self._ids = list(range(1, blocks + 1))
+        self._hashes = [hashlib.sha256(f"{namespace} {block}".encode()).digest() for block in self._ids]
+        self._run, engine = uuid.uuid4().bytes, f"flood-{uuid.uuid4()}"
+        region, files = (0, 0, BLOCK_BYTES, BLOCK_BYTES), [self._memory.file] if device < 0 else []
+        facts = {"engine": namespace}
+        where = self._memory.place
+        count = self._memory.blocks
+        self._rank = _shim.WorkerSession(socket, engine, 1, 0, 0, 1, count, [region], files, "sidecar", facts, **where)
+        self._scheduler = _shim.SchedulerSession(socket, engine, 1, self._run, QUERY_BUDGET_US, False, True)
+        self._step = 0
+        # Logs of loads that go on.
+        self._loading: dict[int, int] = {}
+        self.loaded = self.failed = self.refused = self.gates_closed = 0
+        wait_for(self._connected, "connection", READY_S, 0.01, self._complaint)
+        self._save()
+
+    @property
+    def load_bytes(self) -> int:
+        """Of one load."""
+        return len(self._ids) * BLOCK_BYTES
+
+    @property
+    def queued_bytes(self) -> int:
+        """Of loads that have not ended."""
+        return len(self._loading) * self.load_bytes
+
+    def step(self, queued_bytes: int) -> None:
+        """One step, which fills the backlog."""
+        self._step += 1
+        plans: list[tuple[int, bytes]] = []
+        while self.queued_bytes + len(plans) * self.load_bytes < queued_bytes and len(plans) < LOADS_OF_A_STEP:
+            planned = self._plan()
+            if planned is None:
+                self.refused += 1
+                break
+            plans.append(planned)
+        self._scheduler.end_step()
+        self._rank.join(self._run)
+        self._rank.start(self._step, self._memory.handle)
+        for log, plan in plans:
+            failed = self._rank.load(plan, False, self._memory.handle)
+            if failed is None:
+                self._loading[self._shim.plan_op(plan)] = log
+            else:
+                self._end(log, failed)
+        for op, failed in self._rank.finished():
+            self._end(self._loading.pop(op), failed)
+        self._rank.done(self._step, True, self._memory.handle)
+        self._memory.mark_step()
+
+    def found(self) -> dict[str, Any]:
+        """All that a test wants to know."""
+        stats = self._rank.stats()
+        return {
+            "loads": self.loaded,
+            "loaded_bytes": self.loaded * self.load_bytes,
+            "queued_bytes": self.queued_bytes,
+            "failed": self.failed,
+            "refused": self.refused,
+            "rescues": stats["rescues"],
+            "blocks_by_engine": stats["blocks_by_engine"],
+            "connections": max(self._rank.generation, self._scheduler.generation),
+            "wrong_words": self._memory.wrong_words(),
+            "gates_closed": self.gates_closed,
+            "notices": [*self._rank.take_notices(), *self._scheduler.take_notices()],
+            "at": time.monotonic(),
+        }
+
+    def close_gates(self) -> None:
+        """As a rank does that takes every load back; this one's session knows nothing of it."""
+        words = b"".join((-(OPERATION_MAX + word) % (1 << 64)).to_bytes(8, "little") for word in range(OPERATIONS))
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            fields = line.split()
+            if len(fields) > 5 and fields[5].startswith("/memfd:pillion-session"):
+                (start, end), offset = (int(address, 16) for address in fields[0].split("-")), int(fields[2], 16)
+                if offset <= GATES and GATES + len(words) <= offset + end - start:
+                    ctypes.memmove(start + GATES - offset, words, len(words))
+                    self.gates_closed += OPERATIONS
+
+    def end(self) -> None:
+        """Leaves the sidecar."""
+        self._memory.wait()
+        self._scheduler.disconnect()
+        self._rank.disconnect()
+
+    def _complaint(self, reason: str) -> Failed:
+        return Failed(f"{reason}: {self._rank.take_notices()} {self._scheduler.take_notices()}")
+
+    def _connected(self) -> bool:
+        self._rank.join(self._run)
+        self._scheduler.end_step()
+        return self._rank.connected and self._scheduler.connected and bool(self._scheduler.namespace)
+
+    def _save(self) -> None:
+        def kept() -> bool:
+            self.step(0)
+            stats = self._scheduler.stats()
+            return int(stats["blocks_committed"] + stats["blocks_present"]) >= len(self._ids)
+
+        log = self._scheduler.open()
+        appended = self._scheduler.append(log, self._hashes, 0)
+        if appended < len(self._ids) or not self._scheduler.save(log, 0, self._ids, self._step + 1):
+            raise self._complaint("the save was not taken")
+        self._scheduler.close(log)
+        wait_for(kept, "save", READY_S, 0.01, self._complaint)
+
+    def _plan(self) -> tuple[int, bytes] | None:
+        log = self._scheduler.open()
+        if log < 0:
+            return None
+        self._scheduler.append(log, self._hashes, 0)
+        if self._scheduler.query(log, 0, len(self._ids)) == len(self._ids):
+            plans = self._scheduler.load(log, 0, self._ids, self._step, False)
+            if plans:
+                return log, plans[0]
+        self._scheduler.close(log)
+        return None
+
+    def _end(self, log: int, failed: list[int]) -> None:
+        self.loaded += 1
+        self.failed += len(failed)
+        self._scheduler.close(log)
+
+
+def main() -> None:
+    """One engine's life."""
+    parent = Parent()
+    import torch  # noqa: F401 - seconds, spent before the first line is read
+
+    role = parent.hear()
+    if role is None:
+        return
+    queued_bytes = int(role.pop("queued_bytes"))
+    engine = Engine(**role)
+    parent.tell(engine.found())
+    told, drain_by = time.monotonic(), 0.0
+    while not drain_by or (engine.queued_bytes and time.monotonic() < drain_by):
+        if not drain_by and select.select([sys.stdin], [], [], 0)[0]:
+            if parent.hear() is None:
+                queued_bytes, drain_by = 0, time.monotonic() + DRAIN_S
+            else:
+                engine.close_gates()
+        engine.step(queued_bytes)
+        time.sleep(STEP_S)
+        if time.monotonic() > told + TELL_S:
+            parent.tell(engine.found())
+            told = time.monotonic()
+    parent.tell(engine.found() | {"ended": True})
+    engine.end()
+
+
+if __name__ == "__main__":
+    main()

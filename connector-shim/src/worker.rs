@@ -10,6 +10,7 @@ mod copies;
 mod device;
 mod link;
 mod memory;
+mod patience;
 mod stager;
 mod watch;
 
@@ -34,7 +35,8 @@ use self::link::Link;
 pub use self::link::SETTLE;
 pub use self::memory::Memory;
 use self::memory::{Opened, open_memory};
-use self::watch::{Patience, Watch};
+use self::patience::Patience;
+use self::watch::Watch;
 use crate::client::{Change, Client};
 use crate::clock;
 use crate::connection::{Address, Connection};
@@ -328,7 +330,8 @@ impl Worker {
             && self.device.is_none()
             && let Some(link) = self.link_of(&plan)
         {
-            let (outcome, refused) = (link.wait(plan.op, patience(&plan, 0)), self.refuses(&plan));
+            let (outcome, refused) =
+                (link.wait(plan.op, patience(&plan, self.awaited_bytes(&plan))), self.refuses(&plan));
             if is_whole(&plan, outcome) {
                 self.copies.count_sidecar(&plan);
                 return if refused { plan.block_ids() } else { Vec::new() };
@@ -348,7 +351,7 @@ impl Worker {
         } else if !self.copies_itself(&plan)
             && let Some(link) = self.link_of(&plan)
         {
-            let (patience, refused) = (patience(&plan, 0), self.refuses(&plan));
+            let (patience, refused) = (patience(&plan, self.awaited_bytes(&plan)), self.refuses(&plan));
             self.awaited.push(Awaited { plan, refused, link, patience });
         } else {
             let job = self.job(plan);
@@ -429,6 +432,12 @@ impl Worker {
         } else {
             self.awaited.push(Awaited { plan, refused, link, patience });
         }
+    }
+
+    /// Host memory: bytes of a load, and of those ahead of it.
+    fn awaited_bytes(&self, plan: &Plan) -> u64 {
+        let plans = self.awaited.iter().map(|awaited| &awaited.plan).chain([plan]);
+        plans.map(|plan| self.copies.bytes(plan)).sum()
     }
 
     /// Takes a load into host memory away from the sidecar.

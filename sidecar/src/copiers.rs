@@ -18,7 +18,7 @@ use shm_protocol::session::SessionMemory;
 use tiers::pool::Pool;
 
 use self::gpu::GpuRank;
-use self::gpu::turns::Links;
+use self::gpu::link::Links;
 use self::host::{HostCopiers, HostRank};
 use self::staged::StagedRank;
 use crate::engine::{Comparison, CopyId, Direction, Found, Piece, SessionId};

@@ -29,10 +29,10 @@ CUTS = [LAYER_BYTES * layers for layers in (4, 16, LAYERS)]
 MULTIPLIER = 1_000_003
 # Loads begun in a step: the backlog is there within some hundred steps.
 LOADS_OF_A_STEP = 16
-STEP_S = 0.001
+STEP_S = 0.004
 # Steps that are launched ahead of the GPU.
 STEPS_AHEAD = 2
-TELL_S = 0.2
+TELL_S = 0.25
 QUERY_BUDGET_US = 1_000_000
 READY_S, DRAIN_S = 60, 60
 # Where a session's memory holds the gates of its loads; shm-protocol/PROTOCOL.md, section 2.

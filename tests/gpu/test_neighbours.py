@@ -329,6 +329,9 @@ class Play:
         finally:
             flood.signal(signal.SIGCONT)
         ended = self._side.restart_sidecar()
+        if fault == "gate":
+            # It struck: its loads were finished by the engine itself.
+            flood.wait_until(lambda found: found["rescues"] > 0, "rescue", PART_S)
         if fault == "frozen" and not ended:
             loads = flood.news()["loads"]
             flood.wait_until(lambda found: found["loads"] > loads, "load after the freeze", PART_S)

@@ -174,7 +174,7 @@ impl Copies {
     }
 
     /// Bytes of this rank's part of a load.
-    fn bytes(&self, plan: &Plan) -> u64 {
+    pub(super) fn bytes(&self, plan: &Plan) -> u64 {
         plan.blocks.len() as u64 * self.memory.block_bytes()
     }
 

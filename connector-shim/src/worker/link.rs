@@ -11,7 +11,7 @@ use shm_protocol::message::{Outcome, Stage, Status};
 use shm_protocol::request::{LoadEnd, WorkerRequest};
 use shm_protocol::{gate, wait};
 
-use super::watch::{Patience, Progress};
+use super::patience::{Patience, Progress};
 use crate::clock;
 use crate::connection::Connection;
 use crate::scheduler::SLEEP_TURN;

@@ -8,11 +8,9 @@ use std::time::{Duration, Instant};
 
 use shm_protocol::gate::DEVICE_LATENCY;
 
+use super::SETTLE;
 use super::link::Batches;
-use super::{LOAD_DEADLINE, SETTLE};
-
-/// Nanoseconds that a byte takes at most once its load has begun: 1 GB/s, a fortieth of a GPU's link.
-const BYTE_NS_MAX: u64 = 1;
+use super::patience::{Patience, Progress};
 
 /// Where a load is.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -35,28 +33,6 @@ pub(super) struct Watch {
     phase: Phase,
     /// From when the engine's stream has reached it.
     patience: Patience,
-}
-
-/// How long a load is left to the sidecar: as long as something moves, once it has begun itself until its bytes and those
-/// ahead of it should be there. A load behind a backlog is not late.
-#[derive(Clone, Debug)]
-pub(super) struct Patience {
-    /// Without progress.
-    still: Duration,
-    /// From its own first progress on.
-    whole: Duration,
-    /// The last progress that was seen, and when it was new.
-    last: Option<(Progress, Instant)>,
-    begun: Option<Instant>,
-}
-
-/// What a sidecar has brought. Only that it changes means anything, and that `cuts` are some.
-#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
-pub(super) struct Progress {
-    /// Batches of this rank's loads that ended; blocks on host memory.
-    pub(super) ended: u64,
-    /// Cuts of this load that are there.
-    pub(super) cuts: u64,
 }
 
 /// What can be seen of a load.
@@ -91,30 +67,6 @@ pub(super) enum Verdict {
     Copy,
     /// End the process: the blocks can neither be waited for nor be taken back.
     GiveUp,
-}
-
-// === impl Patience ===
-
-impl Patience {
-    /// With a load that the sidecar begins within `begins`, which has `bytes` in it and ahead of it.
-    pub(super) fn new(begins: Duration, bytes: u64) -> Self {
-        let still = begins + LOAD_DEADLINE;
-        let whole = LOAD_DEADLINE + Duration::from_nanos(bytes.saturating_mul(BYTE_NS_MAX));
-        Self { still, whole, last: None, begun: None }
-    }
-
-    /// Whether it is over, now that so much is there. It begins with the first look.
-    pub(super) fn is_over(&mut self, progress: Progress, now: Instant) -> bool {
-        if self.last.is_none_or(|(last, _)| last != progress) {
-            self.last = Some((progress, now));
-        }
-        if progress.cuts > 0 {
-            self.begun.get_or_insert(now);
-        }
-        let over = |since: Instant, limit: Duration| now.duration_since(since) >= limit;
-        self.last.is_some_and(|(_, since)| over(since, self.still))
-            || self.begun.is_some_and(|since| over(since, self.whole))
-    }
 }
 
 // === impl Watch ===
@@ -184,6 +136,7 @@ impl Watch {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::worker::LOAD_DEADLINE;
 
     const NOTHING: Seen = Seen {
         reached: false,
@@ -202,21 +155,20 @@ mod tests {
         crate::clock::now()
     }
 
-    /// A watch of a load with so many bytes in it and ahead of it.
-    fn promised(bytes: u64) -> Watch {
-        Watch::promised(Patience::new(Duration::ZERO, bytes))
+    fn promised() -> Watch {
+        Watch::promised(Patience::new(Duration::ZERO, 0))
     }
 
     /// A watch whose gate was closed at the instant returned.
     fn taken_back() -> (Watch, Instant) {
-        let (mut watch, now) = (promised(0), start());
+        let (mut watch, now) = (promised(), start());
         assert_eq!(watch.next(&Seen { broken: true, ..REACHED }, now), Verdict::TakeBack);
         (watch, now)
     }
 
     #[test]
     fn a_load_is_left_to_the_sidecar_until_it_is_whole() {
-        let (mut watch, now) = (promised(0), start());
+        let (mut watch, now) = (promised(), start());
         assert_eq!(watch.next(&NOTHING, now), Verdict::Wait);
         assert_eq!(watch.next(&RUNNING, now + MS), Verdict::Wait);
         assert_eq!(watch.next(&Seen { whole: true, broken: true, ..RUNNING }, now + 2 * MS), Verdict::Whole);
@@ -224,7 +176,7 @@ mod tests {
 
     #[test]
     fn the_deadline_counts_from_when_the_sidecar_could_begin() {
-        let (mut watch, now) = (promised(0), start());
+        let (mut watch, now) = (promised(), start());
         assert_eq!(watch.next(&NOTHING, now), Verdict::Wait);
         let reached = now + 10 * LOAD_DEADLINE;
         assert_eq!(watch.next(&NOTHING, reached), Verdict::Wait, "the engine was busy before");
@@ -235,7 +187,7 @@ mod tests {
 
     #[test]
     fn a_load_behind_a_backlog_that_moves_is_not_late() {
-        let (mut watch, now) = (promised(0), start());
+        let (mut watch, now) = (promised(), start());
         let at = |ended| Seen { batches: Batches { began: ended + 1, ended }, ..REACHED };
         for turn in 0..100 {
             assert_eq!(watch.next(&at(turn), now + (LOAD_DEADLINE - MS) * turn as u32), Verdict::Wait);
@@ -246,31 +198,15 @@ mod tests {
     }
 
     #[test]
-    fn a_load_that_has_begun_has_the_time_that_its_bytes_and_those_ahead_of_it_take() {
-        let whole = LOAD_DEADLINE + Duration::from_secs(3);
-        let (mut watch, now) = (promised(3_000_000_000), start());
-        let at = |ended, cuts| Seen { batches: Batches { began: ended + 1, ended }, cuts, ..REACHED };
-        for turn in 0..100 {
-            assert_eq!(watch.next(&at(turn, 0), now + LOAD_DEADLINE * turn as u32 / 2), Verdict::Wait);
-        }
-        let begun = now + 50 * LOAD_DEADLINE;
-        for tenth in 0..10 {
-            assert_eq!(watch.next(&at(100 + u64::from(tenth), 1), begun + whole * tenth / 10), Verdict::Wait);
-        }
-        assert_eq!(watch.next(&at(110, 2), begun + whole - MS), Verdict::Wait);
-        assert_eq!(watch.next(&at(111, 2), begun + whole), Verdict::TakeBack, "however much else moves");
-    }
-
-    #[test]
     fn a_late_look_finds_a_whole_load_whole() {
-        let (mut watch, now) = (promised(0), start());
+        let (mut watch, now) = (promised(), start());
         assert_eq!(watch.next(&REACHED, now), Verdict::Wait);
         assert_eq!(watch.next(&Seen { whole: true, ..REACHED }, now + 9 * LOAD_DEADLINE), Verdict::Whole);
     }
 
     #[test]
     fn what_the_sidecar_refuses_is_not_taken_back() {
-        let (mut watch, now) = (promised(0), start());
+        let (mut watch, now) = (promised(), start());
         let refused = Seen { refused: true, broken: true, ..NOTHING };
         assert_eq!(watch.next(&refused, now), Verdict::Wait, "its blocks are not free yet");
         assert_eq!(watch.next(&Seen { reached: true, ..refused }, now), Verdict::Copy);
@@ -306,7 +242,7 @@ mod tests {
 
     #[test]
     fn blocks_are_not_touched_before_the_engine_gave_them_up() {
-        let (mut watch, now) = (promised(0), start());
+        let (mut watch, now) = (promised(), start());
         assert_eq!(watch.next(&Seen { broken: true, ..NOTHING }, now), Verdict::TakeBack);
         let gone = Seen { gone: true, ..NOTHING };
         assert_eq!(watch.next(&gone, now + 10 * SETTLE), Verdict::Wait);

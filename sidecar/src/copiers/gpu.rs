@@ -5,12 +5,12 @@
 //! gate is looked at by the GPU itself, so that a sidecar that was frozen cannot write into blocks that the engine has
 //! taken back; one that finds a batch behind a closed gate cannot get rid of it and ends.
 //!
-//! Ranks of one GPU share its link ([`turns`]), for loads: nobody waits for a save.
+//! Ranks of one GPU share its link ([`link`]), for loads: nobody waits for a save.
 //!
 //! The thread owns all that the GPU touches, and lets go of it when nothing is in flight.
 
 mod lane;
-pub(super) mod turns;
+pub(super) mod link;
 
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
@@ -33,7 +33,7 @@ use shm_protocol::region::{Access, Region};
 use shm_protocol::session::SessionMemory;
 
 use self::lane::{BATCH_BYTES_MAX, BATCH_BYTES_SHARED, End, Lane, Transfer};
-use self::turns::{Links, Seat, Turn};
+use self::link::{Links, Seat, Turn};
 use super::{Batch, Ends};
 use crate::clock::Clock;
 use crate::engine;

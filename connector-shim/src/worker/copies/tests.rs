@@ -17,7 +17,7 @@ use crate::connection::Address;
 use crate::peer::rank::{BLOCK_BYTES, EPOCH, Kv, content, options, plan};
 use crate::peer::{Peer, Served, eventually};
 use crate::worker::memory::Memory;
-use crate::worker::watch::Patience;
+use crate::worker::patience::Patience;
 use crate::worker::{Options, SETTLE};
 
 const CUTS: usize = 3;

@@ -87,7 +87,6 @@ impl Lane {
 
     /// Whether there is anything to enqueue, now or later.
     pub(super) fn has_waiting(&self) -> bool {
-        // Something takes turns as long as anything is held.
         !self.turns.is_empty() || !self.held.is_empty()
     }
 

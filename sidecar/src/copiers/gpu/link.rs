@@ -12,18 +12,18 @@ const LEAD_BYTES_MAX: u64 = 256 << 20;
 /// A rank without the end of a batch for so long holds nobody up: its stream may be stuck. A batch takes 2.4 ms alone.
 const ACTIVE: Duration = Duration::from_millis(50);
 
-/// The turns on each GPU that is served, by its UUID.
+/// The link of each GPU that is served, by its UUID.
 #[derive(Debug)]
 pub(in crate::copiers) struct Links {
     clock: Clock,
-    links: Mutex<BTreeMap<[u8; 16], Arc<Mutex<Turns>>>>,
+    links: Mutex<BTreeMap<[u8; 16], Arc<Mutex<Link>>>>,
 }
 
 /// A rank's place among those of its GPU, given up on drop.
 #[derive(Debug)]
 pub(super) struct Seat {
     rank: u64,
-    turns: Arc<Mutex<Turns>>,
+    link: Arc<Mutex<Link>>,
     pub(super) clock: Clock,
 }
 
@@ -40,7 +40,7 @@ pub(super) enum Turn {
 
 /// The ranks of one GPU.
 #[derive(Debug, Default)]
-struct Turns {
+struct Link {
     ranks: BTreeMap<u64, Share>,
     next: u64,
 }
@@ -64,9 +64,9 @@ impl Links {
     /// A place among the ranks of a GPU.
     pub(super) fn seat(&self, gpu: [u8; 16]) -> Seat {
         let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
-        let turns = Arc::clone(links.entry(gpu).or_default());
-        let rank = turns.lock().unwrap_or_else(PoisonError::into_inner).join();
-        Seat { rank, turns, clock: self.clock }
+        let link = Arc::clone(links.entry(gpu).or_default());
+        let rank = link.lock().unwrap_or_else(PoisonError::into_inner).join();
+        Seat { rank, link, clock: self.clock }
     }
 }
 
@@ -75,38 +75,38 @@ impl Links {
 impl Seat {
     /// What the rank may enqueue, which has something to.
     pub(super) fn turn(&self) -> Turn {
-        self.turns().turn(self.rank, self.clock.now())
+        self.link().turn(self.rank, self.clock.now())
     }
 
     /// It has no batch to enqueue.
     pub(super) fn rest(&self) {
-        self.turns().share(self.rank).waits = false;
+        self.link().share(self.rank).waits = false;
     }
 
     /// It has enqueued one.
     pub(super) fn enqueued(&self, bytes: u64) {
-        self.turns().share(self.rank).bytes += bytes;
+        self.link().share(self.rank).bytes += bytes;
     }
 
     /// One has ended.
     pub(super) fn ended(&self) {
-        self.turns().share(self.rank).ended = Some(self.clock.now());
+        self.link().share(self.rank).ended = Some(self.clock.now());
     }
 
-    fn turns(&self) -> MutexGuard<'_, Turns> {
-        self.turns.lock().unwrap_or_else(PoisonError::into_inner)
+    fn link(&self) -> MutexGuard<'_, Link> {
+        self.link.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for Seat {
     fn drop(&mut self) {
-        self.turns().ranks.remove(&self.rank);
+        self.link().ranks.remove(&self.rank);
     }
 }
 
-// === impl Turns ===
+// === impl Link ===
 
-impl Turns {
+impl Link {
     fn join(&mut self) -> u64 {
         self.next += 1;
         self.ranks.insert(self.next, Share::default());
@@ -151,19 +151,19 @@ mod tests {
 
     /// A GPU's ranks, each batch of which takes a millisecond.
     #[derive(Default)]
-    struct Link {
-        turns: Turns,
+    struct Wire {
+        link: Link,
         now: Duration,
     }
 
-    impl Link {
+    impl Wire {
         /// Batches of a rank that may be enqueued now, each of which ends at once.
         fn moves(&mut self, rank: u64, wanted: usize) -> usize {
-            let may = |link: &mut Self| {
-                let may = link.turns.turn(rank, link.now) != Turn::Later;
+            let may = |wire: &mut Self| {
+                let may = wire.link.turn(rank, wire.now) != Turn::Later;
                 if may {
-                    link.turns.share(rank).bytes += BATCH;
-                    link.turns.share(rank).ended = Some(link.now);
+                    wire.link.share(rank).bytes += BATCH;
+                    wire.link.share(rank).ended = Some(wire.now);
                 }
                 may
             };
@@ -173,25 +173,25 @@ mod tests {
 
     #[test]
     fn a_rank_alone_never_waits() {
-        let mut link = Link::default();
-        let (alone, idle) = (link.turns.join(), link.turns.join());
-        assert_eq!(link.moves(alone, 1000), 1000);
-        link.moves(idle, 1);
-        link.turns.share(idle).waits = false;
-        assert_eq!(link.moves(alone, 1000), 1000, "one that wants nothing holds nobody up");
+        let mut wire = Wire::default();
+        let (alone, idle) = (wire.link.join(), wire.link.join());
+        assert_eq!(wire.moves(alone, 1000), 1000);
+        wire.moves(idle, 1);
+        wire.link.share(idle).waits = false;
+        assert_eq!(wire.moves(alone, 1000), 1000, "one that wants nothing holds nobody up");
     }
 
     #[test]
     fn ranks_get_equal_bytes_however_much_each_wants() {
-        let mut link = Link::default();
-        let (greedy, modest) = (link.turns.join(), link.turns.join());
-        link.moves(greedy, 100);
-        link.moves(modest, 1);
+        let mut wire = Wire::default();
+        let (greedy, modest) = (wire.link.join(), wire.link.join());
+        wire.moves(greedy, 100);
+        wire.moves(modest, 1);
         let (mut many, mut few) = (0, 0);
         for _ in 0..100 {
-            link.now += MS;
-            many += link.moves(greedy, 8);
-            few += link.moves(modest, 1);
+            wire.now += MS;
+            many += wire.moves(greedy, 8);
+            few += wire.moves(modest, 1);
         }
         assert_eq!(few, 100);
         assert!((99..=103).contains(&many), "{many}");
@@ -199,29 +199,29 @@ mod tests {
 
     #[test]
     fn who_comes_back_does_not_make_up_for_its_rest() {
-        let mut link = Link::default();
-        let (steady, returning) = (link.turns.join(), link.turns.join());
-        link.moves(returning, 1);
-        link.turns.share(returning).waits = false;
-        link.moves(steady, 1000);
-        link.now += 10 * MS;
-        assert_eq!(link.moves(returning, 1000), 2, "as much as it may lead");
-        assert_eq!(link.moves(steady, 1000), 4);
+        let mut wire = Wire::default();
+        let (steady, returning) = (wire.link.join(), wire.link.join());
+        wire.moves(returning, 1);
+        wire.link.share(returning).waits = false;
+        wire.moves(steady, 1000);
+        wire.now += 10 * MS;
+        assert_eq!(wire.moves(returning, 1000), 2, "as much as it may lead");
+        assert_eq!(wire.moves(steady, 1000), 4);
     }
 
     #[test]
     fn a_rank_whose_batches_do_not_end_holds_nobody_up_for_long() {
-        let mut link = Link::default();
-        let (stuck, moving) = (link.turns.join(), link.turns.join());
-        link.moves(stuck, 1);
-        link.moves(moving, 1);
-        assert!(link.moves(moving, 1000) < 3);
-        link.now += ACTIVE;
-        assert_eq!(link.moves(moving, 1000), 0);
-        link.now += MS;
-        assert_eq!(link.moves(moving, 1000), 1000);
-        link.now += MS;
-        link.moves(stuck, 1);
-        assert!(link.moves(moving, 1000) > 0, "it goes on from where the others are");
+        let mut wire = Wire::default();
+        let (stuck, moving) = (wire.link.join(), wire.link.join());
+        wire.moves(stuck, 1);
+        wire.moves(moving, 1);
+        assert!(wire.moves(moving, 1000) < 3);
+        wire.now += ACTIVE;
+        assert_eq!(wire.moves(moving, 1000), 0);
+        wire.now += MS;
+        assert_eq!(wire.moves(moving, 1000), 1000);
+        wire.now += MS;
+        wire.moves(stuck, 1);
+        assert!(wire.moves(moving, 1000) > 0, "it goes on from where the others are");
     }
 }

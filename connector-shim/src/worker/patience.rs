@@ -1,0 +1,101 @@
+//! How long a load is left to the sidecar: as long as something of its rank moves, and until its bytes and those ahead of it
+//! should be there. A load behind a backlog is not late. Pure.
+
+use std::time::{Duration, Instant};
+
+use super::LOAD_DEADLINE;
+
+/// Nanoseconds that a byte takes at most once its load has begun: 1 GB/s, a fortieth of a GPU's link.
+const BYTE_NS_MAX: u64 = 1;
+
+/// How long a load may not have begun, beyond the time of its bytes and those ahead of it: on host memory nothing tells when
+/// it has, and others' loads are ahead of it too.
+const BEGINS_MAX: Duration = LOAD_DEADLINE.saturating_mul(4);
+
+/// Of one load.
+#[derive(Clone, Debug)]
+pub(super) struct Patience {
+    /// Without progress.
+    still: Duration,
+    /// From its own first progress on, whatever else moves.
+    whole: Duration,
+    /// The last progress that was seen, and when it was new.
+    last: Option<(Progress, Instant)>,
+    /// When it was looked at first.
+    since: Option<Instant>,
+    begun: Option<Instant>,
+}
+
+/// What a sidecar has brought. Only that it changes means anything, and that `cuts` are some.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct Progress {
+    /// Batches of this rank's loads that ended; blocks on host memory.
+    pub(super) ended: u64,
+    /// Cuts of this load that are there.
+    pub(super) cuts: u64,
+}
+
+// === impl Patience ===
+
+impl Patience {
+    /// With a load that the sidecar begins within `begins`, which has `bytes` in it and ahead of it.
+    pub(super) fn new(begins: Duration, bytes: u64) -> Self {
+        let still = begins + LOAD_DEADLINE;
+        let whole = LOAD_DEADLINE + Duration::from_nanos(bytes.saturating_mul(BYTE_NS_MAX));
+        Self { still, whole, last: None, since: None, begun: None }
+    }
+
+    /// Whether it is over, now that so much is there. It begins with the first look.
+    pub(super) fn is_over(&mut self, progress: Progress, now: Instant) -> bool {
+        if self.last.is_none_or(|(last, _)| last != progress) {
+            self.last = Some((progress, now));
+        }
+        let since = *self.since.get_or_insert(now);
+        if progress.cuts > 0 {
+            self.begun.get_or_insert(now);
+        }
+        let over = |since: Instant, limit: Duration| now.duration_since(since) >= limit;
+        let whole = match self.begun {
+            Some(begun) => over(begun, self.whole),
+            None => over(since, BEGINS_MAX + self.whole),
+        };
+        whole || self.last.is_some_and(|(_, since)| over(since, self.still))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn a_load_behind_a_backlog_that_moves_is_not_late() {
+        let (mut patience, now) = (Patience::new(Duration::ZERO, 200_000_000_000), crate::clock::now());
+        let at = |ended| Progress { ended, cuts: 0 };
+        for turn in 0..100_u32 {
+            assert!(!patience.is_over(at(turn.into()), now + (LOAD_DEADLINE - MS) * turn), "turn {turn}");
+        }
+        let stopped = now + (LOAD_DEADLINE - MS) * 99;
+        assert!(!patience.is_over(at(99), stopped + LOAD_DEADLINE - MS));
+        assert!(patience.is_over(at(99), stopped + LOAD_DEADLINE));
+    }
+
+    #[test]
+    fn a_load_that_has_begun_has_the_time_that_its_bytes_and_those_ahead_of_it_take() {
+        let whole = LOAD_DEADLINE + Duration::from_secs(3);
+        let mut patience = Patience::new(Duration::ZERO, 3_000_000_000);
+        let (now, ahead) = (crate::clock::now(), BEGINS_MAX + whole - MS);
+        let behind = |tenth: u32| (Progress { ended: tenth.into(), cuts: 0 }, now + ahead * tenth / 10);
+        assert!((0..=10).map(behind).all(|(progress, now)| !patience.is_over(progress, now)));
+        let mut another = patience.clone();
+        assert!(another.is_over(Progress { ended: 11, cuts: 0 }, now + ahead + MS), "it never begins");
+        let begun = now + ahead;
+        for tenth in 0..10_u32 {
+            let progress = Progress { ended: 100 + u64::from(tenth), cuts: 1 };
+            assert!(!patience.is_over(progress, begun + whole * tenth / 10));
+        }
+        assert!(!patience.is_over(Progress { ended: 110, cuts: 2 }, begun + whole - MS));
+        assert!(patience.is_over(Progress { ended: 111, cuts: 2 }, begun + whole), "however much else moves");
+    }
+}

@@ -328,14 +328,13 @@ class Play:
             gaps, tokens = self._side.end_decode()
         finally:
             flood.signal(signal.SIGCONT)
-        ended = self._side.restart_sidecar()
         if fault == "gate":
             # It struck: its loads were finished by the engine itself.
             flood.wait_until(lambda found: found["rescues"] > 0, "rescue", PART_S)
+        warm_ms, ended = self._warm_again()
         if fault == "frozen" and not ended:
             loads = flood.news()["loads"]
             flood.wait_until(lambda found: found["loads"] > loads, "load after the freeze", PART_S)
-        warm_ms = self._warm_again()
         moved = p99(gaps) - p99(self._gaps)
         self._parts.added_ms.append(max(gaps) - statistics.median(self._gaps))
         found = {"gap_p99_ms": p99(gaps), "gap_max_ms": max(gaps), "p99_moved_ms": moved, "warm_ms": warm_ms}
@@ -343,11 +342,13 @@ class Play:
         self._parts.check(tokens == self._tokens, f"{fault}: the neighbour's tokens are others")
         self._parts.check(moved < GAP_MS_MAX, f"{fault}: the 99th percentile of its gaps moved by {moved:.0f} ms")
 
-    def _warm_again(self) -> float:
-        """The first token of a warm prompt, once the engine is with a sidecar again; right in any case."""
+    def _warm_again(self) -> tuple[float, bool]:
+        """The first token of a warm prompt, once the engine is with a sidecar again, and whether that is another one."""
         found: list[float] = []
+        restarts: list[bool] = []
 
         def hit() -> bool:
+            restarts.append(self._side.restart_sidecar())
             try:
                 found.append(self._side.warm(self._side.short))
             except Failed as error:
@@ -357,7 +358,7 @@ class Play:
             return True
 
         wait_for(hit, "hit after the fault", PART_S, 0.2)
-        return found[-1]
+        return found[-1], any(restarts)
 
 
 def _freeze(flood: bare_flood.Flood) -> None:

@@ -4,6 +4,7 @@ mod client;
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use client::{Kv, Session, greet, hello, keys, save, watch};
@@ -153,8 +154,7 @@ fn check_pool(scheduler: &Session, rank: &Session, number: u64) {
         let start = slot.offset + number * shard;
         let aligned = (start / 8 * 8) as usize;
         let words = rank.pool.words64(aligned, (shard as usize).div_ceil(8) + 1);
-        let bytes: Vec<u8> =
-            words.iter().flat_map(|w| w.load(std::sync::atomic::Ordering::Acquire).to_le_bytes()).collect();
+        let bytes: Vec<u8> = words.iter().flat_map(|w| w.load(Ordering::Acquire).to_le_bytes()).collect();
         let skip = start as usize - aligned;
         assert_eq!(bytes[skip..skip + shard as usize], expected[..], "block {block} of rank {number}");
     }
@@ -209,6 +209,8 @@ fn a_closed_gate_stops_a_load() {
         "what was taken back before and after it is no concern of its"
     );
     assert!(kv.holds(2, 77));
+    let ended = rank.memory.region().word64(layout::header::FENCE_ENDED);
+    assert_eq!(ended.load(Ordering::Acquire), 1, "blocks of loads that were written");
 }
 
 #[test]

@@ -104,8 +104,10 @@ impl HostRank {
         let copied = gate::write_unless_closed(words, op, || {
             self.memory.load_block(pool.region(), piece.offset, piece.block)
         });
-        // The engine looks only whether it moves.
-        words.word64(header::FENCE_ENDED).fetch_add(1, Ordering::Relaxed);
+        if copied.is_some() {
+            // The engine looks only whether it moves.
+            words.word64(header::FENCE_ENDED).fetch_add(1, Ordering::Relaxed);
+        }
         copied
     }
 

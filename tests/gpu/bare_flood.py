@@ -97,8 +97,8 @@ class Memory:
         import torch
 
         self._torch, self._on_gpu = torch, device >= 0
-        # Block 0 is never used.
-        self.blocks, words = blocks + 1, BLOCK_BYTES // 8
+        # Block 0 is never used, and the last one is a new session's to try its copies on.
+        self.blocks, words = blocks + 2, BLOCK_BYTES // 8
         self.file = -1
         if self._on_gpu:
             torch.cuda.set_device(device)
@@ -128,7 +128,7 @@ class Memory:
 
     def wrong_words(self) -> int:
         """Of all blocks. Loads that are under way write what is there."""
-        return int((self._memory != self._right).sum().item())
+        return int((self._memory[1:-1] != self._right[1:-1]).sum().item())
 
     def mark_step(self) -> None:
         """Waits while the GPU is too many steps behind."""

@@ -51,7 +51,7 @@ class Scale:
     flood_blocks: int = 240
     short_tokens: int = 1_024
     long_tokens: int = 10_240
-    samples: int = 9
+    samples: int = 7
     gaps: int = 500
     dram: str = "4GiB"
 
@@ -105,6 +105,10 @@ class Overdue(BaseException):
     """The watchdog of the whole test."""
 
 
+class NoHit(Failed):
+    """A prompt that the sidecar does not give, or not yet."""
+
+
 class Neighbour:
     """The engine that serves, and the sidecar of the moment."""
 
@@ -115,8 +119,9 @@ class Neighbour:
         self._right: dict[tuple[int, ...], list[int]] = {}
         self.keeper = self._new_sidecar()
         self.engine: engine.Engine | None = None
-        self.short = prompts.prompt(scale.short_tokens + 1, seed=1)
-        self.long = prompts.prompt(scale.long_tokens + 1, seed=2)
+        # Each is asked for once between two resets of the engine's own cache.
+        self.short = [prompts.prompt(scale.short_tokens + 1, seed=10 + number) for number in range(scale.samples)]
+        self.long = [prompts.prompt(scale.long_tokens + 1, seed=100 + number) for number in range(scale.samples)]
 
     def restart_sidecar(self) -> bool:
         """Another one in the same pool file, where it has ended; whether it had."""
@@ -141,35 +146,46 @@ class Neighbour:
 
     def warm(self, prompt: list[int]) -> float:
         """The same of a prompt whose blocks the sidecar has; its tokens must be those of the first time."""
-        running = self._engine()
-        wait_for(running.reset_prefix_cache, "reset of the engine's own cache", PART_S)
         answer = self._ask(prompt, 8)
         cached, expected = answer["cached_tokens"], prompts.hit_tokens(len(prompt))
         if cached != expected:
-            raise Failed(f"{cached} of {expected} tokens came from the sidecar")
+            raise NoHit(f"{cached} of {expected} tokens came from the sidecar")
         right = self._right.setdefault(tuple(prompt), answer["tokens"])
         if answer["tokens"] != right:
             raise Failed(f"wrong bytes: {answer['tokens']}, not {right}")
         return self._ms(answer)
 
-    def keep(self, prompt: list[int]) -> None:
-        """Until the sidecar gives all of a prompt."""
+    def keep(self) -> None:
+        """Until the sidecar gives all of every prompt."""
 
         def kept() -> bool:
-            with contextlib.suppress(Failed):
-                return self.warm(prompt) > 0
+            self.forget()
+            with contextlib.suppress(NoHit):
+                return all(self.warm(prompt) > 0 for prompt in (*self.short, *self.long))
             return False
 
-        self._ask(prompt, 1)
-        wait_for(kept, "hit of the whole prompt", PART_S, 0.2)
+        for prompt in (*self.short, *self.long):
+            self._ask(prompt, 1)
+        wait_for(kept, "hits of the whole prompts", PART_S, 0.2)
+
+    def forget(self) -> None:
+        """Empties the engine's own cache; its ranks have stated their weights again when the next request comes."""
+        wait_for(self._engine().reset_prefix_cache, "reset of the engine's own cache", PART_S)
+        self.cold()
 
     def first_tokens(self) -> dict[str, list[float]]:
-        """Milliseconds, in turns."""
+        """Milliseconds, in turns, every warm prompt from the sidecar."""
+        self.forget()
+        hits = self._engine().metrics()["external_hits"]
         found: dict[str, list[float]] = {COLD: [], SHORT: [], LONG: []}
-        for _ in range(self._scale.samples):
+        for short, long in zip(self.short, self.long, strict=True):
             found[COLD].append(self.cold())
-            found[SHORT].append(self.warm(self.short))
-            found[LONG].append(self.warm(self.long))
+            found[SHORT].append(self.warm(short))
+            found[LONG].append(self.warm(long))
+        hits = self._engine().metrics()["external_hits"] - hits
+        expected = sum(prompts.hit_tokens(len(prompt)) for prompt in (*self.short, *self.long))
+        if hits != expected:
+            raise Failed(f"{hits} of {expected} tokens came from the sidecar")
         return found
 
     def begin_decode(self) -> None:
@@ -263,9 +279,7 @@ class Play:
         self._side.end()
 
     def _measure_alone(self) -> None:
-        for prompt in (self._side.short, self._side.long):
-            self._side.keep(prompt)
-        self._side.cold()
+        self._side.keep()
         self._alone = self._side.first_tokens()
         # The first one finds kernels to be compiled.
         for _ in range(2):
@@ -349,13 +363,10 @@ class Play:
 
         def hit() -> bool:
             restarts.append(self._side.restart_sidecar())
-            try:
-                found.append(self._side.warm(self._side.short))
-            except Failed as error:
-                if "wrong bytes" in str(error):
-                    raise
-                return False
-            return True
+            self._side.forget()
+            with contextlib.suppress(NoHit):
+                found.append(self._side.warm(self._side.short[0]))
+            return bool(found)
 
         wait_for(hit, "hit after the fault", PART_S, 0.2)
         return found[-1], any(restarts)

@@ -402,7 +402,8 @@ impl Worker {
         let bytes = self.copies.count_watched(&job, sync);
         let watch = if is_theirs { Watch::promised(patience(&job.plan, bytes)) } else { Watch::ours() };
         let failed = if job.refused { job.plan.block_ids() } else { Vec::new() };
-        self.submit(Order::Watch(Load { job, reached: Box::new(reached), sync, watch, fetch: None }));
+        let load = Load { job, reached: Box::new(reached), sync, watch, fetch: None };
+        self.submit(Order::Watch(Box::new(load)));
         failed
     }
 

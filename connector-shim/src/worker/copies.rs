@@ -72,7 +72,7 @@ impl Mark for Event {
 #[derive(Debug)]
 pub(super) enum Order {
     Copy(Job),
-    Watch(Load),
+    Watch(Box<Load>),
 }
 
 /// A load that the engine's stream waits for.
@@ -293,7 +293,7 @@ impl Copies {
             self.turns.fetch_add(1, Ordering::Relaxed);
             match next_order(orders, &followed) {
                 Ok(Order::Copy(job)) => self.end(Ended { op: job.plan.op, failed: self.carry_out(&job) }),
-                Ok(Order::Watch(load)) => followed.push(load),
+                Ok(Order::Watch(load)) => followed.push(*load),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) if followed.is_empty() => return,
                 // The session is over, and a stream may still be parked.

@@ -85,7 +85,8 @@ impl Rank {
         let job = Job { plan, pool, link, rescue: false, refused: false };
         self.copies.count_watched(&job, sync);
         let reached = Box::new(self.reached.clone());
-        self.orders.send(Order::Watch(Load { job, reached, sync, watch, fetch: None })).unwrap();
+        let load = Load { job, reached, sync, watch, fetch: None };
+        self.orders.send(Order::Watch(Box::new(load))).unwrap();
     }
 
     fn word(&self, op: u64) -> u64 {

@@ -41,6 +41,8 @@ enum Memory {
 pub struct Batch {
     /// Its name in the core.
     pub copy: CopyId,
+    /// Whose it is: its scheduler's session. Threads take engines in turn.
+    pub engine: SessionId,
     /// Which way.
     pub direction: Direction,
     /// The blocks.

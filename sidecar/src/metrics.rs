@@ -1,6 +1,7 @@
 //! What the sidecar counts, for Prometheus. The data thread writes atomics; the admin thread reads them.
 
 mod figures;
+mod holders;
 mod peers;
 mod ssd;
 
@@ -8,10 +9,11 @@ use mesh::transport::PeerNumber;
 use prometheus::{Counter, GaugeVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry};
 
 use self::figures::{Figure, Figures, counter, gauge, show};
+use self::holders::HoldersMetrics;
 use self::peers::PeersMetrics;
 use self::ssd::SsdMetrics;
 use crate::compare::Number;
-use crate::engine::{PeersStats, SsdStats, Stats};
+use crate::engine::{Holder, PeersStats, SsdStats, Stats};
 use crate::quotas::Levels;
 
 /// Why a session ended; the label of `pillion_sessions_closed_total`.
@@ -36,6 +38,7 @@ pub struct Metrics {
     closed: IntCounterVec,
     pinning: PinningMetrics,
     quotas: Levels,
+    holders: HoldersMetrics,
     ssd: Option<SsdMetrics>,
     peers: Option<PeersMetrics>,
 }
@@ -150,6 +153,7 @@ impl Metrics {
             closed,
             pinning,
             quotas,
+            holders: HoldersMetrics::new(registry)?,
             ssd: None,
             peers: None,
         })
@@ -191,6 +195,11 @@ impl Metrics {
     /// Makes visible how full each quota is.
     pub fn publish_quotas(&self, used: impl Iterator<Item = u64>) {
         self.quotas.publish(used);
+    }
+
+    /// Makes visible what each engine holds.
+    pub fn publish_holders<'a>(&mut self, holders: impl Iterator<Item = Holder<'a>>) {
+        self.holders.publish(holders);
     }
 
     /// Makes the figures of the SSD tier visible.

@@ -37,8 +37,9 @@ use crate::session::{Session, Violation};
 /// Keys and block ids that one session's messages may name before the next session has its turn: a long request's, or one
 /// QUERY of any size. A message costs one more than it names.
 const ROUND_COST: usize = 8192;
-/// The same for a whole turn; what is left in the ring waits for the next. Some 10 ms of searching, after which new
-/// messages of every session are looked at again.
+/// The same for a whole turn of an engine that is alone at work; what is left in the ring waits for the next. Some 10 ms of searching,
+/// after which new messages of every session are looked at again. Of several engines each has its part of one round instead: an
+/// engine waits 2 ms for an answer, and a turn of all the others must be over well before that.
 const TURN_COST: usize = 2 * QUERY_KEYS;
 /// How often the core is told that time passed, and the most that a heartbeat ages while sessions exist.
 const TICK: Duration = Duration::from_millis(100);
@@ -209,6 +210,7 @@ impl Runtime {
             worked = true;
         }
         worked |= self.read_fences();
+        worked |= self.catch_up();
         worked |= self.open_pool();
         if self.now >= self.next_tick {
             self.next_tick = self.now + TICK;
@@ -217,6 +219,7 @@ impl Runtime {
             self.show_disks();
             self.show_peers();
             self.show_checks();
+            self.metrics.publish_holders(self.core.holders());
         } else if self.core.next_look_ms().is_some_and(|at| millis(self.now) >= at) {
             self.handle(Event::Tick);
         }
@@ -279,12 +282,16 @@ impl Runtime {
     /// Reads every ring up to its tail as seen now, or as far as its turn's cost allows, in rounds, so that no session
     /// waits for a busy one's end.
     fn read_rings(&mut self) -> bool {
+        let turn_cost = match self.core.at_work() {
+            0 | 1 => TURN_COST,
+            engines => ROUND_COST.div_ceil(engines),
+        };
         let mut open = Vec::new();
         self.backlog.clear();
         for (&id, session) in &mut self.sessions {
             match session.look() {
                 Ok(0) => {}
-                Ok(_) => open.push((id, TURN_COST)),
+                Ok(_) => open.push((id, turn_cost)),
                 Err(violation) => self.closing.push((id, CloseReason::Malformed, violation.to_string())),
             }
         }
@@ -346,6 +353,13 @@ impl Runtime {
             self.fences_since = None;
         }
         !moved.is_empty()
+    }
+
+    /// Goes on with what the last turn had no time for.
+    fn catch_up(&mut self) -> bool {
+        let session = self.core.behind();
+        session.into_iter().for_each(|session| self.handle(Event::Behind { session }));
+        session.is_some()
     }
 
     /// Gives the core one event and carries out what follows.

@@ -8,6 +8,8 @@ mod death;
 mod doorway;
 #[path = "hostile/floods.rs"]
 mod floods;
+#[path = "hostile/hoards.rs"]
+mod hoards;
 #[path = "hostile/members.rs"]
 mod members;
 #[path = "hostile/memory.rs"]

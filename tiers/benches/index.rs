@@ -11,7 +11,7 @@ mod random;
 use std::time::Instant;
 
 use shm_protocol::key::{BlockHash, BlockKey};
-use tiers::dram::{Config, Dram};
+use tiers::dram::{Config, Dram, HolderId, Whose};
 
 use crate::random::Random;
 
@@ -38,7 +38,7 @@ fn rss_bytes() -> u64 {
 
 fn fill(dram: &mut Dram, number: u64) {
     let key = BlockKey { namespace: NAMESPACE, group: 0, hash: hash(number) };
-    let slot = dram.begin_fill(key, BLOCK_BYTES, None).expect("room, evicting");
+    let slot = dram.begin_fill(key, BLOCK_BYTES, Whose::default()).expect("room, evicting");
     assert!(dram.commit(slot));
     dram.drain_evicted().for_each(drop);
     dram.drain_assigned().for_each(drop);
@@ -75,7 +75,7 @@ fn lease(dram: &mut Dram, keys: u64) -> usize {
         let hashes: Vec<BlockHash> =
             (first..first + BATCH as u64).map(|number| hash(keys - 1 - number)).collect();
         slots.clear();
-        dram.grant(OWNER, 1, NAMESPACE, 0, &hashes, 0, &mut slots).expect("hits");
+        dram.grant(OWNER, HolderId::NOBODY, 1, NAMESPACE, 0, &hashes, 0, &mut slots).expect("hits");
         leased += slots.len();
     }
     leased
@@ -122,7 +122,8 @@ fn grant_us(dram: &mut Dram, hits: &[BlockHash], count: usize) -> f64 {
         .map(|run| {
             slots.clear();
             let start = Instant::now();
-            let lease = dram.grant(OWNER, 1, NAMESPACE, 0, run, 0, &mut slots).expect("hits");
+            let lease =
+                dram.grant(OWNER, HolderId::NOBODY, 1, NAMESPACE, 0, run, 0, &mut slots).expect("hits");
             let elapsed = start.elapsed().as_nanos() as f64 / 1000.0;
             assert_eq!(slots.len(), count);
             dram.release(lease, OWNER).expect("granted");
@@ -145,7 +146,7 @@ fn touch_us(dram: &mut Dram, keys: u64, count: u64) -> [f64; 2] {
         used.push(start.elapsed().as_nanos() as f64 / 1000.0);
         let opened_at = dram.generation();
         let start = Instant::now();
-        dram.end_chain(NAMESPACE, 0, &chain, opened_at);
+        dram.end_chain(HolderId::NOBODY, NAMESPACE, 0, &chain, opened_at);
         ended.push(start.elapsed().as_nanos() as f64 / 1000.0);
     }
     [used, ended].map(|mut times| {

@@ -4,6 +4,7 @@
 //! of [`Dram::drain_evicted`] free, write the segment headers of [`Dram::drain_assigned`], then fill the slot.
 
 mod adoption;
+mod holders;
 mod holds;
 mod leases;
 mod quotas;
@@ -17,6 +18,7 @@ use shm_protocol::pool::{self, Geometry, LayoutError, SlotRef};
 
 pub use self::adoption::HOLD_MS;
 use self::adoption::Hold;
+pub use self::holders::Whose;
 pub use self::quotas::QuotaStats;
 use self::watch::Watch;
 use crate::Error;
@@ -24,7 +26,9 @@ pub use crate::error::{FillError, LeaseError};
 use crate::index::{Index, NO_ENTRY, Print};
 use crate::lease::Leases;
 pub use crate::lease::{LeaseId, WORKERS_MAX};
-use crate::policy::{Among, Parent, Policy};
+use crate::ledger::Ledger;
+pub use crate::ledger::{HolderId, Holdings};
+use crate::policy::{Parent, Policy};
 pub use crate::quota::QuotaId;
 use crate::slab::{Place, Slab, State};
 
@@ -98,6 +102,7 @@ pub struct Dram {
     index: Index,
     policy: Policy,
     leases: Leases,
+    ledger: Ledger,
     generation: u64,
     hold: Hold,
     evicted: Vec<SlotRef>,
@@ -147,6 +152,7 @@ impl Dram {
             index: Index::new(),
             policy: Policy::default(),
             leases: Leases::new(config.lease_ttl_ms),
+            ledger: Ledger::new(config.pool_bytes),
             generation: 1,
             hold: Hold::new(hold_ms),
             evicted: Vec::new(),
@@ -214,8 +220,16 @@ impl Dram {
     }
 
     /// The request with these keys is over, which came when [`Dram::generation`] was `opened_at`: what is kept of them is
-    /// ranked by it. Blocks that are younger are its own, which using them says nothing of.
-    pub fn end_chain(&mut self, namespace: u32, group: u32, hashes: &[BlockHash], opened_at: u64) {
+    /// ranked by it. Blocks that are younger are its own, which using them says nothing of. Those whose holder is gone are
+    /// `holder`'s from now on.
+    pub fn end_chain(
+        &mut self,
+        holder: HolderId,
+        namespace: u32,
+        group: u32,
+        hashes: &[BlockHash],
+        opened_at: u64,
+    ) {
         if hashes.is_empty() || self.slab.assigned() == 0 {
             return;
         }
@@ -223,7 +237,11 @@ impl Dram {
         let mut turn = self.policy.turn(prints, self.slots_in_service());
         self.deepest_first(namespace, group, hashes, |dram, id| {
             let Some(id) = id else { return };
-            let own = dram.slab.entries.get(id).generation >= opened_at;
+            let entry = dram.slab.entries.get(id);
+            let (own, left) = (entry.generation >= opened_at, !dram.ledger.is_here(entry.claims.holder()));
+            if left {
+                dram.hand_over(id, holder);
+            }
             dram.policy.used(&mut dram.slab, id, &mut turn, own);
         });
     }
@@ -318,13 +336,13 @@ impl Dram {
 // === impl Dram: fillings ===
 
 impl Dram {
-    /// Finds a slot for a new block, which counts to `quota`, evicting if it must. The slot is the caller's until
-    /// [`Dram::commit`] or [`Dram::abandon`]. No access of a block that is there: [`Dram::use_run`] tells of those.
+    /// Finds a slot for a new block, evicting if it must. The slot is the caller's until [`Dram::commit`] or [`Dram::abandon`].
+    /// No access of a block that is there: [`Dram::use_run`] tells of those.
     pub fn begin_fill(
         &mut self,
         key: BlockKey,
         block_bytes: u64,
-        quota: Option<QuotaId>,
+        whose: Whose,
     ) -> Result<SlotRef, FillError> {
         let print = Print::new(key.namespace, key.group, &key.hash);
         if let Some(id) = self.index.find(print, |id| self.slab.entries.get(id).key == key) {
@@ -337,10 +355,14 @@ impl Dram {
                 _ => FillError::TooLarge { max: pool::block_bytes_max(self.config.segment_bytes) },
             })?;
         let class = self.slab.class(geometry).ok_or(FillError::NoSpace)?;
-        let room = quota.map_or(Ok(()), |quota| self.make_room(quota, block_bytes));
-        let id = room.and_then(|()| self.vacate(class))?;
+        if self.room(whose.holder) < block_bytes {
+            return Err(FillError::NoSpace);
+        }
+        let room = whose.quota.map_or(Ok(()), |quota| self.make_room(quota, block_bytes, whose.holder));
+        let id = room.and_then(|()| self.vacate(class, whose.holder))?;
         self.slab.move_to(id, Place::Detached);
-        self.charge(id, quota);
+        self.charge(id, whose);
+        self.ledger.begin_fill(whose.holder, block_bytes);
         Ok(self.start(id, key, print))
     }
 
@@ -358,33 +380,17 @@ impl Dram {
         self.slab.slot_ref(id)
     }
 
-    /// A free entry of `class`: a free slot, else of a free segment, else an evicted block's, else of a segment of
-    /// another class.
-    fn vacate(&mut self, class: usize) -> Result<u32, FillError> {
+    /// A free entry of `class` for a holder: a free slot, else of a free segment, else one that is made free.
+    fn vacate(&mut self, class: usize, holder: HolderId) -> Result<u32, FillError> {
         if let Some(id) = self.slab.classes[class].free.tail() {
             return Ok(id);
         }
         if let Some(segment) = self.slab.assign_fresh(class) {
             self.note_assigned(segment, class);
-        } else if self.hold.lasts() {
+        } else if self.hold.lasts() || !self.make_way(class, holder) {
             return Err(FillError::NoSpace);
-        } else if let Some(victim) = self.policy.next(&mut self.slab, Among::Class(class)) {
-            self.evict(victim);
-        } else {
-            self.steal(class).ok_or(FillError::NoSpace)?;
         }
         self.slab.classes[class].free.tail().ok_or(FillError::NoSpace)
-    }
-
-    fn steal(&mut self, class: usize) -> Option<()> {
-        let segment = self.slab.victim(class)?;
-        for id in self.slab.blocks(segment) {
-            self.evict(id);
-        }
-        self.slab.withdraw(segment);
-        self.slab.assign(segment, class);
-        self.note_assigned(segment, class);
-        Some(())
     }
 
     fn note_assigned(&mut self, segment: usize, class: usize) {
@@ -401,7 +407,7 @@ impl Dram {
     fn evict(&mut self, id: u32) {
         let entry = self.slab.entries.get(id);
         assert!(
-            entry.pins == 0 && entry.state == State::Committed,
+            entry.claims.pins() == 0 && entry.state == State::Committed,
             "only an unleased, whole block is evicted"
         );
         self.watch.note(entry.key, false);
@@ -478,6 +484,8 @@ impl Dram {
         }
         self.slab.segments[self.slab.entries.segment(id)].held -= 1;
         self.stats.filling -= 1;
+        let holder = self.slab.entries.get(id).claims.holder();
+        self.ledger.end_fill(holder, self.slab.block_bytes(id));
         Some(id)
     }
 

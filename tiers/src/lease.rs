@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 
 use crate::LeaseError;
+use crate::ledger::HolderId;
 use crate::list::{Link, Links, List};
 
 /// Leases at once: one for each of 65,536 logs of 16 engines. Beyond that a grant is refused: a miss.
@@ -36,12 +37,31 @@ struct Lease {
     generation: u32,
     phase: Phase,
     owner: u64,
+    /// Whose it counts to.
+    holder: HolderId,
     /// One bit for each worker that has not ended its load.
     awaited: u64,
     workers: u32,
     deadline_ms: u64,
     link: Link,
     entries: Vec<u32>,
+}
+
+/// What a lease holds.
+#[derive(Debug)]
+pub(crate) struct Held<'a> {
+    pub(crate) entries: &'a [u32],
+    pub(crate) holder: HolderId,
+    pub(crate) is_promised: bool,
+}
+
+/// What a lease that has ended held.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    /// To be unpinned.
+    pub(crate) entries: Vec<u32>,
+    pub(crate) holder: HolderId,
+    pub(crate) is_promised: bool,
 }
 
 #[derive(Debug, Default)]
@@ -82,14 +102,14 @@ impl Lease {
         matches!(self.phase, Phase::Timed | Phase::Promised)
     }
 
-    fn begin(&mut self, owner: u64, workers: u32) {
+    fn begin(&mut self, owner: u64, holder: HolderId, workers: u32) {
         assert!(
             (1..=WORKERS_MAX).contains(&workers),
             "a lease serves 1 to {WORKERS_MAX} workers, not {workers}"
         );
         self.generation = self.generation.checked_add(1).unwrap_or(1);
         self.phase = Phase::Timed;
-        self.owner = owner;
+        (self.owner, self.holder) = (owner, holder);
         self.workers = workers;
         self.awaited = u64::MAX >> (WORKERS_MAX - workers);
     }
@@ -117,10 +137,16 @@ impl Leases {
     }
 
     /// A new lease over no entry yet, or `None` if there are too many.
-    pub(crate) fn grant(&mut self, owner: u64, workers: u32, now_ms: u64) -> Option<LeaseId> {
+    pub(crate) fn grant(
+        &mut self,
+        owner: u64,
+        holder: HolderId,
+        workers: u32,
+        now_ms: u64,
+    ) -> Option<LeaseId> {
         let index = self.vacancy()?;
         let lease = &mut self.table.0[index as usize];
-        lease.begin(owner, workers);
+        lease.begin(owner, holder, workers);
         let id = LeaseId::new(lease.generation, index);
         self.start_clock(index, now_ms);
         Some(id)
@@ -131,10 +157,17 @@ impl Leases {
             return self.ended.pop_front();
         }
         let (link, entries) = (Link::default(), Vec::new());
-        let phase = Phase::Released;
-        let lease =
-            Lease { generation: 0, phase, owner: 0, awaited: 0, workers: 0, deadline_ms: 0, link, entries };
-        self.table.0.push(lease);
+        self.table.0.push(Lease {
+            generation: 0,
+            phase: Phase::Released,
+            owner: 0,
+            holder: HolderId::NOBODY,
+            awaited: 0,
+            workers: 0,
+            deadline_ms: 0,
+            link,
+            entries,
+        });
         Some(self.table.0.len() as u32 - 1)
     }
 
@@ -168,6 +201,12 @@ impl Leases {
     /// The same, to be changed: what is added must be pinned, what is taken unpinned.
     pub(crate) fn entries_mut(&mut self, id: LeaseId, owner: u64) -> Result<&mut Vec<u32>, LeaseError> {
         self.check(id, owner).map(|index| &mut self.table.0[index as usize].entries)
+    }
+
+    /// Whose a live lease is, and whether it is promised.
+    pub(crate) fn whose(&self, id: LeaseId, owner: u64) -> Result<(HolderId, bool), LeaseError> {
+        let lease = &self.table.0[self.check(id, owner)? as usize];
+        Ok((lease.holder, lease.phase == Phase::Promised))
     }
 
     /// Whether a worker has ended its load already.
@@ -205,13 +244,13 @@ impl Leases {
         }
     }
 
-    /// One worker has ended its load. `Some`: all have, and these are the entries to unpin.
+    /// One worker has ended its load. `Some`: all have.
     pub(crate) fn consume(
         &mut self,
         id: LeaseId,
         owner: u64,
         worker: u32,
-    ) -> Result<Option<Vec<u32>>, LeaseError> {
+    ) -> Result<Option<Ended>, LeaseError> {
         let index = self.check(id, owner)?;
         let lease = &mut self.table.0[index as usize];
         if worker >= lease.workers {
@@ -224,17 +263,27 @@ impl Leases {
         Ok((lease.awaited == 0).then(|| self.end(index, Phase::Consumed)))
     }
 
-    /// Ends a lease; the entries to unpin.
-    pub(crate) fn release(&mut self, id: LeaseId, owner: u64) -> Result<Vec<u32>, LeaseError> {
+    /// Ends a lease.
+    pub(crate) fn release(&mut self, id: LeaseId, owner: u64) -> Result<Ended, LeaseError> {
         let index = self.check(id, owner)?;
         Ok(self.end(index, Phase::Released))
     }
 
-    /// Ends the lease that is due first, if one is; the entries to unpin. Looks at one lease.
-    pub(crate) fn expire_one(&mut self, now_ms: u64) -> Option<Vec<u32>> {
+    /// Ends the lease that is due first, if one is. Looks at one lease.
+    pub(crate) fn expire_one(&mut self, now_ms: u64) -> Option<Ended> {
         let index = self.timed.tail()?;
         let due = self.table.0[index as usize].deadline_ms <= now_ms;
         due.then(|| self.end(index, Phase::Expired))
+    }
+
+    /// What every live lease holds.
+    pub(crate) fn live(&self) -> impl Iterator<Item = Held<'_>> {
+        let live = self.table.0.iter().filter(|lease| lease.live());
+        live.map(|lease| Held {
+            entries: &lease.entries,
+            holder: lease.holder,
+            is_promised: lease.phase == Phase::Promised,
+        })
     }
 
     /// Live leases of an owner. Looks at the whole table: for an owner's death only.
@@ -252,10 +301,12 @@ impl Leases {
         leases.map(|(index, lease)| (LeaseId::new(lease.generation, index as u32), lease.owner)).collect()
     }
 
-    fn end(&mut self, index: u32, phase: Phase) -> Vec<u32> {
+    fn end(&mut self, index: u32, phase: Phase) -> Ended {
+        let is_promised = self.table.0[index as usize].phase == Phase::Promised;
         self.stop_clock(index, phase);
         self.ended.push_back(index);
-        std::mem::take(&mut self.table.0[index as usize].entries)
+        let lease = &mut self.table.0[index as usize];
+        Ended { entries: std::mem::take(&mut lease.entries), holder: lease.holder, is_promised }
     }
 
     /// Takes back an ended lease's emptied list, so that the next lease need not allocate.

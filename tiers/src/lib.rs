@@ -15,6 +15,7 @@ mod error;
 mod index;
 mod io;
 mod lease;
+mod ledger;
 mod list;
 pub mod opener;
 mod policy;

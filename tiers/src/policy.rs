@@ -5,8 +5,10 @@
 //! block that comes back while the ghost remembers it counts as used. Of the blocks at the lists' tails that one goes for which
 //! [`Odds`] sees the fewest uses for the time that it would stay.
 //!
-//! A parent goes after its children, always: its rank is at least theirs, its last use is no earlier, in a list it lies before
-//! them, and odds neither fall with the rank nor grow with the age. A leased or held block that reaches a tail leaves the lists
+//! Every holder has lists of its own: who may lose a block is the ledger's to say. Of one holder's blocks a parent goes after its
+//! children, always: its rank is at least theirs, its last use is no earlier, in a list it lies before them, and odds neither fall
+//! with the rank nor grow with the age. Where several may lose one, only a parent of another holder may go first, for its share's
+//! sake. A leased or held block that reaches a tail leaves the lists
 //! until nothing holds it: it is never evicted, and is met at most once per lease or hold.
 
 mod ends;
@@ -17,6 +19,7 @@ use self::ends::Ends;
 use self::ghost::Ghost;
 use self::odds::Odds;
 use crate::index::Print;
+use crate::ledger::{Group, HolderId};
 use crate::list::{List, Spot};
 use crate::quota::QuotaId;
 use crate::slab::{Place, Queues, Slab};
@@ -59,6 +62,16 @@ pub(crate) enum Among {
     Class(usize),
     /// All that count to one quota.
     Quota(QuotaId),
+}
+
+/// A block at a tail.
+#[derive(Copy, Clone, Debug)]
+struct Candidate {
+    worth: f32,
+    age: u32,
+    rank: usize,
+    generation: u64,
+    entry: u32,
 }
 
 /// The block before one in its chain.
@@ -193,23 +206,40 @@ impl Policy {
         slab.keep(entry, Standing::new(turn.deeper, false, self.clock.tick), Spot::Head);
     }
 
-    /// The block that goes next, left in its list; `None` if every one is leased or being filled.
-    pub(crate) fn next(&self, slab: &mut Slab, among: Among) -> Option<u32> {
-        let mut first: Option<(f32, u32, u32)> = None;
+    /// The block that goes next of those that these holders have, left in its list; `None` if every one is leased or being filled.
+    pub(crate) fn next(&self, slab: &mut Slab, among: Among, losers: Group) -> Option<u32> {
+        let holders = slab.queues(among).holders().filter(|id| losers.has(*id));
+        let mut first: Option<Candidate> = None;
         for rank in (0..RANKS).rev() {
-            let Some(entry) = unpinned_tail(slab, among, rank) else { continue };
-            let age = slab.entries.get(entry).standing.age(self.clock.tick);
-            // What is older than all of rank 0 is no parent of any of them.
-            let older = first.is_some_and(|(_, other, _)| other > age);
-            if rank == 0 && older && in_window(slab.queues(among)) {
-                continue;
-            }
-            let worth = self.odds.worth(rank, age);
-            if first.is_none_or(|(least, oldest, _)| worth < least || (worth == least && age >= oldest)) {
-                first = Some((worth, age, entry));
+            for holder in holders.clone() {
+                let Some(entry) = unpinned_tail(slab, among, holder, rank) else { continue };
+                let age = slab.entries.get(entry).standing.age(self.clock.tick);
+                // What is older than all of rank 0 is no parent of any of them.
+                let older = first.is_some_and(|first| first.age > age);
+                if rank == 0 && older && in_window(slab.queues(among), losers) {
+                    continue;
+                }
+                let generation = slab.entries.get(entry).generation;
+                let candidate = Candidate { worth: self.odds.worth(rank, age), age, rank, generation, entry };
+                if first.is_none_or(|first| candidate.goes_before(&first)) {
+                    first = Some(candidate);
+                }
             }
         }
-        first.map(|(_, _, entry)| entry)
+        first.map(|first| first.entry)
+    }
+}
+
+// === impl Candidate ===
+
+impl Candidate {
+    fn goes_before(&self, other: &Self) -> bool {
+        if self.worth != other.worth {
+            return self.worth < other.worth;
+        }
+        // Of two holders' blocks that are alike the one that was filled last is no parent of the other.
+        let order = |of: &Self| (std::cmp::Reverse(of.age), of.rank, std::cmp::Reverse(of.generation));
+        order(self) < order(other)
     }
 }
 
@@ -219,16 +249,17 @@ fn risen(rank: u8) -> u8 {
 }
 
 /// Whether the lowest rank has so few blocks that they may belong to requests that go on.
-fn in_window(queues: &Queues) -> bool {
-    let all: u32 = queues.ranks.iter().map(List::len).sum();
-    queues.ranks[0].len() <= all / WINDOW_PART
+fn in_window(queues: &Queues, losers: Group) -> bool {
+    let lists = || queues.holders().filter(|id| losers.has(*id)).map(|id| queues.of(id));
+    let all: u32 = lists().flatten().map(List::len).sum();
+    lists().map(|ranks| ranks[0].len()).sum::<u32>() <= all / WINDOW_PART
 }
 
-/// The block at a rank's tail, once those that something pins have left.
-fn unpinned_tail(slab: &mut Slab, among: Among, rank: usize) -> Option<u32> {
+/// The block at the tail of a holder's rank, once those that something pins have left.
+fn unpinned_tail(slab: &mut Slab, among: Among, holder: HolderId, rank: usize) -> Option<u32> {
     loop {
-        let entry = slab.queues(among).ranks[rank].tail()?;
-        if slab.entries.get(entry).pins == 0 {
+        let entry = slab.queues(among).of(holder)[rank].tail()?;
+        if slab.entries.get(entry).claims.pins() == 0 {
             return Some(entry);
         }
         slab.move_to(entry, Place::Detached);

@@ -3,9 +3,9 @@
 //! A quota has queues of its own. They hold its blocks in the order that these have in the queues of their classes, so that the
 //! policy finds the next of them without meeting another's. That costs 12 bytes a slot, in a tier with quotas alone.
 
+use crate::ledger::{HolderId, Used};
 use crate::list::{Link, Links, NIL, Spot};
-use crate::policy::Standing;
-use crate::slab::{Place, Queues, Tables};
+use crate::slab::{Entry, Queues, Tables};
 
 /// A quota's name.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -16,7 +16,7 @@ pub struct QuotaId(u32);
 pub(crate) struct Quota {
     pub(crate) bytes_max: u64,
     /// Bytes of its blocks, those being filled too.
-    pub(crate) bytes_used: u64,
+    pub(crate) used: Used,
     queues: Queues,
 }
 
@@ -57,7 +57,7 @@ impl Quotas {
     }
 
     pub(crate) fn add(&mut self, bytes_max: u64) -> QuotaId {
-        self.list.push(Quota { bytes_max, bytes_used: 0, queues: Queues::default() });
+        self.list.push(Quota { bytes_max, used: Used::default(), queues: Queues::default() });
         QuotaId(self.list.len() as u32 - 1)
     }
 
@@ -70,34 +70,33 @@ impl Quotas {
     }
 
     /// Counts a block that is in no queue yet.
-    pub(crate) fn charge(&mut self, id: u32, quota: QuotaId, bytes: u64) {
+    pub(crate) fn charge(&mut self, id: u32, quota: QuotaId, holder: HolderId, bytes: u64) {
         self.members.get_mut(id).quota = quota.0;
-        self.list[quota.0 as usize].bytes_used += bytes;
+        self.list[quota.0 as usize].used.add(holder, bytes);
     }
 
-    /// Counts a block no more that has left its queue.
-    pub(crate) fn discharge(&mut self, id: u32, bytes: u64) {
+    /// Counts a block no more that has left its queue; the quota that it counted to.
+    pub(crate) fn discharge(&mut self, id: u32, holder: HolderId, bytes: u64) -> Option<QuotaId> {
         let member = self.members.get_mut(id);
-        if let Some(quota) = self.list.get_mut(member.quota as usize) {
-            quota.bytes_used -= bytes;
-            member.quota = NIL;
-        }
+        let quota = QuotaId(std::mem::replace(&mut member.quota, NIL));
+        self.list.get_mut(quota.0 as usize)?.used.take(holder, bytes);
+        Some(quota)
     }
 
     /// Follows a block out of a list of its class.
-    pub(crate) fn left(&mut self, id: u32, place: Place, standing: Standing) {
+    pub(crate) fn left(&mut self, id: u32, entry: &Entry) {
         let Some(quota) = self.list.get_mut(self.members.get(id).quota as usize) else { return };
-        if let Some(list) = quota.queues.list(place, standing) {
+        if let Some(list) = quota.queues.list(entry) {
             list.remove(&mut self.members, id);
         }
     }
 
     /// Follows a block into one.
-    pub(crate) fn entered(&mut self, id: u32, place: Place, standing: Standing, spot: Spot) {
+    pub(crate) fn entered(&mut self, id: u32, entry: &Entry, spot: Spot) {
         let quota_of = |id| self.members.get(id).quota;
         let spot = spot.among(|ahead| quota_of(ahead) == quota_of(id));
         let Some(quota) = self.list.get_mut(quota_of(id) as usize) else { return };
-        if let Some(list) = quota.queues.list(place, standing) {
+        if let Some(list) = quota.queues.list(entry) {
             list.push(&mut self.members, id, spot);
         }
     }

@@ -1,7 +1,7 @@
 //! Entries and slots: one 64-byte entry per slot, in tables that come and go with their segment.
 //!
 //! An entry's number is (segment, slot) in 32 bits, so that the slot's offset needs no storage, and an entry costs
-//! one cache line: the key for the full comparison, the generation, the policy's links and the lease count.
+//! one cache line: the key for the full comparison, the generation, the policy's links, the lease count and the holder.
 
 use std::collections::VecDeque;
 
@@ -9,6 +9,7 @@ use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::{self, Geometry, SlotRef};
 
 use crate::index::Index;
+use crate::ledger::HolderId;
 use crate::list::{Link, Links, List, Spot};
 use crate::policy::{Among, RANKS, Standing};
 use crate::quota::{Member, Quotas};
@@ -49,8 +50,7 @@ pub(crate) struct Entry {
     pub(crate) key: BlockKey,
     pub(crate) generation: u64,
     link: Link,
-    /// Leases and holds of the block.
-    pub(crate) pins: u32,
+    pub(crate) claims: Claims,
     pub(crate) state: State,
     pub(crate) place: Place,
     /// What the policy knows of it.
@@ -59,11 +59,16 @@ pub(crate) struct Entry {
 
 const _: () = assert!(size_of::<Entry>() == 64);
 
-/// The policy's lists, by rank.
+/// How often a block is leased and held, in 24 bits, and whose it is, in 8.
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct Claims(u32);
+
+/// The policy's lists of one holder, by rank.
+pub(crate) type Ranks = [List; RANKS];
+
+/// The policy's lists, by holder.
 #[derive(Debug, Default)]
-pub(crate) struct Queues {
-    pub(crate) ranks: [List; RANKS],
-}
+pub(crate) struct Queues(Vec<Ranks>);
 
 /// One block size: its slots and the queues they are in.
 #[derive(Debug)]
@@ -117,7 +122,7 @@ const VACANT: Entry = Entry {
     key: BlockKey { namespace: 0, group: 0, hash: BlockHash([0; 32]) },
     generation: 0,
     link: Link { previous: crate::list::NIL, next: crate::list::NIL },
-    pins: 0,
+    claims: Claims::NONE,
     state: State::Free,
     place: Place::Detached,
     standing: Standing::NONE,
@@ -187,12 +192,62 @@ impl Links for Entries {
     }
 }
 
+// === impl Claims ===
+
+impl Claims {
+    const NONE: Self = Self(0);
+    const HOLDER_BITS: u32 = u8::BITS;
+
+    pub(crate) fn pins(self) -> u32 {
+        self.0 >> Self::HOLDER_BITS
+    }
+
+    /// Counts one more; `None` if there are as many as can be counted.
+    pub(crate) fn pin(&mut self) -> Option<u32> {
+        self.0 = self.0.checked_add(1 << Self::HOLDER_BITS)?;
+        Some(self.pins())
+    }
+
+    /// Counts one less; how many are left.
+    pub(crate) fn unpin(&mut self) -> u32 {
+        self.0 -= 1 << Self::HOLDER_BITS;
+        self.pins()
+    }
+
+    #[inline]
+    pub(crate) fn holder(self) -> HolderId {
+        HolderId::from_byte(self.0 as u8)
+    }
+
+    /// Changes hands. The block is in no list.
+    pub(crate) fn set_holder(&mut self, holder: HolderId) {
+        self.0 = self.pins() << Self::HOLDER_BITS | u32::from(holder.byte());
+    }
+}
+
 // === impl Queues ===
 
 impl Queues {
-    /// The list that an entry with this place and standing is in.
-    pub(crate) fn list(&mut self, place: Place, standing: Standing) -> Option<&mut List> {
-        (place == Place::Kept).then(|| &mut self.ranks[standing.rank()])
+    /// The list that an entry is in, or is to be in.
+    pub(crate) fn list(&mut self, entry: &Entry) -> Option<&mut List> {
+        if entry.place != Place::Kept {
+            return None;
+        }
+        let holder = entry.claims.holder().index();
+        if self.0.len() <= holder {
+            self.0.resize_with(holder + 1, Ranks::default);
+        }
+        Some(&mut self.0[holder][entry.standing.rank()])
+    }
+
+    /// Those who ever had a block here.
+    pub(crate) fn holders(&self) -> impl Iterator<Item = HolderId> + Clone + use<> {
+        HolderId::first(self.0.len())
+    }
+
+    /// The lists of one of these.
+    pub(crate) fn of(&self, holder: HolderId) -> &Ranks {
+        &self.0[holder.index()]
     }
 }
 
@@ -203,9 +258,9 @@ impl Class {
         Self { geometry, segments: 0, free: List::default(), queues: Queues::default() }
     }
 
-    /// The list that an entry with this place and standing is in.
-    fn list(&mut self, place: Place, standing: Standing) -> Option<&mut List> {
-        if place == Place::Free { Some(&mut self.free) } else { self.queues.list(place, standing) }
+    /// The list that an entry is in, or is to be in.
+    fn list(&mut self, entry: &Entry) -> Option<&mut List> {
+        if entry.place == Place::Free { Some(&mut self.free) } else { self.queues.list(entry) }
     }
 }
 
@@ -238,6 +293,18 @@ impl Slab {
         assert_eq!(self.assigned, 0, "quotas come before blocks");
         let members = || Tables::new(self.segments.len(), self.entries.shift);
         self.quotas.get_or_insert_with(|| Quotas::new(members()))
+    }
+
+    /// The class, other than one, of which a holder has the most blocks that could go.
+    pub(crate) fn main_class(&self, holder: HolderId, besides: usize) -> Option<usize> {
+        let blocks = |class: &Class| {
+            let lists = class.queues.holders().find(|id| *id == holder).map(|id| class.queues.of(id));
+            let blocks: u64 = lists.into_iter().flatten().map(|list| u64::from(list.len())).sum();
+            blocks * class.geometry.block_bytes
+        };
+        let others =
+            self.classes.iter().enumerate().filter(|(at, class)| *at != besides && blocks(class) > 0);
+        others.max_by_key(|(_, class)| blocks(class)).map(|(at, _)| at)
     }
 
     /// Lists of the policy.
@@ -358,11 +425,11 @@ impl Slab {
         self.segments[segment].class = UNASSIGNED;
     }
 
-    /// The segment to take for `class` when its own slots are all held: of the class that uses the most bytes, the
-    /// one with the fewest blocks. Never one with a leased slot.
-    pub(crate) fn victim(&self, class: usize) -> Option<usize> {
+    /// The segment to take from a class of which `is_meant` is true: of the one that uses the most bytes, the one with the
+    /// fewest blocks. Never one with a leased slot.
+    pub(crate) fn victim(&self, is_meant: impl Fn(usize) -> bool) -> Option<usize> {
         let stealable = |segment: &Segment| {
-            segment.held == 0 && segment.class != UNASSIGNED && usize::from(segment.class) != class
+            segment.held == 0 && segment.class != UNASSIGNED && is_meant(usize::from(segment.class))
         };
         let worth = |segment: &Segment| {
             let owner = &self.classes[usize::from(segment.class)];
@@ -381,6 +448,12 @@ impl Slab {
         self.entries.of_segment(segment).filter(committed).collect()
     }
 
+    /// Entries of a segment whose slots are not free.
+    pub(crate) fn used(&self, segment: usize) -> impl Iterator<Item = u32> + '_ {
+        let used = |id: &u32| self.entries.get(*id).state != State::Free;
+        self.entries.of_segment(segment).filter(used)
+    }
+
     /// Moves an entry from the list it is in to the free ones, or to none.
     pub(crate) fn move_to(&mut self, id: u32, place: Place) {
         debug_assert!(place != Place::Kept, "the policy says where in which list");
@@ -396,28 +469,28 @@ impl Slab {
     }
 
     fn leave(&mut self, id: u32) {
-        let entry = self.entries.get_mut(id);
-        let (place, standing) = (std::mem::replace(&mut entry.place, Place::Detached), entry.standing);
+        let entry = self.entries.get(id);
+        if let Some(quotas) = &mut self.quotas {
+            quotas.left(id, entry);
+        }
         let class = &mut self.classes[usize::from(self.segments[self.entries.segment(id)].class)];
-        if let Some(list) = class.list(place, standing) {
+        if let Some(list) = class.list(entry) {
             list.remove(&mut self.entries, id);
         }
-        if let Some(quotas) = &mut self.quotas {
-            quotas.left(id, place, standing);
-        }
+        self.entries.get_mut(id).place = Place::Detached;
     }
 
     fn enter(&mut self, id: u32, place: Place, spot: Spot) {
-        let entry = self.entries.get_mut(id);
-        entry.place = place;
-        let standing = entry.standing;
-        let class_of = |id| self.segments[self.entries.segment(id)].class;
-        let spot = spot.among(|ahead| class_of(ahead) == class_of(id));
-        if let Some(list) = self.classes[usize::from(class_of(id))].list(place, standing) {
-            list.push(&mut self.entries, id, spot);
-        }
+        self.entries.get_mut(id).place = place;
+        let entry = self.entries.get(id);
+        let group_of =
+            |id| (self.segments[self.entries.segment(id)].class, self.entries.get(id).claims.holder());
+        let spot = spot.among(|ahead| group_of(ahead) == group_of(id));
         if let Some(quotas) = &mut self.quotas {
-            quotas.entered(id, place, standing, spot);
+            quotas.entered(id, entry, spot);
+        }
+        if let Some(list) = self.classes[usize::from(group_of(id).0)].list(entry) {
+            list.push(&mut self.entries, id, spot);
         }
     }
 }

@@ -16,16 +16,19 @@ use shm_protocol::session::SessionMemory;
 use tiers::pool::Pool;
 
 use super::{Batch, Ends, Finished};
-use crate::engine::{Comparison, Direction, Found, Piece};
+use crate::engine::{Comparison, Direction, Found, Piece, SessionId};
 use crate::server::EndSignal;
 
 /// Blocks that one thread takes at a time: enough that taking costs nothing, few enough that a batch spreads over all
 /// threads and a closed gate is soon seen.
 const TASK_BLOCKS: usize = 16;
-/// Blocks of saves that may wait: 16 steps of 4,096 blocks. Beyond it a save fails, which costs a hit and nothing else.
+/// Blocks of an engine's saves that may wait: 16 steps of 4,096 blocks. Beyond it a save fails, which costs a hit and nothing else.
 const SAVE_BLOCKS_WAITING_MAX: usize = 65_536;
-/// Blocks of loads that may wait: 2^20, all that a session's key arena can name. Beyond it a load fails.
+/// Blocks of its loads that may wait: 2^20, all that a session's key arena can name. Beyond it a load fails.
 const LOAD_BLOCKS_WAITING_MAX: usize = 1 << 20;
+/// Loads go before saves, but one time in so many before those of an engine that has no load waiting: another's loads without end
+/// would keep it from saving.
+const SAVES_TURN: u32 = 4;
 
 /// The memory of a worker session, alive until its last copy ended.
 #[derive(Debug)]
@@ -54,6 +57,8 @@ struct Waiting {
     saves: Lane,
     /// The core lets no engine have many.
     comparisons: VecDeque<Comparison>,
+    /// How often something was taken.
+    taken: u32,
 }
 
 /// What a thread does next.
@@ -63,8 +68,13 @@ enum Work {
     Compare(Comparison),
 }
 
+/// Tasks of every engine that has some, whoever is next first.
 #[derive(Debug, Default)]
-struct Lane {
+struct Lane(VecDeque<Queue>);
+
+#[derive(Debug)]
+struct Queue {
+    engine: SessionId,
     tasks: VecDeque<Task>,
     blocks: usize,
 }
@@ -163,12 +173,13 @@ impl HostCopiers {
             true => (&mut waiting.loads, LOAD_BLOCKS_WAITING_MAX),
             false => (&mut waiting.saves, SAVE_BLOCKS_WAITING_MAX),
         };
-        if lane.blocks + count > blocks_max {
+        let queue = lane.queue(progress.batch.engine);
+        if queue.blocks + count > blocks_max {
             return false;
         }
-        lane.blocks += count;
+        queue.blocks += count;
         let starts = (0..count).step_by(TASK_BLOCKS);
-        lane.tasks.extend(starts.map(|from| {
+        queue.tasks.extend(starts.map(|from| {
             let to = count.min(from + TASK_BLOCKS);
             Task { progress: Arc::clone(&progress), from, to }
         }));
@@ -231,26 +242,108 @@ impl Shared {
     fn next(&self) -> Work {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
-            if let Some(load) = waiting.loads.take() {
-                return Work::Copy(load);
-            }
-            if let Some(comparison) = waiting.comparisons.pop_front() {
-                return Work::Compare(comparison);
-            }
-            if let Some(save) = waiting.saves.take() {
-                return Work::Copy(save);
+            if let Some(work) = waiting.next() {
+                return work;
             }
             waiting = self.work.wait(waiting).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
 
+// === impl Waiting ===
+
+impl Waiting {
+    fn next(&mut self) -> Option<Work> {
+        self.taken = self.taken.wrapping_add(1);
+        let loads = &self.loads;
+        let of_others = |engine| !loads.has(engine);
+        let save = if self.taken.is_multiple_of(SAVES_TURN) { self.saves.take(of_others) } else { None };
+        let copy = save.or_else(|| self.loads.take(|_| true));
+        copy.map(Work::Copy)
+            .or_else(|| self.comparisons.pop_front().map(Work::Compare))
+            .or_else(|| self.saves.take(|_| true).map(Work::Copy))
+    }
+}
+
 // === impl Lane ===
 
 impl Lane {
-    fn take(&mut self) -> Option<Task> {
-        let task = self.tasks.pop_front()?;
-        self.blocks -= task.to - task.from;
+    fn has(&self, engine: SessionId) -> bool {
+        self.0.iter().any(|queue| queue.engine == engine && !queue.tasks.is_empty())
+    }
+
+    /// The tasks of an engine, which come last where it had none.
+    fn queue(&mut self, engine: SessionId) -> &mut Queue {
+        let at = self.0.iter().position(|queue| queue.engine == engine).unwrap_or_else(|| {
+            self.0.push_back(Queue { engine, tasks: VecDeque::new(), blocks: 0 });
+            self.0.len() - 1
+        });
+        &mut self.0[at]
+    }
+
+    /// The next task of an engine that is meant; its others follow once every engine has had one.
+    fn take(&mut self, is_meant: impl Fn(SessionId) -> bool) -> Option<Task> {
+        self.0.retain(|queue| !queue.tasks.is_empty());
+        let at = self.0.iter().position(|queue| is_meant(queue.engine))?;
+        let mut queue = self.0.remove(at)?;
+        let task = queue.tasks.pop_front()?;
+        queue.blocks -= task.to - task.from;
+        self.0.push_back(queue);
         Some(task)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shm_protocol::PROTOCOL_VERSION;
+    use shm_protocol::region::Access;
+
+    use super::*;
+
+    /// Tasks of an engine that wait: its letter once for each, capital for loads.
+    fn waiting(tasks: &str) -> Waiting {
+        let (_fd, words) = SessionMemory::create(PROTOCOL_VERSION, 1, 1).expect("a memfd");
+        let memory = HostMemory::new(Vec::new(), &[], 0, Access::ReadOnly).expect("no blocks");
+        let socket = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("a descriptor");
+        let rank = Arc::new(HostRank::new(memory, words, Arc::new(socket)));
+        let mut waiting = Waiting::default();
+        for letter in tasks.chars() {
+            let engine = letter.to_ascii_lowercase() as SessionId;
+            let (lane, direction) = match letter.is_ascii_uppercase() {
+                true => (&mut waiting.loads, Direction::Load),
+                false => (&mut waiting.saves, Direction::Save),
+            };
+            let batch = Batch { copy: 1, engine, direction, pieces: Vec::new(), load_op: 0 };
+            let (open, ok) = (AtomicUsize::new(1), AtomicBool::new(true));
+            let progress = Arc::new(Progress { batch, rank: Arc::clone(&rank), open, ok });
+            lane.queue(engine).tasks.push_back(Task { progress, from: 0, to: 0 });
+        }
+        waiting
+    }
+
+    /// The order in which tasks are taken.
+    fn taken(tasks: &str) -> String {
+        let mut waiting = waiting(tasks);
+        let letters = std::iter::from_fn(|| match waiting.next()? {
+            Work::Copy(Task { progress, .. }) => {
+                let letter = char::from(progress.batch.engine as u8);
+                let is_load = progress.batch.direction == Direction::Load;
+                Some(if is_load { letter.to_ascii_uppercase() } else { letter })
+            }
+            Work::Compare(_) => unreachable!("none was posted"),
+        });
+        letters.collect()
+    }
+
+    #[test]
+    fn engines_take_turns_whoever_has_posted_more() {
+        assert_eq!(taken("aaaaaabbc"), "abcabaaaa");
+        assert_eq!(taken("AAAABB"), "ABABAA");
+    }
+
+    #[test]
+    fn loads_without_end_leave_another_engine_its_saves() {
+        assert_eq!(taken("aaAAAAAAAAAA"), "AAAAAAAAAAaa", "an engine alone loads first");
+        assert_eq!(taken("bbAAAAAAAAAA"), "AAAbAAAbAAAA");
     }
 }

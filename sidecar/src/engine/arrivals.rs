@@ -228,7 +228,7 @@ impl Core {
         }
         let open = followed.coming.len();
         if open == 0 {
-            followed.held.into_iter().for_each(|slot| self.dram.unhold(slot));
+            self.unhold(session, followed.held);
             return false;
         }
         let whole = followed.held.len() + open == hashes.len();
@@ -240,6 +240,7 @@ impl Core {
     pub(super) fn prefetch(
         &mut self,
         now_ms: u64,
+        session: SessionId,
         binding: &Binding,
         hashes: &[BlockHash],
         out: &mut Vec<Action>,
@@ -247,17 +248,27 @@ impl Core {
         let followed = self.follow(now_ms, binding, hashes, self.arrivals.bytes_max / 2);
         self.begin_reads(binding, &followed.on_disk, out);
         self.begin_fetches(now_ms, binding, &followed.at_peers, out);
-        followed.held.into_iter().for_each(|slot| self.dram.unhold(slot));
+        self.unhold(session, followed.held);
     }
 
-    /// Follows a run, as long as no more than `most` bytes are on their way; a block alone always may be.
+    /// Follows a run, as long as no more than `most` bytes are on their way, and of engines at work each has its part of those; a
+    /// block alone always may be.
     fn follow(&mut self, now_ms: u64, binding: &Binding, hashes: &[BlockHash], most: u64) -> Followed {
         let mut followed = Followed::default();
-        let block_bytes = binding.block_bytes();
+        let (block_bytes, holder) = (binding.block_bytes(), binding.whose.holder);
         let mut room = (most.max(block_bytes).saturating_sub(self.arrivals.bytes) / block_bytes) as usize;
+        if let others @ 2.. = self.dram.at_work() {
+            let filling = self.dram.holdings(holder).filling;
+            room =
+                room.min(((most / others).max(block_bytes).saturating_sub(filling) / block_bytes) as usize);
+        }
+        let held_max = (self.dram.room(holder) / block_bytes) as usize;
         for (at, hash) in hashes.iter().enumerate() {
             let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
-            if let Some(slot) = self.dram.hold(&key) {
+            if followed.held.len() == held_max {
+                break;
+            }
+            if let Some(slot) = self.dram.hold(&key, holder) {
                 followed.held.push(slot);
                 continue;
             }
@@ -351,7 +362,8 @@ impl Core {
     ) {
         let wait = self.arrivals.waits.get_mut(&place);
         let Some(wait) = wait.filter(|wait| wait.question.op == op) else { return };
-        let here = ended.and_then(|key| self.dram.hold(key));
+        let holder = self.schedulers[&place.0].holder;
+        let here = ended.and_then(|key| self.dram.hold(key, holder));
         wait.held.extend(here);
         if wait.answered.is_some() {
             return;
@@ -396,7 +408,7 @@ impl Core {
             self.stats.wait_ms += now_ms.saturating_sub(wait.question.asked_ms);
         }
         // Leased by now, those that are.
-        wait.held.into_iter().for_each(|slot| self.dram.unhold(slot));
+        self.unhold(place.0, wait.held);
     }
 
     pub(super) fn answer_wait(&mut self, now_ms: u64, place: (SessionId, u32), out: &mut Vec<Action>) {
@@ -404,13 +416,19 @@ impl Core {
         self.stats.wait_ms += now_ms.saturating_sub(wait.question.asked_ms);
         self.answer_late(now_ms, place.0, wait.question, out);
         // Leased by now, those that are.
-        wait.held.into_iter().for_each(|slot| self.dram.unhold(slot));
+        self.unhold(place.0, wait.held);
+    }
+
+    /// Ends holds of a session.
+    pub(super) fn unhold(&mut self, session: SessionId, held: Vec<SlotRef>) {
+        let holder = self.schedulers[&session].holder;
+        held.into_iter().for_each(|slot| self.dram.unhold(slot, holder));
     }
 
     /// A log's query is not waited for any more, if there is one.
     pub(super) fn end_wait(&mut self, session: SessionId, log: u32) {
         let wait = self.arrivals.waits.remove(&(session, log));
-        wait.into_iter().flat_map(|wait| wait.held).for_each(|slot| self.dram.unhold(slot));
+        wait.into_iter().for_each(|wait| self.unhold(session, wait.held));
     }
 
     /// No query of a session is.

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace;
 use shm_protocol::session::Bound;
+use tiers::dram::Whose;
 
 use super::members::{Scheduler, Worker};
 use super::namespaces::{Binding, Form};
@@ -72,8 +73,8 @@ impl Core {
         let scheduler = &self.schedulers[&session];
         let Form { shard_bytes, shards, .. } = scheduler.form.expect("a rank has joined");
         let digest = scheduler.salt.map_or(base, |salt| namespace::salted(base, salt));
-        let mut binding =
-            Binding { base, digest, namespace: 0, quota: self.quota_of(base), shard_bytes, shards };
+        let whose = Whose { holder: scheduler.holder, quota: self.quota_of(base) };
+        let mut binding = Binding { base, digest, namespace: 0, whose, shard_bytes, shards };
         binding.namespace = self.namespaces.id(binding.space())?;
         if !binding.is_private() {
             self.namespaces.share(binding.namespace, digest);

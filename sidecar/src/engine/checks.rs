@@ -24,6 +24,8 @@ use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::message::Saved;
 use shm_protocol::pool::SlotRef;
 
+use tiers::dram::HolderId;
+
 use super::members::Scheduler;
 use super::namespaces::{Binding, Space};
 use super::{Action, Core, GROUP, SessionId, operations};
@@ -193,13 +195,13 @@ impl Core {
         if checking == BLOCKS_MAX || checking > 0 && bytes > BYTES_MAX {
             return None;
         }
-        let kept = self.dram.hold(key)?;
+        let kept = self.dram.hold(key, HolderId::NOBODY)?;
         let hash = BlockHash::from_words([session, op, index.into(), 0]);
         let scratch = BlockKey { namespace: SCRATCH, group: GROUP, hash };
-        let computed = self.dram.begin_fill(scratch, binding.block_bytes(), binding.quota);
+        let computed = self.dram.begin_fill(scratch, binding.block_bytes(), binding.whose);
         self.apply_evictions(out);
         let Ok(computed) = computed else {
-            self.dram.unhold(kept);
+            self.dram.unhold(kept, HolderId::NOBODY);
             return None;
         };
         self.checks.records.entry(session).or_default().checking += 1;
@@ -215,7 +217,7 @@ impl Core {
         computed: SlotRef,
         out: &mut Vec<Action>,
     ) {
-        self.dram.unhold(kept);
+        self.dram.unhold(kept, HolderId::NOBODY);
         self.dram.abandon(computed);
         out.push(Action::FreeSlot { slot: computed });
         if let Some(record) = self.checks.records.get_mut(&session) {

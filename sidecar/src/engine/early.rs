@@ -8,7 +8,7 @@
 //!   waits no longer than its blocks are waited for.
 //! - Of a refused load nothing was written.
 
-use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::key::BlockKey;
 use shm_protocol::message::Status;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request;
@@ -16,7 +16,7 @@ use shm_protocol::request;
 use super::arrivals::Waiter;
 use super::loads::Load;
 use super::logs::Question;
-use super::members::all_ranks;
+use super::members::{Scheduler, all_ranks};
 use super::namespaces::Binding;
 use super::{Action, Core, GROUP, SessionId};
 
@@ -38,7 +38,6 @@ pub(super) struct Answered {
 /// A load whose blocks have not all arrived.
 #[derive(Debug)]
 pub(super) struct Parked {
-    hashes: Vec<BlockHash>,
     /// Blocks on their way.
     missing: usize,
     /// Those that are here.
@@ -60,7 +59,7 @@ impl Core {
         let Some(binding) = self.binding(place.0).filter(|it| self.is_worth_it(it, open)) else { return };
         let (slots, held, coming) = self.run(place.0, question, &binding);
         if !self.is_worth_it(&binding, coming) {
-            return held.into_iter().for_each(|slot| self.dram.unhold(slot));
+            return self.unhold(place.0, held);
         }
         let until_ms = now_ms.saturating_add(self.dram.config().lease_ttl_ms);
         let wait = self.arrivals.waits.get_mut(&place).expect("found above");
@@ -70,7 +69,7 @@ impl Core {
             // Expired meanwhile, at worst.
             let _ = self.dram.release(lease.id, place.0);
         }
-        before.into_iter().for_each(|slot| self.dram.unhold(slot));
+        self.unhold(place.0, before);
         self.stats.early_answers += 1;
         self.stats.wait_ms += now_ms.saturating_sub(question.asked_ms);
         self.end_window(now_ms, place.0, question, slots.len() as u32, out);
@@ -99,7 +98,7 @@ impl Core {
         let waiter = Waiter { session, log: Some(question.log), op: question.op };
         for hash in self.schedulers[&session].logs[&question.log].wanted(question) {
             let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
-            if let Some(slot) = self.dram.hold(&key) {
+            if let Some(slot) = self.dram.hold(&key, binding.whose.holder) {
                 held.push(slot);
                 slots.push(slot);
             } else if let Some(slot) = self.arrivals.join_once(&key, waiter) {
@@ -136,15 +135,15 @@ impl Core {
         let (slots, from) = (slots.to_vec(), from as usize);
         let hashes = self.schedulers[&session].logs[&log].keys[from..from + slots.len()].to_vec();
         let waiter = Waiter { session, log: None, op: asked.op };
-        let mut parked = Parked { hashes, missing: 0, held: Vec::new() };
-        for (hash, named) in parked.hashes.iter().zip(&slots) {
+        let mut parked = Parked { missing: 0, held: Vec::new() };
+        for (hash, named) in hashes.iter().zip(&slots) {
             let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
-            let here = self.dram.hold(&key);
+            let here = self.dram.hold(&key, binding.whose.holder);
             parked.held.extend(here);
             let coming = if here.is_none() { self.arrivals.join(&key, waiter) } else { None };
             parked.missing += usize::from(coming.is_some());
             if here.or(coming) != Some(*named) {
-                parked.held.into_iter().for_each(|slot| self.dram.unhold(slot));
+                self.unhold(session, parked.held);
                 return Err(Status::Absent);
             }
         }
@@ -162,7 +161,8 @@ impl Core {
         out: &mut Vec<Action>,
     ) {
         let Some(parked) = self.arrivals.loads.get_mut(&key) else { return };
-        let Some(here) = ended.and_then(|block| self.dram.hold(block)) else {
+        let holder = self.schedulers[&key.0].holder;
+        let Some(here) = ended.and_then(|block| self.dram.hold(block, holder)) else {
             return self.refuse_parked(key, out);
         };
         parked.held.push(here);
@@ -173,18 +173,13 @@ impl Core {
     /// Begins a parked load all of whose blocks are here.
     pub(super) fn unpark(&mut self, now_ms: u64, key: (SessionId, u64), out: &mut Vec<Action>) {
         let Some(parked) = self.arrivals.loads.get(&key).filter(|parked| parked.missing == 0) else { return };
-        let (load, world_size) = (&self.loads[&key], self.schedulers[&key.0].world_size);
-        let (namespace, mut slots) = (load.binding.namespace, Vec::new());
-        let granted =
-            self.dram.grant(key.0, world_size, namespace, GROUP, &parked.hashes, now_ms, &mut slots);
-        // Fewer: a block has as many leases as can be counted.
-        let Some(lease) = granted.filter(|_| slots == load.slots) else {
-            granted.into_iter().for_each(|lease| self.dram.release(lease, key.0).expect("granted above"));
-            return self.refuse_parked(key, out);
-        };
-        self.dram.promise(lease, key.0).expect("granted above");
-        self.let_go(key);
+        debug_assert_eq!(parked.held.len(), self.loads[&key].slots.len(), "all of its blocks are held");
+        let Scheduler { holder, world_size, .. } = self.schedulers[&key.0];
         let load = self.loads.get_mut(&key).expect("it was parked");
+        // However much its engine has leased by now: what an early answer named is its load's.
+        let lease = self.dram.promise_held(key.0, holder, world_size, &load.slots, now_ms);
+        let Some(lease) = lease else { return self.refuse_parked(key, out) };
+        self.arrivals.loads.remove(&key);
         load.lease = Some(lease);
         let over = all_ranks(world_size) & !load.open;
         for rank in (0..world_size).filter(|rank| over >> rank & 1 == 1) {
@@ -205,6 +200,6 @@ impl Core {
     /// A load is parked no more.
     pub(super) fn let_go(&mut self, key: (SessionId, u64)) {
         let parked = self.arrivals.loads.remove(&key);
-        parked.into_iter().flat_map(|it| it.held).for_each(|slot| self.dram.unhold(slot));
+        parked.into_iter().for_each(|parked| self.unhold(key.0, parked.held));
     }
 }

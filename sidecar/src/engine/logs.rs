@@ -192,7 +192,7 @@ impl Core {
             // Nothing answers it, so it has no operation.
             let question = Question { op: 0, log, from, count, arriving: false, asked_ms: now_ms };
             let wanted = self.schedulers[&session].logs[&log].wanted(question).to_vec();
-            self.prefetch(now_ms, &binding, &wanted, out);
+            self.prefetch(now_ms, session, &binding, &wanted, out);
         }
         Ok(())
     }
@@ -208,7 +208,9 @@ impl Core {
         let same = log.lease.filter(|lease| lease.from == question.from);
         let renewed = same.filter(|lease| self.dram.renew(lease.id, session, now_ms).is_ok());
         let granted = if let Some(lease) = renewed {
-            known = (lease.hits as usize).min(wanted.len());
+            // Others may be at work that were not when it was granted.
+            let fitting = self.dram.fitting(lease.id, session).unwrap_or(0);
+            known = (lease.hits as usize).min(wanted.len()).min(fitting);
             let more = &wanted[known..];
             // An earlier answer may have named fewer hits than the lease holds: what is added follows what was named.
             let kept = self.dram.truncate(lease.id, session, 0, known);
@@ -221,7 +223,8 @@ impl Core {
                 // Expired meanwhile, at worst.
                 let _ = self.dram.release(stale.id, session);
             }
-            self.dram.grant(session, world_size, namespace, GROUP, wanted, now_ms, &mut refs)
+            let holder = binding.whose.holder;
+            self.dram.grant(session, holder, world_size, namespace, GROUP, wanted, now_ms, &mut refs)
         };
         let (op, from, hits) = (question.op, question.from, (known + refs.len()) as u32);
         log.lease = granted.map(|id| QueryLease { id, op, from, hits });
@@ -312,7 +315,7 @@ impl Core {
         let Some(log) = scheduler.logs.remove(&log) else { return Ok(()) };
         scheduler.keys -= log.keys.len();
         if let Some(binding) = binding {
-            self.dram.end_chain(binding.namespace, GROUP, &log.keys, log.opened_at);
+            self.dram.end_chain(binding.whose.holder, binding.namespace, GROUP, &log.keys, log.opened_at);
         }
         Ok(())
     }

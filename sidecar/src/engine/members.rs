@@ -6,6 +6,7 @@ use std::sync::Arc;
 use shm_protocol::handshake::{Copier, Hello, RANKS_MAX, Role};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace::{self, Facts};
+use tiers::dram::HolderId;
 
 use super::logs::Log;
 use super::namespaces::{Binding, Form, Space};
@@ -17,6 +18,8 @@ use crate::compare::PageForm;
 #[derive(Debug)]
 pub(super) struct Scheduler {
     pub(super) engine: String,
+    /// By which the tier counts what it holds.
+    pub(super) holder: HolderId,
     pub(super) run: [u8; 16],
     pub(super) world_size: u32,
     pub(super) patience: Patience,
@@ -43,6 +46,8 @@ pub(super) struct Scheduler {
     /// Saves and loads that have not ended.
     pub(super) saves: usize,
     pub(super) loads: usize,
+    /// Blocks of saves that wait for a binding or their step.
+    pub(super) wanted: usize,
     /// Keys in all logs; bounded by the arena that holds them.
     pub(super) keys: usize,
     /// Operations, in order, that some rank has not started yet.
@@ -151,6 +156,7 @@ impl Core {
         }
         let scheduler = Scheduler {
             engine,
+            holder: self.dram.enter(),
             run,
             world_size,
             patience,
@@ -167,6 +173,7 @@ impl Core {
             leased: BTreeSet::new(),
             saves: 0,
             loads: 0,
+            wanted: 0,
             keys: 0,
             waiting: BTreeSet::new(),
             copied: Vec::new(),
@@ -253,8 +260,9 @@ impl Core {
     pub(super) fn dispatch(&mut self, session: SessionId, out: &mut Vec<Action>) {
         let Some(scheduler) = self.schedulers.get(&session) else { return };
         let waiting: Vec<u64> = scheduler.waiting.iter().copied().collect();
+        let mut left = self.claims_max;
         for op in waiting {
-            self.dispatch_save(session, op, out);
+            left -= self.dispatch_save(session, op, left, out);
             self.dispatch_load(session, op, out);
         }
     }
@@ -284,6 +292,7 @@ impl Core {
         self.abandon_loads(session);
         self.end_waits(session);
         let scheduler = self.schedulers.remove(&session).expect("the caller checked");
+        self.dram.leave(scheduler.holder);
         self.checks.forget(session);
         for log in scheduler.logs.into_values() {
             if let Some(lease) = log.lease {

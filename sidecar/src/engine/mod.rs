@@ -13,6 +13,7 @@ mod arrivals;
 mod binding;
 mod checks;
 mod early;
+mod ledger;
 mod loads;
 mod logs;
 mod members;
@@ -26,7 +27,7 @@ mod stats;
 mod tests;
 mod windows;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use mesh::digest::Change;
@@ -45,6 +46,7 @@ use tiers::ssd::{Done, Job, Recovered};
 use self::arrivals::Arrivals;
 use self::checks::Checks;
 pub use self::checks::{Barred, Comparison, Found};
+pub use self::ledger::Holder;
 use self::loads::Load;
 use self::members::{Scheduler, Worker};
 use self::peers::Peers;
@@ -125,6 +127,11 @@ pub enum Event {
     Recovered(Recovered),
     /// The mesh has something to say.
     Mesh(Heard),
+    /// A turn has come for a session of [`Core::behind`].
+    Behind {
+        /// The scheduler's session.
+        session: SessionId,
+    },
     /// Time passed.
     Tick,
     /// The sidecar is to end: nothing new is taken, what runs is finished.
@@ -213,6 +220,8 @@ pub enum Action {
     Copy {
         /// The batch.
         copy: CopyId,
+        /// The engine, by its scheduler's session.
+        engine: SessionId,
         /// The rank's session.
         session: SessionId,
         /// Which way.
@@ -322,6 +331,9 @@ pub struct Core {
     loads: BTreeMap<(SessionId, u64), Load>,
     copies: BTreeMap<CopyId, CopyOwner>,
     next_copy: CopyId,
+    /// Schedulers' sessions with saves that the turn had no time for, the longest waiting first.
+    behind: VecDeque<SessionId>,
+    claims_max: usize,
     draining: bool,
     stats: Stats,
 }
@@ -361,6 +373,8 @@ impl Core {
             loads: BTreeMap::new(),
             copies: BTreeMap::new(),
             next_copy: 1,
+            behind: VecDeque::new(),
+            claims_max: ledger::CLAIMS_MAX,
             draining: false,
             stats: Stats::default(),
         }
@@ -374,6 +388,7 @@ impl Core {
 
     /// Takes one event and appends what others wait for: an engine is held up by its question. [`Core::go_on`] follows.
     pub fn respond(&mut self, now_ms: u64, event: Event, out: &mut Vec<Action>) {
+        self.note_work(now_ms, &event);
         match event {
             Event::Connected { session, hello } => self.connect(session, *hello, out),
             Event::Disconnected { session } => self.disconnect(session, out),
@@ -384,6 +399,7 @@ impl Core {
             }
             Event::Fences { session, start, done } => self.fences(session, start, done, out),
             Event::Copied { copy, ok } => self.copied(copy, ok, out),
+            Event::Behind { session } => self.catch_up(session, out),
             Event::Drained { session, void_below } => self.commit_copied(session, void_below, out),
             Event::Compared { save, found } => self.compared(save, found, out),
             Event::Opened(opened) => self.open_part(now_ms, opened),
@@ -545,11 +561,10 @@ impl Core {
         let copy = self.next_copy;
         self.next_copy += 1;
         self.copies.insert(copy, owner);
-        let direction = owner.direction;
+        let (engine, direction) = (owner.scheduler, owner.direction);
         let load_op = if direction == Direction::Load { owner.op } else { 0 };
-        let load = self.loads.get(&(owner.scheduler, load_op));
-        let awaited = load.is_some_and(|load| load.sync);
-        out.push(Action::Copy { copy, session, direction, pieces, load_op, awaited });
+        let awaited = self.loads.get(&(engine, load_op)).is_some_and(|load| load.sync);
+        out.push(Action::Copy { copy, engine, session, direction, pieces, load_op, awaited });
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use shm_protocol::key::NamespaceDigest;
-use tiers::dram::QuotaId;
+use tiers::dram::Whose;
 
 /// Namespaces that are remembered, of engines past and present: at 40 bytes each, 3 MB.
 const NAMESPACES_MAX: usize = 65_536;
@@ -32,8 +32,8 @@ pub(super) struct Binding {
     pub(super) base: NamespaceDigest,
     pub(super) digest: NamespaceDigest,
     pub(super) namespace: u32,
-    /// What its blocks count to: the same for every salt.
-    pub(super) quota: Option<QuotaId>,
+    /// What its blocks count to: the same quota for every salt.
+    pub(super) whose: Whose,
     pub(super) shard_bytes: u64,
     pub(super) shards: u32,
 }

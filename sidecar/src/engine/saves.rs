@@ -9,12 +9,9 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, Cancel, Keys};
 use tiers::FillError;
 
+use super::ledger::WANTED_MAX;
 use super::namespaces::Binding;
 use super::{Action, CopyOwner, Core, Direction, GROUP, Piece, SessionId, Violation, operations};
-
-/// Blocks of a scheduler's saves that wait for its binding, 3 MB: more than the first steps of any engine fill. Saves beyond
-/// that are dropped.
-const UNBOUND_BLOCKS_MAX: usize = 65_536;
 
 /// A SAVE that was read before every rank had joined: rings are read one after the other, and a rank joins in the step whose
 /// saves its scheduler has posted.
@@ -111,15 +108,13 @@ impl Core {
         let scheduler = self.schedulers.get_mut(&session).expect("the caller checked");
         scheduler.saves += 1;
         let barred = scheduler.barred.is_some();
-        let waiting = self.unbound.range(operations(session));
-        let waiting: usize = waiting.map(|(_, other)| other.blocks.len()).sum();
+        let too_many = scheduler.wanted + save.blocks.len() > WANTED_MAX;
         match binding {
-            _ if self.draining => self.drop_save((session, op), &save, out),
+            _ if self.draining || too_many => self.drop_save((session, op), &save, out),
             Some(binding) => self.accept_save((session, op), binding, save, out),
-            None if barred || waiting + save.blocks.len() > UNBOUND_BLOCKS_MAX => {
-                self.drop_save((session, op), &save, out);
-            }
+            None if barred => self.drop_save((session, op), &save, out),
             None => {
+                scheduler.wanted += save.blocks.len();
                 self.unbound.insert((session, op), save);
             }
         }
@@ -165,12 +160,13 @@ impl Core {
             void: false,
             end,
         };
+        self.schedulers.get_mut(&session).expect("the caller checked").wanted += save.wanted.len();
         self.saves.insert(key, save);
         if begun {
             self.finish_save(key, 0, out);
         } else {
             self.scheduler_waits(session, op);
-            self.dispatch_save(session, op, out);
+            self.dispatch_save(session, op, self.claims_max, out);
         }
     }
 
@@ -197,7 +193,10 @@ impl Core {
 
     fn take_unbound_saves(&mut self, session: SessionId) -> Vec<((SessionId, u64), UnboundSave)> {
         let keys: Vec<_> = self.unbound.range(operations(session)).map(|(key, _)| *key).collect();
-        keys.into_iter().map(|key| (key, self.unbound.remove(&key).expect("listed above"))).collect()
+        let saves = keys.into_iter().map(|key| (key, self.unbound.remove(&key).expect("listed above")));
+        let saves: Vec<_> = saves.collect();
+        self.unwant(session, saves.iter().map(|(_, save)| save.blocks.len()).sum());
+        saves
     }
 
     /// Ends a save of which nothing was begun.
@@ -233,7 +232,7 @@ impl Core {
                 return;
             }
         }
-        let claimed = self.dram.begin_fill(key, block_bytes, save.binding.quota);
+        let claimed = self.dram.begin_fill(key, block_bytes, save.binding.whose);
         self.apply_evictions(out);
         match claimed {
             Ok(slot) => {
@@ -258,25 +257,37 @@ impl Core {
         );
     }
 
-    /// Takes the slots of a save and starts its copies, once every rank has joined and passed the save's step.
-    pub(super) fn dispatch_save(&mut self, session: SessionId, op: u64, out: &mut Vec<Action>) {
-        let Some(save) = self.saves.get(&(session, op)).filter(|save| !save.begun) else { return };
+    /// Takes the slots of a save and starts its copies, once every rank has joined and passed the save's step. How many blocks it
+    /// took slots for, at most so many.
+    pub(super) fn dispatch_save(
+        &mut self,
+        session: SessionId,
+        op: u64,
+        claims_max: usize,
+        out: &mut Vec<Action>,
+    ) -> usize {
+        let Some(save) = self.saves.get(&(session, op)).filter(|save| !save.begun) else { return 0 };
         let done = |worker: &Option<SessionId>| worker.is_some_and(|id| self.workers[&id].done >= save.step);
         if !self.schedulers[&session].ranks.iter().all(done) {
-            return;
+            return 0;
         }
         let mut save = self.saves.remove(&(session, op)).expect("found above");
-        save.begun = true;
-        for wanted in std::mem::take(&mut save.wanted) {
+        let claims = save.wanted.len().min(claims_max);
+        self.unwant(session, claims);
+        for wanted in save.wanted.drain(..claims).collect::<Vec<_>>() {
             self.claim(session, &mut save, wanted, out);
         }
-        let nothing_to_copy = save.blocks.is_empty();
+        save.begun = save.wanted.is_empty();
+        let (begun, nothing_to_copy) = (save.begun, save.blocks.is_empty());
         self.saves.insert((session, op), save);
-        if nothing_to_copy {
+        if !begun {
+            self.fall_behind(session);
+        } else if nothing_to_copy {
             self.finish_save((session, op), 0, out);
         } else {
             self.start_save(session, op, out);
         }
+        claims
     }
 
     fn start_save(&mut self, session: SessionId, op: u64, out: &mut Vec<Action>) {
@@ -347,6 +358,7 @@ impl Core {
             blocks.filter(|(_, index)| range.contains(index)).for_each(|((_, block), _)| *block = None);
             if save.blocks.iter().all(|(_, block)| block.is_none()) {
                 let save = self.unbound.remove(&key).expect("found above");
+                self.unwant(session, save.blocks.len());
                 self.drop_save(key, &save, out);
             }
             return Ok(());
@@ -354,11 +366,15 @@ impl Core {
         let Some(save) = self.saves.get_mut(&key) else { return Ok(()) };
         let before = save.wanted.len();
         save.wanted.retain(|wanted| !range.contains(&wanted.index));
-        save.end.cancelled += (before - save.wanted.len()) as u32;
+        let cancelled = before - save.wanted.len();
+        save.end.cancelled += cancelled as u32;
         for block in save.blocks.iter_mut().filter(|block| range.contains(&block.index)) {
             block.cancelled = true;
         }
-        if save.running == 0 && save.wanted.is_empty() && save.blocks.iter().all(|block| block.cancelled) {
+        let is_over =
+            save.running == 0 && save.wanted.is_empty() && save.blocks.iter().all(|block| block.cancelled);
+        self.unwant(session, cancelled);
+        if is_over {
             self.finish_save(key, 0, out);
         }
         Ok(())
@@ -382,6 +398,7 @@ impl Core {
         let (namespace, digest) = (save.binding.namespace, save.binding.digest);
         let (mut committed, mut pairs) = (Vec::new(), Vec::new());
         let unbegun = save.wanted.len() as u32;
+        self.unwant(session, save.wanted.len());
         match op < void_below {
             true => save.end.cancelled += unbegun,
             false => save.end.dropped += unbegun,

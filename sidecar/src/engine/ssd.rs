@@ -10,6 +10,7 @@ mod writes;
 use std::collections::{BTreeMap, HashSet, VecDeque};
 
 use shm_protocol::key::BlockKey;
+use tiers::dram::HolderId;
 use tiers::ssd::{self, Done, Ended, Log, Recovered, Ticket};
 
 use self::writes::Unwritten;
@@ -90,7 +91,7 @@ impl Core {
         match ssd.log.done(now_ms, done) {
             Some(Ended::Written { slot, .. }) => {
                 ssd.writing -= 1;
-                self.dram.unhold(slot);
+                self.dram.unhold(slot, HolderId::NOBODY);
             }
             Some(Ended::Read { ticket, slot, ok, .. }) => self.read_ended(now_ms, ticket, slot, ok, out),
             None => {}

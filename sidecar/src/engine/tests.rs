@@ -2,6 +2,7 @@
 
 mod binding;
 pub(super) mod checks;
+mod ledger;
 mod quotas;
 
 use std::collections::BTreeMap;

@@ -38,11 +38,12 @@ impl Runtime {
                 Ok(())
             }),
             Action::Saved { session, saved } => self.on(session, |session| session.push_saved(&saved)),
-            Action::Copy { copy, session, direction, pieces, load_op, awaited } => {
+            Action::Copy { copy, engine, session, direction, pieces, load_op, awaited } => {
                 let rank = self.sessions.get(&session).and_then(|session| session.rank().cloned());
                 let refused = match rank {
                     Some(rank) => {
-                        self.copiers.post(&rank, Batch { copy, direction, pieces, load_op, awaited })
+                        let batch = Batch { copy, engine, direction, pieces, load_op, awaited };
+                        self.copiers.post(&rank, batch)
                     }
                     None => Some(Finished { copy, ok: false }),
                 };

@@ -119,7 +119,8 @@ impl Life {
         let mut ledger = Ledger::new(SEGMENT_BYTES);
         forms.iter().for_each(|form| ledger.know(*form));
         ctx.wakes.push((Actor::Data, ctx.now + 1));
-        let (mut core, mut disk, mut recovered) = (Core::new(dram), None, Vec::new());
+        let (mut core, mut disk, mut recovered) =
+            (Core::new(dram).with_claims(ctx.knobs.turn_cost), None, Vec::new());
         let mesh = ctx.knobs.mesh.then(Mesh::default);
         if mesh.is_some() {
             core = core.with_peers(Directory::new(Config { seed: epoch, ..Config::default() }));
@@ -195,6 +196,7 @@ impl Life {
             self.ledger.committed()
         );
         self.ledger.audit(self.pool.region());
+        self.core.audit_ledger();
         self.audit_mesh();
     }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::{SlotRef, slot_count};
-use tiers::dram::{Config, Dram};
+use tiers::dram::{Config, Dram, HolderId, Whose};
 
 /// A chain of blocks, as one request asks for it.
 pub(crate) type Chain = Vec<BlockHash>;
@@ -135,7 +135,7 @@ impl Tier {
     fn save(&mut self, chain: &[BlockHash], blocks: Range<usize>) {
         let key = |at: usize| BlockKey { namespace: 0, group: 0, hash: chain[at] };
         for at in blocks.clone() {
-            let slot = self.dram.begin_fill(key(at), BLOCK_BYTES, None);
+            let slot = self.dram.begin_fill(key(at), BLOCK_BYTES, Whose::default());
             self.slots.extend(slot.map(|slot| (at, slot)));
         }
         self.dram.use_run(0, 0, &chain[blocks]);
@@ -184,7 +184,7 @@ impl Cache for Tier {
             self.save(chain, next..end);
             next = end;
         }
-        self.dram.end_chain(0, 0, chain, opened_at);
+        self.dram.end_chain(HolderId::NOBODY, 0, 0, chain, opened_at);
         began_on
     }
 }

@@ -10,7 +10,7 @@
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::{Geometry, Remains};
 
-use super::{Dram, QuotaId};
+use super::{Dram, QuotaId, Whose};
 use crate::index::Print;
 use crate::slab::{Place, State};
 
@@ -62,7 +62,7 @@ impl Dram {
     }
 
     /// Takes over slot `index` of a segment in service with what it holds; `namespace` numbers a block's digest, `quota`
-    /// is what it counts to, whether there is room in it or not. False if there is no such slot.
+    /// is what it counts to, whether there is room in it or not. It is nobody's until it is used. False if there is no such slot.
     pub fn adopt(
         &mut self,
         segment: u64,
@@ -94,7 +94,7 @@ impl Dram {
         let entry = self.slab.entries.get_mut(id);
         (entry.key, entry.generation, entry.state) = (key, generation, State::Committed);
         self.watch.note(key, true);
-        self.charge(id, quota);
+        self.charge(id, Whose { quota, ..Whose::default() });
         self.index.insert(print, id);
         self.slab.segments[self.slab.entries.segment(id)].used += 1;
         self.stats.blocks += 1;

@@ -4,20 +4,26 @@
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
 
-use super::Dram;
+use super::{Dram, HolderId};
 
 // === impl Dram: holds ===
 
 impl Dram {
-    /// Keeps a block from eviction until [`Dram::unhold`], as often as it is held. `None` if it is not committed.
-    pub fn hold(&mut self, key: &BlockKey) -> Option<SlotRef> {
+    /// Keeps a block from eviction until [`Dram::unhold`], as often as it is held: as a lease of `holder`'s would, whatever room
+    /// that has. `None` if it is not committed.
+    pub fn hold(&mut self, key: &BlockKey, holder: HolderId) -> Option<SlotRef> {
         let id = self.find(key.namespace, key.group, &key.hash)?;
-        self.pin_id(id).then(|| self.slab.slot_ref(id))
+        let held = self.pin_id(id);
+        if held {
+            self.ledger.lease(holder, false, self.slab.block_bytes(id));
+        }
+        held.then(|| self.slab.slot_ref(id))
     }
 
     /// Ends one hold.
-    pub fn unhold(&mut self, slot: SlotRef) {
+    pub fn unhold(&mut self, slot: SlotRef, holder: HolderId) {
         let id = self.slab.find(slot).expect("a held block stays in its slot");
+        self.ledger.unlease(holder, false, self.slab.block_bytes(id));
         if self.unpin_id(id) && !self.free_removed(id) {
             self.policy.unheld(&mut self.slab, id);
         }

@@ -3,19 +3,22 @@
 use shm_protocol::key::BlockHash;
 use shm_protocol::pool::SlotRef;
 
-use super::Dram;
+use super::{Dram, HolderId};
 use crate::error::LeaseError;
-use crate::lease::LeaseId;
+use crate::lease::{Ended, LeaseId};
+use crate::slab::State;
 
 // === impl Dram: leases ===
 
 impl Dram {
-    /// Leases the leading run of `hashes` that is committed to `owner`, for `workers` workers (1 to [`WORKERS_MAX`]);
-    /// appends a reference for each to `out`. `None`, and nothing leased, where there is no hit or no table entry.
+    /// Leases the leading run of `hashes` that is committed to `owner`, for `workers` workers (1 to [`WORKERS_MAX`]), as far as
+    /// `holder` has room; appends a reference for each to `out`. `None`, and nothing leased, where there is no hit or no table
+    /// entry.
     #[expect(clippy::too_many_arguments, reason = "a query's fields, and the hot path's reused buffer")]
     pub fn grant(
         &mut self,
         owner: u64,
+        holder: HolderId,
         workers: u32,
         namespace: u32,
         group: u32,
@@ -23,7 +26,7 @@ impl Dram {
         now_ms: u64,
         out: &mut Vec<SlotRef>,
     ) -> Option<LeaseId> {
-        let lease = self.leases.grant(owner, workers, now_ms)?;
+        let lease = self.leases.grant(owner, holder, workers, now_ms)?;
         let hits = self.lease_hits(lease, owner, namespace, group, hashes, out).expect("granted above");
         if hits == 0 {
             self.release(lease, owner).expect("granted above");
@@ -60,11 +63,14 @@ impl Dram {
         hashes: &[BlockHash],
         out: &mut Vec<SlotRef>,
     ) -> Result<usize, LeaseError> {
+        let (holder, is_promised) = self.leases.whose(lease, owner)?;
         let mut entries = std::mem::take(self.leases.entries_mut(lease, owner)?);
-        let before = entries.len();
+        let (before, room, mut bytes) = (entries.len(), self.room(holder), 0);
         self.leading_hits(namespace, group, hashes, |dram, id| {
-            let pinned = dram.pin_id(id);
+            let with_it = bytes + dram.slab.block_bytes(id);
+            let pinned = with_it <= room && dram.pin_id(id);
             if pinned {
+                bytes = with_it;
                 entries.push(id);
                 out.push(dram.slab.slot_ref(id));
             }
@@ -72,6 +78,7 @@ impl Dram {
         });
         let hits = entries.len() - before;
         *self.leases.entries_mut(lease, owner)? = entries;
+        self.ledger.lease(holder, is_promised, bytes);
         Ok(hits)
     }
 
@@ -86,7 +93,51 @@ impl Dram {
 
     /// A load was posted under the lease: it no longer ends by time.
     pub fn promise(&mut self, lease: LeaseId, owner: u64) -> Result<(), LeaseError> {
-        self.leases.promise(lease, owner)
+        let (holder, was_promised) = self.leases.whose(lease, owner)?;
+        self.leases.promise(lease, owner)?;
+        if !was_promised {
+            let bytes = self.bytes_of(self.leases.entries(lease, owner)?);
+            self.ledger.unlease(holder, false, bytes);
+            self.ledger.lease(holder, true, bytes);
+        }
+        Ok(())
+    }
+
+    /// Makes a promised lease of one hold on each of these slots, which ends with it. `None`, and they stay held, where one of the
+    /// blocks was removed, or there is no table entry.
+    pub fn promise_held(
+        &mut self,
+        owner: u64,
+        holder: HolderId,
+        workers: u32,
+        slots: &[SlotRef],
+        now_ms: u64,
+    ) -> Option<LeaseId> {
+        let is_whole = |id: &u32| self.slab.entries.get(*id).state == State::Committed;
+        let entries: Option<_> = slots.iter().map(|slot| self.slab.find(*slot).filter(is_whole)).collect();
+        let entries = entries?;
+        let lease = self.leases.grant(owner, holder, workers, now_ms)?;
+        *self.leases.entries_mut(lease, owner).expect("granted above") = entries;
+        self.promise(lease, owner).expect("granted above");
+        Some(lease)
+    }
+
+    /// How many blocks of a lease, from its first on, its holder has room for: all of them, unless others are at work that were not
+    /// when it was granted.
+    pub fn fitting(&self, lease: LeaseId, owner: u64) -> Result<usize, LeaseError> {
+        let (holder, _) = self.leases.whose(lease, owner)?;
+        let entries = self.leases.entries(lease, owner)?;
+        let mut room = self.room_without(holder, self.bytes_of(entries));
+        let fits = |id: &&u32| {
+            let left = room.checked_sub(self.slab.block_bytes(**id));
+            room = left.unwrap_or(0);
+            left.is_some()
+        };
+        Ok(entries.iter().take_while(fits).count())
+    }
+
+    pub(super) fn bytes_of(&self, entries: &[u32]) -> u64 {
+        entries.iter().map(|id| self.slab.block_bytes(*id)).sum()
     }
 
     /// Keeps only blocks `first..first + count` leased, as far as there are such; the load uses no more.
@@ -97,11 +148,12 @@ impl Dram {
         first: usize,
         count: usize,
     ) -> Result<(), LeaseError> {
+        let (holder, is_promised) = self.leases.whose(lease, owner)?;
         let entries = self.leases.entries_mut(lease, owner)?;
         let first = first.min(entries.len());
         let mut dropped = entries.split_off(first.saturating_add(count).min(entries.len()));
         dropped.extend(entries.drain(..first));
-        dropped.iter().rev().for_each(|id| self.unpin(*id));
+        self.unpin_all(&Ended { entries: dropped, holder, is_promised });
         Ok(())
     }
 
@@ -117,13 +169,13 @@ impl Dram {
     /// `worker` has ended its load. Each may do so once; true when it was the last and the lease has ended.
     pub fn consume(&mut self, lease: LeaseId, owner: u64, worker: u32) -> Result<bool, LeaseError> {
         let ended = self.leases.consume(lease, owner, worker)?;
-        Ok(ended.map(|entries| self.unpin_all(entries)).is_some())
+        Ok(ended.map(|ended| self.end(ended)).is_some())
     }
 
     /// Ends a lease.
     pub fn release(&mut self, lease: LeaseId, owner: u64) -> Result<(), LeaseError> {
-        let entries = self.leases.release(lease, owner)?;
-        self.unpin_all(entries);
+        let ended = self.leases.release(lease, owner)?;
+        self.end(ended);
         Ok(())
     }
 
@@ -138,8 +190,8 @@ impl Dram {
     pub fn expire(&mut self, now_ms: u64) -> usize {
         self.end_hold(now_ms);
         let mut expired = 0;
-        while let Some(entries) = self.leases.expire_one(now_ms) {
-            self.unpin_all(entries);
+        while let Some(ended) = self.leases.expire_one(now_ms) {
+            self.end(ended);
             expired += 1;
         }
         expired
@@ -154,8 +206,7 @@ impl Dram {
     /// False if the block has as many leases and holds as can be counted.
     pub(super) fn pin_id(&mut self, id: u32) -> bool {
         let entry = self.slab.entries.get_mut(id);
-        let Some(pins) = entry.pins.checked_add(1) else { return false };
-        entry.pins = pins;
+        let Some(pins) = entry.claims.pin() else { return false };
         if pins == 1 {
             self.slab.segments[self.slab.entries.segment(id)].held += 1;
             self.stats.bytes_leased += self.slab.block_bytes(id);
@@ -165,9 +216,7 @@ impl Dram {
 
     /// Whether that was the last lease or hold of the block.
     pub(super) fn unpin_id(&mut self, id: u32) -> bool {
-        let entry = self.slab.entries.get_mut(id);
-        entry.pins -= 1;
-        let last = entry.pins == 0;
+        let last = self.slab.entries.get_mut(id).claims.unpin() == 0;
         if last {
             self.slab.segments[self.slab.entries.segment(id)].held -= 1;
             self.stats.bytes_leased -= self.slab.block_bytes(id);
@@ -175,9 +224,15 @@ impl Dram {
         last
     }
 
-    fn unpin_all(&mut self, entries: Vec<u32>) {
+    fn unpin_all(&mut self, ended: &Ended) {
+        let bytes = self.bytes_of(&ended.entries);
+        self.ledger.unlease(ended.holder, ended.is_promised, bytes);
         // An access of each, and of the deepest first.
-        entries.iter().rev().for_each(|id| self.unpin(*id));
-        self.leases.recycle(entries);
+        ended.entries.iter().rev().for_each(|id| self.unpin(*id));
+    }
+
+    fn end(&mut self, ended: Ended) {
+        self.unpin_all(&ended);
+        self.leases.recycle(ended.entries);
     }
 }

@@ -3,8 +3,10 @@
 //! Which namespaces count to a quota is the caller's to say, with every block. A quota is a limit and no reservation: below it
 //! a block takes its room from whoever the policy names.
 
-use super::{Dram, FillError, QuotaId};
+use super::{Dram, FillError, HolderId, QuotaId};
+use crate::ledger::Group;
 use crate::policy::Among;
+use crate::quota::Quota;
 
 /// Blocks that one filling evicts at most for its quota: one, unless block sizes differ or an earlier life had a larger quota.
 /// Bounds such a filling to some 50 us; the next ones go on.
@@ -29,12 +31,21 @@ impl Dram {
 
     /// How full a quota is.
     pub fn quota(&self, quota: QuotaId) -> QuotaStats {
-        let quota = self.slab.quotas.as_ref().expect("an id was given out with a quota").get(quota);
-        QuotaStats { bytes_max: quota.bytes_max, bytes_used: quota.bytes_used }
+        let quota = self.quota_of(quota);
+        QuotaStats { bytes_max: quota.bytes_max, bytes_used: quota.used.all() }
     }
 
-    /// Evicts of a quota's blocks until there is room in it for another.
-    pub(super) fn make_room(&mut self, quota: QuotaId, block_bytes: u64) -> Result<(), FillError> {
+    fn quota_of(&self, quota: QuotaId) -> &Quota {
+        self.slab.quotas.as_ref().expect("an id was given out with a quota").get(quota)
+    }
+
+    /// Evicts of a quota's blocks until there is room in it for another of a holder. A quota is shared as the pool is.
+    pub(super) fn make_room(
+        &mut self,
+        quota: QuotaId,
+        block_bytes: u64,
+        holder: HolderId,
+    ) -> Result<(), FillError> {
         let QuotaStats { bytes_max, .. } = self.quota(quota);
         let bytes_before_max = bytes_max.checked_sub(block_bytes).ok_or(FillError::NoSpace)?;
         for _ in 0..EVICTIONS_MAX {
@@ -44,25 +55,13 @@ impl Dram {
             if self.hold.lasts() {
                 return Err(FillError::NoSpace);
             }
-            let victim = self.policy.next(&mut self.slab, Among::Quota(quota)).ok_or(FillError::NoSpace)?;
-            self.evict(victim);
+            let losers = self.ledger.losers(&self.quota_of(quota).used);
+            let among = Among::Quota(quota);
+            if !self.evict_next(among, losers) && !self.evict_next(among, Group::from(holder)) {
+                return Err(FillError::NoSpace);
+            }
         }
         let made = self.quota(quota).bytes_used <= bytes_before_max;
         if made { Ok(()) } else { Err(FillError::NoSpace) }
-    }
-
-    /// Counts the block that an entry gets.
-    pub(super) fn charge(&mut self, id: u32, quota: Option<QuotaId>) {
-        let Some(quota) = quota else { return };
-        let bytes = self.slab.block_bytes(id);
-        let quotas = self.slab.quotas.as_mut().expect("an id was given out with a quota");
-        quotas.charge(id, quota, bytes);
-    }
-
-    /// Counts the block that an entry had no more.
-    pub(super) fn discharge(&mut self, id: u32, bytes: u64) {
-        if let Some(quotas) = &mut self.slab.quotas {
-            quotas.discharge(id, bytes);
-        }
     }
 }

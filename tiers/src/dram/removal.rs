@@ -35,7 +35,7 @@ impl Dram {
         self.stats.removed_blocks_total += 1;
         self.slab.entries.get_mut(id).state = State::Removed;
         self.slab.move_to(id, Place::Detached);
-        if self.slab.entries.get(id).pins == 0 {
+        if self.slab.entries.get(id).claims.pins() == 0 {
             self.free_removed(id);
         }
     }

@@ -1,3 +1,4 @@
+mod holders;
 mod overflow;
 mod quotas;
 mod ranks;
@@ -14,6 +15,7 @@ use super::*;
 
 const SEGMENT: u64 = 2 << 20;
 const TTL_MS: u64 = 100;
+const NOBODY: HolderId = HolderId::NOBODY;
 
 fn hash(number: u64) -> BlockHash {
     BlockHash::from_words([number, 0, 0, number])
@@ -29,7 +31,7 @@ fn tier(segments: u64) -> Dram {
 }
 
 fn fill(dram: &mut Dram, number: u64, block_bytes: u64) -> SlotRef {
-    let slot = dram.begin_fill(key(number), block_bytes, None).expect("room");
+    let slot = dram.begin_fill(key(number), block_bytes, Whose::default()).expect("room");
     assert!(dram.commit(slot));
     slot
 }
@@ -183,7 +185,7 @@ impl Model {
 
     fn fill(&mut self, number: u64, bytes: u64) {
         let leased = self.leased();
-        let answer = self.dram.begin_fill(key(number), bytes, None);
+        let answer = self.dram.begin_fill(key(number), bytes, Whose::default());
         let mut evicted: HashSet<SlotRef> = self.dram.drain_evicted().collect();
         assert!(evicted.is_disjoint(&leased), "a leased block was evicted");
         evicted.retain(|slot| !self.untold.remove(slot));
@@ -250,10 +252,12 @@ impl Model {
             }
             Step::Hold(number) => {
                 let wanted = self.run(number, 1).first().copied();
-                assert_eq!(self.dram.hold(&key(number)), wanted);
+                assert_eq!(self.dram.hold(&key(number), NOBODY), wanted);
                 self.holds.extend(wanted);
             }
-            Step::Unhold(nth) if nth < self.holds.len() => self.dram.unhold(self.holds.swap_remove(nth)),
+            Step::Unhold(nth) if nth < self.holds.len() => {
+                self.dram.unhold(self.holds.swap_remove(nth), NOBODY)
+            }
             Step::Unhold(_) => {}
             Step::Remove(number) => self.remove(number),
             other => self.apply_to_lease(other),
@@ -293,8 +297,16 @@ impl Model {
     fn grant(&mut self, owner: u64, workers: u32, first: u64, count: u64) {
         let slots = self.run(first, count);
         let mut out = Vec::new();
-        let lease =
-            self.dram.grant(owner, workers, 7, 0, &hashes(first..first + count), self.now_ms, &mut out);
+        let lease = self.dram.grant(
+            owner,
+            NOBODY,
+            workers,
+            7,
+            0,
+            &hashes(first..first + count),
+            self.now_ms,
+            &mut out,
+        );
         assert_eq!(out, slots);
         assert_eq!(lease.is_some(), !slots.is_empty());
         let deadline_ms = self.now_ms + TTL_MS;
@@ -465,12 +477,12 @@ fn sizes_that_fit_no_pool_are_refused_with_the_remedy() {
 #[test]
 fn blocks_that_fit_no_segment_are_refused() {
     let mut dram = tier(1);
-    assert_eq!(dram.begin_fill(key(1), 0, None), Err(FillError::Empty));
+    assert_eq!(dram.begin_fill(key(1), 0, Whose::default()), Err(FillError::Empty));
     let max = SEGMENT - 4096;
-    assert_eq!(dram.begin_fill(key(1), max + 1, None), Err(FillError::TooLarge { max }));
-    assert_eq!(dram.begin_fill(key(1), u64::MAX, None), Err(FillError::TooLarge { max }));
-    assert!(dram.begin_fill(key(1), max, None).is_ok());
-    assert_eq!(dram.begin_fill(key(2), max, None), Err(FillError::NoSpace));
+    assert_eq!(dram.begin_fill(key(1), max + 1, Whose::default()), Err(FillError::TooLarge { max }));
+    assert_eq!(dram.begin_fill(key(1), u64::MAX, Whose::default()), Err(FillError::TooLarge { max }));
+    assert!(dram.begin_fill(key(1), max, Whose::default()).is_ok());
+    assert_eq!(dram.begin_fill(key(2), max, Whose::default()), Err(FillError::NoSpace));
 }
 
 #[test]
@@ -487,7 +499,7 @@ fn a_new_block_size_takes_a_whole_segment_from_the_largest_class() {
     };
     let (first, third) = (in_segment(0).expect("some"), in_segment(2).expect("some"));
     for number in [first, third] {
-        dram.grant(1, 1, 7, 0, &hashes(number..number + 1), 0, &mut out).expect("a hit");
+        dram.grant(1, NOBODY, 1, 7, 0, &hashes(number..number + 1), 0, &mut out).expect("a hit");
     }
     dram.drain_assigned().for_each(drop);
     let slot = fill(&mut dram, 100, 2_000_000);
@@ -495,8 +507,8 @@ fn a_new_block_size_takes_a_whole_segment_from_the_largest_class() {
     assert_eq!(dram.drain_assigned().collect::<Vec<_>>(), [Assigned { segment: 1, block_bytes: 2_000_000 }]);
     assert_eq!(dram.drain_evicted().count(), 3);
     // Its own only slot goes before another's segment; with it leased and the others too, there is no room.
-    dram.grant(1, 1, 7, 0, &hashes(100..101), 0, &mut out).expect("a hit");
-    assert_eq!(dram.begin_fill(key(101), 2_000_000, None), Err(FillError::NoSpace));
+    dram.grant(1, NOBODY, 1, 7, 0, &hashes(100..101), 0, &mut out).expect("a hit");
+    assert_eq!(dram.begin_fill(key(101), 2_000_000, Whose::default()), Err(FillError::NoSpace));
 }
 
 #[test]
@@ -504,8 +516,9 @@ fn an_expired_lease_says_so_until_its_table_entry_serves_another() {
     let mut dram = tier(1);
     fill(&mut dram, 1, 4096);
     let mut out = Vec::new();
-    let mut grant =
-        |dram: &mut Dram, now_ms| dram.grant(1, 1, 7, 0, &hashes(1..2), now_ms, &mut out).expect("a hit");
+    let mut grant = |dram: &mut Dram, now_ms| {
+        dram.grant(1, NOBODY, 1, 7, 0, &hashes(1..2), now_ms, &mut out).expect("a hit")
+    };
     let old = grant(&mut dram, 0);
     assert_eq!(dram.expire(TTL_MS - 1), 0);
     assert_eq!(dram.expire(TTL_MS), 1);
@@ -560,9 +573,17 @@ fn whole(number: u64, generation: u64) -> Remains {
 fn adopted(remains: [Remains; 3]) -> Dram {
     let config = Config { pool_bytes: 2 * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
     let mut dram = Dram::unopened(config, HOLD).expect("sizes");
-    assert_eq!(dram.begin_fill(key(1), SIZES[0], None), Err(FillError::NoSpace), "nothing is in service");
+    assert_eq!(
+        dram.begin_fill(key(1), SIZES[0], Whose::default()),
+        Err(FillError::NoSpace),
+        "nothing is in service"
+    );
     assert!(dram.open_used(0, SIZES[0], 1000));
-    assert_eq!(dram.begin_fill(key(1), SIZES[0], None), Err(FillError::NoSpace), "no slot was looked at");
+    assert_eq!(
+        dram.begin_fill(key(1), SIZES[0], Whose::default()),
+        Err(FillError::NoSpace),
+        "no slot was looked at"
+    );
     for (index, remains) in (0..).zip(&remains) {
         assert!(dram.adopt(0, index, remains, Some(7), None));
     }
@@ -576,18 +597,22 @@ fn blocks_of_an_earlier_life_are_found_and_stay_while_the_hold_lasts() {
     assert_eq!(dram.probe(7, 0, &hashes(1..4)), 3);
     assert_eq!((dram.stats().blocks, dram.stats().adopted_blocks_total), (3, 3));
     let mut slots = Vec::new();
-    let lease = dram.grant(1, 1, 7, 0, &hashes(1..2), 1000, &mut slots).expect("a hit");
+    let lease = dram.grant(1, NOBODY, 1, 7, 0, &hashes(1..2), 1000, &mut slots).expect("a hit");
     assert_eq!(slots[0].generation, 5);
     assert_eq!(dram.release(lease, 1), Ok(()));
     dram.expire(1000 + HOLD - 1);
-    assert_eq!(dram.begin_fill(key(9), SIZES[0], None), Err(FillError::NoSpace), "an engine may read them");
     assert_eq!(
-        dram.begin_fill(key(9), SIZES[1], None),
+        dram.begin_fill(key(9), SIZES[0], Whose::default()),
+        Err(FillError::NoSpace),
+        "an engine may read them"
+    );
+    assert_eq!(
+        dram.begin_fill(key(9), SIZES[1], Whose::default()),
         Err(FillError::NoSpace),
         "nor is the segment given away"
     );
     dram.expire(1000 + HOLD);
-    let slot = dram.begin_fill(key(9), SIZES[0], None).expect("one is evicted");
+    let slot = dram.begin_fill(key(9), SIZES[0], Whose::default()).expect("one is evicted");
     assert_eq!(dram.drain_evicted().map(|slot| slot.generation).collect::<Vec<_>>(), [7], "the deepest");
     assert!(dram.commit(slot));
 }
@@ -595,16 +620,16 @@ fn blocks_of_an_earlier_life_are_found_and_stay_while_the_hold_lasts() {
 #[test]
 fn slots_that_held_nothing_whole_are_free_after_the_hold() {
     let mut dram = adopted([Remains::Free, Remains::Debris { generation: 4 }, whole(3, 7)]);
-    let slot = dram.begin_fill(key(9), SIZES[0], None).expect("the free one");
+    let slot = dram.begin_fill(key(9), SIZES[0], Whose::default()).expect("the free one");
     assert_eq!(
-        dram.begin_fill(key(10), SIZES[0], None),
+        dram.begin_fill(key(10), SIZES[0], Whose::default()),
         Err(FillError::NoSpace),
         "a copy may be on its way there"
     );
     assert!(dram.commit(slot));
     dram.expire(1000 + HOLD);
     assert_eq!(dram.drain_evicted().map(|slot| slot.generation).collect::<Vec<_>>(), [4]);
-    assert!(dram.begin_fill(key(10), SIZES[0], None).is_ok());
+    assert!(dram.begin_fill(key(10), SIZES[0], Whose::default()).is_ok());
     assert_eq!((dram.stats().adoption_dropped_total, dram.stats().evicted_blocks_total), (1, 0));
 }
 
@@ -614,7 +639,7 @@ fn a_key_is_kept_once_whoever_wrote_it_twice() {
     assert_eq!((dram.stats().blocks, dram.stats().adoption_dropped_total), (1, 2));
     // Saved anew before its segment came into service.
     dram.open_empty(1);
-    let slot = dram.begin_fill(key(2), SIZES[0], None).expect("a new segment");
+    let slot = dram.begin_fill(key(2), SIZES[0], Whose::default()).expect("a new segment");
     assert!(dram.commit(slot));
     assert_eq!(dram.probe(7, 0, &hashes(1..3)), 2);
 }
@@ -636,14 +661,14 @@ fn a_held_block_is_not_evicted_and_the_hold_is_no_access() {
     let mut dram = tier(1);
     let slots = u64::from(pool::slot_count(SEGMENT, 600_000).expect("fits"));
     fill_all(&mut dram, 0..slots, 600_000);
-    let held = dram.hold(&key(0)).expect("kept");
-    assert_eq!(dram.hold(&key(0)), Some(held), "as often as one likes");
-    assert_eq!(dram.hold(&key(99)), None);
+    let held = dram.hold(&key(0), NOBODY).expect("kept");
+    assert_eq!(dram.hold(&key(0), NOBODY), Some(held), "as often as one likes");
+    assert_eq!(dram.hold(&key(99), NOBODY), None);
     fill_all(&mut dram, slots..3 * slots, 600_000);
-    dram.unhold(held);
+    dram.unhold(held, NOBODY);
     fill_all(&mut dram, 3 * slots..4 * slots, 600_000);
     assert_eq!(dram.stats().bytes_leased, 600_000, "one hold is left");
-    dram.unhold(held);
+    dram.unhold(held, NOBODY);
     assert_eq!(dram.stats().bytes_leased, 0);
     // An access would keep it.
     fill_all(&mut dram, 4 * slots..6 * slots, 600_000);
@@ -653,8 +678,8 @@ fn a_held_block_is_not_evicted_and_the_hold_is_no_access() {
 #[test]
 fn only_a_committed_block_is_held_and_a_returning_one_is_known() {
     let mut dram = tier(1);
-    let slot = dram.begin_fill(key(1), 600_000, None).expect("room");
-    assert_eq!(dram.hold(&key(1)), None);
+    let slot = dram.begin_fill(key(1), 600_000, Whose::default()).expect("room");
+    assert_eq!(dram.hold(&key(1), NOBODY), None);
     assert!(dram.commit(slot) && !dram.has_returned(slot));
     let slots = u64::from(pool::slot_count(SEGMENT, 600_000).expect("fits"));
     fill_all(&mut dram, 2..2 + 2 * slots, 600_000);

@@ -6,7 +6,7 @@ use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::{SLOT_HEADER_BYTES, SlotRef, pool_bytes, segment_offset};
 
 use super::*;
-use crate::dram::{self, Dram};
+use crate::dram::{self, Dram, Whose};
 use crate::pool;
 
 const SEGMENT: u64 = 2 << 20;
@@ -48,7 +48,7 @@ fn hash(number: u64) -> BlockHash {
 /// Carries out a filling as the sidecar does.
 fn fill(pool: &Pool, dram: &mut Dram, number: u64) -> Option<SlotRef> {
     let key = BlockKey { namespace: 7, group: 0, hash: hash(number) };
-    let slot = dram.begin_fill(key, BLOCK, None).ok();
+    let slot = dram.begin_fill(key, BLOCK, Whose::default()).ok();
     dram.drain_evicted().for_each(|slot| assert!(pool.free(slot)));
     dram.drain_assigned().for_each(|new| assert!(pool.write_segment_header(new.segment, new.block_bytes)));
     let slot = slot?;

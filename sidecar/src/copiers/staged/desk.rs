@@ -10,9 +10,10 @@ use crate::engine::{CopyId, Piece};
 
 /// Blocks that may wait for a slot: as many as for the copies of host memory. Beyond it a save fails.
 const BLOCKS_WAITING_MAX: usize = 65_536;
-/// How long a rank may take for one block, which is on the wire for microseconds; a runnable thread was seen to wait 3 s
-/// for a busy core. After it every save of the rank fails, and the slots wait for their answers alone.
-pub(super) const ANSWER: Duration = Duration::from_secs(10);
+/// How long a rank may take for one block, which is on the wire for microseconds: so long its saves keep their slots and keys from
+/// others. After it every save of the rank fails, and the slots wait for their answers alone. A rank that waited longer for a busy
+/// core loses those saves, and goes on.
+pub(super) const ANSWER: Duration = Duration::from_secs(2);
 
 /// A rank's slots and what waits for them.
 #[derive(Debug)]

@@ -201,7 +201,7 @@ impl Core {
         for span in spans {
             let mut begun = Vec::with_capacity(span.blocks.len());
             for (place, key) in &span.blocks {
-                let filled = self.dram.begin_fill(*key, binding.block_bytes(), binding.quota);
+                let filled = self.dram.begin_fill(*key, binding.block_bytes(), binding.whose);
                 self.apply_evictions(out);
                 let Ok(slot) = filled else { break };
                 out.push(Action::FillSlot { slot, namespace: binding.digest, key: *key });

@@ -3,6 +3,7 @@
 use mesh::transport::Label;
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
+use tiers::dram::HolderId;
 
 use crate::engine::namespaces::Space;
 use crate::engine::{Action, Core};
@@ -49,7 +50,7 @@ impl Core {
         let namespace = self.namespaces.known(space).filter(|_| !self.draining);
         let peers = self.peers.as_mut()?;
         let key = namespace.map(|namespace| BlockKey { namespace, group: label.group, hash: label.hash });
-        let Some(slot) = key.and_then(|key| self.dram.hold(&key)) else {
+        let Some(slot) = key.and_then(|key| self.dram.hold(&key, HolderId::NOBODY)) else {
             peers.stats.absent_blocks += 1;
             return None;
         };
@@ -62,7 +63,7 @@ impl Core {
         }
         peers.stats.withheld_blocks += u64::from(fits);
         peers.stats.absent_blocks += u64::from(!fits);
-        self.dram.unhold(slot);
+        self.dram.unhold(slot, HolderId::NOBODY);
         None
     }
 
@@ -74,6 +75,6 @@ impl Core {
         let whole = granted.slots.iter().take(sent as usize);
         peers.stats.served_blocks += whole.len() as u64;
         peers.stats.served_bytes += whole.map(|(_, bytes)| bytes).sum::<u64>();
-        granted.slots.into_iter().for_each(|(slot, _)| self.dram.unhold(slot));
+        granted.slots.into_iter().for_each(|(slot, _)| self.dram.unhold(slot, HolderId::NOBODY));
     }
 }

@@ -25,7 +25,7 @@ impl Core {
         let bytes = binding.block_bytes();
         let mut begun = Vec::with_capacity(wanted.len());
         for key in wanted {
-            let filled = self.dram.begin_fill(*key, bytes, binding.quota);
+            let filled = self.dram.begin_fill(*key, bytes, binding.whose);
             self.apply_evictions(out);
             let (Ok(slot), Some(ssd)) = (filled, &mut self.ssd) else { break };
             let Some(ticket) = ssd.log.read(key, slot) else {

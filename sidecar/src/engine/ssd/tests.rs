@@ -6,7 +6,7 @@ use shm_protocol::key::NamespaceDigest;
 use shm_protocol::message::{LOAD_BY_ENGINE, Outcome, Status};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{Keys, Query, SchedulerRequest};
-use tiers::dram::{self, Dram};
+use tiers::dram::{self, Dram, HolderId};
 use tiers::ssd::{Config, Fault, Geometry, Label, Work};
 
 use super::*;
@@ -137,7 +137,7 @@ impl Scene {
             let key = BlockKey { namespace, group: 0, hash: hash(key) };
             let ssd = self.engine.core.ssd.as_ref().unwrap();
             assert_eq!(ssd.log.keeps(&key).map(u64::from), Some(BLOCK_BYTES));
-            assert!(self.engine.core.dram.hold(&key).is_none(), "it left DRAM");
+            assert!(self.engine.core.dram.hold(&key, HolderId::NOBODY).is_none(), "it left DRAM");
         }
         self.engine.out.clear();
     }

@@ -3,6 +3,7 @@
 
 use shm_protocol::key::{BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
+use tiers::dram::HolderId;
 use tiers::ssd::Refused;
 
 use super::Ssd;
@@ -70,7 +71,7 @@ impl Core {
                 return;
             }
             let Some(block) = ssd.queue.front() else { return };
-            let written = match self.dram.hold(&block.key) {
+            let written = match self.dram.hold(&block.key, HolderId::NOBODY) {
                 None => {
                     ssd.stats.dropped_evicted += 1;
                     Ok(())
@@ -79,7 +80,7 @@ impl Core {
                     let written = ssd.log.write(block.key, block.namespace, block.bytes, slot);
                     match written {
                         Ok(_) => ssd.writing += 1,
-                        Err(_) => self.dram.unhold(slot),
+                        Err(_) => self.dram.unhold(slot, HolderId::NOBODY),
                     }
                     written.map(drop)
                 }

@@ -158,6 +158,10 @@ impl Life {
             self.phase = Phase::Fences(moved);
             return self.handle(Event::Fences { session, start, done }, ctx);
         }
+        if let Some(session) = self.core.behind() {
+            self.phase = Phase::Fences(moved);
+            return self.handle(Event::Behind { session }, ctx);
+        }
         if self.open_part(ctx) {
             self.phase = Phase::Fences(moved);
             return;

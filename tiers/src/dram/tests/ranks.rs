@@ -12,10 +12,11 @@ fn request(dram: &mut Dram, chain: &[u64]) {
     let opened_at = dram.generation();
     let hashes: Vec<BlockHash> = chain.iter().map(|number| hash(*number)).collect();
     let mut leased = Vec::new();
-    let lease = dram.grant(1, 1, 7, 0, &hashes, 0, &mut leased);
+    let lease = dram.grant(1, NOBODY, 1, 7, 0, &hashes, 0, &mut leased);
     let hits = leased.len();
-    let filled: Vec<_> =
-        (hits..chain.len()).map(|at| (at, dram.begin_fill(key(chain[at]), 600_000, None))).collect();
+    let filled: Vec<_> = (hits..chain.len())
+        .map(|at| (at, dram.begin_fill(key(chain[at]), 600_000, Whose::default())))
+        .collect();
     for (at, slot) in filled {
         let Ok(slot) = slot else { continue };
         assert!(match at {
@@ -24,7 +25,7 @@ fn request(dram: &mut Dram, chain: &[u64]) {
         });
     }
     lease.into_iter().for_each(|lease| dram.release(lease, 1).expect("live"));
-    dram.end_chain(7, 0, &hashes, opened_at);
+    dram.end_chain(NOBODY, 7, 0, &hashes, opened_at);
 }
 
 #[test]
@@ -60,19 +61,19 @@ fn a_request_uses_what_was_there_before_it_and_nothing_of_its_own() {
     let ranks = |dram: &Dram| [1, 2].map(|number| rank(dram, number));
     fill(&mut dram, 1, 600_000);
     let came = dram.generation();
-    let own = dram.begin_fill(key(2), 600_000, None).expect("room");
+    let own = dram.begin_fill(key(2), 600_000, Whose::default()).expect("room");
     for (number, there) in [(1, FillError::Present), (2, FillError::Filling)] {
-        assert_eq!(dram.begin_fill(key(number), 600_000, None), Err(there));
+        assert_eq!(dram.begin_fill(key(number), 600_000, Whose::default()), Err(there));
     }
     dram.use_run(7, 0, &hashes(1..3));
     assert_eq!(ranks(&dram), [0, 0], "a request that goes on has not used it more than once");
-    dram.end_chain(7, 0, &hashes(1..3), came);
+    dram.end_chain(NOBODY, 7, 0, &hashes(1..3), came);
     assert_eq!(ranks(&dram), [1, 0], "one that is being filled is nobody's");
     assert!(dram.commit(own));
-    dram.end_chain(7, 0, &hashes(1..3), came);
+    dram.end_chain(NOBODY, 7, 0, &hashes(1..3), came);
     assert_eq!(ranks(&dram), [2, 0]);
     let generation = dram.generation();
-    dram.end_chain(7, 0, &hashes(1..3), generation);
+    dram.end_chain(NOBODY, 7, 0, &hashes(1..3), generation);
     assert_eq!(ranks(&dram), [3, 1], "a request that came later");
 }
 
@@ -103,7 +104,7 @@ fn a_block_enters_behind_its_parent_wherever_that_is() {
     let mut dram = tier(1);
     fill_all(&mut dram, 0..1, 600_000);
     fill_all(&mut dram, 10..11, 600_000);
-    let child = dram.begin_fill(key(1), 600_000, None).expect("room");
+    let child = dram.begin_fill(key(1), 600_000, Whose::default()).expect("room");
     assert!(dram.commit_behind(child, &key(0)));
     // Three slots: what is last goes first.
     for gone in [1, 0, 10] {
@@ -122,11 +123,11 @@ fn the_first_steps_of_a_prompt_outlive_what_is_older() {
         (0..slots / 4).for_each(|number| request(&mut dram, &[1000 + round * slots + number]));
     }
     (0..5).for_each(|_| request(&mut dram, &other));
-    let asked_for_once = dram.slab.classes[0].queues.ranks[0].len();
+    let asked_for_once = dram.slab.classes[0].queues.of(NOBODY)[0].len();
     assert!(asked_for_once <= 3, "it is worth nothing here: {asked_for_once} are left");
     request(&mut dram, &one);
     for depth in 0..3 {
-        let slot = dram.begin_fill(key(9000 + depth), 600_000, None).expect("room");
+        let slot = dram.begin_fill(key(9000 + depth), 600_000, Whose::default()).expect("room");
         assert!(if depth == 0 { dram.commit(slot) } else { dram.commit_behind(slot, &key(8999 + depth)) });
     }
     assert_eq!(dram.probe(7, 0, &hashes(9000..9003)), 3, "others went");
@@ -136,7 +137,7 @@ fn the_first_steps_of_a_prompt_outlive_what_is_older() {
 fn a_block_without_its_parent_goes_next() {
     let mut dram = tier(1);
     fill_all(&mut dram, 10..12, 600_000);
-    let orphan = dram.begin_fill(key(1), 600_000, None).expect("room");
+    let orphan = dram.begin_fill(key(1), 600_000, Whose::default()).expect("room");
     assert!(dram.commit_behind(orphan, &key(0)));
     fill(&mut dram, 20, 600_000);
     assert_eq!([1, 10, 11].map(|number| dram.probe(7, 0, &hashes(number..number + 1))), [0, 1, 1]);

@@ -3,7 +3,7 @@
 use super::*;
 
 fn grant(dram: &mut Dram, numbers: std::ops::Range<u64>) -> LeaseId {
-    dram.grant(1, 1, 7, 0, &hashes(numbers), 0, &mut Vec::new()).expect("kept")
+    dram.grant(1, NOBODY, 1, 7, 0, &hashes(numbers), 0, &mut Vec::new()).expect("kept")
 }
 
 #[test]
@@ -29,7 +29,7 @@ fn the_bytes_of_a_removed_block_stay_under_a_load_and_a_lease_without_one_ends()
     let slot = fill(&mut dram, 1, 4096);
     let (loaded, waiting) = (grant(&mut dram, 1..2), grant(&mut dram, 1..2));
     dram.promise(loaded, 1).expect("granted");
-    let held = dram.hold(&key(1)).expect("kept");
+    let held = dram.hold(&key(1), NOBODY).expect("kept");
     assert!(dram.remove(&key(1)));
     dram.end_removal();
     assert_eq!(dram.renew(waiting, 1, 0), Err(LeaseError::Unknown));
@@ -38,9 +38,9 @@ fn the_bytes_of_a_removed_block_stay_under_a_load_and_a_lease_without_one_ends()
     assert_ne!(right.offset, slot.offset, "a right block of the key has a slot of its own");
     assert_eq!(dram.consume(loaded, 1, 0), Ok(true));
     assert_eq!(dram.drain_evicted().count(), 0, "it is held");
-    dram.unhold(held);
+    dram.unhold(held, NOBODY);
     assert_eq!(dram.drain_evicted().collect::<Vec<_>>(), [slot]);
-    assert_eq!(dram.hold(&key(1)), Some(right));
+    assert_eq!(dram.hold(&key(1), NOBODY), Some(right));
 }
 
 #[test]
@@ -48,16 +48,16 @@ fn a_namespace_is_removed_whole_and_no_other_one() {
     let mut dram = tier(2);
     fill_all(&mut dram, 0..10, 4096);
     fill(&mut dram, 10, 900_001);
-    let held = dram.hold(&key(3)).expect("kept");
+    let held = dram.hold(&key(3), NOBODY).expect("kept");
     let other = BlockKey { namespace: 8, ..key(1) };
-    let slot = dram.begin_fill(other, 4096, None).expect("room");
+    let slot = dram.begin_fill(other, 4096, Whose::default()).expect("room");
     assert!(dram.commit(slot));
-    let filling = dram.begin_fill(key(11), 4096, None).expect("room");
+    let filling = dram.begin_fill(key(11), 4096, Whose::default()).expect("room");
     assert_eq!((dram.remove_namespace(7), dram.remove_namespace(7)), (11, 0));
     dram.end_removal();
     assert_eq!(dram.drain_evicted().count(), 10, "one is held");
     assert_eq!((dram.probe(7, 0, &hashes(0..11)), dram.probe(8, 0, &hashes(1..2))), (0, 1));
-    dram.unhold(held);
+    dram.unhold(held, NOBODY);
     assert!(dram.commit(filling), "what is being filled is its caller's to give up");
     assert_eq!(dram.stats().blocks, 2);
 }
@@ -76,13 +76,13 @@ fn while_the_slots_of_an_earlier_life_are_left_alone_a_removed_block_keeps_its_o
         };
         assert!(dram.adopt(0, index, &remains, Some(7), None));
     }
-    let held = dram.hold(&key(1)).expect("adopted");
+    let held = dram.hold(&key(1), NOBODY).expect("adopted");
     assert!(dram.remove(&key(0)) && dram.remove(&key(1)));
     dram.end_removal();
-    dram.unhold(held);
+    dram.unhold(held, NOBODY);
     dram.expire(1000 + HOLD_MS - 1);
     assert_eq!(
-        (dram.drain_evicted().count(), dram.begin_fill(key(5), SIZES[0], None)),
+        (dram.drain_evicted().count(), dram.begin_fill(key(5), SIZES[0], Whose::default())),
         (0, Err(FillError::NoSpace))
     );
     dram.expire(1000 + HOLD_MS);

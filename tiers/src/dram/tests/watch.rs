@@ -42,15 +42,19 @@ fn the_log_replayed_is_what_can_be_found() {
                 0..5 => {
                     let size = SIZES[(next(&mut random) % 10).saturating_sub(7) as usize];
                     let counted = next(&mut random).is_multiple_of(3).then_some(quota);
-                    filling.extend(dram.begin_fill(key(number), size, counted));
+                    filling.extend(dram.begin_fill(
+                        key(number),
+                        size,
+                        Whose { quota: counted, ..Whose::default() },
+                    ));
                 }
                 5..8 if !filling.is_empty() => {
                     let slot = filling.swap_remove(number as usize % filling.len());
                     let commit = !next(&mut random).is_multiple_of(4);
                     assert!(if commit { dram.commit(slot) } else { dram.abandon(slot) });
                 }
-                8 => held.extend(dram.hold(&key(number))),
-                _ if !held.is_empty() => dram.unhold(held.swap_remove(number as usize % held.len())),
+                8 => held.extend(dram.hold(&key(number), NOBODY)),
+                _ if !held.is_empty() => dram.unhold(held.swap_remove(number as usize % held.len()), NOBODY),
                 _ => drop(dram.expire(step)),
             }
             // Sometimes several events lie between two looks.

@@ -1,0 +1,229 @@
+//! Engines that hold as much as they can get: a neighbour that is at work keeps its share of the pool, and room for what it saves.
+//!
+//! Whoever hoards takes turns with its neighbour, so that neither is idle for long.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::fs::MemfdFlags;
+use shm_protocol::handshake::{BlockRegion, Copier, Role, Worker};
+use shm_protocol::key::BlockHash;
+use shm_protocol::layout::{STAGING_WORDS_BYTES, SUBMISSION_SLOTS};
+use shm_protocol::message::{Kind, Message, Status};
+use shm_protocol::request::{Keys, Query, Save, SchedulerRequest, WorkerRequest};
+use shm_protocol::ring::RingMemory;
+use tempfile::TempDir;
+
+use crate::client::engine::Engine;
+use crate::client::sidecar::Sidecar;
+use crate::client::{Kv, Session, hello, watch};
+use crate::scene::{BLOCK_BYTES, key, run_id, villain};
+
+/// The pool has some 1,090 slots for these blocks: the share of two engines is 5 sets of 100, and some.
+const POOL: &str = "16MiB";
+const SETS: u64 = 5;
+const SET: u64 = 100;
+/// More sets than the pool has room for.
+const TOO_MANY: u64 = 12;
+/// Staging slots of a rank that never hands anything over.
+const SLOTS: u32 = 4;
+
+struct Scene {
+    pillion: Sidecar,
+    neighbour: Engine,
+    stamp: u64,
+    _folder: TempDir,
+}
+
+// === impl Scene ===
+
+impl Scene {
+    fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let pillion = Sidecar::start(folder.path(), &[&"--dram", &POOL]);
+        pillion.wait_started();
+        let neighbour = Engine::connect(&pillion);
+        Self { pillion, neighbour, stamp: 0, _folder: folder }
+    }
+
+    fn socket(&self) -> &Path {
+        &self.pillion.socket
+    }
+
+    /// The neighbour saves a set of blocks.
+    fn save(&mut self) -> Vec<BlockHash> {
+        let keys = self.neighbour.post_save(&mut self.stamp);
+        self.neighbour.scheduler.saved();
+        keys
+    }
+
+    /// It asks for sets of its own and compares every byte of what is found, which must be nine tenths of them.
+    fn assert_found(&mut self, sets: &[Vec<BlockHash>]) {
+        let (mut found, mut wrong) = (0, 0);
+        for set in sets {
+            let (served, differing) = self.neighbour.served(set);
+            (found, wrong) = (found + served.len(), wrong + differing);
+        }
+        assert_eq!(wrong, 0, "blocks with other bytes than their keys'");
+        let wanted = sets.len() * SET as usize;
+        assert!(found * 10 >= wanted * 9, "{found} of {wanted} blocks within its share were found");
+    }
+
+    /// It is at work.
+    fn work(&mut self) {
+        self.neighbour.served(&[key(1)]);
+    }
+
+    /// Bytes of the hoarder's blocks of a kind.
+    fn held(&self, kind: &str) -> u64 {
+        let name = format!("pillion_engine_bytes{{engine=\"hoarder\",kind=\"{kind}\"}} ");
+        let page = self.pillion.page("/metrics").expect("metrics");
+        let value = page.lines().find_map(|line| line.strip_prefix(&name));
+        value.map_or(0, |value| value.parse().expect("a number"))
+    }
+}
+
+fn keys(number: u64) -> Vec<BlockHash> {
+    (0..SET).map(|at| key(1_000_000 + number * SET + at)).collect()
+}
+
+/// A hoarder saves a set of new blocks, whose step is done.
+fn hoard(scheduler: &mut Session, number: u64) {
+    let log = number as u32;
+    scheduler.open_log(log, &keys(number));
+    let (op, keys) = (10 + number, Keys::new(log, 0..0));
+    let save = SchedulerRequest::Save(Save { op, keys, position: 0, step: 0, checked: false });
+    scheduler.with_blocks(save, &(1..=SET as u32).collect::<Vec<_>>());
+    assert_eq!(scheduler.saved().op, op);
+}
+
+fn query(scheduler: &mut Session, log: u32, op: u64) -> u32 {
+    let keys = Keys::new(log, 0..SET as u32);
+    scheduler.post(SchedulerRequest::Query(Query { op, keys, arriving: false }));
+    scheduler.outcome(op).value
+}
+
+#[test]
+fn a_flood_of_saves_leaves_a_neighbour_what_it_keeps() {
+    let mut scene = Scene::start();
+    let sets: Vec<_> = (0..SETS).map(|_| scene.save()).collect();
+    let (mut scheduler, _rank) = villain(scene.socket(), &Kv::new(), "hoarder");
+    for number in 0..3 * TOO_MANY {
+        scene.work();
+        hoard(&mut scheduler, number);
+        scheduler.post(SchedulerRequest::Close { log: number as u32 });
+    }
+    scene.assert_found(&sets);
+}
+
+#[test]
+fn leases_of_all_there_is_leave_a_neighbour_room() {
+    let mut scene = Scene::start();
+    // In the neighbour's namespace: what that keeps is leased, too.
+    let (mut scheduler, _rank) = villain(scene.socket(), &Kv::new(), "tiny");
+    for number in 0..SETS {
+        scene.work();
+        hoard(&mut scheduler, number);
+    }
+    let (mut op, mut leased) = (1 << 20, 0);
+    for round in 0..TOO_MANY {
+        let set = scene.save();
+        scene.assert_found(std::slice::from_ref(&set));
+        let theirs = (SETS + round) as u32;
+        scheduler.open_log(theirs, &set);
+        // Those that it has are renewed for ever.
+        leased = 0;
+        for log in 0..=theirs {
+            op += 1;
+            leased += query(&mut scheduler, log, op);
+        }
+    }
+    assert!(u64::from(leased) > 4 * SET, "it goes on: {leased}");
+}
+
+#[test]
+fn fillings_that_never_end_leave_a_neighbour_room() {
+    let mut scene = Scene::start();
+    let (mut hoarder, mut lives, mut rounds) = (None, 0, 0);
+    while rounds < SETS {
+        scene.work();
+        // A new one when the last one's saves were given up.
+        if hoarder.is_none() || scene.held("filling") == 0 {
+            lives += 1;
+            drop(hoarder.replace(silent(scene.socket(), lives)));
+            watch("fillings", || {
+                scene.work();
+                (scene.held("filling") > 4 * SET * BLOCK_BYTES).then_some(())
+            });
+        }
+        let set = scene.save();
+        scene.assert_found(&[set]);
+        rounds += u64::from(scene.held("filling") > 4 * SET * BLOCK_BYTES);
+    }
+}
+
+/// Counted in the flood's messages that are read while the neighbour waits: of an engine alone a turn takes 1,297 of them.
+#[test]
+fn a_flood_of_queries_is_read_in_small_parts_beside_a_neighbour() {
+    let mut scene = Scene::start();
+    let (mut scheduler, _rank) = villain(scene.socket(), &Kv::new(), "hoarder");
+    hoard(&mut scheduler, 0);
+    let flooded = scheduler.submission();
+    let query_all = Message { op: 9, count: SET as u32, ..Message::new(Kind::Query) };
+    let slots = vec![query_all.encode(); SUBMISSION_SLOTS];
+    scene.neighbour.scheduler.open_log(7, &[key(1)]);
+    let stop = AtomicBool::new(false);
+    let mut read = Vec::new();
+    std::thread::scope(|scope| {
+        let (stop, flooded) = (&stop, &flooded);
+        scope.spawn(move || {
+            while !stop.load(Ordering::Relaxed) {
+                scheduler.post_all(&slots);
+            }
+        });
+        for op in 1000..1100 {
+            let before = flooded.load_head();
+            watch("a flood that goes on", || (flooded.load_head() != before).then_some(()));
+            let before = flooded.load_head();
+            let asked = Query { op, keys: Keys::new(7, 0..1), arriving: false };
+            scene.neighbour.scheduler.post(SchedulerRequest::Query(asked));
+            while scene.neighbour.scheduler.memory.load_outcome(op).is_none() {
+                std::hint::spin_loop();
+            }
+            read.push(flooded.load_head().wrapping_sub(before));
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    read.sort_unstable();
+    // Of the tries whose thread kept its core.
+    assert!(read[10] < 600, "{read:?} messages of the flood were read first");
+}
+
+/// An engine whose rank is asked for blocks of many saves, and hands over none.
+fn silent(socket: &Path, life: u64) -> (Session, Session, OwnedFd) {
+    let run = run_id(0xf111 << 32 | life);
+    let segment = rustix::fs::memfd_create("staging", MemfdFlags::CLOEXEC).unwrap();
+    let (offset, stride) = (STAGING_WORDS_BYTES as u64, BLOCK_BYTES.next_multiple_of(4096));
+    rustix::fs::ftruncate(&segment, offset + u64::from(SLOTS) * stride).unwrap();
+    let Role::Worker(worker) = Kv::new().worker_of("hoarder", 0, 1, Copier::Engine) else {
+        unreachable!("a worker's")
+    };
+    let regions = vec![BlockRegion { fd: 0, offset, stride, bytes: BLOCK_BYTES }];
+    let role = Role::Worker(Worker { regions, staging: Some(SLOTS), ..worker });
+    let mut rank = Session::open(socket, &hello("hoarder", 1, role), &[&segment]);
+    rank.post(WorkerRequest::Join { run, step: 0 });
+    let mut scheduler = Session::open(socket, &hello("hoarder", 1, Role::Scheduler { run }), &[]);
+    let mut op = 1 << 20;
+    for number in 0..TOO_MANY {
+        let log = number as u32;
+        scheduler.open_log(log, &keys(number));
+        watch("keys read, and a joined rank", || {
+            op += 1;
+            (scheduler.query(log, op, 1).status == Status::Ok).then_some(())
+        });
+        let save = Message { op: 10 + number, log, step: 0, ..Message::new(Kind::Save) };
+        scheduler.with_blocks(save, &(1..=SET as u32).collect::<Vec<_>>());
+    }
+    (scheduler, rank, segment)
+}

@@ -1,0 +1,291 @@
+//! Who holds how much, and who may have more: every byte of the pool that is not free is some holder's.
+//!
+//! A holder is an engine. While several are at work each has a share, the pool divided by them:
+//! - what is kept may grow beyond it. Room for others is then made of what its holder has beyond its share, and never of what a
+//!   holder at work has within;
+//! - what cannot be taken back at once, blocks being filled, leased or promised, may grow beyond it as far as every other
+//!   holder at work can still have its own.
+//!
+//! A holder alone at work has everything: nothing here limits it.
+
+/// How long a holder counts as being at work after it was seen to.
+pub(crate) const WORK_MS: u64 = 1000;
+
+/// A holder's name, given anew once it is gone.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub struct HolderId(u8);
+
+/// Bytes of one holder.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub struct Holdings {
+    /// Of whole blocks.
+    pub kept: u64,
+    /// Of blocks being filled.
+    pub filling: u64,
+    /// Of blocks, whoever keeps them, that its queries may load or wait for, each as often as it is leased.
+    pub leased: u64,
+    /// Of those that its loads are to read.
+    pub promised: u64,
+}
+
+/// Some holders, one bit each.
+#[derive(Copy, Clone, Debug, Default)]
+pub(crate) struct Group([u64; 4]);
+
+/// Bytes in use within a pool or a quota, by holder.
+#[derive(Debug, Default)]
+pub(crate) struct Used(Vec<u64>);
+
+#[derive(Debug, Default)]
+struct Holder {
+    /// It has not left.
+    is_here: bool,
+    busy_until_ms: u64,
+    filling: u64,
+    leased: u64,
+    promised: u64,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Ledger {
+    pool_bytes: u64,
+    /// Those of number 0 are nobody's.
+    holders: Vec<Holder>,
+    used: Used,
+    /// When somebody was last at work.
+    now_ms: u64,
+}
+
+// === impl HolderId ===
+
+impl HolderId {
+    /// Of blocks that no engine of this life has saved or used.
+    pub const NOBODY: Self = Self(0);
+
+    pub(crate) fn from_byte(byte: u8) -> Self {
+        Self(byte)
+    }
+
+    pub(crate) fn byte(self) -> u8 {
+        self.0
+    }
+
+    /// So many, from nobody's on.
+    pub(crate) fn first(count: usize) -> impl Iterator<Item = Self> + Clone {
+        (0..=u8::MAX).map(Self).take(count)
+    }
+
+    /// Its place in tables of holders.
+    #[inline]
+    pub(crate) fn index(self) -> usize {
+        self.0.into()
+    }
+}
+
+// === impl Holdings ===
+
+impl std::ops::AddAssign for Holdings {
+    fn add_assign(&mut self, other: Self) {
+        self.kept += other.kept;
+        self.filling += other.filling;
+        self.leased += other.leased;
+        self.promised += other.promised;
+    }
+}
+
+// === impl Group ===
+
+impl Group {
+    #[inline]
+    pub(crate) fn has(&self, id: HolderId) -> bool {
+        self.0[id.index() / 64] >> (id.index() % 64) & 1 == 1
+    }
+}
+
+impl FromIterator<HolderId> for Group {
+    fn from_iter<T: IntoIterator<Item = HolderId>>(ids: T) -> Self {
+        let mut group = Self::default();
+        ids.into_iter().for_each(|id| group.0[id.index() / 64] |= 1 << (id.index() % 64));
+        group
+    }
+}
+
+impl From<HolderId> for Group {
+    fn from(id: HolderId) -> Self {
+        [id].into_iter().collect()
+    }
+}
+
+// === impl Used ===
+
+impl Used {
+    pub(crate) fn of(&self, holder: HolderId) -> u64 {
+        self.0.get(holder.index()).copied().unwrap_or(0)
+    }
+
+    pub(crate) fn all(&self) -> u64 {
+        self.0.iter().sum()
+    }
+
+    pub(crate) fn add(&mut self, holder: HolderId, bytes: u64) {
+        if self.0.len() <= holder.index() {
+            self.0.resize(holder.index() + 1, 0);
+        }
+        self.0[holder.index()] += bytes;
+    }
+
+    pub(crate) fn take(&mut self, holder: HolderId, bytes: u64) {
+        self.0[holder.index()] -= bytes;
+    }
+}
+
+// === impl Holder ===
+
+impl Holder {
+    /// What cannot be taken back at once.
+    fn pinned(&self) -> u64 {
+        self.filling + self.leased + self.promised
+    }
+}
+
+// === impl Ledger ===
+
+impl Ledger {
+    pub(crate) fn new(pool_bytes: u64) -> Self {
+        Self { pool_bytes, holders: vec![Holder::default()], used: Used::default(), now_ms: 0 }
+    }
+
+    /// A new holder. It takes the number of whoever left with the fewest bytes, and what is left of those as its own; nobody's
+    /// where every number is taken.
+    pub(crate) fn enter(&mut self) -> HolderId {
+        let numbers = (1..=u8::MAX).map(HolderId);
+        let vacant = numbers.filter(|id| match self.holders.get(id.index()) {
+            Some(holder) => !holder.is_here && holder.pinned() == 0,
+            None => true,
+        });
+        let Some(id) = vacant.min_by_key(|id| self.used.of(*id)) else { return HolderId::NOBODY };
+        if self.holders.len() <= id.index() {
+            self.holders.resize_with(id.index() + 1, Holder::default);
+        }
+        self.holders[id.index()] = Holder { is_here: true, ..Holder::default() };
+        id
+    }
+
+    /// A holder is gone. Its blocks stay, and are those of whoever uses them next.
+    pub(crate) fn leave(&mut self, id: HolderId) {
+        self.holders[id.index()].is_here = false;
+    }
+
+    #[inline]
+    pub(crate) fn is_here(&self, id: HolderId) -> bool {
+        self.holders[id.index()].is_here
+    }
+
+    /// A holder was seen to be at work.
+    pub(crate) fn work(&mut self, id: HolderId, now_ms: u64) {
+        self.now_ms = self.now_ms.max(now_ms);
+        self.holders[id.index()].busy_until_ms = now_ms.saturating_add(WORK_MS);
+    }
+
+    /// Every holder that ever was, and nobody.
+    pub(crate) fn ids(&self) -> impl Iterator<Item = HolderId> + use<> {
+        HolderId::first(self.holders.len())
+    }
+
+    fn numbered(&self) -> impl Iterator<Item = (HolderId, &Holder)> {
+        self.ids().zip(&self.holders)
+    }
+
+    fn is_at_work(&self, holder: &Holder) -> bool {
+        holder.is_here && holder.busy_until_ms > self.now_ms
+    }
+
+    /// Holders at work.
+    pub(crate) fn at_work(&self) -> u64 {
+        self.holders.iter().filter(|holder| self.is_at_work(holder)).count() as u64
+    }
+
+    /// Who may lose a block of those `used` so that another has room: while several are at work, none of them that has no more
+    /// than its share.
+    pub(crate) fn losers(&self, used: &Used) -> Group {
+        let (at_work, all) = (self.at_work(), used.all());
+        let may_lose = |id: HolderId, holder: &Holder| {
+            at_work < 2 || !self.is_at_work(holder) || used.of(id).saturating_mul(at_work) > all
+        };
+        self.numbered().filter(|(id, holder)| may_lose(*id, holder)).map(|(id, _)| id).collect()
+    }
+
+    /// Whether a holder has less than its share.
+    pub(crate) fn is_short(&self, id: HolderId) -> bool {
+        self.used.of(id).saturating_mul(self.at_work()) < self.used.all()
+    }
+
+    /// Bytes that a holder may still have filled, leased or promised to it besides what it has but for `less`, in a pool where
+    /// `pinned` bytes are.
+    pub(crate) fn room(&self, id: HolderId, pinned: u64, less: u64) -> u64 {
+        let others = || {
+            let others = self.numbered().filter(|(other, holder)| *other != id && self.is_at_work(holder));
+            others.map(|(_, holder)| holder)
+        };
+        let count = others().count() as u64;
+        if count == 0 || id == HolderId::NOBODY {
+            return u64::MAX;
+        }
+        let share = self.pool_bytes / (count + 1);
+        let unused = |pinned: u64| share.saturating_sub(pinned);
+        let of_others: u64 = others().map(|other| unused(other.pinned())).sum();
+        let lent = self.pool_bytes.saturating_sub(pinned).saturating_sub(of_others);
+        lent.max(unused(self.holders[id.index()].pinned() - less))
+    }
+
+    /// Bytes in use, by holder.
+    pub(crate) fn used(&self) -> &Used {
+        &self.used
+    }
+
+    /// A holder has a block.
+    pub(crate) fn charge(&mut self, id: HolderId, bytes: u64) {
+        self.used.add(id, bytes);
+    }
+
+    /// Its slot is free, or another holder's.
+    pub(crate) fn discharge(&mut self, id: HolderId, bytes: u64) {
+        self.used.take(id, bytes);
+    }
+
+    /// It is being filled.
+    pub(crate) fn begin_fill(&mut self, id: HolderId, bytes: u64) {
+        self.holders[id.index()].filling += bytes;
+    }
+
+    /// It is not any more.
+    pub(crate) fn end_fill(&mut self, id: HolderId, bytes: u64) {
+        self.holders[id.index()].filling -= bytes;
+    }
+
+    /// Bytes are leased to a holder, or promised.
+    pub(crate) fn lease(&mut self, id: HolderId, is_promised: bool, bytes: u64) {
+        *self.leased(id, is_promised) += bytes;
+    }
+
+    /// They are not any more.
+    pub(crate) fn unlease(&mut self, id: HolderId, is_promised: bool, bytes: u64) {
+        *self.leased(id, is_promised) -= bytes;
+    }
+
+    fn leased(&mut self, id: HolderId, is_promised: bool) -> &mut u64 {
+        let holder = &mut self.holders[id.index()];
+        if is_promised { &mut holder.promised } else { &mut holder.leased }
+    }
+
+    pub(crate) fn holdings(&self, id: HolderId) -> Holdings {
+        let Holder { filling, leased, promised, .. } = self.holders[id.index()];
+        Holdings { kept: self.used.of(id) - filling, filling, leased, promised }
+    }
+
+    /// Bytes being filled, of all holders.
+    pub(crate) fn filling(&self) -> u64 {
+        self.holders.iter().map(|holder| holder.filling).sum()
+    }
+}

@@ -32,6 +32,8 @@ use tiers::ssd::{self, Done, Fault, Geometry, Job, Log, Recovered};
 const SEGMENT_BYTES: u64 = 2 << 20;
 /// Bytes of a rank's blocks, by form: a pool of two segments holds many of the first and few of the second.
 const FORMS: [u64; 2] = [600, 300_000];
+/// Blocks that one event takes slots for.
+const CLAIMS: usize = 5;
 const INSTRUCTIONS_MAX: usize = 400;
 
 /// A peer's two views of its memory.
@@ -150,7 +152,8 @@ impl World {
             dram::Config { pool_bytes: 2 * SEGMENT_BYTES, segment_bytes: SEGMENT_BYTES, lease_ttl_ms: 1000 };
         let geometry = Geometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: 8, first_sequence: 1 };
         let log = Log::new(ssd::Config { devices: vec![geometry], write_bytes_max: 1 << 20, late_ms: 500 });
-        let core = Core::new(Dram::new(config).expect("a small tier")).with_ssd(log, SsdAdmission::All);
+        let core = Core::new(Dram::new(config).expect("a small tier")).with_claims(CLAIMS);
+        let core = core.with_ssd(log, SsdAdmission::All);
         let (peers, copies, jobs, out) = (BTreeMap::new(), VecDeque::new(), VecDeque::new(), Vec::new());
         let mut world = Self { core, peers, copies, jobs, out, next: 1, now_ms: 0 };
         let found =
@@ -249,6 +252,9 @@ impl World {
                 self.handle(Event::Fences { session: id, start, done });
             }
         }
+        if let Some(session) = self.core.behind() {
+            self.handle(Event::Behind { session });
+        }
     }
 
     fn end(mut self) {
@@ -270,6 +276,7 @@ impl World {
         let largest = FORMS[1] * 2;
         assert!(stats.pool_used_bytes <= stats.blocks * largest, "a slot is filled by nobody");
         assert!(stats.pool_used_bytes >= stats.blocks * FORMS[0] * 2);
+        self.core.audit_ledger();
     }
 }
 

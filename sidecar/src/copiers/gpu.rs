@@ -254,7 +254,7 @@ impl Thread {
     }
 
     fn accept(&mut self, batch: Batch) {
-        let Batch { copy, direction, pieces, load_op, awaited } = batch;
+        let Batch { copy, direction, pieces, load_op, awaited, .. } = batch;
         let end = |piece: &engine::Piece| piece.offset + self.block_bytes();
         let locked = pieces.iter().all(|piece| end(piece) <= self.pinned.bytes());
         let blocks: Vec<_> = pieces.iter().map(|piece| (piece.block, piece.offset)).collect();

@@ -313,7 +313,7 @@ mod tests {
                 true => (&mut waiting.loads, Direction::Load),
                 false => (&mut waiting.saves, Direction::Save),
             };
-            let batch = Batch { copy: 1, engine, direction, pieces: Vec::new(), load_op: 0 };
+            let batch = Batch { copy: 1, engine, direction, pieces: Vec::new(), load_op: 0, awaited: false };
             let (open, ok) = (AtomicUsize::new(1), AtomicBool::new(true));
             let progress = Arc::new(Progress { batch, rank: Arc::clone(&rank), open, ok });
             lane.queue(engine).tasks.push_back(Task { progress, from: 0, to: 0 });

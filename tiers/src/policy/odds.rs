@@ -2,8 +2,9 @@
 //!
 //! For each rank and span of ages it counts the uses seen and the time that sampled keys spent there: their quotient is the rate at
 //! which such blocks are used. What a block is worth is the most uses for each tick of its stay that rates promise it from its
-//! age on, over every length of stay (Gittins' index). Where little was seen, a rate leans on that of the younger blocks and of
-//! the rank below; where nothing was, blocks of all ranks are worth less the older they are, and the tier is LRU.
+//! age on, over every length of stay (Gittins' index). Where little was seen, a rate leans on that of the rank below at the same
+//! age, times what the two ranks differ by in all; where nothing was, blocks of all ranks are worth less the older they are, and
+//! the tier is LRU.
 
 use crate::index::Print;
 
@@ -25,8 +26,8 @@ const LOOKS: usize = 8;
 const LEARN_TICKS: u32 = TICKS_PER_ROOM as u32 / 8;
 /// What was seen fades: by half in some 40 rooms.
 const FADE: f64 = 0.998;
-/// What a guess weighs, in uses.
-const GUESS: f64 = 16.0;
+/// What a guess weighs, in requests.
+const GUESS: f64 = 48.0;
 
 /// A key, when it was last used, and up to which age its time was counted. A print of zero is none.
 #[repr(C)]
@@ -49,6 +50,9 @@ pub(super) struct Odds {
     /// The set that is looked through next.
     look: usize,
     learned: u32,
+    /// Requests, and uses of theirs that were sampled.
+    requests: f64,
+    sampled: f64,
     /// By rank and span: uses, and ticks of all samples.
     uses: [[f64; SPANS.len()]; RANKS],
     ticks: [[f64; SPANS.len()]; RANKS],
@@ -59,9 +63,9 @@ fn span(age: u32) -> usize {
     SPANS.partition_point(|first| *first <= age) - 1
 }
 
-/// Ticks of a span that has an end.
+/// Ticks of a span; of the last one, which has no end, infinitely many.
 fn width(span: usize) -> f64 {
-    f64::from(SPANS[span + 1] - SPANS[span])
+    SPANS.get(span + 1).map_or(f64::INFINITY, |end| f64::from(end - SPANS[span]))
 }
 
 // === impl Sample ===
@@ -93,6 +97,11 @@ impl Odds {
         }
     }
 
+    /// A request is over, whose keys follow.
+    pub(super) fn request(&mut self) {
+        self.requests += 1.0;
+    }
+
     /// A request of rank `rank` has used a key.
     #[inline]
     pub(super) fn used(&mut self, print: Print, rank: u8, tick: u32, slots: u64) {
@@ -104,6 +113,7 @@ impl Odds {
 
     #[cold]
     fn sample(&mut self, print: Print, rank: u8, tick: u32) {
+        self.sampled += 1.0;
         let key = (print.bits() >> 24) as u32 | 1;
         let set = (u64::from(print.tag()) * self.sets.len() as u64) >> 32;
         let set = &mut self.sets[set as usize];
@@ -144,31 +154,23 @@ impl Odds {
     }
 
     fn learn(&mut self) {
-        let mut rates = [[0.0; SPANS.len()]; RANKS];
+        // Uses of one request say the same, however many of them are sampled.
+        let guess = GUESS * (self.sampled / self.requests).max(1.0);
+        // Before anything was seen: the older, the less.
+        let mut rates: [f64; SPANS.len()] = std::array::from_fn(|span| 1.0 / width(span));
         for rank in 0..RANKS {
-            for span in 0..SPANS.len() - 1 {
-                let guess = self.guess(&rates, rank, span);
-                let (uses, ticks) = (self.uses[rank][span], self.ticks[rank][span]);
-                rates[rank][span] = (uses + GUESS) / (ticks + GUESS / guess);
+            let (uses, ticks) = (&self.uses[rank], &self.ticks[rank]);
+            let expected: f64 = ticks.iter().zip(&rates).map(|(ticks, rate)| ticks * rate).sum();
+            // The lowest rank has none below it to lean on.
+            let lean = if rank == 0 { 1.0 } else { guess };
+            let scale = (uses.iter().sum::<f64>() + lean) / (expected + lean);
+            for (span, rate) in rates.iter_mut().enumerate() {
+                *rate = (uses[span] + guess) / (ticks[span] + guess / (*rate * scale));
             }
-            self.value(rank, &rates[rank]);
+            self.value(rank, &rates);
         }
-        for count in self.uses.iter_mut().chain(&mut self.ticks).flatten() {
-            *count *= FADE;
-        }
-    }
-
-    /// The rate where nothing was seen: it falls with the age as in the rank below, in the lowest one as the age grows.
-    fn guess(&self, rates: &[[f64; SPANS.len()]; RANKS], rank: usize, span: usize) -> f64 {
-        match (rank, span) {
-            (0, 0) => {
-                let sum = |counts: &[f64]| counts.iter().sum::<f64>();
-                (sum(&self.uses[0]) + 1.0) / (sum(&self.ticks[0]) + TICKS_PER_ROOM as f64)
-            }
-            (0, _) => rates[0][span - 1] * (width(span - 1) / width(span)).min(1.0),
-            (_, 0) => rates[rank - 1][0],
-            _ => rates[rank][span - 1] * rates[rank - 1][span] / rates[rank - 1][span - 1],
-        }
+        let counts = self.uses.iter_mut().chain(&mut self.ticks).flatten();
+        counts.chain([&mut self.requests, &mut self.sampled]).for_each(|count| *count *= FADE);
     }
 
     /// What blocks of a rank are worth, never less than at a greater age or in the rank below.
@@ -212,6 +214,7 @@ mod tests {
     fn taught() -> Odds {
         let mut odds = Odds::default();
         for tick in 0..8000_u32 {
+            odds.request();
             odds.used(print(u64::from(tick)), 0, tick, SLOTS);
             odds.used(print(1 << 40 | u64::from(tick % 256)), 3, tick, SLOTS);
         }
@@ -236,7 +239,10 @@ mod tests {
     #[test]
     fn before_anything_was_used_twice_all_are_worth_the_same() {
         let mut odds = Odds::default();
-        (0..4000_u32).for_each(|tick| odds.used(print(u64::from(tick)), (tick % 8) as u8, tick, SLOTS));
+        for tick in 0..4000_u32 {
+            odds.request();
+            odds.used(print(u64::from(tick)), (tick % 8) as u8, tick, SLOTS);
+        }
         for age in 0..AGE_MAX {
             let least = odds.worth(0, age);
             assert!((0..RANKS).all(|rank| odds.worth(rank, age) <= least * 1.5), "{:?}", odds.worth);
@@ -246,6 +252,7 @@ mod tests {
     #[test]
     fn a_pool_that_grows_much_begins_anew() {
         let mut odds = taught();
+        odds.request();
         odds.used(print(1), 0, 9000, 10 * SLOTS);
         assert_eq!(odds.worth(7, 0), odds.worth(0, 0));
     }

@@ -16,7 +16,7 @@ from typing import Any
 
 from benches.gpu import rig
 from benches.gpu.engine import Answer, Engine
-from benches.gpu.ttft import OUTPUT_TOKENS, engine_settings, reloads
+from benches.gpu.ttft import OUTPUT_TOKENS, UNCHECKED, engine_settings, reloads
 from testkit.ports import free_port
 from testkit.sidecar import Sidecar
 from testkit.waiting import Failed
@@ -110,7 +110,7 @@ def run(_bench: rig.Bench, options: argparse.Namespace, _modes: list[str], folde
     return results
 
 
-BENCH = rig.Bench("peers", str(__doc__), SIZES, engine_settings, measure, compare)
+BENCH = rig.Bench("peers", str(__doc__), SIZES, engine_settings, measure, compare, UNCHECKED)
 
 if __name__ == "__main__":
     rig.main(BENCH, run)

@@ -76,6 +76,8 @@ class Bench:
     engine: Callable[[dict[str, int]], dict[str, Any]]
     measure: Callable[[engines.Engine, dict[str, int], argparse.Namespace, Any], dict[str, Any]]
     compare: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+    # Options of the connector, as --pillion has them.
+    pillion: tuple[str, ...] = ()
 
 
 def arguments(bench: Bench) -> argparse.Namespace:
@@ -107,6 +109,7 @@ def main(bench: Bench, run: Callable[[Bench, argparse.Namespace, list[str], Path
     options = arguments(bench)
     options.scale = "tiny" if options.tiny else "quick" if options.quick else "full"
     options.sizes = sizes(bench, options)
+    options.pillion = [*bench.pillion, *options.pillion]
     if options.mode:
         serve_engine(bench, options)
         return

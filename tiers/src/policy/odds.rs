@@ -27,7 +27,7 @@ const LEARN_TICKS: u32 = TICKS_PER_ROOM as u32 / 8;
 /// What was seen fades: by half in some 40 rooms.
 const FADE: f64 = 0.998;
 /// What a guess weighs, in requests.
-const GUESS: f64 = 48.0;
+const GUESS: f64 = 24.0;
 
 /// A key, when it was last used, and up to which age its time was counted. A print of zero is none.
 #[repr(C)]

@@ -13,6 +13,7 @@
 use std::sync::atomic::{Ordering, fence};
 
 use thiserror::Error;
+use twox_hash::XxHash3_64;
 
 use crate::key::{BlockHash, NamespaceDigest};
 use crate::versions::{RELEASE_BYTES, Versions};
@@ -92,7 +93,7 @@ pub mod slot {
     pub const GROUP: u64 = 64;
     /// u64: bytes of the block.
     pub const LENGTH: u64 = 72;
-    /// u64: XXH3-64 of the block, zero while unknown.
+    /// u64: [`super::checksum`] of the block, xor [`super::header_checksum`] of this header; zero while unknown.
     pub const CHECKSUM: u64 = 80;
     /// Reserved up to the header's end. Every filling writes zeros here: a later release finds nothing old in its fields.
     pub const PADDING: u64 = 88;
@@ -128,7 +129,7 @@ pub struct SlotHeader {
     pub set: u32,
     /// Bytes of the block.
     pub length: u64,
-    /// XXH3-64 of the block, zero while unknown.
+    /// That of the block and of the words from `generation` to here, zero while unknown.
     pub checksum: u64,
     /// Zero.
     pub padding: [u8; 40],
@@ -167,7 +168,7 @@ const _: () = assert!(size_of::<SlotRef>() == 16);
 pub enum Remains {
     /// Nothing; the slot may be filled.
     Free,
-    /// A whole block.
+    /// A block that is whole by its header, which states a checksum.
     Block {
         /// Number of the filling.
         generation: u64,
@@ -178,7 +179,7 @@ pub enum Remains {
         /// Block hash.
         hash: BlockHash,
     },
-    /// A filling that never ended, or a header that no sidecar writes: never to be served.
+    /// A filling that never ended, a block without a checksum, or a header that no sidecar writes: never to be served.
     Debris {
         /// What stands where the number of the filling does.
         generation: u64,
@@ -285,6 +286,20 @@ pub fn segment_offset(segment_bytes: u64, segment: u64) -> Option<u64> {
 /// reader who still holds an old reference always notices.
 pub fn first_generation(life: u64) -> u64 {
     (life << GENERATIONS_PER_LIFE_BITS) | 1
+}
+
+/// The checksum of a block's bytes: XXH3-64.
+pub fn checksum(bytes: &[u8]) -> u64 {
+    XxHash3_64::oneshot(bytes)
+}
+
+/// The same of what a slot's header says of its block; `load` loads the word at an offset in the header. Mixed with the block's
+/// own, so that no header matches the bytes of another block.
+pub fn header_checksum(load: impl Fn(u64) -> u64) -> u64 {
+    let mut bytes = [0; (slot::CHECKSUM - slot::GENERATION) as usize];
+    let words = (slot::GENERATION..).step_by(8).zip(bytes.as_chunks_mut::<8>().0);
+    words.for_each(|(field, word)| *word = load(field).to_le_bytes());
+    checksum(&bytes)
 }
 
 fn check_segment_bytes(segment_bytes: u64) -> Result<(), LayoutError> {
@@ -442,13 +457,12 @@ impl<F: Fn(usize) -> u64> PoolView<F> {
     pub fn remains(&self, segment: u64, geometry: &Geometry, index: u32, life: u64) -> Option<Remains> {
         let offset = geometry.offset(segment, index)?;
         let slot = self.read_header(offset, geometry.block_bytes).ok()?;
-        let SlotHeader { generation, namespace, group, hash, .. } = slot;
+        let SlotHeader { generation, namespace, group, hash, checksum, .. } = slot;
         let numbered = (first_generation(1)..first_generation(life)).contains(&generation);
+        let sound = numbered && slot.set == 0 && slot.length == geometry.block_bytes;
         Some(match slot.state {
             FREE => Remains::Free,
-            COMMITTED if numbered && slot.set == 0 && slot.length == geometry.block_bytes => {
-                Remains::Block { generation, namespace, group, hash }
-            }
+            COMMITTED if sound && checksum != 0 => Remains::Block { generation, namespace, group, hash },
             _ => Remains::Debris { generation },
         })
     }
@@ -590,6 +604,7 @@ mod tests {
             (header + slot::GENERATION, first_generation(2) + 7),
             (header + slot::GROUP, 3),
             (header + slot::LENGTH, 10_000),
+            (header + slot::CHECKSUM, 9),
         ];
         let len = pool_bytes(SEGMENT, 2).expect("small");
         let with = |field, value| {
@@ -611,6 +626,7 @@ mod tests {
             (slot::GENERATION, u64::MAX),
             (slot::GROUP, 1 << 32),
             (slot::LENGTH, 10_001),
+            (slot::CHECKSUM, 0),
         ] {
             let found = remains(&with(header + field, wrong));
             assert!(matches!(found, Remains::Debris { .. }), "{field} {wrong}: {found:?}");

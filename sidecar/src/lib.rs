@@ -2,7 +2,7 @@
 //!
 //! Job: decide ([`engine`], pure), and carry decisions out: sessions over shared memory ([`session`], [`runtime`]), the
 //! handshake ([`listener`], [`greeter`]), the namespaces seen ([`catalog`]), copies ([`copiers`]) and the memory that GPUs
-//! copy from ([`pinning`], [`numa`]), the disks behind the pool ([`disks`]), the pods beside this one ([`peers`]), metrics and health ([`metrics`], [`admin`],
+//! copy from ([`pinning`], [`numa`]), checksums of a pool file ([`checksums`]), the disks behind the pool ([`disks`]), the pods beside this one ([`peers`]), metrics and health ([`metrics`], [`admin`],
 //! [`progress`], [`quotas`]), life and death ([`server`], [`reserve`]), what keeps it from working ([`doctor`]), and keys
 //! for who asks without an engine ([`keys`]). The binary `pillion` is this library behind a command line.
 //!
@@ -14,6 +14,7 @@
 
 pub mod admin;
 pub mod catalog;
+pub mod checksums;
 pub mod clock;
 pub mod compare;
 pub mod config;

@@ -35,6 +35,7 @@ pub struct Metrics {
     differences: GaugeVec,
     pool_bytes: IntGauge,
     pool_lost: IntGauge,
+    pool_unsummed: IntGauge,
     closed: IntCounterVec,
     pinning: PinningMetrics,
     quotas: Levels,
@@ -56,7 +57,9 @@ const COUNTERS: &[Figure<Stats>] = &[
     ("queries_total", "Queries answered.", |s| s.queries),
     ("query_blocks_total", "Blocks asked for by queries.", |s| s.query_blocks),
     ("query_hit_blocks_total", "Blocks found by queries.", |s| s.query_hit_blocks),
-    ("query_waits_total", "Queries that waited for blocks from a disk or a peer.", |s| s.waits),
+    ("query_waits_total", "Queries that waited for blocks from a disk or a peer, or being verified.", |s| {
+        s.waits
+    }),
     ("query_waits_timed_out_total", "Those answered before all they waited for was there.", |s| {
         s.waits_timed_out
     }),
@@ -79,7 +82,9 @@ const COUNTERS: &[Figure<Stats>] = &[
     ("unreachable_blocks_total", "Blocks that saves found kept although their parent was not.", |s| {
         s.unreachable_blocks
     }),
-    ("adopted_blocks_total", "Blocks taken over from earlier lives of the sidecar.", |s| s.adopted_blocks),
+    ("adopted_blocks_total", "Blocks taken over from earlier sidecars of the pool file.", |s| {
+        s.adopted_blocks
+    }),
     ("removed_blocks_total", "Blocks removed because what their engine computes is not trusted.", |s| {
         s.removed_blocks
     }),
@@ -88,12 +93,22 @@ const COUNTERS: &[Figure<Stats>] = &[
     ("checks_undecided_total", "Checks without a verdict: nothing kept to compare with, or no room.", |s| {
         s.checks_undecided
     }),
-    ("adoption_dropped_total", "Slots of earlier lives that held no whole block.", |s| s.adoption_dropped),
+    ("adoption_dropped_total", "Slots of earlier sidecars: no whole block, or no checksum of it.", |s| {
+        s.adoption_dropped
+    }),
+    ("adoption_corrupt_total", "Blocks of earlier sidecars whose bytes were changed since.", |s| {
+        s.adoption_corrupt
+    }),
 ];
 
 const GAUGES: &[Figure<Stats>] = &[
     ("blocks", "Blocks kept.", |s| s.blocks),
     ("pool_used_bytes", "Bytes of blocks kept.", |s| s.pool_used_bytes),
+    (
+        "adoption_unverified_blocks",
+        "Blocks of earlier sidecars that are found once they are verified.",
+        |s| s.unverified_blocks,
+    ),
     ("sessions", "Engine processes connected.", |s| s.sessions),
     ("leases", "Queries whose blocks are held for a load.", |s| s.leases),
     ("barred_engines", "Engines connected that a namespace is closed to; see /namespaces.", |s| {
@@ -121,7 +136,7 @@ impl Metrics {
     /// Metrics in `registry`, every one present from the start.
     pub fn new(registry: &Registry, pool_bytes: u64) -> Result<Self, prometheus::Error> {
         let figures = Figures::new(registry, COUNTERS, GAUGES)?;
-        let waited = "Time that queries waited for blocks from a disk or a peer.";
+        let waited = "Time that queries waited for such blocks.";
         let wait_seconds = Counter::new("pillion_query_wait_seconds_total", waited)?;
         registry.register(Box::new(wait_seconds.clone()))?;
         let largest = "Largest difference of a check that was within its limit, as a part of the limit.";
@@ -131,6 +146,8 @@ impl Metrics {
         show(&size, pool_bytes);
         let lost =
             gauge(registry, "pool_lost", "1 once the pool file was cut: nothing is kept until a restart.")?;
+        let unsummed = "Blocks of the pool file without a checksum yet: were this sidecar killed, the next would drop them.";
+        let unsummed = gauge(registry, "pool_unsummed_blocks", unsummed)?;
         let opts = Opts::new("pillion_sessions_closed_total", "Sessions ended, by reason.");
         let closed = IntCounterVec::new(opts, &["reason"])?;
         registry.register(Box::new(closed.clone()))?;
@@ -150,6 +167,7 @@ impl Metrics {
             differences,
             pool_bytes: size,
             pool_lost: lost,
+            pool_unsummed: unsummed,
             closed,
             pinning,
             quotas,
@@ -224,6 +242,11 @@ impl Metrics {
     /// The pool file was cut.
     pub fn pool_lost(&self) {
         self.pool_lost.set(1);
+    }
+
+    /// So many blocks have no checksum yet.
+    pub fn publish_unsummed(&self, blocks: u64) {
+        show(&self.pool_unsummed, blocks);
     }
 
     /// Bytes of the pool.

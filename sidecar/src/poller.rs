@@ -23,6 +23,8 @@ pub enum Source {
     Copies,
     /// A disk has something to say.
     Disks,
+    /// Checksums were computed.
+    Checksums,
     /// The mesh has something to say.
     Mesh,
     /// A peer that has not been welcomed yet.
@@ -56,6 +58,7 @@ impl Source {
             Self::Disks => 6,
             Self::Mesh => 7,
             Self::Process(id) => id << 4 | 8,
+            Self::Checksums => 9,
         }
     }
 
@@ -70,7 +73,8 @@ impl Source {
             6 => Self::Disks,
             7 => Self::Mesh,
             8 => Self::Process(token >> 4),
-            9.. => unreachable!("no role has this number"),
+            9 => Self::Checksums,
+            10.. => unreachable!("no role has this number"),
         }
     }
 
@@ -80,7 +84,7 @@ impl Source {
         match self {
             Self::Listener | Self::Greeting(_) | Self::Socket(_) => EventFlags::IN | EventFlags::RDHUP,
             Self::Process(_) => EventFlags::IN,
-            Self::Control | Self::Copies | Self::Disks | Self::Mesh | Self::Doorbell(_) => {
+            Self::Control | Self::Copies | Self::Disks | Self::Checksums | Self::Mesh | Self::Doorbell(_) => {
                 EventFlags::IN | EventFlags::ET
             }
         }
@@ -136,12 +140,15 @@ mod tests {
 
     #[test]
     fn tokens_name_their_source() {
-        use Source::{Control, Copies, Disks, Doorbell, Greeting, Listener, Mesh, Process, Socket};
+        use Source::{
+            Checksums, Control, Copies, Disks, Doorbell, Greeting, Listener, Mesh, Process, Socket,
+        };
         for source in [
             Listener,
             Control,
             Copies,
             Disks,
+            Checksums,
             Mesh,
             Greeting(1),
             Doorbell(1),

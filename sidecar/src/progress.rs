@@ -54,7 +54,7 @@ impl Progress {
         let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
         let pool = (!self.finished.load(Ordering::Relaxed)).then(|| {
             let (opened, blocks) = (word(&self.opened), word(&self.blocks));
-            format!("pool: {opened} of {} segments in service, {blocks} blocks adopted", self.segments)
+            format!("pool: {opened} of {} segments in service, {blocks} blocks found", self.segments)
         });
         let disks = self.disks.recovering.load(Ordering::Relaxed).then(|| {
             let Disks { segments, read, blocks, .. } = &self.disks;

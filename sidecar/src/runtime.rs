@@ -6,6 +6,7 @@
 //! committed; fence words.
 
 mod actions;
+mod checksums;
 mod disks;
 mod doorway;
 mod opening;
@@ -22,6 +23,7 @@ use tiers::opener::Opener;
 use tiers::pool::Pool;
 
 use crate::catalog;
+use crate::checksums::Checksums;
 use crate::clock::{Clock, millis};
 use crate::copiers::{Copiers, Finished};
 use crate::disks::Disks;
@@ -64,6 +66,10 @@ pub struct Runtime {
     pool: Arc<Pool>,
     /// What of the pool is in service; `None` once all is.
     opener: Option<Opener>,
+    /// Of a pool file.
+    checksums: Option<Checksums>,
+    /// Blocks of earlier lives are verified, or may be still.
+    adopting: bool,
     progress: Arc<Progress>,
     terms: Terms,
     copiers: Copiers,
@@ -120,6 +126,8 @@ impl Runtime {
             core,
             pool,
             opener: Some(Opener::default()),
+            checksums: None,
+            adopting: true,
             progress,
             terms,
             copiers,
@@ -150,9 +158,9 @@ impl Runtime {
         }
     }
 
-    /// The same with disks and in a mesh, as the core has parts for them.
-    pub fn with(mut self, disks: Option<Disks>, peers: Option<Peers>) -> Self {
-        (self.disks, self.peers) = (disks, peers);
+    /// The same with disks and in a mesh, as the core has parts for them, and with checksums of a pool file's blocks.
+    pub fn with(mut self, disks: Option<Disks>, peers: Option<Peers>, checksums: Option<Checksums>) -> Self {
+        (self.disks, self.peers, self.checksums) = (disks, peers, checksums);
         self.show_disks();
         self
     }
@@ -171,6 +179,8 @@ impl Runtime {
     }
 
     fn publish(&self) {
+        // Before the blocks that were saved: who has seen those sees whether they have their checksums.
+        self.checksums.iter().for_each(|checksums| self.metrics.publish_unsummed(checksums.unsummed()));
         self.metrics.publish(&self.core.stats());
         self.metrics.publish_quotas(self.core.quotas_used());
     }
@@ -191,9 +201,10 @@ impl Runtime {
             }
             return false;
         };
-        let busy = self.core.busy() || self.copiers.running() > 0;
+        let summing = self.checksums.as_ref().is_some_and(|checksums| checksums.unsummed() > 0);
+        let busy = self.core.busy() || self.copiers.running() > 0 || summing;
         if busy && self.now >= end_by {
-            tracing::warn!("copies and writes in flight did not end within the grace period");
+            tracing::warn!("copies, writes and checksums in flight did not end within the grace period");
         }
         !busy || self.now >= end_by
     }
@@ -203,6 +214,7 @@ impl Runtime {
         self.now = self.clock.now();
         let mut worked = self.take_copied();
         worked |= self.take_transfers();
+        worked |= self.take_checksums();
         worked |= self.hear_peers();
         worked |= self.read_rings();
         if std::mem::take(&mut self.touched) {
@@ -368,6 +380,7 @@ impl Runtime {
             event,
             Event::Tick
                 | Event::Drained { .. }
+                | Event::Verified { .. }
                 | Event::Transferred(_)
                 | Event::Recovered(_)
                 | Event::Mesh(_)

@@ -21,6 +21,7 @@ use tiers::ssd::Log;
 
 use crate::admin::{self, Pages, Ready};
 use crate::catalog;
+use crate::checksums::Checksums;
 use crate::config::Config;
 use crate::copiers::Copiers;
 use crate::disks::{self, Disks};
@@ -185,12 +186,16 @@ impl Server {
         let (core, disks) = start_disks(config, dram, &pool, &ended)?;
         let (core, peers) = start_mesh(config, core, epoch, &pool, &ended)?;
         let metrics = add_metrics(config, &registry, metrics)?;
+        let checksums =
+            config.pool_path.as_ref().map(|_| Checksums::start(&pool, || ended.on_exit())).transpose()?;
         let poller = Poller::new().map_err(std::io::Error::from)?;
         let disks_wake = disks.as_ref().map(|disks| (Source::Disks, disks.wake()));
+        let checksums_wake = checksums.as_ref().map(|checksums| (Source::Checksums, checksums.wake()));
         let mesh_wake = peers.as_ref().map(|peers| (Source::Mesh, peers.wake()));
         [(Source::Control, control.wake.as_fd()), (Source::Copies, copiers.wake())]
             .into_iter()
             .chain(disks_wake)
+            .chain(checksums_wake)
             .chain(mesh_wake)
             .try_for_each(|(source, fd)| poller.add(source, fd))
             .map_err(std::io::Error::from)?;
@@ -213,7 +218,7 @@ impl Server {
             catalog,
             Arc::clone(&control),
         );
-        let runtime = runtime.with(disks, peers);
+        let runtime = runtime.with(disks, peers, checksums);
         let guard = ended.on_exit();
         let data = thread::Builder::new().name("pillion-data".into()).spawn(move || {
             let _guard = guard;

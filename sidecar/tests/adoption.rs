@@ -20,7 +20,7 @@ const LIVES: u64 = 8;
 /// The longest time from the first save of a life to its end.
 const LIFE_US_MAX: u64 = 40_000;
 /// Kills of a plain `cargo test`.
-const KILLS: u64 = 16;
+const KILLS: u64 = 8;
 
 fn number(name: &str, default: u64) -> u64 {
     let given = std::env::var_os(name).map(|text| text.to_str().and_then(|text| text.parse().ok()));
@@ -47,11 +47,13 @@ struct Tally {
     served: u64,
     /// Kept and not served, of a file that took more than it has room for.
     evicted: u64,
-    /// Kept and not served all the same.
+    /// Kept and not served, killed before they had their checksums.
+    unsummed: u64,
+    /// Kept with their checksums and not served all the same.
     lost: u64,
     /// Served, and their save was not reported before the kill.
     unreported: u64,
-    /// Kills with slots half-written.
+    /// Kills with slots half-written, or without checksums.
     torn: u64,
     wrong: u64,
 }
@@ -110,29 +112,52 @@ fn room() -> u64 {
     POOL_BYTES / segment_bytes * u64::from(slots)
 }
 
+/// Waits until every block that was saved has its checksum.
+fn wait_summed(sidecar: &Sidecar) {
+    sidecar.wait_metric("pillion_saved_blocks_total", |blocks| blocks > 0);
+    sidecar.wait_metric("pillion_pool_unsummed_blocks", |blocks| blocks == 0);
+}
+
 /// `kills` kills of sidecars that share pool files, `LIVES` each.
 fn kill_at_random(kills: u64, seed: u64) -> Tally {
     let (mut tally, mut state, mut stamp) = (Tally::default(), seed, 0);
     for file in 0..kills.div_ceil(LIVES) {
         let place = Place::new(&format!("kills-{seed}-{file}"));
-        let (mut posted, mut kept) = (Vec::new(), BTreeSet::new());
+        // Of what is kept, what is known to have its checksum.
+        let (mut posted, mut kept, mut summed) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
+        let mut posted_total = 0_u64;
         for life in 0..LIVES.min(kills - file * LIVES) + 1 {
             let sidecar = place.start(&format!("{}MiB", POOL_BYTES >> 20));
             sidecar.wait_started();
             let mut engine = Engine::connect(&sidecar);
             let (served, wrong) = engine.served(&posted);
             let served: BTreeSet<BlockHash> = served.into_iter().collect();
+            sidecar.wait_metric("pillion_adoption_unverified_blocks", |blocks| blocks == 0);
+            assert_eq!(sidecar.metric("pillion_adoption_corrupt_total"), 0, "{file} {life}");
             assert_eq!(sidecar.metric("pillion_adopted_blocks_total"), served.len() as u64, "{file} {life}");
             tally.torn += u64::from(sidecar.metric("pillion_adoption_dropped_total") > 0);
             tally.wrong += wrong;
-            let missing = kept.difference(&served).count() as u64;
-            let evicted = missing.min((posted.len() as u64).saturating_sub(room()));
+            let missing = summed.difference(&served).count() as u64;
+            let evicted = missing.min(posted_total.saturating_sub(room()));
             tally.evicted += evicted;
             tally.lost += missing - evicted;
+            tally.unsummed += kept.difference(&served).count() as u64 - missing;
             tally.unreported += served.difference(&kept).count() as u64;
             tally.served += served.len() as u64;
             tally.kept += kept.len() as u64;
-            kept = served;
+            // What is gone does not come back, and each miss is a query.
+            posted.retain(|key| served.contains(key));
+            (kept, summed) = (served.clone(), served);
+            if life % 2 == 0 {
+                let keys = engine.post_save(&mut stamp);
+                if engine.scheduler.saved().committed > 0 {
+                    wait_summed(&sidecar);
+                    kept.extend(&keys);
+                    summed.extend(&keys);
+                }
+                posted_total += keys.len() as u64;
+                posted.extend(keys);
+            }
             drop(engine);
             if life == LIVES.min(kills - file * LIVES) {
                 break;
@@ -140,6 +165,7 @@ fn kill_at_random(kills: u64, seed: u64) -> Tally {
             let after = Duration::from_micros(random(&mut state) % LIFE_US_MAX);
             let (keys, reported) = save_until_killed(sidecar, after, &mut stamp);
             kept.extend(&keys[..reported]);
+            posted_total += keys.len() as u64;
             posted.extend(keys);
         }
     }
@@ -162,6 +188,7 @@ fn a_pool_that_cannot_be_adopted_is_served_empty_and_said() {
     let mut engine = Engine::connect(&sidecar);
     let keys = engine.post_save(&mut 0);
     assert_eq!(engine.scheduler.saved().committed, SAVED.len() as u32);
+    wait_summed(&sidecar);
     sidecar.kill();
 
     let sidecar = place.start("16MiB");

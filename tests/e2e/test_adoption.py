@@ -17,6 +17,7 @@ def _saved_and_killed(keeper: sidecar.Sidecar, running: engine.Engine) -> list[i
     """Ask once, wait until every block is kept, kill the sidecar; the answer."""
     answer = running.generate([TOKENS], max_tokens=OUTPUT_TOKENS)[0]["tokens"]
     keeper.wait_metric("pillion_saved_blocks_total", STORED)
+    keeper.wait_summed()
     keeper.kill()
     return list(answer)
 

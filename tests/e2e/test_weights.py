@@ -45,6 +45,7 @@ def test_other_weights_over_restarts(options: engine.Options, tmp_path: Path) ->
         old = started("old")
         assert keep(first, old, PROMPT)[0] == right["old"]
         first.wait_metric("pillion_ssd_written_blocks_total", BLOCKS)
+        first.wait_summed()
         first.kill()
 
         second = served(first.pool)

@@ -50,11 +50,13 @@ def pair(request: pytest.FixtureRequest, old: Release, new: Release) -> Pair:
 
 @contextlib.contextmanager
 def serving(directory: Path, release: Release, pool: Path, ssd: tuple[str, ...] = ()) -> Iterator[sidecar.Sidecar]:
-    """A sidecar of a release, all of its pool in service, gone when the block ends."""
+    """A sidecar of a release, all of its pool in service and verified, gone when the block ends."""
     directory.mkdir()
     keeper = sidecar.Sidecar(directory, DRAM, pool=pool, gpu=False, ssd=ssd, binary=release.binary)
     try:
         keeper.wait_for(lambda: keeper.get("/readyz") == "ready\n", "its whole pool in service")
+        # 0.1.0 verifies nothing.
+        keeper.wait_for(lambda: keeper.metrics().get("pillion_adoption_unverified_blocks", 0) == 0, "verified blocks")
         yield keeper
         keeper.terminate()
     finally:

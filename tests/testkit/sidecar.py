@@ -66,6 +66,10 @@ class Sidecar(Server):
         """Wait until a counter got so far; saves commit behind the engine's back."""
         self.wait_for(lambda: self.metrics()[name] >= at_least, f"{name} >= {at_least}")
 
+    def wait_summed(self) -> None:
+        """Wait until every block that was saved has the checksum by which the next sidecar of its pool file adopts it."""
+        self.wait_for(lambda: self.metrics()["pillion_pool_unsummed_blocks"] == 0, "checksums")
+
     def freeze(self) -> None:
         """SIGSTOP, until `thaw`."""
         threads.freeze(self.pid)

@@ -70,7 +70,7 @@ pub struct Stats {
     pub blocks: u64,
     /// Blocks being filled.
     pub filling: u64,
-    /// Bytes of committed blocks and of those being filled.
+    /// Bytes of committed blocks, of those being filled and of those to be verified.
     pub bytes_used: u64,
     /// Bytes of blocks under at least one lease or hold.
     pub bytes_leased: u64,
@@ -88,8 +88,10 @@ pub struct Stats {
     pub segments: u64,
     /// Segments that serve a block size.
     pub segments_assigned: u64,
-    /// Blocks taken over from earlier lives.
+    /// Blocks taken over from earlier lives, verified.
     pub adopted_blocks_total: u64,
+    /// Blocks of earlier lives that are still to be verified.
+    pub unverified_blocks: u64,
     /// Slots of earlier lives that held no whole block.
     pub adoption_dropped_total: u64,
 }

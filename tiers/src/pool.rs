@@ -4,6 +4,7 @@
 //! here, word by word through atomics; a block's bytes are written by the copy engine, at [`Pool::slot_ptr`], between
 //! [`Pool::fill`] and [`Pool::commit`]. The layout is [`shm_protocol::pool`].
 
+mod checksums;
 mod huge;
 mod place;
 
@@ -51,7 +52,7 @@ pub enum Found {
 }
 
 /// The memory of a DRAM tier. Shared by reference between threads; one of them decides (calls everything but
-/// [`Pool::slot_ptr`]), another one reserves.
+/// [`Pool::slot_ptr`], [`Pool::sum`] and [`Pool::verify`]), another one reserves.
 #[derive(Debug)]
 pub struct Pool {
     region: Arc<Region>,
@@ -451,7 +452,8 @@ impl Pool {
         true
     }
 
-    /// Ends a filling: the block's bytes, written before, are whole; `checksum` is theirs, zero where it is not known. False if the slot is not in this filling.
+    /// Ends a filling: the block's bytes, written before, are whole; `checksum` is theirs, zero where it is not known. False
+    /// if the slot is not in this filling.
     #[must_use = "a block that was not committed is not there"]
     pub fn commit(&self, slot: SlotRef, checksum: u64) -> bool {
         let Some(place) = self.current(slot) else { return false };
@@ -459,24 +461,11 @@ impl Pool {
         if state.load(Ordering::Relaxed) != pool::FILLING {
             return false;
         }
-        self.slot_word(&place, slot::CHECKSUM).store(checksum, Ordering::Relaxed);
+        if checksum != 0 {
+            self.store_checksum(&place, checksum);
+        }
         // SYNC POINT(slot commit): a reader that sees COMMITTED with acquire sees the block's bytes and its header.
         state.store(pool::COMMITTED, Ordering::Release);
-        true
-    }
-
-    /// The checksum of the block in a slot; `None` where nobody has computed it since the slot was filled, or the slot is
-    /// filled anew.
-    pub fn checksum(&self, slot: SlotRef) -> Option<u64> {
-        let place = self.current(slot)?;
-        Some(self.slot_word(&place, slot::CHECKSUM).load(Ordering::Relaxed)).filter(|checksum| *checksum != 0)
-    }
-
-    /// Notes the checksum of a whole block. False if the slot is not in this filling any more.
-    #[must_use = "a slot that was filled anew has another block"]
-    pub fn set_checksum(&self, slot: SlotRef, checksum: u64) -> bool {
-        let Some(place) = self.current(slot) else { return false };
-        self.slot_word(&place, slot::CHECKSUM).store(checksum, Ordering::Relaxed);
         true
     }
 

@@ -25,6 +25,10 @@ const UNASSIGNED: u16 = u16::MAX;
 pub(crate) enum State {
     Free,
     Filling,
+    /// An earlier life's, whose bytes nobody has looked at: found by nobody.
+    Adopted,
+    /// The same, while somebody looks at them.
+    Verifying,
     Committed,
     /// It is not found any more; its bytes stay until nothing holds it.
     Removed,
@@ -34,8 +38,8 @@ pub(crate) enum State {
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 #[repr(u8)]
 pub(crate) enum Place {
-    /// None: being filled, leased when its turn to be evicted came or when it was removed, or not looked at since an earlier
-    /// life.
+    /// None: being filled, leased when its turn to be evicted came or when it was removed, or an earlier life's that is not
+    /// verified.
     Detached,
     /// The free list of its class.
     Free,
@@ -83,9 +87,9 @@ pub(crate) struct Class {
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct Segment {
     class: u16,
-    /// Slots that are leased or being filled: while there is one, the segment stays.
+    /// Slots that are leased, being filled or not verified: while there is one, the segment stays.
     pub(crate) held: u32,
-    /// Slots that are committed or being filled.
+    /// Slots that are not free.
     pub(crate) used: u32,
 }
 

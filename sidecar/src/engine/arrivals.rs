@@ -1,9 +1,10 @@
 //! What is on its way into DRAM, from wherever it is kept, and the queries that wait for it.
 //!
 //! A query's leading run is followed past its end in DRAM as far as each block lies in DRAM, is on its way there, or can be
-//! had. A block that a save is filling ends it: its step may be long in coming. What is missing is sent for, and the blocks
-//! between are held. The answer is what is leased once everything has ended, or the time is over: never more than was asked
-//! for, perhaps less. Whoever stops waiting leaves what is on its way to end by itself; its blocks stay in DRAM as any others.
+//! had. A block of an earlier life lies in its slot and is on its way while it is verified. A block that a save is filling ends
+//! the run: its step may be long in coming. What is missing is sent for, and the blocks between are held. The answer is what is
+//! leased once everything has ended, or the time is over: never more than was asked for, perhaps less. Whoever stops waiting
+//! leaves what is on its way to end by itself; its blocks stay in DRAM as any others.
 //!
 //! A slot given to an arrival is its own until its end, whoever asked for it.
 
@@ -89,6 +90,8 @@ struct Followed {
     held: Vec<SlotRef>,
     /// Blocks on their way already.
     coming: Vec<BlockKey>,
+    /// Blocks of an earlier life to be verified, in DRAM.
+    adopted: Vec<BlockKey>,
     /// Blocks to be read from a device.
     on_disk: Vec<BlockKey>,
     /// Blocks to be fetched from peers.
@@ -189,7 +192,8 @@ impl Core {
         match self.arrivals.coming.get(&key) {
             Some(coming) => !coming.late,
             None => {
-                self.disk_keeps(&key, binding.block_bytes())
+                self.dram.is_adopted(&key)
+                    || self.disk_keeps(&key, binding.block_bytes())
                     || self.ask_directory(now_ms, binding, 0, &[*hash]).is_some()
             }
         }
@@ -221,6 +225,7 @@ impl Core {
     ) -> bool {
         let waiter = Waiter { session, log: Some(question.log), op: question.op };
         let mut followed = self.follow(now_ms, binding, hashes, self.arrivals.bytes_max);
+        followed.coming.extend(self.begin_verifications(&followed.adopted, out));
         followed.coming.extend(self.begin_reads(binding, &followed.on_disk, out));
         followed.coming.extend(self.begin_fetches(now_ms, binding, &followed.at_peers, out));
         for key in &followed.coming {
@@ -246,6 +251,7 @@ impl Core {
         out: &mut Vec<Action>,
     ) {
         let followed = self.follow(now_ms, binding, hashes, self.arrivals.bytes_max / 2);
+        self.begin_verifications(&followed.adopted, out);
         self.begin_reads(binding, &followed.on_disk, out);
         self.begin_fetches(now_ms, binding, &followed.at_peers, out);
         self.unhold(session, followed.held);
@@ -277,6 +283,10 @@ impl Core {
                     break;
                 }
                 followed.coming.push(key);
+                continue;
+            }
+            if self.dram.is_adopted(&key) {
+                followed.adopted.push(key);
                 continue;
             }
             if room == 0 {
@@ -332,6 +342,20 @@ impl Core {
                 out.push(Action::FreeSlot { slot });
             }
         }
+        self.tell(now_ms, &coming.waiting, Some(key), out);
+    }
+
+    /// A block of an earlier life was verified; it is kept if it is what was written.
+    pub(super) fn verified(
+        &mut self,
+        now_ms: u64,
+        key: &BlockKey,
+        slot: SlotRef,
+        whole: bool,
+        out: &mut Vec<Action>,
+    ) {
+        let coming = self.arrivals.coming.remove(key).expect("a block is verified once");
+        self.end_verification(slot, whole, !coming.distrusted, out);
         self.tell(now_ms, &coming.waiting, Some(key), out);
     }
 

@@ -185,7 +185,9 @@ impl Core {
     ) -> Result<(), Violation> {
         let Keys { log, from, count } = keys;
         self.log(session, log)?;
-        if self.draining || (self.ssd.is_none() && self.peers.is_none()) {
+        let beside_dram =
+            self.ssd.is_some() || self.peers.is_some() || self.dram.stats().unverified_blocks > 0;
+        if self.draining || !beside_dram {
             return Ok(());
         }
         if let Some(binding) = self.binding(session) {

@@ -43,6 +43,7 @@ use tiers::dram::Dram;
 use tiers::opener::Opened;
 use tiers::ssd::{Done, Job, Recovered};
 
+use self::adoption::Verification;
 use self::arrivals::Arrivals;
 use self::checks::Checks;
 pub use self::checks::{Barred, Comparison, Found};
@@ -121,6 +122,15 @@ pub enum Event {
     },
     /// A part of the pool may be used from now on, with what an earlier life left in it.
     Opened(Opened),
+    /// A comparison of [`Action::Verify`] has ended.
+    Verified {
+        /// The block.
+        key: BlockKey,
+        /// Where it lies.
+        slot: SlotRef,
+        /// Whether its bytes are what its checksum says.
+        whole: bool,
+    },
     /// A disk has ended a job of [`Action::Transfer`].
     Transferred(Done),
     /// Blocks were found on a disk that earlier lives left there.
@@ -213,7 +223,7 @@ pub enum Action {
     CommitSlot {
         /// The slot.
         slot: SlotRef,
-        /// XXH3-64 of the block; zero where it is not known.
+        /// Checksum of the block; zero where it is not known.
         checksum: u64,
     },
     /// Copy blocks of a rank; answered by [`Event::Copied`].
@@ -235,6 +245,13 @@ pub enum Action {
     },
     /// Compare blocks; answered by [`Event::Compared`]. Their slots stay as they are until then.
     Compare(Comparison),
+    /// Compare a block of an earlier life with its checksum; answered by [`Event::Verified`]. Its slot stays as it is until then.
+    Verify {
+        /// The block.
+        key: BlockKey,
+        /// Where it lies.
+        slot: SlotRef,
+    },
     /// Hand a job to its disk; answered by [`Event::Transferred`].
     Transfer(Job),
     /// Fetch blocks from a peer; answered by [`Heard::Fetched`].
@@ -317,6 +334,7 @@ struct CopyOwner {
 pub struct Core {
     dram: Dram,
     arrivals: Arrivals,
+    verification: Verification,
     windows: Windows,
     ssd: Option<Ssd>,
     peers: Option<Peers>,
@@ -359,6 +377,7 @@ impl Core {
     pub fn new(dram: Dram) -> Self {
         Self {
             arrivals: Arrivals::new(&dram),
+            verification: Verification::default(),
             dram,
             windows: Windows::default(),
             ssd: None,
@@ -403,6 +422,7 @@ impl Core {
             Event::Drained { session, void_below } => self.commit_copied(session, void_below, out),
             Event::Compared { save, found } => self.compared(save, found, out),
             Event::Opened(opened) => self.open_part(now_ms, opened),
+            Event::Verified { key, slot, whole } => self.verified(now_ms, &key, slot, whole, out),
             Event::Transferred(done) => self.transferred(now_ms, done, out),
             Event::Recovered(found) => self.recovered(&found),
             Event::Mesh(heard) => self.heard(now_ms, heard, out),
@@ -427,6 +447,7 @@ impl Core {
         // Slots of removed blocks become free wherever their last hold ends.
         self.apply_evictions(out);
         self.send_for_unsent(now_ms, out);
+        self.verify_ahead(out);
         self.run_ssd(out);
         self.tell_peers(out);
     }
@@ -462,6 +483,8 @@ impl Core {
             unreachable_blocks: tier.unreachable_blocks_total,
             adopted_blocks: tier.adopted_blocks_total,
             adoption_dropped: tier.adoption_dropped_total,
+            adoption_corrupt: self.verification.corrupt,
+            unverified_blocks: tier.unverified_blocks,
             removed_blocks: tier.removed_blocks_total,
             barred_engines: self.schedulers.values().filter(|scheduler| scheduler.barred.is_some()).count()
                 as u64,

@@ -15,17 +15,21 @@ pub struct Stats {
     pub evicted_blocks: u64,
     /// Blocks that saves found kept although their parent was not.
     pub unreachable_blocks: u64,
-    /// Blocks of earlier lives of the sidecar that are kept.
+    /// Blocks of earlier lives of the sidecar that were verified, and kept.
     pub adopted_blocks: u64,
-    /// Slots of earlier lives that held no whole block.
+    /// Slots of earlier lives that held no whole block, or one without a checksum.
     pub adoption_dropped: u64,
+    /// Blocks of earlier lives that were not what their checksums say.
+    pub adoption_corrupt: u64,
+    /// Blocks of earlier lives that are still to be verified.
+    pub unverified_blocks: u64,
     /// Queries answered.
     pub queries: u64,
     /// Blocks asked for by queries.
     pub query_blocks: u64,
     /// Blocks found by queries.
     pub query_hit_blocks: u64,
-    /// Queries that waited for blocks on their way into DRAM.
+    /// Queries that waited for blocks on their way into DRAM, or being verified there.
     pub waits: u64,
     /// Those that were answered before all they waited for was there.
     pub waits_timed_out: u64,

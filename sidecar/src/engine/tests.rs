@@ -1,5 +1,6 @@
 //! The rules of the core, one test each, against the real tier.
 
+mod adoption;
 mod binding;
 pub(super) mod checks;
 mod ledger;

@@ -4,6 +4,7 @@ use tiers::pool::Pool;
 
 use super::Runtime;
 use crate::catalog::Blocks;
+use crate::checksums::Checksums;
 use crate::copiers::{Batch, Finished};
 use crate::engine::{Action, SessionId};
 use crate::metrics::CloseReason;
@@ -50,6 +51,7 @@ impl Runtime {
                 self.refused.extend(refused);
             }
             Action::Compare(comparison) => self.copiers.compare(comparison),
+            Action::Verify { key, slot } => self.checksums().verify(key, slot),
             Action::Transfer(job) => self.disks.as_mut().expect("the core has their tier").push(job),
             Action::Fetch(fetch) => self.mesh().fetch(fetch),
             Action::CancelFetch { ticket } => self.mesh().cancel(ticket),
@@ -64,8 +66,17 @@ impl Runtime {
             headers => {
                 let written = write_header(&self.pool, &headers);
                 assert!(written || !self.pool.is_whole(), "the pool and the core disagree: {headers:?}");
+                if let (Action::CommitSlot { slot, checksum: 0 }, Some(checksums)) =
+                    (&headers, &mut self.checksums)
+                {
+                    checksums.sum(*slot);
+                }
             }
         }
+    }
+
+    fn checksums(&mut self) -> &mut Checksums {
+        self.checksums.as_mut().expect("blocks are adopted from a pool file alone")
     }
 
     fn mesh(&mut self) -> &mut Peers {

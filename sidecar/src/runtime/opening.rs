@@ -2,8 +2,6 @@
 
 use std::time::Duration;
 
-use tiers::pool::Found;
-
 use super::Runtime;
 use crate::engine::Event;
 
@@ -25,7 +23,8 @@ impl Runtime {
             self.handle(Event::Opened(opened));
             parts += 1;
         }
-        self.progress.opened(opener.segments(), self.core.stats().adopted_blocks);
+        let stats = self.core.stats();
+        self.progress.opened(opener.segments(), stats.adopted_blocks + stats.unverified_blocks);
         if parts > 0 || self.pool.reserving() {
             self.opener = Some(opener);
         } else {
@@ -36,14 +35,6 @@ impl Runtime {
 
     fn report_opened(&self) {
         self.progress.finish();
-        let stats = self.core.stats();
-        let (blocks, bytes, dropped) = (stats.adopted_blocks, stats.pool_used_bytes, stats.adoption_dropped);
-        let after_ms = self.now.as_millis() as u64;
-        match self.pool.found() {
-            Found::Pool => {
-                tracing::info!(blocks, bytes, dropped, after_ms, "the pool file's blocks are adopted")
-            }
-            Found::Nothing | Found::Unusable(_) => tracing::debug!(after_ms, "the whole pool is in service"),
-        }
+        tracing::debug!(after_ms = self.now.as_millis() as u64, "the whole pool is in service");
     }
 }

@@ -102,7 +102,12 @@ impl Runtime {
                 Source::Socket(id) => self.read_socket(id),
                 Source::Process(id) => self.end_with_process(id),
                 // Being awake is all that is wanted; the next turn looks at the words.
-                Source::Doorbell(_) | Source::Copies | Source::Disks | Source::Mesh | Source::Control => {}
+                Source::Doorbell(_)
+                | Source::Copies
+                | Source::Disks
+                | Source::Checksums
+                | Source::Mesh
+                | Source::Control => {}
             }
         }
         self.events = events;

@@ -1,12 +1,14 @@
-//! A pool file that is cut, punched, deleted or replaced under an engine that saves and loads: misses, no wrong byte, and a
-//! sidecar that lives.
+//! A pool file that is cut, punched, deleted or replaced under an engine that saves and loads, or changed between two
+//! sidecars: misses, no wrong byte, and a sidecar that lives.
 
 use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::FallocateFlags;
 use shm_protocol::key::BlockHash;
 use shm_protocol::message::{Kind, Message, Status};
+use shm_protocol::pool::{PoolView, slot};
 
 use crate::client::engine::{Engine, SAVED};
 use crate::client::sidecar::Sidecar;
@@ -131,4 +133,62 @@ fn a_pool_file_that_is_cut_deleted_or_replaced_costs_misses() {
         drop((engine, sidecar));
         let _ = fs::remove_file(&pool);
     }
+}
+
+/// Offsets of the header and of the bytes of the block that a pool file keeps under each of `keys`.
+fn places(path: &Path, keys: &[BlockHash]) -> Vec<(u64, u64)> {
+    let bytes = fs::read(path).unwrap();
+    let word = |at: usize| u64::from_le_bytes(*bytes[at..].first_chunk().unwrap());
+    let view = PoolView::new(word, bytes.len() as u64).unwrap();
+    let place = |key: &BlockHash| {
+        let segments = (0..view.segments()).filter_map(|segment| Some((segment, view.geometry(segment)?)));
+        let mut slots = segments.flat_map(|(segment, geometry)| {
+            let offsets = (0..geometry.slot_count).filter_map(move |index| geometry.offset(segment, index));
+            offsets.map(move |offset| (offset, geometry.block_bytes))
+        });
+        let kept = slots.find(|(offset, bytes)| view.read_header(*offset, *bytes).unwrap().hash == *key);
+        let (offset, bytes) = kept.expect("it was kept");
+        (view.place(offset, bytes).unwrap().header, offset)
+    };
+    keys.iter().map(place).collect()
+}
+
+#[test]
+fn bits_that_were_changed_between_two_sidecars_cost_their_blocks_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let pool = PathBuf::from(format!("/dev/shm/pillion-test-{}-flipped", std::process::id()));
+    let sidecar = start(folder.path(), &pool);
+    let mut engine = Engine::connect(&sidecar);
+    let keys = engine.post_save(&mut 0);
+    sidecar.wait_metric("pillion_saved_blocks_total", |blocks| blocks == SAVED.len() as u64);
+    sidecar.wait_metric("pillion_pool_unsummed_blocks", |blocks| blocks == 0);
+    sidecar.kill();
+    drop(engine);
+
+    let (places, file) = (places(&pool, &keys), File::options().read(true).write(true).open(&pool).unwrap());
+    let flip = |at: u64| {
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, at).unwrap();
+        file.write_all_at(&[byte[0] ^ 16], at).unwrap();
+    };
+    // A bit of a block, one of another's hash, and a block that was committed and has no checksum yet.
+    flip(places[10].1 + 1000);
+    flip(places[20].0 + slot::HASH);
+    file.write_all_at(&[0; 8], places[30].0 + slot::CHECKSUM).unwrap();
+
+    let sidecar = Sidecar::start(folder.path(), &[&"--dram", &"32MiB", &"--pool-path", &pool]);
+    let (served, wrong) = Engine::connect(&sidecar).served(&keys);
+    let expected: Vec<BlockHash> =
+        (0..).zip(keys).filter(|(at, _)| ![10, 20, 30].contains(at)).map(|(_, key)| key).collect();
+    assert!(served == expected && wrong == 0, "{wrong} wrong of {}", served.len());
+    sidecar.wait_metric("pillion_adoption_unverified_blocks", |blocks| blocks == 0);
+    let metric = |name: &str| sidecar.metric(&format!("pillion_{name}_total"));
+    assert_eq!(
+        (metric("adoption_corrupt"), metric("adoption_dropped"), metric("adopted_blocks")),
+        (2, 1, 97)
+    );
+    let log = fs::read_to_string(folder.path().join("log")).unwrap();
+    assert_eq!(log.matches("is not what an earlier sidecar wrote").count(), 1, "{log}");
+    drop(sidecar);
+    fs::remove_file(pool).unwrap();
 }

@@ -1,7 +1,7 @@
 //! What every part of the simulated world shares: time, chance, coverage, the trace, and who acts next.
 
 use std::cell::{Cell, RefCell};
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::rc::Rc;
 
 use shm_protocol::handshake::Hello;
@@ -100,6 +100,8 @@ pub(crate) struct Ctx {
     /// Actors to be woken, and when.
     pub(crate) wakes: Vec<(Actor, Micros)>,
     pub(crate) dials: Vec<Dial>,
+    /// Slots of which a bit was changed between two lives of the sidecar.
+    pub(crate) changed: BTreeSet<u64>,
     /// The doorbells of all sessions: a ring ends the data thread's sleep.
     pub(crate) bell: Rc<Cell<bool>>,
     tainted: u64,
@@ -137,6 +139,7 @@ impl Ctx {
             knobs,
             wakes: Vec::new(),
             dials: Vec::new(),
+            changed: BTreeSet::new(),
             bell: Rc::default(),
             tainted: 0,
             trace: VecDeque::new(),

@@ -21,6 +21,7 @@ pub(crate) struct Form {
 #[derive(Debug)]
 struct Slot {
     generation: u64,
+    /// Whole, and if it is an earlier life's verified.
     committed: bool,
     digest: NamespaceDigest,
     hash: BlockHash,
@@ -65,14 +66,9 @@ impl Ledger {
         assert!(known.is_none_or(|known| known == form), "two forms of one size");
     }
 
-    /// A segment of an earlier life comes into service: what was whole in it is kept. Blocks kept, and dropped.
-    pub(crate) fn adopt(
-        &mut self,
-        segment: u64,
-        block_bytes: u64,
-        remains: &[Remains],
-        memory: &Region,
-    ) -> (u64, u64) {
+    /// A segment of an earlier life comes into service: what is whole by its headers is kept until it is verified. Blocks kept,
+    /// and dropped.
+    pub(crate) fn adopt(&mut self, segment: u64, block_bytes: u64, remains: &[Remains]) -> (u64, u64) {
         let geometry = Geometry::new(self.segment_bytes, block_bytes).expect("an earlier life's");
         self.segments.insert(segment, geometry);
         let (mut kept, mut dropped) = (0, 0);
@@ -84,8 +80,7 @@ impl Ledger {
                     if !self.slots.values().any(|slot| (slot.digest, slot.hash) == (digest, hash)) =>
                 {
                     let form = self.forms[&block_bytes];
-                    let slot = Slot { generation, committed: true, digest, hash, form, copies: 0 };
-                    slot.check(SlotRef { offset, generation }, memory, "adopted");
+                    let slot = Slot { generation, committed: false, digest, hash, form, copies: 0 };
                     self.slots.insert(offset, slot);
                     self.held.insert(offset);
                     kept += 1;
@@ -97,6 +92,19 @@ impl Ledger {
             }
         }
         (kept, dropped)
+    }
+
+    /// A block of an earlier life was verified. It is its key's, or was changed and holds nothing any more.
+    pub(crate) fn verified(&mut self, at: SlotRef, whole: bool, memory: &Region) {
+        let slot = self.slots.get_mut(&at.offset).expect("a block that is verified stays in its slot");
+        assert!(slot.generation == at.generation && !slot.committed, "{at:?} was verified as {slot:?}");
+        if whole {
+            slot.committed = true;
+            slot.check(at, memory, "adopted");
+        } else {
+            self.slots.remove(&at.offset);
+            self.debris.insert(at.offset);
+        }
     }
 
     /// No engine of an earlier life reads its slots any more.

@@ -2,6 +2,7 @@
 //! one event or action at a time, so that every other process can act between any two.
 
 mod actions;
+mod checksums;
 mod copies;
 mod disk;
 mod doorway;
@@ -15,7 +16,8 @@ use std::path::PathBuf;
 use std::rc::Rc;
 
 use ::mesh::directory::{Config, Directory};
-use shm_protocol::key::{BlockHash, NamespaceDigest};
+use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
+use shm_protocol::pool::SlotRef;
 use shm_protocol::region::{Access, Region};
 use sidecar::engine::{Action, Core, Event, Piece, Request, SessionId};
 use sidecar::session::Session;
@@ -78,6 +80,10 @@ pub(crate) struct Life {
     copies: Copies,
     /// Places of the batches that the core has not been told the end of.
     places: BTreeMap<u64, Vec<Piece>>,
+    /// Blocks whose checksums are computed, and when that has ended.
+    sums: VecDeque<(SlotRef, Micros)>,
+    /// Blocks of earlier lives that are compared with theirs.
+    verifications: VecDeque<(BlockKey, SlotRef, Micros)>,
     /// In some worlds.
     disk: Option<Disk>,
     /// What the disk has not told yet of earlier lives.
@@ -145,6 +151,8 @@ impl Life {
             closing: Vec::new(),
             copies: Copies::default(),
             places: BTreeMap::new(),
+            sums: VecDeque::new(),
+            verifications: VecDeque::new(),
             disk,
             recovered: recovered.into(),
             mesh,
@@ -210,6 +218,7 @@ impl Life {
             event,
             Event::Tick
                 | Event::Drained { .. }
+                | Event::Verified { .. }
                 | Event::Transferred(_)
                 | Event::Recovered(_)
                 | Event::Mesh(_)
@@ -294,7 +303,7 @@ impl Life {
         let Some(opened) = self.opener.next(&self.pool) else { return false };
         if let Opened::Used { segment, block_bytes, remains, first } = &opened {
             assert_eq!(*first, 0, "a segment of the simulator is one part");
-            let (kept, dropped) = self.ledger.adopt(*segment, *block_bytes, remains, self.pool.region());
+            let (kept, dropped) = self.ledger.adopt(*segment, *block_bytes, remains);
             self.held_until_ms = ctx.now / 1000 + HOLD / 1000;
             ctx.cover.add("sidecar adopted a block", kept);
             ctx.cover.add("sidecar dropped a torn block", dropped);

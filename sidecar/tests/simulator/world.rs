@@ -3,9 +3,11 @@
 use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
-use std::path::PathBuf;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
+use shm_protocol::pool::{self, PoolView, slot};
 use tempfile::TempDir;
 
 use crate::ctx::{Actor, COPIERS, Ctx, ENGINES, Micros, RANKS};
@@ -13,6 +15,7 @@ use crate::engine::{Engine, Model, Spec, keys};
 use crate::faults::{Faults, back_after};
 use crate::ledger::Form;
 use crate::life::{Life, Medium};
+use crate::origin::WORDS;
 
 /// More moves than any seed needs: beyond, somebody waits for ever.
 const MOVES_MAX: u64 = 2_000_000;
@@ -260,6 +263,15 @@ impl World {
 
     pub(crate) fn start_sidecar(&mut self) {
         let path: Option<PathBuf> = self.folder.as_ref().map(|folder| folder.path().join("pool"));
+        if self.ctx.knobs.faults > 0
+            && path.as_ref().is_some_and(|path| path.exists())
+            && self.ctx.rng.one_in(4)
+        {
+            // Nobody else reads the file meanwhile: such an engine sees what it reads.
+            self.engines.iter_mut().for_each(Engine::crash);
+            path.iter().for_each(|path| change(path, &mut self.ctx));
+            self.engines.iter_mut().for_each(|engine| engine.start(&mut self.ctx));
+        }
         let disk = self.disk.clone();
         self.life = Some(Life::start(self.next_epoch, path, disk, &self.forms, &mut self.ctx));
         self.next_epoch += 1;
@@ -298,4 +310,35 @@ fn specs(first_id: u64, ctx: &mut Ctx) -> VecDeque<Spec> {
         Spec { id: first_id + id, keys: keys(&path), prompt: length - decoded }
     };
     (0..count).map(spec).collect()
+}
+
+/// Changes a bit of a block in the pool file, or of what its header says of it.
+fn change(path: &Path, ctx: &mut Ctx) {
+    let mut bytes = std::fs::read(path).expect("a pool file");
+    let word = |at: usize| u64::from_le_bytes(*bytes[at..].first_chunk().expect("inside"));
+    let Ok(view) = PoolView::new(word, bytes.len() as u64) else { return };
+    let slots = (0..view.segments()).filter_map(|segment| Some((segment, view.geometry(segment)?)));
+    let slots = slots.flat_map(|(segment, geometry)| {
+        (0..geometry.slot_count)
+            .filter_map(move |index| geometry.offset(segment, index))
+            .map(move |offset| (offset, geometry))
+    });
+    let headers = slots.map(|(offset, geometry)| (offset, geometry.place(offset).expect("its own").header));
+    let kept: Vec<_> =
+        headers.filter(|(_, header)| word((header + slot::STATE) as usize) == pool::COMMITTED).collect();
+    if kept.is_empty() {
+        return;
+    }
+    let (offset, header) = ctx.rng.pick(&kept);
+    let place = match ctx.rng.below(2) {
+        0 => header + ctx.rng.within(slot::GENERATION, slot::PADDING - 1),
+        // What the oracle looks at of the first shard.
+        _ => offset + ctx.rng.below(WORDS as u64 * 8),
+    };
+    bytes[place as usize] ^= 1 << ctx.rng.below(8);
+    let file = std::fs::File::options().write(true).open(path).expect("a pool file");
+    file.write_all_at(&bytes[place as usize..][..1], place).expect("written");
+    ctx.changed.insert(offset);
+    ctx.hit("fault pool file changed");
+    ctx.note(|| format!("fault: byte {place} of the pool file is changed"));
 }

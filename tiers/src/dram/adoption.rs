@@ -4,11 +4,16 @@
 //! copy of the dead process may still be on its way into a slot that was being filled. So, while the hold lasts, only
 //! slots that were free are filled: nothing is evicted, no segment changes its block size.
 //!
+//! A block's bytes may have been changed between two lives: it is found by nobody, and keeps its slot, until the caller has
+//! verified it. Those asked for come first, the others in the order they lie in.
+//!
 //! Which blocks were asked for is not recorded. Adopted ones get the rank of blocks that were used again, in the order they lie
 //! in: new blocks that nobody asks for go before them, and of them those that are asked for stay.
 
+use std::collections::VecDeque;
+
 use shm_protocol::key::BlockKey;
-use shm_protocol::pool::{Geometry, Remains};
+use shm_protocol::pool::{Geometry, Remains, SlotRef};
 
 use super::{Dram, QuotaId, Whose};
 use crate::index::Print;
@@ -28,13 +33,15 @@ pub(super) struct Hold {
     debris: Vec<u32>,
     /// Blocks that were removed meanwhile: the same, each pinned until then.
     removed: Vec<u32>,
+    /// Blocks to be verified, in their order, and some that have been since.
+    unverified: VecDeque<u32>,
 }
 
 // === impl Hold ===
 
 impl Hold {
     pub(super) fn new(ms: u64) -> Self {
-        Self { ms, until_ms: None, debris: Vec::new(), removed: Vec::new() }
+        Self { ms, until_ms: None, debris: Vec::new(), removed: Vec::new(), unverified: VecDeque::new() }
     }
 
     pub(super) fn lasts(&self) -> bool {
@@ -92,21 +99,99 @@ impl Dram {
             return self.adopt_debris(id, generation);
         }
         let entry = self.slab.entries.get_mut(id);
-        (entry.key, entry.generation, entry.state) = (key, generation, State::Committed);
-        self.watch.note(key, true);
+        (entry.key, entry.generation, entry.state) = (key, generation, State::Adopted);
         self.charge(id, Whose { quota, ..Whose::default() });
         self.index.insert(print, id);
-        self.slab.segments[self.slab.entries.segment(id)].used += 1;
-        self.stats.blocks += 1;
+        let segment = &mut self.slab.segments[self.slab.entries.segment(id)];
+        segment.held += 1;
+        segment.used += 1;
+        self.stats.unverified_blocks += 1;
         self.stats.bytes_used += self.slab.block_bytes(id);
-        self.stats.adopted_blocks_total += 1;
-        self.policy.adopt(&mut self.slab, id);
+        self.hold.unverified.push_back(id);
     }
 
     fn adopt_debris(&mut self, id: u32, generation: u64) {
         self.slab.entries.get_mut(id).generation = generation;
         self.hold.debris.push(id);
         self.stats.adoption_dropped_total += 1;
+    }
+
+    /// Whether a block is an earlier life's and nobody has begun to verify it.
+    pub fn is_adopted(&self, key: &BlockKey) -> bool {
+        self.find_adopted(key).is_some()
+    }
+
+    /// Such a block is verified from now on: [`Dram::end_verification`] follows.
+    pub fn begin_verification(&mut self, key: &BlockKey) -> Option<SlotRef> {
+        let id = self.find_adopted(key)?;
+        self.slab.entries.get_mut(id).state = State::Verifying;
+        Some(self.slab.slot_ref(id))
+    }
+
+    /// The same of the next one that nobody has asked for.
+    pub fn begin_next_verification(&mut self) -> Option<(BlockKey, SlotRef)> {
+        while let Some(id) = self.hold.unverified.pop_front() {
+            // A slot whose block was discarded may be in a segment of another size by now.
+            let entry = self.slab.entries.get_or_vacant(id);
+            if entry.state == State::Adopted {
+                let key = entry.key;
+                return Some((key, self.begin_verification(&key).expect("an adopted block is in the index")));
+            }
+        }
+        None
+    }
+
+    /// A block was verified: it is found from now on, or its slot is free once the hold is over.
+    pub fn end_verification(&mut self, slot: SlotRef, whole: bool) {
+        let id = self.slab.find(slot).expect("a block that is verified stays in its slot");
+        let entry = self.slab.entries.get_mut(id);
+        assert!(entry.state == State::Verifying, "a block is verified once");
+        if !whole {
+            return self.discard(id);
+        }
+        entry.state = State::Committed;
+        self.watch.note(entry.key, true);
+        self.leave_unverified(id);
+        self.stats.blocks += 1;
+        self.stats.adopted_blocks_total += 1;
+        self.policy.adopt(&mut self.slab, id);
+    }
+
+    /// Discards the adopted blocks of a namespace that nobody has begun to verify.
+    pub(super) fn discard_namespace(&mut self, namespace: u32) {
+        let entries = &self.slab.entries;
+        let meant = |id: &u32| {
+            let entry = entries.get_or_vacant(*id);
+            entry.state == State::Adopted && entry.key.namespace == namespace
+        };
+        let ids: Vec<u32> = self.hold.unverified.iter().copied().filter(meant).collect();
+        ids.into_iter().for_each(|id| self.discard(id));
+    }
+
+    fn find_adopted(&self, key: &BlockKey) -> Option<u32> {
+        if self.stats.unverified_blocks == 0 {
+            return None;
+        }
+        let print = Print::new(key.namespace, key.group, &key.hash);
+        let id = self.index.find(print, |id| self.slab.entries.get(id).key == *key)?;
+        (self.slab.entries.get(id).state == State::Adopted).then_some(id)
+    }
+
+    fn leave_unverified(&mut self, id: u32) {
+        self.slab.segments[self.slab.entries.segment(id)].held -= 1;
+        self.stats.unverified_blocks -= 1;
+    }
+
+    /// An engine of the earlier life may still copy the block.
+    fn discard(&mut self, id: u32) {
+        self.leave_unverified(id);
+        self.vacated(id, self.slab.block_bytes(id));
+        if self.hold.lasts() {
+            self.slab.move_to(id, Place::Detached);
+            self.hold.debris.push(id);
+        } else {
+            self.evicted.push(self.slab.slot_ref(id));
+        }
     }
 
     pub(super) fn end_hold(&mut self, now_ms: u64) {

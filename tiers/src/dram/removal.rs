@@ -25,6 +25,7 @@ impl Dram {
         let segments = 0..self.slab.segments.len();
         let ids: Vec<u32> = segments.flat_map(|segment| self.slab.blocks(segment)).filter(here).collect();
         ids.iter().for_each(|id| self.remove_entry(*id));
+        self.discard_namespace(namespace);
         ids.len()
     }
 

@@ -591,9 +591,62 @@ fn adopted(remains: [Remains; 3]) -> Dram {
     dram
 }
 
+/// Finds every block that was adopted whole.
+fn verify_all(dram: &mut Dram) {
+    while let Some((_, slot)) = dram.begin_next_verification() {
+        dram.end_verification(slot, true);
+    }
+    assert_eq!(dram.stats().unverified_blocks, 0);
+}
+
+#[test]
+fn a_block_of_an_earlier_life_is_found_once_it_is_verified() {
+    let mut dram = adopted([whole(1, 5), whole(2, 6), whole(3, 7)]);
+    dram.watch();
+    assert_eq!((dram.probe(7, 0, &hashes(1..4)), dram.stats().unverified_blocks), (0, 3));
+    assert_eq!(
+        dram.begin_fill(key(1), SIZES[0], Whose::default()),
+        Err(FillError::Filling),
+        "it is not saved again"
+    );
+    assert!(dram.is_adopted(&key(2)) && !dram.is_adopted(&key(4)));
+    let asked = dram.begin_verification(&key(2)).expect("adopted");
+    assert!(!dram.is_adopted(&key(2)) && dram.begin_verification(&key(2)).is_none(), "begun once");
+    let (first, slot) = dram.begin_next_verification().expect("two are left");
+    assert_eq!(first, key(1), "in their order");
+    dram.end_verification(slot, true);
+    dram.end_verification(asked, false);
+    assert_eq!(dram.drain_changes().collect::<Vec<_>>(), [(key(1), true)]);
+    assert_eq!((dram.probe(7, 0, &hashes(1..2)), dram.probe(7, 0, &hashes(2..3))), (1, 0));
+    let stats = dram.stats();
+    assert_eq!((stats.blocks, stats.adopted_blocks_total, stats.unverified_blocks), (1, 1, 1));
+    assert_eq!(stats.bytes_used, 2 * SIZES[0]);
+    // An engine of the earlier life may still read what is not kept.
+    dram.expire(1000 + HOLD - 1);
+    assert_eq!(
+        (dram.drain_evicted().count(), dram.begin_fill(key(2), SIZES[0], Whose::default())),
+        (0, Err(FillError::NoSpace))
+    );
+    dram.expire(1000 + HOLD);
+    assert_eq!(dram.drain_evicted().map(|slot| slot.generation).collect::<Vec<_>>(), [6]);
+    assert!(dram.begin_fill(key(2), SIZES[0], Whose::default()).is_ok());
+    // What is not verified yet keeps its slot; after the hold a changed block's is free at once.
+    assert!(dram.begin_fill(key(8), SIZES[0], Whose::default()).is_ok(), "the verified one goes");
+    assert_eq!(dram.drain_evicted().map(|slot| slot.generation).collect::<Vec<_>>(), [5]);
+    assert_eq!(dram.begin_fill(key(9), SIZES[0], Whose::default()), Err(FillError::NoSpace));
+    let (_, slot) = dram.begin_next_verification().expect("the last");
+    dram.end_verification(slot, false);
+    assert_eq!(dram.drain_evicted().map(|slot| slot.generation).collect::<Vec<_>>(), [7]);
+    assert!(
+        dram.begin_next_verification().is_none()
+            && dram.begin_fill(key(9), SIZES[0], Whose::default()).is_ok()
+    );
+}
+
 #[test]
 fn blocks_of_an_earlier_life_are_found_and_stay_while_the_hold_lasts() {
     let mut dram = adopted([whole(1, 5), whole(2, 6), whole(3, 7)]);
+    verify_all(&mut dram);
     assert_eq!(dram.probe(7, 0, &hashes(1..4)), 3);
     assert_eq!((dram.stats().blocks, dram.stats().adopted_blocks_total), (3, 3));
     let mut slots = Vec::new();
@@ -636,6 +689,7 @@ fn slots_that_held_nothing_whole_are_free_after_the_hold() {
 #[test]
 fn a_key_is_kept_once_whoever_wrote_it_twice() {
     let mut dram = adopted([whole(1, 5), whole(1, 6), whole(1, 7)]);
+    verify_all(&mut dram);
     assert_eq!((dram.stats().blocks, dram.stats().adoption_dropped_total), (1, 2));
     // Saved anew before its segment came into service.
     dram.open_empty(1);

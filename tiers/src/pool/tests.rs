@@ -68,7 +68,8 @@ fn check_slot_life(pool: &Pool) {
     let header = view.read_header(slot.offset, BLOCK).expect("a slot");
     assert_eq!((header.state, header.generation), (pool::COMMITTED, slot.generation));
     assert_eq!((header.namespace, header.hash, header.group), (namespace, key().hash, 3));
-    assert_eq!((header.length, header.checksum, header.set), (BLOCK, 77, 0));
+    assert_eq!((header.length, header.set), (BLOCK, 0));
+    assert_eq!((pool.checksum(slot), header.checksum != 77), (Some(77), true), "mixed with the header's own");
 
     let next = SlotRef { generation: slot.generation + 1, ..slot };
     assert!(!pool.free(next), "not that filling");
@@ -127,7 +128,7 @@ fn only_addresses_inside_one_segment_are_handed_out() {
 #[test]
 fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     let path = TmpfsPath::new("file");
-    let pool = Pool::create(&config(Some(path.0.clone()))).expect("created");
+    let pool = created(&path);
     check_slot_life(&pool);
     assert!(matches!(Pool::create(&config(Some(path.0.clone()))), Err(Error::Locked(_))));
     let stat = rustix::fs::stat(&path.0).expect("there");
@@ -139,12 +140,16 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     let kept = SlotRef { generation: pool.first_generation() + 9, ..slot(0) };
     assert!(pool.write_segment_header(1, BLOCK) && pool.fill(kept, NamespaceDigest([1; 16]), &key()));
     assert!(pool.commit(kept, 0));
+    assert_eq!((pool.checksum(kept), pool.verify(kept)), (None, false), "nobody has computed it");
+    assert!(pool.sum(kept).is_some_and(|checksum| pool.set_checksum(kept, checksum)) && pool.verify(kept));
+    let unsummed = SlotRef { offset: kept.offset - BLOCK.next_multiple_of(pool::SLOT_ALIGN), ..kept };
+    assert!(pool.fill(unsummed, NamespaceDigest([1; 16]), &key()) && pool.commit(unsummed, 0));
     let first_life = pool.first_generation();
     assert_eq!(pool.former_epoch(), None);
     drop(pool);
 
     assert!(view(&region).verify(kept, BLOCK), "an engine still reads what it leased");
-    let pool = Pool::create(&config(Some(path.0.clone()))).expect("the lock went with its holder");
+    let pool = created(&path);
     assert!(pool.first_generation() > first_life + (1 << 39), "no number of the first life comes again");
     assert!(view(&region).verify(kept, BLOCK), "also while the next sidecar has it");
     assert!(!pool.fill(kept, NamespaceDigest([1; 16]), &key()), "nothing is taken over unasked");
@@ -157,7 +162,21 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
         group: 3,
         hash: key().hash,
     };
-    assert_eq!(pool.remains(1, &geometry, 6..8), [Remains::Free, whole]);
+    let debris = Remains::Debris { generation: unsummed.generation };
+    assert_eq!(pool.remains(1, &geometry, 5..8), [Remains::Free, debris, whole]);
+    assert!(pool.verify(kept));
+    // A bit of the block, or of what its header says of it, and another filling's number.
+    let header = geometry.place(kept.offset).expect("a slot").header;
+    for (at, bit) in
+        [(kept.offset, 0), (kept.offset + BLOCK - 1, 7), (header + slot::HASH, 63), (header + slot::GROUP, 1)]
+    {
+        let word = pool.region().word64((at / 8 * 8) as usize);
+        let flip = 1 << ((at % 8 * 8 + bit) % 64);
+        word.fetch_xor(flip, Ordering::Relaxed);
+        assert!(!pool.verify(kept), "{at} {bit}");
+        word.fetch_xor(flip, Ordering::Relaxed);
+    }
+    assert!(pool.verify(kept));
     assert!(pool.free(kept), "it can be evicted now");
     assert!(!view(&region).verify(kept, BLOCK));
 }
@@ -166,7 +185,7 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
 #[test]
 fn a_view_cannot_be_opened_for_writing() {
     let (path, other) = (TmpfsPath::new("viewed"), TmpfsPath::new("other-file"));
-    let pool = Pool::create(&config(Some(path.0.clone()))).expect("created");
+    let pool = created(&path);
     fs::write(&other.0, "").expect("written");
     for (view, why) in [(&other.0, "not the file of --pool-path"), (&path.0, "not on a read-only mount")] {
         let error = pool.open_view(view).expect_err("refused").to_string();
@@ -203,7 +222,7 @@ fn a_view_cannot_be_opened_for_writing() {
 #[test]
 fn a_pool_file_that_is_cut_reads_as_zeros_and_is_known_to_be_lost() {
     let path = TmpfsPath::new("cut");
-    let pool = Pool::create(&config(Some(path.0.clone()))).expect("created");
+    let pool = created(&path);
     let kept = slot(pool.first_generation());
     assert!(pool.write_segment_header(1, BLOCK) && pool.fill(kept, NamespaceDigest([1; 16]), &key()));
     assert!(pool.commit(kept, 77) && pool.is_whole());
@@ -216,7 +235,7 @@ fn a_pool_file_that_is_cut_reads_as_zeros_and_is_known_to_be_lost() {
     pool.read(kept.offset, &mut bytes);
     assert_eq!(bytes, [0; 100]);
     drop(pool);
-    let pool = Pool::create(&config(Some(path.0.clone()))).expect("created again");
+    let pool = created(&path);
     assert!(pool.is_whole(), "the next life is of the file as it is now");
     let memfd = Pool::create(&config(None)).expect("created");
     assert!(memfd.is_whole() && rustix::fs::ftruncate(memfd.fd(), 0).is_err());
@@ -239,37 +258,49 @@ fn a_file_that_lost_memory_between_two_lives_is_not_taken_over() {
     ];
     for damage in damages {
         let path = TmpfsPath::new("holes");
-        let pool = Pool::create(&config(Some(path.0.clone()))).expect("created");
+        let pool = created(&path);
         let kept = slot(pool.first_generation());
         assert!(pool.write_segment_header(0, BLOCK) && pool.write_segment_header(1, BLOCK));
         assert!(pool.fill(kept, NamespaceDigest([1; 16]), &key()) && pool.commit(kept, 0));
         drop(pool);
         damage(&fs::OpenOptions::new().write(true).open(&path.0).expect("opened"), at);
-        let pool = Pool::create(&config(Some(path.0.clone()))).expect("created again");
+        let pool = created(&path);
         let Found::Unusable(reason) = pool.found() else { panic!("zeros behind a sound header") };
         assert!(reason.contains("memory was taken from it"), "{reason}");
         while pool.reserving() {
             pool.reserve_some().expect("emptied and reserved");
         }
         drop(pool);
-        let pool = Pool::create(&config(Some(path.0.clone()))).expect("created again");
+        let pool = created(&path);
         assert_eq!(pool.found(), &Found::Pool);
         pool.disown().expect("disowned");
         drop(pool);
-        let pool = Pool::create(&config(Some(path.0.clone()))).expect("created again");
+        let pool = created(&path);
         assert!(matches!(pool.found(), Found::Unusable(_)));
     }
 }
 
+/// The pool in a file, of this life or the next. A child that another test has just forked holds the lock until it runs its
+/// own program.
+fn created(path: &TmpfsPath) -> Pool {
+    for _ in 0..1000 {
+        match Pool::create(&config(Some(path.0.clone()))) {
+            Err(Error::Locked(_)) => std::thread::sleep(std::time::Duration::from_millis(10)),
+            made => return made.expect("created"),
+        }
+    }
+    panic!("{} stays locked", path.0.display())
+}
+
 /// A pool of a first life with one block, then the word at `field` of its file changed to `value`.
 fn used_and_changed(path: &TmpfsPath, field: u64, value: u64) -> Pool {
-    let pool = Pool::create(&config(Some(path.0.clone()))).expect("created");
+    let pool = created(path);
     let kept = slot(pool.first_generation());
     assert!(pool.write_segment_header(1, BLOCK) && pool.fill(kept, NamespaceDigest([1; 16]), &key()));
-    assert!(pool.commit(kept, 0));
+    assert!(pool.commit(kept, 77));
     pool.region().word64(field as usize).store(value, Ordering::Relaxed);
     drop(pool);
-    Pool::create(&config(Some(path.0.clone()))).expect("created again")
+    created(path)
 }
 
 #[test]
@@ -294,14 +325,14 @@ fn a_pool_of_another_kind_starts_empty_and_says_why() {
         assert!(view(&region).verify(kept, BLOCK), "an engine may be copying from it");
         assert_eq!((pool.take_over(1), pool.reserved_segments(), pool.reserving()), (None, 0, true));
         drop(pool);
-        let pool = Pool::create(&config(Some(path.0.clone()))).expect("created once more");
+        let pool = created(&path);
         assert!(matches!(pool.found(), Found::Unusable(_)), "still not emptied");
         pool.reserve_some().expect("the first segment");
         assert!(!view(&region).verify(kept, BLOCK), "nothing is left of it");
         pool.reserve_some().expect("the second segment");
         assert_eq!((pool.reserved_bytes(), pool.reserving()), (pool.len(), false));
         drop(pool);
-        let pool = Pool::create(&config(Some(path.0.clone()))).expect("created at last");
+        let pool = created(&path);
         assert_eq!((pool.found(), pool.take_over(1)), (&Found::Pool, None));
     }
     for life in [0, pool::LIFE_MAX, u64::MAX] {
@@ -346,7 +377,7 @@ fn a_pool_file_grows_with_its_blocks() {
 fn a_file_that_is_no_pool_is_initialised_and_a_larger_one_refused() {
     let path = TmpfsPath::new("garbage");
     fs::write(&path.0, vec![0xff; 1 << 20]).expect("written");
-    let pool = Pool::create(&config(Some(path.0.clone()))).expect("created");
+    let pool = created(&path);
     assert!(matches!(pool.found(), Found::Unusable(_)));
     let mut file = fs::File::open(&path.0).expect("open");
     drop(pool);

@@ -10,6 +10,7 @@
 //! segment's sequence, which no two uses of a segment share: remains of other logs and of earlier uses match nothing.
 
 use shm_protocol::key::{BlockHash, NamespaceDigest};
+pub(crate) use shm_protocol::pool::checksum;
 use shm_protocol::versions::{RELEASE_BYTES, Versions};
 use twox_hash::XxHash3_64;
 
@@ -118,11 +119,6 @@ fn seal(unit: &mut [u8], magic: u64, seed: u64, end: usize) {
 
 fn sealed(unit: &[u8], magic: u64, seed: u64, end: usize) -> bool {
     get64(unit, 0) == magic && get64(unit, 8) == XxHash3_64::oneshot_with_seed(seed, &unit[COVERED..end])
-}
-
-/// The checksum of a block's bytes.
-pub(crate) fn checksum(bytes: &[u8]) -> u64 {
-    XxHash3_64::oneshot(bytes)
 }
 
 /// The layouts that this release reads; written into the superblock.

@@ -5,7 +5,7 @@ use std::io::ErrorKind;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use twox_hash::XxHash3_64;
+use shm_protocol::pool;
 
 use super::Queues;
 use super::pairing::pair;
@@ -399,7 +399,7 @@ impl Loan {
         } else {
             let offset = fetch.blocks[index as usize].1;
             let bytes = shared.blocks.bytes(offset, place.bytes as usize).expect("checked when posted");
-            let checksum = XxHash3_64::oneshot(bytes);
+            let checksum = pool::checksum(bytes);
             if checksum == place.checksum { Ok(checksum) } else { Err(Fault::Corrupt) }
         });
     }

@@ -72,6 +72,9 @@ impl Life {
                 uses(&comparison).for_each(|(direction, piece)| self.ledger.begin(direction, &[piece]));
                 self.copies.compare(comparison, ctx);
             }
+            Action::Verify { key, slot } => {
+                self.verifications.push_back((key, slot, ctx.now + ctx.pause(200)))
+            }
             Action::Transfer(job) => {
                 let used = super::disk::use_of(&job);
                 if let Some((direction, piece)) = used {
@@ -174,7 +177,14 @@ impl Life {
                 }
                 self.pool.fill(*slot, *namespace, key)
             }
-            Action::CommitSlot { slot, checksum } => self.pool.commit(*slot, *checksum),
+            Action::CommitSlot { slot, checksum } => {
+                if *checksum == 0 && ctx.knobs.pool_file {
+                    self.sums.push_back((*slot, ctx.now + ctx.pause(500)));
+                }
+                // A simulated peer states no more than that there is one.
+                let stated = if *checksum == 0 { None } else { self.pool.sum(*slot) };
+                self.pool.commit(*slot, stated.unwrap_or(0))
+            }
             Action::FreeSlot { slot } => {
                 self.pool.free(*slot);
                 true

@@ -72,7 +72,7 @@ impl Life {
         if let Some(comparison) = self.copies.compared() {
             return self.end_comparison(&comparison, ctx);
         }
-        if self.take_transfer(ctx) || self.hear_mesh(ctx) {
+        if self.take_checksum(ctx) || self.take_transfer(ctx) || self.hear_mesh(ctx) {
             return;
         }
         self.phase = Phase::Look;
@@ -211,7 +211,8 @@ impl Life {
         let waits = self.sessions.keys().any(|session| self.core.waits_on_fences(*session));
         let disk = self.disk.as_ref().and_then(|disk| disk.next_due());
         let mesh = self.mesh.as_ref().and_then(|mesh| mesh.next_due());
-        let due = disk.into_iter().chain(mesh).min().unwrap_or(Micros::MAX);
+        let checksum = self.next_checksum();
+        let due = disk.into_iter().chain(mesh).chain(checksum).min().unwrap_or(Micros::MAX);
         let next = if waits { ctx.now + FENCE_POLL } else { self.next_tick };
         next.min(due).saturating_sub(ctx.now).max(1)
     }

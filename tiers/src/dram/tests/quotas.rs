@@ -98,6 +98,7 @@ fn adopted_blocks_count_and_go_by_and_by_where_they_are_too_many() {
     for index in 0..300 {
         assert!(dram.adopt(0, index, &whole(u64::from(index), 5), Some(7), Some(quota)));
     }
+    verify_all(&mut dram);
     assert_eq!(dram.quota(quota).bytes_used, 300 * BLOCK);
     dram.open_empty(1);
     assert_eq!(try_fill(&mut dram, 1000, BLOCK, Some(quota)), Err(FillError::NoSpace), "the hold lasts");

@@ -76,7 +76,11 @@ fn while_the_slots_of_an_earlier_life_are_left_alone_a_removed_block_keeps_its_o
         };
         assert!(dram.adopt(0, index, &remains, Some(7), None));
     }
-    let held = dram.hold(&key(1), NOBODY).expect("adopted");
+    for number in [0, 1] {
+        let slot = dram.begin_verification(&key(number)).expect("adopted");
+        dram.end_verification(slot, true);
+    }
+    let held = dram.hold(&key(1), NOBODY).expect("verified");
     assert!(dram.remove(&key(0)) && dram.remove(&key(1)));
     dram.end_removal();
     dram.unhold(held, NOBODY);
@@ -89,4 +93,7 @@ fn while_the_slots_of_an_earlier_life_are_left_alone_a_removed_block_keeps_its_o
     let freed: Vec<u64> = dram.drain_evicted().map(|slot| slot.generation).collect();
     assert_eq!(freed, [1, 2]);
     assert_eq!((dram.stats().bytes_used, dram.stats().bytes_leased), (SIZES[0], 0));
+    assert!(dram.is_adopted(&key(2)) && dram.remove_namespace(7) == 0);
+    assert!(!dram.is_adopted(&key(2)), "nor is it trusted before it is verified");
+    assert_eq!((dram.drain_evicted().count(), dram.stats().bytes_used), (1, 0));
 }

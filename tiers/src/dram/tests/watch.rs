@@ -32,6 +32,7 @@ fn the_log_replayed_is_what_can_be_found() {
         for (index, remains) in [whole(1, 5), whole(1, 6), whole(2, 7)].iter().enumerate() {
             assert!(dram.adopt(0, index as u32, remains, Some(7), Some(quota)));
         }
+        verify_all(&mut dram);
         (1..3).for_each(|segment| dram.open_empty(segment));
 
         let (mut known, mut filling, mut held) = (HashSet::new(), Vec::new(), Vec::new());

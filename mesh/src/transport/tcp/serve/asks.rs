@@ -4,6 +4,8 @@ use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 
+use shm_protocol::pool;
+
 use super::Desk;
 use crate::Error;
 use crate::transport::tcp::frame::{ASKS_MAX, Ask, Status};
@@ -136,7 +138,7 @@ pub(in crate::transport) fn granted<'a>(
 ) -> Result<(&'a [u8], u64), Status> {
     let bytes = shared.blocks.bytes(grant.slot.offset, label.bytes as usize);
     let bytes = bytes.expect("a granted slot lies in the pool");
-    let checksum = grant.checksum.unwrap_or_else(|| twox_hash::XxHash3_64::oneshot(bytes));
+    let checksum = grant.checksum.unwrap_or_else(|| pool::checksum(bytes));
     if !shared.blocks.is_whole() {
         return Err(Status::Absent);
     }

@@ -1,0 +1,71 @@
+//! Checksums of blocks: noted in the slots' headers, and computed again from the slots' bytes.
+//!
+//! What a header states is its block's checksum mixed with that of the header itself.
+
+use std::hash::Hasher;
+use std::sync::atomic::{Ordering, fence};
+
+use shm_protocol::pool::{SlotPlace, SlotRef, header_checksum, slot};
+use twox_hash::XxHash3_64;
+
+use super::Pool;
+
+/// Bytes that are read and summed at once: they stay in a core's first-level cache or the next.
+const PART_BYTES: usize = 32 << 10;
+
+// === impl Pool: noting checksums ===
+
+impl Pool {
+    /// The checksum of the block in a slot; `None` where nobody has computed it since the slot was filled, or the slot is
+    /// filled anew.
+    pub fn checksum(&self, slot: SlotRef) -> Option<u64> {
+        let place = self.current(slot)?;
+        let stated = self.slot_word(&place, slot::CHECKSUM).load(Ordering::Relaxed);
+        (stated != 0).then(|| stated ^ self.header_checksum(&place))
+    }
+
+    /// Notes the checksum of a whole block. False if the slot is not in this filling any more.
+    #[must_use = "a slot that was filled anew has another block"]
+    pub fn set_checksum(&self, slot: SlotRef, checksum: u64) -> bool {
+        let place = self.current(slot);
+        place.iter().for_each(|place| self.store_checksum(place, checksum));
+        place.is_some()
+    }
+
+    pub(super) fn store_checksum(&self, place: &SlotPlace, checksum: u64) {
+        let stated = checksum ^ self.header_checksum(place);
+        self.slot_word(place, slot::CHECKSUM).store(stated, Ordering::Relaxed);
+    }
+
+    fn header_checksum(&self, place: &SlotPlace) -> u64 {
+        header_checksum(|field| self.slot_word(place, field).load(Ordering::Relaxed))
+    }
+}
+
+// === impl Pool: computing checksums ===
+
+impl Pool {
+    /// Computes the checksum of the block in a slot, in any thread: nothing keeps the slot from being filled anew meanwhile, so
+    /// the bytes are read by system calls. `None` where that has begun, or bytes of the pool are lost. It may begin until
+    /// [`Pool::set_checksum`].
+    pub fn sum(&self, slot: SlotRef) -> Option<u64> {
+        self.current(slot)?;
+        let (_, block_bytes) = self.place(slot.offset)?;
+        let (mut hasher, mut part, mut summed) = (XxHash3_64::new(), [0; PART_BYTES], 0);
+        while summed < block_bytes {
+            let wanted = PART_BYTES.min((block_bytes - summed) as usize);
+            let read = || rustix::io::pread(&self.fd, &mut part[..wanted], slot.offset + summed);
+            let bytes = rustix::io::retry_on_intr(read).ok().filter(|bytes| *bytes > 0)?;
+            hasher.write(&part[..bytes]);
+            summed += bytes as u64;
+        }
+        // SYNC POINT(slot reuse): whoever read a byte of a later filling sees that filling's generation.
+        fence(Ordering::Acquire);
+        (self.current(slot).is_some() && self.is_whole()).then(|| hasher.finish())
+    }
+
+    /// Whether a slot that nobody fills holds the bytes whose checksum its header states; in any thread.
+    pub fn verify(&self, slot: SlotRef) -> bool {
+        self.sum(slot).is_some_and(|checksum| self.checksum(slot) == Some(checksum))
+    }
+}

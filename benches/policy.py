@@ -1,9 +1,10 @@
 """Hit ratios of the DRAM tier's eviction policy, on a real trace and on synthetic ones: see `tiers/benches/policy.rs`.
 
-    benches/run policy [--trace FILE]
+    benches/run policy [--trace FILE | --shared]
 
-FILE has one JSON object a line with `hash_ids`, as those in `benches/traces/`, compressed by gzip or not; then nothing
-but it is replayed. The last line is JSON.
+`--shared` replays the conversations in rooms that two namespaces share, and in two pods. FILE has one JSON object a line
+with `hash_ids`, as those in `benches/traces/`, compressed by gzip or not; then nothing but it is replayed. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -31,11 +32,16 @@ def main() -> None:
     """Runs the bench."""
     parser = argparse.ArgumentParser(description="Hit ratios of the DRAM tier's eviction policy.")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="replay this trace alone")
-    trace = parser.parse_args().trace
+    parser.add_argument("--shared", action="store_true", help="rooms of two namespaces, and two pods")
+    options = parser.parse_args()
+    trace = options.trace
     with tempfile.NamedTemporaryFile("w", suffix=".trace") as plain:
         plain.writelines(f"{request}\n" for request in requests(trace or CONVERSATION))
         plain.flush()
-        traces = ["trace", plain.name] if trace else ["conversation", plain.name, "synthetic"]
+        if options.shared:
+            traces = ["shared", plain.name]
+        else:
+            traces = ["trace", plain.name] if trace else ["conversation", plain.name, "synthetic"]
         subprocess.run([*BENCH, *traces], check=True)
 
 

@@ -11,6 +11,8 @@
 //!   next. Room for a tenth or a half of what they hold.
 //! - `scan`: `turns`, and every eighth request is a document of 512 blocks that nobody asks for again.
 //!
+//! `shared FILE` replays a trace in rooms that two namespaces share, one with a quota, and in two pods that read from each other.
+//!
 //! A ratio is blocks found in leading runs by blocks asked for, the first quarter of the requests not counted.
 
 #![expect(clippy::print_stdout, reason = "a bench reports")]
@@ -18,6 +20,7 @@
 mod caches;
 mod random;
 mod replayed;
+mod shared;
 
 use std::collections::BTreeMap;
 
@@ -166,8 +169,13 @@ fn main() {
             cells.extend(synthetic());
             continue;
         }
+        let file = arguments.next().expect("a trace's file follows its name");
+        if argument == "shared" {
+            cells.extend(shared::of_trace(&read(&file)));
+            continue;
+        }
         let mut report = Report::default();
-        report.replay(&argument, &read(&arguments.next().expect("a trace's file follows its name")));
+        report.replay(&argument, &read(&file));
         cells.extend(report.cells());
     }
     println!("{{{}}}", cells.join(","));

@@ -12,7 +12,7 @@ pub(crate) type Chain = Vec<BlockHash>;
 
 const SEGMENT_BYTES: u64 = 2 << 20;
 /// Five to a segment, so that a pool has room for exactly as many as a multiple of five says.
-const BLOCK_BYTES: u64 = 400_000;
+pub(crate) const BLOCK_BYTES: u64 = 400_000;
 /// Blocks that are computed in one step, where a prompt is computed in steps.
 const STEP_BLOCKS: usize = 16;
 
@@ -26,9 +26,9 @@ pub(crate) trait Cache {
 #[derive(Default)]
 pub(crate) struct Lru {
     capacity: usize,
-    clock: u64,
-    used: HashMap<BlockHash, u64>,
-    order: BTreeMap<u64, BlockHash>,
+    pub(crate) clock: u64,
+    pub(crate) used: HashMap<BlockHash, u64>,
+    pub(crate) order: BTreeMap<u64, BlockHash>,
 }
 
 /// Goes first what is next used last, of one request the deepest block.
@@ -43,7 +43,9 @@ pub(crate) struct Clairvoyant {
 
 /// The real tier.
 pub(crate) struct Tier {
-    dram: Dram,
+    pub(crate) dram: Dram,
+    /// What the next request's blocks count to.
+    pub(crate) whose: Whose,
     /// Blocks that one step computes.
     step_blocks: usize,
     /// Slots being filled, with their places in the chain.
@@ -57,6 +59,24 @@ impl Lru {
         Self { capacity, ..Self::default() }
     }
 
+    /// Uses blocks, the deepest first; those that are missing come.
+    pub(crate) fn use_all(&mut self, chain: &[BlockHash]) {
+        for hash in chain.iter().rev() {
+            self.clock += 1;
+            if let Some(before) = self.used.insert(*hash, self.clock) {
+                self.order.remove(&before);
+            } else if self.used.len() > self.capacity {
+                self.drop_oldest();
+            }
+            self.order.insert(self.clock, *hash);
+        }
+    }
+
+    pub(crate) fn drop_oldest(&mut self) {
+        let (_, oldest) = self.order.pop_first().expect("more than none");
+        self.used.remove(&oldest);
+    }
+
     pub(crate) fn leading(&self, chain: &[BlockHash]) -> usize {
         chain.iter().take_while(|hash| self.used.contains_key(hash)).count()
     }
@@ -65,16 +85,7 @@ impl Lru {
 impl Cache for Lru {
     fn request(&mut self, chain: &[BlockHash], found: usize) -> usize {
         let hits = self.leading(&chain[found..]);
-        for hash in chain.iter().rev() {
-            self.clock += 1;
-            if let Some(before) = self.used.insert(*hash, self.clock) {
-                self.order.remove(&before);
-            } else if self.used.len() > self.capacity {
-                let (_, oldest) = self.order.pop_first().expect("more than none");
-                self.used.remove(&oldest);
-            }
-            self.order.insert(self.clock, *hash);
-        }
+        self.use_all(chain);
         found + hits
     }
 }
@@ -123,7 +134,7 @@ impl Tier {
         let pool_bytes = (blocks as u64).div_ceil(slots) * SEGMENT_BYTES;
         let config = Config { pool_bytes, segment_bytes: SEGMENT_BYTES, lease_ttl_ms: 30_000 };
         let dram = Dram::new(config).expect("sizes");
-        Self { dram, step_blocks: usize::MAX, slots: Vec::new() }
+        Self { dram, whose: Whose::default(), step_blocks: usize::MAX, slots: Vec::new() }
     }
 
     /// With prompts that are computed, and saved, in steps.
@@ -132,10 +143,10 @@ impl Tier {
     }
 
     /// Saves blocks of a chain as the sidecar does: those that are there are used, the others are filled.
-    fn save(&mut self, chain: &[BlockHash], blocks: Range<usize>) {
+    pub(crate) fn save(&mut self, chain: &[BlockHash], blocks: Range<usize>) {
         let key = |at: usize| BlockKey { namespace: 0, group: 0, hash: chain[at] };
         for at in blocks.clone() {
-            let slot = self.dram.begin_fill(key(at), BLOCK_BYTES, Whose::default());
+            let slot = self.dram.begin_fill(key(at), BLOCK_BYTES, self.whose);
             self.slots.extend(slot.map(|slot| (at, slot)));
         }
         self.dram.use_run(0, 0, &chain[blocks]);

@@ -8,9 +8,9 @@ use crate::caches::{Cache, Chain, Clairvoyant, Lru, Tier};
 use crate::random::Random;
 
 /// Blocks for which there is room.
-const ROOMS: [usize; 8] = [500, 1000, 2555, 5110, 10_220, 20_440, 40_880, 100_000];
+pub(crate) const ROOMS: [usize; 8] = [500, 1000, 2555, 5110, 10_220, 20_440, 40_880, 100_000];
 /// Rooms over which the gain is averaged: in larger ones almost everything stays.
-const ROOM_OF_GAIN_MAX: usize = 20_440;
+pub(crate) const ROOM_OF_GAIN_MAX: usize = 20_440;
 /// A GPU's own cache holds one block for so many of the room.
 const ROOM_BY_GPU: usize = 3;
 /// How often a replay stops to count unreachable blocks.

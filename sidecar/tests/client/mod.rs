@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::MemfdFlags;
@@ -25,14 +25,16 @@ use shm_protocol::{transport, wait};
 /// No test waits longer than this for something that must come.
 pub(crate) const WATCHDOG: Duration = Duration::from_secs(60);
 
+#[expect(clippy::disallowed_methods, reason = "a test's watchdog is of the clock's time")]
 pub(crate) fn watch<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
-    for _ in 0..WATCHDOG.as_millis() {
+    let began = Instant::now();
+    loop {
         if let Some(value) = ready() {
             return value;
         }
+        assert!(began.elapsed() < WATCHDOG, "no {what} under the watchdog");
         std::thread::sleep(Duration::from_millis(1));
     }
-    panic!("no {what} under the watchdog");
 }
 
 /// Flips a bit in every block that a pool's or a log's file holds: in each of its pages, past the first MiB.

@@ -61,7 +61,12 @@ fn engine_to_die() -> bool {
         for session in [&scheduler, &rank] {
             rustix::io::fcntl_setfd(session.socket(), rustix::io::FdFlags::empty()).unwrap();
         }
-        let heir = Command::new("sleep").arg("600").stdin(Stdio::null()).stderr(Stdio::null()).spawn();
+        let heir = Command::new("sleep")
+            .arg("600")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn();
         eprintln!("heir {}", heir.unwrap().id());
     }
     eprintln!("ready to die");

@@ -129,7 +129,7 @@ pub struct SlotHeader {
     pub set: u32,
     /// Bytes of the block.
     pub length: u64,
-    /// That of the block and of the words from `generation` to here, zero while unknown.
+    /// The checksum of the block and of the words from `generation` to here, zero while it is unknown.
     pub checksum: u64,
     /// Zero.
     pub padding: [u8; 40],
@@ -293,8 +293,8 @@ pub fn checksum(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
 }
 
-/// The same of what a slot's header says of its block; `load` loads the word at an offset in the header. Mixed with the block's
-/// own, so that no header matches the bytes of another block.
+/// The checksum of what a slot's header says of its block; `load` loads the word at an offset in the header. It is mixed with the
+/// block's checksum, so that no header matches the bytes of another block.
 pub fn header_checksum(load: impl Fn(u64) -> u64) -> u64 {
     let mut bytes = [0; (slot::CHECKSUM - slot::GENERATION) as usize];
     let words = (slot::GENERATION..).step_by(8).zip(bytes.as_chunks_mut::<8>().0);

@@ -25,7 +25,7 @@ const WAKE_BLOCKS: usize = 8;
 /// The lowest priority that there is.
 const NICE: i32 = 19;
 
-/// What was computed.
+/// A thread's report of one block.
 #[derive(Copy, Clone, Debug)]
 pub enum Summed {
     /// A block of an earlier life was compared with its checksum.

@@ -105,7 +105,7 @@ pub(super) struct Copies {
     notices: Arc<Notices>,
     /// Loads that the thread follows; while there are any, the engine's stream may be parked.
     watched: AtomicUsize,
-    /// Bytes of these.
+    /// Bytes of the loads that the thread follows.
     watched_bytes: AtomicU64,
     /// Those of them that the engine's stream waits for.
     parked: Mutex<Vec<Parked>>,

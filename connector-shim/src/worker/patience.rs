@@ -12,12 +12,12 @@ const BYTE_NS_MAX: u64 = 1;
 /// it has, and others' loads are ahead of it too.
 const BEGINS_MAX: Duration = LOAD_DEADLINE.saturating_mul(4);
 
-/// Of one load.
+/// How long one load may still take, from what was seen of it.
 #[derive(Clone, Debug)]
 pub(super) struct Patience {
-    /// Without progress.
+    /// How long it may stand still.
     still: Duration,
-    /// From its own first progress on, whatever else moves.
+    /// How long it may take from its own first cut on, whatever else of its rank moves.
     whole: Duration,
     /// The last progress that was seen, and when it was new.
     last: Option<(Progress, Instant)>,
@@ -26,7 +26,7 @@ pub(super) struct Patience {
     begun: Option<Instant>,
 }
 
-/// What a sidecar has brought. Only that it changes means anything, and that `cuts` are some.
+/// What a sidecar has brought. The numbers count nothing: a load moves when they change, and has begun when `cuts` is not 0.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Progress {
     /// Batches of this rank's loads that ended; blocks on host memory.

@@ -48,7 +48,7 @@ pub(super) struct Seen {
     pub(super) broken: bool,
     /// Of the sidecar's stream.
     pub(super) batches: Batches,
-    /// Of this load.
+    /// Cuts of this load that are there.
     pub(super) cuts: u64,
     /// The sidecar's process has ended.
     pub(super) gone: bool,

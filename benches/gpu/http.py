@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,7 +38,7 @@ SIZES = {
     },
 }  # fmt: skip
 UNKNOWN = "a-word-unknown"
-# Watchdogs only.
+# A server or client that hangs is ended after so long.
 START_WATCHDOG_S = 300
 CLIENT_WATCHDOG_S = 300
 # `vllm serve` and `vllm bench serve`; vLLM's CPU build has them without the command `vllm`.
@@ -121,16 +120,8 @@ def serving(
             command += [flag] if value else []
         else:
             command += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
-    server = Server(command, log, f"{url}/health")
-    try:
-        server.wait_for(lambda: fetch(f"{url}/health") is not None, "readiness", START_WATCHDOG_S)
+    with rig.measured(Server(command, log, f"{url}/health"), START_WATCHDOG_S):
         yield url
-        server.check_running()
-    finally:
-        server.signal(signal.SIGTERM)
-        with contextlib.suppress(Failed, subprocess.TimeoutExpired):
-            server.wait_exit(rig.END_WATCHDOG_S)
-        server.kill()
 
 
 def environment(options: argparse.Namespace) -> list[str]:
@@ -157,7 +148,7 @@ def ask(url: str, model: Path, options: argparse.Namespace, result: Path) -> dic
 
 
 def figures(raw: dict[str, Any]) -> dict[str, Any]:
-    """What is reported of the client's figures, in milliseconds and a second's."""
+    """The client's figures that are reported: times in milliseconds, and requests a second."""
     names = ("mean_ttft_ms", "p50_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_itl_ms", "mean_e2el_ms")
     report: dict[str, Any] = {name: round(raw[name], 1) for name in names}
     report |= {"requests_s": round(raw["request_throughput"], 2), "completed": raw["completed"]}

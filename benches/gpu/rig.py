@@ -25,7 +25,7 @@ from typing import Any
 from benches.gpu import engine as engines
 from testkit.child import Child, Parent, python
 from testkit.ports import free_port
-from testkit.server import Server
+from testkit.server import READY_WATCHDOG_S, Server
 from testkit.sidecar import Sidecar, find_binary
 from testkit.waiting import Failed
 
@@ -277,10 +277,10 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
 
 
 @contextlib.contextmanager
-def measured(server: Server) -> Iterator[None]:
+def measured(server: Server, start_s: float = READY_WATCHDOG_S) -> Iterator[None]:
     """A ready server, ended afterwards with all that it started; it must not end before."""
     try:
-        server.wait_ready()
+        server.wait_ready(start_s)
         say(f"ready: {' '.join(server.command)}")
         yield
         server.check_running()

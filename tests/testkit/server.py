@@ -34,9 +34,9 @@ class Server(Process):
         super().__init__(start(command, log, stdin=subprocess.DEVNULL), command, log)
         self._ready = ready
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, watchdog_s: float = READY_WATCHDOG_S) -> None:
         """Return once it serves."""
-        self.wait_for(lambda: fetch(self._ready) is not None, "readiness", READY_WATCHDOG_S)
+        self.wait_for(lambda: fetch(self._ready) is not None, "readiness", watchdog_s)
 
     def wait_for(
         self, condition: Callable[[], bool], what: str, watchdog_s: float = WATCHDOG_S, poll_s: float = POLL_S

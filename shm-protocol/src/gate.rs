@@ -55,6 +55,12 @@ pub fn close(memory: &impl GateMemory, op: u64) {
     memory.fence();
 }
 
+/// Sidecar side, once the engine's process has ended: whatever waits behind the gate of load `op` passes.
+pub fn open_for_nobody(memory: &Region, op: u64) {
+    // Fresh memory closes nothing.
+    memory.word64(gate_word(op)).store(0, Ordering::Release);
+}
+
 /// Engine side, after [`close`]: whether no block is being written. A sidecar that was killed meanwhile leaves it false.
 pub fn is_settled(memory: &impl GateMemory) -> bool {
     memory.load_copying() == 0

@@ -55,6 +55,8 @@ pub struct Checksums {
     wake: Arc<OwnedFd>,
     /// Blocks whose checksums are to come.
     unsummed: u64,
+    /// Blocks that were left without, because too many waited.
+    given_up: u64,
 }
 
 /// A thread's way back.
@@ -84,12 +86,15 @@ impl Checksums {
             let _held = held;
             verify(&to_verify, &of, &reports);
         })?;
-        Ok(Self { sums, verifications, summed, wake, unsummed: 0 })
+        Ok(Self { sums, verifications, summed, wake, unsummed: 0, given_up: 0 })
     }
 
     /// A block was committed.
     pub fn sum(&mut self, slot: SlotRef) {
-        self.unsummed += u64::from(self.sums.try_send(slot).is_ok());
+        match self.sums.try_send(slot) {
+            Ok(()) => self.unsummed += 1,
+            Err(_) => self.given_up += 1,
+        }
     }
 
     /// Compares a block with its checksum, behind those that were given before.
@@ -108,6 +113,11 @@ impl Checksums {
     /// Blocks whose checksums are to come.
     pub fn unsummed(&self) -> u64 {
         self.unsummed
+    }
+
+    /// Blocks that were left without a checksum.
+    pub fn given_up(&self) -> u64 {
+        self.given_up
     }
 
     /// Becomes readable when something was computed; watched by edge, never read.

@@ -12,13 +12,15 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, mpsc};
 
 use copy_engine::HostMemory;
+use copy_engine::cuda::Gpu;
 use rustix::event::EventfdFlags;
 use shm_protocol::handshake::Worker;
 use shm_protocol::session::SessionMemory;
 use tiers::pool::Pool;
 
-use self::gpu::GpuRank;
+use self::gpu::contexts::Contexts;
 use self::gpu::link::Links;
+use self::gpu::{Asked, GpuRank};
 use self::host::{HostCopiers, HostRank};
 use self::staged::StagedRank;
 use crate::engine::{Comparison, CopyId, Direction, Found, Piece, SessionId};
@@ -65,6 +67,15 @@ pub struct Finished {
 /// The end of a comparison of a save's blocks.
 type Compared = ((SessionId, u64), Found);
 
+/// What became of a session's rank.
+#[derive(Debug)]
+pub enum RankNews {
+    /// Its memory was opened, or could not be: the error names the remedy.
+    Opened(Result<Rank, String>),
+    /// A copy of it waits for good; nothing more is copied, and what is in flight may end or not. With its engine's name.
+    Parked(String),
+}
+
 /// All that copies, and what waits for it.
 #[derive(Debug)]
 pub struct Copiers {
@@ -72,9 +83,11 @@ pub struct Copiers {
     pool: Arc<Pool>,
     pinned: Arc<Pinned>,
     links: Links,
+    contexts: Contexts<Gpu>,
     ends: Ends,
     finished: mpsc::Receiver<Finished>,
     compared: mpsc::Receiver<Compared>,
+    ranks: mpsc::Receiver<(SessionId, RankNews)>,
     running: usize,
 }
 
@@ -83,6 +96,7 @@ pub struct Copiers {
 struct Ends {
     finished: mpsc::Sender<Finished>,
     compared: mpsc::Sender<Compared>,
+    ranks: mpsc::Sender<(SessionId, RankNews)>,
     wake: Arc<OwnedFd>,
 }
 
@@ -124,6 +138,22 @@ impl Ends {
         asked
     }
 
+    /// A rank's memory is open, or cannot be opened.
+    fn opened(&self, session: SessionId, rank: Result<Rank, String>) {
+        self.tell_of(session, RankNews::Opened(rank));
+    }
+
+    /// A copy of a rank waits for good.
+    fn parked(&self, session: SessionId, engine: String) {
+        self.tell_of(session, RankNews::Parked(engine));
+    }
+
+    fn tell_of(&self, session: SessionId, news: RankNews) {
+        // Nobody asks at the sidecar's end.
+        let _ = self.ranks.send((session, news));
+        self.wake();
+    }
+
     fn wake(&self) {
         // Full after 2^64 ends, and then readable all the same.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
@@ -142,10 +172,12 @@ impl Copiers {
     ) -> std::io::Result<Self> {
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let ((sender, finished), (teller, compared)) = (mpsc::channel(), mpsc::channel());
-        let ends = Ends { finished: sender, compared: teller, wake: Arc::new(wake) };
+        let (herald, ranks) = mpsc::channel();
+        let ends = Ends { finished: sender, compared: teller, ranks: herald, wake: Arc::new(wake) };
         let host = HostCopiers::start(threads, pool, &ends, ended)?;
         let (pool, pinned) = (Arc::clone(pool), Arc::clone(pinned));
-        Ok(Self { host, pool, pinned, links: Links::new(), ends, finished, compared, running: 0 })
+        let (links, contexts) = (Links::new(), Contexts::new());
+        Ok(Self { host, pool, pinned, links, contexts, ends, finished, compared, ranks, running: 0 })
     }
 
     /// A rank in host memory, whose fence words lie in `words`.
@@ -153,17 +185,47 @@ impl Copiers {
         Rank(Memory::Host(Arc::new(HostRank::new(memory, words, socket))))
     }
 
-    /// A rank on a GPU. The error names the remedy.
-    pub fn gpu_rank(
+    /// Begins to open a rank on a GPU; [`Copiers::rank_news`] says how that went. The error names the remedy.
+    pub fn open_gpu_rank(
         &self,
+        (session, engine): (SessionId, &str),
         worker: &Worker,
         words: &SessionMemory,
-        socket: Arc<OwnedFd>,
-    ) -> Result<Rank, String> {
-        let pool = self.pool.shared_region();
-        let gpus = (&self.pinned, &self.links);
-        let rank = GpuRank::open(worker, words, &pool, gpus, &self.ends, socket)?;
-        Ok(Rank(Memory::Gpu(Arc::new(rank))))
+        socket: &Arc<OwnedFd>,
+        process: Option<&OwnedFd>,
+    ) -> Result<(), String> {
+        let cuda = worker.cuda.as_ref().expect("the caller saw it");
+        let process = process.map(OwnedFd::try_clone).transpose();
+        GpuRank::start(Asked {
+            session,
+            engine: engine.into(),
+            worker: worker.clone(),
+            memory: words.clone(),
+            pool: self.pool.shared_region(),
+            pinned: Arc::clone(&self.pinned),
+            seat: self.links.seat(cuda.uuid),
+            contexts: self.contexts.clone(),
+            ends: self.ends.clone(),
+            _socket: Arc::clone(socket),
+            process: process.map_err(|error| format!("no descriptor for this rank: {error}"))?,
+        })
+    }
+
+    /// The next news of a rank on a GPU.
+    pub fn rank_news(&self) -> Option<(SessionId, RankNews)> {
+        self.ranks.try_recv().ok()
+    }
+
+    /// Ranks on GPUs whose copies wait for good.
+    pub fn parked(&self) -> usize {
+        self.contexts.parked()
+    }
+
+    /// Where a rank is parked, which the driver would wait for: ends the process.
+    pub fn end(&self) {
+        if self.parked() > 0 {
+            gpu::die("copies lie behind a gate that their engine closed");
+        }
     }
 
     /// A rank that copies loads itself, and its blocks into the segment `staging`.

@@ -25,6 +25,8 @@ pub enum CloseReason {
     Malformed,
     /// Its messages are well formed and contradict each other or the engine's other sessions.
     Rejected,
+    /// Copies into its memory lie behind a gate that its engine closed.
+    Parked,
 }
 
 /// All metrics of the sidecar.
@@ -36,6 +38,8 @@ pub struct Metrics {
     pool_bytes: IntGauge,
     pool_lost: IntGauge,
     pool_unsummed: IntGauge,
+    pool_never_summed: IntCounter,
+    parked: IntGauge,
     closed: IntCounterVec,
     pinning: PinningMetrics,
     quotas: Levels,
@@ -119,13 +123,14 @@ const GAUGES: &[Figure<Stats>] = &[
 // === impl CloseReason ===
 
 impl CloseReason {
-    const ALL: [Self; 3] = [Self::HangUp, Self::Malformed, Self::Rejected];
+    const ALL: [Self; 4] = [Self::HangUp, Self::Malformed, Self::Rejected, Self::Parked];
 
     fn label(self) -> &'static str {
         match self {
             Self::HangUp => "hang_up",
             Self::Malformed => "malformed",
             Self::Rejected => "rejected",
+            Self::Parked => "parked",
         }
     }
 }
@@ -148,6 +153,10 @@ impl Metrics {
             gauge(registry, "pool_lost", "1 once the pool file was cut: nothing is kept until a restart.")?;
         let unsummed = "Blocks of the pool file without a checksum yet: were this sidecar killed, the next would drop them.";
         let unsummed = gauge(registry, "pool_unsummed_blocks", unsummed)?;
+        let never = "Blocks of the pool file left without a checksum, since too many waited: the next sidecar drops them.";
+        let never_summed = counter(registry, "pool_never_summed_blocks_total", never)?;
+        let parked = "Ranks whose copies lie behind a gate that their engine closed: restart that engine.";
+        let parked = gauge(registry, "parked_ranks", parked)?;
         let opts = Opts::new("pillion_sessions_closed_total", "Sessions ended, by reason.");
         let closed = IntCounterVec::new(opts, &["reason"])?;
         registry.register(Box::new(closed.clone()))?;
@@ -168,6 +177,8 @@ impl Metrics {
             pool_bytes: size,
             pool_lost: lost,
             pool_unsummed: unsummed,
+            pool_never_summed: never_summed,
+            parked,
             closed,
             pinning,
             quotas,
@@ -244,9 +255,15 @@ impl Metrics {
         self.pool_lost.set(1);
     }
 
-    /// So many blocks have no checksum yet.
-    pub fn publish_unsummed(&self, blocks: u64) {
-        show(&self.pool_unsummed, blocks);
+    /// So many blocks have no checksum yet, and so many never get one. Called by the data thread alone.
+    pub fn publish_unsummed(&self, yet: u64, never: u64) {
+        show(&self.pool_unsummed, yet);
+        self.pool_never_summed.inc_by(never - self.pool_never_summed.get());
+    }
+
+    /// So many ranks are parked.
+    pub fn publish_parked(&self, ranks: usize) {
+        show(&self.parked, ranks as u64);
     }
 
     /// Bytes of the pool.

@@ -13,7 +13,7 @@ mod opening;
 mod peers;
 mod rest;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,6 +35,8 @@ use crate::poller::{Poller, Source};
 use crate::progress::Progress;
 use crate::server::Control;
 use crate::session::{Session, Violation};
+
+use self::doorway::Entrant;
 
 /// Keys and block ids that one session's messages may name before the next session has its turn: a long request's, or one
 /// QUERY of any size. A message costs one more than it names.
@@ -83,6 +85,10 @@ pub struct Runtime {
     clock: Clock,
     now: Duration,
     sessions: BTreeMap<SessionId, Session>,
+    /// Peers whose GPU's memory is being opened.
+    opening: BTreeMap<SessionId, Entrant>,
+    /// Engines with a rank that is parked.
+    parked: BTreeSet<String>,
     next_session: SessionId,
     /// Actions of the core that have not been carried out.
     out: Vec<Action>,
@@ -141,6 +147,8 @@ impl Runtime {
             clock: Clock::start(),
             now: Duration::ZERO,
             sessions: BTreeMap::new(),
+            opening: BTreeMap::new(),
+            parked: BTreeSet::new(),
             next_session: 1,
             out: Vec::new(),
             closing: Vec::new(),
@@ -176,11 +184,14 @@ impl Runtime {
         self.publish();
         self.show_disks();
         self.show_peers();
+        self.copiers.end();
     }
 
     fn publish(&self) {
         // Before the blocks that were saved: who has seen those sees whether they have their checksums.
-        self.checksums.iter().for_each(|checksums| self.metrics.publish_unsummed(checksums.unsummed()));
+        if let Some(checksums) = &self.checksums {
+            self.metrics.publish_unsummed(checksums.unsummed(), checksums.given_up());
+        }
         self.metrics.publish(&self.core.stats());
         self.metrics.publish_quotas(self.core.quotas_used());
     }
@@ -213,6 +224,7 @@ impl Runtime {
     fn turn(&mut self) -> bool {
         self.now = self.clock.now();
         let mut worked = self.take_copied();
+        worked |= self.take_rank_news();
         worked |= self.take_transfers();
         worked |= self.take_checksums();
         worked |= self.hear_peers();
@@ -232,6 +244,10 @@ impl Runtime {
             self.show_peers();
             self.show_checks();
             self.metrics.publish_holders(self.core.holders());
+            self.metrics.publish_parked(self.copiers.parked());
+            if self.serves_parked_alone() {
+                self.copiers.end();
+            }
         } else if self.core.next_look_ms().is_some_and(|at| millis(self.now) >= at) {
             self.handle(Event::Tick);
         }
@@ -407,6 +423,8 @@ impl Runtime {
             self.metrics.session_closed(reason);
             match reason {
                 CloseReason::HangUp => tracing::info!(session = id, "session ended"),
+                // Its thread has said why.
+                CloseReason::Parked => {}
                 CloseReason::Malformed | CloseReason::Rejected => {
                     tracing::warn!(session = id, reason = text, "session closed");
                 }

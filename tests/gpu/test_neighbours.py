@@ -352,9 +352,19 @@ class Play:
         moved = p99(gaps) - p99(self._gaps)
         self._parts.added_ms.append(max(gaps) - statistics.median(self._gaps))
         found = {"gap_p99_ms": p99(gaps), "gap_max_ms": max(gaps), "p99_moved_ms": moved, "warm_ms": warm_ms}
+        if fault == "gate" and self._scale.device >= 0 and not ended:
+            # Its copies stay where they are as long as its process lives, and pass once that has ended.
+            self._parked(1)
+            flood.kill()
+            self._parked(0)
         self._parts.tell(fault, sidecar_ended=ended, gaps=len(gaps), **rounded(found), flood=flood.last)
+        self._parts.check(not ended, f"{fault}: the sidecar has ended")
         self._parts.check(tokens == self._tokens, f"{fault}: the neighbour's tokens are others")
         self._parts.check(moved < GAP_MS_MAX, f"{fault}: the 99th percentile of its gaps moved by {moved:.0f} ms")
+
+    def _parked(self, ranks: int) -> None:
+        keeper = self._side.keeper
+        keeper.wait_for(lambda: keeper.metrics()["pillion_parked_ranks"] == ranks, f"{ranks} parked ranks", PART_S)
 
     def _warm_again(self) -> tuple[float, bool]:
         """The first token of a warm prompt, once the engine is with a sidecar again, and whether that is another one."""

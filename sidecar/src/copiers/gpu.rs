@@ -3,12 +3,14 @@
 //! A load is delivered in batches, `[wait go][wait gate][write STARTED][copies][write load word][write ENDED]`, and `go` is
 //! stored by the CPU when all of it is enqueued: a batch that begins also ends, whatever happens to this process. The
 //! gate is looked at by the GPU itself, so that a sidecar that was frozen cannot write into blocks that the engine has
-//! taken back; one that finds a batch behind a closed gate cannot get rid of it and ends.
+//! taken back. A batch behind a closed gate is there to stay until the engine's process has ended: its rank is parked, and
+//! others go on, since every engine process has a context of its own ([`contexts`]).
 //!
 //! Ranks of one GPU share its link ([`link`]), for loads: nobody waits for a save.
 //!
 //! The thread owns all that the GPU touches, and lets go of it when nothing is in flight.
 
+pub(super) mod contexts;
 mod lane;
 pub(super) mod link;
 
@@ -23,6 +25,7 @@ use std::time::Duration;
 
 use copy_engine::Direction;
 use copy_engine::cuda::{Blocks, CopyStream, CudaError, Gpu, Imported, Registered};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::MemfdFlags;
 use shm_protocol::gate;
 use shm_protocol::handshake::Worker;
@@ -32,18 +35,20 @@ use shm_protocol::layout::{
 use shm_protocol::region::{Access, Region};
 use shm_protocol::session::SessionMemory;
 
+use self::contexts::{Contexts, Place};
 use self::lane::{BATCH_BYTES_MAX, BATCH_BYTES_SHARED, End, Lane, Transfer};
-use self::link::{Links, Seat, Turn};
-use super::{Batch, Ends};
+use self::link::{Seat, Turn};
+use super::{Batch, Ends, Memory, Rank};
 use crate::clock::Clock;
-use crate::engine;
+use crate::engine::{self, SessionId};
 use crate::pinning::{Pinned, SLICE_BYTES};
 
 /// Time between two looks at a batch in flight.
 const POLL: Duration = Duration::from_micros(20);
-/// How long a batch may be in flight behind a closed gate, or after its engine is gone. A batch takes milliseconds.
+/// How long a batch may be in flight behind a closed gate, or after its session, before its rank is parked. A batch takes
+/// milliseconds.
 const STUCK: Duration = Duration::from_secs(1);
-/// Time between two questions to the driver whether a copy met an error.
+/// Time between two questions to the driver whether a copy met an error, and to the kernel whether the engine lives.
 const HEALTH: Duration = Duration::from_millis(100);
 /// Words of this thread's own page: loads may go, loads that ended, saves that ended.
 mod own {
@@ -60,6 +65,24 @@ pub(super) struct GpuRank {
     stopped: Arc<AtomicBool>,
 }
 
+/// A rank whose memory is to be opened.
+#[derive(Debug)]
+pub(super) struct Asked {
+    pub(super) session: SessionId,
+    pub(super) engine: String,
+    pub(super) worker: Worker,
+    pub(super) memory: SessionMemory,
+    pub(super) pool: Arc<Region>,
+    pub(super) pinned: Arc<Pinned>,
+    pub(super) seat: Seat,
+    pub(super) contexts: Contexts<Gpu>,
+    pub(super) ends: Ends,
+    /// Held until the memory is closed; see [`crate::session::Session::socket`].
+    pub(super) _socket: Arc<OwnedFd>,
+    /// See [`crate::session::Session::process`].
+    pub(super) process: Option<OwnedFd>,
+}
+
 /// All that the thread owns. Streams first: they are dropped first, before what they use.
 #[derive(Debug)]
 struct Thread {
@@ -71,17 +94,14 @@ struct Thread {
     loaded: u64,
     words: Words,
     cuts: Vec<u64>,
-    memory: SessionMemory,
-    pinned: Arc<Pinned>,
     stopped: Arc<AtomicBool>,
-    ends: Ends,
-    seat: Seat,
     clock: Clock,
     /// What was last seen to be stuck, and since when.
     stuck: Option<(Stuck, Duration)>,
-    asked: Duration,
-    /// Held until the memory is closed; see [`crate::session::Session::socket`].
-    _socket: Arc<OwnedFd>,
+    parked: bool,
+    looked: Duration,
+    place: Place<Gpu>,
+    asked: Asked,
 }
 
 /// A batch that ends only if somebody else does something, by its number.
@@ -102,58 +122,24 @@ struct Words {
 // === impl GpuRank ===
 
 impl GpuRank {
-    /// Opens a rank's memory and starts its thread. The error names the remedy.
-    pub(super) fn open(
-        worker: &Worker,
-        memory: &SessionMemory,
-        pool: &Arc<Region>,
-        (pinned, links): (&Arc<Pinned>, &Links),
-        ends: &Ends,
-        socket: Arc<OwnedFd>,
-    ) -> Result<Self, String> {
-        let cuda = worker.cuda.as_ref().expect("the caller asked for a GPU");
-        if cuda.pid == std::process::id() {
-            return Err(same_pid(cuda.pid));
-        }
-        let gpus = pinned.gpus()?;
-        let gpu = gpus.iter().find(|gpu| gpu.uuid() == cuda.uuid).ok_or_else(no_such_gpu)?;
-        let stopped = Arc::new(AtomicBool::new(false));
-        let (work, batches) = channel();
-        let seat = links.seat(cuda.uuid);
-        let open = || -> Result<Thread, CudaError> {
-            let open = |a: &shm_protocol::handshake::CudaAllocation| Imported::open(gpu, a.handle, a.bytes);
-            let imported = cuda.allocations.iter().map(open).collect::<Result<_, _>>()?;
-            let blocks = Arc::new(Blocks::imported(imported, &worker.regions, worker.blocks));
-            let stream = || CopyStream::new(gpu, &blocks, pool, SLICE_BYTES as u64);
-            Ok(Thread {
-                load: stream()?,
-                save: stream()?,
-                loads: Lane::default(),
-                saves: Lane::default(),
-                loaded: 0,
-                words: Words::new(gpu, memory)?,
-                cuts: cuda.cuts.clone(),
-                memory: memory.clone(),
-                pinned: Arc::clone(pinned),
-                stopped: Arc::clone(&stopped),
-                ends: ends.clone(),
-                clock: seat.clock,
-                seat,
-                stuck: None,
-                asked: Duration::ZERO,
-                _socket: socket,
-            })
-        };
-        let thread = open().map_err(|error| unopened(&error))?;
-        let gpu = Arc::clone(gpu);
-        let name = format!("pillion-gpu-{}", worker.rank);
-        let started = thread::Builder::new().name(name).spawn(move || {
-            gpu.bind().unwrap_or_else(|error| die(&error.to_string()));
+    /// Starts a rank's thread, which opens its memory and tells of it by [`Ends::opened`]: a driver's call may take long. The
+    /// error names the remedy.
+    pub(super) fn start(asked: Asked) -> Result<(), String> {
+        let name = format!("pillion-gpu-{}", asked.worker.rank);
+        let (session, ends) = (asked.session, asked.ends.clone());
+        let run = move || {
+            let (work, batches) = channel();
+            let stopped = Arc::new(AtomicBool::new(false));
+            let thread = match Thread::open(asked, &stopped) {
+                Ok(thread) => thread,
+                Err(reason) => return ends.opened(session, Err(reason)),
+            };
+            ends.opened(session, Ok(Rank(Memory::Gpu(Arc::new(Self { work, stopped })))));
             let ran = catch_unwind(AssertUnwindSafe(|| thread.run(&batches)));
             ran.unwrap_or_else(|_| die("the thread of a rank ended by a panic, printed above"));
-        });
-        started.map_err(|error| format!("no thread for this rank: {error}"))?;
-        Ok(Self { work, stopped })
+        };
+        let started = thread::Builder::new().name(name).spawn(run);
+        started.map(drop).map_err(|error| format!("no thread for this rank: {error}"))
     }
 
     /// Takes a batch; `false` if the thread is gone.
@@ -185,8 +171,9 @@ fn unopened(error: &CudaError) -> String {
     )
 }
 
-/// A broken context, or a stream that is stuck for good, ends with the process alone.
-fn die(reason: &str) -> ! {
+/// A broken context breaks all contexts of its process, and a stream that is stuck for good holds up the process' end: both
+/// need a new one.
+pub(super) fn die(reason: &str) -> ! {
     tracing::error!(reason, "the sidecar ends, to be started again: its GPU context cannot be used any more");
     // The driver's own clean-up would wait for the stuck stream.
     let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
@@ -218,6 +205,43 @@ impl Words {
 // === impl Thread ===
 
 impl Thread {
+    fn open(asked: Asked, stopped: &Arc<AtomicBool>) -> Result<Self, String> {
+        let worker = &asked.worker;
+        let cuda = worker.cuda.as_ref().expect("the caller asked for a GPU");
+        if cuda.pid == std::process::id() {
+            return Err(same_pid(cuda.pid));
+        }
+        let gpus = asked.pinned.gpus()?;
+        let gpu = gpus.iter().find(|gpu| gpu.uuid() == cuda.uuid).ok_or_else(no_such_gpu)?;
+        let beside = || gpu.beside().map_err(|error| unopened(&error));
+        let place = asked.contexts.enter((cuda.uuid, cuda.pid), gpu, beside)?;
+        let gpu = place.context();
+        let open = || -> Result<_, CudaError> {
+            let open = |a: &shm_protocol::handshake::CudaAllocation| Imported::open(gpu, a.handle, a.bytes);
+            let imported = cuda.allocations.iter().map(open).collect::<Result<_, _>>()?;
+            let blocks = Arc::new(Blocks::imported(imported, &worker.regions, worker.blocks));
+            let stream = || CopyStream::new(gpu, &blocks, &asked.pool, SLICE_BYTES as u64);
+            Ok((stream()?, stream()?, Words::new(gpu, &asked.memory)?))
+        };
+        let (load, save, words) = open().map_err(|error| unopened(&error))?;
+        Ok(Self {
+            load,
+            save,
+            loads: Lane::default(),
+            saves: Lane::default(),
+            loaded: 0,
+            words,
+            cuts: cuda.cuts.clone(),
+            stopped: Arc::clone(stopped),
+            clock: asked.seat.clock,
+            stuck: None,
+            parked: false,
+            looked: Duration::ZERO,
+            place,
+            asked,
+        })
+    }
+
     fn run(mut self, batches: &Receiver<Batch>) {
         let mut open = true;
         while open || self.busy() {
@@ -256,7 +280,7 @@ impl Thread {
     fn accept(&mut self, batch: Batch) {
         let Batch { copy, direction, pieces, load_op, awaited, .. } = batch;
         let end = |piece: &engine::Piece| piece.offset + self.block_bytes();
-        let locked = pieces.iter().all(|piece| end(piece) <= self.pinned.bytes());
+        let locked = pieces.iter().all(|piece| end(piece) <= self.asked.pinned.bytes());
         let blocks: Vec<_> = pieces.iter().map(|piece| (piece.block, piece.offset)).collect();
         let bytes = blocks.len() as u64 * self.block_bytes();
         let (lane, held) = match direction {
@@ -286,7 +310,7 @@ impl Thread {
         let loaded = self.words.ended(own::LOADED);
         if loaded != self.loaded {
             self.loaded = loaded;
-            self.seat.ended();
+            self.asked.seat.ended();
         }
         let saved = self.words.ended(own::SAVED);
         for end in self.loads.ended(loaded).into_iter().chain(self.saves.ended(saved)) {
@@ -300,24 +324,24 @@ impl Thread {
         let us = (self.clock.now() - end.since).as_micros() as u64;
         let bytes = end.blocks as u64 * self.block_bytes();
         tracing::debug!(copy = end.finished.copy, ok = end.finished.ok, bytes, us, "copied");
-        self.ends.report(end.finished);
+        self.asked.ends.report(end.finished);
     }
 
     fn enqueue_load(&mut self) -> Result<bool, CudaError> {
         if !self.loads.has_waiting() {
-            self.seat.rest();
+            self.asked.seat.rest();
             return Ok(false);
         }
         if !self.loads.has_room() {
             return Ok(false);
         }
-        let bytes_max = match self.seat.turn() {
+        let bytes_max = match self.asked.seat.turn() {
             Turn::Alone => BATCH_BYTES_MAX,
             Turn::Shared => BATCH_BYTES_SHARED,
             Turn::Later => return Ok(false),
         };
         let Some(mut transfer) = self.loads.next() else { return Ok(false) };
-        if !gate::is_open(self.memory.region(), transfer.op) {
+        if !gate::is_open(self.asked.memory.region(), transfer.op) {
             self.loads.give_up(&transfer);
             return Ok(true);
         }
@@ -337,7 +361,7 @@ impl Thread {
         stream.write(page, own::LOADED, batch)?;
         // SYNC POINT(go): everything is enqueued.
         page.region().word64(own::GO).store(batch, Ordering::Release);
-        self.seat.enqueued((cut.end - cut.start) * step.blocks.len() as u64);
+        self.asked.seat.enqueued((cut.end - cut.start) * step.blocks.len() as u64);
         transfer.advance(&step);
         self.loads.fly(transfer, self.cuts.len());
         Ok(true)
@@ -363,21 +387,47 @@ impl Thread {
     /// Something is in flight and has not ended: is that still right?
     fn look_after(&mut self) {
         let now = self.clock.now();
-        if now >= self.asked + HEALTH {
-            self.asked = now;
+        if now >= self.looked + HEALTH {
+            self.looked = now;
             let health = self.load.stream().is_idle().and_then(|_| self.save.stream().is_idle());
             health.unwrap_or_else(|error| die(&error.to_string()));
+            if self.engine_ended() {
+                // Nobody reads its blocks any more.
+                let memory = self.asked.memory.region();
+                self.loads.flying().for_each(|flight| gate::open_for_nobody(memory, flight.op));
+            }
         }
         let stuck = self.stuck();
         let since = self.stuck.filter(|(before, _)| Some(*before) == stuck).map_or(now, |(_, since)| since);
         self.stuck = stuck.map(|stuck| (stuck, since));
-        if now > since + STUCK {
-            // What would cost this rank's engine alone: docs/decisions/0022-a-gate-for-each-load.md.
-            die("a batch of copies lies behind a gate that its engine closed");
+        if now > since + STUCK && !self.parked {
+            self.park();
         }
     }
 
-    /// The batch that ends next, if its engine has taken it back or is gone. Each has a time of its own, whatever the other
+    /// This rank's batch cannot be got rid of, nor its slots and memory given back before it has passed:
+    /// docs/decisions/0022-a-gate-for-each-load.md.
+    fn park(&mut self) {
+        self.parked = true;
+        self.place.park();
+        let Asked { session, engine, worker, ends, .. } = &self.asked;
+        tracing::error!(
+            session,
+            engine,
+            rank = worker.rank,
+            "copies into this rank's memory lie behind a gate that its engine closed: restart that engine, which is served no more"
+        );
+        ends.parked(*session, engine.clone());
+    }
+
+    /// Whether the engine's process is known to have ended.
+    fn engine_ended(&self) -> bool {
+        let Some(process) = &self.asked.process else { return false };
+        let mut ready = [PollFd::new(process, PollFlags::IN)];
+        rustix::event::poll(&mut ready, Some(&Timespec::default())).is_ok_and(|ready| ready == 1)
+    }
+
+    /// The batch that ends next, if its engine has taken it back or its session is gone. Each has a time of its own, whatever the other
     /// direction does.
     fn stuck(&self) -> Option<Stuck> {
         let (load, save) = (self.loads.front(), self.saves.front());
@@ -385,7 +435,7 @@ impl Thread {
             let load = load.map(|flight| Stuck::Load(flight.batch));
             return load.or_else(|| save.map(|flight| Stuck::Save(flight.batch)));
         }
-        let closed = load.filter(|flight| !gate::is_open(self.memory.region(), flight.op));
+        let closed = load.filter(|flight| !gate::is_open(self.asked.memory.region(), flight.op));
         closed.map(|flight| Stuck::Load(flight.batch))
     }
 }

@@ -17,7 +17,7 @@ use shm_protocol::versions::RELEASE;
 
 use super::Runtime;
 use crate::catalog::Blocks;
-use crate::copiers::Copiers;
+use crate::copiers::{Copiers, Rank, RankNews};
 use crate::engine::{Action, Event, SessionId};
 use crate::greeter::{self, Caller};
 use crate::metrics::CloseReason;
@@ -33,14 +33,87 @@ const TMPFS_MAGIC: u32 = 0x0102_1994;
 /// `f_type` of hugetlbfs.
 const HUGETLBFS_MAGIC: u32 = 0x9584_58f6;
 
+/// A peer that said hello, on its way in.
+#[derive(Debug)]
+pub(super) struct Entrant {
+    id: SessionId,
+    socket: Arc<OwnedFd>,
+    process: Option<OwnedFd>,
+    version: u32,
+    hello: Hello,
+    descriptors: Vec<OwnedFd>,
+    memory: SessionMemory,
+    memory_fd: OwnedFd,
+}
+
 // === impl Runtime: peers ===
 
 impl Runtime {
-    /// Takes in a peer that said hello, or tells it why not.
+    /// Takes in a peer that said hello, or tells it why not. One whose memory a GPU's driver has to open comes in later.
     pub(super) fn admit(&mut self, caller: Caller) {
         let id = self.next_session;
         self.next_session += 1;
         let Caller { socket, process, version, hello, descriptors } = caller;
+        let (engine, role) = (hello.engine.clone(), describe(&hello.role));
+        let socket = Arc::new(socket);
+        let memory = self.has_room().and_then(|()| {
+            SessionMemory::create(version, self.terms.epoch, id).map_err(|error| error.to_string())
+        });
+        let (memory_fd, memory) = match memory {
+            Ok(memory) => memory,
+            Err(reason) => return refuse(&socket, &engine, &role, reason),
+        };
+        let entrant = Entrant { id, socket, process, version, hello, descriptors, memory, memory_fd };
+        match &entrant.hello.role {
+            Role::Worker(worker) if worker.cuda.is_some() => {
+                let (memory, process) = (&entrant.memory, entrant.process.as_ref());
+                match self.copiers.open_gpu_rank((id, &engine), worker, memory, &entrant.socket, process) {
+                    Ok(()) => drop(self.opening.insert(id, entrant)),
+                    Err(reason) => refuse(&entrant.socket, &engine, &role, reason),
+                }
+            }
+            _ => self.enter(entrant, None),
+        }
+    }
+
+    /// Hears what became of ranks on GPUs.
+    pub(super) fn take_rank_news(&mut self) -> bool {
+        let mut worked = false;
+        while let Some((id, news)) = self.copiers.rank_news() {
+            worked = true;
+            match news {
+                RankNews::Parked(engine) => {
+                    self.parked.insert(engine);
+                    self.closing.push((id, CloseReason::Parked, String::new()));
+                    self.close_sessions();
+                }
+                RankNews::Opened(opened) => {
+                    let entrant = self.opening.remove(&id).expect("it waits for this");
+                    match opened {
+                        Ok(rank) => self.enter(entrant, Some(rank)),
+                        Err(reason) => {
+                            let Entrant { socket, hello, .. } = entrant;
+                            refuse(&socket, &hello.engine, &describe(&hello.role), reason);
+                        }
+                    }
+                }
+            }
+        }
+        worked
+    }
+
+    /// Whether a rank is parked and no engine is left that it costs nothing: another sidecar serves all of them again.
+    pub(super) fn serves_parked_alone(&mut self) -> bool {
+        if self.copiers.parked() == 0 {
+            self.parked.clear();
+            return false;
+        }
+        self.core.holders().all(|holder| self.parked.contains(holder.engine))
+    }
+
+    /// Begins the session of a peer, whose rank was opened where that is on a GPU.
+    fn enter(&mut self, entrant: Entrant, gpu_rank: Option<Rank>) {
+        let Entrant { id, socket, process, version, hello, descriptors, memory, memory_fd } = entrant;
         let (engine, role) = (hello.engine.clone(), describe(&hello.role));
         let release = hello.release.clone();
         let blocks = match &hello.role {
@@ -52,10 +125,16 @@ impl Runtime {
             Ok(note) => note,
             Err(reason) => return refuse(&socket, &engine, &role, reason),
         };
-        let built = self.build(id, version, &hello, socket, descriptors);
-        let (mut session, memory_fd) = match built {
-            Ok(built) => built,
-            Err((socket, reason)) => return refuse(&socket, &engine, &role, reason),
+        let rank = match &hello.role {
+            Role::Worker(worker) if gpu_rank.is_none() => {
+                self.other_rank(worker, descriptors, &memory, &socket).map(Some)
+            }
+            _ => Ok(gpu_rank),
+        };
+        let built = rank.and_then(|rank| self.build(id, memory, Arc::clone(&socket), rank));
+        let mut session = match built {
+            Ok(session) => session,
+            Err(reason) => return refuse(&socket, &engine, &role, reason),
         };
         // Where it cannot be watched, the socket alone tells of its end.
         session.process = process.filter(|process| self.poller.add(Source::Process(id), process).is_ok());
@@ -123,55 +202,47 @@ impl Runtime {
         }
     }
 
+    fn has_room(&self) -> Result<(), String> {
+        match self.sessions.len() + self.opening.len() < SESSIONS_MAX {
+            true => Ok(()),
+            false => {
+                Err(format!("{SESSIONS_MAX} engine processes are connected, which is the most there may be"))
+            }
+        }
+    }
+
+    /// The rank of a worker whose memory is no GPU's, or is one's that the sidecar does not reach.
+    fn other_rank(
+        &self,
+        worker: &Worker,
+        descriptors: Vec<OwnedFd>,
+        memory: &SessionMemory,
+        socket: &Arc<OwnedFd>,
+    ) -> Result<Rank, String> {
+        let Some(slots) = worker.staging else {
+            let rank = host_memory(worker, worker.blocks, descriptors)?;
+            return Ok(Copiers::host_rank(rank, memory.clone(), Arc::clone(socket)));
+        };
+        let tags = descriptors[0].try_clone().map_err(|error| error.to_string())?;
+        let staging = host_memory(worker, slots, descriptors)?;
+        self.copiers.staged_rank(staging, tags, slots, memory, Arc::clone(socket))
+    }
+
     fn build(
         &self,
         id: SessionId,
-        version: u32,
-        hello: &Hello,
-        socket: OwnedFd,
-        descriptors: Vec<OwnedFd>,
-    ) -> Result<(Session, OwnedFd), (Arc<OwnedFd>, String)> {
-        let socket = Arc::new(socket);
-        let parts = || -> Result<_, String> {
-            if self.sessions.len() >= SESSIONS_MAX {
-                return Err(format!(
-                    "{SESSIONS_MAX} engine processes are connected, which is the most there may be"
-                ));
-            }
-            let (fd, memory) =
-                SessionMemory::create(version, self.terms.epoch, id).map_err(|error| error.to_string())?;
-            let rank = match &hello.role {
-                Role::Scheduler { .. } => None,
-                Role::Worker(worker) if worker.cuda.is_some() => {
-                    Some(self.copiers.gpu_rank(worker, &memory, Arc::clone(&socket))?)
-                }
-                Role::Worker(worker) if let Some(slots) = worker.staging => {
-                    let tags = descriptors[0].try_clone().map_err(|error| error.to_string())?;
-                    let staging = host_memory(worker, slots, descriptors)?;
-                    Some(self.copiers.staged_rank(staging, tags, slots, &memory, Arc::clone(&socket))?)
-                }
-                Role::Worker(worker) => {
-                    let rank = host_memory(worker, worker.blocks, descriptors)?;
-                    Some(Copiers::host_rank(rank, memory.clone(), Arc::clone(&socket)))
-                }
-            };
-            let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-            let doorbell =
-                rustix::event::eventfd(0, flags).map_err(|error| format!("no eventfd: {error}"))?;
-            Ok((fd, memory, rank, doorbell))
-        };
-        let (fd, memory, rank, doorbell) = match parts() {
-            Ok(parts) => parts,
-            Err(reason) => return Err((socket, reason)),
-        };
+        memory: SessionMemory,
+        socket: Arc<OwnedFd>,
+        rank: Option<Rank>,
+    ) -> Result<Session, String> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let doorbell = rustix::event::eventfd(0, flags).map_err(|error| format!("no eventfd: {error}"))?;
         let watched = self
             .poller
             .add(Source::Doorbell(id), &doorbell)
             .and_then(|()| self.poller.add(Source::Socket(id), &socket));
-        match watched {
-            Ok(()) => Ok((Session::new(memory, socket, doorbell, rank), fd)),
-            Err(error) => Err((socket, format!("the sidecar cannot watch this connection: {error}"))),
-        }
+        watched.map_err(|error| format!("the sidecar cannot watch this connection: {error}"))?;
+        Ok(Session::new(memory, socket, doorbell, rank))
     }
 
     fn welcome(

@@ -90,6 +90,11 @@ impl Lane {
         !self.turns.is_empty() || !self.held.is_empty()
     }
 
+    /// What is in flight, in its order.
+    pub(super) fn flying(&self) -> impl Iterator<Item = &Flight> {
+        self.flying.iter()
+    }
+
     /// The batch that ends next.
     pub(super) fn front(&self) -> Option<&Flight> {
         self.flying.front()

@@ -21,7 +21,7 @@ pub(in crate::copiers) struct Links {
 
 /// A rank's place among those of its GPU, given up on drop.
 #[derive(Debug)]
-pub(super) struct Seat {
+pub(in crate::copiers) struct Seat {
     rank: u64,
     link: Arc<Mutex<Link>>,
     pub(super) clock: Clock,
@@ -62,7 +62,7 @@ impl Links {
     }
 
     /// A place among the ranks of a GPU.
-    pub(super) fn seat(&self, gpu: [u8; 16]) -> Seat {
+    pub(in crate::copiers) fn seat(&self, gpu: [u8; 16]) -> Seat {
         let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
         let link = Arc::clone(links.entry(gpu).or_default());
         let rank = link.lock().unwrap_or_else(PoisonError::into_inner).join();

@@ -1,0 +1,153 @@
+//! Which CUDA context the ranks of a process use. No GPU here.
+//!
+//! A batch that waits for good holds up calls of its own context alone: an open, a lock, a close. So every engine process on a
+//! GPU has a context of its own. The first has the primary one, which is there already; one more takes 0.5 GiB of the GPU.
+//! CUDA opens memory of a process in one context of ours at a time, so all ranks of a process share theirs.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The contexts in use, by the GPU's UUID and the process.
+#[derive(Debug)]
+pub(in crate::copiers) struct Contexts<C>(Arc<Mutex<Tenants<C>>>);
+
+type Tenants<C> = BTreeMap<([u8; 16], u32), Tenant<C>>;
+
+/// A process on a GPU.
+#[derive(Debug)]
+struct Tenant<C> {
+    context: Arc<C>,
+    ranks: usize,
+    parked: usize,
+}
+
+/// A rank's place in its process' context, given up on drop.
+#[derive(Debug)]
+pub(super) struct Place<C> {
+    tenants: Arc<Mutex<Tenants<C>>>,
+    tenant: ([u8; 16], u32),
+    context: Arc<C>,
+    parked: bool,
+}
+
+// === impl Contexts ===
+
+impl<C> Contexts<C> {
+    pub(in crate::copiers) fn new() -> Self {
+        Self(Arc::default())
+    }
+
+    /// Ranks whose copies wait for good.
+    pub(in crate::copiers) fn parked(&self) -> usize {
+        lock(&self.0).values().map(|tenant| tenant.parked).sum()
+    }
+
+    /// A place for a rank of a process: on the GPU `uuid`, whose primary context is given, and `make` makes another.
+    pub(super) fn enter(
+        &self,
+        tenant: ([u8; 16], u32),
+        primary: &Arc<C>,
+        make: impl FnOnce() -> Result<Arc<C>, String>,
+    ) -> Result<Place<C>, String> {
+        let mut tenants = lock(&self.0);
+        if tenants.get(&tenant).is_some_and(|found| found.parked > 0) {
+            return Err(format!(
+                "copies into process {} lie behind a gate that it closed: restart that engine",
+                tenant.1
+            ));
+        }
+        if !tenants.contains_key(&tenant) {
+            let taken = tenants.values().any(|other| Arc::ptr_eq(&other.context, primary));
+            let context = if taken { make()? } else { Arc::clone(primary) };
+            tenants.insert(tenant, Tenant { context, ranks: 0, parked: 0 });
+        }
+        let found = tenants.get_mut(&tenant).expect("inserted above");
+        found.ranks += 1;
+        let context = Arc::clone(&found.context);
+        Ok(Place { tenants: Arc::clone(&self.0), tenant, context, parked: false })
+    }
+}
+
+impl<C> Clone for Contexts<C> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+// === impl Place ===
+
+impl<C> Place<C> {
+    pub(super) fn context(&self) -> &Arc<C> {
+        &self.context
+    }
+
+    /// A copy of the rank waits for good: no other rank of its process is let in until this place is given up.
+    pub(super) fn park(&mut self) {
+        if !std::mem::replace(&mut self.parked, true) {
+            self.tenants_here().get_mut(&self.tenant).expect("this place is in it").parked += 1;
+        }
+    }
+
+    fn tenants_here(&self) -> MutexGuard<'_, Tenants<C>> {
+        lock(&self.tenants)
+    }
+}
+
+impl<C> Drop for Place<C> {
+    fn drop(&mut self) {
+        let mut tenants = self.tenants_here();
+        let found = tenants.get_mut(&self.tenant).expect("this place is in it");
+        found.ranks -= 1;
+        found.parked -= usize::from(self.parked);
+        if found.ranks == 0 {
+            // `self` holds the context until the lock is given back: its end takes a while.
+            tenants.remove(&self.tenant);
+        }
+    }
+}
+
+fn lock<C>(tenants: &Mutex<Tenants<C>>) -> MutexGuard<'_, Tenants<C>> {
+    tenants.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GPU: [u8; 16] = [1; 16];
+
+    fn made() -> Result<Arc<u32>, String> {
+        Ok(Arc::new(2))
+    }
+
+    #[test]
+    fn processes_of_a_gpu_share_no_context_and_ranks_of_one_do() {
+        let (contexts, primary) = (Contexts::new(), Arc::new(1));
+        let first = contexts.enter((GPU, 10), &primary, made).unwrap();
+        let again = contexts.enter((GPU, 10), &primary, made).unwrap();
+        let other = contexts.enter((GPU, 11), &primary, made).unwrap();
+        assert!(Arc::ptr_eq(first.context(), &primary) && Arc::ptr_eq(again.context(), &primary));
+        assert_eq!(**other.context(), 2);
+        drop(first);
+        assert_eq!(**contexts.enter((GPU, 12), &primary, made).unwrap().context(), 2, "a rank is left in it");
+        drop(again);
+        assert_eq!(**contexts.enter((GPU, 12), &primary, made).unwrap().context(), 1, "it is free again");
+        let elsewhere = Arc::new(3);
+        assert_eq!(**contexts.enter(([2; 16], 10), &elsewhere, made).unwrap().context(), 3);
+    }
+
+    #[test]
+    fn a_process_with_a_parked_rank_is_let_in_once_that_has_left() {
+        let (contexts, primary) = (Contexts::new(), Arc::new(1));
+        let mut parked = contexts.enter((GPU, 10), &primary, made).unwrap();
+        parked.park();
+        parked.park();
+        assert_eq!(contexts.parked(), 1);
+        let refused = contexts.enter((GPU, 10), &primary, made).unwrap_err();
+        assert!(refused.contains("restart that engine"), "{refused}");
+        assert_eq!(**contexts.enter((GPU, 11), &primary, made).unwrap().context(), 2, "others are let in");
+        drop(parked);
+        assert_eq!(contexts.parked(), 0);
+        contexts.enter((GPU, 10), &primary, made).unwrap();
+    }
+}

@@ -87,18 +87,20 @@ def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
 
 def run(bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder: Path) -> rig.Results:
     """Every mode in turn; one that fails is said and the others go on."""
-    logs = options.logs or folder
-    logs.mkdir(parents=True, exist_ok=True)
+    options.logs = options.logs or folder
+    options.logs.mkdir(parents=True, exist_ok=True)
     model = rig.write_model(folder / "model", rig.shape(options))
     write_tokenizer(model, rig.shape(options)["vocab_size"])
     results: rig.Results = {}
     for mode in modes:
         rig.say(f"{mode}: starting")
         try:
-            with rig.server(mode, options, folder, logs) as transfer:
+            with rig.server(mode, options, folder, options.logs) as transfer:
                 settings = bench.engine(options.sizes) | rig.engine_arguments(options)
-                with serving(model, settings, transfer, options, logs / f"http-{mode}.log") as url:
-                    raw = ask(url, model, options, logs / f"http-{mode}-client.json")
+                if transfer:
+                    settings["kv_transfer_config"] = transfer
+                with serving(mode, model, settings, options) as url:
+                    raw = ask(url, model, options, options.logs / f"http-{mode}-client.json")
                     results[mode] = figures(raw) | found(url)
         except (Failed, OSError, subprocess.SubprocessError) as error:
             results[mode] = rig.failure(mode, error)
@@ -108,25 +110,23 @@ def run(bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder:
 
 
 @contextlib.contextmanager
-def serving(
-    model: Path, settings: dict[str, Any], transfer: dict[str, Any] | None, options: argparse.Namespace, log: Path
-) -> Iterator[str]:
+def serving(mode: str, model: Path, settings: dict[str, Any], options: argparse.Namespace) -> Iterator[str]:
     """A ready `vllm serve`; yields its address."""
     url = f"http://127.0.0.1:{free_port()}"
-    command = [*environment(options), *SERVE, "--model", str(model), "--port", url.rpartition(":")[2]]
-    for name, value in (settings | ({"kv_transfer_config": transfer} if transfer else {})).items():
+    command = [*environment(options, mode), *SERVE, "--model", str(model), "--port", url.rpartition(":")[2]]
+    for name, value in settings.items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
             command += [flag] if value else []
         else:
             command += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
-    with rig.measured(Server(command, log, f"{url}/health"), START_WATCHDOG_S):
+    with rig.measured(Server(command, options.logs / f"http-{mode}.log", f"{url}/health"), START_WATCHDOG_S):
         yield url
 
 
-def environment(options: argparse.Namespace) -> list[str]:
+def environment(options: argparse.Namespace, mode: str = "none") -> list[str]:
     """A prefix of a command: the engines' environment, with the engine in a process of its own, as users have it."""
-    settings = rig.environment(options) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    settings = rig.environment(options, mode) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     return ["env", *(f"{name}={value}" for name, value in settings.items())]
 
 
@@ -162,12 +162,7 @@ def found(url: str) -> dict[str, float]:
     return {f"found_{name}": round(counts[name] / max(1, counts["asked"]), 4) for name in ("device", "connector")}
 
 
-def unused(*_: Any) -> Any:
-    """An engine of this benchmark is `vllm serve`, not a process of the rig."""
-    raise NotImplementedError
-
-
-BENCH = rig.Bench("http", str(__doc__), SIZES, engine_settings, unused, unused)
+BENCH = rig.Bench("http", str(__doc__), SIZES, engine_settings)
 
 if __name__ == "__main__":
     rig.main(BENCH, run)

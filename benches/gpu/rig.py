@@ -35,9 +35,12 @@ BEGUN = time.monotonic()
 IMPORT_WATCHDOG_S = 180
 END_WATCHDOG_S = 15
 GIB = 1 << 30
-RIVALS = ("none", "idle", "roomy", "offloading", "pegaflow")
+SCALES = ("full", "quick", "tiny")
+RIVALS = ("none", "idle", "roomy", "offloading", "pegaflow", "lmcache", "kvbm")
 # Modes that keep nothing outside the device.
 CACHELESS = ("none", "idle", "roomy")
+# So many lines of a failed mode's log are reported: an exception, and the one that caused it.
+FAILED_LINES = 30
 
 # Llama-3.1-8B, and a shape that vLLM's CPU build runs in seconds.
 LLAMA_8B = {
@@ -71,11 +74,12 @@ class Bench:
 
     name: str
     text: str
-    # By scale: "full", "quick" (a smoke run) and "tiny" (on a CPU).
+    # By scale: "full", "quick" (a smoke run) and "tiny" (on a CPU); others are rooms of --room.
     sizes: dict[str, dict[str, int]]
     engine: Callable[[dict[str, int]], dict[str, Any]]
-    measure: Callable[[engines.Engine, dict[str, int], argparse.Namespace, Any], dict[str, Any]]
-    compare: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+    # None for a benchmark that gives `main` a `run` of its own and starts no engine's process of the rig.
+    measure: Callable[[engines.Engine, dict[str, int], argparse.Namespace, Any], dict[str, Any]] | None = None
+    compare: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] | None = None
     # Options of the connector, as --pillion has them.
     pillion: tuple[str, ...] = ()
 
@@ -95,8 +99,12 @@ def arguments(bench: Bench) -> argparse.Namespace:
     parser.add_argument("--size", action="append", default=[], metavar="KEY=N", help="another size, as prompts=4; repeatable")
     parser.add_argument("--limit-s", type=float, default=240.0, help="the longest a mode may take")
     parser.add_argument("--logs", type=Path, help="folder for logs (default: gone at the end)")
-    parser.add_argument("--quick", action="store_true", help="a smoke run")
-    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--against", type=Path, metavar="FILE", help="an earlier call's NAME-MODE.json, as the first mode")
+    scale = parser.add_mutually_exclusive_group()
+    scale.add_argument("--quick", dest="scale", action="store_const", const="quick", default="full", help="a smoke run")
+    scale.add_argument("--tiny", dest="scale", action="store_const", const="tiny", help=argparse.SUPPRESS)
+    if rooms := [name for name in bench.sizes if name not in SCALES]:
+        scale.add_argument("--room", dest="scale", choices=rooms, help="sizes with other room for what is kept")
     parser.add_argument("--engine", dest="mode", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -107,7 +115,7 @@ Results = dict[str, Any]
 def main(bench: Bench, run: Callable[[Bench, argparse.Namespace, list[str], Path], Results] | None = None) -> None:
     """Run a benchmark, or one engine of it. `run` measures its modes, if they are not measured one by one."""
     options = arguments(bench)
-    options.scale = "tiny" if options.tiny else "quick" if options.quick else "full"
+    options.tiny = options.scale == "tiny"
     options.sizes = sizes(bench, options)
     options.pillion = [*bench.pillion, *options.pillion]
     if options.mode:
@@ -151,7 +159,8 @@ def measure_all(bench: Bench, options: argparse.Namespace, modes: list[str], fol
     model = write_model(folder / "model", shape(options))
     children: dict[str, EngineProcess] = {}
     results: dict[str, Any] = {}
-    reference: Any = None
+    reference = json.loads(options.against.read_text()) if options.against else None
+    assert bench.compare is not None, "a benchmark without `compare` has a `run`"
     try:
         for mode in modes:
             children[mode] = EngineProcess(bench.name, mode, options, logs / f"{bench.name}-{mode}.log")
@@ -180,10 +189,10 @@ def measure_all(bench: Bench, options: argparse.Namespace, modes: list[str], fol
 
 
 def failure(mode: str, error: Exception) -> dict[str, Any]:
-    """What is said of a mode that was not measured."""
+    """What is said of a mode that was not measured: what happened, and the last lines of its log."""
     say(f"{mode}: {error}")
-    lines = str(error).strip().splitlines()
-    return {"ok": False, "error": f"{lines[0]}: {lines[-1]}"}
+    reason, *log = str(error).strip().splitlines()
+    return {"ok": False, "rival": mode, "failed": "\n".join([reason, *log[-FAILED_LINES:]])}
 
 
 class EngineProcess(Child):
@@ -193,7 +202,7 @@ class EngineProcess(Child):
         log.touch()
         command = python(f"benches.gpu.{bench}", *sys.argv[1:], "--engine", mode, "--logs", str(log.parent))
         # The engine's progress goes to this process's standard error; vLLM's output goes to the log, which the engine opens.
-        super().__init__(command, None, environment(options), [ROOT])
+        super().__init__(command, None, environment(options, mode), [ROOT])
         self.log = log
         self._limit_s = options.limit_s
 
@@ -214,8 +223,8 @@ class EngineProcess(Child):
         self.close()
 
 
-def environment(options: argparse.Namespace) -> dict[str, str]:
-    """What the engines' processes are started with."""
+def environment(options: argparse.Namespace, mode: str) -> dict[str, str]:
+    """What a mode's engine is started with."""
     settings = {
         "PYTHONHASHSEED": "0",
         "HF_HUB_OFFLINE": "1",
@@ -228,6 +237,11 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
         settings["VLLM_BATCH_INVARIANT"] = "1"
     if options.tiny:
         settings |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if mode == "lmcache":
+        settings["LMCACHE_TRACK_USAGE"] = "false"
+    elif mode == "kvbm":
+        # It counts in 10^9 bytes, and has no option for this in `kv_transfer_config`.
+        settings["DYN_KVBM_CPU_CACHE_GB"] = str(options.sizes["host_gib"] * GIB / 1e9)
     return settings
 
 
@@ -270,6 +284,13 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
         with measured(Server(command, logs / "pegaflow-server.log", f"http://127.0.0.1:{http}/health")):
             extra = {"pegaflow.host": "http://127.0.0.1", "pegaflow.port": port}
             yield transfer_config("PegaKVConnector", "pegaflow.connector", extra)
+    elif mode == "lmcache":
+        # Answers too, as above; its GB are 2^30 bytes.
+        extra = {"lmcache.max_local_cpu_size": gib, "lmcache.save_decode_cache": True}
+        yield {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    elif mode == "kvbm":
+        # Without Dynamo's runtime: leader and worker are the engine's, and its size is in the engine's environment.
+        yield transfer_config("DynamoConnector", "kvbm.vllm_integration.connector", {})
     else:
         with sidecar(folder, options, gib, logs / "pillion-serve.log") as keeper:
             yield pillion_transfer(keeper, options)
@@ -325,6 +346,7 @@ def transfer_config(connector: str, module: str, extra: dict[str, Any]) -> dict[
 
 def serve_engine(bench: Bench, options: argparse.Namespace) -> None:
     """Import vLLM, wait to be told what engine to be, measure, and answer with one line."""
+    assert bench.measure is not None, "a benchmark without `measure` starts no engine"
     parent, progress = Parent(), os.fdopen(os.dup(2), "w")
     parent.log_to(options.logs / f"{bench.name}-{options.mode}.log")
     # Seconds, spent while no engine is measured yet.

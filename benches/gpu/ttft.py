@@ -95,7 +95,8 @@ def exact(engine: Engine, sizes: dict[str, int], options: argparse.Namespace) ->
         reloaded = ask()
         checks["reload_tokens_equal"] = reloaded.tokens == right.tokens
         checks["reload_logprobs_equal"] = reloaded.logprobs == right.logprobs
-        checks["reload_was_a_hit"] = reloaded.cached_tokens == right.cached_tokens
+        # vLLM's own cache has whole blocks; a connector's hit may end within the last one.
+        checks["reload_was_a_hit"] = reloaded.cached_tokens >= right.cached_tokens
     held = ask()
     engine.spoil_block(held.block_ids[len(held.block_ids) // 2])
     checks["wrong_block_is_seen"] = ask().logprobs != right.logprobs

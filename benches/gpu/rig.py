@@ -36,9 +36,11 @@ IMPORT_WATCHDOG_S = 180
 END_WATCHDOG_S = 15
 GIB = 1 << 30
 SCALES = ("full", "quick", "tiny")
-RIVALS = ("none", "idle", "roomy", "offloading", "pegaflow", "lmcache", "kvbm")
+RIVALS = ("none", "idle", "roomy", "offloading", "pegaflow", "lmcache", "lmcache-v1", "kvbm")
 # Modes that keep nothing outside the device.
 CACHELESS = ("none", "idle", "roomy")
+# LMCache reports what it is used for to its makers.
+LMCACHE = {"LMCACHE_TRACK_USAGE": "false"}
 # So many lines of a failed mode's log are reported: an exception, and the one that caused it.
 FAILED_LINES = 30
 
@@ -237,8 +239,8 @@ def environment(options: argparse.Namespace, mode: str) -> dict[str, str]:
         settings["VLLM_BATCH_INVARIANT"] = "1"
     if options.tiny:
         settings |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    if mode == "lmcache":
-        settings["LMCACHE_TRACK_USAGE"] = "false"
+    if mode.startswith("lmcache"):
+        settings |= LMCACHE
     elif mode == "kvbm":
         # It counts in 10^9 bytes, and has no option for this in `kv_transfer_config`.
         settings["DYN_KVBM_CPU_CACHE_GB"] = str(options.sizes["host_gib"] * GIB / 1e9)
@@ -285,7 +287,16 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
             extra = {"pegaflow.host": "http://127.0.0.1", "pegaflow.port": port}
             yield transfer_config("PegaKVConnector", "pegaflow.connector", extra)
     elif mode == "lmcache":
-        # Answers too, as above; its GB are 2^30 bytes.
+        port, http = free_port(), free_port()
+        command = ["env", *(f"{name}={value}" for name, value in LMCACHE.items())]
+        command += [sys.executable, "-m", "lmcache.v1.multiprocess.http_server", "--host", "127.0.0.1", "--port", str(port)]
+        # Its GB are 2^30 bytes.
+        command += ["--http-host", "127.0.0.1", "--http-port", str(http), "--l1-size-gb", str(gib), "--eviction-policy", "LRU"]
+        with measured(Server(command, logs / "lmcache-server.log", f"http://127.0.0.1:{http}/healthcheck")):
+            # Answers too, as above.
+            extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port, "lmcache.mp.save_decode_cache": True}
+            yield transfer_config("LMCacheMPConnector", "lmcache.integration.vllm.lmcache_mp_connector", extra)
+    elif mode == "lmcache-v1":
         extra = {"lmcache.max_local_cpu_size": gib, "lmcache.save_decode_cache": True}
         yield {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     elif mode == "kvbm":

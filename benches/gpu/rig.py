@@ -101,7 +101,8 @@ def arguments(bench: Bench) -> argparse.Namespace:
     parser.add_argument("--size", action="append", default=[], metavar="KEY=N", help="another size, as prompts=4; repeatable")
     parser.add_argument("--limit-s", type=float, default=240.0, help="the longest a mode may take")
     parser.add_argument("--logs", type=Path, help="folder for logs (default: gone at the end)")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="an earlier call's NAME-MODE.json, as the first mode")
+    if bench.compare is not None:
+        parser.add_argument("--against", type=Path, metavar="FILE", help="an earlier call's NAME-MODE.json, as the first mode")
     scale = parser.add_mutually_exclusive_group()
     scale.add_argument("--quick", dest="scale", action="store_const", const="quick", default="full", help="a smoke run")
     scale.add_argument("--tiny", dest="scale", action="store_const", const="tiny", help=argparse.SUPPRESS)

@@ -88,9 +88,10 @@ class Conversations:
             self.waiting.append(number)
 
 
-def measure(engine: Engine, sizes: dict[str, int], _options: argparse.Namespace, reference: Any) -> dict[str, Any]:
+def measure(engine: Engine, sizes: dict[str, int], options: argparse.Namespace, reference: Any) -> dict[str, Any]:
     """Every turn of every conversation, so many at once."""
-    warm_up(engine, sizes)
+    prompts = [engine.prompt(sizes["new"], WARM_SEED + index) for index in range(sizes["at_once"])]
+    rig.warm_up(engine, prompts, sizes["output"], options.mode)
     conversations = Conversations(engine, sizes, reference["tokens"] if reference else None)
     begun = time.perf_counter()
     while conversations.waiting or engine.running:
@@ -131,15 +132,6 @@ def requested(answer: Answer, begun: float, conversation: int, turn: int) -> dic
         "ttft_ms": round(answer.ttft_ms, 1),
         "token_ms": [round((at - begun) * 1e3, 1) for at in answer.times],
     }
-
-
-def warm_up(engine: Engine, sizes: dict[str, int]) -> None:
-    """Every kind of step once: prefill, batched decode, and a prompt that comes back from wherever it is kept."""
-    prompts = [engine.prompt(sizes["new"], WARM_SEED + index) for index in range(sizes["at_once"])]
-    for _ in range(2):
-        engine.ask_all(prompts, [sizes["output"]] * len(prompts))
-        engine.rest()
-        engine.reset()
 
 
 def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:

@@ -386,6 +386,17 @@ def serve_engine(bench: Bench, options: argparse.Namespace) -> None:
     parent.tell(result | {"facts": engine.facts()})
 
 
+def warm_up(engine: engines.Engine, prompts: list[list[int]], output: int, mode: str) -> None:
+    """Every kind of step once: prefill, batched decode, and prompts that come back from wherever they are kept."""
+    for _ in range(2):
+        answers = engine.ask_all(prompts, [output] * len(prompts))
+        engine.rest()
+        engine.reset()
+    # A rival that could not start may go on as one that finds nothing: its figures would be those of no connector.
+    if mode not in CACHELESS and not any(answer.cached_tokens for answer in answers):
+        raise Failed(f"{mode} gave back nothing of what the warm-up had it keep")
+
+
 def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """vLLM's arguments that all benchmarks share."""
     settings: dict[str, Any] = {"enforce_eager": not options.graphs}

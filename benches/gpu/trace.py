@@ -93,11 +93,12 @@ def arrivals(sizes: dict[str, int], vocabulary: int) -> list[Arrival]:
     return found
 
 
-def measure(engine: Engine, sizes: dict[str, int], _options: argparse.Namespace, _reference: Any) -> dict[str, Any]:
+def measure(engine: Engine, sizes: dict[str, int], options: argparse.Namespace, _reference: Any) -> dict[str, Any]:
     """Every request, when it is due."""
     waiting = arrivals(sizes, engine.shape["vocab_size"])
     engine.say(f"{len(waiting)} requests of {sum(len(one.prompt) for one in waiting)} tokens in {waiting[-1].due:.0f} s")
-    warm_up(engine, sizes)
+    prompts = [engine.prompt(tokens, WARM_SEED + tokens) for tokens in WARM_TOKENS if tokens <= sizes["prompt_max"]]
+    rig.warm_up(engine, prompts, sizes["output_max"], options.mode)
     asked: dict[str, int] = {}
     answers: dict[int, Answer] = {}
     begun, added = time.perf_counter(), 0
@@ -127,16 +128,6 @@ def requested(answer: Answer, due: float) -> dict[str, Any]:
         "waited_ms": round((answer.scheduled - due) * 1e3, 1),
         "ttft_ms": round((answer.first - due) * 1e3, 1),
     }
-
-
-def warm_up(engine: Engine, sizes: dict[str, int]) -> None:
-    """Every kind of step once, prompts that come back from wherever they are kept among them."""
-    lengths = [tokens for tokens in WARM_TOKENS if tokens <= sizes["prompt_max"]]
-    prompts = [engine.prompt(tokens, WARM_SEED + tokens) for tokens in lengths]
-    for _ in range(2):
-        engine.ask_all(prompts, [sizes["output_max"]] * len(prompts))
-        engine.rest()
-        engine.reset()
 
 
 def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:

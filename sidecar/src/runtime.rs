@@ -1,9 +1,7 @@
 //! The data thread: reads every session's ring, asks the core, carries its actions out, and sleeps when there is
 //! nothing to do.
 //!
-//! One turn takes, in this order: ends of copies, of transfers, and what the mesh says; every ring up to the tail seen after them; `Drained` for every
-//! scheduler whose ring was read so far, so that a CANCEL posted before the overwriting step is known before its block is
-//! committed; fence words.
+//! The order of its turns is [`crate::turn`]'s.
 
 mod actions;
 mod checksums;
@@ -12,13 +10,13 @@ mod doorway;
 mod opening;
 mod peers;
 mod rest;
+mod sources;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use shm_protocol::layout::QUERY_KEYS;
 use tiers::opener::Opener;
 use tiers::pool::Pool;
 
@@ -34,17 +32,11 @@ use crate::peers::Peers;
 use crate::poller::{Poller, Source};
 use crate::progress::Progress;
 use crate::server::Control;
-use crate::session::{Session, Violation};
+use crate::session::Session;
+use crate::turn::{self, Turn};
 
 use self::doorway::Entrant;
 
-/// Keys and block ids that one session's messages may name before the next session has its turn: a long request's, or one
-/// QUERY of any size. A message costs one more than it names.
-const ROUND_COST: usize = 8192;
-/// The same for a whole turn of an engine that is alone at work; what is left in the ring waits for the next. Some 10 ms of searching,
-/// after which new messages of every session are looked at again. Of several engines each has its part of one round instead: an
-/// engine waits 2 ms for an answer, and a turn of all the others must be over well before that.
-const TURN_COST: usize = 2 * QUERY_KEYS;
 /// How often the core is told that time passed, and the most that a heartbeat ages while sessions exist.
 const TICK: Duration = Duration::from_millis(100);
 
@@ -101,8 +93,6 @@ pub struct Runtime {
     events: Vec<Source>,
     /// Whether the core was given anything since the last `Drained`.
     touched: bool,
-    /// Sessions with messages that this turn had no time for.
-    backlog: Vec<SessionId>,
     next_tick: Duration,
     last_beat_ms: u64,
     last_work: Duration,
@@ -156,7 +146,6 @@ impl Runtime {
             refused: Vec::new(),
             events: Vec::new(),
             touched: false,
-            backlog: Vec::new(),
             next_tick: Duration::ZERO,
             last_beat_ms: 0,
             last_work: Duration::ZERO,
@@ -176,9 +165,10 @@ impl Runtime {
     /// Serves until asked to end, and then until the copies in flight have ended or their grace has.
     pub fn run(mut self) {
         rest::sharpen_timers();
+        let mut turn = Turn::default();
         while !self.ended() {
-            let worked = self.turn();
-            self.rest(worked);
+            self.turn(&mut turn);
+            self.rest(turn.worked());
         }
         self.sessions.values().filter_map(Session::rank).for_each(|rank| rank.stop());
         self.publish();
@@ -220,43 +210,15 @@ impl Runtime {
         !busy || self.now >= end_by
     }
 
-    /// One look at everything in shared memory; whether there was anything to do.
-    fn turn(&mut self) -> bool {
+    /// One look at everything in shared memory.
+    fn turn(&mut self, turn: &mut Turn) {
         self.now = self.clock.now();
-        let mut worked = self.take_copied();
-        worked |= self.take_rank_news();
-        worked |= self.take_transfers();
-        worked |= self.take_checksums();
-        worked |= self.hear_peers();
-        worked |= self.read_rings();
-        if std::mem::take(&mut self.touched) {
-            self.report_drained();
-            worked = true;
-        }
-        worked |= self.read_fences();
-        worked |= self.catch_up();
-        worked |= self.open_pool();
-        if self.now >= self.next_tick {
-            self.next_tick = self.now + TICK;
-            self.look_at_pool();
-            self.handle(Event::Tick);
-            self.show_disks();
-            self.show_peers();
-            self.show_checks();
-            self.metrics.publish_holders(self.core.holders());
-            self.metrics.publish_parked(self.copiers.parked());
-            if self.serves_parked_alone() {
-                self.copiers.end();
-            }
-        } else if self.core.next_look_ms().is_some_and(|at| millis(self.now) >= at) {
-            self.handle(Event::Tick);
-        }
+        while turn.step(self) {}
         self.peers.iter_mut().for_each(Peers::flush);
         self.beat();
-        if worked {
+        if turn.worked() {
             self.publish();
         }
-        worked
     }
 
     /// Shows every engine that the sidecar lives; a word that changes costs the engine's cores a cache miss.
@@ -286,121 +248,9 @@ impl Runtime {
         self.handle(Event::Drain);
     }
 
-    fn take_copied(&mut self) -> bool {
-        let mut worked = false;
-        while let Some(Finished { copy, ok }) = self.refused.pop().or_else(|| self.copiers.finished()) {
-            if !ok {
-                self.look_at_pool();
-            }
-            self.handle(Event::Copied { copy, ok });
-            worked = true;
-        }
-        while let Some((save, mut found)) = self.copiers.compared() {
-            self.look_at_pool();
-            if self.lost {
-                // Its bytes may be none of the engine's: nobody is judged by them.
-                found.differing = 0;
-            }
-            self.handle(Event::Compared { save, found });
-            worked = true;
-        }
-        worked
-    }
-
-    /// Reads every ring up to its tail as seen now, or as far as its turn's cost allows, in rounds, so that no session
-    /// waits for a busy one's end.
-    fn read_rings(&mut self) -> bool {
-        let turn_cost = match self.core.at_work() {
-            0 | 1 => TURN_COST,
-            engines => ROUND_COST.div_ceil(engines),
-        };
-        let mut open = Vec::new();
-        self.backlog.clear();
-        for (&id, session) in &mut self.sessions {
-            match session.look() {
-                Ok(0) => {}
-                Ok(_) => open.push((id, turn_cost)),
-                Err(violation) => self.closing.push((id, CloseReason::Malformed, violation.to_string())),
-            }
-        }
-        self.close_sessions();
-        let worked = !open.is_empty();
-        while !open.is_empty() {
-            open.retain_mut(|(id, left)| match self.read_round(*id, left) {
-                Ok(more) => more,
-                Err(violation) => {
-                    let id = *id;
-                    self.closing.push((id, CloseReason::Malformed, violation.to_string()));
-                    self.close_sessions();
-                    false
-                }
-            });
-        }
-        worked
-    }
-
-    /// Handles some messages of a session, `left` being what they may still cost; whether there is more to do this turn.
-    fn read_round(&mut self, id: SessionId, left: &mut usize) -> Result<bool, Violation> {
-        let round_end = left.saturating_sub(ROUND_COST);
-        while *left > round_end {
-            // An earlier message may have closed the session.
-            let Some(session) = self.sessions.get_mut(&id) else { return Ok(false) };
-            let Some(request) = session.read()? else {
-                session.release();
-                return Ok(false);
-            };
-            *left = left.saturating_sub(request.cost());
-            self.handle(Event::Message { session: id, request });
-        }
-        let Some(session) = self.sessions.get(&id) else { return Ok(false) };
-        session.release();
-        if *left == 0 && session.unread() > 0 {
-            self.backlog.push(id);
-        }
-        Ok(*left > 0)
-    }
-
-    fn report_drained(&mut self) {
-        let read = |id: &SessionId| !self.backlog.contains(id);
-        let schedulers = self.sessions.iter().filter(|(id, session)| session.rank().is_none() && read(id));
-        let drained: Vec<(SessionId, u64)> =
-            schedulers.map(|(&id, session)| (id, session.void_below())).collect();
-        for (session, void_below) in drained {
-            self.handle(Event::Drained { session, void_below });
-        }
-    }
-
-    fn read_fences(&mut self) -> bool {
-        let workers = self.sessions.iter_mut();
-        let moved: Vec<_> =
-            workers.filter_map(|(&id, session)| Some((id, session.moved_fences()?))).collect();
-        for &(session, (start, done)) in &moved {
-            self.handle(Event::Fences { session, start, done });
-        }
-        if !moved.is_empty() {
-            self.fences_since = None;
-        }
-        !moved.is_empty()
-    }
-
-    /// Goes on with what the last turn had no time for.
-    fn catch_up(&mut self) -> bool {
-        let session = self.core.behind();
-        session.into_iter().for_each(|session| self.handle(Event::Behind { session }));
-        session.is_some()
-    }
-
     /// Gives the core one event and carries out what follows.
     fn handle(&mut self, event: Event) {
-        self.touched |= !matches!(
-            event,
-            Event::Tick
-                | Event::Drained { .. }
-                | Event::Verified { .. }
-                | Event::Transferred(_)
-                | Event::Recovered(_)
-                | Event::Mesh(_)
-        );
+        self.touched |= turn::touches(&event);
         self.core.respond(millis(self.now), event, &mut self.out);
         self.apply();
         self.core.go_on(millis(self.now), &mut self.out);

@@ -6,35 +6,30 @@ use super::Runtime;
 use crate::checksums::{Checksums, Summed};
 use crate::engine::Event;
 
-/// Blocks that one turn takes in at most, some tenths of a millisecond: engines are answered in between.
-const TURN_COST: usize = 512;
-
 // === impl Runtime: checksums ===
 
 impl Runtime {
-    /// Takes in what one turn has time for; whether there was anything.
-    pub(super) fn take_checksums(&mut self) -> bool {
-        let mut cost = 0;
-        while cost < TURN_COST
-            && let Some(summed) = self.checksums.as_mut().and_then(Checksums::take)
-        {
-            cost += 1;
-            match summed {
-                Summed::Verified { key, slot, whole } => {
-                    if !whole {
-                        self.look_at_pool();
-                    }
-                    self.handle(Event::Verified { key, slot, whole });
+    /// Takes in one block's; whether there was any.
+    pub(super) fn take_checksum(&mut self) -> bool {
+        let summed = self.checksums.as_mut().and_then(Checksums::take);
+        let found = summed.is_some();
+        match summed {
+            Some(Summed::Verified { key, slot, whole }) => {
+                if !whole {
+                    self.look_at_pool();
                 }
-                // A block that was evicted meanwhile needs none.
-                Summed::Sum { slot, checksum } => drop(checksum.map(|sum| self.pool.set_checksum(slot, sum))),
+                self.handle(Event::Verified { key, slot, whole });
             }
+            // A block that was evicted meanwhile needs none.
+            Some(Summed::Sum { slot, checksum: Some(sum) }) => _ = self.pool.set_checksum(slot, sum),
+            Some(Summed::Sum { checksum: None, .. }) => {}
+            None if self.adopting && self.opener.is_none() && self.core.stats().unverified_blocks == 0 => {
+                self.adopting = false;
+                self.report_adopted();
+            }
+            None => {}
         }
-        if self.adopting && self.opener.is_none() && self.core.stats().unverified_blocks == 0 {
-            self.adopting = false;
-            self.report_adopted();
-        }
-        cost > 0
+        found
     }
 
     fn report_adopted(&self) {

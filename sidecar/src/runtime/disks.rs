@@ -6,36 +6,28 @@ use super::Runtime;
 use crate::disks::Disks;
 use crate::engine::Event;
 
-/// What one turn takes in at most, some milliseconds where an index is recovered: engines are answered in between.
-const TURN_UPS: usize = 64;
-
 // === impl Runtime: disks ===
 
 impl Runtime {
-    /// Takes in what one turn has time for; whether there was anything.
-    pub(super) fn take_transfers(&mut self) -> bool {
-        let mut ups = 0;
-        while ups < TURN_UPS
-            && let Some(up) = self.disks.as_ref().and_then(Disks::next)
-        {
-            ups += 1;
-            match up {
-                Up::Done(done) => self.handle(Event::Transferred(done)),
-                Up::Recovered(found) => {
-                    let last = found.last.then_some(found.device);
-                    self.handle(Event::Recovered(found));
-                    if let Some(device) = last {
-                        self.report_recovered(device);
-                    }
+    /// Takes in one thing; whether there was any.
+    pub(super) fn take_transfer(&mut self) -> bool {
+        let Some(up) = self.disks.as_ref().and_then(Disks::next) else { return false };
+        match up {
+            Up::Done(done) => self.handle(Event::Transferred(done)),
+            Up::Recovered(found) => {
+                let last = found.last.then_some(found.device);
+                self.handle(Event::Recovered(found));
+                if let Some(device) = last {
+                    self.report_recovered(device);
                 }
-                Up::Note(text) => tracing::warn!("{text}"),
             }
+            Up::Note(text) => tracing::warn!("{text}"),
         }
-        if ups > 0 && !self.core.waits_for_disks() {
+        if !self.core.waits_for_disks() {
             // No tick may follow that would show it.
             self.show_disks();
         }
-        ups > 0
+        true
     }
 
     fn report_recovered(&self, device: usize) {

@@ -7,30 +7,25 @@ use crate::engine::Event;
 
 /// How often memory that was not reserved yet is looked for.
 pub(super) const OPENING_POLL: Duration = Duration::from_millis(5);
-/// Parts that one turn takes in at most, some milliseconds: engines are answered in between.
-const TURN_PARTS: usize = 8;
 
 // === impl Runtime: opening ===
 
 impl Runtime {
-    /// Brings into service what one turn has time for; whether there was anything.
-    pub(super) fn open_pool(&mut self) -> bool {
-        let Some(mut opener) = self.opener.take() else { return false };
-        let mut parts = 0;
-        while parts < TURN_PARTS
-            && let Some(opened) = opener.next(&self.pool)
-        {
+    /// Brings one part into service; whether there was any.
+    pub(super) fn open_part(&mut self) -> bool {
+        let Some(opener) = &mut self.opener else { return false };
+        if let Some(opened) = opener.next(&self.pool) {
+            let segments = opener.segments();
             self.handle(Event::Opened(opened));
-            parts += 1;
+            let stats = self.core.stats();
+            self.progress.opened(segments, stats.adopted_blocks + stats.unverified_blocks);
+            return true;
         }
-        let stats = self.core.stats();
-        self.progress.opened(opener.segments(), stats.adopted_blocks + stats.unverified_blocks);
-        if parts > 0 || self.pool.reserving() {
-            self.opener = Some(opener);
-        } else {
+        if !self.pool.reserving() {
+            self.opener = None;
             self.report_opened();
         }
-        parts > 0
+        false
     }
 
     fn report_opened(&self) {

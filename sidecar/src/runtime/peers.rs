@@ -7,28 +7,21 @@ use super::Runtime;
 use crate::engine::Event;
 use crate::peers::{Peers, Told};
 
-/// Blocks that one turn takes in at most, some tenths of a millisecond: engines are answered in between.
-const TURN_COST: usize = 512;
-
 // === impl Runtime: peers ===
 
 impl Runtime {
-    /// Takes in what one turn has time for; whether there was anything.
-    pub(super) fn hear_peers(&mut self) -> bool {
-        let mut cost = 0;
-        while cost < TURN_COST
-            && let Some(told) = self.peers.as_mut().and_then(Peers::hear)
-        {
-            cost += told.cost().max(1);
-            match told {
-                Told::Heard(heard) => self.handle(Event::Mesh(heard)),
-                Told::Checksum { slot, checksum } => {
-                    let noted = self.pool.set_checksum(slot, checksum);
-                    assert!(noted || !self.pool.is_whole(), "a granted slot stays as it is");
-                }
+    /// Takes in one thing; what that costs, in blocks.
+    pub(super) fn hear_peer(&mut self) -> usize {
+        let Some(told) = self.peers.as_mut().and_then(Peers::hear) else { return 0 };
+        let cost = told.cost().max(1);
+        match told {
+            Told::Heard(heard) => self.handle(Event::Mesh(heard)),
+            Told::Checksum { slot, checksum } => {
+                let noted = self.pool.set_checksum(slot, checksum);
+                assert!(noted || !self.pool.is_whole(), "a granted slot stays as it is");
             }
         }
-        cost > 0
+        cost
     }
 
     /// Lets a peer read slots, with the checksums that are known of them.

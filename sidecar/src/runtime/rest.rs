@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::opening::OPENING_POLL;
 use super::{Runtime, TICK};
 use crate::poller::Source;
-use crate::session::Session;
+use crate::turn;
 
 /// How long to spin after the last work. A peer's next message of the same step comes within microseconds, but ringing a
 /// sleeping sidecar was measured to hold the ringing thread for 57 us on a virtual machine: a spin that is shorter ends
@@ -56,11 +56,10 @@ impl Runtime {
     /// Says that it sleeps, looks once more, and only then does.
     fn sleep(&mut self) {
         let nap = self.nap();
-        self.sessions.values().for_each(|session| session.set_asleep(true));
-        if !self.sessions.values_mut().any(Session::has_news) {
+        if turn::fall_asleep(self) {
             self.serve_io(nap);
         }
-        self.sessions.values().for_each(|session| session.set_asleep(false));
+        turn::wake_up(self);
     }
 
     /// How long it may sleep; `None`: until something happens.

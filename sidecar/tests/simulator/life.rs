@@ -1,4 +1,4 @@
-//! One life of the sidecar: the product's core, tier, pool and sessions under the order of [`sidecar::runtime`]'s turn,
+//! One life of the sidecar: the product's core, tier, pool and sessions under the product's [`Turn`],
 //! one event or action at a time, so that every other process can act between any two.
 
 mod actions;
@@ -21,6 +21,7 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::region::{Access, Region};
 use sidecar::engine::{Action, Core, Event, Piece, Request, SessionId};
 use sidecar::session::Session;
+use sidecar::turn::{self as order, Turn};
 use tiers::dram::{self, Dram};
 use tiers::opener::{Opened, Opener};
 use tiers::pool::{self, Pool};
@@ -31,7 +32,6 @@ use self::copies::{Copies, Rank};
 use self::disk::Disk;
 pub(crate) use self::disk::Medium;
 use self::mesh::Mesh;
-use self::turn::Phase;
 use crate::connection::{PoolMap, Socket};
 use crate::coverage;
 use crate::ctx::{Actor, Ctx, HOLD, Micros, TICK};
@@ -73,7 +73,7 @@ pub(crate) struct Life {
     namespaces: BTreeMap<String, NamespaceDigest>,
     sessions: BTreeMap<SessionId, Peer>,
     next_session: SessionId,
-    phase: Phase,
+    turn: Turn,
     /// Actions that have not been carried out, in order.
     out: VecDeque<Action>,
     closing: Vec<SessionId>,
@@ -91,7 +91,6 @@ pub(crate) struct Life {
     /// In some worlds.
     mesh: Option<Mesh>,
     touched: bool,
-    backlog: Vec<SessionId>,
     next_tick: Micros,
     draining: bool,
     asleep: bool,
@@ -146,7 +145,7 @@ impl Life {
             namespaces: BTreeMap::new(),
             sessions: BTreeMap::new(),
             next_session: 1,
-            phase: Phase::Copied,
+            turn: Turn::default(),
             out: VecDeque::new(),
             closing: Vec::new(),
             copies: Copies::default(),
@@ -157,7 +156,6 @@ impl Life {
             recovered: recovered.into(),
             mesh,
             touched: false,
-            backlog: Vec::new(),
             next_tick: 0,
             draining: false,
             asleep: false,
@@ -185,7 +183,7 @@ impl Life {
     /// What is left, for the message of a run that does not come to rest.
     pub(crate) fn unrest(&self) -> String {
         let (stats, filling) = (self.core.stats(), self.ledger.filling());
-        format!("busy {}, leases {}, filling {filling}, {:?}", self.busy(), stats.leases, self.phase)
+        format!("busy {}, leases {}, filling {filling}, {:?}", self.busy(), stats.leases, self.turn)
     }
 
     pub(crate) fn sessions(&self) -> usize {
@@ -214,15 +212,7 @@ impl Life {
         ctx.hit(coverage::event(&event));
         let quiet = matches!(event, Event::Drained { .. } | Event::Fences { .. } | Event::Tick);
         let text = ctx.traced().then(|| describe(&event));
-        self.touched |= !matches!(
-            event,
-            Event::Tick
-                | Event::Drained { .. }
-                | Event::Verified { .. }
-                | Event::Transferred(_)
-                | Event::Recovered(_)
-                | Event::Mesh(_)
-        );
+        self.touched |= order::touches(&event);
         let mut out = Vec::new();
         // A thread that was frozen may meet the time's end before its next tick.
         if ctx.now / 1000 >= self.held_until_ms {
@@ -312,13 +302,11 @@ impl Life {
         true
     }
 
-    fn tick(&mut self, ctx: &mut Ctx) -> bool {
-        let due = ctx.now >= self.next_tick;
-        if due {
+    fn tick(&mut self, ctx: &mut Ctx) {
+        if ctx.now >= self.next_tick {
             self.next_tick = ctx.now + TICK;
             self.handle(Event::Tick, ctx);
         }
-        due
     }
 }
 

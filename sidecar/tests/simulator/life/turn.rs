@@ -1,11 +1,10 @@
-//! The data thread's turn, in the order of [`sidecar::runtime`]: ends of copies; every ring up to the tail seen after
-//! them, or as far as the turn's cost allows; `Drained` for every scheduler whose ring was read so far; fence words; the
-//! tick; then sockets, and sleep.
-
-use std::collections::VecDeque;
+//! The data thread under the product's [`Turn`], one move at a time: between any two of them others act. Then sockets, and
+//! sleep.
 
 use shm_protocol::request::{Query, SchedulerRequest};
 use sidecar::engine::{Event, Request, SessionId};
+use sidecar::session::{Session, Violation};
+use sidecar::turn::{self, Host, Source};
 
 use super::Life;
 use crate::coverage;
@@ -14,17 +13,72 @@ use crate::ctx::{Ctx, Micros};
 /// How long a sleep lasts at most while fences are waited for.
 const FENCE_POLL: Micros = 200;
 
-/// Where in its turn the data thread stands.
-#[derive(Debug)]
-pub(super) enum Phase {
-    Copied,
-    Look,
-    Read(VecDeque<(SessionId, usize)>),
-    /// Schedulers to be reported.
-    Drained(VecDeque<(SessionId, u64)>),
-    LookAtFences,
-    Fences(VecDeque<(SessionId, u64, u64)>),
-    Rest,
+/// A life, as its turn's host.
+struct Living<'a> {
+    life: &'a mut Life,
+    ctx: &'a mut Ctx,
+}
+
+// === impl Living ===
+
+impl Host for Living<'_> {
+    fn take(&mut self, source: Source) -> usize {
+        let (life, ctx) = (&mut *self.life, &mut *self.ctx);
+        let found = match source {
+            Source::Copies => life.take_copied(ctx),
+            // A rank's memory is open as soon as it is connected.
+            Source::Ranks => false,
+            Source::Disks => life.take_transfer(ctx),
+            Source::Checksums => life.take_checksum(ctx),
+            Source::Mesh => life.hear_mesh(ctx),
+            Source::Pool => life.open_part(ctx),
+        };
+        found.into()
+    }
+
+    /// In any order.
+    fn sessions(&mut self) -> impl Iterator<Item = (SessionId, &mut Session)> {
+        let sessions = self.life.sessions.iter_mut().map(|(id, peer)| (*id, &mut peer.session));
+        let mut sessions: Vec<_> = sessions.collect();
+        if sessions.len() > 1 && self.ctx.rng.one_in(2) {
+            sessions.reverse();
+        }
+        sessions.into_iter()
+    }
+
+    fn session(&mut self, id: SessionId) -> Option<&mut Session> {
+        self.life.sessions.get_mut(&id).map(|peer| &mut peer.session)
+    }
+
+    /// Rounds of any length.
+    fn costs(&mut self) -> (usize, usize) {
+        let round = 1 + self.ctx.rng.below(8) as usize;
+        (self.ctx.knobs.turn_cost, round)
+    }
+
+    fn handle(&mut self, event: Event) {
+        if let Event::Message { session, request } = &event {
+            self.ctx.hit(coverage::message(request));
+            self.life.sessions.get_mut(session).expect("its ring was read").follow(request);
+        }
+        self.life.handle(event, self.ctx);
+    }
+
+    fn behind(&self) -> Option<SessionId> {
+        self.life.core.behind()
+    }
+
+    fn was_touched(&mut self) -> bool {
+        std::mem::take(&mut self.life.touched)
+    }
+
+    fn refuse(&mut self, session: SessionId, violation: Violation) {
+        unreachable!("engines are honest, and session {session} is not: {violation}");
+    }
+
+    fn tick(&mut self) {
+        self.life.tick(self.ctx);
+    }
 }
 
 // === impl Life: the turn ===
@@ -33,7 +87,7 @@ impl Life {
     /// One move of the data thread; the time until its next one.
     pub(crate) fn step(&mut self, ctx: &mut Ctx) -> Micros {
         if std::mem::take(&mut self.asleep) {
-            self.sessions.values().for_each(|peer| peer.session.set_asleep(false));
+            turn::wake_up(&mut Living { life: self, ctx });
         }
         if self.mend(ctx) {
             return 1;
@@ -51,131 +105,31 @@ impl Life {
             self.close(id, "cut or refused", ctx);
             return 1;
         }
-        match std::mem::replace(&mut self.phase, Phase::Copied) {
-            Phase::Copied => self.take_copied(ctx),
-            Phase::Look => self.look(ctx),
-            Phase::Read(open) => self.read(open, ctx),
-            Phase::Drained(drained) => self.report(drained, ctx),
-            Phase::LookAtFences => self.look_at_fences(),
-            Phase::Fences(moved) => self.fences(moved, ctx),
-            Phase::Rest => return self.rest(ctx),
+        let mut turn = std::mem::take(&mut self.turn);
+        let goes_on = turn.step(&mut Living { life: self, ctx });
+        self.turn = turn;
+        if !goes_on {
+            self.sessions.values().for_each(|peer| peer.session.beat(ctx.now / 1000));
+            return self.rest(ctx);
         }
         if ctx.rng.one_in(16) { ctx.pause(30) } else { 1 }
     }
 
-    fn take_copied(&mut self, ctx: &mut Ctx) {
+    fn take_copied(&mut self, ctx: &mut Ctx) -> bool {
         if let Some((copy, ok)) = self.copies.finished() {
             let pieces = self.places.remove(&copy).expect("a batch ends once");
             self.ledger.end(&pieces);
-            return self.handle(Event::Copied { copy, ok }, ctx);
+            self.handle(Event::Copied { copy, ok }, ctx);
+            return true;
         }
-        if let Some(comparison) = self.copies.compared() {
-            return self.end_comparison(&comparison, ctx);
-        }
-        if self.take_checksum(ctx) || self.take_transfer(ctx) || self.hear_mesh(ctx) {
-            return;
-        }
-        self.phase = Phase::Look;
-    }
-
-    fn look(&mut self, ctx: &mut Ctx) {
-        self.backlog.clear();
-        let mut open: Vec<(SessionId, usize)> = Vec::new();
-        for (&id, peer) in &mut self.sessions {
-            if peer.session.look().expect("honest engines") > 0 {
-                open.push((id, ctx.knobs.turn_cost));
-            }
-        }
-        // Rings may be read in any order.
-        if open.len() > 1 && ctx.rng.one_in(2) {
-            open.reverse();
-        }
-        self.phase = Phase::Read(open.into());
-    }
-
-    /// Handles one message of the next session.
-    fn read(&mut self, mut open: VecDeque<(SessionId, usize)>, ctx: &mut Ctx) {
-        let Some((id, left)) = open.pop_front() else {
-            let touched = std::mem::take(&mut self.touched);
-            self.phase = if touched { Phase::Drained(self.drained()) } else { Phase::LookAtFences };
-            return;
-        };
-        self.phase = Phase::Read(open);
-        let Some(peer) = self.sessions.get_mut(&id) else { return };
-        let Some(request) = peer.session.read().expect("honest engines") else {
-            return peer.session.release();
-        };
-        let left = left.saturating_sub(request.cost());
-        ctx.hit(coverage::message(&request));
-        peer.follow(&request);
-        self.handle(Event::Message { session: id, request }, ctx);
-        let Phase::Read(open) = &mut self.phase else { unreachable!("set above") };
-        if left > 0 {
-            // Sometimes this session goes on, sometimes the next has its round.
-            if ctx.rng.one_in(4) {
-                open.push_back((id, left))
-            } else {
-                open.push_front((id, left))
-            }
-            return;
-        }
-        // What follows from the message is carried out before its room is given back.
-        self.backlog.push(id);
-    }
-
-    fn drained(&mut self) -> VecDeque<(SessionId, u64)> {
-        for id in &self.backlog {
-            if let Some(peer) = self.sessions.get(id) {
-                peer.session.release();
-            }
-        }
-        let sessions = &self.sessions;
-        self.backlog.retain(|id| sessions.get(id).is_some_and(|peer| peer.session.unread() > 0));
-        let read =
-            self.sessions.iter().filter(|(id, peer)| peer.rank.is_none() && !self.backlog.contains(id));
-        read.map(|(id, peer)| (*id, peer.session.void_below())).collect()
-    }
-
-    fn report(&mut self, mut drained: VecDeque<(SessionId, u64)>, ctx: &mut Ctx) {
-        let Some((session, void_below)) = drained.pop_front() else {
-            self.phase = Phase::LookAtFences;
-            return;
-        };
-        self.phase = Phase::Drained(drained);
-        self.handle(Event::Drained { session, void_below }, ctx);
-    }
-
-    fn look_at_fences(&mut self) {
-        let moved = self.sessions.iter_mut().filter_map(|(id, peer)| {
-            let (start, done) = peer.session.moved_fences()?;
-            Some((*id, start, done))
-        });
-        self.phase = Phase::Fences(moved.collect());
-    }
-
-    fn fences(&mut self, mut moved: VecDeque<(SessionId, u64, u64)>, ctx: &mut Ctx) {
-        if let Some((session, start, done)) = moved.pop_front() {
-            self.phase = Phase::Fences(moved);
-            return self.handle(Event::Fences { session, start, done }, ctx);
-        }
-        if let Some(session) = self.core.behind() {
-            self.phase = Phase::Fences(moved);
-            return self.handle(Event::Behind { session }, ctx);
-        }
-        if self.open_part(ctx) {
-            self.phase = Phase::Fences(moved);
-            return;
-        }
-        self.phase = Phase::Rest;
-        self.tick(ctx);
-        for peer in self.sessions.values() {
-            peer.session.beat(ctx.now / 1000);
-        }
+        let compared = self.copies.compared();
+        compared.iter().for_each(|comparison| self.end_comparison(comparison, ctx));
+        compared.is_some()
     }
 
     /// Serves sockets, and sleeps if there is nothing to do.
     fn rest(&mut self, ctx: &mut Ctx) -> Micros {
-        if !self.backlog.is_empty() {
+        if !self.turn.backlog().is_empty() {
             ctx.hit("sidecar backlog");
         }
         if self.draining {
@@ -192,7 +146,7 @@ impl Life {
             self.admit(dial, ctx);
             return 1;
         }
-        if self.touched || self.copies.ended() {
+        if self.turn.worked() || self.touched || self.copies.ended() {
             return 1;
         }
         self.sleep(ctx)
@@ -200,9 +154,8 @@ impl Life {
 
     /// Says that it sleeps, looks once more, and only then does.
     fn sleep(&mut self, ctx: &mut Ctx) -> Micros {
-        self.sessions.values().for_each(|peer| peer.session.set_asleep(true));
-        if self.sessions.values_mut().any(|peer| peer.session.has_news()) {
-            self.sessions.values().for_each(|peer| peer.session.set_asleep(false));
+        if !turn::fall_asleep(&mut Living { life: self, ctx }) {
+            turn::wake_up(&mut Living { life: self, ctx });
             return 1;
         }
         ctx.hit("sidecar slept");

@@ -1,0 +1,110 @@
+//! What the data thread's turn takes in: ends of copies, and what sessions of [`crate::turn`] need to know.
+
+use shm_protocol::layout::QUERY_KEYS;
+
+use super::{Runtime, TICK};
+use crate::clock::millis;
+use crate::copiers::Finished;
+use crate::engine::{Event, SessionId};
+use crate::metrics::CloseReason;
+use crate::session::{Session, Violation};
+use crate::turn::{Host, Source};
+
+/// Keys and block ids that one session's messages may name before the next session has its turn: a long request's, or one
+/// QUERY of any size. A message costs one more than it names.
+const ROUND_COST: usize = 8192;
+/// The same for a whole turn of an engine that is alone at work; what is left in the ring waits for the next. Some 10 ms of searching,
+/// after which new messages of every session are looked at again. Of several engines each has its part of one round instead: an
+/// engine waits 2 ms for an answer, and a turn of all the others must be over well before that.
+const TURN_COST: usize = 2 * QUERY_KEYS;
+// === impl Runtime: a turn's host ===
+
+impl Host for Runtime {
+    fn take(&mut self, source: Source) -> usize {
+        match source {
+            Source::Copies => self.take_copied().into(),
+            Source::Ranks => self.take_rank_news().into(),
+            Source::Disks => self.take_transfer().into(),
+            Source::Checksums => self.take_checksum().into(),
+            Source::Mesh => self.hear_peer(),
+            Source::Pool => self.open_part().into(),
+        }
+    }
+
+    fn sessions(&mut self) -> impl Iterator<Item = (SessionId, &mut Session)> {
+        self.sessions.iter_mut().map(|(id, session)| (*id, session))
+    }
+
+    fn session(&mut self, id: SessionId) -> Option<&mut Session> {
+        self.sessions.get_mut(&id)
+    }
+
+    fn costs(&mut self) -> (usize, usize) {
+        let turn_cost = match self.core.at_work() {
+            0 | 1 => TURN_COST,
+            engines => ROUND_COST.div_ceil(engines),
+        };
+        (turn_cost, ROUND_COST)
+    }
+
+    fn handle(&mut self, event: Event) {
+        if matches!(event, Event::Fences { .. }) {
+            self.fences_since = None;
+        }
+        Runtime::handle(self, event);
+    }
+
+    fn behind(&self) -> Option<SessionId> {
+        self.core.behind()
+    }
+
+    fn was_touched(&mut self) -> bool {
+        std::mem::take(&mut self.touched)
+    }
+
+    fn refuse(&mut self, session: SessionId, violation: Violation) {
+        self.closing.push((session, CloseReason::Malformed, violation.to_string()));
+        self.close_sessions();
+    }
+
+    fn tick(&mut self) {
+        if self.now >= self.next_tick {
+            self.next_tick = self.now + TICK;
+            self.look_at_pool();
+            Runtime::handle(self, Event::Tick);
+            self.show_disks();
+            self.show_peers();
+            self.show_checks();
+            self.metrics.publish_holders(self.core.holders());
+            self.metrics.publish_parked(self.copiers.parked());
+            if self.serves_parked_alone() {
+                self.copiers.end();
+            }
+        } else if self.core.next_look_ms().is_some_and(|at| millis(self.now) >= at) {
+            Runtime::handle(self, Event::Tick);
+        }
+    }
+}
+
+// === impl Runtime: ends of copies ===
+
+impl Runtime {
+    /// Takes in one end of a copy or a comparison; whether there was any.
+    fn take_copied(&mut self) -> bool {
+        if let Some(Finished { copy, ok }) = self.refused.pop().or_else(|| self.copiers.finished()) {
+            if !ok {
+                self.look_at_pool();
+            }
+            self.handle(Event::Copied { copy, ok });
+            return true;
+        }
+        let Some((save, mut found)) = self.copiers.compared() else { return false };
+        self.look_at_pool();
+        if self.lost {
+            // Its bytes may be none of the engine's: nobody is judged by them.
+            found.differing = 0;
+        }
+        self.handle(Event::Compared { save, found });
+        true
+    }
+}

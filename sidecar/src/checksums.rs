@@ -10,10 +10,11 @@ use std::sync::mpsc::{self, Receiver, Sender, SyncSender, TryRecvError};
 use std::thread;
 use std::time::Duration;
 
-use rustix::event::EventfdFlags;
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
 use tiers::pool::Pool;
+
+use crate::wake;
 
 /// Blocks that wait for their checksums, in 1.5 MiB; beyond it a block gets none, and the next sidecar drops it. As many as may wait
 /// to be written to disks.
@@ -71,7 +72,7 @@ struct Reports {
 impl Checksums {
     /// Starts the threads; each holds a `guard` as long as it runs, which is as long as this value is there.
     pub fn start<G: Send + 'static>(pool: &Arc<Pool>, guard: impl Fn() -> G) -> std::io::Result<Self> {
-        let wake = Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let wake = Arc::new(wake::eventfd()?);
         let (sender, summed) = mpsc::channel();
         let (sums, to_sum) = mpsc::sync_channel(UNSUMMED_MAX);
         let (verifications, to_verify) = mpsc::channel();
@@ -147,7 +148,7 @@ impl Reports {
 
     fn wake(&self) {
         // Full means readable, which is all that is wanted.
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        wake::signal(&self.wake);
     }
 }
 

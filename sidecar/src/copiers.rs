@@ -13,7 +13,6 @@ use std::sync::{Arc, mpsc};
 
 use copy_engine::HostMemory;
 use copy_engine::cuda::Gpu;
-use rustix::event::EventfdFlags;
 use shm_protocol::handshake::Worker;
 use shm_protocol::session::SessionMemory;
 use tiers::pool::Pool;
@@ -25,7 +24,7 @@ use self::host::{HostCopiers, HostRank};
 use self::staged::StagedRank;
 use crate::engine::{Comparison, CopyId, Direction, Found, Piece, SessionId};
 use crate::pinning::Pinned;
-use crate::server::EndSignal;
+use crate::wake::{self, EndSignal};
 
 /// The memory of a worker session.
 #[derive(Clone, Debug)]
@@ -156,7 +155,7 @@ impl Ends {
 
     fn wake(&self) {
         // Full after 2^64 ends, and then readable all the same.
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        wake::signal(&self.wake);
     }
 }
 
@@ -170,7 +169,7 @@ impl Copiers {
         pinned: &Arc<Pinned>,
         ended: &Arc<EndSignal>,
     ) -> std::io::Result<Self> {
-        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let wake = wake::eventfd()?;
         let ((sender, finished), (teller, compared)) = (mpsc::channel(), mpsc::channel());
         let (herald, ranks) = mpsc::channel();
         let ends = Ends { finished: sender, compared: teller, ranks: herald, wake: Arc::new(wake) };

@@ -4,12 +4,12 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, mpsc};
 
-use rustix::event::EventfdFlags;
 use tiers::pool::Pool;
 use tiers::ssd::{self, Device, Geometry, Job, Opened, Up};
 
 use crate::config::Disk;
-use crate::server::{EndSignal, StartError};
+use crate::error::StartError;
+use crate::wake::{self, EndSignal};
 
 /// Bytes that may be on their way to one device: what the fastest drive writes in some 40 ms.
 const WRITE_BYTES_MAX: u64 = 256 << 20;
@@ -52,8 +52,7 @@ impl Disks {
         pool: &Pool,
         ended: &Arc<EndSignal>,
     ) -> Result<Self, StartError> {
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let wake = Arc::new(rustix::event::eventfd(0, flags).map_err(std::io::Error::from)?);
+        let wake = Arc::new(wake::eventfd().map_err(std::io::Error::from)?);
         let (sender, ups) = mpsc::channel();
         let mut devices = Vec::new();
         for (number, (opened, name)) in opened.into_iter().zip(names).enumerate() {
@@ -66,7 +65,7 @@ impl Disks {
                 let _ = &guard;
                 // Nobody asks any more: the sidecar ends.
                 let _ = sender.send(up);
-                let _ = rustix::io::write(&wake, &1u64.to_ne_bytes());
+                wake::signal(&wake);
             };
             devices.push(Device::start(opened, number, pool.shared_region(), up)?);
         }

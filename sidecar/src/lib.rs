@@ -3,7 +3,7 @@
 //! Job: decide ([`engine`], pure), and carry decisions out: sessions over shared memory ([`session`]), in the order of a
 //! [`turn`] that [`runtime`] takes, the handshake ([`listener`], [`greeter`]), the namespaces seen ([`catalog`]), copies ([`copiers`]) and the memory that GPUs
 //! copy from ([`pinning`], [`numa`]), checksums of a pool file ([`checksums`]), the disks behind the pool ([`disks`]), the pods beside this one ([`peers`]), metrics and health ([`metrics`], [`admin`],
-//! [`progress`], [`quotas`]), life and death ([`server`], [`reserve`]), what keeps it from working ([`doctor`]), and keys
+//! [`progress`], [`quotas`]), life and death ([`server`], [`wake`], [`error`], [`reserve`]), what keeps it from working ([`doctor`]), and keys
 //! for who asks without an engine ([`keys`]). The binary `pillion` is this library behind a command line.
 //!
 //! May depend on: shm-protocol, tiers, mesh, copy-engine. Never: holds unsafe code, trusts a peer's value, lets one engine
@@ -22,6 +22,7 @@ pub mod copiers;
 pub mod disks;
 pub mod doctor;
 pub mod engine;
+pub mod error;
 pub mod greeter;
 pub mod keys;
 pub mod listener;
@@ -37,3 +38,4 @@ pub mod runtime;
 pub mod server;
 pub mod session;
 pub mod turn;
+pub mod wake;

@@ -11,7 +11,6 @@ use std::sync::{Arc, mpsc};
 use mesh::control::{self, Control, News};
 use mesh::digest::Change;
 use mesh::transport::{self, BootId, Done, Fetch, Grant, Granted, PeerNumber};
-use rustix::event::EventfdFlags;
 use shm_protocol::pool::SlotRef;
 use tiers::Blocks;
 use tiers::pool::Pool;
@@ -19,7 +18,8 @@ use tiers::pool::Pool;
 use self::carriers::Carriers;
 use crate::config::Mesh;
 use crate::engine::Heard;
-use crate::server::{EndSignal, StartError};
+use crate::error::StartError;
+use crate::wake::{self, EndSignal};
 
 /// Changes of a peer that are handed out at once: 0.2 to 0.5 ms of a filter's work.
 const CHANGES: usize = 1024;
@@ -83,15 +83,14 @@ impl Told {
 impl Peers {
     /// Starts what carries blocks, and then what tells the peers where.
     pub fn start(mesh: &Mesh, epoch: u64, pool: &Pool, ended: &Arc<EndSignal>) -> Result<Self, StartError> {
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let wake = Arc::new(rustix::event::eventfd(0, flags).map_err(std::io::Error::from)?);
+        let wake = Arc::new(wake::eventfd().map_err(std::io::Error::from)?);
         let (sender, ups) = mpsc::channel();
         let say = {
             let wake = Arc::clone(&wake);
             move |up| {
                 // Nobody asks any more: the sidecar ends.
                 let _ = sender.send(up);
-                let _ = rustix::io::write(&wake, &1u64.to_ne_bytes());
+                wake::signal(&wake);
             }
         };
         let life = |epoch| BootId(NonZeroU64::new(epoch).unwrap_or(NonZeroU64::MIN));

@@ -31,9 +31,9 @@ use crate::metrics::{CloseReason, Metrics};
 use crate::peers::Peers;
 use crate::poller::{Poller, Source};
 use crate::progress::Progress;
-use crate::server::Control;
 use crate::session::Session;
 use crate::turn::{self, Turn};
+use crate::wake::Control;
 
 use self::doorway::Entrant;
 

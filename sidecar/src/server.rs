@@ -4,17 +4,15 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use mesh::directory::{self, Directory};
 use prometheus::Registry;
-use rustix::event::EventfdFlags;
 use rustix::io::Errno;
 use rustix::process::PidfdFlags;
 use rustix::rand::GetRandomFlags;
-use thiserror::Error;
 use tiers::dram::{self, Dram};
 use tiers::pool::{self, Pool};
 use tiers::ssd::Log;
@@ -26,8 +24,9 @@ use crate::config::Config;
 use crate::copiers::Copiers;
 use crate::disks::{self, Disks};
 use crate::engine::Core;
+use crate::error::StartError;
 use crate::greeter::Greeter;
-use crate::listener::{self, ListenError, Listener};
+use crate::listener::{self, Listener};
 use crate::metrics::Metrics;
 use crate::peers::Peers;
 use crate::pinning::Pinned;
@@ -36,50 +35,7 @@ use crate::progress::Progress;
 use crate::quotas::Levels;
 use crate::reserve;
 use crate::runtime::{Runtime, Terms};
-
-/// The sidecar cannot start; the text names the remedy.
-#[derive(Debug, Error)]
-pub enum StartError {
-    /// No socket.
-    #[error(transparent)]
-    Listen(#[from] ListenError),
-    /// No pool.
-    #[error(transparent)]
-    Tier(#[from] tiers::Error),
-    /// No admin pages.
-    #[error("cannot serve the admin pages on {address}: {source}; pass another --http ADDR")]
-    Admin {
-        /// Where.
-        address: SocketAddr,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// The metrics contradict each other.
-    #[error("metrics: {0}")]
-    Metrics(#[from] prometheus::Error),
-    /// The mesh cannot be joined.
-    #[error(transparent)]
-    Mesh(#[from] ::mesh::Error),
-    /// The kernel refused threads or descriptors.
-    #[error("cannot start: {0}")]
-    Os(#[from] std::io::Error),
-}
-
-/// What the data thread is told from outside.
-#[derive(Debug)]
-pub struct Control {
-    /// Milliseconds that copies in flight may take from now on; zero while nobody asked to end.
-    grace_ms: AtomicU64,
-    wake: OwnedFd,
-}
-
-/// Becomes readable when a thread that must not end has ended.
-#[derive(Debug)]
-pub struct EndSignal(OwnedFd);
-
-/// Gives the [`EndSignal`] on drop, also while its thread unwinds.
-#[derive(Debug)]
-pub struct OnExit(Arc<EndSignal>);
+use crate::wake::{Control, EndSignal};
 
 /// A running sidecar.
 #[derive(Debug)]
@@ -90,53 +46,6 @@ pub struct Server {
     ready: Ready,
     http: SocketAddr,
     socket: PathBuf,
-}
-
-// === impl Control ===
-
-impl Control {
-    fn new() -> Result<Self, Errno> {
-        Ok(Self { grace_ms: AtomicU64::new(0), wake: eventfd()? })
-    }
-
-    /// The grace, once someone asked to end.
-    pub fn grace(&self) -> Option<Duration> {
-        let grace = self.grace_ms.load(Ordering::Relaxed);
-        (grace != 0).then(|| Duration::from_millis(grace))
-    }
-
-    fn drain(&self, grace: Duration) {
-        self.grace_ms.store((grace.as_millis() as u64).max(1), Ordering::Relaxed);
-        signal(&self.wake);
-    }
-}
-
-// === impl EndSignal ===
-
-impl EndSignal {
-    fn new() -> Result<Self, Errno> {
-        Ok(Self(eventfd()?))
-    }
-
-    /// A guard for a thread.
-    pub fn on_exit(self: &Arc<Self>) -> OnExit {
-        OnExit(Arc::clone(self))
-    }
-}
-
-impl Drop for OnExit {
-    fn drop(&mut self) {
-        signal(&self.0.0);
-    }
-}
-
-fn eventfd() -> Result<OwnedFd, Errno> {
-    rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-}
-
-fn signal(eventfd: &OwnedFd) {
-    // Full means readable, which is all that is wanted.
-    let _ = rustix::io::write(eventfd, &1u64.to_ne_bytes());
 }
 
 /// This process, as a descriptor.
@@ -192,7 +101,7 @@ impl Server {
         let disks_wake = disks.as_ref().map(|disks| (Source::Disks, disks.wake()));
         let checksums_wake = checksums.as_ref().map(|checksums| (Source::Checksums, checksums.wake()));
         let mesh_wake = peers.as_ref().map(|peers| (Source::Mesh, peers.wake()));
-        [(Source::Control, control.wake.as_fd()), (Source::Copies, copiers.wake())]
+        [(Source::Control, control.as_fd()), (Source::Copies, copiers.wake())]
             .into_iter()
             .chain(disks_wake)
             .chain(checksums_wake)
@@ -240,7 +149,7 @@ impl Server {
 
     /// Readable once a thread ended that should not have.
     pub fn ended(&self) -> BorrowedFd<'_> {
-        self.ended.0.as_fd()
+        self.ended.as_fd()
     }
 
     /// Takes nothing new, finishes the copies in flight for at most `grace`, removes the socket. False if the data

@@ -17,7 +17,7 @@ use tiers::pool::Pool;
 
 use super::{Batch, Ends, Finished};
 use crate::engine::{Comparison, Direction, Found, Piece, SessionId};
-use crate::server::EndSignal;
+use crate::wake::EndSignal;
 
 /// Blocks that one thread takes at a time: enough that taking costs nothing, few enough that a batch spreads over all
 /// threads and a closed gate is soon seen.

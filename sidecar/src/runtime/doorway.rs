@@ -4,7 +4,6 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use copy_engine::HostMemory;
-use rustix::event::EventfdFlags;
 use rustix::fs::FileType;
 use rustix::io::Errno;
 use shm_protocol::handshake::{self, Copier, Hello, Reply, Role, Welcome, Worker};
@@ -23,6 +22,7 @@ use crate::greeter::{self, Caller};
 use crate::metrics::CloseReason;
 use crate::poller::Source;
 use crate::session::Session;
+use crate::wake;
 
 /// Sessions at once: a host of 16 GPUs with one engine each has 32; room for eight restarts of all at once.
 const SESSIONS_MAX: usize = 256;
@@ -235,8 +235,7 @@ impl Runtime {
         socket: Arc<OwnedFd>,
         rank: Option<Rank>,
     ) -> Result<Session, String> {
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let doorbell = rustix::event::eventfd(0, flags).map_err(|error| format!("no eventfd: {error}"))?;
+        let doorbell = wake::eventfd().map_err(|error| format!("no eventfd: {error}"))?;
         let watched = self
             .poller
             .add(Source::Doorbell(id), &doorbell)

@@ -9,6 +9,7 @@ mod etcd;
 mod follow;
 mod serve;
 pub mod service;
+mod shared;
 mod shell;
 pub mod wire;
 
@@ -23,17 +24,14 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use self::shell::Command;
 use crate::Error;
 use crate::digest::Change;
-use crate::directory::Filter;
-pub use crate::membership::Parting;
+pub use crate::membership::{DataAddresses, MEMBERS_MAX, News, Parting};
 use crate::tls::Security;
-use crate::transport::{BootId, NodeId, Peer, PeerNumber};
+use crate::transport::{BootId, NodeId, PeerNumber};
 
 /// The name of a mesh, unless told otherwise.
 pub const MESH_DEFAULT: &str = "default";
 /// Bytes of the longest name of a mesh, which is a part of a key in etcd.
 pub const MESH_BYTES_MAX: usize = 63;
-/// Members that a node knows of, and the most that it serves: each costs a stream, its filter and 256 KiB.
-pub const MEMBERS_MAX: usize = 1024;
 /// Memory of all filters, unless told otherwise: 200 million keys, as 400 TiB of blocks of 2 MiB have.
 pub const DIRECTORY_BYTES_DEFAULT: usize = 512 << 20;
 /// How long a registration in etcd outlives its node, unless told otherwise.
@@ -64,15 +62,6 @@ pub struct Config {
     pub directory_bytes: usize,
     /// How long anything may take.
     pub limits: Limits,
-}
-
-/// Where a node serves blocks.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct DataAddresses {
-    /// Over TCP.
-    pub tcp: SocketAddr,
-    /// Where RDMA is arranged, if the node has NICs for it.
-    pub rdma: Option<SocketAddr>,
 }
 
 /// How members are found.
@@ -118,49 +107,6 @@ pub struct Limits {
     pub back_off_max: Duration,
     /// A call to etcd.
     pub etcd: Duration,
-}
-
-/// What becomes of the mesh. It is told on the thread of [`Control`] and must not wait.
-#[derive(Debug)]
-pub enum News {
-    /// A member, in one life of it. A number is used once.
-    Joined {
-        /// Its name from now on.
-        number: PeerNumber,
-        /// Who it is.
-        peer: Peer,
-        /// Where RDMA is arranged with it, if it has NICs for it.
-        rdma: Option<SocketAddr>,
-    },
-    /// A member no more: it must be cut off. Nothing is told of the number any more.
-    Left {
-        /// Who.
-        number: PeerNumber,
-        /// Why.
-        why: Parting,
-    },
-    /// All that a member keeps.
-    Snapshot {
-        /// Who.
-        number: PeerNumber,
-        /// Its keys.
-        filter: Filter,
-    },
-    /// What has changed since.
-    Changes {
-        /// Who.
-        number: PeerNumber,
-        /// In order.
-        changes: Vec<Change>,
-    },
-    /// Nothing is heard of a member at present: what it was known to keep stays in use until it is heard of again or
-    /// [`News::Left`].
-    Stale {
-        /// Who.
-        number: PeerNumber,
-    },
-    /// Something an operator should know.
-    Note(String),
 }
 
 /// The thread at work.

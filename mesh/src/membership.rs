@@ -12,8 +12,64 @@ use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::net::SocketAddr;
 
-use crate::control::{DataAddresses, MEMBERS_MAX, News};
+use crate::digest::Change;
+use crate::directory::Filter;
 use crate::transport::{BootId, NodeId, Peer, PeerNumber};
+
+/// Members that a node knows of, and the most that it serves: each costs a stream, its filter and 256 KiB.
+pub const MEMBERS_MAX: usize = 1024;
+
+/// Where a node serves blocks.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct DataAddresses {
+    /// Over TCP.
+    pub tcp: SocketAddr,
+    /// Where RDMA is arranged, if the node has NICs for it.
+    pub rdma: Option<SocketAddr>,
+}
+
+/// What becomes of the mesh. It is told on the thread of [`crate::control::Control`] and must not wait.
+#[derive(Debug)]
+pub enum News {
+    /// A member, in one life of it. A number is used once.
+    Joined {
+        /// Its name from now on.
+        number: PeerNumber,
+        /// Who it is.
+        peer: Peer,
+        /// Where RDMA is arranged with it, if it has NICs for it.
+        rdma: Option<SocketAddr>,
+    },
+    /// A member no more: it must be cut off. Nothing is told of the number any more.
+    Left {
+        /// Who.
+        number: PeerNumber,
+        /// Why.
+        why: Parting,
+    },
+    /// All that a member keeps.
+    Snapshot {
+        /// Who.
+        number: PeerNumber,
+        /// Its keys.
+        filter: Filter,
+    },
+    /// What has changed since.
+    Changes {
+        /// Who.
+        number: PeerNumber,
+        /// In order.
+        changes: Vec<Change>,
+    },
+    /// Nothing is heard of a member at present: what it was known to keep stays in use until it is heard of again or
+    /// [`News::Left`].
+    Stale {
+        /// Who.
+        number: PeerNumber,
+    },
+    /// Something an operator should know.
+    Note(String),
+}
 
 /// What a node says of itself.
 #[derive(Clone, Debug, Eq, PartialEq)]

@@ -13,8 +13,8 @@ use std::fmt;
 use sha2::{Digest, Sha256};
 use thiserror::Error;
 
-pub use self::algorithm::{Algorithm, DEFAULT_SEED, NoneHashRule, none_hash};
-pub use self::chain::{BLOCK_TOKENS_MAX, Chain};
+pub use self::algorithm::{Algorithm, NoneHashRule};
+pub use self::chain::{BLOCK_TOKENS_MAX, Chain, DEFAULT_SEED, none_hash};
 pub use self::derivation::{Derivation, Derived, coarse, with_group};
 pub use self::extra::{ExtraForm, ExtraKey};
 pub use self::pickle::{PICKLE_BLOCK_TOKENS_MAX, PICKLE_EXTRA_BYTES_MAX};

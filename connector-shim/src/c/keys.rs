@@ -6,7 +6,7 @@ use shm_protocol::key::{Algorithm, Chain, ExtraForm, ExtraKey as Extra};
 
 use super::error::{Failure, Status, answer, given};
 use super::handle::Guarded;
-use super::raw::{Items, Text};
+use super::raw::{Hash, Items, Text};
 use crate::error::ShimError;
 
 /// The hashes of one request's blocks.
@@ -17,14 +17,6 @@ pub struct Keys(Guarded<State>);
 struct State {
     chain: Chain,
     block_tokens: usize,
-}
-
-/// The hash of a block and of all before it; one of 16 bytes is padded with zeros.
-#[repr(C)]
-#[derive(Copy, Clone, Debug)]
-pub struct Hash {
-    /// The bytes.
-    pub bytes: [u8; 32],
 }
 
 /// Kinds of extra keys, in the order in which those of one block are given.

@@ -12,7 +12,6 @@ use shm_protocol::key::BlockHash;
 #[cfg(test)]
 use super::error::Status;
 use super::error::{Failure, given};
-use super::keys::Hash;
 
 /// `count` items side by side. NULL where there are none.
 #[repr(C)]
@@ -28,6 +27,14 @@ pub struct Items<T> {
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct Text(*const c_char);
+
+/// The hash of a block and of all before it; one of 16 bytes is padded with zeros.
+#[repr(C)]
+#[derive(Copy, Clone, Debug)]
+pub struct Hash {
+    /// The bytes.
+    pub bytes: [u8; 32],
+}
 
 const _: () = assert!(size_of::<Hash>() == size_of::<BlockHash>() && align_of::<BlockHash>() == 1);
 

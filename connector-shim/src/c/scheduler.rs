@@ -8,8 +8,7 @@ use shm_protocol::key::BlockHash;
 
 use super::error::{Failure, Status, answer, given};
 use super::handle::{Guarded, Notices, Run};
-use super::keys::Hash;
-use super::raw::{Items, Text};
+use super::raw::{Hash, Items, Text};
 use crate::plan::Plan;
 use crate::scheduler::{Options, Scheduler as Session};
 

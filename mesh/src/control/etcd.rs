@@ -23,7 +23,7 @@ use tokio::time::{Instant, Interval, MissedTickBehavior};
 
 use super::back_off::BackOff;
 use super::dial::{causes, dial, within};
-use super::shell::Shared;
+use super::shared::Shared;
 use super::{DataAddresses, Etcd, MEMBERS_MAX};
 use crate::membership::{Identity, Registration};
 use crate::transport::{BootId, NodeId};

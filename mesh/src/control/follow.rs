@@ -11,7 +11,7 @@ use super::News;
 use super::back_off::BackOff;
 use super::dial::{dial, within};
 use super::service::inventory_client::InventoryClient;
-use super::shell::Shared;
+use super::shared::Shared;
 use super::wire::{FollowReply, FollowRequest, REPLY_BYTES_MAX, Reply};
 use crate::digest::Thinning;
 use crate::feed::{Follower, Heard, Message, Unheard, keys_max};

@@ -18,7 +18,7 @@ use tonic::{Request, Response, Status};
 use super::MEMBERS_MAX;
 use super::dial::{Wire, within};
 use super::service::inventory_server::{Inventory, InventoryServer};
-use super::shell::{Shared, lock};
+use super::shared::{Shared, lock};
 use super::wire::{FollowReply, FollowRequest, REPLY_BYTES_MAX, REQUEST_BYTES_MAX, VERSION, thinning_of};
 use crate::tls::REMEDY;
 

@@ -24,11 +24,12 @@ use std::time::{Duration, Instant};
 use tiers::Blocks;
 
 use self::verbs::Nic;
-use super::tcp::carriage::{Carriage, Fetching, InStream};
-use super::tcp::fetch::Piece;
+use super::tcp::carriage::{Carriage, Fetching};
 use super::tcp::frame::lease::{LEASE_MS_MAX, NICS_MAX, Queue, QueueEnd};
 use super::tcp::frame::{Frame, Malformed};
+use super::tcp::in_stream::InStream;
 use super::tcp::link::Link;
+use super::tcp::piece::Piece;
 use super::tcp::serve::part;
 use super::tcp::wire::Wire;
 use super::tcp::{self, Limits, STREAMS_MAX, Security, Shared, Tcp, lock, now};

@@ -1,4 +1,4 @@
-//! Which hash, over which encoding, and where a chain begins.
+//! Which hash, over which encoding, and by which rule a chain begins.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,13 +7,7 @@ use serde::Deserialize;
 use sha2::block_api::compress256;
 use twox_hash::XxHash3_128;
 
-use super::{BlockHash, HASH_BYTES_MAX, HASH_BYTES_SHORT, KeyError, cbor, pickle};
-
-/// What NONE_HASH is made of since vLLM 0.29 where no PYTHONHASHSEED is set and the hash is cryptographic.
-pub const DEFAULT_SEED: &str = "vllm-none-hash";
-
-/// Python takes "random" or a number; vLLM makes 64 hex digits where there is none.
-const SEED_BYTES_MAX: usize = 255;
+use super::{BlockHash, HASH_BYTES_MAX, HASH_BYTES_SHORT, KeyError};
 
 /// vLLM's `--prefix-caching-hash-algo`.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, Deserialize)]
@@ -40,26 +34,6 @@ pub enum NoneHashRule {
     Before029,
 }
 
-/// NONE_HASH of an engine whose PYTHONHASHSEED is `seed`.
-pub fn none_hash(
-    algorithm: Algorithm,
-    rule: NoneHashRule,
-    seed: Option<&str>,
-) -> Result<BlockHash, KeyError> {
-    let fixed = (rule == NoneHashRule::Since029 && algorithm.is_cryptographic()).then_some(DEFAULT_SEED);
-    let seed = seed.or(fixed).ok_or(KeyError::RandomNoneHash(algorithm))?;
-    if seed.len() > SEED_BYTES_MAX {
-        return Err(KeyError::Seed(seed.len()));
-    }
-    let mut bytes = Vec::new();
-    if algorithm.is_pickle() {
-        pickle::seed(&mut bytes, seed)
-    } else {
-        cbor::text(&mut bytes, seed)
-    }
-    Ok(algorithm.digest(&mut bytes))
-}
-
 // === impl Algorithm ===
 
 impl Algorithm {
@@ -77,7 +51,7 @@ impl Algorithm {
         matches!(self, Self::Sha256 | Self::Xxhash)
     }
 
-    const fn is_cryptographic(self) -> bool {
+    pub(super) const fn is_cryptographic(self) -> bool {
         matches!(self, Self::Sha256Cbor | Self::Sha256)
     }
 

@@ -1,6 +1,14 @@
 //! The chain: each block's hash covers its tokens and, through its parent's hash, all before it.
 
-use super::{Algorithm, BlockHash, ExtraForm, ExtraKey, KeyError, PICKLE_BLOCK_TOKENS_MAX, cbor, pickle};
+use super::{
+    Algorithm, BlockHash, ExtraForm, ExtraKey, KeyError, NoneHashRule, PICKLE_BLOCK_TOKENS_MAX, cbor, pickle,
+};
+
+/// What NONE_HASH is made of since vLLM 0.29 where no PYTHONHASHSEED is set and the hash is cryptographic.
+pub const DEFAULT_SEED: &str = "vllm-none-hash";
+
+/// Python takes "random" or a number; vLLM makes 64 hex digits where there is none.
+const SEED_BYTES_MAX: usize = 255;
 
 /// Most tokens of a block: thousands of times vLLM's usual 16, and half a MiB to encode.
 pub const BLOCK_TOKENS_MAX: u32 = 1 << 16;
@@ -27,6 +35,26 @@ struct Links {
     first_bytes: usize,
     /// The encoding of one block, kept for its room.
     encoded: Vec<u8>,
+}
+
+/// NONE_HASH of an engine whose PYTHONHASHSEED is `seed`.
+pub fn none_hash(
+    algorithm: Algorithm,
+    rule: NoneHashRule,
+    seed: Option<&str>,
+) -> Result<BlockHash, KeyError> {
+    let fixed = (rule == NoneHashRule::Since029 && algorithm.is_cryptographic()).then_some(DEFAULT_SEED);
+    let seed = seed.or(fixed).ok_or(KeyError::RandomNoneHash(algorithm))?;
+    if seed.len() > SEED_BYTES_MAX {
+        return Err(KeyError::Seed(seed.len()));
+    }
+    let mut bytes = Vec::new();
+    if algorithm.is_pickle() {
+        pickle::seed(&mut bytes, seed)
+    } else {
+        cbor::text(&mut bytes, seed)
+    }
+    Ok(algorithm.digest(&mut bytes))
 }
 
 // === impl Chain ===

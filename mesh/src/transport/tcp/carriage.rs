@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use super::fetch::Piece;
+use super::Shared;
 use super::link::Link;
+use super::piece::Piece;
 use super::wire::Wire;
-use super::{Shared, fetch, serve};
 use crate::transport::Fault;
 
 /// Makes both ends of a stream, once the two sides know each other.
@@ -31,26 +31,4 @@ pub(in crate::transport) trait Fetching: Send {
     fn run(&mut self, piece: Piece) -> Result<(), Fault>;
     /// Hangs up, so that nothing is written to a slot from now on, and gives back what was not fetched.
     fn hang_up(self: Box<Self>) -> Vec<Piece>;
-}
-
-/// The bytes follow on the stream itself.
-pub(in crate::transport) struct InStream;
-
-// === impl InStream ===
-
-impl Carriage for InStream {
-    fn fetch(
-        &self,
-        _number: usize,
-        shared: &Arc<Shared>,
-        link: &Arc<Link>,
-        wire: Wire,
-    ) -> Result<Box<dyn Fetching>, Fault> {
-        Ok(Box::new(fetch::Exchange::new(Arc::clone(shared), Arc::clone(link), wire)))
-    }
-
-    fn serve(&self, shared: &Shared, link: Arc<Link>, wire: Wire) {
-        serve::Stream::new(shared, link, wire)
-            .map_or_else(|error| shared.note(error.to_string()), serve::Stream::run);
-    }
 }

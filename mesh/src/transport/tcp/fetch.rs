@@ -4,49 +4,24 @@ mod exchange;
 mod stream;
 
 use std::collections::HashMap;
-use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 pub(super) use self::exchange::Exchange;
 use self::stream::Stream;
-use super::frame::{ASK_BLOCKS_MAX, Ask, Frame};
+use super::frame::ASK_BLOCKS_MAX;
 use super::link::Link;
+use super::piece::{PIECE_BYTES_MAX, Piece, Running};
 use super::{Shared, lock, now};
 use crate::transport::{Done, Fault, Fetch, Label, Refusal, Stage, Up};
 
 /// Fetches under way at most: one for each of the requests that an engine runs, and as many again.
 const FETCHES_MAX: usize = 2048;
-/// Bytes of a piece: enough that asking costs nothing, few enough that the streams end together.
-pub(in crate::transport) const PIECE_BYTES_MAX: u64 = 4 << 20;
 /// Bytes that are not worth cutting.
 const PIECE_BYTES_MIN: u64 = 256 << 10;
 /// The longest that the clock sleeps without a fetch.
 const SLEEP_MAX: Duration = Duration::from_secs(3600);
-
-/// States of a block. A slot is given back by who leaves `WAITING` or `ARRIVING` for `ENDED`, thus once.
-const WAITING: u8 = 0;
-const ARRIVING: u8 = 1;
-const ENDED: u8 = 2;
-
-/// A fetch under way.
-pub(in crate::transport) struct Running {
-    pub(in crate::transport) ticket: u64,
-    pub(in crate::transport) blocks: Vec<(Label, u64)>,
-    states: Box<[AtomicU8]>,
-    left: AtomicUsize,
-    until: Instant,
-    /// Why it ends early.
-    stopped: OnceLock<Fault>,
-    shared: Arc<Shared>,
-}
-
-/// Blocks of a fetch that one stream asks for together.
-pub(in crate::transport) struct Piece {
-    pub(in crate::transport) fetch: Arc<Running>,
-    pub(in crate::transport) indexes: Range<u32>,
-}
 
 /// The fetches under way, by ticket, and the time of each.
 #[derive(Default)]
@@ -77,16 +52,7 @@ pub(super) fn post(shared: &Arc<Shared>, fetch: Fetch) {
     if !link.start(|| start_streams(shared, &link)) {
         return refuse(shared, &fetch, Refusal::Busy);
     }
-    let until = now() + fetch.deadline;
-    let running = Arc::new(Running {
-        ticket: fetch.ticket,
-        states: fetch.blocks.iter().map(|_| AtomicU8::new(WAITING)).collect(),
-        left: AtomicUsize::new(fetch.blocks.len()),
-        blocks: fetch.blocks,
-        until,
-        stopped: OnceLock::new(),
-        shared: Arc::clone(shared),
-    });
+    let running = Running::begin_all(shared, fetch.ticket, fetch.blocks, now() + fetch.deadline);
     let pieces = cut_up(&running, shared.config.streams);
     if !shared.fetches.insert(&running) {
         return running.stop(Fault::Refused(Refusal::Busy));
@@ -122,97 +88,13 @@ fn cut_up(fetch: &Arc<Running>, streams: usize) -> Vec<Piece> {
     for (index, (label, _)) in (0u32..).zip(&fetch.blocks) {
         let full = bytes + u64::from(label.bytes) > piece_bytes || (index - begin) as usize == ASK_BLOCKS_MAX;
         if full && index > begin {
-            pieces.push(Piece { fetch: Arc::clone(fetch), indexes: begin..index });
+            pieces.push(Piece::new(fetch, begin..index));
             (begin, bytes) = (index, 0);
         }
         bytes += u64::from(label.bytes);
     }
-    pieces.push(Piece { fetch: Arc::clone(fetch), indexes: begin..fetch.blocks.len() as u32 });
+    pieces.push(Piece::new(fetch, begin..fetch.blocks.len() as u32));
     pieces
-}
-
-// === impl Running ===
-
-impl Running {
-    /// The block's bytes are about to be written. False if it has ended.
-    pub(in crate::transport) fn begin(&self, index: u32) -> bool {
-        self.change(index, WAITING, ARRIVING)
-    }
-
-    /// A block that has not begun ends.
-    pub(in crate::transport) fn end_waiting(&self, index: u32, fault: Fault) {
-        if self.change(index, WAITING, ENDED) {
-            self.tell(index, Err(fault));
-        }
-    }
-
-    /// A block whose bytes were written ends.
-    pub(in crate::transport) fn end(&self, index: u32, result: Result<u64, Fault>) {
-        assert!(self.change(index, ARRIVING, ENDED), "one stream writes a block");
-        self.tell(index, result);
-    }
-
-    /// All ends early: what has not begun now, the rest when its stream looks.
-    fn stop(&self, fault: Fault) {
-        let _ = self.stopped.set(fault);
-        (0..self.blocks.len() as u32).for_each(|index| self.end_waiting(index, fault));
-    }
-
-    pub(in crate::transport) fn stopped(&self) -> Option<Fault> {
-        self.stopped.get().copied()
-    }
-
-    fn change(&self, index: u32, from: u8, to: u8) -> bool {
-        // SYNC POINT(slot): who ends a block has all that its stream wrote; the caller hears of it through `tell`.
-        self.states[index as usize].compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed).is_ok()
-    }
-
-    fn tell(&self, index: u32, result: Result<u64, Fault>) {
-        // Before it is told: who hears of the last one may use the ticket again.
-        self.left.fetch_sub(1, Ordering::AcqRel);
-        self.shared.tell(Up::Done(Done { ticket: self.ticket, index, result }));
-    }
-
-    fn ended(&self) -> bool {
-        self.left.load(Ordering::Acquire) == 0
-    }
-}
-
-// === impl Piece ===
-
-impl Piece {
-    pub(in crate::transport) fn blocks(&self) -> usize {
-        self.indexes.len()
-    }
-
-    /// Whether the fetch still wants it.
-    pub(super) fn wanted(&self) -> bool {
-        self.fetch.stopped().is_none()
-    }
-
-    /// Ends what is left of it. Nothing writes its slots any more.
-    pub(super) fn end_all(&self, fault: Fault) {
-        for index in self.indexes.clone() {
-            if self.fetch.change(index, ARRIVING, ENDED) {
-                self.fetch.tell(index, Err(self.fetch.stopped().unwrap_or(fault)));
-            } else {
-                self.fetch.end_waiting(index, fault);
-            }
-        }
-    }
-
-    fn labels(&self) -> &[(Label, u64)] {
-        &self.fetch.blocks[self.indexes.start as usize..self.indexes.end as usize]
-    }
-
-    pub(in crate::transport) fn bytes(&self) -> u64 {
-        self.labels().iter().map(|(label, _)| u64::from(label.bytes)).sum()
-    }
-
-    pub(in crate::transport) fn ask(&self) -> Frame {
-        let labels = self.labels().iter().map(|(label, _)| *label).collect();
-        Frame::Ask(Ask { ticket: self.fetch.ticket, first: self.indexes.start, labels })
-    }
 }
 
 // === impl Fetches ===
@@ -228,7 +110,7 @@ impl Fetches {
             return false;
         }
         let before = table.running.insert(running.ticket, Arc::clone(running));
-        if table.next.is_none_or(|next| running.until < next) {
+        if table.next.is_none_or(|next| running.until() < next) {
             self.bell.notify_one();
         }
         drop(table);
@@ -257,15 +139,15 @@ impl Fetches {
             table.running.retain(|_, running| !running.ended());
             let now = now();
             let late: Vec<_> =
-                table.running.values().filter(|running| running.until <= now).cloned().collect();
-            table.running.retain(|_, running| running.until > now);
+                table.running.values().filter(|running| running.until() <= now).cloned().collect();
+            table.running.retain(|_, running| running.until() > now);
             if !late.is_empty() {
                 drop(table);
                 late.iter().for_each(|running| running.stop(Fault::Timeout(Stage::Whole)));
                 table = lock(&self.table);
                 continue;
             }
-            let next = table.running.values().map(|running| running.until).min().unwrap_or(now + SLEEP_MAX);
+            let next = table.running.values().map(|running| running.until()).min().unwrap_or(now + SLEEP_MAX);
             table.next = Some(next);
             table = self.bell.wait_timeout(table, next - now).unwrap_or_else(PoisonError::into_inner).0;
         }

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::fetch::Piece;
+use super::piece::Piece;
 use super::{Limits, cut, lock, now};
 use crate::transport::{BootId, Fault, Peer, PeerNumber};
 

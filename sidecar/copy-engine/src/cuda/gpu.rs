@@ -129,7 +129,7 @@ impl Gpu {
         let mut pointer = 0;
         // SAFETY: `pointer` is valid to be written.
         CudaError::check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&raw mut pointer, 1) })?;
-        let exported = super::memory::export(pointer);
+        let exported = super::export(pointer);
         // SAFETY: allocated above, and nobody else was told of it.
         CudaError::check("cuMemFree", unsafe { sys::cuMemFree_v2(pointer) })?;
         exported.map(drop)

@@ -8,17 +8,6 @@ use shm_protocol::region::{Access, Region};
 
 use super::{CudaError, Gpu};
 
-/// What another process needs to open an allocation.
-#[derive(Copy, Clone, Debug)]
-pub struct Exported {
-    /// `CUipcMemHandle`.
-    pub handle: [u8; 64],
-    /// Where the allocation begins in this process.
-    pub base: u64,
-    /// Its bytes.
-    pub bytes: u64,
-}
-
 /// An allocation of another process. Closed on drop, and only then freed if its owner is gone.
 #[derive(Debug)]
 pub struct Imported {
@@ -36,18 +25,6 @@ pub struct Registered {
     len: usize,
     /// Where the GPU sees it.
     device: sys::CUdeviceptr,
-}
-
-/// The allocation around a device pointer of this process, for another process to open.
-pub fn export(pointer: u64) -> Result<Exported, CudaError> {
-    let (mut base, mut bytes) = (0, 0);
-    // SAFETY: both results are valid to be written; a pointer that is no allocation's is answered with an error.
-    let found = unsafe { sys::cuMemGetAddressRange_v2(&raw mut base, &raw mut bytes, pointer) };
-    CudaError::check("cuMemGetAddressRange", found)?;
-    let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
-    // SAFETY: `handle` is valid to be written, `base` was named by the driver.
-    CudaError::check("cuIpcGetMemHandle", unsafe { sys::cuIpcGetMemHandle(&raw mut handle, base) })?;
-    Ok(Exported { handle: handle.reserved.map(|byte| byte as u8), base, bytes: bytes as u64 })
 }
 
 // === impl Imported ===

@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use twox_hash::XxHash3_64;
 
-use super::{PIECE_BYTES_MAX, Piece, Running};
 use crate::transport::tcp::carriage::Fetching;
 use crate::transport::tcp::frame::{ASKS_MAX, Block, Frame, Status};
 use crate::transport::tcp::link::Link;
+use crate::transport::tcp::piece::{PIECE_BYTES_MAX, Piece, Running};
 use crate::transport::tcp::wire::{Broken, CHUNK_BYTES, Wire};
 use crate::transport::tcp::{Shared, now};
 use crate::transport::{Fault, Stage};

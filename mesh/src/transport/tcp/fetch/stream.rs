@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use super::Piece;
 use crate::transport::tcp::carriage::Fetching;
 use crate::transport::tcp::link::{Link, Next};
+use crate::transport::tcp::piece::Piece;
 use crate::transport::tcp::{Shared, greeting};
 use crate::transport::{Fault, Up};
 

@@ -11,23 +11,17 @@
 use std::collections::BTreeMap;
 
 use shm_protocol::key::{BlockHash, BlockKey};
-use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 use shm_protocol::pool::SlotRef;
 use tiers::dram::Dram;
 
-use super::early::{Answered, Parked};
-use super::logs::Question;
 use super::namespaces::Binding;
 use super::peers::Span;
+use super::waits::{Parked, Question, WAIT_MS_MAX, Wait, Waiter};
 use super::{Action, Core, GROUP, SessionId};
 
 /// What one query, and all that is on its way into the pool together, may take of it: 1 of so many parts. The rest is for
 /// blocks in use and for saves.
 pub(super) const PART: u64 = 4;
-/// The longest that a query waits: a device reads a long prompt's blocks (2 GiB) within a second; who waits much longer
-/// had better computed.
-pub(super) const WAIT_MS_MAX: u64 = QUERY_WAIT_MS_MAX as u64;
-
 /// Times that the directory is asked how a run goes on, beside what is here of it: peers that were given the same prompts
 /// have long parts of it.
 const SPANS_MAX: usize = 4;
@@ -58,29 +52,6 @@ struct Coming {
     /// It is not to be kept: what is kept under its key was removed meanwhile.
     distrusted: bool,
     waiting: Vec<Waiter>,
-}
-
-/// Who waits: a query or a load.
-#[derive(Copy, Clone, Debug, PartialEq, Eq)]
-pub(super) struct Waiter {
-    pub(super) session: SessionId,
-    /// A query's.
-    pub(super) log: Option<u32>,
-    pub(super) op: u64,
-}
-
-/// What a query waits for.
-#[derive(Debug)]
-pub(super) struct Wait {
-    pub(super) question: Question,
-    /// Blocks on their way that have not ended; none: it waits for a producer.
-    pub(super) open: usize,
-    /// Its run reaches to the end of what was asked for.
-    pub(super) whole: bool,
-    /// Blocks that must not be evicted before they are leased.
-    pub(super) held: Vec<SlotRef>,
-    /// It was answered early.
-    pub(super) answered: Option<Answered>,
 }
 
 /// How far a run was followed.

@@ -26,10 +26,11 @@ use shm_protocol::pool::SlotRef;
 
 use tiers::dram::HolderId;
 
+use super::comparison::{Comparison, Found};
 use super::members::Scheduler;
 use super::namespaces::{Binding, Space};
 use super::{Action, Core, GROUP, SessionId, operations};
-use crate::compare::{Difference, Number, PageForm, millionths};
+use crate::compare::{Difference, Number, millionths};
 
 /// Blocks of one engine that are compared at once: the 64 tokens that a check is allowed to cost, a token each.
 const BLOCKS_MAX: usize = 64;
@@ -42,28 +43,6 @@ const RECENT_MAX: usize = 65_536;
 const BARS_MAX: usize = 1024;
 /// The namespace of keys that nobody asks for: [`super::namespaces::Namespaces`] never gives it out.
 const SCRATCH: u32 = u32::MAX;
-
-/// Blocks to be compared; answered by [`super::Event::Compared`].
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Comparison {
-    /// The save whose blocks they are: its scheduler's session, and its operation.
-    pub save: (SessionId, u64),
-    /// Kept and computed.
-    pub pairs: Vec<(SlotRef, SlotRef)>,
-    /// Parts of a block, each of the form.
-    pub shards: u32,
-    /// What a part's bytes are.
-    pub form: Arc<PageForm>,
-}
-
-/// What a comparison found.
-#[derive(Copy, Clone, Debug, PartialEq)]
-pub struct Found {
-    /// Blocks that differ by more than computing them twice does.
-    pub differing: u32,
-    /// The largest difference of all blocks.
-    pub worst: Difference,
-}
 
 /// An engine that a namespace is closed to.
 #[derive(Clone, Debug, PartialEq)]
@@ -113,22 +92,6 @@ struct Bar {
     /// The id that the namespace had.
     namespace: u32,
     worst: Option<Difference>,
-}
-
-// === impl Comparison ===
-
-impl Comparison {
-    /// Compares the blocks; `read` copies bytes at a pool offset out.
-    pub fn carry_out(&self, read: impl Fn(u64, &mut [u8])) -> Found {
-        let compare = |(kept, computed): &(SlotRef, SlotRef)| {
-            let (kept, computed) = (kept.offset, computed.offset);
-            self.form.compare(self.shards, |at, out| read(kept + at, out), |at, out| read(computed + at, out))
-        };
-        let found: Vec<Difference> = self.pairs.iter().map(compare).collect();
-        let differing = found.iter().filter(|difference| difference.is_too_large()).count() as u32;
-        let worst = found.into_iter().reduce(Difference::max).expect("at least one pair");
-        Found { differing, worst }
-    }
 }
 
 // === impl Checks ===

@@ -13,11 +13,10 @@ use shm_protocol::message::Status;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request;
 
-use super::arrivals::Waiter;
 use super::loads::Load;
-use super::logs::Question;
 use super::members::{Scheduler, all_ranks};
 use super::namespaces::Binding;
+use super::waits::{Answered, Parked, Question, Waiter};
 use super::{Action, Core, GROUP, SessionId};
 
 /// Bytes on their way that are worth an early answer. A load that no step waits for costs its request about a step more, and
@@ -25,24 +24,6 @@ use super::{Action, Core, GROUP, SessionId};
 const BYTES_MIN: u64 = 256 << 20;
 /// The same in a small pool: 1 of so many parts of what may be on its way.
 const PART: u64 = 16;
-
-/// What a query was told early.
-#[derive(Debug)]
-pub(super) struct Answered {
-    /// Slots of its hits.
-    slots: Vec<SlotRef>,
-    /// When its blocks are held no longer.
-    pub(super) until_ms: u64,
-}
-
-/// A load whose blocks have not all arrived.
-#[derive(Debug)]
-pub(super) struct Parked {
-    /// Blocks on their way.
-    missing: usize,
-    /// Those that are here.
-    held: Vec<SlotRef>,
-}
 
 // === impl Core: queries ===
 

@@ -8,6 +8,7 @@ use shm_protocol::request::{Append, Keys, Query};
 use tiers::dram::LeaseId;
 
 use super::namespaces::Binding;
+use super::waits::Question;
 use super::windows::Window;
 use super::{Action, Core, GROUP, SessionId, Violation};
 
@@ -33,18 +34,6 @@ pub(super) struct QueryLease {
     pub(super) op: u64,
     pub(super) from: u32,
     pub(super) hits: u32,
-}
-
-/// A query.
-#[derive(Copy, Clone, Debug)]
-pub(super) struct Question {
-    pub(super) op: u64,
-    pub(super) log: u32,
-    pub(super) from: u32,
-    pub(super) count: u32,
-    /// It may be answered while its blocks are on their way.
-    pub(super) arriving: bool,
-    pub(super) asked_ms: u64,
 }
 
 /// What a query has found and leased.
@@ -324,10 +313,6 @@ impl Core {
 
     pub(super) fn log(&mut self, session: SessionId, log: u32) -> Result<&mut Log, Violation> {
         self.scheduler(session).logs.get_mut(&log).ok_or_else(|| unknown_log(log))
-    }
-
-    fn scheduler(&mut self, session: SessionId) -> &mut super::members::Scheduler {
-        self.schedulers.get_mut(&session).expect("the caller checked")
     }
 }
 

@@ -190,6 +190,11 @@ impl Core {
         }
     }
 
+    /// A scheduler whose session the caller has looked at.
+    pub(super) fn scheduler(&mut self, session: SessionId) -> &mut Scheduler {
+        self.schedulers.get_mut(&session).expect("the caller checked")
+    }
+
     /// JOIN: a worker takes part in a run. The scheduler may not have connected yet.
     pub(super) fn join(
         &mut self,

@@ -12,7 +12,9 @@ mod adoption;
 mod arrivals;
 mod binding;
 mod checks;
+mod comparison;
 mod early;
+mod event;
 mod ledger;
 mod loads;
 mod logs;
@@ -25,33 +27,27 @@ mod ssd;
 mod stats;
 #[cfg(test)]
 mod tests;
+mod waits;
 mod windows;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
 
-use mesh::digest::Change;
-use mesh::transport::{Fetch, PeerNumber};
 use shm_protocol::handshake::{Hello, Role};
-use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
-use shm_protocol::message::{Outcome, Saved};
-use shm_protocol::namespace::Facts;
-use shm_protocol::pool::SlotRef;
+use shm_protocol::key::BlockHash;
 use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
-use shm_protocol::session::Bound;
 use tiers::dram::Dram;
-use tiers::opener::Opened;
-use tiers::ssd::{Done, Job, Recovered};
 
 use self::adoption::Verification;
 use self::arrivals::Arrivals;
+pub use self::checks::Barred;
 use self::checks::Checks;
-pub use self::checks::{Barred, Comparison, Found};
+pub use self::comparison::{Comparison, Found};
+pub use self::event::{Action, Direction, Event, Heard, Piece, Request};
 pub use self::ledger::Holder;
 use self::loads::Load;
 use self::members::{Scheduler, Worker};
 use self::peers::Peers;
-pub use self::peers::{FAULT_NAMES, Heard, PeersStats};
+pub use self::peers::{FAULT_NAMES, PeersStats};
 use self::saves::{Save, UnboundSave};
 use self::ssd::Ssd;
 pub use self::ssd::SsdStats;
@@ -62,260 +58,8 @@ use self::windows::Windows;
 pub type SessionId = u64;
 /// A batch of copies, unique within an epoch.
 pub type CopyId = u64;
-/// Keys whose search takes as long as binding an engine: its facts are digested, and its namespace is compared with those that are
-/// known.
-const BIND_COST: usize = 8192;
 /// The only cache group of version 1.
 const GROUP: u32 = 0;
-
-/// What happened.
-#[derive(Debug)]
-pub enum Event {
-    /// A peer was accepted.
-    Connected {
-        /// Its session.
-        session: SessionId,
-        /// What it said, already checked.
-        hello: Box<Hello>,
-    },
-    /// A peer is gone.
-    Disconnected {
-        /// Its session.
-        session: SessionId,
-    },
-    /// A message was read from a ring.
-    Message {
-        /// Whose ring.
-        session: SessionId,
-        /// What it asks.
-        request: Request,
-    },
-    /// A worker's fence words as just read.
-    Fences {
-        /// The worker's session.
-        session: SessionId,
-        /// Last step whose loads may be written.
-        start: u64,
-        /// Last step whose KV is written.
-        done: u64,
-    },
-    /// A batch ended; `ok` says that every piece is whole.
-    Copied {
-        /// The batch.
-        copy: CopyId,
-        /// Whether every byte was moved.
-        ok: bool,
-    },
-    /// A scheduler's ring was read to its tail, after every `Copied` of this turn was handled.
-    Drained {
-        /// The scheduler's session.
-        session: SessionId,
-        /// Saves below this operation are void.
-        void_below: u64,
-    },
-    /// A comparison of [`Action::Compare`] ended.
-    Compared {
-        /// The save whose blocks they are: its scheduler's session, and its operation.
-        save: (SessionId, u64),
-        /// What came of it.
-        found: Found,
-    },
-    /// A part of the pool may be used from now on, with what an earlier life left in it.
-    Opened(Opened),
-    /// A comparison of [`Action::Verify`] has ended.
-    Verified {
-        /// The block.
-        key: BlockKey,
-        /// Where it lies.
-        slot: SlotRef,
-        /// Whether its bytes are what its checksum says.
-        whole: bool,
-    },
-    /// A disk has ended a job of [`Action::Transfer`].
-    Transferred(Done),
-    /// Blocks were found on a disk that earlier lives left there.
-    Recovered(Recovered),
-    /// The mesh has something to say.
-    Mesh(Heard),
-    /// A turn has come for a session of [`Core::behind`].
-    Behind {
-        /// The scheduler's session.
-        session: SessionId,
-    },
-    /// Time passed.
-    Tick,
-    /// The sidecar is to end: nothing new is taken, what runs is finished.
-    Drain,
-}
-
-/// One message of a ring and all that it refers to, copied out of shared memory.
-#[derive(Debug)]
-pub enum Request {
-    /// A scheduler's.
-    Scheduler {
-        /// What it asks.
-        request: SchedulerRequest,
-        /// Keys of an APPEND.
-        keys: Vec<BlockHash>,
-        /// Block ids of a LOAD or SAVE.
-        blocks: Vec<u32>,
-    },
-    /// A rank's.
-    Worker(WorkerRequest),
-}
-
-/// What must be done, in the order given.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Action {
-    /// Write `refs` beside the keys `from..` of the log whose chunks are given, then the outcome.
-    Answer {
-        /// The scheduler's session.
-        session: SessionId,
-        /// The query.
-        op: u64,
-        /// Its outcome.
-        outcome: Outcome,
-        /// Slots of the hit blocks.
-        refs: Vec<SlotRef>,
-        /// Chunks of the log.
-        chunks: Vec<u32>,
-        /// Key index of the first slot.
-        from: u32,
-    },
-    /// Write an outcome word.
-    Outcome {
-        /// Whose table.
-        session: SessionId,
-        /// The operation.
-        op: u64,
-        /// Its outcome.
-        outcome: Outcome,
-    },
-    /// Push a save's end on the completion ring.
-    Saved {
-        /// The scheduler's session.
-        session: SessionId,
-        /// The end.
-        saved: Saved,
-    },
-    /// Format a segment of the pool for blocks of one size.
-    AssignSegment {
-        /// Index of the segment.
-        segment: u64,
-        /// Bytes of its blocks.
-        block_bytes: u64,
-    },
-    /// Mark a slot free in its header.
-    FreeSlot {
-        /// The slot.
-        slot: SlotRef,
-    },
-    /// Mark a slot as being filled, with its key.
-    FillSlot {
-        /// The slot.
-        slot: SlotRef,
-        /// Namespace of the key.
-        namespace: NamespaceDigest,
-        /// The key.
-        key: BlockKey,
-    },
-    /// Mark a slot as whole.
-    CommitSlot {
-        /// The slot.
-        slot: SlotRef,
-        /// Checksum of the block; zero where it is not known.
-        checksum: u64,
-    },
-    /// Copy blocks of a rank; answered by [`Event::Copied`].
-    Copy {
-        /// The batch.
-        copy: CopyId,
-        /// The engine, by its scheduler's session.
-        engine: SessionId,
-        /// The rank's session.
-        session: SessionId,
-        /// Which way.
-        direction: Direction,
-        /// The blocks.
-        pieces: Vec<Piece>,
-        /// Loads: the operation, to compare with the rank's gate. Saves: zero.
-        load_op: u64,
-        /// A step of the engine waits for it.
-        awaited: bool,
-    },
-    /// Compare blocks; answered by [`Event::Compared`]. Their slots stay as they are until then.
-    Compare(Comparison),
-    /// Compare a block of an earlier life with its checksum; answered by [`Event::Verified`]. Its slot stays as it is until then.
-    Verify {
-        /// The block.
-        key: BlockKey,
-        /// Where it lies.
-        slot: SlotRef,
-    },
-    /// Hand a job to its disk; answered by [`Event::Transferred`].
-    Transfer(Job),
-    /// Fetch blocks from a peer; answered by [`Heard::Fetched`].
-    Fetch(Fetch),
-    /// End a fetch early; answered as if it had ended by itself.
-    CancelFetch {
-        /// The fetch.
-        ticket: u64,
-    },
-    /// Let a peer read these slots; answered by [`Heard::Released`].
-    Grant {
-        /// What [`Heard::Asked`] named.
-        ask: u64,
-        /// One for each block asked for, `None` where it is not here.
-        slots: Vec<Option<SlotRef>>,
-    },
-    /// Tell peers what has come into DRAM and what has gone.
-    Publish(Vec<Change>),
-    /// Ask a peer for all that it has: there is more than was expected.
-    Resync {
-        /// The peer.
-        peer: PeerNumber,
-    },
-    /// Show an engine's processes what they are bound to, in this order, and count them among those that serve the namespace.
-    Bind {
-        /// The engine.
-        engine: String,
-        /// All facts of the namespace, that of the weights among them.
-        facts: Arc<Facts>,
-        /// Bytes of a block, all shards.
-        block_bytes: u64,
-        /// Distinct parts of a block.
-        shards: u32,
-        /// The ranks' sessions and the words for each, then the scheduler's.
-        words: Vec<(SessionId, Bound)>,
-    },
-    /// Say this in the log.
-    Warn(String),
-    /// Close a session.
-    Close {
-        /// The session.
-        session: SessionId,
-        /// Why, for the log.
-        reason: String,
-    },
-}
-
-/// Which way a copy goes.
-#[derive(Copy, Clone, Debug, PartialEq, Eq)]
-pub enum Direction {
-    /// Engine memory to pool.
-    Save,
-    /// Pool to engine memory.
-    Load,
-}
-
-/// One block of a rank.
-#[derive(Copy, Clone, Debug, PartialEq, Eq)]
-pub struct Piece {
-    /// Block id in the engine.
-    pub block: u32,
-    /// Pool offset of this rank's shard.
-    pub offset: u64,
-}
 
 /// Why a peer's session must end.
 type Violation = String;
@@ -354,20 +98,6 @@ pub struct Core {
     claims_max: usize,
     draining: bool,
     stats: Stats,
-}
-
-// === impl Request ===
-
-impl Request {
-    /// What handling it costs: one more than the keys and blocks that it names, or as much as a binding.
-    pub fn cost(&self) -> usize {
-        match self {
-            Self::Scheduler { request: SchedulerRequest::Weights { .. }, .. }
-            | Self::Worker(WorkerRequest::Weights { .. } | WorkerRequest::Join { .. }) => BIND_COST,
-            Self::Scheduler { request, .. } => 1 + request.count() as usize,
-            Self::Worker(_) => 1,
-        }
-    }
 }
 
 // === impl Core ===
@@ -490,6 +220,15 @@ impl Core {
                 as u64,
             ..self.stats.clone()
         }
+    }
+
+    /// Frees what was evicted, and has what was assigned anew formatted.
+    fn apply_evictions(&mut self, out: &mut Vec<Action>) {
+        out.extend(self.dram.drain_evicted().map(|slot| Action::FreeSlot { slot }));
+        let assigned = self.dram.drain_assigned();
+        out.extend(
+            assigned.map(|new| Action::AssignSegment { segment: new.segment, block_bytes: new.block_bytes }),
+        );
     }
 
     fn message(

@@ -14,53 +14,13 @@ mod stats;
 use std::collections::BTreeMap;
 
 use mesh::digest::{Change, Digest};
-use mesh::directory::{Directory, Filter};
-use mesh::transport::{Done, Label, PeerNumber};
+use mesh::directory::Directory;
 
 use self::fetches::Fetching;
 pub(super) use self::fetches::Span;
 use self::grants::Granted;
 pub use self::stats::{FAULT_NAMES, PeersStats};
-use super::{Action, Core, arrivals};
-
-/// What the mesh tells the core.
-#[derive(Debug)]
-pub enum Heard {
-    /// A member came.
-    Joined(PeerNumber),
-    /// A member went; what is fetched from it ends by itself.
-    Left(PeerNumber),
-    /// All that a member has.
-    Keeps {
-        /// The member.
-        peer: PeerNumber,
-        /// Its blocks.
-        filter: Filter,
-    },
-    /// What has changed at a member since.
-    Changed {
-        /// The member.
-        peer: PeerNumber,
-        /// The changes, in order.
-        changes: Vec<Change>,
-    },
-    /// Blocks of fetches have ended.
-    Fetched(Vec<Done>),
-    /// A member wants blocks; answered by [`Action::Grant`].
-    Asked {
-        /// Names the grant.
-        ask: u64,
-        /// What it wants.
-        blocks: Vec<Label>,
-    },
-    /// The slots of a grant are free of it.
-    Released {
-        /// The grant.
-        ask: u64,
-        /// Blocks of it that were sent whole.
-        sent: u32,
-    },
-}
+use super::{Action, Core, Heard, arrivals};
 
 /// The core's part in the mesh.
 #[derive(Debug)]

@@ -249,14 +249,6 @@ impl Core {
         }
     }
 
-    pub(super) fn apply_evictions(&mut self, out: &mut Vec<Action>) {
-        out.extend(self.dram.drain_evicted().map(|slot| Action::FreeSlot { slot }));
-        let assigned = self.dram.drain_assigned();
-        out.extend(
-            assigned.map(|new| Action::AssignSegment { segment: new.segment, block_bytes: new.block_bytes }),
-        );
-    }
-
     /// Takes the slots of a save and starts its copies, once every rank has joined and passed the save's step. How many blocks it
     /// took slots for, at most so many.
     pub(super) fn dispatch_save(

@@ -9,9 +9,14 @@ mod quotas;
 use std::collections::BTreeMap;
 
 use shm_protocol::handshake::{BlockRegion, Copier, Digest, Worker as WorkerHello};
-use shm_protocol::message::{APPEND_CHUNKS, LOAD_BY_ENGINE, LOAD_EARLY, Status};
+use shm_protocol::key::{BlockKey, NamespaceDigest};
+use shm_protocol::message::{APPEND_CHUNKS, LOAD_BY_ENGINE, LOAD_EARLY, Outcome, Saved, Status};
+use shm_protocol::namespace::Facts;
+use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, Append, Cancel, Keys, LoadEnd, LoadFlags, Query};
+use shm_protocol::session::Bound;
 use tiers::dram::Config;
+use tiers::opener::Opened;
 
 use super::*;
 

@@ -10,8 +10,8 @@
 
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
-use super::logs::Question;
 use super::namespaces::Binding;
+use super::waits::Question;
 use super::{Action, Core, GROUP, SessionId};
 
 /// How often a question is asked again at most. A look costs a search for one block here and in what is known of each peer,

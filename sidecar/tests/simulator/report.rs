@@ -43,6 +43,8 @@ struct Failure {
 #[derive(Debug, Default)]
 pub(crate) struct Report {
     coverage: Mutex<Coverage>,
+    /// Digest of what every world did: builds that decide the same print the same.
+    fingerprint: AtomicU64,
 }
 
 // === impl Options ===
@@ -83,6 +85,10 @@ impl Report {
         if let Some(failure) = failures.first() {
             return tell(failure);
         }
+        say(&format!(
+            "simulator: all that was done digests to {:016x}",
+            self.fingerprint.load(Ordering::Relaxed)
+        ));
         let mut sound = self.print_coverage(options.runs);
         sound &= self.check_oracle(options.seed);
         sound &= check_replay(options.seed);
@@ -104,7 +110,10 @@ impl Report {
                             break;
                         }
                         match one(seed_of(first, index), without_rescue, 0) {
-                            (world, None) => coverage.merge(&world.ctx.cover),
+                            (world, None) => {
+                                coverage.merge(&world.ctx.cover);
+                                self.fingerprint.fetch_xor(world.ctx.fingerprint, Ordering::Relaxed);
+                            }
                             (_, Some(failure)) => {
                                 failures.lock().expect("no panic under it").push(failure);
                                 stop.store(true, Ordering::Relaxed);

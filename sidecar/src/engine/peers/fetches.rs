@@ -16,8 +16,8 @@ use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 
 use super::{Peers, stats};
-use crate::engine::arrivals::WAIT_MS_MAX;
 use crate::engine::namespaces::Binding;
+use crate::engine::waits::WAIT_MS_MAX;
 use crate::engine::{Action, Core, GROUP};
 
 /// Peers that are asked for a block, one after the other.

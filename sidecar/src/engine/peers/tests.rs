@@ -7,8 +7,8 @@ mod windows;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-use mesh::directory::Config;
-use mesh::transport::{Fault, Fetch, Refusal, Stage};
+use mesh::directory::{Config, Filter};
+use mesh::transport::{Done, Fault, Fetch, Label, PeerNumber, Refusal, Stage};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::message::{Outcome, Status};
 use shm_protocol::pool::SlotRef;

@@ -7,13 +7,12 @@ use shm_protocol::message::{LOAD_BY_ENGINE, Outcome, Status};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{Keys, Query, SchedulerRequest};
 use tiers::dram::{self, Dram, HolderId};
-use tiers::ssd::{Config, Fault, Geometry, Label, Work};
+use tiers::ssd::{Config, Fault, Geometry, Job, Label, Work};
 
 use super::*;
-use crate::engine::arrivals;
 use crate::engine::tests::checks::found;
 use crate::engine::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, hash};
-use crate::engine::{Event, Job};
+use crate::engine::{Event, arrivals};
 
 /// Seven blocks to a segment of the pool.
 const BLOCK_BYTES: u64 = 256 << 10;

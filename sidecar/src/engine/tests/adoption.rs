@@ -116,7 +116,7 @@ fn a_query_waits_no_longer_for_a_block_that_is_verified_than_for_one_of_a_disk()
     engine.open(0, 0..3);
     engine.ask_for(1, 3);
     engine.verified(0, true);
-    engine.now_ms = arrivals::WAIT_MS_MAX - 1;
+    engine.now_ms = waits::WAIT_MS_MAX - 1;
     engine.event(Event::Tick);
     assert_eq!(engine.answer(), Some((Status::Pending, 0)));
     engine.now_ms += 1;

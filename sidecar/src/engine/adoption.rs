@@ -3,107 +3,108 @@
 
 use shm_protocol::key::{BlockKey, NamespaceDigest};
 use shm_protocol::pool::{Remains, SlotRef};
+use tiers::dram::Dram;
 use tiers::opener::Opened;
 
-use super::namespaces::Space;
-use super::{Action, Core};
+use super::Action;
+use super::arrivals::Arrivals;
+use super::namespaces::{Namespaces, Space};
+use super::quotas::Quotas;
 
 /// Bytes of blocks that nobody asked for and that are being verified: what a block that is asked for waits for, some
 /// milliseconds, and enough to keep the thread at work.
 const AHEAD_BYTES_MAX: u64 = 16 << 20;
 
-/// What the core knows of blocks being verified.
+/// Blocks that are being verified.
 #[derive(Debug, Default)]
 pub(super) struct Verification {
     bytes: u64,
     /// Blocks whose bytes were not what their checksums say.
-    pub(super) corrupt: u64,
+    corrupt: u64,
+    /// What is to be done, until it is drained.
+    actions: Vec<Action>,
 }
 
-// === impl Core ===
-
-impl Core {
-    /// Takes in what can be used from now on. A verified block is found by engines of its namespace as soon as one connects.
-    pub(super) fn open_part(&mut self, now_ms: u64, opened: Opened) {
-        let (segment, block_bytes, first, remains) = match opened {
-            Opened::Empty { segment } => return self.dram.open_empty(segment),
-            Opened::Used { segment, block_bytes, first, remains } => (segment, block_bytes, first, remains),
-        };
-        if first == 0 && !self.dram.open_used(segment, block_bytes, now_ms) {
-            // More block sizes than any engines have: nobody's pool.
-            return;
-        }
-        // Neighbours are mostly of one namespace.
-        let mut last: Option<(NamespaceDigest, _)> = None;
-        for (index, remains) in (first..).zip(&remains) {
-            let (namespace, quota) = match remains {
-                Remains::Block { namespace, .. } => match last {
-                    Some((digest, known)) if digest == *namespace => known,
-                    _ => {
-                        let space = Space { digest: *namespace, block_bytes };
-                        let known = (self.namespaces.adopt(space), self.quota_of(*namespace));
-                        last.insert((*namespace, known)).1
-                    }
-                },
-                Remains::Free | Remains::Debris { .. } => (None, None),
-            };
-            self.dram.adopt(segment, index, remains, namespace, quota);
-        }
+/// Takes in what can be used from now on. A verified block is found by engines of its namespace as soon as one connects.
+pub(super) fn open_part(
+    now_ms: u64,
+    opened: Opened,
+    dram: &mut Dram,
+    namespaces: &mut Namespaces,
+    quotas: &Quotas,
+) {
+    let (segment, block_bytes, first, remains) = match opened {
+        Opened::Empty { segment } => return dram.open_empty(segment),
+        Opened::Used { segment, block_bytes, first, remains } => (segment, block_bytes, first, remains),
+    };
+    if first == 0 && !dram.open_used(segment, block_bytes, now_ms) {
+        // More block sizes than any engines have: nobody's pool.
+        return;
     }
+    // Neighbours are mostly of one namespace.
+    let mut last: Option<(NamespaceDigest, _)> = None;
+    for (index, remains) in (first..).zip(&remains) {
+        let (namespace, quota) = match remains {
+            Remains::Block { namespace, .. } => match last {
+                Some((digest, known)) if digest == *namespace => known,
+                _ => {
+                    let space = Space { digest: *namespace, block_bytes };
+                    let known = (namespaces.adopt(space), quotas.of(*namespace));
+                    last.insert((*namespace, known)).1
+                }
+            },
+            Remains::Free | Remains::Debris { .. } => (None, None),
+        };
+        dram.adopt(segment, index, remains, namespace, quota);
+    }
+}
 
+// === impl Verification ===
+
+impl Verification {
     /// Begins to verify blocks that somebody asks for; those that were begun.
-    pub(super) fn begin_verifications(
+    pub(super) fn begin(
         &mut self,
         wanted: &[BlockKey],
-        out: &mut Vec<Action>,
+        dram: &mut Dram,
+        arrivals: &mut Arrivals,
     ) -> Vec<BlockKey> {
         let mut begun = Vec::with_capacity(wanted.len());
         for key in wanted {
             // A key that is named twice is begun once.
-            let Some(slot) = self.dram.begin_verification(key) else { continue };
-            self.verify(*key, slot, out);
+            let Some(slot) = dram.begin_verification(key) else { continue };
+            self.verify(*key, slot, dram, arrivals);
             begun.push(*key);
         }
         begun
     }
 
     /// Goes on with what nobody asks for.
-    pub(super) fn verify_ahead(&mut self, out: &mut Vec<Action>) {
-        while !self.draining && self.verification.bytes < AHEAD_BYTES_MAX {
-            let Some((key, slot)) = self.dram.begin_next_verification() else { return };
-            self.verify(key, slot, out);
+    pub(super) fn go_on(&mut self, dram: &mut Dram, arrivals: &mut Arrivals) {
+        while self.bytes < AHEAD_BYTES_MAX {
+            let Some((key, slot)) = dram.begin_next_verification() else { return };
+            self.verify(key, slot, dram, arrivals);
         }
     }
 
-    fn verify(&mut self, key: BlockKey, slot: SlotRef, out: &mut Vec<Action>) {
-        self.verification.bytes += self.verified_bytes(slot);
+    fn verify(&mut self, key: BlockKey, slot: SlotRef, dram: &Dram, arrivals: &mut Arrivals) {
+        self.bytes += bytes_of(slot, dram);
         // It takes no room of the pool beyond what it has.
-        self.arrivals.begin(key, slot, 0);
-        out.push(Action::Verify { key, slot });
-    }
-
-    fn verified_bytes(&self, slot: SlotRef) -> u64 {
-        self.dram.block_bytes(slot).expect("a block that is verified stays in its slot")
+        arrivals.begin(key, slot, 0);
+        self.actions.push(Action::Verify { key, slot });
     }
 
     /// A block's bytes were compared with their checksum; `trusted`, unless its engine was found to compute something else
-    /// meanwhile.
-    pub(super) fn end_verification(
-        &mut self,
-        slot: SlotRef,
-        whole: bool,
-        trusted: bool,
-        out: &mut Vec<Action>,
-    ) {
-        self.verification.bytes -= self.verified_bytes(slot);
-        self.dram.end_verification(slot, whole && trusted);
-        if whole || self.draining {
-            // In a pool that has lost bytes nothing is told of.
+    /// meanwhile. In a pool that has lost bytes nothing is told of.
+    pub(super) fn end(&mut self, slot: SlotRef, whole: bool, trusted: bool, is_lost: bool, dram: &mut Dram) {
+        self.bytes -= bytes_of(slot, dram);
+        dram.end_verification(slot, whole && trusted);
+        if whole || is_lost {
             return;
         }
-        self.verification.corrupt += 1;
-        if self.verification.corrupt == 1 {
-            out.push(Action::Warn(
+        self.corrupt += 1;
+        if self.corrupt == 1 {
+            self.actions.push(Action::Warn(
                 "a block of the pool file is not what an earlier sidecar wrote: it is not kept \
                  (pillion_adoption_corrupt_total counts such blocks). Let nobody write to the file between two sidecars; if \
                  nobody did, have this machine's memory tested"
@@ -111,4 +112,18 @@ impl Core {
             ));
         }
     }
+
+    /// What is to be done, in this order.
+    pub(super) fn drain_actions(&mut self) -> impl Iterator<Item = Action> + '_ {
+        self.actions.drain(..)
+    }
+
+    /// Blocks that were not what their checksums say.
+    pub(super) fn corrupt(&self) -> u64 {
+        self.corrupt
+    }
+}
+
+fn bytes_of(slot: SlotRef, dram: &Dram) -> u64 {
+    dram.block_bytes(slot).expect("a block that is verified stays in its slot")
 }

@@ -73,7 +73,7 @@ impl Core {
         let scheduler = &self.schedulers[&session];
         let Form { shard_bytes, shards, .. } = scheduler.form.expect("a rank has joined");
         let digest = scheduler.salt.map_or(base, |salt| namespace::salted(base, salt));
-        let whose = Whose { holder: scheduler.holder, quota: self.quota_of(base) };
+        let whose = Whose { holder: scheduler.holder, quota: self.quotas.of(base) };
         let mut binding = Binding { base, digest, namespace: 0, whose, shard_bytes, shards };
         binding.namespace = self.namespaces.id(binding.space())?;
         if !binding.is_private() {

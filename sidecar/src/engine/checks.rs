@@ -283,7 +283,7 @@ impl Core {
     fn remove(&mut self, keys: &BTreeSet<BlockKey>, out: &mut Vec<Action>) {
         for key in keys {
             self.dram.remove(key);
-            self.forget_on_disk(key);
+            self.ssd.iter_mut().for_each(|ssd| ssd.forget(key));
         }
         self.arrivals.distrust(|key| keys.contains(key));
         self.end_removal(out);

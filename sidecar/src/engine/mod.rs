@@ -13,6 +13,7 @@ mod arrivals;
 mod binding;
 mod checks;
 mod comparison;
+mod copies;
 mod early;
 mod event;
 mod ledger;
@@ -23,6 +24,7 @@ mod namespaces;
 mod peers;
 mod quotas;
 mod saves;
+mod sources;
 mod ssd;
 mod stats;
 #[cfg(test)]
@@ -32,27 +34,33 @@ mod windows;
 
 use std::collections::{BTreeMap, VecDeque};
 
+use mesh::directory::Directory;
 use shm_protocol::handshake::{Hello, Role};
 use shm_protocol::key::BlockHash;
 use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
 use tiers::dram::Dram;
+use tiers::ssd::Log;
 
 use self::adoption::Verification;
 use self::arrivals::Arrivals;
 pub use self::checks::Barred;
 use self::checks::Checks;
 pub use self::comparison::{Comparison, Found};
+use self::copies::{Copies, CopyOwner};
 pub use self::event::{Action, Direction, Event, Heard, Piece, Request};
 pub use self::ledger::Holder;
 use self::loads::Load;
 use self::members::{Scheduler, Worker};
 use self::peers::Peers;
 pub use self::peers::{FAULT_NAMES, PeersStats};
+use self::quotas::Quotas;
 use self::saves::{Save, UnboundSave};
 use self::ssd::Ssd;
 pub use self::ssd::SsdStats;
 pub use self::stats::Stats;
 use self::windows::Windows;
+use crate::config::SsdAdmission;
+use crate::config::quotas::Quota;
 
 /// A session, unique within an epoch.
 pub type SessionId = u64;
@@ -63,15 +71,6 @@ const GROUP: u32 = 0;
 
 /// Why a peer's session must end.
 type Violation = String;
-
-/// Which operation a running copy belongs to.
-#[derive(Copy, Clone, Debug)]
-struct CopyOwner {
-    scheduler: SessionId,
-    op: u64,
-    rank: u32,
-    direction: Direction,
-}
 
 /// The state.
 #[derive(Debug)]
@@ -85,14 +84,13 @@ pub struct Core {
     schedulers: BTreeMap<SessionId, Scheduler>,
     workers: BTreeMap<SessionId, Worker>,
     namespaces: namespaces::Namespaces,
-    quotas: quotas::Quotas,
+    quotas: Quotas,
     saves: BTreeMap<(SessionId, u64), Save>,
     checks: Checks,
     /// Saves of schedulers that have no binding.
     unbound: BTreeMap<(SessionId, u64), UnboundSave>,
     loads: BTreeMap<(SessionId, u64), Load>,
-    copies: BTreeMap<CopyId, CopyOwner>,
-    next_copy: CopyId,
+    copies: Copies,
     /// Schedulers' sessions with saves that the turn had no time for, the longest waiting first.
     behind: VecDeque<SessionId>,
     claims_max: usize,
@@ -115,18 +113,35 @@ impl Core {
             schedulers: BTreeMap::new(),
             workers: BTreeMap::new(),
             namespaces: namespaces::Namespaces::default(),
-            quotas: quotas::Quotas::default(),
+            quotas: Quotas::default(),
             saves: BTreeMap::new(),
             checks: Checks::default(),
             unbound: BTreeMap::new(),
             loads: BTreeMap::new(),
-            copies: BTreeMap::new(),
-            next_copy: 1,
+            copies: Copies::default(),
             behind: VecDeque::new(),
             claims_max: ledger::CLAIMS_MAX,
             draining: false,
             stats: Stats::default(),
         }
+    }
+
+    /// The same core with an SSD tier behind the DRAM tier.
+    pub fn with_ssd(mut self, log: Log, admission: SsdAdmission) -> Self {
+        self.ssd = Some(Ssd::new(log, admission));
+        self
+    }
+
+    /// The same core in a mesh, whose peers `directory` knows. Of a tier that is empty yet.
+    pub fn with_peers(mut self, directory: Directory) -> Self {
+        self.dram.watch();
+        self.peers = Some(Peers::new(directory, self.dram.config().pool_bytes / arrivals::PART));
+        self
+    }
+
+    /// Limits what namespaces may take, before the first block comes.
+    pub fn limit(&mut self, quotas: &[Quota]) {
+        self.quotas = Quotas::new(quotas, &mut self.dram);
     }
 
     /// Takes one event and appends what must be done.
@@ -151,16 +166,20 @@ impl Core {
             Event::Behind { session } => self.catch_up(session, out),
             Event::Drained { session, void_below } => self.commit_copied(session, void_below, out),
             Event::Compared { save, found } => self.compared(save, found, out),
-            Event::Opened(opened) => self.open_part(now_ms, opened),
+            Event::Opened(opened) => {
+                let Self { dram, namespaces, quotas, .. } = self;
+                adoption::open_part(now_ms, opened, dram, namespaces, quotas);
+            }
             Event::Verified { key, slot, whole } => self.verified(now_ms, &key, slot, whole, out),
             Event::Transferred(done) => self.transferred(now_ms, done, out),
-            Event::Recovered(found) => self.recovered(&found),
+            Event::Recovered(found) => {
+                self.ssd.iter_mut().for_each(|ssd| ssd.recovered(&found, &mut self.namespaces));
+            }
             Event::Mesh(heard) => self.heard(now_ms, heard, out),
             Event::Tick => {
                 self.dram.expire(now_ms);
                 self.apply_evictions(out);
-                self.tick_ssd(now_ms, out);
-                self.give_up_fetches(now_ms, out);
+                self.give_up_late(now_ms, out);
                 self.end_due_waits(now_ms, out);
                 self.look_again(now_ms, out);
             }
@@ -185,11 +204,11 @@ impl Core {
     /// Whether copies or transfers are running, or blocks wait to be committed or written. A save whose step is not done yet
     /// is none of these.
     pub fn busy(&self) -> bool {
-        !self.copies.is_empty()
+        self.copies.any()
             || self.checks.any()
             || self.arrivals.any()
-            || self.granting()
-            || self.ssd_busy()
+            || self.peers.as_ref().is_some_and(Peers::granting)
+            || self.ssd.as_ref().is_some_and(Ssd::busy)
             || self.schedulers.values().any(|scheduler| !scheduler.copied.is_empty())
     }
 
@@ -199,6 +218,26 @@ impl Core {
             let scheduler = worker.scheduler.and_then(|id| self.schedulers.get(&id));
             scheduler.is_some_and(|scheduler| !scheduler.waiting.is_empty())
         })
+    }
+
+    /// Whether time must pass for the SSD tier to go on.
+    pub fn waits_for_disks(&self) -> bool {
+        self.ssd.as_ref().is_some_and(Ssd::waits)
+    }
+
+    /// Figures of the SSD tier, if there is one.
+    pub fn ssd_stats(&self) -> Option<SsdStats> {
+        self.ssd.as_ref().map(Ssd::stats)
+    }
+
+    /// Figures of the mesh, if there is one.
+    pub fn peers_stats(&self) -> Option<PeersStats> {
+        self.peers.as_ref().map(|peers| peers.stats(self.lost_patience()))
+    }
+
+    /// Bytes that count to each quota, in order.
+    pub fn quotas_used(&self) -> impl Iterator<Item = u64> + '_ {
+        self.quotas.used(&self.dram)
     }
 
     /// Counters and levels, for metrics.
@@ -213,7 +252,7 @@ impl Core {
             unreachable_blocks: tier.unreachable_blocks_total,
             adopted_blocks: tier.adopted_blocks_total,
             adoption_dropped: tier.adoption_dropped_total,
-            adoption_corrupt: self.verification.corrupt,
+            adoption_corrupt: self.verification.corrupt(),
             unverified_blocks: tier.unverified_blocks,
             removed_blocks: tier.removed_blocks_total,
             barred_engines: self.schedulers.values().filter(|scheduler| scheduler.barred.is_some()).count()
@@ -297,7 +336,7 @@ impl Core {
     }
 
     fn copied(&mut self, copy: CopyId, ok: bool, out: &mut Vec<Action>) {
-        let owner = self.copies.remove(&copy).expect("every copy is answered once");
+        let owner = self.copies.end(copy);
         match owner.direction {
             Direction::Save => self.save_copied(owner, ok, out),
             Direction::Load => self.load_copied(owner, ok, out),
@@ -320,9 +359,7 @@ impl Core {
         pieces: Vec<Piece>,
         out: &mut Vec<Action>,
     ) {
-        let copy = self.next_copy;
-        self.next_copy += 1;
-        self.copies.insert(copy, owner);
+        let copy = self.copies.begin(owner);
         let (engine, direction) = (owner.scheduler, owner.direction);
         let load_op = if direction == Direction::Load { owner.op } else { 0 };
         let awaited = self.loads.get(&(engine, load_op)).is_some_and(|load| load.sync);

@@ -14,13 +14,16 @@ mod stats;
 use std::collections::BTreeMap;
 
 use mesh::digest::{Change, Digest};
-use mesh::directory::Directory;
+use mesh::directory::{Directory, Filter};
+use mesh::transport::PeerNumber;
+use tiers::dram::Dram;
 
 use self::fetches::Fetching;
-pub(super) use self::fetches::Span;
+pub(super) use self::fetches::{Again, Span};
 use self::grants::Granted;
 pub use self::stats::{FAULT_NAMES, PeersStats};
-use super::{Action, Core, Heard, arrivals};
+use super::Action;
+use super::namespaces::Namespaces;
 
 /// The core's part in the mesh.
 #[derive(Debug)]
@@ -34,77 +37,93 @@ pub(super) struct Peers {
     granted_bytes: u64,
     /// Bytes that peers may be reading: the rest of the pool stays evictable.
     granted_bytes_max: u64,
-    pub(super) stats: PeersStats,
+    stats: PeersStats,
+    /// What is to be done, until it is drained.
+    actions: Vec<Action>,
 }
 
-// === impl Core ===
+// === impl Peers ===
 
-impl Core {
-    /// The same core in a mesh, whose peers `directory` knows. Of a tier that is empty yet.
-    pub fn with_peers(mut self, directory: Directory) -> Self {
-        self.dram.watch();
-        self.peers = Some(Peers {
+impl Peers {
+    /// Nothing is under way with those whom `directory` knows. Peers may be reading so many bytes at once.
+    pub(super) fn new(directory: Directory, granted_bytes_max: u64) -> Self {
+        Self {
             directory,
             fetches: BTreeMap::new(),
             next_ticket: 1,
             grants: BTreeMap::new(),
             granted_bytes: 0,
-            granted_bytes_max: self.dram.config().pool_bytes / arrivals::PART,
+            granted_bytes_max,
             stats: PeersStats::default(),
-        });
-        self
+            actions: Vec::new(),
+        }
     }
 
-    /// The mesh has said something.
-    pub(super) fn heard(&mut self, now_ms: u64, heard: Heard, out: &mut Vec<Action>) {
-        let Some(peers) = &mut self.peers else { return };
-        match heard {
-            Heard::Joined(peer) => peers.directory.join(peer),
-            Heard::Left(peer) => peers.directory.leave(peer),
-            Heard::Keeps { peer, filter } => peers.directory.replace(peer, filter),
-            Heard::Changed { peer, changes } => {
-                if !peers.directory.apply(peer, &changes) {
-                    out.push(Action::Resync { peer });
-                }
-            }
-            Heard::Fetched(ends) => self.fetched(now_ms, &ends, out),
-            Heard::Asked { ask, blocks } => self.asked(ask, &blocks, out),
-            Heard::Released { ask, sent } => self.released(ask, sent),
+    /// What is to be done, in this order.
+    pub(super) fn drain_actions(&mut self) -> impl Iterator<Item = Action> + '_ {
+        self.actions.drain(..)
+    }
+
+    /// A member came.
+    pub(super) fn join(&mut self, peer: PeerNumber) {
+        self.directory.join(peer);
+    }
+
+    /// A member went.
+    pub(super) fn leave(&mut self, peer: PeerNumber) {
+        self.directory.leave(peer);
+    }
+
+    /// All that a member has.
+    pub(super) fn replace(&mut self, peer: PeerNumber, filter: Filter) {
+        self.directory.replace(peer, filter);
+    }
+
+    /// What has changed at a member since.
+    pub(super) fn change(&mut self, peer: PeerNumber, changes: &[Change]) {
+        if !self.directory.apply(peer, changes) {
+            self.actions.push(Action::Resync { peer });
         }
     }
 
     /// Tells the peers what an event has changed in DRAM. What lies on disks alone is not told of: who asked for it would
     /// wait for this node's disk.
-    pub(super) fn tell_peers(&mut self, out: &mut Vec<Action>) {
-        let Some(peers) = &mut self.peers else { return };
-        let namespaces = &self.namespaces;
-        let changes = self.dram.drain_changes().filter_map(|(key, added)| {
+    pub(super) fn tell(&mut self, dram: &mut Dram, namespaces: &Namespaces) {
+        let changes = dram.drain_changes().filter_map(|(key, added)| {
             let digest = Digest::new(namespaces.shared(key.namespace)?, key.group, &key.hash);
             Some(if added { Change::Added(digest) } else { Change::Removed(digest) })
         });
         let changes: Vec<Change> = changes.collect();
         if !changes.is_empty() {
-            peers.stats.told += changes.len() as u64;
-            out.push(Action::Publish(changes));
+            self.stats.told += changes.len() as u64;
+            self.actions.push(Action::Publish(changes));
         }
+    }
+
+    /// A question waits for a producer; the first of its request if `is_new`.
+    pub(super) fn count_wait(&mut self, is_new: bool) {
+        self.stats.miss_waits += u64::from(is_new);
+    }
+
+    /// A request has waited for a producer in vain.
+    pub(super) fn count_exhausted(&mut self) {
+        self.stats.miss_waits_exhausted += 1;
     }
 
     /// Whether a peer reads from this pool.
     pub(super) fn granting(&self) -> bool {
-        self.peers.as_ref().is_some_and(|peers| !peers.grants.is_empty())
+        !self.grants.is_empty()
     }
 
-    /// Figures of the mesh, if there is one.
-    pub fn peers_stats(&self) -> Option<PeersStats> {
-        let peers = self.peers.as_ref()?;
-        let fetching = peers.fetches.values().map(Fetching::open).sum();
-        Some(PeersStats {
-            peers: peers.directory.peers().collect(),
-            fetching,
-            granted_bytes: peers.granted_bytes,
-            miss_wait_breakers: self.lost_patience(),
-            ..peers.stats.clone()
-        })
+    /// Its figures, beside so many engines whose requests do not wait any more.
+    pub(super) fn stats(&self, miss_wait_breakers: u64) -> PeersStats {
+        PeersStats {
+            peers: self.directory.peers().collect(),
+            fetching: self.fetches.values().map(Fetching::open).sum(),
+            granted_bytes: self.granted_bytes,
+            miss_wait_breakers,
+            ..self.stats.clone()
+        }
     }
 }
 

@@ -1,9 +1,8 @@
 //! Which quota a block counts to.
 
 use shm_protocol::key::NamespaceDigest;
-use tiers::dram::QuotaId;
+use tiers::dram::{Dram, QuotaId};
 
-use super::Core;
 use crate::config::quotas::{self, Quota};
 
 /// The quotas, each with the tier's name for it.
@@ -13,23 +12,23 @@ pub(super) struct Quotas {
     ids: Vec<QuotaId>,
 }
 
-// === impl Core ===
+// === impl Quotas ===
 
-impl Core {
-    /// Limits what namespaces may take, before the first block comes.
-    pub fn limit(&mut self, quotas: &[Quota]) {
-        let ids = quotas.iter().map(|quota| self.dram.add_quota(quota.size.as_bytes())).collect();
-        self.quotas = Quotas { list: quotas.into(), ids };
+impl Quotas {
+    /// Quotas of a tier to which no block has come.
+    pub(super) fn new(list: &[Quota], dram: &mut Dram) -> Self {
+        let ids = list.iter().map(|quota| dram.add_quota(quota.size.as_bytes())).collect();
+        Self { list: list.into(), ids }
     }
 
     /// The quota of a namespace. Of a salted one its engine's is asked for; only what an earlier life left of such a one counts
     /// by the salted name, since nothing tells whose it was.
-    pub(super) fn quota_of(&self, namespace: NamespaceDigest) -> Option<QuotaId> {
-        quotas::of(&self.quotas.list, namespace).map(|at| self.quotas.ids[at])
+    pub(super) fn of(&self, namespace: NamespaceDigest) -> Option<QuotaId> {
+        quotas::of(&self.list, namespace).map(|at| self.ids[at])
     }
 
     /// Bytes that count to each quota, in order.
-    pub fn quotas_used(&self) -> impl Iterator<Item = u64> + '_ {
-        self.quotas.ids.iter().map(|id| self.dram.quota(*id).bytes_used)
+    pub(super) fn used<'a>(&'a self, dram: &'a Dram) -> impl Iterator<Item = u64> + 'a {
+        self.ids.iter().map(|id| dram.quota(*id).bytes_used)
     }
 }

@@ -4,18 +4,17 @@
 //! Bytes move between a device and a pool slot alone. A slot given to a transfer stays that transfer's until its end,
 //! whoever asked for it: held while it is written from, being filled while it is read into.
 
-mod reads;
 mod writes;
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
 
 use shm_protocol::key::BlockKey;
-use tiers::dram::HolderId;
-use tiers::ssd::{self, Done, Ended, Log, Recovered, Ticket};
+use shm_protocol::pool::SlotRef;
+use tiers::dram::{Dram, HolderId};
+use tiers::ssd::{self, Done, Ended, Job, Log, Recovered, Ticket};
 
 use self::writes::Unwritten;
-use super::namespaces::Space;
-use super::{Action, Core};
+use super::namespaces::{Namespaces, Space};
 use crate::config::SsdAdmission;
 
 /// The core's part in the SSD tier.
@@ -54,10 +53,20 @@ pub struct SsdStats {
     pub promoted_blocks: u64,
 }
 
+/// A read that has ended.
+#[derive(Debug)]
+pub(super) struct ReadEnd {
+    pub(super) key: BlockKey,
+    pub(super) slot: SlotRef,
+    /// Its block is in the slot, or is not to be had.
+    pub(super) ok: bool,
+}
+
 // === impl Ssd ===
 
 impl Ssd {
-    fn new(log: Log, admission: SsdAdmission) -> Self {
+    /// A tier over this log.
+    pub(super) fn new(log: Log, admission: SsdAdmission) -> Self {
         Self {
             log,
             admission,
@@ -73,78 +82,75 @@ impl Ssd {
     fn transfers(&self) -> bool {
         self.writing > 0 || !self.reads.is_empty()
     }
-}
 
-// === impl Core ===
-
-impl Core {
-    /// The same core with an SSD tier behind the DRAM tier.
-    pub fn with_ssd(mut self, log: Log, admission: SsdAdmission) -> Self {
-        self.ssd = Some(Ssd::new(log, admission));
-        self
-    }
-
-    /// A device has ended a job.
-    pub(super) fn transferred(&mut self, now_ms: u64, done: Done, out: &mut Vec<Action>) {
-        let Some(ssd) = &mut self.ssd else { return };
-        ssd.full = false;
-        match ssd.log.done(now_ms, done) {
-            Some(Ended::Written { slot, .. }) => {
-                ssd.writing -= 1;
-                self.dram.unhold(slot, HolderId::NOBODY);
+    /// A device has ended a job; the read that this was.
+    pub(super) fn ended(&mut self, now_ms: u64, done: Done, dram: &mut Dram) -> Option<ReadEnd> {
+        self.full = false;
+        match self.log.done(now_ms, done)? {
+            Ended::Written { slot, .. } => {
+                self.writing -= 1;
+                dram.unhold(slot, HolderId::NOBODY);
+                None
             }
-            Some(Ended::Read { ticket, slot, ok, .. }) => self.read_ended(now_ms, ticket, slot, ok, out),
-            None => {}
+            Ended::Read { ticket, slot, ok, .. } => {
+                let key = self.reads.remove(&ticket).expect("a read ends once");
+                self.stats.promoted_blocks += u64::from(ok);
+                Some(ReadEnd { key, slot, ok })
+            }
         }
     }
 
     /// Blocks that earlier lives left on a device. Engines of their namespace find them as soon as one connects.
-    pub(super) fn recovered(&mut self, found: &Recovered) {
-        let Some(ssd) = &mut self.ssd else { return };
-        ssd.full = false;
-        ssd.log.recovered(found, |digest, bytes| {
-            self.namespaces.adopt(Space { digest, block_bytes: u64::from(bytes) })
+    pub(super) fn recovered(&mut self, found: &Recovered, namespaces: &mut Namespaces) {
+        self.full = false;
+        self.log.recovered(found, |digest, bytes| {
+            namespaces.adopt(Space { digest, block_bytes: u64::from(bytes) })
         });
     }
 
     /// No disk of this life keeps the block any more.
-    pub(super) fn forget_on_disk(&mut self, key: &BlockKey) {
-        if let Some(ssd) = &mut self.ssd {
-            ssd.log.remove(key);
-        }
+    pub(super) fn forget(&mut self, key: &BlockKey) {
+        self.log.remove(key);
     }
 
-    /// Time passed: what is late is waited for no longer.
-    pub(super) fn tick_ssd(&mut self, now_ms: u64, out: &mut Vec<Action>) {
-        let Some(ssd) = &mut self.ssd else { return };
-        ssd.full = false;
+    /// Time passed; blocks whose reads are late, and their devices taken for broken.
+    pub(super) fn tick(&mut self, now_ms: u64) -> Vec<BlockKey> {
+        self.full = false;
         let mut late = Vec::new();
-        ssd.log.tick(now_ms, &mut late);
-        late.into_iter().for_each(|ticket| self.give_up_read(now_ms, ticket, out));
+        self.log.tick(now_ms, &mut late);
+        late.iter().filter_map(|ticket| self.reads.get(ticket).copied()).collect()
     }
 
-    /// What every event may have made room for.
-    pub(super) fn run_ssd(&mut self, out: &mut Vec<Action>) {
-        self.write_behind();
-        if let Some(ssd) = &mut self.ssd {
-            out.extend(ssd.log.drain_jobs().map(Action::Transfer));
-        }
+    /// Jobs for the devices, also what every event may have made room for.
+    pub(super) fn drain_jobs(&mut self, dram: &mut Dram) -> impl Iterator<Item = Job> + '_ {
+        self.write_behind(dram);
+        self.log.drain_jobs()
     }
 
     /// Whether a transfer is under way or blocks are still to be written.
-    pub(super) fn ssd_busy(&self) -> bool {
-        self.ssd.as_ref().is_some_and(|ssd| ssd.transfers() || !ssd.queue.is_empty())
+    pub(super) fn busy(&self) -> bool {
+        self.transfers() || !self.queue.is_empty()
     }
 
-    /// Whether time must pass for the SSD tier to go on.
-    pub fn waits_for_disks(&self) -> bool {
-        self.ssd_busy() || self.ssd.as_ref().is_some_and(|ssd| ssd.log.busy())
+    /// Whether time must pass for it to go on.
+    pub(super) fn waits(&self) -> bool {
+        self.busy() || self.log.busy()
     }
 
-    /// Figures of the SSD tier, if there is one.
-    pub fn ssd_stats(&self) -> Option<SsdStats> {
-        let ssd = self.ssd.as_ref()?;
-        Some(SsdStats { log: ssd.log.stats(), queued: ssd.queue.len() as u64, ..ssd.stats.clone() })
+    /// Its figures.
+    pub(super) fn stats(&self) -> SsdStats {
+        SsdStats { log: self.log.stats(), queued: self.queue.len() as u64, ..self.stats.clone() }
+    }
+
+    /// Whether a device keeps the block, in this size.
+    pub(super) fn keeps(&self, key: &BlockKey, block_bytes: u64) -> bool {
+        self.log.keeps(key).map(u64::from) == Some(block_bytes)
+    }
+
+    /// Begins to read a block into a slot, if there is room.
+    pub(super) fn read(&mut self, key: BlockKey, slot: SlotRef) -> bool {
+        let ticket = self.log.read(&key, slot);
+        ticket.map(|ticket| self.reads.insert(ticket, key)).is_some()
     }
 }
 

@@ -148,7 +148,7 @@ impl Core {
         self.windows.next_look_ms = self.windows.next_look_ms.min(look_ms);
         self.arrivals.wait(session, question, 0, false, Vec::new());
         if let Some(peers) = &mut self.peers {
-            peers.stats.miss_waits += u64::from(is_new);
+            peers.count_wait(is_new);
         }
         true
     }
@@ -214,7 +214,7 @@ impl Core {
         let trips = scheduler.patience.exhausted == EXHAUSTED_MAX;
         let engine = scheduler.engine.clone();
         if let Some(peers) = &mut self.peers {
-            peers.stats.miss_waits_exhausted += 1;
+            peers.count_exhausted();
         }
         self.windows.untold += 1;
         if trips || now_ms >= self.windows.quiet_until_ms {

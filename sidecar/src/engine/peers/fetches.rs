@@ -18,7 +18,7 @@ use shm_protocol::pool::SlotRef;
 use super::{Peers, stats};
 use crate::engine::namespaces::Binding;
 use crate::engine::waits::WAIT_MS_MAX;
-use crate::engine::{Action, Core, GROUP};
+use crate::engine::{Action, GROUP};
 
 /// Peers that are asked for a block, one after the other.
 const HOLDERS_MAX: usize = 3;
@@ -50,6 +50,10 @@ pub(super) struct Fetching {
     open: usize,
 }
 
+/// Blocks that one peer failed to give, by the other that they are asked of and the fetch that they were in.
+#[derive(Debug, Default)]
+pub(in crate::engine) struct Again(BTreeMap<(PeerNumber, u64), Fetching>);
+
 /// A block on its way.
 #[derive(Debug)]
 struct Wanted {
@@ -65,6 +69,11 @@ impl Span {
     /// What nobody may have of it begins here.
     pub(in crate::engine) fn end(&self) -> usize {
         self.from + self.candidates[0].run as usize
+    }
+
+    /// Blocks of it that are to be fetched.
+    pub(in crate::engine) fn keys(&self) -> impl ExactSizeIterator<Item = BlockKey> + '_ {
+        self.blocks.iter().map(|(_, key)| *key)
     }
 
     /// A block of it is to be fetched.
@@ -129,7 +138,7 @@ impl Fetching {
 
 impl Peers {
     /// Posts a fetch.
-    fn post(&mut self, now_ms: u64, fetching: Fetching, out: &mut Vec<Action>) {
+    fn post(&mut self, now_ms: u64, fetching: Fetching) {
         let ticket = self.next_ticket;
         self.next_ticket += 1;
         self.stats.fetches += 1;
@@ -137,7 +146,7 @@ impl Peers {
         let blocks: Vec<_> = wanted.map(|wanted| (fetching.label(&wanted.key), wanted.slot.offset)).collect();
         self.directory.began(fetching.peer, blocks.len() as u32);
         let deadline = Duration::from_millis(fetching.until_ms.saturating_sub(now_ms));
-        out.push(Action::Fetch(Fetch { ticket, peer: fetching.peer, blocks, deadline }));
+        self.actions.push(Action::Fetch(Fetch { ticket, peer: fetching.peer, blocks, deadline }));
         self.fetches.insert(ticket, fetching);
     }
 
@@ -163,113 +172,90 @@ impl Peers {
         let holders = self.directory.probe(now_ms, &[Digest::of(label)]);
         holders.iter().map(|holder| holder.peer).find(|peer| !tried.contains(peer))
     }
-}
-
-// === impl Core ===
-
-impl Core {
     /// Whether anybody can be asked for blocks of this engine.
-    pub(in crate::engine) fn may_ask_peers(&self, binding: &Binding) -> bool {
-        let anybody = |peers: &Peers| peers.directory.peers().next().is_some();
-        !binding.is_private() && self.peers.as_ref().is_some_and(anybody)
+    pub(in crate::engine) fn may_ask(&self, binding: &Binding) -> bool {
+        !binding.is_private() && self.directory.peers().next().is_some()
     }
 
     /// Who may have the begin of a run, which is at `from` of what was asked for.
-    pub(in crate::engine) fn ask_directory(
+    pub(in crate::engine) fn probe(
         &self,
         now_ms: u64,
         binding: &Binding,
         from: usize,
         hashes: &[BlockHash],
     ) -> Option<Span> {
-        let peers = self.peers.as_ref().filter(|_| self.may_ask_peers(binding))?;
+        if !self.may_ask(binding) {
+            return None;
+        }
         let digest = |hash| Digest::new(&binding.digest, GROUP, hash);
         let digests: Vec<Digest> = hashes.iter().map(digest).collect();
-        let candidates = peers.directory.probe(now_ms, &digests);
+        let candidates = self.directory.probe(now_ms, &digests);
         (!candidates.is_empty()).then_some(Span { from, candidates, blocks: Vec::new() })
     }
 
-    /// Begins fetches as far as there is room; the blocks that were begun.
-    pub(in crate::engine) fn begin_fetches(
+    /// Fetches those blocks of a span that have slots, in its order.
+    pub(in crate::engine) fn fetch(
         &mut self,
         now_ms: u64,
         binding: &Binding,
-        spans: &[Span],
-        out: &mut Vec<Action>,
-    ) -> Vec<BlockKey> {
-        let mut all = Vec::new();
-        for span in spans {
-            let mut begun = Vec::with_capacity(span.blocks.len());
-            for (place, key) in &span.blocks {
-                let filled = self.dram.begin_fill(*key, binding.block_bytes(), binding.whose);
-                self.apply_evictions(out);
-                let Ok(slot) = filled else { break };
-                out.push(Action::FillSlot { slot, namespace: binding.digest, key: *key });
-                self.arrivals.begin(*key, slot, binding.block_bytes());
-                all.push(*key);
-                begun.push((*place, Wanted { key: *key, slot, tried: Vec::new() }));
-            }
-            let whole = begun.len() == span.blocks.len();
-            let peers = self.peers.as_mut().expect("they were asked for the span");
-            for (peer, blocks) in span.cut(begun, binding.block_bytes()) {
-                let until_ms = now_ms.saturating_add(WAIT_MS_MAX);
-                peers.post(now_ms, Fetching::new(peer, until_ms, binding, blocks), out);
-            }
-            if !whole {
-                break;
-            }
-        }
-        all
-    }
-
-    /// Blocks of fetches have ended. Those that another peer may have are asked of it, together.
-    pub(super) fn fetched(&mut self, now_ms: u64, ends: &[Done], out: &mut Vec<Action>) {
-        if ends.iter().any(|end| end.result.is_ok()) {
-            self.schedulers.values_mut().for_each(|scheduler| scheduler.patience.restore());
-        }
-        let mut again: BTreeMap<(PeerNumber, u64), Fetching> = BTreeMap::new();
-        for end in ends {
-            let Some(peers) = &mut self.peers else { return };
-            let (wanted, of) = peers.end(now_ms, end);
-            let wished = !self.draining && now_ms < of.until_ms && self.arrivals.wished(&wanted.key);
-            let (checksum, other) = match end.result {
-                Ok(checksum) => {
-                    peers.stats.fetched_blocks += 1;
-                    peers.stats.fetched_bytes += u64::from(of.bytes);
-                    (Some(checksum), None)
-                }
-                Err(fault) => {
-                    peers.stats.faults[stats::index(fault)] += 1;
-                    let label = of.label(&wanted.key);
-                    (None, wished.then(|| peers.other_holder(now_ms, &label, &wanted.tried)).flatten())
-                }
-            };
-            match other {
-                Some(peer) => {
-                    again.entry((peer, end.ticket)).or_insert_with(|| of.again(peer)).add(wanted);
-                }
-                None => self.arrived(now_ms, &wanted.key, wanted.slot, checksum, out),
-            }
-        }
-        let Some(peers) = &mut self.peers else { return };
-        for fetching in again.into_values() {
-            peers.stats.retried_blocks += fetching.open();
-            peers.post(now_ms, fetching, out);
+        span: &Span,
+        slots: &[SlotRef],
+    ) {
+        let wanted = |(&(place, key), &slot): (&(u32, BlockKey), &SlotRef)| {
+            (place, Wanted { key, slot, tried: Vec::new() })
+        };
+        let begun: Vec<(u32, Wanted)> = span.blocks.iter().zip(slots).map(wanted).collect();
+        let until_ms = now_ms.saturating_add(WAIT_MS_MAX);
+        for (peer, blocks) in span.cut(begun, binding.block_bytes()) {
+            self.post(now_ms, Fetching::new(peer, until_ms, binding, blocks));
         }
     }
 
-    /// Time passed: nobody waits for what is late any more.
-    pub(in crate::engine) fn give_up_fetches(&mut self, now_ms: u64, out: &mut Vec<Action>) {
-        let Some(peers) = &self.peers else { return };
-        let late = peers.fetches.values().filter(|fetching| fetching.until_ms <= now_ms);
-        let blocks = late.flat_map(|fetching| fetching.blocks.iter().flatten());
-        let keys: Vec<BlockKey> = blocks.map(|wanted| wanted.key).collect();
-        keys.iter().for_each(|key| self.give_up(now_ms, key, out));
+    /// A block of a fetch has ended: it, its slot and, if it is here, its checksum; none where it is to be asked of another
+    /// peer `again`.
+    pub(in crate::engine) fn ended(
+        &mut self,
+        now_ms: u64,
+        end: &Done,
+        is_wished: impl FnOnce(&BlockKey) -> bool,
+        again: &mut Again,
+    ) -> Option<(BlockKey, SlotRef, Option<u64>)> {
+        let (wanted, of) = self.end(now_ms, end);
+        let fault = match end.result {
+            Ok(checksum) => {
+                self.stats.fetched_blocks += 1;
+                self.stats.fetched_bytes += u64::from(of.bytes);
+                return Some((wanted.key, wanted.slot, Some(checksum)));
+            }
+            Err(fault) => fault,
+        };
+        self.stats.faults[stats::index(fault)] += 1;
+        let wished = now_ms < of.until_ms && is_wished(&wanted.key);
+        let label = of.label(&wanted.key);
+        let other = wished.then(|| self.other_holder(now_ms, &label, &wanted.tried)).flatten();
+        let Some(peer) = other else { return Some((wanted.key, wanted.slot, None)) };
+        again.0.entry((peer, end.ticket)).or_insert_with(|| of.again(peer)).add(wanted);
+        None
     }
 
-    /// The sidecar is to end: nobody waits for fetches.
-    pub(in crate::engine) fn cancel_fetches(&self, out: &mut Vec<Action>) {
-        let tickets = self.peers.iter().flat_map(|peers| peers.fetches.keys());
-        out.extend(tickets.map(|&ticket| Action::CancelFetch { ticket }));
+    /// Asks other peers, of each together.
+    pub(in crate::engine) fn fetch_again(&mut self, now_ms: u64, again: Again) {
+        for fetching in again.0.into_values() {
+            self.stats.retried_blocks += fetching.open();
+            self.post(now_ms, fetching);
+        }
+    }
+
+    /// Blocks that nobody waits for any more.
+    pub(in crate::engine) fn late(&self, now_ms: u64) -> Vec<BlockKey> {
+        let late = self.fetches.values().filter(|fetching| fetching.until_ms <= now_ms);
+        late.flat_map(|fetching| fetching.blocks.iter().flatten()).map(|wanted| wanted.key).collect()
+    }
+
+    /// Ends every fetch early.
+    pub(in crate::engine) fn cancel(&mut self) {
+        let tickets = self.fetches.keys();
+        self.actions.extend(tickets.map(|&ticket| Action::CancelFetch { ticket }));
     }
 }

@@ -3,10 +3,11 @@
 use mesh::transport::Label;
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
-use tiers::dram::HolderId;
+use tiers::dram::{Dram, HolderId};
 
-use crate::engine::namespaces::Space;
-use crate::engine::{Action, Core};
+use super::Peers;
+use crate::engine::Action;
+use crate::engine::namespaces::{Namespaces, Space};
 
 /// What one ask was granted.
 #[derive(Debug, Default)]
@@ -23,58 +24,61 @@ impl Granted {
     }
 }
 
-// === impl Core ===
+// === impl Peers ===
 
-impl Core {
-    /// Answers a peer's ask: what is here, in the length it says, and what is not.
-    pub(super) fn asked(&mut self, ask: u64, blocks: &[Label], out: &mut Vec<Action>) {
+impl Peers {
+    /// Answers a peer's ask: what is here, in the length it says, and what is not. Without `namespaces` nothing is given.
+    pub(in crate::engine) fn grant(
+        &mut self,
+        ask: u64,
+        blocks: &[Label],
+        dram: &mut Dram,
+        namespaces: Option<&Namespaces>,
+    ) {
         let mut granted = Granted::default();
         let slots = blocks.iter().map(|label| {
-            let slot = self.grant(label);
+            let slot = self.hold(label, dram, namespaces);
             granted.slots.extend(slot.map(|slot| (slot, u64::from(label.bytes))));
             slot
         });
         let slots: Vec<Option<SlotRef>> = slots.collect();
-        let Some(peers) = &mut self.peers else { return };
-        peers.stats.asks += 1;
-        peers.stats.asked_blocks += blocks.len() as u64;
-        let before = peers.grants.insert(ask, granted);
+        self.stats.asks += 1;
+        self.stats.asked_blocks += blocks.len() as u64;
+        let before = self.grants.insert(ask, granted);
         assert!(before.is_none(), "an ask is made once");
-        out.push(Action::Grant { ask, slots });
+        self.actions.push(Action::Grant { ask, slots });
     }
 
     /// Holds a block for a peer. An ask counts as no access: the peer keeps the block for itself from now on.
-    fn grant(&mut self, label: &Label) -> Option<SlotRef> {
+    fn hold(&mut self, label: &Label, dram: &mut Dram, namespaces: Option<&Namespaces>) -> Option<SlotRef> {
         let bytes = u64::from(label.bytes);
         let space = Space { digest: label.namespace, block_bytes: bytes };
-        let namespace = self.namespaces.known(space).filter(|_| !self.draining);
-        let peers = self.peers.as_mut()?;
+        let namespace = namespaces.and_then(|namespaces| namespaces.known(space));
         let key = namespace.map(|namespace| BlockKey { namespace, group: label.group, hash: label.hash });
-        let Some(slot) = key.and_then(|key| self.dram.hold(&key, HolderId::NOBODY)) else {
-            peers.stats.absent_blocks += 1;
+        let Some(slot) = key.and_then(|key| dram.hold(&key, HolderId::NOBODY)) else {
+            self.stats.absent_blocks += 1;
             return None;
         };
-        let room = peers.granted_bytes + bytes <= peers.granted_bytes_max;
+        let room = self.granted_bytes + bytes <= self.granted_bytes_max;
         // The peer reads as many bytes as it has asked for.
-        let fits = self.dram.block_bytes(slot) == Some(bytes);
+        let fits = dram.block_bytes(slot) == Some(bytes);
         if room && fits {
-            peers.granted_bytes += bytes;
+            self.granted_bytes += bytes;
             return Some(slot);
         }
-        peers.stats.withheld_blocks += u64::from(fits);
-        peers.stats.absent_blocks += u64::from(!fits);
-        self.dram.unhold(slot, HolderId::NOBODY);
+        self.stats.withheld_blocks += u64::from(fits);
+        self.stats.absent_blocks += u64::from(!fits);
+        dram.unhold(slot, HolderId::NOBODY);
         None
     }
 
     /// The transport needs the slots of a grant no more.
-    pub(super) fn released(&mut self, ask: u64, sent: u32) {
-        let Some(peers) = &mut self.peers else { return };
-        let granted = peers.grants.remove(&ask).expect("a grant is released once");
-        peers.granted_bytes -= granted.bytes();
+    pub(in crate::engine) fn release(&mut self, ask: u64, sent: u32, dram: &mut Dram) {
+        let granted = self.grants.remove(&ask).expect("a grant is released once");
+        self.granted_bytes -= granted.bytes();
         let whole = granted.slots.iter().take(sent as usize);
-        peers.stats.served_blocks += whole.len() as u64;
-        peers.stats.served_bytes += whole.map(|(_, bytes)| bytes).sum::<u64>();
-        granted.slots.into_iter().for_each(|(slot, _)| self.dram.unhold(slot, HolderId::NOBODY));
+        self.stats.served_blocks += whole.len() as u64;
+        self.stats.served_bytes += whole.map(|(_, bytes)| bytes).sum::<u64>();
+        granted.slots.into_iter().for_each(|(slot, _)| dram.unhold(slot, HolderId::NOBODY));
     }
 }

@@ -17,7 +17,7 @@ use tiers::dram::{self, Dram};
 
 use super::*;
 use crate::engine::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, asked, hash};
-use crate::engine::{Event, Request};
+use crate::engine::{Core, Event, Heard, Request, arrivals};
 
 /// Seven blocks to a segment of the pool.
 const BLOCK_BYTES: u64 = 256 << 10;

@@ -12,7 +12,7 @@ use tiers::ssd::{Config, Fault, Geometry, Job, Label, Work};
 use super::*;
 use crate::engine::tests::checks::found;
 use crate::engine::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, hash};
-use crate::engine::{Event, arrivals};
+use crate::engine::{Action, Core, Event, arrivals};
 
 /// Seven blocks to a segment of the pool.
 const BLOCK_BYTES: u64 = 256 << 10;

@@ -3,12 +3,11 @@
 
 use shm_protocol::key::{BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
-use tiers::dram::HolderId;
+use tiers::dram::{Dram, HolderId};
 use tiers::ssd::Refused;
 
 use super::Ssd;
 use crate::config::SsdAdmission;
-use crate::engine::Core;
 
 /// Blocks that wait to be written: as many as saves may have waiting to be copied.
 const QUEUE_MAX: usize = 65_536;
@@ -37,11 +36,6 @@ impl Ssd {
         self.queued.insert(block.key);
         self.queue.push_back(block);
     }
-}
-
-// === impl Core ===
-
-impl Core {
     /// A block was committed: it is written, by the admission rule at once or when it is asked for again.
     pub(in crate::engine) fn offer_saved(
         &mut self,
@@ -49,53 +43,50 @@ impl Core {
         key: BlockKey,
         namespace: NamespaceDigest,
         bytes: u64,
+        dram: &Dram,
     ) {
-        let Some(ssd) = &mut self.ssd else { return };
-        if ssd.admission == SsdAdmission::All || self.dram.has_returned(slot) {
-            ssd.enqueue(Unwritten { key, namespace, bytes });
+        if self.admission == SsdAdmission::All || dram.has_returned(slot) {
+            self.enqueue(Unwritten { key, namespace, bytes });
         }
     }
 
     /// A block that lies in DRAM was asked for or offered again: it is worth a place, also one that it lost meanwhile.
     pub(in crate::engine) fn offer_again(&mut self, key: BlockKey, namespace: NamespaceDigest, bytes: u64) {
-        if let Some(ssd) = &mut self.ssd {
-            ssd.enqueue(Unwritten { key, namespace, bytes });
-        }
+        self.enqueue(Unwritten { key, namespace, bytes });
     }
 
     /// Hands the log what it has room for.
-    pub(super) fn write_behind(&mut self) {
-        let Some(ssd) = &mut self.ssd else { return };
+    pub(super) fn write_behind(&mut self, dram: &mut Dram) {
         for _ in 0..LOOKS_MAX {
-            if ssd.full {
+            if self.full {
                 return;
             }
-            let Some(block) = ssd.queue.front() else { return };
-            let written = match self.dram.hold(&block.key, HolderId::NOBODY) {
+            let Some(block) = self.queue.front() else { return };
+            let written = match dram.hold(&block.key, HolderId::NOBODY) {
                 None => {
-                    ssd.stats.dropped_evicted += 1;
+                    self.stats.dropped_evicted += 1;
                     Ok(())
                 }
                 Some(slot) => {
-                    let written = ssd.log.write(block.key, block.namespace, block.bytes, slot);
+                    let written = self.log.write(block.key, block.namespace, block.bytes, slot);
                     match written {
-                        Ok(_) => ssd.writing += 1,
-                        Err(_) => self.dram.unhold(slot, HolderId::NOBODY),
+                        Ok(_) => self.writing += 1,
+                        Err(_) => dram.unhold(slot, HolderId::NOBODY),
                     }
                     written.map(drop)
                 }
             };
             match written {
                 Err(Refused::Busy) => {
-                    ssd.full = true;
+                    self.full = true;
                     return;
                 }
-                Err(Refused::Down) => ssd.stats.dropped_down += 1,
-                Err(Refused::TooLarge) => ssd.stats.dropped_too_large += 1,
+                Err(Refused::Down) => self.stats.dropped_down += 1,
+                Err(Refused::TooLarge) => self.stats.dropped_too_large += 1,
                 Ok(()) | Err(Refused::Present) => {}
             }
-            let block = ssd.queue.pop_front().expect("looked at above");
-            ssd.queued.remove(&block.key);
+            let block = self.queue.pop_front().expect("looked at above");
+            self.queued.remove(&block.key);
         }
     }
 }

@@ -174,7 +174,7 @@ impl Core {
     fn refuse_parked(&mut self, key: (SessionId, u64), out: &mut Vec<Action>) {
         self.let_go(key);
         self.loads.remove(&key).expect("it was parked");
-        self.schedulers.get_mut(&key.0).expect("its loads end with it").loads -= 1;
+        self.scheduler(key.0).pending.end_load();
         self.refuse_load(key.0, key.1, Status::Absent, out);
     }
 

@@ -8,9 +8,6 @@ use tiers::dram::Holdings;
 use super::members::Scheduler;
 use super::{Action, Core, Event, SessionId};
 
-/// Blocks of a scheduler's saves that wait for its binding or for their step, 5 MB: 16 steps of 4,096 blocks. Saves beyond that are
-/// dropped.
-pub(super) const WANTED_MAX: usize = 65_536;
 /// Blocks that one event takes slots for, some 10 ms with what is evicted for them. The others wait for the next turn.
 pub(super) const CLAIMS_MAX: usize = 8192;
 
@@ -44,7 +41,7 @@ impl Core {
     /// So many blocks of a session's saves do not wait any more.
     pub(super) fn unwant(&mut self, session: SessionId, blocks: usize) {
         if let Some(scheduler) = self.schedulers.get_mut(&session) {
-            scheduler.wanted -= blocks;
+            scheduler.pending.unwant(blocks);
         }
     }
 

@@ -1,7 +1,5 @@
 //! Loads: a promise that leased slots stay until every rank has them.
 
-use shm_protocol::handshake::RANKS_MAX;
-use shm_protocol::layout::OPERATIONS;
 use shm_protocol::message::{Outcome, Status};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, Keys};
@@ -12,9 +10,6 @@ use super::logs::part;
 use super::members::all_ranks;
 use super::namespaces::Binding;
 use super::{Action, CopyOwner, Core, Direction, Piece, SessionId, Violation, operations};
-
-/// The most LOADED that may wait for their LOAD: every operation of a session on every rank.
-const EARLY_MAX: usize = OPERATIONS * RANKS_MAX as usize;
 
 /// One LOAD message, until every rank ended it.
 #[derive(Debug)]
@@ -82,9 +77,7 @@ impl Core {
     ) -> Result<(), Violation> {
         let op = asked.op;
         self.check_new(session, op)?;
-        if self.schedulers[&session].loads >= OPERATIONS {
-            return Err(format!("more than {OPERATIONS} loads at once"));
-        }
+        self.schedulers[&session].pending.check_load()?;
         let promised = match self.is_early(session, asked) {
             true => self.park(session, asked),
             false => self.promise(session, asked),
@@ -97,7 +90,7 @@ impl Core {
                     self.scheduler_waits(session, op);
                 }
                 self.loads.insert((session, op), load);
-                self.schedulers.get_mut(&session).expect("the caller checked").loads += 1;
+                self.scheduler(session).pending.begin_load();
                 self.take_early(session, op);
                 self.end_missed(session, asked);
                 match is_parked {
@@ -160,7 +153,7 @@ impl Core {
             ready.push((rank, worker_id, pieces));
         }
         if load.unstarted == 0 {
-            scheduler.waiting.remove(&op);
+            scheduler.pending.start(op);
         }
         for (rank, worker_id, pieces) in ready {
             let owner = CopyOwner { scheduler: session, op, rank, direction: Direction::Load };
@@ -201,14 +194,9 @@ impl Core {
         let key = (scheduler, op);
         if self.loads.contains_key(&key) {
             self.report(key, rank, ok);
-        } else if let Some(host) = self.schedulers.get_mut(&scheduler).filter(|host| host.newest < op) {
-            // Rings are read one after the other: this one's LOAD lies unread in the scheduler's.
-            if host.early.len() >= EARLY_MAX {
-                return Err(format!("{EARLY_MAX} loads were reported that no scheduler posted"));
-            }
-            host.early.push((op, rank, ok));
+        } else if let Some(host) = self.schedulers.get_mut(&scheduler) {
+            host.pending.report_early(op, rank, ok)?;
         }
-        // Any other was refused, or ended when its rank was thought lost.
         Ok(())
     }
 
@@ -222,11 +210,7 @@ impl Core {
 
     /// Ends the parts of a load that were reported before it was read.
     fn take_early(&mut self, session: SessionId, op: u64) {
-        let scheduler = self.schedulers.get_mut(&session).expect("the caller checked");
-        let (now, later) = std::mem::take(&mut scheduler.early).into_iter().partition(|early| early.0 <= op);
-        scheduler.early = later;
-        let now: Vec<(u64, u32, bool)> = now;
-        for (_, rank, ok) in now.into_iter().filter(|early| early.0 == op) {
+        for (rank, ok) in self.scheduler(session).pending.take_early(op) {
             self.report((session, op), rank, ok);
         }
     }
@@ -236,7 +220,8 @@ impl Core {
         let Some(load) = self.loads.get_mut(&key) else { return };
         load.unstarted &= !(1 << rank);
         if load.unstarted == 0 {
-            self.schedulers.get_mut(&key.0).expect("its loads end with it").waiting.remove(&key.1);
+            let scheduler = self.schedulers.get_mut(&key.0).expect("its loads end with it");
+            scheduler.pending.start(key.1);
         }
         if load.running >> rank & 1 == 1 {
             load.reported.0 |= 1 << rank;
@@ -272,7 +257,7 @@ impl Core {
             self.loads.remove(&key);
             self.let_go(key);
             if let Some(scheduler) = self.schedulers.get_mut(&key.0) {
-                scheduler.loads -= 1;
+                scheduler.pending.end_load();
             }
         }
     }

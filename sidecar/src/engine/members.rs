@@ -10,6 +10,7 @@ use tiers::dram::HolderId;
 
 use super::logs::Log;
 use super::namespaces::{Binding, Form, Space};
+use super::pending::Pending;
 use super::windows::Patience;
 use super::{Action, Core, SessionId, Violation, run_of};
 use crate::compare::PageForm;
@@ -43,21 +44,9 @@ pub(super) struct Scheduler {
     pub(super) logs: BTreeMap<u32, Log>,
     /// Logs with a lease.
     pub(super) leased: BTreeSet<u32>,
-    /// Saves and loads that have not ended.
-    pub(super) saves: usize,
-    pub(super) loads: usize,
-    /// Blocks of saves that wait for a binding or their step.
-    pub(super) wanted: usize,
+    pub(super) pending: Pending,
     /// Keys in all logs; bounded by the arena that holds them.
     pub(super) keys: usize,
-    /// Operations, in order, that some rank has not started yet.
-    pub(super) waiting: BTreeSet<u64>,
-    /// Saves whose copies ended and that wait for a drained ring.
-    pub(super) copied: Vec<u64>,
-    /// The newest operation read from its ring.
-    pub(super) newest: u64,
-    /// LOADED of ranks whose rings were read before this one's LOAD: operation, rank, well.
-    pub(super) early: Vec<(u64, u32, bool)>,
 }
 
 /// One rank.
@@ -171,14 +160,8 @@ impl Core {
             ranks: vec![None; world_size as usize],
             logs: BTreeMap::new(),
             leased: BTreeSet::new(),
-            saves: 0,
-            loads: 0,
-            wanted: 0,
+            pending: Pending::default(),
             keys: 0,
-            waiting: BTreeSet::new(),
-            copied: Vec::new(),
-            newest: 0,
-            early: Vec::new(),
         };
         self.schedulers.insert(session, scheduler);
         let joined = self.workers.iter().filter(|(_, worker)| worker.run == Some(run));
@@ -264,9 +247,8 @@ impl Core {
     /// Starts, for every waiting operation, the copies whose rank has joined and passed the fence.
     pub(super) fn dispatch(&mut self, session: SessionId, out: &mut Vec<Action>) {
         let Some(scheduler) = self.schedulers.get(&session) else { return };
-        let waiting: Vec<u64> = scheduler.waiting.iter().copied().collect();
         let mut left = self.claims_max;
-        for op in waiting {
+        for op in scheduler.pending.waiting() {
             left -= self.dispatch_save(session, op, left, out);
             self.dispatch_load(session, op, out);
         }

@@ -22,6 +22,7 @@ mod logs;
 mod members;
 mod namespaces;
 mod peers;
+mod pending;
 mod quotas;
 mod saves;
 mod sources;
@@ -209,14 +210,14 @@ impl Core {
             || self.arrivals.any()
             || self.peers.as_ref().is_some_and(Peers::granting)
             || self.ssd.as_ref().is_some_and(Ssd::busy)
-            || self.schedulers.values().any(|scheduler| !scheduler.copied.is_empty())
+            || self.schedulers.values().any(|scheduler| scheduler.pending.any_awaits_drain())
     }
 
     /// Whether an operation waits for this worker's fence words.
     pub fn waits_on_fences(&self, session: SessionId) -> bool {
         self.workers.get(&session).is_some_and(|worker| {
             let scheduler = worker.scheduler.and_then(|id| self.schedulers.get(&id));
-            scheduler.is_some_and(|scheduler| !scheduler.waiting.is_empty())
+            scheduler.is_some_and(|scheduler| scheduler.pending.any_waits())
         })
     }
 
@@ -318,8 +319,7 @@ impl Core {
         blocks: Vec<u32>,
         out: &mut Vec<Action>,
     ) -> Result<(), Violation> {
-        let scheduler = self.schedulers.get_mut(&session).expect("the caller looked");
-        scheduler.newest = scheduler.newest.max(request.op());
+        self.scheduler(session).pending.see(request.op());
         match request {
             SchedulerRequest::Open { log } => self.open(session, log),
             SchedulerRequest::Append(append) => self.append(session, &append, &keys),

@@ -3,13 +3,11 @@
 //! A save takes its slots when every rank has done its step, and its copies begin: one whose step never comes holds nothing.
 
 use shm_protocol::key::{BlockHash, BlockKey};
-use shm_protocol::layout::COMPLETION_SLOTS;
 use shm_protocol::message::Saved;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, Cancel, Keys};
 use tiers::FillError;
 
-use super::ledger::WANTED_MAX;
 use super::namespaces::Binding;
 use super::{Action, CopyOwner, Core, Direction, GROUP, Piece, SessionId, Violation, operations};
 
@@ -94,9 +92,7 @@ impl Core {
     ) -> Result<(), Violation> {
         let (op, Keys { log, from, count }) = (asked.op, asked.keys);
         self.check_new(session, op)?;
-        if self.schedulers[&session].saves >= COMPLETION_SLOTS {
-            return Err(format!("more than {COMPLETION_SLOTS} saves at once"));
-        }
+        self.schedulers[&session].pending.check_save()?;
         let log = self.log(session, log)?;
         let keys = log.keys.get(from as usize..asked.keys.end() as usize);
         let keys = keys.ok_or_else(|| format!("{asked:?} names keys that were not appended"))?.to_vec();
@@ -106,15 +102,15 @@ impl Core {
         let save = UnboundSave { step: asked.step, parent, checked: asked.checked, blocks };
         let binding = self.binding(session);
         let scheduler = self.schedulers.get_mut(&session).expect("the caller checked");
-        scheduler.saves += 1;
+        scheduler.pending.begin_save();
         let barred = scheduler.barred.is_some();
-        let too_many = scheduler.wanted + save.blocks.len() > WANTED_MAX;
+        let too_many = !scheduler.pending.may_want(save.blocks.len());
         match binding {
             _ if self.draining || too_many => self.drop_save((session, op), &save, out),
             Some(binding) => self.accept_save((session, op), binding, save, out),
             None if barred => self.drop_save((session, op), &save, out),
             None => {
-                scheduler.wanted += save.blocks.len();
+                scheduler.pending.want(save.blocks.len());
                 self.unbound.insert((session, op), save);
             }
         }
@@ -160,7 +156,7 @@ impl Core {
             void: false,
             end,
         };
-        self.schedulers.get_mut(&session).expect("the caller checked").wanted += save.wanted.len();
+        self.scheduler(session).pending.want(save.wanted.len());
         self.saves.insert(key, save);
         if begun {
             self.finish_save(key, 0, out);
@@ -205,7 +201,7 @@ impl Core {
         let cancelled = save.blocks.len() as u32 - dropped;
         self.stats.saves_dropped += u64::from(dropped);
         self.stats.saves_lost_to_reuse += u64::from(cancelled);
-        self.schedulers.get_mut(&session).expect("the caller checked").saves -= 1;
+        self.scheduler(session).pending.end_save();
         let saved = Saved { op, cancelled, dropped, ..Saved::default() };
         out.push(Action::Saved { session, saved });
     }
@@ -316,9 +312,9 @@ impl Core {
         let save = &self.saves[&(session, op)];
         let scheduler = self.schedulers.get_mut(&session).expect("its saves end with it");
         if save.begun {
-            scheduler.waiting.remove(&op);
-            if save.running == 0 && !scheduler.copied.contains(&op) {
-                scheduler.copied.push(op);
+            scheduler.pending.start(op);
+            if save.running == 0 {
+                scheduler.pending.await_drain(op);
             }
         }
     }
@@ -375,7 +371,7 @@ impl Core {
     /// The ring was read to its tail after these saves' copies ended: every CANCEL that matters has been seen.
     pub(super) fn commit_copied(&mut self, session: SessionId, void_below: u64, out: &mut Vec<Action>) {
         let Some(scheduler) = self.schedulers.get_mut(&session) else { return };
-        for op in std::mem::take(&mut scheduler.copied) {
+        for op in scheduler.pending.drained() {
             if self.saves.contains_key(&(session, op)) {
                 self.finish_save((session, op), void_below, out);
             }
@@ -436,8 +432,7 @@ impl Core {
         self.stats.saves_lost_to_reuse += u64::from(save.end.cancelled);
         self.stats.saves_dropped += u64::from(save.end.dropped);
         if let Some(scheduler) = self.schedulers.get_mut(&session) {
-            scheduler.waiting.remove(&op);
-            scheduler.copied.retain(|copied| *copied != op);
+            scheduler.pending.forget(op);
         }
         if pairs.is_empty() {
             self.stats.checks_undecided += u64::from(save.checked);
@@ -458,15 +453,14 @@ impl Core {
     /// Tells the engine of a save's end, if it is still there.
     pub(super) fn tell_saved(&mut self, (session, _): (SessionId, u64), saved: Saved, out: &mut Vec<Action>) {
         if let Some(scheduler) = self.schedulers.get_mut(&session) {
-            scheduler.saves -= 1;
+            scheduler.pending.end_save();
             out.push(Action::Saved { session, saved });
         }
     }
 
     /// A rank is gone: what has not begun cannot be completed.
     pub(super) fn fail_saves(&mut self, session: SessionId, out: &mut Vec<Action>) {
-        let waiting: Vec<u64> = self.schedulers[&session].waiting.iter().copied().collect();
-        for op in waiting {
+        for op in self.schedulers[&session].pending.waiting() {
             let Some(save) = self.saves.get_mut(&(session, op)) else { continue };
             if !save.begun {
                 (save.void, save.begun) = (true, true);
@@ -491,6 +485,6 @@ impl Core {
     }
 
     pub(super) fn scheduler_waits(&mut self, session: SessionId, op: u64) {
-        self.schedulers.get_mut(&session).expect("the caller checked").waiting.insert(op);
+        self.scheduler(session).pending.wait(op);
     }
 }

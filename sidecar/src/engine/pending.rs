@@ -1,0 +1,148 @@
+//! What of an engine's operations has not ended.
+
+use std::collections::BTreeSet;
+
+use shm_protocol::handshake::RANKS_MAX;
+use shm_protocol::layout::{COMPLETION_SLOTS, OPERATIONS};
+
+use super::Violation;
+
+/// Blocks of a scheduler's saves that wait for its binding or for their step, 5 MB: 16 steps of 4,096 blocks. Saves beyond that are
+/// dropped.
+const WANTED_MAX: usize = 65_536;
+/// The most LOADED that may wait for their LOAD: every operation of a session on every rank.
+const EARLY_MAX: usize = OPERATIONS * RANKS_MAX as usize;
+
+/// Of one scheduler.
+#[derive(Debug, Default)]
+pub(super) struct Pending {
+    /// Saves and loads that have not ended.
+    saves: usize,
+    loads: usize,
+    /// Blocks of saves that wait for a binding or their step.
+    wanted: usize,
+    /// Operations, in order, that some rank has not started yet.
+    waiting: BTreeSet<u64>,
+    /// Saves whose copies ended and that wait for a drained ring.
+    copied: Vec<u64>,
+    /// The newest operation read from its ring.
+    newest: u64,
+    /// LOADED of ranks whose rings were read before this one's LOAD: operation, rank, well.
+    early: Vec<(u64, u32, bool)>,
+}
+
+// === impl Pending ===
+
+impl Pending {
+    /// An operation was read.
+    pub(super) fn see(&mut self, op: u64) {
+        self.newest = self.newest.max(op);
+    }
+
+    /// Refuses a save if there are as many as the engine has room to be told the ends of.
+    pub(super) fn check_save(&self) -> Result<(), Violation> {
+        if self.saves < COMPLETION_SLOTS {
+            return Ok(());
+        }
+        Err(format!("more than {COMPLETION_SLOTS} saves at once"))
+    }
+
+    pub(super) fn begin_save(&mut self) {
+        self.saves += 1;
+    }
+
+    pub(super) fn end_save(&mut self) {
+        self.saves -= 1;
+    }
+
+    /// Refuses a load if there are as many as may be.
+    pub(super) fn check_load(&self) -> Result<(), Violation> {
+        if self.loads < OPERATIONS {
+            return Ok(());
+        }
+        Err(format!("more than {OPERATIONS} loads at once"))
+    }
+
+    pub(super) fn begin_load(&mut self) {
+        self.loads += 1;
+    }
+
+    pub(super) fn end_load(&mut self) {
+        self.loads -= 1;
+    }
+
+    /// Whether so many more blocks may wait.
+    pub(super) fn may_want(&self, blocks: usize) -> bool {
+        self.wanted + blocks <= WANTED_MAX
+    }
+
+    /// So many blocks of its saves wait.
+    pub(super) fn want(&mut self, blocks: usize) {
+        self.wanted += blocks;
+    }
+
+    /// So many do not wait any more.
+    pub(super) fn unwant(&mut self, blocks: usize) {
+        self.wanted -= blocks;
+    }
+
+    /// An operation waits for its ranks.
+    pub(super) fn wait(&mut self, op: u64) {
+        self.waiting.insert(op);
+    }
+
+    /// Every rank has started it, or need not.
+    pub(super) fn start(&mut self, op: u64) {
+        self.waiting.remove(&op);
+    }
+
+    /// What waits for ranks, in order.
+    pub(super) fn waiting(&self) -> Vec<u64> {
+        self.waiting.iter().copied().collect()
+    }
+
+    pub(super) fn any_waits(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// A save's copies have ended: it waits for a drained ring.
+    pub(super) fn await_drain(&mut self, save: u64) {
+        if !self.copied.contains(&save) {
+            self.copied.push(save);
+        }
+    }
+
+    /// The ring was drained: the saves that have waited for it.
+    pub(super) fn drained(&mut self) -> Vec<u64> {
+        std::mem::take(&mut self.copied)
+    }
+
+    pub(super) fn any_awaits_drain(&self) -> bool {
+        !self.copied.is_empty()
+    }
+
+    /// A save has ended: it waits for nothing.
+    pub(super) fn forget(&mut self, save: u64) {
+        self.waiting.remove(&save);
+        self.copied.retain(|copied| *copied != save);
+    }
+
+    /// A rank has ended its part of a load that is not there: its LOAD lies unread in the scheduler's ring, since rings are
+    /// read one after the other, or it was refused, or ended when its rank was thought lost.
+    pub(super) fn report_early(&mut self, load: u64, rank: u32, ok: bool) -> Result<(), Violation> {
+        if load <= self.newest {
+            return Ok(());
+        }
+        if self.early.len() >= EARLY_MAX {
+            return Err(format!("{EARLY_MAX} loads were reported that no scheduler posted"));
+        }
+        self.early.push((load, rank, ok));
+        Ok(())
+    }
+
+    /// A load was read: the ranks that have ended it, each well or not.
+    pub(super) fn take_early(&mut self, load: u64) -> Vec<(u32, bool)> {
+        let known = self.early.extract_if(.., |early| early.0 <= load);
+        known.filter(|early| early.0 == load).map(|(_, rank, ok)| (rank, ok)).collect()
+    }
+}

@@ -174,7 +174,7 @@ impl Core {
     pub(super) fn send_for_unsent(&mut self, now_ms: u64, out: &mut Vec<Action>) {
         for (session, question, hits) in std::mem::take(&mut self.arrivals.unsent) {
             let Some(binding) = self.binding(session) else { continue };
-            let wanted = self.schedulers[&session].logs[&question.log].wanted(question);
+            let wanted = self.schedulers[&session].logs.known(question.log).wanted(question);
             let rest = wanted[hits as usize..].to_vec();
             if !self.wait_for(now_ms, session, question, &binding, &rest, out)
                 && !self.wait_for_producer(now_ms, session, question)

@@ -46,7 +46,7 @@ impl Core {
         let wait = self.arrivals.waits.get_mut(&place).expect("found above");
         let before = std::mem::replace(&mut wait.held, held);
         wait.answered = Some(Answered { slots: slots.clone(), until_ms });
-        if let Ok(Some(lease)) = self.take_lease(place.0, place.1) {
+        if let Ok(Some(lease)) = self.scheduler(place.0).logs.take_lease(place.1) {
             // Expired meanwhile, at worst.
             let _ = self.dram.release(lease.id, place.0);
         }
@@ -77,7 +77,7 @@ impl Core {
     ) -> (Vec<SlotRef>, Vec<SlotRef>, usize) {
         let (mut slots, mut held, mut coming) = (Vec::new(), Vec::new(), 0);
         let waiter = Waiter { session, log: Some(question.log), op: question.op };
-        for hash in self.schedulers[&session].logs[&question.log].wanted(question) {
+        for hash in self.schedulers[&session].logs.known(question.log).wanted(question) {
             let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
             if let Some(slot) = self.dram.hold(&key, binding.whose.holder) {
                 held.push(slot);
@@ -114,7 +114,7 @@ impl Core {
         let first = from.checked_sub(wait.question.from).ok_or(Status::LeaseUnknown)? as usize;
         let slots = answered.slots.get(first..first + count as usize).ok_or(Status::LeaseUnknown)?;
         let (slots, from) = (slots.to_vec(), from as usize);
-        let hashes = self.schedulers[&session].logs[&log].keys[from..from + slots.len()].to_vec();
+        let hashes = self.schedulers[&session].logs.known(log).keys[from..from + slots.len()].to_vec();
         let waiter = Waiter { session, log: None, op: asked.op };
         let mut parked = Parked { missing: 0, held: Vec::new() };
         for (hash, named) in hashes.iter().zip(&slots) {

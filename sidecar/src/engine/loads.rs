@@ -6,7 +6,7 @@ use shm_protocol::request::{self, Keys};
 use tiers::LeaseError;
 use tiers::dram::LeaseId;
 
-use super::logs::part;
+use super::key_logs::part;
 use super::members::all_ranks;
 use super::namespaces::Binding;
 use super::{Action, CopyOwner, Core, Direction, Piece, SessionId, Violation, operations};
@@ -108,14 +108,14 @@ impl Core {
         let Keys { log: number, from, count } = asked.keys;
         let binding = self.binding(session).ok_or(Status::NotReady)?;
         let ranks = all_ranks(self.schedulers[&session].world_size);
-        let log = self.log(session, number).map_err(|_| Status::LeaseUnknown)?;
+        let log = self.schedulers[&session].logs.get(number).map_err(|_| Status::LeaseUnknown)?;
         let lease = log.lease.filter(|lease| lease.op == asked.lease).ok_or(Status::LeaseUnknown)?;
         let first = from.saturating_sub(lease.from) as usize;
         let slots: Vec<SlotRef> = self.dram.slots(lease.id, session).map_err(status)?.collect();
         let slots = part(&slots, &lease, from, count).ok_or(Status::LeaseUnknown)?;
         self.dram.truncate(lease.id, session, first, slots.len()).map_err(status)?;
         self.dram.promise(lease.id, session).map_err(status)?;
-        self.take_lease(session, number).map_err(|_| Status::LeaseUnknown)?;
+        self.scheduler(session).logs.take_lease(number).map_err(|_| Status::LeaseUnknown)?;
         Ok(Load::new(asked, Some(lease.id), slots, binding, ranks))
     }
 

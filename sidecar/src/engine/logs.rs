@@ -1,40 +1,13 @@
-//! Key logs, queries, and the lease that a query leaves on its log.
+//! Queries, and what is answered.
 
-use shm_protocol::key::BlockHash;
-use shm_protocol::layout::{CHUNK_KEYS, LOG_KEYS};
 use shm_protocol::message::{Outcome, Status};
 use shm_protocol::pool::SlotRef;
-use shm_protocol::request::{Append, Keys, Query};
-use tiers::dram::LeaseId;
+use shm_protocol::request::{Keys, Query};
 
+use super::key_logs::QueryLease;
 use super::namespaces::Binding;
 use super::waits::Question;
-use super::windows::Window;
 use super::{Action, Core, GROUP, SessionId, Violation};
-
-/// The keys of one request, in order.
-#[derive(Debug, Default)]
-pub(super) struct Log {
-    pub(super) keys: Vec<BlockHash>,
-    /// The generation that the next filled slot had when the request came.
-    pub(super) opened_at: u64,
-    pub(super) chunks: Vec<u32>,
-    pub(super) lease: Option<QueryLease>,
-    /// Whether a question was put.
-    pub(super) asked: bool,
-    /// While its questions may wait for a producer.
-    pub(super) window: Option<Window>,
-}
-
-/// What a query granted.
-#[derive(Copy, Clone, Debug)]
-pub(super) struct QueryLease {
-    pub(super) id: LeaseId,
-    /// The query that granted it; its name on the wire.
-    pub(super) op: u64,
-    pub(super) from: u32,
-    pub(super) hits: u32,
-}
 
 /// What a query has found and leased.
 #[derive(Debug)]
@@ -43,16 +16,6 @@ struct Found {
     known: u32,
     /// Slots of those behind them.
     refs: Vec<SlotRef>,
-}
-
-// === impl Log ===
-
-impl Log {
-    /// Those of its keys that a question names.
-    pub(super) fn wanted(&self, question: Question) -> &[BlockHash] {
-        let (from, count) = (question.from as usize, question.count as usize);
-        self.keys.get(from..self.keys.len().min(from + count)).unwrap_or(&[])
-    }
 }
 
 // === impl Found ===
@@ -67,36 +30,8 @@ impl Found {
 
 impl Core {
     pub(super) fn open(&mut self, session: SessionId, log: u32) -> Result<(), Violation> {
-        let opened = Log { opened_at: self.dram.generation(), ..Log::default() };
-        if self.scheduler(session).logs.insert(log, opened).is_some() {
-            return Err(format!("log {log} was opened twice"));
-        }
-        Ok(())
-    }
-
-    pub(super) fn append(
-        &mut self,
-        session: SessionId,
-        append: &Append,
-        keys: &[BlockHash],
-    ) -> Result<(), Violation> {
-        let Keys { log: number, from, .. } = append.keys;
-        let scheduler = self.scheduler(session);
-        let room = LOG_KEYS - scheduler.keys;
-        let log = scheduler.logs.get_mut(&number).ok_or_else(|| unknown_log(number))?;
-        if from as usize != log.keys.len() || keys.len() > room {
-            return Err(format!("log {number} has {} keys; cannot append {append:?}", log.keys.len()));
-        }
-        for (at, &chunk) in (from as usize / CHUNK_KEYS..).zip(append.chunks()) {
-            match log.chunks.get(at) {
-                Some(&known) if known != chunk => return Err(format!("log {number} moved a chunk")),
-                Some(_) => {}
-                None => log.chunks.push(chunk),
-            }
-        }
-        log.keys.extend_from_slice(keys);
-        scheduler.keys += keys.len();
-        Ok(())
+        let opened_at = self.dram.generation();
+        self.scheduler(session).logs.open(log, opened_at)
     }
 
     pub(super) fn query(
@@ -107,7 +42,7 @@ impl Core {
         out: &mut Vec<Action>,
     ) -> Result<(), Violation> {
         let Query { op, keys: Keys { log, from, count }, arriving } = query;
-        self.log(session, log)?;
+        self.schedulers[&session].logs.get(log)?;
         self.end_wait(session, log);
         let question = Question { op, log, from, count, arriving, asked_ms: now_ms };
         let waits = self.ask(now_ms, session, question, out);
@@ -130,7 +65,8 @@ impl Core {
         };
         let found = self.lease(now_ms, session, &binding, question);
         let may_send = self.see_run(now_ms, session, &binding, question, found.hits());
-        let next = self.schedulers[&session].logs[&question.log].wanted(question).get(found.hits() as usize);
+        let next =
+            self.schedulers[&session].logs.known(question.log).wanted(question).get(found.hits() as usize);
         let waits = next.copied().is_some_and(|next| {
             if may_send && self.may_arrive(now_ms, &binding, &next) {
                 self.arrivals.send_for_later(session, question, found.hits());
@@ -173,7 +109,7 @@ impl Core {
         out: &mut Vec<Action>,
     ) -> Result<(), Violation> {
         let Keys { log, from, count } = keys;
-        self.log(session, log)?;
+        self.schedulers[&session].logs.get(log)?;
         let beside_dram =
             self.ssd.is_some() || self.peers.is_some() || self.dram.stats().unverified_blocks > 0;
         if self.draining || !beside_dram {
@@ -182,7 +118,7 @@ impl Core {
         if let Some(binding) = self.binding(session) {
             // Nothing answers it, so it has no operation.
             let question = Question { op: 0, log, from, count, arriving: false, asked_ms: now_ms };
-            let wanted = self.schedulers[&session].logs[&log].wanted(question).to_vec();
+            let wanted = self.schedulers[&session].logs.known(log).wanted(question).to_vec();
             self.prefetch(now_ms, session, &binding, &wanted, out);
         }
         Ok(())
@@ -191,7 +127,7 @@ impl Core {
     /// Leases the leading hits in DRAM to the question's log.
     fn lease(&mut self, now_ms: u64, session: SessionId, binding: &Binding, question: Question) -> Found {
         let scheduler = self.schedulers.get_mut(&session).expect("the caller checked");
-        let log = scheduler.logs.get_mut(&question.log).expect("the caller checked");
+        let log = scheduler.logs.known(question.log);
         let wanted = log.wanted(question);
         let mut refs = Vec::new();
         let (world_size, namespace) = (scheduler.world_size, binding.namespace);
@@ -218,11 +154,7 @@ impl Core {
             self.dram.grant(session, holder, world_size, namespace, GROUP, wanted, now_ms, &mut refs)
         };
         let (op, from, hits) = (question.op, question.from, (known + refs.len()) as u32);
-        log.lease = granted.map(|id| QueryLease { id, op, from, hits });
-        match granted {
-            Some(_) => scheduler.leased.insert(question.log),
-            None => scheduler.leased.remove(&question.log),
-        };
+        scheduler.logs.lease(question.log, granted.map(|id| QueryLease { id, op, from, hits }));
         Found { known: known as u32, refs }
     }
 
@@ -234,7 +166,7 @@ impl Core {
         status: Status,
         out: &mut Vec<Action>,
     ) {
-        let log = &self.schedulers[&session].logs[&question.log];
+        let log = self.schedulers[&session].logs.known(question.log);
         let (hits, chunks) = (found.hits(), log.chunks.clone());
         if status != Status::Pending {
             self.stats.queries += 1;
@@ -272,7 +204,7 @@ impl Core {
     /// RELEASE: the lease of a log, or the answer to its query, is not needed.
     pub(super) fn release(&mut self, session: SessionId, log: u32) -> Result<(), Violation> {
         self.end_wait(session, log);
-        if let Some(lease) = self.take_lease(session, log)? {
+        if let Some(lease) = self.scheduler(session).logs.take_lease(log)? {
             // Expired meanwhile, at worst.
             let _ = self.dram.release(lease.id, session);
         }
@@ -283,45 +215,18 @@ impl Core {
     pub(super) fn end_leases(&mut self, session: SessionId) {
         // Logs without a lease, of which there may be 65,536, cost nothing: each lease was paid for by a query.
         self.end_waits(session);
-        for log in self.schedulers[&session].leased.clone() {
+        for log in self.schedulers[&session].logs.leased() {
             self.release(session, log).expect("a leased log is open");
         }
-    }
-
-    /// Parts a log from its lease.
-    pub(super) fn take_lease(
-        &mut self,
-        session: SessionId,
-        log: u32,
-    ) -> Result<Option<QueryLease>, Violation> {
-        let lease = self.log(session, log)?.lease.take();
-        self.scheduler(session).leased.remove(&log);
-        Ok(lease)
     }
 
     pub(super) fn close(&mut self, session: SessionId, log: u32) -> Result<(), Violation> {
         self.release(session, log)?;
         let binding = self.binding(session);
-        let scheduler = self.scheduler(session);
-        let Some(log) = scheduler.logs.remove(&log) else { return Ok(()) };
-        scheduler.keys -= log.keys.len();
-        if let Some(binding) = binding {
+        let closed = self.scheduler(session).logs.close(log);
+        if let (Some(log), Some(binding)) = (closed, binding) {
             self.dram.end_chain(binding.whose.holder, binding.namespace, GROUP, &log.keys, log.opened_at);
         }
         Ok(())
     }
-
-    pub(super) fn log(&mut self, session: SessionId, log: u32) -> Result<&mut Log, Violation> {
-        self.scheduler(session).logs.get_mut(&log).ok_or_else(|| unknown_log(log))
-    }
-}
-
-/// The slots of `count` hits from key `from` on, out of a lease that begins at key `lease.from`.
-pub(super) fn part(slots: &[SlotRef], lease: &QueryLease, from: u32, count: u32) -> Option<Vec<SlotRef>> {
-    let first = from.checked_sub(lease.from)? as usize;
-    slots.get(first..first.checked_add(count as usize)?).map(<[SlotRef]>::to_vec)
-}
-
-fn unknown_log(log: u32) -> Violation {
-    format!("log {log} is not open")
 }

@@ -1,6 +1,6 @@
 //! Who belongs together: schedulers, workers, the run they share and the namespace they serve.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use shm_protocol::handshake::{Copier, Hello, RANKS_MAX, Role};
@@ -8,7 +8,7 @@ use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace::{self, Facts};
 use tiers::dram::HolderId;
 
-use super::logs::Log;
+use super::key_logs::KeyLogs;
 use super::namespaces::{Binding, Form, Space};
 use super::pending::Pending;
 use super::windows::Patience;
@@ -41,12 +41,8 @@ pub(super) struct Scheduler {
     pub(super) generations: VecDeque<Space>,
     /// Sessions of the ranks that have joined this run.
     pub(super) ranks: Vec<Option<SessionId>>,
-    pub(super) logs: BTreeMap<u32, Log>,
-    /// Logs with a lease.
-    pub(super) leased: BTreeSet<u32>,
+    pub(super) logs: KeyLogs,
     pub(super) pending: Pending,
-    /// Keys in all logs; bounded by the arena that holds them.
-    pub(super) keys: usize,
 }
 
 /// One rank.
@@ -158,10 +154,8 @@ impl Core {
             salt: None,
             generations: VecDeque::new(),
             ranks: vec![None; world_size as usize],
-            logs: BTreeMap::new(),
-            leased: BTreeSet::new(),
+            logs: KeyLogs::default(),
             pending: Pending::default(),
-            keys: 0,
         };
         self.schedulers.insert(session, scheduler);
         let joined = self.workers.iter().filter(|(_, worker)| worker.run == Some(run));
@@ -281,11 +275,9 @@ impl Core {
         let scheduler = self.schedulers.remove(&session).expect("the caller checked");
         self.dram.leave(scheduler.holder);
         self.checks.forget(session);
-        for log in scheduler.logs.into_values() {
-            if let Some(lease) = log.lease {
-                // Expired meanwhile, at worst.
-                let _ = self.dram.release(lease.id, session);
-            }
+        for lease in scheduler.logs.leases() {
+            // Expired meanwhile, at worst.
+            let _ = self.dram.release(lease.id, session);
         }
         // Also those whose place another session of their rank took.
         for worker in self.workers.values_mut().filter(|worker| worker.scheduler == Some(session)) {

@@ -16,6 +16,7 @@ mod comparison;
 mod copies;
 mod early;
 mod event;
+mod key_logs;
 mod ledger;
 mod loads;
 mod logs;
@@ -322,7 +323,7 @@ impl Core {
         self.scheduler(session).pending.see(request.op());
         match request {
             SchedulerRequest::Open { log } => self.open(session, log),
-            SchedulerRequest::Append(append) => self.append(session, &append, &keys),
+            SchedulerRequest::Append(append) => self.scheduler(session).logs.append(&append, &keys),
             SchedulerRequest::Query(query) => self.query(now_ms, session, query, out),
             SchedulerRequest::Load(load) => self.load(now_ms, session, &load, blocks, out),
             SchedulerRequest::Save(save) => self.save(session, &save, &blocks, out),

@@ -93,7 +93,7 @@ impl Core {
         let (op, Keys { log, from, count }) = (asked.op, asked.keys);
         self.check_new(session, op)?;
         self.schedulers[&session].pending.check_save()?;
-        let log = self.log(session, log)?;
+        let log = self.schedulers[&session].logs.get(log)?;
         let keys = log.keys.get(from as usize..asked.keys.end() as usize);
         let keys = keys.ok_or_else(|| format!("{asked:?} names keys that were not appended"))?.to_vec();
         let parent = from.checked_sub(1).map(|before| log.keys[before as usize]);

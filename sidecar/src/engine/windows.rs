@@ -129,7 +129,7 @@ impl Core {
     ) -> bool {
         let may_open = self.may_ask_peers(binding);
         let scheduler = self.schedulers.get_mut(&session).expect("the caller checked");
-        let log = scheduler.logs.get_mut(&question.log).expect("the caller checked");
+        let log = scheduler.logs.known_mut(question.log);
         let (patience, end) = (&scheduler.patience, question.from + hits);
         let is_new = !std::mem::replace(&mut log.asked, true);
         if is_new && may_open && patience.window_ms > 0 && !patience.is_lost() {
@@ -174,7 +174,7 @@ impl Core {
     /// Whether the block at which a question's run ends can be had.
     fn next_is_here(&mut self, now_ms: u64, session: SessionId, question: Question) -> bool {
         let Some(binding) = self.binding(session) else { return true };
-        let log = &self.schedulers[&session].logs[&question.log];
+        let log = self.schedulers[&session].logs.known(question.log);
         let next = log.window.as_ref().and_then(|window| log.keys.get(window.end as usize));
         let Some(&hash) = next else { return true };
         self.dram.probe(binding.namespace, GROUP, &[hash]) > 0 || self.may_arrive(now_ms, &binding, &hash)
@@ -201,7 +201,7 @@ impl Core {
         out: &mut Vec<Action>,
     ) {
         let scheduler = self.schedulers.get_mut(&session).expect("the caller checked");
-        let log = scheduler.logs.get_mut(&question.log).expect("the caller checked");
+        let log = scheduler.logs.known_mut(question.log);
         let missing = log.wanted(question).len() - hits as usize;
         let Some(window) = log.window.take() else { return };
         if !window.waited {
@@ -230,7 +230,7 @@ impl Core {
     }
 
     pub(super) fn window(&mut self, session: SessionId, log: u32) -> Option<&mut Window> {
-        self.schedulers.get_mut(&session)?.logs.get_mut(&log)?.window.as_mut()
+        self.schedulers.get_mut(&session)?.logs.window(log)
     }
 }
 

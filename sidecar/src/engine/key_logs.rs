@@ -1,0 +1,153 @@
+//! Key logs: the keys of requests, and the lease that a query leaves on its log.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use shm_protocol::key::BlockHash;
+use shm_protocol::layout::{CHUNK_KEYS, LOG_KEYS};
+use shm_protocol::pool::SlotRef;
+use shm_protocol::request::{Append, Keys};
+use tiers::dram::LeaseId;
+
+use super::Violation;
+use super::waits::Question;
+use super::windows::Window;
+
+/// Those of one scheduler.
+#[derive(Debug, Default)]
+pub(super) struct KeyLogs {
+    open: BTreeMap<u32, KeyLog>,
+    /// Logs with a lease.
+    leased: BTreeSet<u32>,
+    /// Keys in all logs; bounded by the arena that holds them.
+    keys: usize,
+}
+
+/// The keys of one request, in order.
+#[derive(Debug, Default)]
+pub(super) struct KeyLog {
+    pub(super) keys: Vec<BlockHash>,
+    /// The generation that the next filled slot had when the request came.
+    pub(super) opened_at: u64,
+    pub(super) chunks: Vec<u32>,
+    pub(super) lease: Option<QueryLease>,
+    /// Whether a question was put.
+    pub(super) asked: bool,
+    /// While its questions may wait for a producer.
+    pub(super) window: Option<Window>,
+}
+
+/// What a query granted.
+#[derive(Copy, Clone, Debug)]
+pub(super) struct QueryLease {
+    pub(super) id: LeaseId,
+    /// The query that granted it; its name on the wire.
+    pub(super) op: u64,
+    pub(super) from: u32,
+    pub(super) hits: u32,
+}
+
+// === impl KeyLogs ===
+
+impl KeyLogs {
+    /// A log is opened, when the next filled slot has this generation.
+    pub(super) fn open(&mut self, number: u32, opened_at: u64) -> Result<(), Violation> {
+        let opened = KeyLog { opened_at, ..KeyLog::default() };
+        if self.open.insert(number, opened).is_some() {
+            return Err(format!("log {number} was opened twice"));
+        }
+        Ok(())
+    }
+
+    /// Keys are added to the end of a log.
+    pub(super) fn append(&mut self, append: &Append, keys: &[BlockHash]) -> Result<(), Violation> {
+        let Keys { log: number, from, .. } = append.keys;
+        let room = LOG_KEYS - self.keys;
+        let log = self.open.get_mut(&number).ok_or_else(|| unknown(number))?;
+        if from as usize != log.keys.len() || keys.len() > room {
+            return Err(format!("log {number} has {} keys; cannot append {append:?}", log.keys.len()));
+        }
+        for (at, &chunk) in (from as usize / CHUNK_KEYS..).zip(append.chunks()) {
+            match log.chunks.get(at) {
+                Some(&known) if known != chunk => return Err(format!("log {number} moved a chunk")),
+                Some(_) => {}
+                None => log.chunks.push(chunk),
+            }
+        }
+        log.keys.extend_from_slice(keys);
+        self.keys += keys.len();
+        Ok(())
+    }
+
+    /// A log that an engine names.
+    pub(super) fn get(&self, number: u32) -> Result<&KeyLog, Violation> {
+        self.open.get(&number).ok_or_else(|| unknown(number))
+    }
+
+    /// A log that is open.
+    pub(super) fn known(&self, number: u32) -> &KeyLog {
+        &self.open[&number]
+    }
+
+    /// The same, to be changed.
+    pub(super) fn known_mut(&mut self, number: u32) -> &mut KeyLog {
+        self.open.get_mut(&number).expect("the caller checked")
+    }
+
+    /// The window of a log, if it has one.
+    pub(super) fn window(&mut self, number: u32) -> Option<&mut Window> {
+        self.open.get_mut(&number)?.window.as_mut()
+    }
+
+    /// What a query has granted on a log, or that it granted nothing.
+    pub(super) fn lease(&mut self, number: u32, lease: Option<QueryLease>) {
+        match lease {
+            Some(_) => self.leased.insert(number),
+            None => self.leased.remove(&number),
+        };
+        self.known_mut(number).lease = lease;
+    }
+
+    /// Parts a log from its lease.
+    pub(super) fn take_lease(&mut self, number: u32) -> Result<Option<QueryLease>, Violation> {
+        let log = self.open.get_mut(&number).ok_or_else(|| unknown(number))?;
+        self.leased.remove(&number);
+        Ok(log.lease.take())
+    }
+
+    /// Logs with a lease.
+    pub(super) fn leased(&self) -> Vec<u32> {
+        self.leased.iter().copied().collect()
+    }
+
+    /// Every lease.
+    pub(super) fn leases(&self) -> impl Iterator<Item = QueryLease> + '_ {
+        self.open.values().filter_map(|log| log.lease)
+    }
+
+    /// A log is closed.
+    pub(super) fn close(&mut self, number: u32) -> Option<KeyLog> {
+        let log = self.open.remove(&number)?;
+        self.keys -= log.keys.len();
+        Some(log)
+    }
+}
+
+// === impl KeyLog ===
+
+impl KeyLog {
+    /// Those of its keys that a question names.
+    pub(super) fn wanted(&self, question: Question) -> &[BlockHash] {
+        let (from, count) = (question.from as usize, question.count as usize);
+        self.keys.get(from..self.keys.len().min(from + count)).unwrap_or(&[])
+    }
+}
+
+/// The slots of `count` hits from key `from` on, out of a lease that begins at key `lease.from`.
+pub(super) fn part(slots: &[SlotRef], lease: &QueryLease, from: u32, count: u32) -> Option<Vec<SlotRef>> {
+    let first = from.checked_sub(lease.from)? as usize;
+    slots.get(first..first.checked_add(count as usize)?).map(<[SlotRef]>::to_vec)
+}
+
+fn unknown(log: u32) -> Violation {
+    format!("log {log} is not open")
+}

@@ -119,7 +119,8 @@ class Adapters:
             return self._private(known, f"its files cannot be read at {known.path}", "name a folder that holds them")
         if known.digest is None:
             return None
-        return _fold(b"files", known.digest, bytes([_is_3d(request)]), self._form.encode())
+        fused_experts = bool(getattr(request, "is_3d_lora_weight", False))
+        return _fold(b"files", known.digest, bytes([fused_experts]), self._form.encode())
 
     def _learn(self, request: LoRARequest, files: Files) -> _Adapter:
         known = _Adapter(request.lora_name, request.lora_path, files, next(self._serials))
@@ -198,11 +199,6 @@ def files_of(path: str) -> Files:
 def _in_place(request: LoRARequest) -> bool:
     """Whether ranks read the adapter's files although they hold it."""
     return bool(getattr(request, "load_inplace", False))
-
-
-def _is_3d(request: LoRARequest) -> bool:
-    """Whether weights of experts are taken to be fused."""
-    return bool(getattr(request, "is_3d_lora_weight", False))
 
 
 def _fold(*parts: bytes) -> bytes:

@@ -93,21 +93,13 @@ def parse(extra: Mapping[str, Any]) -> Config:
         raise ConfigError(
             f"{PREFIX}namespace is {namespace!r}; it must be 32 lower-case hex digits, as the log and /namespaces show them"
         )
-    timeout = ours.get("query_timeout_us", 0)
-    if isinstance(timeout, bool) or not isinstance(timeout, int) or not 0 <= timeout <= QUERY_TIMEOUT_US_MAX:
-        raise ConfigError(
-            f"{PREFIX}query_timeout_us is {timeout!r}; it must be a whole number of microseconds, 0 to {QUERY_TIMEOUT_US_MAX}"
-        )
-    wait = ours.get("miss_wait_ms", 0)
-    if isinstance(wait, bool) or not isinstance(wait, int) or not 0 <= wait <= MISS_WAIT_MS_MAX:
-        raise ConfigError(
-            f"{PREFIX}miss_wait_ms is {wait!r}; it must be a whole number of milliseconds, 0 (off) to {MISS_WAIT_MS_MAX}: "
-            "no query is pending for longer, so set a smaller one"
-        )
-    every = ours.get("check_every", 0)
-    if isinstance(every, bool) or not isinstance(every, int) or not 0 <= every <= CHECK_EVERY_MAX:
-        raise ConfigError(
-            f"{PREFIX}check_every is {every!r}; it must be a whole number of hits, 0 (nothing is checked) to {CHECK_EVERY_MAX}"
-        )
+    for key, most, what in (
+        ("query_timeout_us", QUERY_TIMEOUT_US_MAX, "microseconds, 0"),
+        ("miss_wait_ms", MISS_WAIT_MS_MAX, "milliseconds, 0 (off)"),
+        ("check_every", CHECK_EVERY_MAX, "hits, 0 (nothing is checked)"),
+    ):
+        number = ours.get(key, 0)
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= most:
+            raise ConfigError(f"{PREFIX}{key} is {number!r}; it must be a whole number of {what} to {most}")
     ours.setdefault("socket", default_socket())
     return Config(**ours)

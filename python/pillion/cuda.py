@@ -8,33 +8,16 @@ its kind call the hook of every layer in order; every other one waits for the wh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
-
-class Session(Protocol):
-    """The calls of `_shim.WorkerSession` that enqueue waits."""
-
-    @property
-    def loading(self) -> int:
-        """Loads that still need `wait_group`."""
-
-    def wait_group(self, group: int, stream: int) -> None:
-        """Enqueues the wait for a cut of every load."""
+from pillion._shim import WorkerSession
 
 
 class LayerWaits:
     """One rank's hooks: what they have proven, and the waits that they still have to enqueue in this step."""
 
-    def __init__(
-        self,
-        layers: list[str],
-        cut_layers: list[int],
-        allowed: bool,
-        running_mode: Callable[[], str | None],
-    ) -> None:
+    def __init__(self, layers: list[str], cut_layers: list[int], allowed: bool, running_mode: Callable[[], str | None]) -> None:
         """`cut_layers` says how many layers a cut has; `running_mode` of which kind the forward is that calls a hook, None: of
-        one that proves nothing.
-        """
+        one that proves nothing."""
         self._places = {name: place for place, name in enumerate(layers)}
         # Cuts that must be there before a layer, by its place.
         self._needed = [cut + 1 for cut, count in enumerate(cut_layers) for _ in range(count)]
@@ -61,7 +44,7 @@ class LayerWaits:
         """This step's loads are waited for cut by cut."""
         self._waited = 0
 
-    def reach(self, layer: str, session: Session, stream: Callable[[], int]) -> None:
+    def reach(self, layer: str, session: WorkerSession, stream: Callable[[], int]) -> None:
         """The forward is about to launch a layer: whatever it reads must be there."""
         if self._next < 0 and self._waited == self._cuts:
             return
@@ -74,7 +57,7 @@ class LayerWaits:
         elif place > self._next:
             self._next = -1
 
-    def end_step(self, session: Session, stream: Callable[[], int]) -> bool:
+    def end_step(self, session: WorkerSession, stream: Callable[[], int]) -> bool:
         """Whether the forward waited for all that it read. If not, what follows it does, and this was the last time."""
         if self._next == len(self._places) and self._mode is not None:
             self._proven.add(self._mode)
@@ -86,7 +69,7 @@ class LayerWaits:
         self._wait_until(self._cuts, session, stream)
         return False
 
-    def _wait_until(self, cuts: int, session: Session, stream: Callable[[], int]) -> None:
+    def _wait_until(self, cuts: int, session: WorkerSession, stream: Callable[[], int]) -> None:
         while self._waited < cuts:
             session.wait_group(self._waited, stream())
             self._waited += 1

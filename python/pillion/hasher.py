@@ -77,8 +77,4 @@ class _Part:
 
 def install(algorithm: str) -> None:
     """Lets the engine that is being built, and it alone, hash prompts natively."""
-
-    def wrap(vllms: Hasher, block_tokens: int, first_parent: bytes) -> Hasher:
-        return NativeHasher(vllms, algorithm, block_tokens, first_parent)
-
-    vllm_compat.wrap_next_block_hasher(wrap)
+    vllm_compat.wrap_next_block_hasher(lambda vllms, *block: NativeHasher(vllms, algorithm, *block))

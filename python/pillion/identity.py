@@ -18,86 +18,37 @@ if TYPE_CHECKING:
 
 # Keys of a configuration that make no KV, at every depth, by the reason. Names that a model's own code may read in another
 # sense (`top_k` and `temperature` of a router, `max_length`) are none of them.
-IGNORED: dict[str, tuple[str, ...]] = {
-    "where it was read": ("_name_or_path", "name_or_path", "_commit_hash"),
+IGNORED = {
+    "where it was read": "_name_or_path name_or_path _commit_hash",
     "who wrote it, and what transformers would run; vLLM runs code of its own": (
-        "transformers_version",
-        "auto_map",
-        "attn_implementation",
-        "_attn_implementation",
-        "_attn_implementation_internal",
-        "_attn_implementation_autoset",
-        "_experts_implementation",
-        "_experts_implementation_internal",
+        "transformers_version auto_map attn_implementation _attn_implementation _attn_implementation_internal "
+        "_attn_implementation_autoset _experts_implementation _experts_implementation_internal"
     ),
-    "how weights are stored; what runs is the fact dtype": ("dtype", "torch_dtype"),
+    "how weights are stored; what runs is the fact dtype": "dtype torch_dtype",
     "how transformers calls it": (
-        "use_cache",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "use_return_dict",
-        "torchscript",
-        "gradient_checkpointing",
-        "chunk_size_feed_forward",
+        "use_cache output_attentions output_hidden_states return_dict use_return_dict torchscript gradient_checkpointing "
+        "chunk_size_feed_forward"
     ),
     "training alone": (
-        "initializer_range",
-        "initializer_factor",
-        "dropout",
-        "attention_dropout",
-        "hidden_dropout",
-        "hidden_dropout_prob",
-        "attention_probs_dropout_prob",
-        "attn_pdrop",
-        "embd_pdrop",
-        "resid_pdrop",
-        "router_aux_loss_coef",
-        "router_z_loss_coef",
-        "output_router_logits",
+        "initializer_range initializer_factor dropout attention_dropout hidden_dropout hidden_dropout_prob "
+        "attention_probs_dropout_prob attn_pdrop embd_pdrop resid_pdrop router_aux_loss_coef router_z_loss_coef "
+        "output_router_logits"
     ),
     "which tokens are asked for: those are in a block's hash": (
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "cls_token_id",
-        "decoder_start_token_id",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
+        "bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id forced_bos_token_id "
+        "forced_eos_token_id"
     ),
     "which token is chosen of the model's output": (
-        "do_sample",
-        "top_p",
-        "typical_p",
-        "num_beams",
-        "num_beam_groups",
-        "diversity_penalty",
-        "repetition_penalty",
-        "length_penalty",
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "bad_words_ids",
-        "num_return_sequences",
-        "early_stopping",
-        "remove_invalid_values",
-        "exponential_decay_length_penalty",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "return_dict_in_generate",
-        "output_scores",
+        "do_sample top_p typical_p num_beams num_beam_groups diversity_penalty repetition_penalty length_penalty "
+        "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences early_stopping "
+        "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
+        "return_dict_in_generate output_scores"
     ),
     "heads behind the last KV; vLLM itself rewrites the last of these keys while it loads": (
-        "id2label",
-        "label2id",
-        "num_labels",
-        "problem_type",
-        "finetuning_task",
-        "task_specific_params",
-        "tie_word_embeddings",
+        "id2label label2id num_labels problem_type finetuning_task task_specific_params tie_word_embeddings"
     ),
 }
-IGNORED_KEYS = frozenset(key for keys in IGNORED.values() for key in keys)
+IGNORED_KEYS = frozenset(" ".join(IGNORED.values()).split())
 # Nothing below these is ignored: there `dtype` and the like say how the model computes.
 WHOLE_KEYS = frozenset({"quantization_config", "compression_config"})
 # Rows of a rotary cache that are read. Longer caches of plain RoPE differ in length alone.
@@ -201,9 +152,7 @@ def _short(value: Any) -> str:
     return f"<{len(value)} values>" if shown else _json(value).strip('"')
 
 
-def _rotary_modules(
-    models: Iterable[torch.nn.Module],
-) -> Iterator[tuple[str, torch.nn.Module, dict[str, torch.Tensor]]]:
+def _rotary_modules(models: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module, dict[str, torch.Tensor]]]:
     """Modules with tables of angles, each once under its first name: layers share them."""
     import torch
 

@@ -1,60 +1,165 @@
-"""One request as the scheduler role follows it."""
+"""The requests as the scheduler role follows them: of each its key log, its blocks, and how far they are kept."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pillion._shim import SchedulerSession
+from pillion.adapters import Adapters
+
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+# How long a request waits for the digest of its adapter before it goes without the cache: some hundred MB are read meanwhile.
+ADAPTER_WAIT_S = 0.2
 
+
+@dataclass(slots=True, eq=False)
 class Tracked:
-    """Its key log, its blocks, and how far they are kept."""
+    """One request."""
 
-    __slots__ = (
-        "appended",
-        "blocks",
-        "due",
-        "fold",
-        "found",
-        "found_in",
-        "generation",
-        "hit",
-        "live",
-        "loaded",
-        "log",
-        "refused",
-        "request",
-        "saved",
-        "sound",
-        "tail",
-        "undigested_since",
-    )
+    request: Request
+    log: int = -1
+    # The connection that the log was opened in; -1: the next append opens one.
+    generation: int = -1
+    # What the log's keys are mixed with: that of its adapter.
+    fold: bytes | None = None
+    # When the digest of its adapter was first asked for in vain.
+    undigested_since: float | None = None
+    appended: int = 0
+    # The hash that was appended last: it hangs on all before it.
+    tail: bytes = b""
+    blocks: list[int] = field(default_factory=list)
+    # Blocks from the first that were offered to the cache, or came from it.
+    saved: int = 0
+    # The blocks that it began on, computed before, and the step in which it did. The cache has most likely kept them: they
+    # are offered, and so marked as used, in the step after, not on the way to the first token. 0: that was done.
+    found: int = 0
+    found_in: int = 0
+    # (first block, number, synchronous) of the last answer that promised a hit.
+    hit: tuple[int, int, bool] | None = None
+    # Blocks of the last load; once one of them failed, the cache is not asked again.
+    loaded: list[int] = field(default_factory=list)
+    refused: bool = False
+    # Tokens up to which its KV was computed anew, although the block in which they end is still marked as broken.
+    sound: int = -1
+    # The step in which to look at it next; other entries of it among the due are stale.
+    due: int = -1
+    live: bool = True
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.log = -1
-        self.generation = -1
-        # What the log's keys are mixed with: that of its adapter.
-        self.fold: bytes | None = None
-        # When the digest of its adapter was first asked for in vain.
-        self.undigested_since: float | None = None
-        self.appended = 0
-        # The hash that was appended last: it hangs on all before it.
-        self.tail = b""
-        self.blocks: list[int] = []
-        # Blocks from the first that were offered to the cache, or came from it.
-        self.saved = 0
-        # The blocks that it began on, computed before, and the step in which it did. The cache has most likely kept them: they
-        # are offered, and so marked as used, in the step after, not on the way to the first token. 0: that was done.
-        self.found = self.found_in = 0
-        # (first block, number, synchronous) of the last answer that promised a hit.
-        self.hit: tuple[int, int, bool] | None = None
-        # Blocks of the last load; once one of them failed, the cache is not asked again.
-        self.loaded: list[int] = []
-        self.refused = False
-        # Tokens up to which its KV was computed anew, although the block in which they end is still marked as broken.
-        self.sound = -1
-        # The step in which to look at it next; other entries of it in the scheduler role are stale.
-        self.due = -1
-        self.live = True
+
+@dataclass
+class Requests:
+    """The requests that are not over: their key logs and block tables."""
+
+    _session: SchedulerSession
+    _adapters: Adapters
+    _block_tokens: int
+    by_id: dict[str, Tracked] = field(default_factory=dict)
+    # Those of the last step.
+    running: set[str] = field(default_factory=set)
+
+    def follow(self, request: Request) -> Tracked:
+        """What is known of a request, from now on if not before."""
+        return self.by_id.get(request.request_id) or self.by_id.setdefault(request.request_id, Tracked(request))
+
+    def end(self, request: Request) -> Tracked | None:
+        """The request is over; its saves go on, its blocks may be reused."""
+        self.running.discard(request.request_id)
+        tracked = self.by_id.pop(request.request_id, None)
+        if tracked is not None:
+            tracked.live = False
+            self._close(tracked)
+        return tracked
+
+    # --- block tables ---
+
+    def take_blocks(self, output: SchedulerOutput, step: int) -> tuple[list[Tracked], list[int]]:
+        """Follows the block tables: returns the requests that begin on blocks, or do so again, and all blocks that are new."""
+        begun: list[Tracked] = []
+        new_blocks: list[int] = []
+
+        def begin(req_id: str, ids: list[int], computed_tokens: int) -> None:
+            tracked = self.by_id[req_id]
+            tracked.blocks = list(ids)
+            tracked.saved = tracked.found = computed_tokens // self._block_tokens
+            tracked.found_in = step if tracked.found else 0
+            tracked.sound = -1
+            begun.append(tracked)
+            new_blocks.extend(ids[tracked.saved :])
+
+        for new in output.scheduled_new_reqs:
+            if new.req_id in self.by_id:
+                begin(new.req_id, new.block_ids[0], new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for index, ids in enumerate(cached.new_block_ids):
+            if not ids:
+                continue
+            req_id = cached.req_ids[index]
+            if req_id in self.by_id and req_id in cached.resumed_req_ids:
+                begin(req_id, ids[0], cached.num_computed_tokens[index])
+                continue
+            new_blocks += ids[0]
+            if req_id in self.by_id:
+                self.by_id[req_id].blocks += ids[0]
+        return begun, new_blocks
+
+    # --- key logs ---
+
+    def append(self, tracked: Tracked) -> bool:
+        """Brings the request's key log up to date; False while there is none to be had."""
+        session, hashes = self._session, tracked.request.block_hashes
+        if tracked.request.lora_request and not self._follow_adapter(tracked):
+            return False
+        if tracked.appended and hashes[tracked.appended - 1 : tracked.appended] != [tracked.tail]:
+            # vLLM has taken back tokens that were sampled, as between two inputs of a streaming session: a key that was written
+            # is never changed, so the log begins anew.
+            self._close(tracked)
+        if tracked.generation != session.generation:
+            tracked.log = session.open(tracked.fold)
+            tracked.generation = session.generation
+            tracked.appended = tracked.saved = 0
+            tracked.hit = None
+        if tracked.log < 0:
+            # Try again at the next occasion.
+            tracked.generation = -1
+            return False
+        if len(hashes) > tracked.appended:
+            tracked.appended = session.append(tracked.log, hashes, tracked.appended)
+            tracked.tail = hashes[tracked.appended - 1] if tracked.appended else b""
+        return True
+
+    def _close(self, tracked: Tracked) -> None:
+        if tracked.log >= 0 and tracked.generation == self._session.generation:
+            self._session.close(tracked.log)
+        tracked.generation = -1
+
+    # --- adapters ---
+
+    def look(self, request: Request) -> None:
+        """The files of its adapter may have changed while the request waited."""
+        if request.lora_request:
+            self._adapters.look(request.lora_request)
+
+    def _follow_adapter(self, tracked: Tracked) -> bool:
+        """Whether keys of the request can be told: a log has those of one fold. Ranks may have replaced the adapter."""
+        fold = self._adapters.fold(tracked.request.lora_request)
+        if not fold:
+            return False
+        if fold != tracked.fold:
+            self._close(tracked)
+            tracked.fold = fold
+        return True
+
+    def adapter_is_near(self, tracked: Tracked) -> bool:
+        """Whether to ask again because the digest of the request's adapter is being computed."""
+        lora = tracked.request.lora_request
+        if lora is None or self._adapters.fold(lora) is not None:
+            return False
+        now = time.monotonic()
+        if tracked.undigested_since is None:
+            tracked.undigested_since = now
+        return now - tracked.undigested_since < ADAPTER_WAIT_S

@@ -12,58 +12,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    SupportsHMA,
-)
-from vllm.logger import init_logger
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata as KVConnectorHandshakeMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata as KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole as KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA as SupportsHMA
+from vllm.logger import init_logger as init_logger
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-__all__ = [
-    "KVConnectorBase_V1",
-    "KVConnectorHandshakeMetadata",
-    "KVConnectorMetadata",
-    "KVConnectorRole",
-    "SupportsHMA",
-    "attention_backends",
-    "block_bytes",
-    "block_tokens",
-    "cache_layers",
-    "engine_core",
-    "environment",
-    "fitting_layout",
-    "granted_layout",
-    "groups",
-    "has_extra_keys",
-    "hash_of",
-    "hook_mode",
-    "hooks_are_serial",
-    "init_logger",
-    "keeps_weights",
-    "key_sizes",
-    "layers",
-    "lora_form",
-    "on_gpu",
-    "packing",
-    "prepare_scales",
-    "rank",
-    "running_hook_mode",
-    "shards",
-    "steps_in_flight",
-    "tokens_per_step",
-    "unsupported",
-    "version",
-    "world_size",
-    "wrap_next_block_hasher",
-    "zeroes_blocks",
-]
 
 # Every layer of a block side by side: a block is one run. Measured with these attention backends: same tokens, no slower.
 BLOCK_LAYOUT = "BLNHC"

@@ -10,11 +10,10 @@ from pillion import _shim, vllm_compat
 from pillion.config import Config
 from pillion.cuda import LayerWaits
 from pillion.facts import Facts
-from pillion.geometry import Geometry, GeometryError, describe
+from pillion.geometry import Geometry, GeometryError, describe, self_test
 from pillion.live import Live
 from pillion.metadata import PillionMetadata, plan_blocks
 from pillion.models import Models
-from pillion.proof import prove
 from pillion.sample import Sampler
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class Worker:
                 vllm_compat.key_sizes(self._kv_cache_config),
                 vllm_compat.packing(self._vllm_config),
             )
-            prove(layers, geometry, self._kv_cache_config.num_blocks)
+            self_test(layers, geometry, self._kv_cache_config.num_blocks)
             if unprepared := vllm_compat.prepare_scales(self._vllm_config, self._kv_cache_config):
                 raise GeometryError(unprepared)
             if served == "cuda":

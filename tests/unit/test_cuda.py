@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pillion.cuda import LayerWaits
@@ -31,7 +33,7 @@ class Rank:
 
     def __init__(self, allowed: bool = True) -> None:
         self.mode: str | None = "NONE"
-        self.session = Session()
+        self.session: Any = Session()
         self.waits = LayerWaits(LAYERS, CUT_LAYERS, allowed, lambda: self.mode)
 
     def step(self, called: list[str], loads: bool = False) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pillion import _shim, scheduler, vllm_compat
+from pillion import _shim, pacing, vllm_compat
 from pillion.config import Config
 from pillion.scheduler import Scheduler
 
@@ -169,7 +169,7 @@ def test_a_step_takes_in_only_so_much(
 ) -> None:
     vllm = Vllm(made(monkeypatch, on_gpu=True), conversations(8, found_blocks, new_tokens))
     steps = vllm.all_steps()
-    assert all((len(computed) - 1) * new_tokens <= scheduler.STEP_NEW_TOKENS for computed, _ in steps)
+    assert all((len(computed) - 1) * new_tokens <= pacing.STEP_NEW_TOKENS for computed, _ in steps)
     assert len(steps[0][0]) == together
     assert all(len(background) <= 1 for _, background in steps)
     assert sorted(name for computed, _ in steps for name in computed) == [f"r{number}" for number in range(8)]
@@ -193,7 +193,7 @@ def test_only_so_many_loads_hold_blocks_in_the_background(monkeypatch: pytest.Mo
     vllm = Vllm(made(monkeypatch, on_gpu=True), conversations(12, 300, 1024))
     vllm.LOAD_STEPS = 100
     began = [name for _ in range(12) for name in vllm.schedule()[1]]
-    assert len(began) == scheduler.BACKGROUND_LOADS
+    assert len(began) == pacing.BACKGROUND_LOADS
     # A request that is given up counts no more.
     vllm.connector.finished(vllm.loading.pop()[1])
     vllm.waiting += [request(20, 300, 1024), request(21, 300, 1024)]

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from pillion import vllm_compat
-from pillion.geometry import Geometry, GeometryError, describe
-from pillion.proof import prove
+from pillion.geometry import Geometry, GeometryError, describe, self_test
 
 BLOCKS, LAYERS, KV_HEADS, HEAD_SIZE = 6, 10, 2, 16
 LAYER_NAMES = [f"model.layers.{index}.self_attn.attn" for index in range(LAYERS)]
@@ -76,7 +75,7 @@ def test_the_proof_at_start_sees_a_wrong_region_and_leaves_nothing_behind(layout
     layers = vllm_compat.layers(config, tensors)
     before = [tensor.view(torch.int16).clone() for _, tensor in layers]
     geometry = describe(layers, BLOCKS)
-    prove(layers, geometry, BLOCKS)
+    self_test(layers, geometry, BLOCKS)
     split = tokens[0] // tokens[1]
     for (_, tensor), old in zip(layers, before, strict=True):
         assert torch.equal(tensor.view(torch.int16)[:-split], old[:-split]), "no other block is touched"
@@ -84,9 +83,9 @@ def test_the_proof_at_start_sees_a_wrong_region_and_leaves_nothing_behind(layout
     storage, offset, stride, length = geometry.regions[0]
     moved = [(storage, offset + 1, stride, length - 1), (storage, offset, stride, 1), *geometry.regions[1:]]
     with pytest.raises(GeometryError, match="do not lie"):
-        prove(layers, dataclasses.replace(geometry, regions=moved), BLOCKS)
+        self_test(layers, dataclasses.replace(geometry, regions=moved), BLOCKS)
     with pytest.raises(GeometryError, match="do not lie"):
-        prove(layers[::-1], geometry, BLOCKS)
+        self_test(layers[::-1], geometry, BLOCKS)
 
 
 def test_runs_of_a_block() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pillion import scheduler, vllm_compat
+from pillion import tracked, vllm_compat
 from pillion.adapters import NO_CACHE
 from pillion.checking import TOKENS
 from pillion.config import Config
@@ -367,10 +367,12 @@ class Adapters:
 
 
 @pytest.fixture
-def adapters(engine: Engine) -> Adapters:
+def adapters(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Adapters:
     """Adapters of the engine."""
     engine.session.hits = 2
-    engine.role._adapters = adapters = Adapters(b"a" * 16)  # type: ignore[assignment]
+    adapters = Adapters(b"a" * 16)
+    monkeypatch.setattr(engine.role._adapters, "look", adapters.look)
+    monkeypatch.setattr(engine.role._adapters, "fold", adapters.fold)
     return adapters
 
 
@@ -394,12 +396,12 @@ def test_a_digest_is_waited_for_a_moment(engine: Engine, adapters: Adapters, mon
     """Then the request goes without the cache; what it computes is saved once the digest is there."""
     adapters.answer = None
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(tracked, "time", SimpleNamespace(monotonic=lambda: clock.now))
     request = engine.arrive(4 * BLOCK_TOKENS + 1, lora="one")
     assert engine.ask(request) is None
-    clock.now += scheduler.ADAPTER_WAIT_S / 2
+    clock.now += tracked.ADAPTER_WAIT_S / 2
     assert engine.ask(request) is None
-    clock.now += scheduler.ADAPTER_WAIT_S / 2
+    clock.now += tracked.ADAPTER_WAIT_S / 2
     assert engine.ask(request) == 0
     engine.compute(request)
     assert engine.session.logs == [] == engine.session.saves

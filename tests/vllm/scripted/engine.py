@@ -257,7 +257,7 @@ class ScriptedEngine:
             if external_tokens and self._leases_to_lose:
                 self._leases_to_lose -= 1
                 role = connector._scheduler
-                role._session.release(role._requests[request.request_id].log)
+                role._session.release(role._requests.by_id[request.request_id].log)
             allocated(request, blocks, external_tokens)
 
         connector.update_state_after_alloc = lose_and_go_on

@@ -1,0 +1,81 @@
+"""Blocks that do not hold the KV of their tokens: not loaded, disowned, or computed upon such ones.
+
+vLLM may go on using them, other requests may find them in its own cache; nothing of them may be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pillion.tracked import Tracked
+
+
+class Broken:
+    """Marks of these blocks, which follow what vLLM computes."""
+
+    def __init__(self, blocks: int, block_tokens: int) -> None:
+        self._marks = bytearray(blocks)
+        self._block_tokens = block_tokens
+        # Whether any block ever was.
+        self.any = False
+        # Requests that may hold one.
+        self.suspects: set[Tracked] = set()
+
+    def whole(self, tracked: Tracked) -> int:
+        """Blocks of the request before its first broken one."""
+        return self._first(tracked) if tracked in self.suspects else len(tracked.blocks)
+
+    def fail(self, block_ids: set[int], requests: Iterable[Tracked]) -> None:
+        """Blocks were not loaded; of a request that holds one, what follows may have been computed upon it by now."""
+        self.any = True
+        for block in block_ids:
+            self._marks[block] = 1
+        for tracked in requests:
+            tracked.saved, tracked.sound = 0, -1
+            tracked.refused |= not block_ids.isdisjoint(tracked.loaded)
+            first = self._first(tracked)
+            if first < len(tracked.blocks):
+                self.suspects.add(tracked)
+            for block in tracked.blocks[first:]:
+                self._marks[block] = 1
+
+    def disown(self, requests: Iterable[Tracked]) -> None:
+        """Every block is broken: where vLLM's own cache could not be reset, requests still find blocks of before in it."""
+        self.any = True
+        self._marks = bytearray(b"\1") * len(self._marks)
+        for tracked in requests:
+            tracked.hit, tracked.saved, tracked.sound = None, 0, -1
+            self.suspects.add(tracked)
+
+    def follow(self, begun: Iterable[Tracked], overwritten: Iterable[int], scheduled: dict[str, int]) -> None:
+        """What a step writes anew is whole again; what it computes upon a broken block is broken."""
+        if not self.any:
+            return
+        # What they found in vLLM's own cache may be broken.
+        self.suspects.update(begun)
+        marks, size = self._marks, self._block_tokens
+        for block in overwritten:
+            marks[block] = 0
+        for tracked in list(self.suspects):
+            if not tracked.live:
+                self.suspects.discard(tracked)
+            tokens = scheduled.get(tracked.request.request_id)
+            if tokens is None:
+                continue
+            start = tracked.request.num_computed_tokens
+            end = start + tokens
+            blocks, first = tracked.blocks, self._first(tracked)
+            if first * size >= start or start <= tracked.sound:
+                # It reads nothing that is broken; a block that it does not fill now stays marked until it does.
+                for block in blocks[first : end // size]:
+                    marks[block] = 0
+                tracked.sound = end
+                if self._first(tracked) == len(blocks):
+                    self.suspects.discard(tracked)
+            else:
+                for block in blocks[start // size : -(-end // size)]:
+                    marks[block] = 1
+
+    def _first(self, tracked: Tracked) -> int:
+        marks = self._marks
+        return next((place for place, block in enumerate(tracked.blocks) if marks[block]), len(tracked.blocks))

@@ -1,0 +1,97 @@
+"""What the cache holds of a prompt, and the loads of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pillion._shim import SchedulerSession
+from pillion.broken import Broken
+from pillion.checking import Check
+from pillion.metadata import PillionMetadata
+from pillion.pacing import Pacing
+from pillion.tracked import Requests, Tracked
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+# Requests that wait for their turn and are announced. What is fetched for more of them would push each other out of memory, and
+# their keys fill the log arena.
+ANNOUNCED_MAX = 64
+
+
+@dataclass
+class Matching:
+    """Asks for prompts, and plans the loads of the step that is being scheduled."""
+
+    _session: SchedulerSession
+    _requests: Requests
+    _pacing: Pacing
+    _check: Check
+    _broken: Broken
+    _block_tokens: int
+
+    def announce(self, request: Request) -> None:
+        """Has what lies on a disk of its prompt fetched while the request waits for its turn."""
+        count = (request.num_tokens - 1) // self._block_tokens
+        waiting = len(self._requests.by_id) - len(self._requests.running)
+        if count <= 0 or waiting >= ANNOUNCED_MAX:
+            return
+        tracked = self._requests.follow(request)
+        if self._requests.append(tracked):
+            self._session.hint(tracked.log, 0, count)
+
+    def match(self, tracked: Tracked, computed_tokens: int, step: int) -> tuple[int | None, bool]:
+        """Tokens beyond `computed_tokens` that the cache holds; None: ask again. Whoever asks starts anew."""
+        request, session = tracked.request, self._session
+        first = computed_tokens // self._block_tokens
+        # One token is left to compute, and a hit ends on a block's boundary.
+        count = (request.num_tokens - 1) // self._block_tokens - first
+        if tracked.refused or count <= 0:
+            return 0, False
+        if not self._requests.append(tracked):
+            return (None if self._requests.adapter_is_near(tracked) else 0), False
+        hits = session.query(tracked.log, first, count)
+        if hits < 0:
+            return None, False
+        tracked.hit = None
+        if not hits:
+            return 0, False
+        # No step waits for blocks on their way.
+        arriving = session.arriving(tracked.log)
+        sync = False if arriving else self._pacing.synchronous(hits, self._requests.running <= {request.request_id})
+        if sync is None:
+            return None, False
+        namespace = session.namespace
+        # Blocks on their way cannot be compared yet, and broken blocks before the hit would make every comparison fail.
+        if namespace and not arriving and not (first and self._broken.any):
+            hits = self._check.trim(tracked, first, hits, (namespace, tracked.fold), step)
+        if not hits:
+            session.release(tracked.log)
+            return 0, False
+        tracked.hit = (first, hits, sync)
+        return hits * self._block_tokens, not sync
+
+    def load(self, request: Request, blocks: KVCacheBlocks, external_tokens: int, step: PillionMetadata) -> list[int]:
+        """Has `step` load what was promised into the blocks that vLLM allocated, and returns the blocks."""
+        tracked, session = self._requests.follow(request), self._session
+        if tracked.hit is None:
+            self._pacing.compute(request)
+            return []
+        (first, _, sync), tracked.hit = tracked.hit, None
+        count = external_tokens // self._block_tokens
+        if not count:
+            session.release(tracked.log)
+            return []
+        self._pacing.load(request, count, request.num_tokens - (first + count) * self._block_tokens, sync)
+        ids: list[int] = blocks.get_block_ids()[0][first : first + count]
+        tracked.loaded = ids
+        if session.saving:
+            # Before the load, which may begin as soon as it is posted.
+            session.overwrite(ids)
+        plans = session.load(tracked.log, first, ids, step.step, sync)
+        if not plans:
+            step.lost.append((request.request_id, ids, sync))
+        step.loads += [(request.request_id, plan, sync) for plan in plans]
+        return ids

@@ -1,0 +1,101 @@
+"""What one step takes in: which loads it waits for, which go on in the background, and which are put off."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pillion import vllm_compat
+from pillion.config import Config
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+# `auto` loads synchronously when the copy is predicted to take no longer than this: on a host, a decode step or two.
+AUTO_SYNC_MS = 10.0
+# On a GPU 4 GB: the step computes layer by layer behind the copy, and an asynchronous load costs its request a step more.
+# Measured beside eleven other requests: 912 tokens/s so, 886 with a limit of 2 ms (benches/README.md).
+AUTO_SYNC_GPU_MS = 100.0
+# Bytes copied in a millisecond, for that prediction: by a host at worst 2 GB/s; over PCIe 40 GB/s, where scattered pieces
+# of 32 KiB were measured at 42 and whole blocks at 54.
+HOST_BYTES_PER_MS = 2_000_000
+GPU_BYTES_PER_MS = 40_000_000
+# On a GPU whose engine copies for itself, measured: 1.3 GB in 90 ms.
+ENGINE_BYTES_PER_MS = 15_000_000
+# What one step of a GPU takes in before it is full: new tokens to compute, and what synchronous loads copy. Requests that
+# arrive together then begin one after the other instead of all waiting for the last one's KV and prompt: first tokens of
+# conversations came after 190 ms so, 288 before (benches/README.md).
+STEP_NEW_TOKENS = 512
+STEP_COPY_MS = 10.0
+# Beside a full step a load begins in the background, so that a later step need not wait for it: so many at once, since each
+# holds blocks that nothing computes on. Measured: 914 tokens/s with none, 932 with 1, 889 with 3.
+BACKGROUND_LOADS = 1
+# Bytes of each part in which blocks are loaded that are still on their way: a millisecond on the wire, and enough for a copy.
+PART_BYTES = 16 << 20
+logger = vllm_compat.init_logger("vllm.pillion")
+
+
+class Pacing:
+    """What may be loaded how, and what the next step has taken in so far."""
+
+    def __init__(self, config: Config, vllm_config: VllmConfig, block_bytes: int) -> None:
+        self._load = config.load
+        on_gpu = vllm_compat.on_gpu()
+        by_engine = config.copier(on_gpu) == "engine"
+        # vLLM takes back what a step computed upon blocks that were not loaded, and not what the step behind it did, which is
+        # in flight by then. On a GPU whose sidecar copies, the engine's stream goes on over whole loads alone.
+        self._never_sync = vllm_compat.steps_in_flight(vllm_config) > 1 and (not on_gpu or by_engine)
+        if self._never_sync and self._load == "sync":
+            logger.warning(
+                "pillion: pillion.load=sync has no effect beside asynchronous scheduling where %s: if a load failed, vLLM "
+                "would emit a token computed without its KV. Loads are asynchronous; --no-async-scheduling changes that",
+                "this engine copies for itself" if on_gpu else "KV lies in host memory",
+            )
+        ms, bytes_per_ms = (AUTO_SYNC_GPU_MS, GPU_BYTES_PER_MS) if on_gpu else (AUTO_SYNC_MS, HOST_BYTES_PER_MS)
+        if on_gpu and by_engine:
+            bytes_per_ms = ENGINE_BYTES_PER_MS
+        # The most blocks that `auto` loads synchronously beside other requests.
+        self._sync_blocks = int(ms * bytes_per_ms) // block_bytes
+        # Blocks of synchronous loads after which a step takes no more of them; `None`: no end.
+        self._step_blocks_max = int(STEP_COPY_MS * bytes_per_ms) // block_bytes if on_gpu else None
+        # Blocks of a part; 0: nothing is loaded while blocks are on their way, because it could not be, or must not fail.
+        may_fail = self._load != "sync" and vllm_compat.recomputes_failed_loads(vllm_config)
+        self.part_blocks = -(-PART_BYTES // block_bytes) if may_fail and not by_engine else 0
+        # Blocks of this step's synchronous loads, and new tokens of its requests, so far.
+        self._step_blocks = self._step_tokens = 0
+        # Requests whose load goes on in the background.
+        self._background: set[str] = set()
+
+    def synchronous(self, blocks: int, alone: bool) -> bool | None:
+        """Whether a step waits for a load of so many blocks, `alone`: beside no other request; None: not in this step."""
+        if self._never_sync or self._load == "async":
+            return False
+        if self._load == "auto" and blocks > self._sync_blocks and not alone:
+            return False
+        most = self._step_blocks_max
+        # The first request always fits into the step.
+        if most is None or (self._step_blocks <= most and self._step_tokens <= STEP_NEW_TOKENS):
+            return True
+        return None if self._load == "sync" or len(self._background) >= BACKGROUND_LOADS else False
+
+    def load(self, request: Request, blocks: int, new_tokens: int, sync: bool) -> None:
+        """A load begins; with `sync` its request is computed in this step."""
+        if sync:
+            self._step_blocks += blocks
+            self._step_tokens += new_tokens
+        else:
+            self._background.add(request.request_id)
+
+    def compute(self, request: Request) -> None:
+        """A request without a load, perhaps any more, is computed in this step."""
+        if request.request_id in self._background:
+            self._background.discard(request.request_id)
+            self._step_tokens += request.num_tokens - request.num_computed_tokens
+
+    def end_step(self) -> None:
+        """The next step has taken in nothing."""
+        self._step_blocks = self._step_tokens = 0
+
+    def forget(self, request: Request) -> None:
+        """The request is over."""
+        self._background.discard(request.request_id)

@@ -1,0 +1,130 @@
+"""What of the computed KV is offered to the cache, and when; and what of it belongs to another namespace by now.
+
+The cost of a step does not depend on how long or how many the running requests are: a decoding request is looked at
+only in the step that may fill its next block (`_due`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pillion import vllm_compat
+from pillion._shim import SchedulerSession
+from pillion.broken import Broken
+from pillion.checking import Check
+from pillion.tracked import Requests, Tracked
+
+logger = vllm_compat.init_logger("vllm.pillion")
+
+
+@dataclass
+class Saving:
+    """Offers each block once it is full, if it belongs where the session is bound to."""
+
+    _session: SchedulerSession
+    _requests: Requests
+    _check: Check
+    _broken: Broken
+    _block_tokens: int
+    # The most that a decoding request computes.
+    _tokens_per_step: int
+    _due: dict[int, list[Tracked]] = field(default_factory=dict)
+    # How often the weights may have changed.
+    weights: int = 0
+    # To which namespace belongs what vLLM holds; 0: not known yet.
+    _namespace: int = 0
+
+    # --- blocks that are full ---
+
+    def save(self, begun: list[Tracked], scheduled: dict[str, int], step: int) -> bool:
+        """Saves what a step fills, of the requests that are due and of those that begin on blocks; whether anything."""
+        posted = False
+        due = [tracked for tracked in self._due.pop(step, ()) if tracked.due == step and tracked.live]
+        for tracked in due + [tracked for tracked in begun if tracked.due != step]:
+            tokens, wait = scheduled.get(tracked.request.request_id), 1
+            if tokens is not None:
+                computed = tracked.request.num_computed_tokens + tokens
+                posted |= self._save(tracked, computed, step)
+                if computed >= tracked.request.num_tokens and not tracked.found_in:
+                    missing = (tracked.saved + 1) * self._block_tokens - computed
+                    wait = max(1, -(-missing // self._tokens_per_step))
+            if tracked.due != step + wait:
+                tracked.due = step + wait
+                self._due.setdefault(tracked.due, []).append(tracked)
+        return posted
+
+    def _save(self, tracked: Tracked, computed: int, step: int) -> bool:
+        """Saves the request's blocks that are full once `computed` tokens are."""
+        full = min(computed // self._block_tokens, len(tracked.request.block_hashes), self._broken.whole(tracked))
+        checked = self._checked(tracked)
+        again = 0 < tracked.found_in < step and checked is None
+        if not (again or full > tracked.saved) or (checked is not None and full < checked[1]):
+            return False
+        if not self._requests.append(tracked) or full > tracked.appended or not self._is_home():
+            return False
+        posted, fresh = False, tracked.saved
+        if checked is not None:
+            first, fresh = checked
+            posted = self._session.save(tracked.log, first, tracked.blocks[first:fresh], step, True)
+            if posted:
+                self._check.saved()
+            else:
+                self._check.give_up()
+        # Blocks that the request computed in an earlier step were offered then; offering them says nothing of their use.
+        used = min(tracked.found, tracked.saved, full) if again else 0
+        for first, end in ((0, used), (fresh, full)):
+            if first < end:
+                posted |= self._session.save(tracked.log, first, tracked.blocks[first:end], step)
+        tracked.saved = full
+        if again:
+            tracked.found_in = 0
+        return posted
+
+    def _checked(self, tracked: Tracked) -> tuple[int, int] | None:
+        """Blocks of the request that are to be saved by themselves because they are compared, if they still can be."""
+        span = self._check.span(tracked)
+        if span is None or (span[0] == tracked.saved and tracked not in self._broken.suspects):
+            return span
+        self._check.give_up(tracked)
+        return None
+
+    def _is_home(self) -> bool:
+        """Whether what vLLM holds belongs where a save would go. A new connection may be bound to another namespace; only the
+        first one keeps saves until it is bound to any."""
+        namespace = self._session.namespace
+        return namespace == self._namespace and bool(namespace or not self.weights)
+
+    # --- saves that are taken back ---
+
+    def fail(self, block_ids: set[int]) -> None:
+        """KV computed on blocks that were not loaded must never be kept: every unfinished save is given up."""
+        self._session.void_saves()
+        self._check.give_up()
+        self._broken.fail(block_ids, self._requests.by_id.values())
+
+    def disown(self) -> None:
+        """Nothing that was computed, or loaded, until now is kept. A sleep discards the KV memory next: no save may read it."""
+        self._session.void_saves()
+        self._check.forget()
+        self._broken.disown(self._requests.by_id.values())
+
+    def rebind(self) -> None:
+        """The weights may have changed: every rank says anew what it computes with, and until then saves wait."""
+        self.weights += 1
+        self._namespace = 0
+        self.disown()
+        self._session.weights(self.weights)
+
+    def follow(self, step: int) -> None:
+        """Learns of verdicts, and that ranks compute with something else than before although nothing was seen to change it."""
+        namespace = self._session.namespace
+        if namespace not in (0, self._namespace):
+            if self._namespace:
+                logger.warning(
+                    "pillion: the ranks compute with other weights than before, and nothing that could be seen changed them: "
+                    "blocks from before are not kept. Reset vLLM's prefix cache when weights are written behind its back"
+                )
+                self.disown()
+            self._namespace = namespace
+        if self._check.goes_on:
+            self._check.learn(self._session.stats(), step)

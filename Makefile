@@ -77,7 +77,7 @@ prove: setup-tests ## remove each protection in turn and see its test fail
 sanitize: setup ## address and thread sanitizers over the Rust tests
 	@scripts/sanitize
 
-lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, and the rules of scripts/tidy and scripts/edges
+lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of scripts/tidy and scripts/edges, the pictures
 	cargo fmt --all --check
 	@scripts/part clippy cargo clippy --workspace --all-targets --features connector-shim/python,connector-shim/c,mesh/rdma --quiet -- -D warnings
 	ruff check .
@@ -85,6 +85,7 @@ lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, and the rules 
 	@scripts/part mypy mypy
 	scripts/tidy
 	scripts/edges
+	scripts/pictures --check
 	typos
 	cargo-deny --log-level error check --hide-inclusion-graph bans licenses sources
 

@@ -67,7 +67,7 @@ def test_blocks_are_gathered_and_cut_exactly(layout: str) -> None:
 
 @pytest.mark.parametrize("tokens", [(16, 16), (128, 64)], ids=["blocks", "kernel-blocks"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_proof_at_start_sees_a_wrong_region_and_leaves_nothing_behind(layout: str, tokens: tuple[int, int]) -> None:
+def test_the_self_test_sees_a_wrong_region_and_leaves_nothing_behind(layout: str, tokens: tuple[int, int]) -> None:
     """The right geometry passes; one whose region is a byte off, or whose layers are swapped, is refused."""
     if tokens[0] != tokens[1] and layout != "LBNHC":
         return

@@ -314,6 +314,15 @@ def test_what_cannot_be_served_is_refused_by_name(setting: str, value: Any, name
     assert named in (vllm_compat.unsupported(config, groups) or "")
 
 
+def test_several_cache_groups_are_refused() -> None:
+    """Whatever kinds they are of."""
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(), cache_config=SimpleNamespace(enable_prefix_caching=True))
+    groups = kv_cache_config(full_attention())
+    assert vllm_compat.unsupported(config, groups) is None
+    groups.kv_cache_groups = groups.kv_cache_groups * 2
+    assert "2 KV cache groups" in (vllm_compat.unsupported(config, groups) or "")
+
+
 def test_the_settings_that_are_refused_are_vllms_own() -> None:
     """A name that vLLM does not have would refuse nothing."""
     from vllm.config import ParallelConfig

@@ -1,13 +1,15 @@
 //! The index at 10 million keys: bytes a key, look-ups a second, and eviction at 1 and 10 million.
 //!
 //! Keys are drawn uniformly at random over all, hits and misses mixed evenly, in batches of 512, on one core. No block
-//! memory exists: the tier only decides. The last line is JSON.
+//! memory exists: the tier only decides. What the machine's memory takes at least for as many random reads is told beside.
+//! The last line is JSON.
 
 #![expect(clippy::print_stdout, reason = "a bench reports")]
 #![expect(clippy::disallowed_methods, reason = "a bench reads the clock")]
 
 mod random;
 
+use std::hint::black_box;
 use std::time::Instant;
 
 use shm_protocol::key::{BlockHash, BlockKey};
@@ -29,6 +31,11 @@ fn hash(number: u64) -> BlockHash {
     let mut random = Random(number.wrapping_mul(0x2545_f491_4f6c_dd1d));
     BlockHash::from_words([random.next(), random.next(), random.next(), random.next()])
 }
+
+/// As much as a core loads at once, and as a block's entry or a bucket of the index takes.
+#[repr(C, align(64))]
+#[derive(Copy, Clone)]
+struct Line([u64; 8]);
 
 fn rss_bytes() -> u64 {
     let statm = std::fs::read_to_string("/proc/self/statm").expect("statm");
@@ -100,59 +107,79 @@ fn lookups(dram: &mut Dram, hashes: &[BlockHash]) -> (f64, f64, usize) {
     (rates[2], rates[4], hits)
 }
 
-/// Microseconds of a leading-run probe over 1,024 random resident keys, the median of many.
-fn probe_1024_us(dram: &mut Dram, hits: &[BlockHash]) -> f64 {
-    let mut times: Vec<f64> = hits
-        .chunks_exact(1024)
-        .map(|run| {
-            let start = Instant::now();
-            assert_eq!(dram.probe(NAMESPACE, 0, run), 1024);
-            start.elapsed().as_nanos() as f64 / 1000.0
-        })
-        .collect();
+fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
     times[times.len() / 2]
+}
+
+/// What it returns, and how many microseconds it took.
+fn timed<T>(work: impl FnOnce() -> T) -> (T, f64) {
+    let start = Instant::now();
+    let result = work();
+    (result, start.elapsed().as_nanos() as f64 / 1000.0)
+}
+
+/// Microseconds of a leading-run probe over 1,024 random resident keys, the median of many.
+fn probe_1024_us(dram: &mut Dram, hits: &[BlockHash]) -> f64 {
+    let probe = |run| {
+        let (found, us) = timed(|| dram.probe(NAMESPACE, 0, run));
+        assert_eq!(found, 1024);
+        us
+    };
+    median(hits.chunks_exact(1024).map(probe).collect())
 }
 
 /// Microseconds of a grant over `count` random resident keys, the median of many; the release is outside.
 fn grant_us(dram: &mut Dram, hits: &[BlockHash], count: usize) -> f64 {
     let mut slots = Vec::with_capacity(count);
-    let mut times: Vec<f64> = hits
-        .chunks_exact(count)
-        .map(|run| {
-            slots.clear();
-            let start = Instant::now();
-            let lease =
-                dram.grant(OWNER, HolderId::NOBODY, 1, NAMESPACE, 0, run, 0, &mut slots).expect("hits");
-            let elapsed = start.elapsed().as_nanos() as f64 / 1000.0;
-            assert_eq!(slots.len(), count);
-            dram.release(lease, OWNER).expect("granted");
-            elapsed
-        })
-        .collect();
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
+    let grant = |run| {
+        slots.clear();
+        let (lease, us) =
+            timed(|| dram.grant(OWNER, HolderId::NOBODY, 1, NAMESPACE, 0, run, 0, &mut slots).expect("hits"));
+        assert_eq!(slots.len(), count);
+        dram.release(lease, OWNER).expect("granted");
+        us
+    };
+    median(hits.chunks_exact(count).map(grant).collect())
 }
 
-/// Microseconds in which a chain of `count` blocks, kept in this order, is used, and in which a request with it ends: medians.
-fn touch_us(dram: &mut Dram, keys: u64, count: u64) -> [f64; 2] {
-    let (mut used, mut ended) = (Vec::new(), Vec::new());
+/// Microseconds in which a chain of `count` blocks, kept in this order, is used for the first time, in which it is used again, and
+/// in which a request with it ends: medians.
+fn touch_us(dram: &mut Dram, keys: u64, count: u64) -> [f64; 3] {
+    let mut times = [const { Vec::new() }; 3];
     for first in (0..keys - count).step_by((keys / 200) as usize) {
         let chain: Vec<BlockHash> = (first..first + count).map(hash).collect();
-        // Look-ups are measured above, and miss the cache the first time alone.
-        dram.use_run(NAMESPACE, 0, &chain);
-        let start = Instant::now();
-        dram.use_run(NAMESPACE, 0, &chain);
-        used.push(start.elapsed().as_nanos() as f64 / 1000.0);
+        // The first time, index and entries are in no cache.
+        for times in &mut times[..2] {
+            times.push(timed(|| dram.use_run(NAMESPACE, 0, &chain)).1);
+        }
         let opened_at = dram.generation();
-        let start = Instant::now();
-        dram.end_chain(HolderId::NOBODY, NAMESPACE, 0, &chain, opened_at);
-        ended.push(start.elapsed().as_nanos() as f64 / 1000.0);
+        times[2].push(timed(|| dram.end_chain(HolderId::NOBODY, NAMESPACE, 0, &chain, opened_at)).1);
     }
-    [used, ended].map(|mut times| {
-        times.sort_by(f64::total_cmp);
-        times[times.len() / 2]
-    })
+    times.map(median)
+}
+
+/// The same of blocks that lie anywhere, each run of them used once.
+fn touch_random_us(dram: &mut Dram, hits: &[BlockHash]) -> f64 {
+    median(hits.chunks_exact(BATCH).map(|run| timed(|| dram.use_run(NAMESPACE, 0, run)).1).collect())
+}
+
+/// Microseconds of 512 reads of random lines in a table as large as the entries of `keys` blocks, and of as many pairs of reads, the
+/// first of a table as large as the index, which says where the second one is: medians. No code that finds random blocks takes less.
+fn floor_us(random: &mut Random, keys: u64) -> [f64; 2] {
+    let mut table =
+        |lines: u64| -> Vec<Line> { (0..lines).map(|_| Line([random.next() % keys; 8])).collect() };
+    // Three of four words of an index of 8 bytes a word are used, at most.
+    let (entries, index) = (table(keys), table(keys / 6));
+    let [mut one, mut two] = [const { Vec::new() }; 2];
+    for _ in 0..400 {
+        let mut draw = |lines: &[Line]| [(); BATCH].map(|()| random.next() as usize % lines.len());
+        let (starts, ends) = (draw(&index), draw(&entries));
+        let sum = |ends: &[usize; BATCH]| ends.iter().fold(0, |sum, at| sum ^ entries[*at].0[0]);
+        one.push(timed(|| black_box(sum(&ends))).1);
+        two.push(timed(|| black_box(sum(&starts.map(|at| index[at].0[0] as usize)))).1);
+    }
+    [one, two].map(median)
 }
 
 fn main() {
@@ -172,7 +199,9 @@ fn main() {
             draw(&mut random, keys_wanted, base)
         })
         .collect();
-    let hits: Vec<BlockHash> = (0..1024 * 200).map(|_| draw(&mut random, keys_wanted, 0)).collect();
+    let mut draw_hits =
+        || -> Vec<BlockHash> { (0..1024 * 200).map(|_| draw(&mut random, keys_wanted, 0)).collect() };
+    let (hits, others) = (draw_hits(), draw_hits());
 
     let before = rss_bytes();
     let fill_start = Instant::now();
@@ -182,11 +211,16 @@ fn main() {
     let (rate_median, rate_best, found) = lookups(&mut dram, &mixed);
     let probe_us = probe_1024_us(&mut dram, &hits);
     let (grant_512_us, grant_8192_us) = (grant_us(&mut dram, &hits, 512), grant_us(&mut dram, &hits, 8192));
-    let [touch_512_us, end_512_us] = touch_us(&mut dram, keys, 512);
+    let [touch_512_cold_us, touch_512_us, end_512_us] = touch_us(&mut dram, keys, 512);
+    let touch_512_random_us = touch_random_us(&mut dram, &others);
     let leased = lease(&mut dram, keys);
     evict(&mut dram, keys, 1 << 40);
     let (evict_ns_10m, evicted_10m) = evict(&mut dram, keys, 1 << 41);
+    // Neighbours in their list since then, and nothing of them is in a cache any more.
+    let touch_512_scattered_us = touch_random_us(&mut dram, &others);
     let all = (rss_bytes() - before) as f64 / keys as f64;
+    drop(dram);
+    let [floor_512_one_us, floor_512_two_us] = floor_us(&mut random, keys);
 
     println!(
         "{keys} keys filled at {fill_ns:.0} ns each; {filled:.1} bytes a key before leases and evictions"
@@ -195,7 +229,10 @@ fn main() {
     println!("{leased} blocks leased while evicting");
     println!(
         "{{\"keys\":{keys},\"bytes_per_key\":{all:.1},\"lookups_per_s\":{rate_median:.0},\"probe_1024_us\":{probe_us:.1},\
-         \"grant_512_us\":{grant_512_us:.1},\"grant_8192_us\":{grant_8192_us:.1},\"touch_512_us\":{touch_512_us:.1},\"end_512_us\":{end_512_us:.1},\
+         \"grant_512_us\":{grant_512_us:.1},\"grant_8192_us\":{grant_8192_us:.1},\"touch_512_us\":{touch_512_us:.1},\
+         \"touch_512_cold_us\":{touch_512_cold_us:.1},\"touch_512_random_us\":{touch_512_random_us:.1},\
+         \"touch_512_scattered_us\":{touch_512_scattered_us:.1},\"end_512_us\":{end_512_us:.1},\
+         \"floor_512_one_us\":{floor_512_one_us:.1},\"floor_512_two_us\":{floor_512_two_us:.1},\
          \"evict_ns_1m\":{evict_ns_1m:.0},\"evict_ns_10m\":{evict_ns_10m:.0},\
          \"evicted_per_fill_1m\":{evicted_1m:.3},\"evicted_per_fill_10m\":{evicted_10m:.3}}}"
     );

@@ -7,13 +7,14 @@ mod adoption;
 mod holders;
 mod holds;
 mod leases;
+mod lookups;
 mod quotas;
 mod removal;
 mod watch;
 
 use std::hint::black_box;
 
-use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::key::BlockKey;
 use shm_protocol::pool::{self, Geometry, LayoutError, SlotRef};
 
 pub use self::adoption::HOLD_MS;
@@ -23,7 +24,7 @@ pub use self::quotas::QuotaStats;
 use self::watch::Watch;
 use crate::Error;
 pub use crate::error::{FillError, LeaseError};
-use crate::index::{Index, NO_ENTRY, Print};
+use crate::index::{Index, Print};
 use crate::lease::Leases;
 pub use crate::lease::{LeaseId, WORKERS_MAX};
 use crate::ledger::Ledger;
@@ -31,10 +32,6 @@ pub use crate::ledger::{HolderId, Holdings};
 use crate::policy::{Parent, Policy};
 pub use crate::quota::QuotaId;
 use crate::slab::{Place, Slab, State};
-
-/// Keys looked up side by side, so that their cache misses overlap: more than the misses a core keeps in flight, few
-/// enough that a run that ends early wastes little.
-const BATCH: usize = 32;
 
 /// A pool of `POOL_SEGMENTS` segments wastes at most 1/32 of its bytes on a block size that is used once.
 const POOL_SEGMENTS: u64 = 32;
@@ -109,6 +106,8 @@ pub struct Dram {
     hold: Hold,
     evicted: Vec<SlotRef>,
     assigned: Vec<Assigned>,
+    /// Kept between calls, so that none allocates.
+    chain: Vec<u32>,
     watch: Watch,
     stats: Stats,
 }
@@ -159,6 +158,7 @@ impl Dram {
             hold: Hold::new(hold_ms),
             evicted: Vec::new(),
             assigned: Vec::new(),
+            chain: Vec::new(),
             watch: Watch::default(),
             stats: Stats { segments: count, ..Stats::default() },
         })
@@ -189,152 +189,6 @@ impl Dram {
     }
 }
 
-// === impl Dram: look-ups ===
-
-impl Dram {
-    /// The leading run of `hashes` that is committed, which is used as of now. No lease.
-    pub fn probe(&mut self, namespace: u32, group: u32, hashes: &[BlockHash]) -> usize {
-        let mut hits = 0;
-        self.leading_hits(namespace, group, hashes, |_, _| {
-            hits += 1;
-            true
-        });
-        self.use_run(namespace, group, &hashes[..hits]);
-        hits
-    }
-
-    /// Whether each of `hashes` is committed, one answer appended to `found` for each. No access.
-    pub fn lookup(&self, namespace: u32, group: u32, hashes: &[BlockHash], found: &mut Vec<bool>) {
-        for batch in hashes.chunks(BATCH) {
-            let ids = self.find_batch(namespace, group, batch);
-            found.extend(ids[..batch.len()].iter().map(|id| *id != NO_ENTRY));
-        }
-    }
-
-    /// A request computes on these blocks, wherever it found them: those that are committed are used as of now.
-    pub fn use_run(&mut self, namespace: u32, group: u32, hashes: &[BlockHash]) {
-        let mut child_kept = false;
-        self.deepest_first(namespace, group, hashes, |dram, id| {
-            dram.stats.unreachable_blocks_total += u64::from(child_kept && id.is_none());
-            child_kept = id.is_some();
-            id.into_iter().for_each(|id| dram.policy.touch(&mut dram.slab, id));
-        });
-    }
-
-    /// The request with these keys is over, which came when [`Dram::generation`] was `opened_at`: what is kept of them is
-    /// ranked by it. Blocks that are younger are its own, which using them says nothing of. Those whose holder is gone are
-    /// `holder`'s from now on.
-    pub fn end_chain(
-        &mut self,
-        holder: HolderId,
-        namespace: u32,
-        group: u32,
-        hashes: &[BlockHash],
-        opened_at: u64,
-    ) {
-        if hashes.is_empty() || self.slab.assigned() == 0 {
-            return;
-        }
-        let prints = hashes.iter().map(|hash| Print::new(namespace, group, hash));
-        let mut turn = self.policy.turn(prints, self.slots_in_service());
-        self.deepest_first(namespace, group, hashes, |dram, id| {
-            let Some(id) = id else { return };
-            let entry = dram.slab.entries.get(id);
-            let (own, left) = (entry.generation >= opened_at, !dram.ledger.is_here(entry.claims.holder()));
-            if left {
-                dram.hand_over(id, holder);
-            }
-            dram.policy.used(&mut dram.slab, id, &mut turn, own);
-        });
-    }
-
-    /// Calls `take` for every block of a chain, with its entry if it is committed, the deepest first: of what it puts at a list's
-    /// head, parents come to lie before their children.
-    fn deepest_first(
-        &mut self,
-        namespace: u32,
-        group: u32,
-        hashes: &[BlockHash],
-        mut take: impl FnMut(&mut Self, Option<u32>),
-    ) {
-        for batch in hashes.rchunks(BATCH) {
-            let ids = self.find_batch(namespace, group, batch);
-            for id in ids[..batch.len()].iter().rev() {
-                take(self, (*id != NO_ENTRY).then_some(*id));
-            }
-        }
-    }
-
-    /// Slots once every segment has blocks, about.
-    fn slots_in_service(&self) -> u64 {
-        self.slab.slots() * self.stats.segments / (self.slab.assigned() as u64).max(1)
-    }
-
-    /// Calls `take` for every block of the leading run, until it says false.
-    fn leading_hits(
-        &mut self,
-        namespace: u32,
-        group: u32,
-        hashes: &[BlockHash],
-        mut take: impl FnMut(&mut Self, u32) -> bool,
-    ) {
-        for batch in hashes.chunks(BATCH) {
-            let ids = self.find_batch(namespace, group, batch);
-            for id in &ids[..batch.len()] {
-                if *id == NO_ENTRY || !take(self, *id) {
-                    return;
-                }
-            }
-        }
-    }
-
-    /// The committed entries of up to [`BATCH`] keys. Each of the two loads that miss the cache, bucket and entry, is
-    /// first done for all keys in a loop that does nothing else: then the core keeps some twenty misses in flight, and
-    /// the loops that compare find everything near.
-    fn find_batch(&self, namespace: u32, group: u32, hashes: &[BlockHash]) -> [u32; BATCH] {
-        let mut prints = [Print::default(); BATCH];
-        for (print, hash) in prints.iter_mut().zip(hashes) {
-            *print = Print::new(namespace, group, hash);
-        }
-        let prints = &prints[..hashes.len()];
-        black_box(prints.iter().fold(0, |sum, print| sum ^ self.index.touch(*print)));
-
-        let mut ids = [NO_ENTRY; BATCH];
-        let mut unsure = 0u32;
-        for (at, (id, print)) in ids.iter_mut().zip(prints).enumerate() {
-            let glance = self.index.glance(*print);
-            unsure |= u32::from(glance.unsure) << at;
-            *id = glance.entry;
-        }
-        black_box(ids.iter().fold(0, |sum, id| sum ^ self.slab.entries.get_or_vacant(*id).generation));
-
-        for (at, (id, hash)) in ids.iter_mut().zip(hashes).enumerate() {
-            let different = u32::from(!self.committed_as(*id, namespace, group, hash));
-            unsure |= (different & u32::from(*id != NO_ENTRY)) << at;
-            *id |= different.wrapping_neg();
-        }
-        while unsure != 0 {
-            let at = unsure.trailing_zeros() as usize;
-            ids[at] = self.find(namespace, group, &hashes[at]).unwrap_or(NO_ENTRY);
-            unsure &= unsure - 1;
-        }
-        ids
-    }
-
-    #[inline]
-    fn committed_as(&self, id: u32, namespace: u32, group: u32, hash: &BlockHash) -> bool {
-        let entry = self.slab.entries.get_or_vacant(id);
-        let key = BlockKey { namespace, group, hash: *hash };
-        (entry.state == State::Committed) & (entry.key == key)
-    }
-
-    #[cold]
-    fn find(&self, namespace: u32, group: u32, hash: &BlockHash) -> Option<u32> {
-        let print = Print::new(namespace, group, hash);
-        self.index.find(print, |id| self.committed_as(id, namespace, group, hash))
-    }
-}
-
 // === impl Dram: fillings ===
 
 impl Dram {
@@ -347,6 +201,7 @@ impl Dram {
         whose: Whose,
     ) -> Result<SlotRef, FillError> {
         let print = Print::new(key.namespace, key.group, &key.hash);
+        black_box(self.far(print));
         if let Some(id) = self.index.find(print, |id| self.slab.entries.get(id).key == key) {
             let committed = self.slab.entries.get(id).state == State::Committed;
             return Err(if committed { FillError::Present } else { FillError::Filling });
@@ -400,6 +255,11 @@ impl Dram {
         self.assigned.push(Assigned { segment: segment as u64, block_bytes });
     }
 
+    /// Loads what a filling and an eviction need of a key besides an entry, and mostly has to come from memory: both at once.
+    fn far(&self, print: Print) -> u64 {
+        self.index.home(print).load() ^ self.policy.load(print)
+    }
+
     fn print(&self, id: u32) -> Print {
         let key = &self.slab.entries.get(id).key;
         Print::new(key.namespace, key.group, &key.hash)
@@ -412,6 +272,9 @@ impl Dram {
             entry.claims.pins() == 0 && entry.state == State::Committed,
             "only an unleased, whole block is evicted"
         );
+        // Most likely the entry ahead of it goes next.
+        let next = self.slab.entries.get_or_vacant(entry.link.previous).generation;
+        black_box(self.far(self.print(id)) ^ next);
         self.watch.note(entry.key, false);
         self.evicted.push(self.slab.slot_ref(id));
         let bytes = self.slab.block_bytes(id);

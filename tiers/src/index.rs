@@ -38,9 +38,10 @@ pub(crate) struct Glance {
 /// No entry has this number.
 pub(crate) const NO_ENTRY: u32 = u32::MAX;
 
+/// Words whose tags lead there, and those for which there was no room before.
 #[repr(C, align(64))]
 #[derive(Copy, Clone, Debug, Default)]
-struct Bucket([u64; BUCKET_WORDS]);
+pub(crate) struct Bucket([u64; BUCKET_WORDS]);
 
 #[derive(Clone, Debug)]
 struct Shard {
@@ -180,6 +181,34 @@ impl Shard {
     }
 }
 
+// === impl Bucket ===
+
+impl Bucket {
+    /// Of no index.
+    pub(crate) const NONE: &Self = &Self([0; BUCKET_WORDS]);
+
+    /// Loads one word. Where many calls follow each other, and nothing else is done, their cache misses are in flight together: a
+    /// prefetch in safe code.
+    #[inline]
+    pub(crate) fn load(&self) -> u64 {
+        self.0[0]
+    }
+
+    /// One look at a key's home, without a branch on what it holds.
+    #[inline]
+    pub(crate) fn glance(&self, print: Print) -> Glance {
+        let (mut entry, mut matches, mut unused) = (0u32, 0u32, 0u32);
+        for word in self.0 {
+            let same = u32::from(tag_of(word) == print.tag());
+            entry |= word as u32 & same.wrapping_neg();
+            matches += same;
+            unused += u32::from(word == 0);
+        }
+        // Words hold the number plus one: none wraps to NO_ENTRY.
+        Glance { entry: entry.wrapping_sub(1), unsure: (matches > 1) | ((matches == 0) & (unused == 0)) }
+    }
+}
+
 // === impl Index ===
 
 impl Index {
@@ -205,32 +234,11 @@ impl Index {
         self.shards[print.shard()].remove(word(print.tag(), entry + 1))
     }
 
+    /// Where a key lies, unless there was no room.
     #[inline]
-    fn home(&self, print: Print) -> &Bucket {
+    pub(crate) fn home(&self, print: Print) -> &Bucket {
         let shard = &self.shards[print.shard()];
         &shard.buckets[home(print.tag(), shard.buckets.len())]
-    }
-
-    /// Loads one word of a key's home bucket. A dozen instructions, so that the misses of many calls in a row are in
-    /// flight together: a prefetch in safe code.
-    #[inline]
-    pub(crate) fn touch(&self, print: Print) -> u64 {
-        self.home(print).0[0]
-    }
-
-    /// One look at the home bucket, without a branch on what it holds. Touches one cache line.
-    #[inline]
-    pub(crate) fn glance(&self, print: Print) -> Glance {
-        let bucket = self.home(print);
-        let (mut entry, mut matches, mut unused) = (0u32, 0u32, 0u32);
-        for word in bucket.0 {
-            let same = u32::from(tag_of(word) == print.tag());
-            entry |= word as u32 & same.wrapping_neg();
-            matches += same;
-            unused += u32::from(word == 0);
-        }
-        // Words hold the number plus one: none wraps to NO_ENTRY.
-        Glance { entry: entry.wrapping_sub(1), unsure: (matches > 1) | ((matches == 0) & (unused == 0)) }
     }
 
     /// The entry with the tag for which `same` holds.

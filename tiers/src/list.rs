@@ -24,6 +24,14 @@ pub(crate) struct List {
     len: u32,
 }
 
+/// Neighbours in a list, from the one nearest to its head to the one nearest to its tail.
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct Run {
+    first: u32,
+    last: u32,
+    len: u32,
+}
+
 /// Where in a list.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Spot {
@@ -53,6 +61,24 @@ impl Spot {
     }
 }
 
+// === impl Run ===
+
+impl Run {
+    pub(crate) fn of(id: u32) -> Self {
+        Self { first: id, last: id, len: 1 }
+    }
+
+    /// Takes an element in that lies before it in its list, if that is its neighbour.
+    #[inline]
+    pub(crate) fn extend(&mut self, ahead: u32, link: Link) -> bool {
+        let neighbours = link.next == self.first;
+        if neighbours {
+            (self.first, self.len) = (ahead, self.len + 1);
+        }
+        neighbours
+    }
+}
+
 // === impl List ===
 
 impl Default for List {
@@ -73,13 +99,27 @@ impl List {
 
     /// Adds an element that is in no list.
     pub(crate) fn push_head(&mut self, table: &mut impl Links, id: u32) {
-        *table.link(id) = Link { previous: NIL, next: self.head };
+        self.push_run(table, Run::of(id));
+    }
+
+    /// Adds elements at the head that are in no list, and linked to each other.
+    pub(crate) fn push_run(&mut self, table: &mut impl Links, run: Run) {
+        table.link(run.first).previous = NIL;
+        table.link(run.last).next = self.head;
         match self.head {
-            NIL => self.tail = id,
-            head => table.link(head).previous = id,
+            NIL => self.tail = run.last,
+            head => table.link(head).previous = run.last,
         }
-        self.head = id;
-        self.len += 1;
+        self.head = run.first;
+        self.len += run.len;
+    }
+
+    /// Moves elements of this list to its head.
+    pub(crate) fn raise_run(&mut self, table: &mut impl Links, run: Run) {
+        if self.head != run.first {
+            self.remove_run(table, run);
+            self.push_run(table, run);
+        }
     }
 
     /// Adds an element that is in no list.
@@ -102,7 +142,12 @@ impl List {
 
     /// Takes an element out of this list, which it must be in.
     pub(crate) fn remove(&mut self, table: &mut impl Links, id: u32) {
-        let Link { previous, next } = std::mem::take(table.link(id));
+        self.remove_run(table, Run::of(id));
+    }
+
+    /// Takes elements out of this list, which they must be in; they stay linked to each other.
+    pub(crate) fn remove_run(&mut self, table: &mut impl Links, run: Run) {
+        let (previous, next) = (table.link(run.first).previous, table.link(run.last).next);
         match previous {
             NIL => self.head = next,
             previous => table.link(previous).next = next,
@@ -111,7 +156,7 @@ impl List {
             NIL => self.tail = previous,
             next => table.link(next).previous = previous,
         }
-        self.len -= 1;
+        self.len -= run.len;
     }
 }
 
@@ -133,7 +178,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_list_is_a_deque_with_removal(steps in prop::collection::vec((0..5u8, 0..16u32, 0..16u32), 0..200)) {
+        fn a_list_is_a_deque_with_removal(steps in prop::collection::vec((0..6u8, 0..16u32, 0..16u32), 0..200)) {
             let (mut table, mut list, mut model) = (Table(vec![Link::default(); 16]), List::default(), VecDeque::new());
             for (action, id, ahead) in steps {
                 let inside = model.iter().position(|other| *other == id);
@@ -155,6 +200,17 @@ mod tests {
                         let at = model.iter().position(|other| *other == ahead).expect("contained");
                         model.insert(at + 1, id);
                     }
+                    (5, Some(at)) => {
+                        let from = at.saturating_sub(ahead as usize);
+                        let mut run = Run::of(id);
+                        for ahead in model.range(from..at).rev() {
+                            assert!(run.extend(*ahead, *table.link(*ahead)));
+                        }
+                        prop_assert!(!run.extend(id, *table.link(id)), "it is no neighbour of its own");
+                        list.raise_run(&mut table, run);
+                        let moved: Vec<u32> = model.drain(from..=at).collect();
+                        moved.into_iter().rev().for_each(|id| model.push_front(id));
+                    }
                     (2, _) if !model.is_empty() => {
                         list.remove(&mut table, list.tail().expect("not empty"));
                         model.pop_back();
@@ -162,6 +218,8 @@ mod tests {
                     _ => {}
                 }
                 prop_assert_eq!(list.tail(), model.back().copied());
+                let forwards = std::iter::successors(list.tail(), |id| Some(table.0[*id as usize].previous).filter(|id| *id != NIL));
+                prop_assert!(forwards.eq(model.iter().rev().copied()));
                 prop_assert_eq!(list.len() as usize, model.len());
             }
         }

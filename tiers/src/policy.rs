@@ -84,14 +84,9 @@ pub(crate) enum Parent {
     Lost,
 }
 
-/// A request that is over, for [`Policy::used`].
+/// A request that is over, for [`Policy::used`]: the rank that its blocks have at least.
 #[derive(Copy, Clone, Debug)]
-pub(crate) struct Turn {
-    /// The rank that its blocks have at least.
-    rank: u8,
-    /// The rank of the block behind the one that comes next: the deepest come first.
-    deeper: u8,
-}
+pub(crate) struct Turn(u8);
 
 // === impl Standing ===
 
@@ -103,7 +98,7 @@ impl Standing {
     const RETURNED: u16 = 1 << Self::TICK_BITS;
     const RANK_SHIFT: u32 = Self::TICK_BITS + 1;
 
-    fn new(rank: u8, returned: bool, tick: u32) -> Self {
+    pub(crate) fn new(rank: u8, returned: bool, tick: u32) -> Self {
         let flag = if returned { Self::RETURNED } else { 0 };
         Self(u16::from(rank) << Self::RANK_SHIFT | flag | (tick as u16 & Self::TICK_MASK))
     }
@@ -127,7 +122,7 @@ impl Standing {
 
     #[inline]
     fn at(self, tick: u32) -> Self {
-        Self::new(self.rank() as u8, self.returned(), tick)
+        Self(self.0 & !Self::TICK_MASK | tick as u16 & Self::TICK_MASK)
     }
 }
 
@@ -165,18 +160,21 @@ impl Policy {
         slab.keep(entry, Standing::new(1, false, self.clock.tick), Spot::Head);
     }
 
-    /// A block was used by a request that goes on, or was leased until now.
-    #[inline]
-    pub(crate) fn touch(&self, slab: &mut Slab, entry: u32) {
-        let standing = slab.entries.get(entry).standing.at(self.clock.tick);
-        slab.keep(entry, standing, Spot::Head);
+    /// Blocks were used by a request that goes on, or were leased until now: those of a chain, the deepest first.
+    pub(crate) fn touch(&self, slab: &mut Slab, entries: &[u32]) {
+        slab.raise(entries, |entry| entry.standing.at(self.clock.tick));
     }
 
     /// Puts a block back that was held and not used, if it had left its list.
     pub(crate) fn unheld(&self, slab: &mut Slab, entry: u32) {
         if slab.entries.get(entry).place == Place::Detached {
-            self.touch(slab, entry);
+            self.touch(slab, &[entry]);
         }
+    }
+
+    /// Loads what says whether a key was evicted, so that who asks for that soon need not wait.
+    pub(crate) fn load(&self, print: Print) -> u64 {
+        self.ghost.load(print)
     }
 
     /// A key was evicted.
@@ -184,8 +182,7 @@ impl Policy {
         self.ghost.remember(print, slots);
     }
 
-    /// A request with these keys is over, in a tier of so many slots. What follows are its kept blocks, the deepest first, each
-    /// by [`Policy::used`].
+    /// A request with these keys is over, in a tier of so many slots. What follows are its kept blocks by [`Policy::used`].
     pub(crate) fn turn(&mut self, prints: impl Iterator<Item = Print>, slots: u64) -> Turn {
         self.prints.clear();
         self.prints.extend(prints);
@@ -195,16 +192,20 @@ impl Policy {
         for print in self.prints.iter().rev() {
             self.odds.used(*print, rank, self.clock.tick, slots);
         }
-        Turn { rank, deeper: 0 }
+        Turn(rank)
     }
 
-    /// A block that the request has used; its own, if it was not there before.
-    #[inline]
-    pub(crate) fn used(&self, slab: &mut Slab, entry: u32, turn: &mut Turn, own: bool) {
-        let standing = slab.entries.get(entry).standing;
-        let used = if own { u8::from(standing.returned()) } else { risen(standing.rank() as u8) };
-        turn.deeper = turn.deeper.max(turn.rank).max(used);
-        slab.keep(entry, Standing::new(turn.deeper, false, self.clock.tick), Spot::Head);
+    /// Blocks that the request has used, the deepest first. Those of a generation from `own_from` on are its own.
+    pub(crate) fn used(&self, slab: &mut Slab, entries: &[u32], turn: Turn, own_from: u64) {
+        // The rank of the block behind the next one.
+        let mut deeper = turn.0;
+        slab.raise(entries, |entry| {
+            let standing = entry.standing;
+            let own = entry.generation >= own_from;
+            deeper =
+                deeper.max(if own { u8::from(standing.returned()) } else { risen(standing.rank() as u8) });
+            Standing::new(deeper, false, self.clock.tick)
+        });
     }
 
     /// The block that goes next of those that these holders have, left in its list; `None` if every one is leased or being filled.

@@ -3,11 +3,15 @@
 //! An entry's number is (segment, slot) in 32 bits, so that the slot's offset needs no storage, and an entry costs
 //! one cache line: the key for the full comparison, the generation, the policy's links, the lease count and the holder.
 
+mod claims;
+mod raise;
+
 use std::collections::VecDeque;
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::{self, Geometry, SlotRef};
 
+use self::claims::Claims;
 use crate::index::Index;
 use crate::ledger::HolderId;
 use crate::list::{Link, Links, List, Spot};
@@ -53,7 +57,7 @@ pub(crate) enum Place {
 pub(crate) struct Entry {
     pub(crate) key: BlockKey,
     pub(crate) generation: u64,
-    link: Link,
+    pub(crate) link: Link,
     pub(crate) claims: Claims,
     pub(crate) state: State,
     pub(crate) place: Place,
@@ -62,10 +66,6 @@ pub(crate) struct Entry {
 }
 
 const _: () = assert!(size_of::<Entry>() == 64);
-
-/// How often a block is leased and held, in 24 bits, and whose it is, in 8.
-#[derive(Copy, Clone, Debug)]
-pub(crate) struct Claims(u32);
 
 /// The policy's lists of one holder, by rank.
 pub(crate) type Ranks = [List; RANKS];
@@ -94,7 +94,7 @@ pub(crate) struct Segment {
 }
 
 /// One `T` for every slot: a table for each segment, empty until the segment is assigned.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Tables<T> {
     tables: Box<[Box<[T]>]>,
     /// Entry number = segment << shift | slot.
@@ -131,6 +131,21 @@ const VACANT: Entry = Entry {
     place: Place::Detached,
     standing: Standing::NONE,
 };
+
+impl Entry {
+    /// Of no slot.
+    pub(crate) const NONE: &Self = {
+        static NONE: Entry = VACANT;
+        &NONE
+    };
+
+    #[inline]
+    pub(crate) fn is_committed_as(&self, namespace: u32, group: u32, hash: &BlockHash) -> bool {
+        // A key made of these would be copied first.
+        let BlockKey { namespace: of, group: within, hash: this } = &self.key;
+        (self.state == State::Committed) & (*of == namespace) & (*within == group) & (this == hash)
+    }
+}
 
 // === impl Tables ===
 
@@ -184,9 +199,8 @@ impl Entries {
     /// The entry `id`, or a vacant one where there is none.
     #[inline]
     pub(crate) fn get_or_vacant(&self, id: u32) -> &Entry {
-        static NONE: Entry = VACANT;
         let (segment, slot) = self.split(id);
-        self.tables.get(segment).and_then(|table| table.get(slot)).unwrap_or(&NONE)
+        self.tables.get(segment).and_then(|table| table.get(slot)).unwrap_or(Entry::NONE)
     }
 }
 
@@ -196,52 +210,20 @@ impl Links for Entries {
     }
 }
 
-// === impl Claims ===
-
-impl Claims {
-    const NONE: Self = Self(0);
-    const HOLDER_BITS: u32 = u8::BITS;
-
-    pub(crate) fn pins(self) -> u32 {
-        self.0 >> Self::HOLDER_BITS
-    }
-
-    /// Counts one more; `None` if there are as many as can be counted.
-    pub(crate) fn pin(&mut self) -> Option<u32> {
-        self.0 = self.0.checked_add(1 << Self::HOLDER_BITS)?;
-        Some(self.pins())
-    }
-
-    /// Counts one less; how many are left.
-    pub(crate) fn unpin(&mut self) -> u32 {
-        self.0 -= 1 << Self::HOLDER_BITS;
-        self.pins()
-    }
-
-    #[inline]
-    pub(crate) fn holder(self) -> HolderId {
-        HolderId::from_byte(self.0 as u8)
-    }
-
-    /// Changes hands. The block is in no list.
-    pub(crate) fn set_holder(&mut self, holder: HolderId) {
-        self.0 = self.pins() << Self::HOLDER_BITS | u32::from(holder.byte());
-    }
-}
-
 // === impl Queues ===
 
 impl Queues {
     /// The list that an entry is in, or is to be in.
     pub(crate) fn list(&mut self, entry: &Entry) -> Option<&mut List> {
-        if entry.place != Place::Kept {
-            return None;
+        let kept = entry.place == Place::Kept;
+        kept.then(|| self.of_rank(entry.claims.holder(), entry.standing.rank()))
+    }
+
+    fn of_rank(&mut self, holder: HolderId, rank: usize) -> &mut List {
+        if self.0.len() <= holder.index() {
+            self.0.resize_with(holder.index() + 1, Ranks::default);
         }
-        let holder = entry.claims.holder().index();
-        if self.0.len() <= holder {
-            self.0.resize_with(holder + 1, Ranks::default);
-        }
-        Some(&mut self.0[holder][entry.standing.rank()])
+        &mut self.0[holder.index()][rank]
     }
 
     /// Those who ever had a block here.

@@ -153,7 +153,7 @@ impl Dram {
         let first = first.min(entries.len());
         let mut dropped = entries.split_off(first.saturating_add(count).min(entries.len()));
         dropped.extend(entries.drain(..first));
-        self.unpin_all(&Ended { entries: dropped, holder, is_promised });
+        self.unpin_all(&mut Ended { entries: dropped, holder, is_promised });
         Ok(())
     }
 
@@ -197,12 +197,6 @@ impl Dram {
         expired
     }
 
-    fn unpin(&mut self, id: u32) {
-        if self.unpin_id(id) && !self.free_removed(id) {
-            self.policy.touch(&mut self.slab, id);
-        }
-    }
-
     /// False if the block has as many leases and holds as can be counted.
     pub(super) fn pin_id(&mut self, id: u32) -> bool {
         let entry = self.slab.entries.get_mut(id);
@@ -224,15 +218,17 @@ impl Dram {
         last
     }
 
-    fn unpin_all(&mut self, ended: &Ended) {
+    fn unpin_all(&mut self, ended: &mut Ended) {
         let bytes = self.bytes_of(&ended.entries);
         self.ledger.unlease(ended.holder, ended.is_promised, bytes);
         // An access of each, and of the deepest first.
-        ended.entries.iter().rev().for_each(|id| self.unpin(*id));
+        ended.entries.reverse();
+        ended.entries.retain(|id| self.unpin_id(*id) && !self.free_removed(*id));
+        self.policy.touch(&mut self.slab, &ended.entries);
     }
 
-    fn end(&mut self, ended: Ended) {
-        self.unpin_all(&ended);
+    fn end(&mut self, mut ended: Ended) {
+        self.unpin_all(&mut ended);
         self.leases.recycle(ended.entries);
     }
 }

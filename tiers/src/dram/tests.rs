@@ -8,7 +8,7 @@ mod watch;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use proptest::prelude::*;
-use shm_protocol::key::NamespaceDigest;
+use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::pool::Remains;
 
 use super::*;

@@ -5,6 +5,8 @@
 //! is marked goes on from there. Keys that a request has gone on from stay known, without a turn: who branches off there, as
 //! at the end of a system prompt, begins a conversation of its own.
 
+use std::hint::black_box;
+
 use crate::index::Print;
 
 /// The last turn that is told apart.
@@ -16,6 +18,8 @@ const MARKS_MAX: usize = 8;
 const SLOTS_PER_MARK: u64 = 8;
 const MARKS_MIN: u64 = 4096;
 const WAYS: usize = 16;
+/// Keys that are looked for side by side.
+const BATCH: usize = 64;
 
 /// A mark: 28 bits of a key, never all zero, and above 0 the turn that ended there.
 #[derive(Copy, Clone, Debug, Default)]
@@ -65,15 +69,38 @@ impl Ends {
         }
     }
 
+    fn place(&self, print: Print) -> usize {
+        ((u64::from(print.tag()) * self.sets.len() as u64) >> 32) as usize
+    }
+
     fn set(&mut self, print: Print) -> &mut [Mark; WAYS] {
-        let set = (u64::from(print.tag()) * self.sets.len() as u64) >> 32;
-        &mut self.sets[set as usize].0
+        &mut self.sets[self.place(print)].0
+    }
+
+    fn is_known(&self, print: Print) -> bool {
+        // All of them, without a branch for each.
+        self.sets[self.place(print)].0.iter().fold(false, |known, mark| known | mark.is_of(print))
+    }
+
+    /// The place of the deepest key of a chain that is known.
+    fn deepest_known(&self, chain: &[Print]) -> Option<usize> {
+        let mut rest = chain;
+        while !rest.is_empty() {
+            let (before, batch) = rest.split_at(rest.len().saturating_sub(BATCH));
+            // Sets are far away: their cache misses overlap in a loop that does nothing else.
+            black_box(batch.iter().fold(0, |sum, print| sum ^ self.sets[self.place(*print)].0[0].0));
+            if let Some(at) = batch.iter().rposition(|print| self.is_known(*print)) {
+                return Some(before.len() + at);
+            }
+            rest = before;
+        }
+        None
     }
 
     /// Which turn a request with these keys was, from 1; the next one will be found by it.
     pub(super) fn turn(&mut self, chain: &[Print], slots: u64) -> u8 {
         self.fit(slots);
-        let known = chain.iter().rposition(|print| self.set(*print).iter().any(|mark| mark.is_of(*print)));
+        let known = self.deepest_known(chain);
         let ended = known.map_or(0, |at| self.turn_at(chain[at]));
         let fresh = known.map_or(0, |at| at + 1);
         if fresh == chain.len() {

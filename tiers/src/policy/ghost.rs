@@ -32,9 +32,18 @@ impl Ghost {
         }
     }
 
+    fn place(&self, print: Print) -> usize {
+        ((u64::from(print.tag()) * self.sets.len() as u64) >> 32) as usize
+    }
+
     fn set(&mut self, print: Print) -> Option<&mut GhostSet> {
-        let set = (u64::from(print.tag()) * self.sets.len() as u64) >> 32;
-        self.sets.get_mut(set as usize)
+        let place = self.place(print);
+        self.sets.get_mut(place)
+    }
+
+    /// One fingerprint of a key's set.
+    pub(super) fn load(&self, print: Print) -> u64 {
+        self.sets.get(self.place(print)).map_or(0, |GhostSet(ways)| ways[0].into())
     }
 
     /// Remembers an evicted key.

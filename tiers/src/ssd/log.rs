@@ -189,9 +189,11 @@ impl Log {
     fn warmed(&self, keys: impl Iterator<Item = Print>) -> [Print; BATCH] {
         let mut prints = [Print::default(); BATCH];
         prints.iter_mut().zip(keys).for_each(|(print, key)| *print = key);
-        black_box(prints.iter().fold(0, |sum, print| sum ^ self.index.touch(*print)));
+        black_box(prints.iter().fold(0, |sum, print| sum ^ self.index.home(*print).load()));
         black_box(
-            prints.iter().fold(0, |sum, print| sum ^ self.table.touch(self.index.glance(*print).entry)),
+            prints
+                .iter()
+                .fold(0, |sum, print| sum ^ self.table.touch(self.index.home(*print).glance(*print).entry)),
         );
         prints
     }

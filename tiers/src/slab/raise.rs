@@ -1,0 +1,158 @@
+//! Moving the blocks of a chain to the heads of their lists.
+
+use super::{Class, Entry, Place, Slab, Standing};
+use crate::ledger::HolderId;
+use crate::list::{List, Run, Spot};
+
+/// One of the policy's lists: of which class, in 16 bits, whose, in 8, and of which rank, in 8. Compared as one word.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+struct Shelf(u32);
+
+/// Neighbours on their way from a list, if they are in one, to the head of a list.
+#[derive(Copy, Clone, Debug)]
+struct Move {
+    run: Run,
+    from: Option<Shelf>,
+    to: Shelf,
+}
+
+// === impl Shelf ===
+
+impl Shelf {
+    /// The list that an entry is in, or is to be in, if the policy keeps it.
+    #[inline]
+    fn of(entry: &Entry, class: u16) -> Self {
+        let holder = entry.claims.holder().byte();
+        Self(u32::from(class) << 16 | u32::from(holder) << 8 | entry.standing.rank() as u32)
+    }
+
+    fn list(self, classes: &mut [Class]) -> &mut List {
+        let [rank, holder, ..] = self.0.to_le_bytes();
+        let queues = &mut classes[(self.0 >> 16) as usize].queues;
+        queues.of_rank(HolderId::from_byte(holder), rank.into())
+    }
+}
+
+// === impl Slab: raising ===
+
+impl Slab {
+    /// Moves entries that are in no free list to the heads of the lists of their ranks, one after the other. `standing` says what
+    /// each one's is from now on. Most are a chain that was moved so before: neighbours move together, and are not linked anew.
+    pub(crate) fn raise(&mut self, ids: &[u32], mut standing: impl FnMut(&Entry) -> Standing) {
+        let mut moving: Option<Move> = None;
+        for id in ids {
+            let class = self.segments[self.entries.segment(*id)].class;
+            let entry = self.entries.get_mut(*id);
+            debug_assert!(entry.place != Place::Free, "a free slot has no rank");
+            let from = (entry.place == Place::Kept).then(|| Shelf::of(entry, class));
+            if let Some(quotas) = &mut self.quotas {
+                quotas.left(*id, entry);
+            }
+            (entry.standing, entry.place) = (standing(entry), Place::Kept);
+            if let Some(quotas) = &mut self.quotas {
+                quotas.entered(*id, entry, Spot::Head);
+            }
+            let (to, link) = (Shelf::of(entry, class), entry.link);
+            let joins = |other: &mut Move| {
+                from.is_some() && (other.from, other.to) == (from, to) && other.run.extend(*id, link)
+            };
+            if !moving.as_mut().is_some_and(joins) {
+                let run = Run::of(*id);
+                moving.replace(Move { run, from, to }).into_iter().for_each(|whole| self.carry_out(whole));
+            }
+        }
+        moving.into_iter().for_each(|whole| self.carry_out(whole));
+    }
+
+    fn carry_out(&mut self, Move { run, from, to }: Move) {
+        let (entries, classes) = (&mut self.entries, &mut self.classes);
+        if from == Some(to) {
+            return to.list(classes).raise_run(entries, run);
+        }
+        from.into_iter().for_each(|from| from.list(classes).remove_run(entries, run));
+        to.list(classes).push_run(entries, run);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use shm_protocol::pool::Geometry;
+
+    use super::*;
+    use crate::list::{Links, NIL};
+    use crate::quota::QuotaId;
+    use crate::slab::Queues;
+
+    const SEGMENT_BYTES: u64 = 4 << 20;
+    const BLOCK_BYTES: u64 = 64 << 10;
+    const BLOCKS: u32 = 24;
+
+    /// Blocks of two holders; one in three counts to a quota.
+    fn slab() -> (Slab, QuotaId) {
+        let mut slab = Slab::new(SEGMENT_BYTES, 1);
+        let quota = slab.quotas_mut().add(u64::MAX);
+        let class = slab.class(Geometry::new(SEGMENT_BYTES, BLOCK_BYTES).unwrap()).unwrap();
+        slab.add_fresh(0);
+        slab.assign_fresh(class).unwrap();
+        for id in 0..BLOCKS {
+            let holder = HolderId::from_byte((id % 2) as u8);
+            slab.move_to(id, Place::Detached);
+            slab.entries.get_mut(id).claims.set_holder(holder);
+            if id % 3 == 0 {
+                slab.quotas.as_mut().unwrap().charge(id, quota, holder, BLOCK_BYTES);
+            }
+            slab.keep(id, Standing::NONE, Spot::Head);
+        }
+        (slab, quota)
+    }
+
+    /// The elements of every list, the last ones first.
+    fn elements(queues: &Queues, table: &mut impl Links) -> Vec<Vec<u32>> {
+        let mut of = |list: &List| {
+            let previous = |id: &u32| Some(table.link(*id).previous).filter(|id| *id != NIL);
+            // As many as there can be: broken lists may have no end.
+            let ids: Vec<u32> =
+                std::iter::successors(list.tail(), previous).take(BLOCKS as usize + 1).collect();
+            assert_eq!(ids.len(), list.len() as usize);
+            ids
+        };
+        queues.0.iter().flatten().map(&mut of).collect()
+    }
+
+    fn lists((slab, quota): &mut (Slab, QuotaId)) -> Vec<Vec<u32>> {
+        let mut lists = elements(&slab.classes[0].queues, &mut slab.entries);
+        let quotas = slab.quotas.as_mut().unwrap();
+        let mut members = quotas.members.clone();
+        lists.extend(elements(quotas.queues(*quota), &mut members));
+        lists
+    }
+
+    proptest! {
+        #[test]
+        fn together_is_one_after_the_other(
+            steps in prop::collection::vec((prop::collection::vec(0..BLOCKS, 1..8), 0..3u8, any::<bool>()), 0..60)
+        ) {
+            let (mut together, mut singly) = (slab(), slab());
+            let mut chains: Vec<Vec<u32>> = vec![];
+            for (ids, rank, leave) in steps {
+                if leave {
+                    together.0.move_to(ids[0], Place::Detached);
+                    singly.0.move_to(ids[0], Place::Detached);
+                    continue;
+                }
+                // What was moved before is moved again, with what comes now.
+                let again = chains.get(rank as usize).cloned().unwrap_or_default();
+                let chain = [again, ids].concat();
+                let standing = |entry: &Entry| Standing::new((entry.standing.rank() as u8).max(rank), false, 0);
+                together.0.raise(&chain, standing);
+                for id in &chain {
+                    let standing = standing(singly.0.entries.get(*id));
+                    singly.0.keep(*id, standing, Spot::Head);
+                }
+                prop_assert_eq!(lists(&mut together), lists(&mut singly));
+                chains.insert(0, chain);
+            }
+        }
+    }
+}

@@ -1,10 +1,10 @@
 """Hit ratios of the DRAM tier's eviction policy, on a real trace and on synthetic ones: see `tiers/benches/policy.rs`.
 
-    benches/run policy [--trace FILE | --shared]
+    benches/run policy [--trace FILE | --shared | --disk]
 
-`--shared` replays the conversations in rooms that two namespaces share, and in two pods. FILE has one JSON object a line
-with `hash_ids`, as those in `benches/traces/`, compressed by gzip or not; then nothing but it is replayed. The last line is
-JSON.
+`--shared` replays the conversations in rooms that two namespaces share, and in two pods; `--disk` in DRAM with a disk below
+it. FILE has one JSON object a line with `hash_ids`, as those in `benches/traces/`, compressed by gzip or not; then nothing but
+it is replayed. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Hit ratios of the DRAM tier's eviction policy.")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="replay this trace alone")
     parser.add_argument("--shared", action="store_true", help="rooms of two namespaces, and two pods")
+    parser.add_argument("--disk", action="store_true", help="DRAM with a disk of three times its room")
     options = parser.parse_args()
     trace = options.trace
     with tempfile.NamedTemporaryFile("w", suffix=".trace") as plain:
@@ -40,6 +41,8 @@ def main() -> None:
         plain.flush()
         if options.shared:
             traces = ["shared", plain.name]
+        elif options.disk:
+            traces = ["disk", plain.name]
         else:
             traces = ["trace", plain.name] if trace else ["conversation", plain.name, "synthetic"]
         subprocess.run([*BENCH, *traces], check=True)

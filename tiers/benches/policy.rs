@@ -11,6 +11,9 @@
 //!   next. Room for a tenth or a half of what they hold.
 //! - `scan`: `turns`, and every eighth request is a document of 512 blocks that nobody asks for again.
 //!
+//! `disk FILE` replays a trace, and `turns`, in DRAM with a disk of three times its room, beside LRU and a clairvoyant of the room
+//! of both. `written` is the bytes that the disk took by the bytes asked for.
+//!
 //! `shared FILE` replays a trace in rooms that two namespaces share, one with a quota, and in two pods that read from each other.
 //!
 //! A ratio is blocks found in leading runs by blocks asked for, the first quarter of the requests not counted.
@@ -18,6 +21,7 @@
 #![expect(clippy::print_stdout, reason = "a bench reports")]
 
 mod caches;
+mod disk;
 mod random;
 mod replayed;
 mod shared;
@@ -170,6 +174,12 @@ fn main() {
             continue;
         }
         let file = arguments.next().expect("a trace's file follows its name");
+        if argument == "disk" {
+            cells.extend(disk::of_trace("disk", &disk::ROOMS, &read(&file)));
+            let (requests, held) = turns(1, None);
+            cells.extend(disk::of_trace("disk_turns", &[held / 20, held / 10], &requests));
+            continue;
+        }
         if argument == "shared" {
             cells.extend(shared::of_trace(&read(&file)));
             continue;

@@ -14,7 +14,7 @@ const SEGMENT_BYTES: u64 = 2 << 20;
 /// Five to a segment, so that a pool has room for exactly as many as a multiple of five says.
 pub(crate) const BLOCK_BYTES: u64 = 400_000;
 /// Blocks that are computed in one step, where a prompt is computed in steps.
-const STEP_BLOCKS: usize = 16;
+pub(crate) const STEP_BLOCKS: usize = 16;
 
 pub(crate) trait Cache {
     /// A request of which `found` leading blocks lie in the GPU's own cache: computes on what is there of the others, and

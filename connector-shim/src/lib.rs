@@ -7,6 +7,7 @@
 //! to memory that the sidecar writes.
 
 #![deny(unsafe_code)]
+#![warn(missing_docs)]
 
 // The tests' small sidecar, which sees this crate from outside.
 #[cfg(test)]

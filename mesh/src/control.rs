@@ -44,7 +44,6 @@ const STOP_MAX: Duration = Duration::from_secs(5);
 pub struct Config {
     /// The mesh: nodes of another are refused.
     pub mesh: String,
-    /// This node.
     pub node: NodeId,
     /// This life of it.
     pub boot: BootId,

@@ -14,7 +14,6 @@ pub struct Digest(pub u64);
 pub enum Change {
     /// It may be asked for.
     Added(Digest),
-    /// No more.
     Removed(Digest),
 }
 
@@ -27,7 +26,6 @@ pub struct Thinning(u8);
 // === impl Thinning ===
 
 impl Thinning {
-    /// Every block.
     pub const NONE: Self = Self(0);
     /// One block in 256: of a prefix of 4,096 tokens in blocks of 16, one is left.
     pub const MOST: Self = Self(8);
@@ -75,7 +73,6 @@ impl Digest {
 // === impl Change ===
 
 impl Change {
-    /// Whose block.
     pub fn digest(self) -> Digest {
         let (Self::Added(digest) | Self::Removed(digest)) = self;
         digest

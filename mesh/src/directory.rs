@@ -37,7 +37,6 @@ pub struct Config {
 /// A peer that may have the first `run` of the keys asked for.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Candidate {
-    /// The peer.
     pub peer: PeerNumber,
     /// Keys, at least one.
     pub run: u32,
@@ -46,7 +45,6 @@ pub struct Candidate {
 /// Figures of a peer.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct PeerStats {
-    /// The peer.
     pub peer: PeerNumber,
     /// Keys that it is known to have; none before its first snapshot.
     pub keys: usize,
@@ -60,11 +58,9 @@ pub struct PeerStats {
     pub under_way: u32,
 }
 
-/// The directory.
 #[derive(Debug)]
 pub struct Directory {
     config: Config,
-    /// By number.
     members: Vec<Member>,
 }
 
@@ -96,7 +92,6 @@ struct Prospect<'a> {
     asked: &'a Asked<'a>,
     /// Its run among these, or what that can be at most; at least one.
     run: usize,
-    /// Decides among equals.
     lot: u64,
 }
 

@@ -13,16 +13,10 @@ pub enum Error {
     #[error(
         "peers cannot be listened for at {address} ({source}): give an address of this machine that is free"
     )]
-    Listen {
-        /// The address.
-        address: SocketAddr,
-        /// The kernel's answer.
-        source: io::Error,
-    },
+    Listen { address: SocketAddr, source: io::Error },
     /// A file that TLS needs.
     #[error("the file {path} {problem}")]
     File {
-        /// The file.
         path: PathBuf,
         /// What is wrong with it, and the remedy.
         problem: String,
@@ -44,7 +38,6 @@ pub enum Error {
     /// The address of a peer or of etcd.
     #[error("'{address}' {problem}")]
     Address {
-        /// What was given.
         address: String,
         /// What is wrong with it, and the remedy.
         problem: &'static str,
@@ -52,11 +45,9 @@ pub enum Error {
     /// A NIC that cannot be used.
     #[error("the NIC '{name}' {problem}; NICs with RDMA here: {present}")]
     Nic {
-        /// Its name.
         name: String,
         /// What is wrong with it.
         problem: String,
-        /// Those there are.
         present: String,
     },
     /// A number of NICs or queue pairs, or a lease, that cannot be.
@@ -65,12 +56,6 @@ pub enum Error {
     /// More peers than are followed.
     #[error("{0} peers are listed, of at most {max}: use etcd, and a mesh for each part", max = crate::control::MEMBERS_MAX)]
     Listed(usize),
-    /// The kernel refused.
     #[error("cannot {doing} for the mesh: {source}")]
-    Os {
-        /// What was tried.
-        doing: &'static str,
-        /// The kernel's answer.
-        source: io::Error,
-    },
+    Os { doing: &'static str, source: io::Error },
 }

@@ -21,13 +21,11 @@ pub const BATCH_CHANGES_MAX: usize = 8_000;
 /// What a node keeps, and what became of it last.
 #[derive(Debug)]
 pub struct Feed {
-    /// As of `sequence`.
     digests: BTreeSet<Digest>,
     /// What differs from that by now. A digest is in here only if it does, so one that came and went is not.
     pending: BTreeMap<Digest, bool>,
     /// The last batches; the last of them led to `sequence`.
     batches: VecDeque<Batch>,
-    /// Changes in them.
     changes: usize,
     changes_max: usize,
     sequence: u64,
@@ -58,16 +56,13 @@ enum Told {
     All,
 }
 
-/// What is told.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Message {
     /// What was told before is void: all digests follow, as they are from here on.
     Begin {
-        /// The feed's sequence.
         sequence: u64,
         /// About as many digests follow.
         keys: u64,
-        /// Which are told.
         thinning: Thinning,
     },
     /// The next digests, ascending.

@@ -22,7 +22,6 @@ pub const MEMBERS_MAX: usize = 1024;
 /// Where a node serves blocks.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct DataAddresses {
-    /// Over TCP.
     pub tcp: SocketAddr,
     /// Where RDMA is arranged, if the node has NICs for it.
     pub rdma: Option<SocketAddr>,
@@ -35,38 +34,19 @@ pub enum News {
     Joined {
         /// Its name from now on.
         number: PeerNumber,
-        /// Who it is.
         peer: Peer,
         /// Where RDMA is arranged with it, if it has NICs for it.
         rdma: Option<SocketAddr>,
     },
     /// A member no more: it must be cut off. Nothing is told of the number any more.
-    Left {
-        /// Who.
-        number: PeerNumber,
-        /// Why.
-        why: Parting,
-    },
+    Left { number: PeerNumber, why: Parting },
     /// All that a member keeps.
-    Snapshot {
-        /// Who.
-        number: PeerNumber,
-        /// Its keys.
-        filter: Filter,
-    },
+    Snapshot { number: PeerNumber, filter: Filter },
     /// What has changed since.
-    Changes {
-        /// Who.
-        number: PeerNumber,
-        /// In order.
-        changes: Vec<Change>,
-    },
+    Changes { number: PeerNumber, changes: Vec<Change> },
     /// Nothing is heard of a member at present: what it was known to keep stays in use until it is heard of again or
     /// [`News::Left`].
-    Stale {
-        /// Who.
-        number: PeerNumber,
-    },
+    Stale { number: PeerNumber },
     /// Something an operator should know.
     Note(String),
 }
@@ -74,9 +54,7 @@ pub enum News {
 /// What a node says of itself.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Identity {
-    /// Its name.
     pub node: NodeId,
-    /// Its life.
     pub boot: BootId,
     /// Where it serves blocks.
     pub data: DataAddresses,
@@ -85,7 +63,6 @@ pub struct Identity {
 /// A registration in etcd.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Registration {
-    /// Who.
     pub identity: Identity,
     /// Where it is followed.
     pub control: SocketAddr,
@@ -108,18 +85,14 @@ pub enum Parting {
 #[derive(Copy, Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Seat(pub u32);
 
-/// What to do.
 #[derive(Debug)]
 pub enum Step {
-    /// Tell the caller.
     Tell(News),
     /// Follow who is at this address.
     Follow(Seat, String),
-    /// No more.
     Unfollow(Seat),
 }
 
-/// The table.
 #[derive(Debug)]
 pub struct Membership {
     own: (NodeId, BootId),
@@ -248,7 +221,6 @@ impl Membership {
         first.then_some(Step::Tell(News::Stale { number }))
     }
 
-    /// Time passes.
     pub fn tick(&mut self, now_ms: u64) -> Vec<Step> {
         let listed = |seat: &Seat| matches!(self.places[seat].origin, Origin::Listed(_));
         let long = |member: &Member| member.down_ms.is_some_and(|since| now_ms >= since + self.gone_ms);

@@ -22,7 +22,6 @@ use crate::Error;
 /// Who may connect, and who may read along. There is no default.
 #[derive(Clone, Debug)]
 pub enum Security {
-    /// Mutual TLS.
     Tls(Tls),
     /// Anybody who can reach the port and knows a member's name may ask, and anybody on the way may read.
     Plaintext,

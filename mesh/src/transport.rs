@@ -42,7 +42,6 @@ pub struct PeerNumber(pub u32);
 /// A member of the mesh.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Peer {
-    /// Its name.
     pub node: NodeId,
     /// The life of it that is a member; `None` where the membership is a static list, which knows none.
     pub boot: Option<BootId>,
@@ -56,7 +55,6 @@ pub struct Peer {
 pub struct Fetch {
     /// The name that [`Done`] answers with; not used again before all of its ends have come.
     pub ticket: u64,
-    /// Who has them.
     pub peer: PeerNumber,
     /// What is wanted, and where in the pool it goes: the slot is the fetch's until its [`Done`].
     pub blocks: Vec<(Label, u64)>,
@@ -67,7 +65,6 @@ pub struct Fetch {
 /// One block of a fetch has ended, in any order, as they arrive: the slot is the caller's again.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Done {
-    /// The fetch.
     pub ticket: u64,
     /// The block's number in it.
     pub index: u32,
@@ -87,10 +84,8 @@ pub enum Fault {
     /// The stream ended in the middle of the block.
     #[error("the peer hung up in the middle of a block")]
     Short,
-    /// A limit passed.
     #[error("{0} took too long")]
     Timeout(Stage),
-    /// The connection failed.
     #[error("the connection failed: {0}")]
     Peer(ErrorKind),
     /// The peer's bytes are none that a peer sends.
@@ -107,7 +102,6 @@ pub enum Fault {
 /// What took too long.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Stage {
-    /// Connecting.
     Connect,
     /// TLS and the first frames.
     Handshake,
@@ -115,7 +109,6 @@ pub enum Stage {
     FirstByte,
     /// A part of a block.
     Progress,
-    /// The fetch.
     Whole,
 }
 
@@ -151,7 +144,6 @@ pub enum Refusal {
         "the peer has {nics} NICs for RDMA and {pairs} queue pairs of each to a peer: give as many of both on every node"
     )]
     Queues {
-        /// NICs.
         nics: u8,
         /// Queue pairs of each.
         pairs: u8,
@@ -165,41 +157,31 @@ pub enum Up {
     Done(Done),
     /// A peer wants blocks: answered by one [`Granted`], soon.
     Asked {
-        /// Names the grant.
         ask: u64,
-        /// Who asks.
         peer: PeerNumber,
         /// What it asks for.
         blocks: Vec<Label>,
     },
     /// The checksum of a granted slot, which nobody knew: for its header. Comes before its [`Up::Release`].
     Checksum {
-        /// The slot.
         slot: SlotRef,
         /// XXH3-64 of the block.
         checksum: u64,
     },
     /// The slots of a grant are the caller's again.
     Release {
-        /// The grant.
         ask: u64,
         /// Blocks of it that were sent whole.
         sent: u32,
     },
     /// A peer answered at a new connection, in this life of it.
     Connected {
-        /// The peer.
         peer: PeerNumber,
         /// The life that answered.
         boot: BootId,
     },
     /// A connection to a peer could not be made, or broke. What was asked over it ends by itself.
-    PeerDown {
-        /// The peer.
-        peer: PeerNumber,
-        /// Why.
-        fault: Fault,
-    },
+    PeerDown { peer: PeerNumber, fault: Fault },
     /// Something an operator should know.
     Note(String),
 }
@@ -207,7 +189,6 @@ pub enum Up {
 /// The answer to [`Up::Asked`]: one entry for each block, `None` where it is absent.
 #[derive(Clone, Debug)]
 pub struct Granted {
-    /// The ask.
     pub ask: u64,
     /// Slots held until [`Up::Release`].
     pub slots: Vec<Option<Grant>>,
@@ -233,7 +214,6 @@ pub trait Transport: Send + Sync {
     /// Ends a fetch early, as [`Fault::Stopped`]: blocks whose bytes are arriving within [`tcp::Limits::progress`], the
     /// others at once.
     fn cancel(&self, ticket: u64);
-    /// Answers [`Up::Asked`].
     fn grant(&self, granted: Granted);
     /// Takes on nothing new from now on, in either direction. What is under way ends by itself.
     fn drain(&self);
@@ -250,7 +230,6 @@ impl NodeId {
         if fits { Ok(Self(name)) } else { Err(Error::Node(name)) }
     }
 
-    /// The name.
     pub fn as_str(&self) -> &str {
         &self.0
     }

@@ -16,7 +16,6 @@ const SETUP: Setup = Setup {
     seed: 1,
 };
 
-/// Within a tenth.
 fn about(found: u64, expected: u64) {
     assert!(found.abs_diff(expected) * 10 <= expected, "{found} where the formula says {expected}");
 }

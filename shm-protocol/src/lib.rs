@@ -8,6 +8,8 @@
 //! May depend on: ciborium, sha2, twox-hash, hex, serde, rustix. Never: decides anything, starts a thread, reads the environment,
 //! trusts a peer's value twice, or keeps a reference to plain memory that a peer can write.
 
+#![warn(missing_docs)]
+
 pub mod gate;
 pub mod handshake;
 pub mod key;

@@ -32,13 +32,9 @@ pub type Ready = Arc<AtomicBool>;
 /// What the pages show.
 #[derive(Clone, Debug)]
 pub struct Pages {
-    /// Of `/metrics`.
     pub registry: Registry,
-    /// Of `/readyz`.
     pub ready: Ready,
-    /// Of `/namespaces`.
     pub catalog: catalog::Shared,
-    /// Of `/namespaces`, too.
     pub quotas: Levels,
     /// What is still to come of the start, behind `/readyz`.
     pub progress: Arc<Progress>,

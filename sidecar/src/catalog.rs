@@ -62,11 +62,9 @@ pub struct Blocks {
 /// A namespace as `/namespaces` shows it.
 #[derive(Debug, Serialize)]
 pub struct Entry {
-    /// 32 hex digits.
     pub namespace: String,
     /// What its engines state.
     pub facts: Arc<Facts>,
-    /// Engines connected now.
     pub engines: usize,
     /// Bytes of a block, all shards.
     pub block_bytes: u64,
@@ -81,7 +79,6 @@ pub struct Entry {
 /// An engine that a namespace is closed to. The rest is what its own check found; it is absent where others' did.
 #[derive(Debug, Serialize)]
 pub struct Closed {
-    /// The engine.
     pub engine: String,
     /// How far its KV is from what is kept.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -218,7 +215,6 @@ impl Catalog {
         self.barred = barred;
     }
 
-    /// Everything, for `/namespaces`.
     pub fn entries(&self, quotas: &Levels) -> Vec<Entry> {
         let entry = |(digest, known): (&NamespaceDigest, &Known)| Entry {
             namespace: digest.to_string(),

@@ -31,20 +31,13 @@ const NICE: i32 = 19;
 pub enum Summed {
     /// A block of an earlier life was compared with its checksum.
     Verified {
-        /// The block.
         key: BlockKey,
-        /// Where it lies.
         slot: SlotRef,
         /// Whether its bytes are what its checksum says.
         whole: bool,
     },
     /// A block's checksum; `None` of a block that is not in its slot any more.
-    Sum {
-        /// Where it lay.
-        slot: SlotRef,
-        /// XXH3-64 of it.
-        checksum: Option<u64>,
-    },
+    Sum { slot: SlotRef, checksum: Option<u64> },
 }
 
 /// The threads, at work.

@@ -13,9 +13,7 @@ const LAYERS_MAX: u32 = 4096;
 /// What the bytes of a layer are.
 #[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum Number {
-    /// IEEE binary32.
     Float32,
-    /// IEEE binary16.
     Float16,
     /// The upper half of binary32.
     Bfloat16,
@@ -53,7 +51,6 @@ pub struct Difference {
 // === impl Number ===
 
 impl Number {
-    /// All of them.
     pub const ALL: [Self; 6] =
         [Self::Float32, Self::Float16, Self::Bfloat16, Self::Float8E4m3, Self::Float8E5m2, Self::Byte];
 

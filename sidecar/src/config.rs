@@ -106,15 +106,11 @@ pub struct Options {
 /// A configuration that is complete and within its limits.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Socket path.
     pub socket: PathBuf,
-    /// Bytes for blocks.
     pub dram: Size,
-    /// Disks for blocks.
     pub ssd: Vec<Disk>,
     /// Which blocks are written there.
     pub ssd_admission: SsdAdmission,
-    /// Admin address.
     pub http: SocketAddr,
     /// Pool file, if not anonymous memory.
     pub pool_path: Option<PathBuf>,
@@ -130,7 +126,6 @@ pub struct Config {
     pub socket_group: Option<String>,
     /// Life of an unused lease.
     pub lease_ttl: Time,
-    /// Copying threads.
     pub copy_threads: usize,
     /// Whether GPUs are served.
     pub gpu: UseGpu,
@@ -143,16 +138,10 @@ pub struct Config {
 pub enum ConfigError {
     /// The file cannot be read.
     #[error("cannot read the configuration file {path}: {source}")]
-    Unreadable {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
+    Unreadable { path: PathBuf, source: std::io::Error },
     /// The file is not a configuration.
     #[error("configuration file {path}: {text}")]
     Malformed {
-        /// The file.
         path: PathBuf,
         /// Line, and the names or values that are valid.
         text: String,
@@ -169,9 +158,7 @@ pub enum ConfigError {
     /// A value is out of range.
     #[error("{option} is {value}; it must be {rule}")]
     Range {
-        /// The option.
         option: &'static str,
-        /// Its value.
         value: String,
         /// What it may be.
         rule: &'static str,
@@ -184,9 +171,7 @@ pub enum ConfigError {
         "--dram {dram} is more than the limit of {limit} set by {place}: lower --dram or raise that limit"
     )]
     MemoryLimit {
-        /// Asked for.
         dram: Size,
-        /// Allowed.
         limit: Size,
         /// The file that sets it.
         place: String,
@@ -229,7 +214,6 @@ impl Options {
         }
     }
 
-    /// The complete configuration.
     pub fn complete(self) -> Result<Config, ConfigError> {
         let socket = self.socket.or_else(default_socket).ok_or(ConfigError::SocketMissing)?;
         let lease_ttl = self.lease_ttl.unwrap_or(LEASE_TTL_DEFAULT);

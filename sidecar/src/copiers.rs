@@ -44,9 +44,7 @@ pub struct Batch {
     pub copy: CopyId,
     /// Whose it is: its scheduler's session. Threads take engines in turn.
     pub engine: SessionId,
-    /// Which way.
     pub direction: Direction,
-    /// The blocks.
     pub pieces: Vec<Piece>,
     /// Loads: the operation, which a closed gate stops.
     pub load_op: u64,
@@ -57,7 +55,6 @@ pub struct Batch {
 /// The end of a batch.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Finished {
-    /// The batch.
     pub copy: CopyId,
     /// Whether every block is whole.
     pub ok: bool,

@@ -62,7 +62,6 @@ pub struct Finding {
     pub check: String,
     /// How bad it is.
     pub level: Level,
-    /// What was found.
     pub text: String,
     /// What to change, where something should be.
     pub remedy: Option<String>,
@@ -73,22 +72,12 @@ pub struct Finding {
 pub enum DoctorError {
     /// A file that cannot be read.
     #[error("cannot read {path}: {source}")]
-    Unreadable {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
+    Unreadable { path: PathBuf, source: std::io::Error },
     /// A file that is no configuration.
     #[error(
         "{path}: {text}; wanted is one entry of /namespaces, such as curl -s localhost:9440/namespaces | jq '.[0]' gives"
     )]
-    Malformed {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        text: String,
-    },
+    Malformed { path: PathBuf, text: String },
 }
 
 /// Looks at what the options name.

@@ -22,7 +22,6 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// A peer that said hello.
 #[derive(Debug)]
 pub struct Caller {
-    /// Its socket.
     pub socket: OwnedFd,
     /// Its process, where that can be watched.
     pub process: Option<OwnedFd>,

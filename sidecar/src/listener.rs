@@ -28,19 +28,10 @@ pub enum ListenError {
     /// Something else lies there.
     #[error("{0} exists and is not a pillion socket: remove it, or pass another --socket PATH")]
     Foreign(PathBuf),
-    /// No such group.
     #[error("there is no group {0}: pass a --socket-group that /etc/group lists, or its number")]
     Group(String),
-    /// The kernel refused.
     #[error("cannot {doing} {path}: {source}")]
-    Os {
-        /// What was tried.
-        doing: &'static str,
-        /// With what.
-        path: PathBuf,
-        /// The kernel's answer.
-        source: std::io::Error,
-    },
+    Os { doing: &'static str, path: PathBuf, source: std::io::Error },
 }
 
 /// A bound socket, removed on drop.
@@ -78,7 +69,6 @@ impl Listener {
         Ok(listener)
     }
 
-    /// The listening socket.
     pub fn socket(&self) -> &OwnedFd {
         &self.socket
     }

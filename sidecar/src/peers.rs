@@ -35,11 +35,9 @@ enum Up {
 /// What the data thread must know.
 #[derive(Debug)]
 pub enum Told {
-    /// For the core.
     Heard(Heard),
     /// For the header of a granted slot.
     Checksum {
-        /// The slot.
         slot: SlotRef,
         /// XXH3-64 of its block.
         checksum: u64,
@@ -132,12 +130,10 @@ impl Peers {
         self.names.get(&peer).map(String::as_str)
     }
 
-    /// Begins a fetch.
     pub fn fetch(&self, fetch: Fetch) {
         self.carriers.fetch(fetch);
     }
 
-    /// Ends one early.
     pub fn cancel(&self, ticket: u64) {
         self.carriers.cancel(ticket);
     }

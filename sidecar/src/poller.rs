@@ -15,25 +15,19 @@ const EVENTS: usize = 64;
 /// What a descriptor is to the data thread.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Source {
-    /// A connection waits.
     Listener,
     /// The server wants something.
     Control,
-    /// A copy ended.
     Copies,
     /// A disk has something to say.
     Disks,
-    /// Checksums were computed.
     Checksums,
     /// The mesh has something to say.
     Mesh,
     /// A peer that has not been welcomed yet.
     Greeting(u64),
-    /// A session's eventfd.
     Doorbell(u64),
-    /// A session's socket.
     Socket(u64),
-    /// A session's process.
     Process(u64),
 }
 
@@ -99,7 +93,6 @@ impl Poller {
         Ok(Self { epoll: epoll::create(CreateFlags::CLOEXEC)? })
     }
 
-    /// Watches a descriptor.
     pub fn add(&self, source: Source, fd: impl AsFd) -> Result<(), Errno> {
         epoll::add(&self.epoll, fd, EventData::new_u64(source.token()), source.flags())
     }

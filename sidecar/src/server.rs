@@ -37,7 +37,6 @@ use crate::reserve;
 use crate::runtime::{Runtime, Terms};
 use crate::wake::{Control, EndSignal};
 
-/// A running sidecar.
 #[derive(Debug)]
 pub struct Server {
     control: Arc<Control>,

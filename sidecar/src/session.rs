@@ -74,7 +74,6 @@ impl Session {
         }
     }
 
-    /// A worker's memory.
     pub fn rank(&self) -> Option<&Rank> {
         self.rank.as_ref()
     }

@@ -37,7 +37,6 @@ enum Stage {
     Rings,
     /// Says of every scheduler whose ring was read so far that it was.
     Drained,
-    /// Reads fence words.
     Fences,
     /// Goes on with what the last turn had no time for.
     Behind,
@@ -54,7 +53,6 @@ pub enum Source {
     Ranks,
     /// Ends of transfers, and what was found on disks.
     Disks,
-    /// Ends of checksums.
     Checksums,
     /// What the mesh says.
     Mesh,
@@ -66,7 +64,6 @@ pub enum Source {
 pub trait Host {
     /// Takes one thing in; what that costs, zero where there is none.
     fn take(&mut self, source: Source) -> usize;
-    /// Every session.
     fn sessions(&mut self) -> impl Iterator<Item = (SessionId, &mut Session)>;
     /// One of them, unless it has ended.
     fn session(&mut self, id: SessionId) -> Option<&mut Session>;
@@ -88,7 +85,6 @@ pub trait Host {
 /// Where in its turn the data thread stands.
 #[derive(Debug, Default)]
 pub struct Turn {
-    /// Index into [`ORDER`].
     stage: usize,
     begun: bool,
     worked: bool,

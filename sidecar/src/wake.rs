@@ -38,7 +38,6 @@ impl Control {
         (grace != 0).then(|| Duration::from_millis(grace))
     }
 
-    /// Asks to end.
     pub fn drain(&self, grace: Duration) {
         self.grace_ms.store((grace.as_millis() as u64).max(1), Ordering::Relaxed);
         signal(&self.wake);
@@ -82,7 +81,6 @@ pub fn eventfd() -> Result<OwnedFd, Errno> {
     rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
 }
 
-/// Makes it readable.
 pub fn signal(eventfd: impl AsFd) {
     // Full means readable, which is all that is wanted.
     let _ = rustix::io::write(eventfd, &1u64.to_ne_bytes());

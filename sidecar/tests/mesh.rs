@@ -39,7 +39,6 @@ enum Trust<'a> {
     By(&'a Authority),
 }
 
-/// A certificate authority.
 struct Authority {
     pem: String,
     issuer: Issuer<'static, KeyPair>,

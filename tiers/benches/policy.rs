@@ -46,7 +46,6 @@ const SCAN_BLOCKS: u64 = 512;
 /// Ranks, the first most often.
 struct Zipf(Vec<f64>);
 
-/// An open conversation.
 struct Conversation {
     chain: Chain,
     turns_left: u64,

@@ -226,7 +226,6 @@ fn ask(log: &mut Log, blocks: u64) -> String {
     format!("\"probe_1024_us\":{there:.1},\"probe_1024_absent_us\":{absent:.1}")
 }
 
-/// `COMMAND:BLOCK_BYTES:COUNT:DEPTH:FIRST`.
 fn parse(text: &str) -> (&str, Load, u64) {
     let (command, numbers) = text.split_once(':').expect("COMMAND:BLOCK_BYTES:COUNT:DEPTH:FIRST");
     let numbers: Vec<u64> = numbers.split(':').map(|number| number.parse().expect("a number")).collect();

@@ -54,7 +54,6 @@ pub struct Config {
 /// A segment whose header must be written before any slot of it is filled.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Assigned {
-    /// Segment number.
     pub segment: u64,
     /// Bytes of its blocks.
     pub block_bytes: u64,
@@ -63,9 +62,7 @@ pub struct Assigned {
 /// How full the tier is and what it has done.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct Stats {
-    /// Committed blocks.
     pub blocks: u64,
-    /// Blocks being filled.
     pub filling: u64,
     /// Bytes of committed blocks, of those being filled and of those to be verified.
     pub bytes_used: u64,
@@ -73,13 +70,11 @@ pub struct Stats {
     pub bytes_leased: u64,
     /// Blocks evicted since the start.
     pub evicted_blocks_total: u64,
-    /// Their bytes.
     pub evicted_bytes_total: u64,
     /// Blocks removed since the start because they are not trusted.
     pub removed_blocks_total: u64,
     /// Blocks that requests which saved them anew found kept behind one that was not: no query could find them.
     pub unreachable_blocks_total: u64,
-    /// Live leases.
     pub leases: u64,
     /// Segments of the pool.
     pub segments: u64,
@@ -93,7 +88,6 @@ pub struct Stats {
     pub adoption_dropped_total: u64,
 }
 
-/// The DRAM tier.
 #[derive(Debug)]
 pub struct Dram {
     config: Config,

@@ -15,7 +15,6 @@ pub enum Error {
     /// Less than one segment.
     #[error("a DRAM tier of {bytes} bytes; the least is {min} (one segment): raise --dram")]
     TooSmall {
-        /// Bytes asked for.
         bytes: u64,
         /// Bytes of the smallest pool.
         min: u64,
@@ -23,7 +22,6 @@ pub enum Error {
     /// More than slots can be numbered.
     #[error("a DRAM tier of {bytes} bytes; the most is {max}: lower --dram")]
     TooLarge {
-        /// Bytes asked for.
         bytes: u64,
         /// Bytes of the largest pool.
         max: u64,
@@ -35,7 +33,6 @@ pub enum Error {
     NoMemory {
         /// Bytes needed in all.
         bytes: u64,
-        /// Bytes there.
         available: u64,
         /// Where the pool would lie.
         place: String,
@@ -51,7 +48,6 @@ pub enum Error {
     NoHugePages {
         /// Bytes needed in all.
         bytes: u64,
-        /// Pages needed now.
         needed: u64,
         /// KiB of a page.
         page_kib: u64,
@@ -77,7 +73,6 @@ pub enum Error {
     /// A file that a pool must not lie in.
     #[error("the pool file {path} {problem}")]
     File {
-        /// The file.
         path: PathBuf,
         /// What is wrong with it, and the remedy.
         problem: String,
@@ -90,10 +85,8 @@ pub enum Error {
         /// What is wrong with it, and the remedy.
         problem: String,
     },
-    /// The kernel refused.
     #[error("cannot {doing} for the DRAM pool: {source}")]
     Os {
-        /// What was tried.
         doing: &'static str,
         /// The kernel's answer, its kind kept.
         source: io::Error,
@@ -120,7 +113,6 @@ pub enum LeaseError {
 /// A block is not taken in. The save is dropped; nothing else follows.
 #[derive(Copy, Clone, Debug, Error, Eq, PartialEq)]
 pub enum FillError {
-    /// Kept already.
     #[error("the block is kept already")]
     Present,
     /// Being filled by someone else.

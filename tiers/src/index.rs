@@ -49,7 +49,6 @@ struct Shard {
     used: usize,
 }
 
-/// The index.
 #[derive(Debug)]
 pub(crate) struct Index {
     shards: Box<[Shard]>,
@@ -72,7 +71,6 @@ impl Print {
         Self(fold(left ^ right.rotate_left(32), place ^ MIX[4]))
     }
 
-    /// All of it.
     #[inline]
     pub(crate) fn bits(self) -> u64 {
         self.0

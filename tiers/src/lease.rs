@@ -31,7 +31,6 @@ enum Phase {
     Released,
 }
 
-/// One table entry.
 #[derive(Debug)]
 struct Lease {
     generation: u32,
@@ -58,7 +57,6 @@ pub(crate) struct Held<'a> {
 /// What a lease that has ended held.
 #[derive(Debug)]
 pub(crate) struct Ended {
-    /// To be unpinned.
     pub(crate) entries: Vec<u32>,
     pub(crate) holder: HolderId,
     pub(crate) is_promised: bool,
@@ -67,7 +65,6 @@ pub(crate) struct Ended {
 #[derive(Debug, Default)]
 struct Table(Vec<Lease>);
 
-/// The lease table.
 #[derive(Debug)]
 pub(crate) struct Leases {
     table: Table,
@@ -131,7 +128,6 @@ impl Leases {
         Self { table, ended, timed, ttl_ms, last_deadline_ms: 0 }
     }
 
-    /// Live leases.
     pub(crate) fn len(&self) -> usize {
         self.table.0.len() - self.ended.len()
     }
@@ -263,7 +259,6 @@ impl Leases {
         Ok((lease.awaited == 0).then(|| self.end(index, Phase::Consumed)))
     }
 
-    /// Ends a lease.
     pub(crate) fn release(&mut self, id: LeaseId, owner: u64) -> Result<Ended, LeaseError> {
         let index = self.check(id, owner)?;
         Ok(self.end(index, Phase::Released))

@@ -18,7 +18,6 @@ pub struct HolderId(u8);
 /// Bytes of one holder.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct Holdings {
-    /// Of whole blocks.
     pub kept: u64,
     /// Of blocks being filled.
     pub filling: u64,
@@ -46,7 +45,6 @@ struct Holder {
     promised: u64,
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(crate) struct Ledger {
     pool_bytes: u64,
@@ -201,7 +199,6 @@ impl Ledger {
         holder.is_here && holder.busy_until_ms > self.now_ms
     }
 
-    /// Holders at work.
     pub(crate) fn at_work(&self) -> u64 {
         self.holders.iter().filter(|holder| self.is_at_work(holder)).count() as u64
     }

@@ -1,6 +1,5 @@
 //! Doubly linked lists whose links lie in the elements, which live in someone else's table.
 
-/// No element.
 pub(crate) const NIL: u32 = u32::MAX;
 
 /// The links of one element.

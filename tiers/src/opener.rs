@@ -12,13 +12,9 @@ const SLOTS_MAX: u32 = 2048;
 #[derive(Debug)]
 pub enum Opened {
     /// A segment in which nothing is.
-    Empty {
-        /// Its number.
-        segment: u64,
-    },
+    Empty { segment: u64 },
     /// Slots from `first` on of a segment that an earlier life used. Those of a segment come in order.
     Used {
-        /// Its number.
         segment: u64,
         /// Bytes of its blocks.
         block_bytes: u64,
@@ -41,7 +37,6 @@ pub struct Opener {
 // === impl Opener ===
 
 impl Opener {
-    /// Segments in service.
     pub fn segments(&self) -> u64 {
         self.segment
     }

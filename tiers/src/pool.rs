@@ -311,7 +311,6 @@ impl Pool {
         self.segment_bytes
     }
 
-    /// Number of segments.
     pub fn segments(&self) -> u64 {
         self.block_bytes.len() as u64
     }
@@ -321,7 +320,6 @@ impl Pool {
         pool::first_generation(self.life)
     }
 
-    /// The mapping.
     pub fn region(&self) -> &Region {
         &self.region
     }

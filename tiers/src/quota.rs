@@ -7,11 +7,9 @@ use crate::ledger::{HolderId, Used};
 use crate::list::{Link, Links, NIL, Spot};
 use crate::slab::{Entry, Queues, Tables};
 
-/// A quota's name.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct QuotaId(u32);
 
-/// One quota.
 #[derive(Debug)]
 pub(crate) struct Quota {
     pub(crate) bytes_max: u64,
@@ -39,7 +37,6 @@ pub(crate) struct Quotas {
 // === impl Member ===
 
 impl Member {
-    /// Of no quota.
     pub(crate) const NONE: Self = Self { quota: NIL, link: Link { previous: NIL, next: NIL } };
 }
 

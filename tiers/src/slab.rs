@@ -51,7 +51,6 @@ pub(crate) enum Place {
     Kept,
 }
 
-/// One slot's entry.
 #[repr(C, align(64))]
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {

@@ -28,7 +28,6 @@ pub struct Ticket(pub(crate) u64);
 /// Where something begins on a device.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub struct Place {
-    /// Segment number.
     pub segment: u32,
     /// Units from the segment's begin.
     pub unit: u32,
@@ -41,7 +40,6 @@ pub struct Geometry {
     pub unit_bytes: u64,
     /// Bytes of a segment.
     pub segment_bytes: u64,
-    /// Segments.
     pub segments: u32,
     /// Sequences of this life begin here: above all that earlier lives gave out.
     pub first_sequence: u64,
@@ -52,7 +50,6 @@ pub struct Geometry {
 pub struct Label {
     /// Digest of everything that makes bytes interchangeable.
     pub namespace: NamespaceDigest,
-    /// Cache group.
     pub group: u32,
     /// The engine's hash of the block.
     pub hash: BlockHash,
@@ -67,7 +64,6 @@ pub struct Job {
     pub device: usize,
     /// The name that [`Done`] answers with.
     pub ticket: Ticket,
-    /// What to do.
     pub work: Work,
 }
 
@@ -75,17 +71,10 @@ pub struct Job {
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Work {
     /// Writes a segment's header; every earlier block in it is gone.
-    Begin {
-        /// The segment.
-        segment: u32,
-        /// Its new sequence.
-        sequence: u64,
-    },
+    Begin { segment: u32, sequence: u64 },
     /// Computes a block's checksum and writes it, header first, from the pool.
     Write {
-        /// Where to.
         place: Place,
-        /// The segment's sequence.
         sequence: u64,
         /// What the block is.
         label: Label,
@@ -94,7 +83,6 @@ pub enum Work {
     },
     /// Reads a block into the pool and verifies its header and its checksum.
     Read {
-        /// Where from.
         place: Place,
         /// The sequence it was written under.
         sequence: u64,
@@ -105,11 +93,9 @@ pub enum Work {
     },
     /// Verifies a block and writes it again elsewhere on the device.
     Move {
-        /// Where it lies.
         from: Place,
         /// The sequence it was written under.
         from_sequence: u64,
-        /// Where to.
         to: Place,
         /// The sequence of the segment there.
         to_sequence: u64,
@@ -117,12 +103,7 @@ pub enum Work {
         label: Label,
     },
     /// Writes a segment's footer: what was written in it since its `Begin`.
-    Seal {
-        /// The segment.
-        segment: u32,
-        /// Its sequence.
-        sequence: u64,
-    },
+    Seal { segment: u32, sequence: u64 },
     /// Finds out whether a device that failed works again: writes and reads a unit that holds nothing.
     Check,
 }
@@ -130,9 +111,7 @@ pub enum Work {
 /// A job has ended: the slot it had is the caller's again.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Done {
-    /// The device.
     pub device: usize,
-    /// The job.
     pub ticket: Ticket,
     /// Microseconds from when the device took it up.
     pub micros: u64,
@@ -143,17 +122,11 @@ pub struct Done {
 /// Why a job failed. Each is a miss, and counted by its [`Fault::kind`].
 #[derive(Copy, Clone, Debug, Eq, Error, PartialEq)]
 pub enum Fault {
-    /// The kernel refused.
     #[error("{0}")]
     Io(#[from] Errno),
     /// A transfer ended early.
     #[error("{moved} of {wanted} bytes were transferred")]
-    Short {
-        /// Bytes transferred.
-        moved: u64,
-        /// Bytes wanted.
-        wanted: u64,
-    },
+    Short { moved: u64, wanted: u64 },
     /// What lies there is not what was written.
     #[error("the {0} does not match")]
     Corrupt(&'static str),
@@ -177,7 +150,6 @@ pub enum FaultKind {
     Corrupt,
     /// A job took longer than [`Config::late_ms`].
     Late,
-    /// Any other errno.
     Other,
 }
 
@@ -195,7 +167,6 @@ pub enum Up {
 /// A part of what earlier lives left on a device, newest first.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Recovered {
-    /// The device.
     pub device: usize,
     /// The segment, with its sequence.
     pub segment: u32,
@@ -214,18 +185,14 @@ pub struct Recovered {
 pub enum Ended {
     /// The slot's block was written, or not: unpin the slot.
     Written {
-        /// The slot.
         slot: SlotRef,
         /// Whether the block is kept now.
         ok: bool,
     },
     /// The slot holds the block, verified, or nothing of worth.
     Read {
-        /// The job.
         ticket: Ticket,
-        /// The block.
         key: BlockKey,
-        /// The slot.
         slot: SlotRef,
         /// Whether the slot holds the block.
         ok: bool,

@@ -242,7 +242,6 @@ impl Session {
         format!("{}{}", self.prefix, self.shared.config.node)
     }
 
-    /// What writes it.
     fn record(&self) -> TxnOp {
         let config = &self.shared.config;
         let record = Record::of(config.boot, config.listen, &config.data);

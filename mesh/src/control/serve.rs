@@ -35,7 +35,6 @@ enum Phase {
     /// Nothing was asked yet.
     Idle,
     Following,
-    /// All was said.
     Ended,
     /// The other side takes nothing.
     Stuck,

@@ -110,13 +110,11 @@ impl Shared {
 
     // === membership ===
 
-    /// These are listed.
     pub(super) fn listed(self: &Arc<Self>, peers: &[String]) {
         let steps = lock(&self.membership).listed(peers);
         self.carry_out(steps);
     }
 
-    /// Time passed.
     pub(super) fn tick(self: &Arc<Self>) {
         let steps = lock(&self.membership).tick(self.now_ms());
         self.carry_out(steps);
@@ -148,7 +146,6 @@ impl Shared {
         Ok(self.number(seat))
     }
 
-    /// It is down.
     pub(super) fn down(self: &Arc<Self>, seat: Seat) {
         let step = lock(&self.membership).down(self.now_ms(), seat);
         self.carry_out(step);
@@ -166,7 +163,6 @@ impl Shared {
         self.carry_out(steps);
     }
 
-    /// No more.
     pub(super) fn delete(self: &Arc<Self>, node: &NodeId, revision: i64) {
         let steps = lock(&self.membership).delete(node, revision);
         self.carry_out(steps);

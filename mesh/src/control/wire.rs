@@ -42,16 +42,13 @@ pub const REPLY_BYTES_MAX: usize = CHUNK_DIGESTS_MAX * size_of::<u64>() + 4096;
 /// What a follower asks for.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct FollowRequest {
-    /// [`VERSION`].
     #[prost(uint32, tag = "1")]
     pub version: u32,
     /// The mesh that it is of.
     #[prost(string, tag = "2")]
     pub mesh: String,
-    /// Its name.
     #[prost(string, tag = "3")]
     pub node: String,
-    /// Its life.
     #[prost(fixed64, tag = "4")]
     pub boot: u64,
     /// The life of the server whose feed it knows in part, or zero.
@@ -73,39 +70,29 @@ pub struct FollowReply {
     pub said: Option<Said>,
 }
 
-/// Of these, one.
 #[derive(Clone, PartialEq, Oneof)]
 pub enum Said {
-    /// First.
     #[prost(message, tag = "1")]
     Hello(Hello),
-    /// All digests follow.
     #[prost(message, tag = "2")]
     Begin(Begin),
-    /// Digests.
     #[prost(message, tag = "3")]
     Chunk(Chunk),
-    /// Changes.
     #[prost(message, tag = "4")]
     Delta(Delta),
-    /// Nothing has changed.
     #[prost(message, tag = "5")]
     Heartbeat(Heartbeat),
 }
 
-/// Who answers.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Hello {
-    /// [`VERSION`].
     #[prost(uint32, tag = "1")]
     pub version: u32,
     /// The mesh that it is of.
     #[prost(string, tag = "2")]
     pub mesh: String,
-    /// Its name.
     #[prost(string, tag = "3")]
     pub node: String,
-    /// Its life.
     #[prost(fixed64, tag = "4")]
     pub boot: u64,
     /// Where it serves blocks over TCP: an IP address and a port.
@@ -119,13 +106,11 @@ pub struct Hello {
 /// What was told before is void.
 #[derive(Clone, Copy, PartialEq, prost::Message)]
 pub struct Begin {
-    /// The feed's sequence.
     #[prost(uint64, tag = "1")]
     pub sequence: u64,
     /// About as many digests follow.
     #[prost(uint64, tag = "2")]
     pub keys: u64,
-    /// Which are told.
     #[prost(uint32, tag = "3")]
     pub thinning: u32,
 }
@@ -136,7 +121,6 @@ pub struct Chunk {
     /// The sequence as of which they are kept.
     #[prost(uint64, tag = "1")]
     pub sequence: u64,
-    /// Up to [`CHUNK_DIGESTS_MAX`].
     #[prost(fixed64, repeated, tag = "2")]
     pub digests: Vec<u64>,
     /// Whether these were the last.
@@ -153,7 +137,6 @@ pub struct Delta {
     /// The sequence that they lead to.
     #[prost(uint64, tag = "2")]
     pub sequence: u64,
-    /// Kept no more.
     #[prost(fixed64, repeated, tag = "3")]
     pub removed: Vec<u64>,
     /// Kept from now on.
@@ -161,7 +144,6 @@ pub struct Delta {
     pub added: Vec<u64>,
 }
 
-/// Nothing.
 #[derive(Clone, Copy, PartialEq, prost::Message)]
 pub struct Heartbeat {}
 
@@ -170,31 +152,25 @@ pub struct Heartbeat {}
 pub enum Reply {
     /// Who answers, and of which mesh.
     Hello(String, Identity),
-    /// What it keeps.
     Told(Message),
-    /// Nothing.
     Heartbeat,
 }
 
 /// What a reply should not be.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum Malformed {
-    /// No message.
     #[error("bytes that are no message")]
     Bytes,
     /// None of the kinds.
     #[error("a message of no known kind")]
     Kind,
-    /// Another release.
     #[error("version {0} of the protocol, and this is version {VERSION}: run the same release on every node")]
     Version(u32),
     /// A name, a life or an address that is none.
     #[error("a greeting whose {0} is none")]
     Hello(&'static str),
-    /// More than [`REPLY_BYTES_MAX`].
     #[error("a message that is too long")]
     Long,
-    /// No thinning.
     #[error("a thinning that is none")]
     Thinning,
 }

@@ -14,7 +14,6 @@ pub struct Limits {
     pub strike_ms: u64,
     /// The first time that a peer is left alone for, milliseconds; doubled each time until its strikes are forgiven.
     pub wait_ms_min: u64,
-    /// The longest.
     pub wait_ms_max: u64,
 }
 
@@ -23,7 +22,6 @@ pub struct Limits {
 pub(super) enum Verdict {
     /// It answers as it should, if only that it has no such block.
     Good,
-    /// It does not.
     Strike,
     /// Nothing: the end was this side's doing, or it has too much to do.
     Nothing,

@@ -23,7 +23,6 @@ const BATCH: usize = 32;
 /// One in each of the four places.
 const ONES: u64 = 0x0001_0001_0001_0001;
 
-/// The filter.
 #[derive(Clone, Debug)]
 pub struct Filter {
     /// Four fingerprints in each; zero is a free place.
@@ -61,7 +60,6 @@ impl Filter {
         self.thinning
     }
 
-    /// Keys in it.
     pub fn len(&self) -> usize {
         self.keys
     }
@@ -71,7 +69,6 @@ impl Filter {
         self.keys == 0
     }
 
-    /// Keys it takes.
     pub fn capacity(&self) -> usize {
         Self::capacity_of(self.bytes())
     }
@@ -81,7 +78,6 @@ impl Filter {
         bytes / size_of::<u64>() * WAYS * LOAD_MAX.0 / LOAD_MAX.1
     }
 
-    /// Its memory.
     pub fn bytes(&self) -> usize {
         self.buckets.len() * size_of::<u64>()
     }

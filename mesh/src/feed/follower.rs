@@ -48,7 +48,6 @@ enum State {
 /// What a message comes to.
 #[derive(Debug)]
 pub enum Heard {
-    /// Nothing yet.
     Nothing,
     /// All that the node has.
     Snapshot(Filter),
@@ -65,9 +64,7 @@ pub enum Unheard {
     /// A message is missing.
     #[error("changes that follow sequence {after}, and lead to {sequence}, where {known} is known")]
     Gap {
-        /// What is known.
         known: u64,
-        /// What they follow.
         after: u64,
         /// What they lead to.
         sequence: u64,
@@ -75,7 +72,6 @@ pub enum Unheard {
     /// More in a message than there may be.
     #[error("a message of {found} digests, of {max} at most")]
     Long {
-        /// Digests in it.
         found: usize,
         /// The most there may be.
         max: usize,
@@ -91,7 +87,6 @@ pub enum Unheard {
         "an inventory of {keys} keys where {max} fit: one in a few of them is followed instead; raise --mesh-directory-size"
     )]
     Memory {
-        /// Keys announced.
         keys: u64,
         /// The most that are taken.
         max: usize,

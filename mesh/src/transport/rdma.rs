@@ -47,7 +47,6 @@ const AGAIN: Duration = Duration::from_secs(10);
 /// How blocks are carried.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// This node.
     pub node: NodeId,
     /// This life of it.
     pub boot: BootId,

@@ -47,7 +47,6 @@ const STOP_MAX: Duration = Duration::from_secs(5);
 /// How blocks are carried.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// This node.
     pub node: NodeId,
     /// This life of it.
     pub boot: BootId,
@@ -64,7 +63,6 @@ pub struct Config {
 /// How long anything may take.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Limits {
-    /// A connection.
     pub connect: Duration,
     /// TLS and the first frames.
     pub handshake: Duration,
@@ -102,7 +100,6 @@ pub(super) struct Shared {
     bell: OwnedFd,
     /// Nothing new is taken on.
     draining: AtomicBool,
-    /// Everything ends.
     stopping: AtomicBool,
     /// When something was noted rarely for the last time, in milliseconds of `began`.
     noted_ms: AtomicU64,

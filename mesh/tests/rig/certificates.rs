@@ -9,7 +9,6 @@ use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, 
 /// The name that every node's certificate carries.
 pub(crate) const NAME: &str = "pillion.mesh";
 
-/// A certificate authority.
 pub(crate) struct Authority {
     pem: String,
     issuer: Issuer<'static, KeyPair>,

@@ -83,7 +83,6 @@ pub(crate) struct Seen {
     numbers: HashSet<PeerNumber>,
 }
 
-/// A node.
 pub(crate) struct Crew {
     pub(crate) control: Option<Control>,
     pub(crate) name: NodeId,

@@ -119,7 +119,6 @@ struct Shared {
     changed: Condvar,
 }
 
-/// A node.
 pub(crate) struct Node {
     transport: Option<Arc<Box<dyn Transport>>>,
     address: SocketAddr,

@@ -33,9 +33,7 @@ pub(crate) enum Trouble {
 /// What happens to both directions of a connection.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Plan {
-    /// From who connects.
     pub(crate) up: Vec<Trouble>,
-    /// To who connects.
     pub(crate) down: Vec<Trouble>,
 }
 

@@ -21,21 +21,14 @@ pub enum CopyError {
     /// The block or the pool range does not exist.
     #[error("copy outside of memory: block {block} of {blocks}, pool offset {offset}")]
     Range {
-        /// Block asked for.
         block: u32,
-        /// Blocks there are.
         blocks: u32,
         /// Pool offset asked for.
         offset: u64,
     },
     /// The file ended early: its owner shrank it.
     #[error("shared memory ended after {got} of {want} bytes: it was shrunk or unregistered")]
-    Short {
-        /// Bytes wanted.
-        want: usize,
-        /// Bytes moved.
-        got: usize,
-    },
+    Short { want: usize, got: usize },
     /// The descriptor is not what the handshake stated.
     #[error("descriptor {fd} {problem}")]
     Descriptor {
@@ -44,7 +37,6 @@ pub enum CopyError {
         /// What is wrong with it.
         problem: &'static str,
     },
-    /// The kernel refused.
     #[error("engine memory: {0}")]
     Os(#[from] Errno),
     /// The GPU's driver refused.

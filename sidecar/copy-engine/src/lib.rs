@@ -28,7 +28,6 @@ pub enum Direction {
 /// The pool as an engine's process has it.
 #[derive(Copy, Clone, Debug)]
 pub struct PoolSource<'a> {
-    /// Its mapping.
     pub region: &'a Region,
     /// The file behind the mapping.
     pub file: &'a OwnedFd,
@@ -39,7 +38,6 @@ pub struct PoolSource<'a> {
 pub enum EngineMemory {
     /// Shared memory behind descriptors.
     Host(HostMemory),
-    /// A GPU's.
     Cuda(cuda::DeviceMemory),
 }
 

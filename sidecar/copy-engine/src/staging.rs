@@ -70,7 +70,6 @@ impl Staging {
         BlockRegion { fd: 0, offset: STAGING_WORDS_BYTES as u64, stride, bytes }
     }
 
-    /// The segment's file.
     pub fn file(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }

@@ -17,7 +17,6 @@ const DISKS_MAX: usize = 32;
 pub struct Disk {
     /// A folder, a file or a block device.
     pub path: PathBuf,
-    /// Bytes of it.
     pub size: Size,
 }
 
@@ -25,7 +24,6 @@ pub struct Disk {
 #[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq)]
 #[serde(try_from = "String")]
 pub enum SsdAdmission {
-    /// Every one.
     All,
     /// Those that were asked for again, or that came back after their eviction.
     SecondHit,

@@ -89,9 +89,7 @@ pub struct MeshOptions {
 pub struct Mesh {
     /// Where peers follow what is kept here.
     pub listen: SocketAddr,
-    /// This node.
     pub node: NodeId,
-    /// The mesh.
     pub name: String,
     /// How the others are found.
     pub members: Members,
@@ -105,7 +103,6 @@ pub struct Mesh {
     pub rdma: Option<Nics>,
 }
 
-/// Blocks over TCP.
 #[derive(Clone, Debug)]
 pub struct Tcp {
     /// Where peers connect to.
@@ -114,7 +111,6 @@ pub struct Tcp {
     pub streams: usize,
 }
 
-/// Blocks by RDMA.
 #[derive(Clone, Debug)]
 pub struct Nics {
     /// Where peers connect to, over TCP, to arrange it.
@@ -245,7 +241,6 @@ impl MeshOptions {
         Ok(Some(Nics { listen, names, qps_per_peer }))
     }
 
-    /// Whom to trust.
     pub(crate) fn security(&self) -> Result<Security, ConfigError> {
         let plaintext = self.plaintext == Some(true);
         match (&self.cert, &self.key, &self.ca, &self.cert_name) {

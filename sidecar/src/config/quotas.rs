@@ -20,7 +20,6 @@ const OTHERS: &str = "others";
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq)]
 #[serde(try_from = "String")]
 pub struct Quota {
-    /// The namespaces.
     pub whose: Whose,
     /// Bytes that their blocks may take together.
     pub size: Size,

@@ -21,11 +21,9 @@ pub struct Time(u64);
 pub enum Level {
     /// What stops the sidecar or an engine's use of it.
     Error,
-    /// What costs hits.
     Warn,
     /// Sessions that come and go.
     Info,
-    /// Every handshake's facts.
     Debug,
 }
 
@@ -47,7 +45,6 @@ impl Size {
         Self(bytes)
     }
 
-    /// The bytes.
     pub const fn as_bytes(self) -> u64 {
         self.0
     }

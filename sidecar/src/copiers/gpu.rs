@@ -79,7 +79,6 @@ pub(super) struct Asked {
     pub(super) ends: Ends,
     /// Held until the memory is closed; see [`crate::session::Session::socket`].
     pub(super) _socket: Arc<OwnedFd>,
-    /// See [`crate::session::Session::process`].
     pub(super) process: Option<OwnedFd>,
 }
 

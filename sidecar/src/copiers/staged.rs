@@ -98,7 +98,6 @@ impl StagedRank {
         }
     }
 
-    /// STAGED was read.
     pub(super) fn staged(&self, tag: u64, slot: u32, ok: bool) -> Result<(), String> {
         let answered = self.0.desk().staged(tag, slot, ok);
         self.0.work.notify_all();

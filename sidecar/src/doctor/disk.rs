@@ -9,7 +9,6 @@ use crate::config::Disk;
 
 /// The file in a folder.
 const FILE_NAME: &str = "pillion.log";
-/// Unit of `st_blocks`.
 const STAT_BLOCK_BYTES: u64 = 512;
 const MIB: u64 = 1 << 20;
 

@@ -58,10 +58,8 @@ pub struct Barred {
 /// The state of all checks.
 #[derive(Debug, Default)]
 pub(super) struct Checks {
-    /// By save.
     running: BTreeMap<(SessionId, u64), Running>,
     records: BTreeMap<SessionId, Record>,
-    /// Oldest first.
     bars: VecDeque<Bar>,
     /// The largest difference that was within its limit, as a part of that, by [`Number`].
     largest: [f64; Number::ALL.len()],

@@ -12,7 +12,6 @@ use crate::compare::{Difference, PageForm};
 pub struct Comparison {
     /// The save whose blocks they are: its scheduler's session, and its operation.
     pub save: (SessionId, u64),
-    /// Kept and computed.
     pub pairs: Vec<(SlotRef, SlotRef)>,
     /// Parts of a block, each of the form.
     pub shards: u32,

@@ -36,7 +36,6 @@ impl Copies {
         self.running.remove(&copy).expect("every copy is answered once")
     }
 
-    /// Whether one runs.
     pub(super) fn any(&self) -> bool {
         !self.running.is_empty()
     }

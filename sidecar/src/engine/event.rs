@@ -22,31 +22,25 @@ use super::{CopyId, SessionId};
 /// known.
 const BIND_COST: usize = 8192;
 
-/// What happened.
 #[derive(Debug)]
 pub enum Event {
     /// A peer was accepted.
     Connected {
-        /// Its session.
         session: SessionId,
         /// What it said, already checked.
         hello: Box<Hello>,
     },
     /// A peer is gone.
     Disconnected {
-        /// Its session.
         session: SessionId,
     },
     /// A message was read from a ring.
     Message {
-        /// Whose ring.
         session: SessionId,
-        /// What it asks.
         request: Request,
     },
     /// A worker's fence words as just read.
     Fences {
-        /// The worker's session.
         session: SessionId,
         /// Last step whose loads may be written.
         start: u64,
@@ -55,14 +49,12 @@ pub enum Event {
     },
     /// A batch ended; `ok` says that every piece is whole.
     Copied {
-        /// The batch.
         copy: CopyId,
         /// Whether every byte was moved.
         ok: bool,
     },
     /// A scheduler's ring was read to its tail, after every `Copied` of this turn was handled.
     Drained {
-        /// The scheduler's session.
         session: SessionId,
         /// Saves below this operation are void.
         void_below: u64,
@@ -78,9 +70,7 @@ pub enum Event {
     Opened(Opened),
     /// A comparison of [`Action::Verify`] has ended.
     Verified {
-        /// The block.
         key: BlockKey,
-        /// Where it lies.
         slot: SlotRef,
         /// Whether its bytes are what its checksum says.
         whole: bool,
@@ -93,10 +83,8 @@ pub enum Event {
     Mesh(Heard),
     /// A turn has come for a session of [`super::Core::behind`].
     Behind {
-        /// The scheduler's session.
         session: SessionId,
     },
-    /// Time passed.
     Tick,
     /// The sidecar is to end: nothing new is taken, what runs is finished.
     Drain,
@@ -105,16 +93,13 @@ pub enum Event {
 /// One message of a ring and all that it refers to, copied out of shared memory.
 #[derive(Debug)]
 pub enum Request {
-    /// A scheduler's.
     Scheduler {
-        /// What it asks.
         request: SchedulerRequest,
         /// Keys of an APPEND.
         keys: Vec<BlockHash>,
         /// Block ids of a LOAD or SAVE.
         blocks: Vec<u32>,
     },
-    /// A rank's.
     Worker(WorkerRequest),
 }
 
@@ -123,11 +108,8 @@ pub enum Request {
 pub enum Action {
     /// Write `refs` beside the keys `from..` of the log whose chunks are given, then the outcome.
     Answer {
-        /// The scheduler's session.
         session: SessionId,
-        /// The query.
         op: u64,
-        /// Its outcome.
         outcome: Outcome,
         /// Slots of the hit blocks.
         refs: Vec<SlotRef>,
@@ -137,21 +119,9 @@ pub enum Action {
         from: u32,
     },
     /// Write an outcome word.
-    Outcome {
-        /// Whose table.
-        session: SessionId,
-        /// The operation.
-        op: u64,
-        /// Its outcome.
-        outcome: Outcome,
-    },
+    Outcome { session: SessionId, op: u64, outcome: Outcome },
     /// Push a save's end on the completion ring.
-    Saved {
-        /// The scheduler's session.
-        session: SessionId,
-        /// The end.
-        saved: Saved,
-    },
+    Saved { session: SessionId, saved: Saved },
     /// Format a segment of the pool for blocks of one size.
     AssignSegment {
         /// Index of the segment.
@@ -160,37 +130,27 @@ pub enum Action {
         block_bytes: u64,
     },
     /// Mark a slot free in its header.
-    FreeSlot {
-        /// The slot.
-        slot: SlotRef,
-    },
+    FreeSlot { slot: SlotRef },
     /// Mark a slot as being filled, with its key.
     FillSlot {
-        /// The slot.
         slot: SlotRef,
         /// Namespace of the key.
         namespace: NamespaceDigest,
-        /// The key.
         key: BlockKey,
     },
     /// Mark a slot as whole.
     CommitSlot {
-        /// The slot.
         slot: SlotRef,
         /// Checksum of the block; zero where it is not known.
         checksum: u64,
     },
     /// Copy blocks of a rank; answered by [`Event::Copied`].
     Copy {
-        /// The batch.
         copy: CopyId,
         /// The engine, by its scheduler's session.
         engine: SessionId,
-        /// The rank's session.
         session: SessionId,
-        /// Which way.
         direction: Direction,
-        /// The blocks.
         pieces: Vec<Piece>,
         /// Loads: the operation, to compare with the rank's gate. Saves: zero.
         load_op: u64,
@@ -200,24 +160,15 @@ pub enum Action {
     /// Compare blocks; answered by [`Event::Compared`]. Their slots stay as they are until then.
     Compare(Comparison),
     /// Compare a block of an earlier life with its checksum; answered by [`Event::Verified`]. Its slot stays as it is until then.
-    Verify {
-        /// The block.
-        key: BlockKey,
-        /// Where it lies.
-        slot: SlotRef,
-    },
+    Verify { key: BlockKey, slot: SlotRef },
     /// Hand a job to its disk; answered by [`Event::Transferred`].
     Transfer(Job),
     /// Fetch blocks from a peer; answered by [`Heard::Fetched`].
     Fetch(Fetch),
     /// End a fetch early; answered as if it had ended by itself.
-    CancelFetch {
-        /// The fetch.
-        ticket: u64,
-    },
+    CancelFetch { ticket: u64 },
     /// Let a peer read these slots; answered by [`Heard::Released`].
     Grant {
-        /// What [`Heard::Asked`] named.
         ask: u64,
         /// One for each block asked for, `None` where it is not here.
         slots: Vec<Option<SlotRef>>,
@@ -225,13 +176,9 @@ pub enum Action {
     /// Tell peers what has come into DRAM and what has gone.
     Publish(Vec<Change>),
     /// Ask a peer for all that it has: there is more than was expected.
-    Resync {
-        /// The peer.
-        peer: PeerNumber,
-    },
+    Resync { peer: PeerNumber },
     /// Show an engine's processes what they are bound to, in this order, and count them among those that serve the namespace.
     Bind {
-        /// The engine.
         engine: String,
         /// All facts of the namespace, that of the weights among them.
         facts: Arc<Facts>,
@@ -244,9 +191,7 @@ pub enum Action {
     },
     /// Say this in the log.
     Warn(String),
-    /// Close a session.
     Close {
-        /// The session.
         session: SessionId,
         /// Why, for the log.
         reason: String,
@@ -274,20 +219,16 @@ pub struct Piece {
 /// What the mesh tells the core.
 #[derive(Debug)]
 pub enum Heard {
-    /// A member came.
     Joined(PeerNumber),
     /// A member went; what is fetched from it ends by itself.
     Left(PeerNumber),
     /// All that a member has.
     Keeps {
-        /// The member.
         peer: PeerNumber,
-        /// Its blocks.
         filter: Filter,
     },
     /// What has changed at a member since.
     Changed {
-        /// The member.
         peer: PeerNumber,
         /// The changes, in order.
         changes: Vec<Change>,
@@ -296,14 +237,11 @@ pub enum Heard {
     Fetched(Vec<transport::Done>),
     /// A member wants blocks; answered by [`Action::Grant`].
     Asked {
-        /// Names the grant.
         ask: u64,
-        /// What it wants.
         blocks: Vec<Label>,
     },
     /// The slots of a grant are free of it.
     Released {
-        /// The grant.
         ask: u64,
         /// Blocks of it that were sent whole.
         sent: u32,

@@ -119,7 +119,6 @@ impl KeyLogs {
         self.leased.iter().copied().collect()
     }
 
-    /// Every lease.
     pub(super) fn leases(&self) -> impl Iterator<Item = QueryLease> + '_ {
         self.open.values().filter_map(|log| log.lease)
     }

@@ -16,7 +16,6 @@ pub(super) const CLAIMS_MAX: usize = 8192;
 pub struct Holder<'a> {
     /// As it calls itself.
     pub engine: &'a str,
-    /// Bytes of blocks.
     pub holdings: Holdings,
 }
 
@@ -63,7 +62,6 @@ impl Core {
         self.dispatch(session, out);
     }
 
-    /// Engines at work.
     pub fn at_work(&self) -> usize {
         self.dram.at_work() as usize
     }

@@ -45,7 +45,6 @@ pub(super) struct Scheduler {
     pub(super) pending: Pending,
 }
 
-/// One rank.
 #[derive(Debug)]
 pub(super) struct Worker {
     pub(super) engine: String,

@@ -74,7 +74,6 @@ const GROUP: u32 = 0;
 /// Why a peer's session must end.
 type Violation = String;
 
-/// The state.
 #[derive(Debug)]
 pub struct Core {
     dram: Dram,

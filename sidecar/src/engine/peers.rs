@@ -64,12 +64,10 @@ impl Peers {
         self.actions.drain(..)
     }
 
-    /// A member came.
     pub(super) fn join(&mut self, peer: PeerNumber) {
         self.directory.join(peer);
     }
 
-    /// A member went.
     pub(super) fn leave(&mut self, peer: PeerNumber) {
         self.directory.leave(peer);
     }

@@ -13,7 +13,6 @@ const WANTED_MAX: usize = 65_536;
 /// The most LOADED that may wait for their LOAD: every operation of a session on every rank.
 const EARLY_MAX: usize = OPERATIONS * RANKS_MAX as usize;
 
-/// Of one scheduler.
 #[derive(Debug, Default)]
 pub(super) struct Pending {
     /// Saves and loads that have not ended.

@@ -38,7 +38,6 @@ pub(super) struct Save {
     blocks: Vec<SaveBlock>,
     /// Its copies have been started, or never will be.
     begun: bool,
-    /// Copies running.
     running: u32,
     /// A copy failed, a rank or the engine is gone: nothing of this save is committed.
     void: bool,

@@ -137,7 +137,6 @@ impl Ssd {
         self.busy() || self.log.busy()
     }
 
-    /// Its figures.
     pub(super) fn stats(&self) -> SsdStats {
         SsdStats { log: self.log.stats(), queued: self.queue.len() as u64, ..self.stats.clone() }
     }

@@ -3,13 +3,10 @@
 /// Counters since the start, and levels now.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Stats {
-    /// Sessions now.
     pub sessions: u64,
-    /// Blocks kept now.
     pub blocks: u64,
     /// Bytes of blocks kept now.
     pub pool_used_bytes: u64,
-    /// Leases now.
     pub leases: u64,
     /// Blocks evicted to make room.
     pub evicted_blocks: u64,
@@ -23,7 +20,6 @@ pub struct Stats {
     pub adoption_corrupt: u64,
     /// Blocks of earlier lives that are still to be verified.
     pub unverified_blocks: u64,
-    /// Queries answered.
     pub queries: u64,
     /// Blocks asked for by queries.
     pub query_blocks: u64,
@@ -39,7 +35,6 @@ pub struct Stats {
     pub wait_ms: u64,
     /// Blocks posted by saves.
     pub saves_posted_blocks: u64,
-    /// Blocks committed.
     pub saved_blocks: u64,
     /// Bytes of blocks committed, all ranks.
     pub saved_bytes: u64,

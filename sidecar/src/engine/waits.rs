@@ -9,7 +9,6 @@ use super::SessionId;
 /// had better computed.
 pub(super) const WAIT_MS_MAX: u64 = QUERY_WAIT_MS_MAX as u64;
 
-/// A query.
 #[derive(Copy, Clone, Debug)]
 pub(super) struct Question {
     pub(super) op: u64,
@@ -25,7 +24,6 @@ pub(super) struct Question {
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub(super) struct Waiter {
     pub(super) session: SessionId,
-    /// A query's.
     pub(super) log: Option<u32>,
     pub(super) op: u64,
 }

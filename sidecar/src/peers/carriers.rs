@@ -87,7 +87,6 @@ impl Carriers {
         self.by_rdma.remove(&number);
     }
 
-    /// Begins a fetch.
     pub(super) fn fetch(&self, fetch: Fetch) {
         self.of(fetch.peer).post(fetch);
     }
@@ -97,7 +96,6 @@ impl Carriers {
         self.all().for_each(|carrier| carrier.cancel(ticket));
     }
 
-    /// Answers an ask.
     pub(super) fn grant(&self, granted: Granted) {
         let (ask, whose) = (granted.ask >> 1, granted.ask & 1);
         let carrier = if whose == RDMA { self.rdma.as_ref() } else { None };

@@ -30,7 +30,6 @@ const SESSIONS_MAX: usize = 256;
 const WAITS_IN_VAIN: &str = "pillion.miss_wait_ms has no effect: this sidecar is in no mesh, so no other pod's blocks can come; give it --mesh-listen, or leave the option out";
 /// `f_type` of tmpfs, which also holds every memfd.
 const TMPFS_MAGIC: u32 = 0x0102_1994;
-/// `f_type` of hugetlbfs.
 const HUGETLBFS_MAGIC: u32 = 0x9584_58f6;
 
 /// A peer that said hello, on its way in.

@@ -68,7 +68,6 @@ pub(crate) struct Session {
     pub(crate) welcome: Welcome,
     pub(crate) memory: SessionMemory,
     pub(crate) pool: Region,
-    /// The sidecar's process.
     pub(crate) pidfd: OwnedFd,
     doorbell: OwnedFd,
     socket: OwnedFd,

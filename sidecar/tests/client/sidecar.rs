@@ -1,5 +1,3 @@
-//! A sidecar process.
-
 use std::ffi::OsStr;
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -71,7 +69,6 @@ impl Sidecar {
         watch(name, || self.samples(name).filter(|value| wanted(*value)))
     }
 
-    /// SIGKILL.
     pub(crate) fn kill(mut self) {
         self.end();
     }

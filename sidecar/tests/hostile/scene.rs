@@ -389,7 +389,6 @@ impl GoodEngine {
         self.scheduler.post(SchedulerRequest::Close { log: 0 });
     }
 
-    /// Stores both fences.
     fn pass(&self, step: u64) {
         self.rank.fences(step, step);
         self.rank.ring();

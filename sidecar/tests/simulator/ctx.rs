@@ -11,12 +11,10 @@ use crate::coverage::Coverage;
 use crate::origin::{Kv, taint};
 use crate::rng::Rng;
 
-/// Simulated time.
 pub(crate) type Micros = u64;
 
 /// Ranks of an engine at most.
 pub(crate) const RANKS: usize = 2;
-/// Engines at most.
 pub(crate) const ENGINES: usize = 2;
 /// Threads that copy for the sidecar.
 pub(crate) const COPIERS: usize = 2;
@@ -40,13 +38,10 @@ pub(crate) enum Actor {
     Data,
     /// A thread of the sidecar that copies.
     Copier(usize),
-    /// An engine's scheduler.
     Scheduler(usize),
-    /// A rank's forward.
     Worker(usize, usize),
     /// A rank's thread that copies loads.
     Rescuer(usize, usize),
-    /// What goes wrong.
     Fate,
 }
 
@@ -88,7 +83,6 @@ pub(crate) struct Dial {
     pub(crate) pending: Rc<Cell<bool>>,
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(crate) struct Ctx {
     pub(crate) now: Micros,

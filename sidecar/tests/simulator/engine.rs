@@ -68,7 +68,6 @@ pub(crate) struct Shared {
     pub(crate) kvs: Vec<Rc<Kv>>,
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(crate) struct Engine {
     pub(crate) model: Rc<Model>,
@@ -92,7 +91,6 @@ pub(crate) struct Port {
     next_dial: Micros,
 }
 
-/// What [`Port::refresh`] found.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Change {
     Same,

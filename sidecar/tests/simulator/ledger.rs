@@ -30,7 +30,6 @@ struct Slot {
     copies: u32,
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(crate) struct Ledger {
     segment_bytes: u64,
@@ -239,7 +238,6 @@ impl Ledger {
         }
     }
 
-    /// Every whole block.
     pub(crate) fn kept(&self) -> impl Iterator<Item = (NamespaceDigest, BlockHash)> {
         self.slots.values().filter(|slot| slot.committed).map(|slot| (slot.digest, slot.hash))
     }

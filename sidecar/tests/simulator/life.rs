@@ -58,7 +58,6 @@ struct Peer {
     asked: u32,
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(crate) struct Life {
     pub(crate) epoch: u64,
@@ -84,11 +83,9 @@ pub(crate) struct Life {
     sums: VecDeque<(SlotRef, Micros)>,
     /// Blocks of earlier lives that are compared with theirs.
     verifications: VecDeque<(BlockKey, SlotRef, Micros)>,
-    /// In some worlds.
     disk: Option<Disk>,
     /// What the disk has not told yet of earlier lives.
     recovered: VecDeque<Recovered>,
-    /// In some worlds.
     mesh: Option<Mesh>,
     touched: bool,
     next_tick: Micros,

@@ -39,7 +39,6 @@ struct Failure {
     text: String,
 }
 
-/// See the module.
 #[derive(Debug, Default)]
 pub(crate) struct Report {
     coverage: Mutex<Coverage>,

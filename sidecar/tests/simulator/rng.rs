@@ -38,12 +38,10 @@ impl Rng {
         self.below(of) == 0
     }
 
-    /// One of them.
     pub(crate) fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.below(choices.len() as u64) as usize]
     }
 
-    /// Sixteen bytes.
     pub(crate) fn bytes16(&mut self) -> [u8; 16] {
         (u128::from(self.next()) << 64 | u128::from(self.next())).to_le_bytes()
     }

@@ -34,7 +34,6 @@ struct Turn {
     frozen_until: Micros,
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(crate) struct World {
     pub(crate) ctx: Ctx,

@@ -41,7 +41,6 @@ pub(crate) struct Clairvoyant {
     order: BTreeSet<(usize, usize, BlockHash)>,
 }
 
-/// The real tier.
 pub(crate) struct Tier {
     pub(crate) dram: Dram,
     /// What the next request's blocks count to.

@@ -115,7 +115,6 @@ impl Report {
         self.cells.push(format!("\"{key}\":{value:.4}"));
     }
 
-    /// Cells of JSON.
     pub(crate) fn cells(self) -> Vec<String> {
         self.cells
     }

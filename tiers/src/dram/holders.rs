@@ -37,7 +37,6 @@ impl Dram {
         self.ledger.holdings(holder)
     }
 
-    /// Holders at work.
     pub fn at_work(&self) -> u64 {
         self.ledger.at_work()
     }

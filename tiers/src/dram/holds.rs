@@ -20,7 +20,6 @@ impl Dram {
         held.then(|| self.slab.slot_ref(id))
     }
 
-    /// Ends one hold.
     pub fn unhold(&mut self, slot: SlotRef, holder: HolderId) {
         let id = self.slab.find(slot).expect("a held block stays in its slot");
         self.ledger.unlease(holder, false, self.slab.block_bytes(id));

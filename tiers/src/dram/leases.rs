@@ -172,7 +172,6 @@ impl Dram {
         Ok(ended.map(|ended| self.end(ended)).is_some())
     }
 
-    /// Ends a lease.
     pub fn release(&mut self, lease: LeaseId, owner: u64) -> Result<(), LeaseError> {
         let ended = self.leases.release(lease, owner)?;
         self.end(ended);

@@ -46,7 +46,6 @@ impl Buffer {
         Ok(Self { base, len })
     }
 
-    /// Bytes mapped.
     pub(crate) fn len(&self) -> usize {
         self.len
     }

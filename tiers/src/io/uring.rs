@@ -49,7 +49,6 @@ pub(crate) struct Transfer {
     /// Where in the file.
     pub(crate) at: u64,
     pub(crate) memory: Memory,
-    /// Bytes in all.
     pub(crate) len: u32,
     /// Bytes of them that earlier rounds moved.
     pub(crate) moved: u32,

@@ -13,9 +13,7 @@ use crate::Error;
 
 /// `f_type` of tmpfs, from linux/magic.h.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
-/// `f_type` of hugetlbfs.
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
-/// Unit of `st_blocks`.
 const STAT_BLOCK_BYTES: u64 = 512;
 
 /// Memory for a pool.

@@ -61,7 +61,6 @@ pub(crate) struct Super {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Found {
     Log(Super),
-    /// Zeros: never used.
     Empty,
     /// A log of a layout that this release does not read.
     Version(Versions),
@@ -71,7 +70,6 @@ pub(crate) enum Found {
     Foreign,
 }
 
-/// A block's header.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Header {
     pub(crate) place: Place,
@@ -86,7 +84,6 @@ pub(crate) struct Header {
 pub(crate) struct Trailer {
     pub(crate) segment: u32,
     pub(crate) sequence: u64,
-    /// Blocks listed.
     pub(crate) count: u32,
     /// XXH3-64 of the entries.
     checksum: u64,

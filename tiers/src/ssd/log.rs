@@ -57,11 +57,9 @@ pub enum Refused {
 pub struct Stats {
     /// Blocks that can be found.
     pub blocks: u64,
-    /// Their bytes.
     pub bytes: u64,
     /// Writes that were refused because the devices were busy.
     pub refused_busy_total: u64,
-    /// Each device.
     pub devices: Vec<DeviceStats>,
 }
 
@@ -70,9 +68,7 @@ pub struct Stats {
 pub struct DeviceStats {
     /// Blocks that can be found while the device works.
     pub blocks: u64,
-    /// Their bytes.
     pub bytes: u64,
-    /// Segments.
     pub segments: u32,
     /// Segments with nothing in them.
     pub segments_free: u32,
@@ -88,19 +84,15 @@ pub struct DeviceStats {
     pub recovered_blocks_total: u64,
     /// Blocks written, moves apart.
     pub written_blocks_total: u64,
-    /// Their bytes.
     pub written_bytes_total: u64,
     /// Blocks read and verified.
     pub read_blocks_total: u64,
-    /// Their bytes.
     pub read_bytes_total: u64,
     /// Blocks rewritten by reclamation.
     pub moved_blocks_total: u64,
-    /// Their bytes.
     pub moved_bytes_total: u64,
     /// Blocks dropped by reclamation.
     pub dropped_blocks_total: u64,
-    /// Jobs in flight.
     pub jobs: u64,
     /// Faults by kind, in the order of [`FaultKind::ALL`].
     pub faults: [u64; FaultKind::ALL.len()],
@@ -136,7 +128,6 @@ pub struct Log {
     table: Table,
     /// What each namespace's blocks say on a device.
     digests: HashMap<u32, NamespaceDigest>,
-    /// Oldest first.
     flights: BTreeMap<Ticket, Flight>,
     next_ticket: u64,
     now_ms: u64,

@@ -143,7 +143,6 @@ impl Opened {
         })
     }
 
-    /// The device's sizes.
     pub fn geometry(&self) -> Geometry {
         self.geometry
     }

@@ -24,7 +24,6 @@ const ASKED_BYTES_MAX: u64 = ASKS_MAX as u64 * PIECE_BYTES_MAX;
 /// Bytes of a READ: in them lies what a limit of progress means.
 const PART_BYTES: u32 = 1 << 20;
 
-/// A connected stream.
 pub(super) struct Reader {
     queue: verbs::Queue,
     wire: Wire,
@@ -40,7 +39,6 @@ pub(super) struct Reader {
     todo: VecDeque<(u64, usize)>,
     /// READs under way, in order, by loan and place.
     reads: VecDeque<(u64, usize)>,
-    /// READs begun.
     begun: u64,
     /// When the last READ ended, or the first one began.
     read_at: Instant,

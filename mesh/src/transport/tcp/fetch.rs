@@ -125,7 +125,6 @@ impl Fetches {
         }
     }
 
-    /// Ends all.
     pub(super) fn stop(&self) {
         let running: Vec<_> = lock(&self.table).running.drain().map(|(_, running)| running).collect();
         running.iter().for_each(|running| running.stop(Fault::Stopped));

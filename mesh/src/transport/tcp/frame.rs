@@ -33,7 +33,6 @@ use twox_hash::XxHash3_64;
 use self::lease::{Lent, Queue, Turn};
 use crate::transport::{BootId, Fault, Label, NODE_BYTES_MAX, NodeId, Refusal};
 
-/// `PILM` in ASCII.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"PILM");
 /// Version of these frames; another one is refused.
 pub const VERSION: u16 = 1;
@@ -71,16 +70,13 @@ pub struct Head {
     checked: [u8; CHECKED_BYTES],
 }
 
-/// A frame.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Frame {
     /// Who connects, and whom it means.
     Hello(Hello),
     /// The life of the node that answers.
     Welcome(BootId),
-    /// Nothing will follow.
     Refused(Refusal),
-    /// Blocks wanted.
     Ask(Ask),
     /// One block, or why it does not come.
     Block(Block),
@@ -99,9 +95,7 @@ pub enum Frame {
 /// Who connects, and whom it means.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Hello {
-    /// Its name.
     pub node: NodeId,
-    /// Its life.
     pub boot: BootId,
     /// The node that it means.
     pub wanted_node: NodeId,
@@ -116,29 +110,23 @@ pub struct Ask {
     pub ticket: u64,
     /// Number of the first block in it.
     pub first: u32,
-    /// The blocks.
     pub labels: Vec<Label>,
 }
 
 /// One block, or why it does not come.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Block {
-    /// The fetch.
     pub ticket: u64,
     /// The block's number in it.
     pub index: u32,
-    /// Whether it follows.
     pub status: Status,
-    /// Bytes that follow.
     pub bytes: u32,
-    /// XXH3-64 of them.
     pub checksum: u64,
 }
 
 /// Whether a block follows.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Status {
-    /// It does.
     Whole,
     /// There is no such block.
     Absent,

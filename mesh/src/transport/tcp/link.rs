@@ -12,7 +12,6 @@ use crate::transport::{BootId, Fault, Peer, PeerNumber};
 /// Blocks that may wait for a peer's streams: 32 GiB of 2 MiB.
 pub(super) const WAITING_MAX: usize = 1 << 14;
 
-/// A peer.
 pub(in crate::transport) struct Link {
     pub(in crate::transport) number: PeerNumber,
     pub(in crate::transport) peer: Peer,
@@ -38,7 +37,6 @@ struct State {
 
 /// What a stream does next.
 pub(super) enum Next {
-    /// Fetch this.
     Piece(Piece),
     /// End these: the peer cannot be reached.
     Fail(Vec<Piece>, Fault),

@@ -1,5 +1,3 @@
-//! The transport's threads.
-
 use std::sync::Mutex;
 use std::thread::JoinHandle;
 use std::time::Duration;

@@ -22,7 +22,6 @@ pub(super) const CHUNK_BYTES: usize = 256 << 10;
 /// Bytes that TLS decrypts into before they go to the pool, and that are read of a block nobody wants any more.
 const SCRATCH_BYTES: usize = 64 << 10;
 
-/// A connection.
 pub(in crate::transport) struct Wire {
     stream: Arc<TcpStream>,
     tls: Option<Box<rustls::Connection>>,
@@ -107,7 +106,6 @@ impl Wire {
         self.flush_tls(until)
     }
 
-    /// The next frame.
     pub(in crate::transport) fn frame(&mut self, until: Instant) -> Result<Frame, Broken> {
         let mut head = [0; HEAD_BYTES];
         self.read_exact(&mut head, until)?;
@@ -142,7 +140,6 @@ impl Wire {
         let _ = self.send_frame(&Frame::Refused(refusal), false, now() + std::time::Duration::from_secs(1));
     }
 
-    /// Sends all bytes.
     pub(super) fn send(&mut self, bytes: &[u8], more: bool, until: Instant) -> Result<(), Broken> {
         self.send_some(bytes, bytes.len(), more, until).map(drop)
     }

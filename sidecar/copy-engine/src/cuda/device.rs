@@ -52,7 +52,6 @@ struct Copies {
 /// Copies blocks into the staging segment.
 #[derive(Debug)]
 pub struct StageStream {
-    /// First, as above.
     stream: CopyStream,
     _locked: Registered,
 }
@@ -91,7 +90,6 @@ impl DeviceMemory {
         self.here.holds(block)
     }
 
-    /// See [`crate::EngineMemory::batch_blocks`].
     pub fn batch_blocks(&self, cut: &Range<u64>) -> usize {
         ((self.half / (cut.end - cut.start)) as usize).max(1)
     }

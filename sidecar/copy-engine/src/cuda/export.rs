@@ -7,11 +7,9 @@ use super::CudaError;
 /// What another process needs to open an allocation.
 #[derive(Copy, Clone, Debug)]
 pub struct Exported {
-    /// `CUipcMemHandle`.
     pub handle: [u8; 64],
     /// Where the allocation begins in this process.
     pub base: u64,
-    /// Its bytes.
     pub bytes: u64,
 }
 

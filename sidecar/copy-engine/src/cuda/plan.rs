@@ -20,7 +20,6 @@ pub(super) struct Piece {
     pub(super) device: u64,
     /// Offset in the pool.
     pub(super) host: u64,
-    /// Bytes.
     pub(super) bytes: u64,
 }
 
@@ -33,7 +32,6 @@ pub(super) struct Pitched {
     pub(super) rows: usize,
 }
 
-/// What to enqueue.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Plan {
     pub(super) pitched: Vec<Pitched>,

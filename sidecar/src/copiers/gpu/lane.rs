@@ -100,7 +100,6 @@ impl Lane {
         self.flying.front()
     }
 
-    /// Takes a copy.
     pub(super) fn accept(&mut self, transfer: Transfer) {
         if transfer.counted == 0 {
             self.turns.push_back(transfer);

@@ -32,7 +32,6 @@ pub(in crate::copiers) struct Seat {
 pub(super) enum Turn {
     /// Enqueue a batch: nobody else is active.
     Alone,
-    /// Enqueue a batch.
     Shared,
     /// Wait until others have had as much.
     Later,
@@ -88,7 +87,6 @@ impl Seat {
         self.link().share(self.rank).bytes += bytes;
     }
 
-    /// One has ended.
     pub(super) fn ended(&self) {
         self.link().share(self.rank).ended = Some(self.clock.now());
     }

@@ -36,7 +36,6 @@ pub(in crate::engine) struct Span {
     blocks: Vec<(u32, BlockKey)>,
 }
 
-/// A fetch.
 #[derive(Debug)]
 pub(super) struct Fetching {
     peer: PeerNumber,
@@ -137,7 +136,6 @@ impl Fetching {
 // === impl Peers ===
 
 impl Peers {
-    /// Posts a fetch.
     fn post(&mut self, now_ms: u64, fetching: Fetching) {
         let ticket = self.next_ticket;
         self.next_ticket += 1;

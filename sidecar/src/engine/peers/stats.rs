@@ -10,23 +10,19 @@ pub const FAULT_NAMES: [&str; 8] =
 /// Counters since the start, and levels now.
 #[derive(Clone, Debug, Default)]
 pub struct PeersStats {
-    /// Each member.
     pub peers: Vec<PeerStats>,
     /// Blocks on their way from peers now.
     pub fetching: u64,
     /// Bytes that peers are reading now.
     pub granted_bytes: u64,
-    /// Fetches posted.
     pub fetches: u64,
     /// Blocks brought into DRAM from peers.
     pub fetched_blocks: u64,
-    /// Their bytes.
     pub fetched_bytes: u64,
     /// Blocks that one peer failed to give and another was asked for.
     pub retried_blocks: u64,
     /// Blocks that a peer did not give, by kind.
     pub faults: [u64; FAULT_NAMES.len()],
-    /// Asks of peers.
     pub asks: u64,
     /// Blocks they asked for.
     pub asked_blocks: u64,
@@ -34,9 +30,7 @@ pub struct PeersStats {
     pub absent_blocks: u64,
     /// Blocks of those that were here and not granted: too much was granted already.
     pub withheld_blocks: u64,
-    /// Blocks sent whole.
     pub served_blocks: u64,
-    /// Their bytes.
     pub served_bytes: u64,
     /// Blocks that peers were told to have come or gone.
     pub told: u64,

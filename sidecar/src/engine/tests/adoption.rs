@@ -37,7 +37,6 @@ fn verification(core: &Core, n: u32) -> Action {
 }
 
 impl Harness {
-    /// Ends a comparison.
     fn verified(&mut self, n: u32, whole: bool) {
         let Action::Verify { key, slot } = verification(&self.core, n) else {
             unreachable!("made of nothing else")

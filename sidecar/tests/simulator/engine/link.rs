@@ -35,7 +35,6 @@ pub(super) struct Question {
     pub(super) posted: Micros,
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) connection: Rc<Connection>,
@@ -81,7 +80,6 @@ impl Link {
         self.submission.post(request).is_some()
     }
 
-    /// Opens a log.
     pub(super) fn open(&mut self) -> Option<u32> {
         let unclosed = |number: &u32| self.unclosed.iter().any(|(other, _)| other == number);
         let number = (0..).find(|number| !self.logs.contains_key(number) && !unclosed(number))?;
@@ -166,7 +164,6 @@ impl Link {
         self.saves.void();
     }
 
-    /// Takes the completions.
     pub(super) fn reap(&mut self) {
         if self.completions.ready().expect("an honest sidecar") == 0 {
             return;

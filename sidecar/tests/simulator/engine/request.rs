@@ -63,7 +63,6 @@ pub(crate) struct Target {
     pub(crate) digest: NamespaceDigest,
 }
 
-/// One load.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
     pub(crate) op: u64,
@@ -99,7 +98,6 @@ pub(super) struct Order {
     pub(super) plan: Option<Plan>,
 }
 
-/// A step's metadata.
 #[derive(Clone, Debug)]
 pub(crate) struct Step {
     pub(super) number: u64,

@@ -61,14 +61,12 @@ pub(super) struct InFlight {
     pub(super) number: u64,
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(crate) struct Scheduler {
     pub(super) model: Rc<Model>,
     pub(super) run: [u8; 16],
     port: Port,
     pub(super) link: Option<Link>,
-    /// Connections so far.
     pub(super) generation: u64,
     pub(super) next_op: u64,
     pub(super) left: Micros,

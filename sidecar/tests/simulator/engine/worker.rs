@@ -30,7 +30,6 @@ pub(super) enum Phase {
     Done(Rc<Step>),
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(crate) struct Worker {
     pub(super) rank: usize,

@@ -50,7 +50,6 @@ struct Reading {
     due: Micros,
 }
 
-/// See the module.
 #[derive(Debug, Default)]
 pub(super) struct Mesh {
     /// Members, and whether each has died without anybody's knowing.

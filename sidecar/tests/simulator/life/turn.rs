@@ -36,7 +36,6 @@ impl Host for Living<'_> {
         found.into()
     }
 
-    /// In any order.
     fn sessions(&mut self) -> impl Iterator<Item = (SessionId, &mut Session)> {
         let sessions = self.life.sessions.iter_mut().map(|(id, peer)| (*id, &mut peer.session));
         let mut sessions: Vec<_> = sessions.collect();

@@ -1,5 +1,3 @@
-//! Removed blocks.
-
 use super::*;
 
 fn grant(dram: &mut Dram, numbers: std::ops::Range<u64>) -> LeaseId {

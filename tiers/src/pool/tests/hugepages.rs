@@ -5,7 +5,6 @@ use std::process::Command;
 use super::*;
 
 const RESERVED: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
-/// 128 MiB.
 const WANTED: u64 = 64;
 const PAGE: u64 = 2 << 20;
 

@@ -36,12 +36,10 @@ struct Taken {
 #[derive(Debug, Default)]
 struct Lane {
     waiting: VecDeque<Taken>,
-    /// At the device.
     jobs: usize,
     bytes: u64,
 }
 
-/// The thread's state.
 pub(super) struct Worker {
     number: usize,
     ring: Ring,

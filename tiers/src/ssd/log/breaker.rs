@@ -58,7 +58,6 @@ impl Breaker {
         }
     }
 
-    /// A job failed.
     pub(super) fn fault(&mut self, way: Way, now_ms: u64) {
         let faults = &mut self.faults[way as usize];
         *faults += 1;
@@ -90,7 +89,6 @@ impl Breaker {
         due
     }
 
-    /// The check ended.
     pub(super) fn checked(&mut self, well: bool, now_ms: u64) {
         if well {
             self.state = State::Closed;

@@ -16,13 +16,11 @@ pub(super) enum State {
     Vacant,
     /// On its way to the device: not found yet.
     Writing,
-    /// On the device.
     Kept,
     /// On the device, and on its way to another place there.
     Moving,
 }
 
-/// One block.
 #[derive(Clone, Debug)]
 pub(super) struct Entry {
     pub(super) key: BlockKey,
@@ -39,7 +37,6 @@ pub(super) struct Entry {
 
 const _: () = assert!(size_of::<Entry>() <= 64);
 
-/// All entries.
 #[derive(Debug, Default)]
 pub(super) struct Table {
     chunks: Vec<Box<[Entry]>>,
@@ -60,7 +57,6 @@ const VACANT: Entry = Entry {
 // === impl Entry ===
 
 impl Entry {
-    /// Counts an access.
     #[inline]
     pub(super) fn touch(&mut self) {
         self.accesses = self.accesses.saturating_add(1);

@@ -27,12 +27,10 @@ pub(super) enum Use {
     Sealed,
 }
 
-/// A segment.
 #[derive(Clone, Debug)]
 pub(super) struct Segment {
     pub(super) used_for: Use,
     pub(super) sequence: u64,
-    /// Units given out.
     units: u32,
     /// Blocks given a place, which the footer must have room for.
     count: u32,
@@ -44,7 +42,6 @@ pub(super) struct Segment {
     pub(super) blocks: List,
 }
 
-/// A device.
 #[derive(Debug)]
 pub(super) struct Volume {
     pub(super) unit_bytes: u64,
@@ -59,7 +56,6 @@ pub(super) struct Volume {
     pub(super) reclaiming: Option<u32>,
     /// Units that the present reclamation has moved.
     pub(super) moved_units: u32,
-    /// Moves under way.
     pub(super) moves: u32,
     next_sequence: u64,
     /// Bytes of writes under way.

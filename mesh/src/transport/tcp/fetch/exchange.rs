@@ -18,7 +18,6 @@ use crate::transport::{Fault, Stage};
 /// sends the first.
 const ASKED_BYTES_MAX: u64 = 2 * PIECE_BYTES_MAX;
 
-/// A connected stream.
 pub(in crate::transport::tcp) struct Exchange {
     shared: Arc<Shared>,
     link: Arc<Link>,

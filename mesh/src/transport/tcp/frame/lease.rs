@@ -58,7 +58,6 @@ pub struct Turn {
 /// The answer to an Ask: where its blocks lie, until the lease ends.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Lent {
-    /// The Ask.
     pub turn: Turn,
     /// Milliseconds from now in which the blocks may be read.
     pub lease_ms: u32,
@@ -71,9 +70,7 @@ pub struct Lent {
 pub struct Place {
     /// Its address in the owner's memory.
     pub address: u64,
-    /// XXH3-64 of it.
     pub checksum: u64,
-    /// Its bytes.
     pub bytes: u32,
     /// Whether there is one.
     pub status: Status,

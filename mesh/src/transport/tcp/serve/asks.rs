@@ -26,7 +26,6 @@ pub(in crate::transport) struct Asks<'a> {
 pub(in crate::transport) struct Asked {
     pub(in crate::transport) ask: Ask,
     answer: Answer,
-    /// Blocks answered.
     pub(in crate::transport) at: usize,
     /// Blocks of them that the peer has, whole.
     pub(in crate::transport) sent: u32,

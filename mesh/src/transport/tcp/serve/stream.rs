@@ -9,7 +9,6 @@ use crate::transport::tcp::link::Link;
 use crate::transport::tcp::wire::{Broken, CHUNK_BYTES, Wire};
 use crate::transport::tcp::{Shared, now, serve};
 
-/// A member's connection.
 pub(in crate::transport::tcp) struct Stream<'a> {
     shared: &'a Shared,
     link: Arc<Link>,

@@ -13,11 +13,12 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use prometheus::{Registry, TextEncoder};
+use prometheus::{Gauge, Registry, TextEncoder};
 
-use crate::catalog;
+use crate::heartbeat::Heartbeat;
 use crate::progress::Progress;
 use crate::quotas::Levels;
+use crate::{catalog, clock};
 
 /// Connections served at once: a scraper, two probes, a person; the rest wait in the kernel's backlog.
 const CONNECTIONS_MAX: usize = 64;
@@ -38,6 +39,10 @@ pub struct Pages {
     pub quotas: Levels,
     /// What is still to come of the start, behind `/readyz`.
     pub progress: Arc<Progress>,
+    /// Of `/healthz` and `/readyz`.
+    pub heartbeat: Heartbeat,
+    /// The same, in `/metrics`.
+    pub last_turn: Gauge,
 }
 
 /// Binds `address` and serves it until the process ends. Answers the bound address.
@@ -50,6 +55,14 @@ pub fn start(address: SocketAddr, pages: Pages) -> std::io::Result<SocketAddr> {
         .name("pillion-admin".into())
         .spawn(move || runtime.block_on(serve(listener, pages)))?;
     Ok(bound)
+}
+
+/// The metric of when the data thread last began a turn.
+pub fn last_turn(registry: &Registry) -> Result<Gauge, prometheus::Error> {
+    let help = "When the data thread last began a turn, in seconds since 1970; 0 before the first.";
+    let gauge = Gauge::new("pillion_last_turn_timestamp_seconds", help)?;
+    registry.register(Box::new(gauge.clone()))?;
+    Ok(gauge)
 }
 
 async fn serve(listener: TcpListener, pages: Pages) {
@@ -88,13 +101,14 @@ impl Pages {
             return page(StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD\n".into());
         }
         match request.uri().path() {
-            "/healthz" => page(StatusCode::OK, "alive\n".into()),
-            "/readyz" if self.ready.load(Ordering::Relaxed) => page(StatusCode::OK, self.readiness()),
-            "/readyz" => page(StatusCode::SERVICE_UNAVAILABLE, "starting or draining\n".into()),
-            "/metrics" => match TextEncoder::new().encode_to_string(&self.registry.gather()) {
-                Ok(text) => page(StatusCode::OK, text),
-                Err(error) => page(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
-            },
+            "/healthz" => {
+                self.heartbeat.unhealthy().map_or_else(|| page(StatusCode::OK, "alive\n".into()), unavailable)
+            }
+            "/readyz" if !self.ready.load(Ordering::Relaxed) => unavailable("starting or draining\n".into()),
+            "/readyz" => {
+                self.heartbeat.unready().map_or_else(|| page(StatusCode::OK, self.readiness()), unavailable)
+            }
+            "/metrics" => self.metrics(),
             "/namespaces" => {
                 let entries = self.catalog.lock().entries(&self.quotas);
                 let text = serde_json::to_string_pretty(&entries).expect("texts and numbers");
@@ -107,10 +121,28 @@ impl Pages {
         }
     }
 
+    fn metrics(&self) -> Response<String> {
+        self.show_last_turn();
+        match TextEncoder::new().encode_to_string(&self.registry.gather()) {
+            Ok(text) => page(StatusCode::OK, text),
+            Err(error) => page(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
+        }
+    }
+
+    /// Seconds since 1970; 0 before the first turn.
+    fn show_last_turn(&self) {
+        let turn = self.heartbeat.age().map(|age| clock::since_1970().saturating_sub(age));
+        self.last_turn.set(turn.unwrap_or_default().as_secs_f64());
+    }
+
     /// What is still to come of the start is served behind it.
     fn readiness(&self) -> String {
         self.progress.text().map_or_else(|| "ready\n".into(), |progress| format!("ready\n{progress}\n"))
     }
+}
+
+fn unavailable(text: String) -> Response<String> {
+    page(StatusCode::SERVICE_UNAVAILABLE, text)
 }
 
 fn page(status: StatusCode, text: String) -> Response<String> {

@@ -1,6 +1,6 @@
 //! The process's clock: one origin, so that every thread means the same by a time.
 
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 /// Time since the sidecar's start.
 #[derive(Copy, Clone, Debug)]
@@ -21,6 +21,12 @@ impl Clock {
     pub fn now(&self) -> Duration {
         self.origin.elapsed()
     }
+}
+
+/// The time of day, since 1970: for people and their tools alone.
+#[expect(clippy::disallowed_methods, reason = "the one place where the sidecar reads the clock")]
+pub fn since_1970() -> Duration {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
 }
 
 /// Whole milliseconds of a time.

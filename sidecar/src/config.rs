@@ -1,4 +1,4 @@
-//! What the user asked for: command line over file over defaults. The only module that reads the environment.
+//! What the user asked for: command line over environment over file over defaults. The only module that reads the environment.
 
 mod disk;
 mod memory;
@@ -17,7 +17,7 @@ pub use self::disk::{Disk, SsdAdmission};
 pub(crate) use self::mesh::next_port;
 pub use self::mesh::{Mesh, MeshOptions, Nics, Tcp};
 use self::quotas::Quota;
-pub use self::values::{Level, Size, Time, UseGpu};
+pub use self::values::{Level, LogFormat, Size, Time, UseGpu};
 
 /// The default address of the admin pages.
 pub const HTTP_DEFAULT: &str = "127.0.0.1:9440";
@@ -45,62 +45,65 @@ macro_rules! texts_of_the_file {
         }
     )*};
 }
-texts_of_the_file!(Disk, Level, Quota, Size, SsdAdmission, Time, UseGpu);
+texts_of_the_file!(Disk, Level, LogFormat, Quota, Size, SsdAdmission, Time, UseGpu);
 
 /// Options of `pillion serve`, each as a flag and as a key of the file.
 #[derive(Args, Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Options {
-    /// UNIX socket that engines connect to [default: /run/pillion/pillion.sock for root, else
+    /// UNIX socket that engines connect to [default: /run/pillion/pillion.sock; of a user with XDG_RUNTIME_DIR
     /// $XDG_RUNTIME_DIR/pillion/pillion.sock]
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, env = "PILLION_SOCKET", value_name = "PATH")]
     pub socket: Option<PathBuf>,
     /// Memory for KV blocks, such as 30GiB or 512MiB (required)
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, env = "PILLION_DRAM", value_name = "SIZE")]
     pub dram: Option<Size>,
     /// A folder, file or block device for blocks that memory has no room for, and how much of it to use, such as
     /// /nvme/pillion:500GiB; may be given several times
-    #[arg(long, value_name = "PATH:SIZE")]
+    #[arg(long, env = "PILLION_SSD", value_name = "PATH:SIZE", value_delimiter = ',')]
     #[serde(default)]
     pub ssd: Vec<Disk>,
     /// Which saved blocks are written to the --ssd paths: all, or second-hit for those asked for again [default: all]
-    #[arg(long, value_name = "all|second-hit")]
+    #[arg(long, env = "PILLION_SSD_ADMISSION", value_name = "all|second-hit")]
     pub ssd_admission: Option<SsdAdmission>,
     /// Address of /healthz, /readyz and /metrics [default: 127.0.0.1:9440]
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, env = "PILLION_HTTP", value_name = "ADDR")]
     pub http: Option<SocketAddr>,
     /// A file on tmpfs or hugetlbfs that holds the blocks, instead of anonymous memory
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, env = "PILLION_POOL_PATH", value_name = "FILE")]
     pub pool_path: Option<PathBuf>,
     /// The --pool-path file by its path on a read-only mount, by which engines get it
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, env = "PILLION_POOL_VIEW", value_name = "FILE")]
     pub pool_view: Option<PathBuf>,
     /// Keep the blocks in huge pages of 2 MiB: reserved ones, or those of a --pool-path on hugetlbfs
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
+    #[arg(long, env = "PILLION_HUGEPAGES", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
     pub hugepages: Option<bool>,
     /// What blocks of a namespace may take of --dram, such as 7cec6c4d=10GiB: 8 to 32 hex digits, or `others` for all that no
     /// quota names; may be given several times
-    #[arg(long, value_name = "NAMESPACE=SIZE")]
+    #[arg(long, env = "PILLION_QUOTA", value_name = "NAMESPACE=SIZE", value_delimiter = ',')]
     pub quota: Option<Vec<Quota>>,
     /// Group, by name or number, whose members may connect beside this user and root
-    #[arg(long, value_name = "GROUP")]
+    #[arg(long, env = "PILLION_SOCKET_GROUP", value_name = "GROUP")]
     pub socket_group: Option<String>,
     /// How long found blocks are held for a request that has not loaded them yet [default: 30s]
-    #[arg(long, value_name = "TIME")]
+    #[arg(long, env = "PILLION_LEASE_TTL", value_name = "TIME")]
     pub lease_ttl: Option<Time>,
     /// What is shared with other pods.
     #[command(flatten)]
     #[serde(default)]
     pub mesh: MeshOptions,
     /// Threads that copy blocks [default: 2]
-    #[arg(long, value_name = "COUNT")]
+    #[arg(long, env = "PILLION_COPY_THREADS", value_name = "COUNT")]
     pub copy_threads: Option<usize>,
     /// Serve engines on the GPUs that are visible here: auto or off [default: auto]
-    #[arg(long, value_name = "auto|off")]
+    #[arg(long, env = "PILLION_GPU", value_name = "auto|off")]
     pub gpu: Option<UseGpu>,
     /// Least severe messages to log: error, warn, info or debug [default: info]
-    #[arg(long, value_name = "LEVEL")]
+    #[arg(long, env = "PILLION_LOG_LEVEL", value_name = "LEVEL")]
     pub log_level: Option<Level>,
+    /// How log lines are written: text, or json with an object for each [default: text]
+    #[arg(long, env = "PILLION_LOG_FORMAT", value_name = "text|json")]
+    pub log_format: Option<LogFormat>,
 }
 
 /// A configuration that is complete and within its limits.
@@ -131,6 +134,8 @@ pub struct Config {
     pub gpu: UseGpu,
     /// Least severe messages to log.
     pub log_level: Level,
+    /// How they are written.
+    pub log_format: LogFormat,
 }
 
 /// A configuration that cannot be served; the text names the remedy.
@@ -149,9 +154,6 @@ pub enum ConfigError {
     /// Nothing says how much memory to use.
     #[error("how much memory may the cache use? Pass --dram SIZE, such as --dram 30GiB")]
     DramMissing,
-    /// No default socket for this user.
-    #[error("XDG_RUNTIME_DIR is not set, so there is no default socket for this user: pass --socket PATH")]
-    SocketMissing,
     /// A view of nothing.
     #[error("--pool-view is another path of the --pool-path file: pass both, or neither")]
     ViewAlone,
@@ -211,11 +213,12 @@ impl Options {
             copy_threads: self.copy_threads.or(other.copy_threads),
             gpu: self.gpu.or(other.gpu),
             log_level: self.log_level.or(other.log_level),
+            log_format: self.log_format.or(other.log_format),
         }
     }
 
     pub fn complete(self) -> Result<Config, ConfigError> {
-        let socket = self.socket.or_else(default_socket).ok_or(ConfigError::SocketMissing)?;
+        let socket = self.socket.unwrap_or_else(default_socket);
         let lease_ttl = self.lease_ttl.unwrap_or(LEASE_TTL_DEFAULT);
         if !LEASE_TTL_MS.contains(&lease_ttl.as_millis()) {
             let value = lease_ttl.to_string();
@@ -246,6 +249,7 @@ impl Options {
             copy_threads,
             gpu: self.gpu.unwrap_or(UseGpu::Auto),
             log_level: self.log_level.unwrap_or(Level::Info),
+            log_format: self.log_format.unwrap_or(LogFormat::Text),
         };
         quotas::check(&config.quotas)?;
         disk::check(&config.ssd)?;
@@ -254,13 +258,11 @@ impl Options {
     }
 }
 
-/// Where a sidecar of this user listens unless told otherwise.
-pub fn default_socket() -> Option<PathBuf> {
-    if rustix::process::geteuid().is_root() {
-        return Some(PathBuf::from("/run/pillion/pillion.sock"));
-    }
-    let folder = std::env::var_os("XDG_RUNTIME_DIR").filter(|value| !value.is_empty())?;
-    Some(PathBuf::from(folder).join("pillion/pillion.sock"))
+/// Where a sidecar of this user listens unless told otherwise: engines follow the same rule.
+pub fn default_socket() -> PathBuf {
+    let own = std::env::var_os("XDG_RUNTIME_DIR").filter(|value| !value.is_empty());
+    let folder = own.filter(|_| !rustix::process::geteuid().is_root()).unwrap_or_else(|| "/run".into());
+    PathBuf::from(folder).join("pillion/pillion.sock")
 }
 
 #[cfg(test)]

@@ -85,7 +85,7 @@ pub fn examine(options: &Options) -> Result<Vec<Finding>, DoctorError> {
     if let [one, other] = options.pair.as_slice() {
         return Ok(pair::compare(&pair::Engine::read(one)?, &pair::Engine::read(other)?));
     }
-    let mut found = host::look(options.socket.clone().or_else(config::default_socket).as_deref());
+    let mut found = host::look(&options.socket.clone().unwrap_or_else(config::default_socket));
     found.extend(options.ssd.iter().map(disk::look));
     found.extend(mesh::look(&options.mesh, options.dram));
     Ok(found)

@@ -2,7 +2,7 @@
 //!
 //! Job: decide ([`engine`], pure), and carry decisions out: sessions over shared memory ([`session`]), in the order of a
 //! [`turn`] that [`runtime`] takes, the handshake ([`listener`], [`greeter`]), the namespaces seen ([`catalog`]), copies ([`copiers`]) and the memory that GPUs
-//! copy from ([`pinning`], [`numa`]), checksums of a pool file ([`checksums`]), the disks behind the pool ([`disks`]), the pods beside this one ([`peers`]), metrics and health ([`metrics`], [`admin`],
+//! copy from ([`pinning`], [`numa`]), checksums of a pool file ([`checksums`]), the disks behind the pool ([`disks`]), the pods beside this one ([`peers`]), metrics and health ([`metrics`], [`admin`], [`heartbeat`],
 //! [`progress`], [`quotas`]), life and death ([`server`], [`wake`], [`error`], [`reserve`]), what keeps it from working ([`doctor`]), and keys
 //! for who asks without an engine ([`keys`]). The binary `pillion` is this library behind a command line.
 //!
@@ -24,6 +24,7 @@ pub mod doctor;
 pub mod engine;
 pub mod error;
 pub mod greeter;
+pub mod heartbeat;
 pub mod keys;
 pub mod listener;
 pub mod metrics;

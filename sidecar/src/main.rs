@@ -13,7 +13,7 @@ use clap::{Parser, Subcommand};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::SignalFd;
 use rustix::event::{PollFd, PollFlags};
-use sidecar::config::{Config, Level, Options};
+use sidecar::config::{Config, Level, LogFormat, Options};
 use sidecar::doctor;
 use sidecar::server::Server;
 
@@ -94,7 +94,7 @@ fn examine(options: &doctor::Options) -> ExitCode {
 }
 
 fn serve(config: &Config) -> anyhow::Result<()> {
-    log_to_stderr(config.log_level);
+    log_to_stderr(config.log_level, config.log_format);
     // Before any thread starts, so that none of them takes the signal itself.
     let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
     signals.thread_block().context("cannot block signals")?;
@@ -126,12 +126,17 @@ fn wait(signals: &SignalFd, server: &Server) -> anyhow::Result<bool> {
     }
 }
 
-fn log_to_stderr(level: Level) {
+fn log_to_stderr(level: Level, format: LogFormat) {
     let level = match level {
         Level::Error => tracing::Level::ERROR,
         Level::Warn => tracing::Level::WARN,
         Level::Info => tracing::Level::INFO,
         Level::Debug => tracing::Level::DEBUG,
     };
-    tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).with_target(false).init();
+    let lines =
+        tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).with_target(false);
+    match format {
+        LogFormat::Text => lines.init(),
+        LogFormat::Json => lines.json().flatten_event(true).init(),
+    }
 }

@@ -27,6 +27,7 @@ use crate::copiers::{Copiers, Finished};
 use crate::disks::Disks;
 use crate::engine::{Action, Core, Event, SessionId};
 use crate::greeter::Greeter;
+use crate::heartbeat::Heartbeat;
 use crate::metrics::{CloseReason, Metrics};
 use crate::peers::Peers;
 use crate::poller::{Poller, Source};
@@ -73,6 +74,7 @@ pub struct Runtime {
     poller: Poller,
     metrics: Metrics,
     catalog: catalog::Shared,
+    heartbeat: Heartbeat,
     control: Arc<Control>,
     clock: Clock,
     now: Duration,
@@ -116,6 +118,7 @@ impl Runtime {
         poller: Poller,
         metrics: Metrics,
         catalog: catalog::Shared,
+        heartbeat: Heartbeat,
         control: Arc<Control>,
     ) -> Self {
         Self {
@@ -133,6 +136,7 @@ impl Runtime {
             poller,
             metrics,
             catalog,
+            heartbeat,
             control,
             clock: Clock::start(),
             now: Duration::ZERO,
@@ -213,6 +217,7 @@ impl Runtime {
     /// One look at everything in shared memory.
     fn turn(&mut self, turn: &mut Turn) {
         self.now = self.clock.now();
+        self.heartbeat.beat();
         while turn.step(self) {}
         self.peers.iter_mut().for_each(Peers::flush);
         self.beat();

@@ -26,6 +26,7 @@ use crate::disks::{self, Disks};
 use crate::engine::Core;
 use crate::error::StartError;
 use crate::greeter::Greeter;
+use crate::heartbeat::Heartbeat;
 use crate::listener::{self, Listener};
 use crate::metrics::Metrics;
 use crate::peers::Peers;
@@ -71,7 +72,10 @@ impl Server {
         let failed = |source| StartError::Admin { address: config.http, source };
         let catalog = catalog::Shared::default();
         let quotas = Levels::new(&registry, &config.quotas)?;
+        let heartbeat = Heartbeat::new();
         let pages = Pages {
+            heartbeat: heartbeat.clone(),
+            last_turn: admin::last_turn(&registry)?,
             registry: registry.clone(),
             ready: Arc::clone(&ready),
             catalog: catalog.clone(),
@@ -96,16 +100,7 @@ impl Server {
         let metrics = add_metrics(config, &registry, metrics)?;
         let checksums =
             config.pool_path.as_ref().map(|_| Checksums::start(&pool, || ended.on_exit())).transpose()?;
-        let poller = Poller::new().map_err(std::io::Error::from)?;
-        let disks_wake = disks.as_ref().map(|disks| (Source::Disks, disks.wake()));
-        let checksums_wake = checksums.as_ref().map(|checksums| (Source::Checksums, checksums.wake()));
-        let mesh_wake = peers.as_ref().map(|peers| (Source::Mesh, peers.wake()));
-        [(Source::Control, control.as_fd()), (Source::Copies, copiers.wake())]
-            .into_iter()
-            .chain(disks_wake)
-            .chain(checksums_wake)
-            .chain(mesh_wake)
-            .try_for_each(|(source, fd)| poller.add(source, fd))
+        let poller = watch(&control, &copiers, disks.as_ref(), checksums.as_ref(), peers.as_ref())
             .map_err(std::io::Error::from)?;
         let greeter = Greeter::new(listener, &poller).map_err(std::io::Error::from)?;
         let terms = Terms {
@@ -124,6 +119,7 @@ impl Server {
             poller,
             metrics,
             catalog,
+            heartbeat,
             Arc::clone(&control),
         );
         let runtime = runtime.with(disks, peers, checksums);
@@ -158,6 +154,24 @@ impl Server {
         self.control.drain(grace);
         self.data.join().is_ok()
     }
+}
+
+/// What wakes the data thread, but for its engines.
+fn watch(
+    control: &Control,
+    copiers: &Copiers,
+    disks: Option<&Disks>,
+    checksums: Option<&Checksums>,
+    peers: Option<&Peers>,
+) -> Result<Poller, Errno> {
+    let poller = Poller::new()?;
+    [(Source::Control, control.as_fd()), (Source::Copies, copiers.wake())]
+        .into_iter()
+        .chain(disks.map(|disks| (Source::Disks, disks.wake())))
+        .chain(checksums.map(|checksums| (Source::Checksums, checksums.wake())))
+        .chain(peers.map(|peers| (Source::Mesh, peers.wake())))
+        .try_for_each(|(source, fd)| poller.add(source, fd))?;
+    Ok(poller)
 }
 
 /// The core, with the SSD tier if there are disks for one. Whoever holds a disk's lock knows that no transfer of a dead

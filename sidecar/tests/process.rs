@@ -9,7 +9,9 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
 use client::{Kv, LAYER_BYTES, LAYERS, Session, hello, watch};
+use nix::sys::ptrace;
 use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
 use shm_protocol::handshake::{Copier, Digest, Role};
 use shm_protocol::namespace::{complete, digest, weights_live};
@@ -147,6 +149,75 @@ fn the_admin_pages_name_every_metric() {
     }
     assert!(get(port, "/healthz").unwrap().starts_with("HTTP/1.1 200"));
     assert!(get(port, "/nothing").unwrap().starts_with("HTTP/1.1 404"));
+}
+
+#[test]
+fn a_data_thread_that_stands_still_is_told_by_probes_and_doctor() {
+    let folder = tempfile::tempdir().unwrap();
+    let (socket, port) = (folder.path().join("p.sock"), free_port());
+    let served = serve(&socket, port);
+    let doctor = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pillion"));
+        let report = command.args(["doctor", "--json", "--socket"]).arg(&socket).output().unwrap().stdout;
+        let report: Vec<serde_json::Value> = serde_json::from_slice(&report).unwrap();
+        report.into_iter().find(|finding| finding["check"] == "sidecar").unwrap()
+    };
+    assert_eq!(doctor()["level"], "ok");
+    let answers = |path: &str, status: &str| {
+        let head = format!("HTTP/1.1 {status}");
+        watch(&format!("{path} with {status}"), || get(port, path).filter(|text| text.starts_with(&head)))
+    };
+    let thread = data_thread(served.0.id());
+    ptrace::seize(thread, ptrace::Options::empty()).unwrap();
+    ptrace::interrupt(thread).unwrap();
+    waitpid(thread, Some(WaitPidFlag::__WALL)).unwrap();
+    answers("/readyz", "503");
+    assert!(get(port, "/healthz").unwrap().starts_with("HTTP/1.1 200"), "it may come back");
+    let found = doctor();
+    assert!(
+        found["level"] == "fail" && found["text"].as_str().unwrap().contains("does not answer"),
+        "{found}"
+    );
+    let text = answers("/healthz", "503");
+    assert!(text.contains("the data thread has made no turn for 1"), "{text}");
+    ptrace::detach(thread, None).unwrap();
+    answers("/readyz", "200");
+    answers("/healthz", "200");
+}
+
+fn data_thread(process: u32) -> Pid {
+    let tasks = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
+    let named = |path: &std::path::PathBuf| {
+        std::fs::read_to_string(path.join("comm")).is_ok_and(|name| name == "pillion-data\n")
+    };
+    let path = tasks.map(|task| task.unwrap().path()).find(named).unwrap();
+    Pid::from_raw(path.file_name().unwrap().to_str().unwrap().parse().unwrap())
+}
+
+#[test]
+fn options_come_from_the_environment_below_the_command_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let (socket, port) = (folder.path().join("p.sock"), free_port());
+    let child = Command::new(env!("CARGO_BIN_EXE_pillion"))
+        .args(["serve", "--dram", "16Mi"])
+        .env("PILLION_DRAM", "lots and lots")
+        .env("PILLION_SOCKET", &socket)
+        .env("PILLION_HTTP", format!("127.0.0.1:{port}"))
+        .env("PILLION_LOG_FORMAT", "json")
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut served = Served(child);
+    watch("readiness", || get(port, "/readyz").filter(|text| text.starts_with("HTTP/1.1 200")));
+    assert!(socket.exists());
+    kill(Pid::from_raw(served.0.id() as i32), Signal::SIGTERM).unwrap();
+    let mut log = String::new();
+    served.0.stderr.take().unwrap().read_to_string(&mut log).unwrap();
+    for line in log.lines() {
+        let line: serde_json::Value = serde_json::from_str(line).unwrap();
+        assert!(line["level"].is_string() && line["message"].is_string(), "{line}");
+    }
+    assert!(log.contains("\"serving\""), "{log}");
 }
 
 #[test]

@@ -21,66 +21,66 @@ const DIRECTORY_BYTES: std::ops::RangeInclusive<u64> = 1 << 20..=64 << 30;
 pub struct MeshOptions {
     /// Share blocks with the sidecars of other pods: the address, such as the pod's IP and 9441, at which they follow what this
     /// one keeps. They fetch blocks at the port after it, and arrange RDMA at the next one where there are --nics
-    #[arg(long = "mesh-listen", value_name = "IP:PORT")]
+    #[arg(long = "mesh-listen", env = "PILLION_MESH_LISTEN", value_name = "IP:PORT")]
     pub listen: Option<SocketAddr>,
     /// Name of this node in the mesh, another for each sidecar [default: the host's name]
-    #[arg(long = "node-id", value_name = "NAME")]
+    #[arg(long = "node-id", env = "PILLION_NODE_ID", value_name = "NAME")]
     pub node_id: Option<String>,
     /// Another sidecar's --mesh-listen; may be given several times. Each lists the others
-    #[arg(long = "peer", value_name = "HOST:PORT")]
+    #[arg(long = "peer", env = "PILLION_PEER", value_name = "HOST:PORT", value_delimiter = ',')]
     #[serde(default)]
     pub peer: Vec<String>,
     /// Find the others in etcd: http://HOST:PORT or https://HOST:PORT of one of its members; may be given several times
-    #[arg(long = "etcd", value_name = "URL")]
+    #[arg(long = "etcd", env = "PILLION_ETCD", value_name = "URL", value_delimiter = ',')]
     #[serde(default)]
     pub etcd: Vec<String>,
     /// Certificates of the authority that etcd's certificate is of, in PEM
-    #[arg(long = "etcd-ca", value_name = "FILE")]
+    #[arg(long = "etcd-ca", env = "PILLION_ETCD_CA", value_name = "FILE")]
     pub etcd_ca: Option<PathBuf>,
     /// This node's certificate for etcd, in PEM
-    #[arg(long = "etcd-cert", value_name = "FILE")]
+    #[arg(long = "etcd-cert", env = "PILLION_ETCD_CERT", value_name = "FILE")]
     pub etcd_cert: Option<PathBuf>,
     /// Its private key, in PEM
-    #[arg(long = "etcd-key", value_name = "FILE")]
+    #[arg(long = "etcd-key", env = "PILLION_ETCD_KEY", value_name = "FILE")]
     pub etcd_key: Option<PathBuf>,
     /// User at etcd
-    #[arg(long = "etcd-user", value_name = "NAME")]
+    #[arg(long = "etcd-user", env = "PILLION_ETCD_USER", value_name = "NAME")]
     pub etcd_user: Option<String>,
     /// File that holds the user's password
-    #[arg(long = "etcd-password-file", value_name = "FILE")]
+    #[arg(long = "etcd-password-file", env = "PILLION_ETCD_PASSWORD_FILE", value_name = "FILE")]
     pub etcd_password_file: Option<PathBuf>,
     /// Sidecars of another mesh are refused [default: default]
-    #[arg(long = "mesh-name", value_name = "NAME")]
+    #[arg(long = "mesh-name", env = "PILLION_MESH_NAME", value_name = "NAME")]
     pub name: Option<String>,
     /// This node's certificate for its peers, in PEM: with --mesh-key, --mesh-ca and --mesh-cert-name
-    #[arg(long = "mesh-cert", value_name = "FILE")]
+    #[arg(long = "mesh-cert", env = "PILLION_MESH_CERT", value_name = "FILE")]
     pub cert: Option<PathBuf>,
     /// Its private key, in PEM
-    #[arg(long = "mesh-key", value_name = "FILE")]
+    #[arg(long = "mesh-key", env = "PILLION_MESH_KEY", value_name = "FILE")]
     pub key: Option<PathBuf>,
     /// Certificates of the authority whose holders may ask for blocks, in PEM
-    #[arg(long = "mesh-ca", value_name = "FILE")]
+    #[arg(long = "mesh-ca", env = "PILLION_MESH_CA", value_name = "FILE")]
     pub ca: Option<PathBuf>,
     /// DNS name or IP address that the certificate of every node carries
-    #[arg(long = "mesh-cert-name", value_name = "NAME")]
+    #[arg(long = "mesh-cert-name", env = "PILLION_MESH_CERT_NAME", value_name = "NAME")]
     pub cert_name: Option<String>,
     /// Neither encrypt nor authenticate: anybody who reaches the ports and knows a member's name may read blocks
-    #[arg(long = "mesh-plaintext", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
+    #[arg(long = "mesh-plaintext", env = "PILLION_MESH_PLAINTEXT", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
     pub plaintext: Option<bool>,
     /// Memory for what all peers keep together, 2.4 bytes a block; of a peer that keeps more than its share one block in a few
     /// is known [default: 512MiB]
-    #[arg(long = "mesh-directory-size", value_name = "SIZE")]
+    #[arg(long = "mesh-directory-size", env = "PILLION_MESH_DIRECTORY_SIZE", value_name = "SIZE")]
     pub directory_size: Option<Size>,
     /// Connections to each peer that blocks come from over TCP [default: 4]
-    #[arg(long = "tcp-streams", value_name = "COUNT")]
+    #[arg(long = "tcp-streams", env = "PILLION_TCP_STREAMS", value_name = "COUNT")]
     pub tcp_streams: Option<usize>,
     /// Move blocks by RDMA over these NICs, such as mlx5_0,mlx5_1, with the peers that have NICs too, as many of them each;
     /// with the others over TCP
-    #[arg(long = "nics", value_name = "NAME,...", value_delimiter = ',')]
+    #[arg(long = "nics", env = "PILLION_NICS", value_name = "NAME,...", value_delimiter = ',')]
     #[serde(default)]
     pub nics: Vec<String>,
     /// Queue pairs of each NIC to each peer that has NICs: as many on both sides [default: 2]
-    #[arg(long = "qps-per-peer", value_name = "COUNT")]
+    #[arg(long = "qps-per-peer", env = "PILLION_QPS_PER_PEER", value_name = "COUNT")]
     pub qps_per_peer: Option<usize>,
 }
 

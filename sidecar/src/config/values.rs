@@ -5,7 +5,10 @@ use std::str::FromStr;
 
 use serde::Deserialize;
 
-/// A number of bytes, written with a unit.
+/// The smallest number of bytes that is read without a unit.
+const BARE_MIN: u64 = 1 << 20;
+
+/// A number of bytes: `30GiB` and `30GB`, or as Kubernetes writes it, `30Gi`, `30G` and `32212254720`.
 #[derive(Copy, Clone, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd)]
 #[serde(try_from = "String")]
 pub struct Size(u64);
@@ -25,6 +28,16 @@ pub enum Level {
     /// Sessions that come and go.
     Info,
     Debug,
+}
+
+/// How log lines are written.
+#[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq)]
+#[serde(try_from = "String")]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// A JSON object a line.
+    Json,
 }
 
 /// Whether GPUs are served.
@@ -53,13 +66,17 @@ impl Size {
 impl FromStr for Size {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("\"{text}\" is no size; write a number and a unit, such as 512MiB or 30GiB");
-        // A bare number is refused: 30 is more likely a forgotten unit than 30 bytes.
-        if !text.ends_with(['b', 'B']) {
-            return Err(wrong());
+        let wrong =
+            || format!("\"{text}\" is no size; write a number and a unit, such as 512MiB, 30GiB or 30Gi");
+        // Kubernetes' m is a thousandth.
+        let parsed = text.parse().ok().filter(|_| !text.ends_with('m'));
+        let size: bytesize::ByteSize = parsed.ok_or_else(wrong)?;
+        let bytes = size.as_u64();
+        // A small bare number is more likely a forgotten unit than bytes.
+        match text.ends_with(|end: char| end.is_ascii_digit()) && bytes < BARE_MIN {
+            true => Err(format!("\"{text}\" is {bytes} bytes; write a unit, such as 512MiB or 30GiB")),
+            false => Ok(Self(bytes)),
         }
-        let size: bytesize::ByteSize = text.parse().map_err(|_| wrong())?;
-        Ok(Self(size.as_u64()))
     }
 }
 
@@ -118,6 +135,19 @@ impl FromStr for Level {
     }
 }
 
+// === impl LogFormat ===
+
+impl FromStr for LogFormat {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "text" => Ok(Self::Text),
+            "json" => Ok(Self::Json),
+            _ => Err(format!("\"{text}\" is no log format; the formats are text, json")),
+        }
+    }
+}
+
 // === impl UseGpu ===
 
 impl FromStr for UseGpu {
@@ -136,14 +166,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_need_a_unit() {
+    fn sizes_have_the_units_of_people_and_of_kubernetes() {
         let bytes = |text: &str| text.parse::<Size>().map(Size::as_bytes);
         assert_eq!(bytes("30GiB"), Ok(30 << 30));
         assert_eq!(bytes("512MiB"), Ok(512 << 20));
         assert_eq!(bytes("1.5KiB"), Ok(1536));
         assert_eq!(bytes("1MB"), Ok(1_000_000));
-        for wrong in ["30", "", "GiB", "-1GiB", "30G", "lots"] {
-            assert!(bytes(wrong).unwrap_err().contains("30GiB"), "{wrong}");
+        assert_eq!(bytes("30Gi"), Ok(30 << 30));
+        assert_eq!(bytes("512Mi"), Ok(512 << 20));
+        assert_eq!(bytes("2Ti"), Ok(2 << 40));
+        assert_eq!(bytes("30G"), Ok(30_000_000_000));
+        assert_eq!(bytes("500M"), Ok(500_000_000));
+        assert_eq!(bytes("32212254720"), Ok(30 << 30));
+        for wrong in ["30", "", "GiB", "-1GiB", "lots", "30Qi", "512m"] {
+            assert!(bytes(wrong).unwrap_err().contains("GiB"), "{wrong}");
         }
     }
 

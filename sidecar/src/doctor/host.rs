@@ -1,12 +1,15 @@
 //! This host, or this container, as a sidecar and an engine would find it.
 
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::Duration;
 
 use copy_engine::cuda::{self, CudaError, Gpu};
 use io_uring::IoUring;
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
+use shm_protocol::handshake::{self, Hello, Reply, Role};
 use shm_protocol::transport;
 
 use super::{Finding, Level};
@@ -19,14 +22,16 @@ const SHM_BYTES_MIN: u64 = 1 << 30;
 const MEMLOCK_BYTES_MIN: u64 = 64 << 20;
 /// A living sidecar accepts at once.
 const PROBE_TIME_MAX: Duration = Duration::from_secs(1);
+/// A data thread that turns answers within milliseconds.
+const ANSWER_TIME_MAX: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };
 const MIB: u64 = 1 << 20;
 const SHM: &str = "/dev/shm";
 
 /// Looks at everything; `socket` is where a sidecar should be.
-pub(super) fn look(socket: Option<&Path>) -> Vec<Finding> {
+pub(super) fn look(socket: &Path) -> Vec<Finding> {
     let mut found = gpus();
     found.extend([pid_namespace(), shm(), memlock(), hugepages(), io_uring(), rdma()]);
-    found.extend(sidecar(socket));
+    found.push(sidecar(socket));
     found
 }
 
@@ -161,21 +166,12 @@ fn rdma() -> Finding {
     }
 }
 
-/// Whether a sidecar answers where engines look for it.
-fn sidecar(socket: Option<&Path>) -> Option<Finding> {
-    let Some(path) = socket else {
-        let text = "XDG_RUNTIME_DIR is not set, so this user has no default socket";
-        return Some(Finding::bad(
-            Level::Warn,
-            "sidecar",
-            text,
-            "pass --socket PATH, and set pillion.socket to it",
-        ));
-    };
+/// Whether a sidecar answers a hello where engines look for it.
+fn sidecar(path: &Path) -> Finding {
     let shown = path.display();
-    let bad = |level, text, remedy| Some(Finding::bad(level, "sidecar", text, remedy));
+    let bad = |level, text, remedy| Finding::bad(level, "sidecar", text, remedy);
     match transport::connect(path, PROBE_TIME_MAX) {
-        Ok(_) => Some(Finding::ok("sidecar", format!("a sidecar answers on {shown}"))),
+        Ok(socket) => greet(&socket, &shown.to_string()),
         Err(Errno::NOENT | Errno::CONNREFUSED) => {
             let remedy = format!(
                 "start one, pillion serve --socket {shown}, and mount its folder into both containers"
@@ -197,6 +193,34 @@ fn sidecar(socket: Option<&Path>) -> Option<Finding> {
     }
 }
 
+/// Says hello as an engine does, and waits for the answer: the kernel takes connections for a data thread that stands still.
+fn greet(socket: &OwnedFd, shown: &str) -> Finding {
+    let bad = |text, remedy: &str| Finding::bad(Level::Fail, "sidecar", text, remedy);
+    let restart = "its data thread stands still: look at its log and restart it";
+    let hello = Hello::new("pillion doctor".into(), 1, Role::Scheduler { run: [0; 16] });
+    let hello = handshake::encode_hello(&hello, 0).expect("a hello within its rules");
+    let sent = transport::send(socket, &hello, &[]);
+    let mut ready = [PollFd::new(socket, PollFlags::IN)];
+    let answered = sent.and_then(|()| rustix::event::poll(&mut ready, Some(&ANSWER_TIME_MAX)));
+    if !matches!(answered, Ok(1..)) {
+        return bad(format!("a sidecar listens on {shown} and does not answer"), restart);
+    }
+    let reply = transport::receive(socket).ok().and_then(|(reply, _)| handshake::decode_reply(&reply).ok());
+    match reply {
+        Some(Reply::Welcome(welcome)) => {
+            Finding::ok("sidecar", format!("a sidecar of release {} answers on {shown}", welcome.release))
+        }
+        Some(Reply::Refused { reason, .. }) => bad(
+            format!("the sidecar on {shown} refuses engines of this release: {reason}"),
+            "use one release on both sides",
+        ),
+        None => bad(
+            format!("what answers on {shown} is no sidecar that this release knows"),
+            "pass another --socket PATH",
+        ),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -205,16 +229,15 @@ mod tests {
     fn a_sidecar_is_found_where_it_listens_and_only_there() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("p.sock");
-        let at = |path: &Path| sidecar(Some(path)).unwrap();
-        let absent = at(&path);
+        let absent = sidecar(&path);
         assert!(absent.level == Level::Warn && absent.remedy.unwrap().contains("pillion serve --socket"));
         let listener = transport::listen(&path).unwrap();
-        assert_eq!(at(&path).level, Level::Ok);
+        let mute = sidecar(&path);
+        assert!(mute.level == Level::Fail && mute.text.contains("does not answer"), "{mute:?}");
         drop(listener);
-        assert_eq!(at(&path).level, Level::Warn, "a dead one's socket");
+        assert_eq!(sidecar(&path).level, Level::Warn, "a dead one's socket");
         let _other = std::os::unix::net::UnixListener::bind(folder.path().join("other")).unwrap();
-        assert_eq!(at(&folder.path().join("other")).level, Level::Fail, "of another kind");
-        assert_eq!(sidecar(None).unwrap().level, Level::Warn);
+        assert_eq!(sidecar(&folder.path().join("other")).level, Level::Fail, "of another kind");
     }
 
     #[test]
@@ -225,7 +248,7 @@ mod tests {
 
     #[test]
     fn every_finding_that_is_not_ok_has_a_remedy() {
-        let found = look(Some(Path::new("/nonexistent/p.sock")));
+        let found = look(Path::new("/nonexistent/p.sock"));
         for check in ["pid", "shm", "memlock", "hugepages", "io_uring", "rdma", "sidecar"] {
             assert!(found.iter().any(|finding| finding.check == check), "{check} in {found:?}");
         }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::opening::OPENING_POLL;
 use super::{Runtime, TICK};
+use crate::heartbeat;
 use crate::poller::Source;
 use crate::turn;
 
@@ -62,7 +63,7 @@ impl Runtime {
         turn::wake_up(self);
     }
 
-    /// How long it may sleep; `None`: until something happens.
+    /// How long it may sleep.
     fn nap(&mut self) -> Option<Duration> {
         let waits = self.sessions.keys().any(|&session| self.core.waits_on_fences(session));
         let since = match waits {
@@ -75,12 +76,12 @@ impl Runtime {
             FENCE_POLLS.iter().find(|(until, _)| waited < *until).expect("the last has no end").1
         });
         let lives = !self.sessions.is_empty() || self.peers.is_some() || self.core.waits_for_disks();
-        let tick = lives.then_some(TICK);
+        let tick = if lives { TICK } else { heartbeat::IDLE };
         let greeting = self.greeter.next_deadline().map(|at| at.saturating_sub(self.now));
         let drain = self.end_by.map(|_| DRAIN_POLL);
         let opening = self.opener.is_some().then_some(OPENING_POLL);
         let look = self.core.next_look_ms().map(|at| Duration::from_millis(at).saturating_sub(self.now));
-        [fences, tick, look, greeting, drain, opening].into_iter().flatten().min()
+        [fences, Some(tick), look, greeting, drain, opening].into_iter().flatten().min()
     }
 
     /// Waits for descriptors for at most `nap` and serves those that became ready; whether any did.

@@ -29,7 +29,6 @@ impl Heartbeat {
         Self { clock: Clock::start(), last: Arc::default() }
     }
 
-    /// A turn begins.
     pub fn beat(&self) {
         self.last.store(millis(self.clock.now()).max(1), Ordering::Relaxed);
     }

@@ -324,7 +324,7 @@ fn the_doctor_s_exit_status_is_its_verdict() {
     let socket = folder.path().join("p.sock");
     let _served = serve(&socket, free_port());
     let output = pillion(&["doctor", "--socket", socket.to_str().unwrap()]);
-    assert!(String::from_utf8_lossy(&output.stdout).contains("ok    sidecar: a sidecar answers"));
+    assert!(String::from_utf8_lossy(&output.stdout).contains("ok    sidecar: a sidecar of release"));
 }
 
 #[test]

@@ -182,7 +182,6 @@ impl Shard {
 // === impl Bucket ===
 
 impl Bucket {
-    /// Of no index.
     pub(crate) const NONE: &Self = &Self([0; BUCKET_WORDS]);
 
     /// Loads one word. Where many calls follow each other, and nothing else is done, their cache misses are in flight together: a

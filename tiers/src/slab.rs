@@ -132,7 +132,6 @@ const VACANT: Entry = Entry {
 };
 
 impl Entry {
-    /// Of no slot.
     pub(crate) const NONE: &Self = {
         static NONE: Entry = VACANT;
         &NONE

@@ -34,7 +34,6 @@ pub enum Level {
 #[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq)]
 #[serde(try_from = "String")]
 pub enum LogFormat {
-    /// For people.
     Text,
     /// A JSON object a line.
     Json,

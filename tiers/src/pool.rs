@@ -476,4 +476,4 @@ impl Pool {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

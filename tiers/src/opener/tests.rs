@@ -34,7 +34,7 @@ fn open(file: &File) -> (Pool, Dram) {
         hugepages: false,
         epoch: 1,
     };
-    let pool = Pool::create(&config).expect("a small pool");
+    let pool = pool::tests::created(&config);
     let config = dram::Config { pool_bytes: bytes, segment_bytes: SEGMENT, lease_ttl_ms: 1 };
     let mut dram = Dram::unopened(config, 10).expect("sizes");
     dram.raise_generation(pool.first_generation());

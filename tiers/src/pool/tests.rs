@@ -128,7 +128,7 @@ fn only_addresses_inside_one_segment_are_handed_out() {
 #[test]
 fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     let path = TmpfsPath::new("file");
-    let pool = created(&path);
+    let pool = created_in(&path);
     check_slot_life(&pool);
     assert!(matches!(Pool::create(&config(Some(path.0.clone()))), Err(Error::Locked(_))));
     let stat = rustix::fs::stat(&path.0).expect("there");
@@ -149,7 +149,7 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     drop(pool);
 
     assert!(view(&region).verify(kept, BLOCK), "an engine still reads what it leased");
-    let pool = created(&path);
+    let pool = created_in(&path);
     assert!(pool.first_generation() > first_life + (1 << 39), "no number of the first life comes again");
     assert!(view(&region).verify(kept, BLOCK), "also while the next sidecar has it");
     assert!(!pool.fill(kept, NamespaceDigest([1; 16]), &key()), "nothing is taken over unasked");
@@ -185,7 +185,7 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
 #[test]
 fn a_view_cannot_be_opened_for_writing() {
     let (path, other) = (TmpfsPath::new("viewed"), TmpfsPath::new("other-file"));
-    let pool = created(&path);
+    let pool = created_in(&path);
     fs::write(&other.0, "").expect("written");
     for (view, why) in [(&other.0, "not the file of --pool-path"), (&path.0, "not on a read-only mount")] {
         let error = pool.open_view(view).expect_err("refused").to_string();
@@ -222,7 +222,7 @@ fn a_view_cannot_be_opened_for_writing() {
 #[test]
 fn a_pool_file_that_is_cut_reads_as_zeros_and_is_known_to_be_lost() {
     let path = TmpfsPath::new("cut");
-    let pool = created(&path);
+    let pool = created_in(&path);
     let kept = slot(pool.first_generation());
     assert!(pool.write_segment_header(1, BLOCK) && pool.fill(kept, NamespaceDigest([1; 16]), &key()));
     assert!(pool.commit(kept, 77) && pool.is_whole());
@@ -235,7 +235,7 @@ fn a_pool_file_that_is_cut_reads_as_zeros_and_is_known_to_be_lost() {
     pool.read(kept.offset, &mut bytes);
     assert_eq!(bytes, [0; 100]);
     drop(pool);
-    let pool = created(&path);
+    let pool = created_in(&path);
     assert!(pool.is_whole(), "the next life is of the file as it is now");
     let memfd = Pool::create(&config(None)).expect("created");
     assert!(memfd.is_whole() && rustix::fs::ftruncate(memfd.fd(), 0).is_err());
@@ -258,49 +258,53 @@ fn a_file_that_lost_memory_between_two_lives_is_not_taken_over() {
     ];
     for damage in damages {
         let path = TmpfsPath::new("holes");
-        let pool = created(&path);
+        let pool = created_in(&path);
         let kept = slot(pool.first_generation());
         assert!(pool.write_segment_header(0, BLOCK) && pool.write_segment_header(1, BLOCK));
         assert!(pool.fill(kept, NamespaceDigest([1; 16]), &key()) && pool.commit(kept, 0));
         drop(pool);
         damage(&fs::OpenOptions::new().write(true).open(&path.0).expect("opened"), at);
-        let pool = created(&path);
+        let pool = created_in(&path);
         let Found::Unusable(reason) = pool.found() else { panic!("zeros behind a sound header") };
         assert!(reason.contains("memory was taken from it"), "{reason}");
         while pool.reserving() {
             pool.reserve_some().expect("emptied and reserved");
         }
         drop(pool);
-        let pool = created(&path);
+        let pool = created_in(&path);
         assert_eq!(pool.found(), &Found::Pool);
         pool.disown().expect("disowned");
         drop(pool);
-        let pool = created(&path);
+        let pool = created_in(&path);
         assert!(matches!(pool.found(), Found::Unusable(_)));
     }
 }
 
-/// The pool in a file, of this life or the next. A child that another test has just forked holds the lock until it runs its
-/// own program.
-fn created(path: &TmpfsPath) -> Pool {
+/// The pool in a file, of this life or the next.
+fn created_in(path: &TmpfsPath) -> Pool {
+    created(&config(Some(path.0.clone())))
+}
+
+/// A pool as `config` says. A child that another test has just forked holds a file's lock until it runs its own program.
+pub(crate) fn created(config: &Config) -> Pool {
     for _ in 0..1000 {
-        match Pool::create(&config(Some(path.0.clone()))) {
+        match Pool::create(config) {
             Err(Error::Locked(_)) => std::thread::sleep(std::time::Duration::from_millis(10)),
             made => return made.expect("created"),
         }
     }
-    panic!("{} stays locked", path.0.display())
+    panic!("{config:?} stays locked")
 }
 
 /// A pool of a first life with one block, then the word at `field` of its file changed to `value`.
 fn used_and_changed(path: &TmpfsPath, field: u64, value: u64) -> Pool {
-    let pool = created(path);
+    let pool = created_in(path);
     let kept = slot(pool.first_generation());
     assert!(pool.write_segment_header(1, BLOCK) && pool.fill(kept, NamespaceDigest([1; 16]), &key()));
     assert!(pool.commit(kept, 77));
     pool.region().word64(field as usize).store(value, Ordering::Relaxed);
     drop(pool);
-    created(path)
+    created_in(path)
 }
 
 #[test]
@@ -325,14 +329,14 @@ fn a_pool_of_another_kind_starts_empty_and_says_why() {
         assert!(view(&region).verify(kept, BLOCK), "an engine may be copying from it");
         assert_eq!((pool.take_over(1), pool.reserved_segments(), pool.reserving()), (None, 0, true));
         drop(pool);
-        let pool = created(&path);
+        let pool = created_in(&path);
         assert!(matches!(pool.found(), Found::Unusable(_)), "still not emptied");
         pool.reserve_some().expect("the first segment");
         assert!(!view(&region).verify(kept, BLOCK), "nothing is left of it");
         pool.reserve_some().expect("the second segment");
         assert_eq!((pool.reserved_bytes(), pool.reserving()), (pool.len(), false));
         drop(pool);
-        let pool = created(&path);
+        let pool = created_in(&path);
         assert_eq!((pool.found(), pool.take_over(1)), (&Found::Pool, None));
     }
     for life in [0, pool::LIFE_MAX, u64::MAX] {
@@ -377,7 +381,7 @@ fn a_pool_file_grows_with_its_blocks() {
 fn a_file_that_is_no_pool_is_initialised_and_a_larger_one_refused() {
     let path = TmpfsPath::new("garbage");
     fs::write(&path.0, vec![0xff; 1 << 20]).expect("written");
-    let pool = created(&path);
+    let pool = created_in(&path);
     assert!(matches!(pool.found(), Found::Unusable(_)));
     let mut file = fs::File::open(&path.0).expect("open");
     drop(pool);

@@ -279,7 +279,18 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
     elif mode == "offloading":
         # Answers too: by default it keeps prompts alone, and the others keep both.
         extra: dict[str, Any] = {"cpu_bytes_to_use": gib * GIB, "offload_prompt_only": False}
-        yield {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        name = f"bench-{os.getpid()}"
+        try:
+            yield {
+                "kv_connector": "OffloadingConnector",
+                "engine_id": name,
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": extra,
+            }
+        finally:
+            # An engine that a signal ends leaves its memory there, and the next mode's would not fit beside it.
+            for left in Path("/dev/shm").glob(f"vllm_offload_{name}*"):
+                left.unlink()
     elif mode == "pegaflow":
         port, http = free_port(), free_port()
         command = [sys.executable, "-m", "pegaflow._server", "--addr", f"127.0.0.1:{port}", "--pool-size", f"{gib}gb"]

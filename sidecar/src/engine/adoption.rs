@@ -7,9 +7,8 @@ use tiers::dram::Dram;
 use tiers::opener::Opened;
 
 use super::Action;
-use super::arrivals::Arrivals;
-use super::namespaces::{Namespaces, Space};
-use super::quotas::Quotas;
+use super::context::Context;
+use super::namespaces::Space;
 
 /// Bytes of blocks that nobody asked for and that are being verified: what a block that is asked for waits for, some
 /// milliseconds, and enough to keep the thread at work.
@@ -20,24 +19,17 @@ const AHEAD_BYTES_MAX: u64 = 16 << 20;
 pub(super) struct Verification {
     bytes: u64,
     /// Blocks whose bytes were not what their checksums say.
-    corrupt: u64,
-    /// What is to be done, until it is drained.
-    actions: Vec<Action>,
+    pub(super) corrupt: u64,
 }
 
 /// Takes in what can be used from now on. A verified block is found by engines of its namespace as soon as one connects.
-pub(super) fn open_part(
-    now_ms: u64,
-    opened: Opened,
-    dram: &mut Dram,
-    namespaces: &mut Namespaces,
-    quotas: &Quotas,
-) {
+pub(super) fn open_part(opened: Opened, cx: &mut Context) {
+    let Context { now_ms, dram, namespaces, quotas, .. } = cx;
     let (segment, block_bytes, first, remains) = match opened {
         Opened::Empty { segment } => return dram.open_empty(segment),
         Opened::Used { segment, block_bytes, first, remains } => (segment, block_bytes, first, remains),
     };
-    if first == 0 && !dram.open_used(segment, block_bytes, now_ms) {
+    if first == 0 && !dram.open_used(segment, block_bytes, *now_ms) {
         // More block sizes than any engines have: nobody's pool.
         return;
     }
@@ -63,64 +55,49 @@ pub(super) fn open_part(
 
 impl Verification {
     /// Begins to verify blocks that somebody asks for; those that were begun.
-    pub(super) fn begin(
-        &mut self,
-        wanted: &[BlockKey],
-        dram: &mut Dram,
-        arrivals: &mut Arrivals,
-    ) -> Vec<BlockKey> {
+    pub(super) fn begin(&mut self, wanted: &[BlockKey], cx: &mut Context) -> Vec<BlockKey> {
         let mut begun = Vec::with_capacity(wanted.len());
         for key in wanted {
             // A key that is named twice is begun once.
-            let Some(slot) = dram.begin_verification(key) else { continue };
-            self.verify(*key, slot, dram, arrivals);
+            let Some(slot) = cx.dram.begin_verification(key) else { continue };
+            self.verify(*key, slot, cx);
             begun.push(*key);
         }
         begun
     }
 
     /// Goes on with what nobody asks for.
-    pub(super) fn go_on(&mut self, dram: &mut Dram, arrivals: &mut Arrivals) {
+    pub(super) fn go_on(&mut self, cx: &mut Context) {
         while self.bytes < AHEAD_BYTES_MAX {
-            let Some((key, slot)) = dram.begin_next_verification() else { return };
-            self.verify(key, slot, dram, arrivals);
+            let Some((key, slot)) = cx.dram.begin_next_verification() else { return };
+            self.verify(key, slot, cx);
         }
     }
 
-    fn verify(&mut self, key: BlockKey, slot: SlotRef, dram: &Dram, arrivals: &mut Arrivals) {
-        self.bytes += bytes_of(slot, dram);
+    fn verify(&mut self, key: BlockKey, slot: SlotRef, cx: &mut Context) {
+        self.bytes += bytes_of(slot, &cx.dram);
         // It takes no room of the pool beyond what it has.
-        arrivals.begin(key, slot, 0);
-        self.actions.push(Action::Verify { key, slot });
+        cx.arrivals.begin(key, slot, 0);
+        cx.actions.push(Action::Verify { key, slot });
     }
 
     /// A block's bytes were compared with their checksum; `trusted`, unless its engine was found to compute something else
     /// meanwhile. In a pool that has lost bytes nothing is told of.
-    pub(super) fn end(&mut self, slot: SlotRef, whole: bool, trusted: bool, is_lost: bool, dram: &mut Dram) {
-        self.bytes -= bytes_of(slot, dram);
-        dram.end_verification(slot, whole && trusted);
-        if whole || is_lost {
+    pub(super) fn end(&mut self, slot: SlotRef, whole: bool, trusted: bool, cx: &mut Context) {
+        self.bytes -= bytes_of(slot, &cx.dram);
+        cx.dram.end_verification(slot, whole && trusted);
+        if whole || cx.draining {
             return;
         }
         self.corrupt += 1;
         if self.corrupt == 1 {
-            self.actions.push(Action::Warn(
+            cx.actions.push(Action::Warn(
                 "a block of the pool file is not what an earlier sidecar wrote: it is not kept \
                  (pillion_adoption_corrupt_total counts such blocks). Let nobody write to the file between two sidecars; if \
                  nobody did, have this machine's memory tested"
                     .into(),
             ));
         }
-    }
-
-    /// What is to be done, in this order.
-    pub(super) fn drain_actions(&mut self) -> impl Iterator<Item = Action> + '_ {
-        self.actions.drain(..)
-    }
-
-    /// Blocks that were not what their checksums say.
-    pub(super) fn corrupt(&self) -> u64 {
-        self.corrupt
     }
 }
 

@@ -10,57 +10,46 @@
 
 mod adoption;
 mod arrivals;
-mod binding;
-mod checks;
 mod comparison;
-mod copies;
-mod early;
+mod context;
+mod engines;
 mod event;
-mod key_logs;
-mod ledger;
-mod loads;
-mod logs;
-mod members;
 mod namespaces;
 mod peers;
-mod pending;
+mod queries;
 mod quotas;
-mod saves;
 mod sources;
 mod ssd;
 mod stats;
 #[cfg(test)]
 mod tests;
-mod waits;
-mod windows;
-
-use std::collections::{BTreeMap, VecDeque};
+mod transfers;
 
 use mesh::directory::Directory;
-use shm_protocol::handshake::{Hello, Role};
-use shm_protocol::key::BlockHash;
+use mesh::transport::Done;
+use shm_protocol::handshake::Hello;
+use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
 use tiers::dram::Dram;
 use tiers::ssd::Log;
 
-use self::adoption::Verification;
-use self::arrivals::Arrivals;
-pub use self::checks::Barred;
-use self::checks::Checks;
+use self::arrivals::Waiter;
 pub use self::comparison::{Comparison, Found};
-use self::copies::{Copies, CopyOwner};
+use self::context::Context;
+use self::engines::Engines;
+pub use self::engines::{Barred, Holder};
 pub use self::event::{Action, Direction, Event, Heard, Piece, Request};
-pub use self::ledger::Holder;
-use self::loads::Load;
-use self::members::{Scheduler, Worker};
-use self::peers::Peers;
+use self::namespaces::Binding;
+use self::peers::{Again, Peers};
 pub use self::peers::{FAULT_NAMES, PeersStats};
+use self::queries::Queries;
 use self::quotas::Quotas;
-use self::saves::{Save, UnboundSave};
+use self::sources::Sources;
 use self::ssd::Ssd;
 pub use self::ssd::SsdStats;
 pub use self::stats::Stats;
-use self::windows::Windows;
+use self::transfers::Transfers;
+use crate::compare::Number;
 use crate::config::SsdAdmission;
 use crate::config::quotas::Quota;
 
@@ -74,29 +63,20 @@ const GROUP: u32 = 0;
 /// Why a peer's session must end.
 type Violation = String;
 
+/// What queries and transfers are given for a call: who is there, where blocks come from, and the context.
+#[derive(Debug)]
+struct Base {
+    engines: Engines,
+    sources: Sources,
+    cx: Context,
+}
+
+/// Hands each event to the part that it is for, and what follows from it to the others.
 #[derive(Debug)]
 pub struct Core {
-    dram: Dram,
-    arrivals: Arrivals,
-    verification: Verification,
-    windows: Windows,
-    ssd: Option<Ssd>,
-    peers: Option<Peers>,
-    schedulers: BTreeMap<SessionId, Scheduler>,
-    workers: BTreeMap<SessionId, Worker>,
-    namespaces: namespaces::Namespaces,
-    quotas: Quotas,
-    saves: BTreeMap<(SessionId, u64), Save>,
-    checks: Checks,
-    /// Saves of schedulers that have no binding.
-    unbound: BTreeMap<(SessionId, u64), UnboundSave>,
-    loads: BTreeMap<(SessionId, u64), Load>,
-    copies: Copies,
-    /// Schedulers' sessions with saves that the turn had no time for, the longest waiting first.
-    behind: VecDeque<SessionId>,
-    claims_max: usize,
-    draining: bool,
-    stats: Stats,
+    base: Base,
+    queries: Queries,
+    transfers: Transfers,
 }
 
 // === impl Core ===
@@ -104,45 +84,33 @@ pub struct Core {
 impl Core {
     /// A core over an empty tier.
     pub fn new(dram: Dram) -> Self {
-        Self {
-            arrivals: Arrivals::new(&dram),
-            verification: Verification::default(),
-            dram,
-            windows: Windows::default(),
-            ssd: None,
-            peers: None,
-            schedulers: BTreeMap::new(),
-            workers: BTreeMap::new(),
-            namespaces: namespaces::Namespaces::default(),
-            quotas: Quotas::default(),
-            saves: BTreeMap::new(),
-            checks: Checks::default(),
-            unbound: BTreeMap::new(),
-            loads: BTreeMap::new(),
-            copies: Copies::default(),
-            behind: VecDeque::new(),
-            claims_max: ledger::CLAIMS_MAX,
-            draining: false,
-            stats: Stats::default(),
-        }
+        let (engines, sources, queries, transfers) = Default::default();
+        Self { base: Base { engines, sources, cx: Context::new(dram) }, queries, transfers }
     }
 
     /// The same core with an SSD tier behind the DRAM tier.
     pub fn with_ssd(mut self, log: Log, admission: SsdAdmission) -> Self {
-        self.ssd = Some(Ssd::new(log, admission));
+        self.base.sources.ssd = Some(Ssd::new(log, admission));
         self
     }
 
     /// The same core in a mesh, whose peers `directory` knows. Of a tier that is empty yet.
     pub fn with_peers(mut self, directory: Directory) -> Self {
-        self.dram.watch();
-        self.peers = Some(Peers::new(directory, self.dram.config().pool_bytes / arrivals::PART));
+        let dram = &mut self.base.cx.dram;
+        dram.watch();
+        self.base.sources.peers = Some(Peers::new(directory, dram.config().pool_bytes / arrivals::PART));
+        self
+    }
+
+    /// The same where one event takes slots for no more blocks than this.
+    pub fn with_claims(mut self, claims_max: usize) -> Self {
+        self.base.cx.claims_max = claims_max;
         self
     }
 
     /// Limits what namespaces may take, before the first block comes.
     pub fn limit(&mut self, quotas: &[Quota]) {
-        self.quotas = Quotas::new(quotas, &mut self.dram);
+        self.base.cx.quotas = Quotas::new(quotas, &mut self.base.cx.dram);
     }
 
     /// Takes one event and appends what must be done.
@@ -153,157 +121,157 @@ impl Core {
 
     /// Takes one event and appends what others wait for: an engine is held up by its question. [`Core::go_on`] follows.
     pub fn respond(&mut self, now_ms: u64, event: Event, out: &mut Vec<Action>) {
-        self.note_work(now_ms, &event);
+        let Self { base, queries, transfers } = self;
+        base.cx.now_ms = now_ms;
         match event {
-            Event::Connected { session, hello } => self.connect(session, *hello, out),
-            Event::Disconnected { session } => self.disconnect(session, out),
+            Event::Connected { session, hello } => {
+                let result = self.connect(session, *hello);
+                self.close_unless(session, result);
+            }
+            Event::Disconnected { session } => self.disconnect(session),
             Event::Message { session, request } => {
-                if let Err(reason) = self.message(now_ms, session, request, out) {
-                    out.push(Action::Close { session, reason });
+                base.engines.note_work(now_ms, session, &mut base.cx.dram);
+                let result = self.message(session, request);
+                self.close_unless(session, result);
+            }
+            Event::Fences { session, start, done } => {
+                base.engines.note_work(now_ms, session, &mut base.cx.dram);
+                if let Some(scheduler) = base.engines.set_fences(session, start, done) {
+                    transfers.dispatch(scheduler, base);
                 }
             }
-            Event::Fences { session, start, done } => self.fences(session, start, done, out),
-            Event::Copied { copy, ok } => self.copied(copy, ok, out),
-            Event::Behind { session } => self.catch_up(session, out),
-            Event::Drained { session, void_below } => self.commit_copied(session, void_below, out),
-            Event::Compared { save, found } => self.compared(save, found, out),
-            Event::Opened(opened) => {
-                let Self { dram, namespaces, quotas, .. } = self;
-                adoption::open_part(now_ms, opened, dram, namespaces, quotas);
+            Event::Copied { copy, ok } => transfers.copied(copy, ok, base),
+            Event::Behind { session } => transfers.catch_up(session, base),
+            Event::Drained { session, void_below } => transfers.commit_copied(session, void_below, base),
+            Event::Compared { save, found } => transfers.compared(save, found, queries, base),
+            Event::Opened(opened) => adoption::open_part(opened, &mut base.cx),
+            Event::Verified { key, slot, whole } => {
+                let waiting = base.sources.verified(&key, slot, whole, &mut base.cx);
+                self.tell(waiting, Some(&key));
             }
-            Event::Verified { key, slot, whole } => self.verified(now_ms, &key, slot, whole, out),
-            Event::Transferred(done) => self.transferred(now_ms, done, out),
+            Event::Transferred(done) => {
+                if let Some((key, waiting)) = base.sources.transferred(done, &mut base.cx) {
+                    self.tell(waiting, Some(&key));
+                }
+            }
             Event::Recovered(found) => {
-                self.ssd.iter_mut().for_each(|ssd| ssd.recovered(&found, &mut self.namespaces));
+                base.sources.ssd.iter_mut().for_each(|ssd| ssd.recovered(&found, &mut base.cx.namespaces));
             }
-            Event::Mesh(heard) => self.heard(now_ms, heard, out),
-            Event::Tick => {
-                self.dram.expire(now_ms);
-                self.apply_evictions(out);
-                self.give_up_late(now_ms, out);
-                self.end_due_waits(now_ms, out);
-                self.look_again(now_ms, out);
+            Event::Mesh(heard) => {
+                let ends = base.sources.heard(heard, &mut base.cx);
+                self.fetched(&ends);
             }
+            Event::Tick => self.tick(),
             Event::Drain => {
-                self.draining = true;
-                self.answer_waits(now_ms, out);
-                self.cancel_fetches(out);
+                base.cx.draining = true;
+                queries.answer_waits(base);
+                base.sources.peers.iter().for_each(|peers| peers.cancel(&mut base.cx));
             }
         }
+        out.append(&mut self.base.cx.actions);
     }
 
     /// Appends what else an event brings on: blocks are sent for and written, peers are told.
     pub fn go_on(&mut self, now_ms: u64, out: &mut Vec<Action>) {
+        let base = &mut self.base;
+        base.cx.now_ms = now_ms;
         // Slots of removed blocks become free wherever their last hold ends.
-        self.apply_evictions(out);
-        self.send_for_unsent(now_ms, out);
-        self.verify_ahead(out);
-        self.run_ssd(out);
-        self.tell_peers(out);
+        base.cx.apply_evictions();
+        self.queries.send_for_unsent(base);
+        base.sources.go_on(&mut base.cx);
+        out.append(&mut base.cx.actions);
     }
 
-    /// Whether copies or transfers are running, or blocks wait to be committed or written. A save whose step is not done yet
-    /// is none of these.
-    pub fn busy(&self) -> bool {
-        self.copies.any()
-            || self.checks.any()
-            || self.arrivals.any()
-            || self.peers.as_ref().is_some_and(Peers::granting)
-            || self.ssd.as_ref().is_some_and(Ssd::busy)
-            || self.schedulers.values().any(|scheduler| scheduler.pending.any_awaits_drain())
+    fn close_unless(&mut self, session: SessionId, result: Result<(), Violation>) {
+        if let Err(reason) = result {
+            self.base.cx.actions.push(Action::Close { session, reason });
+        }
+    }
+}
+
+// === impl Core: sessions ===
+
+impl Core {
+    fn connect(&mut self, session: SessionId, hello: Hello) -> Result<(), Violation> {
+        let joined = self.base.engines.connect(session, hello, &mut self.base.cx.dram)?;
+        if self.base.engines.has_scheduler(session) {
+            self.queries.enter(session, &self.base.engines[session]);
+            self.transfers.enter(session);
+        }
+        for worker in joined {
+            let result = self.admit(worker, session);
+            self.close_unless(worker, result);
+        }
+        Ok(())
     }
 
-    /// Whether an operation waits for this worker's fence words.
-    pub fn waits_on_fences(&self, session: SessionId) -> bool {
-        self.workers.get(&session).is_some_and(|worker| {
-            let scheduler = worker.scheduler.and_then(|id| self.schedulers.get(&id));
-            scheduler.is_some_and(|scheduler| scheduler.pending.any_waits())
-        })
+    fn admit(&mut self, worker: SessionId, scheduler: SessionId) -> Result<(), Violation> {
+        let (rank, since) = self.base.engines.admit(worker, scheduler)?;
+        self.bind(scheduler);
+        self.transfers.end_loads_of_rank((scheduler, rank), since, &mut self.base.cx);
+        self.transfers.dispatch(scheduler, &mut self.base);
+        Ok(())
     }
 
-    /// Whether time must pass for the SSD tier to go on.
-    pub fn waits_for_disks(&self) -> bool {
-        self.ssd.as_ref().is_some_and(Ssd::waits)
-    }
-
-    /// Figures of the SSD tier, if there is one.
-    pub fn ssd_stats(&self) -> Option<SsdStats> {
-        self.ssd.as_ref().map(Ssd::stats)
-    }
-
-    /// Figures of the mesh, if there is one.
-    pub fn peers_stats(&self) -> Option<PeersStats> {
-        self.peers.as_ref().map(|peers| peers.stats(self.lost_patience()))
-    }
-
-    /// Bytes that count to each quota, in order.
-    pub fn quotas_used(&self) -> impl Iterator<Item = u64> + '_ {
-        self.quotas.used(&self.dram)
-    }
-
-    /// Counters and levels, for metrics.
-    pub fn stats(&self) -> Stats {
-        let tier = self.dram.stats();
-        Stats {
-            sessions: (self.schedulers.len() + self.workers.len()) as u64,
-            blocks: tier.blocks,
-            pool_used_bytes: tier.bytes_used,
-            leases: tier.leases,
-            evicted_blocks: tier.evicted_blocks_total,
-            unreachable_blocks: tier.unreachable_blocks_total,
-            adopted_blocks: tier.adopted_blocks_total,
-            adoption_dropped: tier.adoption_dropped_total,
-            adoption_corrupt: self.verification.corrupt(),
-            unverified_blocks: tier.unverified_blocks,
-            removed_blocks: tier.removed_blocks_total,
-            barred_engines: self.schedulers.values().filter(|scheduler| scheduler.barred.is_some()).count()
-                as u64,
-            ..self.stats.clone()
+    fn bind(&mut self, session: SessionId) {
+        if self.base.engines.bind(session, &mut self.base.cx) {
+            self.transfers.begin_unbound(session, &mut self.base);
         }
     }
 
-    /// Frees what was evicted, and has what was assigned anew formatted.
-    fn apply_evictions(&mut self, out: &mut Vec<Action>) {
-        out.extend(self.dram.drain_evicted().map(|slot| Action::FreeSlot { slot }));
-        let assigned = self.dram.drain_assigned();
-        out.extend(
-            assigned.map(|new| Action::AssignSegment { segment: new.segment, block_bytes: new.block_bytes }),
-        );
+    /// Ends the leases, the waits and the binding of an engine, and returns the latter.
+    fn end_generation(&mut self, session: SessionId) -> Option<Binding> {
+        let Self { base, queries, transfers } = self;
+        transfers.drop_unbound(session, &mut base.cx);
+        queries.end_leases(session, &mut base.cx);
+        base.engines.end_generation(session, &mut base.cx)
     }
 
-    fn message(
-        &mut self,
-        now_ms: u64,
-        session: SessionId,
-        request: Request,
-        out: &mut Vec<Action>,
-    ) -> Result<(), Violation> {
+    fn disconnect(&mut self, session: SessionId) {
+        let Self { base, queries, transfers } = self;
+        if let Some((scheduler, rank)) = base.engines.remove_worker(session) {
+            transfers.fail_saves(scheduler, base);
+            transfers.end_loads_of_rank((scheduler, rank), u64::MAX, &mut base.cx);
+        } else if base.engines.has_scheduler(session) {
+            transfers.leave(session, base);
+            queries.leave(session, &mut base.cx);
+            base.engines.remove_scheduler(session, &mut base.cx.dram);
+        }
+    }
+}
+
+// === impl Core: messages ===
+
+impl Core {
+    fn message(&mut self, session: SessionId, request: Request) -> Result<(), Violation> {
         match request {
-            Request::Worker(request) if self.workers.contains_key(&session) => {
-                self.worker_request(session, request, out)
+            Request::Worker(request) if self.base.engines.has_worker(session) => {
+                self.worker_request(session, request)
             }
-            Request::Scheduler { request, keys, blocks } if self.schedulers.contains_key(&session) => {
-                self.scheduler_request(now_ms, session, request, keys, blocks, out)
+            Request::Scheduler { request, keys, blocks } if self.base.engines.has_scheduler(session) => {
+                self.scheduler_request(session, request, &keys, blocks)
             }
             // The session was closed by an earlier message of this turn.
             _ => Ok(()),
         }
     }
 
-    fn worker_request(
-        &mut self,
-        session: SessionId,
-        request: WorkerRequest,
-        out: &mut Vec<Action>,
-    ) -> Result<(), Violation> {
+    fn worker_request(&mut self, session: SessionId, request: WorkerRequest) -> Result<(), Violation> {
+        let base = &mut self.base;
         match request {
-            WorkerRequest::Join { run, step } => self.join(session, run, step, out),
+            WorkerRequest::Join { run, step } => match base.engines.join(session, run, step)? {
+                Some(scheduler) => self.admit(session, scheduler),
+                None => Ok(()),
+            },
             WorkerRequest::Loaded { op, end } => {
-                self.stats.load_mismatches += u64::from(end == LoadEnd::Mismatch);
-                self.loaded(session, op, end == LoadEnd::Whole)
+                base.cx.stats.load_mismatches += u64::from(end == LoadEnd::Mismatch);
+                let Some(place) = base.engines.place(session) else { return Ok(()) };
+                self.transfers.loaded(place, op, end == LoadEnd::Whole, &mut base.cx)
             }
             WorkerRequest::Weights { number, answers, live } => {
-                self.state_weights(session, (number, answers, live), out)
+                let scheduler = base.engines.state_weights(session, (number, answers, live))?;
+                scheduler.into_iter().for_each(|scheduler| self.bind(scheduler));
+                Ok(())
             }
             // The rank's copier was told when the message was read.
             WorkerRequest::Staged { .. } => Ok(()),
@@ -312,70 +280,173 @@ impl Core {
 
     fn scheduler_request(
         &mut self,
-        now_ms: u64,
         session: SessionId,
         request: SchedulerRequest,
-        keys: Vec<BlockHash>,
+        keys: &[BlockHash],
         blocks: Vec<u32>,
-        out: &mut Vec<Action>,
     ) -> Result<(), Violation> {
-        self.scheduler(session).pending.see(request.op());
+        let Self { base, queries, transfers } = self;
+        transfers.see(session, request.op());
         match request {
-            SchedulerRequest::Open { log } => self.open(session, log),
-            SchedulerRequest::Append(append) => self.scheduler(session).logs.append(&append, &keys),
-            SchedulerRequest::Query(query) => self.query(now_ms, session, query, out),
-            SchedulerRequest::Load(load) => self.load(now_ms, session, &load, blocks, out),
-            SchedulerRequest::Save(save) => self.save(session, &save, &blocks, out),
-            SchedulerRequest::Cancel(cancel) => self.cancel(session, cancel, out),
-            SchedulerRequest::Release { log } => self.release(session, log),
-            SchedulerRequest::Close { log } => self.close(session, log),
-            SchedulerRequest::Salt { salt } => self.salt(session, salt, out),
-            SchedulerRequest::Weights { number } => self.unbind(session, number, out),
-            SchedulerRequest::Hint { keys } => self.hint(now_ms, session, keys, out),
-        }
-    }
-
-    fn copied(&mut self, copy: CopyId, ok: bool, out: &mut Vec<Action>) {
-        let owner = self.copies.end(copy);
-        match owner.direction {
-            Direction::Save => self.save_copied(owner, ok, out),
-            Direction::Load => self.load_copied(owner, ok, out),
-        }
-    }
-
-    /// Refuses an operation that is under way already.
-    fn check_new(&self, session: SessionId, op: u64) -> Result<(), Violation> {
-        let key = (session, op);
-        if self.saves.contains_key(&key) || self.loads.contains_key(&key) || self.checks.runs(key) {
-            return Err(format!("operation {op} was posted twice"));
+            SchedulerRequest::Open { log } => queries.logs(session).open(log, base.cx.dram.generation())?,
+            SchedulerRequest::Append(append) => queries.logs(session).append(&append, keys)?,
+            SchedulerRequest::Query(query) => queries.query(session, query, base)?,
+            SchedulerRequest::Load(load) => transfers.load(session, &load, blocks, queries, base)?,
+            SchedulerRequest::Save(save) => transfers.save(session, &save, &blocks, queries, base)?,
+            SchedulerRequest::Cancel(cancel) => transfers.cancel(session, cancel, base),
+            SchedulerRequest::Release { log } => queries.release(session, log, &mut base.cx)?,
+            SchedulerRequest::Close { log } => queries.close(session, log, base)?,
+            SchedulerRequest::Salt { salt } => {
+                let ended = self.end_generation(session);
+                self.base.engines.salt(session, salt, ended, &mut self.base.cx);
+            }
+            SchedulerRequest::Weights { number } => {
+                base.engines.ask_weights(session, number)?;
+                self.end_generation(session);
+                self.bind(session);
+            }
+            SchedulerRequest::Hint { keys } => queries.hint(session, keys, base)?,
         }
         Ok(())
     }
+}
 
-    fn start_copy(
-        &mut self,
-        owner: CopyOwner,
-        session: SessionId,
-        pieces: Vec<Piece>,
-        out: &mut Vec<Action>,
-    ) {
-        let copy = self.copies.begin(owner);
-        let (engine, direction) = (owner.scheduler, owner.direction);
-        let load_op = if direction == Direction::Load { owner.op } else { 0 };
-        let awaited = self.loads.get(&(engine, load_op)).is_some_and(|load| load.sync);
-        out.push(Action::Copy { copy, engine, session, direction, pieces, load_op, awaited });
+// === impl Core: blocks that were waited for, and time ===
+
+impl Core {
+    /// Tells those who have waited for a block that it has ended, well if it is `ended`.
+    fn tell(&mut self, waiting: Vec<Waiter>, ended: Option<&BlockKey>) {
+        for waiter in waiting {
+            match waiter {
+                Waiter::Query { session, log, op } => {
+                    self.queries.tell((session, log), op, ended, &mut self.base);
+                }
+                Waiter::Load { session, op } => self.transfers.tell((session, op), ended, &mut self.base),
+            }
+        }
+    }
+
+    /// Blocks of fetches have ended. Those that another peer may have are asked of it, together.
+    fn fetched(&mut self, ends: &[Done]) {
+        if ends.iter().any(|end| end.result.is_ok()) {
+            self.queries.restore_patience();
+        }
+        let mut again = Again::default();
+        for end in ends {
+            let Self { base, queries, transfers } = self;
+            let waits = |waiter: &Waiter| match *waiter {
+                Waiter::Query { session, log, op } => queries.waits(session, log, op),
+                Waiter::Load { session, op } => transfers.is_parked((session, op)),
+            };
+            if let Some((key, waiting)) = base.sources.fetched(end, waits, &mut again, &mut base.cx) {
+                self.tell(waiting, Some(&key));
+            }
+        }
+        if let Some(peers) = &mut self.base.sources.peers {
+            peers.fetch_again(again, &mut self.base.cx);
+        }
+    }
+
+    fn tick(&mut self) {
+        let cx = &mut self.base.cx;
+        cx.dram.expire(cx.now_ms);
+        cx.apply_evictions();
+        for key in self.base.sources.late(cx.now_ms) {
+            let waiting = self.base.cx.arrivals.give_up(&key);
+            self.tell(waiting, None);
+        }
+        self.queries.end_due_waits(&mut self.base);
+        self.queries.look_again(&mut self.base);
     }
 }
 
-/// The keys of a session's saves and loads.
-fn operations(session: SessionId) -> std::ops::RangeInclusive<(SessionId, u64)> {
-    (session, 0)..=(session, u64::MAX)
-}
+// === impl Core: what others look at ===
 
-/// The run id of a scheduler's hello.
-fn run_of(hello: &Hello) -> Option<[u8; 16]> {
-    match hello.role {
-        Role::Scheduler { run } => Some(run),
-        Role::Worker(_) => None,
+impl Core {
+    /// Whether copies or transfers are running, or blocks wait to be committed or written. A save whose step is not done yet
+    /// is none of these.
+    pub fn busy(&self) -> bool {
+        self.transfers.busy() || self.base.cx.arrivals.any() || self.base.sources.busy()
+    }
+
+    /// Whether an operation waits for this worker's fence words.
+    pub fn waits_on_fences(&self, session: SessionId) -> bool {
+        self.base.engines.place(session).is_some_and(|place| self.transfers.waits_on_fences(place.0))
+    }
+
+    /// Whether time must pass for the SSD tier to go on.
+    pub fn waits_for_disks(&self) -> bool {
+        self.base.sources.ssd.as_ref().is_some_and(Ssd::waits)
+    }
+
+    /// When time must pass for a question to be asked again.
+    pub fn next_look_ms(&self) -> Option<u64> {
+        self.queries.next_look_ms()
+    }
+
+    /// A session with saves that the last turn had no time for, if there is one: [`Event::Behind`] is for it.
+    pub fn behind(&self) -> Option<SessionId> {
+        self.transfers.behind()
+    }
+
+    /// How many engines are at work: those share the pool, and what crosses the data thread.
+    pub fn at_work(&self) -> usize {
+        self.base.cx.dram.at_work() as usize
+    }
+
+    /// What every engine holds, those with no rank too.
+    pub fn holders(&self) -> impl Iterator<Item = Holder<'_>> {
+        self.base.engines.holders(&self.base.cx.dram)
+    }
+
+    /// Panics unless what is said of every engine is what the blocks and leases are. Looks at all of them.
+    pub fn audit_ledger(&self) {
+        self.base.cx.dram.audit_ledger();
+    }
+
+    /// Engines that are connected and that a namespace is closed to.
+    pub fn barred(&self) -> Vec<Barred> {
+        self.base.engines.barred()
+    }
+
+    /// The largest differences that were within their limits, as parts of those, each by the kind of numbers that it is of.
+    pub fn largest_differences(&self) -> impl Iterator<Item = (Number, f64)> + '_ {
+        self.transfers.largest_differences()
+    }
+
+    /// Figures of the SSD tier, if there is one.
+    pub fn ssd_stats(&self) -> Option<SsdStats> {
+        self.base.sources.ssd.as_ref().map(Ssd::stats)
+    }
+
+    /// Figures of the mesh, if there is one.
+    pub fn peers_stats(&self) -> Option<PeersStats> {
+        self.base.sources.peers.as_ref().map(|peers| self.queries.count_waits(peers.stats()))
+    }
+
+    /// Bytes that count to each quota, in order.
+    pub fn quotas_used(&self) -> impl Iterator<Item = u64> + '_ {
+        self.base.cx.quotas.used(&self.base.cx.dram)
+    }
+
+    /// Counters and levels, for metrics.
+    pub fn stats(&self) -> Stats {
+        let Base { engines, sources, cx } = &self.base;
+        let (tier, (sessions, barred)) = (cx.dram.stats(), engines.counts());
+        Stats {
+            sessions: sessions as u64,
+            blocks: tier.blocks,
+            pool_used_bytes: tier.bytes_used,
+            leases: tier.leases,
+            evicted_blocks: tier.evicted_blocks_total,
+            unreachable_blocks: tier.unreachable_blocks_total,
+            adopted_blocks: tier.adopted_blocks_total,
+            adoption_dropped: tier.adoption_dropped_total,
+            adoption_corrupt: sources.verification.corrupt,
+            unverified_blocks: tier.unverified_blocks,
+            removed_blocks: tier.removed_blocks_total,
+            barred_engines: barred as u64,
+            ..cx.stats.clone()
+        }
     }
 }

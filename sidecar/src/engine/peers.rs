@@ -14,16 +14,15 @@ mod stats;
 use std::collections::BTreeMap;
 
 use mesh::digest::{Change, Digest};
-use mesh::directory::{Directory, Filter};
-use mesh::transport::PeerNumber;
-use tiers::dram::Dram;
+use mesh::directory::Directory;
+use mesh::transport::Done;
 
 use self::fetches::Fetching;
 pub(super) use self::fetches::{Again, Span};
 use self::grants::Granted;
 pub use self::stats::{FAULT_NAMES, PeersStats};
-use super::Action;
-use super::namespaces::Namespaces;
+use super::context::Context;
+use super::event::{Action, Heard};
 
 /// The core's part in the mesh.
 #[derive(Debug)]
@@ -38,8 +37,6 @@ pub(super) struct Peers {
     /// Bytes that peers may be reading: the rest of the pool stays evictable.
     granted_bytes_max: u64,
     stats: PeersStats,
-    /// What is to be done, until it is drained.
-    actions: Vec<Action>,
 }
 
 // === impl Peers ===
@@ -55,57 +52,39 @@ impl Peers {
             granted_bytes: 0,
             granted_bytes_max,
             stats: PeersStats::default(),
-            actions: Vec::new(),
         }
     }
 
-    /// What is to be done, in this order.
-    pub(super) fn drain_actions(&mut self) -> impl Iterator<Item = Action> + '_ {
-        self.actions.drain(..)
-    }
-
-    pub(super) fn join(&mut self, peer: PeerNumber) {
-        self.directory.join(peer);
-    }
-
-    pub(super) fn leave(&mut self, peer: PeerNumber) {
-        self.directory.leave(peer);
-    }
-
-    /// All that a member has.
-    pub(super) fn replace(&mut self, peer: PeerNumber, filter: Filter) {
-        self.directory.replace(peer, filter);
-    }
-
-    /// What has changed at a member since.
-    pub(super) fn change(&mut self, peer: PeerNumber, changes: &[Change]) {
-        if !self.directory.apply(peer, changes) {
-            self.actions.push(Action::Resync { peer });
+    /// The mesh has said something. The ends of fetches are [`Peers::ended`]'s, one by one.
+    pub(super) fn hear(&mut self, heard: Heard, cx: &mut Context) -> Vec<Done> {
+        match heard {
+            Heard::Joined(peer) => self.directory.join(peer),
+            Heard::Left(peer) => self.directory.leave(peer),
+            Heard::Keeps { peer, filter } => self.directory.replace(peer, filter),
+            Heard::Changed { peer, changes } => {
+                if !self.directory.apply(peer, &changes) {
+                    cx.actions.push(Action::Resync { peer });
+                }
+            }
+            Heard::Fetched(ends) => return ends,
+            Heard::Asked { ask, blocks } => self.grant(ask, &blocks, cx),
+            Heard::Released { ask, sent } => self.release(ask, sent, &mut cx.dram),
         }
+        Vec::new()
     }
 
     /// Tells the peers what an event has changed in DRAM. What lies on disks alone is not told of: who asked for it would
     /// wait for this node's disk.
-    pub(super) fn tell(&mut self, dram: &mut Dram, namespaces: &Namespaces) {
-        let changes = dram.drain_changes().filter_map(|(key, added)| {
-            let digest = Digest::new(namespaces.shared(key.namespace)?, key.group, &key.hash);
+    pub(super) fn tell(&mut self, cx: &mut Context) {
+        let changes = cx.dram.drain_changes().filter_map(|(key, added)| {
+            let digest = Digest::new(cx.namespaces.shared(key.namespace)?, key.group, &key.hash);
             Some(if added { Change::Added(digest) } else { Change::Removed(digest) })
         });
         let changes: Vec<Change> = changes.collect();
         if !changes.is_empty() {
             self.stats.told += changes.len() as u64;
-            self.actions.push(Action::Publish(changes));
+            cx.actions.push(Action::Publish(changes));
         }
-    }
-
-    /// A question waits for a producer; the first of its request if `is_new`.
-    pub(super) fn count_wait(&mut self, is_new: bool) {
-        self.stats.miss_waits += u64::from(is_new);
-    }
-
-    /// A request has waited for a producer in vain.
-    pub(super) fn count_exhausted(&mut self) {
-        self.stats.miss_waits_exhausted += 1;
     }
 
     /// Whether a peer reads from this pool.
@@ -113,13 +92,11 @@ impl Peers {
         !self.grants.is_empty()
     }
 
-    /// Its figures, beside so many engines whose requests do not wait any more.
-    pub(super) fn stats(&self, miss_wait_breakers: u64) -> PeersStats {
+    pub(super) fn stats(&self) -> PeersStats {
         PeersStats {
             peers: self.directory.peers().collect(),
             fetching: self.fetches.values().map(Fetching::open).sum(),
             granted_bytes: self.granted_bytes,
-            miss_wait_breakers,
             ..self.stats.clone()
         }
     }

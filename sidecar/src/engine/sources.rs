@@ -1,227 +1,288 @@
-//! What else than DRAM keeps blocks: slots are filled from disks and from peers, and what those parts say is passed on.
+//! What else than DRAM keeps blocks: slots are filled from disks and from peers, blocks of earlier lives are verified in theirs,
+//! and what becomes of each is told to those who wait for it.
 
 use mesh::transport::Done;
-use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
+use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::SlotRef;
+use tiers::dram::Dram;
 use tiers::ssd;
 
+use super::GROUP;
+use super::adoption::Verification;
+use super::arrivals::Waiter;
+use super::context::Context;
+use super::event::{Action, Heard};
 use super::namespaces::Binding;
 use super::peers::{Again, Peers, Span};
-use super::{Action, Core, Heard};
+use super::ssd::Ssd;
 
-// === impl Core: blocks of earlier lives ===
+/// Times that the directory is asked how a run goes on, beside what is here of it: peers that were given the same prompts
+/// have long parts of it.
+const SPANS_MAX: usize = 4;
 
-impl Core {
-    /// Begins to verify blocks that somebody asks for; those that were begun.
-    pub(super) fn begin_verifications(
-        &mut self,
-        wanted: &[BlockKey],
-        out: &mut Vec<Action>,
-    ) -> Vec<BlockKey> {
-        let begun = self.verification.begin(wanted, &mut self.dram, &mut self.arrivals);
-        out.extend(self.verification.drain_actions());
-        begun
-    }
-
-    /// Goes on with what nobody asks for.
-    pub(super) fn verify_ahead(&mut self, out: &mut Vec<Action>) {
-        if !self.draining {
-            self.verification.go_on(&mut self.dram, &mut self.arrivals);
-        }
-        out.extend(self.verification.drain_actions());
-    }
-
-    /// A block was verified; `trusted`, unless its engine was found to compute something else meanwhile.
-    pub(super) fn end_verification(
-        &mut self,
-        slot: SlotRef,
-        whole: bool,
-        trusted: bool,
-        out: &mut Vec<Action>,
-    ) {
-        self.verification.end(slot, whole, trusted, self.draining, &mut self.dram);
-        out.extend(self.verification.drain_actions());
-    }
+#[derive(Debug, Default)]
+pub(super) struct Sources {
+    pub(super) verification: Verification,
+    pub(super) ssd: Option<Ssd>,
+    pub(super) peers: Option<Peers>,
 }
 
-// === impl Core: disks ===
-
-impl Core {
-    /// Whether a device keeps the block, in this size.
-    pub(super) fn disk_keeps(&self, key: &BlockKey, block_bytes: u64) -> bool {
-        self.ssd.as_ref().is_some_and(|ssd| ssd.keeps(key, block_bytes))
-    }
-
-    /// Begins reads as far as there is room; those that were begun.
-    pub(super) fn begin_reads(
-        &mut self,
-        binding: &Binding,
-        wanted: &[BlockKey],
-        out: &mut Vec<Action>,
-    ) -> Vec<BlockKey> {
-        let mut begun = Vec::with_capacity(wanted.len());
-        for key in wanted {
-            let filled = self.dram.begin_fill(*key, binding.block_bytes(), binding.whose);
-            self.apply_evictions(out);
-            let (Ok(slot), Some(ssd)) = (filled, &mut self.ssd) else { break };
-            if !ssd.read(*key, slot) {
-                self.dram.abandon(slot);
-                break;
-            }
-            self.expect(*key, slot, binding, out);
-            begun.push(*key);
-        }
-        begun
-    }
-
-    /// A block is on its way into a slot that was empty.
-    fn expect(&mut self, key: BlockKey, slot: SlotRef, binding: &Binding, out: &mut Vec<Action>) {
-        out.push(Action::FillSlot { slot, namespace: binding.digest, key });
-        self.arrivals.begin(key, slot, binding.block_bytes());
-    }
-
-    /// A device has ended a job.
-    pub(super) fn transferred(&mut self, now_ms: u64, done: ssd::Done, out: &mut Vec<Action>) {
-        let Some(ssd) = &mut self.ssd else { return };
-        if let Some(read) = ssd.ended(now_ms, done, &mut self.dram) {
-            // The device has compared the block's checksum with its own, and keeps that to itself.
-            self.arrived(now_ms, &read.key, read.slot, read.ok.then_some(0), out);
-        }
-    }
-
-    /// Time passed: what is late is waited for no longer.
-    pub(super) fn give_up_late(&mut self, now_ms: u64, out: &mut Vec<Action>) {
-        let reads = self.ssd.as_mut().map(|ssd| ssd.tick(now_ms)).unwrap_or_default();
-        reads.iter().for_each(|key| self.give_up(now_ms, key, out));
-        let fetches = self.peers.as_ref().map(|peers| peers.late(now_ms)).unwrap_or_default();
-        fetches.iter().for_each(|key| self.give_up(now_ms, key, out));
-    }
-
-    /// A block was committed.
-    pub(super) fn offer_saved(
-        &mut self,
-        slot: SlotRef,
-        key: BlockKey,
-        namespace: NamespaceDigest,
-        bytes: u64,
-    ) {
-        if let Some(ssd) = &mut self.ssd {
-            ssd.offer_saved(slot, key, namespace, bytes, &self.dram);
-        }
-    }
-
-    /// A block that is kept was asked for or saved again.
-    pub(super) fn offer_again(&mut self, key: BlockKey, namespace: NamespaceDigest, bytes: u64) {
-        if let Some(ssd) = &mut self.ssd {
-            ssd.offer_again(key, namespace, bytes);
-        }
-    }
-
-    /// What every event may have made room for.
-    pub(super) fn run_ssd(&mut self, out: &mut Vec<Action>) {
-        if let Some(ssd) = &mut self.ssd {
-            out.extend(ssd.drain_jobs(&mut self.dram).map(Action::Transfer));
-        }
-    }
+/// How far a run was followed.
+#[derive(Debug, Default)]
+pub(super) struct Followed {
+    /// Blocks in DRAM, held for the engine that asked.
+    pub(super) held: Vec<SlotRef>,
+    /// Blocks on their way.
+    pub(super) coming: Vec<BlockKey>,
+    /// Blocks of an earlier life to be verified, in DRAM.
+    adopted: Vec<BlockKey>,
+    /// Blocks to be read from a device.
+    on_disk: Vec<BlockKey>,
+    /// Blocks to be fetched from peers.
+    at_peers: Vec<Span>,
 }
 
-// === impl Core: peers ===
+// === impl Sources ===
 
-impl Core {
+impl Sources {
+    /// Whether there may be blocks that no query finds in DRAM.
+    pub(super) fn any(&self, dram: &Dram) -> bool {
+        self.ssd.is_some() || self.peers.is_some() || dram.stats().unverified_blocks > 0
+    }
+
+    /// Whether peers read blocks of DRAM, or devices write some or are to.
+    pub(super) fn busy(&self) -> bool {
+        self.peers.as_ref().is_some_and(Peers::granting) || self.ssd.as_ref().is_some_and(Ssd::busy)
+    }
+
+    /// Goes on with what nobody waits for: blocks are verified and written, and peers are told what has changed in DRAM.
+    pub(super) fn go_on(&mut self, cx: &mut Context) {
+        if !cx.draining {
+            self.verification.go_on(cx);
+        }
+        if let Some(ssd) = &mut self.ssd {
+            cx.actions.extend(ssd.drain_jobs(&mut cx.dram).map(Action::Transfer));
+        }
+        if let Some(peers) = &mut self.peers {
+            peers.tell(cx);
+        }
+    }
+
+    /// Whether the block may be had in DRAM soon.
+    pub(super) fn may_arrive(&self, binding: &Binding, hash: &BlockHash, cx: &Context) -> bool {
+        let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
+        cx.arrivals.is_in_time(&key).unwrap_or_else(|| {
+            cx.dram.is_adopted(&key)
+                || self.disk_keeps(&key, binding.block_bytes())
+                || self.ask_directory(cx.now_ms, binding, 0, &[*hash]).is_some()
+        })
+    }
+
     /// Whether anybody can be asked for blocks of this engine.
     pub(super) fn may_ask_peers(&self, binding: &Binding) -> bool {
         self.peers.as_ref().is_some_and(|peers| peers.may_ask(binding))
     }
 
+    /// Whether a device keeps the block, in this size.
+    fn disk_keeps(&self, key: &BlockKey, block_bytes: u64) -> bool {
+        self.ssd.as_ref().is_some_and(|ssd| ssd.keeps(key, block_bytes))
+    }
+
     /// Who may have the begin of a run, which is at `from` of what was asked for.
-    pub(super) fn ask_directory(
+    fn ask_directory(&self, now_ms: u64, binding: &Binding, from: usize, run: &[BlockHash]) -> Option<Span> {
+        self.peers.as_ref()?.probe(now_ms, binding, from, run)
+    }
+
+    /// Begins to bring a run into DRAM, as far as it can be had and no more than `most` bytes are on their way then.
+    pub(super) fn bring(
+        &mut self,
+        binding: &Binding,
+        run: &[BlockHash],
+        most: u64,
+        cx: &mut Context,
+    ) -> Followed {
+        let mut followed = self.follow(binding, run, most, cx);
+        followed.coming.extend(self.verification.begin(&followed.adopted, cx));
+        self.begin_reads(binding, &mut followed, cx);
+        self.begin_fetches(binding, &mut followed, cx);
+        followed
+    }
+
+    /// Follows a run, as long as no more than `most` bytes are on their way, and of engines at work each has its part of those; a
+    /// block alone always may be. A block that a save is filling ends the run: its step may be long in coming.
+    fn follow(&self, binding: &Binding, run: &[BlockHash], most: u64, cx: &mut Context) -> Followed {
+        let mut followed = Followed::default();
+        let (block_bytes, holder) = (binding.block_bytes(), binding.whose.holder);
+        let mut room = (most.max(block_bytes).saturating_sub(cx.arrivals.bytes()) / block_bytes) as usize;
+        if let others @ 2.. = cx.dram.at_work() {
+            let filling = cx.dram.holdings(holder).filling;
+            room =
+                room.min(((most / others).max(block_bytes).saturating_sub(filling) / block_bytes) as usize);
+        }
+        let held_max = (cx.dram.room(holder) / block_bytes) as usize;
+        for (at, hash) in run.iter().enumerate() {
+            let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
+            if followed.held.len() == held_max {
+                break;
+            }
+            if let Some(slot) = cx.dram.hold(&key, holder) {
+                followed.held.push(slot);
+                continue;
+            }
+            match cx.arrivals.is_in_time(&key) {
+                Some(true) => {
+                    followed.coming.push(key);
+                    continue;
+                }
+                Some(false) => break,
+                None => {}
+            }
+            if cx.dram.is_adopted(&key) {
+                followed.adopted.push(key);
+                continue;
+            }
+            if room == 0 {
+                break;
+            }
+            if self.disk_keeps(&key, block_bytes) {
+                followed.on_disk.push(key);
+            } else {
+                let ahead = &run[at..run.len().min(at + room)];
+                let span = self.span(cx.now_ms, binding, &mut followed.at_peers, at, ahead);
+                let Some(span) = span else { break };
+                span.push(at, key);
+            }
+            room -= 1;
+        }
+        followed
+    }
+
+    /// The span that reaches `at`: the last one, or a new one that the directory has for what is `ahead` from there.
+    fn span<'a>(
         &self,
         now_ms: u64,
         binding: &Binding,
-        from: usize,
-        hashes: &[BlockHash],
-    ) -> Option<Span> {
-        self.peers.as_ref()?.probe(now_ms, binding, from, hashes)
+        spans: &'a mut Vec<Span>,
+        at: usize,
+        ahead: &[BlockHash],
+    ) -> Option<&'a mut Span> {
+        if spans.last().is_none_or(|span| span.end() <= at) {
+            let more = spans.len() < SPANS_MAX;
+            spans.push(more.then(|| self.ask_directory(now_ms, binding, at, ahead)).flatten()?);
+        }
+        spans.last_mut()
     }
 
-    /// Begins fetches as far as there is room; the blocks that were begun.
-    pub(super) fn begin_fetches(
-        &mut self,
-        now_ms: u64,
-        binding: &Binding,
-        spans: &[Span],
-        out: &mut Vec<Action>,
-    ) -> Vec<BlockKey> {
-        let mut all = Vec::new();
-        for span in spans {
+    /// Begins reads as far as there is room, and adds them to what is coming.
+    fn begin_reads(&mut self, binding: &Binding, followed: &mut Followed, cx: &mut Context) {
+        for &key in &followed.on_disk {
+            let (Ok(slot), Some(ssd)) = (cx.take_slot(key, binding), &mut self.ssd) else { return };
+            if !ssd.read(key, slot) {
+                cx.dram.abandon(slot);
+                return;
+            }
+            cx.fill(slot, key, binding);
+            cx.arrivals.begin(key, slot, binding.block_bytes());
+            followed.coming.push(key);
+        }
+    }
+
+    /// Begins fetches as far as there is room, and adds their blocks to what is coming.
+    fn begin_fetches(&mut self, binding: &Binding, followed: &mut Followed, cx: &mut Context) {
+        for span in &followed.at_peers {
             let mut slots = Vec::with_capacity(span.keys().len());
             for key in span.keys() {
-                let filled = self.dram.begin_fill(key, binding.block_bytes(), binding.whose);
-                self.apply_evictions(out);
-                let Ok(slot) = filled else { break };
-                self.expect(key, slot, binding, out);
-                all.push(key);
+                let Ok(slot) = cx.begin_fill(key, binding) else { break };
+                cx.arrivals.begin(key, slot, binding.block_bytes());
+                followed.coming.push(key);
                 slots.push(slot);
             }
             let peers = self.peers.as_mut().expect("they were asked for the span");
-            peers.fetch(now_ms, binding, span, &slots);
-            out.extend(peers.drain_actions());
+            peers.fetch(binding, span, &slots, cx);
             if slots.len() < span.keys().len() {
-                break;
+                return;
             }
         }
-        all
     }
 
-    /// The mesh has said something.
-    pub(super) fn heard(&mut self, now_ms: u64, heard: Heard, out: &mut Vec<Action>) {
-        let Some(peers) = &mut self.peers else { return };
-        match heard {
-            Heard::Joined(peer) => peers.join(peer),
-            Heard::Left(peer) => peers.leave(peer),
-            Heard::Keeps { peer, filter } => peers.replace(peer, filter),
-            Heard::Changed { peer, changes } => peers.change(peer, &changes),
-            Heard::Fetched(ends) => self.fetched(now_ms, &ends, out),
-            Heard::Asked { ask, blocks } => {
-                let namespaces = (!self.draining).then_some(&self.namespaces);
-                peers.grant(ask, &blocks, &mut self.dram, namespaces);
-            }
-            Heard::Released { ask, sent } => peers.release(ask, sent, &mut self.dram),
+    /// A block has ended: with its checksum (zero: nobody knows it) it is whole, without it is not to be had. Who has waited for it.
+    fn arrived(
+        &mut self,
+        key: &BlockKey,
+        slot: SlotRef,
+        checksum: Option<u64>,
+        cx: &mut Context,
+    ) -> Vec<Waiter> {
+        let (trusted, waiting) = cx.arrivals.end(key);
+        match checksum.filter(|_| trusted && cx.dram.commit(slot)) {
+            Some(checksum) => cx.actions.push(Action::CommitSlot { slot, checksum }),
+            None => cx.abandon(slot),
         }
-        self.run_peers(out);
+        waiting
     }
 
-    /// Blocks of fetches have ended. Those that another peer may have are asked of it, together.
-    fn fetched(&mut self, now_ms: u64, ends: &[Done], out: &mut Vec<Action>) {
-        if ends.iter().any(|end| end.result.is_ok()) {
-            self.schedulers.values_mut().for_each(|scheduler| scheduler.patience.restore());
+    /// A block of an earlier life was verified; it is kept if it is what was written. Who has waited for it.
+    pub(super) fn verified(
+        &mut self,
+        key: &BlockKey,
+        slot: SlotRef,
+        whole: bool,
+        cx: &mut Context,
+    ) -> Vec<Waiter> {
+        let (trusted, waiting) = cx.arrivals.end(key);
+        self.verification.end(slot, whole, trusted, cx);
+        waiting
+    }
+
+    /// A device has ended a job: the block that it read, and who has waited for it.
+    pub(super) fn transferred(
+        &mut self,
+        done: ssd::Done,
+        cx: &mut Context,
+    ) -> Option<(BlockKey, Vec<Waiter>)> {
+        let read = self.ssd.as_mut()?.ended(cx.now_ms, done, &mut cx.dram)?;
+        // The device has compared the block's checksum with its own, and keeps that to itself.
+        Some((read.key, self.arrived(&read.key, read.slot, read.ok.then_some(0), cx)))
+    }
+
+    /// Time passed: blocks that are late, each to be given up.
+    pub(super) fn late(&mut self, now_ms: u64) -> Vec<BlockKey> {
+        let mut late = self.ssd.as_mut().map(|ssd| ssd.tick(now_ms)).unwrap_or_default();
+        late.extend(self.peers.as_ref().map(|peers| peers.late(now_ms)).unwrap_or_default());
+        late
+    }
+
+    /// The mesh has said something. The ends of fetches are [`Sources::fetched`]'s, one by one.
+    pub(super) fn heard(&mut self, heard: Heard, cx: &mut Context) -> Vec<Done> {
+        self.peers.as_mut().map(|peers| peers.hear(heard, cx)).unwrap_or_default()
+    }
+
+    /// A block of a fetch has ended, and who has waited for it; none where another peer is to be asked for it `again`, since somebody
+    /// still `waits`.
+    pub(super) fn fetched(
+        &mut self,
+        end: &Done,
+        waits: impl Fn(&Waiter) -> bool,
+        again: &mut Again,
+        cx: &mut Context,
+    ) -> Option<(BlockKey, Vec<Waiter>)> {
+        let peers = self.peers.as_mut()?;
+        let is_wished = |key: &BlockKey| !cx.draining && cx.arrivals.is_wished(key, waits);
+        let (key, slot, checksum) = peers.ended(cx.now_ms, end, is_wished, again)?;
+        Some((key, self.arrived(&key, slot, checksum, cx)))
+    }
+
+    /// A block was committed.
+    pub(super) fn offer_saved(&mut self, slot: SlotRef, key: BlockKey, binding: &Binding, dram: &Dram) {
+        if let Some(ssd) = &mut self.ssd {
+            ssd.offer_saved(slot, key, binding.digest, binding.block_bytes(), dram);
         }
-        let mut again = Again::default();
-        for end in ends {
-            let Some(peers) = &mut self.peers else { return };
-            let is_wished = |key: &BlockKey| !self.draining && self.arrivals.wished(key);
-            if let Some((key, slot, checksum)) = peers.ended(now_ms, end, is_wished, &mut again) {
-                self.arrived(now_ms, &key, slot, checksum, out);
-            }
+    }
+
+    /// A block that is kept was asked for or saved again.
+    pub(super) fn offer_again(&mut self, key: BlockKey, binding: &Binding) {
+        if let Some(ssd) = &mut self.ssd {
+            ssd.offer_again(key, binding.digest, binding.block_bytes());
         }
-        if let Some(peers) = &mut self.peers {
-            peers.fetch_again(now_ms, again);
-        }
-    }
-
-    /// The sidecar is to end: nobody waits for fetches.
-    pub(super) fn cancel_fetches(&mut self, out: &mut Vec<Action>) {
-        self.peers.iter_mut().for_each(Peers::cancel);
-        self.run_peers(out);
-    }
-
-    /// Tells the peers what an event has changed in DRAM.
-    pub(super) fn tell_peers(&mut self, out: &mut Vec<Action>) {
-        self.peers.iter_mut().for_each(|peers| peers.tell(&mut self.dram, &self.namespaces));
-        self.run_peers(out);
-    }
-
-    fn run_peers(&mut self, out: &mut Vec<Action>) {
-        self.peers.iter_mut().for_each(|peers| out.extend(peers.drain_actions()));
     }
 }

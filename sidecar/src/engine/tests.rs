@@ -8,7 +8,7 @@ mod quotas;
 
 use std::collections::BTreeMap;
 
-use shm_protocol::handshake::{BlockRegion, Copier, Digest, Worker as WorkerHello};
+use shm_protocol::handshake::{BlockRegion, Copier, Digest, Role, Worker as WorkerHello};
 use shm_protocol::key::{BlockKey, NamespaceDigest};
 use shm_protocol::message::{APPEND_CHUNKS, LOAD_BY_ENGINE, LOAD_EARLY, Outcome, Saved, Status};
 use shm_protocol::namespace::Facts;
@@ -91,7 +91,7 @@ impl Harness {
     }
 
     pub(super) fn join(&mut self) {
-        for session in RANKS.into_iter().take(self.core.workers.len()) {
+        for session in self.ranks() {
             self.join_from(session, 0);
         }
     }
@@ -103,14 +103,24 @@ impl Harness {
 
     /// An engine of ranks that have blocks of `bytes` each and have not joined.
     pub(super) fn over(core: Core, world_size: u32, bytes: u64) -> Self {
+        Self::waiting(core, world_size, bytes, None)
+    }
+
+    /// The same whose requests wait so long for a producer.
+    pub(super) fn waiting(core: Core, world_size: u32, bytes: u64, miss_wait_ms: Option<u32>) -> Self {
         let mut harness = Self { core, out: Vec::new(), now_ms: 0, speaker: SCHEDULER };
         for rank in 0..world_size {
             let (session, hello) = (RANKS[rank as usize], rank_hello_of(world_size, rank, bytes));
             harness.event(Event::Connected { session, hello: Box::new(hello) });
         }
-        let hello = hello(world_size, Role::Scheduler { run: RUN });
+        let hello = Hello { miss_wait_ms, ..hello(world_size, Role::Scheduler { run: RUN }) };
         harness.event(Event::Connected { session: SCHEDULER, hello: Box::new(hello) });
         harness
+    }
+
+    /// Sessions of the ranks that are connected.
+    fn ranks(&self) -> Vec<SessionId> {
+        RANKS.into_iter().filter(|session| self.core.base.engines.has_worker(*session)).collect()
     }
 
     pub(super) fn event(&mut self, event: Event) {
@@ -235,7 +245,7 @@ impl Harness {
     fn keep(&mut self, count: u32) {
         self.open(0, 0..count);
         self.save(0, 1, 1, 1..count + 1);
-        for session in RANKS.into_iter().take(self.core.workers.len()) {
+        for session in self.ranks() {
             self.fences(session, 1, 1);
         }
         for (copy, _, _) in self.copies() {

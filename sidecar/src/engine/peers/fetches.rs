@@ -16,8 +16,9 @@ use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 
 use super::{Peers, stats};
+use crate::engine::arrivals::WAIT_MS_MAX;
+use crate::engine::context::Context;
 use crate::engine::namespaces::Binding;
-use crate::engine::waits::WAIT_MS_MAX;
 use crate::engine::{Action, GROUP};
 
 /// Peers that are asked for a block, one after the other.
@@ -27,7 +28,7 @@ const PART_BYTES_MIN: u64 = 4 << 20;
 
 /// A part of a run, and who may have it.
 #[derive(Debug)]
-pub(in crate::engine) struct Span {
+pub(crate) struct Span {
     /// Where in what was asked for it begins.
     from: usize,
     /// The longest run first; at least one.
@@ -51,7 +52,7 @@ pub(super) struct Fetching {
 
 /// Blocks that one peer failed to give, by the other that they are asked of and the fetch that they were in.
 #[derive(Debug, Default)]
-pub(in crate::engine) struct Again(BTreeMap<(PeerNumber, u64), Fetching>);
+pub(crate) struct Again(BTreeMap<(PeerNumber, u64), Fetching>);
 
 /// A block on its way.
 #[derive(Debug)]
@@ -66,17 +67,17 @@ struct Wanted {
 
 impl Span {
     /// What nobody may have of it begins here.
-    pub(in crate::engine) fn end(&self) -> usize {
+    pub(crate) fn end(&self) -> usize {
         self.from + self.candidates[0].run as usize
     }
 
     /// Blocks of it that are to be fetched.
-    pub(in crate::engine) fn keys(&self) -> impl ExactSizeIterator<Item = BlockKey> + '_ {
+    pub(crate) fn keys(&self) -> impl ExactSizeIterator<Item = BlockKey> + '_ {
         self.blocks.iter().map(|(_, key)| *key)
     }
 
     /// A block of it is to be fetched.
-    pub(in crate::engine) fn push(&mut self, at: usize, key: BlockKey) {
+    pub(crate) fn push(&mut self, at: usize, key: BlockKey) {
         self.blocks.push(((at - self.from) as u32, key));
     }
 
@@ -136,15 +137,15 @@ impl Fetching {
 // === impl Peers ===
 
 impl Peers {
-    fn post(&mut self, now_ms: u64, fetching: Fetching) {
+    fn post(&mut self, fetching: Fetching, cx: &mut Context) {
         let ticket = self.next_ticket;
         self.next_ticket += 1;
         self.stats.fetches += 1;
         let wanted = fetching.blocks.iter().flatten();
         let blocks: Vec<_> = wanted.map(|wanted| (fetching.label(&wanted.key), wanted.slot.offset)).collect();
         self.directory.began(fetching.peer, blocks.len() as u32);
-        let deadline = Duration::from_millis(fetching.until_ms.saturating_sub(now_ms));
-        self.actions.push(Action::Fetch(Fetch { ticket, peer: fetching.peer, blocks, deadline }));
+        let deadline = Duration::from_millis(fetching.until_ms.saturating_sub(cx.now_ms));
+        cx.actions.push(Action::Fetch(Fetch { ticket, peer: fetching.peer, blocks, deadline }));
         self.fetches.insert(ticket, fetching);
     }
 
@@ -171,12 +172,12 @@ impl Peers {
         holders.iter().map(|holder| holder.peer).find(|peer| !tried.contains(peer))
     }
     /// Whether anybody can be asked for blocks of this engine.
-    pub(in crate::engine) fn may_ask(&self, binding: &Binding) -> bool {
+    pub(crate) fn may_ask(&self, binding: &Binding) -> bool {
         !binding.is_private() && self.directory.peers().next().is_some()
     }
 
     /// Who may have the begin of a run, which is at `from` of what was asked for.
-    pub(in crate::engine) fn probe(
+    pub(crate) fn probe(
         &self,
         now_ms: u64,
         binding: &Binding,
@@ -193,26 +194,20 @@ impl Peers {
     }
 
     /// Fetches those blocks of a span that have slots, in its order.
-    pub(in crate::engine) fn fetch(
-        &mut self,
-        now_ms: u64,
-        binding: &Binding,
-        span: &Span,
-        slots: &[SlotRef],
-    ) {
+    pub(crate) fn fetch(&mut self, binding: &Binding, span: &Span, slots: &[SlotRef], cx: &mut Context) {
         let wanted = |(&(place, key), &slot): (&(u32, BlockKey), &SlotRef)| {
             (place, Wanted { key, slot, tried: Vec::new() })
         };
         let begun: Vec<(u32, Wanted)> = span.blocks.iter().zip(slots).map(wanted).collect();
-        let until_ms = now_ms.saturating_add(WAIT_MS_MAX);
+        let until_ms = cx.now_ms.saturating_add(WAIT_MS_MAX);
         for (peer, blocks) in span.cut(begun, binding.block_bytes()) {
-            self.post(now_ms, Fetching::new(peer, until_ms, binding, blocks));
+            self.post(Fetching::new(peer, until_ms, binding, blocks), cx);
         }
     }
 
     /// A block of a fetch has ended: it, its slot and, if it is here, its checksum; none where it is to be asked of another
     /// peer `again`.
-    pub(in crate::engine) fn ended(
+    pub(crate) fn ended(
         &mut self,
         now_ms: u64,
         end: &Done,
@@ -238,22 +233,22 @@ impl Peers {
     }
 
     /// Asks other peers, of each together.
-    pub(in crate::engine) fn fetch_again(&mut self, now_ms: u64, again: Again) {
+    pub(crate) fn fetch_again(&mut self, again: Again, cx: &mut Context) {
         for fetching in again.0.into_values() {
             self.stats.retried_blocks += fetching.open();
-            self.post(now_ms, fetching);
+            self.post(fetching, cx);
         }
     }
 
     /// Blocks that nobody waits for any more.
-    pub(in crate::engine) fn late(&self, now_ms: u64) -> Vec<BlockKey> {
+    pub(crate) fn late(&self, now_ms: u64) -> Vec<BlockKey> {
         let late = self.fetches.values().filter(|fetching| fetching.until_ms <= now_ms);
         late.flat_map(|fetching| fetching.blocks.iter().flatten()).map(|wanted| wanted.key).collect()
     }
 
     /// Ends every fetch early.
-    pub(in crate::engine) fn cancel(&mut self) {
+    pub(crate) fn cancel(&self, cx: &mut Context) {
         let tickets = self.fetches.keys();
-        self.actions.extend(tickets.map(|&ticket| Action::CancelFetch { ticket }));
+        cx.actions.extend(tickets.map(|&ticket| Action::CancelFetch { ticket }));
     }
 }

@@ -7,7 +7,8 @@ use tiers::dram::{Dram, HolderId};
 
 use super::Peers;
 use crate::engine::Action;
-use crate::engine::namespaces::{Namespaces, Space};
+use crate::engine::context::Context;
+use crate::engine::namespaces::Space;
 
 /// What one ask was granted.
 #[derive(Debug, Default)]
@@ -27,17 +28,11 @@ impl Granted {
 // === impl Peers ===
 
 impl Peers {
-    /// Answers a peer's ask: what is here, in the length it says, and what is not. Without `namespaces` nothing is given.
-    pub(in crate::engine) fn grant(
-        &mut self,
-        ask: u64,
-        blocks: &[Label],
-        dram: &mut Dram,
-        namespaces: Option<&Namespaces>,
-    ) {
+    /// Answers a peer's ask: what is here, in the length it says, and what is not. A sidecar that is to end gives nothing.
+    pub(super) fn grant(&mut self, ask: u64, blocks: &[Label], cx: &mut Context) {
         let mut granted = Granted::default();
         let slots = blocks.iter().map(|label| {
-            let slot = self.hold(label, dram, namespaces);
+            let slot = self.hold(label, cx);
             granted.slots.extend(slot.map(|slot| (slot, u64::from(label.bytes))));
             slot
         });
@@ -46,34 +41,34 @@ impl Peers {
         self.stats.asked_blocks += blocks.len() as u64;
         let before = self.grants.insert(ask, granted);
         assert!(before.is_none(), "an ask is made once");
-        self.actions.push(Action::Grant { ask, slots });
+        cx.actions.push(Action::Grant { ask, slots });
     }
 
     /// Holds a block for a peer. An ask counts as no access: the peer keeps the block for itself from now on.
-    fn hold(&mut self, label: &Label, dram: &mut Dram, namespaces: Option<&Namespaces>) -> Option<SlotRef> {
+    fn hold(&mut self, label: &Label, cx: &mut Context) -> Option<SlotRef> {
         let bytes = u64::from(label.bytes);
         let space = Space { digest: label.namespace, block_bytes: bytes };
-        let namespace = namespaces.and_then(|namespaces| namespaces.known(space));
+        let namespace = cx.namespaces.known(space).filter(|_| !cx.draining);
         let key = namespace.map(|namespace| BlockKey { namespace, group: label.group, hash: label.hash });
-        let Some(slot) = key.and_then(|key| dram.hold(&key, HolderId::NOBODY)) else {
+        let Some(slot) = key.and_then(|key| cx.dram.hold(&key, HolderId::NOBODY)) else {
             self.stats.absent_blocks += 1;
             return None;
         };
         let room = self.granted_bytes + bytes <= self.granted_bytes_max;
         // The peer reads as many bytes as it has asked for.
-        let fits = dram.block_bytes(slot) == Some(bytes);
+        let fits = cx.dram.block_bytes(slot) == Some(bytes);
         if room && fits {
             self.granted_bytes += bytes;
             return Some(slot);
         }
         self.stats.withheld_blocks += u64::from(fits);
         self.stats.absent_blocks += u64::from(!fits);
-        dram.unhold(slot, HolderId::NOBODY);
+        cx.dram.unhold(slot, HolderId::NOBODY);
         None
     }
 
     /// The transport needs the slots of a grant no more.
-    pub(in crate::engine) fn release(&mut self, ask: u64, sent: u32, dram: &mut Dram) {
+    pub(super) fn release(&mut self, ask: u64, sent: u32, dram: &mut Dram) {
         let granted = self.grants.remove(&ask).expect("a grant is released once");
         self.granted_bytes -= granted.bytes();
         let whole = granted.slots.iter().take(sent as usize);

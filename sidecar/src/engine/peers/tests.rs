@@ -50,10 +50,15 @@ fn label(key: u32) -> Label {
 
 impl Scene {
     fn new() -> Self {
+        Self::waiting(None)
+    }
+
+    /// An engine whose requests wait so long for a producer.
+    fn waiting(miss_wait_ms: Option<u32>) -> Self {
         let pool_bytes = POOL_SEGMENT * POOL_SEGMENTS;
         let config = dram::Config { pool_bytes, segment_bytes: POOL_SEGMENT, lease_ttl_ms: 10_000 };
         let core = Core::new(Dram::new(config).unwrap()).with_peers(Directory::new(Config::default()));
-        let mut engine = Harness::over(core, 1, BLOCK_BYTES);
+        let mut engine = Harness::waiting(core, 1, BLOCK_BYTES, miss_wait_ms);
         engine.join();
         let (fetches, cancelled, granted, told) = Default::default();
         Self { engine, fetches, cancelled, granted, told, op: 0 }
@@ -163,7 +168,7 @@ impl Scene {
     }
 
     fn held_bytes(&self) -> u64 {
-        self.engine.core.dram.stats().bytes_leased
+        self.engine.core.base.cx.dram.stats().bytes_leased
     }
 
     fn stats(&self) -> PeersStats {
@@ -172,7 +177,7 @@ impl Scene {
 
     /// Nothing is on its way, held or being filled.
     fn is_quiet(&self) -> bool {
-        let tier = self.engine.core.dram.stats();
+        let tier = self.engine.core.base.cx.dram.stats();
         !self.engine.core.busy() && tier.filling == 0 && tier.bytes_leased == 0
     }
 }

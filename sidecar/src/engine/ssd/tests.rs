@@ -131,12 +131,12 @@ impl Scene {
         self.end_all();
         self.flood();
         let space = Space { digest: NAMESPACE, block_bytes: BLOCK_BYTES };
-        let namespace = self.engine.core.namespaces.adopt(space).unwrap();
+        let namespace = self.engine.core.base.cx.namespaces.adopt(space).unwrap();
         for key in keys {
             let key = BlockKey { namespace, group: 0, hash: hash(key) };
-            let ssd = self.engine.core.ssd.as_ref().unwrap();
+            let ssd = self.engine.core.base.sources.ssd.as_ref().unwrap();
             assert_eq!(ssd.log.keeps(&key).map(u64::from), Some(BLOCK_BYTES));
-            assert!(self.engine.core.dram.hold(&key, HolderId::NOBODY).is_none(), "it left DRAM");
+            assert!(self.engine.core.base.cx.dram.hold(&key, HolderId::NOBODY).is_none(), "it left DRAM");
         }
         self.engine.out.clear();
     }
@@ -171,11 +171,11 @@ impl Scene {
     }
 
     fn held_bytes(&self) -> u64 {
-        self.engine.core.dram.stats().bytes_leased
+        self.engine.core.base.cx.dram.stats().bytes_leased
     }
 
     fn transfers(&self) -> bool {
-        self.engine.core.ssd.as_ref().unwrap().transfers()
+        self.engine.core.base.sources.ssd.as_ref().unwrap().transfers()
     }
 
     fn stats(&self) -> SsdStats {

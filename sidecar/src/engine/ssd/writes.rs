@@ -37,7 +37,7 @@ impl Ssd {
         self.queue.push_back(block);
     }
     /// A block was committed: it is written, by the admission rule at once or when it is asked for again.
-    pub(in crate::engine) fn offer_saved(
+    pub(crate) fn offer_saved(
         &mut self,
         slot: SlotRef,
         key: BlockKey,
@@ -51,7 +51,7 @@ impl Ssd {
     }
 
     /// A block that lies in DRAM was asked for or offered again: it is worth a place, also one that it lost meanwhile.
-    pub(in crate::engine) fn offer_again(&mut self, key: BlockKey, namespace: NamespaceDigest, bytes: u64) {
+    pub(crate) fn offer_again(&mut self, key: BlockKey, namespace: NamespaceDigest, bytes: u64) {
         self.enqueue(Unwritten { key, namespace, bytes });
     }
 

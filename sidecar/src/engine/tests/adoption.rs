@@ -31,7 +31,8 @@ fn adopted() -> Harness {
 fn verification(core: &Core, n: u32) -> Action {
     let geometry = shm_protocol::pool::Geometry::new(SEGMENT, BLOCK_BYTES).unwrap();
     let offset = geometry.offset(u64::from(n / 3), n % 3).unwrap();
-    let namespace = core.namespaces.known(namespaces::Space { digest: NAMESPACE, block_bytes: BLOCK_BYTES });
+    let namespace =
+        core.base.cx.namespaces.known(namespaces::Space { digest: NAMESPACE, block_bytes: BLOCK_BYTES });
     let key = BlockKey { namespace: namespace.unwrap(), group: GROUP, hash: hash(n) };
     Action::Verify { key, slot: SlotRef { offset, generation: 1 } }
 }
@@ -115,7 +116,7 @@ fn a_query_waits_no_longer_for_a_block_that_is_verified_than_for_one_of_a_disk()
     engine.open(0, 0..3);
     engine.ask_for(1, 3);
     engine.verified(0, true);
-    engine.now_ms = waits::WAIT_MS_MAX - 1;
+    engine.now_ms = arrivals::WAIT_MS_MAX - 1;
     engine.event(Event::Tick);
     assert_eq!(engine.answer(), Some((Status::Pending, 0)));
     engine.now_ms += 1;

@@ -16,7 +16,7 @@ fn run(engine: u64) -> [u8; 16] {
     if engine == 0 { RUN } else { [engine as u8 + 100; 16] }
 }
 
-pub(in crate::engine) fn found(differing: u32) -> Found {
+pub(crate) fn found(differing: u32) -> Found {
     let amount = if differing == 0 { 1e-3 } else { 0.4 };
     Found { differing, worst: Difference { layer: 3, number: Number::Bfloat16, amount } }
 }

@@ -211,11 +211,11 @@ fn whoever_goes_leaves_nothing_held() {
         leave(&mut scene);
         scene.end(&fetch, 0..3, Ok(1));
         scene.end(&fetch, 4..KEYS as usize, Err(Fault::Stopped));
-        if scene.engine.core.schedulers.contains_key(&SCHEDULER) {
+        if scene.engine.core.base.engines.has_scheduler(SCHEDULER) {
             scene.ask(SchedulerRequest::Close { log: 1 });
         }
         scene.loads();
-        assert!(scene.is_quiet() && scene.engine.core.loads.is_empty(), "{what}");
+        assert!(scene.is_quiet() && !scene.engine.core.transfers.any_load(), "{what}");
         assert_eq!(scene.engine.core.stats().leases, 0, "{what}");
     }
 }

@@ -1,15 +1,17 @@
 //! The rules of waiting for a producer.
 
 use super::*;
-use crate::engine::windows::Patience;
 
 const WINDOW_MS: u64 = 200;
 
 /// An engine whose requests wait, and a peer that has nothing yet.
 fn waiting() -> Scene {
-    let mut scene = Scene::with(A, 0..0);
-    let scheduler = scene.engine.core.schedulers.get_mut(&SCHEDULER).unwrap();
-    scheduler.patience = Patience::new(Some(WINDOW_MS as u32));
+    waiting_for(WINDOW_MS as u32)
+}
+
+fn waiting_for(window_ms: u32) -> Scene {
+    let mut scene = Scene::waiting(Some(window_ms));
+    scene.join(A, 0..0);
     scene
 }
 
@@ -152,8 +154,7 @@ fn a_block_from_a_peer_breaks_the_row() {
 
 #[test]
 fn a_peer_that_has_not_what_it_told_of_is_not_asked_again_and_again() {
-    let mut scene = waiting();
-    scene.engine.core.schedulers.get_mut(&SCHEDULER).unwrap().patience = Patience::new(Some(2000));
+    let mut scene = waiting_for(2000);
     let op = scene.query(1, 0..4);
     produce(&mut scene, 0..4);
     let mut asked = 0;

@@ -10,9 +10,8 @@
 
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
-use super::namespaces::Binding;
-use super::waits::Question;
-use super::{Action, Core, GROUP, SessionId};
+use super::{Action, Base, Context, GROUP, Queries, Question, Scheduler, SessionId};
+use crate::engine::peers::PeersStats;
 
 /// How often a question is asked again at most. A look costs a search for one block here and in what is known of each peer,
 /// some microseconds; a producer's blocks come by the step, every 10 ms at best, and are told of by the batch.
@@ -46,13 +45,16 @@ pub(super) struct Window {
 }
 
 /// What all windows share.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Windows {
     /// When a question is to be asked again.
-    next_look_ms: u64,
+    next_look_ms: Option<u64>,
     quiet_until_ms: u64,
     /// Windows exhausted that the log has not been told of.
     untold: u64,
+    /// Requests that waited for a producer, and those whose blocks did not come.
+    waits: u64,
+    exhausted: u64,
 }
 
 // === impl Patience ===
@@ -104,33 +106,25 @@ impl Window {
 
 // === impl Windows ===
 
-impl Default for Windows {
-    fn default() -> Self {
-        Self { next_look_ms: u64::MAX, quiet_until_ms: 0, untold: 0 }
+impl Windows {
+    /// A question is to be asked again by then.
+    fn look_at(&mut self, at_ms: u64) {
+        self.next_look_ms = Some(self.next_look_ms.map_or(at_ms, |next| next.min(at_ms)));
     }
 }
 
-// === impl Core ===
+// === impl Queries ===
 
-impl Core {
-    /// When time must pass for a question to be asked again.
-    pub fn next_look_ms(&self) -> Option<u64> {
-        Some(self.windows.next_look_ms).filter(|at| *at < u64::MAX)
+impl Queries {
+    pub(crate) fn next_look_ms(&self) -> Option<u64> {
+        self.windows.next_look_ms
     }
 
-    /// A question's run has so many hits; the first of a request opens its window. Whether more may be sent for now.
-    pub(super) fn see_run(
-        &mut self,
-        now_ms: u64,
-        session: SessionId,
-        binding: &Binding,
-        question: Question,
-        hits: u32,
-    ) -> bool {
-        let may_open = self.may_ask_peers(binding);
-        let scheduler = self.schedulers.get_mut(&session).expect("the caller checked");
-        let log = scheduler.logs.known_mut(question.log);
-        let (patience, end) = (&scheduler.patience, question.from + hits);
+    /// A question's run has so many hits; the first of a request opens its window, if it `may`. Whether more may be sent for now.
+    pub(super) fn see_run(&mut self, question: Question, hits: u32, may_open: bool, now_ms: u64) -> bool {
+        let asker = self.asker(question.session);
+        let log = asker.logs.known_mut(question.log);
+        let (patience, end) = (&asker.patience, question.from + hits);
         let is_new = !std::mem::replace(&mut log.asked, true);
         if is_new && may_open && patience.window_ms > 0 && !patience.is_lost() {
             log.window = Some(Window::open(now_ms, end, patience.window_ms));
@@ -141,96 +135,104 @@ impl Core {
     }
 
     /// Lets a question wait for a producer, if its window is open.
-    pub(super) fn wait_for_producer(&mut self, now_ms: u64, session: SessionId, question: Question) -> bool {
-        let window = self.window(session, question.log).filter(|window| now_ms < window.until_ms);
+    pub(super) fn wait_for_producer(&mut self, question: Question, now_ms: u64) -> bool {
+        let window = self.window(question).filter(|window| now_ms < window.until_ms);
         let Some(window) = window else { return false };
         let (look_ms, is_new) = (window.idle(now_ms), !std::mem::replace(&mut window.waited, true));
-        self.windows.next_look_ms = self.windows.next_look_ms.min(look_ms);
-        self.arrivals.wait(session, question, 0, false, Vec::new());
-        if let Some(peers) = &mut self.peers {
-            peers.count_wait(is_new);
-        }
+        self.windows.look_at(look_ms);
+        self.windows.waits += u64::from(is_new);
+        self.wait(question, 0, false, Vec::new());
         true
     }
 
     /// Asks the questions again that wait for a producer, where there is more to be had or their window is over.
-    pub(super) fn look_again(&mut self, now_ms: u64, out: &mut Vec<Action>) {
-        if now_ms < self.windows.next_look_ms {
+    pub(crate) fn look_again(&mut self, base: &mut Base) {
+        let now_ms = base.cx.now_ms;
+        if self.windows.next_look_ms.take_if(|at| *at <= now_ms).is_none() {
             return;
         }
-        self.windows.next_look_ms = u64::MAX;
-        for (session, question) in self.arrivals.idle() {
-            let Some(window) = self.window(session, question.log) else { continue };
+        let idle = self.waits.values().filter(|wait| wait.open == 0 && wait.answered.is_none());
+        let idle: Vec<Question> = idle.map(|wait| wait.question).collect();
+        for question in idle {
+            let Some(window) = self.window(question) else { continue };
             let (due, looks) = (now_ms >= window.until_ms, now_ms >= window.look_ms);
-            if due || looks && self.next_is_here(now_ms, session, question) {
-                self.ask_again(now_ms, (session, question.log), out);
-            } else if let Some(window) = self.window(session, question.log) {
+            if due || looks && self.next_is_here(question, base) {
+                self.ask_again((question.session, question.log), base);
+            } else if let Some(window) = self.window(question) {
                 let look_ms = window.idle(now_ms);
-                self.windows.next_look_ms = self.windows.next_look_ms.min(look_ms);
+                self.windows.look_at(look_ms);
             }
         }
     }
 
     /// Whether the block at which a question's run ends can be had.
-    fn next_is_here(&mut self, now_ms: u64, session: SessionId, question: Question) -> bool {
-        let Some(binding) = self.binding(session) else { return true };
-        let log = self.schedulers[&session].logs.known(question.log);
+    fn next_is_here(&self, question: Question, base: &mut Base) -> bool {
+        let Some(binding) = base.engines[question.session].binding else { return true };
+        let log = self.log(question.session, question.log);
         let next = log.window.as_ref().and_then(|window| log.keys.get(window.end as usize));
         let Some(&hash) = next else { return true };
-        self.dram.probe(binding.namespace, GROUP, &[hash]) > 0 || self.may_arrive(now_ms, &binding, &hash)
+        base.cx.dram.probe(binding.namespace, GROUP, &[hash]) > 0
+            || base.sources.may_arrive(&binding, &hash, &base.cx)
     }
 
     /// All that a waiting query sent for has ended. It is asked again as long as its window is open.
-    pub(super) fn all_ended(&mut self, now_ms: u64, place: (SessionId, u32), out: &mut Vec<Action>) {
-        match self.window(place.0, place.1) {
+    pub(super) fn all_ended(&mut self, place: (SessionId, u32), base: &mut Base) {
+        match self.askers.get_mut(&place.0).and_then(|asker| asker.logs.window(place.1)) {
             Some(window) => {
-                window.pause(now_ms);
-                self.ask_again(now_ms, place, out);
+                window.pause(base.cx.now_ms);
+                self.ask_again(place, base);
             }
-            None => self.answer_wait(now_ms, place, out),
+            None => self.answer_wait(place, base),
         }
     }
 
     /// A question is answered with so many hits: its request waits no more.
     pub(super) fn end_window(
         &mut self,
-        now_ms: u64,
-        session: SessionId,
         question: Question,
         hits: u32,
-        out: &mut Vec<Action>,
+        scheduler: &Scheduler,
+        cx: &mut Context,
     ) {
-        let scheduler = self.schedulers.get_mut(&session).expect("the caller checked");
-        let log = scheduler.logs.known_mut(question.log);
+        let (now_ms, asker) = (cx.now_ms, self.asker(question.session));
+        let log = asker.logs.known_mut(question.log);
         let missing = log.wanted(question).len() - hits as usize;
         let Some(window) = log.window.take() else { return };
         if !window.waited {
             return;
         }
         if missing == 0 {
-            return scheduler.patience.restore();
+            return asker.patience.restore();
         }
-        scheduler.patience.exhausted += 1;
-        let trips = scheduler.patience.exhausted == EXHAUSTED_MAX;
-        let engine = scheduler.engine.clone();
-        if let Some(peers) = &mut self.peers {
-            peers.count_exhausted();
-        }
+        asker.patience.exhausted += 1;
+        let trips = asker.patience.exhausted == EXHAUSTED_MAX;
+        self.windows.exhausted += 1;
         self.windows.untold += 1;
         if trips || now_ms >= self.windows.quiet_until_ms {
             self.windows.quiet_until_ms = now_ms + QUIET_MS;
             let (waited_ms, untold) = (now_ms - window.asked_ms, std::mem::take(&mut self.windows.untold));
-            out.push(Action::Warn(warning(&engine, missing, waited_ms, untold, trips)));
+            cx.actions.push(Action::Warn(warning(&scheduler.engine, missing, waited_ms, untold, trips)));
         }
     }
 
-    /// Engines whose requests do not wait, because it was in vain.
-    pub(super) fn lost_patience(&self) -> u64 {
-        self.schedulers.values().filter(|scheduler| scheduler.patience.is_lost()).count() as u64
+    /// A peer has given a block: requests of all engines may wait again.
+    pub(crate) fn restore_patience(&mut self) {
+        self.askers.values_mut().for_each(|asker| asker.patience.restore());
     }
 
-    pub(super) fn window(&mut self, session: SessionId, log: u32) -> Option<&mut Window> {
-        self.schedulers.get_mut(&session)?.logs.window(log)
+    /// The mesh's figures with those of the windows.
+    pub(crate) fn count_waits(&self, stats: PeersStats) -> PeersStats {
+        let lost = self.askers.values().filter(|asker| asker.patience.is_lost());
+        PeersStats {
+            miss_waits: self.windows.waits,
+            miss_waits_exhausted: self.windows.exhausted,
+            miss_wait_breakers: lost.count() as u64,
+            ..stats
+        }
+    }
+
+    fn window(&mut self, question: Question) -> Option<&mut Window> {
+        self.askers.get_mut(&question.session)?.logs.window(question.log)
     }
 }
 

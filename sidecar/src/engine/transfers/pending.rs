@@ -16,12 +16,12 @@ const EARLY_MAX: usize = OPERATIONS * RANKS_MAX as usize;
 #[derive(Debug, Default)]
 pub(super) struct Pending {
     /// Saves and loads that have not ended.
-    saves: usize,
-    loads: usize,
+    pub(super) saves: usize,
+    pub(super) loads: usize,
     /// Blocks of saves that wait for a binding or their step.
-    wanted: usize,
+    pub(super) wanted: usize,
     /// Operations, in order, that some rank has not started yet.
-    waiting: BTreeSet<u64>,
+    pub(super) waiting: BTreeSet<u64>,
     /// Saves whose copies ended and that wait for a drained ring.
     copied: Vec<u64>,
     /// The newest operation read from its ring.
@@ -46,14 +46,6 @@ impl Pending {
         Err(format!("more than {COMPLETION_SLOTS} saves at once"))
     }
 
-    pub(super) fn begin_save(&mut self) {
-        self.saves += 1;
-    }
-
-    pub(super) fn end_save(&mut self) {
-        self.saves -= 1;
-    }
-
     /// Refuses a load if there are as many as may be.
     pub(super) fn check_load(&self) -> Result<(), Violation> {
         if self.loads < OPERATIONS {
@@ -62,46 +54,9 @@ impl Pending {
         Err(format!("more than {OPERATIONS} loads at once"))
     }
 
-    pub(super) fn begin_load(&mut self) {
-        self.loads += 1;
-    }
-
-    pub(super) fn end_load(&mut self) {
-        self.loads -= 1;
-    }
-
     /// Whether so many more blocks may wait.
     pub(super) fn may_want(&self, blocks: usize) -> bool {
         self.wanted + blocks <= WANTED_MAX
-    }
-
-    /// So many blocks of its saves wait.
-    pub(super) fn want(&mut self, blocks: usize) {
-        self.wanted += blocks;
-    }
-
-    /// So many do not wait any more.
-    pub(super) fn unwant(&mut self, blocks: usize) {
-        self.wanted -= blocks;
-    }
-
-    /// An operation waits for its ranks.
-    pub(super) fn wait(&mut self, op: u64) {
-        self.waiting.insert(op);
-    }
-
-    /// Every rank has started it, or need not.
-    pub(super) fn start(&mut self, op: u64) {
-        self.waiting.remove(&op);
-    }
-
-    /// What waits for ranks, in order.
-    pub(super) fn waiting(&self) -> Vec<u64> {
-        self.waiting.iter().copied().collect()
-    }
-
-    pub(super) fn any_waits(&self) -> bool {
-        !self.waiting.is_empty()
     }
 
     /// A save's copies have ended: it waits for a drained ring.

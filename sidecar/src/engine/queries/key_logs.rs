@@ -8,13 +8,12 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{Append, Keys};
 use tiers::dram::LeaseId;
 
-use super::Violation;
-use super::waits::Question;
 use super::windows::Window;
+use super::{Question, Violation};
 
 /// Those of one scheduler.
 #[derive(Debug, Default)]
-pub(super) struct KeyLogs {
+pub(crate) struct KeyLogs {
     open: BTreeMap<u32, KeyLog>,
     /// Logs with a lease.
     leased: BTreeSet<u32>,
@@ -50,7 +49,7 @@ pub(super) struct QueryLease {
 
 impl KeyLogs {
     /// A log is opened, when the next filled slot has this generation.
-    pub(super) fn open(&mut self, number: u32, opened_at: u64) -> Result<(), Violation> {
+    pub(crate) fn open(&mut self, number: u32, opened_at: u64) -> Result<(), Violation> {
         let opened = KeyLog { opened_at, ..KeyLog::default() };
         if self.open.insert(number, opened).is_some() {
             return Err(format!("log {number} was opened twice"));
@@ -59,7 +58,7 @@ impl KeyLogs {
     }
 
     /// Keys are added to the end of a log.
-    pub(super) fn append(&mut self, append: &Append, keys: &[BlockHash]) -> Result<(), Violation> {
+    pub(crate) fn append(&mut self, append: &Append, keys: &[BlockHash]) -> Result<(), Violation> {
         let Keys { log: number, from, .. } = append.keys;
         let room = LOG_KEYS - self.keys;
         let log = self.open.get_mut(&number).ok_or_else(|| unknown(number))?;
@@ -136,15 +135,24 @@ impl KeyLogs {
 impl KeyLog {
     /// Those of its keys that a question names.
     pub(super) fn wanted(&self, question: Question) -> &[BlockHash] {
-        let (from, count) = (question.from as usize, question.count as usize);
+        self.some(question.from, question.count)
+    }
+
+    /// Those of `count` keys from `from` on that it has.
+    pub(super) fn some(&self, from: u32, count: u32) -> &[BlockHash] {
+        let (from, count) = (from as usize, count as usize);
         self.keys.get(from..self.keys.len().min(from + count)).unwrap_or(&[])
     }
 }
 
-/// The slots of `count` hits from key `from` on, out of a lease that begins at key `lease.from`.
-pub(super) fn part(slots: &[SlotRef], lease: &QueryLease, from: u32, count: u32) -> Option<Vec<SlotRef>> {
-    let first = from.checked_sub(lease.from)? as usize;
-    slots.get(first..first.checked_add(count as usize)?).map(<[SlotRef]>::to_vec)
+// === impl QueryLease ===
+
+impl QueryLease {
+    /// Of its slots, those of `count` hits from key `from` on.
+    pub(super) fn part(&self, slots: &[SlotRef], from: u32, count: u32) -> Option<Vec<SlotRef>> {
+        let first = from.checked_sub(self.from)? as usize;
+        slots.get(first..first.checked_add(count as usize)?).map(<[SlotRef]>::to_vec)
+    }
 }
 
 fn unknown(log: u32) -> Violation {

@@ -1,0 +1,79 @@
+//! What every part of the core is given for a call: the tier, the time of the event, and the list of what must be done.
+
+use shm_protocol::key::BlockKey;
+use shm_protocol::pool::SlotRef;
+use tiers::FillError;
+use tiers::dram::Dram;
+
+use super::arrivals::Arrivals;
+use super::event::Action;
+use super::namespaces::{Binding, Namespaces};
+use super::quotas::Quotas;
+use super::stats::Stats;
+
+/// Some 10 ms with what is evicted for them.
+const CLAIMS_MAX: usize = 8192;
+
+#[derive(Debug)]
+pub(super) struct Context {
+    /// When the event was seen.
+    pub(super) now_ms: u64,
+    /// The sidecar is to end: nothing new is taken.
+    pub(super) draining: bool,
+    pub(super) dram: Dram,
+    /// What is on its way into it.
+    pub(super) arrivals: Arrivals,
+    pub(super) namespaces: Namespaces,
+    pub(super) quotas: Quotas,
+    /// Blocks that one event takes slots for. The others wait for the next turn.
+    pub(super) claims_max: usize,
+    pub(super) stats: Stats,
+    /// What must be done, in this order.
+    pub(super) actions: Vec<Action>,
+}
+
+// === impl Context ===
+
+impl Context {
+    /// Nothing was told yet of an empty tier.
+    pub(super) fn new(dram: Dram) -> Self {
+        let arrivals = Arrivals::new(&dram);
+        let (now_ms, draining, namespaces, quotas, stats, actions) = Default::default();
+        let claims_max = CLAIMS_MAX;
+        Self { now_ms, draining, dram, arrivals, namespaces, quotas, claims_max, stats, actions }
+    }
+
+    /// Frees what was evicted, and has what was assigned anew formatted.
+    pub(super) fn apply_evictions(&mut self) {
+        self.actions.extend(self.dram.drain_evicted().map(|slot| Action::FreeSlot { slot }));
+        let assigned = self.dram.drain_assigned();
+        self.actions.extend(
+            assigned.map(|new| Action::AssignSegment { segment: new.segment, block_bytes: new.block_bytes }),
+        );
+    }
+
+    /// Takes a slot for a block. Nothing is written into it before [`Context::fill`].
+    pub(super) fn take_slot(&mut self, key: BlockKey, binding: &Binding) -> Result<SlotRef, FillError> {
+        let taken = self.dram.begin_fill(key, binding.block_bytes(), binding.whose);
+        self.apply_evictions();
+        taken
+    }
+
+    /// Takes a slot for a block, which is written into it from now on.
+    pub(super) fn begin_fill(&mut self, key: BlockKey, binding: &Binding) -> Result<SlotRef, FillError> {
+        let slot = self.take_slot(key, binding)?;
+        self.fill(slot, key, binding);
+        Ok(slot)
+    }
+
+    /// A block is written into its slot from now on.
+    pub(super) fn fill(&mut self, slot: SlotRef, key: BlockKey, binding: &Binding) {
+        self.actions.push(Action::FillSlot { slot, namespace: binding.digest, key });
+    }
+
+    /// Gives back a slot whose block is not kept.
+    pub(super) fn abandon(&mut self, slot: SlotRef) {
+        self.dram.abandon(slot);
+        self.actions.push(Action::FreeSlot { slot });
+    }
+}

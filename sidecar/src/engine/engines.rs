@@ -1,0 +1,326 @@
+//! Who belongs together: schedulers, workers, the run they share and the namespace they serve.
+//!
+//! Others look at an engine as it is, and change it by the methods here alone.
+
+mod bars;
+mod binding;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Index;
+use std::sync::Arc;
+
+use shm_protocol::handshake::{Copier, Hello, RANKS_MAX, Role, Worker as WorkerHello};
+use shm_protocol::key::NamespaceDigest;
+use shm_protocol::namespace::{self, Facts};
+use tiers::dram::{Dram, HolderId, Holdings};
+
+pub use self::bars::Barred;
+use self::bars::Bars;
+use super::namespaces::{Binding, Form, Space};
+use super::{SessionId, Violation};
+use crate::compare::PageForm;
+
+/// The sessions of all engines.
+#[derive(Debug, Default)]
+pub(super) struct Engines {
+    schedulers: BTreeMap<SessionId, Scheduler>,
+    workers: BTreeMap<SessionId, Worker>,
+    bars: Bars,
+}
+
+/// What one engine holds.
+#[derive(Debug)]
+pub struct Holder<'a> {
+    /// As it calls itself.
+    pub engine: &'a str,
+    pub holdings: Holdings,
+}
+
+/// The scheduler role of one engine run.
+#[derive(Debug)]
+pub(super) struct Scheduler {
+    pub(super) engine: String,
+    /// By which the tier counts what it holds.
+    pub(super) holder: HolderId,
+    run: [u8; 16],
+    pub(super) world_size: u32,
+    /// How long its requests wait for a producer, if they do.
+    pub(super) miss_wait_ms: Option<u32>,
+    /// What is served to it, while every rank takes part.
+    pub(super) binding: Option<Binding>,
+    /// What would be, but is closed to this run; see [`super::transfers`].
+    pub(super) barred: Option<Binding>,
+    /// What the blocks of this run are: the first rank that joins says it, for as long as the run lasts.
+    form: Option<Form>,
+    /// Digest of its table of cache groups.
+    groups: Option<[u8; 16]>,
+    /// Number of its last WEIGHTS.
+    weights: u64,
+    /// The namespace, before any salt, that it was bound to since then: no other takes its place in this session.
+    bound: Option<NamespaceDigest>,
+    salt: Option<[u8; 16]>,
+    /// Namespaces of earlier salts, oldest first.
+    generations: VecDeque<Space>,
+    /// Sessions of the ranks that have joined this run.
+    ranks: Vec<Option<SessionId>>,
+}
+
+#[derive(Debug)]
+pub(super) struct Worker {
+    pub(super) rank: u32,
+    pub(super) shard: u32,
+    pub(super) shards: u32,
+    pub(super) blocks: u32,
+    /// What its part of a block is made of.
+    pub(super) page: Arc<PageForm>,
+    /// It copies its loads itself, whatever a LOAD says.
+    pub(super) by_engine: bool,
+    /// The last step that the rank began before this session: what it reported of loads up to there may be lost.
+    pub(super) since: u64,
+    /// The last step whose loads may be written.
+    pub(super) start: u64,
+    /// The last step whose KV is written.
+    pub(super) done: u64,
+    engine: String,
+    world_size: u32,
+    shard_bytes: u64,
+    facts: Arc<Facts>,
+    /// Digest of the facts as stated.
+    stated: NamespaceDigest,
+    expects: Option<String>,
+    groups: Option<[u8; 16]>,
+    /// Digest of the weights that it holds, as it said last.
+    live: Option<[u8; 16]>,
+    /// Number of its last WEIGHTS, and of the scheduler's that this answered.
+    weights: u64,
+    answers: u64,
+    run: Option<[u8; 16]>,
+    scheduler: Option<SessionId>,
+}
+
+// === impl Scheduler ===
+
+impl Scheduler {
+    /// Every rank, one bit each.
+    pub(super) fn all_ranks(&self) -> u64 {
+        assert!((1..=RANKS_MAX).contains(&self.world_size), "checked by the handshake");
+        u64::MAX >> (RANKS_MAX - self.world_size)
+    }
+}
+
+// === impl Worker ===
+
+impl Worker {
+    fn new(engine: String, world_size: u32, groups: Option<[u8; 16]>, hello: WorkerHello) -> Self {
+        let shard_bytes = hello.block_bytes().expect("checked by the handshake");
+        Self {
+            rank: hello.rank,
+            shard: hello.shard,
+            shards: hello.shards,
+            blocks: hello.blocks,
+            page: Arc::new(PageForm::of(&hello.facts, shard_bytes)),
+            by_engine: hello.copy == Copier::Engine,
+            since: 0,
+            start: 0,
+            done: 0,
+            engine,
+            world_size,
+            shard_bytes,
+            stated: namespace::digest(&hello.facts),
+            facts: Arc::new(hello.facts),
+            expects: hello.expects,
+            groups,
+            live: hello.live_weights.map(|live| live.0),
+            weights: 0,
+            answers: 0,
+            run: None,
+            scheduler: None,
+        }
+    }
+
+    fn form(&self) -> Form {
+        Form { stated: self.stated, shard_bytes: self.shard_bytes, shards: self.shards }
+    }
+}
+
+// === impl Engines ===
+
+impl Index<SessionId> for Engines {
+    type Output = Scheduler;
+
+    /// A scheduler whose session the caller has looked at.
+    fn index(&self, session: SessionId) -> &Scheduler {
+        &self.schedulers[&session]
+    }
+}
+
+impl Engines {
+    pub(super) fn has_scheduler(&self, session: SessionId) -> bool {
+        self.schedulers.contains_key(&session)
+    }
+
+    pub(super) fn has_worker(&self, session: SessionId) -> bool {
+        self.workers.contains_key(&session)
+    }
+
+    /// Sessions of both roles, and engines that a namespace is closed to.
+    pub(super) fn counts(&self) -> (usize, usize) {
+        let barred = self.schedulers.values().filter(|scheduler| scheduler.barred.is_some());
+        (self.schedulers.len() + self.workers.len(), barred.count())
+    }
+
+    pub(super) fn holders<'a>(&'a self, dram: &'a Dram) -> impl Iterator<Item = Holder<'a>> {
+        let holder = |scheduler: &'a Scheduler| Holder {
+            engine: &scheduler.engine,
+            holdings: dram.holdings(scheduler.holder),
+        };
+        self.schedulers.values().map(holder)
+    }
+
+    /// The ranks that have joined a scheduler's run, each with its session; none where the scheduler is gone.
+    pub(super) fn ranks(&self, scheduler: SessionId) -> impl Iterator<Item = (SessionId, &Worker)> {
+        let ranks = self.schedulers.get(&scheduler).map(|scheduler| scheduler.ranks.iter().flatten());
+        ranks.into_iter().flatten().map(|id| (*id, &self.workers[id]))
+    }
+
+    /// Whether every rank has joined a scheduler's run and is so.
+    pub(super) fn every_rank(&self, scheduler: SessionId, is: impl Fn(&Worker) -> bool) -> bool {
+        self[scheduler].ranks.iter().all(|id| id.is_some_and(|id| is(&self.workers[&id])))
+    }
+
+    /// The session and the rank of a worker's run, if its scheduler has connected.
+    pub(super) fn place(&self, worker: SessionId) -> Option<(SessionId, u32)> {
+        let worker = self.workers.get(&worker)?;
+        Some((worker.scheduler?, worker.rank))
+    }
+
+    fn scheduler(&mut self, session: SessionId) -> &mut Scheduler {
+        self.schedulers.get_mut(&session).expect("the caller checked")
+    }
+
+    /// A session begins. Of a scheduler's: the workers that have joined its run already.
+    pub(super) fn connect(
+        &mut self,
+        session: SessionId,
+        hello: Hello,
+        dram: &mut Dram,
+    ) -> Result<Vec<SessionId>, Violation> {
+        let Hello { engine, world_size, miss_wait_ms, groups, role, .. } = hello;
+        let groups = groups.map(|groups| groups.0);
+        let run = match role {
+            Role::Worker(worker) => {
+                self.workers.insert(session, Worker::new(engine, world_size, groups, worker));
+                return Ok(Vec::new());
+            }
+            Role::Scheduler { run } => run,
+        };
+        // The ranks of a run follow one scheduler: were they handed on, the first would keep sessions that end unseen.
+        if self.schedulers.values().any(|other| other.run == run) {
+            return Err(
+                "another scheduler serves this run; each run of an engine needs an id of its own".into()
+            );
+        }
+        let scheduler = Scheduler {
+            engine,
+            holder: dram.enter(),
+            run,
+            world_size,
+            miss_wait_ms,
+            binding: None,
+            barred: None,
+            form: None,
+            groups,
+            weights: 0,
+            bound: None,
+            salt: None,
+            generations: VecDeque::new(),
+            ranks: vec![None; world_size as usize],
+        };
+        self.schedulers.insert(session, scheduler);
+        let joined = self.workers.iter().filter(|(_, worker)| worker.run == Some(run));
+        Ok(joined.map(|(id, _)| *id).collect())
+    }
+
+    /// JOIN: a worker takes part in a run, having begun the step `since` before its session. The run's scheduler, which may not have
+    /// connected yet.
+    pub(super) fn join(
+        &mut self,
+        session: SessionId,
+        run: [u8; 16],
+        since: u64,
+    ) -> Result<Option<SessionId>, Violation> {
+        let worker = self.workers.get_mut(&session).expect("the caller looked");
+        if worker.run.is_some_and(|joined| joined != run) {
+            return Err("a worker joins one run in the life of its session".into());
+        }
+        (worker.run, worker.since) = (Some(run), since);
+        Ok(self.schedulers.iter().find(|(_, scheduler)| scheduler.run == run).map(|(id, _)| *id))
+    }
+
+    /// Takes a worker that has joined the run of a scheduler into it, unbound until [`Engines::bind`]. Returns its rank and the last
+    /// step that the rank began before this session.
+    pub(super) fn admit(&mut self, worker: SessionId, scheduler: SessionId) -> Result<(u32, u64), Violation> {
+        let member = self.workers.get_mut(&worker).expect("the caller found it");
+        let host = self.schedulers.get_mut(&scheduler).expect("the caller found it");
+        if member.engine != host.engine || member.world_size != host.world_size {
+            return Err("the worker names another engine than the scheduler whose run it joins".into());
+        }
+        let (rank, form) = (member.rank, member.form());
+        if member.groups != host.groups {
+            let shown =
+                |groups: Option<[u8; 16]>| groups.map_or("none".into(), |it| NamespaceDigest(it).to_string());
+            return Err(format!(
+                "rank {rank} states cache groups {} and its scheduler {}: the engine's roles do not see the same KV cache; run the \
+                 same vLLM and Pillion release in both, and start the engine anew",
+                shown(member.groups),
+                shown(host.groups)
+            ));
+        }
+        let agreed = *host.form.get_or_insert(form);
+        if form != agreed {
+            return Err(format!(
+                "rank {rank} joins with {form} in a run whose ranks have {agreed}; start every rank of an engine from one \
+                 configuration, and an engine whose configuration changed anew"
+            ));
+        }
+        member.scheduler = Some(scheduler);
+        // It may hold other weights than a session in whose place it comes, and is to be shown the words.
+        (host.ranks[rank as usize], host.binding) = (Some(worker), None);
+        Ok((rank, member.since))
+    }
+
+    /// A worker's fence words; its scheduler, if it has one.
+    pub(super) fn set_fences(&mut self, session: SessionId, start: u64, done: u64) -> Option<SessionId> {
+        let worker = self.workers.get_mut(&session)?;
+        (worker.start, worker.done) = (start, done);
+        worker.scheduler
+    }
+
+    /// Whoever says something or has done a step is at work, once it is served: a scheduler without ranks takes no share.
+    pub(super) fn note_work(&self, now_ms: u64, session: SessionId, dram: &mut Dram) {
+        let scheduler = self.workers.get(&session).map_or(Some(session), |worker| worker.scheduler);
+        let scheduler = scheduler.and_then(|id| self.schedulers.get(&id));
+        if let Some(Scheduler { holder, binding: Some(_), .. }) = scheduler {
+            dram.work(*holder, now_ms);
+        }
+    }
+
+    /// A worker is gone. The scheduler and the rank that it leaves without one.
+    pub(super) fn remove_worker(&mut self, session: SessionId) -> Option<(SessionId, u32)> {
+        let worker = self.workers.remove(&session)?;
+        let scheduler = worker.scheduler?;
+        let host = self.schedulers.get_mut(&scheduler)?;
+        host.ranks[worker.rank as usize].take_if(|rank| *rank == session)?;
+        (host.binding, host.barred) = (None, None);
+        Some((scheduler, worker.rank))
+    }
+
+    pub(super) fn remove_scheduler(&mut self, session: SessionId, dram: &mut Dram) {
+        let scheduler = self.schedulers.remove(&session).expect("the caller checked");
+        dram.leave(scheduler.holder);
+        // Also those whose place another session of their rank took.
+        for worker in self.workers.values_mut().filter(|worker| worker.scheduler == Some(session)) {
+            worker.scheduler = None;
+        }
+    }
+}

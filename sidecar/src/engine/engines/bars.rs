@@ -1,0 +1,88 @@
+//! Runs that namespaces are closed to, since their engines compute other KV than is kept.
+
+use std::collections::VecDeque;
+
+use shm_protocol::key::NamespaceDigest;
+
+use super::{Binding, Engines, Scheduler, SessionId, Space};
+use crate::compare::Difference;
+
+/// Bars that are remembered, of runs past and present: four of every engine process that may be connected.
+const BARS_MAX: usize = 1024;
+
+/// An engine that a namespace is closed to.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Barred {
+    /// The namespace, as the engine's facts make it.
+    pub base: NamespaceDigest,
+    /// The engine's id, as its HELLO states it.
+    pub engine: String,
+    /// What its own check found; none: others' checks did.
+    pub worst: Option<Difference>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Bars(VecDeque<Bar>);
+
+/// A run that a namespace is closed to.
+#[derive(Debug)]
+struct Bar {
+    run: [u8; 16],
+    space: Space,
+    /// The id that the namespace had.
+    namespace: u32,
+    worst: Option<Difference>,
+}
+
+// === impl Bars ===
+
+impl Bars {
+    fn of(&self, run: [u8; 16], space: Space) -> Option<&Bar> {
+        self.0.iter().find(|bar| bar.run == run && bar.space == space)
+    }
+}
+
+// === impl Engines ===
+
+impl Engines {
+    /// Whether a namespace is closed to the run of a scheduler.
+    pub(crate) fn is_barred(&self, session: SessionId, space: Space) -> bool {
+        self.bars.of(self[session].run, space).is_some()
+    }
+
+    /// Closes a namespace to an engine for the rest of its run; whether it was served in it.
+    pub(crate) fn bar(&mut self, session: SessionId, binding: &Binding, worst: Option<Difference>) -> bool {
+        let (space, namespace) = (binding.space(), binding.namespace);
+        let bar = Bar { run: self[session].run, space, namespace, worst };
+        if self.bars.0.len() == BARS_MAX {
+            self.bars.0.pop_front();
+        }
+        self.bars.0.push_back(bar);
+        let scheduler = self.scheduler(session);
+        let Some(bound) = scheduler.binding.take_if(|bound| bound.space() == space) else { return false };
+        scheduler.barred = Some(bound);
+        true
+    }
+
+    /// Engines that are served in a namespace.
+    pub(crate) fn served_in(&self, space: Space) -> Vec<SessionId> {
+        let serves = |scheduler: &Scheduler| scheduler.binding.is_some_and(|bound| bound.space() == space);
+        let served = self.schedulers.iter().filter(|(_, scheduler)| serves(scheduler));
+        served.map(|(session, _)| *session).collect()
+    }
+
+    /// How many runs that are connected a namespace is closed to, under this id.
+    pub(crate) fn barred_from(&self, namespace: u32) -> usize {
+        let connected = |bar: &&Bar| self.schedulers.values().any(|scheduler| scheduler.run == bar.run);
+        self.bars.0.iter().filter(|bar| bar.namespace == namespace).filter(connected).count()
+    }
+
+    pub(crate) fn barred(&self) -> Vec<Barred> {
+        let of_scheduler = |scheduler: &Scheduler| {
+            let barred = scheduler.barred?;
+            let bar = self.bars.of(scheduler.run, barred.space())?;
+            Some(Barred { base: barred.base, engine: scheduler.engine.clone(), worst: bar.worst })
+        };
+        self.schedulers.values().filter_map(of_scheduler).collect()
+    }
+}

@@ -1,0 +1,331 @@
+//! Queries: the key logs of each engine, what is leased of them, and which questions wait for what.
+//!
+//! A query's leading run is followed past its end in DRAM as far as each block lies in DRAM, is on its way there, or can be
+//! had. What is missing is sent for, and the blocks between are held. The answer is what is leased once everything has ended, or
+//! the time is over: never more than was asked for, perhaps less.
+
+mod early;
+mod key_logs;
+mod waits;
+mod windows;
+
+use std::collections::BTreeMap;
+
+use shm_protocol::key::BlockHash;
+use shm_protocol::message::{Outcome, Status};
+use shm_protocol::pool::SlotRef;
+use shm_protocol::request::{self, Keys, Query};
+use tiers::LeaseError;
+use tiers::dram::{HolderId, LeaseId};
+
+use self::key_logs::{KeyLog, KeyLogs, QueryLease};
+use self::waits::Wait;
+use self::windows::{Patience, Windows};
+use super::context::Context;
+use super::engines::Scheduler;
+use super::event::Action;
+use super::namespaces::Binding;
+use super::{Base, GROUP, SessionId, Violation};
+
+#[derive(Debug, Default)]
+pub(super) struct Queries {
+    askers: BTreeMap<SessionId, Asker>,
+    /// Queries that wait, and those that were answered early: at most one for each log of a session.
+    waits: BTreeMap<(SessionId, u32), Wait>,
+    /// Questions that wait for what has not been sent for yet, and their leased hits.
+    unsent: Vec<(Question, u32)>,
+    windows: Windows,
+}
+
+/// What is known of a scheduler that asks.
+#[derive(Debug)]
+struct Asker {
+    holder: HolderId,
+    logs: KeyLogs,
+    patience: Patience,
+}
+
+#[derive(Copy, Clone, Debug)]
+struct Question {
+    session: SessionId,
+    op: u64,
+    log: u32,
+    from: u32,
+    count: u32,
+    /// It may be answered while its blocks are on their way.
+    arriving: bool,
+    asked_ms: u64,
+}
+
+/// What a query has found and leased.
+#[derive(Debug)]
+struct Found {
+    /// Hits that an earlier answer named.
+    known: u32,
+    /// Slots of those behind them.
+    refs: Vec<SlotRef>,
+}
+
+// === impl Found ===
+
+impl Found {
+    fn hits(&self) -> u32 {
+        self.known + self.refs.len() as u32
+    }
+}
+
+// === impl Queries ===
+
+impl Queries {
+    /// A scheduler may ask from now on.
+    pub(super) fn enter(&mut self, session: SessionId, scheduler: &Scheduler) {
+        let patience = Patience::new(scheduler.miss_wait_ms);
+        let asker = Asker { holder: scheduler.holder, logs: KeyLogs::default(), patience };
+        self.askers.insert(session, asker);
+    }
+
+    /// A scheduler is gone: so are its questions and leases.
+    pub(super) fn leave(&mut self, session: SessionId, cx: &mut Context) {
+        self.end_waits(session, cx);
+        let asker = self.askers.remove(&session).expect("it has entered");
+        for lease in asker.logs.leases() {
+            // Expired meanwhile, at worst.
+            let _ = cx.dram.release(lease.id, session);
+        }
+    }
+
+    fn asker(&mut self, session: SessionId) -> &mut Asker {
+        self.askers.get_mut(&session).expect("the caller checked")
+    }
+
+    fn log(&self, session: SessionId, number: u32) -> &KeyLog {
+        self.askers[&session].logs.known(number)
+    }
+
+    /// The key logs of a scheduler.
+    pub(super) fn logs(&mut self, session: SessionId) -> &mut KeyLogs {
+        &mut self.asker(session).logs
+    }
+
+    /// The keys that a question names.
+    fn wanted(&self, question: Question) -> &[BlockHash] {
+        self.log(question.session, question.log).wanted(question)
+    }
+
+    /// The keys of a save, and the key before them.
+    pub(super) fn keys_of(
+        &self,
+        session: SessionId,
+        asked: &request::Save,
+    ) -> Result<(Option<BlockHash>, Vec<BlockHash>), Violation> {
+        let Keys { log, from, .. } = asked.keys;
+        let log = self.askers[&session].logs.get(log)?;
+        let keys = log.keys.get(from as usize..asked.keys.end() as usize);
+        let keys = keys.ok_or_else(|| format!("{asked:?} names keys that were not appended"))?.to_vec();
+        Ok((from.checked_sub(1).map(|before| log.keys[before as usize]), keys))
+    }
+
+    /// RELEASE: the lease of a log, or the answer to its query, is not needed.
+    pub(super) fn release(
+        &mut self,
+        session: SessionId,
+        log: u32,
+        cx: &mut Context,
+    ) -> Result<(), Violation> {
+        self.end_wait(session, log, cx);
+        if let Some(lease) = self.logs(session).take_lease(log)? {
+            // Expired meanwhile, at worst.
+            let _ = cx.dram.release(lease.id, session);
+        }
+        Ok(())
+    }
+
+    /// Ends every lease of a session's logs, and every wait for one.
+    pub(super) fn end_leases(&mut self, session: SessionId, cx: &mut Context) {
+        // Logs without a lease, of which there may be 65,536, cost nothing: each lease was paid for by a query.
+        self.end_waits(session, cx);
+        for log in self.askers[&session].logs.leased() {
+            self.release(session, log, cx).expect("a leased log is open");
+        }
+    }
+
+    /// CLOSE: no more is asked of what the log found.
+    pub(super) fn close(&mut self, session: SessionId, log: u32, base: &mut Base) -> Result<(), Violation> {
+        self.release(session, log, &mut base.cx)?;
+        let closed = self.logs(session).close(log);
+        if let (Some(log), Some(Binding { whose, namespace, .. })) = (closed, base.engines[session].binding) {
+            base.cx.dram.end_chain(whose.holder, namespace, GROUP, &log.keys, log.opened_at);
+        }
+        Ok(())
+    }
+
+    pub(super) fn query(
+        &mut self,
+        session: SessionId,
+        query: Query,
+        base: &mut Base,
+    ) -> Result<(), Violation> {
+        let Query { op, keys: Keys { log, from, count }, arriving } = query;
+        self.askers[&session].logs.get(log)?;
+        self.end_wait(session, log, &mut base.cx);
+        let question = Question { session, op, log, from, count, arriving, asked_ms: base.cx.now_ms };
+        let waits = self.ask(question, base);
+        base.cx.stats.waits += u64::from(waits);
+        Ok(())
+    }
+
+    /// HINT: what will be asked for may lie in DRAM by then. Leaves half of what may be on its way to those who ask.
+    pub(super) fn hint(&mut self, session: SessionId, keys: Keys, base: &mut Base) -> Result<(), Violation> {
+        let Base { engines, sources, cx } = base;
+        let log = self.askers[&session].logs.get(keys.log)?;
+        let bound = engines[session].binding.filter(|_| !cx.draining && sources.any(&cx.dram));
+        if let Some(binding) = bound {
+            let most = cx.arrivals.bytes_max() / 2;
+            let brought = sources.bring(&binding, log.some(keys.from, keys.count), most, cx);
+            self.unhold(session, brought.held, cx);
+        }
+        Ok(())
+    }
+
+    /// Answers a question, or lets it wait for what it misses; whether it waits. The engine is held up until then: what is
+    /// missing is sent for afterwards.
+    fn ask(&mut self, question: Question, base: &mut Base) -> bool {
+        let scheduler = &base.engines[question.session];
+        let Some(binding) = scheduler.binding.filter(|_| !base.cx.draining) else {
+            answer_nothing(question, scheduler, &mut base.cx);
+            return false;
+        };
+        let found = self.lease(question, &binding, scheduler.world_size, &mut base.cx);
+        let may_ask_peers = base.sources.may_ask_peers(&binding);
+        let may_send = self.see_run(question, found.hits(), may_ask_peers, base.cx.now_ms);
+        let wanted = self.wanted(question);
+        let waits = wanted.get(found.hits() as usize).copied().is_some_and(|next| {
+            if may_send && base.sources.may_arrive(&binding, &next, &base.cx) {
+                self.unsent.push((question, found.hits()));
+                return true;
+            }
+            may_ask_peers && self.wait_for_producer(question, base.cx.now_ms)
+        });
+        if !waits {
+            self.end_window(question, found.hits(), scheduler, &mut base.cx);
+        }
+        let status = if waits { Status::Pending } else { Status::Ok };
+        self.answer(question, found, status, &mut base.cx);
+        waits
+    }
+
+    /// Sends for what questions of this event were told to wait for.
+    pub(super) fn send_for_unsent(&mut self, base: &mut Base) {
+        for (question, hits) in std::mem::take(&mut self.unsent) {
+            let Some(binding) = base.engines[question.session].binding else { continue };
+            if !self.send_for(question, hits, &binding, base)
+                && !self.wait_for_producer(question, base.cx.now_ms)
+            {
+                self.answer_late(question, base);
+            }
+        }
+    }
+
+    /// Answers a query that has waited, with what is there.
+    fn answer_late(&mut self, question: Question, base: &mut Base) {
+        let scheduler = &base.engines[question.session];
+        match scheduler.binding.filter(|_| !base.cx.draining) {
+            Some(binding) => {
+                let found = self.lease(question, &binding, scheduler.world_size, &mut base.cx);
+                self.end_window(question, found.hits(), scheduler, &mut base.cx);
+                self.answer(question, found, Status::Ok, &mut base.cx);
+            }
+            None => answer_nothing(question, scheduler, &mut base.cx),
+        }
+    }
+
+    fn answer(&mut self, question: Question, found: Found, status: Status, cx: &mut Context) {
+        let Question { session, op, log, from, .. } = question;
+        let log = self.log(session, log);
+        let (hits, chunks) = (found.hits(), log.chunks.clone());
+        if status != Status::Pending {
+            cx.stats.queries += 1;
+            cx.stats.query_blocks += log.wanted(question).len() as u64;
+            cx.stats.query_hit_blocks += u64::from(hits);
+        }
+        let outcome = Outcome { op: op as u32, value: hits, status };
+        let (refs, from) = (found.refs, from + found.known);
+        cx.actions.push(Action::Answer { session, op, outcome, refs, chunks, from });
+    }
+
+    /// Leases the leading hits in DRAM to the question's log.
+    fn lease(&mut self, question: Question, binding: &Binding, world_size: u32, cx: &mut Context) -> Found {
+        let (now_ms, dram, session) = (cx.now_ms, &mut cx.dram, question.session);
+        let logs = self.logs(session);
+        let log = logs.known(question.log);
+        let wanted = log.wanted(question);
+        let mut refs = Vec::new();
+        let namespace = binding.namespace;
+        let mut known = 0;
+        let same = log.lease.filter(|lease| lease.from == question.from);
+        let renewed = same.filter(|lease| dram.renew(lease.id, session, now_ms).is_ok());
+        let granted = if let Some(lease) = renewed {
+            // Others may be at work that were not when it was granted.
+            let fitting = dram.fitting(lease.id, session).unwrap_or(0);
+            known = (lease.hits as usize).min(wanted.len()).min(fitting);
+            let more = &wanted[known..];
+            // An earlier answer may have named fewer hits than the lease holds: what is added follows what was named.
+            let kept = dram.truncate(lease.id, session, 0, known);
+            let added =
+                kept.and_then(|()| dram.extend(lease.id, session, namespace, GROUP, more, now_ms, &mut refs));
+            added.ok().map(|_| lease.id)
+        } else {
+            if let Some(stale) = log.lease {
+                // Expired meanwhile, at worst.
+                let _ = dram.release(stale.id, session);
+            }
+            let holder = binding.whose.holder;
+            dram.grant(session, holder, world_size, namespace, GROUP, wanted, now_ms, &mut refs)
+        };
+        let (op, from, hits) = (question.op, question.from, (known + refs.len()) as u32);
+        logs.lease(question.log, granted.map(|id| QueryLease { id, op, from, hits }));
+        Found { known: known as u32, refs }
+    }
+
+    /// Turns the lease of a log into one that lasts until every rank ended a load; it, and the load's slots.
+    pub(super) fn promise(
+        &mut self,
+        session: SessionId,
+        asked: &request::Load,
+        cx: &mut Context,
+    ) -> Result<(LeaseId, Vec<SlotRef>), Status> {
+        let Keys { log: number, from, count } = asked.keys;
+        let logs = self.logs(session);
+        let log = logs.get(number).map_err(|_| Status::LeaseUnknown)?;
+        let lease = log.lease.filter(|lease| lease.op == asked.lease).ok_or(Status::LeaseUnknown)?;
+        let first = from.saturating_sub(lease.from) as usize;
+        let slots: Vec<SlotRef> = cx.dram.slots(lease.id, session).map_err(status)?.collect();
+        let slots = lease.part(&slots, from, count).ok_or(Status::LeaseUnknown)?;
+        cx.dram.truncate(lease.id, session, first, slots.len()).map_err(status)?;
+        cx.dram.promise(lease.id, session).map_err(status)?;
+        logs.take_lease(number).map_err(|_| Status::LeaseUnknown)?;
+        Ok((lease.id, slots))
+    }
+}
+
+/// Not ready means that it is worth asking again: neither a sidecar that ends nor a namespace that is closed is.
+fn answer_nothing(question: Question, scheduler: &Scheduler, cx: &mut Context) {
+    let status = match scheduler.barred {
+        _ if cx.draining => Status::Ok,
+        Some(_) => Status::Barred,
+        None => Status::NotReady,
+    };
+    let Question { session, op, .. } = question;
+    let outcome = Outcome { op: op as u32, value: 0, status };
+    cx.stats.queries += 1;
+    cx.actions.push(Action::Outcome { session, op, outcome });
+}
+
+fn status(error: LeaseError) -> Status {
+    match error {
+        LeaseError::Unknown => Status::LeaseUnknown,
+        LeaseError::Expired => Status::LeaseExpired,
+        LeaseError::Foreign => Status::LeaseForeign,
+        LeaseError::Consumed => Status::LeaseConsumed,
+    }
+}

@@ -1,0 +1,99 @@
+//! Early answers: a query whose blocks are on their way is answered when the first of them is here, and its blocks are loaded
+//! in parts, each as soon as it has arrived whole. The way to the engine's memory then begins while the wire is still busy.
+//!
+//! For engines that ask for it, where this process writes the blocks and no step waits for them: such a load may fail. What was
+//! answered early is held for the time of a lease.
+
+use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::message::Status;
+use shm_protocol::pool::SlotRef;
+use shm_protocol::request;
+
+use super::waits::Answered;
+use super::{Base, Binding, Context, Found, GROUP, Queries, Question, SessionId};
+
+/// Bytes on their way that are worth an early answer. A load that no step waits for costs its request about a step more, and
+/// the early answer gains the time of a copy to the device: 6 ms for so many at 40 GB/s.
+const BYTES_MIN: u64 = 256 << 20;
+/// The same in a small pool: 1 of so many parts of what may be on its way.
+const PART: u64 = 16;
+
+// === impl Queries ===
+
+impl Queries {
+    /// Answers a query the first of whose blocks has come, if enough of the others are still on their way.
+    pub(super) fn answer_early(&mut self, place: (SessionId, u32), base: &mut Base) {
+        let Some(wait) = self.waits.get(&place) else { return };
+        let (question, open) = (wait.question, wait.open);
+        // A run that ends early may still grow while its window is open.
+        let may_grow = !wait.whole && self.log(place.0, place.1).window.is_some();
+        // Every rank has joined and leaves its loads to this process.
+        let writes_loads = base.engines.every_rank(place.0, |rank| !rank.by_engine);
+        if !question.arriving || may_grow || base.cx.draining || !writes_loads {
+            return;
+        }
+        let least = BYTES_MIN.min(base.cx.arrivals.bytes_max() / PART);
+        let is_worth_it = |binding: &Binding, blocks| blocks as u64 * binding.block_bytes() >= least;
+        let Some(binding) = base.engines[place.0].binding.filter(|it| is_worth_it(it, open)) else { return };
+        let (slots, held, coming) = self.run(question, &binding, &mut base.cx);
+        if !is_worth_it(&binding, coming) {
+            return self.unhold(place.0, held, &mut base.cx);
+        }
+        let until_ms = base.cx.now_ms.saturating_add(base.cx.dram.config().lease_ttl_ms);
+        let wait = self.waits.get_mut(&place).expect("found above");
+        let before = std::mem::replace(&mut wait.held, held);
+        wait.answered = Some(Answered { slots: slots.clone(), until_ms });
+        if let Ok(Some(lease)) = self.asker(place.0).logs.take_lease(place.1) {
+            // Expired meanwhile, at worst.
+            let _ = base.cx.dram.release(lease.id, place.0);
+        }
+        self.unhold(place.0, before, &mut base.cx);
+        base.cx.stats.early_answers += 1;
+        base.cx.stats.wait_ms += base.cx.now_ms.saturating_sub(question.asked_ms);
+        self.end_window(question, slots.len() as u32, &base.engines[place.0], &mut base.cx);
+        self.answer(question, Found { known: 0, refs: slots }, Status::Arriving, &mut base.cx);
+    }
+
+    /// The run of a question whose blocks are here or on their way: the slots of all, of those that are here, held, and how
+    /// many are on their way.
+    fn run(
+        &self,
+        question: Question,
+        binding: &Binding,
+        cx: &mut Context,
+    ) -> (Vec<SlotRef>, Vec<SlotRef>, usize) {
+        let (mut slots, mut held, mut coming) = (Vec::new(), Vec::new(), 0);
+        for hash in self.wanted(question) {
+            let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
+            if let Some(slot) = cx.dram.hold(&key, binding.whose.holder) {
+                held.push(slot);
+                slots.push(slot);
+            } else if let Some(slot) = cx.arrivals.join_once(&key, question.waiter()) {
+                coming += 1;
+                slots.push(slot);
+            } else {
+                break;
+            }
+        }
+        (slots, held, coming)
+    }
+
+    /// What a load names of a query that was answered early: each key and the slot that was named for it. `None`: it names no such
+    /// query.
+    pub(crate) fn early(
+        &self,
+        session: SessionId,
+        asked: &request::Load,
+    ) -> Option<Result<Vec<(BlockHash, SlotRef)>, Status>> {
+        let request::Keys { log, from, count } = asked.keys;
+        let wait = self.waits.get(&(session, log)).filter(|wait| wait.question.op == asked.lease)?;
+        let answered = wait.answered.as_ref()?;
+        let first = from.checked_sub(wait.question.from).map(|first| first as usize);
+        let slots = first.and_then(|first| answered.slots.get(first..first + count as usize));
+        // Such a load may fail: neither may a step wait for it nor an engine copy it.
+        let slots = slots.filter(|_| !asked.flags.sync() && !asked.flags.by_engine());
+        let keys = self.log(session, log).some(from, count);
+        let named = slots.map(|slots| keys.iter().copied().zip(slots.iter().copied()).collect());
+        Some(named.ok_or(Status::LeaseUnknown))
+    }
+}

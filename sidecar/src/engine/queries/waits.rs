@@ -1,0 +1,162 @@
+//! Queries that wait for blocks that are on their way.
+
+use shm_protocol::key::BlockKey;
+use shm_protocol::pool::SlotRef;
+
+use super::{Base, Binding, Context, Queries, Question, SessionId};
+use crate::engine::arrivals::{WAIT_MS_MAX, Waiter};
+
+/// What a query waits for.
+#[derive(Debug)]
+pub(super) struct Wait {
+    pub(super) question: Question,
+    /// Blocks on their way that have not ended; none: it waits for a producer.
+    pub(super) open: usize,
+    /// Its run reaches to the end of what was asked for.
+    pub(super) whole: bool,
+    /// Blocks that must not be evicted before they are leased.
+    pub(super) held: Vec<SlotRef>,
+    /// It was answered early.
+    pub(super) answered: Option<Answered>,
+}
+
+/// What a query was told early.
+#[derive(Debug)]
+pub(super) struct Answered {
+    /// Slots of its hits.
+    pub(super) slots: Vec<SlotRef>,
+    /// When its blocks are held no longer.
+    pub(super) until_ms: u64,
+}
+
+// === impl Question ===
+
+impl Question {
+    pub(super) fn waiter(&self) -> Waiter {
+        Waiter::Query { session: self.session, log: self.log, op: self.op }
+    }
+}
+
+// === impl Queries ===
+
+impl Queries {
+    /// Whether this query waits.
+    pub(crate) fn waits(&self, session: SessionId, log: u32, op: u64) -> bool {
+        self.waits.get(&(session, log)).is_some_and(|wait| wait.question.op == op)
+    }
+
+    /// A query waits for `open` blocks.
+    pub(super) fn wait(&mut self, question: Question, open: usize, whole: bool, held: Vec<SlotRef>) {
+        let wait = Wait { question, open, whole, held, answered: None };
+        let before = self.waits.insert((question.session, question.log), wait);
+        assert!(before.is_none(), "a new question ends the wait of the one before");
+    }
+
+    /// Begins to bring what follows a question's leased `hits` into DRAM; whether the question has to wait.
+    pub(super) fn send_for(
+        &mut self,
+        question: Question,
+        hits: u32,
+        binding: &Binding,
+        base: &mut Base,
+    ) -> bool {
+        let rest = &self.wanted(question)[hits as usize..];
+        let brought = base.sources.bring(binding, rest, base.cx.arrivals.bytes_max(), &mut base.cx);
+        for key in &brought.coming {
+            base.cx.arrivals.join(key, question.waiter()).expect("it was found there");
+        }
+        let open = brought.coming.len();
+        if open == 0 {
+            self.unhold(question.session, brought.held, &mut base.cx);
+            return false;
+        }
+        let whole = brought.held.len() + open == rest.len();
+        self.wait(question, open, whole, brought.held);
+        true
+    }
+
+    /// A block that a query waits for has ended, well if it is `ended`.
+    pub(crate) fn tell(
+        &mut self,
+        place: (SessionId, u32),
+        op: u64,
+        ended: Option<&BlockKey>,
+        base: &mut Base,
+    ) {
+        let wait = self.waits.get_mut(&place);
+        let Some(wait) = wait.filter(|wait| wait.question.op == op) else { return };
+        let here = ended.and_then(|key| base.cx.dram.hold(key, base.engines[place.0].holder));
+        wait.held.extend(here);
+        if wait.answered.is_some() {
+            return;
+        }
+        wait.open -= 1;
+        if wait.open == 0 {
+            self.all_ended(place, base);
+        } else if here.is_some() {
+            self.answer_early(place, base);
+        }
+    }
+
+    /// Answers the queries that have waited long enough with what is there, and lets go of early answers that nobody used.
+    pub(crate) fn end_due_waits(&mut self, base: &mut Base) {
+        let is_due = |wait: &Wait| {
+            let until_ms = wait.question.asked_ms.saturating_add(WAIT_MS_MAX);
+            base.cx.now_ms >= wait.answered.as_ref().map_or(until_ms, |answered| answered.until_ms)
+        };
+        let due = self.waits.iter().filter(|(_, wait)| is_due(wait));
+        let due: Vec<_> = due.map(|(place, wait)| (*place, wait.answered.is_some())).collect();
+        for (place, answered) in due {
+            if answered {
+                self.end_wait(place.0, place.1, &mut base.cx);
+            } else {
+                base.cx.stats.waits_timed_out += 1;
+                self.answer_wait(place, base);
+            }
+        }
+    }
+
+    /// Answers every query that waits, with what is there: nobody waits for a sidecar that ends.
+    pub(crate) fn answer_waits(&mut self, base: &mut Base) {
+        let waiting = self.waits.iter().filter(|(_, wait)| wait.answered.is_none());
+        let places: Vec<_> = waiting.map(|(place, _)| *place).collect();
+        places.into_iter().for_each(|place| self.answer_wait(place, base));
+    }
+
+    /// Puts a waiting query's question again.
+    pub(super) fn ask_again(&mut self, place: (SessionId, u32), base: &mut Base) {
+        let Wait { question, held, .. } = self.waits.remove(&place).expect("the caller found it");
+        if !self.ask(question, base) {
+            base.cx.stats.wait_ms += base.cx.now_ms.saturating_sub(question.asked_ms);
+        }
+        // Leased by now, those that are.
+        self.unhold(place.0, held, &mut base.cx);
+    }
+
+    pub(super) fn answer_wait(&mut self, place: (SessionId, u32), base: &mut Base) {
+        let Wait { question, held, .. } = self.waits.remove(&place).expect("the caller found it");
+        base.cx.stats.wait_ms += base.cx.now_ms.saturating_sub(question.asked_ms);
+        self.answer_late(question, base);
+        // Leased by now, those that are.
+        self.unhold(place.0, held, &mut base.cx);
+    }
+
+    /// Ends holds of a session.
+    pub(super) fn unhold(&self, session: SessionId, held: Vec<SlotRef>, cx: &mut Context) {
+        let holder = self.askers[&session].holder;
+        held.into_iter().for_each(|slot| cx.dram.unhold(slot, holder));
+    }
+
+    /// A log's query is not waited for any more, if there is one.
+    pub(super) fn end_wait(&mut self, session: SessionId, log: u32, cx: &mut Context) {
+        let wait = self.waits.remove(&(session, log));
+        wait.into_iter().for_each(|wait| self.unhold(session, wait.held, cx));
+    }
+
+    /// No query of a session is.
+    pub(super) fn end_waits(&mut self, session: SessionId, cx: &mut Context) {
+        let of_session = self.waits.range((session, 0)..=(session, u32::MAX));
+        let logs: Vec<u32> = of_session.map(|((_, log), _)| *log).collect();
+        logs.into_iter().for_each(|log| self.end_wait(session, log, cx));
+    }
+}

@@ -1,0 +1,145 @@
+//! Transfers between engines and the pool: the saves and loads of each engine, the copies that carry them out, and the
+//! comparisons of what was saved with what is kept.
+
+mod checks;
+mod loads;
+mod pending;
+mod saves;
+
+use std::collections::{BTreeMap, VecDeque};
+
+use self::checks::Checks;
+use self::loads::Load;
+use self::pending::Pending;
+use self::saves::{Save, UnboundSave};
+use super::context::Context;
+use super::event::{Action, Direction, Piece};
+use super::namespaces::Binding;
+use super::queries::Queries;
+use super::{Base, CopyId, GROUP, SessionId, Violation};
+use crate::compare::Number;
+
+/// A save or a load: its scheduler's session and its operation.
+type OpKey = (SessionId, u64);
+
+#[derive(Debug, Default)]
+pub(super) struct Transfers {
+    pending: BTreeMap<SessionId, Pending>,
+    /// Saves of schedulers that have no binding.
+    unbound: BTreeMap<OpKey, UnboundSave>,
+    saves: BTreeMap<OpKey, Save>,
+    checks: Checks,
+    loads: BTreeMap<OpKey, Load>,
+    copies: BTreeMap<CopyId, CopyOwner>,
+    /// The number of the last copy.
+    last_copy: CopyId,
+    /// Schedulers' sessions with saves that the turn had no time for, the longest waiting first.
+    behind: VecDeque<SessionId>,
+}
+
+/// Which operation a running copy belongs to.
+#[derive(Copy, Clone, Debug)]
+struct CopyOwner {
+    key: OpKey,
+    rank: u32,
+    direction: Direction,
+}
+
+// === impl Transfers ===
+
+impl Transfers {
+    /// A scheduler may transfer from now on.
+    pub(super) fn enter(&mut self, session: SessionId) {
+        self.pending.insert(session, Pending::default());
+    }
+
+    /// A scheduler is gone: what it has begun ends as soon as no copy runs.
+    pub(super) fn leave(&mut self, session: SessionId, base: &mut Base) {
+        self.abandon_saves(session, base);
+        self.abandon_loads(session, &mut base.cx);
+        self.pending.remove(&session);
+        self.checks.forget(session);
+    }
+
+    /// An operation of a scheduler was read.
+    pub(super) fn see(&mut self, session: SessionId, op: u64) {
+        self.pending(session).see(op);
+    }
+
+    fn pending(&mut self, session: SessionId) -> &mut Pending {
+        self.pending.get_mut(&session).expect("its operations end with it")
+    }
+
+    pub(super) fn busy(&self) -> bool {
+        !self.copies.is_empty()
+            || !self.checks.running.is_empty()
+            || self.pending.values().any(Pending::any_awaits_drain)
+    }
+
+    #[cfg(test)]
+    pub(super) fn any_load(&self) -> bool {
+        !self.loads.is_empty()
+    }
+
+    pub(super) fn waits_on_fences(&self, scheduler: SessionId) -> bool {
+        self.pending.get(&scheduler).is_some_and(|pending| !pending.waiting.is_empty())
+    }
+
+    pub(super) fn behind(&self) -> Option<SessionId> {
+        self.behind.front().copied()
+    }
+
+    /// Goes on with saves of a session that have waited for this turn.
+    pub(super) fn catch_up(&mut self, session: SessionId, base: &mut Base) {
+        self.behind.retain(|other| *other != session);
+        self.dispatch(session, base);
+    }
+
+    pub(super) fn largest_differences(&self) -> impl Iterator<Item = (Number, f64)> + '_ {
+        Number::ALL.into_iter().zip(self.checks.largest)
+    }
+
+    /// Starts, for every waiting operation, the copies whose rank has joined and passed the fence.
+    pub(super) fn dispatch(&mut self, session: SessionId, base: &mut Base) {
+        let Some(pending) = self.pending.get(&session) else { return };
+        let mut left = base.cx.claims_max;
+        for op in pending.waiting.clone() {
+            left -= self.dispatch_save((session, op), left, base);
+            self.dispatch_load((session, op), base);
+        }
+    }
+
+    /// Refuses an operation that is under way already.
+    fn check_new(&self, key: OpKey) -> Result<(), Violation> {
+        if self.saves.contains_key(&key)
+            || self.loads.contains_key(&key)
+            || self.checks.running.contains_key(&key)
+        {
+            return Err(format!("operation {} was posted twice", key.1));
+        }
+        Ok(())
+    }
+
+    fn start_copy(&mut self, owner: CopyOwner, session: SessionId, pieces: Vec<Piece>, cx: &mut Context) {
+        self.last_copy += 1;
+        self.copies.insert(self.last_copy, owner);
+        let (copy, CopyOwner { key, direction, .. }) = (self.last_copy, owner);
+        let load_op = if direction == Direction::Load { key.1 } else { 0 };
+        let awaited = self.loads.get(&(key.0, load_op)).is_some_and(|load| load.sync);
+        cx.actions.push(Action::Copy { copy, engine: key.0, session, direction, pieces, load_op, awaited });
+    }
+
+    /// A copy has ended.
+    pub(super) fn copied(&mut self, copy: CopyId, ok: bool, base: &mut Base) {
+        let owner = self.copies.remove(&copy).expect("every copy is answered once");
+        match owner.direction {
+            Direction::Save => self.save_copied(owner, ok, base),
+            Direction::Load => self.load_copied(owner, ok, base),
+        }
+    }
+}
+
+/// The keys of a session's saves and loads.
+fn operations(session: SessionId) -> std::ops::RangeInclusive<OpKey> {
+    (session, 0)..=(session, u64::MAX)
+}

@@ -1,0 +1,449 @@
+//! Saves: slots filled from engine memory, committed only when nothing could have overwritten their source.
+//!
+//! A save takes its slots when every rank has done its step, and its copies begin: one whose step never comes holds nothing.
+
+use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::message::Saved;
+use shm_protocol::pool::SlotRef;
+use shm_protocol::request::{self, Cancel};
+use tiers::FillError;
+use tiers::dram::Dram;
+
+use super::{
+    Action, Base, Binding, Context, CopyOwner, Direction, GROUP, OpKey, Piece, Queries, SessionId, Transfers,
+    Violation, operations,
+};
+
+/// A SAVE that was read before every rank had joined: rings are read one after the other, and a rank joins in the step whose
+/// saves its scheduler has posted.
+#[derive(Debug)]
+pub(super) struct UnboundSave {
+    step: u64,
+    /// The key before the first one.
+    parent: Option<BlockHash>,
+    /// Blocks that are kept already are compared with these.
+    checked: bool,
+    /// Each key, and its block unless that was given up.
+    blocks: Vec<(BlockHash, Option<u32>)>,
+}
+
+/// One SAVE message, from its binding to its completion.
+#[derive(Debug)]
+pub(super) struct Save {
+    binding: Binding,
+    step: u64,
+    checked: bool,
+    /// The key before the first one, and all of the save's.
+    parent: Option<BlockHash>,
+    keys: Vec<BlockHash>,
+    /// What has no slot yet: all of it until the save begins, nothing afterwards.
+    wanted: Vec<Wanted>,
+    blocks: Vec<SaveBlock>,
+    /// Its copies have been started, or never will be.
+    begun: bool,
+    running: u32,
+    /// A copy failed, a rank or the engine is gone: nothing of this save is committed.
+    void: bool,
+    end: Saved,
+}
+
+#[derive(Copy, Clone, Debug)]
+struct Wanted {
+    /// Position within the save, by which CANCEL names it.
+    index: u32,
+    block: u32,
+    hash: BlockHash,
+}
+
+#[derive(Debug)]
+struct SaveBlock {
+    /// Position within the save, by which CANCEL names it.
+    index: u32,
+    block: u32,
+    hash: BlockHash,
+    slot: SlotRef,
+    /// The kept block that this one is to be compared with: nothing is committed then.
+    kept: Option<SlotRef>,
+    cancelled: bool,
+}
+
+// === impl Save ===
+
+impl Save {
+    fn key(&self, hash: BlockHash) -> BlockKey {
+        BlockKey { namespace: self.binding.namespace, group: GROUP, hash }
+    }
+
+    /// Commits a block behind the one before it, from its beginning on: the tier never drops a parent before its child.
+    fn commit(&self, block: &SaveBlock, dram: &mut Dram) -> bool {
+        let parent = block.index.checked_sub(1).map_or(self.parent, |at| Some(self.keys[at as usize]));
+        match parent {
+            Some(parent) => dram.commit_behind(block.slot, &self.key(parent)),
+            None => dram.commit(block.slot),
+        }
+    }
+
+    /// The engine is barred from a namespace: nothing of it is committed or compared there.
+    pub(super) fn void_in(&mut self, namespace: u32) {
+        self.void |= self.binding.namespace == namespace;
+    }
+}
+
+// === impl Transfers ===
+
+impl Transfers {
+    pub(crate) fn save(
+        &mut self,
+        session: SessionId,
+        asked: &request::Save,
+        blocks: &[u32],
+        queries: &Queries,
+        base: &mut Base,
+    ) -> Result<(), Violation> {
+        let key = (session, asked.op);
+        self.check_new(key)?;
+        self.pending[&session].check_save()?;
+        let (parent, keys) = queries.keys_of(session, asked)?;
+        base.cx.stats.saves_posted_blocks += u64::from(asked.keys.count);
+        let blocks = keys.into_iter().zip(blocks.iter().copied().map(Some)).collect();
+        let save = UnboundSave { step: asked.step, parent, checked: asked.checked, blocks };
+        let pending = self.pending(session);
+        pending.saves += 1;
+        let too_many = !pending.may_want(save.blocks.len());
+        match base.engines[session].binding {
+            _ if base.cx.draining || too_many => self.drop_save(key, &save, &mut base.cx),
+            Some(binding) => self.accept_save(key, binding, save, base),
+            None if base.engines[session].barred.is_some() => self.drop_save(key, &save, &mut base.cx),
+            None => {
+                pending.wanted += save.blocks.len();
+                self.unbound.insert(key, save);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes a save whose blocks are known, to be begun with its step. What is kept already needs no copy.
+    fn accept_save(&mut self, key: OpKey, binding: Binding, asked: UnboundSave, base: &mut Base) {
+        let UnboundSave { step, parent, checked, blocks: asked } = asked;
+        let keys: Vec<BlockHash> = asked.iter().map(|(hash, _)| *hash).collect();
+        let mut end = Saved { op: key.1, ..Saved::default() };
+        let mut wanted = Vec::new();
+        for (index, (hash, block)) in asked.into_iter().enumerate() {
+            match block {
+                // vLLM's null block: it never holds a request's KV.
+                Some(0) => end.dropped += 1,
+                Some(_) if !checked && is_kept(&binding, hash, base) => end.present += 1,
+                Some(block) => wanted.push(Wanted { index: index as u32, block, hash }),
+                None => end.cancelled += 1,
+            }
+        }
+        if end.present > 0 {
+            base.cx.dram.use_run(binding.namespace, GROUP, &keys);
+        }
+        let (blocks, begun) = (Vec::new(), wanted.is_empty());
+        let save = Save {
+            binding,
+            step,
+            checked,
+            parent,
+            keys,
+            wanted,
+            blocks,
+            begun,
+            running: 0,
+            void: false,
+            end,
+        };
+        self.pending(key.0).wanted += save.wanted.len();
+        self.saves.insert(key, save);
+        if begun {
+            self.finish_save(key, 0, base);
+        } else {
+            self.pending(key.0).waiting.insert(key.1);
+            self.dispatch_save(key, base.cx.claims_max, base);
+        }
+    }
+
+    /// An engine was bound, or barred: begins what has waited for that.
+    pub(crate) fn begin_unbound(&mut self, session: SessionId, base: &mut Base) {
+        let binding = base.engines[session].binding.filter(|_| !base.cx.draining);
+        for (key, save) in self.take_unbound(session) {
+            match binding {
+                Some(binding) => self.accept_save(key, binding, save, base),
+                None => self.drop_save(key, &save, &mut base.cx),
+            }
+        }
+    }
+
+    /// Ends what waits for the binding: its generation of the namespace, or its engine, is over.
+    pub(crate) fn drop_unbound(&mut self, session: SessionId, cx: &mut Context) {
+        for (key, save) in self.take_unbound(session) {
+            self.drop_save(key, &save, cx);
+        }
+    }
+
+    fn take_unbound(&mut self, session: SessionId) -> Vec<(OpKey, UnboundSave)> {
+        let keys: Vec<_> = self.unbound.range(operations(session)).map(|(key, _)| *key).collect();
+        let saves = keys.into_iter().map(|key| (key, self.unbound.remove(&key).expect("listed above")));
+        let saves: Vec<_> = saves.collect();
+        self.unwant(session, saves.iter().map(|(_, save)| save.blocks.len()).sum());
+        saves
+    }
+
+    /// So many blocks of a session's saves do not wait any more.
+    fn unwant(&mut self, session: SessionId, blocks: usize) {
+        if let Some(pending) = self.pending.get_mut(&session) {
+            pending.wanted -= blocks;
+        }
+    }
+
+    /// Ends a save of which nothing was begun.
+    fn drop_save(&mut self, (session, op): OpKey, save: &UnboundSave, cx: &mut Context) {
+        let dropped = save.blocks.iter().filter(|(_, block)| block.is_some()).count() as u32;
+        let cancelled = save.blocks.len() as u32 - dropped;
+        cx.stats.saves_dropped += u64::from(dropped);
+        cx.stats.saves_lost_to_reuse += u64::from(cancelled);
+        self.tell_saved(session, Saved { op, cancelled, dropped, ..Saved::default() }, cx);
+    }
+
+    /// CANCEL: the engine is about to overwrite the sources of some blocks of a save.
+    pub(crate) fn cancel(&mut self, session: SessionId, cancel: Cancel, base: &mut Base) {
+        // A save that has ended was committed before this CANCEL was posted: its bytes were whole.
+        let key = (session, cancel.op);
+        let range = cancel.from..cancel.from + cancel.count;
+        if let Some(save) = self.unbound.get_mut(&key) {
+            let blocks = save.blocks.iter_mut().zip(0..);
+            blocks.filter(|(_, index)| range.contains(index)).for_each(|((_, block), _)| *block = None);
+            if save.blocks.iter().all(|(_, block)| block.is_none()) {
+                let save = self.unbound.remove(&key).expect("found above");
+                self.unwant(session, save.blocks.len());
+                self.drop_save(key, &save, &mut base.cx);
+            }
+            return;
+        }
+        let Some(save) = self.saves.get_mut(&key) else { return };
+        let before = save.wanted.len();
+        save.wanted.retain(|wanted| !range.contains(&wanted.index));
+        let cancelled = before - save.wanted.len();
+        save.end.cancelled += cancelled as u32;
+        for block in save.blocks.iter_mut().filter(|block| range.contains(&block.index)) {
+            block.cancelled = true;
+        }
+        let is_over =
+            save.running == 0 && save.wanted.is_empty() && save.blocks.iter().all(|block| block.cancelled);
+        self.unwant(session, cancelled);
+        if is_over {
+            self.finish_save(key, 0, base);
+        }
+    }
+
+    /// Takes the slots of a save and starts its copies, once every rank has joined and passed the save's step. How many blocks it
+    /// took slots for, at most so many.
+    pub(super) fn dispatch_save(&mut self, key: OpKey, claims_max: usize, base: &mut Base) -> usize {
+        let Some(save) = self.saves.get(&key).filter(|save| !save.begun) else { return 0 };
+        if !base.engines.every_rank(key.0, |rank| rank.done >= save.step) {
+            return 0;
+        }
+        let mut save = self.saves.remove(&key).expect("found above");
+        let claims = save.wanted.len().min(claims_max);
+        self.unwant(key.0, claims);
+        for wanted in save.wanted.drain(..claims).collect::<Vec<_>>() {
+            self.claim(key.0, &mut save, wanted, base);
+        }
+        save.begun = save.wanted.is_empty();
+        let (begun, nothing_to_copy) = (save.begun, save.blocks.is_empty());
+        self.saves.insert(key, save);
+        if !begun {
+            if !self.behind.contains(&key.0) {
+                self.behind.push_back(key.0);
+            }
+        } else if nothing_to_copy {
+            self.finish_save(key, 0, base);
+        } else {
+            self.start_save(key, base);
+        }
+        claims
+    }
+
+    /// Takes a slot for one block, unless the block is there or there is no room.
+    fn claim(&mut self, session: SessionId, save: &mut Save, wanted: Wanted, base: &mut Base) {
+        let Wanted { index, block, hash } = wanted;
+        let key = BlockKey { namespace: save.binding.namespace, group: GROUP, hash };
+        if save.checked {
+            let check = self.checks.begin((session, save.end.op), index, &save.binding, &key, &mut base.cx);
+            if let Some((kept, slot)) = check {
+                save.blocks.push(SaveBlock { index, block, hash, slot, kept: Some(kept), cancelled: false });
+                return;
+            }
+        }
+        match base.cx.begin_fill(key, &save.binding) {
+            Ok(slot) => {
+                save.blocks.push(SaveBlock { index, block, hash, slot, kept: None, cancelled: false });
+            }
+            Err(error @ (FillError::Present | FillError::Filling)) => {
+                save.end.present += 1;
+                if error == FillError::Present {
+                    base.sources.offer_again(key, &save.binding);
+                }
+            }
+            Err(FillError::NoSpace | FillError::TooLarge { .. } | FillError::Empty) => save.end.dropped += 1,
+        }
+    }
+
+    fn start_save(&mut self, key: OpKey, base: &mut Base) {
+        let save = self.saves.get_mut(&key).expect("the caller found it");
+        let mut ready = Vec::new();
+        for (session, worker) in base.engines.ranks(key.0) {
+            let rank = worker.rank;
+            let offset = u64::from(worker.shard) * save.binding.shard_bytes;
+            let replicas = base.engines[key.0].world_size / worker.shards;
+            let chosen = |block: &&SaveBlock| {
+                let holder = u32::from(block.hash.0[0]) % replicas;
+                !block.cancelled && block.block < worker.blocks && rank % replicas == holder
+            };
+            let blocks = save.blocks.iter().filter(chosen);
+            let pieces = blocks.map(|b| Piece { block: b.block, offset: b.slot.offset + offset });
+            let pieces: Vec<Piece> = pieces.collect();
+            save.void |= save.blocks.iter().any(|block| block.block >= worker.blocks);
+            if !pieces.is_empty() {
+                save.running += 1;
+                ready.push((CopyOwner { key, rank, direction: Direction::Save }, session, pieces));
+            }
+        }
+        for (owner, session, pieces) in ready {
+            self.start_copy(owner, session, pieces, &mut base.cx);
+        }
+        self.settle(key);
+    }
+
+    /// Moves a save whose copies are all started, and ended, to those that wait for a drained ring.
+    fn settle(&mut self, key: OpKey) {
+        let (begun, running) = (self.saves[&key].begun, self.saves[&key].running);
+        if begun {
+            self.pending(key.0).waiting.remove(&key.1);
+            if running == 0 {
+                self.pending(key.0).await_drain(key.1);
+            }
+        }
+    }
+
+    pub(super) fn save_copied(&mut self, owner: CopyOwner, ok: bool, base: &mut Base) {
+        let key = owner.key;
+        let save = self.saves.get_mut(&key).expect("a save outlives its copies");
+        save.running -= 1;
+        save.void |= !ok;
+        if self.pending.contains_key(&key.0) {
+            self.settle(key);
+        } else if save.running == 0 {
+            self.finish_save(key, 0, base);
+        }
+    }
+
+    /// A rank is gone: what has not begun cannot be completed.
+    pub(crate) fn fail_saves(&mut self, session: SessionId, base: &mut Base) {
+        for op in self.pending[&session].waiting.clone() {
+            let Some(save) = self.saves.get_mut(&(session, op)) else { continue };
+            if !save.begun {
+                (save.void, save.begun) = (true, true);
+                self.settle((session, op));
+            }
+        }
+        self.dispatch(session, base);
+    }
+
+    /// The ring was read to its tail after these saves' copies ended: every CANCEL that matters has been seen.
+    pub(crate) fn commit_copied(&mut self, session: SessionId, void_below: u64, base: &mut Base) {
+        let Some(pending) = self.pending.get_mut(&session) else { return };
+        for op in pending.drained() {
+            if self.saves.contains_key(&(session, op)) {
+                self.finish_save((session, op), void_below, base);
+            }
+        }
+    }
+
+    /// Ends a save: commits what is whole, gives the rest back, and tells the engine if it is still there.
+    fn finish_save(&mut self, key: OpKey, void_below: u64, base: &mut Base) {
+        let mut save = self.saves.remove(&key).expect("the caller found it");
+        let (session, op) = key;
+        let (mut committed, mut pairs) = (Vec::new(), Vec::new());
+        let unbegun = save.wanted.len() as u32;
+        self.unwant(session, save.wanted.len());
+        match op < void_below {
+            true => save.end.cancelled += unbegun,
+            false => save.end.dropped += unbegun,
+        }
+        let blocks = std::mem::take(&mut save.blocks);
+        for block in &blocks {
+            let reused = block.cancelled || op < void_below;
+            let whole = !reused && !save.void;
+            match block.kept {
+                Some(kept) if whole => {
+                    save.end.present += 1;
+                    pairs.push((kept, block.slot));
+                    continue;
+                }
+                Some(kept) => self.checks.end(session, kept, block.slot, &mut base.cx),
+                None if whole && save.commit(block, &mut base.cx.dram) => {
+                    save.end.committed += 1;
+                    base.cx.actions.push(Action::CommitSlot { slot: block.slot, checksum: 0 });
+                    committed.push((block.slot, save.key(block.hash)));
+                    continue;
+                }
+                None => base.cx.abandon(block.slot),
+            }
+            save.end.cancelled += u32::from(reused);
+            save.end.dropped += u32::from(!reused);
+        }
+        if !committed.is_empty() {
+            self.checks.committed(session, committed.iter().map(|(_, key)| *key));
+        }
+        // Head first: where a disk has no room for all of them, that part is worth more.
+        for (slot, key) in committed {
+            base.sources.offer_saved(slot, key, &save.binding, &base.cx.dram);
+        }
+        base.cx.stats.saved_blocks += u64::from(save.end.committed);
+        base.cx.stats.saved_bytes += u64::from(save.end.committed) * save.binding.block_bytes();
+        base.cx.stats.saves_lost_to_reuse += u64::from(save.end.cancelled);
+        base.cx.stats.saves_dropped += u64::from(save.end.dropped);
+        if let Some(pending) = self.pending.get_mut(&session) {
+            pending.forget(op);
+        }
+        if pairs.is_empty() {
+            base.cx.stats.checks_undecided += u64::from(save.checked);
+            self.tell_saved(session, save.end, &mut base.cx);
+        } else {
+            self.compare(key, save.binding, pairs, save.end, base);
+        }
+    }
+
+    /// Tells the engine of a save's end, if it is still there.
+    pub(super) fn tell_saved(&mut self, session: SessionId, saved: Saved, cx: &mut Context) {
+        if let Some(pending) = self.pending.get_mut(&session) {
+            pending.saves -= 1;
+            cx.actions.push(Action::Saved { session, saved });
+        }
+    }
+
+    /// The engine is gone: its saves end as soon as no copy runs.
+    pub(super) fn abandon_saves(&mut self, session: SessionId, base: &mut Base) {
+        self.drop_unbound(session, &mut base.cx);
+        let keys: Vec<OpKey> = self.saves.range(operations(session)).map(|(key, _)| *key).collect();
+        for key in keys {
+            let save = self.saves.get_mut(&key).expect("listed above");
+            (save.void, save.begun) = (true, true);
+            if save.running == 0 {
+                self.finish_save(key, 0, base);
+            }
+        }
+    }
+}
+
+/// Whether a block needs no copy; one that a disk may lack is offered to it again.
+fn is_kept(binding: &Binding, hash: BlockHash, base: &mut Base) -> bool {
+    let key = BlockKey { namespace: binding.namespace, group: GROUP, hash };
+    let kept = base.cx.dram.probe(key.namespace, key.group, &[hash]) == 1;
+    if kept {
+        base.sources.offer_again(key, binding);
+    }
+    kept
+}

@@ -59,10 +59,13 @@ pub struct Options {
     #[arg(long, env = "PILLION_DRAM", value_name = "SIZE")]
     pub dram: Option<Size>,
     /// A folder, file or block device for blocks that memory has no room for, and how much of it to use, such as
-    /// /nvme/pillion:500GiB; may be given several times
-    #[arg(long, env = "PILLION_SSD", value_name = "PATH:SIZE", value_delimiter = ',')]
+    /// /nvme/pillion:500GiB; with :create behind it a missing file is made on any disk. May be given several times
+    #[arg(long, env = "PILLION_SSD", value_name = "PATH:SIZE[:create]", value_delimiter = ',')]
     #[serde(default)]
     pub ssd: Vec<Disk>,
+    /// End at once where one of the --ssd paths cannot be used, instead of serving without it
+    #[arg(long, env = "PILLION_SSD_REQUIRED", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
+    pub ssd_required: Option<bool>,
     /// Which saved blocks are written to the --ssd paths: all, or second-hit for those asked for again [default: all]
     #[arg(long, env = "PILLION_SSD_ADMISSION", value_name = "all|second-hit")]
     pub ssd_admission: Option<SsdAdmission>,
@@ -112,6 +115,8 @@ pub struct Config {
     pub socket: PathBuf,
     pub dram: Size,
     pub ssd: Vec<Disk>,
+    /// Whether each of them must be usable.
+    pub ssd_required: bool,
     /// Which blocks are written there.
     pub ssd_admission: SsdAdmission,
     pub http: SocketAddr,
@@ -201,6 +206,7 @@ impl Options {
             socket: self.socket.or(other.socket),
             dram: self.dram.or(other.dram),
             ssd: if self.ssd.is_empty() { other.ssd } else { self.ssd },
+            ssd_required: self.ssd_required.or(other.ssd_required),
             ssd_admission: self.ssd_admission.or(other.ssd_admission),
             http: self.http.or(other.http),
             pool_path: self.pool_path.or(other.pool_path),
@@ -237,6 +243,7 @@ impl Options {
             socket,
             dram: self.dram.ok_or(ConfigError::DramMissing)?,
             ssd: self.ssd,
+            ssd_required: self.ssd_required.unwrap_or(false),
             ssd_admission: self.ssd_admission.unwrap_or(SsdAdmission::All),
             http: self.http.unwrap_or_else(|| HTTP_DEFAULT.parse().expect("a constant address")),
             pool_path: self.pool_path,

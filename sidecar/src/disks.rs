@@ -2,10 +2,11 @@
 //! an eventfd.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
 
 use tiers::pool::Pool;
-use tiers::ssd::{self, Device, Geometry, Job, Opened, Up};
+use tiers::ssd::{self, Device, Geometry, Job, Missing, Opened, Up};
 
 use crate::config::Disk;
 use crate::error::StartError;
@@ -23,21 +24,60 @@ const LATE_MS: u64 = 10_000;
 pub struct Disks {
     devices: Vec<Device>,
     /// As they were given.
-    names: Vec<String>,
+    disks: Vec<Disk>,
     ups: mpsc::Receiver<Up>,
     wake: Arc<OwnedFd>,
     /// Jobs that were not handed over yet.
     jobs: Vec<Job>,
 }
 
-/// Opens and locks every disk.
-pub fn open(disks: &[Disk]) -> Result<Vec<Opened>, tiers::Error> {
-    disks.iter().map(|disk| Opened::open(&disk.path, disk.size.as_bytes())).collect()
+/// The disks of a start.
+#[derive(Debug, Default)]
+pub struct Found {
+    pub opened: Vec<(Disk, Opened)>,
+    /// Those that cannot be used.
+    pub left_out: Vec<Disk>,
+}
+
+/// Opens and locks the disks. One that cannot be used is left out, and the log says why, unless `required`. One that another
+/// process holds ends the start of a sidecar with a pool file, too: transfers between the two may still be under way.
+pub fn open(disks: &[Disk], required: bool, has_pool_file: bool) -> Result<Found, tiers::Error> {
+    let fatal = |error: &tiers::Error| {
+        required || (has_pool_file && matches!(error, tiers::Error::DeviceBusy { .. }))
+    };
+    let mut found = Found::default();
+    if required {
+        // All of them before anything is written to the first.
+        disks.iter().try_for_each(|disk| locate(disk).map(drop))?;
+    }
+    for disk in disks {
+        match Opened::open(&disk.path, disk.size.as_bytes(), missing(disk)) {
+            Ok(opened) => found.opened.push((disk.clone(), opened)),
+            Err(error) if fatal(&error) => return Err(error),
+            Err(error) => {
+                tracing::error!(
+                    "{error}. Blocks are kept without this disk until the sidecar is started again; with --ssd-required it \
+                     would have ended"
+                );
+                found.left_out.push(disk.clone());
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// Where a disk's log lies; nothing is written.
+pub fn locate(disk: &Disk) -> Result<PathBuf, tiers::Error> {
+    ssd::locate(&disk.path, disk.size.as_bytes(), missing(disk))
+}
+
+fn missing(disk: &Disk) -> Missing {
+    if disk.create { Missing::Create } else { Missing::Refuse }
 }
 
 /// What a log over these devices is made with.
-pub fn log_config(opened: &[Opened], pool_bytes: u64) -> ssd::Config {
-    let devices: Vec<Geometry> = opened.iter().map(Opened::geometry).collect();
+pub fn log_config(opened: &[(Disk, Opened)], pool_bytes: u64) -> ssd::Config {
+    let devices: Vec<Geometry> = opened.iter().map(|(_, opened)| opened.geometry()).collect();
     let part = pool_bytes / WRITE_PART / devices.len().max(1) as u64;
     ssd::Config { devices, write_bytes_max: part.min(WRITE_BYTES_MAX), late_ms: LATE_MS }
 }
@@ -47,18 +87,18 @@ pub fn log_config(opened: &[Opened], pool_bytes: u64) -> ssd::Config {
 impl Disks {
     /// Starts the devices' threads. They read what earlier lives left, and serve meanwhile.
     pub fn start(
-        opened: Vec<Opened>,
-        names: &[Disk],
+        opened: Vec<(Disk, Opened)>,
         pool: &Pool,
         ended: &Arc<EndSignal>,
     ) -> Result<Self, StartError> {
         let wake = Arc::new(wake::eventfd().map_err(std::io::Error::from)?);
         let (sender, ups) = mpsc::channel();
-        let mut devices = Vec::new();
-        for (number, (opened, name)) in opened.into_iter().zip(names).enumerate() {
+        let (mut devices, mut disks) = (Vec::new(), Vec::new());
+        for (number, (disk, opened)) in opened.into_iter().enumerate() {
             for note in opened.notes() {
-                tracing::warn!(disk = %name, "{note}");
+                tracing::warn!(%disk, "{note}");
             }
+            disks.push(disk);
             let (sender, wake, guard) = (sender.clone(), Arc::clone(&wake), ended.on_exit());
             let up = move |up| {
                 // Lives as long as the device's threads do: their end is the sidecar's.
@@ -69,8 +109,12 @@ impl Disks {
             };
             devices.push(Device::start(opened, number, pool.shared_region(), up)?);
         }
-        let names = names.iter().map(ToString::to_string).collect();
-        Ok(Self { devices, names, ups, wake, jobs: Vec::new() })
+        Ok(Self { devices, disks, ups, wake, jobs: Vec::new() })
+    }
+
+    /// The disks, in the order of their numbers.
+    pub fn at_work(&self) -> &[Disk] {
+        &self.disks
     }
 
     /// Takes a job; [`Disks::flush`] hands it over.
@@ -89,9 +133,9 @@ impl Disks {
         self.jobs.clear();
     }
 
-    /// What the user calls a device.
-    pub fn name(&self, device: usize) -> &str {
-        &self.names[device]
+    /// The disk of a device.
+    pub fn disk(&self, device: usize) -> &Disk {
+        &self.disks[device]
     }
 
     /// What a device says next.

@@ -13,6 +13,7 @@ use self::holders::HoldersMetrics;
 use self::peers::PeersMetrics;
 use self::ssd::SsdMetrics;
 use crate::compare::Number;
+use crate::config::Disk;
 use crate::engine::{Holder, PeersStats, SsdStats, Stats};
 use crate::quotas::Levels;
 
@@ -193,9 +194,14 @@ impl Metrics {
         Self { quotas, ..self }
     }
 
-    /// The same with an SSD tier of devices of these names.
-    pub fn with_ssd(self, registry: &Registry, names: Vec<String>) -> Result<Self, prometheus::Error> {
-        Ok(Self { ssd: Some(SsdMetrics::new(registry, names)?), ..self })
+    /// The same with the SSD tier of these disks, and those that could not be used.
+    pub fn with_ssd(
+        self,
+        registry: &Registry,
+        at_work: &[Disk],
+        left_out: &[Disk],
+    ) -> Result<Self, prometheus::Error> {
+        Ok(Self { ssd: Some(SsdMetrics::new(registry, at_work, left_out)?), ..self })
     }
 
     /// The same in a mesh.

@@ -15,14 +15,14 @@ use rustix::process::PidfdFlags;
 use rustix::rand::GetRandomFlags;
 use tiers::dram::{self, Dram};
 use tiers::pool::{self, Pool};
-use tiers::ssd::Log;
+use tiers::ssd::{Log, Opened};
 
 use crate::admin::{self, Pages, Ready};
 use crate::catalog;
 use crate::checksums::Checksums;
-use crate::config::Config;
+use crate::config::{Config, Disk};
 use crate::copiers::Copiers;
-use crate::disks::{self, Disks};
+use crate::disks::{self, Disks, Found};
 use crate::engine::Core;
 use crate::error::StartError;
 use crate::greeter::Greeter;
@@ -95,9 +95,11 @@ impl Server {
         let pinned = Pinned::start(config.gpu, pool.shared_region(), reserved, metrics.pinning())?;
         reserve::start(&pool, &pinned, &progress)?;
         let copiers = Copiers::start(config.copy_threads, &pool, &pinned, &ended)?;
-        let (core, disks) = start_disks(config, dram, &pool, &ended)?;
+        let Found { opened, left_out } =
+            disks::open(&config.ssd, config.ssd_required, config.pool_path.is_some())?;
+        let (core, disks) = start_disks(config, opened, dram, &pool, &ended)?;
         let (core, peers) = start_mesh(config, core, epoch, &pool, &ended)?;
-        let metrics = add_metrics(config, &registry, metrics)?;
+        let metrics = add_metrics(config, disks.as_ref(), &left_out, &registry, metrics)?;
         let checksums =
             config.pool_path.as_ref().map(|_| Checksums::start(&pool, || ended.on_exit())).transpose()?;
         let poller = watch(&control, &copiers, disks.as_ref(), checksums.as_ref(), peers.as_ref())
@@ -178,18 +180,18 @@ fn watch(
 /// sidecar is under way between it and the pool: so before any slot of the pool is used.
 fn start_disks(
     config: &Config,
+    opened: Vec<(Disk, Opened)>,
     dram: Dram,
     pool: &Pool,
     ended: &Arc<EndSignal>,
 ) -> Result<(Core, Option<Disks>), StartError> {
     let mut core = Core::new(dram);
     core.limit(&config.quotas);
-    if config.ssd.is_empty() {
+    if opened.is_empty() {
         return Ok((core, None));
     }
-    let opened = disks::open(&config.ssd)?;
     let log = Log::new(disks::log_config(&opened, config.dram.as_bytes()));
-    let disks = Disks::start(opened, &config.ssd, pool, ended)?;
+    let disks = Disks::start(opened, pool, ended)?;
     Ok((core.with_ssd(log, config.ssd_admission), Some(disks)))
 }
 
@@ -206,9 +208,16 @@ fn start_mesh(
     Ok((core, Some(Peers::start(mesh, epoch, pool, ended)?)))
 }
 
-fn add_metrics(config: &Config, registry: &Registry, metrics: Metrics) -> Result<Metrics, prometheus::Error> {
-    let names: Vec<_> = config.ssd.iter().map(|disk| disk.path.display().to_string()).collect();
-    let metrics = if names.is_empty() { metrics } else { metrics.with_ssd(registry, names)? };
+fn add_metrics(
+    config: &Config,
+    disks: Option<&Disks>,
+    left_out: &[Disk],
+    registry: &Registry,
+    metrics: Metrics,
+) -> Result<Metrics, prometheus::Error> {
+    let at_work = disks.map_or(&[][..], Disks::at_work);
+    let metrics =
+        if config.ssd.is_empty() { metrics } else { metrics.with_ssd(registry, at_work, left_out)? };
     if config.mesh.is_some() { metrics.with_peers(registry) } else { Ok(metrics) }
 }
 

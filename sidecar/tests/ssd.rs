@@ -2,7 +2,7 @@
 
 mod client;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use client::engine::{Engine, SAVED};
 use client::sidecar::Sidecar;
@@ -17,16 +17,18 @@ const LOG_BYTES: &str = "128MiB";
 const _: () = assert!(SAVES as u64 * 100 * LAYERS * LAYER_BYTES > 31 << 20);
 
 /// A folder for the socket and one for each disk.
-struct Place(tempfile::TempDir);
+struct Place {
+    folder: tempfile::TempDir,
+}
 
 impl Place {
     fn new() -> Self {
         // Not in /tmp, which may be a tmpfs without direct I/O.
-        Self(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap())
+        Self { folder: tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap() }
     }
 
     fn disk(&self, name: &str) -> PathBuf {
-        let folder = self.0.path().join(name);
+        let folder = self.folder.path().join(name);
         std::fs::create_dir_all(&folder).unwrap();
         folder
     }
@@ -43,7 +45,7 @@ impl Place {
         let mut arguments: Vec<&dyn AsRef<std::ffi::OsStr>> = vec![&"--dram", &DRAM];
         arguments.extend(disks.iter().map(|disk| disk as &dyn AsRef<std::ffi::OsStr>));
         arguments.extend(more);
-        Sidecar::start(self.0.path(), &arguments)
+        Sidecar::start(self.folder.path(), &arguments)
     }
 
     fn log_file(&self, name: &str) -> PathBuf {
@@ -51,7 +53,7 @@ impl Place {
     }
 
     fn log_text(&self) -> String {
-        std::fs::read_to_string(self.0.path().join("log")).unwrap()
+        std::fs::read_to_string(self.folder.path().join("log")).unwrap()
     }
 }
 
@@ -167,37 +169,94 @@ fn killed_at_any_moment_of_writes_and_reads_nothing_wrong_is_served() {
     std::fs::remove_file(pool).unwrap();
 }
 
+/// What a sidecar says that must have all its disks, and does not start.
+fn refusal(place: &Place, disks: &[&str]) -> String {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_pillion"));
+    command.args(["serve", "--gpu", "off", "--dram", DRAM, "--http", "127.0.0.1:0", "--ssd-required"]);
+    command.args(disks.iter().map(|disk| format!("--ssd={disk}")));
+    let output = command.arg("--socket").arg(place.folder.path().join("p.sock")).output().unwrap();
+    assert!(!output.status.success());
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
 #[test]
-fn a_disk_that_cannot_be_used_stops_the_start_with_the_remedy() {
+fn a_required_disk_that_cannot_be_used_stops_the_start_with_the_remedy() {
     let place = Place::new();
-    let start = |disk: &str| {
-        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_pillion"));
-        command.args([
-            "serve",
-            "--gpu",
-            "off",
-            "--dram",
-            DRAM,
-            "--http",
-            "127.0.0.1:0",
-            "--ssd",
-            disk,
-            "--socket",
-        ]);
-        let output = command.arg(place.0.path().join("p.sock")).output().unwrap();
-        assert!(!output.status.success());
-        String::from_utf8_lossy(&output.stderr).into_owned()
-    };
-    let text = start(&format!("{}:1MiB", place.disk("a").display()));
+    let text = refusal(&place, &[&format!("{}:1MiB", place.disk("a").display())]);
     assert!(text.contains("the least is"), "{text}");
-    let text = start("/nonexistent/folder/file:64MiB");
-    assert!(text.contains("--ssd /nonexistent/folder/file"), "{text}");
     let foreign = place.disk("b").join("letters");
     std::fs::write(&foreign, "somebody's".repeat(1000)).unwrap();
-    let text = start(&format!("{}:64MiB", foreign.display()));
+    let text = refusal(&place, &[&format!("{}:64MiB", foreign.display())]);
     assert!(text.contains("no log of Pillion"), "{text}");
     assert_eq!(std::fs::read_to_string(&foreign).unwrap().len(), 10_000, "nothing of others is written over");
     let _holder = place.start(&["c"]);
-    let text = start(&format!("{}:64MiB", place.disk("c").display()));
+    let text = refusal(&place, &[&format!("{}:64MiB", place.disk("c").display())]);
     assert!(text.contains("another sidecar"), "{text}");
+}
+
+#[test]
+fn a_missing_mount_or_memory_is_refused_before_anything_is_written() {
+    let place = Place::new();
+    let good = format!("{}:64MiB", place.disk("a").display());
+    let missing = place.folder.path().join("nvme");
+    let text = refusal(&place, &[&good, &format!("{}:64MiB", missing.display())]);
+    assert!(text.contains("mount the disk") && text.contains("nvme:SIZE:create"), "{text}");
+    let text = refusal(&place, &[&good, &format!("{}:64MiB:create", missing.join("pillion").display())]);
+    assert!(text.contains("nvme is no folder"), "{text}");
+    let text = refusal(&place, &[&good, "/dev/shm:64MiB"]);
+    assert!(text.contains("lies in memory") && text.contains("raise --dram"), "{text}");
+    assert!(
+        !missing.exists() && !place.log_file("a").exists() && !Path::new("/dev/shm/pillion.log").exists()
+    );
+    // Where it is asked for, the file is made.
+    let disk = format!("--ssd={}:64MiB:create", missing.display());
+    let sidecar = Sidecar::start(place.folder.path(), &[&"--dram", &DRAM, &"--ssd-required", &disk]);
+    sidecar.wait_started();
+    assert!(missing.is_file());
+}
+
+#[test]
+fn without_a_disk_that_cannot_be_used_the_others_and_memory_serve() {
+    let place = Place::new();
+    let missing = place.folder.path().join("nvme");
+    let disk = format!("--ssd={}:64MiB", missing.display());
+    for others in [&[][..], &["a"]] {
+        let sidecar = place.start_with(others, &[&disk]);
+        sidecar.wait_started();
+        let log = place.log_text();
+        assert!(
+            log.contains("ERROR") && log.contains("mount the disk") && log.contains("--ssd-required"),
+            "{log}"
+        );
+        let page = sidecar.page("/metrics").unwrap();
+        let left_out = format!("pillion_ssd_left_out{{device=\"{}\"}} 1", missing.display());
+        assert!(page.lines().any(|line| line == left_out), "{left_out} in\n{page}");
+        assert_eq!(page.matches("pillion_ssd_left_out{").count(), 1 + others.len());
+        let mut engine = Engine::connect(&sidecar);
+        let keys = engine.post_save(&mut 0);
+        assert_eq!(engine.scheduler.saved().committed, SAVED.len() as u32);
+        assert_eq!(engine.served(&keys), (keys.clone(), 0));
+        if !others.is_empty() {
+            sidecar.wait_metric("pillion_ssd_written_blocks_total", |written| written >= keys.len() as u64);
+        }
+        sidecar.terminate();
+        assert!(!missing.exists());
+    }
+}
+
+/// What a killed sidecar's disk still moves may go into the slots of its pool file.
+#[test]
+fn a_pool_file_is_not_used_while_a_disk_is_another_sidecar_s() {
+    let place = Place::new();
+    let _holder = place.start(&["a"]);
+    let pool = PathBuf::from(format!("/dev/shm/pillion-test-{}-held", std::process::id()));
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_pillion"));
+    command
+        .args(["serve", "--gpu", "off", "--dram", DRAM, "--http", "127.0.0.1:0", "--pool-path"])
+        .arg(&pool);
+    command.arg(format!("--ssd={}:{LOG_BYTES}", place.disk("a").display()));
+    let output = command.arg("--socket").arg(place.folder.path().join("other.sock")).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && text.contains("is another sidecar's"), "{text}");
+    std::fs::remove_file(pool).unwrap();
 }

@@ -22,7 +22,7 @@ use rustix::time::ClockId;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
 use shm_protocol::region::{Access, Region};
-use tiers::ssd::{Config, Device, Ended, Log, Opened, Refused, Up};
+use tiers::ssd::{Config, Device, Ended, Log, Missing, Opened, Refused, Up};
 
 use crate::random::Random;
 
@@ -75,7 +75,7 @@ impl Tier {
         rustix::fs::ftruncate(&fd, SEGMENT_ALIGN + POOL_BYTES).expect("memory");
         let len = (SEGMENT_ALIGN + POOL_BYTES) as usize;
         let pool = Arc::new(Region::map(fd.as_fd(), len, Access::ReadWrite).expect("map"));
-        let opened = Opened::open(path, bytes).unwrap_or_else(|error| panic!("{error}"));
+        let opened = Opened::open(path, bytes, Missing::Create).unwrap_or_else(|error| panic!("{error}"));
         let devices = vec![opened.geometry()];
         let log = Log::new(Config { devices, write_bytes_max: 256 << 20, late_ms: 60_000 });
         let (sender, ups) = channel();

@@ -78,13 +78,17 @@ pub enum Error {
         problem: String,
     },
     /// A device of the SSD tier that cannot be used.
-    #[error("--ssd {path} {problem}")]
+    #[error("--ssd {path} {problem}: {remedy}")]
     Device {
         /// The device, as it was given.
         path: PathBuf,
-        /// What is wrong with it, and the remedy.
+        /// What is wrong with it.
         problem: String,
+        remedy: String,
     },
+    /// A device of the SSD tier that someone else has. Transfers of a sidecar that was killed may be under way there.
+    #[error("--ssd {path} {problem}: stop who uses it, or pass another path")]
+    DeviceBusy { path: PathBuf, problem: &'static str },
     #[error("cannot {doing} for the DRAM pool: {source}")]
     Os {
         doing: &'static str,

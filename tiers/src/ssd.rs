@@ -6,6 +6,7 @@
 
 mod device;
 mod format;
+mod location;
 mod log;
 mod opened;
 mod recovery;
@@ -18,6 +19,7 @@ use shm_protocol::pool::SlotRef;
 use thiserror::Error;
 
 pub use self::device::Device;
+pub use self::location::{Missing, locate};
 pub use self::log::{Config, DeviceStats, Log, Refused, Stats};
 pub use self::opened::Opened;
 

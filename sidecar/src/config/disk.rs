@@ -11,13 +11,18 @@ use super::{ConfigError, Size};
 /// Disks at once: more than a host has drive bays for NVMe.
 const DISKS_MAX: usize = 32;
 
-/// A place on a disk and the bytes that may be used there, written `PATH:SIZE`.
+/// What a disk is followed by where a file may be made.
+const CREATE: &str = ":create";
+
+/// A place on a disk and the bytes that may be used there, written `PATH:SIZE` or `PATH:SIZE:create`.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq)]
 #[serde(try_from = "String")]
 pub struct Disk {
     /// A folder, a file or a block device.
     pub path: PathBuf,
     pub size: Size,
+    /// Whether a file is made where nothing is, also on the disk of an ordinary folder.
+    pub create: bool,
 }
 
 /// Which saved blocks are written to disks.
@@ -48,11 +53,15 @@ pub(super) fn check(disks: &[Disk]) -> Result<(), ConfigError> {
 impl FromStr for Disk {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
+        let (disk, create) = text.strip_suffix(CREATE).map_or((text, false), |disk| (disk, true));
         // From the right: a path may hold colons, a size cannot.
-        let (path, size) = text.rsplit_once(':').filter(|(path, _)| !path.is_empty()).ok_or_else(|| {
-            format!("\"{text}\" is no disk; write a path, a colon and a size, such as /nvme/pillion:500GiB")
+        let (path, size) = disk.rsplit_once(':').filter(|(path, _)| !path.is_empty()).ok_or_else(|| {
+            format!(
+                "\"{text}\" is no disk; write a path, a colon and a size, such as /nvme/pillion:500GiB, and :create behind \
+                 them to have a file made there"
+            )
         })?;
-        Ok(Self { path: path.into(), size: size.parse()? })
+        Ok(Self { path: path.into(), size: size.parse()?, create })
     }
 }
 
@@ -87,9 +96,13 @@ mod tests {
     fn a_disk_is_a_path_and_a_size() {
         let parsed = disk("/a:b/c:4GiB").unwrap();
         assert_eq!((parsed.path.to_str(), parsed.size.as_bytes()), (Some("/a:b/c"), 4 << 30));
-        for (wrong, told) in
-            [("/nvme", "/nvme/pillion:500GiB"), (":4GiB", "a path, a colon"), ("/nvme:4", "30GiB")]
-        {
+        assert!(!parsed.create && disk("/a:b/c:4GiB:create").unwrap() == Disk { create: true, ..parsed });
+        for (wrong, told) in [
+            ("/nvme", "/nvme/pillion:500GiB"),
+            (":4GiB", "a path, a colon"),
+            ("/nvme:4", "30GiB"),
+            ("/a:create", ":create behind"),
+        ] {
             let error = disk(wrong).unwrap_err();
             assert!(error.contains(told), "{wrong}: {error}");
         }

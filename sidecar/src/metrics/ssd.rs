@@ -4,6 +4,7 @@ use prometheus::{IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry};
 use tiers::ssd::{DeviceStats, FaultKind};
 
 use super::figures::{Figure, Figures, Reading, raise, show};
+use crate::config::Disk;
 use crate::engine::SsdStats;
 
 const COUNTERS: &[Figure<SsdStats>] =
@@ -42,9 +43,12 @@ const DEVICE_GAUGES: &[Figure<DeviceStats>] = &[
     ("recovering", "1 while what earlier lives left is still being found.", |d| d.recovering.into()),
 ];
 
+const LEFT_OUT: &str = "1 where the disk could not be used at the start: mend what the log says of it, and start the sidecar again.";
+
 /// Metrics of the tier as a whole and of each device.
 #[derive(Debug)]
 pub(super) struct SsdMetrics {
+    /// Of the devices at work, by their numbers.
     names: Vec<String>,
     figures: Figures<SsdStats>,
     dropped: Vec<(IntCounter, Reading<SsdStats>)>,
@@ -56,8 +60,20 @@ pub(super) struct SsdMetrics {
 // === impl SsdMetrics ===
 
 impl SsdMetrics {
-    /// Metrics of devices of these names.
-    pub(super) fn new(registry: &Registry, names: Vec<String>) -> Result<Self, prometheus::Error> {
+    pub(super) fn new(
+        registry: &Registry,
+        at_work: &[Disk],
+        left_out: &[Disk],
+    ) -> Result<Self, prometheus::Error> {
+        let name = |disk: &Disk| disk.path.display().to_string();
+        let names: Vec<String> = at_work.iter().map(name).collect();
+        let out = gauges(registry, "left_out", LEFT_OUT)?;
+        names.iter().for_each(|name| out.with_label_values(&[name]).set(0));
+        left_out.iter().for_each(|disk| out.with_label_values(&[name(disk)]).set(1));
+        Self::of_devices(registry, names)
+    }
+
+    fn of_devices(registry: &Registry, names: Vec<String>) -> Result<Self, prometheus::Error> {
         let figures = Figures::new(registry, COUNTERS, GAUGES)?;
         let of_reason = vec(registry, "dropped_blocks_total", "Blocks not written, by reason.", &["reason"])?;
         let dropped =
@@ -68,9 +84,7 @@ impl SsdMetrics {
         }
         let mut device_gauges = Vec::new();
         for &(name, help, figure) in DEVICE_GAUGES {
-            let made = IntGaugeVec::new(Opts::new(format!("pillion_ssd_{name}"), help), &["device"])?;
-            registry.register(Box::new(made.clone()))?;
-            device_gauges.push((made, figure));
+            device_gauges.push((gauges(registry, name, help)?, figure));
         }
         let faults = vec(registry, "faults_total", "Failed transfers, by kind.", &["device", "kind"])?;
         let dropped = dropped.collect();
@@ -97,6 +111,12 @@ impl SsdMetrics {
     }
 }
 
+fn gauges(registry: &Registry, name: &str, help: &str) -> Result<IntGaugeVec, prometheus::Error> {
+    let made = IntGaugeVec::new(Opts::new(format!("pillion_ssd_{name}"), help), &["device"])?;
+    registry.register(Box::new(made.clone()))?;
+    Ok(made)
+}
+
 fn vec(
     registry: &Registry,
     name: &str,
@@ -117,7 +137,7 @@ mod tests {
     #[test]
     fn each_device_has_its_own_and_every_label_is_there_from_the_first_look() {
         let registry = Registry::new();
-        let metrics = SsdMetrics::new(&registry, vec!["/a".into(), "/b".into()]).unwrap();
+        let metrics = SsdMetrics::of_devices(&registry, vec!["/a".into(), "/b".into()]).unwrap();
         let mut faults = [0; FaultKind::ALL.len()];
         faults[1] = 2;
         let devices = vec![

@@ -12,18 +12,13 @@ use rustix::io::Errno;
 
 use super::Geometry;
 use super::format::{self, Found, SUPER_BYTES, Super};
+use super::location::{Missing, Refusal, SEGMENT_BYTES_MIN, SEGMENTS_MIN, locate};
 use crate::Error;
 use crate::io::buf::{BUFFER_ALIGN, Buffer};
 use crate::io::uring;
 
-/// The file in a folder that is given as a device.
-const FILE_NAME: &str = "pillion.log";
-/// The least segments of a log: one that is written, one that comes next, and two that hold blocks.
-const SEGMENTS_MIN: u64 = 4;
 /// A log of about so many segments loses a small part of what it holds to one reclamation.
 const SEGMENTS: u64 = 32;
-/// The smallest segment by default: holds the blocks of common models.
-const SEGMENT_BYTES_MIN: u64 = 4 << 20;
 /// The largest segment by default: a killed sidecar's open segment is read through in a second.
 const SEGMENT_BYTES_MAX: u64 = 256 << 20;
 /// A device has at most about so many segments, whose ends are read at start one after the other.
@@ -65,58 +60,44 @@ struct Align {
     memory: u64,
 }
 
-/// An error that names its device.
-struct Refusal<'a>(&'a Path);
-
 /// A segment size for a device: a power of two near a 32nd of it, within 4 to 256 MiB, more for more than a TiB.
 fn segment_bytes_for(bytes: u64) -> u64 {
     let usual = (bytes / SEGMENTS).clamp(SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX);
     1 << usual.max(bytes / SEGMENTS_MANY).min(format::SEGMENT_BYTES_MAX).ilog2()
 }
 
-// === impl Refusal ===
-
-impl Refusal<'_> {
-    fn because(&self, problem: impl Into<String>) -> Error {
-        Error::Device { path: self.0.to_owned(), problem: problem.into() }
-    }
-
-    fn os(&self, doing: &'static str) -> impl FnOnce(Errno) -> Error + '_ {
-        move |errno| self.because(format!("does not let itself {doing}: {}", std::io::Error::from(errno)))
-    }
-}
-
 // === impl Opened ===
 
 impl Opened {
-    /// Opens `path`, a file, a folder (its file `pillion.log`) or a block device, for a log of `bytes`; locks it, and
-    /// checks or writes its first unit. What an earlier life left stays, where it can be read.
-    pub fn open(path: &Path, bytes: u64) -> Result<Self, Error> {
-        Self::open_within(path, bytes, CLOSE_MAX)
+    /// Opens what [`locate`] finds for a log of `bytes` at `path`; locks it, and checks or writes its first unit. What an
+    /// earlier life left stays, where it can be read.
+    pub fn open(path: &Path, bytes: u64, missing: Missing) -> Result<Self, Error> {
+        Self::open_within(path, bytes, missing, CLOSE_MAX)
     }
 
-    fn open_within(path: &Path, bytes: u64, close_max: Duration) -> Result<Self, Error> {
+    fn open_within(path: &Path, bytes: u64, missing: Missing, close_max: Duration) -> Result<Self, Error> {
         let refusal = Refusal(path);
-        uring::probe().map_err(|error| refusal.because(no_ring(&error)))?;
-        let file = if path.is_dir() { path.join(FILE_NAME) } else { path.to_owned() };
-        let least = SUPER_BYTES + SEGMENTS_MIN * SEGMENT_BYTES_MIN;
-        if bytes < least {
-            return Err(refusal.because(format!("has {bytes} bytes; the least is {least}: raise its size")));
-        }
+        uring::probe().map_err(|error| {
+            refusal.because(
+                format!("needs io_uring, which the kernel refuses ({error})"),
+                "let the container's seccomp profile allow io_uring_setup, io_uring_enter and io_uring_register, and set sysctl \
+                 kernel.io_uring_disabled to 0; or leave out --ssd",
+            )
+        })?;
+        let file = locate(path, bytes, missing)?;
         let (fd, is_block) = open_direct(&file, &refusal, close_max)?;
         let align = Align::of(&fd, is_block).map_err(refusal.os("be asked for its alignment"))?;
         if align.unit > format::UNIT_BYTES_MAX {
-            return Err(refusal.because(format!(
-                "transfers {} bytes at least; the most that is supported is {}: pass another device",
-                align.unit,
-                format::UNIT_BYTES_MAX
-            )));
+            let most = format::UNIT_BYTES_MAX;
+            let problem =
+                format!("transfers {} bytes at least; the most that is supported is {most}", align.unit);
+            return Err(refusal.because(problem, "pass another device"));
         }
         let found = find(&fd, align.unit).map_err(refusal.os("be read"))?;
         if found == Found::Foreign {
             return Err(refusal.because(
-                "holds something that is no log of Pillion's: pass another path, or remove the file (of a device: \
-                 wipefs --all, then zero its first MiB)",
+                "holds something that is no log of Pillion's",
+                "pass another path, or remove the file (of a device: wipefs --all, then zero its first MiB)",
             ));
         }
         let mut notes = Vec::new();
@@ -153,34 +134,21 @@ impl Opened {
     }
 }
 
-fn no_ring(error: &std::io::Error) -> String {
-    format!(
-        "needs io_uring, which the kernel refuses ({error}): let the container's seccomp profile allow io_uring_setup, \
-         io_uring_enter and io_uring_register, and set sysctl kernel.io_uring_disabled to 0; or leave out --ssd"
-    )
-}
-
 /// Opens and locks a file, made if there is none, or a block device that nobody else uses.
 fn open_direct(file: &Path, refusal: &Refusal<'_>, close_max: Duration) -> Result<(OwnedFd, bool), Error> {
-    let found = rustix::fs::stat(file).map(|stat| FileType::from_raw_mode(stat.st_mode));
+    let kind = rustix::fs::stat(file).map(|stat| FileType::from_raw_mode(stat.st_mode));
+    let is_block = kind == Ok(FileType::BlockDevice);
     let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::DIRECT;
-    let (flags, is_block) = match found {
-        Ok(FileType::BlockDevice) => (flags | OFlags::EXCL, true),
-        Ok(FileType::RegularFile) | Err(Errno::NOENT) => (flags | OFlags::CREATE, false),
-        Ok(_) => return Err(refusal.because("is neither a file, a folder nor a block device: pass one")),
-        Err(errno) => return Err(refusal.os("be found")(errno)),
-    };
+    let flags = flags | if is_block { OFlags::EXCL } else { OFlags::CREATE };
     let fd = once_free(close_max, || rustix::fs::open(file, flags, Mode::RUSR | Mode::WUSR));
     let fd = fd.map_err(|errno| match errno {
-        Errno::INVAL => refusal.because("has no direct I/O: pass a path on ext4 or XFS, or a block device"),
-        Errno::BUSY => {
-            refusal.because("is in use (mounted, or held by another program): pass another device")
-        }
+        Errno::INVAL => refusal.because("has no direct I/O", "pass a path on ext4 or XFS, or a block device"),
+        Errno::BUSY => refusal.busy("is mounted, or held by another program"),
         errno => refusal.os("be opened")(errno),
     })?;
     let locked = once_free(close_max, || rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive));
     locked.map_err(|errno| match errno {
-        Errno::WOULDBLOCK => refusal.because("is another sidecar's: stop it, or pass another path"),
+        Errno::WOULDBLOCK => refusal.busy("is another sidecar's"),
         errno => refusal.os("be locked")(errno),
     })?;
     Ok((fd, is_block))
@@ -273,7 +241,8 @@ fn make_room(fd: &OwnedFd, is_block: bool, bytes: u64, refusal: &Refusal<'_>) ->
     if is_block {
         return match there >= bytes {
             true => Ok(()),
-            false => Err(refusal.because(format!("has {there} bytes, not {bytes}: lower its size"))),
+            false => Err(refusal
+                .because(format!("has {there} bytes, not {bytes}"), format!("write {there} as its size"))),
         };
     }
     if there > bytes {
@@ -281,9 +250,10 @@ fn make_room(fd: &OwnedFd, is_block: bool, bytes: u64, refusal: &Refusal<'_>) ->
     }
     match rustix::fs::fallocate(fd, FallocateFlags::empty(), 0, bytes) {
         Err(Errno::OPNOTSUPP) => rustix::fs::ftruncate(fd, bytes).map_err(refusal.os("be extended")),
-        Err(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => Err(refusal.because(format!(
-            "needs {bytes} bytes, more than its file system gives: lower its size, or free space"
-        ))),
+        Err(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => Err(refusal.because(
+            format!("needs {bytes} bytes, more than its file system gives"),
+            "lower its size, or free space",
+        )),
         other => other.map_err(refusal.os("be extended")),
     }
 }
@@ -369,14 +339,14 @@ mod tests {
         let folder =
             std::env::current_exe().unwrap().with_file_name(format!("ssd-lock-{}", std::process::id()));
         let (bytes, wait) = (17 << 20, CLOSE_STEP * 2);
-        let first = Opened::open_within(&folder, bytes, wait).unwrap();
-        let text = Opened::open_within(&folder, bytes, wait).unwrap_err().to_string();
+        let first = Opened::open_within(&folder, bytes, Missing::Create, wait).unwrap();
+        let text = Opened::open_within(&folder, bytes, Missing::Create, wait).unwrap_err().to_string();
         assert!(text.contains("another sidecar's"), "{text}");
         let later = std::thread::spawn(move || {
             std::thread::sleep(CLOSE_STEP * 5);
             drop(first);
         });
-        Opened::open(&folder, bytes).unwrap();
+        Opened::open(&folder, bytes, Missing::Create).unwrap();
         later.join().unwrap();
         std::fs::remove_file(&folder).unwrap();
     }

@@ -13,7 +13,7 @@ use rustix::fs::MemfdFlags;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
 use shm_protocol::region::{Access, Region};
-use tiers::ssd::{Config, Device, Ended, FaultKind, Log, Opened, Refused, Stats, Ticket, Up};
+use tiers::ssd::{Config, Device, Ended, FaultKind, Log, Missing, Opened, Refused, Stats, Ticket, Up};
 
 pub(crate) const NAMESPACE: NamespaceDigest = NamespaceDigest([7; 16]);
 /// The smallest log: a MiB and four segments of 4 MiB.
@@ -125,8 +125,11 @@ impl Rig {
         let pool = Arc::new(Region::map(fd.as_fd(), bytes as usize, Access::ReadWrite).unwrap());
         let slot = |at| SlotRef { offset: SEGMENT_ALIGN + at * plan.slot_bytes, generation: at };
         let (sender, ups) = channel();
-        let opened: Vec<Opened> =
-            plan.devices.iter().map(|(path, bytes)| Opened::open(path, *bytes).unwrap()).collect();
+        let opened: Vec<Opened> = plan
+            .devices
+            .iter()
+            .map(|(path, bytes)| Opened::open(path, *bytes, Missing::Create).unwrap())
+            .collect();
         let notes = opened.iter().flat_map(|opened| opened.notes().to_vec()).collect();
         let log = Log::new(Config {
             devices: opened.iter().map(Opened::geometry).collect(),

@@ -175,8 +175,11 @@ fn skipped(why: &str) {
 
 fn mount(at: &Path, bytes: u64) -> Option<Undo> {
     fs::create_dir(at).unwrap();
-    let at = at.to_str().unwrap();
-    sh(&["mount", "-t", "tmpfs", "-o", &format!("size={bytes}"), "tmpfs", at])?;
+    let image = at.with_extension("image");
+    File::create(&image).unwrap().set_len(bytes).unwrap();
+    let (image, at) = (image.to_str().unwrap(), at.to_str().unwrap());
+    sh(&["mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", image])?;
+    sh(&["mount", "-o", "loop", image, at])?;
     Some(Undo(["umount", "-l", at].map(str::to_owned).to_vec()))
 }
 
@@ -190,8 +193,8 @@ fn loop_device(file: &Path) -> Option<(String, Undo)> {
 #[test]
 fn a_full_file_system_drops_writes_and_reads_on() {
     let folder = Folder::new("full");
-    let Some(_mounted) = mount(&folder.0.join("m"), LOG_BYTES + (4 << 20)) else {
-        return skipped("cannot mount a tmpfs");
+    let Some(_mounted) = mount(&folder.0.join("m"), LOG_BYTES + (12 << 20)) else {
+        return skipped("cannot mount an ext4");
     };
     let log = folder.0.join("m/log");
     let mut rig = filled(&Plan::new(&log, LOG_BYTES));
@@ -229,7 +232,9 @@ fn a_block_device_is_a_log_and_its_failure_a_miss() {
     let Some((device, _attached)) = loop_device(&backing) else {
         return skipped("cannot make a loop device");
     };
-    let text = tiers::ssd::Opened::open(Path::new(&device), LOG_BYTES + 4096).unwrap_err().to_string();
+    let text = tiers::ssd::Opened::open(Path::new(&device), LOG_BYTES + 4096, tiers::ssd::Missing::Refuse)
+        .unwrap_err()
+        .to_string();
     assert!(text.contains(&format!("has {LOG_BYTES} bytes")), "{text}");
     let plan = Plan::new(Path::new(&device), LOG_BYTES);
     drop(filled(&plan));

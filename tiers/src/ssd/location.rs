@@ -1,0 +1,178 @@
+//! Where a log may lie. All of it is found out before anything is written.
+
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, FileType, StatxAttributes, StatxFlags};
+use rustix::io::Errno;
+
+use super::format::SUPER_BYTES;
+use crate::Error;
+
+/// The least segments of a log: one that is written, one that comes next, and two that hold blocks.
+pub(super) const SEGMENTS_MIN: u64 = 4;
+/// The smallest segment by default: holds the blocks of common models.
+pub(super) const SEGMENT_BYTES_MIN: u64 = 4 << 20;
+/// The file in a folder that is given as a device.
+const FILE_NAME: &str = "pillion.log";
+/// `f_type` of the file systems that keep their files in memory.
+const TMPFS_MAGIC: u32 = 0x0102_1994;
+const RAMFS_MAGIC: u32 = 0x8584_58f6;
+
+/// What becomes of a path where nothing is.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum Missing {
+    /// It is refused, unless its folder is a mount point: where a disk is not mounted, its log would fill the root disk.
+    Refuse,
+    /// A file is made.
+    Create,
+}
+
+/// An error that names its device.
+pub(super) struct Refusal<'a>(pub(super) &'a Path);
+
+/// The file or block device for a log of `bytes` at `path`: a file, a folder (its file `pillion.log`) or a block device.
+/// Nothing is written.
+pub fn locate(path: &Path, bytes: u64, missing: Missing) -> Result<PathBuf, Error> {
+    let refusal = Refusal(path);
+    let least = SUPER_BYTES + SEGMENTS_MIN * SEGMENT_BYTES_MIN;
+    if bytes < least {
+        return Err(refusal.because(format!("has {bytes} bytes; the least is {least}"), "raise its size"));
+    }
+    let is_folder = path.is_dir();
+    let file = if is_folder { path.join(FILE_NAME) } else { path.to_owned() };
+    let folder = parent(&file);
+    match rustix::fs::stat(&file).map(|stat| FileType::from_raw_mode(stat.st_mode)) {
+        Ok(FileType::BlockDevice) => return Ok(file),
+        Ok(FileType::RegularFile) => {}
+        Ok(_) => {
+            return Err(
+                refusal.because("is neither a file, a folder nor a block device", "pass one of these")
+            );
+        }
+        Err(Errno::NOENT | Errno::NOTDIR) if !folder.is_dir() => {
+            let problem = format!("does not exist, and {} is no folder", folder.display());
+            return Err(refusal.because(problem, "mount the disk there, or create the folder"));
+        }
+        Err(Errno::NOENT) if is_folder || missing == Missing::Create || is_mount_point(&folder) => {}
+        Err(Errno::NOENT) => {
+            let problem = format!("does not exist, and would be a file on the disk of {}", folder.display());
+            let remedy = format!(
+                "mount the disk that it is for, or write --ssd {}:SIZE:create to have that file made",
+                path.display()
+            );
+            return Err(refusal.because(problem, remedy));
+        }
+        Err(errno) => return Err(refusal.os("be found")(errno)),
+    }
+    let fs = rustix::fs::statfs(&folder).map_err(refusal.os("be asked for its file system"))?;
+    if [TMPFS_MAGIC, RAMFS_MAGIC].contains(&(fs.f_type as u32)) {
+        return Err(refusal.because(
+            "lies in memory (tmpfs)",
+            "pass a path on a disk, and raise --dram if more memory is to be used",
+        ));
+    }
+    Ok(file)
+}
+
+/// The folder that a path is in.
+fn parent(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
+        _ => PathBuf::from("."),
+    }
+}
+
+/// Whether something other than the root disk is mounted at `folder`.
+fn is_mount_point(folder: &Path) -> bool {
+    let Ok(folder) = folder.canonicalize() else { return false };
+    let Some(above) = folder.parent() else { return false };
+    let known = rustix::fs::statx(CWD, &folder, AtFlags::empty(), StatxFlags::BASIC_STATS)
+        .ok()
+        .filter(|stat| stat.stx_attributes_mask.contains(StatxAttributes::MOUNT_ROOT));
+    match known {
+        Some(stat) => stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT),
+        // Before Linux 5.8, and in gVisor.
+        None => {
+            let device = |path: &Path| rustix::fs::stat(path).ok().map(|stat| stat.st_dev);
+            device(&folder) != device(above)
+        }
+    }
+}
+
+// === impl Refusal ===
+
+impl Refusal<'_> {
+    pub(super) fn because(&self, problem: impl Into<String>, remedy: impl Into<String>) -> Error {
+        Error::Device { path: self.0.to_owned(), problem: problem.into(), remedy: remedy.into() }
+    }
+
+    pub(super) fn busy(&self, problem: &'static str) -> Error {
+        Error::DeviceBusy { path: self.0.to_owned(), problem }
+    }
+
+    pub(super) fn os(&self, doing: &'static str) -> impl FnOnce(Errno) -> Error + '_ {
+        move |errno| {
+            let problem = format!("does not let itself {doing} ({})", std::io::Error::from(errno));
+            self.because(problem, remedy(errno))
+        }
+    }
+}
+
+/// What an operator can do about an answer of the kernel's.
+fn remedy(errno: Errno) -> &'static str {
+    match errno {
+        Errno::ACCESS | Errno::PERM => {
+            "give this user the right to read and write it (in Kubernetes fsGroup or runAsUser)"
+        }
+        Errno::ROFS => "mount its disk for writing",
+        _ => "look at the disk (dmesg says what the kernel found), or pass another path",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BYTES: u64 = 17 << 20;
+
+    fn refusal(path: &Path, missing: Missing) -> String {
+        locate(path, BYTES, missing).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_missing_path_is_no_reason_to_fill_the_disk_of_its_folder() {
+        let folder = std::env::current_exe().unwrap();
+        let folder = folder.with_file_name(format!("ssd-location-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let file = folder.join("log");
+        let text = refusal(&file, Missing::Refuse);
+        assert!(text.contains("mount the disk") && text.contains("log:SIZE:create"), "{text}");
+        assert_eq!(locate(&file, BYTES, Missing::Create).unwrap(), file);
+        assert_eq!(locate(&folder, BYTES, Missing::Refuse).unwrap(), folder.join(FILE_NAME));
+        let text = refusal(&folder.join("none/log"), Missing::Create);
+        assert!(text.contains("none is no folder"), "{text}");
+        let text = refusal(&file.join("log"), Missing::Create);
+        assert!(text.contains("is no folder"), "{text}");
+        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0, "nothing was made");
+        std::fs::write(&file, "").unwrap();
+        assert_eq!(locate(&file, BYTES, Missing::Refuse).unwrap(), file);
+        std::fs::remove_dir_all(&folder).unwrap();
+        let text = refusal(Path::new("/pillion-none"), Missing::Refuse);
+        assert!(text.contains("would be a file on the disk of /"), "{text}");
+    }
+
+    #[test]
+    fn mount_points_are_told_from_folders() {
+        assert!(is_mount_point(Path::new("/proc")) && is_mount_point(Path::new("/dev/shm")));
+        assert!(!is_mount_point(Path::new("/")) && !is_mount_point(Path::new("/proc/self")));
+    }
+
+    #[test]
+    fn memory_is_no_disk() {
+        for path in ["/dev/shm", "/dev/shm/pillion-none"] {
+            let text = refusal(Path::new(path), Missing::Refuse);
+            assert!(text.contains("lies in memory") && text.contains("raise --dram"), "{text}");
+        }
+        assert!(!Path::new("/dev/shm/pillion-none").exists());
+    }
+}

@@ -13,7 +13,7 @@ use clap::Args;
 use serde::Deserialize;
 use thiserror::Error;
 
-pub use self::disk::{Disk, SsdAdmission};
+pub use self::disk::{Disk, SsdAdmission, SsdIo};
 pub(crate) use self::mesh::next_port;
 pub use self::mesh::{Mesh, MeshOptions, Nics, Tcp};
 use self::quotas::Quota;
@@ -45,7 +45,7 @@ macro_rules! texts_of_the_file {
         }
     )*};
 }
-texts_of_the_file!(Disk, Level, LogFormat, Quota, Size, SsdAdmission, Time, UseGpu);
+texts_of_the_file!(Disk, Level, LogFormat, Quota, Size, SsdAdmission, SsdIo, Time, UseGpu);
 
 /// Options of `pillion serve`, each as a flag and as a key of the file.
 #[derive(Args, Clone, Debug, Default, Deserialize)]
@@ -66,6 +66,10 @@ pub struct Options {
     /// End at once where one of the --ssd paths cannot be used, instead of serving without it
     #[arg(long, env = "PILLION_SSD_REQUIRED", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
     pub ssd_required: Option<bool>,
+    /// How bytes are moved between the --ssd paths and memory: io_uring, threads, or auto for threads where the kernel refuses
+    /// io_uring [default: auto]
+    #[arg(long, env = "PILLION_SSD_IO", value_name = "auto|io_uring|threads")]
+    pub ssd_io: Option<SsdIo>,
     /// Which saved blocks are written to the --ssd paths: all, or second-hit for those asked for again [default: all]
     #[arg(long, env = "PILLION_SSD_ADMISSION", value_name = "all|second-hit")]
     pub ssd_admission: Option<SsdAdmission>,
@@ -117,6 +121,8 @@ pub struct Config {
     pub ssd: Vec<Disk>,
     /// Whether each of them must be usable.
     pub ssd_required: bool,
+    /// How their bytes are moved.
+    pub ssd_io: SsdIo,
     /// Which blocks are written there.
     pub ssd_admission: SsdAdmission,
     pub http: SocketAddr,
@@ -207,6 +213,7 @@ impl Options {
             dram: self.dram.or(other.dram),
             ssd: if self.ssd.is_empty() { other.ssd } else { self.ssd },
             ssd_required: self.ssd_required.or(other.ssd_required),
+            ssd_io: self.ssd_io.or(other.ssd_io),
             ssd_admission: self.ssd_admission.or(other.ssd_admission),
             http: self.http.or(other.http),
             pool_path: self.pool_path.or(other.pool_path),
@@ -244,6 +251,7 @@ impl Options {
             dram: self.dram.ok_or(ConfigError::DramMissing)?,
             ssd: self.ssd,
             ssd_required: self.ssd_required.unwrap_or(false),
+            ssd_io: self.ssd_io.unwrap_or(SsdIo::Auto),
             ssd_admission: self.ssd_admission.unwrap_or(SsdAdmission::All),
             http: self.http.unwrap_or_else(|| HTTP_DEFAULT.parse().expect("a constant address")),
             pool_path: self.pool_path,

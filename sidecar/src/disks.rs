@@ -6,9 +6,9 @@ use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
 
 use tiers::pool::Pool;
-use tiers::ssd::{self, Device, Geometry, Job, Missing, Opened, Up};
+use tiers::ssd::{self, Backend, Device, Geometry, Job, Missing, Opened, Up};
 
-use crate::config::Disk;
+use crate::config::{Disk, SsdIo};
 use crate::error::StartError;
 use crate::wake::{self, EndSignal};
 
@@ -89,6 +89,7 @@ impl Disks {
     pub fn start(
         opened: Vec<(Disk, Opened)>,
         pool: &Pool,
+        io: SsdIo,
         ended: &Arc<EndSignal>,
     ) -> Result<Self, StartError> {
         let wake = Arc::new(wake::eventfd().map_err(std::io::Error::from)?);
@@ -107,14 +108,21 @@ impl Disks {
                 let _ = sender.send(up);
                 wake::signal(&wake);
             };
-            devices.push(Device::start(opened, number, pool.shared_region(), up)?);
+            devices.push(Device::start(opened, number, pool.shared_region(), io.wanted(), up)?);
+        }
+        if let Some(error) = devices.iter().find_map(Device::ring_refused) {
+            tracing::warn!(
+                "the kernel refuses io_uring ({error}), so threads read and write the disks, which costs more CPU time: let the \
+                 container's seccomp profile pass io_uring_setup, io_uring_enter and io_uring_register, and set sysctl \
+                 kernel.io_uring_disabled=0; or pass --ssd-io threads"
+            );
         }
         Ok(Self { devices, disks, ups, wake, jobs: Vec::new() })
     }
 
-    /// The disks, in the order of their numbers.
-    pub fn at_work(&self) -> &[Disk] {
-        &self.disks
+    /// The disks, in the order of their numbers, with what moves their bytes.
+    pub fn at_work(&self) -> impl Iterator<Item = (&Disk, Backend)> {
+        self.disks.iter().zip(self.devices.iter().map(Device::backend))
     }
 
     /// Takes a job; [`Disks::flush`] hands it over.

@@ -7,6 +7,7 @@ mod ssd;
 
 use mesh::transport::PeerNumber;
 use prometheus::{Counter, GaugeVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry};
+use tiers::ssd::Backend;
 
 use self::figures::{Figure, Figures, counter, gauge, show};
 use self::holders::HoldersMetrics;
@@ -198,7 +199,7 @@ impl Metrics {
     pub fn with_ssd(
         self,
         registry: &Registry,
-        at_work: &[Disk],
+        at_work: &[(&Disk, Backend)],
         left_out: &[Disk],
     ) -> Result<Self, prometheus::Error> {
         Ok(Self { ssd: Some(SsdMetrics::new(registry, at_work, left_out)?), ..self })

@@ -191,7 +191,7 @@ fn start_disks(
         return Ok((core, None));
     }
     let log = Log::new(disks::log_config(&opened, config.dram.as_bytes()));
-    let disks = Disks::start(opened, pool, ended)?;
+    let disks = Disks::start(opened, pool, config.ssd_io, ended)?;
     Ok((core.with_ssd(log, config.ssd_admission), Some(disks)))
 }
 
@@ -215,9 +215,9 @@ fn add_metrics(
     registry: &Registry,
     metrics: Metrics,
 ) -> Result<Metrics, prometheus::Error> {
-    let at_work = disks.map_or(&[][..], Disks::at_work);
+    let at_work: Vec<_> = disks.iter().flat_map(|disks| disks.at_work()).collect();
     let metrics =
-        if config.ssd.is_empty() { metrics } else { metrics.with_ssd(registry, at_work, left_out)? };
+        if config.ssd.is_empty() { metrics } else { metrics.with_ssd(registry, &at_work, left_out)? };
     if config.mesh.is_some() { metrics.with_peers(registry) } else { Ok(metrics) }
 }
 

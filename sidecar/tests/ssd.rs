@@ -19,12 +19,13 @@ const _: () = assert!(SAVES as u64 * 100 * LAYERS * LAYER_BYTES > 31 << 20);
 /// A folder for the socket and one for each disk.
 struct Place {
     folder: tempfile::TempDir,
+    io: &'static str,
 }
 
 impl Place {
     fn new() -> Self {
         // Not in /tmp, which may be a tmpfs without direct I/O.
-        Self { folder: tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap() }
+        Self { folder: tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap(), io: "auto" }
     }
 
     fn disk(&self, name: &str) -> PathBuf {
@@ -42,7 +43,7 @@ impl Place {
     fn start_with(&self, disks: &[&str], more: &[&dyn AsRef<std::ffi::OsStr>]) -> Sidecar {
         let disks: Vec<String> =
             disks.iter().map(|name| format!("--ssd={}:{LOG_BYTES}", self.disk(name).display())).collect();
-        let mut arguments: Vec<&dyn AsRef<std::ffi::OsStr>> = vec![&"--dram", &DRAM];
+        let mut arguments: Vec<&dyn AsRef<std::ffi::OsStr>> = vec![&"--dram", &DRAM, &"--ssd-io", &self.io];
         arguments.extend(disks.iter().map(|disk| disk as &dyn AsRef<std::ffi::OsStr>));
         arguments.extend(more);
         Sidecar::start(self.folder.path(), &arguments)
@@ -71,8 +72,15 @@ fn fill(sidecar: &Sidecar, engine: &mut Engine) -> Vec<BlockHash> {
 
 #[test]
 fn what_dram_gave_up_is_served_from_disks_and_found_again_after_a_kill() {
-    let place = Place::new();
+    for io in ["io_uring", "threads"] {
+        serve_from_disks(&Place { io, ..Place::new() });
+    }
+}
+
+fn serve_from_disks(place: &Place) {
     let sidecar = place.start(&["a", "b"]);
+    let by = format!("pillion_ssd_backend{{backend=\"{}\"}} 2", place.io);
+    assert!(sidecar.page("/metrics").unwrap().lines().any(|line| line == by), "{by}");
     let mut engine = Engine::connect(&sidecar);
     let keys = fill(&sidecar, &mut engine);
     assert_eq!(engine.served(&keys), (keys.clone(), 0));
@@ -124,7 +132,12 @@ fn what_was_changed_on_the_disk_is_a_miss_and_counted() {
 
 #[test]
 fn a_disk_that_fails_is_left_alone_and_the_engine_goes_on() {
-    let place = Place::new();
+    for io in ["io_uring", "threads"] {
+        fail_a_disk(&Place { io, ..Place::new() });
+    }
+}
+
+fn fail_a_disk(place: &Place) {
     let sidecar = place.start(&["a"]);
     let mut engine = Engine::connect(&sidecar);
     let keys = fill(&sidecar, &mut engine);
@@ -259,4 +272,39 @@ fn a_pool_file_is_not_used_while_a_disk_is_another_sidecar_s() {
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && text.contains("is another sidecar's"), "{text}");
     std::fs::remove_file(pool).unwrap();
+}
+
+#[test]
+fn without_io_uring_threads_serve_the_disks_and_the_log_says_so_once() {
+    let place = Place::new();
+    let disks = ["a", "b"].map(|name| format!("--ssd={}:{LOG_BYTES}", place.disk(name).display()));
+    let sidecar =
+        Sidecar::start_without_io_uring(place.folder.path(), &[&"--dram", &DRAM, &disks[0], &disks[1]]);
+    sidecar.wait_started();
+    let page = sidecar.page("/metrics").unwrap();
+    assert!(page.lines().any(|line| line == "pillion_ssd_backend{backend=\"threads\"} 2"), "{page}");
+    let log = place.log_text();
+    assert!(log.contains("Operation not permitted") && log.contains("kernel.io_uring_disabled=0"), "{log}");
+    assert_eq!(log.matches("the kernel refuses io_uring").count(), 1, "{log}");
+    let mut engine = Engine::connect(&sidecar);
+    let keys = fill(&sidecar, &mut engine);
+    assert_eq!(engine.served(&keys), (keys.clone(), 0));
+    sidecar.terminate();
+    // Who insists is told.
+    let mut command = std::process::Command::new("python3");
+    command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/client/without_io_uring.py"));
+    command.args([
+        env!("CARGO_BIN_EXE_pillion"),
+        "serve",
+        "--gpu",
+        "off",
+        "--dram",
+        DRAM,
+        "--http",
+        "127.0.0.1:0",
+    ]);
+    command.args(["--ssd-io", "io_uring", &disks[0], "--socket"]).arg(place.folder.path().join("p.sock"));
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && text.contains("--ssd-io threads"), "{text}");
 }

@@ -22,7 +22,7 @@ use rustix::time::ClockId;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
 use shm_protocol::region::{Access, Region};
-use tiers::ssd::{Config, Device, Ended, Log, Missing, Opened, Refused, Up};
+use tiers::ssd::{Backend, Config, Device, Ended, Log, Missing, Opened, Refused, Up};
 
 use crate::random::Random;
 
@@ -57,6 +57,12 @@ fn key(number: u64) -> BlockKey {
     BlockKey { namespace: 0, group: 0, hash: BlockHash::from_words(words) }
 }
 
+/// What PILLION_SSD_IO names, else what the kernel allows.
+fn wanted() -> Option<Backend> {
+    let named = std::env::var("PILLION_SSD_IO").ok()?;
+    Backend::ALL.into_iter().find(|backend| backend.name() == named)
+}
+
 fn cpu_s() -> f64 {
     let time = rustix::time::clock_gettime(ClockId::ProcessCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
@@ -79,7 +85,7 @@ impl Tier {
         let devices = vec![opened.geometry()];
         let log = Log::new(Config { devices, write_bytes_max: 256 << 20, late_ms: 60_000 });
         let (sender, ups) = channel();
-        let device = Device::start(opened, 0, Arc::clone(&pool), move |up| drop(sender.send(up)));
+        let device = Device::start(opened, 0, Arc::clone(&pool), wanted(), move |up| drop(sender.send(up)));
         let device = device.unwrap_or_else(|error| panic!("{error}"));
         let mut tier = Self {
             log,

@@ -89,6 +89,12 @@ pub enum Error {
     /// A device of the SSD tier that someone else has. Transfers of a sidecar that was killed may be under way there.
     #[error("--ssd {path} {problem}: stop who uses it, or pass another path")]
     DeviceBusy { path: PathBuf, problem: &'static str },
+    /// The backend that was wanted, or threads, cannot be had.
+    #[error(
+        "cannot move the bytes of --ssd: {0}; let the container's seccomp profile pass io_uring_setup, io_uring_enter and \
+         io_uring_register, and set sysctl kernel.io_uring_disabled=0, or pass --ssd-io threads"
+    )]
+    Carrier(io::Error),
     #[error("cannot {doing} for the DRAM pool: {source}")]
     Os {
         doing: &'static str,

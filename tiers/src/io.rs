@@ -1,7 +1,10 @@
-//! What the SSD tier asks of the kernel: buffers that direct I/O accepts, and a ring. The only unsafe code beside the
-//! mapping of the pool.
+//! What the SSD tier asks of the kernel: buffers that direct I/O accepts, and transfers by io_uring or by threads. The only
+//! unsafe code beside the mapping of the pool.
 
 #[expect(unsafe_code, reason = "anonymous mappings, and the pool's bytes as slices")]
 pub(crate) mod buf;
+pub(crate) mod carrier;
+mod threads;
+pub(crate) mod transfer;
 #[expect(unsafe_code, reason = "the kernel is given addresses")]
-pub(crate) mod uring;
+mod uring;

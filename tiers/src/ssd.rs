@@ -1,7 +1,7 @@
 //! The SSD tier: an append-only log of blocks on each device.
 //!
 //! [`Log`] decides, purely, on the caller's thread: which block lies where, what is reclaimed, what is refused. A
-//! [`Device`] carries out on a thread of its own, through io_uring. Between them go [`Job`]s down and [`Up`]s back, plain
+//! [`Device`] carries out on threads of its own, through io_uring where the kernel has it. Between them go [`Job`]s down and [`Up`]s back, plain
 //! data. The layout on a device is the module `format`; what survives a kill or a power cut is read back by `recovery`.
 
 mod device;
@@ -22,6 +22,7 @@ pub use self::device::Device;
 pub use self::location::{Missing, locate};
 pub use self::log::{Config, DeviceStats, Log, Refused, Stats};
 pub use self::opened::Opened;
+pub use crate::io::carrier::Backend;
 
 /// Names a job; unique within a [`Log`].
 #[derive(Copy, Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]

@@ -10,6 +10,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use rig::{Folder, LOG_BYTES, Plan, Random, Rig};
+use tiers::ssd::Backend;
 
 /// Kills of a plain `cargo test`.
 const KILLS: u64 = 6;
@@ -125,7 +126,8 @@ fn child() {
     let log = PathBuf::from(std::env::var_os("PILLION_TEST_LOG").expect("given"));
     let mut random = Random(number("PILLION_TEST_SEED", 0));
     let mut next = number("PILLION_TEST_FIRST", 0);
-    let mut rig = Rig::new(&Plan::new(&log, LOG_BYTES));
+    let backend = Backend::ALL[(random.next() % 2) as usize];
+    let mut rig = Rig::new(&Plan { backend, ..Plan::new(&log, LOG_BYTES) });
     rig.recover();
     loop {
         match random.next() % 8 {

@@ -4,7 +4,7 @@
 mod faults;
 #[path = "ssd/opening.rs"]
 mod opening;
-mod rig;
+pub(crate) mod rig;
 
 use rig::{Folder, LOG_BYTES, Plan, Rig};
 

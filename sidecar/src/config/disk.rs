@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use serde::Deserialize;
+use tiers::ssd::Backend;
 
 use super::{ConfigError, Size};
 
@@ -32,6 +33,15 @@ pub enum SsdAdmission {
     All,
     /// Those that were asked for again, or that came back after their eviction.
     SecondHit,
+}
+
+/// How bytes are moved between disks and memory.
+#[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq)]
+#[serde(try_from = "String")]
+pub enum SsdIo {
+    /// By io_uring where the kernel allows it, else by threads.
+    Auto,
+    Always(Backend),
 }
 
 /// Refuses a place that is named twice, and more of them than any host has.
@@ -84,6 +94,31 @@ impl FromStr for SsdAdmission {
     }
 }
 
+// === impl SsdIo ===
+
+impl SsdIo {
+    /// The only backend that will do.
+    pub fn wanted(self) -> Option<Backend> {
+        match self {
+            Self::Auto => None,
+            Self::Always(backend) => Some(backend),
+        }
+    }
+}
+
+impl FromStr for SsdIo {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "auto" {
+            return Ok(Self::Auto);
+        }
+        let backend = Backend::ALL.into_iter().find(|backend| backend.name() == text);
+        backend
+            .map(Self::Always)
+            .ok_or_else(|| format!("\"{text}\" moves nothing; the values are auto, io_uring, threads"))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -107,6 +142,9 @@ mod tests {
             assert!(error.contains(told), "{wrong}: {error}");
         }
         assert!("twice".parse::<SsdAdmission>().unwrap_err().contains("all, second-hit"));
+        assert_eq!("io_uring".parse::<SsdIo>().unwrap().wanted(), Some(Backend::IoUring));
+        assert_eq!("auto".parse::<SsdIo>().unwrap().wanted(), None);
+        assert!("aio".parse::<SsdIo>().unwrap_err().contains("auto, io_uring, threads"));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Metrics of the SSD tier; there are none without `--ssd`.
 
 use prometheus::{IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry};
-use tiers::ssd::{DeviceStats, FaultKind};
+use tiers::ssd::{Backend, DeviceStats, FaultKind};
 
 use super::figures::{Figure, Figures, Reading, raise, show};
 use crate::config::Disk;
@@ -45,6 +45,9 @@ const DEVICE_GAUGES: &[Figure<DeviceStats>] = &[
 
 const LEFT_OUT: &str = "1 where the disk could not be used at the start: mend what the log says of it, and start the sidecar again.";
 
+const BACKEND: &str = "Disks by what moves their bytes: threads cost more CPU time than io_uring, which the container's seccomp \
+                       profile and sysctl kernel.io_uring_disabled=0 must allow.";
+
 /// Metrics of the tier as a whole and of each device.
 #[derive(Debug)]
 pub(super) struct SsdMetrics {
@@ -62,14 +65,17 @@ pub(super) struct SsdMetrics {
 impl SsdMetrics {
     pub(super) fn new(
         registry: &Registry,
-        at_work: &[Disk],
+        at_work: &[(&Disk, Backend)],
         left_out: &[Disk],
     ) -> Result<Self, prometheus::Error> {
         let name = |disk: &Disk| disk.path.display().to_string();
-        let names: Vec<String> = at_work.iter().map(name).collect();
-        let out = gauges(registry, "left_out", LEFT_OUT)?;
+        let names: Vec<String> = at_work.iter().map(|(disk, _)| name(disk)).collect();
+        let out = gauges(registry, "left_out", LEFT_OUT, "device")?;
         names.iter().for_each(|name| out.with_label_values(&[name]).set(0));
         left_out.iter().for_each(|disk| out.with_label_values(&[name(disk)]).set(1));
+        let backends = gauges(registry, "backend", BACKEND, "backend")?;
+        Backend::ALL.iter().for_each(|backend| backends.with_label_values(&[backend.name()]).set(0));
+        at_work.iter().for_each(|(_, backend)| backends.with_label_values(&[backend.name()]).inc());
         Self::of_devices(registry, names)
     }
 
@@ -84,7 +90,7 @@ impl SsdMetrics {
         }
         let mut device_gauges = Vec::new();
         for &(name, help, figure) in DEVICE_GAUGES {
-            device_gauges.push((gauges(registry, name, help)?, figure));
+            device_gauges.push((gauges(registry, name, help, "device")?, figure));
         }
         let faults = vec(registry, "faults_total", "Failed transfers, by kind.", &["device", "kind"])?;
         let dropped = dropped.collect();
@@ -111,8 +117,13 @@ impl SsdMetrics {
     }
 }
 
-fn gauges(registry: &Registry, name: &str, help: &str) -> Result<IntGaugeVec, prometheus::Error> {
-    let made = IntGaugeVec::new(Opts::new(format!("pillion_ssd_{name}"), help), &["device"])?;
+fn gauges(
+    registry: &Registry,
+    name: &str,
+    help: &str,
+    label: &str,
+) -> Result<IntGaugeVec, prometheus::Error> {
+    let made = IntGaugeVec::new(Opts::new(format!("pillion_ssd_{name}"), help), &[label])?;
     registry.register(Box::new(made.clone()))?;
     Ok(made)
 }

@@ -19,10 +19,22 @@ pub(crate) struct Sidecar {
 impl Sidecar {
     /// One that listens in `folder` and logs there, with further arguments.
     pub(crate) fn start(folder: &Path, arguments: &[&dyn AsRef<OsStr>]) -> Self {
+        Self::start_by(Command::new(env!("CARGO_BIN_EXE_pillion")), folder, arguments)
+    }
+
+    /// One that the kernel gives no io_uring.
+    pub(crate) fn start_without_io_uring(folder: &Path, arguments: &[&dyn AsRef<OsStr>]) -> Self {
+        let mut command = Command::new("python3");
+        command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/client/without_io_uring.py"));
+        command.arg(env!("CARGO_BIN_EXE_pillion"));
+        Self::start_by(command, folder, arguments)
+    }
+
+    fn start_by(mut command: Command, folder: &Path, arguments: &[&dyn AsRef<OsStr>]) -> Self {
         let socket = folder.join("p.sock");
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let log = std::fs::File::create(folder.join("log")).unwrap();
-        let process = Command::new(env!("CARGO_BIN_EXE_pillion"))
+        let process = command
             .args(["serve", "--gpu", "off", "--http", &format!("127.0.0.1:{port}"), "--socket"])
             .arg(&socket)
             .args(arguments)

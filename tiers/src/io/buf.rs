@@ -125,6 +125,16 @@ impl Blocks {
         true
     }
 
+    /// Fills a part of a block from a file at `at`; the bytes that one call moved. EFAULT where it does not lie in the pool.
+    pub(crate) fn read_at(&self, file: impl AsFd, at: u64, offset: u64, len: usize) -> Result<usize, Errno> {
+        let address = self.address(offset, len).ok_or(Errno::FAULT)?;
+        let (file, at) = (file.as_fd().as_raw_fd(), at as libc::off64_t);
+        // SAFETY: the range lies in the mapping and is the caller's own by the contract of `Blocks`; the call ends before
+        // the borrows of the file and of the mapping do.
+        let moved = unsafe { libc::pread64(file, address.as_ptr().cast(), len, at) };
+        usize::try_from(moved).map_err(|_| last_errno())
+    }
+
     /// Fills a part of a block from a socket: all `len` bytes, or fewer where the stream ends or the socket's time limit
     /// passes. EFAULT where it does not lie in the pool.
     pub fn receive(&self, socket: impl AsFd, offset: u64, len: usize) -> Result<usize, Errno> {
@@ -133,9 +143,12 @@ impl Blocks {
         // SAFETY: the range lies in the mapping and is the caller's own by the contract of `Blocks`; the call ends before
         // the borrows of the socket and of the mapping do.
         let moved = unsafe { libc::recv(socket, address.as_ptr().cast(), len, libc::MSG_WAITALL) };
-        let failed = |_| Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO);
-        usize::try_from(moved).map_err(failed)
+        usize::try_from(moved).map_err(|_| last_errno())
     }
+}
+
+fn last_errno() -> Errno {
+    Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 
 #[cfg(test)]

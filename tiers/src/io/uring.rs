@@ -11,10 +11,9 @@ use io_uring::{IoUring, opcode, squeue, types};
 use rustix::io::Errno;
 use shm_protocol::pool;
 
-use super::buf::{Blocks, Buffer};
+use super::buf::Blocks;
+use super::transfer::{Direction, Memory, TRANSFERS_MAX, Transfer};
 
-/// Transfers in flight at most: two for each job that a device takes on at a time.
-pub(crate) const TRANSFERS_MAX: usize = 256;
 /// Bytes of the pool that are registered at a time: the most that one registered buffer has, and no block lies in two,
 /// as segments divide it.
 const CHUNK_BYTES: u64 = 1 << 30;
@@ -23,40 +22,6 @@ const CHUNKS_MAX: u64 = 1 << 14;
 const _: () = assert!(pool::POOL_BYTES_MAX / CHUNK_BYTES < CHUNKS_MAX);
 /// Names no transfer: the wake-up.
 const WAKE: u64 = u64::MAX;
-
-/// Which way bytes go.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum Direction {
-    Read,
-    Write,
-}
-
-/// The memory of a transfer.
-#[derive(Debug)]
-pub(crate) enum Memory {
-    /// A buffer, from its start.
-    Own(Buffer),
-    /// The pool, from this offset.
-    Pool(u64),
-}
-
-/// Bytes that move between the file and memory.
-#[derive(Debug)]
-pub(crate) struct Transfer {
-    /// What the caller knows it by.
-    pub(crate) token: u64,
-    pub(crate) direction: Direction,
-    /// Where in the file.
-    pub(crate) at: u64,
-    pub(crate) memory: Memory,
-    pub(crate) len: u32,
-    /// Bytes of them that earlier rounds moved.
-    pub(crate) moved: u32,
-}
-
-/// Decides in tests what the kernel is taken to have answered.
-#[cfg(test)]
-pub(crate) type Inject = Box<dyn FnMut(&Transfer, i32) -> i32 + Send>;
 
 /// A chunk of the pool.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -76,11 +41,9 @@ pub(crate) struct Ring {
     /// Empty where the kernel registers no buffers.
     chunks: Vec<Chunk>,
     note: Option<String>,
-    file: ManuallyDrop<OwnedFd>,
+    file: ManuallyDrop<Arc<OwnedFd>>,
     file_registered: bool,
     wake: ManuallyDrop<Arc<OwnedFd>>,
-    #[cfg(test)]
-    pub(crate) inject: Option<Inject>,
 }
 
 // === impl Ring ===
@@ -95,14 +58,9 @@ fn build() -> io::Result<IoUring> {
     newest.or_else(|_| builder.build(entries))
 }
 
-/// Whether this process may have a ring at all.
-pub(crate) fn probe() -> io::Result<()> {
-    IoUring::new(1).map(drop)
-}
-
 impl Ring {
     /// A ring for `file`, used by the calling thread alone. A write to the eventfd `wake` ends a wait.
-    pub(crate) fn new(file: OwnedFd, wake: Arc<OwnedFd>, blocks: Blocks) -> io::Result<Self> {
+    pub(crate) fn new(file: Arc<OwnedFd>, wake: Arc<OwnedFd>, blocks: Blocks) -> io::Result<Self> {
         let uring = build()?;
         let submitter = uring.submitter();
         let file_registered = submitter.register_files(&[file.as_raw_fd()]).is_ok();
@@ -121,15 +79,15 @@ impl Ring {
             file: ManuallyDrop::new(file),
             file_registered,
             wake: ManuallyDrop::new(wake),
-            #[cfg(test)]
-            inject: None,
         };
         ring.watch_wake();
+        // Whoever may make a ring and not use it is told now.
+        ring.flush()?;
         Ok(ring)
     }
 
     /// Transfers that the kernel has.
-    pub(crate) fn in_flight(&self) -> usize {
+    fn in_flight(&self) -> usize {
         TRANSFERS_MAX - self.vacant.len()
     }
 
@@ -240,8 +198,8 @@ impl Ring {
         })
     }
 
-    /// The next transfer that came back, with the bytes moved in this round.
-    pub(crate) fn reap(&mut self) -> Option<(Transfer, Result<u32, Errno>)> {
+    /// The next transfer that came back, with the kernel's answer.
+    pub(crate) fn reap(&mut self) -> Option<(Transfer, i32)> {
         loop {
             let entry = self.uring.completion().next()?;
             if entry.user_data() == WAKE {
@@ -253,20 +211,7 @@ impl Ring {
             let at = usize::try_from(entry.user_data()).expect("a number of ours");
             let transfer = self.flights[at].take().expect("one completion for one transfer");
             self.vacant.push(at);
-            let result = self.answer(&transfer, entry.result());
-            return Some((transfer, result));
-        }
-    }
-
-    #[cfg_attr(not(test), expect(clippy::unused_self, reason = "tests decide answers"))]
-    fn answer(&mut self, transfer: &Transfer, result: i32) -> Result<u32, Errno> {
-        #[cfg(test)]
-        let result = self.inject.as_mut().map_or(result, |inject| inject(transfer, result));
-        match u32::try_from(result) {
-            Ok(moved) if moved <= transfer.len - transfer.moved => Ok(moved),
-            // More than was asked for cannot be; it is nothing that can be trusted.
-            Ok(_) => Err(Errno::IO),
-            Err(_) => Err(Errno::from_raw_os_error(result.wrapping_neg())),
+            return Some((transfer, entry.result()));
         }
     }
 }

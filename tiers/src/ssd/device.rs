@@ -1,4 +1,4 @@
-//! A device at work: one thread carries out jobs on a ring of its own, another reads what earlier lives left.
+//! A device at work: one thread carries out jobs with a carrier of its own, another reads what earlier lives left.
 
 mod activity;
 mod worker;
@@ -21,7 +21,7 @@ use super::recovery::Recovery;
 use super::{Job, Opened, Up};
 use crate::Error;
 use crate::io::buf::Blocks;
-use crate::io::uring::Ring;
+use crate::io::carrier::{Backend, Carrier};
 
 /// The longest that dropping a device waits for its threads; a kernel that answers later keeps what it has.
 const STOP_MAX: Duration = Duration::from_secs(5);
@@ -37,20 +37,26 @@ pub struct Device {
     wake: Arc<OwnedFd>,
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
+    backend: Backend,
+    ring_refused: Option<io::Error>,
 }
 
 // === impl Device ===
 
 impl Device {
     /// Starts device `number`. It reads what earlier lives left, in parts, and serves jobs meanwhile. `pool` is the
-    /// memory that offsets of jobs name. `up` is called on threads of the device and must not wait.
+    /// memory that offsets of jobs name. Its bytes are moved by the backend that is wanted, or by io_uring where the kernel
+    /// allows that and by threads else. `up` is called on threads of the device and must not wait.
     pub fn start(
         opened: Opened,
         number: usize,
         pool: Arc<Region>,
+        wanted: Option<Backend>,
         up: impl Fn(Up) + Send + Sync + 'static,
     ) -> Result<Self, Error> {
-        Self::start_on(opened, number, pool, up, Ring::new)
+        Self::start_on(opened, number, pool, up, move |file, wake, blocks| {
+            Carrier::new(wanted, file, wake, blocks)
+        })
     }
 
     fn start_on(
@@ -58,7 +64,7 @@ impl Device {
         number: usize,
         pool: Arc<Region>,
         up: impl Fn(Up) + Send + Sync + 'static,
-        make: impl FnOnce(OwnedFd, Arc<OwnedFd>, Blocks) -> io::Result<Ring> + Send + 'static,
+        make: impl FnOnce(OwnedFd, Arc<OwnedFd>, Blocks) -> io::Result<Carrier> + Send + 'static,
     ) -> Result<Self, Error> {
         let tell: Tell = Arc::new(up);
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
@@ -71,20 +77,31 @@ impl Device {
         let (ready, started) = mpsc::sync_channel(1);
         let (layout, blocks, bell) = (opened.layout, Blocks::new(pool), Arc::clone(&wake));
         // A ring belongs to the thread that makes it.
-        let work = move || {
-            let ring = make(opened.fd, bell, blocks.clone());
-            let (ring, made) = ring.map_or_else(|error| (None, Err(error)), |ring| (Some(ring), Ok(())));
-            let _ = ready.send(made);
-            if let Some(ring) = ring {
-                Worker::new(number, layout, ring, blocks, inbox, tell).run();
+        let work = move || match make(opened.fd, bell, blocks.clone()) {
+            Ok(mut carrier) => {
+                let _ = ready.send(Ok((carrier.backend(), carrier.refused.take())));
+                Worker::new(number, layout, carrier, blocks, inbox, tell).run();
             }
+            Err(error) => drop(ready.send(Err(error))),
         };
-        let mut device = Self { jobs: Some(jobs), wake, stop, threads: Vec::new() };
+        let backend = Backend::Threads;
+        let mut device =
+            Self { jobs: Some(jobs), wake, stop, threads: Vec::new(), backend, ring_refused: None };
         device.spawn(format!("ssd-{number}"), work)?;
         let started = started.recv().expect("the thread answers first of all");
-        started.map_err(|source| Error::Os { doing: "make a ring", source })?;
+        (device.backend, device.ring_refused) = started.map_err(Error::Carrier)?;
         device.spawn(format!("ssd-{number}-recovery"), move || recovery.run())?;
         Ok(device)
+    }
+
+    /// What moves its bytes.
+    pub fn backend(&self) -> Backend {
+        self.backend
+    }
+
+    /// Why that is no ring although none other was wanted.
+    pub fn ring_refused(&self) -> Option<&io::Error> {
+        self.ring_refused.as_ref()
     }
 
     fn spawn(&mut self, name: String, run: impl FnOnce() + Send + 'static) -> Result<(), Error> {

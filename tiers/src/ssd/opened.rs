@@ -15,7 +15,6 @@ use super::format::{self, Found, SUPER_BYTES, Super};
 use super::location::{Missing, Refusal, SEGMENT_BYTES_MIN, SEGMENTS_MIN, locate};
 use crate::Error;
 use crate::io::buf::{BUFFER_ALIGN, Buffer};
-use crate::io::uring;
 
 /// A log of about so many segments loses a small part of what it holds to one reclamation.
 const SEGMENTS: u64 = 32;
@@ -77,13 +76,6 @@ impl Opened {
 
     fn open_within(path: &Path, bytes: u64, missing: Missing, close_max: Duration) -> Result<Self, Error> {
         let refusal = Refusal(path);
-        uring::probe().map_err(|error| {
-            refusal.because(
-                format!("needs io_uring, which the kernel refuses ({error})"),
-                "let the container's seccomp profile allow io_uring_setup, io_uring_enter and io_uring_register, and set sysctl \
-                 kernel.io_uring_disabled to 0; or leave out --ssd",
-            )
-        })?;
         let file = locate(path, bytes, missing)?;
         let (fd, is_block) = open_direct(&file, &refusal, close_max)?;
         let align = Align::of(&fd, is_block).map_err(refusal.os("be asked for its alignment"))?;

@@ -13,7 +13,9 @@ use rustix::fs::MemfdFlags;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
 use shm_protocol::region::{Access, Region};
-use tiers::ssd::{Config, Device, Ended, FaultKind, Log, Missing, Opened, Refused, Stats, Ticket, Up};
+use tiers::ssd::{
+    Backend, Config, Device, Ended, FaultKind, Log, Missing, Opened, Refused, Stats, Ticket, Up,
+};
 
 pub(crate) const NAMESPACE: NamespaceDigest = NamespaceDigest([7; 16]);
 /// The smallest log: a MiB and four segments of 4 MiB.
@@ -29,6 +31,12 @@ pub(crate) struct Plan {
     pub(crate) slot_bytes: u64,
     pub(crate) slots: u64,
     pub(crate) late_ms: u64,
+    pub(crate) backend: Backend,
+}
+
+/// What moves bytes in tests that do not say it: in the crate `threads`, which holds the same tests, threads.
+fn backend() -> Backend {
+    if env!("CARGO_CRATE_NAME") == "threads" { Backend::Threads } else { Backend::IoUring }
 }
 
 /// The pool, log and devices.
@@ -101,7 +109,8 @@ fn word(number: u64, at: u64) -> u64 {
 
 impl Plan {
     pub(crate) fn new(path: &Path, bytes: u64) -> Self {
-        Self { devices: vec![(path.to_owned(), bytes)], slot_bytes: 64 << 10, slots: 64, late_ms: 60_000 }
+        let devices = vec![(path.to_owned(), bytes)];
+        Self { devices, slot_bytes: 64 << 10, slots: 64, late_ms: 60_000, backend: backend() }
     }
 }
 
@@ -110,7 +119,8 @@ impl Plan {
 impl Rig {
     pub(crate) fn new(plan: &Plan) -> Self {
         Self::start(plan, |opened, number, pool, ups| {
-            Device::start(opened, number, pool, move |up| drop(ups.send(up))).unwrap()
+            let wanted = Some(plan.backend);
+            Device::start(opened, number, pool, wanted, move |up| drop(ups.send(up))).unwrap()
         })
     }
 

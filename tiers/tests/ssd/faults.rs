@@ -8,7 +8,7 @@ use std::process::Command;
 use rustix::fs::FallocateFlags;
 use rustix::process::{Resource, Rlimit};
 use rustix::thread::CapabilitySet;
-use tiers::ssd::FaultKind;
+use tiers::ssd::{Backend, FaultKind};
 
 use crate::rig::{Folder, LOG_BYTES, Plan, Random, Rig};
 
@@ -104,7 +104,7 @@ fn a_log_that_was_cut_at_any_byte_serves_what_lies_before() {
 #[test]
 fn without_room_to_lock_memory_transfers_go_without_registered_buffers() {
     let folder = Folder::new("memlock");
-    let plan = Plan::new(&folder.file(), LOG_BYTES);
+    let plan = Plan { backend: Backend::IoUring, ..Plan::new(&folder.file(), LOG_BYTES) };
     // Of this thread alone, and of those it starts; the limit of the process is lowered for all, and none needs it.
     let mut capabilities = rustix::thread::capabilities(None).unwrap();
     capabilities.effective.remove(CapabilitySet::IPC_LOCK);
@@ -119,6 +119,11 @@ fn without_room_to_lock_memory_transfers_go_without_registered_buffers() {
 
 // === a limit on file sizes: EFBIG ===
 
+/// This module, as the names of tests have it.
+fn module() -> &'static str {
+    module_path!().split_once("::").expect("a module of the tests' crate").1
+}
+
 #[test]
 fn a_file_that_may_not_grow_drops_writes() {
     let folder = Folder::new("limit");
@@ -127,7 +132,7 @@ fn a_file_that_may_not_grow_drops_writes() {
     let status = Command::new("sh")
         .args(["-c", "trap '' XFSZ; ulimit -f 18432; exec \"$0\" \"$@\""])
         .arg(std::env::current_exe().unwrap())
-        .args(["--exact", "faults::child_under_a_limit", "--ignored"])
+        .args(["--exact", &format!("{}::child_under_a_limit", module()), "--ignored"])
         .env("PILLION_TEST_LOG", folder.file())
         .output()
         .unwrap();

@@ -3,7 +3,7 @@
 use rustix::io::Errno;
 
 use crate::io::buf::{Blocks, Buffer};
-use crate::io::uring::{Direction, Memory, Transfer};
+use crate::io::transfer::{Direction, Memory, Transfer};
 use crate::ssd::format::{self, Header, Trailer};
 use crate::ssd::opened::Layout;
 use crate::ssd::{Fault, Label, Place, Work};

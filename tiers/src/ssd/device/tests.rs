@@ -1,4 +1,4 @@
-//! Faults that no kernel gives on demand, put in where the ring hands over the kernel's answers.
+//! Faults that no kernel gives on demand, put in where the carrier hands over the kernel's answers.
 
 #[path = "../../../tests/rig/mod.rs"]
 mod rig;
@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use rig::{Folder, LOG_BYTES, Plan, Rig};
 
 use super::*;
-use crate::io::uring::{Direction, Transfer};
+use crate::io::transfer::{Direction, Transfer};
 use crate::ssd::{FaultKind, Refused};
 
 const BLOCK_BYTES: u64 = 40_000;
@@ -39,17 +39,39 @@ impl Answers {
     }
 }
 
-fn rig(folder: &Folder) -> (Rig, Answers) {
+/// Makes a test of each, for each backend.
+macro_rules! on_each_backend {
+    ($($name:ident),* $(,)?) => {
+        mod by_io_uring {
+            $(#[test] fn $name() { super::$name(super::Backend::IoUring) })*
+        }
+        mod by_threads {
+            $(#[test] fn $name() { super::$name(super::Backend::Threads) })*
+        }
+    };
+}
+
+on_each_backend!(
+    an_errno_keeps_its_kind_and_costs_one_block,
+    memory_that_the_device_does_not_take_goes_through_a_buffer,
+    interrupted_and_short_transfers_go_on,
+    a_transfer_that_ends_early_is_a_fault,
+    a_kernel_that_never_moves_anything_is_not_asked_for_ever,
+    a_failing_device_answers_miss_and_is_asked_again_later,
+    a_footer_that_cannot_be_written_costs_no_block,
+);
+
+fn rig(folder: &Folder, backend: Backend) -> (Rig, Answers) {
     let answers = Answers::default();
     let plan = Plan::new(&folder.file(), LOG_BYTES);
     let mut rig = Rig::start(&plan, |opened, number, pool, ups| {
         let answers = answers.clone();
         let make = move |fd, wake, blocks| {
-            let mut ring = Ring::new(fd, wake, blocks)?;
-            ring.inject = Some(Box::new(move |transfer, result| {
+            let mut carrier = Carrier::new(Some(backend), fd, wake, blocks)?;
+            carrier.inject = Some(Box::new(move |transfer, result| {
                 answers.0.lock().unwrap().as_mut().map_or(result, |answer| answer(transfer, result))
             }));
-            Ok(ring)
+            Ok(carrier)
         };
         Device::start_on(opened, number, pool, move |up| drop(ups.send(up)), make).unwrap()
     });
@@ -57,10 +79,9 @@ fn rig(folder: &Folder) -> (Rig, Answers) {
     (rig, answers)
 }
 
-#[test]
-fn an_errno_keeps_its_kind_and_costs_one_block() {
+fn an_errno_keeps_its_kind_and_costs_one_block(backend: Backend) {
     let folder = Folder::new("errno");
-    let (mut rig, answers) = rig(&folder);
+    let (mut rig, answers) = rig(&folder, backend);
     let kinds = [
         (Errno::NOSPC, FaultKind::NoSpace),
         (Errno::IO, FaultKind::Io),
@@ -87,15 +108,14 @@ fn an_errno_keeps_its_kind_and_costs_one_block() {
     assert!(rig.read(0) && !rig.stats().devices[0].down);
 }
 
-#[test]
-fn memory_that_the_device_does_not_take_goes_through_a_buffer() {
+fn memory_that_the_device_does_not_take_goes_through_a_buffer(backend: Backend) {
     let folder = Folder::new("bounce");
     let plan = Plan::new(&folder.file(), LOG_BYTES);
     // Every other slot is aligned to 512 bytes alone.
     let plan = Plan { slot_bytes: plan.slot_bytes + 512, ..plan };
     let mut rig = Rig::start(&plan, |mut opened, number, pool, ups| {
         opened.layout.memory_align = 4096;
-        Device::start(opened, number, pool, move |up| drop(ups.send(up))).unwrap()
+        Device::start(opened, number, pool, Some(backend), move |up| drop(ups.send(up))).unwrap()
     });
     rig.recover();
     for number in 0..40 {
@@ -104,10 +124,9 @@ fn memory_that_the_device_does_not_take_goes_through_a_buffer() {
     assert!((0..40).all(|number| rig.read(number)));
 }
 
-#[test]
-fn interrupted_and_short_transfers_go_on() {
+fn interrupted_and_short_transfers_go_on(backend: Backend) {
     let folder = Folder::new("short");
-    let (mut rig, answers) = rig(&folder);
+    let (mut rig, answers) = rig(&folder, backend);
     let mut round = 0;
     answers.are(move |transfer, result| {
         round += 1;
@@ -127,10 +146,9 @@ fn interrupted_and_short_transfers_go_on() {
     assert_eq!(rig.stats().devices[0].faults, [0; FaultKind::ALL.len()]);
 }
 
-#[test]
-fn a_transfer_that_ends_early_is_a_fault() {
+fn a_transfer_that_ends_early_is_a_fault(backend: Backend) {
     let folder = Folder::new("ends");
-    let (mut rig, answers) = rig(&folder);
+    let (mut rig, answers) = rig(&folder, backend);
     for (number, short) in (0..).zip([0, 1, 4095, 513]) {
         assert!(rig.write(number, BLOCK_BYTES));
         rig.settle();
@@ -146,20 +164,18 @@ fn a_transfer_that_ends_early_is_a_fault() {
     assert_eq!(rig.faults(FaultKind::Io), 1);
 }
 
-#[test]
-fn a_kernel_that_never_moves_anything_is_not_asked_for_ever() {
+fn a_kernel_that_never_moves_anything_is_not_asked_for_ever(backend: Backend) {
     let folder = Folder::new("again");
-    let (mut rig, answers) = rig(&folder);
+    let (mut rig, answers) = rig(&folder, backend);
     assert!(rig.write(1, BLOCK_BYTES));
     answers.are(|_, _| -Errno::AGAIN.raw_os_error());
     assert!(!rig.write(0, BLOCK_BYTES));
     assert_eq!(rig.faults(FaultKind::Other), 1);
 }
 
-#[test]
-fn a_failing_device_answers_miss_and_is_asked_again_later() {
+fn a_failing_device_answers_miss_and_is_asked_again_later(backend: Backend) {
     let folder = Folder::new("breaker");
-    let (mut rig, answers) = rig(&folder);
+    let (mut rig, answers) = rig(&folder, backend);
     assert!((0..8).all(|number| rig.write(number, BLOCK_BYTES)));
     answers.are(|_, _| -Errno::IO.raw_os_error());
     assert!((0..4).all(|number| !rig.read(number)));
@@ -181,10 +197,9 @@ fn a_failing_device_answers_miss_and_is_asked_again_later() {
     assert_eq!(rig.stats().devices[0].trips_total, 1);
 }
 
-#[test]
-fn a_footer_that_cannot_be_written_costs_no_block() {
+fn a_footer_that_cannot_be_written_costs_no_block(backend: Backend) {
     let folder = Folder::new("footer");
-    let (mut rig, answers) = rig(&folder);
+    let (mut rig, answers) = rig(&folder, backend);
     // Only footers begin behind the last block's place in a segment.
     let segment = |at: u64| (at - (1 << 20)) % (4 << 20);
     answers.are(move |transfer, result| match transfer.direction {

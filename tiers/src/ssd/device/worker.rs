@@ -9,7 +9,8 @@ use rustix::io::Errno;
 use super::Tell;
 use super::activity::{Activity, Desk, PART_BITS, Part};
 use crate::io::buf::Blocks;
-use crate::io::uring::{Ring, Transfer};
+use crate::io::carrier::Carrier;
+use crate::io::transfer::Transfer;
 use crate::ssd::opened::Layout;
 use crate::ssd::{Done, Fault, Job, Up, Work};
 
@@ -42,7 +43,7 @@ struct Lane {
 
 pub(super) struct Worker {
     number: usize,
-    ring: Ring,
+    carrier: Carrier,
     desk: Desk,
     inbox: Receiver<Job>,
     tell: Tell,
@@ -52,11 +53,11 @@ pub(super) struct Worker {
     vacant: Vec<usize>,
     /// Jobs whose transfers are back, to be looked at one by one: the device is given more to do in between.
     back: VecDeque<usize>,
-    /// Transfers that the ring has no room for yet.
+    /// Transfers that the carrier has no room for yet.
     backlog: VecDeque<Transfer>,
     fresh: Vec<Transfer>,
     stopping: Option<Instant>,
-    /// The ring failed: nothing can be done any more.
+    /// The carrier failed: nothing can be done any more.
     broken: Option<Errno>,
 }
 
@@ -109,14 +110,14 @@ impl Worker {
     pub(super) fn new(
         number: usize,
         layout: Layout,
-        ring: Ring,
+        carrier: Carrier,
         blocks: Blocks,
         inbox: Receiver<Job>,
         tell: Tell,
     ) -> Self {
         Self {
             number,
-            ring,
+            carrier,
             desk: Desk::new(layout, blocks),
             inbox,
             tell,
@@ -139,7 +140,7 @@ impl Worker {
             self.take();
             let begun = self.start_some();
             self.submit();
-            if let Some(note) = self.ring.take_note() {
+            if let Some(note) = self.carrier.take_note() {
                 (self.tell)(Up::Note(note));
             }
             if self.over() {
@@ -148,9 +149,9 @@ impl Worker {
             let entered = if self.broken.is_some() {
                 Ok(())
             } else if begun || !self.back.is_empty() {
-                self.ring.flush()
+                self.carrier.flush()
             } else {
-                self.ring.wait(self.stopping.map(|_| Duration::from_millis(100)))
+                self.carrier.wait(self.stopping.map(|_| Duration::from_millis(100)))
             };
             if let Err(error) = entered {
                 self.broke(&error);
@@ -158,7 +159,7 @@ impl Worker {
             if let Some(at) = self.back.pop_front() {
                 self.proceed(at);
             }
-            while let Some((transfer, result)) = self.ring.reap() {
+            while let Some((transfer, result)) = self.carrier.reap() {
                 self.returned(transfer, result);
             }
         }
@@ -211,7 +212,9 @@ impl Worker {
     fn broke(&mut self, error: &std::io::Error) {
         let errno = Errno::from_io_error(error).unwrap_or(Errno::IO);
         self.broken = Some(errno);
-        (self.tell)(Up::Note(format!("SSD device {} is given up, its ring failed: {error}", self.number)));
+        let backend = self.carrier.backend().name();
+        let number = self.number;
+        (self.tell)(Up::Note(format!("SSD device {number} is given up, {backend} failed: {error}")));
     }
 
     fn lane(&mut self, work: &Work) -> &mut Lane {
@@ -256,7 +259,7 @@ impl Worker {
 
     fn submit(&mut self) {
         while let Some(transfer) = self.backlog.pop_front() {
-            if let Err(transfer) = self.ring.push(transfer) {
+            if let Err(transfer) = self.carrier.push(transfer) {
                 self.backlog.push_front(transfer);
                 return;
             }

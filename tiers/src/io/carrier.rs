@@ -1,0 +1,145 @@
+//! Carries the transfers of one file: by io_uring, or by threads where the kernel refuses that.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::io::Errno;
+
+use super::buf::Blocks;
+use super::threads::Threads;
+use super::transfer::Transfer;
+use super::uring::Ring;
+
+/// How bytes are moved between a device and memory.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum Backend {
+    IoUring,
+    /// Threads that each wait for one transfer.
+    Threads,
+}
+
+/// Decides in tests what the kernel is taken to have answered.
+#[cfg(test)]
+pub(crate) type Inject = Box<dyn FnMut(&Transfer, i32) -> i32 + Send>;
+
+enum Means {
+    Ring(Box<Ring>),
+    Threads(Threads),
+}
+
+/// What carries the transfers of one file.
+pub(crate) struct Carrier {
+    means: Means,
+    /// Why there is no ring where one would do.
+    pub(crate) refused: Option<io::Error>,
+    #[cfg(test)]
+    pub(crate) inject: Option<Inject>,
+}
+
+// === impl Backend ===
+
+impl Backend {
+    pub const ALL: [Self; 2] = [Self::IoUring, Self::Threads];
+
+    /// Its name in options and metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::IoUring => "io_uring",
+            Self::Threads => "threads",
+        }
+    }
+}
+
+// === impl Carrier ===
+
+impl Carrier {
+    /// A carrier of `file`'s transfers, used by the calling thread alone. A write to the eventfd `wake` ends a wait. With no
+    /// backend wanted it is a ring, or threads where the kernel refuses that.
+    pub(crate) fn new(
+        wanted: Option<Backend>,
+        file: OwnedFd,
+        wake: Arc<OwnedFd>,
+        blocks: Blocks,
+    ) -> io::Result<Self> {
+        let file = Arc::new(file);
+        let ring = || {
+            Ring::new(Arc::clone(&file), Arc::clone(&wake), blocks.clone())
+                .map(|ring| Means::Ring(Box::new(ring)))
+        };
+        let threads =
+            || Threads::new(Arc::clone(&file), Arc::clone(&wake), blocks.clone()).map(Means::Threads);
+        let (means, refused) = match wanted {
+            Some(Backend::IoUring) => (ring()?, None),
+            Some(Backend::Threads) => (threads()?, None),
+            None => match ring() {
+                Ok(ring) => (ring, None),
+                Err(error) => (threads()?, Some(error)),
+            },
+        };
+        Ok(Self {
+            means,
+            refused,
+            #[cfg(test)]
+            inject: None,
+        })
+    }
+
+    pub(crate) fn backend(&self) -> Backend {
+        match &self.means {
+            Means::Ring(_) => Backend::IoUring,
+            Means::Threads(_) => Backend::Threads,
+        }
+    }
+
+    /// What an operator should know, once.
+    pub(crate) fn take_note(&mut self) -> Option<String> {
+        match &mut self.means {
+            Means::Ring(ring) => ring.take_note(),
+            Means::Threads(_) => None,
+        }
+    }
+
+    /// Hands a transfer over; back where there are too many. It reaches the kernel with the next [`Carrier::flush`] at the
+    /// latest.
+    pub(crate) fn push(&mut self, transfer: Transfer) -> Result<(), Transfer> {
+        match &mut self.means {
+            Means::Ring(ring) => ring.push(transfer),
+            Means::Threads(threads) => threads.push(transfer),
+        }
+    }
+
+    /// Gives the kernel what was pushed, and takes what has come back.
+    pub(crate) fn flush(&mut self) -> io::Result<()> {
+        match &mut self.means {
+            Means::Ring(ring) => ring.flush(),
+            Means::Threads(_) => Ok(()),
+        }
+    }
+
+    /// As [`Carrier::flush`], and waits until something has come back, the eventfd was written, or `limit` has passed.
+    pub(crate) fn wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
+        match &mut self.means {
+            Means::Ring(ring) => ring.wait(limit),
+            Means::Threads(threads) => threads.wait(limit),
+        }
+    }
+
+    /// The next transfer that came back, with the bytes moved in this round.
+    pub(crate) fn reap(&mut self) -> Option<(Transfer, Result<u32, Errno>)> {
+        let (transfer, answer) = match &mut self.means {
+            Means::Ring(ring) => ring.reap(),
+            Means::Threads(threads) => threads.reap(),
+        }?;
+        #[cfg(test)]
+        let answer = self.inject.as_mut().map_or(answer, |inject| inject(&transfer, answer));
+        let moved = match u32::try_from(answer) {
+            Ok(moved) if moved <= transfer.len - transfer.moved => Ok(moved),
+            // More than was asked for cannot be; it is nothing that can be trusted.
+            Ok(_) => Err(Errno::IO),
+            Err(_) => Err(Errno::from_raw_os_error(answer.wrapping_neg())),
+        };
+        Some((transfer, moved))
+    }
+}

@@ -1,0 +1,147 @@
+//! Transfers between one file and memory by threads that each carry one at a time: for where the kernel has no io_uring to
+//! give. What is in flight owns its memory, as in a ring.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+
+use super::buf::Blocks;
+use super::transfer::{Direction, Memory, TRANSFERS_MAX, Transfer};
+
+/// Transfers that a device has at a time: a fast one is kept busy by as many blocks of some hundred KiB.
+const THREADS: usize = 8;
+
+/// The threads of one file.
+pub(crate) struct Threads {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    in_flight: usize,
+}
+
+struct Shared {
+    file: Arc<OwnedFd>,
+    blocks: Blocks,
+    /// Written whenever a transfer is back.
+    wake: Arc<OwnedFd>,
+    desk: Mutex<Desk>,
+    /// Something waits, or the desk is closed.
+    called: Condvar,
+}
+
+#[derive(Default)]
+struct Desk {
+    waiting: VecDeque<Transfer>,
+    /// Transfers that are back, with the kernel's answers.
+    back: VecDeque<(Transfer, i32)>,
+    closed: bool,
+}
+
+// === impl Threads ===
+
+impl Threads {
+    /// Threads for `file`. A write to the eventfd `wake` ends a wait.
+    pub(crate) fn new(file: Arc<OwnedFd>, wake: Arc<OwnedFd>, blocks: Blocks) -> io::Result<Self> {
+        let shared = Shared { file, blocks, wake, desk: Mutex::default(), called: Condvar::new() };
+        let mut threads = Self { shared: Arc::new(shared), threads: Vec::new(), in_flight: 0 };
+        for number in 0..THREADS {
+            let shared = Arc::clone(&threads.shared);
+            let named = std::thread::Builder::new().name(format!("ssd-io-{number}"));
+            threads.threads.push(named.spawn(move || shared.serve())?);
+        }
+        Ok(threads)
+    }
+
+    /// Hands a transfer over; back where there are too many.
+    pub(crate) fn push(&mut self, transfer: Transfer) -> Result<(), Transfer> {
+        if self.in_flight == TRANSFERS_MAX {
+            return Err(transfer);
+        }
+        self.in_flight += 1;
+        self.shared.desk().waiting.push_back(transfer);
+        self.shared.called.notify_one();
+        Ok(())
+    }
+
+    /// Waits until something has come back, the eventfd was written, or `limit` has passed.
+    pub(crate) fn wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
+        let limit = limit.map(|limit| Timespec::try_from(limit).expect("seconds, not ages"));
+        let wake = &*self.shared.wake;
+        match rustix::event::poll(&mut [PollFd::new(wake, PollFlags::IN)], limit.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        // The count is not looked at: whoever waits looks at everything afterwards.
+        let _ = rustix::io::read(wake, &mut [0u8; 8]);
+        Ok(())
+    }
+
+    /// The next transfer that came back, with the kernel's answer.
+    pub(crate) fn reap(&mut self) -> Option<(Transfer, i32)> {
+        let back = self.shared.desk().back.pop_front()?;
+        self.in_flight -= 1;
+        Some(back)
+    }
+}
+
+impl Drop for Threads {
+    /// A thread that is stuck in the kernel keeps its transfer and the file; the others end.
+    fn drop(&mut self) {
+        self.shared.desk().closed = true;
+        self.shared.called.notify_all();
+        if self.in_flight == 0 {
+            self.threads.drain(..).for_each(|thread| drop(thread.join()));
+        }
+    }
+}
+
+// === impl Shared ===
+
+impl Shared {
+    fn desk(&self) -> MutexGuard<'_, Desk> {
+        self.desk.lock().expect("nothing panics while it has the desk")
+    }
+
+    fn serve(&self) {
+        while let Some(mut transfer) = self.next() {
+            let moved = self.carry(&mut transfer);
+            let answer = moved.map_or_else(|errno| -errno.raw_os_error(), |moved| moved as i32);
+            self.desk().back.push_back((transfer, answer));
+            // Full means that it is readable anyway.
+            let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// The next transfer; `None` once the desk is closed.
+    fn next(&self) -> Option<Transfer> {
+        let desk = self.called.wait_while(self.desk(), |desk| !desk.closed && desk.waiting.is_empty());
+        let mut desk = desk.expect("nothing panics while it has the desk");
+        if desk.closed { None } else { desk.waiting.pop_front() }
+    }
+
+    /// What the kernel moved in one call, at most what is left of the transfer.
+    fn carry(&self, transfer: &mut Transfer) -> Result<usize, Errno> {
+        let (skip, end) = (transfer.moved as usize, transfer.len as usize);
+        let at = transfer.at + u64::from(transfer.moved);
+        match (transfer.direction, &mut transfer.memory) {
+            (Direction::Read, Memory::Own(buffer)) => {
+                rustix::io::pread(&*self.file, &mut buffer.bytes_mut()[skip..end], at)
+            }
+            (Direction::Write, Memory::Own(buffer)) => {
+                rustix::io::pwrite(&*self.file, &buffer.bytes()[skip..end], at)
+            }
+            (Direction::Read, Memory::Pool(offset)) => {
+                self.blocks.read_at(&*self.file, at, *offset + skip as u64, end - skip)
+            }
+            (Direction::Write, Memory::Pool(offset)) => {
+                let bytes = self.blocks.bytes(*offset + skip as u64, end - skip).ok_or(Errno::FAULT)?;
+                rustix::io::pwrite(&*self.file, bytes, at)
+            }
+        }
+    }
+}

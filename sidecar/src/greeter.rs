@@ -5,12 +5,12 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use rustix::io::Errno;
-use shm_protocol::PROTOCOL_VERSION;
-use shm_protocol::handshake::{self, Hello, Reply};
+use shm_protocol::handshake::{self, Hello};
 use shm_protocol::transport;
 
 use crate::listener::{self, Listener};
 use crate::poller::{Poller, Source};
+use crate::refusals::{Cause, Refusals};
 
 /// Peers that may be on their way at once: the listener's backlog.
 const GREETINGS_MAX: usize = 64;
@@ -37,6 +37,7 @@ pub struct Caller {
 #[derive(Debug)]
 pub struct Greeter {
     listener: Option<Listener>,
+    refusals: Refusals,
     waiting: BTreeMap<u64, Greeting>,
     next: u64,
     paused_until: Option<Duration>,
@@ -56,9 +57,9 @@ struct Greeting {
 
 impl Greeter {
     /// A greeter of the peers that come to `listener`.
-    pub fn new(listener: Listener, poller: &Poller) -> Result<Self, Errno> {
+    pub fn new(listener: Listener, poller: &Poller, refusals: Refusals) -> Result<Self, Errno> {
         poller.add(Source::Listener, listener.socket())?;
-        Ok(Self { listener: Some(listener), waiting: BTreeMap::new(), next: 1, paused_until: None })
+        Ok(Self { listener: Some(listener), refusals, waiting: BTreeMap::new(), next: 1, paused_until: None })
     }
 
     /// Takes every waiting connection that there is room for.
@@ -70,6 +71,7 @@ impl Greeter {
                 Err(Errno::AGAIN) => return,
                 Err(Errno::CONNABORTED | Errno::INTR) => continue,
                 Err(error) => {
+                    self.refusals.count(Cause::Resources);
                     tracing::warn!(%error, "cannot accept a connection; is the limit of open files too low?");
                     break;
                 }
@@ -77,11 +79,17 @@ impl Greeter {
             // Who has ended needs nothing.
             let Ok(process) = listener::process_of(&socket) else { continue };
             let stranger = listener.permits(&socket).err();
-            if poller.add(Source::Greeting(self.next), &socket).is_ok() {
-                let deadline = now + HELLO_TIME_MAX;
-                self.waiting.insert(self.next, Greeting { socket, process, deadline, stranger });
-                self.next += 1;
+            if let Err(error) = poller.add(Source::Greeting(self.next), &socket) {
+                self.refuse(
+                    &socket,
+                    Cause::Resources,
+                    format!("the sidecar cannot watch this connection: {error}"),
+                );
+                continue;
             }
+            let deadline = now + HELLO_TIME_MAX;
+            self.waiting.insert(self.next, Greeting { socket, process, deadline, stranger });
+            self.next += 1;
         }
         // The listener stays readable: looking away for a while keeps this thread from spinning.
         poller.remove(listener.socket());
@@ -96,16 +104,15 @@ impl Greeter {
         }
         let Greeting { socket, process, stranger, .. } = self.waiting.remove(&id)?;
         poller.remove(&socket);
-        if let Some(reason) = stranger {
-            tracing::warn!(reason, "connection refused");
-            refuse(&socket, reason);
+        if let Some(text) = stranger {
+            self.refuse(&socket, Cause::User, text);
             return None;
         }
         let (record, descriptors) = match received {
             Ok((record, descriptors)) if !record.is_empty() => (record, descriptors),
             Ok(_) => return None,
             Err(error) => {
-                refuse(&socket, format!("the hello could not be read: {error}"));
+                self.refuse(&socket, Cause::Malformed, format!("the hello could not be read: {error}"));
                 return None;
             }
         };
@@ -114,8 +121,7 @@ impl Greeter {
         match agreed {
             Ok((version, hello)) => Some(Caller { socket, process, version, hello, descriptors }),
             Err(error) => {
-                tracing::warn!(%error, "connection refused");
-                refuse(&socket, error.to_string());
+                self.refuse(&socket, Cause::from(&error), error.to_string());
                 None
             }
         }
@@ -124,8 +130,9 @@ impl Greeter {
     /// Drops the peers that said nothing in time, and listens again after a pause.
     pub fn expire(&mut self, now: Duration, poller: &Poller) {
         while let Some(first) = self.waiting.first_entry().filter(|first| first.get().deadline <= now) {
-            poller.remove(&first.get().socket);
-            refuse(&first.remove().socket, "no hello within two seconds".into());
+            let Greeting { socket, .. } = first.remove();
+            poller.remove(&socket);
+            self.refuse(&socket, Cause::Silent, "no hello within two seconds".into());
         }
         if self.paused_until.is_some_and(|until| until <= now) {
             self.paused_until = None;
@@ -143,17 +150,20 @@ impl Greeter {
         first.into_iter().chain(self.paused_until).min()
     }
 
+    fn refuse(&self, socket: &OwnedFd, cause: Cause, text: String) {
+        tracing::warn!(reason = text, "connection refused");
+        self.refusals.refuse(socket, cause, text);
+    }
+
+    /// Who turns away, also those that have said hello.
+    pub fn refusals(&self) -> &Refusals {
+        &self.refusals
+    }
+
     /// Takes no one any more and removes the socket.
     pub fn close(&mut self) {
         self.listener = None;
         self.paused_until = None;
         self.waiting.clear();
     }
-}
-
-/// Tells a peer why it is not served.
-pub fn refuse(socket: &OwnedFd, reason: String) {
-    let reply = handshake::encode(&Reply::Refused { version: PROTOCOL_VERSION, reason });
-    // Who does not take the reply is gone, and is told by its closed socket.
-    let _ = transport::send(socket, &reply, &[]);
 }

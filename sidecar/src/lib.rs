@@ -1,7 +1,7 @@
 //! The sidecar: one process beside the engines of a pod, which keeps their KV blocks and gives them back.
 //!
 //! Job: decide ([`engine`], pure), and carry decisions out: sessions over shared memory ([`session`]), in the order of a
-//! [`turn`] that [`runtime`] takes, the handshake ([`listener`], [`greeter`]), the namespaces seen ([`catalog`]), copies ([`copiers`]) and the memory that GPUs
+//! [`turn`] that [`runtime`] takes, the handshake ([`listener`], [`greeter`], [`refusals`]), the namespaces seen ([`catalog`]), copies ([`copiers`]) and the memory that GPUs
 //! copy from ([`pinning`], [`numa`]), checksums of a pool file ([`checksums`]), the disks behind the pool ([`disks`]), the pods beside this one ([`peers`]), metrics and health ([`metrics`], [`admin`], [`heartbeat`],
 //! [`progress`], [`quotas`]), life and death ([`server`], [`wake`], [`error`], [`reserve`]), what keeps it from working ([`doctor`]), and keys
 //! for who asks without an engine ([`keys`]). The binary `pillion` is this library behind a command line.
@@ -34,6 +34,7 @@ pub mod pinning;
 pub mod poller;
 pub mod progress;
 pub mod quotas;
+pub mod refusals;
 pub mod reserve;
 pub mod runtime;
 pub mod server;

@@ -9,7 +9,7 @@ use mesh::transport::PeerNumber;
 use prometheus::{Counter, GaugeVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry};
 use tiers::ssd::Backend;
 
-use self::figures::{Figure, Figures, counter, gauge, show};
+use self::figures::{Figure, Figures, Reading, counter, gauge, raise, show};
 use self::holders::HoldersMetrics;
 use self::peers::PeersMetrics;
 use self::ssd::SsdMetrics;
@@ -35,6 +35,7 @@ pub enum CloseReason {
 #[derive(Debug)]
 pub struct Metrics {
     figures: Figures<Stats>,
+    saves_dropped: Vec<(IntCounter, Reading<Stats>)>,
     wait_seconds: Counter,
     differences: GaugeVec,
     pool_bytes: IntGauge,
@@ -72,13 +73,17 @@ const COUNTERS: &[Figure<Stats>] = &[
     ("query_early_answers_total", "Those answered while blocks of theirs were on their way.", |s| {
         s.early_answers
     }),
+    (
+        "leases_cut_total",
+        "Times that a query found fewer blocks than are kept: its engine leases all of its share, so raise --dram.",
+        |s| s.leases_cut,
+    ),
     ("saves_posted_blocks_total", "Blocks that engines asked to save.", |s| s.saves_posted_blocks),
     ("saved_blocks_total", "Blocks saved.", |s| s.saved_blocks),
     ("saved_bytes_total", "Bytes of saved blocks, all ranks.", |s| s.saved_bytes),
     ("saves_lost_to_reuse_total", "Blocks not saved: the engine reused them first.", |s| {
         s.saves_lost_to_reuse
     }),
-    ("saves_dropped_total", "Blocks not saved: no room, or the copy failed.", |s| s.saves_dropped),
     ("loaded_blocks_total", "Blocks loaded, counted once for each rank.", |s| s.loaded_blocks),
     ("loaded_bytes_total", "Bytes loaded by ranks.", |s| s.loaded_bytes),
     ("load_failures_total", "Loads that a rank could not end.", |s| s.load_failures),
@@ -122,6 +127,14 @@ const GAUGES: &[Figure<Stats>] = &[
     }),
 ];
 
+/// Why blocks that engines asked to save were not; the label of `pillion_saves_dropped_total`.
+const SAVES_DROPPED: &[(&str, Reading<Stats>)] = &[
+    ("no_room", |s| s.saves_without_room),
+    ("too_large", |s| s.saves_too_large),
+    // All are counted at the end of their save, those of the other reasons already before.
+    ("not_copied", |s| s.saves_dropped.saturating_sub(s.saves_without_room + s.saves_too_large)),
+];
+
 // === impl CloseReason ===
 
 impl CloseReason {
@@ -143,6 +156,12 @@ impl Metrics {
     /// Metrics in `registry`, every one present from the start.
     pub fn new(registry: &Registry, pool_bytes: u64) -> Result<Self, prometheus::Error> {
         let figures = Figures::new(registry, COUNTERS, GAUGES)?;
+        let dropped = "Blocks not saved, by reason; no_room: all is leased or being filled, so raise --dram or the quota; too_large: raise \
+                       --dram; not_copied: the engine left, too much waited, or its step or copy failed.";
+        let dropped = IntCounterVec::new(Opts::new("pillion_saves_dropped_total", dropped), &["reason"])?;
+        registry.register(Box::new(dropped.clone()))?;
+        let saves_dropped =
+            SAVES_DROPPED.iter().map(|(reason, figure)| (dropped.with_label_values(&[*reason]), *figure));
         let waited = "Time that queries waited for such blocks.";
         let wait_seconds = Counter::new("pillion_query_wait_seconds_total", waited)?;
         registry.register(Box::new(wait_seconds.clone()))?;
@@ -174,6 +193,7 @@ impl Metrics {
         let quotas = Levels::default();
         Ok(Self {
             figures,
+            saves_dropped: saves_dropped.collect(),
             wait_seconds,
             differences,
             pool_bytes: size,
@@ -218,6 +238,7 @@ impl Metrics {
     /// Makes the core's figures visible. Called by the data thread alone, so read-then-add is exact.
     pub fn publish(&self, stats: &Stats) {
         self.figures.publish(stats);
+        self.saves_dropped.iter().for_each(|(counter, figure)| raise(counter, figure(stats)));
         self.wait_seconds.inc_by((stats.wait_ms as f64 / 1e3 - self.wait_seconds.get()).max(0.0));
     }
 
@@ -287,7 +308,9 @@ mod tests {
     fn published_figures_are_totals_and_not_sums_of_totals() {
         let registry = Registry::new();
         let metrics = Metrics::new(&registry, 7).unwrap();
-        let stats = Stats { queries: 3, blocks: 5, wait_ms: 1500, ..Stats::default() };
+        let dropped =
+            Stats { saves_dropped: 9, saves_without_room: 4, saves_too_large: 2, ..Stats::default() };
+        let stats = Stats { queries: 3, blocks: 5, wait_ms: 1500, ..dropped };
         metrics.publish(&stats);
         metrics.publish(&stats);
         metrics.session_closed(CloseReason::HangUp);
@@ -298,6 +321,8 @@ mod tests {
             "pillion_blocks 5",
             "pillion_query_wait_seconds_total 1.5",
             "pillion_check_difference_max{numbers=\"bfloat16\"} 0.25",
+            "pillion_saves_dropped_total{reason=\"no_room\"} 4",
+            "pillion_saves_dropped_total{reason=\"not_copied\"} 3",
             "pillion_pool_bytes 7",
             "pillion_pool_pinned_bytes 0",
             "pillion_pool_pin_failures_total 0",

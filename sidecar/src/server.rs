@@ -34,6 +34,7 @@ use crate::pinning::Pinned;
 use crate::poller::{Poller, Source};
 use crate::progress::Progress;
 use crate::quotas::Levels;
+use crate::refusals::Refusals;
 use crate::reserve;
 use crate::runtime::{Runtime, Terms};
 use crate::wake::{Control, EndSignal};
@@ -104,7 +105,8 @@ impl Server {
             config.pool_path.as_ref().map(|_| Checksums::start(&pool, || ended.on_exit())).transpose()?;
         let poller = watch(&control, &copiers, disks.as_ref(), checksums.as_ref(), peers.as_ref())
             .map_err(std::io::Error::from)?;
-        let greeter = Greeter::new(listener, &poller).map_err(std::io::Error::from)?;
+        let refusals = Refusals::new(&registry)?;
+        let greeter = Greeter::new(listener, &poller, refusals).map_err(std::io::Error::from)?;
         let terms = Terms {
             epoch,
             lease_ttl_ms: config.lease_ttl.as_millis(),

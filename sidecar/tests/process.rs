@@ -5,6 +5,7 @@ mod client;
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
@@ -13,9 +14,10 @@ use nix::sys::ptrace;
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
-use shm_protocol::handshake::{Copier, Digest, Role};
+use shm_protocol::handshake::{self, Copier, Digest, Hello, Reply, Role};
 use shm_protocol::namespace::{complete, digest, weights_live};
 use shm_protocol::request::{SchedulerRequest, WorkerRequest};
+use shm_protocol::transport;
 
 fn pillion(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_pillion")).args(arguments).output().unwrap()
@@ -125,9 +127,12 @@ fn the_admin_pages_name_every_metric() {
         "parked_ranks",
         "saves_posted_blocks_total",
         "saves_lost_to_reuse_total",
-        "saves_dropped_total",
+        "saves_dropped_total{reason=\"no_room\"}",
+        "saves_dropped_total{reason=\"too_large\"}",
+        "saves_dropped_total{reason=\"not_copied\"}",
         "sessions",
         "leases",
+        "leases_cut_total",
         "evicted_blocks_total",
         "adopted_blocks_total",
         "adoption_dropped_total",
@@ -144,11 +149,86 @@ fn the_admin_pages_name_every_metric() {
         "load_refusals_total",
         "load_mismatches_total",
         "sessions_closed_total{reason=\"hang_up\"}",
+        "connections_refused_total{reason=\"user\"}",
+        "connections_refused_total{reason=\"silent\"}",
+        "connections_refused_total{reason=\"malformed\"}",
+        "connections_refused_total{reason=\"version\"}",
+        "connections_refused_total{reason=\"full\"}",
+        "connections_refused_total{reason=\"namespace\"}",
+        "connections_refused_total{reason=\"contradiction\"}",
+        "connections_refused_total{reason=\"memory\"}",
+        "connections_refused_total{reason=\"resources\"}",
     ] {
         assert!(page.lines().any(|line| line.starts_with(&format!("pillion_{name} "))), "{name} in\n{page}");
     }
     assert!(get(port, "/healthz").unwrap().starts_with("HTTP/1.1 200"));
     assert!(get(port, "/nothing").unwrap().starts_with("HTTP/1.1 404"));
+}
+
+#[test]
+fn who_is_turned_away_is_counted_by_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let (socket, port) = (folder.path().join("p.sock"), free_port());
+    let _served = serve(&socket, port);
+    let kv = Kv::new();
+    let scheduler = hello("engine", 1, Role::Scheduler { run: [1; 16] });
+    let greeted = |record: &[u8], descriptors: &[BorrowedFd<'_>]| {
+        let connection = transport::connect(&socket, client::WATCHDOG).unwrap();
+        transport::send(&connection, record, descriptors).unwrap();
+        let (reply, _) = transport::receive(&connection).unwrap();
+        handshake::decode_reply(&reply).unwrap()
+    };
+    let claims = |expects: &str| {
+        let mut role = kv.worker(0, 1, Copier::Engine);
+        let Role::Worker(worker) = &mut role else { unreachable!("made as a worker's") };
+        worker.expects = Some(expects.into());
+        hello("engine", 1, role)
+    };
+    let null = std::fs::File::open("/dev/null").unwrap();
+    let no_memory = [null.as_fd(); 2];
+    let memory = kv.fds.each_ref().map(AsFd::as_fd);
+    let refusals: [(&str, Vec<u8>, &[BorrowedFd<'_>]); 5] = [
+        ("malformed", b"GET / HTTP/1.1".to_vec(), &[]),
+        ("version", handshake::encode(&Hello { version: 99, oldest: None, ..scheduler.clone() }), &[]),
+        ("namespace", handshake::encode(&claims(&"0".repeat(32))), &memory),
+        ("memory", handshake::encode(&hello("engine", 1, kv.worker(0, 1, Copier::Engine))), &no_memory),
+        ("silent", Vec::new(), &[]),
+    ];
+    let counted = |reason: &str| {
+        let line = format!("pillion_connections_refused_total{{reason=\"{reason}\"}} 1");
+        get(port, "/metrics").is_some_and(|page| page.lines().any(|found| found == line))
+    };
+    for (reason, record, descriptors) in &refusals {
+        assert!(!counted(reason), "{reason}");
+        if record.is_empty() {
+            let silent = transport::connect(&socket, client::WATCHDOG).unwrap();
+            let (reply, _) = transport::receive(&silent).unwrap();
+            assert!(matches!(handshake::decode_reply(&reply), Ok(Reply::Refused { .. })));
+        } else {
+            assert!(matches!(greeted(record, descriptors), Reply::Refused { .. }), "{reason}");
+        }
+        assert!(counted(reason), "{reason}");
+    }
+}
+
+#[test]
+fn an_engine_s_state_is_shown_while_it_is_connected() {
+    let folder = tempfile::tempdir().unwrap();
+    let (socket, port) = (folder.path().join("p.sock"), free_port());
+    let _served = serve(&socket, port);
+    let (kv, run) = (Kv::new(), [6; 16]);
+    let shows = |line: &str| {
+        watch(line, || get(port, "/metrics").filter(|page| page.lines().any(|found| found == line)));
+    };
+    let scheduler = Session::open(&socket, &hello("tiny", 1, Role::Scheduler { run }), &[]);
+    shows("pillion_engine_state{engine=\"tiny\",state=\"unbound\"} 1");
+    let mut rank =
+        Session::open(&socket, &hello("tiny", 1, kv.worker(0, 1, Copier::Engine)), &kv.fds.each_ref());
+    rank.post(WorkerRequest::Join { run, step: 0 });
+    shows("pillion_engine_state{engine=\"tiny\",state=\"serving\"} 1");
+    shows("pillion_engine_state{engine=\"tiny\",state=\"unbound\"} 0");
+    drop((scheduler, rank));
+    watch("nothing of it", || get(port, "/metrics").filter(|page| !page.contains("pillion_engine_state{")));
 }
 
 #[test]

@@ -76,6 +76,8 @@ pub struct Stats {
     /// Blocks that requests which saved them anew found kept behind one that was not: no query could find them.
     pub unreachable_blocks_total: u64,
     pub leases: u64,
+    /// Times that a lease ended before the leading hits did, since its holder had no room for more.
+    pub leases_cut_total: u64,
     /// Segments of the pool.
     pub segments: u64,
     /// Segments that serve a block size.

@@ -33,7 +33,19 @@ pub(super) struct Engines {
 pub struct Holder<'a> {
     /// As it calls itself.
     pub engine: &'a str,
+    pub state: EngineState,
     pub holdings: Holdings,
+}
+
+/// What an engine that is connected gets of the sidecar.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum EngineState {
+    /// Its blocks are found and kept.
+    Serving,
+    /// Nothing yet: ranks of it have not joined, or have not said what they compute with.
+    Unbound,
+    /// Nothing: its namespace is closed to it.
+    Barred,
 }
 
 /// The scheduler role of one engine run.
@@ -101,6 +113,14 @@ pub(super) struct Worker {
 // === impl Scheduler ===
 
 impl Scheduler {
+    fn state(&self) -> EngineState {
+        match (&self.binding, &self.barred) {
+            (Some(_), _) => EngineState::Serving,
+            (None, Some(_)) => EngineState::Barred,
+            (None, None) => EngineState::Unbound,
+        }
+    }
+
     /// Every rank, one bit each.
     pub(super) fn all_ranks(&self) -> u64 {
         assert!((1..=RANKS_MAX).contains(&self.world_size), "checked by the handshake");
@@ -172,6 +192,7 @@ impl Engines {
     pub(super) fn holders<'a>(&'a self, dram: &'a Dram) -> impl Iterator<Item = Holder<'a>> {
         let holder = |scheduler: &'a Scheduler| Holder {
             engine: &scheduler.engine,
+            state: scheduler.state(),
             holdings: dram.holdings(scheduler.holder),
         };
         self.schedulers.values().map(holder)

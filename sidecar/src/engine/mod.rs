@@ -37,7 +37,7 @@ use self::arrivals::Waiter;
 pub use self::comparison::{Comparison, Found};
 use self::context::Context;
 use self::engines::Engines;
-pub use self::engines::{Barred, Holder};
+pub use self::engines::{Barred, EngineState, Holder};
 pub use self::event::{Action, Direction, Event, Heard, Piece, Request};
 use self::namespaces::Binding;
 use self::peers::{Again, Peers};
@@ -438,6 +438,7 @@ impl Core {
             blocks: tier.blocks,
             pool_used_bytes: tier.bytes_used,
             leases: tier.leases,
+            leases_cut: tier.leases_cut_total,
             evicted_blocks: tier.evicted_blocks_total,
             unreachable_blocks: tier.unreachable_blocks_total,
             adopted_blocks: tier.adopted_blocks_total,

@@ -8,6 +8,8 @@ pub struct Stats {
     /// Bytes of blocks kept now.
     pub pool_used_bytes: u64,
     pub leases: u64,
+    /// Times that a query was answered with fewer blocks than are kept, since its engine had no room to lease more.
+    pub leases_cut: u64,
     /// Blocks evicted to make room.
     pub evicted_blocks: u64,
     /// Blocks that saves found kept although their parent was not.
@@ -42,6 +44,10 @@ pub struct Stats {
     pub saves_lost_to_reuse: u64,
     /// Blocks not saved for want of room, or because their copy failed.
     pub saves_dropped: u64,
+    /// Those of them that found every slot, or all of their quota, leased or being filled.
+    pub saves_without_room: u64,
+    /// Those of them that are larger than a segment of the pool.
+    pub saves_too_large: u64,
     /// Checks that came to a verdict.
     pub checks: u64,
     /// Those of them whose engine computes other KV than is kept.

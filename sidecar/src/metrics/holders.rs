@@ -1,4 +1,4 @@
-//! What each engine holds.
+//! What each engine holds, and how it is served.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,7 +6,7 @@ use prometheus::{IntGaugeVec, Opts, Registry};
 use tiers::dram::Holdings;
 
 use super::figures::{Reading, show};
-use crate::engine::Holder;
+use crate::engine::{EngineState, Holder};
 
 /// Characters of an engine's name that are shown.
 const NAME_MAX: usize = 64;
@@ -18,10 +18,14 @@ const KINDS: &[(&str, Reading<Holdings>)] = &[
     ("promised", |holdings| holdings.promised),
 ];
 
-/// Gauges of every engine that is connected: no more labels than four for each session.
+const STATES: [(&str, EngineState); 3] =
+    [("serving", EngineState::Serving), ("unbound", EngineState::Unbound), ("barred", EngineState::Barred)];
+
+/// Gauges of every engine that is connected: no more labels than seven for each session.
 #[derive(Debug)]
 pub(super) struct HoldersMetrics {
     bytes: IntGaugeVec,
+    states: IntGaugeVec,
     shown: BTreeSet<String>,
 }
 
@@ -33,25 +37,39 @@ impl HoldersMetrics {
             "Bytes of blocks that an engine keeps, fills, has leased for queries, or promised to loads.";
         let bytes = IntGaugeVec::new(Opts::new("pillion_engine_bytes", help), &["engine", "kind"])?;
         registry.register(Box::new(bytes.clone()))?;
-        Ok(Self { bytes, shown: BTreeSet::new() })
+        let help = "Engines connected, by what they get; unbound: ranks of it are not here, look at its log for PILLION STAYS OUT; barred: \
+                    its KV differs, see /namespaces.";
+        let states = IntGaugeVec::new(Opts::new("pillion_engine_state", help), &["engine", "state"])?;
+        registry.register(Box::new(states.clone()))?;
+        Ok(Self { bytes, states, shown: BTreeSet::new() })
     }
 
     /// Makes figures visible; those of engines of one name together. Who is gone is shown no more.
     pub(super) fn publish<'a>(&mut self, holders: impl Iterator<Item = Holder<'a>>) {
-        let mut here: BTreeMap<String, Holdings> = BTreeMap::new();
+        let mut here: BTreeMap<String, (Holdings, [u64; STATES.len()])> = BTreeMap::new();
         for holder in holders {
             let name = holder.engine.chars().take(NAME_MAX).collect();
-            *here.entry(name).or_default() += holder.holdings;
+            let (holdings, engines) = here.entry(name).or_default();
+            *holdings += holder.holdings;
+            for ((_, state), engines) in STATES.iter().zip(engines) {
+                *engines += u64::from(*state == holder.state);
+            }
         }
-        for (name, holdings) in &here {
+        for (name, (holdings, engines)) in &here {
+            for ((state, _), engines) in STATES.iter().zip(engines) {
+                show(&self.states.with_label_values(&[name.as_str(), state]), *engines);
+            }
             for (kind, reading) in KINDS {
                 show(&self.bytes.with_label_values(&[name.as_str(), kind]), reading(holdings));
             }
         }
         for gone in self.shown.iter().filter(|name| !here.contains_key(*name)) {
+            // All there since it was shown.
             for (kind, _) in KINDS {
-                // There since it was shown.
                 let _ = self.bytes.remove_label_values(&[gone.as_str(), kind]);
+            }
+            for (state, _) in STATES {
+                let _ = self.states.remove_label_values(&[gone.as_str(), state]);
             }
         }
         self.shown = here.into_keys().collect();
@@ -66,12 +84,19 @@ mod tests {
     fn engines_of_one_name_are_one_and_those_that_are_gone_none() {
         let registry = Registry::new();
         let mut metrics = HoldersMetrics::new(&registry).unwrap();
-        let holder = |engine, kept| Holder { engine, holdings: Holdings { kept, ..Holdings::default() } };
+        let state = EngineState::Serving;
+        let holder =
+            |engine, kept| Holder { engine, state, holdings: Holdings { kept, ..Holdings::default() } };
         metrics.publish([holder("a", 1), holder("b", 2), holder("b", 3)].into_iter());
-        metrics.publish([holder("b", 2), holder("b", 3)].into_iter());
+        let unbound = Holder { state: EngineState::Unbound, ..holder("b", 3) };
+        metrics.publish([holder("b", 2), unbound].into_iter());
         let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
         let shown: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
         let line = |kind, bytes| format!("pillion_engine_bytes{{engine=\"b\",kind=\"{kind}\"}} {bytes}");
-        assert_eq!(shown, [line("filling", 0), line("kept", 5), line("leased", 0), line("promised", 0)]);
+        let engines =
+            |state, engines| format!("pillion_engine_state{{engine=\"b\",state=\"{state}\"}} {engines}");
+        let bytes = [line("filling", 0), line("kept", 5), line("leased", 0), line("promised", 0)];
+        let states = [engines("barred", 0), engines("serving", 1), engines("unbound", 1)];
+        assert_eq!(shown, [&bytes[..], &states].concat());
     }
 }

@@ -18,9 +18,10 @@ use super::Runtime;
 use crate::catalog::Blocks;
 use crate::copiers::{Copiers, Rank, RankNews};
 use crate::engine::{Action, Event, SessionId};
-use crate::greeter::{self, Caller};
+use crate::greeter::Caller;
 use crate::metrics::CloseReason;
 use crate::poller::Source;
+use crate::refusals::Cause;
 use crate::session::Session;
 use crate::wake;
 
@@ -55,12 +56,13 @@ impl Runtime {
         let Caller { socket, process, version, hello, descriptors } = caller;
         let (engine, role) = (hello.engine.clone(), describe(&hello.role));
         let socket = Arc::new(socket);
-        let memory = self.has_room().and_then(|()| {
-            SessionMemory::create(version, self.terms.epoch, id).map_err(|error| error.to_string())
+        let memory = self.has_room().map_err(|text| (Cause::Full, text)).and_then(|()| {
+            let made = SessionMemory::create(version, self.terms.epoch, id);
+            made.map_err(|error| (Cause::Resources, error.to_string()))
         });
         let (memory_fd, memory) = match memory {
             Ok(memory) => memory,
-            Err(reason) => return refuse(&socket, &engine, &role, reason),
+            Err(why) => return self.refuse(&socket, &engine, &role, why),
         };
         let entrant = Entrant { id, socket, process, version, hello, descriptors, memory, memory_fd };
         match &entrant.hello.role {
@@ -68,7 +70,7 @@ impl Runtime {
                 let (memory, process) = (&entrant.memory, entrant.process.as_ref());
                 match self.copiers.open_gpu_rank((id, &engine), worker, memory, &entrant.socket, process) {
                     Ok(()) => drop(self.opening.insert(id, entrant)),
-                    Err(reason) => refuse(&entrant.socket, &engine, &role, reason),
+                    Err(text) => self.refuse(&entrant.socket, &engine, &role, (Cause::Memory, text)),
                 }
             }
             _ => self.enter(entrant, None),
@@ -90,9 +92,10 @@ impl Runtime {
                     let entrant = self.opening.remove(&id).expect("it waits for this");
                     match opened {
                         Ok(rank) => self.enter(entrant, Some(rank)),
-                        Err(reason) => {
+                        Err(text) => {
                             let Entrant { socket, hello, .. } = entrant;
-                            refuse(&socket, &hello.engine, &describe(&hello.role), reason);
+                            let role = describe(&hello.role);
+                            self.refuse(&socket, &hello.engine, &role, (Cause::Memory, text));
                         }
                     }
                 }
@@ -122,7 +125,7 @@ impl Runtime {
         let digest = blocks.as_ref().map(|blocks| namespace::digest(&blocks.facts));
         let note = match self.examine(&hello, blocks.as_ref()) {
             Ok(note) => note,
-            Err(reason) => return refuse(&socket, &engine, &role, reason),
+            Err(text) => return self.refuse(&socket, &engine, &role, (Cause::Namespace, text)),
         };
         let rank = match &hello.role {
             Role::Worker(worker) if gpu_rank.is_none() => {
@@ -130,10 +133,12 @@ impl Runtime {
             }
             _ => Ok(gpu_rank),
         };
-        let built = rank.and_then(|rank| self.build(id, memory, Arc::clone(&socket), rank));
+        let built = rank.map_err(|text| (Cause::Memory, text)).and_then(|rank| {
+            self.build(id, memory, Arc::clone(&socket), rank).map_err(|text| (Cause::Resources, text))
+        });
         let mut session = match built {
             Ok(session) => session,
-            Err(reason) => return refuse(&socket, &engine, &role, reason),
+            Err(why) => return self.refuse(&socket, &engine, &role, why),
         };
         // Where it cannot be watched, the socket alone tells of its end.
         session.process = process.filter(|process| self.poller.add(Source::Process(id), process).is_ok());
@@ -154,9 +159,9 @@ impl Runtime {
             _ => None,
         });
         self.sessions.insert(id, session);
-        if let Some(reason) = rejected {
+        if let Some(text) = rejected {
             let session = &self.sessions[&id];
-            refuse(&session.socket, &engine, &role, reason);
+            self.refuse(&session.socket, &engine, &role, (Cause::Contradiction, text));
         } else if let Err(error) = self.welcome(id, version, &memory_fd, digest, note) {
             self.closing.push((id, CloseReason::HangUp, error.to_string()));
         } else {
@@ -269,6 +274,11 @@ impl Runtime {
         transport::send(&session.socket, &handshake::encode(&reply), &descriptors)
     }
 
+    fn refuse(&self, socket: &OwnedFd, engine: &str, role: &str, (cause, text): (Cause, String)) {
+        tracing::warn!(engine, role, reason = text, "connection refused");
+        self.greeter.refusals().refuse(socket, cause, text);
+    }
+
     /// A session's process has ended. A child of it may hold the socket, and whatever else it had open.
     pub(super) fn end_with_process(&mut self, id: SessionId) {
         self.closing.push((id, CloseReason::HangUp, String::new()));
@@ -286,11 +296,6 @@ impl Runtime {
         self.closing.push((id, reason, text.into()));
         self.close_sessions();
     }
-}
-
-fn refuse(socket: &OwnedFd, engine: &str, role: &str, reason: String) {
-    tracing::warn!(engine, role, reason, "connection refused");
-    greeter::refuse(socket, reason);
 }
 
 fn describe(role: &Role) -> String {

@@ -140,6 +140,7 @@ fn leases_of_all_there_is_leave_a_neighbour_room() {
         }
     }
     assert!(u64::from(leased) > 4 * SET, "it goes on: {leased}");
+    assert!(scene.pillion.metric("pillion_leases_cut_total") > 0, "and is told of less than is kept");
 }
 
 #[test]

@@ -139,6 +139,11 @@ impl Pillion {
         self.metrics()[&format!("sessions_closed_total{{reason=\"{reason}\"}}")]
     }
 
+    /// Connections refused so far for `reason`.
+    pub(crate) fn refused(&self, reason: &str) -> u64 {
+        self.metrics()[&format!("connections_refused_total{{reason=\"{reason}\"}}")]
+    }
+
     pub(crate) fn holdings(&self) -> Holdings {
         let metrics = self.metrics();
         let whole = metrics["blocks"] * BLOCK_BYTES;

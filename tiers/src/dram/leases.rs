@@ -68,6 +68,7 @@ impl Dram {
         let (before, room, mut bytes) = (entries.len(), self.room(holder), 0);
         self.leading_hits(namespace, group, hashes, |dram, id| {
             let with_it = bytes + dram.slab.block_bytes(id);
+            dram.stats.leases_cut_total += u64::from(with_it > room);
             let pinned = with_it <= room && dram.pin_id(id);
             if pinned {
                 bytes = with_it;

@@ -286,7 +286,11 @@ impl Transfers {
                     base.sources.offer_again(key, &save.binding);
                 }
             }
-            Err(FillError::NoSpace | FillError::TooLarge { .. } | FillError::Empty) => save.end.dropped += 1,
+            Err(error @ (FillError::NoSpace | FillError::TooLarge { .. } | FillError::Empty)) => {
+                save.end.dropped += 1;
+                base.cx.stats.saves_without_room += u64::from(error == FillError::NoSpace);
+                base.cx.stats.saves_too_large += u64::from(matches!(error, FillError::TooLarge { .. }));
+            }
         }
     }
 

@@ -1,0 +1,103 @@
+//! Connections that are turned away: each is told why, and counted.
+
+use std::os::fd::OwnedFd;
+
+use prometheus::{IntCounterVec, Opts, Registry};
+use shm_protocol::PROTOCOL_VERSION;
+use shm_protocol::handshake::{self, HandshakeError, Reply};
+use shm_protocol::transport;
+
+/// Why a connection is refused; the label of `pillion_connections_refused_total`.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum Cause {
+    /// It is another user's.
+    User,
+    /// It said no hello in time.
+    Silent,
+    /// What it said is no hello, or breaks a limit.
+    Malformed,
+    /// No protocol version is common to both sides.
+    Version,
+    /// As many engine processes are connected as there may be.
+    Full,
+    /// Its blocks are none of the namespace that it claims.
+    Namespace,
+    /// It contradicts the other processes of its engine.
+    Contradiction,
+    /// Its memory cannot be opened or mapped.
+    Memory,
+    /// The sidecar has no descriptors or memory for it.
+    Resources,
+}
+
+/// Tells who is turned away, and counts them.
+#[derive(Clone, Debug)]
+pub struct Refusals(IntCounterVec);
+
+// === impl Cause ===
+
+impl Cause {
+    const ALL: [Self; 9] = [
+        Self::User,
+        Self::Silent,
+        Self::Malformed,
+        Self::Version,
+        Self::Full,
+        Self::Namespace,
+        Self::Contradiction,
+        Self::Memory,
+        Self::Resources,
+    ];
+
+    fn label(self) -> &'static str {
+        match self {
+            Self::User => "user",
+            Self::Silent => "silent",
+            Self::Malformed => "malformed",
+            Self::Version => "version",
+            Self::Full => "full",
+            Self::Namespace => "namespace",
+            Self::Contradiction => "contradiction",
+            Self::Memory => "memory",
+            Self::Resources => "resources",
+        }
+    }
+}
+
+impl From<&HandshakeError> for Cause {
+    fn from(error: &HandshakeError) -> Self {
+        match error {
+            HandshakeError::Version { .. } => Self::Version,
+            HandshakeError::Malformed(_) | HandshakeError::Long { .. } | HandshakeError::Range { .. } => {
+                Self::Malformed
+            }
+        }
+    }
+}
+
+// === impl Refusals ===
+
+impl Refusals {
+    /// The counters, every one there from the start.
+    pub fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
+        let help =
+            "Connections of engine processes refused, by reason: the log line of each names what to change.";
+        let counters = IntCounterVec::new(Opts::new("pillion_connections_refused_total", help), &["reason"])?;
+        registry.register(Box::new(counters.clone()))?;
+        Cause::ALL.iter().for_each(|cause| counters.with_label_values(&[cause.label()]).inc_by(0));
+        Ok(Self(counters))
+    }
+
+    /// Counts one that cannot be told.
+    pub fn count(&self, cause: Cause) {
+        self.0.with_label_values(&[cause.label()]).inc();
+    }
+
+    /// Tells a process why it is not served.
+    pub fn refuse(&self, socket: &OwnedFd, cause: Cause, text: String) {
+        self.count(cause);
+        let reply = handshake::encode(&Reply::Refused { version: PROTOCOL_VERSION, reason: text });
+        // Who does not take the reply is gone, and is told by its closed socket.
+        let _ = transport::send(socket, &reply, &[]);
+    }
+}

@@ -13,8 +13,9 @@ use clap::{Parser, Subcommand};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::SignalFd;
 use rustix::event::{PollFd, PollFlags};
-use sidecar::config::{Config, Level, LogFormat, Options};
+use sidecar::config::{Config, ConfigError, Level, LogFormat, Options};
 use sidecar::doctor;
+use sidecar::error::StartError;
 use sidecar::server::Server;
 
 /// Copies in flight may take this long after SIGTERM: 30 GiB/s move any engine's step in a fraction of it, and
@@ -51,16 +52,40 @@ enum Command {
     Version,
 }
 
-fn main() -> anyhow::Result<ExitCode> {
-    match Arguments::parse().command {
+/// Exit status of a sidecar that does not start: what the user asked for cannot be had on this host.
+const NOT_STARTED: u8 = 2;
+
+fn main() -> ExitCode {
+    run(Arguments::parse().command).unwrap_or_else(|error| {
+        eprintln!("pillion: {error:#}");
+        failure(&error)
+    })
+}
+
+/// The exit status that an error ends this process with. Its text is all that is told: a trace of this program's functions
+/// names no remedy.
+fn failure(error: &anyhow::Error) -> ExitCode {
+    let not_started = error.is::<ConfigError>() || error.is::<StartError>();
+    if not_started { ExitCode::from(NOT_STARTED) } else { ExitCode::FAILURE }
+}
+
+fn run(command: Command) -> anyhow::Result<ExitCode> {
+    match command {
         Command::Serve { below_init: false, .. } if std::process::id() == 1 => init::serve_as_child(),
         Command::Serve { config, below_init, options } => {
             if below_init {
                 init::die_with_parent()?;
             }
             let file = config.as_deref().map(Options::read).transpose()?.unwrap_or_default();
-            serve(&options.or(file).complete()?)?;
-            Ok(ExitCode::SUCCESS)
+            let config = options.or(file).complete()?;
+            log_to_stderr(config.log_level, config.log_format);
+            Ok(serve(&config).map_or_else(
+                |error| {
+                    tracing::error!("{error:#}");
+                    failure(&error)
+                },
+                |()| ExitCode::SUCCESS,
+            ))
         }
         Command::Keys => {
             sidecar::keys::serve(std::io::stdin().lock(), std::io::stdout().lock())?;
@@ -94,7 +119,6 @@ fn examine(options: &doctor::Options) -> ExitCode {
 }
 
 fn serve(config: &Config) -> anyhow::Result<()> {
-    log_to_stderr(config.log_level, config.log_format);
     // Before any thread starts, so that none of them takes the signal itself.
     let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
     signals.thread_block().context("cannot block signals")?;

@@ -153,6 +153,6 @@ fn a_start_that_fails_fails_as_it_would_alone() {
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(2));
     assert!(text.contains("lower --dram"), "{text}");
 }

@@ -231,6 +231,32 @@ fn an_engine_s_state_is_shown_while_it_is_connected() {
     watch("nothing of it", || get(port, "/metrics").filter(|page| !page.contains("pillion_engine_state{")));
 }
 
+/// A trace of functions names no remedy.
+#[test]
+fn what_keeps_it_from_starting_is_told_without_a_trace_and_with_status_2() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("p.sock");
+    std::fs::write(&socket, "precious").unwrap();
+    let socket = socket.to_str().unwrap();
+    let file = folder.path().join("none.toml");
+    let serve: &[&str] = &["serve", "--socket", socket, "--http", "127.0.0.1:0", "--gpu", "off"];
+    for (more, told) in [
+        (&[][..], "Pass --dram SIZE"),
+        (&["--dram", "16MiB", "--lease-ttl", "1s"], "10s to 600s"),
+        (&["--dram", "lots"], "lots"),
+        (&["--dram", "16MiB", "--config", file.to_str().unwrap()], "cannot read the configuration file"),
+        (&["--dram", "16MiB"], "is not a pillion socket"),
+        (&["--dram", "16MiB", "--pool-path", "/proc/pool"], "/proc/pool"),
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pillion"));
+        let output = command.args(serve).args(more).env("RUST_BACKTRACE", "1").output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(text.contains(told), "{more:?}: {text}");
+        assert!(!text.contains("backtrace") && !text.contains("anyhow"), "{text}");
+        assert_eq!(output.status.code(), Some(2), "{text}");
+    }
+}
+
 #[test]
 fn a_data_thread_that_stands_still_is_told_by_probes_and_doctor() {
     let folder = tempfile::tempdir().unwrap();

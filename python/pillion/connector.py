@@ -13,11 +13,14 @@ from pillion import config as options
 from pillion import hasher, vllm_compat, watch
 from pillion.metadata import PillionMetadata
 from pillion.scheduler import Scheduler
+from pillion.state import EngineState, PromMetrics, State
 from pillion.vllm_compat import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorPromMetrics,
     KVConnectorRole,
+    KVConnectorStats,
     SupportsHMA,
 )
 from pillion.worker import Worker
@@ -46,6 +49,9 @@ class StaysOut(KVConnectorHandshakeMetadata):
 
 class PillionConnector(KVConnectorBase_V1, SupportsHMA):
     """Both roles of the connector. At most one of `_scheduler` and `_worker` is set; neither where Pillion stays out."""
+
+    # The state that vLLM was told last, with its reason.
+    _told: tuple[State, str] | None = None
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -94,6 +100,22 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """A cache: a lost save is a later miss, nothing that must be delivered."""
         return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """A report of the scheduler role, in vLLM's front end."""
+        return EngineState(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """The gauges of what is reported."""
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- worker role ---
 
@@ -187,6 +209,16 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         """Learns of loads that failed."""
         if self._scheduler and connector_output.invalid_block_ids:
             self._scheduler.loads_failed(connector_output.invalid_block_ids)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What the engine gets of Pillion, whenever that is something else than vLLM was told."""
+        if self.role != KVConnectorRole.SCHEDULER:
+            return None
+        told: tuple[State, str] = (self._scheduler.state, "") if self._scheduler else ("out", self._out)
+        if told == self._told:
+            return None
+        self._told = told
+        return EngineState.of(*told)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forgets a request. Saves never hold its blocks."""

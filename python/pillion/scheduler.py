@@ -18,6 +18,7 @@ from pillion.matching import Matching
 from pillion.metadata import PillionMetadata
 from pillion.pacing import Pacing
 from pillion.saving import Saving
+from pillion.state import State
 from pillion.tracked import Requests
 
 if TYPE_CHECKING:
@@ -66,6 +67,13 @@ class Scheduler:
         self._next = PillionMetadata(self._run, 1)
         self._loaded: list[int] = []
         self._say_notices()
+
+    @property
+    def state(self) -> State:
+        """What the engine gets of the sidecar."""
+        if not self._session.connected:
+            return "away"
+        return "serving" if self._session.namespace else "unbound"
 
     # --- requests ---
 

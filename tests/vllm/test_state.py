@@ -1,0 +1,95 @@
+"""What an engine gets of Pillion reaches vLLM's metrics and its log, through the classes by which vLLM itself hands it on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+from pillion.connector import PillionConnector, StaysOut
+from pillion.scheduler import Scheduler
+from pillion.state import STATES, EngineState
+from pillion.vllm_compat import KVConnectorRole
+
+LABELS = {"model_name": "tiny", "engine": "1"}
+
+
+class Played:
+    """A connector over a session that is played, and vLLM's front end."""
+
+    def __init__(self) -> None:
+        self.session = SimpleNamespace(connected=False, namespace=0, disconnect=lambda: None)
+        role: Any = Scheduler.__new__(Scheduler)
+        role._session = self.session
+        self.connector: Any = PillionConnector.__new__(PillionConnector)
+        self.connector._role = KVConnectorRole.SCHEDULER
+        self.connector._scheduler, self.connector._worker, self.connector._out = role, None, ""
+        transfer = KVTransferConfig(
+            kv_connector="PillionConnector", kv_connector_module_path="pillion.connector", kv_role="kv_both"
+        )
+        config: Any = SimpleNamespace(kv_transfer_config=transfer)
+        self.prom = KVConnectorProm(config, list(LABELS), {0: ["tiny", "0"], 1: ["tiny", "1"]})
+        self.logging = KVConnectorLogging(transfer)
+
+    def step(self) -> bool:
+        """The end of a step, as vLLM's scheduler and front end go through it; whether anything was reported."""
+        report = self.connector.get_kv_connector_stats()
+        if report is None or report.is_empty():
+            return False
+        self.prom.observe(report.to_dict(), 1)
+        self.logging.observe(report.to_dict())
+        return True
+
+    def shown(self) -> list[str]:
+        """States whose gauge is 1."""
+        value = {state: REGISTRY.get_sample_value("vllm:pillion_engine_state", {**LABELS, "state": state}) for state in STATES}
+        return [state for state in STATES if value[state] == 1]
+
+
+@pytest.fixture
+def played() -> Any:
+    """As vLLM does before it makes metrics anew."""
+    unregister_vllm_metrics()
+    yield Played()
+    unregister_vllm_metrics()
+
+
+def test_a_sidecar_that_comes_and_goes_is_seen_in_the_engines_metrics(played: Played) -> None:
+    """Each change once, and the state is the last one's alone."""
+    for connected, namespace, state in ((False, 0, "away"), (True, 0, "unbound"), (True, 7, "serving"), (False, 0, "away")):
+        played.session.connected, played.session.namespace = connected, namespace
+        assert played.step() and played.shown() == [state]
+        assert not played.step(), "nothing has changed"
+
+
+def test_an_engine_that_stays_out_says_why(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the metrics and in the line that vLLM logs of its connectors."""
+    monkeypatch.setattr("pillion.connector.logger.error", lambda text, *parts: None)
+    played.session.connected, played.session.namespace = True, 7
+    assert played.step()
+    played.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): StaysOut("no room in /dev/shm: raise --shm-size")})
+    assert played.step() and played.shown() == ["out"]
+    reason = {**LABELS, "reason": "rank 0: no room in /dev/shm: raise --shm-size"}
+    assert REGISTRY.get_sample_value("vllm:pillion_stays_out", reason) == 1
+    logged: list[str] = []
+    played.logging.log(lambda text, *parts: logged.append(text % parts))
+    assert logged == ["KV Transfer metrics: pillion=out"]
+
+
+def test_the_later_report_counts() -> None:
+    """As where vLLM puts several together."""
+    both = EngineState.of("away", "").aggregate(EngineState.of("serving", "")).aggregate(EngineState(data={}))
+    assert both.to_dict() == {"state": "serving", "reason": ""} and not both.is_empty()
+    both.reset()
+    assert both.is_empty()
+
+
+def test_ranks_report_nothing(played: Played) -> None:
+    """The scheduler role speaks for its engine."""
+    played.connector._role, played.connector._scheduler = KVConnectorRole.WORKER, None
+    assert not played.step()

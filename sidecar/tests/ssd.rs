@@ -221,11 +221,11 @@ fn a_missing_mount_or_memory_is_refused_before_anything_is_written() {
     assert!(
         !missing.exists() && !place.log_file("a").exists() && !Path::new("/dev/shm/pillion.log").exists()
     );
-    // Where it is asked for, the file is made.
-    let disk = format!("--ssd={}:64MiB:create", missing.display());
-    let sidecar = Sidecar::start(place.folder.path(), &[&"--dram", &DRAM, &"--ssd-required", &disk]);
+    // Where it is asked for, the file is made; commas part several disks, as in PILLION_SSD.
+    let disks = format!("--ssd={}:64MiB:create,{good}", missing.display());
+    let sidecar = Sidecar::start(place.folder.path(), &[&"--dram", &DRAM, &"--ssd-required", &disks]);
     sidecar.wait_started();
-    assert!(missing.is_file());
+    assert!(missing.is_file() && place.log_file("a").is_file());
 }
 
 #[test]

@@ -46,6 +46,7 @@ def test_sidecar_that_cannot_start_and_one_that_comes_later(
     alone = dataclasses.replace(options, socket=tmp_path / "pillion.sock")
     with engine.running(alone, tmp_path / "engine.log") as running:
         assert _answers(running) == right
+        assert running.states() == ["away"]
         refused = sidecar.Sidecar(tmp_path, "128MiB", pool=full / "pool", prefix=mounts.small_tmpfs(full, 16 * MIB))
         reason = refused.wait_refusal()
         assert all(
@@ -62,6 +63,7 @@ def test_sidecar_that_cannot_start_and_one_that_comes_later(
             assert running.reset_prefix_cache()
             assert _answers(running) == right
             assert running.metrics()["external_hits"] == HIT_TOKENS
+            assert running.states() == ["serving"]
             running.exit()
 
 
@@ -75,6 +77,7 @@ def test_no_room_in_shared_memory(options: engine.Options, plain: engine.Engine,
                 assert running.reset_prefix_cache()
                 assert _answers(running) == _right_answers(plain)
             assert running.metrics()["external_hits"] == 0
+            assert running.states() == ["out"]
             running.exit()
         assert keeper.metrics()["pillion_saved_bytes_total"] == 0
     said = NO_ROOM.search((tmp_path / "engine.log").read_text())

@@ -166,6 +166,10 @@ class Engine:
         """vLLM's own counters; see engine_driver.COUNTERS."""
         return dict(self.command("metrics"))
 
+    def states(self) -> list[str]:
+        """What it got of Pillion in its last step, as vLLM's metrics show it."""
+        return list(self.command("states"))
+
     def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
         """What vLLM's reset_prefix_cache answers."""
         return bool(self.command("reset_prefix_cache", reset_connector=reset_connector))

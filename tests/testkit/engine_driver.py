@@ -153,6 +153,11 @@ class Driver:
                 found[COUNTERS[metric.name]] += int(metric.value)
         return found
 
+    def states(self) -> list[str]:
+        """What this engine got of Pillion in its last step."""
+        shown = [metric for metric in self._llm.get_metrics() if metric.name == "vllm:pillion_engine_state"]
+        return [metric.labels["state"] for metric in shown if metric.value == 1]
+
     def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
         """vLLM's own prefix cache reset, with or without the connector's reset_cache."""
         return bool(self._engine.reset_prefix_cache(reset_connector=reset_connector))

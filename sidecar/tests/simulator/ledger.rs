@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
 
-use shm_protocol::key::{BlockHash, NamespaceDigest};
+use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::{self, Geometry, Remains, SlotRef, slot};
 use shm_protocol::region::Region;
 use sidecar::engine::{Action, Direction, Piece};
@@ -24,6 +24,8 @@ struct Slot {
     /// Whole, and if it is an earlier life's verified.
     committed: bool,
     digest: NamespaceDigest,
+    /// A changed bit of a pool file makes it another than the 0 of every engine here.
+    group: u32,
     hash: BlockHash,
     form: Form,
     /// Batches that read or write it.
@@ -75,11 +77,11 @@ impl Ledger {
             let offset = geometry.offset(segment, index).expect("below the count");
             match *remains {
                 Remains::Free => {}
-                Remains::Block { generation, namespace: digest, hash, .. }
-                    if !self.slots.values().any(|slot| (slot.digest, slot.hash) == (digest, hash)) =>
+                Remains::Block { generation, namespace: digest, group, hash }
+                    if !self.slots.values().any(|slot| slot.key() == (digest, group, hash)) =>
                 {
                     let form = self.forms[&block_bytes];
-                    let slot = Slot { generation, committed: false, digest, hash, form, copies: 0 };
+                    let slot = Slot { generation, committed: false, digest, group, hash, form, copies: 0 };
                     self.slots.insert(offset, slot);
                     self.held.insert(offset);
                     kept += 1;
@@ -115,7 +117,7 @@ impl Ledger {
     pub(crate) fn follow(&mut self, action: &Action, memory: &Region) -> bool {
         match action {
             Action::AssignSegment { segment, block_bytes } => return self.assign(*segment, *block_bytes),
-            Action::FillSlot { slot, namespace, key } => self.fill(*slot, *namespace, key.hash),
+            Action::FillSlot { slot, namespace, key } => self.fill(*slot, *namespace, key),
             Action::CommitSlot { slot, .. } => self.commit(*slot, memory),
             Action::FreeSlot { slot } => self.free(*slot),
             _ => unreachable!("the caller chose header actions"),
@@ -136,12 +138,13 @@ impl Ledger {
         self.segments.insert(segment, geometry).is_some()
     }
 
-    fn fill(&mut self, slot: SlotRef, digest: NamespaceDigest, hash: BlockHash) {
+    fn fill(&mut self, slot: SlotRef, digest: NamespaceDigest, key: &BlockKey) {
         let segment = (slot.offset - pool::SEGMENT_ALIGN) / self.segment_bytes;
         let geometry = self.segments[&segment];
         assert!(geometry.place(slot.offset).is_ok(), "{slot:?} is no slot");
         let form = self.forms[&geometry.block_bytes];
-        let fresh = Slot { generation: slot.generation, committed: false, digest, hash, form, copies: 0 };
+        let (generation, group, hash) = (slot.generation, key.group, key.hash);
+        let fresh = Slot { generation, committed: false, digest, group, hash, form, copies: 0 };
         assert!(!self.debris.contains(&slot.offset), "{slot:?} was filled too early");
         let before = self.slots.insert(slot.offset, fresh);
         assert!(before.is_none(), "{slot:?} was filled over {before:?}");
@@ -199,7 +202,7 @@ impl Ledger {
             let slot = self.slots.get(&at.offset).filter(|slot| slot.generation == at.generation);
             let slot = slot.unwrap_or_else(|| panic!("a query was answered with {at:?}, which is gone"));
             assert!(slot.committed || arriving, "a query was answered with {at:?}, which is not whole");
-            assert_eq!((slot.digest, slot.hash), (digest, *hash), "wrong bytes: answered with another key");
+            assert_eq!(slot.key(), (digest, 0, *hash), "wrong bytes: answered with another key");
             if slot.committed {
                 slot.check(*at, memory, "granted");
             }
@@ -265,6 +268,10 @@ impl Ledger {
 // === impl Slot ===
 
 impl Slot {
+    fn key(&self) -> (NamespaceDigest, u32, BlockHash) {
+        (self.digest, self.group, self.hash)
+    }
+
     /// Panics unless the slot's bytes are its key's; of each shard, whether a model of other weights made it.
     fn check(&self, at: SlotRef, memory: &Region, what: &str) -> Vec<bool> {
         let mut origins = Vec::new();

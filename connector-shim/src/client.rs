@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use crate::clock;
 use crate::connection::{Address, ConnectError, Connection};
+use crate::core::endpoint::Endpoint;
+use crate::core::notices::{Cause, Notices};
 use crate::error::ShimError;
-use crate::notices::{Cause, Notices};
 
 /// Time between two attempts to connect: a restarted sidecar is found soon, an absent one costs nothing.
 const RETRY: Duration = Duration::from_secs(1);

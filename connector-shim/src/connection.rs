@@ -16,6 +16,7 @@ use shm_protocol::session::SessionMemory;
 use shm_protocol::{transport, wait};
 
 use crate::clock;
+use crate::core::endpoint::Endpoint;
 use crate::pool::Pool;
 
 /// The longest a handshake may take: the engine's start waits for it once.
@@ -47,7 +48,7 @@ pub(crate) enum ConnectError {
 
 /// One accepted connection. Closed on drop.
 #[derive(Debug)]
-pub(crate) struct Connection {
+pub struct Connection {
     /// The session's shared memory.
     pub(crate) memory: SessionMemory,
     /// The pool; schedulers do not map it.
@@ -158,16 +159,6 @@ impl Connection {
         self.memory.region()
     }
 
-    /// Wakes the sidecar if it sleeps.
-    pub(crate) fn ring(&self) {
-        wait::ring_doorbell(self.region(), self.doorbell.as_fd());
-    }
-
-    /// Whether the sidecar is gone. Looks without waiting; the answer stays yes.
-    pub(crate) fn is_lost(&self) -> bool {
-        self.was_lost() || self.look(Some(&AT_ONCE))
-    }
-
     /// Whether its end was noticed already, without a system call.
     pub(crate) fn was_lost(&self) -> bool {
         // Relaxed: the flag stands for nothing but itself.
@@ -184,13 +175,6 @@ impl Connection {
         has_ended(&self.sidecar)
     }
 
-    /// Hangs up. The sidecar stops everything it does for this session.
-    pub(crate) fn hang_up(&self) {
-        self.lost.store(true, Ordering::Relaxed);
-        // A peer that hung up first (ENOTCONN) has what we want already.
-        let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
-    }
-
     /// After the handshake the socket carries nothing: whatever there is to read is the end.
     fn look(&self, timeout: Option<&Timespec>) -> bool {
         let mut sockets = [PollFd::new(&self.socket, PollFlags::IN | PollFlags::RDHUP)];
@@ -200,6 +184,34 @@ impl Connection {
             self.lost.store(true, Ordering::Relaxed);
         }
         ready
+    }
+}
+
+impl Endpoint for Connection {
+    fn memory(&self) -> &SessionMemory {
+        &self.memory
+    }
+
+    fn epoch(&self) -> u64 {
+        self.welcome.epoch
+    }
+
+    fn lease_ttl(&self) -> Duration {
+        Duration::from_millis(self.welcome.lease_ttl_ms)
+    }
+
+    fn ring(&self) {
+        wait::ring_doorbell(self.region(), self.doorbell.as_fd());
+    }
+
+    fn is_lost(&self) -> bool {
+        self.was_lost() || self.look(Some(&AT_ONCE))
+    }
+
+    fn hang_up(&self) {
+        self.lost.store(true, Ordering::Relaxed);
+        // A peer that hung up first (ENOTCONN) has what we want already.
+        let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
     }
 }
 

@@ -6,7 +6,7 @@ use shm_protocol::handshake::HandshakeError;
 use shm_protocol::key::KeyError;
 use thiserror::Error;
 
-use crate::plan::PlanError;
+use crate::core::plan::PlanError;
 
 /// A caller's mistake, or a sidecar that will not have this engine.
 #[derive(Debug, Error)]

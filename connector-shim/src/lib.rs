@@ -13,7 +13,6 @@
 #[cfg(test)]
 extern crate self as connector_shim;
 
-mod arena;
 #[cfg(feature = "c")]
 #[allow(unsafe_code, reason = "exported names, and what C hands over by address (c/raw.rs)")]
 #[allow(unreachable_pub, reason = "C reaches it")]
@@ -21,19 +20,15 @@ mod c;
 mod client;
 mod clock;
 mod connection;
+pub mod core;
 pub mod error;
-mod log_table;
-mod notices;
 #[cfg(test)]
 #[path = "../tests/peer/mod.rs"]
 mod peer;
-pub mod plan;
 mod pool;
-mod saves;
 pub mod scheduler;
 #[allow(unsafe_code, reason = "the engine's stream is known by its handle alone")]
 mod stream;
-mod submission;
 pub mod worker;
 
 #[cfg(feature = "python")]

@@ -19,9 +19,9 @@ use shm_protocol::key::BlockHash;
 use shm_protocol::layout::LOG_KEYS;
 use shm_protocol::namespace;
 
+use crate::core::plan::Plan;
 use crate::error::{ShimError as Failure, argument};
-use crate::plan::Plan;
-use crate::scheduler::{Asked, Scheduler};
+use crate::scheduler::{Asked, Config, Scheduler};
 use crate::worker::{Begun, Memory, Worker};
 use crate::{scheduler, worker};
 
@@ -99,11 +99,8 @@ impl SchedulerSession {
             engine,
             world_size,
             run,
-            budget,
-            by_engine,
-            early,
+            config: Config { budget, by_engine, early, part_blocks },
             miss_wait_ms,
-            part_blocks,
             groups: some16("groups", groups)?,
         };
         Ok(Self(Guarded::new(py.detach(|| Scheduler::new(options))?)))

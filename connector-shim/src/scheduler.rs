@@ -1,34 +1,36 @@
-//! The scheduler's session: asks what is kept, promises loads, posts saves and gives them up.
+//! The scheduler role in a process: a [`Session`] over a connection that may come and go, and the waits for its answers.
 //!
-//! Every call answers at once, except that a query may wait for the step's budget. Without a sidecar every answer is
-//! "miss" and every save is dropped.
+//! Every call answers at once, except that a query may wait for the step's budget.
 
-mod link;
-mod query;
-
-use std::collections::BTreeMap;
+use std::ops::{Deref, DerefMut};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use shm_protocol::handshake::{Digest, Hello, Role};
-use shm_protocol::key::BlockHash;
-use shm_protocol::layout::OPERATIONS;
-use shm_protocol::message::Saved;
-use shm_protocol::request::{self, Keys, SchedulerRequest};
+use shm_protocol::wait;
 
-use self::link::Link;
-pub use self::query::{Asked, HOLD, PENDING, SLEEP_TURN, SPIN, UNBOUND_WAIT};
 use crate::client::{Change, Client};
-use crate::connection::Address;
+use crate::clock;
+use crate::connection::{Address, Connection};
+use crate::core::notices::{Cause, Notices};
+use crate::core::plan::Plan;
+pub use crate::core::scheduler::{Asked, Config, PENDING, Session, UNBOUND_WAIT};
 use crate::error::{ShimError, argument};
-use crate::notices::{Cause, Notices};
 
 /// The longest budget of a step: an engine that waits longer than this for its cache is better off without.
 pub const BUDGET_MAX: Duration = Duration::from_secs(10);
-/// Resets that are told again, one by one, to a sidecar that was restarted; after more, it is told a fresh one, which
-/// costs the blocks kept since and nothing else.
-const SALTS_MAX: usize = 256;
+/// How long a query is spun for before it sleeps: an awake sidecar answers 512 keys within it. Without yielding: beside a
+/// busy process, a yielded core came back 4 ms later, twice the budget.
+pub const SPIN: Duration = Duration::from_micros(50);
+/// How long a query keeps the interpreter, spinning and then sleeping. Beside a busy Python thread, giving it up costs
+/// a whole switch interval (5 ms) to get back, while a sidecar that slept has answered after some 70 us, a few times
+/// that on a busy machine. Other threads lose a tenth of that interval a query, and never more than the step's budget.
+pub const HOLD: Duration = Duration::from_micros(500);
+/// The longest sleep between two looks at the socket. A dead sidecar wakes nobody, so this bounds what its death can
+/// cost a query; 1 ms is half the default budget and 20 times a wake-up.
+pub const SLEEP_TURN: Duration = Duration::from_millis(1);
+
 /// What a new session needs to know.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -40,94 +42,52 @@ pub struct Options {
     pub world_size: u32,
     /// Random id of this run.
     pub run: [u8; 16],
-    /// The most that all queries of one step may wait.
-    pub budget: Duration,
-    /// Whether the ranks copy loads themselves.
-    pub by_engine: bool,
-    /// Whether a load may begin when the step before its own is done: the engine neither zeroes nor copies into blocks.
-    pub early: bool,
+    /// How the session asks and loads.
+    pub config: Config,
     /// Milliseconds that a request waits for blocks which another node may still be producing; 0: it does not.
     pub miss_wait_ms: u32,
-    /// Blocks of a part, where queries may be answered while their blocks are on their way ([`Scheduler::load`]); 0: they
-    /// may not.
-    pub part_blocks: u32,
     /// Digest of the engine's table of cache groups, if its ranks state one.
     pub groups: Option<[u8; 16]>,
 }
 
-#[derive(Debug, Default)]
-struct Counters {
-    queries: u64,
-    hit_blocks: u64,
-    queries_from_lease: u64,
-    queries_answered_early: u64,
-    queries_timed_out: u64,
-    queries_not_asked: u64,
-    queries_without_room: u64,
-    appends_without_room: u64,
-    loads: u64,
-    loads_without_lease: u64,
-    saves: u64,
-    saves_without_room: u64,
-    blocks_committed: u64,
-    blocks_present: u64,
-    blocks_cancelled: u64,
-    blocks_dropped: u64,
-    blocks_checked: u64,
-    blocks_differing: u64,
-    saves_voided: u64,
-    connections_lost: u64,
-}
-
-/// One scheduler's session. See the module.
+/// One scheduler's session and its connections. What needs neither clock nor socket is called on the [`Session`] itself.
 #[derive(Debug)]
 pub struct Scheduler {
     client: Client,
-    link: Option<Link>,
-    incarnation: u64,
-    by_engine: bool,
-    early: bool,
-    part_blocks: u32,
-    budget: Duration,
-    left: Duration,
-    /// The sidecar's heartbeat when a query timed out; nothing is asked until it differs.
-    stalled: Option<u64>,
-    next_op: u64,
-    /// How often the weights may have changed.
-    weights: u64,
-    salts: Vec<[u8; 16]>,
-    counters: Counters,
+    session: Session<Arc<Connection>>,
 }
 
 // === impl Scheduler ===
 
+impl Deref for Scheduler {
+    type Target = Session<Arc<Connection>>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.session
+    }
+}
+
+impl DerefMut for Scheduler {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.session
+    }
+}
+
 impl Scheduler {
     /// Connects, or leaves that to the background. Fails for impossible arguments only.
     pub fn new(options: Options) -> Result<Self, ShimError> {
-        if options.budget > BUDGET_MAX {
-            return argument(format!("a query budget of {:?}; at most {BUDGET_MAX:?}", options.budget));
+        let budget = options.config.budget;
+        if budget > BUDGET_MAX {
+            return argument(format!("a query budget of {budget:?}; at most {BUDGET_MAX:?}"));
         }
         let miss_wait_ms = (options.miss_wait_ms > 0).then_some(options.miss_wait_ms);
         let role = Role::Scheduler { run: options.run };
         let groups = options.groups.map(Digest);
         let hello = Hello { miss_wait_ms, groups, ..Hello::new(options.engine, options.world_size, role) };
         let address = Address::new(options.socket, &hello, Vec::new())?;
-        let client = Client::start(address, Arc::new(Notices::default()), false)?;
-        let mut scheduler = Self {
-            client,
-            link: None,
-            incarnation: 0,
-            by_engine: options.by_engine,
-            early: options.early,
-            part_blocks: options.part_blocks,
-            budget: options.budget,
-            left: options.budget,
-            stalled: None,
-            next_op: 1,
-            weights: 0,
-            salts: Vec::new(),
-            counters: Counters::default(),
-        };
+        let notices = Arc::new(Notices::default());
+        let client = Client::start(address, Arc::clone(&notices), false)?;
+        let mut scheduler = Self { client, session: Session::new(options.config, notices) };
         scheduler.connect();
         Ok(scheduler)
     }
@@ -137,301 +97,49 @@ impl Scheduler {
         self.client.check_process()
     }
 
-    /// Whether a sidecar is there, as far as is known.
-    pub fn connected(&self) -> bool {
-        self.link.is_some()
-    }
-
     /// Connections so far.
     pub fn generation(&self) -> u64 {
         self.client.generation()
     }
 
-    /// Blocks that the sidecar may still read.
-    pub fn saving(&self) -> usize {
-        self.link.as_ref().map_or(0, |link| link.saves.blocks())
-    }
-
-    /// The first 8 bytes of the namespace that the engine is bound to; 0: none.
-    pub fn namespace(&self) -> u64 {
-        self.link.as_ref().map_or(0, Link::namespace)
-    }
-
-    /// Opens a key log and returns its handle, -1 without sidecar or room. `fold` is mixed into every key. Picks up a new
-    /// connection, and wakes a sleeping sidecar while the keys are still being written.
+    /// [`Session::open`] on the connection that there is now.
     pub fn open(&mut self, fold: Option<[u8; 16]>) -> i64 {
         self.refresh(false);
-        let Some(link) = &mut self.link else { return -1 };
-        // A number is free again before its CLOSE has found room: that one goes first.
-        link.retry_closes();
-        if !link.unclosed.is_empty() {
-            return -1;
-        }
-        let Some(number) = link.logs.next_number() else { return -1 };
-        if link.submission.post(SchedulerRequest::Open { log: number }).is_none() {
-            return -1;
-        }
-        link.flush();
-        link.logs.open(fold).unwrap_or(-1)
+        self.session.open(fold)
     }
 
-    /// Keys in a log; `None` where the handle is void.
-    pub fn length(&mut self, handle: i64) -> Option<u32> {
-        Some(self.link.as_mut()?.logs.get(handle)?.1.length)
-    }
-
-    /// Appends keys `start..start + count` and returns the log's length: all of them, or none without room. `start` must
-    /// be the length so far. A void handle has length 0.
-    pub fn append<E: From<ShimError>>(
-        &mut self,
-        handle: i64,
-        start: u32,
-        count: u32,
-        key: impl FnMut(u32) -> Result<BlockHash, E>,
-    ) -> Result<u32, E> {
-        let Some(length) = self.length(handle) else { return Ok(0) };
-        if start != length {
-            let text = format!("append from {start} to a log of {length} keys; append from its length");
-            return Err(ShimError::Argument(text).into());
-        }
-        let link = self.link.as_mut().expect("it has the log");
-        if !link.has_room_for_keys(length, count) {
-            self.counters.appends_without_room += 1;
-            return Ok(length);
-        }
-        link.write_keys(handle, count, key)?;
-        Ok(length + count)
-    }
-
-    /// Posts the save of keys `start..` from `blocks`, once step `step` is done. `checked`: what is kept already is compared
-    /// with them. False: dropped.
-    pub fn save(&mut self, handle: i64, start: u32, blocks: Vec<u32>, step: u64, checked: bool) -> bool {
-        let posted = self.try_save(handle, start, blocks, step, checked).is_some();
-        match posted {
-            true => self.counters.saves += 1,
-            false => self.counters.saves_without_room += 1,
-        }
-        posted
-    }
-
-    fn try_save(
-        &mut self,
-        handle: i64,
-        start: u32,
-        blocks: Vec<u32>,
-        step: u64,
-        checked: bool,
-    ) -> Option<()> {
-        let link = self.link.as_mut()?;
-        let (number, log) = link.logs.get(handle)?;
-        let count = u32::try_from(blocks.len()).ok().filter(|count| *count > 0)?;
-        if start.checked_add(count)? > log.length || !link.saves.has_room() {
-            return None;
-        }
-        let (op, keys) = (self.next_op, Keys { log: number, from: start, count });
-        let save = |position| SchedulerRequest::Save(request::Save { op, keys, position, step, checked });
-        if !link.post_with_blocks(&blocks, save) {
-            return None;
-        }
-        self.next_op += 1;
-        link.saves.begin(op, blocks);
-        Some(())
-    }
-
-    /// Gives up every unfinished save of these blocks, and returns how many there were. Visible to the sidecar at the
-    /// latest after [`Scheduler::end_step`].
-    pub fn overwrite(&mut self, blocks: impl Iterator<Item = u32>) -> usize {
-        let Some(link) = &mut self.link else { return 0 };
-        if link.saves.blocks() == 0 {
-            return 0;
-        }
-        let mut given_up = 0;
-        for cancel in link.saves.cancel(blocks) {
-            given_up += cancel.count as usize;
-            if link.submission.post(SchedulerRequest::Cancel(cancel)).is_none() {
-                // No room even for giving up: this word covers all of them, those still listed too.
-                self.counters.saves_voided += 1;
-                return given_up + link.void_saves_below(self.next_op);
-            }
-        }
-        given_up
-    }
-
-    /// Gives up every unfinished save.
-    pub fn void_saves(&mut self) {
-        if let Some(link) = &mut self.link
-            && link.saves.blocks() > 0
-        {
-            self.counters.saves_voided += 1;
-            link.void_saves_below(self.next_op);
-        }
-    }
-
-    /// Ends the log's lease, if there is or may be one.
-    pub fn release(&mut self, handle: i64) {
-        let Some(link) = &mut self.link else { return };
-        let Some((number, log)) = link.logs.get(handle) else { return };
-        let (lease, pending) = (log.lease.take(), log.pending.take());
-        if let Some(op) = pending {
-            link.questions.remove(&op);
-        }
-        if lease.is_some() || pending.is_some() {
-            // Without room even here the lease ends with the log, or by its age.
-            link.submission.post(SchedulerRequest::Release { log: number });
-        }
-    }
-
-    /// Closes a log and what it holds.
-    pub fn close(&mut self, handle: i64) {
-        let Some(link) = &mut self.link else { return };
-        if let Some((number, log)) = link.logs.close(handle) {
-            if let Some(op) = log.pending {
-                link.questions.remove(&op);
-            }
-            link.post_close(number, log.chunks);
-        }
-    }
-
-    /// Starts a new generation of the namespace: what was kept before is not served any more, and no lease survives.
-    /// False: no randomness, no change.
+    /// [`Session::salt`]. False: no randomness, no change.
     pub fn salt(&mut self) -> bool {
         let mut salt = [0; 16];
         if rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty()) != Ok(salt.len()) {
             return false;
         }
-        self.end_generation(SchedulerRequest::Salt { salt });
-        if self.salts.len() == SALTS_MAX {
-            self.salts.clear();
-        }
-        self.salts.push(salt);
+        self.session.salt(salt);
         true
     }
 
-    /// The engine's weights may have changed for the `number`th time: nothing is served, and nothing saved, until every rank
-    /// has stated what it holds now ([`crate::worker::Worker::set_weights`]). No lease survives. A number that is not above
-    /// the last one does nothing.
-    pub fn weights(&mut self, number: u64) {
-        if number <= self.weights {
-            return;
-        }
-        self.weights = number;
-        self.client.notices().forget(&[Cause::Barred, Cause::Differs]);
-        self.end_generation(SchedulerRequest::Weights { number });
-        if let Some(link) = &mut self.link {
-            (link.weights, link.unbound_since) = (number, None);
-        }
-    }
-
-    /// Tells the sidecar what ends every lease. One that has no room for it is left: the next connection is told first.
-    fn end_generation(&mut self, request: SchedulerRequest) {
-        let Some(link) = &mut self.link else { return };
-        if link.submission.post(request).is_some() {
-            link.flush();
-            link.questions.clear();
-            link.logs.iter_mut().for_each(|log| (log.lease, log.pending) = (None, None));
-        } else {
-            link.void_saves_below(u64::MAX);
-            link.connection.hang_up();
-            self.drop_link();
-        }
-    }
-
-    /// Ends a step: publishes, reaps, reclaims, refills the budget, and looks whether the sidecar is still there.
+    /// [`Session::end_step`], and a look whether the sidecar is still there.
     pub fn end_step(&mut self) {
-        self.left = self.budget;
-        if let Some(link) = &mut self.link {
-            link.retry_closes();
-            link.flush();
-            let reaped = link.reap(&mut self.counters);
-            link.reclaim();
-            let broken = link.submission.broken().map(ToString::to_string);
-            if let Ok(Some(saved)) = reaped {
-                self.client.notices().say(Cause::Differs, differing(link.namespace(), saved));
-            }
-            if let Some(text) = reaped.err().or(broken) {
-                link.void_saves_below(u64::MAX);
-                self.client.give_up(&text);
-                self.drop_link();
-            }
+        if let Err(text) = self.session.end_step() {
+            self.client.give_up(&text);
         }
-        self.prune_questions();
         self.refresh(true);
-    }
-
-    /// Forgets queries that were posted and never asked for again.
-    fn prune_questions(&mut self) {
-        let oldest = self.next_op.saturating_sub(OPERATIONS as u64);
-        if let Some(link) = &mut self.link
-            && link.questions.len() >= OPERATIONS
-        {
-            link.questions.retain(|op, _| *op >= oldest);
-        }
     }
 
     fn refresh(&mut self, look: bool) {
         match self.client.refresh(look) {
             Change::Same => {}
-            Change::Lost => self.drop_link(),
-            Change::Connected => {
-                self.drop_link();
-                self.connect();
-            }
+            Change::Lost => self.session.detach(),
+            Change::Connected => self.connect(),
         }
     }
 
-    fn drop_link(&mut self) {
-        if let Some(link) = self.link.take() {
-            self.incarnation = link.logs.incarnation();
-            self.counters.connections_lost += 1;
-        }
-        self.stalled = None;
-    }
-
-    /// Begins with a new sidecar, which is told first how often the weights changed, and which generation of the namespace this
-    /// engine is in.
     fn connect(&mut self) {
         let Some(connection) = self.client.connection() else { return };
-        let mut link = Link::new(connection, self.incarnation);
-        link.weights = self.weights;
-        let weights = (self.weights > 0).then_some(SchedulerRequest::Weights { number: self.weights });
-        let told = weights.is_none_or(|weights| link.submission.post(weights).is_some());
-        assert!(told, "a fresh ring is empty");
-        for &salt in &self.salts {
-            let told = link.submission.post(SchedulerRequest::Salt { salt });
-            assert!(told.is_some(), "a fresh ring holds {SALTS_MAX} messages");
-        }
-        link.flush();
-        if let Some(note) = &link.connection.welcome.note {
+        if let Some(note) = &connection.welcome.note {
             self.client.notices().say(Cause::Note, note.as_str());
         }
-        self.link = Some(link);
-    }
-
-    /// Numbers since the start, by name.
-    pub fn stats(&self) -> BTreeMap<&'static str, u64> {
-        let c = &self.counters;
-        BTreeMap::from([
-            ("queries", c.queries),
-            ("hit_blocks", c.hit_blocks),
-            ("queries_from_lease", c.queries_from_lease),
-            ("queries_answered_early", c.queries_answered_early),
-            ("queries_timed_out", c.queries_timed_out),
-            ("queries_not_asked", c.queries_not_asked),
-            ("queries_without_room", c.queries_without_room),
-            ("appends_without_room", c.appends_without_room),
-            ("loads", c.loads),
-            ("loads_without_lease", c.loads_without_lease),
-            ("saves", c.saves),
-            ("saves_without_room", c.saves_without_room),
-            ("blocks_committed", c.blocks_committed),
-            ("blocks_present", c.blocks_present),
-            ("blocks_cancelled", c.blocks_cancelled),
-            ("blocks_dropped", c.blocks_dropped),
-            ("blocks_checked", c.blocks_checked),
-            ("blocks_differing", c.blocks_differing),
-            ("saves_voided", c.saves_voided),
-            ("connections_lost", c.connections_lost),
-        ])
+        self.session.attach(Arc::clone(connection));
     }
 
     /// Messages for the log, each handed over once.
@@ -441,24 +149,97 @@ impl Scheduler {
 
     /// Ends the session for good.
     pub fn disconnect(&mut self) {
-        if let Some(link) = &mut self.link {
-            link.flush();
-        }
+        self.session.flush();
         self.client.stop();
-        self.drop_link();
+        self.session.detach();
     }
 }
 
-/// The notice for the engine's log when its check found that it computes other KV than the sidecar keeps.
-fn differing(namespace: u64, saved: Saved) -> String {
-    let millionths = |part: u32| f64::from(part) / 1e6;
-    let digits: String = namespace.to_le_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
-    format!(
-        "PILLION STAYS OUT of namespace {digits}...: KV that this engine computed itself differs from what is kept by {} (limit {}), \
-         so it is served nothing there for the rest of its run, and what it saved is removed. Its weights, code or settings \
-         differ under equal facts from those of the engine that saved: find what does and start it again, or set \
-         pillion.model_id to a text of its own",
-        millionths(saved.difference),
-        millionths(saved.limit)
-    )
+// === impl Scheduler: waits ===
+
+impl Scheduler {
+    /// Asks for the leading hits of keys `start..start + count`, and waits for the answer.
+    pub fn query(&mut self, handle: i64, start: u32, count: u32) -> i64 {
+        match self.ask(handle, start, count) {
+            Asked::Answered(hits) => hits,
+            Asked::Posted(op) => self.wait(op),
+        }
+    }
+
+    /// The first half of [`Scheduler::query`]: answers what is known, else posts it.
+    pub fn ask(&mut self, handle: i64, start: u32, count: u32) -> Asked {
+        self.session.ask(handle, start, count, clock::now())
+    }
+
+    /// Posts a query without waiting. `None` is a miss: no sidecar, no such keys, no room, or no time left.
+    pub fn post_query(&mut self, handle: i64, start: u32, count: u32) -> Option<u64> {
+        self.session.post_query(handle, start, count, clock::now())
+    }
+
+    /// The answer of query `op`, if it is there. A query that is not known (any more) is a miss.
+    pub fn poll(&mut self, op: u64) -> Option<i64> {
+        self.session.answer(op, clock::now())
+    }
+
+    /// Waits for the answer of query `op` within the step's budget.
+    pub fn wait(&mut self, op: u64) -> i64 {
+        match self.hold(op) {
+            Some(hits) => hits,
+            None => self.sleep(op),
+        }
+    }
+
+    /// Waits for [`HOLD`] at most: first spinning, then asleep. `None`: not answered yet.
+    pub fn hold(&mut self, op: u64) -> Option<i64> {
+        let began = clock::now();
+        let limit = HOLD.min(self.session.left());
+        loop {
+            let now = clock::now();
+            let answer = self.session.answer(op, now);
+            let spent = now - began;
+            if answer.is_some() || spent >= limit {
+                self.session.spend(spent);
+                return answer;
+            }
+            if spent < SPIN {
+                std::hint::spin_loop();
+            } else {
+                self.sleep_turn(op, limit - spent);
+            }
+        }
+    }
+
+    /// Sleeps until the answer, the sidecar's end, or the end of the budget; the last two are a miss.
+    pub fn sleep(&mut self, op: u64) -> i64 {
+        let began = clock::now();
+        let mut now = began;
+        loop {
+            if let Some(hits) = self.session.look(op, began, now) {
+                return hits;
+            }
+            self.sleep_turn(op, self.session.left().saturating_sub(now - began));
+            now = clock::now();
+        }
+    }
+
+    /// Sleeps once; the caller looks again.
+    fn sleep_turn(&self, op: u64, left: Duration) {
+        if let Some(connection) = self.session.connection() {
+            let memory = &connection.memory;
+            wait::sleep_turn(memory.region(), left.min(SLEEP_TURN), || memory.load_outcome(op).is_some());
+        }
+    }
+
+    /// Whether [`Scheduler::load`] will have to ask again, which may wait.
+    pub fn must_renew(&mut self, handle: i64) -> bool {
+        self.session.must_renew(handle, clock::now())
+    }
+
+    /// [`Session::load`] under a lease that is renewed where it is old.
+    pub fn load(&mut self, handle: i64, start: u32, blocks: &[u32], step: u64, sync: bool) -> Vec<Plan> {
+        if !sync && let Some(op) = self.session.renew(handle, clock::now()) {
+            self.wait(op);
+        }
+        self.session.load(handle, start, blocks, step, sync)
+    }
 }

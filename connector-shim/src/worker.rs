@@ -40,9 +40,10 @@ use self::watch::Watch;
 use crate::client::{Change, Client};
 use crate::clock;
 use crate::connection::{Address, Connection};
+use crate::core::endpoint::Endpoint;
+use crate::core::notices::{Cause, Notices};
+use crate::core::plan::Plan;
 use crate::error::{ShimError, argument};
-use crate::notices::{Cause, Notices};
-use crate::plan::Plan;
 use crate::pool::Pool;
 
 /// How long a copy by the sidecar is waited for without progress before the engine copies itself: a hundred times what the

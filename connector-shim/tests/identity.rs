@@ -2,8 +2,8 @@
 
 mod peer;
 
+use connector_shim::core::plan::Plan;
 use connector_shim::error::ShimError;
-use connector_shim::plan::Plan;
 use connector_shim::scheduler::{PENDING, Scheduler};
 use connector_shim::worker::{Ended, Worker};
 use peer::rank::{BLOCK_BYTES, EPOCH, Kv, connected, content, plan};

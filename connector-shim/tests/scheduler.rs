@@ -4,8 +4,8 @@ mod peer;
 
 use std::time::Duration;
 
+use connector_shim::core::plan::Plan;
 use connector_shim::error::ShimError;
-use connector_shim::plan::Plan;
 use connector_shim::scheduler::{Asked, Options, PENDING, Scheduler};
 use peer::scheduler::{connected, options};
 use peer::{Peer, Served, eventually};
@@ -210,8 +210,9 @@ fn one_budget_serves_all_queries_of_a_step() {
 fn an_answer_wakes_a_sleeping_query() {
     let peer = Peer::new(1);
     let served = peer.serve(BLOCK_BYTES);
-    let budget = Duration::from_secs(10);
-    let mut scheduler = Scheduler::new(Options { budget, ..options(&peer) }).unwrap();
+    let mut options = options(&peer);
+    options.config.budget = Duration::from_secs(10);
+    let mut scheduler = Scheduler::new(options).unwrap();
     let mut served = served.join().unwrap();
     let log = log_with(&mut scheduler, 4);
     let answering = std::thread::spawn(move || {
@@ -422,18 +423,24 @@ fn impossible_arguments_are_errors() {
     };
     wrong(|options| options.world_size = 65);
     wrong(|options| options.engine.clear());
-    wrong(|options| options.budget = Duration::from_secs(11));
+    wrong(|options| options.config.budget = Duration::from_secs(11));
     wrong(|options| options.miss_wait_ms = 2001);
     let (mut scheduler, _served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 4);
     assert!(scheduler.append(log, 3, 1, |index| Ok::<_, ShimError>(hash(index))).is_err());
 }
 
+fn in_parts_of(blocks: u32, peer: &Peer) -> Options {
+    let mut options = options(peer);
+    options.config.part_blocks = blocks;
+    options
+}
+
 #[test]
 fn what_is_on_its_way_is_loaded_in_parts_and_never_synchronously() {
     let peer = Peer::new(1);
     let served = peer.serve(BLOCK_BYTES);
-    let mut scheduler = Scheduler::new(Options { part_blocks: 4, ..options(&peer) }).unwrap();
+    let mut scheduler = Scheduler::new(in_parts_of(4, &peer)).unwrap();
     let mut served = served.join().unwrap();
     let log = log_with(&mut scheduler, 10);
     let op = scheduler.post_query(log, 0, 10).unwrap();
@@ -465,7 +472,7 @@ fn what_is_on_its_way_is_loaded_in_parts_and_never_synchronously() {
 fn a_long_load_has_no_more_parts_than_there_may_be() {
     let peer = Peer::new(1);
     let served = peer.serve(BLOCK_BYTES);
-    let mut scheduler = Scheduler::new(Options { part_blocks: 1, ..options(&peer) }).unwrap();
+    let mut scheduler = Scheduler::new(in_parts_of(1, &peer)).unwrap();
     let mut served = served.join().unwrap();
     for (status, parts) in [(Status::Arriving, 50), (Status::Ok, 1)] {
         let log = log_with(&mut scheduler, 100);

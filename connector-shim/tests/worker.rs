@@ -2,8 +2,8 @@
 
 mod peer;
 
+use connector_shim::core::plan::Plan;
 use connector_shim::error::ShimError;
-use connector_shim::plan::Plan;
 use connector_shim::worker::{Begun, Ended, LOAD_DEADLINE, Memory, Options, Worker};
 use peer::rank::{BLOCK_BYTES, BLOCKS, EPOCH, Kv, connected, content, options, plan};
 use peer::{Peer, Served, eventually};

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use client::sidecar::Sidecar;
 use client::{BLOCKS, Kv, greet, hello};
-use connector_shim::scheduler::{self, Scheduler};
+use connector_shim::scheduler::{self, Config, Scheduler};
 use connector_shim::worker::{self, Memory};
 use shm_protocol::handshake::{
     self, BlockRegion, Copier, CudaAllocation, CudaMemory, Digest, Hello, Reply, Role, Worker,
@@ -193,11 +193,13 @@ fn session_says(socket: &Path, kv: &Kv, breach: &Breach) -> String {
                 engine,
                 world_size,
                 run,
-                budget: Duration::from_millis(2),
-                by_engine: false,
-                early: false,
+                config: Config {
+                    budget: Duration::from_millis(2),
+                    by_engine: false,
+                    early: false,
+                    part_blocks: 0,
+                },
                 miss_wait_ms: miss_wait_ms.unwrap_or(0),
-                part_blocks: 0,
                 groups: None,
             };
             Scheduler::new(options).err()

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use client::{BLOCKS, Kv, LAYER_BYTES, LAYERS, Session, hello, keys, pattern, save, watch};
 use connector_shim::error::ShimError;
-use connector_shim::scheduler::{self, Scheduler};
+use connector_shim::scheduler::{self, Config, Scheduler};
 use connector_shim::worker::{self, Memory};
 use rustix::fs::MemfdFlags;
 use shm_protocol::handshake::{BlockRegion, Copier, Role, Worker};
@@ -88,11 +88,8 @@ impl Engine {
             engine,
             world_size: 1,
             run: RUN,
-            budget,
-            by_engine,
-            early,
+            config: Config { budget, by_engine, early, part_blocks: 0 },
             miss_wait_ms: 0,
-            part_blocks: 0,
             groups: None,
         };
         let scheduler = Scheduler::new(options).unwrap();

@@ -9,8 +9,8 @@ use shm_protocol::key::BlockHash;
 use super::error::{Failure, Status, answer, given};
 use super::handle::{Guarded, Notices, Run};
 use super::raw::{Hash, Items, Text};
-use crate::plan::Plan;
-use crate::scheduler::{Options, Scheduler as Session};
+use crate::core::plan::Plan;
+use crate::scheduler::{Config, Options, Scheduler as Session};
 
 /// The session of an engine's scheduler, one for each engine.
 #[derive(Debug)]
@@ -84,11 +84,13 @@ pub extern "C" fn pillion_scheduler_connect(
             engine: options.engine.get("engine")?.into(),
             world_size: options.world_size,
             run: options.run.bytes,
-            budget: Duration::from_micros(options.query_budget_us),
-            by_engine: !options.sidecar_copies,
-            early: options.early_loads,
+            config: Config {
+                budget: Duration::from_micros(options.query_budget_us),
+                by_engine: !options.sidecar_copies,
+                early: options.early_loads,
+                part_blocks: 0,
+            },
             miss_wait_ms: options.miss_wait_ms,
-            part_blocks: 0,
             groups: options.groups.get16("groups")?,
         })?;
         let state = State { session, plan: Vec::new(), notices: Notices::default() };

@@ -10,8 +10,8 @@ use shm_protocol::message::LOAD_SYNC;
 use super::error::{Failure, Status, answer, given};
 use super::handle::{Guarded, Notices, Run};
 use super::raw::{Items, Text};
+use crate::core::plan::Plan;
 use crate::error::ShimError;
-use crate::plan::Plan;
 use crate::worker::{Begun, Ended, Memory, Options, Worker as Session};
 
 /// The session of one rank.

@@ -21,8 +21,9 @@ use super::link::{Batches, Link};
 use super::watch::{Seen, Verdict, Watch};
 use super::{Ended, Part};
 use crate::clock;
-use crate::notices::{Cause, Notices};
-use crate::plan::Plan;
+use crate::core::endpoint::Endpoint;
+use crate::core::notices::{Cause, Notices};
+use crate::core::plan::Plan;
 use crate::pool::Pool;
 
 /// Time between two looks at loads in progress: far below the deadline, and a thousandth of a core.

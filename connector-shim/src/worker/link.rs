@@ -14,9 +14,10 @@ use shm_protocol::{gate, wait};
 use super::patience::{Patience, Progress};
 use crate::clock;
 use crate::connection::Connection;
+use crate::core::endpoint::Endpoint;
+use crate::core::submission::Submission;
 use crate::scheduler::SLEEP_TURN;
 use crate::stream::Words;
-use crate::submission::Submission;
 
 /// How long the end of a copy by the sidecar is waited for once the gate is closed. A copy takes less than a
 /// millisecond, but a runnable thread was seen to wait 3 s for a busy core. On host memory, a sidecar frozen half-way
@@ -52,7 +53,7 @@ impl Link {
     /// A fresh connection, its words shown to the GPU that holds the rank's memory, if one does.
     pub(super) fn new(connection: &Arc<Connection>, gpu: Option<&Arc<Gpu>>) -> Result<Self, CudaError> {
         let words = gpu.map(|gpu| Words::new(gpu, &connection.memory)).transpose()?;
-        let out = Outbox { submission: Submission::new(connection), unreported: VecDeque::new() };
+        let out = Outbox { submission: Submission::new(&connection.memory), unreported: VecDeque::new() };
         Ok(Self { out: Mutex::new(out), connection: Arc::clone(connection), words })
     }
 

@@ -15,7 +15,8 @@ use shm_protocol::wait;
 
 use super::copies::Copies;
 use super::link::Link;
-use crate::notices::{Cause, Notices};
+use crate::core::endpoint::Endpoint;
+use crate::core::notices::{Cause, Notices};
 
 /// How long a sleep may be, after which the thread looks whether the sidecar is still there: a dead one wakes nobody.
 const SLEEP: Duration = Duration::from_millis(100);

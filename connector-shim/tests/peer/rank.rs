@@ -2,7 +2,7 @@
 
 use std::os::fd::OwnedFd;
 
-use connector_shim::plan::Plan;
+use connector_shim::core::plan::Plan;
 use connector_shim::worker::{Memory, Options, Worker};
 use rustix::fs::MemfdFlags;
 use shm_protocol::handshake::{self, BlockRegion, Copier};

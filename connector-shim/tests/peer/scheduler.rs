@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use connector_shim::scheduler::{Options, Scheduler};
+use connector_shim::scheduler::{Config, Options, Scheduler};
 
 use super::{Peer, Served};
 
@@ -12,11 +12,8 @@ pub(crate) fn options(peer: &Peer) -> Options {
         engine: "engine".into(),
         world_size: 1,
         run: [7; 16],
-        budget: Duration::from_millis(2),
-        by_engine: false,
-        early: false,
+        config: Config { budget: Duration::from_millis(2), by_engine: false, early: false, part_blocks: 0 },
         miss_wait_ms: 0,
-        part_blocks: 0,
         groups: None,
     }
 }

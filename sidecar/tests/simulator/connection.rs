@@ -1,9 +1,11 @@
-//! One process's end of a session, as the shim's submission ring wants it, and the pool as an engine maps it.
+//! One process's end of a session, as the shim's sessions want it, and the pool as an engine maps it.
 
 use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
+use connector_shim::core::endpoint::Endpoint;
 use shm_protocol::pool::{SlotRef, verify};
 use shm_protocol::region::Region;
 use shm_protocol::session::SessionMemory;
@@ -47,19 +49,36 @@ impl Connection {
         if bound.weights == weights { bound.namespace } else { 0 }
     }
 
-    /// Wakes the sidecar if it sleeps.
-    pub(crate) fn ring(&self) {
+    pub(crate) fn word(&self, offset: usize) -> &std::sync::atomic::AtomicU64 {
+        self.memory.region().word64(offset)
+    }
+}
+
+impl Endpoint for Connection {
+    fn memory(&self) -> &SessionMemory {
+        &self.memory
+    }
+
+    fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    fn lease_ttl(&self) -> Duration {
+        Duration::from_millis(self.lease_ttl_ms)
+    }
+
+    fn ring(&self) {
         if wait::must_ring(self.memory.region()) {
             self.bell.set(true);
         }
     }
 
-    pub(crate) fn is_lost(&self) -> bool {
-        self.lost.get()
+    fn is_lost(&self) -> bool {
+        self.lost.get() || self.hung_up.get()
     }
 
-    pub(crate) fn word(&self, offset: usize) -> &std::sync::atomic::AtomicU64 {
-        self.memory.region().word64(offset)
+    fn hang_up(&self) {
+        self.hung_up.set(true);
     }
 }
 

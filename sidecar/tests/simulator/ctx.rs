@@ -3,6 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, VecDeque};
 use std::rc::Rc;
+use std::time::{Duration, Instant};
 
 use shm_protocol::handshake::Hello;
 
@@ -86,6 +87,8 @@ pub(crate) struct Dial {
 #[derive(Debug)]
 pub(crate) struct Ctx {
     pub(crate) now: Micros,
+    /// What `now` counts from for the shim, whose times are instants.
+    began: Instant,
     pub(crate) rng: Rng,
     pub(crate) cover: Coverage,
     /// Loads that the sidecar does not finish are called finished, to see that the oracle notices.
@@ -125,8 +128,11 @@ impl Ctx {
             failing_copies: rng.pick(&[0, 0, 20]),
             lost_wakeups: rng.pick(&[0, 0, 4]),
         };
+        #[allow(clippy::disallowed_methods, reason = "there is no other instant to count from")]
+        let began = Instant::now();
         Self {
             now: 0,
+            began,
             rng,
             cover: Coverage::default(),
             without_rescue,
@@ -140,6 +146,10 @@ impl Ctx {
             events,
             fingerprint: 0,
         }
+    }
+
+    pub(crate) fn instant(&self) -> Instant {
+        self.began + Duration::from_micros(self.now)
     }
 
     pub(crate) fn hit(&mut self, point: &'static str) {

@@ -1,11 +1,9 @@
 //! A simulated engine: vLLM's scheduler and ranks with the connector and the shim, as far as they touch the protocol.
-//! The shim's arenas, save table and submission ring are the product's own code.
+//! Sessions of the scheduler are the shim's own.
 
+mod calls;
 mod forward;
-mod link;
 mod load;
-mod post;
-mod query;
 mod request;
 mod results;
 mod schedule;
@@ -16,6 +14,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::rc::Rc;
 
+use connector_shim::core::endpoint::Endpoint;
 use shm_protocol::handshake::{BlockRegion, Copier, Digest, Hello, Role, Worker as WorkerHello};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::namespace;

@@ -50,12 +50,12 @@ struct Peer {
     _socket: Rc<Socket>,
     hung_up: Rc<Cell<bool>>,
     engine: String,
-    /// Schedulers: the last SALT, open logs, and which log a query asks about.
+    /// Schedulers: the last SALT, open logs, and which log each query asks about.
     salt: Option<[u8; 16]>,
     /// The last namespace that a check of its found to be another model's.
     barred: Option<NamespaceDigest>,
     logs: BTreeMap<u32, Vec<BlockHash>>,
-    asked: u32,
+    asked: BTreeMap<u64, u32>,
 }
 
 #[derive(Debug)]

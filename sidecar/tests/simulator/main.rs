@@ -7,9 +7,6 @@
 //! simulator --replay SEED [--without-rescue]    one world, with its last events
 //! ```
 
-#[path = "../../../connector-shim/src/arena.rs"]
-#[allow(dead_code, unused_imports, reason = "the shim's own file; a part of it is used here")]
-mod arena;
 mod connection;
 mod coverage;
 mod ctx;
@@ -20,12 +17,6 @@ mod life;
 mod origin;
 mod report;
 mod rng;
-#[path = "../../../connector-shim/src/saves.rs"]
-#[allow(dead_code, unused_imports, reason = "the shim's own file; a part of it is used here")]
-mod saves;
-#[path = "../../../connector-shim/src/submission.rs"]
-#[allow(dead_code, unused_imports, reason = "the shim's own file; a part of it is used here")]
-mod submission;
 mod world;
 
 use std::process::ExitCode;

@@ -9,7 +9,7 @@ use copy_engine::{CopyError, EngineMemory};
 use shm_protocol::pool::SlotRef;
 
 use super::Part;
-use crate::plan::Plan;
+use crate::core::plan::Plan;
 use crate::pool::Pool;
 
 /// Batches of a load under way: one is filled while another moves.

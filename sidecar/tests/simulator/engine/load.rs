@@ -5,16 +5,17 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
 
+use connector_shim::core::endpoint::Endpoint;
+use connector_shim::core::plan::Plan;
+use connector_shim::core::submission::Submission;
 use shm_protocol::gate;
 use shm_protocol::message::{Outcome, Status};
 use shm_protocol::request::{LoadEnd, WorkerRequest};
 
 use super::Model;
-use super::request::Plan;
 use crate::connection::{Connection, PoolMap};
 use crate::ctx::{Ctx, Micros, SETTLE};
 use crate::origin::{Kv, WORDS};
-use crate::submission::Submission;
 
 /// A rank's connection, shared with the loads that were promised on it.
 #[derive(Debug)]
@@ -62,7 +63,7 @@ enum Stage {
 
 impl WorkerLink {
     pub(super) fn new(connection: &Rc<Connection>) -> Self {
-        let submission = RefCell::new(Submission::new(connection));
+        let submission = RefCell::new(Submission::new(&connection.memory));
         Self { connection: Rc::clone(connection), submission, unreported: RefCell::default() }
     }
 
@@ -137,7 +138,7 @@ impl Awaited {
 
     /// Blocks that count as failed although the sidecar moved them.
     pub(super) fn failed(&self) -> Vec<u32> {
-        if self.refused { self.plan.blocks() } else { Vec::new() }
+        if self.refused { self.plan.block_ids() } else { Vec::new() }
     }
 
     /// Takes the load away from the sidecar, if it has it.
@@ -181,7 +182,7 @@ impl Job {
             return false;
         }
         if self.refused && self.at < self.plan.blocks.len() {
-            (self.at, self.failed) = (self.plan.blocks.len(), self.plan.blocks());
+            (self.at, self.failed) = (self.plan.blocks.len(), self.plan.block_ids());
         }
         if self.settle_by.is_some() && ctx.without_rescue {
             self.at = self.plan.blocks.len();
@@ -217,23 +218,23 @@ impl Job {
     }
 
     fn copy(&mut self, model: &Model, rank: usize, kv: &Kv, ctx: &mut Ctx) {
-        let (target, slot) = self.plan.blocks[self.at];
-        let Some(pool) = &self.pool else { return self.refuse(target.block) };
+        let (block, slot) = self.plan.blocks[self.at];
+        let Some(pool) = &self.pool else { return self.refuse(block) };
         let whole = |pool: &PoolMap| pool.verify(slot, model.form.block_bytes());
         match self.stage {
             Stage::Check if !whole(pool) => {
                 ctx.hit("engine slot refused before the copy");
-                self.refuse(target.block);
+                self.refuse(block);
             }
             Stage::Check => self.stage = Stage::Word(0),
             Stage::Word(word) => {
                 let shard = u64::from(model.shard(rank)) * model.form.shard_bytes;
-                kv.set(target.block, word, pool.word(slot.offset + shard, word));
+                kv.set(block, word, pool.word(slot.offset + shard, word));
                 self.stage = if word + 1 == WORDS { Stage::CheckAgain } else { Stage::Word(word + 1) };
             }
             Stage::CheckAgain if !whole(pool) => {
                 ctx.hit("engine slot refused after the copy");
-                self.refuse(target.block);
+                self.refuse(block);
             }
             Stage::CheckAgain => (self.at, self.stage) = (self.at + 1, Stage::Check),
         }

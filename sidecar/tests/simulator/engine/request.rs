@@ -2,10 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use connector_shim::core::plan::Plan;
 use shm_protocol::key::{BlockHash, NamespaceDigest};
-use shm_protocol::pool::SlotRef;
-
-use crate::ctx::Micros;
 
 /// What a client asks for.
 #[derive(Clone, Debug)]
@@ -41,9 +39,8 @@ pub(super) struct Request {
     pub(super) settled: usize,
     /// Blocks whose tokens, and so keys, are known.
     pub(super) known: usize,
-    /// The connection that its log belongs to, and the log.
-    pub(super) log: Option<(u64, u32)>,
-    pub(super) appended: usize,
+    /// The session's handle of its log.
+    pub(super) log: Option<i64>,
     pub(super) saved: usize,
     pub(super) loaded: Vec<u32>,
     /// Keys and namespace of those, for the oracle.
@@ -61,17 +58,6 @@ pub(crate) struct Target {
     pub(crate) block: u32,
     pub(crate) hash: BlockHash,
     pub(crate) digest: NamespaceDigest,
-}
-
-#[derive(Clone, Debug)]
-pub(crate) struct Plan {
-    pub(crate) op: u64,
-    pub(crate) epoch: u64,
-    pub(crate) namespace: u64,
-    pub(crate) by_engine: bool,
-    /// Its blocks may be on their way.
-    pub(crate) arriving: bool,
-    pub(crate) blocks: Vec<(Target, SlotRef)>,
 }
 
 /// What a step computes for one request.
@@ -94,7 +80,8 @@ pub(super) struct Order {
     pub(super) request: u64,
     pub(super) attempt: u32,
     pub(super) sync: bool,
-    pub(super) blocks: Vec<u32>,
+    /// What it brings, block by block of the plan.
+    pub(super) targets: Vec<Target>,
     pub(super) plan: Option<Plan>,
 }
 
@@ -120,24 +107,12 @@ pub(crate) struct Results {
     pub(super) failed: BTreeSet<u32>,
 }
 
-/// The right to load keys `from..from + hits`.
-#[derive(Copy, Clone, Debug)]
-pub(super) struct Lease {
-    pub(super) op: u64,
-    pub(super) from: u32,
-    pub(super) asked: u32,
-    pub(super) hits: u32,
-    /// Blocks of them were on their way.
-    pub(super) arriving: bool,
-    pub(super) since: Micros,
-}
+// === impl Order ===
 
-// === impl Plan ===
-
-impl Plan {
+impl Order {
     /// Blocks of the engine.
     pub(super) fn blocks(&self) -> Vec<u32> {
-        self.blocks.iter().map(|(target, _)| target.block).collect()
+        self.targets.iter().map(|target| target.block).collect()
     }
 }
 
@@ -153,7 +128,6 @@ impl Request {
             settled: 0,
             known: spec.prompt,
             log: None,
-            appended: 0,
             saved: 0,
             loaded: Vec::new(),
             promised: Vec::new(),

@@ -37,7 +37,7 @@ impl Scheduler {
         match self.renew(id, ctx) {
             Some(op) => {
                 self.waiting.push_front(id);
-                self.phase = Phase::Renew { op, deadline: ctx.now + self.left, admit, hit };
+                self.phase = Phase::Renew { op, began: ctx.instant(), admit, hit };
             }
             None => {
                 self.waiting.push_front(id);
@@ -57,22 +57,26 @@ impl Scheduler {
         request.loaded = request.blocks[from..end].to_vec();
         request.promised = promised;
         request.failed.clear();
-        let (attempt, lost) = (request.attempt, request.loaded.clone());
+        let (attempt, promised) = (request.attempt, request.promised.clone());
         self.overwritten.extend(&request.blocks);
         if self.model.early {
             // The load may begin as soon as it is posted.
             self.cancel(ctx);
         }
-        let plans = self.try_load(id, hit, ctx);
-        ctx.hit(match (plans.is_some(), hit.sync) {
-            (false, _) => "engine load without lease",
-            (true, true) => "engine sync load",
-            (true, false) => "engine async load",
+        let plans = self.load(id, hit, ctx);
+        ctx.hit(match (plans.is_empty(), hit.sync) {
+            (true, _) => "engine load without lease",
+            (_, true) => "engine sync load",
+            (_, false) => "engine async load",
         });
-        let order = |blocks, plan| Order { request: id, attempt, sync: hit.sync, blocks, plan };
-        let orders: Vec<Order> = match plans {
-            Some(plans) => plans.into_iter().map(|plan| order(plan.blocks(), Some(plan))).collect(),
-            None => vec![order(lost, None)],
+        let mut rest = promised.into_iter();
+        let mut order = |count: usize, plan| {
+            let targets = rest.by_ref().take(count).collect();
+            Order { request: id, attempt, sync: hit.sync, targets, plan }
+        };
+        let orders: Vec<Order> = match plans.is_empty() {
+            true => vec![order(hit.count, None)],
+            false => plans.into_iter().map(|plan| order(plan.blocks.len(), Some(plan))).collect(),
         };
         let parts = orders.len();
         self.orders.extend(orders);
@@ -178,7 +182,7 @@ impl Scheduler {
     fn hand_over(&mut self, shared: &mut Shared, ctx: &mut Ctx) {
         let work = std::mem::take(&mut self.work);
         let resolved = self.step.saturating_sub(self.model.depth as u64);
-        let urgent = self.link.as_ref().is_some_and(|link| link.saves.blocks() > 0);
+        let urgent = self.session.saving() > 0;
         let orders = std::mem::take(&mut self.orders);
         let ends = work.iter().map(|work| (work.request, work.attempt, work.end)).collect();
         let urgent = urgent || !orders.is_empty();
@@ -208,7 +212,7 @@ impl Scheduler {
             });
             let orders = step.orders.iter().map(|order| {
                 let (op, sync) = (order.plan.as_ref().map(|plan| plan.op), order.sync);
-                format!("request {} loads {:?} by {op:?} sync {sync}", order.request, order.blocks)
+                format!("request {} loads {:?} by {op:?} sync {sync}", order.request, order.blocks())
             });
             let all: Vec<String> = work.chain(orders).collect();
             format!("{}: step {}: {}", self.model.name, step.number, all.join("; "))

@@ -3,15 +3,19 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use connector_shim::core::notices::Notices;
+use connector_shim::core::scheduler::{Config, Session};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::layout::SUBMISSION_SLOTS;
 use shm_protocol::namespace;
 use shm_protocol::request::{Cancel, Keys, Query, SchedulerRequest};
 
-use super::link::Link;
 use super::request::{Order, Request, Spec, State, Work};
 use super::{Change, Model, Port, Shared};
+use crate::connection::Connection;
 use crate::ctx::{Actor, BUDGET, Ctx, Micros};
 
 /// Requests that one engine serves at once; more wait at its door.
@@ -33,13 +37,15 @@ pub(super) enum Phase {
     /// Waits for the answer of a query for the request at the head of the queue.
     Ask {
         op: u64,
-        deadline: Micros,
+        log: i64,
+        from: usize,
+        began: Instant,
         admit: usize,
     },
     /// The same, for a lease that grew old while blocks were found.
     Renew {
         op: u64,
-        deadline: Micros,
+        began: Instant,
         admit: usize,
         hit: Hit,
     },
@@ -66,14 +72,13 @@ pub(crate) struct Scheduler {
     pub(super) model: Rc<Model>,
     pub(super) run: [u8; 16],
     port: Port,
-    pub(super) link: Option<Link>,
-    pub(super) generation: u64,
-    pub(super) next_op: u64,
-    pub(super) left: Micros,
-    pub(super) stalled: Option<u64>,
+    pub(super) session: Session<Rc<Connection>>,
+    /// What the session counted until the last step.
+    pub(super) counted: [u64; 6],
     /// How often the weights changed, and which they are.
     pub(super) weights: (u64, u8),
-    salts: Vec<[u8; 16]>,
+    /// The generation of the namespace.
+    salt: Option<[u8; 16]>,
     pub(super) step: u64,
     pub(super) phase: Phase,
     pub(super) requests: BTreeMap<u64, Request>,
@@ -93,16 +98,19 @@ pub(crate) struct Scheduler {
 
 impl Scheduler {
     pub(super) fn new(model: Rc<Model>, run: [u8; 16], port: Port) -> Self {
+        let config = Config {
+            budget: Duration::from_micros(BUDGET),
+            by_engine: model.by_engine,
+            early: model.early,
+            part_blocks: if model.by_engine { 0 } else { 1 + model.index as u32 % 2 },
+        };
         Self {
             run,
             port,
-            link: None,
-            generation: 0,
-            next_op: 1,
-            left: BUDGET,
-            stalled: None,
+            session: Session::new(config, Arc::new(Notices::default())),
+            counted: [0; 6],
             weights: (0, 0),
-            salts: Vec::new(),
+            salt: None,
             step: 0,
             phase: Phase::Begin,
             requests: BTreeMap::new(),
@@ -132,8 +140,7 @@ impl Scheduler {
 
     /// Whether every log is closed and every save has ended.
     pub(super) fn settled(&self) -> bool {
-        let link = self.link.as_ref();
-        link.is_none_or(|link| link.logs.is_empty() && link.unclosed.is_empty() && link.saves.blocks() == 0)
+        self.session.logs() == 0 && self.session.saving() == 0
     }
 
     /// Every block came back.
@@ -145,21 +152,18 @@ impl Scheduler {
 
     pub(super) fn unrest(&self) -> String {
         let requests: Vec<_> = self.requests.values().map(|r| (r.spec.id, r.state, r.blocks.len())).collect();
-        let link = self.link.as_ref();
-        let link = link.map(|l| (l.logs.len(), l.unclosed.len(), l.saves.blocks()));
-        format!("requests {requests:?}, {} steps, (logs, unclosed, saving) {link:?}", self.in_flight.len())
+        let (steps, logs, saving) = (self.in_flight.len(), self.session.logs(), self.session.saving());
+        format!("requests {requests:?}, {steps} steps, {logs} logs, {saving} blocks being saved")
     }
 
     /// Breaks the protocol: its session is closed, and nobody else's.
     pub(crate) fn misbehave(&mut self, ctx: &mut Ctx) {
-        let Some(link) = &mut self.link else { return };
+        let Some(ring) = self.session.submission() else { return };
         // No log has this number.
         let log = shm_protocol::layout::LOGS as u32 - 1;
-        let op = self.next_op;
-        self.next_op += 1;
-        let query = Query { op, keys: Keys::new(log, 0..1), arriving: false };
-        if link.post(SchedulerRequest::Query(query)) {
-            link.flush();
+        let query = Query { op: 1, keys: Keys::new(log, 0..1), arriving: false };
+        if ring.post(SchedulerRequest::Query(query)).is_some() {
+            self.session.flush();
             ctx.hit("fault violation");
         }
     }
@@ -182,7 +186,7 @@ impl Scheduler {
     /// The namespace of what it computes now.
     pub(super) fn digest(&self) -> NamespaceDigest {
         let base = self.model.base(self.weights.1);
-        self.salts.last().map_or(base, |salt| namespace::salted(base, *salt))
+        self.salt.map_or(base, |salt| namespace::salted(base, salt))
     }
 
     /// One move; the time until the next.
@@ -191,8 +195,10 @@ impl Scheduler {
             Phase::Begin => return self.begin(shared, pending, ctx),
             Phase::Match(admit) => self.match_next(admit, ctx),
             Phase::Admit { hit, admit } => self.admit(hit, admit, ctx),
-            Phase::Ask { op, deadline, admit } => self.await_answer(op, deadline, admit, ctx),
-            Phase::Renew { op, deadline, admit, hit } => self.await_renewal(op, deadline, admit, hit, ctx),
+            Phase::Ask { op, log, from, began, admit } => {
+                self.await_answer((op, began), (log, from), admit, ctx);
+            }
+            Phase::Renew { op, began, admit, hit } => self.await_renewal(op, began, admit, hit, ctx),
             Phase::Schedule => self.finish_schedule(shared, ctx),
         }
         ctx.pause(15)
@@ -224,7 +230,6 @@ impl Scheduler {
         if std::mem::take(&mut self.flood) {
             self.fill_ring(ctx);
         }
-        self.left = BUDGET;
         self.phase = Phase::Match(2);
         ctx.pause(10)
     }
@@ -233,59 +238,29 @@ impl Scheduler {
     pub(super) fn refresh(&mut self, ctx: &mut Ctx) {
         match self.port.refresh(ctx) {
             Change::Same => {}
-            Change::Lost => self.drop_link(),
+            Change::Lost => self.session.detach(),
             Change::Connected => {
-                self.drop_link();
-                self.connect();
+                let connection = self.port.connection.as_ref().expect("it has just come");
+                self.session.attach(Rc::clone(connection));
             }
         }
     }
 
-    fn drop_link(&mut self) {
-        self.link = None;
-        self.stalled = None;
-    }
-
-    /// A new sidecar is told first how often the weights changed, and which generation of the namespace this engine is in.
-    fn connect(&mut self) {
-        let connection = self.port.connection.as_ref().expect("it has just come");
-        let mut link = Link::new(connection);
-        if self.weights.0 > 0 {
-            assert!(link.post(SchedulerRequest::Weights { number: self.weights.0 }), "a fresh ring has room");
-        }
-        for &salt in &self.salts {
-            assert!(link.post(SchedulerRequest::Salt { salt }), "a fresh ring has room");
-        }
-        link.flush();
-        self.link = Some(link);
-        self.generation += 1;
-    }
-
-    /// A new generation of the namespace, or other weights, perhaps those that were there before. Refused without room to say so.
+    /// A new generation of the namespace, or other weights, perhaps those that were there before.
     fn reset(&mut self, ctx: &mut Ctx) {
         let (salt, weights) = (ctx.rng.bytes16(), (self.weights.0 + 1, ctx.rng.below(2) as u8));
-        let is_salt = ctx.rng.one_in(3);
-        let request = match is_salt {
-            true => SchedulerRequest::Salt { salt },
-            false => SchedulerRequest::Weights { number: weights.0 },
-        };
-        if let Some(link) = &mut self.link {
-            if !link.post(request) {
-                ctx.hit("engine reset refused");
-                return;
-            }
-            link.flush();
-            link.questions.clear();
-            link.logs.values_mut().for_each(|log| log.lease = None);
-            link.unbound_since = None;
+        let connected = self.session.connected();
+        if ctx.rng.one_in(3) {
+            self.session.salt(salt);
+            self.salt = Some(salt);
+        } else {
+            self.session.weights(weights.0);
+            let came_back = weights.1 == 0 && self.weights.1 != 0;
+            ctx.hit(if came_back { "engine weights came back" } else { "engine weights changed" });
+            self.weights = weights;
         }
-        match is_salt {
-            true => self.salts.push(salt),
-            false => {
-                let came_back = weights.1 == 0 && self.weights.1 != 0;
-                ctx.hit(if came_back { "engine weights came back" } else { "engine weights changed" });
-                self.weights = weights;
-            }
+        if connected && !self.session.connected() {
+            ctx.hit("engine reset without room");
         }
         for request in self.requests.values_mut() {
             (request.saved, request.outdated) = (0, true);
@@ -295,15 +270,15 @@ impl Scheduler {
     }
 
     fn fill_ring(&mut self, ctx: &mut Ctx) {
-        let Some(link) = &mut self.link else { return };
+        let Some(ring) = self.session.submission() else { return };
         let leaves = ctx.rng.pick(&FLOOD_LEAVES);
         // A CANCEL of nothing: the sidecar reads it and does nothing.
         let nothing = SchedulerRequest::Cancel(Cancel { op: 0, from: 0, count: 0 });
-        let head = link.submission.acknowledged();
-        while let Some(sequence) = link.submission.post(nothing)
+        let head = ring.acknowledged();
+        while let Some(sequence) = ring.post(nothing)
             && SUBMISSION_SLOTS as u32 - (sequence + 1).wrapping_sub(head) > leaves
         {}
-        link.flush();
+        self.session.flush();
         ctx.hit("fault full ring");
         ctx.note(|| format!("{}: fills its ring", self.model.name));
     }
@@ -340,13 +315,10 @@ impl Scheduler {
 
     fn close_log(&mut self, id: u64, ctx: &mut Ctx) {
         let request = self.requests.get_mut(&id).expect("the caller's request");
-        if let Some((generation, log)) = request.log.take()
-            && let Some(link) = &mut self.link
-            && generation == self.generation
-            && !link.close(log)
-        {
-            ctx.hit("engine close without room");
-        }
+        let Some(log) = request.log.take().filter(|log| self.session.length(*log).is_some()) else { return };
+        let logs = self.session.logs();
+        self.session.close(log);
+        ctx.cover.add("engine close without room", u64::from(self.session.logs() == logs));
     }
 
     /// Tells a rank's thread to look.

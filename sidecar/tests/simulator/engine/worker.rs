@@ -3,11 +3,13 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::rc::Rc;
 
+use connector_shim::core::endpoint::Endpoint;
+use connector_shim::core::plan::Plan;
 use shm_protocol::layout::header;
 use shm_protocol::request::WorkerRequest;
 
 use super::load::{Awaited, Job, WorkerLink};
-use super::request::{Order, Plan, Results, Step};
+use super::request::{Results, Step};
 use super::{Change, Model, Port, Shared};
 use crate::connection::PoolMap;
 use crate::ctx::{ARRIVAL_DEADLINE, Actor, Ctx, LOAD_DEADLINE, Micros, POOL_KEPT};
@@ -108,7 +110,7 @@ impl Worker {
             Phase::Await(step, at, awaited) => return self.wait(step, at, awaited, shared, ctx),
             Phase::Copy(step, at, mut job) => {
                 if job.step(&self.model, self.rank, &shared.kvs[self.rank], ctx) {
-                    self.sync_load_ended(&step, at, &job.plan, &job.failed, shared);
+                    self.sync_load_ended(&step, at, &job.failed, shared);
                     self.phase = Phase::Loads(step, at + 1);
                 } else {
                     self.phase = Phase::Copy(step, at, job);
@@ -197,9 +199,9 @@ impl Worker {
             self.phase = Phase::Forward(step, 0);
             return;
         };
-        let Order { request, sync, blocks, plan, .. } = order;
+        let (request, sync, blocks) = (order.request, order.sync, order.blocks());
         self.phase = Phase::Loads(Rc::clone(&step), at + 1);
-        let Some(plan) = plan else {
+        let Some(plan) = order.plan else {
             self.failed.extend(&blocks);
             if sync {
                 self.spoil(&step, at, shared)
@@ -209,8 +211,8 @@ impl Worker {
             return;
         };
         let (link, refused) = (self.link_of(&plan), self.refuses(&plan, ctx));
-        if let Some(link) = link.clone().filter(|_| !plan.by_engine) {
-            let deadline = ctx.now + if plan.arriving { ARRIVAL_DEADLINE } else { LOAD_DEADLINE };
+        if let Some(link) = link.clone().filter(|_| !plan.by_engine()) {
+            let deadline = ctx.now + if plan.arriving() { ARRIVAL_DEADLINE } else { LOAD_DEADLINE };
             let awaited = Awaited { request, plan, refused, link, deadline };
             awaited.link.connection.ring();
             match sync {
@@ -257,7 +259,7 @@ impl Worker {
         match awaited.look(ctx) {
             None => self.phase = Phase::Await(step, at, awaited),
             Some(Ok(())) => {
-                self.sync_load_ended(&step, at, &awaited.plan, &awaited.failed(), shared);
+                self.sync_load_ended(&step, at, &awaited.failed(), shared);
                 self.phase = Phase::Loads(step, at + 1);
             }
             Some(Err(why)) => {
@@ -270,9 +272,9 @@ impl Worker {
     }
 
     /// The oracle: every block that counts as loaded holds what was asked for.
-    fn sync_load_ended(&mut self, step: &Step, at: usize, plan: &Plan, failed: &[u32], shared: &mut Shared) {
-        let request = step.orders[at].request;
-        for (target, _) in plan.blocks.iter().filter(|(target, _)| !failed.contains(&target.block)) {
+    fn sync_load_ended(&mut self, step: &Step, at: usize, failed: &[u32], shared: &mut Shared) {
+        let (request, targets) = (step.orders[at].request, &step.orders[at].targets);
+        for target in targets.iter().filter(|target| !failed.contains(&target.block)) {
             let (digest, hash, shard) = (target.digest, target.hash, self.model.shard(self.rank));
             let place = || format!("request {request} on rank {} before its step", self.rank);
             shared.kvs[self.rank].check(target.block, &Origin { digest, hash, shard }, place);

@@ -40,7 +40,7 @@ impl Life {
         ctx.note(|| format!("sidecar {}: does {action:?}", self.epoch));
         match action {
             Action::Answer { session, op, outcome, refs, chunks, from } => {
-                self.check_answer(session, &refs, from, outcome.status == Status::Arriving);
+                self.check_answer((session, op), &refs, from, outcome.status == Status::Arriving);
                 self.on(session, ctx, |session| {
                     session.write_refs(&chunks, from, &refs);
                     session.store_outcome(op, outcome);
@@ -147,7 +147,7 @@ impl Life {
         ctx.wakes.push((actor, ctx.now + 5 + ctx.rng.below(50)));
     }
 
-    fn check_answer(&self, session: SessionId, refs: &[SlotRef], from: u32, arriving: bool) {
+    fn check_answer(&self, (session, op): (SessionId, u64), refs: &[SlotRef], from: u32, arriving: bool) {
         let Some(peer) = self.sessions.get(&session).filter(|_| !refs.is_empty()) else { return };
         let base = self.namespaces[&peer.engine];
         let digest: NamespaceDigest = peer.salt.map_or(base, |salt| namespace::salted(base, salt));
@@ -156,7 +156,7 @@ impl Life {
             Some(digest),
             "session {session} was answered with blocks that differ from its own"
         );
-        let keys = &peer.logs[&peer.asked][from as usize..];
+        let keys = &peer.logs[&peer.asked[&op]][from as usize..];
         assert!(refs.len() <= keys.len(), "an answer of more keys than the log has");
         self.ledger.answered(refs, digest, keys, arriving, self.pool.region());
     }

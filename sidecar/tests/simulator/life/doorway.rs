@@ -57,7 +57,7 @@ impl Life {
             salt: None,
             barred: None,
             logs,
-            asked: 0,
+            asked: BTreeMap::new(),
         };
         self.sessions.insert(id, peer);
         let refused =

@@ -179,7 +179,7 @@ impl super::Peer {
         match *request {
             SchedulerRequest::Open { log } => drop(self.logs.insert(log, Vec::new())),
             SchedulerRequest::Append(append) => self.logs.entry(append.keys.log).or_default().extend(keys),
-            SchedulerRequest::Query(Query { keys, .. }) => self.asked = keys.log,
+            SchedulerRequest::Query(Query { op, keys, .. }) => _ = self.asked.insert(op, keys.log),
             SchedulerRequest::Salt { salt } => self.salt = Some(salt),
             SchedulerRequest::Close { log } => drop(self.logs.remove(&log)),
             _ => {}

@@ -1,31 +1,18 @@
 //! Queries, and the loads that their leases allow.
 
-use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use shm_protocol::layout::{OPERATIONS, QUERY_KEYS};
 use shm_protocol::message::{LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Outcome, Status};
 use shm_protocol::request::{Keys, Load, LoadFlags, Query, SchedulerRequest};
-use shm_protocol::wait;
 
-use super::Scheduler;
+use super::Session;
 use super::link::Question;
-use crate::clock;
-use crate::connection::Connection;
-use crate::log_table::Lease;
-use crate::notices::Cause;
-use crate::plan::Plan;
+use crate::core::endpoint::Endpoint;
+use crate::core::log_table::Lease;
+use crate::core::notices::Cause;
+use crate::core::plan::Plan;
 
-/// How long a query is spun for before it sleeps: an awake sidecar answers 512 keys within it. Without yielding: beside a
-/// busy process, a yielded core came back 4 ms later, twice the budget.
-pub const SPIN: Duration = Duration::from_micros(50);
-/// How long a query keeps the interpreter, spinning and then sleeping. Beside a busy Python thread, giving it up costs
-/// a whole switch interval (5 ms) to get back, while a sidecar that slept has answered after some 70 us, a few times
-/// that on a busy machine. Other threads lose a tenth of that interval a query, and never more than the step's budget.
-pub const HOLD: Duration = Duration::from_micros(500);
-/// The longest sleep between two looks at the socket. A dead sidecar wakes nobody, so this bounds what its death can
-/// cost a query; 1 ms is half the default budget and 20 times a wake-up.
-pub const SLEEP_TURN: Duration = Duration::from_millis(1);
 /// How long a query of an engine whose ranks have not joined is asked again before it counts as a miss. Ranks join in their
 /// first step after a start, or after the sidecar's restart, and an engine that is told to ask again runs one: a few
 /// milliseconds, and up to some tens where many ranks wait for each other. A rank that stays out delays each connection by
@@ -41,23 +28,15 @@ pub const PENDING: i64 = -1;
 pub enum Asked {
     /// Hits, or [`PENDING`].
     Answered(i64),
-    /// Posted; [`Scheduler::wait`] for it.
+    /// Posted: [`Session::look`] for it.
     Posted(u64),
 }
 
-// === impl Scheduler: queries ===
+// === impl Session: queries ===
 
-impl Scheduler {
-    /// Asks for the leading hits of keys `start..start + count`, and waits for the answer.
-    pub fn query(&mut self, handle: i64, start: u32, count: u32) -> i64 {
-        match self.ask(handle, start, count) {
-            Asked::Answered(hits) => hits,
-            Asked::Posted(op) => self.wait(op),
-        }
-    }
-
-    /// The first half of [`Scheduler::query`]: answers what is known, else posts it.
-    pub fn ask(&mut self, handle: i64, start: u32, count: u32) -> Asked {
+impl<C: Endpoint> Session<C> {
+    /// Asks for the leading hits of keys `start..start + count`: answers what is known, else posts the query.
+    pub fn ask(&mut self, handle: i64, start: u32, count: u32, now: Instant) -> Asked {
         self.counters.queries += 1;
         let Some(link) = &mut self.link else { return Asked::Answered(0) };
         let Some((_, log)) = link.logs.get(handle) else { return Asked::Answered(0) };
@@ -67,7 +46,7 @@ impl Scheduler {
         }
         if let Some(lease) = log.lease
             && (lease.from, lease.asked) == (start, count)
-            && !is_old(&link.connection, &lease)
+            && !lease.is_old(link.connection.lease_ttl(), now)
         {
             self.counters.queries_from_lease += 1;
             return Asked::Answered(lease.hits.into());
@@ -76,9 +55,9 @@ impl Scheduler {
             && link.questions.get(&op).is_some_and(|asked| (asked.from, asked.count) == (start, count))
             && self.next_op - op < OPERATIONS as u64
         {
-            return Asked::Answered(self.answer(op).unwrap_or(PENDING));
+            return Asked::Answered(self.answer(op, now).unwrap_or(PENDING));
         }
-        self.post_query(handle, start, count).map_or(Asked::Answered(0), Asked::Posted)
+        self.post_query(handle, start, count, now).map_or(Asked::Answered(0), Asked::Posted)
     }
 
     /// Tells the sidecar that keys `start..start + count` will be asked for, so that it can fetch what a disk keeps of
@@ -95,7 +74,7 @@ impl Scheduler {
     }
 
     /// Posts a query without waiting. `None` is a miss: no sidecar, no such keys, no room, or no time left.
-    pub fn post_query(&mut self, handle: i64, start: u32, count: u32) -> Option<u64> {
+    pub fn post_query(&mut self, handle: i64, start: u32, count: u32, now: Instant) -> Option<u64> {
         let link = self.link.as_mut()?;
         let (number, log) = link.logs.get(handle)?;
         if count == 0 || count as usize > QUERY_KEYS || start.checked_add(count)? > log.length {
@@ -110,8 +89,7 @@ impl Scheduler {
         self.stalled = None;
         let op = self.next_op;
         let keys = Keys { log: number, from: start, count };
-        let query = Query { op, keys, arriving: self.part_blocks > 0 };
-        let posted = clock::now();
+        let query = Query { op, keys, arriving: self.config.part_blocks > 0 };
         if link.submission.post(SchedulerRequest::Query(query)).is_none() {
             self.counters.queries_without_room += 1;
             return None;
@@ -119,81 +97,50 @@ impl Scheduler {
         link.flush();
         link.log(handle).lease = None;
         link.log(handle).pending = None;
-        link.questions.insert(op, Question { log: handle, from: start, count, posted });
+        link.questions.insert(op, Question { log: handle, from: start, count, posted: now });
         self.next_op += 1;
         Some(op)
     }
 
-    /// The answer of query `op`, if it is there. A query that is not known (any more) is a miss.
-    pub fn poll(&mut self, op: u64) -> Option<i64> {
-        self.answer(op)
+    /// Looks for the answer of a query that has been waited for since `began`. The sidecar's end and that of the step's
+    /// budget are a miss. `None`: not answered yet.
+    pub fn look(&mut self, op: u64, began: Instant, now: Instant) -> Option<i64> {
+        let left = self.left.saturating_sub(now - began);
+        if let Some(hits) = self.answer(op, now) {
+            self.left = left;
+            return Some(hits);
+        }
+        if let Some(link) = &self.link
+            && link.connection.is_lost()
+        {
+            link.connection.hang_up();
+            return Some(0);
+        }
+        if left.is_zero() {
+            self.time_out(op);
+            return Some(0);
+        }
+        None
     }
 
-    /// Waits for the answer of query `op` within the step's budget.
-    pub fn wait(&mut self, op: u64) -> i64 {
-        match self.hold(op) {
-            Some(hits) => hits,
-            None => self.sleep(op),
-        }
+    /// What queries may still wait in this step.
+    pub fn left(&self) -> Duration {
+        self.left
     }
 
-    /// Waits for [`HOLD`] at most: first spinning, then asleep. `None`: not answered yet.
-    pub fn hold(&mut self, op: u64) -> Option<i64> {
-        let began = clock::now();
-        let limit = HOLD.min(self.left);
-        loop {
-            let answer = self.answer(op);
-            let spent = clock::now() - began;
-            if answer.is_some() || spent >= limit {
-                self.left = self.left.saturating_sub(spent);
-                return answer;
-            }
-            if spent < SPIN {
-                std::hint::spin_loop();
-            } else {
-                self.sleep_turn(op, limit - spent);
-            }
-        }
-    }
-
-    /// Sleeps once; the caller looks again.
-    fn sleep_turn(&self, op: u64, left: Duration) {
-        if let Some(link) = &self.link {
-            let memory = &link.connection.memory;
-            wait::sleep_turn(memory.region(), left.min(SLEEP_TURN), || memory.load_outcome(op).is_some());
-        }
-    }
-
-    /// Sleeps until the answer, the sidecar's end, or the end of the budget; the last two are a miss.
-    pub fn sleep(&mut self, op: u64) -> i64 {
-        let began = clock::now();
-        loop {
-            let left = self.left.saturating_sub(clock::now() - began);
-            if let Some(hits) = self.answer(op) {
-                self.left = left;
-                return hits;
-            }
-            let Some(link) = &self.link else { return 0 };
-            if link.connection.is_lost() {
-                link.connection.hang_up();
-                return 0;
-            }
-            if left.is_zero() {
-                self.time_out(op);
-                return 0;
-            }
-            self.sleep_turn(op, left);
-        }
+    /// A query was waited for that long.
+    pub fn spend(&mut self, spent: Duration) {
+        self.left = self.left.saturating_sub(spent);
     }
 
     fn time_out(&mut self, op: u64) {
         self.left = Duration::ZERO;
         self.counters.queries_timed_out += 1;
-        self.client.notices().say(
+        self.notices.say(
             Cause::Budget,
             format!(
                 "a query was not answered within the step's {} us and counts as a miss; if this goes on, give the sidecar more CPU or raise pillion.query_timeout_us",
-                self.budget.as_micros()
+                self.config.budget.as_micros()
             ),
         );
         let Some(link) = &mut self.link else { return };
@@ -207,14 +154,14 @@ impl Scheduler {
         }
     }
 
-    /// Takes the answer of query `op` into its log.
-    fn answer(&mut self, op: u64) -> Option<i64> {
+    /// Takes the answer of query `op`, if it is there, into its log. A query that is not known (any more) is a miss.
+    pub fn answer(&mut self, op: u64, now: Instant) -> Option<i64> {
         let Some(link) = &mut self.link else { return Some(0) };
         let Some(question) = link.questions.get(&op).copied() else { return Some(0) };
-        let outcome = link.connection.memory.load_outcome(op)?;
+        let outcome = link.connection.memory().load_outcome(op)?;
         let is_unbound = outcome.status == Status::NotReady;
-        link.unbound_since = is_unbound.then(|| link.unbound_since.unwrap_or_else(clock::now));
-        if link.unbound_since.is_some_and(|since| clock::now() - since < UNBOUND_WAIT) {
+        link.unbound_since = is_unbound.then(|| link.unbound_since.unwrap_or(now));
+        if link.unbound_since.is_some_and(|since| now - since < UNBOUND_WAIT) {
             // The word will not change: whoever asks again posts another query.
             link.questions.remove(&op);
             return Some(PENDING);
@@ -233,18 +180,18 @@ impl Scheduler {
 
     fn settle(&mut self, op: u64, question: Question, outcome: Outcome) -> u32 {
         match outcome.status {
-            Status::NotReady => self.client.notices().say(
+            Status::NotReady => self.notices.say(
                 Cause::NotReady,
                 "not every rank of this engine takes part in its run, so its queries count as misses: a rank stayed out, did not state its weights after they may have changed, or the ranks state different facts; see the workers' and the sidecar's logs",
             ),
             // Its own check has said more.
-            Status::Barred if self.counters.blocks_differing == 0 => self.client.notices().say(
+            Status::Barred if self.counters.blocks_differing == 0 => self.notices.say(
                 Cause::Barred,
                 "PILLION STAYS OUT: what this engine computes differs from what its namespace keeps, so it is served nothing and saves nothing until its weights change or it is restarted; the sidecar's log names the difference",
             ),
             _ => {}
         }
-        let arriving = outcome.status == Status::Arriving && self.part_blocks > 0;
+        let arriving = outcome.status == Status::Arriving && self.config.part_blocks > 0;
         self.counters.queries_answered_early += u64::from(arriving);
         let is_hit = outcome.status == Status::Ok || arriving;
         let hits = if is_hit { outcome.value.min(question.count) } else { 0 };
@@ -264,11 +211,25 @@ impl Scheduler {
         log.and_then(|(_, log)| log.lease).is_some_and(|lease| lease.arriving)
     }
 
-    /// Whether [`Scheduler::load`] will have to ask again, which may wait.
-    pub fn must_renew(&mut self, handle: i64) -> bool {
-        let Some(link) = &mut self.link else { return false };
-        let connection = Arc::clone(&link.connection);
-        link.logs.get(handle).and_then(|(_, log)| log.lease).is_some_and(|lease| is_old(&connection, &lease))
+    /// Whether the log's lease is too old to be relied on, so that [`Session::renew`] is due before a load.
+    pub fn must_renew(&mut self, handle: i64, now: Instant) -> bool {
+        self.old_lease(handle, now).is_some()
+    }
+
+    /// Asks again for what an old lease was granted for.
+    pub fn renew(&mut self, handle: i64, now: Instant) -> Option<u64> {
+        let lease = self.old_lease(handle, now)?;
+        match self.ask(handle, lease.from, lease.asked, now) {
+            Asked::Posted(op) => Some(op),
+            Asked::Answered(_) => None,
+        }
+    }
+
+    /// The log's lease, if it is old.
+    fn old_lease(&mut self, handle: i64, now: Instant) -> Option<Lease> {
+        let link = self.link.as_mut()?;
+        let ttl = link.connection.lease_ttl();
+        link.logs.get(handle)?.1.lease.filter(|lease| lease.is_old(ttl, now))
     }
 
     /// Posts the load of keys `start..` into `blocks` and returns its plan, also where the sidecar died since the query. Blocks
@@ -282,12 +243,12 @@ impl Scheduler {
         self.counters.loads += 1;
         let flag = |set: bool, flag: u8| if set { flag } else { 0 };
         let flags = flag(sync, LOAD_SYNC)
-            | flag(self.by_engine, LOAD_BY_ENGINE)
-            | flag(self.early, LOAD_EARLY)
+            | flag(self.config.by_engine, LOAD_BY_ENGINE)
+            | flag(self.config.early, LOAD_EARLY)
             | flag(lease.arriving, LOAD_ARRIVING);
         let flags = LoadFlags::new(flags);
         let part = match lease.arriving {
-            true => blocks.len().div_ceil(PARTS_MAX).max(self.part_blocks as usize),
+            true => blocks.len().div_ceil(PARTS_MAX).max(self.config.part_blocks as usize),
             false => blocks.len(),
         };
         let link = self.link.as_mut().expect("it has the lease");
@@ -305,28 +266,19 @@ impl Scheduler {
         }
         let link = self.link.as_mut().expect("it had the lease");
         link.log(handle).lease = None;
-        if self.early {
+        if self.config.early {
             link.flush();
         }
         plans
     }
 
-    /// The log's lease, renewed where it is old, if it is one for `count` keys from `start` on. A synchronous load is of this very
-    /// step's answer, which had half a lease's life left; a renewal that fails would leave a step without blocks that it counts on.
+    /// The log's lease, if it is one for `count` keys from `start` on. A synchronous load is of this very step's answer, which
+    /// had half a lease's life left; a renewal that fails would leave a step without blocks that it counts on.
     fn lease_over(&mut self, handle: i64, start: u32, count: usize, sync: bool) -> Option<Lease> {
-        if !sync && self.must_renew(handle) {
-            let lease = self.link.as_mut()?.logs.get(handle)?.1.lease?;
-            self.query(handle, lease.from, lease.asked);
-        }
         let lease =
             self.link.as_mut()?.logs.get(handle)?.1.lease.filter(|lease| !(sync && lease.arriving))?;
         let count = u32::try_from(count).ok().filter(|count| *count > 0)?;
         let end = start.checked_add(count)?;
         (lease.from <= start && end <= lease.from + lease.hits).then_some(lease)
     }
-}
-
-/// Whether so much of a lease's life is over that it must not be relied on.
-fn is_old(connection: &Connection, lease: &Lease) -> bool {
-    clock::now() - lease.since > Duration::from_millis(connection.welcome.lease_ttl_ms) / 2
 }

@@ -3,7 +3,7 @@
 //! The engine's handle of a log is `incarnation << 16 | number`. Incarnations never repeat, also not over connections,
 //! so a handle from before a reconnect, or of a closed log, is recognised and is a miss.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use shm_protocol::layout::{CHUNK_KEYS, LOGS};
 
@@ -68,6 +68,15 @@ impl Log {
     }
 }
 
+// === impl Lease ===
+
+impl Lease {
+    /// Whether so much of its life is over that it must not be relied on.
+    pub(crate) fn is_old(&self, ttl: Duration, now: Instant) -> bool {
+        now - self.since > ttl / 2
+    }
+}
+
 // === impl LogTable ===
 
 impl LogTable {
@@ -108,6 +117,11 @@ impl LogTable {
         let entry = self.entries[number as usize].take()?;
         self.free.push(number);
         Some((number, entry.log))
+    }
+
+    /// Open logs.
+    pub(crate) fn len(&self) -> usize {
+        self.entries.len() - self.free.len()
     }
 
     /// Every open log.

@@ -3,13 +3,13 @@
 use shm_protocol::layout::SUBMISSION_RESERVED;
 use shm_protocol::message::Message;
 use shm_protocol::ring::{CursorError, Producer};
-use shm_protocol::session::{RegionRing, Ring};
+use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 
-use crate::connection::Connection;
+use super::endpoint::Endpoint;
 
 /// Posts messages; a peer whose cursor is impossible leaves it without room for good.
 #[derive(Debug)]
-pub(crate) struct Submission {
+pub struct Submission {
     producer: Producer<RegionRing>,
     broken: Option<CursorError>,
 }
@@ -18,8 +18,8 @@ pub(crate) struct Submission {
 
 impl Submission {
     /// The ring of a fresh connection.
-    pub(crate) fn new(connection: &Connection) -> Self {
-        Self { producer: Producer::new(connection.memory.ring(Ring::Submission)), broken: None }
+    pub fn new(memory: &SessionMemory) -> Self {
+        Self { producer: Producer::new(memory.ring(Ring::Submission)), broken: None }
     }
 
     /// Whether `slots` ordinary messages fit.
@@ -28,7 +28,7 @@ impl Submission {
     }
 
     /// Posts one message and returns its sequence number, or `None` without room. Not yet visible to the sidecar.
-    pub(crate) fn post(&mut self, request: impl Into<Message>) -> Option<u32> {
+    pub fn post(&mut self, request: impl Into<Message>) -> Option<u32> {
         let message = request.into();
         let reserved = if message.kind.reserved() { 0 } else { SUBMISSION_RESERVED as u32 };
         if !self.check(reserved) {
@@ -55,14 +55,14 @@ impl Submission {
     }
 
     /// Makes the posted messages visible and wakes the sidecar if there are any and it sleeps.
-    pub(crate) fn flush(&mut self, connection: &Connection) {
+    pub fn flush(&mut self, endpoint: &impl Endpoint) {
         if self.publish() {
-            connection.ring();
+            endpoint.ring();
         }
     }
 
     /// The sidecar's head, freshly read: everything before it has been copied out.
-    pub(crate) fn acknowledged(&mut self) -> u32 {
+    pub fn acknowledged(&mut self) -> u32 {
         if self.broken.is_none()
             && let Err(error) = self.producer.free()
         {

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use shm_protocol::layout::{BLOCK_IDS, CHUNKS};
 
-use crate::submission::passed;
+use super::submission::passed;
 
 /// The key arena's free chunks.
 #[derive(Debug)]

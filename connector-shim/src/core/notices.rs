@@ -44,7 +44,7 @@ pub(crate) enum Cause {
 
 /// What has been said and what is still to be handed over.
 #[derive(Debug, Default)]
-pub(crate) struct Notices {
+pub struct Notices {
     state: Mutex<State>,
 }
 
@@ -72,7 +72,7 @@ impl Notices {
     }
 
     /// Everything not yet handed over.
-    pub(crate) fn take(&self) -> Vec<String> {
+    pub fn take(&self) -> Vec<String> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).waiting.drain(..).collect()
     }
 }

@@ -1,7 +1,6 @@
 //! All of a scheduler's session that lives and dies with one connection: rings, arenas, logs and unfinished saves.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -13,12 +12,12 @@ use shm_protocol::ring::Consumer;
 use shm_protocol::session::{RegionRing, Ring};
 
 use super::Counters;
-use crate::arena::{BlockIds, Chunks};
-use crate::connection::Connection;
-use crate::log_table::{Log, LogTable};
-use crate::plan::Plan;
-use crate::saves::Saves;
-use crate::submission::Submission;
+use crate::core::arena::{BlockIds, Chunks};
+use crate::core::endpoint::Endpoint;
+use crate::core::log_table::{Log, LogTable};
+use crate::core::plan::Plan;
+use crate::core::saves::Saves;
+use crate::core::submission::Submission;
 
 /// A query without an answer yet.
 #[derive(Copy, Clone, Debug)]
@@ -31,8 +30,8 @@ pub(super) struct Question {
 
 /// All that lives and dies with one connection.
 #[derive(Debug)]
-pub(super) struct Link {
-    pub(super) connection: Arc<Connection>,
+pub(super) struct Link<C> {
+    pub(super) connection: C,
     pub(super) submission: Submission,
     pub(super) completions: Consumer<RegionRing>,
     pub(super) chunks: Chunks,
@@ -50,12 +49,12 @@ pub(super) struct Link {
 
 // === impl Link ===
 
-impl Link {
-    pub(super) fn new(connection: &Arc<Connection>, incarnation: u64) -> Self {
+impl<C: Endpoint> Link<C> {
+    pub(super) fn new(connection: C, incarnation: u64) -> Self {
         Self {
-            submission: Submission::new(connection),
-            completions: Consumer::new(connection.memory.ring(Ring::Completion)),
-            connection: Arc::clone(connection),
+            submission: Submission::new(connection.memory()),
+            completions: Consumer::new(connection.memory().ring(Ring::Completion)),
+            connection,
             chunks: Chunks::new(),
             block_ids: BlockIds::default(),
             logs: LogTable::new(incarnation),
@@ -69,12 +68,12 @@ impl Link {
 
     pub(super) fn heartbeat(&self) -> u64 {
         // Relaxed: only whether it moves matters.
-        self.connection.region().word64(header::SIDECAR_HEARTBEAT).load(Ordering::Relaxed)
+        self.connection.memory().region().word64(header::SIDECAR_HEARTBEAT).load(Ordering::Relaxed)
     }
 
     /// The first 8 bytes of the namespace that the engine is bound to; 0: none.
     pub(super) fn namespace(&self) -> u64 {
-        let bound = self.connection.memory.load_bound();
+        let bound = self.connection.memory().load_bound();
         if bound.weights == self.weights { bound.namespace } else { 0 }
     }
 
@@ -103,7 +102,7 @@ impl Link {
         let position = self.block_ids.position();
         let Some(sequence) = self.submission.post(request(position)) else { return false };
         for (index, block) in blocks.iter().enumerate() {
-            self.connection.memory.write_block_id(position.wrapping_add(index as u32), *block);
+            self.connection.memory().write_block_id(position.wrapping_add(index as u32), *block);
         }
         self.block_ids.lend(blocks.len(), sequence);
         true
@@ -113,13 +112,13 @@ impl Link {
     pub(super) fn post_load(&mut self, handle: i64, load: Load, blocks: &[u32]) -> Plan {
         let (_, log) = self.logs.get(handle).expect("looked up by the caller");
         let places: Vec<_> = (load.keys.from..load.keys.end()).map(|key| log.place(key)).collect();
-        let slots = places.into_iter().map(|(chunk, index)| self.connection.memory.read_ref(chunk, index));
+        let slots = places.into_iter().map(|(chunk, index)| self.connection.memory().read_ref(chunk, index));
         let blocks_and_slots = blocks.iter().copied().zip(slots).collect();
         // vLLM counts on the answer to the query by now. A sidecar that is gone, or has no room, breaks no promise: the
         // ranks have its pool mapped, and the slots are leased for a while yet.
         self.post_with_blocks(blocks, |position| SchedulerRequest::Load(Load { position, ..load }));
         let flags = load.flags.bits() & !LOAD_EARLY;
-        let (epoch, namespace) = (self.connection.welcome.epoch, self.namespace());
+        let (epoch, namespace) = (self.connection.epoch(), self.namespace());
         Plan { op: load.op, epoch, namespace, flags, blocks: blocks_and_slots }
     }
 
@@ -139,7 +138,7 @@ impl Link {
     /// Voids every save so far by the one word that always has room.
     pub(super) fn void_saves_below(&mut self, op: u64) -> usize {
         // Release: whoever sees the word sees every message posted before it.
-        self.connection.region().word64(header::VOID_SAVES_BELOW).store(op, Ordering::Release);
+        self.connection.memory().region().word64(header::VOID_SAVES_BELOW).store(op, Ordering::Release);
         self.saves.void()
     }
 
@@ -189,7 +188,7 @@ impl Link {
                 let (chunk, place) = log.place(index);
                 let hash = key(index)?;
                 let hash = fold.map_or(hash, |fold| hash.folded(&fold));
-                self.connection.memory.write_key(chunk, place, &hash);
+                self.connection.memory().write_key(chunk, place, &hash);
             }
             self.submission.post(SchedulerRequest::Append(append)).expect("room was counted by the caller");
             // An awake sidecar reads these keys while the next ones are written.

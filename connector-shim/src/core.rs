@@ -1,0 +1,16 @@
+//! The rules of both roles' sessions, without what lies outside of them.
+//!
+//! Nothing here reads a clock, sleeps, starts a thread, opens a descriptor or makes a system call but by an [`Endpoint`].
+//! Time is an argument. What both processes share is reached through shm-protocol's types. There are two hosts: this crate's
+//! `scheduler` and `worker`, and the sidecar's simulator.
+//!
+//! [`Endpoint`]: endpoint::Endpoint
+
+mod arena;
+pub mod endpoint;
+mod log_table;
+pub mod notices;
+pub mod plan;
+mod saves;
+pub mod scheduler;
+pub mod submission;

@@ -1,0 +1,48 @@
+//! What a session needs of the connection that its host made.
+
+use std::ops::Deref;
+use std::time::Duration;
+
+use shm_protocol::session::SessionMemory;
+
+/// This process' end of one connection.
+pub trait Endpoint {
+    /// The session's shared memory.
+    fn memory(&self) -> &SessionMemory;
+    /// The sidecar's life.
+    fn epoch(&self) -> u64;
+    /// How long the sidecar keeps a lease.
+    fn lease_ttl(&self) -> Duration;
+    /// Wakes the sidecar if it sleeps.
+    fn ring(&self);
+    /// Whether the sidecar is gone. Looks without waiting; the answer stays yes.
+    fn is_lost(&self) -> bool;
+    /// Hangs up. The sidecar stops everything it does for this session.
+    fn hang_up(&self);
+}
+
+impl<P: Deref<Target: Endpoint>> Endpoint for P {
+    fn memory(&self) -> &SessionMemory {
+        (**self).memory()
+    }
+
+    fn epoch(&self) -> u64 {
+        (**self).epoch()
+    }
+
+    fn lease_ttl(&self) -> Duration {
+        (**self).lease_ttl()
+    }
+
+    fn ring(&self) {
+        (**self).ring();
+    }
+
+    fn is_lost(&self) -> bool {
+        (**self).is_lost()
+    }
+
+    fn hang_up(&self) {
+        (**self).hang_up();
+    }
+}

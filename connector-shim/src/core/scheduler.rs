@@ -1,0 +1,408 @@
+//! A scheduler's session: asks what is kept, promises loads, posts saves and gives them up.
+//!
+//! Every call answers at once. Without a sidecar every answer is "miss" and every save is dropped.
+
+mod link;
+mod query;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use shm_protocol::key::BlockHash;
+use shm_protocol::layout::OPERATIONS;
+use shm_protocol::message::Saved;
+use shm_protocol::request::{self, Keys, SchedulerRequest};
+
+use self::link::Link;
+pub use self::query::{Asked, PENDING, UNBOUND_WAIT};
+use crate::core::endpoint::Endpoint;
+use crate::core::notices::{Cause, Notices};
+use crate::core::submission::Submission;
+use crate::error::ShimError;
+
+/// Resets that are told again, one by one, to a sidecar that was restarted; after more, it is told a fresh one, which
+/// costs the blocks kept since and nothing else.
+const SALTS_MAX: usize = 256;
+
+/// How a session asks and loads.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The most that all queries of one step may wait.
+    pub budget: Duration,
+    /// Whether the ranks copy loads themselves.
+    pub by_engine: bool,
+    /// Whether a load may begin when the step before its own is done: the engine neither zeroes nor copies into blocks.
+    pub early: bool,
+    /// Blocks of a part, where queries may be answered while their blocks are on their way ([`Session::load`]); 0: they
+    /// may not.
+    pub part_blocks: u32,
+}
+
+#[derive(Debug, Default)]
+struct Counters {
+    queries: u64,
+    hit_blocks: u64,
+    queries_from_lease: u64,
+    queries_answered_early: u64,
+    queries_timed_out: u64,
+    queries_not_asked: u64,
+    queries_without_room: u64,
+    appends_without_room: u64,
+    loads: u64,
+    loads_without_lease: u64,
+    saves: u64,
+    saves_without_room: u64,
+    blocks_committed: u64,
+    blocks_present: u64,
+    blocks_cancelled: u64,
+    blocks_dropped: u64,
+    blocks_checked: u64,
+    blocks_differing: u64,
+    saves_voided: u64,
+    connections_lost: u64,
+}
+
+/// One scheduler's session. See the module.
+#[derive(Debug)]
+pub struct Session<C> {
+    config: Config,
+    notices: Arc<Notices>,
+    link: Option<Link<C>>,
+    incarnation: u64,
+    left: Duration,
+    /// The sidecar's heartbeat when a query timed out; nothing is asked until it differs.
+    stalled: Option<u64>,
+    next_op: u64,
+    /// How often the weights may have changed.
+    weights: u64,
+    salts: Vec<[u8; 16]>,
+    counters: Counters,
+}
+
+// === impl Session ===
+
+impl<C: Endpoint> Session<C> {
+    /// Without a connection yet. What the engine's log is to say goes to `notices`.
+    pub fn new(config: Config, notices: Arc<Notices>) -> Self {
+        Self {
+            left: config.budget,
+            config,
+            notices,
+            link: None,
+            incarnation: 0,
+            stalled: None,
+            next_op: 1,
+            weights: 0,
+            salts: Vec::new(),
+            counters: Counters::default(),
+        }
+    }
+
+    /// Begins with a new sidecar, which is told first how often the weights changed, and which generation of the namespace this
+    /// engine is in.
+    pub fn attach(&mut self, connection: C) {
+        self.detach();
+        let mut link = Link::new(connection, self.incarnation);
+        link.weights = self.weights;
+        let weights = (self.weights > 0).then_some(SchedulerRequest::Weights { number: self.weights });
+        let told = weights.is_none_or(|weights| link.submission.post(weights).is_some());
+        assert!(told, "a fresh ring is empty");
+        for &salt in &self.salts {
+            let told = link.submission.post(SchedulerRequest::Salt { salt });
+            assert!(told.is_some(), "a fresh ring holds {SALTS_MAX} messages");
+        }
+        link.flush();
+        self.link = Some(link);
+    }
+
+    /// The connection is gone.
+    pub fn detach(&mut self) {
+        if let Some(link) = self.link.take() {
+            self.incarnation = link.logs.incarnation();
+            self.counters.connections_lost += 1;
+        }
+        self.stalled = None;
+    }
+
+    /// The connection in use.
+    pub fn connection(&self) -> Option<&C> {
+        self.link.as_ref().map(|link| &link.connection)
+    }
+
+    /// The ring of that connection, which tests write into beside the session.
+    pub fn submission(&mut self) -> Option<&mut Submission> {
+        self.link.as_mut().map(|link| &mut link.submission)
+    }
+
+    /// Whether a sidecar is there, as far as is known.
+    pub fn connected(&self) -> bool {
+        self.link.is_some()
+    }
+
+    /// Key logs that the sidecar has not been told the end of.
+    pub fn logs(&self) -> usize {
+        self.link.as_ref().map_or(0, |link| link.logs.len() + link.unclosed.len())
+    }
+
+    /// Blocks that the sidecar may still read.
+    pub fn saving(&self) -> usize {
+        self.link.as_ref().map_or(0, |link| link.saves.blocks())
+    }
+
+    /// The first 8 bytes of the namespace that the engine is bound to; 0: none.
+    pub fn namespace(&self) -> u64 {
+        self.link.as_ref().map_or(0, Link::namespace)
+    }
+
+    /// Opens a key log and returns its handle, -1 without sidecar or room. `fold` is mixed into every key. Wakes a
+    /// sleeping sidecar while the keys are still being written.
+    pub fn open(&mut self, fold: Option<[u8; 16]>) -> i64 {
+        let Some(link) = &mut self.link else { return -1 };
+        // A number is free again before its CLOSE has found room: that one goes first.
+        link.retry_closes();
+        if !link.unclosed.is_empty() {
+            return -1;
+        }
+        let Some(number) = link.logs.next_number() else { return -1 };
+        if link.submission.post(SchedulerRequest::Open { log: number }).is_none() {
+            return -1;
+        }
+        link.flush();
+        link.logs.open(fold).unwrap_or(-1)
+    }
+
+    /// Keys in a log; `None` where the handle is void.
+    pub fn length(&mut self, handle: i64) -> Option<u32> {
+        Some(self.link.as_mut()?.logs.get(handle)?.1.length)
+    }
+
+    /// Appends keys `start..start + count` and returns the log's length: all of them, or none without room. `start` must
+    /// be the length so far. A void handle has length 0.
+    pub fn append<E: From<ShimError>>(
+        &mut self,
+        handle: i64,
+        start: u32,
+        count: u32,
+        key: impl FnMut(u32) -> Result<BlockHash, E>,
+    ) -> Result<u32, E> {
+        let Some(length) = self.length(handle) else { return Ok(0) };
+        if start != length {
+            let text = format!("append from {start} to a log of {length} keys; append from its length");
+            return Err(ShimError::Argument(text).into());
+        }
+        let link = self.link.as_mut().expect("it has the log");
+        if !link.has_room_for_keys(length, count) {
+            self.counters.appends_without_room += 1;
+            return Ok(length);
+        }
+        link.write_keys(handle, count, key)?;
+        Ok(length + count)
+    }
+
+    /// Posts the save of keys `start..` from `blocks`, once step `step` is done. `checked`: what is kept already is compared
+    /// with them. False: dropped.
+    pub fn save(&mut self, handle: i64, start: u32, blocks: Vec<u32>, step: u64, checked: bool) -> bool {
+        let posted = self.try_save(handle, start, blocks, step, checked).is_some();
+        match posted {
+            true => self.counters.saves += 1,
+            false => self.counters.saves_without_room += 1,
+        }
+        posted
+    }
+
+    fn try_save(
+        &mut self,
+        handle: i64,
+        start: u32,
+        blocks: Vec<u32>,
+        step: u64,
+        checked: bool,
+    ) -> Option<()> {
+        let link = self.link.as_mut()?;
+        let (number, log) = link.logs.get(handle)?;
+        let count = u32::try_from(blocks.len()).ok().filter(|count| *count > 0)?;
+        if start.checked_add(count)? > log.length || !link.saves.has_room() {
+            return None;
+        }
+        let (op, keys) = (self.next_op, Keys { log: number, from: start, count });
+        let save = |position| SchedulerRequest::Save(request::Save { op, keys, position, step, checked });
+        if !link.post_with_blocks(&blocks, save) {
+            return None;
+        }
+        self.next_op += 1;
+        link.saves.begin(op, blocks);
+        Some(())
+    }
+
+    /// Gives up every unfinished save of these blocks, and returns how many there were. Visible to the sidecar at the
+    /// latest after [`Session::end_step`].
+    pub fn overwrite(&mut self, blocks: impl Iterator<Item = u32>) -> usize {
+        let Some(link) = &mut self.link else { return 0 };
+        if link.saves.blocks() == 0 {
+            return 0;
+        }
+        let mut given_up = 0;
+        for cancel in link.saves.cancel(blocks) {
+            given_up += cancel.count as usize;
+            if link.submission.post(SchedulerRequest::Cancel(cancel)).is_none() {
+                // No room even for giving up: this word covers all of them, those still listed too.
+                self.counters.saves_voided += 1;
+                return given_up + link.void_saves_below(self.next_op);
+            }
+        }
+        given_up
+    }
+
+    /// Gives up every unfinished save.
+    pub fn void_saves(&mut self) {
+        if let Some(link) = &mut self.link
+            && link.saves.blocks() > 0
+        {
+            self.counters.saves_voided += 1;
+            link.void_saves_below(self.next_op);
+        }
+    }
+
+    /// Ends the log's lease, if there is or may be one.
+    pub fn release(&mut self, handle: i64) {
+        let Some(link) = &mut self.link else { return };
+        let Some((number, log)) = link.logs.get(handle) else { return };
+        let (lease, pending) = (log.lease.take(), log.pending.take());
+        if let Some(op) = pending {
+            link.questions.remove(&op);
+        }
+        if lease.is_some() || pending.is_some() {
+            // Without room even here the lease ends with the log, or by its age.
+            link.submission.post(SchedulerRequest::Release { log: number });
+        }
+    }
+
+    /// Closes a log and what it holds.
+    pub fn close(&mut self, handle: i64) {
+        let Some(link) = &mut self.link else { return };
+        if let Some((number, log)) = link.logs.close(handle) {
+            if let Some(op) = log.pending {
+                link.questions.remove(&op);
+            }
+            link.post_close(number, log.chunks);
+        }
+    }
+
+    /// Starts a new generation of the namespace, which this random `salt` tells from every other: what was kept before is not
+    /// served any more, and no lease survives.
+    pub fn salt(&mut self, salt: [u8; 16]) {
+        self.end_generation(SchedulerRequest::Salt { salt });
+        if self.salts.len() == SALTS_MAX {
+            self.salts.clear();
+        }
+        self.salts.push(salt);
+    }
+
+    /// The engine's weights may have changed for the `number`th time: nothing is served, and nothing saved, until every rank
+    /// has stated what it holds now ([`crate::worker::Worker::set_weights`]). No lease survives. A number that is not above
+    /// the last one does nothing.
+    pub fn weights(&mut self, number: u64) {
+        if number <= self.weights {
+            return;
+        }
+        self.weights = number;
+        self.notices.forget(&[Cause::Barred, Cause::Differs]);
+        self.end_generation(SchedulerRequest::Weights { number });
+        if let Some(link) = &mut self.link {
+            (link.weights, link.unbound_since) = (number, None);
+        }
+    }
+
+    /// Tells the sidecar what ends every lease. One that has no room for it is left: the next connection is told first.
+    fn end_generation(&mut self, request: SchedulerRequest) {
+        let Some(link) = &mut self.link else { return };
+        if link.submission.post(request).is_some() {
+            link.flush();
+            link.questions.clear();
+            link.logs.iter_mut().for_each(|log| (log.lease, log.pending) = (None, None));
+        } else {
+            link.void_saves_below(u64::MAX);
+            link.connection.hang_up();
+            self.detach();
+        }
+    }
+
+    /// Ends a step: publishes, reaps, reclaims, and refills the budget. An error: the sidecar broke the protocol,
+    /// and is to be left.
+    pub fn end_step(&mut self) -> Result<(), String> {
+        self.left = self.config.budget;
+        self.prune_questions();
+        let Some(link) = &mut self.link else { return Ok(()) };
+        link.retry_closes();
+        link.flush();
+        let reaped = link.reap(&mut self.counters);
+        link.reclaim();
+        let broken = link.submission.broken().map(ToString::to_string);
+        if let Ok(Some(saved)) = reaped {
+            self.notices.say(Cause::Differs, differing(link.namespace(), saved));
+        }
+        let Some(text) = reaped.err().or(broken) else { return Ok(()) };
+        link.void_saves_below(u64::MAX);
+        self.detach();
+        Err(text)
+    }
+
+    /// Forgets queries that were posted and never asked for again.
+    fn prune_questions(&mut self) {
+        let oldest = self.next_op.saturating_sub(OPERATIONS as u64);
+        if let Some(link) = &mut self.link
+            && link.questions.len() >= OPERATIONS
+        {
+            link.questions.retain(|op, _| *op >= oldest);
+        }
+    }
+
+    /// Numbers since the start, by name.
+    pub fn stats(&self) -> BTreeMap<&'static str, u64> {
+        let c = &self.counters;
+        BTreeMap::from([
+            ("queries", c.queries),
+            ("hit_blocks", c.hit_blocks),
+            ("queries_from_lease", c.queries_from_lease),
+            ("queries_answered_early", c.queries_answered_early),
+            ("queries_timed_out", c.queries_timed_out),
+            ("queries_not_asked", c.queries_not_asked),
+            ("queries_without_room", c.queries_without_room),
+            ("appends_without_room", c.appends_without_room),
+            ("loads", c.loads),
+            ("loads_without_lease", c.loads_without_lease),
+            ("saves", c.saves),
+            ("saves_without_room", c.saves_without_room),
+            ("blocks_committed", c.blocks_committed),
+            ("blocks_present", c.blocks_present),
+            ("blocks_cancelled", c.blocks_cancelled),
+            ("blocks_dropped", c.blocks_dropped),
+            ("blocks_checked", c.blocks_checked),
+            ("blocks_differing", c.blocks_differing),
+            ("saves_voided", c.saves_voided),
+            ("connections_lost", c.connections_lost),
+        ])
+    }
+
+    /// Makes what was posted visible to the sidecar.
+    pub fn flush(&mut self) {
+        if let Some(link) = &mut self.link {
+            link.flush();
+        }
+    }
+}
+
+/// The notice for the engine's log when its check found that it computes other KV than the sidecar keeps.
+fn differing(namespace: u64, saved: Saved) -> String {
+    let millionths = |part: u32| f64::from(part) / 1e6;
+    let digits: String = namespace.to_le_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
+    format!(
+        "PILLION STAYS OUT of namespace {digits}...: KV that this engine computed itself differs from what is kept by {} (limit {}), \
+         so it is served nothing there for the rest of its run, and what it saved is removed. Its weights, code or settings \
+         differ under equal facts from those of the engine that saved: find what does and start it again, or set \
+         pillion.model_id to a text of its own",
+        millionths(saved.difference),
+        millionths(saved.limit)
+    )
+}

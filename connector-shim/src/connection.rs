@@ -148,7 +148,7 @@ impl Connection {
         }
         let memory = SessionMemory::open(welcome.version, memory).map_err(|error| error.to_string())?;
         let pool = match maps_pool {
-            true => Some(Arc::new(Pool::map(&pool, welcome.pool_bytes, welcome.epoch)?)),
+            true => Some(Arc::new(Pool::map(&pool, welcome.pool_bytes)?)),
             false => None,
         };
         Ok(Self { memory, pool, welcome, socket, doorbell, sidecar, lost: AtomicBool::new(false) })

@@ -14,3 +14,4 @@ pub mod plan;
 mod saves;
 pub mod scheduler;
 pub mod submission;
+pub mod worker;

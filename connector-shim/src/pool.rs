@@ -23,7 +23,6 @@ pub(crate) struct Pool {
     sealed: bool,
     /// Whether it was seen to be settled.
     settled: AtomicBool,
-    epoch: u64,
     segment_bytes: u64,
     segments: u64,
 }
@@ -32,7 +31,7 @@ pub(crate) struct Pool {
 
 impl Pool {
     /// Maps the pool that came with the handshake, once its size and header are sound.
-    pub(crate) fn map(fd: &OwnedFd, bytes: u64, epoch: u64) -> Result<Self, String> {
+    pub(crate) fn map(fd: &OwnedFd, bytes: u64) -> Result<Self, String> {
         let held = descriptor_bytes(fd).map_err(|errno| format!("the pool: {errno}"))?;
         if held < bytes {
             return Err(format!("the pool has {held} bytes, the sidecar said {bytes}"));
@@ -50,12 +49,7 @@ impl Pool {
         };
         let extent = Extent::new(file, bytes);
         let (region, settled) = (Arc::new(region), AtomicBool::new(false));
-        Ok(Self { region, extent, sealed, settled, epoch, segment_bytes, segments })
-    }
-
-    /// The sidecar's life that this mapping belongs to.
-    pub(crate) fn epoch(&self) -> u64 {
-        self.epoch
+        Ok(Self { region, extent, sealed, settled, segment_bytes, segments })
     }
 
     /// What copies read.

@@ -10,48 +10,39 @@ mod copies;
 mod device;
 mod link;
 mod memory;
-mod patience;
 mod stager;
-mod watch;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
-use std::time::{Duration, Instant};
 
 use copy_engine::cuda::{CudaError, Event};
 use shm_protocol::handshake::{self, Copier, Digest, Hello, Role};
 use shm_protocol::key::NamespaceDigest;
-use shm_protocol::layout::{QUERY_WAIT_MS_MAX, header};
+use shm_protocol::layout::header;
 use shm_protocol::namespace::{self, Facts};
-use shm_protocol::request::WorkerRequest;
 use shm_protocol::session::Bound;
+use shm_protocol::wait;
 
-use self::copies::{Copies, Job, Load, Order, is_whole};
+use self::copies::{Copies, Load, Order};
 use self::device::Device;
-use self::link::Link;
-pub use self::link::SETTLE;
+use self::link::{Job, Link, Next, RankConnection, Session};
 pub use self::memory::Memory;
 use self::memory::{Opened, open_memory};
-use self::patience::Patience;
-use self::watch::Watch;
 use crate::client::{Change, Client};
 use crate::clock;
 use crate::connection::{Address, Connection};
 use crate::core::endpoint::Endpoint;
 use crate::core::notices::{Cause, Notices};
 use crate::core::plan::Plan;
+pub use crate::core::worker::patience::LOAD_DEADLINE;
+use crate::core::worker::patience::Patience;
+pub use crate::core::worker::watch::SETTLE;
+use crate::core::worker::watch::Watch;
 use crate::error::{ShimError, argument};
-use crate::pool::Pool;
-
-/// How long a copy by the sidecar is waited for without progress before the engine copies itself: a hundred times what the
-/// largest load takes, and short enough for a request that waits.
-pub const LOAD_DEADLINE: Duration = Duration::from_secs(2);
-/// How long the pool of a sidecar's earlier life stays mapped after the next one was found: plans made before are on
-/// their way for a step or two, and the memory is needed by the next sidecar.
-const POOL_KEPT: Duration = Duration::from_secs(5);
+use crate::scheduler::SLEEP_TURN;
 
 /// What a new session needs to know.
 #[derive(Debug)]
@@ -82,14 +73,6 @@ pub enum Begun {
     No(Plan),
 }
 
-/// What a rank has said of its weights since its HELLO.
-#[derive(Copy, Clone, Debug, Default)]
-struct Weights {
-    number: u64,
-    answers: u64,
-    live: [u8; 16],
-}
-
 /// An asynchronous load that ended.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Ended {
@@ -106,44 +89,20 @@ struct Part {
     slot_bytes: u64,
 }
 
-/// A load into host memory for which the sidecar's word is awaited.
-#[derive(Debug)]
-struct Awaited {
-    plan: Plan,
-    refused: bool,
-    link: Arc<Link>,
-    patience: Patience,
-}
-
 /// One rank's session. See the module.
 #[derive(Debug)]
 pub struct Worker {
     client: Client,
-    link: Option<Arc<Link>>,
+    session: Session,
     /// Where the memory is a GPU's.
     device: Option<Device>,
     copies: Arc<Copies>,
-    pool: Option<Arc<Pool>>,
-    earlier_pool: Option<(Instant, Arc<Pool>)>,
-    awaited: Vec<Awaited>,
     copier: Option<Sender<Order>>,
     /// Where saves are staged: who is given every connection.
     stager: Option<Sender<Arc<Link>>>,
-    /// This rank copies every load itself.
-    by_engine: bool,
-    run: Option<[u8; 16]>,
-    joined: bool,
-    /// The last step begun.
-    started: u64,
     facts: Facts,
     /// Digest of the weights that it loaded.
     live: Option<[u8; 16]>,
-    weights: Weights,
-    /// Whether the sidecar was told the last of them.
-    told: bool,
-    /// The first 8 bytes of the namespace that the rank was bound to last, also by a sidecar that is gone: its promises can
-    /// still be kept. 0: none since the weights may have changed.
-    bound: u64,
     /// The namespace that was told last, and the words that it was made of.
     named: Option<(Bound, (NamespaceDigest, Facts))>,
 }
@@ -171,6 +130,7 @@ impl Worker {
         let address = Address::new(socket, &hello, descriptors)?;
         let notices = Arc::new(Notices::default());
         let gpu = device.as_ref().map(Device::gpu);
+        let block_bytes = memory.block_bytes();
         let copies = Arc::new(Copies::new(memory, gpu, cuts, part, Arc::clone(&notices)));
         // A wait may be enqueued only where somebody can end it.
         let copier = device.is_some().then(|| copies.spawn()).transpose();
@@ -179,29 +139,19 @@ impl Worker {
         // Not before the sidecar took the rank: on a GPU the segment stays until the process ends.
         let stager = staging.map(|staging| stager::spawn(&copies, staging, &notices)).transpose();
         let stager = stager.map_err(|error| ShimError::no_thread(&error))?;
-        let mut session = Self {
+        let mut worker = Self {
             client,
-            link: None,
+            session: Session::new(by_engine, block_bytes, notices),
             device,
             copies,
-            pool: None,
-            earlier_pool: None,
-            awaited: Vec::new(),
             copier,
             stager,
-            by_engine,
-            run: None,
-            joined: false,
-            started: 0,
             facts,
             live,
-            weights: Weights::default(),
-            told: true,
-            bound: 0,
             named: None,
         };
-        session.connect();
-        Ok(session)
+        worker.connect();
+        Ok(worker)
     }
 
     /// Refuses a forked child; to be called before anything else by whoever may be one.
@@ -211,7 +161,7 @@ impl Worker {
 
     /// Whether a sidecar is there, as far as is known.
     pub fn connected(&self) -> bool {
-        self.link.is_some()
+        self.session.link().is_some()
     }
 
     /// Connections so far.
@@ -223,7 +173,7 @@ impl Worker {
     /// have a part in it, what the sidecar named in its WELCOME. `None` while neither is known, or since the weights may have
     /// changed.
     pub fn namespace(&mut self) -> Option<&(NamespaceDigest, Facts)> {
-        let connection = &self.link.as_ref()?.connection;
+        let connection = &self.session.link()?.connection;
         let bound = connection.memory.load_bound();
         if self.named.as_ref().is_none_or(|(words, _)| *words != bound) {
             self.named = self.name(connection, bound).map(|named| (bound, named));
@@ -238,8 +188,8 @@ impl Worker {
         let digest = namespace::digest(&facts);
         // The words may be those of two moments.
         let is_named = match is_bound {
-            true => digest.words()[0] == bound.namespace && bound.weights == self.weights.number,
-            false => digest.to_string() == connection.welcome.namespace && self.weights.number == 0,
+            true => digest.words()[0] == bound.namespace && bound.weights == self.session.weights(),
+            false => digest.to_string() == connection.welcome.namespace && self.session.weights() == 0,
         };
         is_named.then_some((digest, facts))
     }
@@ -247,11 +197,7 @@ impl Worker {
     /// Takes part in the scheduler's run. Does nothing when this was said already on this connection.
     pub fn join(&mut self, run: [u8; 16]) {
         self.refresh();
-        if self.run != Some(run) {
-            self.run = Some(run);
-            self.joined = false;
-        }
-        self.introduce();
+        self.session.join(run);
     }
 
     /// States the weights that this rank holds, by a digest of a sample, in answer to the scheduler's `answers`th change; a
@@ -259,30 +205,25 @@ impl Worker {
     /// shared with nobody. Until the sidecar has bound it anew every load is refused.
     pub fn set_weights(&mut self, answers: u64, live: Option<[u8; 16]>) -> Result<(), ShimError> {
         let live = live.map_or_else(random16, Ok)?;
-        let Weights { number, answers: last, .. } = self.weights;
-        self.weights = Weights { number: number + 1, answers: answers.max(last), live };
-        (self.told, self.bound, self.named) = (false, 0, None);
-        self.introduce();
+        self.session.set_weights(answers, live);
+        self.named = None;
         Ok(())
     }
 
     /// Step `step` begins: its loads may be written. On a GPU, once `stream` gets there.
     pub fn start(&mut self, step: u64, stream: u64) {
         self.refresh();
-        self.started = step;
         if let Some(device) = &mut self.device {
             device.begin_step(&self.copies);
         }
         self.store(header::FENCE_START, step, stream);
-        if let Some(link) = &self.link {
-            link.retry();
-        }
+        self.session.start(step);
     }
 
     /// The KV of step `step` is written; on a GPU, once `stream` gets there. `ring`: something waits for that.
     pub fn done(&mut self, step: u64, ring: bool, stream: u64) {
         self.store(header::FENCE_DONE, step, stream);
-        if ring && let Some(link) = &self.link {
+        if ring && let Some(link) = self.session.link() {
             link.connection.ring();
         }
     }
@@ -292,7 +233,7 @@ impl Worker {
     /// [`Worker::load_now`] is called. No stream ever waits for copies that this process is still to enqueue: a kernel's first
     /// launch or an allocation behind it would keep the driver from them.
     pub fn load_on(&mut self, plan: Plan, stream: u64, overlap: bool) -> Result<Begun, ShimError> {
-        if self.copies_itself(&plan) {
+        if self.session.copies_itself(&plan) {
             return Ok(Begun::No(plan));
         }
         let Some((link, device)) = self.link_of(&plan).zip(self.device.as_mut()) else {
@@ -327,21 +268,28 @@ impl Worker {
 
     /// Loads a plan's blocks now and returns those that failed.
     pub fn load_now(&mut self, plan: Plan) -> Vec<u32> {
-        if !self.copies_itself(&plan)
-            && self.device.is_none()
-            && let Some(link) = self.link_of(&plan)
-        {
-            let (outcome, refused) =
-                (link.wait(plan.op, patience(&plan, self.awaited_bytes(&plan))), self.refuses(&plan));
-            if is_whole(&plan, outcome) {
-                self.copies.count_sidecar(&plan);
-                return if refused { plan.block_ids() } else { Vec::new() };
-            }
-            let job = self.rescue(plan, refused, link);
+        if self.device.is_some() {
+            let job = self.job(plan);
             return self.copies.carry_out(&job);
         }
-        let job = self.job(plan);
-        self.copies.carry_out(&job)
+        let mut next = self.session.begin(plan);
+        if let Next::Await(awaited) = &next {
+            awaited.link.connection.ring();
+        }
+        loop {
+            match next {
+                Next::Whole(awaited) => {
+                    self.copies.count_sidecar(&awaited.plan);
+                    return awaited.failed();
+                }
+                Next::Copy(job) => return self.copies.carry_out(&job),
+                Next::Await(awaited) => {
+                    let region = awaited.link.connection.region();
+                    wait::sleep_turn(region, SLEEP_TURN, || awaited.outcome().is_some());
+                    next = self.session.look(awaited, clock::now());
+                }
+            }
+        }
     }
 
     /// Begins to load a plan's blocks, free once `stream` gets there; [`Worker::finished`] tells the end.
@@ -349,59 +297,32 @@ impl Worker {
         if let Some(device) = &mut self.device {
             let reached = device.stream(stream).record()?;
             self.follow(plan, reached, false);
-        } else if !self.copies_itself(&plan)
-            && let Some(link) = self.link_of(&plan)
-        {
-            let (patience, refused) = (patience(&plan, self.awaited_bytes(&plan)), self.refuses(&plan));
-            self.awaited.push(Awaited { plan, refused, link, patience });
         } else {
-            let job = self.job(plan);
-            self.submit(Order::Copy(job));
+            let next = self.session.begin(plan);
+            self.go_on(next);
         }
         Ok(())
     }
 
-    /// Whether the sidecar writes nothing of a plan into this rank's memory.
-    fn copies_itself(&self, plan: &Plan) -> bool {
-        self.by_engine || plan.by_engine()
-    }
-
-    /// Whether a plan's blocks are none of this rank's namespace. The scheduler and the ranks are bound by the sidecar one after
-    /// the other, and weights may have changed since the plan was made.
-    fn refuses(&mut self, plan: &Plan) -> bool {
-        self.read_binding();
-        let refused = plan.namespace == 0 || plan.namespace != self.bound;
-        if refused {
-            self.client.notices().say(
-                Cause::Mismatch,
-                format!(
-                    "a load of namespace {:016x} was refused: this rank's is {:016x}; its blocks are computed again. Loads that \
-                     were planned before the weights changed end so; if it goes on, the engine's roles run different releases",
-                    plan.namespace.swap_bytes(),
-                    self.bound.swap_bytes()
-                ),
-            );
-        }
-        refused
-    }
-
-    /// Remembers what the sidecar has bound this rank to.
-    fn read_binding(&mut self) {
-        if let Some(link) = &self.link {
-            let bound = link.connection.memory.load_bound();
-            if bound.weights == self.weights.number && bound.namespace != 0 {
-                self.bound = bound.namespace;
+    /// Does what is to be done next for a load into host memory that no step waits for.
+    fn go_on(&mut self, next: Next) {
+        match next {
+            Next::Await(awaited) => self.session.awaited.push(awaited),
+            Next::Whole(awaited) => {
+                self.copies.count_sidecar(&awaited.plan);
+                self.copies.end(Ended { op: awaited.plan.op, failed: awaited.failed() });
             }
+            Next::Copy(job) => self.submit(Order::Copy(job)),
         }
     }
 
     /// Gives a load into GPU memory to the thread, and returns the blocks that count as failed whatever comes.
     fn follow(&mut self, plan: Plan, reached: Event, sync: bool) -> Vec<u32> {
-        let promised = !self.copies_itself(&plan);
+        let promised = !self.session.copies_itself(&plan);
         let job = self.job(plan);
         let is_theirs = promised && job.link.is_some();
         let bytes = self.copies.count_watched(&job, sync);
-        let watch = if is_theirs { Watch::promised(patience(&job.plan, bytes)) } else { Watch::ours() };
+        let watch = if is_theirs { Watch::promised(Patience::of(&job.plan, bytes)) } else { Watch::ours() };
         let failed = if job.refused { job.plan.block_ids() } else { Vec::new() };
         let load = Load { job, reached: Box::new(reached), sync, watch, fetch: None };
         self.submit(Order::Watch(Box::new(load)));
@@ -410,49 +331,17 @@ impl Worker {
 
     /// Loads begun by [`Worker::load_later`] that ended, each once.
     pub fn finished(&mut self) -> Vec<Ended> {
-        self.drop_earlier_pool();
-        for awaited in std::mem::take(&mut self.awaited) {
-            self.look_at(awaited);
+        self.session.drop_earlier_pool(clock::now());
+        for awaited in std::mem::take(&mut self.session.awaited) {
+            let next = self.session.look(awaited, clock::now());
+            self.go_on(next);
         }
         self.copies.take_ended()
     }
 
-    fn look_at(&mut self, awaited: Awaited) {
-        let Awaited { plan, refused, link, mut patience } = awaited;
-        let outcome = link.outcome(plan.op);
-        if is_whole(&plan, outcome) {
-            self.copies.count_sidecar(&plan);
-            let failed = if refused { plan.block_ids() } else { Vec::new() };
-            self.copies.end(Ended { op: plan.op, failed });
-        } else if outcome.is_some_and(|outcome| outcome.status.is_refusal()) {
-            // Nobody writes a block of it: there is nothing to take back.
-            let job = self.job(plan);
-            self.submit(Order::Copy(job));
-        } else if outcome.is_some() || link.connection.is_lost() || link.is_late(&mut patience) {
-            let job = self.rescue(plan, refused, link);
-            self.submit(Order::Copy(job));
-        } else {
-            self.awaited.push(Awaited { plan, refused, link, patience });
-        }
-    }
-
-    /// Host memory: bytes of a load, and of those ahead of it.
-    fn awaited_bytes(&self, plan: &Plan) -> u64 {
-        let plans = self.awaited.iter().map(|awaited| &awaited.plan).chain([plan]);
-        plans.map(|plan| self.copies.bytes(plan)).sum()
-    }
-
-    /// Takes a load into host memory away from the sidecar.
-    fn rescue(&self, plan: Plan, refused: bool, link: Arc<Link>) -> Job {
-        self.copies.note_rescue();
-        link.close_gate(plan.op);
-        let pool = self.pool_of(&plan);
-        Job { plan, pool, link: Some(link), rescue: true, refused }
-    }
-
     fn job(&mut self, plan: Plan) -> Job {
-        let refused = self.refuses(&plan);
-        Job { pool: self.pool_of(&plan), link: self.link_of(&plan), plan, rescue: false, refused }
+        let link = self.link_of(&plan);
+        Job { link, ..self.session.job(plan) }
     }
 
     /// Hands an order to the thread, which on host memory starts with the first one.
@@ -478,23 +367,15 @@ impl Worker {
     /// The connection to the sidecar that made the plan possible; on a GPU also one that ended, as long as that sidecar's
     /// stream may be writing the plan's blocks: the load must be taken back from it.
     fn link_of(&self, plan: &Plan) -> Option<Arc<Link>> {
-        let link = self.link.clone().filter(|link| link.connection.welcome.epoch == plan.epoch);
+        let link = self.session.link_of(plan);
         link.or_else(|| self.device.as_ref()?.retired_link(plan.epoch))
-    }
-
-    fn pool_of(&self, plan: &Plan) -> Option<Arc<Pool>> {
-        let earlier = self.earlier_pool.as_ref().map(|(_, pool)| pool);
-        self.pool.iter().chain(earlier).find(|pool| pool.epoch() == plan.epoch).cloned()
     }
 
     /// Stores a fence word: at once on host memory, in the order of the engine's stream on a GPU.
     fn store(&mut self, word: usize, step: u64, stream: u64) {
-        match (&self.link, &mut self.device) {
+        match (self.session.link(), &mut self.device) {
             (None, _) => {}
-            (Some(link), None) => {
-                // SYNC POINT(step): release pairs with the sidecar's acquire; the KV written before is visible with it.
-                link.connection.region().word64(word).store(step, Ordering::Release);
-            }
+            (Some(link), None) => link.store(word, step),
             (Some(link), Some(device)) => {
                 if let Err(error) = device.write_fence(&device.stream(stream), link, word, step) {
                     self.leave(error);
@@ -504,7 +385,7 @@ impl Worker {
     }
 
     fn refresh(&mut self) {
-        self.drop_earlier_pool();
+        self.session.drop_earlier_pool(clock::now());
         match self.client.refresh(false) {
             Change::Same => {}
             Change::Lost => self.part(),
@@ -515,31 +396,24 @@ impl Worker {
     fn connect(&mut self) {
         self.part();
         let Some(connection) = self.client.connection().cloned() else { return };
-        match Link::new(&connection, self.device.as_ref().map(Device::gpu)) {
-            Ok(link) => self.give_link(Arc::new(link)),
-            Err(error) => return self.leave(error),
-        }
-        (self.joined, self.told, self.named) = (false, self.weights.number == 0, None);
+        let pool = connection.pool.clone().expect("workers map the pool");
         if let Some(note) = &connection.welcome.note {
             self.client.notices().forget(&[Cause::Note]);
             self.client.notices().say(Cause::Note, note.as_str());
         }
-        if let Some(pool) = self.pool.replace(connection.pool.clone().expect("workers map the pool")) {
-            self.earlier_pool = Some((clock::now(), pool));
+        match RankConnection::new(connection, self.device.as_ref().map(Device::gpu)) {
+            Ok(connection) => self.session.attach(connection, pool, clock::now()),
+            Err(error) => return self.leave(error),
         }
-        self.introduce();
-    }
-
-    fn give_link(&mut self, link: Arc<Link>) {
+        self.named = None;
         // A stager that is gone has nothing to answer: its saves are dropped by the sidecar's deadline.
-        self.stager.iter().for_each(|stager| _ = stager.send(Arc::clone(&link)));
-        self.link = Some(link);
+        let link = self.session.link().into_iter();
+        link.zip(&self.stager).for_each(|(link, stager)| _ = stager.send(Arc::clone(link)));
     }
 
-    /// Lets go of a connection that ended. What it promised by its last binding may still be loaded.
+    /// Lets go of a connection that ended.
     fn part(&mut self) {
-        self.read_binding();
-        if let (Some(link), Some(device)) = (self.link.take(), &mut self.device) {
+        if let (Some(link), Some(device)) = (self.session.detach(), &mut self.device) {
             device.retire(link);
         }
     }
@@ -550,26 +424,6 @@ impl Worker {
             format!("the GPU's driver refuses the words shared with the sidecar ({error}); connecting anew");
         self.client.leave(Cause::Gpu, text);
         self.part();
-    }
-
-    /// Tells the sidecar what it does not know: the weights first, so that a rank which has joined holds what it stated.
-    fn introduce(&mut self) {
-        let Some(link) = &self.link else { return };
-        if !self.told {
-            let Weights { number, answers, live } = self.weights;
-            self.told = link.post(WorkerRequest::Weights { number, answers, live });
-        }
-        if let (true, false, Some(run)) = (self.told, self.joined, self.run) {
-            // What was said of loads up to that step may have been lost with the last connection.
-            self.joined = link.post(WorkerRequest::Join { run, step: self.started });
-        }
-    }
-
-    /// Loads that still need the mapping hold it themselves.
-    fn drop_earlier_pool(&mut self) {
-        if self.earlier_pool.as_ref().is_some_and(|(since, _)| clock::now() - *since > POOL_KEPT) {
-            self.earlier_pool = None;
-        }
     }
 
     /// Numbers since the start, by name.
@@ -610,22 +464,16 @@ fn random16() -> Result<[u8; 16], ShimError> {
     }
 }
 
-/// With a load that has so many bytes in it and ahead of it. Its blocks may be on their way for as long as a query may wait.
-fn patience(plan: &Plan, bytes: u64) -> Patience {
-    let arrival = Duration::from_millis(u64::from(QUERY_WAIT_MS_MAX));
-    Patience::new(if plan.arriving() { arrival } else { Duration::ZERO }, bytes)
-}
-
 impl Drop for Worker {
     fn drop(&mut self) {
         if self.client.is_forked() {
             // The mappings are not there in a child, and something else may lie at their addresses: never unmap them.
-            std::mem::forget((self.pool.take(), self.earlier_pool.take(), self.link.take()));
-            std::mem::forget(std::mem::take(&mut self.awaited));
+            let nothing = Session::new(false, 0, Arc::default());
+            std::mem::forget(std::mem::replace(&mut self.session, nothing));
         }
         if let Some(device) = self.device.take() {
             // Streams may still reach its words and its staging memory, or the driver be gone already.
-            std::mem::forget((device, self.link.take(), Arc::clone(&self.copies)));
+            std::mem::forget((device, self.session.detach(), Arc::clone(&self.copies)));
         }
     }
 }

@@ -13,36 +13,22 @@ use std::time::Duration;
 
 use copy_engine::EngineMemory;
 use copy_engine::cuda::{CudaError, Event, Gpu};
-use shm_protocol::message::{Outcome, Status};
-use shm_protocol::request::LoadEnd;
 
 use self::fetch::{Fetch, Step};
-use super::link::{Batches, Link};
-use super::watch::{Seen, Verdict, Watch};
+use super::link::{Job, Link, settle};
 use super::{Ended, Part};
 use crate::clock;
 use crate::core::endpoint::Endpoint;
 use crate::core::notices::{Cause, Notices};
 use crate::core::plan::Plan;
-use crate::pool::Pool;
+use crate::core::worker::link::Batches;
+use crate::core::worker::load::is_whole;
+use crate::core::worker::watch::{Seen, Verdict, Watch};
 
 /// Time between two looks at loads in progress: far below the deadline, and a thousandth of a core.
 const LOOK: Duration = Duration::from_millis(1);
 /// The same while this process copies, or is about to for a stream that waits.
 const POLL: Duration = Duration::from_micros(20);
-
-/// A load that this process copies, or may come to copy.
-#[derive(Debug)]
-pub(super) struct Job {
-    pub(super) plan: Plan,
-    pub(super) pool: Option<Arc<Pool>>,
-    /// Where LOADED goes; `None` if the sidecar that promised it is gone.
-    pub(super) link: Option<Arc<Link>>,
-    /// The sidecar may be writing a block of it.
-    pub(super) rescue: bool,
-    /// It is of another namespace than the rank: whoever writes its blocks, they count as failed.
-    pub(super) refused: bool,
-}
 
 /// A load into GPU memory that the thread sees through.
 #[derive(Debug)]
@@ -207,15 +193,12 @@ impl Copies {
 
     /// Carries out a job, tells the sidecar, and returns the failed blocks.
     pub(super) fn carry_out(&self, job: &Job) -> Vec<u32> {
-        if job.rescue
-            && let Some(link) = &job.link
-        {
-            link.settle();
+        if job.rescue {
+            self.note_rescue();
+            settle(job);
         }
         let failed = self.fetch(job);
-        if let Some(link) = &job.link {
-            link.post_loaded(job.plan.op, job.end(failed.is_empty()));
-        }
+        job.report(failed.is_empty());
         failed
     }
 
@@ -375,11 +358,9 @@ impl Copies {
             return false;
         }
         let failed = self.end_fetch(fetch, &load.job);
-        let end = load.job.end(failed.is_empty());
+        let whole = failed.is_empty();
         self.conclude(load, failed);
-        if let Some(link) = &link {
-            link.post_loaded(op, end);
-        }
+        load.job.report(whole);
         true
     }
 
@@ -393,19 +374,6 @@ impl Copies {
         } else {
             let all = load.job.plan.blocks.len();
             end_process(&format!("{lost} of {all} blocks of a promised load can be had from nowhere"));
-        }
-    }
-}
-
-// === impl Job ===
-
-impl Job {
-    /// What the sidecar is told of it.
-    fn end(&self, whole: bool) -> LoadEnd {
-        match whole {
-            _ if self.refused => LoadEnd::Mismatch,
-            true => LoadEnd::Whole,
-            false => LoadEnd::Failed,
         }
     }
 }
@@ -428,11 +396,6 @@ impl Load {
         let refused = outcome.is_some_and(|outcome| outcome.status.is_refusal());
         Ok(Seen { reached, whole, refused, broken, batches, cuts: delivered, gone })
     }
-}
-
-/// Whether the sidecar moved every block.
-pub(super) fn is_whole(plan: &Plan, outcome: Option<Outcome>) -> bool {
-    outcome.is_some_and(|o| o.status == Status::Ok && o.value as usize == plan.blocks.len())
 }
 
 /// The next order; only an idle thread waits for one without end.

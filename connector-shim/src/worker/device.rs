@@ -7,8 +7,9 @@ use copy_engine::cuda::{self, CudaError, DeviceMemory, Event, Exported, Gpu};
 use shm_protocol::handshake::{self, CudaAllocation, CudaMemory};
 
 use super::copies::Copies;
-use super::link::{Link, SETTLE};
+use super::link::Link;
 use crate::clock;
+use crate::core::worker::watch::SETTLE;
 use crate::error::{ShimError, argument};
 use crate::stream::{EngineStream, Probe};
 
@@ -112,7 +113,7 @@ impl Device {
         word: usize,
         step: u64,
     ) -> Result<(), CudaError> {
-        stream.write_fence(link.words(), word, step)?;
+        stream.write_fence(link.connection.words(), word, step)?;
         self.note_use(stream)
     }
 
@@ -159,7 +160,7 @@ impl Device {
     pub(super) fn wait(&mut self, stream: &EngineStream, cuts: usize) -> Result<(), CudaError> {
         let (cuts, before) = (cuts.min(self.cuts), self.waits);
         for load in self.loads.iter_mut().filter(|load| load.waited < cuts) {
-            stream.wait_for_load(load.link.words(), load.op, cuts)?;
+            stream.wait_for_load(load.link.connection.words(), load.op, cuts)?;
             load.waited = cuts;
             self.waits += 1;
         }

@@ -42,18 +42,6 @@ pub(crate) struct PoolMap {
 
 // === impl Connection ===
 
-impl Connection {
-    /// The namespace that the session is bound to after its WEIGHTS of that number; 0: none.
-    pub(crate) fn namespace(&self, weights: u64) -> u64 {
-        let bound = self.memory.load_bound();
-        if bound.weights == weights { bound.namespace } else { 0 }
-    }
-
-    pub(crate) fn word(&self, offset: usize) -> &std::sync::atomic::AtomicU64 {
-        self.memory.region().word64(offset)
-    }
-}
-
 impl Endpoint for Connection {
     fn memory(&self) -> &SessionMemory {
         &self.memory

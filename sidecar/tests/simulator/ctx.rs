@@ -23,13 +23,12 @@ pub(crate) const COPIERS: usize = 2;
 /// Product times, shortened so that a run sees many of each: a step takes about a millisecond here as there.
 pub(crate) const TICK: Micros = 5_000;
 pub(crate) const RETRY: Micros = 20_000;
-pub(crate) const LOAD_DEADLINE: Micros = 20_000;
-/// Longer than most blocks are on their way, shorter than some.
-pub(crate) const ARRIVAL_DEADLINE: Micros = 50_000;
+/// How much faster than `now` the clock of a rank's session runs: its deadlines are 2 s and more.
+const RANK_HASTE: u32 = 100;
 /// Longer than any freeze: beyond it the product gives up a sidecar that is frozen half-way through a block.
 pub(crate) const SETTLE: Micros = 10_000_000;
-pub(crate) const POOL_KEPT: Micros = 50_000;
-pub(crate) const HOLD: Micros = POOL_KEPT;
+/// As long as ranks keep the pool of an earlier life.
+pub(crate) const HOLD: Micros = 50_000;
 pub(crate) const BUDGET: Micros = 2_000;
 
 /// A thread of some process.
@@ -148,8 +147,14 @@ impl Ctx {
         }
     }
 
+    /// What a scheduler's session takes for now.
     pub(crate) fn instant(&self) -> Instant {
         self.began + Duration::from_micros(self.now)
+    }
+
+    /// What a rank's session takes for now.
+    pub(crate) fn rank_instant(&self) -> Instant {
+        self.began + Duration::from_micros(self.now) * RANK_HASTE
     }
 
     pub(crate) fn hit(&mut self, point: &'static str) {

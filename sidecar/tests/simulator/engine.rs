@@ -1,9 +1,9 @@
 //! A simulated engine: vLLM's scheduler and ranks with the connector and the shim, as far as they touch the protocol.
-//! Sessions of the scheduler are the shim's own.
+//! Both roles' sessions are the shim's own.
 
 mod calls;
+mod copying;
 mod forward;
-mod load;
 mod request;
 mod results;
 mod schedule;

@@ -1,6 +1,6 @@
-//! The deterministic simulator: the sidecar's pure core, its session and ring code, the shim's arenas and the pool's
-//! headers, all the product's own, among simulated engines, copies, disks, clocks and faults. A seed is a world; an oracle
-//! knows where every byte comes from.
+//! The deterministic simulator: the sidecar's pure core, its session and ring code, the shim's core and the pool's headers,
+//! all the product's own, among simulated engines, copies, disks, clocks and faults. A seed is a world; an oracle knows
+//! where every byte comes from.
 //!
 //! ```text
 //! simulator [--runs N] [--seed S]    N worlds from seed S on; then worlds without rescue, of which one must fail

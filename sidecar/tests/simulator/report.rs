@@ -126,8 +126,8 @@ impl Report {
         failures.into_inner().expect("no panic under it")
     }
 
-    /// Whether the oracle finds wrong bytes where there are some. The rescue is the simulator's own repetition of the
-    /// shim's, so this needs no second build; the product's protections are removed by scripts/mutations.
+    /// Whether the oracle finds wrong bytes where there are some. A rank's copies are the simulator's own, so this
+    /// needs no second build; the product's protections are removed by scripts/mutations.
     fn check_oracle(&self, first: u64) -> bool {
         let failures = self.many(first, RUNS_WITHOUT_RESCUE, true);
         let Some(Failure { seed, text }) = failures.iter().min_by_key(|f| f.seed ^ mix(first)) else {

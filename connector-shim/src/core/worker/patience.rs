@@ -3,8 +3,13 @@
 
 use std::time::{Duration, Instant};
 
-use super::LOAD_DEADLINE;
+use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
+use crate::core::plan::Plan;
+
+/// How long a copy by the sidecar is waited for without progress before the engine copies itself: a hundred times what the
+/// largest load takes, and short enough for a request that waits.
+pub const LOAD_DEADLINE: Duration = Duration::from_secs(2);
 /// Nanoseconds that a byte takes at most once its load has begun: 1 GB/s, a fortieth of a GPU's link.
 const BYTE_NS_MAX: u64 = 1;
 
@@ -14,7 +19,7 @@ const BEGINS_MAX: Duration = LOAD_DEADLINE.saturating_mul(4);
 
 /// How long one load may still take, from what was seen of it.
 #[derive(Clone, Debug)]
-pub(super) struct Patience {
+pub(crate) struct Patience {
     /// How long it may stand still.
     still: Duration,
     /// How long it may take from its own first cut on, whatever else of its rank moves.
@@ -28,25 +33,31 @@ pub(super) struct Patience {
 
 /// What a sidecar has brought. The numbers count nothing: a load moves when they change, and has begun when `cuts` is not 0.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
-pub(super) struct Progress {
+pub(crate) struct Progress {
     /// Batches of this rank's loads that ended; blocks on host memory.
-    pub(super) ended: u64,
+    pub(crate) ended: u64,
     /// Cuts of this load that are there.
-    pub(super) cuts: u64,
+    pub(crate) cuts: u64,
 }
 
 // === impl Patience ===
 
 impl Patience {
+    /// With a load that has so many bytes in it and ahead of it. Its blocks may be on their way for as long as a query may wait.
+    pub(crate) fn of(plan: &Plan, bytes: u64) -> Self {
+        let arrival = Duration::from_millis(u64::from(QUERY_WAIT_MS_MAX));
+        Self::new(if plan.arriving() { arrival } else { Duration::ZERO }, bytes)
+    }
+
     /// With a load that the sidecar begins within `begins`, which has `bytes` in it and ahead of it.
-    pub(super) fn new(begins: Duration, bytes: u64) -> Self {
+    pub(crate) fn new(begins: Duration, bytes: u64) -> Self {
         let still = begins + LOAD_DEADLINE;
         let whole = LOAD_DEADLINE + Duration::from_nanos(bytes.saturating_mul(BYTE_NS_MAX));
         Self { still, whole, last: None, since: None, begun: None }
     }
 
     /// Whether it is over, now that so much is there. It begins with the first look.
-    pub(super) fn is_over(&mut self, progress: Progress, now: Instant) -> bool {
+    pub(crate) fn is_over(&mut self, progress: Progress, now: Instant) -> bool {
         if self.last.is_none_or(|(last, _)| last != progress) {
             self.last = Some((progress, now));
         }

@@ -8,9 +8,14 @@ use std::time::{Duration, Instant};
 
 use shm_protocol::gate::DEVICE_LATENCY;
 
-use super::SETTLE;
 use super::link::Batches;
 use super::patience::{Patience, Progress};
+
+/// How long the end of a copy by the sidecar is waited for once the gate is closed. A copy takes less than a
+/// millisecond, but a runnable thread was seen to wait 3 s for a busy core. On host memory, a sidecar frozen half-way
+/// through a block is given up after it: `pillion.copy=sidecar` has no better guarantee there. On a GPU, where a batch that
+/// began ends by itself, the GPU or the sidecar's words are broken then, and the process ends.
+pub const SETTLE: Duration = Duration::from_secs(5);
 
 /// Where a load is.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -29,7 +34,7 @@ enum Phase {
 
 /// A load's progress.
 #[derive(Debug)]
-pub(super) struct Watch {
+pub(crate) struct Watch {
     phase: Phase,
     /// From when the engine's stream has reached it.
     patience: Patience,
@@ -37,26 +42,26 @@ pub(super) struct Watch {
 
 /// What can be seen of a load.
 #[derive(Copy, Clone, Debug)]
-pub(super) struct Seen {
+pub(crate) struct Seen {
     /// The engine's stream has reached it.
-    pub(super) reached: bool,
+    pub(crate) reached: bool,
     /// Every byte of it has arrived.
-    pub(super) whole: bool,
+    pub(crate) whole: bool,
     /// The sidecar has written nothing of it, and never will.
-    pub(super) refused: bool,
+    pub(crate) refused: bool,
     /// The sidecar ended it otherwise, or hung up.
-    pub(super) broken: bool,
+    pub(crate) broken: bool,
     /// Of the sidecar's stream.
-    pub(super) batches: Batches,
+    pub(crate) batches: Batches,
     /// Cuts of this load that are there.
-    pub(super) cuts: u64,
+    pub(crate) cuts: u64,
     /// The sidecar's process has ended.
-    pub(super) gone: bool,
+    pub(crate) gone: bool,
 }
 
 /// What is to be done.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Verdict {
+pub(crate) enum Verdict {
     /// Nothing yet.
     Wait,
     /// The sidecar has done it.
@@ -73,22 +78,22 @@ pub(super) enum Verdict {
 
 impl Watch {
     /// A load that the sidecar promised.
-    pub(super) fn promised(patience: Patience) -> Self {
+    pub(crate) fn promised(patience: Patience) -> Self {
         Self { phase: Phase::Ahead, patience }
     }
 
     /// A load that nobody but this process copies.
-    pub(super) fn ours() -> Self {
+    pub(crate) fn ours() -> Self {
         Self { phase: Phase::Ours, patience: Patience::new(Duration::ZERO, 0) }
     }
 
     /// Whether this process copies it, now or as soon as its blocks are free.
-    pub(super) fn is_ours(&self) -> bool {
+    pub(crate) fn is_ours(&self) -> bool {
         self.phase == Phase::Ours
     }
 
     /// What to do now. After `Whole` or `Copy` the load needs no more looks.
-    pub(super) fn next(&mut self, seen: &Seen, now: Instant) -> Verdict {
+    pub(crate) fn next(&mut self, seen: &Seen, now: Instant) -> Verdict {
         match self.phase {
             Phase::Ahead | Phase::Begun => self.with_sidecar(seen, now),
             Phase::TakenBack(since) if now.duration_since(since) < DEVICE_LATENCY => Verdict::Wait,
@@ -136,7 +141,7 @@ impl Watch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::worker::LOAD_DEADLINE;
+    use crate::core::worker::patience::LOAD_DEADLINE;
 
     const NOTHING: Seen = Seen {
         reached: false,

@@ -8,16 +8,17 @@ use copy_engine::HostMemory;
 use shm_protocol::gate;
 use shm_protocol::handshake::{Copier, Hello, Role};
 use shm_protocol::layout::{header, load_word, load_word_value};
-use shm_protocol::message::{Kind, LOAD_SYNC};
+use shm_protocol::message::{Kind, LOAD_SYNC, Status};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::region::Access;
 
 use super::*;
 use crate::connection::Address;
+use crate::core::worker::patience::Patience;
 use crate::peer::rank::{BLOCK_BYTES, EPOCH, Kv, content, options, plan};
 use crate::peer::{Peer, Served, eventually};
+use crate::worker::link::RankConnection;
 use crate::worker::memory::Memory;
-use crate::worker::patience::Patience;
 use crate::worker::{Options, SETTLE};
 
 const CUTS: usize = 3;
@@ -58,7 +59,7 @@ impl Rank {
         let copies = Copies::new(EngineMemory::Host(memory), None, cuts, part, Arc::default());
         let copies = Arc::new(copies);
         let orders = copies.spawn().unwrap();
-        let link = Arc::new(Link::new(&connection, None).unwrap());
+        let link = Arc::new(Link::new(RankConnection::new(connection, None).unwrap()));
         let served = Some(served.join().unwrap());
         Self { kv, served, link, copies, orders, reached: Flag::default(), _peer: peer }
     }

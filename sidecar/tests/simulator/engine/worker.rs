@@ -1,19 +1,24 @@
 //! A rank: the connector's worker role and the shim under it, and the two threads that they run on.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::rc::Rc;
+use std::sync::Arc;
 
 use connector_shim::core::endpoint::Endpoint;
-use connector_shim::core::plan::Plan;
+use connector_shim::core::notices::Notices;
+use connector_shim::core::worker::{self, load};
 use shm_protocol::layout::header;
-use shm_protocol::request::WorkerRequest;
+use shm_protocol::request::{LoadEnd, WorkerRequest};
 
-use super::load::{Awaited, Job, WorkerLink};
+use super::copying::Copying;
 use super::request::{Results, Step};
 use super::{Change, Model, Port, Shared};
-use crate::connection::PoolMap;
-use crate::ctx::{ARRIVAL_DEADLINE, Actor, Ctx, LOAD_DEADLINE, Micros, POOL_KEPT};
+use crate::connection::{Connection, PoolMap};
+use crate::ctx::{Actor, Ctx, Micros};
 use crate::origin::Origin;
+
+type Awaited = load::Awaited<Rc<Connection>>;
+type Next = load::Next<Rc<Connection>, Rc<PoolMap>>;
 
 /// What a rank does next.
 #[derive(Debug)]
@@ -24,7 +29,7 @@ pub(super) enum Phase {
     /// Waits for the sidecar's word on a synchronous load.
     Await(Rc<Step>, usize, Box<Awaited>),
     /// Copies a synchronous load itself.
-    Copy(Rc<Step>, usize, Box<Job>),
+    Copy(Rc<Step>, usize, Box<Copying>),
     /// Waits for the other ranks, then computes.
     Forward(Rc<Step>, usize),
     /// Writes block and word of this piece of work.
@@ -37,22 +42,14 @@ pub(crate) struct Worker {
     pub(super) rank: usize,
     pub(super) model: Rc<Model>,
     port: Port,
-    pub(super) link: Option<Rc<WorkerLink>>,
-    joined: Option<[u8; 16]>,
-    /// The last step begun: a new session is told, since reports on the last one may be lost.
-    started: u64,
-    /// What it was told last: how often the weights changed, and which it holds.
-    weights: (u64, u8),
-    /// Whether the sidecar was told too.
-    told: bool,
-    /// The namespace that it was bound to last; 0: none since the weights changed.
-    bound: u64,
-    pool: Option<Rc<PoolMap>>,
-    earlier_pool: Option<(Micros, Rc<PoolMap>)>,
+    session: worker::Session<Rc<Connection>, Rc<PoolMap>>,
+    /// How often the weights changed, as it was told last.
+    weights: u64,
     pub(super) phase: Phase,
-    awaited: Vec<Awaited>,
+    /// Requests whose loads it has begun, by their operations.
+    loads: BTreeMap<u64, u64>,
     /// Loads that the other thread copies.
-    jobs: VecDeque<Job>,
+    copies: VecDeque<Copying>,
     ended: Vec<u64>,
     failed: BTreeSet<u32>,
     /// Last step computed on blocks that were not loaded: its fence is withheld until its saves are void.
@@ -64,21 +61,17 @@ pub(crate) struct Worker {
 
 impl Worker {
     pub(super) fn new(rank: usize, model: Rc<Model>, port: Port) -> Self {
+        let session =
+            worker::Session::new(model.by_engine, model.form.shard_bytes, Arc::new(Notices::default()));
         Self {
             rank,
             model,
             port,
-            link: None,
-            joined: None,
-            started: 0,
-            weights: (0, 0),
-            told: true,
-            bound: 0,
-            pool: None,
-            earlier_pool: None,
+            session,
+            weights: 0,
             phase: Phase::Idle,
-            awaited: Vec::new(),
-            jobs: VecDeque::new(),
+            loads: BTreeMap::new(),
+            copies: VecDeque::new(),
             ended: Vec::new(),
             failed: BTreeSet::new(),
             spoiled: 0,
@@ -88,14 +81,14 @@ impl Worker {
 
     /// Whether every load has ended and the sidecar was told.
     pub(super) fn settled(&self) -> bool {
-        let told = self.link.as_ref().is_none_or(|link| link.all_reported());
-        told && self.awaited.is_empty() && self.jobs.is_empty()
+        let told = self.session.link().is_none_or(|link| link.is_reported());
+        told && self.session.awaited.is_empty() && self.copies.is_empty()
     }
 
     /// Whether it waits for a load, or copies one.
     pub(crate) fn loading(&self) -> bool {
         let sync = matches!(self.phase, Phase::Await(..) | Phase::Copy(..));
-        sync || !self.awaited.is_empty() || !self.jobs.is_empty()
+        sync || !self.session.awaited.is_empty() || !self.copies.is_empty()
     }
 
     pub(crate) fn flood(&mut self) {
@@ -107,13 +100,13 @@ impl Worker {
         match std::mem::replace(&mut self.phase, Phase::Idle) {
             Phase::Idle => return self.begin(shared, ctx),
             Phase::Loads(step, at) => self.look_at_load(step, at, shared, ctx),
-            Phase::Await(step, at, awaited) => return self.wait(step, at, awaited, shared, ctx),
-            Phase::Copy(step, at, mut job) => {
-                if job.step(&self.model, self.rank, &shared.kvs[self.rank], ctx) {
-                    self.sync_load_ended(&step, at, &job.failed, shared);
+            Phase::Await(step, at, awaited) => return self.wait(step, at, *awaited, shared, ctx),
+            Phase::Copy(step, at, mut copying) => {
+                if copying.step(&self.model, self.rank, &shared.kvs[self.rank], ctx) {
+                    self.sync_load_ended(&step, at, &copying.failed, shared);
                     self.phase = Phase::Loads(step, at + 1);
                 } else {
-                    self.phase = Phase::Copy(step, at, job);
+                    self.phase = Phase::Copy(step, at, copying);
                 }
                 return ctx.pause(ctx.knobs.copy_us);
             }
@@ -133,65 +126,42 @@ impl Worker {
         if step.resolved >= self.spoiled {
             self.spoiled = 0;
         }
-        if step.weights.0 > self.weights.0 {
-            (self.weights, self.told, self.bound) = (step.weights, false, 0);
+        if std::mem::take(&mut self.flood) {
+            self.fill_ring(ctx);
         }
-        if let Some(link) = &self.link {
-            if std::mem::take(&mut self.flood) {
-                link.flood(ctx);
-            }
-            self.told = self.told || link.state_weights(self.weights);
-            if self.told
-                && self.joined != Some(step.run)
-                && link.post(WorkerRequest::Join { run: step.run, step: self.started })
-            {
-                self.joined = Some(step.run);
-            }
+        let again = self.model.resets > 0 && ctx.rng.one_in(50);
+        if again || step.weights.0 > self.weights {
+            // Where its scheduler has said nothing it has loaded the same once more.
+            self.weights = step.weights.0;
+            self.session.set_weights(step.weights.0, super::live(step.weights.1));
+        }
+        self.session.join(step.run);
+        if let Some(link) = self.session.link() {
             link.store(header::FENCE_START, step.number);
-            link.retry();
         }
-        self.started = step.number;
+        self.session.start(step.number);
         self.phase = Phase::Loads(step, 0);
         ctx.pause(10)
     }
 
+    /// Fills the ring with reports of no load.
+    fn fill_ring(&self, ctx: &mut Ctx) {
+        let Some(link) = self.session.link() else { return };
+        while link.post(WorkerRequest::Loaded { op: 0, end: LoadEnd::Whole }) {}
+        ctx.hit("fault full ring");
+    }
+
     fn refresh(&mut self, ctx: &mut Ctx) {
-        if self.earlier_pool.as_ref().is_some_and(|(since, _)| ctx.now - since > POOL_KEPT) {
-            self.earlier_pool = None;
+        self.session.drop_earlier_pool(ctx.rank_instant());
+        let change = self.port.refresh(ctx);
+        if change != Change::Same {
+            self.session.detach();
         }
-        match self.port.refresh(ctx) {
-            Change::Same => {}
-            Change::Lost => self.link = None,
-            Change::Connected => {
-                let connection = self.port.connection.as_ref().expect("it has just come");
-                let pool = Rc::clone(&connection.pool);
-                self.link = Some(Rc::new(WorkerLink::new(connection)));
-                if let Some(earlier) = self.pool.replace(pool) {
-                    self.earlier_pool = Some((ctx.now, earlier));
-                }
-                // The run is known from the step before, if there was one.
-                let run = self.joined.take();
-                self.told = self.weights.0 == 0;
-                if let (Some(run), Some(link)) = (run, &self.link) {
-                    self.told = self.told || link.state_weights(self.weights);
-                    self.joined = link.post(WorkerRequest::Join { run, step: self.started }).then_some(run);
-                }
-            }
+        if change == Change::Connected {
+            let connection = self.port.connection.clone().expect("it has just come");
+            let pool = Rc::clone(&connection.pool);
+            self.session.attach(connection, pool, ctx.rank_instant());
         }
-    }
-
-    /// The connection to the sidecar that made the plan possible.
-    fn link_of(&self, plan: &Plan) -> Option<Rc<WorkerLink>> {
-        self.link.clone().filter(|link| link.connection.epoch == plan.epoch)
-    }
-
-    fn pool_of(&self, plan: &Plan, ctx: &mut Ctx) -> Option<Rc<PoolMap>> {
-        let earlier = self.earlier_pool.as_ref().map(|(_, pool)| pool);
-        let current = self.pool.as_ref().filter(|pool| pool.epoch == plan.epoch);
-        if current.is_none() && earlier.is_some_and(|pool| pool.epoch == plan.epoch) {
-            ctx.hit("engine rescue from an earlier pool");
-        }
-        current.or(earlier.filter(|pool| pool.epoch == plan.epoch)).cloned()
     }
 
     fn look_at_load(&mut self, step: Rc<Step>, at: usize, shared: &mut Shared, ctx: &mut Ctx) {
@@ -199,52 +169,78 @@ impl Worker {
             self.phase = Phase::Forward(step, 0);
             return;
         };
-        let (request, sync, blocks) = (order.request, order.sync, order.blocks());
+        let (request, sync) = (order.request, order.sync);
         self.phase = Phase::Loads(Rc::clone(&step), at + 1);
         let Some(plan) = order.plan else {
-            self.failed.extend(&blocks);
-            if sync {
-                self.spoil(&step, at, shared)
-            } else {
-                self.ended.push(request)
+            self.failed.extend(order.blocks());
+            match sync {
+                true => self.spoil(&step, at, shared),
+                false => self.ended.push(request),
             }
             return;
         };
-        let (link, refused) = (self.link_of(&plan), self.refuses(&plan, ctx));
-        if let Some(link) = link.clone().filter(|_| !plan.by_engine()) {
-            let deadline = ctx.now + if plan.arriving() { ARRIVAL_DEADLINE } else { LOAD_DEADLINE };
-            let awaited = Awaited { request, plan, refused, link, deadline };
-            awaited.link.connection.ring();
-            match sync {
-                true => self.phase = Phase::Await(step, at, Box::new(awaited)),
-                false => self.awaited.push(awaited),
-            }
-            return;
-        }
-        let pool = self.pool_of(&plan, ctx);
-        let job = Job::new(request, (plan, refused), pool, link);
-        match sync {
-            true => self.phase = Phase::Copy(step, at, Box::new(job)),
-            false => self.submit(job, ctx),
-        }
-    }
-
-    /// Whether a plan is of another namespace than this rank.
-    fn refuses(&mut self, plan: &Plan, ctx: &mut Ctx) -> bool {
-        let namespace = self.link.as_ref().map_or(0, |link| link.connection.namespace(self.weights.0));
-        if namespace != 0 {
-            self.bound = namespace;
-        }
-        let refused = plan.namespace == 0 || plan.namespace != self.bound;
-        if refused {
+        self.loads.insert(plan.op, request);
+        let next = self.session.begin(plan);
+        if let Next::Await(Awaited { refused: true, .. }) | Next::Copy(load::Job { refused: true, .. }) = next
+        {
             ctx.hit("engine load of another namespace");
         }
-        refused
+        if sync && let Next::Await(awaited) = &next {
+            awaited.link.connection.ring();
+        }
+        self.go_on(next, sync.then_some((step, at)), shared, ctx);
     }
 
-    fn submit(&mut self, job: Job, ctx: &mut Ctx) {
-        self.jobs.push_back(job);
-        ctx.wakes.push((Actor::Rescuer(self.model.index, self.rank), ctx.now + 1 + ctx.rng.below(30)));
+    /// Looks at a load whose end by the sidecar is awaited.
+    fn look(&mut self, awaited: Awaited, ctx: &mut Ctx) -> Next {
+        let next = self.session.look(awaited, ctx.rank_instant());
+        if let Next::Copy(job) = &next {
+            let link = job.link.as_ref();
+            let failed = link.is_some_and(|link| link.outcome(job.plan.op).is_some());
+            let lost = link.is_some_and(|link| link.connection.is_lost());
+            ctx.hit(match (job.rescue, failed, lost) {
+                (false, ..) => "engine load refused",
+                (_, true, _) => "engine rescue after a failed copy",
+                (_, _, true) => "engine rescue after a hang-up",
+                _ => "engine rescue after the deadline",
+            });
+        }
+        next
+    }
+
+    /// Goes on with a load, for which this step waits or none.
+    fn go_on(&mut self, next: Next, step: Option<(Rc<Step>, usize)>, shared: &mut Shared, ctx: &mut Ctx) {
+        match (next, step) {
+            (Next::Await(awaited), Some((step, at))) => {
+                self.phase = Phase::Await(step, at, Box::new(awaited));
+            }
+            (Next::Await(awaited), None) => self.session.awaited.push(awaited),
+            (Next::Whole(awaited), Some((step, at))) => {
+                self.sync_load_ended(&step, at, &awaited.failed(), shared);
+                self.phase = Phase::Loads(step, at + 1);
+            }
+            (Next::Whole(awaited), None) => self.load_ended(awaited.plan.op, awaited.failed()),
+            (Next::Copy(job), step) => {
+                let epoch = self.session.link().map(|link| link.connection.epoch);
+                if job.pool.as_ref().is_some_and(|pool| epoch.is_some_and(|epoch| epoch != pool.epoch)) {
+                    ctx.hit("engine rescue from an earlier pool");
+                }
+                let copying = Copying::new(job, ctx);
+                match step {
+                    Some((step, at)) => self.phase = Phase::Copy(step, at, Box::new(copying)),
+                    None => {
+                        self.copies.push_back(copying);
+                        let at = ctx.now + 1 + ctx.rng.below(30);
+                        ctx.wakes.push((Actor::Rescuer(self.model.index, self.rank), at));
+                    }
+                }
+            }
+        }
+    }
+
+    fn load_ended(&mut self, op: u64, failed: Vec<u32>) {
+        self.ended.push(self.loads[&op]);
+        self.failed.extend(failed);
     }
 
     /// Waits for a synchronous load by the sidecar.
@@ -252,22 +248,12 @@ impl Worker {
         &mut self,
         step: Rc<Step>,
         at: usize,
-        awaited: Box<Awaited>,
+        awaited: Awaited,
         shared: &mut Shared,
         ctx: &mut Ctx,
     ) -> Micros {
-        match awaited.look(ctx) {
-            None => self.phase = Phase::Await(step, at, awaited),
-            Some(Ok(())) => {
-                self.sync_load_ended(&step, at, &awaited.failed(), shared);
-                self.phase = Phase::Loads(step, at + 1);
-            }
-            Some(Err(why)) => {
-                ctx.hit(why);
-                let pool = self.pool_of(&awaited.plan, ctx);
-                self.phase = Phase::Copy(step, at, Box::new(awaited.rescue(pool, ctx)));
-            }
-        }
+        let next = self.look(awaited, ctx);
+        self.go_on(next, Some((step, at)), shared, ctx);
         ctx.pause(50)
     }
 
@@ -294,26 +280,15 @@ impl Worker {
     fn end_step(&mut self, step: &Step, shared: &mut Shared, ctx: &mut Ctx) {
         if self.spoiled > 0 {
             ctx.hit("engine fence withheld");
-        } else if let Some(link) = &self.link {
+        } else if let Some(link) = self.session.link() {
             link.store(header::FENCE_DONE, step.number);
             if step.urgent {
                 link.connection.ring();
             }
         }
-        for awaited in std::mem::take(&mut self.awaited) {
-            match awaited.look(ctx) {
-                None => self.awaited.push(awaited),
-                Some(Ok(())) => {
-                    self.failed.extend(awaited.failed());
-                    self.ended.push(awaited.request);
-                }
-                Some(Err(why)) => {
-                    ctx.hit(why);
-                    let pool = self.pool_of(&awaited.plan, ctx);
-                    let job = awaited.rescue(pool, ctx);
-                    self.submit(job, ctx);
-                }
-            }
+        for awaited in std::mem::take(&mut self.session.awaited) {
+            let next = self.look(awaited, ctx);
+            self.go_on(next, None, shared, ctx);
         }
         let (ended, failed) = (std::mem::take(&mut self.ended), std::mem::take(&mut self.failed));
         shared.results[self.rank].push_back(Results { step: step.number, ended, failed });
@@ -322,11 +297,10 @@ impl Worker {
 
     /// One move of the thread that copies; the time until the next, none while there is nothing to do.
     pub(crate) fn copy(&mut self, shared: &Shared, ctx: &mut Ctx) -> Option<Micros> {
-        let job = self.jobs.front_mut()?;
-        if job.step(&self.model, self.rank, &shared.kvs[self.rank], ctx) {
-            let job = self.jobs.pop_front().expect("looked at above");
-            self.ended.push(job.request);
-            self.failed.extend(job.failed);
+        let copying = self.copies.front_mut()?;
+        if copying.step(&self.model, self.rank, &shared.kvs[self.rank], ctx) {
+            let Copying { job, failed, .. } = self.copies.pop_front().expect("looked at above");
+            self.load_ended(job.plan.op, failed);
         }
         Some(ctx.pause(ctx.knobs.copy_us))
     }

@@ -7,6 +7,7 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering;
 
 use shm_protocol::gate::{self, GateMemory};
+use shm_protocol::layout::header;
 use shm_protocol::session::SessionMemory;
 use sidecar::engine::{Comparison, CopyId, Direction, Piece};
 use tiers::pool::Pool;
@@ -183,6 +184,7 @@ impl Task {
                 if word + 1 == WORDS {
                     if load {
                         region.lower_copying();
+                        region.word64(header::FENCE_ENDED).fetch_add(1, Ordering::Relaxed);
                     }
                     (self.at, self.stage) = (self.at + 1, Stage::Begin);
                 }

@@ -1,0 +1,154 @@
+//! One connection of a worker, as its threads share it: the words of loads, and LOADED on its way to the sidecar.
+
+use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use shm_protocol::gate;
+use shm_protocol::layout::{OPERATIONS, header, load_word, load_word_value};
+use shm_protocol::message::{Outcome, Stage, Status};
+use shm_protocol::region::Region;
+use shm_protocol::request::{LoadEnd, WorkerRequest};
+
+use crate::core::endpoint::Endpoint;
+use crate::core::submission::Submission;
+
+/// Ends of loads that wait for room in the ring: as many as there are operations. A sidecar that lets more pile up reads
+/// nothing, and is left.
+const UNREPORTED_MAX: usize = OPERATIONS;
+
+/// A connection as the calling thread and the copier share it.
+#[derive(Debug)]
+pub struct Link<C> {
+    /// The connection.
+    pub connection: C,
+    out: Mutex<Outbox>,
+}
+
+#[derive(Debug)]
+struct Outbox {
+    submission: Submission,
+    /// Ends of loads that found no room, in their order: posted as soon as there is some, since the sidecar keeps their
+    /// slots until then.
+    unreported: VecDeque<WorkerRequest>,
+}
+
+/// The sidecar's stream's two counts.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Batches {
+    pub(crate) began: u64,
+    pub(crate) ended: u64,
+}
+
+// === impl Link ===
+
+impl<C: Endpoint> Link<C> {
+    pub(crate) fn new(connection: C) -> Self {
+        let submission = Submission::new(connection.memory());
+        Self { connection, out: Mutex::new(Outbox { submission, unreported: VecDeque::new() }) }
+    }
+
+    fn region(&self) -> &Region {
+        self.connection.memory().region()
+    }
+
+    fn out(&self) -> MutexGuard<'_, Outbox> {
+        // A panic between two posts leaves a sound ring.
+        self.out.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Posts a request; false without room.
+    pub fn post(&self, request: WorkerRequest) -> bool {
+        let mut out = self.out();
+        let posted = out.submission.post(request).is_some();
+        out.submission.flush(&self.connection);
+        posted
+    }
+
+    /// Reports the end of this rank's part of load `op`.
+    pub(super) fn post_loaded(&self, op: u64, end: LoadEnd) {
+        let mut out = self.out();
+        out.unreported.push_back(WorkerRequest::Loaded { op, end });
+        out.post_unreported(&self.connection);
+        if out.unreported.len() > UNREPORTED_MAX {
+            self.connection.hang_up();
+        }
+    }
+
+    /// Answers requests for blocks in the staging segment.
+    pub(crate) fn post_staged(&self, answers: impl Iterator<Item = (Stage, bool)>) {
+        let mut out = self.out();
+        let staged =
+            |(stage, ok): (Stage, bool)| WorkerRequest::Staged { tag: stage.tag, slot: stage.slot, ok };
+        out.unreported.extend(answers.map(staged));
+        out.post_unreported(&self.connection);
+    }
+
+    /// Posts what found no room before.
+    pub(super) fn retry(&self) {
+        self.out().post_unreported(&self.connection);
+    }
+
+    /// Whether the sidecar was told the end of every load that ended.
+    pub fn is_reported(&self) -> bool {
+        self.out().unreported.is_empty()
+    }
+
+    /// Host memory: stores a fence word.
+    pub fn store(&self, word: usize, step: u64) {
+        // SYNC POINT(step): release pairs with the sidecar's acquire; the KV written before is visible with it.
+        self.region().word64(word).store(step, Ordering::Release);
+    }
+
+    /// Forbids the sidecar to write any further block of load `op`.
+    pub(crate) fn close_gate(&self, op: u64) {
+        gate::close(self.region(), op);
+    }
+
+    /// Host memory, after the gate was closed: whether the sidecar writes no block any more. A hang-up says so too: its end of
+    /// the socket is closed after its last copy.
+    pub fn is_settled(&self) -> bool {
+        gate::is_settled(self.region()) || self.connection.is_lost()
+    }
+
+    /// What became of load `op`, once it has ended.
+    pub fn outcome(&self, op: u64) -> Option<Outcome> {
+        self.connection.memory().load_outcome(op).filter(|outcome| outcome.status != Status::Pending)
+    }
+
+    /// Batches of loads that the sidecar's stream began and ended, as far as can be seen.
+    pub(crate) fn batches(&self) -> Batches {
+        let load = |word| self.region().word64(word).load(Ordering::Acquire);
+        // SYNC POINT(device batch): ENDED first, so that a batch between the two loads counts as running.
+        let ended = load(header::FENCE_ENDED);
+        Batches { began: load(header::FENCE_STARTED), ended }
+    }
+
+    /// Cuts of load `op` that have arrived.
+    pub(crate) fn delivered(&self, op: u64) -> u64 {
+        // SYNC POINT(load word): acquire pairs with the store of the sidecar's stream.
+        let word = self.region().word64(load_word(op)).load(Ordering::Acquire);
+        word.wrapping_sub(load_word_value(op, 0)).cast_signed().max(0).cast_unsigned()
+    }
+
+    /// Lets the engine's stream pass its waits for load `op`, every block of which is there.
+    pub(crate) fn deliver(&self, op: u64, cuts: usize) {
+        // SYNC POINT(load word): release pairs with the engine's stream. Operations rise, so the largest value is the last.
+        self.region().word64(load_word(op)).fetch_max(load_word_value(op, cuts), Ordering::Release);
+    }
+}
+
+// === impl Outbox ===
+
+impl Outbox {
+    /// Posts from the front as many as find room.
+    fn post_unreported(&mut self, connection: &impl Endpoint) {
+        while let Some(request) = self.unreported.front() {
+            if self.submission.post(*request).is_none() {
+                break;
+            }
+            self.unreported.pop_front();
+        }
+        self.submission.flush(connection);
+    }
+}

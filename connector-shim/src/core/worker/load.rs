@@ -1,0 +1,96 @@
+//! One load: while the sidecar's word on it is awaited, and once this process copies it.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use shm_protocol::message::{Outcome, Status};
+use shm_protocol::request::LoadEnd;
+
+use super::link::Link;
+use super::patience::{Patience, Progress};
+use crate::core::endpoint::Endpoint;
+use crate::core::plan::Plan;
+
+/// A load into host memory for which the sidecar's word is awaited.
+#[derive(Debug)]
+pub struct Awaited<C> {
+    /// What it brings.
+    pub plan: Plan,
+    /// It is of another namespace than the rank: whoever writes its blocks, they count as failed.
+    pub refused: bool,
+    /// The connection that promised it.
+    pub link: Arc<Link<C>>,
+    pub(super) patience: Patience,
+}
+
+/// A load that this process copies, or may come to copy.
+#[derive(Debug)]
+pub struct Job<C, P> {
+    /// What it brings.
+    pub plan: Plan,
+    /// What is copied from; `None` for the pool of a sidecar that this rank was never connected to.
+    pub pool: Option<P>,
+    /// Where LOADED goes; `None` if the sidecar that promised it is gone.
+    pub link: Option<Arc<Link<C>>>,
+    /// The sidecar may be writing a block of it.
+    pub rescue: bool,
+    /// It is of another namespace than the rank: whoever writes its blocks, they count as failed.
+    pub refused: bool,
+}
+
+/// How a load goes on.
+#[derive(Debug)]
+pub enum Next<C, P> {
+    /// The sidecar may still bring it.
+    Await(Awaited<C>),
+    /// The sidecar has brought it.
+    Whole(Awaited<C>),
+    /// This process copies it.
+    Copy(Job<C, P>),
+}
+
+// === impl Awaited ===
+
+impl<C: Endpoint> Awaited<C> {
+    /// The sidecar's word.
+    pub fn outcome(&self) -> Option<Outcome> {
+        self.link.outcome(self.plan.op)
+    }
+
+    /// Blocks that count as failed although the sidecar has brought them.
+    pub fn failed(&self) -> Vec<u32> {
+        if self.refused { self.plan.block_ids() } else { Vec::new() }
+    }
+
+    /// Whether the sidecar has moved nothing for too long.
+    pub(super) fn is_late(&mut self, now: Instant) -> bool {
+        let ended = self.link.batches().ended;
+        self.patience.is_over(Progress { ended, cuts: 0 }, now)
+    }
+}
+
+// === impl Job ===
+
+impl<C: Endpoint, P> Job<C, P> {
+    /// Host memory: whether a block that the sidecar began before the gate was closed must be awaited.
+    pub fn must_settle(&self) -> bool {
+        self.rescue && self.link.as_ref().is_some_and(|link| !link.is_settled())
+    }
+
+    /// Tells the sidecar that this rank's part has ended.
+    pub fn report(&self, whole: bool) {
+        let end = match whole {
+            _ if self.refused => LoadEnd::Mismatch,
+            true => LoadEnd::Whole,
+            false => LoadEnd::Failed,
+        };
+        if let Some(link) = &self.link {
+            link.post_loaded(self.plan.op, end);
+        }
+    }
+}
+
+/// Whether the sidecar moved every block.
+pub(crate) fn is_whole(plan: &Plan, outcome: Option<Outcome>) -> bool {
+    outcome.is_some_and(|o| o.status == Status::Ok && o.value as usize == plan.blocks.len())
+}

@@ -3,8 +3,8 @@
 //! Job: decide ([`engine`], pure), and carry decisions out: sessions over shared memory ([`session`]), in the order of a
 //! [`turn`] that [`runtime`] takes, the handshake ([`listener`], [`greeter`], [`refusals`]), the namespaces seen ([`catalog`]), copies ([`copiers`]) and the memory that GPUs
 //! copy from ([`pinning`], [`numa`]), checksums of a pool file ([`checksums`]), the disks behind the pool ([`disks`]), the pods beside this one ([`peers`]), metrics and health ([`metrics`], [`admin`], [`heartbeat`],
-//! [`progress`], [`quotas`]), life and death ([`server`], [`wake`], [`error`], [`reserve`]), what keeps it from working ([`doctor`]), and keys
-//! for who asks without an engine ([`keys`]). The binary `pillion` is this library behind a command line.
+//! [`progress`], [`quotas`]), life and death ([`server`], [`wake`], [`error`], [`reserve`]), what keeps it from working ([`doctor`]), keys
+//! for who asks without an engine ([`keys`]), and pods with sidecars ([`inject`]). The binary `pillion` is this library behind a command line.
 //!
 //! May depend on: shm-protocol, tiers, mesh, copy-engine. Never: holds unsafe code, trusts a peer's value, lets one engine
 //! wait for another, reads the environment outside [`config`], calls CUDA but through copy-engine, opens libpython or
@@ -25,6 +25,7 @@ pub mod engine;
 pub mod error;
 pub mod greeter;
 pub mod heartbeat;
+pub mod inject;
 pub mod keys;
 pub mod listener;
 pub mod metrics;

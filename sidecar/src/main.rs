@@ -16,6 +16,7 @@ use rustix::event::{PollFd, PollFlags};
 use sidecar::config::{Config, ConfigError, Level, LogFormat, Options};
 use sidecar::doctor;
 use sidecar::error::StartError;
+use sidecar::inject;
 use sidecar::server::Server;
 
 /// Copies in flight may take this long after SIGTERM: 30 GiB/s move any engine's step in a fraction of it, and
@@ -45,6 +46,8 @@ enum Command {
     },
     /// Derive block keys as vLLM does: one JSON object a line on standard input, one answer a line; see docs/keys.md.
     Keys,
+    /// Add sidecars to manifests of Kubernetes: those on standard input are written to standard output; see docs/deploy.md.
+    Inject(inject::Options),
     /// Look for what is wrong with this host, or with two engines that should share. Exit status: 0 nothing must be changed, 1
     /// something must, 2 a file cannot be read.
     Doctor(Box<doctor::Options>),
@@ -89,6 +92,10 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         }
         Command::Keys => {
             sidecar::keys::serve(std::io::stdin().lock(), std::io::stdout().lock())?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Inject(options) => {
+            inject::serve(std::io::stdin().lock(), std::io::stdout().lock(), &options)?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Doctor(options) => Ok(examine(&options)),

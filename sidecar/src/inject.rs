@@ -1,0 +1,261 @@
+//! `pillion inject`: manifests with engines in, the same with sidecars out. What is not changed keeps its bytes.
+
+mod document;
+mod engine;
+mod sidecar;
+
+use std::io::{self, Read, Write};
+
+use clap::{Args, ValueEnum};
+use thiserror::Error;
+
+use self::document::{Insertion, Node, Stream, below, item};
+use self::engine::{Configured, Engine};
+use crate::config::Size;
+
+/// Bytes of the largest input: all manifests of a cluster, not its images.
+const INPUT_BYTES_MAX: u64 = 64 << 20;
+
+/// Options of `pillion inject`.
+#[derive(Args, Clone, Debug)]
+pub struct Options {
+    /// Memory for KV blocks, such as 30GiB
+    #[arg(long, value_name = "SIZE")]
+    pub dram: Size,
+    /// Image of the sidecar
+    #[arg(long, value_name = "IMAGE")]
+    pub image: String,
+    /// Container that runs vLLM, where several may
+    #[arg(long, value_name = "NAME")]
+    pub container: Option<String>,
+    /// Who copies: the engine, or the sidecar, which then sees the GPU by the engine's claim or the nodes' NVIDIA runtime
+    #[arg(long, value_enum, default_value = "engine")]
+    pub copy: Copies,
+    /// Share with other pods, found by this name, such as that of a headless Service; may be given several times
+    #[arg(long, value_name = "HOST:PORT", value_delimiter = ',')]
+    pub peer: Vec<String>,
+    /// Secret with tls.crt, tls.key and ca.crt for peers
+    #[arg(long, value_name = "NAME", requires = "peer")]
+    pub mesh_secret: Option<String>,
+    /// DNS name that all certificates carry
+    #[arg(long, value_name = "NAME", default_value = "pillion.mesh")]
+    pub mesh_cert_name: String,
+    /// Let peers talk without certificates
+    #[arg(long, requires = "peer", conflicts_with = "mesh_secret")]
+    pub mesh_plaintext: bool,
+    /// Name of each pod's sidecar among its peers, such as $(POD_NAME)
+    #[arg(long, value_name = "NAME", requires = "peer")]
+    pub node_id: Option<String>,
+}
+
+/// Who writes loaded blocks into a GPU.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, ValueEnum)]
+pub enum Copies {
+    Engine,
+    Sidecar,
+}
+
+/// Why nothing was written; the text names the remedy.
+#[derive(Debug, Error)]
+pub enum InjectError {
+    #[error("cannot read the manifests, or write them: {0}")]
+    Io(#[from] io::Error),
+    #[error("more than {INPUT_BYTES_MAX} bytes: pass fewer manifests at once")]
+    TooLarge,
+    #[error("this is no YAML: {0}")]
+    Malformed(String),
+    #[error(
+        "peers need certificates: pass --mesh-secret NAME, or --mesh-plaintext where everybody in the network may read blocks"
+    )]
+    NoCertificates,
+    #[error(
+        "no container {0}: a container that runs vLLM has 'vllm' in its image or command; name yours by --container NAME"
+    )]
+    NoEngine(String),
+    #[error("{workload}: {text}")]
+    Refused {
+        /// Its kind and name.
+        workload: String,
+        text: String,
+    },
+}
+
+/// A pod's description within a workload's.
+struct Workload<'a> {
+    label: String,
+    kind: &'a str,
+    pod: &'a Node,
+}
+
+/// Reads manifests and writes them with sidecars.
+pub fn serve(input: impl Read, mut output: impl Write, options: &Options) -> Result<(), InjectError> {
+    let mut source = String::new();
+    input.take(INPUT_BYTES_MAX + 1).read_to_string(&mut source)?;
+    if source.len() as u64 > INPUT_BYTES_MAX {
+        return Err(InjectError::TooLarge);
+    }
+    output.write_all(inject(&source, options)?.as_bytes())?;
+    Ok(output.flush()?)
+}
+
+/// The manifests with a sidecar in each pod that runs vLLM; a pod that has one stays as it is.
+pub fn inject(source: &str, options: &Options) -> Result<String, InjectError> {
+    if !options.peer.is_empty() && options.mesh_secret.is_none() && !options.mesh_plaintext {
+        return Err(InjectError::NoCertificates);
+    }
+    let stream = Stream::parse(source).map_err(InjectError::Malformed)?;
+    let (mut insertions, mut found) = (Vec::new(), false);
+    for workload in stream.documents.iter().flat_map(workloads) {
+        let refused = |text| InjectError::Refused { workload: workload.label.clone(), text };
+        if let Some(engine) = engine(&workload, options).map_err(refused)? {
+            found = true;
+            insertions.extend(sidecar_for(&stream, &workload, &engine, options).map_err(refused)?);
+        }
+    }
+    if !found {
+        let which =
+            options.container.as_ref().map_or("that runs vLLM".to_owned(), |name| format!("named {name}"));
+        return Err(InjectError::NoEngine(which));
+    }
+    Ok(stream.with(insertions))
+}
+
+/// The pods that a document describes; a list's are those of its items.
+fn workloads(document: &Node) -> Vec<Workload<'_>> {
+    let Some(kind) = document.text_at(&["kind"]) else { return Vec::new() };
+    let path: &[&str] = match kind {
+        "List" => {
+            return document.get("items").map_or(&[][..], Node::items).iter().flat_map(workloads).collect();
+        }
+        "Pod" => &["spec"],
+        "Deployment" | "StatefulSet" | "DaemonSet" | "ReplicaSet" | "Job" => &["spec", "template", "spec"],
+        "CronJob" => &["spec", "jobTemplate", "spec", "template", "spec"],
+        "LeaderWorkerSet" => &["spec", "leaderWorkerTemplate", "workerTemplate", "spec"],
+        _ => return Vec::new(),
+    };
+    let label = format!("{kind} {}", document.text_at(&["metadata", "name"]).unwrap_or("without a name"));
+    document.at(path).map(|pod| Workload { label, kind, pod }).into_iter().collect()
+}
+
+/// The engine's container of a pod; none if nothing in it runs vLLM.
+fn engine<'a>(workload: &Workload<'a>, options: &Options) -> Result<Option<Engine<'a>>, String> {
+    let containers = workload.pod.get("containers").map_or(&[][..], Node::items).iter().map(Engine::new);
+    let mut found: Vec<_> = containers
+        .filter(|engine| {
+            options.container.as_ref().map_or_else(|| engine.runs_vllm(), |name| engine.name == name)
+        })
+        .collect();
+    if found.len() > 1 {
+        let names: Vec<_> = found.iter().map(|engine| engine.name).collect();
+        return Err(format!(
+            "several containers may run vLLM ({}): name the engine by --container NAME",
+            names.join(", ")
+        ));
+    }
+    Ok(found.pop())
+}
+
+/// All that a pod gets; nothing if it has it.
+fn sidecar_for(
+    stream: &Stream<'_>,
+    workload: &Workload<'_>,
+    engine: &Engine<'_>,
+    options: &Options,
+) -> Result<Vec<Insertion>, String> {
+    let pod = workload.pod;
+    let configured = engine.configured();
+    let lists = ["containers", "initContainers"].into_iter().filter_map(|key| pod.get(key));
+    let has_sidecar = lists.flat_map(Node::items).any(|node| node.text_at(&["name"]) == Some(sidecar::NAME));
+    match (has_sidecar, configured) {
+        (_, Configured::Foreign) => {
+            return Err(format!(
+                "container {} has a --kv-transfer-config of another connector: take it off, since an engine has one cache",
+                engine.name
+            ));
+        }
+        (true, Configured::Pillion) => return Ok(Vec::new()),
+        (true, Configured::Nothing) => {
+            return Err(format!(
+                "there is a container {} and container {} does not use it: take the former off",
+                sidecar::NAME,
+                engine.name
+            ));
+        }
+        (false, _) => {}
+    }
+    let group = servable(workload, engine, options)?;
+    let claims: Vec<_> = match options.copy {
+        Copies::Engine => Vec::new(),
+        Copies::Sidecar => claims(engine.node),
+    };
+    let mut insertions = Vec::new();
+    let containers = [sidecar::container(options, group, &claims)];
+    insertions.extend(into_lists(
+        stream,
+        pod,
+        &[("initContainers", &containers), ("volumes", &sidecar::volumes(options))],
+    )?);
+    let seeded = items_at(engine.node, "env").any(|node| node.text_at(&["name"]) == Some("PYTHONHASHSEED"));
+    let seed = if seeded { vec![] } else { vec!["name: PYTHONHASHSEED\nvalue: '0'".to_owned()] };
+    let mount = [sidecar::engine_mount()];
+    if configured == Configured::Nothing {
+        let copy = if options.copy == Copies::Engine { "engine" } else { "" };
+        insertions.push(engine.configure(stream, copy)?);
+    }
+    insertions.extend(into_lists(stream, engine.node, &[("env", &seed), ("volumeMounts", &mount)])?);
+    Ok(insertions)
+}
+
+/// Refuses a pod that a sidecar cannot serve; otherwise the group that its engine runs as.
+fn servable<'a>(workload: &Workload<'a>, engine: &Engine<'a>, options: &Options) -> Result<&'a str, String> {
+    let pod = workload.pod;
+    if workload.kind == "LeaderWorkerSet" {
+        return Err("ranks on several nodes are not served: run one pod for each engine".to_owned());
+    }
+    let shares_node = pod.text_at(&["hostNetwork"]) == Some("true");
+    if shares_node && !options.peer.is_empty() && options.node_id.is_none() {
+        return Err("with hostNetwork every pod of a node has the node's name: pass --node-id '$(POD_NAME)'"
+            .to_owned());
+    }
+    match engine.identity(pod) {
+        [Some(user), None] if user != "0" => Err(format!(
+            "container {} says runAsUser and no runAsGroup: say both, so that its group may connect to the sidecar",
+            engine.name
+        )),
+        [_, group] => Ok(group.unwrap_or("0")),
+    }
+}
+
+fn claims(container: &Node) -> Vec<&str> {
+    let claims = container.at(&["resources", "claims"]).map_or(&[][..], Node::items);
+    claims.iter().filter_map(|claim| claim.text_at(&["name"])).collect()
+}
+
+fn items_at<'a>(node: &'a Node, key: &str) -> impl Iterator<Item = &'a Node> {
+    node.get(key).map_or(&[][..], Node::items).iter()
+}
+
+/// Adds items to lists of a mapping; lists that are not there are added together.
+fn into_lists(
+    stream: &Stream<'_>,
+    mapping: &Node,
+    lists: &[(&str, &[String])],
+) -> Result<Vec<Insertion>, String> {
+    let (mut insertions, mut absent) = (Vec::new(), Vec::new());
+    for (key, lines) in lists.iter().filter(|(_, lines)| !lines.is_empty()) {
+        match mapping.get(key) {
+            Some(list) => {
+                for lines in *lines {
+                    insertions.push(stream.insert_first(list, lines)?);
+                }
+            }
+            None => {
+                absent.push(below(key, &lines.iter().map(|lines| item(lines)).collect::<Vec<_>>().join("\n")))
+            }
+        }
+    }
+    if !absent.is_empty() {
+        insertions.push(stream.insert_entries(mapping, &absent.join("\n"))?);
+    }
+    Ok(insertions)
+}

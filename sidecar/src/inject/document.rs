@@ -1,0 +1,309 @@
+//! YAML with the place of every value, and texts put into it: what is not changed keeps its bytes, comments too.
+
+use saphyr_parser::{Event, Parser, ScalarStyle, Span};
+
+/// A value and where its text lies, in bytes of the source.
+#[derive(Clone, Debug)]
+pub(super) struct Node {
+    pub(super) start: usize,
+    pub(super) end: usize,
+    pub(super) kind: Kind,
+}
+
+#[derive(Clone, Debug)]
+pub(super) enum Kind {
+    Scalar {
+        text: String,
+        style: ScalarStyle,
+    },
+    /// `flow`: written in brackets, and `end` is behind the opening one.
+    Sequence {
+        flow: bool,
+        items: Vec<Node>,
+    },
+    /// `flow`: written in braces.
+    Mapping {
+        flow: bool,
+        entries: Vec<(Node, Node)>,
+    },
+    /// What an anchor stands for: this text is in another place, too.
+    Alias,
+}
+
+/// A text, and the byte before which it is put.
+pub(super) type Insertion = (usize, String);
+
+/// A whole input: its text and the roots of its documents.
+pub(super) struct Stream<'a> {
+    pub(super) source: &'a str,
+    pub(super) documents: Vec<Node>,
+}
+
+/// A collection whose end was not read yet.
+struct Open {
+    node: Node,
+    key: Option<Node>,
+}
+
+// === impl Node ===
+
+impl Node {
+    /// The text of a scalar.
+    pub(super) fn text(&self) -> Option<&str> {
+        match &self.kind {
+            Kind::Scalar { text, .. } => Some(text),
+            _ => None,
+        }
+    }
+
+    /// The value of a mapping's key.
+    pub(super) fn get(&self, key: &str) -> Option<&Self> {
+        let Kind::Mapping { entries, .. } = &self.kind else { return None };
+        entries.iter().find(|(name, _)| name.text() == Some(key)).map(|(_, value)| value)
+    }
+
+    /// The value that lies below these keys.
+    pub(super) fn at(&self, path: &[&str]) -> Option<&Self> {
+        path.iter().try_fold(self, |node, key| node.get(key))
+    }
+
+    /// The text that lies below these keys.
+    pub(super) fn text_at(&self, path: &[&str]) -> Option<&str> {
+        self.at(path)?.text()
+    }
+
+    /// The items of a sequence; none of anything else.
+    pub(super) fn items(&self) -> &[Self] {
+        match &self.kind {
+            Kind::Sequence { items, .. } => items,
+            _ => &[],
+        }
+    }
+
+    fn is_one_line(&self) -> bool {
+        matches!(&self.kind, Kind::Scalar { style, .. }
+            if !matches!(style, ScalarStyle::Literal | ScalarStyle::Folded))
+    }
+}
+
+// === impl Stream ===
+
+impl<'a> Stream<'a> {
+    /// Reads every document; the error names line and column.
+    pub(super) fn parse(source: &'a str) -> Result<Self, String> {
+        Self::parse_as(source, source)
+            .or_else(|error| Self::parse_as(source, &brackets_joined(source)).map_err(|_| error))
+    }
+
+    /// Reads `text`, of which each character is as long as that of the source in its place.
+    fn parse_as(source: &'a str, text: &str) -> Result<Self, String> {
+        let mut offsets: Vec<usize> = source.char_indices().map(|(offset, _)| offset).collect();
+        offsets.push(source.len());
+        let byte = |index: usize| offsets[index.min(offsets.len() - 1)];
+        let mut stream = Self { source, documents: Vec::new() };
+        let mut open: Vec<Open> = Vec::new();
+        for event in Parser::new_from_str(text) {
+            let (event, Span { start, end }) = event.map_err(|error| error.to_string())?;
+            let (start, end) = (byte(start.index()), byte(end.index()));
+            let flow = source[start..end].ends_with(['[', '{'])
+                || source[start..end].trim_end().ends_with(['[', '{']);
+            let kind = match event {
+                Event::Scalar(text, style, ..) => Kind::Scalar { text: text.into_owned(), style },
+                Event::Alias(_) => Kind::Alias,
+                Event::SequenceStart(..) => Kind::Sequence { flow, items: Vec::new() },
+                Event::MappingStart(..) => Kind::Mapping { flow, entries: Vec::new() },
+                Event::SequenceEnd | Event::MappingEnd => {
+                    let Open { node, .. } = open.pop().expect("the parser pairs starts and ends");
+                    stream.add(&mut open, node);
+                    continue;
+                }
+                _ => continue,
+            };
+            let node = Node { start, end, kind };
+            match node.kind {
+                Kind::Sequence { .. } | Kind::Mapping { .. } => open.push(Open { node, key: None }),
+                _ => stream.add(&mut open, node),
+            }
+        }
+        Ok(stream)
+    }
+
+    /// Hands a whole node to what it lies in.
+    fn add(&mut self, open: &mut [Open], node: Node) {
+        let Some(Open { node: parent, key }) = open.last_mut() else { return self.documents.push(node) };
+        match (&mut parent.kind, key.take()) {
+            (Kind::Mapping { entries, .. }, Some(name)) => entries.push((name, node)),
+            (Kind::Mapping { .. }, None) => *key = Some(node),
+            (Kind::Sequence { items, .. }, _) => items.push(node),
+            _ => unreachable!("a scalar holds nothing"),
+        }
+    }
+
+    /// The number of the line that a byte lies in, from 1.
+    pub(super) fn line(&self, offset: usize) -> usize {
+        self.source[..offset].matches('\n').count() + 1
+    }
+
+    fn line_start(&self, offset: usize) -> usize {
+        self.source[..offset].rfind('\n').map_or(0, |end| end + 1)
+    }
+
+    fn line_end(&self, offset: usize) -> usize {
+        self.source[offset..].find('\n').map_or(self.source.len(), |length| offset + length)
+    }
+
+    /// The blanks before what begins at a byte, as wide as the text of its line before it.
+    fn indent(&self, offset: usize) -> String {
+        " ".repeat(self.source[self.line_start(offset)..offset].chars().count())
+    }
+
+    /// Puts lines, as one more text of their own indent, before what begins at a byte, and before its comments.
+    fn before(&self, offset: usize, lines: &str) -> Insertion {
+        let indent = self.indent(offset);
+        let mut place = self.line_start(offset);
+        if !self.source[place..offset].trim().is_empty() {
+            return (offset, format!("{}\n{indent}", indented(lines, &indent).trim_start()));
+        }
+        while place > 0 {
+            let above = self.line_start(place - 1);
+            if !self.source[above..place].trim_start().starts_with('#') {
+                break;
+            }
+            place = above;
+        }
+        (place, format!("{}\n", indented(lines, &indent)))
+    }
+
+    /// Adds entries to a mapping, behind its first one where that is of one line, such as a name.
+    pub(super) fn insert_entries(&self, mapping: &Node, lines: &str) -> Result<Insertion, String> {
+        let Kind::Mapping { flow: false, entries } = &mapping.kind else {
+            return Err(self.written_in_flow(mapping));
+        };
+        let (key, value) = entries.first().ok_or_else(|| self.written_in_flow(mapping))?;
+        if value.is_one_line() {
+            let text = indented(lines, &self.indent(key.start));
+            return Ok((self.line_end(value.end), format!("\n{text}")));
+        }
+        Ok(self.before(key.start, lines))
+    }
+
+    /// Puts an item before those of a sequence.
+    pub(super) fn insert_first(&self, sequence: &Node, lines: &str) -> Result<Insertion, String> {
+        let Kind::Sequence { flow: false, items } = &sequence.kind else {
+            return Err(self.written_in_flow(sequence));
+        };
+        let dash =
+            items.first().and_then(|item| self.dash(item)).ok_or_else(|| self.written_in_flow(sequence))?;
+        Ok(self.before(dash, &item(lines)))
+    }
+
+    /// Puts a text before those of a sequence of texts.
+    pub(super) fn insert_first_text(&self, sequence: &Node, text: &str) -> Result<Insertion, String> {
+        match &sequence.kind {
+            Kind::Sequence { flow: true, items } => {
+                let comma = if items.is_empty() { "" } else { ", " };
+                Ok((sequence.end, format!("{}{comma}", single_quoted(text))))
+            }
+            _ => self.insert_first(sequence, &single_quoted(text)),
+        }
+    }
+
+    /// Puts a text behind one of a sequence of texts.
+    pub(super) fn insert_text_behind(
+        &self,
+        sequence: &Node,
+        number: usize,
+        text: &str,
+    ) -> Result<Insertion, String> {
+        let before = &sequence.items()[number];
+        match &sequence.kind {
+            Kind::Sequence { flow: true, .. } => Ok((before.end, format!(", {}", single_quoted(text)))),
+            _ => {
+                let dash = self.dash(before).ok_or_else(|| self.written_in_flow(sequence))?;
+                let added = indented(&item(&single_quoted(text)), &self.indent(dash));
+                Ok((self.line_end(before.end), format!("\n{added}")))
+            }
+        }
+    }
+
+    /// Puts a text into a scalar, behind a part of it that is there once; it has no line end.
+    pub(super) fn insert_into(&self, scalar: &Node, behind: &str, text: &str) -> Result<Insertion, String> {
+        let Kind::Scalar { style, .. } = &scalar.kind else { return Err(self.written_in_flow(scalar)) };
+        let raw = &self.source[scalar.start..scalar.end];
+        let at = raw.find(behind).filter(|at| raw.rfind(behind) == Some(*at));
+        let at =
+            at.ok_or_else(|| format!("line {}: write '{behind}' on one line", self.line(scalar.start)))?;
+        let text = match style {
+            ScalarStyle::SingleQuoted => text.replace('\'', "''"),
+            ScalarStyle::DoubleQuoted => text.replace('\\', "\\\\").replace('"', "\\\""),
+            ScalarStyle::Plain => {
+                return Err(format!(
+                    "line {}: put this script in quotes, or behind '|'",
+                    self.line(scalar.start)
+                ));
+            }
+            ScalarStyle::Literal | ScalarStyle::Folded => text.to_owned(),
+        };
+        Ok((scalar.start + at + behind.len(), text))
+    }
+
+    /// Where the dash of an item of a block sequence is.
+    fn dash(&self, item: &Node) -> Option<usize> {
+        let before = self.source[..item.start].trim_end();
+        before.ends_with('-').then(|| before.len() - 1)
+    }
+
+    fn written_in_flow(&self, node: &Node) -> String {
+        format!(
+            "line {}: this is empty, an alias, or written in braces or brackets, so nothing can be added: leave it out, or write \
+             it out line by line, as `kubectl get -o yaml` does",
+            self.line(node.start)
+        )
+    }
+
+    /// The source with all insertions; those at one place in their order.
+    pub(super) fn with(&self, mut insertions: Vec<Insertion>) -> String {
+        insertions.sort_by_key(|(place, _)| *place);
+        let mut text = String::with_capacity(self.source.len() + 4096);
+        let mut copied = 0;
+        for (place, inserted) in insertions {
+            text.push_str(&self.source[copied..place]);
+            text.push_str(&inserted);
+            copied = place;
+        }
+        text + &self.source[copied..]
+    }
+}
+
+/// The source with every closing bracket that has a line of its own on the line before. Kubernetes takes one that is indented no
+/// further than its key, as in vLLM's own manifest; YAML 1.2, and so the parser, does not.
+fn brackets_joined(source: &str) -> String {
+    let mut text = String::with_capacity(source.len());
+    for line in source.split_inclusive('\n') {
+        if line.trim_start().starts_with([']', '}']) && text.ends_with('\n') {
+            text.pop();
+            text.push(' ');
+        }
+        text.push_str(line);
+    }
+    text
+}
+
+/// A text in quotes that mean nothing else within it.
+pub(super) fn single_quoted(text: &str) -> String {
+    format!("'{}'", text.replace('\'', "''"))
+}
+
+/// Lines as an item of a sequence.
+pub(super) fn item(lines: &str) -> String {
+    format!("- {}", indented(lines, "  ").trim_start())
+}
+
+fn indented(lines: &str, indent: &str) -> String {
+    lines.lines().map(|line| format!("{indent}{line}")).collect::<Vec<_>>().join("\n")
+}
+
+/// Lines below a key.
+pub(super) fn below(key: &str, lines: &str) -> String {
+    format!("{key}:\n{}", indented(lines, "  "))
+}

@@ -1,0 +1,147 @@
+//! The container that runs vLLM, and its command line.
+
+use super::document::{Insertion, Node, Stream, below, item, single_quoted};
+
+const CONNECTOR: &str = "PillionConnector";
+const OPTION: &str = "--kv-transfer-config";
+const MODULE: &str = "vllm.entrypoints.openai.api_server";
+const SERVE: &str = "vllm serve";
+
+/// What the container says of the connector.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Configured {
+    Nothing,
+    Pillion,
+    /// Another connector, or this one among others.
+    Foreign,
+}
+
+/// The container of an engine.
+pub(super) struct Engine<'a> {
+    pub(super) node: &'a Node,
+    pub(super) name: &'a str,
+}
+
+/// A text of the command line: of `command` or `args`, and its number there.
+struct Word<'a> {
+    list: &'a Node,
+    number: usize,
+    node: &'a Node,
+    text: &'a str,
+}
+
+// === impl Engine ===
+
+impl<'a> Engine<'a> {
+    pub(super) fn new(node: &'a Node) -> Self {
+        Self { node, name: node.text_at(&["name"]).unwrap_or_default() }
+    }
+
+    /// Whether this looks like vLLM: by the last part of the image's name, or the command line.
+    pub(super) fn runs_vllm(&self) -> bool {
+        let image = self.node.text_at(&["image"]).unwrap_or_default();
+        let name = image.rsplit_once('@').map_or(image, |(name, _)| name);
+        let mut parts = name.rsplit('/').take(2);
+        parts.any(|part| part.contains("vllm")) || {
+            let words = self.words();
+            program(&words).is_some() || words.iter().any(|word| runs(word.text))
+        }
+    }
+
+    fn words(&self) -> Vec<Word<'a>> {
+        let lists = ["command", "args"].into_iter().filter_map(|key| self.node.get(key));
+        let words = lists
+            .flat_map(|list| list.items().iter().enumerate().map(move |(number, node)| (list, number, node)));
+        words
+            .filter_map(|(list, number, node)| Some(Word { list, number, node, text: node.text()? }))
+            .collect()
+    }
+
+    /// What the command line says of a connector.
+    pub(super) fn configured(&self) -> Configured {
+        let words = self.words();
+        let option = |word: &Word<'_>| word.text.replace('_', "-").contains(OPTION);
+        if !words.iter().any(option) {
+            return Configured::Nothing;
+        }
+        let ours = words.iter().any(|word| word.text.contains(CONNECTOR));
+        let several = words.iter().any(|word| word.text.contains("MultiConnector"));
+        if ours && !several { Configured::Pillion } else { Configured::Foreign }
+    }
+
+    /// Adds the connector to the command line.
+    pub(super) fn configure(&self, stream: &Stream<'_>, copy: &str) -> Result<Insertion, String> {
+        let setting = setting(copy);
+        let argument = format!("{OPTION}={setting}");
+        let words = self.words();
+        if let Some(word) = words.iter().find(|word| is_script(word.text)) {
+            return into_script(stream, word, &setting);
+        }
+        if let Some(Word { list, number, .. }) = program(&words) {
+            return stream.insert_text_behind(list, *number, &argument);
+        }
+        if self.node.get("command").is_some() {
+            return Err(format!(
+                "line {}: this command is neither '{SERVE}' nor '{MODULE}': add {OPTION} by hand, as docs/deploy.md shows",
+                stream.line(self.node.start)
+            ));
+        }
+        // The image's own entry point is vLLM.
+        match self.node.get("args") {
+            Some(list) if words.first().is_some_and(|word| word.text == "serve") => {
+                stream.insert_text_behind(list, 0, &argument)
+            }
+            Some(list) => stream.insert_first_text(list, &argument),
+            None => stream.insert_entries(self.node, &below("args", &item(&single_quoted(&argument)))),
+        }
+    }
+
+    /// The user and the group that it runs as, where the pod says so.
+    pub(super) fn identity(&self, pod: &'a Node) -> [Option<&'a str>; 2] {
+        ["runAsUser", "runAsGroup"].map(|key| {
+            let own = self.node.text_at(&["securityContext", key]);
+            own.or_else(|| pod.text_at(&["securityContext", key]))
+        })
+    }
+}
+
+/// The value of the option: without blanks, so that a line of YAML takes it as it is.
+fn setting(copy: &str) -> String {
+    let extra = match copy {
+        "" => String::new(),
+        copy => format!(r#","kv_connector_extra_config":{{"pillion.copy":"{copy}"}}"#),
+    };
+    format!(
+        r#"{{"kv_connector":"{CONNECTOR}","kv_connector_module_path":"pillion.connector","kv_role":"kv_both","kv_load_failure_policy":"recompute"{extra}}}"#
+    )
+}
+
+/// The word behind which vLLM's options begin, where no shell is between.
+fn program<'a, 'w>(words: &'w [Word<'a>]) -> Option<&'w Word<'a>> {
+    let vllm = |text: &str| text == "vllm" || text.ends_with("/vllm");
+    let served =
+        words.windows(2).find(|pair| vllm(pair[0].text) && pair[1].text == "serve").map(|pair| &pair[1]);
+    served.or_else(|| words.iter().find(|word| word.text == MODULE))
+}
+
+fn runs(text: &str) -> bool {
+    text.contains(SERVE) || text.contains(MODULE)
+}
+
+/// Whether a word is a command line itself, for a shell.
+fn is_script(text: &str) -> bool {
+    runs(text) && text.trim().contains(char::is_whitespace)
+}
+
+fn into_script(stream: &Stream<'_>, word: &Word<'_>, setting: &str) -> Result<Insertion, String> {
+    let program = if word.text.contains(SERVE) { SERVE } else { MODULE };
+    let before = word.text.split(program).next().unwrap_or_default();
+    let quoted = |quote: char| before.matches(quote).count() % 2 == 1;
+    if quoted('\'') || quoted('"') || word.text.matches(program).count() != 1 {
+        return Err(format!(
+            "line {}: this script has '{program}' several times, or in quotes: add {OPTION} by hand, as docs/deploy.md shows",
+            stream.line(word.node.start)
+        ));
+    }
+    stream.insert_into(word.node, program, &format!(" {OPTION}='{setting}'"))
+}

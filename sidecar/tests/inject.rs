@@ -1,0 +1,126 @@
+//! `pillion inject` on manifests as people have them: tests/inject/NAME.yaml becomes tests/inject/NAME.injected.yaml.
+//! `PILLION_WRITE_INJECTED=1` writes the latter anew, to be read before they are committed.
+
+use std::path::Path;
+
+use clap::Parser;
+use sidecar::inject::{self, Options};
+
+#[derive(Parser)]
+struct Arguments {
+    #[command(flatten)]
+    options: Options,
+}
+
+const MESH: &[&str] = &["--peer=mesh:9441", "--mesh-secret=pillion-mesh", "--node-id=$(POD_NAME)"];
+const CASES: &[(&str, &[&str])] = &[
+    ("documented", &[]),
+    ("entrypoint", &["--copy=sidecar"]),
+    ("module", MESH),
+    ("exported", &["--peer=mesh:9441", "--mesh-plaintext"]),
+    ("unprivileged", &["--copy=sidecar"]),
+    ("batch", &[]),
+];
+
+fn injected(source: &str, more: &[&str]) -> Result<String, String> {
+    let image: &[&str] = match more.iter().any(|option| option.starts_with("--image=")) {
+        true => &[],
+        false => &["--image=registry.example/pillion:0.2.0"],
+    };
+    let arguments = Arguments::try_parse_from(["inject", "--dram=30GiB"].iter().chain(image).chain(more))
+        .map_err(|error| error.to_string())?;
+    inject::inject(source, &arguments.options).map_err(|error| error.to_string())
+}
+
+#[test]
+fn manifests_become_what_is_kept_beside_them() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/inject");
+    for (name, more) in CASES {
+        let source = std::fs::read_to_string(folder.join(format!("{name}.yaml"))).unwrap();
+        let once = injected(&source, more).unwrap();
+        let kept = folder.join(format!("{name}.injected.yaml"));
+        if std::env::var_os("PILLION_WRITE_INJECTED").is_some() {
+            std::fs::write(&kept, &once).unwrap();
+        }
+        assert_eq!(once, std::fs::read_to_string(&kept).unwrap(), "{name}");
+        assert_eq!(injected(&once, more).unwrap(), once, "{name}: twice is once");
+        let mut written = once.lines();
+        // An entry that is added before the first one of an item takes its dash.
+        let words = |line: &str| line.trim_start_matches([' ', '-']).to_owned();
+        for line in source.lines().filter(|line| !line.contains("vllm serve") && !line.contains("args: [")) {
+            assert!(written.any(|found| words(found) == words(line)), "{name}: {line} is kept, in its order");
+        }
+    }
+}
+
+/// A Deployment whose pod has these lines.
+fn deployment(pod: &str) -> String {
+    let pod: String = pod.lines().map(|line| format!("      {line}\n")).collect();
+    format!("kind: Deployment\nmetadata:\n  name: a\nspec:\n  template:\n    spec:\n{pod}")
+}
+
+fn engine(lines: &str) -> String {
+    let lines: String = lines.lines().map(|line| format!("  {line}\n")).collect();
+    deployment(&format!("containers:\n- name: e\n  image: vllm/vllm-openai\n{lines}"))
+}
+
+fn refusal(source: &str, more: &[&str]) -> String {
+    injected(source, more).expect_err("it is refused")
+}
+
+#[test]
+fn what_cannot_be_done_is_refused_with_a_remedy() {
+    let none = "kind: Service\nmetadata:\n  name: a\n";
+    assert!(refusal(none, &[]).contains("--container NAME"));
+    assert!(refusal("", &[]).contains("--container NAME"));
+    assert!(refusal(&engine(""), &["--container=other"]).contains("named other"));
+    assert!(refusal("a: [", &[]).contains("no YAML"));
+    let two = deployment(
+        "containers:\n- name: a\n  image: vllm/a\n- name: b\n  image: b\n  command: [vllm, serve]",
+    );
+    let error = refusal(&two, &[]);
+    assert!(
+        error.contains("Deployment a: several") && error.contains("(a, b)") && error.contains("--container"),
+        "{error}"
+    );
+    assert!(injected(&two, &["--container=b"]).is_ok());
+    for foreign in [
+        "--kv-transfer-config",
+        "--kv_transfer_config={\"kv_connector\":\"Other\"}",
+        "--kv-transfer-config.kv_connector=X",
+    ] {
+        let error = refusal(&engine(&format!("args: ['{foreign}']")), &[]);
+        assert!(error.contains("take it off"), "{error}");
+    }
+    let network = deployment("hostNetwork: true\ncontainers:\n- name: e\n  image: vllm/a");
+    assert!(injected(&network, &[]).is_ok());
+    let peers = ["--peer=mesh:9441", "--mesh-plaintext"];
+    assert!(refusal(&network, &peers).contains("--node-id '$(POD_NAME)'"));
+    assert!(refusal(&network, &peers[..1]).contains("--mesh-secret"));
+    assert!(refusal(&engine("securityContext:\n  runAsUser: 7"), &[]).contains("runAsGroup"));
+    assert!(refusal(&engine("command: [run.sh]"), &[]).contains("by hand"));
+    assert!(refusal(&engine("command: [sh, -c, vllm serve a]"), &[]).contains("quotes"));
+    assert!(refusal(&engine("command: [sh, -c, 'bash -c \"vllm serve a\"']"), &[]).contains("by hand"));
+    assert!(refusal(&engine("command: [sh, -c, 'vllm serve a; vllm serve b']"), &[]).contains("by hand"));
+    assert!(refusal(&engine("env: []"), &[]).contains("leave it out"));
+    assert!(refusal(&engine("env:"), &[]).contains("leave it out"));
+    let sidecar = deployment("initContainers:\n- name: pillion\ncontainers:\n- name: e\n  image: vllm/a");
+    assert!(refusal(&sidecar, &[]).contains("take the former off"));
+    let several_nodes = "kind: LeaderWorkerSet\nmetadata:\n  name: l\nspec:\n  leaderWorkerTemplate:\n    workerTemplate:\n      \
+                         spec:\n        containers:\n        - name: e\n          image: vllm/a\n";
+    assert!(refusal(several_nodes, &[]).contains("several nodes"));
+}
+
+#[test]
+fn a_connector_that_is_there_stays() {
+    let source = engine("args:\n- --kv-transfer-config\n- '{\"kv_connector\": \"PillionConnector\"}'");
+    let text = injected(&source, &[]).unwrap();
+    assert_eq!(text.matches("kv-transfer-config").count(), 1);
+    assert!(text.contains("restartPolicy: Always"), "{text}");
+}
+
+#[test]
+fn values_of_users_are_texts() {
+    let text = injected(&engine(""), &["--image=it's: {odd}"]).unwrap();
+    assert!(text.contains("image: 'it''s: {odd}'"), "{text}");
+}

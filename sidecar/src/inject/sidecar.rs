@@ -99,6 +99,8 @@ fn environment(options: &Options, claims: &[&str]) -> String {
     };
     if !options.peer.is_empty() {
         variables.push(field("POD_IP", "status.podIP"));
+    }
+    if options.node_id.is_some() {
         variables.push(field("POD_NAME", "metadata.name"));
     }
     items(&variables)
@@ -155,7 +157,10 @@ fn mounts(options: &Options) -> String {
 
 /// A size and so much more, as Kubernetes writes it.
 fn mebibytes(size: Size, more_mib: u64) -> String {
-    format!("{}Mi", size.as_bytes().div_ceil(MIB) + more_mib)
+    match size.as_bytes().div_ceil(MIB) + more_mib {
+        mebibytes if mebibytes.is_multiple_of(1024) => format!("{}Gi", mebibytes / 1024),
+        mebibytes => format!("{mebibytes}Mi"),
+    }
 }
 
 /// A size as `pillion serve` reads it, to the byte.

@@ -1,0 +1,183 @@
+"""deploy/ and what `pillion inject` writes: every field exists, and the sidecar starts by these arguments."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from manifests import (
+    INJECTED,
+    KUBERNETES,
+    MONITORING,
+    VERSIONS,
+    Document,
+    at,
+    built_in,
+    documents,
+    mappings,
+    of,
+    operators,
+    pod,
+    sidecar,
+)
+from testkit import ports
+from testkit.sidecar import Sidecar, find_binary
+
+# Mappings whose keys are the user's own.
+FREE = {"labels", "annotations", "matchLabels", "limits", "requests", "data", "nodeSelector"}
+BUILT_IN = [pytest.param(path, version, id=f"{path.stem}-{version}") for path in KUBERNETES + INJECTED for version in VERSIONS]
+# What each manifest is called with, had it been injected.
+OPTIONS = {
+    "copy-engine": [],
+    "gpu-in-both": ["--copy=sidecar"],
+    "gpu-in-both-dra": ["--copy=sidecar"],
+    "mesh": ["--peer=vllm-mesh:9441", "--mesh-secret=pillion-mesh"],
+}
+
+
+def misspellings(document: Document) -> list[Document]:
+    """The document with an unknown field, in each of its mappings in turn."""
+    wrong = []
+    for path in mappings(document):
+        of_user = FREE & set(path) or (path == ("spec", "selector") and document["kind"] == "Service")
+        if of_user or path[:1] == ("metadata",):
+            continue
+        changed = copy.deepcopy(document)
+        at(changed, path)["misspelt"] = "value"
+        wrong.append(changed)
+    return wrong
+
+
+@pytest.mark.parametrize(("path", "version"), BUILT_IN)
+def test_every_field_exists(path: Path, version: str) -> None:
+    """In three releases of Kubernetes; a kind that one of them does not know fails, too."""
+    for document in of(path):
+        built_in(version)(document)
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
+def test_a_misspelt_field_fails_in_every_mapping(path: Path) -> None:
+    """The check can fail, wherever the field is."""
+    for document in of(path):
+        wrong = misspellings(document)
+        assert len(wrong) >= 3
+        for changed in wrong:
+            with pytest.raises(Exception, match="misspelt"):
+                built_in(VERSIONS[-1])(changed)
+
+
+@pytest.mark.parametrize("path", MONITORING, ids=lambda path: path.stem)
+def test_monitoring_is_what_the_operator_takes(path: Path) -> None:
+    """By the operator's own schema; a misspelt field fails in every mapping."""
+    for document in of(path):
+        operators(document)
+        for changed in misspellings(document):
+            with pytest.raises(Exception, match="misspelt"):
+                operators(changed)
+
+
+def inject(text: str, options: list[str]) -> str:
+    """What the program makes of it."""
+    command = [str(find_binary()), "inject", "--dram=30GiB", "--image=registry.example/pillion:0.2.0", *options]
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+
+
+def without_sidecar(document: Document) -> Document:
+    """A manifest of deploy/ as it would be without Pillion."""
+    bare = copy.deepcopy(document)
+    description = bare["spec"]["template"]["spec"]
+    del description["initContainers"]
+    description["volumes"] = [volume for volume in description["volumes"] if not volume["name"].startswith("pillion")]
+    engine = description["containers"][0]
+    engine["volumeMounts"] = [mount for mount in engine["volumeMounts"] if mount["name"] != "pillion-socket"]
+    engine["args"] = engine["args"][:1]
+    engine["env"] = [variable for variable in engine["env"] if variable["name"] != "PYTHONHASHSEED"]
+    return bare
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
+def test_inject_adds_what_the_manifest_has(path: Path) -> None:
+    """The sidecar, the volumes, and what the engine gets of them: one truth in two places."""
+    document = next(document for document in of(path) if pod(document))
+    written = inject(yaml.safe_dump(without_sidecar(document)), OPTIONS[path.stem])
+    (injected,) = documents(written)
+    assert sidecar(injected) == sidecar(document)
+
+    def named(key: str, found: Document) -> dict[str, Any]:
+        return {item["name"]: item for item in found[key]}
+
+    assert named("volumes", pod(injected)) == named("volumes", pod(document))
+    engines = [pod(found)["containers"][0] for found in (injected, document)]
+    assert named("volumeMounts", engines[0]) == named("volumeMounts", engines[1])
+    assert named("env", engines[0]) == named("env", engines[1])
+    settings = [yaml.safe_load(text.partition("=")[2] or text) for text in engines[0]["command"] if "kv_connector" in text]
+    settings += [yaml.safe_load(text) for text in engines[1]["args"] if "kv_connector" in text]
+    assert len(settings) == 2 and settings[0] == settings[1]
+
+
+@pytest.mark.parametrize("path", INJECTED, ids=lambda path: path.stem)
+def test_injected_manifests_keep_what_they_had(path: Path) -> None:
+    """Every value of before is there, and in no other type."""
+    before = of(path.with_name(path.name.replace(".injected", "")))
+    after = of(path)
+    assert len(before) == len(after)
+    for old, new in zip(before, after, strict=True):
+        lost = [path for path in mappings(old) if missing(at(old, path), new, path)]
+        assert not lost
+
+
+def missing(value: Document, document: Document, path: tuple[str | int, ...]) -> bool:
+    """Whether one of these texts and numbers is nowhere in the new document; items may have moved by one that was added."""
+    texts = {f"{key}={found!r}" for key, found in value.items() if not isinstance(found, dict | list)}
+    there = [
+        {f"{key}={found!r}" for key, found in at(document, other).items() if not isinstance(found, dict | list)}
+        for other in mappings(document)
+        if [key for key in other if isinstance(key, str)] == [key for key in path if isinstance(key, str)]
+    ]
+    return not any(texts <= found for found in there)
+
+
+def replaced(arguments: list[str], folder: Path) -> list[str]:
+    """A pod's arguments with paths, sizes and addresses of this machine; no certificates are made for it."""
+    listen = ports.free_port("127.0.0.1")
+    values = {
+        "--dram": "64MiB",
+        "--socket-group": "0",
+        "--http": f"127.0.0.1:{ports.free_port()}",
+        "--mesh-listen": f"127.0.0.1:{listen}",
+        "--peer": f"127.0.0.1:{listen + 2}",
+        "--pool-view": None,
+    }
+    found = []
+    for argument in arguments[1:]:
+        name, _, value = argument.partition("=")
+        if name.startswith(("--mesh-ce", "--mesh-key", "--mesh-ca")) or (name in values and values[name] is None):
+            continue
+        value = value.replace("/run/pillion", str(folder)).replace("/var/lib/pillion/pool/blocks", f"/dev/shm/{folder.name}")
+        found.append(f"{name}={values.get(name, value)}")
+    return [*found, *(["--mesh-plaintext"] if any("mesh-listen" in argument for argument in found) else [])]
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
+def test_a_sidecar_starts_by_these_arguments(path: Path, tmp_path: Path) -> None:
+    """And answers its probes."""
+    container = next(sidecar(document) for document in of(path) if pod(document))
+    arguments = replaced(container["args"], tmp_path)
+    http = next(argument.partition("=")[2] for argument in arguments if argument.startswith("--http="))
+    pool = next(Path(argument.partition("=")[2]) for argument in arguments if argument.startswith("--pool-path="))
+    rest = [argument for argument in arguments if not argument.startswith(("--http=", "--socket=", "--dram=", "--pool-path="))]
+    started = Sidecar(tmp_path, dram="64MiB", http=http, pool=pool, more=tuple(rest))
+    try:
+        started.wait_ready()
+        assert all(
+            started.get(container[probe]["httpGet"]["path"]) is not None for probe in ("livenessProbe", "readinessProbe")
+        )
+        started.finish()
+    finally:
+        started.kill()
+        pool.unlink(missing_ok=True)

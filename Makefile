@@ -5,7 +5,7 @@ SHELL := bash
 # A toolchain that scripts/setup installed is not on the PATH of a shell that was open before.
 export PATH := $(CURDIR)/.venv/bin:$(HOME)/.cargo/bin:$(PATH)
 
-.PHONY: help setup setup-tests demo test test-long test-rust test-loom test-sim test-python test-e2e identity test-rdma sim chaos prove sanitize lint bench fuzz clean test-gpu test-ops
+.PHONY: help setup setup-tests demo test test-long test-rust test-loom test-sim test-python test-e2e identity test-rdma sim chaos prove sanitize lint bench fuzz clean test-gpu test-ops dist
 
 # What runs the tests on a GPU: it finds vLLM's CUDA build and pillion; and which of them, with pytest's options.
 PYTHON ?= python3
@@ -65,10 +65,14 @@ test-rdma: ## blocks over RDMA, in a QEMU guest with Soft-RoCE: no RDMA NIC need
 test-gpu: ## the connector in real engines on a GPU: PYTHON=python3 TESTS='tests/gpu/test_kill.py --rounds 40'
 	@$(PYTHON) tests/gpu $(TESTS)
 
-test-ops: ## manifests, alerts, dashboard, unit and seccomp profile: Debian, root or sudo
+test-ops: ## manifests, alerts, dashboard, unit, and what make dist built; Debian, root or sudo
 	@scripts/setup ops
 	cargo build --quiet --locked --package sidecar --bin pillion
 	@cd tests && PILLION_BINARY="$${CARGO_TARGET_DIR:-$(CURDIR)/target}/debug/pillion" ../.cache/tools/bin/python -m pytest -q ops
+
+dist: ## what is released, under dist/: wheel, tarball, lists of parts, images where buildah is; no torch and no vLLM
+	@scripts/setup dist
+	@PATH="$(CURDIR)/.cache/tools/bin:$$PATH" scripts/dist dist
 
 sim: setup ## more simulated worlds: RUNS=200000 SEED=1
 	cargo test --profile sim --package sidecar --test simulator --quiet -- --runs $(RUNS) --seed $(SEED)

@@ -7,6 +7,7 @@ mod back_off;
 mod dial;
 mod etcd;
 mod follow;
+mod names;
 mod serve;
 pub mod service;
 mod shared;
@@ -15,12 +16,16 @@ pub mod wire;
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
+pub use self::dial::check as check_peer;
+pub use self::names::{Resolve, System};
 use self::shell::Command;
 use crate::Error;
 use crate::digest::Change;
@@ -55,6 +60,8 @@ pub struct Config {
     pub data: DataAddresses,
     /// How members are found.
     pub members: Members,
+    /// What says which addresses a listed name has.
+    pub resolver: Arc<dyn Resolve>,
     /// Who may follow, and who may read along.
     pub security: Security,
     /// Memory of all peers' filters together: a peer that keeps more than its share is followed in part.
@@ -66,7 +73,8 @@ pub struct Config {
 /// How members are found.
 #[derive(Clone, Debug)]
 pub enum Members {
-    /// These, by the `host:port` of their control. Each node lists the others; its own address among them does no harm.
+    /// Those at these `host:port` of their control. A name stands for all the addresses that it has, whenever it is resolved;
+    /// this node's own address among them does no harm.
     Static(Vec<String>),
     /// Those that are registered.
     Etcd(Etcd),
@@ -96,8 +104,11 @@ pub struct Limits {
     pub heartbeat: Duration,
     /// A stream on which nothing came for this long is down, and a follower that takes nothing for this long is cut off.
     pub silence: Duration,
-    /// A listed peer that was down for this long is left, until it is back.
+    /// A listed peer that was down for this long is left, until it is back; and of an address at which there was no peer for
+    /// this long an operator is told.
     pub gone: Duration,
+    /// The time from one resolution of a listed name to the next.
+    pub resolve: Duration,
     /// An inventory of which a part is told is asked for anew after about this long: there may be room for more by then.
     pub thinned: Duration,
     /// The pause after a failure; doubled at each further one.
@@ -112,6 +123,8 @@ pub struct Limits {
 pub struct Control {
     commands: UnboundedSender<Command>,
     address: SocketAddr,
+    /// Listed addresses at which a node is expected and none is a member.
+    empty: Arc<AtomicUsize>,
     thread: Option<JoinHandle<()>>,
     /// Disconnected when the thread has ended.
     ended: Receiver<()>,
@@ -128,7 +141,7 @@ impl Config {
         members: Members,
         security: Security,
     ) -> Self {
-        let (mesh, limits) = (MESH_DEFAULT.to_owned(), Limits::default());
+        let (mesh, limits, resolver) = (MESH_DEFAULT.to_owned(), Limits::default(), Arc::new(System));
         Self {
             mesh,
             node,
@@ -137,6 +150,7 @@ impl Config {
             listen,
             data,
             members,
+            resolver,
             security,
             directory_bytes: DIRECTORY_BYTES_DEFAULT,
             limits,
@@ -169,6 +183,7 @@ impl Default for Limits {
             heartbeat: Duration::from_secs(1),
             silence: Duration::from_secs(5),
             gone: Duration::from_secs(30),
+            resolve: Duration::from_secs(10),
             thinned: Duration::from_secs(3600),
             back_off_min: Duration::from_millis(100),
             back_off_max: Duration::from_secs(5),
@@ -189,14 +204,16 @@ impl Control {
         let address = listener.local_addr().map_err(unheard)?;
         let (commands, orders) = unbounded_channel();
         let (alive, ended) = channel();
-        let run = shell::prepare(Config { listen: address, ..config }, listener, Box::new(up), orders)?;
+        let empty = Arc::default();
+        let config = Config { listen: address, ..config };
+        let run = shell::prepare(config, listener, (Box::new(up), Arc::clone(&empty)), orders)?;
         let thread = std::thread::Builder::new().name("mesh-control".into());
         let thread = thread.spawn(move || {
             run();
             drop(alive);
         });
         let thread = thread.map_err(|source| Error::Os { doing: "start a thread", source })?;
-        Ok(Self { commands, address, thread: Some(thread), ended })
+        Ok(Self { commands, address, empty, thread: Some(thread), ended })
     }
 
     /// What this node keeps from now on, or no more. Peers that follow hear of it.
@@ -212,6 +229,11 @@ impl Control {
     /// Where peers follow what this node keeps.
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Listed addresses at which a node is expected and none is a member.
+    pub fn endpoints_empty(&self) -> usize {
+        self.empty.load(Ordering::Relaxed)
     }
 
     /// Is no member any more, as soon as etcd or the peers hear of it. Nothing more is told.

@@ -1,14 +1,18 @@
 //! Who is a member: pure. Events come in, what follows from them comes out, and time is an argument.
 //!
-//! A member is one life of a node, under a number that is used once. It sits on a seat: an address that was listed, on which
-//! one life after the other may sit, or one registration in etcd. Seats are what is followed.
+//! A member is one life of a node, under a number that is used once. It is met at an endpoint: an address that a listed name
+//! has, where one life after the other may answer, or one registration in etcd. Endpoints are what is followed.
 //!
-//! - No two members have one node's name.
+//! - No two members have one node's name: a node that answers at two addresses is a member at one of them.
 //! - A registration is known by the revision that created it: an older one than the known is not believed.
 //! - Who is registered is a member until the registration ends, whether its stream is up or not. Who is listed becomes one
 //!   when its stream says who it is, and is one no more after long silence.
+//! - An address that is listed no more stays an endpoint for as long as it has a member.
 
-use std::collections::{BTreeMap, HashSet};
+mod listed;
+mod registered;
+
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::SocketAddr;
 
@@ -18,6 +22,8 @@ use crate::transport::{BootId, NodeId, Peer, PeerNumber};
 
 /// Members that a node knows of, and the most that it serves: each costs a stream, its filter and 256 KiB.
 pub const MEMBERS_MAX: usize = 1024;
+/// Addresses that are followed or tried: those of all members and, while pods are replaced, an old one beside each.
+pub const ENDPOINTS_MAX: usize = 2 * MEMBERS_MAX;
 
 /// Where a node serves blocks.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -81,37 +87,71 @@ pub enum Parting {
     Silent,
 }
 
-/// A seat at the table: what is followed. Used once.
+/// What is followed. Its number is used once.
 #[derive(Copy, Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
-pub struct Seat(pub u32);
+pub struct Endpoint(pub u32);
+
+/// Why nobody is followed at an endpoint at present.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Failure {
+    /// Nobody was reached, or nobody of this mesh. With the remedy where there is one.
+    Unreached(String),
+    /// Another life of a node than the one that is followed elsewhere. Of one that has moved, that stream breaks soon.
+    Twin(NodeId, SocketAddr),
+    /// A member answered that is followed at another address.
+    Elsewhere(NodeId),
+}
 
 #[derive(Debug)]
 pub enum Step {
     Tell(News),
     /// Follow who is at this address.
-    Follow(Seat, String),
-    Unfollow(Seat),
+    Follow(Endpoint, String),
+    Unfollow(Endpoint),
+    /// Dial at once who is not followed: a node that was followed elsewhere may answer there.
+    Retry,
 }
 
 #[derive(Debug)]
 pub struct Membership {
     own: (NodeId, BootId),
     gone_ms: u64,
-    places: BTreeMap<Seat, Place>,
-    seats: u32,
+    /// The addresses that each listed name has.
+    names: BTreeMap<String, BTreeSet<SocketAddr>>,
+    places: BTreeMap<Endpoint, Place>,
+    endpoints: u32,
     numbers: u32,
 }
 
+/// An endpoint, and who is there.
 #[derive(Debug)]
 struct Place {
     origin: Origin,
-    member: Option<Member>,
+    found: Found,
 }
 
 #[derive(Debug)]
 enum Origin {
-    Listed(String),
+    Listed(SocketAddr),
     Registered(Registration),
+}
+
+#[derive(Debug)]
+enum Found {
+    Nobody(Vacancy),
+    /// This node itself, when it was last tried.
+    Own,
+    Member(Member),
+}
+
+/// That an endpoint has no member.
+#[derive(Debug)]
+struct Vacancy {
+    since_ms: u64,
+    /// Why the last attempt failed.
+    why: Option<Failure>,
+    /// An operator was told.
+    told: bool,
 }
 
 #[derive(Debug)]
@@ -134,22 +174,76 @@ impl fmt::Display for Parting {
     }
 }
 
+// === impl Failure ===
+
+impl From<String> for Failure {
+    fn from(why: String) -> Self {
+        Self::Unreached(why)
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unreached(why) => f.write_str(why),
+            Self::Twin(node, address) => {
+                write!(
+                    f,
+                    "two sidecars have the name {node}, one of them at {address}: give each its own --node-id"
+                )
+            }
+            Self::Elsewhere(node) => write!(f, "{node} answers, which is followed at another address"),
+        }
+    }
+}
+
+// === impl Place ===
+
+impl Place {
+    fn member(&self) -> Option<&Member> {
+        match &self.found {
+            Found::Member(member) => Some(member),
+            Found::Nobody(_) | Found::Own => None,
+        }
+    }
+
+    fn is_own(&self) -> bool {
+        matches!(self.found, Found::Own)
+    }
+
+    /// The address, if it is listed or was.
+    fn address(&self) -> Option<SocketAddr> {
+        match self.origin {
+            Origin::Listed(address) => Some(address),
+            Origin::Registered(_) => None,
+        }
+    }
+
+    fn member_mut(&mut self) -> Option<&mut Member> {
+        match &mut self.found {
+            Found::Member(member) => Some(member),
+            Found::Nobody(_) | Found::Own => None,
+        }
+    }
+}
+
 // === impl Membership ===
 
 impl Membership {
-    /// A table at which nobody sits. A listed member is left after `gone_ms` of silence.
+    /// A mesh of this node alone. A listed member is left after `gone_ms` of silence.
     pub fn new(own: (NodeId, BootId), gone_ms: u64) -> Self {
-        Self { own, gone_ms, places: BTreeMap::new(), seats: 0, numbers: 0 }
+        let (names, places) = Default::default();
+        Self { own, gone_ms, names, places, endpoints: 0, numbers: 0 }
     }
 
-    /// The member on a seat.
-    pub fn number(&self, seat: Seat) -> Option<PeerNumber> {
-        Some(self.places.get(&seat)?.member.as_ref()?.number)
+    /// The member at an endpoint.
+    pub fn number(&self, endpoint: Endpoint) -> Option<PeerNumber> {
+        Some(self.places.get(&endpoint)?.member()?.number)
     }
 
-    /// Where a member sits.
-    pub fn seat(&self, number: PeerNumber) -> Option<Seat> {
-        self.seats().find(|(_, member)| member.number == number).map(|(seat, _)| seat)
+    /// Where a member is followed.
+    pub fn endpoint(&self, number: PeerNumber) -> Option<Endpoint> {
+        self.members().find(|(_, member)| member.number == number).map(|(endpoint, _)| endpoint)
     }
 
     /// Whether this life of a node is heard of: that of a member whose stream is up, or this node's own.
@@ -157,164 +251,115 @@ impl Membership {
         let is = |(name, life): (&NodeId, BootId)| name.as_str() == node && life.0.get() == boot;
         let up =
             |member: &Member| member.down_ms.is_none() && is((&member.identity.node, member.identity.boot));
-        is((&self.own.0, self.own.1)) || self.seats().any(|(_, member)| up(member))
+        is((&self.own.0, self.own.1)) || self.members().any(|(_, member)| up(member))
     }
 
-    fn seats(&self) -> impl Iterator<Item = (Seat, &Member)> {
-        self.places.iter().filter_map(|(seat, place)| Some((*seat, place.member.as_ref()?)))
+    fn members(&self) -> impl Iterator<Item = (Endpoint, &Member)> {
+        self.places.iter().filter_map(|(endpoint, place)| Some((*endpoint, place.member()?)))
     }
 
     // === streams ===
 
-    /// The stream of a seat is up, and says who is there. `Err` is why it is not wanted, with the remedy.
-    pub fn hello(&mut self, seat: Seat, says: &Identity) -> Result<Vec<Step>, String> {
-        let Some(place) = self.places.get_mut(&seat) else { return Ok(vec![Step::Unfollow(seat)]) };
-        if let Some(member) = place.member.as_mut().filter(|member| member.identity == *says) {
+    /// The stream of an endpoint is up, and says who is there. `Err` is why it is not wanted.
+    pub fn hello(&mut self, now_ms: u64, endpoint: Endpoint, says: &Identity) -> Result<Vec<Step>, Failure> {
+        let Some(place) = self.places.get_mut(&endpoint) else { return Ok(vec![Step::Unfollow(endpoint)]) };
+        if let Some(member) = place.member_mut().filter(|member| member.identity == *says) {
             member.down_ms = None;
             return Ok(Vec::new());
         }
         match &place.origin {
-            Origin::Registered(registration) => Err(format!(
+            Origin::Registered(registration) => Err(Failure::Unreached(format!(
                 "{} is registered at {}, but {} answers there{}",
                 registration.identity.node,
                 registration.control,
                 says.node,
                 if says.node == registration.identity.node { " in another life" } else { "" },
-            )),
-            Origin::Listed(address) if says.node == self.own.0 => {
-                if says.boot != self.own.1 {
-                    return Err(twins(&says.node, address));
-                }
-                Ok(self.clear(seat, Parting::Restarted))
-            }
+            ))),
             Origin::Listed(address) => {
-                let address = address.clone();
-                self.sit(seat, &address, says)
+                let address = *address;
+                self.met(now_ms, (endpoint, address), says)
             }
         }
     }
 
-    /// A node that was not known so sits down on a listed seat.
-    fn sit(&mut self, seat: Seat, address: &str, says: &Identity) -> Result<Vec<Step>, String> {
-        let mut steps = Vec::new();
-        let other = self.seats().find(|(at, member)| *at != seat && member.identity.node == says.node);
-        if let Some((at, member)) = other {
-            if member.down_ms.is_none() {
-                return Err(if member.identity.boot == says.boot {
-                    format!("{} is listed twice, once as {address}: list it once", says.node)
-                } else {
-                    twins(&says.node, address)
-                });
-            }
-            steps.extend(self.rise(at, Parting::Restarted));
+    /// Another life than the known answers at a listed address.
+    fn met(
+        &mut self,
+        now_ms: u64,
+        (endpoint, address): (Endpoint, SocketAddr),
+        says: &Identity,
+    ) -> Result<Vec<Step>, Failure> {
+        let own = says.node == self.own.0;
+        let other = self.members().find(|(at, member)| *at != endpoint && member.identity.node == says.node);
+        let up = other.filter(|(_, member)| member.down_ms.is_none()).map(|(_, member)| &member.identity);
+        if up.is_some_and(|identity| identity.boot == says.boot) {
+            return Err(Failure::Elsewhere(says.node.clone()));
         }
-        steps.extend(self.rise(seat, Parting::Restarted));
-        steps.push(self.join(seat, says.clone()));
+        if up.is_some() || own && says.boot != self.own.1 {
+            return Err(Failure::Twin(says.node.clone(), address));
+        }
+        // Of one that has moved, the member at the other address is the same node in an earlier stream of it.
+        let moved = other.map(|(at, _)| at);
+        if moved.is_none() && !own && self.number(endpoint).is_none() && self.members().count() >= MEMBERS_MAX
+        {
+            return Err(Failure::Unreached(full(&says.node)));
+        }
+        let left = moved.into_iter().chain([endpoint]);
+        let mut steps: Vec<Step> = left.flat_map(|at| self.vacate(now_ms, at, Parting::Restarted)).collect();
+        match self.places.get_mut(&endpoint) {
+            // It was no more than the address of the member that has left.
+            None => {}
+            Some(place) if own => {
+                place.found = Found::Own;
+                steps.push(Step::Unfollow(endpoint));
+            }
+            Some(_) => steps.push(self.join(endpoint, says.clone())),
+        }
         Ok(steps)
     }
 
-    /// The stream of a seat broke, or was never up.
-    pub fn down(&mut self, now_ms: u64, seat: Seat) -> Option<Step> {
-        let member = self.places.get_mut(&seat)?.member.as_mut()?;
-        let (first, number) = (member.down_ms.is_none(), member.number);
-        member.down_ms.get_or_insert(now_ms);
-        first.then_some(Step::Tell(News::Stale { number }))
-    }
-
-    pub fn tick(&mut self, now_ms: u64) -> Vec<Step> {
-        let listed = |seat: &Seat| matches!(self.places[seat].origin, Origin::Listed(_));
-        let long = |member: &Member| member.down_ms.is_some_and(|since| now_ms >= since + self.gone_ms);
-        let gone = self.seats().filter(|(seat, member)| listed(seat) && long(member));
-        let gone: Vec<_> = gone.map(|(seat, _)| seat).collect();
-        gone.into_iter().filter_map(|seat| self.rise(seat, Parting::Silent)).collect()
-    }
-
-    // === the static list ===
-
-    /// Who is listed, once.
-    pub fn listed(&mut self, addresses: &[String]) -> Vec<Step> {
-        let mut seen = HashSet::new();
-        let addresses = addresses.iter().filter(|address| seen.insert(address.as_str()));
-        addresses.map(|address| self.seat_for(Origin::Listed(address.clone()))).collect()
-    }
-
-    // === etcd ===
-
-    /// All registrations there are.
-    pub fn registered(&mut self, all: Vec<Registration>) -> Vec<Step> {
-        let names: HashSet<_> = all.iter().map(|one| one.identity.node.clone()).collect();
-        let gone = self.seats().filter(|(_, member)| !names.contains(&member.identity.node));
-        let gone: Vec<_> = gone.map(|(seat, _)| seat).collect();
-        let mut steps: Vec<_> =
-            gone.into_iter().flat_map(|seat| self.clear(seat, Parting::Unregistered)).collect();
-        steps.extend(all.into_iter().flat_map(|one| self.put(one)));
-        steps
-    }
-
-    /// A registration came to be, or was written anew.
-    pub fn put(&mut self, one: Registration) -> Vec<Step> {
-        let node = &one.identity.node;
-        if *node == self.own.0 {
-            return Vec::new();
-        }
-        let mut steps = Vec::new();
-        if let Some((seat, known)) = self.registration(node) {
-            let moved = (&known.identity, known.control) != (&one.identity, one.control);
-            if known.created > one.created {
-                return steps;
+    /// Nobody is followed at an endpoint at present: its stream broke, or was never up.
+    pub fn down(&mut self, now_ms: u64, endpoint: Endpoint, why: &Failure) -> Vec<Step> {
+        let Some(place) = self.places.get_mut(&endpoint) else { return Vec::new() };
+        match &mut place.found {
+            Found::Own => {
+                place.found = Found::Nobody(Vacancy::since(now_ms));
+                self.down(now_ms, endpoint, why)
             }
-            if !moved {
-                known.created = one.created;
-                return steps;
+            Found::Nobody(vacancy) => {
+                vacancy.fail(now_ms, why);
+                Vec::new()
             }
-            steps.extend(self.clear(seat, Parting::Restarted));
-        }
-        if self.places.len() >= MEMBERS_MAX {
-            let text = format!("{node} is not followed: a mesh has at most {MEMBERS_MAX} nodes");
-            steps.push(Step::Tell(News::Note(text)));
-            return steps;
-        }
-        let identity = one.identity.clone();
-        let follow = self.seat_for(Origin::Registered(one));
-        steps.push(self.join(Seat(self.seats), identity));
-        steps.push(follow);
-        steps
-    }
-
-    /// A registration has ended, at this revision.
-    pub fn delete(&mut self, node: &NodeId, revision: i64) -> Vec<Step> {
-        match self.registration(node) {
-            Some((seat, known)) if known.created < revision => self.clear(seat, Parting::Unregistered),
-            _ => Vec::new(),
+            Found::Member(member) if member.down_ms.is_some() => Vec::new(),
+            Found::Member(member) => {
+                member.down_ms = Some(now_ms);
+                let (number, node) = (member.number, member.identity.node.clone());
+                let waits = |place: &Place| matches!(&place.found, Found::Nobody(it) if it.waits_for(&node));
+                let retry = self.places.values().any(waits).then_some(Step::Retry);
+                [Step::Tell(News::Stale { number })].into_iter().chain(retry).collect()
+            }
         }
     }
 
-    fn registration(&mut self, node: &NodeId) -> Option<(Seat, &mut Registration)> {
-        self.places.iter_mut().find_map(|(seat, place)| match &mut place.origin {
-            Origin::Registered(one) if one.identity.node == *node => Some((*seat, one)),
-            _ => None,
-        })
-    }
+    // === endpoints ===
 
-    // === seats ===
-
-    fn seat_for(&mut self, origin: Origin) -> Step {
-        self.seats += 1;
-        let seat = Seat(self.seats);
+    fn open(&mut self, now_ms: u64, origin: Origin) -> Step {
+        self.endpoints += 1;
+        let endpoint = Endpoint(self.endpoints);
         let address = match &origin {
-            Origin::Listed(address) => address.clone(),
+            Origin::Listed(address) => address.to_string(),
             Origin::Registered(one) => one.control.to_string(),
         };
-        self.places.insert(seat, Place { origin, member: None });
-        Step::Follow(seat, address)
+        self.places.insert(endpoint, Place { origin, found: Found::Nobody(Vacancy::since(now_ms)) });
+        Step::Follow(endpoint, address)
     }
 
-    fn join(&mut self, seat: Seat, identity: Identity) -> Step {
+    fn join(&mut self, endpoint: Endpoint, identity: Identity) -> Step {
         self.numbers += 1;
         let number = PeerNumber(self.numbers);
         let Identity { node, boot, data } = identity.clone();
-        let place = self.places.get_mut(&seat).expect("who joins sits");
-        place.member = Some(Member { number, identity, down_ms: None });
+        let place = self.places.get_mut(&endpoint).expect("who joins is at an endpoint");
+        place.found = Found::Member(Member { number, identity, down_ms: None });
         Step::Tell(News::Joined {
             number,
             peer: Peer { node, boot: Some(boot), address: data.tcp },
@@ -322,22 +367,25 @@ impl Membership {
         })
     }
 
-    /// The member on a seat is one no more; the seat stays.
-    fn rise(&mut self, seat: Seat, why: Parting) -> Option<Step> {
-        let member = self.places.get_mut(&seat)?.member.take()?;
-        Some(Step::Tell(News::Left { number: member.number, why }))
+    /// The member at an endpoint, if there is one, is one no more. The endpoint goes too unless its address is listed.
+    fn vacate(&mut self, now_ms: u64, endpoint: Endpoint, why: Parting) -> Vec<Step> {
+        let Some(place) = self.places.get_mut(&endpoint) else { return Vec::new() };
+        let Found::Member(Member { number, .. }) = place.found else { return Vec::new() };
+        place.found = Found::Nobody(Vacancy::since(now_ms));
+        let left = Step::Tell(News::Left { number, why });
+        let listed = place.address().is_some_and(|address| self.lists(address));
+        let gone = (!listed).then(|| self.close(endpoint));
+        [left].into_iter().chain(gone).collect()
     }
 
-    /// The seat goes with its member.
-    fn clear(&mut self, seat: Seat, why: Parting) -> Vec<Step> {
-        let left = self.rise(seat, why);
-        self.places.remove(&seat);
-        left.into_iter().chain([Step::Unfollow(seat)]).collect()
+    fn close(&mut self, endpoint: Endpoint) -> Step {
+        self.places.remove(&endpoint);
+        Step::Unfollow(endpoint)
     }
 }
 
-fn twins(node: &NodeId, address: &str) -> String {
-    format!("two sidecars have the name {node}, one of them at {address}: give each its own --node-id")
+fn full(node: &NodeId) -> String {
+    format!("{node} is not followed: a mesh has at most {MEMBERS_MAX} nodes")
 }
 
 #[cfg(test)]

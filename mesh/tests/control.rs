@@ -201,12 +201,13 @@ fn a_follower_that_does_not_read_is_cut_off_and_harms_no_other() {
 #[test]
 fn nodes_of_another_mesh_or_of_one_name_are_told_the_remedy() {
     let all = [address(), address()];
-    let one = Plan::listing("one", all[0], &all).start();
+    let limits = Limits { gone: Duration::from_millis(500), ..patient() };
+    let one = Plan { limits, ..Plan::listing("one", all[0], &all) }.start();
     let other = Plan { mesh: "other", ..Plan::listing("two", all[1], &all) }.start();
     one.noted("of the mesh 'other': give both the same --mesh-name");
     other.noted("of the mesh 'test': give both the same --mesh-name");
     drop(other);
-    let twin = Plan { life: 2, ..Plan::listing("one", all[1], &all) }.start();
+    let twin = Plan { life: 2, limits, ..Plan::listing("one", all[1], &all) }.start();
     for node in [&one, &twin] {
         node.noted("give each its own --node-id");
         node.seen(|seen| assert!(seen.members.is_empty()));

@@ -2,6 +2,7 @@
 
 mod rig;
 
+use std::cell::Cell;
 use std::io::Read;
 use std::net::TcpStream;
 use std::pin::Pin;
@@ -74,7 +75,12 @@ fn delta(after: u64, sequence: u64, added: Vec<u64>) -> Said {
 
 #[test]
 fn a_server_that_lies_is_told_of_and_harms_no_other() {
-    let greeted = |rest: Vec<Said>| [Said::Hello(hello())].into_iter().chain(rest).collect::<Vec<_>>();
+    let count = Cell::new(0);
+    let greeted = |rest: Vec<Said>| {
+        count.set(count.get() + 1);
+        let hello = Hello { node: format!("liar-{}", count.get()), ..hello() };
+        [Said::Hello(hello)].into_iter().chain(rest).collect::<Vec<_>>()
+    };
     let keys = |count: u64| (0..count).map(|number| digest(number).0).collect::<Vec<_>>();
     let lies = [
         (vec![], "the next message took longer than"),

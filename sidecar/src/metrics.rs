@@ -266,10 +266,16 @@ impl Metrics {
         }
     }
 
-    /// Makes the figures of the mesh visible; `name` says what a member is called.
-    pub fn publish_peers<'a>(&mut self, stats: &PeersStats, name: impl Fn(PeerNumber) -> Option<&'a str>) {
+    /// Makes the figures of the mesh visible: of the core, and the addresses at which none is a member; `name` says what
+    /// a member is called.
+    pub fn publish_peers<'a>(
+        &mut self,
+        stats: &PeersStats,
+        endpoints_empty: usize,
+        name: impl Fn(PeerNumber) -> Option<&'a str>,
+    ) {
         if let Some(metrics) = &mut self.peers {
-            metrics.publish(stats, name);
+            metrics.publish(stats, endpoints_empty, name);
         }
     }
 

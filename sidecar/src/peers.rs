@@ -125,6 +125,11 @@ impl Peers {
         self.wake.as_fd()
     }
 
+    /// Addresses of peers at which none is a member.
+    pub fn endpoints_empty(&self) -> usize {
+        self.control.endpoints_empty()
+    }
+
     /// What a member is called.
     pub fn name(&self, peer: PeerNumber) -> Option<&str> {
         self.names.get(&peer).map(String::as_str)

@@ -81,14 +81,15 @@ pub(super) fn causes(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// Whether this can be the address of a peer.
-pub(super) fn check(address: &str) -> Result<(), Error> {
+/// Whether this can be a `host:port` of peers.
+pub fn check(address: &str) -> Result<(), Error> {
     let port = address.rsplit_once(':').filter(|(host, _)| !host.is_empty() && !host.contains('/'));
     let port = port.and_then(|(_, port)| port.parse::<u16>().ok()).filter(|port| *port > 0);
     if port.is_some() && address.len() <= ADDRESS_BYTES_MAX {
         return Ok(());
     }
-    let problem = "is no address of a peer: give host:port, the --mesh-listen of that node";
+    let problem =
+        "is no address of a peer: give host:port, of a node's --mesh-listen or of a name that all nodes have";
     Err(Error::Address { address: address.into(), problem })
 }
 

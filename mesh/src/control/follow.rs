@@ -1,4 +1,4 @@
-//! The side that follows: one task for each seat, which connects again and again.
+//! The side that follows: one task for each endpoint, which connects again and again.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use super::shared::Shared;
 use super::wire::{FollowReply, FollowRequest, REPLY_BYTES_MAX, Reply};
 use crate::digest::Thinning;
 use crate::feed::{Follower, Heard, Message, Unheard, keys_max};
-use crate::membership::{Identity, Seat};
+use crate::membership::{Endpoint, Failure, Identity};
 use crate::random::Random;
 use crate::transport::{BootId, PeerNumber};
 
@@ -36,21 +36,22 @@ struct Known {
     thinning: Thinning,
 }
 
-/// Dials who cannot be reached as soon as a stranger follows, who may be one of them and has begun just now.
-pub(super) async fn greet_strangers(shared: Arc<Shared>) {
+/// Dials who is not followed as soon as there is a reason to: a stranger follows, who may be one of them and has begun just
+/// now, or a node is lost at one of its addresses.
+pub(super) async fn retry(shared: Arc<Shared>) {
     loop {
-        shared.stranger.notified().await;
+        shared.retry.notified().await;
         shared.hurry.send_replace(());
         tokio::time::sleep(HURRY).await;
     }
 }
 
 /// A peer's stream, for ever.
-pub(super) async fn follow(shared: Arc<Shared>, seat: Seat, address: String, anew: Arc<Notify>) {
+pub(super) async fn follow(shared: Arc<Shared>, endpoint: Endpoint, address: String, anew: Arc<Notify>) {
     let limits = shared.config.limits;
     let mut known = Known { upto: None, thinning: Thinning::NONE };
-    let mut back_off = BackOff::new(&limits, shared.config.boot.0.get() ^ u64::from(seat.0));
-    let mut random = Random(shared.config.boot.0.get() ^ u64::from(seat.0));
+    let mut back_off = BackOff::new(&limits, shared.config.boot.0.get() ^ u64::from(endpoint.0));
+    let mut random = Random(shared.config.boot.0.get() ^ u64::from(endpoint.0));
     let mut hurry = shared.hurry.subscribe();
     loop {
         hurry.mark_unchanged();
@@ -58,9 +59,9 @@ pub(super) async fn follow(shared: Arc<Shared>, seat: Seat, address: String, ane
         let thinned = known.thinning > Thinning::NONE;
         // Not all peers at once: each has two filters for a while.
         let renewal = limits.thinned / 1024 * (512 + (random.next() % 1024) as u32);
-        let stream = stream(&shared, seat, &address, &mut known, &mut up);
-        let why = tokio::select! {
-            Err(why) = stream => why,
+        let stream = stream(&shared, endpoint, &address, &mut known, &mut up);
+        let failure = tokio::select! {
+            Err(failure) = stream => failure,
             () = anew.notified() => {
                 known.upto = None;
                 continue;
@@ -70,10 +71,16 @@ pub(super) async fn follow(shared: Arc<Shared>, seat: Seat, address: String, ane
                 continue;
             }
         };
-        shared.down(seat);
-        let (pause, news) = back_off.after(up.map_or(Duration::ZERO, |since| since.elapsed()), &why);
-        if news {
-            shared.note(format!("the inventory of {address} is not followed: {why}"));
+        shared.down(endpoint, &failure);
+        let served = up.map_or(Duration::ZERO, |since| since.elapsed());
+        let (mut pause, news) = back_off.after(served, &failure.to_string());
+        match failure {
+            Failure::Unreached(why) if news => {
+                shared.note(format!("the inventory of {address} is not followed: {why}"));
+            }
+            Failure::Unreached(_) => {}
+            // Its member is followed; should that end, this endpoint is tried at once.
+            Failure::Twin(..) | Failure::Elsewhere(_) => pause = limits.gone,
         }
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
@@ -85,14 +92,14 @@ pub(super) async fn follow(shared: Arc<Shared>, seat: Seat, address: String, ane
 /// One stream, until it breaks. `up` is set when it is one.
 async fn stream(
     shared: &Arc<Shared>,
-    seat: Seat,
+    endpoint: Endpoint,
     address: &str,
     known: &mut Known,
     up: &mut Option<Instant>,
-) -> Result<std::convert::Infallible, String> {
+) -> Result<std::convert::Infallible, Failure> {
     let config = &shared.config;
     let session = shared.credentials.as_ref().map(|files| files.client(|text| shared.note(text)));
-    known.upto = known.upto.filter(|(number, ..)| shared.number(seat) == Some(*number));
+    known.upto = known.upto.filter(|(number, ..)| shared.number(endpoint) == Some(*number));
     let asked =
         FollowRequest::new(config, known.upto.map(|(_, boot, sequence)| (boot, sequence)), known.thinning);
     let channel = dial(address, session, config.limits.connect).await?;
@@ -103,21 +110,21 @@ async fn stream(
     })
     .await?;
     let identity = greeting(shared, &mut replies).await?;
-    let Some(number) = shared.hello(seat, &identity)? else {
+    let Some(number) = shared.hello(endpoint, &identity)? else {
         // The node itself: this task is being ended.
         std::future::pending().await
     };
     // One that left and came back meanwhile is another member, of which nothing is known.
     known.upto = known.upto.filter(|(of, boot, _)| (*of, *boot) == (number, identity.boot));
     *up = Some(Instant::now());
-    let keys_max = keys_max(config.directory_bytes, shared.followed());
+    let keys_max = keys_max(config.directory_bytes, shared.sharing());
     let mut follower = match known.upto {
         Some((.., sequence)) => Follower::resumed(keys_max, sequence, known.thinning),
         None => Follower::new(keys_max),
     };
     loop {
         match reply(shared, &mut replies).await? {
-            Reply::Hello(..) => return Err("it greets twice".into()),
+            Reply::Hello(..) => return Err(Failure::Unreached("it greets twice".into())),
             Reply::Heartbeat => {}
             Reply::Told(message) => {
                 if let Message::Begin { keys, .. } = message {

@@ -125,7 +125,7 @@ impl Inventory for Connection {
             return Err(Status::failed_precondition(why));
         }
         if !self.shared.knows(&asked.node, asked.boot) {
-            self.shared.stranger.notify_one();
+            self.shared.retry.notify_one();
         }
         let (replies, taken) = mpsc::channel(1);
         let (shared, phase) = (Arc::clone(&self.shared), Arc::clone(&self.phase));

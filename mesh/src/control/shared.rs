@@ -1,7 +1,8 @@
 //! What the tasks of a control share: the membership, whose steps are carried out here, and what this node publishes.
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::collections::{BTreeSet, HashMap};
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -10,7 +11,7 @@ use tokio::task::AbortHandle;
 
 use super::{Config, News};
 use crate::feed::Feed;
-use crate::membership::{Identity, Membership, Registration, Seat, Step};
+use crate::membership::{Endpoint, Failure, Identity, Membership, Registration, Step};
 use crate::tls::Credentials;
 use crate::transport::{NodeId, PeerNumber};
 
@@ -24,12 +25,13 @@ pub(super) struct Shared {
     pub(super) feed: Mutex<Feed>,
     /// Changes whenever the feed has another batch.
     pub(super) published: watch::Sender<()>,
-    up: Box<dyn Fn(News) + Send + Sync>,
+    up: Up,
+    empty: Arc<AtomicUsize>,
     membership: Mutex<Membership>,
-    streams: Mutex<HashMap<Seat, Following>>,
+    streams: Mutex<HashMap<Endpoint, Following>>,
     follow: Follow,
-    /// Somebody follows who is no member that is heard of.
-    pub(super) stranger: Notify,
+    /// Who is not followed may be reached now: a stranger follows, or a node was lost that answered at another address, too.
+    pub(super) retry: Notify,
     /// Changes when pauses between attempts to follow are to end.
     pub(super) hurry: watch::Sender<()>,
     began: Instant,
@@ -37,8 +39,12 @@ pub(super) struct Shared {
     noted_ms: AtomicU64,
 }
 
-/// Follows a seat at an address, until it is aborted; a wake-up asks for all anew.
-pub(super) type Follow = fn(Arc<Shared>, Seat, String, Arc<Notify>) -> AbortHandle;
+type Up = Box<dyn Fn(News) + Send + Sync>;
+/// Where the caller sees what becomes of the mesh: what it is told, and how many endpoints are without a member.
+pub(super) type Seen = (Up, Arc<AtomicUsize>);
+
+/// Follows an endpoint at an address, until it is aborted; a wake-up asks for all anew.
+pub(super) type Follow = fn(Arc<Shared>, Endpoint, String, Arc<Notify>) -> AbortHandle;
 
 struct Following {
     task: AbortHandle,
@@ -62,7 +68,7 @@ impl Shared {
     pub(super) fn new(
         config: Config,
         credentials: Option<Credentials>,
-        up: Box<dyn Fn(News) + Send + Sync>,
+        (up, empty): Seen,
         follow: Follow,
     ) -> Arc<Self> {
         let gone_ms = config.limits.gone.as_millis() as u64;
@@ -73,9 +79,10 @@ impl Shared {
             feed: Mutex::new(Feed::new(REMEMBERED_CHANGES)),
             published: watch::Sender::new(()),
             up,
+            empty,
             streams: Mutex::default(),
             follow,
-            stranger: Notify::new(),
+            retry: Notify::new(),
             hurry: watch::Sender::new(()),
             began: now(),
             noted_ms: AtomicU64::new(0),
@@ -110,8 +117,9 @@ impl Shared {
 
     // === membership ===
 
-    pub(super) fn listed(self: &Arc<Self>, peers: &[String]) {
-        let steps = lock(&self.membership).listed(peers);
+    /// A listed name has these addresses now.
+    pub(super) fn resolved(self: &Arc<Self>, name: &str, addresses: BTreeSet<SocketAddr>) {
+        let steps = lock(&self.membership).resolved(self.now_ms(), name, addresses);
         self.carry_out(steps);
     }
 
@@ -120,9 +128,9 @@ impl Shared {
         self.carry_out(steps);
     }
 
-    /// The member on a seat.
-    pub(super) fn number(&self, seat: Seat) -> Option<PeerNumber> {
-        lock(&self.membership).number(seat)
+    /// The member at an endpoint.
+    pub(super) fn number(&self, endpoint: Endpoint) -> Option<PeerNumber> {
+        lock(&self.membership).number(endpoint)
     }
 
     /// Whether this life of a node is heard of.
@@ -130,25 +138,25 @@ impl Shared {
         lock(&self.membership).knows(node, boot)
     }
 
-    /// How many peers are followed, or tried.
-    pub(super) fn followed(&self) -> usize {
-        lock(&self.streams).len()
+    /// Among how many peers the directory's memory is divided.
+    pub(super) fn sharing(&self) -> usize {
+        lock(&self.membership).sharing()
     }
 
-    /// The stream of a seat is up: which member's it is, if anybody's, or why it is not wanted.
+    /// The stream of an endpoint is up: which member's it is, if anybody's, or why it is not wanted.
     pub(super) fn hello(
         self: &Arc<Self>,
-        seat: Seat,
+        endpoint: Endpoint,
         identity: &Identity,
-    ) -> Result<Option<PeerNumber>, String> {
-        let steps = lock(&self.membership).hello(seat, identity)?;
+    ) -> Result<Option<PeerNumber>, Failure> {
+        let steps = lock(&self.membership).hello(self.now_ms(), endpoint, identity)?;
         self.carry_out(steps);
-        Ok(self.number(seat))
+        Ok(self.number(endpoint))
     }
 
-    pub(super) fn down(self: &Arc<Self>, seat: Seat) {
-        let step = lock(&self.membership).down(self.now_ms(), seat);
-        self.carry_out(step);
+    pub(super) fn down(self: &Arc<Self>, endpoint: Endpoint, why: &Failure) {
+        let steps = lock(&self.membership).down(self.now_ms(), endpoint, why);
+        self.carry_out(steps);
     }
 
     /// These are registered, and no others.
@@ -169,28 +177,30 @@ impl Shared {
     }
 
     fn carry_out(self: &Arc<Self>, steps: impl IntoIterator<Item = Step>) {
+        self.empty.store(lock(&self.membership).empty(), Ordering::Relaxed);
         for step in steps {
             match step {
                 Step::Tell(news) => self.tell(news),
-                Step::Follow(seat, address) => {
+                Step::Follow(endpoint, address) => {
                     let anew = Arc::new(Notify::new());
-                    let task = (self.follow)(Arc::clone(self), seat, address, Arc::clone(&anew));
-                    lock(&self.streams).insert(seat, Following { task, anew });
+                    let task = (self.follow)(Arc::clone(self), endpoint, address, Arc::clone(&anew));
+                    lock(&self.streams).insert(endpoint, Following { task, anew });
                 }
-                Step::Unfollow(seat) => {
-                    if let Some(following) = lock(&self.streams).remove(&seat) {
+                Step::Unfollow(endpoint) => {
+                    if let Some(following) = lock(&self.streams).remove(&endpoint) {
                         following.task.abort();
                     }
                 }
+                Step::Retry => self.retry.notify_one(),
             }
         }
     }
 
     /// All of a member is asked for anew.
     pub(super) fn resync(&self, number: PeerNumber) {
-        let seat = lock(&self.membership).seat(number);
+        let endpoint = lock(&self.membership).endpoint(number);
         if let Some(following) =
-            seat.and_then(|seat| lock(&self.streams).get(&seat).map(|one| Arc::clone(&one.anew)))
+            endpoint.and_then(|endpoint| lock(&self.streams).get(&endpoint).map(|one| Arc::clone(&one.anew)))
         {
             following.notify_one();
         }

@@ -1,5 +1,6 @@
 //! The thread: one runtime, for all tasks of a control.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,8 +8,8 @@ use tokio::net::TcpListener;
 use tokio::sync::Notify;
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use super::shared::{Shared, lock, now};
-use super::{Config, Members, News, etcd, follow, serve};
+use super::shared::{Seen, Shared, lock, now};
+use super::{Config, Members, etcd, follow, names, serve};
 use crate::Error;
 use crate::digest::Change;
 use crate::tls::{Credentials, Security};
@@ -33,7 +34,7 @@ pub(super) enum Command {
 pub(super) fn prepare(
     config: Config,
     listener: std::net::TcpListener,
-    up: Box<dyn Fn(News) + Send + Sync>,
+    seen: Seen,
     orders: UnboundedReceiver<Command>,
 ) -> Result<impl FnOnce() + Send + 'static, Error> {
     let credentials = match &config.security {
@@ -48,8 +49,8 @@ pub(super) fn prepare(
         TcpListener::from_std(listener).map_err(unable)?
     };
     // What the tasks share begins tasks that share it.
-    let shared = Shared::new(config, credentials, up, |shared, seat, address, anew| {
-        tokio::spawn(follow::follow(shared, seat, address, anew)).abort_handle()
+    let shared = Shared::new(config, credentials, seen, |shared, endpoint, address, anew| {
+        tokio::spawn(follow::follow(shared, endpoint, address, anew)).abort_handle()
     });
     Ok(move || {
         runtime.block_on(run(shared, listener, orders));
@@ -61,11 +62,14 @@ pub(super) fn prepare(
 /// Until the caller has enough.
 async fn run(shared: Arc<Shared>, listener: TcpListener, mut orders: UnboundedReceiver<Command>) {
     tokio::spawn(serve::listen(Arc::clone(&shared), listener));
-    tokio::spawn(follow::greet_strangers(Arc::clone(&shared)));
+    tokio::spawn(follow::retry(Arc::clone(&shared)));
     let leaving = Arc::new(Notify::new());
     let registrar = match &shared.config.members {
         Members::Static(peers) => {
-            shared.listed(peers);
+            let peers: BTreeSet<&String> = peers.iter().collect();
+            for peer in peers {
+                tokio::spawn(names::follow(Arc::clone(&shared), peer.clone()));
+            }
             None
         }
         Members::Etcd(etcd) => {

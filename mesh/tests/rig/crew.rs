@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use mesh::control::{Config, Control, DataAddresses, Limits, Members, News, Parting};
+use mesh::control::{Config, Control, DataAddresses, Limits, Members, News, Parting, Resolve, System};
 use mesh::digest::{Change, Digest};
 use mesh::directory::Filter;
 use mesh::tls::Security;
@@ -21,6 +21,7 @@ pub(crate) fn patient() -> Limits {
         heartbeat: Duration::from_millis(50),
         silence: LONG,
         gone: LONG,
+        resolve: Duration::from_millis(50),
         thinned: LONG,
         back_off_min: Duration::from_millis(5),
         back_off_max: Duration::from_millis(50),
@@ -56,6 +57,7 @@ pub(crate) struct Plan {
     pub(crate) former: Option<u64>,
     pub(crate) listen: SocketAddr,
     pub(crate) members: Members,
+    pub(crate) resolver: Arc<dyn Resolve>,
     pub(crate) security: Security,
     pub(crate) limits: Limits,
     pub(crate) mesh: &'static str,
@@ -99,6 +101,7 @@ impl Plan {
             former: None,
             listen,
             members,
+            resolver: Arc::new(System),
             security: Security::Plaintext,
             limits: patient(),
             mesh: "test",
@@ -120,6 +123,7 @@ impl Plan {
             former: self.former.map(boot),
             directory_bytes: self.directory_bytes,
             limits: self.limits,
+            resolver: Arc::clone(&self.resolver),
             ..Config::new(own, self.listen, data, self.members.clone(), self.security.clone())
         }
     }

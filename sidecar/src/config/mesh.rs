@@ -26,7 +26,8 @@ pub struct MeshOptions {
     /// Name of this node in the mesh, another for each sidecar [default: the host's name]
     #[arg(long = "node-id", env = "PILLION_NODE_ID", value_name = "NAME")]
     pub node_id: Option<String>,
-    /// Another sidecar's --mesh-listen; may be given several times. Each lists the others
+    /// Another sidecar's --mesh-listen, or a name that has the addresses of many, as a headless service's: each of them is
+    /// followed, and the name resolved again every 10 s. May be given several times. A node's own address does no harm
     #[arg(long = "peer", env = "PILLION_PEER", value_name = "HOST:PORT", value_delimiter = ',')]
     #[serde(default)]
     pub peer: Vec<String>,
@@ -275,7 +276,13 @@ impl MeshOptions {
             }
             (false, false) => wrong("--peer and --etcd exclude each other: leave one out"),
             (false, true) if etcd_option => wrong("options of etcd are given and --etcd URL is not"),
-            (false, true) => Ok(Members::Static(self.peer)),
+            (false, true) => {
+                let wrong_peer = self.peer.iter().find_map(|peer| control::check_peer(peer).err());
+                match wrong_peer {
+                    Some(error) => wrong(format!("--peer {error}")),
+                    None => Ok(Members::Static(self.peer)),
+                }
+            }
             (true, false) => {
                 let certificate = match (self.etcd_cert, self.etcd_key) {
                     (Some(certificate), Some(key)) => Some((certificate, key)),
@@ -342,6 +349,27 @@ mod tests {
         let flags = MeshOptions { peer: vec!["c:1".into(), "d:1".into()], ..MeshOptions::default() };
         let mesh = flags.or(options(&text)).complete().unwrap().unwrap();
         assert!(matches!(&mesh.members, Members::Static(peers) if peers.len() == 2));
+    }
+
+    #[test]
+    fn all_pods_of_a_service_have_the_same_options() {
+        #[derive(clap::Parser)]
+        struct Line {
+            #[command(flatten)]
+            mesh: MeshOptions,
+        }
+        let line = "serve --mesh-listen=10.0.0.1:9441 --peer=pillion.models.svc:9441 --peer=10.0.9.9:9441 --mesh-plaintext";
+        let line = <Line as clap::Parser>::try_parse_from(line.split(' ')).unwrap();
+        let mesh = line.mesh.complete().unwrap().unwrap();
+        let Members::Static(peers) = &mesh.members else { panic!("{:?}", mesh.members) };
+        assert_eq!(peers, &["pillion.models.svc:9441", "10.0.9.9:9441"]);
+        assert_eq!(mesh.node.as_str(), rustix::system::uname().nodename().to_str().unwrap());
+        let lists = |peer: &str| options(&format!("{LISTEN}peer = [\"{peer}\"]")).complete();
+        assert!(lists("[fd00::1]:9441").is_ok());
+        for wrong in ["pillion.models.svc", "pillion:0", "http://pillion:9441"] {
+            let text = lists(wrong).unwrap_err().to_string();
+            assert!(text.contains(&format!("--peer '{wrong}'")) && text.contains("host:port"), "{text}");
+        }
     }
 
     #[test]

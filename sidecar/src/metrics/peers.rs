@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 
 use mesh::directory::PeerStats;
 use mesh::transport::PeerNumber;
-use prometheus::{IntCounterVec, IntGaugeVec, Opts, Registry};
+use prometheus::{IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
 
-use super::figures::{Figure, Figures, Reading, raise, show};
+use super::figures::{Figure, Figures, Reading, gauge, raise, show};
 use crate::engine::{FAULT_NAMES, PeersStats};
 
 const COUNTERS: &[Figure<PeersStats>] = &[
@@ -54,6 +54,7 @@ const PEER_GAUGES: &[Figure<PeerStats>] = &[
 #[derive(Debug)]
 pub(super) struct PeersMetrics {
     figures: Figures<PeersStats>,
+    endpoints_empty: IntGauge,
     peer_gauges: Vec<(IntGaugeVec, Reading<PeerStats>)>,
     faults: IntCounterVec,
     /// Members that have gauges.
@@ -65,6 +66,8 @@ pub(super) struct PeersMetrics {
 impl PeersMetrics {
     pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let figures = Figures::new(registry, COUNTERS, GAUGES)?;
+        let help = "Addresses of --peer at which no sidecar of this mesh is a member; the log says why.";
+        let endpoints_empty = gauge(registry, "mesh_endpoints_empty", help)?;
         let mut peer_gauges = Vec::new();
         for &(name, help, figure) in PEER_GAUGES {
             let made = IntGaugeVec::new(Opts::new(format!("pillion_mesh_peer_{name}"), help), &["peer"])?;
@@ -75,12 +78,18 @@ impl PeersMetrics {
         let faults = IntCounterVec::new(Opts::new("pillion_mesh_faults_total", help), &["kind"])?;
         registry.register(Box::new(faults.clone()))?;
         FAULT_NAMES.iter().for_each(|kind| faults.with_label_values(&[kind]).inc_by(0));
-        Ok(Self { figures, peer_gauges, faults, shown: BTreeSet::new() })
+        Ok(Self { figures, endpoints_empty, peer_gauges, faults, shown: BTreeSet::new() })
     }
 
     /// Makes figures visible. Called by one thread alone. Who has left is shown no more, so
     /// that there are never more labels than members.
-    pub(super) fn publish<'a>(&mut self, stats: &PeersStats, name: impl Fn(PeerNumber) -> Option<&'a str>) {
+    pub(super) fn publish<'a>(
+        &mut self,
+        stats: &PeersStats,
+        endpoints_empty: usize,
+        name: impl Fn(PeerNumber) -> Option<&'a str>,
+    ) {
+        show(&self.endpoints_empty, endpoints_empty as u64);
         for (kind, total) in FAULT_NAMES.iter().zip(stats.faults) {
             raise(&self.faults.with_label_values(&[kind]), total);
         }
@@ -126,11 +135,12 @@ mod tests {
             ..Default::default()
         };
         let name = |number: PeerNumber| Some(["", "a", "b"][number.0 as usize]);
-        metrics.publish(&stats, name);
-        metrics.publish(&PeersStats { peers: vec![peer(2, 7)], ..stats }, name);
+        metrics.publish(&stats, 2, name);
+        metrics.publish(&PeersStats { peers: vec![peer(2, 7)], ..stats }, 1, name);
         let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
         for line in [
             "pillion_mesh_peers 1",
+            "pillion_mesh_endpoints_empty 1",
             "pillion_mesh_peer_keys{peer=\"b\"} 7",
             "pillion_mesh_served_blocks_total 3",
             "pillion_mesh_faults_total{kind=\"corrupt\"} 2",

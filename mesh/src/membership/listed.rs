@@ -1,0 +1,141 @@
+//! Listed names: each of their addresses is an endpoint.
+
+use std::collections::BTreeSet;
+use std::mem::discriminant;
+use std::net::SocketAddr;
+
+use super::{
+    ENDPOINTS_MAX, Endpoint, Failure, Found, Membership, News, Origin, Parting, Place, Step, Vacancy,
+};
+use crate::transport::NodeId;
+
+// === impl Vacancy ===
+
+impl Vacancy {
+    pub(super) fn since(now_ms: u64) -> Self {
+        Self { since_ms: now_ms, why: None, told: false }
+    }
+
+    /// An attempt has failed.
+    pub(super) fn fail(&mut self, now_ms: u64, why: &Failure) {
+        if self.why.as_ref().is_some_and(|before| discriminant(before) != discriminant(why)) {
+            // What an operator was told, or would have been, is not the reason any more.
+            (self.since_ms, self.told) = (now_ms, false);
+        }
+        self.why = Some(why.clone());
+    }
+
+    /// Whether this is a second address of a member, so that nobody is missing.
+    pub(super) fn is_spare(&self) -> bool {
+        matches!(self.why, Some(Failure::Elsewhere(_)))
+    }
+
+    /// Whether this node answered here while it was followed elsewhere.
+    pub(super) fn waits_for(&self, node: &NodeId) -> bool {
+        matches!(&self.why, Some(Failure::Elsewhere(of) | Failure::Twin(of, _)) if of == node)
+    }
+}
+
+// === impl Membership: listed names ===
+
+impl Membership {
+    /// A listed name has these addresses now, and no others; an address by itself is a name that has it. One's own are tried
+    /// again when the addresses of their name change.
+    pub fn resolved(&mut self, now_ms: u64, name: &str, addresses: BTreeSet<SocketAddr>) -> Vec<Step> {
+        let changed = self.names.get(name) != Some(&addresses);
+        let mut steps = Vec::new();
+        for (endpoint, address, _) in self.listed().filter(|(.., place)| changed && place.is_own()) {
+            if addresses.contains(&address) {
+                steps.extend([Step::Unfollow(endpoint), Step::Follow(endpoint, address.to_string())]);
+            }
+        }
+        self.names.insert(name.to_owned(), addresses);
+        let gone =
+            self.listed().filter(|(_, address, place)| place.member().is_none() && !self.lists(*address));
+        let gone: Vec<Endpoint> = gone.map(|(endpoint, ..)| endpoint).collect();
+        steps.extend(gone.into_iter().map(|endpoint| self.close(endpoint)));
+        let (new, left_out) = self.open_listed(now_ms);
+        steps.extend(new);
+        if changed && left_out > 0 {
+            let text = format!(
+                "{left_out} addresses are not followed, of '{name}' among others: at most {ENDPOINTS_MAX} are; give \
+                 --peer names of fewer, and each part a mesh of its own"
+            );
+            steps.push(Step::Tell(News::Note(text)));
+        }
+        steps
+    }
+
+    /// Time has passed: who was silent for long is left, and of an endpoint that has had no member for long an operator is
+    /// told, once.
+    pub fn tick(&mut self, now_ms: u64) -> Vec<Step> {
+        let gone_ms = self.gone_ms;
+        let long = |since_ms: u64| now_ms >= since_ms.saturating_add(gone_ms);
+        let silent = |place: &Place| place.member().is_some_and(|member| member.down_ms.is_some_and(long));
+        let gone: Vec<Endpoint> =
+            self.listed().filter(|(.., place)| silent(place)).map(|(endpoint, ..)| endpoint).collect();
+        let mut steps: Vec<Step> =
+            gone.into_iter().flat_map(|endpoint| self.vacate(now_ms, endpoint, Parting::Silent)).collect();
+        for place in self.places.values_mut() {
+            let (Origin::Listed(address), Found::Nobody(vacancy)) = (&place.origin, &mut place.found) else {
+                continue;
+            };
+            if !vacancy.told && !vacancy.is_spare() && long(vacancy.since_ms) {
+                vacancy.told = true;
+                let names: Vec<&str> = self
+                    .names
+                    .iter()
+                    .filter(|(_, it)| it.contains(address))
+                    .map(|(name, _)| &**name)
+                    .collect();
+                steps.push(Step::Tell(News::Note(empty(*address, &names.join(", "), gone_ms, vacancy))));
+            }
+        }
+        steps
+    }
+
+    /// Endpoints at which a node is expected and none is a member.
+    pub fn empty(&self) -> usize {
+        self.vacancies().filter(|vacancy| !vacancy.is_spare()).count()
+    }
+
+    /// Endpoints among which the directory's memory is divided: those of members, and those at which one is still expected.
+    pub fn sharing(&self) -> usize {
+        let expected = self.vacancies().filter(|vacancy| !vacancy.is_spare() && !vacancy.told);
+        self.members().count() + expected.count()
+    }
+
+    fn vacancies(&self) -> impl Iterator<Item = &Vacancy> {
+        self.places.values().filter_map(|place| match &place.found {
+            Found::Nobody(vacancy) => Some(vacancy),
+            Found::Own | Found::Member(_) => None,
+        })
+    }
+
+    pub(super) fn listed(&self) -> impl Iterator<Item = (Endpoint, SocketAddr, &Place)> {
+        self.places.iter().filter_map(|(endpoint, place)| Some((*endpoint, place.address()?, place)))
+    }
+
+    pub(super) fn lists(&self, address: SocketAddr) -> bool {
+        self.names.values().any(|addresses| addresses.contains(&address))
+    }
+
+    /// Makes endpoints of listed addresses that are none yet; and how many there is no room for.
+    fn open_listed(&mut self, now_ms: u64) -> (Vec<Step>, usize) {
+        let known: BTreeSet<SocketAddr> = self.listed().map(|(_, address, _)| address).collect();
+        let all: BTreeSet<SocketAddr> = self.names.values().flatten().copied().collect();
+        let new: Vec<SocketAddr> = all.difference(&known).copied().collect();
+        let room = ENDPOINTS_MAX.saturating_sub(self.places.len()).min(new.len());
+        let steps = new[..room].iter().map(|address| self.open(now_ms, Origin::Listed(*address)));
+        (steps.collect(), new.len() - room)
+    }
+}
+
+fn empty(address: SocketAddr, names: &str, gone_ms: u64, vacancy: &Vacancy) -> String {
+    let why = vacancy.why.as_ref().map_or_else(|| "no answer yet".to_owned(), Failure::to_string);
+    format!(
+        "{address} (--peer {names}) has had no member for {} s: {why}. Check that a sidecar has --mesh-listen {address}, that \
+         its port is open, and that both nodes have the same --mesh-name, certificates of one authority and the same release",
+        gone_ms / 1000
+    )
+}

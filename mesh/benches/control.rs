@@ -1,0 +1,277 @@
+//! What the control of one node costs in a mesh of 1,000: one node in a process of its own, and in another 999 that it follows
+//! and that follow it, all over mutual TLS. Each keeps 62,500 blocks, as many as are told of 1,000,000 at one in 16, and has
+//! 125 changes a second: the node tells 125,000 in a second and is told as many. The last line is JSON.
+//!
+//! `FOLLOWERS=99 SECONDS=5` measures less. On few cores the others take what the node should have: the share of a core is then
+//! that of fewer messages, which the line says too.
+
+#![expect(clippy::print_stdout, reason = "a bench reports")]
+#![expect(clippy::disallowed_methods, reason = "a bench reads the clock")]
+
+#[path = "../tests/rig/certificates.rs"]
+#[expect(dead_code, reason = "tests replace files")]
+mod certificates;
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::{SocketAddr, TcpListener};
+use std::num::NonZeroU64;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use certificates::{Authority, Folder, NAME};
+use mesh::control::{Config, Control, DataAddresses, Members, News};
+use mesh::digest::{Change, Digest};
+use mesh::directory::{self, Directory};
+use mesh::tls::{Security, Tls};
+use mesh::transport::{BootId, NodeId, PeerNumber};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+const FOLLOWERS: u64 = 999;
+const SECONDS: u64 = 20;
+const KEYS: u64 = 62_500;
+const CHANGES_PER_SECOND: u64 = 125;
+/// Set for the process of the one node: the folder of its certificate.
+const NODE: &str = "MESH_CONTROL_NODE";
+const LOOPBACK: &str = "127.0.0.1:0";
+/// What proc(5) counts CPU time in: a hundredth of a second on every Linux.
+const TICKS_PER_SECOND: f64 = 100.0;
+
+/// Messages of changes, and the changes in them.
+#[derive(Debug, Default)]
+struct Heard {
+    messages: AtomicU64,
+    changes: AtomicU64,
+}
+
+/// A node that publishes: its control, and the number of its last change.
+struct Publisher {
+    control: Control,
+    node: u64,
+    next: u64,
+}
+
+// === impl Heard ===
+
+impl Heard {
+    fn count(&self, changes: &[Change]) {
+        self.messages.fetch_add(1, Ordering::Relaxed);
+        self.changes.fetch_add(changes.len() as u64, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> [f64; 2] {
+        [&self.messages, &self.changes].map(|count| count.load(Ordering::Relaxed) as f64)
+    }
+}
+
+// === impl Publisher ===
+
+impl Publisher {
+    fn start(
+        node: u64,
+        listen: SocketAddr,
+        (peers, folder): (Vec<String>, &Path),
+        up: impl Fn(News) + Send + Sync + 'static,
+    ) -> Self {
+        let file = |name: &str| folder.join(name);
+        let (certificate, key, ca) = (file("tls.crt"), file("tls.key"), file("ca.crt"));
+        let security = Security::Tls(Tls { certificate, key, ca, name: NAME.into() });
+        let own = (NodeId::new(format!("n{node}")).expect("a name"), BootId(NonZeroU64::MIN));
+        let data = DataAddresses { tcp: "127.0.0.1:9".parse().expect("an address"), rdma: None };
+        let config = Config::new(own, listen, data, Members::Static(peers), security);
+        let control = Control::start(config, up).expect("a control");
+        control.publish((0..KEYS).map(|number| Change::Added(digest(node, number))).collect());
+        Self { control, node, next: 0 }
+    }
+
+    /// The oldest block goes, or a new one comes.
+    fn change(&mut self) {
+        let number = self.next / 2;
+        let change = if self.next.is_multiple_of(2) {
+            Change::Removed(digest(self.node, number))
+        } else {
+            Change::Added(digest(self.node, KEYS + number))
+        };
+        self.next += 1;
+        self.control.publish(vec![change]);
+    }
+}
+
+fn digest(node: u64, number: u64) -> Digest {
+    let mixed = (node << 40 | number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    Digest((mixed ^ (mixed >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9))
+}
+
+fn given(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name}: a number")))
+}
+
+/// Changes each publisher as often as it should, for ever.
+fn publish(mut publishers: Vec<Publisher>) {
+    let began = Instant::now();
+    let rate = (publishers.len() as u64 * CHANGES_PER_SECOND) as f64;
+    let (mut done, count) = (0, publishers.len() as u64);
+    loop {
+        let due = (began.elapsed().as_secs_f64() * rate) as u64;
+        while done < due {
+            publishers[(done % count) as usize].change();
+            done += 1;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+// === the one node ===
+
+/// CPU seconds of the control's thread so far.
+fn control_cpu_s() -> f64 {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("threads");
+    let stats = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("stat")).ok());
+    let stat = stats.into_iter().find(|stat| stat.contains("(mesh-control)")).expect("the control's thread");
+    let fields: Vec<&str> = stat.rsplit(')').next().expect("fields").split_whitespace().collect();
+    fields[11..13].iter().map(|ticks| ticks.parse::<f64>().expect("ticks")).sum::<f64>() / TICKS_PER_SECOND
+}
+
+fn resident_mb() -> f64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").expect("statm");
+    let pages: f64 = statm.split_whitespace().nth(1).expect("resident").parse().expect("a number");
+    pages * 4096.0 / 1e6
+}
+
+fn entries(folder: &str) -> usize {
+    std::fs::read_dir(folder).expect("a folder of proc").count()
+}
+
+/// What the data thread does with what it is told.
+fn keep(news: &Receiver<News>, followed: &AtomicU64) {
+    let mut directory = Directory::new(directory::Config::default());
+    for news in news {
+        match news {
+            News::Joined { number, .. } => directory.join(number),
+            News::Snapshot { number, filter } => {
+                directory.replace(number, filter);
+                followed.fetch_add(1, Ordering::Relaxed);
+            }
+            News::Changes { number, changes } => drop(directory.apply(number, &changes)),
+            News::Left { number, why } => panic!("{number:?} left: {why}"),
+            News::Stale { number: PeerNumber(number) } => eprintln!("nothing is heard of {number}"),
+            News::Note(text) => eprintln!("{text}"),
+        }
+    }
+}
+
+/// Its standard input is its address, then all peers' addresses, then the time to measure.
+fn node(folder: &Path) {
+    let mut lines = std::io::stdin().lines().map(|line| line.expect("a line"));
+    let mut line = || lines.next().expect("another line");
+    let listen = line().parse().expect("an address");
+    let peers: Vec<String> = line().split(' ').map(str::to_owned).collect();
+    let (count, heard, followed) = (peers.len() as u64, Arc::<Heard>::default(), Arc::<AtomicU64>::default());
+    let (sender, receiver) = channel();
+    let up = {
+        let heard = Arc::clone(&heard);
+        move |news| {
+            if let News::Changes { changes, .. } = &news {
+                heard.count(changes);
+            }
+            let _ = sender.send(news);
+        }
+    };
+    let own = Publisher::start(0, listen, (peers, folder), up);
+    {
+        let followed = Arc::clone(&followed);
+        std::thread::spawn(move || keep(&receiver, &followed));
+    }
+    while followed.load(Ordering::Relaxed) < count {
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    std::thread::spawn(move || publish(vec![own]));
+    println!("whole");
+    let seconds: u64 = line().parse().expect("seconds");
+    let (began, cpu_s, before) = (Instant::now(), control_cpu_s(), heard.get());
+    std::thread::sleep(Duration::from_secs(seconds));
+    let (wall_s, cpu_s) = (began.elapsed().as_secs_f64(), control_cpu_s() - cpu_s);
+    let after = heard.get();
+    let [messages, changes] = [0, 1].map(|at| (after[at] - before[at]) / wall_s);
+    println!(
+        "{cpu_s} {wall_s} {messages} {changes} {} {} {}",
+        resident_mb(),
+        entries("/proc/self/task"),
+        entries("/proc/self/fd")
+    );
+    let _ = lines.next();
+}
+
+fn start_node(folder: &Path, listen: SocketAddr, peers: &[String]) -> Child {
+    let program = std::env::current_exe().expect("this program");
+    let mut child = Command::new(program);
+    let child = child.env(NODE, folder).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+    let mut child = child.expect("the node's process");
+    let input = child.stdin.as_mut().expect("piped");
+    writeln!(input, "{listen}\n{}", peers.join(" ")).expect("it reads");
+    child
+}
+
+fn main() {
+    // Each node has a few descriptors.
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).expect("the limit of open files");
+    if let Some(folder) = std::env::var_os(NODE) {
+        return node(Path::new(&folder));
+    }
+    let (followers, seconds) = (given("FOLLOWERS", FOLLOWERS), given("SECONDS", SECONDS));
+    let ca = Authority::new();
+    let folder = Folder::with(&ca, &ca, NAME, 2099);
+    let free = TcpListener::bind(LOOPBACK).and_then(|listener| listener.local_addr()).expect("a port");
+    let (told, whole) = (Arc::<Heard>::default(), Arc::<AtomicU64>::default());
+    let others: Vec<Publisher> = (1..=followers)
+        .map(|number| {
+            let (told, whole) = (Arc::clone(&told), Arc::clone(&whole));
+            let up = move |news| match news {
+                News::Changes { changes, .. } => told.count(&changes),
+                News::Snapshot { .. } => drop(whole.fetch_add(1, Ordering::Relaxed)),
+                _ => {}
+            };
+            let listen = LOOPBACK.parse().expect("an address");
+            Publisher::start(number, listen, (vec![free.to_string()], &folder.0), up)
+        })
+        .collect();
+    let peers: Vec<String> = others.iter().map(|other| other.control.address().to_string()).collect();
+    let began = Instant::now();
+    let mut child = start_node(&folder.0, free, &peers);
+    let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
+    let mut line = || lines.next().expect("the node lives").expect("a line");
+    assert_eq!(line(), "whole");
+    while whole.load(Ordering::Relaxed) < followers {
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    let joined_s = began.elapsed().as_secs_f64();
+    std::thread::spawn(move || publish(others));
+    std::thread::sleep(Duration::from_secs(2));
+    let input = child.stdin.as_mut().expect("piped");
+    let (began, before) = (Instant::now(), told.get());
+    writeln!(input, "{seconds}").expect("it reads");
+    let figures: Vec<f64> = line().split(' ').map(|figure| figure.parse().expect("a figure")).collect();
+    let (wall_s, after) = (began.elapsed().as_secs_f64(), told.get());
+    let [messages, changes] = [0, 1].map(|at| (after[at] - before[at]) / wall_s);
+    let [cpu_s, node_s, heard_messages, heard_changes, resident_mb, threads, descriptors] = figures[..]
+    else {
+        panic!("{figures:?}")
+    };
+    let core = cpu_s / node_s;
+    println!(
+        "{{\"followers\":{followers},\"joined_s\":{joined_s:.1},\"core_share\":{core:.3},\
+         \"told_changes_per_s\":{changes:.0},\"told_messages_per_s\":{messages:.0},\
+         \"heard_changes_per_s\":{heard_changes:.0},\"heard_messages_per_s\":{heard_messages:.0},\
+         \"us_per_message\":{:.2},\"resident_mb\":{resident_mb:.0},\"threads\":{threads},\"descriptors\":{descriptors}}}",
+        core * 1e6 / (messages + heard_messages),
+    );
+    let _ = child.kill();
+    let _ = child.wait();
+    // The threads of the other nodes are not waited for.
+    drop(folder);
+    std::process::exit(0);
+}

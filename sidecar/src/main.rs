@@ -22,6 +22,8 @@ use sidecar::server::Server;
 /// Copies in flight may take this long after SIGTERM: 30 GiB/s move any engine's step in a fraction of it, and
 /// Kubernetes waits for 30 s.
 const GRACE: Duration = Duration::from_secs(5);
+/// The same where there are disks, which take what memory has: ten less than what Kubernetes grants by default.
+const GRACE_WITH_DISKS: Duration = Duration::from_secs(20);
 
 /// Keeps an LLM engine's KV blocks when the engine cannot, and gives them back.
 #[derive(Parser)]
@@ -137,7 +139,8 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         bail!("a thread of the sidecar ended; see its panic above");
     }
     tracing::info!("draining");
-    if !server.drain(GRACE) {
+    let grace = if config.ssd.is_empty() { GRACE } else { GRACE_WITH_DISKS };
+    if !server.drain(grace) {
         bail!("the data thread ended with a panic; see above");
     }
     tracing::info!("drained");

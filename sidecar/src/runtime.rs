@@ -202,6 +202,10 @@ impl Runtime {
                 self.end_by = Some(self.now + grace);
                 self.greeter.close();
                 self.handle(Event::Drain);
+                if !self.lost {
+                    self.core.write_all(&mut self.out);
+                    self.apply();
+                }
                 self.peers.iter().for_each(Peers::drain);
             }
             return false;

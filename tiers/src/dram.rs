@@ -4,6 +4,7 @@
 //! of [`Dram::drain_evicted`] free, write the segment headers of [`Dram::drain_assigned`], then fill the slot.
 
 mod adoption;
+mod below;
 mod holders;
 mod holds;
 mod leases;
@@ -19,6 +20,8 @@ use shm_protocol::pool::{self, Geometry, LayoutError, SlotRef};
 
 pub use self::adoption::HOLD_MS;
 use self::adoption::Hold;
+use self::below::Below;
+pub use self::below::{Judge, Leaving, Standing};
 pub use self::holders::Whose;
 pub use self::quotas::QuotaStats;
 use self::watch::Watch;
@@ -105,6 +108,7 @@ pub struct Dram {
     /// Kept between calls, so that none allocates.
     chain: Vec<u32>,
     watch: Watch,
+    below: Below,
     stats: Stats,
 }
 
@@ -156,6 +160,7 @@ impl Dram {
             assigned: Vec::new(),
             chain: Vec::new(),
             watch: Watch::default(),
+            below: Below::default(),
             stats: Stats { segments: count, ..Stats::default() },
         })
     }
@@ -272,6 +277,7 @@ impl Dram {
         let next = self.slab.entries.get_or_vacant(entry.link.previous).generation;
         black_box(self.far(self.print(id)) ^ next);
         self.watch.note(entry.key, false);
+        self.below.note(entry.key, entry.standing);
         self.evicted.push(self.slab.slot_ref(id));
         let bytes = self.slab.block_bytes(id);
         self.stats.blocks -= 1;
@@ -318,6 +324,11 @@ impl Dram {
             None => Parent::Lost,
         };
         self.commit_in(slot, parent)
+    }
+
+    /// The same for a block that came back from below, of which this was known there.
+    pub fn commit_back(&mut self, slot: SlotRef, standing: Option<Standing>) -> bool {
+        self.commit_in(slot, standing.map_or(Parent::None, Parent::Below))
     }
 
     fn commit_in(&mut self, slot: SlotRef, parent: Parent) -> bool {

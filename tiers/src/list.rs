@@ -91,6 +91,11 @@ impl List {
         self.len
     }
 
+    /// The element that came last.
+    pub(crate) fn head(&self) -> Option<u32> {
+        (self.head != NIL).then_some(self.head)
+    }
+
     /// The element that has been in the list longest.
     pub(crate) fn tail(&self) -> Option<u32> {
         (self.tail != NIL).then_some(self.tail)

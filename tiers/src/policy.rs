@@ -22,7 +22,7 @@ use crate::index::Print;
 use crate::ledger::{Group, HolderId};
 use crate::list::{List, Spot};
 use crate::quota::QuotaId;
-use crate::slab::{Place, Queues, Slab};
+use crate::slab::{Entry, Place, Queues, Slab};
 
 /// Ranks: from the last one on, conversations go on about as often.
 pub(crate) const RANKS: usize = 8;
@@ -34,7 +34,7 @@ const TICKS_PER_ROOM: u64 = 256;
 /// What the policy knows of a block, in 16 bits: its rank, whether it was evicted not long before it came, and the tick of its
 /// last use, of which 12 bits are kept. That is 16 rooms, twice the oldest age that makes a difference.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Standing(u16);
+pub struct Standing(u16);
 
 /// Time, as blocks are used.
 #[derive(Debug, Default)]
@@ -82,6 +82,8 @@ pub(crate) enum Parent {
     Kept(u32),
     /// It is not there.
     Lost,
+    /// Nobody said, and the block had this standing when DRAM gave it up.
+    Below(Standing),
 }
 
 /// A request that is over, for [`Policy::used`]: the rank that its blocks have at least.
@@ -93,6 +95,10 @@ pub(crate) struct Turn(u8);
 impl Standing {
     /// Of a block that is not kept.
     pub(crate) const NONE: Self = Self(0);
+    /// On a disk, of a block that DRAM keeps, too: no other standing there says that the block returned.
+    pub(crate) const ABOVE: Self = Self(Self::RETURNED);
+    /// On a disk, of a block of an earlier life.
+    pub(crate) const RECOVERED: Self = Self(1 << Self::RANK_SHIFT);
     const TICK_BITS: u32 = 12;
     const TICK_MASK: u16 = (1 << Self::TICK_BITS) - 1;
     const RETURNED: u16 = 1 << Self::TICK_BITS;
@@ -110,6 +116,16 @@ impl Standing {
 
     pub(crate) fn returned(self) -> bool {
         self.0 & Self::RETURNED != 0
+    }
+
+    /// Whether another request than its first has used the block, or went on from where it is.
+    pub fn was_used_again(self) -> bool {
+        self.rank() > 0
+    }
+
+    /// The same of a block that DRAM gave up.
+    pub(crate) fn left(self) -> Self {
+        Self(self.0 & !Self::RETURNED)
     }
 
     fn tick(self) -> u32 {
@@ -150,8 +166,10 @@ impl Policy {
                 let standing = slab.entries.get(parent).standing;
                 (standing.rank() as u8, standing.tick(), Spot::Behind(parent))
             }
+            Parent::Below(standing) => (risen(standing.rank() as u8), self.clock.tick, Spot::Head),
             Parent::None | Parent::Kept(_) => (u8::from(returned), self.clock.tick, Spot::Head),
         };
+        let returned = returned || matches!(parent, Parent::Below(_));
         slab.keep(entry, Standing::new(rank, returned, tick), spot);
     }
 
@@ -165,11 +183,26 @@ impl Policy {
         slab.raise(entries, |entry| entry.standing.at(self.clock.tick));
     }
 
-    /// Puts a block back that was held and not used, if it had left its list.
+    /// Puts a block back that was held and not used, if it had left its list: to the tail, where it was. Of others that came back so
+    /// before it, it lies ahead of those that were filled later, which may be its children.
     pub(crate) fn unheld(&self, slab: &mut Slab, entry: u32) {
-        if slab.entries.get(entry).place == Place::Detached {
-            self.touch(slab, &[entry]);
+        let Entry { place, standing, generation, .. } = *slab.entries.get(entry);
+        if place != Place::Detached {
+            return;
         }
+        let among = Among::Class(slab.class_of(entry));
+        let holder = slab.entries.get(entry).claims.holder();
+        let later = |id: &u32| {
+            let other = slab.entries.get(*id);
+            other.standing.tick() == standing.tick() && other.generation > generation
+        };
+        let mut ahead = slab.queues(among).tail(holder, standing.rank());
+        let mut spot = Spot::Tail;
+        while let Some(other) = ahead.filter(later) {
+            ahead = slab.ahead(among, other);
+            spot = ahead.map_or(Spot::Head, Spot::Behind);
+        }
+        slab.keep(entry, standing, spot);
     }
 
     /// Loads what says whether a key was evicted, so that who asks for that soon need not wait.
@@ -211,23 +244,77 @@ impl Policy {
     /// The block that goes next of those that these holders have, left in its list; `None` if every one is leased or being filled.
     pub(crate) fn next(&self, slab: &mut Slab, among: Among, losers: Group) -> Option<u32> {
         let holders = slab.queues(among).holders().filter(|id| losers.has(*id));
+        for rank in 0..RANKS {
+            holders.clone().for_each(|holder| detach_pinned(slab, among, holder, rank));
+        }
+        let queues = slab.queues(among);
+        let tails = (0..RANKS)
+            .rev()
+            .flat_map(|rank| holders.clone().filter_map(move |id| queues.of(id)[rank].tail()));
+        self.first(slab, tails, || Kept::of(queues, losers).in_window())
+    }
+
+    /// The blocks that [`Policy::next`] will name, one after the other, as far as nothing is used meanwhile.
+    pub(crate) fn order<'a>(
+        &'a self,
+        slab: &'a Slab,
+        among: Among,
+        losers: Group,
+    ) -> impl Iterator<Item = u32> + 'a {
+        let queues = slab.queues(among);
+        let holders = queues.holders().filter(move |id| losers.has(*id));
+        let unpinned = move |mut entry: Option<u32>| {
+            while let Some(pinned) = entry.filter(|id| slab.entries.get(*id).claims.pins() > 0) {
+                entry = slab.ahead(among, pinned);
+            }
+            entry
+        };
+        let ranks = (0..RANKS).rev();
+        let tails =
+            ranks.flat_map(|rank| holders.clone().map(move |id| unpinned(queues.of(id)[rank].tail())));
+        let (mut tails, mut kept): (Vec<_>, _) = (tails.collect(), Kept::of(queues, losers));
+        std::iter::from_fn(move || {
+            let first = self.first(slab, tails.iter().flatten().copied(), || kept.in_window())?;
+            kept.all -= 1;
+            kept.lowest -= u32::from(slab.entries.get(first).standing.rank() == 0);
+            let tail = tails.iter_mut().find(|tail| **tail == Some(first)).expect("it is one of them");
+            *tail = unpinned(slab.ahead(among, first));
+            Some(first)
+        })
+    }
+
+    /// Of blocks at lists' tails, those of higher ranks first, the one that goes next.
+    fn first(
+        &self,
+        slab: &Slab,
+        tails: impl Iterator<Item = u32>,
+        in_window: impl Fn() -> bool,
+    ) -> Option<u32> {
         let mut first: Option<Candidate> = None;
-        for rank in (0..RANKS).rev() {
-            for holder in holders.clone() {
-                let Some(entry) = unpinned_tail(slab, among, holder, rank) else { continue };
-                let age = slab.entries.get(entry).standing.age(self.clock.tick);
-                // What is older than all of rank 0 is no parent of any of them.
-                let older = first.is_some_and(|first| first.age > age);
-                if rank == 0 && older && in_window(slab.queues(among), losers) {
-                    continue;
-                }
-                let generation = slab.entries.get(entry).generation;
-                let candidate = Candidate { worth: self.odds.worth(rank, age), age, rank, generation, entry };
-                if first.is_none_or(|first| candidate.goes_before(&first)) {
-                    first = Some(candidate);
-                }
+        for entry in tails {
+            let Entry { standing, generation, .. } = *slab.entries.get(entry);
+            let candidate = Candidate { generation, ..self.candidate(entry, standing) };
+            // What is older than all of rank 0 is no parent of any of them.
+            let older = first.is_some_and(|first| first.age > candidate.age);
+            if candidate.rank == 0 && older && in_window() {
+                continue;
+            }
+            if first.is_none_or(|first| candidate.goes_before(&first)) {
+                first = Some(candidate);
             }
         }
+        first.map(|first| first.entry)
+    }
+
+    fn candidate(&self, entry: u32, standing: Standing) -> Candidate {
+        let (rank, age) = (standing.rank(), standing.age(self.clock.tick));
+        Candidate { worth: self.odds.worth(rank, age), age, rank, generation: 0, entry }
+    }
+
+    /// Of blocks at the tails of a disk's lists, the one that goes next.
+    pub(crate) fn least(&self, tails: impl Iterator<Item = (u32, Standing)>) -> Option<u32> {
+        let candidates = tails.map(|(entry, standing)| self.candidate(entry, standing));
+        let first = candidates.reduce(|first, other| if other.goes_before(&first) { other } else { first });
         first.map(|first| first.entry)
     }
 }
@@ -250,19 +337,34 @@ fn risen(rank: u8) -> u8 {
     (rank + 1).min(RANKS as u8 - 1)
 }
 
-/// Whether the lowest rank has so few blocks that they may belong to requests that go on.
-fn in_window(queues: &Queues, losers: Group) -> bool {
-    let lists = || queues.holders().filter(|id| losers.has(*id)).map(|id| queues.of(id));
-    let all: u32 = lists().flatten().map(List::len).sum();
-    lists().map(|ranks| ranks[0].len()).sum::<u32>() <= all / WINDOW_PART
+/// How many blocks these holders have.
+#[derive(Copy, Clone, Debug)]
+struct Kept {
+    all: u32,
+    /// Of the lowest rank.
+    lowest: u32,
 }
 
-/// The block at the tail of a holder's rank, once those that something pins have left.
-fn unpinned_tail(slab: &mut Slab, among: Among, holder: HolderId, rank: usize) -> Option<u32> {
-    loop {
-        let entry = slab.queues(among).of(holder)[rank].tail()?;
+// === impl Kept ===
+
+impl Kept {
+    fn of(queues: &Queues, losers: Group) -> Self {
+        let lists = || queues.holders().filter(|id| losers.has(*id)).map(|id| queues.of(id));
+        let all = lists().flatten().map(List::len).sum();
+        Self { all, lowest: lists().map(|ranks| ranks[0].len()).sum() }
+    }
+
+    /// Whether the lowest rank has so few blocks that they may belong to requests that go on.
+    fn in_window(self) -> bool {
+        self.lowest <= self.all / WINDOW_PART
+    }
+}
+
+/// Lets the blocks at the tail of a holder's rank leave that something pins.
+fn detach_pinned(slab: &mut Slab, among: Among, holder: HolderId, rank: usize) {
+    while let Some(entry) = slab.queues(among).of(holder)[rank].tail() {
         if slab.entries.get(entry).claims.pins() == 0 {
-            return Some(entry);
+            return;
         }
         slab.move_to(entry, Place::Detached);
     }

@@ -10,6 +10,15 @@ use crate::slab::{Entry, Queues, Tables};
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct QuotaId(u32);
 
+// === impl QuotaId ===
+
+impl QuotaId {
+    /// Its place among all quotas.
+    pub(crate) fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct Quota {
     pub(crate) bytes_max: u64,
@@ -38,6 +47,10 @@ pub(crate) struct Quotas {
 
 impl Member {
     pub(crate) const NONE: Self = Self { quota: NIL, link: Link { previous: NIL, next: NIL } };
+
+    pub(crate) fn link(&self) -> Link {
+        self.link
+    }
 }
 
 impl Links for Tables<Member> {
@@ -56,6 +69,10 @@ impl Quotas {
     pub(crate) fn add(&mut self, bytes_max: u64) -> QuotaId {
         self.list.push(Quota { bytes_max, used: Used::default(), queues: Queues::default() });
         QuotaId(self.list.len() as u32 - 1)
+    }
+
+    pub(crate) fn ids(&self) -> impl Iterator<Item = QuotaId> + use<> {
+        (0..self.list.len() as u32).map(QuotaId)
     }
 
     pub(crate) fn get(&self, quota: QuotaId) -> &Quota {

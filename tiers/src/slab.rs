@@ -229,6 +229,11 @@ impl Queues {
         HolderId::first(self.0.len())
     }
 
+    /// The block at the tail of a holder's rank.
+    pub(crate) fn tail(&self, holder: HolderId, rank: usize) -> Option<u32> {
+        self.0.get(holder.index())?[rank].tail()
+    }
+
     /// The lists of one of these.
     pub(crate) fn of(&self, holder: HolderId) -> &Ranks {
         &self.0[holder.index()]
@@ -298,6 +303,26 @@ impl Slab {
             (Among::Quota(quota), Some(quotas)) => quotas.queues(quota),
             (Among::Quota(_), None) => unreachable!("an id was given out with a quota"),
         }
+    }
+
+    /// The entry that lies before one in a list of the policy.
+    pub(crate) fn ahead(&self, among: Among, id: u32) -> Option<u32> {
+        let link = match (among, &self.quotas) {
+            (Among::Quota(_), Some(quotas)) => quotas.members.get(id).link(),
+            _ => self.entries.get(id).link,
+        };
+        (link.previous != crate::list::NIL).then_some(link.previous)
+    }
+
+    /// The entry that lies behind one in its list.
+    pub(crate) fn behind(&self, id: u32) -> Option<u32> {
+        let link = self.entries.get(id).link;
+        (link.next != crate::list::NIL).then_some(link.next)
+    }
+
+    /// Whether a segment is in service that no class has had yet.
+    pub(crate) fn has_fresh(&self) -> bool {
+        !self.fresh.is_empty()
     }
 
     /// Slots of all assigned segments.

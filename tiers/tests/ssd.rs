@@ -39,6 +39,7 @@ fn what_was_asked_for_outlives_reclamation_and_the_rest_goes_in_order() {
     let plan = Plan::new(&folder.file(), LOG_BYTES);
     let mut rig = Rig::new(&plan);
     rig.recover();
+    rig.makes_room = true;
     // Four segments hold some 240 such blocks: 600 go round more than twice. The first ten are asked for all the time.
     let bytes = 64 << 10;
     for number in 0..600 {
@@ -53,7 +54,8 @@ fn what_was_asked_for_outlives_reclamation_and_the_rest_goes_in_order() {
     assert!(stats.moved_blocks_total >= 10 && stats.dropped_blocks_total >= 300, "{stats:?}");
     let kept: Vec<u64> = (10..600).filter(|number| rig.read(*number)).collect();
     assert_eq!(stats.blocks, kept.len() as u64 + 10);
-    assert!(kept.len() >= 60, "{}", kept.len());
+    // Of four segments one is open, one comes next and one is free.
+    assert!(kept.len() >= 30, "{}", kept.len());
     assert_eq!(kept, (600 - kept.len() as u64..600).collect::<Vec<_>>(), "the youngest");
     drop(rig);
     let mut rig = Rig::new(&plan);

@@ -90,7 +90,7 @@ impl Core {
 
     /// The same core with an SSD tier behind the DRAM tier.
     pub fn with_ssd(mut self, log: Log, admission: SsdAdmission) -> Self {
-        self.base.sources.ssd = Some(Ssd::new(log, admission));
+        self.base.sources.ssd = Some(Ssd::new(log, admission, &mut self.base.cx.dram));
         self
     }
 
@@ -155,7 +155,8 @@ impl Core {
                 }
             }
             Event::Recovered(found) => {
-                base.sources.ssd.iter_mut().for_each(|ssd| ssd.recovered(&found, &mut base.cx.namespaces));
+                let Context { namespaces, quotas, .. } = &mut base.cx;
+                base.sources.ssd.iter_mut().for_each(|ssd| ssd.recovered(&found, namespaces, quotas));
             }
             Event::Mesh(heard) => {
                 let ends = base.sources.heard(heard, &mut base.cx);
@@ -164,6 +165,7 @@ impl Core {
             Event::Tick => self.tick(),
             Event::Drain => {
                 base.cx.draining = true;
+                base.sources.ssd.iter_mut().for_each(Ssd::write_no_more);
                 queries.answer_waits(base);
                 base.sources.peers.iter().for_each(|peers| peers.cancel(&mut base.cx));
             }
@@ -372,6 +374,15 @@ impl Core {
     /// Whether an operation waits for this worker's fence words.
     pub fn waits_on_fences(&self, session: SessionId) -> bool {
         self.base.engines.place(session).is_some_and(|place| self.transfers.waits_on_fences(place.0))
+    }
+
+    /// The sidecar is to end, and its memory with it: disks take as much of that as they can meanwhile, the best first.
+    pub fn write_all(&mut self, out: &mut Vec<Action>) {
+        let Base { cx, sources, .. } = &mut self.base;
+        if let Some(ssd) = &mut sources.ssd {
+            ssd.write_all(&cx.dram);
+            out.extend(ssd.drain_jobs(&mut cx.dram).map(Action::Transfer));
+        }
     }
 
     /// Whether time must pass for the SSD tier to go on.

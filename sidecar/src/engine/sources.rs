@@ -214,11 +214,21 @@ impl Sources {
         cx: &mut Context,
     ) -> Vec<Waiter> {
         let (trusted, waiting) = cx.arrivals.end(key);
-        match checksum.filter(|_| trusted && cx.dram.commit(slot)) {
+        match checksum.filter(|_| trusted && self.commit_arrived(key, slot, cx)) {
             Some(checksum) => cx.actions.push(Action::CommitSlot { slot, checksum }),
             None => cx.abandon(slot),
         }
         waiting
+    }
+
+    /// A block is whole that came from elsewhere: a disk may know what became of it before.
+    fn commit_arrived(&mut self, key: &BlockKey, slot: SlotRef, cx: &mut Context) -> bool {
+        let standing = self.ssd.as_ref().and_then(|ssd| ssd.standing(key));
+        let committed = cx.dram.commit_back(slot, standing);
+        if committed && let Some(ssd) = &mut self.ssd {
+            ssd.came(key);
+        }
+        committed
     }
 
     /// A block of an earlier life was verified; it is kept if it is what was written. Who has waited for it.
@@ -275,14 +285,14 @@ impl Sources {
     /// A block was committed.
     pub(super) fn offer_saved(&mut self, slot: SlotRef, key: BlockKey, binding: &Binding, dram: &Dram) {
         if let Some(ssd) = &mut self.ssd {
-            ssd.offer_saved(slot, key, binding.digest, binding.block_bytes(), dram);
+            ssd.offer_saved(slot, key, binding, dram);
         }
     }
 
     /// A block that is kept was asked for or saved again.
     pub(super) fn offer_again(&mut self, key: BlockKey, binding: &Binding) {
         if let Some(ssd) = &mut self.ssd {
-            ssd.offer_again(key, binding.digest, binding.block_bytes());
+            ssd.offer_again(key, binding);
         }
     }
 }

@@ -10,11 +10,12 @@ use std::collections::{BTreeMap, HashSet, VecDeque};
 
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
-use tiers::dram::{Dram, HolderId};
-use tiers::ssd::{self, Done, Ended, Job, Log, Recovered, Ticket};
+use tiers::dram::{Dram, HolderId, Leaving, Standing};
+use tiers::ssd::{self, Done, Ended, Job, Label, Log, Recovered, Ticket};
 
 use self::writes::Unwritten;
 use super::namespaces::{Namespaces, Space};
+use super::quotas::Quotas;
 use crate::config::SsdAdmission;
 
 /// The core's part in the SSD tier.
@@ -24,7 +25,11 @@ pub(super) struct Ssd {
     admission: SsdAdmission,
     /// Reads that have not ended; one for each block.
     reads: BTreeMap<Ticket, BlockKey>,
-    /// Blocks to be written, the first saved first.
+    /// Blocks that DRAM gives up next, in that order.
+    leaving: VecDeque<Leaving>,
+    /// The generation from which on DRAM is asked for these again.
+    look_at: u64,
+    /// Saved blocks to be written where there is room for copies, the first saved first.
     queue: VecDeque<Unwritten>,
     queued: HashSet<BlockKey>,
     /// The log takes nothing until something has ended.
@@ -66,11 +71,14 @@ pub(super) struct ReadEnd {
 
 impl Ssd {
     /// A tier over this log.
-    pub(super) fn new(log: Log, admission: SsdAdmission) -> Self {
+    pub(super) fn new(mut log: Log, admission: SsdAdmission, dram: &mut Dram) -> Self {
+        log.put_below(dram);
         Self {
             log,
             admission,
             reads: BTreeMap::new(),
+            leaving: VecDeque::new(),
+            look_at: 0,
             queue: VecDeque::new(),
             queued: HashSet::new(),
             full: false,
@@ -101,11 +109,30 @@ impl Ssd {
     }
 
     /// Blocks that earlier lives left on a device. Engines of their namespace find them as soon as one connects.
-    pub(super) fn recovered(&mut self, found: &Recovered, namespaces: &mut Namespaces) {
+    pub(super) fn recovered(&mut self, found: &Recovered, namespaces: &mut Namespaces, quotas: &Quotas) {
         self.full = false;
+        let mut last = None;
+        for (_, Label { namespace: digest, bytes, .. }) in &found.blocks {
+            let space = Space { digest: *digest, block_bytes: u64::from(*bytes) };
+            if last.replace(space) != Some(space)
+                && let Some(number) = namespaces.adopt(space)
+            {
+                self.log.learn(number, *digest, quotas.of(*digest));
+            }
+        }
         self.log.recovered(found, |digest, bytes| {
             namespaces.adopt(Space { digest, block_bytes: u64::from(bytes) })
         });
+    }
+
+    /// What was known of a block when DRAM gave it up.
+    pub(super) fn standing(&self, key: &BlockKey) -> Option<Standing> {
+        self.log.standing(key)
+    }
+
+    /// DRAM has a block that a disk may keep.
+    pub(super) fn came(&mut self, key: &BlockKey) {
+        self.log.came(key);
     }
 
     /// No disk of this life keeps the block any more.
@@ -129,7 +156,7 @@ impl Ssd {
 
     /// Whether a transfer is under way or blocks are still to be written.
     pub(super) fn busy(&self) -> bool {
-        self.transfers() || !self.queue.is_empty()
+        self.transfers() || !self.queue.is_empty() || !self.leaving.is_empty()
     }
 
     /// Whether time must pass for it to go on.
@@ -138,7 +165,11 @@ impl Ssd {
     }
 
     pub(super) fn stats(&self) -> SsdStats {
-        SsdStats { log: self.log.stats(), queued: self.queue.len() as u64, ..self.stats.clone() }
+        SsdStats {
+            log: self.log.stats(),
+            queued: (self.queue.len() + self.leaving.len()) as u64,
+            ..self.stats.clone()
+        }
     }
 
     /// Whether a device keeps the block, in this size.

@@ -1,10 +1,13 @@
 //! DRAM with a disk of three times its room, the real log below the real tier, kept as the sidecar keeps them. Reads and writes
 //! end between the steps of a prompt.
 
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, VecDeque};
+
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
-use tiers::dram::HolderId;
-use tiers::ssd::{Config, Done, Ended, Geometry, Log, Recovered, Refused};
+use tiers::dram::{HolderId, Leaving};
+use tiers::ssd::{Config, Done, Ended, Geometry, Label, Log, Recovered, Refused, Work};
 
 use crate::caches::{BLOCK_BYTES, Cache, Chain, Clairvoyant, Lru, STEP_BLOCKS, Tier};
 use crate::replayed::share;
@@ -18,49 +21,92 @@ const UNIT_BYTES: u64 = 4096;
 const SEGMENTS: usize = 128;
 /// Writes wait for so many rounds of jobs at most.
 const TRIES: usize = 64;
+/// The part of DRAM that goes next and is written ahead, as in the sidecar.
+const AHEAD_PART: u64 = 32;
 const DIGEST: NamespaceDigest = NamespaceDigest([1; 16]);
+
+/// What lies in each segment: its sequence, and blocks by unit.
+type Medium = BTreeMap<u32, (u64, Vec<(u32, Label)>)>;
 
 /// DRAM and a disk.
 struct Disked {
     tier: Tier,
     log: Log,
+    room: usize,
     now_ms: u64,
     requests: usize,
     /// Requests that are not counted, and bytes that they wrote.
     warm_up: usize,
     written_before: u64,
+    /// When DRAM is lost, and how.
+    end: Option<(usize, End)>,
+    medium: Medium,
+    saved: VecDeque<BlockKey>,
+}
+
+/// How a sidecar ends.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+enum End {
+    Killed,
+    Stopped,
 }
 
 fn key(hash: &BlockHash) -> BlockKey {
     BlockKey { namespace: 0, group: 0, hash: *hash }
 }
 
+fn geometry(room: usize) -> Geometry {
+    let block_units = 1 + BLOCK_BYTES.div_ceil(UNIT_BYTES);
+    let blocks = (DISK_ROOMS * room).div_ceil(SEGMENTS) as u64;
+    let footer_units = 1 + (blocks * 64).div_ceil(UNIT_BYTES);
+    Geometry {
+        unit_bytes: UNIT_BYTES,
+        segment_bytes: (1 + blocks * block_units + footer_units) * UNIT_BYTES,
+        segments: ((DISK_ROOMS * room) as u64 / blocks) as u32,
+        first_sequence: 1,
+    }
+}
+
 // === impl Disked ===
 
 impl Disked {
-    fn new(room: usize, requests: usize) -> Self {
-        let block_units = 1 + BLOCK_BYTES.div_ceil(UNIT_BYTES);
-        let blocks = (DISK_ROOMS * room).div_ceil(SEGMENTS) as u64;
-        let footer_units = 1 + (blocks * 64).div_ceil(UNIT_BYTES);
-        let geometry = Geometry {
-            unit_bytes: UNIT_BYTES,
-            segment_bytes: (1 + blocks * block_units + footer_units) * UNIT_BYTES,
-            segments: ((DISK_ROOMS * room) as u64 / blocks) as u32,
-            first_sequence: 1,
-        };
-        let tier = Tier::chunked(room);
+    fn new(room: usize, requests: usize, end: Option<End>) -> Self {
+        let (tier, log) = Self::begin(room, geometry(room), &Medium::new());
+        Self {
+            tier,
+            log,
+            room,
+            now_ms: 0,
+            requests: 0,
+            warm_up: requests / 4,
+            written_before: 0,
+            end: end.map(|end| (requests / 2, end)),
+            medium: Medium::new(),
+            saved: VecDeque::new(),
+        }
+    }
+
+    /// A sidecar over what an earlier one left on the disk.
+    fn begin(room: usize, geometry: Geometry, medium: &Medium) -> (Tier, Log) {
         let config = Config { devices: vec![geometry], write_bytes_max: u64::MAX, late_ms: u64::MAX };
         let mut log = Log::new(config);
-        let nothing = Recovered {
-            device: 0,
-            segment: 0,
-            sequence: 0,
-            blocks: Vec::new(),
-            segments_read: geometry.segments,
-            last: true,
-        };
-        log.recovered(&nothing, |_, _| None);
-        Self { tier, log, now_ms: 0, requests: 0, warm_up: requests / 4, written_before: 0 }
+        let mut segments: Vec<_> = medium.iter().collect();
+        segments.sort_by_key(|(_, (sequence, _))| Reverse(*sequence));
+        let last = [(&0, &(0, Vec::new()))];
+        for (at, (segment, (sequence, blocks))) in segments.iter().chain(&last).enumerate() {
+            let found = Recovered {
+                device: 0,
+                segment: **segment,
+                sequence: *sequence,
+                blocks: blocks.clone(),
+                segments_read: 0,
+                last: at == segments.len(),
+            };
+            log.recovered(&found, |_, _| Some(0));
+        }
+        let mut tier = Tier::chunked(room);
+        log.put_below(&mut tier.dram);
+        (tier, log)
     }
 
     /// Ends all jobs, and those that follow.
@@ -71,9 +117,14 @@ impl Disked {
                 return;
             }
             for job in jobs {
+                self.carry_out(job.work);
                 let done = Done { device: job.device, ticket: job.ticket, micros: 1, result: Ok(()) };
                 match self.log.done(self.now_ms, done) {
-                    Some(Ended::Read { slot, .. }) => assert!(self.tier.dram.commit(slot)),
+                    Some(Ended::Read { slot, key, .. }) => {
+                        let standing = self.log.standing(&key);
+                        assert!(self.tier.dram.commit_back(slot, standing));
+                        self.log.came(&key);
+                    }
                     Some(Ended::Written { slot, .. }) => self.tier.dram.unhold(slot, HolderId::NOBODY),
                     None => {}
                 }
@@ -81,9 +132,19 @@ impl Disked {
         }
     }
 
+    fn carry_out(&mut self, work: Work) {
+        match work {
+            Work::Begin { segment, sequence } => drop(self.medium.insert(segment, (sequence, Vec::new()))),
+            Work::Write { place, label, .. } | Work::Move { to: place, label, .. } => {
+                self.medium.get_mut(&place.segment).expect("begun").1.push((place.unit, label));
+            }
+            _ => {}
+        }
+    }
+
     /// Writes a block that DRAM has, unless the disk keeps it.
     fn write(&mut self, key: &BlockKey) {
-        // A new segment's header is written first, and a full disk gives up its oldest segment.
+        // A new segment's header is written first, and a full disk gives up a segment.
         for _ in 0..TRIES {
             let Some(slot) = self.tier.dram.hold(key, HolderId::NOBODY) else { return };
             let written = self.log.write(*key, DIGEST, BLOCK_BYTES, slot);
@@ -95,6 +156,26 @@ impl Disked {
                 return;
             }
             self.log.tick(self.now_ms, &mut Vec::new());
+        }
+    }
+
+    /// Writes what goes next from DRAM, then what was saved, as far as there is room for copies.
+    fn flow(&mut self) {
+        self.tier.dram.drain_gone().for_each(|(key, standing)| self.log.left(&key, standing));
+        let mut due = Vec::new();
+        self.tier.dram.next_out(self.tier.dram.config().pool_bytes / AHEAD_PART, usize::MAX, &mut due);
+        for Leaving { key, bytes, .. } in due {
+            if !self.log.came(&key) && self.log.make_room(0, bytes, self.tier.dram.judge()) {
+                self.write(&key);
+            }
+        }
+        while let Some(key) = self.saved.pop_front() {
+            if !self.log.came(&key)
+                && self.log.has_room_for_copy(0, BLOCK_BYTES)
+                && self.log.make_room(0, BLOCK_BYTES, self.tier.dram.judge())
+            {
+                self.write(&key);
+            }
         }
     }
 
@@ -115,6 +196,7 @@ impl Disked {
         self.tier.dram.drain_evicted().for_each(drop);
         self.tier.dram.drain_assigned().for_each(drop);
         self.end_jobs();
+        self.flow();
         run.len()
     }
 
@@ -122,12 +204,32 @@ impl Disked {
         let stats = &self.log.stats().devices[0];
         stats.written_bytes_total + stats.moved_bytes_total
     }
+
+    /// DRAM is lost, and the next sidecar finds what lies on the disk.
+    fn restart(&mut self, end: End) {
+        if end == End::Stopped {
+            self.log.keep_copies();
+            let mut best = Vec::new();
+            self.tier.dram.best(&mut best);
+            for Leaving { key, bytes, .. } in best {
+                if !self.log.came(&key) && self.log.make_room(0, bytes, self.tier.dram.judge()) {
+                    self.write(&key);
+                }
+            }
+        }
+        let geometry = Geometry { first_sequence: 1 << 32, ..geometry(self.room) };
+        (self.tier, self.log) = Self::begin(self.room, geometry, &self.medium);
+        self.saved.clear();
+    }
 }
 
 impl Cache for Disked {
     fn request(&mut self, chain: &[BlockHash], found: usize) -> usize {
         if self.requests == self.warm_up {
             self.written_before = self.written_bytes();
+        }
+        if let Some((_, end)) = self.end.take_if(|(at, _)| *at == self.requests) {
+            self.restart(end);
         }
         self.requests += 1;
         self.now_ms += 1;
@@ -145,7 +247,8 @@ impl Cache for Disked {
         while next < chain.len() {
             let end = chain.len().min(next + STEP_BLOCKS);
             self.tier.save(chain, next..end);
-            chain[next..end].iter().for_each(|hash| self.write(&key(hash)));
+            self.saved.extend(chain[next..end].iter().map(key));
+            self.flow();
             next = end;
         }
         self.tier.dram.end_chain(HolderId::NOBODY, 0, 0, chain, opened_at);
@@ -153,17 +256,34 @@ impl Cache for Disked {
     }
 }
 
+/// What is found of the eighth of the requests that follows the middle.
+fn after_end(room: usize, requests: &[Chain], end: Option<End>) -> f64 {
+    let mut disked = Disked::new(room, requests.len(), end);
+    let (mut asked, mut found) = (0, 0);
+    for (at, chain) in requests[..requests.len() * 5 / 8].iter().enumerate() {
+        let hits = disked.request(chain, 0);
+        if at >= requests.len() / 2 {
+            asked += chain.len();
+            found += hits;
+        }
+    }
+    found as f64 / asked as f64
+}
+
 /// Cells of JSON: shares of blocks found in DRAM and on the disk by blocks asked for, and bytes written by bytes asked for.
 pub(crate) fn of_trace(name: &str, rooms: &[usize], requests: &[Chain]) -> Vec<String> {
     let mut cells = Vec::new();
     let counted: usize = requests[requests.len() / 4..].iter().map(Vec::len).sum();
     for &room in rooms {
-        let mut disked = Disked::new(room, requests.len());
+        let mut disked = Disked::new(room, requests.len(), None);
         let ours = share(&mut disked, requests, 0);
         let written = disked.written_bytes() - disked.written_before;
         let room_of_all = (1 + DISK_ROOMS) * room;
         let figures = [
             ("pillion", ours),
+            ("on", after_end(room, requests, None)),
+            ("killed", after_end(room, requests, Some(End::Killed))),
+            ("stopped", after_end(room, requests, Some(End::Stopped))),
             ("lru", share(&mut Lru::new(room_of_all), requests, 0)),
             ("clairvoyant", share(&mut Clairvoyant::new(room_of_all, requests), requests, 0)),
             ("written", written as f64 / (counted as u64 * BLOCK_BYTES) as f64),

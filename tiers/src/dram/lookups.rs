@@ -64,7 +64,8 @@ impl Dram {
             return;
         }
         let prints = hashes.iter().map(|hash| Print::new(namespace, group, hash));
-        let turn = self.policy.turn(prints, self.slots_in_service());
+        let room = self.below.room(self.slots_in_service(), self.config.pool_bytes);
+        let turn = self.policy.turn(prints, room);
         self.chain.clear();
         self.deepest_first(namespace, group, hashes, |dram, id| {
             let Some(id) = id else { return };

@@ -35,6 +35,11 @@ impl Dram {
         QuotaStats { bytes_max: quota.bytes_max, bytes_used: quota.used.all() }
     }
 
+    pub(crate) fn quotas(&self) -> impl Iterator<Item = QuotaStats> + '_ {
+        let ids = self.slab.quotas.iter().flat_map(|quotas| quotas.ids());
+        ids.map(|id| self.quota(id))
+    }
+
     fn quota_of(&self, quota: QuotaId) -> &Quota {
         self.slab.quotas.as_ref().expect("an id was given out with a quota").get(quota)
     }

@@ -5,7 +5,9 @@
 //! reclamation always gains room; any other is dropped. No write waits for that: without room it is refused.
 
 mod breaker;
+mod order;
 mod reclaim;
+mod room;
 mod table;
 mod volume;
 
@@ -17,10 +19,13 @@ use shm_protocol::pool::SlotRef;
 use thiserror::Error;
 
 use self::breaker::Way;
+use self::order::Order;
 use self::table::{State, Table};
 use self::volume::Volume;
 use super::{Done, Ended, Fault, FaultKind, Geometry, Job, Label, Place, Ticket, Work};
 use crate::index::{Index, Print};
+use crate::list::Spot;
+use crate::policy::Standing;
 
 /// Keys looked up side by side, so that their cache misses overlap.
 const BATCH: usize = 32;
@@ -126,8 +131,13 @@ pub struct Log {
     volumes: Vec<Volume>,
     index: Index,
     table: Table,
+    order: Order,
     /// What each namespace's blocks say on a device.
     digests: HashMap<u32, NamespaceDigest>,
+    /// Which group of the order each namespace's blocks are in, where not the first.
+    groups: HashMap<u32, usize>,
+    /// Units that copies of what DRAM has may take while others need room; `None` where those of all may.
+    copies_max: Option<u64>,
     flights: BTreeMap<Ticket, Flight>,
     next_ticket: u64,
     now_ms: u64,
@@ -148,7 +158,10 @@ impl Log {
             volumes: config.devices.iter().map(Volume::new).collect(),
             index: Index::new(),
             table: Table::default(),
+            order: Order::new(),
             digests: HashMap::new(),
+            groups: HashMap::new(),
+            copies_max: None,
             flights: BTreeMap::new(),
             next_ticket: 0,
             now_ms: 0,
@@ -158,17 +171,16 @@ impl Log {
         }
     }
 
-    /// Blocks of the leading run of `hashes` that can be read now; counts an access for each.
-    pub fn probe(&mut self, namespace: u32, group: u32, hashes: &[BlockHash]) -> usize {
+    /// Blocks of the leading run of `hashes` that can be read now.
+    pub fn probe(&self, namespace: u32, group: u32, hashes: &[BlockHash]) -> usize {
         let mut hits = 0;
         for batch in hashes.chunks(BATCH) {
             let prints = self.warmed(batch.iter().map(|hash| Print::new(namespace, group, hash)));
             for (hash, print) in batch.iter().zip(prints) {
                 let key = BlockKey { namespace, group, hash: *hash };
-                let Some(id) = self.find_print(&key, print).filter(|id| self.readable(*id)) else {
+                if !self.find_print(&key, print).is_some_and(|id| self.readable(id)) {
                     return hits;
-                };
-                self.table.get_mut(id).touch();
+                }
                 hits += 1;
             }
         }
@@ -189,7 +201,7 @@ impl Log {
         prints
     }
 
-    /// Bytes of the block, if it can be read now. Counts nothing.
+    /// Bytes of the block, if it can be read now.
     pub fn keeps(&self, key: &BlockKey) -> Option<u32> {
         let id = self.find(key).filter(|id| self.readable(*id))?;
         Some(self.table.get(id).bytes)
@@ -232,7 +244,6 @@ impl Log {
         slot: SlotRef,
     ) -> Result<Ticket, Refused> {
         if let Some(id) = self.find(&key) {
-            self.table.get_mut(id).touch();
             // On a device that is gone it is of no use; another may take it.
             if self.table.get(id).state != State::Kept || self.readable(id) {
                 return Err(Refused::Present);
@@ -252,7 +263,7 @@ impl Log {
         let sequence = volume.segment(place.segment).sequence;
         volume.write_bytes += u64::from(bytes);
         self.enter(id, key, device, place, bytes, State::Writing);
-        self.digests.insert(key.namespace, namespace);
+        self.learn(key.namespace, namespace, None);
         let label = Label { namespace, group: key.group, hash: key.hash, bytes };
         let work = Work::Write { place, sequence, label, from: slot.offset };
         Ok(self.issue(device, Errand::Write { key, slot, place, bytes }, work))
@@ -272,7 +283,7 @@ impl Log {
             let volume = &mut self.volumes[device];
             let full = volume.write_bytes > 0 && volume.write_bytes + u64::from(bytes) > self.write_bytes_max;
             let units = volume.units(bytes);
-            if full || !volume.takes() || !volume.could_hold(units) {
+            if full || !volume.takes() || !volume.could_hold(units) || volume.spares_next(units) {
                 continue;
             }
             let room = volume.has_room(units, &mut self.wanted);
@@ -289,8 +300,7 @@ impl Log {
     /// [`Ended::Read`]. `None`: not kept (any more), or its device is down.
     pub fn read(&mut self, key: &BlockKey, slot: SlotRef) -> Option<Ticket> {
         let id = self.find(key).filter(|id| self.readable(*id))?;
-        let entry = self.table.get_mut(id);
-        entry.touch();
+        let entry = self.table.get(id);
         let (device, bytes) = (usize::from(entry.device), entry.bytes);
         let place = Place { segment: entry.segment, unit: entry.unit };
         let label = self.label(key, bytes);
@@ -337,41 +347,48 @@ impl Log {
         }
     }
 
-    /// Puts a vacant entry into the index.
+    /// Puts a vacant entry into the index: of a block that DRAM has, too.
     fn enter(&mut self, id: u32, key: BlockKey, device: usize, place: Place, bytes: u32, state: State) {
         let entry = self.table.get_mut(id);
-        (entry.key, entry.bytes, entry.state, entry.accesses) = (key, bytes, state, 0);
-        (entry.device, entry.segment, entry.unit) = (device as u16, place.segment, place.unit);
+        (entry.key, entry.bytes, entry.state, entry.standing) = (key, bytes, state, Standing::ABOVE);
+        (entry.device, entry.segment, entry.unit) = (device as u8, place.segment, place.unit);
         self.index.insert(Print::new(key.namespace, key.group, &key.hash), id);
+        let volume = &mut self.volumes[device];
+        let units = volume.units(bytes);
+        volume.settle(place.segment, id, units);
     }
 
-    /// An entry in no list enters its segment's: it is kept from now on.
-    fn keep(&mut self, id: u32) {
+    /// An entry in no list enters one: it is kept from now on.
+    fn keep(&mut self, id: u32, spot: Spot) {
+        let (group, units) = self.measure(id);
         let entry = self.table.get_mut(id);
         entry.state = State::Kept;
-        let (device, segment, bytes) = (usize::from(entry.device), entry.segment, entry.bytes);
-        let volume = &mut self.volumes[device];
-        volume.segment(segment).blocks.push_head(&mut self.table, id);
+        let volume = &mut self.volumes[usize::from(entry.device)];
         volume.stats.blocks += 1;
-        volume.stats.bytes += u64::from(bytes);
+        volume.stats.bytes += u64::from(entry.bytes);
+        self.order.enter(&mut self.table, id, group, units, spot);
     }
 
-    /// Takes a kept entry out of its segment's list.
-    fn unlist(&mut self, id: u32) {
+    /// The group of an entry's block, and its units.
+    fn measure(&self, id: u32) -> (usize, u32) {
         let entry = self.table.get(id);
-        let (device, segment, bytes) = (usize::from(entry.device), entry.segment, entry.bytes);
-        let volume = &mut self.volumes[device];
-        volume.segment(segment).blocks.remove(&mut self.table, id);
-        volume.stats.blocks -= 1;
-        volume.stats.bytes -= u64::from(bytes);
+        let units = self.volumes[usize::from(entry.device)].units(entry.bytes);
+        (self.group(entry.key.namespace), units)
     }
 
     /// Takes an entry out of the index; it is vacant then.
     fn forget(&mut self, id: u32) {
-        if self.table.get(id).state == State::Kept {
-            self.unlist(id);
+        let (group, units) = self.measure(id);
+        let entry = self.table.get(id);
+        let (key, device, segment, bytes) =
+            (entry.key, usize::from(entry.device), entry.segment, entry.bytes);
+        let volume = &mut self.volumes[device];
+        volume.unsettle(segment, units);
+        if entry.state != State::Writing {
+            volume.stats.blocks -= 1;
+            volume.stats.bytes -= u64::from(bytes);
+            self.order.leave(&mut self.table, id, group, units);
         }
-        let key = self.table.get(id).key;
         let print = Print::new(key.namespace, key.group, &key.hash);
         assert!(self.index.remove(print, id), "an entry in use is in the index");
         self.table.put_back(id);
@@ -445,7 +462,7 @@ impl Log {
         }
         // Unless it was removed meanwhile.
         let Some(id) = self.still_at(key, device, place) else { return };
-        if ok { self.keep(id) } else { self.forget(id) }
+        if ok { self.keep(id, Spot::Head) } else { self.forget(id) }
     }
 
     fn was_read(
@@ -488,8 +505,10 @@ impl Log {
         volume.stats.moved_blocks_total += 1;
         volume.stats.moved_bytes_total += u64::from(bytes);
         let entry = self.table.get_mut(id);
-        (entry.segment, entry.unit, entry.accesses) = (to.segment, to.unit, 0);
-        self.keep(id);
+        (entry.segment, entry.unit, entry.state) = (to.segment, to.unit, State::Kept);
+        let units = volume.units(bytes);
+        volume.unsettle(from.segment, units);
+        volume.settle(to.segment, id, units);
     }
 
     /// Time passes: breakers are tried again, late jobs trip theirs. Reads that have become late go to `late`: whoever
@@ -524,7 +543,8 @@ impl Log {
 impl Log {
     /// Whether a job is in flight or blocks are still to be moved or dropped: [`Log::tick`] should be called soon.
     pub fn busy(&self) -> bool {
-        !self.flights.is_empty() || self.volumes.iter().any(|volume| volume.reclaiming.is_some())
+        !self.flights.is_empty()
+            || self.volumes.iter().any(|volume| volume.reclaiming.is_some() && volume.takes())
     }
 
     /// What it holds and has done.

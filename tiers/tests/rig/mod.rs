@@ -13,6 +13,7 @@ use rustix::fs::MemfdFlags;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
 use shm_protocol::region::{Access, Region};
+use tiers::dram::{self, Dram};
 use tiers::ssd::{
     Backend, Config, Device, Ended, FaultKind, Log, Missing, Opened, Refused, Stats, Ticket, Up,
 };
@@ -42,6 +43,10 @@ fn backend() -> Backend {
 /// The pool, log and devices.
 pub(crate) struct Rig {
     pub(crate) log: Log,
+    /// Judges blocks; it keeps none.
+    dram: Dram,
+    /// Whether room is made for each block, as the sidecar does.
+    pub(crate) makes_room: bool,
     pub(crate) devices: Vec<Device>,
     pub(crate) notes: Vec<String>,
     pool: Arc<Region>,
@@ -154,6 +159,9 @@ impl Rig {
         let began = Instant::now();
         Self {
             log,
+            dram: Dram::new(dram::Config { pool_bytes: 4 << 20, segment_bytes: 4 << 20, lease_ttl_ms: 1 })
+                .unwrap(),
+            makes_room: false,
             devices: devices.collect(),
             notes,
             pool,
@@ -203,7 +211,8 @@ impl Rig {
                     self.ended.insert(number, ok);
                     self.free.push(slot);
                 }
-                Some(Ended::Read { ticket, slot, ok, .. }) => {
+                Some(Ended::Read { ticket, slot, ok, key }) => {
+                    self.log.came(&key);
                     let (number, _) = self.reading[&ticket];
                     self.reading.insert(ticket, (number, slot));
                     self.ended.insert(number, ok);
@@ -248,7 +257,10 @@ impl Rig {
         self.wait("a free slot", |rig| !rig.free.is_empty());
         let slot = self.free.pop().unwrap();
         self.fill(number, bytes, slot);
-        let taken = self.log.write(key(number), NAMESPACE, bytes, slot);
+        let has_room =
+            !self.makes_room || self.keeps(number) || self.log.make_room(0, bytes, self.dram.judge());
+        let taken =
+            if has_room { self.log.write(key(number), NAMESPACE, bytes, slot) } else { Err(Refused::Busy) };
         match taken {
             Ok(_) => drop(self.writing.insert(slot.generation, number)),
             Err(_) => self.free.push(slot),

@@ -477,3 +477,17 @@ fn what_an_engine_saved_that_is_barred_goes_from_the_disk_and_does_not_come_back
     scene.event(Event::Tick);
     assert_eq!((scene.engine.core.stats().pool_used_bytes, scene.engine.core.busy()), (0, false));
 }
+
+#[test]
+fn at_its_end_a_sidecar_writes_what_memory_has() {
+    let mut scene = Scene::new(SsdAdmission::SecondHit);
+    scene.save(0..3);
+    assert!(scene.jobs.is_empty());
+    scene.event(Event::Drain);
+    assert!(!scene.engine.core.busy(), "a drain alone writes nothing: the pool may have lost its bytes");
+    scene.engine.core.write_all(&mut scene.engine.out);
+    scene.take_jobs();
+    assert!(scene.engine.core.busy());
+    scene.end_all();
+    assert_eq!((scene.stats().log.blocks, scene.held_bytes(), scene.engine.core.busy()), (4, 0, false));
+}

@@ -1,92 +1,158 @@
-//! Write-behind: a committed block waits in a queue until the log has room, is held in DRAM while it is written, and is
-//! dropped where there is none. No save ever waits for it.
+//! What is written: the blocks that DRAM gives up next, in its own order, before their slots are needed; then, where there is room for
+//! copies, what was saved. A block is held in DRAM while it is written, and lost where DRAM gives it up first. No save ever waits.
 
-use shm_protocol::key::{BlockKey, NamespaceDigest};
+use std::collections::VecDeque;
+
+use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
-use tiers::dram::{Dram, HolderId};
+use tiers::dram::{Dram, HolderId, Leaving};
 use tiers::ssd::Refused;
 
+use super::super::namespaces::Binding;
 use super::Ssd;
 use crate::config::SsdAdmission;
 
 /// Blocks that wait to be written: as many as saves may have waiting to be copied.
 const QUEUE_MAX: usize = 65_536;
-/// Blocks of the queue that one event looks at, 0.1 ms.
+/// Blocks of a queue that one event looks at, 0.1 ms.
 const LOOKS_MAX: usize = 1024;
+/// The part of DRAM that is written ahead: bursts of saves take as much before a disk has written anything.
+const AHEAD_PART: u64 = 32;
+/// Blocks of one size that are written ahead at most: looking for them takes 0.3 ms.
+const AHEAD_MAX: usize = 4096;
 
 /// A block that is to be written.
 #[derive(Debug)]
 pub(super) struct Unwritten {
     key: BlockKey,
-    namespace: NamespaceDigest,
     bytes: u64,
+}
+
+/// What came of the next block of a queue.
+enum Next {
+    /// It was written, or is not to be.
+    Over,
+    /// The disks take nothing until something has ended.
+    Later,
 }
 
 // === impl Ssd ===
 
 impl Ssd {
-    fn enqueue(&mut self, block: Unwritten) {
-        if self.log.keeps(&block.key).is_some() || self.queued.contains(&block.key) {
+    /// A block was committed: by the admission rule it may be written at once, or when it is asked for again.
+    pub(crate) fn offer_saved(&mut self, slot: SlotRef, key: BlockKey, binding: &Binding, dram: &Dram) {
+        if self.admission == SsdAdmission::All || dram.has_returned(slot) {
+            self.offer_again(key, binding);
+        }
+    }
+
+    /// A block that lies in DRAM was asked for or offered again: it is worth a place, also one that it lost meanwhile.
+    pub(crate) fn offer_again(&mut self, key: BlockKey, binding: &Binding) {
+        let Binding { namespace, digest, whose, .. } = *binding;
+        self.log.learn(namespace, digest, whose.quota);
+        let bytes = binding.block_bytes();
+        if self.log.came(&key)
+            || self.queued.contains(&key)
+            || self.writes_no_more()
+            || !self.log.has_room_for_copy(namespace, bytes)
+        {
             return;
         }
         if self.queue.len() >= QUEUE_MAX {
             self.stats.dropped_queue_full += 1;
             return;
         }
-        self.queued.insert(block.key);
-        self.queue.push_back(block);
-    }
-    /// A block was committed: it is written, by the admission rule at once or when it is asked for again.
-    pub(crate) fn offer_saved(
-        &mut self,
-        slot: SlotRef,
-        key: BlockKey,
-        namespace: NamespaceDigest,
-        bytes: u64,
-        dram: &Dram,
-    ) {
-        if self.admission == SsdAdmission::All || dram.has_returned(slot) {
-            self.enqueue(Unwritten { key, namespace, bytes });
-        }
-    }
-
-    /// A block that lies in DRAM was asked for or offered again: it is worth a place, also one that it lost meanwhile.
-    pub(crate) fn offer_again(&mut self, key: BlockKey, namespace: NamespaceDigest, bytes: u64) {
-        self.enqueue(Unwritten { key, namespace, bytes });
+        self.queued.insert(key);
+        self.queue.push_back(Unwritten { key, bytes });
     }
 
     /// Hands the log what it has room for.
     pub(super) fn write_behind(&mut self, dram: &mut Dram) {
+        dram.drain_gone().for_each(|(key, standing)| self.log.left(&key, standing));
+        self.look_ahead(dram);
         for _ in 0..LOOKS_MAX {
             if self.full {
                 return;
             }
-            let Some(block) = self.queue.front() else { return };
-            let written = match dram.hold(&block.key, HolderId::NOBODY) {
-                None => {
-                    self.stats.dropped_evicted += 1;
-                    Ok(())
+            if let Some(block) = self.leaving.front().copied() {
+                match self.write(&block.key, block.bytes, dram) {
+                    Next::Over => drop(self.leaving.pop_front()),
+                    Next::Later => self.full = true,
                 }
-                Some(slot) => {
-                    let written = self.log.write(block.key, block.namespace, block.bytes, slot);
-                    match written {
-                        Ok(_) => self.writing += 1,
-                        Err(_) => dram.unhold(slot, HolderId::NOBODY),
-                    }
-                    written.map(drop)
-                }
-            };
-            match written {
-                Err(Refused::Busy) => {
-                    self.full = true;
-                    return;
-                }
-                Err(Refused::Down) => self.stats.dropped_down += 1,
-                Err(Refused::TooLarge) => self.stats.dropped_too_large += 1,
-                Ok(()) | Err(Refused::Present) => {}
+                continue;
             }
-            let block = self.queue.pop_front().expect("looked at above");
-            self.queued.remove(&block.key);
+            let Some(&Unwritten { key, bytes }) = self.queue.front() else { return };
+            let fits = self.log.has_room_for_copy(key.namespace, bytes);
+            match if fits { self.write(&key, bytes, dram) } else { Next::Over } {
+                Next::Over => {
+                    self.queue.pop_front();
+                    self.queued.remove(&key);
+                }
+                Next::Later => self.full = true,
+            }
         }
+    }
+
+    /// Asks DRAM what goes next, once half of what it said last may have gone.
+    fn look_ahead(&mut self, dram: &Dram) {
+        if dram.generation() < self.look_at {
+            return;
+        }
+        let mut leaving = Vec::new();
+        dram.next_out(dram.config().pool_bytes / AHEAD_PART, AHEAD_MAX, &mut leaving);
+        self.look_at = dram.generation() + (leaving.len() as u64 / 2).max(1);
+        let admitted =
+            |block: &Leaving| self.admission == SsdAdmission::All || block.standing.was_used_again();
+        self.leaving = leaving.into_iter().filter(admitted).collect();
+    }
+
+    /// Begins to write a block, unless a disk keeps it.
+    fn write(&mut self, key: &BlockKey, bytes: u64, dram: &mut Dram) -> Next {
+        // Nobody of this life has named what an earlier one left in the pool.
+        let Some(digest) = self.log.digest(key.namespace) else { return Next::Over };
+        if self.log.came(key) {
+            return Next::Over;
+        }
+        let Some(slot) = dram.hold(key, HolderId::NOBODY) else {
+            self.stats.dropped_evicted += 1;
+            return Next::Over;
+        };
+        let written = match self.log.make_room(key.namespace, bytes, dram.judge()) {
+            true => self.log.write(*key, digest, bytes, slot),
+            false => Err(Refused::Present),
+        };
+        match written {
+            Ok(_) => {
+                self.writing += 1;
+                return Next::Over;
+            }
+            Err(Refused::Busy) => {}
+            Err(Refused::Down) => self.stats.dropped_down += 1,
+            Err(Refused::TooLarge) => self.stats.dropped_too_large += 1,
+            Err(Refused::Present) => {}
+        }
+        dram.unhold(slot, HolderId::NOBODY);
+        if written == Err(Refused::Busy) { Next::Later } else { Next::Over }
+    }
+
+    /// All that DRAM has is to be written, the best first.
+    pub(crate) fn write_all(&mut self, dram: &Dram) {
+        let mut all = Vec::new();
+        dram.best(&mut all);
+        self.log.keep_copies();
+        self.write_no_more();
+        let log = &mut self.log;
+        self.leaving = all.into_iter().filter(|block| !log.came(&block.key)).collect();
+    }
+
+    /// What waits to be written is not.
+    pub(crate) fn write_no_more(&mut self) {
+        (self.leaving, self.queue) = (VecDeque::new(), VecDeque::new());
+        self.queued.clear();
+        self.look_at = u64::MAX;
+    }
+
+    fn writes_no_more(&self) -> bool {
+        self.look_at == u64::MAX
     }
 }

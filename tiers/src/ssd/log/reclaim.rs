@@ -5,6 +5,8 @@ use shm_protocol::key::{BlockKey, NamespaceDigest};
 use super::table::State;
 use super::{BATCH, Errand, Log};
 use crate::index::Print;
+use crate::list::Spot;
+use crate::policy::Standing;
 use crate::ssd::{Place, Recovered, Work};
 
 /// Blocks that one call of reclamation looks at: some 20 us.
@@ -20,14 +22,22 @@ impl Log {
         for _ in 0..RECLAIM_STEPS {
             let volume = &mut self.volumes[device];
             let Some(number) = volume.due_for_reclamation() else { return };
-            let Some(id) = volume.segment(number).blocks.tail() else { break };
+            let segment = volume.segment(number);
+            let Some(id) = segment.blocks.last().copied() else { break };
             let entry = self.table.get(id);
+            let is_here =
+                usize::from(entry.device) == device && entry.segment == number && entry.state == State::Kept;
+            if !is_here {
+                segment.blocks.pop();
+                continue;
+            }
             let units = volume.units(entry.bytes);
-            if entry.accesses > 0 && volume.moved_units + units <= volume.segment_units / 2 {
+            if volume.moved_units + units <= volume.moved_units_max() {
                 let room = volume.moves < MOVES_MAX && volume.has_room(units, &mut self.wanted);
                 let soon = volume.moves > 0 || volume.awaits_next();
                 self.issue_wanted(device);
                 if room {
+                    self.volumes[device].segment(number).blocks.pop();
                     self.begin_move(device, id, units);
                     continue;
                 }
@@ -42,7 +52,6 @@ impl Log {
     }
 
     fn begin_move(&mut self, device: usize, id: u32, units: u32) {
-        self.unlist(id);
         let entry = self.table.get_mut(id);
         entry.state = State::Moving;
         let (key, bytes) = (entry.key, entry.bytes);
@@ -75,7 +84,7 @@ impl Log {
                 let kind = (label.namespace, label.bytes);
                 if named.is_none_or(|named| named.0 != kind) {
                     let number = number(label.namespace, label.bytes);
-                    number.map(|number| self.digests.insert(number, label.namespace));
+                    number.into_iter().for_each(|number| self.learn(number, label.namespace, None));
                     named = Some((kind, number));
                 }
                 let namespace = named.and_then(|named| named.1);
@@ -111,6 +120,8 @@ impl Log {
         let Some(id) = self.table.take() else { return };
         self.volumes[device].stats.recovered_blocks_total += 1;
         self.enter(id, key, device, place, bytes, State::Kept);
-        self.keep(id);
+        self.table.get_mut(id).standing = Standing::RECOVERED;
+        // The next ones are older.
+        self.keep(id, Spot::Tail);
     }
 }

@@ -4,6 +4,7 @@ use shm_protocol::key::{BlockHash, BlockKey};
 
 use crate::index::Index;
 use crate::list::{Link, Links, List};
+use crate::policy::Standing;
 
 /// Entries of a chunk: 256 KiB.
 const CHUNK: usize = 4096;
@@ -24,15 +25,14 @@ pub(super) enum State {
 #[derive(Clone, Debug)]
 pub(super) struct Entry {
     pub(super) key: BlockKey,
-    /// In its segment's list, unless it is being written or moved; in the list of free entries.
+    /// In the list of its standing, unless it is being written; in the list of free entries.
     link: Link,
     pub(super) segment: u32,
     pub(super) unit: u32,
     pub(super) bytes: u32,
-    pub(super) device: u16,
+    pub(super) device: u8,
     pub(super) state: State,
-    /// Accesses since it was written, as far as can be counted.
-    pub(super) accesses: u8,
+    pub(super) standing: Standing,
 }
 
 const _: () = assert!(size_of::<Entry>() <= 64);
@@ -51,17 +51,8 @@ const VACANT: Entry = Entry {
     bytes: 0,
     device: 0,
     state: State::Vacant,
-    accesses: 0,
+    standing: Standing::ABOVE,
 };
-
-// === impl Entry ===
-
-impl Entry {
-    #[inline]
-    pub(super) fn touch(&mut self) {
-        self.accesses = self.accesses.saturating_add(1);
-    }
-}
 
 // === impl Table ===
 

@@ -1,10 +1,11 @@
 //! The log over model devices, which carry jobs out in any order and fail at will, and check at each that it is sound.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use rustix::io::Errno;
 
 use super::*;
+use crate::dram::{self, Dram, Judge, QuotaId};
 use crate::ssd::Recovered;
 use crate::ssd::format;
 
@@ -330,30 +331,94 @@ fn whatever_happens_every_job_is_sound() {
     assert!(happened.iter().all(|count| *count >= 50), "{happened:?}");
 }
 
-#[test]
-fn reclamation_drops_the_oldest_and_keeps_what_was_asked_for() {
-    let mut world = World::new(1, 1);
-    world.failing = false;
-    let write = |world: &mut World, number: u64| {
-        let slot = world.slot();
-        while world.log.write(key(number), digest(0), UNIT, slot) == Err(Refused::Busy) {
-            world.take_jobs();
-            world.tick();
-            world.carry_out();
+impl World {
+    /// Writes a block of one unit as the sidecar does: room is made first.
+    fn write_with_room(&mut self, number: u64, judge: Judge<'_>) {
+        let (key, slot) = (key(number), self.slot());
+        assert!(self.log.make_room(key.namespace, UNIT, judge));
+        while self.log.write(key, digest(key.namespace), UNIT, slot) == Err(Refused::Busy) {
+            self.take_jobs();
+            self.tick();
+            self.carry_out();
         }
-        world.slots.insert(slot.offset, key(number));
-        world.take_jobs();
-        while !world.jobs.is_empty() {
-            world.carry_out();
+        self.slots.insert(slot.offset, key);
+        self.take_jobs();
+        while !self.jobs.is_empty() {
+            self.carry_out();
         }
-    };
-    for number in 0..100 {
-        write(&mut world, number * 6);
-        assert_eq!(world.log.probe(0, 0, &[key(0).hash]), 1, "asked for each time, at {number}");
     }
-    let kept: BTreeSet<u64> = (1..100).filter(|number| world.log.keeps(&key(number * 6)).is_some()).collect();
-    let youngest = *kept.first().expect("some");
-    assert!(kept.len() >= 12 && kept == (youngest..100).collect(), "{kept:?}");
+
+    fn kept(&self, numbers: std::ops::Range<u64>) -> Vec<u64> {
+        numbers.filter(|number| self.log.keeps(&key(number * 6)).is_some()).collect()
+    }
+}
+
+/// DRAM with a quota of a quarter, over a log of one device.
+fn below(world: &mut World) -> (Dram, QuotaId) {
+    let config = dram::Config { pool_bytes: 8 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1 };
+    let mut dram = Dram::new(config).unwrap();
+    let quota = dram.add_quota(2 << 20);
+    world.failing = false;
+    world.log.put_below(&mut dram);
+    (dram, quota)
+}
+
+#[test]
+fn what_dram_gave_up_first_goes_first_and_higher_ranks_stay() {
+    let mut world = World::new(1, 1);
+    let (dram, _) = below(&mut world);
+    for number in 0..40 {
+        world.write_with_room(number * 6, dram.judge());
+        let rank = if number % 10 == 0 { 3 } else { 0 };
+        world.log.left(&key(number * 6), Standing::new(rank, false, 0));
+    }
+    let kept = world.kept(0..40);
+    let low: Vec<u64> = kept.iter().copied().filter(|number| number % 10 != 0).collect();
+    assert_eq!(kept.iter().filter(|number| *number % 10 == 0).count(), 4, "{kept:?}");
+    let first = low[0];
+    let youngest: Vec<u64> = (first..40).filter(|number| number % 10 != 0).collect();
+    assert!(first > 10 && low == youngest, "{kept:?}");
+}
+
+#[test]
+fn the_oldest_copies_go_before_what_dram_lacks_and_copies_that_fit_go_for_nothing() {
+    let mut world = World::new(2, 1);
+    let (dram, _) = below(&mut world);
+    world.log.copies_max = Some(4);
+    (0..4).for_each(|number| world.write_with_room(number * 6, dram.judge()));
+    let more = (4..100).take_while(|number| {
+        let fits = world.log.has_room_for_copy(0, UNIT);
+        if fits {
+            world.write_with_room(number * 6, dram.judge());
+        }
+        fits
+    });
+    let copies = 4 + more.count() as u64;
+    assert!(!world.log.has_room_for_copy(0, UNIT) && world.kept(0..100).len() as u64 == copies);
+    world.write_with_room(600, dram.judge());
+    assert_eq!(world.kept(0..100), (1..copies).collect::<Vec<_>>(), "the oldest copy made room");
+    assert!(world.log.came(&key(6)));
+    world.log.copies_max = None;
+    assert!(world.log.has_room_for_copy(0, UNIT), "all copies have a place");
+}
+
+#[test]
+fn blocks_of_a_quota_make_room_for_its_next_ones() {
+    let mut world = World::new(5, 1);
+    let (dram, quota) = below(&mut world);
+    world.log.learn(0, digest(0), Some(quota));
+    let other = |number: u64| number * 6 + 1;
+    for number in 0..4 {
+        world.write_with_room(other(number), dram.judge());
+        world.log.left(&key(other(number)), Standing::new(0, false, 0));
+    }
+    for number in 0..20 {
+        world.write_with_room(number * 6, dram.judge());
+        world.log.left(&key(number * 6), Standing::new(7, false, 0));
+    }
+    let kept = world.kept(0..20);
+    assert!((1..=6).contains(&kept.len()) && kept.contains(&19), "{kept:?}");
+    assert!((0..4).all(|number| world.log.keeps(&key(other(number))).is_some()), "none of the others went");
 }
 
 #[test]

@@ -4,13 +4,16 @@ use std::collections::VecDeque;
 
 use super::DeviceStats;
 use super::breaker::Breaker;
-use crate::list::List;
 use crate::ssd::format::{self, HEADER_UNITS};
 use crate::ssd::{Geometry, Place, Work};
 
 /// Free segments below which the oldest one is reclaimed: a 16th of all, 4 at most.
 const FREE_PART: u32 = 16;
 const FREE_MAX: u32 = 4;
+/// The part of the room that blocks may take: what cleaning moves grows with it.
+const USED_PART: (u64, u64) = (4, 5);
+/// The part of a segment that its reclamation moves at most: it must gain room.
+const MOVED_PART: (u32, u32) = (7, 8);
 
 /// What a segment is used for.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -38,8 +41,10 @@ pub(super) struct Segment {
     pub(super) reads: u32,
     /// Jobs that write blocks in it.
     writes: u32,
-    /// Its kept blocks, the oldest at the tail.
-    pub(super) blocks: List,
+    /// Entries that got a place in it; some are elsewhere by now, or vacant.
+    pub(super) blocks: Vec<u32>,
+    /// Units of blocks that lie in it.
+    live: u32,
 }
 
 #[derive(Debug)]
@@ -76,7 +81,8 @@ impl Volume {
             count: 0,
             reads: 0,
             writes: 0,
-            blocks: List::default(),
+            blocks: Vec::new(),
+            live: 0,
         };
         Self {
             unit_bytes: geometry.unit_bytes,
@@ -148,6 +154,12 @@ impl Volume {
         self.open.is_some_and(|open| self.fits(open, units))
     }
 
+    /// Whether the next segment is for what a reclamation moves, and the open one is too full for a block of so many units.
+    pub(super) fn spares_next(&self, units: u32) -> bool {
+        let fits = self.open.is_some_and(|open| self.fits(open, units));
+        self.reclaiming.is_some() && self.free.is_empty() && !fits
+    }
+
     fn begin_next(&mut self, out: &mut Vec<Work>) {
         if self.next.is_some() {
             return;
@@ -156,7 +168,8 @@ impl Volume {
         let sequence = self.next_sequence;
         self.next_sequence += 1;
         let segment = self.segment(number);
-        debug_assert!(segment.reads == 0 && segment.writes == 0 && segment.blocks.len() == 0);
+        debug_assert!(segment.reads == 0 && segment.writes == 0 && segment.live == 0);
+        segment.blocks.clear();
         (segment.used_for, segment.sequence) = (Use::Next, sequence);
         (segment.units, segment.count) = (HEADER_UNITS, 0);
         self.next = Some((number, false));
@@ -213,23 +226,59 @@ impl Volume {
         if !self.takes() {
             return None;
         }
-        if self.reclaiming.is_none() {
-            let least = (self.stats.segments / FREE_PART).clamp(1, FREE_MAX);
-            let oldest = *self.full.front()?;
-            if self.free_segments() < least && self.segment(oldest).used_for == Use::Sealed {
-                self.full.pop_front();
-                self.reclaiming = Some(oldest);
-                self.moved_units = 0;
+        if self.reclaiming.is_none() && self.free_segments() < self.free_min() {
+            let full = self.full.iter().copied().enumerate();
+            let sealed = full.filter(|(_, number)| self.segments[*number as usize].used_for == Use::Sealed);
+            // Of those that are alike the oldest.
+            if let Some((at, number)) =
+                sealed.clone().min_by_key(|(_, number)| self.segments[*number as usize].live)
+            {
+                // After a start there may be no segment to move anything to.
+                let live = self.segments[number as usize].live;
+                let has_next = self.next.is_some() || !self.free.is_empty();
+                let gains = live == 0 || has_next && live <= self.moved_units_max();
+                let (at, number) = if gains { (at, number) } else { sealed.min().expect("there is one") };
+                self.full.remove(at);
+                self.reclaiming = Some(number);
+                self.moved_units = if gains { 0 } else { self.segment_units };
             }
         }
         self.reclaiming
+    }
+
+    fn free_min(&self) -> u32 {
+        (self.stats.segments / FREE_PART).clamp(1, FREE_MAX)
+    }
+
+    /// Units that blocks may take: of segments that are neither next nor kept free.
+    pub(super) fn units_max(&self) -> u64 {
+        let segments = self.stats.segments.saturating_sub(1 + self.free_min()).max(1);
+        u64::from(segments) * u64::from(self.segment_units) * USED_PART.0 / USED_PART.1
+    }
+
+    /// Units that one reclamation may move.
+    pub(super) fn moved_units_max(&self) -> u32 {
+        self.segment_units / MOVED_PART.1 * MOVED_PART.0
+    }
+
+    /// A block got a place in a segment.
+    pub(super) fn settle(&mut self, segment: u32, entry: u32, units: u32) {
+        let segment = self.segment(segment);
+        segment.blocks.push(entry);
+        segment.live += units;
+    }
+
+    /// It lies there no more.
+    pub(super) fn unsettle(&mut self, segment: u32, units: u32) {
+        self.segment(segment).live -= units;
     }
 
     /// The segment at hand is free again if nothing is left in it and nobody reads it.
     pub(super) fn reclaimed(&mut self) {
         let Some(number) = self.reclaiming else { return };
         let segment = self.segment(number);
-        if segment.blocks.len() == 0 && segment.reads == 0 {
+        if segment.live == 0 && segment.reads == 0 {
+            segment.blocks = Vec::new();
             segment.used_for = Use::Free;
             self.free.push_back(number);
             self.reclaiming = None;

@@ -12,7 +12,7 @@ use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace::{self, Facts, WEIGHTS_LIVE};
 
 use crate::compare::Difference;
-use crate::engine::{Barred, SessionId};
+use crate::core::{Barred, SessionId};
 use crate::quotas::{Level, Levels};
 
 /// Bytes of facts that are kept: thousands of namespaces of some 1 KB, which a connect compares with its own in some

@@ -22,7 +22,7 @@ use self::gpu::link::Links;
 use self::gpu::{Asked, GpuRank};
 use self::host::{HostCopiers, HostRank};
 use self::staged::StagedRank;
-use crate::engine::{Comparison, CopyId, Direction, Found, Piece, SessionId};
+use crate::core::{Comparison, CopyId, Direction, Found, Piece, SessionId};
 use crate::pinning::Pinned;
 use crate::wake::{self, EndSignal};
 

@@ -1,6 +1,6 @@
 //! The sidecar: one process beside the engines of a pod, which keeps their KV blocks and gives them back.
 //!
-//! Job: decide ([`engine`], pure), and carry decisions out: sessions over shared memory ([`session`]), in the order of a
+//! Job: decide ([`core`], pure), and carry decisions out: sessions over shared memory ([`session`]), in the order of a
 //! [`turn`] that [`runtime`] takes, the handshake ([`listener`], [`greeter`], [`refusals`]), the namespaces seen ([`catalog`]), copies ([`copiers`]) and the memory that GPUs
 //! copy from ([`pinning`], [`numa`]), checksums of a pool file ([`checksums`]), the disks behind the pool ([`disks`]), the pods beside this one ([`peers`]), metrics and health ([`metrics`], [`admin`], [`heartbeat`],
 //! [`progress`], [`quotas`]), life and death ([`server`], [`wake`], [`error`], [`reserve`]), what keeps it from working ([`doctor`]), keys
@@ -19,9 +19,9 @@ pub mod clock;
 pub mod compare;
 pub mod config;
 pub mod copiers;
+pub mod core;
 pub mod disks;
 pub mod doctor;
-pub mod engine;
 pub mod error;
 pub mod greeter;
 pub mod heartbeat;

@@ -15,7 +15,7 @@ use self::peers::PeersMetrics;
 use self::ssd::SsdMetrics;
 use crate::compare::Number;
 use crate::config::Disk;
-use crate::engine::{Holder, PeersStats, SsdStats, Stats};
+use crate::core::{Holder, PeersStats, SsdStats, Stats};
 use crate::quotas::Levels;
 
 /// Why a session ended; the label of `pillion_sessions_closed_total`.

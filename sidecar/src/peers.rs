@@ -17,7 +17,7 @@ use tiers::pool::Pool;
 
 use self::carriers::Carriers;
 use crate::config::Mesh;
-use crate::engine::Heard;
+use crate::core::Heard;
 use crate::error::StartError;
 use crate::wake::{self, EndSignal};
 

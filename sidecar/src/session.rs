@@ -15,7 +15,7 @@ use shm_protocol::wait;
 use thiserror::Error;
 
 use crate::copiers::Rank;
-use crate::engine::Request;
+use crate::core::Request;
 
 /// A peer wrote what no engine of this version writes; its session ends.
 #[derive(Debug, Error)]

@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 
-use crate::engine::{Event, SessionId};
+use crate::core::{Event, SessionId};
 use crate::session::{Session, Violation};
 
 /// A turn's stages, in their order.

@@ -40,7 +40,7 @@ use self::lane::{BATCH_BYTES_MAX, BATCH_BYTES_SHARED, End, Lane, Transfer};
 use self::link::{Seat, Turn};
 use super::{Batch, Ends, Memory, Rank};
 use crate::clock::Clock;
-use crate::engine::{self, SessionId};
+use crate::core::{self, SessionId};
 use crate::pinning::{Pinned, SLICE_BYTES};
 
 /// Time between two looks at a batch in flight.
@@ -278,13 +278,13 @@ impl Thread {
 
     fn accept(&mut self, batch: Batch) {
         let Batch { copy, direction, pieces, load_op, awaited, .. } = batch;
-        let end = |piece: &engine::Piece| piece.offset + self.block_bytes();
+        let end = |piece: &core::Piece| piece.offset + self.block_bytes();
         let locked = pieces.iter().all(|piece| end(piece) <= self.asked.pinned.bytes());
         let blocks: Vec<_> = pieces.iter().map(|piece| (piece.block, piece.offset)).collect();
         let bytes = blocks.len() as u64 * self.block_bytes();
         let (lane, held) = match direction {
-            engine::Direction::Load => (&mut self.loads, locked && !awaited),
-            engine::Direction::Save => (&mut self.saves, false),
+            core::Direction::Load => (&mut self.loads, locked && !awaited),
+            core::Direction::Save => (&mut self.saves, false),
         };
         let transfer = Transfer::new((copy, load_op), blocks, bytes, !held, self.clock.now());
         match locked {

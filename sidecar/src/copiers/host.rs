@@ -16,7 +16,7 @@ use shm_protocol::session::SessionMemory;
 use tiers::pool::Pool;
 
 use super::{Batch, Ends, Finished};
-use crate::engine::{Comparison, Direction, Found, Piece, SessionId};
+use crate::core::{Comparison, Direction, Found, Piece, SessionId};
 use crate::wake::EndSignal;
 
 /// Blocks that one thread takes at a time: enough that taking costs nothing, few enough that a batch spreads over all

@@ -27,7 +27,7 @@ use tiers::pool::Pool;
 use self::desk::{Desk, Filled, Turn};
 use super::{Batch, Ends};
 use crate::clock::Clock;
-use crate::engine::Direction;
+use crate::core::Direction;
 
 /// Time between two looks for a rank that answers no more.
 const LOOK: Duration = Duration::from_secs(1);

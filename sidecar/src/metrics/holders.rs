@@ -6,7 +6,7 @@ use prometheus::{IntGaugeVec, Opts, Registry};
 use tiers::dram::Holdings;
 
 use super::figures::{Reading, show};
-use crate::engine::{EngineState, Holder};
+use crate::core::{EngineState, Holder};
 
 /// Characters of an engine's name that are shown.
 const NAME_MAX: usize = 64;

@@ -7,7 +7,7 @@ use mesh::transport::PeerNumber;
 use prometheus::{IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
 
 use super::figures::{Figure, Figures, Reading, gauge, raise, show};
-use crate::engine::{FAULT_NAMES, PeersStats};
+use crate::core::{FAULT_NAMES, PeersStats};
 
 const COUNTERS: &[Figure<PeersStats>] = &[
     ("mesh_fetches_total", "Fetches from peers.", |s| s.fetches),

@@ -5,7 +5,7 @@ use tiers::ssd::{Backend, DeviceStats, FaultKind};
 
 use super::figures::{Figure, Figures, Reading, raise, show};
 use crate::config::Disk;
-use crate::engine::SsdStats;
+use crate::core::SsdStats;
 
 const COUNTERS: &[Figure<SsdStats>] =
     &[("ssd_promoted_blocks_total", "Blocks brought back into DRAM.", |s| s.promoted_blocks)];

@@ -6,7 +6,7 @@ use super::Runtime;
 use crate::catalog::Blocks;
 use crate::checksums::Checksums;
 use crate::copiers::{Batch, Finished};
-use crate::engine::{Action, SessionId};
+use crate::core::{Action, SessionId};
 use crate::metrics::CloseReason;
 use crate::peers::Peers;
 use crate::session::{Session, Violation};

@@ -4,7 +4,7 @@ use tiers::pool::Found;
 
 use super::Runtime;
 use crate::checksums::{Checksums, Summed};
-use crate::engine::Event;
+use crate::core::Event;
 
 // === impl Runtime: checksums ===
 

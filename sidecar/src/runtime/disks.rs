@@ -3,8 +3,8 @@
 use tiers::ssd::Up;
 
 use super::Runtime;
+use crate::core::Event;
 use crate::disks::Disks;
-use crate::engine::Event;
 
 // === impl Runtime: disks ===
 

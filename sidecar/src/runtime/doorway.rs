@@ -17,7 +17,7 @@ use shm_protocol::versions::RELEASE;
 use super::Runtime;
 use crate::catalog::Blocks;
 use crate::copiers::{Copiers, Rank, RankNews};
-use crate::engine::{Action, Event, SessionId};
+use crate::core::{Action, Event, SessionId};
 use crate::greeter::Caller;
 use crate::metrics::CloseReason;
 use crate::poller::Source;

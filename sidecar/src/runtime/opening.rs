@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::Runtime;
-use crate::engine::Event;
+use crate::core::Event;
 
 /// How often memory that was not reserved yet is looked for.
 pub(super) const OPENING_POLL: Duration = Duration::from_millis(5);

@@ -4,7 +4,7 @@ use mesh::transport::Grant;
 use shm_protocol::pool::SlotRef;
 
 use super::Runtime;
-use crate::engine::Event;
+use crate::core::Event;
 use crate::peers::{Peers, Told};
 
 // === impl Runtime: peers ===

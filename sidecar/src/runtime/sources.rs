@@ -5,7 +5,7 @@ use shm_protocol::layout::QUERY_KEYS;
 use super::{Runtime, TICK};
 use crate::clock::millis;
 use crate::copiers::Finished;
-use crate::engine::{Event, SessionId};
+use crate::core::{Event, SessionId};
 use crate::metrics::CloseReason;
 use crate::session::{Session, Violation};
 use crate::turn::{Host, Source};

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use shm_protocol::request::{SchedulerRequest, WorkerRequest};
-use sidecar::engine::{Action, Direction, Event, Heard, Request};
+use sidecar::core::{Action, Direction, Event, Heard, Request};
 use tiers::opener::Opened;
 use tiers::ssd::Work;
 

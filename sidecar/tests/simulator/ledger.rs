@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::{self, Geometry, Remains, SlotRef, slot};
 use shm_protocol::region::Region;
-use sidecar::engine::{Action, Direction, Piece};
+use sidecar::core::{Action, Direction, Piece};
 
 use crate::origin::Origin;
 

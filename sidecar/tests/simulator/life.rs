@@ -19,7 +19,7 @@ use ::mesh::directory::{Config, Directory};
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::region::{Access, Region};
-use sidecar::engine::{Action, Core, Event, Piece, Request, SessionId};
+use sidecar::core::{Action, Core, Event, Piece, Request, SessionId};
 use sidecar::session::Session;
 use sidecar::turn::{self as order, Turn};
 use tiers::dram::{self, Dram};

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use crate::copiers::Finished;
-use crate::engine::CopyId;
+use crate::core::CopyId;
 
 /// Bytes of a batch at most: 2.4 ms on the wire, which is what a small load waits for a large one. The words around a batch
 /// cost it 10 us: a load of 1.3 GB takes 24.80 ms so, 24.97 in batches of half the size, 24.63 in such of twice.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use shm_protocol::message::Stage;
 
 use crate::copiers::Finished;
-use crate::engine::{CopyId, Piece};
+use crate::core::{CopyId, Piece};
 
 /// Blocks that may wait for a slot: as many as for the copies of host memory. Beyond it a save fails.
 const BLOCKS_WAITING_MAX: usize = 65_536;

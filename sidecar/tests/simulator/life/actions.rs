@@ -6,7 +6,7 @@ use shm_protocol::key::NamespaceDigest;
 use shm_protocol::message::Status;
 use shm_protocol::namespace;
 use shm_protocol::pool::{SLOT_HEADER_BYTES, SlotRef, slot};
-use sidecar::engine::{Action, Comparison, Direction, Event, Piece, SessionId};
+use sidecar::core::{Action, Comparison, Direction, Event, Piece, SessionId};
 use sidecar::session::Session;
 
 use super::Life;

@@ -1,6 +1,6 @@
 //! The threads that compute checksums: blocks wait their turn, and each ends some time after the one before it.
 
-use sidecar::engine::Event;
+use sidecar::core::Event;
 
 use super::Life;
 use crate::ctx::{Ctx, Micros};

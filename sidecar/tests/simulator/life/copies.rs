@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use shm_protocol::gate::{self, GateMemory};
 use shm_protocol::layout::header;
 use shm_protocol::session::SessionMemory;
-use sidecar::engine::{Comparison, CopyId, Direction, Piece};
+use sidecar::core::{Comparison, CopyId, Direction, Piece};
 use tiers::pool::Pool;
 
 use crate::connection::Socket;

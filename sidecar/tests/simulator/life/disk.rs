@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 
 use shm_protocol::region::Region;
 use sidecar::config::SsdAdmission;
-use sidecar::engine::{Core, Direction, Piece};
+use sidecar::core::{Core, Direction, Piece};
 use tiers::ssd::{Config, Done, Fault, Geometry, Job, Label, Log, Place, Recovered, Work};
 
 use crate::ctx::{Ctx, Micros};

@@ -10,7 +10,7 @@ use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::region::Access;
 use shm_protocol::session::SessionMemory;
 use sidecar::copiers::Copiers;
-use sidecar::engine::{Action, Event, SessionId};
+use sidecar::core::{Action, Event, SessionId};
 use sidecar::session::Session;
 
 use super::copies::Rank;

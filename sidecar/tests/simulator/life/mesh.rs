@@ -12,7 +12,7 @@ use mesh::transport::{Done, Fault, Fetch, Label, PeerNumber, Stage};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::region::Region;
-use sidecar::engine::{Action, Direction, Event, Heard, Piece};
+use sidecar::core::{Action, Direction, Event, Heard, Piece};
 
 use super::Life;
 use super::disk::words;

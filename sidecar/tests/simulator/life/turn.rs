@@ -2,7 +2,7 @@
 //! sleep.
 
 use shm_protocol::request::{Query, SchedulerRequest};
-use sidecar::engine::{Event, Request, SessionId};
+use sidecar::core::{Event, Request, SessionId};
 use sidecar::session::{Session, Violation};
 use sidecar::turn::{self, Host, Source};
 

@@ -4,7 +4,7 @@ use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
 
 use super::{Base, Binding, Context, Queries, Question, SessionId};
-use crate::engine::arrivals::{WAIT_MS_MAX, Waiter};
+use crate::core::arrivals::{WAIT_MS_MAX, Waiter};
 
 /// What a query waits for.
 #[derive(Debug)]

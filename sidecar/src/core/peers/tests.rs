@@ -16,8 +16,8 @@ use shm_protocol::request::{Keys, Query, SchedulerRequest};
 use tiers::dram::{self, Dram};
 
 use super::*;
-use crate::engine::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, asked, hash};
-use crate::engine::{Core, Event, Heard, Request, arrivals};
+use crate::core::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, asked, hash};
+use crate::core::{Core, Event, Heard, Request, arrivals};
 
 /// Seven blocks to a segment of the pool.
 const BLOCK_BYTES: u64 = 256 << 10;

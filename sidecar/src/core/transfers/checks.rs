@@ -27,7 +27,7 @@ use tiers::dram::HolderId;
 
 use super::{Action, Base, Binding, Context, GROUP, OpKey, Queries, SessionId, Transfers, operations};
 use crate::compare::{Difference, Number, millionths};
-use crate::engine::comparison::{Comparison, Found};
+use crate::core::comparison::{Comparison, Found};
 
 /// Blocks of one engine that are compared at once: the 64 tokens that a check is allowed to cost, a token each.
 const BLOCKS_MAX: usize = 64;
@@ -36,7 +36,7 @@ const BYTES_MAX: u64 = 256 << 20;
 /// Blocks that an engine committed last: those that go if it is barred. 2.6 MB of keys for each engine; of one that saved more
 /// without being found out, the oldest stay.
 const RECENT_MAX: usize = 65_536;
-/// The namespace of keys that nobody asks for: [`crate::engine::namespaces::Namespaces`] never gives it out.
+/// The namespace of keys that nobody asks for: [`crate::core::namespaces::Namespaces`] never gives it out.
 const SCRATCH: u32 = u32::MAX;
 
 /// The state of all checks.

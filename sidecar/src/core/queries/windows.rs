@@ -11,7 +11,7 @@
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
 use super::{Action, Base, Context, GROUP, Queries, Question, Scheduler, SessionId};
-use crate::engine::peers::PeersStats;
+use crate::core::peers::PeersStats;
 
 /// How often a question is asked again at most. A look costs a search for one block here and in what is known of each peer,
 /// some microseconds; a producer's blocks come by the step, every 10 ms at best, and are told of by the batch.

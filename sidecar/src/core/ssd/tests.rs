@@ -10,9 +10,9 @@ use tiers::dram::{self, Dram, HolderId};
 use tiers::ssd::{Config, Fault, Geometry, Job, Label, Work};
 
 use super::*;
-use crate::engine::tests::checks::found;
-use crate::engine::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, hash};
-use crate::engine::{Action, Core, Event, arrivals};
+use crate::core::tests::checks::found;
+use crate::core::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, hash};
+use crate::core::{Action, Core, Event, arrivals};
 
 /// Seven blocks to a segment of the pool.
 const BLOCK_BYTES: u64 = 256 << 10;

@@ -6,9 +6,9 @@ use shm_protocol::pool::SlotRef;
 use tiers::dram::{Dram, HolderId};
 
 use super::Peers;
-use crate::engine::Action;
-use crate::engine::context::Context;
-use crate::engine::namespaces::Space;
+use crate::core::Action;
+use crate::core::context::Context;
+use crate::core::namespaces::Space;
 
 /// What one ask was granted.
 #[derive(Debug, Default)]

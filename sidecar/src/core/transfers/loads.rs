@@ -14,7 +14,7 @@ use super::{
     Action, Base, Binding, Context, CopyOwner, Direction, GROUP, OpKey, Piece, Queries, SessionId, Transfers,
     Violation, operations,
 };
-use crate::engine::arrivals::Waiter;
+use crate::core::arrivals::Waiter;
 
 /// One LOAD message, until every rank ended it.
 #[derive(Debug)]

@@ -11,8 +11,8 @@ use shm_protocol::session::Bound;
 use tiers::dram::Whose;
 
 use super::{Binding, Engines, Form, SessionId, Violation, Worker};
-use crate::engine::Action;
-use crate::engine::context::Context;
+use crate::core::Action;
+use crate::core::context::Context;
 
 /// Salted namespaces of one session that are remembered, for an engine that connects again: it names its last salt.
 /// One engine's resets thus leave the others their namespaces.

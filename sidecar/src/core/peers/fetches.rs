@@ -16,10 +16,10 @@ use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 
 use super::{Peers, stats};
-use crate::engine::arrivals::WAIT_MS_MAX;
-use crate::engine::context::Context;
-use crate::engine::namespaces::Binding;
-use crate::engine::{Action, GROUP};
+use crate::core::arrivals::WAIT_MS_MAX;
+use crate::core::context::Context;
+use crate::core::namespaces::Binding;
+use crate::core::{Action, GROUP};
 
 /// Peers that are asked for a block, one after the other.
 const HOLDERS_MAX: usize = 3;

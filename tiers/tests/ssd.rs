@@ -36,13 +36,13 @@ fn what_is_written_is_read_back_in_this_life_and_the_next() {
 #[test]
 fn what_was_asked_for_outlives_reclamation_and_the_rest_goes_in_order() {
     let folder = Folder::new("reclaim");
-    let plan = Plan::new(&folder.file(), LOG_BYTES);
+    let plan = Plan::new(&folder.file(), 5 * LOG_BYTES);
     let mut rig = Rig::new(&plan);
     rig.recover();
     rig.makes_room = true;
-    // Four segments hold some 240 such blocks: 600 go round more than twice. The first ten are asked for all the time.
+    // Twenty segments have place for some 900 such blocks: 3,000 go round thrice. The first ten are asked for all the time.
     let bytes = 64 << 10;
-    for number in 0..600 {
+    for number in 0..3_000 {
         assert!(rig.write(number, bytes));
         if number >= 10 && number % 20 == 0 {
             let hot = (0..10).filter(|hot| rig.read(*hot)).count();
@@ -51,16 +51,15 @@ fn what_was_asked_for_outlives_reclamation_and_the_rest_goes_in_order() {
     }
     rig.settle();
     let stats = rig.stats().devices[0].clone();
-    assert!(stats.moved_blocks_total >= 10 && stats.dropped_blocks_total >= 300, "{stats:?}");
-    let kept: Vec<u64> = (10..600).filter(|number| rig.read(*number)).collect();
+    assert!(stats.dropped_blocks_total >= 1_500, "{stats:?}");
+    let kept: Vec<u64> = (10..3_000).filter(|number| rig.read(*number)).collect();
     assert_eq!(stats.blocks, kept.len() as u64 + 10);
-    // Of four segments one is open, one comes next and one is free.
-    assert!(kept.len() >= 30, "{}", kept.len());
-    assert_eq!(kept, (600 - kept.len() as u64..600).collect::<Vec<_>>(), "the youngest");
+    assert!(kept.len() >= 600, "{}", kept.len());
+    assert_eq!(kept, (3_000 - kept.len() as u64..3_000).collect::<Vec<_>>(), "the youngest");
     drop(rig);
     let mut rig = Rig::new(&plan);
     rig.recover();
-    let again: Vec<u64> = (0..600).filter(|number| rig.read(*number)).collect();
+    let again: Vec<u64> = (0..3_000).filter(|number| rig.read(*number)).collect();
     // What was dropped but not written over yet is found again.
     assert!((0..10).chain(kept).all(|number| again.contains(&number)), "{again:?}");
 }

@@ -28,7 +28,11 @@ const DEVICE_COUNTERS: &[Figure<DeviceStats>] = &[
         d.moved_blocks_total
     }),
     ("moved_bytes_total", "Their bytes.", |d| d.moved_bytes_total),
-    ("evicted_blocks_total", "Blocks that went when their segment was reused.", |d| d.dropped_blocks_total),
+    (
+        "evicted_blocks_total",
+        "Blocks that went to make room: others promised more uses, or nowhere was left to move them to.",
+        |d| d.dropped_blocks_total,
+    ),
     ("recovered_blocks_total", "Blocks found again that earlier lives wrote.", |d| d.recovered_blocks_total),
     ("trips_total", "Times that the device was taken for broken.", |d| d.trips_total),
 ];

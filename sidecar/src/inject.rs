@@ -125,7 +125,7 @@ fn workloads(document: &Node) -> Vec<Workload<'_>> {
     let Some(kind) = document.text_at(&["kind"]) else { return Vec::new() };
     let path: &[&str] = match kind {
         "List" => {
-            return document.get("items").map_or(&[][..], Node::items).iter().flat_map(workloads).collect();
+            return document.items_at(&["items"]).iter().flat_map(workloads).collect();
         }
         "Pod" => &["spec"],
         "Deployment" | "StatefulSet" | "DaemonSet" | "ReplicaSet" | "Job" => &["spec", "template", "spec"],
@@ -139,7 +139,7 @@ fn workloads(document: &Node) -> Vec<Workload<'_>> {
 
 /// The engine's container of a pod; none if nothing in it runs vLLM.
 fn engine<'a>(workload: &Workload<'a>, options: &Options) -> Result<Option<Engine<'a>>, String> {
-    let containers = workload.pod.get("containers").map_or(&[][..], Node::items).iter().map(Engine::new);
+    let containers = workload.pod.items_at(&["containers"]).iter().map(Engine::new);
     let mut found: Vec<_> = containers
         .filter(|engine| {
             options.container.as_ref().map_or_else(|| engine.runs_vllm(), |name| engine.name == name)
@@ -164,8 +164,8 @@ fn sidecar_for(
 ) -> Result<Vec<Insertion>, String> {
     let pod = workload.pod;
     let configured = engine.configured();
-    let lists = ["containers", "initContainers"].into_iter().filter_map(|key| pod.get(key));
-    let has_sidecar = lists.flat_map(Node::items).any(|node| node.text_at(&["name"]) == Some(sidecar::NAME));
+    let lists = ["containers", "initContainers"].map(|key| pod.items_at(&[key]));
+    let has_sidecar = lists.into_iter().any(|list| has_named(list, sidecar::NAME));
     match (has_sidecar, configured) {
         (_, Configured::Foreign) => {
             return Err(format!(
@@ -195,7 +195,7 @@ fn sidecar_for(
         pod,
         &[("initContainers", &containers), ("volumes", &sidecar::volumes(options))],
     )?);
-    let seeded = items_at(engine.node, "env").any(|node| node.text_at(&["name"]) == Some("PYTHONHASHSEED"));
+    let seeded = has_named(engine.node.items_at(&["env"]), "PYTHONHASHSEED");
     let seed = if seeded { vec![] } else { vec!["name: PYTHONHASHSEED\nvalue: '0'".to_owned()] };
     let mount = [sidecar::engine_mount()];
     if configured == Configured::Nothing {
@@ -227,12 +227,11 @@ fn servable<'a>(workload: &Workload<'a>, engine: &Engine<'a>, options: &Options)
 }
 
 fn claims(container: &Node) -> Vec<&str> {
-    let claims = container.at(&["resources", "claims"]).map_or(&[][..], Node::items);
-    claims.iter().filter_map(|claim| claim.text_at(&["name"])).collect()
+    container.items_at(&["resources", "claims"]).iter().filter_map(|claim| claim.text_at(&["name"])).collect()
 }
 
-fn items_at<'a>(node: &'a Node, key: &str) -> impl Iterator<Item = &'a Node> {
-    node.get(key).map_or(&[][..], Node::items).iter()
+fn has_named(items: &[Node], name: &str) -> bool {
+    items.iter().any(|item| item.text_at(&["name"]) == Some(name))
 }
 
 /// Adds items to lists of a mapping; lists that are not there are added together.

@@ -1,4 +1,4 @@
-//! What a session needs of the connection that its host made.
+//! The trait by which a session uses a connection: the product's over a socket, or the simulator's.
 
 use std::ops::Deref;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use shm_protocol::session::SessionMemory;
 pub trait Endpoint {
     /// The session's shared memory.
     fn memory(&self) -> &SessionMemory;
-    /// The sidecar's life.
+    /// Epoch of the sidecar: another after each of its starts.
     fn epoch(&self) -> u64;
     /// How long the sidecar keeps a lease.
     fn lease_ttl(&self) -> Duration;

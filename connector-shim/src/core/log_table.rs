@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use shm_protocol::layout::{CHUNK_KEYS, LOGS};
+use shm_protocol::layout::{CHUNK_KEYS, LOGS, QUERY_KEYS};
 
 /// Bits of a log's number in its handle.
 const NUMBER_BITS: u32 = 16;
@@ -66,6 +66,11 @@ impl Log {
         let key = key as usize;
         (self.chunks[key / CHUNK_KEYS], key % CHUNK_KEYS)
     }
+
+    /// How many of `count` keys from `start` on one question can name: those that were appended, and no more than fit.
+    pub(crate) fn askable(&self, start: u32, count: u32) -> u32 {
+        count.min(self.length.saturating_sub(start)).min(QUERY_KEYS as u32)
+    }
 }
 
 // === impl Lease ===
@@ -119,7 +124,7 @@ impl LogTable {
         Some((number, entry.log))
     }
 
-    /// Open logs.
+    /// How many logs are open.
     pub(crate) fn len(&self) -> usize {
         self.entries.len() - self.free.len()
     }

@@ -34,8 +34,8 @@ pub struct Config {
     pub by_engine: bool,
     /// Whether a load may begin when the step before its own is done: the engine neither zeroes nor copies into blocks.
     pub early: bool,
-    /// Blocks of a part, where queries may be answered while their blocks are on their way ([`Session::load`]); 0: they
-    /// may not.
+    /// Blocks of a part, where queries may be answered while their blocks are on their way ([`Session::load`]). With 0 every
+    /// query is answered once all of its blocks have come.
     pub part_blocks: u32,
 }
 
@@ -99,8 +99,7 @@ impl<C: Endpoint> Session<C> {
         }
     }
 
-    /// Begins with a new sidecar, which is told first how often the weights changed, and which generation of the namespace this
-    /// engine is in.
+    /// Begins with a new sidecar. It is told first how often this engine's weights changed, then every salt of its namespace.
     pub fn attach(&mut self, connection: C) {
         self.detach();
         let mut link = Link::new(connection, self.incarnation);

@@ -24,7 +24,7 @@ use crate::core::plan::Plan;
 /// their way for a step or two, and the memory is needed by the next sidecar.
 const POOL_KEPT: Duration = Duration::from_secs(5);
 
-/// What a rank has said of its weights since its HELLO.
+/// The rank's last WEIGHTS message since its HELLO; all zero before the first.
 #[derive(Copy, Clone, Debug, Default)]
 struct Weights {
     number: u64,

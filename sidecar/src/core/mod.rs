@@ -360,6 +360,15 @@ impl Core {
         self.queries.end_due_waits(&mut self.base);
         self.queries.look_again(&mut self.base);
     }
+
+    /// The sidecar is to end, and its memory with it: disks take as much of that as they can meanwhile, the best first.
+    pub fn write_all(&mut self, out: &mut Vec<Action>) {
+        let Base { cx, sources, .. } = &mut self.base;
+        if let Some(ssd) = &mut sources.ssd {
+            ssd.write_all(&cx.dram);
+            out.extend(ssd.drain_jobs(&mut cx.dram).map(Action::Transfer));
+        }
+    }
 }
 
 // === impl Core: what others look at ===
@@ -374,15 +383,6 @@ impl Core {
     /// Whether an operation waits for this worker's fence words.
     pub fn waits_on_fences(&self, session: SessionId) -> bool {
         self.base.engines.place(session).is_some_and(|place| self.transfers.waits_on_fences(place.0))
-    }
-
-    /// The sidecar is to end, and its memory with it: disks take as much of that as they can meanwhile, the best first.
-    pub fn write_all(&mut self, out: &mut Vec<Action>) {
-        let Base { cx, sources, .. } = &mut self.base;
-        if let Some(ssd) = &mut sources.ssd {
-            ssd.write_all(&cx.dram);
-            out.extend(ssd.drain_jobs(&mut cx.dram).map(Action::Transfer));
-        }
     }
 
     /// Whether time must pass for the SSD tier to go on.

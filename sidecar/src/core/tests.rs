@@ -172,6 +172,14 @@ impl Harness {
     }
 
     /// Saves keys of a log from blocks 1 on; with `checked`, those that are kept are compared.
+    /// Saves `keys` under log 9, in a step that is done: the copies are the caller's to end.
+    pub(super) fn save_done(&mut self, op: u64, keys: std::ops::Range<u32>) {
+        let blocks = 1..keys.len() as u32 + 1;
+        self.open(9, keys);
+        self.save(9, op, 1, blocks);
+        self.fences(RANKS[0], 1, 1);
+    }
+
     pub(super) fn post_save(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>, checked: bool) {
         let count = keys.len() as u32;
         let save = request::Save { op, keys: Keys::new(log, keys), position: 0, step: op, checked };

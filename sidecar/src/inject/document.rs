@@ -72,6 +72,11 @@ impl Node {
         self.at(path)?.text()
     }
 
+    /// The items of the sequence below these keys; none where it is anything else.
+    pub(super) fn items_at(&self, path: &[&str]) -> &[Self] {
+        self.at(path).map_or(&[], Self::items)
+    }
+
     /// The items of a sequence; none of anything else.
     pub(super) fn items(&self) -> &[Self] {
         match &self.kind {
@@ -105,8 +110,7 @@ impl<'a> Stream<'a> {
         for event in Parser::new_from_str(text) {
             let (event, Span { start, end }) = event.map_err(|error| error.to_string())?;
             let (start, end) = (byte(start.index()), byte(end.index()));
-            let flow = source[start..end].ends_with(['[', '{'])
-                || source[start..end].trim_end().ends_with(['[', '{']);
+            let flow = source[start..end].trim_end().ends_with(['[', '{']);
             let kind = match event {
                 Event::Scalar(text, style, ..) => Kind::Scalar { text: text.into_owned(), style },
                 Event::Alias(_) => Kind::Alias,

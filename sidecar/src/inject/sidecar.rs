@@ -12,6 +12,9 @@ const BESIDE_POOL_MIB: u64 = 2048;
 /// The pool file's header, and a page for each of its segments.
 const BESIDE_BLOCKS_MIB: u64 = 1024;
 const MIB: u64 = 1 << 20;
+/// Where both containers have the socket.
+const SOCKET_FOLDER: &str = "/run/pillion";
+const READ_ONLY: &str = "\nreadOnly: true";
 
 /// The sidecar's container, an item of `initContainers`. `group` is the engine's, `claims` are of devices.
 pub(super) fn container(options: &Options, group: &str, claims: &[&str]) -> String {
@@ -50,7 +53,11 @@ pub(super) fn volumes(options: &Options) -> Vec<String> {
 
 /// The engine's mount of the socket's folder, an item of its `volumeMounts`.
 pub(super) fn engine_mount() -> String {
-    format!("name: {NAME}-socket\nmountPath: /run/pillion\nreadOnly: true")
+    mount("socket", SOCKET_FOLDER, READ_ONLY)
+}
+
+fn mount(volume: &str, path: &str, more: &str) -> String {
+    format!("name: {NAME}-{volume}\nmountPath: {path}{more}")
 }
 
 fn items(lines: &[String]) -> String {
@@ -145,12 +152,12 @@ fn security(group: &str) -> String {
 
 fn mounts(options: &Options) -> String {
     let mut mounts = vec![
-        "name: pillion-socket\nmountPath: /run/pillion".to_owned(),
-        "name: pillion-pool\nmountPath: /var/lib/pillion/pool".to_owned(),
-        "name: pillion-pool\nmountPath: /var/lib/pillion/view\nreadOnly: true".to_owned(),
+        mount("socket", SOCKET_FOLDER, ""),
+        mount("pool", "/var/lib/pillion/pool", ""),
+        mount("pool", "/var/lib/pillion/view", READ_ONLY),
     ];
     if options.mesh_secret.is_some() {
-        mounts.push("name: pillion-tls\nmountPath: /etc/pillion/tls\nreadOnly: true".to_owned());
+        mounts.push(mount("tls", "/etc/pillion/tls", READ_ONLY));
     }
     items(&mounts)
 }

@@ -29,13 +29,13 @@ struct Shared {
     blocks: Blocks,
     /// Written whenever a transfer is back.
     wake: Arc<OwnedFd>,
-    desk: Mutex<Desk>,
-    /// Something waits, or the desk is closed.
+    queue: Mutex<Queue>,
+    /// Something waits, or the queue is closed.
     called: Condvar,
 }
 
 #[derive(Default)]
-struct Desk {
+struct Queue {
     waiting: VecDeque<Transfer>,
     /// Transfers that are back, with the kernel's answers.
     back: VecDeque<(Transfer, i32)>,
@@ -47,7 +47,7 @@ struct Desk {
 impl Threads {
     /// Threads for `file`. A write to the eventfd `wake` ends a wait.
     pub(crate) fn new(file: Arc<OwnedFd>, wake: Arc<OwnedFd>, blocks: Blocks) -> io::Result<Self> {
-        let shared = Shared { file, blocks, wake, desk: Mutex::default(), called: Condvar::new() };
+        let shared = Shared { file, blocks, wake, queue: Mutex::default(), called: Condvar::new() };
         let mut threads = Self { shared: Arc::new(shared), threads: Vec::new(), in_flight: 0 };
         for number in 0..THREADS {
             let shared = Arc::clone(&threads.shared);
@@ -63,7 +63,7 @@ impl Threads {
             return Err(transfer);
         }
         self.in_flight += 1;
-        self.shared.desk().waiting.push_back(transfer);
+        self.shared.queue().waiting.push_back(transfer);
         self.shared.called.notify_one();
         Ok(())
     }
@@ -83,7 +83,7 @@ impl Threads {
 
     /// The next transfer that came back, with the kernel's answer.
     pub(crate) fn reap(&mut self) -> Option<(Transfer, i32)> {
-        let back = self.shared.desk().back.pop_front()?;
+        let back = self.shared.queue().back.pop_front()?;
         self.in_flight -= 1;
         Some(back)
     }
@@ -92,7 +92,7 @@ impl Threads {
 impl Drop for Threads {
     /// A thread that is stuck in the kernel keeps its transfer and the file; the others end.
     fn drop(&mut self) {
-        self.shared.desk().closed = true;
+        self.shared.queue().closed = true;
         self.shared.called.notify_all();
         if self.in_flight == 0 {
             self.threads.drain(..).for_each(|thread| drop(thread.join()));
@@ -103,25 +103,25 @@ impl Drop for Threads {
 // === impl Shared ===
 
 impl Shared {
-    fn desk(&self) -> MutexGuard<'_, Desk> {
-        self.desk.lock().expect("nothing panics while it has the desk")
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().expect("nothing panics while it has the queue")
     }
 
     fn serve(&self) {
         while let Some(mut transfer) = self.next() {
             let moved = self.carry(&mut transfer);
             let answer = moved.map_or_else(|errno| -errno.raw_os_error(), |moved| moved as i32);
-            self.desk().back.push_back((transfer, answer));
+            self.queue().back.push_back((transfer, answer));
             // Full means that it is readable anyway.
             let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
         }
     }
 
-    /// The next transfer; `None` once the desk is closed.
+    /// The next transfer; `None` once the queue is closed.
     fn next(&self) -> Option<Transfer> {
-        let desk = self.called.wait_while(self.desk(), |desk| !desk.closed && desk.waiting.is_empty());
-        let mut desk = desk.expect("nothing panics while it has the desk");
-        if desk.closed { None } else { desk.waiting.pop_front() }
+        let queue = self.called.wait_while(self.queue(), |queue| !queue.closed && queue.waiting.is_empty());
+        let mut queue = queue.expect("nothing panics while it has the queue");
+        if queue.closed { None } else { queue.waiting.pop_front() }
     }
 
     /// What the kernel moved in one call, at most what is left of the transfer.

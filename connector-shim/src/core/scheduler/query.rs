@@ -40,7 +40,7 @@ impl<C: Endpoint> Session<C> {
         self.counters.queries += 1;
         let Some(link) = &mut self.link else { return Asked::Answered(0) };
         let Some((_, log)) = link.logs.get(handle) else { return Asked::Answered(0) };
-        let count = count.min(log.length.saturating_sub(start)).min(QUERY_KEYS as u32);
+        let count = log.askable(start, count);
         if count == 0 {
             return Asked::Answered(0);
         }
@@ -65,7 +65,7 @@ impl<C: Endpoint> Session<C> {
     pub fn hint(&mut self, handle: i64, start: u32, count: u32) {
         let Some(link) = &mut self.link else { return };
         let Some((number, log)) = link.logs.get(handle) else { return };
-        let count = count.min(log.length.saturating_sub(start)).min(QUERY_KEYS as u32);
+        let count = log.askable(start, count);
         if count > 0 {
             let keys = Keys { log: number, from: start, count };
             link.submission.post(SchedulerRequest::Hint { keys });
@@ -123,7 +123,7 @@ impl<C: Endpoint> Session<C> {
         None
     }
 
-    /// What queries may still wait in this step.
+    /// How long all queries of this step together may still be waited for.
     pub fn left(&self) -> Duration {
         self.left
     }

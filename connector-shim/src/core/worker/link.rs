@@ -20,7 +20,7 @@ const UNREPORTED_MAX: usize = OPERATIONS;
 /// A connection as the calling thread and the copier share it.
 #[derive(Debug)]
 pub struct Link<C> {
-    /// The connection.
+    /// This process' end, which both threads use.
     pub connection: C,
     out: Mutex<Outbox>,
 }
@@ -28,8 +28,8 @@ pub struct Link<C> {
 #[derive(Debug)]
 struct Outbox {
     submission: Submission,
-    /// Ends of loads that found no room, in their order: posted as soon as there is some, since the sidecar keeps their
-    /// slots until then.
+    /// Ends of loads that found no room in the ring, in their order. The sidecar keeps a load's slots until its end is
+    /// posted, so they are posted as soon as the ring has room.
     unreported: VecDeque<WorkerRequest>,
 }
 
@@ -111,7 +111,7 @@ impl<C: Endpoint> Link<C> {
         gate::is_settled(self.region()) || self.connection.is_lost()
     }
 
-    /// What became of load `op`, once it has ended.
+    /// The sidecar's answer to load `op`; `None` until the load has ended.
     pub fn outcome(&self, op: u64) -> Option<Outcome> {
         self.connection.memory().load_outcome(op).filter(|outcome| outcome.status != Status::Pending)
     }

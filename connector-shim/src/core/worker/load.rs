@@ -14,9 +14,9 @@ use crate::core::plan::Plan;
 /// A load into host memory for which the sidecar's word is awaited.
 #[derive(Debug)]
 pub struct Awaited<C> {
-    /// What it brings.
+    /// The load: its operation, and which slot goes into which block.
     pub plan: Plan,
-    /// It is of another namespace than the rank: whoever writes its blocks, they count as failed.
+    /// The plan is of another namespace than the rank: its blocks count as failed, whoever writes them.
     pub refused: bool,
     /// The connection that promised it.
     pub link: Arc<Link<C>>,
@@ -26,7 +26,7 @@ pub struct Awaited<C> {
 /// A load that this process copies, or may come to copy.
 #[derive(Debug)]
 pub struct Job<C, P> {
-    /// What it brings.
+    /// The load: its operation, and which slot goes into which block.
     pub plan: Plan,
     /// What is copied from; `None` for the pool of a sidecar that this rank was never connected to.
     pub pool: Option<P>,
@@ -34,7 +34,7 @@ pub struct Job<C, P> {
     pub link: Option<Arc<Link<C>>>,
     /// The sidecar may be writing a block of it.
     pub rescue: bool,
-    /// It is of another namespace than the rank: whoever writes its blocks, they count as failed.
+    /// The plan is of another namespace than the rank: its blocks count as failed, whoever writes them.
     pub refused: bool,
 }
 

@@ -111,9 +111,7 @@ impl Scene {
     /// Saves `keys` under a log that is closed again.
     fn save(&mut self, keys: Range<u32>) {
         let op = self.next_op();
-        self.engine.open(9, keys.clone());
-        self.engine.save(9, op, 1, 1..keys.len() as u32 + 1);
-        self.engine.fences(RANKS[0], 1, 1);
+        self.engine.save_done(op, keys);
         self.take_actions();
         for (copy, _, _) in self.engine.copies() {
             self.event(Event::Copied { copy, ok: true });

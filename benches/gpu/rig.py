@@ -27,7 +27,7 @@ from testkit.child import Child, Parent, python
 from testkit.ports import free_port
 from testkit.server import READY_WATCHDOG_S, Server
 from testkit.sidecar import Sidecar, find_binary
-from testkit.waiting import Failed
+from testkit.waiting import Failed, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGUN = time.monotonic()
@@ -35,6 +35,9 @@ BEGUN = time.monotonic()
 IMPORT_WATCHDOG_S = 180
 END_WATCHDOG_S = 15
 GIB = 1 << 30
+# 64 page-locked GiB take some seconds to be freed; beside a mode's host memory its processes need as much as this.
+MEMORY_WATCHDOG_S = 60
+MEMORY_SPARE_BYTES = 1 << 30
 SCALES = ("full", "quick", "tiny")
 RIVALS = ("none", "idle", "roomy", "offloading", "pegaflow", "lmcache", "lmcache-v1", "kvbm")
 # Modes that keep nothing outside the device.
@@ -272,6 +275,7 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
     """What a mode needs beside its engine; yields vLLM's `kv_transfer_config`."""
     # The same for every mode.
     gib = options.sizes["host_gib"]
+    wait_for_memory(gib)
     if mode in ("none", "roomy"):
         yield None
     elif mode == "idle":
@@ -318,6 +322,20 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
         with sidecar(folder, options, gib, logs / "pillion-serve.log") as keeper:
             yield pillion_transfer(keeper, options)
             (logs / "pillion-metrics.txt").write_text(keeper.get("/metrics") or "")
+
+
+def wait_for_memory(gib: int) -> None:
+    """The page-locked memory of a mode before is free some time after its processes have ended."""
+
+    def available() -> bool:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) << 10 >= gib * GIB + MEMORY_SPARE_BYTES
+
+    def lacking(reason: str) -> Failed:
+        left = ", ".join(sorted(path.name for path in Path("/dev/shm").iterdir()))
+        return Failed(f"{reason}: free memory for host_gib={gib}, or say --size host_gib=N; /dev/shm has {left or 'no file'}")
+
+    wait_for(available, f"{gib} GiB of memory", MEMORY_WATCHDOG_S, failed=lacking)
 
 
 @contextlib.contextmanager

@@ -189,6 +189,7 @@ fn a_flood_of_queries_is_read_in_small_parts_beside_a_neighbour() {
             watch("a flood that goes on", || (flooded.load_head() != before).then_some(()));
             let before = flooded.load_head();
             let asked = Query { op, keys: Keys::new(7, 0..1), arriving: false };
+            #[expect(clippy::disallowed_methods, reason = "the figure that is printed")]
             let posted = Instant::now();
             scene.neighbour.scheduler.post(SchedulerRequest::Query(asked));
             while scene.neighbour.scheduler.memory.load_outcome(op).is_none() {

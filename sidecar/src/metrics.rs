@@ -41,7 +41,6 @@ pub struct Metrics {
     pool_bytes: IntGauge,
     pool_lost: IntGauge,
     pool_unsummed: IntGauge,
-    pool_never_summed: IntCounter,
     parked: IntGauge,
     closed: IntCounterVec,
     pinning: PinningMetrics,
@@ -174,8 +173,6 @@ impl Metrics {
             gauge(registry, "pool_lost", "1 once the pool file was cut: nothing is kept until a restart.")?;
         let unsummed = "Blocks of the pool file without a checksum yet: were this sidecar killed, the next would drop them.";
         let unsummed = gauge(registry, "pool_unsummed_blocks", unsummed)?;
-        let never = "Blocks of the pool file left without a checksum, since too many waited: the next sidecar drops them.";
-        let never_summed = counter(registry, "pool_never_summed_blocks_total", never)?;
         let parked = "Ranks whose copies lie behind a gate that their engine closed: restart that engine.";
         let parked = gauge(registry, "parked_ranks", parked)?;
         let opts = Opts::new("pillion_sessions_closed_total", "Sessions ended, by reason.");
@@ -199,7 +196,6 @@ impl Metrics {
             pool_bytes: size,
             pool_lost: lost,
             pool_unsummed: unsummed,
-            pool_never_summed: never_summed,
             parked,
             closed,
             pinning,
@@ -289,10 +285,9 @@ impl Metrics {
         self.pool_lost.set(1);
     }
 
-    /// So many blocks have no checksum yet, and so many never get one. Called by the data thread alone.
-    pub fn publish_unsummed(&self, yet: u64, never: u64) {
-        show(&self.pool_unsummed, yet);
-        self.pool_never_summed.inc_by(never - self.pool_never_summed.get());
+    /// So many blocks have no checksum yet.
+    pub fn publish_unsummed(&self, blocks: u64) {
+        show(&self.pool_unsummed, blocks);
     }
 
     /// So many ranks are parked.

@@ -184,7 +184,7 @@ impl Runtime {
     fn publish(&self) {
         // Before the blocks that were saved: who has seen those sees whether they have their checksums.
         if let Some(checksums) = &self.checksums {
-            self.metrics.publish_unsummed(checksums.unsummed(), checksums.given_up());
+            self.metrics.publish_unsummed(checksums.unsummed());
         }
         self.metrics.publish(&self.core.stats());
         self.metrics.publish_quotas(self.core.quotas_used());

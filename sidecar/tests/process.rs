@@ -139,7 +139,6 @@ fn the_admin_pages_name_every_metric() {
         "adoption_corrupt_total",
         "adoption_unverified_blocks",
         "pool_unsummed_blocks",
-        "pool_never_summed_blocks_total",
         "checks_total",
         "checks_differing_total",
         "checks_undecided_total",

@@ -52,7 +52,7 @@ pub enum Found {
 }
 
 /// The memory of a DRAM tier. Shared by reference between threads; one of them decides (calls everything but
-/// [`Pool::slot_ptr`], [`Pool::sum`] and [`Pool::verify`]), another one reserves.
+/// [`Pool::slot_ptr`] and what looks for checksums and computes them), another one reserves.
 #[derive(Debug)]
 pub struct Pool {
     region: Arc<Region>,

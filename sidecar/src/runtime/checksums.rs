@@ -21,8 +21,10 @@ impl Runtime {
                 self.handle(Event::Verified { key, slot, whole });
             }
             // A block that was evicted meanwhile needs none.
-            Some(Summed::Sum { slot, checksum: Some(sum) }) => _ = self.pool.set_checksum(slot, sum),
-            Some(Summed::Sum { checksum: None, .. }) => {}
+            Some(Summed::Sum { slot, checksum: Some(sum) } | Summed::Found { slot, checksum: Some(sum) }) => {
+                _ = self.pool.set_checksum(slot, sum);
+            }
+            Some(_) => {}
             None if self.adopting && self.opener.is_none() && self.core.stats().unverified_blocks == 0 => {
                 self.adopting = false;
                 self.report_adopted();

@@ -5,7 +5,7 @@
 use std::hash::Hasher;
 use std::sync::atomic::{Ordering, fence};
 
-use shm_protocol::pool::{SlotPlace, SlotRef, header_checksum, slot};
+use shm_protocol::pool::{COMMITTED, Geometry, SlotPlace, SlotRef, header_checksum, slot};
 use twox_hash::XxHash3_64;
 
 use super::Pool;
@@ -30,6 +30,26 @@ impl Pool {
         let place = self.current(slot);
         place.iter().for_each(|place| self.store_checksum(place, checksum));
         place.is_some()
+    }
+
+    /// The whole blocks of segment `number` that this life saved and that have no checksum; in any thread, so some may be filled
+    /// anew meanwhile.
+    pub fn unsummed(&self, number: u64) -> Vec<SlotRef> {
+        let known = usize::try_from(number).ok().and_then(|number| self.block_bytes.get(number));
+        let block_bytes = known.map_or(0, |known| known.load(Ordering::Relaxed));
+        let Ok(geometry) = Geometry::new(self.segment_bytes, block_bytes) else { return Vec::new() };
+        let unsummed = |index| {
+            let offset = geometry.offset(number, index)?;
+            let place = geometry.place(offset).ok()?;
+            // SYNC POINT(slot commit): whoever sees COMMITTED sees the header of that filling.
+            let committed = self.slot_word(&place, slot::STATE).load(Ordering::Acquire) == COMMITTED;
+            let generation = self.slot_word(&place, slot::GENERATION).load(Ordering::Relaxed);
+            let summed = self.slot_word(&place, slot::CHECKSUM).load(Ordering::Relaxed) != 0;
+            // A block of an earlier life without one may have been changed since.
+            let saved_here = generation >= self.first_generation();
+            (committed && saved_here && !summed).then_some(SlotRef { offset, generation })
+        };
+        (0..geometry.slot_count).filter_map(unsummed).collect()
     }
 
     pub(super) fn store_checksum(&self, place: &SlotPlace, checksum: u64) {

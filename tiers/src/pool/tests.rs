@@ -143,7 +143,10 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     assert_eq!((pool.checksum(kept), pool.verify(kept)), (None, false), "nobody has computed it");
     assert!(pool.sum(kept).is_some_and(|checksum| pool.set_checksum(kept, checksum)) && pool.verify(kept));
     let unsummed = SlotRef { offset: kept.offset - BLOCK.next_multiple_of(pool::SLOT_ALIGN), ..kept };
-    assert!(pool.fill(unsummed, NamespaceDigest([1; 16]), &key()) && pool.commit(unsummed, 0));
+    assert!(pool.fill(unsummed, NamespaceDigest([1; 16]), &key()));
+    assert_eq!(pool.unsummed(1), [], "it is being filled");
+    assert!(pool.commit(unsummed, 0));
+    assert_eq!((pool.unsummed(0), pool.unsummed(1), pool.unsummed(2)), (vec![], vec![unsummed], vec![]));
     let first_life = pool.first_generation();
     assert_eq!(pool.former_epoch(), None);
     drop(pool);
@@ -165,6 +168,7 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     let debris = Remains::Debris { generation: unsummed.generation };
     assert_eq!(pool.remains(1, &geometry, 5..8), [Remains::Free, debris, whole]);
     assert!(pool.verify(kept));
+    assert_eq!(pool.unsummed(1), [], "nobody knows what became of the block since its life");
     // A bit of the block, or of what its header says of it, and another filling's number.
     let header = geometry.place(kept.offset).expect("a slot").header;
     for (at, bit) in

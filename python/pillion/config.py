@@ -1,25 +1,18 @@
-"""`kv_connector_extra_config`: the keys that begin with `pillion.`, checked at start."""
+"""`kv_connector_extra_config`: the keys that begin with `pillion.`, checked at start. docs/options.md is made of `Config`."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 PREFIX = "pillion."
-MODES = ("read_write", "save_only", "load_only")
-LOADS = ("auto", "sync", "async")
-COPIERS = ("auto", "engine", "sidecar")
-HASHERS = ("native", "vllm")
 # vLLM's own names; `auto` leaves the choice to Pillion, `none` to vLLM.
 LAYOUTS = ("auto", "none", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-QUERY_TIMEOUT_US_MAX = 10_000_000
 # The longest that a query may be pending: `QUERY_WAIT_MS_MAX` of the protocol.
 MISS_WAIT_MS_MAX = 2_000
-CHECK_EVERY_MAX = 1_000_000
-NAMESPACE = re.compile(r"[0-9a-f]{32}")
 
 
 class ConfigError(ValueError):
@@ -27,22 +20,116 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
+class Values:
+    """What an option may be: in words, and as a test."""
+
+    rule: str
+    admit: Callable[[Any], bool]
+
+
+def _one_of(*words: str) -> Values:
+    return Values(f"one of {', '.join(words)}", words.__contains__)
+
+
+def _count(most: int, unit: str, zero: str = "0") -> Values:
+    def admit(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+    return Values(f"a whole number of {unit}, {zero} to {most}", admit)
+
+
+def _is_namespace(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{32}", value) is not None
+
+
+TEXT = Values("a text that is not empty", lambda value: isinstance(value, str) and value != "")
+NAMESPACE = Values("32 lower-case hex digits, as the log shows them", _is_namespace)
+
+
+def _told(values: Values, meaning: str) -> dict[str, Any]:
+    return {"values": values, "meaning": meaning}
+
+
+@dataclass(frozen=True)
 class Config:
     """Options of one engine, defaults filled in."""
 
-    socket: str
-    mode: str = "read_write"
-    load: str = "auto"
-    layout: str = "auto"
-    copy: str = "auto"
-    hasher: str = "native"
-    model_id: str | None = None
-    # Keeps engines apart that name images differently, and whatever else users tell apart that no fact does.
-    salt: str | None = None
-    query_timeout_us: int = 2000
-    namespace: str | None = None
-    miss_wait_ms: int = 0
-    check_every: int = 1000
+    socket: str = field(metadata=_told(TEXT, "Path of the sidecar's socket. Its default is that of `pillion serve`."))
+    mode: str = field(
+        default="read_write",
+        metadata=_told(
+            _one_of("read_write", "save_only", "load_only"), "Whether blocks are taken from the cache, put into it, or both."
+        ),
+    )
+    load: str = field(
+        default="auto",
+        metadata=_told(
+            _one_of("auto", "sync", "async"),
+            "`sync`: the step waits for its blocks. `async`: the request waits between steps. `auto`: `sync` when nothing else "
+            "runs, or when the copy is predicted to be short.",
+        ),
+    )
+    layout: str = field(
+        default="auto",
+        metadata=_told(
+            _one_of(*LAYOUTS),
+            "The KV cache layout to ask vLLM for. `none` asks for none. `auto` asks for `BLNHC` on a GPU, and for none on a "
+            "CPU engine.",
+        ),
+    )
+    copy: str = field(
+        default="auto",
+        metadata=_told(
+            _one_of("auto", "engine", "sidecar"),
+            "Who writes loaded blocks into engine memory. `auto` is `sidecar` on a GPU. On a CPU engine it is `engine`: there "
+            "a copy of a frozen sidecar could be neither awaited nor revoked.",
+        ),
+    )
+    model_id: str | None = field(
+        default=None,
+        metadata=_told(
+            TEXT,
+            "Stands for the weight files, where none can be digested (remote weights), or where equal models lie at different "
+            "paths. The weights that run are sampled all the same.",
+        ),
+    )
+    salt: str | None = field(
+        default=None, metadata=_told(TEXT, "A fact of its own: engines with different salts share nothing.")
+    )
+    namespace: str | None = field(
+        default=None,
+        metadata=_told(
+            NAMESPACE,
+            "The namespace that this engine must belong to. An engine whose facts make another one is refused, with every "
+            "difference named: it serves without the cache.",
+        ),
+    )
+    query_timeout_us: int = field(
+        default=2000,
+        metadata=_told(_count(10_000_000, "microseconds"), "The most that all queries of one `schedule()` call may wait."),
+    )
+    check_every: int = field(
+        default=1000,
+        metadata=_told(
+            _count(1_000_000, "hits", "0 (nothing is checked)"),
+            "So many hits of a namespace lie between two that the standing check computes as well.",
+        ),
+    )
+    hasher: str = field(
+        default="native",
+        metadata=_told(
+            _one_of("native", "vllm"),
+            "Who hashes the blocks of a new prompt: native code or vLLM's Python. Of native hashes vLLM's own code checks the "
+            "first, the last and one between, each time.",
+        ),
+    )
+    miss_wait_ms: int = field(
+        default=0,
+        metadata=_told(
+            _count(MISS_WAIT_MS_MAX, "milliseconds", "0 (off)"),
+            "How long a request waits for blocks that another pod may still be computing.",
+        ),
+    )
 
     @property
     def loads(self) -> bool:
@@ -77,29 +164,12 @@ def default_socket() -> str:
 def parse(extra: Mapping[str, Any]) -> Config:
     """Reads the options; anything unknown stops the start."""
     ours = {key.removeprefix(PREFIX): value for key, value in extra.items() if key.startswith(PREFIX)}
-    known = tuple(Config.__dataclass_fields__)
-    for key in ours:
+    known: dict[str, Values] = {option.name: option.metadata["values"] for option in fields(Config)}
+    for key, value in ours.items():
         if key not in known:
             valid = ", ".join(PREFIX + name for name in known)
             raise ConfigError(f"unknown option {PREFIX}{key} in kv_connector_extra_config; valid are {valid}")
-    for key, values in (("mode", MODES), ("load", LOADS), ("layout", LAYOUTS), ("copy", COPIERS), ("hasher", HASHERS)):
-        if key in ours and ours[key] not in values:
-            raise ConfigError(f"{PREFIX}{key} is {ours[key]!r}; valid are {', '.join(values)}")
-    for key in ("socket", "model_id", "salt"):
-        if key in ours and not (isinstance(ours[key], str) and ours[key]):
-            raise ConfigError(f"{PREFIX}{key} is {ours[key]!r}; it must be a text that is not empty")
-    namespace = ours.get("namespace", "0" * 32)
-    if not (isinstance(namespace, str) and NAMESPACE.fullmatch(namespace)):
-        raise ConfigError(
-            f"{PREFIX}namespace is {namespace!r}; it must be 32 lower-case hex digits, as the log and /namespaces show them"
-        )
-    for key, most, what in (
-        ("query_timeout_us", QUERY_TIMEOUT_US_MAX, "microseconds, 0"),
-        ("miss_wait_ms", MISS_WAIT_MS_MAX, "milliseconds, 0 (off)"),
-        ("check_every", CHECK_EVERY_MAX, "hits, 0 (nothing is checked)"),
-    ):
-        number = ours.get(key, 0)
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= most:
-            raise ConfigError(f"{PREFIX}{key} is {number!r}; it must be a whole number of {what} to {most}")
+        if not known[key].admit(value):
+            raise ConfigError(f"{PREFIX}{key} is {value!r}; it must be {known[key].rule}")
     ours.setdefault("socket", default_socket())
     return Config(**ours)

@@ -53,13 +53,22 @@ texts_of_the_file!(Disk, Level, LogFormat, Quota, Size, SsdAdmission, SsdIo, Tim
 pub struct Options {
     /// UNIX socket that engines connect to [default: /run/pillion/pillion.sock; of a user with XDG_RUNTIME_DIR
     /// $XDG_RUNTIME_DIR/pillion/pillion.sock]
+    ///
+    /// Its mode is 0660, and its folder is made if missing. A dead sidecar's socket is replaced; a live one's, or anything
+    /// else, stops the start. At most 107 bytes.
     #[arg(long, env = "PILLION_SOCKET", value_name = "PATH")]
     pub socket: Option<PathBuf>,
     /// Memory for KV blocks, such as 30GiB or 512MiB (required)
+    ///
+    /// A number with a unit (512MiB, 30GiB; MB and GB are decimal), or as Kubernetes writes it (30Gi, 30G, bytes). At least one
+    /// segment of 4 MiB, at most 2 TiB. It must fit the memory limit of the container with 64 MiB to spare.
     #[arg(long, env = "PILLION_DRAM", value_name = "SIZE")]
     pub dram: Option<Size>,
     /// A folder, file or block device for blocks that memory has no room for, and how much of it to use, such as
     /// /nvme/pillion:500GiB; with :create behind it a missing file is made on any disk. May be given several times
+    ///
+    /// In a folder the file is called pillion.log. Each path is given once, with 17 MiB at least. In the configuration file it
+    /// is a list.
     #[arg(long, env = "PILLION_SSD", value_name = "PATH:SIZE[:create]", value_delimiter = ',')]
     #[serde(default)]
     pub ssd: Vec<Disk>,
@@ -71,15 +80,24 @@ pub struct Options {
     #[arg(long, env = "PILLION_SSD_IO", value_name = "auto|io_uring|threads")]
     pub ssd_io: Option<SsdIo>,
     /// Which saved blocks are written to the --ssd paths: all, or second-hit for those asked for again [default: all]
+    ///
+    /// With second-hit a block is written when a later request offers it again, or when it comes back after its eviction. That
+    /// writes less, and no first use is served from a disk.
     #[arg(long, env = "PILLION_SSD_ADMISSION", value_name = "all|second-hit")]
     pub ssd_admission: Option<SsdAdmission>,
     /// Address of /healthz, /readyz and /metrics [default: 127.0.0.1:9440]
+    ///
+    /// Port 0 takes any free one and logs it.
     #[arg(long, env = "PILLION_HTTP", value_name = "ADDR")]
     pub http: Option<SocketAddr>,
     /// A file on tmpfs or hugetlbfs that holds the blocks, instead of anonymous memory
+    ///
+    /// It is made with mode 0600, locked while in use, and never shrunk. The next sidecar with the same file keeps its blocks.
     #[arg(long, env = "PILLION_POOL_PATH", value_name = "FILE")]
     pub pool_path: Option<PathBuf>,
     /// The --pool-path file by its path on a read-only mount, by which engines get it
+    ///
+    /// Engines cannot write it then.
     #[arg(long, env = "PILLION_POOL_VIEW", value_name = "FILE")]
     pub pool_view: Option<PathBuf>,
     /// Keep the blocks in huge pages of 2 MiB: reserved ones, or those of a --pool-path on hugetlbfs
@@ -87,12 +105,19 @@ pub struct Options {
     pub hugepages: Option<bool>,
     /// What blocks of a namespace may take of --dram, such as 7cec6c4d=10GiB: 8 to 32 hex digits, or `others` for all that no
     /// quota names; may be given several times
+    ///
+    /// In the configuration file it is a list. At most 256 quotas.
     #[arg(long, env = "PILLION_QUOTA", value_name = "NAMESPACE=SIZE", value_delimiter = ',')]
     pub quota: Option<Vec<Quota>>,
     /// Group, by name or number, whose members may connect beside this user and root
+    ///
+    /// A process belongs to it by its primary group, or by the group list of the sidecar's container.
     #[arg(long, env = "PILLION_SOCKET_GROUP", value_name = "GROUP")]
     pub socket_group: Option<String>,
     /// How long found blocks are held for a request that has not loaded them yet [default: 30s]
+    ///
+    /// Whole seconds (s) or milliseconds (ms), 10s to 600s. A load is planned on a lease with half of its life left. That half
+    /// must last until a sidecar that waits for a core has read the load: 3 s were seen.
     #[arg(long, env = "PILLION_LEASE_TTL", value_name = "TIME")]
     pub lease_ttl: Option<Time>,
     /// What is shared with other pods.
@@ -100,15 +125,23 @@ pub struct Options {
     #[serde(default)]
     pub mesh: MeshOptions,
     /// Threads that copy blocks [default: 2]
+    ///
+    /// 1 to 32.
     #[arg(long, env = "PILLION_COPY_THREADS", value_name = "COUNT")]
     pub copy_threads: Option<usize>,
     /// Serve engines on the GPUs that are visible here: auto or off [default: auto]
+    ///
+    /// With off, libcuda is not even looked for.
     #[arg(long, env = "PILLION_GPU", value_name = "auto|off")]
     pub gpu: Option<UseGpu>,
     /// Least severe messages to log: error, warn, info or debug [default: info]
+    ///
+    /// They go to standard error.
     #[arg(long, env = "PILLION_LOG_LEVEL", value_name = "LEVEL")]
     pub log_level: Option<Level>,
     /// How log lines are written: text, or json with an object for each [default: text]
+    ///
+    /// An object has the fields of the message beside timestamp, level and message.
     #[arg(long, env = "PILLION_LOG_FORMAT", value_name = "text|json")]
     pub log_format: Option<LogFormat>,
 }

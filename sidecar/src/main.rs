@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::SignalFd;
 use rustix::event::{PollFd, PollFlags};
@@ -55,6 +55,9 @@ enum Command {
     Doctor(Box<doctor::Options>),
     /// Print the release and the protocol version.
     Version,
+    /// Print what the commands take, as JSON: scripts/options makes docs/options.md of it.
+    #[command(hide = true)]
+    Options,
 }
 
 /// Exit status of a sidecar that does not start: what the user asked for cannot be had on this host.
@@ -105,12 +108,23 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
             print_version();
             Ok(ExitCode::SUCCESS)
         }
+        Command::Options => {
+            print_options();
+            Ok(ExitCode::SUCCESS)
+        }
     }
 }
 
 #[expect(clippy::print_stdout, reason = "this is what the user asked for")]
 fn print_version() {
     println!("pillion {}, protocol {}", env!("CARGO_PKG_VERSION"), shm_protocol::PROTOCOL_VERSION);
+}
+
+#[expect(clippy::print_stdout, reason = "this is what the user asked for")]
+fn print_options() {
+    let mut program = Arguments::command();
+    program.build();
+    println!("{:#}", sidecar::reference::commands(&program));
 }
 
 #[expect(clippy::print_stdout, reason = "this is what the user asked for")]

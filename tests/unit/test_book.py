@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-BOOK = Path(__file__).resolve().parents[2] / "scripts/book"
+from testkit import script
 
 
 @pytest.fixture
 def book(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script as a module."""
-    loader = SourceFileLoader("book", str(BOOK))
-    spec = importlib.util.spec_from_loader("book", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "book", module)
-    loader.exec_module(module)
-    return module
+    return script.loaded("book", monkeypatch)
 
 
 def write(root: Path, **pages: str) -> set[Path]:

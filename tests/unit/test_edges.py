@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-EDGES = Path(__file__).resolve().parents[2] / "scripts/edges"
+from testkit import script
 
 
 @pytest.fixture
 def edges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, for a crate in `tmp_path` whose lists are empty."""
-    loader = SourceFileLoader("edges", str(EDGES))
-    spec = importlib.util.spec_from_loader("edges", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "edges", module)
-    loader.exec_module(module)
+    module = script.loaded("edges", monkeypatch)
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "LOOPS", set())
     monkeypatch.setattr(module, "CRATE_EDGES", {})

@@ -124,7 +124,7 @@ fn print_version() {
 fn print_options() {
     let mut program = Arguments::command();
     program.build();
-    println!("{:#}", sidecar::reference::commands(&program));
+    println!("{:#}", serde_json::Value::Array(sidecar::reference::commands(&program)));
 }
 
 #[expect(clippy::print_stdout, reason = "this is what the user asked for")]

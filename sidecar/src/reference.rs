@@ -6,10 +6,21 @@ use serde_json::{Value, json};
 /// clap's group of the options that the configuration file has in a table, and that table.
 const TABLE: (&str, &str) = ("MeshOptions", "mesh.");
 
-/// The commands and options that --help shows, in its order.
-pub fn commands(program: &Command) -> Value {
-    let shown = program.get_subcommands().filter(|command| !command.is_hide_set());
-    shown.map(|command| json!({"name": command.get_name(), "options": options(command)})).collect()
+/// The commands and options that --help shows, in its order; a command of a command goes behind it, as `ctl evict`.
+pub fn commands(program: &Command) -> Vec<Value> {
+    let shown =
+        program.get_subcommands().filter(|command| !command.is_hide_set() && command.get_name() != "help");
+    shown.flat_map(|command| below(command, command.get_name())).collect()
+}
+
+fn below(command: &Command, name: &str) -> Vec<Value> {
+    let about = command.get_long_about().or_else(|| command.get_about()).map(ToString::to_string);
+    let mut found = vec![json!({"name": name, "about": about, "options": options(command)})];
+    for mut nested in commands(command) {
+        nested["name"] = json!(format!("{name} {}", nested["name"].as_str().unwrap_or_default()));
+        found.push(nested);
+    }
+    found
 }
 
 fn options(command: &Command) -> Vec<Value> {
@@ -75,12 +86,25 @@ mod tests {
     fn an_option_is_described_by_all_its_names() {
         let mut program = Command::new("pillion").subcommand(Options::augment_args(Command::new("serve")));
         program.build();
-        let serve = commands(&program)[0]["options"].as_array().unwrap().clone();
+        let program = commands(&program);
+        let serve = program[0]["options"].as_array().unwrap();
         let of = |flag: &str| serve.iter().find(|option| option["flag"] == flag).unwrap();
         let ssd = of("ssd");
         assert_eq!((&ssd["variable"], &ssd["key"]), (&json!("PILLION_SSD"), &json!("ssd")));
         assert_eq!(ssd["values"], json!(["PATH:SIZE[:create]"]));
         assert!(ssd["help"].as_str().unwrap().contains("pillion.log"), "{ssd}");
         assert_eq!((&ssd["value_needed"], &of("hugepages")["value_needed"]), (&json!(true), &json!(false)));
+    }
+    #[test]
+    fn commands_of_a_command_go_behind_it_and_hidden_ones_are_left_out() {
+        let inner = Command::new("inner").about("What it does").arg(clap::arg!(--level <LEVEL> "How much"));
+        let outer = Command::new("outer").subcommand(inner).subcommand(Command::new("secret").hide(true));
+        let mut program = Command::new("program").subcommand(outer).subcommand(Command::new("last"));
+        program.build();
+        let listed = commands(&program);
+        let names: Vec<_> = listed.iter().map(|command| command["name"].as_str().unwrap()).collect();
+        assert_eq!(names, ["outer", "outer inner", "last"]);
+        assert_eq!(listed[1]["about"], "What it does");
+        assert_eq!(listed[1]["options"][0]["flag"], "level");
     }
 }

@@ -76,15 +76,7 @@ impl Client {
         Ok(Self { shared, owner: std::process::id(), generation, connection })
     }
 
-    /// Refuses a forked child, which has neither the mapping nor the thread.
-    pub(crate) fn check_process(&self) -> Result<(), ShimError> {
-        match self.is_forked() {
-            true => Err(ShimError::Forked { owner: self.owner }),
-            false => Ok(()),
-        }
-    }
-
-    /// Whether this process is a child of the session's owner.
+    /// Whether this process is a child of the session's owner, which has neither the mapping nor the thread.
     pub(crate) fn is_forked(&self) -> bool {
         std::process::id() != self.owner
     }

@@ -63,6 +63,11 @@ impl<S> Guarded<S> {
         }));
         entered.unwrap_or_else(|_| Err(internal_error()))
     }
+
+    /// The same of a call that has no error of its own.
+    fn with<T>(&self, call: impl FnOnce(&mut S) -> T) -> PyResult<T> {
+        self.enter(|session| Ok(call(session)))
+    }
 }
 
 fn internal_error() -> PyErr {
@@ -108,12 +113,12 @@ impl SchedulerSession {
 
     #[getter]
     fn connected(&self) -> PyResult<bool> {
-        self.0.enter(|session| Ok(session.connected()))
+        self.0.with(|session| session.connected())
     }
 
     #[getter]
     fn generation(&self) -> PyResult<u64> {
-        self.0.enter(|session| Ok(session.generation()))
+        self.0.with(|session| session.generation())
     }
 
     #[getter]
@@ -123,18 +128,18 @@ impl SchedulerSession {
 
     #[getter]
     fn saving(&self) -> PyResult<usize> {
-        self.0.enter(|session| Ok(session.saving()))
+        self.0.with(|session| session.saving())
     }
 
     #[getter]
     fn namespace(&self) -> PyResult<u64> {
-        self.0.enter(|session| Ok(session.namespace()))
+        self.0.with(|session| session.namespace())
     }
 
     #[pyo3(signature = (fold = None))]
     fn open(&self, fold: Option<&[u8]>) -> PyResult<i64> {
         let fold = some16("a fold", fold)?;
-        self.0.enter(|session| Ok(session.open(fold)))
+        self.0.with(|session| session.open(fold))
     }
 
     fn append(&self, log: i64, hashes: &Bound<'_, PyList>, start: u32) -> PyResult<u32> {
@@ -147,38 +152,33 @@ impl SchedulerSession {
     }
 
     fn hint(&self, log: i64, start: u32, count: u32) -> PyResult<()> {
-        self.0.enter(|session| {
-            session.hint(log, start, count);
-            Ok(())
-        })
+        self.0.with(|session| session.hint(log, start, count))
     }
 
     fn query(&self, py: Python<'_>, log: i64, start: u32, count: u32) -> PyResult<i64> {
-        let (answer, op) = self.0.enter(|session| {
-            Ok(match session.ask(log, start, count) {
-                Asked::Answered(hits) => (Some(hits), 0),
-                Asked::Posted(op) => (session.hold(op), op),
-            })
+        let (answer, op) = self.0.with(|session| match session.ask(log, start, count) {
+            Asked::Answered(hits) => (Some(hits), 0),
+            Asked::Posted(op) => (session.hold(op), op),
         })?;
         answer.map_or_else(|| self.sleep(py, op), Ok)
     }
 
     fn post_query(&self, log: i64, start: u32, count: u32) -> PyResult<i64> {
-        let op = self.0.enter(|session| Ok(session.post_query(log, start, count)))?;
+        let op = self.0.with(|session| session.post_query(log, start, count))?;
         Ok(op.map_or(-1, u64::cast_signed))
     }
 
     fn poll(&self, op: i64) -> PyResult<Option<i64>> {
-        self.0.enter(|session| Ok(session.poll(op.cast_unsigned())))
+        self.0.with(|session| session.poll(op.cast_unsigned()))
     }
 
     fn wait(&self, py: Python<'_>, op: i64) -> PyResult<i64> {
-        let answer = self.0.enter(|session| Ok(session.hold(op.cast_unsigned())))?;
+        let answer = self.0.with(|session| session.hold(op.cast_unsigned()))?;
         answer.map_or_else(|| self.sleep(py, op.cast_unsigned()), Ok)
     }
 
     fn arriving(&self, log: i64) -> PyResult<bool> {
-        self.0.enter(|session| Ok(session.arriving(log)))
+        self.0.with(|session| session.arriving(log))
     }
 
     fn load<'py>(
@@ -191,9 +191,9 @@ impl SchedulerSession {
         sync: bool,
     ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let blocks = block_list(block_ids)?;
-        let load = || self.0.enter(|session| Ok(session.load(log, start, &blocks, step, sync)));
+        let load = || self.0.with(|session| session.load(log, start, &blocks, step, sync));
         // Other threads run while a lease is renewed.
-        let renews = self.0.enter(|session| Ok(session.must_renew(log)))?;
+        let renews = self.0.with(|session| session.must_renew(log))?;
         let plans = if renews { py.detach(load) } else { load() }?;
         Ok(plans.iter().map(|plan| PyBytes::new(py, &plan.encode())).collect())
     }
@@ -208,7 +208,7 @@ impl SchedulerSession {
         checked: bool,
     ) -> PyResult<bool> {
         let blocks = block_list(block_ids)?;
-        self.0.enter(|session| Ok(session.save(log, start, blocks, step, checked)))
+        self.0.with(|session| session.save(log, start, blocks, step, checked))
     }
 
     fn overwrite(&self, block_ids: &Bound<'_, PyList>) -> PyResult<usize> {
@@ -216,67 +216,49 @@ impl SchedulerSession {
             return Ok(0);
         }
         let blocks = block_list(block_ids)?;
-        self.0.enter(|session| Ok(session.overwrite(blocks.into_iter())))
+        self.0.with(|session| session.overwrite(blocks.into_iter()))
     }
 
     fn void_saves(&self) -> PyResult<()> {
-        self.0.enter(|session| {
-            session.void_saves();
-            Ok(())
-        })
+        self.0.with(|session| session.void_saves())
     }
 
     fn release(&self, log: i64) -> PyResult<()> {
-        self.0.enter(|session| {
-            session.release(log);
-            Ok(())
-        })
+        self.0.with(|session| session.release(log))
     }
 
     fn close(&self, log: i64) -> PyResult<()> {
-        self.0.enter(|session| {
-            session.close(log);
-            Ok(())
-        })
+        self.0.with(|session| session.close(log))
     }
 
     fn salt(&self) -> PyResult<bool> {
-        self.0.enter(|session| Ok(session.salt()))
+        self.0.with(|session| session.salt())
     }
 
     fn weights(&self, count: u64) -> PyResult<()> {
-        self.0.enter(|session| {
-            session.weights(count);
-            Ok(())
-        })
+        self.0.with(|session| session.weights(count))
     }
 
     fn end_step(&self) -> PyResult<()> {
-        self.0.enter(|session| {
-            session.end_step();
-            Ok(())
-        })
+        self.0.with(|session| session.end_step())
     }
 
     fn stats(&self) -> PyResult<BTreeMap<&'static str, u64>> {
-        self.0.enter(|session| Ok(session.stats()))
+        self.0.with(|session| session.stats())
     }
 
     fn take_notices(&self) -> PyResult<Vec<String>> {
-        self.0.enter(|session| Ok(session.take_notices()))
+        self.0.with(|session| session.take_notices())
     }
 
     fn disconnect(&self) -> PyResult<()> {
-        self.0.enter(|session| {
-            session.disconnect();
-            Ok(())
-        })
+        self.0.with(|session| session.disconnect())
     }
 }
 
 impl SchedulerSession {
     fn sleep(&self, py: Python<'_>, op: u64) -> PyResult<i64> {
-        py.detach(|| self.0.enter(|session| Ok(session.sleep(op))))
+        py.detach(|| self.0.with(|session| session.sleep(op)))
     }
 }
 
@@ -327,16 +309,9 @@ impl WorkerSession {
             facts,
             expects,
             live_weights,
-            cuda: None,
-            staging: None,
+            ..handshake::Worker::default()
         };
-        let memory = match (fds.is_empty(), pointers.is_empty()) {
-            (false, false) => {
-                return Ok(argument("descriptors and pointers; a rank's memory is the host's or a GPU's")?);
-            }
-            (_, true) => Memory::host(&fds)?,
-            (true, false) => Memory::Gpu { pointers, cuts, stream },
-        };
+        let memory = Memory::new(&fds, pointers, cuts, stream)?;
         let groups = some16("groups", groups)?;
         let options = worker::Options { socket, engine, world_size, worker, memory, staged: false, groups };
         Ok(Self(Guarded::new(py.detach(|| Worker::new(options))?)))
@@ -344,26 +319,23 @@ impl WorkerSession {
 
     #[getter]
     fn connected(&self) -> PyResult<bool> {
-        self.0.enter(|session| Ok(session.connected()))
+        self.0.with(|session| session.connected())
     }
 
     #[getter]
     fn generation(&self) -> PyResult<u64> {
-        self.0.enter(|session| Ok(session.generation()))
+        self.0.with(|session| session.generation())
     }
 
     #[getter]
     fn namespace(&self) -> PyResult<String> {
-        self.0.enter(|session| {
-            Ok(session.namespace().map_or_else(String::new, |(digest, _)| digest.to_string()))
-        })
+        self.0.with(|session| session.namespace().map_or_else(String::new, |(digest, _)| digest.to_string()))
     }
 
     #[getter]
     fn namespace_line(&self) -> PyResult<String> {
-        self.0.enter(|session| {
-            Ok(session.namespace().map_or_else(String::new, |(_, facts)| namespace::line(facts)))
-        })
+        self.0
+            .with(|session| session.namespace().map_or_else(String::new, |(_, facts)| namespace::line(facts)))
     }
 
     fn set_weights(&self, count: u64, digest: Option<&[u8]>) -> PyResult<()> {
@@ -373,26 +345,17 @@ impl WorkerSession {
 
     fn join(&self, run: &[u8]) -> PyResult<()> {
         let run = bytes16("a run id", run)?;
-        self.0.enter(|session| {
-            session.join(run);
-            Ok(())
-        })
+        self.0.with(|session| session.join(run))
     }
 
     #[pyo3(signature = (step, stream = 0))]
     fn start(&self, step: u64, stream: u64) -> PyResult<()> {
-        self.0.enter(|session| {
-            session.start(step, stream);
-            Ok(())
-        })
+        self.0.with(|session| session.start(step, stream))
     }
 
     #[pyo3(signature = (step, ring, stream = 0))]
     fn done(&self, step: u64, ring: bool, stream: u64) -> PyResult<()> {
-        self.0.enter(|session| {
-            session.done(step, ring, stream);
-            Ok(())
-        })
+        self.0.with(|session| session.done(step, ring, stream))
     }
 
     #[pyo3(signature = (plan, sync, stream = 0, overlap = false))]
@@ -427,27 +390,24 @@ impl WorkerSession {
 
     #[getter]
     fn loading(&self) -> PyResult<usize> {
-        self.0.enter(|session| Ok(session.loading()))
+        self.0.with(|session| session.loading())
     }
 
     fn finished(&self) -> PyResult<Vec<(u64, Vec<u32>)>> {
-        let ended = self.0.enter(|session| Ok(session.finished()))?;
+        let ended = self.0.with(|session| session.finished())?;
         Ok(ended.into_iter().map(|ended| (ended.op, ended.failed)).collect())
     }
 
     fn stats(&self) -> PyResult<BTreeMap<&'static str, u64>> {
-        self.0.enter(|session| Ok(session.stats()))
+        self.0.with(|session| session.stats())
     }
 
     fn take_notices(&self) -> PyResult<Vec<String>> {
-        self.0.enter(|session| Ok(session.take_notices()))
+        self.0.with(|session| session.take_notices())
     }
 
     fn disconnect(&self) -> PyResult<()> {
-        self.0.enter(|session| {
-            session.disconnect();
-            Ok(())
-        })
+        self.0.with(|session| session.disconnect())
     }
 }
 

@@ -92,11 +92,6 @@ impl Scheduler {
         Ok(scheduler)
     }
 
-    /// Refuses a forked child; to be called before anything else by whoever may be one.
-    pub fn check_process(&self) -> Result<(), ShimError> {
-        self.client.check_process()
-    }
-
     /// Connections so far.
     pub fn generation(&self) -> u64 {
         self.client.generation()
@@ -110,12 +105,9 @@ impl Scheduler {
 
     /// [`Session::salt`]. False: no randomness, no change.
     pub fn salt(&mut self) -> bool {
-        let mut salt = [0; 16];
-        if rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty()) != Ok(salt.len()) {
-            return false;
-        }
-        self.session.salt(salt);
-        true
+        let salt = random16();
+        salt.into_iter().for_each(|salt| self.session.salt(salt));
+        salt.is_some()
     }
 
     /// [`Session::end_step`], and a look whether the sidecar is still there.
@@ -153,6 +145,13 @@ impl Scheduler {
         self.client.stop();
         self.session.detach();
     }
+}
+
+/// 16 random bytes, if the system has some.
+pub(crate) fn random16() -> Option<[u8; 16]> {
+    let mut bytes = [0; 16];
+    let got = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+    (got == Ok(bytes.len())).then_some(bytes)
 }
 
 // === impl Scheduler: waits ===

@@ -42,7 +42,7 @@ use crate::core::worker::patience::Patience;
 pub use crate::core::worker::watch::SETTLE;
 use crate::core::worker::watch::Watch;
 use crate::error::{ShimError, argument};
-use crate::scheduler::SLEEP_TURN;
+use crate::scheduler::{SLEEP_TURN, random16};
 
 /// What a new session needs to know.
 #[derive(Debug)]
@@ -154,11 +154,6 @@ impl Worker {
         Ok(worker)
     }
 
-    /// Refuses a forked child; to be called before anything else by whoever may be one.
-    pub fn check_process(&self) -> Result<(), ShimError> {
-        self.client.check_process()
-    }
-
     /// Whether a sidecar is there, as far as is known.
     pub fn connected(&self) -> bool {
         self.session.link().is_some()
@@ -204,7 +199,11 @@ impl Worker {
     /// number below the last one repeats it: then the rank found the change by itself. Without a sample its blocks are from now on
     /// shared with nobody. Until the sidecar has bound it anew every load is refused.
     pub fn set_weights(&mut self, answers: u64, live: Option<[u8; 16]>) -> Result<(), ShimError> {
-        let live = live.map_or_else(random16, Ok)?;
+        let Some(live) = live.or_else(random16) else {
+            return argument(
+                "the system gives no random bytes for weights without a sample; state a digest of them",
+            );
+        };
         self.session.set_weights(answers, live);
         self.named = None;
         Ok(())
@@ -451,16 +450,6 @@ impl Worker {
     pub fn disconnect(&mut self) {
         self.client.stop();
         self.part();
-    }
-}
-
-fn random16() -> Result<[u8; 16], ShimError> {
-    let mut bytes = [0; 16];
-    match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
-        Ok(16) => Ok(bytes),
-        _ => {
-            argument("the system gives no random bytes for weights without a sample; state a digest of them")
-        }
     }
 }
 

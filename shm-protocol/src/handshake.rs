@@ -72,7 +72,7 @@ pub enum Role {
 }
 
 /// What a worker states about its memory.
-#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Worker {
     /// Rank, below `world_size`.
     pub rank: u32,
@@ -148,10 +148,11 @@ pub struct BlockRegion {
 }
 
 /// Who writes loaded blocks into the engine's memory.
-#[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[derive(Copy, Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Copier {
     /// The engine copies from the pool, which it maps read-only.
+    #[default]
     Engine,
     /// The sidecar copies into the engine's memory, sent with write access.
     Sidecar,

@@ -81,22 +81,26 @@ pub mod segment {
 
 /// Words of a slot header.
 pub mod slot {
+    use std::mem::offset_of;
+
+    use super::SlotHeader;
+
     /// u64: [`super::FREE`], [`super::FILLING`] or [`super::COMMITTED`].
-    pub const STATE: u64 = 0;
+    pub const STATE: u64 = offset_of!(SlotHeader, state) as u64;
     /// u64: number of the filling; never repeats in a pool.
-    pub const GENERATION: u64 = 8;
+    pub const GENERATION: u64 = offset_of!(SlotHeader, generation) as u64;
     /// 16 bytes: namespace digest.
-    pub const NAMESPACE: u64 = 16;
+    pub const NAMESPACE: u64 = offset_of!(SlotHeader, namespace) as u64;
     /// 32 bytes: block hash.
-    pub const HASH: u64 = 32;
+    pub const HASH: u64 = offset_of!(SlotHeader, hash) as u64;
     /// u32 in a u64 word: number of the block's bundle of cache groups; the upper half, `set`, is reserved, zero.
-    pub const GROUP: u64 = 64;
+    pub const GROUP: u64 = offset_of!(SlotHeader, group) as u64;
     /// u64: bytes of the block.
-    pub const LENGTH: u64 = 72;
+    pub const LENGTH: u64 = offset_of!(SlotHeader, length) as u64;
     /// u64: [`super::checksum`] of the block, xor [`super::header_checksum`] of this header; zero while unknown.
-    pub const CHECKSUM: u64 = 80;
+    pub const CHECKSUM: u64 = offset_of!(SlotHeader, checksum) as u64;
     /// Reserved up to the header's end. Every filling writes zeros here: a later release finds nothing old in its fields.
-    pub const PADDING: u64 = 88;
+    pub const PADDING: u64 = offset_of!(SlotHeader, padding) as u64;
 }
 
 /// Slot state: holds nothing.
@@ -136,17 +140,7 @@ pub struct SlotHeader {
 }
 
 const _: () = assert!(size_of::<SlotHeader>() as u64 == SLOT_HEADER_BYTES && align_of::<SlotHeader>() == 8);
-const _: () = {
-    use std::mem::offset_of;
-    assert!(offset_of!(SlotHeader, state) as u64 == slot::STATE);
-    assert!(offset_of!(SlotHeader, generation) as u64 == slot::GENERATION);
-    assert!(offset_of!(SlotHeader, namespace) as u64 == slot::NAMESPACE);
-    assert!(offset_of!(SlotHeader, hash) as u64 == slot::HASH);
-    assert!(offset_of!(SlotHeader, group) as u64 == slot::GROUP);
-    assert!(offset_of!(SlotHeader, length) as u64 == slot::LENGTH);
-    assert!(offset_of!(SlotHeader, checksum) as u64 == slot::CHECKSUM);
-    assert!(offset_of!(SlotHeader, padding) as u64 == slot::PADDING);
-};
+const _: () = assert!(slot::HASH == 32 && slot::CHECKSUM == 80 && slot::PADDING == 88);
 const _: () =
     assert!(header::RELEASE + RELEASE_BYTES as u64 <= HEADER_BYTES && HEADER_BYTES <= SEGMENT_ALIGN);
 const _: () = assert!(segment::SLOT_COUNT + 8 <= SEGMENT_HEADER_BYTES);
@@ -360,20 +354,6 @@ impl Geometry {
     }
 }
 
-// === impl SlotRef ===
-
-impl SlotRef {
-    /// The two words of the wire.
-    pub fn words(&self) -> [u64; 2] {
-        [self.offset, self.generation]
-    }
-
-    /// The reference whose words these are.
-    pub fn from_words(words: [u64; 2]) -> Self {
-        Self { offset: words[0], generation: words[1] }
-    }
-}
-
 /// Reads a pool through `load`, which loads the u64 at a pool offset with acquire.
 ///
 /// `load` is only ever called with multiples of 8 below the length given to [`PoolView::new`].
@@ -420,8 +400,7 @@ impl<F: Fn(usize) -> u64> PoolView<F> {
 
     /// Where the slot at `offset` lies, its whole data inside the pool.
     pub fn place(&self, offset: u64, block_bytes: u64) -> Result<SlotPlace, LayoutError> {
-        let place = Geometry::new(self.segment_bytes, block_bytes)?.place(offset)?;
-        if place.segment < self.segments { Ok(place) } else { Err(LayoutError::Offset(offset)) }
+        place_inside(self.segment_bytes, self.segments, offset, block_bytes)
     }
 
     /// The header of the slot at `offset`, word by word: whole only between two successful [`PoolView::verify`].
@@ -474,6 +453,16 @@ impl<F: Fn(usize) -> u64> PoolView<F> {
     }
 }
 
+fn place_inside(
+    segment_bytes: u64,
+    segments: u64,
+    offset: u64,
+    block_bytes: u64,
+) -> Result<SlotPlace, LayoutError> {
+    let place = Geometry::new(segment_bytes, block_bytes)?.place(offset)?;
+    if place.segment < segments { Ok(place) } else { Err(LayoutError::Offset(offset)) }
+}
+
 /// [`PoolView::verify`] for a caller who holds the pool's facts without a view.
 pub fn verify(
     load: impl Fn(usize) -> u64,
@@ -482,14 +471,7 @@ pub fn verify(
     slot: SlotRef,
     block_bytes: u64,
 ) -> bool {
-    let Ok(place) =
-        Geometry::new(segment_bytes, block_bytes).and_then(|geometry| geometry.place(slot.offset))
-    else {
-        return false;
-    };
-    if place.segment >= segments {
-        return false;
-    }
+    let Ok(place) = place_inside(segment_bytes, segments, slot.offset, block_bytes) else { return false };
     // SYNC POINT(slot reuse): the fence before the loads orders the caller's copy before them, so that a copy which
     // saw bytes of a later filling also sees its FILLING; the one after keeps the next copy behind them.
     fence(Ordering::Acquire);
@@ -649,6 +631,5 @@ mod tests {
         assert!(!verify(pool(COMMITTED), SEGMENT, 2, SlotRef { generation: 4, ..slot }, 10_000));
         assert!(!verify(pool(COMMITTED), SEGMENT, 2, SlotRef { offset: slot.offset + 8, ..slot }, 10_000));
         assert!(!verify(pool(COMMITTED), 0, 2, slot, 10_000));
-        assert_eq!(SlotRef::from_words(slot.words()), slot);
     }
 }

@@ -247,36 +247,16 @@ impl SchedulerRequest {
 
     /// The operation that it names; 0 where it names none.
     pub fn op(&self) -> u64 {
-        match self {
-            Self::Query(Query { op, .. })
-            | Self::Load(Load { op, .. })
-            | Self::Save(Save { op, .. })
-            | Self::Cancel(Cancel { op, .. }) => *op,
-            Self::Open { .. }
-            | Self::Append(_)
-            | Self::Release { .. }
-            | Self::Close { .. }
-            | Self::Salt { .. }
-            | Self::Hint { .. }
-            | Self::Weights { .. } => 0,
+        match Message::from(*self) {
+            // Its number stands in that place.
+            Message { kind: Kind::Weights, .. } => 0,
+            Message { op, .. } => op,
         }
     }
 
     /// Keys or blocks that it names, which is what its receiver's work grows with.
     pub fn count(&self) -> u32 {
-        match self {
-            Self::Append(Append { keys, .. })
-            | Self::Query(Query { keys, .. })
-            | Self::Load(Load { keys, .. })
-            | Self::Save(Save { keys, .. })
-            | Self::Hint { keys } => keys.count,
-            Self::Cancel(cancel) => cancel.count,
-            Self::Open { .. }
-            | Self::Release { .. }
-            | Self::Close { .. }
-            | Self::Salt { .. }
-            | Self::Weights { .. } => 0,
-        }
+        Message::from(*self).count
     }
 }
 

@@ -2,10 +2,11 @@
 
 use std::collections::VecDeque;
 use std::ffi::{CString, c_char};
+use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::{Mutex, TryLockError};
 
-use super::error::{Failure, Status};
+use super::error::{Failure, Status, answer, given};
 use crate::error::ShimError;
 
 /// 16 random bytes that name one run of an engine; see `getrandom(2)`.
@@ -56,15 +57,25 @@ impl<S> Guarded<S> {
     fn is_forked(&self) -> bool {
         std::process::id() != self.owner
     }
+}
 
-    /// The end of a handle: `leave` says good-bye, but not for the parent of a forked child.
-    pub(super) fn end(mut self, leave: impl FnOnce(&mut S)) {
-        if !self.is_forked()
-            && let Ok(session) = self.session.get_mut()
-        {
-            leave(session);
-        }
-    }
+/// The end of a handle, if there is one: `leave` says good-bye, but not for the parent of a forked child.
+pub(super) fn end<S>(handle: Option<Guarded<S>>, leave: impl FnMut(&mut S)) {
+    answer(|| {
+        let session = handle.filter(|handle| !handle.is_forked()).map(|handle| handle.session.into_inner());
+        session.and_then(Result::ok).iter_mut().for_each(leave);
+        Ok(())
+    });
+}
+
+/// Writes a result for C, which must have room for it before it is made.
+pub(super) fn put<T>(
+    name: &str,
+    out: Option<&mut MaybeUninit<T>>,
+    result: impl FnOnce() -> T,
+) -> Result<(), Failure> {
+    given(name, out)?.write(result());
+    Ok(())
 }
 
 // === impl Notices ===
@@ -85,7 +96,7 @@ impl Notices {
 
 #[cfg(test)]
 mod tests {
-    use super::super::error::{answer, given, last_text};
+    use super::super::error::last_text;
     use super::*;
 
     #[test]

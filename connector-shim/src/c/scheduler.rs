@@ -7,7 +7,7 @@ use std::time::Duration;
 use shm_protocol::key::BlockHash;
 
 use super::error::{Failure, Status, answer, given};
-use super::handle::{Guarded, Notices, Run};
+use super::handle::{Guarded, Notices, Run, end, put};
 use super::raw::{Hash, Items, Text};
 use crate::core::plan::Plan;
 use crate::scheduler::{Config, Options, Scheduler as Session};
@@ -102,12 +102,7 @@ pub extern "C" fn pillion_scheduler_connect(
 /// Leaves the sidecar and frees the handle; NULL is allowed. Saves that are not over are dropped, leases end.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_free(scheduler: Option<Box<Scheduler>>) {
-    answer(|| {
-        if let Some(scheduler) = scheduler {
-            scheduler.0.end(|state| state.session.disconnect());
-        }
-        Ok(())
-    });
+    end(scheduler.map(|scheduler| scheduler.0), |state| state.session.disconnect());
 }
 
 /// Opens a log: the list of one request's block hashes, from its first block on. `log` becomes -1 while there is no
@@ -117,10 +112,7 @@ pub extern "C" fn pillion_scheduler_open(
     scheduler: Option<&Scheduler>,
     log: Option<&mut MaybeUninit<i64>>,
 ) -> Status {
-    call(scheduler, |state| {
-        given("log", log)?.write(state.session.open(None));
-        Ok(())
-    })
+    call(scheduler, |state| put("log", log, || state.session.open(None)))
 }
 
 /// The same, with `fold`, 16 bytes, mixed into each of its hashes: for requests whose KV depends on something that neither the
@@ -133,8 +125,7 @@ pub extern "C" fn pillion_scheduler_open_folded(
 ) -> Status {
     call(scheduler, |state| {
         let fold = given("fold", fold.get16("fold")?)?;
-        given("log", log)?.write(state.session.open(Some(fold)));
-        Ok(())
+        put("log", log, || state.session.open(Some(fold)))
     })
 }
 
@@ -153,9 +144,7 @@ pub extern "C" fn pillion_scheduler_append(
         let count = u32::try_from(hashes.len()).map_err(|_| Failure::argument("more than 2^32 hashes"))?;
         let key = |index: u32| Ok::<_, Failure>(BlockHash(hashes[(index - start) as usize].bytes));
         let appended = state.session.append(log, start, count, key)?;
-        if let Some(length) = length {
-            length.write(appended);
-        }
+        length.map(|length| length.write(appended));
         Ok(())
     })
 }
@@ -169,10 +158,7 @@ pub extern "C" fn pillion_scheduler_hint(
     start: u32,
     count: u32,
 ) -> Status {
-    call(scheduler, |state| {
-        state.session.hint(log, start, count);
-        Ok(())
-    })
+    tell(scheduler, |session| session.hint(log, start, count))
 }
 
 /// Asks how many of the log's blocks `start..start + count` the cache holds from `start` on, and waits for the answer
@@ -186,11 +172,7 @@ pub extern "C" fn pillion_scheduler_query(
     count: u32,
     hits: Option<&mut MaybeUninit<i64>>,
 ) -> Status {
-    call(scheduler, |state| {
-        let hits = given("hits", hits)?;
-        hits.write(state.session.query(log, start, count));
-        Ok(())
-    })
+    call(scheduler, |state| put("hits", hits, || state.session.query(log, start, count)))
 }
 
 /// Promises that in step `step` every worker loads the log's blocks from `start` on into the engine's blocks named by
@@ -208,12 +190,13 @@ pub extern "C" fn pillion_scheduler_load(
     plan: Option<&mut MaybeUninit<Items<u8>>>,
 ) -> Status {
     call(scheduler, |state| {
-        let (blocks, out) = (blocks.get("blocks")?, given("plan", plan)?);
-        let plans = state.session.load(log, start, blocks, step, sync);
-        // One at most: a session without parts.
-        state.plan = plans.first().map_or(Vec::new(), Plan::encode);
-        out.write(Items::of(&state.plan));
-        Ok(())
+        let blocks = blocks.get("blocks")?;
+        put("plan", plan, || {
+            let plans = state.session.load(log, start, blocks, step, sync);
+            // One at most: a session without parts.
+            state.plan = plans.first().map_or(Vec::new(), Plan::encode);
+            Items::of(&state.plan)
+        })
     })
 }
 
@@ -232,9 +215,7 @@ pub extern "C" fn pillion_scheduler_save(
     call(scheduler, |state| {
         let blocks = blocks.get("blocks")?.to_vec();
         let saved = state.session.save(log, start, blocks, step, false);
-        if let Some(posted) = posted {
-            posted.write(saved);
-        }
+        posted.map(|posted| posted.write(saved));
         Ok(())
     })
 }
@@ -252,28 +233,19 @@ pub extern "C" fn pillion_scheduler_overwrite(scheduler: Option<&Scheduler>, blo
 /// Gives up every unfinished save: to be called when a load failed and blocks may have been computed upon it.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_void_saves(scheduler: Option<&Scheduler>) -> Status {
-    call(scheduler, |state| {
-        state.session.void_saves();
-        Ok(())
-    })
+    tell(scheduler, |session| session.void_saves())
 }
 
 /// Ends the log's lease, if it has one: the engine will not load.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_release(scheduler: Option<&Scheduler>, log: i64) -> Status {
-    call(scheduler, |state| {
-        state.session.release(log);
-        Ok(())
-    })
+    tell(scheduler, |session| session.release(log))
 }
 
 /// Closes a log when its request is over. Loads and saves that were promised go on.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_close(scheduler: Option<&Scheduler>, log: i64) -> Status {
-    call(scheduler, |state| {
-        state.session.close(log);
-        Ok(())
-    })
+    tell(scheduler, |session| session.close(log))
 }
 
 /// Says that the weights may have changed for the `count`th time: unfinished saves are given up, and nothing is served until
@@ -281,10 +253,9 @@ pub extern "C" fn pillion_scheduler_close(scheduler: Option<&Scheduler>, log: i6
 /// above the last one does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_weights(scheduler: Option<&Scheduler>, count: u64) -> Status {
-    call(scheduler, |state| {
-        state.session.void_saves();
-        state.session.weights(count);
-        Ok(())
+    tell(scheduler, |session| {
+        session.void_saves();
+        session.weights(count);
     })
 }
 
@@ -308,8 +279,7 @@ pub extern "C" fn pillion_scheduler_end_step(
     scheduler: Option<&Scheduler>,
     state: Option<&mut MaybeUninit<SchedulerState>>,
 ) -> Status {
-    call(scheduler, |scheduler| {
-        let State { session, notices, .. } = scheduler;
+    call(scheduler, |State { session, notices, .. }| {
         session.end_step();
         if let Some(out) = state {
             out.write(SchedulerState {
@@ -320,6 +290,14 @@ pub extern "C" fn pillion_scheduler_end_step(
                 namespace_word: session.namespace(),
             });
         }
+        Ok(())
+    })
+}
+
+/// A call that says something and has no answer.
+fn tell(scheduler: Option<&Scheduler>, tell: impl FnOnce(&mut Session)) -> Status {
+    call(scheduler, |state| {
+        tell(&mut state.session);
         Ok(())
     })
 }

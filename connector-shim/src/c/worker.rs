@@ -8,7 +8,7 @@ use shm_protocol::handshake::{self, BlockRegion, Copier, Digest};
 use shm_protocol::message::LOAD_SYNC;
 
 use super::error::{Failure, Status, answer, given};
-use super::handle::{Guarded, Notices, Run};
+use super::handle::{Guarded, Notices, Run, end, put};
 use super::raw::{Items, Text};
 use crate::core::plan::Plan;
 use crate::error::ShimError;
@@ -151,12 +151,7 @@ pub extern "C" fn pillion_worker_connect(
 /// Leaves the sidecar and frees the handle; NULL is allowed. Loads in progress end by themselves.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_worker_free(worker: Option<Box<Worker>>) {
-    answer(|| {
-        if let Some(worker) = worker {
-            worker.0.end(|state| state.session.disconnect());
-        }
-        Ok(())
-    });
+    end(worker.map(|worker| worker.0), |state| state.session.disconnect());
 }
 
 /// What is known of the session; its texts are valid until the next call with this handle.
@@ -165,18 +160,15 @@ pub extern "C" fn pillion_worker_state(
     worker: Option<&Worker>,
     state: Option<&mut MaybeUninit<WorkerState>>,
 ) -> Status {
-    call(worker, |worker| {
-        let out = given("state", state)?;
-        let State { session, namespace, notices, .. } = worker;
+    call(worker, |State { session, namespace, notices, .. }| {
         let bound = session.namespace().map_or_else(String::new, |(digest, _)| digest.to_string());
         *namespace = CString::new(bound).map_err(|_| Failure::internal())?;
-        out.write(WorkerState {
+        put("state", state, || WorkerState {
             generation: session.generation(),
             connected: session.connected(),
             namespace_id: namespace.as_ptr(),
             notice: notices.next(|| session.take_notices()),
-        });
-        Ok(())
+        })
     })
 }
 
@@ -305,8 +297,7 @@ impl WorkerOptions {
             facts: facts.iter().map(fact).collect::<Result<_, _>>()?,
             expects: self.expects.get_some("expects")?.map(str::to_owned),
             live_weights: self.live_weights.get16("live_weights")?.map(Digest),
-            cuda: None,
-            staging: None,
+            ..handshake::Worker::default()
         };
         if worker.facts.len() != facts.len() {
             return Err(Failure::argument("two facts have the same name"));
@@ -316,24 +307,15 @@ impl WorkerOptions {
             engine: self.engine.get("engine")?.into(),
             world_size: self.world_size,
             worker,
-            memory: self.memory()?,
+            memory: Memory::new(
+                self.descriptors.get("descriptors")?,
+                self.pointers.get("pointers")?.to_vec(),
+                self.cuts.get("cuts")?.to_vec(),
+                self.stream,
+            )?,
             staged: false,
             groups: self.groups.get16("groups")?,
         })
-    }
-
-    fn memory(&self) -> Result<Memory, Failure> {
-        let (descriptors, pointers) = (self.descriptors.get("descriptors")?, self.pointers.get("pointers")?);
-        match (descriptors, pointers) {
-            ([], []) => Err(Failure::argument("neither descriptors nor pointers: a rank has memory")),
-            (_, []) => Ok(Memory::host(descriptors)?),
-            ([], _) => Ok(Memory::Gpu {
-                pointers: pointers.to_vec(),
-                cuts: self.cuts.get("cuts")?.to_vec(),
-                stream: self.stream,
-            }),
-            _ => Err(Failure::argument("descriptors and pointers: a rank's memory is the host's or a GPU's")),
-        }
     }
 }
 

@@ -1,6 +1,5 @@
 //! The trait by which a session uses a connection: the product's over a socket, or the simulator's.
 
-use std::ops::Deref;
 use std::time::Duration;
 
 use shm_protocol::session::SessionMemory;
@@ -19,30 +18,4 @@ pub trait Endpoint {
     fn is_lost(&self) -> bool;
     /// Hangs up. The sidecar stops everything it does for this session.
     fn hang_up(&self);
-}
-
-impl<P: Deref<Target: Endpoint>> Endpoint for P {
-    fn memory(&self) -> &SessionMemory {
-        (**self).memory()
-    }
-
-    fn epoch(&self) -> u64 {
-        (**self).epoch()
-    }
-
-    fn lease_ttl(&self) -> Duration {
-        (**self).lease_ttl()
-    }
-
-    fn ring(&self) {
-        (**self).ring();
-    }
-
-    fn is_lost(&self) -> bool {
-        (**self).is_lost()
-    }
-
-    fn hang_up(&self) {
-        (**self).hang_up();
-    }
 }

@@ -6,6 +6,7 @@ mod link;
 mod query;
 
 use std::collections::BTreeMap;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -39,28 +40,26 @@ pub struct Config {
     pub part_blocks: u32,
 }
 
-#[derive(Debug, Default)]
-struct Counters {
-    queries: u64,
-    hit_blocks: u64,
-    queries_from_lease: u64,
-    queries_answered_early: u64,
-    queries_timed_out: u64,
-    queries_not_asked: u64,
-    queries_without_room: u64,
-    appends_without_room: u64,
-    loads: u64,
-    loads_without_lease: u64,
-    saves: u64,
-    saves_without_room: u64,
-    blocks_committed: u64,
-    blocks_present: u64,
-    blocks_cancelled: u64,
-    blocks_dropped: u64,
-    blocks_checked: u64,
-    blocks_differing: u64,
-    saves_voided: u64,
-    connections_lost: u64,
+/// Numbers of `u64`, each told by its name.
+macro_rules! counters {
+    ($($name:ident)*) => {
+        #[derive(Debug, Default)]
+        struct Counters { $($name: u64,)* }
+
+        impl Counters {
+            fn by_name(&self) -> BTreeMap<&'static str, u64> {
+                BTreeMap::from([$((stringify!($name), self.$name),)*])
+            }
+        }
+    };
+}
+
+counters! {
+    queries hit_blocks queries_from_lease queries_answered_early
+    queries_timed_out queries_not_asked queries_without_room appends_without_room
+    loads loads_without_lease saves saves_without_room
+    blocks_committed blocks_present blocks_cancelled blocks_dropped
+    blocks_checked blocks_differing saves_voided connections_lost
 }
 
 /// One scheduler's session. See the module.
@@ -82,7 +81,7 @@ pub struct Session<C> {
 
 // === impl Session ===
 
-impl<C: Endpoint> Session<C> {
+impl<C: Deref<Target: Endpoint>> Session<C> {
     /// Without a connection yet. What the engine's log is to say goes to `notices`.
     pub fn new(config: Config, notices: Arc<Notices>) -> Self {
         Self {
@@ -359,29 +358,7 @@ impl<C: Endpoint> Session<C> {
 
     /// Numbers since the start, by name.
     pub fn stats(&self) -> BTreeMap<&'static str, u64> {
-        let c = &self.counters;
-        BTreeMap::from([
-            ("queries", c.queries),
-            ("hit_blocks", c.hit_blocks),
-            ("queries_from_lease", c.queries_from_lease),
-            ("queries_answered_early", c.queries_answered_early),
-            ("queries_timed_out", c.queries_timed_out),
-            ("queries_not_asked", c.queries_not_asked),
-            ("queries_without_room", c.queries_without_room),
-            ("appends_without_room", c.appends_without_room),
-            ("loads", c.loads),
-            ("loads_without_lease", c.loads_without_lease),
-            ("saves", c.saves),
-            ("saves_without_room", c.saves_without_room),
-            ("blocks_committed", c.blocks_committed),
-            ("blocks_present", c.blocks_present),
-            ("blocks_cancelled", c.blocks_cancelled),
-            ("blocks_dropped", c.blocks_dropped),
-            ("blocks_checked", c.blocks_checked),
-            ("blocks_differing", c.blocks_differing),
-            ("saves_voided", c.saves_voided),
-            ("connections_lost", c.connections_lost),
-        ])
+        self.counters.by_name()
     }
 
     /// Makes what was posted visible to the sidecar.

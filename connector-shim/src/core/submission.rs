@@ -55,7 +55,7 @@ impl Submission {
     }
 
     /// Makes the posted messages visible and wakes the sidecar if there are any and it sleeps.
-    pub fn flush(&mut self, endpoint: &impl Endpoint) {
+    pub fn flush(&mut self, endpoint: &(impl Endpoint + ?Sized)) {
         if self.publish() {
             endpoint.ring();
         }

@@ -8,6 +8,7 @@ pub mod load;
 pub(crate) mod patience;
 pub(crate) mod watch;
 
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -60,7 +61,7 @@ pub struct Session<C, P> {
 
 // === impl Session ===
 
-impl<C: Endpoint, P: Clone> Session<C, P> {
+impl<C: Deref<Target: Endpoint>, P: Clone> Session<C, P> {
     /// Without a connection yet. What the engine's log is to say goes to `notices`.
     pub fn new(by_engine: bool, block_bytes: u64, notices: Arc<Notices>) -> Self {
         Self {

@@ -284,27 +284,17 @@ fn own_memory(
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use shm_protocol::handshake::{BlockRegion, Copier};
 
     use super::*;
 
     fn worker(regions: Vec<BlockRegion>) -> handshake::Worker {
-        let facts = BTreeMap::new();
-        let (rank, shard, shards, blocks, copy) = (0, 0, 1, 4, Copier::Sidecar);
         handshake::Worker {
-            rank,
-            shard,
-            shards,
-            blocks,
+            shards: 1,
+            blocks: 4,
             regions,
-            copy,
-            facts,
-            expects: None,
-            live_weights: None,
-            cuda: None,
-            staging: None,
+            copy: Copier::Sidecar,
+            ..handshake::Worker::default()
         }
     }
 

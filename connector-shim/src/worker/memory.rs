@@ -92,8 +92,22 @@ impl Memory {
         }
     }
 
-    /// Host memory behind a caller's descriptors, which stay the caller's.
-    pub fn host(descriptors: &[i32]) -> Result<Self, ShimError> {
+    /// Host memory behind a caller's descriptors, which stay the caller's, or a GPU's: not both.
+    pub fn new(
+        descriptors: &[i32],
+        pointers: Vec<u64>,
+        cuts: Vec<u64>,
+        stream: u64,
+    ) -> Result<Self, ShimError> {
+        match (descriptors, pointers.is_empty()) {
+            ([], true) => argument("neither descriptors nor pointers: a rank has memory"),
+            ([], false) => Ok(Self::Gpu { pointers, cuts, stream }),
+            (_, true) => Self::host(descriptors),
+            (_, false) => argument("descriptors and pointers; a rank's memory is the host's or a GPU's"),
+        }
+    }
+
+    fn host(descriptors: &[i32]) -> Result<Self, ShimError> {
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
         let duplicate = |fd: &i32| {
             rustix::fs::open(format!("/proc/self/fd/{fd}"), flags, Mode::empty()).or_else(|errno| {

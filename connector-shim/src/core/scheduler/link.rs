@@ -1,6 +1,7 @@
 //! All of a scheduler's session that lives and dies with one connection: rings, arenas, logs and unfinished saves.
 
 use std::collections::HashMap;
+use std::ops::Deref;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -49,7 +50,7 @@ pub(super) struct Link<C> {
 
 // === impl Link ===
 
-impl<C: Endpoint> Link<C> {
+impl<C: Deref<Target: Endpoint>> Link<C> {
     pub(super) fn new(connection: C, incarnation: u64) -> Self {
         Self {
             submission: Submission::new(connection.memory()),
@@ -78,7 +79,7 @@ impl<C: Endpoint> Link<C> {
     }
 
     pub(super) fn flush(&mut self) {
-        self.submission.flush(&self.connection);
+        self.submission.flush(&*self.connection);
     }
 
     pub(super) fn reclaim(&mut self) {

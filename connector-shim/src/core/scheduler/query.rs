@@ -1,5 +1,6 @@
 //! Queries, and the loads that their leases allow.
 
+use std::ops::Deref;
 use std::time::{Duration, Instant};
 
 use shm_protocol::layout::{OPERATIONS, QUERY_KEYS};
@@ -34,7 +35,7 @@ pub enum Asked {
 
 // === impl Session: queries ===
 
-impl<C: Endpoint> Session<C> {
+impl<C: Deref<Target: Endpoint>> Session<C> {
     /// Asks for the leading hits of keys `start..start + count`: answers what is known, else posts the query.
     pub fn ask(&mut self, handle: i64, start: u32, count: u32, now: Instant) -> Asked {
         self.counters.queries += 1;

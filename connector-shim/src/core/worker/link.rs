@@ -1,6 +1,7 @@
 //! One connection of a worker, as its threads share it: the words of loads, and LOADED on its way to the sidecar.
 
 use std::collections::VecDeque;
+use std::ops::Deref;
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -42,7 +43,7 @@ pub(crate) struct Batches {
 
 // === impl Link ===
 
-impl<C: Endpoint> Link<C> {
+impl<C: Deref<Target: Endpoint>> Link<C> {
     pub(crate) fn new(connection: C) -> Self {
         let submission = Submission::new(connection.memory());
         Self { connection, out: Mutex::new(Outbox { submission, unreported: VecDeque::new() }) }
@@ -61,7 +62,7 @@ impl<C: Endpoint> Link<C> {
     pub fn post(&self, request: WorkerRequest) -> bool {
         let mut out = self.out();
         let posted = out.submission.post(request).is_some();
-        out.submission.flush(&self.connection);
+        out.submission.flush(&*self.connection);
         posted
     }
 
@@ -69,7 +70,7 @@ impl<C: Endpoint> Link<C> {
     pub(super) fn post_loaded(&self, op: u64, end: LoadEnd) {
         let mut out = self.out();
         out.unreported.push_back(WorkerRequest::Loaded { op, end });
-        out.post_unreported(&self.connection);
+        out.post_unreported(&*self.connection);
         if out.unreported.len() > UNREPORTED_MAX {
             self.connection.hang_up();
         }
@@ -81,12 +82,12 @@ impl<C: Endpoint> Link<C> {
         let staged =
             |(stage, ok): (Stage, bool)| WorkerRequest::Staged { tag: stage.tag, slot: stage.slot, ok };
         out.unreported.extend(answers.map(staged));
-        out.post_unreported(&self.connection);
+        out.post_unreported(&*self.connection);
     }
 
     /// Posts what found no room before.
     pub(super) fn retry(&self) {
-        self.out().post_unreported(&self.connection);
+        self.out().post_unreported(&*self.connection);
     }
 
     /// Whether the sidecar was told the end of every load that ended.
@@ -142,7 +143,7 @@ impl<C: Endpoint> Link<C> {
 
 impl Outbox {
     /// Posts from the front as many as find room.
-    fn post_unreported(&mut self, connection: &impl Endpoint) {
+    fn post_unreported(&mut self, connection: &(impl Endpoint + ?Sized)) {
         while let Some(request) = self.unreported.front() {
             if self.submission.post(*request).is_none() {
                 break;

@@ -1,5 +1,6 @@
 //! One load: while the sidecar's word on it is awaited, and once this process copies it.
 
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -51,7 +52,7 @@ pub enum Next<C, P> {
 
 // === impl Awaited ===
 
-impl<C: Endpoint> Awaited<C> {
+impl<C: Deref<Target: Endpoint>> Awaited<C> {
     /// The sidecar's word.
     pub fn outcome(&self) -> Option<Outcome> {
         self.link.outcome(self.plan.op)
@@ -71,7 +72,7 @@ impl<C: Endpoint> Awaited<C> {
 
 // === impl Job ===
 
-impl<C: Endpoint, P> Job<C, P> {
+impl<C: Deref<Target: Endpoint>, P> Job<C, P> {
     /// Host memory: whether a block that the sidecar began before the gate was closed must be awaited.
     pub fn must_settle(&self) -> bool {
         self.rescue && self.link.as_ref().is_some_and(|link| !link.is_settled())

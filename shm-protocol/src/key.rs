@@ -1,6 +1,38 @@
 //! Block keys: namespace, cache group and the engine's own block hash, compared in full and never shortened; and how
 //! vLLM derives such hashes ([`Chain`], [`Derivation`]), for who has no vLLM at hand.
 
+/// The names by which a closed set is read and written.
+macro_rules! names {
+    ($name:ident, $what:literal, $valid:literal, [$($word:literal = $item:ident),* $(,)?]) => {
+        impl std::str::FromStr for $name {
+            type Err = KeyError;
+
+            fn from_str(name: &str) -> Result<Self, KeyError> {
+                match name {
+                    $($word => Ok(Self::$item),)*
+                    _ => Err(KeyError::Unknown { what: $what, found: name.to_owned(), valid: $valid }),
+                }
+            }
+        }
+
+        impl TryFrom<String> for $name {
+            type Error = KeyError;
+
+            fn try_from(name: String) -> Result<Self, KeyError> {
+                name.parse()
+            }
+        }
+
+        impl std::fmt::Display for $name {
+            fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                formatter.write_str(match self {
+                    $(Self::$item => $word,)*
+                })
+            }
+        }
+    };
+}
+
 mod algorithm;
 mod cbor;
 mod chain;

@@ -7,10 +7,31 @@ use thiserror::Error;
 /// Words of a ring slot.
 pub type Slot = [u64; 8];
 
+/// An enumeration whose values are bytes on a ring.
+macro_rules! codes {
+    ($(#[$meta:meta])* pub enum $name:ident($what:literal) { $($(#[$doc:meta])* $code:ident = $value:literal,)* }) => {
+        $(#[$meta])*
+        #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
+        #[repr(u8)]
+        pub enum $name {
+            $($(#[$doc])* $code = $value,)*
+        }
+
+        impl TryFrom<u8> for $name {
+            type Error = DecodeError;
+            fn try_from(value: u8) -> Result<Self, DecodeError> {
+                match value {
+                    $($value => Ok(Self::$code),)*
+                    _ => Err(DecodeError { what: $what, value }),
+                }
+            }
+        }
+    };
+}
+
+codes! {
 /// Operation codes of the submission ring.
-#[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
-#[repr(u8)]
-pub enum Kind {
+pub enum Kind("kind") {
     /// Opens key log `log`.
     Open = 1,
     /// Appends `count` keys from index `from` (the log's length so far); `data` names the chunks they touch.
@@ -41,11 +62,11 @@ pub enum Kind {
     /// `data[0..4]`, which answers the scheduler's number `step`.
     Weights = 14,
 }
+}
 
+codes! {
 /// Outcome of an operation, the low byte of its word or its completion.
-#[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
-#[repr(u8)]
-pub enum Status {
+pub enum Status("status") {
     /// Not known yet; the word will change.
     Pending = 1,
     /// Done: `value` is the number of hit or moved blocks.
@@ -70,6 +91,7 @@ pub enum Status {
     Barred = 11,
     /// The end of a load at a rank: its plan is of another namespace than the rank's blocks.
     Mismatch = 12,
+}
 }
 
 /// `flags` of QUERY: it may be answered with [`Status::Arriving`]. What is loaded under that answer may fail.
@@ -120,26 +142,18 @@ pub struct DecodeError {
     value: u8,
 }
 
+/// A word of two halves, the low one first.
+fn pair([low, high]: [u32; 2]) -> u64 {
+    u64::from(low) | u64::from(high) << 32
+}
+
+fn halves(word: u64) -> [u32; 2] {
+    [word as u32, (word >> 32) as u32]
+}
+
 // === impl Kind ===
 
 impl Kind {
-    const ALL: [Self; 14] = [
-        Self::Open,
-        Self::Append,
-        Self::Query,
-        Self::Load,
-        Self::Save,
-        Self::Cancel,
-        Self::Release,
-        Self::Close,
-        Self::Join,
-        Self::Loaded,
-        Self::Salt,
-        Self::Staged,
-        Self::Hint,
-        Self::Weights,
-    ];
-
     /// Whether the message may use the reserved slots: it gives something back or fulfils a promise.
     pub fn reserved(self) -> bool {
         matches!(
@@ -163,40 +177,12 @@ impl fmt::Display for Kind {
     }
 }
 
-impl TryFrom<u8> for Kind {
-    type Error = DecodeError;
-    fn try_from(value: u8) -> Result<Self, DecodeError> {
-        Self::ALL.into_iter().find(|kind| *kind as u8 == value).ok_or(DecodeError { what: "kind", value })
-    }
-}
-
 // === impl Status ===
 
 impl Status {
     /// Whether it says of a load that nobody has written, or will write, a block of it.
     pub fn is_refusal(self) -> bool {
         !matches!(self, Self::Pending | Self::Ok | Self::Failed)
-    }
-}
-
-impl TryFrom<u8> for Status {
-    type Error = DecodeError;
-    fn try_from(value: u8) -> Result<Self, DecodeError> {
-        const ALL: [Status; 12] = [
-            Status::Pending,
-            Status::Ok,
-            Status::Failed,
-            Status::LeaseUnknown,
-            Status::LeaseExpired,
-            Status::LeaseForeign,
-            Status::LeaseConsumed,
-            Status::NotReady,
-            Status::Arriving,
-            Status::Absent,
-            Status::Barred,
-            Status::Mismatch,
-        ];
-        ALL.into_iter().find(|status| *status as u8 == value).ok_or(DecodeError { what: "status", value })
     }
 }
 
@@ -210,37 +196,18 @@ impl Message {
 
     /// The slot's words.
     pub fn encode(&self) -> Slot {
-        let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
-        let head = u32::from(self.kind as u8) | u32::from(self.flags) << 8;
-        [
-            pair(head, self.log),
-            self.op,
-            pair(self.from, self.count),
-            self.step,
-            self.lease,
-            pair(self.data[0], self.data[1]),
-            pair(self.data[2], self.data[3]),
-            pair(self.data[4], self.data[5]),
-        ]
+        let Self { kind, flags, log, op, from, count, step, lease, data: [a, b, c, d, e, f] } = *self;
+        let head = pair([u32::from(kind as u8) | u32::from(flags) << 8, log]);
+        [head, op, pair([from, count]), step, lease, pair([a, b]), pair([c, d]), pair([e, f])]
     }
 
     /// Reads a slot that was copied out of shared memory.
     pub fn decode(slot: &Slot) -> Result<Self, DecodeError> {
-        let low = |word: u64| word as u32;
-        let high = |word: u64| (word >> 32) as u32;
-        let [kind, flags, _, _] = low(slot[0]).to_le_bytes();
-        let data = [low(slot[5]), high(slot[5]), low(slot[6]), high(slot[6]), low(slot[7]), high(slot[7])];
-        Ok(Self {
-            kind: kind.try_into()?,
-            flags,
-            log: high(slot[0]),
-            op: slot[1],
-            from: low(slot[2]),
-            count: high(slot[2]),
-            step: slot[3],
-            lease: slot[4],
-            data,
-        })
+        let [head, op, keys, step, lease, data @ ..] = *slot;
+        let ([head, log], [from, count]) = (halves(head), halves(keys));
+        let [kind, flags, ..] = head.to_le_bytes();
+        let data = data.map(halves).as_flattened().try_into().expect("three words of two");
+        Ok(Self { kind: kind.try_into()?, flags, log, op, from, count, step, lease, data })
     }
 
     /// `data[0..4]` as 16 bytes: a run id, a salt or a digest.
@@ -319,29 +286,19 @@ pub struct Saved {
 impl Saved {
     /// The slot's words.
     pub fn encode(&self) -> Slot {
-        let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
-        let ends = [
-            pair(self.committed, self.present),
-            pair(self.cancelled, self.dropped),
-            pair(self.checked, self.differing),
-            pair(self.difference, self.limit),
-        ];
-        [self.op, ends[0], ends[1], ends[2], ends[3], 0, 0, 0]
+        let Self { op, committed, present, cancelled, dropped, checked, differing, difference, limit } =
+            *self;
+        let ends = [[committed, present], [cancelled, dropped], [checked, differing], [difference, limit]];
+        let [a, b, c, d] = ends.map(pair);
+        [op, a, b, c, d, 0, 0, 0]
     }
 
     /// Reads a slot; every value is valid.
     pub fn decode(slot: &Slot) -> Self {
-        Self {
-            op: slot[0],
-            committed: slot[1] as u32,
-            present: (slot[1] >> 32) as u32,
-            cancelled: slot[2] as u32,
-            dropped: (slot[2] >> 32) as u32,
-            checked: slot[3] as u32,
-            differing: (slot[3] >> 32) as u32,
-            difference: slot[4] as u32,
-            limit: (slot[4] >> 32) as u32,
-        }
+        let [op, a, b, c, d, ..] = *slot;
+        let [[committed, present], [cancelled, dropped], [checked, differing], [difference, limit]] =
+            [a, b, c, d].map(halves);
+        Self { op, committed, present, cancelled, dropped, checked, differing, difference, limit }
     }
 }
 
@@ -361,11 +318,12 @@ pub struct Stage {
 impl Stage {
     /// The slot's words.
     pub fn encode(&self) -> Slot {
-        [self.tag, u64::from(self.block) | u64::from(self.slot) << 32, 0, 0, 0, 0, 0, 0]
+        [self.tag, pair([self.block, self.slot]), 0, 0, 0, 0, 0, 0]
     }
 
     /// Reads a slot; whether block and slot exist is the reader's to check.
     pub fn decode(slot: &Slot) -> Self {
-        Self { tag: slot[0], block: slot[1] as u32, slot: (slot[1] >> 32) as u32 }
+        let [block, place] = halves(slot[1]);
+        Self { tag: slot[0], block, slot: place }
     }
 }

@@ -201,7 +201,7 @@ impl Dram {
         block_bytes: u64,
         whose: Whose,
     ) -> Result<SlotRef, FillError> {
-        let print = Print::new(key.namespace, key.group, &key.hash);
+        let print = Print::of(&key);
         black_box(self.far(print));
         if let Some(id) = self.index.find(print, |id| self.slab.entries.get(id).key == key) {
             let committed = self.slab.entries.get(id).state == State::Committed;
@@ -263,7 +263,7 @@ impl Dram {
 
     fn print(&self, id: u32) -> Print {
         let key = &self.slab.entries.get(id).key;
-        Print::new(key.namespace, key.group, &key.hash)
+        Print::of(key)
     }
 
     /// Frees the slot of a committed block that no lease holds.
@@ -316,7 +316,7 @@ impl Dram {
 
     /// The same for a block with a parent: it stays no longer than that. Commit a chain from its beginning.
     pub fn commit_behind(&mut self, slot: SlotRef, parent: &BlockKey) -> bool {
-        let print = Print::new(parent.namespace, parent.group, &parent.hash);
+        let print = Print::of(parent);
         let entries = &self.slab.entries;
         let parent = match self.index.find(print, |id| entries.get(id).key == *parent) {
             Some(id) if entries.get(id).state == State::Committed => Parent::Kept(id),

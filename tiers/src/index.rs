@@ -4,7 +4,7 @@
 //! each on its own, by half, so that the longest stall of an insertion is the rehash of one shard (about 100,000 words,
 //! some 2 ms, at 10^8 keys), which needs no entry: a word's place follows from its tag.
 
-use shm_protocol::key::BlockHash;
+use shm_protocol::key::{BlockHash, BlockKey};
 
 /// Words of a bucket: one cache line.
 const BUCKET_WORDS: usize = 8;
@@ -69,6 +69,11 @@ impl Print {
         let left = fold(words[0] ^ MIX[0], words[1] ^ MIX[1]);
         let right = fold(words[2] ^ MIX[2], words[3] ^ place ^ MIX[3]);
         Self(fold(left ^ right.rotate_left(32), place ^ MIX[4]))
+    }
+
+    #[inline]
+    pub(crate) fn of(key: &BlockKey) -> Self {
+        Self::new(key.namespace, key.group, &key.hash)
     }
 
     #[inline]

@@ -20,7 +20,7 @@ const KEPT_CAPACITY_MAX: usize = 1024;
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash, Ord, PartialOrd)]
 pub struct LeaseId(pub u64);
 
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 enum Phase {
     /// Ends at its deadline.
     Timed,
@@ -28,10 +28,11 @@ enum Phase {
     Promised,
     Expired,
     Consumed,
+    #[default]
     Released,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Lease {
     generation: u32,
     phase: Phase,
@@ -48,19 +49,14 @@ struct Lease {
 
 /// What a lease holds.
 #[derive(Debug)]
-pub(crate) struct Held<'a> {
-    pub(crate) entries: &'a [u32],
+pub(crate) struct Held<E> {
+    pub(crate) entries: E,
     pub(crate) holder: HolderId,
     pub(crate) is_promised: bool,
 }
 
 /// What a lease that has ended held.
-#[derive(Debug)]
-pub(crate) struct Ended {
-    pub(crate) entries: Vec<u32>,
-    pub(crate) holder: HolderId,
-    pub(crate) is_promised: bool,
-}
+pub(crate) type Ended = Held<Vec<u32>>;
 
 #[derive(Debug, Default)]
 struct Table(Vec<Lease>);
@@ -152,18 +148,7 @@ impl Leases {
         if self.ended.len() > ENDED_KEPT || self.table.0.len() == LEASES_MAX {
             return self.ended.pop_front();
         }
-        let (link, entries) = (Link::default(), Vec::new());
-        self.table.0.push(Lease {
-            generation: 0,
-            phase: Phase::Released,
-            owner: 0,
-            holder: HolderId::NOBODY,
-            awaited: 0,
-            workers: 0,
-            deadline_ms: 0,
-            link,
-            entries,
-        });
+        self.table.0.push(Lease::default());
         Some(self.table.0.len() as u32 - 1)
     }
 
@@ -272,20 +257,13 @@ impl Leases {
     }
 
     /// What every live lease holds.
-    pub(crate) fn live(&self) -> impl Iterator<Item = Held<'_>> {
+    pub(crate) fn live(&self) -> impl Iterator<Item = Held<&[u32]>> {
         let live = self.table.0.iter().filter(|lease| lease.live());
         live.map(|lease| Held {
-            entries: &lease.entries,
+            entries: lease.entries.as_slice(),
             holder: lease.holder,
             is_promised: lease.phase == Phase::Promised,
         })
-    }
-
-    /// Live leases of an owner. Looks at the whole table: for an owner's death only.
-    pub(crate) fn of_owner(&self, owner: u64) -> Vec<LeaseId> {
-        let owned = |lease: &Lease| lease.live() && lease.owner == owner;
-        let leases = self.table.0.iter().enumerate().filter(|(_, lease)| owned(lease));
-        leases.map(|(index, lease)| LeaseId::new(lease.generation, index as u32)).collect()
     }
 
     /// Leases without a load, with their owners, that have an entry of which `is_meant` is true. Looks at all of them.

@@ -1,7 +1,7 @@
 //! The DRAM pool's memory: a sealed memfd, of huge pages or others, or a file on tmpfs or hugetlbfs that outlives the sidecar.
 //!
 //! This process maps it for writing; engines get a descriptor that can only be mapped for reading. Headers are written
-//! here, word by word through atomics; a block's bytes are written by the copy engine, at [`Pool::slot_ptr`], between
+//! here, word by word through atomics; a block's bytes are written by the copy engine, in [`Pool::region`], between
 //! [`Pool::fill`] and [`Pool::commit`]. The layout is [`shm_protocol::pool`].
 
 mod checksums;
@@ -11,7 +11,6 @@ mod place;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
@@ -52,7 +51,7 @@ pub enum Found {
 }
 
 /// The memory of a DRAM tier. Shared by reference between threads; one of them decides (calls everything but
-/// [`Pool::slot_ptr`] and what looks for checksums and computes them), another one reserves.
+/// [`Pool::region`] and what looks for checksums and computes them), another one reserves.
 #[derive(Debug)]
 pub struct Pool {
     region: Arc<Region>,
@@ -359,15 +358,6 @@ impl Pool {
             now.copy_from_slice(&bytes[at..at + count]);
             (rest, at) = (behind, 0);
         }
-    }
-
-    /// The address of `len` bytes of data at pool offset `offset`, or `None` where they do not lie in one segment.
-    pub fn slot_ptr(&self, offset: u64, len: u64) -> Option<NonNull<u8>> {
-        let inside = offset.checked_sub(pool::SEGMENT_ALIGN)? % self.segment_bytes;
-        if len > self.segment_bytes - inside {
-            return None;
-        }
-        self.region.bytes_at(usize::try_from(offset).ok()?, usize::try_from(len).ok()?)
     }
 }
 

@@ -1,8 +1,5 @@
 //! Which hash, over which encoding, and by which rule a chain begins.
 
-use std::fmt;
-use std::str::FromStr;
-
 use serde::Deserialize;
 use sha2::block_api::compress256;
 use twox_hash::XxHash3_128;
@@ -94,68 +91,14 @@ fn sha256(message: &mut Vec<u8>) -> [u8; 32] {
     hash
 }
 
-impl FromStr for Algorithm {
-    type Err = KeyError;
+names!(
+    Algorithm,
+    "algorithm",
+    "xxhash_cbor, sha256_cbor, sha256, xxhash",
+    ["xxhash_cbor" = XxhashCbor, "sha256_cbor" = Sha256Cbor, "sha256" = Sha256, "xxhash" = Xxhash]
+);
 
-    fn from_str(name: &str) -> Result<Self, KeyError> {
-        match name {
-            "xxhash_cbor" => Ok(Self::XxhashCbor),
-            "sha256_cbor" => Ok(Self::Sha256Cbor),
-            "sha256" => Ok(Self::Sha256),
-            "xxhash" => Ok(Self::Xxhash),
-            _ => Err(KeyError::Unknown {
-                what: "algorithm",
-                found: name.to_owned(),
-                valid: "xxhash_cbor, sha256_cbor, sha256, xxhash",
-            }),
-        }
-    }
-}
-
-impl TryFrom<String> for Algorithm {
-    type Error = KeyError;
-
-    fn try_from(name: String) -> Result<Self, KeyError> {
-        name.parse()
-    }
-}
-
-impl fmt::Display for Algorithm {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(match self {
-            Self::XxhashCbor => "xxhash_cbor",
-            Self::Sha256Cbor => "sha256_cbor",
-            Self::Sha256 => "sha256",
-            Self::Xxhash => "xxhash",
-        })
-    }
-}
-
-// === impl NoneHashRule ===
-
-impl FromStr for NoneHashRule {
-    type Err = KeyError;
-
-    fn from_str(name: &str) -> Result<Self, KeyError> {
-        match name {
-            "0.29" => Ok(Self::Since029),
-            "0.28" => Ok(Self::Before029),
-            _ => Err(KeyError::Unknown {
-                what: "rule",
-                found: name.to_owned(),
-                valid: "0.29 (and later), 0.28 (and earlier)",
-            }),
-        }
-    }
-}
-
-impl TryFrom<String> for NoneHashRule {
-    type Error = KeyError;
-
-    fn try_from(name: String) -> Result<Self, KeyError> {
-        name.parse()
-    }
-}
+names!(NoneHashRule, "rule", "0.29 (and later), 0.28 (and earlier)", ["0.29" = Since029, "0.28" = Before029]);
 
 #[cfg(test)]
 mod tests {

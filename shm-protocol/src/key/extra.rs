@@ -1,7 +1,6 @@
 //! Extra keys: what else than tokens a block's KV depends on.
 
 use std::collections::BTreeMap;
-use std::str::FromStr;
 
 use serde::Deserialize;
 
@@ -82,29 +81,12 @@ type CapturedBytes = BTreeMap<String, String>;
 
 // === impl ExtraForm ===
 
-impl FromStr for ExtraForm {
-    type Err = KeyError;
-
-    fn from_str(name: &str) -> Result<Self, KeyError> {
-        match name {
-            "tagged" => Ok(Self::Tagged),
-            "bare" => Ok(Self::Bare),
-            _ => Err(KeyError::Unknown {
-                what: "form",
-                found: name.to_owned(),
-                valid: "tagged (vLLM 0.31 and later), bare (up to 0.30)",
-            }),
-        }
-    }
-}
-
-impl TryFrom<String> for ExtraForm {
-    type Error = KeyError;
-
-    fn try_from(name: String) -> Result<Self, KeyError> {
-        name.parse()
-    }
-}
+names!(
+    ExtraForm,
+    "form",
+    "tagged (vLLM 0.31 and later), bare (up to 0.30)",
+    ["tagged" = Tagged, "bare" = Bare]
+);
 
 // === impl ExtraKey ===
 

@@ -93,7 +93,7 @@ impl Dram {
     }
 
     fn adopt_block(&mut self, id: u32, generation: u64, key: BlockKey, quota: Option<QuotaId>) {
-        let print = Print::new(key.namespace, key.group, &key.hash);
+        let print = Print::of(&key);
         // Filled anew since this life began, or twice in a file that no sidecar wrote.
         if self.index.find(print, |id| self.slab.entries.get(id).key == key).is_some() {
             return self.adopt_debris(id, generation);
@@ -172,7 +172,7 @@ impl Dram {
         if self.stats.unverified_blocks == 0 {
             return None;
         }
-        let print = Print::new(key.namespace, key.group, &key.hash);
+        let print = Print::of(key);
         let id = self.index.find(print, |id| self.slab.entries.get(id).key == *key)?;
         (self.slab.entries.get(id).state == State::Adopted).then_some(id)
     }

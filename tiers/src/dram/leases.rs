@@ -179,12 +179,6 @@ impl Dram {
         Ok(())
     }
 
-    /// Ends all leases of an owner that is gone; how many.
-    pub fn release_owner(&mut self, owner: u64) -> usize {
-        let leases = self.leases.of_owner(owner);
-        leases.iter().filter(|lease| self.release(**lease, owner).is_ok()).count()
-    }
-
     /// Ends all leases whose time is up; how many. Where none is, it looks at one lease. Ends the hold of what was
     /// adopted, too.
     pub fn expire(&mut self, now_ms: u64) -> usize {

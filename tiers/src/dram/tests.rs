@@ -238,13 +238,12 @@ impl Model {
             }
             Step::Grant { owner, workers, first, count } => self.grant(owner, workers, first, count),
             Step::ReleaseOwner(owner) => {
-                let mut owned: Vec<_> = self
-                    .leases
-                    .iter_mut()
-                    .filter(|lease| lease.owner == owner && lease.over.is_none())
-                    .collect();
-                owned.iter_mut().for_each(|lease| lease.over = Some(LeaseError::Unknown));
-                assert_eq!(self.dram.release_owner(owner), owned.len());
+                let owned =
+                    self.leases.iter_mut().filter(|lease| lease.owner == owner && lease.over.is_none());
+                for lease in owned {
+                    lease.over = Some(LeaseError::Unknown);
+                    assert_eq!(self.dram.release(lease.id, owner), Ok(()));
+                }
             }
             Step::Expire { after_ms } => {
                 self.now_ms += after_ms;

@@ -34,16 +34,21 @@ enum Chunk {
 /// The ring of one file.
 pub(crate) struct Ring {
     /// Dropped by hand: not while the kernel may still write what is in flight.
-    uring: ManuallyDrop<IoUring>,
-    flights: ManuallyDrop<Vec<Option<Transfer>>>,
+    shared: ManuallyDrop<Shared>,
     vacant: Vec<usize>,
-    blocks: ManuallyDrop<Blocks>,
     /// Empty where the kernel registers no buffers.
     chunks: Vec<Chunk>,
     note: Option<String>,
-    file: ManuallyDrop<Arc<OwnedFd>>,
     file_registered: bool,
-    wake: ManuallyDrop<Arc<OwnedFd>>,
+}
+
+/// What the kernel has, too. The ring first: it is dropped first.
+struct Shared {
+    uring: IoUring,
+    flights: Vec<Option<Transfer>>,
+    blocks: Blocks,
+    file: Arc<OwnedFd>,
+    wake: Arc<OwnedFd>,
 }
 
 // === impl Ring ===
@@ -69,17 +74,10 @@ impl Ring {
             Ok(()) => (vec![Chunk::Untried; count as usize], None),
             Err(error) => (Vec::new(), Some(not_registered(&error))),
         };
-        let mut ring = Self {
-            uring: ManuallyDrop::new(uring),
-            flights: ManuallyDrop::new((0..TRANSFERS_MAX).map(|_| None).collect()),
-            vacant: (0..TRANSFERS_MAX).rev().collect(),
-            blocks: ManuallyDrop::new(blocks),
-            chunks,
-            note,
-            file: ManuallyDrop::new(file),
-            file_registered,
-            wake: ManuallyDrop::new(wake),
-        };
+        let flights = (0..TRANSFERS_MAX).map(|_| None).collect();
+        let shared = ManuallyDrop::new(Shared { uring, flights, blocks, file, wake });
+        let vacant = (0..TRANSFERS_MAX).rev().collect();
+        let mut ring = Self { shared, vacant, chunks, note, file_registered };
         ring.watch_wake();
         // Whoever may make a ring and not use it is told now.
         ring.flush()?;
@@ -103,7 +101,7 @@ impl Ring {
             Some(entry) => entry.user_data(at as u64),
             None => unreachable!("places in the pool are checked when a job is taken on"),
         };
-        self.flights[at] = Some(transfer);
+        self.shared.flights[at] = Some(transfer);
         self.push_entry(&entry);
         Ok(())
     }
@@ -112,7 +110,7 @@ impl Ring {
         // SAFETY: the addresses in the entry lie in a transfer of `flights`, which is freed no earlier than its
         // completion arrives, or in the pool, whose mapping lives as long as the ring; both are leaked where that
         // cannot be waited for. The poll entry has no address.
-        let pushed = unsafe { self.uring.submission().push(entry) };
+        let pushed = unsafe { self.shared.uring.submission().push(entry) };
         pushed.expect("the queue has an entry for every transfer and the wake-up");
     }
 
@@ -123,12 +121,12 @@ impl Ring {
             Memory::Own(buffer) => (buffer.address(skip, len as usize)?.as_ptr(), None),
             Memory::Pool(offset) => {
                 let offset = offset + u64::from(transfer.moved);
-                (self.blocks.address(offset, len as usize)?.as_ptr(), self.chunk(offset, len))
+                (self.shared.blocks.address(offset, len as usize)?.as_ptr(), self.chunk(offset, len))
             }
         };
         let at = transfer.at + u64::from(transfer.moved);
         // A registered file goes by its number, and a flag that says so.
-        let file = types::Fd(if self.file_registered { 0 } else { self.file.as_raw_fd() });
+        let file = types::Fd(if self.file_registered { 0 } else { self.shared.file.as_raw_fd() });
         let entry = match (transfer.direction, fixed) {
             (Direction::Read, None) => opcode::Read::new(file, address, len).offset(at).build(),
             (Direction::Write, None) => opcode::Write::new(file, address, len).offset(at).build(),
@@ -147,7 +145,7 @@ impl Ring {
     fn chunk(&mut self, offset: u64, len: u32) -> Option<u16> {
         let number = offset.checked_sub(pool::SEGMENT_ALIGN)? / CHUNK_BYTES;
         let begin = pool::SEGMENT_ALIGN + number * CHUNK_BYTES;
-        let bytes = CHUNK_BYTES.min(self.blocks.len() - begin);
+        let bytes = CHUNK_BYTES.min(self.shared.blocks.len() - begin);
         if offset + u64::from(len) > begin + bytes {
             return None;
         }
@@ -158,10 +156,11 @@ impl Ring {
     }
 
     fn register(&mut self, number: u32, begin: u64, bytes: usize) {
-        let address = self.blocks.address(begin, bytes).expect("a chunk lies in the pool");
+        let address = self.shared.blocks.address(begin, bytes).expect("a chunk lies in the pool");
         let chunk = libc::iovec { iov_base: address.as_ptr().cast(), iov_len: bytes };
         // SAFETY: the range lies in the pool's mapping, which lives as long as the ring.
-        let registered = unsafe { self.uring.submitter().register_buffers_update(number, &[chunk], None) };
+        let registered =
+            unsafe { self.shared.uring.submitter().register_buffers_update(number, &[chunk], None) };
         match registered {
             Ok(()) => self.chunks[number as usize] = Chunk::Registered,
             Err(error) => {
@@ -174,21 +173,21 @@ impl Ring {
     }
 
     fn watch_wake(&mut self) {
-        let poll = opcode::PollAdd::new(types::Fd(self.wake.as_raw_fd()), libc::POLLIN as u32);
+        let poll = opcode::PollAdd::new(types::Fd(self.shared.wake.as_raw_fd()), libc::POLLIN as u32);
         self.push_entry(&poll.build().user_data(WAKE));
     }
 
     /// Gives the kernel what was pushed, and takes what has come back.
     pub(crate) fn flush(&mut self) -> io::Result<()> {
-        let queue = self.uring.submission();
+        let queue = self.shared.uring.submission();
         let idle = queue.is_empty() && !queue.taskrun() && !queue.cq_overflow();
         drop(queue);
-        if idle { Ok(()) } else { entered(self.uring.submit()) }
+        if idle { Ok(()) } else { entered(self.shared.uring.submit()) }
     }
 
     /// As [`Ring::flush`], and waits until something has come back, the eventfd was written, or `limit` has passed.
     pub(crate) fn wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
-        let submitter = self.uring.submitter();
+        let submitter = self.shared.uring.submitter();
         entered(match limit {
             None => submitter.submit_and_wait(1),
             Some(limit) => {
@@ -201,15 +200,15 @@ impl Ring {
     /// The next transfer that came back, with the kernel's answer.
     pub(crate) fn reap(&mut self) -> Option<(Transfer, i32)> {
         loop {
-            let entry = self.uring.completion().next()?;
+            let entry = self.shared.uring.completion().next()?;
             if entry.user_data() == WAKE {
                 // The count is not looked at; it is only empty where somebody else read it.
-                let _ = rustix::io::read(&**self.wake, &mut [0u8; 8]);
+                let _ = rustix::io::read(&*self.shared.wake, &mut [0u8; 8]);
                 self.watch_wake();
                 continue;
             }
             let at = usize::try_from(entry.user_data()).expect("a number of ours");
-            let transfer = self.flights[at].take().expect("one completion for one transfer");
+            let transfer = self.shared.flights[at].take().expect("one completion for one transfer");
             self.vacant.push(at);
             return Some((transfer, entry.result()));
         }
@@ -223,15 +222,7 @@ impl Drop for Ring {
             return;
         }
         // SAFETY: dropped here and nowhere else, and not used afterwards.
-        unsafe { ManuallyDrop::drop(&mut self.uring) };
-        // SAFETY: as above.
-        unsafe { ManuallyDrop::drop(&mut self.flights) };
-        // SAFETY: as above.
-        unsafe { ManuallyDrop::drop(&mut self.blocks) };
-        // SAFETY: as above.
-        unsafe { ManuallyDrop::drop(&mut self.file) };
-        // SAFETY: as above.
-        unsafe { ManuallyDrop::drop(&mut self.wake) };
+        unsafe { ManuallyDrop::drop(&mut self.shared) };
     }
 }
 

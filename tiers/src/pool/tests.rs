@@ -105,27 +105,6 @@ fn check_sealed(pool: &Pool) -> OwnedFd {
 }
 
 #[test]
-fn only_addresses_inside_one_segment_are_handed_out() {
-    let pool = Pool::create(&config(None)).expect("created");
-    let start = pool::SEGMENT_ALIGN;
-    assert_eq!(pool.len(), start + 2 * SEGMENT);
-    assert!(pool.slot_ptr(start, SEGMENT).is_some());
-    assert!(pool.slot_ptr(start + SEGMENT, SEGMENT).is_some());
-    for (offset, len) in [
-        (0, 1),
-        (start - 1, 1),
-        (start, SEGMENT + 1),
-        (start + SEGMENT - 1, 2),
-        (start + 2 * SEGMENT, 1),
-        (start, u64::MAX),
-        (u64::MAX, 1),
-        (u64::MAX, u64::MAX),
-    ] {
-        assert!(pool.slot_ptr(offset, len).is_none(), "{offset} {len}");
-    }
-}
-
-#[test]
 fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     let path = TmpfsPath::new("file");
     let pool = created_in(&path);

@@ -208,7 +208,7 @@ impl Log {
     }
 
     fn find(&self, key: &BlockKey) -> Option<u32> {
-        self.find_print(key, Print::new(key.namespace, key.group, &key.hash))
+        self.find_print(key, Print::of(key))
     }
 
     #[inline]
@@ -352,7 +352,7 @@ impl Log {
         let entry = self.table.get_mut(id);
         (entry.key, entry.bytes, entry.state, entry.standing) = (key, bytes, state, Standing::ABOVE);
         (entry.device, entry.segment, entry.unit) = (device as u8, place.segment, place.unit);
-        self.index.insert(Print::new(key.namespace, key.group, &key.hash), id);
+        self.index.insert(Print::of(&key), id);
         let volume = &mut self.volumes[device];
         let units = volume.units(bytes);
         volume.settle(place.segment, id, units);
@@ -389,7 +389,7 @@ impl Log {
             volume.stats.bytes -= u64::from(bytes);
             self.order.leave(&mut self.table, id, group, units);
         }
-        let print = Print::new(key.namespace, key.group, &key.hash);
+        let print = Print::of(&key);
         assert!(self.index.remove(print, id), "an entry in use is in the index");
         self.table.put_back(id);
     }

@@ -91,8 +91,7 @@ impl Log {
                 *key =
                     namespace.map(|namespace| BlockKey { namespace, group: label.group, hash: label.hash });
             }
-            let print = |key: &BlockKey| Print::new(key.namespace, key.group, &key.hash);
-            self.warmed(keys.iter().flatten().map(print));
+            self.warmed(keys.iter().flatten().map(Print::of));
             for (key, (unit, label)) in keys.iter().zip(batch) {
                 let place = Place { segment: found.segment, unit: *unit };
                 if let Some(key) = key {

@@ -16,9 +16,10 @@ const USED_PART: (u64, u64) = (4, 5);
 const MOVED_PART: (u32, u32) = (7, 8);
 
 /// What a segment is used for.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub(super) enum Use {
     /// Nothing; or not known yet, while the device is being recovered.
+    #[default]
     Free,
     /// Its header is being written, or was: blocks go into it next.
     Next,
@@ -30,7 +31,7 @@ pub(super) enum Use {
     Sealed,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Segment {
     pub(super) used_for: Use,
     pub(super) sequence: u64,
@@ -74,20 +75,10 @@ pub(super) struct Volume {
 
 impl Volume {
     pub(super) fn new(geometry: &Geometry) -> Self {
-        let segment = Segment {
-            used_for: Use::Free,
-            sequence: 0,
-            units: 0,
-            count: 0,
-            reads: 0,
-            writes: 0,
-            blocks: Vec::new(),
-            live: 0,
-        };
         Self {
             unit_bytes: geometry.unit_bytes,
             segment_units: (geometry.segment_bytes / geometry.unit_bytes) as u32,
-            segments: vec![segment; geometry.segments as usize],
+            segments: vec![Segment::default(); geometry.segments as usize],
             free: VecDeque::new(),
             full: VecDeque::new(),
             open: None,

@@ -114,10 +114,7 @@ impl Client {
 
     /// Hangs up on a sidecar that broke the protocol; the thread connects anew.
     pub(crate) fn give_up(&mut self, text: &str) {
-        let text = format!(
-            "the sidecar broke the protocol ({text}); connecting anew. Install the same pillion release on both sides"
-        );
-        self.leave(Cause::Protocol, text);
+        self.leave(Cause::Protocol, broken(text));
     }
 
     /// Hangs up and says why; the thread connects anew.
@@ -140,6 +137,13 @@ impl Client {
         drop(state);
         self.shared.stopped.notify_all();
     }
+}
+
+/// What is said of a sidecar that broke the protocol.
+pub(crate) fn broken(text: &str) -> String {
+    format!(
+        "the sidecar broke the protocol ({text}); connecting anew. Install the same pillion release on both sides"
+    )
 }
 
 impl Drop for Client {

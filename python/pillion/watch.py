@@ -87,59 +87,34 @@ def engine_core(core: type, watcher: Watcher) -> None:
         _watched.add(core)
         for name, around in AROUND.items():
             if hasattr(core, name):
-                setattr(core, name, around(getattr(core, name)))
+                setattr(core, name, _within(getattr(core, name), around))
 
 
-def _around_rpc(call: Any) -> Any:
+def _within(call: Any, around: Callable[..., contextlib.AbstractContextManager[None]]) -> Any:
     @functools.wraps(call)
-    def collective_rpc(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(method, str) and method in READS:
-            return call(core, method, *args, **kwargs)
-        with _weights_may_change(method):
-            return call(core, method, *args, **kwargs)
-
-    return collective_rpc
-
-
-def _around_sleep(call: Any) -> Any:
-    """A sleep takes the weights away, and waking brings some back. Nothing is scheduled between."""
-
-    @functools.wraps(call)
-    def sleep_or_wake(core: Any, *args: Any, **kwargs: Any) -> Any:
-        with _weights_may_change(call.__name__):
+    def watched(core: Any, *args: Any, **kwargs: Any) -> Any:
+        with around(*args, **kwargs):
             return call(core, *args, **kwargs)
 
-    return sleep_or_wake
+    return watched
 
 
-def _around_add_lora(call: Any) -> Any:
-    @functools.wraps(call)
-    def add_lora(core: Any, lora_request: LoRARequest) -> Any:
-        for watcher in _watchers:
-            watcher.adapter_loads(lora_request)
-        return call(core, lora_request)
-
-    return add_lora
+@contextlib.contextmanager
+def _around_add_lora(lora_request: LoRARequest) -> Iterator[None]:
+    for watcher in _watchers:
+        watcher.adapter_loads(lora_request)
+    yield
 
 
-def _around_remove_lora(call: Any) -> Any:
-    @functools.wraps(call)
-    def remove_lora(core: Any, lora_id: int) -> Any:
-        removed = call(core, lora_id)
-        for watcher in _watchers:
-            watcher.adapter_removed(lora_id)
-        return removed
-
-    return remove_lora
+@contextlib.contextmanager
+def _around_remove_lora(lora_id: int) -> Iterator[None]:
+    yield
+    for watcher in _watchers:
+        watcher.adapter_removed(lora_id)
 
 
-AROUND = {
-    "collective_rpc": _around_rpc,
-    "sleep": _around_sleep,
-    "wake_up": _around_sleep,
-    "add_lora": _around_add_lora,
-    "remove_lora": _around_remove_lora,
-}
+def _around_rpc(method: Any, *_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if isinstance(method, str) and method in READS else _weights_may_change(method)
 
 
 @contextlib.contextmanager
@@ -162,3 +137,13 @@ def _weights_may_change(method: Any) -> Iterator[None]:
     finally:
         for watcher in watchers:
             watcher.weights_may_have_changed()
+
+
+AROUND: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
+    "collective_rpc": _around_rpc,
+    # A sleep takes the weights away, and waking brings some back. Nothing is scheduled between.
+    "sleep": lambda *_, **__: _weights_may_change("sleep"),
+    "wake_up": lambda *_, **__: _weights_may_change("wake_up"),
+    "add_lora": _around_add_lora,
+    "remove_lora": _around_remove_lora,
+}

@@ -543,23 +543,30 @@ mod tests {
         move |offset| fields.get(&(offset as u64)).copied().unwrap_or(0)
     }
 
+    /// The header of a pool of two segments.
+    const SOUND: [(u64, u64); 5] = [
+        (header::MAGIC, MAGIC),
+        (header::VERSION, VERSION as u64),
+        (header::OLDEST, OLDEST as u64),
+        (header::SEGMENT_BYTES, SEGMENT),
+        (header::SEGMENTS, 2),
+    ];
+
+    /// The same words, one of them another.
+    fn with<const N: usize>(mut words: [(u64, u64); N], field: u64, value: u64) -> [(u64, u64); N] {
+        words.iter_mut().filter(|(other, _)| *other == field).for_each(|(_, old)| *old = value);
+        words
+    }
+
     #[test]
     fn a_view_refuses_a_header_that_does_not_fit_its_mapping() {
-        let sound = [
-            (header::MAGIC, MAGIC),
-            (header::VERSION, u64::from(VERSION)),
-            (header::OLDEST, u64::from(OLDEST)),
-            (header::SEGMENT_BYTES, SEGMENT),
-            (header::SEGMENTS, 2),
-        ];
-        let len = pool_bytes(SEGMENT, 2).expect("small");
+        let (sound, len) = (SOUND, pool_bytes(SEGMENT, 2).expect("small"));
         assert!(PoolView::new(words(&sound), len).is_ok());
         assert!(PoolView::new(words(&sound), len - 1).is_err(), "shorter than its segments");
         assert!(PoolView::new(words(&sound), 0).is_err());
         for (field, _) in sound {
             for wrong in [0, 3, u64::MAX] {
-                let mut fields = sound;
-                fields.iter_mut().filter(|(other, _)| *other == field).for_each(|(_, value)| *value = wrong);
+                let fields = with(sound, field, wrong);
                 let empty = field == header::SEGMENTS && wrong == 0;
                 // A later release's file that this one reads, and an earlier one's.
                 let related = [(header::VERSION, 3), (header::OLDEST, 0)].contains(&(field, wrong));
@@ -573,12 +580,13 @@ mod tests {
         let geometry = Geometry::new(SEGMENT, 10_000).expect("fits");
         let base = segment_offset(SEGMENT, 1).expect("small");
         let header = geometry.place(geometry.offset(1, 2).expect("a slot")).expect("its own").header;
+        let [magic, version, oldest, segment_bytes, segments] = SOUND;
         let sound = [
-            (header::MAGIC, MAGIC),
-            (header::VERSION, u64::from(VERSION)),
-            (header::OLDEST, u64::from(OLDEST)),
-            (header::SEGMENT_BYTES, SEGMENT),
-            (header::SEGMENTS, 2),
+            magic,
+            version,
+            oldest,
+            segment_bytes,
+            segments,
             (base + segment::MAGIC, SEGMENT_MAGIC),
             (base + segment::BLOCK_BYTES, 10_000),
             (base + segment::SLOT_COUNT, geometry.slot_count.into()),
@@ -589,11 +597,8 @@ mod tests {
             (header + slot::CHECKSUM, 9),
         ];
         let len = pool_bytes(SEGMENT, 2).expect("small");
-        let with = |field, value| {
-            let mut fields = sound;
-            fields.iter_mut().filter(|(other, _)| *other == field).for_each(|(_, old)| *old = value);
-            PoolView::new(words(&fields), len).expect("a sound pool")
-        };
+        let with =
+            |field, value| PoolView::new(words(&with(sound, field, value)), len).expect("a sound pool");
         let remains = |view: &PoolView<_>| view.remains(1, &geometry, 2, 3).expect("a slot");
         let whole = with(0, MAGIC);
         assert_eq!((whole.geometry(1), whole.geometry(0), whole.geometry(2)), (Some(geometry), None, None));

@@ -125,22 +125,13 @@ impl SessionMemory {
     /// One of the two rings.
     pub fn ring(&self, ring: Ring) -> RegionRing {
         let region = Arc::clone(&self.region);
-        match ring {
-            Ring::Submission => RegionRing {
-                region,
-                head: header::SUBMISSION_HEAD,
-                tail: header::SUBMISSION_TAIL,
-                slots: layout::SUBMISSION,
-                capacity: layout::SUBMISSION_SLOTS as u32,
-            },
-            Ring::Completion => RegionRing {
-                region,
-                head: header::COMPLETION_HEAD,
-                tail: header::COMPLETION_TAIL,
-                slots: layout::COMPLETION,
-                capacity: layout::COMPLETION_SLOTS as u32,
-            },
-        }
+        let submission = (header::SUBMISSION_HEAD, header::SUBMISSION_TAIL);
+        let completion = (header::COMPLETION_HEAD, header::COMPLETION_TAIL);
+        let ((head, tail), slots, capacity) = match ring {
+            Ring::Submission => (submission, layout::SUBMISSION, layout::SUBMISSION_SLOTS as u32),
+            Ring::Completion => (completion, layout::COMPLETION, layout::COMPLETION_SLOTS as u32),
+        };
+        RegionRing { region, head, tail, slots, capacity }
     }
 
     /// Stores the outcome of operation `op` in its word of the completion table.

@@ -87,9 +87,15 @@ pub(super) struct Copies {
     /// Where the cuts end that a load arrives in, in bytes of this rank's part of a block.
     cuts: Vec<u64>,
     part: Part,
-    pub(super) counters: Counters,
-    ended: Mutex<Vec<Ended>>,
     notices: Arc<Notices>,
+    pub(super) counters: Counters,
+    progress: Progress,
+}
+
+/// How far the thread is.
+#[derive(Debug, Default)]
+struct Progress {
+    ended: Mutex<Vec<Ended>>,
     /// Loads that the thread follows; while there are any, the engine's stream may be parked.
     watched: AtomicUsize,
     /// Bytes of the loads that the thread follows.
@@ -113,22 +119,8 @@ impl Copies {
         part: Part,
         notices: Arc<Notices>,
     ) -> Self {
-        let (gpu, (counters, ended, watched, spent)) = (gpu.cloned(), Default::default());
-        let (watched_bytes, parked, turns) = Default::default();
-        Self {
-            memory,
-            gpu,
-            cuts,
-            part,
-            counters,
-            ended,
-            notices,
-            watched,
-            watched_bytes,
-            parked,
-            turns,
-            spent,
-        }
+        let (gpu, (counters, progress)) = (gpu.cloned(), Default::default());
+        Self { memory, gpu, cuts, part, notices, counters, progress }
     }
 
     /// Starts the thread.
@@ -147,17 +139,17 @@ impl Copies {
     /// Whether no stream of the engine can be parked on a load.
     pub(super) fn is_unwatched(&self) -> bool {
         // SYNC POINT(watched): acquire pairs with the release in `follow`; the thread is done with what it held.
-        self.watched.load(Ordering::Acquire) == 0
+        self.progress.watched.load(Ordering::Acquire) == 0
     }
 
     /// Before the thread is given a load to follow. Returns the bytes in it and ahead of it.
     pub(super) fn count_watched(&self, job: &Job, sync: bool) -> u64 {
         // Relaxed: the session's own thread looks at it.
-        self.watched.fetch_add(1, Ordering::Relaxed);
+        self.progress.watched.fetch_add(1, Ordering::Relaxed);
         let link = job.link.clone().filter(|_| sync);
         self.parked().extend(link.map(|link| Parked { link, op: job.plan.op }));
         let bytes = self.bytes(&job.plan);
-        self.watched_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes
+        self.progress.watched_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes
     }
 
     /// Bytes of this rank's part of a load.
@@ -166,12 +158,12 @@ impl Copies {
     }
 
     fn parked(&self) -> MutexGuard<'_, Vec<Parked>> {
-        self.parked.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.progress.parked)
     }
 
     /// Frees the marks of loads that ended; may wait for a parked stream.
     pub(super) fn free_spent(&self) {
-        self.spent.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        lock(&self.progress.spent).clear();
     }
 
     /// The rank's memory.
@@ -255,12 +247,12 @@ impl Copies {
     }
 
     pub(super) fn end(&self, ended: Ended) {
-        self.ended.lock().unwrap_or_else(PoisonError::into_inner).push(ended);
+        lock(&self.progress.ended).push(ended);
     }
 
     /// Asynchronous loads that ended, each once.
     pub(super) fn take_ended(&self) -> Vec<Ended> {
-        std::mem::take(&mut *self.ended.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *lock(&self.progress.ended))
     }
 
     // --- the thread ---
@@ -274,7 +266,7 @@ impl Copies {
         });
         let mut followed = Vec::new();
         loop {
-            self.turns.fetch_add(1, Ordering::Relaxed);
+            self.progress.turns.fetch_add(1, Ordering::Relaxed);
             match next_order(orders, &followed) {
                 Ok(Order::Copy(job)) => self.end(Ended { op: job.plan.op, failed: self.carry_out(&job) }),
                 Ok(Order::Watch(load)) => followed.push(*load),
@@ -301,12 +293,12 @@ impl Copies {
                 over
             };
             for ended in followed.extract_if(.., over) {
-                self.spent.lock().unwrap_or_else(PoisonError::into_inner).push(ended.reached);
+                lock(&self.progress.spent).push(ended.reached);
                 self.parked().retain(|parked| parked.op != ended.job.plan.op);
-                self.watched_bytes.fetch_sub(self.bytes(&ended.job.plan), Ordering::Relaxed);
+                self.progress.watched_bytes.fetch_sub(self.bytes(&ended.job.plan), Ordering::Relaxed);
                 drop(ended.job);
                 // SYNC POINT(watched): release; the link of the load is let go of before.
-                self.watched.fetch_sub(1, Ordering::Release);
+                self.progress.watched.fetch_sub(1, Ordering::Release);
             }
         }
     }
@@ -376,6 +368,10 @@ impl Copies {
             end_process(&format!("{lost} of {all} blocks of a promised load can be had from nowhere"));
         }
     }
+}
+
+fn lock<T>(list: &Mutex<T>) -> MutexGuard<'_, T> {
+    list.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 // === impl Load ===

@@ -15,6 +15,7 @@ use shm_protocol::wait;
 
 use super::copies::Copies;
 use super::link::Link;
+use crate::client::broken;
 use crate::core::endpoint::Endpoint;
 use crate::core::notices::{Cause, Notices};
 
@@ -57,7 +58,7 @@ impl Stager {
             let asked = match self.take(&mut requests) {
                 Ok(asked) => asked,
                 Err(text) => {
-                    self.notices.say(Cause::Protocol, format!("the sidecar broke the protocol ({text}); connecting anew. Install the same pillion release on both sides"));
+                    self.notices.say(Cause::Protocol, broken(&text));
                     return link.connection.hang_up();
                 }
             };

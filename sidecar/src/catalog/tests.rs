@@ -1,25 +1,18 @@
 //! The catalog, as workers come and go.
 
-use shm_protocol::handshake::{BlockRegion, Copier, Digest};
+use shm_protocol::handshake::{BlockRegion, Digest};
 
 use super::*;
+
+/// Memory of such blocks.
+fn regions(bytes: u64) -> Vec<BlockRegion> {
+    vec![BlockRegion { fd: 0, offset: 0, stride: bytes, bytes }]
+}
 
 fn worker(changed: &[(&str, &str)]) -> Worker {
     let usual = [("model", "tiny"), ("weights", "w"), ("none_hash", "aa"), ("page_form", "tokens=32")];
     let facts = usual.iter().chain(changed).map(|(name, value)| ((*name).into(), (*value).into()));
-    Worker {
-        rank: 0,
-        shard: 0,
-        shards: 2,
-        blocks: 8,
-        regions: vec![BlockRegion { fd: 0, offset: 0, stride: 4096, bytes: 4096 }],
-        copy: Copier::Engine,
-        facts: facts.collect(),
-        expects: None,
-        live_weights: None,
-        cuda: None,
-        staging: None,
-    }
+    Worker { shards: 2, blocks: 8, regions: regions(4096), facts: facts.collect(), ..Worker::default() }
 }
 
 fn examine(catalog: &Catalog, engine: &str, worker: &Worker) -> Result<Option<String>, String> {
@@ -45,10 +38,8 @@ fn a_near_miss_is_told_to_the_first_rank_of_an_engine_and_to_engines_of_the_same
     assert!(!enter(&mut catalog, 3, "b", &second));
     let stranger = worker(&[("model", "other"), ("weights", "v")]);
     assert_eq!(examine(&catalog, "c", &stranger), Ok(None));
-    assert_eq!(
-        examine(&catalog, "c", &ours),
-        Ok(catalog.near_miss(namespace::digest(&ours.facts), &ours.facts))
-    );
+    let near_miss = catalog.near_miss(namespace::digest(&ours.facts), &ours.facts);
+    assert_eq!(examine(&catalog, "c", &ours), Ok(near_miss));
 }
 
 #[test]
@@ -89,20 +80,15 @@ fn blocks_of_another_size_or_of_other_shards_are_refused_with_both_numbers() {
     let mut catalog = Catalog::default();
     enter(&mut catalog, 1, "a", &worker(&[]));
     catalog.leave(1);
-    let region = BlockRegion { fd: 0, offset: 0, stride: 1024, bytes: 1024 };
-    let reason = examine(&catalog, "b", &Worker { regions: vec![region], ..worker(&[]) }).unwrap_err();
+    let reason = examine(&catalog, "b", &Worker { regions: regions(1024), ..worker(&[]) }).unwrap_err();
     assert!(reason.contains("8192 bytes in 2 shards") && reason.contains("2048 bytes in 2"), "{reason}");
-    let whole = BlockRegion { fd: 0, offset: 0, stride: 8192, bytes: 8192 };
-    let reason =
-        examine(&catalog, "b", &Worker { shards: 1, regions: vec![whole], ..worker(&[]) }).unwrap_err();
+    let whole = Worker { shards: 1, regions: regions(8192), ..worker(&[]) };
+    let reason = examine(&catalog, "b", &whole).unwrap_err();
     assert!(reason.contains("8192 bytes in 2 shards") && reason.contains("8192 bytes in 1"), "{reason}");
     assert!(reason.contains("pillion.model_id"), "{reason}");
     let parted = BlockRegion { fd: 0, offset: 0, stride: 4096, bytes: 2048 };
-    assert_eq!(
-        examine(&catalog, "b", &Worker { regions: vec![parted; 2], ..worker(&[]) }),
-        Ok(None),
-        "as many bytes"
-    );
+    let parted = Worker { regions: vec![parted; 2], ..worker(&[]) };
+    assert_eq!(examine(&catalog, "b", &parted), Ok(None), "as many bytes");
 }
 
 #[test]
@@ -145,7 +131,6 @@ fn an_engine_whose_weights_are_known_together_enters_once_it_is_bound() {
     assert!(catalog.enter(&[1, 2], "a", &bound([8; 16])), "its weights changed");
     let engines: Vec<usize> = catalog.entries(&Levels::default()).iter().map(|entry| entry.engines).collect();
     assert_eq!(engines.iter().sum::<usize>(), 1, "it left the one that it served before");
-    let small = BlockRegion { fd: 0, offset: 0, stride: 1024, bytes: 1024 };
-    let reason = examine(&catalog, "c", &Worker { regions: vec![small], ..ours }).unwrap_err();
+    let reason = examine(&catalog, "c", &Worker { regions: regions(1024), ..ours }).unwrap_err();
     assert!(reason.contains("8192 bytes in 2 shards"), "by the facts that it states: {reason}");
 }

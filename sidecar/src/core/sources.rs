@@ -281,18 +281,4 @@ impl Sources {
         let (key, slot, checksum) = peers.ended(cx.now_ms, end, is_wished, again)?;
         Some((key, self.arrived(&key, slot, checksum, cx)))
     }
-
-    /// A block was committed.
-    pub(super) fn offer_saved(&mut self, slot: SlotRef, key: BlockKey, binding: &Binding, dram: &Dram) {
-        if let Some(ssd) = &mut self.ssd {
-            ssd.offer_saved(slot, key, binding, dram);
-        }
-    }
-
-    /// A block that is kept was asked for or saved again.
-    pub(super) fn offer_again(&mut self, key: BlockKey, binding: &Binding) {
-        if let Some(ssd) = &mut self.ssd {
-            ssd.offer_again(key, binding);
-        }
-    }
 }

@@ -52,20 +52,9 @@ fn rank_hello(world_size: u32, rank: u32) -> Hello {
 }
 
 fn rank_hello_of(world_size: u32, rank: u32, bytes: u64) -> Hello {
-    let region = BlockRegion { fd: 0, offset: 0, stride: bytes, bytes };
-    let worker = WorkerHello {
-        rank,
-        shard: rank,
-        shards: world_size,
-        blocks: 1000,
-        regions: vec![region],
-        copy: Copier::Sidecar,
-        facts: BTreeMap::new(),
-        expects: None,
-        live_weights: None,
-        cuda: None,
-        staging: None,
-    };
+    let regions = vec![BlockRegion { fd: 0, offset: 0, stride: bytes, bytes }];
+    let (shards, copy) = (world_size, Copier::Sidecar);
+    let worker = WorkerHello { rank, shard: rank, shards, blocks: 1000, regions, copy, ..Default::default() };
     hello(world_size, Role::Worker(worker))
 }
 
@@ -90,6 +79,14 @@ impl Harness {
         harness
     }
 
+    /// The same that keeps two blocks, leased as operation 2.
+    fn leasing(world_size: u32) -> Self {
+        let mut harness = Self::engine(world_size);
+        harness.keep(2);
+        assert_eq!(harness.query(0, 2, 0, 2).value, 2);
+        harness
+    }
+
     pub(super) fn join(&mut self) {
         for session in self.ranks() {
             self.join_from(session, 0);
@@ -110,12 +107,15 @@ impl Harness {
     pub(super) fn waiting(core: Core, world_size: u32, bytes: u64, miss_wait_ms: Option<u32>) -> Self {
         let mut harness = Self { core, out: Vec::new(), now_ms: 0, speaker: SCHEDULER };
         for rank in 0..world_size {
-            let (session, hello) = (RANKS[rank as usize], rank_hello_of(world_size, rank, bytes));
-            harness.event(Event::Connected { session, hello: Box::new(hello) });
+            harness.connect(RANKS[rank as usize], rank_hello_of(world_size, rank, bytes));
         }
         let hello = Hello { miss_wait_ms, ..hello(world_size, Role::Scheduler { run: RUN }) };
-        harness.event(Event::Connected { session: SCHEDULER, hello: Box::new(hello) });
+        harness.connect(SCHEDULER, hello);
         harness
+    }
+
+    fn connect(&mut self, session: SessionId, hello: Hello) {
+        self.event(Event::Connected { session, hello: Box::new(hello) });
     }
 
     /// Sessions of the ranks that are connected.
@@ -143,12 +143,11 @@ impl Harness {
     }
 
     pub(super) fn ask(&mut self, request: SchedulerRequest) {
-        let request = Request::Scheduler { request, keys: Vec::new(), blocks: Vec::new() };
-        self.event(Event::Message { session: self.speaker, request });
+        self.post(request, Vec::new(), Vec::new());
     }
 
-    fn with_blocks(&mut self, request: SchedulerRequest, blocks: Vec<u32>) {
-        let request = Request::Scheduler { request, keys: Vec::new(), blocks };
+    fn post(&mut self, request: SchedulerRequest, keys: Vec<BlockHash>, blocks: Vec<u32>) {
+        let request = Request::Scheduler { request, keys, blocks };
         self.event(Event::Message { session: self.speaker, request });
     }
 
@@ -160,18 +159,15 @@ impl Harness {
     }
 
     fn append(&mut self, append: Append, keys: Vec<BlockHash>) {
-        let request = SchedulerRequest::Append(append);
-        let request = Request::Scheduler { request, keys, blocks: Vec::new() };
-        self.event(Event::Message { session: self.speaker, request });
+        self.post(SchedulerRequest::Append(append), keys, Vec::new());
     }
 
     pub(super) fn save(&mut self, log: u32, op: u64, step: u64, blocks: std::ops::Range<u32>) {
         let keys = Keys::new(log, 0..blocks.len() as u32);
         let save = request::Save { op, keys, position: 0, step, checked: false };
-        self.with_blocks(SchedulerRequest::Save(save), blocks.collect());
+        self.post(SchedulerRequest::Save(save), Vec::new(), blocks.collect());
     }
 
-    /// Saves keys of a log from blocks 1 on; with `checked`, those that are kept are compared.
     /// Saves `keys` under log 9, in a step that is done: the copies are the caller's to end.
     pub(super) fn save_done(&mut self, op: u64, keys: std::ops::Range<u32>) {
         let blocks = 1..keys.len() as u32 + 1;
@@ -180,10 +176,11 @@ impl Harness {
         self.fences(RANKS[0], 1, 1);
     }
 
+    /// Saves keys of a log from blocks 1 on; with `checked`, those that are kept are compared.
     pub(super) fn post_save(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>, checked: bool) {
         let count = keys.len() as u32;
         let save = request::Save { op, keys: Keys::new(log, keys), position: 0, step: op, checked };
-        self.with_blocks(SchedulerRequest::Save(save), (1..count + 1).collect());
+        self.post(SchedulerRequest::Save(save), Vec::new(), (1..count + 1).collect());
     }
 
     /// The comparison asked for since the last look.
@@ -205,14 +202,12 @@ impl Harness {
     }
 
     pub(super) fn load(&mut self, log: u32, op: u64, lease: u64, range: std::ops::Range<u32>, flags: u8) {
-        let keys = Keys::new(log, range);
-        let flags = LoadFlags::new(flags);
-        let load = request::Load { op, keys, position: 0, step: 5, lease, flags };
-        self.post_load(load);
+        let (keys, flags) = (Keys::new(log, range), LoadFlags::new(flags));
+        self.post_load(request::Load { op, keys, position: 0, step: 5, lease, flags });
     }
 
     fn post_load(&mut self, load: request::Load) {
-        self.with_blocks(SchedulerRequest::Load(load), (1..=load.keys.count).collect());
+        self.post(SchedulerRequest::Load(load), Vec::new(), (1..=load.keys.count).collect());
     }
 
     pub(super) fn fences(&mut self, session: SessionId, start: u64, done: u64) {
@@ -233,6 +228,14 @@ impl Harness {
         copies.collect()
     }
 
+    /// Ends the copies asked for since the last look, and the ring is drained.
+    pub(super) fn copied(&mut self) {
+        for (copy, ..) in self.copies() {
+            self.event(Event::Copied { copy, ok: true });
+        }
+        self.drained();
+    }
+
     pub(super) fn saved(&mut self) -> Option<Saved> {
         let out = std::mem::take(&mut self.out);
         out.into_iter().find_map(|action| match action {
@@ -249,17 +252,18 @@ impl Harness {
         })
     }
 
-    /// Saves keys `0..count` whole, under log 0.
-    fn keep(&mut self, count: u32) {
+    /// Operation 1 saves keys `0..count` under log 0, in a step that rank 0 has done.
+    fn begin_save(&mut self, count: u32) {
         self.open(0, 0..count);
         self.save(0, 1, 1, 1..count + 1);
-        for session in self.ranks() {
-            self.fences(session, 1, 1);
-        }
-        for (copy, _, _) in self.copies() {
-            self.event(Event::Copied { copy, ok: true });
-        }
-        self.drained();
+        self.fences(RANKS[0], 1, 1);
+    }
+
+    /// The same, of all ranks and whole.
+    fn keep(&mut self, count: u32) {
+        self.begin_save(count);
+        self.ranks().into_iter().for_each(|session| self.fences(session, 1, 1));
+        self.copied();
         assert_eq!(self.saved().unwrap().committed, count);
     }
 }
@@ -310,9 +314,7 @@ fn a_save_whose_step_does_not_come_holds_no_slot_and_keeps_no_key_from_others() 
 #[test]
 fn a_cancel_seen_before_the_commit_wins() {
     let mut engine = Harness::engine(1);
-    engine.open(0, 0..4);
-    engine.save(0, 1, 1, 1..5);
-    engine.fences(RANKS[0], 1, 1);
+    engine.begin_save(4);
     let copies = engine.copies();
     engine.event(Event::Copied { copy: copies[0].0, ok: true });
     engine.ask(SchedulerRequest::Cancel(Cancel { op: 1, from: 1, count: 2 }));
@@ -326,9 +328,7 @@ fn a_cancel_seen_before_the_commit_wins() {
 #[test]
 fn saves_below_the_void_word_are_not_kept() {
     let mut engine = Harness::engine(1);
-    engine.open(0, 0..1);
-    engine.save(0, 1, 1, 1..2);
-    engine.fences(RANKS[0], 1, 1);
+    engine.begin_save(1);
     let copies = engine.copies();
     engine.event(Event::Copied { copy: copies[0].0, ok: true });
     engine.event(Event::Drained { session: SCHEDULER, void_below: 2 });
@@ -339,9 +339,7 @@ fn saves_below_the_void_word_are_not_kept() {
 #[test]
 fn a_failed_copy_commits_nothing() {
     let mut engine = Harness::engine(2);
-    engine.open(0, 0..2);
-    engine.save(0, 1, 1, 1..3);
-    engine.fences(RANKS[0], 1, 1);
+    engine.begin_save(2);
     engine.fences(RANKS[1], 1, 1);
     let copies = engine.copies();
     engine.event(Event::Copied { copy: copies[0].0, ok: true });
@@ -382,9 +380,7 @@ fn a_load_by_the_engine_ends_when_every_rank_reported_once() {
 
 #[test]
 fn a_rank_may_report_a_load_before_its_post_was_read() {
-    let mut engine = Harness::engine(2);
-    engine.keep(2);
-    engine.query(0, 2, 0, 2);
+    let mut engine = Harness::leasing(2);
     engine.loaded(RANKS[0], 3, true);
     engine.load(0, 3, 2, 0..2, LOAD_BY_ENGINE);
     assert_eq!((engine.core.stats().leases, engine.core.stats().loaded_blocks), (1, 2));
@@ -396,9 +392,7 @@ fn a_rank_may_report_a_load_before_its_post_was_read() {
 
 #[test]
 fn a_load_by_the_sidecar_waits_for_the_step_and_answers_each_rank() {
-    let mut engine = Harness::engine(2);
-    engine.keep(2);
-    engine.query(0, 2, 0, 2);
+    let mut engine = Harness::leasing(2);
     engine.load(0, 3, 2, 0..2, 0);
     engine.fences(RANKS[0], 4, 4);
     assert!(engine.copies().is_empty(), "step 5 has not begun");
@@ -420,9 +414,7 @@ fn a_load_by_the_sidecar_waits_for_the_step_and_answers_each_rank() {
 
 #[test]
 fn an_early_load_waits_for_the_end_of_the_step_before() {
-    let mut engine = Harness::engine(1);
-    engine.keep(2);
-    engine.query(0, 2, 0, 2);
+    let mut engine = Harness::leasing(1);
     engine.fences(RANKS[0], 4, 3);
     engine.load(0, 3, 2, 0..2, LOAD_EARLY);
     assert!(engine.copies().is_empty(), "step 4 may still write the blocks");
@@ -432,9 +424,7 @@ fn an_early_load_waits_for_the_end_of_the_step_before() {
 
 #[test]
 fn a_load_that_its_rank_finished_before_it_was_read_is_not_copied() {
-    let mut engine = Harness::engine(2);
-    engine.keep(2);
-    engine.query(0, 2, 0, 2);
+    let mut engine = Harness::leasing(2);
     RANKS.into_iter().for_each(|session| engine.fences(session, 5, 4));
     engine.loaded(RANKS[0], 3, true);
     engine.load(0, 3, 2, 0..2, 0);
@@ -450,9 +440,7 @@ fn a_load_that_its_rank_finished_before_it_was_read_is_not_copied() {
 
 #[test]
 fn a_load_that_its_rank_took_back_is_not_started() {
-    let mut engine = Harness::engine(1);
-    engine.keep(2);
-    engine.query(0, 2, 0, 2);
+    let mut engine = Harness::leasing(1);
     engine.load(0, 3, 2, 0..2, 0);
     assert!(engine.core.waits_on_fences(RANKS[0]));
     engine.loaded(RANKS[0], 3, true);
@@ -464,9 +452,7 @@ fn a_load_that_its_rank_took_back_is_not_started() {
 
 #[test]
 fn a_load_without_its_lease_is_answered_with_the_reason() {
-    let mut engine = Harness::engine(1);
-    engine.keep(2);
-    engine.query(0, 2, 0, 2);
+    let mut engine = Harness::leasing(1);
     engine.load(0, 3, 99, 0..2, 0);
     let outcome = Outcome { op: 3, value: 0, status: Status::LeaseUnknown };
     assert_eq!(engine.out.pop(), Some(Action::Outcome { session: RANKS[0], op: 3, outcome }));
@@ -486,9 +472,7 @@ fn a_repeated_query_renews_and_extends() {
     engine.open(2, 2..3);
     engine.save(2, 3, 2, 5..6);
     engine.fences(RANKS[0], 2, 2);
-    let copies = engine.copies();
-    engine.event(Event::Copied { copy: copies[0].0, ok: true });
-    engine.drained();
+    engine.copied();
     engine.now_ms = 900;
     assert_eq!(engine.query(1, 4, 0, 3).value, 3);
     engine.now_ms = 1800;
@@ -499,9 +483,7 @@ fn a_repeated_query_renews_and_extends() {
 
 #[test]
 fn an_engine_that_dies_leaves_nothing_once_its_copies_ended() {
-    let mut engine = Harness::engine(1);
-    engine.keep(2);
-    engine.query(0, 2, 0, 2);
+    let mut engine = Harness::leasing(1);
     engine.open(1, 10..12);
     engine.save(1, 3, 2, 5..7);
     engine.fences(RANKS[0], 2, 2);
@@ -519,9 +501,7 @@ fn an_engine_that_dies_leaves_nothing_once_its_copies_ended() {
 #[test]
 fn a_lost_rank_fails_what_it_has_not_copied() {
     let mut engine = Harness::engine(2);
-    engine.open(0, 0..1);
-    engine.save(0, 1, 1, 1..2);
-    engine.fences(RANKS[0], 1, 1);
+    engine.begin_save(1);
     assert!(engine.copies().is_empty(), "rank 1 has not done the step");
     engine.event(Event::Disconnected { session: RANKS[1] });
     engine.drained();
@@ -532,9 +512,7 @@ fn a_lost_rank_fails_what_it_has_not_copied() {
 #[test]
 fn plans_wait_for_a_rank_that_has_not_joined() {
     let mut engine = Harness::unjoined(1);
-    engine.open(0, 0..1);
-    engine.save(0, 1, 1, 1..2);
-    engine.fences(RANKS[0], 1, 1);
+    engine.begin_save(1);
     assert!(engine.copies().is_empty());
     engine.join_from(RANKS[0], 0);
     assert_eq!(engine.copies().len(), 1);
@@ -545,11 +523,9 @@ fn an_engine_of_the_same_name_lends_no_namespace() {
     let mut engine = Harness::engine(1);
     engine.keep(2);
     let (scheduler, rank, run) = (10, 11, [8; 16]);
-    let role = Role::Scheduler { run };
-    engine.event(Event::Connected { session: scheduler, hello: Box::new(hello(1, role)) });
-    let hello =
-        Box::new(changed(rank_hello(1, 0), |other| _ = other.facts.insert("other".into(), String::new())));
-    engine.event(Event::Connected { session: rank, hello });
+    engine.connect(scheduler, hello(1, Role::Scheduler { run }));
+    let other = changed(rank_hello(1, 0), |other| _ = other.facts.insert("other".into(), String::new()));
+    engine.connect(rank, other);
     engine.event(Event::Disconnected { session: SCHEDULER });
     engine.speaker = scheduler;
     engine.open(0, 0..2);
@@ -561,11 +537,8 @@ fn an_engine_of_the_same_name_lends_no_namespace() {
     assert_eq!((copies.len(), copies[0].1), (1, rank), "the save is of this run's rank");
     engine.event(Event::Copied { copy: copies[0].0, ok: true });
     engine.drained();
-    assert_eq!(
-        engine.saved().unwrap().committed,
-        2,
-        "not present: the blocks of the other are another namespace's"
-    );
+    let committed = engine.saved().unwrap().committed;
+    assert_eq!(committed, 2, "not present: the blocks of the other are another namespace's");
     assert_eq!(engine.query(0, 3, 0, 2).value, 2);
 }
 
@@ -609,9 +582,7 @@ fn blocks_of_another_size_are_a_miss_and_are_saved_anew() {
     assert_eq!(engine.query(0, 1, 0, 2).value, 0, "a hit that could not be loaded");
     engine.save(0, 2, 1, 1..3);
     engine.fences(RANKS[0], 1, 1);
-    let copies = engine.copies();
-    engine.event(Event::Copied { copy: copies[0].0, ok: true });
-    engine.drained();
+    engine.copied();
     assert_eq!(engine.saved().unwrap().committed, 2);
     assert_eq!(engine.query(0, 3, 0, 2).value, 2);
 }
@@ -622,7 +593,7 @@ fn ranks_of_different_form_are_not_served() {
     engine.join_from(RANKS[0], 0);
     let facts = Facts::from([("other".into(), String::new())]);
     let other = changed(rank_hello(2, 1), |worker| worker.facts = facts.clone());
-    engine.event(Event::Connected { session: 9, hello: Box::new(other) });
+    engine.connect(9, other);
     engine.join_from(9, 0);
     let reason = engine.closed().unwrap();
     let digests = [NAMESPACE, shm_protocol::namespace::digest(&facts)].map(|digest| digest.to_string());
@@ -639,9 +610,7 @@ fn a_salted_namespace_hides_the_old_blocks_and_comes_back_with_the_same_salt() {
     assert_eq!(engine.query(0, 2, 0, 2).value, 0);
     engine.save(0, 3, 2, 1..3);
     engine.fences(RANKS[0], 2, 2);
-    let copies = engine.copies();
-    engine.event(Event::Copied { copy: copies[0].0, ok: true });
-    engine.drained();
+    engine.copied();
     engine.ask(SchedulerRequest::Salt { salt: [2; 16] });
     assert_eq!(engine.query(0, 4, 0, 2).value, 0);
     engine.ask(SchedulerRequest::Salt { salt: [1; 16] });
@@ -691,11 +660,8 @@ fn a_draining_sidecar_takes_nothing_new() {
     engine.keep(1);
     engine.event(Event::Drain);
     let outcome = engine.query(0, 2, 0, 1);
-    assert_eq!(
-        (outcome.status, outcome.value),
-        (Status::Ok, 0),
-        "a miss at once: nothing is worth asking for again"
-    );
+    let miss = (Status::Ok, 0);
+    assert_eq!((outcome.status, outcome.value), miss, "at once: nothing is worth asking for again");
     engine.save(0, 3, 1, 1..2);
     assert_eq!(engine.saved().unwrap().dropped, 1);
     assert!(!engine.core.busy());
@@ -703,18 +669,13 @@ fn a_draining_sidecar_takes_nothing_new() {
 
 #[test]
 fn a_rank_that_comes_again_has_ended_the_loads_of_steps_it_began_before() {
-    let mut engine = Harness::engine(1);
-    engine.keep(2);
-    engine.query(0, 2, 0, 2);
+    let mut engine = Harness::leasing(1);
     engine.event(Event::Disconnected { session: RANKS[0] });
-    engine.event(Event::Connected { session: RANKS[1], hello: Box::new(rank_hello(1, 0)) });
+    engine.connect(RANKS[1], rank_hello(1, 0));
     engine.join_from(RANKS[1], 5);
     engine.load(0, 3, 2, 0..2, LOAD_BY_ENGINE);
-    assert_eq!(
-        engine.core.stats().leases,
-        0,
-        "it loaded in step 5, and what it said of it went to its old session"
-    );
+    let leases = engine.core.stats().leases;
+    assert_eq!(leases, 0, "it loaded in step 5, and what it said of it went to its old session");
     assert_eq!(engine.query(0, 4, 0, 2).value, 2);
     let (keys, flags) = (Keys::new(0, 0..2), LoadFlags::new(LOAD_BY_ENGINE));
     engine.post_load(request::Load { op: 5, keys, position: 0, step: 6, lease: 4, flags });

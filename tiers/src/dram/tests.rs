@@ -30,8 +30,17 @@ fn tier(segments: u64) -> Dram {
         .expect("sizes")
 }
 
+fn begin(dram: &mut Dram, number: u64, block_bytes: u64) -> Result<SlotRef, FillError> {
+    dram.begin_fill(key(number), block_bytes, Whose::default())
+}
+
+/// Generations of the slots that were freed since the last look.
+fn freed(dram: &mut Dram) -> Vec<u64> {
+    dram.drain_evicted().map(|slot| slot.generation).collect()
+}
+
 fn fill(dram: &mut Dram, number: u64, block_bytes: u64) -> SlotRef {
-    let slot = dram.begin_fill(key(number), block_bytes, Whose::default()).expect("room");
+    let slot = begin(dram, number, block_bytes).expect("room");
     assert!(dram.commit(slot));
     slot
 }
@@ -476,12 +485,12 @@ fn sizes_that_fit_no_pool_are_refused_with_the_remedy() {
 #[test]
 fn blocks_that_fit_no_segment_are_refused() {
     let mut dram = tier(1);
-    assert_eq!(dram.begin_fill(key(1), 0, Whose::default()), Err(FillError::Empty));
+    assert_eq!(begin(&mut dram, 1, 0), Err(FillError::Empty));
     let max = SEGMENT - 4096;
-    assert_eq!(dram.begin_fill(key(1), max + 1, Whose::default()), Err(FillError::TooLarge { max }));
-    assert_eq!(dram.begin_fill(key(1), u64::MAX, Whose::default()), Err(FillError::TooLarge { max }));
-    assert!(dram.begin_fill(key(1), max, Whose::default()).is_ok());
-    assert_eq!(dram.begin_fill(key(2), max, Whose::default()), Err(FillError::NoSpace));
+    assert_eq!(begin(&mut dram, 1, max + 1), Err(FillError::TooLarge { max }));
+    assert_eq!(begin(&mut dram, 1, u64::MAX), Err(FillError::TooLarge { max }));
+    assert!(begin(&mut dram, 1, max).is_ok());
+    assert_eq!(begin(&mut dram, 2, max), Err(FillError::NoSpace));
 }
 
 #[test]
@@ -507,7 +516,7 @@ fn a_new_block_size_takes_a_whole_segment_from_the_largest_class() {
     assert_eq!(dram.drain_evicted().count(), 3);
     // Its own only slot goes before another's segment; with it leased and the others too, there is no room.
     dram.grant(1, NOBODY, 1, 7, 0, &hashes(100..101), 0, &mut out).expect("a hit");
-    assert_eq!(dram.begin_fill(key(101), 2_000_000, Whose::default()), Err(FillError::NoSpace));
+    assert_eq!(begin(&mut dram, 101, 2_000_000), Err(FillError::NoSpace));
 }
 
 #[test]
@@ -572,17 +581,9 @@ fn whole(number: u64, generation: u64) -> Remains {
 fn adopted(remains: [Remains; 3]) -> Dram {
     let config = Config { pool_bytes: 2 * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
     let mut dram = Dram::unopened(config, HOLD).expect("sizes");
-    assert_eq!(
-        dram.begin_fill(key(1), SIZES[0], Whose::default()),
-        Err(FillError::NoSpace),
-        "nothing is in service"
-    );
+    assert_eq!(begin(&mut dram, 1, SIZES[0]), Err(FillError::NoSpace), "nothing is in service");
     assert!(dram.open_used(0, SIZES[0], 1000));
-    assert_eq!(
-        dram.begin_fill(key(1), SIZES[0], Whose::default()),
-        Err(FillError::NoSpace),
-        "no slot was looked at"
-    );
+    assert_eq!(begin(&mut dram, 1, SIZES[0]), Err(FillError::NoSpace), "no slot was looked at");
     for (index, remains) in (0..).zip(&remains) {
         assert!(dram.adopt(0, index, remains, Some(7), None));
     }
@@ -603,11 +604,7 @@ fn a_block_of_an_earlier_life_is_found_once_it_is_verified() {
     let mut dram = adopted([whole(1, 5), whole(2, 6), whole(3, 7)]);
     dram.watch();
     assert_eq!((dram.probe(7, 0, &hashes(1..4)), dram.stats().unverified_blocks), (0, 3));
-    assert_eq!(
-        dram.begin_fill(key(1), SIZES[0], Whose::default()),
-        Err(FillError::Filling),
-        "it is not saved again"
-    );
+    assert_eq!(begin(&mut dram, 1, SIZES[0]), Err(FillError::Filling), "it is not saved again");
     assert!(dram.is_adopted(&key(2)) && !dram.is_adopted(&key(4)));
     let asked = dram.begin_verification(&key(2)).expect("adopted");
     assert!(!dram.is_adopted(&key(2)) && dram.begin_verification(&key(2)).is_none(), "begun once");
@@ -622,24 +619,18 @@ fn a_block_of_an_earlier_life_is_found_once_it_is_verified() {
     assert_eq!(stats.bytes_used, 2 * SIZES[0]);
     // An engine of the earlier life may still read what is not kept.
     dram.expire(1000 + HOLD - 1);
-    assert_eq!(
-        (dram.drain_evicted().count(), dram.begin_fill(key(2), SIZES[0], Whose::default())),
-        (0, Err(FillError::NoSpace))
-    );
+    assert_eq!((dram.drain_evicted().count(), begin(&mut dram, 2, SIZES[0])), (0, Err(FillError::NoSpace)));
     dram.expire(1000 + HOLD);
-    assert_eq!(dram.drain_evicted().map(|slot| slot.generation).collect::<Vec<_>>(), [6]);
-    assert!(dram.begin_fill(key(2), SIZES[0], Whose::default()).is_ok());
+    assert_eq!(freed(&mut dram), [6]);
+    assert!(begin(&mut dram, 2, SIZES[0]).is_ok());
     // What is not verified yet keeps its slot; after the hold a changed block's is free at once.
-    assert!(dram.begin_fill(key(8), SIZES[0], Whose::default()).is_ok(), "the verified one goes");
-    assert_eq!(dram.drain_evicted().map(|slot| slot.generation).collect::<Vec<_>>(), [5]);
-    assert_eq!(dram.begin_fill(key(9), SIZES[0], Whose::default()), Err(FillError::NoSpace));
+    assert!(begin(&mut dram, 8, SIZES[0]).is_ok(), "the verified one goes");
+    assert_eq!(freed(&mut dram), [5]);
+    assert_eq!(begin(&mut dram, 9, SIZES[0]), Err(FillError::NoSpace));
     let (_, slot) = dram.begin_next_verification().expect("the last");
     dram.end_verification(slot, false);
-    assert_eq!(dram.drain_evicted().map(|slot| slot.generation).collect::<Vec<_>>(), [7]);
-    assert!(
-        dram.begin_next_verification().is_none()
-            && dram.begin_fill(key(9), SIZES[0], Whose::default()).is_ok()
-    );
+    assert_eq!(freed(&mut dram), [7]);
+    assert!(dram.begin_next_verification().is_none() && begin(&mut dram, 9, SIZES[0]).is_ok());
 }
 
 #[test]
@@ -653,35 +644,23 @@ fn blocks_of_an_earlier_life_are_found_and_stay_while_the_hold_lasts() {
     assert_eq!(slots[0].generation, 5);
     assert_eq!(dram.release(lease, 1), Ok(()));
     dram.expire(1000 + HOLD - 1);
-    assert_eq!(
-        dram.begin_fill(key(9), SIZES[0], Whose::default()),
-        Err(FillError::NoSpace),
-        "an engine may read them"
-    );
-    assert_eq!(
-        dram.begin_fill(key(9), SIZES[1], Whose::default()),
-        Err(FillError::NoSpace),
-        "nor is the segment given away"
-    );
+    assert_eq!(begin(&mut dram, 9, SIZES[0]), Err(FillError::NoSpace), "an engine may read them");
+    assert_eq!(begin(&mut dram, 9, SIZES[1]), Err(FillError::NoSpace), "nor is the segment given away");
     dram.expire(1000 + HOLD);
-    let slot = dram.begin_fill(key(9), SIZES[0], Whose::default()).expect("one is evicted");
-    assert_eq!(dram.drain_evicted().map(|slot| slot.generation).collect::<Vec<_>>(), [7], "the deepest");
+    let slot = begin(&mut dram, 9, SIZES[0]).expect("one is evicted");
+    assert_eq!(freed(&mut dram), [7], "the deepest");
     assert!(dram.commit(slot));
 }
 
 #[test]
 fn slots_that_held_nothing_whole_are_free_after_the_hold() {
     let mut dram = adopted([Remains::Free, Remains::Debris { generation: 4 }, whole(3, 7)]);
-    let slot = dram.begin_fill(key(9), SIZES[0], Whose::default()).expect("the free one");
-    assert_eq!(
-        dram.begin_fill(key(10), SIZES[0], Whose::default()),
-        Err(FillError::NoSpace),
-        "a copy may be on its way there"
-    );
+    let slot = begin(&mut dram, 9, SIZES[0]).expect("the free one");
+    assert_eq!(begin(&mut dram, 10, SIZES[0]), Err(FillError::NoSpace), "a copy may be on its way there");
     assert!(dram.commit(slot));
     dram.expire(1000 + HOLD);
-    assert_eq!(dram.drain_evicted().map(|slot| slot.generation).collect::<Vec<_>>(), [4]);
-    assert!(dram.begin_fill(key(10), SIZES[0], Whose::default()).is_ok());
+    assert_eq!(freed(&mut dram), [4]);
+    assert!(begin(&mut dram, 10, SIZES[0]).is_ok());
     assert_eq!((dram.stats().adoption_dropped_total, dram.stats().evicted_blocks_total), (1, 0));
 }
 
@@ -692,7 +671,7 @@ fn a_key_is_kept_once_whoever_wrote_it_twice() {
     assert_eq!((dram.stats().blocks, dram.stats().adoption_dropped_total), (1, 2));
     // Saved anew before its segment came into service.
     dram.open_empty(1);
-    let slot = dram.begin_fill(key(2), SIZES[0], Whose::default()).expect("a new segment");
+    let slot = begin(&mut dram, 2, SIZES[0]).expect("a new segment");
     assert!(dram.commit(slot));
     assert_eq!(dram.probe(7, 0, &hashes(1..3)), 2);
 }
@@ -731,7 +710,7 @@ fn a_held_block_is_not_evicted_and_the_hold_is_no_access() {
 #[test]
 fn only_a_committed_block_is_held_and_a_returning_one_is_known() {
     let mut dram = tier(1);
-    let slot = dram.begin_fill(key(1), 600_000, Whose::default()).expect("room");
+    let slot = begin(&mut dram, 1, 600_000).expect("room");
     assert_eq!(dram.hold(&key(1), NOBODY), None);
     assert!(dram.commit(slot) && !dram.has_returned(slot));
     let slots = u64::from(pool::slot_count(SEGMENT, 600_000).expect("fits"));

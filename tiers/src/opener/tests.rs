@@ -27,13 +27,8 @@ impl Drop for File {
 
 fn open(file: &File) -> (Pool, Dram) {
     let bytes = SEGMENTS * SEGMENT;
-    let config = pool::Config {
-        bytes,
-        segment_bytes: SEGMENT,
-        path: Some(file.0.clone()),
-        hugepages: false,
-        epoch: 1,
-    };
+    let path = Some(file.0.clone());
+    let config = pool::Config { bytes, segment_bytes: SEGMENT, path, hugepages: false, epoch: 1 };
     let pool = pool::tests::created(&config);
     let config = dram::Config { pool_bytes: bytes, segment_bytes: SEGMENT, lease_ttl_ms: 1 };
     let mut dram = Dram::unopened(config, 10).expect("sizes");

@@ -35,20 +35,22 @@ pub(super) fn open_memfd(bytes: u64) -> Result<File, Error> {
         let place = "memory (MemAvailable of /proc/meminfo)".to_owned();
         return Err(Error::NoMemory { bytes, available, place, remedy: "free memory" });
     }
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let fd = rustix::fs::memfd_create(c"pillion-pool", flags).map_err(Error::os("create a memfd"))?;
-    rustix::fs::ftruncate(&fd, bytes).map_err(Error::os("size the memfd"))?;
+    let fd = memfd(bytes, MemfdFlags::empty(), "create a memfd")?;
     Ok(File { fd, found_bytes: 0, found_whole: true, reserved: true })
+}
+
+fn memfd(bytes: u64, kind: MemfdFlags, doing: &'static str) -> Result<OwnedFd, Error> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | kind;
+    let fd = rustix::fs::memfd_create(c"pillion-pool", flags).map_err(Error::os(doing))?;
+    rustix::fs::ftruncate(&fd, bytes).map_err(Error::os("size the memfd"))?;
+    Ok(fd)
 }
 
 /// A memfd of huge pages. They are reserved as a file's are: what a control group refuses is then an error, where touching a
 /// page would end the process.
 pub(super) fn open_huge_memfd(bytes: u64) -> Result<File, Error> {
     huge::check(bytes, huge::PAGE_BYTES, 0)?;
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
-    let fd = rustix::fs::memfd_create(c"pillion-pool", flags)
-        .map_err(Error::os("create a memfd of huge pages"))?;
-    rustix::fs::ftruncate(&fd, bytes).map_err(Error::os("size the memfd"))?;
+    let fd = memfd(bytes, MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB, "create a memfd of huge pages")?;
     reserve(&fd, 0, pool::SEGMENT_ALIGN)?;
     Ok(File { fd, found_bytes: 0, found_whole: true, reserved: false })
 }

@@ -138,12 +138,8 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     assert_eq!((pool.found(), pool.take_over(0)), (&Found::Pool, None));
     assert_eq!(pool.former_epoch(), Some(42), "what the first life was called");
     let geometry = pool.take_over(1).expect("a segment of the first life");
-    let whole = Remains::Block {
-        generation: kept.generation,
-        namespace: NamespaceDigest([1; 16]),
-        group: 3,
-        hash: key().hash,
-    };
+    let (namespace, hash) = (NamespaceDigest([1; 16]), key().hash);
+    let whole = Remains::Block { generation: kept.generation, namespace, group: 3, hash };
     let debris = Remains::Debris { generation: unsummed.generation };
     assert_eq!(pool.remains(1, &geometry, 5..8), [Remains::Free, debris, whole]);
     assert!(pool.verify(kept));
@@ -177,11 +173,8 @@ fn a_view_cannot_be_opened_for_writing() {
     let point = std::env::temp_dir().join(format!("pillion-view-{}", std::process::id()));
     fs::write(&point, "").expect("written");
     let mount = |flags: &[&str]| {
-        std::process::Command::new("mount")
-            .args(flags)
-            .arg(&point)
-            .status()
-            .is_ok_and(|status| status.success())
+        let status = std::process::Command::new("mount").args(flags).arg(&point).status();
+        status.is_ok_and(|status| status.success())
     };
     let file = path.0.to_str().expect("a name");
     if mount(&["--bind", file]) {

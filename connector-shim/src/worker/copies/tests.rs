@@ -64,8 +64,19 @@ impl Rank {
         Self { kv, served, link, copies, orders, reached: Flag::default(), _peer: peer }
     }
 
+    /// The same beside a pool with one block.
+    fn with_slot() -> (Self, SlotRef) {
+        let mut rank = Self::new();
+        let slot = rank.served().pool.commit(0, 11, &content(1));
+        (rank, slot)
+    }
+
     fn served(&mut self) -> &mut Served {
         self.served.as_mut().expect("it has not left")
+    }
+
+    fn ends(&self) {
+        eventually("end", || self.copies.is_unwatched());
     }
 
     fn reach(&self) {
@@ -110,22 +121,21 @@ impl Rank {
 
 #[test]
 fn the_sidecars_word_is_taken_for_a_load() {
-    let mut rank = Rank::new();
-    let slot = rank.served().pool.commit(0, 11, &content(1));
+    let (mut rank, slot) = Rank::with_slot();
     rank.follow(5, &[(2, slot)], true);
     rank.served().store(load_word(5), load_word_value(5, CUTS - 1));
     rank.reach();
     std::thread::sleep(10 * LOOK);
     assert!(!rank.copies.is_unwatched(), "a cut is missing");
     rank.served().store(load_word(5), load_word_value(5, CUTS));
-    eventually("end", || rank.copies.is_unwatched());
+    rank.ends();
     rank.follow(6, &[(2, slot)], true);
     rank.served().answer(6, Status::Ok, 1);
-    eventually("end", || rank.copies.is_unwatched());
+    rank.ends();
     assert!(rank.is_delivered(6), "what it said in one word, the stream sees in the other");
     rank.follow(7, &[(2, slot)], false);
     rank.served().answer(7, Status::Ok, 1);
-    eventually("end", || rank.copies.is_unwatched());
+    rank.ends();
     assert_eq!(rank.copies.take_ended(), [Ended { op: 7, failed: vec![] }]);
     assert!(rank.kv.is_untouched(2), "the copies were the sidecar's to make");
     assert!(rank.loaded().is_empty() && rank.rescues() == 0 && rank.served().gate() == 0);
@@ -133,8 +143,7 @@ fn the_sidecars_word_is_taken_for_a_load() {
 
 #[test]
 fn a_load_is_taken_back_awaited_copied_and_only_then_released() {
-    let mut rank = Rank::new();
-    let slot = rank.served().pool.commit(0, 11, &content(1));
+    let (mut rank, slot) = Rank::with_slot();
     rank.served().store(header::FENCE_STARTED, 4);
     rank.served().store(header::FENCE_ENDED, 3);
     rank.reach();
@@ -149,15 +158,14 @@ fn a_load_is_taken_back_awaited_copied_and_only_then_released() {
     assert_eq!(rank.kv.block(2), content(1));
     assert!(gate::is_open(rank.link.connection.region(), 4), "the one before it is left to the sidecar");
     rank.served().store(load_word(4), load_word_value(4, CUTS));
-    eventually("end", || rank.copies.is_unwatched());
+    rank.ends();
     assert!(rank.is_delivered(5) && rank.kv.is_untouched(1));
     assert_eq!((rank.loaded(), rank.rescues()), (vec![(5, Status::Ok as u8)], 1));
 }
 
 #[test]
 fn nothing_is_copied_into_blocks_that_the_engine_still_uses() {
-    let mut rank = Rank::new();
-    let slot = rank.served().pool.commit(0, 11, &content(1));
+    let (mut rank, slot) = Rank::with_slot();
     rank.follow(5, &[(2, slot)], true);
     let stale = SlotRef { generation: 10, ..slot };
     rank.follow(6, &[(3, slot), (4, stale)], false);
@@ -166,7 +174,7 @@ fn nothing_is_copied_into_blocks_that_the_engine_still_uses() {
     std::thread::sleep(3 * shm_protocol::gate::DEVICE_LATENCY);
     assert!(rank.kv.is_untouched(2) && rank.word(5) == 0);
     rank.reach();
-    eventually("end", || rank.copies.is_unwatched());
+    rank.ends();
     assert!(rank.is_delivered(5));
     assert_eq!((rank.kv.block(2), rank.kv.block(3)), (content(1), content(1)));
     assert_eq!(rank.copies.take_ended(), [Ended { op: 6, failed: vec![4] }]);
@@ -175,8 +183,7 @@ fn nothing_is_copied_into_blocks_that_the_engine_still_uses() {
 
 #[test]
 fn a_load_is_seen_through_after_the_session() {
-    let mut rank = Rank::new();
-    let slot = rank.served().pool.commit(0, 11, &content(1));
+    let (rank, slot) = Rank::with_slot();
     rank.follow(5, &[(2, slot)], true);
     let Rank { kv, served, link, orders, reached, .. } = rank;
     drop((orders, served));
@@ -194,7 +201,7 @@ fn a_load_that_is_this_process_own_waits_for_its_blocks_and_for_nothing_else() {
     std::thread::sleep(10 * LOOK);
     assert!(rank.kv.is_untouched(2), "the engine still uses its blocks");
     rank.reach();
-    eventually("end", || rank.copies.is_unwatched());
+    rank.ends();
     assert_eq!((rank.kv.block(2), rank.kv.block(3), rank.kv.block(4)), (content(1), content(2), content(1)));
     assert_eq!(rank.copies.take_ended(), [Ended { op: 5, failed: vec![] }, Ended { op: 6, failed: vec![6] }]);
     assert_eq!(rank.loaded(), [(5, Status::Ok as u8), (6, Status::Failed as u8)]);
@@ -244,8 +251,7 @@ fn a_batch_that_neither_ends_nor_dies_ends_the_process() {
 #[test]
 #[ignore = "ends its process; run by a test above"]
 fn loses_a_block() {
-    let mut rank = Rank::new();
-    let slot = rank.served().pool.commit(0, 11, &content(1));
+    let (mut rank, slot) = Rank::with_slot();
     rank.reach();
     rank.follow(5, &[(2, slot), (3, SlotRef { generation: 10, ..slot })], true);
     rank.served().answer(5, Status::Failed, 0);
@@ -255,8 +261,7 @@ fn loses_a_block() {
 #[test]
 #[ignore = "ends its process; run by a test above"]
 fn never_settles() {
-    let mut rank = Rank::new();
-    let slot = rank.served().pool.commit(0, 11, &content(1));
+    let (mut rank, slot) = Rank::with_slot();
     rank.served().store(header::FENCE_STARTED, 1);
     rank.reach();
     rank.follow(5, &[(2, slot)], false);

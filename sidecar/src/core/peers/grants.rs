@@ -10,20 +10,8 @@ use crate::core::Action;
 use crate::core::context::Context;
 use crate::core::namespaces::Space;
 
-/// What one ask was granted.
-#[derive(Debug, Default)]
-pub(super) struct Granted {
-    /// Slots, held, with the bytes of each, in the order asked.
-    slots: Vec<(SlotRef, u64)>,
-}
-
-// === impl Granted ===
-
-impl Granted {
-    fn bytes(&self) -> u64 {
-        self.slots.iter().map(|(_, bytes)| bytes).sum()
-    }
-}
+/// What one ask was granted: slots, held, with the bytes of each, in the order asked.
+pub(super) type Granted = Vec<(SlotRef, u64)>;
 
 // === impl Peers ===
 
@@ -33,7 +21,7 @@ impl Peers {
         let mut granted = Granted::default();
         let slots = blocks.iter().map(|label| {
             let slot = self.hold(label, cx);
-            granted.slots.extend(slot.map(|slot| (slot, u64::from(label.bytes))));
+            granted.extend(slot.map(|slot| (slot, u64::from(label.bytes))));
             slot
         });
         let slots: Vec<Option<SlotRef>> = slots.collect();
@@ -70,10 +58,10 @@ impl Peers {
     /// The transport needs the slots of a grant no more.
     pub(super) fn release(&mut self, ask: u64, sent: u32, dram: &mut Dram) {
         let granted = self.grants.remove(&ask).expect("a grant is released once");
-        self.granted_bytes -= granted.bytes();
-        let whole = granted.slots.iter().take(sent as usize);
+        self.granted_bytes -= granted.iter().map(|(_, bytes)| bytes).sum::<u64>();
+        let whole = granted.iter().take(sent as usize);
         self.stats.served_blocks += whole.len() as u64;
         self.stats.served_bytes += whole.map(|(_, bytes)| bytes).sum::<u64>();
-        granted.slots.into_iter().for_each(|(slot, _)| dram.unhold(slot, HolderId::NOBODY));
+        granted.into_iter().for_each(|(slot, _)| dram.unhold(slot, HolderId::NOBODY));
     }
 }

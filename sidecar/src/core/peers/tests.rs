@@ -113,10 +113,8 @@ impl Scene {
         let op = self.next_op();
         self.engine.save_done(op, keys);
         self.take_actions();
-        for (copy, _, _) in self.engine.copies() {
-            self.event(Event::Copied { copy, ok: true });
-        }
-        self.event(Event::Drained { session: SCHEDULER, void_below: 0 });
+        self.engine.copied();
+        self.take_actions();
         self.ask(SchedulerRequest::Close { log: 9 });
         self.engine.out.clear();
     }
@@ -173,11 +171,25 @@ impl Scene {
         self.engine.core.peers_stats().unwrap()
     }
 
+    fn assert_quiet_once_closed(&mut self) {
+        self.ask(SchedulerRequest::Close { log: 1 });
+        assert!(self.is_quiet());
+    }
+
     /// Nothing is on its way, held or being filled.
     fn is_quiet(&self) -> bool {
         let tier = self.engine.core.base.cx.dram.stats();
         !self.engine.core.busy() && tier.filling == 0 && tier.bytes_leased == 0
     }
+}
+
+/// A query of log 1 waits for `count` blocks, which are sent for.
+fn fetching(count: u32) -> (Scene, u64, Fetch) {
+    let mut scene = Scene::with(A, 0..count);
+    let op = scene.query(1, 0..count);
+    let fetch = scene.fetch();
+    assert_eq!(scene.answers(), [(op, Status::Pending, 0)]);
+    (scene, op, fetch)
 }
 
 fn keys_of(fetch: &Fetch) -> Vec<Label> {
@@ -275,10 +287,7 @@ fn what_one_peer_fails_to_give_is_asked_of_another_together() {
 
 #[test]
 fn a_false_positive_is_a_miss() {
-    let mut scene = Scene::with(A, 0..4);
-    let op = scene.query(1, 0..4);
-    let fetch = scene.fetch();
-    scene.answers();
+    let (mut scene, op, fetch) = fetching(4);
     scene.end(&fetch, 0..2, Ok(1));
     scene.end(&fetch, 2..4, Err(Fault::Absent));
     assert_eq!(scene.answers(), [(op, Status::Ok, 2)]);
@@ -308,16 +317,12 @@ fn a_peer_that_fails_is_left_alone() {
 
 #[test]
 fn a_peer_that_leaves_keeps_the_slots_until_their_end() {
-    let mut scene = Scene::with(A, 0..2);
-    let op = scene.query(1, 0..2);
-    let fetch = scene.fetch();
-    scene.answers();
+    let (mut scene, op, fetch) = fetching(2);
     scene.hear(Heard::Left(A));
     assert!(scene.answers().is_empty() && scene.engine.core.busy());
     scene.end_all(&fetch, Err(Fault::Stopped));
     assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
-    scene.ask(SchedulerRequest::Close { log: 1 });
-    assert!(scene.is_quiet());
+    scene.assert_quiet_once_closed();
 }
 
 #[test]
@@ -366,10 +371,7 @@ fn a_run_whose_first_block_nobody_has_is_answered_at_once() {
 
 #[test]
 fn time_ends_a_wait_and_not_its_fetch() {
-    let mut scene = Scene::with(A, 0..2);
-    let op = scene.query(1, 0..2);
-    let fetch = scene.fetch();
-    scene.answers();
+    let (mut scene, op, fetch) = fetching(2);
     scene.end(&fetch, 0..1, Ok(1));
     scene.tick(2000);
     assert_eq!(scene.answers(), [(op, Status::Ok, 1)]);
@@ -502,10 +504,7 @@ fn a_filter_without_room_is_asked_for_anew_once() {
 
 #[test]
 fn a_peer_that_refuses_costs_nothing_but_the_miss() {
-    let mut scene = Scene::with(A, 0..2);
-    let op = scene.query(1, 0..2);
-    let fetch = scene.fetch();
-    scene.answers();
+    let (mut scene, op, fetch) = fetching(2);
     scene.end_all(&fetch, Err(Fault::Refused(Refusal::Busy)));
     assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
     assert!(!scene.stats().peers[0].breaker_open);

@@ -89,11 +89,14 @@ impl Scene {
         let op = self.next_op();
         self.engine.save_done(op, keys);
         self.take_jobs();
-        for (copy, _, _) in self.engine.copies() {
-            self.engine.event(Event::Copied { copy, ok: true });
-        }
-        self.engine.drained();
+        self.engine.copied();
         self.ask(SchedulerRequest::Close { log: 9 });
+    }
+
+    /// The same, and the writes that follow are done.
+    fn write(&mut self, keys: Range<u32>) {
+        self.save(keys);
+        self.end_all();
     }
 
     /// Ends every job there is, and those that follow.
@@ -107,6 +110,10 @@ impl Scene {
         self.event(Event::Transferred(Done { device: 0, ticket: job.ticket, micros: 1, result }));
     }
 
+    fn end_well(&mut self, jobs: Vec<Job>) {
+        jobs.into_iter().for_each(|job| self.end(job, Ok(())));
+    }
+
     /// Reads among the jobs, taken from them.
     fn reads(&mut self) -> Vec<Job> {
         let is_read = |job: &Job| matches!(job.work, Work::Read { .. });
@@ -118,15 +125,13 @@ impl Scene {
     /// Fills DRAM with other blocks, so that none of the earlier ones is left.
     fn flood(&mut self) {
         for from in (1000..1000 + 8 * DRAM_BLOCKS).step_by(7) {
-            self.save(from..from + 7);
-            self.end_all();
+            self.write(from..from + 7);
         }
     }
 
     /// Blocks `keys` on the device and not in DRAM.
     fn on_ssd(&mut self, keys: Range<u32>) {
-        self.save(keys.clone());
-        self.end_all();
+        self.write(keys.clone());
         self.flood();
         let space = Space { digest: NAMESPACE, block_bytes: BLOCK_BYTES };
         let namespace = self.engine.core.base.cx.namespaces.adopt(space).unwrap();
@@ -181,6 +186,15 @@ impl Scene {
     }
 }
 
+/// The first `count` blocks are on the device, and log 1 has asked for them.
+fn asking(count: u32) -> (Scene, u64) {
+    let mut scene = Scene::new(SsdAdmission::All);
+    scene.on_ssd(0..count);
+    scene.engine.open(1, 0..count);
+    let op = scene.post_query(1, count);
+    (scene, op)
+}
+
 #[test]
 fn a_saved_block_is_held_until_it_is_written() {
     let mut scene = Scene::new(SsdAdmission::All);
@@ -214,8 +228,7 @@ fn writes_wait_for_room_and_blocks_that_went_meanwhile_are_dropped() {
 fn a_query_waits_for_what_a_device_keeps_and_is_answered_once() {
     let mut scene = Scene::new(SsdAdmission::All);
     scene.on_ssd(0..4);
-    scene.save(0..2);
-    scene.end_all();
+    scene.write(0..2);
     scene.engine.out.clear();
     scene.engine.open(1, 0..6);
     let op = scene.post_query(1, 6);
@@ -240,23 +253,20 @@ fn a_query_waits_for_what_a_device_keeps_and_is_answered_once() {
 fn blocks_behind_the_gap_that_lie_in_dram_are_answered_too() {
     let mut scene = Scene::new(SsdAdmission::All);
     scene.on_ssd(0..2);
-    scene.save(2..4);
-    scene.end_all();
+    scene.write(2..4);
     scene.engine.out.clear();
     scene.engine.open(1, 0..5);
     let op = scene.post_query(1, 5);
     assert_eq!(scene.answers(), [(op, Status::Pending, 0)]);
     assert_eq!(scene.held_bytes(), 2 * BLOCK_BYTES, "those behind the gap stay");
-    scene.reads().into_iter().for_each(|read| scene.end(read, Ok(())));
+    let reads = scene.reads();
+    scene.end_well(reads);
     assert_eq!(scene.answers(), [(op, Status::Ok, 4)]);
 }
 
 #[test]
 fn a_read_that_fails_ends_the_run_there() {
-    let mut scene = Scene::new(SsdAdmission::All);
-    scene.on_ssd(0..3);
-    scene.engine.open(1, 0..3);
-    let op = scene.post_query(1, 3);
+    let (mut scene, op) = asking(3);
     let reads = scene.reads();
     scene.engine.out.clear();
     scene.end(reads[0], Ok(()));
@@ -278,7 +288,7 @@ fn two_queries_share_a_read() {
     assert_eq!(scene.answers(), ops.map(|op| (op, Status::Pending, 0)));
     let reads = scene.reads();
     assert_eq!(reads.len(), 2);
-    reads.into_iter().for_each(|read| scene.end(read, Ok(())));
+    scene.end_well(reads);
     assert_eq!(scene.answers(), ops.map(|op| (op, Status::Ok, 2)));
     assert_eq!((scene.leases(), scene.held_bytes()), (2, 2 * BLOCK_BYTES));
 }
@@ -291,10 +301,7 @@ fn whoever_stops_waiting_leaves_the_blocks_in_dram_and_nothing_held() {
     let hang_up = |scene: &mut Scene| scene.event(Event::Disconnected { session: SCHEDULER });
     let ways: [&dyn Fn(&mut Scene); 4] = [&release, &close, &salt, &hang_up];
     for (way, stop) in ways.into_iter().enumerate() {
-        let mut scene = Scene::new(SsdAdmission::All);
-        scene.on_ssd(0..3);
-        scene.engine.open(1, 0..3);
-        scene.post_query(1, 3);
+        let (mut scene, _) = asking(3);
         let reads = scene.reads();
         scene.answers();
         scene.end(reads[0], Ok(()));
@@ -311,10 +318,7 @@ fn whoever_stops_waiting_leaves_the_blocks_in_dram_and_nothing_held() {
 
 #[test]
 fn the_next_query_of_a_log_takes_over_the_reads() {
-    let mut scene = Scene::new(SsdAdmission::All);
-    scene.on_ssd(0..3);
-    scene.engine.open(1, 0..3);
-    scene.post_query(1, 3);
+    let (mut scene, _) = asking(3);
     let op = scene.post_query(1, 2);
     let reads = scene.reads();
     assert_eq!(reads.len(), 3, "none is begun twice");
@@ -328,10 +332,7 @@ fn the_next_query_of_a_log_takes_over_the_reads() {
 
 #[test]
 fn time_ends_a_wait_and_not_its_reads() {
-    let mut scene = Scene::new(SsdAdmission::All);
-    scene.on_ssd(0..2);
-    scene.engine.open(1, 0..2);
-    let op = scene.post_query(1, 2);
+    let (mut scene, op) = asking(2);
     let reads = scene.reads();
     scene.answers();
     scene.end(reads[0], Ok(()));
@@ -348,8 +349,7 @@ fn time_ends_a_wait_and_not_its_reads() {
 fn a_query_brings_in_a_part_of_the_pool_at_most() {
     let mut scene = Scene::new(SsdAdmission::All);
     for from in (0..28).step_by(7) {
-        scene.save(from..from + 7);
-        scene.end_all();
+        scene.write(from..from + 7);
     }
     scene.flood();
     scene.engine.out.clear();
@@ -362,7 +362,7 @@ fn a_query_brings_in_a_part_of_the_pool_at_most() {
     scene.answers();
     reads.extend(scene.reads());
     assert_eq!(reads.len(), most as usize);
-    reads.into_iter().for_each(|read| scene.end(read, Ok(())));
+    scene.end_well(reads);
     assert_eq!(scene.answers(), [(op, Status::Ok, most)]);
 }
 
@@ -375,7 +375,7 @@ fn a_hint_begins_the_reads_and_holds_nothing() {
     scene.ask(SchedulerRequest::Hint { keys: Keys::new(1, 0..2) });
     let reads = scene.reads();
     assert_eq!((reads.len(), scene.held_bytes()), (2, 0));
-    reads.into_iter().for_each(|read| scene.end(read, Ok(())));
+    scene.end_well(reads);
     assert!(scene.answers().is_empty(), "a hint has no answer");
     let op = scene.post_query(1, 2);
     assert_eq!(scene.answers(), [(op, Status::Ok, 2)]);
@@ -383,10 +383,7 @@ fn a_hint_begins_the_reads_and_holds_nothing() {
 
 #[test]
 fn a_draining_sidecar_lets_nobody_wait_and_ends_its_transfers() {
-    let mut scene = Scene::new(SsdAdmission::All);
-    scene.on_ssd(0..1);
-    scene.engine.open(1, 0..1);
-    let op = scene.post_query(1, 1);
+    let (mut scene, op) = asking(1);
     scene.answers();
     scene.event(Event::Drain);
     assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
@@ -402,13 +399,11 @@ fn second_hit_writes_what_was_offered_again_or_came_back() {
     let mut scene = Scene::new(SsdAdmission::SecondHit);
     scene.save(0..2);
     assert!(scene.jobs.is_empty() && !scene.engine.core.busy());
-    scene.save(0..1);
-    scene.end_all();
+    scene.write(0..1);
     assert_eq!(scene.stats().log.blocks, 2);
     scene.flood();
     assert_eq!(scene.stats().log.blocks, 2);
-    scene.save(1190..1192);
-    scene.end_all();
+    scene.write(1190..1192);
     assert_eq!(scene.stats().log.blocks, 4, "evicted not long ago");
 }
 
@@ -425,16 +420,13 @@ fn blocks_of_earlier_lives_are_found_by_their_namespace() {
     assert_eq!(scene.answers(), [(op, Status::Pending, 0)]);
     let reads = scene.reads();
     assert_eq!(reads.len(), 2, "the third is another namespace's");
-    reads.into_iter().for_each(|read| scene.end(read, Ok(())));
+    scene.end_well(reads);
     assert_eq!(scene.answers(), [(op, Status::Ok, 2)]);
 }
 
 #[test]
 fn a_device_that_is_late_keeps_its_slot_and_nobody_waiting() {
-    let mut scene = Scene::new(SsdAdmission::All);
-    scene.on_ssd(0..1);
-    scene.engine.open(1, 0..1);
-    let op = scene.post_query(1, 1);
+    let (mut scene, op) = asking(1);
     scene.answers();
     let reads = scene.reads();
     for _ in 0..3 {
@@ -453,8 +445,7 @@ fn a_device_that_is_late_keeps_its_slot_and_nobody_waiting() {
 fn what_an_engine_saved_that_is_barred_goes_from_the_disk_and_does_not_come_back() {
     let mut scene = Scene::new(SsdAdmission::All);
     scene.on_ssd(0..2);
-    scene.save(2..4);
-    scene.end_all();
+    scene.write(2..4);
     scene.engine.open(2, 0..2);
     scene.post_query(2, 2);
     assert_eq!(scene.answers(), [(scene.op, Status::Pending, 0)]);
@@ -464,12 +455,10 @@ fn what_an_engine_saved_that_is_barred_goes_from_the_disk_and_does_not_come_back
     scene.engine.open(3, 2..4);
     scene.engine.post_save(3, op, 0..2, true);
     scene.engine.fences(RANKS[0], op, op);
-    let copies = scene.engine.copies();
-    copies.iter().for_each(|(copy, ..)| scene.engine.event(Event::Copied { copy: *copy, ok: true }));
-    scene.engine.drained();
+    scene.engine.copied();
     let save = scene.engine.comparison().expect("kept").save;
     scene.event(Event::Compared { save, found: found(1) });
-    reads.into_iter().for_each(|job| scene.end(job, Ok(())));
+    scene.end_well(reads);
     scene.end_all();
     assert_eq!((scene.stats().log.blocks, scene.engine.core.stats().blocks), (0, 0));
     scene.event(Event::Tick);

@@ -39,9 +39,7 @@ fn verification(core: &Core, n: u32) -> Action {
 
 impl Harness {
     fn verified(&mut self, n: u32, whole: bool) {
-        let Action::Verify { key, slot } = verification(&self.core, n) else {
-            unreachable!("made of nothing else")
-        };
+        let Action::Verify { key, slot } = verification(&self.core, n) else { unreachable!("no other") };
         self.event(Event::Verified { key, slot, whole });
     }
 
@@ -63,11 +61,7 @@ impl Harness {
     }
 
     fn ask_for(&mut self, op: u64, count: u32) {
-        self.ask(SchedulerRequest::Query(Query {
-            op,
-            keys: Keys { log: 0, from: 0, count },
-            arriving: false,
-        }));
+        self.ask(SchedulerRequest::Query(Query { op, keys: Keys::new(0, 0..count), arriving: false }));
     }
 }
 
@@ -84,12 +78,8 @@ fn blocks_that_are_asked_for_are_verified_first_and_their_query_waits() {
     engine.verified(6, true);
     assert_eq!(engine.answer(), None, "one is still looked at");
     engine.verified(7, false);
-    assert!(
-        engine
-            .out
-            .iter()
-            .any(|action| matches!(action, Action::Warn(text) if text.contains("adoption_corrupt")))
-    );
+    let said = |action: &Action| matches!(action, Action::Warn(text) if text.contains("adoption_corrupt"));
+    assert!(engine.out.iter().any(said));
     engine.assert_begun(&[2]);
     assert_eq!(engine.answer(), Some((Status::Ok, 2)), "what was changed is a miss");
     engine.verified(1, false);

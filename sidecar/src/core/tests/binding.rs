@@ -7,9 +7,11 @@ use super::*;
 const LIVE: [u8; 16] = [0xa; 16];
 const TUNED: [u8; 16] = [0xb; 16];
 
-/// An engine whose ranks sampled their weights and have not joined.
-fn sampled(world_size: u32) -> Harness {
-    with(world_size, |worker| worker.live_weights = Some(Digest(LIVE)))
+/// An engine whose ranks sampled their weights.
+fn joined(world_size: u32) -> Harness {
+    let mut engine = with(world_size, |worker| worker.live_weights = Some(Digest(LIVE)));
+    engine.join();
+    engine
 }
 
 /// An engine whose ranks say something else, and have not joined.
@@ -18,8 +20,7 @@ fn with(world_size: u32, change: impl Fn(&mut WorkerHello)) -> Harness {
     for rank in 0..world_size {
         let session = RANKS[rank as usize];
         engine.event(Event::Disconnected { session });
-        let hello = Box::new(changed(rank_hello(world_size, rank), &change));
-        engine.event(Event::Connected { session, hello });
+        engine.connect(session, changed(rank_hello(world_size, rank), &change));
     }
     engine
 }
@@ -46,8 +47,7 @@ impl Harness {
 
 #[test]
 fn equal_weights_give_the_old_namespace_back_and_others_another() {
-    let mut engine = sampled(1);
-    engine.join();
+    let mut engine = joined(1);
     let live = namespace::weights_live([Some(LIVE)]);
     let word = namespace::digest(&namespace::complete(&Facts::new(), live)).words()[0];
     let first = Bound { weights: 0, live, namespace: word };
@@ -74,8 +74,7 @@ fn equal_weights_give_the_old_namespace_back_and_others_another() {
 
 #[test]
 fn one_late_rank_keeps_the_engine_unbound_and_an_early_answer_waits_for_its_question() {
-    let mut engine = sampled(2);
-    engine.join();
+    let mut engine = joined(2);
     engine.keep(2);
     engine.weights(1);
     engine.holds(1, 1, 1, LIVE);
@@ -118,8 +117,7 @@ fn absent_weights_are_not_equal() {
 
 #[test]
 fn a_rank_whose_weights_changed_by_themselves_closes_its_schedulers_session() {
-    let mut engine = sampled(2);
-    engine.join();
+    let mut engine = joined(2);
     engine.holds(0, 1, 0, LIVE);
     assert_eq!(engine.closed(), None, "it looked, and they are the same");
     engine.holds(1, 1, 0, TUNED);
@@ -130,7 +128,7 @@ fn a_rank_whose_weights_changed_by_themselves_closes_its_schedulers_session() {
     // Nor does it help to come again.
     engine.event(Event::Disconnected { session: RANKS[1] });
     let hello = changed(rank_hello(2, 1), |worker| worker.live_weights = Some(Digest(TUNED)));
-    engine.event(Event::Connected { session: RANKS[1], hello: Box::new(hello) });
+    engine.connect(RANKS[1], hello);
     engine.join_from(RANKS[1], 0);
     assert!(engine.closed().is_some());
 }
@@ -138,11 +136,10 @@ fn a_rank_whose_weights_changed_by_themselves_closes_its_schedulers_session() {
 #[test]
 fn a_session_that_takes_a_ranks_place_is_bound_by_what_it_holds() {
     for (live, closes) in [(LIVE, false), (TUNED, true)] {
-        let mut engine = sampled(1);
-        engine.join();
+        let mut engine = joined(1);
         engine.out.clear();
         let again = changed(rank_hello(1, 0), |worker| worker.live_weights = Some(Digest(live)));
-        engine.event(Event::Connected { session: 9, hello: Box::new(again) });
+        engine.connect(9, again);
         engine.join_from(9, 0);
         match closes {
             true => assert!(engine.closed().is_some()),
@@ -183,7 +180,7 @@ fn roles_that_see_other_cache_groups_do_not_meet() {
     let mut engine = Harness::unjoined(1);
     engine.event(Event::Disconnected { session: RANKS[0] });
     let hello = Hello { groups: Some(Digest(LIVE)), ..rank_hello(1, 0) };
-    engine.event(Event::Connected { session: RANKS[0], hello: Box::new(hello) });
+    engine.connect(RANKS[0], hello);
     engine.join();
     let reason = engine.closed().unwrap();
     assert!(reason.contains(&NamespaceDigest(LIVE).to_string()) && reason.contains("none"), "{reason}");
@@ -197,8 +194,7 @@ fn numbers_of_weights_rise() {
         |engine| engine.holds(0, 2, 0, LIVE),
     ];
     for wrong in wrong {
-        let mut engine = sampled(1);
-        engine.join();
+        let mut engine = joined(1);
         engine.weights(1);
         engine.holds(0, 1, 1, LIVE);
         assert_eq!(engine.closed(), None);

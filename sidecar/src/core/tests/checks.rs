@@ -24,21 +24,22 @@ pub(crate) fn found(differing: u32) -> Found {
 impl Harness {
     /// Lets an engine of one rank begin, whose messages follow.
     fn begin(&mut self, engine: u64) {
-        let worker = Event::Connected {
-            session: rank(engine),
-            hello: Box::new(Hello { engine: format!("e{engine}"), ..rank_hello(1, 0) }),
-        };
-        self.event(worker);
+        self.connect(rank(engine), Hello { engine: format!("e{engine}"), ..rank_hello(1, 0) });
         self.connect_scheduler(engine, scheduler(engine));
-        let join = Request::Worker(WorkerRequest::Join { run: run(engine), step: 0 });
-        self.event(Event::Message { session: rank(engine), request: join });
+        self.report(rank(engine), WorkerRequest::Join { run: run(engine), step: 0 });
         self.speaker = scheduler(engine);
+    }
+
+    /// The same with a log of keys 0 and 1.
+    fn begin_with_log(&mut self, engine: u64) {
+        self.begin(engine);
+        self.open(0, 0..2);
     }
 
     fn connect_scheduler(&mut self, engine: u64, session: SessionId) {
         let name = if engine == 0 { "e".into() } else { format!("e{engine}") };
         let hello = Hello { engine: name, ..hello(1, Role::Scheduler { run: run(engine) }) };
-        self.event(Event::Connected { session, hello: Box::new(hello) });
+        self.connect(session, hello);
     }
 
     /// Ends the copies of an engine's steps up to `step`.
@@ -49,13 +50,24 @@ impl Harness {
         copies.into_iter().flat_map(|(_, _, pieces)| pieces).collect()
     }
 
+    /// The same, and the ring is drained.
+    fn copy_all(&mut self, engine: u64, step: u64) {
+        self.copy(engine, step);
+        self.drained();
+    }
+
+    /// Ends the comparison asked for since the last look, which is returned.
+    fn compared(&mut self, differing: u32) -> Comparison {
+        let comparison = self.comparison().expect("the keys are kept");
+        self.event(Event::Compared { save: comparison.save, found: found(differing) });
+        comparison
+    }
+
     /// Checks keys `keys` of a log that is open, as an engine that finds so many of them different.
     fn check(&mut self, engine: u64, log: u32, op: u64, keys: std::ops::Range<u32>, differing: u32) -> Saved {
         self.post_save(log, op, keys, true);
-        self.copy(engine, op);
-        self.drained();
-        let comparison = self.comparison().expect("the keys are kept");
-        self.event(Event::Compared { save: comparison.save, found: found(differing) });
+        self.copy_all(engine, op);
+        self.compared(differing);
         self.saved().expect("it has ended")
     }
 
@@ -89,12 +101,8 @@ fn kept_blocks_are_compared_with_computed_ones_once_these_cannot_be_overwritten(
     let comparison = engine.comparison().expect("all shards were copied");
     assert_eq!((comparison.save, comparison.pairs.len(), comparison.shards), ((SCHEDULER, 5), 2, 2));
     let filled: Vec<u64> = copies[0].2.iter().map(|piece| piece.offset).collect();
-    assert!(
-        comparison
-            .pairs
-            .iter()
-            .all(|(kept, computed)| { filled.contains(&computed.offset) && !filled.contains(&kept.offset) })
-    );
+    let is_filled = |slot: &SlotRef| filled.contains(&slot.offset);
+    assert!(comparison.pairs.iter().all(|(kept, computed)| is_filled(computed) && !is_filled(kept)));
     assert!(engine.core.busy() && engine.saved().is_none());
     engine.event(Event::Compared { save: comparison.save, found: found(0) });
     let freed: Vec<_> = comparison.pairs.iter().map(|(_, slot)| Action::FreeSlot { slot: *slot }).collect();
@@ -120,9 +128,7 @@ fn what_was_cancelled_or_not_copied_is_never_compared() {
     engine.event(Event::Copied { copy: copies[0].0, ok: true });
     engine.ask(SchedulerRequest::Cancel(Cancel { op: 5, from: 1, count: 3 }));
     engine.drained();
-    let comparison = engine.comparison().unwrap();
-    assert_eq!(comparison.pairs.len(), 1, "three sources were reused");
-    engine.event(Event::Compared { save: comparison.save, found: found(0) });
+    assert_eq!(engine.compared(0).pairs.len(), 1, "three sources were reused");
     let saved = engine.saved().unwrap();
     assert_eq!((saved.present, saved.cancelled, saved.checked), (1, 3, 1));
 
@@ -144,10 +150,8 @@ fn what_is_not_kept_is_saved_and_what_has_no_room_is_left() {
     engine.keep(2);
     engine.open(1, 0..4);
     engine.post_save(1, 5, 0..4, true);
-    engine.copy(0, 5);
-    engine.drained();
-    let comparison = engine.comparison().unwrap();
-    engine.event(Event::Compared { save: comparison.save, found: found(0) });
+    engine.copy_all(0, 5);
+    engine.compared(0);
     let saved = engine.saved().unwrap();
     assert_eq!((saved.committed, saved.present, saved.checked), (2, 2, 2));
 
@@ -164,11 +168,8 @@ fn what_is_not_kept_is_saved_and_what_has_no_room_is_left() {
     assert_eq!(small.core.stats().checks_undecided, 1);
     small.ask(SchedulerRequest::Release { log: 0 });
     small.post_save(0, 6, 0..3, true);
-    assert_eq!(
-        small.copy(0, 6).len(),
-        2,
-        "the second block gave way to the first one's, and is saved over the third"
-    );
+    let copied = small.copy(0, 6).len();
+    assert_eq!(copied, 2, "the second block gave way to the first one's, and is saved over the third");
     small.drained();
     let comparison = small.comparison().unwrap();
     assert_eq!(comparison.pairs.len(), 1);
@@ -190,21 +191,13 @@ fn a_comparison_keeps_its_blocks_in_place_and_no_engine_has_many() {
     for log in 1..140 {
         engine.open(log, 1000 * log..1000 * log + 128);
         engine.save(log, 100 + u64::from(log), 100, 1..129);
-        engine.copy(0, 100);
-        engine.drained();
+        engine.copy_all(0, 100);
         engine.out.clear();
     }
     assert!(engine.core.stats().evicted_blocks > 0);
     engine.event(Event::Compared { save: comparison.save, found: found(0) });
     assert_eq!(engine.saved().unwrap().checked, 64);
-    engine.event(Event::Message {
-        session: SCHEDULER,
-        request: Request::Scheduler {
-            request: SchedulerRequest::Close { log: 0 },
-            keys: Vec::new(),
-            blocks: Vec::new(),
-        },
-    });
+    engine.ask(SchedulerRequest::Close { log: 0 });
     assert!(!engine.core.busy());
 }
 
@@ -215,23 +208,17 @@ fn an_engine_that_differs_is_barred_and_what_it_saved_is_gone() {
     engine.begin(1);
     engine.open(1, 100..110);
     engine.post_save(1, 1, 0..3, false);
-    engine.copy(1, 1);
-    engine.drained();
+    engine.copy_all(1, 1);
     assert_eq!(engine.saved().unwrap().committed, 3);
     engine.open(2, 0..4);
     assert_eq!(engine.query(2, 2, 0, 4).value, 4);
     // One save is under way when the verdict falls.
     engine.post_save(1, 3, 3..6, false);
     engine.post_save(2, 4, 3..4, true);
-    engine.copy(1, 4);
-    engine.drained();
-    let out = std::mem::take(&mut engine.out);
-    let compare = out.iter().find_map(|action| match action {
-        Action::Compare(comparison) => Some(comparison.save),
-        _ => None,
-    });
+    engine.copy_all(1, 4);
+    let save = engine.comparison().unwrap().save;
     engine.post_save(1, 5, 6..9, false);
-    engine.event(Event::Compared { save: compare.unwrap(), found: found(1) });
+    engine.event(Event::Compared { save, found: found(1) });
     let warnings = engine.warnings();
     assert_eq!(warnings.len(), 1, "{warnings:?}");
     let namespace = NAMESPACE.to_string();
@@ -243,23 +230,17 @@ fn an_engine_that_differs_is_barred_and_what_it_saved_is_gone() {
     let saved = engine.saved().unwrap();
     assert_eq!((saved.checked, saved.differing, saved.difference, saved.limit), (1, 1, 400_000, 22_517));
     let stats = engine.core.stats();
-    assert_eq!(
-        (stats.barred_engines, stats.checks_differing, stats.removed_blocks, stats.leases),
-        (1, 1, 6, 0)
-    );
+    assert_eq!((stats.barred_engines, stats.checks_differing, stats.removed_blocks), (1, 1, 6));
+    assert_eq!(stats.leases, 0);
     assert_eq!(stats.blocks, 4, "what another engine saved stays");
     assert_eq!(engine.status(2, 6, 4), (Status::Barred, 0));
-    engine.copy(1, 5);
-    engine.drained();
+    engine.copy_all(1, 5);
     assert_eq!(engine.saved().unwrap().dropped, 3, "it was under way");
     engine.post_save(1, 7, 0..9, false);
     assert_eq!(engine.saved().unwrap().dropped, 9);
     engine.load(2, 8, 2, 0..4, 0);
-    assert!(
-        matches!(engine.out[..], [Action::Outcome { session, .. }] if session == rank(1)),
-        "{:?}",
-        engine.out
-    );
+    let out = &engine.out[..];
+    assert!(matches!(out, [Action::Outcome { session, .. }] if *session == rank(1)), "{out:?}");
     let barred = engine.core.barred();
     assert_eq!((barred.len(), barred[0].engine.as_str(), barred[0].worst), (1, "e1", Some(found(1).worst)));
     engine.out.clear();
@@ -273,8 +254,7 @@ fn an_engine_that_differs_is_barred_and_what_it_saved_is_gone() {
 fn a_bar_lasts_for_the_run_and_for_one_namespace() {
     let mut engine = Harness::engine(1);
     engine.keep(2);
-    engine.begin(1);
-    engine.open(0, 0..2);
+    engine.begin_with_log(1);
     assert_eq!(engine.check(1, 0, 2, 0..2, 2).differing, 2);
     assert_eq!(engine.status(0, 3, 2), (Status::Barred, 0));
     engine.ask(SchedulerRequest::Salt { salt: [5; 16] });
@@ -288,8 +268,7 @@ fn a_bar_lasts_for_the_run_and_for_one_namespace() {
     assert_eq!(engine.saved().unwrap().dropped, 2);
     assert_eq!(engine.status(0, 2, 2), (Status::Barred, 0), "another connection is the same run");
     assert_eq!(engine.core.barred().len(), 1);
-    engine.begin(2);
-    engine.open(0, 0..2);
+    engine.begin_with_log(2);
     assert_eq!(engine.status(0, 2, 2), (Status::Ok, 2), "another run begins anew");
 }
 
@@ -298,14 +277,11 @@ fn most_engines_are_believed_and_then_the_namespace_begins_anew() {
     let mut engine = Harness::engine(1);
     engine.keep(2);
     for (number, retired) in [(1, false), (2, true)] {
-        engine.begin(number);
-        engine.open(0, 0..2);
+        engine.begin_with_log(number);
         engine.query(0, 2, 0, 2);
         engine.post_save(0, 3, 1..2, true);
-        engine.copy(number, 3);
-        engine.drained();
-        let save = engine.comparison().unwrap().save;
-        engine.event(Event::Compared { save, found: found(1) });
+        engine.copy_all(number, 3);
+        engine.compared(1);
         assert_eq!(engine.warnings().len(), 1 + usize::from(retired), "{:?}", engine.warnings());
         engine.out.clear();
     }
@@ -313,15 +289,12 @@ fn most_engines_are_believed_and_then_the_namespace_begins_anew() {
     assert_eq!(engine.core.barred().iter().filter(|barred| barred.worst.is_none()).count(), 1);
     engine.speaker = SCHEDULER;
     assert_eq!(engine.status(0, 5, 2), (Status::Barred, 0));
-    engine.begin(3);
-    engine.open(0, 0..2);
+    engine.begin_with_log(3);
     assert_eq!(engine.status(0, 2, 2), (Status::Ok, 0), "a run that comes later finds it empty");
     engine.post_save(0, 3, 0..2, false);
-    engine.copy(3, 3);
-    engine.drained();
+    engine.copy_all(3, 3);
     assert_eq!(engine.saved().unwrap().committed, 2);
-    engine.begin(4);
-    engine.open(0, 0..2);
+    engine.begin_with_log(4);
     assert_eq!(engine.status(0, 2, 2), (Status::Ok, 2));
     assert_eq!(engine.check(4, 0, 3, 0..2, 1).differing, 1);
     assert_eq!(engine.core.stats().barred_engines, 4, "one of two is not most of them");
@@ -334,8 +307,7 @@ fn engines_that_lie_again_and_again_cost_the_others_nothing() {
     let mut engine = Harness::engine(1);
     engine.keep(2);
     for number in 1..20 {
-        engine.begin(number);
-        engine.open(0, 0..2);
+        engine.begin_with_log(number);
         assert_eq!(engine.check(number, 0, 3, 0..2, 2).differing, 2);
         engine.event(Event::Disconnected { session: scheduler(number) });
         engine.event(Event::Disconnected { session: rank(number) });
@@ -350,11 +322,9 @@ fn engines_that_lie_again_and_again_cost_the_others_nothing() {
 fn a_comparison_outlives_its_engine_and_says_nothing_then() {
     let mut engine = Harness::engine(1);
     engine.keep(2);
-    engine.begin(1);
-    engine.open(0, 0..2);
+    engine.begin_with_log(1);
     engine.post_save(0, 3, 0..2, true);
-    engine.copy(1, 3);
-    engine.drained();
+    engine.copy_all(1, 3);
     let comparison = engine.comparison().unwrap();
     engine.event(Event::Disconnected { session: scheduler(1) });
     assert!(engine.core.busy(), "its slots are being read");
@@ -362,16 +332,12 @@ fn a_comparison_outlives_its_engine_and_says_nothing_then() {
     assert!(!engine.core.busy() && engine.saved().is_none());
     let stats = engine.core.stats();
     assert_eq!((stats.checks, stats.blocks, stats.pool_used_bytes), (0, 2, 2 * SHARD_BYTES));
-    engine.begin(2);
-    engine.open(0, 0..2);
+    engine.begin_with_log(2);
     engine.post_save(0, 3, 0..2, true);
     engine.copy(2, 3);
     engine.event(Event::Disconnected { session: rank(2) });
     engine.drained();
-    assert_eq!(
-        engine.saved().map(|saved| (saved.present, saved.checked)),
-        Some((2, 0)),
-        "no rank is left to ask"
-    );
+    let saved = engine.saved().unwrap();
+    assert_eq!((saved.present, saved.checked), (2, 0), "no rank is left to ask");
     assert_eq!(engine.core.stats().pool_used_bytes, 2 * SHARD_BYTES);
 }

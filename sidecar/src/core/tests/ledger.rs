@@ -14,9 +14,9 @@ fn two_engines() -> Harness {
     let mut engine = Harness::over(Core::new(Dram::new(config).unwrap()), 1, BLOCK_BYTES);
     engine.join();
     let hello = hello(1, Role::Scheduler { run: OTHER_RUN });
-    engine.event(Event::Connected { session: OTHER, hello: Box::new(hello) });
+    engine.connect(OTHER, hello);
     let hello = rank_hello_of(1, 0, BLOCK_BYTES);
-    engine.event(Event::Connected { session: OTHER_RANK, hello: Box::new(hello) });
+    engine.connect(OTHER_RANK, hello);
     engine
 }
 

@@ -140,20 +140,8 @@ impl Transfers {
         if end.present > 0 {
             base.cx.dram.use_run(binding.namespace, GROUP, &keys);
         }
-        let (blocks, begun) = (Vec::new(), wanted.is_empty());
-        let save = Save {
-            binding,
-            step,
-            checked,
-            parent,
-            keys,
-            wanted,
-            blocks,
-            begun,
-            running: 0,
-            void: false,
-            end,
-        };
+        let (begun, (blocks, running, void)) = (wanted.is_empty(), Default::default());
+        let save = Save { binding, step, checked, parent, keys, wanted, blocks, begun, running, void, end };
         self.pending(key.0).wanted += save.wanted.len();
         self.saves.insert(key, save);
         if begun {
@@ -269,21 +257,19 @@ impl Transfers {
     fn claim(&mut self, session: SessionId, save: &mut Save, wanted: Wanted, base: &mut Base) {
         let Wanted { index, block, hash } = wanted;
         let key = BlockKey { namespace: save.binding.namespace, group: GROUP, hash };
+        let take = |slot, kept| SaveBlock { index, block, hash, slot, kept, cancelled: false };
         if save.checked {
             let check = self.checks.begin((session, save.end.op), index, &save.binding, &key, &mut base.cx);
             if let Some((kept, slot)) = check {
-                save.blocks.push(SaveBlock { index, block, hash, slot, kept: Some(kept), cancelled: false });
-                return;
+                return save.blocks.push(take(slot, Some(kept)));
             }
         }
         match base.cx.begin_fill(key, &save.binding) {
-            Ok(slot) => {
-                save.blocks.push(SaveBlock { index, block, hash, slot, kept: None, cancelled: false });
-            }
+            Ok(slot) => save.blocks.push(take(slot, None)),
             Err(error @ (FillError::Present | FillError::Filling)) => {
                 save.end.present += 1;
                 if error == FillError::Present {
-                    base.sources.offer_again(key, &save.binding);
+                    base.sources.ssd.iter_mut().for_each(|ssd| ssd.offer_again(key, &save.binding));
                 }
             }
             Err(error @ (FillError::NoSpace | FillError::TooLarge { .. } | FillError::Empty)) => {
@@ -403,7 +389,8 @@ impl Transfers {
         }
         // Head first: where a disk has no room for all of them, that part is worth more.
         for (slot, key) in committed {
-            base.sources.offer_saved(slot, key, &save.binding, &base.cx.dram);
+            let dram = &base.cx.dram;
+            base.sources.ssd.iter_mut().for_each(|ssd| ssd.offer_saved(slot, key, &save.binding, dram));
         }
         base.cx.stats.saved_blocks += u64::from(save.end.committed);
         base.cx.stats.saved_bytes += u64::from(save.end.committed) * save.binding.block_bytes();
@@ -447,7 +434,7 @@ fn is_kept(binding: &Binding, hash: BlockHash, base: &mut Base) -> bool {
     let key = BlockKey { namespace: binding.namespace, group: GROUP, hash };
     let kept = base.cx.dram.probe(key.namespace, key.group, &[hash]) == 1;
     if kept {
-        base.sources.offer_again(key, binding);
+        base.sources.ssd.iter_mut().for_each(|ssd| ssd.offer_again(key, binding));
     }
     kept
 }

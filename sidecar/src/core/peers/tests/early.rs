@@ -47,6 +47,12 @@ impl Scene {
         op
     }
 
+    /// Ends what the answer did not wait for: what is before its block well, and what is behind it so.
+    fn end_rest(&mut self, fetch: &Fetch, result: Result<u64, Fault>) {
+        self.end(fetch, 0..3, Ok(1));
+        self.end(fetch, 4..KEYS as usize, result);
+    }
+
     fn load(&mut self, log: u32, lease: u64, range: Range<u32>) -> u64 {
         let op = self.next_op();
         self.engine.load(log, op, lease, range, 0);
@@ -146,8 +152,7 @@ fn a_block_that_fails_refuses_its_load_alone() {
     scene.end(&fetch, 4..8, Ok(1));
     assert_eq!(scene.loads().0, [parts[0]]);
     assert_eq!(scene.engine.core.stats().load_failures, 1);
-    scene.ask(SchedulerRequest::Close { log: 1 });
-    assert!(scene.is_quiet());
+    scene.assert_quiet_once_closed();
 }
 
 #[test]
@@ -160,8 +165,7 @@ fn what_has_failed_before_its_load_is_refused_at_once() {
     scene.end(&fetch, 1..3, Ok(1));
     scene.end(&fetch, 4..KEYS as usize, Ok(1));
     assert_eq!(scene.loads().0, [good]);
-    scene.ask(SchedulerRequest::Close { log: 1 });
-    assert!(scene.is_quiet());
+    scene.assert_quiet_once_closed();
 }
 
 #[test]
@@ -191,8 +195,7 @@ fn a_parked_load_is_refused_when_its_blocks_are_late() {
     assert_eq!(scene.held_bytes(), BLOCK_BYTES, "of the answer");
     let late = scene.load(1, op, 4..8);
     assert_eq!(scene.loads().1, [(late, Status::Absent)]);
-    scene.end(&fetch, 0..3, Ok(1));
-    scene.end(&fetch, 4..KEYS as usize, Err(Fault::Stopped));
+    scene.end_rest(&fetch, Err(Fault::Stopped));
     scene.tick(8001);
     assert!(scene.is_quiet(), "nobody has used the answer for the time of a lease");
 }
@@ -209,8 +212,7 @@ fn whoever_goes_leaves_nothing_held() {
         let (mut scene, fetch, op) = answered();
         scene.load(1, op, 0..8);
         leave(&mut scene);
-        scene.end(&fetch, 0..3, Ok(1));
-        scene.end(&fetch, 4..KEYS as usize, Err(Fault::Stopped));
+        scene.end_rest(&fetch, Err(Fault::Stopped));
         if scene.engine.core.base.engines.has_scheduler(SCHEDULER) {
             scene.ask(SchedulerRequest::Close { log: 1 });
         }
@@ -228,11 +230,9 @@ fn a_part_that_its_rank_gave_up_is_not_copied_when_it_is_whole() {
     scene.event(Event::Message { session: RANKS[0], request: Request::Worker(loaded) });
     scene.ask(SchedulerRequest::Release { log: 1 });
     assert_eq!(scene.held_bytes(), 0);
-    scene.end(&fetch, 0..3, Ok(1));
-    scene.end(&fetch, 4..KEYS as usize, Ok(1));
+    scene.end_rest(&fetch, Ok(1));
     assert_eq!(scene.loads(), (vec![], vec![]));
-    scene.ask(SchedulerRequest::Close { log: 1 });
-    assert!(scene.is_quiet());
+    scene.assert_quiet_once_closed();
 }
 
 #[test]
@@ -245,10 +245,8 @@ fn a_load_that_must_not_fail_is_refused_under_an_early_answer() {
     }
     let beyond = scene.load(1, op, 8..KEYS + 1);
     assert_eq!(scene.loads().1, [(beyond, Status::LeaseUnknown)]);
-    scene.end(&fetch, 0..3, Ok(1));
-    scene.end(&fetch, 4..KEYS as usize, Ok(1));
-    scene.ask(SchedulerRequest::Close { log: 1 });
-    assert!(scene.is_quiet());
+    scene.end_rest(&fetch, Ok(1));
+    scene.assert_quiet_once_closed();
 }
 
 #[test]
@@ -258,9 +256,7 @@ fn the_next_question_of_a_log_ends_the_early_answer() {
     assert_eq!(scene.answers(), [(next, Status::Pending, 0)]);
     let stale = scene.load(1, op, 0..4);
     assert_eq!(scene.loads().1, [(stale, Status::LeaseUnknown)]);
-    scene.end(&fetch, 0..3, Ok(1));
-    scene.end(&fetch, 4..KEYS as usize, Ok(1));
+    scene.end_rest(&fetch, Ok(1));
     assert_eq!(scene.answers().last(), Some(&(next, Status::Ok, KEYS)));
-    scene.ask(SchedulerRequest::Close { log: 1 });
-    assert!(scene.is_quiet());
+    scene.assert_quiet_once_closed();
 }

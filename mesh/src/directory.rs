@@ -180,6 +180,12 @@ impl Directory {
         })
     }
 
+    /// Peers that may have a block, those that are left alone at present among them.
+    pub fn holders(&self, key: Digest) -> impl Iterator<Item = PeerNumber> + '_ {
+        let has = move |member: &&Member| member.filter.as_ref().is_some_and(|filter| filter.contains(key));
+        self.members.iter().filter(has).map(|member| member.peer)
+    }
+
     fn position(&self, peer: PeerNumber) -> Result<usize, usize> {
         self.members.binary_search_by_key(&peer, |member| member.peer)
     }

@@ -1,8 +1,8 @@
-//! `/healthz`, `/readyz`, `/metrics` and `/namespaces`, on a thread of their own that reads atomics and copies: they answer
-//! when the data path is stuck.
+//! `/healthz`, `/readyz` and `/metrics`, on a thread of their own that reads atomics: they answer when the data path is stuck.
 
 use std::convert::Infallible;
 use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -15,10 +15,9 @@ use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus::{Gauge, Registry, TextEncoder};
 
+use crate::clock;
 use crate::heartbeat::Heartbeat;
 use crate::progress::Progress;
-use crate::quotas::Levels;
-use crate::{catalog, clock};
 
 /// Connections served at once: a scraper, two probes, a person; the rest wait in the kernel's backlog.
 const CONNECTIONS_MAX: usize = 64;
@@ -35,8 +34,8 @@ pub type Ready = Arc<AtomicBool>;
 pub struct Pages {
     pub registry: Registry,
     pub ready: Ready,
-    pub catalog: catalog::Shared,
-    pub quotas: Levels,
+    /// Where to ask for what these pages do not show.
+    pub control_socket: PathBuf,
     /// What is still to come of the start, behind `/readyz`.
     pub progress: Arc<Progress>,
     /// Of `/healthz` and `/readyz`.
@@ -110,14 +109,10 @@ impl Pages {
             }
             "/metrics" => self.metrics(),
             "/namespaces" => {
-                let entries = self.catalog.lock().entries(&self.quotas);
-                let text = serde_json::to_string_pretty(&entries).expect("texts and numbers");
-                typed(StatusCode::OK, "application/json", text + "\n")
+                let socket = self.control_socket.display();
+                page(StatusCode::GONE, format!("run pillion ctl --control-socket {socket} namespaces\n"))
             }
-            _ => page(
-                StatusCode::NOT_FOUND,
-                "the pages are /healthz, /readyz, /metrics and /namespaces\n".into(),
-            ),
+            _ => page(StatusCode::NOT_FOUND, "the pages are /healthz, /readyz and /metrics\n".into()),
         }
     }
 
@@ -146,10 +141,7 @@ fn unavailable(text: String) -> Response<String> {
 }
 
 fn page(status: StatusCode, text: String) -> Response<String> {
-    typed(status, "text/plain; version=0.0.4; charset=utf-8", text)
-}
-
-fn typed(status: StatusCode, kind: &str, text: String) -> Response<String> {
+    let kind = "text/plain; version=0.0.4; charset=utf-8";
     let response = Response::builder().status(status).header("content-type", kind);
     response.body(text).expect("constant headers")
 }

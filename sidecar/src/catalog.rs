@@ -1,7 +1,7 @@
 //! The namespaces that this sidecar has seen: what their engines state, and who serves them now.
 //!
 //! A worker is compared with them when it connects, and enters where its namespace is known then; else with its whole engine,
-//! once that is bound. The data thread writes, at connects, bindings, hang-ups and ticks; the admin thread reads copies.
+//! once that is bound. The data thread writes, at connects, bindings, hang-ups and ticks; the control thread reads copies.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -59,10 +59,9 @@ pub struct Blocks {
     pub shards: u32,
 }
 
-/// A namespace as `/namespaces` shows it.
+/// A namespace as the control socket shows it.
 #[derive(Debug, Serialize)]
 pub struct Entry {
-    pub namespace: String,
     /// What its engines state.
     pub facts: Arc<Facts>,
     pub engines: usize,
@@ -215,14 +214,17 @@ impl Catalog {
         self.barred = barred;
     }
 
-    pub fn entries(&self, quotas: &Levels) -> Vec<Entry> {
-        let entry = |(digest, known): (&NamespaceDigest, &Known)| Entry {
-            namespace: digest.to_string(),
-            facts: Arc::clone(&known.facts),
-            engines: known.engines.values().collect::<std::collections::BTreeSet<_>>().len(),
-            block_bytes: known.block_bytes,
-            barred: self.barred.iter().filter(|barred| barred.base == *digest).map(Closed::from).collect(),
-            quota: quotas.of(*digest),
+    pub fn entries(&self, quotas: &Levels) -> Vec<(NamespaceDigest, Entry)> {
+        let entry = |(digest, known): (&NamespaceDigest, &Known)| {
+            let barred = self.barred.iter().filter(|barred| barred.base == *digest);
+            let entry = Entry {
+                facts: Arc::clone(&known.facts),
+                engines: known.engines.values().collect::<std::collections::BTreeSet<_>>().len(),
+                block_bytes: known.block_bytes,
+                barred: barred.map(Closed::from).collect(),
+                quota: quotas.of(*digest),
+            };
+            (*digest, entry)
         };
         self.known.iter().map(entry).collect()
     }

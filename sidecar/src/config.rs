@@ -1,5 +1,6 @@
 //! What the user asked for: command line over environment over file over defaults. The only module that reads the environment.
 
+mod control;
 mod disk;
 mod memory;
 mod mesh;
@@ -13,6 +14,7 @@ use clap::Args;
 use serde::Deserialize;
 use thiserror::Error;
 
+pub use self::control::{Control, ControlTcp, Token, default_control_socket, read_token};
 pub use self::disk::{Disk, SsdAdmission, SsdIo};
 pub(crate) use self::mesh::next_port;
 pub use self::mesh::{Mesh, MeshOptions, Nics, Tcp};
@@ -114,6 +116,15 @@ pub struct Options {
     /// A process belongs to it by its primary group, or by the group list of the sidecar's container.
     #[arg(long, env = "PILLION_SOCKET_GROUP", value_name = "GROUP")]
     pub socket_group: Option<String>,
+    /// UNIX socket of pillion ctl, for this user and root [default: beside --socket, as pillion.control.sock beside pillion.sock]
+    #[arg(long, env = "PILLION_CONTROL_SOCKET", value_name = "PATH")]
+    pub control_socket: Option<PathBuf>,
+    /// Address for pillion ctl beside the socket; it needs --control-token-file
+    #[arg(long, env = "PILLION_CONTROL_LISTEN", value_name = "ADDR")]
+    pub control_listen: Option<SocketAddr>,
+    /// File with the token that whoever comes to --control-listen must pass; others may not read it
+    #[arg(long, env = "PILLION_CONTROL_TOKEN_FILE", value_name = "FILE")]
+    pub control_token_file: Option<PathBuf>,
     /// How long found blocks are held for a request that has not loaded them yet [default: 30s]
     ///
     /// Whole seconds (s) or milliseconds (ms), 10s to 600s. A load is planned on a lease with half of its life left. That half
@@ -171,6 +182,8 @@ pub struct Config {
     pub mesh: Option<Mesh>,
     /// Group that may connect.
     pub socket_group: Option<String>,
+    /// Where it is controlled.
+    pub control: Control,
     /// Life of an unused lease.
     pub lease_ttl: Time,
     pub copy_threads: usize,
@@ -212,6 +225,9 @@ pub enum ConfigError {
     /// Options of the mesh that are missing or contradict each other.
     #[error("{0}")]
     Mesh(String),
+    /// Options of the control address, or the file of its token.
+    #[error("{0}")]
+    Control(String),
     /// The container cannot hold the pool.
     #[error(
         "--dram {dram} is more than the limit of {limit} set by {place}: lower --dram or raise that limit"
@@ -254,6 +270,9 @@ impl Options {
             hugepages: self.hugepages.or(other.hugepages),
             quota: self.quota.or(other.quota),
             socket_group: self.socket_group.or(other.socket_group),
+            control_socket: self.control_socket.or(other.control_socket),
+            control_listen: self.control_listen.or(other.control_listen),
+            control_token_file: self.control_token_file.or(other.control_token_file),
             lease_ttl: self.lease_ttl.or(other.lease_ttl),
             mesh: self.mesh.or(other.mesh),
             copy_threads: self.copy_threads.or(other.copy_threads),
@@ -279,7 +298,9 @@ impl Options {
         if self.pool_view.is_some() && self.pool_path.is_none() {
             return Err(ConfigError::ViewAlone);
         }
+        let control = self.control_socket.unwrap_or_else(|| default_control_socket(&socket));
         let config = Config {
+            control: control::complete(control, self.control_listen, self.control_token_file.as_deref())?,
             socket,
             dram: self.dram.ok_or(ConfigError::DramMissing)?,
             ssd: self.ssd,

@@ -1,5 +1,6 @@
 //! `pillion doctor`: what is wrong with this host, or with a pair of engines that should share, and how to change it.
 
+mod control;
 mod disk;
 mod host;
 mod mesh;
@@ -20,12 +21,15 @@ const FILE_BYTES_MAX: u64 = 1 << 20;
 /// Options of `pillion doctor`.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// Two engines' configurations, each an entry of /namespaces; without them this host is looked at
+    /// Two engines' configurations, each as pillion ctl namespaces NAMESPACE prints it; without them this host is looked at
     #[arg(value_names = ["A.json", "B.json"], num_args = 2)]
     pub pair: Vec<PathBuf>,
     /// The sidecar's socket [default: as pillion serve]
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
+    /// The sidecar's control socket [default: beside its socket]
+    #[arg(long, value_name = "PATH")]
+    pub control_socket: Option<PathBuf>,
     /// A disk to be used for blocks, as pillion serve takes it; may be given several times
     #[arg(long, value_name = "PATH:SIZE")]
     pub ssd: Vec<config::Disk>,
@@ -75,7 +79,7 @@ pub enum DoctorError {
     Unreadable { path: PathBuf, source: std::io::Error },
     /// A file that is no configuration.
     #[error(
-        "{path}: {text}; wanted is one entry of /namespaces, such as curl -s localhost:9440/namespaces | jq '.[0]' gives"
+        "{path}: {text}; wanted is the entry of one namespace, as pillion ctl namespaces NAMESPACE prints it"
     )]
     Malformed { path: PathBuf, text: String },
 }
@@ -85,7 +89,12 @@ pub fn examine(options: &Options) -> Result<Vec<Finding>, DoctorError> {
     if let [one, other] = options.pair.as_slice() {
         return Ok(pair::compare(&pair::Engine::read(one)?, &pair::Engine::read(other)?));
     }
-    let mut found = host::look(&options.socket.clone().unwrap_or_else(config::default_socket));
+    let socket = options.socket.clone().unwrap_or_else(config::default_socket);
+    let mut found = host::look(&socket);
+    if found.iter().any(|finding| finding.check == host::SIDECAR && finding.level == Level::Ok) {
+        let beside = || config::default_control_socket(&socket);
+        found.extend(control::look(&options.control_socket.clone().unwrap_or_else(beside)));
+    }
     found.extend(options.ssd.iter().map(disk::look));
     found.extend(mesh::look(&options.mesh, options.dram));
     Ok(found)

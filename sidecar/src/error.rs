@@ -15,6 +15,8 @@ pub enum StartError {
     Tier(#[from] tiers::Error),
     #[error("cannot serve the admin pages on {address}: {source}; pass another --http ADDR")]
     Admin { address: SocketAddr, source: std::io::Error },
+    #[error("cannot be controlled at {address}: {source}; pass another --control-listen ADDR")]
+    Control { address: SocketAddr, source: std::io::Error },
     /// The metrics contradict each other.
     #[error("metrics: {0}")]
     Metrics(#[from] prometheus::Error),

@@ -1,7 +1,8 @@
-//! The sidecar's socket: where it lies and who may use it.
+//! The sidecar's sockets: where they lie and who may use them.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -14,8 +15,6 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use shm_protocol::transport;
 use thiserror::Error;
 
-/// Owner and group may connect; who of them may stay is decided by [`Listener::permits`].
-const SOCKET_MODE: u32 = 0o660;
 /// A living sidecar accepts at once; a frozen one still has room in its backlog.
 const PROBE_TIME_MAX: Duration = Duration::from_secs(1);
 
@@ -23,15 +22,27 @@ const PROBE_TIME_MAX: Duration = Duration::from_secs(1);
 #[derive(Debug, Error)]
 pub enum ListenError {
     /// A sidecar lives there.
-    #[error("another sidecar serves {0}: stop it, or pass another --socket PATH")]
-    InUse(PathBuf),
+    #[error("another sidecar serves {0}: stop it, or pass another {option} PATH", option = .1.option())]
+    InUse(PathBuf, Use),
     /// Something else lies there.
-    #[error("{0} exists and is not a pillion socket: remove it, or pass another --socket PATH")]
-    Foreign(PathBuf),
+    #[error("{0} exists and is not a pillion socket: remove it, or pass another {option} PATH", option = .1.option())]
+    Foreign(PathBuf, Use),
     #[error("there is no group {0}: pass a --socket-group that /etc/group lists, or its number")]
     Group(String),
     #[error("cannot {doing} {path}: {source}")]
     Os { doing: &'static str, path: PathBuf, source: std::io::Error },
+    /// The path is too long, or its folder another user's.
+    #[error("cannot listen on {path}: {source}; pass another {option} PATH", option = wanted.option())]
+    Listen { path: PathBuf, wanted: Use, source: std::io::Error },
+}
+
+/// Who is to connect to a socket.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum Use {
+    /// Processes of engines, by records.
+    Engines,
+    /// Operators, who speak HTTP.
+    Control,
 }
 
 /// A bound socket, removed on drop.
@@ -46,7 +57,7 @@ pub struct Listener {
 
 impl Listener {
     /// Binds `path`, in place of a dead sidecar's socket if need be.
-    pub fn bind(path: &Path, group: Option<&str>) -> Result<Self, ListenError> {
+    pub fn bind(path: &Path, wanted: Use, group: Option<&str>) -> Result<Self, ListenError> {
         let group = group.map(find_group).transpose()?;
         let folder = match path.parent() {
             Some(folder) if !folder.as_os_str().is_empty() => folder,
@@ -57,14 +68,15 @@ impl Listener {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let lock = rustix::fs::open(folder, flags, Mode::empty()).map_err(os("open", folder))?;
         rustix::fs::flock(&lock, FlockOperation::LockExclusive).map_err(os("lock", folder))?;
-        remove_stale(path)?;
-        let socket = transport::listen(path).map_err(os("listen on", path))?;
+        remove_stale(path, wanted)?;
+        let unheard = |source| ListenError::Listen { path: path.to_owned(), wanted, source };
+        let socket = wanted.listen(path).map_err(unheard)?;
         let listener = Self { socket, path: path.to_owned(), group };
         if let Some(group) = &listener.group {
             std::os::unix::fs::chown(path, None, Some(group.gid.as_raw()))
                 .map_err(os("give to its group", path))?;
         }
-        let mode = std::fs::Permissions::from_mode(SOCKET_MODE);
+        let mode = std::fs::Permissions::from_mode(wanted.mode());
         std::fs::set_permissions(path, mode).map_err(os("set the mode of", path))?;
         Ok(listener)
     }
@@ -76,12 +88,8 @@ impl Listener {
     /// Whether the process at the other end may use the sidecar: same user, root, or of the group. Otherwise the text
     /// that it is told.
     pub fn permits(&self, peer: &OwnedFd) -> Result<(), String> {
-        let peer = getsockopt(peer, PeerCredentials).map_err(|error| format!("who are you? {error}"))?;
-        let (uid, gid) = (Uid::from_raw(peer.uid()), Gid::from_raw(peer.gid()));
-        if uid.is_root()
-            || uid == Uid::effective()
-            || self.group.as_ref().is_some_and(|group| member(group, uid, gid))
-        {
+        let (uid, gid) = user_of(peer)?;
+        if owns(uid) || self.group.as_ref().is_some_and(|group| member(group, uid, gid)) {
             return Ok(());
         }
         let ours = Uid::effective();
@@ -90,6 +98,63 @@ impl Listener {
              with --socket-group and a group of user {uid}"
         ))
     }
+
+    /// The same without a group.
+    pub fn permits_alone(peer: impl AsFd) -> Result<(), String> {
+        let ours = Uid::effective();
+        match user_of(&peer)? {
+            (uid, _) if owns(uid) => Ok(()),
+            (uid, _) => Err(format!(
+                "user {uid} may not control the sidecar of user {ours}: ask as user {ours} or root"
+            )),
+        }
+    }
+}
+
+// === impl Use ===
+
+impl Use {
+    fn listen(self, path: &Path) -> std::io::Result<OwnedFd> {
+        match self {
+            Self::Engines => Ok(transport::listen(path)?),
+            Self::Control => Ok(UnixListener::bind(path)?.into()),
+        }
+    }
+
+    fn connect(self, path: &Path) -> Result<(), Errno> {
+        match self {
+            Self::Engines => transport::connect(path, PROBE_TIME_MAX).map(drop),
+            Self::Control => {
+                let connected = UnixStream::connect(path).map(drop);
+                connected.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))
+            }
+        }
+    }
+
+    /// Who the kernel lets connect; who of them may stay is decided by [`Listener::permits`] or [`Listener::permits_alone`].
+    fn mode(self) -> u32 {
+        match self {
+            Self::Engines => 0o660,
+            Self::Control => 0o600,
+        }
+    }
+
+    fn option(self) -> &'static str {
+        match self {
+            Self::Engines => "--socket",
+            Self::Control => "--control-socket",
+        }
+    }
+}
+
+fn user_of(peer: &impl AsFd) -> Result<(Uid, Gid), String> {
+    let peer = getsockopt(peer, PeerCredentials).map_err(|error| format!("who are you? {error}"))?;
+    Ok((Uid::from_raw(peer.uid()), Gid::from_raw(peer.gid())))
+}
+
+/// Whether a user may do whatever this process's may.
+fn owns(uid: Uid) -> bool {
+    uid.is_root() || uid == Uid::effective()
 }
 
 /// The process that connected. It is watched beside its socket, which a child of it may hold for longer. `None` where it cannot be
@@ -135,18 +200,18 @@ fn find_group(name: &str) -> Result<Group, ListenError> {
 }
 
 /// Removes the socket of a sidecar that is gone; anything else there is an error.
-fn remove_stale(path: &Path) -> Result<(), ListenError> {
+fn remove_stale(path: &Path, wanted: Use) -> Result<(), ListenError> {
     let found = match std::fs::symlink_metadata(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         found => found.map_err(os("look at", path))?,
     };
     if !found.file_type().is_socket() {
-        return Err(ListenError::Foreign(path.to_owned()));
+        return Err(ListenError::Foreign(path.to_owned(), wanted));
     }
-    match transport::connect(path, PROBE_TIME_MAX) {
+    match wanted.connect(path) {
         Err(Errno::CONNREFUSED) => std::fs::remove_file(path).map_err(os("remove the stale socket", path)),
-        Err(Errno::PROTOTYPE) => Err(ListenError::Foreign(path.to_owned())),
-        Ok(_) | Err(Errno::AGAIN) => Err(ListenError::InUse(path.to_owned())),
+        Err(Errno::PROTOTYPE) => Err(ListenError::Foreign(path.to_owned(), wanted)),
+        Ok(()) | Err(Errno::AGAIN) => Err(ListenError::InUse(path.to_owned(), wanted)),
         Err(errno) => Err(os("look for a sidecar at", path)(errno)),
     }
 }
@@ -172,18 +237,29 @@ mod tests {
     #[test]
     fn a_stale_socket_is_replaced_a_live_one_and_a_file_are_not() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("deeper/p.sock");
-        let first = Listener::bind(&path, None).unwrap();
-        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, SOCKET_MODE);
-        assert!(matches!(Listener::bind(&path, None), Err(ListenError::InUse(_))));
-        drop(first);
-        assert!(!path.exists(), "removed on drop");
-        drop(transport::listen(&path).unwrap());
-        assert!(path.exists(), "what a killed sidecar leaves behind");
-        drop(Listener::bind(&path, None).unwrap());
-        std::fs::write(&path, "precious").unwrap();
-        assert!(matches!(Listener::bind(&path, None), Err(ListenError::Foreign(_))));
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
+        for (wanted, other, mode) in
+            [(Use::Engines, Use::Control, 0o660), (Use::Control, Use::Engines, 0o600)]
+        {
+            let path = folder.path().join(format!("deeper/{mode}.sock"));
+            let bind = |wanted| Listener::bind(&path, wanted, None);
+            let first = bind(wanted).unwrap();
+            assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, mode);
+            assert!(matches!(bind(wanted), Err(ListenError::InUse(..))));
+            assert!(
+                bind(other).unwrap_err().to_string().contains(other.option()),
+                "a socket of the other kind"
+            );
+            drop(first);
+            assert!(!path.exists(), "removed on drop");
+            drop(wanted.listen(&path).unwrap());
+            assert!(path.exists(), "what a killed sidecar leaves behind");
+            drop(bind(wanted).unwrap());
+            std::fs::write(&path, "precious").unwrap();
+            assert!(matches!(bind(wanted), Err(ListenError::Foreign(..))));
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
+        }
+        let long = Listener::bind(&folder.path().join("x".repeat(120)), Use::Control, None).unwrap_err();
+        assert!(long.to_string().contains("--control-socket"), "{long}");
     }
 
     #[test]

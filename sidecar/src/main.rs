@@ -13,11 +13,12 @@ use clap::{CommandFactory, Parser, Subcommand};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::SignalFd;
 use rustix::event::{PollFd, PollFlags};
-use sidecar::config::{Config, ConfigError, Level, LogFormat, Options};
+use sidecar::config::{Config, ConfigError, Options};
 use sidecar::doctor;
 use sidecar::error::StartError;
-use sidecar::inject;
+use sidecar::logging::{self, LogLevel};
 use sidecar::server::Server;
+use sidecar::{ctl, inject};
 
 /// Copies in flight may take this long after SIGTERM: 30 GiB/s move any engine's step in a fraction of it, and
 /// Kubernetes waits for 30 s.
@@ -46,6 +47,8 @@ enum Command {
         #[command(flatten)]
         options: Box<Options>,
     },
+    /// Ask a running sidecar, or tell it what to do; see docs/configuration.md.
+    Ctl(ctl::Options),
     /// Derive block keys as vLLM does: one JSON object a line on standard input, one answer a line; see docs/keys.md.
     Keys,
     /// Add sidecars to manifests of Kubernetes: those on standard input are written to standard output; see docs/deploy.md.
@@ -86,14 +89,18 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
             }
             let file = config.as_deref().map(Options::read).transpose()?.unwrap_or_default();
             let config = options.or(file).complete()?;
-            log_to_stderr(config.log_level, config.log_format);
-            Ok(serve(&config).map_or_else(
+            let log = logging::start(config.log_level, config.log_format);
+            Ok(serve(&config, log).map_or_else(
                 |error| {
                     tracing::error!("{error:#}");
                     failure(&error)
                 },
                 |()| ExitCode::SUCCESS,
             ))
+        }
+        Command::Ctl(options) => {
+            print_answer(&ctl::ask(&options)?);
+            Ok(ExitCode::SUCCESS)
         }
         Command::Keys => {
             sidecar::keys::serve(std::io::stdin().lock(), std::io::stdout().lock())?;
@@ -128,6 +135,11 @@ fn print_options() {
 }
 
 #[expect(clippy::print_stdout, reason = "this is what the user asked for")]
+fn print_answer(answer: &str) {
+    print!("{answer}");
+}
+
+#[expect(clippy::print_stdout, reason = "this is what the user asked for")]
 fn examine(options: &doctor::Options) -> ExitCode {
     match doctor::examine(options) {
         Ok(findings) => {
@@ -141,13 +153,14 @@ fn examine(options: &doctor::Options) -> ExitCode {
     }
 }
 
-fn serve(config: &Config) -> anyhow::Result<()> {
+fn serve(config: &Config, log: LogLevel) -> anyhow::Result<()> {
     // Before any thread starts, so that none of them takes the signal itself.
     let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
     signals.thread_block().context("cannot block signals")?;
     let signals = SignalFd::new(&signals).context("cannot watch signals")?;
-    let server = Server::start(config)?;
-    tracing::info!(socket = %server.socket().display(), http = %server.http(), dram = %config.dram, "serving");
+    let server = Server::start(config, log)?;
+    let (http, control) = (server.http(), server.control().map(tracing::field::display));
+    tracing::info!(socket = %server.socket().display(), %http, control, dram = %config.dram, "serving");
     let asked = wait(&signals, &server)?;
     if !asked {
         bail!("a thread of the sidecar ended; see its panic above");
@@ -161,30 +174,19 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Waits for SIGTERM or SIGINT (true), or for a thread that ended (false).
+/// Waits for SIGTERM, SIGINT or an operator's word (true), or for a thread that ended (false).
 fn wait(signals: &SignalFd, server: &Server) -> anyhow::Result<bool> {
-    let ended = server.ended();
-    let mut watched = [PollFd::new(signals, PollFlags::IN), PollFd::new(&ended, PollFlags::IN)];
+    let (ended, asked) = (server.ended(), server.asked());
+    let mut watched = [
+        PollFd::new(signals, PollFlags::IN),
+        PollFd::new(&ended, PollFlags::IN),
+        PollFd::new(&asked, PollFlags::IN),
+    ];
     loop {
         match rustix::event::poll(&mut watched, None) {
             Ok(0) | Err(rustix::io::Errno::INTR) => {}
             Ok(_) => return Ok(watched[1].revents().is_empty()),
             Err(error) => return Err(error).context("cannot wait for signals"),
         }
-    }
-}
-
-fn log_to_stderr(level: Level, format: LogFormat) {
-    let level = match level {
-        Level::Error => tracing::Level::ERROR,
-        Level::Warn => tracing::Level::WARN,
-        Level::Info => tracing::Level::INFO,
-        Level::Debug => tracing::Level::DEBUG,
-    };
-    let lines =
-        tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).with_target(false);
-    match format {
-        LogFormat::Text => lines.init(),
-        LogFormat::Json => lines.json().flatten_event(true).init(),
     }
 }

@@ -16,8 +16,8 @@ const EVENTS: usize = 64;
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Source {
     Listener,
-    /// The server wants something.
-    Control,
+    /// Something is asked from outside.
+    Inbox,
     Copies,
     /// A disk has something to say.
     Disks,
@@ -44,7 +44,7 @@ impl Source {
     fn token(self) -> u64 {
         match self {
             Self::Listener => 0,
-            Self::Control => 1,
+            Self::Inbox => 1,
             Self::Copies => 2,
             Self::Greeting(id) => id << 4 | 3,
             Self::Doorbell(id) => id << 4 | 4,
@@ -59,7 +59,7 @@ impl Source {
     fn from_token(token: u64) -> Self {
         match token & 15 {
             0 => Self::Listener,
-            1 => Self::Control,
+            1 => Self::Inbox,
             2 => Self::Copies,
             3 => Self::Greeting(token >> 4),
             4 => Self::Doorbell(token >> 4),
@@ -78,7 +78,7 @@ impl Source {
         match self {
             Self::Listener | Self::Greeting(_) | Self::Socket(_) => EventFlags::IN | EventFlags::RDHUP,
             Self::Process(_) => EventFlags::IN,
-            Self::Control | Self::Copies | Self::Disks | Self::Checksums | Self::Mesh | Self::Doorbell(_) => {
+            Self::Inbox | Self::Copies | Self::Disks | Self::Checksums | Self::Mesh | Self::Doorbell(_) => {
                 EventFlags::IN | EventFlags::ET
             }
         }
@@ -133,12 +133,10 @@ mod tests {
 
     #[test]
     fn tokens_name_their_source() {
-        use Source::{
-            Checksums, Control, Copies, Disks, Doorbell, Greeting, Listener, Mesh, Process, Socket,
-        };
+        use Source::{Checksums, Copies, Disks, Doorbell, Greeting, Inbox, Listener, Mesh, Process, Socket};
         for source in [
             Listener,
-            Control,
+            Inbox,
             Copies,
             Disks,
             Checksums,

@@ -1,4 +1,4 @@
-//! Quotas as the admin pages show them. The data thread writes atomics; the admin thread reads them.
+//! Quotas as metrics and the control socket show them. The data thread writes atomics; others read them.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ pub struct Levels {
     used: Arc<[IntGauge]>,
 }
 
-/// A quota as `/namespaces` shows it.
+/// A quota as the control socket shows it.
 #[derive(Debug, Serialize)]
 pub struct Level {
     /// As the command line names it: others may count to it, too.

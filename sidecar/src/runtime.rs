@@ -4,6 +4,7 @@
 //! The order of its turns is [`crate::turn`]'s.
 
 mod actions;
+mod asks;
 mod checksums;
 mod disks;
 mod doorway;
@@ -28,14 +29,15 @@ use crate::core::{Action, Core, Event, SessionId};
 use crate::disks::Disks;
 use crate::greeter::Greeter;
 use crate::heartbeat::Heartbeat;
+use crate::inbox::{Asks, Inbox};
 use crate::metrics::{CloseReason, Metrics};
 use crate::peers::Peers;
 use crate::poller::{Poller, Source};
 use crate::progress::Progress;
 use crate::session::Session;
 use crate::turn::{self, Turn};
-use crate::wake::Control;
 
+use self::asks::Task;
 use self::doorway::Entrant;
 
 /// How often the core is told that time passed, and the most that a heartbeat ages while sessions exist.
@@ -75,7 +77,10 @@ pub struct Runtime {
     metrics: Metrics,
     catalog: catalog::Shared,
     heartbeat: Heartbeat,
-    control: Arc<Control>,
+    inbox: Arc<Inbox>,
+    asks: Asks,
+    /// What was asked for and is not done.
+    task: Option<Task>,
     clock: Clock,
     now: Duration,
     sessions: BTreeMap<SessionId, Session>,
@@ -119,7 +124,7 @@ impl Runtime {
         metrics: Metrics,
         catalog: catalog::Shared,
         heartbeat: Heartbeat,
-        control: Arc<Control>,
+        (inbox, asks): (Arc<Inbox>, Asks),
     ) -> Self {
         Self {
             core,
@@ -137,7 +142,9 @@ impl Runtime {
             metrics,
             catalog,
             heartbeat,
-            control,
+            inbox,
+            asks,
+            task: None,
             clock: Clock::start(),
             now: Duration::ZERO,
             sessions: BTreeMap::new(),
@@ -172,7 +179,8 @@ impl Runtime {
         let mut turn = Turn::default();
         while !self.ended() {
             self.turn(&mut turn);
-            self.rest(turn.worked());
+            let asked = self.answer_asks();
+            self.rest(turn.worked() || asked);
         }
         self.sessions.values().filter_map(Session::rank).for_each(|rank| rank.stop());
         self.publish();
@@ -197,7 +205,7 @@ impl Runtime {
 
     fn ended(&mut self) -> bool {
         let Some(end_by) = self.end_by else {
-            if let Some(grace) = self.control.grace() {
+            if let Some(grace) = self.inbox.grace() {
                 self.now = self.clock.now();
                 self.end_by = Some(self.now + grace);
                 self.greeter.close();

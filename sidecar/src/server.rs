@@ -21,13 +21,16 @@ use crate::admin::{self, Pages, Ready};
 use crate::catalog;
 use crate::checksums::Checksums;
 use crate::config::{Config, Disk};
+use crate::control::{self, Parts};
 use crate::copiers::Copiers;
 use crate::core::Core;
 use crate::disks::{self, Disks, Found};
 use crate::error::StartError;
 use crate::greeter::Greeter;
 use crate::heartbeat::Heartbeat;
-use crate::listener::{self, Listener};
+use crate::inbox::{Inbox, inbox};
+use crate::listener::{self, Listener, Use};
+use crate::logging::LogLevel;
 use crate::metrics::Metrics;
 use crate::peers::Peers;
 use crate::pinning::Pinned;
@@ -37,16 +40,17 @@ use crate::quotas::Levels;
 use crate::refusals::Refusals;
 use crate::reserve;
 use crate::runtime::{Runtime, Terms};
-use crate::wake::{Control, EndSignal};
+use crate::wake::EndSignal;
 
 #[derive(Debug)]
 pub struct Server {
-    control: Arc<Control>,
+    inbox: Arc<Inbox>,
     ended: Arc<EndSignal>,
     data: JoinHandle<()>,
     ready: Ready,
     http: SocketAddr,
     socket: PathBuf,
+    control: control::Served,
 }
 
 /// This process, as a descriptor.
@@ -63,8 +67,9 @@ fn random64() -> Result<u64, Errno> {
 // === impl Server ===
 
 impl Server {
-    /// Builds everything, then serves. The admin pages are up first, so that a slow start is visible.
-    pub fn start(config: &Config) -> Result<Self, StartError> {
+    /// Builds everything, then serves. The admin pages are up first, so that a slow start is visible. `log` is what an operator may
+    /// change of this process's log.
+    pub fn start(config: &Config, log: LogLevel) -> Result<Self, StartError> {
         listener::raise_descriptor_limit();
         let registry = Registry::new();
         let ready: Ready = Arc::new(AtomicBool::new(false));
@@ -79,17 +84,18 @@ impl Server {
             last_turn: admin::last_turn(&registry)?,
             registry: registry.clone(),
             ready: Arc::clone(&ready),
-            catalog: catalog.clone(),
-            quotas: quotas.clone(),
+            control_socket: config.control.socket.clone(),
             progress: Arc::clone(&progress),
         };
         let http = admin::start(config.http, pages).map_err(failed)?;
         let epoch = random64().map_err(std::io::Error::from)?;
         let (dram, pool) = open_tier(config, segment_bytes, epoch)?;
-        let metrics = Metrics::new(&registry, dram.config().pool_bytes)?.with_quotas(quotas);
-        let control = Arc::new(Control::new().map_err(std::io::Error::from)?);
+        let metrics = Metrics::new(&registry, dram.config().pool_bytes)?.with_quotas(quotas.clone());
+        let (inbox, asks) = inbox().map_err(std::io::Error::from)?;
+        let inbox = Arc::new(inbox);
         let ended = Arc::new(EndSignal::new().map_err(std::io::Error::from)?);
-        let listener = Listener::bind(&config.socket, config.socket_group.as_deref())?;
+        let listener = Listener::bind(&config.socket, Use::Engines, config.socket_group.as_deref())?;
+        let control = control::Sockets::bind(&config.control)?;
         // After the listener, which refuses a second sidecar: two would lock memory for both.
         let reserved = Arc::downgrade(&pool);
         let reserved = move |end| reserve::wait(&reserved, end);
@@ -103,7 +109,7 @@ impl Server {
         let metrics = add_metrics(config, disks.as_ref(), &left_out, &registry, metrics)?;
         let checksums =
             config.pool_path.as_ref().map(|_| Checksums::start(&pool, || ended.on_exit())).transpose()?;
-        let poller = watch(&control, &copiers, disks.as_ref(), checksums.as_ref(), peers.as_ref())
+        let poller = watch(&inbox, &copiers, disks.as_ref(), checksums.as_ref(), peers.as_ref())
             .map_err(std::io::Error::from)?;
         let refusals = Refusals::new(&registry)?;
         let greeter = Greeter::new(listener, &poller, refusals).map_err(std::io::Error::from)?;
@@ -122,18 +128,19 @@ impl Server {
             greeter,
             poller,
             metrics,
-            catalog,
+            catalog.clone(),
             heartbeat,
-            Arc::clone(&control),
+            (Arc::clone(&inbox), asks),
         );
         let runtime = runtime.with(disks, peers, checksums);
+        let control = control.serve(Parts { inbox: Arc::clone(&inbox), catalog, quotas, log }, &registry)?;
         let guard = ended.on_exit();
         let data = thread::Builder::new().name("pillion-data".into()).spawn(move || {
             let _guard = guard;
             runtime.run();
         })?;
         ready.store(true, Ordering::Relaxed);
-        Ok(Self { control, ended, data, ready, http, socket: config.socket.clone() })
+        Ok(Self { inbox, ended, data, ready, http, socket: config.socket.clone(), control })
     }
 
     /// The address of the admin pages.
@@ -146,6 +153,16 @@ impl Server {
         &self.socket
     }
 
+    /// The address of the control, beside its socket.
+    pub fn control(&self) -> Option<SocketAddr> {
+        self.control.tcp()
+    }
+
+    /// Readable once an operator has asked for the end.
+    pub fn asked(&self) -> BorrowedFd<'_> {
+        self.control.end()
+    }
+
     /// Readable once a thread ended that should not have.
     pub fn ended(&self) -> BorrowedFd<'_> {
         self.ended.as_fd()
@@ -155,21 +172,21 @@ impl Server {
     /// thread had panicked.
     pub fn drain(self, grace: Duration) -> bool {
         self.ready.store(false, Ordering::Relaxed);
-        self.control.drain(grace);
+        self.inbox.drain(grace);
         self.data.join().is_ok()
     }
 }
 
 /// What wakes the data thread, but for its engines.
 fn watch(
-    control: &Control,
+    inbox: &Inbox,
     copiers: &Copiers,
     disks: Option<&Disks>,
     checksums: Option<&Checksums>,
     peers: Option<&Peers>,
 ) -> Result<Poller, Errno> {
     let poller = Poller::new()?;
-    [(Source::Control, control.as_fd()), (Source::Copies, copiers.wake())]
+    [(Source::Inbox, inbox.as_fd()), (Source::Copies, copiers.wake())]
         .into_iter()
         .chain(disks.map(|disks| (Source::Disks, disks.wake())))
         .chain(checksums.map(|checksums| (Source::Checksums, checksums.wake())))

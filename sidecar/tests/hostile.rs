@@ -2,6 +2,8 @@
 //! on with every byte right, the process lives, and nothing of the other is left.
 
 mod client;
+#[path = "hostile/control.rs"]
+mod control;
 #[path = "hostile/death.rs"]
 mod death;
 #[path = "hostile/doorway.rs"]

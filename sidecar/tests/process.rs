@@ -18,6 +18,7 @@ use shm_protocol::handshake::{self, Copier, Digest, Hello, Reply, Role};
 use shm_protocol::namespace::{complete, digest, weights_live};
 use shm_protocol::request::{SchedulerRequest, WorkerRequest};
 use shm_protocol::transport;
+use sidecar::ctl::{self, CtlError, Target};
 
 fn pillion(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_pillion")).args(arguments).output().unwrap()
@@ -276,6 +277,12 @@ fn a_data_thread_that_stands_still_is_told_by_probes_and_doctor() {
     ptrace::seize(thread, ptrace::Options::empty()).unwrap();
     ptrace::interrupt(thread).unwrap();
     waitpid(thread, Some(WaitPidFlag::__WALL)).unwrap();
+    let asking = std::thread::spawn({
+        let target = Target::Unix(socket.with_extension("control.sock"));
+        move || {
+            (ctl::request(&target, "GET", "/namespaces", ""), ctl::request(&target, "GET", "/log-level", ""))
+        }
+    });
     answers("/readyz", "503");
     assert!(get(port, "/healthz").unwrap().starts_with("HTTP/1.1 200"), "it may come back");
     let found = doctor();
@@ -285,6 +292,12 @@ fn a_data_thread_that_stands_still_is_told_by_probes_and_doctor() {
     );
     let text = answers("/healthz", "503");
     assert!(text.contains("the data thread has made no turn for 1"), "{text}");
+    let (unanswered, level) = asking.join().unwrap();
+    assert!(
+        matches!(&unanswered, Err(CtlError::Refused { status, .. }) if status.as_u16() == 504),
+        "{unanswered:?}"
+    );
+    assert!(level.unwrap().contains("info"), "what the data thread has no part in is answered");
     ptrace::detach(thread, None).unwrap();
     answers("/readyz", "200");
     answers("/healthz", "200");
@@ -326,28 +339,29 @@ fn options_come_from_the_environment_below_the_command_line() {
 }
 
 #[test]
-fn the_namespaces_page_shows_facts_and_who_states_them() {
+fn the_list_of_namespaces_shows_facts_and_who_states_them() {
     let folder = tempfile::tempdir().unwrap();
     let (socket, port) = (folder.path().join("p.sock"), free_port());
     let _served = serve(&socket, port);
-    assert!(get(port, "/namespaces").unwrap().ends_with("\r\n\r\n[]\n"));
+    let shown = || {
+        let target = Target::Unix(socket.with_extension("control.sock"));
+        let page = ctl::request(&target, "GET", "/namespaces", "").unwrap();
+        serde_json::from_str::<serde_json::Value>(&page).unwrap()["namespaces"].clone()
+    };
+    assert_eq!(shown(), serde_json::json!([]));
     let kv = Kv::new();
     let role = kv.worker(0, 1, Copier::Engine);
     let session = Session::open(&socket, &hello("engine", 1, role), &kv.fds.each_ref());
-    let page = get(port, "/namespaces").unwrap();
-    assert!(page.contains("content-type: application/json\r\n"), "{page}");
-    let (_, body) = page.split_once("\r\n\r\n").unwrap();
-    let shown: serde_json::Value = serde_json::from_str(body).unwrap();
     let namespace = &session.welcome.namespace;
     let block_bytes = LAYERS * LAYER_BYTES;
     assert_eq!(
-        shown,
+        shown(),
         serde_json::json!([{
-            "namespace": namespace, "facts": {"model": "tiny"}, "engines": 1, "block_bytes": block_bytes,
+            "namespace": namespace, "facts": {"model": "tiny"}, "engines": 1, "block_bytes": block_bytes, "memory_blocks": 0,
         }])
     );
     drop(session);
-    watch("its end", || get(port, "/namespaces").filter(|page| page.contains("\"engines\": 0")));
+    watch("its end", || Some(shown()).filter(|entries| entries[0]["engines"] == 0));
 }
 
 /// Two ranks whose weights make the namespace together: nothing is known of it before both have joined.
@@ -356,6 +370,7 @@ fn an_engine_is_shown_what_its_ranks_bind_it_to() {
     let folder = tempfile::tempdir().unwrap();
     let (socket, port) = (folder.path().join("p.sock"), free_port());
     let _served = serve(&socket, port);
+    let control = Target::Unix(socket.with_extension("control.sock"));
     let (kvs, run) = ([Kv::new(), Kv::new()], [6; 16]);
     let mut scheduler = Session::open(&socket, &hello("engine", 2, Role::Scheduler { run }), &[]);
     let mut ranks: Vec<Session> = (0..2)
@@ -367,7 +382,8 @@ fn an_engine_is_shown_what_its_ranks_bind_it_to() {
         })
         .collect();
     assert_eq!(ranks[1].welcome.namespace, "", "the other rank has a part in it");
-    assert!(get(port, "/namespaces").unwrap().ends_with("[]\n"));
+    let known = || ctl::request(&control, "GET", "/namespaces", "").unwrap();
+    assert!(known().contains("\"namespaces\": []"), "{}", known());
     ranks.iter_mut().for_each(|rank| rank.post(WorkerRequest::Join { run, step: 0 }));
     let bound = |session: &Session, weights| {
         watch("words of that number", || {
@@ -382,7 +398,7 @@ fn an_engine_is_shown_what_its_ranks_bind_it_to() {
     let first = bound(&scheduler, 0);
     assert_eq!((first.live, first.namespace), word([0, 1]));
     assert_eq!(bound(&ranks[0], 0), first);
-    assert!(get(port, "/namespaces").unwrap().contains("weights_live"));
+    assert!(known().contains("weights_live"), "{}", known());
     scheduler.post(SchedulerRequest::Weights { number: 1 });
     for (rank, session) in ranks.iter_mut().enumerate() {
         session.post(WorkerRequest::Weights { number: 1, answers: 1, live: [8 + rank as u8; 16] });
@@ -413,7 +429,7 @@ fn the_doctor_s_exit_status_is_its_verdict() {
     let cases: [(&[&str], i32, &str); 5] = [
         (&[&one, &one], 0, "both are"),
         (&[&one, &other], 1, "set PYTHONHASHSEED to the same value on both"),
-        (&[&one, &broken], 2, "jq '.[0]'"),
+        (&[&one, &broken], 2, "pillion ctl namespaces NAMESPACE"),
         (&[&one, "/nonexistent"], 2, "cannot read /nonexistent"),
         (&[&one], 2, "B.json"),
     ];

@@ -13,6 +13,7 @@ use shm_protocol::key::BlockHash;
 use shm_protocol::message::Saved;
 use shm_protocol::request::{Keys, Save, SchedulerRequest, WorkerRequest};
 use shm_protocol::transport;
+use sidecar::ctl::{self, Target};
 
 const BLOCK_BYTES: u64 = LAYERS * LAYER_BYTES;
 
@@ -118,9 +119,11 @@ fn a_namespace_is_kept_within_its_quota_and_the_pages_say_so() {
     served.wait_metric(&format!("pillion_quota_used_bytes{{namespace=\"others\"}} {}", 40 * BLOCK_BYTES));
     served.wait_metric("pillion_evicted_blocks_total 22");
     assert_eq!(other.kept(), 40, "what another may keep is its own");
-    let shown: serde_json::Value = serde_json::from_str(&served.page("/namespaces")).unwrap();
+    let target = Target::Unix(socket.with_extension("control.sock"));
+    let page = ctl::request(&target, "GET", "/namespaces", "").unwrap();
+    let shown: serde_json::Value = serde_json::from_str(&page).unwrap();
     let of = |model: &str| {
-        let entries = shown.as_array().unwrap().iter();
+        let entries = shown["namespaces"].as_array().unwrap().iter();
         entries.clone().find(|entry| entry["facts"]["model"] == model).unwrap()["quota"].clone()
     };
     assert_eq!(of("tiny"), serde_json::json!({"name": &digest[..8], "bytes": bytes, "used_bytes": bytes}));

@@ -15,6 +15,7 @@ use shm_protocol::message::{Kind, LOAD_BY_ENGINE, Message, SAVE_CHECKED, Status}
 use shm_protocol::request::{LoadEnd, WorkerRequest};
 use shm_protocol::transport;
 use sidecar::config::{Options, UseGpu};
+use sidecar::logging::LogLevel;
 use sidecar::server::Server;
 use tempfile::TempDir;
 
@@ -41,7 +42,7 @@ impl Sidecar {
             http: Some("127.0.0.1:0".parse().unwrap()),
             ..options
         };
-        let server = Server::start(&options.complete().unwrap()).unwrap();
+        let server = Server::start(&options.complete().unwrap(), LogLevel::default()).unwrap();
         Self { server: Some(server), socket, _folder: folder }
     }
 

@@ -20,6 +20,7 @@ use shm_protocol::request::{Cancel, SchedulerRequest, WorkerRequest};
 use shm_protocol::ring::RingMemory;
 use shm_protocol::session::Ring;
 use sidecar::config::Options;
+use sidecar::logging::LogLevel;
 use sidecar::server::Server;
 use tempfile::TempDir;
 
@@ -44,7 +45,7 @@ impl Sidecar {
             http: Some("127.0.0.1:0".parse().unwrap()),
             ..Options::default()
         };
-        let server = Server::start(&options.complete().unwrap()).unwrap();
+        let server = Server::start(&options.complete().unwrap(), LogLevel::default()).unwrap();
         Self { server: Some(server), socket, _folder: folder }
     }
 }

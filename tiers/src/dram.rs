@@ -11,6 +11,7 @@ mod leases;
 mod lookups;
 mod quotas;
 mod removal;
+mod walk;
 mod watch;
 
 use std::hint::black_box;
@@ -24,6 +25,7 @@ use self::below::Below;
 pub use self::below::{Judge, Leaving, Standing};
 pub use self::holders::Whose;
 pub use self::quotas::QuotaStats;
+pub use self::walk::Walk;
 use self::watch::Watch;
 use crate::Error;
 pub use crate::error::{FillError, LeaseError};

@@ -137,6 +137,10 @@ impl Entry {
         &NONE
     };
 
+    pub(crate) fn is_committed(&self) -> bool {
+        self.state == State::Committed
+    }
+
     #[inline]
     pub(crate) fn is_committed_as(&self, namespace: u32, group: u32, hash: &BlockHash) -> bool {
         // A key made of these would be copied first.
@@ -184,6 +188,11 @@ impl<T: Clone> Tables<T> {
     #[inline]
     pub(crate) fn segment(&self, id: u32) -> usize {
         self.split(id).0
+    }
+
+    /// A segment's entries, none before it is assigned.
+    pub(crate) fn of(&self, segment: usize) -> &[T] {
+        &self.tables[segment]
     }
 
     /// Numbers of a segment's entries.

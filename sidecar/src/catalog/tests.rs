@@ -98,11 +98,11 @@ fn entries_count_engines_and_old_namespaces_make_room() {
     enter(&mut catalog, 2, "a", &Worker { rank: 1, ..worker(&[]) });
     enter(&mut catalog, 3, "b", &worker(&[]));
     let entries = catalog.entries(&Levels::default());
-    let [entry] = entries.as_slice() else { panic!("{entries:?}") };
+    let [(digest, entry)] = entries.as_slice() else { panic!("{entries:?}") };
     assert_eq!((entry.engines, entry.block_bytes), (2, 8192));
-    assert_eq!(entry.namespace, namespace::digest(&entry.facts).to_string());
+    assert_eq!(*digest, namespace::digest(&entry.facts));
     catalog.leave(3);
-    assert_eq!(catalog.entries(&Levels::default())[0].engines, 1);
+    assert_eq!(catalog.entries(&Levels::default())[0].1.engines, 1);
     let large = "x".repeat(FACTS_BYTES_MAX / 4);
     for number in 0..8 {
         let worker = worker(&[("number", &number.to_string()), ("large", &large)]);
@@ -111,7 +111,7 @@ fn entries_count_engines_and_old_namespaces_make_room() {
     }
     let entries = catalog.entries(&Levels::default());
     assert_eq!(entries.len(), 4, "the served one, and those of the others that have room");
-    assert!(entries.iter().any(|entry| entry.engines == 1));
+    assert!(entries.iter().any(|entry| entry.1.engines == 1));
     assert!(catalog.facts_bytes <= FACTS_BYTES_MAX);
 }
 
@@ -129,7 +129,8 @@ fn an_engine_whose_weights_are_known_together_enters_once_it_is_bound() {
     let note = catalog.note("b", &bound([8; 16]).facts).unwrap();
     assert!(note.contains("weights_live is") && note.contains("the weights that run differ"), "{note}");
     assert!(catalog.enter(&[1, 2], "a", &bound([8; 16])), "its weights changed");
-    let engines: Vec<usize> = catalog.entries(&Levels::default()).iter().map(|entry| entry.engines).collect();
+    let engines: Vec<usize> =
+        catalog.entries(&Levels::default()).iter().map(|entry| entry.1.engines).collect();
     assert_eq!(engines.iter().sum::<usize>(), 1, "it left the one that it served before");
     let reason = examine(&catalog, "c", &Worker { regions: regions(1024), ..ours }).unwrap_err();
     assert!(reason.contains("8192 bytes in 2 shards"), "by the facts that it states: {reason}");

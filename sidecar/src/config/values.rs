@@ -121,6 +121,18 @@ impl fmt::Display for Time {
 
 // === impl Level ===
 
+impl Level {
+    /// As the user writes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Error => "error",
+            Self::Warn => "warn",
+            Self::Info => "info",
+            Self::Debug => "debug",
+        }
+    }
+}
+
 impl FromStr for Level {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {

@@ -71,8 +71,8 @@ pub(super) struct Scheduler {
     /// The namespace, before any salt, that it was bound to since then: no other takes its place in this session.
     bound: Option<NamespaceDigest>,
     salt: Option<[u8; 16]>,
-    /// Namespaces of earlier salts, oldest first.
-    generations: VecDeque<Space>,
+    /// What earlier salts bound it to, oldest first.
+    generations: VecDeque<Binding>,
     /// Sessions of the ranks that have joined this run.
     ranks: Vec<Option<SessionId>>,
 }
@@ -187,6 +187,15 @@ impl Engines {
     pub(super) fn counts(&self) -> (usize, usize) {
         let barred = self.schedulers.values().filter(|scheduler| scheduler.barred.is_some());
         (self.schedulers.len() + self.workers.len(), barred.count())
+    }
+
+    /// Ids of namespaces that salts made of others, with those.
+    pub(super) fn private_namespaces(&self) -> BTreeMap<u32, NamespaceDigest> {
+        let of = |scheduler: &'_ Scheduler| {
+            let now = scheduler.binding.or(scheduler.barred).filter(Binding::is_private);
+            now.into_iter().chain(scheduler.generations.iter().copied()).collect::<Vec<_>>()
+        };
+        self.schedulers.values().flat_map(of).map(|bound| (bound.namespace, bound.base)).collect()
     }
 
     pub(super) fn holders<'a>(&'a self, dram: &'a Dram) -> impl Iterator<Item = Holder<'a>> {

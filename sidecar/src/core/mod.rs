@@ -14,6 +14,7 @@ mod comparison;
 mod context;
 mod engines;
 mod event;
+mod inventory;
 mod namespaces;
 mod peers;
 mod queries;
@@ -25,10 +26,12 @@ mod stats;
 mod tests;
 mod transfers;
 
+use std::collections::BTreeMap;
+
 use mesh::directory::Directory;
 use mesh::transport::Done;
 use shm_protocol::handshake::Hello;
-use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
 use tiers::dram::Dram;
 use tiers::ssd::Log;
@@ -39,6 +42,7 @@ use self::context::Context;
 use self::engines::Engines;
 pub use self::engines::{Barred, EngineState, Holder};
 pub use self::event::{Action, Direction, Event, Heard, Piece, Request};
+pub use self::inventory::{Eviction, Kept, Location, Survey};
 use self::namespaces::Binding;
 use self::peers::{Again, Peers};
 pub use self::peers::{FAULT_NAMES, PeersStats};
@@ -368,6 +372,43 @@ impl Core {
             ssd.write_all(&cx.dram);
             out.extend(ssd.drain_jobs(&mut cx.dram).map(Action::Transfer));
         }
+    }
+}
+
+// === impl Core: what an operator asks ===
+
+impl Core {
+    /// Counts some more blocks; what there is, once all are counted.
+    pub fn survey(&self, survey: &mut Survey) -> Option<BTreeMap<NamespaceDigest, Kept>> {
+        let goes_on = survey.step(&self.base);
+        (!goes_on).then(|| survey.result(&self.base))
+    }
+
+    /// Where each of these blocks of a namespace is.
+    pub fn locate(&self, namespace: NamespaceDigest, hashes: &[BlockHash]) -> Vec<Location> {
+        inventory::locate(namespace, hashes, &self.base)
+    }
+
+    /// Begins to evict a namespace, of which nothing that is being saved or brought is kept; `None` where there is no such.
+    pub fn begin_eviction(&mut self, namespace: NamespaceDigest) -> Option<Eviction> {
+        let eviction = Eviction::new(namespace, &self.base)?;
+        let numbers = eviction.numbers();
+        numbers.iter().for_each(|number| self.transfers.void_saves(*number));
+        self.base.cx.arrivals.distrust(|key| numbers.contains(&key.namespace));
+        Some(eviction)
+    }
+
+    /// Evicts some more blocks, and appends what must be done; false once all are gone. [`Core::go_on`] follows.
+    pub fn evict(&mut self, eviction: &mut Eviction, out: &mut Vec<Action>) -> bool {
+        let goes_on = eviction.step(&mut self.base);
+        out.append(&mut self.base.cx.actions);
+        goes_on
+    }
+
+    /// Whether blocks of earlier lives are still to come into service on disks, or to be verified.
+    pub fn recovers(&self) -> bool {
+        let Base { sources, cx, .. } = &self.base;
+        cx.dram.stats().unverified_blocks > 0 || sources.ssd.as_ref().is_some_and(Ssd::recovers)
     }
 }
 

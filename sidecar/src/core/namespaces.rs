@@ -90,6 +90,19 @@ impl Namespaces {
         self.shared.get(&id)
     }
 
+    /// Every namespace of which a block may be kept, by its id.
+    pub(super) fn all(&self) -> BTreeMap<u32, NamespaceDigest> {
+        let known = self.ids.iter().map(|(space, (id, _))| (*id, space.digest));
+        self.shared.iter().map(|(id, digest)| (*id, *digest)).chain(known).collect()
+    }
+
+    /// Ids under which blocks of a namespace may be kept: one for each size of a block, and those of before it was forgotten.
+    pub(super) fn ids_of(&self, digest: NamespaceDigest) -> impl Iterator<Item = u32> + '_ {
+        let space = |block_bytes| Space { digest, block_bytes };
+        let known = self.ids.range(space(0)..=space(u64::MAX)).map(|(_, (id, _))| *id);
+        known.chain(self.shared.iter().filter(move |(_, of)| **of == digest).map(|(id, _)| *id))
+    }
+
     /// The id of a namespace that has one.
     pub(super) fn known(&self, space: Space) -> Option<u32> {
         self.ids.get(&space).map(|(id, _)| *id)

@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 
 use mesh::digest::{Change, Digest};
 use mesh::directory::Directory;
-use mesh::transport::Done;
+use mesh::transport::{Done, PeerNumber};
 
 use self::fetches::Fetching;
 pub(super) use self::fetches::{Again, Span};
@@ -85,6 +85,11 @@ impl Peers {
             self.stats.told += changes.len() as u64;
             cx.actions.push(Action::Publish(changes));
         }
+    }
+
+    /// Peers that are known to keep a block.
+    pub(super) fn holders(&self, key: Digest) -> impl Iterator<Item = PeerNumber> + '_ {
+        self.directory.holders(key)
     }
 
     /// Whether a peer reads from this pool.

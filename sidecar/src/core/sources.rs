@@ -1,6 +1,8 @@
 //! What else than DRAM keeps blocks: slots are filled from disks and from peers, blocks of earlier lives are verified in theirs,
 //! and what becomes of each is told to those who wait for it.
 
+use std::collections::BTreeSet;
+
 use mesh::transport::Done;
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::SlotRef;
@@ -280,5 +282,15 @@ impl Sources {
         let is_wished = |key: &BlockKey| !cx.draining && cx.arrivals.is_wished(key, waits);
         let (key, slot, checksum) = peers.ended(cx.now_ms, end, is_wished, again)?;
         Some((key, self.arrived(&key, slot, checksum, cx)))
+    }
+
+    /// Removes blocks from memory and from what is known of disks, those on their way too. Leases of them are the caller's to end.
+    pub(super) fn remove(&mut self, keys: &BTreeSet<BlockKey>, cx: &mut Context) {
+        for key in keys {
+            cx.dram.remove(key);
+            self.ssd.iter_mut().for_each(|ssd| ssd.forget(key));
+        }
+        cx.arrivals.distrust(|key| keys.contains(key));
+        cx.apply_evictions();
     }
 }

@@ -135,6 +135,21 @@ impl Ssd {
         self.log.came(key);
     }
 
+    /// Whether a device keeps the block, of whatever size.
+    pub(super) fn has(&self, key: &BlockKey) -> bool {
+        self.log.keeps(key).is_some()
+    }
+
+    /// Shows the next blocks, as [`Log::walk`] does.
+    pub(super) fn walk(&self, from: usize, see: impl FnMut(&BlockKey)) -> Option<usize> {
+        self.log.walk(from, see)
+    }
+
+    /// Whether blocks of earlier lives are still being found.
+    pub(super) fn recovers(&self) -> bool {
+        self.log.stats().devices.iter().any(|device| device.recovering)
+    }
+
     /// No disk of this life keeps the block any more.
     pub(super) fn forget(&mut self, key: &BlockKey) {
         self.log.remove(key);

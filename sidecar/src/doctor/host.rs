@@ -26,6 +26,8 @@ const PROBE_TIME_MAX: Duration = Duration::from_secs(1);
 const ANSWER_TIME_MAX: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };
 const MIB: u64 = 1 << 20;
 const SHM: &str = "/dev/shm";
+/// The check of whether a sidecar answers.
+pub(super) const SIDECAR: &str = "sidecar";
 
 /// Looks at everything; `socket` is where a sidecar should be.
 pub(super) fn look(socket: &Path) -> Vec<Finding> {
@@ -172,7 +174,7 @@ fn rdma() -> Finding {
 /// Whether a sidecar answers a hello where engines look for it.
 fn sidecar(path: &Path) -> Finding {
     let shown = path.display();
-    let bad = |level, text, remedy| Finding::bad(level, "sidecar", text, remedy);
+    let bad = |level, text, remedy| Finding::bad(level, SIDECAR, text, remedy);
     match transport::connect(path, PROBE_TIME_MAX) {
         Ok(socket) => greet(&socket, &shown.to_string()),
         Err(Errno::NOENT | Errno::CONNREFUSED) => {
@@ -198,7 +200,7 @@ fn sidecar(path: &Path) -> Finding {
 
 /// Says hello as an engine does, and waits for the answer: the kernel takes connections for a data thread that stands still.
 fn greet(socket: &OwnedFd, shown: &str) -> Finding {
-    let bad = |text, remedy: &str| Finding::bad(Level::Fail, "sidecar", text, remedy);
+    let bad = |text, remedy: &str| Finding::bad(Level::Fail, SIDECAR, text, remedy);
     let restart = "its data thread stands still: look at its log and restart it";
     let hello = Hello::new("pillion doctor".into(), 1, Role::Scheduler { run: [0; 16] });
     let hello = handshake::encode_hello(&hello, 0).expect("a hello within its rules");
@@ -211,7 +213,7 @@ fn greet(socket: &OwnedFd, shown: &str) -> Finding {
     let reply = transport::receive(socket).ok().and_then(|(reply, _)| handshake::decode_reply(&reply).ok());
     match reply {
         Some(Reply::Welcome(welcome)) => {
-            Finding::ok("sidecar", format!("a sidecar of release {} answers on {shown}", welcome.release))
+            Finding::ok(SIDECAR, format!("a sidecar of release {} answers on {shown}", welcome.release))
         }
         Some(Reply::Refused { reason, .. }) => bad(
             format!("the sidecar on {shown} refuses engines of this release: {reason}"),

@@ -12,7 +12,7 @@ use super::{DoctorError, FILE_BYTES_MAX, Finding, Level};
 /// vLLM's policies for blocks that could not be loaded; the other one ends the request.
 const RECOMPUTE: &str = "recompute";
 
-/// One engine, as /namespaces shows its namespace; the last two are for whoever wants them looked at too.
+/// One engine, as the control socket shows its namespace; the last two are for whoever wants them looked at too.
 #[derive(Debug, Deserialize)]
 pub(super) struct Engine {
     #[serde(default)]
@@ -61,11 +61,16 @@ impl Engine {
         let file = std::fs::File::open(path).map_err(unreadable)?;
         file.take(FILE_BYTES_MAX).read_to_string(&mut text).map_err(unreadable)?;
         let engine: Self = serde_json::from_str(&text).map_err(|error| malformed(error.to_string()))?;
-        Ok(Self { name: path.display().to_string(), ..engine })
+        Ok(engine.named(path.display().to_string()))
+    }
+
+    /// The same under a name by which people know it.
+    pub(super) fn named(self, name: String) -> Self {
+        Self { name, ..self }
     }
 
     /// What is wrong with this one, whoever it is to share with.
-    fn look(&self, found: &mut Vec<Finding>) {
+    pub(super) fn look(&self, found: &mut Vec<Finding>) {
         let name = &self.name;
         let digest = namespace::digest(&self.facts).to_string();
         if let Some(stated) = self.namespace.as_ref().filter(|stated| **stated != digest) {
@@ -74,7 +79,7 @@ impl Engine {
                 Level::Warn,
                 "namespace",
                 text,
-                "take the entry as /namespaces prints it",
+                "take the entry as pillion ctl namespaces NAMESPACE prints it",
             ));
         }
         for closed in &self.barred {

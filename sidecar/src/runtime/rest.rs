@@ -107,7 +107,7 @@ impl Runtime {
                 | Source::Disks
                 | Source::Checksums
                 | Source::Mesh
-                | Source::Control => {}
+                | Source::Inbox => {}
             }
         }
         self.events = events;

@@ -14,7 +14,6 @@ use shm_protocol::request::{Keys, LoadEnd, Save, SchedulerRequest, WorkerRequest
 use super::sidecar::Sidecar;
 use super::{Kv, LAYER_BYTES, LAYERS, Session, hello, pattern, query, watch};
 
-const RUN: [u8; 16] = [7; 16];
 /// Blocks of one save: two chunks of keys, seven tasks of copies.
 pub(crate) const SAVED: std::ops::Range<u32> = 1..101;
 
@@ -59,6 +58,12 @@ impl Engine {
 
     /// An engine whose requests wait so long for a producer.
     pub(crate) fn waiting(sidecar: &Sidecar, miss_wait_ms: Option<u32>) -> Self {
+        Self::of("tiny", sidecar, miss_wait_ms)
+    }
+
+    /// An engine of another model than the others, if its name is of another length.
+    pub(crate) fn of(model: &str, sidecar: &Sidecar, miss_wait_ms: Option<u32>) -> Self {
+        let run = [model.len() as u8; 16];
         let kv = Kv::new();
         for block in SAVED {
             let layers = PATTERNS[block as usize].chunks(LAYER_BYTES as usize);
@@ -68,13 +73,18 @@ impl Engine {
             }
         }
         let fds: Vec<&OwnedFd> = kv.fds.iter().collect();
-        let worker = kv.worker(0, 1, Copier::Sidecar);
+        let worker = kv.worker_of(model, 0, 1, Copier::Sidecar);
         let mut rank = Session::open(&sidecar.socket, &hello("engine", 1, worker), &fds);
-        rank.post(WorkerRequest::Join { run: RUN, step: 0 });
+        rank.post(WorkerRequest::Join { run, step: 0 });
         rank.fences(1, 1);
-        let hello = Hello { miss_wait_ms, ..hello("engine", 1, Role::Scheduler { run: RUN }) };
+        let hello = Hello { miss_wait_ms, ..hello("engine", 1, Role::Scheduler { run }) };
         let scheduler = Session::open(&sidecar.socket, &hello, &[]);
         Self { kv, rank, scheduler, op: 0, log: 0 }
+    }
+
+    /// The namespace that it is served in.
+    pub(crate) fn namespace(&self) -> &str {
+        &self.rank.welcome.namespace
     }
 
     /// Writes a stamp where a block's bytes begin and end.

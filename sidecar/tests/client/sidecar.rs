@@ -6,7 +6,9 @@ use std::process::{Child, Command, Stdio};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use serde_json::Value;
 use shm_protocol::transport;
+use sidecar::ctl::{self, CtlError, Target};
 
 use super::{WATCHDOG, watch};
 
@@ -46,12 +48,28 @@ impl Sidecar {
         sidecar
     }
 
+    /// Where it is controlled.
+    pub(crate) fn control(&self) -> Target {
+        Target::Unix(self.socket.with_extension("control.sock"))
+    }
+
+    /// What a control request is answered.
+    pub(crate) fn ask(&self, method: &str, path: &str, body: &Value) -> Result<Value, CtlError> {
+        let answer = ctl::request(&self.control(), method, path, &body.to_string())?;
+        Ok(serde_json::from_str(&answer).expect("JSON"))
+    }
+
     pub(crate) fn page(&self, path: &str) -> Option<String> {
+        Some(self.get(path)?.1)
+    }
+
+    /// The head of a page's answer, and its body.
+    pub(crate) fn get(&self, path: &str) -> Option<(String, String)> {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).ok()?;
         write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").ok()?;
         let mut text = String::new();
         stream.read_to_string(&mut text).ok()?;
-        text.split_once("\r\n\r\n").map(|(_, body)| body.to_owned())
+        text.split_once("\r\n\r\n").map(|(head, body)| (head.to_owned(), body.to_owned()))
     }
 
     /// Waits until nothing of the start is left to do.
@@ -95,6 +113,11 @@ impl Sidecar {
     pub(crate) fn terminate(mut self) {
         kill(Pid::from_raw(self.process.id() as i32), Signal::SIGTERM).unwrap();
         assert_eq!(self.process.wait().unwrap().code(), Some(0));
+    }
+
+    /// Its exit status, once it has ended.
+    pub(crate) fn wait(mut self) -> Option<i32> {
+        self.process.wait().unwrap().code()
     }
 
     fn end(&mut self) {

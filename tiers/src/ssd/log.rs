@@ -323,6 +323,13 @@ impl Log {
         id.is_some()
     }
 
+    /// Shows the next blocks that lie on a device or are being written, of a walk that begins at 0; where to go on, `None` at the
+    /// end. What comes or goes between two steps may be shown or not.
+    pub fn walk(&self, from: usize, see: impl FnMut(&BlockKey)) -> Option<usize> {
+        self.table.keys_of(from)?.for_each(see);
+        Some(from + 1)
+    }
+
     /// What the devices must do next, in the order in which they must be given it.
     pub fn drain_jobs(&mut self) -> impl Iterator<Item = Job> + '_ {
         self.jobs.drain(..)

@@ -132,9 +132,9 @@ impl Engines {
     pub(crate) fn end_generation(&mut self, session: SessionId, cx: &mut Context) -> Option<Binding> {
         let scheduler = self.scheduler(session);
         let ended = scheduler.binding.take().or(scheduler.barred.take());
-        scheduler.generations.extend(ended.filter(Binding::is_private).map(|ended| ended.space()));
+        scheduler.generations.extend(ended.filter(Binding::is_private));
         if scheduler.generations.len() > GENERATIONS_MAX {
-            scheduler.generations.pop_front().into_iter().for_each(|space| cx.namespaces.forget(space));
+            scheduler.generations.pop_front().into_iter().for_each(|old| cx.namespaces.forget(old.space()));
         }
         ended
     }

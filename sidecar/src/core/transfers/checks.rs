@@ -188,7 +188,9 @@ impl Transfers {
     ) {
         self.bar(session, binding, Some(worst), queries, base);
         let recent = self.checks.take_recent(session, binding.namespace);
-        remove(&recent, base);
+        base.sources.remove(&recent, &mut base.cx);
+        base.cx.dram.end_removal();
+        base.cx.apply_evictions();
         let Difference { layer, number, amount } = worst;
         base.cx.actions.push(Action::Warn(format!(
             "namespace {} is closed to engine {}: what it computes differs from what is kept by {amount:.2e} in layer \
@@ -221,6 +223,11 @@ impl Transfers {
         }
     }
 
+    /// Nothing of the saves under way is kept in a namespace.
+    pub(crate) fn void_saves(&mut self, namespace: u32) {
+        self.saves.values_mut().for_each(|save| save.void_in(namespace));
+    }
+
     /// Begins a namespace anew if most of its engines differ from what is kept.
     fn retire(&mut self, binding: &Binding, queries: &mut Queries, base: &mut Base) {
         let space = binding.space();
@@ -236,7 +243,7 @@ impl Transfers {
             self.bar(*session, binding, None, queries, base);
         }
         // Of engines that have another namespace by now, too.
-        self.saves.values_mut().for_each(|save| save.void_in(binding.namespace));
+        self.void_saves(binding.namespace);
         base.cx.namespaces.forget(space);
         base.cx.arrivals.distrust(|key| key.namespace == binding.namespace);
         base.cx.dram.remove_namespace(binding.namespace);
@@ -250,15 +257,4 @@ impl Transfers {
             served.len()
         )));
     }
-}
-
-/// Removes blocks from DRAM and from what is known of disks, those on their way too.
-fn remove(keys: &BTreeSet<BlockKey>, base: &mut Base) {
-    for key in keys {
-        base.cx.dram.remove(key);
-        base.sources.ssd.iter_mut().for_each(|ssd| ssd.forget(key));
-    }
-    base.cx.arrivals.distrust(|key| keys.contains(key));
-    base.cx.dram.end_removal();
-    base.cx.apply_evictions();
 }

@@ -74,6 +74,12 @@ impl Table {
         &mut self.chunks[id as usize / CHUNK][id as usize % CHUNK]
     }
 
+    /// Keys of the blocks in a chunk; `None` behind the last one.
+    pub(super) fn keys_of(&self, chunk: usize) -> Option<impl Iterator<Item = &BlockKey>> {
+        let entries = self.chunks.get(chunk)?.iter();
+        Some(entries.filter(|entry| entry.state != State::Vacant).map(|entry| &entry.key))
+    }
+
     /// Takes a free entry; `None` where all numbers are used.
     pub(super) fn take(&mut self) -> Option<u32> {
         if self.free.tail().is_none() {

@@ -1,0 +1,159 @@
+//! Where a running sidecar is controlled: a UNIX socket, and an address for who has a token.
+
+use std::fs::File;
+use std::io::Read;
+use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use sha2::{Digest, Sha256};
+
+use super::ConfigError;
+
+/// Characters of the shortest token: as many random ones as nobody guesses.
+const TOKEN_BYTES_MIN: usize = 16;
+const TOKEN_BYTES_MAX: u64 = 4096;
+/// What users that are neither the file's nor of its group may do with it.
+const OTHERS: u32 = 0o007;
+
+/// Where the sidecar listens for what it is to do.
+#[derive(Clone, Debug)]
+pub struct Control {
+    pub socket: PathBuf,
+    pub tcp: Option<ControlTcp>,
+}
+
+/// An address, and what who comes there must know.
+#[derive(Clone, Debug)]
+pub struct ControlTcp {
+    pub listen: SocketAddr,
+    pub token: Token,
+}
+
+/// A secret, of which only the digest is kept.
+#[derive(Clone)]
+pub struct Token([u8; 32]);
+
+/// The control socket of a sidecar whose engines connect to `socket`, unless told otherwise: `pillion.control.sock` beside
+/// `pillion.sock`.
+pub fn default_control_socket(socket: &Path) -> PathBuf {
+    socket.with_extension("control.sock")
+}
+
+/// An address without a token, or a token without an address, is refused.
+pub(super) fn complete(
+    socket: PathBuf,
+    listen: Option<SocketAddr>,
+    token_file: Option<&Path>,
+) -> Result<Control, ConfigError> {
+    let tcp = match (listen, token_file) {
+        (None, None) => None,
+        (Some(listen), Some(file)) => Some(ControlTcp { listen, token: Token::read(file)? }),
+        (Some(_), None) => {
+            let text = "--control-listen needs a secret, or everybody who reaches the address could drain this sidecar: pass \
+                        --control-token-file FILE too";
+            return Err(ConfigError::Control(text.into()));
+        }
+        (None, Some(_)) => {
+            let text = "--control-token-file is for --control-listen: pass both, or neither";
+            return Err(ConfigError::Control(text.into()));
+        }
+    };
+    Ok(Control { socket, tcp })
+}
+
+/// The token in a file, without the white space around it. A file that everybody may read or write is refused.
+pub fn read_token(path: &Path) -> Result<String, ConfigError> {
+    let shown = path.display();
+    let refused = |text: String| ConfigError::Control(format!("the token file {shown} {text}"));
+    let unreadable =
+        |error| refused(format!("cannot be read ({error}): pass a file that this user may read"));
+    let mut file = File::open(path).map_err(unreadable)?;
+    let mode = file.metadata().map_err(unreadable)?.mode() & 0o7777;
+    if mode & OTHERS != 0 {
+        return Err(refused(format!(
+            "has mode {mode:04o}, which lets every user at it: chmod o-rwx {shown}"
+        )));
+    }
+    let mut text = String::new();
+    (&mut file).take(TOKEN_BYTES_MAX + 1).read_to_string(&mut text).map_err(unreadable)?;
+    let token = text.trim();
+    let fits = token.len() >= TOKEN_BYTES_MIN && text.len() as u64 <= TOKEN_BYTES_MAX;
+    // It becomes part of a header.
+    if !fits || !token.bytes().all(|byte| byte.is_ascii_graphic()) {
+        let text = format!(
+            "holds no token: write {TOKEN_BYTES_MIN} to {TOKEN_BYTES_MAX} random characters into it, such as openssl rand -hex 32 prints"
+        );
+        return Err(refused(text));
+    }
+    Ok(token.to_owned())
+}
+
+// === impl Token ===
+
+impl Token {
+    pub fn read(path: &Path) -> Result<Self, ConfigError> {
+        Ok(Self::of(&read_token(path)?))
+    }
+
+    fn of(token: &str) -> Self {
+        Self(Sha256::digest(token).into())
+    }
+
+    /// Whether this is the token. How long that takes says nothing of it: digests are compared, whole.
+    pub fn is(&self, said: &str) -> bool {
+        let said = Self::of(said);
+        self.0.iter().zip(said.0).fold(0, |different, (one, other)| different | (one ^ other)) == 0
+    }
+}
+
+impl std::fmt::Debug for Token {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Token")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn file(folder: &Path, text: &str, mode: u32) -> PathBuf {
+        let path = folder.join(format!("token-{mode:o}"));
+        std::fs::write(&path, text).unwrap();
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(mode)).unwrap();
+        path
+    }
+
+    #[test]
+    fn a_token_is_long_and_nobody_else_s() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = file(folder.path(), "  0123456789abcdef\n", 0o640);
+        let token = Token::read(&path).unwrap();
+        assert!(token.is("0123456789abcdef"));
+        for other in ["", "0123456789abcdeg", "0123456789abcdef0", "0123456789abcde", " 0123456789abcdef"] {
+            assert!(!token.is(other), "{other}");
+        }
+        assert!(!format!("{token:?}").contains("0123"));
+        let refused = |path: &Path| Token::read(path).unwrap_err().to_string();
+        assert!(refused(&file(folder.path(), "0123456789abcdef", 0o644)).contains("chmod o-rwx"));
+        assert!(refused(&file(folder.path(), "short", 0o600)).contains("openssl rand"));
+        assert!(refused(&file(folder.path(), &"x".repeat(4097), 0o400)).contains("openssl rand"));
+        assert!(refused(&folder.path().join("none")).contains("may read"));
+    }
+
+    #[test]
+    fn an_address_needs_a_token_and_a_token_an_address() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = file(folder.path(), "0123456789abcdef", 0o600);
+        let listen = Some("127.0.0.1:1".parse().unwrap());
+        let complete = |listen, token: Option<&Path>| super::complete("/a".into(), listen, token);
+        assert!(complete(None, None).unwrap().tcp.is_none());
+        assert!(complete(listen, Some(&path)).unwrap().tcp.is_some());
+        assert!(complete(listen, None).unwrap_err().to_string().contains("--control-token-file FILE"));
+        assert!(complete(None, Some(&path)).unwrap_err().to_string().contains("pass both"));
+        let beside = default_control_socket(Path::new("/run/pillion/pillion.sock"));
+        assert_eq!(beside, Path::new("/run/pillion/pillion.control.sock"));
+    }
+}

@@ -1,0 +1,282 @@
+//! What an operator asks of a running sidecar: HTTP with JSON over a UNIX socket that is the sidecar's user's alone, and over TCP
+//! for who has the token. docs/configuration.md lists the requests; [`crate::ctl`] makes them.
+//!
+//! A thread of its own serves both. What only the data thread knows it asks through the [`Inbox`], which has a limit, and waits for
+//! a limited time.
+
+mod refusals;
+mod requests;
+
+use std::convert::Infallible;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use http_body_util::{BodyExt, Limited};
+use hyper::body::Incoming;
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use prometheus::Registry;
+use serde::Serialize;
+use serde_json::json;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::UnixListener;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use self::refusals::{Cause, Refusals, Refused};
+use crate::catalog;
+use crate::config::{self, ControlTcp, Token};
+use crate::error::StartError;
+use crate::inbox::Inbox;
+use crate::listener::{Listener, Use};
+use crate::logging::LogLevel;
+use crate::quotas::Levels;
+use crate::wake;
+
+/// Connections served at once at each address; the rest wait in the kernel's backlog.
+const CONNECTIONS_MAX: usize = 16;
+/// A request line and headers come in one packet; who takes longer is not served.
+const HEADER_TIME_MAX: Duration = Duration::from_secs(5);
+const HEADER_BYTES_MAX: usize = 16 << 10;
+/// The body comes right behind them.
+const BODY_TIME_MAX: Duration = Duration::from_secs(5);
+/// A look-up of as many keys as there may be, twice.
+const BODY_BYTES_MAX: usize = 512 << 10;
+/// A connection is kept no longer than this: more than the longest answer takes.
+const CONNECTION_TIME_MAX: Duration = Duration::from_secs(120);
+
+/// What requests are answered from.
+#[derive(Debug)]
+pub struct Parts {
+    pub inbox: Arc<Inbox>,
+    pub catalog: catalog::Shared,
+    pub quotas: Levels,
+    pub log: LogLevel,
+}
+
+/// What all connections share.
+#[derive(Debug)]
+struct Handler {
+    parts: Parts,
+    /// Becomes readable once the sidecar is asked to end.
+    end: Arc<OwnedFd>,
+    refusals: Refusals,
+}
+
+/// Bound, and not served yet.
+#[derive(Debug)]
+pub struct Sockets {
+    unix: Listener,
+    tcp: Option<(TcpListener, Token)>,
+}
+
+/// Served until the process ends; the UNIX socket is removed on drop.
+#[derive(Debug)]
+pub struct Served {
+    _unix: Listener,
+    tcp: Option<SocketAddr>,
+    end: Arc<OwnedFd>,
+}
+
+/// Marks the answer behind which the sidecar ends.
+#[derive(Copy, Clone, Debug)]
+struct Last;
+
+/// Who has connected, and what lets it in.
+#[derive(Clone, Debug)]
+enum Caller {
+    /// Why this user may not, if so.
+    Unix(Result<(), String>),
+    /// The token that it must pass.
+    Tcp(Token),
+}
+
+// === impl Sockets ===
+
+impl Sockets {
+    /// Binds both; nobody is answered before [`Sockets::serve`].
+    pub fn bind(control: &config::Control) -> Result<Self, StartError> {
+        let unix = Listener::bind(&control.socket, Use::Control, None)?;
+        let bind = |ControlTcp { listen, token }: &ControlTcp| {
+            let listener = TcpListener::bind(listen)
+                .map_err(|source| StartError::Control { address: *listen, source })?;
+            Ok::<_, StartError>((listener, token.clone()))
+        };
+        Ok(Self { unix, tcp: control.tcp.as_ref().map(bind).transpose()? })
+    }
+
+    /// Serves them on a thread of their own, and counts in `registry` who is refused.
+    pub fn serve(self, parts: Parts, registry: &Registry) -> Result<Served, StartError> {
+        let refusals = Refusals::new(registry)?;
+        let end = Arc::new(wake::eventfd().map_err(std::io::Error::from)?);
+        let handler = Arc::new(Handler { parts, end: Arc::clone(&end), refusals });
+        let Self { unix, tcp } = self;
+        let listener = std::os::unix::net::UnixListener::from(unix.socket().try_clone()?);
+        listener.set_nonblocking(true)?;
+        tcp.iter().try_for_each(|(listener, _)| listener.set_nonblocking(true))?;
+        let bound = tcp.as_ref().map(|(listener, _)| listener.local_addr()).transpose()?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+        let serve = async move {
+            let listener = UnixListener::from_std(listener).expect("a non-blocking listener of this process");
+            let beside =
+                tcp.map(|(listener, token)| tokio::spawn(serve_tcp(listener, token, Arc::clone(&handler))));
+            serve_unix(listener, handler).await;
+            drop(beside);
+        };
+        thread::Builder::new().name("pillion-control".into()).spawn(move || runtime.block_on(serve))?;
+        Ok(Served { _unix: unix, tcp: bound, end })
+    }
+}
+
+// === impl Served ===
+
+impl Served {
+    /// Readable once somebody has asked for the sidecar's end.
+    pub fn end(&self) -> BorrowedFd<'_> {
+        self.end.as_fd()
+    }
+
+    /// The address beside the socket, if there is one.
+    pub fn tcp(&self) -> Option<SocketAddr> {
+        self.tcp
+    }
+}
+
+async fn serve_unix(listener: UnixListener, handler: Arc<Handler>) {
+    let seats = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    loop {
+        let seat = seat(&seats).await;
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let caller = Caller::Unix(Listener::permits_alone(&stream));
+                tokio::spawn(connection(stream, caller, Arc::clone(&handler), seat));
+            }
+            Err(_) => pause().await,
+        }
+    }
+}
+
+async fn serve_tcp(listener: TcpListener, token: Token, handler: Arc<Handler>) {
+    let listener =
+        tokio::net::TcpListener::from_std(listener).expect("a non-blocking listener of this process");
+    let seats = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    loop {
+        let seat = seat(&seats).await;
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let caller = Caller::Tcp(token.clone());
+                tokio::spawn(connection(stream, caller, Arc::clone(&handler), seat));
+            }
+            Err(_) => pause().await,
+        }
+    }
+}
+
+async fn seat(seats: &Arc<Semaphore>) -> OwnedSemaphorePermit {
+    Arc::clone(seats).acquire_owned().await.expect("never closed")
+}
+
+/// Out of descriptors: the next attempt must not spin.
+async fn pause() {
+    tokio::time::sleep(Duration::from_millis(100)).await;
+}
+
+/// One connection, until either side has enough of it.
+async fn connection(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    caller: Caller,
+    handler: Arc<Handler>,
+    seat: OwnedSemaphorePermit,
+) {
+    let last = AtomicBool::new(false);
+    let service = service_fn(|request| async {
+        let answer = handler.respond(&caller, request).await;
+        last.fetch_or(answer.extensions().get::<Last>().is_some(), Ordering::Relaxed);
+        Ok::<_, Infallible>(answer)
+    });
+    let served = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADER_TIME_MAX)
+        .max_buf_size(HEADER_BYTES_MAX)
+        .serve_connection(TokioIo::new(stream), service);
+    match tokio::time::timeout(CONNECTION_TIME_MAX, served).await {
+        // A client that goes away early is its own business.
+        Ok(Ok(())) => {}
+        Ok(Err(error)) if error.is_timeout() => handler.refusals.count(Cause::Slow),
+        Ok(Err(error)) if error.is_parse() => handler.refusals.count(Cause::Malformed),
+        Ok(Err(_)) => {}
+        Err(_) => handler.refusals.count(Cause::Slow),
+    }
+    // Whoever asked for the end has the answer by now, or is gone.
+    if last.into_inner() {
+        wake::signal(&handler.end);
+    }
+    drop(seat);
+}
+
+// === impl Caller ===
+
+impl Caller {
+    /// Whether it may ask at all.
+    fn check(&self, request: &Request<Incoming>) -> Result<(), Refused> {
+        match self {
+            Self::Unix(permitted) => permitted.clone().map_err(|text| Refused::new(Cause::User, text)),
+            Self::Tcp(token) => {
+                let said = request.headers().get(AUTHORIZATION).and_then(|value| value.to_str().ok());
+                let said = said.and_then(|value| value.strip_prefix("Bearer "));
+                let text = "pass the token of --control-token-file, as Authorization: Bearer TOKEN";
+                match said.is_some_and(|said| token.is(said)) {
+                    true => Ok(()),
+                    false => Err(Refused::new(Cause::Token, text)),
+                }
+            }
+        }
+    }
+}
+
+// === impl Handler ===
+
+impl Handler {
+    async fn respond(&self, caller: &Caller, request: Request<Incoming>) -> Response<String> {
+        let result = match caller.check(&request) {
+            Ok(()) => self.read_and_answer(request).await,
+            Err(refused) => Err(refused),
+        };
+        result.unwrap_or_else(|Refused { cause, text }| {
+            self.refusals.count(cause);
+            tracing::debug!(cause = cause.label(), reason = text, "a control request is refused");
+            page(cause.status(), &json!({ "error": text }))
+        })
+    }
+
+    async fn read_and_answer(&self, request: Request<Incoming>) -> Result<Response<String>, Refused> {
+        let (head, body) = request.into_parts();
+        let body = Limited::new(body, BODY_BYTES_MAX).collect();
+        let body = match tokio::time::timeout(BODY_TIME_MAX, body).await {
+            Ok(Ok(body)) => body.to_bytes(),
+            Ok(Err(error)) if error.is::<http_body_util::LengthLimitError>() => {
+                let text = format!("a request has at most {BODY_BYTES_MAX} bytes");
+                return Err(Refused::new(Cause::TooLarge, text));
+            }
+            Ok(Err(error)) => return Err(Refused::new(Cause::Malformed, error.to_string())),
+            Err(_) => {
+                let text = format!("the body did not come within {} s", BODY_TIME_MAX.as_secs());
+                return Err(Refused::new(Cause::Slow, text));
+            }
+        };
+        self.answer(&head.method, head.uri.path(), &body).await
+    }
+}
+
+/// An answer as JSON that people can read.
+fn page(status: StatusCode, answer: &impl Serialize) -> Response<String> {
+    let text = serde_json::to_string_pretty(answer).expect("texts, numbers and lists") + "\n";
+    let response = Response::builder().status(status).header(CONTENT_TYPE, "application/json");
+    response.body(text).expect("constant headers")
+}

@@ -1,0 +1,113 @@
+//! Requests that are not answered as asked: each is told why, and counted.
+
+use hyper::StatusCode;
+use prometheus::{IntCounterVec, Opts, Registry};
+
+/// Why a request is refused; the label of `pillion_control_refused_total`.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Cause {
+    /// It is another user's.
+    User,
+    /// The token is missing or wrong.
+    Token,
+    /// There is no such request.
+    Path,
+    Method,
+    Malformed,
+    /// It is longer than any request.
+    TooLarge,
+    /// It did not come in time.
+    Slow,
+    /// No block of this namespace was ever here.
+    Namespace,
+    /// Blocks of earlier lives are still to come.
+    Starting,
+    /// As many requests wait for the data thread as may.
+    Busy,
+    /// The data thread has not answered in time.
+    Unanswered,
+}
+
+/// A refusal, with the text that says what to change.
+#[derive(Debug)]
+pub(super) struct Refused {
+    pub(super) cause: Cause,
+    pub(super) text: String,
+}
+
+/// Counts requests that are refused.
+#[derive(Debug)]
+pub(super) struct Refusals(IntCounterVec);
+
+// === impl Cause ===
+
+impl Cause {
+    const ALL: [Self; 11] = [
+        Self::User,
+        Self::Token,
+        Self::Path,
+        Self::Method,
+        Self::Malformed,
+        Self::TooLarge,
+        Self::Slow,
+        Self::Namespace,
+        Self::Starting,
+        Self::Busy,
+        Self::Unanswered,
+    ];
+
+    pub(super) fn label(self) -> &'static str {
+        match self {
+            Self::User => "user",
+            Self::Token => "token",
+            Self::Path => "path",
+            Self::Method => "method",
+            Self::Malformed => "malformed",
+            Self::TooLarge => "too_large",
+            Self::Slow => "slow",
+            Self::Namespace => "namespace",
+            Self::Starting => "starting",
+            Self::Busy => "busy",
+            Self::Unanswered => "unanswered",
+        }
+    }
+
+    pub(super) fn status(self) -> StatusCode {
+        match self {
+            Self::User => StatusCode::FORBIDDEN,
+            Self::Token => StatusCode::UNAUTHORIZED,
+            Self::Path | Self::Namespace => StatusCode::NOT_FOUND,
+            Self::Method => StatusCode::METHOD_NOT_ALLOWED,
+            Self::Malformed => StatusCode::BAD_REQUEST,
+            Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::Slow => StatusCode::REQUEST_TIMEOUT,
+            Self::Starting | Self::Busy => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Unanswered => StatusCode::GATEWAY_TIMEOUT,
+        }
+    }
+}
+
+// === impl Refused ===
+
+impl Refused {
+    pub(super) fn new(cause: Cause, text: impl Into<String>) -> Self {
+        Self { cause, text: text.into() }
+    }
+}
+
+// === impl Refusals ===
+
+impl Refusals {
+    /// The counters, every one there from the start.
+    pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
+        let help = "Control requests refused, by reason: the answer of each says what to change.";
+        let counters = IntCounterVec::new(Opts::new("pillion_control_refused_total", help), &["reason"])?;
+        registry.register(Box::new(counters.clone()))?;
+        Cause::ALL.iter().for_each(|cause| counters.with_label_values(&[cause.label()]).inc_by(0));
+        Ok(Self(counters))
+    }
+
+    pub(super) fn count(&self, cause: Cause) {
+        self.0.with_label_values(&[cause.label()]).inc();
+    }
+}

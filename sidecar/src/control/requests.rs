@@ -1,0 +1,243 @@
+//! The requests, and what each is answered.
+
+use std::time::Duration;
+
+use hyper::header::{CONNECTION, HeaderValue};
+use hyper::{Method, Response, StatusCode};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use shm_protocol::key::{BlockHash, NamespaceDigest};
+use tokio::sync::oneshot;
+
+use super::refusals::{Cause, Refused};
+use super::{Handler, Last, page};
+use crate::catalog::Entry;
+use crate::config::Level;
+use crate::core::Kept;
+use crate::inbox::{Ask, Evicted, Found, KEYS_MAX, Reply, Surveyed};
+
+/// A data thread that turns takes an ask within milliseconds; a count of all blocks takes a tenth of a second for ten million.
+const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
+/// An eviction takes a second for some million blocks. It goes on behind that.
+const EVICTION_TIME_MAX: Duration = Duration::from_secs(60);
+/// Keys of one request: a prompt of 65,536 tokens in blocks of 16.
+const LOOKUP_KEYS_MAX: usize = 4096;
+
+const PATHS: &str = "GET /namespaces, POST /lookup, POST /evict, GET or POST /log-level, POST /drain";
+
+#[derive(Deserialize)]
+struct Evict {
+    namespace: String,
+}
+
+#[derive(Deserialize)]
+struct Lookup {
+    namespace: String,
+    /// Block hashes in hex, as `pillion keys` prints them.
+    keys: Vec<String>,
+}
+
+#[derive(Deserialize)]
+struct SetLevel {
+    level: String,
+}
+
+/// A namespace, as far as anything is known of it.
+#[derive(Serialize)]
+struct Shown {
+    namespace: String,
+    /// None where no engine of it has connected in this life.
+    #[serde(flatten)]
+    entry: Option<Entry>,
+    memory_blocks: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    disk_blocks: Option<u64>,
+}
+
+// === impl Handler ===
+
+impl Handler {
+    pub(super) async fn answer(
+        &self,
+        method: &Method,
+        path: &str,
+        body: &[u8],
+    ) -> Result<Response<String>, Refused> {
+        let answer = match (method.as_str(), path) {
+            ("GET", "/namespaces") => self.namespaces().await?,
+            ("POST", "/lookup") => self.lookup(parse(body)?).await?,
+            ("POST", "/evict") => self.evict(parse(body)?).await?,
+            ("GET", "/log-level") => self.show_level()?,
+            ("POST", "/log-level") => self.set_level(parse(body)?)?,
+            ("POST", "/drain") => {
+                tracing::info!("asked to end, by the control socket");
+                return Ok(last(page(StatusCode::OK, &json!({ "draining": true }))));
+            }
+            (_, "/namespaces" | "/lookup" | "/evict" | "/log-level" | "/drain") => {
+                return Err(Refused::new(Cause::Method, format!("the requests are {PATHS}")));
+            }
+            _ => return Err(Refused::new(Cause::Path, format!("the requests are {PATHS}"))),
+        };
+        Ok(page(StatusCode::OK, &answer))
+    }
+
+    /// Asks the data thread, and waits for its answer.
+    async fn ask<T>(&self, limit: Duration, ask: impl FnOnce(Reply<T>) -> Ask) -> Result<T, Refused> {
+        let (reply, answer) = oneshot::channel();
+        if !self.parts.inbox.ask(ask(reply)) {
+            return Err(Refused::new(Cause::Busy, "too many requests wait already: try again"));
+        }
+        match tokio::time::timeout(limit, answer).await {
+            Ok(Ok(answer)) => Ok(answer),
+            Ok(Err(_)) => Err(Refused::new(Cause::Unanswered, "the sidecar ends")),
+            Err(_) => {
+                let text = format!(
+                    "the data thread has not answered for {} s: look at /healthz, and at the log; what was begun goes on",
+                    limit.as_secs()
+                );
+                Err(Refused::new(Cause::Unanswered, text))
+            }
+        }
+    }
+
+    async fn namespaces(&self) -> Result<Value, Refused> {
+        let Surveyed { namespaces: mut kept, disks, peers } = self.ask(ANSWER_TIME_MAX, Ask::Survey).await?;
+        let entries = self.parts.catalog.lock().entries(&self.parts.quotas);
+        let shown = |namespace: NamespaceDigest, entry, Kept { memory, disk }| {
+            let disk_blocks = disks.then_some(disk);
+            Shown { namespace: namespace.to_string(), entry, memory_blocks: memory, disk_blocks }
+        };
+        let known = entries.into_iter().map(|(namespace, entry)| {
+            let kept = kept.remove(&namespace).unwrap_or_default();
+            shown(namespace, Some(entry), kept)
+        });
+        let mut namespaces: Vec<Shown> = known.collect();
+        namespaces.extend(kept.into_iter().map(|(namespace, kept)| shown(namespace, None, kept)));
+        let peer = |(peer, blocks)| json!({ "peer": peer, "blocks": blocks });
+        let peers: Vec<Value> = peers.into_iter().flatten().map(peer).collect();
+        Ok(json!({ "namespaces": namespaces, "peers": peers }))
+    }
+
+    async fn lookup(&self, Lookup { namespace, keys }: Lookup) -> Result<Value, Refused> {
+        let digest = namespace_of(&namespace)?;
+        if keys.len() > LOOKUP_KEYS_MAX {
+            let text = format!("{} keys: pass {LOOKUP_KEYS_MAX} at most", keys.len());
+            return Err(Refused::new(Cause::TooLarge, text));
+        }
+        let hashes: Vec<BlockHash> = keys.iter().map(|key| hash_of(key)).collect::<Result<_, _>>()?;
+        let mut located: Vec<Found> = Vec::with_capacity(hashes.len());
+        for part in hashes.chunks(KEYS_MAX) {
+            let ask = |reply| Ask::Locate(digest, part.to_vec(), reply);
+            located.extend(self.ask(ANSWER_TIME_MAX, ask).await?);
+        }
+        let shown = keys.iter().zip(located).map(|(key, Found { memory, disk, peers })| {
+            json!({ "key": key, "memory": memory, "disk": disk, "peers": peers })
+        });
+        Ok(json!({ "namespace": namespace, "keys": shown.collect::<Vec<Value>>() }))
+    }
+
+    async fn evict(&self, Evict { namespace }: Evict) -> Result<Value, Refused> {
+        let digest = namespace_of(&namespace)?;
+        match self.ask(EVICTION_TIME_MAX, |reply| Ask::Evict(digest, reply)).await? {
+            Evicted::Removed(Kept { memory, disk }) => {
+                tracing::info!(namespace, memory, disk, "a namespace was evicted, by the control socket");
+                Ok(json!({ "namespace": namespace, "memory_blocks": memory, "disk_blocks": disk }))
+            }
+            Evicted::Unknown => {
+                let text =
+                    format!("no block of {namespace} is here: pillion ctl namespaces lists those that are");
+                Err(Refused::new(Cause::Namespace, text))
+            }
+            Evicted::Recovering => {
+                let text = "blocks of an earlier sidecar are still being found or verified: try again once /readyz says no more \
+                            than ready and pillion_adoption_unverified_blocks is 0";
+                Err(Refused::new(Cause::Starting, text))
+            }
+        }
+    }
+
+    fn show_level(&self) -> Result<Value, Refused> {
+        self.parts.log.get().map(|level| json!({ "level": level.name() })).ok_or_else(no_log)
+    }
+
+    fn set_level(&self, SetLevel { level }: SetLevel) -> Result<Value, Refused> {
+        let level: Level = level.parse().map_err(|text: String| Refused::new(Cause::Malformed, text))?;
+        let before = self.parts.log.set(level).ok_or_else(no_log)?;
+        tracing::info!(
+            level = level.name(),
+            before = before.name(),
+            "the log level was changed, by the control socket"
+        );
+        Ok(json!({ "level": level.name(), "before": before.name() }))
+    }
+}
+
+/// The answer behind which the connection ends, and then the sidecar.
+fn last(mut answer: Response<String>) -> Response<String> {
+    answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    answer.extensions_mut().insert(Last);
+    answer
+}
+
+fn no_log() -> Refused {
+    Refused::new(Cause::Path, "this process logs by other means than pillion serve")
+}
+
+fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, Refused> {
+    serde_json::from_slice(body).map_err(|error| Refused::new(Cause::Malformed, error.to_string()))
+}
+
+fn namespace_of(text: &str) -> Result<NamespaceDigest, Refused> {
+    let bytes = bytes_of(text).and_then(|bytes| bytes.try_into().ok());
+    bytes.map(NamespaceDigest).ok_or_else(|| {
+        let text = format!(
+            "{:?} is no namespace: write its 32 hex digits, as pillion ctl namespaces shows them",
+            begin(text)
+        );
+        Refused::new(Cause::Malformed, text)
+    })
+}
+
+fn hash_of(text: &str) -> Result<BlockHash, Refused> {
+    let hash = bytes_of(text).and_then(|bytes| BlockHash::from_slice(&bytes).ok());
+    hash.ok_or_else(|| {
+        let text = format!(
+            "{:?} is no key: write the 32 or 64 hex digits of a block's hash, as pillion keys prints them",
+            begin(text)
+        );
+        Refused::new(Cause::Malformed, text)
+    })
+}
+
+/// As much of a text as an answer repeats.
+fn begin(text: &str) -> String {
+    text.chars().take(80).collect()
+}
+
+/// What hex digits, two for each byte, say.
+fn bytes_of(hex: &str) -> Option<Vec<u8>> {
+    let digit = |digit: u8| char::from(digit).to_digit(16).map(|digit| digit as u8);
+    let (pairs, rest) = hex.as_bytes().as_chunks::<2>();
+    let byte = |[high, low]: &[u8; 2]| Some(digit(*high)? << 4 | digit(*low)?);
+    if rest.is_empty() { pairs.iter().map(byte).collect() } else { None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hex_digits_are_namespaces_and_keys_of_their_lengths_alone() {
+        assert_eq!(bytes_of("00fFa5"), Some(vec![0, 255, 0xa5]));
+        for wrong in ["0", "0g", "+1", "é0"] {
+            assert_eq!(bytes_of(wrong), None, "{wrong}");
+        }
+        let digits = |count: usize| "ab".repeat(count / 2);
+        assert_eq!(namespace_of(&digits(32)).unwrap(), NamespaceDigest([0xab; 16]));
+        assert!(namespace_of(&digits(64)).unwrap_err().text.contains("pillion ctl namespaces"));
+        assert_eq!(hash_of(&digits(64)).unwrap(), BlockHash([0xab; 32]));
+        assert_eq!(hash_of(&digits(32)).unwrap().0[16..], [0; 16]);
+        assert!(hash_of(&digits(34)).unwrap_err().text.contains("pillion keys"));
+    }
+}

@@ -1,0 +1,164 @@
+//! What an operator asks of the blocks: how many of each namespace are kept where, where certain ones are, and that those of a
+//! namespace go. What looks at all blocks does so some at a time, so that engines are answered in between.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use mesh::digest::Digest;
+use mesh::transport::PeerNumber;
+use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
+use tiers::dram::{Dram, Walk};
+
+use super::{Base, GROUP};
+
+/// Blocks of a namespace, by where they are kept.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub struct Kept {
+    pub memory: u64,
+    /// On disks, or being written there.
+    pub disk: u64,
+}
+
+/// Where a block is kept.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Location {
+    /// In memory, or in the pool file and still to be verified.
+    pub memory: bool,
+    pub disk: bool,
+    /// Peers that are known to keep it, which is late and sometimes wrong.
+    pub peers: Vec<PeerNumber>,
+}
+
+/// Where a walk over both tiers is: memory comes first.
+#[derive(Copy, Clone, Debug)]
+enum At {
+    Memory(Walk),
+    Disk(usize),
+    End,
+}
+
+/// A count of all blocks that is under way.
+#[derive(Debug, Default)]
+pub struct Survey {
+    at: At,
+    /// By the number of the namespace.
+    kept: BTreeMap<u32, Kept>,
+}
+
+/// The removal of a namespace's blocks that is under way.
+#[derive(Debug)]
+pub struct Eviction {
+    at: At,
+    numbers: BTreeSet<u32>,
+    removed: Kept,
+}
+
+// === impl At ===
+
+impl Default for At {
+    fn default() -> Self {
+        Self::Memory(Walk::default())
+    }
+}
+
+impl At {
+    /// Shows some of the blocks, and where each is; the place behind them.
+    fn step(self, base: &Base, mut see: impl FnMut(&BlockKey, fn(&mut Kept) -> &mut u64)) -> Self {
+        match self {
+            Self::Memory(walk) => {
+                let next = base.cx.dram.walk(walk, |key| see(key, |kept| &mut kept.memory));
+                next.map_or(Self::Disk(0), Self::Memory)
+            }
+            Self::Disk(at) => {
+                let ssd = base.sources.ssd.as_ref();
+                ssd.and_then(|ssd| ssd.walk(at, |key| see(key, |kept| &mut kept.disk)))
+                    .map_or(Self::End, Self::Disk)
+            }
+            Self::End => Self::End,
+        }
+    }
+}
+
+// === impl Survey ===
+
+impl Survey {
+    /// Counts some blocks; false once all are.
+    pub(super) fn step(&mut self, base: &Base) -> bool {
+        let kept = &mut self.kept;
+        self.at = self.at.step(base, |key, tier| *tier(kept.entry(key.namespace).or_default()) += 1);
+        !matches!(self.at, At::End)
+    }
+
+    /// What was counted, by namespace. Blocks that a salt made an engine's own count to the namespace that it was made of.
+    pub(super) fn result(&self, base: &Base) -> BTreeMap<NamespaceDigest, Kept> {
+        let mut names = base.cx.namespaces.all();
+        names.extend(base.engines.private_namespaces());
+        let mut result: BTreeMap<NamespaceDigest, Kept> = BTreeMap::new();
+        for (number, kept) in &self.kept {
+            let Some(name) = names.get(number) else { continue };
+            let sum = result.entry(*name).or_default();
+            sum.memory += kept.memory;
+            sum.disk += kept.disk;
+        }
+        result
+    }
+}
+
+// === impl Eviction ===
+
+impl Eviction {
+    /// Of all that is kept of a namespace and of those that salts made of it; `None` where it was never heard of.
+    pub(super) fn new(namespace: NamespaceDigest, base: &Base) -> Option<Self> {
+        let numbers = numbers_of(namespace, base);
+        (!numbers.is_empty()).then(|| Self { at: At::default(), numbers, removed: Kept::default() })
+    }
+
+    /// The numbers under which the blocks are kept.
+    pub(super) fn numbers(&self) -> &BTreeSet<u32> {
+        &self.numbers
+    }
+
+    /// Removes some blocks; false once the last one is gone. Leases that engines have go on: what they were told of they can load,
+    /// and the slot is free afterwards.
+    pub(super) fn step(&mut self, base: &mut Base) -> bool {
+        let (mut keys, numbers, removed) = (BTreeSet::new(), &self.numbers, &mut self.removed);
+        self.at = self.at.step(base, |key, tier| {
+            if numbers.contains(&key.namespace) && keys.insert(*key) {
+                *tier(removed) += 1;
+            }
+        });
+        base.sources.remove(&keys, &mut base.cx);
+        !matches!(self.at, At::End)
+    }
+
+    /// Blocks that were removed so far, from where.
+    pub fn removed(&self) -> Kept {
+        self.removed
+    }
+}
+
+/// Where each of these blocks of a namespace is.
+pub(super) fn locate(namespace: NamespaceDigest, hashes: &[BlockHash], base: &Base) -> Vec<Location> {
+    let numbers = numbers_of(namespace, base);
+    let locate = |hash: &BlockHash| {
+        let keys = || numbers.iter().map(|&namespace| BlockKey { namespace, group: GROUP, hash: *hash });
+        let peers = base.sources.peers.as_ref();
+        let digest = Digest::new(&namespace, GROUP, hash);
+        Location {
+            memory: keys().any(|key| in_memory(&key, &base.cx.dram)),
+            disk: base.sources.ssd.as_ref().is_some_and(|ssd| keys().any(|key| ssd.has(&key))),
+            peers: peers.map(|peers| peers.holders(digest).collect()).unwrap_or_default(),
+        }
+    };
+    hashes.iter().map(locate).collect()
+}
+
+fn in_memory(key: &BlockKey, dram: &Dram) -> bool {
+    let mut found = Vec::with_capacity(1);
+    dram.lookup(key.namespace, key.group, &[key.hash], &mut found);
+    found == [true] || dram.is_adopted(key)
+}
+
+fn numbers_of(namespace: NamespaceDigest, base: &Base) -> BTreeSet<u32> {
+    let private = base.engines.private_namespaces().into_iter().filter(|(_, of)| *of == namespace);
+    base.cx.namespaces.ids_of(namespace).chain(private.map(|(number, _)| number)).collect()
+}

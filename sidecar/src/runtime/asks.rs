@@ -1,0 +1,88 @@
+//! What the data thread is asked for from outside: one ask between two turns, and of a long one a part.
+
+use super::Runtime;
+use crate::clock::millis;
+use crate::core::{Eviction, Location, Survey};
+use crate::inbox::{Ask, Evicted, Found, Reply, Surveyed};
+use crate::peers::Peers;
+
+/// An ask that takes several turns.
+#[derive(Debug)]
+pub(super) enum Task {
+    Survey(Survey, Reply<Surveyed>),
+    Evict(Eviction, Reply<Evicted>),
+}
+
+// === impl Runtime: asks ===
+
+impl Runtime {
+    /// Goes on with what was asked; whether there was anything. Nobody is left to hear an answer where its channel is closed.
+    pub(super) fn answer_asks(&mut self) -> bool {
+        match self.task.take() {
+            Some(task) => self.go_on_with(task),
+            None => match self.asks.take() {
+                Some(ask) => self.begin(ask),
+                None => return false,
+            },
+        }
+        true
+    }
+
+    fn begin(&mut self, ask: Ask) {
+        match ask {
+            Ask::Survey(reply) if reply.is_closed() => {}
+            Ask::Survey(reply) => self.task = Some(Task::Survey(Survey::default(), reply)),
+            Ask::Locate(_, _, reply) if reply.is_closed() => {}
+            Ask::Locate(namespace, hashes, reply) => {
+                let located = self.core.locate(namespace, &hashes).into_iter();
+                let _ = reply.send(located.map(|location| self.named(location)).collect());
+            }
+            Ask::Evict(_, reply) if reply.is_closed() => {}
+            Ask::Evict(_, reply) if self.opener.is_some() || self.core.recovers() => {
+                let _ = reply.send(Evicted::Recovering);
+            }
+            Ask::Evict(namespace, reply) => match self.core.begin_eviction(namespace) {
+                Some(eviction) => self.task = Some(Task::Evict(eviction, reply)),
+                None => drop(reply.send(Evicted::Unknown)),
+            },
+        }
+    }
+
+    /// A count is given up with who asked for it, an eviction is not.
+    fn go_on_with(&mut self, task: Task) {
+        match task {
+            Task::Survey(_, reply) if reply.is_closed() => {}
+            Task::Survey(mut survey, reply) => match self.core.survey(&mut survey) {
+                None => self.task = Some(Task::Survey(survey, reply)),
+                Some(namespaces) => {
+                    let disks = self.disks.is_some();
+                    let _ = reply.send(Surveyed { namespaces, disks, peers: self.known_peers() });
+                }
+            },
+            Task::Evict(mut eviction, reply) => {
+                let goes_on = self.core.evict(&mut eviction, &mut self.out);
+                self.apply();
+                self.core.go_on(millis(self.now), &mut self.out);
+                self.apply();
+                if goes_on {
+                    self.task = Some(Task::Evict(eviction, reply));
+                } else {
+                    self.publish();
+                    let _ = reply.send(Evicted::Removed(eviction.removed()));
+                }
+            }
+        }
+    }
+
+    fn known_peers(&self) -> Option<Vec<(String, usize)>> {
+        let peers = self.peers.as_ref()?;
+        let known = self.core.peers_stats()?.peers.into_iter();
+        Some(known.filter_map(|known| Some((peers.name(known.peer)?.to_owned(), known.keys))).collect())
+    }
+
+    fn named(&self, location: Location) -> Found {
+        let name = |peer| self.peers.as_ref().and_then(|peers: &Peers| peers.name(peer)).map(str::to_owned);
+        let Location { memory, disk, peers } = location;
+        Found { memory, disk, peers: peers.into_iter().filter_map(name).collect() }
+    }
+}

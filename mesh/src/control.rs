@@ -30,6 +30,7 @@ use self::shell::Command;
 use crate::Error;
 use crate::digest::Change;
 pub use crate::membership::{DataAddresses, MEMBERS_MAX, News, Parting};
+use crate::refusals::Refusals;
 use crate::tls::Security;
 use crate::transport::{BootId, NodeId, PeerNumber};
 
@@ -68,6 +69,8 @@ pub struct Config {
     pub directory_bytes: usize,
     /// How long anything may take.
     pub limits: Limits,
+    /// Where it is counted whom this node turns away, and who it.
+    pub refusals: Arc<Refusals>,
 }
 
 /// How members are found.
@@ -142,6 +145,7 @@ impl Config {
         security: Security,
     ) -> Self {
         let (mesh, limits, resolver) = (MESH_DEFAULT.to_owned(), Limits::default(), Arc::new(System));
+        let refusals = Arc::default();
         Self {
             mesh,
             node,
@@ -154,6 +158,7 @@ impl Config {
             security,
             directory_bytes: DIRECTORY_BYTES_DEFAULT,
             limits,
+            refusals,
         }
     }
 

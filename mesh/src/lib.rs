@@ -2,7 +2,7 @@
 //!
 //! Job: know who is a member ([`membership`], [`control`]); tell the peers what is kept here and be told what they keep
 //! ([`feed`]), know which of them may have a block ([`directory`], of [`digest`]s), and carry the bytes of blocks from the
-//! pool of the sidecar that keeps them into the pool of one that asks ([`transport`]). What is asked for and which slots are
+//! pool of the sidecar that keeps them into the pool of one that asks ([`transport`]); count who would not have whom ([`refusals`]). What is asked for and which slots are
 //! given, the caller decides; here it is carried out, on threads of their own.
 //!
 //! May depend on: shm-protocol, tiers (the pool's bytes), rustix, rustls; `control` alone on tokio, tonic and etcd's client,
@@ -18,6 +18,7 @@ mod error;
 pub mod feed;
 pub mod membership;
 mod random;
+pub mod refusals;
 pub mod tls;
 pub mod transport;
 

@@ -18,6 +18,7 @@ use std::net::SocketAddr;
 
 use crate::digest::Change;
 use crate::directory::Filter;
+use crate::refusals::Reason;
 use crate::transport::{BootId, NodeId, Peer, PeerNumber};
 
 /// Members that a node knows of, and the most that it serves: each costs a stream, its filter and 256 KiB.
@@ -175,6 +176,18 @@ impl fmt::Display for Parting {
 }
 
 // === impl Failure ===
+
+impl Failure {
+    /// Why a node that has said who it is does not become a member.
+    pub(crate) fn reason(&self) -> Option<Reason> {
+        match self {
+            Self::Unreached(_) => Some(Reason::NotMember),
+            Self::Twin(..) => Some(Reason::Name),
+            // It is one already.
+            Self::Elsewhere(_) => None,
+        }
+    }
+}
 
 impl From<String> for Failure {
     fn from(why: String) -> Self {

@@ -23,6 +23,7 @@ use thiserror::Error;
 pub use tiers::ssd::Label;
 
 use crate::Error;
+use crate::refusals::Reason;
 
 /// Bytes of the longest name of a node: that of the longest DNS name.
 pub const NODE_BYTES_MAX: usize = 253;
@@ -238,6 +239,41 @@ impl NodeId {
 impl fmt::Display for NodeId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
+    }
+}
+
+// === impl Fault ===
+
+impl Fault {
+    /// The refusal that it is; `None` where nobody was reached, or a block was not to be had.
+    fn reason(self) -> Option<Reason> {
+        match self {
+            Self::Timeout(Stage::Handshake) => Some(Reason::Silent),
+            Self::Timeout(Stage::FirstByte | Stage::Progress | Stage::Whole) => Some(Reason::Slow),
+            Self::Malformed(_) => Some(Reason::Malformed),
+            Self::Refused(refusal) => Some(refusal.into()),
+            Self::Timeout(Stage::Connect)
+            | Self::Absent
+            | Self::Corrupt
+            | Self::Short
+            | Self::Peer(_)
+            | Self::Stopped => None,
+        }
+    }
+}
+
+impl From<Refusal> for Reason {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::Version(_) => Self::Version,
+            Refusal::OtherNode | Refusal::OtherBoot => Self::OtherLife,
+            Refusal::NotMember => Self::NotMember,
+            Refusal::Certificate => Self::Certificate,
+            Refusal::Busy => Self::Busy,
+            Refusal::Draining => Self::Draining,
+            Refusal::Malformed => Self::Malformed,
+            Refusal::Queues { .. } => Self::Queues,
+        }
     }
 }
 

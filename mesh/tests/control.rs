@@ -6,6 +6,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::time::Duration;
 
 use mesh::control::{Control, Limits, Members, Parting};
+use mesh::refusals::Reason;
 use mesh::tls::Security;
 use rig::certificates::{Authority, Folder, NAME};
 use rig::crew::{Crew, Plan, Seen, added, address, patient, removed};
@@ -270,6 +271,8 @@ fn mutual_tls_carries_inventories_and_new_files_are_used_without_a_restart() {
     };
     stranger.wait("a refusal", |seen| (seen.notes.len() >= 2).then_some(()));
     stranger.seen(|seen| assert!(seen.members.is_empty()));
+    one.refused(Reason::Certificate, 1);
+    two.refused(Reason::Certificate, 1);
     // The mesh moves to another authority, one node after the other.
     let mut one = one;
     one.stop();

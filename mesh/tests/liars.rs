@@ -13,6 +13,7 @@ use mesh::control::service::inventory_client::InventoryClient;
 use mesh::control::service::inventory_server::{Inventory, InventoryServer};
 use mesh::control::wire::{Begin, Chunk, Delta, FollowReply, FollowRequest, Heartbeat, Hello, Said, VERSION};
 use mesh::control::{Limits, Members};
+use mesh::refusals::Reason;
 use rig::crew::{Plan, added, address, digest, patient};
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status};
@@ -119,6 +120,11 @@ fn a_server_that_lies_is_told_of_and_harms_no_other() {
             seen.notes.iter().any(|note| note.contains(address) && note.contains(word)).then_some(())
         });
     }
+    for (reason, lies) in
+        [(Reason::Version, 1), (Reason::Mesh, 1), (Reason::Silent, 1), (Reason::Malformed, 7)]
+    {
+        one.refused(reason, lies);
+    }
     let number = one.joined("sound", 1);
     one.keeps(number, 0..1000, 900_000..901_000);
     sound.publish(added(2000..2100));
@@ -162,6 +168,7 @@ fn a_follower_that_is_frozen_is_hung_up_on() {
         let ended = async { while let Ok(Some(_)) = replies.message().await {} };
         tokio::time::timeout(rig::WATCHDOG, ended).await.expect("an end");
     });
+    one.refused(Reason::Silent, 1);
 }
 
 #[test]
@@ -202,4 +209,9 @@ fn a_follower_that_is_wrong_is_refused_with_the_reason() {
     let mut said = Vec::new();
     let end = silent.read_to_end(&mut said);
     assert!(end.is_ok() || end.is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionReset));
+    for (reason, wrong) in
+        [(Reason::Version, 1), (Reason::Mesh, 1), (Reason::Malformed, 1), (Reason::Silent, 1)]
+    {
+        one.refused(reason, wrong);
+    }
 }

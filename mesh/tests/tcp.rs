@@ -6,6 +6,7 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::Duration;
 
+use mesh::refusals::Reason;
 use mesh::transport::tcp::frame::{ASK_BLOCKS_MAX, Ask, Frame, Hello};
 use mesh::transport::tcp::{Limits, Security};
 use mesh::transport::{Fault, PeerNumber, Refusal, Stage};
@@ -97,6 +98,10 @@ fn another_life_is_neither_asked_nor_answered() {
     assert_eq!(one.get(4, &wanted, LONG), [Ok(())]);
     one.seen(|seen| assert_eq!(seen.connected, [(PeerNumber(4), boot(2))]));
     other.seen(|seen| assert!(seen.notes.iter().any(|note| note.contains("refused")), "{:?}", seen.notes));
+    for node in [&one, &other] {
+        node.refused(Reason::OtherLife, 2);
+        node.refused(Reason::NotMember, 1);
+    }
 }
 
 #[test]
@@ -221,6 +226,7 @@ fn a_peer_that_asks_out_of_all_bounds_is_hung_up_on() {
     other.wait("three strikes", |seen| {
         (seen.down.iter().filter(|down| malformed(down)).count() == 3).then_some(())
     });
+    other.refused(Reason::Malformed, 3);
     drop(stream);
     let asked: Vec<_> = other.seen(|seen| seen.asked.clone());
     asked.iter().for_each(|(ask, _, blocks)| other.grant(*ask, blocks));
@@ -249,6 +255,7 @@ fn draining_ends_what_is_under_way_and_takes_on_nothing() {
     assert_eq!(one.ends(&fetching), [Ok(())]);
     assert_eq!(one.get(1, &wanted, LONG), [Err(Fault::Refused(Refusal::Draining))]);
     assert_eq!(other.get(1, &wanted, LONG), [Err(Fault::Refused(Refusal::Draining))]);
+    other.refused(Reason::Draining, 1);
     other.check_releases();
     other.kill();
     assert!(matches!(one.get(1, &wanted, LONG)[..], [Err(Fault::Peer(_))]));

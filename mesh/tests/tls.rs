@@ -5,6 +5,7 @@ mod rig;
 use std::io::Write;
 use std::path::Path;
 
+use mesh::refusals::Reason;
 use mesh::transport::tcp::{Security, Tls};
 use mesh::transport::{Fault, PeerNumber, Refusal};
 use rig::certificates::{Authority, Folder, NAME};
@@ -67,6 +68,7 @@ fn who_is_not_of_the_mesh_is_not_served() {
         });
     }
     other.seen(|seen| assert!(seen.asked.is_empty()));
+    other.refused(Reason::Certificate, 3);
     // And one that says nothing of TLS.
     let mut one = Node::new("one", Security::Plaintext, patient());
     assert!(matches!(get(&mut one, &other), Err(Fault::Malformed(_) | Fault::Peer(_))));
@@ -84,6 +86,7 @@ fn who_is_not_of_the_mesh_is_not_believed() {
     for files in &bad {
         let (mut one, other) = (node(&good, "one"), node(files, "other"));
         assert_eq!(get(&mut one, &other), REFUSED);
+        one.refused(Reason::Certificate, 1);
     }
     // And one without TLS.
     let (mut one, other) = (node(&good, "one"), Node::new("other", Security::Plaintext, patient()));

@@ -5,6 +5,7 @@ mod holders;
 mod peers;
 mod ssd;
 
+use mesh::refusals::Refusals;
 use mesh::transport::PeerNumber;
 use prometheus::{Counter, GaugeVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry};
 use tiers::ssd::Backend;
@@ -272,6 +273,13 @@ impl Metrics {
     ) {
         if let Some(metrics) = &mut self.peers {
             metrics.publish(stats, endpoints_empty, name);
+        }
+    }
+
+    /// Makes visible how often peers and this node would not have each other.
+    pub fn publish_refusals(&self, refusals: &Refusals) {
+        if let Some(metrics) = &self.peers {
+            metrics.publish_refusals(refusals);
         }
     }
 

@@ -10,6 +10,7 @@ use std::sync::{Arc, mpsc};
 
 use mesh::control::{self, Control, News};
 use mesh::digest::Change;
+use mesh::refusals::Refusals;
 use mesh::transport::{self, BootId, Done, Fetch, Grant, Granted, PeerNumber};
 use shm_protocol::pool::SlotRef;
 use tiers::Blocks;
@@ -48,6 +49,7 @@ pub enum Told {
 pub struct Peers {
     control: Control,
     carriers: Carriers,
+    refusals: Arc<Refusals>,
     ups: mpsc::Receiver<Up>,
     /// Taken from `ups`, and its turn has not come.
     next: Option<Up>,
@@ -101,12 +103,15 @@ impl Peers {
                 say(Up::Transport(said));
             }
         };
-        let (carriers, data) = Carriers::start(mesh, boot, &Blocks::new(pool.shared_region()), up)?;
+        let refusals = Arc::default();
+        let blocks = Blocks::new(pool.shared_region());
+        let (carriers, data) = Carriers::start(mesh, boot, &blocks, &refusals, up)?;
         let node = (mesh.node.clone(), boot);
         let follow = control::Config {
             mesh: mesh.name.clone(),
             former: pool.former_epoch().map(life),
             directory_bytes: mesh.directory_bytes,
+            refusals: Arc::clone(&refusals),
             ..control::Config::new(node, mesh.listen, data, mesh.members.clone(), mesh.security.clone())
         };
         let controlling = ended.on_exit();
@@ -117,7 +122,8 @@ impl Peers {
         let rdma = data.rdma.map(tracing::field::display);
         tracing::info!(node = %mesh.node, control = %control.address(), tcp = %data.tcp, rdma, "in the mesh");
         let (names, down) = Default::default();
-        Ok(Self { control, carriers, ups, next: None, rest: None, wake, names, down, changes: Vec::new() })
+        let (next, rest, changes) = Default::default();
+        Ok(Self { control, carriers, refusals, ups, next, rest, wake, names, down, changes })
     }
 
     /// Becomes readable whenever something is said; watched by edge, never read.
@@ -128,6 +134,11 @@ impl Peers {
     /// Addresses of peers at which none is a member.
     pub fn endpoints_empty(&self) -> usize {
         self.control.endpoints_empty()
+    }
+
+    /// How often peers were turned away, and this node, by reason.
+    pub fn refusals(&self) -> &Refusals {
+        &self.refusals
     }
 
     /// What a member is called.

@@ -15,6 +15,7 @@ use client::engine::{Engine, SAVED, keys_after};
 use client::sidecar::Sidecar;
 use client::{corrupt, watch};
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
+use serde_json::json;
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 use shm_protocol::message::{Outcome, Status};
@@ -130,6 +131,10 @@ fn save(engine: &mut Engine, stamp: &mut u64) -> Vec<BlockHash> {
     keys
 }
 
+fn hex(key: &BlockHash) -> String {
+    key.0.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// Waits until a pod knows that another keeps so many blocks.
 fn wait_known(sidecar: &Sidecar, keys: usize) {
     sidecar.wait_metric("pillion_mesh_peers", |peers| peers == 1);
@@ -170,11 +175,17 @@ fn what_one_pod_computed_is_served_in_another() {
         wait_acquainted(&first, &second, early.len());
         let late = save(&mut engine, &mut 1000);
         wait_known(&second, early.len() + late.len());
+        let known = second.ask("GET", "/namespaces", &json!(null)).unwrap();
+        let blocks = (early.len() + late.len()) as u64;
+        assert_eq!(known, json!({"namespaces": [], "peers": [{"peer": "a", "blocks": blocks}]}));
+        let lookup = json!({"namespace": engine.namespace(), "keys": [hex(&early[0]), "0".repeat(64)]});
+        let found = second.ask("POST", "/lookup", &lookup).unwrap();
+        let peers: Vec<_> = found["keys"].as_array().unwrap().iter().map(|key| &key["peers"]).collect();
+        assert_eq!(peers, [&json!(["a"]), &json!([])], "{found}");
         let mut other = Engine::connect(&second);
         for keys in [&early, &late] {
             assert_eq!(other.served(keys), (keys.clone(), 0), "{}", b.log());
         }
-        let blocks = (early.len() + late.len()) as u64;
         second.wait_metric("pillion_mesh_fetched_blocks_total", |fetched| fetched == blocks);
         first.wait_metric("pillion_mesh_served_blocks_total", |served| served == blocks);
         assert!(second.metric("pillion_query_waits_total") > 0);
@@ -448,6 +459,15 @@ fn who_is_no_member_gets_nothing() {
     let (served, wrong) = Engine::connect(&second).served(&keys);
     assert_eq!((served.len(), wrong), (0, 0));
     assert_eq!(first.metric("pillion_mesh_served_blocks_total"), 0);
+    for sidecar in [&first, &second] {
+        let refused = |page: String| {
+            let line = page
+                .lines()
+                .find_map(|line| line.strip_prefix("pillion_mesh_refusals_total{reason=\"not_member\"} "));
+            line.filter(|count| *count != "0").map(drop)
+        };
+        watch("a refusal that is counted", || sidecar.page("/metrics").and_then(refused));
+    }
 }
 
 #[test]

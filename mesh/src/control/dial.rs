@@ -16,6 +16,7 @@ use tower::service_fn;
 
 use super::Etcd;
 use crate::Error;
+use crate::refusals::Reason;
 use crate::tls::{self, REMEDY};
 
 /// Bytes of a stream on their way to this side: a few of the largest messages.
@@ -30,9 +31,15 @@ pub(super) type Session = Option<(Arc<ClientConfig>, ServerName<'static>)>;
 pub(super) trait Wire: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Wire for T {}
 
-/// Connects to `address`, a `host:port`. `Err` is the reason, with the remedy where there is one.
-pub(super) async fn dial(address: &str, session: Session, limit: Duration) -> Result<Channel, String> {
-    let wire = within(limit, "connecting", connect(address, session)).await?;
+/// Connects to `address`, a `host:port`. `Err` is the reason, with the remedy where there is one; `count` hears of a TLS session that
+/// either side refused.
+pub(super) async fn dial(
+    address: &str,
+    session: Session,
+    limit: Duration,
+    count: impl Fn(Reason),
+) -> Result<Channel, String> {
+    let wire = within(limit, "connecting", connect(address, session, count)).await?;
     let mut wire = Some(TokioIo::new(wire));
     // Once: a channel that breaks is thrown away.
     let connector = service_fn(move |_: Uri| {
@@ -49,11 +56,14 @@ pub(super) async fn dial(address: &str, session: Session, limit: Duration) -> Re
     channel.await
 }
 
-async fn connect(address: &str, session: Session) -> Result<Box<dyn Wire>, String> {
+async fn connect(address: &str, session: Session, count: impl Fn(Reason)) -> Result<Box<dyn Wire>, String> {
     let tcp = TcpStream::connect(address).await.map_err(|error| error.to_string())?;
     tcp.set_nodelay(true).map_err(|error| error.to_string())?;
     let Some((config, name)) = session else { return Ok(Box::new(tcp)) };
     let tls = TlsConnector::from(config).connect(name, tcp).await;
+    if tls.is_err() {
+        count(Reason::Certificate);
+    }
     Ok(Box::new(tls.map_err(|error| format!("no TLS session ({error}): {REMEDY}"))?))
 }
 

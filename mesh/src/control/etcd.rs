@@ -26,6 +26,7 @@ use super::dial::{causes, dial, within};
 use super::shared::Shared;
 use super::{DataAddresses, Etcd, MEMBERS_MAX};
 use crate::membership::{Identity, Registration};
+use crate::refusals::Reason;
 use crate::transport::{BootId, NodeId};
 
 /// Another version of a record is not read.
@@ -132,7 +133,7 @@ impl Session {
         if let Some((user, password)) = etcd.credentials().map_err(|error| error.to_string())? {
             options = options.with_user(user, password);
         }
-        let channel = Channel::Tonic(dial(&address, tls, limits.connect).await?);
+        let channel = Channel::Tonic(dial(&address, tls, limits.connect, |_| {}).await?);
         let client = within(limits.etcd, "signing in", async {
             Client::from_channel(channel, Some(options)).await.map_err(|error| causes(&error))
         });
@@ -336,6 +337,7 @@ impl Session {
                 Some(Registration { identity, control, created: key.create_revision() })
             }
             Err(why) => {
+                self.shared.count(Reason::Malformed);
                 self.shared.note_rarely(format!("the registration of {node} in etcd is passed over: {why}"));
                 None
             }

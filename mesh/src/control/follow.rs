@@ -5,18 +5,19 @@ use std::time::Duration;
 
 use tokio::sync::Notify;
 use tokio::time::Instant;
-use tonic::{Status, Streaming};
+use tonic::{Code, Status, Streaming};
 
 use super::News;
 use super::back_off::BackOff;
 use super::dial::{dial, within};
 use super::service::inventory_client::InventoryClient;
 use super::shared::Shared;
-use super::wire::{FollowReply, FollowRequest, REPLY_BYTES_MAX, Reply};
+use super::wire::{FollowReply, FollowRequest, Malformed, REPLY_BYTES_MAX, Reply};
 use crate::digest::Thinning;
 use crate::feed::{Follower, Heard, Message, Unheard, keys_max};
 use crate::membership::{Endpoint, Failure, Identity};
 use crate::random::Random;
+use crate::refusals::Reason;
 use crate::transport::{BootId, PeerNumber};
 
 /// Changes of one peer that are taken in a second: a tenth of what the caller can apply. A peer that has more to tell is
@@ -102,10 +103,15 @@ async fn stream(
     known.upto = known.upto.filter(|(number, ..)| shared.number(endpoint) == Some(*number));
     let asked =
         FollowRequest::new(config, known.upto.map(|(_, boot, sequence)| (boot, sequence)), known.thinning);
-    let channel = dial(address, session, config.limits.connect).await?;
+    let channel = dial(address, session, config.limits.connect, |reason| shared.count(reason)).await?;
     let mut client = InventoryClient::new(channel).max_decoding_message_size(REPLY_BYTES_MAX);
     let mut replies = within(config.limits.connect, "the answer", async {
-        let answer = client.follow(asked).await.map_err(|status| words(&status))?;
+        let answer = client.follow(asked).await.map_err(|status| {
+            if status.code() == Code::FailedPrecondition {
+                shared.count(Reason::Refused);
+            }
+            words(&status)
+        })?;
         Ok(answer.into_inner())
     })
     .await?;
@@ -124,7 +130,10 @@ async fn stream(
     };
     loop {
         match reply(shared, &mut replies).await? {
-            Reply::Hello(..) => return Err(Failure::Unreached("it greets twice".into())),
+            Reply::Hello(..) => {
+                shared.count(Reason::Malformed);
+                return Err(Failure::Unreached("it greets twice".into()));
+            }
             Reply::Heartbeat => {}
             Reply::Told(message) => {
                 if let Message::Begin { keys, .. } = message {
@@ -142,17 +151,28 @@ async fn stream(
 async fn greeting(shared: &Shared, replies: &mut Streaming<FollowReply>) -> Result<Identity, String> {
     match reply(shared, replies).await? {
         Reply::Hello(mesh, identity) if mesh == shared.config.mesh => Ok(identity),
-        Reply::Hello(mesh, _) => Err(format!("it is of the mesh '{mesh}': give both the same --mesh-name")),
-        Reply::Told(_) | Reply::Heartbeat => Err("it does not say who it is".into()),
+        Reply::Hello(mesh, _) => {
+            shared.count(Reason::Mesh);
+            Err(format!("it is of the mesh '{mesh}': give both the same --mesh-name"))
+        }
+        Reply::Told(_) | Reply::Heartbeat => {
+            shared.count(Reason::Malformed);
+            Err("it does not say who it is".into())
+        }
     }
 }
 
 async fn reply(shared: &Shared, replies: &mut Streaming<FollowReply>) -> Result<Reply, String> {
-    let reply = within(shared.config.limits.silence, "the next message", async {
-        replies.message().await.map_err(|status| words(&status))
-    });
-    let reply = reply.await?.ok_or("it ended the stream")?;
-    reply.hear().map_err(|malformed| format!("it sent {malformed}"))
+    let silence = shared.config.limits.silence;
+    let Ok(reply) = tokio::time::timeout(silence, replies.message()).await else {
+        shared.count(Reason::Silent);
+        return Err(format!("the next message took longer than {} ms", silence.as_millis()));
+    };
+    let reply = reply.map_err(|status| words(&status))?.ok_or("it ended the stream")?;
+    reply.hear().map_err(|malformed| {
+        shared.count(if let Malformed::Version(_) = malformed { Reason::Version } else { Reason::Malformed });
+        format!("it sent {malformed}")
+    })
 }
 
 /// What a peer, or the connection to it, says of a failure: that may be anything.

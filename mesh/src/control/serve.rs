@@ -1,5 +1,6 @@
 //! The side that is followed: connections, and what goes out on each.
 
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -16,10 +17,11 @@ use tokio_stream::Stream;
 use tonic::{Request, Response, Status};
 
 use super::MEMBERS_MAX;
-use super::dial::{Wire, within};
+use super::dial::Wire;
 use super::service::inventory_server::{Inventory, InventoryServer};
 use super::shared::{Shared, lock};
 use super::wire::{FollowReply, FollowRequest, REPLY_BYTES_MAX, REQUEST_BYTES_MAX, VERSION, thinning_of};
+use crate::refusals::Reason;
 use crate::tls::REMEDY;
 
 /// The time that a last message has to get out.
@@ -62,9 +64,13 @@ pub(super) async fn listen(shared: Arc<Shared>, listener: TcpListener) {
                 });
             }
             (Ok((_, from)), Err(_)) => {
+                shared.count(Reason::Full);
                 shared.note_rarely(format!("{from} is turned away: {MEMBERS_MAX} connections are served"));
             }
-            (Err(_), _) => tokio::time::sleep(EXHAUSTED).await,
+            (Err(_), _) => {
+                shared.count(Reason::Resources);
+                tokio::time::sleep(EXHAUSTED).await;
+            }
         }
     }
 }
@@ -72,7 +78,11 @@ pub(super) async fn listen(shared: Arc<Shared>, listener: TcpListener) {
 /// One connection, until either side has enough of it.
 async fn serve(shared: &Arc<Shared>, tcp: TcpStream, from: SocketAddr) {
     let limit = shared.config.limits.connect;
-    let wire = match within(limit, "the TLS session", accept(shared, tcp)).await {
+    let accepted = tokio::time::timeout(limit, accept(shared, tcp)).await.unwrap_or_else(|_| {
+        shared.count(Reason::Silent);
+        Err(format!("the TLS session took longer than {} ms", limit.as_millis()))
+    });
+    let wire = match accepted {
         Ok(wire) => wire,
         Err(why) => return shared.note_rarely(format!("{from} is not served: {why}")),
     };
@@ -85,8 +95,16 @@ async fn serve(shared: &Arc<Shared>, tcp: TcpStream, from: SocketAddr) {
     let silence = shared.config.limits.silence;
     http.timer(TokioTimer::new()).keep_alive_interval(silence).keep_alive_timeout(silence);
     tokio::select! {
-        _ = http.serve_connection(TokioIo::new(wire), TowerToHyperService::new(service)) => {}
-        () = enough(&mut phases, limit) => {}
+        served = http.serve_connection(TokioIo::new(wire), TowerToHyperService::new(service)) => {
+            if served.is_err_and(|error| error.is_timeout()) {
+                shared.count(Reason::Silent);
+            }
+        }
+        silent = enough(&mut phases, limit) => {
+            if silent {
+                shared.count(Reason::Silent);
+            }
+        }
     }
 }
 
@@ -94,19 +112,24 @@ async fn accept(shared: &Shared, tcp: TcpStream) -> Result<Box<dyn Wire>, String
     tcp.set_nodelay(true).map_err(|error| error.to_string())?;
     let Some(credentials) = &shared.credentials else { return Ok(Box::new(tcp)) };
     let tls = TlsAcceptor::from(credentials.server(|text| shared.note(text))).accept(tcp).await;
+    // Who hangs up in the middle was a probe, as often as not.
+    if tls.as_ref().is_err_and(|error| error.kind() != ErrorKind::UnexpectedEof) {
+        shared.count(Reason::Certificate);
+    }
     Ok(Box::new(tls.map_err(|error| format!("no TLS session ({error}): {REMEDY}"))?))
 }
 
-/// Returns when a connection has no more use.
-async fn enough(phases: &mut watch::Receiver<Phase>, limit: Duration) {
+/// Returns when a connection has no more use; true where nothing was asked over it.
+async fn enough(phases: &mut watch::Receiver<Phase>, limit: Duration) -> bool {
     let asked = phases.wait_for(|phase| *phase != Phase::Idle);
     if tokio::time::timeout(limit, asked).await.is_err() {
-        return;
+        return true;
     }
     let last = phases.wait_for(|phase| matches!(phase, Phase::Ended | Phase::Stuck)).await;
     if last.is_ok_and(|last| *last == Phase::Ended) {
         tokio::time::sleep(PARTING).await;
     }
+    false
 }
 
 // === impl Connection ===
@@ -118,9 +141,13 @@ impl Inventory for Connection {
     async fn follow(&self, request: Request<FollowRequest>) -> Result<Response<Replies>, Status> {
         let asked = request.into_inner();
         let first = self.phase.send_replace(Phase::Following) == Phase::Idle;
-        let refused =
-            if first { self.refusal(&asked) } else { Some("a connection carries one stream".into()) };
-        if let Some(why) = refused {
+        let refused = if first {
+            self.refusal(&asked)
+        } else {
+            Some((Reason::Malformed, "a connection carries one stream".into()))
+        };
+        if let Some((reason, why)) = refused {
+            self.shared.count(reason);
             self.phase.send_replace(Phase::Ended);
             return Err(Status::failed_precondition(why));
         }
@@ -132,6 +159,7 @@ impl Inventory for Connection {
         tokio::spawn(async move {
             let stuck = tell(&shared, &asked, &replies).await.is_err();
             if stuck {
+                shared.count(Reason::Slow);
                 let silence_ms = shared.config.limits.silence.as_millis();
                 // The name is text that nobody has looked at.
                 shared.note_rarely(format!(
@@ -147,19 +175,23 @@ impl Inventory for Connection {
 
 impl Connection {
     /// Why a follower is not served, if it is not.
-    fn refusal(&self, asked: &FollowRequest) -> Option<String> {
+    fn refusal(&self, asked: &FollowRequest) -> Option<(Reason, String)> {
         let own = &self.shared.config;
         if asked.version != VERSION {
-            return Some(format!(
+            let why = format!(
                 "this node speaks version {VERSION} of the protocol, and the follower {}: run the same release on every node",
                 asked.version
-            ));
+            );
+            return Some((Reason::Version, why));
         }
         if asked.mesh != own.mesh {
             let mesh = &own.mesh;
-            return Some(format!("this node is of the mesh '{mesh}': give both the same --mesh-name"));
+            return Some((
+                Reason::Mesh,
+                format!("this node is of the mesh '{mesh}': give both the same --mesh-name"),
+            ));
         }
-        thinning_of(asked.thinning).err().map(|malformed| malformed.to_string())
+        thinning_of(asked.thinning).err().map(|malformed| (Reason::Malformed, malformed.to_string()))
     }
 }
 

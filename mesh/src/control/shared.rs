@@ -12,6 +12,7 @@ use tokio::task::AbortHandle;
 use super::{Config, News};
 use crate::feed::Feed;
 use crate::membership::{Endpoint, Failure, Identity, Membership, Registration, Step};
+use crate::refusals::Reason;
 use crate::tls::Credentials;
 use crate::transport::{NodeId, PeerNumber};
 
@@ -102,6 +103,11 @@ impl Shared {
         self.tell(News::Note(text));
     }
 
+    /// Counts a connection that came to nothing.
+    pub(super) fn count(&self, reason: Reason) {
+        self.config.refusals.count(reason);
+    }
+
     /// Notes something that happens as often as somebody connects: at most once a second.
     pub(super) fn note_rarely(&self, text: String) {
         let ms = self.now_ms() + 1000;
@@ -149,7 +155,9 @@ impl Shared {
         endpoint: Endpoint,
         identity: &Identity,
     ) -> Result<Option<PeerNumber>, Failure> {
-        let steps = lock(&self.membership).hello(self.now_ms(), endpoint, identity)?;
+        let steps = lock(&self.membership).hello(self.now_ms(), endpoint, identity);
+        let steps = steps
+            .inspect_err(|failure| failure.reason().into_iter().for_each(|reason| self.count(reason)))?;
         self.carry_out(steps);
         Ok(self.number(endpoint))
     }

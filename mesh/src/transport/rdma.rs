@@ -35,6 +35,7 @@ use super::tcp::wire::Wire;
 use super::tcp::{self, Limits, STREAMS_MAX, Security, Shared, Tcp, lock, now};
 use super::{BootId, Fault, Fetch, Granted, NodeId, Peer, PeerNumber, Stage, Transport, Up};
 use crate::Error;
+use crate::refusals::Refusals;
 
 /// Queue pairs of each NIC to each peer, unless told otherwise: one reads while the other's blocks are summed.
 pub const QPS_PER_PEER_DEFAULT: usize = 2;
@@ -62,6 +63,8 @@ pub struct Config {
     pub security: Security,
     /// How long anything may take.
     pub limits: Limits,
+    /// Where it is counted whom this node turns away, and who it.
+    pub refusals: Arc<Refusals>,
 }
 
 /// The transport at work. Dropping it ends everything, as it does [`Tcp`].
@@ -113,6 +116,7 @@ impl Config {
             lease: LEASE_DEFAULT,
             security,
             limits: Limits::default(),
+            refusals: Arc::default(),
         }
     }
 
@@ -148,9 +152,9 @@ impl Rdma {
     ) -> Result<Self, Error> {
         config.check()?;
         let nics = verbs::open(&config.nics)?;
-        let Config { node, boot, listen, qps_per_peer, lease, security, limits, .. } = config;
+        let Config { node, boot, listen, qps_per_peer, lease, security, limits, refusals, .. } = config;
         let streams = nics.len() * qps_per_peer;
-        let config = tcp::Config { node, boot, listen, streams, security, limits };
+        let config = tcp::Config { node, boot, listen, streams, security, limits, refusals };
         let ways = Ways::default();
         let (queues, ready) = (Arc::clone(&ways.queues), Arc::clone(&ways.queues));
         let tcp = Tcp::with(Box::new(ways), config, blocks.clone(), Box::new(up))?;

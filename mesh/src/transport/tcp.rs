@@ -32,8 +32,9 @@ use self::in_stream::InStream;
 use self::link::Link;
 use self::serve::Served;
 use self::threads::Threads;
-use super::{BootId, Fetch, Granted, NodeId, Peer, PeerNumber, Transport, Up};
+use super::{BootId, Fault, Fetch, Granted, NodeId, Peer, PeerNumber, Transport, Up};
 use crate::Error;
+use crate::refusals::{Reason, Refusals};
 use crate::tls::Credentials;
 pub use crate::tls::{Security, Tls};
 
@@ -58,6 +59,8 @@ pub struct Config {
     pub security: Security,
     /// How long anything may take.
     pub limits: Limits,
+    /// Where it is counted whom this node turns away, and who it.
+    pub refusals: Arc<Refusals>,
 }
 
 /// How long anything may take.
@@ -132,7 +135,8 @@ impl Config {
     /// Four streams to each peer, reached at any free port of loopback alone.
     pub fn new(node: NodeId, boot: BootId, security: Security) -> Self {
         let listen = (Ipv4Addr::LOCALHOST, 0).into();
-        Self { node, boot, listen, streams: STREAMS_DEFAULT, security, limits: Limits::default() }
+        let (limits, refusals) = Default::default();
+        Self { node, boot, listen, streams: STREAMS_DEFAULT, security, limits, refusals }
     }
 }
 
@@ -266,6 +270,16 @@ impl Shared {
 
     pub(super) fn note(&self, text: String) {
         self.tell(Up::Note(text));
+    }
+
+    /// Counts a connection or an ask that came to nothing.
+    pub(super) fn count(&self, reason: Reason) {
+        self.config.refusals.count(reason);
+    }
+
+    /// The same of one that broke, where that is a refusal.
+    pub(super) fn count_fault(&self, fault: Fault) {
+        fault.reason().into_iter().for_each(|reason| self.count(reason));
     }
 
     /// Notes something that happens as often as somebody connects: at most one a second.

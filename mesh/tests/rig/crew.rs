@@ -9,6 +9,7 @@ use std::time::Duration;
 use mesh::control::{Config, Control, DataAddresses, Limits, Members, News, Parting, Resolve, System};
 use mesh::digest::{Change, Digest};
 use mesh::directory::Filter;
+use mesh::refusals::{Reason, Refusals};
 use mesh::tls::Security;
 use mesh::transport::{NodeId, Peer, PeerNumber};
 
@@ -88,6 +89,7 @@ pub(crate) struct Seen {
 pub(crate) struct Crew {
     pub(crate) control: Option<Control>,
     pub(crate) name: NodeId,
+    refusals: Arc<Refusals>,
     shared: Arc<(Mutex<Seen>, Condvar)>,
 }
 
@@ -131,11 +133,13 @@ impl Plan {
     pub(crate) fn start(&self) -> Crew {
         let shared = Arc::new((Mutex::new(Seen::default()), Condvar::new()));
         let told = Arc::clone(&shared);
-        let control = Control::start(self.config(), move |news| {
+        let config = self.config();
+        let refusals = Arc::clone(&config.refusals);
+        let control = Control::start(config, move |news| {
             told.0.lock().unwrap().hear(news);
             told.1.notify_all();
         });
-        Crew { control: Some(control.unwrap()), name: node(self.name), shared }
+        Crew { control: Some(control.unwrap()), name: node(self.name), refusals, shared }
     }
 }
 
@@ -194,6 +198,11 @@ impl Crew {
             let wrong = those.clone().filter(|number| filter.contains(digest(*number))).count() as u64;
             (keeps && wrong * 100 <= those.end - those.start).then_some(())
         });
+    }
+
+    /// Waits until so many connections came to nothing for this reason.
+    pub(crate) fn refused(&self, reason: Reason, at_least: u64) {
+        super::wait_refused(&self.refusals, reason, at_least);
     }
 
     pub(crate) fn noted(&self, what: &str) {

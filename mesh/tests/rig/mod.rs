@@ -14,6 +14,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
+use mesh::refusals::{Reason, Refusals};
 use mesh::transport::tcp::{Config, Limits, Security, Tcp};
 use mesh::transport::{
     BootId, Done, Fault, Fetch, Grant, Granted, Label, NodeId, Peer, PeerNumber, Transport, Up,
@@ -128,6 +129,7 @@ pub(crate) struct Node {
     shared: Arc<Shared>,
     core: Option<std::thread::JoinHandle<()>>,
     ticket: u64,
+    refusals: Arc<Refusals>,
 }
 
 /// So many bytes that a transport takes for a pool.
@@ -149,6 +151,14 @@ pub(crate) fn now() -> Instant {
     Instant::now()
 }
 
+pub(crate) fn wait_refused(refusals: &Refusals, reason: Reason, at_least: u64) {
+    let end = now() + WATCHDOG;
+    while refusals.totals()[reason as usize] < at_least {
+        assert!(now() < end, "{reason:?} is counted {:?}", refusals.totals());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 // === impl Node ===
 
 impl Node {
@@ -157,12 +167,16 @@ impl Node {
     }
 
     pub(crate) fn start(name: &str, life: u64, security: Security, limits: Limits, owner: Owner) -> Self {
-        Self::over(name, life, owner, SLOTS, |name, boot, blocks, up| {
-            let config = Config { limits, ..Config::new(name, boot, security) };
+        let refusals = Arc::<Refusals>::default();
+        let counted = Arc::clone(&refusals);
+        let mut node = Self::over(name, life, owner, SLOTS, |name, boot, blocks, up| {
+            let config = Config { limits, refusals: counted, ..Config::new(name, boot, security) };
             let tcp = Tcp::start(config, blocks, up).unwrap();
             let address = tcp.address();
             (Box::new(tcp), address)
-        })
+        });
+        node.refusals = refusals;
+        node
     }
 
     /// A node with so many slots of so many bytes, over the transport that `start` starts.
@@ -195,7 +209,8 @@ impl Node {
                 }
             })
         };
-        Self { transport: Some(transport), address, name, boot, blocks, shared, core: Some(core), ticket: 0 }
+        let (core, refusals) = (Some(core), Arc::default());
+        Self { transport: Some(transport), address, name, boot, blocks, shared, core, ticket: 0, refusals }
     }
 
     pub(crate) fn transport(&self) -> &dyn Transport {
@@ -205,6 +220,11 @@ impl Node {
     /// For whoever must not borrow the node. To be dropped before it.
     pub(crate) fn transport_shared(&self) -> Arc<Box<dyn Transport>> {
         Arc::clone(self.transport.as_ref().unwrap())
+    }
+
+    /// Waits until so many connections came to nothing for this reason.
+    pub(crate) fn refused(&self, reason: Reason, at_least: u64) {
+        wait_refused(&self.refusals, reason, at_least);
     }
 
     pub(crate) fn address(&self) -> SocketAddr {

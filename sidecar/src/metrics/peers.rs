@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use mesh::directory::PeerStats;
+use mesh::refusals::{Reason, Refusals};
 use mesh::transport::PeerNumber;
 use prometheus::{IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
 
@@ -57,6 +58,7 @@ pub(super) struct PeersMetrics {
     endpoints_empty: IntGauge,
     peer_gauges: Vec<(IntGaugeVec, Reading<PeerStats>)>,
     faults: IntCounterVec,
+    refusals: IntCounterVec,
     /// Members that have gauges.
     shown: BTreeSet<String>,
 }
@@ -78,7 +80,18 @@ impl PeersMetrics {
         let faults = IntCounterVec::new(Opts::new("pillion_mesh_faults_total", help), &["kind"])?;
         registry.register(Box::new(faults.clone()))?;
         FAULT_NAMES.iter().for_each(|kind| faults.with_label_values(&[kind]).inc_by(0));
-        Ok(Self { figures, endpoints_empty, peer_gauges, faults, shown: BTreeSet::new() })
+        let help = "Connections and asks between this sidecar and peers that one of them refused, by reason; the log says who and why.";
+        let refusals = IntCounterVec::new(Opts::new("pillion_mesh_refusals_total", help), &["reason"])?;
+        registry.register(Box::new(refusals.clone()))?;
+        Reason::ALL.iter().for_each(|reason| refusals.with_label_values(&[reason.name()]).inc_by(0));
+        Ok(Self { figures, endpoints_empty, peer_gauges, faults, refusals, shown: BTreeSet::new() })
+    }
+
+    /// Makes visible who would not have whom. Called by one thread alone.
+    pub(super) fn publish_refusals(&self, refusals: &Refusals) {
+        for (reason, total) in Reason::ALL.iter().zip(refusals.totals()) {
+            raise(&self.refusals.with_label_values(&[reason.name()]), total);
+        }
     }
 
     /// Makes figures visible. Called by one thread alone. Who has left is shown no more, so
@@ -145,6 +158,7 @@ mod tests {
             "pillion_mesh_served_blocks_total 3",
             "pillion_mesh_faults_total{kind=\"corrupt\"} 2",
             "pillion_mesh_faults_total{kind=\"absent\"} 0",
+            "pillion_mesh_refusals_total{reason=\"certificate\"} 0",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
         }

@@ -5,8 +5,10 @@
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
+use std::sync::Arc;
 
 use mesh::control::DataAddresses;
+use mesh::refusals::Refusals;
 use mesh::transport::rdma::{self, Rdma};
 use mesh::transport::tcp::{self, Tcp};
 use mesh::transport::{BootId, Fetch, Granted, Peer, PeerNumber, Transport, Up};
@@ -34,6 +36,7 @@ impl Carriers {
         mesh: &Mesh,
         boot: BootId,
         blocks: &Blocks,
+        refusals: &Arc<Refusals>,
         up: impl Fn() -> F,
     ) -> Result<(Self, DataAddresses), ::mesh::Error> {
         let own = || (mesh.node.clone(), mesh.security.clone());
@@ -42,6 +45,7 @@ impl Carriers {
         let config = tcp::Config {
             listen: mesh.tcp.listen,
             streams: mesh.tcp.streams,
+            refusals: Arc::clone(refusals),
             ..tcp::Config::new(node, boot, security)
         };
         let tcp = Tcp::start(config, blocks.clone(), move |said| say(tagged(said, TCP)))?;
@@ -53,6 +57,7 @@ impl Carriers {
             let config = rdma::Config {
                 listen: nics.listen,
                 qps_per_peer: nics.qps_per_peer,
+                refusals: Arc::clone(refusals),
                 ..rdma::Config::new(node, boot, nics.names.clone(), security)
             };
             let rdma = Rdma::start(config, blocks.clone(), move |said| say(tagged(said, RDMA)))?;
@@ -134,7 +139,7 @@ fn tagged(said: Up, whose: u64) -> Up {
 #[cfg(test)]
 mod tests {
     use std::num::NonZeroU64;
-    use std::sync::{Arc, Mutex};
+    use std::sync::Mutex;
     use std::time::Duration;
 
     use mesh::transport::NodeId;

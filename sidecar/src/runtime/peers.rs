@@ -34,6 +34,7 @@ impl Runtime {
     /// Shows how the mesh is doing.
     pub(super) fn show_peers(&mut self) {
         let (Some(stats), Some(peers)) = (self.core.peers_stats(), &self.peers) else { return };
+        self.metrics.publish_refusals(peers.refusals());
         self.metrics.publish_peers(&stats, peers.endpoints_empty(), |peer| peers.name(peer));
     }
 }

@@ -10,6 +10,7 @@ use shm_protocol::pool;
 use super::Queues;
 use super::pairing::pair;
 use super::verbs::{self, Completion, READS_MAX};
+use crate::refusals::Reason;
 use crate::transport::tcp::carriage::Fetching;
 use crate::transport::tcp::frame::lease::{Lent, Place, Turn};
 use crate::transport::tcp::frame::{ASKS_MAX, Frame};
@@ -90,6 +91,7 @@ pub(super) fn meet(
     let until = now() + shared.config.limits.handshake;
     let nic = number % queues.nics.len();
     let failed = |error: std::io::Error| {
+        shared.count(Reason::Resources);
         shared.note_rarely(format!("no queue pair to {} could be made: {error}", link.peer.node));
         Fault::Peer(error.kind())
     };

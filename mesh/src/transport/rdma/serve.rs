@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::pairing::pair;
 use super::{Queues, verbs};
+use crate::refusals::Reason;
 use crate::transport::tcp::frame::lease::{Lent, Place, Queue, Turn};
 use crate::transport::tcp::frame::{Ask, Frame, Malformed, Status};
 use crate::transport::tcp::link::Link;
@@ -42,7 +43,10 @@ pub(super) fn serve(queues: &Queues, theirs: &Queue, shared: &Shared, link: &Arc
     };
     let asks = match Asks::new(shared, Arc::clone(link)) {
         Ok(asks) => asks,
-        Err(error) => return shared.note(error.to_string()),
+        Err(error) => {
+            shared.count(Reason::Resources);
+            return shared.note(error.to_string());
+        }
     };
     let mut lender = Lender { _queue: queue, asks, lent: VecDeque::new(), lease: queues.lease, shared };
     let end = lender.serve(&mut wire);
@@ -50,6 +54,7 @@ pub(super) fn serve(queues: &Queues, theirs: &Queue, shared: &Shared, link: &Arc
     match end {
         Ok(End::Idle) => {}
         Ok(End::Late(turn)) => {
+            shared.count(Reason::Slow);
             shared.note_rarely(format!("{} had not read what it was lent when that ended", link.peer.node));
             tell_late(shared, &mut wire, turn);
         }
@@ -66,14 +71,15 @@ fn meet(
     wire: &mut Wire,
 ) -> Result<Option<verbs::Queue>, Broken> {
     let until = now() + shared.config.limits.handshake;
-    let mut refuse = |refusal: Refusal, why: String| {
+    let mut refuse = |refusal: Refusal, reason, why: String| {
         wire.refuse(refusal);
+        shared.count(reason);
         shared.note_rarely(format!("{} was refused: {why}", link.peer.node));
         Ok(None)
     };
     if !queues.fits(theirs) {
         let ours = Refusal::Queues { nics: queues.nics.len() as u8, pairs: queues.qps_per_peer as u8 };
-        return refuse(ours, theirs.mismatch().to_string());
+        return refuse(ours, Reason::Queues, theirs.mismatch().to_string());
     }
     let nic = pair(&theirs.nics, &queues.nodes())[usize::from(theirs.nic)];
     let made = verbs::Queue::new(&queues.nics, nic).and_then(|mut queue| {
@@ -86,7 +92,9 @@ fn meet(
             wire.send_frame(&Frame::Queue(ours), false, until)?;
             Ok(Some(queue))
         }
-        Err(error) => refuse(Refusal::Busy, format!("no queue pair could be made ({error})")),
+        Err(error) => {
+            refuse(Refusal::Busy, Reason::Resources, format!("no queue pair could be made ({error})"))
+        }
     }
 }
 

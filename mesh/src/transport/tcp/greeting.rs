@@ -8,6 +8,7 @@ use super::frame::{Frame, Hello, Malformed};
 use super::link::Link;
 use super::wire::{Broken, Wire};
 use super::{Shared, lock, now};
+use crate::refusals::Reason;
 use crate::tls::REMEDY;
 use crate::transport::{BootId, Fault, Refusal, Stage};
 
@@ -61,17 +62,21 @@ pub(super) fn answer(shared: &Shared, stream: &Arc<TcpStream>) -> Option<(Wire, 
     match admit(shared, stream, until) {
         Ok(Ok(admitted)) => Some(admitted),
         Ok(Err((who, refusal))) => {
+            shared.count(refusal.into());
             shared.note_rarely(format!("{who} at {from} was refused: {refusal}"));
             None
         }
         Err(Broken::Tls(error)) => {
+            shared.count(Reason::Certificate);
             shared.note_rarely(format!("no TLS session with {from} ({error}): {REMEDY}"));
             None
         }
         // Who connects and says nothing, as a probe does, is not worth a word.
         Err(Broken::Eof) => None,
         Err(broken) => {
-            shared.note_rarely(format!("{from} was hung up on: {}", broken.fault(Stage::Handshake)));
+            let fault = broken.fault(Stage::Handshake);
+            shared.count_fault(fault);
+            shared.note_rarely(format!("{from} was hung up on: {fault}"));
             None
         }
     }

@@ -6,6 +6,7 @@ use super::carriage::{Carriage, Fetching};
 use super::link::Link;
 use super::wire::Wire;
 use super::{Shared, fetch, serve};
+use crate::refusals::Reason;
 use crate::transport::Fault;
 
 /// The bytes follow on the stream itself.
@@ -25,7 +26,12 @@ impl Carriage for InStream {
     }
 
     fn serve(&self, shared: &Shared, link: Arc<Link>, wire: Wire) {
-        serve::Stream::new(shared, link, wire)
-            .map_or_else(|error| shared.note(error.to_string()), serve::Stream::run);
+        serve::Stream::new(shared, link, wire).map_or_else(
+            |error| {
+                shared.count(Reason::Resources);
+                shared.note(error.to_string());
+            },
+            serve::Stream::run,
+        );
     }
 }

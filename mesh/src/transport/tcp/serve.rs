@@ -15,6 +15,7 @@ pub(super) use self::stream::Stream;
 use super::link::Link;
 use super::wire::{Broken, Wire};
 use super::{Shared, cut, greeting, lock, ring};
+use crate::refusals::Reason;
 use crate::transport::{Fault, Granted, PeerNumber, Stage, Up};
 
 /// Connections at most: 63 peers of 16 streams, and some that have not said yet who they are.
@@ -63,6 +64,7 @@ pub(super) fn listen(shared: &Arc<Shared>, listener: &TcpListener) {
             Ok((stream, _)) => welcome(shared, stream),
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
             Err(error) => {
+                shared.count(Reason::Resources);
                 shared.note_rarely(format!("a peer's connection could not be taken ({error})"));
                 std::thread::sleep(PAUSE);
             }
@@ -73,7 +75,7 @@ pub(super) fn listen(shared: &Arc<Shared>, listener: &TcpListener) {
 fn welcome(shared: &Arc<Shared>, stream: TcpStream) {
     let stream = Arc::new(stream);
     // Hung up on where there are too many: the other side takes it for a failure, and pauses.
-    let Some(number) = shared.served.connected(&stream) else { return };
+    let Some(number) = shared.served.connected(&stream) else { return shared.count(Reason::Full) };
     let (own, thread) = (Arc::clone(shared), Arc::clone(shared));
     let run = move || {
         if let Some((wire, link)) = greeting::answer(&thread, &stream)
@@ -86,6 +88,7 @@ fn welcome(shared: &Arc<Shared>, stream: TcpStream) {
         thread.served.disconnected(number);
     };
     if let Err(error) = shared.threads.spawn(format!("mesh-serve-{number}"), run) {
+        own.count(Reason::Resources);
         own.note_rarely(error.to_string());
         own.served.disconnected(number);
     }
@@ -96,6 +99,9 @@ pub(in crate::transport) fn part(shared: &Shared, link: &Link, wire: &mut Wire, 
     let fault = broken.fault(Stage::Progress);
     if let Broken::Malformed(malformed) = broken {
         wire.refuse(greeting::refusal(malformed));
+    }
+    if link.open() {
+        shared.count_fault(fault);
     }
     if matches!(fault, Fault::Malformed(_)) && link.open() {
         shared.note_rarely(format!("{} was hung up on: {fault}", link.peer.node));

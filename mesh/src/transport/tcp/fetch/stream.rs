@@ -85,6 +85,7 @@ impl Stream {
         self.link.failed(fault, &self.shared.config.limits);
         // That a lease has ended is nobody's failure.
         if self.link.open() && fault != Fault::Absent {
+            self.shared.count_fault(fault);
             self.shared.tell(Up::PeerDown { peer: self.link.number, fault });
         }
     }

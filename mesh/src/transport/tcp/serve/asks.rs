@@ -8,6 +8,7 @@ use shm_protocol::pool;
 
 use super::Desk;
 use crate::Error;
+use crate::refusals::Reason;
 use crate::transport::tcp::frame::{ASKS_MAX, Ask, Status};
 use crate::transport::tcp::link::Link;
 use crate::transport::tcp::{Shared, eventfd};
@@ -71,10 +72,13 @@ impl<'a> Asks<'a> {
     /// Hands an ask to the caller.
     pub(in crate::transport) fn take_on(&mut self, ask: Ask) {
         let answer = if self.shared.draining() {
+            self.shared.count(Reason::Draining);
             Answer::Refused(Status::Draining)
+        } else if let Some(number) = self.shared.served.ask(&self.desk, ask.labels.len()) {
+            Answer::Waiting(number)
         } else {
-            let number = self.shared.served.ask(&self.desk, ask.labels.len());
-            number.map_or(Answer::Refused(Status::Busy), Answer::Waiting)
+            self.shared.count(Reason::Busy);
+            Answer::Refused(Status::Busy)
         };
         let up = match answer {
             Answer::Waiting(number) => {

@@ -22,9 +22,7 @@ def edit(directory: Path, **values: Any) -> None:
 
 def differing(keeper: sidecar.Sidecar) -> set[str]:
     """The facts in which the two namespaces of a sidecar differ."""
-    page = keeper.get("/namespaces")
-    assert page is not None
-    one, other = (entry["facts"] for entry in json.loads(page))
+    one, other = (entry["facts"] for entry in keeper.namespaces())
     return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
 
 

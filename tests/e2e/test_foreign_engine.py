@@ -110,9 +110,7 @@ class Carrier:
     def __init__(self, foreign: ForeignEngine, directory: Path, source: sidecar.Sidecar, target: sidecar.Sidecar) -> None:
         self._foreign, self._directory = foreign, directory
         self._sockets = (source.socket, target.socket)
-        page = source.get("/namespaces")
-        assert page is not None
-        [known] = json.loads(page)
+        [known] = source.namespaces()
         self.namespace = known["namespace"]
         self.facts: dict[str, str] = known["facts"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,8 @@ STAYS_OUT = "PILLION STAYS OUT"
 
 
 def namespaces(keeper: sidecar.Sidecar) -> list[dict[str, Any]]:
-    """What /namespaces shows."""
-    page = keeper.get("/namespaces")
-    assert page is not None
-    return list(json.loads(page))
+    """What the sidecar lists."""
+    return keeper.namespaces()
 
 
 def namespace_lines(log: Path) -> set[str]:

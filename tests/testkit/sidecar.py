@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import sysconfig
 import uuid
@@ -53,6 +55,12 @@ class Sidecar(Server):
     def get(self, path: str) -> str | None:
         """The body of an admin page, or None where it is not served or not ready."""
         return fetch(f"http://{self.http}{path}")
+
+    def namespaces(self) -> list[dict[str, Any]]:
+        """What `pillion ctl namespaces` lists."""
+        command = [find_binary(), "ctl", "--socket", self.socket, "namespaces"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return list(json.loads(done.stdout)["namespaces"])
 
     def metrics(self) -> dict[str, int]:
         """Every sample of /metrics by name, summed over its labels."""

@@ -122,7 +122,7 @@ const GAUGES: &[Figure<Stats>] = &[
     ),
     ("sessions", "Engine processes connected.", |s| s.sessions),
     ("leases", "Queries whose blocks are held for a load.", |s| s.leases),
-    ("barred_engines", "Engines connected that a namespace is closed to; see /namespaces.", |s| {
+    ("barred_engines", "Engines connected that a namespace is closed to; see pillion ctl namespaces.", |s| {
         s.barred_engines
     }),
 ];

@@ -38,7 +38,7 @@ impl HoldersMetrics {
         let bytes = IntGaugeVec::new(Opts::new("pillion_engine_bytes", help), &["engine", "kind"])?;
         registry.register(Box::new(bytes.clone()))?;
         let help = "Engines connected, by what they get; unbound: ranks of it are not here, look at its log for PILLION STAYS OUT; barred: \
-                    its KV differs, see /namespaces.";
+                    its KV differs, see pillion ctl namespaces.";
         let states = IntGaugeVec::new(Opts::new("pillion_engine_state", help), &["engine", "state"])?;
         registry.register(Box::new(states.clone()))?;
         Ok(Self { bytes, states, shown: BTreeSet::new() })

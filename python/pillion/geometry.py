@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from pillion.pages import Page, Place
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +30,25 @@ LARGEST_BY_SMALLEST = 6
 CUTS_MAX = 255
 # The axes of a tensor of vLLM 0.29 and later, whatever its strides are.
 AXES = ("blocks", "kv_heads", "tokens", "content")
+# How attention kernels arrange what a page holds: a token's key and then its value, or a head's keys, dimension by dimension,
+# and then its values, token by token. Any other packing is a name that only equal engines share.
+KEY_THEN_VALUE = "none"
+KEYS_THEN_VALUES = "keys then values"
 
 
 class GeometryError(ValueError):
     """The KV tensors cannot be described as blocks at fixed strides."""
+
+
+class Heads(NamedTuple):
+    """What the heads of a layer hold: elements of a key and of a value, and how kernels arrange them."""
+
+    keys: int
+    values: int
+    packing: str
+
+
+UNKNOWN_HEADS = Heads(0, 0, "none")
 
 
 @dataclass(frozen=True)
@@ -66,13 +83,8 @@ class Geometry:
         return [self.layer_ends[end - 1] for end in accumulate(self.cut_layers)]
 
 
-def describe(
-    layers: list[tuple[str, torch.Tensor]], blocks: int, key_sizes: Mapping[str, int] | None = None, packing: str = "none"
-) -> Geometry:
-    """Describes the layers of one cache group, in order.
-
-    `key_sizes`: elements of a head's key, by layer; `packing`: how the attention kernels rearrange a page beyond its strides.
-    """
+def describe(layers: list[tuple[str, torch.Tensor]], blocks: int, heads: Mapping[str, Heads] | None = None) -> Geometry:
+    """Describes the layers of one cache group, in order; `heads` of each layer, where they are known."""
     storages: dict[int, int] = {}
     unique: list[torch.UntypedStorage] = []
     regions: list[tuple[int, int, int, int]] = []
@@ -90,8 +102,7 @@ def describe(
             _append(regions, (storages[storage._cdata], offset, stride, length))
             end += length
         layer_ends.append(end)
-        form = _page_form(split, block_axis, (key_sizes or {}).get(name, 0))
-        forms.append(f"{form} packing={packing}")
+        forms.append(_page_form(split, block_axis, (heads or {}).get(name, UNKNOWN_HEADS)))
     if not layer_ends:
         raise GeometryError("no layer of the model keeps KV")
     form = "; ".join(f"layers={len(list(same))} {form}" for form, same in groupby(forms))
@@ -123,8 +134,8 @@ def _runs(pages: torch.Tensor, block_axis: int) -> list[tuple[int, int, int]]:
     return [(offset * item, pages.stride(block_axis) * item, dense * item) for offset in offsets]
 
 
-def _page_form(pages: torch.Tensor, block_axis: int, key_size: int) -> str:
-    """The inside of one layer's page: what its axes count, and in which order they lie, the slowest first."""
+def _page_form(pages: torch.Tensor, block_axis: int, heads: Heads) -> str:
+    """The inside of one layer's page: K and V by strides where they are known, else what its axes count and their order."""
     if block_axis == 0 and pages.dim() == len(AXES):
         names = list(AXES)
     elif block_axis == 0 and pages.dim() == len(AXES) + 1:
@@ -133,17 +144,47 @@ def _page_form(pages: torch.Tensor, block_axis: int, key_size: int) -> str:
         names = [f"axis{axis}" for axis in range(pages.dim())]
     sizes = {name: size for axis, (name, size) in enumerate(zip(names, pages.shape, strict=True)) if axis != block_axis}
     order = sorted((names.index(name) for name, size in sizes.items() if size > 1), key=pages.stride, reverse=True)
-    if "content" in sizes:
-        kernel_block, content = sizes["tokens"], sizes["content"]
-        key_size = key_size if 0 < key_size <= content else content
-        shape = (
-            f"tokens={kernel_block * sizes.get('kernel_blocks', 1)} kernel_block={kernel_block} "
-            f"kv_heads={sizes['kv_heads']} keys={key_size} values={content - key_size}"
-        )
-    else:
-        shape = " ".join(f"{name}={size}" for name, size in sizes.items())
+    axes = [names[axis] for axis in order]
     dtype = str(pages.dtype).removeprefix("torch.")
-    return f"{shape} dtype={dtype} order={','.join(names[axis] for axis in order)}"
+    if "content" not in sizes:
+        shape = " ".join(f"{name}={size}" for name, size in sizes.items())
+        return f"{shape} dtype={dtype} order={','.join(axes)} packing={heads.packing}"
+    if page := _page(sizes, axes, dtype, heads):
+        return page.words
+    tokens, content = sizes["tokens"] * sizes.get("kernel_blocks", 1), sizes["content"]
+    keys = heads.keys if 0 < heads.keys <= content else content
+    return (
+        f"tokens={tokens} kernel_block={sizes['tokens']} kv_heads={sizes['kv_heads']} keys={keys} values={content - keys} "
+        f"dtype={dtype} order={','.join(axes)} packing={heads.packing}"
+    )
+
+
+def _page(sizes: dict[str, int], axes: list[str], dtype: str, heads: Heads) -> Page | None:
+    """Where K and V are in a page whose axes lie in this order, the slowest first; None where that is not known."""
+    tokens, content, keys, values = sizes["tokens"], sizes["content"], heads.keys, heads.values
+    if keys < 1 or values < 1 or keys + values != content:
+        return None
+    strides, dense = {}, 1
+    for axis in reversed(axes):
+        strides[axis] = dense
+        dense *= sizes[axis]
+    step = strides.pop("content")
+    kernel_blocks = sizes.get("kernel_blocks", 1)
+    if strides.get("kernel_blocks") == tokens * strides.get("tokens", 0):
+        # Kernel blocks one after the other are no other page than tokens one after the other.
+        del strides["kernel_blocks"]
+        tokens, kernel_blocks = tokens * kernel_blocks, 1
+    if heads.packing == KEY_THEN_VALUE:
+        k, v = strides | {"keys": step}, strides | {"values": step}
+        start = keys * step
+    elif heads.packing == KEYS_THEN_VALUES and axes == [name for name in AXES[1:] if sizes[name] > 1] and keys == values:
+        k, v = strides | {"keys": tokens, "tokens": 1}, strides | {"tokens": values, "values": 1}
+        start = tokens * keys
+    else:
+        return None
+    single = {name for name, length in (("keys", keys), ("values", values), ("tokens", tokens)) if length == 1}
+    k, v = ({axis: stride for axis, stride in place.items() if axis not in single} for place in (k, v))
+    return Page(1, tokens * kernel_blocks, tokens, sizes["kv_heads"], keys, values, dtype, Place(0, k), Place(start, v))
 
 
 def _append(regions: list[tuple[int, int, int, int]], region: tuple[int, int, int, int]) -> None:

@@ -21,6 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats as KVConnectorStats
 from vllm.logger import init_logger as init_logger
 
+from pillion.geometry import KEY_THEN_VALUE, KEYS_THEN_VALUES, Heads
+
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
@@ -244,17 +246,35 @@ def prepare_scales(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
     return None
 
 
-def key_sizes(kv_cache_config: KVCacheConfig) -> dict[str, int]:
-    """Elements of a head's key in each layer of the only group; what follows them in a page's content are its values."""
+# Attention backends whose pages hold a token's key and then its value, in each head, in the order of the strides.
+PLAIN_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+# Instruction sets with which the CPU build's attention keeps a head's keys and then its values; other ones pack them.
+PLAIN_ISAS = ("vec", "vec16")
+
+
+def heads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Heads]:
+    """What the heads of each layer of the only group hold."""
     group = kv_cache_config.kv_cache_groups[0]
     specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-    return {name: int(getattr(specs.get(name, group.kv_cache_spec), "head_size", 0)) for name in group.layer_names}
+    context = vllm_config.compilation_config.static_forward_context
+    found = {}
+    for name in group.layer_names:
+        spec = specs.get(name, group.kv_cache_spec)
+        keys = int(getattr(spec, "head_size", 0))
+        values = getattr(spec, "head_size_v", None)
+        found[name] = Heads(keys, keys if values is None else int(values), _packing(context.get(name), spec))
+    return found
 
 
-def packing(vllm_config: VllmConfig) -> str:
-    """How kernels rearrange pages beyond what strides tell: vLLM's CPU attention does, by instruction set."""
-    layers = vllm_config.compilation_config.static_forward_context.values()
-    return ",".join(sorted({str(layer.isa) for layer in layers if getattr(layer, "isa", None)})) or "none"
+def _packing(layer: Any, spec: Any) -> str:
+    """How kernels arrange the pages of a layer beyond their strides."""
+    quantized = str(getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE"))
+    if quantized not in ("NONE", "FP8_PER_TENSOR"):
+        return quantized.lower()
+    if isa := getattr(layer, "isa", None):
+        return KEYS_THEN_VALUES if isa in PLAIN_ISAS else str(isa)
+    backend = layer.get_attn_backend().get_name() if hasattr(layer, "get_attn_backend") else "unknown"
+    return KEY_THEN_VALUE if backend in PLAIN_BACKENDS else str(backend).lower()
 
 
 def attention_backends(vllm_config: VllmConfig) -> str:

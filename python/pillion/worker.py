@@ -75,12 +75,8 @@ class Worker:
                     raise GeometryError(
                         f"layer {name}: KV on a device of kind {tensor.device.type}; CUDA and CPU engines are served"
                     )
-            geometry = describe(
-                layers,
-                self._kv_cache_config.num_blocks,
-                vllm_compat.key_sizes(self._kv_cache_config),
-                vllm_compat.packing(self._vllm_config),
-            )
+            heads = vllm_compat.heads(self._vllm_config, self._kv_cache_config)
+            geometry = describe(layers, self._kv_cache_config.num_blocks, heads)
             self_test(layers, geometry, self._kv_cache_config.num_blocks)
             if unprepared := vllm_compat.prepare_scales(self._vllm_config, self._kv_cache_config):
                 raise GeometryError(unprepared)

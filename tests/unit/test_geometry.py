@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pillion.geometry import CUTS_MAX, Geometry, GeometryError, describe
+from pillion import pages
+from pillion.geometry import CUTS_MAX, KEY_THEN_VALUE, Geometry, GeometryError, Heads, describe
+from pillion.pages import FormError
 
 KIB = 1024
 BLOCKS, LAYERS, HEADS, TOKENS, CONTENT = 7, 3, 2, 4, 5
@@ -54,12 +56,38 @@ def test_the_form_tells_the_inside_of_a_page_and_nothing_else() -> None:
     assert form["LBNHC"] == f"layers=3 {inside}tokens,kv_heads,content packing=none"
 
 
-def test_the_form_tells_keys_from_values_and_one_kind_of_layer_from_the_next() -> None:
+def heads(keys: int, packing: str = KEY_THEN_VALUE) -> dict[str, Heads]:
+    """The same of every layer."""
+    return {f"layer.{layer}": Heads(keys, CONTENT - keys, packing) for layer in range(LAYERS + 1)}
+
+
+def test_the_form_says_where_keys_and_values_are() -> None:
+    """By strides in the page as it is copied, wherever it lies in the engine's memory."""
+    form = {layout: describe(caches(layout), BLOCKS, heads(3)).form for layout in ("LBHNC", "LHBNC", "LBNHC", "BLNHC")}
+    assert form["LBHNC"] == form["LHBNC"] and form["LBNHC"] == form["BLNHC"]
+    inside = "layers=3 tokens=4 kv_heads=2 keys=3 values=2 dtype=int16"
+    assert form["LBHNC"] == f"{inside} k=kv_heads*20+tokens*5+keys v=3+kv_heads*20+tokens*5+values packing=none"
+    assert form["LBNHC"] == f"{inside} k=tokens*10+kv_heads*5+keys v=3+tokens*10+kv_heads*5+values packing=none"
+
+
+def test_the_form_tells_one_kind_of_layer_from_the_next() -> None:
     layers = [*caches("LBNHC"), ("layer.3", torch.zeros(BLOCKS, 1, TOKENS, CONTENT))]
-    kinds = describe(layers, BLOCKS, {"layer.0": 3, "layer.1": 3, "layer.2": 2, "layer.3": 9}, "amx").form.split("; ")
+    kinds = describe(layers, BLOCKS, heads(3) | {"layer.2": Heads(2, 3, KEY_THEN_VALUE)}).form.split("; ")
     assert [kind.split()[0] for kind in kinds] == ["layers=2", "layers=1", "layers=1"]
-    assert [kind.split()[4:6] for kind in kinds] == [["keys=3", "values=2"], ["keys=2", "values=3"], ["keys=5", "values=0"]]
-    assert kinds[2].endswith("kv_heads=1 keys=5 values=0 dtype=float32 order=tokens,content packing=amx")
+    assert [kind.split()[3:5] for kind in kinds] == [["keys=3", "values=2"], ["keys=2", "values=3"], ["keys=3", "values=2"]]
+    assert kinds[2].endswith("kv_heads=1 keys=3 values=2 dtype=float32 k=tokens*5+keys v=3+tokens*5+values packing=none")
+
+
+def test_what_kernels_rearrange_by_a_rule_of_their_own_is_named_and_not_claimed() -> None:
+    """So is a page whose content is more than a key and a value."""
+    assert describe(caches("LBHNC"), BLOCKS, heads(3, "amx")).form.endswith(
+        "keys=3 values=2 dtype=int16 order=kv_heads,tokens,content packing=amx"
+    )
+    with pytest.raises(FormError, match="packing=amx"):
+        pages.parse(describe(caches("LBHNC"), BLOCKS, heads(3, "amx")).form)
+    larger = {f"layer.{layer}": Heads(2, 2, KEY_THEN_VALUE) for layer in range(LAYERS)}
+    with pytest.raises(FormError, match="no strides"):
+        pages.parse(describe(caches("LBHNC"), BLOCKS, larger).form)
 
 
 def test_separate_storages_and_a_leading_pair_of_keys_and_values() -> None:
@@ -85,13 +113,17 @@ def test_layers_end_where_their_bytes_do(layout: str) -> None:
 def test_blocks_of_several_kernel_blocks_are_gathered_exactly() -> None:
     """FlashInfer splits blocks of 128 tokens into kernel blocks of 64: the tensors count those."""
     layers = caches("LBNHC")
-    form = describe(
-        [(name, cache.contiguous().view(2 * BLOCKS, HEADS, TOKENS // 2, CONTENT)) for name, cache in layers], BLOCKS
-    ).form
+    apart = [(name, cache.contiguous().view(2 * BLOCKS, HEADS, TOKENS // 2, CONTENT)) for name, cache in layers]
+    form = describe(apart, BLOCKS).form
     assert form.startswith("layers=3 tokens=4 kernel_block=2 kv_heads=2 keys=5 values=0")
     assert "order=kernel_blocks,kv_heads,tokens,content" in form
+    assert "kernel_block=2 kv_heads=2 keys=3 values=2 dtype=int16 k=kernel_blocks*20+kv_heads*10+tokens*5+keys v=3+" in (
+        describe(apart, BLOCKS, heads(3)).form
+    )
     split = [(name, cache.permute(0, 2, 1, 3).reshape(BLOCKS * 2, TOKENS // 2, HEADS, CONTENT)) for name, cache in layers]
     whole = [(name, cache.permute(0, 2, 1, 3)) for name, cache in layers]
+    logical = [(name, kernel.permute(0, 2, 1, 3)) for name, kernel in split]
+    assert describe(logical, BLOCKS, heads(3)).form == describe(layers, BLOCKS, heads(3)).form, "the same bytes"
     for (_, kernel), (_, block) in zip(split, whole, strict=True):
         assert kernel.data_ptr() == block.data_ptr()
     assert (

@@ -1,0 +1,230 @@
+"""K and V of a block by strides: the fact `page_form` read, and blocks read and written by it. For engines other than vLLM.
+
+shm-protocol/PROTOCOL.md, section 1, defines the text. Memory is an array of bytes, one row for each block, of numpy or of
+torch; K and V are arrays of the same library. Neither is imported here, and vLLM is not either.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+# The axes of K and V in a page. One of length 1 does not show in the text.
+AXES = ("kv_heads", "kernel_blocks", "tokens")
+SIZES = ("layers", "tokens", "kv_heads", "keys", "values")
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+# Of one text: more layers than any model has, so that no text of a peer makes a large list.
+LAYERS_MAX = 4096
+TERM = re.compile(r"(?P<axis>[a-z_]+)(\*(?P<stride>[1-9][0-9]*))?|(?P<offset>[1-9][0-9]*)")
+
+
+class FormError(ValueError):
+    """A page that cannot be read by strides. The text names the remedy."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the elements of K or of V are in a page, in elements: the first one, and the strides of the axes."""
+
+    offset: int
+    strides: Mapping[str, int]
+
+    def __str__(self) -> str:
+        axes = sorted(self.strides.items(), key=lambda item: -item[1])
+        terms = [f"{axis}*{stride}" if stride > 1 else axis for axis, stride in axes]
+        return "+".join([str(self.offset)] * (self.offset > 0) + terms) or "0"
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        """Reads what `str` writes."""
+        offset, strides = 0, {}
+        for term in text.split("+") if text != "0" else ():
+            found = TERM.fullmatch(term)
+            if found is None or found["axis"] in strides:
+                raise FormError(f"page_form has {text!r} where terms such as 64+kv_heads*512+tokens*8+keys are due")
+            if found["axis"]:
+                strides[found["axis"]] = int(found["stride"] or 1)
+            else:
+                offset += int(found["offset"])
+        return cls(offset, strides)
+
+
+@dataclass(frozen=True)
+class Page:
+    """The inside of a page, for so many consecutive layers of the model."""
+
+    layers: int
+    tokens: int
+    # Tokens between two strides of the axis `kernel_blocks`, which attention kernels may divide a page by.
+    kernel_block: int
+    kv_heads: int
+    keys: int
+    values: int
+    dtype: str
+    k: Place
+    v: Place
+
+    @property
+    def words(self) -> str:
+        """What `page_form` says of it behind the number of layers."""
+        kernel_block = f"kernel_block={self.kernel_block} " if self.kernel_block != self.tokens else ""
+        return (
+            f"tokens={self.tokens} {kernel_block}kv_heads={self.kv_heads} keys={self.keys} values={self.values} "
+            f"dtype={self.dtype} k={self.k} v={self.v} packing=none"
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Of one layer's page."""
+        return self.tokens * self.kv_heads * (self.keys + self.values) * ITEM_BYTES[self.dtype]
+
+    def shape(self, content: str) -> dict[str, int]:
+        """The length of each axis of K (`keys`) or V (`values`)."""
+        kernel_blocks = self.tokens // self.kernel_block
+        lengths = (self.kv_heads, kernel_blocks, self.kernel_block, self.keys if content == "keys" else self.values)
+        return dict(zip((*AXES, content), lengths, strict=True))
+
+
+def parse(form: str) -> list[Page]:
+    """The pages of one shard of a block, layer after layer; raises `FormError`."""
+    pages = [_page(part) for part in form.split("; ")]
+    if sum(page.layers for page in pages) > LAYERS_MAX:
+        raise FormError(f"page_form has more than {LAYERS_MAX} layers")
+    return pages
+
+
+def _page(text: str) -> Page:
+    words = dict(word.split("=", 1) for word in text.split() if "=" in word)
+    packing = words.get("packing")
+    if packing != "none" or "k" not in words:
+        raise FormError(
+            f"pages with packing={packing} are arranged by a rule that no strides describe, so only engines of the same kind "
+            f"can read them: run the other engine where it keeps plain pages, or convert them in it ({text})"
+        )
+    try:
+        layers, tokens, kv_heads, keys, values = (int(words[name]) for name in SIZES)
+        kernel_block, dtype = int(words.get("kernel_block", tokens)), words["dtype"]
+        k, v = Place.parse(words["k"]), Place.parse(words["v"])
+    except (KeyError, ValueError) as error:
+        raise FormError(f"page_form {text!r} cannot be read ({error}): take it as /namespaces prints it") from error
+    if dtype not in ITEM_BYTES or min(layers, tokens, kernel_block, kv_heads, keys, values) < 1 or tokens % kernel_block:
+        raise FormError(f"page_form {text!r} is no page: take it as /namespaces prints it")
+    page = Page(layers, tokens, kernel_block, kv_heads, keys, values, dtype, k, v)
+    for place, content in ((k, "keys"), (v, "values")):
+        lengths = page.shape(content)
+        last = place.offset + sum(stride * (lengths.get(axis, 0) - 1) for axis, stride in place.strides.items())
+        wanted = {axis for axis, length in lengths.items() if length > 1}
+        if set(place.strides) != wanted or (last + 1) * ITEM_BYTES[dtype] > page.bytes:
+            raise FormError(f"page_form {text!r}: {content} do not lie in the page: take it as /namespaces prints it")
+    return page
+
+
+def block_bytes(form: str, shards: int = 1) -> int:
+    """Of all layers and shards."""
+    return shards * sum(page.layers * page.bytes for page in parse(form))
+
+
+def views(memory: Any, form: str, shards: int = 1) -> list[tuple[Any, Any]]:
+    """K and V as they lie in `memory`, without a copy, for each run of like layers: [blocks, layers, shards, heads,
+    kernel blocks, tokens, dim]. What is written there is in the block."""
+    pages = parse(form)
+    blocks, row = memory.shape
+    shard_bytes = sum(page.layers * page.bytes for page in pages)
+    if row != shards * shard_bytes:
+        raise FormError(f"blocks of {row} bytes, and page_form has {shards} shards of {shard_bytes}: give each block a row")
+    found, start = [], 0
+    for page in pages:
+        item = ITEM_BYTES[page.dtype]
+        if any(size % item for size in (start, row, shard_bytes)):
+            raise FormError(f"{page.dtype} begins at byte {start} of a shard of {shard_bytes}: such layers cannot be viewed")
+        outer = [(blocks, row // item), (page.layers, page.bytes // item), (shards, shard_bytes // item)]
+        both = []
+        for place, content in ((page.k, "keys"), (page.v, "values")):
+            axes = [(length, place.strides.get(axis, 0)) for axis, length in page.shape(content).items()]
+            both.append(_strided(memory, page.dtype, start // item + place.offset, [*outer, *axes]))
+        found.append((both[0], both[1]))
+        start += page.layers * page.bytes
+    return found
+
+
+def read(memory: Any, form: str, ids: Sequence[int], shards: int = 1) -> tuple[Any, Any]:
+    """K and V of blocks, one after the other, as [layers, heads, tokens, dim] in memory of their own: one copy."""
+    [(k, v)] = _alike(views(memory, form, shards))
+    return _gathered(k, ids), _gathered(v, ids)
+
+
+def write(memory: Any, form: str, ids: Sequence[int], k: Any, v: Any, shards: int = 1) -> None:
+    """Writes K and V, [layers, heads, tokens, dim], into blocks; tokens behind the last whole block are left out."""
+    [both] = _alike(views(memory, form, shards))
+    for view, given in zip(both, (k, v), strict=True):
+        _, layers, *heads, kernel_blocks, tokens, dim = view.shape
+        count = len(ids) * kernel_blocks * tokens
+        if tuple(given.shape) != (layers, prod(heads), given.shape[2], dim) or given.shape[2] < count:
+            raise FormError(
+                f"K or V of {tuple(given.shape)} for {len(ids)} blocks; wanted are [{layers} layers, {prod(heads)} heads, at "
+                f"least {count} tokens, {dim}]"
+            )
+        parts = given[:, :, :count].reshape(layers, *heads, len(ids), kernel_blocks, tokens, dim)
+        for at, blocks in _runs(ids):
+            view[blocks] = _blocks_first(parts[:, :, :, at])
+
+
+def _gathered(view: Any, ids: Sequence[int]) -> Any:
+    _, layers, *heads, kernel_blocks, tokens, dim = view.shape
+    shape = (layers, *heads, len(ids), kernel_blocks, tokens, dim)
+    found = view.new_empty(shape) if hasattr(view, "new_empty") else _numpy().empty(shape, view.dtype)
+    for at, blocks in _runs(ids):
+        _blocks_first(found[:, :, :, at])[:] = view[blocks]
+    return found.reshape(layers, prod(heads), len(ids) * kernel_blocks * tokens, dim)
+
+
+def _blocks_first(parts: Any) -> Any:
+    """[layers, shards, heads, blocks, ...] with the blocks first."""
+    axes = (3, 0, 1, 2, 4, 5, 6)
+    return parts.permute(axes) if hasattr(parts, "permute") else parts.transpose(axes)
+
+
+def _runs(ids: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Consecutive blocks: where they stand in `ids`, and which they are."""
+    starts = [at for at, block in enumerate(ids) if at == 0 or block != ids[at - 1] + 1]
+    for start, end in pairwise([*starts, len(ids)]):
+        yield slice(start, end), slice(ids[start], ids[start] + end - start)
+
+
+def _alike(found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    if len(found) != 1:
+        raise FormError(f"the model has {len(found)} runs of layers with pages of their own: read each by pages.views")
+    return found
+
+
+def _strided(memory: Any, dtype: str, offset: int, axes: list[tuple[int, int]]) -> Any:
+    shape, strides = [length for length, _ in axes], [stride for _, stride in axes]
+    if hasattr(memory, "as_strided"):
+        import torch
+
+        return memory.view(-1).view(getattr(torch, dtype)).as_strided(shape, strides, offset)
+    numpy = _numpy()
+    if not hasattr(numpy, dtype):
+        raise FormError(f"numpy has no {dtype}: give pages memory as a tensor of torch")
+    flat = memory.reshape(-1).view(getattr(numpy, dtype))
+    steps = [stride * flat.itemsize for stride in strides]
+    return numpy.lib.stride_tricks.as_strided(flat[offset:], shape, steps)
+
+
+def _numpy() -> Any:
+    import numpy
+
+    return numpy

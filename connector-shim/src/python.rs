@@ -3,6 +3,7 @@
 //! A session sits behind a mutex. Whoever waits releases the interpreter first and gives the mutex back before asking
 //! for the interpreter again, so the two locks cannot wait for each other.
 
+mod facts;
 mod keys;
 
 use std::collections::BTreeMap;
@@ -417,6 +418,12 @@ fn plan_op(plan: &[u8]) -> PyResult<u64> {
     Ok(Plan::decode(plan).map_err(Failure::from)?.op)
 }
 
+/// The blocks that a plan writes.
+#[pyfunction]
+fn plan_blocks(plan: &[u8]) -> PyResult<Vec<u32>> {
+    Ok(Plan::decode(plan).map_err(Failure::from)?.block_ids())
+}
+
 fn bytes16(what: &str, bytes: &[u8]) -> Result<[u8; 16], Failure> {
     bytes.try_into().or_else(|_| argument(format!("{what} of {} bytes; it has 16", bytes.len())))
 }
@@ -446,5 +453,8 @@ fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<keys::Chain>()?;
     module.add_function(wrap_pyfunction!(keys::none_hash, module)?)?;
     module.add_function(wrap_pyfunction!(keys::derive_keys, module)?)?;
-    module.add_function(wrap_pyfunction!(plan_op, module)?)
+    module.add_function(wrap_pyfunction!(plan_op, module)?)?;
+    module.add_function(wrap_pyfunction!(plan_blocks, module)?)?;
+    module.add_function(wrap_pyfunction!(facts::weight_files, module)?)?;
+    module.add_function(wrap_pyfunction!(facts::differences, module)?)
 }

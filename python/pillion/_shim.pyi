@@ -14,8 +14,11 @@ __all__ = [
     "ShimError",
     "WorkerSession",
     "derive_keys",
+    "differences",
     "none_hash",
+    "plan_blocks",
     "plan_op",
+    "weight_files",
 ]
 
 class ShimError(Exception):
@@ -203,3 +206,12 @@ def derive_keys(
 
 def plan_op(plan: bytes) -> int:
     """The operation of a plan."""
+
+def plan_blocks(plan: bytes) -> list[int]:
+    """The blocks that a plan writes."""
+
+def weight_files(directory: str | PathLike[str]) -> str | None:
+    """The digest of a directory's safetensors files, as the fact `weights` states it; None if there are none."""
+
+def differences(ours: dict[str, str], theirs: dict[str, str]) -> list[tuple[str, str | None, str | None, str]]:
+    """Facts that differ, the most telling first: name, ours, theirs, and what makes them agree."""

@@ -24,8 +24,3 @@ class PillionMetadata(KVConnectorMetadata):
     lost: list[tuple[str, list[int], bool]] = field(default_factory=list)
     # How often the weights may have changed since the start: a rank that has not sampled them for this count does so now.
     weights: int = 0
-
-
-def plan_blocks(plan: bytes) -> list[int]:
-    """The blocks that a plan writes, as connector-shim/src/plan.rs lays it out: after four words, three for each block."""
-    return memoryview(plan).cast("Q")[4::3].tolist()

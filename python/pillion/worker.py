@@ -12,7 +12,7 @@ from pillion.cuda import LayerWaits
 from pillion.facts import Facts
 from pillion.geometry import Geometry, GeometryError, describe, self_test
 from pillion.live import Live
-from pillion.metadata import PillionMetadata, plan_blocks
+from pillion.metadata import PillionMetadata
 from pillion.models import Models
 from pillion.sample import Sampler
 
@@ -262,7 +262,7 @@ class Worker:
     def _end_waits(self, waits: LayerWaits, session: _shim.WorkerSession, step: int) -> None:
         if waits.end_step(session, self._stream):
             return
-        blocks = [block for plan in self._overlapped for block in plan_blocks(plan)]
+        blocks = [block for plan in self._overlapped for block in _shim.plan_blocks(plan)]
         logger.error(
             "pillion: step %d did not call the hooks of all its layers, so it may have read %d blocks before they were "
             "loaded: they are computed again, and from now on every step waits for its whole load",

@@ -2,7 +2,7 @@
 //!
 //! Job: the handshake ([`handshake`]), the shared session memory ([`layout`], [`session`]), the rings in it
 //! ([`ring`]), the messages on them ([`message`]) and what they ask ([`request`]), taking loads back ([`gate`]), block keys and
-//! namespaces ([`key`], [`namespace`]), the layout of the DRAM pool ([`pool`]), and how two releases agree on a version of
+//! namespaces ([`key`], [`namespace`]) with the digest of weight files in them ([`weight_files`]), the layout of the DRAM pool ([`pool`]), and how two releases agree on a version of
 //! these ([`versions`]). `PROTOCOL.md` beside this crate states the same for other languages.
 //!
 //! May depend on: ciborium, sha2, twox-hash, hex, serde, rustix. Never: decides anything, starts a thread, reads the environment,
@@ -24,6 +24,7 @@ pub mod session;
 pub mod transport;
 pub mod versions;
 pub mod wait;
+pub mod weight_files;
 
 /// The newest version of the handshake, the session memory and the messages that this release speaks.
 pub const PROTOCOL_VERSION: u32 = 2;

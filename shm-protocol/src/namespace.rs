@@ -20,44 +20,47 @@ const EXPLAINED_MAX: usize = 8;
 
 /// Facts in the order in which they tell most, each with what makes two engines agree on it.
 const REMEDIES: &[(&str, &str)] = &[
-    (
-        "model",
-        "serve the same model on both, or name both by one pillion.model_id if they are the same weights",
-    ),
+    ("model", "serve the same model on both, or name the same weights alike on both"),
     (
         "weights",
-        "load the same weight files on both; where they cannot be digested, set pillion.model_id to the same text on both",
+        "load the same weight files on both (`pillion facts --weights DIR` digests them), or name the same weights alike on both",
     ),
     (
         WEIGHTS_LIVE,
-        "the weights that run differ, or one side cannot sample them: load the same weights by the same vLLM release on both, \
-         and after an update in place update both",
+        "the weights that run differ, or one side cannot sample them: load the same weights by the same release of \
+         the engine on both, and after an update in place update both",
     ),
-    ("revision", "pass the same --revision to both"),
-    ("quantization", "pass the same --quantization to both"),
-    ("dtype", "pass the same --dtype to both"),
-    ("config", "give both the same config.json and --hf-overrides"),
+    ("revision", "load the same revision of the model on both"),
+    ("quantization", "quantise weights alike on both"),
+    ("dtype", "compute in the same type on both"),
+    ("config", "give both the same model configuration, what overrides it included"),
     (
         "rotary",
-        "give both the same rope parameters, and with LongRoPE the same --max-model-len: vLLM chooses its factors by it",
+        "give both the same rope parameters, and with LongRoPE the same longest context, by which its factors are chosen",
     ),
-    ("drafter", "pass the same --speculative-config to both"),
-    ("lora", "pass --enable-lora to both or to neither; with LoRA before vLLM 0.31 nothing can be shared"),
-    ("hash_algorithm", "pass the same --prefix-caching-hash-algo to both"),
+    ("drafter", "draft tokens by the same model on both"),
+    ("lora", "allow adapters on both or on neither"),
+    ("hash_algorithm", "hash blocks by the same algorithm on both"),
     ("none_hash", "other NONE_HASH: set PYTHONHASHSEED to the same value on both"),
     (
         "extra_keys",
-        "run vLLM 0.31 or later on both, or an earlier one on both: 0.31 changed the form of extra keys",
+        "write extra keys in the same form on both: vLLM since 0.31 tags them, earlier ones do not",
     ),
-    ("tensor_parallel_size", "pass the same --tensor-parallel-size to both"),
-    ("block_tokens", "pass the same --block-size to both"),
-    ("kv_dtype", "pass the same --kv-cache-dtype to both"),
-    ("kv_quant", "pass the same --kv-cache-dtype and --quantization to both"),
-    ("attention_backend", "pass the same --attention-backend to both"),
-    ("page_form", "give both the same pillion.layout and --attention-backend: pages are not converted"),
-    ("layers", "run the same vLLM release on both: the model's cache layers differ in name, number or order"),
-    ("group_kind", "run the same vLLM release on both: the kinds of cache groups differ"),
-    ("page_bytes", "it follows from the model, --block-size, --kv-cache-dtype and --tensor-parallel-size"),
+    ("tensor_parallel_size", "divide blocks between the same number of ranks on both"),
+    ("block_tokens", "put the same number of tokens into a block on both"),
+    ("kv_dtype", "keep KV in the same type on both"),
+    ("kv_quant", "quantise KV alike on both"),
+    ("attention_backend", "compute attention by the same backend on both"),
+    (
+        "page_form",
+        "lay pages out alike on both, by the same layout and attention backend: pages are not converted",
+    ),
+    (
+        "layers",
+        "name, count and order the model's cache layers alike on both, as the same release of an engine does",
+    ),
+    ("group_kind", "keep the same kinds of cache groups on both"),
+    ("page_bytes", "it follows from the model, block_tokens, kv_dtype and tensor_parallel_size"),
 ];
 const UNKNOWN_REMEDY: &str = "state the same on both";
 
@@ -138,7 +141,8 @@ pub fn differences<'a>(ours: &'a Facts, theirs: &'a Facts) -> Vec<Difference<'a>
 pub fn explain(ours: &Facts, theirs: &Facts) -> String {
     let found = differences(ours, theirs);
     let same = |name: &str| found.iter().all(|difference| difference.name != name);
-    let mut text = String::from(match (same("model"), same("page_form")) {
+    let same_model = same("model") && same("weights");
+    let mut text = String::from(match (same_model, same("page_form")) {
         (true, true) => "same model and layout",
         (true, false) => "same model, other pages",
         (false, _) => "another model",
@@ -156,6 +160,11 @@ pub fn explain(ours: &Facts, theirs: &Facts) -> String {
         write!(text, "; and {} more", found.len() - EXPLAINED_MAX).expect("a String takes all");
     }
     text
+}
+
+/// Every fact that is known by name, the most telling first, each with what makes two engines agree on it.
+pub fn agreements() -> impl Iterator<Item = (&'static str, &'static str)> {
+    REMEDIES.iter().copied()
 }
 
 /// Names with their remedies: those of the table in its order, then the rest.

@@ -117,8 +117,8 @@ impl Catalog {
         if let Some((digest, known)) = other {
             return Err(format!(
                 "namespace {digest} has blocks of {} bytes in {} shards and this engine's have {bytes} bytes in {}: its \
-                 facts leave out what makes them differ. State it in them, or give this engine a pillion.model_id of its own; \
-                 if the engine before it was the mistaken one, restart the sidecar",
+                 facts leave out what makes them differ. State it in them, or give this engine a fact `salt` of its own \
+                 (vLLM: pillion.salt); if the engine before it was the mistaken one, restart the sidecar",
                 known.block_bytes, known.shards, worker.shards
             ));
         }
@@ -146,13 +146,13 @@ impl Catalog {
             None => "this sidecar has not seen that one, so what differs is not known".into(),
         };
         format!(
-            "this engine is to join namespace {expected} (pillion.namespace) and its facts make it {}: {why}. Change what \
-             differs, or leave pillion.namespace out",
+            "this engine is to join namespace {expected} and its facts make it {}: {why}. Change what \
+             differs, or let it join no namespace by name (vLLM: pillion.namespace)",
             namespace::digest(facts)
         )
     }
 
-    /// The namespace of the same model that differs least from this one, explained. An engine that starts again in a known
+    /// The namespace of the same model, or of one with the same configuration, that differs least from this one, explained. An engine that starts again in a known
     /// namespace is compared with connected engines alone: what its user has changed meanwhile is over.
     fn near_miss(&self, digest: NamespaceDigest, facts: &Facts) -> Option<String> {
         let is_new = !self.known.contains_key(&digest);
@@ -161,7 +161,7 @@ impl Catalog {
         let near = self.known.iter().filter(|(other, known)| {
             **other != digest
                 && (is_new || !known.engines.is_empty())
-                && (same(known, "model") || same(known, "weights"))
+                && ["model", "weights", "config"].iter().any(|name| same(known, name))
         });
         let distance = |known: &Known| namespace::differences(facts, &known.facts).len();
         let (other, known) = near.min_by_key(|(_, known)| (distance(known), u64::MAX - known.seen))?;

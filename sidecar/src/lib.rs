@@ -4,7 +4,8 @@
 //! [`turn`] that [`runtime`] takes, the handshake ([`listener`], [`greeter`], [`refusals`]), the namespaces seen ([`catalog`]), copies ([`copiers`]) and the memory that GPUs
 //! copy from ([`pinning`], [`numa`]), checksums of a pool file ([`checksums`]), the disks behind the pool ([`disks`]), the pods beside this one ([`peers`]), metrics and health ([`metrics`], [`admin`], [`heartbeat`],
 //! [`progress`], [`quotas`]), life and death ([`server`], [`wake`], [`error`], [`reserve`]), what keeps it from working ([`doctor`]), keys
-//! for who asks without an engine ([`keys`]), pods with sidecars ([`inject`]), and a list of all options ([`reference`]). The binary `pillion` is this library behind a command line.
+//! for who asks without an engine ([`keys`]), what an engine must state ([`facts`]), pods with sidecars ([`inject`]), and a list of all options
+//! ([`reference`]). The binary `pillion` is this library behind a command line.
 //!
 //! May depend on: shm-protocol, tiers, mesh, copy-engine. Never: holds unsafe code, trusts a peer's value, lets one engine
 //! wait for another, reads the environment outside [`config`], calls CUDA but through copy-engine, opens libpython or
@@ -25,6 +26,7 @@ pub mod ctl;
 pub mod disks;
 pub mod doctor;
 pub mod error;
+pub mod facts;
 pub mod greeter;
 pub mod heartbeat;
 pub mod inbox;

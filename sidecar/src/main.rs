@@ -18,7 +18,7 @@ use sidecar::doctor;
 use sidecar::error::StartError;
 use sidecar::logging::{self, LogLevel};
 use sidecar::server::Server;
-use sidecar::{ctl, inject};
+use sidecar::{ctl, facts, inject};
 
 /// Copies in flight may take this long after SIGTERM: 30 GiB/s move any engine's step in a fraction of it, and
 /// Kubernetes waits for 30 s.
@@ -51,6 +51,8 @@ enum Command {
     Ctl(ctl::Options),
     /// Derive block keys as vLLM does: one JSON object a line on standard input, one answer a line; see docs/keys.md.
     Keys,
+    /// Print what an engine must state to share with others: the digest of its weight files, and the names of all else.
+    Facts(facts::Options),
     /// Add sidecars to manifests of Kubernetes: those on standard input are written to standard output; see docs/deploy.md.
     Inject(inject::Options),
     /// Look for what is wrong with this host, or with two engines that should share. Exit status: 0 nothing must be changed, 1
@@ -106,6 +108,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
             sidecar::keys::serve(std::io::stdin().lock(), std::io::stdout().lock())?;
             Ok(ExitCode::SUCCESS)
         }
+        Command::Facts(options) => print_facts(&options),
         Command::Inject(options) => {
             inject::serve(std::io::stdin().lock(), std::io::stdout().lock(), &options)?;
             Ok(ExitCode::SUCCESS)
@@ -137,6 +140,12 @@ fn print_options() {
 #[expect(clippy::print_stdout, reason = "this is what the user asked for")]
 fn print_answer(answer: &str) {
     print!("{answer}");
+}
+
+#[expect(clippy::print_stdout, reason = "this is what the user asked for")]
+fn print_facts(options: &facts::Options) -> anyhow::Result<ExitCode> {
+    print!("{}", facts::report(options)?);
+    Ok(ExitCode::SUCCESS)
 }
 
 #[expect(clippy::print_stdout, reason = "this is what the user asked for")]

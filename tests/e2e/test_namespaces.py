@@ -21,7 +21,7 @@ def namespaces(keeper: sidecar.Sidecar) -> list[dict[str, Any]]:
 def namespace_lines(log: Path) -> set[str]:
     """The namespaces that a log names with their facts, each from `namespace` to the line's end."""
     lines = log.read_text().splitlines()
-    return {line[line.index("namespace ") :].strip() for line in lines if "namespace " in line and " model=" in line}
+    return {line[line.index("namespace ") :].strip() for line in lines if "namespace " in line and " none_hash=" in line}
 
 
 def saved(keeper: sidecar.Sidecar, running: engine.Engine) -> dict[str, Any]:

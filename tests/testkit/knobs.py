@@ -110,7 +110,6 @@ COUNTS = (
     Knob("named-one-tensor", _of("weights_live"), base="named", change=weights.one_tensor),
     Knob("named-an-ulp", _of("weights_live"), base="named", change=weights.an_ulp),
     Knob("another-name", _of("model", "weights"), base="named", extra={"pillion.model_id": "other"}),
-    Knob("another-path", _of("model"), link="elsewhere"),
     Knob("dummy-weights", LIVE, arguments={"load_format": "dummy"}),
     Knob(
         "moving-experts",
@@ -191,14 +190,15 @@ HARMLESS = (
     Knob("engine-id", engine_id="another"),
     Knob("load", extra={"pillion.load": "sync"}),
     Knob("hasher", extra={"pillion.hasher": "vllm"}),
-    Knob("named-another-path", base="named", link="elsewhere", often=True),
+    Knob("another-path", link="elsewhere", often=True),
+    Knob("named-another-path", base="named", link="elsewhere"),
 )
 
 KNOBS = (*COUNTS, *REFUSALS, *HARMLESS)
 
 
 class Models:
-    """Directories of models below one, each reached by a link of the same name: a path is a fact."""
+    """Directories of models below one, each reached by a link of the same name unless a knob says otherwise."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

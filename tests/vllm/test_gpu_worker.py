@@ -13,7 +13,7 @@ from pillion import _shim, vllm_compat
 from pillion.config import Config
 from pillion.cuda import LayerWaits
 from pillion.geometry import GeometryError
-from pillion.metadata import PillionMetadata, plan_blocks
+from pillion.metadata import PillionMetadata
 from pillion.worker import Worker
 
 LAYERS = [f"layer.{index}" for index in range(4)]
@@ -131,7 +131,7 @@ def test_hooks_that_stay_away_fail_the_load_and_end_the_overlap() -> None:
 
 def test_blocks_of_a_plan() -> None:
     """They are read as the shim wrote them."""
-    assert plan_blocks(plan(3, 1, (1 << 32) - 1)) == [3, 1, (1 << 32) - 1]
+    assert _shim.plan_blocks(plan(3, 1, (1 << 32) - 1)) == [3, 1, (1 << 32) - 1]
 
 
 # --- the connector's roles ---

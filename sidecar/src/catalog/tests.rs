@@ -70,7 +70,7 @@ fn an_engine_that_claims_another_namespace_is_refused_with_both_descriptors() {
     let other = Worker { expects: Some(digest.clone()), ..worker(&[("page_form", "tokens=16")]) };
     let reason = examine(&catalog, "b", &other).unwrap_err();
     assert!(reason.contains("page_form is 'tokens=16' here and 'tokens=32' there"), "{reason}");
-    assert!(reason.contains("pillion.layout") && reason.contains(&digest), "{reason}");
+    assert!(reason.contains("lay pages out alike") && reason.contains(&digest), "{reason}");
     let unseen = Worker { expects: Some("0".repeat(32)), ..other };
     assert!(examine(&catalog, "b", &unseen).unwrap_err().contains("has not seen"));
 }
@@ -85,7 +85,7 @@ fn blocks_of_another_size_or_of_other_shards_are_refused_with_both_numbers() {
     let whole = Worker { shards: 1, regions: regions(8192), ..worker(&[]) };
     let reason = examine(&catalog, "b", &whole).unwrap_err();
     assert!(reason.contains("8192 bytes in 2 shards") && reason.contains("8192 bytes in 1"), "{reason}");
-    assert!(reason.contains("pillion.model_id"), "{reason}");
+    assert!(reason.contains("pillion.salt"), "{reason}");
     let parted = BlockRegion { fd: 0, offset: 0, stride: 4096, bytes: 2048 };
     let parted = Worker { regions: vec![parted; 2], ..worker(&[]) };
     assert_eq!(examine(&catalog, "b", &parted), Ok(None), "as many bytes");

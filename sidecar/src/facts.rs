@@ -1,0 +1,61 @@
+//! `pillion facts`: what an engine must state to share with others, as far as the files of its model tell.
+
+use std::fmt::Write;
+use std::io;
+use std::path::PathBuf;
+
+use shm_protocol::{namespace, weight_files};
+
+/// The fact that files tell.
+const WEIGHTS: &str = "weights";
+
+/// Where the model is whose facts are asked for.
+#[derive(clap::Args, Debug)]
+pub struct Options {
+    /// Folder of the model's safetensors files.
+    #[arg(long, value_name = "DIR")]
+    weights: PathBuf,
+}
+
+/// Lines of `name=value` for what is known, and behind `#` every other fact with what makes two engines agree on it.
+pub fn report(options: &Options) -> io::Result<String> {
+    let shown = options.weights.display();
+    let told = |error: io::Error| io::Error::new(error.kind(), format!("{shown}: {error}"));
+    let digest = weight_files::digest(&options.weights).map_err(told)?.ok_or_else(|| {
+        let text =
+            format!("{shown} has no safetensors files: name the folder that the engine loads its model from");
+        io::Error::new(io::ErrorKind::NotFound, text)
+    })?;
+    let mut text = format!(
+        "{WEIGHTS}={digest}\n\
+         # Take these from a namespace of the sidecar (/namespaces) once they are true of the engine, and any other that it has:\n"
+    );
+    for (name, agreement) in namespace::agreements().filter(|(name, _)| *name != WEIGHTS) {
+        writeln!(text, "# {name}: {agreement}").expect("a String takes all");
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_digested_and_every_other_fact_is_named() {
+        let directory = std::env::temp_dir().join(format!("pillion-facts-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).expect("a new directory");
+        let options = Options { weights: directory.clone() };
+        assert!(report(&options).expect_err("nothing is there").to_string().contains("no safetensors files"));
+        std::fs::write(directory.join("model.safetensors"), [0; 16]).expect("room");
+        let text = report(&options).expect("a file is there");
+        let known = weight_files::digest(&directory).expect("readable").expect("a file is there");
+        assert!(text.starts_with(&format!("weights={known}\n# ")), "{text}");
+        for name in ["weights_live", "page_form", "none_hash", "config"] {
+            assert!(text.contains(&format!("\n# {name}: ")), "{name}");
+        }
+        assert!(!text.contains("# weights:"), "{text}");
+        std::fs::remove_dir_all(&directory).expect("made above");
+        let gone = report(&options).expect_err("the folder is gone").to_string();
+        assert!(gone.starts_with(&directory.display().to_string()), "{gone}");
+    }
+}

@@ -1,0 +1,51 @@
+"""transformers decodes on KV that another engine prefilled, and keeps what it computes: see docs/other-engines.md.
+
+python examples/transformers_decode.py SOCKET MODEL_DIR TOKEN_ID ...
+"""
+
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from pillion import engine
+
+
+class Decoder:
+    """One model, and the blocks of one namespace."""
+
+    def __init__(self, socket, directory, blocks=256, **where):
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        found = engine.find(socket, weights=directory, dtype="torch.float32", **where)
+        [namespace] = [namespace for namespace in found if not namespace.differs]
+        self.kv = engine.Engine(socket, "transformers", namespace, blocks, torch)
+
+    @torch.inference_mode()
+    def generate(self, prompt, new):
+        """The answer's tokens, and the logits that each was chosen by."""
+        loaded = self.kv.load(prompt[:-1])  # the last token is computed here: its logits are the first answer
+        tokens, have, rows = list(prompt), len(loaded) * self.kv.namespace.tokens, []
+        cache = DynamicCache(config=self.model.config)
+        for layer, (k, v) in enumerate(zip(*self.kv.read(loaded), strict=True)):
+            cache.update(k[None], v[None], layer)
+        while len(tokens) < len(prompt) + new:
+            ids = torch.tensor([tokens[have:]])  # at first the prompt's tail, then one token a turn
+            rows.append(self.model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1])
+            have = len(tokens)
+            tokens.append(int(rows[-1].argmax()))
+        self.save(tokens[:have], cache, loaded)
+        return tokens[len(prompt) :], rows
+
+    def save(self, tokens, cache, loaded):
+        """Keeps the full blocks that were computed here, those of the answer too."""
+        start = len(loaded) * self.kv.namespace.tokens
+        own = self.kv.take(len(tokens) // self.kv.namespace.tokens - len(loaded))
+        self.kv.write(
+            own, *(torch.stack([getattr(x, side)[0, :, start:] for x in cache.layers]) for side in ("keys", "values"))
+        )
+        self.kv.save(tokens, own, first=len(loaded))
+        self.kv.free(loaded + own)
+
+
+if __name__ == "__main__":
+    print(Decoder(sys.argv[1], sys.argv[2]).generate([int(token) for token in sys.argv[3:]], 48)[0])

@@ -1,0 +1,307 @@
+"""A KV cache of blocks behind Pillion, for engines other than vLLM, which is not imported: `find` a namespace, make an `Engine`
+in it, `load` what is kept of a prompt, `save` what was computed. docs/other-engines.md says what is left to the engine.
+
+Each call returns when its work is done. An engine that must never wait calls C instead (docs/c-api.md).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import secrets
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from pillion import _shim, pages
+from pillion.keys import Chain
+from pillion.pages import FormError
+
+# Of a sidecar on its defaults.
+ADMIN = "localhost:9440"
+ADMIN_PATIENCE_S = 10.0
+# A question whose blocks come from another pod or a disk is answered within the longest that the protocol lets it be pending.
+QUERY_PATIENCE_S = 2.5
+# Blocks are copied at some GB/s; a sidecar that has not taken them by then does not.
+SAVE_PATIENCE_S = 20.0
+TURN_S = 0.0005
+logger = logging.getLogger("pillion")
+
+
+class EngineError(RuntimeError):
+    """A call that cannot be served. The text names the remedy."""
+
+
+class Difference(NamedTuple):
+    """A fact on which this engine and a namespace do not agree."""
+
+    fact: str
+    ours: str | None
+    theirs: str | None
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """What engines state whose blocks are interchangeable, and how that differs from what this engine states."""
+
+    # 32 hex digits; empty where it is what the facts make, whatever that is.
+    digest: str
+    facts: Mapping[str, str]
+    # Bytes of a block, all shards.
+    block_bytes: int
+    # Empty where the engine may join, for all that was stated.
+    differs: tuple[Difference, ...] = ()
+    # How many leading blocks of the tokens that were asked for are kept; None where that was not asked.
+    kept: int | None = None
+
+    @property
+    def form(self) -> str:
+        """The inside of a page, as `pillion.pages` reads it."""
+        return self.facts["page_form"]
+
+    @property
+    def tokens(self) -> int:
+        """Of a block."""
+        return int(self.facts["block_tokens"])
+
+    @property
+    def shards(self) -> int:
+        """Parts of a block, each with some of the heads; raises `FormError`."""
+        return self.block_bytes // pages.block_bytes(self.form)
+
+
+def find(
+    socket: str | os.PathLike[str],
+    weights: str | os.PathLike[str] | None = None,
+    tokens: Sequence[int] | None = None,
+    admin: str = ADMIN,
+    **facts: str,
+) -> list[Namespace]:
+    """The namespaces that the sidecar knows, those first that differ least from what this engine states.
+
+    It states the digest of the `weights` in a directory and any other `facts`, such as dtype="torch.float32"; the more it
+    states, the less it takes on trust. With `tokens`, namespaces that do not differ are asked what they keep of them.
+    """
+    stated = dict(facts)
+    if weights is not None:
+        found = _shim.weight_files(weights)
+        if found is None:
+            raise EngineError(f"{os.fspath(weights)} has no safetensors files: name the folder that the model was loaded from")
+        stated["weights"] = found
+    namespaces = [_compared(entry, stated) for entry in _listed(admin)]
+    if tokens is not None:
+        namespaces = [namespace if namespace.differs else _asked(socket, namespace, tokens) for namespace in namespaces]
+    return sorted(namespaces, key=lambda namespace: (len(namespace.differs), -(namespace.kept or 0)))
+
+
+def _listed(admin: str) -> list[dict[str, Any]]:
+    """What the sidecar shows of its namespaces."""
+    with urllib.request.urlopen(f"http://{admin}/namespaces", timeout=ADMIN_PATIENCE_S) as page:
+        return list(json.load(page))
+
+
+def _compared(entry: dict[str, Any], stated: dict[str, str]) -> Namespace:
+    theirs = {name: entry["facts"][name] for name in stated if name in entry["facts"]}
+    differs = [Difference(*found) for found in _shim.differences(stated, theirs)]
+    namespace = Namespace(entry["namespace"], entry["facts"], entry["block_bytes"])
+    try:
+        pages.parse(namespace.form)
+    except FormError as error:
+        differs.append(Difference("page_form", None, namespace.form, str(error)))
+    return Namespace(namespace.digest, namespace.facts, namespace.block_bytes, tuple(differs))
+
+
+def _asked(socket: str | os.PathLike[str], namespace: Namespace, tokens: Sequence[int]) -> Namespace:
+    with Engine(socket, f"find-{os.getpid()}-{secrets.token_hex(4)}", namespace, 1) as engine:
+        kept = engine.kept(tokens)
+    return Namespace(namespace.digest, namespace.facts, namespace.block_bytes, (), kept)
+
+
+class Engine:
+    """Blocks in memory that the sidecar copies from, under one name in one namespace. For one thread at a time."""
+
+    def __init__(
+        self,
+        socket: str | os.PathLike[str],
+        name: str,
+        namespace: Namespace,
+        blocks: int,
+        arrays: ModuleType | None = None,
+        miss_wait_ms: int = 0,
+    ) -> None:
+        """`name`: another one for each engine of a sidecar. `arrays`: the library of K and V, numpy or torch; numpy where it is
+        not given. `miss_wait_ms`: how long a load waits for blocks that another pod is computing."""
+        self.namespace = namespace
+        self._arrays = arrays
+        self._run = secrets.token_bytes(16)
+        self._step = 0
+        # Block 0 is never saved: vLLM's is no request's.
+        self._free = list(range(1, blocks + 1))
+        shards, row = namespace.shards, namespace.block_bytes
+        shard = row // shards
+        descriptor = os.memfd_create("pillion-engine", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, (blocks + 1) * row)
+            self._map = mmap.mmap(descriptor, (blocks + 1) * row)
+            # A block of several shards is that of as many ranks, all of them in this process.
+            self._ranks = [
+                _shim.WorkerSession(
+                    socket, name, shards, rank, rank, shards, blocks + 1, [(0, rank * shard, row, shard)], [descriptor], "engine",
+                    dict(namespace.facts), expects=namespace.digest or None,
+                )
+                for rank in range(shards)
+            ]  # fmt: skip
+        finally:
+            os.close(descriptor)
+        budget_us = int(QUERY_PATIENCE_S * 1e6)
+        self._scheduler = _shim.SchedulerSession(
+            socket, name, shards, self._run, budget_us, by_engine=True, early=False, miss_wait_ms=miss_wait_ms
+        )
+        self._turn()
+        if not all(rank.connected for rank in self._ranks):
+            raise EngineError(f"no sidecar answers at {os.fspath(socket)}: start one with `pillion serve --socket`")
+
+    # --- memory ---
+
+    @cached_property
+    def memory(self) -> Any:
+        """A row of bytes for each block, as an array; `read` and `write` know what is in them."""
+        arrays = self._arrays
+        if arrays is None:
+            import numpy
+
+            arrays = numpy
+        return arrays.frombuffer(self._map, dtype=arrays.uint8).reshape(-1, self.namespace.block_bytes)
+
+    def take(self, count: int) -> list[int]:
+        """So many blocks that nothing else uses."""
+        if count > len(self._free):
+            raise EngineError(
+                f"{count} blocks are wanted and {len(self._free)} are free: free some, or make the engine with more"
+            )
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def free(self, ids: Sequence[int]) -> None:
+        """Gives blocks back."""
+        self._free = sorted({*self._free, *ids})
+
+    def read(self, ids: Sequence[int]) -> tuple[Any, Any]:
+        """K and V of blocks, [layers, heads, tokens, dim], in memory of their own."""
+        return pages.read(self.memory, self.namespace.form, ids, self.namespace.shards)
+
+    def write(self, ids: Sequence[int], k: Any, v: Any) -> None:
+        """Writes K and V, [layers, heads, tokens, dim]; tokens behind the last whole block are left out."""
+        pages.write(self.memory, self.namespace.form, ids, k, v, self.namespace.shards)
+
+    # --- what is kept ---
+
+    def keys(self, tokens: Sequence[int]) -> list[bytes]:
+        """The keys of the full blocks of a request that is nothing but tokens."""
+        facts = self.namespace.facts
+        none_hash = bytes.fromhex(facts["none_hash"])
+        chain = Chain(facts["hash_algorithm"], none_hash, self.namespace.tokens, form=facts["extra_keys"])
+        chain.append(tokens)
+        return chain.hashes()
+
+    def kept(self, tokens: Sequence[int]) -> int:
+        """How many leading blocks of these tokens are kept, here or where the sidecar gets them from."""
+        with self._log(tokens) as (log, count):
+            return self._hits(log, count)
+
+    def load(self, tokens: Sequence[int]) -> list[int]:
+        """Blocks, taken for it, that hold the KV of the first tokens: as many as are kept, and there is room for."""
+        with self._log(tokens) as (log, count):
+            hits = self._hits(log, min(count, len(self._free)))
+            if not hits:
+                return []
+            ids = self.take(hits)
+            self._step += 1
+            plans = self._scheduler.load(log, 0, ids, self._step, True)
+            self._scheduler.end_step()
+            failed = {block for rank in self._ranks for block in self._copied(rank, plans)} if plans else set(ids)
+        good = next((at for at, block in enumerate(ids) if block in failed), len(ids))
+        self.free(ids[good:])
+        return ids[:good]
+
+    def save(self, tokens: Sequence[int], ids: Sequence[int], first: int = 0) -> int:
+        """Offers blocks that hold the KV of these tokens' full blocks from the `first` on, and waits until that is done.
+
+        Answers how many are kept now. The blocks are the caller's again, whatever became of them.
+        """
+        before = self._kept_so_far()
+        with self._log(tokens) as (log, count):
+            blocks = list(ids)[: max(0, count - first)]
+            self._step += 1
+            self._scheduler.save(log, first, blocks, self._step)
+            self._scheduler.end_step()
+            for rank in self._ranks:
+                self._copied(rank, [])
+            until = time.monotonic() + SAVE_PATIENCE_S
+            while self._scheduler.saving and time.monotonic() < until:
+                time.sleep(TURN_S)
+                self._turn()
+            self._scheduler.overwrite(blocks)
+        return self._kept_so_far() - before
+
+    def close(self) -> None:
+        """Leaves the sidecar."""
+        self._scheduler.disconnect()
+        for rank in self._ranks:
+            rank.disconnect()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _log(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """A log of these tokens' keys and how many it has: none without a sidecar."""
+        self._turn()
+        log = self._scheduler.open()
+        try:
+            yield log, self._scheduler.append(log, self.keys(tokens), 0) if log >= 0 else 0
+        finally:
+            if log >= 0:
+                self._scheduler.close(log)
+            self._turn()
+
+    def _hits(self, log: int, count: int) -> int:
+        if not count:
+            return 0
+        until = time.monotonic() + QUERY_PATIENCE_S
+        while (hits := self._scheduler.query(log, 0, count)) < 0 and time.monotonic() < until:
+            time.sleep(TURN_S)
+            self._turn()
+        return max(0, hits)
+
+    def _copied(self, rank: _shim.WorkerSession, plans: list[bytes]) -> list[int]:
+        """One step of a rank: the blocks that it could not load."""
+        rank.start(self._step)
+        failed = [block for plan in plans for block in rank.load(plan, True) or ()]
+        rank.done(self._step, True)
+        return failed
+
+    def _turn(self) -> None:
+        """Follows a sidecar that was started anew, and passes on what it has to say."""
+        self._scheduler.end_step()
+        notices = self._scheduler.take_notices()
+        for rank in self._ranks:
+            rank.join(self._run)
+            notices += rank.take_notices()
+        for notice in notices:
+            logger.warning("pillion: %s", notice)
+
+    def _kept_so_far(self) -> int:
+        stats = self._scheduler.stats()
+        return stats["blocks_committed"] + stats["blocks_present"]

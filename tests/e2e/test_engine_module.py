@@ -1,0 +1,126 @@
+"""`pillion.engine` against a real sidecar: what one engine saves another one finds and loads, and what goes wrong is a miss."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from pillion import _shim, engine
+from pillion.engine import Engine, EngineError, Namespace
+from pillion.pages import FormError
+from testkit import sidecar
+
+LAYERS, SHARDS, HEADS, TOKENS, DIM = 2, 2, 2, 16, 8
+FORM = (
+    f"layers={LAYERS} tokens={TOKENS} kv_heads={HEADS} keys={DIM} values={DIM} dtype=float32 "
+    f"k=kv_heads*{2 * DIM * TOKENS}+keys*{TOKENS}+tokens "
+    f"v={DIM * TOKENS}+kv_heads*{2 * DIM * TOKENS}+tokens*{DIM}+values packing=none"
+)
+PROMPT = list(range(100, 100 + 5 * TOKENS + 3))
+BLOCKS = len(PROMPT) // TOKENS
+
+
+def namespace(**changed: str) -> Namespace:
+    """One that no vLLM has been in."""
+    facts = {"page_form": FORM, "block_tokens": str(TOKENS), "hash_algorithm": "sha256_cbor", "extra_keys": "tagged"}
+    facts |= {"none_hash": _shim.none_hash("sha256_cbor", "0", "0.29").hex(), "dtype": "torch.float32"}
+    return Namespace("", facts | changed, SHARDS * LAYERS * HEADS * TOKENS * 2 * DIM * 4)
+
+
+def kv(seed: int, blocks: int = BLOCKS) -> tuple[Any, Any]:
+    """Some K and V of so many blocks."""
+    shape = (2, LAYERS, SHARDS * HEADS, blocks * TOKENS, DIM)
+    k, v = numpy.random.default_rng(seed).standard_normal(shape, dtype=numpy.float32)
+    return k, v
+
+
+def saved(kept_in: Engine, seed: int) -> int:
+    """Saves the prompt's blocks; how many are kept then."""
+    ids = kept_in.take(BLOCKS)
+    kept_in.write(ids, *kv(seed))
+    kept = kept_in.save(PROMPT, ids)
+    kept_in.free(ids)
+    return kept
+
+
+def test_what_one_engine_saves_another_one_loads(tmp_path: Path) -> None:
+    """Blocks of two shards; a second model on the same sidecar has its own under the same tokens."""
+    with sidecar.serving(tmp_path) as keeper:
+        other = namespace(dtype="another")
+        with Engine(keeper.socket, "p", namespace(), 16) as first, Engine(keeper.socket, "o", other, 16) as apart:
+            assert first.load(PROMPT) == [] and first.kept(PROMPT) == 0
+            assert saved(first, seed=1) == BLOCKS and saved(apart, seed=2) == BLOCKS
+            assert saved(first, seed=3) == BLOCKS, "what is kept already stays"
+        for name, space, seed in (("d", namespace(), 1), ("e", other, 2)):
+            with Engine(keeper.socket, name, space, 16) as second:
+                ids = second.load([*PROMPT, 1, 2])
+                assert len(ids) == BLOCKS
+                assert all(numpy.array_equal(*pair) for pair in zip(second.read(ids), kv(seed), strict=True))
+                with pytest.raises(EngineError, match="11 are free"):
+                    second.take(12)
+        with Engine(keeper.socket, "small", namespace(), 3) as small:
+            ids = small.load(PROMPT)
+            assert len(ids) == 3, "as many as there is room for"
+            assert numpy.array_equal(small.read(ids)[0], kv(1)[0][:, :, : 3 * TOKENS])
+            assert small.load(PROMPT) == []
+
+
+def test_later_blocks_are_saved_beside_those_that_were_loaded(tmp_path: Path) -> None:
+    """As a decoder keeps its answer."""
+    with sidecar.serving(tmp_path) as keeper, Engine(keeper.socket, "e", namespace(), 32) as ours:
+        saved(ours, seed=1)
+        longer = [*PROMPT, *range(300, 300 + 2 * TOKENS)]
+        loaded = ours.load(longer)
+        own = ours.take(2)
+        ours.write(own, *kv(seed=4, blocks=2))
+        assert ours.save(longer, own, first=len(loaded)) == 2
+        ours.free(loaded + own)
+        keys, values = ours.read(ours.load(longer))
+        assert numpy.array_equal(keys, numpy.concatenate([kv(1)[0], kv(4, 2)[0]], 2))
+        assert numpy.array_equal(values, numpy.concatenate([kv(1)[1], kv(4, 2)[1]], 2))
+
+
+def test_namespaces_are_found_with_what_differs_and_what_they_keep(tmp_path: Path) -> None:
+    """The nearest first; pages that cannot be read are said so."""
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    (weights / "model.safetensors").write_bytes(bytes(64))
+    known = _shim.weight_files(weights)
+    assert known is not None
+    amx = FORM.partition(" k=")[0] + " order=kv_heads,tokens,content packing=amx"
+    with sidecar.serving(tmp_path) as keeper:
+        engines = [Engine(keeper.socket, f"e{n}", namespace(weights=digest), 16) for n, digest in enumerate((known, "others"))]
+        saved(engines[0], seed=1)
+        with pytest.raises(FormError, match="packing=amx"):
+            Engine(keeper.socket, "amx", namespace(page_form=amx), 16)
+        right, wrong = engine.find(keeper.socket, weights, PROMPT, admin=keeper.http, dtype="torch.float32")
+        assert (right.differs, right.kept, right.facts["weights"]) == ((), BLOCKS, known)
+        [difference] = wrong.differs
+        assert (difference.fact, difference.ours, difference.theirs) == ("weights", known, "others")
+        assert "same weight files" in difference.remedy and wrong.kept is None
+        with Engine(keeper.socket, "joins", right, 16) as joined:
+            assert len(joined.load(PROMPT)) == BLOCKS
+        with pytest.raises(_shim.ShimError, match=r"refuses this engine.*dtype is 'float16' here"):
+            Engine(keeper.socket, "lies", dataclasses.replace(right, facts={**right.facts, "dtype": "float16"}), 16)
+        with pytest.raises(EngineError, match="no safetensors files"):
+            engine.find(keeper.socket, tmp_path, admin=keeper.http)
+        for ended in engines:
+            ended.close()
+
+
+def test_a_sidecar_that_is_started_anew_costs_misses(tmp_path: Path) -> None:
+    """And an engine that finds none at its start is told what to start."""
+    with pytest.raises(EngineError, match="pillion serve"):
+        Engine(tmp_path / "pillion.sock", "early", namespace(), 16)
+    with sidecar.serving(tmp_path) as keeper:
+        ours = Engine(keeper.socket, "e", namespace(), 16)
+        assert saved(ours, seed=1) == BLOCKS
+    assert ours.load(PROMPT) == [] and saved(ours, seed=1) == 0
+    with sidecar.serving(tmp_path) as keeper:
+        keeper.wait_for(lambda: saved(ours, seed=5) == BLOCKS, "the engine follows")
+        assert numpy.array_equal(ours.read(ours.load(PROMPT))[0], kv(5)[0])
+        ours.close()

@@ -1,0 +1,79 @@
+"""examples/transformers_decode.py, which must be on Python's path: one JSON line is asked, one answered, without vLLM.
+
+Asked: socket and model; admin, where the namespace is known; prompts; answers, another engine's `tokens` and `logprobs` (all
+tokens' for each), to compare with; spoils, ways to read wrongly what was loaded, each of which is a run after the right one;
+saves, whether the runs keep what they compute.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+import transformers_decode
+
+from pillion import pages
+
+
+class Decoder:
+    """The example, with what it loads counted, timed and spoiled."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self._decoder = transformers_decode.Decoder(asked["socket"], asked["model"], admin=asked["admin"])
+        self._kv = self._decoder.kv
+        self._load, self._read = self._kv.load, self._kv.read
+        self._kv.load, self._kv.read = self._loaded, self._spoiled
+        if not asked["saves"]:
+            self._decoder.save = lambda tokens, cache, loaded: self._kv.free(loaded)
+
+    def run(self, how: str, prompts: list[list[int]], answers: list[dict[str, Any]]) -> dict[str, Any]:
+        """Answers every prompt: how many tokens are the other engine's, and how far the probabilities are from its own."""
+        self._how, self._blocks = how, 0
+        self._seconds: list[list[float]] = []
+        equal, difference = 0, 0.0
+        for prompt, answer in zip(prompts, answers, strict=True):
+            tokens, rows = self._decoder.generate(prompt, len(answer["tokens"]))
+            equal += sum(one == other for one, other in zip(tokens, answer["tokens"], strict=True))
+            found = torch.log_softmax(torch.stack(rows), -1)
+            difference = max(difference, float((found - torch.tensor(answer["logprobs"])).abs().max()))
+        return {"equal": equal, "difference": difference, "blocks": self._blocks, "seconds": self._seconds}
+
+    def _loaded(self, tokens: list[int]) -> list[int]:
+        began = time.perf_counter()
+        ids: list[int] = self._load(tokens)
+        self._blocks += len(ids)
+        self._seconds.append([len(ids), time.perf_counter() - began])
+        return ids
+
+    def _spoiled(self, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        began = time.perf_counter()
+        k, v = self._read(ids)
+        self._seconds[-1].append(time.perf_counter() - began)
+        if self._how == "zeroed":
+            return torch.zeros_like(k), torch.zeros_like(v)
+        if self._how == "last block":
+            k[:, :, -self._kv.namespace.tokens :] *= -1
+        if self._how == "order":
+            form = self._kv.namespace.form
+            [page] = pages.parse(form)
+            right = f"keys*{page.tokens}+tokens"
+            assert right in form
+            return pages.read(self._kv.memory, form.replace(right, f"tokens*{page.keys}+keys"), ids)
+        return k, v
+
+
+def main() -> None:
+    """Answers what was asked."""
+    torch.set_num_threads(1)
+    asked = json.loads(sys.stdin.readline())
+    decoder = Decoder(asked)
+    found = {how: decoder.run(how, asked["prompts"], asked["answers"]) for how in ["right", *asked["spoils"]]}
+    assert "vllm" not in sys.modules
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

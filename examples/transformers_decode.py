@@ -8,7 +8,7 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from pillion import engine
+from pillion import engine, identity
 
 
 class Decoder:
@@ -16,7 +16,8 @@ class Decoder:
 
     def __init__(self, socket, directory, blocks=256, **where):
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        found = engine.find(socket, weights=directory, dtype="torch.float32", **where)
+        stated = {"dtype": "torch.float32", "config": identity.configuration(self.model.config)}
+        found = engine.find(socket, weights=directory, **stated, **where)
         [namespace] = [namespace for namespace in found if not namespace.differs]
         self.kv = engine.Engine(socket, "transformers", namespace, blocks, torch)
 

@@ -154,11 +154,21 @@ class Engine:
             # A block of several shards is that of as many ranks, all of them in this process.
             self._ranks = [
                 _shim.WorkerSession(
-                    socket, name, shards, rank, rank, shards, blocks + 1, [(0, rank * shard, row, shard)], [descriptor], "engine",
-                    dict(namespace.facts), expects=namespace.digest or None,
+                    socket,
+                    name,
+                    world_size=shards,
+                    rank=rank,
+                    shard=rank,
+                    shards=shards,
+                    blocks=blocks + 1,
+                    regions=[(0, rank * shard, row, shard)],
+                    fds=[descriptor],
+                    copy="engine",
+                    facts=dict(namespace.facts),
+                    expects=namespace.digest or None,
                 )
                 for rank in range(shards)
-            ]  # fmt: skip
+            ]
         finally:
             os.close(descriptor)
         budget_us = int(QUERY_PATIENCE_S * 1e6)

@@ -93,7 +93,6 @@ class Facts:
             "attention_backend": vllm_compat.attention_backends(self._vllm_config),
             "kv_dtype": " ".join([cache.cache_dtype, *getattr(cache, "kv_cache_dtype_skip_layers", [])]),
             "kv_quant": getattr(spec, "kv_quant_mode", "none"),
-            **self._named(),
             "model_class": ",".join(type(model).__qualname__ for model in self._models.loaded) or "unknown",
             "quantization": self._quantization(),
             "dtype": model.dtype,
@@ -205,12 +204,6 @@ class Facts:
     @functools.cached_property
     def _files(self) -> str | None:
         return weight_files.digest(self._vllm_config.model_config, self._load_format)
-
-    def _named(self) -> dict[str, str]:
-        """What the model is called, where nothing better is known of it than a name."""
-        if self._config.model_id is not None:
-            return {"model": self._config.model_id}
-        return {} if self._files else {"model": self._vllm_config.model_config.model}
 
     def _weights(self) -> str:
         """What was to be loaded: the user's word, else files."""

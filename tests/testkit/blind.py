@@ -10,7 +10,7 @@ from pillion.live import Live
 from pillion.sample import DIGEST_BYTES
 
 # By which an engine of another configuration or other weights is told apart.
-HIDDEN = ("config", "rotary", "weights", "model", "model_class")
+HIDDEN = ("config", "rotary", "weights", "model_class")
 SAME = bytes(DIGEST_BYTES)
 
 

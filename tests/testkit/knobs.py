@@ -109,7 +109,7 @@ COUNTS = (
     Knob("one-element", _of("weights"), change=weights.one_element),
     Knob("named-one-tensor", _of("weights_live"), base="named", change=weights.one_tensor),
     Knob("named-an-ulp", _of("weights_live"), base="named", change=weights.an_ulp),
-    Knob("another-name", _of("model", "weights"), base="named", extra={"pillion.model_id": "other"}),
+    Knob("another-name", _of("weights"), base="named", extra={"pillion.model_id": "other"}),
     Knob("dummy-weights", LIVE, arguments={"load_format": "dummy"}),
     Knob(
         "moving-experts",

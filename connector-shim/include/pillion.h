@@ -433,7 +433,7 @@ typedef struct PillionWorkerOptions {
    */
   struct PillionItemsRegion regions;
   /**
-   * At most 256. `GET /namespaces` of a sidecar tells those of the engines that it knows.
+   * At most 256. `pillion ctl namespaces` tells those of the engines that it knows.
    */
   struct PillionItemsFact facts;
   /**
@@ -443,7 +443,7 @@ typedef struct PillionWorkerOptions {
   /**
    * 16 bytes, or none: a digest of a sample of the rank's live weights, equal in every engine that loaded the same.
    * Engines that state it share with no engine that does not. Instead, an engine that joins others may state the fact
-   * `weights_live` that GET /namespaces tells of them.
+   * `weights_live` that `pillion ctl namespaces` tells of them.
    */
   struct PillionItemsU8 live_weights;
   /**

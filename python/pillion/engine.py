@@ -11,12 +11,14 @@ import logging
 import mmap
 import os
 import secrets
+import socket as socketlib
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from http.client import HTTPConnection
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -24,9 +26,7 @@ from pillion import _shim, pages
 from pillion.keys import Chain
 from pillion.pages import FormError
 
-# Of a sidecar on its defaults.
-ADMIN = "localhost:9440"
-ADMIN_PATIENCE_S = 10.0
+CONTROL_PATIENCE_S = 10.0
 # A question whose blocks come from another pod or a disk is answered within the longest that the protocol lets it be pending.
 QUERY_PATIENCE_S = 2.5
 # Blocks are copied at some GB/s; a sidecar that has not taken them by then does not.
@@ -82,13 +82,14 @@ def find(
     socket: str | os.PathLike[str],
     weights: str | os.PathLike[str] | None = None,
     tokens: Sequence[int] | None = None,
-    admin: str = ADMIN,
+    control: str | os.PathLike[str] | None = None,
     **facts: str,
 ) -> list[Namespace]:
     """The namespaces that the sidecar knows, those first that differ least from what this engine states.
 
     It states the digest of the `weights` in a directory and any other `facts`, such as dtype="torch.float32"; the more it
     states, the less it takes on trust. With `tokens`, namespaces that do not differ are asked what they keep of them.
+    `control` is the sidecar's control socket: by default the one beside `socket`. Its user or root may ask there.
     """
     stated = dict(facts)
     if weights is not None:
@@ -96,16 +97,36 @@ def find(
         if found is None:
             raise EngineError(f"{os.fspath(weights)} has no safetensors files: name the folder that the model was loaded from")
         stated["weights"] = found
-    namespaces = [_compared(entry, stated) for entry in _listed(admin)]
+    namespaces = [_compared(entry, stated) for entry in _listed(control or Path(socket).with_suffix(".control.sock"))]
     if tokens is not None:
         namespaces = [namespace if namespace.differs else _asked(socket, namespace, tokens) for namespace in namespaces]
     return sorted(namespaces, key=lambda namespace: (len(namespace.differs), -(namespace.kept or 0)))
 
 
-def _listed(admin: str) -> list[dict[str, Any]]:
-    """What the sidecar shows of its namespaces."""
-    with urllib.request.urlopen(f"http://{admin}/namespaces", timeout=ADMIN_PATIENCE_S) as page:
-        return list(json.load(page))
+def _listed(control: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The namespaces of which the sidecar knows what their engines stated."""
+    try:
+        with closing(_Control(control)) as asked:
+            asked.request("GET", "/namespaces")
+            listed = json.load(asked.getresponse())["namespaces"]
+    except OSError as error:
+        raise EngineError(
+            f"{os.fspath(control)}: {error}: name the sidecar's --control-socket, and ask as its user or as root"
+        ) from error
+    return [entry for entry in listed if entry.get("facts")]
+
+
+class _Control(HTTPConnection):
+    """HTTP over the control socket."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__("localhost", timeout=CONTROL_PATIENCE_S)
+        self._path = os.fspath(path)
+
+    def connect(self) -> None:
+        self.sock = socketlib.socket(socketlib.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
 
 
 def _compared(entry: dict[str, Any], stated: dict[str, str]) -> Namespace:

@@ -119,16 +119,16 @@ def _page(text: str) -> Page:
         kernel_block, dtype = int(words.get("kernel_block", tokens)), words["dtype"]
         k, v = Place.parse(words["k"]), Place.parse(words["v"])
     except (KeyError, ValueError) as error:
-        raise FormError(f"page_form {text!r} cannot be read ({error}): take it as /namespaces prints it") from error
+        raise FormError(f"page_form {text!r} cannot be read ({error}): take it from pillion ctl namespaces") from error
     if dtype not in ITEM_BYTES or min(layers, tokens, kernel_block, kv_heads, keys, values) < 1 or tokens % kernel_block:
-        raise FormError(f"page_form {text!r} is no page: take it as /namespaces prints it")
+        raise FormError(f"page_form {text!r} is no page: take it from pillion ctl namespaces")
     page = Page(layers, tokens, kernel_block, kv_heads, keys, values, dtype, k, v)
     for place, content in ((k, "keys"), (v, "values")):
         lengths = page.shape(content)
         last = place.offset + sum(stride * (lengths.get(axis, 0) - 1) for axis, stride in place.strides.items())
         wanted = {axis for axis, length in lengths.items() if length > 1}
         if set(place.strides) != wanted or (last + 1) * ITEM_BYTES[dtype] > page.bytes:
-            raise FormError(f"page_form {text!r}: {content} do not lie in the page: take it as /namespaces prints it")
+            raise FormError(f"page_form {text!r}: {content} do not lie in the page: take it from pillion ctl namespaces")
     return page
 
 

@@ -55,6 +55,7 @@ pub enum Ask {
     },
     /// Print the least severe messages that are logged, or change that until the sidecar ends.
     LogLevel {
+        /// The least severe from now on; without it the present one is printed.
         #[arg(value_name = "error|warn|info|debug")]
         level: Option<Level>,
     },

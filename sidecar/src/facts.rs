@@ -28,7 +28,7 @@ pub fn report(options: &Options) -> io::Result<String> {
     })?;
     let mut text = format!(
         "{WEIGHTS}={digest}\n\
-         # Take these from a namespace of the sidecar (/namespaces) once they are true of the engine, and any other that it has:\n"
+         # Take these from a namespace of the sidecar (`pillion ctl namespaces`) once they are true of the engine, and any other that it has:\n"
     );
     for (name, agreement) in namespace::agreements().filter(|(name, _)| *name != WEIGHTS) {
         writeln!(text, "# {name}: {agreement}").expect("a String takes all");

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
@@ -76,9 +77,10 @@ pub struct Inbox {
 pub struct Asks(Receiver<Ask>);
 
 /// An inbox, and where what goes in comes out.
-pub fn inbox() -> Result<(Inbox, Asks), Errno> {
+pub fn inbox() -> Result<(Arc<Inbox>, Asks), Errno> {
     let (asks, taken) = sync_channel(ASKS_MAX);
-    Ok((Inbox { grace_ms: AtomicU64::new(0), asks, wake: wake::eventfd()? }, Asks(taken)))
+    let inbox = Inbox { grace_ms: AtomicU64::new(0), asks, wake: wake::eventfd()? };
+    Ok((Arc::new(inbox), Asks(taken)))
 }
 
 // === impl Inbox ===

@@ -92,7 +92,6 @@ impl Server {
         let (dram, pool) = open_tier(config, segment_bytes, epoch)?;
         let metrics = Metrics::new(&registry, dram.config().pool_bytes)?.with_quotas(quotas.clone());
         let (inbox, asks) = inbox().map_err(std::io::Error::from)?;
-        let inbox = Arc::new(inbox);
         let ended = Arc::new(EndSignal::new().map_err(std::io::Error::from)?);
         let listener = Listener::bind(&config.socket, Use::Engines, config.socket_group.as_deref())?;
         let control = control::Sockets::bind(&config.control)?;

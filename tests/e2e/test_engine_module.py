@@ -97,7 +97,7 @@ def test_namespaces_are_found_with_what_differs_and_what_they_keep(tmp_path: Pat
         saved(engines[0], seed=1)
         with pytest.raises(FormError, match="packing=amx"):
             Engine(keeper.socket, "amx", namespace(page_form=amx), 16)
-        right, wrong = engine.find(keeper.socket, weights, PROMPT, admin=keeper.http, dtype="torch.float32")
+        right, wrong = engine.find(keeper.socket, weights, PROMPT, dtype="torch.float32")
         assert (right.differs, right.kept, right.facts["weights"]) == ((), BLOCKS, known)
         [difference] = wrong.differs
         assert (difference.fact, difference.ours, difference.theirs) == ("weights", known, "others")
@@ -107,7 +107,7 @@ def test_namespaces_are_found_with_what_differs_and_what_they_keep(tmp_path: Pat
         with pytest.raises(_shim.ShimError, match=r"refuses this engine.*dtype is 'float16' here"):
             Engine(keeper.socket, "lies", dataclasses.replace(right, facts={**right.facts, "dtype": "float16"}), 16)
         with pytest.raises(EngineError, match="no safetensors files"):
-            engine.find(keeper.socket, tmp_path, admin=keeper.http)
+            engine.find(keeper.socket, tmp_path)
         for ended in engines:
             ended.close()
 

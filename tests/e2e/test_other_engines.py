@@ -37,7 +37,8 @@ Answers = list[dict[str, Any]]
 
 def transformers(socket: Path, known: sidecar.Sidecar, directory: Path, answers: Answers, **more: Any) -> dict[str, Any]:
     """What examples/transformers_decode.py makes of the prompts, in the namespace that a sidecar knows."""
-    asked = {"socket": str(socket), "admin": known.http, "model": str(directory), "prompts": PROMPTS, "answers": answers}
+    control = str(known.socket.with_suffix(".control.sock"))
+    asked = {"socket": str(socket), "control": control, "model": str(directory), "prompts": PROMPTS, "answers": answers}
     done = subprocess.run(
         child.python("testkit.transformers_driver"),
         input=json.dumps(asked | more) + "\n",

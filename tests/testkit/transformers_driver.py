@@ -1,8 +1,8 @@
 """examples/transformers_decode.py, which must be on Python's path: one JSON line is asked, one answered, without vLLM.
 
-Asked: socket and model; admin, where the namespace is known; prompts; answers, another engine's `tokens` and `logprobs` (all
-tokens' for each), to compare with; spoils, ways to read wrongly what was loaded, each of which is a run after the right one;
-saves, whether the runs keep what they compute.
+Asked: socket and model; control, the socket of `pillion ctl` where the namespace is known; prompts; answers, another engine's
+`tokens` and `logprobs` (all tokens' for each), to compare with; spoils, ways to read wrongly what was loaded, each
+of which is a run after the right one; saves, whether the runs keep what they compute.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Decoder:
     """The example, with what it loads counted, timed and spoiled."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
-        self._decoder = transformers_decode.Decoder(asked["socket"], asked["model"], admin=asked["admin"])
+        self._decoder = transformers_decode.Decoder(asked["socket"], asked["model"], control=asked["control"])
         self._kv = self._decoder.kv
         self._load, self._read = self._kv.load, self._kv.read
         self._kv.load, self._kv.read = self._loaded, self._spoiled

@@ -75,13 +75,13 @@ pub struct WorkerOptions {
     pub sidecar_copies: bool,
     /// What a block consists of, in the order of its bytes in the cache; 1 to 1,024.
     pub regions: Items<Region>,
-    /// At most 256. `GET /namespaces` of a sidecar tells those of the engines that it knows.
+    /// At most 256. `pillion ctl namespaces` tells those of the engines that it knows.
     pub facts: Items<Fact>,
     /// The namespace that the facts must make, 32 hex digits: another one is refused, with what differs. NULL: any.
     pub expects: Text,
     /// 16 bytes, or none: a digest of a sample of the rank's live weights, equal in every engine that loaded the same.
     /// Engines that state it share with no engine that does not. Instead, an engine that joins others may state the fact
-    /// `weights_live` that GET /namespaces tells of them.
+    /// `weights_live` that `pillion ctl namespaces` tells of them.
     pub live_weights: Items<u8>,
     /// Host memory, by descriptors of shared memory (memfd_create(2)) that can be written; at most 64. They stay the
     /// caller's and may be closed after the call.

@@ -111,7 +111,7 @@ impl Worker {
                 "expects (its hex digits)",
                 digits,
                 valid,
-                "32 in lower case, and nothing else, as /namespaces shows them (pillion.namespace)",
+                "32 in lower case, and nothing else, as pillion ctl namespaces shows them (pillion.namespace)",
             )?;
         }
         if let Some(stated) = self.facts.get(WEIGHTS_LIVE).filter(|_| self.live_weights.is_some()) {

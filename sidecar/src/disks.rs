@@ -96,8 +96,8 @@ impl Disks {
         let (sender, ups) = mpsc::channel();
         let (mut devices, mut disks) = (Vec::new(), Vec::new());
         for (number, (disk, opened)) in opened.into_iter().enumerate() {
-            for note in opened.notes() {
-                tracing::warn!(%disk, "{note}");
+            if let Some(given_up) = opened.given_up() {
+                tracing::warn!(%disk, "{given_up}");
             }
             disks.push(disk);
             let (sender, wake, guard) = (sender.clone(), Arc::clone(&wake), ended.on_exit());

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use tiers::dram::HOLD_MS;
-use tiers::pool::{Found, Pool};
+use tiers::pool::Pool;
 
 use crate::pinning::Pinned;
 use crate::progress::Progress;
@@ -18,14 +18,14 @@ const REPORT: Duration = Duration::from_secs(5);
 
 /// Starts the threads that reserve what is missing and report it. They end with the pool.
 pub fn start(pool: &Arc<Pool>, pinned: &Arc<Pinned>, progress: &Arc<Progress>) -> std::io::Result<()> {
-    let found = pool.found().clone();
-    if let Found::Unusable(reason) = &found {
-        tracing::warn!(reason, "the pool file is not adopted: starting empty");
+    let given_up = pool.given_up().is_some();
+    if let Some(reason) = pool.given_up() {
+        tracing::warn!(%reason, "the pool file is not adopted: starting empty");
     }
     let (pool, progress) = (Arc::downgrade(pool), Arc::clone(progress));
     let (weak, pinned) = (Weak::clone(&pool), Arc::clone(pinned));
     thread::Builder::new().name("pillion-reserve".into()).spawn(move || {
-        if let Found::Unusable(_) = found {
+        if given_up {
             // An engine of the earlier life may be copying from it.
             thread::sleep(Duration::from_millis(HOLD_MS));
         }

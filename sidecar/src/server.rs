@@ -32,6 +32,7 @@ use crate::inbox::{Inbox, inbox};
 use crate::listener::{self, Listener, Use};
 use crate::logging::LogLevel;
 use crate::metrics::Metrics;
+use crate::metrics::given_up::{self, File};
 use crate::peers::Peers;
 use crate::pinning::Pinned;
 use crate::poller::{Poller, Source};
@@ -103,6 +104,7 @@ impl Server {
         let copiers = Copiers::start(config.copy_threads, &pool, &pinned, &ended)?;
         let Found { opened, left_out } =
             disks::open(&config.ssd, config.ssd_required, config.pool_path.is_some())?;
+        count_given_up(&registry, &pool, &opened)?;
         let (core, disks) = start_disks(config, opened, dram, &pool, &ended)?;
         let (core, peers) = start_mesh(config, core, epoch, &pool, &ended)?;
         let metrics = add_metrics(config, disks.as_ref(), &left_out, &registry, metrics)?;
@@ -224,6 +226,16 @@ fn start_mesh(
     let Some(mesh) = &config.mesh else { return Ok((core, None)) };
     let core = core.with_peers(Directory::new(directory::Config { seed: epoch, ..Default::default() }));
     Ok((core, Some(Peers::start(mesh, epoch, pool, ended)?)))
+}
+
+/// Counts what earlier sidecars left and this one starts empty.
+fn count_given_up(
+    registry: &Registry,
+    pool: &Pool,
+    opened: &[(Disk, Opened)],
+) -> Result<(), prometheus::Error> {
+    let logs = opened.iter().filter_map(|(_, opened)| opened.given_up()).map(|log| (File::Ssd, log.cause));
+    given_up::count(registry, pool.given_up().map(|pool| (File::Pool, pool.cause)).into_iter().chain(logs))
 }
 
 fn add_metrics(

@@ -140,6 +140,8 @@ fn the_admin_pages_name_every_metric() {
         "adoption_corrupt_total",
         "adoption_unverified_blocks",
         "pool_unsummed_blocks",
+        "files_given_up_total{file=\"pool\",reason=\"version\"}",
+        "files_given_up_total{file=\"ssd\",reason=\"sizes\"}",
         "checks_total",
         "checks_differing_total",
         "checks_undecided_total",

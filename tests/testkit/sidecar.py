@@ -58,7 +58,7 @@ class Sidecar(Server):
 
     def namespaces(self) -> list[dict[str, Any]]:
         """What `pillion ctl namespaces` lists."""
-        command = [find_binary(), "ctl", "--socket", self.socket, "namespaces"]
+        command = [str(find_binary()), "ctl", "--socket", str(self.socket), "namespaces"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return list(json.loads(done.stdout)["namespaces"])
 

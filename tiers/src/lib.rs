@@ -12,6 +12,7 @@
 
 pub mod dram;
 mod error;
+pub mod given_up;
 mod index;
 mod io;
 mod lease;

@@ -19,6 +19,7 @@ use shm_protocol::key::{BlockKey, NamespaceDigest};
 use shm_protocol::pool::{self, Geometry, PoolView, Remains, SlotPlace, SlotRef, header, segment, slot};
 use shm_protocol::region::{Access, Region};
 
+use crate::given_up::{Cause, GivenUp};
 use crate::{Error, dram};
 
 /// Bytes of a file that are reserved before it is served, a second or less; the rest follows behind.
@@ -47,7 +48,7 @@ pub enum Found {
     /// A pool of an earlier life, whose blocks can be taken over.
     Pool,
     /// Something that cannot, and why.
-    Unusable(String),
+    Unusable(GivenUp),
 }
 
 /// The memory of a DRAM tier. Shared by reference between threads; one of them decides (calls everything but
@@ -104,7 +105,7 @@ impl Pool {
         pool.found = pool.look(file.found_bytes, boot);
         if pool.found == Found::Pool && !file.found_whole {
             let reason = "memory was taken from it, or its sidecar ended before it had reserved all";
-            pool.found = Found::Unusable(reason.into());
+            pool.found = Found::Unusable(GivenUp::new(Cause::Unfinished, reason));
         }
         let epoch = || pool.region.word64(header::EPOCH as usize).load(Ordering::Relaxed);
         pool.former = (pool.found == Found::Pool).then(epoch);
@@ -135,31 +136,31 @@ impl Pool {
             return Found::Nothing;
         }
         let word = |field: u64| self.region.word64(field as usize).load(Ordering::Acquire);
+        let unusable = |cause, text: String| Found::Unusable(GivenUp::new(cause, text));
         if len < pool::HEADER_BYTES || word(header::MAGIC) != pool::MAGIC {
-            return Found::Unusable("it is no pool".into());
+            return unusable(Cause::Damaged, "it is no pool".into());
         }
         if let Err(error) = pool::check_versions(|at| word(at as u64)) {
-            return Found::Unusable(error.to_string());
+            return unusable(Cause::Version, error.to_string());
         }
         if [word(header::BOOT_ID), word(header::BOOT_ID + 8)] != [boot as u64, (boot >> 64) as u64] {
-            return Found::Unusable("it is of another boot of this machine".into());
+            return unusable(Cause::Boot, "it is of another boot of this machine".into());
         }
         let segment_bytes = word(header::SEGMENT_BYTES);
         if segment_bytes != self.segment_bytes {
             let expected = self.segment_bytes;
-            return Found::Unusable(format!(
-                "its segments are of {segment_bytes} bytes, --dram asks for {expected}"
-            ));
+            let text = format!("its segments are of {segment_bytes} bytes, --dram asks for {expected}");
+            return unusable(Cause::Sizes, text);
         }
         if word(header::SETTLED) != 1 {
-            return Found::Unusable("a sidecar ended before it had emptied it".into());
+            return unusable(Cause::Unfinished, "a sidecar ended before it had emptied it".into());
         }
         if let Err(error) = PoolView::new(|at| word(at as u64), len) {
-            return Found::Unusable(error.to_string());
+            return unusable(Cause::Damaged, error.to_string());
         }
         match word(header::LIFE) {
             1..pool::LIFE_MAX => Found::Pool,
-            life => Found::Unusable(format!("no sidecar can follow its life {life}")),
+            life => unusable(Cause::Damaged, format!("no sidecar can follow its life {life}")),
         }
     }
 
@@ -205,6 +206,14 @@ impl Pool {
     /// What this life found in its file.
     pub fn found(&self) -> &Found {
         &self.found
+    }
+
+    /// The pool of an earlier life that starts empty now.
+    pub fn given_up(&self) -> Option<&GivenUp> {
+        match &self.found {
+            Found::Unusable(given_up) => Some(given_up),
+            Found::Nothing | Found::Pool => None,
+        }
     }
 
     /// The epoch of the life whose pool this one has taken over. That life has ended: it had the file's lock.

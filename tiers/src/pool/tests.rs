@@ -242,7 +242,8 @@ fn a_file_that_lost_memory_between_two_lives_is_not_taken_over() {
         damage(&fs::OpenOptions::new().write(true).open(&path.0).expect("opened"), at);
         let pool = created_in(&path);
         let Found::Unusable(reason) = pool.found() else { panic!("zeros behind a sound header") };
-        assert!(reason.contains("memory was taken from it"), "{reason}");
+        assert_eq!(reason.cause, Cause::Unfinished);
+        assert!(reason.to_string().contains("memory was taken from it"), "{reason}");
         while pool.reserving() {
             pool.reserve_some().expect("emptied and reserved");
         }
@@ -285,20 +286,26 @@ fn used_and_changed(path: &TmpfsPath, field: u64, value: u64) -> Pool {
 
 #[test]
 fn a_pool_of_another_kind_starts_empty_and_says_why() {
-    for (field, value, why) in [
-        (header::MAGIC, 99, "no pool"),
-        (header::VERSION, 1, "version 1 (release not stated), this release's version 2 (release 0."),
-        (header::OLDEST, 99, "versions 99 to 2 (release 0."),
-        (header::BOOT_ID, 99, "another boot"),
-        (header::BOOT_ID + 8, 99, "another boot"),
-        (header::SEGMENT_BYTES, 99, "segments are of 99 bytes"),
-        (header::SEGMENTS, 99, "segment count is 99"),
-        (header::SETTLED, 99, "before it had emptied it"),
+    for (field, value, cause, why) in [
+        (header::MAGIC, 99, Cause::Damaged, "no pool"),
+        (
+            header::VERSION,
+            1,
+            Cause::Version,
+            "version 1 (release not stated), this release's version 2 (release 0.",
+        ),
+        (header::OLDEST, 99, Cause::Version, "versions 99 to 2 (release 0."),
+        (header::BOOT_ID, 99, Cause::Boot, "another boot"),
+        (header::BOOT_ID + 8, 99, Cause::Boot, "another boot"),
+        (header::SEGMENT_BYTES, 99, Cause::Sizes, "segments are of 99 bytes"),
+        (header::SEGMENTS, 99, Cause::Damaged, "segment count is 99"),
+        (header::SETTLED, 99, Cause::Unfinished, "before it had emptied it"),
     ] {
         let path = TmpfsPath::new("other");
         let pool = used_and_changed(&path, field, value);
         let Found::Unusable(reason) = pool.found() else { panic!("{field}: {:?}", pool.found()) };
-        assert!(reason.contains(why), "{reason}");
+        assert_eq!(reason.cause, cause, "{reason}");
+        assert!(reason.to_string().contains(why), "{reason}");
         let engine = pool.read_only_fd().expect("opened");
         let region = Region::map(engine.as_fd(), pool.len() as usize, Access::ReadOnly).expect("mapped");
         let kept = slot(pool::first_generation(1));

@@ -14,6 +14,7 @@ use super::Geometry;
 use super::format::{self, Found, SUPER_BYTES, Super};
 use super::location::{Missing, Refusal, SEGMENT_BYTES_MIN, SEGMENTS_MIN, locate};
 use crate::Error;
+use crate::given_up::{Cause, GivenUp};
 use crate::io::buf::{BUFFER_ALIGN, Buffer};
 
 /// A log of about so many segments loses a small part of what it holds to one reclamation.
@@ -38,7 +39,7 @@ pub struct Opened {
     pub(crate) fd: OwnedFd,
     pub(crate) layout: Layout,
     geometry: Geometry,
-    notes: Vec<String>,
+    given_up: Option<GivenUp>,
 }
 
 /// Where things lie on a device, and what its memory must be aligned to.
@@ -92,8 +93,7 @@ impl Opened {
                 "pass another path, or remove the file (of a device: wipefs --all, then zero its first MiB)",
             ));
         }
-        let mut notes = Vec::new();
-        let superblock = next_life(found, align.unit, bytes, &mut notes).map_err(refusal.os("be named"))?;
+        let (superblock, given_up) = next_life(found, align.unit, bytes).map_err(refusal.os("be named"))?;
         make_room(&fd, is_block, bytes, &refusal)?;
         write_super(&fd, &superblock).map_err(refusal.os("be written"))?;
         let segments = ((bytes - SUPER_BYTES) / superblock.segment_bytes) as u32;
@@ -112,7 +112,7 @@ impl Opened {
                 segments,
                 first_sequence: superblock.life << 32,
             },
-            notes,
+            given_up,
         })
     }
 
@@ -120,9 +120,9 @@ impl Opened {
         self.geometry
     }
 
-    /// What an operator should know: a log of another version that was given up, for one.
-    pub fn notes(&self) -> &[String] {
-        &self.notes
+    /// The log of an earlier life that starts empty now.
+    pub fn given_up(&self) -> Option<&GivenUp> {
+        self.given_up.as_ref()
     }
 }
 
@@ -202,8 +202,8 @@ pub(crate) fn write_all(fd: impl AsFd, bytes: &[u8], at: u64) -> Result<(), Errn
     Ok(())
 }
 
-/// The superblock of this life: of the log that is there, or of a new one.
-fn next_life(found: Found, unit: u64, bytes: u64, notes: &mut Vec<String>) -> Result<Super, Errno> {
+/// The superblock of this life: of the log that is there, or of a new one, and what is given up for that.
+fn next_life(found: Found, unit: u64, bytes: u64) -> Result<(Super, Option<GivenUp>), Errno> {
     let fits = |log: &Super| {
         log.unit_bytes == unit
             && log.segment_bytes.is_power_of_two()
@@ -211,20 +211,22 @@ fn next_life(found: Found, unit: u64, bytes: u64, notes: &mut Vec<String>) -> Re
             && (bytes - SUPER_BYTES) / log.segment_bytes >= SEGMENTS_MIN
             && log.life < u64::from(u32::MAX)
     };
-    match found {
-        Found::Log(log) if fits(&log) => return Ok(Super { life: log.life + 1, ..log }),
-        Found::Log(_) => notes.push("was made for other sizes and starts empty".to_owned()),
+    let given_up = match found {
+        Found::Log(log) if fits(&log) => return Ok((Super { life: log.life + 1, ..log }, None)),
+        Found::Log(_) => Some(GivenUp::new(Cause::Sizes, "was made for other sizes and starts empty")),
         Found::Version(found) => {
             let own = format::own_versions();
-            notes.push(format!("is a log of {found}, this release's is {own}: it starts empty"));
+            let text = format!("is a log of {found}, this release's is {own}: it starts empty");
+            Some(GivenUp::new(Cause::Version, text))
         }
-        Found::Damaged => notes.push("has a damaged superblock and starts empty".to_owned()),
-        Found::Empty | Found::Foreign => {}
-    }
+        Found::Damaged => Some(GivenUp::new(Cause::Damaged, "has a damaged superblock and starts empty")),
+        Found::Empty | Found::Foreign => None,
+    };
     let mut id = [0; 8];
     rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())?;
     let id = u64::from_le_bytes(id);
-    Ok(Super { id, unit_bytes: unit, segment_bytes: segment_bytes_for(bytes), life: 1 })
+    let segment_bytes = segment_bytes_for(bytes);
+    Ok((Super { id, unit_bytes: unit, segment_bytes, life: 1 }, given_up))
 }
 
 /// Reserves a file's blocks, so that it does not run out of space later; checks a device's size.

@@ -145,7 +145,7 @@ impl Rig {
             .iter()
             .map(|(path, bytes)| Opened::open(path, *bytes, Missing::Create).unwrap())
             .collect();
-        let notes = opened.iter().flat_map(|opened| opened.notes().to_vec()).collect();
+        let notes = opened.iter().filter_map(Opened::given_up).map(ToString::to_string).collect();
         let log = Log::new(Config {
             devices: opened.iter().map(Opened::geometry).collect(),
             write_bytes_max: 16 << 20,

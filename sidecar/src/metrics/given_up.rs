@@ -1,0 +1,62 @@
+//! What earlier sidecars left and this one gave up whole, at its start.
+
+use prometheus::{IntCounterVec, Opts, Registry};
+use tiers::given_up::Cause;
+
+const NAME: &str = "pillion_files_given_up_total";
+const HELP: &str = "Pool files and logs on disks of earlier sidecars that start empty, by reason; version: their release is too far \
+                    from this one.";
+
+/// What a file is for.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum File {
+    Pool,
+    Ssd,
+}
+
+// === impl File ===
+
+impl File {
+    const ALL: [Self; 2] = [Self::Pool, Self::Ssd];
+
+    fn label(self) -> &'static str {
+        match self {
+            Self::Pool => "pool",
+            Self::Ssd => "ssd",
+        }
+    }
+}
+
+/// Counts the files that are given up; all of it is known at the start.
+pub fn count(
+    registry: &Registry,
+    given_up: impl Iterator<Item = (File, Cause)>,
+) -> Result<(), prometheus::Error> {
+    let files = IntCounterVec::new(Opts::new(NAME, HELP), &["file", "reason"])?;
+    registry.register(Box::new(files.clone()))?;
+    for file in File::ALL {
+        Cause::ALL.iter().for_each(|cause| files.with_label_values(&[file.label(), cause.name()]).inc_by(0));
+    }
+    given_up.for_each(|(file, cause)| files.with_label_values(&[file.label(), cause.name()]).inc());
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_reason_is_there_and_each_file_is_counted() {
+        let registry = Registry::new();
+        let given_up = [(File::Ssd, Cause::Version), (File::Pool, Cause::Sizes), (File::Ssd, Cause::Version)];
+        count(&registry, given_up.into_iter()).unwrap();
+        let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
+        for line in [
+            "pillion_files_given_up_total{file=\"ssd\",reason=\"version\"} 2",
+            "pillion_files_given_up_total{file=\"pool\",reason=\"sizes\"} 1",
+            "pillion_files_given_up_total{file=\"pool\",reason=\"version\"} 0",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
+        }
+    }
+}

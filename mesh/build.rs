@@ -12,6 +12,14 @@ fn main() {
         .codec_path("tonic_prost::ProstCodec")
         .server_streaming()
         .build();
-    let inventory = Service::builder().package("pillion.mesh.v1").name("Inventory").method(follow).build();
+    let namespaces = Method::builder()
+        .name("namespaces")
+        .route_name("Namespaces")
+        .input_type("crate::control::wire::namespaces::NamespacesRequest")
+        .output_type("crate::control::wire::namespaces::NamespacesReply")
+        .codec_path("tonic_prost::ProstCodec")
+        .build();
+    let inventory = Service::builder().package("pillion.mesh.v1").name("Inventory");
+    let inventory = inventory.method(follow).method(namespaces).build();
     Builder::new().compile(&[inventory]);
 }

@@ -8,6 +8,7 @@ mod dial;
 mod etcd;
 mod follow;
 mod names;
+mod namespaces;
 mod serve;
 pub mod service;
 mod shared;
@@ -23,9 +24,11 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+use tokio::sync::oneshot;
 
 pub use self::dial::check as check_peer;
 pub use self::names::{Resolve, System};
+pub use self::namespaces::{Answer, Counted, Listing, Unlisted};
 use self::shell::Command;
 use crate::Error;
 use crate::digest::Change;
@@ -63,6 +66,8 @@ pub struct Config {
     pub members: Members,
     /// What says which addresses a listed name has.
     pub resolver: Arc<dyn Resolve>,
+    /// What says which namespaces this node knows.
+    pub listing: Arc<dyn Listing>,
     /// Who may follow, and who may read along.
     pub security: Security,
     /// Memory of all peers' filters together: a peer that keeps more than its share is followed in part.
@@ -120,6 +125,8 @@ pub struct Limits {
     pub back_off_max: Duration,
     /// A call to etcd.
     pub etcd: Duration,
+    /// What members know of namespaces: the time from the question to all answers, and that of a count for one.
+    pub namespaces: Duration,
 }
 
 /// The thread at work.
@@ -132,6 +139,10 @@ pub struct Control {
     /// Disconnected when the thread has ended.
     ended: Receiver<()>,
 }
+
+/// Where members are asked for their namespaces, from any thread.
+#[derive(Clone, Debug)]
+pub struct Asker(UnboundedSender<Command>);
 
 // === impl Config ===
 
@@ -155,6 +166,7 @@ impl Config {
             data,
             members,
             resolver,
+            listing: Arc::new(Unlisted),
             security,
             directory_bytes: DIRECTORY_BYTES_DEFAULT,
             limits,
@@ -193,7 +205,21 @@ impl Default for Limits {
             back_off_min: Duration::from_millis(100),
             back_off_max: Duration::from_secs(5),
             etcd: Duration::from_secs(3),
+            namespaces: Duration::from_secs(1),
         }
+    }
+}
+
+// === impl Asker ===
+
+impl Asker {
+    /// Asks all members. Their answers come together, in the order of their names, once all have answered or
+    /// [`Limits::namespaces`] is over. `Err` from the channel: this node has left the mesh.
+    pub fn ask(&self) -> oneshot::Receiver<Vec<Answer>> {
+        let (reply, answers) = oneshot::channel();
+        // Not taken after a drain: then the channel says so.
+        let _ = self.0.send(Command::Namespaces(reply));
+        answers
     }
 }
 
@@ -229,6 +255,11 @@ impl Control {
     /// The filter of a peer got too full: all that it keeps comes anew, in a [`News::Snapshot`] with more room.
     pub fn resync(&self, peer: PeerNumber) {
         self.order(Command::Resync(peer));
+    }
+
+    /// Where members are asked for their namespaces.
+    pub fn asker(&self) -> Asker {
+        Asker(self.commands.clone())
     }
 
     /// Where peers follow what this node keeps.

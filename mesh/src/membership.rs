@@ -210,6 +210,18 @@ impl fmt::Display for Failure {
     }
 }
 
+// === impl Origin ===
+
+impl Origin {
+    /// Where who is there is followed.
+    fn address(&self) -> String {
+        match self {
+            Self::Listed(address) => address.to_string(),
+            Self::Registered(one) => one.control.to_string(),
+        }
+    }
+}
+
 // === impl Place ===
 
 impl Place {
@@ -265,6 +277,15 @@ impl Membership {
         let up =
             |member: &Member| member.down_ms.is_none() && is((&member.identity.node, member.identity.boot));
         is((&self.own.0, self.own.1)) || self.members().any(|(_, member)| up(member))
+    }
+
+    /// Members: the name and life of each, and where it is followed.
+    pub fn followed(&self) -> Vec<(NodeId, BootId, String)> {
+        let member = |place: &Place| {
+            let identity = &place.member()?.identity;
+            Some((identity.node.clone(), identity.boot, place.origin.address()))
+        };
+        self.places.values().filter_map(member).collect()
     }
 
     fn members(&self) -> impl Iterator<Item = (Endpoint, &Member)> {
@@ -359,10 +380,7 @@ impl Membership {
     fn open(&mut self, now_ms: u64, origin: Origin) -> Step {
         self.endpoints += 1;
         let endpoint = Endpoint(self.endpoints);
-        let address = match &origin {
-            Origin::Listed(address) => address.to_string(),
-            Origin::Registered(one) => one.control.to_string(),
-        };
+        let address = origin.address();
         self.places.insert(endpoint, Place { origin, found: Found::Nobody(Vacancy::since(now_ms)) });
         Step::Follow(endpoint, address)
     }

@@ -3,15 +3,43 @@
 mod rig;
 
 use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use mesh::control::{Control, Limits, Members, Parting};
+use mesh::control::wire::namespaces::{Namespace, Stated};
+use mesh::control::{Control, Counted, Limits, Listing, Members, Parting};
 use mesh::refusals::Reason;
 use mesh::tls::Security;
 use rig::certificates::{Authority, Folder, NAME};
 use rig::crew::{Crew, Plan, Seen, added, address, patient, removed};
 use rig::proxy::{Plan as Troubles, Proxy, Trouble};
 use rig::{WATCHDOG, now};
+use shm_protocol::namespace::{self, Facts};
+
+/// Namespaces of a node, and how often they were counted.
+#[derive(Debug)]
+struct Counting {
+    all: Vec<Namespace>,
+    counts: AtomicU64,
+}
+
+impl Listing for Counting {
+    fn list(&self) -> Counted {
+        self.counts.fetch_add(1, Ordering::Relaxed);
+        Box::pin(std::future::ready(Some(self.all.clone())))
+    }
+}
+
+/// The namespace of so many blocks, with facts of some kilobytes.
+fn namespace_of(memory_blocks: u64) -> Namespace {
+    let facts =
+        [("model".to_owned(), format!("m{memory_blocks}")), ("page_form".to_owned(), "x".repeat(4000))];
+    let facts = Facts::from(facts);
+    let digest = namespace::digest(&facts);
+    let stated = Some(Stated { facts: Arc::new(facts), block_bytes: 1 << 20, shards: 2 });
+    Namespace { digest, stated, memory_blocks, disk_blocks: 1 }
+}
 
 /// Two nodes that list each other and themselves.
 fn pair() -> (Crew, Crew) {
@@ -282,6 +310,42 @@ fn mutual_tls_carries_inventories_and_new_files_are_used_without_a_restart() {
     files[0].write(&next, &next, NAME, 2099);
     let number = one.joined("two", 1);
     one.keeps(number, 0..10, 100..200);
+}
+
+#[test]
+fn members_tell_their_namespaces_to_who_asks() {
+    let all = [address(), address(), address()];
+    let counting = |blocks: &[u64]| {
+        let all = blocks.iter().copied().map(namespace_of).collect();
+        Arc::new(Counting { all, counts: AtomicU64::new(0) })
+    };
+    let (few, many) = (counting(&[0, 7]), counting(&(0..80).collect::<Vec<u64>>()));
+    let one = Plan::listing("one", all[0], &all).start();
+    let two = Plan { listing: Arc::clone(&few) as _, ..Plan::listing("two", all[1], &all) }.start();
+    let three = Plan { listing: Arc::clone(&many) as _, ..Plan::listing("three", all[2], &all) }.start();
+    for name in ["two", "three"] {
+        one.joined(name, 1);
+    }
+    let asked_since = now();
+    let answers = one.ask();
+    let names: Vec<_> = answers.iter().map(|answer| answer.peer.as_str()).collect();
+    assert_eq!(names, ["three", "two"]);
+    assert_eq!(answers[1].namespaces, [namespace_of(7), namespace_of(0)], "those first that are kept most");
+    assert_eq!(answers[1].missing, None);
+    // A reply has its limit, and says what it leaves out.
+    let told = answers[0].namespaces.len();
+    assert!((40..80).contains(&told), "{told}");
+    let most: Vec<_> = (0..80).rev().take(told).map(namespace_of).collect();
+    assert_eq!(answers[0].namespaces, most);
+    let left_out = format!("{} of its namespaces are left out: there is no room for them", 80 - told);
+    assert_eq!(answers[0].missing, Some(left_out));
+    // Who asks again and again does not make it count each time.
+    for _ in 0..30 {
+        assert_eq!(one.ask()[1].namespaces.len(), 2);
+    }
+    let counts_max = asked_since.elapsed().as_secs() + 2;
+    assert!(few.counts.load(Ordering::Relaxed) <= counts_max.min(30));
+    drop((two, three));
 }
 
 #[test]

@@ -11,10 +11,12 @@ use std::time::Duration;
 
 use mesh::control::service::inventory_client::InventoryClient;
 use mesh::control::service::inventory_server::{Inventory, InventoryServer};
+use mesh::control::wire::namespaces::{NamespaceTold, NamespacesReply, NamespacesRequest};
 use mesh::control::wire::{Begin, Chunk, Delta, FollowReply, FollowRequest, Heartbeat, Hello, Said, VERSION};
 use mesh::control::{Limits, Members};
 use mesh::refusals::Reason;
-use rig::crew::{Plan, added, address, digest, patient};
+use rig::crew::{Crew, Plan, added, address, digest, patient};
+use shm_protocol::namespace::{self, Facts};
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status};
 
@@ -23,6 +25,16 @@ use tonic::{Request, Response, Status};
 struct Liar {
     script: Arc<Vec<Said>>,
     asked: Arc<Mutex<Vec<FollowRequest>>>,
+    namespaces: Told,
+}
+
+/// What a liar says of namespaces.
+#[derive(Clone)]
+enum Told {
+    /// It does not know the question.
+    Unknown,
+    Never,
+    Reply(NamespacesReply),
 }
 
 #[tonic::async_trait]
@@ -35,11 +47,23 @@ impl Inventory for Liar {
             self.script.iter().cloned().map(|said| Ok(FollowReply { said: Some(said) })).collect();
         Ok(Response::new(Box::pin(tokio_stream::iter(script).chain(tokio_stream::pending()))))
     }
+
+    async fn namespaces(&self, _: Request<NamespacesRequest>) -> Result<Response<NamespacesReply>, Status> {
+        match &self.namespaces {
+            Told::Unknown => Err(Status::unimplemented("")),
+            Told::Never => std::future::pending().await,
+            Told::Reply(reply) => Ok(Response::new(reply.clone())),
+        }
+    }
 }
 
 /// A liar at an address, on a thread of its own, until the process ends.
 fn liar(script: Vec<Said>) -> (String, Liar) {
-    let liar = Liar { script: Arc::new(script), asked: Arc::default() };
+    liar_of(script, Told::Unknown)
+}
+
+fn liar_of(script: Vec<Said>, namespaces: Told) -> (String, Liar) {
+    let liar = Liar { script: Arc::new(script), asked: Arc::default(), namespaces };
     let address = address();
     let service = InventoryServer::new(liar.clone());
     let serving = tonic::transport::Server::builder().add_service(service).serve(address);
@@ -150,6 +174,133 @@ fn after_a_gap_all_is_asked_for_anew() {
     let asked = liar.asked.lock().unwrap();
     assert!(asked.iter().all(|asked| (asked.known_boot, asked.known_sequence) == (0, 0)), "{asked:?}");
     assert_eq!((asked[0].version, asked[0].mesh.as_str(), asked[0].node.as_str()), (VERSION, "test", "one"));
+}
+
+/// A namespace whose facts are what its digest says.
+fn told(model: &str) -> NamespaceTold {
+    let facts = Facts::from([("model".to_owned(), model.to_owned())]);
+    let digest = namespace::digest(&facts).0.to_vec();
+    NamespaceTold { digest, facts, block_bytes: 64, shards: 2, memory_blocks: 3, disk_blocks: 0 }
+}
+
+/// Asks about namespaces a node that is of the mesh, and gets this reply; how many it takes, and what it says of the rest.
+fn asked(namespaces: Told, limits: Limits) -> (Crew, usize, String) {
+    let (at, _) = liar_of(vec![Said::Hello(hello()), begin(1, 0), chunk(1, vec![], true)], namespaces);
+    let one = Plan { limits, ..Plan::new("one", address(), Members::Static(vec![at])) }.start();
+    one.joined("liar", 1);
+    let answers = one.ask();
+    let [answer] = &answers[..] else { panic!("{answers:?}") };
+    let found = (answer.namespaces.len(), answer.missing.clone().unwrap_or_default());
+    (one, found.0, found.1)
+}
+
+#[test]
+fn what_a_peer_says_of_namespaces_is_believed_as_far_as_it_can_be_checked() {
+    let reply = |namespaces: Vec<NamespaceTold>| {
+        let (mesh, node) = ("test".into(), "liar".into());
+        NamespacesReply { version: VERSION, mesh, node, boot: 1, namespaces, left_out: 0 }
+    };
+    let facts = |count: usize| (0..count).map(|at| (at.to_string(), String::new())).collect::<Facts>();
+    let good = told("good");
+    let many = NamespaceTold {
+        digest: namespace::digest(&facts(257)).0.to_vec(),
+        facts: facts(257),
+        ..good.clone()
+    };
+    let wrong = vec![
+        NamespaceTold { digest: vec![7; 16], ..told("another digest") },
+        NamespaceTold { digest: vec![7; 15], ..told("no digest") },
+        NamespaceTold { block_bytes: 0, ..told("no bytes") },
+        NamespaceTold { block_bytes: 65, ..told("no halves") },
+        NamespaceTold { shards: 0, ..told("no shards") },
+        NamespaceTold { facts: Facts::new(), ..told("no facts, and a size") },
+        many,
+        good.clone(),
+    ];
+    let count = wrong.len();
+    let all = [vec![good.clone()], wrong].concat();
+    let late = Limits { namespaces: Duration::from_millis(300), ..patient() };
+    let long = told(&"x".repeat(5 << 20));
+    let lies = [
+        (
+            Told::Reply(reply(all)),
+            1,
+            format!("{count} of its namespaces are dropped"),
+            Some(Reason::Malformed),
+        ),
+        (
+            Told::Reply(NamespacesReply { left_out: 5, ..reply(vec![good.clone()]) }),
+            1,
+            "5 of its".into(),
+            None,
+        ),
+        (
+            Told::Reply(reply(vec![long])),
+            0,
+            "decoded message length too large".into(),
+            Some(Reason::Malformed),
+        ),
+        (
+            Told::Reply(NamespacesReply { mesh: "x".into(), ..reply(vec![]) }),
+            0,
+            "mesh 'x'".into(),
+            Some(Reason::Mesh),
+        ),
+        (
+            Told::Reply(NamespacesReply { version: 9, ..reply(vec![]) }),
+            0,
+            "version 9".into(),
+            Some(Reason::Version),
+        ),
+        (
+            Told::Reply(NamespacesReply { node: "a b".into(), ..reply(vec![]) }),
+            0,
+            "name".into(),
+            Some(Reason::Malformed),
+        ),
+        (
+            Told::Reply(NamespacesReply { boot: 2, ..reply(vec![]) }),
+            0,
+            "another life".into(),
+            Some(Reason::OtherLife),
+        ),
+        (Told::Unknown, 0, "upgrade it".into(), None),
+    ];
+    for (namespaces, taken, word, reason) in lies {
+        let (one, found, missing) = asked(namespaces, patient());
+        assert!(found == taken && missing.contains(&word), "{found} of {taken}; {missing} for {word}");
+        reason.into_iter().for_each(|reason| one.refused(reason, 1));
+    }
+    let (one, found, missing) = asked(Told::Never, late);
+    assert!(found == 0 && missing.contains("did not answer within 300 ms"), "{missing}");
+    one.refused(Reason::Silent, 1);
+}
+
+#[test]
+fn who_asks_for_namespaces_and_is_of_another_mesh_is_refused() {
+    let one = Plan::listing("one", address(), &[]).start();
+    let at = one.control().address();
+    let request = NamespacesRequest { version: VERSION, mesh: "test".into(), node: "tester".into(), boot: 1 };
+    let ask = async |asked: NamespacesRequest| {
+        let mut client = InventoryClient::connect(format!("http://{at}")).await.expect("it serves");
+        client.namespaces(asked).await
+    };
+    runtime().block_on(async {
+        for (wrong, word) in [
+            (NamespacesRequest { version: 2, ..request.clone() }, "run the same release on every node"),
+            (NamespacesRequest { mesh: "other".into(), ..request.clone() }, "--mesh-name"),
+            (
+                NamespacesRequest { node: "x".repeat(5000), ..request.clone() },
+                "decoded message length too large",
+            ),
+        ] {
+            let refused = ask(wrong).await.unwrap_err();
+            assert!(refused.message().contains(word), "{refused}");
+        }
+        assert_eq!(ask(request).await.unwrap().into_inner().node, "one");
+    });
+    one.refused(Reason::Version, 1);
+    one.refused(Reason::Mesh, 1);
 }
 
 #[test]

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use mesh::control::wire::namespaces::Stated;
 use serde::Serialize;
 use shm_protocol::handshake::Worker;
 use shm_protocol::key::NamespaceDigest;
@@ -67,6 +68,9 @@ pub struct Entry {
     pub engines: usize,
     /// Bytes of a block, all shards.
     pub block_bytes: u64,
+    /// Distinct parts of it.
+    #[serde(skip)]
+    pub shards: u32,
     /// Engines of them that it is closed to: what they compute is not what is kept.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub barred: Vec<Closed>,
@@ -221,12 +225,23 @@ impl Catalog {
                 facts: Arc::clone(&known.facts),
                 engines: known.engines.values().collect::<std::collections::BTreeSet<_>>().len(),
                 block_bytes: known.block_bytes,
+                shards: known.shards,
                 barred: barred.map(Closed::from).collect(),
                 quota: quotas.of(*digest),
             };
             (*digest, entry)
         };
         self.known.iter().map(entry).collect()
+    }
+
+    /// What the engines of each namespace state.
+    pub fn stated(&self) -> Vec<(NamespaceDigest, Stated)> {
+        let stated = |known: &Known| Stated {
+            facts: Arc::clone(&known.facts),
+            block_bytes: known.block_bytes,
+            shards: known.shards,
+        };
+        self.known.iter().map(|(digest, known)| (*digest, stated(known))).collect()
     }
 
     /// Drops the namespaces that were not served for longest, while all take too much room.
@@ -237,6 +252,17 @@ impl Catalog {
             let known = self.known.remove(&oldest).expect("found above");
             self.facts_bytes -= bytes_of(&known.facts);
         }
+    }
+}
+
+// === impl Entry ===
+
+impl Entry {
+    /// That of a namespace that peers alone know.
+    pub fn of_peers(stated: &Stated, quota: Option<Level>) -> Self {
+        let Stated { facts, block_bytes, shards } = stated;
+        let (facts, block_bytes, shards) = (Arc::clone(facts), *block_bytes, *shards);
+        Self { facts, engines: 0, block_bytes, shards, barred: Vec::new(), quota }
     }
 }
 

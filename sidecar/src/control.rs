@@ -1,9 +1,10 @@
 //! What an operator asks of a running sidecar: HTTP with JSON over a UNIX socket that is the sidecar's user's alone, and over TCP
 //! for who has the token. docs/configuration.md lists the requests; [`crate::ctl`] makes them.
 //!
-//! A thread of its own serves both. What only the data thread knows it asks through the [`Inbox`], which has a limit, and waits for
-//! a limited time.
+//! A thread of its own serves both. What only the data thread knows it asks through the [`Inbox`], which has a limit, and what
+//! peers know through the mesh; both are waited for for a limited time.
 
+mod namespaces;
 mod refusals;
 mod requests;
 
@@ -22,6 +23,7 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use mesh::control::Asker;
 use prometheus::Registry;
 use serde::Serialize;
 use serde_json::json;
@@ -56,6 +58,8 @@ const CONNECTION_TIME_MAX: Duration = Duration::from_secs(120);
 pub struct Parts {
     pub inbox: Arc<Inbox>,
     pub catalog: catalog::Shared,
+    /// Where peers are asked; `None` without a mesh.
+    pub mesh: Option<Asker>,
     pub quotas: Levels,
     pub log: LogLevel,
 }

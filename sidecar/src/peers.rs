@@ -2,13 +2,14 @@
 //! of members; what both have to say comes back through one channel and an eventfd.
 
 mod carriers;
+mod listing;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU64;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, mpsc};
 
-use mesh::control::{self, Control, News};
+use mesh::control::{self, Asker, Control, News};
 use mesh::digest::Change;
 use mesh::refusals::Refusals;
 use mesh::transport::{self, BootId, Done, Fetch, Grant, Granted, PeerNumber};
@@ -17,6 +18,7 @@ use tiers::Blocks;
 use tiers::pool::Pool;
 
 use self::carriers::Carriers;
+pub use self::listing::Known;
 use crate::config::Mesh;
 use crate::core::Heard;
 use crate::error::StartError;
@@ -82,7 +84,13 @@ impl Told {
 
 impl Peers {
     /// Starts what carries blocks, and then what tells the peers where.
-    pub fn start(mesh: &Mesh, epoch: u64, pool: &Pool, ended: &Arc<EndSignal>) -> Result<Self, StartError> {
+    pub fn start(
+        mesh: &Mesh,
+        epoch: u64,
+        pool: &Pool,
+        known: Known,
+        ended: &Arc<EndSignal>,
+    ) -> Result<Self, StartError> {
         let wake = Arc::new(wake::eventfd().map_err(std::io::Error::from)?);
         let (sender, ups) = mpsc::channel();
         let say = {
@@ -112,6 +120,7 @@ impl Peers {
             former: pool.former_epoch().map(life),
             directory_bytes: mesh.directory_bytes,
             refusals: Arc::clone(&refusals),
+            listing: Arc::new(known),
             ..control::Config::new(node, mesh.listen, data, mesh.members.clone(), mesh.security.clone())
         };
         let controlling = ended.on_exit();
@@ -134,6 +143,11 @@ impl Peers {
     /// Addresses of peers at which none is a member.
     pub fn endpoints_empty(&self) -> usize {
         self.control.endpoints_empty()
+    }
+
+    /// Where peers are asked for their namespaces.
+    pub fn asker(&self) -> Asker {
+        self.control.asker()
     }
 
     /// How often peers were turned away, and this node, by reason.

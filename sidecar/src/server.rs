@@ -33,7 +33,7 @@ use crate::listener::{self, Listener, Use};
 use crate::logging::LogLevel;
 use crate::metrics::Metrics;
 use crate::metrics::given_up::{self, File};
-use crate::peers::Peers;
+use crate::peers::{Known, Peers};
 use crate::pinning::Pinned;
 use crate::poller::{Poller, Source};
 use crate::progress::Progress;
@@ -106,7 +106,9 @@ impl Server {
             disks::open(&config.ssd, config.ssd_required, config.pool_path.is_some())?;
         count_given_up(&registry, &pool, &opened)?;
         let (core, disks) = start_disks(config, opened, dram, &pool, &ended)?;
-        let (core, peers) = start_mesh(config, core, epoch, &pool, &ended)?;
+        let known = Known { inbox: Arc::clone(&inbox), catalog: catalog.clone() };
+        let (core, peers) = start_mesh(config, core, epoch, &pool, known, &ended)?;
+        let mesh = peers.as_ref().map(Peers::asker);
         let metrics = add_metrics(config, disks.as_ref(), &left_out, &registry, metrics)?;
         let checksums =
             config.pool_path.as_ref().map(|_| Checksums::start(&pool, || ended.on_exit())).transpose()?;
@@ -134,7 +136,8 @@ impl Server {
             (Arc::clone(&inbox), asks),
         );
         let runtime = runtime.with(disks, peers, checksums);
-        let control = control.serve(Parts { inbox: Arc::clone(&inbox), catalog, quotas, log }, &registry)?;
+        let control =
+            control.serve(Parts { inbox: Arc::clone(&inbox), catalog, mesh, quotas, log }, &registry)?;
         let guard = ended.on_exit();
         let data = thread::Builder::new().name("pillion-data".into()).spawn(move || {
             let _guard = guard;
@@ -221,11 +224,12 @@ fn start_mesh(
     core: Core,
     epoch: u64,
     pool: &Pool,
+    known: Known,
     ended: &Arc<EndSignal>,
 ) -> Result<(Core, Option<Peers>), StartError> {
     let Some(mesh) = &config.mesh else { return Ok((core, None)) };
     let core = core.with_peers(Directory::new(directory::Config { seed: epoch, ..Default::default() }));
-    Ok((core, Some(Peers::start(mesh, epoch, pool, ended)?)))
+    Ok((core, Some(Peers::start(mesh, epoch, pool, known, ended)?)))
 }
 
 /// Counts what earlier sidecars left and this one starts empty.

@@ -271,7 +271,7 @@ fn the_socket_is_its_user_s_alone_and_the_old_page_names_the_command() {
     let path = other.to_str().unwrap();
     let output = pillion(&["ctl", "namespaces", "--control-socket", path]);
     let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(answer, json!({"namespaces": [], "peers": []}));
+    assert_eq!(answer, json!({"namespaces": [], "peers": [], "not_told": []}));
     let socket = sidecar.socket.to_str().unwrap();
     let absent = pillion(&["ctl", "namespaces", "--socket", socket]);
     let text = String::from_utf8_lossy(&absent.stderr);

@@ -177,7 +177,15 @@ fn what_one_pod_computed_is_served_in_another() {
         wait_known(&second, early.len() + late.len());
         let known = second.ask("GET", "/namespaces", &json!(null)).unwrap();
         let blocks = (early.len() + late.len()) as u64;
-        assert_eq!(known, json!({"namespaces": [], "peers": [{"peer": "a", "blocks": blocks}]}));
+        // No engine was here yet: what namespace the blocks are of, and its facts, the peer tells.
+        let own = first.ask("GET", "/namespaces", &json!(null)).unwrap()["namespaces"][0].take();
+        let entry = json!({
+            "namespace": engine.namespace(), "facts": own["facts"], "engines": 0, "block_bytes": own["block_bytes"],
+            "memory_blocks": 0, "peers": [{"peer": "a", "memory_blocks": blocks, "disk_blocks": 0}],
+        });
+        let peers = json!([{"peer": "a", "blocks": blocks}]);
+        assert_eq!(known, json!({"namespaces": [entry], "peers": peers, "not_told": []}));
+        assert_eq!((&own["engines"], &own["memory_blocks"]), (&json!(1), &json!(blocks)), "{own}");
         let lookup = json!({"namespace": engine.namespace(), "keys": [hex(&early[0]), "0".repeat(64)]});
         let found = second.ask("POST", "/lookup", &lookup).unwrap();
         let peers: Vec<_> = found["keys"].as_array().unwrap().iter().map(|key| &key["peers"]).collect();

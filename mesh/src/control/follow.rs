@@ -176,7 +176,7 @@ async fn reply(shared: &Shared, replies: &mut Streaming<FollowReply>) -> Result<
 }
 
 /// What a peer, or the connection to it, says of a failure: that may be anything.
-fn words(status: &Status) -> String {
+pub(super) fn words(status: &Status) -> String {
     status.message().chars().filter(|char| !char.is_control()).take(WORDS_MAX).collect()
 }
 

@@ -16,11 +16,13 @@ use tokio_rustls::TlsAcceptor;
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status};
 
-use super::MEMBERS_MAX;
 use super::dial::Wire;
 use super::service::inventory_server::{Inventory, InventoryServer};
 use super::shared::{Shared, lock};
+use super::wire::namespaces::{NamespacesReply, NamespacesRequest};
 use super::wire::{FollowReply, FollowRequest, REPLY_BYTES_MAX, REQUEST_BYTES_MAX, VERSION, thinning_of};
+use super::{MEMBERS_MAX, namespaces};
+use crate::digest::Thinning;
 use crate::refusals::Reason;
 use crate::tls::REMEDY;
 
@@ -36,6 +38,7 @@ const HEADER_BYTES_MAX: u32 = 8 << 10;
 enum Phase {
     /// Nothing was asked yet.
     Idle,
+    /// Something was asked, and is being answered.
     Following,
     Ended,
     /// The other side takes nothing.
@@ -140,17 +143,7 @@ impl Inventory for Connection {
 
     async fn follow(&self, request: Request<FollowRequest>) -> Result<Response<Replies>, Status> {
         let asked = request.into_inner();
-        let first = self.phase.send_replace(Phase::Following) == Phase::Idle;
-        let refused = if first {
-            self.refusal(&asked)
-        } else {
-            Some((Reason::Malformed, "a connection carries one stream".into()))
-        };
-        if let Some((reason, why)) = refused {
-            self.shared.count(reason);
-            self.phase.send_replace(Phase::Ended);
-            return Err(Status::failed_precondition(why));
-        }
+        self.begin(asked.version, &asked.mesh, asked.thinning)?;
         if !self.shared.knows(&asked.node, asked.boot) {
             self.shared.retry.notify_one();
         }
@@ -171,27 +164,51 @@ impl Inventory for Connection {
         });
         Ok(Response::new(Replies(taken)))
     }
+
+    async fn namespaces(
+        &self,
+        request: Request<NamespacesRequest>,
+    ) -> Result<Response<NamespacesReply>, Status> {
+        let asked = request.into_inner();
+        self.begin(asked.version, &asked.mesh, Thinning::NONE.power().into())?;
+        let told = namespaces::tell(&self.shared).await;
+        self.phase.send_replace(Phase::Ended);
+        told.map(Response::new)
+    }
 }
 
 impl Connection {
-    /// Why a follower is not served, if it is not.
-    fn refusal(&self, asked: &FollowRequest) -> Option<(Reason, String)> {
+    /// Takes a request, the one that its connection carries. `Err`: it is refused.
+    fn begin(&self, version: u32, mesh: &str, thinning: u32) -> Result<(), Status> {
+        let first = self.phase.send_replace(Phase::Following) == Phase::Idle;
+        let refused = if first {
+            self.refusal(version, mesh, thinning)
+        } else {
+            Some((Reason::Malformed, "a connection carries one stream".into()))
+        };
+        let Some((reason, why)) = refused else { return Ok(()) };
+        self.shared.count(reason);
+        self.phase.send_replace(Phase::Ended);
+        Err(Status::failed_precondition(why))
+    }
+
+    /// Why a peer is not served, if it is not.
+    fn refusal(&self, version: u32, mesh: &str, thinning: u32) -> Option<(Reason, String)> {
         let own = &self.shared.config;
-        if asked.version != VERSION {
+        if version != VERSION {
             let why = format!(
-                "this node speaks version {VERSION} of the protocol, and the follower {}: run the same release on every node",
-                asked.version
+                "this node speaks version {VERSION} of the protocol, and the peer {version}: run the same release on every node"
             );
             return Some((Reason::Version, why));
         }
-        if asked.mesh != own.mesh {
+        if mesh != own.mesh {
             let mesh = &own.mesh;
             return Some((
                 Reason::Mesh,
                 format!("this node is of the mesh '{mesh}': give both the same --mesh-name"),
             ));
         }
-        thinning_of(asked.thinning).err().map(|malformed| (Reason::Malformed, malformed.to_string()))
+        thinning_of(thinning).err().map(|malformed| (Reason::Malformed, malformed.to_string()))
     }
 }
 

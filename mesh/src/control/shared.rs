@@ -9,12 +9,13 @@ use std::time::Instant;
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 
+use super::wire::namespaces::NamespacesReply;
 use super::{Config, News};
 use crate::feed::Feed;
 use crate::membership::{Endpoint, Failure, Identity, Membership, Registration, Step};
 use crate::refusals::Reason;
 use crate::tls::Credentials;
-use crate::transport::{NodeId, PeerNumber};
+use crate::transport::{BootId, NodeId, PeerNumber};
 
 /// Changes that a follower may have missed and still go on: 8 MiB, some seconds of the fastest changes there are.
 const REMEMBERED_CHANGES: usize = 1 << 20;
@@ -26,6 +27,8 @@ pub(super) struct Shared {
     pub(super) feed: Mutex<Feed>,
     /// Changes whenever the feed has another batch.
     pub(super) published: watch::Sender<()>,
+    /// What peers were told last of this node's namespaces, and when.
+    pub(super) listed: tokio::sync::Mutex<Told>,
     up: Up,
     empty: Arc<AtomicUsize>,
     membership: Mutex<Membership>,
@@ -40,6 +43,8 @@ pub(super) struct Shared {
     noted_ms: AtomicU64,
 }
 
+/// An answer of this node; without a reply where its blocks could not be counted.
+type Told = Option<(tokio::time::Instant, Option<NamespacesReply>)>;
 type Up = Box<dyn Fn(News) + Send + Sync>;
 /// Where the caller sees what becomes of the mesh: what it is told, and how many endpoints are without a member.
 pub(super) type Seen = (Up, Arc<AtomicUsize>);
@@ -79,6 +84,7 @@ impl Shared {
             credentials,
             feed: Mutex::new(Feed::new(REMEMBERED_CHANGES)),
             published: watch::Sender::new(()),
+            listed: tokio::sync::Mutex::default(),
             up,
             empty,
             streams: Mutex::default(),
@@ -142,6 +148,11 @@ impl Shared {
     /// Whether this life of a node is heard of.
     pub(super) fn knows(&self, node: &str, boot: u64) -> bool {
         lock(&self.membership).knows(node, boot)
+    }
+
+    /// Members: the name and life of each, and where it is followed.
+    pub(super) fn members(&self) -> Vec<(NodeId, BootId, String)> {
+        lock(&self.membership).followed()
     }
 
     /// Among how many peers the directory's memory is divided.

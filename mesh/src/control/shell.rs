@@ -7,9 +7,10 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::Notify;
 use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::oneshot;
 
 use super::shared::{Seen, Shared, lock, now};
-use super::{Config, Members, etcd, follow, names, serve};
+use super::{Answer, Config, Members, etcd, follow, names, namespaces, serve};
 use crate::Error;
 use crate::digest::Change;
 use crate::tls::{Credentials, Security};
@@ -27,6 +28,8 @@ const NAMES_MAX: usize = 32;
 pub(super) enum Command {
     Publish(Vec<Change>),
     Resync(PeerNumber),
+    /// What members know of namespaces.
+    Namespaces(oneshot::Sender<Vec<Answer>>),
     Drain,
 }
 
@@ -93,6 +96,9 @@ async fn run(shared: Arc<Shared>, listener: TcpListener, mut orders: UnboundedRe
                     seal.get_or_insert_with(|| tokio::time::Instant::from_std(now() + GATHER));
                 }
                 Some(Command::Resync(number)) => shared.resync(number),
+                Some(Command::Namespaces(reply)) => {
+                    tokio::spawn(namespaces::ask_all(Arc::clone(&shared), reply));
+                }
                 Some(Command::Drain) | None => break,
             },
             () = due => {

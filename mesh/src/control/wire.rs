@@ -1,8 +1,8 @@
 //! What nodes say to each other about what they keep: the protocol.
 //!
 //! gRPC over HTTP/2 on the address of `--mesh-listen`; under mutual TLS (1.3) with the files that carry blocks too, unless
-//! the mesh is told to be plaintext. One method, `pillion.mesh.v1.Inventory/Follow`: one [`FollowRequest`] and then a stream
-//! of [`FollowReply`] for as long as the connection lives. One connection carries one stream.
+//! the mesh is told to be plaintext. A peer follows by `pillion.mesh.v1.Inventory/Follow`: one [`FollowRequest`] and then a
+//! stream of [`FollowReply`] for as long as the connection lives. One connection carries one stream.
 //!
 //! 1. The server looks at `version` and `mesh`, and refuses others with FAILED_PRECONDITION and a text that says why.
 //! 2. The first reply is [`Hello`]: who answers. A follower that meant another node, or another life, hangs up.
@@ -17,9 +17,13 @@
 //! Digests are XXH3-64 over namespace digest (16 bytes), group (u32, little-endian) and hash (32 bytes) of a block
 //! ([`Digest`]). A thinning of n means that only digests are told of which n bits from bit 16 up are zero.
 //!
+//! What namespaces a peer knows is asked by another method, of [`namespaces`].
+//!
 //! A message has at most [`REPLY_BYTES_MAX`]; a longer one, an unknown kind, or one out of order ends the stream.
 
 #![allow(clippy::large_enum_variant, reason = "the oneof as prost wants it; one at a time")]
+
+pub mod namespaces;
 
 use std::net::SocketAddr;
 use std::num::NonZeroU64;

@@ -6,7 +6,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use mesh::control::{Config, Control, DataAddresses, Limits, Members, News, Parting, Resolve, System};
+use mesh::control::{
+    Answer, Config, Control, DataAddresses, Limits, Listing, Members, News, Parting, Resolve, System,
+    Unlisted,
+};
 use mesh::digest::{Change, Digest};
 use mesh::directory::Filter;
 use mesh::refusals::{Reason, Refusals};
@@ -27,6 +30,7 @@ pub(crate) fn patient() -> Limits {
         back_off_min: Duration::from_millis(5),
         back_off_max: Duration::from_millis(50),
         etcd: LONG,
+        namespaces: LONG,
     }
 }
 
@@ -59,6 +63,7 @@ pub(crate) struct Plan {
     pub(crate) listen: SocketAddr,
     pub(crate) members: Members,
     pub(crate) resolver: Arc<dyn Resolve>,
+    pub(crate) listing: Arc<dyn Listing>,
     pub(crate) security: Security,
     pub(crate) limits: Limits,
     pub(crate) mesh: &'static str,
@@ -104,6 +109,7 @@ impl Plan {
             listen,
             members,
             resolver: Arc::new(System),
+            listing: Arc::new(Unlisted),
             security: Security::Plaintext,
             limits: patient(),
             mesh: "test",
@@ -126,6 +132,7 @@ impl Plan {
             directory_bytes: self.directory_bytes,
             limits: self.limits,
             resolver: Arc::clone(&self.resolver),
+            listing: Arc::clone(&self.listing),
             ..Config::new(own, self.listen, data, self.members.clone(), self.security.clone())
         }
     }
@@ -152,6 +159,11 @@ impl Crew {
 
     pub(crate) fn publish(&self, changes: Vec<Change>) {
         self.control().publish(changes);
+    }
+
+    /// What its members say of their namespaces.
+    pub(crate) fn ask(&self) -> Vec<Answer> {
+        self.control().asker().ask().blocking_recv().expect("it is in the mesh")
     }
 
     /// Ends it, without a word to anybody but etcd.

@@ -4,21 +4,20 @@ use std::time::Duration;
 
 use hyper::header::{CONNECTION, HeaderValue};
 use hyper::{Method, Response, StatusCode};
+use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use tokio::sync::oneshot;
 
 use super::refusals::{Cause, Refused};
 use super::{Handler, Last, page};
-use crate::catalog::Entry;
 use crate::config::Level;
 use crate::core::Kept;
-use crate::inbox::{Ask, Evicted, Found, KEYS_MAX, Reply, Surveyed};
+use crate::inbox::{Ask, Evicted, Found, KEYS_MAX, Reply};
 
 /// A data thread that turns takes an ask within milliseconds; a count of all blocks takes a tenth of a second for ten million.
-const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
+pub(super) const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
 /// An eviction takes a second for some million blocks. It goes on behind that.
 const EVICTION_TIME_MAX: Duration = Duration::from_secs(60);
 /// Keys of one request: a prompt of 65,536 tokens in blocks of 16.
@@ -41,18 +40,6 @@ struct Lookup {
 #[derive(Deserialize)]
 struct SetLevel {
     level: String,
-}
-
-/// A namespace, as far as anything is known of it.
-#[derive(Serialize)]
-struct Shown {
-    namespace: String,
-    /// None where no engine of it has connected in this life.
-    #[serde(flatten)]
-    entry: Option<Entry>,
-    memory_blocks: u64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    disk_blocks: Option<u64>,
 }
 
 // === impl Handler ===
@@ -83,7 +70,11 @@ impl Handler {
     }
 
     /// Asks the data thread, and waits for its answer.
-    async fn ask<T>(&self, limit: Duration, ask: impl FnOnce(Reply<T>) -> Ask) -> Result<T, Refused> {
+    pub(super) async fn ask<T>(
+        &self,
+        limit: Duration,
+        ask: impl FnOnce(Reply<T>) -> Ask,
+    ) -> Result<T, Refused> {
         let (reply, answer) = oneshot::channel();
         if !self.parts.inbox.ask(ask(reply)) {
             return Err(Refused::new(Cause::Busy, "too many requests wait already: try again"));
@@ -99,24 +90,6 @@ impl Handler {
                 Err(Refused::new(Cause::Unanswered, text))
             }
         }
-    }
-
-    async fn namespaces(&self) -> Result<Value, Refused> {
-        let Surveyed { namespaces: mut kept, disks, peers } = self.ask(ANSWER_TIME_MAX, Ask::Survey).await?;
-        let entries = self.parts.catalog.lock().entries(&self.parts.quotas);
-        let shown = |namespace: NamespaceDigest, entry, Kept { memory, disk }| {
-            let disk_blocks = disks.then_some(disk);
-            Shown { namespace: namespace.to_string(), entry, memory_blocks: memory, disk_blocks }
-        };
-        let known = entries.into_iter().map(|(namespace, entry)| {
-            let kept = kept.remove(&namespace).unwrap_or_default();
-            shown(namespace, Some(entry), kept)
-        });
-        let mut namespaces: Vec<Shown> = known.collect();
-        namespaces.extend(kept.into_iter().map(|(namespace, kept)| shown(namespace, None, kept)));
-        let peer = |(peer, blocks)| json!({ "peer": peer, "blocks": blocks });
-        let peers: Vec<Value> = peers.into_iter().flatten().map(peer).collect();
-        Ok(json!({ "namespaces": namespaces, "peers": peers }))
     }
 
     async fn lookup(&self, Lookup { namespace, keys }: Lookup) -> Result<Value, Refused> {

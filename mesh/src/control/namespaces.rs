@@ -1,0 +1,210 @@
+//! What a node knows of namespaces: told to a peer that asks, and asked of all members at once. Nothing of it is followed or
+//! kept; only the last answer of this node is remembered for a moment, so that peers cannot make it count in a loop.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use shm_protocol::key::NamespaceDigest;
+use shm_protocol::namespace::Facts;
+use tokio::sync::{Semaphore, oneshot};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use tonic::{Code, Status};
+
+use super::dial::dial;
+use super::follow::words;
+use super::service::inventory_client::InventoryClient;
+use super::shared::Shared;
+use super::wire::namespaces::{Listed, Namespace, NamespacesReply, NamespacesRequest};
+use super::wire::{Malformed, REPLY_BYTES_MAX};
+use crate::refusals::Reason;
+use crate::transport::{BootId, NodeId};
+
+/// An answer is given to all who ask within this time after it was made.
+const REMEMBERED: Duration = Duration::from_secs(1);
+/// Members that are asked at a time: a connection and a decoded reply each.
+const ASKED_MAX: usize = 32;
+/// Bytes of distinct facts that are taken of all answers together, as many as a sidecar keeps of its own engines.
+const FACTS_BYTES_MAX: usize = 4 << 20;
+/// Namespaces that are taken of all answers together, each counted as often as it is told.
+const TOLD_MAX: usize = 1 << 16;
+
+/// What becomes known of namespaces.
+pub type Counted = Pin<Box<dyn Future<Output = Option<Vec<Namespace>>> + Send>>;
+
+/// Says what this node knows of namespaces.
+pub trait Listing: Debug + Send + Sync {
+    /// All that it knows, with its blocks counted now; `None` where they cannot be. It must not block.
+    fn list(&self) -> Counted;
+}
+
+/// A node that knows no namespace.
+#[derive(Debug)]
+pub struct Unlisted;
+
+/// What a member has said of namespaces.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Answer {
+    pub peer: NodeId,
+    /// Facts of equal digests are shared between answers.
+    pub namespaces: Vec<Namespace>,
+    /// Why some of what it knows is not here, or all, with the remedy where there is one.
+    pub missing: Option<String>,
+}
+
+/// What is taken of the answers so far.
+#[derive(Default)]
+struct Taken {
+    facts: BTreeMap<NamespaceDigest, Arc<Facts>>,
+    facts_bytes: usize,
+    told: usize,
+}
+
+impl Listing for Unlisted {
+    fn list(&self) -> Counted {
+        Box::pin(std::future::ready(Some(Vec::new())))
+    }
+}
+
+/// What this node tells a peer that asks.
+pub(super) async fn tell(shared: &Arc<Shared>) -> Result<NamespacesReply, Status> {
+    let shared = Arc::clone(shared);
+    // A task of its own: it goes on when who asked hangs up, so that the next one does not begin another count.
+    let told = tokio::spawn(async move {
+        let mut last = shared.listed.lock().await;
+        if let Some((at, reply)) = &*last
+            && at.elapsed() < REMEMBERED
+        {
+            return reply.clone();
+        }
+        let listed =
+            tokio::time::timeout(shared.config.limits.namespaces, shared.config.listing.list()).await;
+        let reply = listed.ok().flatten().map(|all| NamespacesReply::new(&shared.config, all));
+        *last = Some((Instant::now(), reply.clone()));
+        reply
+    });
+    let busy =
+        || Status::unavailable("its blocks were not counted in time: look at its /healthz and its log");
+    told.await.ok().flatten().ok_or_else(busy)
+}
+
+/// Asks all members, for whoever waits at the other end.
+pub(super) async fn ask_all(shared: Arc<Shared>, mut reply: oneshot::Sender<Vec<Answer>>) {
+    let limit = shared.config.limits.namespaces;
+    let (until, room) = (Instant::now() + limit, Arc::new(Semaphore::new(ASKED_MAX)));
+    let mut asked = JoinSet::new();
+    for (node, boot, address) in shared.members() {
+        let (shared, room) = (Arc::clone(&shared), Arc::clone(&room));
+        asked.spawn(async move {
+            let answered = async {
+                let _permit = room.acquire().await;
+                ask(&shared, (&node, boot), &address).await
+            };
+            let answered = tokio::time::timeout_at(until, answered).await.unwrap_or_else(|_| {
+                shared.count(Reason::Silent);
+                Err(format!("it did not answer within {} ms: look at its /healthz", limit.as_millis()))
+            });
+            (node, answered)
+        });
+    }
+    let (mut taken, mut answers) = (Taken::default(), Vec::new());
+    loop {
+        tokio::select! {
+            answered = asked.join_next() => match answered {
+                Some(Ok((peer, answered))) => answers.push(taken.answer(peer, answered)),
+                Some(Err(_)) => {}
+                None => break,
+            },
+            () = reply.closed() => return,
+        }
+    }
+    answers.sort_by(|one: &Answer, other| one.peer.as_str().cmp(other.peer.as_str()));
+    let _ = reply.send(answers);
+}
+
+/// What one member knows.
+async fn ask(shared: &Shared, (node, boot): (&NodeId, BootId), address: &str) -> Result<Listed, String> {
+    let config = &shared.config;
+    let session = shared.credentials.as_ref().map(|files| files.client(|text| shared.note(text)));
+    let channel = dial(address, session, config.limits.connect, |reason| shared.count(reason)).await?;
+    let mut client = InventoryClient::new(channel).max_decoding_message_size(REPLY_BYTES_MAX);
+    let reply = client.namespaces(NamespacesRequest::new(config)).await.map_err(|status| {
+        match status.code() {
+            Code::Unimplemented => return "its release tells nobody of its namespaces: upgrade it".into(),
+            Code::FailedPrecondition => shared.count(Reason::Refused),
+            // It is longer than a reply may be.
+            Code::OutOfRange => shared.count(Reason::Malformed),
+            _ => {}
+        }
+        words(&status)
+    })?;
+    let listed = reply.into_inner().hear().map_err(|malformed| {
+        shared.count(if let Malformed::Version(_) = malformed { Reason::Version } else { Reason::Malformed });
+        format!("it sent {malformed}")
+    })?;
+    if listed.mesh != config.mesh {
+        shared.count(Reason::Mesh);
+        return Err(format!("it is of the mesh '{}': give both the same --mesh-name", listed.mesh));
+    }
+    if (&listed.node, listed.boot) != (node, boot) {
+        shared.count(Reason::OtherLife);
+        return Err(format!("{} answers there, perhaps in another life: ask again", listed.node));
+    }
+    if listed.wrong > 0 {
+        shared.count(Reason::Malformed);
+        shared.note_rarely(format!(
+            "{} namespaces of {node} are dropped: their facts are not what their digests say, or no engine's",
+            listed.wrong
+        ));
+    }
+    Ok(listed)
+}
+
+// === impl Taken ===
+
+impl Taken {
+    /// As much of a member's answer as there is room for.
+    fn answer(&mut self, peer: NodeId, answered: Result<Listed, String>) -> Answer {
+        let listed = match answered {
+            Ok(listed) => listed,
+            Err(why) => return Answer { peer, namespaces: Vec::new(), missing: Some(why) },
+        };
+        let (told, wrong) = (listed.namespaces.len(), listed.wrong);
+        let taken = listed.namespaces.into_iter().filter_map(|namespace| self.take(namespace));
+        let namespaces: Vec<Namespace> = taken.collect();
+        let left_out = listed.left_out.saturating_add((told - namespaces.len()) as u64);
+        let missing = match (left_out, wrong) {
+            (0, 0) => None,
+            (left_out, 0) => {
+                Some(format!("{left_out} of its namespaces are left out: there is no room for them"))
+            }
+            (left_out, wrong) => Some(format!(
+                "{wrong} of its namespaces are dropped, whose facts are not what their digests say, and {left_out} are left \
+                 out: run the same release on every node"
+            )),
+        };
+        Answer { peer, namespaces, missing }
+    }
+
+    fn take(&mut self, mut namespace: Namespace) -> Option<Namespace> {
+        if self.told == TOLD_MAX {
+            return None;
+        }
+        if let Some(stated) = &mut namespace.stated {
+            if let Some(known) = self.facts.get(&namespace.digest) {
+                stated.facts = Arc::clone(known);
+            } else {
+                let bytes: usize = stated.facts.iter().map(|(name, value)| name.len() + value.len()).sum();
+                let all = Some(self.facts_bytes + bytes).filter(|all| *all <= FACTS_BYTES_MAX)?;
+                self.facts_bytes = all;
+                self.facts.insert(namespace.digest, Arc::clone(&stated.facts));
+            }
+        }
+        self.told += 1;
+        Some(namespace)
+    }
+}

@@ -194,12 +194,8 @@ fn asked(namespaces: Told, limits: Limits) -> (Crew, usize, String) {
     (one, found.0, found.1)
 }
 
-#[test]
-fn what_a_peer_says_of_namespaces_is_believed_as_far_as_it_can_be_checked() {
-    let reply = |namespaces: Vec<NamespaceTold>| {
-        let (mesh, node) = ("test".into(), "liar".into());
-        NamespacesReply { version: VERSION, mesh, node, boot: 1, namespaces, left_out: 0 }
-    };
+/// Namespaces that no node keeps, and one that is told twice.
+fn wrong_namespaces() -> Vec<NamespaceTold> {
     let facts = |count: usize| (0..count).map(|at| (at.to_string(), String::new())).collect::<Facts>();
     let good = told("good");
     let many = NamespaceTold {
@@ -207,7 +203,7 @@ fn what_a_peer_says_of_namespaces_is_believed_as_far_as_it_can_be_checked() {
         facts: facts(257),
         ..good.clone()
     };
-    let wrong = vec![
+    vec![
         NamespaceTold { digest: vec![7; 16], ..told("another digest") },
         NamespaceTold { digest: vec![7; 15], ..told("no digest") },
         NamespaceTold { block_bytes: 0, ..told("no bytes") },
@@ -215,8 +211,17 @@ fn what_a_peer_says_of_namespaces_is_believed_as_far_as_it_can_be_checked() {
         NamespaceTold { shards: 0, ..told("no shards") },
         NamespaceTold { facts: Facts::new(), ..told("no facts, and a size") },
         many,
-        good.clone(),
-    ];
+        good,
+    ]
+}
+
+#[test]
+fn what_a_peer_says_of_namespaces_is_believed_as_far_as_it_can_be_checked() {
+    let reply = |namespaces: Vec<NamespaceTold>| {
+        let (mesh, node) = ("test".into(), "liar".into());
+        NamespacesReply { version: VERSION, mesh, node, boot: 1, namespaces, left_out: 0 }
+    };
+    let (good, wrong) = (told("good"), wrong_namespaces());
     let count = wrong.len();
     let all = [vec![good.clone()], wrong].concat();
     let late = Limits { namespaces: Duration::from_millis(300), ..patient() };

@@ -70,6 +70,7 @@ fn random64() -> Result<u64, Errno> {
 impl Server {
     /// Builds everything, then serves. The admin pages are up first, so that a slow start is visible. `log` is what an operator may
     /// change of this process's log.
+    #[expect(clippy::too_many_lines, reason = "each part once, in the order that they need each other")]
     pub fn start(config: &Config, log: LogLevel) -> Result<Self, StartError> {
         listener::raise_descriptor_limit();
         let registry = Registry::new();
@@ -106,22 +107,22 @@ impl Server {
             disks::open(&config.ssd, config.ssd_required, config.pool_path.is_some())?;
         count_given_up(&registry, &pool, &opened)?;
         let (core, disks) = start_disks(config, opened, dram, &pool, &ended)?;
-        let known = Known { inbox: Arc::clone(&inbox), catalog: catalog.clone() };
-        let (core, peers) = start_mesh(config, core, epoch, &pool, known, &ended)?;
+        let (core, peers) = start_mesh(config, core, epoch, &pool, (&inbox, &catalog), &ended)?;
         let mesh = peers.as_ref().map(Peers::asker);
         let metrics = add_metrics(config, disks.as_ref(), &left_out, &registry, metrics)?;
         let checksums =
             config.pool_path.as_ref().map(|_| Checksums::start(&pool, || ended.on_exit())).transpose()?;
         let poller = watch(&inbox, &copiers, disks.as_ref(), checksums.as_ref(), peers.as_ref())
             .map_err(std::io::Error::from)?;
-        let refusals = Refusals::new(&registry)?;
-        let greeter = Greeter::new(listener, &poller, refusals).map_err(std::io::Error::from)?;
+        let greeter =
+            Greeter::new(listener, &poller, Refusals::new(&registry)?).map_err(std::io::Error::from)?;
         let terms = Terms {
             epoch,
             lease_ttl_ms: config.lease_ttl.as_millis(),
             pool_fd: engines_fd(config, &pool)?,
             pidfd: pidfd().map_err(std::io::Error::from)?,
         };
+        let parts = Parts { inbox: Arc::clone(&inbox), catalog: catalog.clone(), mesh, quotas, log };
         let runtime = Runtime::new(
             core,
             pool,
@@ -131,13 +132,12 @@ impl Server {
             greeter,
             poller,
             metrics,
-            catalog.clone(),
+            catalog,
             heartbeat,
             (Arc::clone(&inbox), asks),
         );
         let runtime = runtime.with(disks, peers, checksums);
-        let control =
-            control.serve(Parts { inbox: Arc::clone(&inbox), catalog, mesh, quotas, log }, &registry)?;
+        let control = control.serve(parts, &registry)?;
         let guard = ended.on_exit();
         let data = thread::Builder::new().name("pillion-data".into()).spawn(move || {
             let _guard = guard;
@@ -224,11 +224,12 @@ fn start_mesh(
     core: Core,
     epoch: u64,
     pool: &Pool,
-    known: Known,
+    (inbox, catalog): (&Arc<Inbox>, &catalog::Shared),
     ended: &Arc<EndSignal>,
 ) -> Result<(Core, Option<Peers>), StartError> {
     let Some(mesh) = &config.mesh else { return Ok((core, None)) };
     let core = core.with_peers(Directory::new(directory::Config { seed: epoch, ..Default::default() }));
+    let known = Known { inbox: Arc::clone(inbox), catalog: catalog.clone() };
     Ok((core, Some(Peers::start(mesh, epoch, pool, known, ended)?)))
 }
 

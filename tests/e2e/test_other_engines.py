@@ -131,8 +131,15 @@ def test_vllm_decodes_what_transformers_prefilled(prefilled: Prefilled, tmp_path
 def test_a_chain_over_two_pods(prefilled: Prefilled, tmp_path: Path) -> None:
     """vLLM on A prefills, transformers on B decodes from the mesh, and vLLM on B has prompts and answers once A is gone."""
     with sidecar.serving(tmp_path, more=prefilled.peer) as keeper:
-        keeper.wait_metric("pillion_mesh_peer_keys", prefilled.keeper.metrics()["pillion_blocks"])
-        decoded = transformers(keeper.socket, prefilled.keeper, prefilled.options.model, prefilled.right, spoils=[], saves=True)
+        kept = prefilled.keeper.metrics()["pillion_blocks"]
+        # A peer has figures once it has joined.
+        keeper.wait_metric("pillion_mesh_peers", 1)
+        keeper.wait_metric("pillion_mesh_peer_keys", kept)
+        # B alone is asked which namespace to join.
+        [known] = keeper.namespaces()
+        assert (known["engines"], known["memory_blocks"]) == (0, 0)
+        assert known["peers"] == [{"peer": "a", "memory_blocks": kept, "disk_blocks": 0}]
+        decoded = transformers(keeper.socket, keeper, prefilled.options.model, prefilled.right, spoils=[], saves=True)
         assert (decoded["right"]["blocks"] * engine.BLOCK_TOKENS, decoded["right"]["equal"]) == (HITS, TOKENS)
         prefilled.keeper.kill()
         with engine.running(dataclasses.replace(prefilled.options, socket=keeper.socket), tmp_path / "engine.log") as running:

@@ -19,7 +19,14 @@ fn main() {
         .output_type("crate::control::wire::namespaces::NamespacesReply")
         .codec_path("tonic_prost::ProstCodec")
         .build();
+    let wait = Method::builder()
+        .name("wait")
+        .route_name("Wait")
+        .input_type("crate::control::wire::WaitRequest")
+        .output_type("crate::control::wire::WaitReply")
+        .codec_path("tonic_prost::ProstCodec")
+        .build();
     let inventory = Service::builder().package("pillion.mesh.v1").name("Inventory");
-    let inventory = inventory.method(follow).method(namespaces).build();
+    let inventory = inventory.method(follow).method(namespaces).method(wait).build();
     Builder::new().compile(&[inventory]);
 }

@@ -18,7 +18,7 @@ pub mod wire;
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -33,6 +33,7 @@ use self::shell::Command;
 use crate::Error;
 use crate::digest::Change;
 pub use crate::membership::{DataAddresses, MEMBERS_MAX, News, Parting};
+use crate::pace;
 use crate::refusals::Refusals;
 use crate::tls::Security;
 use crate::transport::{BootId, NodeId, PeerNumber};
@@ -110,6 +111,8 @@ pub struct Limits {
     pub connect: Duration,
     /// A follower hears something at least this often.
     pub heartbeat: Duration,
+    /// What each follower adds to the time between two batches to one of them.
+    pub turn: Duration,
     /// A stream on which nothing came for this long is down, and a follower that takes nothing for this long is cut off.
     pub silence: Duration,
     /// A listed peer that was down for this long is left, until it is back; and of an address at which there was no peer for
@@ -129,12 +132,20 @@ pub struct Limits {
     pub namespaces: Duration,
 }
 
+/// What the thread shows of itself.
+#[derive(Debug, Default)]
+struct Figures {
+    /// Listed addresses at which a node is expected and none is a member.
+    empty: AtomicUsize,
+    /// Microseconds between two batches to a follower that waits for nothing.
+    pace_us: AtomicU64,
+}
+
 /// The thread at work.
 pub struct Control {
     commands: UnboundedSender<Command>,
     address: SocketAddr,
-    /// Listed addresses at which a node is expected and none is a member.
-    empty: Arc<AtomicUsize>,
+    figures: Arc<Figures>,
     thread: Option<JoinHandle<()>>,
     /// Disconnected when the thread has ended.
     ended: Receiver<()>,
@@ -198,6 +209,7 @@ impl Default for Limits {
         Self {
             connect: Duration::from_secs(2),
             heartbeat: Duration::from_secs(1),
+            turn: pace::TURN,
             silence: Duration::from_secs(5),
             gone: Duration::from_secs(30),
             resolve: Duration::from_secs(10),
@@ -235,16 +247,16 @@ impl Control {
         let address = listener.local_addr().map_err(unheard)?;
         let (commands, orders) = unbounded_channel();
         let (alive, ended) = channel();
-        let empty = Arc::default();
+        let figures = Arc::new(Figures::default());
         let config = Config { listen: address, ..config };
-        let run = shell::prepare(config, listener, (Box::new(up), Arc::clone(&empty)), orders)?;
+        let run = shell::prepare(config, listener, (Box::new(up), Arc::clone(&figures)), orders)?;
         let thread = std::thread::Builder::new().name("mesh-control".into());
         let thread = thread.spawn(move || {
             run();
             drop(alive);
         });
         let thread = thread.map_err(|source| Error::Os { doing: "start a thread", source })?;
-        Ok(Self { commands, address, empty, thread: Some(thread), ended })
+        Ok(Self { commands, address, figures, thread: Some(thread), ended })
     }
 
     /// What this node keeps from now on, or no more. Peers that follow hear of it.
@@ -262,6 +274,17 @@ impl Control {
         Asker(self.commands.clone())
     }
 
+    /// A request here waits for a block that a peer may be about to have: peers tell this node sooner for a time. To be said again
+    /// every second for as long as one waits. It costs a message to each peer, where they are so many that it matters.
+    pub fn wait(&self) {
+        self.order(Command::Wait);
+    }
+
+    /// The time between two batches to a follower that waits for nothing.
+    pub fn pace(&self) -> Duration {
+        Duration::from_micros(self.figures.pace_us.load(Ordering::Relaxed))
+    }
+
     /// Where peers follow what this node keeps.
     pub fn address(&self) -> SocketAddr {
         self.address
@@ -269,7 +292,7 @@ impl Control {
 
     /// Listed addresses at which a node is expected and none is a member.
     pub fn endpoints_empty(&self) -> usize {
-        self.empty.load(Ordering::Relaxed)
+        self.figures.empty.load(Ordering::Relaxed)
     }
 
     /// Is no member any more, as soon as etcd or the peers hear of it. Nothing more is told.

@@ -160,21 +160,33 @@ impl Feed {
         Reader { thinning, sequence: known, after: known.unwrap_or(0), told }
     }
 
-    /// What a follower is to be told next; `None` until there is another batch.
+    /// What a follower is to be told next; `None` until there is another batch. Batches that it has not seen are told as one, as far
+    /// as a message has room.
     pub fn next(&self, reader: &mut Reader) -> Option<Message> {
         let Some(mut behind) = self.behind(reader) else { return Some(self.begin(reader)) };
         while behind > 0 {
-            let batch = &self.batches[self.batches.len() - behind];
-            behind -= 1;
-            let sequence = self.sequence - behind as u64;
+            let mut changes = Vec::new();
+            while behind > 0 {
+                let share = reader.share(&self.batches[self.batches.len() - behind]);
+                if changes.len() + share.len() > BATCH_CHANGES_MAX {
+                    break;
+                }
+                changes.extend(share);
+                behind -= 1;
+            }
+            let (batch, sequence) = (Batch::of(changes), self.sequence - behind as u64);
             reader.sequence = Some(sequence);
-            let (removed, added) = (reader.share(&batch.removed), reader.share(&batch.added));
-            if !removed.is_empty() || !added.is_empty() {
+            if batch.changes() > 0 {
                 let after = std::mem::replace(&mut reader.after, sequence);
-                return Some(Message::Delta { after, sequence, removed, added });
+                return Some(Message::Delta { after, sequence, removed: batch.removed, added: batch.added });
             }
         }
         (reader.told != Told::All).then(|| self.chunk(reader))
+    }
+
+    /// Whether a follower has been told everything up to the last batch.
+    pub fn is_told(&self, reader: &Reader) -> bool {
+        reader.told == Told::All && reader.sequence == Some(self.sequence)
     }
 
     /// Batches that a reader has not seen; `None` if one of them is forgotten, or was never there.
@@ -219,19 +231,36 @@ impl Batch {
     fn changes(&self) -> usize {
         self.removed.len() + self.added.len()
     }
+
+    /// What batches in a row come to: each change of a digest undoes the one before.
+    fn of(mut changes: Vec<(Digest, bool)>) -> Self {
+        // Stable: those of one digest stay in their order. It is quick where there are few runs in order.
+        changes.sort_by_key(|(digest, _)| *digest);
+        let mut batch = Self::default();
+        for of_one in changes.chunk_by(|(one, _), (next, _)| one == next) {
+            match of_one.last() {
+                Some((digest, true)) if of_one.len() % 2 == 1 => batch.added.push(*digest),
+                Some((digest, false)) if of_one.len() % 2 == 1 => batch.removed.push(*digest),
+                _ => {}
+            }
+        }
+        batch
+    }
 }
 
 // === impl Reader ===
 
 impl Reader {
-    /// Those of a batch that this reader has been told of, or would have been.
-    fn share(&self, digests: &[Digest]) -> Vec<Digest> {
+    /// Those changes of a batch whose digests this reader has been told of, or would have been; whether each is kept.
+    fn share(&self, batch: &Batch) -> Vec<(Digest, bool)> {
         let told = |digest: Digest| match self.told {
             Told::Nothing => false,
             Told::UpTo(last) => digest <= last,
             Told::All => true,
         };
-        digests.iter().copied().filter(|digest| told(*digest) && self.thinning.keeps(*digest)).collect()
+        let with = |kept| move |digest: &Digest| (*digest, kept);
+        let all = batch.removed.iter().map(with(false)).chain(batch.added.iter().map(with(true)));
+        all.filter(|(digest, _)| told(*digest) && self.thinning.keeps(*digest)).collect()
     }
 }
 

@@ -17,6 +17,7 @@ pub mod directory;
 mod error;
 pub mod feed;
 pub mod membership;
+pub mod pace;
 mod random;
 pub mod refusals;
 pub mod tls;

@@ -12,7 +12,9 @@ use std::time::Duration;
 use mesh::control::service::inventory_client::InventoryClient;
 use mesh::control::service::inventory_server::{Inventory, InventoryServer};
 use mesh::control::wire::namespaces::{NamespaceTold, NamespacesReply, NamespacesRequest};
-use mesh::control::wire::{Begin, Chunk, Delta, FollowReply, FollowRequest, Heartbeat, Hello, Said, VERSION};
+use mesh::control::wire::{
+    Begin, Chunk, Delta, FollowReply, FollowRequest, Heartbeat, Hello, Said, VERSION, WaitReply, WaitRequest,
+};
 use mesh::control::{Limits, Members};
 use mesh::refusals::Reason;
 use rig::crew::{Crew, Plan, added, address, digest, patient};
@@ -55,6 +57,10 @@ impl Inventory for Liar {
             Told::Reply(reply) => Ok(Response::new(reply.clone())),
         }
     }
+
+    async fn wait(&self, _: Request<WaitRequest>) -> Result<Response<WaitReply>, Status> {
+        Err(Status::unimplemented("a liar does not listen"))
+    }
 }
 
 /// A liar at an address, on a thread of its own, until the process ends.
@@ -82,7 +88,15 @@ fn request() -> FollowRequest {
 
 fn hello() -> Hello {
     let (mesh, tcp) = ("test".into(), "127.0.0.1:9".into());
-    Hello { version: VERSION, mesh, node: "liar".into(), boot: 1, tcp, rdma: String::new() }
+    Hello {
+        version: VERSION,
+        mesh,
+        node: "liar".into(),
+        boot: 1,
+        tcp,
+        rdma: String::new(),
+        hears_waits: false,
+    }
 }
 
 fn begin(sequence: u64, keys: u64) -> Said {

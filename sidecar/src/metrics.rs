@@ -8,6 +8,8 @@ mod ssd;
 
 use mesh::refusals::Refusals;
 use mesh::transport::PeerNumber;
+use std::time::Duration;
+
 use prometheus::{Counter, GaugeVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry};
 use tiers::ssd::Backend;
 
@@ -274,6 +276,13 @@ impl Metrics {
     ) {
         if let Some(metrics) = &mut self.peers {
             metrics.publish(stats, endpoints_empty, name);
+        }
+    }
+
+    /// Makes visible the time between two batches of changes to a peer.
+    pub fn publish_pace(&self, pace: Duration) {
+        if let Some(metrics) = &self.peers {
+            metrics.publish_pace(pace);
         }
     }
 

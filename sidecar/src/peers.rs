@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU64;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
 use mesh::control::{self, Asker, Control, News};
 use mesh::digest::Change;
@@ -26,6 +27,8 @@ use crate::wake::{self, EndSignal};
 
 /// Changes of a peer that are handed out at once: 0.2 to 0.5 ms of a filter's work.
 const CHANGES: usize = 1024;
+/// While requests wait for blocks of peers, these are told so this often; they heed it for 2 s.
+const WAIT_EVERY: Duration = Duration::from_secs(1);
 /// Ends of blocks that are handed out at once.
 const DONES: usize = 256;
 
@@ -64,6 +67,8 @@ pub struct Peers {
     down: BTreeSet<PeerNumber>,
     /// What peers are to be told.
     changes: Vec<Change>,
+    /// Before that they are not told again that a request waits.
+    next_wait: Duration,
 }
 
 // === impl Told ===
@@ -131,8 +136,8 @@ impl Peers {
         let rdma = data.rdma.map(tracing::field::display);
         tracing::info!(node = %mesh.node, control = %control.address(), tcp = %data.tcp, rdma, "in the mesh");
         let (names, down) = Default::default();
-        let (next, rest, changes) = Default::default();
-        Ok(Self { control, carriers, refusals, ups, next, rest, wake, names, down, changes })
+        let (next, rest, changes, next_wait) = Default::default();
+        Ok(Self { control, carriers, refusals, ups, next, rest, wake, names, down, changes, next_wait })
     }
 
     /// Becomes readable whenever something is said; watched by edge, never read.
@@ -181,6 +186,19 @@ impl Peers {
     /// Takes what peers are to be told; [`Peers::flush`] tells them.
     pub fn publish(&mut self, changes: Vec<Change>) {
         self.changes.extend(changes);
+    }
+
+    /// The time between two batches of changes to a peer.
+    pub fn pace(&self) -> Duration {
+        self.control.pace()
+    }
+
+    /// A request waits for a block that a peer may be about to have: they are to tell this node sooner.
+    pub fn wait(&mut self, now: Duration) {
+        if now >= self.next_wait {
+            self.next_wait = now + WAIT_EVERY;
+            self.control.wait();
+        }
     }
 
     /// Tells the peers what was taken for them.

@@ -231,7 +231,13 @@ impl Runtime {
         self.now = self.clock.now();
         self.heartbeat.beat();
         while turn.step(self) {}
-        self.peers.iter_mut().for_each(Peers::flush);
+        let waits = self.core.next_look_ms().is_some();
+        if let Some(peers) = &mut self.peers {
+            peers.flush();
+            if waits {
+                peers.wait(self.now);
+            }
+        }
         self.beat();
         if turn.worked() {
             self.publish();

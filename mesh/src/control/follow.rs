@@ -1,10 +1,12 @@
 //! The side that follows: one task for each endpoint, which connects again and again.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::Notify;
 use tokio::time::Instant;
+use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
 use super::News;
@@ -12,7 +14,7 @@ use super::back_off::BackOff;
 use super::dial::{dial, within};
 use super::service::inventory_client::InventoryClient;
 use super::shared::Shared;
-use super::wire::{FollowReply, FollowRequest, Malformed, REPLY_BYTES_MAX, Reply};
+use super::wire::{FollowReply, FollowRequest, Malformed, REPLY_BYTES_MAX, Reply, WaitRequest};
 use crate::digest::Thinning;
 use crate::feed::{Follower, Heard, Message, Unheard, keys_max};
 use crate::membership::{Endpoint, Failure, Identity};
@@ -97,7 +99,7 @@ async fn stream(
     address: &str,
     known: &mut Known,
     up: &mut Option<Instant>,
-) -> Result<std::convert::Infallible, Failure> {
+) -> Result<Infallible, Failure> {
     let config = &shared.config;
     let session = shared.credentials.as_ref().map(|files| files.client(|text| shared.note(text)));
     known.upto = known.upto.filter(|(number, ..)| shared.number(endpoint) == Some(*number));
@@ -115,7 +117,7 @@ async fn stream(
         Ok(answer.into_inner())
     })
     .await?;
-    let identity = greeting(shared, &mut replies).await?;
+    let (identity, hears_waits) = greeting(shared, &mut replies).await?;
     let Some(number) = shared.hello(endpoint, &identity)? else {
         // The node itself: this task is being ended.
         std::future::pending().await
@@ -124,12 +126,27 @@ async fn stream(
     known.upto = known.upto.filter(|(of, boot, _)| (*of, *boot) == (number, identity.boot));
     *up = Some(Instant::now());
     let keys_max = keys_max(config.directory_bytes, shared.sharing());
-    let mut follower = match known.upto {
+    let follower = match known.upto {
         Some((.., sequence)) => Follower::resumed(keys_max, sequence, known.thinning),
         None => Follower::new(keys_max),
     };
+    let heard = hear(shared, &mut replies, known, follower, (number, identity.boot, keys_max));
+    tokio::select! {
+        heard = heard => heard,
+        never = say_waits(shared, client), if hears_waits => match never {},
+    }
+}
+
+/// What a member says, until it says what it should not, or nothing.
+async fn hear(
+    shared: &Shared,
+    replies: &mut Streaming<FollowReply>,
+    known: &mut Known,
+    mut follower: Follower,
+    (number, boot, keys_max): (PeerNumber, BootId, usize),
+) -> Result<Infallible, Failure> {
     loop {
-        match reply(shared, &mut replies).await? {
+        match reply(shared, replies).await? {
             Reply::Hello(..) => {
                 shared.count(Reason::Malformed);
                 return Err(Failure::Unreached("it greets twice".into()));
@@ -140,18 +157,31 @@ async fn stream(
                     known.use_room(keys, keys_max)?;
                 }
                 let heard = follower.hear(message).map_err(|unheard| known.after(unheard))?;
-                known.upto = follower.known().map(|sequence| (number, identity.boot, sequence));
+                known.upto = follower.known().map(|sequence| (number, boot, sequence));
                 tell(shared, number, heard).await;
             }
         }
     }
 }
 
-/// Who answers, of this mesh.
-async fn greeting(shared: &Shared, replies: &mut Streaming<FollowReply>) -> Result<Identity, String> {
+/// Tells a member, for ever, whenever a request here waits for a block. That the member does not answer is for its stream to notice.
+async fn say_waits(shared: &Shared, mut client: InventoryClient<Channel>) -> Infallible {
+    let mut waits = shared.waits.subscribe();
+    loop {
+        if waits.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+        let _ = tokio::time::timeout(shared.config.limits.connect, client.wait(WaitRequest {})).await;
+    }
+}
+
+/// Who answers, of this mesh, and whether it hears who waits.
+async fn greeting(shared: &Shared, replies: &mut Streaming<FollowReply>) -> Result<(Identity, bool), String> {
     match reply(shared, replies).await? {
-        Reply::Hello(mesh, identity) if mesh == shared.config.mesh => Ok(identity),
-        Reply::Hello(mesh, _) => {
+        Reply::Hello(mesh, identity, hears_waits) if mesh == shared.config.mesh => {
+            Ok((identity, hears_waits))
+        }
+        Reply::Hello(mesh, ..) => {
             shared.count(Reason::Mesh);
             Err(format!("it is of the mesh '{mesh}': give both the same --mesh-name"))
         }

@@ -3,7 +3,7 @@
 use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -11,7 +11,8 @@ use hyper::server::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, mpsc, watch};
+use tokio::sync::{Notify, Semaphore, mpsc, watch};
+use tokio::time::Instant;
 use tokio_rustls::TlsAcceptor;
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status};
@@ -20,9 +21,13 @@ use super::dial::Wire;
 use super::service::inventory_server::{Inventory, InventoryServer};
 use super::shared::{Shared, lock};
 use super::wire::namespaces::{NamespacesReply, NamespacesRequest};
-use super::wire::{FollowReply, FollowRequest, REPLY_BYTES_MAX, REQUEST_BYTES_MAX, VERSION, thinning_of};
+use super::wire::{
+    FollowReply, FollowRequest, REPLY_BYTES_MAX, REQUEST_BYTES_MAX, VERSION, WaitReply, WaitRequest,
+    thinning_of,
+};
 use super::{MEMBERS_MAX, namespaces};
 use crate::digest::Thinning;
+use crate::feed::Message;
 use crate::refusals::Reason;
 use crate::tls::REMEDY;
 
@@ -32,6 +37,8 @@ const PARTING: Duration = Duration::from_secs(1);
 const EXHAUSTED: Duration = Duration::from_millis(100);
 /// Bytes of the headers of a request.
 const HEADER_BYTES_MAX: u32 = 8 << 10;
+/// Calls of a connection at a time: the one that follows, and one that says that the follower waits.
+const CALLS_MAX: u32 = 2;
 
 /// How far a connection is.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -49,6 +56,17 @@ enum Phase {
 struct Connection {
     shared: Arc<Shared>,
     phase: Arc<watch::Sender<Phase>>,
+    follower: OnceLock<u64>,
+    /// The follower of it has said that it waits.
+    waits: Arc<Notify>,
+}
+
+/// A follower, for as long as it is told.
+struct Turn {
+    shared: Arc<Shared>,
+    follower: u64,
+    /// It has said that it waits.
+    waits: Arc<Notify>,
 }
 
 /// What goes out on a stream.
@@ -90,10 +108,14 @@ async fn serve(shared: &Arc<Shared>, tcp: TcpStream, from: SocketAddr) {
         Err(why) => return shared.note_rarely(format!("{from} is not served: {why}")),
     };
     let (phase, mut phases) = watch::channel(Phase::Idle);
-    let connection = Connection { shared: Arc::clone(shared), phase: Arc::new(phase) };
+    let (shared_too, phase) = (Arc::clone(shared), Arc::new(phase));
+    let connection =
+        Connection { shared: shared_too, phase, follower: OnceLock::new(), waits: Arc::default() };
     let service = InventoryServer::new(connection).max_decoding_message_size(REQUEST_BYTES_MAX);
     let mut http = http2::Builder::new(TokioExecutor::new());
-    http.max_concurrent_streams(1).max_header_list_size(HEADER_BYTES_MAX).max_send_buf_size(REPLY_BYTES_MAX);
+    http.max_concurrent_streams(CALLS_MAX)
+        .max_header_list_size(HEADER_BYTES_MAX)
+        .max_send_buf_size(REPLY_BYTES_MAX);
     // One that is frozen, or that has no network any more.
     let silence = shared.config.limits.silence;
     http.timer(TokioTimer::new()).keep_alive_interval(silence).keep_alive_timeout(silence);
@@ -148,9 +170,12 @@ impl Inventory for Connection {
             self.shared.retry.notify_one();
         }
         let (replies, taken) = mpsc::channel(1);
-        let (shared, phase) = (Arc::clone(&self.shared), Arc::clone(&self.phase));
+        let (shared, phase, waits) =
+            (Arc::clone(&self.shared), Arc::clone(&self.phase), Arc::clone(&self.waits));
+        let follower = *self.follower.get_or_init(|| shared.enter());
+        let turn = Turn { shared: Arc::clone(&shared), follower, waits };
         tokio::spawn(async move {
-            let stuck = tell(&shared, &asked, &replies).await.is_err();
+            let stuck = tell(turn, &asked, &replies).await.is_err();
             if stuck {
                 shared.count(Reason::Slow);
                 let silence_ms = shared.config.limits.silence.as_millis();
@@ -174,6 +199,16 @@ impl Inventory for Connection {
         let told = namespaces::tell(&self.shared).await;
         self.phase.send_replace(Phase::Ended);
         told.map(Response::new)
+    }
+
+    async fn wait(&self, _: Request<WaitRequest>) -> Result<Response<WaitReply>, Status> {
+        let Some(follower) = self.follower.get() else {
+            self.shared.count(Reason::Malformed);
+            return Err(Status::failed_precondition("who does not follow does not wait"));
+        };
+        self.shared.wait(*follower);
+        self.waits.notify_one();
+        Ok(Response::new(WaitReply {}))
     }
 }
 
@@ -212,31 +247,58 @@ impl Connection {
     }
 }
 
-/// Tells a follower what this node keeps, until it hangs up. `Err`: it takes nothing.
+/// Tells a follower what this node keeps, until it hangs up: all of it without a rest, and then what changes. `Err`: it takes nothing.
 async fn tell(
-    shared: &Shared,
+    turn: Turn,
     asked: &FollowRequest,
     replies: &mpsc::Sender<FollowReply>,
 ) -> Result<(), tokio::time::error::Elapsed> {
+    let shared = &*turn.shared;
     let limits = &shared.config.limits;
     let known = (asked.known_boot == shared.config.boot.0.get()).then_some(asked.known_sequence);
     let thinning = thinning_of(asked.thinning).unwrap_or_default();
     let mut published = shared.published.subscribe();
     let mut reader = lock(&shared.feed).reader(thinning, known);
     let mut next = FollowReply::hello(&shared.config);
+    // When the last batch was told, behind which there was nothing.
+    let mut told: Option<Instant> = None;
     while tokio::time::timeout(limits.silence, replies.send(next)).await?.is_ok() {
+        let sent = Instant::now();
         next = loop {
-            if let Some(message) = lock(&shared.feed).next(&mut reader) {
-                break message.into();
+            let now = Instant::now();
+            let rested = told.map(|told| told + shared.rest(turn.follower)).filter(|rested| *rested > now);
+            if rested.is_none() {
+                let feed = lock(&shared.feed);
+                if let Some(message) = feed.next(&mut reader) {
+                    let rests = matches!(message, Message::Delta { .. }) && feed.is_told(&reader);
+                    told = rests.then_some(now);
+                    break message.into();
+                }
             }
+            let due = async {
+                match rested {
+                    Some(rested) => tokio::time::sleep_until(rested).await,
+                    // The sender is shared: it is there.
+                    None => drop(published.changed().await),
+                }
+            };
             tokio::select! {
-                _ = published.changed() => {}
-                () = tokio::time::sleep(limits.heartbeat) => break FollowReply::heartbeat(),
+                () = due => {}
+                () = turn.waits.notified() => {}
+                () = tokio::time::sleep_until(sent + limits.heartbeat) => break FollowReply::heartbeat(),
                 () = replies.closed() => return Ok(()),
             }
         };
     }
     Ok(())
+}
+
+// === impl Turn ===
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        self.shared.leave(self.follower);
+    }
 }
 
 // === impl Replies ===

@@ -2,17 +2,18 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 
 use super::wire::namespaces::NamespacesReply;
-use super::{Config, News};
+use super::{Config, Figures, News};
 use crate::feed::Feed;
 use crate::membership::{Endpoint, Failure, Identity, Membership, Registration, Step};
+use crate::pace::{self, Pace};
 use crate::refusals::Reason;
 use crate::tls::Credentials;
 use crate::transport::{BootId, NodeId, PeerNumber};
@@ -30,7 +31,8 @@ pub(super) struct Shared {
     /// What peers were told last of this node's namespaces, and when.
     pub(super) listed: tokio::sync::Mutex<Told>,
     up: Up,
-    empty: Arc<AtomicUsize>,
+    figures: Arc<Figures>,
+    pace: Mutex<Pace>,
     membership: Mutex<Membership>,
     streams: Mutex<HashMap<Endpoint, Following>>,
     follow: Follow,
@@ -38,6 +40,8 @@ pub(super) struct Shared {
     pub(super) retry: Notify,
     /// Changes when pauses between attempts to follow are to end.
     pub(super) hurry: watch::Sender<()>,
+    /// Changes when peers are to hear that a request here waits for a block.
+    pub(super) waits: watch::Sender<()>,
     began: Instant,
     /// When something was noted rarely for the last time.
     noted_ms: AtomicU64,
@@ -46,8 +50,8 @@ pub(super) struct Shared {
 /// An answer of this node; without a reply where its blocks could not be counted.
 type Told = Option<(tokio::time::Instant, Option<NamespacesReply>)>;
 type Up = Box<dyn Fn(News) + Send + Sync>;
-/// Where the caller sees what becomes of the mesh: what it is told, and how many endpoints are without a member.
-pub(super) type Seen = (Up, Arc<AtomicUsize>);
+/// Where the caller sees what becomes of the mesh: what it is told, and the figures that it looks at.
+pub(super) type Seen = (Up, Arc<Figures>);
 
 /// Follows an endpoint at an address, until it is aborted; a wake-up asks for all anew.
 pub(super) type Follow = fn(Arc<Shared>, Endpoint, String, Arc<Notify>) -> AbortHandle;
@@ -74,9 +78,11 @@ impl Shared {
     pub(super) fn new(
         config: Config,
         credentials: Option<Credentials>,
-        (up, empty): Seen,
+        (up, figures): Seen,
         follow: Follow,
     ) -> Arc<Self> {
+        let pace = Pace::new(config.limits.turn);
+        figures.show(&pace);
         let gone_ms = config.limits.gone.as_millis() as u64;
         Arc::new(Self {
             membership: Mutex::new(Membership::new((config.node.clone(), config.boot), gone_ms)),
@@ -86,11 +92,13 @@ impl Shared {
             published: watch::Sender::new(()),
             listed: tokio::sync::Mutex::default(),
             up,
-            empty,
+            figures,
+            pace: Mutex::new(pace),
             streams: Mutex::default(),
             follow,
             retry: Notify::new(),
             hurry: watch::Sender::new(()),
+            waits: watch::Sender::new(()),
             began: now(),
             noted_ms: AtomicU64::new(0),
         })
@@ -125,6 +133,38 @@ impl Shared {
 
     fn now_ms(&self) -> u64 {
         now().saturating_duration_since(self.began).as_millis() as u64
+    }
+
+    // === pace ===
+
+    pub(super) fn enter(&self) -> u64 {
+        let mut pace = lock(&self.pace);
+        let follower = pace.enter();
+        self.figures.show(&pace);
+        follower
+    }
+
+    pub(super) fn leave(&self, follower: u64) {
+        let mut pace = lock(&self.pace);
+        pace.leave(follower);
+        self.figures.show(&pace);
+    }
+
+    /// A follower waits for a block.
+    pub(super) fn wait(&self, follower: u64) {
+        lock(&self.pace).wait(follower, self.now_ms());
+    }
+
+    /// How long a follower rests between two batches.
+    pub(super) fn rest(&self, follower: u64) -> Duration {
+        lock(&self.pace).rest(follower, self.now_ms())
+    }
+
+    /// Peers are to hear that a request here waits, where they may have so many followers that it makes a difference.
+    pub(super) fn say_that_one_waits(&self) {
+        if pace::rest(self.config.limits.turn, self.sharing()) > pace::GATHER {
+            self.waits.send_replace(());
+        }
     }
 
     // === membership ===
@@ -196,7 +236,7 @@ impl Shared {
     }
 
     fn carry_out(self: &Arc<Self>, steps: impl IntoIterator<Item = Step>) {
-        self.empty.store(lock(&self.membership).empty(), Ordering::Relaxed);
+        self.figures.empty.store(lock(&self.membership).empty(), Ordering::Relaxed);
         for step in steps {
             match step {
                 Step::Tell(news) => self.tell(news),
@@ -223,5 +263,13 @@ impl Shared {
         {
             following.notify_one();
         }
+    }
+}
+
+// === impl Figures ===
+
+impl Figures {
+    fn show(&self, pace: &Pace) {
+        self.pace_us.store(pace.longest().as_micros() as u64, Ordering::Relaxed);
     }
 }

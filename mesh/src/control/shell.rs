@@ -13,11 +13,10 @@ use super::shared::{Seen, Shared, lock, now};
 use super::{Answer, Config, Members, etcd, follow, names, namespaces, serve};
 use crate::Error;
 use crate::digest::Change;
+use crate::pace::GATHER;
 use crate::tls::{Credentials, Security};
 use crate::transport::PeerNumber;
 
-/// Changes are gathered for so long before they are told.
-const GATHER: Duration = Duration::from_millis(5);
 /// How often the membership is told the time.
 const TICK: Duration = Duration::from_millis(250);
 
@@ -30,6 +29,8 @@ pub(super) enum Command {
     Resync(PeerNumber),
     /// What members know of namespaces.
     Namespaces(oneshot::Sender<Vec<Answer>>),
+    /// A request here waits for a block that a peer may be about to have.
+    Wait,
     Drain,
 }
 
@@ -99,6 +100,7 @@ async fn run(shared: Arc<Shared>, listener: TcpListener, mut orders: UnboundedRe
                 Some(Command::Namespaces(reply)) => {
                     tokio::spawn(namespaces::ask_all(Arc::clone(&shared), reply));
                 }
+                Some(Command::Wait) => shared.say_that_one_waits(),
                 Some(Command::Drain) | None => break,
             },
             () = due => {

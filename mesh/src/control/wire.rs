@@ -2,7 +2,7 @@
 //!
 //! gRPC over HTTP/2 on the address of `--mesh-listen`; under mutual TLS (1.3) with the files that carry blocks too, unless
 //! the mesh is told to be plaintext. A peer follows by `pillion.mesh.v1.Inventory/Follow`: one [`FollowRequest`] and then a
-//! stream of [`FollowReply`] for as long as the connection lives. One connection carries one stream.
+//! stream of [`FollowReply`] for as long as the connection lives. One connection carries one such stream.
 //!
 //! 1. The server looks at `version` and `mesh`, and refuses others with FAILED_PRECONDITION and a text that says why.
 //! 2. The first reply is [`Hello`]: who answers. A follower that meant another node, or another life, hangs up.
@@ -13,6 +13,10 @@
 //!    anew.
 //! 5. A [`Heartbeat`] comes when nothing else did for a second. A follower hangs up after 5 s of silence, and is hung up on
 //!    when it takes nothing for 5 s.
+//!
+//! 6. The more followers a server has, the longer each rests between two deltas ([`crate::pace`]). One that waits for a block says so
+//!    by `pillion.mesh.v1.Inventory/Wait`, beside its stream, and rests less for 2 s; it is what it has not been told that comes at
+//!    once. Only a server whose greeting has `hears_waits` is asked: an older one takes no call beside a stream.
 //!
 //! Digests are XXH3-64 over namespace digest (16 bytes), group (u32, little-endian) and hash (32 bytes) of a block
 //! ([`Digest`]). A thinning of n means that only digests are told of which n bits from bit 16 up are zero.
@@ -105,6 +109,9 @@ pub struct Hello {
     /// Where RDMA is arranged with it, in the same form; empty if it has no NICs.
     #[prost(string, tag = "6")]
     pub rdma: String,
+    /// Whether it has the method `Wait`.
+    #[prost(bool, tag = "7")]
+    pub hears_waits: bool,
 }
 
 /// What was told before is void.
@@ -151,11 +158,19 @@ pub struct Delta {
 #[derive(Clone, Copy, PartialEq, prost::Message)]
 pub struct Heartbeat {}
 
+/// The follower of this connection waits for a block.
+#[derive(Clone, Copy, PartialEq, prost::Message)]
+pub struct WaitRequest {}
+
+/// It is heard: the follower counts as one that waits.
+#[derive(Clone, Copy, PartialEq, prost::Message)]
+pub struct WaitReply {}
+
 /// A reply, looked at.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Reply {
-    /// Who answers, and of which mesh.
-    Hello(String, Identity),
+    /// Who answers, of which mesh, and whether it hears who waits.
+    Hello(String, Identity, bool),
     Told(Message),
     Heartbeat,
 }
@@ -209,6 +224,7 @@ impl FollowReply {
             boot: config.boot.0.get(),
             tcp: config.data.tcp.to_string(),
             rdma: config.data.rdma.map(|rdma| rdma.to_string()).unwrap_or_default(),
+            hears_waits: true,
         });
         Self { said: Some(said) }
     }
@@ -280,7 +296,7 @@ impl Hello {
         let rdma = Some(&self.rdma).filter(|rdma| !rdma.is_empty());
         let rdma = rdma.map(|rdma| address(rdma, "RDMA address")).transpose()?;
         let data = DataAddresses { tcp, rdma };
-        Ok(Reply::Hello(self.mesh, Identity { node, boot: BootId(boot), data }))
+        Ok(Reply::Hello(self.mesh, Identity { node, boot: BootId(boot), data }, self.hears_waits))
     }
 }
 

@@ -286,3 +286,39 @@ fn random_worlds_end_with_equal_sets() {
         }
     }
 }
+
+#[test]
+fn batches_that_a_follower_has_not_seen_are_told_as_one() {
+    let mut feed = feed_of(100);
+    let mut copy = Copy::new(&feed, Thinning::NONE);
+    copy.catch_up(&feed);
+    let known = feed.sequence;
+    for changes in [added(200..210), removed(200..205), added(200..202), removed(0..5), added(0..5)] {
+        assert!(feed.is_told(&copy.reader) == (feed.sequence == known));
+        feed.apply(&changes);
+        feed.seal();
+    }
+    let expected: HashSet<Digest> = (200..202).chain(205..210).map(digest).collect();
+    match feed.next(&mut copy.reader.clone()) {
+        Some(Message::Delta { after, sequence, removed, added }) => {
+            assert_eq!((after, sequence, removed), (known, known + 5, vec![]));
+            assert_eq!(added.into_iter().collect::<HashSet<_>>(), expected);
+        }
+        other => panic!("{other:?}"),
+    }
+    copy.catch_up(&feed);
+    assert!(feed.is_told(&copy.reader));
+    let model = (0..100).chain(200..202).chain(205..210).map(digest).collect();
+    assert_equal(&copy, &model, "what they come to");
+    // As far as a message has room: of batches that undo each other nothing is told, however many there are.
+    let most = BATCH_CHANGES_MAX as u64;
+    for changes in [added(1000..1000 + most), removed(1000..1000 + most), added(1000..1001)] {
+        feed.apply(&changes);
+        feed.seal();
+    }
+    let told = std::iter::from_fn(|| feed.next(&mut copy.reader)).map(|message| match message {
+        Message::Delta { removed, added, .. } => removed.len() + added.len(),
+        other => panic!("{other:?}"),
+    });
+    assert_eq!(told.collect::<Vec<_>>(), [BATCH_CHANGES_MAX, BATCH_CHANGES_MAX, 1]);
+}

@@ -23,6 +23,7 @@ pub(crate) fn patient() -> Limits {
     Limits {
         connect: LONG,
         heartbeat: Duration::from_millis(50),
+        turn: mesh::pace::TURN,
         silence: LONG,
         gone: LONG,
         resolve: Duration::from_millis(50),
@@ -80,6 +81,7 @@ pub(crate) struct Member {
     resync: bool,
     pub(crate) snapshots: u32,
     pub(crate) stale: u32,
+    pub(crate) batches: u32,
 }
 
 /// What a node was told.
@@ -255,6 +257,7 @@ impl Seen {
                     resync: false,
                     snapshots: 0,
                     stale: 0,
+                    batches: 0,
                 };
                 self.members.insert(number, member);
             }
@@ -269,6 +272,7 @@ impl Seen {
             }
             News::Changes { number, changes } => {
                 let member = self.member(number);
+                member.batches += 1;
                 let filter = member.filter.as_mut().expect("all comes before what changes");
                 for change in changes {
                     member.overfull |= match change {

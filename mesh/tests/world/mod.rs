@@ -13,6 +13,8 @@ pub(crate) const FRAME_BYTES: u64 = 150;
 /// Keys that an observer asks for at once.
 const QUERY: u64 = 64;
 const PROBE_EVERY_MS: u64 = 5;
+/// Changes are gathered for so long, whatever the rest between two batches.
+const GATHER_MS: u64 = mesh::pace::GATHER.as_millis() as u64;
 
 /// The size and the pace of a mesh.
 #[derive(Copy, Clone, Debug)]
@@ -137,7 +139,7 @@ impl World {
 
     /// Goes on without anything new until everything is told and has arrived.
     pub(crate) fn settle(&mut self) {
-        self.step(2 * self.setup.batch_ms + self.setup.latency_ms_max, false);
+        self.step(GATHER_MS + 2 * self.setup.batch_ms + self.setup.latency_ms_max, false);
         assert!(self.on_the_way.is_empty());
     }
 
@@ -147,6 +149,9 @@ impl World {
             for node in 0..self.nodes.len() {
                 if busy {
                     self.replace(node);
+                }
+                if self.now_ms.is_multiple_of(GATHER_MS) {
+                    self.nodes[node].feed.seal();
                 }
                 if self.now_ms % self.setup.batch_ms == self.nodes[node].phase_ms {
                     self.tell(node);
@@ -183,7 +188,6 @@ impl World {
     }
 
     fn tell(&mut self, at: usize) {
-        self.nodes[at].feed.seal();
         for observer in (0..self.observers.len()).filter(|observer| *observer != at) {
             let arrival_ms = self.now_ms + 1 + self.draw(self.setup.latency_ms_max);
             let last_ms = &mut self.observers[observer].arrival_ms[at];

@@ -1,11 +1,12 @@
 //! Metrics of the mesh; there are none without it.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use mesh::directory::PeerStats;
 use mesh::refusals::{Reason, Refusals};
 use mesh::transport::PeerNumber;
-use prometheus::{IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
+use prometheus::{Gauge, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
 
 use super::figures::{Figure, Figures, Reading, gauge, raise, show};
 use crate::core::{FAULT_NAMES, PeersStats};
@@ -56,6 +57,7 @@ const PEER_GAUGES: &[Figure<PeerStats>] = &[
 pub(super) struct PeersMetrics {
     figures: Figures<PeersStats>,
     endpoints_empty: IntGauge,
+    pace: Gauge,
     peer_gauges: Vec<(IntGaugeVec, Reading<PeerStats>)>,
     faults: IntCounterVec,
     refusals: IntCounterVec,
@@ -70,6 +72,9 @@ impl PeersMetrics {
         let figures = Figures::new(registry, COUNTERS, GAUGES)?;
         let help = "Addresses of --peer at which no sidecar of this mesh is a member; the log says why.";
         let endpoints_empty = gauge(registry, "mesh_endpoints_empty", help)?;
+        let help = "Seconds between two batches of changes to a peer; it grows with the number of peers.";
+        let pace = Gauge::new("pillion_mesh_pace_seconds", help)?;
+        registry.register(Box::new(pace.clone()))?;
         let mut peer_gauges = Vec::new();
         for &(name, help, figure) in PEER_GAUGES {
             let made = IntGaugeVec::new(Opts::new(format!("pillion_mesh_peer_{name}"), help), &["peer"])?;
@@ -84,7 +89,7 @@ impl PeersMetrics {
         let refusals = IntCounterVec::new(Opts::new("pillion_mesh_refusals_total", help), &["reason"])?;
         registry.register(Box::new(refusals.clone()))?;
         Reason::ALL.iter().for_each(|reason| refusals.with_label_values(&[reason.name()]).inc_by(0));
-        Ok(Self { figures, endpoints_empty, peer_gauges, faults, refusals, shown: BTreeSet::new() })
+        Ok(Self { figures, endpoints_empty, pace, peer_gauges, faults, refusals, shown: BTreeSet::new() })
     }
 
     /// Makes visible who would not have whom. Called by one thread alone.
@@ -92,6 +97,11 @@ impl PeersMetrics {
         for (reason, total) in Reason::ALL.iter().zip(refusals.totals()) {
             raise(&self.refusals.with_label_values(&[reason.name()]), total);
         }
+    }
+
+    /// Makes visible how often each peer is told.
+    pub(super) fn publish_pace(&self, pace: Duration) {
+        self.pace.set(pace.as_secs_f64());
     }
 
     /// Makes figures visible. Called by one thread alone. Who has left is shown no more, so
@@ -148,12 +158,14 @@ mod tests {
             ..Default::default()
         };
         let name = |number: PeerNumber| Some(["", "a", "b"][number.0 as usize]);
+        metrics.publish_pace(Duration::from_micros(249_750));
         metrics.publish(&stats, 2, name);
         metrics.publish(&PeersStats { peers: vec![peer(2, 7)], ..stats }, 1, name);
         let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
         for line in [
             "pillion_mesh_peers 1",
             "pillion_mesh_endpoints_empty 1",
+            "pillion_mesh_pace_seconds 0.24975",
             "pillion_mesh_peer_keys{peer=\"b\"} 7",
             "pillion_mesh_served_blocks_total 3",
             "pillion_mesh_faults_total{kind=\"corrupt\"} 2",

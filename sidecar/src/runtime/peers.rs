@@ -35,6 +35,7 @@ impl Runtime {
     pub(super) fn show_peers(&mut self) {
         let (Some(stats), Some(peers)) = (self.core.peers_stats(), &self.peers) else { return };
         self.metrics.publish_refusals(peers.refusals());
+        self.metrics.publish_pace(peers.pace());
         self.metrics.publish_peers(&stats, peers.endpoints_empty(), |peer| peers.name(peer));
     }
 }

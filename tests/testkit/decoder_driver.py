@@ -1,19 +1,19 @@
-"""examples/transformers_decode.py, which must be on Python's path: one JSON line is asked, one answered, without vLLM.
+"""A decoder of examples/, which must be on Python's path: one JSON line is asked, one answered, without vLLM.
 
-Asked: socket and model; control, the socket of `pillion ctl` where the namespace is known; prompts; answers, another engine's
-`tokens` and `logprobs` (all tokens' for each), to compare with; spoils, ways to read wrongly what was loaded, each
-of which is a run after the right one; saves, whether the runs keep what they compute.
+Asked: example, the decoder's module; socket and model; control, the socket of `pillion ctl` where the namespace is known;
+prompts; answers, another engine's `tokens` and `logprobs` (all tokens' for each), to compare with; spoils, ways to read
+wrongly what was loaded, each of which is a run after the right one; saves, whether the runs keep what they compute.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
 from typing import Any
 
 import torch
-import transformers_decode
 
 from pillion import pages
 
@@ -22,12 +22,13 @@ class Decoder:
     """The example, with what it loads counted, timed and spoiled."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
-        self._decoder = transformers_decode.Decoder(asked["socket"], asked["model"], control=asked["control"])
+        example = importlib.import_module(asked["example"])
+        self._decoder = example.Decoder(asked["socket"], asked["model"], control=asked["control"])
         self._kv = self._decoder.kv
         self._load, self._read = self._kv.load, self._kv.read
         self._kv.load, self._kv.read = self._loaded, self._spoiled
         if not asked["saves"]:
-            self._decoder.save = lambda tokens, cache, loaded: self._kv.free(loaded)
+            self._decoder.save = lambda *given: self._kv.free(given[-1])
 
     def run(self, how: str, prompts: list[list[int]], answers: list[dict[str, Any]]) -> dict[str, Any]:
         """Answers every prompt: how many tokens are the other engine's, and how far the probabilities are from its own."""
@@ -37,7 +38,7 @@ class Decoder:
         for prompt, answer in zip(prompts, answers, strict=True):
             tokens, rows = self._decoder.generate(prompt, len(answer["tokens"]))
             equal += sum(one == other for one, other in zip(tokens, answer["tokens"], strict=True))
-            found = torch.log_softmax(torch.stack(rows), -1)
+            found = torch.log_softmax(torch.stack([torch.as_tensor(row) for row in rows]), -1)
             difference = max(difference, float((found - torch.tensor(answer["logprobs"])).abs().max()))
         return {"equal": equal, "difference": difference, "blocks": self._blocks, "seconds": self._seconds}
 
@@ -48,12 +49,12 @@ class Decoder:
         self._seconds.append([len(ids), time.perf_counter() - began])
         return ids
 
-    def _spoiled(self, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _spoiled(self, ids: list[int]) -> tuple[Any, Any]:
         began = time.perf_counter()
         k, v = self._read(ids)
         self._seconds[-1].append(time.perf_counter() - began)
         if self._how == "zeroed":
-            return torch.zeros_like(k), torch.zeros_like(v)
+            return k * 0, v * 0
         if self._how == "last block":
             k[:, :, -self._kv.namespace.tokens :] *= -1
         if self._how == "order":

@@ -1,0 +1,74 @@
+"""What tests of engines other than vLLM share: prompts, vLLM's answers to them, and decoders of examples/ run on them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from testkit import child, engine, model, prompts, sidecar
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# The last one loads 64 blocks.
+PROMPTS = [prompts.prompt(tokens, seed=1700 + tokens) for tokens in (65, 97, 320, 330, 517, 700, 1001, 2050)]
+NEW = 48
+TOKENS = NEW * len(PROMPTS)
+HITS = sum(prompts.hit_tokens(len(tokens)) for tokens in PROMPTS)
+KEPT = sum(prompts.stored_blocks(len(tokens), NEW) for tokens in PROMPTS)
+# What the user says in the next turn.
+SAID = prompts.prompt(16, seed=1)
+# Of `TOKENS`, where KV is not right: some are equal by chance.
+EQUAL_MAX = 60
+WATCHDOG_S = 300
+
+Answers = list[dict[str, Any]]
+
+
+def decoded(
+    example: str, socket: Path, known: sidecar.Sidecar, directory: Path, answers: Answers, **more: Any
+) -> dict[str, Any]:
+    """What a decoder of examples/ makes of the prompts, in the namespace that a sidecar knows; see decoder_driver.py."""
+    control = str(known.socket.with_suffix(".control.sock"))
+    asked = {
+        "example": example,
+        "socket": str(socket),
+        "control": control,
+        "model": str(directory),
+        "prompts": PROMPTS,
+        "answers": answers,
+    }
+    done = subprocess.run(
+        child.python("testkit.decoder_driver"),
+        input=json.dumps(asked | more) + "\n",
+        env=child.python_path([EXAMPLES]) | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=WATCHDOG_S,
+        check=True,
+    )
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def ask(running: engine.Engine, asked: list[list[int]]) -> Answers:
+    """vLLM's answers, with the log probabilities of all tokens."""
+    answers = [running.generate([tokens], max_tokens=NEW, logprobs=model.TINY.vocab)[0] for tokens in asked]
+    for answer in answers:
+        answer["logprobs"] = [[row[str(token)] for token in range(model.TINY.vocab)] for row in answer["logprobs"]]
+    return answers
+
+
+def next_turn(answers: Answers) -> list[list[int]]:
+    """Prompts that begin with the ones before and their answers."""
+    return [[*tokens, *answer["tokens"], *SAID] for tokens, answer in zip(PROMPTS, answers, strict=True)]
+
+
+def assert_alike(answers: Answers, right: Answers, difference_max: float) -> None:
+    """All tokens are equal, and the probabilities nearly."""
+    assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in right]
+    pairs = [
+        (row, own)
+        for one, other in zip(answers, right, strict=True)
+        for row, own in zip(one["logprobs"], other["logprobs"], strict=True)
+    ]
+    assert max(abs(a - b) for row, own in pairs for a, b in zip(row, own, strict=True)) <= difference_max

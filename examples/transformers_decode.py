@@ -14,12 +14,12 @@ from pillion import engine, identity
 class Decoder:
     """One model, and the blocks of one namespace."""
 
-    def __init__(self, socket, directory, blocks=256, **where):
+    def __init__(self, socket, directory, blocks=256, name="transformers", **where):
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         stated = {"dtype": "torch.float32", "config": identity.configuration(self.model.config)}
         found = engine.find(socket, weights=directory, **stated, **where)
         [namespace] = [namespace for namespace in found if not namespace.differs]
-        self.kv = engine.Engine(socket, "transformers", namespace, blocks, torch)
+        self.kv = engine.Engine(socket, name, namespace, blocks, torch)
 
     @torch.inference_mode()
     def generate(self, prompt, new):

@@ -1,0 +1,99 @@
+"""Decoders with transformers, without vLLM: two models on one sidecar, and a sidecar that is started anew while one decodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers_decode
+from transformers import AutoConfig
+
+from pillion import _shim, identity
+from pillion.engine import Engine, Namespace
+from testkit import model, prompts, sidecar
+
+# Both import transformers.
+pytestmark = pytest.mark.xdist_group("decoders")
+
+TOKENS, NEW = 32, 24
+PROMPT = prompts.prompt(330, seed=1700)
+# As many as a prompt can have as a hit.
+BLOCKS = prompts.hit_tokens(len(PROMPT)) // TOKENS
+FORM = (
+    f"layers={model.TINY.layers} tokens={TOKENS} kv_heads={model.TINY.kv_heads} keys={model.TINY.head_dim} "
+    f"values={model.TINY.head_dim} dtype=float32 "
+    "k=kv_heads*4096+keys*32+tokens v=2048+kv_heads*4096+tokens*64+values packing=none"
+)
+
+
+def founded(socket: Path, directory: Path) -> Engine:
+    """An engine by which the sidecar knows the namespace of a model."""
+    weights = _shim.weight_files(directory)
+    assert weights is not None
+    facts = {"page_form": FORM, "block_tokens": str(TOKENS), "hash_algorithm": "sha256_cbor", "extra_keys": "tagged"}
+    facts |= {"none_hash": _shim.none_hash("sha256_cbor", "0", "0.29").hex(), "dtype": "torch.float32", "weights": weights}
+    facts["config"] = identity.configuration(AutoConfig.from_pretrained(directory))
+    block_bytes = TOKENS * model.TINY.kv_bytes_per_token(dtype_bytes=4)
+    return Engine(socket, f"founder of {directory.name}", Namespace("", facts, block_bytes), 1)
+
+
+def counted(decoder: Any) -> list[int]:
+    """How many blocks each load of a decoder gives from here on."""
+    loads: list[int] = []
+    load: Callable[[list[int]], list[int]] = decoder.kv.load
+
+    def noted(tokens: list[int]) -> list[int]:
+        ids = load(tokens)
+        loads.append(len(ids))
+        return ids
+
+    decoder.kv.load = noted
+    return loads
+
+
+def test_two_models_on_one_sidecar(tmp_path: Path) -> None:
+    """Each decoder finds its own namespace and gets its own KV under the same tokens."""
+    models = [model.write(tmp_path / f"m{seed}", dataclasses.replace(model.TINY, seed=seed)) for seed in (1, 2)]
+    with sidecar.serving(tmp_path) as keeper:
+        founders = [founded(keeper.socket, directory) for directory in models]
+        decoders = [transformers_decode.Decoder(keeper.socket, directory, name=directory.name) for directory in models]
+        assert len({decoder.kv.namespace.digest for decoder in decoders}) == len(models)
+        loads = [counted(decoder) for decoder in decoders]
+        alone, again = ([decoder.generate(PROMPT, NEW)[0] for decoder in decoders] for _ in range(2))
+        assert alone == again and alone[0] != alone[1]
+        assert loads == [[0, BLOCKS]] * len(models)
+        for engine in [*founders, *(decoder.kv for decoder in decoders)]:
+            engine.close()
+
+
+def test_a_sidecar_started_anew_while_a_decoder_answers(tmp_path: Path) -> None:
+    """The answer that is under way is right, and so are those without a sidecar; blocks are kept again later."""
+    directory = model.write(tmp_path / "m", model.TINY)
+    with sidecar.serving(tmp_path) as keeper:
+        founder = founded(keeper.socket, directory)
+        decoder = transformers_decode.Decoder(keeper.socket, directory)
+        founder.close()
+        loads = counted(decoder)
+        right = decoder.generate(PROMPT, NEW)[0]
+        computed, forward = 0, decoder.model.forward
+
+        def killing(*given: Any, **more: Any) -> Any:
+            nonlocal computed
+            computed += 1
+            if computed == NEW // 2:
+                keeper.kill()
+            return forward(*given, **more)
+
+        decoder.model.forward = killing
+        assert decoder.generate(PROMPT, NEW)[0] == right and computed == NEW
+        decoder.model.forward = forward
+    assert decoder.generate(PROMPT, NEW)[0] == right
+    assert loads == [0, BLOCKS, 0]
+    with sidecar.serving(tmp_path) as keeper:
+        keeper.wait_for(lambda: decoder.generate(PROMPT, NEW)[0] == right and loads[-1] > 0, "the decoder has hits again")
+        assert loads[3] == 0 and loads[-1] == BLOCKS
+        assert decoder.generate(PROMPT, NEW)[0] == right
+        decoder.kv.close()

@@ -49,8 +49,10 @@ const PEER_GAUGES: &[Figure<PeerStats>] = &[
     ("directory_bytes", "Memory that this knowledge takes.", |p| p.bytes as u64),
     ("asked", "Blocks asked of the peer that have not ended.", |p| p.under_way.into()),
     ("breaker_open", "1 while the peer is left alone, after failures in a row.", |p| p.breaker_open.into()),
-    ("breaker_trips", "Times that this happened since the peer joined.", |p| p.trips_total),
 ];
+
+const PEER_COUNTERS: &[Figure<PeerStats>] =
+    &[("breaker_trips_total", "Times that this happened since the peer joined.", |p| p.trips_total)];
 
 /// Metrics of the mesh as a whole and of each member.
 #[derive(Debug)]
@@ -59,9 +61,10 @@ pub(super) struct PeersMetrics {
     endpoints_empty: IntGauge,
     pace: Gauge,
     peer_gauges: Vec<(IntGaugeVec, Reading<PeerStats>)>,
+    peer_counters: Vec<(IntCounterVec, Reading<PeerStats>)>,
     faults: IntCounterVec,
     refusals: IntCounterVec,
-    /// Members that have gauges.
+    /// Members that have metrics of their own.
     shown: BTreeSet<String>,
 }
 
@@ -81,6 +84,12 @@ impl PeersMetrics {
             registry.register(Box::new(made.clone()))?;
             peer_gauges.push((made, figure));
         }
+        let mut peer_counters = Vec::new();
+        for &(name, help, figure) in PEER_COUNTERS {
+            let made = IntCounterVec::new(Opts::new(format!("pillion_mesh_peer_{name}"), help), &["peer"])?;
+            registry.register(Box::new(made.clone()))?;
+            peer_counters.push((made, figure));
+        }
         let help = "Blocks that a peer did not give, by kind; absent: it had them no more, or never.";
         let faults = IntCounterVec::new(Opts::new("pillion_mesh_faults_total", help), &["kind"])?;
         registry.register(Box::new(faults.clone()))?;
@@ -89,7 +98,8 @@ impl PeersMetrics {
         let refusals = IntCounterVec::new(Opts::new("pillion_mesh_refusals_total", help), &["reason"])?;
         registry.register(Box::new(refusals.clone()))?;
         Reason::ALL.iter().for_each(|reason| refusals.with_label_values(&[reason.name()]).inc_by(0));
-        Ok(Self { figures, endpoints_empty, pace, peer_gauges, faults, refusals, shown: BTreeSet::new() })
+        let shown = BTreeSet::new();
+        Ok(Self { figures, endpoints_empty, pace, peer_gauges, peer_counters, faults, refusals, shown })
     }
 
     /// Makes visible who would not have whom. Called by one thread alone.
@@ -122,16 +132,20 @@ impl PeersMetrics {
             for (gauges, figure) in &self.peer_gauges {
                 show(&gauges.with_label_values(&[name]), figure(peer));
             }
+            for (counters, figure) in &self.peer_counters {
+                raise(&counters.with_label_values(&[name]), figure(peer));
+            }
             here.insert(name.to_owned());
         }
         for gone in self.shown.difference(&here) {
-            self.peer_gauges.iter().for_each(|(gauges, _)| {
-                // There since it was shown.
-                let _ = gauges.remove_label_values(&[gone.as_str()]);
-            });
+            // There since it was shown.
+            self.peer_gauges.iter().for_each(|(gauges, _)| _ = gauges.remove_label_values(&[gone.as_str()]));
+            self.peer_counters
+                .iter()
+                .for_each(|(counters, _)| _ = counters.remove_label_values(&[gone.as_str()]));
         }
         self.shown = here;
-        // Last: who is counted has gauges.
+        // Last: who is counted has metrics of its own.
         self.figures.publish(stats);
     }
 }
@@ -142,11 +156,11 @@ mod tests {
 
     fn peer(number: u32, keys: usize) -> PeerStats {
         let peer = PeerNumber(number);
-        PeerStats { peer, keys, bytes: 2 * keys, breaker_open: false, trips_total: 0, under_way: 0 }
+        PeerStats { peer, keys, bytes: 2 * keys, breaker_open: false, trips_total: 3, under_way: 0 }
     }
 
     #[test]
-    fn each_member_has_gauges_for_as_long_as_it_is_one() {
+    fn each_member_has_metrics_for_as_long_as_it_is_one() {
         let registry = Registry::new();
         let mut metrics = PeersMetrics::new(&registry).unwrap();
         let mut faults = [0; FAULT_NAMES.len()];
@@ -167,6 +181,7 @@ mod tests {
             "pillion_mesh_endpoints_empty 1",
             "pillion_mesh_pace_seconds 0.24975",
             "pillion_mesh_peer_keys{peer=\"b\"} 7",
+            "pillion_mesh_peer_breaker_trips_total{peer=\"b\"} 3",
             "pillion_mesh_served_blocks_total 3",
             "pillion_mesh_faults_total{kind=\"corrupt\"} 2",
             "pillion_mesh_faults_total{kind=\"absent\"} 0",

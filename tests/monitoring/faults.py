@@ -1,0 +1,190 @@
+"""A fault for each alert: real ones, at real sidecars that a Prometheus scrapes while they happen.
+
+Each is there once its context is entered. `keep_on` is what goes on while somebody waits for the alert.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mesh
+from expressions import impatient
+from pillion.engine import Engine
+from prometheus import Prometheus, scraping
+from testkit import pool_file, ptrace
+from testkit.sidecar import Sidecar, serving
+
+PROMPT = mesh.prompt(1)
+MANY = [mesh.prompt(seed) for seed in range(1, 21)]
+# More blocks than the pool has slots.
+LONG = mesh.prompt(1, blocks=300)
+
+Keep_on = Callable[[], object]
+Fault = Callable[[Path], contextlib.AbstractContextManager[tuple[Prometheus, Keep_on]]]
+
+
+class Checking(Engine):
+    """What it saves is compared with what is kept under the same keys."""
+
+    def check(self, tokens: list[int]) -> None:
+        """As `save`, of blocks that hold no number but 0."""
+        ids = self.take(len(tokens) // mesh.TOKENS)
+        with self._log(tokens) as (log, count):
+            self._step += 1
+            self._scheduler.save(log, 0, ids[:count], self._step, True)
+            self._scheduler.end_step()
+            for rank in self._ranks:
+                self._copied(rank, [])
+        self.free(ids)
+
+
+@contextlib.contextmanager
+def scene(directory: Path, **more: Any) -> Iterator[tuple[Sidecar, Prometheus, Engine]]:
+    """A sidecar, `more` as for `serving`, and an engine that has saved a prompt."""
+    with (
+        serving(directory, mesh.DRAM, gpu=False, **more) as sidecar,
+        scraping(directory, {"one": sidecar}, impatient()) as prometheus,
+        Engine(sidecar.socket, "saves", mesh.namespace(), max(mesh.BLOCKS, len(LONG) // mesh.TOKENS)) as engine,
+    ):
+        assert mesh.save(engine, PROMPT) == len(PROMPT) // mesh.TOKENS
+        yield sidecar, prometheus, engine
+
+
+def nothing() -> None:
+    """The fault needs nobody who meets it."""
+
+
+@contextlib.contextmanager
+def stands_still(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """The data thread alone is stopped."""
+    with (
+        serving(directory, mesh.DRAM, gpu=False) as sidecar,
+        scraping(directory, {"one": sidecar}, impatient()) as prometheus,
+        ptrace.stopped(ptrace.thread_of(sidecar.pid, "pillion-data")),
+    ):
+        yield prometheus, nothing
+
+
+@contextlib.contextmanager
+def pool_cut(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """Somebody else truncates the pool file, and the engine loads."""
+    with scene(directory) as (sidecar, prometheus, engine):
+        os.truncate(sidecar.pool, 0)
+        yield prometheus, lambda: mesh.load(engine, PROMPT)
+
+
+@contextlib.contextmanager
+def other_numbers(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """A second engine computes other KV under the same facts, which its check finds."""
+    with scene(directory) as (sidecar, prometheus, _):
+        other = Checking(sidecar.socket, "other", mesh.namespace(), mesh.BLOCKS)
+        with contextlib.closing(other):
+            other.check(PROMPT)
+            yield prometheus, nothing
+
+
+@contextlib.contextmanager
+def blocks_changed(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """A bit of each block flips between two sidecars; of the second there is no scrape from before it found that."""
+    with serving(directory, mesh.DRAM, gpu=False) as first:
+        with Engine(first.socket, "saves", mesh.namespace(), mesh.BLOCKS) as engine:
+            mesh.save(engine, PROMPT)
+        first.wait_summed()
+        first.kill()
+        with pool_file.damaged(first.pool) as damaged, serving(directory, mesh.DRAM, gpu=False, pool=first.pool) as second:
+            second.wait_metric("pillion_adoption_corrupt_total", damaged)
+            with scraping(directory, {"one": second}, impatient()) as prometheus:
+                yield prometheus, nothing
+
+
+@contextlib.contextmanager
+def loads_fail(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """The headers of the blocks that an engine found are others when it loads them."""
+    with scene(directory) as (sidecar, prometheus, engine), pool_file.broken(sidecar.pool, "generation") as broken:
+        assert broken > 0
+        yield prometheus, lambda: mesh.load(engine, PROMPT)
+
+
+@contextlib.contextmanager
+def saves_dropped(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """One request is longer than the pool."""
+    with scene(directory) as (_, prometheus, engine):
+        mesh.save(engine, LONG)
+        yield prometheus, nothing
+
+
+@contextlib.contextmanager
+def disk_down(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """Each read of the disk ends early."""
+    with scene(directory, ssd=(mesh.disk(directory),)) as (sidecar, prometheus, engine):
+        for tokens in MANY:
+            mesh.save(engine, tokens)
+        sidecar.wait_metric("pillion_ssd_written_blocks_total", sum(map(len, MANY)) // mesh.TOKENS)
+
+        def read() -> None:
+            os.truncate(directory / "disk/pillion.log", 0)
+            for tokens in MANY:
+                mesh.load(engine, tokens)
+
+        yield prometheus, read
+
+
+@contextlib.contextmanager
+def asking(directory: Path) -> Iterator[tuple[Sidecar, Prometheus, Keep_on]]:
+    """Two peers. The first keeps what an engine of the second asks for."""
+    with (
+        mesh.peers(directory) as (first, second),
+        scraping(directory, {"first": first, "second": second}, impatient()) as prometheus,
+        Engine(first.socket, "saves", mesh.namespace(), mesh.BLOCKS) as saves,
+        Engine(second.socket, "asks", mesh.namespace(), mesh.BLOCKS) as asks,
+    ):
+        for tokens in MANY[:5]:
+            mesh.save(saves, tokens)
+        second.wait_metric("pillion_mesh_peer_keys", first.metrics()["pillion_blocks"])
+        yield first, prometheus, lambda: [mesh.load(asks, tokens) for tokens in MANY[:5]]
+
+
+@contextlib.contextmanager
+def peer_frozen(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """A peer answers nothing and holds its connections."""
+    with asking(directory) as (first, prometheus, ask):
+        first.freeze()
+        try:
+            yield prometheus, ask
+        finally:
+            first.thaw()
+
+
+@contextlib.contextmanager
+def peer_corrupts(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """Bits of a peer's memory flip after it has made its checksums."""
+    with asking(directory) as (first, prometheus, ask):
+        first.wait_summed()
+        with pool_file.damaged(first.pool) as damaged:
+            assert damaged > 0
+            yield prometheus, ask
+
+
+FAULTS: dict[str, Fault] = {
+    "PillionStandsStill": stands_still,
+    "PillionPoolLost": pool_cut,
+    "PillionBarredEngines": other_numbers,
+    "PillionCheckDiffers": other_numbers,
+    "PillionBlocksChanged": blocks_changed,
+    "PillionLoadsFail": loads_fail,
+    "PillionSavesDropped": saves_dropped,
+    "PillionDiskDown": disk_down,
+    "PillionPeerLeftAlone": peer_frozen,
+    "PillionPeerCorrupts": peer_corrupts,
+}
+# What a fault brings about beside its alert, or may.
+BESIDE: dict[str, set[str]] = {
+    "PillionPoolLost": {"PillionLoadsFail"},
+    "PillionBarredEngines": {"PillionCheckDiffers"},
+    "PillionCheckDiffers": {"PillionBarredEngines"},
+    "PillionPeerCorrupts": {"PillionPeerLeftAlone"},
+}

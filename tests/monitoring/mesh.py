@@ -1,0 +1,80 @@
+"""Sidecars with disks that are peers of each other, and a light engine that computes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+
+from pillion import _shim
+from pillion.engine import Engine, Namespace
+from testkit import ports
+from testkit.sidecar import Sidecar, serving
+
+HEADS, TOKENS, DIM = 2, 16, 256
+FORM = (
+    f"layers=1 tokens={TOKENS} kv_heads={HEADS} keys={DIM} values={DIM} dtype=float32 "
+    f"k=kv_heads*{2 * DIM * TOKENS}+keys*{TOKENS}+tokens "
+    f"v={DIM * TOKENS}+kv_heads*{2 * DIM * TOKENS}+tokens*{DIM}+values packing=none"
+)
+BLOCK_BYTES = HEADS * TOKENS * 2 * DIM * 4
+BLOCKS = 64
+# A pool that holds seven prompts of 16 blocks, and a disk that holds many.
+DRAM, DISK = "8MiB", "64MiB"
+
+
+def namespace() -> Namespace:
+    """One that no vLLM has been in."""
+    facts = {"page_form": FORM, "block_tokens": str(TOKENS), "hash_algorithm": "sha256_cbor", "extra_keys": "tagged"}
+    facts |= {"none_hash": _shim.none_hash("sha256_cbor", "0", "0.29").hex(), "dtype": "torch.float32"}
+    return Namespace("", facts, BLOCK_BYTES)
+
+
+def prompt(seed: int, blocks: int = 16) -> list[int]:
+    """Tokens that no other seed has."""
+    return [seed * 100_000 + token for token in range(blocks * TOKENS)]
+
+
+def save(engine: Engine, tokens: list[int], value: float = 1.0) -> int:
+    """Saves all of a prompt's blocks, in which each number is `value`; how many are kept then."""
+    ids = engine.take(len(tokens) // TOKENS)
+    engine.memory[ids] = numpy.full(BLOCK_BYTES // 4, value, numpy.float32).view(numpy.uint8)
+    kept = engine.save(tokens, ids)
+    engine.free(ids)
+    return kept
+
+
+def load(engine: Engine, tokens: list[int]) -> int:
+    """Loads what is kept of a prompt; how many blocks that was."""
+    ids = engine.load(tokens)
+    engine.free(ids)
+    return len(ids)
+
+
+def disk(directory: Path) -> str:
+    """A folder for `--ssd`, and its size."""
+    (directory / "disk").mkdir(parents=True)
+    return f"{directory / 'disk'}:{DISK}"
+
+
+@contextlib.contextmanager
+def peers(directory: Path) -> Iterator[tuple[Sidecar, Sidecar]]:
+    """Two ready sidecars with disks, each a member for the other."""
+    listen = [ports.free_port() for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        started = []
+        for number in range(2):
+            folder = directory / f"node{number}"
+            more = (
+                f"--mesh-listen=127.0.0.1:{listen[number]}",
+                f"--peer=127.0.0.1:{listen[1 - number]}",
+                f"--node-id=node{number}",
+                "--mesh-plaintext",
+            )
+            disks = (disk(folder),)
+            started.append(stack.enter_context(serving(folder, DRAM, gpu=False, ssd=disks, more=more)))
+        for sidecar in started:
+            sidecar.wait_metric("pillion_mesh_peers", 1)
+        yield started[0], started[1]

@@ -1,0 +1,148 @@
+"""What a Prometheus has of two sidecars that serve engines and each other, and have no fault."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+import mesh
+from expressions import alerts, impatient, queries
+from pillion.engine import Engine
+from prometheus import Prometheus, scraping
+from testkit.sidecar import Sidecar, find_binary
+
+# One run for all tests.
+pytestmark = pytest.mark.xdist_group("plain-run")
+
+PROMPTS = [mesh.prompt(seed) for seed in range(1, 21)]
+# Scrapes after the traffic, in which levels come down and an alert could still come.
+QUIET_S = 5.0
+TYPE = re.compile(r"^# TYPE (\w+) (\w+)$", re.MULTILINE)
+HELP = re.compile(r"^# HELP (\w+) (.*)$", re.MULTILINE)
+# Words of names that say what is measured, not what happened.
+MEASURES = {"blocks", "bytes", "seconds"}
+# Gauges that only grow, or may, with the reason why they are levels all the same.
+LEVELS = {
+    "pillion_last_turn_timestamp_seconds": "a time of the clock",
+    "pillion_check_difference_max": "a maximum",
+    "pillion_pool_pinned_bytes": "how far the start has got",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, while its engines are still there."""
+
+    prometheus: Prometheus
+    sidecars: tuple[Sidecar, Sidecar]
+    engines: tuple[Engine, Engine]
+
+    def page(self) -> str:
+        """The first sidecar's metrics."""
+        page = self.sidecars[0].get("/metrics")
+        assert page is not None
+        return page
+
+    def end(self) -> None:
+        """Nothing is left of what engines brought."""
+        for engine in self.engines:
+            engine.close()
+        for sidecar in self.sidecars:
+            empty(sidecar)
+        time.sleep(QUIET_S)
+
+
+def empty(sidecar: Sidecar) -> None:
+    """Removes every block."""
+    for found in sidecar.namespaces():
+        ctl = [find_binary(), "ctl", "--socket", sidecar.socket, "evict", found["namespace"]]
+        subprocess.run(ctl, stdout=subprocess.DEVNULL, check=True)
+    sidecar.wait_for(lambda: sidecar.metrics()["pillion_blocks"] == 0, "a pool without blocks")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Every prompt is saved at the first sidecar and evicted to its disk, and found there, and by the second."""
+    directory = tmp_path_factory.mktemp("run")
+    with (
+        mesh.peers(directory) as (first, second),
+        scraping(directory, {"first": first, "second": second}, impatient()) as prometheus,
+        Engine(first.socket, "saves", mesh.namespace(), mesh.BLOCKS) as saves,
+        Engine(second.socket, "asks", mesh.namespace(), mesh.BLOCKS) as asks,
+    ):
+        for tokens in PROMPTS:
+            assert mesh.save(saves, tokens) == len(tokens) // mesh.TOKENS
+        first.wait_metric("pillion_ssd_written_blocks_total", sum(map(len, PROMPTS)) // mesh.TOKENS)
+        second.wait_metric("pillion_mesh_peer_keys", first.metrics()["pillion_blocks"])
+        assert sum(mesh.load(saves, tokens) for tokens in PROMPTS) > 0
+        assert sum(mesh.load(asks, tokens) for tokens in PROMPTS) > 0
+        assert first.metrics()["pillion_ssd_read_bytes_total"] > 0
+        assert second.metrics()["pillion_mesh_fetched_bytes_total"] > 0
+        time.sleep(QUIET_S)
+        yield Run(prometheus, (first, second), (saves, asks))
+
+
+def test_every_query_of_the_dashboard_has_samples(run: Run) -> None:
+    """And the pods to choose from."""
+    assert len(queries()) > 20
+    empty = [query for query in queries() if not run.prometheus.query(query)]
+    assert empty == []
+    assert {labels["pod"] for labels, _ in run.prometheus.query("pillion_pool_bytes")} == {"first", "second"}
+
+
+def test_no_alert_fires(run: Run) -> None:
+    """Prometheus evaluated all of them, without the wait that they have in deploy/monitoring."""
+    run.prometheus.wait_for(
+        lambda: {rule["health"] for rule in run.prometheus.rules()} == {"ok"}, "an evaluation of every rule without an error"
+    )
+    assert {rule["name"] for rule in run.prometheus.rules()} == set(alerts())
+    assert run.prometheus.fired() == set()
+
+
+def test_promtool_has_no_complaint(run: Run) -> None:
+    """And has one of a counter without `_total`."""
+
+    def complaints(page: str) -> str:
+        checked = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, text=True, check=False)
+        return checked.stdout + checked.stderr
+
+    assert complaints(run.page()) == ""
+    assert "_total" in complaints(run.page().replace("pillion_queries_total", "pillion_queries"))
+
+
+def wrong_types(page: str) -> set[str]:
+    """Counters without `_total`, what else ends so, and gauges that count what happened, by their names and texts."""
+    types, helps = dict(TYPE.findall(page)), dict(HELP.findall(page))
+    happened = {name.split("_")[-2] for name, kind in types.items() if kind == "counter"} - MEASURES
+    happened = {word for word in happened if word.endswith("s")}
+    wrong = {name for name, kind in types.items() if (kind == "counter") != name.endswith("_total")}
+    gauges = [name for name, kind in types.items() if kind == "gauge" and name not in LEVELS]
+    texts = ("Times ", "Number of ")
+    return wrong | {name for name in gauges if name.split("_")[-1] in happened or helps[name].startswith(texts)}
+
+
+def test_counters_and_gauges_are_what_their_names_say(run: Run) -> None:
+    """A counter that poses as a gauge has no rate, and a restart looks like a fall."""
+    page = run.page()
+    assert wrong_types(page) == set()
+    lie = page.replace("# TYPE pillion_ssd_trips_total counter", "# TYPE pillion_ssd_trips_total gauge")
+    assert wrong_types(lie) == {"pillion_ssd_trips_total"}
+
+
+def test_no_gauge_only_grows_and_no_counter_falls(run: Run) -> None:
+    """From the first scrape to the last: at its end every block is removed, and no engine is there."""
+    page = run.page()
+    run.end()
+    types = dict(TYPE.findall(page))
+    changed = {name for name in types if run.prometheus.query(f"changes({name}[1h]) > 0")}
+    # Of a gauge as well it counts how often it fell.
+    fell = {name for name in types if run.prometheus.query(f"resets({name}[1h]) > 0")}
+    assert {name for name in fell if types[name] == "counter"} == set()
+    gone = {name for name in types if run.prometheus.query(f"count_over_time({name}[1h]) unless {name}")}
+    assert {name for name in changed - fell - gone if types[name] == "gauge"} - set(LEVELS) == set()
+    assert len(fell) > 5, "levels that came down"

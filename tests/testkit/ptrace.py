@@ -1,0 +1,42 @@
+"""Stops one thread of another process by ptrace(2), so that the process's other threads go on."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Of linux/ptrace.h, and of bits/waitflags.h.
+SEIZE, INTERRUPT, DETACH = 0x4206, 0x4207, 17
+WALL = 0x40000000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+_libc.ptrace.restype = ctypes.c_long
+
+
+def thread_of(pid: int, name: str) -> int:
+    """The thread of this name."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    (found,) = [int(task.name) for task in tasks if (task / "comm").read_text() == f"{name}\n"]
+    return found
+
+
+@contextlib.contextmanager
+def stopped(thread: int) -> Iterator[None]:
+    """The thread stands still while the block runs. One thread of ours must enter and leave it: that is the tracer."""
+    _ptrace(SEIZE, thread)
+    try:
+        _ptrace(INTERRUPT, thread)
+        os.waitpid(thread, WALL)
+        yield
+    finally:
+        _ptrace(DETACH, thread)
+
+
+def _ptrace(request: int, thread: int) -> None:
+    if _libc.ptrace(request, thread, None, None) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"ptrace({request:#x}, {thread}): {os.strerror(number)}: run as root, or allow ptrace")

@@ -7,10 +7,9 @@ use std::process::{Child, Command, Stdio};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
-use shm_protocol::transport;
 use sidecar::ctl::{self, CtlError, Target};
 
-use super::{WATCHDOG, watch};
+use super::watch;
 
 pub(crate) struct Sidecar {
     process: Child,
@@ -19,7 +18,7 @@ pub(crate) struct Sidecar {
 }
 
 impl Sidecar {
-    /// One that listens in `folder` and logs there, with further arguments.
+    /// One that listens in `folder` and logs there, with further arguments; all its addresses are bound.
     pub(crate) fn start(folder: &Path, arguments: &[&dyn AsRef<OsStr>]) -> Self {
         Self::start_by(Command::new(env!("CARGO_BIN_EXE_pillion")), folder, arguments)
     }
@@ -44,7 +43,7 @@ impl Sidecar {
             .spawn()
             .unwrap();
         let sidecar = Self { process, socket, port };
-        watch("a socket", || transport::connect(&sidecar.socket, WATCHDOG).ok());
+        watch("a start", || sidecar.page("/readyz").filter(|text| text.starts_with("ready")));
         sidecar
     }
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mesh
 from expressions import impatient
+from pillion import _shim
 from pillion.engine import Engine
 from prometheus import Prometheus, scraping
-from testkit import pool_file, ptrace
+from testkit import pool_file, ports, ptrace
 from testkit.sidecar import Sidecar, serving
 
 PROMPT = mesh.prompt(1)
@@ -43,11 +45,20 @@ class Checking(Engine):
 
 
 @contextlib.contextmanager
-def scene(directory: Path, **more: Any) -> Iterator[tuple[Sidecar, Prometheus, Engine]]:
-    """A sidecar, `more` as for `serving`, and an engine that has saved a prompt."""
+def alone(directory: Path, **more: Any) -> Iterator[tuple[Sidecar, Prometheus]]:
+    """A sidecar, `more` as for `serving`, that nobody uses."""
     with (
         serving(directory, mesh.DRAM, gpu=False, **more) as sidecar,
         scraping(directory, {"one": sidecar}, impatient()) as prometheus,
+    ):
+        yield sidecar, prometheus
+
+
+@contextlib.contextmanager
+def scene(directory: Path, **more: Any) -> Iterator[tuple[Sidecar, Prometheus, Engine]]:
+    """A sidecar, `more` as for `serving`, and an engine that has saved a prompt."""
+    with (
+        alone(directory, **more) as (sidecar, prometheus),
         Engine(sidecar.socket, "saves", mesh.namespace(), max(mesh.BLOCKS, len(LONG) // mesh.TOKENS)) as engine,
     ):
         assert mesh.save(engine, PROMPT) == len(PROMPT) // mesh.TOKENS
@@ -61,11 +72,7 @@ def nothing() -> None:
 @contextlib.contextmanager
 def stands_still(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
     """The data thread alone is stopped."""
-    with (
-        serving(directory, mesh.DRAM, gpu=False) as sidecar,
-        scraping(directory, {"one": sidecar}, impatient()) as prometheus,
-        ptrace.stopped(ptrace.thread_of(sidecar.pid, "pillion-data")),
-    ):
+    with alone(directory) as (sidecar, prometheus), ptrace.stopped(ptrace.thread_of(sidecar.pid, "pillion-data")):
         yield prometheus, nothing
 
 
@@ -121,9 +128,7 @@ def saves_dropped(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 def disk_down(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
     """Each read of the disk ends early."""
     with scene(directory, ssd=(mesh.disk(directory),)) as (sidecar, prometheus, engine):
-        for tokens in MANY:
-            mesh.save(engine, tokens)
-        sidecar.wait_metric("pillion_ssd_written_blocks_total", sum(map(len, MANY)) // mesh.TOKENS)
+        mesh.save_to_disk(sidecar, engine, MANY)
 
         def read() -> None:
             os.truncate(directory / "disk/pillion.log", 0)
@@ -169,6 +174,44 @@ def peer_corrupts(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
             yield prometheus, ask
 
 
+@contextlib.contextmanager
+def disk_left_out(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """The disk is not mounted."""
+    with alone(directory, ssd=(f"{directory}/not/mounted:{mesh.DISK}",)) as (_, prometheus):
+        yield prometheus, nothing
+
+
+@contextlib.contextmanager
+def no_ranks(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """An engine's scheduler is connected, and none of its ranks."""
+    with alone(directory) as (sidecar, prometheus):
+        scheduler = _shim.SchedulerSession(sidecar.socket, "lonely", 1, bytes(16), 1_000_000, True, False, 0)
+        yield prometheus, lambda: scheduler.connected
+
+
+@contextlib.contextmanager
+def no_hello(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """Somebody speaks another language on the engines' socket."""
+    with alone(directory) as (sidecar, prometheus):
+
+        def speak() -> None:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+                stranger.connect(str(sidecar.socket))
+                stranger.send(b"GET / HTTP/1.1")
+                stranger.recv(1)
+
+        yield prometheus, speak
+
+
+@contextlib.contextmanager
+def peer_missing(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """Nobody listens at the address of the one peer."""
+    listen = [ports.free_port() for _ in range(2)]
+    more = (f"--mesh-listen=127.0.0.1:{listen[0]}", f"--peer=127.0.0.1:{listen[1]}", "--node-id=one", "--mesh-plaintext")
+    with alone(directory, more=more) as (_, prometheus):
+        yield prometheus, nothing
+
+
 FAULTS: dict[str, Fault] = {
     "PillionStandsStill": stands_still,
     "PillionPoolLost": pool_cut,
@@ -178,9 +221,15 @@ FAULTS: dict[str, Fault] = {
     "PillionLoadsFail": loads_fail,
     "PillionSavesDropped": saves_dropped,
     "PillionDiskDown": disk_down,
+    "PillionDiskLeftOut": disk_left_out,
+    "PillionServesNobody": no_ranks,
+    "PillionEngineRefused": no_hello,
+    "PillionPeerMissing": peer_missing,
     "PillionPeerLeftAlone": peer_frozen,
     "PillionPeerCorrupts": peer_corrupts,
 }
+# An engine that is joining is not served yet: without its wait this alert is about to fire at every start.
+JOINING = {"PillionServesNobody"}
 # What a fault brings about beside its alert, or may.
 BESIDE: dict[str, set[str]] = {
     "PillionPoolLost": {"PillionLoadsFail"},

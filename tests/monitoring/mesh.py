@@ -46,6 +46,14 @@ def save(engine: Engine, tokens: list[int], value: float = 1.0) -> int:
     return kept
 
 
+def save_to_disk(sidecar: Sidecar, engine: Engine, prompts: list[list[int]]) -> None:
+    """Saves all of them. Memory gives a block up, written or not, once there is no room: so each is waited for."""
+    written = sidecar.metrics().get("pillion_ssd_written_blocks_total", 0)
+    for tokens in prompts:
+        written += save(engine, tokens)
+        sidecar.wait_metric("pillion_ssd_written_blocks_total", written)
+
+
 def load(engine: Engine, tokens: list[int]) -> int:
     """Loads what is kept of a prompt; how many blocks that was."""
     ids = engine.load(tokens)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from faults import JOINING
 
 import mesh
 from expressions import alerts, impatient, queries
@@ -75,9 +76,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         Engine(first.socket, "saves", mesh.namespace(), mesh.BLOCKS) as saves,
         Engine(second.socket, "asks", mesh.namespace(), mesh.BLOCKS) as asks,
     ):
-        for tokens in PROMPTS:
-            assert mesh.save(saves, tokens) == len(tokens) // mesh.TOKENS
-        first.wait_metric("pillion_ssd_written_blocks_total", sum(map(len, PROMPTS)) // mesh.TOKENS)
+        mesh.save_to_disk(first, saves, PROMPTS)
         second.wait_metric("pillion_mesh_peer_keys", first.metrics()["pillion_blocks"])
         assert sum(mesh.load(saves, tokens) for tokens in PROMPTS) > 0
         assert sum(mesh.load(asks, tokens) for tokens in PROMPTS) > 0
@@ -101,7 +100,7 @@ def test_no_alert_fires(run: Run) -> None:
         lambda: {rule["health"] for rule in run.prometheus.rules()} == {"ok"}, "an evaluation of every rule without an error"
     )
     assert {rule["name"] for rule in run.prometheus.rules()} == set(alerts())
-    assert run.prometheus.fired() == set()
+    assert run.prometheus.fired() <= JOINING
 
 
 def test_promtool_has_no_complaint(run: Run) -> None:

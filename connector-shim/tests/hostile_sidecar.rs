@@ -466,26 +466,14 @@ fn a_sidecar_that_breaks_a_ring_is_left_and_the_next_one_found() {
 }
 
 fn saved(op: u64) -> Saved {
-    let most = u32::MAX;
-    Saved {
-        op,
-        committed: most,
-        present: most,
-        cancelled: most,
-        dropped: most,
-        checked: most,
-        differing: most,
-        difference: most,
-        limit: most,
-    }
+    Saved { op, ..Saved::decode(&[u64::MAX; 8]) }
 }
 
 // === the slots of a worker ===
 
 #[test]
 fn slots_that_are_none_fail_and_touch_nothing() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, served) = connected(&peer, &kv, Copier::Engine);
+    let (_peer, kv, mut worker, served) = connected(Copier::Engine);
     let good = served.pool.commit(3, 11, &content(3));
     let last = SEGMENT_BYTES + pool::SEGMENT_ALIGN;
     let offsets =
@@ -512,8 +500,7 @@ fn slots_that_are_none_fail_and_touch_nothing() {
 /// A slot that is filled anew while it is copied: what is called good is the filling that was asked for.
 #[test]
 fn a_slot_reused_under_a_copy_is_never_called_good() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, served) = connected(&peer, &kv, Copier::Engine);
+    let (_peer, kv, mut worker, served) = connected(Copier::Engine);
     let pool = served.pool;
     let slot = pool.commit(0, 1, &content(1));
     let stop = AtomicBool::new(false);
@@ -550,8 +537,7 @@ fn words_that_promise_a_load_without_all_its_blocks_are_rescued() {
         (Status::LeaseForeign, 2),
         (Status::NotReady, 2),
     ] {
-        let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-        let (mut worker, served) = connected(&peer, &kv, Copier::Sidecar);
+        let (_peer, kv, mut worker, served) = connected(Copier::Sidecar);
         let slot = served.pool.commit(0, 11, &content(1));
         let stale = SlotRef { generation: 10, ..slot };
         served.answer(1, status, value);
@@ -564,8 +550,7 @@ fn words_that_promise_a_load_without_all_its_blocks_are_rescued() {
 #[test]
 fn a_sidecar_that_never_ends_a_copy_is_given_up() {
     ends("a load that the sidecar holds up", || {
-        let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-        let (mut worker, served) = connected(&peer, &kv, Copier::Sidecar);
+        let (_peer, kv, mut worker, served) = connected(Copier::Sidecar);
         let slot = served.pool.commit(0, 11, &content(1));
         served.store(header::FENCE_COPYING, u64::MAX);
         assert!(worker.load_now(plan(1, LOAD_SYNC, &[(2, slot)])).is_empty());
@@ -577,8 +562,7 @@ fn a_sidecar_that_never_ends_a_copy_is_given_up() {
 #[test]
 fn a_sidecar_that_leaves_in_the_middle_of_a_load_is_rescued() {
     ends("a load whose sidecar leaves", || {
-        let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-        let (mut worker, served) = connected(&peer, &kv, Copier::Sidecar);
+        let (_peer, kv, mut worker, served) = connected(Copier::Sidecar);
         let slot = served.pool.commit(0, 11, &content(1));
         let stale = SlotRef { generation: 10, ..slot };
         served.store(header::FENCE_COPYING, 1);
@@ -596,8 +580,7 @@ fn a_sidecar_that_leaves_in_the_middle_of_a_load_is_rescued() {
 #[test]
 fn a_pool_that_shrinks_under_its_readers_is_a_miss() {
     ends("a pool that shrinks", || {
-        let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-        let (mut worker, served) = connected(&peer, &kv, Copier::Engine);
+        let (_peer, _kv, mut worker, served) = connected(Copier::Engine);
         let slot = served.pool.commit(0, 11, &content(1));
         assert!(worker.load_now(plan(1, LOAD_BY_ENGINE, &[(2, slot)])).is_empty());
         rustix::fs::ftruncate(served.pool.fd(), 4096).unwrap();
@@ -609,8 +592,7 @@ fn a_pool_that_shrinks_under_its_readers_is_a_miss() {
 #[test]
 fn a_pool_that_was_cut_and_made_longer_again_is_a_miss() {
     ends("a pool that shrinks and grows", || {
-        let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-        let (mut worker, served) = connected(&peer, &kv, Copier::Engine);
+        let (_peer, kv, mut worker, served) = connected(Copier::Engine);
         served.pool.put(pool::header::SETTLED, 1);
         let slot = served.pool.commit(0, 11, &content(1));
         assert!(worker.load_now(plan(1, LOAD_BY_ENGINE, &[(2, slot)])).is_empty());
@@ -631,8 +613,7 @@ fn a_pool_that_was_cut_and_made_longer_again_is_a_miss() {
 fn noise_in_the_session_memory_is_a_miss() {
     for seed in 1..25_u64 {
         ends("an engine under noise", move || {
-            let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-            let (mut worker, served) = connected(&peer, &kv, Copier::Sidecar);
+            let (_peer, kv, mut worker, served) = connected(Copier::Sidecar);
             let slot = served.pool.commit(0, 11, &content(1));
             noise(served.memory.region(), seed);
             worker.join([3; 16]);

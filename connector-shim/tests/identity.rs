@@ -5,8 +5,8 @@ mod peer;
 use connector_shim::core::plan::Plan;
 use connector_shim::error::ShimError;
 use connector_shim::scheduler::{PENDING, Scheduler};
-use connector_shim::worker::{Ended, Worker};
-use peer::rank::{BLOCK_BYTES, EPOCH, Kv, connected, content, plan};
+use connector_shim::worker::Ended;
+use peer::rank::{BLOCK_BYTES, EPOCH, connected, connected_with, content, ended, plan};
 use peer::{Peer, Served, eventually, namespace};
 use shm_protocol::handshake::{self, Copier};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
@@ -24,10 +24,6 @@ fn log_with(scheduler: &mut Scheduler, keys: u32, fold: Option<[u8; 16]>) -> i64
     let log = scheduler.open(fold);
     assert_eq!(scheduler.append(log, 0, keys, |index| Ok::<_, ShimError>(hash(index))).unwrap(), keys);
     log
-}
-
-fn loaded(served: &mut Served) -> Vec<(u64, u8)> {
-    served.drain_kind(Kind::Loaded).iter().map(|message| (message.op, message.flags)).collect()
 }
 
 /// WEIGHTS and JOIN, in their order: kind, number, and what a rank answers.
@@ -122,22 +118,16 @@ fn a_barred_engine_misses_and_says_so_once_for_each_change_of_weights() {
 
 #[test]
 fn a_plan_of_another_namespace_is_not_copied() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, mut served) = connected(&peer, &kv, Copier::Engine);
+    let (_peer, kv, mut worker, mut served) = connected(Copier::Engine);
     let slot = served.pool.commit(0, 11, &content(1));
     let other = |op, namespace| Plan { namespace, ..plan(op, LOAD_BY_ENGINE, &[(2, slot), (3, slot)]) };
     assert_eq!(worker.load_now(other(1, OTHER.words()[0])), [2, 3]);
     assert_eq!(worker.load_now(other(2, 0)), [2, 3], "a scheduler that is not bound");
     worker.load_later(other(3, OTHER.words()[0]), 0).unwrap();
-    let mut ended = Vec::new();
-    eventually("the end", || {
-        ended.extend(worker.finished());
-        !ended.is_empty()
-    });
-    assert_eq!(ended, [Ended { op: 3, failed: vec![2, 3] }]);
+    assert_eq!(ended(&mut worker, 1), [Ended { op: 3, failed: vec![2, 3] }]);
     assert!(kv.is_untouched(2) && kv.is_untouched(3));
     let mismatch = Status::Mismatch as u8;
-    assert_eq!(loaded(&mut served), [(1, mismatch), (2, mismatch), (3, mismatch)]);
+    assert_eq!(served.loaded(), [(1, mismatch), (2, mismatch), (3, mismatch)]);
     let notices = worker.take_notices();
     let [notice] = notices.as_slice() else { panic!("{notices:?}") };
     let digits = |digest: NamespaceDigest| digest.to_string()[..16].to_owned();
@@ -147,8 +137,7 @@ fn a_plan_of_another_namespace_is_not_copied() {
 
 #[test]
 fn what_the_sidecar_copies_of_another_namespace_counts_as_failed() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, served) = connected(&peer, &kv, Copier::Sidecar);
+    let (_peer, _kv, mut worker, served) = connected(Copier::Sidecar);
     let slot = served.pool.commit(0, 11, &content(1));
     let other = |op, flags| Plan { namespace: OTHER.words()[0], ..plan(op, flags, &[(2, slot)]) };
     served.answer(1, Status::Ok, 1);
@@ -162,8 +151,7 @@ fn what_the_sidecar_copies_of_another_namespace_counts_as_failed() {
 
 #[test]
 fn a_rank_that_stated_weights_loads_nothing_until_it_is_bound_by_them() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, mut served) = connected(&peer, &kv, Copier::Engine);
+    let (_peer, _kv, mut worker, mut served) = connected(Copier::Engine);
     let slot = served.pool.commit(0, 11, &content(1));
     let ours = |op| plan(op, LOAD_BY_ENGINE, &[(2, slot)]);
     assert_eq!(worker.namespace(), Some(&(namespace(), peer::facts())));
@@ -186,8 +174,7 @@ fn a_rank_that_stated_weights_loads_nothing_until_it_is_bound_by_them() {
 
 #[test]
 fn a_new_sidecar_is_told_what_a_rank_holds_before_it_joins_and_promises_of_the_last_are_kept() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, mut served) = connected(&peer, &kv, Copier::Engine);
+    let (peer, _kv, mut worker, mut served) = connected(Copier::Engine);
     worker.join([3; 16]);
     worker.set_weights(2, Some([5; 16])).unwrap();
     assert_eq!(introduced(&mut served), [(Kind::Join, 0, 0), (Kind::Weights, 1, 2)]);
@@ -209,12 +196,9 @@ fn a_new_sidecar_is_told_what_a_rank_holds_before_it_joins_and_promises_of_the_l
 
 #[test]
 fn a_rank_that_makes_its_namespace_alone_knows_it_from_its_welcome() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let served = peer.serve(BLOCK_BYTES);
-    let mut alone = peer::rank::options(&peer, &kv, Copier::Engine);
-    alone.worker.live_weights = Some(handshake::Digest([5; 16]));
-    let mut worker = Worker::new(alone).unwrap();
-    let served = served.join().unwrap();
+    let (_peer, _kv, mut worker, served) = connected_with(Copier::Engine, |alone| {
+        alone.worker.live_weights = Some(handshake::Digest([5; 16]));
+    });
     served.store(header::NAMESPACE, 0);
     let facts = complete(&peer::facts(), weights_live([Some([5; 16])]));
     assert_eq!(worker.namespace(), Some(&(digest(&facts), facts)));

@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use connector_shim::core::plan::Plan;
 use connector_shim::error::ShimError;
-use connector_shim::scheduler::{Asked, Options, PENDING, Scheduler};
-use peer::scheduler::{connected, options};
+use connector_shim::scheduler::{Asked, Config, Options, PENDING, Scheduler};
+use peer::scheduler::{connected, connected_with, options};
 use peer::{Peer, Served, eventually};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::layout::{
     CHUNKS, COMPLETION_SLOTS, LOG_KEYS, SUBMISSION_RESERVED, SUBMISSION_SLOTS, header,
 };
-use shm_protocol::message::{Kind, LOAD_ARRIVING, LOAD_SYNC, QUERY_ARRIVING, Saved, Status};
+use shm_protocol::message::{APPEND_CHUNKS, Kind, LOAD_ARRIVING, LOAD_SYNC, QUERY_ARRIVING, Saved, Status};
 use shm_protocol::pool::SlotRef;
 
 const BLOCK_BYTES: u64 = 512;
@@ -32,6 +32,28 @@ fn log_with(scheduler: &mut Scheduler, keys: u32) -> i64 {
     assert!(log >= 0);
     assert_eq!(append(scheduler, log, keys), keys);
     log
+}
+
+/// A scheduler whose log has `keys` keys, and its sidecar.
+fn with_log(keys: u32) -> (Peer, Scheduler, Served, i64) {
+    let peer = Peer::new(1);
+    let (mut scheduler, served) = connected(&peer, BLOCK_BYTES);
+    let log = log_with(&mut scheduler, keys);
+    (peer, scheduler, served, log)
+}
+
+/// Opens logs as long as there is room for their messages.
+fn open_all(scheduler: &mut Scheduler) -> Vec<i64> {
+    std::iter::from_fn(|| Some(scheduler.open(None)).filter(|log| *log >= 0)).collect()
+}
+
+/// A lease of all four keys of a log, and the chunks of these.
+fn leased(scheduler: &mut Scheduler, served: &mut Served, log: i64) -> [u32; APPEND_CHUNKS] {
+    let op = scheduler.post_query(log, 0, 4).unwrap();
+    let chunks = served.drain()[1].data;
+    grant(served, op, 0, 4, &chunks);
+    assert_eq!(scheduler.poll(op), Some(4));
+    chunks
 }
 
 /// Answers query `op`, the slots of its hits being the key indices.
@@ -104,12 +126,9 @@ fn chunks_return_when_the_head_has_passed_the_close() {
 
 #[test]
 fn a_full_ring_is_a_miss_and_never_a_wait() {
-    let peer = Peer::new(1);
-    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
-    let log = log_with(&mut scheduler, 4);
+    let (_peer, mut scheduler, mut served, log) = with_log(4);
     let ordinary = SUBMISSION_SLOTS - SUBMISSION_RESERVED;
-    let opened = std::iter::from_fn(|| Some(scheduler.open(None)).filter(|log| *log >= 0)).count();
-    assert_eq!(opened, ordinary - 2);
+    assert_eq!(open_all(&mut scheduler).len(), ordinary - 2);
     assert_eq!(scheduler.query(log, 0, 4), 0);
     assert!(!scheduler.save(log, 0, vec![1], 1, false));
     assert_eq!(append(&mut scheduler, log, 1), 4);
@@ -123,7 +142,7 @@ fn a_full_ring_is_a_miss_and_never_a_wait() {
 fn a_reset_without_room_is_told_to_the_next_connection() {
     let peer = Peer::new(1);
     let (mut scheduler, served) = connected(&peer, BLOCK_BYTES);
-    while scheduler.open(None) >= 0 {}
+    open_all(&mut scheduler);
     assert!(scheduler.salt());
     assert!(!scheduler.connected(), "the old generation must not be asked for again");
     drop(served);
@@ -137,7 +156,7 @@ fn a_reset_without_room_is_told_to_the_next_connection() {
 fn a_close_without_any_room_is_posted_later() {
     let peer = Peer::new(1);
     let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
-    let logs: Vec<i64> = std::iter::from_fn(|| Some(scheduler.open(None)).filter(|log| *log >= 0)).collect();
+    let logs = open_all(&mut scheduler);
     for log in &logs {
         scheduler.close(*log);
     }
@@ -151,9 +170,7 @@ fn a_close_without_any_room_is_posted_later() {
 
 #[test]
 fn a_hint_names_what_is_in_the_log_and_waits_for_nothing() {
-    let peer = Peer::new(1);
-    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
-    let log = log_with(&mut scheduler, 4);
+    let (_peer, mut scheduler, mut served, log) = with_log(4);
     scheduler.hint(log, 1, 100);
     scheduler.hint(log, 4, 1);
     scheduler.hint(-1, 0, 1);
@@ -163,9 +180,7 @@ fn a_hint_names_what_is_in_the_log_and_waits_for_nothing() {
 
 #[test]
 fn after_a_time_out_nothing_is_asked_until_the_heartbeat_moves() {
-    let peer = Peer::new(1);
-    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
-    let log = log_with(&mut scheduler, 4);
+    let (_peer, mut scheduler, mut served, log) = with_log(4);
     assert_eq!(scheduler.query(log, 0, 4), 0);
     let asked = served.drain();
     let late = asked.iter().find(|m| m.kind == Kind::Query).unwrap().op;
@@ -195,9 +210,7 @@ fn after_a_time_out_nothing_is_asked_until_the_heartbeat_moves() {
 
 #[test]
 fn one_budget_serves_all_queries_of_a_step() {
-    let peer = Peer::new(1);
-    let (mut scheduler, served) = connected(&peer, BLOCK_BYTES);
-    let log = log_with(&mut scheduler, 4);
+    let (_peer, mut scheduler, served, log) = with_log(4);
     let ops: Vec<u64> = (0..8).map(|_| scheduler.post_query(log, 0, 4).unwrap()).collect();
     assert!(ops.iter().all(|op| scheduler.wait(*op) == 0));
     assert_eq!(scheduler.post_query(log, 0, 4), None, "nothing is left");
@@ -209,11 +222,8 @@ fn one_budget_serves_all_queries_of_a_step() {
 #[test]
 fn an_answer_wakes_a_sleeping_query() {
     let peer = Peer::new(1);
-    let served = peer.serve(BLOCK_BYTES);
-    let mut options = options(&peer);
-    options.config.budget = Duration::from_secs(10);
-    let mut scheduler = Scheduler::new(options).unwrap();
-    let mut served = served.join().unwrap();
+    let patient = |config: &mut Config| config.budget = Duration::from_secs(10);
+    let (mut scheduler, mut served) = connected_with(&peer, BLOCK_BYTES, patient);
     let log = log_with(&mut scheduler, 4);
     let answering = std::thread::spawn(move || {
         let mut queries = Vec::new();
@@ -231,9 +241,7 @@ fn an_answer_wakes_a_sleeping_query() {
 
 #[test]
 fn a_pending_query_is_asked_again_without_a_message() {
-    let peer = Peer::new(1);
-    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
-    let log = log_with(&mut scheduler, 4);
+    let (_peer, mut scheduler, mut served, log) = with_log(4);
     let op = scheduler.post_query(log, 0, 4).unwrap();
     served.answer(op, Status::Pending, 0);
     assert_eq!(scheduler.poll(op), Some(PENDING));
@@ -250,10 +258,7 @@ fn an_old_lease_is_renewed_before_it_is_used() {
     peer.lease_ttl_ms = 0;
     let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 4);
-    let op = scheduler.post_query(log, 0, 4).unwrap();
-    let chunks = served.drain()[1].data;
-    grant(&served, op, 0, 4, &chunks);
-    assert_eq!(scheduler.poll(op), Some(4));
+    let chunks = leased(&mut scheduler, &mut served, log);
     assert!(scheduler.must_renew(log));
     assert_eq!(scheduler.load(log, 0, &[5, 6], 1, true).len(), 1, "its step goes on at once");
     assert!(served.drain_kind(Kind::Query).is_empty());
@@ -267,13 +272,8 @@ fn an_old_lease_is_renewed_before_it_is_used() {
 
 #[test]
 fn a_new_generation_ends_every_lease() {
-    let peer = Peer::new(1);
-    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
-    let log = log_with(&mut scheduler, 4);
-    let op = scheduler.post_query(log, 0, 4).unwrap();
-    let chunks = served.drain()[1].data;
-    grant(&served, op, 0, 4, &chunks);
-    assert_eq!(scheduler.poll(op), Some(4));
+    let (_peer, mut scheduler, mut served, log) = with_log(4);
+    leased(&mut scheduler, &mut served, log);
     assert!(scheduler.salt());
     assert!(scheduler.load(log, 0, &[1], 1, true).is_empty());
     assert_eq!(served.drain_kind(Kind::Salt).len(), 1);
@@ -281,9 +281,7 @@ fn a_new_generation_ends_every_lease() {
 
 #[test]
 fn saves_end_are_counted_and_given_up_in_ranges() {
-    let peer = Peer::new(1);
-    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
-    let log = log_with(&mut scheduler, 8);
+    let (_peer, mut scheduler, mut served, log) = with_log(8);
     assert!(scheduler.save(log, 0, vec![10, 11, 12, 13], 5, false));
     assert!(scheduler.save(log, 4, vec![14, 15], 5, false));
     assert!(!scheduler.save(log, 7, vec![16, 17], 5, false), "no such keys");
@@ -330,12 +328,10 @@ fn a_check_that_finds_other_kv_is_said_once_with_its_figures() {
 
 #[test]
 fn without_room_for_a_cancel_every_save_is_void() {
-    let peer = Peer::new(1);
-    let (mut scheduler, served) = connected(&peer, BLOCK_BYTES);
-    let log = log_with(&mut scheduler, 8);
+    let (_peer, mut scheduler, served, log) = with_log(8);
     assert!(scheduler.save(log, 0, vec![10, 11], 1, false));
     assert!(scheduler.save(log, 2, vec![12, 13], 1, false));
-    let logs: Vec<i64> = std::iter::from_fn(|| Some(scheduler.open(None)).filter(|log| *log >= 0)).collect();
+    let logs = open_all(&mut scheduler);
     logs.iter().take(SUBMISSION_RESERVED).for_each(|log| scheduler.close(*log));
     assert_eq!(served.word(header::VOID_SAVES_BELOW), 0);
     assert_eq!(scheduler.overwrite([12].into_iter()), 4, "all of them");
@@ -345,9 +341,7 @@ fn without_room_for_a_cancel_every_save_is_void() {
 
 #[test]
 fn no_more_saves_than_completions_have_room() {
-    let peer = Peer::new(1);
-    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
-    let log = log_with(&mut scheduler, 1);
+    let (_peer, mut scheduler, mut served, log) = with_log(1);
     let mut posted = 0;
     for _ in 0..2 {
         while scheduler.save(log, 0, vec![1], 1, false) {
@@ -361,9 +355,7 @@ fn no_more_saves_than_completions_have_room() {
 
 #[test]
 fn a_hang_up_is_a_miss_and_a_new_sidecar_a_new_generation() {
-    let peer = Peer::new(1);
-    let (mut scheduler, served) = connected(&peer, BLOCK_BYTES);
-    let log = log_with(&mut scheduler, 4);
+    let (peer, mut scheduler, served, log) = with_log(4);
     assert!(scheduler.salt());
     assert!(scheduler.save(log, 0, vec![1], 1, false));
     drop(served);
@@ -430,18 +422,11 @@ fn impossible_arguments_are_errors() {
     assert!(scheduler.append(log, 3, 1, |index| Ok::<_, ShimError>(hash(index))).is_err());
 }
 
-fn in_parts_of(blocks: u32, peer: &Peer) -> Options {
-    let mut options = options(peer);
-    options.config.part_blocks = blocks;
-    options
-}
-
 #[test]
 fn what_is_on_its_way_is_loaded_in_parts_and_never_synchronously() {
     let peer = Peer::new(1);
-    let served = peer.serve(BLOCK_BYTES);
-    let mut scheduler = Scheduler::new(in_parts_of(4, &peer)).unwrap();
-    let mut served = served.join().unwrap();
+    let in_parts = |config: &mut Config| config.part_blocks = 4;
+    let (mut scheduler, mut served) = connected_with(&peer, BLOCK_BYTES, in_parts);
     let log = log_with(&mut scheduler, 10);
     let op = scheduler.post_query(log, 0, 10).unwrap();
     let messages = served.drain();
@@ -471,9 +456,8 @@ fn what_is_on_its_way_is_loaded_in_parts_and_never_synchronously() {
 #[test]
 fn a_long_load_has_no_more_parts_than_there_may_be() {
     let peer = Peer::new(1);
-    let served = peer.serve(BLOCK_BYTES);
-    let mut scheduler = Scheduler::new(in_parts_of(1, &peer)).unwrap();
-    let mut served = served.join().unwrap();
+    let in_parts = |config: &mut Config| config.part_blocks = 1;
+    let (mut scheduler, mut served) = connected_with(&peer, BLOCK_BYTES, in_parts);
     for (status, parts) in [(Status::Arriving, 50), (Status::Ok, 1)] {
         let log = log_with(&mut scheduler, 100);
         let op = scheduler.post_query(log, 0, 100).unwrap();

@@ -2,8 +2,8 @@
 
 mod peer;
 
-use connector_shim::worker::{Options, Worker};
-use peer::rank::{BLOCK_BYTES, BLOCKS, EPOCH, Kv, content, options, plan};
+use connector_shim::worker::Worker;
+use peer::rank::{BLOCK_BYTES, BLOCKS, EPOCH, Kv, connected_with, content, ended, plan};
 use peer::{Peer, Served, eventually};
 use shm_protocol::handshake::{self, Copier, Role};
 use shm_protocol::layout::{STAGING_SLOTS_MAX, staging_word};
@@ -12,12 +12,10 @@ use shm_protocol::ring::RingMemory;
 use shm_protocol::session::Ring;
 
 /// A rank with block 3 filled, and its sidecar.
-fn staged(peer: &Peer, kv: &Kv) -> (Worker, Served) {
+fn staged() -> (Peer, Kv, Worker, Served) {
+    let (peer, kv, worker, served) = connected_with(Copier::Engine, |options| options.staged = true);
     kv.fill(3, &content(3));
-    let served = peer.serve(BLOCK_BYTES);
-    let worker = Worker::new(Options { staged: true, ..options(peer, kv, Copier::Engine) }).unwrap();
-    assert!(worker.connected(), "{:?}", worker.take_notices());
-    (worker, served.join().unwrap())
+    (peer, kv, worker, served)
 }
 
 fn segment(served: &Served) -> (&handshake::Worker, u32) {
@@ -48,8 +46,7 @@ const OK: u8 = Status::Ok as u8;
 
 #[test]
 fn blocks_that_are_asked_for_come_with_their_tags() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, mut served) = staged(&peer, &kv);
+    let (_peer, _kv, mut worker, mut served) = staged();
     let (said, slots) = segment(&served);
     assert_eq!((said.copy, said.blocks, said.block_bytes()), (Copier::Engine, BLOCKS, Some(BLOCK_BYTES)));
     assert_eq!((slots as usize, served.descriptors.len()), (STAGING_SLOTS_MAX, 1));
@@ -71,16 +68,13 @@ fn blocks_that_are_asked_for_come_with_their_tags() {
 
 #[test]
 fn it_loads_itself_whatever_the_plan_says() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, mut served) = staged(&peer, &kv);
+    let (_peer, kv, mut worker, mut served) = staged();
     let slot = served.pool.commit(0, 11, &content(9));
     assert!(worker.load_now(plan(1, LOAD_SYNC, &[(2, slot)])).is_empty(), "without a word of the sidecar");
     worker.load_later(plan(2, 0, &[(4, slot)]), 0).unwrap();
-    eventually("the end", || !worker.finished().is_empty());
+    ended(&mut worker, 1);
     assert_eq!((kv.block(2), kv.block(4)), (content(9), content(9)));
-    let told: Vec<_> =
-        served.drain_kind(Kind::Loaded).iter().map(|loaded| (loaded.op, loaded.flags)).collect();
-    assert_eq!(told, [(1, OK), (2, OK)]);
+    assert_eq!(served.loaded(), [(1, OK), (2, OK)]);
     assert_eq!((worker.stats()["rescues"], worker.stats()["blocks_by_engine"]), (0, 2));
 }
 
@@ -99,8 +93,7 @@ fn requests_of_no_honest_sidecar_end_the_connection() {
         }),
     ];
     for (name, lie) in lies {
-        let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-        let (mut worker, mut served) = staged(&peer, &kv);
+        let (_peer, _kv, mut worker, mut served) = staged();
         lie(&mut served);
         eventually(name, || {
             worker.start(1, 0);
@@ -113,8 +106,7 @@ fn requests_of_no_honest_sidecar_end_the_connection() {
 
 #[test]
 fn a_sidecar_that_leaves_in_the_middle_is_followed_by_the_next_one() {
-    let (mut peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, mut served) = staged(&peer, &kv);
+    let (mut peer, _kv, mut worker, mut served) = staged();
     served.ask(&[Stage { tag: 1, block: 3, slot: 0 }]);
     drop(served);
     peer.epoch = EPOCH + 1;

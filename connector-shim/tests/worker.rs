@@ -5,23 +5,18 @@ mod peer;
 use connector_shim::core::plan::Plan;
 use connector_shim::error::ShimError;
 use connector_shim::worker::{Begun, Ended, LOAD_DEADLINE, Memory, Options, Worker};
-use peer::rank::{BLOCK_BYTES, BLOCKS, EPOCH, Kv, connected, content, options, plan};
-use peer::{Peer, Served, eventually};
+use peer::rank::{BLOCK_BYTES, BLOCKS, EPOCH, Kv, connected, connected_with, content, ended, options, plan};
+use peer::{Peer, eventually};
 use rustix::fs::OFlags;
 use shm_protocol::handshake::{self, Copier};
 use shm_protocol::layout::{SUBMISSION_SLOTS, header};
 use shm_protocol::message::{Kind, LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_SYNC, Status};
 use shm_protocol::pool::SlotRef;
 
-fn loaded(served: &mut Served) -> Vec<(u64, u8)> {
-    served.drain_kind(Kind::Loaded).iter().map(|message| (message.op, message.flags)).collect()
-}
-
 #[test]
 fn the_handshake_hands_over_what_the_copier_needs() {
     for (copy, mode) in [(Copier::Engine, OFlags::RDONLY), (Copier::Sidecar, OFlags::RDWR)] {
-        let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-        let (mut worker, served) = connected(&peer, &kv, copy);
+        let (_peer, _kv, mut worker, served) = connected(copy);
         let flags = rustix::fs::fcntl_getfl(&served.descriptors[0]).unwrap();
         assert_eq!(flags & OFlags::RWMODE, mode, "{copy:?}");
         assert_eq!(worker.namespace(), Some(&(peer::namespace(), peer::facts())));
@@ -31,8 +26,7 @@ fn the_handshake_hands_over_what_the_copier_needs() {
 
 #[test]
 fn fences_follow_the_steps_and_a_run_is_joined_once() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, mut served) = connected(&peer, &kv, Copier::Engine);
+    let (_peer, _kv, mut worker, mut served) = connected(Copier::Engine);
     for step in 5..8 {
         worker.join([3; 16]);
         worker.start(step, 0);
@@ -50,26 +44,22 @@ fn fences_follow_the_steps_and_a_run_is_joined_once() {
 
 #[test]
 fn the_engine_loads_from_the_pool() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, mut served) = connected(&peer, &kv, Copier::Engine);
+    let (_peer, kv, mut worker, mut served) = connected(Copier::Engine);
     let slots = [served.pool.commit(0, 11, &content(1)), served.pool.commit(5, 12, &content(2))];
     let both = plan(21, LOAD_SYNC | LOAD_BY_ENGINE, &[(3, slots[0]), (6, slots[1])]);
     assert!(worker.load_now(both).is_empty());
     assert_eq!((kv.block(3), kv.block(6)), (content(1), content(2)));
     assert!((0..BLOCKS).filter(|block| ![3, 6].contains(block)).all(|block| kv.is_untouched(block)));
-    assert_eq!(loaded(&mut served), [(21, Status::Ok as u8)]);
+    assert_eq!(served.loaded(), [(21, Status::Ok as u8)]);
     assert_eq!(worker.stats()["bytes_loaded"], 2 * BLOCK_BYTES);
 }
 
 #[test]
 fn a_rank_loads_its_own_part_of_a_slot() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let served = peer.serve(2 * BLOCK_BYTES);
-    let mut second = options(&peer, &kv, Copier::Engine);
-    second.world_size = 2;
-    (second.worker.rank, second.worker.shard, second.worker.shards) = (1, 1, 2);
-    let mut worker = Worker::new(second).unwrap();
-    let served = served.join().unwrap();
+    let (_peer, kv, mut worker, served) = connected_with(Copier::Engine, |second| {
+        second.world_size = 2;
+        (second.worker.rank, second.worker.shard, second.worker.shards) = (1, 1, 2);
+    });
     let both = [content(1), content(2)].concat();
     let slot = served.pool.commit(0, 11, &both);
     assert!(worker.load_now(plan(21, LOAD_SYNC | LOAD_BY_ENGINE, &[(3, slot)])).is_empty());
@@ -78,8 +68,7 @@ fn a_rank_loads_its_own_part_of_a_slot() {
 
 #[test]
 fn a_slot_of_another_filling_is_a_failed_block() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, mut served) = connected(&peer, &kv, Copier::Engine);
+    let (_peer, kv, mut worker, mut served) = connected(Copier::Engine);
     let good = served.pool.commit(0, 11, &content(1));
     let stale = SlotRef { generation: 10, ..good };
     let empty = SlotRef { offset: served.pool.commit(2, 5, &content(9)).offset + 1024, generation: 0 };
@@ -88,13 +77,12 @@ fn a_slot_of_another_filling_is_a_failed_block() {
     assert_eq!(worker.load_now(plan(1, LOAD_BY_ENGINE, &blocks)), [0, 2, 3, BLOCKS]);
     assert_eq!(kv.block(1), content(1));
     assert!(kv.is_untouched(0) && kv.is_untouched(2) && kv.is_untouched(3));
-    assert_eq!(loaded(&mut served), [(1, Status::Failed as u8)]);
+    assert_eq!(served.loaded(), [(1, Status::Failed as u8)]);
 }
 
 #[test]
 fn another_life_of_the_sidecar_is_never_read() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, served) = connected(&peer, &kv, Copier::Engine);
+    let (_peer, kv, mut worker, served) = connected(Copier::Engine);
     let slot = served.pool.commit(0, 11, &content(1));
     let other = Plan { epoch: EPOCH + 1, ..plan(1, LOAD_BY_ENGINE, &[(4, slot)]) };
     assert_eq!(worker.load_now(other), [4], "same offset and generation, other pool");
@@ -103,26 +91,19 @@ fn another_life_of_the_sidecar_is_never_read() {
 
 #[test]
 fn an_asynchronous_load_ends_exactly_once() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, mut served) = connected(&peer, &kv, Copier::Engine);
+    let (_peer, kv, mut worker, mut served) = connected(Copier::Engine);
     let slot = served.pool.commit(0, 11, &content(1));
     worker.load_later(plan(1, LOAD_BY_ENGINE, &[(2, slot)]), 0).unwrap();
     worker.load_later(plan(2, LOAD_BY_ENGINE, &[(3, SlotRef { generation: 10, ..slot })]), 0).unwrap();
-    let mut ended = Vec::new();
-    eventually("end of both", || {
-        ended.extend(worker.finished());
-        ended.len() == 2
-    });
-    assert_eq!(ended, [Ended { op: 1, failed: vec![] }, Ended { op: 2, failed: vec![3] }]);
+    assert_eq!(ended(&mut worker, 2), [Ended { op: 1, failed: vec![] }, Ended { op: 2, failed: vec![3] }]);
     assert!(worker.finished().is_empty());
     assert_eq!(kv.block(2), content(1));
-    assert_eq!(loaded(&mut served), [(1, Status::Ok as u8), (2, Status::Failed as u8)]);
+    assert_eq!(served.loaded(), [(1, Status::Ok as u8), (2, Status::Failed as u8)]);
 }
 
 #[test]
 fn the_sidecar_loads_and_the_engine_only_waits() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, mut served) = connected(&peer, &kv, Copier::Sidecar);
+    let (_peer, kv, mut worker, mut served) = connected(Copier::Sidecar);
     let slot = served.pool.commit(0, 11, &content(1));
     served.answer(1, Status::Ok, 1);
     assert!(worker.load_now(plan(1, LOAD_SYNC, &[(2, slot)])).is_empty());
@@ -131,46 +112,38 @@ fn the_sidecar_loads_and_the_engine_only_waits() {
     served.answer(2, Status::Ok, 1);
     assert_eq!(worker.finished(), [Ended { op: 2, failed: vec![] }]);
     assert!(kv.is_untouched(2) && kv.is_untouched(3), "the copies were the peer's to make");
-    assert!(loaded(&mut served).is_empty());
+    assert!(served.loaded().is_empty());
     assert_eq!((served.gate(), worker.stats()["rescues"]), (0, 0));
 }
 
 #[test]
 fn what_the_sidecar_failed_is_rescued() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, mut served) = connected(&peer, &kv, Copier::Sidecar);
+    let (_peer, kv, mut worker, mut served) = connected(Copier::Sidecar);
     let slot = served.pool.commit(0, 11, &content(1));
     served.answer(1, Status::Failed, 0);
     assert!(worker.load_now(plan(1, LOAD_SYNC, &[(2, slot)])).is_empty());
     worker.load_later(plan(7, 0, &[(3, slot), (4, slot)]), 0).unwrap();
     served.answer(7, Status::Ok, 1);
-    let mut ended = Vec::new();
-    eventually("end", || {
-        ended.extend(worker.finished());
-        !ended.is_empty()
-    });
-    assert_eq!(ended, [Ended { op: 7, failed: vec![] }]);
+    assert_eq!(ended(&mut worker, 1), [Ended { op: 7, failed: vec![] }]);
     assert!([2, 3, 4].iter().all(|block| kv.block(*block) == content(1)));
     let reported = [(1, Status::Ok as u8), (7, Status::Ok as u8)];
-    assert_eq!(loaded(&mut served), reported, "the sidecar keeps their slots until then");
+    assert_eq!(served.loaded(), reported, "the sidecar keeps their slots until then");
     assert_eq!((served.gate(), worker.stats()["rescues"]), (7, 2));
 }
 
 #[test]
 fn a_silent_sidecar_is_rescued_from_behind_a_closed_gate() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, mut served) = connected(&peer, &kv, Copier::Sidecar);
+    let (_peer, kv, mut worker, mut served) = connected(Copier::Sidecar);
     let slot = served.pool.commit(0, 11, &content(1));
     assert!(worker.load_now(plan(1, LOAD_SYNC, &[(2, slot)])).is_empty());
     assert_eq!(kv.block(2), content(1), "wrong bytes in a rescued block");
     assert_eq!(served.gate(), 1);
-    assert_eq!(loaded(&mut served), [(1, Status::Ok as u8)], "this rank's part has ended");
+    assert_eq!(served.loaded(), [(1, Status::Ok as u8)], "this rank's part has ended");
 }
 
 #[test]
 fn a_load_behind_others_that_move_is_left_to_the_sidecar() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, served) = connected(&peer, &kv, Copier::Sidecar);
+    let (_peer, _kv, mut worker, served) = connected(Copier::Sidecar);
     let slot = served.pool.commit(0, 11, &content(1));
     worker.load_later(plan(1, 0, &[(2, slot)]), 0).unwrap();
     let turn = LOAD_DEADLINE / 10;
@@ -186,8 +159,7 @@ fn a_load_behind_others_that_move_is_left_to_the_sidecar() {
 
 #[test]
 fn a_rescue_waits_for_the_block_that_the_sidecar_is_writing() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, mut served) = connected(&peer, &kv, Copier::Sidecar);
+    let (_peer, kv, mut worker, mut served) = connected(Copier::Sidecar);
     let slot = served.pool.commit(0, 11, &content(1));
     served.store(header::FENCE_COPYING, 1);
     served.answer(1, Status::Failed, 0);
@@ -196,29 +168,18 @@ fn a_rescue_waits_for_the_block_that_the_sidecar_is_writing() {
     eventually("closed gate", || served.gate() == 1);
     assert!(kv.is_untouched(2) && worker.finished().is_empty(), "a block may still be written");
     served.store(header::FENCE_COPYING, 0);
-    let mut ended = Vec::new();
-    eventually("end", || {
-        ended.extend(worker.finished());
-        !ended.is_empty()
-    });
-    assert_eq!(ended, [Ended { op: 1, failed: vec![] }]);
+    assert_eq!(ended(&mut worker, 1), [Ended { op: 1, failed: vec![] }]);
     assert_eq!(kv.block(2), content(1));
-    assert_eq!(loaded(&mut served), [(1, Status::Ok as u8)]);
+    assert_eq!(served.loaded(), [(1, Status::Ok as u8)]);
 }
 
 #[test]
 fn a_promise_outlives_the_sidecar() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, served) = connected(&peer, &kv, Copier::Sidecar);
+    let (_peer, kv, mut worker, served) = connected(Copier::Sidecar);
     let slot = served.pool.commit(0, 11, &content(1));
     worker.load_later(plan(1, 0, &[(2, slot)]), 0).unwrap();
     drop(served);
-    let mut ended = Vec::new();
-    eventually("rescue", || {
-        ended.extend(worker.finished());
-        !ended.is_empty()
-    });
-    assert_eq!(ended, [Ended { op: 1, failed: vec![] }]);
+    assert_eq!(ended(&mut worker, 1), [Ended { op: 1, failed: vec![] }]);
     assert_eq!(kv.block(2), content(1));
     assert!(worker.load_now(plan(2, LOAD_SYNC, &[(3, slot)])).is_empty(), "the mapping is still there");
     assert_eq!(kv.block(3), content(1));
@@ -230,8 +191,7 @@ fn a_promise_outlives_the_sidecar() {
 
 #[test]
 fn a_new_sidecar_is_joined_while_the_old_pool_serves_its_plans() {
-    let (mut peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, served) = connected(&peer, &kv, Copier::Engine);
+    let (mut peer, kv, mut worker, served) = connected(Copier::Engine);
     worker.join([3; 16]);
     let old = served.pool.commit(0, 11, &content(1));
     drop(served);
@@ -247,7 +207,7 @@ fn a_new_sidecar_is_joined_while_the_old_pool_serves_its_plans() {
     served.pool.commit(0, 11, &content(2));
     assert!(worker.load_now(plan(1, LOAD_BY_ENGINE, &[(2, old)])).is_empty());
     assert_eq!(kv.block(2), content(1), "from the pool that the plan was made for");
-    assert!(loaded(&mut served).is_empty(), "the new sidecar knows nothing of it");
+    assert!(served.loaded().is_empty(), "the new sidecar knows nothing of it");
 }
 
 #[test]
@@ -277,8 +237,7 @@ fn impossible_memory_is_an_error_and_an_absent_sidecar_is_not() {
 
 #[test]
 fn ends_of_loads_that_find_no_room_are_told_later_in_their_order() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, mut served) = connected(&peer, &kv, Copier::Engine);
+    let (_peer, _kv, mut worker, mut served) = connected(Copier::Engine);
     let slot = served.pool.commit(0, 11, &content(1));
     let more = SUBMISSION_SLOTS as u64 + 100;
     for op in 1..=more {
@@ -286,7 +245,7 @@ fn ends_of_loads_that_find_no_room_are_told_later_in_their_order() {
     }
     let mut told = Vec::new();
     eventually("all ends", || {
-        told.extend(loaded(&mut served).into_iter().map(|(op, _)| op));
+        told.extend(served.loaded().into_iter().map(|(op, _)| op));
         worker.start(1, 0);
         told.len() as u64 >= more
     });
@@ -295,8 +254,7 @@ fn ends_of_loads_that_find_no_room_are_told_later_in_their_order() {
 
 #[test]
 fn a_sidecar_that_never_reads_is_left() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, served) = connected(&peer, &kv, Copier::Engine);
+    let (_peer, _kv, mut worker, served) = connected(Copier::Engine);
     let slot = served.pool.commit(0, 11, &content(1));
     let mut op = 0;
     eventually("the end of patience", || {
@@ -312,8 +270,7 @@ fn a_sidecar_that_never_reads_is_left() {
 
 #[test]
 fn on_host_memory_nothing_is_enqueued() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, served) = connected(&peer, &kv, Copier::Sidecar);
+    let (_peer, _kv, mut worker, served) = connected(Copier::Sidecar);
     let asked = plan(1, LOAD_SYNC, &[(2, served.pool.commit(0, 11, &content(1)))]);
     assert_eq!(worker.load_on(asked.clone(), 0, true).unwrap(), Begun::No(asked));
     worker.wait_group(0, 0).unwrap();
@@ -351,22 +308,16 @@ fn gpu_memory_that_is_none_is_an_error() {
 
 #[test]
 fn what_the_sidecar_refused_is_not_taken_back() {
-    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let (mut worker, mut served) = connected(&peer, &kv, Copier::Sidecar);
+    let (_peer, kv, mut worker, mut served) = connected(Copier::Sidecar);
     let here = served.pool.commit(0, 11, &content(1));
     let lost = SlotRef { generation: 12, ..here };
     worker.load_later(plan(6, LOAD_ARRIVING, &[(2, here)]), 0).unwrap();
     worker.load_later(plan(7, LOAD_ARRIVING, &[(3, here), (4, lost)]), 0).unwrap();
     served.answer(7, Status::Absent, 0);
-    let mut ended = Vec::new();
-    eventually("end", || {
-        ended.extend(worker.finished());
-        !ended.is_empty()
-    });
-    assert_eq!(ended, [Ended { op: 7, failed: vec![4] }]);
+    assert_eq!(ended(&mut worker, 1), [Ended { op: 7, failed: vec![4] }]);
     assert_eq!(kv.block(3), content(1), "what is there is taken");
     assert_eq!((served.gate(), worker.stats()["rescues"]), (0, 0), "the load before it goes on");
     served.answer(6, Status::Ok, 1);
     assert_eq!(worker.finished(), [Ended { op: 6, failed: vec![] }]);
-    assert_eq!(loaded(&mut served), [(7, Status::Failed as u8)]);
+    assert_eq!(served.loaded(), [(7, Status::Failed as u8)]);
 }

@@ -83,20 +83,12 @@ fn runtime() -> tokio::runtime::Runtime {
 
 fn request() -> FollowRequest {
     let (mesh, node) = ("test".into(), "tester".into());
-    FollowRequest { version: VERSION, mesh, node, boot: 1, known_boot: 0, known_sequence: 0, thinning: 0 }
+    FollowRequest { version: VERSION, mesh, node, boot: 1, ..FollowRequest::default() }
 }
 
 fn hello() -> Hello {
-    let (mesh, tcp) = ("test".into(), "127.0.0.1:9".into());
-    Hello {
-        version: VERSION,
-        mesh,
-        node: "liar".into(),
-        boot: 1,
-        tcp,
-        rdma: String::new(),
-        hears_waits: false,
-    }
+    let (mesh, node, tcp) = ("test".into(), "liar".into(), "127.0.0.1:9".into());
+    Hello { version: VERSION, mesh, node, boot: 1, tcp, ..Hello::default() }
 }
 
 fn begin(sequence: u64, keys: u64) -> Said {
@@ -236,58 +228,24 @@ fn what_a_peer_says_of_namespaces_is_believed_as_far_as_it_can_be_checked() {
         NamespacesReply { version: VERSION, mesh, node, boot: 1, namespaces, left_out: 0 }
     };
     let (good, wrong) = (told("good"), wrong_namespaces());
-    let count = wrong.len();
+    let dropped = format!("{} of its namespaces are dropped", wrong.len());
     let all = [vec![good.clone()], wrong].concat();
     let late = Limits { namespaces: Duration::from_millis(300), ..patient() };
     let long = told(&"x".repeat(5 << 20));
     let lies = [
-        (
-            Told::Reply(reply(all)),
-            1,
-            format!("{count} of its namespaces are dropped"),
-            Some(Reason::Malformed),
-        ),
-        (
-            Told::Reply(NamespacesReply { left_out: 5, ..reply(vec![good.clone()]) }),
-            1,
-            "5 of its".into(),
-            None,
-        ),
-        (
-            Told::Reply(reply(vec![long])),
-            0,
-            "decoded message length too large".into(),
-            Some(Reason::Malformed),
-        ),
-        (
-            Told::Reply(NamespacesReply { mesh: "x".into(), ..reply(vec![]) }),
-            0,
-            "mesh 'x'".into(),
-            Some(Reason::Mesh),
-        ),
-        (
-            Told::Reply(NamespacesReply { version: 9, ..reply(vec![]) }),
-            0,
-            "version 9".into(),
-            Some(Reason::Version),
-        ),
-        (
-            Told::Reply(NamespacesReply { node: "a b".into(), ..reply(vec![]) }),
-            0,
-            "name".into(),
-            Some(Reason::Malformed),
-        ),
-        (
-            Told::Reply(NamespacesReply { boot: 2, ..reply(vec![]) }),
-            0,
-            "another life".into(),
-            Some(Reason::OtherLife),
-        ),
-        (Told::Unknown, 0, "upgrade it".into(), None),
+        (reply(all), 1, dropped.as_str(), Some(Reason::Malformed)),
+        (NamespacesReply { left_out: 5, ..reply(vec![good.clone()]) }, 1, "5 of its", None),
+        (reply(vec![long]), 0, "decoded message length too large", Some(Reason::Malformed)),
+        (NamespacesReply { mesh: "x".into(), ..reply(vec![]) }, 0, "mesh 'x'", Some(Reason::Mesh)),
+        (NamespacesReply { version: 9, ..reply(vec![]) }, 0, "version 9", Some(Reason::Version)),
+        (NamespacesReply { node: "a b".into(), ..reply(vec![]) }, 0, "name", Some(Reason::Malformed)),
+        (NamespacesReply { boot: 2, ..reply(vec![]) }, 0, "another life", Some(Reason::OtherLife)),
     ];
-    for (namespaces, taken, word, reason) in lies {
+    let lies = lies.map(|(reply, taken, word, reason)| (Told::Reply(reply), taken, word, reason));
+    for (namespaces, taken, word, reason) in lies.into_iter().chain([(Told::Unknown, 0, "upgrade it", None)])
+    {
         let (one, found, missing) = asked(namespaces, patient());
-        assert!(found == taken && missing.contains(&word), "{found} of {taken}; {missing} for {word}");
+        assert!(found == taken && missing.contains(word), "{found} of {taken}; {missing} for {word}");
         reason.into_iter().for_each(|reason| one.refused(reason, 1));
     }
     let (one, found, missing) = asked(Told::Never, late);

@@ -41,10 +41,7 @@ fn hello_of_a_worker() {
         regions: vec![BlockRegion { fd: 0, offset: 0, stride: 16384, bytes: 8192 }],
         copy: Copier::Engine,
         facts: facts(),
-        expects: None,
-        live_weights: None,
-        cuda: None,
-        staging: None,
+        ..Worker::default()
     };
     // The release that the page was written with.
     let hello = Hello { release: "0.2.0".into(), ..Hello::new("e0".into(), 1, Role::Worker(worker)) };

@@ -322,11 +322,7 @@ fn worker_hello() -> (Hello, Worker) {
         blocks: 100,
         regions: vec![BlockRegion { fd: 0, offset: 0, stride: 4096, bytes: 4096 }],
         copy: Copier::Engine,
-        facts: BTreeMap::new(),
-        expects: None,
-        live_weights: None,
-        cuda: None,
-        staging: None,
+        ..Worker::default()
     };
     let role = Role::Worker(worker.clone());
     (Hello::new("engine".into(), 2, role), worker)

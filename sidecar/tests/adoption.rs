@@ -7,9 +7,9 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use client::BLOCK_BYTES;
 use client::engine::{Engine, SAVED};
 use client::sidecar::Sidecar;
-use client::{LAYER_BYTES, LAYERS};
 use shm_protocol::key::BlockHash;
 use shm_protocol::pool;
 
@@ -108,7 +108,7 @@ fn save_until_killed(sidecar: Sidecar, after: Duration, stamp: &mut u64) -> (Vec
 /// Blocks that a pool holds.
 fn room() -> u64 {
     let segment_bytes = tiers::dram::segment_bytes_for(POOL_BYTES);
-    let slots = pool::slot_count(segment_bytes, LAYERS * LAYER_BYTES).expect("small blocks");
+    let slots = pool::slot_count(segment_bytes, BLOCK_BYTES).expect("small blocks");
     POOL_BYTES / segment_bytes * u64::from(slots)
 }
 
@@ -186,8 +186,7 @@ fn a_pool_that_cannot_be_adopted_is_served_empty_and_said() {
     let place = Place::new("other");
     let sidecar = place.start("16MiB");
     let mut engine = Engine::connect(&sidecar);
-    let keys = engine.post_save(&mut 0);
-    assert_eq!(engine.scheduler.saved().committed, SAVED.len() as u32);
+    let keys = engine.save(&mut 0);
     wait_summed(&sidecar);
     sidecar.kill();
 
@@ -208,6 +207,5 @@ fn a_pool_that_cannot_be_adopted_is_served_empty_and_said() {
     let page = sidecar.page("/readyz").expect("ready");
     assert!(page.contains("0 of 4 segments in service"), "engines may read the old pool for a while: {page}");
     sidecar.wait_started();
-    engine.post_save(&mut 1000);
-    assert_eq!(engine.scheduler.saved().committed, SAVED.len() as u32);
+    engine.save(&mut 1000);
 }

@@ -3,26 +3,20 @@
 mod client;
 
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use client::engine::{Engine, SAVED};
-use client::sidecar::Sidecar;
-use client::{LAYER_BYTES, LAYERS, watch};
+use client::sidecar::{Sidecar, free_port};
+use client::{BLOCK_BYTES, hex, pillion, watch};
 use serde_json::{Value, json};
-use shm_protocol::key::BlockHash;
 use shm_protocol::message::{Kind, Message, Status};
 use sidecar::ctl::CtlError;
 
 const BLOCKS: u64 = SAVED.end as u64 - SAVED.start as u64;
 const TOKEN: &str = "0123456789abcdef0123456789abcdef";
-
-fn pillion(arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_pillion")).args(arguments).output().unwrap()
-}
 
 /// What `pillion ctl` prints for a sidecar, which must not fail.
 fn ctl(sidecar: &Sidecar, arguments: &[&str]) -> Value {
@@ -37,16 +31,6 @@ fn status(refused: Result<Value, CtlError>) -> u16 {
         Err(CtlError::Refused { status, .. }) => status.as_u16(),
         other => panic!("{other:?}"),
     }
-}
-
-fn saved(engine: &mut Engine, stamp: &mut u64) -> Vec<BlockHash> {
-    let keys = engine.post_save(stamp);
-    assert_eq!(u64::from(engine.scheduler.saved().committed), BLOCKS);
-    keys
-}
-
-fn hex(key: &BlockHash) -> String {
-    key.0.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn log(folder: &Path) -> String {
@@ -68,8 +52,8 @@ fn an_evicted_namespace_is_a_miss_and_the_others_stay() {
     sidecar.wait_started();
     let (mut tiny, mut other) = (Engine::connect(&sidecar), Engine::of("other", &sidecar, None));
     let mut stamp = 0;
-    let gone = saved(&mut tiny, &mut stamp);
-    let kept = saved(&mut other, &mut stamp);
+    let gone = tiny.save(&mut stamp);
+    let kept = other.save(&mut stamp);
     sidecar.wait_metric("pillion_ssd_written_blocks_total", |written| written == 2 * BLOCKS);
     assert_eq!(tiny.served(&gone), (gone.clone(), 0));
 
@@ -103,8 +87,8 @@ fn an_evicted_namespace_is_a_miss_and_the_others_stay() {
     let mut counts: Vec<_> = counts.collect();
     counts.sort_unstable_by_key(|(model, ..)| *model);
     assert_eq!(counts, [("other", json!(BLOCKS), json!(BLOCKS)), ("tiny", json!(0), json!(0))]);
-    sidecar.wait_metric("pillion_pool_used_bytes", |used| used == BLOCKS * LAYERS * LAYER_BYTES);
-    let again = saved(&mut tiny, &mut stamp);
+    sidecar.wait_metric("pillion_pool_used_bytes", |used| used == BLOCKS * BLOCK_BYTES);
+    let again = tiny.save(&mut stamp);
     assert_eq!(tiny.served(&again), (again, 0));
     let unknown = sidecar.ask("POST", "/evict", &json!({"namespace": "0".repeat(32)}));
     assert_eq!(status(unknown), 404);
@@ -118,8 +102,8 @@ fn what_an_engine_was_told_of_is_loaded_although_it_was_evicted() {
     sidecar.wait_started();
     let mut engine = Engine::connect(&sidecar);
     let mut stamp = 0;
-    let keys = saved(&mut engine, &mut stamp);
-    saved(&mut engine, &mut stamp);
+    let keys = engine.save(&mut stamp);
+    engine.save(&mut stamp);
     assert!(!engine.loaded(SAVED, &keys), "the engine's memory holds others by now");
     engine.scheduler.open_log(0, &keys);
     let lease = engine.next_op();
@@ -166,7 +150,7 @@ fn evictions_beside_saves_and_queries_never_show_other_bytes() {
     let namespace = engine.namespace().to_owned();
     ctl(&sidecar, &["evict", &namespace]);
     sidecar.wait_metric("pillion_pool_used_bytes", |used| used == 0);
-    let keys = saved(&mut engine, &mut 1_000_000);
+    let keys = engine.save(&mut 1_000_000);
     assert_eq!(engine.served(&keys), (keys, 0));
     sidecar.terminate();
 }
@@ -182,7 +166,7 @@ fn what_disks_alone_keep_is_evicted_too_and_what_an_earlier_life_left_is_listed(
     };
     let sidecar = start();
     let mut engine = Engine::connect(&sidecar);
-    let keys = saved(&mut engine, &mut 0);
+    let keys = engine.save(&mut 0);
     let namespace = engine.namespace().to_owned();
     sidecar.wait_metric("pillion_ssd_written_blocks_total", |written| written == BLOCKS);
     sidecar.kill();
@@ -206,7 +190,7 @@ fn a_drain_by_the_socket_is_that_of_sigterm() {
         let sidecar = Sidecar::start(folder.path(), &[&"--dram", &"32MiB", &ssd]);
         sidecar.wait_started();
         let mut engine = Engine::connect(&sidecar);
-        saved(&mut engine, &mut 0);
+        engine.save(&mut 0);
         if by_socket {
             assert_eq!(ctl(&sidecar, &["drain"]), json!({"draining": true}));
             assert_eq!(sidecar.wait(), Some(0));
@@ -300,8 +284,7 @@ fn token_file(folder: &Path, mode: u32) -> PathBuf {
 #[test]
 fn over_tcp_who_has_the_token_is_answered() {
     let folder = tempfile::tempdir().unwrap();
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let address = format!("127.0.0.1:{port}");
+    let address = format!("127.0.0.1:{}", free_port());
     let file = token_file(folder.path(), 0o644);
     let serve = ["serve", "--dram", "16MiB", "--gpu", "off", "--http", "127.0.0.1:0", "--socket"];
     let socket = folder.path().join("p.sock").display().to_string();
@@ -336,8 +319,7 @@ fn over_tcp_who_has_the_token_is_answered() {
         assert_eq!(ask(&format!("Authorization: {wrong}\r\n")), "401", "{wrong}");
     }
     assert_eq!(ask(&format!("Authorization: Bearer {TOKEN}\r\n")), "200");
-    let refused = "pillion_control_refused_total{reason=\"token\"} 5";
-    assert!(sidecar.page("/metrics").unwrap().lines().any(|line| line == refused));
+    assert!(sidecar.shows("pillion_control_refused_total{reason=\"token\"} 5"));
     let file = file.to_str().unwrap();
     let output = pillion(&["ctl", "--address", &address, "--token-file", file, "drain"]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

@@ -43,8 +43,7 @@ fn worker_hello(world_size: u32, worker: Worker) -> Hello {
 }
 
 fn host_worker(kv: &Kv) -> Worker {
-    let Role::Worker(worker) = kv.worker(0, 1, Copier::Engine) else { unreachable!("made as a worker's") };
-    worker
+    kv.stated("tiny", 0, 1, Copier::Engine)
 }
 
 fn gpu_worker(kv: &Kv) -> Worker {

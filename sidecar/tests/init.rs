@@ -2,19 +2,19 @@
 
 mod client;
 
-use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::io::Write;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 
-use client::{Session, hello, watch};
+use client::sidecar::Sidecar;
+use client::{Session, watch};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use shm_protocol::handshake::Role;
 
-/// A namespace whose process 1 is `pillion serve`; ended whatever the test does.
+/// A namespace whose process 1 is `pillion serve`.
 struct Container {
-    unshare: Child,
+    /// `unshare`, whose end is that of process 1 as well.
+    unshare: Sidecar,
     /// Process 1, by its number outside.
     init: Pid,
     /// The sidecar, by its number outside.
@@ -44,50 +44,26 @@ fn child_of(pid: Pid) -> Option<Pid> {
     Some(Pid::from_raw(children.split_whitespace().next()?.parse().ok()?))
 }
 
-fn ready(port: u16) -> Option<()> {
-    let mut stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
-    write!(stream, "GET /readyz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").ok()?;
-    let mut text = String::new();
-    stream.read_to_string(&mut text).ok()?;
-    text.starts_with("HTTP/1.1 200").then_some(())
-}
-
 // === impl Container ===
 
 impl Container {
-    fn start(socket: &Path) -> Self {
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = listener.local_addr().unwrap().port();
-        drop(listener);
-        let unshare = unshare()
-            .arg(env!("CARGO_BIN_EXE_pillion"))
-            .args(["serve", "--dram", "16MiB", "--http", &format!("127.0.0.1:{port}"), "--socket"])
-            .arg(socket)
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        watch("readiness", || ready(port));
-        let init = child_of(Pid::from_raw(unshare.id() as i32)).expect("process 1");
+    fn start(folder: &Path) -> Self {
+        let mut command = unshare();
+        command.arg(env!("CARGO_BIN_EXE_pillion"));
+        let unshare = Sidecar::start_by(command, folder, &[&"--dram", &"16MiB"]);
+        let init = child_of(unshare.pid()).expect("process 1");
         let sidecar = child_of(init).expect("a sidecar below process 1");
         Self { unshare, init, sidecar }
     }
 
-    /// What process 1 ended with.
-    fn end(&mut self) -> Option<i32> {
-        self.unshare.wait().unwrap().code()
+    /// What process 1 ends with.
+    fn end(self) -> Option<i32> {
+        self.unshare.wait()
     }
-}
 
-impl Drop for Container {
-    fn drop(&mut self) {
-        // Which ends process 1 as well.
-        let _ = self.unshare.kill();
-        let _ = self.unshare.wait();
+    fn session(&self) -> Session {
+        Session::scheduler(&self.unshare.socket, "engine", 1, [1; 16])
     }
-}
-
-fn open(socket: &Path) -> Session {
-    Session::open(socket, &hello("engine", 1, Role::Scheduler { run: [1; 16] }), &[])
 }
 
 #[test]
@@ -96,12 +72,11 @@ fn the_sidecar_is_never_process_1() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join("p.sock");
-    let container = Container::start(&socket);
+    let container = Container::start(folder.path());
     let status = std::fs::read_to_string(format!("/proc/{}/status", container.sidecar)).unwrap();
     let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:")).expect("its numbers");
     assert_ne!(numbers.split_whitespace().last(), Some("1"), "{numbers}");
-    assert!(!open(&socket).sidecar_gone());
+    assert!(!container.session().sidecar_gone());
 }
 
 #[test]
@@ -111,16 +86,15 @@ fn signals_reach_the_sidecar_and_its_status_comes_back() {
     }
     for signal in [Signal::SIGTERM, Signal::SIGINT] {
         let folder = tempfile::tempdir().unwrap();
-        let socket = folder.path().join("p.sock");
-        let mut container = Container::start(&socket);
-        let session = open(&socket);
+        let container = Container::start(folder.path());
+        let session = container.session();
         kill(container.init, signal).unwrap();
         assert_eq!(container.end(), Some(0), "{signal} drains");
-        assert!(!socket.exists());
+        assert!(!folder.path().join("p.sock").exists());
         session.closed();
     }
     let folder = tempfile::tempdir().unwrap();
-    let mut container = Container::start(&folder.path().join("p.sock"));
+    let container = Container::start(folder.path());
     kill(container.sidecar, Signal::SIGKILL).unwrap();
     assert_eq!(container.end(), Some(128 + 9));
 }
@@ -131,9 +105,8 @@ fn the_sidecar_dies_with_process_1() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join("p.sock");
-    let mut container = Container::start(&socket);
-    let session = open(&socket);
+    let container = Container::start(folder.path());
+    let session = container.session();
     kill(container.init, Signal::SIGKILL).unwrap();
     container.end();
     watch("the sidecar's end", || session.sidecar_gone().then_some(()));

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use client::engine::{Engine, SAVED, keys_after};
 use client::sidecar::Sidecar;
-use client::{corrupt, watch};
+use client::{corrupt, hex, pillion, watch};
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 use serde_json::json;
 use shm_protocol::key::BlockHash;
@@ -124,17 +124,6 @@ impl Pod {
     }
 }
 
-/// Saves some hundred blocks; their keys.
-fn save(engine: &mut Engine, stamp: &mut u64) -> Vec<BlockHash> {
-    let keys = engine.post_save(stamp);
-    assert_eq!(engine.scheduler.saved().committed, SAVED.len() as u32);
-    keys
-}
-
-fn hex(key: &BlockHash) -> String {
-    key.0.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
 /// Waits until a pod knows that another keeps so many blocks.
 fn wait_known(sidecar: &Sidecar, keys: usize) {
     sidecar.wait_metric("pillion_mesh_peers", |peers| peers == 1);
@@ -157,9 +146,9 @@ fn fault(sidecar: &Sidecar, kind: &str) -> u64 {
 /// What a sidecar says that must not start.
 fn refused(arguments: &[&str]) -> String {
     let folder = tempfile::tempdir().unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_pillion"));
-    command.args(["serve", "--gpu", "off", "--dram", DRAM, "--http", "127.0.0.1:0", "--socket"]);
-    let output = command.arg(folder.path().join("p.sock")).args(arguments).output().unwrap();
+    let socket = folder.path().join("p.sock");
+    let serve = ["serve", "--gpu", "off", "--dram", DRAM, "--http", "127.0.0.1:0", "--socket"];
+    let output = pillion(&[&serve[..], &[socket.to_str().unwrap()], arguments].concat());
     assert!(!output.status.success());
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
@@ -170,10 +159,10 @@ fn what_one_pod_computed_is_served_in_another() {
         let (a, b) = (Pod::new("a"), Pod::new("b"));
         let first = a.start_with(&[&b], trust, &[]);
         let mut engine = Engine::connect(&first);
-        let early = save(&mut engine, &mut 0);
+        let early = engine.save(&mut 0);
         let second = b.start_with(&[&a], trust, &[]);
         wait_acquainted(&first, &second, early.len());
-        let late = save(&mut engine, &mut 1000);
+        let late = engine.save(&mut 1000);
         wait_known(&second, early.len() + late.len());
         let known = second.ask("GET", "/namespaces", &json!(null)).unwrap();
         let blocks = (early.len() + late.len()) as u64;
@@ -226,7 +215,7 @@ fn what_one_pod_computed_is_served_in_another_by_rdma() {
     let (a, b, c) = (Pod::new("a"), Pod::new("b"), Pod::new("c"));
     let first = a.start_with(&[&b, &c], Trust::By(&AUTHORITY), &[&"--nics", &"rxe0"]);
     let second = b.start_with(&[&a], Trust::By(&AUTHORITY), &[&"--nics", &"rxe1"]);
-    let keys = save(&mut Engine::connect(&first), &mut 0);
+    let keys = Engine::connect(&first).save(&mut 0);
     wait_acquainted(&first, &second, keys.len());
     let mut other = Engine::connect(&second);
     // The NICs register the pools behind the start: until then blocks would come over TCP.
@@ -281,7 +270,7 @@ fn a_pod_that_is_killed_while_it_gives_blocks_costs_misses_alone() {
         let before = second.metric("pillion_mesh_fetched_blocks_total");
         let first = a.start(&[&b]);
         let mut engine = Engine::connect(&first);
-        let keys: Vec<BlockHash> = (0..2 + round).flat_map(|_| save(&mut engine, &mut stamp)).collect();
+        let keys: Vec<BlockHash> = (0..2 + round).flat_map(|_| engine.save(&mut stamp)).collect();
         // Another number than the life before had, which may not have been given up yet.
         first.wait_metric("pillion_mesh_peers", |peers| peers == 1);
         wait_known(&second, keys.len());
@@ -300,7 +289,7 @@ fn a_pod_that_is_killed_while_it_gives_blocks_costs_misses_alone() {
         assert!(round < ROUNDS - 1 || !served.is_empty(), "{} served: {}", served.len(), b.log());
         second.wait_metric("pillion_mesh_fetching_blocks", |fetching| fetching == 0);
         // The engine goes on.
-        let own = save(&mut other, &mut (1_000_000 * (1 + round)));
+        let own = other.save(&mut (1_000_000 * (1 + round)));
         assert_eq!(other.served(&own), (own.clone(), 0));
     }
     second.terminate();
@@ -343,7 +332,7 @@ fn members_find_each_other_in_etcd_and_pass_blocks_on() {
     let (a, b, c) = (Pod::new("a"), Pod::new("b"), Pod::new("c"));
     let (first, second) = (start(&a), start(&b));
     wait_acquainted(&first, &second, 0);
-    let keys = save(&mut Engine::connect(&first), &mut 0);
+    let keys = Engine::connect(&first).save(&mut 0);
     wait_known(&second, keys.len());
     assert_eq!(Engine::connect(&second).served(&keys), (keys.clone(), 0));
     first.kill();
@@ -367,7 +356,7 @@ fn a_pod_that_is_killed_takes_its_own_place_in_etcd_with_its_pool() {
     let pool = PathBuf::from(format!("/dev/shm/pillion-test-{}-former", std::process::id()));
     let start = || a.start_by(&members, Trust::Nobody, &[&"--pool-path", &pool]);
     let (first, second) = (start(), b.start_by(&members, Trust::Nobody, &[]));
-    let keys = save(&mut Engine::connect(&first), &mut 0);
+    let keys = Engine::connect(&first).save(&mut 0);
     wait_known(&second, keys.len());
     // A block that has no checksum yet is not found in the next life.
     first.wait_metric("pillion_pool_unsummed_blocks", |blocks| blocks == 0);
@@ -394,7 +383,7 @@ fn a_frozen_pod_is_not_waited_for_longer_than_it_may_take() {
     let (first, second) = (a.start(&[&b]), b.start(&[&a]));
     let mut engine = Engine::connect(&first);
     wait_acquainted(&first, &second, 0);
-    let keys = save(&mut engine, &mut 0);
+    let keys = engine.save(&mut 0);
     wait_known(&second, keys.len());
     first.freeze(true);
     let mut other = Engine::connect(&second);
@@ -403,7 +392,7 @@ fn a_frozen_pod_is_not_waited_for_longer_than_it_may_take() {
     second.wait_metric("pillion_queries_total", |queries| queries == 1);
     assert_eq!(second.metric("pillion_query_hit_blocks_total"), 0);
     second.wait_metric("pillion_mesh_fetching_blocks", |fetching| fetching == 0);
-    let own = save(&mut other, &mut 1_000_000);
+    let own = other.save(&mut 1_000_000);
     other.scheduler.post(SchedulerRequest::Close { log: 0 });
     assert_eq!(other.served(&own), (own.clone(), 0), "the engine goes on");
     first.freeze(false);
@@ -421,10 +410,10 @@ fn what_the_owner_gave_up_is_a_miss() {
     let (first, second) = (a.start(&[&b]), b.start(&[&a]));
     let mut engine = Engine::connect(&first);
     let mut stamp = 0;
-    let old = save(&mut engine, &mut stamp);
+    let old = engine.save(&mut stamp);
     wait_known(&second, old.len());
     for _ in 0..20 {
-        save(&mut engine, &mut stamp);
+        engine.save(&mut stamp);
     }
     first.wait_metric("pillion_evicted_blocks_total", |evicted| evicted >= old.len() as u64);
     watch("what is kept to be known", || {
@@ -439,7 +428,7 @@ fn bytes_that_changed_at_the_owner_never_reach_an_engine() {
     let (a, b) = (Pod::new("a"), Pod::new("b"));
     let pool = PathBuf::from(format!("/dev/shm/pillion-test-{}-mesh", std::process::id()));
     let first = a.start_with(&[&b], Trust::Nobody, &[&"--pool-path", &pool]);
-    let keys = save(&mut Engine::connect(&first), &mut 0);
+    let keys = Engine::connect(&first).save(&mut 0);
     let second = b.start(&[&a]);
     wait_acquainted(&first, &second, keys.len());
     // A checksum that is computed later is one of the changed bytes.
@@ -462,7 +451,7 @@ fn bytes_that_changed_at_the_owner_never_reach_an_engine() {
 fn who_is_no_member_gets_nothing() {
     let (a, b, c) = (Pod::new("a"), Pod::new("b"), Pod::new("c"));
     let first = a.start(&[&c]);
-    let keys = save(&mut Engine::connect(&first), &mut 0);
+    let keys = Engine::connect(&first).save(&mut 0);
     let second = b.start(&[&a]);
     let (served, wrong) = Engine::connect(&second).served(&keys);
     assert_eq!((served.len(), wrong), (0, 0));
@@ -510,7 +499,7 @@ fn a_request_waits_for_the_pod_that_computes_its_prompt() {
     second.wait_metric(exhausted, |exhausted| exhausted == 1);
     let op = engine.post_query(&prompt);
     second.wait_metric("pillion_mesh_miss_waits_total", |waits| waits == 2);
-    save(&mut producer, &mut 0);
+    producer.save(&mut 0);
     let known = |outcome: &Outcome| outcome.status != Status::Pending;
     let outcome = watch("an answer", || Some(engine.scheduler.outcome(op)).filter(known));
     assert_eq!((outcome.status, outcome.value), (Status::Ok, SAVED.len() as u32), "{}", b.log());
@@ -526,7 +515,7 @@ fn a_request_waits_for_the_pod_that_computes_its_prompt() {
     second.wait_metric(breaker, |open| open == 1);
     assert!(b.log().contains("3 times in a row"), "{}", b.log());
     assert!(engine.served(&nobodys(5)).0.is_empty());
-    let more = save(&mut producer, &mut 1000);
+    let more = producer.save(&mut 1000);
     wait_known(&second, prompt.len() + more.len());
     assert_eq!(engine.served(&more), (more.clone(), 0));
     second.wait_metric(breaker, |open| open == 0);
@@ -553,8 +542,7 @@ fn what_has_come_from_one_pod_is_loaded_while_another_still_has_the_rest() {
     for dies in [false, true] {
         let (a, b, c) = (Pod::new("a"), Pod::new("b"), Pod::new("c"));
         let (first, third) = (a.start(&[&b]), c.start(&[&b]));
-        let prompt =
-            [save(&mut Engine::connect(&first), &mut 0), save(&mut Engine::connect(&third), &mut 1000)];
+        let prompt = [Engine::connect(&first).save(&mut 0), Engine::connect(&third).save(&mut 1000)];
         let prompt = prompt.concat();
         let second = b.start(&[&a, &c]);
         for owner in [&first, &third] {

@@ -3,70 +3,39 @@
 mod client;
 
 use std::collections::BTreeMap;
-use std::io::{Read, Write};
-use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::Command;
 
-use client::{Kv, LAYER_BYTES, LAYERS, Session, hello, watch};
+use client::sidecar::{Sidecar, free_port};
+use client::{BLOCK_BYTES, Kv, Session, hello, pillion, watch};
 use nix::sys::ptrace;
-use nix::sys::signal::{Signal, kill};
+use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
-use shm_protocol::handshake::{self, Copier, Digest, Hello, Reply, Role};
+use serde_json::Value;
+use shm_protocol::handshake::{self, Copier, Digest, Hello, Reply, Role, Worker};
 use shm_protocol::namespace::{complete, digest, weights_live};
 use shm_protocol::request::{SchedulerRequest, WorkerRequest};
 use shm_protocol::transport;
-use sidecar::ctl::{self, CtlError, Target};
+use sidecar::ctl::{self, CtlError};
 
-fn pillion(arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_pillion")).args(arguments).output().unwrap()
+fn serve(folder: &Path) -> Sidecar {
+    Sidecar::start(folder, &[&"--dram", &"16MiB"])
 }
 
-fn free_port() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
-}
-
-fn get(port: u16, path: &str) -> Option<String> {
-    let mut stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
-    write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").ok()?;
-    let mut text = String::new();
-    stream.read_to_string(&mut text).ok()?;
-    Some(text)
-}
-
-/// Ends its process whatever the test does.
-struct Served(Child);
-
-impl Drop for Served {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-fn serve(socket: &Path, port: u16) -> Served {
-    let child = Command::new(env!("CARGO_BIN_EXE_pillion"))
-        .args(["serve", "--dram", "16MiB", "--http", &format!("127.0.0.1:{port}"), "--socket"])
-        .arg(socket)
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let served = Served(child);
-    watch("readiness", || get(port, "/readyz").filter(|text| text.starts_with("HTTP/1.1 200")));
-    served
+fn scheduler(sidecar: &Sidecar) -> Session {
+    Session::scheduler(&sidecar.socket, "engine", 1, [1; 16])
 }
 
 #[test]
 fn sigterm_drains_and_exits_with_zero() {
     for signal in [Signal::SIGTERM, Signal::SIGINT] {
         let folder = tempfile::tempdir().unwrap();
-        let (socket, port) = (folder.path().join("p.sock"), free_port());
-        let mut served = serve(&socket, port);
-        let session = Session::open(&socket, &hello("engine", 1, Role::Scheduler { run: [1; 16] }), &[]);
-        kill(Pid::from_raw(served.0.id() as i32), signal).unwrap();
-        assert_eq!(served.0.wait().unwrap().code(), Some(0));
+        let sidecar = serve(folder.path());
+        let (socket, session) = (sidecar.socket.clone(), scheduler(&sidecar));
+        sidecar.signal(signal);
+        assert_eq!(sidecar.wait(), Some(0));
         assert!(!socket.exists());
         session.closed();
     }
@@ -75,29 +44,26 @@ fn sigterm_drains_and_exits_with_zero() {
 #[test]
 fn a_killed_sidecar_s_socket_is_taken_over_a_live_one_s_is_not() {
     let folder = tempfile::tempdir().unwrap();
-    let (socket, port) = (folder.path().join("p.sock"), free_port());
-    let mut served = serve(&socket, port);
+    let sidecar = serve(folder.path());
+    let socket = sidecar.socket.clone();
     let second =
         pillion(&["serve", "--dram", "16MiB", "--http", "127.0.0.1:0", "--socket", socket.to_str().unwrap()]);
     let text = String::from_utf8_lossy(&second.stderr);
     assert!(!second.status.success() && text.contains("another sidecar serves"), "{text}");
-    served.0.kill().unwrap();
-    served.0.wait().unwrap();
+    sidecar.kill();
     assert!(socket.exists());
-    drop(serve(&socket, port));
+    drop(serve(folder.path()));
 }
 
 #[test]
 fn the_process_descriptor_says_when_the_sidecar_is_gone() {
     let folder = tempfile::tempdir().unwrap();
-    let (socket, port) = (folder.path().join("p.sock"), free_port());
-    let mut served = serve(&socket, port);
-    let session = Session::open(&socket, &hello("engine", 1, Role::Scheduler { run: [1; 16] }), &[]);
+    let sidecar = serve(folder.path());
+    let session = scheduler(&sidecar);
     assert!(!session.sidecar_gone());
-    let pid = Pid::from_raw(served.0.id() as i32);
-    kill(pid, Signal::SIGSTOP).unwrap();
+    sidecar.freeze(true);
     assert!(!session.sidecar_gone(), "a frozen one may still write");
-    served.0.kill().unwrap();
+    sidecar.signal(Signal::SIGKILL);
     watch("word of its end", || session.sidecar_gone().then_some(()));
     session.closed();
 }
@@ -105,13 +71,10 @@ fn the_process_descriptor_says_when_the_sidecar_is_gone() {
 #[test]
 fn the_admin_pages_name_every_metric() {
     let folder = tempfile::tempdir().unwrap();
-    let port = free_port();
-    let socket = folder.path().join("p.sock");
-    let _served = serve(&socket, port);
-    let _session = Session::open(&socket, &hello("engine", 1, Role::Scheduler { run: [1; 16] }), &[]);
-    let page = watch("a counted session", || {
-        get(port, "/metrics").filter(|text| text.lines().any(|line| line == "pillion_sessions 1"))
-    });
+    let sidecar = serve(folder.path());
+    let _session = scheduler(&sidecar);
+    sidecar.wait_line("pillion_sessions 1");
+    let page = sidecar.page("/metrics").unwrap();
     for name in [
         "loaded_bytes_total",
         "saved_bytes_total",
@@ -163,52 +126,38 @@ fn the_admin_pages_name_every_metric() {
     ] {
         assert!(page.lines().any(|line| line.starts_with(&format!("pillion_{name} "))), "{name} in\n{page}");
     }
-    assert!(get(port, "/healthz").unwrap().starts_with("HTTP/1.1 200"));
-    assert!(get(port, "/nothing").unwrap().starts_with("HTTP/1.1 404"));
+    assert!(sidecar.get("/healthz").unwrap().0.starts_with("HTTP/1.1 200"));
+    assert!(sidecar.get("/nothing").unwrap().0.starts_with("HTTP/1.1 404"));
 }
 
 #[test]
 fn who_is_turned_away_is_counted_by_reason() {
     let folder = tempfile::tempdir().unwrap();
-    let (socket, port) = (folder.path().join("p.sock"), free_port());
-    let _served = serve(&socket, port);
+    let sidecar = serve(folder.path());
     let kv = Kv::new();
     let scheduler = hello("engine", 1, Role::Scheduler { run: [1; 16] });
-    let greeted = |record: &[u8], descriptors: &[BorrowedFd<'_>]| {
-        let connection = transport::connect(&socket, client::WATCHDOG).unwrap();
-        transport::send(&connection, record, descriptors).unwrap();
-        let (reply, _) = transport::receive(&connection).unwrap();
-        handshake::decode_reply(&reply).unwrap()
-    };
-    let claims = |expects: &str| {
-        let mut role = kv.worker(0, 1, Copier::Engine);
-        let Role::Worker(worker) = &mut role else { unreachable!("made as a worker's") };
-        worker.expects = Some(expects.into());
-        hello("engine", 1, role)
-    };
+    let expects = Some("0".repeat(32));
+    let claims = Role::Worker(Worker { expects, ..kv.stated("tiny", 0, 1, Copier::Engine) });
     let null = std::fs::File::open("/dev/null").unwrap();
     let no_memory = [null.as_fd(); 2];
     let memory = kv.fds.each_ref().map(AsFd::as_fd);
     let refusals: [(&str, Vec<u8>, &[BorrowedFd<'_>]); 5] = [
         ("malformed", b"GET / HTTP/1.1".to_vec(), &[]),
         ("version", handshake::encode(&Hello { version: 99, oldest: None, ..scheduler.clone() }), &[]),
-        ("namespace", handshake::encode(&claims(&"0".repeat(32))), &memory),
+        ("namespace", handshake::encode(&hello("engine", 1, claims)), &memory),
         ("memory", handshake::encode(&hello("engine", 1, kv.worker(0, 1, Copier::Engine))), &no_memory),
         ("silent", Vec::new(), &[]),
     ];
-    let counted = |reason: &str| {
-        let line = format!("pillion_connections_refused_total{{reason=\"{reason}\"}} 1");
-        get(port, "/metrics").is_some_and(|page| page.lines().any(|found| found == line))
-    };
+    let counted =
+        |reason: &str| sidecar.shows(&format!("pillion_connections_refused_total{{reason=\"{reason}\"}} 1"));
     for (reason, record, descriptors) in &refusals {
         assert!(!counted(reason), "{reason}");
-        if record.is_empty() {
-            let silent = transport::connect(&socket, client::WATCHDOG).unwrap();
-            let (reply, _) = transport::receive(&silent).unwrap();
-            assert!(matches!(handshake::decode_reply(&reply), Ok(Reply::Refused { .. })));
-        } else {
-            assert!(matches!(greeted(record, descriptors), Reply::Refused { .. }), "{reason}");
+        let connection = transport::connect(&sidecar.socket, client::WATCHDOG).unwrap();
+        if !record.is_empty() {
+            transport::send(&connection, record, descriptors).unwrap();
         }
+        let (reply, _) = transport::receive(&connection).unwrap();
+        assert!(matches!(handshake::decode_reply(&reply), Ok(Reply::Refused { .. })), "{reason}");
         assert!(counted(reason), "{reason}");
     }
 }
@@ -216,21 +165,18 @@ fn who_is_turned_away_is_counted_by_reason() {
 #[test]
 fn an_engine_s_state_is_shown_while_it_is_connected() {
     let folder = tempfile::tempdir().unwrap();
-    let (socket, port) = (folder.path().join("p.sock"), free_port());
-    let _served = serve(&socket, port);
+    let sidecar = serve(folder.path());
     let (kv, run) = (Kv::new(), [6; 16]);
-    let shows = |line: &str| {
-        watch(line, || get(port, "/metrics").filter(|page| page.lines().any(|found| found == line)));
-    };
-    let scheduler = Session::open(&socket, &hello("tiny", 1, Role::Scheduler { run }), &[]);
-    shows("pillion_engine_state{engine=\"tiny\",state=\"unbound\"} 1");
-    let mut rank =
-        Session::open(&socket, &hello("tiny", 1, kv.worker(0, 1, Copier::Engine)), &kv.fds.each_ref());
-    rank.post(WorkerRequest::Join { run, step: 0 });
-    shows("pillion_engine_state{engine=\"tiny\",state=\"serving\"} 1");
-    shows("pillion_engine_state{engine=\"tiny\",state=\"unbound\"} 0");
+    let scheduler = Session::scheduler(&sidecar.socket, "tiny", 1, run);
+    sidecar.wait_line("pillion_engine_state{engine=\"tiny\",state=\"unbound\"} 1");
+    let hello = hello("tiny", 1, kv.worker(0, 1, Copier::Engine));
+    let rank = Session::rank(&sidecar.socket, &hello, &kv, run);
+    sidecar.wait_line("pillion_engine_state{engine=\"tiny\",state=\"serving\"} 1");
+    sidecar.wait_line("pillion_engine_state{engine=\"tiny\",state=\"unbound\"} 0");
     drop((scheduler, rank));
-    watch("nothing of it", || get(port, "/metrics").filter(|page| !page.contains("pillion_engine_state{")));
+    watch("nothing of it", || {
+        sidecar.page("/metrics").filter(|page| !page.contains("pillion_engine_state{"))
+    });
 }
 
 /// A trace of functions names no remedy.
@@ -262,37 +208,37 @@ fn what_keeps_it_from_starting_is_told_without_a_trace_and_with_status_2() {
 #[test]
 fn a_data_thread_that_stands_still_is_told_by_probes_and_doctor() {
     let folder = tempfile::tempdir().unwrap();
-    let (socket, port) = (folder.path().join("p.sock"), free_port());
-    let served = serve(&socket, port);
+    let sidecar = serve(folder.path());
     let doctor = || {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_pillion"));
-        let report = command.args(["doctor", "--json", "--socket"]).arg(&socket).output().unwrap().stdout;
-        let report: Vec<serde_json::Value> = serde_json::from_slice(&report).unwrap();
+        let report = pillion(&["doctor", "--json", "--socket", sidecar.socket.to_str().unwrap()]).stdout;
+        let report: Vec<Value> = serde_json::from_slice(&report).unwrap();
         report.into_iter().find(|finding| finding["check"] == "sidecar").unwrap()
     };
     assert_eq!(doctor()["level"], "ok");
     let answers = |path: &str, status: &str| {
         let head = format!("HTTP/1.1 {status}");
-        watch(&format!("{path} with {status}"), || get(port, path).filter(|text| text.starts_with(&head)))
+        watch(&format!("{path} with {status}"), || {
+            sidecar.get(path).filter(|(said, _)| said.starts_with(&head))
+        })
     };
-    let thread = data_thread(served.0.id());
+    let thread = data_thread(sidecar.pid());
     ptrace::seize(thread, ptrace::Options::empty()).unwrap();
     ptrace::interrupt(thread).unwrap();
     waitpid(thread, Some(WaitPidFlag::__WALL)).unwrap();
     let asking = std::thread::spawn({
-        let target = Target::Unix(socket.with_extension("control.sock"));
+        let target = sidecar.control();
         move || {
             (ctl::request(&target, "GET", "/namespaces", ""), ctl::request(&target, "GET", "/log-level", ""))
         }
     });
     answers("/readyz", "503");
-    assert!(get(port, "/healthz").unwrap().starts_with("HTTP/1.1 200"), "it may come back");
+    assert!(sidecar.get("/healthz").unwrap().0.starts_with("HTTP/1.1 200"), "it may come back");
     let found = doctor();
     assert!(
         found["level"] == "fail" && found["text"].as_str().unwrap().contains("does not answer"),
         "{found}"
     );
-    let text = answers("/healthz", "503");
+    let (_, text) = answers("/healthz", "503");
     assert!(text.contains("the data thread has made no turn for 1"), "{text}");
     let (unanswered, level) = asking.join().unwrap();
     assert!(
@@ -305,7 +251,7 @@ fn a_data_thread_that_stands_still_is_told_by_probes_and_doctor() {
     answers("/healthz", "200");
 }
 
-fn data_thread(process: u32) -> Pid {
+fn data_thread(process: Pid) -> Pid {
     let tasks = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
     let named = |path: &std::path::PathBuf| {
         std::fs::read_to_string(path.join("comm")).is_ok_and(|name| name == "pillion-data\n")
@@ -318,23 +264,19 @@ fn data_thread(process: u32) -> Pid {
 fn options_come_from_the_environment_below_the_command_line() {
     let folder = tempfile::tempdir().unwrap();
     let (socket, port) = (folder.path().join("p.sock"), free_port());
-    let child = Command::new(env!("CARGO_BIN_EXE_pillion"))
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pillion"));
+    command
         .args(["serve", "--dram", "16Mi"])
         .env("PILLION_DRAM", "lots and lots")
         .env("PILLION_SOCKET", &socket)
         .env("PILLION_HTTP", format!("127.0.0.1:{port}"))
-        .env("PILLION_LOG_FORMAT", "json")
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut served = Served(child);
-    watch("readiness", || get(port, "/readyz").filter(|text| text.starts_with("HTTP/1.1 200")));
+        .env("PILLION_LOG_FORMAT", "json");
+    let sidecar = Sidecar::spawn(command, folder.path(), port);
     assert!(socket.exists());
-    kill(Pid::from_raw(served.0.id() as i32), Signal::SIGTERM).unwrap();
-    let mut log = String::new();
-    served.0.stderr.take().unwrap().read_to_string(&mut log).unwrap();
+    sidecar.terminate();
+    let log = std::fs::read_to_string(folder.path().join("log")).unwrap();
     for line in log.lines() {
-        let line: serde_json::Value = serde_json::from_str(line).unwrap();
+        let line: Value = serde_json::from_str(line).unwrap();
         assert!(line["level"].is_string() && line["message"].is_string(), "{line}");
     }
     assert!(log.contains("\"serving\""), "{log}");
@@ -343,23 +285,17 @@ fn options_come_from_the_environment_below_the_command_line() {
 #[test]
 fn the_list_of_namespaces_shows_facts_and_who_states_them() {
     let folder = tempfile::tempdir().unwrap();
-    let (socket, port) = (folder.path().join("p.sock"), free_port());
-    let _served = serve(&socket, port);
-    let shown = || {
-        let target = Target::Unix(socket.with_extension("control.sock"));
-        let page = ctl::request(&target, "GET", "/namespaces", "").unwrap();
-        serde_json::from_str::<serde_json::Value>(&page).unwrap()["namespaces"].clone()
-    };
+    let sidecar = serve(folder.path());
+    let shown = || sidecar.ask("GET", "/namespaces", &Value::Null).unwrap()["namespaces"].take();
     assert_eq!(shown(), serde_json::json!([]));
     let kv = Kv::new();
     let role = kv.worker(0, 1, Copier::Engine);
-    let session = Session::open(&socket, &hello("engine", 1, role), &kv.fds.each_ref());
+    let session = Session::open(&sidecar.socket, &hello("engine", 1, role), &kv.fds.each_ref());
     let namespace = &session.welcome.namespace;
-    let block_bytes = LAYERS * LAYER_BYTES;
     assert_eq!(
         shown(),
         serde_json::json!([{
-            "namespace": namespace, "facts": {"model": "tiny"}, "engines": 1, "block_bytes": block_bytes, "memory_blocks": 0,
+            "namespace": namespace, "facts": {"model": "tiny"}, "engines": 1, "block_bytes": BLOCK_BYTES, "memory_blocks": 0,
         }])
     );
     drop(session);
@@ -370,17 +306,15 @@ fn the_list_of_namespaces_shows_facts_and_who_states_them() {
 #[test]
 fn an_engine_is_shown_what_its_ranks_bind_it_to() {
     let folder = tempfile::tempdir().unwrap();
-    let (socket, port) = (folder.path().join("p.sock"), free_port());
-    let _served = serve(&socket, port);
-    let control = Target::Unix(socket.with_extension("control.sock"));
+    let sidecar = serve(folder.path());
+    let (socket, control) = (&sidecar.socket, sidecar.control());
     let (kvs, run) = ([Kv::new(), Kv::new()], [6; 16]);
-    let mut scheduler = Session::open(&socket, &hello("engine", 2, Role::Scheduler { run }), &[]);
+    let mut scheduler = Session::scheduler(socket, "engine", 2, run);
     let mut ranks: Vec<Session> = (0..2)
         .map(|rank| {
-            let mut role = kvs[rank].worker(rank as u32, 2, Copier::Engine);
-            let Role::Worker(worker) = &mut role else { unreachable!("made as a worker's") };
-            worker.live_weights = Some(Digest([rank as u8; 16]));
-            Session::open(&socket, &hello("engine", 2, role), &kvs[rank].fds.each_ref())
+            let worker = kvs[rank].stated("tiny", rank as u32, 2, Copier::Engine);
+            let role = Role::Worker(Worker { live_weights: Some(Digest([rank as u8; 16])), ..worker });
+            Session::open(socket, &hello("engine", 2, role), &kvs[rank].fds.each_ref())
         })
         .collect();
     assert_eq!(ranks[1].welcome.namespace, "", "the other rank has a part in it");
@@ -411,7 +345,7 @@ fn an_engine_is_shown_what_its_ranks_bind_it_to() {
     // One of them finds other weights by itself.
     ranks[0].post(WorkerRequest::Weights { number: 2, answers: 1, live: [7; 16] });
     scheduler.closed();
-    let mut again = Session::open(&socket, &hello("engine", 2, Role::Scheduler { run }), &[]);
+    let mut again = Session::scheduler(socket, "engine", 2, run);
     again.post(SchedulerRequest::Weights { number: 1 });
     let third = bound(&again, 1);
     assert_eq!((third.live, third.namespace), word([7, 9]));
@@ -442,11 +376,10 @@ fn the_doctor_s_exit_status_is_its_verdict() {
         assert!(said.contains(text), "{arguments:?}: {said}");
     }
     let output = pillion(&["doctor", "--json", &one, &other]);
-    let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let found: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!((&found[0]["check"], &found[0]["level"]), (&"none_hash".into(), &"fail".into()));
-    let socket = folder.path().join("p.sock");
-    let _served = serve(&socket, free_port());
-    let output = pillion(&["doctor", "--socket", socket.to_str().unwrap()]);
+    let sidecar = serve(folder.path());
+    let output = pillion(&["doctor", "--socket", sidecar.socket.to_str().unwrap()]);
     assert!(String::from_utf8_lossy(&output.stdout).contains("ok    sidecar: a sidecar of release"));
 }
 

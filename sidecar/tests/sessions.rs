@@ -3,11 +3,12 @@
 mod client;
 
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use client::{Kv, Session, greet, hello, keys, save, watch};
+use client::in_process::InProcess;
+use client::{BLOCK_BYTES, Kv, Session, greet, hello, keys, save, watch};
 use shm_protocol::gate;
 use shm_protocol::handshake::{self, Copier, CudaAllocation, CudaMemory, Reply, Role};
 use shm_protocol::layout;
@@ -15,18 +16,11 @@ use shm_protocol::message::{Kind, LOAD_BY_ENGINE, Message, SAVE_CHECKED, Status}
 use shm_protocol::request::{LoadEnd, WorkerRequest};
 use shm_protocol::transport;
 use sidecar::config::{Options, UseGpu};
-use sidecar::logging::LogLevel;
-use sidecar::server::Server;
-use tempfile::TempDir;
 
 const RUN: [u8; 16] = [7; 16];
 const SAVED: std::ops::Range<u32> = 1..71;
 
-struct Sidecar {
-    server: Option<Server>,
-    socket: PathBuf,
-    _folder: TempDir,
-}
+struct Sidecar(InProcess);
 
 impl Sidecar {
     fn start() -> Self {
@@ -34,31 +28,21 @@ impl Sidecar {
     }
 
     fn start_with(options: Options) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let socket = folder.path().join("pillion.sock");
-        let options = Options {
-            socket: Some(socket.clone()),
-            dram: Some("16MiB".parse().unwrap()),
-            http: Some("127.0.0.1:0".parse().unwrap()),
-            ..options
-        };
-        let server = Server::start(&options.complete().unwrap(), LogLevel::default()).unwrap();
-        Self { server: Some(server), socket, _folder: folder }
+        Self(InProcess::start(options))
+    }
+
+    fn socket(&self) -> &Path {
+        &self.0.socket
     }
 
     fn scheduler(&self, world_size: u32) -> Session {
-        Session::open(&self.socket, &hello("engine", world_size, Role::Scheduler { run: RUN }), &[])
+        Session::scheduler(self.socket(), "engine", world_size, RUN)
     }
 
     fn rank(&self, kv: &Kv, rank: u32, world_size: u32, copy: Copier) -> Session {
-        let fds: Vec<&OwnedFd> = kv.fds.iter().collect();
-        let mut session = Session::open(
-            &self.socket,
-            &hello("engine", world_size, kv.worker(rank, world_size, copy)),
-            &fds,
-        );
+        let hello = hello("engine", world_size, kv.worker(rank, world_size, copy));
+        let session = Session::rank(self.socket(), &hello, kv, RUN);
         assert_eq!(session.welcome.namespace.len(), 32);
-        session.post(WorkerRequest::Join { run: RUN, step: 0 });
         session
     }
 
@@ -69,14 +53,6 @@ impl Sidecar {
         let mut scheduler = self.scheduler(1);
         scheduler.open_log(0, &keys(3));
         assert_eq!(scheduler.query(0, 1, 3).status, Status::Ok);
-    }
-}
-
-impl Drop for Sidecar {
-    fn drop(&mut self) {
-        let drained = self.server.take().unwrap().drain(Duration::from_secs(5));
-        assert!(drained || std::thread::panicking(), "the data thread panicked");
-        assert!(!self.socket.exists());
     }
 }
 
@@ -91,14 +67,7 @@ fn round_trip(world_size: u32, copy: Copier) {
         (0..).zip(&kvs).map(|(rank, kv)| sidecar.rank(kv, rank, world_size, copy)).collect();
     let mut scheduler = sidecar.scheduler(world_size);
     scheduler.open_log(0, &keys(SAVED.len()));
-    watch("joined ranks", {
-        let mut op = 100;
-        let scheduler = &mut scheduler;
-        move || {
-            op += 1;
-            (scheduler.query(0, op, 70).status == Status::Ok).then_some(())
-        }
-    });
+    scheduler.query_ready(0, 101, 70);
     scheduler.with_blocks(save(1000, 0, 5), &SAVED.collect::<Vec<_>>());
     ranks.iter().for_each(|rank| rank.fences(5, 5));
     let saved = scheduler.saved();
@@ -113,17 +82,12 @@ fn load_back(sidecar: &Sidecar, world_size: u32, copy: Copier) {
         (0..).zip(&kvs).map(|(rank, kv)| sidecar.rank(kv, rank, world_size, copy)).collect();
     let mut scheduler = sidecar.scheduler(world_size);
     scheduler.open_log(3, &keys(SAVED.len()));
-    let mut op = 0;
-    let hit = watch("hits", || {
-        op += 1;
-        Some(scheduler.query(3, op, 70)).filter(|outcome| outcome.status == Status::Ok)
-    });
-    assert_eq!(hit.value, 70);
+    assert_eq!(scheduler.query_ready(3, 1, 70).value, 70);
     // The other way round and elsewhere: block 101 gets what block 1 held.
     let targets: Vec<u32> = (0..70).map(|index| if index < 27 { 101 + index } else { index }).collect();
     let by_engine = copy == Copier::Engine;
     let flags = if by_engine { LOAD_BY_ENGINE } else { 0 };
-    let load = Message { log: 3, op: 2000, lease: op, step: 9, flags, ..Message::new(Kind::Load) };
+    let load = Message { log: 3, op: 2000, lease: 1, step: 9, flags, ..Message::new(Kind::Load) };
     scheduler.with_blocks(load, &targets);
     for (rank, session) in ranks.iter_mut().enumerate() {
         session.fences(9, 0);
@@ -146,18 +110,17 @@ fn load_back(sidecar: &Sidecar, world_size: u32, copy: Copier) {
 
 /// What an engine that copies for itself finds in the pool.
 fn check_pool(scheduler: &Session, rank: &Session, number: u64) {
-    let shard = client::LAYERS * client::LAYER_BYTES;
     for (index, block) in SAVED.enumerate() {
         let slot = scheduler.memory.read_ref((index / 64) as u32, index % 64);
         let expected: Vec<u8> = (0..client::LAYERS)
             .flat_map(|layer| client::pattern(u64::from(block) * 100 + number, layer))
             .collect();
-        let start = slot.offset + number * shard;
+        let start = slot.offset + number * BLOCK_BYTES;
         let aligned = (start / 8 * 8) as usize;
-        let words = rank.pool.words64(aligned, (shard as usize).div_ceil(8) + 1);
+        let words = rank.pool.words64(aligned, (BLOCK_BYTES as usize).div_ceil(8) + 1);
         let bytes: Vec<u8> = words.iter().flat_map(|w| w.load(Ordering::Acquire).to_le_bytes()).collect();
         let skip = start as usize - aligned;
-        assert_eq!(bytes[skip..skip + shard as usize], expected[..], "block {block} of rank {number}");
+        assert_eq!(bytes[skip..skip + BLOCK_BYTES as usize], expected[..], "block {block} of rank {number}");
     }
 }
 
@@ -184,14 +147,7 @@ fn a_closed_gate_stops_a_load() {
     let rank = sidecar.rank(&kv, 0, 1, Copier::Sidecar);
     let mut scheduler = sidecar.scheduler(1);
     scheduler.open_log(0, &keys(1));
-    watch("a joined rank", {
-        let mut op = 0;
-        let scheduler = &mut scheduler;
-        move || {
-            op += 1;
-            (scheduler.query(0, op, 1).status == Status::Ok).then_some(())
-        }
-    });
+    scheduler.query_ready(0, 1, 1);
     scheduler.with_blocks(save(1000, 0, 1), &[1]);
     rank.fences(1, 1);
     assert_eq!(scheduler.saved().committed, 1);
@@ -218,7 +174,7 @@ fn a_closed_gate_stops_a_load() {
 fn other_versions_and_bad_hellos_are_refused_with_a_reason() {
     let sidecar = Sidecar::start();
     let scheduler = || hello("engine", 1, Role::Scheduler { run: RUN });
-    let reason = |hello: &handshake::Hello, fds: &[&OwnedFd]| match greet(&sidecar.socket, hello, fds).1 {
+    let reason = |hello: &handshake::Hello, fds: &[&OwnedFd]| match greet(sidecar.socket(), hello, fds).1 {
         Reply::Refused { reason, .. } => reason,
         Reply::Welcome(_) => panic!("{hello:?} was welcomed"),
     };
@@ -233,7 +189,7 @@ fn other_versions_and_bad_hellos_are_refused_with_a_reason() {
     assert!(reason(&worker, &[&kv.fds[1], &kv.fds[0]]).contains("smaller"), "sizes are checked");
     let (pipe, _writer) = rustix::pipe::pipe().unwrap();
     assert!(reason(&worker, &[&pipe, &kv.fds[1]]).contains("shared memory"));
-    let connection = transport::connect(&sidecar.socket, Duration::from_secs(10)).unwrap();
+    let connection = transport::connect(sidecar.socket(), Duration::from_secs(10)).unwrap();
     transport::send(&connection, b"GET / HTTP/1.1", &[]).unwrap();
     let (record, _) = transport::receive(&connection).unwrap();
     assert!(matches!(handshake::decode_reply(&record), Ok(Reply::Refused { .. })));
@@ -242,7 +198,7 @@ fn other_versions_and_bad_hellos_are_refused_with_a_reason() {
 
 /// A rank whose memory is a GPU's.
 fn gpu_worker(kv: &Kv, pid: u32) -> handshake::Hello {
-    let Role::Worker(mut worker) = kv.worker(0, 1, Copier::Sidecar) else { unreachable!("a worker's") };
+    let mut worker = kv.stated("tiny", 0, 1, Copier::Sidecar);
     let bytes = |memory| worker.descriptor_bytes(memory);
     let allocations = (0..2).map(|memory| CudaAllocation { handle: [0; 64], bytes: bytes(memory) }).collect();
     let cuts = vec![worker.block_bytes().unwrap()];
@@ -253,7 +209,7 @@ fn gpu_worker(kv: &Kv, pid: u32) -> handshake::Hello {
 #[test]
 fn a_rank_on_a_gpu_that_is_not_served_is_told_why() {
     let kv = Kv::new();
-    let reason = |sidecar: &Sidecar, pid: u32| match greet(&sidecar.socket, &gpu_worker(&kv, pid), &[]).1 {
+    let reason = |sidecar: &Sidecar, pid: u32| match greet(sidecar.socket(), &gpu_worker(&kv, pid), &[]).1 {
         Reply::Refused { reason, .. } => reason,
         Reply::Welcome(_) => panic!("no machine has a GPU of this name"),
     };
@@ -289,10 +245,7 @@ fn malformed_messages_close_only_their_session() {
         message(Kind::Join).encode(),
     ];
     // Of other runs: a run has one scheduler.
-    let other = |number| {
-        let role = Role::Scheduler { run: [number; 16] };
-        Session::open(&sidecar.socket, &hello("engine", 1, role), &[])
-    };
+    let other = |number| Session::scheduler(sidecar.socket(), "engine", 1, [number; 16]);
     for (number, slot) in (100..).zip(bad) {
         let mut session = other(number);
         session.post_raw(slot);
@@ -310,7 +263,7 @@ fn malformed_messages_close_only_their_session() {
 #[test]
 fn a_silent_client_is_dropped_and_holds_nobody_up() {
     let sidecar = Sidecar::start();
-    let silent = transport::connect(&sidecar.socket, Duration::from_secs(30)).unwrap();
+    let silent = transport::connect(sidecar.socket(), Duration::from_secs(30)).unwrap();
     sidecar.assert_serves();
     let (record, _) = transport::receive(&silent).unwrap();
     let Ok(Reply::Refused { reason, .. }) = handshake::decode_reply(&record) else { panic!("{record:?}") };
@@ -333,11 +286,7 @@ fn a_memory_that_shrinks_fails_the_save_and_nothing_else() {
     let rank = sidecar.rank(&kv, 0, 1, Copier::Engine);
     let mut scheduler = sidecar.scheduler(1);
     scheduler.open_log(0, &keys(2));
-    let mut op = 0;
-    watch("a joined rank", || {
-        op += 1;
-        (scheduler.query(0, op, 2).status == Status::Ok).then_some(())
-    });
+    scheduler.query_ready(0, 1, 2);
     rustix::fs::ftruncate(&kv.fds[0], 0).unwrap();
     scheduler.with_blocks(save(1000, 0, 1), &[1, 2]);
     rank.fences(1, 1);

@@ -4,10 +4,10 @@
 mod client;
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
 use std::time::Duration;
 
-use client::{BLOCKS, Kv, LAYER_BYTES, LAYERS, Session, hello, keys, pattern, save, watch};
+use client::in_process::InProcess;
+use client::{BLOCK_BYTES, BLOCKS, Kv, LAYERS, Session, hello, keys, pattern, save, watch};
 use connector_shim::error::ShimError;
 use connector_shim::scheduler::{self, Config, Scheduler};
 use connector_shim::worker::{self, Memory};
@@ -16,46 +16,14 @@ use shm_protocol::handshake::{BlockRegion, Copier, Role, Worker};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{STAGING_WORDS_BYTES, staging_word};
 use shm_protocol::message::{Kind, Message, Stage, Status};
-use shm_protocol::request::{Cancel, SchedulerRequest, WorkerRequest};
+use shm_protocol::request::{Cancel, SchedulerRequest};
 use shm_protocol::ring::RingMemory;
 use shm_protocol::session::Ring;
 use sidecar::config::Options;
-use sidecar::logging::LogLevel;
-use sidecar::server::Server;
-use tempfile::TempDir;
 
 const RUN: [u8; 16] = [7; 16];
-const BLOCK_BYTES: u64 = LAYERS * LAYER_BYTES;
 /// Slots of a rank spoken by hand: fewer than the blocks it saves.
 const SLOTS: u32 = 4;
-
-struct Sidecar {
-    server: Option<Server>,
-    socket: PathBuf,
-    _folder: TempDir,
-}
-
-impl Sidecar {
-    fn start() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let socket = folder.path().join("pillion.sock");
-        let options = Options {
-            socket: Some(socket.clone()),
-            dram: Some("16MiB".parse().unwrap()),
-            http: Some("127.0.0.1:0".parse().unwrap()),
-            ..Options::default()
-        };
-        let server = Server::start(&options.complete().unwrap(), LogLevel::default()).unwrap();
-        Self { server: Some(server), socket, _folder: folder }
-    }
-}
-
-impl Drop for Sidecar {
-    fn drop(&mut self) {
-        let drained = self.server.take().unwrap().drain(Duration::from_secs(20));
-        assert!(drained || std::thread::panicking(), "the data thread panicked");
-    }
-}
 
 /// Both roles of a real engine of one rank.
 struct Engine {
@@ -65,9 +33,9 @@ struct Engine {
 }
 
 impl Engine {
-    fn start(sidecar: &Sidecar) -> Self {
+    fn start(sidecar: &InProcess) -> Self {
         let kv = Kv::new();
-        let Role::Worker(worker) = kv.worker(0, 1, Copier::Engine) else { unreachable!("a worker's") };
+        let worker = kv.stated("tiny", 0, 1, Copier::Engine);
         let memory = Memory::Host(kv.fds.iter().map(|fd| fd.try_clone().unwrap()).collect());
         let (socket, engine) = (sidecar.socket.clone(), "engine".to_owned());
         let options = worker::Options {
@@ -125,17 +93,8 @@ struct Rank {
 }
 
 impl Rank {
-    fn open(sidecar: &Sidecar, engine: &str, run: [u8; 16]) -> Self {
-        let segment = rustix::fs::memfd_create("staging", MemfdFlags::CLOEXEC).unwrap();
-        let (offset, stride) = (STAGING_WORDS_BYTES as u64, BLOCK_BYTES.next_multiple_of(4096));
-        rustix::fs::ftruncate(&segment, offset + u64::from(SLOTS) * stride).unwrap();
-        let Role::Worker(worker) = Kv::new().worker_of(engine, 0, 1, Copier::Engine) else {
-            unreachable!("a worker's")
-        };
-        let regions = vec![BlockRegion { fd: 0, offset, stride, bytes: BLOCK_BYTES }];
-        let role = Role::Worker(Worker { regions, staging: Some(SLOTS), ..worker });
-        let mut session = Session::open(&sidecar.socket, &hello(engine, 1, role), &[&segment]);
-        session.post(WorkerRequest::Join { run, step: 0 });
+    fn open(sidecar: &InProcess, engine: &str, run: [u8; 16]) -> Self {
+        let (session, segment) = Session::staged_rank(&sidecar.socket, engine, SLOTS, run);
         Self { session, segment }
     }
 
@@ -176,15 +135,11 @@ fn content(seed: u64) -> Vec<u8> {
 }
 
 /// A scheduler and a rank spoken by hand, which are about to save `count` blocks from block 1 on.
-fn saving(sidecar: &Sidecar, engine: &str, run: [u8; 16], count: usize) -> (Session, Rank) {
+fn saving(sidecar: &InProcess, engine: &str, run: [u8; 16], count: usize) -> (Session, Rank) {
     let rank = Rank::open(sidecar, engine, run);
-    let mut scheduler = Session::open(&sidecar.socket, &hello(engine, 1, Role::Scheduler { run }), &[]);
+    let mut scheduler = Session::scheduler(&sidecar.socket, engine, 1, run);
     scheduler.open_log(0, &keys(count));
-    let mut op = 0;
-    watch("a joined rank", || {
-        op += 1;
-        (scheduler.query(0, op, 1).status == Status::Ok).then_some(())
-    });
+    scheduler.query_ready(0, 1, 1);
     let blocks: Vec<u32> = (1..=count as u32).collect();
     scheduler.with_blocks(save(1000, 0, 5), &blocks);
     rank.session.fences(5, 5);
@@ -194,7 +149,7 @@ fn saving(sidecar: &Sidecar, engine: &str, run: [u8; 16], count: usize) -> (Sess
 
 #[test]
 fn an_engine_saves_and_loads_every_byte_itself() {
-    let sidecar = Sidecar::start();
+    let sidecar = InProcess::start(Options::default());
     let (keys, blocks) = (keys(100), (1..=100).collect::<Vec<u32>>());
     let mut first = Engine::start(&sidecar);
     blocks.iter().for_each(|block| first.kv.fill(*block, u64::from(*block) * 3));
@@ -227,7 +182,7 @@ fn an_engine_saves_and_loads_every_byte_itself() {
 
 #[test]
 fn few_slots_go_round() {
-    let sidecar = Sidecar::start();
+    let sidecar = InProcess::start(Options::default());
     let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 70);
     rank.serve(70);
     let saved = scheduler.saved();
@@ -246,7 +201,7 @@ fn few_slots_go_round() {
 
 #[test]
 fn a_block_that_is_not_what_was_asked_for_is_not_kept() {
-    let sidecar = Sidecar::start();
+    let sidecar = InProcess::start(Options::default());
     let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 3);
     for turn in 0..3 {
         let stage = rank.session.stage();
@@ -273,7 +228,7 @@ fn a_block_that_is_not_what_was_asked_for_is_not_kept() {
 
 #[test]
 fn a_block_that_is_reused_while_it_is_staged_is_not_kept() {
-    let sidecar = Sidecar::start();
+    let sidecar = InProcess::start(Options::default());
     let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 3);
     let asked: Vec<Stage> = (0..3).map(|_| rank.session.stage()).collect();
     scheduler.post(SchedulerRequest::Cancel(Cancel { op: 1000, from: 1, count: 1 }));
@@ -299,7 +254,7 @@ fn answers_that_nobody_asked_for_end_the_session_and_its_save() {
         }),
     ];
     for (name, lie) in lies {
-        let sidecar = Sidecar::start();
+        let sidecar = InProcess::start(Options::default());
         let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 20);
         let stage = rank.session.stage();
         let told = lie(&rank, stage);
@@ -313,7 +268,7 @@ fn answers_that_nobody_asked_for_end_the_session_and_its_save() {
 
 #[test]
 fn a_rank_that_is_gone_ends_its_saves_and_a_new_one_takes_its_place() {
-    let sidecar = Sidecar::start();
+    let sidecar = InProcess::start(Options::default());
     let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 20);
     rank.serve(5);
     drop(rank);
@@ -321,19 +276,15 @@ fn a_rank_that_is_gone_ends_its_saves_and_a_new_one_takes_its_place() {
     assert_eq!((saved.committed, saved.dropped), (0, 20));
     let mut again = Rank::open(&sidecar, "engine", RUN);
     again.session.fences(6, 6);
-    let mut op = 1000;
-    watch("the new rank", || {
-        op += 1;
-        (scheduler.query(0, op, 1).status == Status::Ok).then_some(())
-    });
-    scheduler.with_blocks(save(op + 1, 0, 6), &[1, 2]);
+    scheduler.query_ready(0, 1001, 1);
+    scheduler.with_blocks(save(1002, 0, 6), &[1, 2]);
     again.serve(2);
     assert_eq!(scheduler.saved().committed, 2);
 }
 
 #[test]
 fn a_silent_rank_holds_up_nobody_and_its_saves_end() {
-    let sidecar = Sidecar::start();
+    let sidecar = InProcess::start(Options::default());
     let (mut scheduler, mut silent) = saving(&sidecar, "silent", [1; 16], 20);
     let first = silent.session.stage();
     let (mut other, mut rank) = saving(&sidecar, "other", [2; 16], 20);
@@ -357,8 +308,8 @@ fn a_silent_rank_holds_up_nobody_and_its_saves_end() {
 
 #[test]
 fn a_segment_that_is_too_small_or_shrinks_harms_nobody_else() {
-    let sidecar = Sidecar::start();
-    let Role::Worker(worker) = Kv::new().worker(0, 1, Copier::Engine) else { unreachable!("a worker's") };
+    let sidecar = InProcess::start(Options::default());
+    let worker = Kv::new().stated("tiny", 0, 1, Copier::Engine);
     let regions = vec![BlockRegion { fd: 0, offset: 4096, stride: 16_384, bytes: BLOCK_BYTES }];
     let role = Role::Worker(Worker { regions, staging: Some(SLOTS), ..worker });
     let small = rustix::fs::memfd_create("staging", MemfdFlags::CLOEXEC).unwrap();

@@ -220,6 +220,11 @@ impl Served {
         self.drain().into_iter().filter(|message| message.kind == kind).collect()
     }
 
+    /// Loads that a rank has ended, each with its status.
+    pub(crate) fn loaded(&mut self) -> Vec<(u64, u8)> {
+        self.drain_kind(Kind::Loaded).iter().map(|message| (message.op, message.flags)).collect()
+    }
+
     pub(crate) fn answer(&self, op: u64, status: Status, value: u32) {
         self.memory.store_outcome(op, Outcome { op: op as u32, value, status });
         wait::wake_engine(self.memory.region());

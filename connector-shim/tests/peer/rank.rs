@@ -3,12 +3,12 @@
 use std::os::fd::OwnedFd;
 
 use connector_shim::core::plan::Plan;
-use connector_shim::worker::{Memory, Options, Worker};
+use connector_shim::worker::{Ended, Memory, Options, Worker};
 use rustix::fs::MemfdFlags;
 use shm_protocol::handshake::{self, BlockRegion, Copier};
 use shm_protocol::pool::SlotRef;
 
-use super::{Peer, Served};
+use super::{Peer, Served, eventually};
 
 pub(crate) const BLOCKS: u32 = 8;
 pub(crate) const BLOCK_BYTES: u64 = 2 * LAYER_BYTES;
@@ -62,10 +62,7 @@ pub(crate) fn options(peer: &Peer, kv: &Kv, copy: Copier) -> Options {
         regions: vec![region(0), region(1)],
         copy,
         facts: super::facts(),
-        expects: None,
-        live_weights: None,
-        cuda: None,
-        staging: None,
+        ..handshake::Worker::default()
     };
     let memory = Memory::Host(vec![kv.0.try_clone().unwrap()]);
     Options {
@@ -79,11 +76,29 @@ pub(crate) fn options(peer: &Peer, kv: &Kv, copy: Copier) -> Options {
     }
 }
 
-pub(crate) fn connected(peer: &Peer, kv: &Kv, copy: Copier) -> (Worker, Served) {
-    let served = peer.serve(BLOCK_BYTES);
-    let worker = Worker::new(options(peer, kv, copy)).unwrap();
+pub(crate) fn connected(copy: Copier) -> (Peer, Kv, Worker, Served) {
+    connected_with(copy, |_| ())
+}
+
+/// The same with other options.
+pub(crate) fn connected_with(copy: Copier, change: impl FnOnce(&mut Options)) -> (Peer, Kv, Worker, Served) {
+    let (peer, kv) = (Peer::new(EPOCH), Kv::new());
+    let mut options = options(&peer, &kv, copy);
+    change(&mut options);
+    let served = peer.serve(BLOCK_BYTES * u64::from(options.worker.shards));
+    let worker = Worker::new(options).unwrap();
     assert!(worker.connected(), "{:?}", worker.take_notices());
-    (worker, served.join().unwrap())
+    (peer, kv, worker, served.join().unwrap())
+}
+
+/// Loads that end next, at least `count` of them.
+pub(crate) fn ended(worker: &mut Worker, count: usize) -> Vec<Ended> {
+    let mut ended = Vec::new();
+    eventually("end of loads", || {
+        ended.extend(worker.finished());
+        ended.len() >= count
+    });
+    ended
 }
 
 /// What a block of key `seed` holds.

@@ -19,8 +19,19 @@ pub(crate) fn options(peer: &Peer) -> Options {
 }
 
 pub(crate) fn connected(peer: &Peer, block_bytes: u64) -> (Scheduler, Served) {
+    connected_with(peer, block_bytes, |_| ())
+}
+
+/// The same with another configuration.
+pub(crate) fn connected_with(
+    peer: &Peer,
+    block_bytes: u64,
+    change: impl FnOnce(&mut Config),
+) -> (Scheduler, Served) {
+    let mut options = options(peer);
+    change(&mut options.config);
     let served = peer.serve(block_bytes);
-    let scheduler = Scheduler::new(options(peer)).unwrap();
+    let scheduler = Scheduler::new(options).unwrap();
     assert!(scheduler.connected(), "{:?}", scheduler.take_notices());
     (scheduler, served.join().unwrap())
 }

@@ -32,7 +32,7 @@ pub mod namespaces;
 use std::net::SocketAddr;
 use std::num::NonZeroU64;
 
-use prost::{Message as _, Oneof};
+use prost::Oneof;
 
 use super::{Config, DataAddresses, MESH_BYTES_MAX};
 use crate::digest::{Digest, Thinning};
@@ -256,10 +256,7 @@ impl FollowReply {
 
     /// The bytes that arrived, looked at.
     pub fn decode_and_hear(bytes: &[u8]) -> Result<Reply, Malformed> {
-        if bytes.len() > REPLY_BYTES_MAX {
-            return Err(Malformed::Long);
-        }
-        Self::decode(bytes).map_err(|_| Malformed::Bytes)?.hear()
+        decode::<Self>(bytes)?.hear()
     }
 }
 
@@ -283,21 +280,35 @@ impl From<Message> for FollowReply {
 
 impl Hello {
     fn hear(self) -> Result<Reply, Malformed> {
-        if self.version != VERSION {
-            return Err(Malformed::Version(self.version));
-        }
-        if self.mesh.len() > MESH_BYTES_MAX {
-            return Err(Malformed::Hello("mesh"));
-        }
-        let node = NodeId::new(self.node).map_err(|_| Malformed::Hello("name"))?;
-        let boot = NonZeroU64::new(self.boot).ok_or(Malformed::Hello("life"))?;
+        let (node, boot) = greeter(self.version, &self.mesh, self.node, self.boot)?;
         let address = |text: &str, what| text.parse::<SocketAddr>().map_err(|_| Malformed::Hello(what));
         let tcp = address(&self.tcp, "address")?;
         let rdma = Some(&self.rdma).filter(|rdma| !rdma.is_empty());
         let rdma = rdma.map(|rdma| address(rdma, "RDMA address")).transpose()?;
         let data = DataAddresses { tcp, rdma };
-        Ok(Reply::Hello(self.mesh, Identity { node, boot: BootId(boot), data }, self.hears_waits))
+        Ok(Reply::Hello(self.mesh, Identity { node, boot, data }, self.hears_waits))
     }
+}
+
+/// Who answers, if the version is this one and mesh, name and life are such.
+fn greeter(version: u32, mesh: &str, node: String, boot: u64) -> Result<(NodeId, BootId), Malformed> {
+    if version != VERSION {
+        return Err(Malformed::Version(version));
+    }
+    if mesh.len() > MESH_BYTES_MAX {
+        return Err(Malformed::Hello("mesh"));
+    }
+    let node = NodeId::new(node).map_err(|_| Malformed::Hello("name"))?;
+    let boot = NonZeroU64::new(boot).ok_or(Malformed::Hello("life"))?;
+    Ok((node, BootId(boot)))
+}
+
+/// The reply in these bytes.
+fn decode<R: prost::Message + Default>(bytes: &[u8]) -> Result<R, Malformed> {
+    if bytes.len() > REPLY_BYTES_MAX {
+        return Err(Malformed::Long);
+    }
+    R::decode(bytes).map_err(|_| Malformed::Bytes)
 }
 
 /// A thinning, if it is one.

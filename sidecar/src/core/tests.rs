@@ -20,6 +20,17 @@ use tiers::opener::Opened;
 
 use super::*;
 
+/// What a pattern takes of an action, if it is of that kind.
+macro_rules! taken {
+    ($pattern:pat => $part:expr) => {
+        |action| match action {
+            $pattern => Some($part),
+            _ => None,
+        }
+    };
+}
+pub(super) use taken;
+
 pub(super) const SCHEDULER: SessionId = 1;
 pub(super) const RANKS: [SessionId; 2] = [2, 3];
 const RUN: [u8; 16] = [7; 16];
@@ -65,6 +76,11 @@ fn changed(mut hello: Hello, change: impl FnOnce(&mut WorkerHello)) -> Hello {
     hello
 }
 
+/// A core over a pool of so many bytes.
+fn core_of(pool_bytes: u64) -> Core {
+    Core::new(Dram::new(Config { pool_bytes, segment_bytes: 2 << 20, lease_ttl_ms: 1000 }).unwrap())
+}
+
 /// A scheduler's message that refers to nothing.
 pub(super) fn asked(request: SchedulerRequest) -> Event {
     let request = Request::Scheduler { request, keys: Vec::new(), blocks: Vec::new() };
@@ -79,10 +95,16 @@ impl Harness {
         harness
     }
 
+    /// The same that keeps `count` blocks, saved by operation 1.
+    fn keeping(world_size: u32, count: u32) -> Self {
+        let mut harness = Self::engine(world_size);
+        harness.keep(count);
+        harness
+    }
+
     /// The same that keeps two blocks, leased as operation 2.
     fn leasing(world_size: u32) -> Self {
-        let mut harness = Self::engine(world_size);
-        harness.keep(2);
+        let mut harness = Self::keeping(world_size, 2);
         assert_eq!(harness.query(0, 2, 0, 2).value, 2);
         harness
     }
@@ -94,8 +116,7 @@ impl Harness {
     }
 
     fn unjoined(world_size: u32) -> Self {
-        let config = Config { pool_bytes: 64 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
-        Self::over(Core::new(Dram::new(config).unwrap()), world_size, SHARD_BYTES)
+        Self::over(core_of(64 << 20), world_size, SHARD_BYTES)
     }
 
     /// An engine of ranks that have blocks of `bytes` each and have not joined.
@@ -183,13 +204,14 @@ impl Harness {
         self.post(SchedulerRequest::Save(save), Vec::new(), (1..count + 1).collect());
     }
 
+    /// What there is of a kind since the last look.
+    pub(super) fn take<T>(&mut self, kind: impl FnMut(Action) -> Option<T>) -> impl Iterator<Item = T> {
+        std::mem::take(&mut self.out).into_iter().filter_map(kind)
+    }
+
     /// The comparison asked for since the last look.
     pub(super) fn comparison(&mut self) -> Option<Comparison> {
-        let out = std::mem::take(&mut self.out);
-        out.into_iter().find_map(|action| match action {
-            Action::Compare(comparison) => Some(comparison),
-            _ => None,
-        })
+        self.take(taken!(Action::Compare(comparison) => comparison)).next()
     }
 
     pub(super) fn query(&mut self, log: u32, op: u64, from: u32, count: u32) -> Outcome {
@@ -220,36 +242,29 @@ impl Harness {
 
     /// Copies asked for since the last look: (copy, session, pieces).
     pub(super) fn copies(&mut self) -> Vec<(CopyId, SessionId, Vec<Piece>)> {
-        let out = std::mem::take(&mut self.out);
-        let copies = out.into_iter().filter_map(|action| match action {
-            Action::Copy { copy, session, pieces, .. } => Some((copy, session, pieces)),
-            _ => None,
-        });
-        copies.collect()
+        self.take(taken!(Action::Copy { copy, session, pieces, .. } => (copy, session, pieces))).collect()
+    }
+
+    fn end_copy(&mut self, copy: CopyId, ok: bool) {
+        self.event(Event::Copied { copy, ok });
     }
 
     /// Ends the copies asked for since the last look, and the ring is drained.
     pub(super) fn copied(&mut self) {
-        for (copy, ..) in self.copies() {
-            self.event(Event::Copied { copy, ok: true });
-        }
+        self.copies().iter().for_each(|(copy, ..)| self.end_copy(*copy, true));
         self.drained();
     }
 
     pub(super) fn saved(&mut self) -> Option<Saved> {
-        let out = std::mem::take(&mut self.out);
-        out.into_iter().find_map(|action| match action {
-            Action::Saved { saved, .. } => Some(saved),
-            _ => None,
-        })
+        self.take(taken!(Action::Saved { saved, .. } => saved)).next()
     }
 
     pub(super) fn closed(&mut self) -> Option<String> {
-        let out = std::mem::take(&mut self.out);
-        out.into_iter().find_map(|action| match action {
-            Action::Close { reason, .. } => Some(reason),
-            _ => None,
-        })
+        self.take(taken!(Action::Close { reason, .. } => reason)).next()
+    }
+
+    fn disconnect(&mut self, sessions: impl IntoIterator<Item = SessionId>) {
+        sessions.into_iter().for_each(|session| self.event(Event::Disconnected { session }));
     }
 
     /// Operation 1 saves keys `0..count` under log 0, in a step that rank 0 has done.
@@ -281,10 +296,10 @@ fn a_save_waits_for_the_step_of_every_rank_and_for_a_drained_ring() {
     let copies = engine.copies();
     assert_eq!(copies.iter().map(|copy| copy.1).collect::<Vec<_>>(), RANKS);
     assert_eq!(copies[1].2[0].offset - copies[0].2[0].offset, SHARD_BYTES, "shards lie side by side");
-    engine.event(Event::Copied { copy: copies[0].0, ok: true });
+    engine.end_copy(copies[0].0, true);
     engine.drained();
     assert_eq!(engine.query(0, 2, 0, 3).value, 0, "one shard is not a block");
-    engine.event(Event::Copied { copy: copies[1].0, ok: true });
+    engine.end_copy(copies[1].0, true);
     assert_eq!(engine.query(0, 3, 0, 3).value, 0, "not before the ring was drained");
     engine.drained();
     assert_eq!(engine.saved().unwrap().committed, 3);
@@ -302,7 +317,7 @@ fn a_save_whose_step_does_not_come_holds_no_slot_and_keeps_no_key_from_others() 
     engine.save(0, 2, 1, 11..14);
     let copies = engine.copies();
     assert_eq!(copies.len(), 2, "the same keys, whose step is done");
-    copies.iter().for_each(|copy| engine.event(Event::Copied { copy: copy.0, ok: true }));
+    copies.iter().for_each(|copy| engine.end_copy(copy.0, true));
     engine.drained();
     assert_eq!(engine.saved().unwrap().committed, 3);
     engine.ask(SchedulerRequest::Cancel(Cancel { op: 1, from: 0, count: 1 }));
@@ -316,7 +331,7 @@ fn a_cancel_seen_before_the_commit_wins() {
     let mut engine = Harness::engine(1);
     engine.begin_save(4);
     let copies = engine.copies();
-    engine.event(Event::Copied { copy: copies[0].0, ok: true });
+    engine.end_copy(copies[0].0, true);
     engine.ask(SchedulerRequest::Cancel(Cancel { op: 1, from: 1, count: 2 }));
     engine.drained();
     let saved = engine.saved().unwrap();
@@ -330,7 +345,7 @@ fn saves_below_the_void_word_are_not_kept() {
     let mut engine = Harness::engine(1);
     engine.begin_save(1);
     let copies = engine.copies();
-    engine.event(Event::Copied { copy: copies[0].0, ok: true });
+    engine.end_copy(copies[0].0, true);
     engine.event(Event::Drained { session: SCHEDULER, void_below: 2 });
     assert_eq!(engine.saved().unwrap().cancelled, 1);
     assert_eq!(engine.query(0, 2, 0, 1).value, 0);
@@ -342,8 +357,8 @@ fn a_failed_copy_commits_nothing() {
     engine.begin_save(2);
     engine.fences(RANKS[1], 1, 1);
     let copies = engine.copies();
-    engine.event(Event::Copied { copy: copies[0].0, ok: true });
-    engine.event(Event::Copied { copy: copies[1].0, ok: false });
+    engine.end_copy(copies[0].0, true);
+    engine.end_copy(copies[1].0, false);
     engine.drained();
     assert_eq!(engine.saved().unwrap().dropped, 2);
     assert_eq!(engine.query(0, 2, 0, 2).value, 0);
@@ -351,8 +366,7 @@ fn a_failed_copy_commits_nothing() {
 
 #[test]
 fn the_null_block_is_never_saved_and_a_kept_block_not_twice() {
-    let mut engine = Harness::engine(1);
-    engine.keep(2);
+    let mut engine = Harness::keeping(1, 2);
     engine.open(1, 0..3);
     engine.save(1, 2, 2, 0..3);
     engine.fences(RANKS[0], 2, 2);
@@ -363,8 +377,7 @@ fn the_null_block_is_never_saved_and_a_kept_block_not_twice() {
 
 #[test]
 fn a_load_by_the_engine_ends_when_every_rank_reported_once() {
-    let mut engine = Harness::engine(2);
-    engine.keep(4);
+    let mut engine = Harness::keeping(2, 4);
     assert_eq!(engine.query(0, 2, 1, 3).value, 3);
     engine.load(0, 3, 2, 2..4, LOAD_BY_ENGINE);
     engine.ask(SchedulerRequest::Close { log: 0 });
@@ -401,8 +414,8 @@ fn a_load_by_the_sidecar_waits_for_the_step_and_answers_each_rank() {
     let copies = engine.copies();
     assert_eq!(copies.iter().map(|copy| copy.1).collect::<Vec<_>>(), RANKS);
     assert_eq!(copies[0].2.iter().map(|piece| piece.block).collect::<Vec<_>>(), [1, 2]);
-    engine.event(Event::Copied { copy: copies[0].0, ok: true });
-    engine.event(Event::Copied { copy: copies[1].0, ok: false });
+    engine.end_copy(copies[0].0, true);
+    engine.end_copy(copies[1].0, false);
     let outcome =
         |session, status| Action::Outcome { session, op: 3, outcome: Outcome { op: 3, value: 2, status } };
     assert_eq!(engine.out, [outcome(RANKS[0], Status::Ok), outcome(RANKS[1], Status::Failed)]);
@@ -432,7 +445,7 @@ fn a_load_that_its_rank_finished_before_it_was_read_is_not_copied() {
     assert_eq!(copies.iter().map(|copy| copy.1).collect::<Vec<_>>(), [RANKS[1]]);
     engine.loaded(RANKS[1], 3, false);
     assert_eq!(engine.core.stats().leases, 1, "its copy still reads the slots");
-    engine.event(Event::Copied { copy: copies[0].0, ok: false });
+    engine.end_copy(copies[0].0, false);
     let stats = engine.core.stats();
     assert_eq!((stats.leases, stats.load_failures, stats.loaded_blocks), (0, 1, 2));
     assert!(engine.closed().is_none());
@@ -465,8 +478,7 @@ fn a_load_without_its_lease_is_answered_with_the_reason() {
 
 #[test]
 fn a_repeated_query_renews_and_extends() {
-    let mut engine = Harness::engine(1);
-    engine.keep(2);
+    let mut engine = Harness::keeping(1, 2);
     engine.open(1, 0..3);
     assert_eq!(engine.query(1, 2, 0, 3).value, 2);
     engine.open(2, 2..3);
@@ -488,12 +500,11 @@ fn an_engine_that_dies_leaves_nothing_once_its_copies_ended() {
     engine.save(1, 3, 2, 5..7);
     engine.fences(RANKS[0], 2, 2);
     let copies = engine.copies();
-    engine.event(Event::Disconnected { session: RANKS[0] });
-    engine.event(Event::Disconnected { session: SCHEDULER });
+    engine.disconnect([RANKS[0], SCHEDULER]);
     assert_eq!(engine.core.stats().leases, 0);
     assert!(engine.core.busy(), "its slots are not free while a copy writes them");
     assert!(!engine.out.iter().any(|action| matches!(action, Action::FreeSlot { .. })));
-    engine.event(Event::Copied { copy: copies[0].0, ok: true });
+    engine.end_copy(copies[0].0, true);
     assert!(!engine.core.busy());
     assert_eq!(engine.core.stats().blocks, 2, "what was committed stays, what was not is gone");
 }
@@ -520,8 +531,7 @@ fn plans_wait_for_a_rank_that_has_not_joined() {
 
 #[test]
 fn an_engine_of_the_same_name_lends_no_namespace() {
-    let mut engine = Harness::engine(1);
-    engine.keep(2);
+    let mut engine = Harness::keeping(1, 2);
     let (scheduler, rank, run) = (10, 11, [8; 16]);
     engine.connect(scheduler, hello(1, Role::Scheduler { run }));
     let other = changed(rank_hello(1, 0), |other| _ = other.facts.insert("other".into(), String::new()));
@@ -535,7 +545,7 @@ fn an_engine_of_the_same_name_lends_no_namespace() {
     engine.fences(rank, 1, 1);
     let copies = engine.copies();
     assert_eq!((copies.len(), copies[0].1), (1, rank), "the save is of this run's rank");
-    engine.event(Event::Copied { copy: copies[0].0, ok: true });
+    engine.end_copy(copies[0].0, true);
     engine.drained();
     let committed = engine.saved().unwrap().committed;
     assert_eq!(committed, 2, "not present: the blocks of the other are another namespace's");
@@ -554,7 +564,7 @@ fn a_save_before_the_join_can_be_given_up_and_ends_with_its_generation() {
     RANKS.into_iter().for_each(|session| engine.fences(session, 1, 1));
     for (copy, _, pieces) in engine.copies() {
         assert_eq!(pieces.iter().map(|piece| piece.block).collect::<Vec<_>>(), [1, 4]);
-        engine.event(Event::Copied { copy, ok: true });
+        engine.end_copy(copy, true);
     }
     engine.drained();
     let saved = engine.saved().unwrap();
@@ -571,10 +581,8 @@ fn a_save_before_the_join_can_be_given_up_and_ends_with_its_generation() {
 
 #[test]
 fn blocks_of_another_size_are_a_miss_and_are_saved_anew() {
-    let mut engine = Harness::engine(1);
-    engine.keep(2);
-    engine.event(Event::Disconnected { session: SCHEDULER });
-    engine.event(Event::Disconnected { session: RANKS[0] });
+    let mut engine = Harness::keeping(1, 2);
+    engine.disconnect([SCHEDULER, RANKS[0]]);
     let Harness { core, .. } = engine;
     let mut engine = Harness::over(core, 1, 3 * SHARD_BYTES);
     engine.join();
@@ -604,8 +612,7 @@ fn ranks_of_different_form_are_not_served() {
 
 #[test]
 fn a_salted_namespace_hides_the_old_blocks_and_comes_back_with_the_same_salt() {
-    let mut engine = Harness::engine(1);
-    engine.keep(2);
+    let mut engine = Harness::keeping(1, 2);
     engine.ask(SchedulerRequest::Salt { salt: [1; 16] });
     assert_eq!(engine.query(0, 2, 0, 2).value, 0);
     engine.save(0, 3, 2, 1..3);
@@ -647,8 +654,7 @@ fn violations_close_the_session() {
 fn a_session_that_was_closed_is_not_heard() {
     let mut engine = Harness::engine(1);
     engine.out.clear();
-    engine.event(Event::Disconnected { session: SCHEDULER });
-    engine.event(Event::Disconnected { session: RANKS[0] });
+    engine.disconnect([SCHEDULER, RANKS[0]]);
     engine.ask(SchedulerRequest::Open { log: 0 });
     engine.loaded(RANKS[0], 1, true);
     assert!(engine.out.is_empty(), "{:?}", engine.out);
@@ -656,8 +662,7 @@ fn a_session_that_was_closed_is_not_heard() {
 
 #[test]
 fn a_draining_sidecar_takes_nothing_new() {
-    let mut engine = Harness::engine(1);
-    engine.keep(1);
+    let mut engine = Harness::keeping(1, 1);
     engine.event(Event::Drain);
     let outcome = engine.query(0, 2, 0, 1);
     let miss = (Status::Ok, 0);

@@ -1,6 +1,5 @@
 //! One rank and its scheduler, which save stamped blocks and look at every byte of what is served.
 
-use std::os::fd::OwnedFd;
 use std::sync::LazyLock;
 use std::sync::atomic::Ordering;
 
@@ -9,10 +8,10 @@ use shm_protocol::key::BlockHash;
 use shm_protocol::layout::CHUNK_KEYS;
 use shm_protocol::message::{Kind, LOAD_ARRIVING, Message, Outcome, QUERY_ARRIVING, Status};
 use shm_protocol::pool::{self, SlotRef};
-use shm_protocol::request::{Keys, LoadEnd, Save, SchedulerRequest, WorkerRequest};
+use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
 
 use super::sidecar::Sidecar;
-use super::{Kv, LAYER_BYTES, LAYERS, Session, hello, pattern, query, watch};
+use super::{BLOCK_BYTES, Kv, LAYER_BYTES, LAYERS, Session, hello, pattern, query, save_log, watch};
 
 /// Blocks of one save: two chunks of keys, seven tasks of copies.
 pub(crate) const SAVED: std::ops::Range<u32> = 1..101;
@@ -72,10 +71,8 @@ impl Engine {
                 assert_eq!(rustix::io::pwrite(&kv.fds[region.fd as usize], bytes, at).unwrap(), bytes.len());
             }
         }
-        let fds: Vec<&OwnedFd> = kv.fds.iter().collect();
         let worker = kv.worker_of(model, 0, 1, Copier::Sidecar);
-        let mut rank = Session::open(&sidecar.socket, &hello("engine", 1, worker), &fds);
-        rank.post(WorkerRequest::Join { run, step: 0 });
+        let rank = Session::rank(&sidecar.socket, &hello("engine", 1, worker), &kv, run);
         rank.fences(1, 1);
         let hello = Hello { miss_wait_ms, ..hello("engine", 1, Role::Scheduler { run }) };
         let scheduler = Session::open(&sidecar.socket, &hello, &[]);
@@ -113,16 +110,16 @@ impl Engine {
             .collect();
         self.log += 1;
         self.scheduler.open_log(self.log, &keys);
-        let op = self.next_op();
-        let save = SchedulerRequest::Save(Save {
-            op,
-            keys: Keys::new(self.log, 0..0),
-            position: 0,
-            step: 1,
-            checked: false,
-        });
+        let save = save_log(self.next_op(), self.log, 1);
         self.scheduler.with_blocks(save, &SAVED.collect::<Vec<_>>());
         self.scheduler.post(SchedulerRequest::Close { log: self.log });
+        keys
+    }
+
+    /// The same, and every block is kept.
+    pub(crate) fn save(&mut self, stamp: &mut u64) -> Vec<BlockHash> {
+        let keys = self.post_save(stamp);
+        assert_eq!(self.scheduler.saved().committed, SAVED.len() as u32);
         keys
     }
 
@@ -170,7 +167,7 @@ impl Engine {
     /// Whether these blocks of KV hold the bytes of these keys.
     pub(crate) fn loaded(&self, blocks: std::ops::Range<u32>, keys: &[BlockHash]) -> bool {
         blocks.zip(keys).all(|(block, key)| {
-            let mut bytes = vec![0; (LAYERS * LAYER_BYTES) as usize];
+            let mut bytes = vec![0; BLOCK_BYTES as usize];
             for (region, layer) in self.kv.regions.iter().zip(bytes.chunks_mut(LAYER_BYTES as usize)) {
                 let at = region.offset + u64::from(block) * region.stride;
                 let fd = &self.kv.fds[region.fd as usize];

@@ -2,22 +2,24 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 pub(crate) mod engine;
+pub(crate) mod in_process;
 pub(crate) mod sidecar;
 
 use std::collections::BTreeMap;
-use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::MemfdFlags;
 use shm_protocol::handshake::{self, BlockRegion, Copier, Hello, Reply, Role, Welcome, Worker};
 use shm_protocol::key::BlockHash;
-use shm_protocol::layout::header;
-use shm_protocol::message::{Message, Outcome, Saved, Slot, Stage};
+use shm_protocol::layout::{STAGING_WORDS_BYTES, header};
+use shm_protocol::message::{Message, Outcome, Saved, Slot, Stage, Status};
 use shm_protocol::region::{Access, Region};
-use shm_protocol::request::{Append, Keys, Query, Save, SchedulerRequest};
+use shm_protocol::request::{Append, Keys, Query, Save, SchedulerRequest, WorkerRequest};
 use shm_protocol::ring::{Consumer, Producer, RingMemory};
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 use shm_protocol::{transport, wait};
@@ -39,16 +41,23 @@ pub(crate) fn watch<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
 
 /// Flips a bit in every block that a pool's or a log's file holds: in each of its pages, past the first MiB.
 pub(crate) fn corrupt(path: &Path) {
-    let mut file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+    let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
     let bytes = file.metadata().unwrap().len();
     for at in ((1 << 20)..bytes).step_by(4096) {
         let mut byte = [0];
-        file.seek(SeekFrom::Start(at + 2000)).unwrap();
-        file.read_exact(&mut byte).unwrap();
-        file.seek(SeekFrom::Start(at + 2000)).unwrap();
-        file.write_all(&[byte[0] ^ 1]).unwrap();
+        file.read_exact_at(&mut byte, at + 2000).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], at + 2000).unwrap();
     }
     file.sync_all().unwrap();
+}
+
+/// What a `pillion` command that ends says.
+pub(crate) fn pillion(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_pillion")).args(arguments).output().unwrap()
+}
+
+pub(crate) fn hex(key: &BlockHash) -> String {
+    key.0.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 pub(crate) fn greet(socket: &Path, hello: &Hello, fds: &[&OwnedFd]) -> (OwnedFd, Reply, Vec<OwnedFd>) {
@@ -90,6 +99,32 @@ impl Session {
         Self { welcome, memory, pool, pidfd, doorbell, socket, submissions, completions, block_ids: 0 }
     }
 
+    pub(crate) fn scheduler(socket: &Path, engine: &str, world_size: u32, run: [u8; 16]) -> Self {
+        Self::open(socket, &hello(engine, world_size, Role::Scheduler { run }), &[])
+    }
+
+    /// A rank whose memory is `kv`, joined.
+    pub(crate) fn rank(socket: &Path, hello: &Hello, kv: &Kv, run: [u8; 16]) -> Self {
+        Self::join(socket, hello, &kv.fds.each_ref(), run)
+    }
+
+    /// A rank of one that saves through a staging segment of `slots` slots, joined; and the segment.
+    pub(crate) fn staged_rank(socket: &Path, engine: &str, slots: u32, run: [u8; 16]) -> (Self, OwnedFd) {
+        let segment = rustix::fs::memfd_create("staging", MemfdFlags::CLOEXEC).unwrap();
+        let (offset, stride) = (STAGING_WORDS_BYTES as u64, BLOCK_BYTES.next_multiple_of(4096));
+        rustix::fs::ftruncate(&segment, offset + u64::from(slots) * stride).unwrap();
+        let regions = vec![BlockRegion { fd: 0, offset, stride, bytes: BLOCK_BYTES }];
+        let worker = Kv::new().stated(engine, 0, 1, Copier::Engine);
+        let role = Role::Worker(Worker { regions, staging: Some(slots), ..worker });
+        (Self::join(socket, &hello(engine, 1, role), &[&segment], run), segment)
+    }
+
+    fn join(socket: &Path, hello: &Hello, fds: &[&OwnedFd], run: [u8; 16]) -> Self {
+        let mut rank = Self::open(socket, hello, fds);
+        rank.post(WorkerRequest::Join { run, step: 0 });
+        rank
+    }
+
     pub(crate) fn post(&mut self, request: impl Into<Message>) {
         self.post_raw(request.into().encode());
     }
@@ -108,6 +143,21 @@ impl Session {
         self.submissions.publish();
         self.ring();
         count
+    }
+
+    /// Posts all of these slots, as there is room.
+    pub(crate) fn post_whole(&mut self, slots: &[Slot]) {
+        let mut posted = 0;
+        watch("room for all messages", || {
+            posted += self.post_all(&slots[posted..]);
+            (posted == slots.len()).then_some(())
+        });
+    }
+
+    /// Waits until the sidecar has read every message.
+    pub(crate) fn wait_read(&self) {
+        let ring = self.submission();
+        watch("messages read", || (ring.load_head() == ring.load_tail()).then_some(()));
     }
 
     /// The submission ring's words, to lie about them.
@@ -144,6 +194,13 @@ impl Session {
     pub(crate) fn query(&mut self, log: u32, op: u64, count: u32) -> Outcome {
         self.post(SchedulerRequest::Query(Query { op, keys: Keys::new(log, 0..count), arriving: false }));
         self.outcome(op)
+    }
+
+    /// Asks the same until the sidecar knows every rank; the answer.
+    pub(crate) fn query_ready(&mut self, log: u32, op: u64, count: u32) -> Outcome {
+        watch("an answer to an engine whose ranks have joined", || {
+            Some(self.query(log, op, count)).filter(|outcome| outcome.status == Status::Ok)
+        })
     }
 
     /// Posts a LOAD or SAVE with its blocks.
@@ -225,9 +282,15 @@ pub(crate) fn save(op: u64, from: u32, step: u64) -> SchedulerRequest {
     SchedulerRequest::Save(Save { op, keys: Keys::new(0, from..from), position: 0, step, checked: false })
 }
 
+/// The same from the first key of a log on.
+pub(crate) fn save_log(op: u64, log: u32, step: u64) -> SchedulerRequest {
+    SchedulerRequest::Save(Save { op, keys: Keys::new(log, 0..0), position: 0, step, checked: false })
+}
+
 pub(crate) const BLOCKS: u32 = 128;
 pub(crate) const LAYERS: u64 = 3;
 pub(crate) const LAYER_BYTES: u64 = 5_000;
+pub(crate) const BLOCK_BYTES: u64 = LAYERS * LAYER_BYTES;
 
 /// One rank's KV: three layers in two descriptors, with gaps between blocks.
 pub(crate) struct Kv {
@@ -269,21 +332,14 @@ impl Kv {
     }
 
     pub(crate) fn worker_of(&self, model: &str, rank: u32, shards: u32, copy: Copier) -> Role {
+        Role::Worker(self.stated(model, rank, shards, copy))
+    }
+
+    /// What such a worker says.
+    pub(crate) fn stated(&self, model: &str, rank: u32, shards: u32, copy: Copier) -> Worker {
         let facts = BTreeMap::from([("model".to_owned(), model.to_owned())]);
         let regions = self.regions.clone();
-        Role::Worker(Worker {
-            rank,
-            shard: rank,
-            shards,
-            blocks: BLOCKS,
-            regions,
-            copy,
-            facts,
-            expects: None,
-            live_weights: None,
-            cuda: None,
-            staging: None,
-        })
+        Worker { rank, shard: rank, shards, blocks: BLOCKS, regions, copy, facts, ..Worker::default() }
     }
 }
 

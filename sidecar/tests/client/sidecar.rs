@@ -17,6 +17,11 @@ pub(crate) struct Sidecar {
     port: u16,
 }
 
+/// A port of TCP that nobody listens at.
+pub(crate) fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
 impl Sidecar {
     /// One that listens in `folder` and logs there, with further arguments; all its addresses are bound.
     pub(crate) fn start(folder: &Path, arguments: &[&dyn AsRef<OsStr>]) -> Self {
@@ -31,20 +36,31 @@ impl Sidecar {
         Self::start_by(command, folder, arguments)
     }
 
-    fn start_by(mut command: Command, folder: &Path, arguments: &[&dyn AsRef<OsStr>]) -> Self {
-        let socket = folder.join("p.sock");
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    /// One that `command` begins, which the arguments of `pillion` follow.
+    pub(crate) fn start_by(mut command: Command, folder: &Path, arguments: &[&dyn AsRef<OsStr>]) -> Self {
+        let (socket, port) = (folder.join("p.sock"), free_port());
+        // What a GPU's driver opens would count as a leak.
+        command.args(["serve", "--gpu", "off", "--http", &format!("127.0.0.1:{port}"), "--socket"]);
+        command.arg(&socket).args(arguments);
+        Self::spawn(command, folder, port)
+    }
+
+    /// The same where `command` is whole, and listens at `port` and in `folder`.
+    pub(crate) fn spawn(mut command: Command, folder: &Path, port: u16) -> Self {
         let log = std::fs::File::create(folder.join("log")).unwrap();
-        let process = command
-            .args(["serve", "--gpu", "off", "--http", &format!("127.0.0.1:{port}"), "--socket"])
-            .arg(&socket)
-            .args(arguments)
-            .stderr(Stdio::from(log))
-            .spawn()
-            .unwrap();
-        let sidecar = Self { process, socket, port };
+        let process = command.stderr(Stdio::from(log)).spawn().unwrap();
+        let sidecar = Self { process, socket: folder.join("p.sock"), port };
         watch("a start", || sidecar.page("/readyz").filter(|text| text.starts_with("ready")));
         sidecar
+    }
+
+    pub(crate) fn pid(&self) -> Pid {
+        Pid::from_raw(self.process.id() as i32)
+    }
+
+    /// That it has not ended.
+    pub(crate) fn is_alive(&mut self) -> bool {
+        self.process.try_wait().unwrap().is_none()
     }
 
     /// Where it is controlled.
@@ -76,6 +92,15 @@ impl Sidecar {
         watch("all in service", || self.page("/readyz").filter(|text| text == "ready\n"));
     }
 
+    /// Whether this line is in the page of metrics.
+    pub(crate) fn shows(&self, line: &str) -> bool {
+        self.page("/metrics").is_some_and(|page| page.lines().any(|found| found == line))
+    }
+
+    pub(crate) fn wait_line(&self, line: &str) {
+        watch(line, || self.shows(line).then_some(()));
+    }
+
     /// A metric, summed over its labels.
     pub(crate) fn metric(&self, name: &str) -> u64 {
         self.samples(name).unwrap_or_else(|| panic!("no metric {name}"))
@@ -104,14 +129,17 @@ impl Sidecar {
 
     /// SIGSTOP, or SIGCONT after it.
     pub(crate) fn freeze(&self, frozen: bool) {
-        let signal = if frozen { Signal::SIGSTOP } else { Signal::SIGCONT };
-        kill(Pid::from_raw(self.process.id() as i32), signal).unwrap();
+        self.signal(if frozen { Signal::SIGSTOP } else { Signal::SIGCONT });
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        kill(self.pid(), signal).unwrap();
     }
 
     /// SIGTERM; its exit status must say that all went well.
-    pub(crate) fn terminate(mut self) {
-        kill(Pid::from_raw(self.process.id() as i32), Signal::SIGTERM).unwrap();
-        assert_eq!(self.process.wait().unwrap().code(), Some(0));
+    pub(crate) fn terminate(self) {
+        self.signal(Signal::SIGTERM);
+        assert_eq!(self.wait(), Some(0));
     }
 
     /// Its exit status, once it has ended.

@@ -1,21 +1,19 @@
 //! An engine's death by SIGKILL with everything in flight: what it held is given back, and nothing half-written stays.
 
 use std::io::{BufRead, BufReader};
-use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use shm_protocol::handshake::{Copier, Role};
-use shm_protocol::message::{Kind, LOAD_BY_ENGINE, Message, Status};
+use shm_protocol::handshake::Copier;
+use shm_protocol::message::{Kind, LOAD_BY_ENGINE, Message};
 use shm_protocol::pool::{self, Geometry};
 use shm_protocol::region::Region;
-use shm_protocol::request::WorkerRequest;
 
-use crate::client::{Kv, Session, hello, save, watch};
-use crate::scene::{BLOCK_BYTES, Holdings, OWN_SESSIONS, Scene, key, run_id};
+use crate::client::{BLOCK_BYTES, Kv, Session, hello, save, watch};
+use crate::scene::{Holdings, OWN_SESSIONS, Scene, key, run_id};
 
 const TEST: &str = "death::a_killed_engine_leaves_nothing_behind";
 /// How often it is done, for the figures.
@@ -29,17 +27,15 @@ fn engine_to_die() -> bool {
     let number: u64 = std::env::var_os("PILLION_TEST_NUMBER").unwrap().to_str().unwrap().parse().unwrap();
     let (socket, kv, run) = (Path::new(&socket), Kv::new(), run_id(500 + number));
     (1..120).for_each(|block| kv.fill(block, block.into()));
-    let fds: Vec<&OwnedFd> = kv.fds.iter().collect();
     let role = kv.worker_of("mortal", 0, 1, Copier::Sidecar);
-    let mut rank = Session::open(socket, &hello("mortal", 1, role), &fds);
-    rank.post(WorkerRequest::Join { run, step: 0 });
-    let mut scheduler = Session::open(socket, &hello("mortal", 1, Role::Scheduler { run }), &[]);
+    let rank = Session::rank(socket, &hello("mortal", 1, role), &kv, run);
+    let mut scheduler = Session::scheduler(socket, "mortal", 1, run);
     let first = 20_000_000 + 1000 * number;
     for log in 0..3 {
         let keys: Vec<_> = (0..u64::from(2 * KEPT)).map(|n| key(first + n)).collect();
         scheduler.open_log(log, &keys);
     }
-    watch("registered rank", || (scheduler.query(0, 1, 1).status == Status::Ok).then_some(()));
+    scheduler.query_ready(0, 1, 1);
     let blocks: Vec<u32> = (1..=KEPT).collect();
     scheduler.with_blocks(save(2, 0, 0), &blocks);
     rank.ring();
@@ -122,8 +118,7 @@ fn a_killed_engine_leaves_nothing_behind() {
     }
     let mut scene = Scene::start();
     // Only to read the pool by.
-    let observer = hello("observer", 1, Role::Scheduler { run: run_id(999) });
-    let observer = Session::open(&scene.pillion.socket, &observer, &[]);
+    let observer = Session::scheduler(&scene.pillion.socket, "observer", 1, run_id(999));
     let parked = scene.park();
     // The page may lag behind the observer's welcome.
     let known = |held: &Holdings| held.sessions == OWN_SESSIONS + 1;

@@ -235,7 +235,7 @@ fn memory_that_changes_after_the_handshake_fails_its_own_copies() {
         kv.fill(1, 5);
         let (mut scheduler, rank) = villain(&scene.pillion.socket, &kv, "villain");
         scheduler.open_log(0, &[key(9_700_000 + u64::from(seal)), key(9_700_010)]);
-        watch("registered rank", || (scheduler.query(0, 1, 1).status == Status::Ok).then_some(()));
+        scheduler.query_ready(0, 1, 1);
         scheduler.with_blocks(save(2, 0, 0), &[1]);
         rank.ring();
         assert_eq!(scheduler.saved().committed, 1);
@@ -341,7 +341,7 @@ fn answer(socket: &OwnedFd) -> Reply {
 }
 
 fn set_limit(pillion: &Pillion, files: u64) {
-    let pid = rustix::process::Pid::from_raw(pillion.pid().cast_signed());
+    let pid = rustix::process::Pid::from_raw(pillion.pid().as_raw());
     let limit = rustix::process::Rlimit { current: Some(files), maximum: Some(20_000) };
     rustix::process::prlimit(pid, rustix::process::Resource::Nofile, limit).unwrap();
 }

@@ -5,11 +5,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use shm_protocol::handshake::{Reply, Role};
 use shm_protocol::layout::{QUERY_KEYS, SUBMISSION_SLOTS};
 use shm_protocol::message::{Kind, Message, Slot, Status};
-use shm_protocol::ring::RingMemory;
 use shm_protocol::transport;
 
-use crate::client::{Kv, Session, WATCHDOG, greet, hello, query, save, watch};
-use crate::scene::{BLOCK_BYTES, POOL_BYTES, Scene, key, run_id, villain};
+use crate::client::{BLOCK_BYTES, Kv, Session, WATCHDOG, greet, hello, query, save, watch};
+use crate::scene::{POOL_BYTES, Scene, key, run_id, villain};
 
 /// Sessions that `pillion` serves at once, and greetings that it listens to at once.
 const SESSIONS_MAX: usize = 256;
@@ -45,7 +44,7 @@ fn many(message: Message) -> Vec<Slot> {
 fn engine_with_keys(scene: &Scene) -> (Session, Session) {
     let (mut scheduler, rank) = scene.villain();
     scheduler.open_log(0, &(0..QUERY_KEYS as u64).map(|n| key(50_000_000 + n)).collect::<Vec<_>>());
-    watch("registered rank", || (scheduler.query(0, 1, 1).status == Status::Ok).then_some(()));
+    scheduler.query_ready(0, 1, 1);
     (scheduler, rank)
 }
 
@@ -82,10 +81,7 @@ fn messages_of_every_kind_without_end_leave_a_neighbour_its_answers() {
             // Whole pairs only, so that no log is opened twice.
             for _ in 0..ROUNDS {
                 watch("room for all", || (scheduler.post_all(&slots) > 0).then_some(()));
-                watch("messages read", || {
-                    let ring = scheduler.submission();
-                    (ring.load_head() == ring.load_tail()).then_some(())
-                });
+                scheduler.wait_read();
                 scene.assert_served();
             }
         } else {
@@ -103,11 +99,7 @@ fn salts_over_all_logs_leave_a_neighbour_its_answers() {
     let (mut scheduler, rank) = scene.villain();
     let opens: Vec<Slot> =
         (0..65_536).map(|log| Message { log, ..Message::new(Kind::Open) }.encode()).collect();
-    let mut at = 0;
-    watch("logs opened", || {
-        at += scheduler.post_all(&opens[at..]);
-        (at == opens.len()).then_some(())
-    });
+    scheduler.post_whole(&opens);
     flood(&scene, &mut scheduler, &many(Message::new(Kind::Salt)));
     drop((scheduler, rank));
     scene.assert_unharmed("salts over all logs");
@@ -119,25 +111,17 @@ fn resets_without_end_leave_a_new_engine_its_namespace() {
     let mut scene = Scene::start();
     let (mut scheduler, rank) = scene.villain();
     scheduler.open_log(0, &[key(9_400_000)]);
-    watch("registered rank", || (scheduler.query(0, 1, 1).status == Status::Ok).then_some(()));
+    scheduler.query_ready(0, 1, 1);
     let pairs: Vec<Slot> = (0..70_000_u64)
         .flat_map(|number| {
             let salt = Message::new(Kind::Salt).with_bytes16(run_id(number));
             [salt.encode(), Message::from(query(9, 1)).encode()]
         })
         .collect();
-    let mut at = 0;
-    watch("resets posted", || {
-        at += scheduler.post_all(&pairs[at..]);
-        (at == pairs.len()).then_some(())
-    });
+    scheduler.post_whole(&pairs);
     let (mut newcomer, newcomer_rank) = villain(&scene.pillion.socket, &Kv::new(), "newcomer");
     newcomer.open_log(0, &[key(9_400_001)]);
-    let mut op = 0;
-    watch("answer to a newcomer", || {
-        op += 1;
-        (newcomer.query(0, op, 1).status == Status::Ok).then_some(())
-    });
+    newcomer.query_ready(0, 1, 1);
     drop((scheduler, rank, newcomer, newcomer_rank));
     scene.assert_unharmed("resets without end");
 }
@@ -169,7 +153,7 @@ fn operations_that_never_start_are_bounded() {
     (1..60).for_each(|block| kv.fill(block, 1));
     let (mut scheduler, rank) = villain(&scene.pillion.socket, &kv, "villain");
     scheduler.open_log(0, &(0..40).map(|n| key(9_500_000 + n)).collect::<Vec<_>>());
-    watch("registered rank", || (scheduler.query(0, 1, 1).status == Status::Ok).then_some(()));
+    scheduler.query_ready(0, 1, 1);
     scheduler.with_blocks(save(2, 0, 0), &(1..41).collect::<Vec<_>>());
     rank.ring();
     assert_eq!(scheduler.saved().committed, 40);
@@ -202,10 +186,7 @@ fn saves_that_never_start_leave_a_neighbour_the_pool() {
     for number in 0..saves {
         scheduler.with_blocks(save(10 + u64::from(number), 100 * number, 1 << 40), &blocks);
     }
-    watch("saves read", || {
-        let ring = scheduler.submission();
-        (ring.load_head() == ring.load_tail()).then_some(())
-    });
+    scheduler.wait_read();
     scene.assert_served_sets();
     let now = scene.pillion.metrics()["pool_used_bytes"];
     let more = now.saturating_sub(used);

@@ -7,19 +7,17 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use rustix::fs::MemfdFlags;
-use shm_protocol::handshake::{BlockRegion, Copier, Role, Worker};
 use shm_protocol::key::BlockHash;
-use shm_protocol::layout::{STAGING_WORDS_BYTES, SUBMISSION_SLOTS};
-use shm_protocol::message::{Kind, Message, Status};
-use shm_protocol::request::{Keys, Query, Save, SchedulerRequest, WorkerRequest};
+use shm_protocol::layout::SUBMISSION_SLOTS;
+use shm_protocol::message::{Kind, Message};
+use shm_protocol::request::{Keys, Query, SchedulerRequest};
 use shm_protocol::ring::RingMemory;
 use tempfile::TempDir;
 
 use crate::client::engine::Engine;
 use crate::client::sidecar::Sidecar;
-use crate::client::{Kv, Session, hello, watch};
-use crate::scene::{BLOCK_BYTES, key, run_id, villain};
+use crate::client::{BLOCK_BYTES, Kv, Session, save_log, watch};
+use crate::scene::{key, run_id, villain};
 
 /// The pool has some 1,090 slots for these blocks: the share of two engines is 5 sets of 100, and some.
 const POOL: &str = "16MiB";
@@ -93,9 +91,8 @@ fn keys(number: u64) -> Vec<BlockHash> {
 fn hoard(scheduler: &mut Session, number: u64) {
     let log = number as u32;
     scheduler.open_log(log, &keys(number));
-    let (op, keys) = (10 + number, Keys::new(log, 0..0));
-    let save = SchedulerRequest::Save(Save { op, keys, position: 0, step: 0, checked: false });
-    scheduler.with_blocks(save, &(1..=SET as u32).collect::<Vec<_>>());
+    let op = 10 + number;
+    scheduler.with_blocks(save_log(op, log, 0), &(1..=SET as u32).collect::<Vec<_>>());
     assert_eq!(scheduler.saved().op, op);
 }
 
@@ -213,25 +210,12 @@ fn a_flood_of_queries_is_read_in_small_parts_beside_a_neighbour() {
 /// An engine whose rank is asked for blocks of many saves, and hands over none.
 fn silent(socket: &Path, life: u64) -> (Session, Session, OwnedFd) {
     let run = run_id(0xf111 << 32 | life);
-    let segment = rustix::fs::memfd_create("staging", MemfdFlags::CLOEXEC).unwrap();
-    let (offset, stride) = (STAGING_WORDS_BYTES as u64, BLOCK_BYTES.next_multiple_of(4096));
-    rustix::fs::ftruncate(&segment, offset + u64::from(SLOTS) * stride).unwrap();
-    let Role::Worker(worker) = Kv::new().worker_of("hoarder", 0, 1, Copier::Engine) else {
-        unreachable!("a worker's")
-    };
-    let regions = vec![BlockRegion { fd: 0, offset, stride, bytes: BLOCK_BYTES }];
-    let role = Role::Worker(Worker { regions, staging: Some(SLOTS), ..worker });
-    let mut rank = Session::open(socket, &hello("hoarder", 1, role), &[&segment]);
-    rank.post(WorkerRequest::Join { run, step: 0 });
-    let mut scheduler = Session::open(socket, &hello("hoarder", 1, Role::Scheduler { run }), &[]);
-    let mut op = 1 << 20;
+    let (rank, segment) = Session::staged_rank(socket, "hoarder", SLOTS, run);
+    let mut scheduler = Session::scheduler(socket, "hoarder", 1, run);
     for number in 0..TOO_MANY {
         let log = number as u32;
         scheduler.open_log(log, &keys(number));
-        watch("keys read, and a joined rank", || {
-            op += 1;
-            (scheduler.query(log, op, 1).status == Status::Ok).then_some(())
-        });
+        scheduler.query_ready(log, (1 << 20) + number, 1);
         let save = Message { op: 10 + number, log, step: 0, ..Message::new(Kind::Save) };
         scheduler.with_blocks(save, &(1..=SET as u32).collect::<Vec<_>>());
     }

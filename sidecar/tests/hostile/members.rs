@@ -1,8 +1,6 @@
 //! Sessions at odds with each other: runs claimed twice, ranks that come twice or change their form.
 
-use std::os::fd::OwnedFd;
-
-use shm_protocol::handshake::{BlockRegion, Copier, Hello, Reply, Role};
+use shm_protocol::handshake::{BlockRegion, Copier, Hello, Reply, Role, Worker};
 use shm_protocol::message::{Kind, Message, Status};
 use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
 
@@ -12,19 +10,8 @@ use crate::scene::{Scene, key, run_id};
 /// Bytes of a region that is far larger than the slots of the blocks before it.
 const LARGE_BYTES: u64 = 1 << 20;
 
-fn ready(scheduler: &mut Session) {
-    let mut op = 0;
-    watch("registered ranks", || {
-        op += 1;
-        (scheduler.query(0, op, 1).status == Status::Ok).then_some(())
-    });
-}
-
 fn rank_of(scene: &Scene, kv: &Kv, hello: &Hello, run: [u8; 16]) -> Session {
-    let fds: Vec<&OwnedFd> = kv.fds.iter().collect();
-    let mut rank = Session::open(&scene.pillion.socket, hello, &fds);
-    rank.post(WorkerRequest::Join { run, step: 0 });
-    rank
+    Session::rank(&scene.pillion.socket, hello, kv, run)
 }
 
 fn one_rank(kv: &Kv) -> Hello {
@@ -33,11 +20,9 @@ fn one_rank(kv: &Kv) -> Hello {
 
 /// A rank of this model, with blocks seventy times as large.
 fn large(kv: &Kv, model: &str) -> Hello {
-    let mut hello = hello("twins", 1, kv.worker_of(model, 0, 1, Copier::Sidecar));
-    let Role::Worker(worker) = &mut hello.role else { unreachable!("made as a worker") };
-    worker.blocks = 4;
-    worker.regions = vec![BlockRegion { fd: 0, offset: 0, stride: LARGE_BYTES, bytes: LARGE_BYTES }];
-    hello
+    let regions = vec![BlockRegion { fd: 0, offset: 0, stride: LARGE_BYTES, bytes: LARGE_BYTES }];
+    let worker = Worker { blocks: 4, regions, ..kv.stated(model, 0, 1, Copier::Sidecar) };
+    hello("twins", 1, Role::Worker(worker))
 }
 
 fn large_kv() -> Kv {
@@ -53,13 +38,13 @@ fn a_run_claimed_twice_harms_nobody_else() {
     let mut scene = Scene::start();
     for order in 0..2 {
         let (kv, run) = (Kv::new(), run_id(100 + order));
-        let claim = || hello("twins", 1, Role::Scheduler { run });
-        let mut first = Session::open(&scene.pillion.socket, &claim(), &[]);
+        let claim = hello("twins", 1, Role::Scheduler { run });
+        let mut first = Session::open(&scene.pillion.socket, &claim, &[]);
         first.open_log(0, &(0..11).map(|n| key(9_800_000 + 100 * order + n)).collect::<Vec<_>>());
         let rank = rank_of(&scene, &kv, &one_rank(&kv), run);
-        ready(&mut first);
+        first.query_ready(0, 1, 1);
         first.with_blocks(save(900, 0, 8), &[1]);
-        let second = crate::client::greet(&scene.pillion.socket, &claim(), &[]);
+        let second = greet(&scene.pillion.socket, &claim, &[]);
         let other = (order == 1).then(|| rank_of(&scene, &kv, &one_rank(&kv), run));
         drop(rank);
         watch("rank gone", || (scene.pillion.metrics()["sessions"] <= 4 + order).then_some(()));
@@ -79,19 +64,18 @@ fn a_run_claimed_twice_harms_nobody_else() {
 fn a_rank_of_another_form_never_copies_into_slots_taken_before() {
     let mut scene = Scene::start();
     let (kv, run) = (Kv::new(), run_id(200));
-    let mut scheduler =
-        Session::open(&scene.pillion.socket, &hello("twins", 1, Role::Scheduler { run }), &[]);
+    let mut scheduler = Session::scheduler(&scene.pillion.socket, "twins", 1, run);
     scheduler.open_log(0, &(0..40).map(|n| key(9_810_000 + n)).collect::<Vec<_>>());
     let rank = rank_of(&scene, &kv, &one_rank(&kv), run);
-    ready(&mut scheduler);
+    scheduler.query_ready(0, 1, 1);
     for (op, from) in (0..40).map(|n| (1000 + n, n as u32)) {
         scheduler.with_blocks(save(op, from, 8), &[1]);
     }
     // The form of the engine's blocks is asked for again from here on.
     scheduler.post(SchedulerRequest::Salt { salt: [9; 16] });
     let larger_kv = large_kv();
-    let fds: Vec<&OwnedFd> = larger_kv.fds.iter().collect();
-    let (_, refused, _) = greet(&scene.pillion.socket, &large(&larger_kv, "twins"), &fds);
+    let hello = large(&larger_kv, "twins");
+    let (_, refused, _) = greet(&scene.pillion.socket, &hello, &larger_kv.fds.each_ref());
     assert!(
         matches!(&refused, Reply::Refused { reason, .. } if reason.contains("have 1048576 bytes in 1")),
         "{refused:?}"
@@ -114,11 +98,10 @@ fn a_rank_of_another_form_never_copies_into_slots_taken_before() {
 fn a_rank_that_comes_twice_harms_nobody_else() {
     let mut scene = Scene::start();
     let (kv, run) = (Kv::new(), run_id(300));
-    let mut scheduler =
-        Session::open(&scene.pillion.socket, &hello("twins", 1, Role::Scheduler { run }), &[]);
+    let mut scheduler = Session::scheduler(&scene.pillion.socket, "twins", 1, run);
     scheduler.open_log(0, &[key(9_820_000)]);
     let mut ranks: Vec<Session> = (0..3).map(|_| rank_of(&scene, &kv, &one_rank(&kv), run)).collect();
-    ready(&mut scheduler);
+    scheduler.query_ready(0, 1, 1);
     for turn in 0..200_u64 {
         let rank = &mut ranks[turn as usize % 3];
         rank.post(WorkerRequest::Join { run, step: 0 });
@@ -165,12 +148,11 @@ fn a_rank_joins_no_run_of_another_engine() {
 fn a_lease_that_shrinks_and_grows_names_the_right_slots() {
     let mut scene = Scene::start();
     let (kv, run) = (Kv::new(), run_id(400));
-    let mut scheduler =
-        Session::open(&scene.pillion.socket, &hello("twins", 1, Role::Scheduler { run }), &[]);
+    let mut scheduler = Session::scheduler(&scene.pillion.socket, "twins", 1, run);
     let keys: Vec<_> = (0..12).map(|n| key(9_830_000 + n)).collect();
     scheduler.open_log(0, &keys);
     let rank = rank_of(&scene, &kv, &one_rank(&kv), run);
-    ready(&mut scheduler);
+    scheduler.query_ready(0, 1, 1);
     let sources: Vec<u32> = (1..13).collect();
     sources.iter().for_each(|block| kv.fill(*block, u64::from(*block)));
     scheduler.with_blocks(save(900, 0, 0), &sources);

@@ -57,7 +57,7 @@ fn words_of_the_sidecar_written_by_the_engine_change_nothing() {
     for value in [0, 1, u64::MAX, 0x5555_5555_5555_5555] {
         let (mut scheduler, rank) = scene.villain();
         scheduler.open_log(0, &[key(9_000_000)]);
-        watch("registered rank", || (scheduler.query(0, 1, 1).status == Status::Ok).then_some(()));
+        scheduler.query_ready(0, 1, 1);
         for session in [&scheduler, &rank] {
             for word in [
                 header::MAGIC,
@@ -99,7 +99,7 @@ fn fences_that_fall_or_leap_serve_nobody_else() {
     let mut scene = Scene::start();
     let (mut scheduler, rank) = scene.villain();
     scheduler.open_log(0, &[key(9_100_000), key(9_100_001)]);
-    watch("registered rank", || (scheduler.query(0, 1, 2).status == Status::Ok).then_some(()));
+    scheduler.query_ready(0, 1, 2);
     for (op, step) in [(10, 5), (11, 1 << 40), (12, u64::MAX)] {
         scheduler.with_blocks(save(op, 0, step), &[3, 4]);
     }

@@ -33,7 +33,7 @@ impl Villain {
         let keys: Vec<_> = (0..u64::from(KEYS)).map(|number| key(1_000_000 + number)).collect();
         scheduler.open_log(0, &keys);
         scheduler.memory.write_block_id(7, 5);
-        watch("registered rank", || (scheduler.query(0, 1, KEYS).status == Status::Ok).then_some(()));
+        scheduler.query_ready(0, 1, KEYS);
         Self { scheduler, rank }
     }
 }

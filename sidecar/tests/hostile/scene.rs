@@ -1,28 +1,25 @@
 //! A `pillion` process, one engine that behaves well for as long as the scene lasts, and what a leak would change.
 
 use std::collections::BTreeMap;
-use std::io::{Read, Write};
-use std::net::TcpStream;
-use std::os::fd::OwnedFd;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use shm_protocol::handshake::{Copier, Hello, Role};
+use nix::unistd::Pid;
+use shm_protocol::handshake::{Copier, Hello};
 use shm_protocol::key::BlockHash;
 use shm_protocol::message::{Kind, Message, Status};
-use shm_protocol::request::{SchedulerRequest, WorkerRequest};
+use shm_protocol::request::SchedulerRequest;
 use tempfile::TempDir;
 
-use crate::client::{Kv, LAYER_BYTES, LAYERS, Session, WATCHDOG, hello, save, watch};
+use crate::client::sidecar::Sidecar;
+use crate::client::{BLOCK_BYTES, Kv, Session, WATCHDOG, hello, save, watch};
 
 /// Bytes of the sidecar's pool.
 pub(crate) const POOL_BYTES: u64 = 64 << 20;
-/// Bytes of every block that an engine of these tests keeps.
-pub(crate) const BLOCK_BYTES: u64 = LAYERS * LAYER_BYTES;
 /// Sessions of the engine that behaves well.
 pub(crate) const OWN_SESSIONS: u64 = 2;
 /// Key sets that the good engine saves in turn, so that what it keeps stops growing.
@@ -32,11 +29,9 @@ const HEIRLOOMS: u64 = 4;
 
 /// The sidecar, ended with the scene.
 pub(crate) struct Pillion {
-    child: Child,
-    port: u16,
-    log: PathBuf,
+    sidecar: Sidecar,
     pub(crate) socket: PathBuf,
-    _folder: TempDir,
+    folder: TempDir,
 }
 
 /// Everything that must be as before once a hostile peer is gone.
@@ -88,48 +83,23 @@ struct GoodEngine {
 
 impl Pillion {
     pub(crate) fn start(extra: &[&str]) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let (socket, log) = (folder.path().join("pillion.sock"), folder.path().join("log"));
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let child = Command::new(env!("CARGO_BIN_EXE_pillion"))
-            .args([
-                "serve",
-                "--dram",
-                &format!("{}MiB", POOL_BYTES >> 20),
-                "--http",
-                &format!("127.0.0.1:{port}"),
-                "--socket",
-            ])
-            .arg(&socket)
-            // What the driver opens of its own would be counted as a leak.
-            .args(["--gpu", "off"])
-            .args(extra)
-            .stderr(Stdio::from(std::fs::File::create(&log).unwrap()))
-            .spawn()
-            .unwrap();
-        let pillion = Self { child, port, log, socket, _folder: folder };
-        watch("readiness", || pillion.get("/readyz").filter(|text| text.starts_with("HTTP/1.1 200")));
-        pillion
+        let (folder, dram) = (tempfile::tempdir().unwrap(), format!("{}MiB", POOL_BYTES >> 20));
+        let mut arguments: Vec<&dyn AsRef<OsStr>> = vec![&"--dram", &dram];
+        arguments.extend(extra.iter().map(|argument| argument as &dyn AsRef<OsStr>));
+        let sidecar = Sidecar::start(folder.path(), &arguments);
+        Self { socket: sidecar.socket.clone(), sidecar, folder }
     }
 
-    fn get(&self, path: &str) -> Option<String> {
-        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).ok()?;
-        write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").ok()?;
-        let mut text = String::new();
-        stream.read_to_string(&mut text).ok()?;
-        Some(text)
-    }
-
-    pub(crate) fn pid(&self) -> u32 {
-        self.child.id()
+    pub(crate) fn pid(&self) -> Pid {
+        self.sidecar.pid()
     }
 
     pub(crate) fn log(&self) -> String {
-        String::from_utf8_lossy(&std::fs::read(&self.log).unwrap()).into_owned()
+        String::from_utf8_lossy(&std::fs::read(self.folder.path().join("log")).unwrap()).into_owned()
     }
 
     pub(crate) fn metrics(&self) -> BTreeMap<String, u64> {
-        let page = watch("metrics", || self.get("/metrics"));
+        let page = watch("metrics", || self.sidecar.page("/metrics"));
         let lines = page.lines().filter_map(|line| line.strip_prefix("pillion_")?.split_once(' '));
         lines.filter_map(|(name, value)| Some((name.to_owned(), value.parse().ok()?))).collect()
     }
@@ -177,15 +147,8 @@ impl Pillion {
     }
 
     fn assert_alive(&mut self) {
-        assert_eq!(self.child.try_wait().unwrap(), None, "the sidecar ended:\n{}", self.log());
+        assert!(self.sidecar.is_alive(), "the sidecar ended:\n{}", self.log());
         assert!(!self.log().contains("panicked"), "{}", self.log());
-    }
-}
-
-impl Drop for Pillion {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
@@ -264,10 +227,8 @@ impl Scene {
 pub(crate) fn villain(socket: &Path, kv: &Kv, model: &str) -> (Session, Session) {
     static RUN: AtomicU64 = AtomicU64::new(0);
     let run = run_id(1 << 32 | RUN.fetch_add(1, Ordering::Relaxed));
-    let mut rank = Session::open(socket, &worker(kv, model), &kv.fds.iter().collect::<Vec<_>>());
-    rank.post(WorkerRequest::Join { run, step: 0 });
-    let scheduler = Session::open(socket, &hello(model, 1, Role::Scheduler { run }), &[]);
-    (scheduler, rank)
+    let rank = Session::rank(socket, &worker(kv, model), kv, run);
+    (Session::scheduler(socket, model, 1, run), rank)
 }
 
 pub(crate) fn worker(kv: &Kv, model: &str) -> Hello {
@@ -333,10 +294,8 @@ impl GoodEngine {
     fn connect(socket: &Path) -> Self {
         let kv = Kv::new();
         let run = run_id(7);
-        let fds: Vec<&OwnedFd> = kv.fds.iter().collect();
-        let mut rank = Session::open(socket, &worker(&kv, "good"), &fds);
-        rank.post(WorkerRequest::Join { run, step: 0 });
-        let scheduler = Session::open(socket, &hello("good", 1, Role::Scheduler { run }), &[]);
+        let rank = Session::rank(socket, &worker(&kv, "good"), &kv, run);
+        let scheduler = Session::scheduler(socket, "good", 1, run);
         let mut good = Self { scheduler, rank, kv, round: 0, op: 0 };
         watch("joined rank", || {
             good.scheduler.open_log(0, &[key(0)]);

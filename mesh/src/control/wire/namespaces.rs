@@ -5,7 +5,6 @@
 //! kept least is left out first, and counted. A release without the method answers UNIMPLEMENTED.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use prost::Message as _;
@@ -13,7 +12,7 @@ use shm_protocol::handshake::{FACTS_MAX, RANKS_MAX};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace::{self, Facts};
 
-use super::{Config, MESH_BYTES_MAX, Malformed, REPLY_BYTES_MAX, VERSION};
+use super::{Config, Malformed, REPLY_BYTES_MAX, VERSION, decode, greeter};
 use crate::transport::{BootId, NodeId};
 
 /// Room for all of a reply but its namespaces: two names and a few numbers.
@@ -140,27 +139,17 @@ impl NamespacesReply {
 
     /// What arrived, looked at.
     pub fn hear(self) -> Result<Listed, Malformed> {
-        if self.version != VERSION {
-            return Err(Malformed::Version(self.version));
-        }
-        if self.mesh.len() > MESH_BYTES_MAX {
-            return Err(Malformed::Hello("mesh"));
-        }
-        let node = NodeId::new(self.node).map_err(|_| Malformed::Hello("name"))?;
-        let boot = NonZeroU64::new(self.boot).ok_or(Malformed::Hello("life"))?;
+        let (node, boot) = greeter(self.version, &self.mesh, self.node, self.boot)?;
         let (told, mut seen) = (self.namespaces.len(), BTreeSet::new());
         let sound = self.namespaces.into_iter().filter_map(NamespaceTold::hear);
         let namespaces: Vec<_> = sound.filter(|namespace| seen.insert(namespace.digest)).collect();
         let wrong = told - namespaces.len();
-        Ok(Listed { mesh: self.mesh, node, boot: BootId(boot), namespaces, wrong, left_out: self.left_out })
+        Ok(Listed { mesh: self.mesh, node, boot, namespaces, wrong, left_out: self.left_out })
     }
 
     /// The bytes that arrived, looked at.
     pub fn decode_and_hear(bytes: &[u8]) -> Result<Listed, Malformed> {
-        if bytes.len() > REPLY_BYTES_MAX {
-            return Err(Malformed::Long);
-        }
-        Self::decode(bytes).map_err(|_| Malformed::Bytes)?.hear()
+        decode::<Self>(bytes)?.hear()
     }
 }
 

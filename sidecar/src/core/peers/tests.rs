@@ -10,13 +10,13 @@ use std::ops::Range;
 use mesh::directory::{Config, Filter};
 use mesh::transport::{Done, Fault, Fetch, Label, PeerNumber, Refusal, Stage};
 use shm_protocol::key::NamespaceDigest;
-use shm_protocol::message::{Outcome, Status};
+use shm_protocol::message::Status;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{Keys, Query, SchedulerRequest};
 use tiers::dram::{self, Dram};
 
 use super::*;
-use crate::core::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, asked, hash};
+use crate::core::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, asked, hash, taken};
 use crate::core::{Core, Event, Heard, Request, arrivals};
 
 /// Seven blocks to a segment of the pool.
@@ -133,12 +133,10 @@ impl Scene {
 
     /// Answers since the last look, each with its operation.
     fn answers(&mut self) -> Vec<(u64, Status, u32)> {
-        let answer = |action| match action {
-            Action::Answer { op, outcome: Outcome { status, value, .. }, .. }
-            | Action::Outcome { op, outcome: Outcome { status, value, .. }, .. } => Some((op, status, value)),
-            _ => None,
-        };
-        std::mem::take(&mut self.engine.out).into_iter().filter_map(answer).collect()
+        let answers = self.engine.take(taken!(
+            Action::Answer { op, outcome, .. } | Action::Outcome { op, outcome, .. } => (op, outcome.status, outcome.value)
+        ));
+        answers.collect()
     }
 
     /// The only fetch there is.

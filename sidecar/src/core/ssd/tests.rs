@@ -130,18 +130,26 @@ impl Scene {
     }
 
     /// Blocks `keys` on the device and not in DRAM.
-    fn on_ssd(&mut self, keys: Range<u32>) {
-        self.write(keys.clone());
-        self.flood();
+    fn on_ssd(keys: Range<u32>) -> Self {
+        let mut scene = Self::new(SsdAdmission::All);
+        scene.write(keys.clone());
+        scene.flood();
+        let base = &mut scene.engine.core.base;
         let space = Space { digest: NAMESPACE, block_bytes: BLOCK_BYTES };
-        let namespace = self.engine.core.base.cx.namespaces.adopt(space).unwrap();
+        let namespace = base.cx.namespaces.adopt(space).unwrap();
         for key in keys {
             let key = BlockKey { namespace, group: 0, hash: hash(key) };
-            let ssd = self.engine.core.base.sources.ssd.as_ref().unwrap();
+            let ssd = base.sources.ssd.as_ref().unwrap();
             assert_eq!(ssd.log.keeps(&key).map(u64::from), Some(BLOCK_BYTES));
-            assert!(self.engine.core.base.cx.dram.hold(&key, HolderId::NOBODY).is_none(), "it left DRAM");
+            assert!(base.cx.dram.hold(&key, HolderId::NOBODY).is_none(), "it left DRAM");
         }
-        self.engine.out.clear();
+        scene.engine.out.clear();
+        scene
+    }
+
+    fn query(&mut self, log: u32, keys: Range<u32>) -> u64 {
+        self.engine.open(log, keys.clone());
+        self.post_query(log, keys.len() as u32)
     }
 
     fn post_query(&mut self, log: u32, count: u32) -> u64 {
@@ -188,10 +196,8 @@ impl Scene {
 
 /// The first `count` blocks are on the device, and log 1 has asked for them.
 fn asking(count: u32) -> (Scene, u64) {
-    let mut scene = Scene::new(SsdAdmission::All);
-    scene.on_ssd(0..count);
-    scene.engine.open(1, 0..count);
-    let op = scene.post_query(1, count);
+    let mut scene = Scene::on_ssd(0..count);
+    let op = scene.query(1, 0..count);
     (scene, op)
 }
 
@@ -226,12 +232,10 @@ fn writes_wait_for_room_and_blocks_that_went_meanwhile_are_dropped() {
 
 #[test]
 fn a_query_waits_for_what_a_device_keeps_and_is_answered_once() {
-    let mut scene = Scene::new(SsdAdmission::All);
-    scene.on_ssd(0..4);
+    let mut scene = Scene::on_ssd(0..4);
     scene.write(0..2);
     scene.engine.out.clear();
-    scene.engine.open(1, 0..6);
-    let op = scene.post_query(1, 6);
+    let op = scene.query(1, 0..6);
     assert_eq!(scene.answers(), [(op, Status::Pending, 2)]);
     assert_eq!((scene.refs.len(), scene.leases()), (2, 1), "what DRAM holds is leased at once");
     let reads = scene.reads();
@@ -251,12 +255,10 @@ fn a_query_waits_for_what_a_device_keeps_and_is_answered_once() {
 
 #[test]
 fn blocks_behind_the_gap_that_lie_in_dram_are_answered_too() {
-    let mut scene = Scene::new(SsdAdmission::All);
-    scene.on_ssd(0..2);
+    let mut scene = Scene::on_ssd(0..2);
     scene.write(2..4);
     scene.engine.out.clear();
-    scene.engine.open(1, 0..5);
-    let op = scene.post_query(1, 5);
+    let op = scene.query(1, 0..5);
     assert_eq!(scene.answers(), [(op, Status::Pending, 0)]);
     assert_eq!(scene.held_bytes(), 2 * BLOCK_BYTES, "those behind the gap stay");
     let reads = scene.reads();
@@ -280,11 +282,8 @@ fn a_read_that_fails_ends_the_run_there() {
 
 #[test]
 fn two_queries_share_a_read() {
-    let mut scene = Scene::new(SsdAdmission::All);
-    scene.on_ssd(0..2);
-    scene.engine.open(1, 0..2);
-    scene.engine.open(2, 0..2);
-    let ops = [scene.post_query(1, 2), scene.post_query(2, 2)];
+    let mut scene = Scene::on_ssd(0..2);
+    let ops = [scene.query(1, 0..2), scene.query(2, 0..2)];
     assert_eq!(scene.answers(), ops.map(|op| (op, Status::Pending, 0)));
     let reads = scene.reads();
     assert_eq!(reads.len(), 2);
@@ -368,8 +367,7 @@ fn a_query_brings_in_a_part_of_the_pool_at_most() {
 
 #[test]
 fn a_hint_begins_the_reads_and_holds_nothing() {
-    let mut scene = Scene::new(SsdAdmission::All);
-    scene.on_ssd(0..2);
+    let mut scene = Scene::on_ssd(0..2);
     scene.engine.open(1, 0..2);
     scene.ask(SchedulerRequest::Hint { keys: Keys::new(1, 0..2) });
     scene.ask(SchedulerRequest::Hint { keys: Keys::new(1, 0..2) });
@@ -415,8 +413,7 @@ fn blocks_of_earlier_lives_are_found_by_their_namespace() {
     let blocks =
         vec![(units(0), label(NAMESPACE, 0)), (units(1), label(NAMESPACE, 1)), (units(2), label(other, 2))];
     let mut scene = Scene::with(SsdAdmission::All, blocks);
-    scene.engine.open(1, 0..3);
-    let op = scene.post_query(1, 3);
+    let op = scene.query(1, 0..3);
     assert_eq!(scene.answers(), [(op, Status::Pending, 0)]);
     let reads = scene.reads();
     assert_eq!(reads.len(), 2, "the third is another namespace's");
@@ -443,11 +440,9 @@ fn a_device_that_is_late_keeps_its_slot_and_nobody_waiting() {
 
 #[test]
 fn what_an_engine_saved_that_is_barred_goes_from_the_disk_and_does_not_come_back() {
-    let mut scene = Scene::new(SsdAdmission::All);
-    scene.on_ssd(0..2);
+    let mut scene = Scene::on_ssd(0..2);
     scene.write(2..4);
-    scene.engine.open(2, 0..2);
-    scene.post_query(2, 2);
+    scene.query(2, 0..2);
     assert_eq!(scene.answers(), [(scene.op, Status::Pending, 0)]);
     let reads = scene.reads();
     assert_eq!(reads.len(), 2, "both are on their way");

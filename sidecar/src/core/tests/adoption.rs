@@ -53,11 +53,7 @@ impl Harness {
 
     /// The last answer since the last look.
     fn answer(&mut self) -> Option<(Status, u32)> {
-        let answers = std::mem::take(&mut self.out).into_iter().filter_map(|action| match action {
-            Action::Answer { outcome, .. } => Some((outcome.status, outcome.value)),
-            _ => None,
-        });
-        answers.last()
+        self.take(taken!(Action::Answer { outcome, .. } => (outcome.status, outcome.value))).last()
     }
 
     fn ask_for(&mut self, op: u64, count: u32) {

@@ -19,7 +19,7 @@ fn with(world_size: u32, change: impl Fn(&mut WorkerHello)) -> Harness {
     let mut engine = Harness::unjoined(world_size);
     for rank in 0..world_size {
         let session = RANKS[rank as usize];
-        engine.event(Event::Disconnected { session });
+        engine.disconnect([session]);
         engine.connect(session, changed(rank_hello(world_size, rank), &change));
     }
     engine
@@ -36,12 +36,7 @@ impl Harness {
 
     /// What the processes were shown since the last look, the last words of each.
     fn shown(&mut self) -> BTreeMap<SessionId, Bound> {
-        let actions = std::mem::take(&mut self.out).into_iter();
-        let words = actions.filter_map(|action| match action {
-            Action::Bind { words, .. } => Some(words),
-            _ => None,
-        });
-        words.flatten().collect()
+        self.take(taken!(Action::Bind { words, .. } => words)).flatten().collect()
     }
 }
 
@@ -161,10 +156,7 @@ fn a_save_that_waits_for_the_binding_ends_with_the_weights() {
 fn an_engine_that_is_to_join_another_namespace_is_not_served_and_told_so() {
     let mut engine = with(2, |worker| worker.expects = Some("0".repeat(32)));
     engine.join();
-    let warned = std::mem::take(&mut engine.out).into_iter().find_map(|action| match action {
-        Action::Warn(text) => Some(text),
-        _ => None,
-    });
+    let warned = engine.take(taken!(Action::Warn(text) => text)).next();
     let (text, ours) = (warned.unwrap(), NAMESPACE.to_string());
     assert!(text.contains("pillion.namespace") && text.contains(&ours), "{text}");
     engine.open(0, 0..1);

@@ -46,7 +46,7 @@ impl Harness {
     fn copy(&mut self, engine: u64, step: u64) -> Vec<Piece> {
         self.fences(rank(engine), step, step);
         let copies = self.copies();
-        copies.iter().for_each(|(copy, ..)| self.event(Event::Copied { copy: *copy, ok: true }));
+        copies.iter().for_each(|copy| self.end_copy(copy.0, true));
         copies.into_iter().flat_map(|(_, _, pieces)| pieces).collect()
     }
 
@@ -72,11 +72,7 @@ impl Harness {
     }
 
     fn warnings(&self) -> Vec<&str> {
-        let warnings = self.out.iter().filter_map(|action| match action {
-            Action::Warn(text) => Some(text.as_str()),
-            _ => None,
-        });
-        warnings.collect()
+        self.out.iter().filter_map(taken!(Action::Warn(text) => text.as_str())).collect()
     }
 
     fn status(&mut self, log: u32, op: u64, count: u32) -> (Status, u32) {
@@ -87,15 +83,14 @@ impl Harness {
 
 #[test]
 fn kept_blocks_are_compared_with_computed_ones_once_these_cannot_be_overwritten() {
-    let mut engine = Harness::engine(2);
-    engine.keep(4);
+    let mut engine = Harness::keeping(2, 4);
     let before = engine.core.stats();
     engine.post_save(0, 5, 2..4, true);
     engine.fences(RANKS[0], 5, 5);
     engine.fences(RANKS[1], 5, 5);
     let copies = engine.copies();
     assert_eq!(copies.iter().map(|(_, _, pieces)| pieces.len()).collect::<Vec<_>>(), [2, 2]);
-    copies.iter().for_each(|(copy, ..)| engine.event(Event::Copied { copy: *copy, ok: true }));
+    copies.iter().for_each(|copy| engine.end_copy(copy.0, true));
     assert_eq!(engine.comparison(), None, "a CANCEL may lie in the ring");
     engine.drained();
     let comparison = engine.comparison().expect("all shards were copied");
@@ -120,12 +115,11 @@ fn kept_blocks_are_compared_with_computed_ones_once_these_cannot_be_overwritten(
 
 #[test]
 fn what_was_cancelled_or_not_copied_is_never_compared() {
-    let mut engine = Harness::engine(1);
-    engine.keep(4);
+    let mut engine = Harness::keeping(1, 4);
     engine.post_save(0, 5, 0..4, true);
     engine.fences(RANKS[0], 5, 5);
     let copies = engine.copies();
-    engine.event(Event::Copied { copy: copies[0].0, ok: true });
+    engine.end_copy(copies[0].0, true);
     engine.ask(SchedulerRequest::Cancel(Cancel { op: 5, from: 1, count: 3 }));
     engine.drained();
     assert_eq!(engine.compared(0).pairs.len(), 1, "three sources were reused");
@@ -135,7 +129,7 @@ fn what_was_cancelled_or_not_copied_is_never_compared() {
     engine.post_save(0, 6, 0..4, true);
     engine.fences(RANKS[0], 6, 6);
     let copies = engine.copies();
-    engine.event(Event::Copied { copy: copies[0].0, ok: false });
+    engine.end_copy(copies[0].0, false);
     engine.drained();
     let saved = engine.saved().unwrap();
     assert_eq!((saved.dropped, saved.checked), (4, 0));
@@ -146,8 +140,7 @@ fn what_was_cancelled_or_not_copied_is_never_compared() {
 
 #[test]
 fn what_is_not_kept_is_saved_and_what_has_no_room_is_left() {
-    let mut engine = Harness::engine(1);
-    engine.keep(2);
+    let mut engine = Harness::keeping(1, 2);
     engine.open(1, 0..4);
     engine.post_save(1, 5, 0..4, true);
     engine.copy_all(0, 5);
@@ -155,9 +148,7 @@ fn what_is_not_kept_is_saved_and_what_has_no_room_is_left() {
     let saved = engine.saved().unwrap();
     assert_eq!((saved.committed, saved.present, saved.checked), (2, 2, 2));
 
-    let config = Config { pool_bytes: 2 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
-    let bytes = 600_000;
-    let mut small = Harness::over(Core::new(Dram::new(config).unwrap()), 1, bytes);
+    let mut small = Harness::over(core_of(2 << 20), 1, 600_000);
     small.join();
     small.keep(3);
     assert_eq!(small.status(0, 4, 3), (Status::Ok, 3), "all three slots are leased");
@@ -177,8 +168,7 @@ fn what_is_not_kept_is_saved_and_what_has_no_room_is_left() {
 
 #[test]
 fn a_comparison_keeps_its_blocks_in_place_and_no_engine_has_many() {
-    let mut engine = Harness::engine(1);
-    engine.keep(100);
+    let mut engine = Harness::keeping(1, 100);
     engine.post_save(0, 5, 0..100, true);
     assert_eq!(engine.copy(0, 5).len(), 64);
     engine.drained();
@@ -203,8 +193,7 @@ fn a_comparison_keeps_its_blocks_in_place_and_no_engine_has_many() {
 
 #[test]
 fn an_engine_that_differs_is_barred_and_what_it_saved_is_gone() {
-    let mut engine = Harness::engine(1);
-    engine.keep(4);
+    let mut engine = Harness::keeping(1, 4);
     engine.begin(1);
     engine.open(1, 100..110);
     engine.post_save(1, 1, 0..3, false);
@@ -252,8 +241,7 @@ fn an_engine_that_differs_is_barred_and_what_it_saved_is_gone() {
 
 #[test]
 fn a_bar_lasts_for_the_run_and_for_one_namespace() {
-    let mut engine = Harness::engine(1);
-    engine.keep(2);
+    let mut engine = Harness::keeping(1, 2);
     engine.begin_with_log(1);
     assert_eq!(engine.check(1, 0, 2, 0..2, 2).differing, 2);
     assert_eq!(engine.status(0, 3, 2), (Status::Barred, 0));
@@ -274,8 +262,7 @@ fn a_bar_lasts_for_the_run_and_for_one_namespace() {
 
 #[test]
 fn most_engines_are_believed_and_then_the_namespace_begins_anew() {
-    let mut engine = Harness::engine(1);
-    engine.keep(2);
+    let mut engine = Harness::keeping(1, 2);
     for (number, retired) in [(1, false), (2, true)] {
         engine.begin_with_log(number);
         engine.query(0, 2, 0, 2);
@@ -304,13 +291,11 @@ fn most_engines_are_believed_and_then_the_namespace_begins_anew() {
 
 #[test]
 fn engines_that_lie_again_and_again_cost_the_others_nothing() {
-    let mut engine = Harness::engine(1);
-    engine.keep(2);
+    let mut engine = Harness::keeping(1, 2);
     for number in 1..20 {
         engine.begin_with_log(number);
         assert_eq!(engine.check(number, 0, 3, 0..2, 2).differing, 2);
-        engine.event(Event::Disconnected { session: scheduler(number) });
-        engine.event(Event::Disconnected { session: rank(number) });
+        engine.disconnect([scheduler(number), rank(number)]);
     }
     engine.speaker = SCHEDULER;
     let stats = engine.core.stats();
@@ -320,8 +305,7 @@ fn engines_that_lie_again_and_again_cost_the_others_nothing() {
 
 #[test]
 fn a_comparison_outlives_its_engine_and_says_nothing_then() {
-    let mut engine = Harness::engine(1);
-    engine.keep(2);
+    let mut engine = Harness::keeping(1, 2);
     engine.begin_with_log(1);
     engine.post_save(0, 3, 0..2, true);
     engine.copy_all(1, 3);

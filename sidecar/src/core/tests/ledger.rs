@@ -10,13 +10,10 @@ const BLOCK_BYTES: u64 = 64 << 10;
 
 /// An engine of one rank beside another whose rank has not joined, over a pool of 62 blocks.
 fn two_engines() -> Harness {
-    let config = Config { pool_bytes: 4 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
-    let mut engine = Harness::over(Core::new(Dram::new(config).unwrap()), 1, BLOCK_BYTES);
+    let mut engine = Harness::over(core_of(4 << 20), 1, BLOCK_BYTES);
     engine.join();
-    let hello = hello(1, Role::Scheduler { run: OTHER_RUN });
-    engine.connect(OTHER, hello);
-    let hello = rank_hello_of(1, 0, BLOCK_BYTES);
-    engine.connect(OTHER_RANK, hello);
+    engine.connect(OTHER, hello(1, Role::Scheduler { run: OTHER_RUN }));
+    engine.connect(OTHER_RANK, rank_hello_of(1, 0, BLOCK_BYTES));
     engine
 }
 
@@ -87,9 +84,7 @@ fn saves_that_wait_for_their_step_are_bounded() {
 
 #[test]
 fn one_event_takes_slots_for_so_many_blocks_and_the_others_wait_a_turn() {
-    let config = Config { pool_bytes: 4 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
-    let core = Core::new(Dram::new(config).unwrap()).with_claims(4);
-    let mut engine = Harness::over(core, 1, SHARD_BYTES);
+    let mut engine = Harness::over(core_of(4 << 20).with_claims(4), 1, SHARD_BYTES);
     engine.join();
     engine.open(0, 0..10);
     engine.save(0, 1, 1, 1..7);

@@ -31,10 +31,7 @@ impl Scene {
                 _ => {}
             }
         }
-        words.extend(self.engine.out.drain(..).filter_map(|action| match action {
-            Action::Outcome { op, outcome, .. } => Some((op, outcome.status)),
-            _ => None,
-        }));
+        words.extend(self.engine.take(taken!(Action::Outcome { op, outcome, .. } => (op, outcome.status))));
         (copies, words)
     }
 

@@ -22,11 +22,7 @@ fn produce(scene: &mut Scene, keys: Range<u32>) {
 }
 
 fn warnings(scene: &mut Scene) -> Vec<String> {
-    let texts = scene.engine.out.iter().filter_map(|action| match action {
-        Action::Warn(text) => Some(text.clone()),
-        _ => None,
-    });
-    texts.collect()
+    scene.engine.out.iter().filter_map(taken!(Action::Warn(text) => text.clone())).collect()
 }
 
 /// Asks for what nobody produces; whether it waited.

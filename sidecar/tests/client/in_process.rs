@@ -1,0 +1,37 @@
+use std::path::PathBuf;
+use std::time::Duration;
+
+use sidecar::config::Options;
+use sidecar::logging::LogLevel;
+use sidecar::server::Server;
+use tempfile::TempDir;
+
+/// A whole sidecar in this process, which must end as it should.
+pub(crate) struct InProcess {
+    server: Option<Server>,
+    pub(crate) socket: PathBuf,
+    _folder: TempDir,
+}
+
+impl InProcess {
+    pub(crate) fn start(options: Options) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("pillion.sock");
+        let options = Options {
+            socket: Some(socket.clone()),
+            dram: Some("16MiB".parse().unwrap()),
+            http: Some("127.0.0.1:0".parse().unwrap()),
+            ..options
+        };
+        let server = Server::start(&options.complete().unwrap(), LogLevel::default()).unwrap();
+        Self { server: Some(server), socket, _folder: folder }
+    }
+}
+
+impl Drop for InProcess {
+    fn drop(&mut self) {
+        let drained = self.server.take().unwrap().drain(Duration::from_secs(20));
+        assert!(drained || std::thread::panicking(), "the data thread panicked");
+        assert!(!self.socket.exists());
+    }
+}

@@ -67,9 +67,9 @@ test-rdma: ## blocks over RDMA, in a QEMU guest with Soft-RoCE: no RDMA NIC need
 test-gpu: ## the connector in real engines on a GPU: PYTHON=python3 TESTS='tests/gpu/test_kill.py --rounds 40'
 	@$(PYTHON) tests/gpu $(TESTS)
 
-test-ops: setup ## manifests, alerts and dashboard in Prometheus, unit, the book, its quick start, what make dist built; Debian, root
+test-ops: setup ## manifests, alerts and dashboard in Prometheus, unit, the book, its quick start, and in podman what make dist built; Debian, root
 	@scripts/setup ops
-	$(PYTEST) tests/monitoring
+	$(PYTEST) -rs tests/monitoring tests/podman
 	cargo build --quiet --locked --package sidecar --bin pillion
 	@cd tests && PILLION_BINARY="$${CARGO_TARGET_DIR:-$(CURDIR)/target}/debug/pillion" ../.cache/tools/bin/python -m pytest -q ops
 

@@ -77,9 +77,9 @@ docs: ## the documentation as a book, under target/book/; a warning or a link th
 	@scripts/setup docs
 	@PATH="$(CURDIR)/.cache/tools/bin:$$PATH" scripts/book
 
-dist: ## what is released, under dist/: wheel, tarball, lists of parts, images where buildah is; no torch and no vLLM
+dist: ## what is released, under dist/: wheel, tarball, lists of parts, images where buildah is; PILLION_TARGET=aarch64-unknown-linux-gnu
 	@scripts/setup dist
-	@PATH="$(CURDIR)/.cache/tools/bin:$$PATH" scripts/dist dist
+	@PATH="$(CURDIR)/.cache/tools/bin:$$PATH" scripts/dist dist$(PILLION_TARGET:%=/%)
 
 sim: setup ## more simulated worlds: RUNS=200000 SEED=1
 	cargo test --profile sim --package sidecar --test simulator --quiet -- --runs $(RUNS) --seed $(SEED)

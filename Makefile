@@ -67,9 +67,9 @@ test-rdma: ## blocks over RDMA, in a QEMU guest with Soft-RoCE: no RDMA NIC need
 test-gpu: ## the connector in real engines on a GPU: PYTHON=python3 TESTS='tests/gpu/test_kill.py --rounds 40'
 	@$(PYTHON) tests/gpu $(TESTS)
 
-test-ops: setup ## manifests, alerts and dashboard in Prometheus, unit, the book, its quick start, what make dist built; Debian, root
+test-ops: setup ## manifests, alerts and dashboard in Prometheus, unit, the book, its quick start, and in podman what make dist built; Debian, root
 	@scripts/setup ops
-	$(PYTEST) tests/monitoring
+	$(PYTEST) -rs tests/monitoring tests/podman
 	cargo build --quiet --locked --package sidecar --bin pillion
 	@cd tests && PILLION_BINARY="$${CARGO_TARGET_DIR:-$(CURDIR)/target}/debug/pillion" ../.cache/tools/bin/python -m pytest -q ops
 
@@ -77,9 +77,9 @@ docs: ## the documentation as a book, under target/book/; a warning or a link th
 	@scripts/setup docs
 	@PATH="$(CURDIR)/.cache/tools/bin:$$PATH" scripts/book
 
-dist: ## what is released, under dist/: wheel, tarball, lists of parts, images where buildah is; no torch and no vLLM
+dist: ## what is released, under dist/: wheel, tarball, lists of parts, images where buildah is; PILLION_TARGET=aarch64-unknown-linux-gnu
 	@scripts/setup dist
-	@PATH="$(CURDIR)/.cache/tools/bin:$$PATH" scripts/dist dist
+	@PATH="$(CURDIR)/.cache/tools/bin:$$PATH" scripts/dist dist$(PILLION_TARGET:%=/%)
 
 sim: setup ## more simulated worlds: RUNS=200000 SEED=1
 	cargo test --profile sim --package sidecar --test simulator --quiet -- --runs $(RUNS) --seed $(SEED)

@@ -1,0 +1,90 @@
+"""The image that `make dist` built, run as a pod runs it: no root, no capabilities, a root folder that is read-only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from containers import ROOT, USER, Podman, started
+from pillion import _shim
+from pillion.engine import Engine, Namespace
+
+LAYERS, HEADS, TOKENS, DIM = 16, 8, 32, 32
+HEAD = 2 * DIM * TOKENS
+# 1 MiB a block, in float32. Memory has room for two thirds of the blocks, the disk for all.
+BLOCK_BYTES = LAYERS * HEADS * HEAD * 4
+BLOCKS, PROMPTS = 4, 6
+TIERS = ("--dram=16MiB", "--ssd=/var/lib/pillion:64MiB", "--gpu=off")
+FORM = (
+    f"layers={LAYERS} tokens={TOKENS} kv_heads={HEADS} keys={DIM} values={DIM} dtype=float32 "
+    f"k=kv_heads*{HEAD}+keys*{TOKENS}+tokens v={DIM * TOKENS}+kv_heads*{HEAD}+tokens*{DIM}+values packing=none"
+)
+FACTS = {
+    "page_form": FORM,
+    "block_tokens": str(TOKENS),
+    "hash_algorithm": "sha256_cbor",
+    "extra_keys": "tagged",
+    "none_hash": _shim.none_hash("sha256_cbor", "0", "0.29").hex(),
+}
+
+
+def prompt(number: int) -> list[int]:
+    """Tokens that no other prompt has."""
+    return list(range(1000 * number, 1000 * number + BLOCKS * TOKENS))
+
+
+def kv(number: int) -> Any:
+    """K and V of a prompt, which follow from its number."""
+    shape = (2, LAYERS, HEADS, BLOCKS * TOKENS, DIM)
+    return numpy.random.default_rng(number).standard_normal(shape, dtype=numpy.float32)
+
+
+def joined(socket: Path) -> Engine:
+    """An engine that the sidecar serves."""
+    return Engine(socket, "engine", Namespace("", FACTS, BLOCK_BYTES), BLOCKS)
+
+
+def loaded(socket: Path) -> int:
+    """Blocks of all prompts that are kept; each has the bytes that were saved."""
+    found = 0
+    with joined(socket) as engine:
+        for number in range(PROMPTS):
+            ids = engine.load(prompt(number))
+            for read, right in zip(engine.read(ids), kv(number), strict=True):
+                assert numpy.array_equal(read, right[:, :, : len(ids) * TOKENS])
+            engine.free(ids)
+            found += len(ids)
+    return found
+
+
+def test_it_runs_without_rights_and_ends_when_it_is_told_to(podman: Podman, tmp_path: Path) -> None:
+    """Under the seccomp profile that is shipped, where the disk is io_uring's."""
+    profile = ROOT / "deploy/seccomp/pillion.json"
+    with started(podman, tmp_path, "--network=host", f"--security-opt=seccomp={profile}", more=TIERS) as sidecar:
+        status = sidecar.status()
+        assert {*status["Uid"].split(), *status["Gid"].split()} == {str(USER)}
+        assert {int(status[f"Cap{kind}"], 16) for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {0}
+        assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+        assert "ro" in status["root"].split(",")
+        assert "threads read and write the disks" not in sidecar.logs()
+        assert sidecar.stop() == 0
+
+
+def test_its_disk_works_by_threads_under_the_default_profile(podman: Podman, tmp_path: Path) -> None:
+    """More than memory holds is saved and loaded, every byte of it; then again by the next sidecar, from the disk alone."""
+    with started(podman, tmp_path, "--network=host", more=TIERS) as sidecar:
+        assert "threads read and write the disks" in sidecar.logs()
+        with joined(sidecar.socket) as engine:
+            for number in range(PROMPTS):
+                ids = engine.take(BLOCKS)
+                engine.write(ids, *kv(number))
+                assert engine.save(prompt(number), ids) == BLOCKS
+                engine.free(ids)
+                # Memory gives a block up, written or not, once there is no room.
+                sidecar.wait_written((number + 1) * BLOCKS)
+        assert loaded(sidecar.socket) == PROMPTS * BLOCKS
+        assert sidecar.stop() == 0
+    with started(podman, tmp_path, "--network=host", more=TIERS) as again:
+        assert loaded(again.socket) == PROMPTS * BLOCKS

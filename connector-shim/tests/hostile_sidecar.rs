@@ -477,6 +477,7 @@ fn saved(op: u64) -> Saved {
         differing: most,
         difference: most,
         limit: most,
+        unproven: most,
     }
 }
 

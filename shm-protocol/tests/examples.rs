@@ -43,6 +43,7 @@ fn hello_of_a_worker() {
         facts: facts(),
         expects: None,
         live_weights: None,
+        proves: false,
         cuda: None,
         staging: None,
     };

@@ -64,6 +64,7 @@ pub(crate) fn options(peer: &Peer, kv: &Kv, copy: Copier) -> Options {
         facts: super::facts(),
         expects: None,
         live_weights: None,
+        proves: false,
         cuda: None,
         staging: None,
     };

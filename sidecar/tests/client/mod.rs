@@ -281,6 +281,7 @@ impl Kv {
             facts,
             expects: None,
             live_weights: None,
+            proves: false,
             cuda: None,
             staging: None,
         })

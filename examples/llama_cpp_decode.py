@@ -19,6 +19,13 @@ class Decoder:
         found = engine.find(socket, weights=directory, dtype="torch.float32", **where)
         [namespace] = [namespace for namespace in found if not namespace.differs]
         self.kv = engine.Engine(socket, "llama.cpp", namespace, blocks)
+        self.kv.prove(self.compute)
+
+    def compute(self, tokens):
+        """K and V of these tokens: what is kept is compared with them, before anything of this engine is."""
+        self.llama.begin(*self.kv.read([]))
+        self.llama.feed(tokens)
+        return self.llama.kv()
 
     def generate(self, prompt, new):
         """The answer's tokens, and the logits that each was chosen by."""

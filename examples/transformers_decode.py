@@ -20,6 +20,14 @@ class Decoder:
         found = engine.find(socket, weights=directory, **stated, **where)
         [namespace] = [namespace for namespace in found if not namespace.differs]
         self.kv = engine.Engine(socket, name, namespace, blocks, torch)
+        self.kv.prove(self.compute)
+
+    @torch.inference_mode()
+    def compute(self, tokens):
+        """K and V of these tokens: what is kept is compared with them, before anything of this engine is."""
+        cache = DynamicCache(config=self.model.config)
+        self.model(torch.tensor([tokens]), past_key_values=cache)
+        return contents(cache)
 
     @torch.inference_mode()
     def generate(self, prompt, new):
@@ -41,11 +49,14 @@ class Decoder:
         """Keeps the full blocks that were computed here, those of the answer too."""
         start = len(loaded) * self.kv.namespace.tokens
         own = self.kv.take(len(tokens) // self.kv.namespace.tokens - len(loaded))
-        self.kv.write(
-            own, *(torch.stack([getattr(x, side)[0, :, start:] for x in cache.layers]) for side in ("keys", "values"))
-        )
+        self.kv.write(own, *(content[:, :, start:] for content in contents(cache)))
         self.kv.save(tokens, own, first=len(loaded))
         self.kv.free(loaded + own)
+
+
+def contents(cache):
+    """K and V, [layers, heads, tokens, dim]."""
+    return [torch.stack([getattr(layer, side)[0] for layer in cache.layers]) for side in ("keys", "values")]
 
 
 if __name__ == "__main__":

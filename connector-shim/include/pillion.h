@@ -312,6 +312,18 @@ typedef struct PillionSchedulerState {
    * and, after pillion_scheduler_weights, stated its weights.
    */
   uint64_t namespace_word;
+  /**
+   * Blocks compared so far, those of them that differ, and blocks not kept because nothing was compared yet.
+   */
+  uint64_t blocks_checked;
+  /**
+   * See blocks_checked.
+   */
+  uint64_t blocks_differing;
+  /**
+   * See blocks_checked.
+   */
+  uint64_t blocks_unproven;
 } PillionSchedulerState;
 
 /**
@@ -443,7 +455,8 @@ typedef struct PillionWorkerOptions {
   /**
    * 16 bytes, or none: a digest of a sample of the rank's live weights, equal in every engine that loaded the same.
    * Engines that state it share with no engine that does not. Instead, an engine that joins others may state the fact
-   * `weights_live` that `pillion ctl namespaces` tells of them.
+   * `weights_live` that `pillion ctl namespaces` tells of them. An engine that does, or that has `expects` and no digest, has
+   * to prove what it computes before it may save: see pillion_scheduler_check.
    */
   struct PillionItemsU8 live_weights;
   /**
@@ -643,6 +656,27 @@ enum PillionStatus pillion_scheduler_save(const struct PillionScheduler *schedul
                                           struct PillionItemsU32 blocks,
                                           uint64_t step,
                                           bool *posted);
+
+/**
+ * Has blocks compared that this engine computed itself, and that are kept already: the log's from `start` on, in the engine's
+ * blocks named by `blocks`, once every worker said that step `step` is done. PillionSchedulerState counts what came of it. An
+ * engine that has its facts from others (PillionWorkerOptions) may load, but nothing that it saves is kept until blocks of its have passed, unless it is the
+ * first of its namespace: it computes one of the root blocks that `pillion ctl namespaces` shows as `golden`. One whose blocks
+ * differ is served nothing any more. `posted` as of pillion_scheduler_save.
+ */
+enum PillionStatus pillion_scheduler_check(const struct PillionScheduler *scheduler,
+                                           int64_t log,
+                                           uint32_t start,
+                                           struct PillionItemsU32 blocks,
+                                           uint64_t step,
+                                           bool *posted);
+
+/**
+ * Names the tokens of the first block, just saved, of a request that is nothing but tokens: by them other engines can show
+ * that they compute the same. Once in a minute is often enough.
+ */
+enum PillionStatus pillion_scheduler_golden(const struct PillionScheduler *scheduler,
+                                            struct PillionItemsU32 tokens);
 
 /**
  * Gives up every unfinished save of these blocks. To be called before a load into them, and, in the step that may

@@ -212,6 +212,10 @@ impl SchedulerSession {
         self.0.with(|session| session.save(log, start, blocks, step, checked))
     }
 
+    fn golden(&self, tokens: Vec<u32>) -> PyResult<bool> {
+        self.0.with(|session| session.golden(&tokens))
+    }
+
     fn overwrite(&self, block_ids: &Bound<'_, PyList>) -> PyResult<usize> {
         if self.saving()? == 0 {
             return Ok(0);
@@ -273,7 +277,7 @@ impl WorkerSession {
     #[pyo3(signature = (
         socket, engine, world_size, rank, shard, shards, blocks, regions, fds, copy, facts,
         pointers = Vec::new(), cuts = Vec::new(), stream = 0, expects = None, live_weights = None,
-        groups = None
+        groups = None, proves = false
     ))]
     #[allow(clippy::too_many_arguments, reason = "the facts of a rank, named at the call")]
     fn new(
@@ -295,6 +299,7 @@ impl WorkerSession {
         expects: Option<String>,
         live_weights: Option<&[u8]>,
         groups: Option<&[u8]>,
+        proves: bool,
     ) -> PyResult<Self> {
         let region = |(fd, offset, stride, bytes)| BlockRegion { fd, offset, stride, bytes };
         let regions = regions.into_iter().map(region).collect();
@@ -310,6 +315,7 @@ impl WorkerSession {
             facts,
             expects,
             live_weights,
+            proves,
             ..handshake::Worker::default()
         };
         let memory = Memory::new(&fds, pointers, cuts, stream)?;

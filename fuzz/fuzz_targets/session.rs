@@ -18,7 +18,7 @@ use shm_protocol::layout::{SESSION_BYTES, header};
 use shm_protocol::message::{Kind, Message, Slot};
 use shm_protocol::region::Access;
 use shm_protocol::request::{
-    Append, Cancel, Keys, Load, LoadEnd, LoadFlags, Query, Save, SchedulerRequest, WorkerRequest,
+    Append, Cancel, Golden, Keys, Load, LoadEnd, LoadFlags, Query, Save, SchedulerRequest, WorkerRequest,
 };
 use shm_protocol::ring::RingMemory;
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
@@ -72,9 +72,10 @@ impl Input<'_> {
 
     /// A request whose small fields often fit together.
     fn request(&mut self) -> Message {
-        // WEIGHTS is younger than the corpus, in which the others are as they were.
+        // WEIGHTS and GOLDEN are younger than the corpus, in which the others are as they were.
         let kind = match self.byte() {
             255 => Kind::Weights,
+            254 => Kind::Golden,
             byte => Kind::try_from(byte % 13 + 1).expect("1 to 13"),
         };
         let mut small = || u32::from(self.byte());
@@ -102,6 +103,7 @@ impl Input<'_> {
             Kind::Close => SchedulerRequest::Close { log }.into(),
             Kind::Salt => SchedulerRequest::Salt { salt: sixteen }.into(),
             Kind::Hint => SchedulerRequest::Hint { keys }.into(),
+            Kind::Golden => SchedulerRequest::Golden(Golden { count: keys.count.max(1), position }).into(),
             Kind::Join => WorkerRequest::Join { run: sixteen, step }.into(),
             Kind::Loaded => {
                 WorkerRequest::Loaded { op, end: if ok { LoadEnd::Whole } else { LoadEnd::Mismatch } }.into()

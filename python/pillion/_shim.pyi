@@ -79,7 +79,10 @@ class SchedulerSession:
         that ends by itself; empty: no lease covers it, load nothing."""
     def save(self, log: int, start: int, block_ids: list[int], step: int, checked: bool = False) -> bool:
         """Posts a save of keys from `start`, to be read once `step` is done; False: dropped. `checked`: what is kept already
-        under these keys is compared with the blocks; `stats` counts them as `blocks_checked` and `blocks_differing`."""
+        under these keys is compared with the blocks; `stats` counts them as `blocks_checked` and `blocks_differing`,
+        and those that may not be kept, since this engine has proven nothing, as `blocks_unproven`."""
+    def golden(self, tokens: Sequence[int]) -> bool:
+        """Names the tokens of a root block that was saved or found kept; False: not told."""
     def overwrite(self, block_ids: list[int]) -> int:
         """Gives up the unfinished saves of these blocks; returns how many there were."""
     def void_saves(self) -> None:
@@ -130,10 +133,12 @@ class WorkerSession:
         expects: str | None = None,
         live_weights: bytes | None = None,
         groups: bytes | None = None,
+        proves: bool = False,
     ) -> WorkerSession:
         """`cuts`, on a GPU: ascending ends, in bytes of a block, of the parts that a load is delivered in. `expects`: the
         namespace that the facts must make. `live_weights`: 16 bytes, a digest of a sample of every parameter as loaded.
-        `groups`: as the scheduler's."""
+        `groups`: as the scheduler's. `proves`: the facts are others', so what is saved is kept once a check has passed; a fact
+        weights_live says the same."""
     @property
     def connected(self) -> bool: ...
     @property

@@ -13,7 +13,7 @@ import os
 import secrets
 import socket as socketlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -97,10 +97,15 @@ def find(
         if found is None:
             raise EngineError(f"{os.fspath(weights)} has no safetensors files: name the folder that the model was loaded from")
         stated["weights"] = found
-    namespaces = [_compared(entry, stated) for entry in _listed(control or Path(socket).with_suffix(".control.sock"))]
+    namespaces = [_compared(entry, stated) for entry in _listed(control or _control_of(socket))]
     if tokens is not None:
         namespaces = [namespace if namespace.differs else _asked(socket, namespace, tokens) for namespace in namespaces]
     return sorted(namespaces, key=lambda namespace: (len(namespace.differs), -(namespace.kept or 0)))
+
+
+def _control_of(socket: str | os.PathLike[str]) -> Path:
+    """The control socket beside a sidecar's socket."""
+    return Path(socket).with_suffix(".control.sock")
 
 
 def _listed(control: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -161,6 +166,7 @@ class Engine:
         """`name`: another one for each engine of a sidecar. `arrays`: the library of K and V, numpy or torch; numpy where it is
         not given. `miss_wait_ms`: how long a load waits for blocks that another pod is computing."""
         self.namespace = namespace
+        self._socket = socket
         self._arrays = arrays
         self._run = secrets.token_bytes(16)
         self._step = 0
@@ -187,6 +193,8 @@ class Engine:
                     copy="engine",
                     facts=dict(namespace.facts),
                     expects=namespace.digest or None,
+                    # Who makes its facts itself vouches for them; who joins others has copied theirs.
+                    proves=bool(namespace.digest),
                 )
                 for rank in range(shards)
             ]
@@ -266,13 +274,48 @@ class Engine:
     def save(self, tokens: Sequence[int], ids: Sequence[int], first: int = 0) -> int:
         """Offers blocks that hold the KV of these tokens' full blocks from the `first` on, and waits until that is done.
 
-        Answers how many are kept now. The blocks are the caller's again, whatever became of them.
+        Answers how many are kept now. The blocks are the caller's again, whatever became of them. In a namespace that was
+        found, nothing of an engine is kept before it has proven what it computes (`prove`), unless it is the first there.
         """
-        before = self._kept_so_far()
+        before = self._counted("blocks_committed", "blocks_present")
+        self._offer(tokens, ids, first)
+        return self._counted("blocks_committed", "blocks_present") - before
+
+    def prove(self, compute: Callable[[list[int]], tuple[Any, Any]], control: str | os.PathLike[str] | None = None) -> bool:
+        """Shows that this engine computes what its namespace keeps, and so may save for as long as the sidecar and it live.
+
+        `compute` gives K and V, [layers, heads, tokens, dim], of the first tokens of a request. They are compared with a golden
+        block: one whose tokens another engine has named. False: none can be had, so only a first engine's blocks are kept.
+        Raises `EngineError` where they differ: the namespace is closed to this engine then. `control` as of `find`.
+        """
+        size, facts = self.namespace.tokens, dict(self.namespace.facts)
+        entries = [entry for entry in _listed(control or _control_of(self._socket)) if entry["facts"] == facts]
+        for golden in [tokens[:size] for entry in entries for tokens in entry.get("golden", ())]:
+            if not self.kept(golden):
+                continue
+            ids = self.take(1)
+            try:
+                self.write(ids, *compute(golden))
+                checked, differing = self._counted("blocks_checked"), self._counted("blocks_differing")
+                self._offer(golden, ids, checked=True)
+            finally:
+                self.free(ids)
+            if self._counted("blocks_differing") > differing:
+                raise EngineError(
+                    f"what this engine computes is not what namespace {self.namespace.digest} keeps, so that is closed to it: "
+                    "load the same weights, apply the same rope, and write pages as page_form says; the log has by how much"
+                )
+            if self._counted("blocks_checked") > checked:
+                return True
+        return False
+
+    def _offer(self, tokens: Sequence[int], ids: Sequence[int], first: int = 0, checked: bool = False) -> None:
         with self._log(tokens) as (log, count):
             blocks = list(ids)[: max(0, count - first)]
             self._step += 1
-            self._scheduler.save(log, first, blocks, self._step)
+            self._scheduler.save(log, first, blocks, self._step, checked)
+            if blocks and not first and not checked:
+                self._scheduler.golden(list(tokens[: self.namespace.tokens]))
             self._scheduler.end_step()
             for rank in self._ranks:
                 self._copied(rank, [])
@@ -281,7 +324,6 @@ class Engine:
                 time.sleep(TURN_S)
                 self._turn()
             self._scheduler.overwrite(blocks)
-        return self._kept_so_far() - before
 
     def close(self) -> None:
         """Leaves the sidecar."""
@@ -333,6 +375,6 @@ class Engine:
         for notice in notices:
             logger.warning("pillion: %s", notice)
 
-    def _kept_so_far(self) -> int:
+    def _counted(self, *names: str) -> int:
         stats = self._scheduler.stats()
-        return stats["blocks_committed"] + stats["blocks_present"]
+        return sum(stats[name] for name in names)

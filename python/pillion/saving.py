@@ -6,6 +6,7 @@ only in the step that may fill its next block (`_due`).
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from pillion import vllm_compat
@@ -14,6 +15,8 @@ from pillion.broken import Broken
 from pillion.checking import Check
 from pillion.tracked import Requests, Tracked
 
+# How often the tokens of a root block are named: a block that was just used is kept for longer than that.
+GOLDEN_EVERY_S = 60.0
 logger = vllm_compat.init_logger("vllm.pillion")
 
 
@@ -33,6 +36,9 @@ class Saving:
     weights: int = 0
     # To which namespace belongs what vLLM holds; 0: not known yet.
     _namespace: int = 0
+    # When to name the tokens of a root block again, and in which connection that was done.
+    _golden_due: float = 0.0
+    _golden_in: int = -1
 
     # --- blocks that are full ---
 
@@ -78,7 +84,18 @@ class Saving:
         tracked.saved = full
         if again:
             tracked.found_in = 0
+        if posted:
+            self._name_golden(tracked)
         return posted
+
+    def _name_golden(self, tracked: Tracked) -> None:
+        """Other engines compute the root block of these tokens, to show that they compute the same as this one."""
+        now, generation = time.monotonic(), self._session.generation
+        is_due = now >= self._golden_due or generation != self._golden_in
+        if is_due and not vllm_compat.has_extra_keys(tracked.request):
+            tokens = tracked.request.all_token_ids[: self._block_tokens]
+            if len(tokens) == self._block_tokens and self._session.golden(tokens):
+                self._golden_due, self._golden_in = now + GOLDEN_EVERY_S, generation
 
     def _checked(self, tracked: Tracked) -> tuple[int, int] | None:
         """Blocks of the request that are to be saved by themselves because they are compared, if they still can be."""
@@ -125,6 +142,6 @@ class Saving:
                     "blocks from before are not kept. Reset vLLM's prefix cache when weights are written behind its back"
                 )
                 self.disown()
-            self._namespace = namespace
+            self._namespace, self._golden_due = namespace, 0.0
         if self._check.goes_on:
             self._check.learn(self._session.stats(), step)

@@ -95,6 +95,10 @@ pub struct Worker {
     /// [`WEIGHTS_LIVE`], which `facts` then do not state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub live_weights: Option<Digest>,
+    /// The engine has its facts from others and no sample of its weights: what it saves is kept once it was shown to be what its
+    /// namespace keeps. A fact [`WEIGHTS_LIVE`] says the same.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub proves: bool,
     /// The GPU that holds the memory; host memory behind descriptors where there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cuda: Option<CudaMemory>,
@@ -230,6 +234,11 @@ pub enum HandshakeError {
     },
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+fn is_false(value: &bool) -> bool {
+    !value
+}
+
 /// The fields that a HELLO or Welcome of every protocol version holds. Protocol 1 stated `version` alone.
 #[derive(Deserialize)]
 struct Stated {
@@ -353,6 +362,11 @@ impl Worker {
     /// Bytes of this rank's part of a block; `None` where the sum overflows.
     pub fn block_bytes(&self) -> Option<u64> {
         self.regions.iter().try_fold(0_u64, |sum, region| sum.checked_add(region.bytes))
+    }
+
+    /// Whether its engine has its facts from others and no sample of its own: see [`Worker::proves`].
+    pub fn must_prove(&self) -> bool {
+        self.live_weights.is_none() && (self.proves || self.facts.contains_key(WEIGHTS_LIVE))
     }
 
     /// Bytes that memory `fd` must hold for every block to lie inside it.

@@ -90,6 +90,8 @@ pub const LOGS: usize = 65_536;
 pub const LOG_KEYS: usize = CHUNKS * CHUNK_KEYS;
 /// The most keys of one QUERY: a million tokens at 16 a block, found in some 4 ms, for which a neighbour waits.
 pub const QUERY_KEYS: usize = 1 << 16;
+/// The most tokens of one GOLDEN: those of one block, which has some hundreds at most.
+pub const GOLDEN_TOKENS: usize = 1 << 12;
 /// Block ids in the block-id arena, a circle of u32 used in message order.
 pub const BLOCK_IDS: usize = 1 << 18;
 

@@ -61,6 +61,8 @@ pub enum Kind("kind") {
     /// Number `op` of this session. Scheduler: the weights may have changed. Worker: the digest of what it holds now, in
     /// `data[0..4]`, which answers the scheduler's number `step`.
     Weights = 14,
+    /// The `count` tokens at `data[0]` are those of a root block that this engine has saved, or found kept.
+    Golden = 15,
 }
 }
 
@@ -279,6 +281,8 @@ pub struct Saved {
     pub difference: u32,
     /// The limit of `difference`, in millionths.
     pub limit: u32,
+    /// Blocks of those dropped that the engine may not save before it has proven what it computes.
+    pub unproven: u32,
 }
 
 // === impl Saved ===
@@ -286,19 +290,40 @@ pub struct Saved {
 impl Saved {
     /// The slot's words.
     pub fn encode(&self) -> Slot {
-        let Self { op, committed, present, cancelled, dropped, checked, differing, difference, limit } =
-            *self;
-        let ends = [[committed, present], [cancelled, dropped], [checked, differing], [difference, limit]];
-        let [a, b, c, d] = ends.map(pair);
-        [op, a, b, c, d, 0, 0, 0]
+        let Self {
+            op,
+            committed,
+            present,
+            cancelled,
+            dropped,
+            checked,
+            differing,
+            difference,
+            limit,
+            unproven,
+        } = *self;
+        let ends = [
+            [committed, present],
+            [cancelled, dropped],
+            [checked, differing],
+            [difference, limit],
+            [unproven, 0],
+        ];
+        let [a, b, c, d, e] = ends.map(pair);
+        [op, a, b, c, d, e, 0, 0]
     }
 
     /// Reads a slot; every value is valid.
     pub fn decode(slot: &Slot) -> Self {
-        let [op, a, b, c, d, ..] = *slot;
-        let [[committed, present], [cancelled, dropped], [checked, differing], [difference, limit]] =
-            [a, b, c, d].map(halves);
-        Self { op, committed, present, cancelled, dropped, checked, differing, difference, limit }
+        let [op, a, b, c, d, e, ..] = *slot;
+        let [
+            [committed, present],
+            [cancelled, dropped],
+            [checked, differing],
+            [difference, limit],
+            [unproven, _],
+        ] = [a, b, c, d, e].map(halves);
+        Self { op, committed, present, cancelled, dropped, checked, differing, difference, limit, unproven }
     }
 }
 

@@ -5,7 +5,7 @@
 
 use thiserror::Error;
 
-use crate::layout::{CHUNK_KEYS, CHUNKS, LOG_KEYS, LOGS, QUERY_KEYS};
+use crate::layout::{CHUNK_KEYS, CHUNKS, GOLDEN_TOKENS, LOG_KEYS, LOGS, QUERY_KEYS};
 use crate::message::{
     APPEND_CHUNKS, DecodeError, Kind, LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Message,
     QUERY_ARRIVING, SAVE_CHECKED, Slot, Status,
@@ -54,6 +54,8 @@ pub enum SchedulerRequest {
         /// Its number, from 1 on; greater than that of the session's last one.
         number: u64,
     },
+    /// Says which tokens a root block is of that the engine's namespace keeps, or will.
+    Golden(Golden),
 }
 
 /// What a worker may send.
@@ -182,6 +184,15 @@ pub struct Save {
     pub checked: bool,
 }
 
+/// GOLDEN.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Golden {
+    /// How many tokens, 1 to [`GOLDEN_TOKENS`].
+    pub count: u32,
+    /// Where in the circle of block ids the tokens begin.
+    pub position: u32,
+}
+
 /// CANCEL.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Cancel {
@@ -239,6 +250,7 @@ impl SchedulerRequest {
             Kind::Salt => Self::Salt { salt: message.bytes16() },
             Kind::Hint => Self::Hint { keys: Keys::read_asked(message)? },
             Kind::Weights => Self::Weights { number: number(message)? },
+            Kind::Golden => Self::Golden(Golden::read(message)?),
             kind @ (Kind::Join | Kind::Loaded | Kind::Staged) => {
                 return Err(RequestError::Role { sender: "scheduler", kind });
             }
@@ -275,6 +287,7 @@ impl From<SchedulerRequest> for Message {
             SchedulerRequest::Salt { salt } => Self::new(Kind::Salt).with_bytes16(salt),
             SchedulerRequest::Hint { keys } => keys.message(Kind::Hint),
             SchedulerRequest::Weights { number } => Self { op: number, ..Self::new(Kind::Weights) },
+            SchedulerRequest::Golden(golden) => golden.message(),
         }
     }
 }
@@ -497,6 +510,21 @@ impl Save {
     fn message(self) -> Message {
         let (flags, data) = (if self.checked { SAVE_CHECKED } else { 0 }, [self.position, 0, 0, 0, 0, 0]);
         Message { op: self.op, flags, step: self.step, data, ..self.keys.message(Kind::Save) }
+    }
+}
+
+// === impl Golden ===
+
+impl Golden {
+    fn read(message: &Message) -> Result<Self, RequestError> {
+        let count = message.count;
+        let few = (1..=GOLDEN_TOKENS as u32).contains(&count);
+        range(message, "count", count.into(), few, "1 to 4,096 tokens")?;
+        Ok(Self { count, position: message.data[0] })
+    }
+
+    fn message(self) -> Message {
+        Message { count: self.count, data: [self.position, 0, 0, 0, 0, 0], ..Message::new(Kind::Golden) }
     }
 }
 

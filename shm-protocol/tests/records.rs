@@ -16,7 +16,7 @@ use shm_protocol::message::{Kind, Message, OUTCOME_VALUE_MAX, Outcome, Saved, Sl
 use shm_protocol::namespace;
 use shm_protocol::versions::{RELEASE, Versions};
 
-const KINDS: [Kind; 14] = [
+const KINDS: [Kind; 15] = [
     Kind::Open,
     Kind::Append,
     Kind::Query,
@@ -31,6 +31,7 @@ const KINDS: [Kind; 14] = [
     Kind::Staged,
     Kind::Hint,
     Kind::Weights,
+    Kind::Golden,
 ];
 
 const STATUSES: [Status; 12] = [
@@ -91,8 +92,9 @@ prop_compose! {
         facts in btree_map(".{0,20}", ".{0,40}", 0..20),
         expects in prop::option::of("[0-9a-f]{32}"),
         live_weights in digests(),
+        proves in any::<bool>(),
     ) -> Worker {
-        Worker { rank, shard: rank / (world_size / shards), shards, blocks, regions, copy, facts, expects, live_weights, cuda: None, staging: None }
+        Worker { rank, shard: rank / (world_size / shards), shards, blocks, regions, copy, facts, expects, live_weights, proves, cuda: None, staging: None }
     }
 }
 
@@ -228,7 +230,8 @@ proptest! {
     fn saved_counts_survive_their_slot(op in any::<u64>(), counts in any::<[u32; 4]>()) {
         let [committed, present, cancelled, dropped] = counts;
         let (checked, differing, difference, limit) = (committed / 2, dropped / 3, present / 5, cancelled / 7);
-        let saved = Saved { op, committed, present, cancelled, dropped, checked, differing, difference, limit };
+        let unproven = dropped / 2;
+        let saved = Saved { op, committed, present, cancelled, dropped, checked, differing, difference, limit, unproven };
         prop_assert_eq!(Saved::decode(&saved.encode()), saved);
     }
 }
@@ -243,7 +246,7 @@ fn every_kind_and_status_has_its_own_number() {
         assert_eq!(status as usize, index + 1);
         assert_eq!(Status::try_from(status as u8), Ok(status));
     }
-    for unknown in [0, 15, 255] {
+    for unknown in [0, 16, 255] {
         assert!(Kind::try_from(unknown).is_err());
     }
     for unknown in [0, 13, 255] {

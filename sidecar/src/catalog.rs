@@ -3,17 +3,17 @@
 //! A worker is compared with them when it connects, and enters where its namespace is known then; else with its whole engine,
 //! once that is bound. The data thread writes, at connects, bindings, hang-ups and ticks; the control thread reads copies.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use mesh::control::wire::namespaces::Stated;
+use mesh::control::wire::namespaces::{GOLDEN_MAX, Stated};
 use serde::Serialize;
 use shm_protocol::handshake::Worker;
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace::{self, Facts, WEIGHTS_LIVE};
 
 use crate::compare::Difference;
-use crate::core::{Barred, SessionId};
+use crate::core::{Barred, Proof, SessionId, Standing};
 use crate::quotas::{Level, Levels};
 
 /// Bytes of facts that are kept: thousands of namespaces of some 1 KB, which a connect compares with its own in some
@@ -32,6 +32,8 @@ pub struct Catalog {
     members: BTreeMap<SessionId, NamespaceDigest>,
     /// Engines connected now that a namespace is closed to.
     barred: Vec<Barred>,
+    /// Those that are served.
+    standings: Vec<Standing>,
     facts_bytes: usize,
     connects: u64,
 }
@@ -43,6 +45,8 @@ struct Known {
     stated: NamespaceDigest,
     block_bytes: u64,
     shards: u32,
+    /// Tokens of root blocks that it keeps, or kept: what was named last first.
+    golden: VecDeque<Vec<u32>>,
     /// The engine of each connected worker.
     engines: BTreeMap<SessionId, String>,
     /// The last connect, counted in connects.
@@ -71,6 +75,12 @@ pub struct Entry {
     /// Distinct parts of it.
     #[serde(skip)]
     pub shards: u32,
+    /// Tokens of root blocks that it keeps, by which an engine can show that it computes the same.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub golden: Vec<Vec<u32>>,
+    /// Its engines that are served, and why what they save is kept: null where it is not.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub proofs: BTreeMap<String, Option<Proof>>,
     /// Engines of them that it is closed to: what they compute is not what is kept.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub barred: Vec<Closed>,
@@ -193,6 +203,7 @@ impl Catalog {
                 stated,
                 block_bytes: *block_bytes,
                 shards: *shards,
+                golden: VecDeque::new(),
                 engines: BTreeMap::new(),
                 seen,
             }
@@ -213,19 +224,30 @@ impl Catalog {
         self.forget();
     }
 
-    /// Engines that a namespace is closed to, as of now.
-    pub fn show_barred(&mut self, barred: Vec<Barred>) {
-        self.barred = barred;
+    /// Engines that a namespace is closed to, and those that are served, as of now.
+    pub fn show_engines(&mut self, barred: Vec<Barred>, standings: Vec<Standing>) {
+        (self.barred, self.standings) = (barred, standings);
+    }
+
+    /// An engine that may save has named a root block.
+    pub fn name_golden(&mut self, digest: NamespaceDigest, tokens: Vec<u32>) {
+        let Some(known) = self.known.get_mut(&digest) else { return };
+        known.golden.retain(|other| *other != tokens);
+        known.golden.push_front(tokens);
+        known.golden.truncate(GOLDEN_MAX);
     }
 
     pub fn entries(&self, quotas: &Levels) -> Vec<(NamespaceDigest, Entry)> {
         let entry = |(digest, known): (&NamespaceDigest, &Known)| {
             let barred = self.barred.iter().filter(|barred| barred.base == *digest);
+            let standings = self.standings.iter().filter(|standing| standing.base == *digest);
             let entry = Entry {
                 facts: Arc::clone(&known.facts),
                 engines: known.engines.values().collect::<std::collections::BTreeSet<_>>().len(),
                 block_bytes: known.block_bytes,
                 shards: known.shards,
+                golden: known.golden.iter().cloned().collect(),
+                proofs: standings.map(|standing| (standing.engine.clone(), standing.proof)).collect(),
                 barred: barred.map(Closed::from).collect(),
                 quota: quotas.of(*digest),
             };
@@ -240,6 +262,7 @@ impl Catalog {
             facts: Arc::clone(&known.facts),
             block_bytes: known.block_bytes,
             shards: known.shards,
+            golden: known.golden.iter().cloned().collect(),
         };
         self.known.iter().map(|(digest, known)| (*digest, stated(known))).collect()
     }
@@ -260,9 +283,16 @@ impl Catalog {
 impl Entry {
     /// That of a namespace that peers alone know.
     pub fn of_peers(stated: &Stated, quota: Option<Level>) -> Self {
-        let Stated { facts, block_bytes, shards } = stated;
+        let Stated { facts, block_bytes, shards, golden } = stated;
         let (facts, block_bytes, shards) = (Arc::clone(facts), *block_bytes, *shards);
-        Self { facts, engines: 0, block_bytes, shards, barred: Vec::new(), quota }
+        let (golden, proofs, barred) = (golden.clone(), BTreeMap::new(), Vec::new());
+        Self { facts, engines: 0, block_bytes, shards, golden, proofs, barred, quota }
+    }
+
+    /// Takes in what peers keep, behind what is kept here.
+    pub fn add_golden(&mut self, golden: &[Vec<u32>]) {
+        let new = golden.iter().filter(|tokens| !self.golden.contains(tokens));
+        self.golden.extend(new.cloned().collect::<Vec<_>>());
     }
 }
 

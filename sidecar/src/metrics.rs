@@ -134,8 +134,11 @@ const GAUGES: &[Figure<Stats>] = &[
 const SAVES_DROPPED: &[(&str, Reading<Stats>)] = &[
     ("no_room", |s| s.saves_without_room),
     ("too_large", |s| s.saves_too_large),
+    ("unproven", |s| s.saves_unproven),
     // All are counted at the end of their save, those of the other reasons already before.
-    ("not_copied", |s| s.saves_dropped.saturating_sub(s.saves_without_room + s.saves_too_large)),
+    ("not_copied", |s| {
+        s.saves_dropped.saturating_sub(s.saves_without_room + s.saves_too_large + s.saves_unproven)
+    }),
 ];
 
 // === impl CloseReason ===

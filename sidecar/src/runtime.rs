@@ -200,7 +200,7 @@ impl Runtime {
 
     fn show_checks(&self) {
         self.metrics.publish_differences(self.core.largest_differences());
-        self.catalog.lock().show_barred(self.core.barred());
+        self.catalog.lock().show_engines(self.core.barred(), self.core.standings());
     }
 
     fn ended(&mut self) -> bool {

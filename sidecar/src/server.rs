@@ -210,6 +210,9 @@ fn start_disks(
 ) -> Result<(Core, Option<Disks>), StartError> {
     let mut core = Core::new(dram);
     core.limit(&config.quotas);
+    if pool.former_epoch().is_some() {
+        core.begin_opening();
+    }
     if opened.is_empty() {
         return Ok((core, None));
     }

@@ -112,6 +112,74 @@ def test_namespaces_are_found_with_what_differs_and_what_they_keep(tmp_path: Pat
             ended.close()
 
 
+def test_who_joins_others_loads_and_saves_once_it_has_proven_what_it_computes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the golden block of the engine before. Rounding passes; 3 %, or pages in another order, do not."""
+    longer = [*PROMPT, *range(300, 300 + 2 * TOKENS)]
+
+    def joined(name: str) -> Engine:
+        [found] = engine.find(keeper.socket)
+        return Engine(keeper.socket, name, found, 32)
+
+    def saves(ours: Engine) -> int:
+        ids = ours.take(2)
+        ours.write(ids, *kv(seed=4, blocks=2))
+        kept = ours.save(longer, ids, first=BLOCKS)
+        ours.free(ids)
+        return kept
+
+    def compute(tokens: list[int]) -> tuple[Any, Any]:
+        assert tokens == PROMPT[:TOKENS]
+        k, v = kv(seed=1)
+        return k[:, :, :TOKENS] * numpy.float32(1 + off), v[:, :, :TOKENS] * numpy.float32(1 - off)
+
+    with sidecar.serving(tmp_path) as keeper:
+        with Engine(keeper.socket, "first", namespace(), 16) as first:
+            assert saved(first, seed=1) == BLOCKS
+            [known] = keeper.namespaces()
+            assert known["golden"] == [PROMPT[:TOKENS]]
+        ours, theirs = joined("ours"), joined("theirs")
+        assert len(ours.load(PROMPT)) == BLOCKS and saves(ours) == 0
+        assert "Engine.prove(compute)" in caplog.text
+        assert keeper.sample('pillion_saves_dropped_total{reason="unproven"}') == 2
+        off = 5e-7
+        assert ours.prove(compute) and saves(ours) == 2
+        off = 3e-2
+        with pytest.raises(EngineError, match="is not what namespace"):
+            theirs.prove(compute)
+        assert saves(theirs) == 0 and theirs.load(PROMPT) == []
+        misread = joined("misread")
+        off = 0.0
+        with pytest.raises(EngineError, match="is not what namespace"):
+            misread.prove(lambda tokens: tuple(content[..., ::-1] for content in compute(tokens)))
+        keeper.wait_for(lambda: keeper.namespaces()[0].get("proofs") == {"ours": "compared"}, "it is shown who may save")
+        assert len(keeper.namespaces()[0]["barred"]) == 2
+        for ended in (ours, theirs, misread):
+            ended.close()
+
+
+def test_who_joins_a_namespace_of_which_nothing_is_kept_is_the_first(tmp_path: Path) -> None:
+    """And its block is the golden one. In the next sidecar's life it is none until it is named again."""
+    with sidecar.serving(tmp_path) as keeper:
+        with Engine(keeper.socket, "knows", namespace(), 1):
+            [found] = engine.find(keeper.socket)
+        ours = Engine(keeper.socket, "ours", found, 16)
+        assert not ours.prove(lambda _: kv(1)) and saved(ours, seed=1) == BLOCKS
+        assert keeper.namespaces()[0]["golden"] == [PROMPT[:TOKENS]]
+        keeper.wait_summed()
+        keeper.kill()
+        with sidecar.serving(tmp_path, pool=keeper.pool) as again:
+            again.wait_for(lambda: ours.kept(PROMPT) == BLOCKS, "the engine follows")
+            assert not ours.prove(lambda _: kv(1)), "nobody has named a block in this life"
+            ids = ours.take(1)
+            assert ours.save(range(TOKENS), ids) == 0, "so it can load alone"
+            with Engine(again.socket, "knows", namespace(), 16) as knows:
+                saved(knows, seed=1)
+            assert ours.prove(lambda _: kv(1)) and ours.save(range(TOKENS), ids) == 1
+            ours.close()
+
+
 def test_a_sidecar_that_is_started_anew_costs_misses(tmp_path: Path) -> None:
     """And an engine that finds none at its start is told what to start."""
     with pytest.raises(EngineError, match="pillion serve"):

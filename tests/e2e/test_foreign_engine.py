@@ -114,25 +114,31 @@ class Carrier:
         self.namespace = known["namespace"]
         self.facts: dict[str, str] = known["facts"]
 
-    def attempt(self, tokens: list[int], copy: str, *more: str, **facts: str | None) -> subprocess.CompletedProcess[str]:
-        """A run that may fail; `facts` replace those of the namespace, None leaves one out."""
-        prompt, stated = self._directory / "tokens", self._directory / "facts"
+    def attempt(
+        self, tokens: list[int], copy: str, fault: str = "none", golden: list[int] | None = None, **facts: str | None
+    ) -> subprocess.CompletedProcess[str]:
+        """A run that may fail; `facts` replace those of the namespace, None leaves one out. `golden`: what it proves by."""
+        prompt, stated, proof = (self._directory / name for name in ("tokens", "facts", "golden"))
         told = {name: value for name, value in (self.facts | facts).items() if value is not None}
         stated.write_text("".join(f"{name}={value}\n" for name, value in told.items()))
         prompt.write_text(" ".join(map(str, tokens)))
         files = (stated, self.namespace, prompt)
-        return self._foreign.attempt("carry", *files, *self._sockets, self._directory / "dump", copy, *more)
+        more = []
+        if golden is not None:
+            proof.write_text(" ".join(map(str, golden)))
+            more.append(proof)
+        return self._foreign.attempt("carry", *files, *self._sockets, self._directory / "dump", copy, fault, *more)
 
-    def refused(self, *more: str, **facts: str | None) -> str:
+    def refused(self, fault: str = "none", **facts: str | None) -> str:
         """What the engine is told by a sidecar that does not let it in."""
-        done = self.attempt(BY_ENGINE, "engine", *more, **facts)
+        done = self.attempt(BY_ENGINE, "engine", fault, None, **facts)
         assert done.returncode == 1, done.stdout
         assert "refuses this engine" in done.stderr
         return done.stderr
 
-    def carry(self, tokens: list[int], copy: str, *more: str) -> Carried:
+    def carry(self, tokens: list[int], copy: str, fault: str = "none", golden: list[int] | None = None) -> Carried:
         """Carries the full blocks of a prompt, which must all be there."""
-        done = self.attempt(tokens, copy, *more)
+        done = self.attempt(tokens, copy, fault, golden)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         lines = done.stdout.splitlines()
         count = len(tokens) // engine.BLOCK_TOKENS
@@ -181,31 +187,38 @@ def first_life(options: engine.Options, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_blocks_cross_both_ways(options: engine.Options, foreign: ForeignEngine, first_life: FirstLife, tmp_path: Path) -> None:
-    """vLLM saves, C loads and verifies; C saves, vLLM hits with the right tokens; wrong bytes are noticed."""
+    """vLLM saves, C loads and verifies; C saves, vLLM hits with the right tokens. Who has not proven its blocks keeps none."""
     source, local = first_life.keeper, first_life.local
     with sidecar.serving(tmp_path) as target:
         carrier = Carrier(foreign, tmp_path, source, target)
         saved = _kept(source)
-        by_engine, by_sidecar = carrier.carry(BY_ENGINE, "engine"), carrier.carry(BY_SIDECAR, "sidecar")
+        by_engine = carrier.carry(BY_ENGINE, "engine")
+        # It was the first there. Those that follow prove by its first block.
+        [known] = target.namespaces()
+        [golden] = known["golden"]
+        assert golden == BY_ENGINE[: engine.BLOCK_TOKENS]
+        kept = _kept(target)
+        unproven = carrier.attempt(BY_SIDECAR, "sidecar")
+        assert unproven.returncode == 1 and "pillion_scheduler_check" in unproven.stderr
+        spoiled = carrier.attempt(SPOILED, "engine", "spoil", golden)
+        assert spoiled.returncode == 1 and "PILLION STAYS OUT" in spoiled.stderr
+        assert _kept(target) == kept
+        by_sidecar = carrier.carry(BY_SIDECAR, "sidecar", golden=golden)
         for carried in (by_engine, by_sidecar):
             assert carried.namespaces == [carrier.namespace] * 2
             assert carried.blocks == [saved[carrier.namespace, block_hash] for block_hash in carried.hashes]
             kept = _kept(target)
             assert carried.blocks == [kept[carrier.namespace, block_hash] for block_hash in carried.hashes]
-        carrier.carry(SPOILED, "engine", "spoil")
         unknown = carrier.attempt(UNKNOWN, "engine")
         assert unknown.returncode == 1
         assert "hits 0" in unknown.stdout.splitlines()
 
         with engine.running(dataclasses.replace(options, socket=target.socket), tmp_path / "second.log") as second:
-            for number, tokens in enumerate((BY_ENGINE, BY_SIDECAR, SPOILED), 1):
+            for number, tokens in enumerate((BY_ENGINE, BY_SIDECAR), 1):
                 warm, right = _ask(second, tokens), local[number - 1]
                 assert second.metrics()["external_hits"] == number * prompts.hit_tokens(len(tokens))
-                if tokens is SPOILED:
-                    assert warm["logprobs"] != right["logprobs"]
-                else:
-                    assert warm["tokens"] == right["tokens"]
-                    assert warm["logprobs"] == right["logprobs"]
+                assert warm["tokens"] == right["tokens"]
+                assert warm["logprobs"] == right["logprobs"]
             second.exit()
 
 
@@ -230,7 +243,6 @@ def test_wrong_blocks_are_found_by_the_first_hit(
     with sidecar.serving(tmp_path) as target:
         carrier = Carrier(foreign, tmp_path, first_life.keeper, target)
         carrier.carry(SPOILED, "engine", "spoil")
-        carrier.carry(BY_ENGINE, "engine")
         checking = dataclasses.replace(options, socket=target.socket, extra=asking.CHECKING)
         with engine.running(checking, tmp_path / "engine.log") as running:
             _ask(running, SPOILED)

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import transformers_decode
 
-from testkit import engine, model, ports, sidecar
+import pillion.engine
+from testkit import engine, model, ports, prompts, sidecar
 from testkit.decoding import EQUAL_MAX, HITS, KEPT, PROMPTS, TOKENS, Answers, ask, assert_alike, decoded, next_turn
 
 # What vLLM prefills is prefilled once.
@@ -16,6 +19,8 @@ pytestmark = pytest.mark.xdist_group("other-engines")
 
 # Two kernels' float32 after three layers: 3e-5 was seen, also where transformers computes all itself.
 DIFFERENCE_MAX = 1e-4
+# Nothing but the golden block protects vLLM: it checks none of its hits.
+UNCHECKED = {"pillion.check_every": 0}
 SPOILS = ["zeroed", "last block", "order"]
 
 
@@ -80,6 +85,76 @@ def test_vllm_decodes_what_transformers_prefilled(prefilled: Prefilled, tmp_path
             assert_alike(ask(running, PROMPTS), prefilled.right, DIFFERENCE_MAX)
             assert running.metrics()["external_hits"] == HITS
             running.exit()
+
+
+def test_an_engine_with_one_matrix_5_percent_off_saves_nothing(prefilled: Prefilled, tmp_path: Path) -> None:
+    """All of its facts are right, it prefills every prompt, and vLLM's tokens are right: it found none of that."""
+    wide = dataclasses.replace(prefilled.options, extra=UNCHECKED)
+    with (
+        sidecar.serving(tmp_path) as keeper,
+        engine.running(dataclasses.replace(wide, socket=keeper.socket), tmp_path / "engine.log") as running,
+    ):
+        ask(running, [prompts.prompt(40, seed=3)])
+        keeper.wait_for(lambda: "golden" in keeper.namespaces()[0], "vLLM has named a block")
+        poison = Poison(keeper.socket, prefilled.options.model)
+        # It does not ask whether it is right, asks, and does not heed the answer.
+        kept = poison.prefill()
+        proofs = _proofs(keeper)
+        refused = _refused(poison)
+        kept += poison.prefill()
+        poison.kv.close()
+        answers = ask(running, PROMPTS)
+        alike = [one == other for own, right in zip(answers, prefilled.right, strict=True) for one, other in _pairs(own, right)]
+        print(f"{kept} blocks are kept, and {alike.count(False)} of {TOKENS} tokens are wrong")
+        assert (alike.count(False), alike.count(True)) == (0, TOKENS)
+        assert (kept, running.metrics()["external_hits"]) == (0, 0)
+        assert proofs["poison"] is None and "own" in proofs.values()
+        assert "is not what namespace" in refused and keeper.metrics()["pillion_checks_differing_total"] == 1
+        blocks = sum(len(tokens) // engine.BLOCK_TOKENS for tokens in PROMPTS)
+        assert keeper.sample('pillion_saves_dropped_total{reason="unproven"}') == blocks
+        running.exit()
+
+
+def _pairs(one: dict[str, list[int]], other: dict[str, list[int]]) -> Iterator[tuple[int, int]]:
+    return zip(one["tokens"], other["tokens"], strict=True)
+
+
+def _refused(poison: Poison) -> str:
+    try:
+        return f"proven: {poison.kv.prove(poison.compute)}"
+    except pillion.engine.EngineError as error:
+        return str(error)
+
+
+def _proofs(keeper: sidecar.Sidecar) -> dict[str, str | None]:
+    """What the engines of the one namespace have shown, once the sidecar has looked."""
+    keeper.wait_for(lambda: "poison" in keeper.namespaces()[0].get("proofs", {}), "the engine is served")
+    [known] = keeper.namespaces()
+    return dict(known["proofs"])
+
+
+class Poison(transformers_decode.Decoder):
+    """A prefiller that has the facts, and one of whose matrices is 5 % off."""
+
+    def __init__(self, socket: Path, directory: Path) -> None:
+        proves = pillion.engine.Engine.prove
+        try:
+            pillion.engine.Engine.prove = lambda *_: False  # type: ignore[method-assign]
+            super().__init__(socket, directory, name="poison")
+        finally:
+            pillion.engine.Engine.prove = proves  # type: ignore[method-assign]
+        with torch.no_grad():
+            self.model.model.layers[1].self_attn.v_proj.weight *= 1.05
+
+    def prefill(self) -> int:
+        """Computes every prompt, and saves all of it; how many blocks are kept."""
+        kept = 0
+        for prompt in PROMPTS:
+            ids = self.kv.take(len(prompt) // self.kv.namespace.tokens)
+            self.kv.write(ids, *self.compute(prompt))
+            kept += self.kv.save(prompt, ids)
+            self.kv.free(ids)
+        return kept
 
 
 def test_a_chain_over_two_pods(prefilled: Prefilled, tmp_path: Path) -> None:

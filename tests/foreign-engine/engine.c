@@ -4,11 +4,12 @@
  *
  *   engine keys HASH_ALGORITHM NONE_HASH EXTRA_KEYS BLOCK_TOKENS < REQUEST
  *     prints the hash of every full block of a request; see print_keys().
- *   engine carry FACTS NAMESPACE TOKENS FROM TO DUMP engine|sidecar [spoil|short]
+ *   engine carry FACTS NAMESPACE TOKENS FROM TO DUMP engine|sidecar FAULT [GOLDEN]
  *     loads the blocks of TOKENS (a file of numbers) from the sidecar at FROM into memory of its own, writes their bytes
- *     to DUMP, and saves them to the sidecar at TO; with `spoil` every value of their first layer has the other sign then.
- *     With `short` its own blocks have that layer alone, whatever FACTS say, a file of name=value lines, which must make
- *     NAMESPACE. Prints their hashes first. `engine` or `sidecar` writes loaded blocks into the engine's memory.
+ *     to DUMP, and saves them to the sidecar at TO. With FAULT `spoil` every value of their first layer has the other sign
+ *     then, with `short` its own blocks have that layer alone, whatever FACTS say, a file of name=value lines, which must
+ *     make NAMESPACE; `none` is no fault. Prints their hashes first. `engine` or `sidecar` writes loaded blocks into the
+ *     engine's memory. The first block of GOLDEN (numbers, too) is compared with what TO keeps, before anything is saved.
  */
 #define _GNU_SOURCE
 #include "pillion.h"
@@ -43,6 +44,13 @@ typedef struct {
     uint32_t blocks, layers;
     uint64_t page_bytes;
 } Memory;
+
+/* A prompt: the tokens of its first block, and the hashes of all. */
+typedef struct {
+    PillionKeys *keys;
+    PillionItemsHash hashes;
+    PillionItemsU32 root;
+} Request;
 
 /* A connected engine of one rank. */
 typedef struct {
@@ -198,15 +206,15 @@ static int64_t query(Engine *engine, int64_t log, uint32_t start, uint32_t count
     }
 }
 
-/* A step that loads `count` blocks of a log from `start` on. An asynchronous load would end some steps later. */
-static void load(Engine *engine, int64_t log, uint32_t start, uint32_t count, bool sync) {
+/* A step that loads a log's blocks from `start` on. An asynchronous load would end some steps later. */
+static void load(Engine *engine, int64_t log, uint32_t start, PillionItemsU32 ids, bool sync) {
     PillionItemsU8 plan;
     PillionLoaded loaded;
-    int64_t hits = query(engine, log, start, count);
+    int64_t count = (int64_t)ids.count, hits = query(engine, log, start, (uint32_t)count);
     uint64_t step = ++engine->step;
     printf("hits %lld\n", (long long)hits);
     if (hits != count) die("query", "not all blocks are kept");
-    check(pillion_scheduler_load(engine->scheduler, log, start, block_ids(start, count), step, sync, &plan), "load");
+    check(pillion_scheduler_load(engine->scheduler, log, start, ids, step, sync, &plan), "load");
     if (!plan.count) die("load", "the lease is lost");
     /* Valid until the scheduler's next call; with workers in other processes it travels with the step. */
     uint8_t *copy = malloc(plan.count);
@@ -225,13 +233,9 @@ static void load(Engine *engine, int64_t log, uint32_t start, uint32_t count, bo
     if (loaded.op != op || loaded.failed.count) die("load", "another load, or blocks failed");
 }
 
-/* A step that saves the first `count` blocks of a log. An engine would go on computing until the save is over. */
-static void save(Engine *engine, int64_t log, uint32_t count) {
-    bool posted;
+/* The step of a save, which is over then. An engine would go on computing meanwhile. */
+static PillionSchedulerState end_save(Engine *engine, uint64_t step) {
     PillionSchedulerState state;
-    uint64_t step = ++engine->step;
-    check(pillion_scheduler_save(engine->scheduler, log, 0, block_ids(0, count), step, &posted), "save");
-    if (!posted) die("save", "dropped");
     check(pillion_scheduler_end_step(engine->scheduler, &state), "end of step");
     check(pillion_worker_start(engine->worker, &engine->run, step, 0), "start");
     check(pillion_worker_done(engine->worker, step, true, 0), "done");
@@ -240,6 +244,29 @@ static void save(Engine *engine, int64_t log, uint32_t count) {
         sleep_ms();
         check(pillion_scheduler_end_step(engine->scheduler, &state), "end of step");
     }
+    return state;
+}
+
+/* Saves the first `count` blocks of a request, and names the tokens of the first one. */
+static void save(Engine *engine, const Request *request, uint32_t count) {
+    bool posted;
+    int64_t log = open_log(engine, request->hashes);
+    uint64_t step = ++engine->step;
+    check(pillion_scheduler_save(engine->scheduler, log, 0, block_ids(0, count), step, &posted), "save");
+    if (!posted) die("save", "dropped");
+    check(pillion_scheduler_golden(engine->scheduler, request->root), "golden");
+    PillionSchedulerState state = end_save(engine, step);
+    if (state.blocks_unproven) die("save", state.notice ? state.notice : "not kept");
+}
+
+/* Shows that `block` of the memory is what is kept of a request's first block: before that, nothing that is saved is kept. */
+static void prove(Engine *engine, const Request *golden, uint32_t block) {
+    int64_t log = open_log(engine, golden->hashes);
+    if (query(engine, log, 0, 1) != 1) die("prove", "the golden block is not kept");
+    uint64_t step = ++engine->step;
+    check(pillion_scheduler_check(engine->scheduler, log, 0, (PillionItemsU32){&block, 1}, step, NULL), "check");
+    PillionSchedulerState state = end_save(engine, step);
+    if (state.blocks_differing || state.blocks_checked != 1) die("prove", state.notice ? state.notice : "no verdict");
 }
 
 /* --- commands --- */
@@ -251,48 +278,66 @@ static void print_hashes(PillionItemsHash hashes) {
     }
 }
 
-/* Writes every block as the cache keeps it: its pages, layer after layer. */
-static void dump(const Memory *memory, const char *path) {
+/* Writes the first blocks as the cache keeps it: its pages, layer after layer. */
+static void dump(const Memory *memory, uint32_t count, const char *path) {
     FILE *file = fopen(path, "wb");
     if (!file) die("dump", path);
-    for (uint32_t block = 1; block < memory->blocks; block++)
+    for (uint32_t block = 1; block <= count; block++)
         for (uint32_t layer = 0; layer < memory->layers; layer++)
             fwrite(memory->bytes + page_offset(memory, layer, block), memory->page_bytes, 1, file);
     if (fclose(file)) die("dump", path);
 }
 
-static void carry(char **arguments, const char *fault) {
+static Request new_request(const Facts *facts, const char *path) {
+    Request request;
+    FILE *prompt = fopen(path, "r");
+    if (!prompt) die("tokens", path);
+    PillionItemsU32 tokens = read_tokens(prompt);
+    uint32_t block_tokens = number(fact(facts, "block_tokens"));
+    check(pillion_keys_new(fact(facts, "hash_algorithm"), fact(facts, "none_hash"), fact(facts, "extra_keys"), block_tokens,
+                           &request.keys),
+          "keys");
+    check(pillion_keys_append(request.keys, tokens, (PillionItemsExtraKey){0}, &request.hashes), "keys");
+    fclose(prompt);
+    if (!request.hashes.count) die("tokens", "less than a block");
+    uint32_t *root = calloc(block_tokens, sizeof *root);
+    request.root = (PillionItemsU32){memcpy(root, tokens.items, block_tokens * sizeof *root), block_tokens};
+    return request;
+}
+
+static void carry(char **arguments, const char *golden_path) {
     static Facts facts;
-    PillionKeys *keys;
-    PillionItemsHash hashes;
+    const char *fault = arguments[7];
     read_facts(arguments[0], &facts);
     facts.name_space = arguments[1];
-    FILE *prompt = fopen(arguments[2], "r");
-    if (!prompt) die("tokens", arguments[2]);
-    check(pillion_keys_new(fact(&facts, "hash_algorithm"), fact(&facts, "none_hash"), fact(&facts, "extra_keys"),
-                           number(fact(&facts, "block_tokens")), &keys),
-          "keys");
-    check(pillion_keys_append(keys, read_tokens(prompt), (PillionItemsExtraKey){0}, &hashes), "keys");
-    fclose(prompt);
+    Request request = new_request(&facts, arguments[2]), golden = {0};
+    PillionItemsHash hashes = request.hashes;
     print_hashes(hashes);
     uint32_t count = (uint32_t)hashes.count, half = count / 2;
-    Memory memory = new_memory(&facts, 1 + count, !strcmp(fault, "short"));
+    /* The last block is the golden one. */
+    Memory memory = new_memory(&facts, 2 + count, !strcmp(fault, "short"));
     bool sidecar = !strcmp(arguments[6], "sidecar");
 
     Engine from = connect_engine(arguments[3], "foreign-from", &facts, &memory, sidecar);
     int64_t log = open_log(&from, hashes);
-    load(&from, log, 0, half, true);
-    load(&from, log, half, count - half, false);
+    load(&from, log, 0, block_ids(0, half), true);
+    load(&from, log, half, block_ids(half, count - half), false);
     check(pillion_scheduler_close(from.scheduler, log), "close");
+    if (golden_path) {
+        golden = new_request(&facts, golden_path);
+        load(&from, open_log(&from, golden.hashes), 0, block_ids(count, 1), true);
+    }
     disconnect(&from);
-    dump(&memory, arguments[5]);
+    dump(&memory, count, arguments[5]);
     for (uint32_t block = 1; !strcmp(fault, "spoil") && block < memory.blocks; block++)
         for (uint64_t at = 1; at < memory.page_bytes; at += 2) memory.bytes[page_offset(&memory, 0, block) + at] ^= SIGN_BIT;
 
     Engine to = connect_engine(arguments[4], "foreign-to", &facts, &memory, sidecar);
-    save(&to, open_log(&to, hashes), count);
+    if (golden_path) prove(&to, &golden, 1 + count);
+    save(&to, &request, count);
     disconnect(&to);
-    pillion_keys_free(keys);
+    pillion_keys_free(request.keys);
+    pillion_keys_free(golden.keys);
 }
 
 static PillionItemsU8 bytes_of(const char *hex) {
@@ -334,9 +379,9 @@ static void print_keys(char **arguments) {
 }
 
 int main(int count, char **arguments) {
-    bool faulty = count == 10;
+    bool proves = count == 11;
     if (count == 6 && !strcmp(arguments[1], "keys")) print_keys(arguments + 2);
-    else if ((count == 9 || faulty) && !strcmp(arguments[1], "carry")) carry(arguments + 2, faulty ? arguments[9] : "");
+    else if ((count == 10 || proves) && !strcmp(arguments[1], "carry")) carry(arguments + 2, proves ? arguments[10] : NULL);
     else die("usage", "see the head of engine.c");
     return 0;
 }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pillion import tracked, vllm_compat
+from pillion import saving, tracked, vllm_compat
 from pillion.adapters import NO_CACHE
 from pillion.checking import TOKENS
 from pillion.config import Config
@@ -37,6 +38,8 @@ class Session:
         self.checked: list[tuple[int, int, list[int]]] = []
         self.compared = 0
         self.queries: list[int] = []
+        # Tokens that were named.
+        self.named: list[list[int]] = []
 
     def open(self, fold: bytes | None) -> int:
         """A log."""
@@ -62,6 +65,11 @@ class Session:
         """Written down."""
         assert log not in self.closed
         (self.checked if checked else self.saves).append((log, start, blocks))
+        return True
+
+    def golden(self, tokens: list[int]) -> bool:
+        """Written down."""
+        self.named.append(tokens)
         return True
 
     def stats(self) -> dict[str, int]:
@@ -139,7 +147,11 @@ class Engine:
             num_tokens=tokens,
             num_computed_tokens=0,
             block_hashes=[bytes([block] * 32) for block in range(tokens // BLOCK_TOKENS)],
+            all_token_ids=list(range(tokens)),
+            mm_features=[],
             lora_request=lora,
+            cache_salt=None,
+            prompt_embeds=None,
             skip_reading_prefix_cache=False,
         )
         self.role.announced(request)
@@ -210,6 +222,33 @@ def test_after_a_load_that_failed_everything_is_saved_anew(engine: Engine) -> No
     engine.role.loads_failed(set())
     engine.go_on(request)
     assert engine.session.saves[1:] == [(0, 0, [1, 2, 3, 4])]
+
+
+# --- golden blocks ---
+
+
+def test_a_root_block_is_named_once_a_connection_and_namespace_and_then_from_time_to_time(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt that is nothing but tokens: others cannot compute what else a block hangs on."""
+    root = list(range(BLOCK_TOKENS))
+    salted = engine.arrive(2 * BLOCK_TOKENS + 1)
+    salted.cache_salt = "tenant"
+    engine.compute(salted)
+    assert engine.session.named == []
+    for _ in range(3):
+        engine.compute(engine.arrive(2 * BLOCK_TOKENS + 1))
+    assert engine.session.named == [root]
+    engine.session.reconnect(HERE)
+    engine.compute(engine.arrive(2 * BLOCK_TOKENS + 1))
+    assert engine.session.named == [root] * 2
+    engine.session.namespace = ELSEWHERE
+    engine.compute(engine.arrive(2 * BLOCK_TOKENS + 1))
+    assert engine.session.named == [root] * 3
+    later = time.monotonic() + saving.GOLDEN_EVERY_S
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: later))
+    engine.compute(engine.arrive(2 * BLOCK_TOKENS + 1))
+    assert engine.session.named == [root] * 4
 
 
 # --- weights that may have changed ---

@@ -66,6 +66,12 @@ pub struct SchedulerState {
     /// The first 8 bytes of the namespace that the engine is bound to; 0 until every worker has begun a step of this run
     /// and, after pillion_scheduler_weights, stated its weights.
     pub namespace_word: u64,
+    /// Blocks compared so far, those of them that differ, and blocks not kept because nothing was compared yet.
+    pub blocks_checked: u64,
+    /// See blocks_checked.
+    pub blocks_differing: u64,
+    /// See blocks_checked.
+    pub blocks_unproven: u64,
 }
 
 // === exported ===
@@ -212,10 +218,32 @@ pub extern "C" fn pillion_scheduler_save(
     step: u64,
     posted: Option<&mut MaybeUninit<bool>>,
 ) -> Status {
+    save(scheduler, log, start, blocks, (step, false), posted)
+}
+
+/// Has blocks compared that this engine computed itself, and that are kept already: the log's from `start` on, in the engine's
+/// blocks named by `blocks`, once every worker said that step `step` is done. PillionSchedulerState counts what came of it. An
+/// engine that has its facts from others (PillionWorkerOptions) may load, but nothing that it saves is kept until blocks of its have passed, unless it is the
+/// first of its namespace: it computes one of the root blocks that `pillion ctl namespaces` shows as `golden`. One whose blocks
+/// differ is served nothing any more. `posted` as of pillion_scheduler_save.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_check(
+    scheduler: Option<&Scheduler>,
+    log: i64,
+    start: u32,
+    blocks: Items<u32>,
+    step: u64,
+    posted: Option<&mut MaybeUninit<bool>>,
+) -> Status {
+    save(scheduler, log, start, blocks, (step, true), posted)
+}
+
+/// Names the tokens of the first block, just saved, of a request that is nothing but tokens: by them other engines can show
+/// that they compute the same. Once in a minute is often enough.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_golden(scheduler: Option<&Scheduler>, tokens: Items<u32>) -> Status {
     call(scheduler, |state| {
-        let blocks = blocks.get("blocks")?.to_vec();
-        let saved = state.session.save(log, start, blocks, step, false);
-        posted.map(|posted| posted.write(saved));
+        state.session.golden(tokens.get("tokens")?);
         Ok(())
     })
 }
@@ -282,14 +310,35 @@ pub extern "C" fn pillion_scheduler_end_step(
     call(scheduler, |State { session, notices, .. }| {
         session.end_step();
         if let Some(out) = state {
+            let stats = session.stats();
+            let counted = |name| stats[name];
             out.write(SchedulerState {
                 generation: session.generation(),
                 saving: session.saving() as u64,
                 connected: session.connected(),
                 notice: notices.next(|| session.take_notices()),
                 namespace_word: session.namespace(),
+                blocks_checked: counted("blocks_checked"),
+                blocks_differing: counted("blocks_differing"),
+                blocks_unproven: counted("blocks_unproven"),
             });
         }
+        Ok(())
+    })
+}
+
+fn save(
+    scheduler: Option<&Scheduler>,
+    log: i64,
+    start: u32,
+    blocks: Items<u32>,
+    (step, checked): (u64, bool),
+    posted: Option<&mut MaybeUninit<bool>>,
+) -> Status {
+    call(scheduler, |state| {
+        let blocks = blocks.get("blocks")?.to_vec();
+        let saved = state.session.save(log, start, blocks, step, checked);
+        posted.map(|posted| posted.write(saved));
         Ok(())
     })
 }

@@ -81,7 +81,8 @@ pub struct WorkerOptions {
     pub expects: Text,
     /// 16 bytes, or none: a digest of a sample of the rank's live weights, equal in every engine that loaded the same.
     /// Engines that state it share with no engine that does not. Instead, an engine that joins others may state the fact
-    /// `weights_live` that `pillion ctl namespaces` tells of them.
+    /// `weights_live` that `pillion ctl namespaces` tells of them. An engine that does, or that has `expects` and no digest, has
+    /// to prove what it computes before it may save: see pillion_scheduler_check.
     pub live_weights: Items<u8>,
     /// Host memory, by descriptors of shared memory (memfd_create(2)) that can be written; at most 64. They stay the
     /// caller's and may be closed after the call.
@@ -287,6 +288,8 @@ impl WorkerOptions {
             Ok((fact.name.get("a fact's name")?.to_owned(), fact.value.get("a fact's value")?.to_owned()))
         };
         let facts = self.facts.get("facts")?;
+        let live_weights = self.live_weights.get16("live_weights")?.map(Digest);
+        let expects = self.expects.get_some("expects")?.map(str::to_owned);
         let worker = handshake::Worker {
             rank: self.rank,
             shard: self.shard,
@@ -295,8 +298,9 @@ impl WorkerOptions {
             regions: self.regions.get("regions")?.iter().map(region).collect(),
             copy: if self.sidecar_copies { Copier::Sidecar } else { Copier::Engine },
             facts: facts.iter().map(fact).collect::<Result<_, _>>()?,
-            expects: self.expects.get_some("expects")?.map(str::to_owned),
-            live_weights: self.live_weights.get16("live_weights")?.map(Digest),
+            proves: live_weights.is_none() && expects.is_some(),
+            expects,
+            live_weights,
             ..handshake::Worker::default()
         };
         if worker.facts.len() != facts.len() {

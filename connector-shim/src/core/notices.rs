@@ -38,6 +38,8 @@ pub(crate) enum Cause {
     Barred,
     /// This engine's own check found that it computes other KV.
     Differs,
+    /// What this engine saves is not kept, since it has not proven what it computes.
+    Unproven,
     /// The sidecar has something to say about this engine.
     Note,
 }

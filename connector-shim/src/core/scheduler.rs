@@ -11,9 +11,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shm_protocol::key::BlockHash;
-use shm_protocol::layout::OPERATIONS;
+use shm_protocol::layout::{GOLDEN_TOKENS, OPERATIONS};
 use shm_protocol::message::Saved;
-use shm_protocol::request::{self, Keys, SchedulerRequest};
+use shm_protocol::request::{self, Golden, Keys, SchedulerRequest};
 
 use self::link::Link;
 pub use self::query::{Asked, PENDING, UNBOUND_WAIT};
@@ -59,7 +59,7 @@ counters! {
     queries_timed_out queries_not_asked queries_without_room appends_without_room
     loads loads_without_lease saves saves_without_room
     blocks_committed blocks_present blocks_cancelled blocks_dropped
-    blocks_checked blocks_differing saves_voided connections_lost
+    blocks_checked blocks_differing blocks_unproven saves_voided connections_lost
 }
 
 /// One scheduler's session. See the module.
@@ -233,6 +233,17 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         Some(())
     }
 
+    /// Names the tokens of a root block that was saved or found kept: an engine that has its facts from others computes them to
+    /// show that it computes the same. False: not told.
+    pub fn golden(&mut self, tokens: &[u32]) -> bool {
+        let Some(link) = &mut self.link else { return false };
+        let count = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
+        let told = (1..=GOLDEN_TOKENS).contains(&tokens.len())
+            && link.post_with_blocks(tokens, |position| SchedulerRequest::Golden(Golden { count, position }));
+        link.flush();
+        told
+    }
+
     /// Gives up every unfinished save of these blocks, and returns how many there were. Visible to the sidecar at the
     /// latest after [`Session::end_step`].
     pub fn overwrite(&mut self, blocks: impl Iterator<Item = u32>) -> usize {
@@ -338,7 +349,10 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         link.reclaim();
         let broken = link.submission.broken().map(ToString::to_string);
         if let Ok(Some(saved)) = reaped {
-            self.notices.say(Cause::Differs, differing(link.namespace(), saved));
+            match saved.differing {
+                0 => self.notices.say(Cause::Unproven, UNPROVEN),
+                _ => self.notices.say(Cause::Differs, differing(link.namespace(), saved)),
+            }
         }
         let Some(text) = reaped.err().or(broken) else { return Ok(()) };
         link.void_saves_below(u64::MAX);
@@ -368,6 +382,11 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         }
     }
 }
+
+/// The notice for an engine whose saves are dropped because it has shown nothing of what it computes.
+const UNPROVEN: &str = "blocks of this engine are not kept: it has the facts of its namespace from others, and has not shown that it \
+    computes what is kept there. It can load. To save, it computes a golden block of the namespace and has it compared: \
+    Engine.prove(compute) in Python, pillion_scheduler_check in C. Where there is no golden block, let vLLM answer a prompt";
 
 /// The notice for the engine's log when its check found that it computes other KV than the sidecar keeps.
 fn differing(namespace: u64, saved: Saved) -> String {

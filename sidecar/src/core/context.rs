@@ -20,6 +20,8 @@ pub(super) struct Context {
     pub(super) now_ms: u64,
     /// The sidecar is to end: nothing new is taken.
     pub(super) draining: bool,
+    /// Blocks of earlier lives may be in the pool that nobody knows of yet.
+    pub(super) opening: bool,
     pub(super) dram: Dram,
     /// What is on its way into it.
     pub(super) arrivals: Arrivals,
@@ -38,9 +40,9 @@ impl Context {
     /// Nothing was told yet of an empty tier.
     pub(super) fn new(dram: Dram) -> Self {
         let arrivals = Arrivals::new(&dram);
-        let (now_ms, draining, namespaces, quotas, stats, actions) = Default::default();
+        let (now_ms, draining, opening, namespaces, quotas, stats, actions) = Default::default();
         let claims_max = CLAIMS_MAX;
-        Self { now_ms, draining, dram, arrivals, namespaces, quotas, claims_max, stats, actions }
+        Self { now_ms, draining, opening, dram, arrivals, namespaces, quotas, claims_max, stats, actions }
     }
 
     /// Frees what was evicted, and has what was assigned anew formatted.

@@ -4,6 +4,7 @@
 
 mod bars;
 mod binding;
+mod proofs;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Index;
@@ -16,6 +17,8 @@ use tiers::dram::{Dram, HolderId, Holdings};
 
 pub use self::bars::Barred;
 use self::bars::Bars;
+use self::proofs::Proofs;
+pub use self::proofs::{Proof, Standing};
 use super::namespaces::{Binding, Form, Space};
 use super::{SessionId, Violation};
 use crate::compare::PageForm;
@@ -26,6 +29,7 @@ pub(super) struct Engines {
     schedulers: BTreeMap<SessionId, Scheduler>,
     workers: BTreeMap<SessionId, Worker>,
     bars: Bars,
+    proofs: Proofs,
 }
 
 /// What one engine holds.
@@ -62,6 +66,10 @@ pub(super) struct Scheduler {
     pub(super) binding: Option<Binding>,
     /// What would be, but is closed to this run; see [`super::transfers`].
     pub(super) barred: Option<Binding>,
+    /// Why what it saves is kept where it is bound; `None`: it is not.
+    pub(super) proof: Option<Proof>,
+    /// Tokens of a root block that it named before it was bound.
+    pub(super) golden: Option<Vec<u32>>,
     /// What the blocks of this run are: the first rank that joins says it, for as long as the run lasts.
     form: Option<Form>,
     /// Digest of its table of cache groups.
@@ -101,6 +109,8 @@ pub(super) struct Worker {
     stated: NamespaceDigest,
     expects: Option<String>,
     groups: Option<[u8; 16]>,
+    /// It has its facts from others, unless it said which weights it holds.
+    proves: bool,
     /// Digest of the weights that it holds, as it said last.
     live: Option<[u8; 16]>,
     /// Number of its last WEIGHTS, and of the scheduler's that this answered.
@@ -146,6 +156,7 @@ impl Worker {
             engine,
             world_size,
             shard_bytes,
+            proves: hello.must_prove(),
             stated: namespace::digest(&hello.facts),
             facts: Arc::new(hello.facts),
             expects: hello.expects,
@@ -258,6 +269,8 @@ impl Engines {
             miss_wait_ms,
             binding: None,
             barred: None,
+            proof: None,
+            golden: None,
             form: None,
             groups,
             weights: 0,

@@ -40,7 +40,7 @@ use self::arrivals::Waiter;
 pub use self::comparison::{Comparison, Found};
 use self::context::Context;
 use self::engines::Engines;
-pub use self::engines::{Barred, EngineState, Holder};
+pub use self::engines::{Barred, EngineState, Holder, Proof, Standing};
 pub use self::event::{Action, Direction, Event, Heard, Piece, Request};
 pub use self::inventory::{Eviction, Kept, Location, Survey};
 use self::namespaces::Binding;
@@ -110,6 +110,16 @@ impl Core {
     pub fn with_claims(mut self, claims_max: usize) -> Self {
         self.base.cx.claims_max = claims_max;
         self
+    }
+
+    /// A pool file may hold blocks of earlier lives, until [`Core::end_opening`].
+    pub fn begin_opening(&mut self) {
+        self.base.cx.opening = true;
+    }
+
+    /// All of the pool is in service.
+    pub fn end_opening(&mut self) {
+        self.base.cx.opening = false;
     }
 
     /// Limits what namespaces may take, before the first block comes.
@@ -222,6 +232,7 @@ impl Core {
     fn bind(&mut self, session: SessionId) {
         if self.base.engines.bind(session, &mut self.base.cx) {
             self.transfers.begin_unbound(session, &mut self.base);
+            self.base.engines.tell_golden(session, &mut self.base.cx.actions);
         }
     }
 
@@ -312,6 +323,7 @@ impl Core {
                 self.bind(session);
             }
             SchedulerRequest::Hint { keys } => queries.hint(session, keys, base)?,
+            SchedulerRequest::Golden(_) => base.engines.name_golden(session, blocks, &mut base.cx.actions),
         }
         Ok(())
     }
@@ -459,6 +471,11 @@ impl Core {
     /// Engines that are connected and that a namespace is closed to.
     pub fn barred(&self) -> Vec<Barred> {
         self.base.engines.barred()
+    }
+
+    /// Engines that are served, each with what it has shown of what it computes.
+    pub fn standings(&self) -> Vec<Standing> {
+        self.base.engines.standings()
     }
 
     /// The largest differences that were within their limits, as parts of those, each by the kind of numbers that it is of.

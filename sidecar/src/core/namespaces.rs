@@ -38,11 +38,20 @@ pub(super) struct Binding {
     pub(super) shards: u32,
 }
 
+/// What is known of a namespace that has an id.
+#[derive(Debug)]
+struct Known {
+    id: u32,
+    /// When it was last asked for, counted in questions.
+    asked: u64,
+    /// Whether any block of it was kept.
+    has_kept: bool,
+}
+
 /// Short ids of the namespaces seen in this epoch.
 #[derive(Debug, Default)]
 pub(super) struct Namespaces {
-    /// The id of each, and when it was last asked for, counted in questions.
-    ids: BTreeMap<Space, (u32, u64)>,
+    ids: BTreeMap<Space, Known>,
     /// Digests of those whose blocks peers are told of, by id. Kept when a namespace is forgotten: its blocks are still there,
     /// and peers are to be told when they go. The first [`NAMESPACES_MAX`] of an epoch.
     shared: BTreeMap<u32, NamespaceDigest>,
@@ -56,17 +65,17 @@ impl Namespaces {
     /// Ids never repeat, so that blocks of a forgotten namespace are found by nobody and go by their age.
     pub(super) fn id(&mut self, space: Space) -> Option<u32> {
         self.asked += 1;
-        if let Some((id, asked)) = self.ids.get_mut(&space) {
-            *asked = self.asked;
-            return Some(*id);
+        if let Some(known) = self.ids.get_mut(&space) {
+            known.asked = self.asked;
+            return Some(known.id);
         }
         if self.ids.len() >= NAMESPACES_MAX {
-            let oldest = self.ids.iter().min_by_key(|(_, (_, asked))| *asked).map(|(space, _)| *space);
+            let oldest = self.ids.iter().min_by_key(|(_, known)| known.asked).map(|(space, _)| *space);
             oldest.map(|space| self.ids.remove(&space));
         }
         let id = self.next;
         self.next = self.next.checked_add(1)?;
-        self.ids.insert(space, (id, self.asked));
+        self.ids.insert(space, Known { id, asked: self.asked, has_kept: false });
         Some(id)
     }
 
@@ -75,7 +84,18 @@ impl Namespaces {
         let known = self.ids.contains_key(&space) || self.ids.len() < NAMESPACES_MAX;
         let id = if known { self.id(space) } else { None };
         id.iter().for_each(|id| self.share(*id, space.digest));
+        self.note_kept(space);
         id
+    }
+
+    /// A block of this namespace is kept.
+    pub(super) fn note_kept(&mut self, space: Space) {
+        self.ids.get_mut(&space).into_iter().for_each(|known| known.has_kept = true);
+    }
+
+    /// Whether any block of this namespace was kept since it has its id.
+    pub(super) fn has_kept(&self, space: Space) -> bool {
+        self.ids.get(&space).is_some_and(|known| known.has_kept)
     }
 
     /// Peers may have blocks of this namespace, and may be told of those that are here.
@@ -92,20 +112,20 @@ impl Namespaces {
 
     /// Every namespace of which a block may be kept, by its id.
     pub(super) fn all(&self) -> BTreeMap<u32, NamespaceDigest> {
-        let known = self.ids.iter().map(|(space, (id, _))| (*id, space.digest));
+        let known = self.ids.iter().map(|(space, known)| (known.id, space.digest));
         self.shared.iter().map(|(id, digest)| (*id, *digest)).chain(known).collect()
     }
 
     /// Ids under which blocks of a namespace may be kept: one for each size of a block, and those of before it was forgotten.
     pub(super) fn ids_of(&self, digest: NamespaceDigest) -> impl Iterator<Item = u32> + '_ {
         let space = |block_bytes| Space { digest, block_bytes };
-        let known = self.ids.range(space(0)..=space(u64::MAX)).map(|(_, (id, _))| *id);
+        let known = self.ids.range(space(0)..=space(u64::MAX)).map(|(_, known)| known.id);
         known.chain(self.shared.iter().filter(move |(_, of)| **of == digest).map(|(id, _)| *id))
     }
 
     /// The id of a namespace that has one.
     pub(super) fn known(&self, space: Space) -> Option<u32> {
-        self.ids.get(&space).map(|(id, _)| *id)
+        self.ids.get(&space).map(|known| known.id)
     }
 
     pub(super) fn forget(&mut self, space: Space) {

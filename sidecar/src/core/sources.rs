@@ -52,6 +52,11 @@ impl Sources {
         self.ssd.is_some() || self.peers.is_some() || dram.stats().unverified_blocks > 0
     }
 
+    /// Whether every block that any engine may find is known of here.
+    pub(super) fn knows_all(&self, cx: &Context) -> bool {
+        self.peers.is_none() && !cx.opening && !self.ssd.as_ref().is_some_and(Ssd::recovers)
+    }
+
     /// Whether peers read blocks of DRAM, or devices write some or are to.
     pub(super) fn busy(&self) -> bool {
         self.peers.as_ref().is_some_and(Peers::granting) || self.ssd.as_ref().is_some_and(Ssd::busy)

@@ -48,6 +48,8 @@ pub struct Stats {
     pub saves_without_room: u64,
     /// Those of them that are larger than a segment of the pool.
     pub saves_too_large: u64,
+    /// Those of them whose engine has not proven what it computes.
+    pub saves_unproven: u64,
     /// Checks that came to a verdict.
     pub checks: u64,
     /// Those of them whose engine computes other KV than is kept.

@@ -4,6 +4,7 @@ mod adoption;
 mod binding;
 pub(super) mod checks;
 mod ledger;
+mod proofs;
 mod quotas;
 
 use std::collections::BTreeMap;

@@ -23,6 +23,7 @@ impl Runtime {
         }
         if !self.pool.reserving() {
             self.opener = None;
+            self.core.end_opening();
             self.report_opened();
         }
         false

@@ -61,7 +61,7 @@ const fn by_rank(breach: Breach) -> Breach {
 /// The villain's scheduler has log 0 with 70 keys in chunks 0 and 1, and block id 5 at position 7.
 const BREACHES: &[Breach] = &[
     breach("kind 0", "kind 0", || vec![[0; 8]]),
-    breach("kind 15", "kind 15", || vec![[15, 0, 0, 0, 0, 0, 0, 0]]),
+    breach("kind 16", "kind 16", || vec![[16, 0, 0, 0, 0, 0, 0, 0]]),
     breach("kind 255", "kind 255", || vec![[u64::MAX; 8]]),
     breach("OPEN of a log there is not", "log 65536", || one(Message { log: LOGS as u32, ..of(Kind::Open) })),
     breach("OPEN of a bundle there is not", "OPEN with bundle 1: this release serves one bundle", || {
@@ -147,6 +147,10 @@ const BREACHES: &[Breach] = &[
     breach("SAVE with a flag of the future", "SAVE with flags 2", || {
         one(Message { op: 9, count: 1, flags: 2, ..of(Kind::Save) })
     }),
+    breach("GOLDEN of no tokens", "GOLDEN with count 0", || one(of(Kind::Golden))),
+    breach("GOLDEN of more tokens than a block has", "GOLDEN with count 4097", || {
+        one(Message { count: 4097, ..of(Kind::Golden) })
+    }),
     breach("WEIGHTS without a number", "WEIGHTS with op 0", || one(of(Kind::Weights))),
     at_odds("WEIGHTS that were said before", "WEIGHTS 7 follows 7", || {
         let weights = Message { op: 7, ..of(Kind::Weights) };
@@ -173,6 +177,7 @@ const BREACHES: &[Breach] = &[
     by_rank(breach("a rank that releases", "may not send RELEASE", || one(of(Kind::Release)))),
     by_rank(breach("a rank that closes", "may not send CLOSE", || one(of(Kind::Close)))),
     by_rank(breach("a rank that hints", "may not send HINT", || one(of(Kind::Hint)))),
+    by_rank(breach("a rank that names tokens", "may not send GOLDEN", || one(of(Kind::Golden)))),
     by_rank(breach("a rank that salts", "may not send SALT", || one(of(Kind::Salt)))),
     by_rank(breach("LOADED without a status", "LOADED with status 0", || one(of(Kind::Loaded)))),
     by_rank(breach("STAGED without a status", "STAGED with status 0", || one(of(Kind::Staged)))),

@@ -54,6 +54,7 @@ pub(crate) const POINTS: &[&str] = &[
     "action Publish",
     "action Resync",
     "action Bind",
+    "action Golden",
     "action Warn",
     "action Close",
     "message OPEN",
@@ -69,6 +70,7 @@ pub(crate) const POINTS: &[&str] = &[
     "message SALT",
     "message HINT",
     "message WEIGHTS",
+    "message GOLDEN",
     "fault engine crash",
     "fault rank dies first",
     "fault engine crash, copy running",
@@ -235,6 +237,7 @@ pub(crate) fn action(action: &Action) -> &'static str {
         Action::Publish(_) => "action Publish",
         Action::Resync { .. } => "action Resync",
         Action::Bind { .. } => "action Bind",
+        Action::Golden { .. } => "action Golden",
         Action::Warn(_) => "action Warn",
         Action::Close { .. } => "action Close",
     }
@@ -255,6 +258,7 @@ pub(crate) fn message(request: &Request) -> &'static str {
             SchedulerRequest::Salt { .. } => "message SALT",
             SchedulerRequest::Hint { .. } => "message HINT",
             SchedulerRequest::Weights { .. } => "message WEIGHTS",
+            SchedulerRequest::Golden(_) => "message GOLDEN",
         },
         Request::Worker(request) => match request {
             WorkerRequest::Join { .. } => "message JOIN",

@@ -159,6 +159,7 @@ impl Model {
             facts: self.facts.clone(),
             expects: None,
             live_weights: Some(Digest(live(0))),
+            proves: false,
             cuda: None,
             staging: None,
         }))

@@ -143,12 +143,13 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
         self.saves.void()
     }
 
-    /// Takes the completions; the last one whose blocks differ from what is kept. An error: the sidecar broke the ring.
+    /// Takes the completions; the last one whose blocks differ from what is kept, or may not be. An error: the sidecar broke the
+    /// ring.
     pub(super) fn reap(&mut self, counters: &mut Counters) -> Result<Option<Saved>, String> {
         if self.completions.ready().map_err(|error| error.to_string())? == 0 {
             return Ok(None);
         }
-        let mut differs = None;
+        let mut wrong = None;
         while let Some(slot) = self.completions.pop() {
             let saved = Saved::decode(&slot);
             if !self.saves.end(saved.op) {
@@ -160,10 +161,11 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
             counters.blocks_dropped += u64::from(saved.dropped);
             counters.blocks_checked += u64::from(saved.checked);
             counters.blocks_differing += u64::from(saved.differing);
-            differs = Some(saved).filter(|saved| saved.differing > 0).or(differs);
+            counters.blocks_unproven += u64::from(saved.unproven);
+            wrong = Some(saved).filter(|saved| saved.differing > 0 || saved.unproven > 0).or(wrong);
         }
         self.completions.release();
-        Ok(differs)
+        Ok(wrong)
     }
 
     pub(super) fn write_keys<E>(

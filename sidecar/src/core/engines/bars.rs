@@ -32,6 +32,8 @@ struct Bar {
     /// The id that the namespace had.
     namespace: u32,
     worst: Option<Difference>,
+    /// Its engine may say that what is kept is wrong: it was allowed to save.
+    votes: bool,
 }
 
 // === impl Bars ===
@@ -53,7 +55,8 @@ impl Engines {
     /// Closes a namespace to an engine for the rest of its run; whether it was served in it.
     pub(crate) fn bar(&mut self, session: SessionId, binding: &Binding, worst: Option<Difference>) -> bool {
         let (space, namespace) = (binding.space(), binding.namespace);
-        let bar = Bar { run: self[session].run, space, namespace, worst };
+        let (run, votes) = (self[session].run, self.may_save(session));
+        let bar = Bar { run, space, namespace, worst, votes };
         if self.bars.0.len() == BARS_MAX {
             self.bars.0.pop_front();
         }
@@ -71,10 +74,10 @@ impl Engines {
         served.map(|(session, _)| *session).collect()
     }
 
-    /// How many runs that are connected a namespace is closed to, under this id.
+    /// How many runs that are connected, and were allowed to save, a namespace is closed to, under this id.
     pub(crate) fn barred_from(&self, namespace: u32) -> usize {
         let connected = |bar: &&Bar| self.schedulers.values().any(|scheduler| scheduler.run == bar.run);
-        self.bars.0.iter().filter(|bar| bar.namespace == namespace).filter(connected).count()
+        self.bars.0.iter().filter(|bar| bar.votes && bar.namespace == namespace).filter(connected).count()
     }
 
     pub(crate) fn barred(&self) -> Vec<Barred> {

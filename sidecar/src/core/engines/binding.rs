@@ -74,8 +74,9 @@ impl Engines {
             cx.namespaces.share(binding.namespace, digest);
         }
         let is_barred = self.is_barred(session, binding.space());
+        let proof = self.proof(session, binding.space(), binding.is_private());
         let scheduler = self.scheduler(session);
-        scheduler.bound = Some(base);
+        (scheduler.bound, scheduler.proof) = (Some(base), proof);
         (scheduler.binding, scheduler.barred) =
             if is_barred { (None, Some(binding)) } else { (Some(binding), None) };
         Some(binding)

@@ -4,15 +4,15 @@ use super::*;
 use crate::compare::{Difference, Number};
 
 /// Engines by number: engine 0 is the harness's own.
-fn scheduler(engine: u64) -> SessionId {
+pub(super) fn scheduler(engine: u64) -> SessionId {
     SCHEDULER + 10 * engine
 }
 
-fn rank(engine: u64) -> SessionId {
+pub(super) fn rank(engine: u64) -> SessionId {
     RANKS[0] + 10 * engine
 }
 
-fn run(engine: u64) -> [u8; 16] {
+pub(super) fn run(engine: u64) -> [u8; 16] {
     if engine == 0 { RUN } else { [engine as u8 + 100; 16] }
 }
 
@@ -23,7 +23,7 @@ pub(crate) fn found(differing: u32) -> Found {
 
 impl Harness {
     /// Lets an engine of one rank begin, whose messages follow.
-    fn begin(&mut self, engine: u64) {
+    pub(super) fn begin(&mut self, engine: u64) {
         self.connect(rank(engine), Hello { engine: format!("e{engine}"), ..rank_hello(1, 0) });
         self.connect_scheduler(engine, scheduler(engine));
         self.report(rank(engine), WorkerRequest::Join { run: run(engine), step: 0 });
@@ -36,7 +36,7 @@ impl Harness {
         self.open(0, 0..2);
     }
 
-    fn connect_scheduler(&mut self, engine: u64, session: SessionId) {
+    pub(super) fn connect_scheduler(&mut self, engine: u64, session: SessionId) {
         let name = if engine == 0 { "e".into() } else { format!("e{engine}") };
         let hello = Hello { engine: name, ..hello(1, Role::Scheduler { run: run(engine) }) };
         self.connect(session, hello);
@@ -51,20 +51,27 @@ impl Harness {
     }
 
     /// The same, and the ring is drained.
-    fn copy_all(&mut self, engine: u64, step: u64) {
+    pub(super) fn copy_all(&mut self, engine: u64, step: u64) {
         self.copy(engine, step);
         self.drained();
     }
 
     /// Ends the comparison asked for since the last look, which is returned.
-    fn compared(&mut self, differing: u32) -> Comparison {
+    pub(super) fn compared(&mut self, differing: u32) -> Comparison {
         let comparison = self.comparison().expect("the keys are kept");
         self.event(Event::Compared { save: comparison.save, found: found(differing) });
         comparison
     }
 
     /// Checks keys `keys` of a log that is open, as an engine that finds so many of them different.
-    fn check(&mut self, engine: u64, log: u32, op: u64, keys: std::ops::Range<u32>, differing: u32) -> Saved {
+    pub(super) fn check(
+        &mut self,
+        engine: u64,
+        log: u32,
+        op: u64,
+        keys: std::ops::Range<u32>,
+        differing: u32,
+    ) -> Saved {
         self.post_save(log, op, keys, true);
         self.copy_all(engine, op);
         self.compared(differing);
@@ -75,7 +82,7 @@ impl Harness {
         self.out.iter().filter_map(taken!(Action::Warn(text) => text.as_str())).collect()
     }
 
-    fn status(&mut self, log: u32, op: u64, count: u32) -> (Status, u32) {
+    pub(super) fn status(&mut self, log: u32, op: u64, count: u32) -> (Status, u32) {
         let outcome = self.query(log, op, 0, count);
         (outcome.status, outcome.value)
     }

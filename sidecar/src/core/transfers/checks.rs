@@ -11,7 +11,8 @@
 //!   over new connections too, and what it saved itself is removed. What others saved stays, so an engine that is wrong, or
 //!   lies, costs itself alone.
 //! - Where more of the connected engines of a namespace are barred from it than served, and at least two are, nobody is
-//!   believed: all are barred, all that is kept is removed, and for runs that come later the namespace begins anew.
+//!   believed: all are barred, all that is kept is removed, and for runs that come later the namespace begins anew. Engines
+//!   that may not save count on neither side.
 //! - Bars are of this life. An engine checks its first hit of every connection, so the next life finds the same.
 //!
 //! A removed block is gone from DRAM and found on no disk of this life. Other pods keep what they have fetched, and disks what
@@ -28,6 +29,7 @@ use tiers::dram::HolderId;
 use super::{Action, Base, Binding, Context, GROUP, OpKey, Queries, SessionId, Transfers, operations};
 use crate::compare::{Difference, Number, millionths};
 use crate::core::comparison::{Comparison, Found};
+use crate::core::engines::Proof;
 
 /// Blocks of one engine that are compared at once: the 64 tokens that a check is allowed to cost, a token each.
 const BLOCKS_MAX: usize = 64;
@@ -168,6 +170,9 @@ impl Transfers {
         if found.differing == 0 {
             let largest = &mut self.checks.largest[found.worst.number as usize];
             *largest = largest.max(found.worst.part());
+            if !base.engines.may_save(save.0) {
+                base.engines.prove(save.0, binding.space(), Proof::Compared);
+            }
         } else {
             base.cx.stats.checks_differing += 1;
             if !base.engines.is_barred(save.0, binding.space()) {
@@ -236,7 +241,8 @@ impl Transfers {
             return;
         }
         let (served, barred) = (base.engines.served_in(space), base.engines.barred_from(binding.namespace));
-        if barred < 2 || barred <= served.len() {
+        let believed = served.iter().filter(|session| base.engines.may_save(**session)).count();
+        if barred < 2 || barred <= believed {
             return;
         }
         for session in &served {

@@ -13,6 +13,7 @@ use super::{
     Action, Base, Binding, Context, CopyOwner, Direction, GROUP, OpKey, Piece, Queries, SessionId, Transfers,
     Violation, operations,
 };
+use crate::core::engines::Proof;
 
 /// A SAVE that was read before every rank had joined: rings are read one after the other, and a rank joins in the step whose
 /// saves its scheduler has posted.
@@ -33,6 +34,8 @@ pub(super) struct Save {
     binding: Binding,
     step: u64,
     checked: bool,
+    /// What of it is not kept may be.
+    commits: bool,
     /// The key before the first one, and all of the save's.
     parent: Option<BlockHash>,
     keys: Vec<BlockHash>,
@@ -126,6 +129,7 @@ impl Transfers {
     fn accept_save(&mut self, key: OpKey, binding: Binding, asked: UnboundSave, base: &mut Base) {
         let UnboundSave { step, parent, checked, blocks: asked } = asked;
         let keys: Vec<BlockHash> = asked.iter().map(|(hash, _)| *hash).collect();
+        let commits = may_save(key.0, &binding, checked, base);
         let mut end = Saved { op: key.1, ..Saved::default() };
         let mut wanted = Vec::new();
         for (index, (hash, block)) in asked.into_iter().enumerate() {
@@ -133,6 +137,7 @@ impl Transfers {
                 // vLLM's null block: it never holds a request's KV.
                 Some(0) => end.dropped += 1,
                 Some(_) if !checked && is_kept(&binding, hash, base) => end.present += 1,
+                Some(_) if !checked && !commits => drop_unproven(&mut end, &mut base.cx),
                 Some(block) => wanted.push(Wanted { index: index as u32, block, hash }),
                 None => end.cancelled += 1,
             }
@@ -141,7 +146,8 @@ impl Transfers {
             base.cx.dram.use_run(binding.namespace, GROUP, &keys);
         }
         let (begun, (blocks, running, void)) = (wanted.is_empty(), Default::default());
-        let save = Save { binding, step, checked, parent, keys, wanted, blocks, begun, running, void, end };
+        let save =
+            Save { binding, step, checked, commits, parent, keys, wanted, blocks, begun, running, void, end };
         self.pending(key.0).wanted += save.wanted.len();
         self.saves.insert(key, save);
         if begun {
@@ -263,6 +269,9 @@ impl Transfers {
             if let Some((kept, slot)) = check {
                 return save.blocks.push(take(slot, Some(kept)));
             }
+        }
+        if !save.commits {
+            return drop_unproven(&mut save.end, &mut base.cx);
         }
         match base.cx.begin_fill(key, &save.binding) {
             Ok(slot) => save.blocks.push(take(slot, None)),
@@ -386,6 +395,7 @@ impl Transfers {
         }
         if !committed.is_empty() {
             self.checks.committed(session, committed.iter().map(|(_, key)| *key));
+            base.cx.namespaces.note_kept(save.binding.space());
         }
         // Head first: where a disk has no room for all of them, that part is worth more.
         for (slot, key) in committed {
@@ -427,6 +437,30 @@ impl Transfers {
             }
         }
     }
+}
+
+/// Whether what an engine saves may be kept. One that has shown nothing is the first of its namespace where nothing is kept that
+/// its blocks could be compared with, here or anywhere; see [`crate::core::engines`].
+fn may_save(session: SessionId, binding: &Binding, checked: bool, base: &mut Base) -> bool {
+    if base.engines.may_save(session) {
+        return true;
+    }
+    let space = binding.space();
+    let is_first = !checked
+        && base.sources.knows_all(&base.cx)
+        && !base.cx.namespaces.has_kept(space)
+        && !base.engines.any_may_save(space);
+    if is_first {
+        base.engines.prove(session, space, Proof::First);
+    }
+    is_first
+}
+
+/// A block is not kept because its engine has not proven what it computes.
+fn drop_unproven(end: &mut Saved, cx: &mut Context) {
+    end.dropped += 1;
+    end.unproven += 1;
+    cx.stats.saves_unproven += 1;
 }
 
 /// Whether a block needs no copy; one that a disk may lack is offered to it again.

@@ -14,9 +14,9 @@ from pillion import engine, identity
 class Decoder:
     """One model, and the blocks of one namespace."""
 
-    def __init__(self, socket, directory, blocks=256, name="transformers", **where):
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        stated = {"dtype": "torch.float32", "config": identity.configuration(self.model.config)}
+    def __init__(self, socket, directory, blocks=256, name="transformers", dtype=torch.float32, **where):
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+        stated = {"dtype": str(dtype), "config": identity.configuration(self.model.config)}
         found = engine.find(socket, weights=directory, **stated, **where)
         [namespace] = [namespace for namespace in found if not namespace.differs]
         self.kv = engine.Engine(socket, name, namespace, blocks, torch)

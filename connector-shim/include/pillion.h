@@ -232,6 +232,90 @@ typedef struct PillionItemsU64 {
 } PillionItemsU64;
 
 /**
+ * Where the elements of K or of V are in a page, in bytes. A stride is 0 where its axis has the length 1.
+ */
+typedef struct PillionPlace {
+  /**
+   * Of the first element, from the begin of the page.
+   */
+  uint64_t offset;
+  /**
+   * From one head to the next.
+   */
+  uint64_t kv_heads;
+  /**
+   * From one kernel block to the next.
+   */
+  uint64_t kernel_blocks;
+  /**
+   * From one token of a kernel block to the next.
+   */
+  uint64_t tokens;
+  /**
+   * From one element of a key or of a value to the next.
+   */
+  uint64_t elements;
+} PillionPlace;
+
+/**
+ * The page of one layer. Token `t` is number `t % kernel_block_tokens` of kernel block `t / kernel_block_tokens`.
+ */
+typedef struct PillionPage {
+  /**
+   * Layers of a block: this one and all others.
+   */
+  uint32_t layers;
+  /**
+   * Tokens of a block.
+   */
+  uint32_t tokens;
+  /**
+   * Tokens of a kernel block; as many as of a block where attention kernels divide none.
+   */
+  uint32_t kernel_block_tokens;
+  /**
+   * Heads of one shard.
+   */
+  uint32_t kv_heads;
+  /**
+   * Elements of a key.
+   */
+  uint32_t keys;
+  /**
+   * Elements of a value.
+   */
+  uint32_t values;
+  /**
+   * Of an element, such as "bfloat16". Valid for ever.
+   */
+  const char *dtype;
+  /**
+   * Length of an element.
+   */
+  uint64_t element_bytes;
+  /**
+   * Where this page begins in its shard of a block.
+   */
+  uint64_t begin;
+  /**
+   * Length of this page.
+   */
+  uint64_t bytes;
+  /**
+   * Length of a shard of a block: the pages of all layers.
+   */
+  uint64_t shard_bytes;
+  /**
+   * Where K is.
+   */
+  struct PillionPlace k;
+  /**
+   * Where V is.
+   */
+  struct PillionPlace v;
+} PillionPage;
+
+/**
  * 16 random bytes that name one run of an engine; see `getrandom(2)`.
  */
 typedef struct PillionRun {
@@ -573,6 +657,14 @@ enum PillionStatus pillion_keys_append64(const struct PillionKeys *keys,
                                          struct PillionItemsU64 tokens,
                                          struct PillionItemsExtraKey extra,
                                          struct PillionItemsHash *hashes);
+
+/**
+ * Where K and V are in the page of a layer, counted from 0, by the fact `page_form`, word for word. Pages that no strides
+ * describe (any `packing` but "none") are PILLION_STATUS_ARGUMENT, and the text says so; so is a layer that is none.
+ */
+enum PillionStatus pillion_page_form(PillionText page_form,
+                                     uint32_t layer,
+                                     struct PillionPage *page);
 
 /**
  * Connects to the sidecar, or leaves that to the background while none is there. Until every worker is connected too,

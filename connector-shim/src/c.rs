@@ -6,6 +6,7 @@
 mod error;
 mod handle;
 mod keys;
+mod page;
 mod raw;
 mod scheduler;
 mod worker;

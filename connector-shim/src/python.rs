@@ -462,5 +462,7 @@ fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(plan_op, module)?)?;
     module.add_function(wrap_pyfunction!(plan_blocks, module)?)?;
     module.add_function(wrap_pyfunction!(facts::weight_files, module)?)?;
-    module.add_function(wrap_pyfunction!(facts::differences, module)?)
+    module.add_function(wrap_pyfunction!(facts::differences, module)?)?;
+    module.add_function(wrap_pyfunction!(facts::page_form, module)?)?;
+    module.add("ITEM_BYTES", facts::item_bytes())
 }

@@ -9,6 +9,7 @@ from os import PathLike
 from typing import final
 
 __all__ = [
+    "ITEM_BYTES",
     "Chain",
     "SchedulerSession",
     "ShimError",
@@ -16,10 +17,14 @@ __all__ = [
     "derive_keys",
     "differences",
     "none_hash",
+    "page_form",
     "plan_blocks",
     "plan_op",
     "weight_files",
 ]
+
+# Of an element of each type that a page can have.
+ITEM_BYTES: dict[str, int]
 
 class ShimError(Exception):
     """A wrong call, or a sidecar that refuses; the text names the remedy."""
@@ -220,3 +225,8 @@ def weight_files(directory: str | PathLike[str]) -> str | None:
 
 def differences(ours: dict[str, str], theirs: dict[str, str]) -> list[tuple[str, str | None, str | None, str]]:
     """Facts that differ, the most telling first: name, ours, theirs, and what makes them agree."""
+
+def page_form(text: str) -> list[tuple[tuple[int, int, int, int, int, int], str, tuple[int, list[int]], tuple[int, list[int]]]]:
+    """What the fact `page_form` says of each run of like layers: layers, tokens, kernel block, heads, keys and values; dtype;
+    of K and of V in elements the offset, and the strides of heads, kernel blocks, tokens and content, 0 for an axis of length
+    1."""

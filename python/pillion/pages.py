@@ -1,34 +1,23 @@
 """K and V of a block by strides: the fact `page_form` read, and blocks read and written by it. For engines other than vLLM.
 
 shm-protocol/PROTOCOL.md, section 1, defines the text. Memory is an array of bytes, one row for each block, of numpy or of
-torch; K and V are arrays of the same library. Neither is imported here, and vLLM is not either.
+torch; K and V are arrays of the same library. Neither is imported here, and vLLM is not either. The text is read in Rust.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from math import prod
 from typing import Any
 
+from pillion import _shim
+from pillion._shim import ITEM_BYTES
+
 # The axes of K and V in a page. One of length 1 does not show in the text.
 AXES = ("kv_heads", "kernel_blocks", "tokens")
-SIZES = ("layers", "tokens", "kv_heads", "keys", "values")
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "uint8": 1,
-    "int8": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
-# Of one text: more layers than any model has, so that no text of a peer makes a large list.
-LAYERS_MAX = 4096
-TERM = re.compile(r"(?P<axis>[a-z_]+)(\*(?P<stride>[1-9][0-9]*))?|(?P<offset>[1-9][0-9]*)")
 
 
 class FormError(ValueError):
@@ -46,20 +35,6 @@ class Place:
         axes = sorted(self.strides.items(), key=lambda item: -item[1])
         terms = [f"{axis}*{stride}" if stride > 1 else axis for axis, stride in axes]
         return "+".join([str(self.offset)] * (self.offset > 0) + terms) or "0"
-
-    @classmethod
-    def parse(cls, text: str) -> Place:
-        """Reads what `str` writes."""
-        offset, strides = 0, {}
-        for term in text.split("+") if text != "0" else ():
-            found = TERM.fullmatch(term)
-            if found is None or found["axis"] in strides:
-                raise FormError(f"page_form has {text!r} where terms such as 64+kv_heads*512+tokens*8+keys are due")
-            if found["axis"]:
-                strides[found["axis"]] = int(found["stride"] or 1)
-            else:
-                offset += int(found["offset"])
-        return cls(offset, strides)
 
 
 @dataclass(frozen=True)
@@ -100,36 +75,16 @@ class Page:
 
 def parse(form: str) -> list[Page]:
     """The pages of one shard of a block, layer after layer; raises `FormError`."""
-    pages = [_page(part) for part in form.split("; ")]
-    if sum(page.layers for page in pages) > LAYERS_MAX:
-        raise FormError(f"page_form has more than {LAYERS_MAX} layers")
-    return pages
-
-
-def _page(text: str) -> Page:
-    words = dict(word.split("=", 1) for word in text.split() if "=" in word)
-    packing = words.get("packing")
-    if packing != "none" or "k" not in words:
-        raise FormError(
-            f"pages with packing={packing} are arranged by a rule that no strides describe, so only engines of the same kind "
-            f"can read them: run the other engine where it keeps plain pages, or convert them in it ({text})"
-        )
     try:
-        layers, tokens, kv_heads, keys, values = (int(words[name]) for name in SIZES)
-        kernel_block, dtype = int(words.get("kernel_block", tokens)), words["dtype"]
-        k, v = Place.parse(words["k"]), Place.parse(words["v"])
-    except (KeyError, ValueError) as error:
-        raise FormError(f"page_form {text!r} cannot be read ({error}): take it from pillion ctl namespaces") from error
-    if dtype not in ITEM_BYTES or min(layers, tokens, kernel_block, kv_heads, keys, values) < 1 or tokens % kernel_block:
-        raise FormError(f"page_form {text!r} is no page: take it from pillion ctl namespaces")
-    page = Page(layers, tokens, kernel_block, kv_heads, keys, values, dtype, k, v)
-    for place, content in ((k, "keys"), (v, "values")):
-        lengths = page.shape(content)
-        last = place.offset + sum(stride * (lengths.get(axis, 0) - 1) for axis, stride in place.strides.items())
-        wanted = {axis for axis, length in lengths.items() if length > 1}
-        if set(place.strides) != wanted or (last + 1) * ITEM_BYTES[dtype] > page.bytes:
-            raise FormError(f"page_form {text!r}: {content} do not lie in the page: take it from pillion ctl namespaces")
-    return page
+        read = _shim.page_form(form)
+    except _shim.ShimError as error:
+        raise FormError(str(error)) from None
+    return [Page(*sizes, dtype, _place(k, "keys"), _place(v, "values")) for sizes, dtype, k, v in read]
+
+
+def _place(read: tuple[int, list[int]], content: str) -> Place:
+    offset, strides = read
+    return Place(offset, {axis: stride for axis, stride in zip((*AXES, content), strides, strict=True) if stride})
 
 
 def block_bytes(form: str, shards: int = 1) -> int:
@@ -185,10 +140,21 @@ def write(memory: Any, form: str, ids: Sequence[int], k: Any, v: Any, shards: in
 def _gathered(view: Any, ids: Sequence[int]) -> Any:
     _, layers, *heads, kernel_blocks, tokens, dim = view.shape
     shape = (layers, *heads, len(ids), kernel_blocks, tokens, dim)
-    found = view.new_empty(shape) if hasattr(view, "new_empty") else _numpy().empty(shape, view.dtype)
+    found = _empty(view, shape)
     for at, blocks in _runs(ids):
         _blocks_first(found[:, :, :, at])[:] = view[blocks]
     return found.reshape(layers, prod(heads), len(ids) * kernel_blocks * tokens, dim)
+
+
+def _empty(like: Any, shape: tuple[int, ...]) -> Any:
+    """An array of its library and type. numpy asks for large pages of memory and torch does not, so its are faster to fill."""
+    if not hasattr(like, "new_empty"):
+        return _numpy().empty(shape, like.dtype)
+    if not like.is_cpu or find_spec("numpy") is None:
+        return like.new_empty(shape)
+    import torch
+
+    return torch.from_numpy(_numpy().empty(prod(shape) * like.element_size(), "uint8")).view(like.dtype).view(shape)
 
 
 def _blocks_first(parts: Any) -> Any:

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
+from pillion import pages
 from testkit import asking, engine, pool_file, prompts, sidecar
 
 # The library is built once.
@@ -56,8 +58,17 @@ class ForeignEngine:
 
     def attempt(self, *arguments: object, text: str = "") -> subprocess.CompletedProcess[str]:
         """A run that may fail."""
-        command = [str(part) for part in (self._binary, *arguments)]
-        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=WATCHDOG_S, check=False)
+        return subprocess.run(
+            self._command(*arguments), input=text, capture_output=True, text=True, timeout=WATCHDOG_S, check=False
+        )
+
+    def gathered(self, form: str, shards: int, blocks: bytes) -> bytes:
+        """K and V of blocks as it reads them."""
+        command = self._command("gather", form, shards)
+        return subprocess.run(command, input=blocks, stdout=subprocess.PIPE, timeout=WATCHDOG_S, check=True).stdout
+
+    def _command(self, *arguments: object) -> list[str]:
+        return [str(part) for part in (self._binary, *arguments)]
 
 
 @pytest.fixture(scope="session")
@@ -93,6 +104,44 @@ def test_keys_are_vllms(foreign: ForeignEngine) -> None:
         assert printed == [block["hash"].ljust(64, "0") for _, block in blocks], (case["algo"], case["name"])
         passed += 1
     assert passed == 130
+
+
+PAGE = "tokens=8 kv_heads=2 keys=6 values=6"
+FORMS = {
+    "keys, then values": f"layers=3 {PAGE} dtype=float32 k=kv_heads*96+keys*8+tokens "
+    "v=48+kv_heads*96+tokens*6+values packing=none",
+    "heads inside": f"layers=2 {PAGE} dtype=int8 k=tokens*24+kv_heads*12+keys v=6+tokens*24+kv_heads*12+values packing=none",
+    "kernel blocks": f"layers=1 {PAGE} kernel_block=4 dtype=float16 k=kernel_blocks*96+kv_heads*48+tokens*12+keys "
+    "v=6+kernel_blocks*96+kv_heads*48+tokens*12+values packing=none",
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_pages_are_read_as_in_python(foreign: ForeignEngine, form: str) -> None:
+    """Random blocks of two shards."""
+    blocks = numpy.random.default_rng(7).integers(256, size=(5, pages.block_bytes(form, 2)), dtype=numpy.uint8)
+    right = pages.read(blocks, form, range(5), shards=2)
+    assert foreign.gathered(form, 2, blocks.tobytes()) == b"".join(part.tobytes() for part in right)
+
+
+def test_layers_of_two_forms_follow_each_other(foreign: ForeignEngine) -> None:
+    """The same page behind another layer, whose K and V have changed places."""
+    first, second = (FORMS["keys, then values"].replace("layers=3", "layers=1") for _ in range(2))
+    second = second.replace("k=", "k=48+").replace("v=48+", "v=")
+    blocks = numpy.random.default_rng(8).integers(256, size=(2, pages.block_bytes(f"{first}; {second}")), dtype=numpy.uint8)
+    size = pages.block_bytes(first)
+    one, other = (
+        pages.read(part.copy(), form, [0, 1]) for part, form in ((blocks[:, :size], first), (blocks[:, size:], second))
+    )
+    right = b"".join(part[which].tobytes() for which in (0, 1) for part in (one, other))
+    assert foreign.gathered(f"{first}; {second}", 1, blocks.tobytes()) == right
+
+
+def test_pages_that_no_strides_describe_are_refused_by_the_name_of_the_fact(foreign: ForeignEngine) -> None:
+    """With what to do about it."""
+    amx = f"layers=3 {PAGE} dtype=bfloat16 kernel_block=8 order=kv_heads,tokens,content packing=amx"
+    refused = foreign.attempt("gather", amx, 1)
+    assert refused.returncode == 1 and "page_form: pages with packing=amx" in refused.stderr
 
 
 @dataclasses.dataclass

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from testkit import engine, gguf_file, model, sidecar
-from testkit.decoding import EQUAL_MAX, HITS, KEPT, PROMPTS, TOKENS, Answers, ask, assert_alike, decoded
+from testkit import decoding, engine, gguf_file, model, sidecar
+from testkit.decoding import EQUAL_MAX, HITS, PROMPTS, TOKENS, Prefilled, ask, assert_alike, decoded
 
 # What vLLM prefills is prefilled once.
 pytestmark = pytest.mark.xdist_group("llama.cpp")
@@ -19,29 +19,14 @@ DIFFERENCE_MAX = 5e-3
 SPOILS = ["zeroed", "last block"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Prefilled:
-    """A sidecar with vLLM's KV of prompts and answers, and what vLLM answered."""
-
-    keeper: sidecar.Sidecar
-    options: engine.Options
-    right: Answers
-
-
 @pytest.fixture(scope="module")
 def prefilled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefilled]:
     """The weights in both engines' files."""
     directory = tmp_path_factory.mktemp("prefilled")
     weights = model.write(directory / "model")
     gguf_file.write(weights)
-    with sidecar.serving(directory) as keeper:
-        arguments = {"max_logprobs": model.TINY.vocab}
-        options = engine.Options(model=weights, socket=keeper.socket, dtype="float32", arguments=arguments)
-        with engine.running(options, directory / "engine.log") as running:
-            right = ask(running, PROMPTS)
-            keeper.wait_metric("pillion_blocks", KEPT)
-            running.exit()
-        yield Prefilled(keeper, options, right)
+    with decoding.prefilled(directory, weights, dtype="float32") as known:
+        yield known
 
 
 def test_llama_cpp_decodes_what_vllm_prefilled(prefilled: Prefilled) -> None:

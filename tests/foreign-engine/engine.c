@@ -10,6 +10,9 @@
  *     then, with `short` its own blocks have that layer alone, whatever FACTS say, a file of name=value lines, which must
  *     make NAMESPACE; `none` is no fault. Prints their hashes first. `engine` or `sidecar` writes loaded blocks into the
  *     engine's memory. The first block of GOLDEN (numbers, too) is compared with what TO keeps, before anything is saved.
+ *   engine gather PAGE_FORM SHARDS < BLOCKS > KV
+ *     reads blocks as the cache keeps them, whose pages all have the same sizes, and writes K and then V: [layers, shards and
+ *     their heads, blocks and their tokens, dim].
  */
 #define _GNU_SOURCE
 #include "pillion.h"
@@ -378,10 +381,40 @@ static void print_keys(char **arguments) {
     pillion_keys_free(keys);
 }
 
+/* K or V of one layer and head of a shard: `page` is that of the first block. */
+static void gather_head(const PillionPage *page, bool values, uint32_t head, const uint8_t *bytes, size_t blocks, size_t stride) {
+    const PillionPlace *place = values ? &page->v : &page->k;
+    uint32_t dim = values ? page->values : page->keys, part = page->kernel_block_tokens;
+    for (size_t block = 0; block < blocks; block++)
+        for (uint32_t token = 0; token < page->tokens; token++)
+            for (uint32_t at = 0; at < dim; at++)
+                fwrite(bytes + block * stride + page->begin + place->offset + head * place->kv_heads +
+                           token / part * place->kernel_blocks + token % part * place->tokens + at * place->elements,
+                       page->element_bytes, 1, stdout);
+}
+
+static void gather(const char *form, uint32_t shards) {
+    PillionPage page;
+    check(pillion_page_form(form, 0, &page), "pages");
+    size_t stride = shards * page.shard_bytes, blocks = 0;
+    uint8_t *bytes = malloc(stride);
+    while (bytes && fread(bytes + blocks * stride, stride, 1, stdin) == 1) bytes = realloc(bytes, (++blocks + 1) * stride);
+    if (!bytes) die("blocks", "no memory");
+    for (int values = 0; values < 2; values++)
+        for (uint32_t layer = 0, layers = page.layers; layer < layers; layer++) {
+            check(pillion_page_form(form, layer, &page), "pages");
+            for (uint32_t shard = 0; shard < shards; shard++)
+                for (uint32_t head = 0; head < page.kv_heads; head++)
+                    gather_head(&page, values, head, bytes + shard * page.shard_bytes, blocks, stride);
+        }
+    free(bytes);
+}
+
 int main(int count, char **arguments) {
     bool proves = count == 11;
     if (count == 6 && !strcmp(arguments[1], "keys")) print_keys(arguments + 2);
     else if ((count == 10 || proves) && !strcmp(arguments[1], "carry")) carry(arguments + 2, proves ? arguments[10] : NULL);
+    else if (count == 4 && !strcmp(arguments[1], "gather")) gather(arguments[2], number(arguments[3]));
     else die("usage", "see the head of engine.c");
     return 0;
 }

@@ -2,7 +2,8 @@
 
 Asked: example, the decoder's module; socket and model; control, the socket of `pillion ctl` where the namespace is known;
 prompts; answers, another engine's `tokens` and `logprobs` (all tokens' for each), to compare with; spoils, ways to read
-wrongly what was loaded, each of which is a run after the right one; saves, whether the runs keep what they compute.
+wrongly what was loaded, each of which is a run after the right one, and `cold`, which loads nothing; saves, whether the runs
+keep what they compute. With transformers also dtype, and forced: whether each token is computed behind those of the answer.
 """
 
 from __future__ import annotations
@@ -23,28 +24,48 @@ class Decoder:
 
     def __init__(self, asked: dict[str, Any]) -> None:
         example = importlib.import_module(asked["example"])
-        self._decoder = example.Decoder(asked["socket"], asked["model"], control=asked["control"])
+        more = {"dtype": getattr(torch, asked["dtype"])} if "dtype" in asked else {}
+        self._decoder = example.Decoder(asked["socket"], asked["model"], control=asked["control"], **more)
         self._kv = self._decoder.kv
         self._load, self._read = self._kv.load, self._kv.read
         self._kv.load, self._kv.read = self._loaded, self._spoiled
         if not asked["saves"]:
             self._decoder.save = lambda *given: self._kv.free(given[-1])
+        self._forced = asked.get("forced", False)
+        if self._forced:
+            self._forward = self._decoder.model.forward
+            self._decoder.model.forward = self._forcing
 
     def run(self, how: str, prompts: list[list[int]], answers: list[dict[str, Any]]) -> dict[str, Any]:
-        """Answers every prompt: how many tokens are the other engine's, and how far the probabilities are from its own."""
+        """Answers every prompt: how many tokens are the other engine's, how many are among those of the largest logit in both,
+        and how far the probabilities are from its own."""
         self._how, self._blocks = how, 0
         self._seconds: list[list[float]] = []
-        equal, difference = 0, 0.0
+        equal, alike, difference = 0, 0, 0.0
         for prompt, answer in zip(prompts, answers, strict=True):
+            self._due, self._rows = iter(answer["tokens"]), list[Any]()
             tokens, rows = self._decoder.generate(prompt, len(answer["tokens"]))
+            if self._forced:
+                rows = self._rows
+                tokens = [int(row.argmax()) for row in rows]
             equal += sum(one == other for one, other in zip(tokens, answer["tokens"], strict=True))
-            found = torch.log_softmax(torch.stack([torch.as_tensor(row) for row in rows]), -1)
-            difference = max(difference, float((found - torch.tensor(answer["logprobs"])).abs().max()))
-        return {"equal": equal, "difference": difference, "blocks": self._blocks, "seconds": self._seconds}
+            found = torch.log_softmax(torch.stack([torch.as_tensor(row).float() for row in rows]), -1)
+            own = torch.tensor(answer["logprobs"])
+            largest = [logits == logits.max(-1, keepdim=True).values for logits in (found, own)]
+            alike += int((largest[0] & largest[1]).any(-1).sum())
+            difference = max(difference, float((found - own).abs().max()))
+        return {"equal": equal, "alike": alike, "difference": difference, "blocks": self._blocks, "seconds": self._seconds}
+
+    def _forcing(self, *given: Any, **more: Any) -> Any:
+        """What the model computes, with logits by which the answer's next token is chosen."""
+        found = self._forward(*given, **more)
+        self._rows.append(found.logits[0, -1].clone())
+        found.logits[0, -1, next(self._due)] = torch.inf
+        return found
 
     def _loaded(self, tokens: list[int]) -> list[int]:
         began = time.perf_counter()
-        ids: list[int] = self._load(tokens)
+        ids: list[int] = [] if self._how == "cold" else self._load(tokens)
         self._blocks += len(ids)
         self._seconds.append([len(ids), time.perf_counter() - began])
         return ids
@@ -55,6 +76,9 @@ class Decoder:
         self._seconds[-1].append(time.perf_counter() - began)
         if self._how == "zeroed":
             return k * 0, v * 0
+        if self._how == "last shard":
+            k[:, k.shape[1] // self._kv.namespace.shards :] *= 0
+            v[:, v.shape[1] // self._kv.namespace.shards :] *= 0
         if self._how == "last block":
             k[:, :, -self._kv.namespace.tokens :] *= -1
         if self._how == "order":

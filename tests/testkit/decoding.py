@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,28 @@ EQUAL_MAX = 60
 WATCHDOG_S = 300
 
 Answers = list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefilled:
+    """A sidecar with vLLM's KV of prompts and answers, how that vLLM was started, and what it answered."""
+
+    keeper: sidecar.Sidecar
+    options: engine.Options
+    right: Answers
+
+
+@contextlib.contextmanager
+def prefilled(directory: Path, weights: Path, **changed: Any) -> Iterator[Prefilled]:
+    """vLLM, started with changed options, has kept all blocks and is gone."""
+    with sidecar.serving(directory) as keeper:
+        arguments = {"max_logprobs": model.TINY.vocab}
+        options = engine.Options(model=weights, socket=keeper.socket, arguments=arguments, **changed)
+        with engine.running(options, directory / "engine.log") as running:
+            right = ask(running, PROMPTS)
+            keeper.wait_metric("pillion_blocks", KEPT)
+            running.exit()
+        yield Prefilled(keeper, options, right)
 
 
 def decoded(

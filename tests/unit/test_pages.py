@@ -109,8 +109,7 @@ def test_tokens_behind_the_last_block_are_left_out_and_too_few_are_refused() -> 
 
 def test_a_form_survives_the_way() -> None:
     place = Place(64, {"kv_heads": 512, "tokens": 8, "keys": 1})
-    assert str(place) == "64+kv_heads*512+tokens*8+keys" and Place.parse(str(place)) == place
-    assert str(Place(0, {})) == "0" and Place.parse("0") == Place(0, {})
+    assert str(place) == "64+kv_heads*512+tokens*8+keys" and str(Place(0, {})) == "0"
     page = Page(
         2,
         8,

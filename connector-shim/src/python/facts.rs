@@ -5,6 +5,9 @@ use std::path::PathBuf;
 
 use pyo3::prelude::*;
 use shm_protocol::namespace;
+use shm_protocol::page_form::{DTYPES, Page, Place, parse};
+
+use super::ShimError;
 
 /// The digest of a directory's weight files, if it has any.
 #[pyfunction]
@@ -24,4 +27,23 @@ pub(super) fn differences(
         .into_iter()
         .map(|found| (found.name.to_owned(), owned(found.ours), owned(found.theirs), found.remedy))
         .collect()
+}
+
+/// Sizes, dtype, and where K and V are, of each run of like layers.
+type Sizes = (u32, u32, u32, u32, u32, u32);
+type Pages = Vec<(Sizes, &'static str, (u64, [u64; 4]), (u64, [u64; 4]))>;
+
+/// The pages that a `page_form` describes.
+#[pyfunction]
+pub(super) fn page_form(text: &str) -> PyResult<Pages> {
+    let place = |place: &Place| (place.offset, place.strides);
+    let pages = parse(text).map_err(|error| ShimError::new_err(error.to_string()))?;
+    let sizes =
+        |page: &Page| (page.layers, page.tokens, page.kernel_block, page.kv_heads, page.keys, page.values);
+    Ok(pages.iter().map(|page| (sizes(page), page.dtype.text(), place(&page.k), place(&page.v))).collect())
+}
+
+/// Bytes of an element of each type that a page can have.
+pub(super) fn item_bytes() -> BTreeMap<&'static str, u64> {
+    DTYPES.iter().map(|dtype| (dtype.text(), dtype.bytes)).collect()
 }

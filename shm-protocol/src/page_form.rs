@@ -1,0 +1,314 @@
+//! The fact `page_form`: where each element of K and V is in a page, by strides. `PROTOCOL.md`, section 1, defines the text.
+
+use std::collections::BTreeMap;
+use std::ffi::CStr;
+use std::str::FromStr;
+
+use thiserror::Error;
+
+/// Of one text: more layers than any model has, so that a reader may list them.
+const LAYERS_MAX: u32 = 4096;
+/// Of one layer's page: what the handshake allows all regions of a block.
+const PAGE_BYTES_MAX: u64 = 1 << 40;
+/// The axes of K and V but the last one, `keys` or `values`.
+const AXES: [&str; 3] = ["kv_heads", "kernel_blocks", "tokens"];
+
+/// The type of an element.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Dtype {
+    /// As `page_form` and torch have it.
+    pub name: &'static CStr,
+    /// Of one element.
+    pub bytes: u64,
+}
+
+/// Every type that a plain page can have.
+pub const DTYPES: [Dtype; 8] = [
+    Dtype { name: c"float64", bytes: 8 },
+    Dtype { name: c"float32", bytes: 4 },
+    Dtype { name: c"float16", bytes: 2 },
+    Dtype { name: c"bfloat16", bytes: 2 },
+    Dtype { name: c"uint8", bytes: 1 },
+    Dtype { name: c"int8", bytes: 1 },
+    Dtype { name: c"float8_e4m3fn", bytes: 1 },
+    Dtype { name: c"float8_e5m2", bytes: 1 },
+];
+
+/// Why a text is no description of plain pages.
+#[derive(Debug, Error, Eq, PartialEq)]
+pub enum PageFormError {
+    /// Pages that no strides describe.
+    #[error(
+        "page_form: pages with packing={packing} are arranged by a rule that no strides describe, so only engines of the \
+         same kind can read them: run the other engine where it keeps plain pages, or convert them in it ({text})"
+    )]
+    Packing {
+        /// The rule.
+        packing: String,
+        /// What was read.
+        text: String,
+    },
+    /// A text that no engine states.
+    #[error("page_form: {why}: take it from `pillion ctl namespaces` ({text})")]
+    Unreadable {
+        /// What is wrong with it.
+        why: String,
+        /// What was read.
+        text: String,
+    },
+}
+
+/// Where the elements of K or of V are in a page, counted in elements.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub struct Place {
+    /// The first element.
+    pub offset: u64,
+    /// From one element of an axis to the next, in the order of [`Page::lengths`]; 0 for an axis of length 1.
+    pub strides: [u64; 4],
+}
+
+/// The inside of one layer's page, for so many consecutive layers.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Page {
+    /// Layers of this form.
+    pub layers: u32,
+    /// Tokens of a page.
+    pub tokens: u32,
+    /// Tokens of the smaller blocks that attention kernels divide a page into; a divisor of `tokens`.
+    pub kernel_block: u32,
+    /// Heads of one shard.
+    pub kv_heads: u32,
+    /// Elements of a key.
+    pub keys: u32,
+    /// Elements of a value.
+    pub values: u32,
+    /// Of an element.
+    pub dtype: Dtype,
+    /// Where K is.
+    pub k: Place,
+    /// Where V is.
+    pub v: Place,
+}
+
+/// The pages of one shard of a block, layer after layer.
+pub fn parse(text: &str) -> Result<Vec<Page>, PageFormError> {
+    let pages = text.split("; ").map(Page::parse).collect::<Result<Vec<_>, _>>()?;
+    if pages.iter().map(|page| u64::from(page.layers)).sum::<u64>() > LAYERS_MAX.into() {
+        return Err(unreadable(text, format!("more than {LAYERS_MAX} layers")));
+    }
+    Ok(pages)
+}
+
+fn unreadable(text: &str, why: impl Into<String>) -> PageFormError {
+    PageFormError::Unreadable { why: why.into(), text: text.to_owned() }
+}
+
+/// A number without sign and leading zeros, above 0.
+fn number<T: FromStr>(text: &str) -> Option<T> {
+    text.starts_with(|first| matches!(first, '1'..='9')).then(|| text.parse().ok())?
+}
+
+// === impl Dtype ===
+
+impl Dtype {
+    /// Its name as text.
+    pub fn text(self) -> &'static str {
+        self.name.to_str().expect("ASCII")
+    }
+}
+
+// === impl Place ===
+
+impl Place {
+    /// Terms joined by `+`: an offset, and axes with their strides.
+    fn parse(text: &str, content: &str) -> Option<Self> {
+        let mut place = Self::default();
+        for term in text.split('+').filter(|_| text != "0") {
+            let (axis, stride) = term.split_once('*').unwrap_or((term, "1"));
+            let slot = match AXES.iter().chain([&content]).position(|name| *name == axis) {
+                Some(at) => &mut place.strides[at],
+                None => &mut place.offset,
+            };
+            let found = number(if AXES.contains(&axis) || axis == content { stride } else { term })?;
+            if std::mem::replace(slot, found) != 0 {
+                return None;
+            }
+        }
+        Some(place)
+    }
+
+    /// Whether every axis longer than 1 has a stride, no other one has, and all elements lie below `end`.
+    fn fits(&self, lengths: [u32; 4], end: u64) -> bool {
+        let mut last = Some(self.offset);
+        for (stride, length) in self.strides.into_iter().zip(lengths) {
+            if (stride > 0) != (length > 1) {
+                return false;
+            }
+            last = last
+                .zip(stride.checked_mul(u64::from(length) - 1))
+                .and_then(|(at, more)| at.checked_add(more));
+        }
+        last.is_some_and(|last| last < end)
+    }
+}
+
+// === impl Page ===
+
+impl Page {
+    fn parse(text: &str) -> Result<Self, PageFormError> {
+        let mut words = BTreeMap::new();
+        for word in text.split(' ') {
+            let (name, value) =
+                word.split_once('=').ok_or_else(|| unreadable(text, format!("the word {word:?}")))?;
+            if words.insert(name, value).is_some() {
+                return Err(unreadable(text, format!("{name} twice")));
+            }
+        }
+        let packing = words.remove("packing").unwrap_or("unknown");
+        if packing != "none" || !words.contains_key("k") {
+            return Err(PageFormError::Packing { packing: packing.to_owned(), text: text.to_owned() });
+        }
+        let optional = |words: &mut BTreeMap<_, &str>, name| {
+            let wrong = |value| unreadable(text, format!("{name}={value} is no number from 1 on"));
+            words.remove(name).map(|value| number::<u32>(value).ok_or_else(|| wrong(value))).transpose()
+        };
+        let mut size =
+            |name| optional(&mut words, name)?.ok_or_else(|| unreadable(text, format!("no {name}")));
+        let [layers, tokens] = [size("layers")?, size("tokens")?];
+        let [kv_heads, keys, values] = [size("kv_heads")?, size("keys")?, size("values")?];
+        let kernel_block = optional(&mut words, "kernel_block")?.unwrap_or(tokens);
+        let mut word = |name| words.remove(name).ok_or_else(|| unreadable(text, format!("no {name}")));
+        let name = word("dtype")?;
+        let dtype = DTYPES.into_iter().find(|dtype| dtype.text() == name);
+        let dtype = dtype.ok_or_else(|| unreadable(text, format!("dtype={name} is not known here")))?;
+        let mut place = |name, content| {
+            let text_of = word(name)?;
+            let wrong = || {
+                unreadable(
+                    text,
+                    format!("{name}={text_of} is no sum such as 64+kv_heads*512+tokens*8+{content}"),
+                )
+            };
+            Place::parse(text_of, content).ok_or_else(wrong)
+        };
+        let (k, v) = (place("k", "keys")?, place("v", "values")?);
+        if let Some(name) = words.keys().next() {
+            return Err(unreadable(text, format!("{name} is not known here")));
+        }
+        let page = Self { layers, tokens, kernel_block, kv_heads, keys, values, dtype, k, v };
+        let content = u64::from(keys) + u64::from(values);
+        let elements = (u64::from(tokens) * u64::from(kv_heads)).checked_mul(content);
+        let end =
+            elements.filter(|end| end.checked_mul(dtype.bytes).is_some_and(|bytes| bytes < PAGE_BYTES_MAX));
+        let end = end.ok_or_else(|| unreadable(text, "a page of 1 TiB or more"))?;
+        if tokens % kernel_block != 0 {
+            return Err(unreadable(text, "kernel blocks do not fill the page"));
+        }
+        for (name, place, lengths) in [("K", k, page.lengths(keys)), ("V", v, page.lengths(values))] {
+            if !place.fits(lengths, end) {
+                return Err(unreadable(text, format!("{name} does not lie in the page by these strides")));
+            }
+        }
+        Ok(page)
+    }
+
+    /// The lengths of the axes of K or V: heads, kernel blocks, tokens of a kernel block, and `content`, its `keys` or `values`.
+    pub fn lengths(&self, content: u32) -> [u32; 4] {
+        [self.kv_heads, self.tokens / self.kernel_block, self.kernel_block, content]
+    }
+
+    /// Bytes of one layer's page.
+    pub fn bytes(&self) -> u64 {
+        let content = u64::from(self.keys) + u64::from(self.values);
+        u64::from(self.tokens) * u64::from(self.kv_heads) * content * self.dtype.bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The one of PROTOCOL.md.
+    const PROTOCOL: &str = "layers=3 tokens=32 kv_heads=2 keys=64 values=64 dtype=float32 \
+                            k=kv_heads*4096+keys*32+tokens v=2048+kv_heads*4096+tokens*64+values packing=none";
+
+    fn refused(from: &str, to: &str) -> String {
+        assert!(PROTOCOL.contains(from), "{from}");
+        parse(&PROTOCOL.replace(from, to)).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn every_word_is_read() {
+        let [page] = parse(PROTOCOL).unwrap().try_into().unwrap();
+        assert_eq!((page.layers, page.tokens, page.kernel_block), (3, 32, 32));
+        assert_eq!((page.kv_heads, page.keys, page.values, page.dtype.text()), (2, 64, 64, "float32"));
+        assert_eq!(page.k, Place { offset: 0, strides: [4096, 0, 1, 32] });
+        assert_eq!(page.v, Place { offset: 2048, strides: [4096, 0, 64, 1] });
+        assert_eq!((page.lengths(page.keys), page.bytes()), ([2, 1, 32, 64], 32_768));
+        let halves = "layers=1 tokens=8 kernel_block=4 kv_heads=1 keys=2 values=1 dtype=int8 \
+                      k=kernel_blocks*12+tokens*3+keys v=2+kernel_blocks*12+tokens*3 packing=none";
+        let both = parse(&format!("{PROTOCOL}; {halves}")).unwrap();
+        assert_eq!(both[1].v, Place { offset: 2, strides: [0, 12, 3, 0] });
+        assert_eq!((both.len(), both[1].lengths(1), both[1].bytes()), (2, [1, 2, 4, 1], 24));
+        let least = "layers=1 tokens=1 kv_heads=1 keys=1 values=1 dtype=int8 k=0 v=1 packing=none";
+        assert_eq!(parse(least).unwrap()[0].v, Place { offset: 1, strides: [0; 4] });
+    }
+
+    #[test]
+    fn what_is_refused_names_the_fact_and_what_is_wrong() {
+        for (from, to, why) in [
+            ("packing=none", "packing=amx", "packing=amx"),
+            (" packing=none", "", "packing=unknown"),
+            (
+                "k=kv_heads*4096+keys*32+tokens v=2048+kv_heads*4096+tokens*64+values",
+                "order=tokens",
+                "packing=none",
+            ),
+            ("layers=3", "layers=4097", "more than 4096 layers"),
+            ("layers=3 ", "", "no layers"),
+            ("layers=3", "layers=3 layers=3", "layers twice"),
+            ("layers=3", "layers=3 scale=2", "scale is not known"),
+            ("layers=3", "3", "the word \"3\""),
+            ("tokens=32", "tokens=0", "tokens=0"),
+            ("tokens=32", "tokens=+32", "tokens=+32"),
+            ("tokens=32", "tokens=32 kernel_block=5", "kernel blocks"),
+            ("tokens=32", "tokens=4294967295", "1 TiB"),
+            ("float32", "int4", "dtype=int4"),
+            ("keys*32", "keys*99", "K does not lie"),
+            ("v=2048", "v=2049", "V does not lie"),
+            ("v=2048", "v=18446744073709551615", "V does not lie"),
+            ("v=2048", "v=18446744073709551616", "is no sum"),
+            ("v=2048", "v=2048+1", "is no sum"),
+            ("keys*32+tokens", "keys*32", "K does not lie"),
+            ("keys*32+tokens", "keys*32+tokens+kernel_blocks", "K does not lie"),
+            ("keys*32+tokens", "keys*32+tokens+tokens", "is no sum"),
+            ("keys*32+tokens", "keys*0+tokens", "is no sum"),
+            ("keys*32+tokens", "values*32+tokens", "is no sum"),
+            ("k=kv_heads*4096", "k=", "is no sum"),
+        ] {
+            let text = refused(from, to);
+            assert!(text.starts_with("page_form: ") && text.contains(why), "{from} to {to}: {text}");
+        }
+    }
+
+    proptest! {
+        /// Whatever a peer states: an error, or pages whose elements lie in them.
+        #[test]
+        fn what_is_read_lies_in_the_page(
+            at in 0..PROTOCOL.len(),
+            gone in 0..12usize,
+            put in "([0-9]{0,3}|[+* =;]|kernel_block=[0-9]{1,2} |kernel_blocks|kv_heads|tokens|keys|values|; ){0,4}",
+        ) {
+            let rest = PROTOCOL.get(at + gone..).unwrap_or_default();
+            for page in parse(&format!("{}{put}{rest}", &PROTOCOL[..at])).unwrap_or_default() {
+                for (place, content) in [(page.k, page.keys), (page.v, page.values)] {
+                    let lengths = page.lengths(content).map(|length| u64::from(length) - 1);
+                    let last = place.offset + place.strides.iter().zip(lengths).map(|(stride, most)| stride * most).sum::<u64>();
+                    prop_assert!((last + 1) * page.dtype.bytes <= page.bytes());
+                }
+            }
+        }
+    }
+}

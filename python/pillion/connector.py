@@ -7,6 +7,7 @@ The class only hands vLLM's hooks to the role that answers them: [pillion.schedu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pillion import config as options
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 logger = vllm_compat.init_logger("vllm.pillion")
 
 
@@ -45,6 +47,21 @@ class StaysOut(KVConnectorHandshakeMetadata):
     """What a rank that cannot be served tells the scheduler role before the first request."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class Served(KVConnectorHandshakeMetadata):
+    """Where a rank runs that can be served."""
+
+    host: str
+
+
+def this_host() -> str:
+    """What the kernel calls its own run, the same in all containers of a host; empty where it does not say."""
+    try:
+        return BOOT_ID.read_text()
+    except OSError:
+        return ""
 
 
 class PillionConnector(KVConnectorBase_V1, SupportsHMA):
@@ -125,9 +142,11 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Why this rank stays out, for the scheduler role."""
+        """Where this rank runs or why it stays out, for the scheduler role."""
         reason = self._worker.out_reason if self._worker else self._out
-        return StaysOut(reason) if reason else None
+        if reason:
+            return StaysOut(reason)
+        return Served(this_host()) if self._worker else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begins a step."""
@@ -170,8 +189,16 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
     # --- scheduler role ---
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
-        """Where a rank stays out, so does the scheduler role: each rank holds a part of every block."""
-        reasons = [f"rank {rank}: {told.reason}" for (_, rank), told in sorted(metadata.items()) if isinstance(told, StaysOut)]
+        """Where a rank stays out or has another sidecar, so does the scheduler role: each rank holds a part of every block."""
+        reasons = []
+        for (_, rank), told in sorted(metadata.items()):
+            if isinstance(told, StaysOut):
+                reasons.append(f"rank {rank}: {told.reason}")
+            elif isinstance(told, Served) and told.host != this_host():
+                reasons.append(
+                    f"rank {rank} runs on another host than the scheduler, and a sidecar serves the ranks of its own alone: "
+                    "run an engine on each host instead"
+                )
         if reasons and self._scheduler:
             self._scheduler.shutdown()
             self._scheduler = None

@@ -29,6 +29,7 @@ from pillion.worker import Worker
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -176,6 +177,13 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         """Requests whose asynchronous load ended on this rank."""
         return None, self._worker.finished() if self._worker else None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """As `get_finished`, and which of these requests' loads failed as a whole. vLLM 0.30 and later asks so."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker:
+            results.failed_recving |= self._worker.take_failed_requests()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose load failed since the last call."""
         return self._worker.take_failed() if self._worker else set()
@@ -236,6 +244,8 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         """Learns of loads that failed."""
         if self._scheduler and connector_output.invalid_block_ids:
             self._scheduler.loads_failed(connector_output.invalid_block_ids)
+        if self._scheduler and (failed := getattr(connector_output, "failed_recving", None)):
+            self._scheduler.requests_failed(failed)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What the engine gets of Pillion, whenever that is something else than vLLM was told."""

@@ -47,7 +47,7 @@ def version() -> tuple[int, int]:
 def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """Why Pillion cannot serve this engine, and what to change; None if it can."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    if reason := _unserved_groups(kv_cache_config.kv_cache_groups):
+    if reason := _unserved_groups(vllm_config, kv_cache_config.kv_cache_groups):
         return reason
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
@@ -77,13 +77,15 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
 
 # By vLLM's names of their classes. A class derived from one of them may free or share blocks by rules of its own.
 SERVED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
+# One whose blocks vLLM frees once the window has passed them; all layers of a group have the same window.
+WINDOW_SPEC = "SlidingWindowSpec"
 # Those that vLLM turns into full attention where its hybrid manager is off and other layers have full attention.
-PROMOTED_SPECS = ("SlidingWindowSpec", "ChunkedLocalAttentionSpec")
+PROMOTED_SPECS = (WINDOW_SPEC, "ChunkedLocalAttentionSpec")
 # Where nothing of the engine's start can be changed.
 LEAVE_OUT = "leave --kv-transfer-config out for this model"
 
 
-def _unserved_groups(groups: list[KVCacheGroupSpec]) -> str | None:
+def _unserved_groups(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> str | None:
     """Why blocks of these groups cannot be kept; None if they can."""
     kinds = {type(spec).__name__ for group in groups for spec in _layer_specs(group).values()}
     named = ", ".join(sorted(kinds))
@@ -91,10 +93,19 @@ def _unserved_groups(groups: list[KVCacheGroupSpec]) -> str | None:
         promotable = "FullAttentionSpec" in kinds and kinds <= {"FullAttentionSpec", *PROMOTED_SPECS}
         remedy = "start vLLM with --disable-hybrid-kv-cache-manager" if promotable else LEAVE_OUT
         return f"the model has {len(groups)} KV cache groups ({named}), and one is served: {remedy}"
-    if kinds <= set(PROMOTED_SPECS):
-        return f"all layers have windows ({named}), and vLLM frees the blocks before them: {LEAVE_OUT}"
+    if kinds == {WINDOW_SPEC}:
+        return _unserved_windows(vllm_config)
     if not kinds <= set(SERVED_SPECS):
-        return f"its KV cache is of kind {named}, and {' and '.join(SERVED_SPECS)} are served: {LEAVE_OUT}"
+        return f"its KV cache is of kind {named}, and {', '.join((*SERVED_SPECS, WINDOW_SPEC))} are served: {LEAVE_OUT}"
+    return None
+
+
+def _unserved_windows(vllm_config: VllmConfig) -> str | None:
+    """Why blocks of a model whose layers all have windows cannot be kept; None if they can."""
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        return "all layers have windows, which is not served beside speculation: start vLLM without --speculative-config"
+    if not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+        return "all layers have windows, and this vLLM would compute upon freed blocks where a load fails: 0.30 does not"
     return None
 
 
@@ -102,6 +113,12 @@ def _layer_specs(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
     """What vLLM knows of each layer of a group; it shows the scheduler the first of several specs for all."""
     specs: dict[str, KVCacheSpec] = getattr(group.kv_cache_spec, "kv_cache_specs", {})
     return {name: specs.get(name, group.kv_cache_spec) for name in group.layer_names}
+
+
+def window(kv_cache_config: KVCacheConfig) -> int:
+    """Tokens that the layers of the only group read, where vLLM frees the blocks before them; 0 where it keeps all."""
+    spec = next(iter(_layer_specs(kv_cache_config.kv_cache_groups[0]).values()))
+    return int(getattr(spec, "sliding_window", 0)) if type(spec).__name__ == WINDOW_SPEC else 0
 
 
 def reaches(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:

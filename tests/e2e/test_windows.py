@@ -1,6 +1,6 @@
-"""A model with windows, whose blocks vLLM keeps whole where its hybrid manager is off: what a restarted engine loads is right.
+"""Models with sliding windows: what an engine loads of their KV is right.
 
-Answers are compared with the first engine's own, logprobs bit for bit with those upon a local hit of the same length.
+Answers are compared with those that an engine computed, logprobs bit for bit with those upon a local hit of the same length.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from testkit import engine, model, pool_file, prompts, sidecar
 # Within the window of 64 tokens, a hit that ends in it, and far beyond it.
 PROMPTS = [prompts.prompt(tokens, seed=tokens) for tokens in (40, 100, 700)]
 OUTPUT_TOKENS = 8
+# Blocks that are full after the answers, and those of hits that the next token reads.
+STORED = sum(prompts.stored_blocks(len(tokens), OUTPUT_TOKENS) for tokens in PROMPTS)
+IN_WINDOWS = 1 + 2 + 2
 HITS = [prompts.hit_tokens(len(tokens)) for tokens in PROMPTS]
 
 
@@ -26,28 +29,59 @@ def _all(answers: list[dict[str, Any]], name: str) -> list[Any]:
     return [answer[name] for answer in answers]
 
 
-def test_a_restarted_engine_with_windows(options: engine.Options, tmp_path: Path) -> None:
-    """Loads all of it, right to the bit; and the negative control: a wrong key in every block shows."""
-    shape = model.write(tmp_path / "windows", model.TINY_WINDOWS)
-    arguments = {"disable_hybrid_kv_cache_manager": True}
-    stored = sum(prompts.stored_blocks(len(tokens), OUTPUT_TOKENS) for tokens in PROMPTS)
+@dataclasses.dataclass
+class Answers:
+    """Of an engine that has computed the prompts, and of one that found its own KV of them."""
+
+    cold: list[dict[str, Any]]
+    local: list[dict[str, Any]]
+
+
+def _compute(running: engine.Engine, keeper: sidecar.Sidecar) -> Answers:
+    """Has the engine compute the prompts, and waits until they are kept."""
+    answers = Answers(_ask(running), _ask(running))
+    assert _all(answers.local, "cached_tokens") == HITS and running.metrics()["external_hits"] == 0
+    keeper.wait_metric("pillion_saved_bytes_total", STORED * prompts.BLOCK_BYTES)
+    return answers
+
+
+def _load(running: engine.Engine, keeper: sidecar.Sidecar, answers: Answers) -> None:
+    """The engine finds all of it, right to the bit; and the negative control: a wrong key in every block shows."""
+    warm = _ask(running)
+    assert running.metrics()["external_hits"] == sum(HITS)
+    assert _all(warm, "tokens") == _all(answers.cold, "tokens")
+    assert _all(warm, "logprobs") == _all(answers.local, "logprobs")
+    assert running.reset_prefix_cache()
+    with pool_file.damaged(keeper.pool) as blocks:
+        assert blocks >= STORED
+        damaged = _ask(running)
+    assert running.metrics()["external_hits"] == 2 * sum(HITS)
+    for wrong, right in zip(damaged, answers.local, strict=True):
+        assert wrong["logprobs"] != right["logprobs"]
+
+
+def test_windows_beside_full_attention(options: engine.Options, tmp_path: Path) -> None:
+    """Over a restart, with vLLM's hybrid manager off: it keeps every block."""
+    shape = model.write(tmp_path / "model", model.TINY_WINDOWS)
     with sidecar.serving(tmp_path) as keeper:
+        arguments = {"disable_hybrid_kv_cache_manager": True}
         connected = dataclasses.replace(options, model=shape, socket=keeper.socket, arguments=arguments)
         with engine.running(connected, tmp_path / "first.log") as first:
-            cold, local = _ask(first), _ask(first)
-            assert _all(local, "cached_tokens") == HITS and first.metrics()["external_hits"] == 0
-            keeper.wait_metric("pillion_saved_bytes_total", stored * prompts.BLOCK_BYTES)
+            answers = _compute(first, keeper)
             first.kill()
         with engine.running(connected, tmp_path / "second.log") as second:
-            warm = _ask(second)
-            assert second.metrics()["external_hits"] == sum(HITS)
-            assert _all(warm, "tokens") == _all(cold, "tokens")
-            assert _all(warm, "logprobs") == _all(local, "logprobs")
-            assert second.reset_prefix_cache()
-            with pool_file.damaged(keeper.pool) as blocks:
-                assert blocks >= stored
-                damaged = _ask(second)
-            assert second.metrics()["external_hits"] == 2 * sum(HITS)
-            for wrong, right in zip(damaged, local, strict=True):
-                assert wrong["logprobs"] != right["logprobs"]
+            _load(second, keeper, answers)
             second.exit()
+
+
+def test_windows_in_all_layers(options: engine.Options, tmp_path: Path) -> None:
+    """vLLM frees the blocks before a window, and those of a hit are not loaded."""
+    shape = model.write(tmp_path / "model", model.TINY_ALL_WINDOWS)
+    with sidecar.serving(tmp_path) as keeper:
+        connected = dataclasses.replace(options, model=shape, socket=keeper.socket)
+        with engine.running(connected, tmp_path / "engine.log") as running:
+            answers = _compute(running, keeper)
+            assert running.reset_prefix_cache()
+            _load(running, keeper, answers)
+            assert keeper.metrics()["pillion_loaded_bytes_total"] == 2 * IN_WINDOWS * prompts.BLOCK_BYTES
+            running.exit()

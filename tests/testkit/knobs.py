@@ -27,7 +27,6 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 EAGLE = {"method": "eagle", "model": "a drafter", "draft_model_config": None}
 IMAGES = {"mm_processor_kwargs": {"size": 224}}
 WITHOUT_HYBRID_MANAGER = {"disable_hybrid_kv_cache_manager": True}
-HYBRID_MANAGER = {"disable_hybrid_kv_cache_manager": False}
 ALL_WINDOWS = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}
 
 
@@ -101,6 +100,7 @@ COUNTS = (
     Knob("experts-per-token", _of("config"), base="experts", edited={"num_experts_per_tok": 1}),
     Knob("window", _of("config", "group_kind"), base="windows", edited={"sliding_window": 96}),
     Knob("window-gone", _of("config", "group_kind"), base="windows", edited={"layer_types": ["full_attention"] * 3}),
+    Knob("all-windows", _of("config", "group_kind"), edited=ALL_WINDOWS),
     Knob("fewer-layers", _of("config", "layers", "page_form") | LIVE, shape=TWO_LAYERS),
     # Code.
     Knob("model-impl", _of("model_class", "rotary"), arguments={"model_impl": "transformers"}),
@@ -150,8 +150,7 @@ def _parallel(name: str, words: str = "") -> Knob:
 
 
 REFUSALS = (
-    Knob("all-windows", refused="all layers have windows", edited=ALL_WINDOWS, often=True),
-    Knob("hybrid-manager-on", refused="--disable-hybrid-kv-cache-manager", base="windows", arguments=HYBRID_MANAGER),
+    Knob("hybrid-manager-on", refused="--disable-hybrid-kv-cache-manager", shape=model.TINY_WINDOWS, often=True),
     Knob("no-prefix-caching", refused="prefix caching is off", as_if={"cache_config.enable_prefix_caching": False}, never=True),
     _parallel("pipeline_parallel_size"),
     _parallel("decode_context_parallel_size"),

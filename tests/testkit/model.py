@@ -35,7 +35,8 @@ class Shape:
     # `phi3` rotates by LongRoPE: by other factors where an engine's max_model_len is above LONGROPE_ORIGINAL.
     family: Literal["qwen3", "phi3", "qwen3_moe", "llama"] = "qwen3"
     experts: int = 0
-    window: int = 0  # of `llama`: tokens that each layer but the last reads; 0: all layers read everything
+    window: int = 0  # of `llama`: tokens that layers read; 0: all of them read everything
+    full_layers: int = 1  # layers at the end that read everything beside those with a window
 
     def kv_bytes_per_token(self, dtype_bytes: int = 2) -> int:
         """Bytes of KV that one token costs over all layers."""
@@ -60,6 +61,7 @@ LONGROPE_ORIGINAL = 2048
 TINY_MOE = Shape(family="qwen3_moe", experts=4)
 # Two blocks of 32 tokens.
 TINY_WINDOWS = Shape(family="llama", window=64)
+TINY_ALL_WINDOWS = Shape(family="llama", window=64, full_layers=0)
 SHAPES = {"tiny": TINY, "demo": DEMO}
 
 
@@ -124,7 +126,8 @@ def _phi3(shape: Shape) -> dict[str, Any]:
 
 
 def _llama(shape: Shape) -> dict[str, Any]:
-    windows = {"sliding_window": shape.window, "layer_types": ["sliding_attention"] * (shape.layers - 1) + ["full_attention"]}
+    kinds = ["sliding_attention"] * (shape.layers - shape.full_layers) + ["full_attention"] * shape.full_layers
+    windows = {"sliding_window": shape.window, "layer_types": kinds}
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

@@ -69,6 +69,20 @@ def test_promoted_windows_are_served(name: str, more: dict[str, Any]) -> None:
     assert group.kv_cache_spec == full_attention(**more), "it says of one layer what holds for the other"
 
 
+def test_windows_in_all_layers_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a load that fails can be told to have failed as a whole, and no token that was computed is taken back."""
+    groups = kv_cache_config(spec("SlidingWindowSpec", **WINDOW))
+    assert vllm_compat.unsupported(PLAIN, groups) is None
+    assert vllm_compat.window(groups) == 512
+    assert vllm_compat.window(kv_cache_config(full_attention(**WINDOW))) == 0, "vLLM keeps every block"
+    drafting: Any = SimpleNamespace(**vars(PLAIN), speculative_config=SimpleNamespace())
+    assert vllm_compat.unsupported(drafting, kv_cache_config(full_attention())) is None
+    reasons = [vllm_compat.unsupported(drafting, groups) or ""]
+    monkeypatch.delattr(vllm_compat.KVConnectorBase_V1, "get_transfer_results")
+    reasons.append(vllm_compat.unsupported(PLAIN, groups) or "")
+    assert "--speculative-config" in reasons[0] and "0.30" in reasons[1] and all(map(fits_metrics, reasons))
+
+
 def test_latents_and_an_indexers_keys_in_one_group_are_served() -> None:
     """As DeepSeek V3.2 has them. So are latents alone."""
     latent, keys = spec("MLAAttentionSpec", num_kv_heads=1), spec("MLAAttentionSpec", num_kv_heads=1, dtype=torch.uint8)
@@ -88,8 +102,7 @@ HYBRID_OFF = "--disable-hybrid-kv-cache-manager"
         ([full_attention(), spec("ChunkedLocalAttentionSpec", **CHUNK)], HYBRID_OFF),
         ([full_attention(), spec("RSWASpec", rswa_window=64), spec("SlidingWindowSpec", **WINDOW)], LEAVE_OUT),
         ([spec("SlidingWindowSpec", **WINDOW)] * 2, LEAVE_OUT),
-        ([spec("SlidingWindowSpec", **WINDOW)], "all layers have windows (SlidingWindowSpec)"),
-        ([spec("ChunkedLocalAttentionSpec", **CHUNK)], "all layers have windows (ChunkedLocalAttentionSpec)"),
+        ([spec("ChunkedLocalAttentionSpec", **CHUNK)], "of kind ChunkedLocalAttentionSpec"),
         ([spec("SlidingWindowMLASpec", **WINDOW)], "of kind SlidingWindowMLASpec"),
         ([spec("RSWASpec", rswa_window=64)], "of kind RSWASpec"),
         ([spec("HiddenStateCacheSpec")], "of kind HiddenStateCacheSpec"),

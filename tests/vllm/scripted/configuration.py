@@ -55,16 +55,18 @@ def build_cache_config(scenario: dict[str, Any], config: Any) -> Any:
 
 
 def layer_specs(scenario: dict[str, Any], config: Any) -> dict[str, Any]:
-    """vLLM's spec of each layer: `full` attention, `mla` with a latent, or that beside the keys of a sparse `indexer`."""
+    """vLLM's spec of each layer: `full` attention or a `window`, `mla` with a latent, or that and the keys of an `indexer`."""
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SparseCacheRole
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SparseCacheRole
 
     kind, tokens, model = scenario.get("kind", "full"), scenario["block_tokens"], config.model_config
     names = [f"model.layers.{index}.self_attn" for index in range(model.hf_config.num_hidden_layers)]
+    heads, size = model.get_num_kv_heads(config.parallel_config), model.get_head_size()
+    plain = {"block_size": tokens, "num_kv_heads": heads, "head_size": size, "dtype": torch.bfloat16}
     if kind == "full":
-        heads, size = model.get_num_kv_heads(config.parallel_config), model.get_head_size()
-        spec = FullAttentionSpec(block_size=tokens, num_kv_heads=heads, head_size=size, dtype=torch.bfloat16)
-        return {f"{name}.attn": spec for name in names}
+        return {f"{name}.attn": FullAttentionSpec(**plain) for name in names}
+    if kind == "window":
+        return {f"{name}.attn": SlidingWindowSpec(**plain, sliding_window=scenario["window"]) for name in names}
     latent = MLAAttentionSpec(block_size=tokens, num_kv_heads=1, max_tp_shards=1, head_size=576, dtype=torch.bfloat16)
     if kind == "mla":
         return {f"{name}.attn": latent for name in names}

@@ -108,7 +108,7 @@ class ScriptedEngine:
         # Asynchronous loads of each request, told to the worker less reported as ended.
         self._loading: collections.Counter[str] = collections.Counter()
         self._began = 0
-        self.hits = self.preemptions = self.steps = self.failed_blocks = 0
+        self.hits = self.preemptions = self.steps = self.failed_blocks = self.failed_requests = 0
         self._put_lose_leases()
         if self._metrics:
             wait_for(self._connected, "connection of both roles to the sidecar")
@@ -119,6 +119,11 @@ class ScriptedEngine:
         worker.start(0)
         scheduler.end_step()
         return bool(worker.connected and scheduler.connected)
+
+    def counts(self) -> dict[str, int]:
+        """What tests look at, so far."""
+        names = ("hits", "failed_blocks", "failed_requests", "preemptions")
+        return {name: getattr(self, name) for name in names} | {"wrong": self.worker.wrong.total()}
 
     def generate(
         self, prompts: list[list[int]], output_tokens: int, at: dict[str, list[dict[str, Any]]] | None = None
@@ -355,6 +360,7 @@ class ScriptedEngine:
         if output is None:
             return
         self.failed_blocks += len(output.invalid_block_ids)
+        self.failed_requests += len(output.failed_recving)
         for name in output.finished_recving or ():
             self._loading[name] -= 1
             assert self._loading[name] >= 0, f"the load of {name} was reported as ended twice"
@@ -391,12 +397,9 @@ def play(scenario: dict[str, Any]) -> dict[str, Any]:
     results = []
     try:
         for act in scenario["acts"]:
-            before = engine.hits, engine.worker.wrong.total(), engine.failed_blocks, engine.preemptions
+            before = engine.counts()
             value = getattr(engine, act["do"])(**act.get("with", {}))
-            after = engine.hits, engine.worker.wrong.total(), engine.failed_blocks, engine.preemptions
-            names = ("hits", "wrong", "failed_blocks", "preemptions")
-            changes = {name: b - a for name, a, b in zip(names, before, after, strict=True)}
-            results.append({"value": value} | changes)
+            results.append({"value": value} | {name: count - before[name] for name, count in engine.counts().items()})
     finally:
         engine.mend_pool()
         engine.worker.connector.shutdown()

@@ -111,6 +111,8 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         self._config = vllm_config
         group = kv_cache_config.kv_cache_groups[0]
         self._block_tokens = group.kv_cache_spec.block_size
+        # Tokens that attention reads.
+        self._window = getattr(group.kv_cache_spec, "sliding_window", None) or vllm_config.model_config.max_model_len
         self.kv = allocate(kv_cache_config)
         self._prefixes: dict[str, Prefix] = {}
         self._prompt_tokens: dict[str, int] = {}
@@ -203,7 +205,8 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
                 self._write(pages, layer, name, starts[name], end, bool(bad[name]))
             self.connector.wait_for_layer_load(layer_name)
             for name, end in ends.items():
-                bad[name] |= self._differing(pages, layer, name, end)
+                first = max(0, starts[name] - self._window + 1)
+                bad[name] |= self._differing(pages, layer, name, first, end)
             self.connector.save_kv_layer(layer_name, kv, None)
         return {name: self._sample(name, end, bad[name]) for name, end in ends.items()}
 
@@ -228,8 +231,8 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         # What is computed upon wrong KV is wrong.
         pages[blocks, :, rows] = torch.from_numpy(~content if spoiled else content)
 
-    def _differing(self, pages: torch.Tensor, layer: int, name: str, end: int) -> set[int]:
-        blocks, rows = self._places(name, 0, end)
-        content = torch.from_numpy(self._prefixes[name].pages(layer, pages.shape[1], pages.shape[3], end))
+    def _differing(self, pages: torch.Tensor, layer: int, name: str, first: int, end: int) -> set[int]:
+        blocks, rows = self._places(name, first, end)
+        content = torch.from_numpy(self._prefixes[name].pages(layer, pages.shape[1], pages.shape[3], end)[first:])
         equal = (pages[blocks, :, rows] == content).all(dim=2).all(dim=1)
-        return set(torch.nonzero(~equal).flatten().tolist())
+        return {first + place for place in torch.nonzero(~equal).flatten().tolist()}

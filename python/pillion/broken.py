@@ -43,6 +43,8 @@ class Broken:
         """Every block is broken: where vLLM's own cache could not be reset, requests still find blocks of before in it."""
         self.any = True
         self._marks = bytearray(b"\1") * len(self._marks)
+        # vLLM's null block, which stands for blocks before a window, and holds nothing.
+        self._marks[0] = 0
         for tracked in requests:
             tracked.hit, tracked.saved, tracked.sound = None, 0, -1
             self.suspects.add(tracked)
@@ -62,6 +64,7 @@ class Broken:
             tokens = scheduled.get(tracked.request.request_id)
             if tokens is None:
                 continue
+            tracked.slide(size)
             start = tracked.request.num_computed_tokens
             end = start + tokens
             blocks, first = tracked.blocks, self._first(tracked)

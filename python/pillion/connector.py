@@ -7,6 +7,7 @@ The class only hands vLLM's hooks to the role that answers them: [pillion.schedu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pillion import config as options
@@ -28,6 +29,7 @@ from pillion.worker import Worker
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 logger = vllm_compat.init_logger("vllm.pillion")
 
 
@@ -45,6 +48,21 @@ class StaysOut(KVConnectorHandshakeMetadata):
     """What a rank that cannot be served tells the scheduler role before the first request."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class Served(KVConnectorHandshakeMetadata):
+    """Where a rank runs that can be served."""
+
+    host: str
+
+
+def this_host() -> str:
+    """What the kernel calls its own run, the same in all containers of a host; empty where it does not say."""
+    try:
+        return BOOT_ID.read_text()
+    except OSError:
+        return ""
 
 
 class PillionConnector(KVConnectorBase_V1, SupportsHMA):
@@ -125,9 +143,11 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Why this rank stays out, for the scheduler role."""
+        """Where this rank runs or why it stays out, for the scheduler role."""
         reason = self._worker.out_reason if self._worker else self._out
-        return StaysOut(reason) if reason else None
+        if reason:
+            return StaysOut(reason)
+        return Served(this_host()) if self._worker else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begins a step."""
@@ -157,6 +177,13 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         """Requests whose asynchronous load ended on this rank."""
         return None, self._worker.finished() if self._worker else None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """As `get_finished`, and which of these requests' loads failed as a whole. vLLM 0.30 and later asks so."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker:
+            results.failed_recving |= self._worker.take_failed_requests()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose load failed since the last call."""
         return self._worker.take_failed() if self._worker else set()
@@ -170,8 +197,16 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
     # --- scheduler role ---
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
-        """Where a rank stays out, so does the scheduler role: each rank holds a part of every block."""
-        reasons = [f"rank {rank}: {told.reason}" for (_, rank), told in sorted(metadata.items()) if isinstance(told, StaysOut)]
+        """Where a rank stays out or has another sidecar, so does the scheduler role: each rank holds a part of every block."""
+        reasons = []
+        for (_, rank), told in sorted(metadata.items()):
+            if isinstance(told, StaysOut):
+                reasons.append(f"rank {rank}: {told.reason}")
+            elif isinstance(told, Served) and told.host != this_host():
+                reasons.append(
+                    f"rank {rank} runs on another host than the scheduler, and a sidecar serves the ranks of its own alone: "
+                    "run an engine on each host instead"
+                )
         if reasons and self._scheduler:
             self._scheduler.shutdown()
             self._scheduler = None
@@ -209,6 +244,8 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         """Learns of loads that failed."""
         if self._scheduler and connector_output.invalid_block_ids:
             self._scheduler.loads_failed(connector_output.invalid_block_ids)
+        if self._scheduler and (failed := getattr(connector_output, "failed_recving", None)):
+            self._scheduler.requests_failed(failed)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What the engine gets of Pillion, whenever that is something else than vLLM was told."""

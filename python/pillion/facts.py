@@ -89,7 +89,7 @@ class Facts:
             "page_bytes": spec.page_size_bytes,
             "page_form": form,
             "layers": self._layers(),
-            "group_kind": "full",
+            "group_kind": vllm_compat.reaches(self._vllm_config, self._kv_cache_config),
             "attention_backend": vllm_compat.attention_backends(self._vllm_config),
             "kv_dtype": " ".join([cache.cache_dtype, *getattr(cache, "kv_cache_dtype_skip_layers", [])]),
             "kv_quant": getattr(spec, "kv_quant_mode", "none"),

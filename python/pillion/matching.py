@@ -31,6 +31,8 @@ class Matching:
     _check: Check
     _broken: Broken
     _block_tokens: int
+    # Whether a load that fails must fail as a whole: vLLM frees blocks before windows, and would compute upon what is left.
+    _whole: bool
 
     def announce(self, request: Request) -> None:
         """Has what lies on a disk of its prompt fetched while the request waits for its turn."""
@@ -58,9 +60,10 @@ class Matching:
         tracked.hit = None
         if not hits:
             return 0, False
-        # No step waits for blocks on their way.
+        # No step waits for blocks on their way, nor for what must be told to have failed before a token is computed upon it.
         arriving = session.arriving(tracked.log)
-        sync = False if arriving else self._pacing.synchronous(hits, self._requests.running <= {request.request_id})
+        alone = self._requests.running <= {request.request_id}
+        sync = False if arriving or self._whole else self._pacing.synchronous(hits, alone)
         if sync is None:
             return None, False
         namespace = session.namespace
@@ -86,6 +89,9 @@ class Matching:
             return []
         self._pacing.load(request, count, request.num_tokens - (first + count) * self._block_tokens, sync)
         ids: list[int] = blocks.get_block_ids()[0][first : first + count]
+        # Blocks before the window of the next token are null blocks: they must be kept, for what follows, but are not loaded.
+        unneeded = next((place for place, block in enumerate(ids) if block), count)
+        first, ids = first + unneeded, ids[unneeded:]
         tracked.loaded = ids
         if session.saving:
             # Before the load, which may begin as soon as it is posted.

@@ -61,6 +61,7 @@ class Saving:
 
     def _save(self, tracked: Tracked, computed: int, step: int) -> bool:
         """Saves the request's blocks that are full once `computed` tokens are."""
+        tracked.slide(self._block_tokens)
         full = min(computed // self._block_tokens, len(tracked.request.block_hashes), self._broken.whole(tracked))
         checked = self._checked(tracked)
         again = 0 < tracked.found_in < step and checked is None
@@ -79,7 +80,7 @@ class Saving:
         # Blocks that the request computed in an earlier step were offered then; offering them says nothing of their use.
         used = min(tracked.found, tracked.saved, full) if again else 0
         for first, end in ((0, used), (fresh, full)):
-            if first < end:
+            if (first := max(first, tracked.freed)) < end:
                 posted |= self._session.save(tracked.log, first, tracked.blocks[first:end], step)
         tracked.saved = full
         if again:
@@ -100,7 +101,7 @@ class Saving:
     def _checked(self, tracked: Tracked) -> tuple[int, int] | None:
         """Blocks of the request that are to be saved by themselves because they are compared, if they still can be."""
         span = self._check.span(tracked)
-        if span is None or (span[0] == tracked.saved and tracked not in self._broken.suspects):
+        if span is None or (tracked.freed <= span[0] == tracked.saved and tracked not in self._broken.suspects):
             return span
         self._check.give_up(tracked)
         return None

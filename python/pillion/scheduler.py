@@ -55,10 +55,11 @@ class Scheduler:
             vllm_compat.groups(kv_cache_config),
         )
         self._adapters = Adapters(self._run, vllm_compat.lora_form(vllm_config), lambda: self._saving.disown())
-        self._requests = requests = Requests(session, self._adapters, block_tokens)
+        window = vllm_compat.window(kv_cache_config)
+        self._requests = requests = Requests(session, self._adapters, block_tokens, window)
         self._broken = broken = Broken(kv_cache_config.num_blocks, block_tokens)
         self._check = check = Check(block_tokens, config.check_every if config.loads and config.saves else 0)
-        self._matching = Matching(session, requests, self._pacing, check, broken, block_tokens)
+        self._matching = Matching(session, requests, self._pacing, check, broken, block_tokens, bool(window))
         tokens_per_step = vllm_compat.tokens_per_step(vllm_config)
         self._saving = Saving(session, requests, check, broken, block_tokens, tokens_per_step)
         # Whether an update of the weights has begun and not ended: what is computed then belongs nowhere.
@@ -106,6 +107,14 @@ class Scheduler:
         """vLLM computes these blocks again."""
         logger.warning("pillion: %d blocks could not be loaded and are computed again", len(block_ids))
         self._saving.fail(block_ids)
+
+    def requests_failed(self, req_ids: set[str]) -> None:
+        """vLLM computes these requests from their beginning: the loads of all their blocks count as failed."""
+        failed = [tracked for req_id in req_ids if (tracked := self._requests.by_id.get(req_id))]
+        for tracked in failed:
+            tracked.refused = True
+        if failed:
+            self.loads_failed({block for tracked in failed for block in tracked.loaded})
 
     # --- one step ---
 

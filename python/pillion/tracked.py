@@ -22,6 +22,8 @@ class Tracked:
     """One request."""
 
     request: Request
+    # Tokens that its model reads, where vLLM frees the blocks before them; 0 where it keeps all.
+    window: int = 0
     log: int = -1
     # The connection that the log was opened in; -1: the next append opens one.
     generation: int = -1
@@ -33,6 +35,8 @@ class Tracked:
     # The hash that was appended last: it hangs on all before it.
     tail: bytes = b""
     blocks: list[int] = field(default_factory=list)
+    # Blocks from the first that vLLM has freed, or never allocated: other requests may hold them by now. They are 0.
+    freed: int = 0
     # Blocks from the first that were offered to the cache, or came from it.
     saved: int = 0
     # The blocks that it began on, computed before, and the step in which it did. The cache has most likely kept them: they
@@ -50,6 +54,16 @@ class Tracked:
     due: int = -1
     live: bool = True
 
+    def slide(self, block_tokens: int) -> None:
+        """Forgets the blocks that vLLM has freed by now: at most those before the window of the next token to be scheduled. For
+        the time between a step's scheduling and the next one's."""
+        if not self.window:
+            return
+        passed = min(max(0, self.request.num_computed_tokens - self.window + 1) // block_tokens, len(self.blocks))
+        while self.freed < len(self.blocks) and (self.freed < passed or not self.blocks[self.freed]):
+            self.blocks[self.freed] = 0
+            self.freed += 1
+
 
 @dataclass
 class Requests:
@@ -58,13 +72,14 @@ class Requests:
     _session: SchedulerSession
     _adapters: Adapters
     _block_tokens: int
+    _window: int = 0
     by_id: dict[str, Tracked] = field(default_factory=dict)
     # Those of the last step.
     running: set[str] = field(default_factory=set)
 
     def follow(self, request: Request) -> Tracked:
         """What is known of a request, from now on if not before."""
-        return self.by_id.get(request.request_id) or self.by_id.setdefault(request.request_id, Tracked(request))
+        return self.by_id.get(request.request_id) or self.by_id.setdefault(request.request_id, Tracked(request, self._window))
 
     def end(self, request: Request) -> Tracked | None:
         """The request is over; its saves go on, its blocks may be reused."""
@@ -85,6 +100,7 @@ class Requests:
         def begin(req_id: str, ids: list[int], computed_tokens: int) -> None:
             tracked = self.by_id[req_id]
             tracked.blocks = list(ids)
+            tracked.freed = 0
             tracked.saved = tracked.found = computed_tokens // self._block_tokens
             tracked.found_in = step if tracked.found else 0
             tracked.sound = -1

@@ -9,6 +9,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -26,7 +27,7 @@ from pillion.geometry import KEY_THEN_VALUE, KEYS_THEN_VALUES, Heads
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 # Every layer of a block side by side: a block is one run. Measured with these attention backends: same tokens, no slower.
 BLOCK_LAYOUT = "BLNHC"
@@ -44,18 +45,14 @@ def version() -> tuple[int, int]:
 
 
 def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """Why Pillion cannot serve this engine yet; None if it can."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return f"the model has {len(groups)} KV cache groups; only one full-attention group is supported yet"
-    spec = groups[0].kv_cache_spec
-    kinds = getattr(spec, "kv_cache_specs", {"": spec}).values()
-    if not all(_full_attention(kind) for kind in kinds):
-        return f"the KV cache is of kind {type(spec).__name__}; only full attention (MLA included) is supported yet"
+    """Why Pillion cannot serve this engine, and what to change; None if it can."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    if reason := _unserved_groups(vllm_config, kv_cache_config.kv_cache_groups):
+        return reason
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
-            return f"{name} is {getattr(parallel, name)}; only tensor parallelism is supported yet"
+            option = f"--{name.replace('_', '-')} 1"
+            return f"{name} is {getattr(parallel, name)}, and tensor parallelism alone is served: start vLLM with {option}"
     nodes = getattr(parallel, "nnodes_within_dp", 1)
     if nodes > 1:
         return (
@@ -71,18 +68,71 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
         )
     if not cache.enable_prefix_caching:
         return "prefix caching is off, so blocks have no hashes: start vLLM with --enable-prefix-caching"
+    block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     hash_tokens = getattr(kv_cache_config, "hash_block_size", None)
-    if hash_tokens not in (None, spec.block_size):
-        return f"blocks of {spec.block_size} tokens are hashed every {hash_tokens}; the two must be equal"
+    if hash_tokens not in (None, block_tokens):
+        return f"blocks of {block_tokens} tokens are hashed every {hash_tokens}; the two must be equal"
     return None
 
 
-def _full_attention(spec: Any) -> bool:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+# By vLLM's names of their classes. A class derived from one of them may free or share blocks by rules of its own.
+SERVED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
+# One whose blocks vLLM frees once the window has passed them; all layers of a group have the same window.
+WINDOW_SPEC = "SlidingWindowSpec"
+# Those that vLLM turns into full attention where its hybrid manager is off and other layers have full attention.
+PROMOTED_SPECS = (WINDOW_SPEC, "ChunkedLocalAttentionSpec")
+# Where nothing of the engine's start can be changed.
+LEAVE_OUT = "leave --kv-transfer-config out for this model"
 
-    exotic = ("RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec")
-    windowed = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    return isinstance(spec, FullAttentionSpec) and type(spec).__name__ not in exotic and not windowed
+
+def _unserved_groups(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> str | None:
+    """Why blocks of these groups cannot be kept; None if they can."""
+    kinds = {type(spec).__name__ for group in groups for spec in _layer_specs(group).values()}
+    named = ", ".join(sorted(kinds))
+    if len(groups) != 1:
+        promotable = "FullAttentionSpec" in kinds and kinds <= {"FullAttentionSpec", *PROMOTED_SPECS}
+        remedy = "start vLLM with --disable-hybrid-kv-cache-manager" if promotable else LEAVE_OUT
+        return f"the model has {len(groups)} KV cache groups ({named}), and one is served: {remedy}"
+    if kinds == {WINDOW_SPEC}:
+        return _unserved_windows(vllm_config)
+    if not kinds <= set(SERVED_SPECS):
+        return f"its KV cache is of kind {named}, and {', '.join((*SERVED_SPECS, WINDOW_SPEC))} are served: {LEAVE_OUT}"
+    return None
+
+
+def _unserved_windows(vllm_config: VllmConfig) -> str | None:
+    """Why blocks of a model whose layers all have windows cannot be kept; None if they can."""
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        return "all layers have windows, which is not served beside speculation: start vLLM without --speculative-config"
+    if not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+        return "all layers have windows, and this vLLM would compute upon freed blocks where a load fails: 0.30 does not"
+    return None
+
+
+def _layer_specs(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
+    """What vLLM knows of each layer of a group; it shows the scheduler the first of several specs for all."""
+    specs: dict[str, KVCacheSpec] = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+    return {name: specs.get(name, group.kv_cache_spec) for name in group.layer_names}
+
+
+def window(kv_cache_config: KVCacheConfig) -> int:
+    """Tokens that the layers of the only group read, where vLLM frees the blocks before them; 0 where it keeps all."""
+    spec = next(iter(_layer_specs(kv_cache_config.kv_cache_groups[0]).values()))
+    return int(getattr(spec, "sliding_window", 0)) if type(spec).__name__ == WINDOW_SPEC else 0
+
+
+def reaches(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """How far back the layers of the only group read, in their order. The specs of vLLM name one window for all of them."""
+
+    def reach(layer: Any) -> str:
+        window, chunk = getattr(layer, "sliding_window", None), getattr(layer, "attention_chunk_size", None)
+        return f"window {window}" if window else f"chunk {chunk}" if chunk else "full"
+
+    context = vllm_config.compilation_config.static_forward_context
+    found = [reach(context.get(name)) for name in kv_cache_config.kv_cache_groups[0].layer_names]
+    if set(found) == {"full"}:
+        return "full"
+    return ", ".join(f"{kind} x{len(list(same))}" for kind, same in groupby(found))
 
 
 def on_gpu() -> bool:
@@ -226,11 +276,9 @@ def cache_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> lis
 def prepare_scales(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """Lets attention set up scales that lie inside pages, which fills those of every block: later it would overwrite loaded
     ones. Answers why it cannot, None if it did or there are none."""
-    group = kv_cache_config.kv_cache_groups[0]
-    specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
     context = vllm_config.compilation_config.static_forward_context
-    for name in group.layer_names:
-        mode = getattr(specs.get(name, group.kv_cache_spec), "kv_quant_mode", None)
+    for name, spec in _layer_specs(kv_cache_config.kv_cache_groups[0]).items():
+        mode = getattr(spec, "kv_quant_mode", None)
         if not getattr(mode, "is_per_token_head", False):
             continue
         layer = context[name]
@@ -254,12 +302,9 @@ PLAIN_ISAS = ("vec", "vec16")
 
 def heads(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Heads]:
     """What the heads of each layer of the only group hold."""
-    group = kv_cache_config.kv_cache_groups[0]
-    specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
     context = vllm_config.compilation_config.static_forward_context
     found = {}
-    for name in group.layer_names:
-        spec = specs.get(name, group.kv_cache_spec)
+    for name, spec in _layer_specs(kv_cache_config.kv_cache_groups[0]).items():
         keys = int(getattr(spec, "head_size", 0))
         values = getattr(spec, "head_size_v", None)
         found[name] = Heads(keys, keys if values is None else int(values), _packing(context.get(name), spec))

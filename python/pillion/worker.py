@@ -62,6 +62,8 @@ class Worker:
         self._overlapped: list[bytes] = []
         self._failed: set[int] = set()
         self._ended: set[str] = set()
+        # Requests whose load failed, where vLLM must not go on upon the blocks that did come: it frees those before windows.
+        self._failed_requests: set[str] = set()
         # Last step computed on blocks that were not loaded; its fence is withheld until the scheduler voided its saves.
         self._spoiled = 0
 
@@ -219,9 +221,10 @@ class Worker:
         if metadata is None:
             return
         for req_id, block_ids, sync in metadata.lost:
-            self._fail(block_ids, metadata.step if sync else 0)
-            if not sync:
-                self._ended.add(req_id)
+            if sync:
+                self._fail(block_ids, metadata.step)
+            else:
+                self._end_load(req_id, block_ids)
         metadata.lost = []
         loads, metadata.loads = metadata.loads, []
         overlap = self._may_overlap(loads, forward_context)
@@ -286,10 +289,22 @@ class Worker:
                 req_id = self._loading.pop(op)
                 self._lacking.setdefault(req_id, []).extend(failed)
                 if req_id not in self._loading.values():
-                    self._ended.add(req_id)
-                    self._fail(self._lacking.pop(req_id), 0)
+                    self._end_load(req_id, self._lacking.pop(req_id))
         ended, self._ended = self._ended, set()
         return ended or None
+
+    def _end_load(self, req_id: str, lacking: list[int]) -> None:
+        """An asynchronous load has ended, without these blocks."""
+        self._ended.add(req_id)
+        if lacking and vllm_compat.window(self._kv_cache_config):
+            self._failed_requests.add(req_id)
+        else:
+            self._fail(lacking, 0)
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests that vLLM computes from their beginning; each is among those `finished` that were returned last."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
 
     def take_failed(self) -> set[int]:
         """Blocks that were not loaded; vLLM computes them again."""

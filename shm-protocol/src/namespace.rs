@@ -59,7 +59,7 @@ const REMEDIES: &[(&str, &str)] = &[
         "layers",
         "name, count and order the model's cache layers alike on both, as the same release of an engine does",
     ),
-    ("group_kind", "keep the same kinds of cache groups on both"),
+    ("group_kind", "give the layers the same windows on both, as one configuration of the model does"),
     ("page_bytes", "it follows from the model, block_tokens, kv_dtype and tensor_parallel_size"),
 ];
 const UNKNOWN_REMEDY: &str = "state the same on both";

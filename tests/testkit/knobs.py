@@ -26,7 +26,8 @@ UNREAD = {"use_cache": False, "initializer_range": 0.5, "transformers_version": 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 EAGLE = {"method": "eagle", "model": "a drafter", "draft_model_config": None}
 IMAGES = {"mm_processor_kwargs": {"size": 224}}
-WINDOW = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}
+WITHOUT_HYBRID_MANAGER = {"disable_hybrid_kv_cache_manager": True}
+ALL_WINDOWS = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,7 @@ BASES = {
         Knob("named", extra=NAMED),
         Knob("longrope", shape=model.TINY_PHI3, arguments={"max_model_len": model.LONGROPE_ORIGINAL}),
         Knob("experts", shape=model.TINY_MOE),
+        Knob("windows", shape=model.TINY_WINDOWS, arguments=WITHOUT_HYBRID_MANAGER),
     )
 }
 
@@ -96,6 +98,9 @@ COUNTS = (
     Knob("max-position", _of("config"), edited={"max_position_embeddings": 8192}),
     Knob("longrope-length", _of("rotary"), base="longrope", arguments={"max_model_len": 4096}),
     Knob("experts-per-token", _of("config"), base="experts", edited={"num_experts_per_tok": 1}),
+    Knob("window", _of("config", "group_kind"), base="windows", edited={"sliding_window": 96}),
+    Knob("window-gone", _of("config", "group_kind"), base="windows", edited={"layer_types": ["full_attention"] * 3}),
+    Knob("all-windows", _of("config", "group_kind"), edited=ALL_WINDOWS),
     Knob("fewer-layers", _of("config", "layers", "page_form") | LIVE, shape=TWO_LAYERS),
     # Code.
     Knob("model-impl", _of("model_class", "rotary"), arguments={"model_impl": "transformers"}),
@@ -145,7 +150,7 @@ def _parallel(name: str, words: str = "") -> Knob:
 
 
 REFUSALS = (
-    Knob("sliding-window", refused="KV cache is of kind", edited=WINDOW, often=True),
+    Knob("hybrid-manager-on", refused="--disable-hybrid-kv-cache-manager", shape=model.TINY_WINDOWS, often=True),
     Knob("no-prefix-caching", refused="prefix caching is off", as_if={"cache_config.enable_prefix_caching": False}, never=True),
     _parallel("pipeline_parallel_size"),
     _parallel("decode_context_parallel_size"),
@@ -175,7 +180,7 @@ HARMLESS = (
     Knob("scheduling-policy", arguments={"scheduling_policy": "priority"}, often=True),
     Knob("long-prefills", arguments={"long_prefill_token_threshold": 128}),
     Knob("cascade", arguments={"disable_cascade_attn": True}),
-    Knob("hybrid-manager", arguments={"disable_hybrid_kv_cache_manager": True}),
+    Knob("hybrid-manager", arguments=WITHOUT_HYBRID_MANAGER),
     Knob("watermark", arguments={"watermark": 0.1}),
     Knob("processes", multiprocess=True),
     Knob("threads", variables={"OMP_NUM_THREADS": "2"}),

@@ -33,8 +33,10 @@ class Shape:
     attention_scale: float = 4.0  # how much attention's output weighs against the token's own
     seed: int = 1234
     # `phi3` rotates by LongRoPE: by other factors where an engine's max_model_len is above LONGROPE_ORIGINAL.
-    family: Literal["qwen3", "phi3", "qwen3_moe"] = "qwen3"
+    family: Literal["qwen3", "phi3", "qwen3_moe", "llama"] = "qwen3"
     experts: int = 0
+    window: int = 0  # of `llama`: tokens that layers read; 0: all of them read everything
+    full_layers: int = 1  # layers at the end that read everything beside those with a window
 
     def kv_bytes_per_token(self, dtype_bytes: int = 2) -> int:
         """Bytes of KV that one token costs over all layers."""
@@ -57,13 +59,16 @@ DEMO = Shape(
 TINY_PHI3 = Shape(family="phi3", hidden=256)
 LONGROPE_ORIGINAL = 2048
 TINY_MOE = Shape(family="qwen3_moe", experts=4)
+# Two blocks of 32 tokens.
+TINY_WINDOWS = Shape(family="llama", window=64)
+TINY_ALL_WINDOWS = Shape(family="llama", window=64, full_layers=0)
 SHAPES = {"tiny": TINY, "demo": DEMO}
 
 
 def config(shape: Shape) -> dict[str, Any]:
     """What config.json holds."""
+    family = {"phi3": _phi3, "llama": _llama}.get(shape.family, _qwen3)
     return {
-        **(_phi3(shape) if shape.family == "phi3" else _qwen3(shape)),
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
@@ -83,6 +88,7 @@ def config(shape: Shape) -> dict[str, Any]:
         "torch_dtype": "bfloat16",
         "use_cache": True,
         "sliding_window": None,
+        **family(shape),
     }
 
 
@@ -116,6 +122,17 @@ def _phi3(shape: Shape) -> dict[str, Any]:
         "pad_token_id": 0,
         "original_max_position_embeddings": LONGROPE_ORIGINAL,
         "rope_scaling": {"type": "longrope", "short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs},
+    }
+
+
+def _llama(shape: Shape) -> dict[str, Any]:
+    kinds = ["sliding_attention"] * (shape.layers - shape.full_layers) + ["full_attention"] * shape.full_layers
+    windows = {"sliding_window": shape.window, "layer_types": kinds}
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "head_dim": shape.head_dim,
+        **(windows if shape.window else {}),
     }
 
 
@@ -157,6 +174,7 @@ def _weights(shape: Shape) -> dict[str, Any]:
                 module = name.split(".")[0]
                 rows = [weights.pop(f"{prefix}{module}.{part}_proj.weight") for part in parts]
                 weights[f"{prefix}{name}.weight"] = torch.cat(rows)
+        if not shape.family.startswith("qwen3"):
             continue
         for name in ("q_norm", "k_norm"):
             weights[f"{prefix}self_attn.{name}.weight"] = torch.full((shape.head_dim,), shape.qk_norm, dtype=dtype)

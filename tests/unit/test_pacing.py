@@ -85,6 +85,7 @@ def made(monkeypatch: pytest.MonkeyPatch, on_gpu: bool, load: str = "auto", poli
         "lora_form": "",
         "steps_in_flight": 2,
         "tokens_per_step": 1,
+        "window": 0,
         "world_size": 1,
         "zeroes_blocks": False,
     }

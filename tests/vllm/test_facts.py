@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from specs import LAYERS, full_attention, kv_cache_config
 
 from pillion import facts as module
 from pillion import vllm_compat, weight_files
 from pillion.config import Config
 from pillion.facts import ENVIRONMENT, SETTINGS, Facts
 from pillion.models import Models
-
-LAYERS = ["model.layers.0.attn", "model.layers.1.attn"]
 
 
 class Model(torch.nn.Module):
@@ -258,24 +257,6 @@ def test_every_page_that_is_read_of_a_file_counts(directory: Path) -> None:
 # --- what vLLM's own objects say ---
 
 
-def kv_cache_config(specs: dict[str, Any] | Any, blocks: int = 10) -> Any:
-    """vLLM's configuration of one group whose layers have these specs, or all the same."""
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
-
-    several = isinstance(specs, dict)
-    spec = UniformTypeKVCacheSpecs.from_specs(specs) if several else specs
-    names = list(specs) if several else LAYERS
-    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, spec)])
-
-
-def full_attention(**more: Any) -> Any:
-    """vLLM's spec of a layer."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    given = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
-    return FullAttentionSpec(**given | more)
-
-
 def test_both_roles_of_an_engine_make_the_same_digest_of_its_groups() -> None:
     """vLLM shows the scheduler the first layer's spec where a worker sees several."""
     from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
@@ -290,48 +271,6 @@ def test_both_roles_of_an_engine_make_the_same_digest_of_its_groups() -> None:
     assert len(set(found)) == 3
     one_layer = kv_cache_config({LAYERS[0]: full_attention()})
     assert vllm_compat.groups(one_layer) not in found
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "named"),
-    [
-        ("parallel_config.nnodes_within_dp", 2, "spans 2 nodes"),
-        ("parallel_config.enable_elastic_ep", True, "--enable-elastic-ep"),
-        ("cache_config.calculate_kv_scales", True, "--calculate-kv-scales"),
-        ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size is 2"),
-        ("cache_config.enable_prefix_caching", False, "--enable-prefix-caching"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_by_name(setting: str, value: Any, named: str) -> None:
-    """Before anything is shared."""
-    config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(), cache_config=SimpleNamespace(enable_prefix_caching=True, calculate_kv_scales=False)
-    )
-    groups = kv_cache_config(full_attention())
-    assert vllm_compat.unsupported(config, groups) is None
-    owner, name = setting.split(".")
-    setattr(getattr(config, owner), name, value)
-    assert named in (vllm_compat.unsupported(config, groups) or "")
-
-
-def test_several_cache_groups_are_refused() -> None:
-    """Whatever kinds they are of."""
-    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(), cache_config=SimpleNamespace(enable_prefix_caching=True))
-    groups = kv_cache_config(full_attention())
-    assert vllm_compat.unsupported(config, groups) is None
-    groups.kv_cache_groups = groups.kv_cache_groups * 2
-    assert "2 KV cache groups" in (vllm_compat.unsupported(config, groups) or "")
-
-
-def test_the_settings_that_are_refused_are_vllms_own() -> None:
-    """A name that vLLM does not have would refuse nothing."""
-    from vllm.config import ParallelConfig
-
-    parallel = ParallelConfig()
-    assert parallel.nnodes_within_dp == 1
-    assert parallel.enable_elastic_ep is False
-    assert parallel.enable_eplb is False
-    assert parallel.enable_expert_parallel is False
 
 
 def test_weights_that_are_prefetched_from_the_host_are_known() -> None:

@@ -27,7 +27,6 @@ PLAYED = [knob for knob in KNOBS if EVERY or not knob.multiprocess]
 
 # Facts that no knob of this machine changes, with the reason.
 CONSTANT = {
-    "group_kind": "one kind of cache group is served",
     "attention_backend": "vLLM's CPU build has one",
     "extra_keys": "vLLM's release decides",
     "kv_quant": "vLLM's CPU build has FP8 KV with AVX-512 alone",

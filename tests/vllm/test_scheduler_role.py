@@ -12,7 +12,7 @@ from pillion import saving, tracked, vllm_compat
 from pillion.adapters import NO_CACHE
 from pillion.checking import TOKENS
 from pillion.config import Config
-from pillion.connector import PillionConnector, StaysOut
+from pillion.connector import PillionConnector, Served, StaysOut, this_host
 from pillion.scheduler import Scheduler
 
 BLOCK_TOKENS, BLOCKS = 16, 64
@@ -591,11 +591,23 @@ def test_a_rank_that_stays_out_turns_the_role_off(engine: Engine, connector: Any
     assert connector.reset_cache() is True
 
 
-def test_ranks_that_serve_say_nothing(connector: Any) -> None:
-    """And one that does not says why, whichever of its parts found it out."""
+def test_a_rank_on_another_host_turns_the_role_off(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sidecar is another one. Ranks beside the scheduler do not."""
+    said: list[str] = []
+    monkeypatch.setattr("pillion.connector.logger.error", lambda text, *parts: said.append(text % parts))
+    connector.set_xfer_handshake_metadata_pp_aware({(0, rank): Served(this_host()) for rank in range(2)})
+    assert connector._scheduler and not said
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Served(this_host()), (0, 1): Served("another")})
+    assert connector._scheduler is None
+    assert len(said) == 1 and "rank 1 runs on another host" in said[0]
+
+
+def test_ranks_say_where_they_serve_or_why_not(connector: Any) -> None:
+    """Whichever of its parts found it out."""
     assert connector.get_handshake_metadata() is None
     connector._worker = SimpleNamespace(out_reason="")
-    assert connector.get_handshake_metadata() is None
+    assert this_host()
+    assert connector.get_handshake_metadata() == Served(this_host())
     connector._worker = SimpleNamespace(out_reason="memory")
     assert connector.get_handshake_metadata() == StaysOut("memory")
     connector._worker, connector._out = None, "windows"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 from stage import RELEASES, Stage, by_load, metrics
@@ -19,10 +20,12 @@ FREEZE = {"engine": 0.03, "sidecar": 0.002}
 SETTINGS = {"pillion.query_timeout_us": 20_000, "pillion.check_every": 1}
 
 
-PATHS = [("sync", "engine"), ("async", "engine"), ("auto", "sidecar"), ("async", "sidecar")]
+PATHS = [("sync", "engine", 0), ("async", "engine", 0), ("auto", "sidecar", 0), ("async", "sidecar", 0)]
+# With windows of so many tokens vLLM frees blocks while requests run. Every load is asynchronous there.
+PATHS += [("sync", "engine", 50), ("auto", "sidecar", 50)]
 
 
-def _seeds(stage: Stage, path: tuple[str, str]) -> list[int]:
+def _seeds(stage: Stage, path: tuple[str, str, int]) -> list[int]:
     """PILLION_SEED=n plays one alone, to look at a failure again."""
     if "PILLION_SEED" in os.environ:
         return [int(os.environ["PILLION_SEED"])]
@@ -30,12 +33,13 @@ def _seeds(stage: Stage, path: tuple[str, str]) -> list[int]:
     return list(range(number * PLAYS, (number + 1) * PLAYS))
 
 
-@pytest.mark.parametrize(("load", "copy"), PATHS)
-def test_random_plays(stage: Stage, load: str, copy: str) -> None:
+@pytest.mark.parametrize(("load", "copy", "window"), PATHS)
+def test_random_plays(stage: Stage, load: str, copy: str, window: int) -> None:
     """Preemption, reuse, aborts at every moment, new weights, failed loads and a freezing sidecar, in any order."""
-    seeds = _seeds(stage, (load, copy))
+    seeds = _seeds(stage, (load, copy, window))
+    kind: dict[str, Any] = {"kind": "window", "window": window} if window else {}
     chances = CHANCES | {"freeze": FREEZE[copy]}
-    if load == "async":
+    if load == "async" or window:
         # vLLM cannot undo a synchronous load.
         chances["spoil"] = 0.1
     # Smaller than what the plays save: the sidecar evicts too.
@@ -43,7 +47,7 @@ def test_random_plays(stage: Stage, load: str, copy: str) -> None:
         storm = {"seeds": seeds, "steps": STEPS, "chances": chances, "pid": keeper.pid}
         (connector,) = by_load(keeper, load, **SETTINGS, **{"pillion.copy": copy})
         acts = [{"do": "storm", "with": storm}]
-        ((result,),) = stage.play(acts, connector, metrics=metrics(keeper), blocks=24, max_model_len=320)
+        ((result,),) = stage.play(acts, connector, metrics=metrics(keeper), blocks=24, max_model_len=320, **kind)
         assert result["value"] == {"seeds": len(seeds)}
         found = keeper.metrics()
         assert found["pillion_checks_differing_total"] == 0

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from scripted import storm
+from scripted.configuration import build_cache_config, build_config
 from testkit import metrics, plan, pool_file, threads, waiting
 from testkit.child import Parent
 from testkit.server import fetch
@@ -47,58 +48,6 @@ def use_cpu_platform() -> None:
     vllm.platforms._current_platform = CpuPlatform()
 
 
-def build_config(scenario: dict[str, Any]) -> Any:
-    """VllmConfig of a small model, with the connector of the scenario."""
-    from vllm.config import (
-        CacheConfig,
-        DeviceConfig,
-        KVTransferConfig,
-        ModelConfig,
-        SchedulerConfig,
-        VllmConfig,
-    )
-
-    model = ModelConfig(model=scenario["model"], skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True)
-    return VllmConfig(
-        model_config=model,
-        device_config=DeviceConfig("cpu"),
-        cache_config=CacheConfig(
-            block_size=scenario["block_tokens"],
-            enable_prefix_caching=True,
-            prefix_caching_hash_algo="xxhash_cbor",
-        ),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=16,
-            max_num_batched_tokens=scenario["batched_tokens"],
-            max_model_len=scenario["max_model_len"],
-            long_prefill_token_threshold=scenario.get("chunk_tokens", 0),
-            enable_chunked_prefill=True,
-            is_encoder_decoder=False,
-            async_scheduling=scenario["async_scheduling"],
-        ),
-        kv_transfer_config=KVTransferConfig(kv_role="kv_both", kv_load_failure_policy="recompute", **scenario["connector"]),
-    )
-
-
-def build_cache_config(scenario: dict[str, Any], config: Any) -> Any:
-    """One full-attention group in vLLM's layer-outermost layout."""
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-
-    model = config.model_config
-    spec = FullAttentionSpec(
-        block_size=scenario["block_tokens"],
-        num_kv_heads=model.get_num_kv_heads(config.parallel_config),
-        head_size=model.get_head_size(),
-        dtype=torch.bfloat16,
-    )
-    layers = [f"model.layers.{i}.self_attn.attn" for i in range(model.hf_config.num_hidden_layers)]
-    blocks, page = scenario["blocks"], spec.page_size_bytes
-    tensor = KVCacheTensor(size=len(layers) * blocks * page, layers=layers, layer_stride=blocks * page, block_stride=page)
-    config.cache_config.num_gpu_blocks = blocks
-    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(layers, spec)])
-
-
 class Executor:
     """Calls the one worker."""
 
@@ -115,7 +64,7 @@ class ScriptedEngine:
 
     def __init__(self, scenario: dict[str, Any]) -> None:
         from vllm.utils.hashing import get_hash_fn_by_name
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.engine.core import EngineCore
@@ -135,7 +84,7 @@ class ScriptedEngine:
         kind = AsyncScheduler if scenario["async_scheduling"] else Scheduler
         self.scheduler = kind(
             vllm_config=config,
-            kv_cache_config=cache_config,
+            kv_cache_config=generate_scheduler_kv_cache_config([cache_config]),
             structured_output_manager=StructuredOutputManager(config),
             block_size=scenario["block_tokens"],
             log_stats=True,
@@ -159,7 +108,7 @@ class ScriptedEngine:
         # Asynchronous loads of each request, told to the worker less reported as ended.
         self._loading: collections.Counter[str] = collections.Counter()
         self._began = 0
-        self.hits = self.preemptions = self.steps = self.failed_blocks = 0
+        self.hits = self.preemptions = self.steps = self.failed_blocks = self.failed_requests = 0
         self._put_lose_leases()
         if self._metrics:
             wait_for(self._connected, "connection of both roles to the sidecar")
@@ -170,6 +119,11 @@ class ScriptedEngine:
         worker.start(0)
         scheduler.end_step()
         return bool(worker.connected and scheduler.connected)
+
+    def counts(self) -> dict[str, int]:
+        """What tests look at, so far."""
+        names = ("hits", "failed_blocks", "failed_requests", "preemptions")
+        return {name: getattr(self, name) for name in names} | {"wrong": self.worker.wrong.total()}
 
     def generate(
         self, prompts: list[list[int]], output_tokens: int, at: dict[str, list[dict[str, Any]]] | None = None
@@ -406,6 +360,7 @@ class ScriptedEngine:
         if output is None:
             return
         self.failed_blocks += len(output.invalid_block_ids)
+        self.failed_requests += len(output.failed_recving)
         for name in output.finished_recving or ():
             self._loading[name] -= 1
             assert self._loading[name] >= 0, f"the load of {name} was reported as ended twice"
@@ -442,12 +397,9 @@ def play(scenario: dict[str, Any]) -> dict[str, Any]:
     results = []
     try:
         for act in scenario["acts"]:
-            before = engine.hits, engine.worker.wrong.total(), engine.failed_blocks, engine.preemptions
+            before = engine.counts()
             value = getattr(engine, act["do"])(**act.get("with", {}))
-            after = engine.hits, engine.worker.wrong.total(), engine.failed_blocks, engine.preemptions
-            names = ("hits", "wrong", "failed_blocks", "preemptions")
-            changes = {name: b - a for name, a, b in zip(names, before, after, strict=True)}
-            results.append({"value": value} | changes)
+            results.append({"value": value} | {name: count - before[name] for name, count in engine.counts().items()})
     finally:
         engine.mend_pool()
         engine.worker.connector.shutdown()

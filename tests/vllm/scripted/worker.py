@@ -80,6 +80,20 @@ def next_token(digests: list[int]) -> int:
     return int.from_bytes(hashlib.blake2b(read, digest_size=4).digest(), "little") % VOCAB
 
 
+def allocate(kv_cache_config: Any) -> dict[str, torch.Tensor]:
+    """The KV memory, one storage: of each layer its pages, [blocks, heads, tokens, content]."""
+    group, blocks = kv_cache_config.kv_cache_groups[0], kv_cache_config.num_blocks
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(group.layer_names, group.kv_cache_spec))
+    memory = torch.zeros(kv_cache_config.kv_cache_tensors[0].size, dtype=torch.uint8)
+    kv = {}
+    for tensor in kv_cache_config.kv_cache_tensors:
+        (name,) = tensor.layers
+        spec = specs[name]
+        pages = memory[tensor.offset : tensor.offset + blocks * tensor.block_stride].view(spec.dtype)
+        kv[name] = pages.view(blocks, spec.num_kv_heads, spec.block_size, -1)
+    return kv
+
+
 class Model(torch.nn.Module):
     """What the connector finds of the model: its weights, one number, and the layers that have KV."""
 
@@ -96,11 +110,10 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._config = vllm_config
         group = kv_cache_config.kv_cache_groups[0]
-        spec = group.kv_cache_spec
-        self._block_tokens = spec.block_size
-        shape = (kv_cache_config.num_blocks, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
-        storage = torch.zeros((len(group.layer_names), *shape), dtype=torch.bfloat16)
-        self.kv = dict(zip(group.layer_names, storage.unbind(), strict=True))
+        self._block_tokens = group.kv_cache_spec.block_size
+        # Tokens that attention reads.
+        self._window = getattr(group.kv_cache_spec, "sliding_window", None) or vllm_config.model_config.max_model_len
+        self.kv = allocate(kv_cache_config)
         self._prefixes: dict[str, Prefix] = {}
         self._prompt_tokens: dict[str, int] = {}
         self._blocks: dict[str, list[int]] = {}
@@ -185,14 +198,16 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
     def _forward(self, step: Any, starts: dict[str, int]) -> dict[str, list[int]]:
         ends = {name: starts[name] + count for name, count in step.num_scheduled_tokens.items()}
         bad: dict[str, set[int]] = {name: set() for name in ends}
-        for layer, (layer_name, pages) in enumerate(self.kv.items()):
+        for layer, (layer_name, kv) in enumerate(self.kv.items()):
+            pages = kv.view(torch.int16)
             # vLLM's attention writes the step's new KV, then lets the connector wait, then reads.
             for name, end in ends.items():
                 self._write(pages, layer, name, starts[name], end, bool(bad[name]))
             self.connector.wait_for_layer_load(layer_name)
             for name, end in ends.items():
-                bad[name] |= self._differing(pages, layer, name, end)
-            self.connector.save_kv_layer(layer_name, pages, None)
+                first = max(0, starts[name] - self._window + 1)
+                bad[name] |= self._differing(pages, layer, name, first, end)
+            self.connector.save_kv_layer(layer_name, kv, None)
         return {name: self._sample(name, end, bad[name]) for name, end in ends.items()}
 
     def _sample(self, name: str, end: int, bad: set[int]) -> list[int]:
@@ -214,10 +229,10 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         blocks, rows = self._places(name, first, end)
         content = self._prefixes[name].pages(layer, pages.shape[1], pages.shape[3], end)[first:]
         # What is computed upon wrong KV is wrong.
-        pages.view(torch.int16)[blocks, :, rows] = torch.from_numpy(~content if spoiled else content)
+        pages[blocks, :, rows] = torch.from_numpy(~content if spoiled else content)
 
-    def _differing(self, pages: torch.Tensor, layer: int, name: str, end: int) -> set[int]:
-        blocks, rows = self._places(name, 0, end)
-        content = torch.from_numpy(self._prefixes[name].pages(layer, pages.shape[1], pages.shape[3], end))
-        equal = (pages.view(torch.int16)[blocks, :, rows] == content).all(dim=2).all(dim=1)
-        return set(torch.nonzero(~equal).flatten().tolist())
+    def _differing(self, pages: torch.Tensor, layer: int, name: str, first: int, end: int) -> set[int]:
+        blocks, rows = self._places(name, first, end)
+        content = torch.from_numpy(self._prefixes[name].pages(layer, pages.shape[1], pages.shape[3], end)[first:])
+        equal = (pages[blocks, :, rows] == content).all(dim=2).all(dim=1)
+        return {first + place for place in torch.nonzero(~equal).flatten().tolist()}

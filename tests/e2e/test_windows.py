@@ -1,0 +1,87 @@
+"""Models with sliding windows: what an engine loads of their KV is right.
+
+Answers are compared with those that an engine computed, logprobs bit for bit with those upon a local hit of the same length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from testkit import engine, model, pool_file, prompts, sidecar
+
+# Within the window of 64 tokens, a hit that ends in it, and far beyond it.
+PROMPTS = [prompts.prompt(tokens, seed=tokens) for tokens in (40, 100, 700)]
+OUTPUT_TOKENS = 8
+# Blocks that are full after the answers, and those of hits that the next token reads.
+STORED = sum(prompts.stored_blocks(len(tokens), OUTPUT_TOKENS) for tokens in PROMPTS)
+IN_WINDOWS = 1 + 2 + 2
+HITS = [prompts.hit_tokens(len(tokens)) for tokens in PROMPTS]
+
+
+def _ask(running: engine.Engine) -> list[dict[str, Any]]:
+    """Each prompt alone: batches of one shape give comparable bits."""
+    return [running.generate([tokens], max_tokens=OUTPUT_TOKENS)[0] for tokens in PROMPTS]
+
+
+def _all(answers: list[dict[str, Any]], name: str) -> list[Any]:
+    return [answer[name] for answer in answers]
+
+
+@dataclasses.dataclass
+class Answers:
+    """Of an engine that has computed the prompts, and of one that found its own KV of them."""
+
+    cold: list[dict[str, Any]]
+    local: list[dict[str, Any]]
+
+
+def _compute(running: engine.Engine, keeper: sidecar.Sidecar) -> Answers:
+    """Has the engine compute the prompts, and waits until they are kept."""
+    answers = Answers(_ask(running), _ask(running))
+    assert _all(answers.local, "cached_tokens") == HITS and running.metrics()["external_hits"] == 0
+    keeper.wait_metric("pillion_saved_bytes_total", STORED * prompts.BLOCK_BYTES)
+    return answers
+
+
+def _load(running: engine.Engine, keeper: sidecar.Sidecar, answers: Answers) -> None:
+    """The engine finds all of it, right to the bit; and the negative control: a wrong key in every block shows."""
+    warm = _ask(running)
+    assert running.metrics()["external_hits"] == sum(HITS)
+    assert _all(warm, "tokens") == _all(answers.cold, "tokens")
+    assert _all(warm, "logprobs") == _all(answers.local, "logprobs")
+    assert running.reset_prefix_cache()
+    with pool_file.damaged(keeper.pool) as blocks:
+        assert blocks >= STORED
+        damaged = _ask(running)
+    assert running.metrics()["external_hits"] == 2 * sum(HITS)
+    for wrong, right in zip(damaged, answers.local, strict=True):
+        assert wrong["logprobs"] != right["logprobs"]
+
+
+def test_windows_beside_full_attention(options: engine.Options, tmp_path: Path) -> None:
+    """Over a restart, with vLLM's hybrid manager off: it keeps every block."""
+    shape = model.write(tmp_path / "model", model.TINY_WINDOWS)
+    with sidecar.serving(tmp_path) as keeper:
+        arguments = {"disable_hybrid_kv_cache_manager": True}
+        connected = dataclasses.replace(options, model=shape, socket=keeper.socket, arguments=arguments)
+        with engine.running(connected, tmp_path / "first.log") as first:
+            answers = _compute(first, keeper)
+            first.kill()
+        with engine.running(connected, tmp_path / "second.log") as second:
+            _load(second, keeper, answers)
+            second.exit()
+
+
+def test_windows_in_all_layers(options: engine.Options, tmp_path: Path) -> None:
+    """vLLM frees the blocks before a window, and those of a hit are not loaded."""
+    shape = model.write(tmp_path / "model", model.TINY_ALL_WINDOWS)
+    with sidecar.serving(tmp_path) as keeper:
+        connected = dataclasses.replace(options, model=shape, socket=keeper.socket)
+        with engine.running(connected, tmp_path / "engine.log") as running:
+            answers = _compute(running, keeper)
+            assert running.reset_prefix_cache()
+            _load(running, keeper, answers)
+            assert keeper.metrics()["pillion_loaded_bytes_total"] == 2 * IN_WINDOWS * prompts.BLOCK_BYTES
+            running.exit()

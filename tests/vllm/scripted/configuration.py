@@ -1,0 +1,83 @@
+"""vLLM's configuration of a scripted engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def build_config(scenario: dict[str, Any]) -> Any:
+    """VllmConfig of a small model, with the connector of the scenario."""
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        KVTransferConfig,
+        ModelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
+
+    model = ModelConfig(model=scenario["model"], skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True)
+    return VllmConfig(
+        model_config=model,
+        device_config=DeviceConfig("cpu"),
+        cache_config=CacheConfig(
+            block_size=scenario["block_tokens"],
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="xxhash_cbor",
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=scenario["batched_tokens"],
+            max_model_len=scenario["max_model_len"],
+            long_prefill_token_threshold=scenario.get("chunk_tokens", 0),
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=scenario["async_scheduling"],
+        ),
+        kv_transfer_config=KVTransferConfig(kv_role="kv_both", kv_load_failure_policy="recompute", **scenario["connector"]),
+    )
+
+
+def build_cache_config(scenario: dict[str, Any], config: Any) -> Any:
+    """One group of the scenario's kind, each layer's pages by themselves."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, UniformTypeKVCacheSpecs
+
+    specs, blocks = layer_specs(scenario, config), scenario["blocks"]
+    sizes = {name: blocks * spec.page_size_bytes for name, spec in specs.items()}
+    total, offset, tensors = sum(sizes.values()), 0, []
+    for name, size in sizes.items():
+        tensors.append(KVCacheTensor(total, [name], size, size // blocks, offset))
+        offset += size
+    first, *others = specs.values()
+    spec = UniformTypeKVCacheSpecs.from_specs(specs) if any(other != first for other in others) else first
+    config.cache_config.num_gpu_blocks = blocks
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=[KVCacheGroupSpec(list(specs), spec)])
+
+
+def layer_specs(scenario: dict[str, Any], config: Any) -> dict[str, Any]:
+    """vLLM's spec of each layer: `full` attention or a `window`, `mla` with a latent, or that and the keys of an `indexer`."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SparseCacheRole
+
+    kind, tokens, model = scenario.get("kind", "full"), scenario["block_tokens"], config.model_config
+    names = [f"model.layers.{index}.self_attn" for index in range(model.hf_config.num_hidden_layers)]
+    heads, size = model.get_num_kv_heads(config.parallel_config), model.get_head_size()
+    plain = {"block_size": tokens, "num_kv_heads": heads, "head_size": size, "dtype": torch.bfloat16}
+    if kind == "full":
+        return {f"{name}.attn": FullAttentionSpec(**plain) for name in names}
+    if kind == "window":
+        return {f"{name}.attn": SlidingWindowSpec(**plain, sliding_window=scenario["window"]) for name in names}
+    latent = MLAAttentionSpec(block_size=tokens, num_kv_heads=1, max_tp_shards=1, head_size=576, dtype=torch.bfloat16)
+    if kind == "mla":
+        return {f"{name}.attn": latent for name in names}
+    assert kind == "indexer"
+    # 128 FP8 numbers and their scale, as DeepSeek V3.2 has them.
+    keys = MLAAttentionSpec(
+        block_size=tokens,
+        num_kv_heads=1,
+        max_tp_shards=1,
+        head_size=132,
+        dtype=torch.uint8,
+        cache_role=SparseCacheRole.INDEXER,
+    )
+    return {f"{name}.{part}": spec for name in names for part, spec in (("attn", latent), ("indexer.k_cache", keys))}

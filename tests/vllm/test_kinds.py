@@ -1,0 +1,53 @@
+"""Kinds of KV caches beside full attention, under vLLM's own schedulers: MLA's latents, an indexer's keys, and windows.
+
+vLLM's CPU build runs no model of the first two with prefix caching. What they keep is as vLLM describes it, and scripted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from stage import RESET, SETTLE, Act, Stage, by_load, generate, hit_tokens, metrics, prompt_of, right_answers, spoil
+
+from testkit import sidecar
+
+# DeepSeek V3's layers keep latents; V3.2's keep the keys of a sparse indexer beside them, in the same group. The windows are of
+# some blocks, and of the last block alone.
+KINDS: dict[str, dict[str, Any]] = {
+    "mla": {"kind": "mla"},
+    "indexer": {"kind": "indexer"},
+    "window": {"kind": "window", "window": 100},
+    "narrow-window": {"kind": "window", "window": 33},
+}
+EACH = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+PROMPTS = [prompt_of(500, 101), prompt_of(300, 102)]
+HITS = sum(hit_tokens(len(prompt)) for prompt in PROMPTS)
+
+
+@EACH
+def test_a_kept_prefix_is_found_and_every_byte_is_right(stage: Stage, kind: dict[str, Any]) -> None:
+    """With both ways to load; and bytes that are wrong in the pool are noticed."""
+    right = right_answers(PROMPTS, 40)
+    with sidecar.serving(stage.directory) as keeper:
+        damage: Act = {"do": "damage_pool", "with": {"path": str(keeper.pool)}}
+        acts = [generate(PROMPTS, 40), SETTLE, RESET, generate(PROMPTS, 40), RESET, damage, generate(PROMPTS, 1)]
+        connectors = by_load(keeper)
+        for results in stage.play(acts, *connectors, metrics=metrics(keeper), **kind):
+            cold, _, _, warm, _, damaged, spoiled = results
+            assert (cold["value"], cold["wrong"], cold["hits"]) == (right, 0, 0)
+            assert (warm["value"], warm["wrong"], warm["hits"]) == (right, 0, HITS)
+            assert damaged["value"] > 0 and spoiled["hits"] == HITS and spoiled["wrong"] > 0
+
+
+@EACH
+def test_a_failed_load_is_computed_again(stage: Stage, kind: dict[str, Any]) -> None:
+    """From the first block on that did not come; with windows, whose earlier blocks are gone, from the beginning."""
+    right = right_answers(PROMPTS, 8)
+    with sidecar.serving(stage.directory) as keeper:
+        acts = [generate(PROMPTS, 8), SETTLE, RESET, spoil(2), generate(PROMPTS, 8), RESET, generate(PROMPTS, 8)]
+        (results,) = stage.play(acts, *by_load(keeper, "async"), metrics=metrics(keeper), **kind)
+        *_, failed, _, warm = results
+        assert failed["failed_requests" if "window" in kind else "failed_blocks"] > 0
+        assert (failed["value"], failed["wrong"]) == (right, 0)
+        assert (warm["value"], warm["wrong"], warm["hits"]) == (right, 0, HITS)

@@ -1,0 +1,145 @@
+"""Which engines are served, and why others are not: from vLLM's own descriptions of their KV caches."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from specs import LAYERS, full_attention, kv_cache_config, spec
+
+from pillion import vllm_compat
+from pillion.state import REASON_MAX
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "named"),
+    [
+        ("parallel_config.nnodes_within_dp", 2, "spans 2 nodes"),
+        ("parallel_config.enable_elastic_ep", True, "--enable-elastic-ep"),
+        ("cache_config.calculate_kv_scales", True, "--calculate-kv-scales"),
+        ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
+        ("parallel_config.decode_context_parallel_size", 2, "--decode-context-parallel-size 1"),
+        ("parallel_config.prefill_context_parallel_size", 2, "--prefill-context-parallel-size 1"),
+        ("cache_config.enable_prefix_caching", False, "--enable-prefix-caching"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(setting: str, value: Any, named: str) -> None:
+    """Before anything is shared."""
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(), cache_config=SimpleNamespace(enable_prefix_caching=True, calculate_kv_scales=False)
+    )
+    groups = kv_cache_config(full_attention())
+    assert vllm_compat.unsupported(config, groups) is None
+    owner, name = setting.split(".")
+    setattr(getattr(config, owner), name, value)
+    reason = vllm_compat.unsupported(config, groups) or ""
+    assert named in reason and fits_metrics(reason)
+
+
+def fits_metrics(reason: str) -> bool:
+    """Whether vLLM's metrics show all of it."""
+    return len(f"rank 1023: {reason}") <= REASON_MAX
+
+
+PLAIN: Any = SimpleNamespace(parallel_config=SimpleNamespace(), cache_config=SimpleNamespace(enable_prefix_caching=True))
+
+
+WINDOW = {"sliding_window": 512}
+CHUNK = {"attention_chunk_size": 8192}
+
+
+@pytest.mark.parametrize(("name", "more"), [("SlidingWindowSpec", WINDOW), ("ChunkedLocalAttentionSpec", CHUNK)])
+def test_promoted_windows_are_served(name: str, more: dict[str, Any]) -> None:
+    """vLLM makes them full attention where its hybrid manager is off, and then keeps every block."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+
+    groups = kv_cache_config(full_attention())
+    manager: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+        attention_config=SimpleNamespace(hisparse_config=None),
+    )
+    groups.kv_cache_groups = get_kv_cache_groups(
+        manager, dict(zip(LAYERS, [spec(name, **more), full_attention()], strict=True))
+    )
+    assert vllm_compat.unsupported(PLAIN, groups) is None
+    (group,) = groups.kv_cache_groups
+    assert group.kv_cache_spec == full_attention(**more), "it says of one layer what holds for the other"
+
+
+def test_windows_in_all_layers_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a load that fails can be told to have failed as a whole, and no token that was computed is taken back."""
+    groups = kv_cache_config(spec("SlidingWindowSpec", **WINDOW))
+    assert vllm_compat.unsupported(PLAIN, groups) is None
+    assert vllm_compat.window(groups) == 512
+    assert vllm_compat.window(kv_cache_config(full_attention(**WINDOW))) == 0, "vLLM keeps every block"
+    drafting: Any = SimpleNamespace(**vars(PLAIN), speculative_config=SimpleNamespace())
+    assert vllm_compat.unsupported(drafting, kv_cache_config(full_attention())) is None
+    reasons = [vllm_compat.unsupported(drafting, groups) or ""]
+    monkeypatch.delattr(vllm_compat.KVConnectorBase_V1, "get_transfer_results")
+    reasons.append(vllm_compat.unsupported(PLAIN, groups) or "")
+    assert "--speculative-config" in reasons[0] and "0.30" in reasons[1] and all(map(fits_metrics, reasons))
+
+
+def test_latents_and_an_indexers_keys_in_one_group_are_served() -> None:
+    """As DeepSeek V3.2 has them. So are latents alone."""
+    latent, keys = spec("MLAAttentionSpec", num_kv_heads=1), spec("MLAAttentionSpec", num_kv_heads=1, dtype=torch.uint8)
+    for specs in (latent, dict(zip(LAYERS, [latent, keys], strict=True))):
+        assert vllm_compat.unsupported(PLAIN, kv_cache_config(specs)) is None
+
+
+UNHEARD = type("Unheard", (type(full_attention()),), {})(16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+LEAVE_OUT = "leave --kv-transfer-config out"
+HYBRID_OFF = "--disable-hybrid-kv-cache-manager"
+
+
+@pytest.mark.parametrize(
+    ("specs", "named"),
+    [
+        ([full_attention(), spec("SlidingWindowSpec", **WINDOW)], HYBRID_OFF),
+        ([full_attention(), spec("ChunkedLocalAttentionSpec", **CHUNK)], HYBRID_OFF),
+        ([full_attention(), spec("RSWASpec", rswa_window=64), spec("SlidingWindowSpec", **WINDOW)], LEAVE_OUT),
+        ([spec("SlidingWindowSpec", **WINDOW)] * 2, LEAVE_OUT),
+        ([spec("ChunkedLocalAttentionSpec", **CHUNK)], "of kind ChunkedLocalAttentionSpec"),
+        ([spec("SlidingWindowMLASpec", **WINDOW)], "of kind SlidingWindowMLASpec"),
+        ([spec("RSWASpec", rswa_window=64)], "of kind RSWASpec"),
+        ([spec("HiddenStateCacheSpec")], "of kind HiddenStateCacheSpec"),
+        ([UNHEARD], "of kind Unheard"),
+    ],
+)
+def test_kinds_of_groups_that_are_refused(specs: list[Any], named: str) -> None:
+    """Each by name, with what to change."""
+    groups = kv_cache_config(full_attention())
+    groups.kv_cache_groups = [dataclasses.replace(groups.kv_cache_groups[0], kv_cache_spec=spec) for spec in specs]
+    reason = vllm_compat.unsupported(PLAIN, groups) or ""
+    assert named in reason and (HYBRID_OFF in reason or LEAVE_OUT in reason) and fits_metrics(reason)
+
+
+def test_layers_that_read_less_far_are_told_apart() -> None:
+    """Which of them, and how far; without any it is one word."""
+    layers = {"full": SimpleNamespace(sliding_window=None), "window": SimpleNamespace(sliding_window=512)}
+    layers["chunk"] = SimpleNamespace(sliding_window=None, attention_chunk_size=8192)
+
+    def reaches(*names: str) -> str:
+        loaded = {str(place): layers[name] for place, name in enumerate(names)}
+        config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=loaded))
+        groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=list(loaded))])
+        return vllm_compat.reaches(config, groups)
+
+    assert reaches("full", "full") == "full"
+    assert reaches("window", "window", "full") == "window 512 x2, full x1"
+    assert reaches("chunk", "full", "chunk") == "chunk 8192 x1, full x1, chunk 8192 x1"
+
+
+def test_the_settings_that_are_refused_are_vllms_own() -> None:
+    """A name that vLLM does not have would refuse nothing."""
+    from vllm.config import ParallelConfig
+
+    parallel = ParallelConfig()
+    assert parallel.nnodes_within_dp == parallel.pipeline_parallel_size == 1
+    assert parallel.decode_context_parallel_size == parallel.prefill_context_parallel_size == 1
+    assert parallel.enable_elastic_ep is False
+    assert parallel.enable_eplb is False
+    assert parallel.enable_expert_parallel is False

@@ -1,9 +1,11 @@
 //! What the sidecar counts, for Prometheus. The data thread writes atomics; the admin thread reads them.
 
+mod durations;
 mod figures;
 pub mod given_up;
 mod holders;
 mod peers;
+mod process;
 mod ssd;
 
 use mesh::refusals::Refusals;
@@ -13,13 +15,14 @@ use std::time::Duration;
 use prometheus::{Counter, GaugeVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry};
 use tiers::ssd::Backend;
 
+use self::durations::Durations;
 use self::figures::{Figure, Figures, Reading, counter, gauge, raise, show};
 use self::holders::HoldersMetrics;
 use self::peers::PeersMetrics;
 use self::ssd::SsdMetrics;
 use crate::compare::Number;
 use crate::config::Disk;
-use crate::core::{Holder, PeersStats, SsdStats, Stats};
+use crate::core::{Holder, PeersStats, SsdStats, Stats, Timed};
 use crate::quotas::Levels;
 
 /// Why a session ended; the label of `pillion_sessions_closed_total`.
@@ -39,6 +42,7 @@ pub enum CloseReason {
 #[derive(Debug)]
 pub struct Metrics {
     figures: Figures<Stats>,
+    durations: Durations,
     saves_dropped: Vec<(IntCounter, Reading<Stats>)>,
     wait_seconds: Counter,
     differences: GaugeVec,
@@ -158,6 +162,7 @@ impl CloseReason {
 impl Metrics {
     /// Metrics in `registry`, every one present from the start.
     pub fn new(registry: &Registry, pool_bytes: u64) -> Result<Self, prometheus::Error> {
+        process::register(registry)?;
         let figures = Figures::new(registry, COUNTERS, GAUGES)?;
         let dropped = "Blocks not saved, by reason; no_room: all is leased or being filled, so raise --dram or the quota; too_large: raise \
                        --dram; not_copied: the engine left, too much waited, or its step or copy failed.";
@@ -194,6 +199,7 @@ impl Metrics {
         let quotas = Levels::default();
         Ok(Self {
             figures,
+            durations: Durations::new(registry)?,
             saves_dropped: saves_dropped.collect(),
             wait_seconds,
             differences,
@@ -240,6 +246,11 @@ impl Metrics {
         self.figures.publish(stats);
         self.saves_dropped.iter().for_each(|(counter, figure)| raise(counter, figure(stats)));
         self.wait_seconds.inc_by((stats.wait_ms as f64 / 1e3 - self.wait_seconds.get()).max(0.0));
+    }
+
+    /// Counts how long something took.
+    pub fn took(&self, what: Timed, time: Duration) {
+        self.durations.observe(what, time);
     }
 
     /// Makes visible how near to their limits right checks came; kinds of numbers that none was of are left out.

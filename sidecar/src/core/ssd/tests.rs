@@ -12,7 +12,7 @@ use tiers::ssd::{Config, Fault, Geometry, Job, Label, Work};
 use super::*;
 use crate::core::tests::checks::found;
 use crate::core::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, hash};
-use crate::core::{Action, Core, Event, arrivals};
+use crate::core::{Action, Core, Event, Part, Timed, arrivals};
 
 /// Seven blocks to a segment of the pool.
 const BLOCK_BYTES: u64 = 256 << 10;
@@ -222,6 +222,19 @@ fn writes_wait_for_room_and_blocks_that_went_meanwhile_are_dropped() {
     assert!(scene.stats().dropped_evicted > 0, "{:?}", scene.stats());
     assert!(!scene.engine.core.busy());
     assert_eq!(scene.held_bytes(), 0);
+}
+
+#[test]
+fn a_read_and_the_wait_for_it_began_with_the_question() {
+    let (mut scene, _) = asking(2);
+    let since = scene.engine.now_ms;
+    let reads = scene.reads();
+    scene.engine.now_ms += 5;
+    scene.end(reads[0], Ok(()));
+    assert_eq!(scene.engine.took(), [(Timed::DiskRead, since)]);
+    scene.end(reads[1], Ok(()));
+    let (tier, whole) = (Timed::Query(Part::Tier), Timed::Query(Part::Whole));
+    assert_eq!(scene.engine.took(), [(Timed::DiskRead, since), (tier, since), (whole, since)]);
 }
 
 #[test]

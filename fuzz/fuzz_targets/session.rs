@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use copy_engine::HostMemory;
 use libfuzzer_sys::fuzz_target;
@@ -192,7 +193,7 @@ impl World {
     }
 
     fn handle(&mut self, event: Event) {
-        self.core.handle(self.now_ms, event, &mut self.out);
+        self.core.handle(Duration::from_millis(self.now_ms), event, &mut self.out);
         let mut closing = Vec::new();
         while !self.out.is_empty() {
             for action in std::mem::take(&mut self.out) {
@@ -221,7 +222,7 @@ impl World {
             }
             while let Some(session) = closing.pop() {
                 if self.peers.remove(&session).is_some() {
-                    self.core.handle(self.now_ms, Event::Disconnected { session }, &mut self.out);
+                    self.core.handle(Duration::from_millis(self.now_ms), Event::Disconnected { session }, &mut self.out);
                 }
             }
         }

@@ -74,10 +74,10 @@ const COUNTERS: &[Figure<Stats>] = &[
     ("query_waits_total", "Queries that waited for blocks from a disk or a peer, or being verified.", |s| {
         s.waits
     }),
-    ("query_waits_timed_out_total", "Those answered before all they waited for was there.", |s| {
+    ("query_waits_timed_out_total", "Queries answered before all they waited for was there.", |s| {
         s.waits_timed_out
     }),
-    ("query_early_answers_total", "Those answered while blocks of theirs were on their way.", |s| {
+    ("query_early_answers_total", "Queries answered while blocks of theirs were on their way.", |s| {
         s.early_answers
     }),
     (
@@ -107,7 +107,7 @@ const COUNTERS: &[Figure<Stats>] = &[
         s.removed_blocks
     }),
     ("checks_total", "Checks that compared an engine's own KV with what is kept.", |s| s.checks),
-    ("checks_differing_total", "Those that found other KV than rounding explains.", |s| s.checks_differing),
+    ("checks_differing_total", "Checks that found other KV than rounding explains.", |s| s.checks_differing),
     ("checks_undecided_total", "Checks without a verdict: nothing kept to compare with, or no room.", |s| {
         s.checks_undecided
     }),
@@ -170,12 +170,13 @@ impl Metrics {
         registry.register(Box::new(dropped.clone()))?;
         let saves_dropped =
             SAVES_DROPPED.iter().map(|(reason, figure)| (dropped.with_label_values(&[*reason]), *figure));
-        let waited = "Time that queries waited for such blocks.";
+        let waited = "Time that queries waited for blocks from a disk or a peer, or being verified.";
         let wait_seconds = Counter::new("pillion_query_wait_seconds_total", waited)?;
         registry.register(Box::new(wait_seconds.clone()))?;
-        let largest = "Largest difference of a check that was within its limit, as a part of the limit.";
+        let largest = "Largest difference of a check that was within its limit, as a part of the limit; 0 before the first.";
         let differences = GaugeVec::new(Opts::new("pillion_check_difference_max", largest), &["numbers"])?;
         registry.register(Box::new(differences.clone()))?;
+        Number::ALL.iter().for_each(|number| differences.with_label_values(&[number.name()]).set(0.0));
         let size = gauge(registry, "pool_bytes", "Bytes of the pool.")?;
         show(&size, pool_bytes);
         let lost =
@@ -253,11 +254,9 @@ impl Metrics {
         self.durations.observe(what, time);
     }
 
-    /// Makes visible how near to their limits right checks came; kinds of numbers that none was of are left out.
+    /// Makes visible how near to their limits right checks came.
     pub fn publish_differences(&self, largest: impl Iterator<Item = (Number, f64)>) {
-        for (number, part) in largest.filter(|(_, part)| *part > 0.0) {
-            self.differences.with_label_values(&[number.name()]).set(part);
-        }
+        largest.for_each(|(number, part)| self.differences.with_label_values(&[number.name()]).set(part));
     }
 
     /// Makes visible how full each quota is.
@@ -344,13 +343,14 @@ mod tests {
         metrics.publish(&stats);
         metrics.publish(&stats);
         metrics.session_closed(CloseReason::HangUp);
-        metrics.publish_differences([(Number::Float32, 0.0), (Number::Bfloat16, 0.25)].into_iter());
+        metrics.publish_differences([(Number::Bfloat16, 0.25)].into_iter());
         let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
         for line in [
             "pillion_queries_total 3",
             "pillion_blocks 5",
             "pillion_query_wait_seconds_total 1.5",
             "pillion_check_difference_max{numbers=\"bfloat16\"} 0.25",
+            "pillion_check_difference_max{numbers=\"float32\"} 0",
             "pillion_saves_dropped_total{reason=\"no_room\"} 4",
             "pillion_saves_dropped_total{reason=\"not_copied\"} 3",
             "pillion_pool_bytes 7",
@@ -361,6 +361,5 @@ mod tests {
         ] {
             assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
         }
-        assert!(!text.contains("numbers=\"float32\""), "no check was of these");
     }
 }

@@ -198,9 +198,9 @@ impl World {
         while !self.out.is_empty() {
             for action in std::mem::take(&mut self.out) {
                 match action {
-                    Action::Answer { session, op, outcome, refs, chunks, from } => {
+                    Action::Answer { session, op, outcome, refs, sources, chunks, from } => {
                         let Some(peer) = self.peers.get_mut(&session) else { continue };
-                        peer.session.write_refs(&chunks, from, &refs);
+                        peer.session.write_refs(&chunks, from, &refs, &sources);
                         peer.session.store_outcome(op, outcome);
                     }
                     Action::Outcome { session, op, outcome } => {
@@ -222,7 +222,8 @@ impl World {
             }
             while let Some(session) = closing.pop() {
                 if self.peers.remove(&session).is_some() {
-                    self.core.handle(Duration::from_millis(self.now_ms), Event::Disconnected { session }, &mut self.out);
+                    let now = Duration::from_millis(self.now_ms);
+                    self.core.handle(now, Event::Disconnected { session }, &mut self.out);
                 }
             }
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -83,6 +83,13 @@ def _full_attention(spec: Any) -> bool:
     exotic = ("RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec")
     windowed = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     return isinstance(spec, FullAttentionSpec) and type(spec).__name__ not in exotic and not windowed
+
+
+def cache_hit_sources(tokens: Mapping[Any, int]) -> dict[Any, int]:
+    """The same under vLLM's names for where hits were found; of 0.32 and later, which ask for it."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    return {CacheHitSource(source): found for source, found in tokens.items()}
 
 
 def on_gpu() -> bool:

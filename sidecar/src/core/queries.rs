@@ -12,7 +12,7 @@ mod windows;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use shm_protocol::key::BlockHash;
+use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::message::{Outcome, Status};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, Keys, Query};
@@ -184,9 +184,16 @@ impl Queries {
         if let Some(binding) = bound {
             let most = cx.arrivals.bytes_max() / 2;
             let brought = sources.bring(&binding, log.some(keys.from, keys.count), most, cx);
+            self.note_sources((session, keys.log), &brought.coming, cx);
             self.unhold(session, brought.held, cx);
         }
         Ok(())
+    }
+
+    /// Remembers for a log where the blocks were found that are on their way for it.
+    fn note_sources(&mut self, (session, log): (SessionId, u32), coming: &[BlockKey], cx: &Context) {
+        let log = self.asker(session).logs.known_mut(log);
+        log.brought.extend(coming.iter().filter_map(|key| Some((key.hash, cx.arrivals.source(key)?))));
     }
 
     /// Answers a question, or lets it wait for what it misses; whether it waits. The engine is held up until then: what is
@@ -253,7 +260,8 @@ impl Queries {
         }
         let outcome = Outcome { op: op as u32, value: hits, status };
         let (refs, from) = (found.refs, from + found.known);
-        cx.actions.push(Action::Answer { session, op, outcome, refs, chunks, from });
+        let sources = log.sources(from, refs.len());
+        cx.actions.push(Action::Answer { session, op, outcome, refs, sources, chunks, from });
     }
 
     /// Leases the leading hits in DRAM to the question's log.

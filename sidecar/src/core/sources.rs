@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use mesh::transport::Done;
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::SlotRef;
+use shm_protocol::source::Source;
 use tiers::dram::Dram;
 use tiers::ssd;
 
@@ -185,7 +186,7 @@ impl Sources {
                 return;
             }
             cx.fill(slot, key, binding);
-            cx.arrivals.begin(key, slot, binding.block_bytes());
+            cx.arrivals.begin(key, slot, binding.block_bytes(), Source::Disk);
             followed.coming.push(key);
         }
     }
@@ -196,7 +197,7 @@ impl Sources {
             let mut slots = Vec::with_capacity(span.keys().len());
             for key in span.keys() {
                 let Ok(slot) = cx.begin_fill(key, binding) else { break };
-                cx.arrivals.begin(key, slot, binding.block_bytes());
+                cx.arrivals.begin(key, slot, binding.block_bytes(), Source::Peer);
                 followed.coming.push(key);
                 slots.push(slot);
             }

@@ -14,6 +14,7 @@ use shm_protocol::key::NamespaceDigest;
 use shm_protocol::message::{Outcome, Status};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{Keys, Query, SchedulerRequest};
+use shm_protocol::source::Source;
 use tiers::dram::{self, Dram};
 
 use super::*;
@@ -229,6 +230,21 @@ fn a_block_of_a_peer_was_asked_for_with_the_question() {
     scene.end(&fetch, 1..2, Ok(7));
     let (tier, whole) = (Timed::Query(Part::Tier), Timed::Query(Part::Whole));
     assert_eq!(scene.engine.took(), [(Timed::PeerRead, since), (tier, since), (whole, since)]);
+}
+
+#[test]
+fn what_a_peer_sent_was_found_there() {
+    let mut scene = Scene::with(A, 0..3);
+    scene.save(0..1);
+    scene.query(1, 0..3);
+    let fetch = scene.fetch();
+    scene.engine.out.clear();
+    scene.end_all(&fetch, Ok(7));
+    let answer = scene.engine.out.iter().find_map(|action| match action {
+        Action::Answer { from, sources, .. } => Some((*from, sources.clone())),
+        _ => None,
+    });
+    assert_eq!(answer, Some((1, vec![Source::Peer; 2])), "block 0 was named before");
 }
 
 #[test]

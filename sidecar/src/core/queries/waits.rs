@@ -88,16 +88,18 @@ impl Queries {
         base: &mut Base,
     ) -> bool {
         let rest = &self.wanted(question)[hits as usize..];
+        let asked = rest.len();
         let brought = base.sources.bring(binding, rest, base.cx.arrivals.bytes_max(), &mut base.cx);
         for key in &brought.coming {
             base.cx.arrivals.join(key, question.waiter()).expect("it was found there");
         }
+        self.note_sources((question.session, question.log), &brought.coming, &base.cx);
         let open = brought.coming.len();
         if open == 0 {
             self.unhold(question.session, brought.held, &mut base.cx);
             return false;
         }
-        let whole = brought.held.len() + open == rest.len();
+        let whole = brought.held.len() + open == asked;
         self.wait(base.cx.now, question, open, whole, brought.held);
         true
     }

@@ -182,6 +182,10 @@ impl SchedulerSession {
         self.0.with(|session| session.arriving(log))
     }
 
+    fn sources(&self, log: i64, start: u32, count: u32) -> PyResult<[u32; 3]> {
+        self.0.with(|session| session.sources(log, start, count))
+    }
+
     fn load<'py>(
         &self,
         py: Python<'py>,

@@ -234,6 +234,11 @@ impl Scheduler {
         self.session.must_renew(handle, clock::now())
     }
 
+    /// [`Session::sources`] of hits that the log's lease names.
+    pub fn sources(&mut self, handle: i64, start: u32, count: u32) -> [u32; 3] {
+        self.session.sources(handle, start, count)
+    }
+
     /// [`Session::load`] under a lease that is renewed where it is old.
     pub fn load(&mut self, handle: i64, start: u32, blocks: &[u32], step: u64, sync: bool) -> Vec<Plan> {
         if !sync && let Some(op) = self.session.renew(handle, clock::now()) {

@@ -15,6 +15,7 @@ use shm_protocol::layout::{
 };
 use shm_protocol::message::{APPEND_CHUNKS, Kind, LOAD_ARRIVING, LOAD_SYNC, QUERY_ARRIVING, Saved, Status};
 use shm_protocol::pool::SlotRef;
+use shm_protocol::source::Source;
 
 const BLOCK_BYTES: u64 = 512;
 
@@ -60,7 +61,12 @@ fn leased(scheduler: &mut Scheduler, served: &mut Served, log: i64) -> [u32; APP
 fn grant(served: &Served, op: u64, from: u32, hits: u32, chunks: &[u32]) {
     for key in from..from + hits {
         let slot = SlotRef { offset: u64::from(key) * 512, generation: u64::from(key) + 1 };
-        served.memory.write_ref(chunks[key as usize / 64], key as usize % 64, slot);
+        served.memory.write_ref(
+            chunks[key as usize / 64],
+            key as usize % 64,
+            slot,
+            Source::ALL[key as usize % 3],
+        );
     }
     served.answer(op, Status::Ok, hits);
 }
@@ -96,6 +102,8 @@ fn a_request_from_its_keys_to_its_plan() {
     assert_eq!(scheduler.ask(log, 10, 490), Asked::Answered(300), "asked again, the lease answers");
     assert!(scheduler.load(log, 9, &[1], 3, true).is_empty(), "before the lease");
     assert!(scheduler.load(log, 309, &[1, 2], 3, true).is_empty(), "behind the lease");
+    assert_eq!(scheduler.sources(log, 110, 200), [67, 66, 67], "every third");
+    assert_eq!(scheduler.sources(log, 110, 201), [0; 3], "behind the lease");
     let blocks: Vec<u32> = (1000..1200).collect();
     let plan = scheduler.load(log, 110, &blocks, 3, true).pop().unwrap();
     scheduler.end_step();

@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use copy_engine::HostMemory;
 use libfuzzer_sys::fuzz_target;
@@ -194,14 +195,14 @@ impl World {
     }
 
     fn handle(&mut self, event: Event) {
-        self.core.handle(self.now_ms, event, &mut self.out);
+        self.core.handle(Duration::from_millis(self.now_ms), event, &mut self.out);
         let mut closing = Vec::new();
         while !self.out.is_empty() {
             for action in std::mem::take(&mut self.out) {
                 match action {
-                    Action::Answer { session, op, outcome, refs, chunks, from } => {
+                    Action::Answer { session, op, outcome, refs, sources, chunks, from } => {
                         let Some(peer) = self.peers.get_mut(&session) else { continue };
-                        peer.session.write_refs(&chunks, from, &refs);
+                        peer.session.write_refs(&chunks, from, &refs, &sources);
                         peer.session.store_outcome(op, outcome);
                     }
                     Action::Outcome { session, op, outcome } => {
@@ -223,7 +224,8 @@ impl World {
             }
             while let Some(session) = closing.pop() {
                 if self.peers.remove(&session).is_some() {
-                    self.core.handle(self.now_ms, Event::Disconnected { session }, &mut self.out);
+                    let now = Duration::from_millis(self.now_ms);
+                    self.core.handle(now, Event::Disconnected { session }, &mut self.out);
                 }
             }
         }

@@ -79,6 +79,8 @@ class SchedulerSession:
         """What `query` would return."""
     def arriving(self, log: int) -> bool:
         """Whether blocks of the last answer were on their way: load them asynchronously."""
+    def sources(self, log: int, start: int, count: int) -> list[int]:
+        """Blocks among hits `start..start + count`, to be loaded, that were found in memory, on a disk and at a peer."""
     def load(self, log: int, start: int, block_ids: list[int], step: int, sync: bool) -> list[bytes]:
         """Posts a load under the log's lease and returns its plan, or, where blocks are on their way, one for each part, a load
         that ends by itself; empty: no lease covers it, load nothing."""

@@ -234,6 +234,12 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler:
             self._scheduler.allocated(request, blocks, num_external_tokens)
 
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        """Where the tokens of a hit were found, for what vLLM counts of a request that it admits."""
+        found = self._scheduler.sources(request, num_external_tokens) if self._scheduler else {}
+        unknown: dict[Any, int] = super().get_external_cache_hit_sources(request, num_external_tokens)
+        return vllm_compat.cache_hit_sources(found) if found else unknown
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Posts this step's saves and cancellations and describes its loads."""
         if self._scheduler:
@@ -248,14 +254,15 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.requests_failed(failed)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What the engine gets of Pillion, whenever that is something else than vLLM was told."""
+        """What the engine gets of Pillion, whenever that is something else than vLLM was told, and where hits were found."""
         if self.role != KVConnectorRole.SCHEDULER:
             return None
         told: tuple[State, str] = (self._scheduler.state, "") if self._scheduler else ("out", self._out)
-        if told == self._told:
+        found = self._scheduler.take_hit_tokens() if self._scheduler else {}
+        if told == self._told and not found:
             return None
         self._told = told
-        return EngineState.of(*told)
+        return EngineState.of(*told, found)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forgets a request. Saves never hold its blocks."""

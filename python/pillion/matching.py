@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pillion._shim import SchedulerSession
@@ -10,6 +11,7 @@ from pillion.broken import Broken
 from pillion.checking import Check
 from pillion.metadata import PillionMetadata
 from pillion.pacing import Pacing
+from pillion.state import SOURCES, Source
 from pillion.tracked import Requests, Tracked
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ class Matching:
     _block_tokens: int
     # Whether a load that fails must fail as a whole: vLLM frees blocks before windows, and would compute upon what is left.
     _whole: bool
+    # Tokens of hits that were loaded, by where they were found.
+    hit_tokens: Counter[Source] = field(default_factory=Counter)
 
     def announce(self, request: Request) -> None:
         """Has what lies on a disk of its prompt fetched while the request waits for its turn."""
@@ -87,6 +91,7 @@ class Matching:
         if not count:
             session.release(tracked.log)
             return []
+        self._count(tracked, first, count)
         self._pacing.load(request, count, request.num_tokens - (first + count) * self._block_tokens, sync)
         ids: list[int] = blocks.get_block_ids()[0][first : first + count]
         # Blocks before the window of the next token are null blocks: they must be kept, for what follows, but are not loaded.
@@ -101,3 +106,10 @@ class Matching:
             step.lost.append((request.request_id, ids, sync))
         step.loads += [(request.request_id, plan, sync) for plan in plans]
         return ids
+
+    def _count(self, tracked: Tracked, first: int, count: int) -> None:
+        """Counts what is about to be loaded; as vLLM does not again what a preempted request had."""
+        found = self._session.sources(tracked.log, first, count)
+        tracked.sources = {source: blocks * self._block_tokens for source, blocks in zip(SOURCES, found, strict=True) if blocks}
+        if not tracked.request.num_preemptions:
+            self.hit_tokens.update(tracked.sources)

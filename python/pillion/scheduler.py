@@ -18,7 +18,7 @@ from pillion.matching import Matching
 from pillion.metadata import PillionMetadata
 from pillion.pacing import Pacing
 from pillion.saving import Saving
-from pillion.state import State
+from pillion.state import Source, State
 from pillion.tracked import Requests
 
 if TYPE_CHECKING:
@@ -95,6 +95,18 @@ class Scheduler:
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """vLLM has allocated blocks and says how many external tokens it wants."""
         self._loaded += self._matching.load(request, blocks, external_tokens, self._next)
+
+    def sources(self, request: Request, tokens: int) -> dict[Source, int]:
+        """Where the tokens of a hit were found whose load was planned last; empty where that is not known."""
+        tracked = self._requests.by_id.get(request.request_id)
+        return tracked.sources if tracked and sum(tracked.sources.values()) == tokens else {}
+
+    def take_hit_tokens(self) -> dict[Source, int]:
+        """Tokens of hits that were loaded since the last call, by where they were found."""
+        counted = self._matching.hit_tokens
+        taken = dict(counted)
+        counted.clear()
+        return taken
 
     def finished(self, request: Request) -> None:
         """The request is over."""

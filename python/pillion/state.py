@@ -1,4 +1,5 @@
-"""What an engine gets of Pillion, in vLLM's own metrics: `vllm:pillion_engine_state`, and `vllm:pillion_stays_out` with why.
+"""What an engine gets of Pillion, in vLLM's own metrics: `vllm:pillion_engine_state`, `vllm:pillion_stays_out` with why, and
+`vllm:pillion_hit_tokens_total`.
 
 vLLM asks the connector for statistics with every step, in the process of the scheduler. Its front end gets them as plain data
 and gives them to [PromMetrics][pillion.state.PromMetrics], which it has made there. An idle engine reports nothing.
@@ -6,6 +7,8 @@ and gives them to [PromMetrics][pillion.state.PromMetrics], which it has made th
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pillion.vllm_compat import KVConnectorPromMetrics, KVConnectorStats
@@ -17,27 +20,34 @@ if TYPE_CHECKING:
 # it; there is no sidecar, or it refuses the engine; the engine cannot be served at all.
 State = Literal["serving", "unbound", "away", "out"]
 STATES: tuple[State, ...] = get_args(State)
+# Where tokens were found, by vLLM's names: in the sidecar's memory, on its disks, at another sidecar. In the order of the shim.
+Source = Literal["host", "disk", "p2p"]
+SOURCES: tuple[Source, ...] = get_args(Source)
 # Characters of a reason that are shown.
 REASON_MAX = 200
 
 
 class EngineState(KVConnectorStats):
-    """One report: `state`, and where that is `out` the `reason`."""
+    """One report: `state`, where that is `out` the `reason`, and `hit_tokens` since the report before."""
 
-    data: dict[str, str]
+    data: dict[str, Any]
 
     @classmethod
-    def of(cls, state: State, reason: str) -> EngineState:
+    def of(cls, state: State, reason: str, hit_tokens: Mapping[Source, int] | None = None) -> EngineState:
         """A report as it travels."""
-        return cls(data={"state": state, "reason": reason[:REASON_MAX]})
+        return cls(data={"state": state, "reason": reason[:REASON_MAX], "hit_tokens": dict(hit_tokens or {})})
 
     def reset(self) -> None:
         """Nothing was reported."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> EngineState:
-        """The later one counts."""
-        self.data = other.data or self.data
+        """The later state counts, and tokens of both."""
+        if self.data and other.data:
+            both = Counter(self.data["hit_tokens"]) + Counter(other.data["hit_tokens"])
+            self.data = {**other.data, "hit_tokens": dict(both)}
+        else:
+            self.data = other.data or self.data
         return self
 
     def reduce(self) -> dict[str, Any]:
@@ -76,11 +86,22 @@ class PromMetrics(KVConnectorPromMetrics):
             labelnames=[*labelnames, "reason"],
             multiprocess_mode="mostrecent",
         )
+        self._hit_tokens = self._counter_cls(
+            name="vllm:pillion_hit_tokens",
+            documentation="Tokens of prompts that were loaded, once for each request, by where they were found before anything "
+            "was brought for it: host (memory of the sidecar), disk, p2p (another sidecar).",
+            labelnames=[*labelnames, "source"],
+        )
+        for values in per_engine_labelvalues.values():
+            for source in SOURCES:
+                self._hit_tokens.labels(*values, source)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Shows a report."""
         values = self.per_engine_labelvalues[engine_idx]
         for state in STATES:
             self._states.labels(*values, state).set(int(state == transfer_stats_data["state"]))
+        for source, tokens in transfer_stats_data["hit_tokens"].items():
+            self._hit_tokens.labels(*values, source).inc(tokens)
         if transfer_stats_data["reason"]:
             self._reasons.labels(*values, transfer_stats_data["reason"]).set(1)

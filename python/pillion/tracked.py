@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pillion._shim import SchedulerSession
 from pillion.adapters import Adapters
+from pillion.state import Source
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -45,6 +46,8 @@ class Tracked:
     found_in: int = 0
     # (first block, number, synchronous) of the last answer that promised a hit.
     hit: tuple[int, int, bool] | None = None
+    # Tokens of the last load by where they were found.
+    sources: dict[Source, int] = field(default_factory=dict)
     # Blocks of the last load; once one of them failed, the cache is not asked again.
     loaded: list[int] = field(default_factory=list)
     refused: bool = False

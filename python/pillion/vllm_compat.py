@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +133,13 @@ def reaches(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     if set(found) == {"full"}:
         return "full"
     return ", ".join(f"{kind} x{len(list(same))}" for kind, same in groupby(found))
+
+
+def cache_hit_sources(tokens: Mapping[Any, int]) -> dict[Any, int]:
+    """The same under vLLM's names for where hits were found; of 0.32 and later, which ask for it."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    return {CacheHitSource(source): found for source, found in tokens.items()}
 
 
 def on_gpu() -> bool:

@@ -13,6 +13,7 @@ use crate::message::{Outcome, Slot};
 use crate::pool::SlotRef;
 use crate::region::{Access, Region, descriptor_bytes};
 use crate::ring::RingMemory;
+use crate::source::Source;
 
 /// A session memfd could not be made or is not what the peer promised.
 #[derive(Debug, Error)]
@@ -206,19 +207,27 @@ impl SessionMemory {
         }));
     }
 
-    /// Sidecar: writes the slot of key `index` of chunk `chunk`.
-    pub fn write_ref(&self, chunk: u32, index: usize, slot: SlotRef) {
+    /// Sidecar: writes the slot of key `index` of chunk `chunk`, and where its block was found.
+    pub fn write_ref(&self, chunk: u32, index: usize, slot: SlotRef, source: Source) {
         assert!(index < layout::CHUNK_KEYS);
         let words = self.region.words64(layout::ref_offset(chunk as usize, index), 2);
         words[0].store(slot.offset, Ordering::Relaxed);
-        words[1].store(slot.generation, Ordering::Relaxed);
+        words[1].store(source.mark(slot.generation), Ordering::Relaxed);
     }
 
     /// Engine: the slot of key `index` of chunk `chunk`, valid once the query's outcome has been seen.
     pub fn read_ref(&self, chunk: u32, index: usize) -> SlotRef {
         assert!(index < layout::CHUNK_KEYS);
         let words = self.region.words64(layout::ref_offset(chunk as usize, index), 2);
-        SlotRef { offset: words[0].load(Ordering::Relaxed), generation: words[1].load(Ordering::Relaxed) }
+        let (_, generation) = Source::parse(words[1].load(Ordering::Relaxed));
+        SlotRef { offset: words[0].load(Ordering::Relaxed), generation }
+    }
+
+    /// Engine: where the block of that key was found, for statistics alone.
+    pub fn read_source(&self, chunk: u32, index: usize) -> Source {
+        assert!(index < layout::CHUNK_KEYS);
+        let words = self.region.words64(layout::ref_offset(chunk as usize, index), 2);
+        Source::parse(words[1].load(Ordering::Relaxed)).0
     }
 
     /// Engine: writes one block id at circle position `position`.

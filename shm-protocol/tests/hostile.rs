@@ -21,6 +21,7 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::region::{Access, Region};
 use shm_protocol::ring::{Consumer, Producer, RingMemory};
 use shm_protocol::session::{Ring, SessionError, SessionMemory};
+use shm_protocol::source::Source;
 use shm_protocol::{PROTOCOL_VERSION, transport};
 
 // === rings ===
@@ -222,8 +223,9 @@ fn what_the_sidecar_makes_the_engine_opens_and_neither_can_resize() {
     sidecar.read_keys(3, 62, 2, &mut keys);
     assert_eq!(keys, [BlockHash([0; 32]), hash]);
     let last = layout::CHUNKS as u32 - 1;
-    sidecar.write_ref(last, 63, SlotRef { offset: 1 << 40, generation: 9 });
+    sidecar.write_ref(last, 63, SlotRef { offset: 1 << 40, generation: 9 }, Source::Peer);
     assert_eq!(engine.read_ref(last, 63), SlotRef { offset: 1 << 40, generation: 9 });
+    assert_eq!(engine.read_source(last, 63), Source::Peer);
     for (step, block) in (10..20).enumerate() {
         engine.write_block_id((layout::BLOCK_IDS as u32 - 5).wrapping_add(step as u32), block);
     }

@@ -25,7 +25,7 @@ use crate::catalog;
 use crate::checksums::Checksums;
 use crate::clock::{Clock, millis};
 use crate::copiers::{Copiers, Finished};
-use crate::core::{Action, Core, Event, SessionId};
+use crate::core::{Action, Core, Event, SessionId, Took};
 use crate::disks::Disks;
 use crate::greeter::Greeter;
 use crate::heartbeat::Heartbeat;
@@ -274,11 +274,22 @@ impl Runtime {
     /// Gives the core one event and carries out what follows.
     fn handle(&mut self, event: Event) {
         self.touched |= turn::touches(&event);
-        self.core.respond(millis(self.now), event, &mut self.out);
+        self.core.respond(self.now, event, &mut self.out);
         self.apply();
-        self.core.go_on(millis(self.now), &mut self.out);
+        self.time();
+        self.core.go_on(self.now, &mut self.out);
         self.apply();
+        self.time();
         self.close_sessions();
+    }
+
+    /// Counts how long it took, what is over and carried out.
+    fn time(&mut self) {
+        let mut over = self.core.drain_over().peekable();
+        if over.peek().is_some() {
+            let now = self.clock.now();
+            over.for_each(|Took { what, since }| self.metrics.took(what, now.saturating_sub(since)));
+        }
     }
 
     /// Ends sessions; what the core wants done about it may end further ones.
@@ -303,8 +314,9 @@ impl Runtime {
                 }
             }
             self.touched = true;
-            self.core.handle(millis(self.now), Event::Disconnected { session: id }, &mut self.out);
+            self.core.handle(self.now, Event::Disconnected { session: id }, &mut self.out);
             self.apply();
+            self.time();
         }
     }
 }

@@ -11,6 +11,7 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{Append, Golden, Load, RequestError, Save, SchedulerRequest, WorkerRequest};
 use shm_protocol::ring::{Consumer, Producer};
 use shm_protocol::session::{Bound, RegionRing, Ring, SessionMemory};
+use shm_protocol::source::Source;
 use shm_protocol::wait;
 use thiserror::Error;
 
@@ -171,9 +172,10 @@ impl Session {
     }
 
     /// Writes the slots that a query found beside its keys; before the outcome.
-    pub fn write_refs(&mut self, chunks: &[u32], from: u32, refs: &[SlotRef]) {
-        for (index, slot) in (from as usize..).zip(refs) {
-            self.memory.write_ref(chunks[index / CHUNK_KEYS], index % CHUNK_KEYS, *slot);
+    pub fn write_refs(&mut self, chunks: &[u32], from: u32, refs: &[SlotRef], sources: &[Source]) {
+        let sources = sources.iter().copied().chain(std::iter::repeat(Source::Memory));
+        for (index, (slot, source)) in (from as usize..).zip(refs.iter().zip(sources)) {
+            self.memory.write_ref(chunks[index / CHUNK_KEYS], index % CHUNK_KEYS, *slot, source);
         }
     }
 

@@ -48,6 +48,6 @@ def test_right_kv_is_never_said_to_differ(dtype: Literal["bfloat16", "float32"],
             asks.exit()
         metrics = keeper.metrics()
         assert metrics["pillion_checks_differing_total"] == 0
-        [part] = MARGIN.findall(keeper.get("/metrics") or "")
-        assert float(part) < 1
+        part = max(map(float, MARGIN.findall(keeper.get("/metrics") or "")))
+        assert 0 < part < 1
         print(f"{dtype}, {ranks} ranks: {metrics['pillion_checks_total']} checks, at most {part} of the limit")

@@ -68,8 +68,8 @@ def disk(directory: Path) -> str:
 
 
 @contextlib.contextmanager
-def peers(directory: Path) -> Iterator[tuple[Sidecar, Sidecar]]:
-    """Two ready sidecars with disks, each a member for the other."""
+def peers(directory: Path, also: tuple[str, ...] = ()) -> Iterator[tuple[Sidecar, Sidecar]]:
+    """Two ready sidecars with disks and `also` these options, each a member for the other."""
     listen = [ports.free_port() for _ in range(2)]
     with contextlib.ExitStack() as stack:
         started = []
@@ -80,6 +80,7 @@ def peers(directory: Path) -> Iterator[tuple[Sidecar, Sidecar]]:
                 f"--peer=127.0.0.1:{listen[1 - number]}",
                 f"--node-id=node{number}",
                 "--mesh-plaintext",
+                *also,
             )
             disks = (disk(folder),)
             started.append(stack.enter_context(serving(folder, DRAM, gpu=False, ssd=disks, more=more)))

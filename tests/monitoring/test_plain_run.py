@@ -32,6 +32,7 @@ LEVELS = {
     "pillion_last_turn_timestamp_seconds": "a time of the clock",
     "pillion_check_difference_max": "a maximum",
     "pillion_pool_pinned_bytes": "how far the start has got",
+    "process_resident_memory_bytes": "the kernel's",
 }
 
 

@@ -80,6 +80,10 @@ class Session:
         """A plan."""
         return [b"plan"]
 
+    def sources(self, log: int, start: int, count: int) -> list[int]:
+        """All in memory."""
+        return [count, 0, 0]
+
     def weights(self, count: int) -> None:
         """Bound to nothing until ranks say what they hold."""
         self.counts.append(count)
@@ -146,6 +150,7 @@ class Engine:
             request_id=f"request-{self._requests}",
             num_tokens=tokens,
             num_computed_tokens=0,
+            num_preemptions=0,
             block_hashes=[bytes([block] * 32) for block in range(tokens // BLOCK_TOKENS)],
             all_token_ids=list(range(tokens)),
             mm_features=[],
@@ -222,6 +227,20 @@ def test_after_a_load_that_failed_everything_is_saved_anew(engine: Engine) -> No
     engine.role.loads_failed(set())
     engine.go_on(request)
     assert engine.session.saves[1:] == [(0, 0, [1, 2, 3, 4])]
+
+
+def test_a_preempted_request_does_not_count_its_hit_again(engine: Engine) -> None:
+    """vLLM counts by sources what requests had when they were first admitted."""
+    engine.session.hits = 3
+    request = engine.arrive(4 * BLOCK_TOKENS + 1)
+    for preemptions in range(2):
+        request.num_preemptions = preemptions
+        assert engine.ask(request) == 3 * BLOCK_TOKENS
+        assert engine.ask(request) == 3 * BLOCK_TOKENS, "asked again"
+        engine.compute(request, found=3 * BLOCK_TOKENS)
+        assert engine.role.sources(request, 3 * BLOCK_TOKENS) == {"host": 3 * BLOCK_TOKENS}
+        assert engine.role.sources(request, 4 * BLOCK_TOKENS) == {}
+    assert engine.role.take_hit_tokens() == {"host": 3 * BLOCK_TOKENS} and engine.role.take_hit_tokens() == {}
 
 
 # --- golden blocks ---

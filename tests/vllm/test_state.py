@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from pillion.connector import PillionConnector, StaysOut
 from pillion.scheduler import Scheduler
-from pillion.state import STATES, EngineState
+from pillion.state import SOURCES, STATES, EngineState
 from pillion.vllm_compat import KVConnectorRole
 
 LABELS = {"model_name": "tiny", "engine": "1"}
@@ -26,6 +27,8 @@ class Played:
         self.session = SimpleNamespace(connected=False, namespace=0, disconnect=lambda: None)
         role: Any = Scheduler.__new__(Scheduler)
         role._session = self.session
+        role._matching = SimpleNamespace(hit_tokens=Counter())
+        self.hit_tokens = role._matching.hit_tokens
         self.connector: Any = PillionConnector.__new__(PillionConnector)
         self.connector._role = KVConnectorRole.SCHEDULER
         self.connector._scheduler, self.connector._worker, self.connector._out = role, None, ""
@@ -81,12 +84,26 @@ def test_an_engine_that_stays_out_says_why(played: Played, monkeypatch: pytest.M
     assert logged == ["KV Transfer metrics: pillion=out"]
 
 
-def test_the_later_report_counts() -> None:
-    """As where vLLM puts several together."""
-    both = EngineState.of("away", "").aggregate(EngineState.of("serving", "")).aggregate(EngineState(data={}))
-    assert both.to_dict() == {"state": "serving", "reason": ""} and not both.is_empty()
+def test_the_later_state_counts_and_the_tokens_of_both() -> None:
+    """As where vLLM puts several reports together."""
+    both = EngineState.of("away", "", {"host": 1, "disk": 2}).aggregate(EngineState.of("serving", "", {"host": 4}))
+    both.aggregate(EngineState(data={}))
+    assert both.to_dict() == {"state": "serving", "reason": "", "hit_tokens": {"host": 5, "disk": 2}} and not both.is_empty()
     both.reset()
     assert both.is_empty()
+
+
+def test_tokens_of_hits_are_counted_once(played: Played) -> None:
+    """By where they were found; and from the start, so that a rate sees the first of them."""
+
+    def shown(source: str) -> float | None:
+        return REGISTRY.get_sample_value("vllm:pillion_hit_tokens_total", {**LABELS, "source": source})
+
+    played.session.connected, played.session.namespace = True, 7
+    assert played.step() and [shown(source) for source in SOURCES] == [0, 0, 0]
+    played.hit_tokens.update({"disk": 32, "p2p": 64})
+    assert played.step() and not played.step()
+    assert [shown(source) for source in SOURCES] == [0, 32, 64] and played.shown() == ["serving"]
 
 
 def test_ranks_report_nothing(played: Played) -> None:

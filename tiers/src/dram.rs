@@ -31,7 +31,7 @@ use crate::Error;
 pub use crate::error::{FillError, LeaseError};
 use crate::index::{Index, Print};
 use crate::lease::Leases;
-pub use crate::lease::{LeaseId, WORKERS_MAX};
+pub use crate::lease::{LeaseEnd, LeaseId, WORKERS_MAX};
 use crate::ledger::Ledger;
 pub use crate::ledger::{HolderId, Holdings};
 use crate::policy::{Parent, Policy};

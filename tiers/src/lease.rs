@@ -32,11 +32,21 @@ enum Phase {
     Released,
 }
 
+/// How a lease ended.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum LeaseEnd {
+    /// Every worker ended its load.
+    Consumed,
+    Released,
+    Expired,
+}
+
 #[derive(Debug, Default)]
 struct Lease {
     generation: u32,
     phase: Phase,
     owner: u64,
+    granted_ms: u64,
     /// Whose it counts to.
     holder: HolderId,
     /// One bit for each worker that has not ended its load.
@@ -70,6 +80,8 @@ pub(crate) struct Leases {
     timed: List,
     ttl_ms: u64,
     last_deadline_ms: u64,
+    /// How leases of blocks ended, and when each was granted, until the caller takes it.
+    ends: Vec<(LeaseEnd, u64)>,
 }
 
 // === impl LeaseId ===
@@ -85,6 +97,18 @@ impl LeaseId {
 
     fn generation(self) -> u32 {
         (self.0 >> 32) as u32
+    }
+}
+
+// === impl Phase ===
+
+impl From<LeaseEnd> for Phase {
+    fn from(how: LeaseEnd) -> Self {
+        match how {
+            LeaseEnd::Consumed => Self::Consumed,
+            LeaseEnd::Released => Self::Released,
+            LeaseEnd::Expired => Self::Expired,
+        }
     }
 }
 
@@ -121,7 +145,7 @@ impl Links for Table {
 impl Leases {
     pub(crate) fn new(ttl_ms: u64) -> Self {
         let (table, ended, timed) = (Table::default(), VecDeque::new(), List::default());
-        Self { table, ended, timed, ttl_ms, last_deadline_ms: 0 }
+        Self { table, ended, timed, ttl_ms, last_deadline_ms: 0, ends: Vec::new() }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -139,6 +163,7 @@ impl Leases {
         let index = self.vacancy()?;
         let lease = &mut self.table.0[index as usize];
         lease.begin(owner, holder, workers);
+        lease.granted_ms = now_ms;
         let id = LeaseId::new(lease.generation, index);
         self.start_clock(index, now_ms);
         Some(id)
@@ -241,19 +266,19 @@ impl Leases {
             return Err(LeaseError::Consumed);
         }
         lease.awaited &= !(1 << worker);
-        Ok((lease.awaited == 0).then(|| self.end(index, Phase::Consumed)))
+        Ok((lease.awaited == 0).then(|| self.end(index, LeaseEnd::Consumed)))
     }
 
     pub(crate) fn release(&mut self, id: LeaseId, owner: u64) -> Result<Ended, LeaseError> {
         let index = self.check(id, owner)?;
-        Ok(self.end(index, Phase::Released))
+        Ok(self.end(index, LeaseEnd::Released))
     }
 
     /// Ends the lease that is due first, if one is. Looks at one lease.
     pub(crate) fn expire_one(&mut self, now_ms: u64) -> Option<Ended> {
         let index = self.timed.tail()?;
         let due = self.table.0[index as usize].deadline_ms <= now_ms;
-        due.then(|| self.end(index, Phase::Expired))
+        due.then(|| self.end(index, LeaseEnd::Expired))
     }
 
     /// What every live lease holds.
@@ -274,11 +299,19 @@ impl Leases {
         leases.map(|(index, lease)| (LeaseId::new(lease.generation, index as u32), lease.owner)).collect()
     }
 
-    fn end(&mut self, index: u32, phase: Phase) -> Ended {
+    /// How leases of blocks ended since the last call, and when each was granted.
+    pub(crate) fn drain_ends(&mut self) -> impl Iterator<Item = (LeaseEnd, u64)> + '_ {
+        self.ends.drain(..)
+    }
+
+    fn end(&mut self, index: u32, how: LeaseEnd) -> Ended {
         let is_promised = self.table.0[index as usize].phase == Phase::Promised;
-        self.stop_clock(index, phase);
+        self.stop_clock(index, how.into());
         self.ended.push_back(index);
         let lease = &mut self.table.0[index as usize];
+        if !lease.entries.is_empty() {
+            self.ends.push((how, lease.granted_ms));
+        }
         Ended { entries: std::mem::take(&mut lease.entries), holder: lease.holder, is_promised }
     }
 

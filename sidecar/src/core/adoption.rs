@@ -3,6 +3,7 @@
 
 use shm_protocol::key::{BlockKey, NamespaceDigest};
 use shm_protocol::pool::{Remains, SlotRef};
+use shm_protocol::source::Source;
 use tiers::dram::Dram;
 use tiers::opener::Opened;
 
@@ -77,7 +78,7 @@ impl Verification {
     fn verify(&mut self, key: BlockKey, slot: SlotRef, cx: &mut Context) {
         self.bytes += bytes_of(slot, &cx.dram);
         // It takes no room of the pool beyond what it has.
-        cx.arrivals.begin(key, slot, 0);
+        cx.arrivals.begin(key, slot, 0, Source::Memory);
         cx.actions.push(Action::Verify { key, slot });
     }
 

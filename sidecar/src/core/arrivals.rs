@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use shm_protocol::key::BlockKey;
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 use shm_protocol::pool::SlotRef;
+use shm_protocol::source::Source;
 use tiers::dram::Dram;
 
 use super::SessionId;
@@ -40,6 +41,7 @@ pub(super) struct Arrivals {
 #[derive(Debug)]
 struct Coming {
     slot: SlotRef,
+    source: Source,
     bytes: u64,
     /// Nobody waits for it any more.
     late: bool,
@@ -92,12 +94,16 @@ impl Arrivals {
         self.coming.get(key).is_some_and(|coming| coming.waiting.iter().any(waits))
     }
 
+    /// Where a block that is on its way was found.
+    pub(super) fn source(&self, key: &BlockKey) -> Option<Source> {
+        self.coming.get(key).map(|coming| coming.source)
+    }
+
     /// A block of `bytes` is on its way into its slot.
-    pub(super) fn begin(&mut self, key: BlockKey, slot: SlotRef, bytes: u64) {
+    pub(super) fn begin(&mut self, key: BlockKey, slot: SlotRef, bytes: u64, source: Source) {
         self.bytes += bytes;
-        let before = self
-            .coming
-            .insert(key, Coming { slot, bytes, late: false, distrusted: false, waiting: Vec::new() });
+        let coming = Coming { slot, source, bytes, late: false, distrusted: false, waiting: Vec::new() };
+        let before = self.coming.insert(key, coming);
         assert!(before.is_none(), "a slot is filled once at a time");
     }
 

@@ -1,5 +1,7 @@
 //! What every part of the core is given for a call: the tier, the time of the event, and the list of what must be done.
 
+use std::time::Duration;
+
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
 use tiers::FillError;
@@ -10,13 +12,16 @@ use super::event::Action;
 use super::namespaces::{Binding, Namespaces};
 use super::quotas::Quotas;
 use super::stats::Stats;
+use super::timing::{Timed, Took};
+use crate::clock::millis;
 
 /// Some 10 ms with what is evicted for them.
 const CLAIMS_MAX: usize = 8192;
 
 #[derive(Debug)]
 pub(super) struct Context {
-    /// When the event was seen.
+    /// When the event was seen; the same in whole milliseconds.
+    pub(super) now: Duration,
     pub(super) now_ms: u64,
     /// The sidecar is to end: nothing new is taken.
     pub(super) draining: bool,
@@ -32,6 +37,8 @@ pub(super) struct Context {
     pub(super) stats: Stats,
     /// What must be done, in this order.
     pub(super) actions: Vec<Action>,
+    /// What is over since the event before.
+    pub(super) over: Vec<Took>,
 }
 
 // === impl Context ===
@@ -40,9 +47,41 @@ impl Context {
     /// Nothing was told yet of an empty tier.
     pub(super) fn new(dram: Dram) -> Self {
         let arrivals = Arrivals::new(&dram);
-        let (now_ms, draining, opening, namespaces, quotas, stats, actions) = Default::default();
-        let claims_max = CLAIMS_MAX;
-        Self { now_ms, draining, opening, dram, arrivals, namespaces, quotas, claims_max, stats, actions }
+        let (now, now_ms, draining, opening, namespaces, quotas, stats) = Default::default();
+        let (claims_max, actions, over) = (CLAIMS_MAX, Vec::new(), Vec::new());
+        Self {
+            now,
+            now_ms,
+            draining,
+            opening,
+            dram,
+            arrivals,
+            namespaces,
+            quotas,
+            claims_max,
+            stats,
+            actions,
+            over,
+        }
+    }
+
+    /// It is this late.
+    pub(super) fn set_now(&mut self, now: Duration) {
+        (self.now, self.now_ms) = (now, millis(now));
+    }
+
+    /// Something is over that began then.
+    pub(super) fn took(&mut self, what: Timed, since: Duration) {
+        self.over.push(Took { what, since });
+    }
+
+    /// What is over, leases among it.
+    pub(super) fn drain_over(&mut self) -> impl Iterator<Item = Took> + '_ {
+        let leases = self.dram.drain_ended_leases().map(|(how, granted_ms)| Took {
+            what: Timed::Lease(how),
+            since: Duration::from_millis(granted_ms),
+        });
+        self.over.drain(..).chain(leases)
     }
 
     /// Frees what was evicted, and has what was assigned anew formatted.

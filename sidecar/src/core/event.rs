@@ -12,6 +12,7 @@ use shm_protocol::namespace::Facts;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{SchedulerRequest, WorkerRequest};
 use shm_protocol::session::Bound;
+use shm_protocol::source::Source;
 use tiers::opener::Opened;
 use tiers::ssd::{Done, Job, Recovered};
 
@@ -113,6 +114,8 @@ pub enum Action {
         outcome: Outcome,
         /// Slots of the hit blocks.
         refs: Vec<SlotRef>,
+        /// Where the block of each was found; in memory where nothing stands.
+        sources: Vec<Source>,
         /// Chunks of the log.
         chunks: Vec<u32>,
         /// Key index of the first slot.

@@ -24,9 +24,11 @@ mod ssd;
 mod stats;
 #[cfg(test)]
 mod tests;
+mod timing;
 mod transfers;
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use mesh::directory::Directory;
 use mesh::transport::Done;
@@ -52,6 +54,7 @@ use self::sources::Sources;
 use self::ssd::Ssd;
 pub use self::ssd::SsdStats;
 pub use self::stats::Stats;
+pub use self::timing::{Part, Timed, Took};
 use self::transfers::Transfers;
 use crate::compare::Number;
 use crate::config::SsdAdmission;
@@ -128,15 +131,17 @@ impl Core {
     }
 
     /// Takes one event and appends what must be done.
-    pub fn handle(&mut self, now_ms: u64, event: Event, out: &mut Vec<Action>) {
-        self.respond(now_ms, event, out);
-        self.go_on(now_ms, out);
+    pub fn handle(&mut self, now: Duration, event: Event, out: &mut Vec<Action>) {
+        self.respond(now, event, out);
+        self.go_on(now, out);
     }
 
     /// Takes one event and appends what others wait for: an engine is held up by its question. [`Core::go_on`] follows.
-    pub fn respond(&mut self, now_ms: u64, event: Event, out: &mut Vec<Action>) {
+    pub fn respond(&mut self, now: Duration, event: Event, out: &mut Vec<Action>) {
         let Self { base, queries, transfers } = self;
-        base.cx.now_ms = now_ms;
+        base.cx.set_now(now);
+        // Who does not ask how long things took leaves it here.
+        base.cx.drain_over().for_each(drop);
         match event {
             Event::Connected { session, hello } => {
                 let result = self.connect(session, *hello);
@@ -144,12 +149,12 @@ impl Core {
             }
             Event::Disconnected { session } => self.disconnect(session),
             Event::Message { session, request } => {
-                base.engines.note_work(now_ms, session, &mut base.cx.dram);
+                base.engines.note_work(base.cx.now_ms, session, &mut base.cx.dram);
                 let result = self.message(session, request);
                 self.close_unless(session, result);
             }
             Event::Fences { session, start, done } => {
-                base.engines.note_work(now_ms, session, &mut base.cx.dram);
+                base.engines.note_work(base.cx.now_ms, session, &mut base.cx.dram);
                 if let Some(scheduler) = base.engines.set_fences(session, start, done) {
                     transfers.dispatch(scheduler, base);
                 }
@@ -188,9 +193,9 @@ impl Core {
     }
 
     /// Appends what else an event brings on: blocks are sent for and written, peers are told.
-    pub fn go_on(&mut self, now_ms: u64, out: &mut Vec<Action>) {
+    pub fn go_on(&mut self, now: Duration, out: &mut Vec<Action>) {
         let base = &mut self.base;
-        base.cx.now_ms = now_ms;
+        base.cx.set_now(now);
         // Slots of removed blocks become free wherever their last hold ends.
         base.cx.apply_evictions();
         self.queries.send_for_unsent(base);
@@ -496,6 +501,11 @@ impl Core {
     /// Bytes that count to each quota, in order.
     pub fn quotas_used(&self) -> impl Iterator<Item = u64> + '_ {
         self.base.cx.quotas.used(&self.base.cx.dram)
+    }
+
+    /// What is over since the event before.
+    pub fn drain_over(&mut self) -> impl Iterator<Item = Took> + '_ {
+        self.base.cx.drain_over()
     }
 
     /// Counters and levels, for metrics.

@@ -10,8 +10,9 @@ mod waits;
 mod windows;
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
-use shm_protocol::key::BlockHash;
+use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::message::{Outcome, Status};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, Keys, Query};
@@ -25,6 +26,7 @@ use super::context::Context;
 use super::engines::Scheduler;
 use super::event::Action;
 use super::namespaces::Binding;
+use super::timing::{Part, Timed};
 use super::{Base, GROUP, SessionId, Violation};
 
 #[derive(Debug, Default)]
@@ -54,7 +56,7 @@ struct Question {
     count: u32,
     /// It may be answered while its blocks are on their way.
     arriving: bool,
-    asked_ms: u64,
+    asked: Duration,
 }
 
 /// What a query has found and leased.
@@ -168,7 +170,7 @@ impl Queries {
         let Query { op, keys: Keys { log, from, count }, arriving } = query;
         self.askers[&session].logs.get(log)?;
         self.end_wait(session, log, &mut base.cx);
-        let question = Question { session, op, log, from, count, arriving, asked_ms: base.cx.now_ms };
+        let question = Question { session, op, log, from, count, arriving, asked: base.cx.now };
         let waits = self.ask(question, base);
         base.cx.stats.waits += u64::from(waits);
         Ok(())
@@ -182,9 +184,16 @@ impl Queries {
         if let Some(binding) = bound {
             let most = cx.arrivals.bytes_max() / 2;
             let brought = sources.bring(&binding, log.some(keys.from, keys.count), most, cx);
+            self.note_sources((session, keys.log), &brought.coming, cx);
             self.unhold(session, brought.held, cx);
         }
         Ok(())
+    }
+
+    /// Remembers for a log where the blocks were found that are on their way for it.
+    fn note_sources(&mut self, (session, log): (SessionId, u32), coming: &[BlockKey], cx: &Context) {
+        let log = self.asker(session).logs.known_mut(log);
+        log.brought.extend(coming.iter().filter_map(|key| Some((key.hash, cx.arrivals.source(key)?))));
     }
 
     /// Answers a question, or lets it wait for what it misses; whether it waits. The engine is held up until then: what is
@@ -204,7 +213,7 @@ impl Queries {
                 self.unsent.push((question, found.hits()));
                 return true;
             }
-            may_ask_peers && self.wait_for_producer(question, base.cx.now_ms)
+            may_ask_peers && self.wait_for_producer(question, base.cx.now)
         });
         if !waits {
             self.end_window(question, found.hits(), scheduler, &mut base.cx);
@@ -219,7 +228,7 @@ impl Queries {
         for (question, hits) in std::mem::take(&mut self.unsent) {
             let Some(binding) = base.engines[question.session].binding else { continue };
             if !self.send_for(question, hits, &binding, base)
-                && !self.wait_for_producer(question, base.cx.now_ms)
+                && !self.wait_for_producer(question, base.cx.now)
             {
                 self.answer_late(question, base);
             }
@@ -240,17 +249,19 @@ impl Queries {
     }
 
     fn answer(&mut self, question: Question, found: Found, status: Status, cx: &mut Context) {
-        let Question { session, op, log, from, .. } = question;
+        let Question { session, op, log, from, asked, .. } = question;
         let log = self.log(session, log);
         let (hits, chunks) = (found.hits(), log.chunks.clone());
         if status != Status::Pending {
             cx.stats.queries += 1;
             cx.stats.query_blocks += log.wanted(question).len() as u64;
             cx.stats.query_hit_blocks += u64::from(hits);
+            cx.took(Timed::Query(Part::Whole), asked);
         }
         let outcome = Outcome { op: op as u32, value: hits, status };
         let (refs, from) = (found.refs, from + found.known);
-        cx.actions.push(Action::Answer { session, op, outcome, refs, chunks, from });
+        let sources = log.sources(from, refs.len());
+        cx.actions.push(Action::Answer { session, op, outcome, refs, sources, chunks, from });
     }
 
     /// Leases the leading hits in DRAM to the question's log.
@@ -318,6 +329,7 @@ fn answer_nothing(question: Question, scheduler: &Scheduler, cx: &mut Context) {
     let Question { session, op, .. } = question;
     let outcome = Outcome { op: op as u32, value: 0, status };
     cx.stats.queries += 1;
+    cx.took(Timed::Query(Part::Whole), question.asked);
     cx.actions.push(Action::Outcome { session, op, outcome });
 }
 

@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use mesh::transport::Done;
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::SlotRef;
+use shm_protocol::source::Source;
 use tiers::dram::Dram;
 use tiers::ssd;
 
@@ -17,6 +18,7 @@ use super::event::{Action, Heard};
 use super::namespaces::Binding;
 use super::peers::{Again, Peers, Span};
 use super::ssd::Ssd;
+use super::timing::Timed;
 
 /// Times that the directory is asked how a run goes on, beside what is here of it: peers that were given the same prompts
 /// have long parts of it.
@@ -184,12 +186,12 @@ impl Sources {
     fn begin_reads(&mut self, binding: &Binding, followed: &mut Followed, cx: &mut Context) {
         for &key in &followed.on_disk {
             let (Ok(slot), Some(ssd)) = (cx.take_slot(key, binding), &mut self.ssd) else { return };
-            if !ssd.read(key, slot) {
+            if !ssd.read(cx.now, key, slot) {
                 cx.dram.abandon(slot);
                 return;
             }
             cx.fill(slot, key, binding);
-            cx.arrivals.begin(key, slot, binding.block_bytes());
+            cx.arrivals.begin(key, slot, binding.block_bytes(), Source::Disk);
             followed.coming.push(key);
         }
     }
@@ -200,7 +202,7 @@ impl Sources {
             let mut slots = Vec::with_capacity(span.keys().len());
             for key in span.keys() {
                 let Ok(slot) = cx.begin_fill(key, binding) else { break };
-                cx.arrivals.begin(key, slot, binding.block_bytes());
+                cx.arrivals.begin(key, slot, binding.block_bytes(), Source::Peer);
                 followed.coming.push(key);
                 slots.push(slot);
             }
@@ -258,6 +260,9 @@ impl Sources {
         cx: &mut Context,
     ) -> Option<(BlockKey, Vec<Waiter>)> {
         let read = self.ssd.as_mut()?.ended(cx.now_ms, done, &mut cx.dram)?;
+        if read.ok {
+            cx.took(Timed::DiskRead, read.since);
+        }
         // The device has compared the block's checksum with its own, and keeps that to itself.
         Some((read.key, self.arrived(&read.key, read.slot, read.ok.then_some(0), cx)))
     }
@@ -285,8 +290,11 @@ impl Sources {
     ) -> Option<(BlockKey, Vec<Waiter>)> {
         let peers = self.peers.as_mut()?;
         let is_wished = |key: &BlockKey| !cx.draining && cx.arrivals.is_wished(key, waits);
-        let (key, slot, checksum) = peers.ended(cx.now_ms, end, is_wished, again)?;
-        Some((key, self.arrived(&key, slot, checksum, cx)))
+        let (key, slot, fetched) = peers.ended(cx.now_ms, end, is_wished, again)?;
+        if let Some(fetched) = &fetched {
+            cx.took(Timed::PeerRead, fetched.since);
+        }
+        Some((key, self.arrived(&key, slot, fetched.map(|fetched| fetched.checksum), cx)))
     }
 
     /// Removes blocks from memory and from what is known of disks, those on their way too. Leases of them are the caller's to end.

@@ -7,6 +7,7 @@
 mod writes;
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::time::Duration;
 
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
@@ -23,8 +24,8 @@ use crate::config::SsdAdmission;
 pub(super) struct Ssd {
     log: Log,
     admission: SsdAdmission,
-    /// Reads that have not ended; one for each block.
-    reads: BTreeMap<Ticket, BlockKey>,
+    /// Reads that have not ended, one for each block, and when each was asked for.
+    reads: BTreeMap<Ticket, (BlockKey, Duration)>,
     /// Blocks that DRAM gives up next, in that order.
     leaving: VecDeque<Leaving>,
     /// The generation from which on DRAM is asked for these again.
@@ -63,6 +64,7 @@ pub struct SsdStats {
 pub(super) struct ReadEnd {
     pub(super) key: BlockKey,
     pub(super) slot: SlotRef,
+    pub(super) since: Duration,
     /// Its block is in the slot, or is not to be had.
     pub(super) ok: bool,
 }
@@ -101,9 +103,9 @@ impl Ssd {
                 None
             }
             Ended::Read { ticket, slot, ok, .. } => {
-                let key = self.reads.remove(&ticket).expect("a read ends once");
+                let (key, since) = self.reads.remove(&ticket).expect("a read ends once");
                 self.stats.promoted_blocks += u64::from(ok);
-                Some(ReadEnd { key, slot, ok })
+                Some(ReadEnd { key, slot, since, ok })
             }
         }
     }
@@ -160,7 +162,7 @@ impl Ssd {
         self.full = false;
         let mut late = Vec::new();
         self.log.tick(now_ms, &mut late);
-        late.iter().filter_map(|ticket| self.reads.get(ticket).copied()).collect()
+        late.iter().filter_map(|ticket| self.reads.get(ticket)).map(|(key, _)| *key).collect()
     }
 
     /// Jobs for the devices, also what every event may have made room for.
@@ -193,9 +195,9 @@ impl Ssd {
     }
 
     /// Begins to read a block into a slot, if there is room.
-    pub(super) fn read(&mut self, key: BlockKey, slot: SlotRef) -> bool {
+    pub(super) fn read(&mut self, now: Duration, key: BlockKey, slot: SlotRef) -> bool {
         let ticket = self.log.read(&key, slot);
-        ticket.map(|ticket| self.reads.insert(ticket, key)).is_some()
+        ticket.map(|ticket| self.reads.insert(ticket, (key, now))).is_some()
     }
 }
 

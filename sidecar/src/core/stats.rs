@@ -1,4 +1,4 @@
-//! What the core counts. Published as metrics by the runtime; `docs/configuration.md` explains each.
+//! What the core counts. Published as metrics by the runtime; `docs/metrics.md` lists them.
 
 /// Counters since the start, and levels now.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]

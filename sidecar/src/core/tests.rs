@@ -6,8 +6,10 @@ pub(super) mod checks;
 mod ledger;
 mod proofs;
 mod quotas;
+mod timing;
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use shm_protocol::handshake::{BlockRegion, Copier, Digest, Role, Worker as WorkerHello};
 use shm_protocol::key::{BlockKey, NamespaceDigest};
@@ -146,7 +148,7 @@ impl Harness {
     }
 
     pub(super) fn event(&mut self, event: Event) {
-        self.core.handle(self.now_ms, event, &mut self.out);
+        self.core.handle(Duration::from_millis(self.now_ms), event, &mut self.out);
     }
 
     fn join_from(&mut self, session: SessionId, step: u64) {

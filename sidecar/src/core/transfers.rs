@@ -7,6 +7,7 @@ mod pending;
 mod saves;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
 
 use self::checks::Checks;
 use self::loads::Load;
@@ -16,6 +17,7 @@ use super::context::Context;
 use super::event::{Action, Direction, Piece};
 use super::namespaces::Binding;
 use super::queries::Queries;
+use super::timing::{Part, Timed};
 use super::{Base, CopyId, GROUP, SessionId, Violation};
 use crate::compare::Number;
 
@@ -30,7 +32,8 @@ pub(super) struct Transfers {
     saves: BTreeMap<OpKey, Save>,
     checks: Checks,
     loads: BTreeMap<OpKey, Load>,
-    copies: BTreeMap<CopyId, CopyOwner>,
+    /// What runs, and since when.
+    copies: BTreeMap<CopyId, (CopyOwner, Duration)>,
     /// The number of the last copy.
     last_copy: CopyId,
     /// Schedulers' sessions with saves that the turn had no time for, the longest waiting first.
@@ -43,6 +46,17 @@ struct CopyOwner {
     key: OpKey,
     rank: u32,
     direction: Direction,
+}
+
+// === impl CopyOwner ===
+
+impl CopyOwner {
+    fn timed(&self) -> Timed {
+        match self.direction {
+            Direction::Save => Timed::Save(Part::Copy),
+            Direction::Load => Timed::Load(Part::Copy),
+        }
+    }
 }
 
 // === impl Transfers ===
@@ -122,7 +136,7 @@ impl Transfers {
 
     fn start_copy(&mut self, owner: CopyOwner, session: SessionId, pieces: Vec<Piece>, cx: &mut Context) {
         self.last_copy += 1;
-        self.copies.insert(self.last_copy, owner);
+        self.copies.insert(self.last_copy, (owner, cx.now));
         let (copy, CopyOwner { key, direction, .. }) = (self.last_copy, owner);
         let load_op = if direction == Direction::Load { key.1 } else { 0 };
         let awaited = self.loads.get(&(key.0, load_op)).is_some_and(|load| load.sync);
@@ -131,11 +145,12 @@ impl Transfers {
 
     /// A copy has ended.
     pub(super) fn copied(&mut self, copy: CopyId, ok: bool, base: &mut Base) {
-        let owner = self.copies.remove(&copy).expect("every copy is answered once");
+        let (owner, since) = self.copies.remove(&copy).expect("every copy is answered once");
         match owner.direction {
             Direction::Save => self.save_copied(owner, ok, base),
             Direction::Load => self.load_copied(owner, ok, base),
         }
+        base.cx.took(owner.timed(), since);
     }
 }
 

@@ -14,23 +14,23 @@ use crate::core::{FAULT_NAMES, PeersStats};
 const COUNTERS: &[Figure<PeersStats>] = &[
     ("mesh_fetches_total", "Fetches from peers.", |s| s.fetches),
     ("mesh_fetched_blocks_total", "Blocks brought into DRAM from peers.", |s| s.fetched_blocks),
-    ("mesh_fetched_bytes_total", "Their bytes.", |s| s.fetched_bytes),
+    ("mesh_fetched_bytes_total", "Bytes brought into DRAM from peers.", |s| s.fetched_bytes),
     ("mesh_retried_blocks_total", "Blocks that one peer did not give and another was asked for.", |s| {
         s.retried_blocks
     }),
     ("mesh_asks_total", "Asks of peers.", |s| s.asks),
-    ("mesh_asked_blocks_total", "Blocks they asked for.", |s| s.asked_blocks),
-    ("mesh_absent_blocks_total", "Blocks asked for that were not here.", |s| s.absent_blocks),
-    ("mesh_withheld_blocks_total", "Blocks asked for that were here while too much was being read.", |s| {
+    ("mesh_asked_blocks_total", "Blocks that peers asked for.", |s| s.asked_blocks),
+    ("mesh_absent_blocks_total", "Blocks that peers asked for and that were not here.", |s| s.absent_blocks),
+    ("mesh_withheld_blocks_total", "Blocks that peers asked for, here while too much was being read.", |s| {
         s.withheld_blocks
     }),
     ("mesh_served_blocks_total", "Blocks sent to peers whole.", |s| s.served_blocks),
-    ("mesh_served_bytes_total", "Their bytes.", |s| s.served_bytes),
+    ("mesh_served_bytes_total", "Bytes of blocks sent to peers whole.", |s| s.served_bytes),
     ("mesh_published_changes_total", "Blocks that peers were told to have come or gone.", |s| s.told),
     ("mesh_miss_waits_total", "Requests that waited for a producer's blocks (pillion.miss_wait_ms).", |s| {
         s.miss_waits
     }),
-    ("mesh_miss_waits_exhausted_total", "Those whose blocks did not come in time.", |s| {
+    ("mesh_miss_waits_exhausted_total", "Requests that waited for a producer in vain.", |s| {
         s.miss_waits_exhausted
     }),
 ];
@@ -46,13 +46,13 @@ const GAUGES: &[Figure<PeersStats>] = &[
 
 const PEER_GAUGES: &[Figure<PeerStats>] = &[
     ("keys", "Blocks that the peer is known to keep.", |p| p.keys as u64),
-    ("directory_bytes", "Memory that this knowledge takes.", |p| p.bytes as u64),
+    ("directory_bytes", "Memory that knowing the blocks of the peer takes.", |p| p.bytes as u64),
     ("asked", "Blocks asked of the peer that have not ended.", |p| p.under_way.into()),
     ("breaker_open", "1 while the peer is left alone, after failures in a row.", |p| p.breaker_open.into()),
 ];
 
 const PEER_COUNTERS: &[Figure<PeerStats>] =
-    &[("breaker_trips_total", "Times that this happened since the peer joined.", |p| p.trips_total)];
+    &[("breaker_trips_total", "Times that the peer was left alone since it joined.", |p| p.trips_total)];
 
 /// Metrics of the mesh as a whole and of each member.
 #[derive(Debug)]

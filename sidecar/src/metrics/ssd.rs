@@ -21,13 +21,13 @@ const DROPPED: &[(&str, Reading<SsdStats>)] = &[
 
 const DEVICE_COUNTERS: &[Figure<DeviceStats>] = &[
     ("written_blocks_total", "Blocks written.", |d| d.written_blocks_total),
-    ("written_bytes_total", "Their bytes.", |d| d.written_bytes_total),
+    ("written_bytes_total", "Bytes of blocks written.", |d| d.written_bytes_total),
     ("read_blocks_total", "Blocks read and found whole.", |d| d.read_blocks_total),
-    ("read_bytes_total", "Their bytes.", |d| d.read_bytes_total),
+    ("read_bytes_total", "Bytes of blocks read and found whole.", |d| d.read_bytes_total),
     ("moved_blocks_total", "Blocks written again to keep them when their segment was reused.", |d| {
         d.moved_blocks_total
     }),
-    ("moved_bytes_total", "Their bytes.", |d| d.moved_bytes_total),
+    ("moved_bytes_total", "Bytes of blocks written again to keep them.", |d| d.moved_bytes_total),
     (
         "evicted_blocks_total",
         "Blocks that went to make room: others promised more uses, or nowhere was left to move them to.",

@@ -29,11 +29,13 @@ impl Runtime {
 
     fn apply_one(&mut self, action: Action) {
         match action {
-            Action::Answer { session, op, outcome, refs, chunks, from } => self.on(session, |session| {
-                session.write_refs(&chunks, from, &refs);
-                session.store_outcome(op, outcome);
-                Ok(())
-            }),
+            Action::Answer { session, op, outcome, refs, sources, chunks, from } => {
+                self.on(session, |session| {
+                    session.write_refs(&chunks, from, &refs, &sources);
+                    session.store_outcome(op, outcome);
+                    Ok(())
+                })
+            }
             Action::Outcome { session, op, outcome } => self.on(session, |session| {
                 session.store_outcome(op, outcome);
                 Ok(())

@@ -1,7 +1,6 @@
 //! What the data thread is asked for from outside: one ask between two turns, and of a long one a part.
 
 use super::Runtime;
-use crate::clock::millis;
 use crate::core::{Eviction, Location, Survey};
 use crate::inbox::{Ask, Evicted, Found, Reply, Surveyed};
 use crate::peers::Peers;
@@ -62,7 +61,7 @@ impl Runtime {
             Task::Evict(mut eviction, reply) => {
                 let goes_on = self.core.evict(&mut eviction, &mut self.out);
                 self.apply();
-                self.core.go_on(millis(self.now), &mut self.out);
+                self.core.go_on(self.now, &mut self.out);
                 self.apply();
                 if goes_on {
                     self.task = Some(Task::Evict(eviction, reply));

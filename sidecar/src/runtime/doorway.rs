@@ -148,11 +148,7 @@ impl Runtime {
         if let Some(blocks) = &blocks {
             self.enroll(&[id], &engine, blocks);
         }
-        self.core.handle(
-            crate::clock::millis(self.now),
-            Event::Connected { session: id, hello: Box::new(hello) },
-            &mut self.out,
-        );
+        self.core.handle(self.now, Event::Connected { session: id, hello: Box::new(hello) }, &mut self.out);
         self.touched = true;
         let rejected = self.out.iter().find_map(|action| match action {
             Action::Close { session, reason } if *session == id => Some(reason.clone()),

@@ -14,6 +14,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::rc::Rc;
+use std::time::Duration;
 
 use ::mesh::directory::{Config, Directory};
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
@@ -215,7 +216,7 @@ impl Life {
         if ctx.now / 1000 >= self.held_until_ms {
             self.ledger.end_hold();
         }
-        self.core.handle(ctx.now / 1000, event, &mut out);
+        self.core.handle(Duration::from_micros(ctx.now), event, &mut out);
         // Most of these change nothing.
         if let Some(text) = text.filter(|_| !quiet || !out.is_empty()) {
             ctx.note(|| format!("sidecar {}: {text}", self.epoch));

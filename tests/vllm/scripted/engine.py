@@ -109,6 +109,9 @@ class ScriptedEngine:
         self._loading: collections.Counter[str] = collections.Counter()
         self._began = 0
         self.hits = self.preemptions = self.steps = self.failed_blocks = self.failed_requests = 0
+        # Hit tokens by where they were found: vLLM's counts, and what Pillion's metrics are told.
+        self.found: collections.Counter[str] = collections.Counter()
+        self.told: collections.Counter[str] = collections.Counter()
         self._put_lose_leases()
         if self._metrics:
             wait_for(self._connected, "connection of both roles to the sidecar")
@@ -372,6 +375,10 @@ class ScriptedEngine:
             stats = outputs.scheduler_stats
             if stats is not None and stats.connector_prefix_cache_stats is not None:
                 self.hits += stats.connector_prefix_cache_stats.hits
+                found = stats.connector_prefix_cache_stats.hits_by_source
+                self.found.update({source.value: tokens for source, tokens in found.items()})
+            if stats is not None and stats.kv_connector_stats:
+                self.told.update(stats.kv_connector_stats["hit_tokens"])
 
     def wait_saved(self, saved_bytes: int) -> None:
         """Wait until the sidecar has committed so many bytes since this engine's start."""
@@ -397,9 +404,11 @@ def play(scenario: dict[str, Any]) -> dict[str, Any]:
     results = []
     try:
         for act in scenario["acts"]:
-            before = engine.counts()
+            before, sources = engine.counts(), (engine.found.copy(), engine.told.copy())
             value = getattr(engine, act["do"])(**act.get("with", {}))
-            results.append({"value": value} | {name: count - before[name] for name, count in engine.counts().items()})
+            changes = {name: count - before[name] for name, count in engine.counts().items()}
+            found, told = engine.found - sources[0], engine.told - sources[1]
+            results.append({"value": value, "found": found, "told": told} | changes)
     finally:
         engine.mend_pool()
         engine.worker.connector.shutdown()

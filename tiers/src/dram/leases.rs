@@ -5,7 +5,7 @@ use shm_protocol::pool::SlotRef;
 
 use super::{Dram, HolderId};
 use crate::error::LeaseError;
-use crate::lease::{Ended, LeaseId};
+use crate::lease::{Ended, LeaseEnd, LeaseId};
 use crate::slab::State;
 
 // === impl Dram: leases ===
@@ -189,6 +189,11 @@ impl Dram {
             expired += 1;
         }
         expired
+    }
+
+    /// How leases of blocks ended since the last call, and when each was granted.
+    pub fn drain_ended_leases(&mut self) -> impl Iterator<Item = (LeaseEnd, u64)> + '_ {
+        self.leases.drain_ends()
     }
 
     /// False if the block has as many leases and holds as can be counted.

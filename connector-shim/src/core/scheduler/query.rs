@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use shm_protocol::layout::{OPERATIONS, QUERY_KEYS};
 use shm_protocol::message::{LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Outcome, Status};
 use shm_protocol::request::{Keys, Load, LoadFlags, Query, SchedulerRequest};
+use shm_protocol::source::Source;
 
 use super::Session;
 use super::link::Question;
@@ -210,6 +211,20 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     pub fn arriving(&mut self, handle: i64) -> bool {
         let log = self.link.as_mut().and_then(|link| link.logs.get(handle));
         log.and_then(|(_, log)| log.lease).is_some_and(|lease| lease.arriving)
+    }
+
+    /// How many blocks of hits `start..start + count` each of [`Source::ALL`] has given; none where the log has no lease of them.
+    pub fn sources(&mut self, handle: i64, start: u32, count: u32) -> [u32; Source::ALL.len()] {
+        let mut blocks = [0; Source::ALL.len()];
+        let Some(link) = &mut self.link else { return blocks };
+        let Some((_, log)) = link.logs.get(handle) else { return blocks };
+        let end = start.saturating_add(count);
+        if log.lease.is_some_and(|lease| lease.from <= start && end <= lease.from + lease.hits) {
+            for (chunk, index) in (start..end).map(|key| log.place(key)) {
+                blocks[link.connection.memory().read_source(chunk, index) as usize] += 1;
+            }
+        }
+        blocks
     }
 
     /// Whether the log's lease is too old to be relied on, so that [`Session::renew`] is due before a load.

@@ -16,6 +16,7 @@ use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 
 use super::{Peers, stats};
+use crate::clock::millis;
 use crate::core::arrivals::WAIT_MS_MAX;
 use crate::core::context::Context;
 use crate::core::namespaces::Binding;
@@ -40,6 +41,8 @@ pub(crate) struct Span {
 #[derive(Debug)]
 pub(super) struct Fetching {
     peer: PeerNumber,
+    /// When its blocks were first asked for.
+    since: Duration,
     /// When it ends at the latest; who waits has gone by then.
     until_ms: u64,
     namespace: NamespaceDigest,
@@ -53,6 +56,14 @@ pub(super) struct Fetching {
 /// Blocks that one peer failed to give, by the other that they are asked of and the fetch that they were in.
 #[derive(Debug, Default)]
 pub(crate) struct Again(BTreeMap<(PeerNumber, u64), Fetching>);
+
+/// A block that a peer has given.
+#[derive(Debug)]
+pub(crate) struct Fetched {
+    pub(crate) checksum: u64,
+    /// When it was first asked for.
+    pub(crate) since: Duration,
+}
 
 /// A block on its way.
 #[derive(Debug)]
@@ -108,10 +119,11 @@ impl Span {
 // === impl Fetching ===
 
 impl Fetching {
-    fn new(peer: PeerNumber, until_ms: u64, binding: &Binding, blocks: Vec<Wanted>) -> Self {
+    fn new(peer: PeerNumber, now: Duration, binding: &Binding, blocks: Vec<Wanted>) -> Self {
         let bytes = u32::try_from(binding.block_bytes()).expect("it fits a segment of the pool");
         let (open, blocks) = (blocks.len(), blocks.into_iter().map(Some).collect());
-        Self { peer, until_ms, namespace: binding.digest, bytes, blocks, open }
+        let until_ms = millis(now).saturating_add(WAIT_MS_MAX);
+        Self { peer, since: now, until_ms, namespace: binding.digest, bytes, blocks, open }
     }
 
     /// One of its blocks for another peer; what else comes from there may be added.
@@ -199,13 +211,12 @@ impl Peers {
             (place, Wanted { key, slot, tried: Vec::new() })
         };
         let begun: Vec<(u32, Wanted)> = span.blocks.iter().zip(slots).map(wanted).collect();
-        let until_ms = cx.now_ms.saturating_add(WAIT_MS_MAX);
         for (peer, blocks) in span.cut(begun, binding.block_bytes()) {
-            self.post(Fetching::new(peer, until_ms, binding, blocks), cx);
+            self.post(Fetching::new(peer, cx.now, binding, blocks), cx);
         }
     }
 
-    /// A block of a fetch has ended: it, its slot and, if it is here, its checksum; none where it is to be asked of another
+    /// A block of a fetch has ended: it, its slot and, if it is here, what was fetched; none where it is to be asked of another
     /// peer `again`.
     pub(crate) fn ended(
         &mut self,
@@ -213,13 +224,13 @@ impl Peers {
         end: &Done,
         is_wished: impl FnOnce(&BlockKey) -> bool,
         again: &mut Again,
-    ) -> Option<(BlockKey, SlotRef, Option<u64>)> {
+    ) -> Option<(BlockKey, SlotRef, Option<Fetched>)> {
         let (wanted, of) = self.end(now_ms, end);
         let fault = match end.result {
             Ok(checksum) => {
                 self.stats.fetched_blocks += 1;
                 self.stats.fetched_bytes += u64::from(of.bytes);
-                return Some((wanted.key, wanted.slot, Some(checksum)));
+                return Some((wanted.key, wanted.slot, Some(Fetched { checksum, since: of.since })));
             }
             Err(fault) => fault,
         };

@@ -6,6 +6,7 @@ mod windows;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
+use std::time::Duration;
 
 use mesh::directory::{Config, Filter};
 use mesh::transport::{Done, Fault, Fetch, Label, PeerNumber, Refusal, Stage};
@@ -13,11 +14,12 @@ use shm_protocol::key::NamespaceDigest;
 use shm_protocol::message::Status;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{Keys, Query, SchedulerRequest};
+use shm_protocol::source::Source;
 use tiers::dram::{self, Dram};
 
 use super::*;
 use crate::core::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, asked, hash, taken};
-use crate::core::{Core, Event, Heard, Request, arrivals};
+use crate::core::{Core, Event, Heard, Part, Request, Timed, arrivals};
 
 /// Seven blocks to a segment of the pool.
 const BLOCK_BYTES: u64 = 256 << 10;
@@ -217,6 +219,33 @@ fn a_query_waits_for_what_a_peer_has_and_its_checksums_go_into_the_headers() {
 }
 
 #[test]
+fn a_block_of_a_peer_was_asked_for_with_the_question() {
+    let (mut scene, _, fetch) = fetching(2);
+    let since = scene.engine.now_ms;
+    scene.engine.now_ms += 5;
+    scene.end(&fetch, 0..1, Err(Fault::Absent));
+    assert_eq!(scene.engine.took(), [], "it did not come");
+    scene.end(&fetch, 1..2, Ok(7));
+    let (tier, whole) = (Timed::Query(Part::Tier), Timed::Query(Part::Whole));
+    assert_eq!(scene.engine.took(), [(Timed::PeerRead, since), (tier, since), (whole, since)]);
+}
+
+#[test]
+fn what_a_peer_sent_was_found_there() {
+    let mut scene = Scene::with(A, 0..3);
+    scene.save(0..1);
+    scene.query(1, 0..3);
+    let fetch = scene.fetch();
+    scene.engine.out.clear();
+    scene.end_all(&fetch, Ok(7));
+    let answer = scene.engine.out.iter().find_map(|action| match action {
+        Action::Answer { from, sources, .. } => Some((*from, sources.clone())),
+        _ => None,
+    });
+    assert_eq!(answer, Some((1, vec![Source::Peer; 2])), "block 0 was named before");
+}
+
+#[test]
 fn nobody_is_asked_for_what_no_peer_has() {
     let mut scene = Scene::with(A, 0..4);
     let op = scene.query(1, 10..14);
@@ -352,10 +381,10 @@ fn the_engine_is_answered_before_anything_is_sent_for() {
     let query = Query { op: 77, keys: Keys::new(1, 0..8), arriving: false };
     let event = asked(SchedulerRequest::Query(query));
     let mut first = Vec::new();
-    scene.engine.core.respond(0, event, &mut first);
+    scene.engine.core.respond(Duration::ZERO, event, &mut first);
     assert!(matches!(&first[..], [Action::Answer { outcome, .. }] if outcome.status == Status::Pending));
     let mut rest = Vec::new();
-    scene.engine.core.go_on(0, &mut rest);
+    scene.engine.core.go_on(Duration::ZERO, &mut rest);
     assert!(rest.iter().any(|action| matches!(action, Action::Fetch(fetch) if fetch.blocks.len() == 8)));
 }
 

@@ -42,6 +42,7 @@ impl Queries {
         let until_ms = base.cx.now_ms.saturating_add(base.cx.dram.config().lease_ttl_ms);
         let wait = self.waits.get_mut(&place).expect("found above");
         let before = std::mem::replace(&mut wait.held, held);
+        base.cx.took(wait.timed(), wait.since);
         wait.answered = Some(Answered { slots: slots.clone(), until_ms });
         if let Ok(Some(lease)) = self.asker(place.0).logs.take_lease(place.1) {
             // Expired meanwhile, at worst.
@@ -49,7 +50,7 @@ impl Queries {
         }
         self.unhold(place.0, before, &mut base.cx);
         base.cx.stats.early_answers += 1;
-        base.cx.stats.wait_ms += base.cx.now_ms.saturating_sub(question.asked_ms);
+        base.cx.stats.wait_ms += base.cx.now_ms.saturating_sub(question.asked_ms());
         self.end_window(question, slots.len() as u32, &base.engines[place.0], &mut base.cx);
         self.answer(question, Found { known: 0, refs: slots }, Status::Arriving, &mut base.cx);
     }

@@ -6,6 +6,7 @@ use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{CHUNK_KEYS, LOG_KEYS};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{Append, Keys};
+use shm_protocol::source::Source;
 use tiers::dram::LeaseId;
 
 use super::windows::Window;
@@ -29,6 +30,8 @@ pub(super) struct KeyLog {
     pub(super) opened_at: u64,
     pub(super) chunks: Vec<u32>,
     pub(super) lease: Option<QueryLease>,
+    /// Where those of its blocks were found that were brought into DRAM for it.
+    pub(super) brought: BTreeMap<BlockHash, Source>,
     /// Whether a question was put.
     pub(super) asked: bool,
     /// While its questions may wait for a producer.
@@ -142,6 +145,15 @@ impl KeyLog {
     pub(super) fn some(&self, from: u32, count: u32) -> &[BlockHash] {
         let (from, count) = (from as usize, count as usize);
         self.keys.get(from..self.keys.len().min(from + count)).unwrap_or(&[])
+    }
+
+    /// Where the blocks of `count` keys from `from` on were found; nothing where none was brought.
+    pub(super) fn sources(&self, from: u32, count: usize) -> Vec<Source> {
+        if self.brought.is_empty() {
+            return Vec::new();
+        }
+        let keys = self.some(from, count as u32).iter();
+        keys.map(|hash| self.brought.get(hash).copied().unwrap_or_default()).collect()
     }
 }
 

@@ -1,15 +1,22 @@
 //! Queries that wait for blocks that are on their way.
 
+use std::time::Duration;
+
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
 
 use super::{Base, Binding, Context, Queries, Question, SessionId};
+use crate::clock::millis;
 use crate::core::arrivals::{WAIT_MS_MAX, Waiter};
+use crate::core::timing::{Part, Timed};
 
 /// What a query waits for.
 #[derive(Debug)]
 pub(super) struct Wait {
     pub(super) question: Question,
+    pub(super) since: Duration,
+    /// It is one for a producer.
+    for_producer: bool,
     /// Blocks on their way that have not ended; none: it waits for a producer.
     pub(super) open: usize,
     /// Its run reaches to the end of what was asked for.
@@ -29,9 +36,21 @@ pub(super) struct Answered {
     pub(super) until_ms: u64,
 }
 
+// === impl Wait ===
+
+impl Wait {
+    pub(super) fn timed(&self) -> Timed {
+        Timed::Query(if self.for_producer { Part::Waiting } else { Part::Tier })
+    }
+}
+
 // === impl Question ===
 
 impl Question {
+    pub(super) fn asked_ms(&self) -> u64 {
+        millis(self.asked)
+    }
+
     pub(super) fn waiter(&self) -> Waiter {
         Waiter::Query { session: self.session, log: self.log, op: self.op }
     }
@@ -45,9 +64,17 @@ impl Queries {
         self.waits.get(&(session, log)).is_some_and(|wait| wait.question.op == op)
     }
 
-    /// A query waits for `open` blocks.
-    pub(super) fn wait(&mut self, question: Question, open: usize, whole: bool, held: Vec<SlotRef>) {
-        let wait = Wait { question, open, whole, held, answered: None };
+    /// A query waits from now on for `open` blocks.
+    pub(super) fn wait(
+        &mut self,
+        now: Duration,
+        question: Question,
+        open: usize,
+        whole: bool,
+        held: Vec<SlotRef>,
+    ) {
+        let (since, for_producer) = (now, open == 0);
+        let wait = Wait { question, since, for_producer, open, whole, held, answered: None };
         let before = self.waits.insert((question.session, question.log), wait);
         assert!(before.is_none(), "a new question ends the wait of the one before");
     }
@@ -61,17 +88,19 @@ impl Queries {
         base: &mut Base,
     ) -> bool {
         let rest = &self.wanted(question)[hits as usize..];
+        let asked = rest.len();
         let brought = base.sources.bring(binding, rest, base.cx.arrivals.bytes_max(), &mut base.cx);
         for key in &brought.coming {
             base.cx.arrivals.join(key, question.waiter()).expect("it was found there");
         }
+        self.note_sources((question.session, question.log), &brought.coming, &base.cx);
         let open = brought.coming.len();
         if open == 0 {
             self.unhold(question.session, brought.held, &mut base.cx);
             return false;
         }
-        let whole = brought.held.len() + open == rest.len();
-        self.wait(question, open, whole, brought.held);
+        let whole = brought.held.len() + open == asked;
+        self.wait(base.cx.now, question, open, whole, brought.held);
         true
     }
 
@@ -101,7 +130,7 @@ impl Queries {
     /// Answers the queries that have waited long enough with what is there, and lets go of early answers that nobody used.
     pub(crate) fn end_due_waits(&mut self, base: &mut Base) {
         let is_due = |wait: &Wait| {
-            let until_ms = wait.question.asked_ms.saturating_add(WAIT_MS_MAX);
+            let until_ms = wait.question.asked_ms().saturating_add(WAIT_MS_MAX);
             base.cx.now_ms >= wait.answered.as_ref().map_or(until_ms, |answered| answered.until_ms)
         };
         let due = self.waits.iter().filter(|(_, wait)| is_due(wait));
@@ -123,19 +152,26 @@ impl Queries {
         places.into_iter().for_each(|place| self.answer_wait(place, base));
     }
 
+    /// Ends a wait; its question, and what is held for it.
+    fn take_wait(&mut self, place: (SessionId, u32), cx: &mut Context) -> (Question, Vec<SlotRef>) {
+        let wait = self.waits.remove(&place).expect("the caller found it");
+        cx.took(wait.timed(), wait.since);
+        (wait.question, wait.held)
+    }
+
     /// Puts a waiting query's question again.
     pub(super) fn ask_again(&mut self, place: (SessionId, u32), base: &mut Base) {
-        let Wait { question, held, .. } = self.waits.remove(&place).expect("the caller found it");
+        let (question, held) = self.take_wait(place, &mut base.cx);
         if !self.ask(question, base) {
-            base.cx.stats.wait_ms += base.cx.now_ms.saturating_sub(question.asked_ms);
+            base.cx.stats.wait_ms += base.cx.now_ms.saturating_sub(question.asked_ms());
         }
         // Leased by now, those that are.
         self.unhold(place.0, held, &mut base.cx);
     }
 
     pub(super) fn answer_wait(&mut self, place: (SessionId, u32), base: &mut Base) {
-        let Wait { question, held, .. } = self.waits.remove(&place).expect("the caller found it");
-        base.cx.stats.wait_ms += base.cx.now_ms.saturating_sub(question.asked_ms);
+        let (question, held) = self.take_wait(place, &mut base.cx);
+        base.cx.stats.wait_ms += base.cx.now_ms.saturating_sub(question.asked_ms());
         self.answer_late(question, base);
         // Leased by now, those that are.
         self.unhold(place.0, held, &mut base.cx);

@@ -8,9 +8,12 @@
 //! An engine of which three windows in a row ended so, with not one block from a peer in between, most likely has no producer:
 //! its requests do not wait, until a peer has given a block to anyone.
 
+use std::time::Duration;
+
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
 use super::{Action, Base, Context, GROUP, Queries, Question, Scheduler, SessionId};
+use crate::clock::millis;
 use crate::core::peers::PeersStats;
 
 /// How often a question is asked again at most. A look costs a search for one block here and in what is known of each peer,
@@ -135,13 +138,14 @@ impl Queries {
     }
 
     /// Lets a question wait for a producer, if its window is open.
-    pub(super) fn wait_for_producer(&mut self, question: Question, now_ms: u64) -> bool {
+    pub(super) fn wait_for_producer(&mut self, question: Question, now: Duration) -> bool {
+        let now_ms = millis(now);
         let window = self.window(question).filter(|window| now_ms < window.until_ms);
         let Some(window) = window else { return false };
         let (look_ms, is_new) = (window.idle(now_ms), !std::mem::replace(&mut window.waited, true));
         self.windows.look_at(look_ms);
         self.windows.waits += u64::from(is_new);
-        self.wait(question, 0, false, Vec::new());
+        self.wait(now, question, 0, false, Vec::new());
         true
     }
 

@@ -6,13 +6,14 @@ use shm_protocol::key::NamespaceDigest;
 use shm_protocol::message::{LOAD_BY_ENGINE, Outcome, Status};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{Keys, Query, SchedulerRequest};
+use shm_protocol::source::Source;
 use tiers::dram::{self, Dram, HolderId};
 use tiers::ssd::{Config, Fault, Geometry, Job, Label, Work};
 
 use super::*;
 use crate::core::tests::checks::found;
 use crate::core::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, hash};
-use crate::core::{Action, Core, Event, arrivals};
+use crate::core::{Action, Core, Event, Part, Timed, arrivals};
 
 /// Seven blocks to a segment of the pool.
 const BLOCK_BYTES: u64 = 256 << 10;
@@ -228,6 +229,40 @@ fn writes_wait_for_room_and_blocks_that_went_meanwhile_are_dropped() {
     assert!(scene.stats().dropped_evicted > 0, "{:?}", scene.stats());
     assert!(!scene.engine.core.busy());
     assert_eq!(scene.held_bytes(), 0);
+}
+
+#[test]
+fn a_read_and_the_wait_for_it_began_with_the_question() {
+    let (mut scene, _) = asking(2);
+    let since = scene.engine.now_ms;
+    let reads = scene.reads();
+    scene.engine.now_ms += 5;
+    scene.end(reads[0], Ok(()));
+    assert_eq!(scene.engine.took(), [(Timed::DiskRead, since)]);
+    scene.end(reads[1], Ok(()));
+    let (tier, whole) = (Timed::Query(Part::Tier), Timed::Query(Part::Whole));
+    assert_eq!(scene.engine.took(), [(Timed::DiskRead, since), (tier, since), (whole, since)]);
+}
+
+#[test]
+fn a_block_that_a_hint_has_read_was_found_on_a_disk_and_by_the_next_request_in_memory() {
+    let mut scene = Scene::new(SsdAdmission::All);
+    scene.on_ssd(0..3);
+    scene.write(0..1);
+    scene.engine.open(1, 0..3);
+    scene.ask(SchedulerRequest::Hint { keys: Keys::new(1, 0..3) });
+    let reads = scene.reads();
+    scene.end_well(reads);
+    scene.engine.open(2, 0..3);
+    for (log, found) in [(1, vec![Source::Memory, Source::Disk, Source::Disk]), (2, vec![])] {
+        scene.engine.out.clear();
+        scene.post_query(log, 3);
+        let answer = scene.engine.out.iter().find_map(|action| match action {
+            Action::Answer { outcome, sources, .. } => Some((outcome.status, outcome.value, sources)),
+            _ => None,
+        });
+        assert_eq!(answer, Some((Status::Ok, 3, &found)));
+    }
 }
 
 #[test]

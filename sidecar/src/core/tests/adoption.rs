@@ -17,7 +17,7 @@ fn adopted() -> Harness {
         let block = |n| Remains::Block { generation: 1, namespace: NAMESPACE, group: GROUP, hash: hash(n) };
         let remains = (segment * 3..segment * 3 + 3).map(block).collect();
         let opened = Opened::Used { segment: segment.into(), block_bytes: BLOCK_BYTES, first: 0, remains };
-        core.handle(0, Event::Opened(opened), &mut Vec::new());
+        core.handle(Duration::ZERO, Event::Opened(opened), &mut Vec::new());
     }
     // The first two were given out before anybody looked.
     let (first, second) = (verification(&core, 0), verification(&core, 1));

@@ -4,6 +4,8 @@
 //! It ends as any other once its last block is here, or is refused when one of them is late or not to be had. Of a refused
 //! load nothing was written.
 
+use std::time::Duration;
+
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::message::{Outcome, Status};
 use shm_protocol::pool::SlotRef;
@@ -15,11 +17,15 @@ use super::{
     Violation, operations,
 };
 use crate::core::arrivals::Waiter;
+use crate::core::timing::{Part, Timed};
 
 /// One LOAD message, until every rank ended it.
 #[derive(Debug)]
 pub(super) struct Load {
     hold: Hold,
+    posted: Duration,
+    /// When its blocks were here.
+    ready: Duration,
     step: u64,
     /// It may begin when the step before its own is done.
     early: bool,
@@ -55,6 +61,7 @@ enum Hold {
 
 impl Load {
     fn new(
+        now: Duration,
         asked: &request::Load,
         blocks: Vec<u32>,
         hold: Hold,
@@ -64,6 +71,8 @@ impl Load {
     ) -> Self {
         Self {
             hold,
+            posted: now,
+            ready: now,
             step: asked.step,
             early: asked.flags.early(),
             sync: asked.flags.sync(),
@@ -111,11 +120,11 @@ impl Transfers {
                 let waiter = Waiter::Load { session, op: asked.op };
                 let hold = park(&named, waiter, &binding, &mut base.cx)?;
                 let slots = named.into_iter().map(|(_, slot)| slot).collect();
-                Ok(Load::new(asked, blocks, hold, slots, binding, ranks))
+                Ok(Load::new(base.cx.now, asked, blocks, hold, slots, binding, ranks))
             }),
             None => bound.ok_or(Status::NotReady).and_then(|binding| {
                 let (lease, slots) = queries.promise(session, asked, &mut base.cx)?;
-                Ok(Load::new(asked, blocks, Hold::Leased(lease), slots, binding, ranks))
+                Ok(Load::new(base.cx.now, asked, blocks, Hold::Leased(lease), slots, binding, ranks))
             }),
         };
         let load = match promised {
@@ -168,6 +177,7 @@ impl Transfers {
             let moves = load.slots.iter().zip(&load.blocks);
             let pieces = moves.map(|(slot, &block)| Piece { block, offset: slot.offset + offset }).collect();
             load.running |= 1 << rank;
+            base.cx.took(Timed::Load(Part::Waiting), load.ready);
             ready.push((CopyOwner { key, rank, direction: Direction::Load }, session, pieces));
         }
         if load.unstarted == 0 {
@@ -258,7 +268,9 @@ impl Transfers {
             );
         }
         if load.open == 0 {
-            self.loads.remove(&key).expect("found above").unhold(&mut cx.dram);
+            let load = self.loads.remove(&key).expect("found above");
+            cx.took(Timed::Load(Part::Whole), load.posted);
+            load.unhold(&mut cx.dram);
             self.pending.get_mut(&key.0).into_iter().for_each(|pending| pending.loads -= 1);
         }
     }
@@ -327,7 +339,8 @@ impl Transfers {
         let lease =
             base.cx.dram.promise_held(key.0, holder, scheduler.world_size, &load.slots, base.cx.now_ms);
         let Some(lease) = lease else { return self.refuse_parked(key, base) };
-        load.hold = Hold::Leased(lease);
+        (load.hold, load.ready) = (Hold::Leased(lease), base.cx.now);
+        base.cx.took(Timed::Load(Part::Tier), load.posted);
         let over = scheduler.all_ranks() & !load.open;
         for rank in (0..scheduler.world_size).filter(|rank| over >> rank & 1 == 1) {
             base.cx.dram.consume(lease, key.0, rank).expect("not all ranks have ended it");

@@ -2,6 +2,8 @@
 //!
 //! A save takes its slots when every rank has done its step, and its copies begin: one whose step never comes holds nothing.
 
+use std::time::Duration;
+
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::message::Saved;
 use shm_protocol::pool::SlotRef;
@@ -14,11 +16,13 @@ use super::{
     Violation, operations,
 };
 use crate::core::engines::Proof;
+use crate::core::timing::{Part, Timed};
 
 /// A SAVE that was read before every rank had joined: rings are read one after the other, and a rank joins in the step whose
 /// saves its scheduler has posted.
 #[derive(Debug)]
 pub(super) struct UnboundSave {
+    posted: Duration,
     step: u64,
     /// The key before the first one.
     parent: Option<BlockHash>,
@@ -32,6 +36,7 @@ pub(super) struct UnboundSave {
 #[derive(Debug)]
 pub(super) struct Save {
     binding: Binding,
+    posted: Duration,
     step: u64,
     checked: bool,
     /// What of it is not kept may be.
@@ -109,7 +114,8 @@ impl Transfers {
         let (parent, keys) = queries.keys_of(session, asked)?;
         base.cx.stats.saves_posted_blocks += u64::from(asked.keys.count);
         let blocks = keys.into_iter().zip(blocks.iter().copied().map(Some)).collect();
-        let save = UnboundSave { step: asked.step, parent, checked: asked.checked, blocks };
+        let posted = base.cx.now;
+        let save = UnboundSave { posted, step: asked.step, parent, checked: asked.checked, blocks };
         let pending = self.pending(session);
         pending.saves += 1;
         let too_many = !pending.may_want(save.blocks.len());
@@ -127,7 +133,7 @@ impl Transfers {
 
     /// Takes a save whose blocks are known, to be begun with its step. What is kept already needs no copy.
     fn accept_save(&mut self, key: OpKey, binding: Binding, asked: UnboundSave, base: &mut Base) {
-        let UnboundSave { step, parent, checked, blocks: asked } = asked;
+        let UnboundSave { posted, step, parent, checked, blocks: asked } = asked;
         let keys: Vec<BlockHash> = asked.iter().map(|(hash, _)| *hash).collect();
         let commits = may_save(key.0, &binding, checked, base);
         let mut end = Saved { op: key.1, ..Saved::default() };
@@ -147,7 +153,7 @@ impl Transfers {
         }
         let (begun, (blocks, running, void)) = (wanted.is_empty(), Default::default());
         let save =
-            Save { binding, step, checked, commits, parent, keys, wanted, blocks, begun, running, void, end };
+            Save { binding, posted, step, checked, commits, parent, keys, wanted, blocks, begun, running, void, end };
         self.pending(key.0).wanted += save.wanted.len();
         self.saves.insert(key, save);
         if begun {
@@ -309,6 +315,7 @@ impl Transfers {
                 ready.push((CopyOwner { key, rank, direction: Direction::Save }, session, pieces));
             }
         }
+        base.cx.took(Timed::Save(Part::Waiting), save.posted);
         for (owner, session, pieces) in ready {
             self.start_copy(owner, session, pieces, &mut base.cx);
         }
@@ -372,6 +379,9 @@ impl Transfers {
             false => save.end.dropped += unbegun,
         }
         let blocks = std::mem::take(&mut save.blocks);
+        if !blocks.is_empty() {
+            base.cx.took(Timed::Save(Part::Whole), save.posted);
+        }
         for block in &blocks {
             let reused = block.cancelled || op < void_below;
             let whole = !reused && !save.void;

@@ -39,10 +39,10 @@ impl Life {
         ctx.hit(coverage::action(&action));
         ctx.note(|| format!("sidecar {}: does {action:?}", self.epoch));
         match action {
-            Action::Answer { session, op, outcome, refs, chunks, from } => {
+            Action::Answer { session, op, outcome, refs, sources, chunks, from } => {
                 self.check_answer((session, op), &refs, from, outcome.status == Status::Arriving);
                 self.on(session, ctx, |session| {
-                    session.write_refs(&chunks, from, &refs);
+                    session.write_refs(&chunks, from, &refs, &sources);
                     session.store_outcome(op, outcome);
                 });
             }

@@ -1,0 +1,50 @@
+//! Where a query found a block: the top byte of its reference's generation.
+
+/// Bits of a generation; one filling a nanosecond uses them up in two years.
+const GENERATION_BITS: u32 = 56;
+const GENERATION_MASK: u64 = u64::MAX >> (u64::BITS - GENERATION_BITS);
+
+/// Where a block was found that a query names.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+#[repr(u8)]
+pub enum Source {
+    /// In the DRAM pool, also where it came there for another request.
+    #[default]
+    Memory = 0,
+    /// On a disk, from which it was read for this request.
+    Disk = 1,
+    /// At a peer, which sent it for this request.
+    Peer = 2,
+}
+
+// === impl Source ===
+
+impl Source {
+    /// Every source, in the order of its numbers.
+    pub const ALL: [Self; 3] = [Self::Memory, Self::Disk, Self::Peer];
+
+    /// The second word of a reference to a filling.
+    pub(crate) fn mark(self, generation: u64) -> u64 {
+        generation & GENERATION_MASK | u64::from(self as u8) << GENERATION_BITS
+    }
+
+    /// A source and a generation of a reference's second word. A number of no source counts as memory.
+    pub(crate) fn parse(word: u64) -> (Self, u64) {
+        let number = (word >> GENERATION_BITS) as usize;
+        (Self::ALL.get(number).copied().unwrap_or_default(), word & GENERATION_MASK)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_word_says_source_and_generation() {
+        for source in Source::ALL {
+            assert_eq!(Source::parse(source.mark(7)), (source, 7));
+        }
+        assert_eq!(Source::parse(Source::Peer.mark(u64::MAX)), (Source::Peer, u64::MAX >> 8));
+        assert_eq!(Source::parse(9 << 56 | 7), (Source::Memory, 7));
+    }
+}

@@ -1,0 +1,120 @@
+//! How long queries, loads, saves and reads take, and how old leases become.
+
+use std::time::Duration;
+
+use prometheus::{Histogram, HistogramOpts, HistogramVec, Registry};
+use tiers::dram::LeaseEnd;
+
+use crate::core::{Part, Timed};
+
+/// Seconds: from a query that finds all in DRAM to the longest lease.
+const BUCKETS: [f64; 18] = [
+    20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0,
+    5.0, 10.0,
+];
+
+/// Name, help, label and what each of its values measures.
+type Family = (&'static str, &'static str, &'static str, &'static [(&'static str, Timed)]);
+
+const FAMILIES: &[Family] = &[
+    (
+        "query_duration_seconds",
+        "Time of queries; whole: from the turn that read one to its answer; waiting: for a producer; tier: for blocks of a disk or \
+         a peer, or to be verified.",
+        "part",
+        &[
+            ("whole", Timed::Query(Part::Whole)),
+            ("waiting", Timed::Query(Part::Waiting)),
+            ("tier", Timed::Query(Part::Tier)),
+        ],
+    ),
+    (
+        "load_duration_seconds",
+        "Time of loads; whole: from the turn that read one until every rank had it; tier: for blocks on their way; waiting: of a \
+         rank, for its step; copy: of a rank, by the sidecar.",
+        "part",
+        &[
+            ("whole", Timed::Load(Part::Whole)),
+            ("waiting", Timed::Load(Part::Waiting)),
+            ("tier", Timed::Load(Part::Tier)),
+            ("copy", Timed::Load(Part::Copy)),
+        ],
+    ),
+    (
+        "save_duration_seconds",
+        "Time of saves that copy blocks; whole: from the turn that read one to its end; waiting: for its step; copy: of a rank.",
+        "part",
+        &[
+            ("whole", Timed::Save(Part::Whole)),
+            ("waiting", Timed::Save(Part::Waiting)),
+            ("copy", Timed::Save(Part::Copy)),
+        ],
+    ),
+    (
+        "block_read_duration_seconds",
+        "Time from asking a disk or peers for a block until it was in DRAM.",
+        "source",
+        &[("disk", Timed::DiskRead), ("peer", Timed::PeerRead)],
+    ),
+    (
+        "lease_age_seconds",
+        "Age of leases at their end; consumed: loaded by every rank; released: the engine did not need it; expired: nobody came.",
+        "end",
+        &[
+            ("consumed", Timed::Lease(LeaseEnd::Consumed)),
+            ("released", Timed::Lease(LeaseEnd::Released)),
+            ("expired", Timed::Lease(LeaseEnd::Expired)),
+        ],
+    ),
+];
+
+/// The histograms, each by what it measures.
+#[derive(Debug)]
+pub(super) struct Durations(Vec<(Timed, Histogram)>);
+
+// === impl Durations ===
+
+impl Durations {
+    pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
+        let mut all = Vec::new();
+        for (name, help, label, values) in FAMILIES {
+            let opts = HistogramOpts::new(format!("pillion_{name}"), *help).buckets(BUCKETS.to_vec());
+            let family = HistogramVec::new(opts, &[label])?;
+            registry.register(Box::new(family.clone()))?;
+            all.extend(values.iter().map(|(value, what)| (*what, family.with_label_values(&[value]))));
+        }
+        Ok(Self(all))
+    }
+
+    /// Something is over, and took so long.
+    pub(super) fn observe(&self, what: Timed, time: Duration) {
+        let found = self.0.iter().find(|(timed, _)| *timed == what);
+        found.into_iter().for_each(|(_, histogram)| histogram.observe(time.as_secs_f64()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_part_is_there_from_the_first_look_and_has_its_own_times() {
+        let registry = Registry::new();
+        let durations = Durations::new(&registry).unwrap();
+        durations.observe(Timed::Load(Part::Copy), Duration::from_micros(15));
+        durations.observe(Timed::Load(Part::Copy), Duration::from_secs(11));
+        durations.observe(Timed::Lease(LeaseEnd::Expired), Duration::from_millis(1500));
+        let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
+        for line in [
+            "pillion_load_duration_seconds_bucket{part=\"copy\",le=\"0.00002\"} 1",
+            "pillion_load_duration_seconds_bucket{part=\"copy\",le=\"10\"} 1",
+            "pillion_load_duration_seconds_count{part=\"copy\"} 2",
+            "pillion_load_duration_seconds_count{part=\"whole\"} 0",
+            "pillion_lease_age_seconds_bucket{end=\"expired\",le=\"1\"} 0",
+            "pillion_lease_age_seconds_sum{end=\"expired\"} 1.5",
+            "pillion_block_read_duration_seconds_count{source=\"peer\"} 0",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! What the kernel says of this process, under the names that every client library of Prometheus has for it, and its version.
+
+use procfs::ProcResult;
+use procfs::process::Process;
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
+use prometheus::{Counter, Gauge, IntGauge, IntGaugeVec, Opts, Registry};
+
+/// Read from /proc with each scrape.
+#[derive(Debug)]
+struct ProcessMetrics {
+    cpu: Counter,
+    resident: IntGauge,
+    descriptors: IntGauge,
+    start: Gauge,
+}
+
+/// Registers what a scrape says of this process.
+pub(super) fn register(registry: &Registry) -> Result<(), prometheus::Error> {
+    registry.register(Box::new(ProcessMetrics::new()?))?;
+    let build = Opts::new("pillion_build_info", "1; its version is that of this sidecar.");
+    let build = IntGaugeVec::new(build, &["version"])?;
+    build.with_label_values(&[env!("CARGO_PKG_VERSION")]).set(1);
+    registry.register(Box::new(build))
+}
+
+// === impl ProcessMetrics ===
+
+impl ProcessMetrics {
+    fn new() -> Result<Self, prometheus::Error> {
+        Ok(Self {
+            cpu: Counter::new("process_cpu_seconds_total", "CPU time of the sidecar, in the kernel too.")?,
+            resident: IntGauge::new(
+                "process_resident_memory_bytes",
+                "Memory of the sidecar that is in RAM, its pool too.",
+            )?,
+            descriptors: IntGauge::new("process_open_fds", "Descriptors that the sidecar has open.")?,
+            start: Gauge::new(
+                "process_start_time_seconds",
+                "When the sidecar was started, in seconds since 1970.",
+            )?,
+        })
+    }
+
+    fn all(&self) -> [&dyn Collector; 4] {
+        [&self.cpu, &self.resident, &self.descriptors, &self.start]
+    }
+
+    fn read(&self) -> ProcResult<()> {
+        let process = Process::myself()?;
+        let (stat, ticks) = (process.stat()?, procfs::ticks_per_second() as f64);
+        let cpu = (stat.utime + stat.stime) as f64 / ticks;
+        self.cpu.inc_by((cpu - self.cpu.get()).max(0.0));
+        self.resident.set(i64::try_from(stat.rss.saturating_mul(procfs::page_size())).unwrap_or(i64::MAX));
+        self.descriptors.set(i64::try_from(process.fd_count()?).unwrap_or(i64::MAX));
+        self.start.set(procfs::boot_time_secs()? as f64 + stat.starttime as f64 / ticks);
+        Ok(())
+    }
+}
+
+impl Collector for ProcessMetrics {
+    fn desc(&self) -> Vec<&Desc> {
+        self.all().into_iter().flat_map(Collector::desc).collect()
+    }
+
+    /// Where /proc is not to be read, nothing is said of this process.
+    fn collect(&self) -> Vec<MetricFamily> {
+        match self.read() {
+            Ok(()) => self.all().into_iter().flat_map(Collector::collect).collect(),
+            Err(_) => Vec::new(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scrape_says_what_this_process_is_and_takes() {
+        let registry = Registry::new();
+        register(&registry).unwrap();
+        let value = |name: &str| {
+            let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
+            let line = text.lines().find(|line| line.starts_with(name)).map(str::to_owned);
+            line.and_then(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok()).expect(name)
+        };
+        assert_eq!(value(concat!("pillion_build_info{version=\"", env!("CARGO_PKG_VERSION"), "\"}")), 1.0);
+        // Other tests of this process open and close some meanwhile.
+        let files: Vec<_> = (0..256).map(|_| std::fs::File::open("/proc/self/stat").unwrap()).collect();
+        assert!(value("process_open_fds") >= files.len() as f64);
+        let resident = value("process_resident_memory_bytes");
+        let memory = vec![1_u8; 64 << 20];
+        assert!(value("process_resident_memory_bytes") > resident + memory.len() as f64 / 2.0);
+        let now = crate::clock::since_1970().as_secs_f64();
+        let started = value("process_start_time_seconds");
+        assert!((now - 86_400.0..now + 2.0).contains(&started), "{started} is not about {now}");
+        let cpu = value("process_cpu_seconds_total");
+        while value("process_cpu_seconds_total") <= cpu {}
+    }
+}

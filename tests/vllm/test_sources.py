@@ -1,0 +1,65 @@
+"""Where hits were found: Pillion's counts of tokens are vLLM's, also where requests ask again until there is room for them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from stage import RESET, Stage, block_count, generate, hit_tokens, metrics, pillion, prompt_of, right_answers, wait_saved
+
+from testkit import ports, sidecar
+
+PROMPTS = [prompt_of(tokens, seed) for seed, tokens in enumerate((700, 333, 470, 290))]
+STORED = block_count(PROMPTS, 1)
+HIT = sum(hit_tokens(len(prompt)) for prompt in PROMPTS)
+ASK = generate(PROMPTS, 1)
+# Of 32 tokens: one prompt after the other fits.
+BLOCKS = 30
+
+
+def members() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Options of two sidecars that are peers."""
+    here, there = (f"127.0.0.1:{ports.free_port()}" for _ in range(2))
+
+    def member(name: str, own: str, other: str) -> tuple[str, ...]:
+        return ("--mesh-listen", own, "--peer", other, "--node-id", name, "--mesh-plaintext")
+
+    return member("a", here, there), member("b", there, here)
+
+
+@contextlib.contextmanager
+def kept(stage: Stage, **more: Any) -> Iterator[sidecar.Sidecar]:
+    """A sidecar in which every block of the prompts has been saved."""
+    with sidecar.serving(stage.directory, anonymous=True, **more) as keeper:
+        stage.play([ASK, wait_saved(STORED)], pillion(keeper.socket, "auto"), metrics=metrics(keeper))
+        yield keeper
+
+
+def expect_found(stage: Stage, keeper: sidecar.Sidecar, first: str) -> None:
+    """The prompts are found at `first`, and then in memory, by both counts."""
+    (results,) = stage.play([ASK, RESET, ASK], pillion(keeper.socket, "auto"), metrics=metrics(keeper), blocks=BLOCKS)
+    for result, source in ((results[0], first), (results[2], "host")):
+        assert result["value"] == right_answers(PROMPTS, 1) and result["wrong"] == 0
+        assert (result["found"], result["told"]) == ({source: HIT}, {source: HIT})
+
+
+def test_hits_of_a_disk(stage: Stage) -> None:
+    """A sidecar finds what the one before it has written; what it has read is in memory for the next request."""
+    disk = stage.directory / "disk"
+    disk.mkdir()
+    with kept(stage, ssd=(f"{disk}:64MiB",)) as keeper:
+        keeper.wait_metric("pillion_ssd_written_blocks_total", STORED)
+    with sidecar.serving(stage.directory, anonymous=True, ssd=(f"{disk}:64MiB",)) as keeper:
+        keeper.wait_metric("pillion_ssd_recovered_blocks_total", STORED)
+        expect_found(stage, keeper, "disk")
+
+
+def test_hits_of_a_peer(stage: Stage) -> None:
+    """The same of another pod's sidecar."""
+    here, there = members()
+    (stage.directory / "there").mkdir()
+    with kept(stage, more=here), sidecar.serving(stage.directory / "there", anonymous=True, more=there) as keeper:
+        keeper.wait_metric("pillion_mesh_peers", 1)
+        keeper.wait_metric("pillion_mesh_peer_keys", STORED)
+        expect_found(stage, keeper, "p2p")

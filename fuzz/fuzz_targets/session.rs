@@ -144,6 +144,7 @@ fn role(kind: u8) -> Role {
         facts,
         expects: None,
         live_weights: (kind & 8 != 0).then_some(Digest([0; 16])),
+        proves: kind & 16 != 0,
         cuda: None,
         staging: None,
     })

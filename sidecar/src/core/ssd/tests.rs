@@ -246,8 +246,7 @@ fn a_read_and_the_wait_for_it_began_with_the_question() {
 
 #[test]
 fn a_block_that_a_hint_has_read_was_found_on_a_disk_and_by_the_next_request_in_memory() {
-    let mut scene = Scene::new(SsdAdmission::All);
-    scene.on_ssd(0..3);
+    let mut scene = Scene::on_ssd(0..3);
     scene.write(0..1);
     scene.engine.open(1, 0..3);
     scene.ask(SchedulerRequest::Hint { keys: Keys::new(1, 0..3) });

@@ -152,8 +152,21 @@ impl Transfers {
             base.cx.dram.use_run(binding.namespace, GROUP, &keys);
         }
         let (begun, (blocks, running, void)) = (wanted.is_empty(), Default::default());
-        let save =
-            Save { binding, posted, step, checked, commits, parent, keys, wanted, blocks, begun, running, void, end };
+        let save = Save {
+            binding,
+            posted,
+            step,
+            checked,
+            commits,
+            parent,
+            keys,
+            wanted,
+            blocks,
+            begun,
+            running,
+            void,
+            end,
+        };
         self.pending(key.0).wanted += save.wanted.len();
         self.saves.insert(key, save);
         if begun {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -139,10 +140,21 @@ def write(memory: Any, form: str, ids: Sequence[int], k: Any, v: Any, shards: in
 def _gathered(view: Any, ids: Sequence[int]) -> Any:
     _, layers, *heads, kernel_blocks, tokens, dim = view.shape
     shape = (layers, *heads, len(ids), kernel_blocks, tokens, dim)
-    found = view.new_empty(shape) if hasattr(view, "new_empty") else _numpy().empty(shape, view.dtype)
+    found = _empty(view, shape)
     for at, blocks in _runs(ids):
         _blocks_first(found[:, :, :, at])[:] = view[blocks]
     return found.reshape(layers, prod(heads), len(ids) * kernel_blocks * tokens, dim)
+
+
+def _empty(like: Any, shape: tuple[int, ...]) -> Any:
+    """An array of its library and type. numpy asks for large pages of memory and torch does not, so its are faster to fill."""
+    if not hasattr(like, "new_empty"):
+        return _numpy().empty(shape, like.dtype)
+    if not like.is_cpu or find_spec("numpy") is None:
+        return like.new_empty(shape)
+    import torch
+
+    return torch.from_numpy(_numpy().empty(shape, f"i{like.element_size()}")).view(like.dtype)
 
 
 def _blocks_first(parts: Any) -> Any:

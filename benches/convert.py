@@ -1,0 +1,86 @@
+"""What a decoder that is not vLLM pays to read blocks: 64 of them loaded from a real sidecar, and K and V then read from them.
+
+Loading is `Engine.load`: keys, query, and the copy into the engine's memory. Converting is `Engine.read`: K and V as arrays in
+memory of their own, with numpy and with one thread of torch. What is read is compared with what was saved. Medians.
+
+    benches/run convert
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from benches import rig
+from pillion import _shim
+from pillion.engine import Engine, Namespace
+
+BLOCKS, TOKENS, ROUNDS = 64, 32, 40
+DRAM = "512MiB"
+# Layers, heads and the elements of a key or a value, of 4 bytes: the model of the tests, and blocks of 1 MiB.
+MODELS = {"96k": (3, 2, 64), "1m": (8, 4, 128)}
+# As attention on a GPU keeps a token's key and value, and as vLLM's CPU build keeps keys, with their tokens side by side.
+FORMS = {
+    "plain": "k=kv_heads*{head}+tokens*{both}+keys v={dim}+kv_heads*{head}+tokens*{both}+values",
+    "transposed": "k=kv_heads*{head}+keys*{tokens}+tokens v={half}+kv_heads*{head}+tokens*{dim}+values",
+}
+PROMPT = list(range(BLOCKS * TOKENS))
+
+
+def namespace(form: str, layers: int, heads: int, dim: int) -> Namespace:
+    """One that no vLLM has been in."""
+    sizes = f"layers={layers} tokens={TOKENS} kv_heads={heads} keys={dim} values={dim} dtype=float32"
+    places = form.format(tokens=TOKENS, dim=dim, both=2 * dim, half=TOKENS * dim, head=2 * TOKENS * dim)
+    facts = {"page_form": f"{sizes} {places} packing=none", "block_tokens": str(TOKENS), "hash_algorithm": "xxhash_cbor"}
+    facts |= {"extra_keys": "tagged", "none_hash": _shim.none_hash("xxhash_cbor", "0", "0.29").hex()}
+    return Namespace("", facts, layers * heads * TOKENS * 2 * dim * 4)
+
+
+def measure(socket: Path, name: str, namespace: Namespace, arrays: Any, kv: Any) -> dict[str, float]:
+    """Medians of all rounds."""
+    loads, reads = [], []
+    with Engine(socket, name, namespace, BLOCKS, arrays) as engine:
+        ids = engine.take(BLOCKS)
+        engine.write(ids, *kv)
+        if engine.save(PROMPT, ids) != BLOCKS:
+            sys.exit("not all blocks were kept")
+        engine.free(ids)
+        for _ in range(ROUNDS):
+            engine.memory[:] = 0
+            began = time.perf_counter()
+            ids = engine.load(PROMPT)
+            loaded = time.perf_counter()
+            found = engine.read(ids)
+            reads.append(time.perf_counter() - loaded)
+            loads.append(loaded - began)
+            if not all(bool((one == other).all()) for one, other in zip(found, kv, strict=True)):
+                sys.exit("what was read is not what was saved")
+            engine.free(ids)
+    load, read = (statistics.median(spent) for spent in (loads, reads))
+    return {"load_ms": round(1000 * load, 2), "read_ms": round(1000 * read, 2), "read_to_load": round(read / load, 2)}
+
+
+def main() -> None:
+    """Prints one JSON line last."""
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {"blocks": BLOCKS, "rounds": ROUNDS}
+    with rig.sidecar(DRAM) as sidecar:
+        for size, (layers, heads, dim) in MODELS.items():
+            kv = numpy.random.default_rng(1).standard_normal((2, layers, heads, len(PROMPT), dim), dtype=numpy.float32)
+            for form, text in FORMS.items():
+                known = namespace(text, layers, heads, dim)
+                for library, arrays, given in (("numpy", numpy, kv), ("torch", torch, torch.from_numpy(kv))):
+                    name = f"{size}_{form}_{library}"
+                    result[name] = measure(sidecar.socket, name, known, arrays, given)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -154,7 +154,7 @@ def _empty(like: Any, shape: tuple[int, ...]) -> Any:
         return like.new_empty(shape)
     import torch
 
-    return torch.from_numpy(_numpy().empty(prod(shape) * like.element_size(), "uint8")).view(like.dtype).view(shape)
+    return torch.from_numpy(_numpy().empty(shape, f"i{like.element_size()}")).view(like.dtype)
 
 
 def _blocks_first(parts: Any) -> Any:

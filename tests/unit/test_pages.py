@@ -52,6 +52,15 @@ def test_every_layout_is_read_and_written_exactly(layout: str, dtype: torch.dtyp
     assert not written[[4, 6]].any(), "no other block is touched"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_no_blocks_are_read_as_no_tokens(dtype: torch.dtype) -> None:
+    """As where nothing is kept."""
+    _, form, memory = blocks_of("LBNHC", dtype)
+    assert [(tuple(found.shape), found.dtype) for found in pages.read(memory, form, [])] == [
+        ((LAYERS, HEADS, 0, dim), dtype) for dim in (KEYS, VALUES)
+    ]
+
+
 def test_numpy_reads_the_same_and_needs_no_torch() -> None:
     logical, form, memory = blocks_of("LBNHC")
     keys, values = pages.read(memory.numpy(), form, IDS)

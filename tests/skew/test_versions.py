@@ -111,6 +111,12 @@ def assert_kept(release: Release, keeper: sidecar.Sidecar, expected: int) -> Non
         assert [engine.block(number) for number in range(1, 1 + expected)] == CONTENT[:expected]
 
 
+def assert_counted(release: Release, keeper: sidecar.Sidecar, name: str, times: int = 1) -> None:
+    """On /metrics, of which 0.1.0 has no such line."""
+    if release.library.version == NEW:
+        assert keeper.sample(name) == times
+
+
 def test_an_engine_of_the_other_release_is_refused_and_goes_on(pair: Pair, tmp_path: Path, pool: Path) -> None:
     """Rank and scheduler are told both numbers in the first answer; requests are misses; nobody else is hurt."""
     with serving(tmp_path / "serving", pair.first, pool) as keeper:
@@ -121,6 +127,7 @@ def test_an_engine_of_the_other_release_is_refused_and_goes_on(pair: Pair, tmp_p
             state = engine.state()
             assert not state.connected
             scheduler_told = state.notice.decode()
+            assert engine.state().notice is None, "it is said once"
             for text in (rank_told, scheduler_told):
                 assert "protocol version 1" in text or "side version 1" in text, text
                 assert "protocol version 2" in text or "side version 2" in text, text
@@ -131,6 +138,7 @@ def test_an_engine_of_the_other_release_is_refused_and_goes_on(pair: Pair, tmp_p
         finally:
             engine.close()
         assert "connection refused" in keeper.log.read_text()
+        assert_counted(pair.first, keeper, 'pillion_connections_refused_total{reason="version"}', times=2)
         save(pair.first, keeper)
         assert_kept(pair.first, keeper, BLOCKS)
 
@@ -144,6 +152,7 @@ def test_a_pool_file_of_the_other_release_is_served_empty_and_then_used(pair: Pa
         assert_kept(pair.first, keeper, BLOCKS)
     with serving(tmp_path / "then", pair.then, pool) as keeper:
         assert POOL_SAID[pair.then.library.version] in keeper.log.read_text()
+        assert_counted(pair.then, keeper, 'pillion_files_given_up_total{file="pool",reason="version"}')
         assert_kept(pair.then, keeper, 0)
         save(pair.then, keeper)
     with serving(tmp_path / "after", pair.then, pool) as keeper:
@@ -173,6 +182,7 @@ def test_an_ssd_log_of_the_other_release_is_served_empty_and_then_used(pair: Pai
         assert_kept(pair.first, keeper, BLOCKS)
     with over_disk("then", pair.then) as keeper:
         assert SSD_SAID[pair.then.library.version] in keeper.log.read_text()
+        assert_counted(pair.then, keeper, 'pillion_files_given_up_total{file="ssd",reason="version"}')
         assert_kept(pair.then, keeper, 0)
         assert keeper.metrics()["pillion_ssd_recovered_blocks_total"] == 0
         save(pair.then, keeper)

@@ -33,8 +33,9 @@ demo: setup ## a real vLLM engine gets its KV back after a restart: table, and a
 
 test: test-rust test-loom test-sim test-python test-e2e ## all tests; no GPU needed
 
-test-long: setup-tests ## what CI has no time for: many seeds, this release against the one before, built from history, and other engines
+test-long: setup-tests ## what CI has no time for: many seeds, this release against the one before, built from history, and the next, and other engines
 	@scripts/build-previous
+	@scripts/build-next
 	$(PYTEST) tests/skew
 	@scripts/setup engines
 	$(PYTEST) tests/engines

@@ -168,7 +168,8 @@ impl Metrics {
         process::register(registry)?;
         let figures = Figures::new(registry, COUNTERS, GAUGES)?;
         let dropped = "Blocks not saved, by reason; no_room: all is leased or being filled, so raise --dram or the quota; too_large: raise \
-                       --dram; not_copied: the engine left, too much waited, or its step or copy failed.";
+                       --dram; not_copied: the engine left, too much waited, or its step or copy failed; unproven: \
+                       the engine has to prove first what it computes.";
         let dropped = IntCounterVec::new(Opts::new("pillion_saves_dropped_total", dropped), &["reason"])?;
         registry.register(Box::new(dropped.clone()))?;
         let saves_dropped =

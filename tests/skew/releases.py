@@ -1,0 +1,93 @@
+"""What the tests of version skew do with a sidecar of one release and an engine of another."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import library
+from library import Release
+from testkit import sidecar
+
+BLOCKS = 9
+HASHES = [hashlib.sha256(bytes([number])).digest() for number in range(BLOCKS)]
+CONTENT = [hashlib.shake_128(bytes([number])).digest(library.BLOCK_BYTES) for number in range(BLOCKS)]
+DRAM = "64MiB"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The release that comes first, or serves, and the one that follows, or asks."""
+
+    first: Release
+    then: Release
+
+
+@contextlib.contextmanager
+def serving(directory: Path, release: Release, pool: Path, ssd: tuple[str, ...] = ()) -> Iterator[sidecar.Sidecar]:
+    """A sidecar of a release, all of its pool in service and verified, gone when the block ends."""
+    directory.mkdir()
+    keeper = sidecar.Sidecar(directory, DRAM, pool=pool, gpu=False, ssd=ssd, binary=release.binary)
+    try:
+        keeper.wait_for(lambda: keeper.get("/readyz") == "ready\n", "its whole pool in service")
+        # 0.1.0 verifies nothing.
+        keeper.wait_for(lambda: keeper.metrics().get("pillion_adoption_unverified_blocks", 0) == 0, "verified blocks")
+        yield keeper
+        keeper.terminate()
+    finally:
+        keeper.kill()
+
+
+@contextlib.contextmanager
+def over_disk(directory: Path, release: Release, disk: Path) -> Iterator[sidecar.Sidecar]:
+    """A sidecar over a disk, and a pool of its own that goes with it."""
+    disk.mkdir(exist_ok=True)
+    pool = sidecar.new_pool()
+    try:
+        with serving(directory, release, pool, (f"{disk}:64MiB",)) as keeper:
+            yield keeper
+    finally:
+        pool.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def connected(release: Release, keeper: sidecar.Sidecar) -> Iterator[library.Engine]:
+    """An engine of a release that its sidecar serves."""
+    engine = library.Engine(release.library, keeper.socket, BLOCKS)
+    try:
+        assert engine.refusal == (library.OK, "")
+        yield engine
+    finally:
+        engine.close()
+
+
+def save(release: Release, keeper: sidecar.Sidecar) -> None:
+    """An engine computes all blocks and saves them."""
+    with connected(release, keeper) as engine:
+        for number, content in enumerate(CONTENT, 1):
+            engine.put(number, content)
+        assert engine.save(engine.open(HASHES), BLOCKS)
+        keeper.wait_for(lambda: engine.state().saving == 0, "end of the save")
+    assert keeper.metrics()["pillion_saved_blocks_total"] == BLOCKS
+
+
+def assert_kept(release: Release, keeper: sidecar.Sidecar, expected: int) -> None:
+    """So many of the blocks are hits of a new engine, and hold what was saved."""
+    with connected(release, keeper) as engine:
+        log = engine.open(HASHES)
+        hits: list[int] = []
+
+        def answered() -> bool:
+            hits.append(engine.query(log, BLOCKS))
+            if hits[-1] < 0:
+                engine.idle()
+            return hits[-1] >= 0
+
+        keeper.wait_for(answered, "answer")
+        assert hits[-1] == expected
+        if expected:
+            assert engine.load(log, expected) == []
+        assert [engine.block(number) for number in range(1, 1 + expected)] == CONTENT[:expected]

@@ -46,6 +46,10 @@ class Session:
         """Whether an answer names blocks that are on their way."""
         return self.early
 
+    def sources(self, log: int, start: int, count: int) -> list[int]:
+        """All in memory."""
+        return [count, 0, 0]
+
     def load(self, log: int, start: int, block_ids: list[int], step: int, sync: bool) -> list[bytes]:
         """A plan, or one for each part of what is on its way."""
         self.loads.append(sync)
@@ -70,6 +74,7 @@ def request(number: int, found_blocks: int, new_tokens: int) -> Any:
         lora_request=None,
         skip_reading_prefix_cache=False,
         num_tokens=tokens,
+        num_preemptions=0,
         block_hashes=[bytes(16)] * (tokens // BLOCK_TOKENS),
         found=found_blocks * BLOCK_TOKENS,
     )

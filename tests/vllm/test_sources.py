@@ -6,9 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from stage import RESET, Stage, block_count, generate, hit_tokens, metrics, pillion, prompt_of, right_answers, wait_saved
 
 from testkit import ports, sidecar
+
+# vLLM counts hits in what both of its schedulers share.
+pytestmark = pytest.mark.parametrize("stage", ["async-scheduler"], indirect=True)
 
 PROMPTS = [prompt_of(tokens, seed) for seed, tokens in enumerate((700, 333, 470, 290))]
 STORED = block_count(PROMPTS, 1)

@@ -11,7 +11,7 @@ from stage import RELEASES, Stage, by_load, metrics
 from testkit import sidecar
 
 # Plays of each test, more of them in `make test-long`; no two tests play the same seed.
-PLAYS = int(os.environ.get("PLAYS", "6"))
+PLAYS = int(os.environ.get("PLAYS", "4"))
 STEPS = 60
 CHANCES = {"arrive": 0.4, "abort": 0.06, "reset": 0.03, "replace_weights": 0.02}
 # A frozen sidecar costs an engine whose loads it copies two seconds a load, the deadline.

@@ -38,7 +38,7 @@ test-long: setup-tests ## what CI has no time for: many seeds, this release agai
 	@scripts/build-next
 	$(PYTEST) tests/skew
 	@scripts/setup engines
-	$(PYTEST) tests/engines
+	$(PYTEST) tests/engines tests/e2e/test_windows.py
 	PLAYS=48 $(PYTEST) tests/vllm/test_storm.py
 	$(MAKE) sim RUNS=20000
 
@@ -56,7 +56,7 @@ test-python: setup-tests ## the connector against vLLM's signatures and schedule
 	@scripts/part test-python $(PYTEST) tests/unit tests/vllm
 
 test-e2e: setup ## the connector in real vLLM engines
-	@scripts/part test-e2e $(PYTEST) tests/e2e tests/identity/test_engines.py
+	@scripts/part test-e2e $(PYTEST) tests/e2e tests/identity/test_engines.py --ignore=tests/e2e/test_windows.py
 
 identity: setup-tests ## every setting that changes KV, and many that do not, with engines that keep and engines that ask
 	EVERY_KNOB=1 $(PYTEST) tests/vllm/test_knobs.py tests/identity

@@ -111,7 +111,7 @@ pub struct Limits {
     pub connect: Duration,
     /// A follower hears something at least this often.
     pub heartbeat: Duration,
-    /// What each follower adds to the time between two batches to one of them.
+    /// A follower rests between two batches for this time multiplied by the number of followers.
     pub turn: Duration,
     /// A stream on which nothing came for this long is down, and a follower that takes nothing for this long is cut off.
     pub silence: Duration,
@@ -132,7 +132,7 @@ pub struct Limits {
     pub namespaces: Duration,
 }
 
-/// What the thread shows of itself.
+/// Figures of the control thread that the metrics read.
 #[derive(Debug, Default)]
 struct Figures {
     /// Listed addresses at which a node is expected and none is a member.

@@ -8,7 +8,7 @@ use mesh::control::Limits;
 use rig::crew::{Crew, Plan, added, address, patient};
 use rig::now;
 
-/// What each follower adds to the rest of both.
+/// Two followers rest for twice this time.
 const TURN: Duration = Duration::from_millis(400);
 const REST: Duration = TURN.saturating_mul(2);
 

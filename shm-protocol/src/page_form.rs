@@ -82,11 +82,11 @@ pub struct Page {
     pub keys: u32,
     /// Elements of a value.
     pub values: u32,
-    /// Of an element.
+    /// The data type of an element of K and of V.
     pub dtype: Dtype,
-    /// Where K is.
+    /// Offset and strides of the keys, in elements from the start of a layer's page.
     pub k: Place,
-    /// Where V is.
+    /// Offset and strides of the values, in elements from the start of a layer's page.
     pub v: Place,
 }
 

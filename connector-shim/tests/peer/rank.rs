@@ -80,7 +80,7 @@ pub(crate) fn connected(copy: Copier) -> (Peer, Kv, Worker, Served) {
     connected_with(copy, |_| ())
 }
 
-/// The same with other options.
+/// A worker that is connected to a scripted sidecar, after `change` to the options of [`options`].
 pub(crate) fn connected_with(copy: Copier, change: impl FnOnce(&mut Options)) -> (Peer, Kv, Worker, Served) {
     let (peer, kv) = (Peer::new(EPOCH), Kv::new());
     let mut options = options(&peer, &kv, copy);

@@ -22,7 +22,7 @@ pub(crate) fn connected(peer: &Peer, block_bytes: u64) -> (Scheduler, Served) {
     connected_with(peer, block_bytes, |_| ())
 }
 
-/// The same with another configuration.
+/// A scheduler that is connected to a scripted sidecar, after `change` to the configuration of [`options`].
 pub(crate) fn connected_with(
     peer: &Peer,
     block_bytes: u64,

@@ -137,7 +137,7 @@ async fn stream(
     }
 }
 
-/// What a member says, until it says what it should not, or nothing.
+/// Applies a member's messages to its filter until the stream ends, is silent for too long, or has a message that is no valid one.
 async fn hear(
     shared: &Shared,
     replies: &mut Streaming<FollowReply>,
@@ -175,7 +175,7 @@ async fn say_waits(shared: &Shared, mut client: InventoryClient<Channel>) -> Inf
     }
 }
 
-/// Who answers, of this mesh, and whether it hears who waits.
+/// The member that answers the greeting, and whether it has the method `Wait`; an error where it is of another mesh.
 async fn greeting(shared: &Shared, replies: &mut Streaming<FollowReply>) -> Result<(Identity, bool), String> {
     match reply(shared, replies).await? {
         Reply::Hello(mesh, identity, hears_waits) if mesh == shared.config.mesh => {

@@ -233,9 +233,9 @@ class Engine:
         """Gives blocks back."""
         self._free = sorted({*self._free, *ids})
 
-    def read(self, ids: Sequence[int]) -> tuple[Any, Any]:
-        """K and V of blocks, [layers, heads, tokens, dim], in memory of their own."""
-        return pages.read(self.memory, self.namespace.form, ids, self.namespace.shards)
+    def read(self, ids: Sequence[int], out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
+        """K and V of blocks, [layers, heads, tokens, dim], in the first tokens of `out` or in memory of their own."""
+        return pages.read(self.memory, self.namespace.form, ids, self.namespace.shards, out)
 
     def write(self, ids: Sequence[int], k: Any, v: Any) -> None:
         """Writes K and V, [layers, heads, tokens, dim]; tokens behind the last whole block are left out."""

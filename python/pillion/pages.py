@@ -115,35 +115,51 @@ def views(memory: Any, form: str, shards: int = 1) -> list[tuple[Any, Any]]:
     return found
 
 
-def read(memory: Any, form: str, ids: Sequence[int], shards: int = 1) -> tuple[Any, Any]:
-    """K and V of blocks, one after the other, as [layers, heads, tokens, dim] in memory of their own: one copy."""
-    [(k, v)] = _alike(views(memory, form, shards))
-    return _gathered(k, ids), _gathered(v, ids)
+def read(
+    memory: Any, form: str, ids: Sequence[int], shards: int = 1, out: tuple[Any, Any] | None = None
+) -> tuple[Any, Any]:
+    """K and V of blocks, one after the other, as [layers, heads, tokens, dim]: one copy. With `out`, into the first tokens of
+    two such arrays, which are returned; otherwise into memory of their own, which takes the system longer than the copy."""
+    both = _only(views(memory, form, shards))
+    k, v = out or [_empty(view, (*_heads(view), len(ids) * _tokens(view), view.shape[-1])) for view in both]
+    for view, found in zip(both, (k, v), strict=True):
+        parts = _parts(found, view, len(ids))
+        for at, blocks in _runs(ids):
+            _blocks_first(parts[:, :, :, at])[:] = view[blocks]
+    return k, v
 
 
 def write(memory: Any, form: str, ids: Sequence[int], k: Any, v: Any, shards: int = 1) -> None:
     """Writes K and V, [layers, heads, tokens, dim], into blocks; tokens behind the last whole block are left out."""
-    [both] = _alike(views(memory, form, shards))
-    for view, given in zip(both, (k, v), strict=True):
-        _, layers, *heads, kernel_blocks, tokens, dim = view.shape
-        count = len(ids) * kernel_blocks * tokens
-        if tuple(given.shape) != (layers, prod(heads), given.shape[2], dim) or given.shape[2] < count:
-            raise FormError(
-                f"K or V of {tuple(given.shape)} for {len(ids)} blocks; wanted are [{layers} layers, {prod(heads)} heads, at "
-                f"least {count} tokens, {dim}]"
-            )
-        parts = given[:, :, :count].reshape(layers, *heads, len(ids), kernel_blocks, tokens, dim)
+    for view, given in zip(_only(views(memory, form, shards)), (k, v), strict=True):
+        parts = _parts(given, view, len(ids))
         for at, blocks in _runs(ids):
             view[blocks] = _blocks_first(parts[:, :, :, at])
 
 
-def _gathered(view: Any, ids: Sequence[int]) -> Any:
+def _parts(given: Any, view: Any, blocks: int) -> Any:
+    """The first tokens of K or V, [layers, heads, tokens, dim], as [layers, shards, heads, blocks, kernel blocks, tokens, dim]."""
     _, layers, *heads, kernel_blocks, tokens, dim = view.shape
-    shape = (layers, *heads, len(ids), kernel_blocks, tokens, dim)
-    found = _empty(view, shape)
-    for at, blocks in _runs(ids):
-        _blocks_first(found[:, :, :, at])[:] = view[blocks]
-    return found.reshape(layers, prod(heads), len(ids) * kernel_blocks * tokens, dim)
+    count = blocks * kernel_blocks * tokens
+    if given.ndim != 4 or tuple(given.shape) != (*_heads(view), given.shape[2], dim) or given.shape[2] < count:
+        raise FormError(
+            f"K or V of {tuple(given.shape)} for {blocks} blocks; wanted are [{layers} layers, {prod(heads)} heads, at "
+            f"least {count} tokens, {dim}]"
+        )
+    if given.dtype != view.dtype:
+        raise FormError(f"K or V of {given.dtype} for pages of {view.dtype}: pages are never converted, do it before or after")
+    return given[:, :, :count].reshape(layers, *heads, blocks, kernel_blocks, tokens, dim)
+
+
+def _heads(view: Any) -> tuple[int, int]:
+    """Layers, and heads of all shards."""
+    _, layers, *heads, _, _, _ = view.shape
+    return layers, prod(heads)
+
+
+def _tokens(view: Any) -> int:
+    """Of a block."""
+    return int(prod(view.shape[4:6]))
 
 
 def _empty(like: Any, shape: tuple[int, ...]) -> Any:
@@ -170,10 +186,10 @@ def _runs(ids: Sequence[int]) -> Iterator[tuple[slice, slice]]:
         yield slice(start, end), slice(ids[start], ids[start] + end - start)
 
 
-def _alike(found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+def _only(found: list[tuple[Any, Any]]) -> tuple[Any, Any]:
     if len(found) != 1:
         raise FormError(f"the model has {len(found)} runs of layers with pages of their own: read each by pages.views")
-    return found
+    return found[0]
 
 
 def _strided(memory: Any, dtype: str, offset: int, axes: list[tuple[int, int]]) -> Any:

@@ -52,6 +52,24 @@ def test_every_layout_is_read_and_written_exactly(layout: str, dtype: torch.dtyp
     assert not written[[4, 6]].any(), "no other block is touched"
 
 
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_blocks_are_read_into_memory_that_a_decoder_has(library: str) -> None:
+    """Longer than what is read, and not contiguous, as a cache for several requests is."""
+    logical, form, memory = blocks_of("LBHNC")
+    given = [torch.full((LAYERS, HEADS, 2, (len(IDS) + 1) * TOKENS, dim), 5.0)[:, :, 1] for dim in (KEYS, VALUES)]
+    out = given if library == "torch" else [tensor.numpy() for tensor in given]
+    found = pages.read(memory if library == "torch" else memory.numpy(), form, IDS, out=(out[0], out[1]))
+    assert found[0] is out[0] and found[1] is out[1]
+    count = len(IDS) * TOKENS
+    for tensor, right in zip(given, expected(logical, IDS), strict=True):
+        assert torch.equal(tensor[:, :, :count], right)
+        assert bool((tensor[:, :, count:] == 5.0).all()), "tokens behind the last block are left alone"
+    with pytest.raises(FormError, match="at least"):
+        pages.read(memory, form, IDS, out=(given[0][:, :, 1:count], given[1]))
+    with pytest.raises(FormError, match="never converted"):
+        pages.read(memory, form, IDS, out=(given[0].half(), given[1]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_no_blocks_are_read_as_no_tokens(dtype: torch.dtype) -> None:
     """As where nothing is kept."""

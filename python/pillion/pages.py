@@ -115,9 +115,7 @@ def views(memory: Any, form: str, shards: int = 1) -> list[tuple[Any, Any]]:
     return found
 
 
-def read(
-    memory: Any, form: str, ids: Sequence[int], shards: int = 1, out: tuple[Any, Any] | None = None
-) -> tuple[Any, Any]:
+def read(memory: Any, form: str, ids: Sequence[int], shards: int = 1, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
     """K and V of blocks, one after the other, as [layers, heads, tokens, dim]: one copy. With `out`, into the first tokens of
     two such arrays, which are returned; otherwise into memory of their own, which takes the system longer than the copy."""
     both = _only(views(memory, form, shards))
@@ -138,7 +136,7 @@ def write(memory: Any, form: str, ids: Sequence[int], k: Any, v: Any, shards: in
 
 
 def _parts(given: Any, view: Any, blocks: int) -> Any:
-    """The first tokens of K or V, [layers, heads, tokens, dim], as [layers, shards, heads, blocks, kernel blocks, tokens, dim]."""
+    """The first tokens of K or V, [layers, heads, tokens, dim], with shards, blocks and kernel blocks as axes of their own."""
     _, layers, *heads, kernel_blocks, tokens, dim = view.shape
     count = blocks * kernel_blocks * tokens
     if given.ndim != 4 or tuple(given.shape) != (*_heads(view), given.shape[2], dim) or given.shape[2] < count:

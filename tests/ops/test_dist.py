@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -54,6 +56,19 @@ def test_the_wheel_works_in_an_environment_of_its_own(tmp_path: Path) -> None:
     with zipfile.ZipFile(only("pillion-*.whl")) as wheel:
         (metadata,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     assert "License-File: LICENSE" in metadata and "# Pillion" in metadata
+
+
+def test_a_release_names_its_page(tmp_path: Path) -> None:
+    """Who builds it says which, and pip believes the list of files that was written again."""
+    wheel = Path(shutil.copy(only("pillion-*.whl"), tmp_path))
+    finish = [ROOT / "scripts/finish-wheel", wheel, tmp_path]
+    refused = subprocess.run(finish, env=os.environ | {"PILLION_URL": "pillion"}, capture_output=True, text=True)
+    assert refused.returncode == 1 and "give one that begins with https://" in refused.stderr
+    subprocess.run(finish, env=os.environ | {"PILLION_URL": "https://example.org/pillion"}, check=True)
+    output(sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", tmp_path / "site", wheel)
+    (found,) = importlib.metadata.distributions(name="pillion", path=[str(tmp_path / "site")])
+    assert found.metadata.get_all("Project-URL") == ["Homepage, https://example.org/pillion"]
+    assert "# Pillion" in (found.read_text("METADATA") or "")
 
 
 def test_binaries_have_no_symbols_and_these_lie_beside() -> None:

@@ -44,6 +44,7 @@ pub mod quotas;
 pub mod reference;
 pub mod refusals;
 pub mod reserve;
+pub mod route;
 pub mod runtime;
 pub mod server;
 pub mod session;

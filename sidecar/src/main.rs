@@ -18,7 +18,8 @@ use sidecar::doctor;
 use sidecar::error::StartError;
 use sidecar::logging::{self, LogLevel};
 use sidecar::server::Server;
-use sidecar::{ctl, facts, inject};
+use sidecar::{ctl, facts, inject, route};
+use tokio::sync::oneshot;
 
 /// Copies in flight may take this long after SIGTERM: 30 GiB/s move any engine's step in a fraction of it, and
 /// Kubernetes waits for 30 s.
@@ -55,6 +56,8 @@ enum Command {
     Facts(facts::Options),
     /// Add sidecars to manifests of Kubernetes: those on standard input are written to standard output; see docs/deploy.md.
     Inject(inject::Options),
+    /// Send prompts to one engine that computes them and to another that answers them; see docs/prefill-decode.md.
+    Route(Box<route::Options>),
     /// Look for what is wrong with this host, or with two engines that should share. Exit status: 0 nothing must be changed, 1
     /// something must, 2 a file cannot be read.
     Doctor(Box<doctor::Options>),
@@ -113,6 +116,19 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
             inject::serve(std::io::stdin().lock(), std::io::stdout().lock(), &options)?;
             Ok(ExitCode::SUCCESS)
         }
+        Command::Route(options) => {
+            logging::start(options.log_level, options.log_format);
+            let signals = signals()?;
+            let (tell, told) = oneshot::channel();
+            let watch = move || {
+                let mut watched = [PollFd::new(&signals, PollFlags::IN)];
+                while rustix::event::poll(&mut watched, None).is_err() {}
+                let _ = tell.send(());
+            };
+            std::thread::Builder::new().name("pillion-signals".into()).spawn(watch)?;
+            route::serve(*options, async { drop(told.await) }, GRACE_WITH_DISKS)?;
+            Ok(ExitCode::SUCCESS)
+        }
         Command::Doctor(options) => Ok(examine(&options)),
         Command::Version => {
             print_version();
@@ -163,10 +179,7 @@ fn examine(options: &doctor::Options) -> ExitCode {
 }
 
 fn serve(config: &Config, log: LogLevel) -> anyhow::Result<()> {
-    // Before any thread starts, so that none of them takes the signal itself.
-    let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
-    signals.thread_block().context("cannot block signals")?;
-    let signals = SignalFd::new(&signals).context("cannot watch signals")?;
+    let signals = signals()?;
     let server = Server::start(config, log)?;
     let (http, control) = (server.http(), server.control().map(tracing::field::display));
     tracing::info!(socket = %server.socket().display(), %http, control, dram = %config.dram, "serving");
@@ -181,6 +194,13 @@ fn serve(config: &Config, log: LogLevel) -> anyhow::Result<()> {
     }
     tracing::info!("drained");
     Ok(())
+}
+
+/// Readable once SIGTERM or SIGINT has come. Called before any thread starts, so that none of them takes the signal itself.
+fn signals() -> anyhow::Result<SignalFd> {
+    let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
+    signals.thread_block().context("cannot block signals")?;
+    SignalFd::new(&signals).context("cannot watch signals")
 }
 
 /// Waits for SIGTERM, SIGINT or an operator's word (true), or for a thread that ended (false).

@@ -1,0 +1,326 @@
+//! `pillion route`: sends a prompt to one engine that computes it and to another that answers it. The KV goes from one to the
+//! other through their sidecars, by key: the router moves none, and knows no engine but by its address.
+
+mod engines;
+mod forward;
+mod prompt;
+mod watch;
+
+use std::convert::Infallible;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::{Bytes, Incoming};
+use hyper::header::CONTENT_TYPE;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{HeaderMap, Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use prometheus::{IntCounterVec, Opts, Registry, TextEncoder};
+use serde_json::{Value, json};
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+pub use self::engines::Address;
+use self::engines::{Engines, Seat};
+use self::forward::{Answer, Asked, ForwardError, Forwarder, pass};
+use self::prompt::{Fields, PARAMS, Prompt, Whole};
+use crate::config::{Level, LogFormat, Time};
+
+/// The longest request: a million tokens as JSON, several times.
+const REQUEST_BYTES_MAX: usize = 64 << 20;
+/// A request line and headers come in one packet; who takes longer is not served.
+const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
+const REQUEST_ID: &str = "x-request-id";
+
+/// Options of `pillion route`.
+#[derive(Args, Clone, Debug)]
+pub struct Options {
+    /// An engine that computes prompts, http://HOST:PORT of its OpenAI server; repeat it for each
+    #[arg(long, env = "PILLION_PREFILL", value_delimiter = ',', required = true, value_name = "URL")]
+    pub prefill: Vec<Address>,
+    /// An engine that answers; repeat it for each
+    #[arg(long, env = "PILLION_DECODE", value_delimiter = ',', required = true, value_name = "URL")]
+    pub decode: Vec<Address>,
+    /// Where clients ask
+    #[arg(long, env = "PILLION_ROUTE_LISTEN", default_value = "0.0.0.0:8000", value_name = "HOST:PORT")]
+    pub listen: SocketAddr,
+    /// The engine that answers also computes a prompt of fewer tokens; a text counts one for each four bytes
+    #[arg(long, env = "PILLION_MIN_REMOTE_TOKENS", default_value_t = 256, value_name = "TOKENS")]
+    pub min_remote_tokens: u64,
+    /// When the engine that answers is asked: once the prompt is computed, or together with the other one
+    #[arg(long, env = "PILLION_ORDER", value_enum, default_value_t = Order::PrefillFirst, value_name = "prefill-first|at-once")]
+    pub order: Order,
+    /// The engine that answers computes a prompt itself when the other one has not done so within this time
+    #[arg(long, env = "PILLION_PREFILL_TIMEOUT", default_value = "60s", value_name = "TIME")]
+    pub prefill_timeout: Time,
+    /// Least severe messages: error, warn, info or debug
+    #[arg(long, env = "PILLION_LOG_LEVEL", default_value = "info", value_name = "LEVEL")]
+    pub log_level: Level,
+    /// How log lines are written: text, or json for one object a line
+    #[arg(long, env = "PILLION_LOG_FORMAT", default_value = "text", value_name = "FORMAT")]
+    pub log_format: LogFormat,
+}
+
+/// When the engine that answers is asked.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, ValueEnum)]
+pub enum Order {
+    /// Once the prompt is computed: it holds none of its memory for a prompt that waits its turn at the other engine.
+    PrefillFirst,
+    /// With the other one: it waits for the first block of KV for a second, so that the other one must not be busy.
+    AtOnce,
+}
+
+/// What clients are answered with.
+#[derive(Debug)]
+struct Router {
+    prefill: Engines,
+    decode: Engines,
+    options: Options,
+    forwarder: Forwarder,
+    registry: Registry,
+    /// Prompts by where they went, and why not to two.
+    prompts: IntCounterVec,
+    /// Prompts that the engine asked to compute them did not, by reason.
+    failures: IntCounterVec,
+}
+
+/// A task that ends with its owner, and its connection with it.
+struct Task(JoinHandle<()>);
+
+/// Runs until the process is told to end; then ends once the last answer has, or `grace` later.
+pub fn serve(
+    options: Options,
+    end: impl Future<Output = ()> + 'static,
+    grace: Duration,
+) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+    let listener = TcpListener::bind(options.listen).map_err(|error| {
+        anyhow::anyhow!("cannot listen on {}: {error}; give another --listen", options.listen)
+    })?;
+    listener.set_nonblocking(true)?;
+    let bound = listener.local_addr()?;
+    let router = Arc::new(Router::new(options)?);
+    tracing::info!(%bound, order = ?router.options.order, "routing");
+    runtime.block_on(async move {
+        let listener = tokio::net::TcpListener::from_std(listener)?;
+        let open = Arc::new(());
+        let accepting = async {
+            loop {
+                match listener.accept().await {
+                    Ok((stream, _)) => {
+                        let (router, open) = (Arc::clone(&router), Arc::clone(&open));
+                        tokio::spawn(async move {
+                            router.connection(stream).await;
+                            drop(open);
+                        });
+                    }
+                    // Out of descriptors: the next attempt must not spin.
+                    Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
+                }
+            }
+        };
+        watch::first(accepting, end).await;
+        let by = Instant::now() + grace;
+        while Arc::strong_count(&open) > 1 && Instant::now() < by {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        Ok(())
+    })
+}
+
+// === impl Router ===
+
+impl Router {
+    fn new(options: Options) -> Result<Self, prometheus::Error> {
+        let prompts = Opts::new(
+            "pillion_route_prompts_total",
+            "Prompts, by where they went: pair, or why to one engine alone.",
+        );
+        let failures = Opts::new(
+            "pillion_route_prefill_failures_total",
+            "Prompts that the engine asked to compute them did not, by reason; the one that answers computed them.",
+        );
+        let (prompts, failures) =
+            (IntCounterVec::new(prompts, &["way"])?, IntCounterVec::new(failures, &["reason"])?);
+        let registry = Registry::new();
+        registry.register(Box::new(prompts.clone()))?;
+        registry.register(Box::new(failures.clone()))?;
+        for way in Whole::ALL.map(Whole::label).into_iter().chain([PAIR]) {
+            prompts.with_label_values(&[way]);
+        }
+        let (prefill, decode) = (Engines::new(&options.prefill), Engines::new(&options.decode));
+        Ok(Self { prefill, decode, options, forwarder: Forwarder::new(), registry, prompts, failures })
+    }
+
+    async fn connection(self: Arc<Self>, stream: tokio::net::TcpStream) {
+        let _ = stream.set_nodelay(true);
+        let service = service_fn(move |request| {
+            let router = Arc::clone(&self);
+            async move { Ok::<_, Infallible>(router.respond(request).await) }
+        });
+        // A client that goes away early is its own business: its request is dropped here, and with it those to the engines.
+        let _ = http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(HEADER_TIME_MAX)
+            .serve_connection(TokioIo::new(stream), service)
+            .await;
+    }
+
+    async fn respond(self: Arc<Self>, request: Request<Incoming>) -> Response<Answer> {
+        let path = request.uri().path().to_owned();
+        if request.method() == Method::GET && path == "/health" {
+            return self.health();
+        }
+        if request.method() == Method::GET && path == "/metrics" {
+            let text = TextEncoder::new().encode_to_string(&self.registry.gather()).unwrap_or_default();
+            return plain(StatusCode::OK, "text/plain; version=0.0.4", text);
+        }
+        let (head, body) = request.into_parts();
+        let body = match Limited::new(body, REQUEST_BYTES_MAX).collect().await {
+            Ok(body) => body.to_bytes(),
+            Err(error) => {
+                let text =
+                    format!("the request cannot be read: {error}; it may have {REQUEST_BYTES_MAX} bytes");
+                return failure(StatusCode::BAD_REQUEST, &text);
+            }
+        };
+        let mut headers = head.headers;
+        if !headers.contains_key(REQUEST_ID) {
+            let made = format!("{:016x}", RandomState::new().build_hasher().finish());
+            headers.insert(REQUEST_ID, made.parse().expect("hex digits"));
+        }
+        let target = head.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
+        let asked = Asked { method: head.method, path: target, headers, body };
+        let routed = asked.method == Method::POST
+            && matches!(path.as_str(), "/v1/completions" | "/v1/chat/completions");
+        match routed.then(|| serde_json::from_slice::<Fields>(&asked.body)) {
+            Some(Ok(mut fields)) => {
+                fields.remove(PARAMS);
+                self.route(&asked, &fields).await
+            }
+            // What is no JSON object is the engine's to refuse.
+            Some(Err(_)) | None => self.answer(asked, 0, ()).await,
+        }
+    }
+
+    /// Up while an engine that answers is.
+    fn health(&self) -> Response<Answer> {
+        let now = Instant::now();
+        let counts = json!({ "prefill_up": self.prefill.up(now), "decode_up": self.decode.up(now) });
+        let status = if self.decode.up(now) > 0 { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+        plain(status, "application/json", counts.to_string())
+    }
+
+    /// A prompt: by two engines, or by the one that answers.
+    async fn route(self: Arc<Self>, asked: &Asked, fields: &Fields) -> Response<Answer> {
+        let prompt = Prompt::read(fields);
+        let engine = self.prefill.idlest(Instant::now());
+        let whole = prompt.whole.or((prompt.tokens < self.options.min_remote_tokens).then_some(Whole::Short));
+        let engine = match (whole, engine) {
+            (None, Some(engine)) => engine,
+            (whole, _) => {
+                self.prompts.with_label_values(&[whole.unwrap_or(Whole::NoPrefill).label()]).inc();
+                return self.answer(asked.with(fields.clone()), prompt.start, ()).await;
+            }
+        };
+        self.prompts.with_label_values(&[PAIR]).inc();
+        let node = engine.node();
+        let ask =
+            Arc::clone(&self).compute(engine.seat(prompt.tokens.max(1)), asked.with(prompt::prefill(fields)));
+        match self.options.order {
+            Order::PrefillFirst => {
+                let asked = match ask.await {
+                    Some(said) => asked.with(prompt::decode(fields, Some(said), None)),
+                    None => asked.with(fields.clone()),
+                };
+                self.answer(asked, prompt.start, ()).await
+            }
+            Order::AtOnce => {
+                let task = Task(tokio::spawn(async move {
+                    ask.await;
+                }));
+                self.answer(asked.with(prompt::decode(fields, None, node.as_deref())), prompt.start, task)
+                    .await
+            }
+        }
+    }
+
+    /// Has a prompt computed; what that engine says to the one that answers, or `None`, counted, where there is nothing to wait for.
+    async fn compute(self: Arc<Self>, seat: Seat, asked: Asked) -> Option<Value> {
+        let engine = &seat.engine;
+        let limit = Duration::from_millis(self.options.prefill_timeout.as_millis());
+        match watch::ask(&self.forwarder, &engine.address, asked, limit).await {
+            Ok(answer) => {
+                let answer: Value = serde_json::from_slice(&answer).unwrap_or_default();
+                let said = answer.get(PARAMS).filter(|params| params.is_object()).cloned();
+                engine.set_node(said.as_ref().and_then(|said| said["pillion"]["node"].as_str()));
+                if said.is_none() {
+                    self.failures.with_label_values(&["no_params"]).inc();
+                    let remedy =
+                        "its answer has no kv_transfer_params: start vLLM there with Pillion's connector";
+                    tracing::warn!(engine = %engine.address, "{remedy}");
+                }
+                said
+            }
+            Err(error) => {
+                self.failures.with_label_values(&[error.label()]).inc();
+                tracing::warn!(engine = %engine.address, %error, "a prompt was not computed there");
+                if !matches!(error, ForwardError::Status(_)) {
+                    engine.set_down(Instant::now());
+                }
+                None
+            }
+        }
+    }
+
+    /// The answer of the first engine that can be reached, in the order for this beginning. `held` lives as long as it is read.
+    async fn answer(&self, asked: Asked, start: u64, held: impl Send + Unpin + 'static) -> Response<Answer> {
+        let mut problems = Vec::new();
+        for engine in self.decode.ranked(start, Instant::now()) {
+            let seat = engine.seat(1);
+            match self.forwarder.send(&engine.address, asked.clone()).await {
+                Ok(answer) => return pass(answer, (seat, held)),
+                // Nothing of it was there: another one may have it.
+                Err(error @ ForwardError::Unreachable(_)) => {
+                    engine.set_down(Instant::now());
+                    problems.push(format!("{}: {error}", engine.address));
+                }
+                Err(error) => {
+                    let text = format!("{}: {error}", engine.address);
+                    return failure(StatusCode::BAD_GATEWAY, &text);
+                }
+            }
+        }
+        failure(StatusCode::BAD_GATEWAY, &format!("no engine of --decode answers: {}", problems.join("; ")))
+    }
+}
+
+/// The label of a prompt that two engines work on.
+const PAIR: &str = "pair";
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+fn plain(status: StatusCode, content: &'static str, text: String) -> Response<Answer> {
+    let body = Full::new(Bytes::from(text)).map_err(|never| match never {}).boxed_unsync();
+    let mut response = Response::new(body);
+    *response.status_mut() = status;
+    let mut headers = HeaderMap::new();
+    headers.insert(CONTENT_TYPE, content.parse().expect("a constant"));
+    *response.headers_mut() = headers;
+    response
+}
+
+/// As vLLM's own server says that something is wrong.
+fn failure(status: StatusCode, text: &str) -> Response<Answer> {
+    let error = json!({ "error": { "message": text, "type": "pillion_route", "param": null, "code": status.as_u16() } });
+    plain(status, "application/json", error.to_string())
+}

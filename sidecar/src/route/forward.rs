@@ -1,0 +1,175 @@
+//! Requests to engines, and answers as they come.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use http_body_util::combinators::UnsyncBoxBody;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
+use hyper::header::{
+    CONNECTION, CONTENT_LENGTH, HOST, HeaderMap, HeaderName, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
+};
+use hyper::{Method, Request, Response};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use serde_json::Value;
+
+use super::engines::{Address, Seat};
+
+/// An engine that takes no connection for so long is down.
+const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
+/// The longest answer that is read whole: one token, and what it came with.
+const ANSWER_BYTES_MAX: usize = 64 << 20;
+/// Headers of one connection, which say nothing of the request. Lengths are written anew.
+const OF_A_CONNECTION: [HeaderName; 7] =
+    [CONNECTION, CONTENT_LENGTH, HOST, TE, TRAILER, TRANSFER_ENCODING, UPGRADE];
+
+/// A request, read whole.
+#[derive(Clone, Debug)]
+pub(super) struct Asked {
+    pub(super) method: Method,
+    pub(super) path: String,
+    pub(super) headers: HeaderMap,
+    pub(super) body: Bytes,
+}
+
+/// The body of an answer.
+pub(super) type Answer = UnsyncBoxBody<Bytes, hyper::Error>;
+
+/// Why an engine did not answer.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ForwardError {
+    /// Nothing of the request has reached it.
+    #[error("it cannot be reached: {0}")]
+    Unreachable(#[source] hyper_util::client::legacy::Error),
+    #[error("the connection ended before the answer: {0}")]
+    Broken(String),
+    #[error("it answered {0}")]
+    Status(hyper::StatusCode),
+    #[error("there was no sign of life for {} s", .0.as_secs())]
+    Silent(Duration),
+    #[error("it did not answer within {} s", .0.as_secs())]
+    Late(Duration),
+}
+
+/// Keeps connections to all engines.
+#[derive(Clone, Debug)]
+pub(super) struct Forwarder(Client<HttpConnector, Full<Bytes>>);
+
+/// A body, and what must live as long as it is read.
+struct Held<T> {
+    body: Incoming,
+    _held: T,
+}
+
+// === impl ForwardError ===
+
+impl ForwardError {
+    /// The label of metrics.
+    pub(super) fn label(&self) -> &'static str {
+        match self {
+            Self::Unreachable(_) => "unreachable",
+            Self::Broken(_) => "broken",
+            Self::Status(_) => "status",
+            Self::Silent(_) => "silent",
+            Self::Late(_) => "late",
+        }
+    }
+}
+
+// === impl Asked ===
+
+impl Asked {
+    /// The same request with another body.
+    pub(super) fn with(&self, fields: super::prompt::Fields) -> Self {
+        Self { body: Value::Object(fields).to_string().into(), ..self.clone() }
+    }
+}
+
+// === impl Forwarder ===
+
+impl Forwarder {
+    pub(super) fn new() -> Self {
+        let mut connector = HttpConnector::new();
+        connector.set_connect_timeout(Some(CONNECT_TIME_MAX));
+        connector.set_nodelay(true);
+        Self(Client::builder(TokioExecutor::new()).build(connector))
+    }
+
+    /// Asks an engine; the answer's head. Dropping the future, or the answer, hangs up.
+    pub(super) async fn send(&self, to: &Address, asked: Asked) -> Result<Response<Incoming>, ForwardError> {
+        let mut request = Request::new(Full::new(asked.body));
+        let broken = |error: &dyn std::error::Error| ForwardError::Broken(error.to_string());
+        *request.uri_mut() = to.at(&asked.path).map_err(|error| broken(&error))?;
+        *request.method_mut() = asked.method;
+        *request.headers_mut() = asked.headers;
+        clean(request.headers_mut());
+        self.0.request(request).await.map_err(|error| match error.is_connect() {
+            true => ForwardError::Unreachable(error),
+            false => broken(&error),
+        })
+    }
+
+    /// Asks an engine, and reads all of its answer.
+    pub(super) async fn ask(&self, to: &Address, asked: Asked) -> Result<Bytes, ForwardError> {
+        let answer = self.send(to, asked).await?;
+        let status = answer.status();
+        let body = Limited::new(answer.into_body(), ANSWER_BYTES_MAX).collect().await;
+        let body = body.map_err(|error| ForwardError::Broken(error.to_string()))?.to_bytes();
+        if status.is_success() { Ok(body) } else { Err(ForwardError::Status(status)) }
+    }
+}
+
+/// Removes what belongs to one connection, also what its `Connection` header names.
+fn clean(headers: &mut HeaderMap) {
+    let named: Vec<HeaderName> = headers
+        .get_all(CONNECTION)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|value| value.split(','))
+        .filter_map(|name| name.trim().parse().ok())
+        .collect();
+    for name in OF_A_CONNECTION.iter().chain(&named) {
+        headers.remove(name);
+    }
+    headers.remove("keep-alive");
+}
+
+/// An engine's answer as the client gets it: as it comes, byte for byte. `held` is dropped when it ends or the client goes.
+pub(super) fn pass(
+    answer: Response<Incoming>,
+    held: (Seat, impl Send + Unpin + 'static),
+) -> Response<Answer> {
+    let (mut head, body) = answer.into_parts();
+    // A length stays true: the body is the same.
+    let length = head.headers.get(CONTENT_LENGTH).cloned();
+    clean(&mut head.headers);
+    if let Some(length) = length {
+        head.headers.insert(CONTENT_LENGTH, length);
+    }
+    Response::from_parts(head, Held { body, _held: held }.boxed_unsync())
+}
+
+// === impl Held ===
+
+impl<T: Unpin> Body for Held<T> {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}

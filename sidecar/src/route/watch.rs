@@ -1,0 +1,53 @@
+//! Waiting for an engine's answer while it lives: an engine that stands still must not hold a request.
+
+use std::future::poll_fn;
+use std::pin::pin;
+use std::task::Poll;
+use std::time::Duration;
+
+use hyper::body::Bytes;
+use hyper::{HeaderMap, Method};
+
+use super::engines::Address;
+use super::forward::{Asked, ForwardError, Forwarder};
+
+/// How often an engine that has not answered yet is asked for a sign of life, and how long it may give none.
+const LOOK: Duration = Duration::from_secs(1);
+const SILENCE_MAX: Duration = Duration::from_secs(5);
+
+/// The whole answer, if it comes before `limit` from an engine whose server goes on answering `/health`.
+pub(super) async fn ask(
+    forwarder: &Forwarder,
+    to: &Address,
+    asked: Asked,
+    limit: Duration,
+) -> Result<Bytes, ForwardError> {
+    let answer = tokio::time::timeout(limit, forwarder.ask(to, asked));
+    match first(answer, silence(forwarder, to)).await {
+        Some(Ok(answer)) => answer,
+        Some(Err(_)) => Err(ForwardError::Late(limit)),
+        None => Err(ForwardError::Silent(SILENCE_MAX)),
+    }
+}
+
+/// Ends once the engine's server has not answered for too long.
+async fn silence(forwarder: &Forwarder, engine: &Address) {
+    let health =
+        Asked { method: Method::GET, path: "/health".into(), headers: HeaderMap::new(), body: Bytes::new() };
+    loop {
+        tokio::time::sleep(LOOK).await;
+        if tokio::time::timeout(SILENCE_MAX, forwarder.ask(engine, health.clone())).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// The output of `work`, or `None` if `end` comes first.
+pub(super) async fn first<T>(work: impl Future<Output = T>, end: impl Future<Output = ()>) -> Option<T> {
+    let (mut work, mut end) = (pin!(work), pin!(end));
+    poll_fn(|context| match work.as_mut().poll(context) {
+        Poll::Ready(output) => Poll::Ready(Some(output)),
+        Poll::Pending => end.as_mut().poll(context).map(|()| None),
+    })
+    .await
+}

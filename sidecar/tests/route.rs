@@ -1,0 +1,227 @@
+//! `pillion route` between a client and servers that stand for engines.
+
+mod client;
+#[path = "route/engine.rs"]
+mod engine;
+
+use std::io::{BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::{Child, Command, Stdio};
+
+use client::sidecar::free_port;
+use client::watch;
+use engine::{Asked, Engine, Manner};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::{Value, json};
+
+const PARAMS: &str = "kv_transfer_params";
+
+struct Router {
+    process: Child,
+    port: u16,
+}
+
+impl Router {
+    fn start(prefill: &[&str], decode: &[&str], arguments: &[&str]) -> Self {
+        let port = free_port();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pillion"));
+        command.args(["route", "--listen", &format!("127.0.0.1:{port}")]).args(arguments);
+        for (option, urls) in [("--prefill", prefill), ("--decode", decode)] {
+            command.args(urls.iter().flat_map(|url| [option, *url]));
+        }
+        let process = command.stderr(Stdio::null()).spawn().unwrap();
+        let router = Self { process, port };
+        watch("the router's start", || TcpStream::connect(("127.0.0.1", port)).ok());
+        router
+    }
+
+    fn send(&self, method: &str, path: &str, body: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
+        let head = format!(
+            "{method} {path} HTTP/1.1\r\nhost: router\r\nauthorization: Bearer t\r\nconnection: close"
+        );
+        write!(stream, "{head}\r\ncontent-length: {}\r\n\r\n{body}", body.len()).unwrap();
+        stream
+    }
+
+    /// All of an answer, as it comes over the wire.
+    fn raw(&self, method: &str, path: &str, body: &str) -> String {
+        let mut text = String::new();
+        self.send(method, path, body).read_to_string(&mut text).unwrap();
+        text
+    }
+
+    fn ask(&self, request: &Value) -> Asked {
+        engine::read(&mut BufReader::new(self.send("POST", "/v1/completions", &request.to_string()))).unwrap()
+    }
+
+    fn counter(&self, line: &str) -> u64 {
+        let page = self.raw("GET", "/metrics", "");
+        page.lines().find_map(|found| found.strip_prefix(line)?.trim().parse().ok()).unwrap_or(0)
+    }
+}
+
+impl Drop for Router {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn prompt(tokens: u64) -> Value {
+    json!({ "prompt": (0..tokens).collect::<Vec<u64>>(), "max_tokens": 9, PARAMS: { "do_remote_prefill": true, "spoofed": true } })
+}
+
+fn said() -> Value {
+    json!({ "do_remote_prefill": true, "remote_engine_id": "p", "pillion": { "node": "00ff", "tokens": 256 } })
+}
+
+fn computes() -> Engine {
+    Engine::start(Manner::Json(200, json!({ "choices": [{ "text": "x" }], PARAMS: said() }).to_string()))
+}
+
+fn answers() -> Engine {
+    Engine::start(Manner::Json(200, "{\"answer\":  1}".into()))
+}
+
+#[test]
+fn a_long_prompt_is_computed_by_one_engine_and_answered_by_another() {
+    let (prefill, decode) = (computes(), answers());
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let answer = router.ask(&prompt(256));
+    assert_eq!(answer.body, "{\"answer\":  1}", "byte for byte");
+    let ([computed], [answered]) = (&prefill.asked()[..], &decode.asked()[..]) else {
+        panic!("one request each")
+    };
+    assert_eq!(
+        (&computed.json()["max_tokens"], &computed.json()[PARAMS]["do_remote_decode"]),
+        (&json!(1), &json!(true))
+    );
+    assert_eq!((&answered.json()["max_tokens"], &answered.json()[PARAMS]), (&json!(9), &said()));
+    assert!(computed.header("x-request-id").is_some());
+    for name in ["x-request-id", "authorization"] {
+        assert_eq!(computed.header(name), answered.header(name));
+    }
+    router.ask(&prompt(255));
+    assert_eq!(prefill.asked().len(), 1, "a short one stays");
+    assert!(
+        decode.asked()[1].json().get(PARAMS).is_none(),
+        "and what a client says to connectors goes nowhere"
+    );
+    assert_eq!(router.counter("pillion_route_prompts_total{way=\"short\"}"), 1);
+    assert_eq!(router.counter("pillion_route_prompts_total{way=\"pair\"}"), 1);
+}
+
+#[test]
+fn at_once_the_second_engine_is_told_to_wait_for_the_node_that_the_first_one_named() {
+    let (prefill, decode) = (computes(), answers());
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--order", "at-once"]);
+    router.ask(&prompt(300));
+    watch("the prompt", || (prefill.asked().len() == 1).then_some(()));
+    let node = || {
+        router.ask(&prompt(300));
+        let told = decode.asked().last()?.json()[PARAMS].clone();
+        assert_eq!(told["do_remote_prefill"], true);
+        (told["pillion"]["node"] == "00ff").then_some(())
+    };
+    watch("the node", node);
+    assert_eq!(decode.asked()[0].json()[PARAMS]["pillion"]["node"], Value::Null);
+}
+
+#[test]
+fn streams_come_as_they_are_and_all_else_goes_to_who_answers() {
+    let events: Vec<String> = (0..40).map(|at| format!("data: {{\"n\": {at}}}\n\n")).collect();
+    let (prefill, decode) = (computes(), Engine::start(Manner::Events(events.clone())));
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let answer = router.raw("POST", "/v1/completions", &prompt(400).to_string());
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    assert!(head.contains("text/event-stream") && head.contains("transfer-encoding: chunked"), "{head}");
+    let mut chunks = body.split("\r\n");
+    let mut whole = String::new();
+    while let (Some(_), Some(text)) = (chunks.next(), chunks.next()) {
+        whole += text;
+    }
+    assert_eq!(whole, events.concat());
+    router.raw("GET", "/v1/models", "");
+    router.raw("POST", "/v1/completions", "no JSON");
+    let lines: Vec<_> =
+        decode.asked().iter().skip(1).map(|asked| (asked.line.clone(), asked.body.clone())).collect();
+    assert_eq!(lines[0].0, "GET /v1/models HTTP/1.1");
+    assert_eq!(lines[1].1, "no JSON", "which is the engine's to refuse");
+}
+
+#[test]
+fn an_engine_that_does_not_compute_a_prompt_costs_no_answer() {
+    let (fails, silent, decode) =
+        (Engine::start(Manner::Json(500, "{}".into())), Engine::start(Manner::Hang), answers());
+    let ways = [
+        (fails.url(), "status"),
+        (silent.url(), "late"),
+        (format!("http://127.0.0.1:{}", free_port()), "unreachable"),
+    ];
+    for (url, reason) in &ways {
+        let router = Router::start(&[url], &[&decode.url()], &["--prefill-timeout", "300ms"]);
+        assert_eq!(router.ask(&prompt(400)).body, "{\"answer\":  1}", "{reason}");
+        assert!(decode.asked().last().unwrap().json().get(PARAMS).is_none(), "there is nothing to wait for");
+        assert_eq!(
+            router.counter(&format!("pillion_route_prefill_failures_total{{reason=\"{reason}\"}}")),
+            1
+        );
+        router.ask(&prompt(400));
+        let alone = router.counter("pillion_route_prompts_total{way=\"no_prefill\"}");
+        assert_eq!(alone, u64::from(*reason != "status"), "who was not there is not asked again at once");
+    }
+    watch("the hang-up", || (silent.hung_up() == 1).then_some(()));
+}
+
+#[test]
+fn an_engine_that_stands_still_is_given_up_long_before_its_time() {
+    let (frozen, decode) = (Engine::start(Manner::Freeze), answers());
+    let router = Router::start(&[&frozen.url()], &[&decode.url()], &["--prefill-timeout", "1000s"]);
+    assert_eq!(router.ask(&prompt(400)).body, "{\"answer\":  1}");
+    assert_eq!(router.counter("pillion_route_prefill_failures_total{reason=\"silent\"}"), 1);
+}
+
+#[test]
+fn a_client_that_hangs_up_ends_both_requests() {
+    for order in ["prefill-first", "at-once"] {
+        let (prefill, decode) = (Engine::start(Manner::Hang), Engine::start(Manner::Hang));
+        let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--order", order]);
+        let asked = router.send("POST", "/v1/completions", &prompt(400).to_string());
+        let engines = if order == "at-once" { vec![&prefill, &decode] } else { vec![&prefill] };
+        engines.iter().for_each(|engine| watch("the request", || (engine.asked().len() == 1).then_some(())));
+        drop(asked);
+        engines.iter().for_each(|engine| watch("the hang-up", || (engine.hung_up() == 1).then_some(())));
+    }
+}
+
+#[test]
+fn another_engine_answers_for_one_that_is_gone() {
+    let decode = answers();
+    let gone = [free_port(), free_port()].map(|port| format!("http://127.0.0.1:{port}"));
+    let router = Router::start(&[&gone[0]], &[&gone[0], &gone[1], &decode.url()], &[]);
+    for tokens in 1..20 {
+        assert_eq!(router.ask(&prompt(tokens)).body, "{\"answer\":  1}");
+    }
+    let alone = Router::start(&[&gone[0]], &[&gone[1]], &[]);
+    let answer = alone.ask(&prompt(9));
+    assert!(answer.line.contains("502"), "{}", answer.line);
+    let text = answer.json()["error"]["message"].as_str().unwrap().to_owned();
+    assert!(text.contains("--decode") && text.contains(&gone[1]), "{text}");
+    assert!(alone.raw("GET", "/health", "").starts_with("HTTP/1.1 503"));
+}
+
+#[test]
+fn it_ends_once_the_last_answer_has() {
+    let events: Vec<String> = (0..60).map(|at| format!("data: {at}\n\n")).collect();
+    let (prefill, decode) = (computes(), Engine::start(Manner::Events(events)));
+    let mut router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let mut stream = router.send("POST", "/v1/completions", &prompt(9).to_string());
+    watch("the request", || (decode.asked().len() == 1).then_some(()));
+    kill(Pid::from_raw(router.process.id() as i32), Signal::SIGTERM).unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    assert!(text.ends_with("data: 59\n\n\r\n0\r\n\r\n"), "{text}");
+    assert!(router.process.wait().unwrap().success());
+}

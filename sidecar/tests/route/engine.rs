@@ -1,0 +1,154 @@
+//! A server that stands for an engine: it keeps what it was asked and answers as the test says.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use serde_json::Value;
+
+/// How requests but those for `/health` are answered.
+#[derive(Clone, Debug)]
+pub(crate) enum Manner {
+    Json(u16, String),
+    /// Server-sent events, a chunk each with a pause between; the last is followed by the end.
+    Events(Vec<String>),
+    Hang,
+    /// As `Hang`, also to `/health`.
+    Freeze,
+}
+
+/// A request as it came.
+#[derive(Clone, Debug)]
+pub(crate) struct Asked {
+    pub(crate) line: String,
+    pub(crate) headers: Vec<(String, String)>,
+    pub(crate) body: String,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    asked: Vec<Asked>,
+    hung_up: usize,
+}
+
+pub(crate) struct Engine {
+    pub(crate) port: u16,
+    state: Arc<Mutex<State>>,
+}
+
+/// A message's first line, headers and, if it states a length, body; `None` at the end of the connection.
+pub(crate) fn read(stream: &mut BufReader<TcpStream>) -> Option<Asked> {
+    let mut lines = Vec::new();
+    loop {
+        let mut line = String::new();
+        if stream.read_line(&mut line).ok()? == 0 {
+            return None;
+        }
+        match line.trim_end() {
+            "" => break,
+            line => lines.push(line.to_owned()),
+        }
+    }
+    let pair =
+        |line: &String| line.split_once(": ").map(|(name, value)| (name.to_lowercase(), value.to_owned()));
+    let mut asked = Asked {
+        line: lines[0].clone(),
+        headers: lines[1..].iter().filter_map(pair).collect(),
+        body: String::new(),
+    };
+    let length = asked.header("content-length").map_or(0, |length| length.parse().unwrap());
+    let mut body = vec![0; length];
+    stream.read_exact(&mut body).ok()?;
+    asked.body = String::from_utf8(body).unwrap();
+    Some(asked)
+}
+
+impl Asked {
+    pub(crate) fn header(&self, wanted: &str) -> Option<&str> {
+        self.headers.iter().find(|(name, _)| name == wanted).map(|(_, value)| value.as_str())
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.body).unwrap()
+    }
+}
+
+impl Engine {
+    pub(crate) fn start(manner: Manner) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let state = Arc::new(Mutex::new(State::default()));
+        let seen = Arc::clone(&state);
+        thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let (manner, seen) = (manner.clone(), Arc::clone(&seen));
+                thread::spawn(move || serve(stream, &manner, &seen));
+            }
+        });
+        Self { port, state }
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("http://127.0.0.1:{}", self.port)
+    }
+
+    /// All that it was asked but for its health.
+    pub(crate) fn asked(&self) -> Vec<Asked> {
+        self.state.lock().unwrap().asked.clone()
+    }
+
+    /// How many requests were hung up on before their answer was whole.
+    pub(crate) fn hung_up(&self) -> usize {
+        self.state.lock().unwrap().hung_up
+    }
+}
+
+fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
+    let mut reader = BufReader::new(stream.try_clone().unwrap());
+    while let Some(asked) = read(&mut reader) {
+        if asked.line.starts_with("GET /health ") {
+            if matches!(manner, Manner::Freeze) {
+                hold(&mut reader);
+                return;
+            }
+            let _ = (&stream).write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n");
+            continue;
+        }
+        state.lock().unwrap().asked.push(asked);
+        let whole = match manner {
+            Manner::Json(status, body) => {
+                let head = format!(
+                    "HTTP/1.1 {status} Said\r\ncontent-type: application/json\r\ncontent-length: {}",
+                    body.len()
+                );
+                (&stream).write_all(format!("{head}\r\n\r\n{body}").as_bytes()).is_ok()
+            }
+            Manner::Events(events) => events_sent(&stream, events),
+            Manner::Hang | Manner::Freeze => {
+                hold(&mut reader);
+                false
+            }
+        };
+        if !whole {
+            state.lock().unwrap().hung_up += 1;
+            return;
+        }
+    }
+}
+
+/// Until the other side hangs up.
+fn hold(reader: &mut BufReader<TcpStream>) {
+    let mut byte = [0; 1];
+    let _ = reader.read(&mut byte);
+}
+
+fn events_sent(mut stream: &TcpStream, events: &[String]) -> bool {
+    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
+    let chunks = events.iter().map(|event| format!("{:x}\r\n{event}\r\n", event.len()));
+    [head.to_owned()].into_iter().chain(chunks).chain(["0\r\n\r\n".to_owned()]).all(|part| {
+        thread::sleep(Duration::from_millis(5));
+        stream.write_all(part.as_bytes()).is_ok()
+    })
+}

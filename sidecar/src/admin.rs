@@ -1,4 +1,4 @@
-//! `/healthz`, `/readyz` and `/metrics`, on a thread of their own that reads atomics: they answer when the data path is stuck.
+//! `/healthz`, `/readyz`, `/metrics` and, for people, `/`, on a thread of their own that reads atomics: they answer when the data path is stuck.
 
 use std::convert::Infallible;
 use std::net::{SocketAddr, TcpListener};
@@ -17,6 +17,7 @@ use prometheus::{Gauge, Registry, TextEncoder};
 
 use crate::clock;
 use crate::heartbeat::Heartbeat;
+use crate::overview::{self, Overview, Samples};
 use crate::progress::Progress;
 
 /// Connections served at once: a scraper, two probes, a person; the rest wait in the kernel's backlog.
@@ -112,16 +113,35 @@ impl Pages {
                 let socket = self.control_socket.display();
                 page(StatusCode::GONE, format!("run pillion ctl --control-socket {socket} namespaces\n"))
             }
-            _ => page(StatusCode::NOT_FOUND, "the pages are /healthz, /readyz and /metrics\n".into()),
+            "/" => self.overview(),
+            _ => page(StatusCode::NOT_FOUND, "the pages are /, /healthz, /readyz and /metrics\n".into()),
         }
     }
 
     fn metrics(&self) -> Response<String> {
-        self.show_last_turn();
-        match TextEncoder::new().encode_to_string(&self.registry.gather()) {
+        match self.samples() {
             Ok(text) => page(StatusCode::OK, text),
             Err(error) => page(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
         }
+    }
+
+    fn samples(&self) -> Result<String, prometheus::Error> {
+        self.show_last_turn();
+        TextEncoder::new().encode_to_string(&self.registry.gather())
+    }
+
+    /// For people, with nothing to load: a page may show nothing that it does not have itself.
+    fn overview(&self) -> Response<String> {
+        let samples = Samples::read(&self.samples().unwrap_or_default());
+        let ready = match self.ready.load(Ordering::Relaxed) {
+            true => self.heartbeat.unready().unwrap_or_else(|| self.readiness()),
+            false => "starting or draining".into(),
+        };
+        let overview = Overview::new(&samples, None, clock::since_1970());
+        let response = Response::builder()
+            .header("content-type", "text/html; charset=utf-8")
+            .header("content-security-policy", "default-src 'none'; style-src 'unsafe-inline'");
+        response.body(overview::page(&overview, ready.trim_end())).expect("constant headers")
     }
 
     /// Seconds since 1970; 0 before the first turn.

@@ -87,7 +87,7 @@ pub struct Options {
     /// writes less, and no first use is served from a disk.
     #[arg(long, env = "PILLION_SSD_ADMISSION", value_name = "all|second-hit")]
     pub ssd_admission: Option<SsdAdmission>,
-    /// Address of /healthz, /readyz and /metrics [default: 127.0.0.1:9440]
+    /// Address of /healthz, /readyz, /metrics and, for people, / [default: 127.0.0.1:9440]
     ///
     /// Port 0 takes any free one and logs it.
     #[arg(long, env = "PILLION_HTTP", value_name = "ADDR")]

@@ -18,7 +18,7 @@ use sidecar::doctor;
 use sidecar::error::StartError;
 use sidecar::logging::{self, LogLevel};
 use sidecar::server::Server;
-use sidecar::{ctl, facts, inject, route};
+use sidecar::{ctl, facts, inject, route, top};
 use tokio::sync::oneshot;
 
 /// Copies in flight may take this long after SIGTERM: 30 GiB/s move any engine's step in a fraction of it, and
@@ -61,6 +61,8 @@ enum Command {
     /// Look for what is wrong with this host, or with two engines that should share. Exit status: 0 nothing must be changed, 1
     /// something must, 2 a file cannot be read.
     Doctor(Box<doctor::Options>),
+    /// Show what a running sidecar does, as it does it: tiers, hits, transfers, engines, peers. q ends it.
+    Top(top::Options),
     /// Print the release and the protocol version.
     Version,
     /// Print what the commands take, as JSON: scripts/options makes docs/options.md of it.
@@ -130,6 +132,10 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Command::Doctor(options) => Ok(examine(&options)),
+        Command::Top(options) => {
+            top::show(&options, print_answer)?;
+            Ok(ExitCode::SUCCESS)
+        }
         Command::Version => {
             print_version();
             Ok(ExitCode::SUCCESS)

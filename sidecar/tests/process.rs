@@ -179,6 +179,34 @@ fn an_engine_s_state_is_shown_while_it_is_connected() {
     });
 }
 
+#[test]
+fn people_see_what_it_does_on_a_page_and_on_a_terminal() {
+    let folder = tempfile::tempdir().unwrap();
+    let sidecar = serve(folder.path());
+    let _session = Session::scheduler(&sidecar.socket, "<i>tiny</i>", 1, [6; 16]);
+    sidecar.wait_line("pillion_engine_state{engine=\"<i>tiny</i>\",state=\"unbound\"} 1");
+    let (head, page) = sidecar.get("/").unwrap();
+    assert!(head.starts_with("HTTP/1.1 200") && head.contains("default-src 'none'"), "{head}");
+    for part in [": ready</h1>", "<td>memory</td>", "<td>&lt;i&gt;tiny&lt;/i&gt;</td><td>unbound</td>"] {
+        assert!(page.contains(part), "{part} in\n{page}");
+    }
+    let top = |address: &str| {
+        let command =
+            Command::new(env!("CARGO_BIN_EXE_pillion")).args(["top", "--http", address]).output().unwrap();
+        (
+            command.status.success(),
+            String::from_utf8(command.stdout).unwrap() + &String::from_utf8(command.stderr).unwrap(),
+        )
+    };
+    let (shown, text) = top(&sidecar.http());
+    assert!(
+        shown && text.contains("\nTiers\n") && text.contains("\n<i>tiny</i>              unbound "),
+        "{text}"
+    );
+    let (shown, text) = top(&format!("127.0.0.1:{}", free_port()));
+    assert!(!shown && text.contains("cannot reach 127.0.0.1:"), "{text}");
+}
+
 /// A trace of functions names no remedy.
 #[test]
 fn what_keeps_it_from_starting_is_told_without_a_trace_and_with_status_2() {

@@ -1,6 +1,7 @@
 //! One request to a running sidecar, and its answer.
 
 use std::io::ErrorKind;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -25,7 +26,12 @@ const ANSWER_BYTES_MAX: usize = 64 << 20;
 #[derive(Clone, Debug)]
 pub enum Target {
     Unix(PathBuf),
-    Tcp { address: String, token: String },
+    Tcp {
+        address: String,
+        token: String,
+    },
+    /// Its pages, which need no token.
+    Pages(SocketAddr),
 }
 
 /// There is no answer; the text names the remedy.
@@ -86,6 +92,7 @@ pub fn request(target: &Target, method: &str, path: &str, body: &str) -> Result<
             Target::Tcp { address, .. } => {
                 send(TcpStream::connect(address).await.map_err(unable)?, request).await
             }
+            Target::Pages(address) => send(TcpStream::connect(address).await.map_err(unable)?, request).await,
         }
     };
     runtime.block_on(async { tokio::time::timeout(TIME_MAX, exchange).await }).unwrap_or(Err(CtlError::Late))
@@ -118,6 +125,7 @@ impl Target {
     fn name(&self) -> String {
         match self {
             Self::Unix(path) => path.display().to_string(),
+            Self::Pages(address) => address.to_string(),
             Self::Tcp { address, .. } => address.clone(),
         }
     }

@@ -74,6 +74,11 @@ impl Sidecar {
         Ok(serde_json::from_str(&answer).expect("JSON"))
     }
 
+    /// Where its pages are.
+    pub(crate) fn http(&self) -> String {
+        format!("127.0.0.1:{}", self.port)
+    }
+
     pub(crate) fn page(&self, path: &str) -> Option<String> {
         Some(self.get(path)?.1)
     }

@@ -1,0 +1,223 @@
+//! What a sidecar does, in a few tables, from the text of its `/metrics`: for the page `/` and for `pillion top`. No I/O.
+
+mod html;
+mod samples;
+
+use std::time::Duration;
+
+pub use self::html::page;
+pub use self::samples::Samples;
+use self::samples::{bytes, count, per_second, share, time};
+
+/// Transfers: the histogram, the label that chooses one of its series, and what they are called.
+const TIMED: [(&str, (&str, &str), &str); 5] = [
+    ("pillion_query_duration_seconds", ("part", "whole"), "queries"),
+    ("pillion_load_duration_seconds", ("part", "whole"), "loads"),
+    ("pillion_save_duration_seconds", ("part", "whole"), "saves"),
+    ("pillion_block_read_duration_seconds", ("source", "disk"), "reads from disks"),
+    ("pillion_block_read_duration_seconds", ("source", "peer"), "reads from peers"),
+];
+/// What is to be looked at as soon as it is not 0; their own help says what to do.
+const ALARMS: [&str; 9] = [
+    "pillion_pool_lost",
+    "pillion_parked_ranks",
+    "pillion_barred_engines",
+    "pillion_ssd_down",
+    "pillion_ssd_left_out",
+    "pillion_mesh_peer_breaker_open",
+    "pillion_mesh_endpoints_empty",
+    "pillion_checks_differing_total",
+    "pillion_connections_refused_total",
+];
+
+/// A table: its title, its columns, and its rows of as many cells. One without rows is left out.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Section {
+    pub title: &'static str,
+    pub columns: &'static [&'static str],
+    pub rows: Vec<Vec<String>>,
+}
+
+/// The tables of one moment, and what is wrong.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Overview {
+    pub heading: String,
+    pub sections: Vec<Section>,
+    pub alarms: Vec<String>,
+}
+
+/// Two moments: now, and one before it. Without the earlier one rates are averages since the start.
+struct Span<'a> {
+    now: &'a Samples,
+    before: Option<&'a Samples>,
+    seconds: f64,
+}
+
+// === impl Overview ===
+
+impl Overview {
+    /// That of `now`, `since_1970`; with `before`, the samples of so long ago, rates are of that time.
+    pub fn new(now: &Samples, before: Option<(&Samples, Duration)>, since_1970: Duration) -> Self {
+        let up = (since_1970.as_secs_f64() - now.sum("process_start_time_seconds")).max(1.0);
+        let seconds = before.map_or(up, |(_, ago)| ago.as_secs_f64());
+        let span = Span { now, before: before.map(|(samples, _)| samples), seconds };
+        let version = now.labels("pillion_build_info", "version").into_iter().next().unwrap_or_default();
+        let memory = bytes(now.sum("process_resident_memory_bytes"));
+        let sections = vec![span.tiers(), span.hits(), span.transfers(), span.engines(), span.peers()];
+        Self {
+            heading: format!("Pillion {version}, up for {}, {memory} of memory in use", time(up)),
+            sections: sections.into_iter().filter(|section| !section.rows.is_empty()).collect(),
+            alarms: alarms(now),
+        }
+    }
+}
+
+fn alarms(now: &Samples) -> Vec<String> {
+    let mut found = Vec::new();
+    for name in ALARMS {
+        for (labels, value) in now.series(name).filter(|(_, value)| *value > 0.0) {
+            let which: Vec<_> = labels.iter().map(|(label, value)| format!("{label} {value}")).collect();
+            let which = if which.is_empty() { String::new() } else { format!(" ({})", which.join(", ")) };
+            found.push(format!("{name}{which} is {}: {}", count(value), now.help(name)));
+        }
+    }
+    found
+}
+
+// === impl Span ===
+
+impl Span<'_> {
+    /// How much a counter grew in a second.
+    fn rate(&self, name: &str, chosen: Option<(&str, &str)>) -> f64 {
+        let of = |samples: &Samples| samples.total(name, chosen);
+        // One that restarted counts from 0 again.
+        (of(self.now) - self.before.map_or(0.0, of)).max(0.0) / self.seconds
+    }
+
+    fn tiers(&self) -> Section {
+        let used = self.now.sum("pillion_pool_used_bytes");
+        let pool = self.now.sum("pillion_pool_bytes");
+        let rows = (pool > 0.0).then(|| {
+            vec![
+                "memory".into(),
+                bytes(used),
+                share(used, pool),
+                count(self.now.sum("pillion_blocks")),
+                per_second(self.rate("pillion_saved_bytes_total", None), bytes),
+                per_second(self.rate("pillion_loaded_bytes_total", None), bytes),
+                per_second(self.rate("pillion_evicted_blocks_total", None), count),
+            ]
+        });
+        let disk = |device: &String| {
+            let chosen = Some(("device", device.as_str()));
+            let of = |name| self.now.total(name, chosen);
+            let (segments, free) = (of("pillion_ssd_segments"), of("pillion_ssd_segments_free"));
+            vec![
+                device.clone(),
+                bytes(of("pillion_ssd_used_bytes")),
+                share(segments - free, segments),
+                count(of("pillion_ssd_blocks")),
+                per_second(self.rate("pillion_ssd_written_bytes_total", chosen), bytes),
+                per_second(self.rate("pillion_ssd_read_bytes_total", chosen), bytes),
+                per_second(self.rate("pillion_ssd_evicted_blocks_total", chosen), count),
+            ]
+        };
+        let disks = self.now.labels("pillion_ssd_used_bytes", "device");
+        Section {
+            title: "Tiers",
+            columns: &["tier", "used", "full", "blocks", "in", "out", "evicted"],
+            rows: rows.into_iter().chain(disks.iter().map(disk)).collect(),
+        }
+    }
+
+    fn hits(&self) -> Section {
+        let row = |name: &str, asked: f64, found: f64| {
+            vec![name.to_owned(), count(asked), count(found), share(found, asked)]
+        };
+        let of = |samples: &Samples| {
+            (samples.sum("pillion_query_blocks_total"), samples.sum("pillion_query_hit_blocks_total"))
+        };
+        let (asked, found) = of(self.now);
+        let mut rows = vec![row("since the start", asked, found)];
+        if let Some(before) = self.before {
+            let (asked_before, found_before) = of(before);
+            rows.push(row("now", (asked - asked_before).max(0.0), (found - found_before).max(0.0)));
+        }
+        Section { title: "Hits", columns: &["queries", "blocks asked", "blocks found", "share"], rows }
+    }
+
+    fn transfers(&self) -> Section {
+        let row = |(name, chosen, words): &(&str, (&str, &str), &str)| {
+            let ended = self.now.total(&format!("{name}_count"), Some(*chosen));
+            (ended > 0.0).then(|| {
+                let below = |share| {
+                    self.now
+                        .quantile(name, *chosen, share)
+                        .map_or("more".to_owned(), |seconds| format!("<= {}", time(seconds)))
+                };
+                let rate = self.rate(&format!("{name}_count"), Some(*chosen));
+                let mean = self.now.total(&format!("{name}_sum"), Some(*chosen)) / ended;
+                vec![
+                    (*words).to_owned(),
+                    count(ended),
+                    per_second(rate, count),
+                    time(mean),
+                    below(0.5),
+                    below(0.99),
+                ]
+            })
+        };
+        Section {
+            title: "Transfers",
+            columns: &["what", "ended", "rate", "mean", "half", "99 of 100"],
+            rows: TIMED.iter().filter_map(row).collect(),
+        }
+    }
+
+    fn engines(&self) -> Section {
+        let row = |engine: &String| {
+            let states = self.now.series("pillion_engine_state").filter(|(labels, value)| {
+                *value > 0.0 && labels.iter().any(|(label, value)| label == "engine" && value == engine)
+            });
+            let state =
+                states.filter_map(|(labels, _)| Some(&labels.iter().find(|(label, _)| label == "state")?.1));
+            let held = |kind: &str| {
+                let mut series = self.now.series("pillion_engine_bytes");
+                let found = series.find(|(labels, _)| {
+                    labels.contains(&("engine".into(), engine.clone()))
+                        && labels.contains(&("kind".into(), kind.into()))
+                });
+                bytes(found.map_or(0.0, |(_, value)| value))
+            };
+            let state = state.map(String::as_str).collect::<Vec<_>>().join(", ");
+            vec![engine.clone(), state, held("kept"), held("filling"), held("leased"), held("promised")]
+        };
+        Section {
+            title: "Engines",
+            columns: &["engine", "state", "kept", "being filled", "leased", "promised"],
+            rows: self.now.labels("pillion_engine_state", "engine").iter().map(row).collect(),
+        }
+    }
+
+    fn peers(&self) -> Section {
+        let row = |peer: &String| {
+            let of = |name| self.now.total(name, Some(("peer", peer.as_str())));
+            let state = if of("pillion_mesh_peer_breaker_open") > 0.0 { "left alone" } else { "up" };
+            vec![
+                peer.clone(),
+                state.to_owned(),
+                count(of("pillion_mesh_peer_keys")),
+                count(of("pillion_mesh_peer_asked")),
+                count(of("pillion_mesh_peer_breaker_trips_total")),
+            ]
+        };
+        Section {
+            title: "Peers",
+            columns: &["peer", "state", "blocks known", "being asked for", "times left alone"],
+            rows: self.now.labels("pillion_mesh_peer_keys", "peer").iter().map(row).collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -72,7 +72,7 @@ impl Samples {
     }
 }
 
-/// `name{label="value",...} 1.5`
+/// A line such as `name{label="value"} 1.5`.
 fn sample(line: &str) -> Option<(String, Labels, f64)> {
     if line.starts_with('#') {
         return None;
@@ -110,7 +110,7 @@ fn quoted(text: &str) -> Option<(String, &str)> {
     None
 }
 
-/// `1.5 GiB`
+/// With a unit, as `1.5 GiB`.
 pub(super) fn bytes(number: f64) -> String {
     scaled(number, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB"])
 }
@@ -133,7 +133,7 @@ pub(super) fn per_second(rate: f64, unit: impl Fn(f64) -> String) -> String {
     format!("{}/s", unit(rate))
 }
 
-/// `12 %`
+/// In percent, or a dash where there is nothing to share.
 pub(super) fn share(part: f64, whole: f64) -> String {
     if whole > 0.0 { format!("{:.1} %", 100.0 * part / whole) } else { "-".into() }
 }

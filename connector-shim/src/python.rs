@@ -15,6 +15,7 @@ use pyo3::create_exception;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
+use shm_protocol::announcement::{Located, Medium};
 use shm_protocol::handshake::{self, BlockRegion, Copier};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::LOG_KEYS;
@@ -22,7 +23,7 @@ use shm_protocol::namespace;
 
 use crate::core::plan::Plan;
 use crate::error::{ShimError as Failure, argument};
-use crate::scheduler::{Asked, Config, Scheduler};
+use crate::scheduler::{Asked, BlockChange, Config, Scheduler};
 use crate::worker::{Begun, Memory, Worker};
 use crate::{scheduler, worker};
 
@@ -252,6 +253,19 @@ impl SchedulerSession {
         self.0.with(|session| session.end_step())
     }
 
+    fn announce(&self) -> PyResult<()> {
+        self.0.with(|session| session.announce())
+    }
+
+    fn take_changes<'py>(&self, py: Python<'py>) -> PyResult<Vec<(bool, bool, Bound<'py, PyBytes>)>> {
+        let changes = self.0.with(|session| session.take_changes())?;
+        let told = |change: &BlockChange| {
+            let Located { medium, hash, .. } = &change.located;
+            (change.stored, *medium == Medium::Disk, PyBytes::new(py, hash.unpadded()))
+        };
+        Ok(changes.iter().map(told).collect())
+    }
+
     fn stats(&self) -> PyResult<BTreeMap<&'static str, u64>> {
         self.0.with(|session| session.stats())
     }
@@ -463,6 +477,7 @@ fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<keys::Chain>()?;
     module.add_function(wrap_pyfunction!(keys::none_hash, module)?)?;
     module.add_function(wrap_pyfunction!(keys::derive_keys, module)?)?;
+    module.add_function(wrap_pyfunction!(keys::folded, module)?)?;
     module.add_function(wrap_pyfunction!(plan_op, module)?)?;
     module.add_function(wrap_pyfunction!(plan_blocks, module)?)?;
     module.add_function(wrap_pyfunction!(facts::weight_files, module)?)?;

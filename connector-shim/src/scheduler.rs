@@ -15,7 +15,7 @@ use crate::clock;
 use crate::connection::{Address, Connection};
 use crate::core::notices::{Cause, Notices};
 use crate::core::plan::Plan;
-pub use crate::core::scheduler::{Asked, Config, PENDING, Session, UNBOUND_WAIT};
+pub use crate::core::scheduler::{Asked, Change as BlockChange, Config, PENDING, Session, UNBOUND_WAIT};
 use crate::error::{ShimError, argument};
 
 /// The longest budget of a step: an engine that waits longer than this for its cache is better off without.
@@ -116,6 +116,15 @@ impl Scheduler {
             self.client.give_up(&text);
         }
         self.refresh(true);
+    }
+
+    /// [`Session::take_changes`].
+    pub fn take_changes(&mut self) -> Vec<BlockChange> {
+        let (changes, end) = self.session.take_changes();
+        if let Err(text) = end {
+            self.client.give_up(&text);
+        }
+        changes
     }
 
     fn refresh(&mut self, look: bool) {

@@ -16,6 +16,7 @@ __all__ = [
     "WorkerSession",
     "derive_keys",
     "differences",
+    "folded",
     "none_hash",
     "page_form",
     "plan_blocks",
@@ -106,6 +107,12 @@ class SchedulerSession:
         nothing."""
     def end_step(self) -> None:
         """Publishes, reaps, refills the budget, and looks whether the sidecar is still there."""
+    def announce(self) -> None:
+        """Has `take_changes` tell of every block that this engine could find at the sidecar, and then of what changes. Called
+        again, of every block again: whoever was told has forgotten all."""
+    def take_changes(self) -> list[tuple[bool, bool, bytes]]:
+        """What has changed since the last call, in its order: whether the block can be found there now, whether that is on a
+        disk, and its key. Of one block at one place what is told alternates. Without a sidecar nothing can be found."""
     def stats(self) -> dict[str, int]: ...
     def take_notices(self) -> list[str]:
         """Messages for the log, each handed over once."""
@@ -215,6 +222,9 @@ def derive_keys(
     hash_block_size: int | None,
 ) -> tuple[bytes, list[bytes], bytes | None]:
     """First hash, keys of the full blocks, key of the tail."""
+
+def folded(hash: bytes, fold: bytes) -> bytes:
+    """The key of a block of this hash in a log that was opened with this fold."""
 
 def plan_op(plan: bytes) -> int:
     """The operation of a plan."""

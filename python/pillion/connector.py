@@ -6,6 +6,7 @@ The class only hands vLLM's hooks to the role that answers them: [pillion.schedu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,7 +215,12 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Sees resets of vLLM's own prefix cache, with which users say that weights have changed."""
-        watch.resets(gpu_block_pool, self._weights_may_have_changed)
+        watch.resets(gpu_block_pool, self._was_reset)
+
+    def _was_reset(self, done: bool) -> None:
+        if self._scheduler and done:
+            self._scheduler.blocks_cleared()
+        self._weights_may_have_changed()
 
     def _weights_may_have_changed(self) -> None:
         if self._scheduler:
@@ -252,6 +258,14 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.loads_failed(connector_output.invalid_block_ids)
         if self._scheduler and (failed := getattr(connector_output, "failed_recving", None)):
             self._scheduler.requests_failed(failed)
+
+    def take_events(self) -> Iterable[Any]:
+        """What routers are told of the blocks that the sidecar keeps, where vLLM publishes KV events."""
+        return self._scheduler.take_events() if self._scheduler else ()
+
+    def has_pending_push_work(self) -> bool:
+        """Whether an engine without requests steps on for a moment: the ends of its last saves are still to be told."""
+        return self._scheduler is not None and self._scheduler.lingers
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What the engine gets of Pillion, whenever that is something else than vLLM was told, and where hits were found."""

@@ -13,6 +13,7 @@ from pillion import vllm_compat
 from pillion._shim import SchedulerSession
 from pillion.broken import Broken
 from pillion.checking import Check
+from pillion.events import Events
 from pillion.tracked import Requests, Tracked
 
 # How often the tokens of a root block are named: a block that was just used is kept for longer than that.
@@ -31,6 +32,8 @@ class Saving:
     _block_tokens: int
     # The most that a decoding request computes.
     _tokens_per_step: int
+    # Who tells others of what is kept, if they are told.
+    _events: Events | None = None
     _due: dict[int, list[Tracked]] = field(default_factory=dict)
     # How often the weights may have changed.
     weights: int = 0
@@ -82,6 +85,8 @@ class Saving:
         for first, end in ((0, used), (fresh, full)):
             if (first := max(first, tracked.freed)) < end:
                 posted |= self._session.save(tracked.log, first, tracked.blocks[first:end], step)
+                if self._events:
+                    self._events.offered(tracked, first, end)
         tracked.saved = full
         if again:
             tracked.found_in = 0

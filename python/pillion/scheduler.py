@@ -7,13 +7,14 @@ and what must not be kept [pillion.broken][]'s.
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pillion import _shim, vllm_compat
 from pillion.adapters import Adapters
 from pillion.broken import Broken
 from pillion.checking import Check
 from pillion.config import Config
+from pillion.events import Events
 from pillion.matching import Matching
 from pillion.metadata import PillionMetadata
 from pillion.pacing import Pacing
@@ -61,7 +62,11 @@ class Scheduler:
         self._check = check = Check(block_tokens, config.check_every if config.loads and config.saves else 0)
         self._matching = Matching(session, requests, self._pacing, check, broken, block_tokens, bool(window))
         tokens_per_step = vllm_compat.tokens_per_step(vllm_config)
-        self._saving = Saving(session, requests, check, broken, block_tokens, tokens_per_step)
+        events = (
+            Events(session, vllm_compat.BlockEvents(kv_cache_config)) if vllm_compat.kv_events_are_on(vllm_config) else None
+        )
+        self._events = events
+        self._saving = Saving(session, requests, check, broken, block_tokens, tokens_per_step, events)
         # Whether an update of the weights has begun and not ended: what is computed then belongs nowhere.
         self.updating = False
         # The step that vLLM schedules, and the blocks that its loads write.
@@ -153,6 +158,8 @@ class Scheduler:
         self._requests.running = set(scheduled)
         self._pacing.end_step()
         session.end_step()
+        if self._events:
+            self._events.end_step(bool(scheduled))
         self._say_notices()
         # Whatever failed in steps up to this one has been reported, and the saves posted until then are void.
         metadata.resolved = step - self._steps_in_flight
@@ -163,6 +170,22 @@ class Scheduler:
     def _say_notices(self) -> None:
         for notice in self._session.take_notices():
             logger.warning("pillion: %s", notice)
+
+    # --- what others are told of the blocks ---
+
+    def take_events(self) -> list[Any]:
+        """vLLM's events of what has changed in the cache, where vLLM publishes any."""
+        return self._events.take() if self._events else []
+
+    @property
+    def lingers(self) -> bool:
+        """Whether an engine without requests is to step on for them."""
+        return self._events is not None and self._events.lingers
+
+    def blocks_cleared(self) -> None:
+        """vLLM has told others that every block is gone."""
+        if self._events:
+            self._events.cleared()
 
     # --- what KV is computed with ---
 

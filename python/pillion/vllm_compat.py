@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.request import Request
 
 # Every layer of a block side by side: a block is one run. Measured with these attention backends: same tokens, no slower.
 BLOCK_LAYOUT = "BLNHC"
@@ -356,6 +357,74 @@ def hash_of(algorithm: str, text: str) -> bytes:
 def has_extra_keys(request: Any) -> bool:
     """Whether a block's hash may depend on more than its tokens."""
     return bool(request.mm_features or request.lora_request or request.cache_salt or request.prompt_embeds is not None)
+
+
+def kv_events_are_on(vllm_config: VllmConfig) -> bool:
+    """Whether this engine tells others of the blocks that it has cached."""
+    config = getattr(vllm_config, "kv_events_config", None)
+    return config is not None and bool(config.enable_kv_cache_events)
+
+
+class BlockEvents:
+    """Makes vLLM's events of the blocks of its only cache group; what a version's events do not say is left out."""
+
+    def __init__(self, kv_cache_config: KVCacheConfig) -> None:
+        from vllm.distributed import kv_events
+        from vllm.v1 import kv_cache_interface as interface
+        from vllm.v1.core import kv_cache_utils
+
+        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        self._events: Any = kv_events
+        self._utils: Any = kv_cache_utils
+        self._block_tokens = spec.block_size
+        self._group: dict[str, Any] = {"group_idx": 0}
+        if hasattr(interface, "get_kv_cache_spec_kind"):
+            self._group["kv_cache_spec_kind"] = interface.get_kv_cache_spec_kind(spec).value
+            self._group["kv_cache_spec_sliding_window"] = interface.get_kv_cache_spec_sliding_window(spec)
+
+    def stored(self, medium: str, request: Request, first: int, end: int) -> Any:
+        """Blocks `first..end` of a request are there."""
+        tokens, lora = self._block_tokens, request.lora_request
+        extra: list[Any] = [None] * (end - first)
+        if has_extra_keys(request):
+            mm_index = 0
+            for place in range(first, end):
+                start = place * tokens
+                keys, mm_index = self._utils.generate_block_hash_extra_keys(request, start, start + tokens, mm_index)
+                extra[place - first] = keys
+            # What versions before 0.31 hash is what they publish.
+            extra = getattr(self._utils, "to_event_extra_keys", list)(extra)
+        return self._make(
+            self._events.BlockStored,
+            medium,
+            request.block_hashes[first:end],
+            parent_block_hash=self._utils.maybe_convert_block_hash(request.block_hashes[first - 1]) if first else None,
+            token_ids=list(request.all_token_ids[first * tokens : end * tokens]),
+            block_size=tokens,
+            lora_id=lora.adapter_id if lora else None,
+            lora_name=lora.name if lora else None,
+            extra_keys=extra,
+        )
+
+    def located(self, medium: str, hashes: list[bytes]) -> Any:
+        """Blocks are there of which nothing else is known, as vLLM's own offloading says it."""
+        unknown: dict[str, Any] = {
+            "parent_block_hash": None,
+            "token_ids": [],
+            "block_size": 0,
+            "lora_id": None,
+            "lora_name": None,
+        }
+        return self._make(self._events.BlockStored, medium, hashes, **unknown)
+
+    def removed(self, medium: str, hashes: list[bytes]) -> Any:
+        """Blocks are there no more."""
+        return self._make(self._events.BlockRemoved, medium, hashes)
+
+    def _make(self, event: Any, medium: str, hashes: list[bytes], **fields: Any) -> Any:
+        told = [self._utils.maybe_convert_block_hash(key) for key in hashes]
+        fields |= self._group | {"block_hashes": told, "medium": medium}
+        return event(**{name: value for name, value in fields.items() if name in event.__struct_fields__})
 
 
 def wrap_next_block_hasher(wrap: Callable[[Any, int, bytes], Any]) -> None:

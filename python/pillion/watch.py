@@ -66,16 +66,18 @@ _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
 _watched: set[type] = set()
 
 
-def resets(pool: Any, told: Callable[[], None]) -> None:
-    """Calls `told` after every reset of a block pool of vLLM's, also of one that vLLM could not carry out."""
+def resets(pool: Any, told: Callable[[bool], None]) -> None:
+    """Calls `told` after every reset of a block pool of vLLM's: whether vLLM could carry it out."""
     reset = pool.reset_prefix_cache
 
     @functools.wraps(reset)
     def reset_and_tell() -> bool:
+        done = False
         try:
-            return bool(reset())
+            done = bool(reset())
+            return done
         finally:
-            told()
+            told(done)
 
     pool.reset_prefix_cache = reset_and_tell
 

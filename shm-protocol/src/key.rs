@@ -186,6 +186,12 @@ impl BlockHash {
         Self(hasher.finalize().into())
     }
 
+    /// The hash as the engine made it. One of 32 bytes whose second half is zeros is taken for one of 16; no digest is such.
+    pub fn unpadded(&self) -> &[u8] {
+        let (short, rest) = self.0.split_at(HASH_BYTES_SHORT);
+        if rest.iter().all(|byte| *byte == 0) { short } else { &self.0 }
+    }
+
     /// The hash as four little-endian words.
     pub fn words(&self) -> [u64; 4] {
         let (eights, _) = self.0.as_chunks::<8>();
@@ -260,6 +266,13 @@ mod tests {
         }
         let digest = Sha256::digest([b"pillion fold".as_slice(), &[0; 16], &[1; 32]].concat());
         assert_eq!(all[1].0, <[u8; 32]>::from(digest));
+    }
+
+    #[test]
+    fn padding_is_taken_off() {
+        for bytes in [[7; 16].as_slice(), &[7; 32]] {
+            assert_eq!(BlockHash::from_slice(bytes).unwrap().unpadded(), bytes);
+        }
     }
 
     #[test]

@@ -53,6 +53,12 @@ pub mod header {
     pub const WEIGHTS_LIVE: usize = 1032;
     /// u64: the first 8 bytes of the bound namespace, before any salt; 0 until the engine is bound (sidecar).
     pub const NAMESPACE: usize = 1088;
+    /// u32, scheduler sessions: tail of the announcement ring, stored by the sidecar.
+    pub const ANNOUNCEMENT_TAIL: usize = 1152;
+    /// u32, scheduler sessions: head of the announcement ring, stored by the engine.
+    pub const ANNOUNCEMENT_HEAD: usize = 1216;
+    /// u64, scheduler sessions: how often the engine has asked to be told of all blocks; 0: it is told of none (engine).
+    pub const ANNOUNCE: usize = 1280;
 }
 
 /// Bytes of the header page.
@@ -114,6 +120,10 @@ pub const LOAD_WORDS_BYTES: usize = OPERATIONS * 8;
 pub const GATES: usize = LOAD_WORDS + LOAD_WORDS_BYTES;
 /// Bytes of the gates.
 pub const GATES_BYTES: usize = OPERATIONS * 8;
+/// Offset of the announcement ring of a scheduler, whose session has neither load words nor gates.
+pub const ANNOUNCEMENTS: usize = LOAD_WORDS;
+/// Slots of the announcement ring. What does not fit waits in the sidecar. Power of two.
+pub const ANNOUNCEMENT_SLOTS: usize = (LOAD_WORDS_BYTES + GATES_BYTES) / SLOT_BYTES;
 /// Bytes of a session memfd.
 pub const SESSION_BYTES: usize = GATES + GATES_BYTES;
 
@@ -156,7 +166,8 @@ const _: () = {
     assert!(SUBMISSION_SLOTS.is_power_of_two() && COMPLETION_SLOTS.is_power_of_two());
     assert!(OPERATIONS.is_power_of_two() && BLOCK_IDS.is_power_of_two());
     assert!(SUBMISSION_RESERVED < SUBMISSION_SLOTS);
-    assert!(header::NAMESPACE + LINE <= HEADER_BYTES);
+    assert!(ANNOUNCEMENT_SLOTS.is_power_of_two());
+    assert!(header::ANNOUNCE + LINE <= HEADER_BYTES);
     assert!(SUBMISSION.is_multiple_of(LINE) && COMPLETION.is_multiple_of(LINE) && TABLE.is_multiple_of(LINE));
     assert!(
         BLOCK_ID_ARENA.is_multiple_of(LINE)

@@ -140,8 +140,8 @@ pub const APPEND_CHUNKS: usize = 6;
 #[derive(Debug, Error, Eq, PartialEq)]
 #[error("a ring slot holds {what} {value}, which this version does not know")]
 pub struct DecodeError {
-    what: &'static str,
-    value: u8,
+    pub(crate) what: &'static str,
+    pub(crate) value: u8,
 }
 
 /// A word of two halves, the low one first.

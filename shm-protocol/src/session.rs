@@ -54,13 +54,15 @@ pub struct Bound {
     pub namespace: u64,
 }
 
-/// Which of the two rings a [`RegionRing`] is.
+/// Which of the rings a [`RegionRing`] is.
 #[derive(Copy, Clone, Debug)]
 pub enum Ring {
     /// Engine to sidecar.
     Submission,
     /// Sidecar to engine.
     Completion,
+    /// Sidecar to engine, in a scheduler's session alone.
+    Announcement,
 }
 
 /// A ring that lies in a session's memory.
@@ -123,14 +125,16 @@ impl SessionMemory {
         Arc::clone(&self.region)
     }
 
-    /// One of the two rings.
+    /// One of the rings.
     pub fn ring(&self, ring: Ring) -> RegionRing {
         let region = Arc::clone(&self.region);
         let submission = (header::SUBMISSION_HEAD, header::SUBMISSION_TAIL);
         let completion = (header::COMPLETION_HEAD, header::COMPLETION_TAIL);
+        let announcement = (header::ANNOUNCEMENT_HEAD, header::ANNOUNCEMENT_TAIL);
         let ((head, tail), slots, capacity) = match ring {
             Ring::Submission => (submission, layout::SUBMISSION, layout::SUBMISSION_SLOTS as u32),
             Ring::Completion => (completion, layout::COMPLETION, layout::COMPLETION_SLOTS as u32),
+            Ring::Announcement => (announcement, layout::ANNOUNCEMENTS, layout::ANNOUNCEMENT_SLOTS as u32),
         };
         RegionRing { region, head, tail, slots, capacity }
     }

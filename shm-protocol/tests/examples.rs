@@ -130,6 +130,9 @@ fn offsets_of_the_page() {
         ("`FENCE_COPYING`", header::FENCE_COPYING),
         ("`FENCE_STARTED`", header::FENCE_STARTED),
         ("`FENCE_ENDED`", header::FENCE_ENDED),
+        ("`ANNOUNCEMENT_TAIL`", header::ANNOUNCEMENT_TAIL),
+        ("`ANNOUNCEMENT_HEAD`", header::ANNOUNCEMENT_HEAD),
+        ("`ANNOUNCE`", header::ANNOUNCE),
     ];
     for (name, offset) in rows {
         assert_on_page(name, &format!("| {offset} | {name} |"));

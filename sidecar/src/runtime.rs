@@ -179,8 +179,9 @@ impl Runtime {
         let mut turn = Turn::default();
         while !self.ended() {
             self.turn(&mut turn);
+            let announced = self.announce();
             let asked = self.answer_asks();
-            self.rest(turn.worked() || asked);
+            self.rest(turn.worked() || announced || asked);
         }
         self.sessions.values().filter_map(Session::rank).for_each(|rank| rank.stop());
         self.publish();
@@ -242,6 +243,24 @@ impl Runtime {
         if turn.worked() {
             self.publish();
         }
+    }
+
+    /// Tells each engine that asks for it what it could find, as far as its ring has room; whether this goes on.
+    fn announce(&mut self) -> bool {
+        let Self { core, sessions, closing, .. } = self;
+        let mut goes_on = false;
+        for (&id, session) in sessions {
+            let Some(asked) = session.asked_to_announce() else { continue };
+            match session.room_to_announce() {
+                Ok(room) => {
+                    goes_on |= session.announce(core.announce(id, asked, room));
+                    goes_on |= core.announces(id);
+                }
+                Err(violation) => closing.push((id, CloseReason::Malformed, violation.to_string())),
+            }
+        }
+        self.close_sessions();
+        goes_on
     }
 
     /// Shows every engine that the sidecar lives; a word that changes costs the engine's cores a cache miss.

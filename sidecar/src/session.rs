@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use shm_protocol::announcement::Announcement;
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{BLOCK_IDS, CHUNK_KEYS, header};
 use shm_protocol::message::{Outcome, Saved, Slot};
@@ -30,6 +31,8 @@ pub struct Session {
     submissions: Consumer<RegionRing>,
     /// A scheduler's. A rank's ring is its copier's, which hands it requests there.
     completions: Producer<RegionRing>,
+    /// A scheduler's: a rank's session has other things there.
+    announcements: Producer<RegionRing>,
     /// Messages seen and not read yet.
     unread: u32,
     /// Block ids that unread messages of this turn may still name.
@@ -63,6 +66,7 @@ impl Session {
         Self {
             submissions: Consumer::new(memory.ring(Ring::Submission)),
             completions: Producer::new(memory.ring(Ring::Completion)),
+            announcements: Producer::new(memory.ring(Ring::Announcement)),
             memory,
             unread: 0,
             block_ids_left: 0,
@@ -204,6 +208,24 @@ impl Session {
             self.completions.publish();
             wait::wake_engine(self.memory.region());
         }
+    }
+
+    /// How often a scheduler has asked to be told of all blocks, if it has.
+    pub fn asked_to_announce(&self) -> Option<u64> {
+        // Relaxed: the word stands for nothing but itself.
+        let asked = || self.memory.region().word64(header::ANNOUNCE).load(Ordering::Relaxed);
+        self.rank.is_none().then(asked).filter(|asked| *asked > 0)
+    }
+
+    /// Announcements that a scheduler's ring has room for.
+    pub fn room_to_announce(&mut self) -> Result<usize, Violation> {
+        self.announcements.free().map(|room| room as usize).map_err(|error| Violation(error.to_string()))
+    }
+
+    /// Tells a scheduler of blocks, no more than there is room for; whether there were any. It looks by itself.
+    pub fn announce(&mut self, announcements: impl Iterator<Item = Announcement>) -> bool {
+        announcements.for_each(|announcement| self.announcements.push(&announcement.encode()));
+        self.announcements.publish()
     }
 
     /// Shows what the engine is bound to.

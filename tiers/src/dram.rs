@@ -26,7 +26,6 @@ pub use self::below::{Judge, Leaving, Standing};
 pub use self::holders::Whose;
 pub use self::quotas::QuotaStats;
 pub use self::walk::Walk;
-use self::watch::Watch;
 use crate::Error;
 pub use crate::error::{FillError, LeaseError};
 use crate::index::{Index, Print};
@@ -37,6 +36,7 @@ pub use crate::ledger::{HolderId, Holdings};
 use crate::policy::{Parent, Policy};
 pub use crate::quota::QuotaId;
 use crate::slab::{Place, Slab, State};
+use crate::watch::Watch;
 
 /// A pool of `POOL_SEGMENTS` segments wastes at most 1/32 of its bytes on a block size that is used once.
 const POOL_SEGMENTS: u64 = 32;

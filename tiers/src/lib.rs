@@ -24,6 +24,7 @@ pub mod pool;
 mod quota;
 mod slab;
 pub mod ssd;
+mod watch;
 
 /// The tests' rig is written against the crate's public face, and also serves tests inside.
 #[cfg(test)]

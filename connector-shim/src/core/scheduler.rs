@@ -2,6 +2,7 @@
 //!
 //! Every call answers at once. Without a sidecar every answer is "miss" and every save is dropped.
 
+mod announced;
 mod link;
 mod query;
 
@@ -15,6 +16,8 @@ use shm_protocol::layout::{GOLDEN_TOKENS, OPERATIONS};
 use shm_protocol::message::Saved;
 use shm_protocol::request::{self, Golden, Keys, SchedulerRequest};
 
+use self::announced::Announced;
+pub use self::announced::Change;
 use self::link::Link;
 pub use self::query::{Asked, PENDING, UNBOUND_WAIT};
 use crate::core::endpoint::Endpoint;
@@ -76,6 +79,7 @@ pub struct Session<C> {
     /// How often the weights may have changed.
     weights: u64,
     salts: Vec<[u8; 16]>,
+    announced: Announced,
     counters: Counters,
 }
 
@@ -94,6 +98,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             next_op: 1,
             weights: 0,
             salts: Vec::new(),
+            announced: Announced::default(),
             counters: Counters::default(),
         }
     }
@@ -111,6 +116,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             assert!(told.is_some(), "a fresh ring holds {SALTS_MAX} messages");
         }
         link.flush();
+        link.ask_for_all(self.announced.asked);
         self.link = Some(link);
     }
 
@@ -118,6 +124,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     pub fn detach(&mut self) {
         if let Some(link) = self.link.take() {
             self.incarnation = link.logs.incarnation();
+            self.announced.end();
             self.counters.connections_lost += 1;
         }
         self.stalled = None;
@@ -358,6 +365,31 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         link.void_saves_below(u64::MAX);
         self.detach();
         Err(text)
+    }
+
+    /// Has [`Session::take_changes`] tell of every block that the engine could find at the sidecar, and then of what changes. Called
+    /// again, of every block again: whoever is told has forgotten them.
+    pub fn announce(&mut self) {
+        self.announced.again();
+        if let Some(link) = &self.link {
+            link.ask_for_all(self.announced.asked);
+        }
+    }
+
+    /// What has changed of the blocks since the last call, once [`Session::announce`] was called. Without a sidecar there are none.
+    /// An error: the sidecar broke the protocol, and is to be left.
+    pub fn take_changes(&mut self) -> (Vec<Change>, Result<(), String>) {
+        let mut end = Ok(());
+        if self.announced.asked > 0
+            && let Some(link) = &mut self.link
+        {
+            end = link.read_announcements(&mut self.announced);
+            if end.is_err() {
+                link.void_saves_below(u64::MAX);
+                self.detach();
+            }
+        }
+        (self.announced.take(), end)
     }
 
     /// Forgets queries that were posted and never asked for again.

@@ -6,6 +6,7 @@ use shm_protocol::key::{
     self, Algorithm, BlockHash, Derivation, ExtraForm, ExtraKey, KeyError, NoneHashRule,
 };
 
+use super::bytes16;
 use crate::error::{ShimError as Failure, argument};
 
 /// The extra keys of each block, as Python has them.
@@ -77,6 +78,13 @@ pub(super) fn none_hash<'py>(
     let algorithm: Algorithm = parse(algo)?;
     let hash: BlockHash = key::none_hash(algorithm, parse(rule)?, seed).map_err(Failure::from)?;
     Ok(PyBytes::new(py, algorithm.bytes(&hash)))
+}
+
+/// The key under which a block of this hash is kept for a log of this fold.
+#[pyfunction]
+pub(super) fn folded<'py>(py: Python<'py>, hash: &[u8], fold: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
+    let hash = BlockHash::from_slice(hash).map_err(Failure::from)?;
+    Ok(PyBytes::new(py, &hash.folded(&bytes16("a fold", fold)?).0))
 }
 
 /// All keys of one request: the first hash, the keys of its full blocks, that of the tail.

@@ -39,6 +39,8 @@ pub(super) struct Context {
     pub(super) actions: Vec<Action>,
     /// What is over since the event before.
     pub(super) over: Vec<Took>,
+    /// What the event has changed in DRAM; empty between two, and kept for its capacity.
+    pub(super) changes: Vec<(BlockKey, bool)>,
 }
 
 // === impl Context ===
@@ -48,7 +50,7 @@ impl Context {
     pub(super) fn new(dram: Dram) -> Self {
         let arrivals = Arrivals::new(&dram);
         let (now, now_ms, draining, opening, namespaces, quotas, stats) = Default::default();
-        let (claims_max, actions, over) = (CLAIMS_MAX, Vec::new(), Vec::new());
+        let (claims_max, actions, over, changes) = (CLAIMS_MAX, Vec::new(), Vec::new(), Vec::new());
         Self {
             now,
             now_ms,
@@ -62,6 +64,7 @@ impl Context {
             stats,
             actions,
             over,
+            changes,
         }
     }
 

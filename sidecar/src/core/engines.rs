@@ -201,6 +201,11 @@ impl Engines {
     }
 
     /// Ids of namespaces that salts made of others, with those.
+    /// Number of the namespace that is served to a scheduler's session, if one is.
+    pub(super) fn bound_to(&self, session: SessionId) -> Option<u32> {
+        Some(self.schedulers.get(&session)?.binding?.namespace)
+    }
+
     pub(super) fn private_namespaces(&self) -> BTreeMap<u32, NamespaceDigest> {
         let of = |scheduler: &'_ Scheduler| {
             let now = scheduler.binding.or(scheduler.barred).filter(Binding::is_private);

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use mesh::digest::Digest;
 use mesh::transport::PeerNumber;
+use shm_protocol::announcement::Medium;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use tiers::dram::{Dram, Walk};
 
@@ -30,16 +31,16 @@ pub struct Location {
 
 /// Where a walk over both tiers is: memory comes first.
 #[derive(Copy, Clone, Debug)]
-enum At {
+pub(super) enum At {
     Memory(Walk),
     Disk(usize),
-    End,
 }
 
 /// A count of all blocks that is under way.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Survey {
-    at: At,
+    /// `None` at the end.
+    at: Option<At>,
     /// By the number of the namespace.
     kept: BTreeMap<u32, Kept>,
 }
@@ -47,7 +48,8 @@ pub struct Survey {
 /// The removal of a namespace's blocks that is under way.
 #[derive(Debug)]
 pub struct Eviction {
-    at: At,
+    /// `None` at the end.
+    at: Option<At>,
     numbers: BTreeSet<u32>,
     removed: Kept,
 }
@@ -61,31 +63,47 @@ impl Default for At {
 }
 
 impl At {
-    /// Shows some of the blocks, and where each is; the place behind them.
-    fn step(self, base: &Base, mut see: impl FnMut(&BlockKey, fn(&mut Kept) -> &mut u64)) -> Self {
+    /// Shows some of the blocks, and where each is; the place behind them, if there are more.
+    pub(super) fn step(self, base: &Base, mut see: impl FnMut(&BlockKey, Medium)) -> Option<Self> {
         match self {
             Self::Memory(walk) => {
-                let next = base.cx.dram.walk(walk, |key| see(key, |kept| &mut kept.memory));
-                next.map_or(Self::Disk(0), Self::Memory)
+                let next = base.cx.dram.walk(walk, |key| see(key, Medium::Memory));
+                Some(next.map_or(Self::Disk(0), Self::Memory))
             }
             Self::Disk(at) => {
-                let ssd = base.sources.ssd.as_ref();
-                ssd.and_then(|ssd| ssd.walk(at, |key| see(key, |kept| &mut kept.disk)))
-                    .map_or(Self::End, Self::Disk)
+                let ssd = base.sources.ssd.as_ref()?;
+                ssd.walk(at, |key| see(key, Medium::Disk)).map(Self::Disk)
             }
-            Self::End => Self::End,
+        }
+    }
+}
+
+// === impl Kept ===
+
+impl Kept {
+    fn at(&mut self, medium: Medium) -> &mut u64 {
+        match medium {
+            Medium::Memory => &mut self.memory,
+            Medium::Disk => &mut self.disk,
         }
     }
 }
 
 // === impl Survey ===
 
+impl Default for Survey {
+    fn default() -> Self {
+        Self { at: Some(At::default()), kept: BTreeMap::new() }
+    }
+}
+
 impl Survey {
     /// Counts some blocks; false once all are.
     pub(super) fn step(&mut self, base: &Base) -> bool {
         let kept = &mut self.kept;
-        self.at = self.at.step(base, |key, tier| *tier(kept.entry(key.namespace).or_default()) += 1);
-        !matches!(self.at, At::End)
+        let count = |key: &BlockKey, medium| *kept.entry(key.namespace).or_default().at(medium) += 1;
+        self.at = self.at.and_then(|at| at.step(base, count));
+        self.at.is_some()
     }
 
     /// What was counted, by namespace. Blocks that a salt made an engine's own count to the namespace that it was made of.
@@ -109,7 +127,7 @@ impl Eviction {
     /// Of all that is kept of a namespace and of those that salts made of it; `None` where it was never heard of.
     pub(super) fn new(namespace: NamespaceDigest, base: &Base) -> Option<Self> {
         let numbers = numbers_of(namespace, base);
-        (!numbers.is_empty()).then(|| Self { at: At::default(), numbers, removed: Kept::default() })
+        (!numbers.is_empty()).then(|| Self { at: Some(At::default()), numbers, removed: Kept::default() })
     }
 
     /// The numbers under which the blocks are kept.
@@ -121,13 +139,14 @@ impl Eviction {
     /// and the slot is free afterwards.
     pub(super) fn step(&mut self, base: &mut Base) -> bool {
         let (mut keys, numbers, removed) = (BTreeSet::new(), &self.numbers, &mut self.removed);
-        self.at = self.at.step(base, |key, tier| {
+        let see = |key: &BlockKey, medium| {
             if numbers.contains(&key.namespace) && keys.insert(*key) {
-                *tier(removed) += 1;
+                *removed.at(medium) += 1;
             }
-        });
+        };
+        self.at = self.at.and_then(|at| at.step(base, see));
         base.sources.remove(&keys, &mut base.cx);
-        !matches!(self.at, At::End)
+        self.at.is_some()
     }
 
     /// Blocks that were removed so far, from where.

@@ -9,6 +9,7 @@
 //! No clock, memory or I/O here: [`crate::runtime`] feeds events and carries actions out, in their order.
 
 mod adoption;
+mod announcer;
 mod arrivals;
 mod comparison;
 mod context;
@@ -32,12 +33,14 @@ use std::time::Duration;
 
 use mesh::directory::Directory;
 use mesh::transport::Done;
+use shm_protocol::announcement::Announcement;
 use shm_protocol::handshake::Hello;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
 use tiers::dram::Dram;
 use tiers::ssd::Log;
 
+use self::announcer::Announcer;
 use self::arrivals::Waiter;
 pub use self::comparison::{Comparison, Found};
 use self::context::Context;
@@ -84,6 +87,7 @@ pub struct Core {
     base: Base,
     queries: Queries,
     transfers: Transfers,
+    announcer: Announcer,
 }
 
 // === impl Core ===
@@ -91,8 +95,8 @@ pub struct Core {
 impl Core {
     /// A core over an empty tier.
     pub fn new(dram: Dram) -> Self {
-        let (engines, sources, queries, transfers) = Default::default();
-        Self { base: Base { engines, sources, cx: Context::new(dram) }, queries, transfers }
+        let (engines, sources, queries, transfers, announcer) = Default::default();
+        Self { base: Base { engines, sources, cx: Context::new(dram) }, queries, transfers, announcer }
     }
 
     /// The same core with an SSD tier behind the DRAM tier.
@@ -138,7 +142,7 @@ impl Core {
 
     /// Takes one event and appends what others wait for: an engine is held up by its question. [`Core::go_on`] follows.
     pub fn respond(&mut self, now: Duration, event: Event, out: &mut Vec<Action>) {
-        let Self { base, queries, transfers } = self;
+        let Self { base, queries, transfers, .. } = self;
         base.cx.set_now(now);
         // Who does not ask how long things took leaves it here.
         base.cx.drain_over().for_each(drop);
@@ -192,7 +196,7 @@ impl Core {
         out.append(&mut self.base.cx.actions);
     }
 
-    /// Appends what else an event brings on: blocks are sent for and written, peers are told.
+    /// Appends what else an event brings on: blocks are sent for and written, peers and engines are told.
     pub fn go_on(&mut self, now: Duration, out: &mut Vec<Action>) {
         let base = &mut self.base;
         base.cx.set_now(now);
@@ -200,6 +204,7 @@ impl Core {
         base.cx.apply_evictions();
         self.queries.send_for_unsent(base);
         base.sources.go_on(&mut base.cx);
+        base.sources.tell(&mut self.announcer, &mut base.cx);
         out.append(&mut base.cx.actions);
     }
 
@@ -243,20 +248,21 @@ impl Core {
 
     /// Ends the leases, the waits and the binding of an engine, and returns the latter.
     fn end_generation(&mut self, session: SessionId) -> Option<Binding> {
-        let Self { base, queries, transfers } = self;
+        let Self { base, queries, transfers, .. } = self;
         transfers.drop_unbound(session, &mut base.cx);
         queries.end_leases(session, &mut base.cx);
         base.engines.end_generation(session, &mut base.cx)
     }
 
     fn disconnect(&mut self, session: SessionId) {
-        let Self { base, queries, transfers } = self;
+        let Self { base, queries, transfers, announcer } = self;
         if let Some((scheduler, rank)) = base.engines.remove_worker(session) {
             transfers.fail_saves(scheduler, base);
             transfers.end_loads_of_rank((scheduler, rank), u64::MAX, &mut base.cx);
         } else if base.engines.has_scheduler(session) {
             transfers.leave(session, base);
             queries.leave(session, &mut base.cx);
+            announcer.leave(session);
             base.engines.remove_scheduler(session, &mut base.cx.dram);
         }
     }
@@ -307,7 +313,7 @@ impl Core {
         keys: &[BlockHash],
         blocks: Vec<u32>,
     ) -> Result<(), Violation> {
-        let Self { base, queries, transfers } = self;
+        let Self { base, queries, transfers, .. } = self;
         transfers.see(session, request.op());
         match request {
             SchedulerRequest::Open { log } => queries.logs(session).open(log, base.cx.dram.generation())?,
@@ -356,7 +362,7 @@ impl Core {
         }
         let mut again = Again::default();
         for end in ends {
-            let Self { base, queries, transfers } = self;
+            let Self { base, queries, transfers, .. } = self;
             let waits = |waiter: &Waiter| match *waiter {
                 Waiter::Query { session, log, op } => queries.waits(session, log, op),
                 Waiter::Load { session, op } => transfers.is_parked((session, op)),
@@ -451,6 +457,22 @@ impl Core {
     /// When time must pass for a question to be asked again.
     pub fn next_look_ms(&self) -> Option<u64> {
         self.queries.next_look_ms()
+    }
+
+    /// What a scheduler's session that has asked for it so often is told next of the blocks that it could find, `room` announcements
+    /// at most.
+    pub fn announce(
+        &mut self,
+        session: SessionId,
+        asked: u64,
+        room: usize,
+    ) -> impl Iterator<Item = Announcement> + '_ {
+        self.announcer.next(session, asked, room, &mut self.base)
+    }
+
+    /// Whether [`Core::announce`] has more to look at for this session.
+    pub fn announces(&self, session: SessionId) -> bool {
+        self.announcer.goes_on(session)
     }
 
     /// A session with saves that the last turn had no time for, if there is one: [`Event::Behind`] is for it.

@@ -16,6 +16,7 @@ use std::collections::BTreeMap;
 use mesh::digest::{Change, Digest};
 use mesh::directory::Directory;
 use mesh::transport::{Done, PeerNumber};
+use shm_protocol::key::BlockKey;
 
 use self::fetches::Fetching;
 pub(super) use self::fetches::{Again, Span};
@@ -75,8 +76,8 @@ impl Peers {
 
     /// Tells the peers what an event has changed in DRAM. What lies on disks alone is not told of: who asked for it would
     /// wait for this node's disk.
-    pub(super) fn tell(&mut self, cx: &mut Context) {
-        let changes = cx.dram.drain_changes().filter_map(|(key, added)| {
+    pub(super) fn tell(&mut self, changes: &[(BlockKey, bool)], cx: &mut Context) {
+        let changes = changes.iter().filter_map(|&(key, added)| {
             let digest = Digest::new(cx.namespaces.shared(key.namespace)?, key.group, &key.hash);
             Some(if added { Change::Added(digest) } else { Change::Removed(digest) })
         });

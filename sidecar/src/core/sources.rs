@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 
 use mesh::transport::Done;
+use shm_protocol::announcement::Medium;
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::source::Source;
@@ -12,6 +13,7 @@ use tiers::ssd;
 
 use super::GROUP;
 use super::adoption::Verification;
+use super::announcer::Announcer;
 use super::arrivals::Waiter;
 use super::context::Context;
 use super::event::{Action, Heard};
@@ -64,7 +66,7 @@ impl Sources {
         self.peers.as_ref().is_some_and(Peers::granting) || self.ssd.as_ref().is_some_and(Ssd::busy)
     }
 
-    /// Goes on with what nobody waits for: blocks are verified and written, and peers are told what has changed in DRAM.
+    /// Goes on with what nobody waits for: blocks are verified and written.
     pub(super) fn go_on(&mut self, cx: &mut Context) {
         if !cx.draining {
             self.verification.go_on(cx);
@@ -72,8 +74,19 @@ impl Sources {
         if let Some(ssd) = &mut self.ssd {
             cx.actions.extend(ssd.drain_jobs(&mut cx.dram).map(Action::Transfer));
         }
+    }
+
+    /// Tells peers, and engines that ask for it, what has changed.
+    pub(super) fn tell(&mut self, announcer: &mut Announcer, cx: &mut Context) {
+        let mut changes = std::mem::take(&mut cx.changes);
+        changes.extend(cx.dram.drain_changes());
         if let Some(peers) = &mut self.peers {
-            peers.tell(cx);
+            peers.tell(&changes, cx);
+        }
+        announcer.note(Medium::Memory, changes.drain(..));
+        cx.changes = changes;
+        if let Some(ssd) = &mut self.ssd {
+            announcer.note(Medium::Disk, ssd.drain_changes());
         }
     }
 

@@ -142,6 +142,21 @@ impl Ssd {
         self.log.keeps(key).is_some()
     }
 
+    /// Notes from now on what changes on devices, as [`Log::watch`] says.
+    pub(super) fn watch(&mut self) {
+        self.log.watch();
+    }
+
+    /// What has changed on devices since the last call, as [`Log::drain_changes`] says.
+    pub(super) fn drain_changes(&mut self) -> impl Iterator<Item = (BlockKey, bool)> + '_ {
+        self.log.drain_changes()
+    }
+
+    /// How many devices work, as [`Log::working`] says.
+    pub(super) fn working(&self) -> (usize, u64) {
+        self.log.working()
+    }
+
     /// Shows the next blocks, as [`Log::walk`] does.
     pub(super) fn walk(&self, from: usize, see: impl FnMut(&BlockKey)) -> Option<usize> {
         self.log.walk(from, see)

@@ -1,6 +1,7 @@
 //! The rules of the core, one test each, against the real tier.
 
 mod adoption;
+pub(super) mod announcements;
 mod binding;
 pub(super) mod checks;
 mod ledger;

@@ -10,6 +10,7 @@ mod reclaim;
 mod room;
 mod table;
 mod volume;
+mod watch;
 
 use std::collections::{BTreeMap, HashMap};
 use std::hint::black_box;
@@ -26,6 +27,7 @@ use super::{Done, Ended, Fault, FaultKind, Geometry, Job, Label, Place, Ticket, 
 use crate::index::{Index, Print};
 use crate::list::Spot;
 use crate::policy::Standing;
+use crate::watch::Watch;
 
 /// Keys looked up side by side, so that their cache misses overlap.
 const BATCH: usize = 32;
@@ -145,6 +147,7 @@ pub struct Log {
     /// Works that a volume asks for, on their way to become jobs.
     wanted: Vec<Work>,
     refused_busy_total: u64,
+    watch: Watch,
 }
 
 // === impl Log: looking up ===
@@ -168,6 +171,7 @@ impl Log {
             jobs: Vec::new(),
             wanted: Vec::new(),
             refused_busy_total: 0,
+            watch: Watch::default(),
         }
     }
 
@@ -370,6 +374,7 @@ impl Log {
         let (group, units) = self.measure(id);
         let entry = self.table.get_mut(id);
         entry.state = State::Kept;
+        self.watch.note(entry.key, true);
         let volume = &mut self.volumes[usize::from(entry.device)];
         volume.stats.blocks += 1;
         volume.stats.bytes += u64::from(entry.bytes);
@@ -392,6 +397,7 @@ impl Log {
         let volume = &mut self.volumes[device];
         volume.unsettle(segment, units);
         if entry.state != State::Writing {
+            self.watch.note(key, false);
             volume.stats.blocks -= 1;
             volume.stats.bytes -= u64::from(bytes);
             self.order.leave(&mut self.table, id, group, units);

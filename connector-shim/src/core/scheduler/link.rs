@@ -5,6 +5,7 @@ use std::ops::Deref;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use shm_protocol::announcement::Announcement;
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{CHUNK_KEYS, LOG_KEYS, header};
 use shm_protocol::message::{APPEND_CHUNKS, LOAD_EARLY, Saved};
@@ -13,6 +14,7 @@ use shm_protocol::ring::Consumer;
 use shm_protocol::session::{RegionRing, Ring};
 
 use super::Counters;
+use super::announced::Announced;
 use crate::core::arena::{BlockIds, Chunks};
 use crate::core::endpoint::Endpoint;
 use crate::core::log_table::{Log, LogTable};
@@ -35,6 +37,7 @@ pub(super) struct Link<C> {
     pub(super) connection: C,
     pub(super) submission: Submission,
     pub(super) completions: Consumer<RegionRing>,
+    announcements: Consumer<RegionRing>,
     pub(super) chunks: Chunks,
     pub(super) block_ids: BlockIds,
     pub(super) logs: LogTable,
@@ -55,6 +58,7 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
         Self {
             submission: Submission::new(connection.memory()),
             completions: Consumer::new(connection.memory().ring(Ring::Completion)),
+            announcements: Consumer::new(connection.memory().ring(Ring::Announcement)),
             connection,
             chunks: Chunks::new(),
             block_ids: BlockIds::default(),
@@ -166,6 +170,24 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
         }
         self.completions.release();
         Ok(wrong)
+    }
+
+    /// Asks for all blocks, for the `number`th time.
+    pub(super) fn ask_for_all(&self, number: u64) {
+        // Relaxed: the word stands for nothing but itself.
+        self.connection.memory().region().word64(header::ANNOUNCE).store(number, Ordering::Relaxed);
+    }
+
+    /// Takes the announcements. An error: the sidecar broke the ring.
+    pub(super) fn read_announcements(&mut self, announced: &mut Announced) -> Result<(), String> {
+        if self.announcements.ready().map_err(|error| error.to_string())? == 0 {
+            return Ok(());
+        }
+        while let Some(slot) = self.announcements.pop() {
+            announced.hear(Announcement::decode(&slot).map_err(|error| error.to_string())?);
+        }
+        self.announcements.release();
+        Ok(())
     }
 
     pub(super) fn write_keys<E>(

@@ -11,6 +11,7 @@ use tiers::dram::{self, Dram, HolderId};
 use tiers::ssd::{Config, Fault, Geometry, Job, Label, Work};
 
 use super::*;
+use crate::core::tests::announcements::Follower;
 use crate::core::tests::checks::found;
 use crate::core::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, hash};
 use crate::core::{Action, Core, Event, Part, Timed, arrivals};
@@ -437,6 +438,26 @@ fn second_hit_writes_what_was_offered_again_or_came_back() {
     assert_eq!(scene.stats().log.blocks, 2);
     scene.write(1190..1192);
     assert_eq!(scene.stats().log.blocks, 4, "evicted not long ago");
+}
+
+#[test]
+fn an_engine_is_told_what_lies_on_devices_that_work() {
+    let (mut scene, mut follower) = (Scene::new(SsdAdmission::All), Follower::new());
+    scene.write(0..3);
+    follower.read(&mut scene.engine.core, 1000);
+    assert_eq!(follower.check(&scene.engine.core, 0..6000), [4, 4]);
+    scene.flood();
+    follower.read(&mut scene.engine.core, 1000);
+    let [memory, disk] = follower.check(&scene.engine.core, 0..6000);
+    assert!(memory as u32 <= DRAM_BLOCKS && disk as u32 > 8 * DRAM_BLOCKS, "{memory} and {disk}");
+    assert_eq!(follower.begun, 1);
+    // A read that is late trips the device's breaker.
+    scene.query(1, 0..3);
+    scene.engine.now_ms += 1500;
+    scene.event(Event::Tick);
+    follower.read(&mut scene.engine.core, 1000);
+    assert_eq!(follower.check(&scene.engine.core, 0..6000)[1], 0);
+    assert_eq!(follower.begun, 2);
 }
 
 #[test]

@@ -1,0 +1,125 @@
+//! What an engine has told others of the blocks that its sidecar keeps, and what it is to tell them next.
+//!
+//! Whoever is told may count: a block is told of as stored, then as removed, in turns. So it is told of once, however often the sidecar
+//! tells of it.
+
+use std::collections::HashSet;
+
+use shm_protocol::announcement::{Announcement, Located};
+
+/// Blocks that others were told of at most, some 300 MB here. What exceeds them is not told of.
+const TOLD_MAX: usize = 1 << 22;
+
+/// A block that can be found there now, or can no longer.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Change {
+    /// Which block, and where.
+    pub located: Located,
+    /// Whether it is there.
+    pub stored: bool,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Announced {
+    /// How often the sidecar was asked for all blocks; 0: others are told of none.
+    pub(super) asked: u64,
+    told: HashSet<Located>,
+    /// What others were told of before the sidecar began anew, and it has not told of since.
+    doubted: HashSet<Located>,
+    changes: Vec<Change>,
+}
+
+// === impl Announced ===
+
+impl Announced {
+    /// Others forget all that they were told of, and are to be told of all blocks.
+    pub(super) fn again(&mut self) {
+        *self = Self { asked: self.asked + 1, ..Self::default() };
+    }
+
+    /// The sidecar is gone, and with it every block.
+    pub(super) fn end(&mut self) {
+        self.hear(Announcement::Begin);
+        self.hear(Announcement::End);
+    }
+
+    pub(super) fn hear(&mut self, announcement: Announcement) {
+        match announcement {
+            Announcement::Stored(located) => {
+                if self.doubted.remove(&located) {
+                    self.told.insert(located);
+                } else if self.told.len() < TOLD_MAX && self.told.insert(located) {
+                    self.changes.push(Change { located, stored: true });
+                }
+            }
+            Announcement::Removed(located) => {
+                if self.told.remove(&located) || self.doubted.remove(&located) {
+                    self.changes.push(Change { located, stored: false });
+                }
+            }
+            Announcement::Begin => {
+                let told = std::mem::take(&mut self.told);
+                self.doubted.extend(told);
+            }
+            Announcement::End => {
+                let gone = self.doubted.drain().map(|located| Change { located, stored: false });
+                self.changes.extend(gone);
+            }
+        }
+    }
+
+    pub(super) fn take(&mut self) -> Vec<Change> {
+        std::mem::take(&mut self.changes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shm_protocol::announcement::Medium;
+    use shm_protocol::key::BlockHash;
+
+    use super::*;
+
+    fn block(number: u8) -> Located {
+        Located { medium: Medium::Memory, group: 0, hash: BlockHash([number; 32]) }
+    }
+
+    /// What is told of when the sidecar says this, by the blocks' numbers.
+    fn told(announced: &mut Announced, heard: &[Announcement]) -> Vec<(u8, bool)> {
+        heard.iter().for_each(|announcement| announced.hear(*announcement));
+        let mut told: Vec<_> =
+            announced.take().iter().map(|change| (change.located.hash.0[0], change.stored)).collect();
+        told.sort_unstable();
+        told
+    }
+
+    #[test]
+    fn a_block_is_told_of_in_turns() {
+        use Announcement::{Begin, End, Removed, Stored};
+        let mut announced = Announced::default();
+        let all = [Begin, Stored(block(1)), Stored(block(2)), Stored(block(1)), End];
+        assert_eq!(told(&mut announced, &all), [(1, true), (2, true)]);
+        let changes = [Removed(block(2)), Removed(block(2)), Removed(block(9)), Stored(block(3))];
+        assert_eq!(told(&mut announced, &changes), [(2, false), (3, true)]);
+        // 1 went and 4 came while nothing was told.
+        let anew = [Begin, Stored(block(3)), Stored(block(4)), End];
+        assert_eq!(told(&mut announced, &anew), [(1, false), (4, true)]);
+        // Began twice, and told of a removal between.
+        let twice = [Begin, Stored(block(3)), Begin, Removed(block(4)), Stored(block(3)), End];
+        assert_eq!(told(&mut announced, &twice), [(4, false)]);
+        announced.end();
+        assert_eq!(told(&mut announced, &[]), [(3, false)]);
+    }
+
+    #[test]
+    fn who_has_forgotten_all_is_told_again() {
+        use Announcement::{Begin, End, Removed, Stored};
+        let mut announced = Announced::default();
+        assert_eq!(told(&mut announced, &[Begin, Stored(block(1)), Stored(block(2)), End]).len(), 2);
+        announced.again();
+        // The sidecar has not heard of it yet.
+        assert_eq!(told(&mut announced, &[Removed(block(2)), Stored(block(3))]), [(3, true)]);
+        let anew = [Begin, Stored(block(1)), Stored(block(3)), End];
+        assert_eq!(told(&mut announced, &anew), [(1, true)]);
+    }
+}

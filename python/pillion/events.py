@@ -1,0 +1,106 @@
+"""What routers are told of the blocks that the sidecar keeps for this engine: vLLM's KV events, beside those of its own blocks.
+
+A block has its tokens in them while a request is known that offered it; of others the place alone is told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from pillion import _shim
+from pillion._shim import SchedulerSession
+from pillion.tracked import Tracked
+from pillion.vllm_compat import BlockEvents
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+# By vLLM's names: memory of the sidecar, and its disks.
+MEDIA = ("CPU", "STORAGE")
+# How long a block that was offered is known by its request: a save that lasts longer is told of by its place alone.
+KNOWN_S = 10.0
+# How long an engine without requests steps on for the ends of its last saves, and for how long after the last of them.
+LINGER_S, SETTLE_S = 1.0, 0.02
+
+
+class Events:
+    """Follows what the sidecar keeps. Made where vLLM publishes KV events; elsewhere nothing is asked for."""
+
+    def __init__(self, session: SchedulerSession, events: BlockEvents) -> None:
+        self._session, self._events = session, events
+        # By key, the request that offered the block last, the block's place in it, and its hash.
+        self._known: dict[bytes, tuple[Request, int, bytes]] = {}
+        # What is known, the oldest first: until when, of which request, and the keys.
+        self._offered: deque[tuple[float, Request, list[bytes]]] = deque()
+        # Hashes of the blocks that others were told of and whose key is another: those of adapters, by key and medium.
+        self._hashes: dict[tuple[bytes, str], bytes] = {}
+        self._worked = self._linger_until = 0.0
+        session.announce()
+
+    def offered(self, tracked: Tracked, first: int, end: int) -> None:
+        """Blocks of a request are being saved."""
+        request, fold = tracked.request, tracked.fold
+        hashes: list[bytes] = request.block_hashes[first:end]
+        keys = hashes if fold is None else [_shim.folded(block_hash, fold) for block_hash in hashes]
+        for place, (key, block_hash) in enumerate(zip(keys, hashes, strict=True), first):
+            self._known[key] = (request, place, block_hash)
+        self._offered.append((time.monotonic() + KNOWN_S, request, keys))
+
+    def cleared(self) -> None:
+        """vLLM has told others that all blocks are gone, the sidecar's with its own."""
+        self._hashes.clear()
+        self._session.announce()
+
+    def end_step(self, scheduled: bool) -> None:
+        """A step has been scheduled, with tokens to compute or without."""
+        if scheduled:
+            self._worked = time.monotonic()
+
+    @property
+    def lingers(self) -> bool:
+        """Whether an engine without requests is to step on: vLLM publishes nothing between steps."""
+        return time.monotonic() < self._linger_until
+
+    def take(self) -> list[Any]:
+        """The events since the last call."""
+        now, changes, events = time.monotonic(), self._session.take_changes(), []
+        for (stored, on_disk), group in groupby(changes, key=lambda change: change[:2]):
+            medium, keys = MEDIA[on_disk], [key for _, _, key in group]
+            if stored:
+                events += self._stored(medium, keys)
+            else:
+                events.append(self._events.removed(medium, [self._hashes.pop((key, medium), key) for key in keys]))
+        while self._offered and self._offered[0][0] <= now:
+            _, request, keys = self._offered.popleft()
+            for key in keys:
+                if self._known.get(key, (None,))[0] is request:
+                    del self._known[key]
+        if changes or self._session.saving:
+            self._linger_until = min(now, self._worked + LINGER_S) + SETTLE_S
+        return events
+
+    def _stored(self, medium: str, keys: list[bytes]) -> list[Any]:
+        known: list[tuple[str, int, Request]] = []
+        unknown: list[bytes] = []
+        for key in keys:
+            request, place, block_hash = self._known.get(key, (None, 0, key))
+            if block_hash != key:
+                self._hashes[key, medium] = block_hash
+            # Tokens that were sampled may have been taken back since.
+            if request is not None and request.block_hashes[place : place + 1] == [block_hash]:
+                known.append((request.request_id, place, request))
+            else:
+                unknown.append(block_hash)
+        known.sort(key=lambda block: block[:2])
+        events = []
+        # Of one request in a row.
+        for _, group in groupby(enumerate(known), key=lambda item: (item[1][0], item[1][1] - item[0])):
+            run = [block for _, block in group]
+            _, first, request = run[0]
+            events.append(self._events.stored(medium, request, first, first + len(run)))
+        if unknown:
+            events.append(self._events.located(medium, unknown))
+        return events

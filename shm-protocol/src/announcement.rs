@@ -1,0 +1,108 @@
+//! What an engine that asks for it is told of the blocks that it could find: all of them between BEGIN and END, then what changes.
+
+use crate::key::BlockHash;
+use crate::message::{DecodeError, Slot};
+
+/// Where a block is kept that is told of.
+#[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
+#[repr(u8)]
+pub enum Medium {
+    /// In the DRAM pool.
+    Memory = 0,
+    /// On a disk of the sidecar's.
+    Disk = 1,
+}
+
+/// A block of the engine's namespace, at one of the places where it may be.
+#[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
+pub struct Located {
+    /// Where it is.
+    pub medium: Medium,
+    /// Number of its bundle of cache groups.
+    pub group: u32,
+    /// The key that the engine gave it.
+    pub hash: BlockHash,
+}
+
+/// One slot of the announcement ring.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum Announcement {
+    /// It can be found there now.
+    Stored(Located),
+    /// It can no longer be found there.
+    Removed(Located),
+    /// What was told before may be wrong: everything follows.
+    Begin,
+    /// What was not told since the last BEGIN is not kept.
+    End,
+}
+
+const STORED: u8 = 1;
+const REMOVED: u8 = 2;
+const BEGIN: u8 = 3;
+const END: u8 = 4;
+
+// === impl Announcement ===
+
+impl Announcement {
+    /// The slot's words: `kind u8, medium u8, zero u16, group u32, hash`, the rest zero.
+    pub fn encode(&self) -> Slot {
+        let (kind, located) = match self {
+            Self::Stored(located) => (STORED, Some(located)),
+            Self::Removed(located) => (REMOVED, Some(located)),
+            Self::Begin => (BEGIN, None),
+            Self::End => (END, None),
+        };
+        let Some(Located { medium, group, hash }) = located else {
+            return [u64::from(kind), 0, 0, 0, 0, 0, 0, 0];
+        };
+        let head = u64::from(kind) | u64::from(*medium as u8) << 8 | u64::from(*group) << 32;
+        let [a, b, c, d] = hash.words();
+        [head, a, b, c, d, 0, 0, 0]
+    }
+
+    /// Reads a slot that was copied out of shared memory.
+    pub fn decode(slot: &Slot) -> Result<Self, DecodeError> {
+        let [head, a, b, c, d, ..] = *slot;
+        let [kind, medium, ..] = head.to_le_bytes();
+        let located = || {
+            let medium = match medium {
+                0 => Medium::Memory,
+                1 => Medium::Disk,
+                value => return Err(DecodeError { what: "medium", value }),
+            };
+            Ok(Located { medium, group: (head >> 32) as u32, hash: BlockHash::from_words([a, b, c, d]) })
+        };
+        match kind {
+            STORED => located().map(Self::Stored),
+            REMOVED => located().map(Self::Removed),
+            BEGIN => Ok(Self::Begin),
+            END => Ok(Self::End),
+            value => Err(DecodeError { what: "announcement", value }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_invert_and_others_are_refused() {
+        let hash = BlockHash(std::array::from_fn(|index| index as u8));
+        let disk = Located { medium: Medium::Disk, group: 7, hash };
+        let memory = Located { medium: Medium::Memory, group: 0, hash };
+        let all = [
+            Announcement::Stored(disk),
+            Announcement::Removed(memory),
+            Announcement::Begin,
+            Announcement::End,
+        ];
+        for announcement in all {
+            assert_eq!(Announcement::decode(&announcement.encode()), Ok(announcement));
+        }
+        for head in [0, 5, 1 | 2 << 8] {
+            assert!(Announcement::decode(&[head, 0, 0, 0, 0, 0, 0, 0]).is_err(), "{head}");
+        }
+    }
+}

@@ -1,0 +1,95 @@
+"""Follows an engine's KV events as a router does, and knows which blocks its pod keeps where."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+from typing import Any
+
+import msgspec
+import zmq
+
+from testkit import ports
+
+GPU, MEMORY, DISK = "GPU", "CPU", "STORAGE"
+POLL_MS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What is known of a block by its event."""
+
+    parent: int | None
+    tokens: tuple[int, ...]
+
+
+class Router:
+    """Follows one engine: the address is this side's, so that no event is lost while the engine starts."""
+
+    def __init__(self) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self.endpoint = f"tcp://127.0.0.1:{ports.free_port()}"
+        self._socket.bind(self.endpoint)
+        # A subscription is told to a new engine by whoever uses the socket.
+        self._batches: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self._next = 0
+        self.blocks: dict[str, dict[int, Known]] = {medium: {} for medium in (GPU, MEMORY, DISK)}
+        # Every block that was ever told of with its tokens, by medium.
+        self.described: dict[str, dict[int, Known]] = {medium: {} for medium in self.blocks}
+        self.cleared = 0
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `vllm.LLM` with which an engine is followed."""
+        return {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.endpoint}}
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._closed.set()
+        self._reader.join()
+        self._socket.close(linger=0)
+
+    def _read(self) -> None:
+        while not self._closed.is_set():
+            if self._socket.poll(POLL_MS):
+                _, number, payload = self._socket.recv_multipart()
+                self._batches.put((int.from_bytes(number, "big"), payload))
+
+    def keys(self, medium: str) -> set[int]:
+        """The blocks there, after all that has been told so far."""
+        while not self._batches.empty():
+            number, payload = self._batches.get()
+            assert number == self._next, "an event was lost"
+            self._next += 1
+            for event in msgspec.msgpack.decode(payload)[1]:
+                self._hear(event)
+        return set(self.blocks[medium])
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        if event["type"] == "AllBlocksCleared":
+            self.cleared += 1
+            for blocks in self.blocks.values():
+                blocks.clear()
+            return
+        medium, hashes = event["medium"], event["block_hashes"]
+        blocks = self.blocks[medium]
+        if event["type"] == "BlockRemoved":
+            for key in hashes:
+                # Routers count how often a block was stored.
+                assert key in blocks or medium == GPU, "removed twice"
+                blocks.pop(key, None)
+            return
+        size, tokens, parent = event["block_size"], event["token_ids"], event["parent_block_hash"]
+        assert len(tokens) == size * len(hashes)
+        for place, key in enumerate(hashes):
+            assert key not in blocks or medium == GPU, "stored twice"
+            known = Known(parent, tuple(tokens[place * size : (place + 1) * size]))
+            blocks[key] = known
+            if size:
+                self.described[medium][key] = known
+            parent = key

@@ -80,6 +80,20 @@ const COUNTERS: &[Figure<Stats>] = &[
     ("query_early_answers_total", "Queries answered while blocks of theirs were on their way.", |s| {
         s.early_answers
     }),
+    ("handover_queries_total", "Requests that asked for a prompt which another engine computes.", |s| {
+        s.handover_queries
+    }),
+    ("handover_exhausted_total", "Those of them that waited, and compute what nobody produced.", |s| {
+        s.handover_exhausted
+    }),
+    (
+        "handover_without_producer_total",
+        "Those of them that did not wait: three before had waited in vain, and no other engine has saved since.",
+        |s| s.handover_without_producer,
+    ),
+    ("handover_beyond_limit_total", "Those of them that did not wait: 64 of their engine did.", |s| {
+        s.handover_beyond_limit
+    }),
     (
         "leases_cut_total",
         "Times that a query found fewer blocks than are kept: its engine leases all of its share, so raise --dram.",

@@ -9,6 +9,7 @@ use tiers::dram::Dram;
 
 use super::arrivals::Arrivals;
 use super::event::Action;
+use super::handover::Produced;
 use super::namespaces::{Binding, Namespaces};
 use super::quotas::Quotas;
 use super::stats::Stats;
@@ -30,6 +31,8 @@ pub(super) struct Context {
     pub(super) dram: Dram,
     /// What is on its way into it.
     pub(super) arrivals: Arrivals,
+    /// What saves have begun and ended in this event.
+    pub(super) produced: Produced,
     pub(super) namespaces: Namespaces,
     pub(super) quotas: Quotas,
     /// Blocks that one event takes slots for. The others wait for the next turn.
@@ -47,7 +50,7 @@ impl Context {
     /// Nothing was told yet of an empty tier.
     pub(super) fn new(dram: Dram) -> Self {
         let arrivals = Arrivals::new(&dram);
-        let (now, now_ms, draining, opening, namespaces, quotas, stats) = Default::default();
+        let (now, now_ms, draining, opening, produced, namespaces, quotas, stats) = Default::default();
         let (claims_max, actions, over) = (CLAIMS_MAX, Vec::new(), Vec::new());
         Self {
             now,
@@ -56,6 +59,7 @@ impl Context {
             opening,
             dram,
             arrivals,
+            produced,
             namespaces,
             quotas,
             claims_max,
@@ -110,6 +114,13 @@ impl Context {
     /// A block is written into its slot from now on.
     pub(super) fn fill(&mut self, slot: SlotRef, key: BlockKey, binding: &Binding) {
         self.actions.push(Action::FillSlot { slot, namespace: binding.digest, key });
+    }
+
+    /// A save has ended a block: whoever awaits it is told at the end of this event.
+    pub(super) fn end_saved(&mut self, key: BlockKey, kept: bool) {
+        if let Some(waiting) = self.arrivals.end_saved(&key) {
+            self.produced.ended.push((key, waiting, kept));
+        }
     }
 
     /// Gives back a slot whose block is not kept.

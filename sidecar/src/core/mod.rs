@@ -14,6 +14,7 @@ mod comparison;
 mod context;
 mod engines;
 mod event;
+mod handover;
 mod inventory;
 mod namespaces;
 mod peers;
@@ -44,6 +45,7 @@ use self::context::Context;
 use self::engines::Engines;
 pub use self::engines::{Barred, EngineState, Holder, Proof, Standing};
 pub use self::event::{Action, Direction, Event, Heard, Piece, Request};
+use self::handover::Produced;
 pub use self::inventory::{Eviction, Kept, Location, Survey};
 use self::namespaces::Binding;
 use self::peers::{Again, Peers};
@@ -189,6 +191,7 @@ impl Core {
                 base.sources.peers.iter().for_each(|peers| peers.cancel(&mut base.cx));
             }
         }
+        self.follow_saves();
         out.append(&mut self.base.cx.actions);
     }
 
@@ -349,6 +352,20 @@ impl Core {
         }
     }
 
+    /// Tells those who await what other engines compute what saves have begun and ended.
+    fn follow_saves(&mut self) {
+        let Produced { claimed, ended, kept } = std::mem::take(&mut self.base.cx.produced);
+        for (namespace, session) in kept {
+            self.queries.restore_patience_beside(namespace, session, &self.base.engines);
+        }
+        for (key, waiting, is_kept) in ended {
+            self.tell(waiting, is_kept.then_some(&key));
+        }
+        if claimed {
+            self.queries.look_at_saves(&mut self.base);
+        }
+    }
+
     /// Blocks of fetches have ended. Those that another peer may have are asked of it, together.
     fn fetched(&mut self, ends: &[Done]) {
         if ends.iter().any(|end| end.result.is_ok()) {
@@ -374,7 +391,8 @@ impl Core {
         let cx = &mut self.base.cx;
         cx.dram.expire(cx.now_ms);
         cx.apply_evictions();
-        for key in self.base.sources.late(cx.now_ms) {
+        let late_saves = cx.arrivals.late_saves(cx.now_ms);
+        for key in self.base.sources.late(cx.now_ms).into_iter().chain(late_saves) {
             let waiting = self.base.cx.arrivals.give_up(&key);
             self.tell(waiting, None);
         }

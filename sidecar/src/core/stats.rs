@@ -33,6 +33,14 @@ pub struct Stats {
     pub waits_timed_out: u64,
     /// Those that were answered while blocks of theirs were on their way.
     pub early_answers: u64,
+    /// Requests that asked for a prompt which another engine computes.
+    pub handover_queries: u64,
+    /// Those of them that did not wait since nobody had produced blocks for some before.
+    pub handover_without_producer: u64,
+    /// Those of them that did not wait since as many as may did.
+    pub handover_beyond_limit: u64,
+    /// Those of them that waited and were answered without all blocks.
+    pub handover_exhausted: u64,
     /// Milliseconds of all waits that were answered.
     pub wait_ms: u64,
     /// Blocks posted by saves.

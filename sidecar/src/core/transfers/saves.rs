@@ -293,7 +293,10 @@ impl Transfers {
             return drop_unproven(&mut save.end, &mut base.cx);
         }
         match base.cx.begin_fill(key, &save.binding) {
-            Ok(slot) => save.blocks.push(take(slot, None)),
+            Ok(slot) => {
+                base.cx.produced.claimed = true;
+                save.blocks.push(take(slot, None));
+            }
             Err(error @ (FillError::Present | FillError::Filling)) => {
                 save.end.present += 1;
                 if error == FillError::Present {
@@ -409,9 +412,13 @@ impl Transfers {
                     save.end.committed += 1;
                     base.cx.actions.push(Action::CommitSlot { slot: block.slot, checksum: 0 });
                     committed.push((block.slot, save.key(block.hash)));
+                    base.cx.end_saved(save.key(block.hash), true);
                     continue;
                 }
-                None => base.cx.abandon(block.slot),
+                None => {
+                    base.cx.abandon(block.slot);
+                    base.cx.end_saved(save.key(block.hash), false);
+                }
             }
             save.end.cancelled += u32::from(reused);
             save.end.dropped += u32::from(!reused);
@@ -419,6 +426,7 @@ impl Transfers {
         if !committed.is_empty() {
             self.checks.committed(session, committed.iter().map(|(_, key)| *key));
             base.cx.namespaces.note_kept(save.binding.space());
+            base.cx.produced.kept.insert((save.binding.namespace, session));
         }
         // Head first: where a disk has no room for all of them, that part is worth more.
         for (slot, key) in committed {

@@ -94,7 +94,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp("handover")
     shape = model.write(directory / "model", model.TINY)
     with contextlib.ExitStack() as stack:
-        keeper = stack.enter_context(sidecar.serving(directory, dram="256MiB"))
+        keeper = stack.enter_context(sidecar.serving(directory, dram="32MiB"))
         alone = engine.Options(model=shape, dtype="float32", batched_tokens=CHUNK)
         extra = {"pillion.query_timeout_us": QUERY_MS * 1000}
         with_cache = dataclasses.replace(alone, socket=keeper.socket, copy="sidecar", extra=extra)
@@ -151,6 +151,22 @@ def test_what_p_alone_has_is_handed_over(pair: Pair) -> None:
     pair.keeper.wait_for(lambda: pair.keeper.metrics()["pillion_blocks"] == 0, "a pool without blocks")
     tokens = prefix + pair.prompt(CHUNK // 4)
     answer = pair.answer(tokens, pair.compute(tokens))
+    assert answer["tokens"] == pair.right(tokens)
+    assert answer["computed"] <= engine.BLOCK_TOKENS
+
+
+def test_what_is_handed_over_survives_pressure(pair: Pair) -> None:
+    """P computes more than the pool holds before D asks."""
+    tokens = pair.prompt(1600)
+    transfer = pair.compute(tokens)
+    evicted = pair.keeper.metrics()["pillion_evicted_blocks_total"]
+    blocks = pair.keeper.metrics()["pillion_blocks"]
+    others = 0
+    while pair.keeper.metrics()["pillion_evicted_blocks_total"] < evicted + blocks:
+        pair.p.generate([pair.prompt(3900)], max_tokens=1, logprobs=0)
+        others += 1
+        assert others < 100
+    answer = pair.answer(tokens, transfer)
     assert answer["tokens"] == pair.right(tokens)
     assert answer["computed"] <= engine.BLOCK_TOKENS
 

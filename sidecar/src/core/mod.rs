@@ -117,6 +117,12 @@ impl Core {
         self
     }
 
+    /// The same where blocks that are handed over are kept so long for an engine that has not loaded them.
+    pub fn with_handover_ttl(mut self, ttl_ms: u64) -> Self {
+        self.base.cx.kept.set_ttl(ttl_ms);
+        self
+    }
+
     /// A pool file may hold blocks of earlier lives, until [`Core::end_opening`].
     pub fn begin_opening(&mut self) {
         self.base.cx.opening = true;
@@ -390,6 +396,7 @@ impl Core {
     fn tick(&mut self) {
         let cx = &mut self.base.cx;
         cx.dram.expire(cx.now_ms);
+        cx.kept.expire(cx.now_ms, &mut cx.dram);
         cx.apply_evictions();
         let late_saves = cx.arrivals.late_saves(cx.now_ms);
         for key in self.base.sources.late(cx.now_ms).into_iter().chain(late_saves) {
@@ -459,6 +466,11 @@ impl Core {
     /// Whether an operation waits for this worker's fence words.
     pub fn waits_on_fences(&self, session: SessionId) -> bool {
         self.base.engines.place(session).is_some_and(|place| self.transfers.waits_on_fences(place.0))
+    }
+
+    /// Whether a save for another engine is among those operations.
+    pub fn hands_over(&self, session: SessionId) -> bool {
+        self.base.engines.place(session).is_some_and(|place| self.transfers.hands_over(place.0))
     }
 
     /// Whether time must pass for the SSD tier to go on.
@@ -544,6 +556,10 @@ impl Core {
             unverified_blocks: tier.unverified_blocks,
             removed_blocks: tier.removed_blocks_total,
             barred_engines: barred as u64,
+            handover_kept_bytes: cx.kept.bytes(),
+            handover_loaded: cx.kept.released().loaded,
+            handover_expired: cx.kept.released().expired,
+            handover_full: cx.kept.released().full,
             ..cx.stats.clone()
         }
     }

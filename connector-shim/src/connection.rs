@@ -200,6 +200,10 @@ impl Endpoint for Connection {
         Duration::from_millis(self.welcome.lease_ttl_ms)
     }
 
+    fn knows_handover(&self) -> bool {
+        self.welcome.handover
+    }
+
     fn ring(&self) {
         wait::ring_doorbell(self.region(), self.doorbell.as_fd());
     }

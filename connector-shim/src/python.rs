@@ -153,6 +153,14 @@ impl SchedulerSession {
         self.0.enter(|session| session.append(log, start, end.saturating_sub(start), key))
     }
 
+    fn await_producer(&self, log: i64) -> PyResult<()> {
+        self.0.with(|session| session.await_producer(log))
+    }
+
+    fn hand_over(&self, log: i64) -> PyResult<()> {
+        self.0.with(|session| session.hand_over(log))
+    }
+
     fn hint(&self, log: i64, start: u32, count: u32) -> PyResult<()> {
         self.0.with(|session| session.hint(log, start, count))
     }

@@ -13,7 +13,10 @@ use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::layout::{
     CHUNKS, COMPLETION_SLOTS, LOG_KEYS, SUBMISSION_RESERVED, SUBMISSION_SLOTS, header,
 };
-use shm_protocol::message::{APPEND_CHUNKS, Kind, LOAD_ARRIVING, LOAD_SYNC, QUERY_ARRIVING, Saved, Status};
+use shm_protocol::message::{
+    APPEND_CHUNKS, Kind, LOAD_ARRIVING, LOAD_SYNC, Message, QUERY_ARRIVING, QUERY_AWAIT, SAVE_HANDOVER,
+    Saved, Status,
+};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::source::Source;
 
@@ -258,6 +261,43 @@ fn a_pending_query_is_asked_again_without_a_message() {
     served.answer(op, Status::Ok, 4);
     assert_eq!(scheduler.ask(log, 0, 4), Asked::Answered(4));
     assert!(served.drain().is_empty());
+}
+
+#[test]
+fn a_query_that_stays_pending_longer_than_a_sidecar_waits_is_a_miss() {
+    let (_peer, mut scheduler, mut served, log) = with_log(4);
+    let op = scheduler.post_query(log, 0, 4).unwrap();
+    served.answer(op, Status::Pending, 0);
+    served.drain();
+    #[expect(clippy::disallowed_methods, reason = "a time after the question's, which the scheduler read")]
+    let now = std::time::Instant::now();
+    assert_eq!(scheduler.answer(op, now), Some(PENDING));
+    assert_eq!(scheduler.answer(op, now + Duration::from_secs(4)), Some(0));
+    assert_eq!(served.drain_kind(Kind::Release).len(), 1, "a late answer holds nothing");
+    assert_eq!(scheduler.stats()["queries_timed_out"], 1);
+}
+
+#[test]
+fn who_awaits_and_who_hands_over_says_so_to_a_sidecar_that_knows_of_it() {
+    for knows in [true, false] {
+        let mut peer = Peer::new(1);
+        peer.handover = knows;
+        let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
+        let (plain, marked) = (log_with(&mut scheduler, 4), log_with(&mut scheduler, 4));
+        scheduler.await_producer(marked);
+        scheduler.hand_over(marked);
+        for log in [plain, marked] {
+            scheduler.post_query(log, 0, 4).unwrap();
+            assert!(scheduler.save(log, 0, vec![1, 2], 1, false));
+        }
+        scheduler.end_step();
+        let flags = |messages: Vec<Message>| messages.iter().map(|message| message.flags).collect::<Vec<_>>();
+        let messages = served.drain();
+        let of = |kind| messages.iter().copied().filter(|message| message.kind == kind).collect();
+        let known = u8::from(knows);
+        assert_eq!(flags(of(Kind::Query)), [0, QUERY_AWAIT * known]);
+        assert_eq!(flags(of(Kind::Save)), [0, SAVE_HANDOVER * known]);
+    }
 }
 
 #[test]

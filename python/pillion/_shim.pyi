@@ -68,6 +68,11 @@ class SchedulerSession:
         connection."""
     def append(self, log: int, hashes: list[bytes], start: int) -> int:
         """Appends `hashes[start:]`, `start` being the log's length; returns the length, unchanged without room."""
+    def await_producer(self, log: int) -> None:
+        """Another engine computes the keys of `log`, or is about to: a query of it asks again (-1) until they are there, or
+        until that is not worth waiting for."""
+    def hand_over(self, log: int) -> None:
+        """Another engine will load the keys of `log`: what is saved of it from now on is kept for that."""
     def hint(self, log: int, start: int, count: int) -> None:
         """Tells that keys `start..start + count` will be asked for soon; awaits nothing."""
     def query(self, log: int, start: int, count: int) -> int:

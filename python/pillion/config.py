@@ -69,6 +69,14 @@ class Config:
             "runs, or when the copy is predicted to be short.",
         ),
     )
+    sync_ms: int | None = field(
+        default=None,
+        metadata=_told(
+            _count(10_000, "milliseconds", "0 (none)"),
+            "The longest copy, as predicted, for which `auto` lets a step wait beside other requests. Its default is 2 where "
+            "`kv_role` is `kv_consumer`, else 100 on a GPU and 10 on a CPU engine.",
+        ),
+    )
     layout: str = field(
         default="auto",
         metadata=_told(

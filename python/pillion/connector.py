@@ -117,8 +117,8 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: a lost save is a later miss, nothing that must be delivered."""
-        return False
+        """Of an engine that computes for others alone. Else a lost save is a later miss, nothing that must be delivered."""
+        return bool(self._kv_transfer_config.kv_role == "kv_producer")
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -279,10 +279,8 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         return EngineState.of(*told, found)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forgets a request. Saves never hold its blocks."""
-        if self._scheduler:
-            self._scheduler.finished(request)
-        return False, None
+        """Forgets a request; answers what its router hands to the engine that goes on with it. Saves never hold its blocks."""
+        return False, self._scheduler.finished(request) if self._scheduler else None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

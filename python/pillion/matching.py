@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pillion import handover
 from pillion._shim import SchedulerSession
 from pillion.broken import Broken
 from pillion.checking import Check
@@ -58,9 +59,13 @@ class Matching:
             return 0, False
         if not self._requests.append(tracked):
             return (None if self._requests.adapter_is_near(tracked) else 0), False
+        if handover.awaits(request) and not tracked.record:
+            tracked.record = handover.Record(request.num_tokens)
         hits = session.query(tracked.log, first, count)
         if hits < 0:
             return None, False
+        if tracked.record:
+            tracked.record.answered()
         tracked.hit = None
         if not hits:
             return 0, False
@@ -85,6 +90,7 @@ class Matching:
         tracked, session = self._requests.follow(request), self._session
         if tracked.hit is None:
             self._pacing.compute(request)
+            self._tell(tracked)
             return []
         (first, _, sync), tracked.hit = tracked.hit, None
         count = external_tokens // self._block_tokens
@@ -105,7 +111,16 @@ class Matching:
         if not plans:
             step.lost.append((request.request_id, ids, sync))
         step.loads += [(request.request_id, plan, sync) for plan in plans]
+        if sync:
+            self._tell(tracked)
         return ids
+
+    def _tell(self, tracked: Tracked) -> None:
+        """The request is computed from here on: all that it has awaited has come, or will not."""
+        if tracked.record:
+            hit = 0 if tracked.refused else len(tracked.loaded) * self._block_tokens
+            tracked.record.tell(tracked.request.request_id, hit)
+            tracked.record = None
 
     def _count(self, tracked: Tracked, first: int, count: int) -> None:
         """Counts what is about to be loaded; as vLLM does not again what a preempted request had."""

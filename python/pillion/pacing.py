@@ -11,8 +11,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-# `auto` loads synchronously when the copy is predicted to take no longer than this: on a host, a decode step or two.
+# `auto` loads synchronously when the copy is predicted to take no longer than this, unless pillion.sync_ms says how long: on a
+# host, a decode step or two.
 AUTO_SYNC_MS = 10.0
+# An engine that decodes what others compute is there for even gaps between tokens.
+AUTO_SYNC_CONSUMER_MS = 2.0
 # On a GPU 4 GB: the step computes layer by layer behind the copy, and an asynchronous load costs its request a step more.
 # Measured beside eleven other requests: 912 tokens/s so, 886 with a limit of 2 ms (benches/README.md).
 AUTO_SYNC_GPU_MS = 100.0
@@ -54,13 +57,18 @@ class Pacing:
         ms, bytes_per_ms = (AUTO_SYNC_GPU_MS, GPU_BYTES_PER_MS) if on_gpu else (AUTO_SYNC_MS, HOST_BYTES_PER_MS)
         if on_gpu and by_engine:
             bytes_per_ms = ENGINE_BYTES_PER_MS
+        if vllm_config.kv_transfer_config.kv_role == "kv_consumer":
+            ms = AUTO_SYNC_CONSUMER_MS
+        if config.sync_ms is not None:
+            ms = config.sync_ms
         # The most blocks that `auto` loads synchronously beside other requests.
         self._sync_blocks = int(ms * bytes_per_ms) // block_bytes
         # Blocks of synchronous loads after which a step takes no more of them; `None`: no end.
         self._step_blocks_max = int(STEP_COPY_MS * bytes_per_ms) // block_bytes if on_gpu else None
         # Blocks of a part; 0: nothing is loaded while blocks are on their way, because it could not be, or must not fail.
         may_fail = self._load != "sync" and vllm_compat.recomputes_failed_loads(vllm_config)
-        self.part_blocks = -(-PART_BYTES // block_bytes) if may_fail and not by_engine else 0
+        self.blocks_of_part = -(-PART_BYTES // block_bytes)
+        self.part_blocks = self.blocks_of_part if may_fail and not by_engine else 0
         # Blocks of this step's synchronous loads, and new tokens of its requests, so far.
         self._step_blocks = self._step_tokens = 0
         # Requests whose load goes on in the background.

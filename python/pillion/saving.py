@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from pillion import vllm_compat
+from pillion import handover, vllm_compat
 from pillion._shim import SchedulerSession
 from pillion.broken import Broken
 from pillion.checking import Check
@@ -32,6 +32,8 @@ class Saving:
     _block_tokens: int
     # The most that a decoding request computes.
     _tokens_per_step: int
+    # Blocks of a part in which a prompt is handed over.
+    _part_blocks: int
     # Who tells others of what is kept, if they are told.
     _events: Events | None = None
     _due: dict[int, list[Tracked]] = field(default_factory=dict)
@@ -67,7 +69,9 @@ class Saving:
         tracked.slide(self._block_tokens)
         full = min(computed // self._block_tokens, len(tracked.request.block_hashes), self._broken.whole(tracked))
         checked = self._checked(tracked)
-        again = 0 < tracked.found_in < step and checked is None
+        # A request that another engine goes on with may have no step after: blocks that this engine alone has go over at once.
+        hands_over = handover.hands_over(tracked.request)
+        again = 0 < tracked.found_in < step + hands_over and checked is None
         if not (again or full > tracked.saved) or (checked is not None and full < checked[1]):
             return False
         if not self._requests.append(tracked) or full > tracked.appended or not self._is_home():
@@ -83,10 +87,11 @@ class Saving:
         # Blocks that the request computed in an earlier step were offered then; offering them says nothing of their use.
         used = min(tracked.found, tracked.saved, full) if again else 0
         for first, end in ((0, used), (fresh, full)):
-            if (first := max(first, tracked.freed)) < end:
-                posted |= self._session.save(tracked.log, first, tracked.blocks[first:end], step)
+            first = max(first, tracked.freed)
+            for begin, stop in handover.parts(first, end, self._part_blocks if hands_over else end - first):
+                posted |= self._session.save(tracked.log, begin, tracked.blocks[begin:stop], step)
                 if self._events:
-                    self._events.offered(tracked, first, end)
+                    self._events.offered(tracked, begin, stop)
         tracked.saved = full
         if again:
             tracked.found_in = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from pillion import _shim, vllm_compat
+from pillion import _shim, handover, vllm_compat
 from pillion.adapters import Adapters
 from pillion.broken import Broken
 from pillion.checking import Check
@@ -43,9 +43,11 @@ class Scheduler:
         block_tokens = vllm_compat.block_tokens(kv_cache_config)
         self._pacing = Pacing(config, vllm_config, vllm_compat.block_bytes(kv_cache_config))
         self._run = secrets.token_bytes(16)
+        self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        self._block_tokens = block_tokens
         session = self._session = _shim.SchedulerSession(
             config.socket,
-            str(vllm_config.kv_transfer_config.engine_id),
+            self._engine_id,
             vllm_compat.world_size(vllm_config),
             self._run,
             config.query_timeout_us,
@@ -66,7 +68,8 @@ class Scheduler:
             Events(session, vllm_compat.BlockEvents(kv_cache_config)) if vllm_compat.kv_events_are_on(vllm_config) else None
         )
         self._events = events
-        self._saving = Saving(session, requests, check, broken, block_tokens, tokens_per_step, events)
+        part_blocks = self._pacing.blocks_of_part
+        self._saving = Saving(session, requests, check, broken, block_tokens, tokens_per_step, part_blocks, events)
         # Whether an update of the weights has begun and not ended: what is computed then belongs nowhere.
         self.updating = False
         # The step that vLLM schedules, and the blocks that its loads write.
@@ -113,12 +116,18 @@ class Scheduler:
         counted.clear()
         return taken
 
-    def finished(self, request: Request) -> None:
-        """The request is over."""
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """The request is over; what its router is told, if another engine goes on with it."""
         self._pacing.forget(request)
         tracked = self._requests.end(request)
-        if tracked is not None:
-            self._check.give_up(tracked)
+        if tracked is None:
+            # It was aborted before it was scheduled.
+            return None
+        self._check.give_up(tracked)
+        if not handover.hands_over(request):
+            return None
+        saved = tracked.saved if self._config.saves and self.state == "serving" else 0
+        return handover.answer(request, self._engine_id, min(saved * self._block_tokens, request.num_prompt_tokens))
 
     def loads_failed(self, block_ids: set[int]) -> None:
         """vLLM computes these blocks again."""

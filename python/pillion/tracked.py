@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pillion import handover
 from pillion._shim import SchedulerSession
 from pillion.adapters import Adapters
 from pillion.state import Source
@@ -51,6 +52,8 @@ class Tracked:
     # Blocks of the last load; once one of them failed, the cache is not asked again.
     loaded: list[int] = field(default_factory=list)
     refused: bool = False
+    # What became of its wait for another engine's blocks, until that was told.
+    record: handover.Record | None = None
     # Tokens up to which its KV was computed anew, although the block in which they end is still marked as broken.
     sound: int = -1
     # The step in which to look at it next; other entries of it among the due are stale.
@@ -139,6 +142,10 @@ class Requests:
             self._close(tracked)
         if tracked.generation != session.generation:
             tracked.log = session.open(tracked.fold)
+            if handover.awaits(tracked.request):
+                session.await_producer(tracked.log)
+            if handover.hands_over(tracked.request):
+                session.hand_over(tracked.log)
             tracked.generation = session.generation
             tracked.appended = tracked.saved = 0
             tracked.hit = None

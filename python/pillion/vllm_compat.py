@@ -354,6 +354,11 @@ def hash_of(algorithm: str, text: str) -> bytes:
     return digest
 
 
+def answered(request: Any) -> bool:
+    """Whether a request has ended by its length or a stop, so that its prompt was computed."""
+    return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+
+
 def has_extra_keys(request: Any) -> bool:
     """Whether a block's hash may depend on more than its tokens."""
     return bool(request.mm_features or request.lora_request or request.cache_salt or request.prompt_embeds is not None)

@@ -98,6 +98,8 @@ pub enum Status("status") {
 
 /// `flags` of QUERY: it may be answered with [`Status::Arriving`]. What is loaded under that answer may fail.
 pub const QUERY_ARRIVING: u8 = 1;
+/// `flags` of QUERY: another engine computes these keys, or is about to. Only where [`crate::handshake::Welcome::handover`].
+pub const QUERY_AWAIT: u8 = 2;
 /// `flags` of LOAD: the step that the load belongs to waits for it.
 pub const LOAD_SYNC: u8 = 1;
 /// `flags` of LOAD: the ranks copy from the pool themselves and report LOADED.
@@ -106,6 +108,8 @@ pub const LOAD_BY_ENGINE: u8 = 2;
 pub const LOAD_EARLY: u8 = 4;
 /// `flags` of SAVE: what is kept already under its keys is compared with these blocks.
 pub const SAVE_CHECKED: u8 = 1;
+/// `flags` of SAVE: another engine will load these blocks. Only where [`crate::handshake::Welcome::handover`].
+pub const SAVE_HANDOVER: u8 = 2;
 /// `flags` of LOAD: its query was answered with [`Status::Arriving`], so its blocks may have to be waited for.
 pub const LOAD_ARRIVING: u8 = 8;
 

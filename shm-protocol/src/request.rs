@@ -8,7 +8,7 @@ use thiserror::Error;
 use crate::layout::{CHUNK_KEYS, CHUNKS, GOLDEN_TOKENS, LOG_KEYS, LOGS, QUERY_KEYS};
 use crate::message::{
     APPEND_CHUNKS, DecodeError, Kind, LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Message,
-    QUERY_ARRIVING, SAVE_CHECKED, Slot, Status,
+    QUERY_ARRIVING, QUERY_AWAIT, SAVE_CHECKED, SAVE_HANDOVER, Slot, Status,
 };
 
 /// What a scheduler may send.
@@ -146,6 +146,8 @@ pub struct Query {
     pub keys: Keys,
     /// It may be answered while blocks are on their way.
     pub arriving: bool,
+    /// Another engine computes these keys, or is about to.
+    pub awaits: bool,
 }
 
 /// LOAD.
@@ -182,6 +184,8 @@ pub struct Save {
     pub step: u64,
     /// Blocks that are kept already are compared with these.
     pub checked: bool,
+    /// Another engine will load these blocks.
+    pub handover: bool,
 }
 
 /// GOLDEN.
@@ -424,13 +428,14 @@ impl Append {
 impl Query {
     fn read(message: &Message) -> Result<Self, RequestError> {
         let keys = Keys::read_asked(message)?;
-        let known = message.flags & !QUERY_ARRIVING == 0;
-        range(message, "flags", message.flags.into(), known, "this release knows 1 alone")?;
-        Ok(Self { op: message.op, keys, arriving: message.flags & QUERY_ARRIVING != 0 })
+        let known = message.flags & !(QUERY_ARRIVING | QUERY_AWAIT) == 0;
+        range(message, "flags", message.flags.into(), known, "this release knows 1 and 2 alone")?;
+        let has = |flag| message.flags & flag != 0;
+        Ok(Self { op: message.op, keys, arriving: has(QUERY_ARRIVING), awaits: has(QUERY_AWAIT) })
     }
 
     fn message(self) -> Message {
-        let flags = if self.arriving { QUERY_ARRIVING } else { 0 };
+        let flags = flag(self.arriving, QUERY_ARRIVING) | flag(self.awaits, QUERY_AWAIT);
         Message { op: self.op, flags, ..self.keys.message(Kind::Query) }
     }
 }
@@ -501,14 +506,17 @@ impl LoadFlags {
 impl Save {
     fn read(message: &Message) -> Result<Self, RequestError> {
         let keys = Keys::read(message)?;
-        let known = message.flags & !SAVE_CHECKED == 0;
-        range(message, "flags", message.flags.into(), known, "this release knows 1 alone")?;
-        let checked = message.flags & SAVE_CHECKED != 0;
-        Ok(Self { op: message.op, keys, position: message.data[0], step: message.step, checked })
+        let known = message.flags & !(SAVE_CHECKED | SAVE_HANDOVER) == 0;
+        range(message, "flags", message.flags.into(), known, "this release knows 1 and 2 alone")?;
+        let (position, step) = (message.data[0], message.step);
+        let has = |flag| message.flags & flag != 0;
+        let (checked, handover) = (has(SAVE_CHECKED), has(SAVE_HANDOVER));
+        Ok(Self { op: message.op, keys, position, step, checked, handover })
     }
 
     fn message(self) -> Message {
-        let (flags, data) = (if self.checked { SAVE_CHECKED } else { 0 }, [self.position, 0, 0, 0, 0, 0]);
+        let flags = flag(self.checked, SAVE_CHECKED) | flag(self.handover, SAVE_HANDOVER);
+        let data = [self.position, 0, 0, 0, 0, 0];
         Message { op: self.op, flags, step: self.step, data, ..self.keys.message(Kind::Save) }
     }
 }
@@ -542,6 +550,10 @@ impl Cancel {
 }
 
 // === fields ===
+
+fn flag(set: bool, bit: u8) -> u8 {
+    if set { bit } else { 0 }
+}
 
 fn range(
     message: &Message,

@@ -121,16 +121,16 @@ fn every_bound_is_kept_to_the_last_value() {
             "HINT with count 65537: at most 65,536 keys",
         ),
         (
-            Message { flags: 1, ..of(Kind::Query) },
-            Message { flags: 2, ..of(Kind::Query) },
-            "QUERY with flags 2",
+            Message { flags: 3, ..of(Kind::Query) },
+            Message { flags: 4, ..of(Kind::Query) },
+            "QUERY with flags 4",
         ),
         (
             Message { flags: 15, ..of(Kind::Load) },
             Message { flags: 16, ..of(Kind::Load) },
             "LOAD with flags 16",
         ),
-        (Message { flags: 1, ..of(Kind::Save) }, Message { flags: 2, ..of(Kind::Save) }, "SAVE with flags 2"),
+        (Message { flags: 3, ..of(Kind::Save) }, Message { flags: 4, ..of(Kind::Save) }, "SAVE with flags 4"),
         (Message { op: 1, ..of(Kind::Weights) }, of(Kind::Weights), "WEIGHTS with op 0: numbered from 1 on"),
         (
             Message { count: 4096, ..of(Kind::Golden) },

@@ -29,6 +29,9 @@ pub const LEASE_TTL_DEFAULT: Time = Time::from_millis(30_000);
 /// may end a worker on a GPU. A thread of a sidecar was seen to wait 3 s for a core, so half is 5 s at least. Above, a lost
 /// engine's blocks stay for too long.
 const LEASE_TTL_MS: std::ops::RangeInclusive<u64> = 10_000..=600_000;
+/// An engine whose memory is full takes a request on when others of its have ended.
+pub const HANDOVER_TTL_DEFAULT: Time = Time::from_millis(30_000);
+const HANDOVER_TTL_MS: std::ops::RangeInclusive<u64> = 1_000..=600_000;
 /// Two threads copy at the memory bandwidth that a socket has left beside a busy engine.
 pub const COPY_THREADS_DEFAULT: usize = 2;
 /// More threads than memory channels of the largest machines gain nothing.
@@ -131,6 +134,12 @@ pub struct Options {
     /// must last until a sidecar that waits for a core has read the load: 3 s were seen.
     #[arg(long, env = "PILLION_LEASE_TTL", value_name = "TIME")]
     pub lease_ttl: Option<Time>,
+    /// How long a prompt that was computed for another engine is kept until that has loaded it [default: 30s]
+    ///
+    /// Whole seconds (s) or milliseconds (ms), 1s to 600s. All of these take half of the memory at most: then the oldest is kept as any
+    /// other block.
+    #[arg(long, env = "PILLION_HANDOVER_TTL", value_name = "TIME")]
+    pub handover_ttl: Option<Time>,
     /// What is shared with other pods.
     #[command(flatten)]
     #[serde(default)]
@@ -186,6 +195,8 @@ pub struct Config {
     pub control: Control,
     /// Life of an unused lease.
     pub lease_ttl: Time,
+    /// Life of a prompt that was computed for another engine.
+    pub handover_ttl: Time,
     pub copy_threads: usize,
     /// Whether GPUs are served.
     pub gpu: UseGpu,
@@ -274,6 +285,7 @@ impl Options {
             control_listen: self.control_listen.or(other.control_listen),
             control_token_file: self.control_token_file.or(other.control_token_file),
             lease_ttl: self.lease_ttl.or(other.lease_ttl),
+            handover_ttl: self.handover_ttl.or(other.handover_ttl),
             mesh: self.mesh.or(other.mesh),
             copy_threads: self.copy_threads.or(other.copy_threads),
             gpu: self.gpu.or(other.gpu),
@@ -289,6 +301,11 @@ impl Options {
             let value = lease_ttl.to_string();
             let rule = "10s to 600s: a shorter lease may end before its load is read";
             return Err(ConfigError::Range { option: "lease-ttl", value, rule });
+        }
+        let handover_ttl = self.handover_ttl.unwrap_or(HANDOVER_TTL_DEFAULT);
+        if !HANDOVER_TTL_MS.contains(&handover_ttl.as_millis()) {
+            let value = handover_ttl.to_string();
+            return Err(ConfigError::Range { option: "handover-ttl", value, rule: "1s to 600s" });
         }
         let copy_threads = self.copy_threads.unwrap_or(COPY_THREADS_DEFAULT);
         if !COPY_THREADS.contains(&copy_threads) {
@@ -315,6 +332,7 @@ impl Options {
             mesh: self.mesh.complete()?,
             socket_group: self.socket_group,
             lease_ttl,
+            handover_ttl,
             copy_threads,
             gpu: self.gpu.unwrap_or(UseGpu::Auto),
             log_level: self.log_level.unwrap_or(Level::Info),

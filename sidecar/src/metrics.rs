@@ -43,7 +43,8 @@ pub enum CloseReason {
 pub struct Metrics {
     figures: Figures<Stats>,
     durations: Durations,
-    saves_dropped: Vec<(IntCounter, Reading<Stats>)>,
+    /// Counters with a label that says why.
+    reasons: Vec<(IntCounter, Reading<Stats>)>,
     wait_seconds: Counter,
     differences: GaugeVec,
     pool_bytes: IntGauge,
@@ -79,6 +80,21 @@ const COUNTERS: &[Figure<Stats>] = &[
     }),
     ("query_early_answers_total", "Queries answered while blocks of theirs were on their way.", |s| {
         s.early_answers
+    }),
+    ("handover_queries_total", "Requests that asked for a prompt which another engine computes.", |s| {
+        s.handover_queries
+    }),
+    ("handover_blocks_total", "Blocks saved, or found kept, for another engine.", |s| s.handover_blocks),
+    ("handover_exhausted_total", "Those of them that waited, and compute what nobody produced.", |s| {
+        s.handover_exhausted
+    }),
+    (
+        "handover_without_producer_total",
+        "Those of them that did not wait: three before had waited in vain, and no other engine has saved since.",
+        |s| s.handover_without_producer,
+    ),
+    ("handover_beyond_limit_total", "Those of them that did not wait: 64 of their engine did.", |s| {
+        s.handover_beyond_limit
     }),
     (
         "leases_cut_total",
@@ -128,6 +144,7 @@ const GAUGES: &[Figure<Stats>] = &[
         |s| s.unverified_blocks,
     ),
     ("sessions", "Engine processes connected.", |s| s.sessions),
+    ("handover_kept_bytes", "Bytes kept for engines that have not loaded them.", |s| s.handover_kept_bytes),
     ("leases", "Queries whose blocks are held for a load.", |s| s.leases),
     ("barred_engines", "Engines connected that a namespace is closed to; see pillion ctl namespaces.", |s| {
         s.barred_engines
@@ -145,6 +162,13 @@ const SAVES_DROPPED: &[(&str, Reading<Stats>)] = &[
     }),
 ];
 
+/// Why blocks are not kept for another engine any more; the label of `pillion_handover_released_total`.
+const RELEASED: &[(&str, Reading<Stats>)] =
+    &[("loaded", |s| s.handover_loaded), ("expired", |s| s.handover_expired), ("full", |s| s.handover_full)];
+/// Why blocks for another engine were not kept at all; the label of `pillion_handover_lost_total`.
+const LOST: &[(&str, Reading<Stats>)] =
+    &[("reuse", |s| s.handover_lost_to_reuse), ("dropped", |s| s.handover_dropped)];
+
 // === impl CloseReason ===
 
 impl CloseReason {
@@ -160,6 +184,19 @@ impl CloseReason {
     }
 }
 
+/// A counter for each reason.
+fn by_reason(
+    registry: &Registry,
+    name: &str,
+    help: &str,
+    reasons: &[(&str, Reading<Stats>)],
+) -> Result<Vec<(IntCounter, Reading<Stats>)>, prometheus::Error> {
+    let counters = IntCounterVec::new(Opts::new(format!("pillion_{name}"), help), &["reason"])?;
+    registry.register(Box::new(counters.clone()))?;
+    let of = |(reason, figure): &(&str, Reading<Stats>)| (counters.with_label_values(&[*reason]), *figure);
+    Ok(reasons.iter().map(of).collect())
+}
+
 // === impl Metrics ===
 
 impl Metrics {
@@ -170,10 +207,11 @@ impl Metrics {
         let dropped = "Blocks not saved, by reason; no_room: all is leased or being filled, so raise --dram or the quota; too_large: raise \
                        --dram; not_copied: the engine left, too much waited, or its step or copy failed; unproven: \
                        the engine has to prove first what it computes.";
-        let dropped = IntCounterVec::new(Opts::new("pillion_saves_dropped_total", dropped), &["reason"])?;
-        registry.register(Box::new(dropped.clone()))?;
-        let saves_dropped =
-            SAVES_DROPPED.iter().map(|(reason, figure)| (dropped.with_label_values(&[*reason]), *figure));
+        let released = "Blocks kept for another engine no longer, by reason; full: half of the pool was kept, so raise --dram.";
+        let lost = "Blocks for another engine that were not kept, by reason; reuse: their engine needed the memory before they were copied.";
+        let mut reasons = by_reason(registry, "saves_dropped_total", dropped, SAVES_DROPPED)?;
+        reasons.extend(by_reason(registry, "handover_released_total", released, RELEASED)?);
+        reasons.extend(by_reason(registry, "handover_lost_total", lost, LOST)?);
         let waited = "Time that queries waited for blocks from a disk or a peer, or being verified.";
         let wait_seconds = Counter::new("pillion_query_wait_seconds_total", waited)?;
         registry.register(Box::new(wait_seconds.clone()))?;
@@ -205,7 +243,7 @@ impl Metrics {
         Ok(Self {
             figures,
             durations: Durations::new(registry)?,
-            saves_dropped: saves_dropped.collect(),
+            reasons,
             wait_seconds,
             differences,
             pool_bytes: size,
@@ -249,7 +287,7 @@ impl Metrics {
     /// Makes the core's figures visible. Called by the data thread alone, so read-then-add is exact.
     pub fn publish(&self, stats: &Stats) {
         self.figures.publish(stats);
-        self.saves_dropped.iter().for_each(|(counter, figure)| raise(counter, figure(stats)));
+        self.reasons.iter().for_each(|(counter, figure)| raise(counter, figure(stats)));
         self.wait_seconds.inc_by((stats.wait_ms as f64 / 1e3 - self.wait_seconds.get()).max(0.0));
     }
 

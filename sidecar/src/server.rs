@@ -208,7 +208,7 @@ fn start_disks(
     pool: &Pool,
     ended: &Arc<EndSignal>,
 ) -> Result<(Core, Option<Disks>), StartError> {
-    let mut core = Core::new(dram);
+    let mut core = Core::new(dram).with_handover_ttl(config.handover_ttl.as_millis());
     core.limit(&config.quotas);
     if pool.former_epoch().is_some() {
         core.begin_opening();

@@ -190,9 +190,12 @@ class Engine:
     def _send(self, name: str, **arguments: Any) -> None:
         self._driver.tell({"command": name, **arguments})
 
-    def ask(self, number: int, prompt: list[int], max_tokens: int, logprobs: int = 0) -> None:
-        """Add a request to those in flight; `answered` gives its answer back."""
-        self._send("ask", number=number, prompt=prompt, sampling={"max_tokens": max_tokens, "logprobs": logprobs})
+    def ask(
+        self, number: int, prompt: list[int], max_tokens: int, logprobs: int = 0, transfer: dict[str, Any] | None = None
+    ) -> None:
+        """Add a request to those in flight; `answered` gives its answer back. `transfer`: its kv_transfer_params."""
+        more = {"extra_args": {"kv_transfer_params": transfer}} if transfer else {}
+        self._send("ask", number=number, prompt=prompt, sampling={"max_tokens": max_tokens, "logprobs": logprobs, **more})
 
     def answered(self, patience_s: float) -> list[dict[str, Any]]:
         """Answers of `ask` since the last call, each with its number as `answered`; waits so long for the first."""

@@ -140,6 +140,7 @@ class Driver:
         answer["tokens"] = list(completion.token_ids)
         answer["cached_tokens"] = output.num_cached_tokens
         answer["finish_reason"] = completion.finish_reason
+        answer["transfer"] = output.kv_transfer_params
         # repr of a float is exact in JSON: bit-equality survives the way to the test.
         answer["logprobs"] = [
             {str(token): entry.logprob for token, entry in position.items()} for position in completion.logprobs or []

@@ -58,9 +58,13 @@ class Sidecar(Server):
 
     def namespaces(self) -> list[dict[str, Any]]:
         """What `pillion ctl namespaces` lists."""
-        command = [str(find_binary()), "ctl", "--socket", str(self.socket), "namespaces"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return list(json.loads(done.stdout)["namespaces"])
+        return list(self.ctl("namespaces")["namespaces"])
+
+    def ctl(self, *command: str) -> dict[str, Any]:
+        """What a command of `pillion ctl` answers."""
+        line = [str(find_binary()), "ctl", "--socket", str(self.socket), *command]
+        done = subprocess.run(line, capture_output=True, text=True, check=True)
+        return dict(json.loads(done.stdout))
 
     def metrics(self) -> dict[str, int]:
         """Every sample of /metrics by name, summed over its labels."""

@@ -23,6 +23,7 @@ class Session:
     saving = 0
     # Not bound: nothing is checked.
     namespace = 0
+    connected = True
 
     def __init__(self, *arguments: Any) -> None:
         self.loads: list[bool] = []
@@ -74,13 +75,16 @@ def request(number: int, found_blocks: int, new_tokens: int) -> Any:
         lora_request=None,
         skip_reading_prefix_cache=False,
         num_tokens=tokens,
+        kv_transfer_params=None,
         num_preemptions=0,
         block_hashes=[bytes(16)] * (tokens // BLOCK_TOKENS),
         found=found_blocks * BLOCK_TOKENS,
     )
 
 
-def made(monkeypatch: pytest.MonkeyPatch, on_gpu: bool, load: str = "auto", policy: str = "recompute") -> Scheduler:
+def made(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, load: str = "auto", policy: str = "recompute", role: str = "kv_both"
+) -> Scheduler:
     """A scheduler of an engine that exists in these answers alone."""
     answers = {
         "on_gpu": on_gpu,
@@ -97,7 +101,9 @@ def made(monkeypatch: pytest.MonkeyPatch, on_gpu: bool, load: str = "auto", poli
     for name, answer in answers.items():
         monkeypatch.setattr(vllm_compat, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(_shim, "SchedulerSession", Session)
-    vllm_config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="e", kv_load_failure_policy=policy))
+    vllm_config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(engine_id="e", kv_role=role, kv_load_failure_policy=policy)
+    )
     kv_cache_config: Any = SimpleNamespace(num_blocks=1 << 16)
     return Scheduler(Config(socket="/s", load=load), vllm_config, kv_cache_config)
 

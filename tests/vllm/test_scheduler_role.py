@@ -26,12 +26,16 @@ class Session:
     def __init__(self, *options: Any) -> None:
         self.groups = options[-1]
         self.generation, self.saving, self.namespace = 1, 0, HERE
+        self.connected = True
         self.hits = 0
         self.counts: list[int] = []
         self.voided = 0
         # The fold of every log, by its number.
         self.logs: list[bytes | None] = []
         self.closed: list[int] = []
+        # Logs whose keys another engine computes, and those that another engine will load.
+        self.awaited: list[int] = []
+        self.handed_over: list[int] = []
         # (log, first key, blocks) of each save.
         self.saves: list[tuple[int, int, list[int]]] = []
         # The same of blocks to compare, and how many were.
@@ -54,6 +58,14 @@ class Session:
         """All of them."""
         assert log not in self.closed
         return len(hashes)
+
+    def await_producer(self, log: int) -> None:
+        """Written down."""
+        self.awaited.append(log)
+
+    def hand_over(self, log: int) -> None:
+        """Written down."""
+        self.handed_over.append(log)
 
     def query(self, log: int, start: int, count: int) -> int:
         """As many as there are."""
@@ -134,7 +146,7 @@ class Engine:
         cache = SimpleNamespace(kv_cache_groups=[group], num_blocks=BLOCKS)
         engine = SimpleNamespace(
             max_concurrent_batches=steps,
-            kv_transfer_config=SimpleNamespace(engine_id="engine"),
+            kv_transfer_config=SimpleNamespace(engine_id="engine", kv_role="kv_both"),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
         )
         config: Any = Config("/nowhere", check_every=check_every, **options)
@@ -143,13 +155,15 @@ class Engine:
         self._free = 1
         self._requests = 0
 
-    def arrive(self, tokens: int, lora: Any = None) -> Any:
-        """A request."""
+    def arrive(self, tokens: int, lora: Any = None, transfer: Any = None) -> Any:
+        """A request; `transfer`: its kv_transfer_params."""
         self._requests += 1
         request = SimpleNamespace(
             request_id=f"request-{self._requests}",
             num_tokens=tokens,
+            num_prompt_tokens=tokens,
             num_computed_tokens=0,
+            kv_transfer_params=transfer,
             num_preemptions=0,
             block_hashes=[bytes([block] * 32) for block in range(tokens // BLOCK_TOKENS)],
             all_token_ids=list(range(tokens)),
@@ -241,6 +255,63 @@ def test_a_preempted_request_does_not_count_its_hit_again(engine: Engine) -> Non
         assert engine.role.sources(request, 3 * BLOCK_TOKENS) == {"host": 3 * BLOCK_TOKENS}
         assert engine.role.sources(request, 4 * BLOCK_TOKENS) == {}
     assert engine.role.take_hit_tokens() == {"host": 3 * BLOCK_TOKENS} and engine.role.take_hit_tokens() == {}
+
+
+# --- handovers ---
+
+TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+
+
+def _end(engine: Engine, request: Any, status: str) -> Any:
+    request.status = SimpleNamespace(name=status)
+    return engine.role.finished(request)
+
+
+def test_a_prompt_for_another_engine_is_offered_with_what_was_found_in_the_step_that_may_be_its_last(engine: Engine) -> None:
+    """In parts; and its end says so."""
+    request = engine.arrive(9 * BLOCK_TOKENS + 1, transfer=TO_DECODE)
+    engine.compute(request, found=3 * BLOCK_TOKENS)
+    assert engine.session.handed_over == [0] and engine.session.awaited == []
+    assert engine.session.saves == [(0, 0, [1, 2, 3]), (0, 3, [4, 5, 6, 7, 8, 9])]
+    told = _end(engine, request, "FINISHED_LENGTH_CAPPED")
+    assert told == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "engine",
+        "remote_block_ids": [],
+        "remote_host": None,
+        "remote_port": None,
+        "pillion": {"tokens": 9 * BLOCK_TOKENS},
+    }
+    awaiting = engine.arrive(9 * BLOCK_TOKENS + 1, transfer=told)
+    engine.ask(awaiting)
+    assert engine.session.awaited == [1] and engine.session.handed_over == [0]
+    assert _end(engine, awaiting, "FINISHED_LENGTH_CAPPED") is None
+
+
+def test_who_is_aborted_or_has_saved_nothing_sends_nobody_to_wait(engine: Engine) -> None:
+    """Also before it was scheduled, and where no sidecar is there."""
+    never = engine.arrive(9 * BLOCK_TOKENS, transfer=TO_DECODE)
+    engine.role._requests.by_id.clear()
+    assert _end(engine, never, "FINISHED_ABORTED") is None
+    aborted = engine.arrive(9 * BLOCK_TOKENS, transfer=TO_DECODE)
+    engine.compute(aborted)
+    assert _end(engine, aborted, "FINISHED_ABORTED") is None
+    alone = engine.arrive(9 * BLOCK_TOKENS, transfer=TO_DECODE)
+    engine.compute(alone)
+    engine.session.connected = False
+    told = _end(engine, alone, "FINISHED_STOPPED")
+    assert (told["do_remote_prefill"], told["pillion"]) == (False, {"tokens": 0})
+
+
+@pytest.mark.parametrize("transfer", [None, {}, {"do_remote_prefill": "yes", "do_remote_decode": 1}, "do_remote_prefill", [1]])
+def test_what_is_no_request_for_a_handover_is_none(engine: Engine, transfer: Any) -> None:
+    """Whatever a client writes."""
+    request = engine.arrive(9 * BLOCK_TOKENS, transfer=transfer)
+    engine.ask(request)
+    engine.compute(request)
+    assert engine.session.awaited == engine.session.handed_over == []
+    assert _end(engine, request, "FINISHED_STOPPED") is None
 
 
 # --- golden blocks ---

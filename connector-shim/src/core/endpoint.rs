@@ -12,6 +12,8 @@ pub trait Endpoint {
     fn epoch(&self) -> u64;
     /// How long the sidecar keeps a lease.
     fn lease_ttl(&self) -> Duration;
+    /// Whether the sidecar knows the flags of handovers.
+    fn knows_handover(&self) -> bool;
     /// Wakes the sidecar if it sleeps.
     fn ring(&self);
     /// Whether the sidecar is gone. Looks without waiting; the answer stays yes.

@@ -21,6 +21,10 @@ pub(crate) struct Log {
     pub(crate) length: u32,
     /// Mixed into every key.
     pub(crate) fold: Option<[u8; 16]>,
+    /// Another engine computes its keys, or is about to.
+    pub(crate) awaits: bool,
+    /// Another engine will load its keys.
+    pub(crate) handover: bool,
     /// What the last answer promised.
     pub(crate) lease: Option<Lease>,
     /// A query that the sidecar will answer later.

@@ -3,6 +3,7 @@
 //! Every call answers at once. Without a sidecar every answer is "miss" and every save is dropped.
 
 mod announced;
+mod handover;
 mod link;
 mod query;
 
@@ -230,8 +231,10 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         if start.checked_add(count)? > log.length || !link.saves.has_room() {
             return None;
         }
+        let handover = log.handover && link.connection.knows_handover();
         let (op, keys) = (self.next_op, Keys { log: number, from: start, count });
-        let save = |position| SchedulerRequest::Save(request::Save { op, keys, position, step, checked });
+        let save =
+            |position| SchedulerRequest::Save(request::Save { op, keys, position, step, checked, handover });
         if !link.post_with_blocks(&blocks, save) {
             return None;
         }

@@ -48,6 +48,8 @@ pub(crate) struct Peer {
     folder: PathBuf,
     pub(crate) epoch: u64,
     pub(crate) lease_ttl_ms: u64,
+    /// Whether it knows the flags of handovers.
+    pub(crate) handover: bool,
 }
 
 /// The sidecar's end of one session.
@@ -73,7 +75,7 @@ impl Peer {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let folder = std::env::temp_dir().join(format!("pillion-shim-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
-        Self { folder, epoch, lease_ttl_ms: LEASE_TTL_MS }
+        Self { folder, epoch, lease_ttl_ms: LEASE_TTL_MS, handover: true }
     }
 
     pub(crate) fn socket(&self) -> PathBuf {
@@ -83,8 +85,9 @@ impl Peer {
     /// Serves the next connection in the background, with a pool for blocks of `block_bytes`.
     pub(crate) fn serve(&self, block_bytes: u64) -> JoinHandle<Served> {
         let listener = self.listen();
-        let (epoch, lease_ttl_ms) = (self.epoch, self.lease_ttl_ms);
-        std::thread::spawn(move || accept(&listener, epoch, lease_ttl_ms, block_bytes))
+        let said =
+            Welcome { lease_ttl_ms: self.lease_ttl_ms, handover: self.handover, ..welcome(self.epoch) };
+        std::thread::spawn(move || accept(&listener, said, block_bytes))
     }
 
     /// Refuses the next connection in the background.
@@ -150,6 +153,7 @@ pub(crate) fn welcome(epoch: u64) -> Welcome {
         segment_bytes: SEGMENT_BYTES,
         namespace: "00112233445566778899aabbccddeeff".into(),
         note: None,
+        handover: true,
     }
 }
 
@@ -163,11 +167,11 @@ pub(crate) fn own_process() -> OwnedFd {
     pidfd_open(getpid(), PidfdFlags::empty()).unwrap()
 }
 
-fn accept(listener: &OwnedFd, epoch: u64, lease_ttl_ms: u64, block_bytes: u64) -> Served {
+fn accept(listener: &OwnedFd, said: Welcome, block_bytes: u64) -> Served {
     let socket = accept_socket(listener);
     let (record, descriptors) = transport::receive(&socket).unwrap();
     let hello = decode_hello(&record, descriptors.len()).unwrap();
-    let (fd, memory) = SessionMemory::create(PROTOCOL_VERSION, epoch, 1).unwrap();
+    let (fd, memory) = SessionMemory::create(PROTOCOL_VERSION, said.epoch, 1).unwrap();
     memory.store_bound(bound(0, namespace()));
     let doorbell = doorbell();
     let pool = TestPool::new(block_bytes);
@@ -178,7 +182,7 @@ fn accept(listener: &OwnedFd, epoch: u64, lease_ttl_ms: u64, block_bytes: u64) -
         }
         Role::Scheduler { .. } => String::new(),
     };
-    let welcome = Welcome { lease_ttl_ms, namespace, ..welcome(epoch) };
+    let welcome = Welcome { namespace, ..said };
     let process = own_process();
     let sent = [fd.as_fd(), doorbell.as_fd(), pool.fd.as_fd(), process.as_fd()];
     transport::send(&socket, &encode(&Reply::Welcome(welcome)), &sent).unwrap();

@@ -1,6 +1,7 @@
 //! Blocks on their way into DRAM, from wherever they are kept, and who waits for each.
 //!
-//! A block of an earlier life lies in its slot and is on its way while it is verified. Whoever stops waiting leaves what is on
+//! A block of an earlier life lies in its slot and is on its way while it is verified. A block that a save is filling is on its
+//! way for those who await what another engine computes, from when the first of them asked. Whoever stops waiting leaves what is on
 //! its way to end by itself; its blocks stay in DRAM as any others. A slot given to an arrival is its own until its end, whoever
 //! asked for it.
 
@@ -35,6 +36,8 @@ pub(super) struct Arrivals {
     bytes_max: u64,
     bytes: u64,
     coming: BTreeMap<BlockKey, Coming>,
+    /// How many of them saves fill.
+    saved: usize,
 }
 
 /// A block on its way into a slot.
@@ -47,14 +50,25 @@ struct Coming {
     late: bool,
     /// It is not to be kept: what is kept under its key was removed meanwhile.
     distrusted: bool,
+    /// A save fills it, and it is awaited since then.
+    saved_since_ms: Option<u64>,
     waiting: Vec<Waiter>,
+}
+
+// === impl Coming ===
+
+impl Coming {
+    fn new(slot: SlotRef) -> Self {
+        let (source, waiting) = (Source::Memory, Vec::new());
+        Self { slot, source, bytes: 0, late: false, distrusted: false, saved_since_ms: None, waiting }
+    }
 }
 
 // === impl Arrivals ===
 
 impl Arrivals {
     pub(super) fn new(dram: &Dram) -> Self {
-        Self { bytes_max: dram.config().pool_bytes / PART, bytes: 0, coming: BTreeMap::new() }
+        Self { bytes_max: dram.config().pool_bytes / PART, bytes: 0, coming: BTreeMap::new(), saved: 0 }
     }
 
     /// Whether a block's end is still to come.
@@ -62,9 +76,10 @@ impl Arrivals {
         !self.coming.is_empty()
     }
 
-    /// Whether a block that is on its way may be waited for.
-    pub(super) fn is_in_time(&self, key: &BlockKey) -> Option<bool> {
-        self.coming.get(key).map(|coming| !coming.late)
+    /// Whether a block that is on its way may be waited for; by who `awaits`, also one that a save fills.
+    pub(super) fn is_in_time(&self, key: &BlockKey, awaits: bool) -> Option<bool> {
+        let coming = self.coming.get(key).filter(|coming| awaits || coming.saved_since_ms.is_none());
+        coming.map(|coming| !coming.late)
     }
 
     /// The slot of one that may be waited for; `waiter` does from now on.
@@ -102,7 +117,16 @@ impl Arrivals {
     /// A block of `bytes` is on its way into its slot.
     pub(super) fn begin(&mut self, key: BlockKey, slot: SlotRef, bytes: u64, source: Source) {
         self.bytes += bytes;
-        let coming = Coming { slot, source, bytes, late: false, distrusted: false, waiting: Vec::new() };
+        self.insert(key, Coming { source, bytes, ..Coming::new(slot) });
+    }
+
+    /// A block that a save fills is awaited from now on. It takes nothing of what may be on its way.
+    pub(super) fn begin_saved(&mut self, key: BlockKey, slot: SlotRef, now_ms: u64) {
+        self.saved += 1;
+        self.insert(key, Coming { saved_since_ms: Some(now_ms), ..Coming::new(slot) });
+    }
+
+    fn insert(&mut self, key: BlockKey, coming: Coming) {
         let before = self.coming.insert(key, coming);
         assert!(before.is_none(), "a slot is filled once at a time");
     }
@@ -112,6 +136,27 @@ impl Arrivals {
         let coming = self.coming.remove(key).expect("a block ends once");
         self.bytes -= coming.bytes;
         (!coming.distrusted, coming.waiting)
+    }
+
+    /// A save has ended a block; who has awaited it, if anybody did.
+    pub(super) fn end_saved(&mut self, key: &BlockKey) -> Option<Vec<Waiter>> {
+        if self.saved == 0 || self.coming.get(key)?.saved_since_ms.is_none() {
+            return None;
+        }
+        self.saved -= 1;
+        self.coming.remove(key).map(|coming| coming.waiting)
+    }
+
+    /// Blocks that saves have not ended [`WAIT_MS_MAX`] after they were first awaited, each to be given up.
+    pub(super) fn late_saves(&self, now_ms: u64) -> Vec<BlockKey> {
+        if self.saved == 0 {
+            return Vec::new();
+        }
+        let is_late = |coming: &Coming| {
+            !coming.late
+                && coming.saved_since_ms.is_some_and(|since| now_ms >= since.saturating_add(WAIT_MS_MAX))
+        };
+        self.coming.iter().filter(|(_, coming)| is_late(coming)).map(|(key, _)| *key).collect()
     }
 
     /// A block is late: whoever has waited is to be answered without it.

@@ -9,6 +9,7 @@ use tiers::dram::Dram;
 
 use super::arrivals::Arrivals;
 use super::event::Action;
+use super::handover::{Kept, Produced};
 use super::namespaces::{Binding, Namespaces};
 use super::quotas::Quotas;
 use super::stats::Stats;
@@ -30,6 +31,10 @@ pub(super) struct Context {
     pub(super) dram: Dram,
     /// What is on its way into it.
     pub(super) arrivals: Arrivals,
+    /// What is kept in it for engines that have not loaded it.
+    pub(super) kept: Kept,
+    /// What saves have begun and ended in this event.
+    pub(super) produced: Produced,
     pub(super) namespaces: Namespaces,
     pub(super) quotas: Quotas,
     /// Blocks that one event takes slots for. The others wait for the next turn.
@@ -48,8 +53,8 @@ pub(super) struct Context {
 impl Context {
     /// Nothing was told yet of an empty tier.
     pub(super) fn new(dram: Dram) -> Self {
-        let arrivals = Arrivals::new(&dram);
-        let (now, now_ms, draining, opening, namespaces, quotas, stats) = Default::default();
+        let (arrivals, kept) = (Arrivals::new(&dram), Kept::new(&dram));
+        let (now, now_ms, draining, opening, produced, namespaces, quotas, stats) = Default::default();
         let (claims_max, actions, over, changes) = (CLAIMS_MAX, Vec::new(), Vec::new(), Vec::new());
         Self {
             now,
@@ -58,6 +63,8 @@ impl Context {
             opening,
             dram,
             arrivals,
+            kept,
+            produced,
             namespaces,
             quotas,
             claims_max,
@@ -113,6 +120,19 @@ impl Context {
     /// A block is written into its slot from now on.
     pub(super) fn fill(&mut self, slot: SlotRef, key: BlockKey, binding: &Binding) {
         self.actions.push(Action::FillSlot { slot, namespace: binding.digest, key });
+    }
+
+    /// A block that another engine will load is here.
+    pub(super) fn keep(&mut self, key: &BlockKey, binding: &Binding) {
+        self.stats.handover_blocks += 1;
+        self.kept.keep(key, binding.whose.holder, self.now_ms, &mut self.dram);
+    }
+
+    /// A save has ended a block: whoever awaits it is told at the end of this event.
+    pub(super) fn end_saved(&mut self, key: BlockKey, kept: bool) {
+        if let Some(waiting) = self.arrivals.end_saved(&key) {
+            self.produced.ended.push((key, waiting, kept));
+        }
     }
 
     /// Gives back a slot whose block is not kept.

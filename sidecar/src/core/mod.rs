@@ -15,6 +15,7 @@ mod comparison;
 mod context;
 mod engines;
 mod event;
+mod handover;
 mod inventory;
 mod namespaces;
 mod peers;
@@ -47,6 +48,7 @@ use self::context::Context;
 use self::engines::Engines;
 pub use self::engines::{Barred, EngineState, Holder, Proof, Standing};
 pub use self::event::{Action, Direction, Event, Heard, Piece, Request};
+use self::handover::Produced;
 pub use self::inventory::{Eviction, Kept, Location, Survey};
 use self::namespaces::Binding;
 use self::peers::{Again, Peers};
@@ -116,6 +118,12 @@ impl Core {
     /// The same where one event takes slots for no more blocks than this.
     pub fn with_claims(mut self, claims_max: usize) -> Self {
         self.base.cx.claims_max = claims_max;
+        self
+    }
+
+    /// The same where blocks that are handed over are kept so long for an engine that has not loaded them.
+    pub fn with_handover_ttl(mut self, ttl_ms: u64) -> Self {
+        self.base.cx.kept.set_ttl(ttl_ms);
         self
     }
 
@@ -193,6 +201,7 @@ impl Core {
                 base.sources.peers.iter().for_each(|peers| peers.cancel(&mut base.cx));
             }
         }
+        self.follow_saves();
         out.append(&mut self.base.cx.actions);
     }
 
@@ -355,6 +364,20 @@ impl Core {
         }
     }
 
+    /// Tells those who await what other engines compute what saves have begun and ended.
+    fn follow_saves(&mut self) {
+        let Produced { claimed, ended, kept } = std::mem::take(&mut self.base.cx.produced);
+        for (namespace, session) in kept {
+            self.queries.restore_patience_beside(namespace, session, &self.base.engines);
+        }
+        for (key, waiting, is_kept) in ended {
+            self.tell(waiting, is_kept.then_some(&key));
+        }
+        if claimed {
+            self.queries.look_at_saves(&mut self.base);
+        }
+    }
+
     /// Blocks of fetches have ended. Those that another peer may have are asked of it, together.
     fn fetched(&mut self, ends: &[Done]) {
         if ends.iter().any(|end| end.result.is_ok()) {
@@ -379,8 +402,10 @@ impl Core {
     fn tick(&mut self) {
         let cx = &mut self.base.cx;
         cx.dram.expire(cx.now_ms);
+        cx.kept.expire(cx.now_ms, &mut cx.dram);
         cx.apply_evictions();
-        for key in self.base.sources.late(cx.now_ms) {
+        let late_saves = cx.arrivals.late_saves(cx.now_ms);
+        for key in self.base.sources.late(cx.now_ms).into_iter().chain(late_saves) {
             let waiting = self.base.cx.arrivals.give_up(&key);
             self.tell(waiting, None);
         }
@@ -447,6 +472,11 @@ impl Core {
     /// Whether an operation waits for this worker's fence words.
     pub fn waits_on_fences(&self, session: SessionId) -> bool {
         self.base.engines.place(session).is_some_and(|place| self.transfers.waits_on_fences(place.0))
+    }
+
+    /// Whether a save for another engine is among those operations.
+    pub fn hands_over(&self, session: SessionId) -> bool {
+        self.base.engines.place(session).is_some_and(|place| self.transfers.hands_over(place.0))
     }
 
     /// Whether time must pass for the SSD tier to go on.
@@ -548,6 +578,10 @@ impl Core {
             unverified_blocks: tier.unverified_blocks,
             removed_blocks: tier.removed_blocks_total,
             barred_engines: barred as u64,
+            handover_kept_bytes: cx.kept.bytes(),
+            handover_loaded: cx.kept.released().loaded,
+            handover_expired: cx.kept.released().expired,
+            handover_full: cx.kept.released().full,
             ..cx.stats.clone()
         }
     }

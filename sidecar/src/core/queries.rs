@@ -56,6 +56,8 @@ struct Question {
     count: u32,
     /// It may be answered while its blocks are on their way.
     arriving: bool,
+    /// Another engine computes what it asks for, or is about to.
+    awaits: bool,
     asked: Duration,
 }
 
@@ -167,10 +169,10 @@ impl Queries {
         query: Query,
         base: &mut Base,
     ) -> Result<(), Violation> {
-        let Query { op, keys: Keys { log, from, count }, arriving } = query;
+        let Query { op, keys: Keys { log, from, count }, arriving, awaits } = query;
         self.askers[&session].logs.get(log)?;
         self.end_wait(session, log, &mut base.cx);
-        let question = Question { session, op, log, from, count, arriving, asked: base.cx.now };
+        let question = Question { session, op, log, from, count, arriving, awaits, asked: base.cx.now };
         let waits = self.ask(question, base);
         base.cx.stats.waits += u64::from(waits);
         Ok(())
@@ -183,7 +185,7 @@ impl Queries {
         let bound = engines[session].binding.filter(|_| !cx.draining && sources.any(&cx.dram));
         if let Some(binding) = bound {
             let most = cx.arrivals.bytes_max() / 2;
-            let brought = sources.bring(&binding, log.some(keys.from, keys.count), most, cx);
+            let brought = sources.bring(&binding, log.some(keys.from, keys.count), most, false, cx);
             self.note_sources((session, keys.log), &brought.coming, cx);
             self.unhold(session, brought.held, cx);
         }
@@ -206,14 +208,14 @@ impl Queries {
         };
         let found = self.lease(question, &binding, scheduler.world_size, &mut base.cx);
         let may_ask_peers = base.sources.may_ask_peers(&binding);
-        let may_send = self.see_run(question, found.hits(), may_ask_peers, base.cx.now_ms);
+        let may_send = self.see_run(question, found.hits(), may_ask_peers, &mut base.cx);
         let wanted = self.wanted(question);
         let waits = wanted.get(found.hits() as usize).copied().is_some_and(|next| {
-            if may_send && base.sources.may_arrive(&binding, &next, &base.cx) {
+            if may_send && base.sources.may_arrive(&binding, &next, question.awaits, &base.cx) {
                 self.unsent.push((question, found.hits()));
                 return true;
             }
-            may_ask_peers && self.wait_for_producer(question, base.cx.now)
+            (may_ask_peers || question.awaits) && self.wait_for_producer(question, base.cx.now)
         });
         if !waits {
             self.end_window(question, found.hits(), scheduler, &mut base.cx);

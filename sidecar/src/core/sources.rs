@@ -90,11 +90,12 @@ impl Sources {
         }
     }
 
-    /// Whether the block may be had in DRAM soon.
-    pub(super) fn may_arrive(&self, binding: &Binding, hash: &BlockHash, cx: &Context) -> bool {
+    /// Whether the block may be had in DRAM soon; by who `awaits` it, also from a save.
+    pub(super) fn may_arrive(&self, binding: &Binding, hash: &BlockHash, awaits: bool, cx: &Context) -> bool {
         let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
-        cx.arrivals.is_in_time(&key).unwrap_or_else(|| {
-            cx.dram.is_adopted(&key)
+        cx.arrivals.is_in_time(&key, awaits).unwrap_or_else(|| {
+            awaits && cx.dram.filling(&key).is_some()
+                || cx.dram.is_adopted(&key)
                 || self.disk_keeps(&key, binding.block_bytes())
                 || self.ask_directory(cx.now_ms, binding, 0, &[*hash]).is_some()
         })
@@ -121,9 +122,10 @@ impl Sources {
         binding: &Binding,
         run: &[BlockHash],
         most: u64,
+        awaits: bool,
         cx: &mut Context,
     ) -> Followed {
-        let mut followed = self.follow(binding, run, most, cx);
+        let mut followed = self.follow(binding, run, most, awaits, cx);
         followed.coming.extend(self.verification.begin(&followed.adopted, cx));
         self.begin_reads(binding, &mut followed, cx);
         self.begin_fetches(binding, &mut followed, cx);
@@ -131,8 +133,15 @@ impl Sources {
     }
 
     /// Follows a run, as long as no more than `most` bytes are on their way, and of engines at work each has its part of those; a
-    /// block alone always may be. A block that a save is filling ends the run: its step may be long in coming.
-    fn follow(&self, binding: &Binding, run: &[BlockHash], most: u64, cx: &mut Context) -> Followed {
+    /// block alone always may be. A block that a save is filling ends the run, but of who `awaits` it.
+    fn follow(
+        &self,
+        binding: &Binding,
+        run: &[BlockHash],
+        most: u64,
+        awaits: bool,
+        cx: &mut Context,
+    ) -> Followed {
         let mut followed = Followed::default();
         let (block_bytes, holder) = (binding.block_bytes(), binding.whose.holder);
         let mut room = (most.max(block_bytes).saturating_sub(cx.arrivals.bytes()) / block_bytes) as usize;
@@ -151,13 +160,18 @@ impl Sources {
                 followed.held.push(slot);
                 continue;
             }
-            match cx.arrivals.is_in_time(&key) {
+            match cx.arrivals.is_in_time(&key, awaits) {
                 Some(true) => {
                     followed.coming.push(key);
                     continue;
                 }
                 Some(false) => break,
                 None => {}
+            }
+            if awaits && let Some(slot) = cx.dram.filling(&key) {
+                cx.arrivals.begin_saved(key, slot, cx.now_ms);
+                followed.coming.push(key);
+                continue;
             }
             if cx.dram.is_adopted(&key) {
                 followed.adopted.push(key);

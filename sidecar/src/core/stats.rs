@@ -33,6 +33,25 @@ pub struct Stats {
     pub waits_timed_out: u64,
     /// Those that were answered while blocks of theirs were on their way.
     pub early_answers: u64,
+    /// Requests that asked for a prompt which another engine computes.
+    pub handover_queries: u64,
+    /// Those of them that did not wait since nobody had produced blocks for some before.
+    pub handover_without_producer: u64,
+    /// Those of them that did not wait since as many as may did.
+    pub handover_beyond_limit: u64,
+    /// Those of them that waited and were answered without all blocks.
+    pub handover_exhausted: u64,
+    /// Blocks saved, or found kept, for another engine.
+    pub handover_blocks: u64,
+    /// Bytes of those that are kept now for an engine that has not loaded them.
+    pub handover_kept_bytes: u64,
+    /// Blocks kept no longer: another engine has loaded them, nobody has in time, or later ones needed the room.
+    pub handover_loaded: u64,
+    pub handover_expired: u64,
+    pub handover_full: u64,
+    /// Blocks of saves for another engine that were not kept: their engine reused them first, or there was no room or no copy.
+    pub handover_lost_to_reuse: u64,
+    pub handover_dropped: u64,
     /// Milliseconds of all waits that were answered.
     pub wait_ms: u64,
     /// Blocks posted by saves.

@@ -4,6 +4,7 @@ mod adoption;
 pub(super) mod announcements;
 mod binding;
 pub(super) mod checks;
+mod handover;
 mod ledger;
 mod proofs;
 mod quotas;
@@ -189,7 +190,7 @@ impl Harness {
 
     pub(super) fn save(&mut self, log: u32, op: u64, step: u64, blocks: std::ops::Range<u32>) {
         let keys = Keys::new(log, 0..blocks.len() as u32);
-        let save = request::Save { op, keys, position: 0, step, checked: false };
+        let save = request::Save { op, keys, position: 0, step, checked: false, handover: false };
         self.post(SchedulerRequest::Save(save), Vec::new(), blocks.collect());
     }
 
@@ -204,7 +205,8 @@ impl Harness {
     /// Saves keys of a log from blocks 1 on; with `checked`, those that are kept are compared.
     pub(super) fn post_save(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>, checked: bool) {
         let count = keys.len() as u32;
-        let save = request::Save { op, keys: Keys::new(log, keys), position: 0, step: op, checked };
+        let save =
+            request::Save { op, keys: Keys::new(log, keys), position: 0, step: op, checked, handover: false };
         self.post(SchedulerRequest::Save(save), Vec::new(), (1..count + 1).collect());
     }
 
@@ -219,7 +221,7 @@ impl Harness {
     }
 
     pub(super) fn query(&mut self, log: u32, op: u64, from: u32, count: u32) -> Outcome {
-        let query = Query { op, keys: Keys { log, from, count }, arriving: false };
+        let query = Query { op, keys: Keys { log, from, count }, arriving: false, awaits: false };
         self.ask(SchedulerRequest::Query(query));
         match self.out.pop() {
             Some(Action::Answer { outcome, .. } | Action::Outcome { outcome, .. }) => outcome,
@@ -630,11 +632,18 @@ fn a_salted_namespace_hides_the_old_blocks_and_comes_back_with_the_same_salt() {
 
 #[test]
 fn violations_close_the_session() {
-    let save = request::Save { op: 9, keys: Keys::new(0, 1..8), position: 0, step: 1, checked: false };
+    let save = request::Save {
+        op: 9,
+        keys: Keys::new(0, 1..8),
+        position: 0,
+        step: 1,
+        checked: false,
+        handover: false,
+    };
     let append = Append { keys: Keys::new(0, 1..3), chunks: [0; APPEND_CHUNKS] };
     let cases = [
         SchedulerRequest::Open { log: 0 },
-        SchedulerRequest::Query(Query { op: 9, keys: Keys::new(5, 0..1), arriving: false }),
+        SchedulerRequest::Query(Query { op: 9, keys: Keys::new(5, 0..1), arriving: false, awaits: false }),
         SchedulerRequest::Append(append),
         SchedulerRequest::Save(save),
         SchedulerRequest::Release { log: 5 },

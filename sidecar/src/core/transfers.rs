@@ -99,6 +99,12 @@ impl Transfers {
         self.pending.get(&scheduler).is_some_and(|pending| !pending.waiting.is_empty())
     }
 
+    /// Whether one of those is a save for another engine.
+    pub(super) fn hands_over(&self, scheduler: SessionId) -> bool {
+        let is_handover = |op: &u64| self.saves.get(&(scheduler, *op)).is_some_and(|save| save.handover);
+        self.pending.get(&scheduler).is_some_and(|pending| pending.waiting.iter().any(is_handover))
+    }
+
     pub(super) fn behind(&self) -> Option<SessionId> {
         self.behind.front().copied()
     }

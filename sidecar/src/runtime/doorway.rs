@@ -262,6 +262,7 @@ impl Runtime {
             segment_bytes: self.pool.segment_bytes(),
             namespace: digest.map(|digest| digest.to_string()).unwrap_or_default(),
             note,
+            handover: true,
         });
         let session = &self.sessions[&id];
         let terms = &self.terms;

@@ -22,6 +22,9 @@ const FENCE_POLLS: [(Duration, Duration); 3] = [
     (Duration::from_millis(100), Duration::from_micros(100)),
     (Duration::MAX, Duration::from_millis(1)),
 ];
+/// The same while a save for another engine waits: that engine's request waits for the step, too. So long at most.
+const HANDOVER_POLL: Duration = Duration::from_micros(50);
+const HANDOVER_POLLS: Duration = Duration::from_secs(2);
 /// How often the end of the grace period and of the last copy is looked for.
 const DRAIN_POLL: Duration = Duration::from_millis(5);
 /// The default of 50 us would make every fence poll that much later.
@@ -73,7 +76,9 @@ impl Runtime {
         self.fences_since = since;
         let fences = since.map(|since| {
             let waited = self.now.saturating_sub(since);
-            FENCE_POLLS.iter().find(|(until, _)| waited < *until).expect("the last has no end").1
+            let poll = FENCE_POLLS.iter().find(|(until, _)| waited < *until).expect("the last has no end").1;
+            let hands_over = || self.sessions.keys().any(|&session| self.core.hands_over(session));
+            if poll > HANDOVER_POLL && waited < HANDOVER_POLLS && hands_over() { HANDOVER_POLL } else { poll }
         });
         let lives = !self.sessions.is_empty() || self.peers.is_some() || self.core.waits_for_disks();
         let tick = if lives { TICK } else { heartbeat::IDLE };

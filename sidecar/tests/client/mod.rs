@@ -192,7 +192,12 @@ impl Session {
     }
 
     pub(crate) fn query(&mut self, log: u32, op: u64, count: u32) -> Outcome {
-        self.post(SchedulerRequest::Query(Query { op, keys: Keys::new(log, 0..count), arriving: false }));
+        self.post(SchedulerRequest::Query(Query {
+            op,
+            keys: Keys::new(log, 0..count),
+            arriving: false,
+            awaits: false,
+        }));
         self.outcome(op)
     }
 
@@ -274,17 +279,31 @@ impl Session {
 
 /// QUERY for the first `count` keys of log 0.
 pub(crate) fn query(op: u64, count: u32) -> SchedulerRequest {
-    SchedulerRequest::Query(Query { op, keys: Keys::new(0, 0..count), arriving: false })
+    SchedulerRequest::Query(Query { op, keys: Keys::new(0, 0..count), arriving: false, awaits: false })
 }
 
 /// SAVE of keys `from..` of log 0 once step `step` is done; [`Session::with_blocks`] says how many.
 pub(crate) fn save(op: u64, from: u32, step: u64) -> SchedulerRequest {
-    SchedulerRequest::Save(Save { op, keys: Keys::new(0, from..from), position: 0, step, checked: false })
+    SchedulerRequest::Save(Save {
+        op,
+        keys: Keys::new(0, from..from),
+        position: 0,
+        step,
+        checked: false,
+        handover: false,
+    })
 }
 
 /// The same from the first key of a log on.
 pub(crate) fn save_log(op: u64, log: u32, step: u64) -> SchedulerRequest {
-    SchedulerRequest::Save(Save { op, keys: Keys::new(log, 0..0), position: 0, step, checked: false })
+    SchedulerRequest::Save(Save {
+        op,
+        keys: Keys::new(log, 0..0),
+        position: 0,
+        step,
+        checked: false,
+        handover: false,
+    })
 }
 
 pub(crate) const BLOCKS: u32 = 128;

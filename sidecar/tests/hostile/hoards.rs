@@ -98,7 +98,7 @@ fn hoard(scheduler: &mut Session, number: u64) {
 
 fn query(scheduler: &mut Session, log: u32, op: u64) -> u32 {
     let keys = Keys::new(log, 0..SET as u32);
-    scheduler.post(SchedulerRequest::Query(Query { op, keys, arriving: false }));
+    scheduler.post(SchedulerRequest::Query(Query { op, keys, arriving: false, awaits: false }));
     scheduler.outcome(op).value
 }
 
@@ -185,7 +185,7 @@ fn a_flood_of_queries_is_read_in_small_parts_beside_a_neighbour() {
             let before = flooded.load_head();
             watch("a flood that goes on", || (flooded.load_head() != before).then_some(()));
             let before = flooded.load_head();
-            let asked = Query { op, keys: Keys::new(7, 0..1), arriving: false };
+            let asked = Query { op, keys: Keys::new(7, 0..1), arriving: false, awaits: false };
             #[expect(clippy::disallowed_methods, reason = "the figure that is printed")]
             let posted = Instant::now();
             scene.neighbour.scheduler.post(SchedulerRequest::Query(asked));

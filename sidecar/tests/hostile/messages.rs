@@ -70,8 +70,8 @@ const BREACHES: &[Breach] = &[
     breach("OPEN of a set there is not", "OPEN with set 2: this release serves one bundle", || {
         one(Message { data: [0, 2, 0, 0, 0, 0], ..of(Kind::Open) })
     }),
-    breach("QUERY with a flag of the future", "QUERY with flags 2", || {
-        one(Message { op: 9, count: 1, flags: 2, ..of(Kind::Query) })
+    breach("QUERY with a flag of the future", "QUERY with flags 4", || {
+        one(Message { op: 9, count: 1, flags: 4, ..of(Kind::Query) })
     }),
     breach("LOAD with a flag of the future", "LOAD with flags 16", || {
         one(Message { op: 9, count: 1, flags: 16, ..of(Kind::Load) })
@@ -144,8 +144,8 @@ const BREACHES: &[Breach] = &[
     at_odds("RELEASE of a log that is not open", "not open", || one(Message { log: 8, ..of(Kind::Release) })),
     at_odds("CLOSE of a log that is not open", "not open", || one(Message { log: 8, ..of(Kind::Close) })),
     at_odds("CLOSE twice", "not open", || [one(of(Kind::Close)), one(of(Kind::Close))].concat()),
-    breach("SAVE with a flag of the future", "SAVE with flags 2", || {
-        one(Message { op: 9, count: 1, flags: 2, ..of(Kind::Save) })
+    breach("SAVE with a flag of the future", "SAVE with flags 4", || {
+        one(Message { op: 9, count: 1, flags: 4, ..of(Kind::Save) })
     }),
     breach("GOLDEN of no tokens", "GOLDEN with count 0", || one(of(Kind::Golden))),
     breach("GOLDEN of more tokens than a block has", "GOLDEN with count 4097", || {

@@ -55,6 +55,10 @@ impl Endpoint for Connection {
         Duration::from_millis(self.lease_ttl_ms)
     }
 
+    fn knows_handover(&self) -> bool {
+        true
+    }
+
     fn ring(&self) {
         if wait::must_ring(self.memory.region()) {
             self.bell.set(true);

@@ -99,6 +99,8 @@ pub(crate) const POINTS: &[&str] = &[
     "engine query not ready",
     "engine query barred",
     "engine query waits for a producer",
+    "engine awaits another",
+    "engine hands over",
     "engine early answer",
     "engine load in parts",
     "engine load refused",

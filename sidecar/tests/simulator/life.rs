@@ -122,8 +122,8 @@ impl Life {
         let mut ledger = Ledger::new(SEGMENT_BYTES);
         forms.iter().for_each(|form| ledger.know(*form));
         ctx.wakes.push((Actor::Data, ctx.now + 1));
-        let (mut core, mut disk, mut recovered) =
-            (Core::new(dram).with_claims(ctx.knobs.turn_cost), None, Vec::new());
+        let core = Core::new(dram).with_claims(ctx.knobs.turn_cost);
+        let (mut core, mut disk, mut recovered) = (core.with_handover_ttl(lease_ttl_ms), None, Vec::new());
         let mesh = ctx.knobs.mesh.then(Mesh::default);
         if mesh.is_some() {
             core = core.with_peers(Directory::new(Config { seed: epoch, ..Config::default() }));
@@ -175,13 +175,15 @@ impl Life {
     /// Whether nothing is left of anybody's operations, while their sessions still stand.
     pub(crate) fn at_rest(&self) -> bool {
         let stats = self.core.stats();
-        !self.busy() && stats.leases == 0 && !self.ledger.filling() && self.out.is_empty()
+        let held = stats.leases > 0 || stats.handover_kept_bytes > 0;
+        !self.busy() && !held && !self.ledger.filling() && self.out.is_empty()
     }
 
     /// What is left, for the message of a run that does not come to rest.
     pub(crate) fn unrest(&self) -> String {
         let (stats, filling) = (self.core.stats(), self.ledger.filling());
-        format!("busy {}, leases {}, filling {filling}, {:?}", self.busy(), stats.leases, self.turn)
+        let (leases, kept) = (stats.leases, stats.handover_kept_bytes);
+        format!("busy {}, leases {leases}, kept {kept}, filling {filling}, {:?}", self.busy(), self.turn)
     }
 
     pub(crate) fn sessions(&self) -> usize {

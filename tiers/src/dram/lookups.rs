@@ -2,11 +2,12 @@
 
 use std::hint::black_box;
 
-use shm_protocol::key::BlockHash;
+use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::pool::SlotRef;
 
 use super::{Dram, HolderId};
 use crate::index::{Bucket, NO_ENTRY, Print};
-use crate::slab::Entry;
+use crate::slab::{Entry, State};
 
 /// Keys looked up side by side, so that their cache misses overlap: more than the misses a core keeps in flight, few
 /// enough that a run that ends early wastes little.
@@ -173,6 +174,13 @@ impl Dram {
     #[inline]
     fn committed_as(&self, id: u32, namespace: u32, group: u32, hash: &BlockHash) -> bool {
         self.slab.entries.get_or_vacant(id).is_committed_as(namespace, group, hash)
+    }
+
+    /// The slot of a block that is being filled.
+    pub fn filling(&self, key: &BlockKey) -> Option<SlotRef> {
+        let entries = &self.slab.entries;
+        let id = self.index.find(Print::of(key), |id| entries.get(id).key == *key)?;
+        (entries.get(id).state == State::Filling).then(|| self.slab.slot_ref(id))
     }
 
     #[cold]

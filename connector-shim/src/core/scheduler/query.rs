@@ -3,7 +3,7 @@
 use std::ops::Deref;
 use std::time::{Duration, Instant};
 
-use shm_protocol::layout::{OPERATIONS, QUERY_KEYS};
+use shm_protocol::layout::{OPERATIONS, QUERY_KEYS, QUERY_WAIT_MS_MAX};
 use shm_protocol::message::{LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Outcome, Status};
 use shm_protocol::request::{Keys, Load, LoadFlags, Query, SchedulerRequest};
 use shm_protocol::source::Source;
@@ -20,6 +20,9 @@ use crate::core::plan::Plan;
 /// milliseconds, and up to some tens where many ranks wait for each other. A rank that stays out delays each connection by
 /// this much, once.
 pub const UNBOUND_WAIT: Duration = Duration::from_millis(200);
+/// How long a query may be pending. A sidecar answers within [`QUERY_WAIT_MS_MAX`], unless it is frozen; a second more than that is
+/// for one that waits for a core.
+const PENDING_MAX: Duration = Duration::from_millis(QUERY_WAIT_MS_MAX as u64 + 1000);
 /// Parts of a load at most: of the 4,096 operations that may be unanswered, a few long requests take no more than some.
 const PARTS_MAX: usize = 64;
 /// Answer of a query that the sidecar will know later.
@@ -79,6 +82,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     pub fn post_query(&mut self, handle: i64, start: u32, count: u32, now: Instant) -> Option<u64> {
         let link = self.link.as_mut()?;
         let (number, log) = link.logs.get(handle)?;
+        let awaits = log.awaits;
         if count == 0 || count as usize > QUERY_KEYS || start.checked_add(count)? > log.length {
             return None;
         }
@@ -91,7 +95,8 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         self.stalled = None;
         let op = self.next_op;
         let keys = Keys { log: number, from: start, count };
-        let query = Query { op, keys, arriving: self.config.part_blocks > 0 };
+        let (arriving, awaits) = (self.config.part_blocks > 0, awaits && link.connection.knows_handover());
+        let query = Query { op, keys, arriving, awaits };
         if link.submission.post(SchedulerRequest::Query(query)).is_none() {
             self.counters.queries_without_room += 1;
             return None;
@@ -119,7 +124,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             return Some(0);
         }
         if left.is_zero() {
-            self.time_out(op);
+            self.time_out(op, self.config.budget);
             return Some(0);
         }
         None
@@ -135,14 +140,14 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         self.left = self.left.saturating_sub(spent);
     }
 
-    fn time_out(&mut self, op: u64) {
+    fn time_out(&mut self, op: u64, within: Duration) {
         self.left = Duration::ZERO;
         self.counters.queries_timed_out += 1;
         self.notices.say(
             Cause::Budget,
             format!(
-                "a query was not answered within the step's {} us and counts as a miss; if this goes on, give the sidecar more CPU or raise pillion.query_timeout_us",
-                self.config.budget.as_micros()
+                "a query was not answered within {} us and counts as a miss; if this goes on, give the sidecar more CPU or raise pillion.query_timeout_us",
+                within.as_micros()
             ),
         );
         let Some(link) = &mut self.link else { return };
@@ -169,6 +174,10 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             return Some(PENDING);
         }
         if outcome.status == Status::Pending {
+            if now - question.posted >= PENDING_MAX {
+                self.time_out(op, PENDING_MAX);
+                return Some(0);
+            }
             if let Some((_, log)) = link.logs.get(question.log) {
                 log.pending = Some(op);
             }

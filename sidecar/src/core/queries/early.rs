@@ -24,16 +24,20 @@ impl Queries {
     /// Answers a query the first of whose blocks has come, if enough of the others are still on their way.
     pub(super) fn answer_early(&mut self, place: (SessionId, u32), base: &mut Base) {
         let Some(wait) = self.waits.get(&place) else { return };
-        let (question, open) = (wait.question, wait.open);
+        let (question, open, whole) = (wait.question, wait.open, wait.whole);
         // A run that ends early may still grow while its window is open.
-        let may_grow = !wait.whole && self.log(place.0, place.1).window.is_some();
+        let may_grow = !whole && self.log(place.0, place.1).window.is_some();
         // Every rank has joined and leaves its loads to this process.
         let writes_loads = base.engines.every_rank(place.0, |rank| !rank.by_engine);
         if !question.arriving || may_grow || base.cx.draining || !writes_loads {
             return;
         }
         let least = BYTES_MIN.min(base.cx.arrivals.bytes_max() / PART);
-        let is_worth_it = |binding: &Binding, blocks| blocks as u64 * binding.block_bytes() >= least;
+        // Who awaits another engine's blocks asks as that engine's step ends: what is left are copies.
+        let at_once = question.awaits && whole;
+        let is_worth_it = |binding: &Binding, blocks: usize| {
+            blocks > 0 && (at_once || blocks as u64 * binding.block_bytes() >= least)
+        };
         let Some(binding) = base.engines[place.0].binding.filter(|it| is_worth_it(it, open)) else { return };
         let (slots, held, coming) = self.run(question, &binding, &mut base.cx);
         if !is_worth_it(&binding, coming) {
@@ -69,7 +73,9 @@ impl Queries {
             if let Some(slot) = cx.dram.hold(&key, binding.whose.holder) {
                 held.push(slot);
                 slots.push(slot);
-            } else if let Some(slot) = cx.arrivals.join_once(&key, question.waiter()) {
+            } else if cx.arrivals.is_in_time(&key, question.awaits).is_some()
+                && let Some(slot) = cx.arrivals.join_once(&key, question.waiter())
+            {
                 coming += 1;
                 slots.push(slot);
             } else {

@@ -89,7 +89,8 @@ impl Queries {
     ) -> bool {
         let rest = &self.wanted(question)[hits as usize..];
         let asked = rest.len();
-        let brought = base.sources.bring(binding, rest, base.cx.arrivals.bytes_max(), &mut base.cx);
+        let most = base.cx.arrivals.bytes_max();
+        let brought = base.sources.bring(binding, rest, most, question.awaits, &mut base.cx);
         for key in &brought.coming {
             base.cx.arrivals.join(key, question.waiter()).expect("it was found there");
         }
@@ -101,6 +102,9 @@ impl Queries {
         }
         let whole = brought.held.len() + open == asked;
         self.wait(base.cx.now, question, open, whole, brought.held);
+        if question.awaits && whole {
+            self.answer_early((question.session, question.log), base);
+        }
         true
     }
 

@@ -7,13 +7,19 @@
 //!
 //! An engine of which three windows in a row ended so, with not one block from a peer in between, most likely has no producer:
 //! its requests do not wait, until a peer has given a block to anyone.
+//!
+//! A question that awaits what another engine computes has a window of its own, of [`AWAIT_MS`], peers or none: its producer may
+//! be an engine of this node. It is asked again when a save takes a slot for the next block of its run. What another engine
+//! saves in its namespace shows that there is a producer.
 
 use std::time::Duration;
 
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
+use super::waits::Wait;
 use super::{Action, Base, Context, GROUP, Queries, Question, Scheduler, SessionId};
 use crate::clock::millis;
+use crate::core::engines::Engines;
 use crate::core::peers::PeersStats;
 
 /// How often a question is asked again at most. A look costs a search for one block here and in what is known of each peer,
@@ -21,6 +27,11 @@ use crate::core::peers::PeersStats;
 const LOOK_MS: u64 = 20;
 /// Windows in a row that end without the blocks, after which an engine's requests do not wait.
 const EXHAUSTED_MAX: u32 = 3;
+/// How long a question waits for the first, or the next, block of a prompt that another engine is to compute: some steps of
+/// that engine.
+const AWAIT_MS: u64 = 1000;
+/// Questions of an engine that await at once. Beyond that there is more to compute than its producers do.
+const AWAITING_MAX: usize = 64;
 /// Of exhausted windows the log tells this often at most.
 const QUIET_MS: u64 = 10_000;
 
@@ -36,6 +47,7 @@ pub(super) struct Patience {
 #[derive(Debug)]
 pub(super) struct Window {
     asked_ms: u64,
+    length_ms: u64,
     until_ms: u64,
     /// The key at which the run ends.
     end: u32,
@@ -82,13 +94,14 @@ impl Patience {
 impl Window {
     fn open(now_ms: u64, end: u32, length_ms: u64) -> Self {
         let until_ms = now_ms + length_ms;
-        Self { asked_ms: now_ms, until_ms, end, waited: false, look_ms: now_ms, pause_ms: LOOK_MS }
+        let (waited, look_ms, pause_ms) = (false, now_ms, LOOK_MS);
+        Self { asked_ms: now_ms, length_ms, until_ms, end, waited, look_ms, pause_ms }
     }
 
     /// The run ends here now.
-    fn see(&mut self, now_ms: u64, end: u32, length_ms: u64) {
+    fn see(&mut self, now_ms: u64, end: u32) {
         if end > self.end {
-            self.until_ms = (now_ms + length_ms).min(self.asked_ms + u64::from(QUERY_WAIT_MS_MAX));
+            self.until_ms = (now_ms + self.length_ms).min(self.asked_ms + u64::from(QUERY_WAIT_MS_MAX));
             (self.look_ms, self.pause_ms) = (now_ms, LOOK_MS);
         }
         self.end = end;
@@ -124,17 +137,39 @@ impl Queries {
     }
 
     /// A question's run has so many hits; the first of a request opens its window, if it `may`. Whether more may be sent for now.
-    pub(super) fn see_run(&mut self, question: Question, hits: u32, may_open: bool, now_ms: u64) -> bool {
-        let asker = self.asker(question.session);
-        let log = asker.logs.known_mut(question.log);
-        let (patience, end) = (&asker.patience, question.from + hits);
-        let is_new = !std::mem::replace(&mut log.asked, true);
-        if is_new && may_open && patience.window_ms > 0 && !patience.is_lost() {
-            log.window = Some(Window::open(now_ms, end, patience.window_ms));
+    pub(super) fn see_run(
+        &mut self,
+        question: Question,
+        hits: u32,
+        has_peers: bool,
+        cx: &mut Context,
+    ) -> bool {
+        let end = question.from + hits;
+        let log = self.asker(question.session).logs.known_mut(question.log);
+        if !std::mem::replace(&mut log.asked, true) {
+            let length_ms = self.window_ms(question, has_peers, cx);
+            let window = (length_ms > 0).then(|| Window::open(cx.now_ms, end, length_ms));
+            self.asker(question.session).logs.known_mut(question.log).window = window;
         }
-        let Some(window) = &mut log.window else { return true };
-        window.see(now_ms, end, patience.window_ms);
-        now_ms >= window.look_ms
+        let Some(window) = self.window(question) else { return true };
+        window.see(cx.now_ms, end);
+        cx.now_ms >= window.look_ms
+    }
+
+    /// How long the window of a new question is; 0: it has none.
+    fn window_ms(&self, question: Question, has_peers: bool, cx: &mut Context) -> u64 {
+        let patience = &self.askers[&question.session].patience;
+        let lost = patience.is_lost();
+        if !question.awaits {
+            return if has_peers && !lost { patience.window_ms } else { 0 };
+        }
+        let of_session = self.waits.range((question.session, 0)..=(question.session, u32::MAX));
+        let awaiting = of_session.filter(|(_, wait)| wait.question.awaits && wait.answered.is_none()).count();
+        let too_many = awaiting >= AWAITING_MAX;
+        cx.stats.handover_queries += 1;
+        cx.stats.handover_without_producer += u64::from(lost);
+        cx.stats.handover_beyond_limit += u64::from(too_many && !lost);
+        if lost || too_many { 0 } else { AWAIT_MS }
     }
 
     /// Lets a question wait for a producer, if its window is open.
@@ -144,7 +179,7 @@ impl Queries {
         let Some(window) = window else { return false };
         let (look_ms, is_new) = (window.idle(now_ms), !std::mem::replace(&mut window.waited, true));
         self.windows.look_at(look_ms);
-        self.windows.waits += u64::from(is_new);
+        self.windows.waits += u64::from(is_new && !question.awaits);
         self.wait(now, question, 0, false, Vec::new());
         true
     }
@@ -176,7 +211,20 @@ impl Queries {
         let next = log.window.as_ref().and_then(|window| log.keys.get(window.end as usize));
         let Some(&hash) = next else { return true };
         base.cx.dram.probe(binding.namespace, GROUP, &[hash]) > 0
-            || base.sources.may_arrive(&binding, &hash, &base.cx)
+            || base.sources.may_arrive(&binding, &hash, question.awaits, &base.cx)
+    }
+
+    /// Saves have taken slots: asks the questions again that wait for what they bring.
+    pub(crate) fn look_at_saves(&mut self, base: &mut Base) {
+        let awaits = |wait: &&Wait| wait.question.awaits && wait.open == 0 && wait.answered.is_none();
+        let awaiting: Vec<Question> = self.waits.values().filter(awaits).map(|wait| wait.question).collect();
+        for question in awaiting {
+            if self.next_is_here(question, base) {
+                let now_ms = base.cx.now_ms;
+                self.window(question).into_iter().for_each(|window| window.look_ms = now_ms);
+                self.ask_again((question.session, question.log), base);
+            }
+        }
     }
 
     /// All that a waiting query sent for has ended. It is asked again as long as its window is open.
@@ -210,18 +258,34 @@ impl Queries {
         }
         asker.patience.exhausted += 1;
         let trips = asker.patience.exhausted == EXHAUSTED_MAX;
-        self.windows.exhausted += 1;
+        match question.awaits {
+            true => cx.stats.handover_exhausted += 1,
+            false => self.windows.exhausted += 1,
+        }
         self.windows.untold += 1;
         if trips || now_ms >= self.windows.quiet_until_ms {
             self.windows.quiet_until_ms = now_ms + QUIET_MS;
             let (waited_ms, untold) = (now_ms - window.asked_ms, std::mem::take(&mut self.windows.untold));
-            cx.actions.push(Action::Warn(warning(&scheduler.engine, missing, waited_ms, untold, trips)));
+            let waited = if question.awaits { AWAITED } else { MISSED };
+            cx.actions.push(Action::Warn(warning(
+                &scheduler.engine,
+                waited,
+                (missing, waited_ms, untold),
+                trips,
+            )));
         }
     }
 
     /// A peer has given a block: requests of all engines may wait again.
     pub(crate) fn restore_patience(&mut self) {
         self.askers.values_mut().for_each(|asker| asker.patience.restore());
+    }
+
+    /// An engine has saved blocks of a namespace: requests of the others there may wait again.
+    pub(crate) fn restore_patience_beside(&mut self, namespace: u32, saver: SessionId, engines: &Engines) {
+        let is_there = |session| engines[session].binding.is_some_and(|it| it.namespace == namespace);
+        let others = self.askers.iter_mut().filter(|(session, _)| **session != saver && is_there(**session));
+        others.for_each(|(_, asker)| asker.patience.restore());
     }
 
     /// The mesh's figures with those of the windows.
@@ -240,14 +304,27 @@ impl Queries {
     }
 }
 
-fn warning(engine: &str, missing: usize, waited_ms: u64, untold: u64, trips: bool) -> String {
+/// What made a request wait, and what to look at where that was in vain.
+const MISSED: (&str, &str) =
+    ("pillion.miss_wait_ms", "Is the pod that computes its prompts in this mesh, and of the same namespace?");
+const AWAITED: (&str, &str) = (
+    "do_remote_prefill",
+    "Does the engine that computes its prompts get do_remote_decode, has it the same namespace, and is it on this node or in this mesh?",
+);
+
+fn warning(
+    engine: &str,
+    (reason, remedy): (&str, &str),
+    (missing, waited_ms, untold): (usize, u64, u64),
+    trips: bool,
+) -> String {
     let breaker = match trips {
         true => format!(
-            "; that was {EXHAUSTED_MAX} times in a row: its requests do not wait any more until a peer has given a block"
+            "; that was {EXHAUSTED_MAX} times in a row: its requests do not wait any more until another engine or a peer has given a block"
         ),
         false => String::new(),
     };
     format!(
-        "a request of engine {engine} waited {waited_ms} ms (pillion.miss_wait_ms) for {missing} blocks that nobody has produced, and computes them ({untold} such since the last of these lines){breaker}. Is the pod that computes its prompts in this mesh, and of the same namespace?"
+        "a request of engine {engine} waited {waited_ms} ms ({reason}) for {missing} blocks that nobody has produced, and computes them ({untold} such since the last of these lines){breaker}. {remedy}"
     )
 }

@@ -156,7 +156,7 @@ impl Scene {
 
     fn post_query(&mut self, log: u32, count: u32) -> u64 {
         let op = self.next_op();
-        let query = Query { op, keys: Keys::new(log, 0..count), arriving: false };
+        let query = Query { op, keys: Keys::new(log, 0..count), arriving: false, awaits: false };
         self.ask(SchedulerRequest::Query(query));
         op
     }

@@ -57,7 +57,12 @@ impl Harness {
     }
 
     fn ask_for(&mut self, op: u64, count: u32) {
-        self.ask(SchedulerRequest::Query(Query { op, keys: Keys::new(0, 0..count), arriving: false }));
+        self.ask(SchedulerRequest::Query(Query {
+            op,
+            keys: Keys::new(0, 0..count),
+            arriving: false,
+            awaits: false,
+        }));
     }
 }
 

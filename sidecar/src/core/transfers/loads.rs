@@ -270,6 +270,9 @@ impl Transfers {
         if load.open == 0 {
             let load = self.loads.remove(&key).expect("found above");
             cx.took(Timed::Load(Part::Whole), load.posted);
+            if ok {
+                cx.kept.loaded(&load.slots, load.binding.whose.holder, &mut cx.dram);
+            }
             load.unhold(&mut cx.dram);
             self.pending.get_mut(&key.0).into_iter().for_each(|pending| pending.loads -= 1);
         }

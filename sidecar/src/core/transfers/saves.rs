@@ -28,6 +28,8 @@ pub(super) struct UnboundSave {
     parent: Option<BlockHash>,
     /// Blocks that are kept already are compared with these.
     checked: bool,
+    /// Another engine will load its blocks.
+    handover: bool,
     /// Each key, and its block unless that was given up.
     blocks: Vec<(BlockHash, Option<u32>)>,
 }
@@ -39,6 +41,7 @@ pub(super) struct Save {
     posted: Duration,
     step: u64,
     checked: bool,
+    pub(super) handover: bool,
     /// What of it is not kept may be.
     commits: bool,
     /// The key before the first one, and all of the save's.
@@ -115,7 +118,8 @@ impl Transfers {
         base.cx.stats.saves_posted_blocks += u64::from(asked.keys.count);
         let blocks = keys.into_iter().zip(blocks.iter().copied().map(Some)).collect();
         let posted = base.cx.now;
-        let save = UnboundSave { posted, step: asked.step, parent, checked: asked.checked, blocks };
+        let (step, checked, handover) = (asked.step, asked.checked, asked.handover);
+        let save = UnboundSave { posted, step, parent, checked, handover, blocks };
         let pending = self.pending(session);
         pending.saves += 1;
         let too_many = !pending.may_want(save.blocks.len());
@@ -133,7 +137,7 @@ impl Transfers {
 
     /// Takes a save whose blocks are known, to be begun with its step. What is kept already needs no copy.
     fn accept_save(&mut self, key: OpKey, binding: Binding, asked: UnboundSave, base: &mut Base) {
-        let UnboundSave { posted, step, parent, checked, blocks: asked } = asked;
+        let UnboundSave { posted, step, parent, checked, handover, blocks: asked } = asked;
         let keys: Vec<BlockHash> = asked.iter().map(|(hash, _)| *hash).collect();
         let commits = may_save(key.0, &binding, checked, base);
         let mut end = Saved { op: key.1, ..Saved::default() };
@@ -142,7 +146,13 @@ impl Transfers {
             match block {
                 // vLLM's null block: it never holds a request's KV.
                 Some(0) => end.dropped += 1,
-                Some(_) if !checked && is_kept(&binding, hash, base) => end.present += 1,
+                Some(_) if !checked && is_kept(&binding, hash, base) => {
+                    end.present += 1;
+                    if handover {
+                        let key = BlockKey { namespace: binding.namespace, group: GROUP, hash };
+                        base.cx.keep(&key, &binding);
+                    }
+                }
                 Some(_) if !checked && !commits => drop_unproven(&mut end, &mut base.cx),
                 Some(block) => wanted.push(Wanted { index: index as u32, block, hash }),
                 None => end.cancelled += 1,
@@ -157,6 +167,7 @@ impl Transfers {
             posted,
             step,
             checked,
+            handover,
             commits,
             parent,
             keys,
@@ -292,11 +303,19 @@ impl Transfers {
         if !save.commits {
             return drop_unproven(&mut save.end, &mut base.cx);
         }
+        let holder = save.binding.whose.holder;
+        base.cx.kept.make_room(holder, save.binding.block_bytes(), &mut base.cx.dram);
         match base.cx.begin_fill(key, &save.binding) {
-            Ok(slot) => save.blocks.push(take(slot, None)),
+            Ok(slot) => {
+                base.cx.produced.claimed = true;
+                save.blocks.push(take(slot, None));
+            }
             Err(error @ (FillError::Present | FillError::Filling)) => {
                 save.end.present += 1;
                 if error == FillError::Present {
+                    if save.handover {
+                        base.cx.keep(&key, &save.binding);
+                    }
                     base.sources.ssd.iter_mut().for_each(|ssd| ssd.offer_again(key, &save.binding));
                 }
             }
@@ -409,9 +428,16 @@ impl Transfers {
                     save.end.committed += 1;
                     base.cx.actions.push(Action::CommitSlot { slot: block.slot, checksum: 0 });
                     committed.push((block.slot, save.key(block.hash)));
+                    base.cx.end_saved(save.key(block.hash), true);
+                    if save.handover {
+                        base.cx.keep(&save.key(block.hash), &save.binding);
+                    }
                     continue;
                 }
-                None => base.cx.abandon(block.slot),
+                None => {
+                    base.cx.abandon(block.slot);
+                    base.cx.end_saved(save.key(block.hash), false);
+                }
             }
             save.end.cancelled += u32::from(reused);
             save.end.dropped += u32::from(!reused);
@@ -419,6 +445,7 @@ impl Transfers {
         if !committed.is_empty() {
             self.checks.committed(session, committed.iter().map(|(_, key)| *key));
             base.cx.namespaces.note_kept(save.binding.space());
+            base.cx.produced.kept.insert((save.binding.namespace, session));
         }
         // Head first: where a disk has no room for all of them, that part is worth more.
         for (slot, key) in committed {
@@ -429,6 +456,10 @@ impl Transfers {
         base.cx.stats.saved_bytes += u64::from(save.end.committed) * save.binding.block_bytes();
         base.cx.stats.saves_lost_to_reuse += u64::from(save.end.cancelled);
         base.cx.stats.saves_dropped += u64::from(save.end.dropped);
+        if save.handover {
+            base.cx.stats.handover_lost_to_reuse += u64::from(save.end.cancelled);
+            base.cx.stats.handover_dropped += u64::from(save.end.dropped);
+        }
         if let Some(pending) = self.pending.get_mut(&session) {
             pending.forget(op);
         }

@@ -70,6 +70,14 @@ impl Scheduler {
         if log.is_none_or(|log| self.session.length(log).is_none()) {
             self.refresh(ctx);
             let log = self.session.open(None);
+            if ctx.rng.one_in(8) {
+                ctx.hit("engine awaits another");
+                self.session.await_producer(log);
+            }
+            if ctx.rng.one_in(3) {
+                ctx.hit("engine hands over");
+                self.session.hand_over(log);
+            }
             let request = self.requests.get_mut(&id).expect("the caller's request");
             (request.log, request.saved) = ((log >= 0).then_some(log), 0);
         }

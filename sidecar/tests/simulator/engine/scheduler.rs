@@ -161,7 +161,7 @@ impl Scheduler {
         let Some(ring) = self.session.submission() else { return };
         // No log has this number.
         let log = shm_protocol::layout::LOGS as u32 - 1;
-        let query = Query { op: 1, keys: Keys::new(log, 0..1), arriving: false };
+        let query = Query { op: 1, keys: Keys::new(log, 0..1), arriving: false, awaits: false };
         if ring.post(SchedulerRequest::Query(query)).is_some() {
             self.session.flush();
             ctx.hit("fault violation");

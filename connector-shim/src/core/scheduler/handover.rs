@@ -1,0 +1,26 @@
+//! Handovers: one engine computes a prompt, another answers it.
+
+use std::ops::Deref;
+
+use super::Session;
+use crate::core::endpoint::Endpoint;
+
+// === impl Session: handovers ===
+
+impl<C: Deref<Target: Endpoint>> Session<C> {
+    /// Another engine computes the keys of this log, or is about to: its queries are pending until they are here, for as long as the
+    /// sidecar finds that worth it. Of no effect where the sidecar does not know of handovers.
+    pub fn await_producer(&mut self, handle: i64) {
+        if let Some((_, log)) = self.link.as_mut().and_then(|link| link.logs.get(handle)) {
+            log.awaits = true;
+        }
+    }
+
+    /// Another engine will load the keys of this log: what is saved of it from now on is kept for that. Of no effect where the
+    /// sidecar does not know of handovers.
+    pub fn hand_over(&mut self, handle: i64) {
+        if let Some((_, log)) = self.link.as_mut().and_then(|link| link.logs.get(handle)) {
+            log.handover = true;
+        }
+    }
+}

@@ -1,0 +1,82 @@
+"""Prefill here, decode there: what `kv_transfer_params` ask of a request, and what a router is told at its end.
+
+Routers say `do_remote_decode` to the engine that computes a prompt, and hand what that answers to the engine that goes on with
+it. The blocks travel by their keys: of the answer this connector reads `do_remote_prefill` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pillion import vllm_compat
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+# Parts of a prompt that are saved in one step: each can be loaded while the next is copied. 4,096 saves may be unfinished.
+PARTS_MAX = 64
+logger = vllm_compat.init_logger("vllm.pillion")
+
+
+def awaits(request: Request) -> bool:
+    """Whether another engine has computed the request's prompt, or is about to."""
+    return _asks(request, "do_remote_prefill")
+
+
+def hands_over(request: Request) -> bool:
+    """Whether another engine goes on with the request."""
+    return _asks(request, "do_remote_decode")
+
+
+def _asks(request: Request, name: str) -> bool:
+    # A client's own words, where no router drops them.
+    params = request.kv_transfer_params
+    return isinstance(params, dict) and params.get(name) is True
+
+
+def parts(first: int, end: int, part_blocks: int) -> Iterator[tuple[int, int]]:
+    """The ranges in which blocks are saved for another engine."""
+    size = max(part_blocks, -(-(end - first) // PARTS_MAX), 1)
+    for begin in range(first, end, size):
+        yield begin, min(end, begin + size)
+
+
+def answer(request: Request, engine_id: str, tokens: int) -> dict[str, Any] | None:
+    """What a router hands on of a request of which `tokens` were saved; None if it was not computed."""
+    if not vllm_compat.answered(request):
+        return None
+    return {
+        # Whoever is told that nothing comes does not wait for it.
+        "do_remote_prefill": tokens > 0,
+        "do_remote_decode": False,
+        "remote_engine_id": engine_id,
+        "remote_block_ids": [],
+        "remote_host": None,
+        "remote_port": None,
+        "pillion": {"tokens": tokens},
+    }
+
+
+@dataclass(slots=True)
+class Record:
+    """One request that awaits its prompt's KV: a line of the engine's log at level DEBUG, once that is known or given up."""
+
+    tokens: int
+    asked_s: float = field(default_factory=time.monotonic)
+    answered_s: float = 0.0
+
+    def answered(self) -> None:
+        """The cache has said what it has."""
+        self.answered_s = time.monotonic()
+
+    def tell(self, request_id: str, hit_tokens: int) -> None:
+        """Everything that comes has come, so many tokens."""
+        now = time.monotonic()
+        waited, loaded = self.answered_s - self.asked_s, now - self.answered_s
+        told = {"request": request_id, "prompt_tokens": self.tokens, "hit_tokens": hit_tokens}
+        told |= {"waited_ms": round(waited * 1e3, 3), "loaded_ms": round(loaded * 1e3, 3)}
+        logger.debug("pillion handover %s", json.dumps(told))

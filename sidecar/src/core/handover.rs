@@ -1,0 +1,160 @@
+//! Handovers: one engine computes a prompt, another answers it, and the blocks travel by their keys.
+//!
+//! A block of a handover is an arrival whose source is a save. It is loaded from its slot, once it is committed there. From then on it
+//! is kept, as by a lease of the engine that saved it, until another engine has loaded it.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use shm_protocol::key::BlockKey;
+use shm_protocol::pool::SlotRef;
+use tiers::dram::{Dram, HolderId};
+
+use super::SessionId;
+use super::arrivals::Waiter;
+
+/// How long a block is kept for an engine that has not loaded it.
+pub(super) const TTL_MS: u64 = 30_000;
+/// What is kept at once takes 1 of so many parts of the pool: the rest is for saves, and for those who wait for none.
+const PART: u64 = 2;
+
+/// What saves have begun and ended in one event, to be told to others at its end.
+#[derive(Debug, Default)]
+pub(super) struct Produced {
+    /// Slots were taken for blocks.
+    pub(super) claimed: bool,
+    /// Blocks that were awaited: by whom, and whether they are kept.
+    pub(super) ended: Vec<(BlockKey, Vec<Waiter>, bool)>,
+    /// Namespaces in which blocks were kept, and the sessions that saved them.
+    pub(super) kept: BTreeSet<(u32, SessionId)>,
+}
+
+/// Blocks that are kept for engines that have not loaded them: one hold on each, of the engine that saved it.
+#[derive(Debug)]
+pub(super) struct Kept {
+    ttl_ms: u64,
+    bytes_max: u64,
+    bytes: u64,
+    /// By the slot's offset.
+    blocks: BTreeMap<u64, KeptBlock>,
+    /// Offsets and ends by holder, in order. Where a block's end is another by now, or it is not kept, the entry means nothing.
+    ends: Vec<(HolderId, VecDeque<(u64, u64)>)>,
+    released: Released,
+}
+
+#[derive(Debug)]
+struct KeptBlock {
+    slot: SlotRef,
+    holder: HolderId,
+    bytes: u64,
+    until_ms: u64,
+}
+
+/// Blocks that are kept no longer, by why.
+#[derive(Copy, Clone, Debug, Default)]
+pub(super) struct Released {
+    /// Another engine has loaded them.
+    pub(super) loaded: u64,
+    /// Nobody has for their time.
+    pub(super) expired: u64,
+    /// Later ones needed their room.
+    pub(super) full: u64,
+}
+
+// === impl Kept ===
+
+impl Kept {
+    pub(super) fn new(dram: &Dram) -> Self {
+        let (bytes, blocks, ends, released) = Default::default();
+        Self { ttl_ms: TTL_MS, bytes_max: dram.config().pool_bytes / PART, bytes, blocks, ends, released }
+    }
+
+    pub(super) fn set_ttl(&mut self, ttl_ms: u64) {
+        self.ttl_ms = ttl_ms;
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    pub(super) fn released(&self) -> Released {
+        self.released
+    }
+
+    /// Keeps a committed block from now on, or anew. What is kept the longest goes where there is too much.
+    pub(super) fn keep(&mut self, key: &BlockKey, holder: HolderId, now_ms: u64, dram: &mut Dram) {
+        let Some(slot) = dram.hold(key, holder) else { return };
+        if let Some(known) = self.blocks.remove(&slot.offset) {
+            self.bytes -= known.bytes;
+            dram.unhold(known.slot, known.holder);
+        }
+        let bytes = dram.block_bytes(slot).expect("it is held");
+        let until_ms = now_ms.saturating_add(self.ttl_ms);
+        self.bytes += bytes;
+        self.blocks.insert(slot.offset, KeptBlock { slot, holder, bytes, until_ms });
+        match self.ends.iter_mut().find(|(other, _)| *other == holder) {
+            Some((_, ends)) => ends.push_back((slot.offset, until_ms)),
+            None => self.ends.push((holder, VecDeque::from([(slot.offset, until_ms)]))),
+        }
+        while self.bytes > self.bytes_max && self.release_oldest(None, dram) {
+            self.released.full += 1;
+        }
+    }
+
+    /// Gives up what a holder has kept the longest, if it has so little room that it could save no block of `bytes`.
+    pub(super) fn make_room(&mut self, holder: HolderId, bytes: u64, dram: &mut Dram) {
+        while self.bytes > 0 && dram.room(holder) < bytes && self.release_oldest(Some(holder), dram) {
+            self.released.full += 1;
+        }
+    }
+
+    /// An engine has loaded these blocks.
+    pub(super) fn loaded(&mut self, slots: &[SlotRef], by: HolderId, dram: &mut Dram) {
+        for slot in slots {
+            if self.blocks.get(&slot.offset).is_some_and(|kept| kept.slot == *slot && kept.holder != by) {
+                self.release(slot.offset, dram);
+                self.released.loaded += 1;
+            }
+        }
+    }
+
+    /// Gives up what nobody has loaded in time.
+    pub(super) fn expire(&mut self, now_ms: u64, dram: &mut Dram) {
+        while self.oldest(None).is_some_and(|(_, until_ms)| until_ms <= now_ms)
+            && self.release_oldest(None, dram)
+        {
+            self.released.expired += 1;
+        }
+    }
+
+    /// Of all, or of one holder's, the block that is kept the longest: its holder's place in the list, and its end.
+    fn oldest(&mut self, holder: Option<HolderId>) -> Option<(usize, u64)> {
+        let blocks = &self.blocks;
+        let is_kept = |(offset, until_ms): &(u64, u64)| {
+            blocks.get(offset).is_some_and(|kept| kept.until_ms == *until_ms)
+        };
+        for (_, ends) in &mut self.ends {
+            while ends.pop_front_if(|end| !is_kept(end)).is_some() {}
+        }
+        self.ends.retain(|(_, ends)| !ends.is_empty());
+        let ends = self
+            .ends
+            .iter()
+            .enumerate()
+            .filter(|(_, (other, _))| holder.is_none_or(|holder| holder == *other));
+        ends.map(|(at, (_, ends))| (at, ends[0].1)).min_by_key(|(_, until_ms)| *until_ms)
+    }
+
+    /// Gives up the block that is kept the longest; whether there was one.
+    fn release_oldest(&mut self, holder: Option<HolderId>, dram: &mut Dram) -> bool {
+        let Some((at, _)) = self.oldest(holder) else { return false };
+        let (offset, _) = self.ends[at].1.pop_front().expect("looked at above");
+        self.release(offset, dram);
+        true
+    }
+
+    fn release(&mut self, offset: u64, dram: &mut Dram) {
+        let kept = self.blocks.remove(&offset).expect("the caller found it");
+        self.bytes -= kept.bytes;
+        dram.unhold(kept.slot, kept.holder);
+    }
+}

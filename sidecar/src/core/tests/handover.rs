@@ -1,0 +1,311 @@
+//! One engine awaits what another computes, over one sidecar.
+
+use super::*;
+
+/// The engine that awaits, beside [`SCHEDULER`], which computes.
+const D: SessionId = 31;
+const D_RANK: SessionId = 32;
+const D_RUN: [u8; 16] = [3; 16];
+
+/// Blocks so large that a pool of 4 MiB has room for 62.
+const LARGE: u64 = 64 << 10;
+
+/// Both engines, of one rank each.
+fn two_engines() -> Harness {
+    over(64 << 20, SHARD_BYTES)
+}
+
+/// The same over a pool of this size, with blocks of that.
+fn over(pool_bytes: u64, bytes: u64) -> Harness {
+    let mut engines = Harness::over(core_of(pool_bytes), 1, bytes);
+    engines.join();
+    engines.connect(D, hello(1, Role::Scheduler { run: D_RUN }));
+    engines.connect(D_RANK, rank_hello_of(1, 0, bytes));
+    engines.report(D_RANK, WorkerRequest::Join { run: D_RUN, step: 0 });
+    engines.out.clear();
+    engines
+}
+
+impl Harness {
+    /// D opens a log of these keys and asks for all of them.
+    fn await_keys(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>, arriving: bool) {
+        self.speaker = D;
+        let query = Query { op, keys: Keys::new(log, 0..keys.len() as u32), arriving, awaits: true };
+        self.open(log, keys);
+        self.ask(SchedulerRequest::Query(query));
+        self.speaker = SCHEDULER;
+    }
+
+    /// The last answer to each of D's queries, since actions were last taken.
+    fn answers(&self) -> BTreeMap<u64, (Status, u32)> {
+        let answered = self.out.iter().filter_map(|action| match action {
+            Action::Answer { session: D, op, outcome, .. } | Action::Outcome { session: D, op, outcome } => {
+                Some((*op, (outcome.status, outcome.value)))
+            }
+            _ => None,
+        });
+        answered.collect()
+    }
+
+    /// P saves blocks of its log 0 as operation `op`, in a step of that number.
+    fn produce(&mut self, op: u64, keys: std::ops::Range<u32>) {
+        let (count, keys) = (keys.len() as u32, Keys::new(0, keys));
+        let save = request::Save { op, keys, position: 0, step: op, checked: false, handover: false };
+        self.post(SchedulerRequest::Save(save), Vec::new(), (1..count + 1).collect());
+    }
+
+    /// P computes prompts of these keys under log `log`, each with a step of its own, and hands them over or not.
+    fn compute(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>, handover: bool) {
+        let (count, named) = (keys.len() as u32, Keys::new(log, 0..keys.len() as u32));
+        self.open(log, keys);
+        let save = request::Save { op, keys: named, position: 0, step: op, checked: false, handover };
+        self.post(SchedulerRequest::Save(save), Vec::new(), (1..count + 1).collect());
+        self.fences(RANKS[0], op, op);
+        self.copied();
+        self.ask(SchedulerRequest::Close { log });
+        self.out.clear();
+    }
+
+    /// How many blocks of these keys D finds, which then end their lease.
+    fn found(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>) -> u32 {
+        self.speaker = D;
+        let count = keys.len() as u32;
+        self.open(log, keys);
+        let hits = self.query(log, op, 0, count).value;
+        self.ask(SchedulerRequest::Close { log });
+        self.speaker = SCHEDULER;
+        self.out.clear();
+        hits
+    }
+
+    fn tick(&mut self, now_ms: u64) {
+        self.now_ms = now_ms;
+        self.event(Event::Tick);
+    }
+}
+
+#[test]
+fn who_awaits_is_answered_by_the_saves_of_another_engine() {
+    let mut engines = two_engines();
+    engines.open(0, 0..4);
+    engines.await_keys(0, 1, 0..4, false);
+    assert_eq!(engines.answers(), BTreeMap::from([(1, (Status::Pending, 0))]), "before anything is saved");
+    engines.produce(1, 0..2);
+    engines.fences(RANKS[0], 1, 1);
+    engines.copied();
+    engines.produce(2, 2..4);
+    engines.fences(RANKS[0], 2, 2);
+    let copies = engines.copies();
+    assert!(
+        engines.answers().values().all(|answer| answer.0 == Status::Pending),
+        "two blocks are being copied"
+    );
+    engines.end_copy(copies[0].0, true);
+    engines.drained();
+    assert_eq!(engines.answers()[&1], (Status::Ok, 4), "with the end of the last copy, at no look");
+}
+
+#[test]
+fn who_asks_without_awaiting_is_answered_at_once() {
+    let mut engines = two_engines();
+    engines.begin_save(2);
+    let copies = engines.copies();
+    engines.speaker = D;
+    engines.open(0, 0..2);
+    let miss = engines.query(0, 1, 0, 2);
+    assert_eq!((miss.status, miss.value), (Status::Ok, 0));
+    engines.speaker = SCHEDULER;
+    engines.await_keys(1, 2, 0..2, false);
+    engines.speaker = D;
+    assert_eq!(engines.query(0, 3, 0, 2).value, 0, "also where others await the blocks");
+    engines.speaker = SCHEDULER;
+    engines.end_copy(copies[0].0, true);
+    engines.drained();
+    assert_eq!(engines.answers()[&2], (Status::Ok, 2));
+}
+
+#[test]
+fn a_load_is_parked_while_the_last_blocks_are_copied_and_begins_when_they_are_kept() {
+    let mut engines = two_engines();
+    engines.await_keys(0, 1, 0..4, true);
+    engines.begin_save(4);
+    assert_eq!(engines.answers()[&1], (Status::Arriving, 4), "whole, as soon as the slots are taken");
+    let copies = engines.copies();
+    engines.speaker = D;
+    engines.load(0, 2, 1, 0..4, shm_protocol::message::LOAD_ARRIVING);
+    engines.speaker = SCHEDULER;
+    engines.fences(D_RANK, 5, 4);
+    assert!(engines.copies().is_empty(), "nothing is read from a slot that is being filled");
+    engines.end_copy(copies[0].0, true);
+    engines.drained();
+    let loads = engines.copies();
+    assert_eq!(loads.iter().map(|copy| (copy.1, copy.2.len())).collect::<Vec<_>>(), [(D_RANK, 4)]);
+}
+
+#[test]
+fn a_save_that_is_given_up_ends_the_wait_and_refuses_the_load() {
+    for dies in [false, true] {
+        let mut engines = two_engines();
+        engines.await_keys(0, 1, 0..2, true);
+        engines.await_keys(1, 3, 0..2, false);
+        engines.begin_save(2);
+        let copies = engines.copies();
+        engines.speaker = D;
+        engines.load(0, 2, 1, 0..2, shm_protocol::message::LOAD_ARRIVING);
+        engines.speaker = SCHEDULER;
+        if dies {
+            engines.disconnect([RANKS[0], SCHEDULER]);
+            engines.end_copy(copies[0].0, true);
+        } else {
+            engines.ask(SchedulerRequest::Cancel(Cancel { op: 1, from: 0, count: 2 }));
+            engines.end_copy(copies[0].0, true);
+            engines.drained();
+        }
+        let refused =
+            engines.take(taken!(Action::Outcome { session: D_RANK, op: 2, outcome } => outcome.status));
+        assert_eq!(refused.collect::<Vec<_>>(), [Status::Absent]);
+        engines.tick(1100);
+        assert_eq!(engines.answers()[&3], (Status::Ok, 0), "its window is over");
+    }
+}
+
+#[test]
+fn a_copy_that_hangs_holds_a_parked_load_for_2_s() {
+    let mut engines = two_engines();
+    engines.await_keys(0, 1, 0..2, true);
+    engines.begin_save(2);
+    engines.speaker = D;
+    engines.load(0, 2, 1, 0..2, shm_protocol::message::LOAD_ARRIVING);
+    engines.speaker = SCHEDULER;
+    let copies = engines.copies();
+    engines.tick(1999);
+    assert_eq!(engines.core.stats().load_refusals, 0);
+    engines.tick(2000);
+    assert_eq!(engines.core.stats().load_refusals, 1);
+    engines.end_copy(copies[0].0, true);
+    engines.drained();
+    engines.await_keys(1, 3, 0..2, false);
+    assert_eq!(engines.answers()[&3], (Status::Ok, 2), "it came, late");
+}
+
+#[test]
+fn three_waits_in_vain_are_enough_until_another_engine_saves() {
+    let mut engines = two_engines();
+    for round in 0..3 {
+        engines.await_keys(round, u64::from(round) + 1, 100..102, false);
+        engines.tick(1100 * (u64::from(round) + 1));
+        assert_eq!(engines.answers()[&(u64::from(round) + 1)], (Status::Ok, 0));
+    }
+    engines.await_keys(3, 4, 100..102, false);
+    assert_eq!(engines.answers()[&4], (Status::Ok, 0), "at once");
+    let stats = engines.core.stats();
+    assert_eq!((stats.handover_exhausted, stats.handover_without_producer), (3, 1));
+    engines.keep(1);
+    engines.await_keys(4, 5, 100..102, false);
+    assert_eq!(engines.answers()[&5].0, Status::Pending);
+}
+
+#[test]
+fn of_one_engine_64_requests_await_and_others_compute() {
+    let mut engines = two_engines();
+    for log in 0..65 {
+        engines.await_keys(log, u64::from(log) + 1, 100..101, false);
+    }
+    let answers = engines.answers();
+    assert_eq!(answers.values().filter(|answer| answer.0 == Status::Pending).count(), 64);
+    assert_eq!((answers[&65], engines.core.stats().handover_beyond_limit), ((Status::Ok, 0), 1));
+}
+
+/// What is kept for another engine outlives everything that is saved after it; else it is what goes first.
+#[test]
+fn what_is_handed_over_stays_until_another_engine_has_loaded_it() {
+    for handover in [false, true] {
+        let mut engines = over(4 << 20, LARGE);
+        engines.compute(0, 1, 0..20, handover);
+        engines.compute(1, 2, 100..162, false);
+        assert_eq!(engines.found(0, 1, 0..20), if handover { 20 } else { 0 });
+        if !handover {
+            continue;
+        }
+        engines.await_keys(1, 2, 0..20, false);
+        engines.speaker = D;
+        engines.load(1, 3, 2, 0..20, 0);
+        engines.speaker = SCHEDULER;
+        engines.out.clear();
+        engines.fences(D_RANK, 5, 4);
+        engines.copied();
+        let stats = engines.core.stats();
+        assert_eq!((stats.handover_blocks, stats.handover_loaded, stats.handover_kept_bytes), (20, 20, 0));
+    }
+}
+
+#[test]
+fn what_nobody_loads_is_kept_for_its_time_and_by_its_own_engine_s_loads_no_less() {
+    let mut engines = over(4 << 20, LARGE);
+    engines.core.base.cx.kept.set_ttl(5_000);
+    engines.compute(0, 1, 0..10, true);
+    engines.open(5, 0..10);
+    assert_eq!(engines.query(5, 2, 0, 10).value, 10);
+    engines.load(5, 3, 2, 0..10, LOAD_BY_ENGINE);
+    engines.loaded(RANKS[0], 3, true);
+    engines.tick(4_000);
+    engines.compute(1, 4, 0..10, true);
+    engines.tick(8_999);
+    assert_eq!(
+        engines.core.stats().handover_kept_bytes,
+        10 * LARGE,
+        "anew from when it was handed over again"
+    );
+    engines.tick(9_000);
+    let stats = engines.core.stats();
+    assert_eq!((stats.handover_kept_bytes, stats.handover_expired, stats.handover_loaded), (0, 10, 0));
+    engines.core.audit_ledger();
+}
+
+#[test]
+fn half_of_the_pool_is_kept_at_most_and_the_oldest_goes_first() {
+    let mut engines = over(4 << 20, LARGE);
+    engines.compute(0, 1, 0..20, true);
+    engines.compute(1, 2, 100..120, true);
+    let stats = engines.core.stats();
+    assert_eq!((stats.handover_kept_bytes, stats.handover_full), (32 * LARGE, 8));
+    engines.compute(2, 3, 200..230, false);
+    assert_eq!(engines.found(0, 1, 100..120), 20);
+    assert_eq!(engines.found(1, 2, 0..20), 0, "its first blocks have gone");
+}
+
+#[test]
+fn what_is_kept_takes_no_room_from_what_its_engine_saves_next() {
+    let mut engines = over(4 << 20, LARGE);
+    assert_eq!(engines.found(0, 1, 0..1), 0, "both are at work: each has half of the pool");
+    for prompt in 0..6 {
+        engines.compute(prompt, u64::from(prompt) + 1, prompt * 100..prompt * 100 + 20, true);
+    }
+    assert_eq!(engines.core.stats().handover_dropped, 0);
+    assert_eq!(engines.found(1, 2, 500..520), 20);
+}
+
+#[test]
+fn what_its_engine_gives_up_is_lost_and_counted() {
+    let mut engines = two_engines();
+    engines.open(0, 0..2);
+    let save = request::Save {
+        op: 1,
+        keys: Keys::new(0, 0..2),
+        position: 0,
+        step: 1,
+        checked: false,
+        handover: true,
+    };
+    engines.post(SchedulerRequest::Save(save), Vec::new(), vec![1, 2]);
+    assert!(
+        engines.core.hands_over(RANKS[0]) && !engines.core.hands_over(D_RANK),
+        "its fences are read more often"
+    );
+    engines.ask(SchedulerRequest::Cancel(Cancel { op: 1, from: 1, count: 1 }));
+    engines.fences(RANKS[0], 1, 1);
+    engines.copied();
+    let stats = engines.core.stats();
+    assert_eq!((stats.handover_blocks, stats.handover_lost_to_reuse, stats.handover_dropped), (1, 1, 0));
+    assert!(!engines.core.hands_over(RANKS[0]));
+}

@@ -1,0 +1,215 @@
+"""One engine computes prompts, another answers: D's tokens are a lone engine's, and D computes a tail."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testkit import engine, model, prompts, sidecar
+
+# One start of three engines serves all tests of this module.
+pytestmark = pytest.mark.xdist_group("handover")
+
+# What routers send to the engine that computes, and to the one that answers where both are asked at once.
+TO_COMPUTE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+TO_ANSWER = {"do_remote_prefill": True, "do_remote_decode": False}
+OUTPUT_TOKENS = 8
+# Steps of P.
+CHUNK = prompts.STEP_TOKENS
+PROMPTS = int(os.environ.get("PILLION_TEST_HANDOVERS", "20"))
+PATIENCE_S = 120
+# A frozen sidecar costs a step so much.
+QUERY_MS = 200
+EXHAUSTED = "pillion_handover_exhausted_total"
+
+
+@dataclasses.dataclass
+class Pair:
+    """`p` computes, `d` answers, `lone` says what is right."""
+
+    p: engine.Engine
+    d: engine.Engine
+    lone: engine.Engine
+    keeper: sidecar.Sidecar
+    seed: int = 0
+    number: int = 0
+    # D's counters after its last answer.
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def prompt(self, tokens: int) -> list[int]:
+        """A prompt that nobody has computed."""
+        self.seed += 1
+        return prompts.prompt(tokens, 70_000 + self.seed)
+
+    def right(self, tokens: list[int]) -> list[int]:
+        """What a lone engine answers."""
+        return list(self.lone.generate([tokens], max_tokens=OUTPUT_TOKENS, logprobs=0)[0]["tokens"])
+
+    def ask(self, which: engine.Engine, tokens: list[int], max_tokens: int, transfer: dict[str, Any]) -> None:
+        """Puts a request."""
+        self.number += 1
+        which.ask(self.number, tokens, max_tokens, transfer=transfer)
+
+    def compute(self, tokens: list[int]) -> dict[str, Any]:
+        """Has P compute a prompt; what it answers a router."""
+        self.ask(self.p, tokens, 1, TO_COMPUTE)
+        [answer] = self.p.answered(PATIENCE_S)
+        return dict(answer["transfer"])
+
+    def answer(self, tokens: list[int], transfer: dict[str, Any]) -> dict[str, Any]:
+        """D's answer."""
+        self.ask(self.d, tokens, OUTPUT_TOKENS, transfer)
+        return self.answered()
+
+    def answered(self) -> dict[str, Any]:
+        """D's answer to what it was asked; `computed` is what D has not found anywhere, as vLLM counts."""
+        [answer] = self.d.answered(PATIENCE_S)
+        counts = self.d.metrics()
+        seen, self.counts = self.counts, counts
+        found = sum(counts[name] - seen.get(name, 0) for name in ("external_hits", "local_hits"))
+        return answer | {"computed": counts["local_queries"] - seen.get("local_queries", 0) - found}
+
+    def exhausted(self) -> int:
+        """Requests of D that P's blocks did not reach in time."""
+        return self.keeper.metrics()[EXHAUSTED]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Float32: where D computes a tail and a lone engine all, rounding must not choose another token."""
+    directory = tmp_path_factory.mktemp("handover")
+    shape = model.write(directory / "model", model.TINY)
+    with contextlib.ExitStack() as stack:
+        keeper = stack.enter_context(sidecar.serving(directory, dram="32MiB"))
+        alone = engine.Options(model=shape, dtype="float32", batched_tokens=CHUNK)
+        extra = {"pillion.query_timeout_us": QUERY_MS * 1000}
+        with_cache = dataclasses.replace(alone, socket=keeper.socket, copy="sidecar", extra=extra)
+        named = {"p": with_cache, "d": with_cache, "lone": alone}
+        started = {name: engine.Engine(options, directory / f"{name}.log") for name, options in named.items()}
+        for one in started.values():
+            stack.callback(one.kill)
+        for one in started.values():
+            # Its ranks join with its first step.
+            one.wait_started().generate([prompts.prompt(40, seed=1)], max_tokens=1)
+        p, d, lone = (started[name] for name in ("p", "d", "lone"))
+        yield Pair(p, d, lone, keeper, counts=d.metrics())
+
+
+def _lengths() -> list[int]:
+    return [100 + (2900 * at) // max(1, PROMPTS - 1) for at in range(PROMPTS)]
+
+
+def test_p_first(pair: Pair) -> None:
+    """D computes no more than the tail that is no whole block, of every prompt."""
+    for length in _lengths():
+        tokens = pair.prompt(length)
+        transfer = pair.compute(tokens)
+        whole = length // engine.BLOCK_TOKENS * engine.BLOCK_TOKENS
+        assert (transfer["do_remote_prefill"], transfer["pillion"]) == (True, {"tokens": whole})
+        answer = pair.answer(tokens, transfer)
+        assert answer["tokens"] == pair.right(tokens)
+        assert answer["computed"] <= engine.BLOCK_TOKENS
+    assert pair.exhausted() == 0
+
+
+def test_both_at_once(pair: Pair) -> None:
+    """D asks before P has begun. Where a busy machine was too slow for D's patience, it computes: that is counted."""
+    handed_over = 0
+    for length in _lengths()[::2]:
+        tokens = pair.prompt(length)
+        before = pair.exhausted()
+        pair.ask(pair.d, tokens, OUTPUT_TOKENS, TO_ANSWER)
+        pair.compute(tokens)
+        answer = pair.answered()
+        assert answer["tokens"] == pair.right(tokens)
+        if pair.exhausted() == before:
+            assert answer["computed"] <= engine.BLOCK_TOKENS
+            handed_over += 1
+    assert handed_over > 0
+
+
+def test_what_p_alone_has_is_handed_over(pair: Pair) -> None:
+    """In a step that is the request's only one: the cache has lost the prefix that P's own memory still holds."""
+    prefix = pair.prompt(640)
+    pair.p.generate([prefix], max_tokens=1, logprobs=0)
+    [namespace] = pair.keeper.namespaces()
+    pair.keeper.ctl("evict", namespace["namespace"])
+    pair.keeper.wait_for(lambda: pair.keeper.metrics()["pillion_blocks"] == 0, "a pool without blocks")
+    tokens = prefix + pair.prompt(CHUNK // 4)
+    answer = pair.answer(tokens, pair.compute(tokens))
+    assert answer["tokens"] == pair.right(tokens)
+    assert answer["computed"] <= engine.BLOCK_TOKENS
+
+
+def test_what_is_handed_over_survives_pressure(pair: Pair) -> None:
+    """P computes more than the pool holds before D asks."""
+    tokens = pair.prompt(1600)
+    transfer = pair.compute(tokens)
+    evicted = pair.keeper.metrics()["pillion_evicted_blocks_total"]
+    blocks = pair.keeper.metrics()["pillion_blocks"]
+    others = 0
+    while pair.keeper.metrics()["pillion_evicted_blocks_total"] < evicted + blocks:
+        pair.p.generate([pair.prompt(3900)], max_tokens=1, logprobs=0)
+        others += 1
+        assert others < 100
+    answer = pair.answer(tokens, transfer)
+    assert answer["tokens"] == pair.right(tokens)
+    assert answer["computed"] <= engine.BLOCK_TOKENS
+
+
+def test_without_a_producer_d_computes(pair: Pair) -> None:
+    """Nobody computes this prompt."""
+    tokens = pair.prompt(300)
+    before = pair.exhausted()
+    answer = pair.answer(tokens, TO_ANSWER)
+    assert answer["tokens"] == pair.right(tokens) and pair.exhausted() == before + 1
+
+
+@pytest.mark.parametrize("victim", ["p", "sidecar"])
+def test_d_s_requests_end_whoever_is_frozen(pair: Pair, victim: str) -> None:
+    """Rightly, and while it is frozen; afterwards all goes on."""
+    frozen = pair.p.processes() if victim == "p" else [pair.keeper.pid]
+    for length in (400, 1200):
+        tokens = pair.prompt(length)
+        pair.ask(pair.d, tokens, OUTPUT_TOKENS, TO_ANSWER)
+        pair.ask(pair.p, tokens, 1, TO_COMPUTE)
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            answer = pair.answered()
+        finally:
+            for pid in frozen:
+                os.kill(pid, signal.SIGCONT)
+        assert answer["tokens"] == pair.right(tokens)
+        assert len(pair.p.answered(PATIENCE_S)) == 1
+    tokens = pair.prompt(400)
+    answer = pair.answer(tokens, pair.compute(tokens))
+    assert answer["tokens"] == pair.right(tokens)
+    assert answer["computed"] <= engine.BLOCK_TOKENS
+
+
+def test_d_s_requests_end_where_p_dies(pair: Pair, tmp_path: Path) -> None:
+    """The last test: P is gone."""
+    tokens = pair.prompt(2000)
+    pair.ask(pair.d, tokens, OUTPUT_TOKENS, TO_ANSWER)
+    pair.ask(pair.p, tokens, 1, TO_COMPUTE)
+    pair.p.kill()
+    assert pair.answered()["tokens"] == pair.right(tokens)
+    tokens = pair.prompt(500)
+    pair.keeper.freeze()
+    pair.keeper.kill()
+    assert pair.answer(tokens, TO_ANSWER)["tokens"] == pair.right(tokens)

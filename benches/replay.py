@@ -38,6 +38,7 @@ from benches import rig
 from benches.gpu import rig as gpu
 from benches.gpu import trace
 from pillion.connector import PillionConnector
+from pillion.scheduler import Scheduler as SchedulerRole
 from pillion.vllm_compat import KVConnectorRole
 from testkit import metrics
 from testkit.sidecar import Sidecar
@@ -129,7 +130,7 @@ class Engine:
         self._run(output)
         self._scheduler.update_from_output(output, ModelRunnerOutput(req_ids=[], req_id_to_index={}))
         connector = self._scheduler.connector
-        assert isinstance(connector, PillionConnector) and connector._scheduler is not None
+        assert isinstance(connector, PillionConnector) and isinstance(connector._scheduler, SchedulerRole)
         return bool(connector._scheduler._session.namespace)
 
     @property

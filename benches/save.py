@@ -28,6 +28,7 @@ from vllm.v1.request import Request
 
 from benches import rig
 from pillion.connector import PillionConnector
+from pillion.scheduler import Scheduler as SchedulerRole
 from pillion.vllm_compat import KVConnectorRole
 from testkit import model as random_model
 from testkit.waiting import wait_for
@@ -132,12 +133,12 @@ class Engine:
     def bound(self) -> bool:
         """Whether the sidecar has bound the engine to its namespace; ranks join in a step."""
         self.step(output([], CachedRequestData.make_empty(), {}))
-        assert self.scheduler._scheduler is not None
+        assert isinstance(self.scheduler._scheduler, SchedulerRole)
         return self.scheduler._scheduler._session.namespace != 0
 
     def saved(self) -> bool:
         """Whether every save has ended."""
-        assert self.scheduler._scheduler is not None
+        assert isinstance(self.scheduler._scheduler, SchedulerRole)
         session = self.scheduler._scheduler._session
         session.end_step()
         return session.saving == 0

@@ -15,6 +15,8 @@ from pillion import config as options
 from pillion import hasher, vllm_compat, watch
 from pillion.metadata import PillionMetadata
 from pillion.scheduler import Scheduler
+from pillion.set_scheduler import SetScheduler
+from pillion.set_worker import SetWorker
 from pillion.state import EngineState, PromMetrics, State
 from pillion.vllm_compat import (
     KVConnectorBase_V1,
@@ -74,8 +76,8 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler: Scheduler | None = None
-        self._worker: Worker | None = None
+        self._scheduler: Scheduler | SetScheduler | None = None
+        self._worker: Worker | SetWorker | None = None
         # Why neither is.
         self._out = ""
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
@@ -88,14 +90,16 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             return
         assert kv_cache_config is not None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = Scheduler(config, vllm_config, kv_cache_config)
+            role_of = SetScheduler if len(kv_cache_config.kv_cache_groups) > 1 else Scheduler
+            self._scheduler = role_of(config, vllm_config, kv_cache_config)
             core = vllm_compat.engine_core()
             if core is not None:
                 watch.engine_core(core, self._scheduler)
             if config.hasher == "native":
                 hasher.install(vllm_config.cache_config.prefix_caching_hash_algo)
         else:
-            self._worker = Worker(config, vllm_config, kv_cache_config)
+            worker = SetWorker if len(kv_cache_config.kv_cache_groups) > 1 else Worker
+            self._worker = worker(config, vllm_config, kv_cache_config)
 
     def _stay_out(self, reason: str) -> None:
         self._out = reason

@@ -36,6 +36,7 @@ class Matching:
     _block_tokens: int
     # Whether a load that fails must fail as a whole: vLLM frees blocks before windows, and would compute upon what is left.
     _whole: bool
+    _group: int = 0
     # Tokens of hits that were loaded, by where they were found.
     hit_tokens: Counter[Source] = field(default_factory=Counter)
 
@@ -57,18 +58,9 @@ class Matching:
         count = (request.num_tokens - 1) // self._block_tokens - first
         if tracked.refused or count <= 0:
             return 0, False
-        if not self._requests.append(tracked):
-            return (None if self._requests.adapter_is_near(tracked) else 0), False
-        if handover.awaits(request) and not tracked.record:
-            tracked.record = handover.Record(request.num_tokens)
-        hits = session.query(tracked.log, first, count)
-        if hits < 0:
-            return None, False
-        if tracked.record:
-            tracked.record.answered()
-        tracked.hit = None
+        hits = self.look(tracked, first, count)
         if not hits:
-            return 0, False
+            return hits, False
         # No step waits for blocks on their way, nor for what must be told to have failed before a token is computed upon it.
         arriving = session.arriving(tracked.log)
         alone = self._requests.running <= {request.request_id}
@@ -85,6 +77,26 @@ class Matching:
         tracked.hit = (first, hits, sync)
         return hits * self._block_tokens, not sync
 
+    def look(self, tracked: Tracked, first: int, count: int) -> int | None:
+        """How many of `count` blocks from `first` on the cache holds before one that it lacks; None: ask again."""
+        if not self._requests.append(tracked):
+            return None if self._requests.adapter_is_near(tracked) else 0
+        if handover.awaits(tracked.request) and not tracked.record:
+            tracked.record = handover.Record(tracked.request.num_tokens)
+        hits = self._session.query(tracked.log, first, count)
+        if hits < 0:
+            return None
+        if tracked.record:
+            tracked.record.answered()
+        tracked.hit = None
+        return hits
+
+    def release(self, tracked: Tracked) -> None:
+        """What was found is not loaded."""
+        tracked.hit = None
+        if tracked.generation == self._session.generation:
+            self._session.release(tracked.log)
+
     def load(self, request: Request, blocks: KVCacheBlocks, external_tokens: int, step: PillionMetadata) -> list[int]:
         """Has `step` load what was promised into the blocks that vLLM allocated, and returns the blocks."""
         tracked, session = self._requests.follow(request), self._session
@@ -97,9 +109,14 @@ class Matching:
         if not count:
             session.release(tracked.log)
             return []
-        self._count(tracked, first, count)
+        self.count(tracked, first, count)
         self._pacing.load(request, count, request.num_tokens - (first + count) * self._block_tokens, sync)
-        ids: list[int] = blocks.get_block_ids()[0][first : first + count]
+        ids: list[int] = blocks.get_block_ids()[self._group][first : first + count]
+        return self.plan(tracked, first, ids, step, sync)
+
+    def plan(self, tracked: Tracked, first: int, ids: list[int], step: PillionMetadata, sync: bool) -> list[int]:
+        """Has `step` load blocks from `first` on into `ids`, and returns those that it loads."""
+        session, request, count = self._session, tracked.request, len(ids)
         # Blocks before the window of the next token are null blocks: they must be kept, for what follows, but are not loaded.
         unneeded = next((place for place, block in enumerate(ids) if block), count)
         first, ids = first + unneeded, ids[unneeded:]
@@ -122,7 +139,7 @@ class Matching:
             tracked.record.tell(tracked.request.request_id, hit)
             tracked.record = None
 
-    def _count(self, tracked: Tracked, first: int, count: int) -> None:
+    def count(self, tracked: Tracked, first: int, count: int) -> None:
         """Counts what is about to be loaded; as vLLM does not again what a preempted request had."""
         found = self._session.sources(tracked.log, first, count)
         tracked.sources = {source: blocks * self._block_tokens for source, blocks in zip(SOURCES, found, strict=True) if blocks}

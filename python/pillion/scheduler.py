@@ -15,6 +15,7 @@ from pillion.broken import Broken
 from pillion.checking import Check
 from pillion.config import Config
 from pillion.events import Events
+from pillion.groups import ALONE, Group
 from pillion.matching import Matching
 from pillion.metadata import PillionMetadata
 from pillion.pacing import Pacing
@@ -36,7 +37,8 @@ logger = vllm_compat.init_logger("vllm.pillion")
 class Scheduler:
     """State of the scheduler role."""
 
-    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: Group = ALONE) -> None:
+        """Of an engine with one cache group, or of one `group` of several, which `kv_cache_config` then describes alone."""
         self._config = config
         self._steps_in_flight = vllm_compat.steps_in_flight(vllm_config)
         on_gpu = vllm_compat.on_gpu()
@@ -47,27 +49,29 @@ class Scheduler:
         self._block_tokens = block_tokens
         session = self._session = _shim.SchedulerSession(
             config.socket,
-            self._engine_id,
+            group.engine(self._engine_id),
             vllm_compat.world_size(vllm_config),
             self._run,
             config.query_timeout_us,
             config.copier(on_gpu) == "engine",
             on_gpu and not vllm_compat.zeroes_blocks(kv_cache_config),
-            config.miss_wait_ms,
-            self._pacing.part_blocks,
+            # A set waits for no producer, and is loaded once all of it is here.
+            0 if group.several else config.miss_wait_ms,
+            0 if group.several else self._pacing.part_blocks,
             vllm_compat.groups(kv_cache_config),
         )
         self._adapters = Adapters(self._run, vllm_compat.lora_form(vllm_config), lambda: self._saving.disown())
         window = vllm_compat.window(kv_cache_config)
-        self._requests = requests = Requests(session, self._adapters, block_tokens, window)
+        self._requests = requests = Requests(session, self._adapters, block_tokens, window, group.number)
         self._broken = broken = Broken(kv_cache_config.num_blocks, block_tokens)
-        self._check = check = Check(block_tokens, config.check_every if config.loads and config.saves else 0)
-        self._matching = Matching(session, requests, self._pacing, check, broken, block_tokens, bool(window))
+        # A block fewer of one group would be another hit than that of the others.
+        checks = config.loads and config.saves and not group.several
+        self._check = check = Check(block_tokens, config.check_every if checks else 0)
+        self._matching = Matching(session, requests, self._pacing, check, broken, block_tokens, bool(window), group.number)
         tokens_per_step = vllm_compat.tokens_per_step(vllm_config)
-        events = (
-            Events(session, vllm_compat.BlockEvents(kv_cache_config)) if vllm_compat.kv_events_are_on(vllm_config) else None
-        )
-        self._events = events
+        events = self._events = None
+        if vllm_compat.kv_events_are_on(vllm_config):
+            events = self._events = Events(session, vllm_compat.BlockEvents(kv_cache_config, group.number))
         part_blocks = self._pacing.blocks_of_part
         self._saving = Saving(session, requests, check, broken, block_tokens, tokens_per_step, part_blocks, events)
         # Whether an update of the weights has begun and not ended: what is computed then belongs nowhere.
@@ -141,6 +145,38 @@ class Scheduler:
             tracked.refused = True
         if failed:
             self.loads_failed({block for tracked in failed for block in tracked.loaded})
+
+    # --- one group of a set ---
+
+    def look(self, request: Request, first: int, count: int) -> int | None:
+        """How many of `count` blocks from `first` on the cache holds before one that it lacks; None: ask again."""
+        return self._matching.look(self._requests.follow(request), first, count)
+
+    def release(self, request: Request) -> None:
+        """What was found of the request is not loaded."""
+        self._matching.release(self._requests.follow(request))
+
+    def is_refused(self, request: Request) -> bool:
+        """Whether a load of the request has failed, so that the cache is not asked again."""
+        return self._requests.follow(request).refused
+
+    def overwrite(self, block_ids: list[int]) -> None:
+        """Some group is about to write these blocks: whatever is being saved of them is given up."""
+        self._loaded += block_ids
+        if self._session.saving:
+            self._session.overwrite(block_ids)
+
+    def plan(self, request: Request, first: int, block_ids: list[int]) -> None:
+        """Has the step load blocks from `first` on that were found."""
+        tracked = self._requests.follow(request)
+        self._matching.count(tracked, first, len(block_ids))
+        self._matching.plan(tracked, first, block_ids, self._next, sync=False)
+
+    def lose(self, request: Request, block_ids: list[int]) -> None:
+        """Has the step report that these blocks cannot be loaded."""
+        self.release(request)
+        self._requests.follow(request).loaded = block_ids
+        self._next.lost.append((request.request_id, block_ids, False))
 
     # --- one step ---
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -79,6 +80,8 @@ class Requests:
     _adapters: Adapters
     _block_tokens: int
     _window: int = 0
+    # The cache group that is followed; vLLM's blocks of all groups are of one pool.
+    _group: int = 0
     by_id: dict[str, Tracked] = field(default_factory=dict)
     # Those of the last step.
     running: set[str] = field(default_factory=set)
@@ -99,34 +102,35 @@ class Requests:
     # --- block tables ---
 
     def take_blocks(self, output: SchedulerOutput, step: int) -> tuple[list[Tracked], list[int]]:
-        """Follows the block tables: returns the requests that begin on blocks, or do so again, and all blocks that are new."""
+        """Follows the block tables: returns the requests that begin on blocks, or do so again, and all blocks that are new, of
+        every group: whatever group had them before."""
         begun: list[Tracked] = []
         new_blocks: list[int] = []
 
-        def begin(req_id: str, ids: list[int], computed_tokens: int) -> None:
+        def begin(req_id: str, ids: Sequence[list[int]], computed_tokens: int) -> None:
             tracked = self.by_id[req_id]
-            tracked.blocks = list(ids)
+            tracked.blocks = list(ids[self._group])
             tracked.freed = 0
             tracked.saved = tracked.found = computed_tokens // self._block_tokens
             tracked.found_in = step if tracked.found else 0
             tracked.sound = -1
             begun.append(tracked)
-            new_blocks.extend(ids[tracked.saved :])
+            new_blocks.extend(block for each in ids for block in each[tracked.saved :])
 
         for new in output.scheduled_new_reqs:
             if new.req_id in self.by_id:
-                begin(new.req_id, new.block_ids[0], new.num_computed_tokens)
+                begin(new.req_id, new.block_ids, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for index, ids in enumerate(cached.new_block_ids):
             if not ids:
                 continue
             req_id = cached.req_ids[index]
             if req_id in self.by_id and req_id in cached.resumed_req_ids:
-                begin(req_id, ids[0], cached.num_computed_tokens[index])
+                begin(req_id, ids, cached.num_computed_tokens[index])
                 continue
-            new_blocks += ids[0]
+            new_blocks += [block for each in ids for block in each]
             if req_id in self.by_id:
-                self.by_id[req_id].blocks += ids[0]
+                self.by_id[req_id].blocks += ids[self._group]
         return begun, new_blocks
 
     # --- key logs ---

@@ -48,7 +48,7 @@ def version() -> tuple[int, int]:
 def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """Why Pillion cannot serve this engine, and what to change; None if it can."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    if reason := _unserved_groups(vllm_config, kv_cache_config.kv_cache_groups):
+    if reason := _unserved_groups(vllm_config, kv_cache_config):
         return reason
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
@@ -82,22 +82,48 @@ SERVED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 WINDOW_SPEC = "SlidingWindowSpec"
 # Those that vLLM turns into full attention where its hybrid manager is off and other layers have full attention.
 PROMOTED_SPECS = (WINDOW_SPEC, "ChunkedLocalAttentionSpec")
+# Those that the groups of one model have where they are served together.
+SET_SPECS = {"FullAttentionSpec", WINDOW_SPEC}
 # Where nothing of the engine's start can be changed.
 LEAVE_OUT = "leave --kv-transfer-config out for this model"
 
 
-def _unserved_groups(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> str | None:
+def _unserved_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """Why blocks of these groups cannot be kept; None if they can."""
+    groups = kv_cache_config.kv_cache_groups
     kinds = {type(spec).__name__ for group in groups for spec in _layer_specs(group).values()}
     named = ", ".join(sorted(kinds))
     if len(groups) != 1:
         promotable = "FullAttentionSpec" in kinds and kinds <= {"FullAttentionSpec", *PROMOTED_SPECS}
         remedy = "start vLLM with --disable-hybrid-kv-cache-manager" if promotable else LEAVE_OUT
-        return f"the model has {len(groups)} KV cache groups ({named}), and one is served: {remedy}"
+        reason = _unserved_set(vllm_config, kv_cache_config, kinds, remedy)
+        return reason and f"the model has {len(groups)} KV cache groups{reason}"
     if kinds == {WINDOW_SPEC}:
         return _unserved_windows(vllm_config)
     if not kinds <= set(SERVED_SPECS):
         return f"its KV cache is of kind {named}, and {', '.join((*SERVED_SPECS, WINDOW_SPEC))} are served: {LEAVE_OUT}"
+    return None
+
+
+def _unserved_set(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kinds: set[str], remedy: str) -> str | None:
+    """Why several groups cannot be kept together, after their number; None if they can."""
+    groups = kv_cache_config.kv_cache_groups
+    if kinds != SET_SPECS:
+        return f" ({', '.join(sorted(kinds))}), which are not served together: {remedy}"
+    offered = all(getattr(group, "enable_kv_transfer", False) and group.kv_cache_spec.prefix_cacheable for group in groups)
+    # A key stands for as many tokens as a block has.
+    sizes = {int(group.kv_cache_spec.block_size) for group in groups} | {getattr(kv_cache_config, "hash_block_size", None)}
+    if not offered or len(sizes) != 1 or not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+        return f", and this vLLM divides or hashes their blocks in ways that are not served: {remedy}"
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        return ", which are not served beside speculation: start vLLM without --speculative-config"
+    if getattr(vllm_config, "lora_config", None) is not None:
+        # Each group digests an adapter's files by itself: those that change meanwhile would be of two kinds in one set.
+        return ", which are not served beside adapters: start vLLM without --enable-lora"
+    if on_gpu():
+        return f", which are served on a CPU alone: {remedy}"
+    if not recomputes_failed_loads(vllm_config):
+        return ", and one load that failed would end its request: set kv_load_failure_policy to recompute"
     return None
 
 
@@ -371,9 +397,9 @@ def kv_events_are_on(vllm_config: VllmConfig) -> bool:
 
 
 class BlockEvents:
-    """Makes vLLM's events of the blocks of its only cache group; what a version's events do not say is left out."""
+    """Makes vLLM's events of the blocks of one cache group, which `kv_cache_config` describes alone; what a version's events do not say is left out."""
 
-    def __init__(self, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(self, kv_cache_config: KVCacheConfig, group: int) -> None:
         from vllm.distributed import kv_events
         from vllm.v1 import kv_cache_interface as interface
         from vllm.v1.core import kv_cache_utils
@@ -382,7 +408,7 @@ class BlockEvents:
         self._events: Any = kv_events
         self._utils: Any = kv_cache_utils
         self._block_tokens = spec.block_size
-        self._group: dict[str, Any] = {"group_idx": 0}
+        self._group: dict[str, Any] = {"group_idx": group}
         if hasattr(interface, "get_kv_cache_spec_kind"):
             self._group["kv_cache_spec_kind"] = interface.get_kv_cache_spec_kind(spec).value
             self._group["kv_cache_spec_sliding_window"] = interface.get_kv_cache_spec_sliding_window(spec)

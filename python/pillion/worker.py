@@ -11,6 +11,7 @@ from pillion.config import Config
 from pillion.cuda import LayerWaits
 from pillion.facts import Facts
 from pillion.geometry import Geometry, GeometryError, describe, self_test
+from pillion.groups import ALONE, Group
 from pillion.live import Live
 from pillion.metadata import PillionMetadata
 from pillion.models import Models
@@ -34,10 +35,14 @@ logger = vllm_compat.init_logger("vllm.pillion")
 class Worker:
     """State of one rank's worker role. Without a session (memory that cannot be shared) every call does nothing."""
 
-    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: Group = ALONE) -> None:
+        """Of an engine with one cache group, or of one `group` of several, which `kv_cache_config` then describes alone."""
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
+        self._group = group
+        # Whether a load that fails must fail as a whole: vLLM frees blocks before windows, and tells no groups apart.
+        self._whole = group.several or bool(vllm_compat.window(kv_cache_config))
         self._session: _shim.WorkerSession | None = None
         # Why this rank has no session.
         self.out_reason = ""
@@ -150,7 +155,7 @@ class Worker:
         shards = vllm_compat.shards(self._vllm_config, self._kv_cache_config)
         self._session = _shim.WorkerSession(
             self._config.socket,
-            str(self._vllm_config.kv_transfer_config.engine_id),
+            self._group.engine(str(self._vllm_config.kv_transfer_config.engine_id)),
             world,
             rank,
             rank // (world // shards),
@@ -296,7 +301,7 @@ class Worker:
     def _end_load(self, req_id: str, lacking: list[int]) -> None:
         """An asynchronous load has ended, without these blocks."""
         self._ended.add(req_id)
-        if lacking and vllm_compat.window(self._kv_cache_config):
+        if lacking and self._whole:
             self._failed_requests.add(req_id)
         else:
             self._fail(lacking, 0)

@@ -74,6 +74,19 @@ def test_windows_beside_full_attention(options: engine.Options, tmp_path: Path) 
             second.exit()
 
 
+def test_windows_in_groups_of_their_own(options: engine.Options, tmp_path: Path) -> None:
+    """Over a restart, with vLLM's hybrid manager: it frees the blocks before a window, and keeps those of the other layers."""
+    shape = model.write(tmp_path / "model", model.TINY_WINDOWS)
+    with sidecar.serving(tmp_path) as keeper:
+        connected = dataclasses.replace(options, model=shape, socket=keeper.socket)
+        with engine.running(connected, tmp_path / "first.log") as first:
+            answers = _compute(first, keeper)
+            first.kill()
+        with engine.running(connected, tmp_path / "second.log") as second:
+            _load(second, keeper, answers)
+            second.exit()
+
+
 def test_windows_in_all_layers(options: engine.Options, tmp_path: Path) -> None:
     """vLLM frees the blocks before a window, and those of a hit are not loaded."""
     shape = model.write(tmp_path / "model", model.TINY_ALL_WINDOWS)

@@ -150,7 +150,13 @@ def _parallel(name: str, words: str = "") -> Knob:
 
 
 REFUSALS = (
-    Knob("hybrid-manager-on", refused="--disable-hybrid-kv-cache-manager", shape=model.TINY_WINDOWS, often=True),
+    Knob(
+        "groups-beside-drafts",
+        refused="--speculative-config",
+        shape=model.TINY_WINDOWS,
+        arguments={"speculative_config": NGRAM},
+        often=True,
+    ),
     Knob("no-prefix-caching", refused="prefix caching is off", as_if={"cache_config.enable_prefix_caching": False}, never=True),
     _parallel("pipeline_parallel_size"),
     _parallel("decode_context_parallel_size"),

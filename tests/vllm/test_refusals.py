@@ -95,6 +95,35 @@ LEAVE_OUT = "leave --kv-transfer-config out"
 HYBRID_OFF = "--disable-hybrid-kv-cache-manager"
 
 
+def test_several_groups_are_served_where_a_set_can_fail_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And be told to have failed; where their blocks are of one size, and hashed in that."""
+    both = kv_cache_config(full_attention())
+    both.hash_block_size = 16
+    (group,) = both.kv_cache_groups
+    window = spec("SlidingWindowSpec", **WINDOW)
+    both.kv_cache_groups = [group, dataclasses.replace(group, kv_cache_spec=window)]
+    transfer = SimpleNamespace(kv_load_failure_policy="recompute")
+    engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=transfer)
+    assert vllm_compat.unsupported(engine, both) is None
+    finer, larger = dataclasses.replace(both, hash_block_size=8), dataclasses.replace(both)
+    larger.kv_cache_groups = [group, dataclasses.replace(group, kv_cache_spec=dataclasses.replace(window, block_size=32))]
+    reasons = [vllm_compat.unsupported(engine, groups) or "" for groups in (finer, larger)]
+    assert all(HYBRID_OFF in reason for reason in reasons)
+    drafting: Any = SimpleNamespace(**vars(engine), speculative_config=SimpleNamespace())
+    reasons.append(vllm_compat.unsupported(drafting, both) or "")
+    assert "--speculative-config" in reasons[-1]
+    adapting: Any = SimpleNamespace(**vars(engine), lora_config=SimpleNamespace())
+    reasons.append(vllm_compat.unsupported(adapting, both) or "")
+    assert "--enable-lora" in reasons[-1]
+    failing: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=SimpleNamespace(kv_load_failure_policy="fail"))
+    reasons.append(vllm_compat.unsupported(failing, both) or "")
+    assert "kv_load_failure_policy" in reasons[-1]
+    monkeypatch.setattr(vllm_compat, "on_gpu", lambda: True)
+    reasons.append(vllm_compat.unsupported(engine, both) or "")
+    assert HYBRID_OFF in reasons[-1]
+    assert all(fits_metrics(reason) for reason in reasons)
+
+
 @pytest.mark.parametrize(
     ("specs", "named"),
     [

@@ -21,6 +21,7 @@ mod namespaces;
 mod peers;
 mod queries;
 mod quotas;
+pub mod serve;
 mod sources;
 mod ssd;
 mod stats;

@@ -39,10 +39,20 @@ def build_config(scenario: dict[str, Any]) -> Any:
 
 
 def build_cache_config(scenario: dict[str, Any], config: Any) -> Any:
-    """One group of the scenario's kind, each layer's pages by themselves."""
+    """One group of the scenario's kind, each layer's pages by themselves; of kind `set` a group for each layer, and all of them
+    have their blocks in the same pages, as vLLM has it."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, UniformTypeKVCacheSpecs
 
     specs, blocks = layer_specs(scenario, config), scenario["blocks"]
+    if scenario.get("kind") == "set":
+        (page,) = {spec.page_size_bytes for spec in specs.values()}
+        config.cache_config.num_gpu_blocks = blocks
+        return KVCacheConfig(
+            num_blocks=blocks,
+            kv_cache_tensors=[KVCacheTensor(blocks * page, list(specs), blocks * page, page, 0)],
+            kv_cache_groups=[KVCacheGroupSpec([name], spec) for name, spec in specs.items()],
+            hash_block_size=scenario["block_tokens"],
+        )
     sizes = {name: blocks * spec.page_size_bytes for name, spec in specs.items()}
     total, offset, tensors = sum(sizes.values()), 0, []
     for name, size in sizes.items():
@@ -55,7 +65,8 @@ def build_cache_config(scenario: dict[str, Any], config: Any) -> Any:
 
 
 def layer_specs(scenario: dict[str, Any], config: Any) -> dict[str, Any]:
-    """vLLM's spec of each layer: `full` attention or a `window`, `mla` with a latent, or that and the keys of an `indexer`."""
+    """vLLM's spec of each layer: `full` attention or a `window`, both of them (a `set`: the last layer is full), `mla` with a
+    latent, or that and the keys of an `indexer`."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SparseCacheRole
 
@@ -67,6 +78,10 @@ def layer_specs(scenario: dict[str, Any], config: Any) -> dict[str, Any]:
         return {f"{name}.attn": FullAttentionSpec(**plain) for name in names}
     if kind == "window":
         return {f"{name}.attn": SlidingWindowSpec(**plain, sliding_window=scenario["window"]) for name in names}
+    if kind == "set":
+        *windows, last = names
+        spec = SlidingWindowSpec(**plain, sliding_window=scenario["window"])
+        return {f"{name}.attn": spec for name in windows} | {f"{last}.attn": FullAttentionSpec(**plain)}
     latent = MLAAttentionSpec(block_size=tokens, num_kv_heads=1, max_tp_shards=1, head_size=576, dtype=torch.bfloat16)
     if kind == "mla":
         return {f"{name}.attn": latent for name in names}

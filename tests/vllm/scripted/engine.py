@@ -118,10 +118,21 @@ class ScriptedEngine:
 
     def _connected(self) -> bool:
         """Whether both sessions are there: on a busy machine the first attempt may have taken too long."""
-        worker, scheduler = self.worker.connector._worker._session, self.scheduler.connector._scheduler._session
-        worker.start(0)
-        scheduler.end_step()
-        return bool(worker.connected and scheduler.connected)
+        workers, schedulers = ([role._session for role in roles] for roles in (self._workers(), self._schedulers()))
+        for worker in workers:
+            worker.start(0)
+        for scheduler in schedulers:
+            scheduler.end_step()
+        return all(session.connected for session in workers + schedulers)
+
+    def _schedulers(self) -> list[Any]:
+        """The connector's scheduler role of each cache group."""
+        role = self.scheduler.connector._scheduler
+        return getattr(role, "_all", [role])
+
+    def _workers(self) -> list[Any]:
+        role = self.worker.connector._worker
+        return getattr(role, "_all", [role])
 
     def counts(self) -> dict[str, int]:
         """What tests look at, so far."""
@@ -155,9 +166,9 @@ class ScriptedEngine:
         names happens in an engine that is served."""
         if not self._metrics:
             return
-        session = self.scheduler.connector._scheduler._session
+        sessions = [role._session for role in self._schedulers()]
         ends_at = time.monotonic() + BIND_S
-        while session.connected and not session.namespace and time.monotonic() < ends_at:
+        while any(it.connected and not it.namespace for it in sessions) and time.monotonic() < ends_at:
             scheduled = self.scheduler.schedule()
             self._finish_step(scheduled, self.worker.execute(scheduled))
             time.sleep(IDLE_STEP_S)
@@ -213,7 +224,8 @@ class ScriptedEngine:
         def lose_and_go_on(request: Any, blocks: Any, external_tokens: int) -> None:
             if external_tokens and self._leases_to_lose:
                 self._leases_to_lose -= 1
-                role = connector._scheduler
+                # Of a set one group's: it has failed as a whole then.
+                role = self._schedulers()[self._leases_to_lose % len(self._schedulers())]
                 role._session.release(role._requests.by_id[request.request_id].log)
             allocated(request, blocks, external_tokens)
 
@@ -252,7 +264,7 @@ class ScriptedEngine:
         It reads rings before fences, and publishes its metrics last: once they count a query that was posted now, it has
         seen the fences stored before and begun the copies that waited for them.
         """
-        session = self.scheduler.connector._scheduler._session
+        session = self._schedulers()[0]._session
         before = self._metric("queries_total")
         log = session.open()
         session.append(log, [PROBE], 0)
@@ -270,12 +282,14 @@ class ScriptedEngine:
     def settle(self) -> None:
         """Waits until the sidecar has seen everything, every save has ended, and no load is open."""
         self.turn()
-        session = self.scheduler.connector._scheduler._session
+        sessions = [role._session for role in self._schedulers()]
 
         def settled() -> bool:
-            session.end_step()
-            numbers = session.stats()
-            ended = sum(numbers[name] for name in SAVE_ENDS)
+            ended = 0
+            for session in sessions:
+                session.end_step()
+                numbers = session.stats()
+                ended += sum(numbers[name] for name in SAVE_ENDS)
             return bool(ended == self._metric("saves_posted_blocks_total") - self._posted_before)
 
         wait_for(settled, "end of all saves")
@@ -350,14 +364,21 @@ class ScriptedEngine:
         self.steps += 1
 
     def _spoil(self, metadata: Any) -> None:
-        loads = getattr(metadata, "loads", [])
-        for index, (name, planned, sync) in enumerate(loads[: self._plans_to_spoil]):
-            loads[index] = (name, plan.outdated(planned, self._spoil_from), sync)
-        self._plans_to_spoil -= min(self._plans_to_spoil, len(loads))
+        """Of a set one group's load, now of this group and now of that."""
+        groups = _groups(metadata)
+        for name, _, _ in list(groups[0].loads if groups else ()):
+            if not self._plans_to_spoil:
+                return
+            self._plans_to_spoil -= 1
+            loads = groups[self._plans_to_spoil % len(groups)].loads
+            for index, (other, planned, sync) in enumerate(loads):
+                if other == name:
+                    loads[index] = (name, plan.outdated(planned, self._spoil_from), sync)
 
     def _begin_loads(self, metadata: Any) -> None:
-        planned = list(getattr(metadata, "loads", [])) + list(getattr(metadata, "lost", []))
-        self._loading.update(name for name, _, sync in planned if not sync)
+        # The loads of a set's groups are one.
+        planned = [load for group in _groups(metadata) for load in group.loads + group.lost]
+        self._loading.update({name for name, _, sync in planned if not sync})
 
     def _end_loads(self, output: Any) -> None:
         if output is None:
@@ -394,6 +415,11 @@ class ScriptedEngine:
     def reset(self, reset_connector: bool = False, reset_running_requests: bool = False) -> bool:
         """vLLM's prefix cache reset."""
         return bool(self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector))
+
+
+def _groups(metadata: Any) -> list[Any]:
+    """What a step's metadata says of each cache group; nothing where another connector made it."""
+    return [metadata, *metadata.others] if hasattr(metadata, "others") else []
 
 
 def play(scenario: dict[str, Any]) -> dict[str, Any]:

@@ -81,16 +81,19 @@ def next_token(digests: list[int]) -> int:
 
 
 def allocate(kv_cache_config: Any) -> dict[str, torch.Tensor]:
-    """The KV memory, one storage: of each layer its pages, [blocks, heads, tokens, content]."""
-    group, blocks = kv_cache_config.kv_cache_groups[0], kv_cache_config.num_blocks
-    specs = getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(group.layer_names, group.kv_cache_spec))
+    """The KV memory, one storage: of each layer its pages, [blocks, heads, tokens, content]. Layers of several groups may share
+    them: a block is one group's at a time."""
+    blocks = kv_cache_config.num_blocks
+    specs: dict[str, Any] = {}
+    for group in kv_cache_config.kv_cache_groups:
+        specs |= getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(group.layer_names, group.kv_cache_spec))
     memory = torch.zeros(kv_cache_config.kv_cache_tensors[0].size, dtype=torch.uint8)
     kv = {}
     for tensor in kv_cache_config.kv_cache_tensors:
-        (name,) = tensor.layers
-        spec = specs[name]
-        pages = memory[tensor.offset : tensor.offset + blocks * tensor.block_stride].view(spec.dtype)
-        kv[name] = pages.view(blocks, spec.num_kv_heads, spec.block_size, -1)
+        for name in tensor.layers:
+            spec = specs[name]
+            pages = memory[tensor.offset : tensor.offset + blocks * tensor.block_stride].view(spec.dtype)
+            kv[name] = pages.view(blocks, spec.num_kv_heads, spec.block_size, -1)
     return kv
 
 
@@ -109,15 +112,18 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._config = vllm_config
-        group = kv_cache_config.kv_cache_groups[0]
-        self._block_tokens = group.kv_cache_spec.block_size
-        # Tokens that attention reads.
-        self._window = getattr(group.kv_cache_spec, "sliding_window", None) or vllm_config.model_config.max_model_len
+        groups = kv_cache_config.kv_cache_groups
+        self._block_tokens = groups[0].kv_cache_spec.block_size
+        # Tokens that attention reads, by group, and the group of each layer.
+        everything = vllm_config.model_config.max_model_len
+        self._windows = [getattr(group.kv_cache_spec, "sliding_window", None) or everything for group in groups]
+        self._groups = {name: number for number, group in enumerate(groups) for name in group.layer_names}
         self.kv = allocate(kv_cache_config)
         self._prefixes: dict[str, Prefix] = {}
         self._prompt_tokens: dict[str, int] = {}
-        self._blocks: dict[str, list[int]] = {}
-        self._model = Model(group.layer_names, vllm_config.compilation_config.static_forward_context)
+        # Of each group.
+        self._blocks: dict[str, list[list[int]]] = {}
+        self._model = Model(list(self._groups), vllm_config.compilation_config.static_forward_context)
         self.weights = 0
         # Positions that were read and were not right, by request.
         self.wrong: collections.Counter[str] = collections.Counter()
@@ -180,7 +186,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             # Of one that was preempted, all that the scheduler knows: what it dropped with a reset is sampled again.
             self._prefixes[new.req_id] = Prefix(new.prefill_token_ids or new.prompt_token_ids, self.weights)
             self._prompt_tokens[new.req_id] = len(new.prompt_token_ids)
-            self._blocks[new.req_id] = list(new.block_ids[0])
+            self._blocks[new.req_id] = [list(ids) for ids in new.block_ids]
             starts[new.req_id] = new.num_computed_tokens
         cached = step.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
@@ -189,9 +195,10 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             self._prefixes[name] = self._prefixes[name].head(kept)
             blocks = cached.new_block_ids[index]
             if name in cached.resumed_req_ids:
-                self._blocks[name] = list(blocks[0])
+                self._blocks[name] = [list(ids) for ids in blocks]
             elif blocks is not None:
-                self._blocks[name] += blocks[0]
+                for known, ids in zip(self._blocks[name], blocks, strict=True):
+                    known += ids
             starts[name] = cached.num_computed_tokens[index]
         return starts
 
@@ -199,14 +206,14 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         ends = {name: starts[name] + count for name, count in step.num_scheduled_tokens.items()}
         bad: dict[str, set[int]] = {name: set() for name in ends}
         for layer, (layer_name, kv) in enumerate(self.kv.items()):
-            pages = kv.view(torch.int16)
+            pages, group = kv.view(torch.int16), self._groups[layer_name]
             # vLLM's attention writes the step's new KV, then lets the connector wait, then reads.
             for name, end in ends.items():
-                self._write(pages, layer, name, starts[name], end, bool(bad[name]))
+                self._write(pages, layer, (name, group), starts[name], end, bool(bad[name]))
             self.connector.wait_for_layer_load(layer_name)
             for name, end in ends.items():
-                first = max(0, starts[name] - self._window + 1)
-                bad[name] |= self._differing(pages, layer, name, first, end)
+                first = max(0, starts[name] - self._windows[group] + 1)
+                bad[name] |= self._differing(pages, layer, (name, group), first, end)
             self.connector.save_kv_layer(layer_name, kv, None)
         return {name: self._sample(name, end, bad[name]) for name, end in ends.items()}
 
@@ -219,20 +226,21 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         prefix.extend([next_token(read)])
         return [prefix.tokens[-1]]
 
-    def _places(self, name: str, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _places(self, of: tuple[str, int], first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         positions = np.arange(first, end)
-        table = np.array(self._blocks[name])[positions // self._block_tokens]
+        name, group = of
+        table = np.array(self._blocks[name][group])[positions // self._block_tokens]
         assert table.all(), "vLLM's null block holds nobody's KV"
         return torch.from_numpy(table), torch.from_numpy(positions % self._block_tokens)
 
-    def _write(self, pages: torch.Tensor, layer: int, name: str, first: int, end: int, spoiled: bool) -> None:
-        blocks, rows = self._places(name, first, end)
-        content = self._prefixes[name].pages(layer, pages.shape[1], pages.shape[3], end)[first:]
+    def _write(self, pages: torch.Tensor, layer: int, of: tuple[str, int], first: int, end: int, spoiled: bool) -> None:
+        blocks, rows = self._places(of, first, end)
+        content = self._prefixes[of[0]].pages(layer, pages.shape[1], pages.shape[3], end)[first:]
         # What is computed upon wrong KV is wrong.
         pages[blocks, :, rows] = torch.from_numpy(~content if spoiled else content)
 
-    def _differing(self, pages: torch.Tensor, layer: int, name: str, first: int, end: int) -> set[int]:
-        blocks, rows = self._places(name, first, end)
-        content = torch.from_numpy(self._prefixes[name].pages(layer, pages.shape[1], pages.shape[3], end)[first:])
+    def _differing(self, pages: torch.Tensor, layer: int, of: tuple[str, int], first: int, end: int) -> set[int]:
+        blocks, rows = self._places(of, first, end)
+        content = torch.from_numpy(self._prefixes[of[0]].pages(layer, pages.shape[1], pages.shape[3], end)[first:])
         equal = (pages[blocks, :, rows] == content).all(dim=2).all(dim=1)
         return {first + place for place in torch.nonzero(~equal).flatten().tolist()}

@@ -1,0 +1,44 @@
+"""A model with several cache groups, such as windows beside full attention: each group is to the sidecar an engine of its own.
+
+Its blocks have their own namespace and leases. What a request is served is decided in the engine: what all groups have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+from pillion import vllm_compat
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class Group(NamedTuple):
+    """A cache group as a part of the connector knows it."""
+
+    number: int
+    several: bool
+
+    def engine(self, name: str) -> str:
+        """What an engine of this name calls itself to the sidecar."""
+        return f"{name} group {self.number}" if self.several else name
+
+
+# Of an engine that has no other.
+ALONE = Group(0, False)
+
+
+def parts(kv_cache_config: KVCacheConfig) -> list[tuple[Group, KVCacheConfig]]:
+    """Each group with a configuration that describes it alone."""
+    groups = kv_cache_config.kv_cache_groups
+    return [
+        (Group(number, len(groups) > 1), dataclasses.replace(kv_cache_config, kv_cache_groups=[group]))
+        for number, group in enumerate(groups)
+    ]
+
+
+def reads(kv_cache_config: KVCacheConfig) -> int:
+    """Blocks before a boundary that the token after it reads, of the only group; 0: all of them."""
+    window = vllm_compat.window(kv_cache_config)
+    return max(1, -(-(window - 1) // vllm_compat.block_tokens(kv_cache_config))) if window else 0

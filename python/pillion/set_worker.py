@@ -1,0 +1,92 @@
+"""The worker role of a rank with several cache groups: one [pillion.worker][] for each. A request's load ends with the last
+group's, and has failed where any group's did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pillion import groups
+from pillion.config import Config
+from pillion.metadata import PillionMetadata
+from pillion.worker import Worker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class SetWorker:
+    """The workers of all groups, as one."""
+
+    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._all = [Worker(config, vllm_config, view, group) for group, view in groups.parts(kv_cache_config)]
+        self._metadata: list[PillionMetadata] = []
+        # Groups whose load of a request has not ended, and requests of which a group's has failed.
+        self._open: Counter[str] = Counter()
+        self._failing: set[str] = set()
+        # Of those that `finished` returned last.
+        self._failed: set[str] = set()
+
+    @property
+    def out_reason(self) -> str:
+        """Why this rank is not served."""
+        return next((part.out_reason for part in self._all if part.out_reason), "")
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Shows every group's memory to the sidecar, or none."""
+        for part in self._all:
+            part.register(kv_caches)
+            if part.out_reason:
+                return self.shutdown()
+        return None
+
+    def begin_step(self, metadata: PillionMetadata) -> None:
+        """Loads of this step may be written."""
+        self._metadata = [metadata, *metadata.others]
+        for part, its in zip(self._all, self._metadata, strict=True):
+            part.begin_step(its)
+
+    def load(self, forward_context: ForwardContext) -> None:
+        """Begins this step's loads."""
+        for part, its in zip(self._all, self._metadata, strict=True):
+            self._open.update({request for request, _, _ in its.loads} | {request for request, _, _ in its.lost})
+            part.load(forward_context)
+
+    def reach_layer(self, layer: str) -> None:
+        """Nothing: no step waits for loads."""
+
+    def end_step(self) -> None:
+        """The step's KV is written."""
+        for part in self._all:
+            part.end_step()
+
+    def finished(self) -> set[str] | None:
+        """Requests whose loads ended in all groups since the last call, well or not, each once."""
+        ended: set[str] = set()
+        for part in self._all:
+            for request in part.finished() or ():
+                self._open[request] -= 1
+                if not self._open[request]:
+                    del self._open[request]
+                    ended.add(request)
+            self._failing |= part.take_failed_requests()
+        self._failed |= self._failing & ended
+        self._failing -= ended
+        return ended or None
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests that vLLM computes from their beginning; each is among those `finished` that were returned last."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def take_failed(self) -> set[int]:
+        """None: of a model with several groups vLLM takes no word of single blocks, and ends the engine."""
+        return set()
+
+    def shutdown(self) -> None:
+        """Leaves the sidecar."""
+        for part in self._all:
+            part.shutdown()

@@ -1,0 +1,103 @@
+"""Windows beside full attention, in cache groups of their own: what is served is what all groups have, and fails as a whole."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import pytest
+from stage import (
+    BLOCK_TOKENS,
+    RESET,
+    SETTLE,
+    SLOW_STEPS,
+    Stage,
+    by_load,
+    expect_right,
+    generate,
+    go_on,
+    hit_tokens,
+    lose_leases,
+    metrics,
+    prompt_of,
+    right_answers,
+    spoil,
+    stop,
+)
+
+from testkit import sidecar
+
+# Two groups with windows, of three blocks and a part of a fourth, and one with full attention.
+SET: dict[str, Any] = {"kind": "set", "window": 100}
+GROUPS = 3
+FIRST, SECOND = prompt_of(200, 131), prompt_of(230, 132)
+# A pool in which no two of the prompts fit: blocks of one group are another group's afterwards.
+FEW_BLOCKS: dict[str, Any] = {"blocks": 28, "max_model_len": 288}
+SHORT = {"pillion.query_timeout_us": 2000}
+
+
+@pytest.mark.parametrize("copy", ["engine", "sidecar"])
+def test_blocks_that_another_group_overwrites_are_not_kept(stage: Stage, copy: str) -> None:
+    """The sidecar sleeps on the saves of all groups until a request has blocks of one group in place of another's."""
+    with sidecar.serving(stage.directory) as keeper:
+        acts = [generate([FIRST], 1, at={"0:scheduled": [stop(keeper)]}), generate([SECOND], 1), go_on(keeper), SETTLE]
+        (hasty,) = by_load(keeper, "auto", **SHORT, **{"pillion.copy": copy})
+        stage.play(acts, hasty, metrics=metrics(keeper), **FEW_BLOCKS, **SET)
+        assert keeper.metrics()["pillion_saves_lost_to_reuse_total"] > 0
+        # Whoever has the time to ask finds what was kept; what was not is computed, and kept then.
+        (patient,) = by_load(keeper, "auto", **{"pillion.copy": copy})
+        acts = [generate([FIRST], 4), SETTLE, RESET, generate([FIRST], 4)]
+        (results,) = stage.play(acts, patient, metrics=metrics(keeper), **FEW_BLOCKS, **SET)
+        expect_right(results[0], right_answers([FIRST], 4), "after the reuse of blocks that were being saved")
+        expect_right(results[-1], right_answers([FIRST], 4), "beside what was kept then")
+        assert results[-1]["hits"] == hit_tokens(len(FIRST))
+
+
+# What the sidecar copies has no plan that could be wrong.
+@pytest.mark.parametrize(("copy", "lost"), [("engine", False), ("engine", True), ("sidecar", True)])
+def test_a_load_that_one_group_lacks_has_failed(stage: Stage, copy: str, lost: bool) -> None:
+    """Of each group in turn: its load goes wrong, or its lease is gone; the request is computed, and hits again afterwards."""
+    prompts = [prompt_of(300, 140 + group) for group in range(GROUPS)]
+    right = right_answers(prompts, 8)
+    hits = sum(hit_tokens(len(prompt)) for prompt in prompts)
+    fault = lose_leases(GROUPS) if lost else spoil(GROUPS)
+    with sidecar.serving(stage.directory) as keeper:
+        acts = [generate(prompts, 1), SETTLE, RESET, SLOW_STEPS, fault, generate(prompts, 8)]
+        acts += [SETTLE, RESET, generate(prompts, 8)]
+        (connector,) = by_load(keeper, "auto", **{"pillion.copy": copy})
+        (results,) = stage.play(acts, connector, metrics=metrics(keeper), **SET)
+        failed, last = results[5], results[-1]
+        assert (failed["hits"], failed["failed_requests"], failed["failed_blocks"]) == (hits, GROUPS, 0)
+        expect_right(failed, right, "of sets of which one group lacked blocks")
+        expect_right(last, right, "after such loads")
+        assert (last["hits"], last["failed_requests"]) == (hits, 0)
+
+
+def test_a_branch_is_served_up_to_where_it_leaves(stage: Stage) -> None:
+    """Of a prompt whose windows lie elsewhere: their blocks were kept too."""
+    branch = FIRST[:130] + prompt_of(100, 133)
+    with sidecar.serving(stage.directory) as keeper:
+        acts = [generate([FIRST], 1), SETTLE, RESET, generate([branch], 4)]
+        (results,) = stage.play(acts, *by_load(keeper, "auto"), metrics=metrics(keeper), **SET)
+        expect_right(results[-1], right_answers([branch], 4), "of a branch")
+        assert results[-1]["hits"] == 130 // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_what_one_group_has_lost_is_not_served(stage: Stage) -> None:
+    """Each group's blocks are a namespace of the sidecar's; without those of one the others serve nothing."""
+    right = right_answers([FIRST], 4)
+    with sidecar.serving(stage.directory) as keeper:
+        (connector,) = by_load(keeper, "auto")
+        (results,) = stage.play([generate([FIRST], 4), SETTLE], connector, metrics=metrics(keeper), **SET)
+        expect_right(results[0], right, "computed")
+        found = [namespace["namespace"] for namespace in keeper.namespaces()]
+        assert len(found) == GROUPS
+        for namespace in found:
+            ctl = [str(sidecar.find_binary()), "ctl", "--socket", str(keeper.socket), "evict", namespace]
+            subprocess.run(ctl, check=True, capture_output=True)
+            acts = [generate([FIRST], 4), SETTLE, RESET, generate([FIRST], 4)]
+            (results,) = stage.play(acts, connector, metrics=metrics(keeper), **SET)
+            expect_right(results[0], right, "without a group's blocks")
+            assert results[0]["hits"] == 0
+            expect_right(results[-1], right, "once they were saved anew")
+            assert results[-1]["hits"] == hit_tokens(len(FIRST))

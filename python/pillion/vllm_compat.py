@@ -397,7 +397,8 @@ def kv_events_are_on(vllm_config: VllmConfig) -> bool:
 
 
 class BlockEvents:
-    """Makes vLLM's events of the blocks of one cache group, which `kv_cache_config` describes alone; what a version's events do not say is left out."""
+    """Makes vLLM's events of the blocks of one cache group, the only one of `kv_cache_config`. What a version's events do not
+    say is left out."""
 
     def __init__(self, kv_cache_config: KVCacheConfig, group: int) -> None:
         from vllm.distributed import kv_events

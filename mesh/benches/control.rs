@@ -15,7 +15,7 @@ mod certificates;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener};
 use std::num::NonZeroU64;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,8 +37,6 @@ const CHANGES_PER_SECOND: u64 = 125;
 /// Set for the process of the one node: the folder of its certificate.
 const NODE: &str = "MESH_CONTROL_NODE";
 const LOOPBACK: &str = "127.0.0.1:0";
-/// What proc(5) counts CPU time in: a hundredth of a second on every Linux.
-const TICKS_PER_SECOND: f64 = 100.0;
 
 /// Messages of changes, and the changes in them.
 #[derive(Debug, Default)]
@@ -126,13 +124,17 @@ fn publish(mut publishers: Vec<Publisher>) {
 
 // === the one node ===
 
-/// CPU seconds of the control's thread so far.
+/// CPU seconds of the control's thread so far, by the scheduler's own clock: not every machine counts ticks.
 fn control_cpu_s() -> f64 {
-    let tasks = std::fs::read_dir("/proc/self/task").expect("threads");
-    let stats = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("stat")).ok());
-    let stat = stats.into_iter().find(|stat| stat.contains("(mesh-control)")).expect("the control's thread");
-    let fields: Vec<&str> = stat.rsplit(')').next().expect("fields").split_whitespace().collect();
-    fields[11..13].iter().map(|ticks| ticks.parse::<f64>().expect("ticks")).sum::<f64>() / TICKS_PER_SECOND
+    let mut tasks =
+        std::fs::read_dir("/proc/self/task").expect("threads").filter_map(|task| Some(task.ok()?.path()));
+    let is_control = |task: &PathBuf| {
+        std::fs::read_to_string(task.join("comm")).is_ok_and(|name| name.trim() == "mesh-control")
+    };
+    let stat =
+        std::fs::read_to_string(tasks.find(is_control).expect("the control's thread").join("schedstat"));
+    let nanoseconds = stat.expect("schedstat").split_whitespace().next().expect("fields").parse::<f64>();
+    nanoseconds.expect("nanoseconds") / 1e9
 }
 
 fn resident_mb() -> f64 {

@@ -41,6 +41,7 @@ test-long: setup-tests ## what CI has no time for: many seeds, this release agai
 	$(PYTEST) tests/engines tests/e2e/test_windows.py
 	PLAYS=48 $(PYTEST) tests/vllm/test_storm.py
 	CASES=100000 $(PYTEST) tests/vllm/test_serve.py
+	HANDOVERS=200 $(PYTEST) tests/e2e/test_handover.py
 	$(MAKE) sim RUNS=20000
 
 test-rust: setup-tests ## unit and property tests of the crates

@@ -814,6 +814,20 @@ enum PillionStatus pillion_scheduler_end_step(const struct PillionScheduler *sch
                                               struct PillionSchedulerState *state);
 
 /**
+ * Says that another engine computes the blocks of this log, or is about to: its queries are unknown (-1) until these are kept, or
+ * until that is not worth waiting for, 2 s at most. Before the log's first query. Of no effect on a sidecar of an older release.
+ */
+enum PillionStatus pillion_scheduler_await(const struct PillionScheduler *scheduler,
+                                           int64_t log);
+
+/**
+ * Says that another engine will load the blocks of this log: what is saved of it from now on stays until that has loaded it, for a
+ * while. Of no effect on a sidecar of an older release.
+ */
+enum PillionStatus pillion_scheduler_hand_over(const struct PillionScheduler *scheduler,
+                                               int64_t log);
+
+/**
  * Shows a rank's KV memory to the sidecar, or leaves that to the background while none is there. Fails where the
  * sidecar refuses, and the text says why.
  */

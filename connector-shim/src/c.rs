@@ -5,6 +5,7 @@
 
 mod error;
 mod handle;
+mod handover;
 mod keys;
 mod page;
 mod raw;

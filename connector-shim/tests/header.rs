@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-const SOURCES: [&str; 7] = ["error", "handle", "raw", "keys", "page", "scheduler", "worker"];
+const SOURCES: [&str; 8] = ["error", "handle", "raw", "keys", "page", "scheduler", "handover", "worker"];
 
 #[test]
 fn the_header_is_what_the_sources_say() {

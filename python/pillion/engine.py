@@ -256,9 +256,14 @@ class Engine:
         with self._log(tokens) as (log, count):
             return self._hits(log, count)
 
-    def load(self, tokens: Sequence[int]) -> list[int]:
-        """Blocks, taken for it, that hold the KV of the first tokens: as many as are kept, and there is room for."""
+    def load(self, tokens: Sequence[int], awaits: bool = False) -> list[int]:
+        """Blocks, taken for it, that hold the KV of the first tokens: as many as are kept, and there is room for.
+
+        `awaits`: another engine computes these tokens, or is about to. The call waits for that, for some seconds at most.
+        """
         with self._log(tokens) as (log, count):
+            if awaits:
+                self._scheduler.await_producer(log)
             hits = self._hits(log, min(count, len(self._free)))
             if not hits:
                 return []
@@ -271,14 +276,15 @@ class Engine:
         self.free(ids[good:])
         return ids[:good]
 
-    def save(self, tokens: Sequence[int], ids: Sequence[int], first: int = 0) -> int:
+    def save(self, tokens: Sequence[int], ids: Sequence[int], first: int = 0, handover: bool = False) -> int:
         """Offers blocks that hold the KV of these tokens' full blocks from the `first` on, and waits until that is done.
 
         Answers how many are kept now. The blocks are the caller's again, whatever became of them. In a namespace that was
         found, nothing of an engine is kept before it has proven what it computes (`prove`), unless it is the first there.
+        `handover`: another engine is to load them, and they stay for that.
         """
         before = self._counted("blocks_committed", "blocks_present")
-        self._offer(tokens, ids, first)
+        self._offer(tokens, ids, first, handover=handover)
         return self._counted("blocks_committed", "blocks_present") - before
 
     def prove(self, compute: Callable[[list[int]], tuple[Any, Any]], control: str | os.PathLike[str] | None = None) -> bool:
@@ -309,8 +315,12 @@ class Engine:
                 return True
         return False
 
-    def _offer(self, tokens: Sequence[int], ids: Sequence[int], first: int = 0, checked: bool = False) -> None:
+    def _offer(
+        self, tokens: Sequence[int], ids: Sequence[int], first: int = 0, checked: bool = False, handover: bool = False
+    ) -> None:
         with self._log(tokens) as (log, count):
+            if handover:
+                self._scheduler.hand_over(log)
             blocks = list(ids)[: max(0, count - first)]
             self._step += 1
             self._scheduler.save(log, first, blocks, self._step, checked)

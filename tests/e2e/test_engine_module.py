@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,25 @@ def saved(kept_in: Engine, seed: int) -> int:
     kept = kept_in.save(PROMPT, ids)
     kept_in.free(ids)
     return kept
+
+
+def test_what_one_engine_computes_another_one_awaits(tmp_path: Path) -> None:
+    """It asks before there is anything; what is handed over is kept until it has loaded that."""
+    with sidecar.serving(tmp_path) as keeper, concurrent.futures.ThreadPoolExecutor() as beside:
+        with Engine(keeper.socket, "p", namespace(), 16) as first, Engine(keeper.socket, "d", namespace(), 16) as second:
+            asked = beside.submit(second.load, PROMPT, awaits=True)
+            keeper.wait_metric("pillion_handover_queries_total", 1)
+            ids = first.take(BLOCKS)
+            first.write(ids, *kv(seed=1))
+            assert first.save(PROMPT, ids, handover=True) == BLOCKS
+            loaded = asked.result()
+            assert len(loaded) == BLOCKS
+            for found, right in zip(second.read(loaded), kv(seed=1), strict=True):
+                assert numpy.array_equal(found, right)
+            keeper.wait_for(lambda: keeper.metrics()["pillion_handover_kept_bytes"] == 0, "the end of what was kept")
+        counts = keeper.metrics()
+        assert (counts["pillion_handover_blocks_total"], counts["pillion_handover_released_total"]) == (BLOCKS, BLOCKS)
+        assert counts["pillion_handover_exhausted_total"] == 0
 
 
 def test_what_one_engine_saves_another_one_loads(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ TO_ANSWER = {"do_remote_prefill": True, "do_remote_decode": False}
 OUTPUT_TOKENS = 8
 # Steps of P.
 CHUNK = prompts.STEP_TOKENS
-PROMPTS = int(os.environ.get("PILLION_TEST_HANDOVERS", "20"))
+PROMPTS = int(os.environ.get("HANDOVERS", "12"))
 PATIENCE_S = 120
 # A frozen sidecar costs a step so much.
 QUERY_MS = 200

@@ -36,6 +36,7 @@ OPTIONS = {
     "copy-engine": [],
     "gpu-in-both": ["--copy=sidecar"],
     "gpu-in-both-dra": ["--copy=sidecar"],
+    "prefill-decode": ["--copy=sidecar", "--container=vllm"],
     "mesh": ["--peer=vllm-mesh:9441", "--mesh-secret=pillion-mesh"],
 }
 
@@ -93,8 +94,9 @@ def without_sidecar(document: Document) -> Document:
     description = bare["spec"]["template"]["spec"]
     del description["initContainers"]
     description["volumes"] = [volume for volume in description["volumes"] if not volume["name"].startswith("pillion")]
+    for container in description["containers"]:
+        container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] != "pillion-socket"]
     engine = description["containers"][0]
-    engine["volumeMounts"] = [mount for mount in engine["volumeMounts"] if mount["name"] != "pillion-socket"]
     engine["args"] = engine["args"][:1]
     engine["env"] = [variable for variable in engine["env"] if variable["name"] != "PYTHONHASHSEED"]
     return bare

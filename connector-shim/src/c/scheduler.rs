@@ -344,7 +344,7 @@ fn save(
 }
 
 /// A call that says something and has no answer.
-fn tell(scheduler: Option<&Scheduler>, tell: impl FnOnce(&mut Session)) -> Status {
+pub(super) fn tell(scheduler: Option<&Scheduler>, tell: impl FnOnce(&mut Session)) -> Status {
     call(scheduler, |state| {
         tell(&mut state.session);
         Ok(())

@@ -1,0 +1,36 @@
+"""The forms of docs/prefill-decode.md, through vLLM's own parsing, say what the page says of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+from pillion import handover
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/prefill-decode.md"
+
+
+def _asked(body: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether the request is to be handed over, and whether it awaits that."""
+    kind = ChatCompletionRequest if "messages" in body else CompletionRequest
+    sampling = kind(**body).to_sampling_params(body["max_tokens"], {})
+    # As vLLM's Request takes them.
+    request: Any = SimpleNamespace(kv_transfer_params=(sampling.extra_args or {}).get("kv_transfer_params"))
+    return handover.hands_over(request), handover.awaits(request)
+
+
+def test_each_form_is_understood() -> None:
+    """In the page's order: P's, D's with P's answer, D's where both are asked at once."""
+    forms = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)]
+    assert [_asked(form) for form in forms] == [(True, False), (False, True), (False, True)]
+    answered: Any = SimpleNamespace(status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"))
+    assert handover.answer(answered, "P", 1760) == forms[1]["kv_transfer_params"]
+    for form in forms:
+        del form["kv_transfer_params"]
+        assert _asked(form) == (False, False)

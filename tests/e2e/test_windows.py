@@ -6,10 +6,13 @@ Answers are compared with those that an engine computed, logprobs bit for bit wi
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from testkit import engine, model, pool_file, prompts, sidecar
+import pytest
+
+from testkit import engine, model, pool_file, prompts, random_model, sidecar
 
 # Within the window of 64 tokens, a hit that ends in it, and far beyond it.
 PROMPTS = [prompts.prompt(tokens, seed=tokens) for tokens in (40, 100, 700)]
@@ -74,9 +77,17 @@ def test_windows_beside_full_attention(options: engine.Options, tmp_path: Path) 
             second.exit()
 
 
-def test_windows_in_groups_of_their_own(options: engine.Options, tmp_path: Path) -> None:
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "llama": lambda directory: model.write(directory, model.TINY_WINDOWS),
+    "gemma3": lambda directory: random_model.write(directory, random_model.GEMMA3),
+    "gpt-oss": lambda directory: random_model.write(directory, random_model.GPT_OSS),
+}
+
+
+@pytest.mark.parametrize("write", FAMILIES.values(), ids=FAMILIES)
+def test_windows_in_groups_of_their_own(options: engine.Options, tmp_path: Path, write: Callable[[Path], Path]) -> None:
     """Over a restart, with vLLM's hybrid manager: it frees the blocks before a window, and keeps those of the other layers."""
-    shape = model.write(tmp_path / "model", model.TINY_WINDOWS)
+    shape = write(tmp_path / "model")
     with sidecar.serving(tmp_path) as keeper:
         connected = dataclasses.replace(options, model=shape, socket=keeper.socket)
         with engine.running(connected, tmp_path / "first.log") as first:
@@ -85,6 +96,37 @@ def test_windows_in_groups_of_their_own(options: engine.Options, tmp_path: Path)
         with engine.running(connected, tmp_path / "second.log") as second:
             _load(second, keeper, answers)
             second.exit()
+
+
+# Each of all prompts.
+FAILED_ROUNDS = 10
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_loads_of_groups_that_fail(options: engine.Options, tmp_path: Path, ranks: int) -> None:
+    """Slots go bad between the answer and the load, of some groups or all: the engine lives, and computes the prompts. Of two
+    ranks both copy, each its own part."""
+    shape = model.write(tmp_path / "model", model.TINY_WINDOWS)
+    with sidecar.serving(tmp_path) as keeper:
+        connected = dataclasses.replace(
+            options, model=shape, socket=keeper.socket, tensor_parallel=ranks, multiprocess=ranks > 1
+        )
+        with engine.running(connected, tmp_path / "engine.log") as running:
+            cold, local = _ask(running), _ask(running)
+            keeper.wait_metric("pillion_saved_bytes_total", STORED * prompts.BLOCK_BYTES)
+            for _ in range(FAILED_ROUNDS):
+                assert running.reset_prefix_cache()
+                failures = keeper.metrics()["pillion_load_failures_total"]
+                with pool_file.broken(keeper.pool, "generation") as slots:
+                    assert slots > 0
+                    computed = _ask(running)
+                assert keeper.metrics()["pillion_load_failures_total"] > failures
+                assert _all(computed, "tokens") == _all(cold, "tokens")
+            assert running.reset_prefix_cache()
+            warm = _ask(running)
+            assert _all(warm, "tokens") == _all(cold, "tokens")
+            assert _all(warm, "logprobs") == _all(local, "logprobs")
+            running.exit()
 
 
 def test_windows_in_all_layers(options: engine.Options, tmp_path: Path) -> None:

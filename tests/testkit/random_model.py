@@ -1,0 +1,48 @@
+"""Small models of other families than `model.py` has, with random weights that make answers depend on the KV cache.
+
+Windows of two blocks in two of three layers, full attention in the last; blocks are as large as those of `model.TINY`.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from testkit import model
+
+_TINY: dict[str, Any] = {
+    "hidden_size": model.TINY.hidden,
+    "intermediate_size": model.TINY.intermediate,
+    "num_hidden_layers": model.TINY.layers,
+    "num_attention_heads": model.TINY.heads,
+    "num_key_value_heads": model.TINY.kv_heads,
+    "head_dim": model.TINY.head_dim,
+    "vocab_size": model.TINY.vocab,
+    "max_position_embeddings": model.TINY.max_position,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GEMMA3 = {"model_type": "gemma3_text", **_TINY, "query_pre_attn_scalar": model.TINY.head_dim}
+GPT_OSS = {"model_type": "gpt_oss", **_TINY, "num_local_experts": 4, "num_experts_per_tok": 2}
+# How much larger than usual the normals are: sharp attention, whose output counts.
+GAIN = 3.0
+
+
+def write(directory: Path, config: dict[str, Any], seed: int = 1234) -> Path:
+    """Writes the model as transformers has it; returns the directory."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if parameter.dim() > 1:
+                fan_in = parameter.shape[-2] if "experts" in name else parameter.shape[-1]
+                parameter.normal_(std=GAIN / math.sqrt(fan_in))
+    made.save_pretrained(directory)
+    return directory

@@ -229,13 +229,12 @@ impl Router {
             }
         };
         self.prompts.with_label_values(&[PAIR]).inc();
-        let node = engine.node();
         let ask =
             Arc::clone(&self).compute(engine.seat(prompt.tokens.max(1)), asked.with(prompt::prefill(fields)));
         match self.options.order {
             Order::PrefillFirst => {
                 let asked = match ask.await {
-                    Some(said) => asked.with(prompt::decode(fields, Some(said), None)),
+                    Some(said) => asked.with(prompt::decode(fields, Some(said))),
                     None => asked.with(fields.clone()),
                 };
                 self.answer(asked, prompt.start, ()).await
@@ -244,8 +243,7 @@ impl Router {
                 let task = Task(tokio::spawn(async move {
                     ask.await;
                 }));
-                self.answer(asked.with(prompt::decode(fields, None, node.as_deref())), prompt.start, task)
-                    .await
+                self.answer(asked.with(prompt::decode(fields, None)), prompt.start, task).await
             }
         }
     }
@@ -258,7 +256,6 @@ impl Router {
             Ok(answer) => {
                 let answer: Value = serde_json::from_slice(&answer).unwrap_or_default();
                 let said = answer.get(PARAMS).filter(|params| params.is_object()).cloned();
-                engine.set_node(said.as_ref().and_then(|said| said["pillion"]["node"].as_str()));
                 if said.is_none() {
                     self.failures.with_label_values(&["no_params"]).inc();
                     let remedy =

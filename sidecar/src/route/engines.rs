@@ -25,14 +25,7 @@ pub(super) struct Engine {
     pub(super) address: Address,
     /// What it was given and has not ended: tokens of prompts, or requests.
     load: AtomicU64,
-    state: Mutex<State>,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    down_until: Option<Instant>,
-    /// The mesh node of its sidecar, as its last answer named it.
-    node: Option<String>,
+    down_until: Mutex<Option<Instant>>,
 }
 
 /// A share of an engine's load, given back on drop.
@@ -88,28 +81,20 @@ impl fmt::Display for Address {
 
 impl Engine {
     fn new(address: Address) -> Arc<Self> {
-        Arc::new(Self { address, load: AtomicU64::new(0), state: Mutex::default() })
+        Arc::new(Self { address, load: AtomicU64::new(0), down_until: Mutex::default() })
     }
 
-    fn state(&self) -> std::sync::MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn down_until(&self) -> std::sync::MutexGuard<'_, Option<Instant>> {
+        self.down_until.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// It could not be reached, or did not answer.
     pub(super) fn set_down(&self, now: Instant) {
-        self.state().down_until = Some(now + DOWN);
+        *self.down_until() = Some(now + DOWN);
     }
 
     pub(super) fn is_up(&self, now: Instant) -> bool {
-        self.state().down_until.is_none_or(|until| until <= now)
-    }
-
-    pub(super) fn set_node(&self, node: Option<&str>) {
-        self.state().node = node.map(str::to_owned);
-    }
-
-    pub(super) fn node(&self) -> Option<String> {
-        self.state().node.clone()
+        self.down_until().is_none_or(|until| until <= now)
     }
 
     /// Counts so much to its load until the seat is dropped.

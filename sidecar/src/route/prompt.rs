@@ -158,13 +158,12 @@ pub(super) fn prefill(request: &Fields) -> Fields {
 }
 
 /// The request for the engine that answers, with what the other one said, or else with what the other one will do.
-pub(super) fn decode(request: &Fields, said: Option<Value>, node: Option<&str>) -> Fields {
+pub(super) fn decode(request: &Fields, said: Option<Value>) -> Fields {
     let mut made = request.clone();
     let params = said.unwrap_or_else(|| {
         json!({
             "do_remote_decode": false, "do_remote_prefill": true,
             "remote_engine_id": null, "remote_block_ids": [], "remote_host": null, "remote_port": null,
-            "pillion": { "node": node },
         })
     });
     made.insert(PARAMS.into(), params);
@@ -239,13 +238,10 @@ mod tests {
         assert_eq!(made[PARAMS]["do_remote_decode"], true);
         assert!(made.get("stream_options").is_none() && made.get("logprobs").is_none());
 
-        let made = Value::from(decode(asked, None, Some("00ff")));
+        let made = Value::from(decode(asked, None));
         assert_eq!((&made["max_tokens"], &made["stream"], &made["n"]), (&json!(9), &json!(true), &json!(3)));
-        assert_eq!(
-            (&made[PARAMS]["do_remote_prefill"], &made[PARAMS]["pillion"]["node"]),
-            (&json!(true), &json!("00ff"))
-        );
+        assert_eq!(made[PARAMS]["do_remote_prefill"], true);
         let said = json!({ "do_remote_prefill": true, "remote_engine_id": "p" });
-        assert_eq!(decode(asked, Some(said.clone()), None)[PARAMS], said);
+        assert_eq!(decode(asked, Some(said.clone()))[PARAMS], said);
     }
 }

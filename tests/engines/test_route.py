@@ -1,0 +1,136 @@
+"""`pillion route` between a client and two real vLLM servers: one computes, the other answers, a client sees one server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testkit import engine, metrics, model, prompts, sidecar, tokenizer
+from testkit.ports import free_port
+from testkit.server import Server, fetch
+
+pytestmark = pytest.mark.xdist_group("route")
+
+STREAMS = 52
+OUTPUT_TOKENS = 12
+# Tokens that an engine had from its connector.
+FOUND = "vllm:external_prefix_cache_hits_total"
+
+
+@dataclass
+class Servers:
+    """Two engines and the router in front of them, by their addresses."""
+
+    computes: Server
+    computes_url: str
+    answers_url: str
+    route_url: str
+    model: Path
+
+    def ask(self, url: str, tokens: list[int]) -> str:
+        """A stream, byte for byte but for what differs from request to request."""
+        asked = {"model": str(self.model), "prompt": tokens, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": True}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(asked).encode(), headers)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return "\n".join(_without_names(line) for line in answer.read().decode().split("\n"))
+
+    def found(self) -> float:
+        """Tokens that the engine that answers loaded."""
+        return metrics.totals(fetch(f"{self.answers_url}/metrics") or "").get(FOUND, 0)
+
+    def routed(self, name: str) -> dict[str, float]:
+        """The router's counters of a name, by their label."""
+        page = fetch(f"{self.route_url}/metrics") or ""
+        lines = [line for line in page.split("\n") if line.startswith(f"{name}{{")]
+        return {line.split('"')[1]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+def _without_names(line: str) -> str:
+    if not line.startswith("data: {"):
+        return line
+    event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+    return json.dumps({key: value for key, value in event.items() if key not in ("id", "created")})
+
+
+@contextlib.contextmanager
+def _engine(shape: Path, socket: Path, log: Path) -> Iterator[tuple[Server, str]]:
+    """`vllm serve`; vLLM's CPU build has it without the command."""
+    url = f"http://127.0.0.1:{free_port()}"
+    transfer = {
+        "kv_connector": "PillionConnector",
+        "kv_connector_module_path": "pillion.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"pillion.socket": str(socket), "pillion.copy": "sidecar"},
+    }
+    settings = {
+        "PYTHONHASHSEED": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    command: list[object] = ["env", *(f"{name}={value}" for name, value in settings.items())]
+    command += [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", shape, "--dtype", "float32"]
+    command += ["--port", url.rpartition(":")[2], "--kv-transfer-config", json.dumps(transfer), "--enforce-eager"]
+    server = Server(command, log, f"{url}/health")
+    try:
+        yield server, url
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """One start for all tests of this module; the last one ends the engine that computes."""
+    folder = tmp_path_factory.mktemp("route")
+    shape = model.write(folder / "model", model.TINY)
+    tokenizer.write(shape)
+    with contextlib.ExitStack() as stack:
+        keeper = stack.enter_context(sidecar.serving(folder, dram="128MiB"))
+        first, computes = stack.enter_context(_engine(shape, keeper.socket, folder / "computes.log"))
+        second, answers = stack.enter_context(_engine(shape, keeper.socket, folder / "answers.log"))
+        first.wait_ready()
+        second.wait_ready()
+        url = f"http://127.0.0.1:{free_port()}"
+        command: list[object] = [sidecar.find_binary(), "route", "--prefill", computes, "--decode", answers]
+        router = Server([*command, "--listen", url.removeprefix("http://")], folder / "route.log", f"{url}/health")
+        stack.callback(router.finish)
+        router.wait_ready()
+        yield Servers(first, computes, answers, url, shape)
+
+
+def test_streams_are_those_of_one_server(servers: Servers) -> None:
+    """Half of the prompts are long enough for two engines. What is right the first engine says by itself."""
+    asked = [prompts.prompt(length, 90_000 + at) for at, length in enumerate([100, 300, 700, 1200] * (STREAMS // 4))]
+    before = servers.found()
+    with ThreadPoolExecutor(STREAMS) as pool:
+        streams = list(pool.map(lambda tokens: servers.ask(servers.route_url, tokens), asked))
+    far = [tokens for tokens in asked if len(tokens) >= 256]
+    assert servers.routed("pillion_route_prompts_total")["pair"] == len(far)
+    whole = sum(len(tokens) // engine.BLOCK_TOKENS * engine.BLOCK_TOKENS for tokens in far)
+    assert servers.found() - before >= whole, "no whole block of a prompt is computed twice"
+    assert streams == [servers.ask(servers.computes_url, tokens) for tokens in asked]
+
+
+def test_an_engine_that_dies_costs_no_answer(servers: Servers) -> None:
+    """The one that answers computes."""
+    prompt = prompts.prompt(900, 95_000)
+    right = servers.ask(servers.answers_url, prompt)
+    servers.computes.kill()
+    assert servers.ask(servers.route_url, prompt) == right
+    assert sum(servers.routed("pillion_route_prefill_failures_total").values()) == 1
+    assert servers.ask(servers.route_url, prompts.prompt(900, 95_001)) == servers.ask(
+        servers.answers_url, prompts.prompt(900, 95_001)
+    )

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.xdist_group("route")
 
 STREAMS = 52
 OUTPUT_TOKENS = 12
+# Both servers start at once, on two cores.
+START_WATCHDOG_S = 400
 # Tokens that an engine had from its connector.
 FOUND = "vllm:external_prefix_cache_hits_total"
 
@@ -101,8 +103,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         keeper = stack.enter_context(sidecar.serving(folder, dram="128MiB"))
         first, computes = stack.enter_context(_engine(shape, keeper.socket, folder / "computes.log"))
         second, answers = stack.enter_context(_engine(shape, keeper.socket, folder / "answers.log"))
-        first.wait_ready()
-        second.wait_ready()
+        first.wait_ready(START_WATCHDOG_S)
+        second.wait_ready(START_WATCHDOG_S)
         url = f"http://127.0.0.1:{free_port()}"
         command: list[object] = [sidecar.find_binary(), "route", "--prefill", computes, "--decode", answers]
         router = Server([*command, "--listen", url.removeprefix("http://")], folder / "route.log", f"{url}/health")

@@ -73,6 +73,30 @@ def test_a_load_that_one_group_lacks_has_failed(stage: Stage, copy: str, lost: b
         assert (last["hits"], last["failed_requests"]) == (hits, 0)
 
 
+def test_blocks_of_several_sizes(stage: Stage) -> None:
+    """Those with windows are twice as large: hits end where both do, and keys are every second hash."""
+    prompts = [prompt_of(300, 135), prompt_of(500, 136)]
+    right = right_answers(prompts, 40)
+    hits = sum((len(prompt) - 1) // (2 * BLOCK_TOKENS) * 2 * BLOCK_TOKENS for prompt in prompts)
+    with sidecar.serving(stage.directory) as keeper:
+        acts = [
+            generate(prompts, 40),
+            SETTLE,
+            RESET,
+            generate(prompts, 40),
+            SETTLE,
+            RESET,
+            SLOW_STEPS,
+            spoil(2),
+            generate(prompts, 40),
+        ]
+        (results,) = stage.play(acts, *by_load(keeper, "auto"), metrics=metrics(keeper), larger=2, **SET)
+        expect_right(results[3], right, "of blocks of several sizes")
+        assert (results[3]["hits"], results[3]["failed_requests"]) == (hits, 0)
+        expect_right(results[-1], right, "after loads that failed")
+        assert (results[-1]["hits"], results[-1]["failed_requests"]) == (hits, 2)
+
+
 def test_a_branch_is_served_up_to_where_it_leaves(stage: Stage) -> None:
     """Of a prompt whose windows lie elsewhere: their blocks were kept too."""
     branch = FIRST[:130] + prompt_of(100, 133)

@@ -18,7 +18,15 @@ class Group(NamedTuple):
     """A cache group as a part of the connector knows it."""
 
     number: int
-    several: bool
+    # The block tokens of all groups, where there are others.
+    sizes: tuple[int, ...] = ()
+    # Hashes of a request for each of this group's blocks: the last of them is the block's key.
+    hashes: int = 1
+
+    @property
+    def several(self) -> bool:
+        """Whether the engine has other groups."""
+        return bool(self.sizes)
 
     def engine(self, name: str) -> str:
         """What an engine of this name calls itself to the sidecar."""
@@ -26,16 +34,14 @@ class Group(NamedTuple):
 
 
 # Of an engine that has no other.
-ALONE = Group(0, False)
+ALONE = Group(0)
 
 
 def parts(kv_cache_config: KVCacheConfig) -> list[tuple[Group, KVCacheConfig]]:
     """Each group with a configuration that describes it alone."""
-    groups = kv_cache_config.kv_cache_groups
-    return [
-        (Group(number, len(groups) > 1), dataclasses.replace(kv_cache_config, kv_cache_groups=[group]))
-        for number, group in enumerate(groups)
-    ]
+    views = [dataclasses.replace(kv_cache_config, kv_cache_groups=[group]) for group in kv_cache_config.kv_cache_groups]
+    sizes, hashed = tuple(map(vllm_compat.block_tokens, views)), vllm_compat.hash_tokens(kv_cache_config)
+    return [(Group(number, sizes, sizes[number] // hashed), view) for number, view in enumerate(views)]
 
 
 def reads(kv_cache_config: KVCacheConfig) -> int:

@@ -67,7 +67,7 @@ class Saving:
     def _save(self, tracked: Tracked, computed: int, step: int) -> bool:
         """Saves the request's blocks that are full once `computed` tokens are."""
         tracked.slide(self._block_tokens)
-        full = min(computed // self._block_tokens, len(tracked.request.block_hashes), self._broken.whole(tracked))
+        full = min(computed // self._block_tokens, len(tracked.hashes), self._broken.whole(tracked))
         checked = self._checked(tracked)
         # A request that another engine goes on with may have no step after: blocks that this engine alone has go over at once.
         hands_over = handover.hands_over(tracked.request)
@@ -102,7 +102,8 @@ class Saving:
     def _name_golden(self, tracked: Tracked) -> None:
         """Other engines compute the root block of these tokens, to show that they compute the same as this one."""
         now, generation = time.monotonic(), self._session.generation
-        is_due = now >= self._golden_due or generation != self._golden_in
+        # A key is of these tokens alone where a block has one hash.
+        is_due = (now >= self._golden_due or generation != self._golden_in) and tracked.hashes_each == 1
         if is_due and not vllm_compat.has_extra_keys(tracked.request):
             tokens = tracked.request.all_token_ids[: self._block_tokens]
             if len(tokens) == self._block_tokens and self._session.golden(tokens):

@@ -62,7 +62,7 @@ class Scheduler:
         )
         self._adapters = Adapters(self._run, vllm_compat.lora_form(vllm_config), lambda: self._saving.disown())
         window = vllm_compat.window(kv_cache_config)
-        self._requests = requests = Requests(session, self._adapters, block_tokens, window, group.number)
+        self._requests = requests = Requests(session, self._adapters, block_tokens, window, group)
         self._broken = broken = Broken(kv_cache_config.num_blocks, block_tokens)
         # A block fewer of one group would be another hit than that of the others.
         checks = config.loads and config.saves and not group.several

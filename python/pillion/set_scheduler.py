@@ -7,9 +7,10 @@ block of it does not come, all of it has failed.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
-from pillion import groups, vllm_compat
+from pillion import groups
 from pillion.config import Config
 from pillion.metadata import PillionMetadata
 from pillion.scheduler import Scheduler
@@ -34,9 +35,11 @@ class SetScheduler:
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._config = config
-        self._block_tokens = vllm_compat.block_tokens(kv_cache_config)
         parts = groups.parts(kv_cache_config)
         self._all = [Scheduler(config, vllm_config, view, group) for group, view in parts]
+        self._sizes = parts[0][0].sizes
+        # Tokens from one boundary to the next.
+        self._boundary = math.lcm(*self._sizes)
         self._reads = [groups.reads(view) for _, view in parts]
         self._full = [group for group, reads in enumerate(self._reads) if not reads]
         self._windows = [group for group, reads in enumerate(self._reads) if reads]
@@ -75,47 +78,54 @@ class SetScheduler:
         """Tokens beyond `computed_tokens` that all groups hold; None: ask again."""
         if not self._config.loads or request.skip_reading_prefix_cache or self._updating:
             return 0, False
-        if any(part.is_refused(request) for part in self._all):
+        # vLLM's own hit ends on a boundary.
+        if computed_tokens % self._boundary or any(part.is_refused(request) for part in self._all):
             return 0, False
-        # vLLM's own hit ends on a boundary, and one token is left to compute.
-        first, limit = computed_tokens // self._block_tokens, (request.num_tokens - 1) // self._block_tokens
-        end = self._common(request, first, limit)
+        # One token is left to compute.
+        limit = request.num_tokens - 1
+        end = self._common(request, computed_tokens, limit - limit % self._boundary)
         if end is None:
             return None, False
-        if end <= first:
+        if end <= computed_tokens:
             self._release(request)
             return 0, False
-        self._hits[request.request_id] = (first, end)
-        return (end - first) * self._block_tokens, True
+        self._hits[request.request_id] = (computed_tokens, end)
+        return end - computed_tokens, True
 
     def _common(self, request: Request, first: int, limit: int) -> int | None:
-        """The highest of `TRIES_MAX` boundaries up to `limit` whose blocks every group has and has leased; `first` if there is
-        none; None: ask again."""
+        """The highest boundary up to `limit`, of `TRIES_MAX`, whose blocks all groups have and have leased; at most `first` if
+        there is none; None: ask again."""
         end = limit
         for group in self._full:
-            hits = self._all[group].look(request, first, limit - first) if limit > first else 0
+            blocks = self._blocks(group, first, limit)
+            hits = self._all[group].look(request, blocks.start, len(blocks)) if blocks else 0
             if hits is None:
                 return None
-            end = min(end, first + hits)
+            end = min(end, self._below(group, blocks.start + hits))
         for _ in range(TRIES_MAX):
             asked = end
             for group in self._windows:
-                start = self._start(group, first, end)
-                hits = self._all[group].look(request, start, end - start) if end > first else 0
+                blocks = self._blocks(group, first, end)
+                hits = self._all[group].look(request, blocks.start, len(blocks)) if blocks else 0
                 if hits is None:
                     return None
-                # A boundary beyond a missing block reads it, as far as this one does.
-                end = start + hits
-                if end < asked:
+                if hits < len(blocks):
+                    # A boundary beyond a missing block reads it, as far as this one does.
+                    end = self._below(group, blocks.start + hits)
                     break
             if end == asked:
                 return end
         return first
 
-    def _start(self, group: int, first: int, end: int) -> int:
-        """The first block of a group that a hit up to `end` loads; vLLM has those before `first`."""
-        reads = self._reads[group]
-        return max(first, end - reads) if reads else first
+    def _below(self, group: int, blocks: int) -> int:
+        """The highest boundary that so many blocks of a group reach."""
+        tokens = blocks * self._sizes[group]
+        return tokens - tokens % self._boundary
+
+    def _blocks(self, group: int, first: int, end: int) -> range:
+        """The blocks of a group that a hit up to `end` loads; vLLM has those before `first`."""
+        blocks, reads = range(first // self._sizes[group], end // self._sizes[group]), self._reads[group]
+        return blocks[-reads:] if reads else blocks
 
     def _release(self, request: Request) -> None:
         for part in self._all:
@@ -130,18 +140,21 @@ class SetScheduler:
             self._release(request)
             return
         first, end = hit
+        loaded = [self._blocks(group, first, end) for group in range(len(self._all))]
         ids = blocks.get_block_ids()
-        starts = [self._start(group, first, end) for group in range(len(self._all))]
-        # A block that vLLM has not zeroed, because it is to be loaded, and that no group would load.
-        strays = any(any(ids[group][first:start]) for group, start in enumerate(starts))
-        whole = external_tokens == (end - first) * self._block_tokens and not strays
-        fresh = [[block for block in each[first:end] if block] for each in ids]
+        # Null blocks stand for those before a window.
+        fresh = [
+            [block for block in each[first // size : end // size] if block] for each, size in zip(ids, self._sizes, strict=True)
+        ]
         for part in self._all:
             # Before the loads, which may begin as soon as they are posted.
             part.overwrite([block for each in fresh for block in each])
+        wanted = [each[its.start : its.stop] for each, its in zip(ids, loaded, strict=True)]
+        # A block that vLLM has not zeroed, because it is to be loaded, must be one that a group loads.
+        whole = external_tokens == end - first and all(set(each) <= set(its) for each, its in zip(fresh, wanted, strict=True))
         for group, part in enumerate(self._all):
             if whole:
-                part.plan(request, starts[group], ids[group][starts[group] : end])
+                part.plan(request, loaded[group].start, wanted[group])
             else:
                 part.lose(request, fresh[group])
 

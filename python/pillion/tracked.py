@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pillion import handover
 from pillion._shim import SchedulerSession
 from pillion.adapters import Adapters
+from pillion.groups import ALONE, Group
 from pillion.state import Source
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class Tracked:
     request: Request
     # Tokens that its model reads, where vLLM frees the blocks before them; 0 where it keeps all.
     window: int = 0
+    # Hashes of the request for each block.
+    hashes_each: int = 1
     log: int = -1
     # The connection that the log was opened in; -1: the next append opens one.
     generation: int = -1
@@ -61,6 +64,12 @@ class Tracked:
     due: int = -1
     live: bool = True
 
+    @property
+    def hashes(self) -> list[bytes]:
+        """The key of each whole block: a hash hangs on all before it, so that of the block's last part."""
+        hashes: list[bytes] = self.request.block_hashes
+        return hashes if self.hashes_each == 1 else hashes[self.hashes_each - 1 :: self.hashes_each]
+
     def slide(self, block_tokens: int) -> None:
         """Forgets the blocks that vLLM has freed by now: at most those before the window of the next token to be scheduled. For
         the time between a step's scheduling and the next one's."""
@@ -81,14 +90,16 @@ class Requests:
     _block_tokens: int
     _window: int = 0
     # The cache group that is followed; vLLM's blocks of all groups are of one pool.
-    _group: int = 0
+    _group: Group = ALONE
     by_id: dict[str, Tracked] = field(default_factory=dict)
     # Those of the last step.
     running: set[str] = field(default_factory=set)
 
     def follow(self, request: Request) -> Tracked:
         """What is known of a request, from now on if not before."""
-        return self.by_id.get(request.request_id) or self.by_id.setdefault(request.request_id, Tracked(request, self._window))
+        return self.by_id.get(request.request_id) or self.by_id.setdefault(
+            request.request_id, Tracked(request, self._window, self._group.hashes)
+        )
 
     def end(self, request: Request) -> Tracked | None:
         """The request is over; its saves go on, its blocks may be reused."""
@@ -109,13 +120,14 @@ class Requests:
 
         def begin(req_id: str, ids: Sequence[list[int]], computed_tokens: int) -> None:
             tracked = self.by_id[req_id]
-            tracked.blocks = list(ids[self._group])
+            tracked.blocks = list(ids[self._group.number])
             tracked.freed = 0
             tracked.saved = tracked.found = computed_tokens // self._block_tokens
             tracked.found_in = step if tracked.found else 0
             tracked.sound = -1
             begun.append(tracked)
-            new_blocks.extend(block for each in ids for block in each[tracked.saved :])
+            for each, size in zip(ids, self._group.sizes or (self._block_tokens,), strict=True):
+                new_blocks.extend(each[computed_tokens // size :])
 
         for new in output.scheduled_new_reqs:
             if new.req_id in self.by_id:
@@ -130,14 +142,14 @@ class Requests:
                 continue
             new_blocks += [block for each in ids for block in each]
             if req_id in self.by_id:
-                self.by_id[req_id].blocks += ids[self._group]
+                self.by_id[req_id].blocks += ids[self._group.number]
         return begun, new_blocks
 
     # --- key logs ---
 
     def append(self, tracked: Tracked) -> bool:
         """Brings the request's key log up to date; False while there is none to be had."""
-        session, hashes = self._session, tracked.request.block_hashes
+        session, hashes = self._session, tracked.hashes
         if tracked.request.lora_request and not self._follow_adapter(tracked):
             return False
         if tracked.appended and hashes[tracked.appended - 1 : tracked.appended] != [tracked.tail]:

@@ -69,10 +69,9 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
         )
     if not cache.enable_prefix_caching:
         return "prefix caching is off, so blocks have no hashes: start vLLM with --enable-prefix-caching"
-    block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    hash_tokens = getattr(kv_cache_config, "hash_block_size", None)
-    if hash_tokens not in (None, block_tokens):
-        return f"blocks of {block_tokens} tokens are hashed every {hash_tokens}; the two must be equal"
+    tokens, hashed = block_tokens(kv_cache_config), hash_tokens(kv_cache_config)
+    if len(kv_cache_config.kv_cache_groups) == 1 and hashed not in (0, tokens):
+        return f"blocks of {tokens} tokens are hashed every {hashed}; the two must be equal"
     return None
 
 
@@ -111,9 +110,10 @@ def _unserved_set(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kinds
     if kinds != SET_SPECS:
         return f" ({', '.join(sorted(kinds))}), which are not served together: {remedy}"
     offered = all(getattr(group, "enable_kv_transfer", False) and group.kv_cache_spec.prefix_cacheable for group in groups)
-    # A key stands for as many tokens as a block has.
-    sizes = {int(group.kv_cache_spec.block_size) for group in groups} | {getattr(kv_cache_config, "hash_block_size", None)}
-    if not offered or len(sizes) != 1 or not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+    # A block's key is the hash of its last part.
+    hashed = hash_tokens(kv_cache_config)
+    whole = hashed and all(group.kv_cache_spec.block_size % hashed == 0 for group in groups)
+    if not offered or not whole or not hasattr(KVConnectorBase_V1, "get_transfer_results"):
         return f", and this vLLM divides or hashes their blocks in ways that are not served: {remedy}"
     if getattr(vllm_config, "speculative_config", None) is not None:
         return ", which are not served beside speculation: start vLLM without --speculative-config"
@@ -246,6 +246,11 @@ def running_hook_mode() -> str | None:
 def block_tokens(kv_cache_config: KVCacheConfig) -> int:
     """Tokens in a block of the only group."""
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+
+
+def hash_tokens(kv_cache_config: KVCacheConfig) -> int:
+    """Tokens from one hash of a request to the next; 0: vLLM does not say, and one group has one for each block."""
+    return int(getattr(kv_cache_config, "hash_block_size", None) or 0)
 
 
 def block_bytes(kv_cache_config: KVCacheConfig) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from testkit import engine, model, pool_file, prompts, random_model, sidecar
+from testkit.waiting import wait_for
 
 # Within the window of 64 tokens, a hit that ends in it, and far beyond it.
 PROMPTS = [prompts.prompt(tokens, seed=tokens) for tokens in (40, 100, 700)]
@@ -40,27 +41,44 @@ class Answers:
     local: list[dict[str, Any]]
 
 
-def _compute(running: engine.Engine, keeper: sidecar.Sidecar) -> Answers:
+def _compute(
+    running: engine.Engine, keeper: sidecar.Sidecar, hits: list[int] = HITS, saved: int | None = STORED * prompts.BLOCK_BYTES
+) -> Answers:
     """Has the engine compute the prompts, and waits until they are kept."""
     answers = Answers(_ask(running), _ask(running))
-    assert _all(answers.local, "cached_tokens") == HITS and running.metrics()["external_hits"] == 0
-    keeper.wait_metric("pillion_saved_bytes_total", STORED * prompts.BLOCK_BYTES)
+    assert _all(answers.local, "cached_tokens") == hits and running.metrics()["external_hits"] == 0
+    if saved is not None:
+        keeper.wait_metric("pillion_saved_bytes_total", saved)
+    else:
+        _wait_until_quiet(keeper)
     return answers
 
 
-def _load(running: engine.Engine, keeper: sidecar.Sidecar, answers: Answers) -> None:
+def _wait_until_quiet(keeper: sidecar.Sidecar) -> None:
+    """Until no more is saved, where vLLM may reuse some of the blocks before they are."""
+    counts: list[int] = []
+
+    def is_quiet() -> bool:
+        counts.append(keeper.metrics()["pillion_saved_blocks_total"])
+        return counts[-1] > 0 and counts[-10:] == [counts[-1]] * 10
+
+    wait_for(is_quiet, "end of saves", poll_s=0.1)
+
+
+def _load(running: engine.Engine, keeper: sidecar.Sidecar, answers: Answers, hits: list[int] = HITS) -> None:
     """The engine finds all of it, right to the bit; and the negative control: a wrong key in every block shows."""
     warm = _ask(running)
-    assert running.metrics()["external_hits"] == sum(HITS)
+    assert running.metrics()["external_hits"] == sum(hits)
     assert _all(warm, "tokens") == _all(answers.cold, "tokens")
     assert _all(warm, "logprobs") == _all(answers.local, "logprobs")
     assert running.reset_prefix_cache()
     with pool_file.damaged(keeper.pool) as blocks:
-        assert blocks >= STORED
+        assert blocks > 0
         damaged = _ask(running)
-    assert running.metrics()["external_hits"] == 2 * sum(HITS)
-    for wrong, right in zip(damaged, answers.local, strict=True):
-        assert wrong["logprobs"] != right["logprobs"]
+    assert running.metrics()["external_hits"] == 2 * sum(hits)
+    shown = [wrong["logprobs"] != right["logprobs"] for wrong, right in zip(damaged, answers.local, strict=True)]
+    # Attention of some models passes over a wrong key now and then.
+    assert any(shown) and (all(shown) or hits != HITS)
 
 
 def test_windows_beside_full_attention(options: engine.Options, tmp_path: Path) -> None:
@@ -95,6 +113,21 @@ def test_windows_in_groups_of_their_own(options: engine.Options, tmp_path: Path,
             first.kill()
         with engine.running(connected, tmp_path / "second.log") as second:
             _load(second, keeper, answers)
+            second.exit()
+
+
+def test_windows_in_larger_blocks(options: engine.Options, tmp_path: Path) -> None:
+    """Hits end where the blocks of both sizes do; the shortest prompt has none."""
+    larger = 2 * engine.BLOCK_TOKENS
+    hits = [(len(tokens) - 1) // larger * larger for tokens in PROMPTS]
+    connected = dataclasses.replace(options, model=random_model.write(tmp_path / "model", random_model.GEMMA4))
+    with sidecar.serving(tmp_path) as keeper:
+        connected = dataclasses.replace(connected, socket=keeper.socket)
+        with engine.running(connected, tmp_path / "first.log") as first:
+            answers = _compute(first, keeper, hits, saved=None)
+            first.kill()
+        with engine.running(connected, tmp_path / "second.log") as second:
+            _load(second, keeper, answers, hits)
             second.exit()
 
 

@@ -27,6 +27,14 @@ _TINY: dict[str, Any] = {
     "eos_token_id": 2,
 }
 GEMMA3 = {"model_type": "gemma3_text", **_TINY, "query_pre_attn_scalar": model.TINY.head_dim}
+# Full attention has larger heads, so vLLM gives the other layers blocks of twice as many tokens, 64, and as many bytes.
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    **_TINY,
+    "global_head_dim": 2 * model.TINY.head_dim,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": model.TINY.vocab,
+}
 GPT_OSS = {"model_type": "gpt_oss", **_TINY, "num_local_experts": 4, "num_experts_per_tok": 2}
 # How much larger than usual the normals are: sharp attention, whose output counts.
 GAIN = 3.0

@@ -21,7 +21,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "narrow-window": {"kind": "window", "window": 33},
     # Two groups with windows and one with full attention.
     "set": {"kind": "set", "window": 100},
-    "narrow-set": {"kind": "set", "window": 33},
 }
 EACH = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 PROMPTS = [prompt_of(500, 101), prompt_of(300, 102)]

@@ -21,6 +21,7 @@ from stage import (
     metrics,
     prompt_of,
     right_answers,
+    send,
     spoil,
     stop,
 )
@@ -71,6 +72,42 @@ def test_a_load_that_one_group_lacks_has_failed(stage: Stage, copy: str, lost: b
         expect_right(failed, right, "of sets of which one group lacked blocks")
         expect_right(last, right, "after such loads")
         assert (last["hits"], last["failed_requests"]) == (hits, 0)
+
+
+@pytest.mark.parametrize("copy", ["engine", "sidecar"])
+def test_a_set_that_was_promised_outlives_the_sidecar(stage: Stage, copy: str) -> None:
+    """It is killed before the first rank begins to load; whatever the groups find, the answers are right."""
+    prompts = [FIRST, SECOND]
+    with sidecar.serving(stage.directory) as keeper:
+        acts = [generate(prompts, 1), SETTLE, RESET, generate(prompts, 4, at={"0:scheduled": [send(keeper, "SIGKILL")]})]
+        (connector,) = by_load(keeper, "auto", **{"pillion.copy": copy})
+        (results,) = stage.play(acts, connector, metrics=metrics(keeper), **SET)
+        expect_right(results[-1], right_answers(prompts, 4), "of a dead sidecar's promise")
+        assert results[-1]["hits"] == sum(hit_tokens(len(prompt)) for prompt in prompts)
+
+
+def test_blocks_of_several_sizes(stage: Stage) -> None:
+    """Those with windows are twice as large: hits end where both do, and keys are every second hash."""
+    prompts = [prompt_of(300, 135), prompt_of(500, 136)]
+    right = right_answers(prompts, 40)
+    hits = sum((len(prompt) - 1) // (2 * BLOCK_TOKENS) * 2 * BLOCK_TOKENS for prompt in prompts)
+    with sidecar.serving(stage.directory) as keeper:
+        acts = [
+            generate(prompts, 40),
+            SETTLE,
+            RESET,
+            generate(prompts, 40),
+            SETTLE,
+            RESET,
+            SLOW_STEPS,
+            spoil(2),
+            generate(prompts, 40),
+        ]
+        (results,) = stage.play(acts, *by_load(keeper, "auto"), metrics=metrics(keeper), larger=2, **SET)
+        expect_right(results[3], right, "of blocks of several sizes")
+        assert (results[3]["hits"], results[3]["failed_requests"]) == (hits, 0)
+        expect_right(results[-1], right, "after loads that failed")
+        assert (results[-1]["hits"], results[-1]["failed_requests"]) == (hits, 2)
 
 
 def test_a_branch_is_served_up_to_where_it_leaves(stage: Stage) -> None:

@@ -24,9 +24,14 @@ PATHS = [("sync", "engine", "full"), ("async", "engine", "full"), ("auto", "side
 # With windows vLLM frees blocks while requests run. Every load is asynchronous there.
 PATHS += [("sync", "engine", "window"), ("auto", "sidecar", "window")]
 # Windows beside full attention, in groups that have their blocks of one pool.
-PATHS += [("auto", "engine", "set"), ("auto", "sidecar", "set")]
-# Blocks of the engine: few enough that it preempts.
-BLOCKS = {"full": 24, "window": 24, "set": 48}
+PATHS += [("auto", "engine", "set"), ("auto", "sidecar", "set"), ("auto", "engine", "set-of-sizes")]
+# Blocks of the engine are few enough that it preempts.
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {"kind": "full", "blocks": 24},
+    "window": {"kind": "window", "window": 50, "blocks": 24},
+    "set": {"kind": "set", "window": 50, "blocks": 48},
+    "set-of-sizes": {"kind": "set", "window": 50, "larger": 2, "blocks": 34},
+}
 
 
 def _seeds(stage: Stage, path: tuple[str, str, str]) -> list[int]:
@@ -41,7 +46,6 @@ def _seeds(stage: Stage, path: tuple[str, str, str]) -> list[int]:
 def test_random_plays(stage: Stage, load: str, copy: str, kind: str) -> None:
     """Preemption, reuse, aborts at every moment, new weights, failed loads and a freezing sidecar, in any order."""
     seeds = _seeds(stage, (load, copy, kind))
-    of: dict[str, Any] = {"kind": kind, "window": 50, "blocks": BLOCKS[kind]}
     chances = CHANCES | {"freeze": FREEZE[copy]}
     if load == "async" or kind != "full":
         # vLLM cannot undo a synchronous load.
@@ -51,11 +55,11 @@ def test_random_plays(stage: Stage, load: str, copy: str, kind: str) -> None:
         storm = {"seeds": seeds, "steps": STEPS, "chances": chances, "pid": keeper.pid}
         (connector,) = by_load(keeper, load, **SETTINGS, **{"pillion.copy": copy})
         acts = [{"do": "storm", "with": storm}]
-        ((result,),) = stage.play(acts, connector, metrics=metrics(keeper), max_model_len=320, **of)
+        ((result,),) = stage.play(acts, connector, metrics=metrics(keeper), max_model_len=320, **KINDS[kind])
         assert result["value"] == {"seeds": len(seeds)}
         found = keeper.metrics()
         assert found["pillion_checks_differing_total"] == 0
         if len(seeds) == PLAYS:
             assert result["preemptions"] > 0 and result["hits"] > 0
             # The standing check computes a part of a hit again, and does not look at sets.
-            assert (found["pillion_checks_total"] > 0) == (kind != "set")
+            assert (found["pillion_checks_total"] > 0) == (KINDS[kind]["kind"] != "set")

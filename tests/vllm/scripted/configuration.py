@@ -80,7 +80,10 @@ def layer_specs(scenario: dict[str, Any], config: Any) -> dict[str, Any]:
         return {f"{name}.attn": SlidingWindowSpec(**plain, sliding_window=scenario["window"]) for name in names}
     if kind == "set":
         *windows, last = names
-        spec = SlidingWindowSpec(**plain, sliding_window=scenario["window"])
+        # Larger blocks of smaller heads have as many bytes.
+        times = scenario.get("larger", 1)
+        large = {"block_size": tokens * times, "head_size": size // times, "sliding_window": scenario["window"]}
+        spec = SlidingWindowSpec(**plain | large)
         return {f"{name}.attn": spec for name in windows} | {f"{last}.attn": FullAttentionSpec(**plain)}
     latent = MLAAttentionSpec(block_size=tokens, num_kv_heads=1, max_tp_shards=1, head_size=576, dtype=torch.bfloat16)
     if kind == "mla":

@@ -86,7 +86,8 @@ class ScriptedEngine:
             vllm_config=config,
             kv_cache_config=generate_scheduler_kv_cache_config([cache_config]),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=scenario["block_tokens"],
+            block_size=scenario["block_tokens"] * scenario.get("larger", 1),
+            hash_block_size=scenario["block_tokens"],
             log_stats=True,
         )
         # Through which vLLM is called from outside; of its parts only the workers are there.

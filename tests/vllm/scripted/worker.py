@@ -113,8 +113,8 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._config = vllm_config
         groups = kv_cache_config.kv_cache_groups
-        self._block_tokens = groups[0].kv_cache_spec.block_size
-        # Tokens that attention reads, by group, and the group of each layer.
+        # Tokens of a block and those that attention reads, by group, and the group of each layer.
+        self._block_tokens = [group.kv_cache_spec.block_size for group in groups]
         everything = vllm_config.model_config.max_model_len
         self._windows = [getattr(group.kv_cache_spec, "sliding_window", None) or everything for group in groups]
         self._groups = {name: number for number, group in enumerate(groups) for name in group.layer_names}
@@ -229,9 +229,9 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
     def _places(self, of: tuple[str, int], first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         positions = np.arange(first, end)
         name, group = of
-        table = np.array(self._blocks[name][group])[positions // self._block_tokens]
+        table = np.array(self._blocks[name][group])[positions // self._block_tokens[group]]
         assert table.all(), "vLLM's null block holds nobody's KV"
-        return torch.from_numpy(table), torch.from_numpy(positions % self._block_tokens)
+        return torch.from_numpy(table), torch.from_numpy(positions % self._block_tokens[group])
 
     def _write(self, pages: torch.Tensor, layer: int, of: tuple[str, int], first: int, end: int, spoiled: bool) -> None:
         blocks, rows = self._places(of, first, end)

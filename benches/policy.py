@@ -1,10 +1,10 @@
 """Hit ratios of the DRAM tier's eviction policy, on a real trace and on synthetic ones: see `tiers/benches/policy.rs`.
 
-    benches/run policy [--trace FILE | --shared | --disk]
+    benches/run policy [--trace FILE | --shared | --disk | --forecast]
 
 `--shared` replays the conversations in rooms that two namespaces share, and in two pods; `--disk` in DRAM with a disk below
-it. FILE has one JSON object a line with `hash_ids`, as those in `benches/traces/`, compressed by gzip or not; then nothing but
-it is replayed. The last line is JSON.
+it; `--forecast` says how far what is foretold of other rooms is from what they find. FILE has one JSON object a line with
+`hash_ids`, as those in `benches/traces/`, compressed by gzip or not; then nothing but it is replayed. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="replay this trace alone")
     parser.add_argument("--shared", action="store_true", help="rooms of two namespaces, and two pods")
     parser.add_argument("--disk", action="store_true", help="DRAM with a disk of three times its room")
+    parser.add_argument("--forecast", action="store_true", help="what is foretold of other rooms")
     options = parser.parse_args()
     trace = options.trace
     with tempfile.NamedTemporaryFile("w", suffix=".trace") as plain:
@@ -41,6 +42,8 @@ def main() -> None:
         plain.flush()
         if options.shared:
             traces = ["shared", plain.name]
+        elif options.forecast:
+            traces = ["forecast", plain.name]
         elif options.disk:
             traces = ["disk", plain.name]
         else:

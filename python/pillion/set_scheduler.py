@@ -208,21 +208,16 @@ class SetScheduler:
         for part in self._all:
             part.adapter_removed(number)
 
-    # --- what others are told of the blocks ---
+    # --- what others are told of the blocks: not yet of those of several groups ---
+
+    lingers = False
 
     def take_events(self) -> list[Any]:
-        """vLLM's events of what has changed in the cache, of every group."""
-        return [event for part in self._all for event in part.take_events()]
-
-    @property
-    def lingers(self) -> bool:
-        """Whether an engine without requests is to step on for them."""
-        return any(part.lingers for part in self._all)
+        """No events of vLLM's: a block's place in them is that of one group's."""
+        return []
 
     def blocks_cleared(self) -> None:
         """vLLM has told others that every block is gone."""
-        for part in self._all:
-            part.blocks_cleared()
 
     def shutdown(self) -> None:
         """Leaves the sidecar."""

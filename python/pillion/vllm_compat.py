@@ -402,10 +402,9 @@ def kv_events_are_on(vllm_config: VllmConfig) -> bool:
 
 
 class BlockEvents:
-    """Makes vLLM's events of the blocks of one cache group, the only one of `kv_cache_config`. What a version's events do not
-    say is left out."""
+    """Makes vLLM's events of the blocks of its only cache group; what a version's events do not say is left out."""
 
-    def __init__(self, kv_cache_config: KVCacheConfig, group: int) -> None:
+    def __init__(self, kv_cache_config: KVCacheConfig) -> None:
         from vllm.distributed import kv_events
         from vllm.v1 import kv_cache_interface as interface
         from vllm.v1.core import kv_cache_utils
@@ -414,7 +413,7 @@ class BlockEvents:
         self._events: Any = kv_events
         self._utils: Any = kv_cache_utils
         self._block_tokens = spec.block_size
-        self._group: dict[str, Any] = {"group_idx": group}
+        self._group: dict[str, Any] = {"group_idx": 0}
         if hasattr(interface, "get_kv_cache_spec_kind"):
             self._group["kv_cache_spec_kind"] = interface.get_kv_cache_spec_kind(spec).value
             self._group["kv_cache_spec_sliding_window"] = interface.get_kv_cache_spec_sliding_window(spec)

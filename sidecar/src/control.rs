@@ -35,6 +35,7 @@ use self::refusals::{Cause, Refusals, Refused};
 use crate::catalog;
 use crate::config::{self, ControlTcp, Token};
 use crate::error::StartError;
+use crate::forecaster::Foretold;
 use crate::inbox::Inbox;
 use crate::listener::{Listener, Use};
 use crate::logging::LogLevel;
@@ -61,6 +62,7 @@ pub struct Parts {
     /// Where peers are asked; `None` without a mesh.
     pub mesh: Option<Asker>,
     pub quotas: Levels,
+    pub foretold: Foretold,
     pub log: LogLevel,
 }
 

@@ -27,6 +27,7 @@ pub mod disks;
 pub mod doctor;
 pub mod error;
 pub mod facts;
+pub mod forecaster;
 pub mod greeter;
 pub mod heartbeat;
 pub mod inbox;

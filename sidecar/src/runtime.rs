@@ -27,6 +27,7 @@ use crate::clock::{Clock, millis};
 use crate::copiers::{Copiers, Finished};
 use crate::core::{Action, Core, Event, SessionId, Took};
 use crate::disks::Disks;
+use crate::forecaster::Forecaster;
 use crate::greeter::Greeter;
 use crate::heartbeat::Heartbeat;
 use crate::inbox::{Asks, Inbox};
@@ -72,6 +73,7 @@ pub struct Runtime {
     copiers: Copiers,
     disks: Option<Disks>,
     peers: Option<Peers>,
+    forecaster: Option<Forecaster>,
     greeter: Greeter,
     poller: Poller,
     metrics: Metrics,
@@ -137,6 +139,7 @@ impl Runtime {
             copiers,
             disks: None,
             peers: None,
+            forecaster: None,
             greeter,
             poller,
             metrics,
@@ -170,6 +173,12 @@ impl Runtime {
     pub fn with(mut self, disks: Option<Disks>, peers: Option<Peers>, checksums: Option<Checksums>) -> Self {
         (self.disks, self.peers, self.checksums) = (disks, peers, checksums);
         self.show_disks();
+        self
+    }
+
+    /// The same that tells of every request that is over.
+    pub fn with_forecaster(mut self, forecaster: Forecaster) -> Self {
+        self.forecaster = Some(forecaster);
         self
     }
 
@@ -299,6 +308,9 @@ impl Runtime {
         self.core.go_on(self.now, &mut self.out);
         self.apply();
         self.time();
+        if let Some(forecaster) = &self.forecaster {
+            self.core.drain_ended().for_each(|ended| forecaster.tell(ended));
+        }
         self.close_sessions();
     }
 

@@ -26,6 +26,7 @@ use crate::copiers::Copiers;
 use crate::core::Core;
 use crate::disks::{self, Disks, Found};
 use crate::error::StartError;
+use crate::forecaster::Forecaster;
 use crate::greeter::Greeter;
 use crate::heartbeat::Heartbeat;
 use crate::inbox::{Inbox, inbox};
@@ -93,6 +94,7 @@ impl Server {
         let epoch = random64().map_err(std::io::Error::from)?;
         let (dram, pool) = open_tier(config, segment_bytes, epoch)?;
         let metrics = Metrics::new(&registry, dram.config().pool_bytes)?.with_quotas(quotas.clone());
+        let forecaster = Forecaster::start(&registry, dram.config())?;
         let (inbox, asks) = inbox().map_err(std::io::Error::from)?;
         let ended = Arc::new(EndSignal::new().map_err(std::io::Error::from)?);
         let listener = Listener::bind(&config.socket, Use::Engines, config.socket_group.as_deref())?;
@@ -122,7 +124,9 @@ impl Server {
             pool_fd: engines_fd(config, &pool)?,
             pidfd: pidfd().map_err(std::io::Error::from)?,
         };
-        let parts = Parts { inbox: Arc::clone(&inbox), catalog: catalog.clone(), mesh, quotas, log };
+        let foretold = forecaster.foretold();
+        let parts =
+            Parts { inbox: Arc::clone(&inbox), catalog: catalog.clone(), mesh, quotas, foretold, log };
         let runtime = Runtime::new(
             core,
             pool,
@@ -136,7 +140,7 @@ impl Server {
             heartbeat,
             (Arc::clone(&inbox), asks),
         );
-        let runtime = runtime.with(disks, peers, checksums);
+        let runtime = runtime.with(disks, peers, checksums).with_forecaster(forecaster);
         let control = control.serve(parts, &registry)?;
         let guard = ended.on_exit();
         let data = thread::Builder::new().name("pillion-data".into()).spawn(move || {

@@ -16,12 +16,16 @@
 //!
 //! `shared FILE` replays a trace in rooms that two namespaces share, one with a quota, and in two pods that read from each other.
 //!
+//! `forecast FILE` replays a trace, and `turns`, and says how far what is foretold of a half, of two and of four times the room is from
+//! what they find.
+//!
 //! A ratio is blocks found in leading runs by blocks asked for, the first quarter of the requests not counted.
 
 #![expect(clippy::print_stdout, reason = "a bench reports")]
 
 mod caches;
 mod disk;
+mod forecast;
 mod random;
 mod replayed;
 mod shared;
@@ -177,6 +181,13 @@ fn main() {
             cells.extend(disk::of_trace("disk", &disk::ROOMS, &read(&file)));
             let (requests, held) = turns(1, None);
             cells.extend(disk::of_trace("disk_turns", &[held / 20, held / 10], &requests));
+            continue;
+        }
+        if argument == "forecast" {
+            cells.extend(forecast::of_trace("forecast", &[2555, 5110, 10_220, 20_440], &read(&file)));
+            let (requests, held) = turns(1, None);
+            let some = &requests[..forecast::TURNS];
+            cells.extend(forecast::of_trace("forecast_turns", &[held / 10, held / 4], some));
             continue;
         }
         if argument == "shared" {

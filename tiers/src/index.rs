@@ -23,7 +23,7 @@ const MIX: [u64; 5] = [
 ];
 
 /// The digest of a key: the shard in its high bits, the tag in its low ones.
-#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+#[derive(Copy, Clone, Debug, Default, Eq, Hash, PartialEq)]
 pub(crate) struct Print(u64);
 
 /// What one look at a key's home bucket says: the one entry with its tag, if any.

@@ -2,7 +2,8 @@
 //!
 //! Job: which block lies in which slot ([`dram`]: index, slab, eviction, leases) and the memory of those slots
 //! ([`pool`]). The two meet in the caller: [`dram::Dram`] decides, purely, and the caller carries its decisions out on
-//! a [`pool::Pool`]; what an earlier life left there it hears of by an [`opener::Opener`]. Below lies [`ssd`]: its
+//! a [`pool::Pool`]; what an earlier life left there it hears of by an [`opener::Opener`]. What a pool of another size would find
+//! is [`forecast`]'s. Below lies [`ssd`]: its
 //! [`ssd::Log`] decides as purely, and its [`ssd::Device`]s carry out, each on threads of its own.
 //!
 //! May depend on: shm-protocol, rustix, io-uring. Never: reads the environment, evicts a leased block. Outside
@@ -12,6 +13,7 @@
 
 pub mod dram;
 mod error;
+pub mod forecast;
 pub mod given_up;
 mod index;
 mod io;

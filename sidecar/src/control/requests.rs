@@ -1,5 +1,6 @@
 //! The requests, and what each is answered.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use hyper::header::{CONNECTION, HeaderValue};
@@ -53,6 +54,10 @@ impl Handler {
     ) -> Result<Response<String>, Refused> {
         let answer = match (method.as_str(), path) {
             ("GET", "/namespaces") => self.namespaces().await?,
+            ("GET", "/forecast") => {
+                let (asked, found) = self.parts.foretold.blocks();
+                json!({ "asked_blocks": asked, "hit_blocks": found.collect::<BTreeMap<_, _>>() })
+            }
             ("POST", "/lookup") => self.lookup(parse(body)?).await?,
             ("POST", "/evict") => self.evict(parse(body)?).await?,
             ("GET", "/log-level") => self.show_level()?,
@@ -61,7 +66,7 @@ impl Handler {
                 tracing::info!("asked to end, by the control socket");
                 return Ok(last(page(StatusCode::OK, &json!({ "draining": true }))));
             }
-            (_, "/namespaces" | "/lookup" | "/evict" | "/log-level" | "/drain") => {
+            (_, "/namespaces" | "/forecast" | "/lookup" | "/evict" | "/log-level" | "/drain") => {
                 return Err(Refused::new(Cause::Method, format!("the requests are {PATHS}")));
             }
             _ => return Err(Refused::new(Cause::Path, format!("the requests are {PATHS}"))),

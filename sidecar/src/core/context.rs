@@ -8,7 +8,7 @@ use tiers::FillError;
 use tiers::dram::Dram;
 
 use super::arrivals::Arrivals;
-use super::event::Action;
+use super::event::{Action, Ended};
 use super::handover::{Kept, Produced};
 use super::namespaces::{Binding, Namespaces};
 use super::quotas::Quotas;
@@ -46,6 +46,8 @@ pub(super) struct Context {
     pub(super) over: Vec<Took>,
     /// What the event has changed in DRAM; empty between two, and kept for its capacity.
     pub(super) changes: Vec<(BlockKey, bool)>,
+    /// Requests that are over since the event before.
+    pub(super) ended: Vec<Ended>,
 }
 
 // === impl Context ===
@@ -72,6 +74,7 @@ impl Context {
             actions,
             over,
             changes,
+            ended: Vec::new(),
         }
     }
 

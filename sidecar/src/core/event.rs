@@ -1,5 +1,6 @@
 //! What the core is told, and what it wants done.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use mesh::digest::Change;
@@ -219,6 +220,18 @@ pub struct Piece {
     pub block: u32,
     /// Pool offset of this rank's shard.
     pub offset: u64,
+}
+
+/// A request that is over.
+#[derive(Debug)]
+pub struct Ended {
+    /// Number of its namespace.
+    pub namespace: u32,
+    pub block_bytes: u64,
+    /// All of its blocks.
+    pub keys: Vec<BlockHash>,
+    /// Those that it asked for first.
+    pub asked: Range<usize>,
 }
 
 /// What the mesh tells the core.

@@ -48,7 +48,7 @@ pub use self::comparison::{Comparison, Found};
 use self::context::Context;
 use self::engines::Engines;
 pub use self::engines::{Barred, EngineState, Holder, Proof, Standing};
-pub use self::event::{Action, Direction, Event, Heard, Piece, Request};
+pub use self::event::{Action, Direction, Ended, Event, Heard, Piece, Request};
 use self::handover::Produced;
 pub use self::inventory::{Eviction, Kept, Location, Survey};
 use self::namespaces::Binding;
@@ -155,6 +155,7 @@ impl Core {
         base.cx.set_now(now);
         // Who does not ask how long things took leaves it here.
         base.cx.drain_over().for_each(drop);
+        base.cx.ended.clear();
         match event {
             Event::Connected { session, hello } => {
                 let result = self.connect(session, *hello);
@@ -559,6 +560,11 @@ impl Core {
     /// What is over since the event before.
     pub fn drain_over(&mut self) -> impl Iterator<Item = Took> + '_ {
         self.base.cx.drain_over()
+    }
+
+    /// Requests that are over since the event before.
+    pub fn drain_ended(&mut self) -> impl Iterator<Item = Ended> + '_ {
+        self.base.cx.ended.drain(..)
     }
 
     /// Counters and levels, for metrics.

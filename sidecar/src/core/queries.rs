@@ -24,7 +24,7 @@ use self::waits::Wait;
 use self::windows::{Patience, Windows};
 use super::context::Context;
 use super::engines::Scheduler;
-use super::event::Action;
+use super::event::{Action, Ended};
 use super::namespaces::Binding;
 use super::timing::{Part, Timed};
 use super::{Base, GROUP, SessionId, Violation};
@@ -157,8 +157,11 @@ impl Queries {
     pub(super) fn close(&mut self, session: SessionId, log: u32, base: &mut Base) -> Result<(), Violation> {
         self.release(session, log, &mut base.cx)?;
         let closed = self.logs(session).close(log);
-        if let (Some(log), Some(Binding { whose, namespace, .. })) = (closed, base.engines[session].binding) {
+        if let (Some(log), Some(binding)) = (closed, base.engines[session].binding) {
+            let Binding { whose, namespace, .. } = binding;
             base.cx.dram.end_chain(whose.holder, namespace, GROUP, &log.keys, log.opened_at);
+            let (block_bytes, asked) = (binding.block_bytes(), log.first_asked.unwrap_or_default());
+            base.cx.ended.push(Ended { namespace, block_bytes, keys: log.keys, asked });
         }
         Ok(())
     }
@@ -171,6 +174,8 @@ impl Queries {
     ) -> Result<(), Violation> {
         let Query { op, keys: Keys { log, from, count }, arriving, awaits } = query;
         self.askers[&session].logs.get(log)?;
+        let asked = from as usize..from as usize + count as usize;
+        self.logs(session).known_mut(log).first_asked.get_or_insert(asked);
         self.end_wait(session, log, &mut base.cx);
         let question = Question { session, op, log, from, count, arriving, awaits, asked: base.cx.now };
         let waits = self.ask(question, base);

@@ -1,5 +1,6 @@
 //! What a running sidecar says of its engines, by its control socket.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::Deserialize;
@@ -30,10 +31,24 @@ struct Peer {
     blocks: u64,
 }
 
+/// What memory of other sizes would have found, by multiples of `--dram`.
+#[derive(Deserialize)]
+struct Forecast {
+    asked_blocks: u64,
+    hit_blocks: BTreeMap<String, u64>,
+}
+
 /// Looks at what is kept, and at the engines of every namespace.
 pub(super) fn look(socket: &Path) -> Vec<Finding> {
-    match ctl::request(&Target::Unix(socket.to_owned()), "GET", "/namespaces", "") {
-        Ok(page) => judge(&page),
+    let target = Target::Unix(socket.to_owned());
+    let get = |path| ctl::request(&target, "GET", path, "");
+    match get("/namespaces") {
+        Ok(page) => {
+            let mut found = judge(&page);
+            // A sidecar of an older release has no such page.
+            found.extend(get("/forecast").ok().as_deref().and_then(foretold));
+            found
+        }
         Err(error) => vec![unheard(&error)],
     }
 }
@@ -67,6 +82,20 @@ fn judge(page: &str) -> Vec<Finding> {
     found
 }
 
+/// What other sizes of `--dram` would have found, once anything was asked for.
+fn foretold(page: &str) -> Option<Finding> {
+    let Forecast { asked_blocks, hit_blocks } = serde_json::from_str(page).ok()?;
+    let share = |(room, blocks): (&String, &u64)| {
+        format!("{room}: {:.1} %", 100.0 * *blocks as f64 / asked_blocks as f64)
+    };
+    let shares: Vec<String> = hit_blocks.iter().map(share).collect();
+    let text = format!(
+        "of {asked_blocks} blocks asked for memory of other sizes finds, by multiples of --dram, {}",
+        shares.join(", ")
+    );
+    (asked_blocks > 0).then(|| Finding::ok("dram", text))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -87,6 +116,14 @@ mod tests {
         assert_eq!(bad, [("barred", Level::Fail), ("none_hash", Level::Fail)], "{found:?}");
         assert!(found[1].text.contains("namespace 0c"), "{found:?}");
         assert_eq!(judge("[]")[0].level, Level::Warn);
+    }
+
+    #[test]
+    fn what_more_memory_would_find_is_told_once_anything_was_asked_for() {
+        let page =
+            |asked: u64| format!(r#"{{"asked_blocks": {asked}, "hit_blocks": {{"0.5": 20, "2": 50}}}}"#);
+        assert!(foretold(&page(200)).unwrap().text.ends_with("0.5: 10.0 %, 2: 25.0 %"));
+        assert_eq!(foretold(&page(0)), None);
     }
 
     #[test]

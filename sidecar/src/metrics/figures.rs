@@ -37,7 +37,7 @@ impl<S> Figures<S> {
 }
 
 /// Makes a total visible. Called by one thread alone, so read-then-add is exact.
-pub(super) fn raise(counter: &IntCounter, total: u64) {
+pub(crate) fn raise(counter: &IntCounter, total: u64) {
     counter.inc_by(total.saturating_sub(counter.get()));
 }
 
@@ -46,7 +46,7 @@ pub(super) fn show(gauge: &IntGauge, level: u64) {
     gauge.set(i64::try_from(level).unwrap_or(i64::MAX));
 }
 
-pub(super) fn counter(registry: &Registry, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
+pub(crate) fn counter(registry: &Registry, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
     let counter = IntCounter::with_opts(Opts::new(format!("pillion_{name}"), help))?;
     registry.register(Box::new(counter.clone()))?;
     Ok(counter)

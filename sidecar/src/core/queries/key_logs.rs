@@ -1,6 +1,7 @@
 //! Key logs: the keys of requests, and the lease that a query leaves on its log.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{CHUNK_KEYS, LOG_KEYS};
@@ -34,6 +35,8 @@ pub(super) struct KeyLog {
     pub(super) brought: BTreeMap<BlockHash, Source>,
     /// Whether a question was put.
     pub(super) asked: bool,
+    /// The keys that the first question was for.
+    pub(super) first_asked: Option<Range<usize>>,
     /// While its questions may wait for a producer.
     pub(super) window: Option<Window>,
 }

@@ -75,3 +75,21 @@ fn a_lease_says_how_it_ended() {
     assert_eq!(engine.query(1, 5, 0, 1).value, 0);
     assert_eq!(engine.took(), [(Timed::Query(Part::Whole), 1700)], "nothing was leased");
 }
+
+#[test]
+fn a_request_that_is_over_is_told_of_with_what_it_asked_for_first() {
+    let mut engine = Harness::keeping(1, 3);
+    engine.open(1, 0..5);
+    engine.query(1, 2, 1, 3);
+    engine.query(1, 3, 0, 5);
+    assert_eq!(engine.core.drain_ended().count(), 0);
+    engine.ask(SchedulerRequest::Close { log: 1 });
+    let ended: Vec<Ended> = engine.core.drain_ended().collect();
+    let [Ended { block_bytes, keys, asked, .. }] = ended.as_slice() else { panic!("{ended:?}") };
+    assert_eq!((*block_bytes, asked.clone()), (SHARD_BYTES, 1..4));
+    assert_eq!(*keys, (0..5).map(hash).collect::<Vec<_>>());
+    engine.open(2, 0..5);
+    engine.ask(SchedulerRequest::Close { log: 2 });
+    engine.event(Event::Tick);
+    assert_eq!(engine.core.drain_ended().count(), 0, "who does not ask leaves it");
+}

@@ -1,0 +1,130 @@
+//! The thread that foretells what pools of other sizes would find: it is told of every request that is over, and plays it in
+//! miniature.
+//!
+//! The data thread never waits for it: a request for which there is no room is left out.
+
+use std::sync::mpsc::{self, Receiver, SyncSender};
+use std::thread;
+
+use prometheus::{IntCounter, IntCounterVec, Opts, Registry};
+use shm_protocol::pool::slot_count;
+use tiers::dram;
+use tiers::forecast::{Forecast, ROOMS, SLOTS_MAX};
+
+use crate::core::Ended;
+use crate::error::StartError;
+use crate::metrics::figures::{counter, raise};
+
+/// Requests that wait to be played.
+const WAITING_MAX: usize = 256;
+/// The lowest priority that there is.
+const NICE: i32 = 19;
+
+/// The data thread's end.
+#[derive(Debug)]
+pub struct Forecaster {
+    requests: SyncSender<Ended>,
+    foretold: Foretold,
+}
+
+/// What was foretold so far: every copy shows the same.
+#[derive(Clone, Debug)]
+pub struct Foretold {
+    asked: IntCounter,
+    /// In the order of [`ROOMS`].
+    found: Vec<IntCounter>,
+}
+
+// === impl Forecaster ===
+
+impl Forecaster {
+    /// Starts the thread, which ends with this value.
+    pub fn start(registry: &Registry, config: &dram::Config) -> Result<Self, StartError> {
+        let foretold = Foretold::new(registry)?;
+        let (config, shown) = (*config, foretold.clone());
+        let (requests, to_play) = mpsc::sync_channel(WAITING_MAX);
+        thread::Builder::new()
+            .name("pillion-foretell".into())
+            .spawn(move || play(&to_play, &config, &shown))?;
+        Ok(Self { requests, foretold })
+    }
+
+    pub fn foretold(&self) -> Foretold {
+        self.foretold.clone()
+    }
+
+    /// A request is over.
+    pub fn tell(&self, ended: Ended) {
+        // Full, or the thread has failed: nothing rests on what it foretells.
+        let _ = self.requests.try_send(ended);
+    }
+}
+
+fn play(requests: &Receiver<Ended>, config: &dram::Config, foretold: &Foretold) {
+    if let Err(error) = rustix::process::nice(NICE) {
+        tracing::warn!(%error, "what other sizes of the pool would find is computed at the priority of the sidecar");
+    }
+    let mut forecast: Option<(u64, Forecast)> = None;
+    for Ended { namespace, block_bytes, keys, asked } in requests {
+        let (bytes, forecast) = forecast.get_or_insert_with(|| {
+            let by_segment = slot_count(config.segment_bytes, block_bytes).unwrap_or(1);
+            let slots = config.pool_bytes / config.segment_bytes * u64::from(by_segment);
+            (block_bytes, Forecast::new(slots, SLOTS_MAX))
+        });
+        // A miniature has slots of one size.
+        if *bytes == block_bytes {
+            forecast.request(namespace, 0, &keys, asked);
+            foretold.show(forecast);
+        }
+    }
+}
+
+// === impl Foretold ===
+
+impl Foretold {
+    fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
+        let asked = "Blocks asked for by requests that are over, played in pools of other sizes.";
+        let asked = counter(registry, "forecast_blocks_total", asked)?;
+        let help = "Blocks of these that a pool of another size would have found, as a multiple of --dram; endless: of those that \
+                    were ever kept. Divide by pillion_forecast_blocks_total.";
+        let found = IntCounterVec::new(Opts::new("pillion_forecast_hit_blocks_total", help), &["dram"])?;
+        registry.register(Box::new(found.clone()))?;
+        let found = ROOMS.iter().map(|room| found.with_label_values(&[*room])).collect();
+        Ok(Self { asked, found })
+    }
+
+    /// Blocks that were asked for, and of these what each of [`ROOMS`] would have found.
+    pub fn blocks(&self) -> (u64, impl Iterator<Item = (&'static str, u64)>) {
+        let found = ROOMS.into_iter().zip(&self.found).map(|(room, found)| (room, found.get()));
+        (self.asked.get(), found)
+    }
+
+    fn show(&self, forecast: &Forecast) {
+        raise(&self.asked, forecast.asked());
+        for (counter, found) in self.found.iter().zip(forecast.found()) {
+            raise(counter, found);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shm_protocol::key::BlockHash;
+
+    use super::*;
+
+    #[test]
+    fn requests_of_one_size_are_played() {
+        let config = dram::Config { pool_bytes: 64 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
+        let foretold = Foretold::new(&Registry::new()).unwrap();
+        let (sender, requests) = mpsc::channel();
+        let keys: Vec<BlockHash> = (0..10).map(|number| BlockHash([number; 32])).collect();
+        for (block_bytes, asked) in [(1 << 20, 0..8), (1 << 20, 2..8), (1 << 19, 0..8)] {
+            sender.send(Ended { namespace: 0, block_bytes, keys: keys.clone(), asked }).unwrap();
+        }
+        drop(sender);
+        play(&requests, &config, &foretold);
+        let (asked, found) = foretold.blocks();
+        assert_eq!((asked, found.collect()), (14, ROOMS.map(|room| (room, 6)).to_vec()));
+    }
+}

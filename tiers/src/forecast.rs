@@ -1,0 +1,165 @@
+//! What a tier of another size would find: the real tier in miniature, in several sizes at once, given the same requests.
+//!
+//! Where the real one has more slots than a miniature may have, one block stands for several that follow each other in a chain: the
+//! last of each stride, after the first block of all, which many chains share. Chains that share a beginning share it there, too, and
+//! every request counts. A run that ends within a stride is taken to end in its middle.
+
+use std::collections::{HashSet, VecDeque};
+use std::ops::Range;
+
+use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::pool::{SlotRef, slot_count};
+
+use crate::dram::{Config, Dram, HolderId, Whose};
+use crate::index::Print;
+
+/// Halves of the real room that are tried.
+const HALVES: [u64; 4] = [1, 2, 4, 8];
+/// What is tried, as the real room is 1, in the order of [`Forecast::found`].
+pub const ROOMS: [&str; HALVES.len() + 1] = ["0.5", "1", "2", "4", "endless"];
+/// Slots of the miniature that stands for the real room at most; all together have seven and a half times as many.
+pub const SLOTS_MAX: u64 = 1 << 15;
+/// Blocks that the endless room remembers, as a multiple of the slots of the real one.
+const ENDLESS: u64 = 16;
+/// Five blocks to a segment, whatever a block really has.
+const SEGMENT_BYTES: u64 = 2 << 20;
+const BLOCK_BYTES: u64 = 400_000;
+
+/// The miniatures of one tier, and what they have found.
+#[derive(Debug)]
+pub struct Forecast {
+    stride: usize,
+    rooms: [Miniature; HALVES.len()],
+    endless: Endless,
+    asked: u64,
+    /// Twice the blocks found.
+    found: [u64; ROOMS.len()],
+    /// The last block of each stride of a request; kept between calls for its capacity.
+    chain: Vec<BlockHash>,
+}
+
+#[derive(Debug)]
+struct Miniature {
+    dram: Dram,
+    /// Slots being filled, with their places in the chain.
+    slots: Vec<(usize, SlotRef)>,
+}
+
+/// All that was ever kept, as far as that is remembered.
+#[derive(Debug)]
+struct Endless {
+    known: HashSet<Print>,
+    order: VecDeque<Print>,
+    blocks_max: usize,
+}
+
+// === impl Forecast ===
+
+impl Forecast {
+    /// Of a tier of so many slots, by a miniature of `slots_max` at most.
+    pub fn new(slots: u64, slots_max: u64) -> Self {
+        let stride = slots.div_ceil(slots_max.max(1)).max(1);
+        let rooms = HALVES.map(|halves| Miniature::new((slots * halves).div_ceil(2 * stride)));
+        let endless = Endless {
+            known: HashSet::new(),
+            order: VecDeque::new(),
+            blocks_max: (slots * ENDLESS / stride) as usize,
+        };
+        Self { stride: stride as usize, rooms, endless, asked: 0, found: [0; ROOMS.len()], chain: Vec::new() }
+    }
+
+    /// A request with these keys of a namespace is over, which had asked for those in `asked`.
+    pub fn request(&mut self, namespace: u32, group: u32, keys: &[BlockHash], asked: Range<usize>) {
+        let Some((first, rest)) = keys.split_first() else { return };
+        let Self { stride, rooms, endless, found, chain, .. } = self;
+        let stride = *stride;
+        chain.clear();
+        chain.push(*first);
+        chain.extend(rest.chunks_exact(stride).map(|blocks| blocks[stride - 1]));
+        let end = asked.end.min(keys.len());
+        let start = asked.start.min(end);
+        // Strides that lie before what was asked for.
+        let from = if start == 0 { 0 } else { 1 + (start - 1) / stride };
+        let mut note = |room: usize, run: usize| {
+            // One for the first block alone: most of those runs end there.
+            let twice = match run {
+                0 => 0,
+                1 => 2,
+                run => 2 * (1 + (run - 1) * stride) + stride - 1,
+            };
+            found[room] += (twice.clamp(2 * start, 2 * end) - 2 * start) as u64;
+        };
+        for (at, room) in rooms.iter_mut().enumerate() {
+            note(at, room.request(namespace, group, chain, from));
+        }
+        note(HALVES.len(), endless.request(namespace, group, chain, from));
+        self.asked += (end - start) as u64;
+    }
+
+    /// Blocks that requests have asked for.
+    pub fn asked(&self) -> u64 {
+        self.asked
+    }
+
+    /// Of those asked for, how many each of [`ROOMS`] would have found.
+    pub fn found(&self) -> [u64; ROOMS.len()] {
+        self.found.map(|twice| twice / 2)
+    }
+}
+
+// === impl Miniature ===
+
+impl Miniature {
+    fn new(slots: u64) -> Self {
+        let by_segment = u64::from(slot_count(SEGMENT_BYTES, BLOCK_BYTES).expect("they fit"));
+        let pool_bytes = slots.div_ceil(by_segment).max(1) * SEGMENT_BYTES;
+        let config = Config { pool_bytes, segment_bytes: SEGMENT_BYTES, lease_ttl_ms: 0 };
+        Self { dram: Dram::new(config).expect("sizes that are fit for a pool"), slots: Vec::new() }
+    }
+
+    /// Keeps a chain as the sidecar does; how far it was kept before, of which the first `from` are not asked for.
+    fn request(&mut self, namespace: u32, group: u32, chain: &[BlockHash], from: usize) -> usize {
+        let key = |at: usize| BlockKey { namespace, group, hash: chain[at] };
+        let opened_at = self.dram.generation();
+        let from = from.min(chain.len());
+        let run = from + self.dram.probe(namespace, group, &chain[from..]);
+        for at in 0..chain.len() {
+            let slot = self.dram.begin_fill(key(at), BLOCK_BYTES, Whose::default());
+            self.slots.extend(slot.map(|slot| (at, slot)));
+        }
+        self.dram.use_run(namespace, group, chain);
+        self.dram.drain_evicted().for_each(drop);
+        self.dram.drain_assigned().for_each(drop);
+        for (at, slot) in self.slots.drain(..) {
+            match at {
+                0 => self.dram.commit(slot),
+                _ => self.dram.commit_behind(slot, &key(at - 1)),
+            };
+        }
+        self.dram.end_chain(HolderId::NOBODY, namespace, group, chain, opened_at);
+        run
+    }
+}
+
+// === impl Endless ===
+
+impl Endless {
+    /// Remembers a chain; how far it was known before, of which the first `from` are not asked for.
+    fn request(&mut self, namespace: u32, group: u32, chain: &[BlockHash], from: usize) -> usize {
+        let prints = || chain.iter().map(|hash| Print::new(namespace, group, hash));
+        let run = from + prints().skip(from).take_while(|print| self.known.contains(print)).count();
+        for print in prints() {
+            if self.known.insert(print) {
+                self.order.push_back(print);
+            }
+        }
+        while self.order.len() > self.blocks_max {
+            let oldest = self.order.pop_front().expect("more than none");
+            self.known.remove(&oldest);
+        }
+        run
+    }
+}
+
+#[cfg(test)]
+mod tests;

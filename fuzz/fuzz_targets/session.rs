@@ -89,13 +89,16 @@ impl Input<'_> {
             Kind::Append => {
                 SchedulerRequest::Append(Append { keys, chunks: [position, 1, 2, 3, 4, 5] }).into()
             }
-            Kind::Query => SchedulerRequest::Query(Query { op, keys, arriving: ok, awaits: op & 1 == 1 }).into(),
+            Kind::Query => {
+                SchedulerRequest::Query(Query { op, keys, arriving: ok, awaits: op & 1 == 1 }).into()
+            }
             Kind::Load => {
                 let flags = LoadFlags::new(flags as u8);
                 SchedulerRequest::Load(Load { op, keys, position, step, lease, flags }).into()
             }
             Kind::Save => {
-                SchedulerRequest::Save(Save { op, keys, position, step, checked: op & 1 == 1, handover: ok }).into()
+                let save = Save { op, keys, position, step, checked: op & 1 == 1, handover: ok };
+                SchedulerRequest::Save(save).into()
             }
             Kind::Cancel => {
                 SchedulerRequest::Cancel(Cancel { op, from: keys.from, count: keys.count }).into()

@@ -83,7 +83,12 @@ def request(number: int, found_blocks: int, new_tokens: int) -> Any:
 
 
 def made(
-    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, load: str = "auto", policy: str = "recompute", role: str = "kv_both"
+    monkeypatch: pytest.MonkeyPatch,
+    on_gpu: bool,
+    load: str = "auto",
+    policy: str = "recompute",
+    role: str = "kv_both",
+    **more: Any,
 ) -> Scheduler:
     """A scheduler of an engine that exists in these answers alone."""
     answers = {
@@ -105,7 +110,7 @@ def made(
         kv_transfer_config=SimpleNamespace(engine_id="e", kv_role=role, kv_load_failure_policy=policy)
     )
     kv_cache_config: Any = SimpleNamespace(num_blocks=1 << 16)
-    return Scheduler(Config(socket="/s", load=load), vllm_config, kv_cache_config)
+    return Scheduler(Config(socket="/s", load=load, **more), vllm_config, kv_cache_config)
 
 
 class Vllm:
@@ -240,3 +245,17 @@ def test_answers_come_early_only_where_a_load_may_fail(
 ) -> None:
     session: Any = made(monkeypatch, True, load, policy)._session
     assert session.part_blocks == part_blocks
+
+
+@pytest.mark.parametrize(
+    ("role", "sync_ms", "longest_ms"), [("kv_both", None, 100), ("kv_consumer", None, 2), ("kv_consumer", 5, 5)]
+)
+def test_an_engine_that_answers_what_others_compute_waits_for_short_copies_alone(
+    monkeypatch: pytest.MonkeyPatch, role: str, sync_ms: int | None, longest_ms: int
+) -> None:
+    """Beside other requests; alone it delays nobody."""
+    choice = made(monkeypatch, on_gpu=True, role=role, sync_ms=sync_ms)._pacing
+    longest = longest_ms * pacing.GPU_BYTES_PER_MS // BLOCK_BYTES
+    assert choice.synchronous(longest, alone=False) is True
+    assert choice.synchronous(longest + 1, alone=False) is False
+    assert choice.synchronous(longest + 1, alone=True) is True

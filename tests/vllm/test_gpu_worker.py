@@ -63,13 +63,17 @@ def plan(*blocks: int) -> bytes:
     return struct.pack("<QQQII", 77, 1, 5, len(blocks), 0) + b"".join(struct.pack("<QQQ", block, 4096, 3) for block in blocks)
 
 
+# Full attention in all layers, of which nothing more is known.
+ONE_GROUP: Any = SimpleNamespace(num_blocks=4, kv_cache_groups=[SimpleNamespace(layer_names=["layer"], kv_cache_spec=None)])
+
+
 class Rank:
     """One rank and the forwards of its steps."""
 
     def __init__(self) -> None:
         self.session = Session()
         nothing: Any = None
-        self.worker = Worker(Config(socket="/s"), nothing, nothing)
+        self.worker = Worker(Config(socket="/s"), nothing, ONE_GROUP)
         played: Any = self.session
         self.worker._session = played
         self.worker._waits = LayerWaits(LAYERS, [2, 2], True, lambda: vllm_compat.hook_mode(self.context))
@@ -161,8 +165,7 @@ def test_who_copies_on_a_gpu(
     said: list[str] = []
     monkeypatch.setattr("pillion.worker.logger.warning", lambda text, *parts: said.append(text % parts))
     config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleep_mode))
-    nothing: Any = None
-    worker = Worker(Config(socket="/s", copy=copy), config, nothing)
+    worker = Worker(Config(socket="/s", copy=copy), config, ONE_GROUP)
     asked: list[str] = []
 
     def connect(geometry: Any, descriptors: list[int], pointers: list[int], cuts: list[int], copier: str) -> None:
@@ -188,10 +191,8 @@ def test_memory_of_another_device_is_refused_aloud(monkeypatch: pytest.MonkeyPat
     said: list[str] = []
     monkeypatch.setattr("pillion.worker.logger.error", lambda text, *parts: said.append(text % parts))
     monkeypatch.setattr(vllm_compat, "on_gpu", lambda: True)
-    group = SimpleNamespace(layer_names=["layer"])
-    blocks: Any = SimpleNamespace(num_blocks=4, kv_cache_groups=[group])
     nothing: Any = None
-    worker = Worker(Config(socket="/s"), nothing, blocks)
+    worker = Worker(Config(socket="/s"), nothing, ONE_GROUP)
     worker.register({"layer": torch.zeros(4, 2, 2, 2)})
     assert worker._session is None
     assert "PILLION STAYS OUT" in said[0]

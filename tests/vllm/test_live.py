@@ -170,9 +170,10 @@ class Rank:
         self.model = model(1)
         self.session = Session()
         config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2, rank=1))
-        nothing: Any = None
+        group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=None)
+        blocks: Any = SimpleNamespace(kv_cache_groups=[group])
         played: Any = self.session
-        self.worker = Worker(Config(socket="/s"), config, nothing)
+        self.worker = Worker(Config(socket="/s"), config, blocks)
         self.worker._session = played
         self.worker._live = live(self.model)
         self.first = self.worker._live.begin(FACTS)

@@ -33,7 +33,7 @@ class Events:
         self._session, self._events = session, events
         # By key, the request that offered the block last, the block's place in it, and its hash.
         self._known: dict[bytes, tuple[Request, int, bytes]] = {}
-        # What is known, the oldest first: until when, of which request, and the keys.
+        # The same keys by offer, the oldest first, each with its request and the time at which the offer is forgotten.
         self._offered: deque[tuple[float, Request, list[bytes]]] = deque()
         # Hashes of the blocks that others were told of and whose key is another: those of adapters, by key and medium.
         self._hashes: dict[tuple[bytes, str], bytes] = {}

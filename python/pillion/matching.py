@@ -92,7 +92,7 @@ class Matching:
         return hits
 
     def release(self, tracked: Tracked) -> None:
-        """What was found is not loaded."""
+        """Ends the lease of the request's last hit: its blocks are not loaded."""
         tracked.hit = None
         if tracked.generation == self._session.generation:
             self._session.release(tracked.log)

@@ -24,5 +24,5 @@ class PillionMetadata(KVConnectorMetadata):
     lost: list[tuple[str, list[int], bool]] = field(default_factory=list)
     # How often the weights may have changed since the start: a rank that has not sampled them for this count does so now.
     weights: int = 0
-    # The same step's work of the engine's other cache groups, in their order.
+    # The metadata of the engine's other cache groups for the same step, by group number.
     others: list[PillionMetadata] = field(default_factory=list)

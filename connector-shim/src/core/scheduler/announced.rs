@@ -1,7 +1,6 @@
-//! What an engine has told others of the blocks that its sidecar keeps, and what it is to tell them next.
+//! Which blocks an engine has announced to routers, and which changes it announces next.
 //!
-//! Whoever is told may count: a block is told of as stored, then as removed, in turns. So it is told of once, however often the sidecar
-//! tells of it.
+//! Routers count references: of one block `stored` and `removed` alternate, however often the sidecar announces that block.
 
 use std::collections::HashSet;
 
@@ -24,7 +23,7 @@ pub(super) struct Announced {
     /// How often the sidecar was asked for all blocks; 0: others are told of none.
     pub(super) asked: u64,
     told: HashSet<Located>,
-    /// What others were told of before the sidecar began anew, and it has not told of since.
+    /// Blocks announced before the sidecar's last `Begin`, and not announced by the sidecar since.
     doubted: HashSet<Located>,
     changes: Vec<Change>,
 }

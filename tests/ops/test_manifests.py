@@ -94,6 +94,8 @@ def without_sidecar(document: Document) -> Document:
     description = bare["spec"]["template"]["spec"]
     del description["initContainers"]
     description["volumes"] = [volume for volume in description["volumes"] if not volume["name"].startswith("pillion")]
+    # The router is Pillion's, too.
+    description["containers"] = [container for container in description["containers"] if container["name"] != "router"]
     for container in description["containers"]:
         container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] != "pillion-socket"]
     engine = description["containers"][0]

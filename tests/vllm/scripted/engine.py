@@ -197,9 +197,9 @@ class ScriptedEngine:
         """Forgets what has not happened."""
         self._events.clear()
 
-    def storm(self, seeds: list[int], steps: int, chances: dict[str, float], pid: int) -> dict[str, Any]:
+    def storm(self, seeds: list[int], spare: list[int], steps: int, chances: dict[str, float], pid: int) -> dict[str, Any]:
         """Random plays: see `storm.py`."""
-        return storm.play(self, seeds, steps, chances, pid)
+        return storm.play(self, seeds, spare, steps, chances, pid)
 
     def abort(self, index: int) -> None:
         """The client of a request is gone; nothing if the request has ended."""

@@ -22,6 +22,8 @@ WEIGHTS = 4
 # Once all is quiet: prompts asked again, and tokens of each answer.
 ASKED_AGAIN, ASKED_TOKENS = 8, 2
 FROZEN_STEPS = (1, 6)
+# Tokens, of several hits: every other one is checked.
+HITS_LEAST = 160
 MOMENTS = ("", "scheduled", "executed")
 
 
@@ -139,9 +141,13 @@ class Storm:
         assert answers == right, f"wrong KV: {answers}, not {right}"
 
 
-def play(engine: ScriptedEngine, seeds: list[int], steps: int, chances: dict[str, float], pid: int) -> dict[str, Any]:
-    """Plays every seed; the first that fails is named."""
-    for seed in seeds:
+def play(
+    engine: ScriptedEngine, seeds: list[int], spare: list[int], steps: int, chances: dict[str, float], pid: int
+) -> dict[str, Any]:
+    """Plays every seed, and spare ones until there are preemptions and hits; the first that fails is named."""
+    for number, seed in enumerate([*seeds, *spare]):
+        if number >= len(seeds) and engine.hits >= HITS_LEAST and engine.preemptions:
+            break
         try:
             Storm(engine, seed, chances, pid).play(steps)
         except Exception as error:

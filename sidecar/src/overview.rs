@@ -63,7 +63,15 @@ impl Overview {
         let span = Span { now, before: before.map(|(samples, _)| samples), seconds };
         let version = now.labels("pillion_build_info", "version").into_iter().next().unwrap_or_default();
         let memory = bytes(now.sum("process_resident_memory_bytes"));
-        let sections = vec![span.tiers(), span.hits(), span.transfers(), span.engines(), span.peers()];
+        let sections = vec![
+            span.tiers(),
+            span.hits(),
+            span.worth(),
+            span.transfers(),
+            span.handovers(),
+            span.engines(),
+            span.peers(),
+        ];
         Self {
             heading: format!("Pillion {version}, up for {}, {memory} of memory in use", time(up)),
             sections: sections.into_iter().filter(|section| !section.rows.is_empty()).collect(),
@@ -146,6 +154,23 @@ impl Span<'_> {
         Section { title: "Hits", columns: &["queries", "blocks asked", "blocks found", "share"], rows }
     }
 
+    /// What pools of other sizes would have found.
+    fn worth(&self) -> Section {
+        let asked = self.now.sum("pillion_forecast_blocks_total");
+        let hits = "pillion_forecast_hit_blocks_total";
+        let sizes = self.now.labels(hits, "dram").into_iter().filter(|_| asked > 0.0);
+        let row = |size: String| {
+            let found = self.now.total(hits, Some(("dram", &size)));
+            let name = if size == "endless" { size } else { format!("{size} times --dram") };
+            vec![name, share(found, asked)]
+        };
+        Section {
+            title: "What other memory would find",
+            columns: &["memory", "share"],
+            rows: sizes.map(row).collect(),
+        }
+    }
+
     fn transfers(&self) -> Section {
         let row = |(name, chosen, words): &(&str, (&str, &str), &str)| {
             let ended = self.now.total(&format!("{name}_count"), Some(*chosen));
@@ -171,6 +196,32 @@ impl Span<'_> {
             title: "Transfers",
             columns: &["what", "ended", "rate", "mean", "half", "99 of 100"],
             rows: TIMED.iter().filter_map(row).collect(),
+        }
+    }
+
+    /// Prompts that one engine computes and another answers.
+    fn handovers(&self) -> Section {
+        let of = |name: &str| self.now.sum(&format!("pillion_handover_{name}"));
+        let row = vec![
+            count(of("queries_total")),
+            count(of("exhausted_total")),
+            count(of("without_producer_total") + of("beyond_limit_total")),
+            count(of("blocks_total")),
+            count(of("lost_total")),
+            bytes(of("kept_bytes")),
+        ];
+        let any = of("queries_total") + of("blocks_total") > 0.0;
+        Section {
+            title: "Handovers",
+            columns: &[
+                "asked for",
+                "waited in vain",
+                "did not wait",
+                "blocks given",
+                "blocks lost",
+                "kept now",
+            ],
+            rows: any.then_some(row).into_iter().collect(),
         }
     }
 

@@ -37,11 +37,11 @@ def prompt(seed: int, blocks: int = 16) -> list[int]:
     return [seed * 100_000 + token for token in range(blocks * TOKENS)]
 
 
-def save(engine: Engine, tokens: list[int], value: float = 1.0) -> int:
+def save(engine: Engine, tokens: list[int], value: float = 1.0, handover: bool = False) -> int:
     """Saves all of a prompt's blocks, in which each number is `value`; how many are kept then."""
     ids = engine.take(len(tokens) // TOKENS)
     engine.memory[ids] = numpy.full(BLOCK_BYTES // 4, value, numpy.float32).view(numpy.uint8)
-    kept = engine.save(tokens, ids)
+    kept = engine.save(tokens, ids, handover=handover)
     engine.free(ids)
     return kept
 
@@ -54,9 +54,9 @@ def save_to_disk(sidecar: Sidecar, engine: Engine, prompts: list[list[int]]) -> 
         sidecar.wait_metric("pillion_ssd_written_blocks_total", written)
 
 
-def load(engine: Engine, tokens: list[int]) -> int:
+def load(engine: Engine, tokens: list[int], awaits: bool = False) -> int:
     """Loads what is kept of a prompt; how many blocks that was."""
-    ids = engine.load(tokens)
+    ids = engine.load(tokens, awaits)
     engine.free(ids)
     return len(ids)
 

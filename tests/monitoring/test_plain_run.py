@@ -1,14 +1,17 @@
-"""What a Prometheus has of two sidecars that serve engines and each other, and have no fault."""
+"""What Prometheus and people see of two sidecars that serve engines and each other, and have no fault."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import screens
 from faults import JOINING
 
 import mesh
@@ -21,8 +24,13 @@ from testkit.sidecar import Sidecar, find_binary
 pytestmark = pytest.mark.xdist_group("plain-run")
 
 PROMPTS = [mesh.prompt(seed) for seed in range(1, 21)]
+HANDED_OVER = mesh.prompt(21)
+# A folder for the pictures, to keep them: SCREENS=docs writes those of the documentation.
+SCREENS = os.environ.get("SCREENS")
 # Scrapes after the traffic, in which levels come down and an alert could still come.
 QUIET_S = 5.0
+# Tables of what a sidecar does.
+TITLES = ("Tiers", "Hits", "What other memory would find", "Transfers", "Handovers", "Engines", "Peers")
 TYPE = re.compile(r"^# TYPE (\w+) (\w+)$", re.MULTILINE)
 HELP = re.compile(r"^# HELP (\w+) (.*)$", re.MULTILINE)
 # Words of names that say what is measured, not what happened.
@@ -42,7 +50,7 @@ class Run:
 
     prometheus: Prometheus
     sidecars: tuple[Sidecar, Sidecar]
-    engines: tuple[Engine, Engine]
+    engines: tuple[Engine, ...]
 
     def page(self) -> str:
         """The first sidecar's metrics."""
@@ -69,12 +77,16 @@ def empty(sidecar: Sidecar) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Every prompt is saved at the first sidecar and evicted to its disk, and found there, and by the second."""
+    """Every prompt is saved at the first sidecar and evicted to its disk, and found there, and by the second.
+
+    One more is handed over, from an engine to another of that sidecar.
+    """
     directory = tmp_path_factory.mktemp("run")
     with (
         mesh.peers(directory) as (first, second),
         scraping(directory, {"first": first, "second": second}, impatient()) as prometheus,
         Engine(first.socket, "saves", mesh.namespace(), mesh.BLOCKS) as saves,
+        Engine(first.socket, "answers", mesh.namespace(), mesh.BLOCKS) as answers,
         Engine(second.socket, "asks", mesh.namespace(), mesh.BLOCKS) as asks,
     ):
         mesh.save_to_disk(first, saves, PROMPTS)
@@ -83,8 +95,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         assert sum(mesh.load(asks, tokens) for tokens in PROMPTS) > 0
         assert first.metrics()["pillion_ssd_read_bytes_total"] > 0
         assert second.metrics()["pillion_mesh_fetched_bytes_total"] > 0
+        assert mesh.save(saves, HANDED_OVER, handover=True) == mesh.load(answers, HANDED_OVER, awaits=True) > 0
+        assert first.metrics()["pillion_handover_queries_total"] == 1
         time.sleep(QUIET_S)
-        yield Run(prometheus, (first, second), (saves, asks))
+        yield Run(prometheus, (first, second), (saves, answers, asks))
 
 
 def test_every_query_of_the_dashboard_has_samples(run: Run) -> None:
@@ -102,6 +116,19 @@ def test_no_alert_fires(run: Run) -> None:
     )
     assert {rule["name"] for rule in run.prometheus.rules()} == set(alerts())
     assert run.prometheus.fired() <= JOINING
+
+
+def test_the_page_and_top_show_all_of_it(run: Run, tmp_path: Path) -> None:
+    """In a browser, and on a terminal."""
+    folder = Path(SCREENS).resolve() if SCREENS else tmp_path
+    http = run.sidecars[0].http
+    page = screens.browse(f"http://{http}/", "--dump-dom")
+    screens.picture(f"http://{http}/", folder / "status-page.png")
+    text = screens.top(find_binary(), http, folder / "top.png", last="Peers")
+    for shown in (page, text):
+        assert [title for title in TITLES if title not in shown] == []
+        assert "node1" in shown and "saves" in shown
+    assert all((folder / name).stat().st_size > 10_000 for name in ("status-page.png", "top.png"))
 
 
 def test_promtool_has_no_complaint(run: Run) -> None:

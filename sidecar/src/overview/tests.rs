@@ -19,6 +19,17 @@ pillion_query_duration_seconds_bucket{part="whole",le="+Inf"} 100
 pillion_query_duration_seconds_sum{part="whole"} 0.05
 pillion_query_duration_seconds_count{part="whole"} 100
 pillion_query_duration_seconds_count{part="waiting"} 7
+pillion_forecast_blocks_total 400
+pillion_forecast_hit_blocks_total{dram="0.5"} 100
+pillion_forecast_hit_blocks_total{dram="endless"} 300
+pillion_handover_queries_total 9
+pillion_handover_beyond_limit_total 1
+pillion_handover_without_producer_total 2
+pillion_handover_exhausted_total 4
+pillion_handover_blocks_total 50
+pillion_handover_lost_total{reason="reuse"} 5
+pillion_handover_lost_total{reason="dropped"} 1
+pillion_handover_kept_bytes 1048576
 pillion_engine_state{engine="<b>\"one\"",state="serving"} 1
 pillion_engine_state{engine="<b>\"one\"",state="barred"} 0
 pillion_engine_bytes{engine="<b>\"one\"",kind="kept"} 2048
@@ -46,6 +57,9 @@ fn figures_are_of_the_time_between() {
     );
     assert_eq!(row(&found, "Hits", "since the start"), ["since the start", "300", "150", "50.0 %"]);
     assert_eq!(row(&found, "Hits", "now"), ["now", "100", "10", "10.0 %"]);
+    assert_eq!(row(&found, "What other memory would find", "0.5 times --dram")[1], "25.0 %");
+    assert_eq!(row(&found, "What other memory would find", "endless")[1], "75.0 %");
+    assert_eq!(row(&found, "Handovers", "9"), ["9", "4", "3", "50", "6", "1.0 MiB"]);
     assert_eq!(row(&found, "Engines", "<b>\"one\"")[1..3], ["serving", "2.0 KiB"]);
     assert!(
         found.sections.iter().all(|section| section.title != "Peers"),

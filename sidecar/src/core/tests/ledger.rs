@@ -67,6 +67,23 @@ fn a_hit_is_cut_where_others_are_at_work_and_its_load_is_inside() {
 }
 
 #[test]
+fn keys_that_two_engines_save_at_once_are_copied_once() {
+    let mut engine = two_engines();
+    engine.report(OTHER_RANK, WorkerRequest::Join { run: OTHER_RUN, step: 0 });
+    engine.open(0, 0..4);
+    engine.save(0, 1, 1, 1..5);
+    engine.speaker = OTHER;
+    engine.open(0, 0..4);
+    engine.save(0, 1, 1, 1..5);
+    assert_eq!(engine.copies().len(), 0, "both wait for their steps");
+    engine.fences(RANKS[0], 1, 1);
+    assert_eq!(engine.copies().len(), 1);
+    engine.fences(OTHER_RANK, 1, 1);
+    assert!(!engine.out.iter().any(|action| matches!(action, Action::Copy { .. })));
+    assert_eq!(engine.saved().map(|saved| saved.present), Some(4), "the other's are on their way");
+}
+
+#[test]
 fn saves_that_wait_for_their_step_are_bounded() {
     let mut engine = Harness::engine(1);
     // 172 times 380 blocks are 65,360.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use connector_shim::core::plan::Plan;
 use connector_shim::error::ShimError;
-use connector_shim::scheduler::{Asked, Config, Options, PENDING, Scheduler};
+use connector_shim::scheduler::{Asked, Config, Options, PENDING, Scheduler, Session};
 use peer::scheduler::{connected, connected_with, options};
 use peer::{Peer, Served, eventually};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
@@ -275,6 +275,37 @@ fn a_query_that_stays_pending_longer_than_a_sidecar_waits_is_a_miss() {
     assert_eq!(scheduler.answer(op, now + Duration::from_secs(4)), Some(0));
     assert_eq!(served.drain_kind(Kind::Release).len(), 1, "a late answer holds nothing");
     assert_eq!(scheduler.stats()["queries_timed_out"], 1);
+}
+
+/// A miss would have the engine compute what another one computes for it.
+#[test]
+fn a_query_that_awaits_is_pending_when_the_budget_is_over() {
+    let mut peer = Peer::new(1);
+    peer.handover = true;
+    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
+    let [plain, first, second] = [(); 3].map(|()| log_with(&mut scheduler, 4));
+    for log in [first, second] {
+        scheduler.await_producer(log);
+    }
+    assert_eq!(scheduler.query(plain, 0, 4), 0, "it has spent the budget");
+    assert_eq!(scheduler.query(first, 0, 4), PENDING);
+    assert_eq!(scheduler.query(second, 0, 4), PENDING);
+    let asked = served.drain_kind(Kind::Query);
+    assert_eq!(asked.len(), 3);
+    served.answer(asked[1].op, Status::Ok, 4);
+    assert_eq!(scheduler.query(first, 0, 4), 4, "asked again, no message is needed");
+    assert_eq!(scheduler.query(second, 0, 4), PENDING);
+    assert!(served.drain_kind(Kind::Query).is_empty());
+
+    #[expect(clippy::disallowed_methods, reason = "a time after the question's, which the scheduler read")]
+    let later = std::time::Instant::now() + Duration::from_secs(4);
+    // Qualified: the host's own asks by its clock.
+    assert_eq!(Session::ask(&mut scheduler, second, 0, 4, later), Asked::Answered(0), "a frozen sidecar");
+    assert_eq!(served.drain_kind(Kind::Release).len(), 1, "a late answer holds nothing");
+    scheduler.end_step();
+    assert_eq!(scheduler.query(first, 1, 3), 0, "it is asked nothing until it has moved");
+    served.beat();
+    assert_eq!(scheduler.query(first, 1, 3), PENDING);
 }
 
 #[test]

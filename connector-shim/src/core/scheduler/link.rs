@@ -28,6 +28,8 @@ pub(super) struct Question {
     pub(super) log: i64,
     pub(super) from: u32,
     pub(super) count: u32,
+    /// Another engine computes what it asks for.
+    pub(super) awaits: bool,
     pub(super) posted: Instant,
 }
 

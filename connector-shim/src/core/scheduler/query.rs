@@ -23,6 +23,9 @@ pub const UNBOUND_WAIT: Duration = Duration::from_millis(200);
 /// How long a query may be pending. A sidecar answers within [`QUERY_WAIT_MS_MAX`], unless it is frozen; a second more than that is
 /// for one that waits for a core.
 const PENDING_MAX: Duration = Duration::from_millis(QUERY_WAIT_MS_MAX as u64 + 1000);
+/// The same of one that awaits another engine, whose sidecar is not frozen: 30 s for a prompt that waits its turn there, and as much
+/// more as above.
+const AWAITING_MAX: Duration = Duration::from_secs(33);
 /// Parts of a load at most: of the 4,096 operations that may be unanswered, a few long requests take no more than some.
 const PARTS_MAX: usize = 64;
 /// Answer of a query that the sidecar will know later.
@@ -107,7 +110,9 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         link.flush();
         link.log(handle).lease = None;
         link.log(handle).pending = None;
-        link.questions.insert(op, Question { log: handle, from: start, count, awaits, posted: now });
+        let heartbeat = (link.heartbeat(), now);
+        let question = Question { log: handle, from: start, count, awaits, posted: now, heartbeat };
+        link.questions.insert(op, question);
         self.next_op += 1;
         Some(op)
     }
@@ -192,8 +197,16 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     /// The request of query `op` is to ask again later, unless it has waited for longer than any sidecar takes: a miss.
     fn pend(&mut self, op: u64, now: Instant) -> i64 {
         let Some(link) = &mut self.link else { return 0 };
-        let Some(question) = link.questions.get(&op) else { return 0 };
-        if now - question.posted >= PENDING_MAX {
+        let heartbeat = link.heartbeat();
+        let Some(question) = link.questions.get_mut(&op) else { return 0 };
+        if question.heartbeat.0 != heartbeat {
+            question.heartbeat = (heartbeat, now);
+        }
+        let (since, most) = match question.awaits {
+            true => (question.heartbeat.1, AWAITING_MAX),
+            false => (question.posted, PENDING_MAX),
+        };
+        if now - since >= PENDING_MAX || now - question.posted >= most {
             self.time_out(op, PENDING_MAX);
             return 0;
         }

@@ -250,8 +250,12 @@ impl Scheduler {
 
     /// [`Session::load`] under a lease that is renewed where it is old.
     pub fn load(&mut self, handle: i64, start: u32, blocks: &[u32], step: u64, sync: bool) -> Vec<Plan> {
-        if !sync && let Some(op) = self.session.renew(handle, clock::now()) {
-            self.wait(op);
+        if !sync
+            && let Some(op) = self.session.renew(handle, clock::now())
+            && self.wait(op) == PENDING
+        {
+            // Nobody asks again for what is not loaded now.
+            self.session.release(handle);
         }
         self.session.load(handle, start, blocks, step, sync)
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use connector_shim::core::plan::Plan;
 use connector_shim::error::ShimError;
-use connector_shim::scheduler::{Asked, Config, Options, PENDING, Scheduler};
+use connector_shim::scheduler::{Asked, Config, Options, PENDING, Scheduler, Session};
 use peer::scheduler::{connected, connected_with, options};
 use peer::{Peer, Served, eventually};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
@@ -14,8 +14,8 @@ use shm_protocol::layout::{
     CHUNKS, COMPLETION_SLOTS, LOG_KEYS, SUBMISSION_RESERVED, SUBMISSION_SLOTS, header,
 };
 use shm_protocol::message::{
-    APPEND_CHUNKS, Kind, LOAD_ARRIVING, LOAD_SYNC, Message, QUERY_ARRIVING, QUERY_AWAIT, SAVE_HANDOVER,
-    Saved, Status,
+    APPEND_CHUNKS, APPEND_PROMISED, Kind, LOAD_ARRIVING, LOAD_SYNC, Message, QUERY_ARRIVING, QUERY_AWAIT,
+    SAVE_HANDOVER, Saved, Status,
 };
 use shm_protocol::pool::SlotRef;
 use shm_protocol::source::Source;
@@ -275,6 +275,79 @@ fn a_query_that_stays_pending_longer_than_a_sidecar_waits_is_a_miss() {
     assert_eq!(scheduler.answer(op, now + Duration::from_secs(4)), Some(0));
     assert_eq!(served.drain_kind(Kind::Release).len(), 1, "a late answer holds nothing");
     assert_eq!(scheduler.stats()["queries_timed_out"], 1);
+}
+
+#[test]
+fn what_a_living_sidecar_never_answers_is_a_miss_after_33_s() {
+    let (_peer, mut scheduler, served, log) = with_log(4);
+    scheduler.await_producer(log);
+    assert_eq!(scheduler.query(log, 0, 4), PENDING);
+    #[expect(clippy::disallowed_methods, reason = "a time after the question's, which the scheduler read")]
+    let now = std::time::Instant::now();
+    let answers = (1..=17).map(|turn| {
+        served.beat();
+        Session::ask(&mut scheduler, log, 0, 4, now + Duration::from_secs(2 * turn))
+    });
+    let answers: Vec<_> = answers.collect();
+    assert_eq!(answers.iter().filter(|answer| **answer == Asked::Answered(PENDING)).count(), 16);
+    assert_eq!(answers[16], Asked::Answered(0));
+}
+
+#[test]
+fn the_keys_of_what_is_handed_over_are_promised_to_a_sidecar_that_knows_of_it() {
+    for knows in [true, false] {
+        let mut peer = Peer::new(1);
+        peer.handover = knows;
+        let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
+        for (awaits, hands_over) in [(false, false), (false, true), (true, true)] {
+            let log = scheduler.open(None);
+            awaits.then(|| scheduler.await_producer(log));
+            hands_over.then(|| scheduler.hand_over(log));
+            append(&mut scheduler, log, 4);
+        }
+        scheduler.end_step();
+        let appends = served.drain_kind(Kind::Append);
+        let flags: Vec<_> = appends.iter().map(|message| message.flags).collect();
+        assert_eq!(
+            flags,
+            [0, APPEND_PROMISED * u8::from(knows), 0],
+            "two that await what they promise would wait"
+        );
+    }
+}
+
+/// A miss would have the engine compute what another one computes for it.
+#[test]
+fn a_query_that_awaits_is_pending_when_the_budget_is_over() {
+    let mut peer = Peer::new(1);
+    peer.handover = true;
+    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
+    let [plain, first, second] = [(); 3].map(|()| log_with(&mut scheduler, 4));
+    for log in [first, second] {
+        scheduler.await_producer(log);
+    }
+    assert_eq!(scheduler.query(plain, 0, 4), 0, "it has spent the budget");
+    assert_eq!(scheduler.query(first, 0, 4), PENDING);
+    assert_eq!(scheduler.query(second, 0, 4), PENDING);
+    let asked = served.drain_kind(Kind::Query);
+    assert_eq!(asked.len(), 3);
+    served.answer(asked[1].op, Status::Ok, 4);
+    assert_eq!(scheduler.query(first, 0, 4), 4, "asked again, no message is needed");
+    assert_eq!(scheduler.query(second, 0, 4), PENDING);
+    assert!(served.drain_kind(Kind::Query).is_empty());
+
+    #[expect(clippy::disallowed_methods, reason = "a time after the question's, which the scheduler read")]
+    let now = std::time::Instant::now();
+    // Qualified: the host's own asks by its clock.
+    let mut ask_at = |log, second| Session::ask(&mut scheduler, log, 0, 4, now + Duration::from_secs(second));
+    served.beat();
+    assert_eq!(ask_at(second, 4), Asked::Answered(PENDING), "as long as the sidecar lives");
+    assert_eq!(ask_at(second, 8), Asked::Answered(0), "it is frozen");
+    assert_eq!(served.drain_kind(Kind::Release).len(), 1, "a late answer holds nothing");
+    scheduler.end_step();
+    assert_eq!(scheduler.query(first, 1, 3), 0, "it is asked nothing until it has moved");
+    served.beat();
+    assert_eq!(scheduler.query(first, 1, 3), PENDING);
 }
 
 #[test]

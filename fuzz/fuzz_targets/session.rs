@@ -87,7 +87,7 @@ impl Input<'_> {
         match kind {
             Kind::Open => SchedulerRequest::Open { log }.into(),
             Kind::Append => {
-                SchedulerRequest::Append(Append { keys, chunks: [position, 1, 2, 3, 4, 5] }).into()
+                SchedulerRequest::Append(Append { keys, chunks: [position, 1, 2, 3, 4, 5], promised: ok }).into()
             }
             Kind::Query => {
                 SchedulerRequest::Query(Query { op, keys, arriving: ok, awaits: op & 1 == 1 }).into()

@@ -84,6 +84,14 @@ const COUNTERS: &[Figure<Stats>] = &[
     ("handover_queries_total", "Requests that asked for a prompt which another engine computes.", |s| {
         s.handover_queries
     }),
+    ("handover_promises_total", "Prompts that an engine has said it computes for another one.", |s| {
+        s.handover_promises
+    }),
+    (
+        "handover_promises_refused_total",
+        "Prompts of which an engine said so while 64 such were not over: who asks for them waits for a second.",
+        |s| s.handover_promises_refused,
+    ),
     ("handover_blocks_total", "Blocks saved, or found kept, for another engine.", |s| s.handover_blocks),
     ("handover_exhausted_total", "Those of them that waited, and compute what nobody produced.", |s| {
         s.handover_exhausted

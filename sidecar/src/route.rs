@@ -71,7 +71,7 @@ pub struct Options {
 pub enum Order {
     /// Once the prompt is computed: it holds none of its memory for a prompt that waits its turn at the other engine.
     PrefillFirst,
-    /// With the other one: it waits for the first block of KV for a second, so that the other one must not be busy.
+    /// With the other one: it waits while the other one works, for 30 s at most.
     AtOnce,
 }
 

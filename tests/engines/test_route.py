@@ -21,6 +21,7 @@ pytestmark = pytest.mark.xdist_group("route")
 
 STREAMS = 52
 OUTPUT_TOKENS = 12
+BLOCK_TOKENS = 128
 # Both servers start at once, on two cores.
 START_WATCHDOG_S = 400
 # Tokens that an engine had from its connector.
@@ -109,15 +110,16 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 
 def test_streams_are_those_of_one_server(servers: Servers) -> None:
-    """Half of the prompts are long enough for two engines. What is right the first engine says by itself."""
+    """Most prompts are long enough for two engines. What is right the first engine says by itself."""
     asked = [prompts.prompt(length, 90_000 + at) for at, length in enumerate([100, 300, 700, 1200] * (STREAMS // 4))]
     before = servers.found()
     with ThreadPoolExecutor(STREAMS) as pool:
         streams = list(pool.map(lambda tokens: servers.ask(servers.route_url, tokens), asked))
     far = [tokens for tokens in asked if len(tokens) >= 256]
     assert servers.routed("pillion_route_prompts_total")["pair"] == len(far)
-    # Not all of it: on two busy cores what the first engine has saved comes later than the second one waits for.
-    assert servers.found() > before, "prompts are handed over"
+    # The last token is computed, a check keeps a block back, and what a busy machine saves after a second is not waited for.
+    whole = sum((len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for tokens in far)
+    assert servers.found() - before >= whole * 3 // 4
     assert all(streams)
     assert streams == [servers.ask(servers.computes_url, tokens) for tokens in asked]
 

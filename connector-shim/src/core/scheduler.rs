@@ -74,8 +74,9 @@ pub struct Session<C> {
     link: Option<Link<C>>,
     incarnation: u64,
     left: Duration,
-    /// The sidecar's heartbeat when a query timed out; nothing is asked until it differs.
-    stalled: Option<u64>,
+    /// The sidecar's heartbeat when a query timed out, and how long that had waited; nothing is asked until the heartbeat differs,
+    /// but for queries that would have waited longer.
+    stalled: Option<(u64, Duration)>,
     next_op: u64,
     /// How often the weights may have changed.
     weights: u64,

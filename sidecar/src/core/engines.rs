@@ -83,6 +83,8 @@ pub(super) struct Scheduler {
     generations: VecDeque<Binding>,
     /// Sessions of the ranks that have joined this run.
     ranks: Vec<Option<SessionId>>,
+    /// When it or a rank of it was last seen to work.
+    pub(super) worked_ms: u64,
 }
 
 #[derive(Debug)]
@@ -283,6 +285,7 @@ impl Engines {
             salt: None,
             generations: VecDeque::new(),
             ranks: vec![None; world_size as usize],
+            worked_ms: 0,
         };
         self.schedulers.insert(session, scheduler);
         let joined = self.workers.iter().filter(|(_, worker)| worker.run == Some(run));
@@ -345,11 +348,12 @@ impl Engines {
     }
 
     /// Whoever says something or has done a step is at work, once it is served: a scheduler without ranks takes no share.
-    pub(super) fn note_work(&self, now_ms: u64, session: SessionId, dram: &mut Dram) {
+    pub(super) fn note_work(&mut self, now_ms: u64, session: SessionId, dram: &mut Dram) {
         let scheduler = self.workers.get(&session).map_or(Some(session), |worker| worker.scheduler);
-        let scheduler = scheduler.and_then(|id| self.schedulers.get(&id));
-        if let Some(Scheduler { holder, binding: Some(_), .. }) = scheduler {
-            dram.work(*holder, now_ms);
+        let Some(scheduler) = scheduler.and_then(|id| self.schedulers.get_mut(&id)) else { return };
+        scheduler.worked_ms = now_ms;
+        if scheduler.binding.is_some() {
+            dram.work(scheduler.holder, now_ms);
         }
     }
 

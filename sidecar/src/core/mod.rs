@@ -328,7 +328,12 @@ impl Core {
         transfers.see(session, request.op());
         match request {
             SchedulerRequest::Open { log } => queries.logs(session).open(log, base.cx.dram.generation())?,
-            SchedulerRequest::Append(append) => queries.logs(session).append(&append, keys)?,
+            SchedulerRequest::Append(append) => {
+                queries.logs(session).append(&append, keys)?;
+                if append.promised {
+                    queries.note_promise(session, append.keys.log, &mut base.cx);
+                }
+            }
             SchedulerRequest::Query(query) => queries.query(session, query, base)?,
             SchedulerRequest::Load(load) => transfers.load(session, &load, blocks, queries, base)?,
             SchedulerRequest::Save(save) => transfers.save(session, &save, &blocks, queries, base)?,

@@ -6,6 +6,7 @@
 
 mod early;
 mod key_logs;
+mod promises;
 mod waits;
 mod windows;
 

@@ -41,6 +41,9 @@ pub struct Stats {
     pub handover_beyond_limit: u64,
     /// Those of them that waited and were answered without all blocks.
     pub handover_exhausted: u64,
+    /// Prompts that an engine has promised to compute for another, and those beyond what it may promise at once.
+    pub handover_promises: u64,
+    pub handover_promises_refused: u64,
     /// Blocks saved, or found kept, for another engine.
     pub handover_blocks: u64,
     /// Bytes of those that are kept now for an engine that has not loaded them.

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use shm_protocol::handshake::{Reply, Role};
 use shm_protocol::layout::{QUERY_KEYS, SUBMISSION_SLOTS};
-use shm_protocol::message::{Kind, Message, Slot, Status};
+use shm_protocol::message::{APPEND_PROMISED, Kind, Message, Slot, Status};
 use shm_protocol::transport;
 
 use crate::client::{BLOCK_BYTES, Kv, Session, WATCHDOG, greet, hello, query, save, watch};
@@ -63,7 +63,7 @@ fn the_largest_queries_without_end_leave_a_neighbour_its_answers() {
 fn messages_of_every_kind_without_end_leave_a_neighbour_its_answers() {
     let mut scene = Scene::start();
     let message = Message::new;
-    let turns: [(&str, Vec<Slot>); 6] = [
+    let turns: [(&str, Vec<Slot>); 7] = [
         ("queries of one key", many(Message { op: 9, count: 1, ..message(Kind::Query) })),
         ("hints", many(Message { count: 1000, ..message(Kind::Hint) })),
         ("releases", many(message(Kind::Release))),
@@ -74,11 +74,24 @@ fn messages_of_every_kind_without_end_leave_a_neighbour_its_answers() {
                 [Message { log: 5, ..message(Kind::Open) }, Message { log: 5, ..message(Kind::Close) }];
             (0..SUBMISSION_SLOTS).map(|index| pair[index % 2].encode()).collect()
         }),
+        ("logs whose keys are promised", {
+            let promise = |log| {
+                let append = Message {
+                    log,
+                    flags: APPEND_PROMISED,
+                    count: 1,
+                    data: [log; 6],
+                    ..message(Kind::Append)
+                };
+                [message(Kind::Open), append, message(Kind::Close)].map(|one| Message { log, ..one }.encode())
+            };
+            (1..=SUBMISSION_SLOTS as u32 / 3).flat_map(promise).collect()
+        }),
     ];
     for (name, slots) in turns {
         let (mut scheduler, rank) = engine_with_keys(&scene);
         if name.starts_with("logs") {
-            // Whole pairs only, so that no log is opened twice.
+            // Whole logs only, so that no log is opened twice.
             for _ in 0..ROUNDS {
                 watch("room for all", || (scheduler.post_all(&slots) > 0).then_some(()));
                 scheduler.wait_read();

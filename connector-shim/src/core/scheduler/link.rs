@@ -28,7 +28,11 @@ pub(super) struct Question {
     pub(super) log: i64,
     pub(super) from: u32,
     pub(super) count: u32,
+    /// Another engine computes what it asks for.
+    pub(super) awaits: bool,
     pub(super) posted: Instant,
+    /// The sidecar's heartbeat, and when it was first seen to be that.
+    pub(super) heartbeat: (u64, Instant),
 }
 
 /// All that lives and dies with one connection.
@@ -198,11 +202,14 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
     ) -> Result<(), E> {
         let Some((number, log)) = self.logs.get(handle) else { return Ok(()) };
         let (end, fold) = (log.length + count, log.fold);
+        // Two engines that promise what they await would wait for each other.
+        let promised = log.handover && !log.awaits && self.connection.knows_handover();
         while log.length < end {
             let from = log.length;
             let first_chunk = from as usize / CHUNK_KEYS;
             let upto = end.min(((first_chunk + APPEND_CHUNKS) * CHUNK_KEYS) as u32);
-            let mut append = Append { keys: Keys::new(number, from..upto), chunks: [0; APPEND_CHUNKS] };
+            let mut append =
+                Append { keys: Keys::new(number, from..upto), chunks: [0; APPEND_CHUNKS], promised };
             for (index, chunk) in (first_chunk..(upto as usize).div_ceil(CHUNK_KEYS)).enumerate() {
                 if chunk == log.chunks.len() {
                     log.chunks.push(self.chunks.take().expect("counted by the caller"));

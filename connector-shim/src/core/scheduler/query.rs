@@ -23,6 +23,9 @@ pub const UNBOUND_WAIT: Duration = Duration::from_millis(200);
 /// How long a query may be pending. A sidecar answers within [`QUERY_WAIT_MS_MAX`], unless it is frozen; a second more than that is
 /// for one that waits for a core.
 const PENDING_MAX: Duration = Duration::from_millis(QUERY_WAIT_MS_MAX as u64 + 1000);
+/// The same of one that awaits another engine, whose sidecar is not frozen: 30 s for a prompt that waits its turn there, and as much
+/// more as above.
+const AWAITING_MAX: Duration = Duration::from_secs(33);
 /// Parts of a load at most: of the 4,096 operations that may be unanswered, a few long requests take no more than some.
 const PARTS_MAX: usize = 64;
 /// Answer of a query that the sidecar will know later.
@@ -60,7 +63,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             && link.questions.get(&op).is_some_and(|asked| (asked.from, asked.count) == (start, count))
             && self.next_op - op < OPERATIONS as u64
         {
-            return Asked::Answered(self.answer(op, now).unwrap_or(PENDING));
+            return Asked::Answered(self.answer(op, now).unwrap_or_else(|| self.pend(op, now)));
         }
         self.post_query(handle, start, count, now).map_or(Asked::Answered(0), Asked::Posted)
     }
@@ -86,17 +89,20 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         if count == 0 || count as usize > QUERY_KEYS || start.checked_add(count)? > log.length {
             return None;
         }
-        if self.stalled.is_some_and(|heartbeat| heartbeat == link.heartbeat()) || self.left.is_zero() {
+        let awaits = awaits && link.connection.knows_handover();
+        let patience = if awaits { PENDING_MAX } else { Duration::ZERO };
+        let is_stalled = self
+            .stalled
+            .is_some_and(|(heartbeat, waited)| heartbeat == link.heartbeat() && waited >= patience);
+        if is_stalled || !awaits && self.left.is_zero() {
             // A sidecar that sleeps would never show its heartbeat.
             link.connection.ring();
             self.counters.queries_not_asked += 1;
             return None;
         }
-        self.stalled = None;
         let op = self.next_op;
         let keys = Keys { log: number, from: start, count };
-        let (arriving, awaits) = (self.config.part_blocks > 0, awaits && link.connection.knows_handover());
-        let query = Query { op, keys, arriving, awaits };
+        let query = Query { op, keys, arriving: self.config.part_blocks > 0, awaits };
         if link.submission.post(SchedulerRequest::Query(query)).is_none() {
             self.counters.queries_without_room += 1;
             return None;
@@ -104,13 +110,16 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         link.flush();
         link.log(handle).lease = None;
         link.log(handle).pending = None;
-        link.questions.insert(op, Question { log: handle, from: start, count, posted: now });
+        let heartbeat = (link.heartbeat(), now);
+        let question = Question { log: handle, from: start, count, awaits, posted: now, heartbeat };
+        link.questions.insert(op, question);
         self.next_op += 1;
         Some(op)
     }
 
     /// Looks for the answer of a query that has been waited for since `began`. The sidecar's end and that of the step's
-    /// budget are a miss. `None`: not answered yet.
+    /// budget are a miss. A query that awaits another engine is not waited for but pending: a miss would cost its whole
+    /// prompt. `None`: not answered yet.
     pub fn look(&mut self, op: u64, began: Instant, now: Instant) -> Option<i64> {
         let left = self.left.saturating_sub(now - began);
         if let Some(hits) = self.answer(op, now) {
@@ -122,6 +131,9 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         {
             link.connection.hang_up();
             return Some(0);
+        }
+        if self.link.as_ref().is_some_and(|link| link.questions.get(&op).is_some_and(|asked| asked.awaits)) {
+            return Some(self.pend(op, now));
         }
         if left.is_zero() {
             self.time_out(op, self.config.budget);
@@ -151,7 +163,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             ),
         );
         let Some(link) = &mut self.link else { return };
-        self.stalled = Some(link.heartbeat());
+        self.stalled = Some((link.heartbeat(), within));
         if let Some(question) = link.questions.remove(&op)
             && let Some((number, _)) = link.logs.get(question.log)
         {
@@ -174,19 +186,34 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             return Some(PENDING);
         }
         if outcome.status == Status::Pending {
-            if now - question.posted >= PENDING_MAX {
-                self.time_out(op, PENDING_MAX);
-                return Some(0);
-            }
-            if let Some((_, log)) = link.logs.get(question.log) {
-                log.pending = Some(op);
-            }
-            return Some(PENDING);
+            return Some(self.pend(op, now));
         }
         link.questions.remove(&op);
         let hits = self.settle(op, question, outcome);
         self.counters.hit_blocks += u64::from(hits);
         Some(hits.into())
+    }
+
+    /// The request of query `op` is to ask again later, unless it has waited for longer than any sidecar takes: a miss.
+    fn pend(&mut self, op: u64, now: Instant) -> i64 {
+        let Some(link) = &mut self.link else { return 0 };
+        let heartbeat = link.heartbeat();
+        let Some(question) = link.questions.get_mut(&op) else { return 0 };
+        if question.heartbeat.0 != heartbeat {
+            question.heartbeat = (heartbeat, now);
+        }
+        let (since, most) = match question.awaits {
+            true => (question.heartbeat.1, AWAITING_MAX),
+            false => (question.posted, PENDING_MAX),
+        };
+        if now - since >= PENDING_MAX || now - question.posted >= most {
+            self.time_out(op, PENDING_MAX);
+            return 0;
+        }
+        if let Some((_, log)) = link.logs.get(question.log) {
+            log.pending = Some(op);
+        }
+        PENDING
     }
 
     fn settle(&mut self, op: u64, question: Question, outcome: Outcome) -> u32 {

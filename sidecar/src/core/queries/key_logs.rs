@@ -19,6 +19,8 @@ pub(crate) struct KeyLogs {
     open: BTreeMap<u32, KeyLog>,
     /// Logs with a lease.
     leased: BTreeSet<u32>,
+    /// Logs whose keys its engine has promised to save.
+    pub(super) promised: BTreeSet<u32>,
     /// Keys in all logs; bounded by the arena that holds them.
     keys: usize,
 }
@@ -131,6 +133,7 @@ impl KeyLogs {
     /// A log is closed.
     pub(super) fn close(&mut self, number: u32) -> Option<KeyLog> {
         let log = self.open.remove(&number)?;
+        self.promised.remove(&number);
         self.keys -= log.keys.len();
         Some(log)
     }

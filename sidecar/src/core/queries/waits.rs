@@ -134,7 +134,9 @@ impl Queries {
     /// Answers the queries that have waited long enough with what is there, and lets go of early answers that nobody used.
     pub(crate) fn end_due_waits(&mut self, base: &mut Base) {
         let is_due = |wait: &Wait| {
-            let until_ms = wait.question.asked_ms().saturating_add(WAIT_MS_MAX);
+            // What is promised may begin to come late.
+            let since_ms = if wait.question.awaits { millis(wait.since) } else { wait.question.asked_ms() };
+            let until_ms = since_ms.saturating_add(WAIT_MS_MAX);
             base.cx.now_ms >= wait.answered.as_ref().map_or(until_ms, |answered| answered.until_ms)
         };
         let due = self.waits.iter().filter(|(_, wait)| is_due(wait));

@@ -10,12 +10,13 @@
 //!
 //! A question that awaits what another engine computes has a window of its own, of [`AWAIT_MS`], peers or none: its producer may
 //! be an engine of this node. It is asked again when a save takes a slot for the next block of its run. What another engine
-//! saves in its namespace shows that there is a producer.
+//! saves in its namespace shows that there is a producer. What another engine has promised extends the window.
 
 use std::time::Duration;
 
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
+use super::promises::PROMISED_MS;
 use super::waits::Wait;
 use super::{Action, Base, Context, GROUP, Queries, Question, Scheduler, SessionId};
 use crate::clock::millis;
@@ -49,8 +50,10 @@ pub(super) struct Window {
     asked_ms: u64,
     length_ms: u64,
     until_ms: u64,
+    /// The longest that it may be open.
+    most_ms: u64,
     /// The key at which the run ends.
-    end: u32,
+    pub(super) end: u32,
     /// Whether a question had nothing else to wait for.
     waited: bool,
     /// Nothing is looked for before.
@@ -95,13 +98,25 @@ impl Window {
     fn open(now_ms: u64, end: u32, length_ms: u64) -> Self {
         let until_ms = now_ms + length_ms;
         let (waited, look_ms, pause_ms) = (false, now_ms, LOOK_MS);
-        Self { asked_ms: now_ms, length_ms, until_ms, end, waited, look_ms, pause_ms }
+        let most_ms = QUERY_WAIT_MS_MAX.into();
+        Self { asked_ms: now_ms, length_ms, until_ms, most_ms, end, waited, look_ms, pause_ms }
+    }
+
+    /// It ends its length after now, if it may be open for so long.
+    fn renew(&mut self, now_ms: u64) {
+        self.until_ms = (now_ms + self.length_ms).min(self.asked_ms + self.most_ms);
+    }
+
+    /// What its question waits for is promised.
+    fn extend(&mut self, now_ms: u64) {
+        self.most_ms = PROMISED_MS;
+        self.renew(now_ms);
     }
 
     /// The run ends here now.
     fn see(&mut self, now_ms: u64, end: u32) {
         if end > self.end {
-            self.until_ms = (now_ms + self.length_ms).min(self.asked_ms + u64::from(QUERY_WAIT_MS_MAX));
+            self.renew(now_ms);
             (self.look_ms, self.pause_ms) = (now_ms, LOOK_MS);
         }
         self.end = end;
@@ -195,6 +210,9 @@ impl Queries {
         for question in idle {
             let Some(window) = self.window(question) else { continue };
             let (due, looks) = (now_ms >= window.until_ms, now_ms >= window.look_ms);
+            if due && question.awaits && self.is_promised(question, base) {
+                self.window(question).into_iter().for_each(|window| window.extend(now_ms));
+            }
             if due || looks && self.next_is_here(question, base) {
                 self.ask_again((question.session, question.log), base);
             } else if let Some(window) = self.window(question) {

@@ -78,6 +78,15 @@ impl Harness {
         hits
     }
 
+    /// P says of the prompt of these keys that it will hand it over.
+    fn promise(&mut self, log: u32, keys: std::ops::Range<u32>) {
+        self.ask(SchedulerRequest::Open { log });
+        let named = Keys::new(log, 0..keys.len() as u32);
+        let chunks = [log * 2, log * 2 + 1, 0, 0, 0, 0];
+        let append = Append { keys: named, chunks, promised: true };
+        self.append(append, keys.map(hash).collect());
+    }
+
     fn tick(&mut self, now_ms: u64) {
         self.now_ms = now_ms;
         self.event(Event::Tick);
@@ -203,6 +212,94 @@ fn three_waits_in_vain_are_enough_until_another_engine_saves() {
     engines.keep(1);
     engines.await_keys(4, 5, 100..102, false);
     assert_eq!(engines.answers()[&5].0, Status::Pending);
+}
+
+/// D's answer while P works, at each second up to the 29th.
+fn ticks(engines: &mut Harness, until_s: u64) {
+    for second in 1..until_s {
+        engines.now_ms = second * 1000 + 10;
+        // Its scheduler posts.
+        engines.ask(SchedulerRequest::Open { log: 1000 + second as u32 });
+        engines.event(Event::Tick);
+    }
+}
+
+#[test]
+fn what_is_promised_is_waited_for_while_its_engine_works() {
+    let mut engines = two_engines();
+    engines.promise(0, 0..4);
+    engines.await_keys(0, 1, 0..4, false);
+    engines.await_keys(1, 2, 100..104, false);
+    ticks(&mut engines, 20);
+    let answers = engines.answers();
+    assert_eq!(
+        (answers[&1].0, answers[&2]),
+        (Status::Pending, (Status::Ok, 0)),
+        "nobody has promised the other"
+    );
+    engines.produce(1, 0..4);
+    engines.fences(RANKS[0], 1, 1);
+    engines.copied();
+    assert_eq!(engines.answers()[&1], (Status::Ok, 4));
+    let stats = engines.core.stats();
+    assert_eq!((stats.handover_promises, stats.handover_exhausted), (1, 1));
+}
+
+#[test]
+fn a_promise_is_worth_30_s() {
+    let mut engines = two_engines();
+    engines.promise(0, 0..4);
+    engines.await_keys(0, 1, 0..4, false);
+    ticks(&mut engines, 30);
+    assert_eq!(engines.answers()[&1].0, Status::Pending);
+    engines.tick(30_000);
+    assert_eq!(engines.answers()[&1], (Status::Ok, 0));
+}
+
+#[test]
+fn a_promise_ends_with_its_log_its_engine_or_that_one_s_work() {
+    for end in ["log", "session", "rank", "work", "namespace"] {
+        let mut engines = two_engines();
+        engines.promise(0, 0..4);
+        engines.await_keys(0, 1, 0..4, false);
+        ticks(&mut engines, 3);
+        assert_eq!(engines.answers()[&1].0, Status::Pending, "{end}");
+        match end {
+            "log" => engines.ask(SchedulerRequest::Close { log: 0 }),
+            "session" => engines.disconnect([RANKS[0], SCHEDULER]),
+            "rank" => engines.disconnect([RANKS[0]]),
+            "namespace" => engines.ask(SchedulerRequest::Salt { salt: [7; 16] }),
+            _ => {}
+        }
+        let late_ms = if end == "work" { 5000 } else { 0 };
+        for ms in (3000..=3100 + late_ms).step_by(100) {
+            engines.tick(ms);
+        }
+        assert_eq!(engines.answers()[&1], (Status::Ok, 0), "{end}");
+    }
+}
+
+/// It costs who awaits what it has promised, three times, and nobody else.
+#[test]
+fn a_hoarder_of_promises_takes_no_room_from_the_promises_of_others() {
+    let mut engines = two_engines();
+    for log in 0..100 {
+        engines.promise(log, log..log + 1);
+    }
+    let stats = engines.core.stats();
+    assert_eq!((stats.handover_promises, stats.handover_promises_refused), (64, 36));
+    engines.await_keys(0, 1, 63..64, false);
+    engines.await_keys(1, 2, 64..65, false);
+    ticks(&mut engines, 3);
+    let answers = engines.answers();
+    assert_eq!(
+        (answers[&1].0, answers[&2].0),
+        (Status::Pending, Status::Ok),
+        "the 64th, and what was refused"
+    );
+    engines.ask(SchedulerRequest::Close { log: 0 });
+    engines.promise(200, 200..201);
+    assert_eq!(engines.core.stats().handover_promises, 65, "one has ended");
 }
 
 #[test]

@@ -70,8 +70,8 @@ class Scheduler:
         self._matching = Matching(session, requests, self._pacing, check, broken, block_tokens, bool(window), group.number)
         tokens_per_step = vllm_compat.tokens_per_step(vllm_config)
         events = self._events = None
-        if vllm_compat.kv_events_are_on(vllm_config) and not group.several:
-            events = self._events = Events(session, vllm_compat.BlockEvents(kv_cache_config))
+        if vllm_compat.kv_events_are_on(vllm_config):
+            events = self._events = Events(session, vllm_compat.BlockEvents(kv_cache_config, group.number))
         part_blocks = self._pacing.blocks_of_part
         self._saving = Saving(session, requests, check, broken, block_tokens, tokens_per_step, part_blocks, events)
         # Whether an update of the weights has begun and not ended: what is computed then belongs nowhere.

@@ -208,16 +208,21 @@ class SetScheduler:
         for part in self._all:
             part.adapter_removed(number)
 
-    # --- what others are told of the blocks: not yet of those of several groups ---
-
-    lingers = False
+    # --- what others are told of the blocks ---
 
     def take_events(self) -> list[Any]:
-        """No events of vLLM's: a block's place in them is that of one group's."""
-        return []
+        """vLLM's events of what has changed in the cache, each with the number of its group."""
+        return [event for part in self._all for event in part.take_events()]
+
+    @property
+    def lingers(self) -> bool:
+        """Whether an engine without requests is to step on for the events of any group."""
+        return any(part.lingers for part in self._all)
 
     def blocks_cleared(self) -> None:
         """vLLM has told others that every block is gone."""
+        for part in self._all:
+            part.blocks_cleared()
 
     def shutdown(self) -> None:
         """Leaves the sidecar."""

@@ -68,7 +68,13 @@ class Tracked:
     def hashes(self) -> list[bytes]:
         """The key of each whole block: a hash hangs on all before it, so that of the block's last part."""
         hashes: list[bytes] = self.request.block_hashes
-        return hashes if self.hashes_each == 1 else hashes[self.hashes_each - 1 :: self.hashes_each]
+        return hashes if self.hashes_each == 1 else self.hashes_of(0, len(hashes) // self.hashes_each)
+
+    def hashes_of(self, first: int, end: int) -> list[bytes]:
+        """The keys of some of them."""
+        each = self.hashes_each
+        hashes: list[bytes] = self.request.block_hashes[(first + 1) * each - 1 : end * each : each]
+        return hashes
 
     def slide(self, block_tokens: int) -> None:
         """Forgets the blocks that vLLM has freed by now: at most those before the window of the next token to be scheduled. For

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from typing import Any
 
@@ -11,6 +12,7 @@ from stage import (
     RESET,
     SETTLE,
     SLOW_STEPS,
+    TURN,
     Stage,
     by_load,
     expect_right,
@@ -26,7 +28,8 @@ from stage import (
     stop,
 )
 
-from testkit import sidecar
+from testkit import pool_file, sidecar
+from testkit.router import GPU, MEMORY, Known, Router
 
 # Two groups with windows, of three blocks and a part of a fourth, and one with full attention.
 SET: dict[str, Any] = {"kind": "set", "window": 100}
@@ -138,3 +141,49 @@ def test_what_one_group_has_lost_is_not_served(stage: Stage) -> None:
             assert results[0]["hits"] == 0
             expect_right(results[-1], right, "once they were saved anew")
             assert results[-1]["hits"] == hit_tokens(len(FIRST))
+
+
+def test_a_router_knows_the_blocks_of_each_group(stage: Stage) -> None:
+    """Those with windows are twice as large. What one group loses is told of that group alone."""
+    acts = [SETTLE, TURN, generate([prompt_of(8, 137)], 4)]
+    with sidecar.serving(stage.directory) as keeper:
+        told = _told(stage, keeper, [generate([FIRST, SECOND], 40), *acts])
+        in_memory = {group: set(blocks) for (medium, group), blocks in told.items() if medium == MEMORY}
+        assert in_memory == _kept(keeper) and len(in_memory) == GROUPS
+        for group in in_memory:
+            described = told[GPU, group]
+            assert described and described == {block: told[MEMORY, group][block] for block in described}
+        for lost, namespace in enumerate(_namespaces(keeper)):
+            keeper.ctl("evict", namespace)
+            told = _told(stage, keeper, acts)
+            assert {group: set(told[MEMORY, group]) for group in in_memory} == _kept(keeper)
+            assert not told[MEMORY, lost]
+
+
+def _told(stage: Stage, keeper: sidecar.Sidecar, acts: list[Any]) -> dict[tuple[str, int], dict[int, Known]]:
+    """What an engine's events say of where blocks are, by medium and group."""
+    router = Router()
+    try:
+        stage.play(acts, *by_load(keeper, "auto"), metrics=metrics(keeper), larger=2, events=router.endpoint, **SET)
+        router.hear()
+        return router.blocks
+    finally:
+        router.close()
+
+
+def _namespaces(keeper: sidecar.Sidecar) -> list[str]:
+    """Those of the groups, in their order: each group has one layer."""
+    names = [f"model.layers.{number}.self_attn.attn" for number in range(GROUPS)]
+    layers = [f"1 {hashlib.sha256(name.encode()).hexdigest()[:16]}" for name in names]
+    found = {namespace["facts"]["layers"]: str(namespace["namespace"]) for namespace in keeper.namespaces()}
+    return [found[layer] for layer in layers]
+
+
+def _kept(keeper: sidecar.Sidecar) -> dict[int, set[int]]:
+    """The sidecar's keys of each group, as vLLM's events name them."""
+    kept: dict[int, set[int]] = {group: set() for group in range(GROUPS)}
+    groups = {bytes.fromhex(namespace): group for group, namespace in enumerate(_namespaces(keeper))}
+    with pool_file.mapped(keeper.pool) as pool:
+        for slot in pool_file.committed(pool):
+            kept[groups[slot.namespace]].add(int.from_bytes(slot.hash[8:16], "big"))
+    return kept

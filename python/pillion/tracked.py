@@ -49,6 +49,8 @@ class Tracked:
     # are offered, and so marked as used, in the step after, not on the way to the first token. 0: that was done.
     found: int = 0
     found_in: int = 0
+    # The block at which its prompt parts from those that were kept before, as far as that was seen.
+    parted: int = 0
     # (first block, number, synchronous) of the last answer that promised a hit.
     hit: tuple[int, int, bool] | None = None
     # Tokens of the last load by where they were found.

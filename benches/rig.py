@@ -18,7 +18,6 @@ from testkit.waiting import wait_for
 POLL_S = 0.0002
 # Answers are waited for: a benchmark that counted misses would measure nothing.
 BUDGET_US = 1_000_000
-RUN = bytes(range(16))
 
 
 @contextlib.contextmanager
@@ -37,18 +36,23 @@ class Engine:
     Block 0 is vLLM's null block, which is never kept.
     """
 
-    def __init__(self, path: Path, blocks: int, block_bytes: int) -> None:
+    def __init__(
+        self, path: Path, blocks: int, block_bytes: int, name: str = "bench", more: dict[str, str] | None = None
+    ) -> None:
+        """`more`: facts beside those of every bench."""
         self.fd = os.memfd_create("pillion-bench-kv")
         os.truncate(self.fd, (blocks + 1) * block_bytes)
         self.blocks = blocks
+        # An id of this run, which no other engine of the bench has.
+        self.run = os.urandom(16)
         regions = [(0, 0, block_bytes, block_bytes)]
-        facts = {"benchmark": "rig", "block_bytes": str(block_bytes)}
-        self.worker = _shim.WorkerSession(str(path), "bench", 1, 0, 0, 1, blocks + 1, regions, [self.fd], "engine", facts)
-        self.scheduler = _shim.SchedulerSession(str(path), "bench", 1, RUN, BUDGET_US, True, False)
+        facts = {"benchmark": "rig", "block_bytes": str(block_bytes)} | (more or {})
+        self.worker = _shim.WorkerSession(str(path), name, 1, 0, 0, 1, blocks + 1, regions, [self.fd], "engine", facts)
+        self.scheduler = _shim.SchedulerSession(str(path), name, 1, self.run, BUDGET_US, True, False)
         if not (self.worker.connected and self.scheduler.connected):
             sys.exit(f"not connected: {self.worker.take_notices()} {self.scheduler.take_notices()}")
         # Nothing is served before the ranks have joined.
-        self.worker.join(RUN)
+        self.worker.join(self.run)
         self._step = 0
 
     def step(self) -> int:
@@ -67,7 +71,7 @@ class Engine:
         if not scheduler.save(log, 0, list(range(1, len(hashes) + 1)), step):
             sys.exit("a save found no room")
         scheduler.end_step()
-        self.worker.join(RUN)
+        self.worker.join(self.run)
         self.worker.start(step)
         self.worker.done(step, True)
 

@@ -93,6 +93,14 @@ class Config:
             "a copy of a frozen sidecar could be neither awaited nor revoked.",
         ),
     )
+    checkpoint_tokens: int = field(
+        default=16_384,
+        metadata=_told(
+            _count(1 << 20, "tokens", "0 (none)"),
+            "Of models with several cache groups. Blocks of a window are saved where requests are likely to go on, and before "
+            "every multiple of so many tokens.",
+        ),
+    )
     model_id: str | None = field(
         default=None,
         metadata=_told(

@@ -8,15 +8,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pillion import _shim
 from pillion._shim import SchedulerSession
 from pillion.tracked import Tracked
 from pillion.vllm_compat import BlockEvents
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 # By vLLM's names: memory of the sidecar, and its disks.
 MEDIA = ("CPU", "STORAGE")
@@ -32,9 +29,9 @@ class Events:
     def __init__(self, session: SchedulerSession, events: BlockEvents) -> None:
         self._session, self._events = session, events
         # By key, the request that offered the block last, the block's place in it, and its hash.
-        self._known: dict[bytes, tuple[Request, int, bytes]] = {}
+        self._known: dict[bytes, tuple[Tracked, int, bytes]] = {}
         # The same keys by offer, the oldest first, each with its request and the time at which the offer is forgotten.
-        self._offered: deque[tuple[float, Request, list[bytes]]] = deque()
+        self._offered: deque[tuple[float, Tracked, list[bytes]]] = deque()
         # Hashes of the blocks that others were told of and whose key is another: those of adapters, by key and medium.
         self._hashes: dict[tuple[bytes, str], bytes] = {}
         self._worked = self._linger_until = 0.0
@@ -42,12 +39,11 @@ class Events:
 
     def offered(self, tracked: Tracked, first: int, end: int) -> None:
         """Blocks of a request are being saved."""
-        request, fold = tracked.request, tracked.fold
-        hashes: list[bytes] = request.block_hashes[first:end]
+        fold, hashes = tracked.fold, tracked.hashes_of(first, end)
         keys = hashes if fold is None else [_shim.folded(block_hash, fold) for block_hash in hashes]
         for place, (key, block_hash) in enumerate(zip(keys, hashes, strict=True), first):
-            self._known[key] = (request, place, block_hash)
-        self._offered.append((time.monotonic() + KNOWN_S, request, keys))
+            self._known[key] = (tracked, place, block_hash)
+        self._offered.append((time.monotonic() + KNOWN_S, tracked, keys))
 
     def cleared(self) -> None:
         """vLLM has told others that all blocks are gone, the sidecar's with its own."""
@@ -74,24 +70,24 @@ class Events:
             else:
                 events.append(self._events.removed(medium, [self._hashes.pop((key, medium), key) for key in keys]))
         while self._offered and self._offered[0][0] <= now:
-            _, request, keys = self._offered.popleft()
+            _, tracked, keys = self._offered.popleft()
             for key in keys:
-                if self._known.get(key, (None,))[0] is request:
+                if self._known.get(key, (None,))[0] is tracked:
                     del self._known[key]
         if changes or self._session.saving:
             self._linger_until = min(now, self._worked + LINGER_S) + SETTLE_S
         return events
 
     def _stored(self, medium: str, keys: list[bytes]) -> list[Any]:
-        known: list[tuple[str, int, Request]] = []
+        known: list[tuple[str, int, Tracked]] = []
         unknown: list[bytes] = []
         for key in keys:
-            request, place, block_hash = self._known.get(key, (None, 0, key))
+            tracked, place, block_hash = self._known.get(key, (None, 0, key))
             if block_hash != key:
                 self._hashes[key, medium] = block_hash
             # Tokens that were sampled may have been taken back since.
-            if request is not None and request.block_hashes[place : place + 1] == [block_hash]:
-                known.append((request.request_id, place, request))
+            if tracked is not None and tracked.hashes_of(place, place + 1) == [block_hash]:
+                known.append((tracked.request.request_id, place, tracked))
             else:
                 unknown.append(block_hash)
         known.sort(key=lambda block: block[:2])
@@ -99,8 +95,11 @@ class Events:
         # Of one request in a row.
         for _, group in groupby(enumerate(known), key=lambda item: (item[1][0], item[1][1] - item[0])):
             run = [block for _, block in group]
-            _, first, request = run[0]
-            events.append(self._events.stored(medium, request, first, first + len(run)))
+            _, first, tracked = run[0]
+            hashes = tracked.hashes_of(max(0, first - 1), first + len(run))
+            events.append(
+                self._events.stored(medium, tracked.request, first, hashes[-len(run) :], hashes[0] if first else None)
+            )
         if unknown:
             events.append(self._events.located(medium, unknown))
         return events

@@ -6,9 +6,11 @@ Its blocks have their own namespace and leases. What a request is served is deci
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from pillion import vllm_compat
+from pillion.resuming import Resuming
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -22,6 +24,15 @@ class Group(NamedTuple):
     sizes: tuple[int, ...] = ()
     # Hashes of a request for each of this group's blocks: the last of them is the block's key.
     hashes: int = 1
+
+    @property
+    def boundary(self) -> int:
+        """Tokens from one boundary of all groups' blocks to the next, where there are others."""
+        return math.lcm(*self.sizes)
+
+    def checkpoint(self, tokens: int) -> int:
+        """The next boundary from so many tokens on."""
+        return -(-tokens // self.boundary) * self.boundary
 
     @property
     def several(self) -> bool:
@@ -48,3 +59,11 @@ def reads(kv_cache_config: KVCacheConfig) -> int:
     """Blocks before a boundary that the token after it reads, of the only group; 0: all of them."""
     window = vllm_compat.window(kv_cache_config)
     return max(1, -(-(window - 1) // vllm_compat.block_tokens(kv_cache_config))) if window else 0
+
+
+def resuming(group: Group, kv_cache_config: KVCacheConfig, checkpoint_tokens: int) -> Resuming:
+    """What is saved of this group's blocks. A group that has no other is asked for all of them."""
+    if not group.several:
+        return Resuming()
+    size = vllm_compat.block_tokens(kv_cache_config)
+    return Resuming(reads(kv_cache_config), group.checkpoint(checkpoint_tokens) // size, group.boundary // size)

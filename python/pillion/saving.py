@@ -7,6 +7,7 @@ only in the step that may fill its next block (`_due`).
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pillion import handover, vllm_compat
@@ -14,6 +15,7 @@ from pillion._shim import SchedulerSession
 from pillion.broken import Broken
 from pillion.checking import Check
 from pillion.events import Events
+from pillion.resuming import Resuming
 from pillion.tracked import Requests, Tracked
 
 # How often the tokens of a root block are named: a block that was just used is kept for longer than that.
@@ -34,6 +36,7 @@ class Saving:
     _tokens_per_step: int
     # Blocks of a part in which a prompt is handed over.
     _part_blocks: int
+    _resuming: Resuming
     # Who tells others of what is kept, if they are told.
     _events: Events | None = None
     _due: dict[int, list[Tracked]] = field(default_factory=dict)
@@ -87,8 +90,7 @@ class Saving:
         # Blocks that the request computed in an earlier step were offered then; offering them says nothing of their use.
         used = min(tracked.found, tracked.saved, full) if again else 0
         for first, end in ((0, used), (fresh, full)):
-            first = max(first, tracked.freed)
-            for begin, stop in handover.parts(first, end, self._part_blocks if hands_over else end - first):
+            for begin, stop in self._needed(tracked, max(first, tracked.freed), end, hands_over):
                 posted |= self._session.save(tracked.log, begin, tracked.blocks[begin:stop], step)
                 if self._events:
                     self._events.offered(tracked, begin, stop)
@@ -98,6 +100,12 @@ class Saving:
         if posted:
             self._name_golden(tracked)
         return posted
+
+    def _needed(self, tracked: Tracked, first: int, end: int, hands_over: bool) -> Iterator[tuple[int, int]]:
+        """The parts of the blocks `first..end` that are offered, each by a save."""
+        prompt = (tracked.request.num_prompt_tokens - 1) // self._block_tokens
+        for begin, stop in self._resuming.needed(first, end, prompt, (tracked.found, tracked.parted)):
+            yield from handover.parts(begin, stop, self._part_blocks if hands_over else stop - begin)
 
     def _name_golden(self, tracked: Tracked) -> None:
         """Other engines compute the root block of these tokens, to show that they compute the same as this one."""

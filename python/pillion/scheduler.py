@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from pillion import _shim, handover, vllm_compat
+from pillion import _shim, groups, handover, vllm_compat
 from pillion.adapters import Adapters
 from pillion.broken import Broken
 from pillion.checking import Check
@@ -70,10 +70,11 @@ class Scheduler:
         self._matching = Matching(session, requests, self._pacing, check, broken, block_tokens, bool(window), group.number)
         tokens_per_step = vllm_compat.tokens_per_step(vllm_config)
         events = self._events = None
-        if vllm_compat.kv_events_are_on(vllm_config) and not group.several:
-            events = self._events = Events(session, vllm_compat.BlockEvents(kv_cache_config))
+        if vllm_compat.kv_events_are_on(vllm_config):
+            events = self._events = Events(session, vllm_compat.BlockEvents(kv_cache_config, group.number))
         part_blocks = self._pacing.blocks_of_part
-        self._saving = Saving(session, requests, check, broken, block_tokens, tokens_per_step, part_blocks, events)
+        resuming = groups.resuming(group, kv_cache_config, config.checkpoint_tokens)
+        self._saving = Saving(session, requests, check, broken, block_tokens, tokens_per_step, part_blocks, resuming, events)
         # Whether an update of the weights has begun and not ended: what is computed then belongs nowhere.
         self.updating = False
         # The step that vLLM schedules, and the blocks that its loads write.
@@ -151,6 +152,10 @@ class Scheduler:
     def look(self, request: Request, first: int, count: int) -> int | None:
         """How many of `count` blocks from `first` on the cache holds before one that it lacks; None: ask again."""
         return self._matching.look(self._requests.follow(request), first, count)
+
+    def part_at(self, request: Request, tokens: int) -> None:
+        """Others' prompts are kept as far as this, and the request's goes on: so may other ones from there."""
+        self._requests.follow(request).parted = tokens // self._block_tokens
 
     def release(self, request: Request) -> None:
         """What was found of the request is not loaded."""

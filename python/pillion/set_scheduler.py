@@ -7,7 +7,6 @@ block of it does not come, all of it has failed.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from pillion import groups
@@ -24,8 +23,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-# Boundaries that are tried for one question: each costs a query of every group with a window.
-TRIES_MAX = 4
+# Boundaries that are tried for one question, and those of them after which only checkpoints are. Each costs a query of a
+# window's blocks, 6 us for 64 of them, and the next one is a window below at most.
+TRIES_MAX, TRIES_IN_TURN = 32, 16
 # What a set is in, if one of its groups is: the first of these.
 WORST_FIRST: tuple[State, ...] = ("away", "unbound")
 
@@ -39,7 +39,8 @@ class SetScheduler:
         self._all = [Scheduler(config, vllm_config, view, group) for group, view in parts]
         self._sizes = parts[0][0].sizes
         # Tokens from one boundary to the next.
-        self._boundary = math.lcm(*self._sizes)
+        self._boundary = parts[0][0].boundary
+        self._checkpoint = parts[0][0].checkpoint(config.checkpoint_tokens)
         self._reads = [groups.reads(view) for _, view in parts]
         self._full = [group for group, reads in enumerate(self._reads) if not reads]
         self._windows = [group for group, reads in enumerate(self._reads) if reads]
@@ -48,6 +49,8 @@ class SetScheduler:
         self._updating = False
         # Of each request with a hit: its first block and its end.
         self._hits: dict[str, tuple[int, int]] = {}
+        # Of each request whose last question waits: the boundary that was being tried.
+        self._tried: dict[str, int] = {}
 
     @property
     def state(self) -> State:
@@ -102,12 +105,18 @@ class SetScheduler:
             if hits is None:
                 return None
             end = min(end, self._below(group, blocks.start + hits))
-        for _ in range(TRIES_MAX):
+        for group in self._windows:
+            self._all[group].part_at(request, end)
+        end = min(end, self._tried.pop(request.request_id, end))
+        for tried in range(TRIES_MAX):
+            if tried >= TRIES_IN_TURN and self._checkpoint:
+                end -= end % self._checkpoint
             asked = end
             for group in self._windows:
                 blocks = self._blocks(group, first, end)
                 hits = self._all[group].look(request, blocks.start, len(blocks)) if blocks else 0
                 if hits is None:
+                    self._tried[request.request_id] = asked
                     return None
                 if hits < len(blocks):
                     # A boundary beyond a missing block reads it, as far as this one does.
@@ -170,6 +179,7 @@ class SetScheduler:
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The request is over; what its router is told, by the group whose loads are told as the set's."""
         self._hits.pop(request.request_id, None)
+        self._tried.pop(request.request_id, None)
         told = [part.finished(request) for part in self._all]
         return told[self._all.index(self._lead)]
 
@@ -208,16 +218,21 @@ class SetScheduler:
         for part in self._all:
             part.adapter_removed(number)
 
-    # --- what others are told of the blocks: not yet of those of several groups ---
-
-    lingers = False
+    # --- what others are told of the blocks ---
 
     def take_events(self) -> list[Any]:
-        """No events of vLLM's: a block's place in them is that of one group's."""
-        return []
+        """vLLM's events of what has changed in the cache, each with the number of its group."""
+        return [event for part in self._all for event in part.take_events()]
+
+    @property
+    def lingers(self) -> bool:
+        """Whether an engine without requests is to step on for the events of any group."""
+        return any(part.lingers for part in self._all)
 
     def blocks_cleared(self) -> None:
         """vLLM has told others that every block is gone."""
+        for part in self._all:
+            part.blocks_cleared()
 
     def shutdown(self) -> None:
         """Leaves the sidecar."""

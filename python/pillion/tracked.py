@@ -49,6 +49,8 @@ class Tracked:
     # are offered, and so marked as used, in the step after, not on the way to the first token. 0: that was done.
     found: int = 0
     found_in: int = 0
+    # The block at which its prompt parts from those that were kept before, as far as that was seen.
+    parted: int = 0
     # (first block, number, synchronous) of the last answer that promised a hit.
     hit: tuple[int, int, bool] | None = None
     # Tokens of the last load by where they were found.
@@ -68,7 +70,13 @@ class Tracked:
     def hashes(self) -> list[bytes]:
         """The key of each whole block: a hash hangs on all before it, so that of the block's last part."""
         hashes: list[bytes] = self.request.block_hashes
-        return hashes if self.hashes_each == 1 else hashes[self.hashes_each - 1 :: self.hashes_each]
+        return hashes if self.hashes_each == 1 else self.hashes_of(0, len(hashes) // self.hashes_each)
+
+    def hashes_of(self, first: int, end: int) -> list[bytes]:
+        """The keys of some of them."""
+        each = self.hashes_each
+        hashes: list[bytes] = self.request.block_hashes[(first + 1) * each - 1 : end * each : each]
+        return hashes
 
     def slide(self, block_tokens: int) -> None:
         """Forgets the blocks that vLLM has freed by now: at most those before the window of the next token to be scheduled. For

@@ -402,9 +402,10 @@ def kv_events_are_on(vllm_config: VllmConfig) -> bool:
 
 
 class BlockEvents:
-    """Makes vLLM's events of the blocks of its only cache group; what a version's events do not say is left out."""
+    """Makes vLLM's events of the blocks of one cache group; what a version's events do not say is left out."""
 
-    def __init__(self, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(self, kv_cache_config: KVCacheConfig, group: int = 0) -> None:
+        """`kv_cache_config` describes this group alone; `group` is its number in vLLM."""
         from vllm.distributed import kv_events
         from vllm.v1 import kv_cache_interface as interface
         from vllm.v1.core import kv_cache_utils
@@ -413,15 +414,15 @@ class BlockEvents:
         self._events: Any = kv_events
         self._utils: Any = kv_cache_utils
         self._block_tokens = spec.block_size
-        self._group: dict[str, Any] = {"group_idx": 0}
+        self._group: dict[str, Any] = {"group_idx": group}
         if hasattr(interface, "get_kv_cache_spec_kind"):
             self._group["kv_cache_spec_kind"] = interface.get_kv_cache_spec_kind(spec).value
             self._group["kv_cache_spec_sliding_window"] = interface.get_kv_cache_spec_sliding_window(spec)
 
-    def stored(self, medium: str, request: Request, first: int, end: int) -> Any:
-        """Blocks `first..end` of a request are there."""
-        tokens, lora = self._block_tokens, request.lora_request
-        extra: list[Any] = [None] * (end - first)
+    def stored(self, medium: str, request: Request, first: int, hashes: list[bytes], parent: bytes | None) -> Any:
+        """Blocks of a request from `first` on are there, those of these hashes; `parent` is that of the block before."""
+        tokens, lora, end = self._block_tokens, request.lora_request, first + len(hashes)
+        extra: list[Any] = [None] * len(hashes)
         if has_extra_keys(request):
             mm_index = 0
             for place in range(first, end):
@@ -433,8 +434,8 @@ class BlockEvents:
         return self._make(
             self._events.BlockStored,
             medium,
-            request.block_hashes[first:end],
-            parent_block_hash=self._utils.maybe_convert_block_hash(request.block_hashes[first - 1]) if first else None,
+            hashes,
+            parent_block_hash=None if parent is None else self._utils.maybe_convert_block_hash(parent),
             token_ids=list(request.all_token_ids[first * tokens : end * tokens]),
             block_size=tokens,
             lora_id=lora.adapter_id if lora else None,

@@ -101,6 +101,11 @@ pub fn complete(stated: &Facts, live: Option<[u8; 16]>) -> Facts {
     facts
 }
 
+/// Whether all layers have windows: blocks are then of use without the first ones of their chain.
+pub fn has_windows_alone(facts: &Facts) -> bool {
+    facts.get("group_kind").is_some_and(|kinds| kinds.split(", ").all(|kind| kind.starts_with("window ")))
+}
+
 /// The next generation of a namespace, after its cache was reset: a digest of the old one and 16 random bytes.
 pub fn salted(namespace: NamespaceDigest, salt: [u8; 16]) -> NamespaceDigest {
     let mut hasher = Sha256::new();

@@ -65,11 +65,11 @@ def test_a_router_knows_what_is_kept(options: engine.Options, tmp_path: Path, ro
             blocks = prompts.stored_blocks(asking.PROMPT_TOKENS, asking.OUTPUT_TOKENS)
             assert len(router.keys(MEMORY)) == blocks
             # As vLLM told of its own blocks, with their tokens and parents.
-            assert router.described[MEMORY] == {key: router.described[GPU][key] for key in router.keys(MEMORY)}
+            assert router.described[MEMORY, 0] == {key: router.described[GPU, 0][key] for key in router.keys(MEMORY)}
             for seed in range(801, 805):
                 asking.keep(first, running, asking.prompt(seed))
             assert _agree(first, running, router) < 5 * blocks, "nothing was evicted"
-            assert router.described[DISK].keys() <= router.described[GPU].keys()
+            assert router.described[DISK, 0].keys() <= router.described[GPU, 0].keys()
             # vLLM tells routers that all is gone, the sidecar's blocks too.
             assert running.reset_prefix_cache()
             assert _agree(first, running, router, 1) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import queue
 import threading
@@ -39,9 +40,10 @@ class Router:
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
         self._next = 0
-        self.blocks: dict[str, dict[int, Known]] = {medium: {} for medium in (GPU, MEMORY, DISK)}
-        # Every block that was ever told of with its tokens, by medium.
-        self.described: dict[str, dict[int, Known]] = {medium: {} for medium in self.blocks}
+        # By medium and cache group.
+        self.blocks: dict[tuple[str, int], dict[int, Known]] = collections.defaultdict(dict)
+        # Every block that was ever told of with its tokens.
+        self.described: dict[tuple[str, int], dict[int, Known]] = collections.defaultdict(dict)
         self.cleared = 0
 
     def arguments(self) -> dict[str, Any]:
@@ -60,24 +62,29 @@ class Router:
                 _, number, payload = self._socket.recv_multipart()
                 self._batches.put((int.from_bytes(number, "big"), payload))
 
-    def keys(self, medium: str) -> set[int]:
-        """The blocks there, after all that has been told so far."""
+    def keys(self, medium: str, group: int = 0) -> set[int]:
+        """The blocks of a cache group there, after all that has been told so far."""
+        self.hear()
+        return set(self.blocks[medium, group])
+
+    def hear(self) -> None:
+        """Takes in all that has been told so far."""
         while not self._batches.empty():
             number, payload = self._batches.get()
             assert number == self._next, "an event was lost"
             self._next += 1
             for event in msgspec.msgpack.decode(payload)[1]:
-                self._hear(event)
-        return set(self.blocks[medium])
+                self._take(event)
 
-    def _hear(self, event: dict[str, Any]) -> None:
+    def _take(self, event: dict[str, Any]) -> None:
         if event["type"] == "AllBlocksCleared":
             self.cleared += 1
             for blocks in self.blocks.values():
                 blocks.clear()
             return
         medium, hashes = event["medium"], event["block_hashes"]
-        blocks = self.blocks[medium]
+        where = (medium, event["group_idx"])
+        blocks = self.blocks[where]
         if event["type"] == "BlockRemoved":
             for key in hashes:
                 # Routers count how often a block was stored.
@@ -91,5 +98,5 @@ class Router:
             known = Known(parent, tuple(tokens[place * size : (place + 1) * size]))
             blocks[key] = known
             if size:
-                self.described[medium][key] = known
+                self.described[where][key] = known
             parent = key

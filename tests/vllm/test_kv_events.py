@@ -10,6 +10,7 @@ import pytest
 from specs import full_attention, kv_cache_config
 
 from pillion import _shim, events
+from pillion.tracked import Tracked
 from pillion.vllm_compat import BlockEvents
 
 TOKENS = 16
@@ -57,7 +58,7 @@ def offer(told: events.Events, name: str, numbers: range, first: int = 0, fold: 
         prompt_embeds=None,
         lora_request=SimpleNamespace(adapter_id=3, name="l", lora_name="l", lora_path="/l") if fold else None,
     )
-    told.offered(SimpleNamespace(request=request, fold=fold), first, len(hashes))  # type: ignore[arg-type]
+    told.offered(Tracked(request, fold=fold), first, len(hashes))
     return request
 
 

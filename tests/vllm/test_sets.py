@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from typing import Any
 
@@ -11,6 +12,7 @@ from stage import (
     RESET,
     SETTLE,
     SLOW_STEPS,
+    TURN,
     Stage,
     by_load,
     expect_right,
@@ -26,7 +28,8 @@ from stage import (
     stop,
 )
 
-from testkit import sidecar
+from testkit import pool_file, sidecar
+from testkit.router import GPU, MEMORY, Known, Router
 
 # Two groups with windows, of three blocks and a part of a fourth, and one with full attention.
 SET: dict[str, Any] = {"kind": "set", "window": 100}
@@ -110,14 +113,55 @@ def test_blocks_of_several_sizes(stage: Stage) -> None:
         assert (results[-1]["hits"], results[-1]["failed_requests"]) == (hits, 2)
 
 
-def test_a_branch_is_served_up_to_where_it_leaves(stage: Stage) -> None:
-    """Of a prompt whose windows lie elsewhere: their blocks were kept too."""
-    branch = FIRST[:130] + prompt_of(100, 133)
+def _ask_in_turn(prompts: list[list[int]], output_tokens: int) -> list[Any]:
+    """Each with nothing in the engine's own cache."""
+    return [act for prompt in prompts for act in (generate([prompt], output_tokens), SETTLE, RESET)]
+
+
+@pytest.mark.parametrize("larger", [1, 2])
+def test_a_conversation_goes_on_from_where_it_was(stage: Stage, larger: int) -> None:
+    """From the end of the last answer; from the end of the prompt where another answer follows, or none yet. Of most of the
+    prompt only the blocks of full attention are kept."""
+    prompt = prompt_of(600, 133)
+    (answer,) = right_answers([prompt], 150)
+    turns = [prompt, prompt + answer + prompt_of(90, 134), prompt + prompt_of(300, 138), prompt]
+    boundary = BLOCK_TOKENS * larger
+    # The last token of an answer is not computed.
+    ends = [0, len(prompt + answer) - 1, len(prompt), len(prompt) - 1]
     with sidecar.serving(stage.directory) as keeper:
-        acts = [generate([FIRST], 1), SETTLE, RESET, generate([branch], 4)]
+        (connector,) = by_load(keeper, "auto", **{"pillion.checkpoint_tokens": 0})
+        acts = _ask_in_turn(turns, 150)
+        (results,) = stage.play(acts, connector, metrics=metrics(keeper), larger=larger, **SET)
+        for turn, end, result in zip(turns, ends, results[::3], strict=True):
+            expect_right(result, right_answers([turn], 150), "of a conversation that goes on")
+            assert result["hits"] == end // boundary * boundary
+        kept = [len(blocks) for blocks in _kept(keeper).values()]
+        assert max(kept[:-1]) * larger < kept[-1] * 0.8
+
+
+def test_a_branch_is_served_once_another_one_was_computed(stage: Stage) -> None:
+    """Where a prompt leaves one that was kept, the blocks that are read there are kept with it: others may leave there too."""
+    branches = [FIRST[:130] + prompt_of(100, seed) for seed in (139, 145)]
+    with sidecar.serving(stage.directory) as keeper:
+        acts = _ask_in_turn([FIRST, *branches], 4)
         (results,) = stage.play(acts, *by_load(keeper, "auto"), metrics=metrics(keeper), **SET)
-        expect_right(results[-1], right_answers([branch], 4), "of a branch")
-        assert results[-1]["hits"] == 130 // BLOCK_TOKENS * BLOCK_TOKENS
+        expect_right(results[3], right_answers(branches[:1], 4), "of the first branch")
+        expect_right(results[6], right_answers(branches[1:], 4), "of the second branch")
+        assert [results[3]["hits"], results[6]["hits"]] == [0, 130 // BLOCK_TOKENS * BLOCK_TOKENS]
+
+
+@pytest.mark.parametrize(("window", "checkpoint"), [(100, 256), (33, 640)])
+def test_a_prompt_that_was_cut_is_served_from_a_checkpoint(stage: Stage, window: int, checkpoint: int) -> None:
+    """It ends far before the point where the one that was kept did: few windows above a checkpoint, or many."""
+    cut = 2 * checkpoint - 40
+    prompt = prompt_of(3 * checkpoint, 146)
+    shape = SET | {"window": window, "max_model_len": 2048, "blocks": 256}
+    with sidecar.serving(stage.directory) as keeper:
+        (connector,) = by_load(keeper, "auto", **{"pillion.checkpoint_tokens": checkpoint})
+        acts = _ask_in_turn([prompt, prompt[:cut]], 4)
+        (results,) = stage.play(acts, connector, metrics=metrics(keeper), **shape)
+        expect_right(results[3], right_answers([prompt[:cut]], 4), "of a prompt that was cut")
+        assert results[3]["hits"] == checkpoint
 
 
 def test_what_one_group_has_lost_is_not_served(stage: Stage) -> None:
@@ -138,3 +182,50 @@ def test_what_one_group_has_lost_is_not_served(stage: Stage) -> None:
             assert results[0]["hits"] == 0
             expect_right(results[-1], right, "once they were saved anew")
             assert results[-1]["hits"] == hit_tokens(len(FIRST))
+
+
+def test_a_router_knows_the_blocks_of_each_group(stage: Stage) -> None:
+    """Those with windows are twice as large. What one group loses is told of that group alone."""
+    acts = [SETTLE, TURN, generate([prompt_of(8, 137)], 4)]
+    with sidecar.serving(stage.directory) as keeper:
+        told = _told(stage, keeper, [generate([FIRST, SECOND], 40), *acts])
+        in_memory = {group: set(blocks) for (medium, group), blocks in told.items() if medium == MEMORY}
+        assert in_memory == _kept(keeper) and len(in_memory) == GROUPS
+        for group in in_memory:
+            # vLLM tells of all blocks of a window, and the sidecar keeps those that are read where a request may go on.
+            described = {block: known for block, known in told[GPU, group].items() if block in in_memory[group]}
+            assert described and described == {block: told[MEMORY, group][block] for block in described}
+        for lost, namespace in enumerate(_namespaces(keeper)):
+            keeper.ctl("evict", namespace)
+            told = _told(stage, keeper, acts)
+            assert {group: set(told[MEMORY, group]) for group in in_memory} == _kept(keeper)
+            assert not told[MEMORY, lost]
+
+
+def _told(stage: Stage, keeper: sidecar.Sidecar, acts: list[Any]) -> dict[tuple[str, int], dict[int, Known]]:
+    """What an engine's events say of where blocks are, by medium and group."""
+    router = Router()
+    try:
+        stage.play(acts, *by_load(keeper, "auto"), metrics=metrics(keeper), larger=2, events=router.endpoint, **SET)
+        router.hear()
+        return router.blocks
+    finally:
+        router.close()
+
+
+def _namespaces(keeper: sidecar.Sidecar) -> list[str]:
+    """Those of the groups, in their order: each group has one layer."""
+    names = [f"model.layers.{number}.self_attn.attn" for number in range(GROUPS)]
+    layers = [f"1 {hashlib.sha256(name.encode()).hexdigest()[:16]}" for name in names]
+    found = {namespace["facts"]["layers"]: str(namespace["namespace"]) for namespace in keeper.namespaces()}
+    return [found[layer] for layer in layers]
+
+
+def _kept(keeper: sidecar.Sidecar) -> dict[int, set[int]]:
+    """The sidecar's keys of each group, as vLLM's events name them."""
+    kept: dict[int, set[int]] = {group: set() for group in range(GROUPS)}
+    groups = {bytes.fromhex(namespace): group for group, namespace in enumerate(_namespaces(keeper))}
+    with pool_file.mapped(keeper.pool) as pool:
+        for slot in pool_file.committed(pool):
+            kept[groups[slot.namespace]].add(int.from_bytes(slot.hash[8:16], "big"))
+    return kept

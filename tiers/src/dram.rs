@@ -318,14 +318,25 @@ impl Dram {
 
     /// The same for a block with a parent: it stays no longer than that. Commit a chain from its beginning.
     pub fn commit_behind(&mut self, slot: SlotRef, parent: &BlockKey) -> bool {
-        let print = Print::of(parent);
+        self.commit_in(slot, self.parent(parent))
+    }
+
+    /// The same for a block that is of use without its parent, where that is not there.
+    pub fn commit_apart(&mut self, slot: SlotRef, parent: &BlockKey) -> bool {
+        let parent = match self.parent(parent) {
+            Parent::Lost => Parent::None,
+            parent => parent,
+        };
+        self.commit_in(slot, parent)
+    }
+
+    fn parent(&self, key: &BlockKey) -> Parent {
         let entries = &self.slab.entries;
-        let parent = match self.index.find(print, |id| entries.get(id).key == *parent) {
+        match self.index.find(Print::of(key), |id| entries.get(id).key == *key) {
             Some(id) if entries.get(id).state == State::Committed => Parent::Kept(id),
             Some(_) => Parent::None,
             None => Parent::Lost,
-        };
-        self.commit_in(slot, parent)
+        }
     }
 
     /// The same for a block that came back from below, of which this was known there.

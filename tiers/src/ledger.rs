@@ -12,7 +12,7 @@
 pub(crate) const WORK_MS: u64 = 1000;
 
 /// A holder's name, given anew once it is gone.
-#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+#[derive(Copy, Clone, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
 pub struct HolderId(u8);
 
 /// Bytes of one holder.

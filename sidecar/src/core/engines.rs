@@ -6,7 +6,7 @@ mod bars;
 mod binding;
 mod proofs;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Index;
 use std::sync::Arc;
 
@@ -122,6 +122,12 @@ pub(super) struct Worker {
     scheduler: Option<SessionId>,
 }
 
+/// The engine of which this is a cache group, by the name that groups have: `ENGINE group N`.
+fn whole(engine: &str) -> Option<&str> {
+    let (whole, number) = engine.rsplit_once(" group ")?;
+    number.parse::<u32>().is_ok().then_some(whole)
+}
+
 // === impl Scheduler ===
 
 impl Scheduler {
@@ -131,6 +137,11 @@ impl Scheduler {
             (None, Some(_)) => EngineState::Barred,
             (None, None) => EngineState::Unbound,
         }
+    }
+
+    /// Whether it serves one cache group of several.
+    fn is_group(&self) -> bool {
+        whole(&self.engine).is_some()
     }
 
     /// Every rank, one bit each.
@@ -172,7 +183,8 @@ impl Worker {
     }
 
     fn form(&self) -> Form {
-        Form { stated: self.stated, shard_bytes: self.shard_bytes, shards: self.shards }
+        let windows = namespace::has_windows_alone(&self.facts);
+        Form { stated: self.stated, shard_bytes: self.shard_bytes, shards: self.shards, windows }
     }
 }
 
@@ -217,10 +229,14 @@ impl Engines {
     }
 
     pub(super) fn holders<'a>(&'a self, dram: &'a Dram) -> impl Iterator<Item = Holder<'a>> {
-        let holder = |scheduler: &'a Scheduler| Holder {
-            engine: &scheduler.engine,
-            state: scheduler.state(),
-            holdings: dram.holdings(scheduler.holder),
+        let mut seen = BTreeSet::new();
+        let holder = move |scheduler: &'a Scheduler| {
+            let is_new = seen.insert(scheduler.holder);
+            Holder {
+                engine: whole(&scheduler.engine).unwrap_or(&scheduler.engine),
+                state: scheduler.state(),
+                holdings: if is_new { dram.holdings(scheduler.holder) } else { Holdings::default() },
+            }
         };
         self.schedulers.values().map(holder)
     }
@@ -268,9 +284,13 @@ impl Engines {
                 "another scheduler serves this run; each run of an engine needs an id of its own".into()
             );
         }
+        let whole = whole(&engine);
+        let same =
+            self.schedulers.values().find(|other| whole.is_some() && self::whole(&other.engine) == whole);
+        let holder = same.map_or_else(|| dram.enter(), |other| other.holder);
         let scheduler = Scheduler {
             engine,
-            holder: dram.enter(),
+            holder,
             run,
             world_size,
             miss_wait_ms,
@@ -369,7 +389,9 @@ impl Engines {
 
     pub(super) fn remove_scheduler(&mut self, session: SessionId, dram: &mut Dram) {
         let scheduler = self.schedulers.remove(&session).expect("the caller checked");
-        dram.leave(scheduler.holder);
+        if self.schedulers.values().all(|other| other.holder != scheduler.holder) {
+            dram.leave(scheduler.holder);
+        }
         // Also those whose place another session of their rank took.
         for worker in self.workers.values_mut().filter(|worker| worker.scheduler == Some(session)) {
             worker.scheduler = None;

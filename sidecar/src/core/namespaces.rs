@@ -16,6 +16,8 @@ pub(super) struct Form {
     pub(super) stated: NamespaceDigest,
     pub(super) shard_bytes: u64,
     pub(super) shards: u32,
+    /// All layers have windows.
+    pub(super) windows: bool,
 }
 
 /// Blocks of one namespace and one size. Blocks of another size, left by an earlier life or a mistaken engine, are found by
@@ -36,6 +38,8 @@ pub(super) struct Binding {
     pub(super) whose: Whose,
     pub(super) shard_bytes: u64,
     pub(super) shards: u32,
+    /// Its blocks are of use without those before them.
+    pub(super) windows: bool,
 }
 
 /// What is known of a namespace that has an id.
@@ -137,7 +141,7 @@ impl Namespaces {
 
 impl fmt::Display for Form {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { stated, shard_bytes, shards } = self;
+        let Self { stated, shard_bytes, shards, .. } = self;
         write!(f, "blocks of {shards} shards of {shard_bytes} bytes and facts that digest to {stated}")
     }
 }

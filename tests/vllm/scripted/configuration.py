@@ -10,6 +10,7 @@ def build_config(scenario: dict[str, Any]) -> Any:
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
+        KVEventsConfig,
         KVTransferConfig,
         ModelConfig,
         SchedulerConfig,
@@ -35,6 +36,7 @@ def build_config(scenario: dict[str, Any]) -> Any:
             async_scheduling=scenario["async_scheduling"],
         ),
         kv_transfer_config=KVTransferConfig(kv_role="kv_both", kv_load_failure_policy="recompute", **scenario["connector"]),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events="events" in scenario, endpoint=scenario.get("events", "")),
     )
 
 

@@ -439,7 +439,7 @@ def play(scenario: dict[str, Any]) -> dict[str, Any]:
     finally:
         engine.mend_pool()
         engine.worker.connector.shutdown()
-        engine.scheduler.connector.shutdown()
+        engine.scheduler.shutdown()
     return {"vllm": vllm.__version__, "results": results, "steps": engine.steps}
 
 

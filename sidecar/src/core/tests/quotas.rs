@@ -67,3 +67,55 @@ fn adopted_blocks_count() {
     core.handle(Duration::ZERO, Event::Opened(used_segment), &mut Vec::new());
     assert_eq!(core.quotas_used().collect::<Vec<_>>(), [6 * SHARD_BYTES, 4 * SHARD_BYTES]);
 }
+
+#[test]
+fn blocks_of_windows_stay_without_those_before_them() {
+    let apart = [false, true, true];
+    let in_chains = [true, true, false];
+    for (name, kind, left) in [
+        ("e group 1", "window 64 x2", apart),
+        ("e group 1", "full", in_chains),
+        ("e group 1", "window 64, full", in_chains),
+        ("e", "window 64 x2", in_chains),
+    ] {
+        let facts = Facts::from([("group_kind".into(), kind.into())]);
+        let namespace = shm_protocol::namespace::digest(&facts);
+        let (core, out) = (core_of(64 << 20), Vec::new());
+        let mut engine = Harness { core, out, now_ms: 0, speaker: SCHEDULER };
+        engine.core.limit(&["others=16KiB".parse().unwrap()]);
+        let named = |hello| Hello { engine: name.into(), ..hello };
+        engine.connect(RANKS[0], named(changed(rank_hello(1, 0), |rank| rank.facts = facts)));
+        engine.connect(SCHEDULER, named(hello(1, Role::Scheduler { run: RUN })));
+        engine.join();
+        save(&mut engine, 1, 50, 1);
+        engine.open(2, 0..4);
+        engine.post_save(2, 2, 2..4, false);
+        engine.fences(RANKS[0], 2, 2);
+        engine.copied();
+        assert_eq!(save(&mut engine, 3, 60, 2).committed, 2);
+        let kept = engine.core.locate(namespace, &[hash(50), hash(2), hash(3)]);
+        assert_eq!([0, 1, 2].map(|at| kept[at].memory), left, "{name}: {kind}");
+    }
+}
+
+#[test]
+fn cache_groups_of_an_engine_have_one_share() {
+    let mut engine = Harness { core: core_of(64 << 20), out: Vec::new(), now_ms: 0, speaker: SCHEDULER };
+    let names = ["e group 0", "e group 1", "f group 0", "e", "e"];
+    for (session, name) in (20..).zip(names) {
+        let role = Role::Scheduler { run: [session as u8; 16] };
+        engine.connect(session, Hello::new(name.into(), 1, role));
+    }
+    let holder = |engine: &Harness, at: u64| engine.core.base.engines[20 + at].holder;
+    let found = [0, 1, 2, 3, 4].map(|at| holder(&engine, at));
+    assert_eq!(found[0], found[1]);
+    let apart: std::collections::BTreeSet<_> = found.into_iter().collect();
+    assert_eq!(apart.len(), 4, "engines that merely have one name are several");
+    // The share is there for as long as one of its groups is.
+    engine.disconnect([20]);
+    engine.connect(30, Hello::new("e group 2".into(), 1, Role::Scheduler { run: [30; 16] }));
+    assert_eq!(engine.core.base.engines[30].holder, found[0]);
+    engine.disconnect([21, 30]);
+    engine.connect(31, Hello::new("g".into(), 1, Role::Scheduler { run: [31; 16] }));
+    assert_eq!(engine.core.base.engines[31].holder, found[0], "its number is given anew");
+}

@@ -85,10 +85,12 @@ impl Save {
         BlockKey { namespace: self.binding.namespace, group: GROUP, hash }
     }
 
-    /// Commits a block behind the one before it, from its beginning on: the tier never drops a parent before its child.
+    /// Commits a block behind the one before it, from its beginning on: the tier never drops a parent before its child. Of windows
+    /// that block may never have been saved.
     fn commit(&self, block: &SaveBlock, dram: &mut Dram) -> bool {
         let parent = block.index.checked_sub(1).map_or(self.parent, |at| Some(self.keys[at as usize]));
         match parent {
+            Some(parent) if self.binding.windows => dram.commit_apart(block.slot, &self.key(parent)),
             Some(parent) => dram.commit_behind(block.slot, &self.key(parent)),
             None => dram.commit(block.slot),
         }

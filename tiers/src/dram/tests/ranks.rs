@@ -143,6 +143,22 @@ fn a_block_without_its_parent_goes_next() {
     assert_eq!([1, 10, 11].map(|number| dram.probe(7, 0, &hashes(number..number + 1))), [0, 1, 1]);
 }
 
+#[test]
+fn a_block_of_a_window_stays_without_its_parent() {
+    let mut dram = tier(1);
+    fill_all(&mut dram, 10..12, 600_000);
+    for (number, parent) in [(1, 0), (2, 1)] {
+        let slot = dram.begin_fill(key(number), 600_000, Whose::default()).expect("room");
+        assert!(dram.commit_apart(slot, &key(parent)));
+    }
+    let kept =
+        |dram: &Dram, numbers: [u64; 3]| numbers.map(|number| dram.find(7, 0, &hash(number)).is_some());
+    // There are three slots: the older block is gone. The first one of the run goes after its child.
+    assert_eq!(kept(&dram, [10, 1, 2]), [false, true, true]);
+    fill_all(&mut dram, 20..22, 600_000);
+    assert_eq!(kept(&dram, [11, 1, 2]), [false, true, false]);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 16, ..ProptestConfig::default() })]
     #[test]

@@ -42,7 +42,12 @@ def _is_namespace(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{32}", value) is not None
 
 
+def _is_url(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"https?://[^/\s]+/\S*", value) is not None
+
+
 TEXT = Values("a text that is not empty", lambda value: isinstance(value, str) and value != "")
+URL = Values("an http or https URL with its path", _is_url)
 NAMESPACE = Values("32 lower-case hex digits, as the log shows them", _is_namespace)
 
 
@@ -145,6 +150,24 @@ class Config:
             _count(MISS_WAIT_MS_MAX, "milliseconds", "0 (off)"),
             "How long a request waits for blocks that another pod may still be computing.",
         ),
+    )
+    record_every: int = field(
+        default=100,
+        metadata=_told(
+            _count(1_000_000, "requests", "0 (none)"),
+            "One of so many requests has its record written: what it asked for, what was found, and what it waited for.",
+        ),
+    )
+    record_slow_ms: int = field(
+        default=1000,
+        metadata=_told(
+            _count(3_600_000, "milliseconds", "0 (every request)"),
+            "Every request that waits so long until it is computed has its record written.",
+        ),
+    )
+    record_otlp: str | None = field(
+        default=None,
+        metadata=_told(URL, "Where records are sent by OTLP over HTTP, beside the log: `http://collector:4318/v1/traces`."),
     )
 
     @property

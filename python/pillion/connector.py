@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pillion import config as options
 from pillion import hasher, vllm_compat, watch
 from pillion.metadata import PillionMetadata
+from pillion.records import Records
 from pillion.scheduler import Scheduler
 from pillion.set_scheduler import SetScheduler
 from pillion.set_worker import SetWorker
@@ -71,6 +72,8 @@ def this_host() -> str:
 class PillionConnector(KVConnectorBase_V1, SupportsHMA):
     """Both roles of the connector. At most one of `_scheduler` and `_worker` is set; neither where Pillion stays out."""
 
+    # Of the scheduler role.
+    _records: Records | None = None
     # The state that vLLM was told last, with its reason.
     _told: tuple[State, str] | None = None
 
@@ -92,6 +95,9 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             role_of = SetScheduler if len(kv_cache_config.kv_cache_groups) > 1 else Scheduler
             self._scheduler = role_of(config, vllm_config, kv_cache_config)
+            if config.loads:
+                engine_id = str(self._kv_transfer_config.engine_id)
+                self._records = Records(config, engine_id, vllm_compat.steps_in_flight(vllm_config))
             core = vllm_compat.engine_core()
             if core is not None:
                 watch.engine_core(core, self._scheduler)
@@ -198,6 +204,8 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         for role in (self._scheduler, self._worker):
             if role:
                 role.shutdown()
+        if self._records:
+            self._records.close()
 
     # --- scheduler role ---
 
@@ -237,12 +245,22 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond `num_computed_tokens` the cache holds, and whether they come asynchronously."""
-        return self._scheduler.match(request, num_computed_tokens) if self._scheduler else (0, False)
+        if not self._scheduler:
+            return 0, False
+        if not self._records or request.skip_reading_prefix_cache:
+            return self._scheduler.match(request, num_computed_tokens)
+        self._records.asks(request, num_computed_tokens)
+        found, is_async = self._scheduler.match(request, num_computed_tokens)
+        self._records.asked(request, found is not None or self._scheduler.put_off(request), is_async)
+        return found, is_async
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plans the load into the blocks that vLLM allocated."""
         if self._scheduler:
             self._scheduler.allocated(request, blocks, num_external_tokens)
+            if self._records and num_external_tokens:
+                found = self._scheduler.sources(request, num_external_tokens)
+                self._records.loads(request, num_external_tokens, found)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """Where the tokens of a hit were found, for what vLLM counts of a request that it admits."""
@@ -252,16 +270,26 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Posts this step's saves and cancellations and describes its loads."""
-        if self._scheduler:
-            return self._scheduler.step(scheduler_output)
-        return PillionMetadata(run=b"", step=0)
+        if not self._scheduler:
+            return PillionMetadata(run=b"", step=0)
+        metadata = self._scheduler.step(scheduler_output)
+        if self._records:
+            self._records.scheduled(scheduler_output, metadata.step)
+        return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Learns of loads that failed."""
-        if self._scheduler and connector_output.invalid_block_ids:
-            self._scheduler.loads_failed(connector_output.invalid_block_ids)
-        if self._scheduler and (failed := getattr(connector_output, "failed_recving", None)):
+        """Learns of loads that ended, and that failed."""
+        if not self._scheduler:
+            return
+        invalid, failed = connector_output.invalid_block_ids, getattr(connector_output, "failed_recving", None)
+        if invalid:
+            self._scheduler.loads_failed(invalid)
+        if failed:
             self._scheduler.requests_failed(failed)
+        if self._records:
+            self._records.received(connector_output.finished_recving or set())
+            if invalid or failed:
+                self._records.failed(self._scheduler.is_refused)
 
     def take_events(self) -> Iterable[Any]:
         """What routers are told of the blocks that the sidecar keeps, where vLLM publishes KV events."""
@@ -272,18 +300,21 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.lingers
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What the engine gets of Pillion, whenever that is something else than vLLM was told, and where hits were found."""
+        """What the engine gets of Pillion, whenever vLLM was told something else, where hits were found, and records' ends."""
         if self.role != KVConnectorRole.SCHEDULER:
             return None
         told: tuple[State, str] = (self._scheduler.state, "") if self._scheduler else ("out", self._out)
         found = self._scheduler.take_hit_tokens() if self._scheduler else {}
-        if told == self._told and not found:
+        records = self._records.take_ends() if self._records else {}
+        if told == self._told and not found and not records:
             return None
         self._told = told
-        return EngineState.of(*told, found)
+        return EngineState.of(*told, found, records)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forgets a request; answers what its router hands to the engine that goes on with it. Saves never hold its blocks."""
+        if self._records:
+            self._records.finished(request)
         return False, self._scheduler.finished(request) if self._scheduler else None
 
     def request_finished_all_groups(

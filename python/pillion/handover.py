@@ -6,10 +6,7 @@ it. The blocks travel by their keys: of the answer this connector reads `do_remo
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pillion import vllm_compat
@@ -19,7 +16,6 @@ if TYPE_CHECKING:
 
 # Parts of a prompt that are saved in one step: each can be loaded while the next is copied. 4,096 saves may be unfinished.
 PARTS_MAX = 64
-logger = vllm_compat.init_logger("vllm.pillion")
 
 
 def awaits(request: Request) -> bool:
@@ -59,24 +55,3 @@ def answer(request: Request, engine_id: str, tokens: int) -> dict[str, Any] | No
         "remote_port": None,
         "pillion": {"tokens": tokens},
     }
-
-
-@dataclass(slots=True)
-class Record:
-    """One request that awaits its prompt's KV: a line of the engine's log at level DEBUG, once that is known or given up."""
-
-    tokens: int
-    asked_s: float = field(default_factory=time.monotonic)
-    answered_s: float = 0.0
-
-    def answered(self) -> None:
-        """The cache has said what it has."""
-        self.answered_s = time.monotonic()
-
-    def tell(self, request_id: str, hit_tokens: int) -> None:
-        """Everything that comes has come, so many tokens."""
-        now = time.monotonic()
-        waited, loaded = self.answered_s - self.asked_s, now - self.answered_s
-        told = {"request": request_id, "prompt_tokens": self.tokens, "hit_tokens": hit_tokens}
-        told |= {"waited_ms": round(waited * 1e3, 3), "loaded_ms": round(loaded * 1e3, 3)}
-        logger.debug("pillion handover %s", json.dumps(told))

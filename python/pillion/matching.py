@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pillion import handover
 from pillion._shim import SchedulerSession
 from pillion.broken import Broken
 from pillion.checking import Check
@@ -53,6 +52,7 @@ class Matching:
     def match(self, tracked: Tracked, computed_tokens: int, step: int) -> tuple[int | None, bool]:
         """Tokens beyond `computed_tokens` that the cache holds; None: ask again. Whoever asks starts anew."""
         request, session = tracked.request, self._session
+        tracked.put_off = False
         first = computed_tokens // self._block_tokens
         # One token is left to compute, and a hit ends on a block's boundary.
         count = (request.num_tokens - 1) // self._block_tokens - first
@@ -66,6 +66,7 @@ class Matching:
         alone = self._requests.running <= {request.request_id}
         sync = False if arriving or self._whole else self._pacing.synchronous(hits, alone)
         if sync is None:
+            tracked.put_off = True
             return None, False
         namespace = session.namespace
         # Blocks on their way cannot be compared yet, and broken blocks before the hit would make every comparison fail.
@@ -81,13 +82,9 @@ class Matching:
         """How many of `count` blocks from `first` on the cache holds before one that it lacks; None: ask again."""
         if not self._requests.append(tracked):
             return None if self._requests.adapter_is_near(tracked) else 0
-        if handover.awaits(tracked.request) and not tracked.record:
-            tracked.record = handover.Record(tracked.request.num_tokens)
         hits = self._session.query(tracked.log, first, count)
         if hits < 0:
             return None
-        if tracked.record:
-            tracked.record.answered()
         tracked.hit = None
         return hits
 
@@ -102,7 +99,6 @@ class Matching:
         tracked, session = self._requests.follow(request), self._session
         if tracked.hit is None:
             self._pacing.compute(request)
-            self._tell(tracked)
             return []
         (first, _, sync), tracked.hit = tracked.hit, None
         count = external_tokens // self._block_tokens
@@ -128,16 +124,7 @@ class Matching:
         if not plans:
             step.lost.append((request.request_id, ids, sync))
         step.loads += [(request.request_id, plan, sync) for plan in plans]
-        if sync:
-            self._tell(tracked)
         return ids
-
-    def _tell(self, tracked: Tracked) -> None:
-        """The request is computed from here on: all that it has awaited has come, or will not."""
-        if tracked.record:
-            hit = 0 if tracked.refused else len(tracked.loaded) * self._block_tokens
-            tracked.record.tell(tracked.request.request_id, hit)
-            tracked.record = None
 
     def count(self, tracked: Tracked, first: int, count: int) -> None:
         """Counts what is about to be loaded; as vLLM does not again what a preempted request had."""

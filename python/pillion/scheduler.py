@@ -105,6 +105,10 @@ class Scheduler:
             return 0, False
         return self._matching.match(tracked, computed_tokens, self._next.step)
 
+    def put_off(self, request: Request) -> bool:
+        """Whether the cache has answered, and the load waits for a step with room."""
+        return self._requests.follow(request).put_off
+
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """vLLM has allocated blocks and says how many external tokens it wants."""
         self._loaded += self._matching.load(request, blocks, external_tokens, self._next)

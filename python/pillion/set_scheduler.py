@@ -82,7 +82,7 @@ class SetScheduler:
         if not self._config.loads or request.skip_reading_prefix_cache or self._updating:
             return 0, False
         # vLLM's own hit ends on a boundary.
-        if computed_tokens % self._boundary or any(part.is_refused(request) for part in self._all):
+        if computed_tokens % self._boundary or self.is_refused(request):
             return 0, False
         # One token is left to compute.
         limit = request.num_tokens - 1
@@ -94,6 +94,14 @@ class SetScheduler:
             return 0, False
         self._hits[request.request_id] = (computed_tokens, end)
         return end - computed_tokens, True
+
+    def is_refused(self, request: Request) -> bool:
+        """Whether a load of the request has failed, so that the cache is not asked again."""
+        return any(part.is_refused(request) for part in self._all)
+
+    def put_off(self, request: Request) -> bool:
+        """Never: a set is loaded beside the steps."""
+        return False
 
     def _common(self, request: Request, first: int, limit: int) -> int | None:
         """The highest boundary up to `limit`, of `TRIES_MAX`, whose blocks all groups have and have leased; at most `first` if

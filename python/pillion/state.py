@@ -1,5 +1,5 @@
-"""What an engine gets of Pillion, in vLLM's own metrics: `vllm:pillion_engine_state`, `vllm:pillion_stays_out` with why, and
-`vllm:pillion_hit_tokens_total`.
+"""What an engine gets of Pillion, in vLLM's own metrics: `vllm:pillion_engine_state`, `vllm:pillion_stays_out` with why,
+`vllm:pillion_hit_tokens_total` and `vllm:pillion_records_total`.
 
 vLLM asks the connector for statistics with every step, in the process of the scheduler. Its front end gets them as plain data
 and gives them to [PromMetrics][pillion.state.PromMetrics], which it has made there. An idle engine reports nothing.
@@ -23,29 +23,40 @@ STATES: tuple[State, ...] = get_args(State)
 # Where tokens were found, by vLLM's names: in the sidecar's memory, on its disks, at another sidecar. In the order of the shim.
 Source = Literal["host", "disk", "p2p"]
 SOURCES: tuple[Source, ...] = get_args(Source)
+# What became of a record that was kept: written and, where it was to be, sent; not taken by its receiver; dropped because too
+# many waited for a receiver.
+RecordEnd = Literal["written", "refused", "dropped"]
+RECORD_ENDS: tuple[RecordEnd, ...] = get_args(RecordEnd)
 # Characters of a reason that are shown.
 REASON_MAX = 200
 
 
 class EngineState(KVConnectorStats):
-    """One report: `state`, where that is `out` the `reason`, and `hit_tokens` since the report before."""
+    """One report: `state`, where that is `out` the `reason`, and since the report before `hit_tokens` and `records`."""
 
     data: dict[str, Any]
 
     @classmethod
-    def of(cls, state: State, reason: str, hit_tokens: Mapping[Source, int] | None = None) -> EngineState:
+    def of(
+        cls,
+        state: State,
+        reason: str,
+        hit_tokens: Mapping[Source, int] | None = None,
+        records: Mapping[RecordEnd, int] | None = None,
+    ) -> EngineState:
         """A report as it travels."""
-        return cls(data={"state": state, "reason": reason[:REASON_MAX], "hit_tokens": dict(hit_tokens or {})})
+        counts = {"hit_tokens": dict(hit_tokens or {}), "records": dict(records or {})}
+        return cls(data={"state": state, "reason": reason[:REASON_MAX]} | counts)
 
     def reset(self) -> None:
         """Nothing was reported."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> EngineState:
-        """The later state counts, and tokens of both."""
+        """The later state counts, and what both counted."""
         if self.data and other.data:
-            both = Counter(self.data["hit_tokens"]) + Counter(other.data["hit_tokens"])
-            self.data = {**other.data, "hit_tokens": dict(both)}
+            both = {name: dict(Counter(self.data[name]) + Counter(other.data[name])) for name in ("hit_tokens", "records")}
+            self.data = other.data | both
         else:
             self.data = other.data or self.data
         return self
@@ -92,9 +103,18 @@ class PromMetrics(KVConnectorPromMetrics):
             "was brought for it: host (memory of the sidecar), disk, p2p (another sidecar).",
             labelnames=[*labelnames, "source"],
         )
+        self._records = self._counter_cls(
+            name="vllm:pillion_records",
+            documentation="Records of requests that were kept, by what became of them: written to the log, and sent where "
+            "pillion.record_otlp is set; refused: not sent, look at the engine's log for why; dropped: neither, since the "
+            "receiver was too slow.",
+            labelnames=[*labelnames, "end"],
+        )
         for values in per_engine_labelvalues.values():
             for source in SOURCES:
                 self._hit_tokens.labels(*values, source)
+            for end in RECORD_ENDS:
+                self._records.labels(*values, end)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Shows a report."""
@@ -103,5 +123,7 @@ class PromMetrics(KVConnectorPromMetrics):
             self._states.labels(*values, state).set(int(state == transfer_stats_data["state"]))
         for source, tokens in transfer_stats_data["hit_tokens"].items():
             self._hit_tokens.labels(*values, source).inc(tokens)
+        for end, records in transfer_stats_data["records"].items():
+            self._records.labels(*values, end).inc(records)
         if transfer_stats_data["reason"]:
             self._reasons.labels(*values, transfer_stats_data["reason"]).set(1)

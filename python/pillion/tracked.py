@@ -58,8 +58,8 @@ class Tracked:
     # Blocks of the last load; once one of them failed, the cache is not asked again.
     loaded: list[int] = field(default_factory=list)
     refused: bool = False
-    # What became of its wait for another engine's blocks, until that was told.
-    record: handover.Record | None = None
+    # Whether what was found last is to be loaded in a later step.
+    put_off: bool = False
     # Tokens up to which its KV was computed anew, although the block in which they end is still marked as broken.
     sound: int = -1
     # The step in which to look at it next; other entries of it among the due are stale.

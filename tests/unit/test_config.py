@@ -25,6 +25,11 @@ def test_requests_wait_for_a_producer_only_where_told_to() -> None:
     assert parse({"pillion.miss_wait_ms": 2000}).miss_wait_ms == 2000
 
 
+def test_records_go_where_they_are_told_to() -> None:
+    assert parse({"pillion.record_otlp": "http://[::1]:4318/v1/traces"}).record_otlp == "http://[::1]:4318/v1/traces"
+    assert parse({}).record_otlp is None
+
+
 def test_other_connectors_keys_are_left_alone() -> None:
     assert parse({"pillion.socket": "/s", "lmcache.host": "x"}).socket == "/s"
 
@@ -50,6 +55,10 @@ def test_other_connectors_keys_are_left_alone() -> None:
         ({"pillion.miss_wait_ms": True}, "2000"),
         ({"pillion.namespace": "0" * 31}, "32 lower-case hex digits"),
         ({"pillion.namespace": "A" * 32}, "32 lower-case hex digits"),
+        ({"pillion.record_every": -1}, "0 (none) to 1000000"),
+        ({"pillion.record_slow_ms": 3_600_001}, "0 (every request) to 3600000"),
+        ({"pillion.record_otlp": "collector:4318"}, "an http or https URL with its path"),
+        ({"pillion.record_otlp": "http://collector:4318"}, "an http or https URL with its path"),
         ({"pillion.namespace": 7}, "32 lower-case hex digits"),
     ],
 )

@@ -14,7 +14,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from pillion.connector import PillionConnector, StaysOut
 from pillion.scheduler import Scheduler
-from pillion.state import SOURCES, STATES, EngineState
+from pillion.state import RECORD_ENDS, SOURCES, STATES, EngineState
 from pillion.vllm_compat import KVConnectorRole
 
 LABELS = {"model_name": "tiny", "engine": "1"}
@@ -84,11 +84,13 @@ def test_an_engine_that_stays_out_says_why(played: Played, monkeypatch: pytest.M
     assert logged == ["KV Transfer metrics: pillion=out"]
 
 
-def test_the_later_state_counts_and_the_tokens_of_both() -> None:
+def test_the_later_state_counts_and_what_both_counted() -> None:
     """As where vLLM puts several reports together."""
-    both = EngineState.of("away", "", {"host": 1, "disk": 2}).aggregate(EngineState.of("serving", "", {"host": 4}))
+    both = EngineState.of("away", "", {"host": 1, "disk": 2}, {"written": 1})
+    both.aggregate(EngineState.of("serving", "", {"host": 4}, {"written": 2, "refused": 1}))
     both.aggregate(EngineState(data={}))
-    assert both.to_dict() == {"state": "serving", "reason": "", "hit_tokens": {"host": 5, "disk": 2}} and not both.is_empty()
+    counts = {"hit_tokens": {"host": 5, "disk": 2}, "records": {"written": 3, "refused": 1}}
+    assert both.to_dict() == {"state": "serving", "reason": ""} | counts and not both.is_empty()
     both.reset()
     assert both.is_empty()
 
@@ -104,6 +106,17 @@ def test_tokens_of_hits_are_counted_once(played: Played) -> None:
     played.hit_tokens.update({"disk": 32, "p2p": 64})
     assert played.step() and not played.step()
     assert [shown(source) for source in SOURCES] == [0, 32, 64] and played.shown() == ["serving"]
+
+
+def test_what_becomes_of_records_is_counted(played: Played) -> None:
+    """From the start, too."""
+
+    def shown(end: str) -> float | None:
+        return REGISTRY.get_sample_value("vllm:pillion_records_total", {**LABELS, "end": end})
+
+    assert played.step() and [shown(end) for end in RECORD_ENDS] == [0, 0, 0]
+    played.connector._records = SimpleNamespace(take_ends=lambda: {"refused": 2})
+    assert played.step() and [shown(end) for end in RECORD_ENDS] == [0, 2, 0]
 
 
 def test_ranks_report_nothing(played: Played) -> None:

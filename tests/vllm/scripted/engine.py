@@ -113,6 +113,8 @@ class ScriptedEngine:
         # Hit tokens by where they were found: vLLM's counts, and what Pillion's metrics are told.
         self.found: collections.Counter[str] = collections.Counter()
         self.told: collections.Counter[str] = collections.Counter()
+        # Of each request the seconds from vLLM's queue to the step that computes it, and to that step's output.
+        self._waits: dict[str, list[float]] = {}
         self._put_lose_leases()
         if self._metrics:
             wait_for(self._connected, "connection of both roles to the sidecar")
@@ -141,13 +143,17 @@ class ScriptedEngine:
         return {name: getattr(self, name) for name in names} | {"wrong": self.worker.wrong.total()}
 
     def generate(
-        self, prompts: list[list[int]], output_tokens: int, at: dict[str, list[dict[str, Any]]] | None = None
+        self,
+        prompts: list[list[int]],
+        output_tokens: int,
+        at: dict[str, list[dict[str, Any]]] | None = None,
+        transfer: dict[str, Any] | None = None,
     ) -> list[list[int]]:
-        """Answer the prompts; an aborted one keeps what it had. `at` names what happens when."""
+        """Answer the prompts; an aborted one keeps what it had. `at` names what happens when, `transfer` is a router's word."""
         self._names, self._answers = [], {}
         self._bind()
         for prompt in prompts:
-            self.add(prompt, output_tokens)
+            self.add(prompt, output_tokens, transfer)
         for when, acts in (at or {}).items():
             step, _, moment = when.partition(":")
             self._events[int(step), moment] = acts
@@ -178,9 +184,13 @@ class ScriptedEngine:
         for act in self._events.pop((self.steps - self._began, moment), []):
             getattr(self, act["do"])(**act.get("with", {}))
 
-    def add(self, prompt: list[int], output_tokens: int) -> str:
+    def waits(self) -> dict[str, list[float]]:
+        """How long requests waited, by vLLM's clock, and by the time of their first output."""
+        return self._waits
+
+    def add(self, prompt: list[int], output_tokens: int, transfer: dict[str, Any] | None = None) -> str:
         """One more request, of the `generate` that runs if one does."""
-        name = self._add(prompt, output_tokens)
+        name = self._add(prompt, output_tokens, transfer)
         self._names.append(name)
         self._answers[name] = []
         return name
@@ -326,13 +336,14 @@ class ScriptedEngine:
         assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         self.worker.discard()
 
-    def _add(self, prompt: list[int], output_tokens: int) -> str:
+    def _add(self, prompt: list[int], output_tokens: int, transfer: dict[str, Any] | None = None) -> str:
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
         name = f"request-{self._requests}"
         self._requests += 1
-        sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=output_tokens)
+        extra = {"kv_transfer_params": transfer} if transfer else None
+        sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=output_tokens, extra_args=extra)
         sampling.update_from_generation_config({}, None)
         self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self._hasher))
         return name
@@ -394,6 +405,9 @@ class ScriptedEngine:
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
             for one in outputs.outputs:
                 self._answers[one.request_id] += one.new_token_ids
+                if len(one.events or ()) > 1:
+                    queued, computed = one.events[0].timestamp, one.events[-1].timestamp
+                    self._waits[one.request_id] = [computed - queued, time.monotonic() - queued]
             stats = outputs.scheduler_stats
             if stats is not None and stats.connector_prefix_cache_stats is not None:
                 self.hits += stats.connector_prefix_cache_stats.hits

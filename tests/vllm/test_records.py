@@ -1,0 +1,121 @@
+"""Records of requests: a receiver gets each that was slow, and its parts are what the request has waited.
+
+Whatever a receiver does, requests go on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from stage import RESET, Stage, abort, block_count, by_load, generate, hit_tokens, metrics, prompt_of, wait_saved
+
+from pillion.config import Config
+from pillion.records import PARTS, QUEUE_MAX, Records
+from testkit import collector, ports, sidecar
+from testkit.waiting import wait_for
+
+KEPT, AWAITED = prompt_of(333, 1), prompt_of(290, 2)
+STEP_S, SLOW_MS = 0.3, 200
+TO_ANSWER = {"do_remote_prefill": True}
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.mark.parametrize("stage", ["scheduler"], indirect=True)
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_a_receiver_gets_what_slow_requests_waited_for(stage: Stage, load: str) -> None:
+    """A load in slow steps, a prompt that nobody computes, and a client that does not wait for it; not the quick one before."""
+    waits: dict[str, list[float]]
+    acts = [generate([KEPT], 1), wait_saved(block_count([KEPT], 1)), RESET, {"do": "slow_steps", "with": {"seconds": STEP_S}}]
+    acts += [generate([KEPT], 1), generate([AWAITED], 1, transfer=TO_ANSWER)]
+    acts += [generate([prompt_of(290, 3)], 1, transfer=TO_ANSWER, at={"2": abort(0)}), {"do": "waits"}]
+    with collector.collecting() as receiver, sidecar.serving(stage.directory, anonymous=True) as keeper:
+        told = {"pillion.record_otlp": receiver.url, "pillion.record_slow_ms": SLOW_MS, "pillion.record_every": 0}
+        [results] = stage.play(acts, *by_load(keeper, load, **told), metrics=metrics(keeper))
+        records = receiver.records()
+    waits = results[-1]["value"]
+    assert set(records) == {"request-1", "request-2", "request-3"}
+    for name, record in records.items():
+        parts = sum(record[f"pillion.{part}_ms"] for part in PARTS)
+        assert parts == pytest.approx(record["pillion.whole_ms"], abs=0.01)
+        if name in waits:
+            # A synchronous load ends with its step.
+            until_output = name == "request-1" and load == "sync"
+            assert parts == pytest.approx(waits[name][until_output] * 1e3, rel=0.05)
+    loaded, awaited, left = (records[f"request-{number}"] for number in (1, 2, 3))
+    hit = hit_tokens(len(KEPT))
+    assert loaded["pillion.hit_tokens"] == loaded["pillion.found.host"] == hit and loaded["pillion.load"] == load
+    assert loaded["pillion.copy_ms"] > 0.9 * loaded["pillion.whole_ms"] and loaded["pillion.tokens"] == len(KEPT)
+    assert awaited["pillion.producer_ms"] > 0.9 * awaited["pillion.whole_ms"] and awaited["pillion.hit_tokens"] == 0
+    assert (awaited["pillion.end"], left["pillion.end"]) == ("computed", "aborted")
+
+
+class Played:
+    """Records of requests that are computed at once."""
+
+    def __init__(self, url: str | None, every: int = 1) -> None:
+        config = Config(socket="none", record_every=every, record_slow_ms=3_600_000, record_otlp=url)
+        self.records = Records(config, "engine", 1)
+        self.ends: Counter[str] = Counter()
+
+    def play(self, count: int, **more: Any) -> None:
+        """So many requests."""
+        for number in range(count):
+            facts = {"num_tokens": 40, "kv_transfer_params": None, "status": SimpleNamespace(name="FINISHED_STOPPED")}
+            request: Any = SimpleNamespace(request_id=f"request-{number}", **facts, **more)
+            self.records.asks(request, 0)
+            self.records.asked(request, True, False)
+            self.records.finished(request)
+
+    def wait_ends(self, **ends: int) -> None:
+        """Until so many have ended, each so."""
+
+        def ended() -> bool:
+            self.ends.update(self.records.take_ends())
+            return self.ends == ends
+
+        wait_for(ended, f"records that end as {ends}")
+
+
+def test_one_of_so_many_is_a_line_of_the_log_and_a_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the client's trace, where vLLM hands that on."""
+    lines: list[str] = []
+    monkeypatch.setattr("pillion.records.logger.info", lambda text, *parts: lines.append(text % parts))
+    with collector.collecting() as receiver:
+        played = Played(receiver.url, every=3)
+        played.play(7, trace_headers={"traceparent": f"00-{TRACE}-{SPAN}-01"})
+        played.wait_ends(written=2)
+        played.records.close()
+    told = [json.loads(line.removeprefix("pillion request ")) for line in lines]
+    assert [one["request"] for one in told] == list(receiver.records()) == ["request-2", "request-5"]
+    assert {(span.trace_id.hex(), span.parent_span_id.hex()) for span in receiver.spans} == {(TRACE, SPAN)}
+    assert receiver.resource["service.name"] == "pillion" and receiver.resource["service.instance.id"] == "engine"
+
+
+@pytest.mark.parametrize("receiver", ["refuses", "is away"])
+def test_records_that_are_not_taken_are_counted(receiver: str) -> None:
+    """The reason is in the exporter's own line of the log."""
+    with collector.collecting(status=400) as refusing:
+        played = Played(refusing.url if receiver == "refuses" else f"http://127.0.0.1:{ports.free_port()}/v1/traces")
+        played.play(1)
+        played.wait_ends(refused=1)
+        played.records.close()
+
+
+def test_requests_do_not_wait_for_a_receiver() -> None:
+    """It answers once they have all gone on: what does not fit into the queue is dropped."""
+    with collector.collecting(silent=True) as receiver:
+        played = Played(receiver.url)
+        played.play(1)
+        # The thread holds the first.
+        wait_for(lambda: played.records._kept.empty(), "a record on its way")
+        played.play(QUEUE_MAX + 5)
+        assert not receiver.answers.is_set() and not receiver.spans
+        played.ends.update(played.records.take_ends())
+        assert played.ends == {"dropped": 5}
+        receiver.answers.set()
+        played.wait_ends(dropped=5, written=QUEUE_MAX + 1)
+        played.records.close()

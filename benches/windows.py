@@ -1,4 +1,4 @@
-"""What a model with windows beside full attention keeps of a real trace, by the connector's rule and the sidecar's policy.
+"""Bytes kept and tokens found of a model with windows beside full attention, when a sidecar plays a real trace.
 
     benches/run windows [--requests N]
 

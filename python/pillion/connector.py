@@ -300,7 +300,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.lingers
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What the engine gets of Pillion, whenever vLLM was told something else, where hits were found, and records' ends."""
+        """What is reported to vLLM's metrics; None if nothing has changed since the last report."""
         if self.role != KVConnectorRole.SCHEDULER:
             return None
         told: tuple[State, str] = (self._scheduler.state, "") if self._scheduler else ("out", self._out)

@@ -30,7 +30,7 @@ class Events:
         self._session, self._events = session, events
         # By key, the request that offered the block last, the block's place in it, and its hash.
         self._known: dict[bytes, tuple[Tracked, int, bytes]] = {}
-        # The same keys by offer, the oldest first, each with its request and the time at which the offer is forgotten.
+        # Offers, the oldest first: the time at which an offer is forgotten, its request, and its keys of `_known`.
         self._offered: deque[tuple[float, Tracked, list[bytes]]] = deque()
         # Hashes of the blocks that others were told of and whose key is another: those of adapters, by key and medium.
         self._hashes: dict[tuple[bytes, str], bytes] = {}

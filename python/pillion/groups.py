@@ -62,7 +62,7 @@ def reads(kv_cache_config: KVCacheConfig) -> int:
 
 
 def resuming(group: Group, kv_cache_config: KVCacheConfig, checkpoint_tokens: int) -> Resuming:
-    """What is saved of this group's blocks. A group that has no other is asked for all of them."""
+    """Which of the group's blocks are saved. An only group saves all of them, since its queries ask for all."""
     if not group.several:
         return Resuming()
     size = vllm_compat.block_tokens(kv_cache_config)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from pillion.spans import Spans
 
-# What a request waits for: the cache's answer; the same of a request whose prompt another engine computes, once that answer is
-# put off; room in the engine; its blocks; the step that computes it.
+# What a request waits for. query: the cache's answer; producer: that answer, once it was put off because another engine
+# computes the prompt; waiting: room in the engine; copy: the blocks; ready: the step that computes the request.
 Part = Literal["query", "producer", "waiting", "copy", "ready"]
 PARTS: tuple[Part, ...] = get_args(Part)
 # Records that wait for the thread: with more, a receiver is too slow for them.
@@ -47,7 +47,7 @@ class Record:
     request: Request
     # Of the prompt, and of what a preempted request had answered.
     tokens: int
-    # Those that vLLM had itself.
+    # Tokens of the prompt whose KV was in the cache of vLLM.
     computed_tokens: int
     part: Part = "query"
     since_s: float = field(default_factory=time.monotonic)
@@ -72,7 +72,7 @@ class Record:
         return sum(self.times_s.values())
 
     def told(self) -> dict[str, Any]:
-        """As it is written."""
+        """The fields of the log line and of the span; times are in milliseconds."""
         names = ("tokens", "computed_tokens", "hit_tokens", "found", "load", "end")
         told = {"request": self.request.request_id} | {name: getattr(self, name) for name in names}
         told["whole_ms"] = round(self.whole_s * 1e3, 3)
@@ -111,7 +111,7 @@ class Records:
         record.is_async = is_async
 
     def loads(self, request: Request, tokens: int, found: dict[Source, int]) -> None:
-        """So many tokens are loaded into blocks that vLLM has allocated."""
+        """A load of `tokens` tokens into blocks that vLLM has allocated has been planned."""
         if record := self._open.get(request.request_id):
             record.enter("copy")
             record.hit_tokens, record.found, record.load = tokens, found, "async" if record.is_async else "sync"
@@ -166,7 +166,7 @@ class Records:
     # --- what is kept ---
 
     def take_ends(self) -> dict[RecordEnd, int]:
-        """What became of kept records since the last call."""
+        """How many records were written, refused or dropped since the last call."""
         with self._lock:
             taken = dict(self._ends)
             self._ends.clear()

@@ -199,7 +199,8 @@ pub struct Welcome {
     /// What a person should read about this engine: why it shares nothing with one that it nearly could.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
-    /// The sidecar knows the flags of handovers: an APPEND that promises, a QUERY that awaits, a SAVE for another engine. Others end the session over them.
+    /// The sidecar knows the flags of handovers: an APPEND that promises, a QUERY that awaits, a SAVE for another engine. A sidecar
+    /// that does not know them ends the session over them.
     #[serde(default, skip_serializing_if = "is_false")]
     pub handover: bool,
 }

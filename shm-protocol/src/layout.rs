@@ -67,6 +67,8 @@ pub const HEADER_BYTES: usize = 4096;
 /// Milliseconds that a query may be pending at most: then it is answered with what is there. Who waits much longer had
 /// better computed.
 pub const QUERY_WAIT_MS_MAX: u32 = 2_000;
+/// The longest that a QUERY may wait for keys which another engine has promised, in milliseconds.
+pub const PROMISED_WAIT_MS_MAX: u32 = 30_000;
 
 /// Slots of the submission ring: 32 waiting requests of 8,192 keys need 32 x (22 APPEND + 2) = 768; the rest is room for
 /// a step that saves from 1,024 requests at once. Power of two.

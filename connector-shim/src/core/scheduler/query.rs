@@ -3,7 +3,7 @@
 use std::ops::Deref;
 use std::time::{Duration, Instant};
 
-use shm_protocol::layout::{OPERATIONS, QUERY_KEYS, QUERY_WAIT_MS_MAX};
+use shm_protocol::layout::{OPERATIONS, PROMISED_WAIT_MS_MAX, QUERY_KEYS, QUERY_WAIT_MS_MAX};
 use shm_protocol::message::{LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Outcome, Status};
 use shm_protocol::request::{Keys, Load, LoadFlags, Query, SchedulerRequest};
 use shm_protocol::source::Source;
@@ -23,9 +23,9 @@ pub const UNBOUND_WAIT: Duration = Duration::from_millis(200);
 /// How long a query may be pending. A sidecar answers within [`QUERY_WAIT_MS_MAX`], unless it is frozen; a second more than that is
 /// for one that waits for a core.
 const PENDING_MAX: Duration = Duration::from_millis(QUERY_WAIT_MS_MAX as u64 + 1000);
-/// The same of one that awaits another engine, whose sidecar is not frozen: 30 s for a prompt that waits its turn there, and as much
-/// more as above.
-const AWAITING_MAX: Duration = Duration::from_secs(33);
+/// How long a query may be pending that awaits another engine, while the sidecar's heartbeat moves: as long as the sidecar waits for
+/// what is promised, and [`PENDING_MAX`] more.
+const AWAITING_MAX: Duration = Duration::from_millis(PROMISED_WAIT_MS_MAX as u64).saturating_add(PENDING_MAX);
 /// Parts of a load at most: of the 4,096 operations that may be unanswered, a few long requests take no more than some.
 const PARTS_MAX: usize = 64;
 /// Answer of a query that the sidecar will know later.

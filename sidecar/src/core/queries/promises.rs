@@ -1,12 +1,10 @@
 //! Promises: an engine that computes prompts for others says which, long before it saves the first block.
 //!
 //! A promise lasts until its log is closed, and holds as long as its engine works. What is promised is waited for while it holds,
-//! [`PROMISED_MS`] at most: so a prompt may wait its turn at the engine that computes it.
+//! [`PROMISED_WAIT_MS_MAX`] at most: so a prompt may wait its turn at the engine that computes it.
 
 use super::{Base, Context, Queries, Question, SessionId};
 
-/// The longest that a question waits for what is promised.
-pub(super) const PROMISED_MS: u64 = 30_000;
 /// Prompts that an engine may have promised at once: as many as another one may await.
 const PROMISES_MAX: usize = 64;
 /// An engine of which nothing was seen for so long keeps no promise. A step that is longer is not worth waiting for.

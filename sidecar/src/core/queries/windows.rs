@@ -14,9 +14,8 @@
 
 use std::time::Duration;
 
-use shm_protocol::layout::QUERY_WAIT_MS_MAX;
+use shm_protocol::layout::{PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX};
 
-use super::promises::PROMISED_MS;
 use super::waits::Wait;
 use super::{Action, Base, Context, GROUP, Queries, Question, Scheduler, SessionId};
 use crate::clock::millis;
@@ -109,7 +108,7 @@ impl Window {
 
     /// What its question waits for is promised.
     fn extend(&mut self, now_ms: u64) {
-        self.most_ms = PROMISED_MS;
+        self.most_ms = PROMISED_WAIT_MS_MAX.into();
         self.renew(now_ms);
     }
 

@@ -174,6 +174,8 @@ class Engine:
         self._free = list(range(1, blocks + 1))
         shards, row = namespace.shards, namespace.block_bytes
         shard = row // shards
+        piece = pages.piece_bytes(namespace.form, shards)
+        self._shape = (row // piece, blocks + 1, piece)
         descriptor = os.memfd_create("pillion-engine", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, (blocks + 1) * row)
@@ -188,7 +190,10 @@ class Engine:
                     shard=rank,
                     shards=shards,
                     blocks=blocks + 1,
-                    regions=[(0, rank * shard, row, shard)],
+                    # Blocks of several shards are in one piece, which has the shards side by side.
+                    regions=[
+                        (0, at * (blocks + 1) * piece + rank * shard, piece, min(piece, shard)) for at in range(row // piece)
+                    ],
                     fds=[descriptor],
                     copy="engine",
                     facts=dict(namespace.facts),
@@ -212,21 +217,24 @@ class Engine:
 
     @cached_property
     def memory(self) -> Any:
-        """A row of bytes for each block, as an array; `read` and `write` know what is in them."""
+        """The blocks as an array of bytes, [pieces, blocks, bytes]; `read` and `write` know what is in them."""
         arrays = self._arrays
         if arrays is None:
             import numpy
 
             arrays = numpy
-        return arrays.frombuffer(self._map, dtype=arrays.uint8).reshape(-1, self.namespace.block_bytes)
+        return arrays.frombuffer(self._map, dtype=arrays.uint8).reshape(self._shape)
 
     def take(self, count: int) -> list[int]:
-        """So many blocks that nothing else uses."""
+        """So many blocks that nothing else uses: consecutive ones where there are, which `read` shows in place."""
         if count > len(self._free):
             raise EngineError(
                 f"{count} blocks are wanted and {len(self._free)} are free: free some, or make the engine with more"
             )
-        taken, self._free = self._free[:count], self._free[count:]
+        starts = (at for at in range(len(self._free) - count + 1) if self._free[at + count - 1] - self._free[at] == count - 1)
+        start = next(starts, 0) if count else 0
+        taken = self._free[start : start + count]
+        del self._free[start : start + count]
         return taken
 
     def free(self, ids: Sequence[int]) -> None:
@@ -234,7 +242,8 @@ class Engine:
         self._free = sorted({*self._free, *ids})
 
     def read(self, ids: Sequence[int], out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-        """K and V of blocks, [layers, heads, tokens, dim], in the first tokens of `out` or in memory of their own."""
+        """K and V of blocks, [layers, heads, tokens, dim], in the first tokens of `out`, or as `pages.read` gives them:
+        where that can be in place, so for as long as the blocks are the caller's."""
         return pages.read(self.memory, self.namespace.form, ids, self.namespace.shards, out)
 
     def write(self, ids: Sequence[int], k: Any, v: Any) -> None:

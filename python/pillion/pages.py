@@ -1,7 +1,10 @@
 """K and V of a block by strides: the fact `page_form` read, and blocks read and written by it. For engines other than vLLM.
 
-shm-protocol/PROTOCOL.md, section 1, defines the text. Memory is an array of bytes, one row for each block, of numpy or of
-torch; K and V are arrays of the same library. Neither is imported here, and vLLM is not either. The text is read in Rust.
+shm-protocol/PROTOCOL.md, section 1, defines the text. Memory is an array of bytes of numpy or of torch; K and V are arrays of
+the same library. Neither is imported here, and vLLM is not either. The text is read in Rust.
+
+Memory is [blocks, bytes], or [pieces, blocks, bytes]: all blocks' first pieces, then all blocks' second pieces. In pieces of
+the right size (`piece_bytes`) the tokens of consecutive blocks follow each other, and are read without a copy.
 """
 
 from __future__ import annotations
@@ -16,6 +19,10 @@ from typing import Any
 from pillion import _shim
 from pillion._shim import ITEM_BYTES
 
+# A copy of a shorter piece costs more by its call than by its bytes.
+PIECE_BYTES_MIN = 4096
+# Regions of a rank's memory that the protocol permits.
+PIECES_MAX = 1024
 # The axes of K and V in a page. One of length 1 does not show in the text.
 AXES = ("kv_heads", "kernel_blocks", "tokens")
 
@@ -92,39 +99,102 @@ def block_bytes(form: str, shards: int = 1) -> int:
     return shards * sum(page.layers * page.bytes for page in parse(form))
 
 
+def piece_bytes(form: str, shards: int = 1) -> int:
+    """The length of the pieces in which memory has most to show without a copy: such that the tokens of a piece are its
+    outermost axis. All of a block where there is none."""
+    whole = block_bytes(form, shards)
+    (page, *others) = parse(form)
+    if others or shards > 1 or page.kernel_block != page.tokens:
+        return whole
+    tokens = (place.strides.get("tokens", 0) * page.tokens * ITEM_BYTES[page.dtype] for place in (page.k, page.v))
+    fit = [size for size in tokens if size >= PIECE_BYTES_MIN and page.bytes % size == 0 and whole // size <= PIECES_MAX]
+    return max((size for size in fit if _in_pieces(page, size)), default=whole)
+
+
 def views(memory: Any, form: str, shards: int = 1) -> list[tuple[Any, Any]]:
     """K and V as they lie in `memory`, without a copy, for each run of like layers: [blocks, layers, shards, heads,
     kernel blocks, tokens, dim]. What is written there is in the block."""
     pages = parse(form)
-    blocks, row = memory.shape
+    pieces, blocks, piece = memory.shape if memory.ndim == 3 else (1, *memory.shape)
     shard_bytes = sum(page.layers * page.bytes for page in pages)
-    if row != shards * shard_bytes:
-        raise FormError(f"blocks of {row} bytes, and page_form has {shards} shards of {shard_bytes}: give each block a row")
+    if pieces * piece != shards * shard_bytes:
+        raise FormError(
+            f"blocks of {pieces * piece} bytes, and page_form has {shards} shards of {shard_bytes}: give each block a row"
+        )
     found, start = [], 0
     for page in pages:
         item = ITEM_BYTES[page.dtype]
-        if any(size % item for size in (start, row, shard_bytes)):
+        if any(size % item for size in (start, piece, shard_bytes)):
             raise FormError(f"{page.dtype} begins at byte {start} of a shard of {shard_bytes}: such layers cannot be viewed")
-        outer = [(blocks, row // item), (page.layers, page.bytes // item), (shards, shard_bytes // item)]
+        if pieces > 1 and (len(pages) > 1 or not _in_pieces(page, piece)):
+            raise FormError(
+                f"pieces of {piece} bytes part what the strides of page_form join: give memory in pieces of pages.piece_bytes"
+            )
+        outer = [(page.layers, page.bytes // item), (shards, shard_bytes // item)]
         both = []
         for place, content in ((page.k, "keys"), (page.v, "values")):
-            axes = [(length, place.strides.get(axis, 0)) for axis, length in page.shape(content).items()]
-            both.append(_strided(memory, page.dtype, start // item + place.offset, [*outer, *axes]))
+            axes = [*outer, *((length, place.strides.get(axis, 0)) for axis, length in page.shape(content).items())]
+            spread = [(length, _spread(stride, piece // item, blocks)) for length, stride in axes]
+            offset = _spread(start // item + place.offset, piece // item, blocks)
+            both.append(_strided(memory, page.dtype, offset, [(blocks, piece // item), *spread]))
         found.append((both[0], both[1]))
         start += page.layers * page.bytes
     return found
 
 
+def _in_pieces(page: Page, piece: int) -> bool:
+    """Whether each axis of K and V stays inside of pieces of so many bytes, or steps over whole ones."""
+    size = piece // ITEM_BYTES[page.dtype]
+    if page.bytes % piece:
+        return False
+    for place, content in ((page.k, "keys"), (page.v, "values")):
+        axes = [(length, place.strides.get(axis, 0)) for axis, length in page.shape(content).items()]
+        inside = sum((length - 1) * stride for length, stride in axes if stride < size)
+        if place.offset % size + inside >= size or any(stride % size for _, stride in axes if stride > size):
+            return False
+    return True
+
+
+def _spread(elements: int, piece: int, blocks: int) -> int:
+    """A distance inside of a block, in memory where each piece of it lies beside those of all blocks."""
+    return elements // piece * piece * blocks + elements % piece
+
+
 def read(memory: Any, form: str, ids: Sequence[int], shards: int = 1, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-    """K and V of blocks, one after the other, as [layers, heads, tokens, dim]: one copy. With `out`, into the first tokens of
-    two such arrays, which are returned; otherwise into memory of their own, which takes the system longer than the copy."""
+    """K and V of blocks, one after the other, as [layers, heads, tokens, dim].
+
+    Where they lie so, they are shown in place: what becomes of the blocks shows there. Otherwise they are copied once: into the
+    first tokens of the two such arrays `out`, which are returned, or into memory of their own, which takes the system longer.
+    """
     both = _only(views(memory, form, shards))
-    k, v = out or [_empty(view, (*_heads(view), len(ids) * _tokens(view), view.shape[-1])) for view in both]
-    for view, found in zip(both, (k, v), strict=True):
-        parts = _parts(found, view, len(ids))
-        for at, blocks in _runs(ids):
-            _blocks_first(parts[:, :, :, at])[:] = view[blocks]
+    if out is None:
+        k, v = (_shown(view, ids) if _in_place(view, ids) else _copied(view, ids) for view in both)
+    else:
+        k, v = (_copied(view, ids, given) for view, given in zip(both, out, strict=True))
     return k, v
+
+
+def _in_place(view: Any, ids: Sequence[int]) -> bool:
+    """Whether the tokens of these blocks are equally far from each other."""
+    _, _, shards, _, kernel_blocks, tokens, _ = view.shape
+    strides = _strides(view)
+    consecutive = len(list(_runs(ids))) == 1
+    return consecutive and shards == kernel_blocks == 1 and (len(ids) == 1 or strides[0] == tokens * strides[5])
+
+
+def _shown(view: Any, ids: Sequence[int]) -> Any:
+    """Consecutive blocks that are `_in_place`, as [layers, heads, tokens, dim]."""
+    blocks = view[ids[0] : ids[0] + len(ids)]
+    return _ordered(blocks, (1, 2, 3, 0, 4, 5, 6)).reshape(*_heads(view), len(ids) * _tokens(view), view.shape[-1])
+
+
+def _copied(view: Any, ids: Sequence[int], out: Any = None) -> Any:
+    """Blocks in the first tokens of `out`, or in memory of their own."""
+    found = _fresh(view, len(ids)) if out is None else out
+    parts = _parts(found, view, len(ids))
+    for at, blocks in _runs(ids):
+        _blocks_first(parts[:, :, :, at])[:] = view[blocks]
+    return found
 
 
 def write(memory: Any, form: str, ids: Sequence[int], k: Any, v: Any, shards: int = 1) -> None:
@@ -160,6 +230,19 @@ def _tokens(view: Any) -> int:
     return int(prod(view.shape[4:6]))
 
 
+def _fresh(view: Any, blocks: int) -> Any:
+    """Memory for so many blocks, [layers, heads, tokens, dim]. What is side by side in a block, tokens or dim, is so there."""
+    tokens, dim = blocks * _tokens(view), view.shape[-1]
+    *_, token, element = _strides(view)
+    if element > token > 0:
+        return _empty(view, (*_heads(view), dim, tokens)).swapaxes(2, 3)
+    return _empty(view, (*_heads(view), tokens, dim))
+
+
+def _strides(view: Any) -> Any:
+    return view.stride() if callable(getattr(view, "stride", None)) else view.strides
+
+
 def _empty(like: Any, shape: tuple[int, ...]) -> Any:
     """An array of its library and type. numpy asks for large pages of memory and torch does not, so its are faster to fill."""
     if not hasattr(like, "new_empty"):
@@ -173,8 +256,11 @@ def _empty(like: Any, shape: tuple[int, ...]) -> Any:
 
 def _blocks_first(parts: Any) -> Any:
     """[layers, shards, heads, blocks, ...] with the blocks first."""
-    axes = (3, 0, 1, 2, 4, 5, 6)
-    return parts.permute(axes) if hasattr(parts, "permute") else parts.transpose(axes)
+    return _ordered(parts, (3, 0, 1, 2, 4, 5, 6))
+
+
+def _ordered(array: Any, axes: tuple[int, ...]) -> Any:
+    return array.permute(axes) if hasattr(array, "permute") else array.transpose(axes)
 
 
 def _runs(ids: Sequence[int]) -> Iterator[tuple[slice, slice]]:

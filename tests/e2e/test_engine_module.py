@@ -89,6 +89,31 @@ def test_what_one_engine_saves_another_one_loads(tmp_path: Path) -> None:
             assert small.load(PROMPT) == []
 
 
+def test_consecutive_blocks_are_read_where_they_were_loaded(tmp_path: Path) -> None:
+    """Pieces of 8 KiB, a head's tokens each: K and V of one engine's blocks are those that another one saved elsewhere."""
+    dim, blocks = 32, 6
+    form = f"layers=2 tokens=32 kv_heads=2 keys={dim} values={dim} dtype=float32 k=kv_heads*2048+tokens*64+keys "
+    facts = dict(namespace().facts) | {
+        "page_form": f"{form}v=32+kv_heads*2048+tokens*64+values packing=none",
+        "block_tokens": "32",
+    }
+    space, tokens = Namespace("", facts, 2 * 2 * 2048 * 4), list(range(blocks * 32))
+    k, v = numpy.random.default_rng(1).standard_normal((2, 2, 2, len(tokens), dim), dtype=numpy.float32)
+    with sidecar.serving(tmp_path) as keeper:
+        with Engine(keeper.socket, "p", space, 16) as first:
+            scattered = first.take(12)[::2]
+            first.write(scattered, k, v)
+            assert first.save(tokens, scattered) == blocks
+        with Engine(keeper.socket, "d", space, 16) as second:
+            assert second.memory.shape == (4, 17, 8192)
+            second.free(second.take(5)[:4:2])
+            ids = second.load(tokens)
+            assert ids == list(range(6, 6 + blocks)), "consecutive ones, behind a gap that is too short"
+            for found, right in zip(second.read(ids), (k, v), strict=True):
+                assert numpy.array_equal(found, right)
+                assert numpy.may_share_memory(found, second.memory)
+
+
 def test_later_blocks_are_saved_beside_those_that_were_loaded(tmp_path: Path) -> None:
     """As a decoder keeps its answer."""
     with sidecar.serving(tmp_path) as keeper, Engine(keeper.socket, "e", namespace(), 32) as ours:

@@ -40,7 +40,7 @@ def prompt(seed: int, blocks: int = 16) -> list[int]:
 def save(engine: Engine, tokens: list[int], value: float = 1.0, handover: bool = False) -> int:
     """Saves all of a prompt's blocks, in which each number is `value`; how many are kept then."""
     ids = engine.take(len(tokens) // TOKENS)
-    engine.memory[ids] = numpy.full(BLOCK_BYTES // 4, value, numpy.float32).view(numpy.uint8)
+    engine.memory[:, ids] = numpy.full(engine.memory.shape[-1] // 4, value, numpy.float32).view(numpy.uint8)
     kept = engine.save(tokens, ids, handover=handover)
     engine.free(ids)
     return kept

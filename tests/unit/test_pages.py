@@ -52,6 +52,40 @@ def test_every_layout_is_read_and_written_exactly(layout: str, dtype: torch.dtyp
     assert not written[[4, 6]].any(), "no other block is touched"
 
 
+# Elements of a piece by layout: all tokens of a head, or of all heads where these lie beside each other.
+PIECES = {"LBHNC": TOKENS * (KEYS + VALUES), "LHBNC": TOKENS * (KEYS + VALUES), "LBNHC": TOKENS * HEADS * (KEYS + VALUES)}
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+@pytest.mark.parametrize("layout", PIECES)
+def test_consecutive_blocks_are_shown_in_place(layout: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    logical, form, rows = blocks_of(layout)
+    monkeypatch.setattr(pages, "PIECE_BYTES_MIN", 1)
+    piece = pages.piece_bytes(form)
+    assert piece == 4 * PIECES[layout]
+    memory = rows.view(BLOCKS, -1, piece).transpose(0, 1).contiguous()
+    given = memory if library == "torch" else memory.numpy()
+    for ids, in_place in (([2, 3, 4], True), ([6], True), (IDS, False)):
+        found = pages.read(given, form, ids)
+        assert all(torch.equal(torch.as_tensor(part), right) for part, right in zip(found, expected(logical, ids), strict=True))
+        assert [numpy.may_share_memory(numpy.asarray(part), memory.numpy()) for part in found] == [in_place] * 2
+    written = torch.zeros_like(memory)
+    pages.write(written, form, IDS, *expected(logical, IDS))
+    assert torch.equal(written[:, IDS], memory[:, IDS])
+    assert not written[:, [4, 6]].any(), "no other block is touched"
+    with pytest.raises(FormError, match="piece_bytes"):
+        pages.views(memory.view(-1, BLOCKS, piece // 16).contiguous(), form)
+
+
+def test_where_no_piece_serves_blocks_have_rows() -> None:
+    _, form, _ = blocks_of("LBHNC")
+    whole = pages.block_bytes(form)
+    assert pages.piece_bytes(form) == whole, "pieces would be too short"
+    assert pages.piece_bytes(form, shards=2) == 2 * whole
+    keys_apart = "layers=3000 tokens=32 kv_heads=2 keys=64 values=64 dtype=float32 k=kv_heads*4096+tokens*128+keys "
+    assert pages.piece_bytes(f"{keys_apart}v=64+kv_heads*4096+tokens*128+values packing=none") == 3000 * 32 * 2 * 128 * 4
+
+
 @pytest.mark.parametrize("library", ["torch", "numpy"])
 def test_blocks_are_read_into_memory_that_a_decoder_has(library: str) -> None:
     """Longer than what is read, and not contiguous, as a cache for several requests is."""

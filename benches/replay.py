@@ -35,8 +35,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from benches import rig
-from benches.gpu import rig as gpu
-from benches.gpu import trace
+from benches.gpu import models, trace
 from pillion.connector import PillionConnector
 from pillion.scheduler import Scheduler as SchedulerRole
 from pillion.vllm_compat import KVConnectorRole
@@ -74,7 +73,7 @@ class Engine:
     """vLLM's scheduler and the connector's two roles, in a time of their own."""
 
     def __init__(self, directory: Path, socket: Path) -> None:
-        model = gpu.write_model(directory / "model", gpu.TINY)
+        model = models.write(directory / "model", models.TINY)
         extra = {"pillion.socket": str(socket), "pillion.model_id": "replay", "pillion.query_timeout_us": rig.BUDGET_US}
         transfer = {"kv_connector": "PillionConnector", "kv_connector_module_path": "pillion.connector", "kv_role": "kv_both"}
         sizes = trace.SIZES["full"]
@@ -231,7 +230,7 @@ def main() -> None:
     parser.add_argument("--room", type=int, action="append", metavar="BLOCKS", help="repeatable [20320, 40640, 80000]")
     rooms = parser.parse_args().room or ROOMS
     os.environ.setdefault("PYTHONHASHSEED", "0")
-    arrivals = trace.arrivals(trace.SIZES["full"], gpu.TINY["vocab_size"])
+    arrivals = trace.arrivals(trace.SIZES["full"], models.TINY["vocab_size"])
     rooms_found = {}
     for room in rooms:
         with tempfile.TemporaryDirectory() as directory, rig.sidecar(dram(room)) as keeper:

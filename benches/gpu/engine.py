@@ -77,16 +77,18 @@ def seed_weights(model: Any, shape: dict[str, int], calm: bool = False) -> None:
     with torch.no_grad():
         for index, (name, weight) in enumerate(sorted(model.named_parameters())):
             generator = torch.Generator(device=weight.device).manual_seed(index)
-            kind = name.split(".")[-2]
+            *_, kind, leaf = name.split(".")
             if "norm" in kind:
                 weight.fill_(1.0)
-            elif kind == "embed_tokens":
+            elif leaf == "sinks" or leaf.endswith("bias"):
+                weight.zero_()
+            elif kind in ("embed_tokens", "embedding"):
                 weight.normal_(0.0, 1.0, generator=generator)
             elif kind == "qkv_proj":
                 weight[:qk_rows].normal_(0.0, 1.6 / math.sqrt(hidden), generator=generator)
                 weight[qk_rows:].normal_(0.0, 2.0 / math.sqrt(hidden), generator=generator)
             else:
-                weight.normal_(0.0, scales[kind] / math.sqrt(weight.shape[-1]), generator=generator)
+                weight.normal_(0.0, scales.get(kind, 1.0) / math.sqrt(weight.shape[-1]), generator=generator)
 
 
 def register_loader(shape: dict[str, int], calm: bool = False) -> None:
@@ -236,7 +238,11 @@ class Engine:
     def _blocks_of(self, request_id: str) -> list[int]:
         # vLLM adds a random suffix to ids.
         internal = next((r for r in self._scheduler.requests if r.startswith(f"{request_id}-")), None)
-        return list(self._scheduler.kv_cache_manager.get_block_ids(internal)[0]) if internal else []
+        if internal is None:
+            return []
+        groups = self._scheduler.kv_cache_manager.get_block_ids(internal)
+        # A window's blocks behind it are block 0.
+        return list(max(groups, key=lambda blocks: sum(map(bool, blocks))))
 
     def ask_all(self, prompts: list[list[int]], max_tokens: list[int]) -> list[Answer]:
         """All requests at once."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benches.gpu import rig
+from benches.gpu import models, rig
 from testkit import metrics
 from testkit.ports import free_port
 from testkit.server import Server, fetch
@@ -89,7 +89,7 @@ def run(bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder:
     """Every mode in turn; one that fails is said and the others go on."""
     options.logs = options.logs or folder
     options.logs.mkdir(parents=True, exist_ok=True)
-    model = rig.write_model(folder / "model", rig.shape(options))
+    model = models.write(folder / "model", rig.shape(options))
     write_tokenizer(model, rig.shape(options)["vocab_size"])
     results: rig.Results = {}
     for mode in modes:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from benches.gpu import rig
+from benches.gpu import models, rig
 from testkit.child import python, python_path
 
 SMALL = {
@@ -40,7 +40,7 @@ DEEP = {
     "head_dim": 128,
     "vocab_size": 32_000,
 }
-SHAPES = {"8b": rig.LLAMA_8B, "deep": DEEP, "small": SMALL, "tiny": rig.TINY}
+SHAPES = {"8b": models.SHAPES["llama-8b"], "deep": DEEP, "small": SMALL, "tiny": models.TINY}
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
 
@@ -213,7 +213,7 @@ def run(cases: list[Case], options: argparse.Namespace, folder: Path) -> dict[st
     """Every case; how each ended, and what it found in short."""
     for model in {case.model for case in cases}:
         if not (folder / model).exists():
-            rig.write_model(folder / model, SHAPES[model])
+            models.write(folder / model, SHAPES[model])
     waiting, running, results = list(cases), list[Running](), dict[str, Any]()
     begun = time.monotonic()
     while waiting or running:

@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benches.gpu import rig
+from benches.gpu import models, rig
 from benches.gpu.engine import Answer, Engine
 from benches.gpu.ttft import OUTPUT_TOKENS, UNCHECKED, engine_settings, reloads
 from testkit.ports import free_port
@@ -74,7 +74,7 @@ def run(_bench: rig.Bench, options: argparse.Namespace, _modes: list[str], folde
     """The owner, then each other mode beside the owner's sidecar."""
     options.logs = options.logs or folder
     options.logs.mkdir(parents=True, exist_ok=True)
-    model = rig.write_model(folder / "model", rig.shape(options))
+    model = models.write(folder / "model", rig.shape(options))
     children = {mode: rig.EngineProcess("peers", mode, options, options.logs / f"peers-{mode}.log") for mode in POLICIES}
     owner, reader = (f"127.0.0.1:{free_port()}" for _ in range(2))
     results: rig.Results = {}

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benches.gpu import engine as engines
+from benches.gpu import models
 from testkit.child import Child, Parent, python
 from testkit.ports import free_port
 from testkit.server import READY_WATCHDOG_S, Server
@@ -47,25 +48,6 @@ LMCACHE = {"LMCACHE_TRACK_USAGE": "false"}
 # So many lines of a failed mode's log are reported: an exception, and the one that caused it.
 FAILED_LINES = 30
 
-# Llama-3.1-8B, and a shape that vLLM's CPU build runs in seconds.
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-}
-TINY = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 512,
-}
 # Batch sizes whose CUDA graphs are captured: one request's decode, a reload's last block, and the benchmarks' batches.
 GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64)
 BLOCK_TOKENS = 16
@@ -98,6 +80,9 @@ def arguments(bench: Bench) -> argparse.Namespace:
     parser.add_argument("--binary", help="the sidecar's binary")
     parser.add_argument("--pillion", action="append", default=[], metavar="KEY=VALUE", help="as load=sync; repeatable")
     parser.add_argument("--serve", action="append", default=[], metavar="OPTION", help="more of `pillion serve`; repeatable")
+    parser.add_argument(
+        "--model", choices=models.SHAPES, default="llama-8b", help="whose shape is measured (default: llama-8b)"
+    )
     parser.add_argument("--graphs", action="store_true", help="torch.compile and CUDA graphs (otherwise eager)")
     parser.add_argument("--fragment", action="store_true", help="scatter the device's free blocks first")
     parser.add_argument("--invariant", action="store_true", help="vLLM's batch-invariant kernels: slow, for checking tokens")
@@ -162,7 +147,7 @@ def measure_all(bench: Bench, options: argparse.Namespace, modes: list[str], fol
     """Every mode in turn; one that fails is said and the others go on."""
     logs = options.logs or folder
     logs.mkdir(parents=True, exist_ok=True)
-    model = write_model(folder / "model", shape(options))
+    model = models.write(folder / "model", shape(options))
     children: dict[str, EngineProcess] = {}
     results: dict[str, Any] = {}
     reference = json.loads(options.against.read_text()) if options.against else None
@@ -253,18 +238,7 @@ def environment(options: argparse.Namespace, mode: str) -> dict[str, str]:
 
 def shape(options: argparse.Namespace) -> dict[str, int]:
     """The model that is measured."""
-    return TINY if options.tiny else LLAMA_8B
-
-
-def write_model(folder: Path, dimensions: dict[str, int]) -> Path:
-    """A folder with a config.json and nothing else: the weights are made on the device."""
-    folder.mkdir()
-    config: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **dimensions}
-    config |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu"}
-    config |= {"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "torch_dtype": "bfloat16"}
-    config |= {"bos_token_id": 1, "eos_token_id": 2, "use_cache": True}
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    return folder
+    return models.tiny(options.model) if options.tiny else models.SHAPES[options.model]
 
 
 # === Servers ===

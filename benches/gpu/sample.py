@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benches.gpu import rig
+from benches.gpu import models, rig
 from benches.gpu.engine import Engine
 
 AGAIN = 20
@@ -78,11 +78,11 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model, on vLLM's CPU build too")
     options = parser.parse_args()
     os.environ |= rig.environment(argparse.Namespace(invariant=False, tiny=options.tiny), "none")
-    shape = rig.TINY if options.tiny else rig.LLAMA_8B
+    shape = models.tiny("llama-8b") if options.tiny else models.SHAPES["llama-8b"]
     settings = {"enforce_eager": True, "max_model_len": 4096, "kv_cache_memory_bytes": 64 << 20 if options.tiny else rig.GIB}
     settings["block_size"] = rig.BLOCK_TOKENS_TINY if options.tiny else rig.BLOCK_TOKENS
     with tempfile.TemporaryDirectory(prefix="pillion-sample-") as folder:
-        model = rig.write_model(Path(folder) / "model", shape)
+        model = models.write(Path(folder) / "model", shape)
         engine = Engine({"model": str(model), **settings}, shape, rig.say)
         line = {"bench": "gpu/sample", **measure(engine), "facts": engine.facts()}
     print(json.dumps(line), flush=True)

@@ -39,7 +39,8 @@ test-long: setup-tests ## what CI has no time for: many seeds, this release agai
 	$(PYTEST) tests/skew
 	@scripts/setup engines
 	$(PYTEST) tests/engines tests/e2e/test_windows.py
-	PLAYS=48 $(PYTEST) tests/vllm/test_storm.py
+	PLAYS=48 SET_STEPS=1000000 $(PYTEST) tests/vllm/test_storm.py
+	FAILED_LOADS=1000 $(PYTEST) tests/vllm/test_half_loads.py
 	CASES=100000 $(PYTEST) tests/vllm/test_serve.py
 	HANDOVERS=200 $(PYTEST) tests/e2e/test_handover.py
 	$(MAKE) sim RUNS=20000

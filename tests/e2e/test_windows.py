@@ -162,6 +162,39 @@ def test_loads_of_groups_that_fail(options: engine.Options, tmp_path: Path, rank
             running.exit()
 
 
+def test_loads_that_one_rank_lacks_of_one_group(options: engine.Options, tmp_path: Path) -> None:
+    """Of each rank and each group in turn; the other rank, and the other groups, load all of theirs."""
+    shape = model.write(tmp_path / "model", model.TINY_WINDOWS)
+    spoiled, ranks, groups = tmp_path / "spoiled", 2, 3
+    spoiled.mkdir()
+    at, done = spoiled / "next", spoiled / "done"
+    at.write_text("")
+    with sidecar.serving(tmp_path) as keeper:
+        connected = dataclasses.replace(
+            options,
+            model=shape,
+            socket=keeper.socket,
+            tensor_parallel=ranks,
+            multiprocess=True,
+            connector="testkit.spoiling_connector",
+            variables={"PILLION_TEST_SPOILED": str(spoiled)},
+        )
+        with engine.running(connected, tmp_path / "engine.log") as running:
+            cold, local = _ask(running), _ask(running)
+            _wait_until_quiet(keeper)
+            for failed in range(FAILED_ROUNDS):
+                assert running.reset_prefix_cache()
+                at.write_text(f"{failed % ranks} {failed % groups}")
+                assert _all(_ask(running), "tokens") == _all(cold, "tokens")
+                assert len(done.read_text().split()) == (failed + 1) * len(PROMPTS)
+            at.write_text("")
+            assert running.reset_prefix_cache()
+            warm = _ask(running)
+            assert _all(warm, "tokens") == _all(cold, "tokens")
+            assert _all(warm, "logprobs") == _all(local, "logprobs")
+            running.exit()
+
+
 def test_windows_in_all_layers(options: engine.Options, tmp_path: Path) -> None:
     """vLLM frees the blocks before a window, and those of a hit are not loaded."""
     shape = model.write(tmp_path / "model", model.TINY_ALL_WINDOWS)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import Any
 
 import pytest
-from stage import RELEASES, Stage, by_load, metrics
+from stage import RELEASES, SCHEDULERS, Stage, by_load, metrics
 
 from testkit import sidecar
 
 # Plays of each test, more of them in `make test-long`; no two tests play the same seed.
 PLAYS = int(os.environ.get("PLAYS", "4"))
-# Few plays may load nothing: new weights void what was saved, and what vLLM's cache keeps beyond them is not saved again.
-SPARE = range(1_000_000, 1_000_016)
+# Seeds of an engine. It plays more of them than it must, until it has loaded: new weights void what was saved, and what vLLM's
+# cache keeps beyond them is not saved again.
+SEEDS = 1_000
 STEPS = 60
+# Steps of several cache groups, of all tests together, and those after which another engine goes on.
+SET_STEPS, SET_STEPS_OF_ENGINE = int(os.environ.get("SET_STEPS", "10000")), 4_000
 CHANCES = {"arrive": 0.4, "abort": 0.06, "reset": 0.03, "replace_weights": 0.02}
 # A frozen sidecar costs an engine whose loads it copies two seconds a load, the deadline.
 FREEZE = {"engine": 0.03, "sidecar": 0.002}
@@ -34,36 +38,49 @@ KINDS: dict[str, dict[str, Any]] = {
     "set": {"kind": "set", "window": 50, "blocks": 48},
     "set-of-sizes": {"kind": "set", "window": 50, "larger": 2, "blocks": 34},
 }
+SET_TESTS = sum(KINDS[kind]["kind"] == "set" for _, _, kind in PATHS) * len(RELEASES) * len(SCHEDULERS)
+ALONE = "PILLION_SEED" in os.environ
 
 
-def _seeds(stage: Stage, path: tuple[str, str, str]) -> list[int]:
+def _first_seed(stage: Stage, path: tuple[str, str, str]) -> int:
     """PILLION_SEED=n plays one alone, to look at a failure again."""
-    if "PILLION_SEED" in os.environ:
-        return [int(os.environ["PILLION_SEED"])]
+    if ALONE:
+        return int(os.environ["PILLION_SEED"])
     number = (RELEASES.index(stage.release) * 2 + stage.async_scheduling) * len(PATHS) + PATHS.index(path)
-    return list(range(number * PLAYS, (number + 1) * PLAYS))
+    # No test needs a thousand engines.
+    return number * SEEDS * 1000
 
 
 @pytest.mark.parametrize(("load", "copy", "kind"), PATHS)
 def test_random_plays(stage: Stage, load: str, copy: str, kind: str) -> None:
     """Preemption, reuse, aborts at every moment, new weights, failed loads and a freezing sidecar, in any order."""
-    seeds = _seeds(stage, (load, copy, kind))
-    alone = "PILLION_SEED" in os.environ
-    spare = [] if alone else list(SPARE)
+    several = KINDS[kind]["kind"] == "set"
+    least = -(-SET_STEPS // SET_TESTS) if several and not ALONE else 0
     chances = CHANCES | {"freeze": FREEZE[copy]}
     if load == "async" or kind != "full":
         # vLLM cannot undo a synchronous load.
         chances["spoil"] = 0.1
+    total: Counter[str] = Counter()
+    first = _first_seed(stage, (load, copy, kind))
     # Smaller than what the plays save: the sidecar evicts too.
     with sidecar.serving(stage.directory, dram="8MiB") as keeper:
-        storm = {"seeds": seeds, "spare": spare, "steps": STEPS, "chances": chances, "pid": keeper.pid}
         (connector,) = by_load(keeper, load, **SETTINGS, **{"pillion.copy": copy})
-        acts = [{"do": "storm", "with": storm}]
-        ((result,),) = stage.play(acts, connector, metrics=metrics(keeper), max_model_len=320, **KINDS[kind])
-        assert result["value"] == {"seeds": len(seeds)}
+        while not total["steps"] or total["steps"] < least:
+            known = [first] if ALONE else list(range(first, first + SEEDS))
+            seeds, spare = known[:PLAYS], known[PLAYS:]
+            storm = {"seeds": seeds, "spare": spare, "steps": STEPS, "chances": chances, "pid": keeper.pid}
+            acts = [{"do": "storm", "with": storm | {"least": min(least - total["steps"], SET_STEPS_OF_ENGINE)}}]
+            ((result,),) = stage.play(acts, connector, metrics=metrics(keeper), max_model_len=320, **KINDS[kind])
+            assert result.pop("value") == {"seeds": len(seeds)}
+            total.update({name: result[name] for name in ("steps", "hits", "preemptions", "crossings", "null_blocks")})
+            first += SEEDS
         found = keeper.metrics()
-        assert found["pillion_checks_differing_total"] == 0
-        if not alone:
-            assert result["preemptions"] > 0 and result["hits"] > 0
-            # The standing check computes a part of a hit again, and does not look at sets.
-            assert (found["pillion_checks_total"] > 0) == (KINDS[kind]["kind"] != "set")
+    assert found["pillion_checks_differing_total"] == 0
+    if ALONE:
+        return
+    assert total["preemptions"] > 0 and total["hits"] > 0
+    # The standing check computes a part of a hit again, and does not look at sets.
+    assert (found["pillion_checks_total"] > 0) != several
+    if several:
+        # Blocks went from one group to another, and there were null blocks before windows.
+        assert total["steps"] >= least and total["crossings"] > least / 10 and total["null_blocks"] > 0, total

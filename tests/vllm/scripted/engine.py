@@ -29,6 +29,8 @@ BIND_S = 0.2
 IDLE_STEP_S = 0.001
 # Watchdog: no scenario needs nearly as many steps.
 STEPS_MAX = 20_000
+# A load that ends so many steps after the one that it began in is late.
+LATE_STEPS = 3
 # The states of threads that obey a signal; a zombie's are gone.
 GONE_STATES = {"SIGSTOP": {"T"}, "SIGKILL": {"Z", "X"}}
 # How a block of a save ends, as the shim counts it.
@@ -108,8 +110,10 @@ class ScriptedEngine:
         self._events: dict[tuple[int, str], list[dict[str, Any]]] = {}
         # Asynchronous loads of each request, told to the worker less reported as ended.
         self._loading: collections.Counter[str] = collections.Counter()
+        # In which step the last of each began.
+        self._loads_begun: dict[str, int] = {}
         self._began = 0
-        self.hits = self.preemptions = self.steps = self.failed_blocks = self.failed_requests = 0
+        self.hits = self.preemptions = self.steps = self.failed_blocks = self.failed_requests = self.late_loads = 0
         # Hit tokens by where they were found: vLLM's counts, and what Pillion's metrics are told.
         self.found: collections.Counter[str] = collections.Counter()
         self.told: collections.Counter[str] = collections.Counter()
@@ -139,8 +143,9 @@ class ScriptedEngine:
 
     def counts(self) -> dict[str, int]:
         """What tests look at, so far."""
-        names = ("hits", "failed_blocks", "failed_requests", "preemptions")
-        return {name: getattr(self, name) for name in names} | {"wrong": self.worker.wrong.total()}
+        names = ("hits", "failed_blocks", "failed_requests", "late_loads", "preemptions", "steps")
+        of_worker = {name: getattr(self.worker, name) for name in ("crossings", "null_blocks")}
+        return {name: getattr(self, name) for name in names} | of_worker | {"wrong": self.worker.wrong.total()}
 
     def generate(
         self,
@@ -207,9 +212,9 @@ class ScriptedEngine:
         """Forgets what has not happened."""
         self._events.clear()
 
-    def storm(self, seeds: list[int], spare: list[int], steps: int, chances: dict[str, float], pid: int) -> dict[str, Any]:
+    def storm(self, **more: Any) -> dict[str, Any]:
         """Random plays: see `storm.py`."""
-        return storm.play(self, seeds, spare, steps, chances, pid)
+        return storm.play(self, **more)
 
     def abort(self, index: int) -> None:
         """The client of a request is gone; nothing if the request has ended."""
@@ -390,7 +395,9 @@ class ScriptedEngine:
     def _begin_loads(self, metadata: Any) -> None:
         # The loads of a set's groups are one.
         planned = [load for group in _groups(metadata) for load in group.loads + group.lost]
-        self._loading.update({name for name, _, sync in planned if not sync})
+        begun = {name for name, _, sync in planned if not sync}
+        self._loading.update(begun)
+        self._loads_begun |= dict.fromkeys(begun, self.steps)
 
     def _end_loads(self, output: Any) -> None:
         if output is None:
@@ -399,6 +406,7 @@ class ScriptedEngine:
         self.failed_requests += len(output.failed_recving)
         for name in output.finished_recving or ():
             self._loading[name] -= 1
+            self.late_loads += self.steps - self._loads_begun.pop(name) >= LATE_STEPS
             assert self._loading[name] >= 0, f"the load of {name} was reported as ended twice"
 
     def _finish_step(self, scheduled: Any, output: Any) -> None:

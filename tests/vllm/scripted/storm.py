@@ -142,11 +142,12 @@ class Storm:
 
 
 def play(
-    engine: ScriptedEngine, seeds: list[int], spare: list[int], steps: int, chances: dict[str, float], pid: int
+    engine: ScriptedEngine, seeds: list[int], spare: list[int], steps: int, least: int, chances: dict[str, float], pid: int
 ) -> dict[str, Any]:
-    """Plays every seed, and spare ones until there are preemptions and hits; the first that fails is named."""
+    """Plays every seed, so many steps of each, and spare ones until there are preemptions and hits, and the least of all
+    steps; the first that fails is named."""
     for number, seed in enumerate([*seeds, *spare]):
-        if number >= len(seeds) and engine.hits >= HITS_LEAST and engine.preemptions:
+        if number >= len(seeds) and engine.hits >= HITS_LEAST and engine.preemptions and engine.steps >= least:
             break
         try:
             Storm(engine, seed, chances, pid).play(steps)

@@ -8,7 +8,9 @@ change the tokens, as in a real model; and what a layer writes after a layer bef
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -57,10 +59,16 @@ class Prefix:
         return self if tokens >= len(self.tokens) else Prefix(self.tokens[:tokens], self._weights)
 
 
+@functools.cache
+def channels(layer: int, count: int) -> np.ndarray:
+    """A number for each of a layer's channels."""
+    numbers: np.ndarray = (np.arange(count, dtype=np.uint64) + np.uint64(layer * count + 1)) * CONTENT_MULTIPLIER
+    return numbers
+
+
 def page_content(digests: list[int], layer: int, heads: int, width: int) -> np.ndarray:
     """What the KV of these positions must hold: [positions, heads, width] of 16 bits."""
-    channel = np.arange(heads * width, dtype=np.uint64) + np.uint64(layer * heads * width + 1)
-    mixed = np.array(digests, dtype=np.uint64)[:, None] * CONTENT_MULTIPLIER ^ channel * CONTENT_MULTIPLIER
+    mixed: np.ndarray = np.array(digests, dtype=np.uint64)[:, None] * CONTENT_MULTIPLIER ^ channels(layer, heads * width)
     mixed *= CONTENT_MULTIPLIER
     # The top bits of a product are its best mixed ones.
     return (mixed >> np.uint64(48)).astype(np.uint16).view(np.int16).reshape(len(digests), heads, width)
@@ -127,6 +135,9 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         self.weights = 0
         # Positions that were read and were not right, by request.
         self.wrong: collections.Counter[str] = collections.Counter()
+        # The group that had each block last, blocks that went from one group to another, and null blocks in block tables.
+        self._owners: dict[int, int] = {}
+        self.crossings = self.null_blocks = 0
         self.connector = KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.WORKER, kv_cache_config)
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         self.connector.register_kv_caches(self.kv)
@@ -187,6 +198,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             self._prefixes[new.req_id] = Prefix(new.prefill_token_ids or new.prompt_token_ids, self.weights)
             self._prompt_tokens[new.req_id] = len(new.prompt_token_ids)
             self._blocks[new.req_id] = [list(ids) for ids in new.block_ids]
+            self._count(new.block_ids)
             starts[new.req_id] = new.num_computed_tokens
         cached = step.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
@@ -194,6 +206,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             kept = self._prompt_tokens[name] + cached.num_output_tokens[index]
             self._prefixes[name] = self._prefixes[name].head(kept)
             blocks = cached.new_block_ids[index]
+            self._count(blocks or ())
             if name in cached.resumed_req_ids:
                 self._blocks[name] = [list(ids) for ids in blocks]
             elif blocks is not None:
@@ -202,11 +215,19 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             starts[name] = cached.num_computed_tokens[index]
         return starts
 
+    def _count(self, ids: Iterable[list[int]]) -> None:
+        """Blocks that a step gives to a request, by group."""
+        for group, blocks in enumerate(ids):
+            owned = [block for block in blocks if block]
+            self.null_blocks += len(blocks) - len(owned)
+            self.crossings += sum(self._owners.get(block, group) != group for block in owned)
+            self._owners.update(dict.fromkeys(owned, group))
+
     def _forward(self, step: Any, starts: dict[str, int]) -> dict[str, list[int]]:
         ends = {name: starts[name] + count for name, count in step.num_scheduled_tokens.items()}
         bad: dict[str, set[int]] = {name: set() for name in ends}
         for layer, (layer_name, kv) in enumerate(self.kv.items()):
-            pages, group = kv.view(torch.int16), self._groups[layer_name]
+            pages, group = kv.view(torch.int16).numpy(), self._groups[layer_name]
             # vLLM's attention writes the step's new KV, then lets the connector wait, then reads.
             for name, end in ends.items():
                 self._write(pages, layer, (name, group), starts[name], end, bool(bad[name]))
@@ -226,21 +247,27 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         prefix.extend([next_token(read)])
         return [prefix.tokens[-1]]
 
-    def _places(self, of: tuple[str, int], first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = np.arange(first, end)
+    def _runs(self, of: tuple[str, int], first: int, end: int) -> Iterator[tuple[int, int, int, slice]]:
+        """Of each block that holds some of these positions: itself, the first and the end of them, and their rows in it."""
         name, group = of
-        table = np.array(self._blocks[name][group])[positions // self._block_tokens[group]]
-        assert table.all(), "vLLM's null block holds nobody's KV"
-        return torch.from_numpy(table), torch.from_numpy(positions % self._block_tokens[group])
+        blocks, tokens = self._blocks[name][group], self._block_tokens[group]
+        for place in range(first // tokens, -(-end // tokens)):
+            begin, stop = max(first, place * tokens), min(end, (place + 1) * tokens)
+            assert blocks[place], "vLLM's null block holds nobody's KV"
+            yield blocks[place], begin, stop, slice(begin - place * tokens, stop - place * tokens)
 
-    def _write(self, pages: torch.Tensor, layer: int, of: tuple[str, int], first: int, end: int, spoiled: bool) -> None:
-        blocks, rows = self._places(of, first, end)
-        content = self._prefixes[of[0]].pages(layer, pages.shape[1], pages.shape[3], end)[first:]
-        # What is computed upon wrong KV is wrong.
-        pages[blocks, :, rows] = torch.from_numpy(~content if spoiled else content)
+    def _write(self, pages: np.ndarray, layer: int, of: tuple[str, int], first: int, end: int, spoiled: bool) -> None:
+        content = self._prefixes[of[0]].pages(layer, pages.shape[1], pages.shape[3], end)
+        for block, begin, stop, rows in self._runs(of, first, end):
+            its = content[begin:stop].swapaxes(0, 1)
+            # What is computed upon wrong KV is wrong.
+            pages[block, :, rows] = ~its if spoiled else its
 
-    def _differing(self, pages: torch.Tensor, layer: int, of: tuple[str, int], first: int, end: int) -> set[int]:
-        blocks, rows = self._places(of, first, end)
-        content = torch.from_numpy(self._prefixes[of[0]].pages(layer, pages.shape[1], pages.shape[3], end)[first:])
-        equal = (pages[blocks, :, rows] == content).all(dim=2).all(dim=1)
-        return {first + place for place in torch.nonzero(~equal).flatten().tolist()}
+    def _differing(self, pages: np.ndarray, layer: int, of: tuple[str, int], first: int, end: int) -> set[int]:
+        content = self._prefixes[of[0]].pages(layer, pages.shape[1], pages.shape[3], end)
+        differing: set[int] = set()
+        for block, begin, stop, rows in self._runs(of, first, end):
+            differs = pages[block, :, rows] != content[begin:stop].swapaxes(0, 1)
+            if differs.any():
+                differing.update((begin + np.flatnonzero(differs.any(axis=(0, 2)))).tolist())
+        return differing

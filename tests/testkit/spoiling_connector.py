@@ -1,0 +1,36 @@
+"""Pillion's connector, of which one rank's loads of one cache group fail: their plans name generations that no slot has.
+
+vLLM imports it in every process of the engine. PILLION_TEST_SPOILED is a folder: its file `next` names a rank and a group, and
+for each request whose load fails there is a line in `done`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+from pillion import vllm_compat, worker
+from pillion.connector import PillionConnector
+from testkit import plan
+
+__all__ = ["PillionConnector"]
+
+SPOILED = Path(os.environ["PILLION_TEST_SPOILED"])
+LOAD = worker.Worker.load
+
+
+@functools.wraps(LOAD)
+def loading(self: Any, *arguments: Any) -> None:
+    """Before the group's loads begin."""
+    metadata = self._metadata
+    here = f"{vllm_compat.rank(self._vllm_config)} {self._group.number}"
+    if metadata is not None and metadata.loads and (SPOILED / "next").read_text() == here:
+        with (SPOILED / "done").open("a") as done:
+            done.writelines(f"{request}\n" for request in dict.fromkeys(request for request, _, _ in metadata.loads))
+        metadata.loads = [(request, plan.outdated(planned), sync) for request, planned, sync in metadata.loads]
+    LOAD(self, *arguments)
+
+
+worker.Worker.load = loading  # type: ignore[assignment, method-assign]

@@ -1,4 +1,4 @@
-"""What the benchmarks of the SSD tier share: the Rust half, which drives a log of `tiers` without a sidecar."""
+"""What the benchmarks of the SSD tier share: the Rust half, which drives the tier as `pillion bench disk` does."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def build() -> Path:
-    """The executable of tiers/benches/ssd.rs."""
-    command = ["cargo", "bench", "--quiet", "--package", "tiers", "--bench", "ssd", "--no-run", "--message-format=json"]
+    """The executable of sidecar/benches/ssd.rs."""
+    command = ["cargo", "bench", "--quiet", "--package", "sidecar", "--bench", "ssd", "--no-run", "--message-format=json"]
     built = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    found = [json.loads(line).get("executable") for line in built.stdout.splitlines()]
-    return Path([path for path in found if path][-1])
+    messages = [json.loads(line) for line in built.stdout.splitlines()]
+    # The binary `pillion` is built with it.
+    [found] = [said["executable"] for said in messages if said.get("executable") and said["target"]["kind"] == ["bench"]]
+    return Path(found)
 
 
 def run(executable: Path, log: Path, log_bytes: int, *loads: str) -> dict[str, float]:

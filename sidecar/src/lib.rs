@@ -3,7 +3,8 @@
 //! Job: decide ([`core`], pure), and carry decisions out: sessions over shared memory ([`session`]), in the order of a
 //! [`turn`] that [`runtime`] takes, the handshake ([`listener`], [`greeter`], [`refusals`]), the namespaces seen ([`catalog`]), copies ([`copiers`]) and the memory that GPUs
 //! copy from ([`pinning`], [`numa`]), checksums of a pool file ([`checksums`]), the disks behind the pool ([`disks`]), the pods beside this one ([`peers`]), metrics and health ([`metrics`], [`admin`], [`heartbeat`],
-//! [`progress`], [`quotas`]), life and death ([`server`], [`wake`], [`error`], [`reserve`]), what keeps it from working ([`doctor`]), keys
+//! [`progress`], [`quotas`]), life and death ([`server`], [`wake`], [`error`], [`reserve`]), what keeps it from working ([`doctor`]), what the machine
+//! gives ([`bench`]), keys
 //! for who asks without an engine ([`keys`]), what an engine must state ([`facts`]), pods with sidecars ([`inject`]), and a list of all options
 //! ([`reference`]). The binary `pillion` is this library behind a command line.
 //!
@@ -14,6 +15,7 @@
 #![forbid(unsafe_code)]
 
 pub mod admin;
+pub mod bench;
 pub mod catalog;
 pub mod checksums;
 pub mod clock;

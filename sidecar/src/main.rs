@@ -18,7 +18,7 @@ use sidecar::doctor;
 use sidecar::error::StartError;
 use sidecar::logging::{self, LogLevel};
 use sidecar::server::Server;
-use sidecar::{ctl, facts, inject, route, top};
+use sidecar::{bench, ctl, facts, inject, route, top};
 use tokio::sync::oneshot;
 
 /// Copies in flight may take this long after SIGTERM: 30 GiB/s move any engine's step in a fraction of it, and
@@ -63,6 +63,8 @@ enum Command {
     Doctor(Box<doctor::Options>),
     /// Show what a running sidecar does, as it does it: tiers, hits, transfers, engines, peers. q ends it.
     Top(top::Options),
+    /// Measure what this machine gives, and how near Pillion comes to it; see docs/capacity.md.
+    Bench(bench::Options),
     /// Print the release and the protocol version.
     Version,
     /// Print what the commands take, as JSON: scripts/options makes docs/options.md of it.
@@ -134,6 +136,10 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Doctor(options) => Ok(examine(&options)),
         Command::Top(options) => {
             top::show(&options, print_answer)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Bench(options) => {
+            print_answer(&bench::run(&options)?);
             Ok(ExitCode::SUCCESS)
         }
         Command::Version => {

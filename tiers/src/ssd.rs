@@ -9,6 +9,7 @@ mod format;
 mod location;
 mod log;
 mod opened;
+pub mod raw;
 mod recovery;
 
 use std::fmt;

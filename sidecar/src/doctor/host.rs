@@ -198,19 +198,26 @@ fn sidecar(path: &Path) -> Finding {
     }
 }
 
-/// Says hello as an engine does, and waits for the answer: the kernel takes connections for a data thread that stands still.
-fn greet(socket: &OwnedFd, shown: &str) -> Finding {
-    let bad = |text, remedy: &str| Finding::bad(Level::Fail, SIDECAR, text, remedy);
-    let restart = "its data thread stands still: look at its log and restart it";
-    let hello = Hello::new("pillion doctor".into(), 1, Role::Scheduler { run: [0; 16] });
+/// Says hello as an engine does, and waits for the answer: the kernel takes connections for a data thread that stands still. `None`
+/// where nothing comes; a reply that this release does not know is none.
+pub(crate) fn hello(socket: &OwnedFd, engine: &str) -> Option<(Option<Reply>, Vec<OwnedFd>)> {
+    let hello = Hello::new(engine.into(), 1, Role::Scheduler { run: [0; 16] });
     let hello = handshake::encode_hello(&hello, 0).expect("a hello within its rules");
     let sent = transport::send(socket, &hello, &[]);
     let mut ready = [PollFd::new(socket, PollFlags::IN)];
     let answered = sent.and_then(|()| rustix::event::poll(&mut ready, Some(&ANSWER_TIME_MAX)));
-    if !matches!(answered, Ok(1..)) {
+    matches!(answered, Ok(1..)).then(|| {
+        let (record, descriptors) = transport::receive(socket).unwrap_or_default();
+        (handshake::decode_reply(&record).ok(), descriptors)
+    })
+}
+
+fn greet(socket: &OwnedFd, shown: &str) -> Finding {
+    let bad = |text, remedy: &str| Finding::bad(Level::Fail, SIDECAR, text, remedy);
+    let restart = "its data thread stands still: look at its log and restart it";
+    let Some((reply, _)) = hello(socket, "pillion doctor") else {
         return bad(format!("a sidecar listens on {shown} and does not answer"), restart);
-    }
-    let reply = transport::receive(socket).ok().and_then(|(reply, _)| handshake::decode_reply(&reply).ok());
+    };
     match reply {
         Some(Reply::Welcome(welcome)) => {
             Finding::ok(SIDECAR, format!("a sidecar of release {} answers on {shown}", welcome.release))

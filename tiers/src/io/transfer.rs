@@ -7,7 +7,7 @@ pub(crate) const TRANSFERS_MAX: usize = 256;
 
 /// Which way bytes go.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum Direction {
+pub enum Direction {
     Read,
     Write,
 }

@@ -1,0 +1,169 @@
+//! `pillion bench`: what this machine gives at most, and how near Pillion comes to it.
+//!
+//! A limit and Pillion's own figure are measured in turns, with the same sizes and as many at a time.
+
+pub mod copy;
+pub mod disk;
+pub mod ring;
+pub mod tier;
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+
+use clap::{Args, Subcommand};
+use rustix::fs::MemfdFlags;
+use rustix::io::Errno;
+use serde_json::{Map, Value, json};
+use shm_protocol::region::{Access, Region};
+use thiserror::Error;
+
+/// Times that each figure is measured; the median counts.
+const ROUNDS: usize = 3;
+const GIB: f64 = (1u64 << 30) as f64;
+
+/// Options of `pillion bench`.
+#[derive(Args, Clone, Debug)]
+pub struct Options {
+    /// Print one line of JSON
+    #[arg(long, global = true)]
+    pub json: bool,
+    #[command(subcommand)]
+    pub what: What,
+}
+
+/// What is measured, each with options of its own.
+#[derive(Clone, Debug, Subcommand)]
+pub enum What {
+    /// Measure a disk: direct I/O alone, and blocks through the SSD tier. Nothing stays on the disk.
+    Disk(disk::Options),
+    /// Measure copies in memory: memcpy, and blocks between an engine's memory and the pool.
+    Copy(copy::Options),
+    /// Measure the way of a question to a running sidecar and back.
+    Ring(ring::Options),
+}
+
+/// A benchmark that was not run to its end.
+#[derive(Debug, Error)]
+pub enum BenchError {
+    #[error(transparent)]
+    Tier(#[from] tiers::Error),
+    #[error("--{option} {value}: {problem}")]
+    Option { option: &'static str, value: String, problem: String },
+    #[error("no memory for {bytes} bytes: {source}: lower --size")]
+    Memory { bytes: u64, source: Errno },
+    #[error("{what}: {problem}")]
+    Failed { what: &'static str, problem: String },
+}
+
+/// Figures by name, in the order in which they are shown.
+#[derive(Debug)]
+pub struct Figures(Vec<(String, Value)>);
+
+// === impl BenchError ===
+
+impl BenchError {
+    fn option(option: &'static str, value: impl ToString, problem: &str) -> Self {
+        Self::Option { option, value: value.to_string(), problem: problem.into() }
+    }
+
+    fn failed(what: &'static str, problem: impl Into<String>) -> Self {
+        Self::Failed { what, problem: problem.into() }
+    }
+}
+
+// === impl Figures ===
+
+impl Figures {
+    fn new(bench: &str) -> Self {
+        Self(vec![("bench".into(), bench.into())])
+    }
+
+    fn add(&mut self, name: impl Into<String>, value: impl Into<Value>) {
+        self.0.push((name.into(), value.into()));
+    }
+
+    /// The medians of a limit and of Pillion's own, in GiB/s, and the second as a part of the first.
+    fn compare(&mut self, name: &str, limit: (&str, &mut [f64]), own: (&str, &mut [f64])) {
+        let (most, reached) = (median(limit.1), median(own.1));
+        self.add(format!("{}_{name}_gib_s", limit.0), rounded(most));
+        self.add(format!("{}_{name}_gib_s", own.0), rounded(reached));
+        self.add(format!("{name}_ratio"), rounded(reached / most));
+    }
+
+    fn line(self) -> String {
+        format!("{}\n", Value::Object(self.0.into_iter().collect::<Map<_, _>>()))
+    }
+
+    fn table(self) -> String {
+        let width = self.0.iter().map(|(name, _)| name.len()).max().unwrap_or_default();
+        self.0.iter().fold(String::new(), |mut text, (name, value)| {
+            let shown = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            let _ = writeln!(text, "{name:width$}  {shown}");
+            text
+        })
+    }
+}
+
+fn rounded(value: f64) -> Value {
+    json!((value * 1e3).round() / 1e3)
+}
+
+/// The value that so large a part of the others does not exceed.
+fn part(values: &mut [f64], part: f64) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let last = values.len().saturating_sub(1) as f64;
+    values.get((last * part) as usize).copied().unwrap_or_default()
+}
+
+fn median(values: &mut [f64]) -> f64 {
+    part(values, 0.5)
+}
+
+/// Memory as the pool's is, with other bytes in each word.
+fn memory(bytes: u64) -> Result<(std::os::fd::OwnedFd, Arc<Region>), BenchError> {
+    let mapped = || {
+        let fd = rustix::fs::memfd_create("pillion-bench", MemfdFlags::CLOEXEC)?;
+        rustix::fs::ftruncate(&fd, bytes)?;
+        let region = Region::map(std::os::fd::AsFd::as_fd(&fd), bytes as usize, Access::ReadWrite)?;
+        Ok((fd, Arc::new(region)))
+    };
+    let (fd, region) = mapped().map_err(|source| BenchError::Memory { bytes, source })?;
+    let mut random = Random(1);
+    for word in region.words64(0, (bytes / 8) as usize) {
+        word.store(random.word(), std::sync::atomic::Ordering::Relaxed);
+    }
+    Ok((fd, region))
+}
+
+/// Runs it; what is to be printed.
+pub fn run(options: &Options) -> Result<String, BenchError> {
+    let figures = match &options.what {
+        What::Disk(options) => disk::measure(options)?,
+        What::Copy(options) => copy::measure(options)?,
+        What::Ring(options) => ring::measure(options)?,
+    };
+    Ok(if options.json { figures.line() } else { figures.table() })
+}
+
+/// Random numbers of which the seed is the state: splitmix64.
+#[derive(Copy, Clone, Debug)]
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn word(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// The numbers of a range, each once.
+    pub fn shuffled(&mut self, numbers: std::ops::Range<u64>) -> Vec<u64> {
+        let mut order: Vec<u64> = numbers.collect();
+        for at in (1..order.len()).rev() {
+            order.swap(at, (self.word() % (at as u64 + 1)) as usize);
+        }
+        order
+    }
+}

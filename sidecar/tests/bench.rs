@@ -1,0 +1,93 @@
+//! `pillion bench`, in small.
+
+mod client;
+
+use std::path::Path;
+
+use client::pillion;
+use client::sidecar::Sidecar;
+use serde_json::Value;
+
+/// The last line of a benchmark that was run to its end.
+fn line(arguments: &[&str]) -> Value {
+    let ended = pillion(&[&["bench"], arguments, &["--json"]].concat());
+    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+    serde_json::from_str(String::from_utf8(ended.stdout).unwrap().lines().last().unwrap()).unwrap()
+}
+
+/// What it says of itself when it was not run.
+fn refusal(arguments: &[&str]) -> String {
+    let ended = pillion(&[&["bench"], arguments].concat());
+    assert!(!ended.status.success());
+    String::from_utf8(ended.stderr).unwrap()
+}
+
+fn expect_positive(line: &Value, names: &[&str]) {
+    for name in names {
+        assert!(line[name].as_f64().is_some_and(|value| value > 0.0), "{name} in {line}");
+    }
+}
+
+/// On the disk of the build: what is in memory has no direct I/O.
+fn on_disk() -> tempfile::TempDir {
+    tempfile::tempdir_in(Path::new(env!("CARGO_BIN_EXE_pillion")).parent().unwrap()).unwrap()
+}
+
+#[test]
+fn a_disk_is_measured_by_both_means_and_nothing_stays_on_it() {
+    let folder = on_disk();
+    let path = folder.path().to_str().unwrap();
+    for io in ["auto", "threads"] {
+        let small = ["disk", "--path", path, "--size", "8MiB", "--block-size", "256KiB", "--ssd-io", io];
+        let line = line(&small);
+        assert_eq!(line["bench"], "disk");
+        assert!(io == "auto" || line["io"] == io, "{line}");
+        let names =
+            ["raw_write_gib_s", "tier_write_gib_s", "write_ratio", "raw_read_gib_s", "tier_read_gib_s"];
+        expect_positive(&line, &names);
+        assert_eq!(std::fs::read_dir(path).unwrap().count(), 0);
+    }
+    let too_large = refusal(&["disk", "--path", path, "--size", "900TiB"]);
+    assert!(too_large.contains("lower its size"), "{too_large}");
+    assert_eq!(std::fs::read_dir(path).unwrap().count(), 0);
+}
+
+#[test]
+fn copies_are_measured_in_threads() {
+    let line = line(&["copy", "--size", "4MiB", "--block-size", "1MiB", "--threads", "2"]);
+    assert_eq!((&line["bench"], &line["threads"]), (&"copy".into(), &2.into()));
+    expect_positive(&line, &["memcpy_gib_s", "save_gib_s", "load_gib_s", "save_ratio", "load_ratio"]);
+}
+
+#[test]
+fn a_running_sidecar_answers_through_the_ring() {
+    let folder = tempfile::tempdir().unwrap();
+    let _sidecar = Sidecar::start(folder.path(), &[&"--dram", &"64MiB"]);
+    let socket = folder.path().join("p.sock");
+    let line = line(&["ring", "--socket", socket.to_str().unwrap(), "--count", "100"]);
+    expect_positive(&line, &["word_us", "query_us", "query_p99_us", "query_asleep_us"]);
+}
+
+#[test]
+fn a_table_is_for_people() {
+    let ended = pillion(&["bench", "copy", "--size", "1MiB", "--block-size", "64KiB"]);
+    let text = String::from_utf8(ended.stdout).unwrap();
+    assert!(text.starts_with("bench         copy\nthreads       2\n"), "{text}");
+}
+
+#[test]
+fn every_refusal_names_the_remedy() {
+    let absent = ["ring", "--socket", "/nonexistent/p.sock"];
+    for (arguments, remedy) in [
+        (&absent[..], "pillion serve --socket /nonexistent/p.sock"),
+        (&["disk", "--path", "/nonexistent"], "name one on the disk"),
+        (&["disk", "--path", "/dev/shm"], "pass a path on a disk"),
+        (&["disk", "--path", "/", "--block-size", "5KiB"], "whole pages"),
+        (&["disk", "--path", "/", "--size", "1MiB"], "--block-size"),
+        (&["copy", "--threads", "0"], "1 to 256"),
+        (&["copy", "--size", "1MiB"], "for each thread"),
+    ] {
+        let said = refusal(arguments);
+        assert!(said.contains(remedy), "{arguments:?}: {said}");
+    }
+}

@@ -1,0 +1,86 @@
+//! What the means of this tier move on a device at most: its transfers alone, without a log, checksums or jobs.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use rustix::event::EventfdFlags;
+use shm_protocol::region::Region;
+
+use super::format::SUPER_BYTES;
+use super::{Backend, Opened};
+use crate::io::buf::Blocks;
+use crate::io::carrier::Carrier;
+pub use crate::io::transfer::Direction;
+use crate::io::transfer::{Memory, TRANSFERS_MAX, Transfer};
+
+/// Transfers of one device. What they write leaves no log that could be read.
+pub struct Raw {
+    carrier: Carrier,
+    /// Bytes behind the first MiB, which is left as it is.
+    bytes: u64,
+}
+
+// === impl Raw ===
+
+impl Raw {
+    /// With the backend that is wanted, else what the kernel allows; transfers move bytes of `pool`.
+    pub fn new(opened: Opened, pool: &Arc<Region>, wanted: Option<Backend>) -> io::Result<Self> {
+        let wake: OwnedFd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let bytes = opened.layout.segment_bytes * u64::from(opened.layout.segments);
+        let carrier = Carrier::new(wanted, opened.fd, Arc::new(wake), Blocks::new(Arc::clone(pool)))?;
+        Ok(Self { carrier, bytes })
+    }
+
+    /// What moves the bytes.
+    pub fn backend(&self) -> Backend {
+        self.carrier.backend()
+    }
+
+    /// Blocks of a size that the device has room for.
+    pub fn blocks(&self, block_bytes: u32) -> u64 {
+        self.bytes / u64::from(block_bytes)
+    }
+
+    /// Moves these blocks, each between its place and a slot of the pool, of which there are so many from `offset` on. Returns when
+    /// all have been moved, or one was not.
+    pub fn run(
+        &mut self,
+        direction: Direction,
+        block_bytes: u32,
+        (offset, slots): (u64, u64),
+        blocks: &[u64],
+    ) -> io::Result<()> {
+        let slots = slots.min(TRANSFERS_MAX as u64);
+        let mut free: Vec<u64> = (0..slots).map(|slot| offset + slot * u64::from(block_bytes)).collect();
+        let (mut left, mut open, mut result) = (blocks.iter(), 0, Ok(()));
+        loop {
+            while result.is_ok()
+                && let Some(slot) = free.pop()
+                && let Some(block) = left.next()
+            {
+                let at = SUPER_BYTES + block * u64::from(block_bytes);
+                let memory = Memory::Pool(slot);
+                let transfer = Transfer { token: slot, direction, at, memory, len: block_bytes, moved: 0 };
+                self.carrier.push(transfer).map_err(|_| io::Error::other("too many transfers"))?;
+                open += 1;
+            }
+            if open == 0 {
+                return result;
+            }
+            self.carrier.wait(None)?;
+            while let Some((transfer, moved)) = self.carrier.reap() {
+                open -= 1;
+                free.push(transfer.token);
+                match moved {
+                    Ok(moved) if moved == transfer.len => {}
+                    Ok(moved) => {
+                        result =
+                            Err(io::Error::other(format!("{moved} of {} bytes were moved", transfer.len)));
+                    }
+                    Err(errno) => result = Err(errno.into()),
+                }
+            }
+        }
+    }
+}

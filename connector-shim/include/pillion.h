@@ -815,7 +815,7 @@ enum PillionStatus pillion_scheduler_end_step(const struct PillionScheduler *sch
 
 /**
  * Says that another engine computes the blocks of this log, or is about to: its queries are unknown (-1) until these are kept, or
- * until that is not worth waiting for, 2 s at most. Before the log's first query. Of no effect on a sidecar of an older release.
+ * until that is not worth waiting for: 2 s at most, and 30 s while the other engine has promised them and works. Before the log's first query. Of no effect on a sidecar of an older release.
  */
 enum PillionStatus pillion_scheduler_await(const struct PillionScheduler *scheduler,
                                            int64_t log);
@@ -826,6 +826,15 @@ enum PillionStatus pillion_scheduler_await(const struct PillionScheduler *schedu
  */
 enum PillionStatus pillion_scheduler_hand_over(const struct PillionScheduler *scheduler,
                                                int64_t log);
+
+/**
+ * Says that this engine is about to compute the blocks of this log: an engine that awaits them waits until this log is closed, 30 s
+ * at most, while this engine calls, or begins or ends a step, at least every 5 s. 64 logs of an engine count at once. What is saved
+ * of it is handed over. As soon as the request has come, after open and before the log's first append. Of no effect on a sidecar of
+ * an older release.
+ */
+enum PillionStatus pillion_scheduler_promise(const struct PillionScheduler *scheduler,
+                                             int64_t log);
 
 /**
  * Shows a rank's KV memory to the sidecar, or leaves that to the background while none is there. Fails where the

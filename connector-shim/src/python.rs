@@ -161,6 +161,10 @@ impl SchedulerSession {
         self.0.with(|session| session.hand_over(log))
     }
 
+    fn promise(&self, log: i64) -> PyResult<()> {
+        self.0.enter(|session| Ok(session.promise(log)?))
+    }
+
     fn hint(&self, log: i64, start: u32, count: u32) -> PyResult<()> {
         self.0.with(|session| session.hint(log, start, count))
     }

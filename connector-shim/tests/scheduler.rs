@@ -294,16 +294,18 @@ fn what_a_living_sidecar_never_answers_is_a_miss_after_33_s() {
 }
 
 #[test]
-fn the_keys_of_what_is_handed_over_are_promised_to_a_sidecar_that_knows_of_it() {
+fn what_is_promised_is_told_with_its_keys_to_a_sidecar_that_knows_of_it() {
     for knows in [true, false] {
         let mut peer = Peer::new(1);
         peer.handover = knows;
         let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
-        for (awaits, hands_over) in [(false, false), (false, true), (true, true)] {
+        for (awaits, promises) in [(false, false), (false, true), (true, true)] {
             let log = scheduler.open(None);
             awaits.then(|| scheduler.await_producer(log));
-            hands_over.then(|| scheduler.hand_over(log));
+            promises.then(|| scheduler.promise(log).expect("no keys yet"));
             append(&mut scheduler, log, 4);
+            let late = scheduler.promise(log).expect_err("they were told without it");
+            assert!(late.to_string().contains("promise before the first append"), "{late}");
         }
         scheduler.end_step();
         let appends = served.drain_kind(Kind::Append);

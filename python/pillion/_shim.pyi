@@ -73,6 +73,9 @@ class SchedulerSession:
         until that is not worth waiting for."""
     def hand_over(self, log: int) -> None:
         """Another engine will load the keys of `log`: what is saved of it from now on is kept for that."""
+    def promise(self, log: int) -> None:
+        """This engine computes the keys of `log`, which has none yet, for another one: that waits until this log is closed,
+        while this engine works. What is saved of it is handed over."""
     def hint(self, log: int, start: int, count: int) -> None:
         """Tells that keys `start..start + count` will be asked for soon; awaits nothing."""
     def query(self, log: int, start: int, count: int) -> int:

@@ -29,6 +29,8 @@ from pillion.pages import FormError
 CONTROL_PATIENCE_S = 10.0
 # A question whose blocks come from another pod or a disk is answered within the longest that the protocol lets it be pending.
 QUERY_PATIENCE_S = 2.5
+# What another engine has promised is answered within 33 s, also by a sidecar that is frozen.
+AWAITING_PATIENCE_S = 34.0
 # Blocks are copied at some GB/s; a sidecar that has not taken them by then does not.
 SAVE_PATIENCE_S = 20.0
 TURN_S = 0.0005
@@ -268,12 +270,13 @@ class Engine:
     def load(self, tokens: Sequence[int], awaits: bool = False) -> list[int]:
         """Blocks, taken for it, that hold the KV of the first tokens: as many as are kept, and there is room for.
 
-        `awaits`: another engine computes these tokens, or is about to. The call waits for that, for some seconds at most.
+        `awaits`: another engine computes these tokens, or is about to. The call waits for that: 2 s at most, and 30 s while the
+        other engine has promised them (`promise`) and works.
         """
         with self._log(tokens) as (log, count):
             if awaits:
                 self._scheduler.await_producer(log)
-            hits = self._hits(log, min(count, len(self._free)))
+            hits = self._hits(log, min(count, len(self._free)), AWAITING_PATIENCE_S if awaits else QUERY_PATIENCE_S)
             if not hits:
                 return []
             ids = self.take(hits)
@@ -284,6 +287,17 @@ class Engine:
         good = next((at for at, block in enumerate(ids) if block in failed), len(ids))
         self.free(ids[good:])
         return ids[:good]
+
+    @contextmanager
+    def promise(self, tokens: Sequence[int]) -> Iterator[None]:
+        """While this lasts, who awaits these tokens' blocks waits for them: they are computed and saved within.
+
+        For as soon as the request has come. Any call shows that the engine works, such as `save` of a part with `handover`: the
+        promise holds while there is one at least every 5 s, and for 30 s. 64 of an engine count at once.
+        """
+        with self._log(tokens, promised=True):
+            self._turn()
+            yield
 
     def save(self, tokens: Sequence[int], ids: Sequence[int], first: int = 0, handover: bool = False) -> int:
         """Offers blocks that hold the KV of these tokens' full blocks from the `first` on, and waits until that is done.
@@ -357,10 +371,12 @@ class Engine:
         self.close()
 
     @contextmanager
-    def _log(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def _log(self, tokens: Sequence[int], promised: bool = False) -> Iterator[tuple[int, int]]:
         """A log of these tokens' keys and how many it has: none without a sidecar."""
         self._turn()
         log = self._scheduler.open()
+        if promised:
+            self._scheduler.promise(log)
         try:
             yield log, self._scheduler.append(log, self.keys(tokens), 0) if log >= 0 else 0
         finally:
@@ -368,10 +384,10 @@ class Engine:
                 self._scheduler.close(log)
             self._turn()
 
-    def _hits(self, log: int, count: int) -> int:
+    def _hits(self, log: int, count: int, patience_s: float = QUERY_PATIENCE_S) -> int:
         if not count:
             return 0
-        until = time.monotonic() + QUERY_PATIENCE_S
+        until = time.monotonic() + patience_s
         while (hits := self._scheduler.query(log, 0, count)) < 0 and time.monotonic() < until:
             time.sleep(TURN_S)
             self._turn()

@@ -169,7 +169,7 @@ class Requests:
             if handover.awaits(tracked.request):
                 session.await_producer(tracked.log)
             if handover.hands_over(tracked.request):
-                session.hand_over(tracked.log)
+                session.promise(tracked.log)
             tracked.generation = session.generation
             tracked.appended = tracked.saved = 0
             tracked.hit = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ FORM = (
 )
 PROMPT = list(range(100, 100 + 5 * TOKENS + 3))
 BLOCKS = len(PROMPT) // TOKENS
+LATE_S = 3
 
 
 def namespace(**changed: str) -> Namespace:
@@ -65,6 +67,28 @@ def test_what_one_engine_computes_another_one_awaits(tmp_path: Path) -> None:
         counts = keeper.metrics()
         assert (counts["pillion_handover_blocks_total"], counts["pillion_handover_released_total"]) == (BLOCKS, BLOCKS)
         assert counts["pillion_handover_exhausted_total"] == 0
+
+
+def test_what_one_engine_promises_another_one_awaits_for_longer(tmp_path: Path) -> None:
+    """More than the 2 s that a load waits otherwise; and no longer once the promise has ended without the blocks."""
+    other = [7, *PROMPT[1:]]
+    with sidecar.serving(tmp_path) as keeper, concurrent.futures.ThreadPoolExecutor() as beside:
+        with Engine(keeper.socket, "p", namespace(), 16) as first, Engine(keeper.socket, "d", namespace(), 16) as second:
+            with first.promise(PROMPT), first.promise(other):
+                asked = beside.submit(second.load, PROMPT, awaits=True)
+                time.sleep(LATE_S)
+                assert not asked.done()
+                ids = first.take(BLOCKS)
+                first.write(ids, *kv(seed=1))
+                assert first.save(PROMPT, ids, handover=True) == BLOCKS
+                loaded = asked.result()
+                assert numpy.array_equal(second.read(loaded)[0], kv(seed=1)[0])
+                second.free(loaded)
+                asked = beside.submit(second.load, other, awaits=True)
+                keeper.wait_metric("pillion_handover_queries_total", 2)
+            assert asked.result() == []
+        counts = keeper.metrics()
+        assert (counts["pillion_handover_promises_total"], counts["pillion_handover_exhausted_total"]) == (2, 1)
 
 
 def test_what_one_engine_saves_another_one_loads(tmp_path: Path) -> None:

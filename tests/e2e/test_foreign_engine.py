@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -269,6 +270,28 @@ def test_blocks_cross_both_ways(options: engine.Options, foreign: ForeignEngine,
                 assert warm["tokens"] == right["tokens"]
                 assert warm["logprobs"] == right["logprobs"]
             second.exit()
+
+
+def test_prompts_are_handed_over_both_ways(
+    options: engine.Options, foreign: ForeignEngine, first_life: FirstLife, tmp_path: Path
+) -> None:
+    """C awaits what vLLM computed, and promises it to another vLLM, which awaits that."""
+    source, right = first_life.keeper, first_life.local[0]
+    with contextlib.ExitStack() as stack:
+        target = stack.enter_context(sidecar.serving(tmp_path))
+        with_target = dataclasses.replace(options, socket=target.socket)
+        second = stack.enter_context(engine.running(with_target, tmp_path / "engine.log"))
+        second.generate([SPOILED], max_tokens=1)
+        target.wait_for(lambda: bool(target.namespaces()[0].get("golden")), "a golden block")
+        carrier = Carrier(foreign, tmp_path, source, target)
+        before = source.metrics()["pillion_handover_queries_total"]
+        second.ask(1, BY_ENGINE, OUTPUT_TOKENS, transfer={"do_remote_prefill": True})
+        carrier.carry(BY_ENGINE, "engine", "handover", golden=SPOILED[: engine.BLOCK_TOKENS])
+        [answer] = second.answered(WATCHDOG_S)
+        assert answer["tokens"] == right["tokens"]
+        assert source.metrics()["pillion_handover_queries_total"] > before
+        assert target.metrics()["pillion_handover_promises_total"] == 1
+        second.exit()
 
 
 def test_who_copies_facts_that_are_not_its_own_is_kept_out(

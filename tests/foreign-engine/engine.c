@@ -9,7 +9,8 @@
  *     to DUMP, and saves them to the sidecar at TO. With FAULT `spoil` every value of their first layer has the other sign
  *     then, with `short` its own blocks have that layer alone, whatever FACTS say, a file of name=value lines, which must
  *     make NAMESPACE; `none` is no fault. Prints their hashes first. `engine` or `sidecar` writes loaded blocks into the
- *     engine's memory. The first block of GOLDEN (numbers, too) is compared with what TO keeps, before anything is saved.
+ *     engine's memory. With `handover` it awaits what it loads, and hands over what it saves, which it promises first.
+ *     The first block of GOLDEN (numbers, too) is compared with what TO keeps, before anything is saved.
  *   engine gather PAGE_FORM SHARDS < BLOCKS > KV
  *     reads blocks as the cache keeps them, whose pages all have the same sizes, and writes K and then V: [layers, shards and
  *     their heads, blocks and their tokens, dim].
@@ -179,10 +180,15 @@ static void disconnect(Engine *engine) {
     pillion_worker_free(engine->worker);
 }
 
-static int64_t open_log(const Engine *engine, PillionItemsHash hashes) {
+/* A request of one engine, or one that an engine computes and another answers. */
+typedef enum { ALONE, AWAITS, PROMISES } Handover;
+
+static int64_t open_log(const Engine *engine, PillionItemsHash hashes, Handover handover) {
     int64_t log;
     uint32_t length;
     check(pillion_scheduler_open(engine->scheduler, &log), "open");
+    if (handover == AWAITS) check(pillion_scheduler_await(engine->scheduler, log), "await");
+    if (handover == PROMISES) check(pillion_scheduler_promise(engine->scheduler, log), "promise");
     check(pillion_scheduler_append(engine->scheduler, log, 0, hashes, &length), "append");
     if (length != hashes.count) die("append", "no room");
     return log;
@@ -251,9 +257,9 @@ static PillionSchedulerState end_save(Engine *engine, uint64_t step) {
 }
 
 /* Saves the first `count` blocks of a request, and names the tokens of the first one. */
-static void save(Engine *engine, const Request *request, uint32_t count) {
+static void save(Engine *engine, const Request *request, uint32_t count, Handover handover) {
     bool posted;
-    int64_t log = open_log(engine, request->hashes);
+    int64_t log = open_log(engine, request->hashes, handover);
     uint64_t step = ++engine->step;
     check(pillion_scheduler_save(engine->scheduler, log, 0, block_ids(0, count), step, &posted), "save");
     if (!posted) die("save", "dropped");
@@ -264,7 +270,7 @@ static void save(Engine *engine, const Request *request, uint32_t count) {
 
 /* Shows that `block` of the memory is what is kept of a request's first block: before that, nothing that is saved is kept. */
 static void prove(Engine *engine, const Request *golden, uint32_t block) {
-    int64_t log = open_log(engine, golden->hashes);
+    int64_t log = open_log(engine, golden->hashes, ALONE);
     if (query(engine, log, 0, 1) != 1) die("prove", "the golden block is not kept");
     uint64_t step = ++engine->step;
     check(pillion_scheduler_check(engine->scheduler, log, 0, (PillionItemsU32){&block, 1}, step, NULL), "check");
@@ -319,16 +325,16 @@ static void carry(char **arguments, const char *golden_path) {
     uint32_t count = (uint32_t)hashes.count, half = count / 2;
     /* The last block is the golden one. */
     Memory memory = new_memory(&facts, 2 + count, !strcmp(fault, "short"));
-    bool sidecar = !strcmp(arguments[6], "sidecar");
+    bool sidecar = !strcmp(arguments[6], "sidecar"), hands_over = !strcmp(fault, "handover");
 
     Engine from = connect_engine(arguments[3], "foreign-from", &facts, &memory, sidecar);
-    int64_t log = open_log(&from, hashes);
+    int64_t log = open_log(&from, hashes, hands_over ? AWAITS : ALONE);
     load(&from, log, 0, block_ids(0, half), true);
     load(&from, log, half, block_ids(half, count - half), false);
     check(pillion_scheduler_close(from.scheduler, log), "close");
     if (golden_path) {
         golden = new_request(&facts, golden_path);
-        load(&from, open_log(&from, golden.hashes), 0, block_ids(count, 1), true);
+        load(&from, open_log(&from, golden.hashes, ALONE), 0, block_ids(count, 1), true);
     }
     disconnect(&from);
     dump(&memory, count, arguments[5]);
@@ -337,7 +343,7 @@ static void carry(char **arguments, const char *golden_path) {
 
     Engine to = connect_engine(arguments[4], "foreign-to", &facts, &memory, sidecar);
     if (golden_path) prove(&to, &golden, 1 + count);
-    save(&to, &request, count);
+    save(&to, &request, count, hands_over ? PROMISES : ALONE);
     disconnect(&to);
     pillion_keys_free(request.keys);
     pillion_keys_free(golden.keys);

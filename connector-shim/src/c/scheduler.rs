@@ -17,8 +17,8 @@ use crate::scheduler::{Config, Options, Scheduler as Session};
 pub struct Scheduler(Guarded<State>);
 
 #[derive(Debug)]
-struct State {
-    session: Session,
+pub(super) struct State {
+    pub(super) session: Session,
     plan: Vec<u8>,
     notices: Notices,
 }
@@ -351,7 +351,10 @@ pub(super) fn tell(scheduler: Option<&Scheduler>, tell: impl FnOnce(&mut Session
     })
 }
 
-fn call(scheduler: Option<&Scheduler>, call: impl FnOnce(&mut State) -> Result<(), Failure>) -> Status {
+pub(super) fn call(
+    scheduler: Option<&Scheduler>,
+    call: impl FnOnce(&mut State) -> Result<(), Failure>,
+) -> Status {
     answer(|| given("scheduler", scheduler)?.0.enter(call))
 }
 

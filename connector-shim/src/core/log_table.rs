@@ -25,6 +25,8 @@ pub(crate) struct Log {
     pub(crate) awaits: bool,
     /// Another engine will load its keys.
     pub(crate) handover: bool,
+    /// It is told that its keys will be produced, with the keys.
+    pub(crate) promised: bool,
     /// What the last answer promised.
     pub(crate) lease: Option<Lease>,
     /// A query that the sidecar will answer later.

@@ -4,6 +4,7 @@ use std::ops::Deref;
 
 use super::Session;
 use crate::core::endpoint::Endpoint;
+use crate::error::ShimError;
 
 // === impl Session: handovers ===
 
@@ -22,5 +23,17 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         if let Some((_, log)) = self.link.as_mut().and_then(|link| link.logs.get(handle)) {
             log.handover = true;
         }
+    }
+
+    /// This engine computes the keys of this log, which was just opened, for another one: who awaits them waits until this log is
+    /// closed, while this engine works. What is saved of it is handed over.
+    pub fn promise(&mut self, handle: i64) -> Result<(), ShimError> {
+        let Some((_, log)) = self.link.as_mut().and_then(|link| link.logs.get(handle)) else { return Ok(()) };
+        if log.length > 0 {
+            let text = format!("a promise of a log of {} keys; promise before the first append", log.length);
+            return Err(ShimError::Argument(text));
+        }
+        (log.handover, log.promised) = (true, true);
+        Ok(())
     }
 }

@@ -203,7 +203,7 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
         let Some((number, log)) = self.logs.get(handle) else { return Ok(()) };
         let (end, fold) = (log.length + count, log.fold);
         // Two engines that promise what they await would wait for each other.
-        let promised = log.handover && !log.awaits && self.connection.knows_handover();
+        let promised = log.promised && !log.awaits && self.connection.knows_handover();
         while log.length < end {
             let from = log.length;
             let first_chunk = from as usize / CHUNK_KEYS;

@@ -22,7 +22,7 @@ const BLOCK_BYTES: std::ops::RangeInclusive<u64> = 4096..=64 << 20;
 /// Options of `pillion bench disk`.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// A folder on the disk; three times --size is needed there for some seconds
+    /// A folder on the disk; nine times --size is needed there for some seconds
     #[arg(long, value_name = "DIR")]
     pub path: PathBuf,
     /// Bytes that are written and read each time
@@ -83,7 +83,8 @@ pub(super) fn measure(options: &Options) -> Result<Figures, BenchError> {
 }
 
 fn measure_on(options: &Options, load: Load, pool: &Arc<Region>) -> Result<Figures, BenchError> {
-    // Room for what a round writes, beside what the log moves and keeps free.
+    // Room for so many times what a round writes, beside what a log keeps free: all that it is given in a run, so that it moves
+    // nothing.
     let room = |times: u64| {
         times.saturating_mul(load.block_bytes * load.count).max(32 << 20).saturating_add(32 << 20)
     };
@@ -93,7 +94,7 @@ fn measure_on(options: &Options, load: Load, pool: &Arc<Region>) -> Result<Figur
         .map_err(|error| BenchError::failed("no direct I/O", format!("{error}: pass --ssd-io threads")))?;
     let block = u32::try_from(load.block_bytes).expect("within its limits");
     let (written, read) = ((0..load.count).collect::<Vec<_>>(), Random(2).shuffled(0..load.count));
-    let mut tier = Tier::start(nameless(&options.path, "log", room(2))?, pool, wanted)?;
+    let mut tier = Tier::start(nameless(&options.path, "log", room(8))?, pool, wanted)?;
     // What was never written is slower to write.
     raw_run(&mut raw, Direction::Write, block, &written, clock)?;
     let fills = 2;

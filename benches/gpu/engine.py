@@ -43,6 +43,8 @@ class Answer:
     cached_tokens: int = 0
     logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
     block_ids: list[int] = dataclasses.field(default_factory=list)
+    # What a router hands on of it.
+    transfer: dict[str, Any] | None = None
 
     @property
     def ttft_ms(self) -> float:
@@ -187,13 +189,17 @@ class Engine:
         generator = random.Random(seed)
         return [generator.randrange(FIRST_TOKEN_ID, self.shape["vocab_size"]) for _ in range(tokens)]
 
-    def add(self, prompt: list[int], max_tokens: int, logprobs: int | None = None) -> str:
-        """Begin a request; `step` returns its answer."""
+    def add(
+        self, prompt: list[int], max_tokens: int, logprobs: int | None = None, transfer: dict[str, Any] | None = None
+    ) -> str:
+        """Begin a request; `step` returns its answer. `transfer`: its `kv_transfer_params`."""
         from vllm import SamplingParams
 
         request_id = f"request-{self._next_request}"
         self._next_request += 1
         params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=max_tokens, logprobs=logprobs)
+        if transfer is not None:
+            params.extra_args = {"kv_transfer_params": transfer}
         self._running[request_id] = Answer(prompt_tokens=len(prompt), added=time.perf_counter())
         self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
         return request_id
@@ -202,6 +208,11 @@ class Engine:
     def running(self) -> int:
         """Requests in flight."""
         return len(self._running)
+
+    @property
+    def parked(self) -> bool:
+        """Whether no request can go on: those in flight wait, as for an asynchronous load."""
+        return not self._scheduler.running
 
     def step(self) -> Iterable[tuple[str, Answer]]:
         """One step; the requests that it ended."""
@@ -216,6 +227,7 @@ class Engine:
                 answer.tokens = list(completion.token_ids)
             if output.finished:
                 answer.cached_tokens = output.num_cached_tokens or 0
+                answer.transfer = output.kv_transfer_params
                 answer.logprobs = [{t: e.logprob for t, e in position.items()} for position in completion.logprobs or []]
                 ended.append((output.request_id, self._running.pop(output.request_id)))
         return ended

@@ -69,12 +69,13 @@ class Bench:
     compare: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] | None = None
     # Options of the connector, as --pillion has them.
     pillion: tuple[str, ...] = ()
+    rivals: tuple[str, ...] = RIVALS
 
 
 def arguments(bench: Bench) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=bench.text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    rivals = [rival for rival in RIVALS if rival != "roomy" or "roomy_mib" in bench.sizes["full"]]
+    rivals = [rival for rival in bench.rivals if rival != "roomy" or "roomy_mib" in bench.sizes["full"]]
     parser.add_argument("--rival", action="append", choices=rivals, default=[], help="measure this too; repeatable")
     parser.add_argument("--no-pillion", action="store_true", help="measure the rivals alone")
     parser.add_argument("--binary", help="the sidecar's binary")
@@ -230,6 +231,9 @@ def environment(options: argparse.Namespace, mode: str) -> dict[str, str]:
         settings |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if mode.startswith("lmcache"):
         settings |= LMCACHE
+    elif mode.startswith("nixl"):
+        # Each engine's own: its peer asks it there where its blocks lie.
+        settings["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
     elif mode == "kvbm":
         # It counts in 10^9 bytes, and has no option for this in `kv_transfer_config`.
         settings["DYN_KVBM_CPU_CACHE_GB"] = str(options.sizes["host_gib"] * GIB / 1e9)
@@ -363,6 +367,7 @@ def serve_engine(bench: Bench, options: argparse.Namespace) -> None:
     """Import vLLM, wait to be told what engine to be, measure, and answer with one line."""
     assert bench.measure is not None, "a benchmark without `measure` starts no engine"
     parent, progress = Parent(), os.fdopen(os.dup(2), "w")
+    options.parent = parent
     parent.log_to(options.logs / f"{bench.name}-{options.mode}.log")
     # Seconds, spent while no engine is measured yet.
     import vllm.v1.engine.core

@@ -1,0 +1,247 @@
+"""Prefill here, decode there: first tokens at an engine D of prompts that an engine P computes, on one GPU.
+
+Both are vLLM engines in processes of their own, at the same time. The KV goes from P to D through Pillion's sidecar, or with
+`--rival nixl` through vLLM's NixlConnector. This process is the router: it hands P's answer to D, or asks both at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import select
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benches.gpu import models, rig
+from benches.gpu.engine import Answer, Engine
+from benches.gpu.ttft import ONE_TOKEN, OUTPUT_TOKENS, UNCHECKED
+from testkit.waiting import Failed
+
+# What routers send to the engine that computes, and to the one that answers where both are asked at once.
+TO_COMPUTE: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+TO_COMPUTE |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+TO_ANSWER = {"do_remote_prefill": True}
+WARM_UPS = 2
+# vLLM's server sleeps so long after a step in which no request could go on.
+PAUSE_S = 0.001
+# Steps of other sizes round differently: P computes a block's rest for its own answer, NIXL's D one token.
+EQUAL_LEAST = 0.9
+LENGTHS = ("short_tokens", "middle_tokens", "long_tokens")
+
+FULL = {"short_tokens": 512, "middle_tokens": 1_790, "long_tokens": 7_070}
+SIZES = {
+    "full": FULL | {"prompts": 12, "batched_tokens": 2_048, "kv_mib": 8 * 1024, "host_gib": 16},
+    "quick": FULL | {"prompts": 3, "batched_tokens": 2_048, "kv_mib": 4 * 1024, "host_gib": 8},
+    "tiny": {"short_tokens": 100, "middle_tokens": 350, "long_tokens": 700}
+    | {"prompts": 2, "batched_tokens": 256, "kv_mib": 24, "host_gib": 1},
+}
+
+
+def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
+    """vLLM's arguments. Two engines share the GPU: neither may insist on more than its half being free."""
+    return {
+        "kv_cache_memory_bytes": sizes["kv_mib"] << 20,
+        "gpu_memory_utilization": 0.4,
+        "max_model_len": sizes["long_tokens"] + 256,
+        "max_num_batched_tokens": sizes["batched_tokens"],
+        "max_num_seqs": 64,
+    }
+
+
+# === An engine ===
+
+
+def serve(engine: Engine, _sizes: dict[str, int], options: argparse.Namespace, _reference: Any) -> dict[str, Any]:
+    """Do what the parent says, one command at a time, until it says `end`."""
+    options.parent.tell({"block_tokens": engine.block_tokens})
+    prompt: list[int] = []
+    while True:
+        while not select.select([sys.stdin], [], [], PAUSE_S)[0]:
+            engine.step()
+        command = options.parent.hear()
+        if command is None or "end" in command:
+            return {}
+        if "make" in command:
+            prompt = engine.prompt(*command["make"])
+            # Not in the time that is measured.
+            gc.collect()
+            options.parent.tell("made")
+        elif "spoil" in command:
+            engine.spoil_layer()
+            options.parent.tell("spoiled")
+        else:
+            options.parent.tell(vars(asked(engine, prompt, command["ask"], command["transfer"])))
+
+
+def asked(engine: Engine, prompt: list[int], max_tokens: int, transfer: dict[str, Any] | None) -> Answer:
+    """The answer to a prompt, stepped as vLLM's server steps."""
+    engine.add(prompt, max_tokens, transfer=transfer)
+    while True:
+        for _, answer in engine.step():
+            return answer
+        if engine.parked:
+            time.sleep(PAUSE_S)
+
+
+# === The router ===
+
+
+class Side(rig.EngineProcess):
+    """One of the two engines, as the router sees it."""
+
+    def __init__(self, mode: str, side: str, options: argparse.Namespace) -> None:
+        name = f"{mode}-{side}"
+        super().__init__("handover", name, options, options.logs / f"handover-{name}.log")
+        self.limit_s = options.limit_s
+
+    def do(self, **command: Any) -> Any:
+        """A command, and what comes of it."""
+        self.tell(command)
+        return self.hear(self.limit_s)
+
+    def ask(self, max_tokens: int, transfer: dict[str, Any] | None = None) -> Any:
+        """The prompt that was made last, and the answer to it."""
+        return self.do(ask=max_tokens, transfer=transfer)
+
+
+class Pair:
+    """P and D, and what they are asked. Every prompt is another one."""
+
+    def __init__(self, p: Side, d: Side) -> None:
+        self.p, self.d = p, d
+        self._seed = 0
+
+    def make(self, tokens: int) -> None:
+        """A prompt that nobody has computed."""
+        self._seed += 1
+        for side in (self.p, self.d):
+            side.do(make=[tokens, self._seed])
+
+    def first(self) -> tuple[float, Any]:
+        """P, and then D with what P answered: the time from P's request to D's first token, and D's answer."""
+        computed = self.p.ask(ONE_TOKEN, TO_COMPUTE)
+        # vLLM would report these, P's, as what D found.
+        computed["transfer"].pop("remote_prefill_cached_tokens", None)
+        answer = self.d.ask(OUTPUT_TOKENS, computed["transfer"])
+        return ms(computed["added"], answer["first"]), answer
+
+    def at_once(self) -> tuple[float, Any]:
+        """Both at once: the same from the first of the two requests."""
+        self.d.tell({"ask": OUTPUT_TOKENS, "transfer": TO_ANSWER})
+        computed = self.p.ask(ONE_TOKEN, TO_COMPUTE)
+        answer = self.d.hear(self.d.limit_s)
+        return ms(min(computed["added"], answer["added"]), answer["first"]), answer
+
+
+def ms(begun: float, end: float) -> float:
+    """The clock is one for all processes of a host."""
+    return (end - begun) * 1e3
+
+
+def measured(pair: Pair, tokens: int, rounds: int, ways: list[str], block_tokens: int) -> dict[str, Any]:
+    """The figures of prompts of one length."""
+    times: dict[str, list[float]] = {name: [] for name in ("p_alone", "d_hit", *(f"pd_{way}" for way in ways))}
+    computed: list[int] = []
+    equal: list[bool] = []
+    for at in range(WARM_UPS + rounds):
+        if at == WARM_UPS:
+            for samples in times.values():
+                samples.clear()
+            computed.clear()
+            equal.clear()
+        pair.make(tokens)
+        alone = pair.p.ask(ONE_TOKEN)
+        times["p_alone"].append(ms(alone["added"], alone["first"]))
+        for way in ways:
+            pair.make(tokens)
+            took, answer = pair.first() if way == "first" else pair.at_once()
+            times[f"pd_{way}"].append(took)
+            computed.append(tokens - answer["cached_tokens"])
+            hit = pair.d.ask(ONE_TOKEN)
+            times["d_hit"].append(ms(hit["added"], hit["first"]))
+            equal.append(answer["tokens"] == pair.p.ask(OUTPUT_TOKENS)["tokens"])
+    result: dict[str, Any] = {f"{name}_ms": rig.spread(samples) for name, samples in times.items()}
+    medians = {name: statistics.median(samples) for name, samples in times.items()}
+    for way in ways:
+        result[f"added_{way}_ms"] = round(medians[f"pd_{way}"] - medians["p_alone"] - medians["d_hit"], 2)
+    result |= {"computed_max": max(computed), "equal": round(sum(equal) / len(equal), 4)}
+    result["ok"] = result["computed_max"] <= block_tokens + 1 and result["equal"] >= EQUAL_LEAST
+    return result
+
+
+def wrong_is_seen(pair: Pair, tokens: int) -> bool:
+    """Whether D's answer depends on the KV that it loaded: without one layer of it, it must be another."""
+    pair.make(tokens)
+    _, answer = pair.first()
+    pair.d.do(spoil=True)
+    spoiled = pair.d.ask(OUTPUT_TOKENS)
+    return bool(spoiled["tokens"] != answer["tokens"] and spoiled["cached_tokens"] > 0)
+
+
+@contextlib.contextmanager
+def transfers(mode: str, options: argparse.Namespace, folder: Path) -> Iterator[list[dict[str, Any]]]:
+    """`kv_transfer_config` of P and of D, and what they need beside them."""
+    if mode == "nixl":
+        yield [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}] * 2
+        return
+    gib = options.sizes["host_gib"]
+    rig.wait_for_memory(gib)
+    with rig.sidecar(folder, options, gib, options.logs / "pillion-serve.log") as keeper:
+        p, d = (rig.pillion_transfer(keeper, options) for _ in range(2))
+        if options.tiny:
+            # On a CPU an engine that copies itself loads nothing before everything is kept.
+            d["kv_connector_extra_config"]["pillion.copy"] = "sidecar"
+        yield [p, d]
+        (options.logs / "pillion-metrics.txt").write_text(keeper.get("/metrics") or "")
+
+
+def run_mode(mode: str, options: argparse.Namespace, folder: Path, model: Path) -> dict[str, Any]:
+    """Both engines of a mode, one started after the other, and all lengths."""
+    # A prompt that P has not computed has no answer of P's that NIXL could go by.
+    ways = ["first"] if mode == "nixl" else ["first", "at_once"]
+    with contextlib.ExitStack() as stack:
+        configs = stack.enter_context(transfers(mode, options, folder))
+        sides = [Side(mode, side, options) for side in ("p", "d")]
+        for side in sides:
+            stack.callback(side.end)
+        for side in sides:
+            side.hear(rig.IMPORT_WATCHDOG_S)
+        for side, transfer in zip(sides, configs, strict=True):
+            started = side.do(model=str(model), transfer=transfer, reference=None)
+        pair = Pair(*sides)
+        result: dict[str, Any] = {}
+        for length in LENGTHS:
+            tokens = options.sizes[length]
+            result[str(tokens)] = measured(pair, tokens, options.sizes["prompts"], ways, started["block_tokens"])
+            rig.say(f"{mode}: {tokens} tokens: {json.dumps(result[str(tokens)])}")
+        result["ok"] = all(figures["ok"] for figures in result.values())
+        result["wrong_layer_changes_tokens"] = wrong_is_seen(pair, options.sizes["middle_tokens"])
+        result["ok"] = result["ok"] and result["wrong_layer_changes_tokens"]
+        result["facts"] = {name: side.do(end=True)["facts"] for name, side in zip("pd", sides, strict=True)}
+        return result
+
+
+def run(_bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder: Path) -> rig.Results:
+    """Every mode in turn; one that fails is said and the others go on."""
+    options.logs = options.logs or folder
+    options.logs.mkdir(parents=True, exist_ok=True)
+    model = models.write(folder / "model", rig.shape(options))
+    results: rig.Results = {}
+    for mode in modes:
+        try:
+            results[mode] = run_mode(mode, options, folder, model)
+        except (Failed, OSError) as error:
+            results[mode] = rig.failure(mode, error)
+    return results
+
+
+BENCH = rig.Bench("handover", str(__doc__), SIZES, engine_settings, serve, None, UNCHECKED, ("nixl",))
+
+if __name__ == "__main__":
+    rig.main(BENCH, run)

@@ -35,7 +35,7 @@ class Session:
         self.closed: list[int] = []
         # Logs whose keys another engine computes, and those that another engine will load.
         self.awaited: list[int] = []
-        self.handed_over: list[int] = []
+        self.promised: list[int] = []
         # (log, first key, blocks) of each save.
         self.saves: list[tuple[int, int, list[int]]] = []
         # The same of blocks to compare, and how many were.
@@ -63,9 +63,9 @@ class Session:
         """Written down."""
         self.awaited.append(log)
 
-    def hand_over(self, log: int) -> None:
+    def promise(self, log: int) -> None:
         """Written down."""
-        self.handed_over.append(log)
+        self.promised.append(log)
 
     def query(self, log: int, start: int, count: int) -> int:
         """As many as there are."""
@@ -271,7 +271,7 @@ def test_a_prompt_for_another_engine_is_offered_with_what_was_found_in_the_step_
     """In parts; and its end says so."""
     request = engine.arrive(9 * BLOCK_TOKENS + 1, transfer=TO_DECODE)
     engine.compute(request, found=3 * BLOCK_TOKENS)
-    assert engine.session.handed_over == [0] and engine.session.awaited == []
+    assert engine.session.promised == [0] and engine.session.awaited == []
     assert engine.session.saves == [(0, 0, [1, 2, 3]), (0, 3, [4, 5, 6, 7, 8, 9])]
     told = _end(engine, request, "FINISHED_LENGTH_CAPPED")
     assert told == {
@@ -285,7 +285,7 @@ def test_a_prompt_for_another_engine_is_offered_with_what_was_found_in_the_step_
     }
     awaiting = engine.arrive(9 * BLOCK_TOKENS + 1, transfer=told)
     engine.ask(awaiting)
-    assert engine.session.awaited == [1] and engine.session.handed_over == [0]
+    assert engine.session.awaited == [1] and engine.session.promised == [0]
     assert _end(engine, awaiting, "FINISHED_LENGTH_CAPPED") is None
 
 
@@ -310,7 +310,7 @@ def test_what_is_no_request_for_a_handover_is_none(engine: Engine, transfer: Any
     request = engine.arrive(9 * BLOCK_TOKENS, transfer=transfer)
     engine.ask(request)
     engine.compute(request)
-    assert engine.session.awaited == engine.session.handed_over == []
+    assert engine.session.awaited == engine.session.promised == []
     assert _end(engine, request, "FINISHED_STOPPED") is None
 
 

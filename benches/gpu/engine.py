@@ -43,7 +43,7 @@ class Answer:
     cached_tokens: int = 0
     logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
     block_ids: list[int] = dataclasses.field(default_factory=list)
-    # What a router hands on of it.
+    # The `kv_transfer_params` of the answer, which a router hands to the engine that answers.
     transfer: dict[str, Any] | None = None
 
     @property

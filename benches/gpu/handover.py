@@ -21,12 +21,9 @@ from typing import Any
 from benches.gpu import models, rig
 from benches.gpu.engine import Answer, Engine
 from benches.gpu.ttft import ONE_TOKEN, OUTPUT_TOKENS, UNCHECKED
+from testkit.transfer import TO_ANSWER, TO_COMPUTE
 from testkit.waiting import Failed
 
-# What routers send to the engine that computes, and to the one that answers where both are asked at once.
-TO_COMPUTE: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
-TO_COMPUTE |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-TO_ANSWER = {"do_remote_prefill": True}
 WARM_UPS = 2
 # vLLM's server sleeps so long after a step in which no request could go on.
 PAUSE_S = 0.001

@@ -30,7 +30,7 @@ SHAPES = {
         "sliding_window": 128,
     },
 }
-# What vLLM's CPU build runs in seconds.
+# Sizes of a model that vLLM's CPU build runs in seconds.
 TINY = {
     "hidden_size": 128,
     "intermediate_size": 256,

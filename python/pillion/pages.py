@@ -79,6 +79,11 @@ class Page:
         lengths = (self.kv_heads, kernel_blocks, self.kernel_block, self.keys if content == "keys" else self.values)
         return dict(zip((*AXES, content), lengths, strict=True))
 
+    def axes(self, content: str) -> list[tuple[int, int]]:
+        """Length and stride of each axis of K (`keys`) or V (`values`); an axis that does not show in the text has stride 0."""
+        strides = (self.k if content == "keys" else self.v).strides
+        return [(length, strides.get(axis, 0)) for axis, length in self.shape(content).items()]
+
 
 def parse(form: str) -> list[Page]:
     """The pages of one shard of a block, layer after layer; raises `FormError`."""
@@ -133,8 +138,7 @@ def views(memory: Any, form: str, shards: int = 1) -> list[tuple[Any, Any]]:
         outer = [(page.layers, page.bytes // item), (shards, shard_bytes // item)]
         both = []
         for place, content in ((page.k, "keys"), (page.v, "values")):
-            axes = [*outer, *((length, place.strides.get(axis, 0)) for axis, length in page.shape(content).items())]
-            spread = [(length, _spread(stride, piece // item, blocks)) for length, stride in axes]
+            spread = [(length, _spread(stride, piece // item, blocks)) for length, stride in (*outer, *page.axes(content))]
             offset = _spread(start // item + place.offset, piece // item, blocks)
             both.append(_strided(memory, page.dtype, offset, [(blocks, piece // item), *spread]))
         found.append((both[0], both[1]))
@@ -148,7 +152,7 @@ def _in_pieces(page: Page, piece: int) -> bool:
     if page.bytes % piece:
         return False
     for place, content in ((page.k, "keys"), (page.v, "values")):
-        axes = [(length, place.strides.get(axis, 0)) for axis, length in page.shape(content).items()]
+        axes = page.axes(content)
         inside = sum((length - 1) * stride for length, stride in axes if stride < size)
         if place.offset % size + inside >= size or any(stride % size for _, stride in axes if stride > size):
             return False

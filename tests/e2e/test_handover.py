@@ -13,20 +13,11 @@ from typing import Any
 import pytest
 
 from testkit import engine, model, prompts, sidecar
+from testkit.transfer import TO_ANSWER, TO_COMPUTE
 
 # One start of three engines serves all tests of this module.
 pytestmark = pytest.mark.xdist_group("handover")
 
-# What routers send to the engine that computes, and to the one that answers where both are asked at once.
-TO_COMPUTE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-TO_ANSWER = {"do_remote_prefill": True, "do_remote_decode": False}
 OUTPUT_TOKENS = 8
 # Steps of P.
 CHUNK = prompts.STEP_TOKENS

@@ -1,0 +1,17 @@
+"""The `kv_transfer_params` by which routers have one engine compute a prompt and another answer it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# For the engine that computes.
+TO_COMPUTE: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+# For the engine that answers, where both are asked at once.
+TO_ANSWER: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False}

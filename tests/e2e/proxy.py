@@ -23,7 +23,6 @@ LOSS_S, LOSS_WEIGHTS = (0.2, 0.4, 0.8, 1.6), (8, 4, 2, 1)
 # From one loss to the next, or from a connection's begin to its cut, there are fewer bytes: five of the tests' blocks.
 APART_BYTES = 240 << 10
 SLOW_BYTES_PER_S = 64 << 10
-DAM_LOOK_S = 0.005
 
 
 class Line:
@@ -82,25 +81,6 @@ async def slow(line: Line, chunk: bytes) -> None:
     """Few bytes a second."""
     await line.hold(len(chunk) / SLOW_BYTES_PER_S)
     await line.send(chunk)
-
-
-class Dam:
-    """So many bytes come through, of all connections together; what follows waits until the dam is opened."""
-
-    def __init__(self, through_bytes: int) -> None:
-        self._left = through_bytes
-        self._opened = threading.Event()
-
-    def open(self) -> None:
-        """Lets everything through."""
-        self._opened.set()
-
-    async def __call__(self, line: Line, chunk: bytes) -> None:
-        """The fault."""
-        self._left -= len(chunk)
-        while self._left < 0 and not self._opened.is_set():
-            await line.hold(DAM_LOOK_S)
-        await line.send(chunk)
 
 
 class Proxy:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+import dam
 import network
 import pods
-import proxy
 from testkit import engine, model, pool_file, prompts
 
 # As in test_mesh.py.
@@ -56,13 +56,12 @@ class Pair:
         return tokens, self.a.ask(tokens)
 
     @contextlib.contextmanager
-    def dammed(self) -> Iterator[proxy.Dam]:
+    def dammed(self) -> Iterator[dam.Dam]:
         """So much comes through from A to B, the rest is held back. In the end every connection is cut."""
-        dam = proxy.Dam(THROUGH_BYTES)
         a, b = self.a.host, self.b.host
-        between = proxy.Proxy(network.BRIDGE_ADDRESS, a.address, (pods.BLOCK_PORT,), dam, seed=0)
+        between = dam.Dam(network.BRIDGE_ADDRESS, a.address, pods.BLOCK_PORT, THROUGH_BYTES)
         with between, b.diverted(a.address, between.ports):
-            yield dam
+            yield between
 
     def begin(self, tokens: list[int]) -> dict[str, int]:
         """Asks B, and returns when it has what comes through, the first part loaded; what B's sidecar had counted before."""
@@ -94,12 +93,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 def test_the_first_part_is_loaded_while_the_rest_is_on_the_wire(pair: Pair) -> None:
     """Same tokens and logprobs as the computing engine's own cache; and wrong bytes would show."""
-    with pair.dammed() as dam:
+    with pair.dammed() as held:
         tokens, right = pair.computed()
         before = pair.begin(tokens)
         counts = pair.since(before)
         assert (counts[EARLY], counts[LOADED]) == (1, PART_BLOCKS)
-        dam.open()
+        held.open()
         [answer] = pair.b.engine.answered(REQUEST_WATCHDOG_S)
     assert answer["tokens"] == right["tokens"]
     assert answer["logprobs"] == right["logprobs"]

@@ -1,4 +1,4 @@
-"""The bad network of test_mesh.py is bad, and does no more than a network can."""
+"""The bad networks of test_mesh.py and test_early.py are bad, and do no more than a network can."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import contextlib
 import random
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
+import dam
 import proxy
+from testkit.waiting import wait_for
 
 SENT = random.Random(1).randbytes(proxy.APART_BYTES + proxy.CHUNK_BYTES)
 
@@ -70,12 +71,21 @@ def test_a_cut_connection_ends_within_its_bytes() -> None:
 
 def test_a_dam_holds_back_what_follows_until_it_is_opened() -> None:
     """Only that, and nothing is lost."""
-    dam = proxy.Dam(proxy.APART_BYTES)
-    with _sent(dam) as (near, disturbances):
-        # It holds whole chunks.
-        received = _read(near, proxy.APART_BYTES - proxy.CHUNK_BYTES)
-        while disturbances() < 2:
-            time.sleep(proxy.DAM_LOOK_S)
-        dam.open()
-        received += _read(near, len(SENT) - len(received))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = threading.Thread(target=_send, args=(listener,))
+        sender.start()
+        port = listener.getsockname()[1]
+        between = dam.Dam("127.0.0.1", "127.0.0.1", port, proxy.APART_BYTES)
+        with between, socket.create_connection(("127.0.0.1", between.ports[port])) as near:
+            # It holds whole pieces.
+            received = _read(near, proxy.APART_BYTES - dam.CARRIED_BYTES)
+            wait_for(lambda: between.holds, "end of what comes through")
+            near.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                received += near.recv(len(SENT))
+            assert len(received) <= proxy.APART_BYTES
+            near.setblocking(True)
+            between.open()
+            received += _read(near, len(SENT) - len(received))
+        sender.join()
     assert received == SENT

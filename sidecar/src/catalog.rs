@@ -13,7 +13,7 @@ use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace::{self, Facts, WEIGHTS_LIVE};
 
 use crate::compare::Difference;
-use crate::core::{Barred, Proof, SessionId, Standing};
+use crate::core::{Barred, Proof, SessionId, Standing, whole};
 use crate::quotas::{Level, Levels};
 
 /// Bytes of facts that are kept: thousands of namespaces of some 1 KB, which a connect compares with its own in some
@@ -149,7 +149,7 @@ impl Catalog {
     pub fn note(&self, engine: &str, facts: &Facts) -> Option<String> {
         let digest = namespace::digest(facts);
         let is_first = self.known.get(&digest).is_none_or(|known| !known.serves(engine));
-        is_first.then(|| self.near_miss(digest, facts)).flatten()
+        is_first.then(|| self.near_miss(engine, digest, facts)).flatten()
     }
 
     /// Why an engine of other facts cannot be what its user says.
@@ -166,14 +166,16 @@ impl Catalog {
         )
     }
 
-    /// The namespace of the same model, or of one with the same configuration, that differs least from this one, explained. An engine that starts again in a known
-    /// namespace is compared with connected engines alone: what its user has changed meanwhile is over.
-    fn near_miss(&self, digest: NamespaceDigest, facts: &Facts) -> Option<String> {
+    /// The namespace of the same model, or of one with the same configuration, that differs least from this one, explained.
+    /// An engine that starts again in a known namespace is compared with connected engines alone: what its user has changed
+    /// meanwhile is over. A cache group is not compared with the engine's other ones, whose blocks are meant to be others.
+    fn near_miss(&self, engine: &str, digest: NamespaceDigest, facts: &Facts) -> Option<String> {
         let is_new = !self.known.contains_key(&digest);
         let same =
             |known: &Known, name: &str| facts.get(name).is_some() && facts.get(name) == known.facts.get(name);
         let near = self.known.iter().filter(|(other, known)| {
             **other != digest
+                && !known.serves_another_group_of(engine)
                 && (is_new || !known.engines.is_empty())
                 && ["model", "weights", "config"].iter().any(|name| same(known, name))
         });
@@ -316,6 +318,10 @@ impl From<&Barred> for Closed {
 impl Known {
     fn serves(&self, engine: &str) -> bool {
         self.engines.values().any(|other| other == engine)
+    }
+
+    fn serves_another_group_of(&self, engine: &str) -> bool {
+        whole(engine).is_some_and(|engine| self.engines.values().any(|other| whole(other) == Some(engine)))
     }
 
     fn has(&self, block_bytes: u64, shards: u32) -> bool {

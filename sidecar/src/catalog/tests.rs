@@ -38,8 +38,18 @@ fn a_near_miss_is_told_to_the_first_rank_of_an_engine_and_to_engines_of_the_same
     assert!(!enter(&mut catalog, 3, "b", &second));
     let stranger = worker(&[("model", "other"), ("weights", "v")]);
     assert_eq!(examine(&catalog, "c", &stranger), Ok(None));
-    let near_miss = catalog.near_miss(namespace::digest(&ours.facts), &ours.facts);
+    let near_miss = catalog.near_miss("c", namespace::digest(&ours.facts), &ours.facts);
     assert_eq!(examine(&catalog, "c", &ours), Ok(near_miss));
+}
+
+#[test]
+fn cache_groups_of_one_engine_are_no_near_misses_of_each_other() {
+    let mut catalog = Catalog::default();
+    let (full, windows) = (worker(&[("group_kind", "full")]), worker(&[("group_kind", "window 64 x2")]));
+    enter(&mut catalog, 1, "a group 0", &windows);
+    assert_eq!(examine(&catalog, "a group 1", &full), Ok(None));
+    let note = examine(&catalog, "b", &full).unwrap().unwrap();
+    assert!(note.contains("group_kind"), "{note}");
 }
 
 #[test]

@@ -123,7 +123,7 @@ pub(super) struct Worker {
 }
 
 /// The engine of which this is a cache group, by the name that groups have: `ENGINE group N`.
-fn whole(engine: &str) -> Option<&str> {
+pub(crate) fn whole(engine: &str) -> Option<&str> {
     let (whole, number) = engine.rsplit_once(" group ")?;
     number.parse::<u32>().is_ok().then_some(whole)
 }

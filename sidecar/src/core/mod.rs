@@ -47,6 +47,7 @@ use self::arrivals::Waiter;
 pub use self::comparison::{Comparison, Found};
 use self::context::Context;
 use self::engines::Engines;
+pub(crate) use self::engines::whole;
 pub use self::engines::{Barred, EngineState, Holder, Proof, Standing};
 pub use self::event::{Action, Direction, Ended, Event, Heard, Piece, Request};
 use self::handover::Produced;

@@ -264,6 +264,22 @@ class Engine:
             answers.update(self.step())
         return [answers[request_id] for request_id in ids]
 
+    def on_hit(self, strike: Callable[[], None] | None) -> None:
+        """Calls `strike` whenever the connector has answered that it keeps a part of a prompt; None: no more."""
+        connector = self._scheduler.connector
+        vars(connector).pop("get_num_new_matched_tokens", None)
+        if strike is None:
+            return
+        asked = connector.get_num_new_matched_tokens
+
+        def answered(*arguments: Any) -> Any:
+            found = asked(*arguments)
+            if found[0]:
+                strike()
+            return found
+
+        connector.get_num_new_matched_tokens = answered
+
     def rest(self, rounds: int = REST_ROUNDS) -> None:
         """Let saves end: pauses, and short requests for the connectors that need further steps for it."""
         for _ in range(rounds):

@@ -70,6 +70,8 @@ class Bench:
     # Options of the connector, as --pillion has them.
     pillion: tuple[str, ...] = ()
     rivals: tuple[str, ...] = RIVALS
+    # It ends what its modes keep blocks in.
+    kills: bool = False
 
 
 def arguments(bench: Bench) -> argparse.Namespace:
@@ -108,6 +110,7 @@ def main(bench: Bench, run: Callable[[Bench, argparse.Namespace, list[str], Path
     """Run a benchmark, or one engine of it. `run` measures its modes, if they are not measured one by one."""
     options = arguments(bench)
     options.tiny = options.scale == "tiny"
+    options.kills = bench.kills
     options.sizes = sizes(bench, options)
     options.pillion = [*bench.pillion, *options.pillion]
     if options.mode:
@@ -277,7 +280,7 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
         port, http = free_port(), free_port()
         command = [sys.executable, "-m", "pegaflow._server", "--addr", f"127.0.0.1:{port}", "--pool-size", f"{gib}gb"]
         command += ["--http-addr", f"127.0.0.1:{http}", "--devices", "0"]
-        with measured(Server(command, logs / "pegaflow-server.log", f"http://127.0.0.1:{http}/health")):
+        with measured(Server(command, logs / "pegaflow-server.log", f"http://127.0.0.1:{http}/health"), kills=options.kills):
             extra = {"pegaflow.host": "http://127.0.0.1", "pegaflow.port": port}
             yield transfer_config("PegaKVConnector", "pegaflow.connector", extra)
     elif mode == "lmcache":
@@ -299,7 +302,8 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
     else:
         with sidecar(folder, options, gib, logs / "pillion-serve.log") as keeper:
             yield pillion_transfer(keeper, options)
-            (logs / "pillion-metrics.txt").write_text(keeper.get("/metrics") or "")
+            if not options.kills:
+                (logs / "pillion-metrics.txt").write_text(keeper.get("/metrics") or "")
 
 
 def wait_for_memory(gib: int) -> None:
@@ -317,13 +321,14 @@ def wait_for_memory(gib: int) -> None:
 
 
 @contextlib.contextmanager
-def measured(server: Server, start_s: float = READY_WATCHDOG_S) -> Iterator[None]:
-    """A ready server, ended afterwards with all that it started; it must not end before."""
+def measured(server: Server, start_s: float = READY_WATCHDOG_S, kills: bool = False) -> Iterator[None]:
+    """A ready server, ended afterwards with all that it started; it must not end before, unless the benchmark `kills` it."""
     try:
         server.wait_ready(start_s)
         say(f"ready: {' '.join(server.command)}")
         yield
-        server.check_running()
+        if not kills:
+            server.check_running()
     finally:
         server.signal(signal.SIGTERM)
         with contextlib.suppress(Failed, subprocess.TimeoutExpired):
@@ -336,7 +341,7 @@ def sidecar(folder: Path, options: argparse.Namespace, gib: int, log: Path, *mor
     """A ready sidecar, with its socket in a folder and a pool of anonymous memory unless `more` names one."""
     given = (*more, *options.serve)
     keeper = Sidecar(folder, f"{gib}GiB", anonymous=True, more=given, binary=find_binary(options.binary), log=log)
-    with measured(keeper):
+    with measured(keeper, kills=options.kills):
         yield keeper
 
 

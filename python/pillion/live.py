@@ -13,7 +13,8 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 
-from pillion.sample import DIGEST_BYTES, Sample, Sampler, Unsampled
+from pillion.reading import Unsampled
+from pillion.sample import DIGEST_BYTES, Sample, Sampler
 
 # Beside the names of facts: the weights of experts that are kept apart.
 EXPERTS = "weights of experts"
@@ -33,17 +34,17 @@ class Live:
         self._stated: dict[str, str] | None = None
         self._last: Sample | None = None
 
-    def begin(self, facts: Mapping[str, str]) -> bytes | None:
+    def begin(self, facts: Mapping[str, str], moment: int | None = None) -> bytes | None:
         """The digest that goes with these facts; None where the weights cannot be read: then the facts alone decide."""
-        self._last = self._sample()
+        self._last = self._sample(moment)
         if self._last is None:
             return None
         self._stated = {**facts, EXPERTS: self._last.experts.hex()}
         return self._last.weights
 
-    def again(self) -> bytes:
-        """The digest after a time at which the weights may have changed."""
-        self._last = self._sample() if self._stated is not None else None
+    def again(self, moment: int | None = None) -> bytes:
+        """The digest after a time at which the weights may have changed; `moment` as in [Sampler.take][]."""
+        self._last = self._sample(moment) if self._stated is not None else None
         if self._stated is None or self._last is None or self._experts_move:
             return os.urandom(DIGEST_BYTES)
         now = {**self._read_facts(), EXPERTS: self._last.experts.hex()}
@@ -53,13 +54,13 @@ class Live:
         text = json.dumps(changed, sort_keys=True)
         return hashlib.sha256(self._last.weights + text.encode()).digest()[:DIGEST_BYTES]
 
-    def differs(self) -> bool:
+    def differs(self, moment: int | None = None) -> bool:
         """Whether the weights are others than in the last sample; never without one."""
-        return self._last is not None and self._sample() != self._last
+        return self._last is not None and self._sample(moment) != self._last
 
-    def _sample(self) -> Sample | None:
+    def _sample(self, moment: int | None) -> Sample | None:
         try:
-            sample = self._sampler.take()
+            sample = self._sampler.take(moment)
         except Unsampled as error:
             logger.warning(
                 "pillion: the live weights cannot be sampled: %s. Until they may have changed, the files that they were loaded "

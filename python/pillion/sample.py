@@ -11,41 +11,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pillion.models import Models
-
-if TYPE_CHECKING:
-    import torch
+from pillion.reading import Reading, Unsampled, outline
 
 DIGEST_BYTES = 16
-# What is read of one tensor: all of it up to `WHOLE_BYTES`, else runs at even distances. A dense model of 8 billion parameters
-# has some 300 tensors of which 4 KiB each are read.
-RUNS = 64
-RUN_BYTES = 64
-WHOLE_BYTES = RUNS * RUN_BYTES
-# Of each row of the first axis of tensors of three axes and more, which counts experts.
-RUNS_PER_EXPERT = 4
-# Columns of a matrix that are read through the kernel that holds it.
-PROBES = 4
-# Tensors that are left out, by the last part of their name.
-LEFT_OUT: dict[str, re.Pattern[str]] = {
-    "tables of angles: the fact rotary holds them, and their lengths may differ": re.compile("cos_sin|inv_freq"),
-    "scratch of kernels": re.compile("workspace"),
-    "what a vision encoder has seen so far, and scales that follow it": re.compile("_fp8_[qkv]_(amax|scale)$"),
-}
-# Parameters that hold a layer's weights, and no scales or zero points.
-WEIGHTS = re.compile(r"(\w+_)?q?weight(_packed)?$")
 # Parts of a name below which weights belong to single experts.
 EXPERTS = frozenset({"experts", "routed_experts"})
 logger = logging.getLogger("vllm.pillion")
-
-
-class Unsampled(ValueError):
-    """Weights that cannot be read. The text names them."""
 
 
 @dataclass(frozen=True)
@@ -66,27 +40,51 @@ class Sampler:
         self._models = models
         self._experts_apart = experts_apart
         self._resident = resident
+        self._reading: Reading | None = None
+        # Of the last sample: what was read for it, and its moment.
+        self._contents: list[bytes] = []
+        self._last: Sample | None = None
+        self._moment: int | None = None
 
-    def take(self) -> Sample:
-        """Reads the weights; raises `Unsampled`. Waits for all work of the GPU: weights may be written by any stream."""
+    def take(self, moment: int | None = None) -> Sample:
+        """Reads the weights; raises `Unsampled`. Waits for all work of the GPU: weights may be written by any stream. Of one
+        `moment`, in which nobody writes them, they are read once."""
         import torch
 
+        if moment is not None and moment == self._moment and self._last is not None:
+            return self._last
         if not self._resident:
             raise Unsampled("layers are offloaded and take turns in the same memory")
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         try:
             with torch.no_grad():
-                pieces = sorted(_pieces(self._models.loaded), key=lambda piece: piece.name)
-                contents = _contents([piece.content for piece in pieces])
+                contents = self._read()
         except Unsampled:
             raise
         except Exception as error:  # the models' own code, a model that is gone, a GPU without room
             raise Unsampled(str(error)) from error
-        if not pieces:
+        if self._last is None or contents != self._contents:
+            self._contents, self._last = contents, self._digest(contents)
+        self._moment = moment
+        return self._last
+
+    def _read(self) -> list[bytes]:
+        models = self._models.loaded
+        now = outline(models)
+        contents = self._reading.read() if self._reading and now is not None and self._reading.outline == now else None
+        if contents is None:
+            self._last = None
+            self._reading = Reading(models, now)
+            contents = self._reading.read()
+        if not contents:
             raise Unsampled("no model with weights has layers of this KV cache")
+        return contents
+
+    def _digest(self, contents: list[bytes]) -> Sample:
+        assert self._reading is not None, "they were read"
         weights, experts = hashlib.sha256(), hashlib.sha256()
-        for piece, content in zip(pieces, contents, strict=True):
+        for piece, content in zip(self._reading.pieces, contents, strict=True):
             digest = experts if self._experts_apart and of_expert(piece.name) else weights
             digest.update(f"{piece.name}\0{piece.form}\0".encode() + content)
             if logger.isEnabledFor(logging.DEBUG):
@@ -98,110 +96,3 @@ class Sampler:
 def of_expert(name: str) -> bool:
     """Whether the tensor or module of this name belongs to single experts."""
     return not EXPERTS.isdisjoint(name.split("."))
-
-
-@dataclass(frozen=True)
-class _Piece:
-    name: str
-    # Data type, shape and strides.
-    form: str
-    # Bytes, on the tensor's device.
-    content: torch.Tensor
-
-
-def _pieces(models: list[torch.nn.Module]) -> Iterator[_Piece]:
-    for name, tensor in _tensors(models):
-        try:
-            content = _content(tensor)
-        except Exception as error:  # tensors of a quantization's own kind may have no storage
-            raise Unsampled(f"{name} cannot be read ({error})") from error
-        yield _Piece(name, f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}", content)
-
-
-def _tensors(models: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer that is not left out, and what kernels hold instead of one."""
-    for number, model in enumerate(models):
-        for name, module in model.named_modules():
-            if _is_emptied(module):
-                yield f"{number}.{name}.weight in its kernel", _probed(name, module)
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            last = name.rpartition(".")[2]
-            if tensor.device.type != "meta" and not any(pattern.search(last) for pattern in LEFT_OUT.values()):
-                yield f"{number}.{name}", tensor.data
-
-
-def _is_emptied(module: torch.nn.Module) -> bool:
-    """Whether a kernel took over the module's weights. `None` says so of vLLM's layers alone: others may have no weight."""
-    own = [parameter for name, parameter in module._parameters.items() if WEIGHTS.match(name)]
-    kept = [parameter for parameter in own if parameter is not None]
-    return all(not parameter.numel() for parameter in kept) and bool(kept or (own and hasattr(module, "quant_method")))
-
-
-def _probed(name: str, module: torch.nn.Module) -> torch.Tensor:
-    """Columns of the matrix that vLLM's CPU kernel of this layer holds, exact in every bit: 1 * w + 0 * ... has no rounding."""
-    import torch
-
-    multiply = getattr(module, "cpu_linear", None)
-    width = getattr(module, "input_size_per_partition", getattr(module, "input_size", None))
-    if multiply is None or width is None:
-        raise Unsampled(f"the weights of {name} ({type(module).__qualname__}) are held where they cannot be read")
-    rows = torch.zeros(PROBES, width, dtype=module.weight.dtype)
-    for row in range(PROBES):
-        rows[row, row * (width - 1) // (PROBES - 1)] = 1
-    try:
-        columns: torch.Tensor = multiply(rows, module.weight, None)
-    except Exception as error:  # the kernel's own
-        raise Unsampled(f"the weights of {name} cannot be read back from their kernel ({error})") from error
-    return columns
-
-
-def _content(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes of a tensor on its device: all of a small one, else runs at even distances, as its storage has them."""
-    import torch
-
-    item = tensor.element_size()
-    runs = max(RUNS, RUNS_PER_EXPERT * tensor.shape[0] if tensor.dim() > 2 else 0)
-    if not tensor.numel():
-        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    # Where an axis repeats the same elements, they are read once.
-    once = tensor[tuple(slice(None) if stride else slice(1) for stride in tensor.stride())]
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(once.shape, once.stride(), strict=True))
-    if extent != once.numel():
-        return _scattered(once, runs)
-    length, start = extent * item, tensor.storage_offset() * item
-    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    if length <= runs * RUN_BYTES:
-        return raw.set_(tensor.untyped_storage(), start, (length,), (1,))
-    distance = (length - RUN_BYTES) // (runs - 1)
-    return raw.set_(tensor.untyped_storage(), start, (runs, RUN_BYTES), (distance, 1)).reshape(-1)
-
-
-def _scattered(tensor: torch.Tensor, runs: int) -> torch.Tensor:
-    """The same of a view with gaps: between its elements lies what is not its own."""
-    import torch
-
-    # As plain words: not every data type can be indexed.
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    plain, each = tensor.view(words[tensor.element_size()]), max(1, RUN_BYTES // tensor.element_size())
-    if tensor.numel() <= runs * each:
-        return plain.contiguous().view(-1).view(torch.uint8)
-    starts = torch.arange(runs) * ((tensor.numel() - each) // (runs - 1))
-    indices = torch.unravel_index((starts[:, None] + torch.arange(each)).view(-1), tensor.shape)
-    return plain[tuple(index.to(tensor.device) for index in indices)].view(torch.uint8)
-
-
-def _contents(tensors: list[torch.Tensor]) -> list[bytes]:
-    """The tensors' bytes, by one copy from each device."""
-    import torch
-
-    found = [b""] * len(tensors)
-    by_device: dict[torch.device, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(number)
-    for numbers in by_device.values():
-        joined = torch.cat([tensors[number] for number in numbers]).cpu().numpy().tobytes()
-        start = 0
-        for number in numbers:
-            end = start + tensors[number].numel()
-            found[number], start = joined[start:end], end
-    return found

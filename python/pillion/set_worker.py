@@ -22,7 +22,9 @@ class SetWorker:
     """The workers of all groups, as one."""
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        self._all = [Worker(config, vllm_config, view, group) for group, view in groups.parts(kv_cache_config)]
+        self._all: list[Worker] = []
+        for group, view in groups.parts(kv_cache_config):
+            self._all.append(Worker(config, vllm_config, view, group, next(iter(self._all), None)))
         self._metadata: list[PillionMetadata] = []
         # Groups whose load of a request has not ended, and requests of which a group's has failed.
         self._open: Counter[str] = Counter()

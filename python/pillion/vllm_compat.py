@@ -120,8 +120,6 @@ def _unserved_set(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kinds
     if getattr(vllm_config, "lora_config", None) is not None:
         # Each group digests an adapter's files by itself: those that change meanwhile would be of two kinds in one set.
         return ", which are not served beside adapters: start vLLM without --enable-lora"
-    if on_gpu():
-        return f", which are served on a CPU alone: {remedy}"
     if not recomputes_failed_loads(vllm_config):
         return ", and one load that failed would end its request: set kv_load_failure_policy to recompute"
     return None

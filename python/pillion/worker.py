@@ -35,8 +35,16 @@ logger = vllm_compat.init_logger("vllm.pillion")
 class Worker:
     """State of one rank's worker role. Without a session (memory that cannot be shared) every call does nothing."""
 
-    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: Group = ALONE) -> None:
-        """Of an engine with one cache group, or of one `group` of several, which `kv_cache_config` then describes alone."""
+    def __init__(
+        self,
+        config: Config,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        group: Group = ALONE,
+        first: Worker | None = None,
+    ) -> None:
+        """Of an engine with one cache group, or of one `group` of several, which `kv_cache_config` then describes alone.
+        `first`: the worker of the engine's first group, whose samples of the weights this one shares."""
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -48,6 +56,8 @@ class Worker:
         self.out_reason = ""
         # What the sidecar compares with other engines': facts, and a digest of the live weights.
         self._facts: dict[str, str] = {}
+        self._first = first or self
+        self._sampler: Sampler | None = None
         self._live: Live | None = None
         self._live_weights: bytes | None = None
         # How often the weights may have changed so far, as the scheduler counts, and when this rank had its last step.
@@ -146,9 +156,11 @@ class Worker:
         models = Models(vllm_compat.cache_layers(self._vllm_config, self._kv_cache_config))
         facts = Facts(self._config, self._vllm_config, self._kv_cache_config, models)
         self._facts = facts.stated(geometry.form)
-        sampler = Sampler(models, facts.experts_apart, vllm_compat.keeps_weights(self._vllm_config))
-        self._live = Live(sampler, facts.running, facts.experts_move)
-        self._live_weights = self._live.begin(self._facts)
+        self._sampler = self._first._sampler or Sampler(
+            models, facts.experts_apart, vllm_compat.keeps_weights(self._vllm_config)
+        )
+        self._live = Live(self._sampler, facts.running, facts.experts_move)
+        self._live_weights = self._live.begin(self._facts, 0)
 
     def _connect(self, geometry: Geometry, descriptors: list[int], pointers: list[int], cuts: list[int], copier: str) -> None:
         rank, world = vllm_compat.rank(self._vllm_config), vllm_compat.world_size(self._vllm_config)
@@ -204,13 +216,13 @@ class Worker:
         count = getattr(metadata, "weights", 0)
         if count > self._weights:
             self._weights = count
-            session.set_weights(count, self._live.again())
-        elif paused > (LOOK_AFTER_S_GPU if self._device else LOOK_AFTER_S_CPU) and self._live.differs():
+            session.set_weights(count, self._live.again(metadata.step))
+        elif paused > (LOOK_AFTER_S_GPU if self._device else LOOK_AFTER_S_CPU) and self._live.differs(metadata.step):
             logger.warning(
                 "pillion: the weights are others than before, and vLLM did not say so. Loads fail until the sidecar knows; KV "
                 "that vLLM itself holds was computed with the old ones: reset its prefix cache whenever you change weights"
             )
-            session.set_weights(0, self._live.again())
+            session.set_weights(0, self._live.again(metadata.step))
 
     def _say_namespace(self, session: _shim.WorkerSession) -> None:
         """Once it is known, which takes the first steps of all ranks, and whenever it is another one."""

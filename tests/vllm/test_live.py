@@ -163,6 +163,7 @@ class Rank:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
+        self.steps = 0
         self.log: list[str] = []
         monkeypatch.setattr("time.monotonic", lambda: self.now)
         for level in ("info", "warning"):
@@ -180,7 +181,8 @@ class Rank:
 
     def step(self, weights: int | None = None, seconds: float = 0.01) -> None:
         """A step that takes this long; the scheduler counts this many changes of the weights."""
-        metadata: Any = SimpleNamespace(run=b"", step=1, resolved=0, urgent=False)
+        self.steps += 1
+        metadata: Any = SimpleNamespace(run=b"", step=self.steps, resolved=0, urgent=False)
         if weights is not None:
             metadata.weights = weights
         self.worker.begin_step(metadata)
@@ -213,9 +215,9 @@ def test_a_pause_is_followed_by_a_look(monkeypatch: pytest.MonkeyPatch, device: 
     looks: list[int] = []
     take = Sampler.take
 
-    def counted(sampler: Sampler) -> Sample:
+    def counted(sampler: Sampler, moment: int | None = None) -> Sample:
         looks.append(1)
-        return take(sampler)
+        return take(sampler, moment)
 
     monkeypatch.setattr(Sampler, "take", counted)
     rank.step(0, seconds=10 * pause)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from pillion.models import ModelGone, Models
-from pillion.sample import DIGEST_BYTES, LEFT_OUT, WHOLE_BYTES, Sample, Sampler, Unsampled
+from pillion.reading import LEFT_OUT, WHOLE_BYTES, Unsampled
+from pillion.sample import DIGEST_BYTES, Sample, Sampler
 
 LARGE = WHOLE_BYTES * 33 + 6
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -94,6 +96,56 @@ def test_a_model_is_not_kept_and_its_end_is_seen() -> None:
         taken(torch.nn.Identity())
     with pytest.raises(Unsampled, match="no model"):
         taken()
+
+
+# --- again and again ---
+
+CHANGES: dict[str, Callable[[torch.nn.Module], None]] = {
+    "written in place": lambda layer: add_one_ulp(layer.weight.data),
+    "other elements": lambda layer: setattr(layer.weight, "data", layer.weight.data + 1),
+    "another tensor": lambda layer: setattr(layer, "weight", torch.nn.Parameter(layer.weight.data + 1)),
+    "another form": lambda layer: setattr(layer.weight, "data", layer.weight.data.view(160, 24)),
+    "one more": lambda layer: layer.register_buffer("more", torch.ones(2)),
+    "one less": lambda layer: delattr(layer, "bias"),
+    "another part": lambda layer: setattr(layer, "attention", Layer()),
+    "a buffer": lambda layer: layer._buffers["_k_scale"].fill_(2.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_the_same_sampler_sees_every_change(change: Callable[[torch.nn.Module], None]) -> None:
+    """As one does that has read nothing yet."""
+    one = model(1)
+    sampler = Sampler(Models([one]))
+    before = sampler.take()
+    assert sampler.take() == before
+    change(one[2])
+    after = sampler.take()
+    assert after != before and after == taken(one)
+
+
+def test_weights_that_move_are_the_same_and_those_before_are_not_kept() -> None:
+    """Nor is anything that was read kept alive."""
+    one = model(1)
+    sampler = Sampler(Models([one]))
+    before = sampler.take()
+    old = weakref.ref(one[2].weight.untyped_storage())
+    one[2].weight = torch.nn.Parameter(one[2].weight.data.clone())
+    gc.collect()
+    assert old() is None and sampler.take() == before
+
+
+def test_weights_are_read_once_in_a_moment() -> None:
+    """Without a moment, each time."""
+    one = model(1)
+    sampler = Sampler(Models([one]))
+    first = sampler.take(1)
+    add_one_ulp(one[0].weight.data)
+    assert sampler.take(1) == first
+    second = sampler.take(2)
+    assert second != first
+    add_one_ulp(one[0].weight.data)
+    assert sampler.take() != second
 
 
 # --- which bytes ---

@@ -1,0 +1,219 @@
+"""What is read of the weights of models: of every tensor all bytes or runs of them, in one copy from each device.
+
+What is to be read is worked out once, and again when a tensor has come, gone, moved or changed its form. No weights are kept
+alive.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+# What is read of one tensor: all of it up to `WHOLE_BYTES`, else runs at even distances. A dense model of 8 billion parameters
+# has some 300 tensors of which 4 KiB each are read.
+RUNS = 64
+RUN_BYTES = 64
+WHOLE_BYTES = RUNS * RUN_BYTES
+# Of each row of the first axis of tensors of three axes and more, which counts experts.
+RUNS_PER_EXPERT = 4
+# Columns of a matrix that are read through the kernel that holds it.
+PROBES = 4
+# Tensors that are left out, by the last part of their name.
+LEFT_OUT: dict[str, re.Pattern[str]] = {
+    "tables of angles: the fact rotary holds them, and their lengths may differ": re.compile("cos_sin|inv_freq"),
+    "scratch of kernels": re.compile("workspace"),
+    "what a vision encoder has seen so far, and scales that follow it": re.compile("_fp8_[qkv]_(amax|scale)$"),
+}
+# Parameters that hold a layer's weights, and no scales or zero points.
+WEIGHTS = re.compile(r"(\w+_)?q?weight(_packed)?$")
+
+
+class Unsampled(ValueError):
+    """Weights that cannot be read. The text names them."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    name: str
+    # Data type, shape and strides.
+    form: str
+    # The tensor, which a kernel may have to be asked for; None: it is gone.
+    tensor: Callable[[], torch.Tensor | None]
+    # Runs of `RUN_BYTES`, and bytes from one to the next; without runs, all of its bytes; None: its elements lie apart.
+    cut: tuple[int, int] | None
+
+
+class Reading:
+    """The pieces of some models, by name."""
+
+    def __init__(self, models: list[torch.nn.Module], outline: list[Any] | None) -> None:
+        """`outline`: theirs, as it is now."""
+        self.outline = outline
+        self.pieces = sorted(_pieces(models), key=lambda piece: piece.name)
+
+    def read(self) -> list[bytes] | None:
+        """The bytes of each piece; None: a tensor is gone, and its place in the models has another one."""
+        import torch
+
+        found = [b""] * len(self.pieces)
+        # Runs are rows of one tensor, what is whole is joined to another.
+        batches: dict[tuple[torch.device, bool], list[tuple[int, torch.Tensor]]] = {}
+        for number, piece in enumerate(self.pieces):
+            tensor = piece.tensor()
+            if tensor is None:
+                return None
+            try:
+                content = _content(tensor, piece.cut)
+            except Exception as error:  # tensors of a quantization's own kind may have no storage
+                raise Unsampled(f"{piece.name} cannot be read ({error})") from error
+            batches.setdefault((content.device, content.dim() == 1), []).append((number, content))
+        for batch in batches.values():
+            joined = torch.cat([content for _, content in batch]).cpu().numpy().tobytes()
+            start = 0
+            for number, content in batch:
+                end = start + content.numel()
+                found[number], start = joined[start:end], end
+        return found
+
+
+def outline(models: list[torch.nn.Module]) -> list[Any] | None:
+    """Equal as long as the tensors are the same, at the same places and in the same forms; None: that cannot be told."""
+    found: list[Any] = []
+    waiting, seen = list(models), set()
+    try:
+        while waiting:
+            module = waiting.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            found.append(id(module))
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    found.append(name)
+                    if tensor is not None:
+                        found += (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            for name, child in module._modules.items():
+                found.append(name)
+                if child is not None:
+                    waiting.append(child)
+    except Exception:  # tensors of a quantization's own kind may have no place
+        return None
+    return found
+
+
+def _pieces(models: list[torch.nn.Module]) -> Iterator[_Piece]:
+    for name, source in _tensors(models):
+        tensor = source()
+        assert tensor is not None, "it was found just now"
+        try:
+            cut = _cut(tensor)
+            form = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
+        except Exception as error:  # as above
+            raise Unsampled(f"{name} cannot be read ({error})") from error
+        yield _Piece(name, form, source, cut)
+
+
+def _tensors(models: list[torch.nn.Module]) -> Iterator[tuple[str, Callable[[], torch.Tensor | None]]]:
+    """Every parameter and buffer that is not left out, and what kernels hold instead of one."""
+    for number, model in enumerate(models):
+        for name, module in model.named_modules():
+            if _is_emptied(module):
+                yield f"{number}.{name}.weight in its kernel", _Probed(name, weakref.ref(module))
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            last = name.rpartition(".")[2]
+            if tensor.device.type != "meta" and not any(pattern.search(last) for pattern in LEFT_OUT.values()):
+                yield f"{number}.{name}", weakref.ref(tensor)
+
+
+def _is_emptied(module: torch.nn.Module) -> bool:
+    """Whether a kernel took over the module's weights. `None` says so of vLLM's layers alone: others may have no weight."""
+    own = [parameter for name, parameter in module._parameters.items() if WEIGHTS.match(name)]
+    kept = [parameter for parameter in own if parameter is not None]
+    return all(not parameter.numel() for parameter in kept) and bool(kept or (own and hasattr(module, "quant_method")))
+
+
+@dataclass(frozen=True)
+class _Probed:
+    """What a kernel holds of a layer."""
+
+    name: str
+    module: weakref.ref[torch.nn.Module]
+
+    def __call__(self) -> torch.Tensor | None:
+        module = self.module()
+        return None if module is None else _probed(self.name, module)
+
+
+def _probed(name: str, module: torch.nn.Module) -> torch.Tensor:
+    """Columns of the matrix that vLLM's CPU kernel of this layer holds, exact in every bit: 1 * w + 0 * ... has no rounding."""
+    import torch
+
+    multiply = getattr(module, "cpu_linear", None)
+    width = getattr(module, "input_size_per_partition", getattr(module, "input_size", None))
+    if multiply is None or width is None:
+        raise Unsampled(f"the weights of {name} ({type(module).__qualname__}) are held where they cannot be read")
+    rows = torch.zeros(PROBES, width, dtype=module.weight.dtype)
+    for row in range(PROBES):
+        rows[row, row * (width - 1) // (PROBES - 1)] = 1
+    try:
+        columns: torch.Tensor = multiply(rows, module.weight, None)
+    except Exception as error:  # the kernel's own
+        raise Unsampled(f"the weights of {name} cannot be read back from their kernel ({error})") from error
+    return columns
+
+
+def _runs(tensor: torch.Tensor) -> int:
+    return max(RUNS, RUNS_PER_EXPERT * tensor.shape[0] if tensor.dim() > 2 else 0)
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Where an axis repeats the same elements, they are read once."""
+    return tensor[tuple(slice(None) if stride else slice(1) for stride in tensor.stride())]
+
+
+def _cut(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """What is read of a tensor, as its storage has it; None where it has gaps."""
+    if not tensor.numel():
+        return (0, 0)
+    once = _once(tensor)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(once.shape, once.stride(), strict=True))
+    if extent != once.numel():
+        return None
+    runs, length = _runs(tensor), extent * tensor.element_size()
+    if length <= runs * RUN_BYTES:
+        return (0, length)
+    return (runs, (length - RUN_BYTES) // (runs - 1))
+
+
+def _content(tensor: torch.Tensor, cut: tuple[int, int] | None) -> torch.Tensor:
+    """Bytes of a tensor on its device: runs as rows, else in one row."""
+    import torch
+
+    if cut is None:
+        return _scattered(_once(tensor), _runs(tensor))
+    runs, bytes_ = cut
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    if not runs and not bytes_:
+        return raw
+    size, strides = ((runs, RUN_BYTES), (bytes_, 1)) if runs else ((bytes_,), (1,))
+    return raw.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), size, strides)
+
+
+def _scattered(tensor: torch.Tensor, runs: int) -> torch.Tensor:
+    """The same of a view with gaps: between its elements lies what is not its own."""
+    import torch
+
+    # As plain words: not every data type can be indexed.
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    plain, each = tensor.view(words[tensor.element_size()]), max(1, RUN_BYTES // tensor.element_size())
+    if tensor.numel() <= runs * each:
+        return plain.contiguous().view(-1).view(torch.uint8)
+    starts = torch.arange(runs) * ((tensor.numel() - each) // (runs - 1))
+    indices = torch.unravel_index((starts[:, None] + torch.arange(each)).view(-1), tensor.shape)
+    return plain[tuple(index.to(tensor.device) for index in indices)].view(torch.uint8)

@@ -1,0 +1,83 @@
+"""Models whose layers have windows: prompts within and beyond one, and what an engine must find of them after a restart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from testkit import engine, model, pool_file, prompts, random_model, sidecar
+from testkit.waiting import wait_for
+
+# Within the window of 64 tokens, a hit that ends in it, and far beyond it.
+PROMPTS = [prompts.prompt(tokens, seed=tokens) for tokens in (40, 100, 700)]
+OUTPUT_TOKENS = 8
+HITS = [prompts.hit_tokens(len(tokens)) for tokens in PROMPTS]
+# What writes a model of each family, whose windows have cache groups of their own.
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "llama": lambda directory: model.write(directory, model.TINY_WINDOWS),
+    "gemma3": lambda directory: random_model.write(directory, random_model.GEMMA3),
+    "gpt-oss": lambda directory: random_model.write(directory, random_model.GPT_OSS),
+}
+
+
+@dataclasses.dataclass
+class Answers:
+    """Of an engine that has computed the prompts, and of one that found its own KV of them."""
+
+    cold: list[dict[str, Any]]
+    local: list[dict[str, Any]]
+
+
+def ask(running: engine.Engine) -> list[dict[str, Any]]:
+    """Each prompt alone: batches of one shape give comparable bits."""
+    return [running.generate([tokens], max_tokens=OUTPUT_TOKENS)[0] for tokens in PROMPTS]
+
+
+def all_of(answers: list[dict[str, Any]], name: str) -> list[Any]:
+    """One field of each answer."""
+    return [answer[name] for answer in answers]
+
+
+def compute(running: engine.Engine, keeper: sidecar.Sidecar, hits: list[int] = HITS, saved: int | None = None) -> Answers:
+    """Has the engine compute the prompts, and waits until they are kept: `saved` bytes of them, where that is known."""
+    answers = Answers(ask(running), ask(running))
+    assert all_of(answers.local, "cached_tokens") == hits and running.metrics()["external_hits"] == 0
+    if saved is not None:
+        keeper.wait_metric("pillion_saved_bytes_total", saved)
+    else:
+        wait_until_quiet(keeper)
+    return answers
+
+
+def wait_until_quiet(keeper: sidecar.Sidecar) -> None:
+    """Until no more is saved, where not all blocks are: some of a window are not, and vLLM may reuse others before they are."""
+    counts: list[int] = []
+
+    def is_quiet() -> bool:
+        counts.append(keeper.metrics()["pillion_saved_blocks_total"])
+        return counts[-1] > 0 and counts[-10:] == [counts[-1]] * 10
+
+    wait_for(is_quiet, "end of saves", poll_s=0.1)
+
+
+def forget(running: engine.Engine, keeper: sidecar.Sidecar) -> None:
+    """Empties the engine's own prefix cache, once its last step has let go of its blocks."""
+    keeper.wait_for(running.reset_prefix_cache, "reset of the engine's own cache")
+
+
+def load(running: engine.Engine, keeper: sidecar.Sidecar, answers: Answers, hits: list[int] = HITS) -> None:
+    """The engine finds all of it, right to the bit; and the negative control: a wrong key in every block shows."""
+    warm = ask(running)
+    assert running.metrics()["external_hits"] == sum(hits)
+    assert all_of(warm, "tokens") == all_of(answers.local, "tokens")
+    assert all_of(warm, "logprobs") == all_of(answers.local, "logprobs")
+    forget(running, keeper)
+    with pool_file.damaged(keeper.pool) as blocks:
+        assert blocks > 0
+        damaged = ask(running)
+    assert running.metrics()["external_hits"] == 2 * sum(hits)
+    shown = [wrong["logprobs"] != right["logprobs"] for wrong, right in zip(damaged, answers.local, strict=True)]
+    # Attention of some models passes over a wrong key now and then.
+    assert any(shown) and (all(shown) or hits != HITS)

@@ -21,6 +21,8 @@ from pillion._shim import ITEM_BYTES
 
 # A copy of a shorter piece costs more by its call than by its bytes.
 PIECE_BYTES_MIN = 4096
+# Of one head that numpy copies: 128 KiB of keys of 128 elements in 32 tokens, which fit into a core's cache.
+BLOCKS_AT_ONCE = 8
 # Regions of a rank's memory that the protocol permits.
 PIECES_MAX = 1024
 # The axes of K and V in a page. One of length 1 does not show in the text.
@@ -197,7 +199,7 @@ def _copied(view: Any, ids: Sequence[int], out: Any = None) -> Any:
     found = _fresh(view, len(ids)) if out is None else out
     parts = _parts(found, view, len(ids))
     for at, blocks in _runs(ids):
-        _blocks_first(parts[:, :, :, at])[:] = view[blocks]
+        _copy(_blocks_first(parts[:, :, :, at]), view[blocks])
     return found
 
 
@@ -206,7 +208,22 @@ def write(memory: Any, form: str, ids: Sequence[int], k: Any, v: Any, shards: in
     for view, given in zip(_only(views(memory, form, shards)), (k, v), strict=True):
         parts = _parts(given, view, len(ids))
         for at, blocks in _runs(ids):
-            view[blocks] = _blocks_first(parts[:, :, :, at])
+            _copy(view[blocks], _blocks_first(parts[:, :, :, at]))
+
+
+def _copy(to: Any, source: Any) -> None:
+    """Copies blocks, [blocks, layers, shards, heads, kernel blocks, tokens, dim].
+
+    numpy goes through all blocks for each short run of tokens that lie side by side, and by then the bytes beside the run have
+    left a core's cache. It is given few blocks of a head at a time.
+    """
+    if len(to) <= BLOCKS_AT_ONCE or hasattr(to, "permute") or any(side.strides[5] != side.itemsize for side in (to, source)):
+        to[:] = source
+        return
+    for head in _numpy().ndindex(to.shape[1:4]):
+        for at in range(0, len(to), BLOCKS_AT_ONCE):
+            place = (slice(at, at + BLOCKS_AT_ONCE), *head)
+            to[place] = source[place]
 
 
 def _parts(given: Any, view: Any, blocks: int) -> Any:

@@ -104,6 +104,25 @@ def test_blocks_are_read_into_memory_that_a_decoder_has(library: str) -> None:
         pages.read(memory, form, IDS, out=(given[0].half(), given[1]))
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_many_blocks_with_tokens_side_by_side(shards: int) -> None:
+    """As vLLM's CPU build keeps keys; numpy copies some blocks of a head at a time, here in runs of 19, 8 and 3."""
+    blocks, ids = 40, [*range(21, 40), *range(3, 11), *range(12, 15)]
+    sizes = f"layers={LAYERS} tokens={TOKENS} kv_heads={HEADS} keys={KEYS} values={KEYS} dtype=float32"
+    strides = f"kv_heads*{2 * KEYS * TOKENS}+keys*{TOKENS}+tokens"
+    form = f"{sizes} k={strides} v={KEYS * TOKENS}+{strides.replace('keys', 'values')} packing=none"
+    whole = numpy.random.default_rng(1).standard_normal((blocks, shards, LAYERS, HEADS, 2, KEYS, TOKENS), numpy.float32)
+    memory = whole.reshape(blocks, -1).view(numpy.uint8)
+    # [K and V, layers, shards and heads, blocks and tokens, dim]
+    right = whole[ids].transpose(4, 2, 1, 3, 0, 6, 5).reshape(2, LAYERS, shards * HEADS, len(ids) * TOKENS, KEYS)
+    found = pages.read(memory, form, ids, shards)
+    assert all(numpy.array_equal(part, wanted) for part, wanted in zip(found, right, strict=True))
+    written = numpy.zeros_like(memory)
+    pages.write(written, form, ids, *found, shards)
+    assert numpy.array_equal(written[ids], memory[ids])
+    assert not numpy.delete(written, ids, 0).any(), "no other block is touched"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_no_blocks_are_read_as_no_tokens(dtype: torch.dtype) -> None:
     """As where nothing is kept."""

@@ -1,4 +1,4 @@
-"""One side of a bench of the mesh: a process of its example `mesh_blocks`."""
+"""One side of a bench of the mesh: a process of the example `mesh_blocks`."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@
 
 pub mod copy;
 pub mod disk;
+pub mod node;
+pub mod peer;
 pub mod ring;
 pub mod tier;
 
@@ -40,6 +42,8 @@ pub enum What {
     Copy(copy::Options),
     /// Measure the way of a question to a running sidecar and back.
     Ring(ring::Options),
+    /// Measure blocks from a peer over TCP: plain sockets, and the mesh.
+    Peer(peer::Options),
 }
 
 /// A benchmark that was not run to its end.
@@ -135,12 +139,13 @@ fn memory(bytes: u64) -> Result<(std::os::fd::OwnedFd, Arc<Region>), BenchError>
     Ok((fd, region))
 }
 
-/// Runs it; what is to be printed.
-pub fn run(options: &Options) -> Result<String, BenchError> {
+/// Runs it; what is to be printed at its end. `say` prints what must be told before.
+pub fn run(options: &Options, say: impl Fn(&str)) -> Result<String, BenchError> {
     let figures = match &options.what {
         What::Disk(options) => disk::measure(options)?,
         What::Copy(options) => copy::measure(options)?,
         What::Ring(options) => ring::measure(options)?,
+        What::Peer(options) => peer::measure(options, say)?,
     };
     Ok(if options.json { figures.line() } else { figures.table() })
 }

@@ -13,7 +13,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::SignalFd;
 use rustix::event::{PollFd, PollFlags};
-use sidecar::config::{Config, ConfigError, Options};
+use sidecar::config::{Config, ConfigError, Level, LogFormat, Options};
 use sidecar::doctor;
 use sidecar::error::StartError;
 use sidecar::logging::{self, LogLevel};
@@ -139,7 +139,8 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Command::Bench(options) => {
-            print_answer(&bench::run(&options)?);
+            logging::start(Level::Warn, LogFormat::Text);
+            print_answer(&bench::run(&options, print_answer)?);
             Ok(ExitCode::SUCCESS)
         }
         Command::Version => {

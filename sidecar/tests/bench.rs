@@ -2,7 +2,10 @@
 
 mod client;
 
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
 use std::path::Path;
+use std::process::{Child, Command, Stdio};
 
 use client::pillion;
 use client::sidecar::Sidecar;
@@ -49,6 +52,9 @@ fn a_disk_is_measured_by_both_means_and_nothing_stays_on_it() {
     }
     let too_large = refusal(&["disk", "--path", path, "--size", "900TiB"]);
     assert!(too_large.contains("lower its size"), "{too_large}");
+    // The log of such a size has segments of 16 MiB.
+    let whole = refusal(&["disk", "--path", path, "--size", "64MiB", "--block-size", "64MiB"]);
+    assert!(whole.contains("larger than a segment: raise --size, or lower --block-size"), "{whole}");
     assert_eq!(std::fs::read_dir(path).unwrap().count(), 0);
 }
 
@@ -66,6 +72,62 @@ fn a_running_sidecar_answers_through_the_ring() {
     let socket = folder.path().join("p.sock");
     let line = line(&["ring", "--socket", socket.to_str().unwrap(), "--count", "100"]);
     expect_positive(&line, &["word_us", "query_us", "query_p99_us", "query_asleep_us"]);
+}
+
+/// A process that ends with its test.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+const PEER_FIGURES: [&str; 6] = [
+    "plain_fetch_gib_s",
+    "mesh_fetch_gib_s",
+    "fetch_ratio",
+    "plain_block_us",
+    "mesh_block_us",
+    "mesh_block_p99_us",
+];
+
+#[test]
+fn blocks_come_from_a_peer_by_both_means() {
+    let line = line(&["peer", "--size", "8MiB", "--block-size", "256KiB", "--streams", "3"]);
+    assert_eq!((&line["bench"], &line["streams"]), (&"peer".into(), &3.into()));
+    expect_positive(&line, &PEER_FIGURES);
+}
+
+#[test]
+fn the_end_that_serves_has_the_say_over_sizes_and_stays_for_the_next() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pillion"));
+    command.args(["bench", "peer", "--serve", "127.0.0.1:0", "--size", "2MiB", "--block-size", "1MiB"]);
+    let mut serving = Ended(command.stdout(Stdio::piped()).spawn().unwrap());
+    let mut said = String::new();
+    BufReader::new(serving.0.stdout.take().unwrap()).read_line(&mut said).unwrap();
+    let address =
+        said.strip_prefix("serving 2.0 MiB at ").and_then(|rest| rest.split_once(": run pillion bench peer"));
+    let (address, _) = address.unwrap_or_else(|| panic!("{said}"));
+    for _ in 0..2 {
+        expect_positive(&line(&["peer", address]), &PEER_FIGURES);
+    }
+    let both = refusal(&["peer", address, "--size", "4MiB"]);
+    assert!(both.contains("cannot be used with"), "{both}");
+    drop(serving);
+    let absent = refusal(&["peer", address]);
+    assert!(absent.contains(&format!("run pillion bench peer --serve {address} there")), "{absent}");
+}
+
+#[test]
+fn another_program_at_the_address_is_told() {
+    let other = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = other.local_addr().unwrap().to_string();
+    let answer = std::thread::spawn(move || other.accept().unwrap().0.write_all(&[1; 64]));
+    let said = refusal(&["peer", &address]);
+    assert!(said.contains("name the address that pillion bench peer --serve"), "{said}");
+    answer.join().unwrap().unwrap();
 }
 
 #[test]
@@ -86,6 +148,10 @@ fn every_refusal_names_the_remedy() {
         (&["disk", "--path", "/", "--size", "1MiB"], "--block-size"),
         (&["copy", "--threads", "0"], "1 to 256"),
         (&["copy", "--size", "1MiB"], "for each thread"),
+        (&["peer", "--streams", "0"], "1 to 64"),
+        (&["peer", "--size", "1MiB"], "1 block of --block-size"),
+        (&["peer", "--serve", "127.0.0.1:65535", "--size", "2MiB"], "name a lower one"),
+        (&["peer", "--serve", "192.0.2.1:9450", "--size", "2MiB"], "name an address of this host"),
     ] {
         let said = refusal(arguments);
         assert!(said.contains(remedy), "{arguments:?}: {said}");

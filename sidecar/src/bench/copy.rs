@@ -29,7 +29,7 @@ pub struct Options {
 }
 
 /// GiB/s of `threads` threads that each copy their blocks, all from the same moment on.
-fn timed<E: Send>(
+pub(super) fn timed<E: Send>(
     threads: usize,
     bytes: u64,
     copy: impl Fn(usize) -> Result<(), E> + Sync,

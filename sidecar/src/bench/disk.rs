@@ -63,13 +63,19 @@ fn raw_run(
     Ok((clock.now() - began).as_secs_f64())
 }
 
-/// Refuses what cannot be measured before anything is written.
-pub(super) fn measure(options: &Options) -> Result<Figures, BenchError> {
-    let block = options.block_size.as_bytes();
+/// The bytes of a block that disks and the mesh can move.
+pub(super) fn block_bytes(size: Size) -> Result<u32, BenchError> {
+    let block = size.as_bytes();
     if !BLOCK_BYTES.contains(&block) || !block.is_multiple_of(4096) {
         let problem = "it must be 4KiB to 64MiB, in whole pages of 4 KiB";
-        return Err(BenchError::option("block-size", options.block_size, problem));
+        return Err(BenchError::option("block-size", size, problem));
     }
+    Ok(u32::try_from(block).expect("within its limits"))
+}
+
+/// Refuses what cannot be measured before anything is written.
+pub(super) fn measure(options: &Options) -> Result<Figures, BenchError> {
+    let block = u64::from(block_bytes(options.block_size)?);
     let count = options.size.as_bytes() / block;
     if count == 0 {
         return Err(BenchError::option("size", options.size, "it must be at least that of --block-size"));
@@ -96,9 +102,9 @@ fn measure_on(options: &Options, load: Load, pool: &Arc<Region>) -> Result<Figur
     let (written, read) = ((0..load.count).collect::<Vec<_>>(), Random(2).shuffled(0..load.count));
     let mut tier = Tier::start(nameless(&options.path, "log", room(8))?, pool, wanted)?;
     // What was never written is slower to write.
-    raw_run(&mut raw, Direction::Write, block, &written, clock)?;
     let fills = 2;
     tier.write(Load { count: fills * load.count, ..load }, 0)?;
+    raw_run(&mut raw, Direction::Write, block, &written, clock)?;
     let gib_s = |seconds: f64| (load.block_bytes * load.count) as f64 / GIB / seconds;
     let (mut limits, mut own, mut times) = ([vec![], vec![]], [vec![], vec![]], vec![]);
     for round in 0..ROUNDS as u64 {

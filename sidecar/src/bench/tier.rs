@@ -96,7 +96,7 @@ impl Tier {
 
     fn take(&mut self, up: Up) -> Result<(), BenchError> {
         match up {
-            Up::Note(note) => tracing::info!("{note}"),
+            Up::Note(note) => tracing::warn!("{note}"),
             Up::Recovered(found) => self.log.recovered(&found, |_, _| Some(0)),
             Up::Done(done) => {
                 if let Some(Ended::Written { slot, ok } | Ended::Read { slot, ok, .. }) =
@@ -150,7 +150,13 @@ impl Tier {
             match log.write(key(first + number), NAMESPACE, load.block_bytes, slot) {
                 Ok(_) => Ok(true),
                 Err(Refused::Busy) => Ok(false),
-                Err(refused) => Err(BenchError::failed("a block was not taken", refused.to_string())),
+                Err(refused) => {
+                    let remedy = match refused {
+                        Refused::TooLarge => "raise --size, or lower --block-size",
+                        _ => "look at the kernel's log, or name another disk",
+                    };
+                    Err(BenchError::failed("a block was not taken", format!("{refused}: {remedy}")))
+                }
             }
         })
     }

@@ -1,8 +1,8 @@
 //! The SSD tier's decisions: which block lies where, what is reclaimed, what is refused. Pure: no I/O, no clock.
 //!
-//! Blocks are appended to a device's open segment. When few segments are free, the oldest is reclaimed: a block of it
-//! that was asked for since it was written is written again, as long as that makes up less than half a segment, so that
-//! reclamation always gains room; any other is dropped. No write waits for that: without room it is refused.
+//! Blocks are appended to a device's open segment. When few segments are free, the one with the fewest live blocks is reclaimed: these
+//! are written again. Where none has enough that went, so that a move would gain no room, the oldest is dropped with its blocks. No
+//! write waits for that: without room it is refused.
 
 mod breaker;
 mod order;
@@ -381,10 +381,10 @@ impl Log {
         self.order.enter(&mut self.table, id, group, units, spot);
     }
 
-    /// The group of an entry's block, and its units.
+    /// The group of an entry's block, and the units that it counts for.
     fn measure(&self, id: u32) -> (usize, u32) {
         let entry = self.table.get(id);
-        let units = self.volumes[usize::from(entry.device)].units(entry.bytes);
+        let units = self.volumes[usize::from(entry.device)].share(entry.bytes);
         (self.group(entry.key.namespace), units)
     }
 
@@ -395,7 +395,7 @@ impl Log {
         let (key, device, segment, bytes) =
             (entry.key, usize::from(entry.device), entry.segment, entry.bytes);
         let volume = &mut self.volumes[device];
-        volume.unsettle(segment, units);
+        volume.unsettle(segment, volume.units(bytes));
         if entry.state != State::Writing {
             self.watch.note(key, false);
             volume.stats.blocks -= 1;

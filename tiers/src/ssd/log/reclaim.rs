@@ -107,12 +107,13 @@ impl Log {
     /// Segments come newest first: of two copies of a block the first is kept.
     fn take_over(&mut self, device: usize, key: BlockKey, place: Place, bytes: u32, sequence: u64) {
         let volume = &mut self.volumes[device];
-        let inside = place.segment < volume.stats.segments
-            && place.unit.saturating_add(volume.units(bytes)) <= volume.segment_units;
+        let units = volume.units(bytes);
+        let inside =
+            place.segment < volume.stats.segments && place.unit.saturating_add(units) <= volume.segment_units;
         if !inside {
             return;
         }
-        volume.remains(place.segment, sequence);
+        volume.remains(place.segment, sequence, units);
         if self.find(&key).is_some() {
             return;
         }

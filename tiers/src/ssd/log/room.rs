@@ -52,7 +52,7 @@ impl Log {
     }
 
     fn units_of(&self, bytes: u64) -> u64 {
-        let units = |bytes| self.volumes.first().map_or(0, |volume| volume.units(bytes));
+        let units = |bytes| self.volumes.first().map_or(0, |volume| volume.share(bytes));
         u32::try_from(bytes).map_or(u64::MAX, |bytes| units(bytes).into())
     }
 

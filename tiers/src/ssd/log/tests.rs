@@ -342,6 +342,52 @@ impl World {
     }
 }
 
+/// Steps in which a log that ever makes room has made it: some for each of its units.
+const STEPS: usize = 500;
+
+impl World {
+    /// Takes up to [`STEPS`] steps; whether that was enough.
+    fn steps_until(&mut self, mut over: impl FnMut(&mut Self) -> bool) -> bool {
+        (0..STEPS).any(|_| {
+            let is_over = over(self);
+            self.take_jobs();
+            self.carry_out();
+            is_over
+        })
+    }
+}
+
+/// A reclamation moves seven eighths of a segment at most and takes an eighth at least of units whose blocks went, which come from
+/// writes alone. So at most seven units move for each that is written.
+#[test]
+fn every_block_is_taken_in_the_end_and_seven_units_move_for_one_at_most() {
+    let mut moved_units = 0;
+    // Of 14 units that a segment has for blocks; those of 8 leave 6 empty, which no move gains.
+    for sizes in [&[8][..], &[2], &[5], &[13], &[3, 9], &[2, 4, 11]] {
+        for makes_room in [true, false] {
+            let mut world = World::new(6, 1);
+            let (dram, _) = below(&mut world);
+            for number in (0..1_800).step_by(6) {
+                let units = sizes[world.random.below(sizes.len() as u64) as usize];
+                let (bytes, slot) = ((units - 1) * UNIT, world.slot());
+                assert!(!makes_room || world.log.make_room(0, bytes, dram.judge()));
+                world.slots.insert(slot.offset, key(number));
+                let taken = |world: &mut World| world.log.write(key(number), digest(0), bytes, slot).is_ok();
+                assert!(world.steps_until(taken), "blocks of {sizes:?} move round and round");
+                let rank = world.random.below(4) as u8;
+                assert!(world.steps_until(|world| world.jobs.is_empty()), "moves of {sizes:?} do not end");
+                world.log.left(&key(number), Standing::new(rank, false, 0));
+            }
+            let device = &world.log.stats().devices[0];
+            let moved = device.moved_bytes_total / UNIT + device.moved_blocks_total;
+            let written = device.written_bytes_total / UNIT + device.written_blocks_total;
+            assert!(moved <= 7 * written, "{sizes:?}: {moved} units moved for {written}");
+            moved_units += moved;
+        }
+    }
+    assert!(moved_units > 0);
+}
+
 /// DRAM with a quota of a quarter, over a log of one device.
 fn below(world: &mut World) -> (Dram, QuotaId) {
     let config = dram::Config { pool_bytes: 8 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1 };

@@ -12,8 +12,9 @@ const FREE_PART: u32 = 16;
 const FREE_MAX: u32 = 4;
 /// The part of the room that blocks may take: what cleaning moves grows with it.
 const USED_PART: (u64, u64) = (4, 5);
-/// The part of a segment that its reclamation moves at most: it must gain room.
-const MOVED_PART: (u32, u32) = (7, 8);
+/// The part of a segment that blocks which went must take for its reclamation to move the others: each takes that part of what was
+/// written, once, so that at most seven bytes move for each byte written. A segment's end that no block fits is no gain.
+const GAINED_PART: u32 = 8;
 
 /// What a segment is used for.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
@@ -35,6 +36,7 @@ pub(super) enum Use {
 pub(super) struct Segment {
     pub(super) used_for: Use,
     pub(super) sequence: u64,
+    /// Units that were given out, its header's among them.
     units: u32,
     /// Blocks given a place, which the footer must have room for.
     count: u32,
@@ -115,6 +117,14 @@ impl Volume {
     /// Units of a block with its header.
     pub(super) fn units(&self, bytes: u32) -> u32 {
         format::block_units(bytes, self.unit_bytes)
+    }
+
+    /// Units of a segment that a block takes where all are of its size: what no further one fits is theirs, too.
+    pub(super) fn share(&self, bytes: u32) -> u32 {
+        let room = self.segment_units - HEADER_UNITS - format::footer_units(0, self.unit_bytes);
+        let each = u64::from(self.units(bytes)) * self.unit_bytes + format::ENTRY_BYTES as u64;
+        let blocks = u64::from(room) * self.unit_bytes / each;
+        self.segment_units.div_ceil(blocks.max(1) as u32)
     }
 
     /// Whether an empty segment holds so many units of one block.
@@ -221,20 +231,23 @@ impl Volume {
             let full = self.full.iter().copied().enumerate();
             let sealed = full.filter(|(_, number)| self.segments[*number as usize].used_for == Use::Sealed);
             // Of those that are alike the oldest.
-            if let Some((at, number)) =
-                sealed.clone().min_by_key(|(_, number)| self.segments[*number as usize].live)
-            {
-                // After a start there may be no segment to move anything to.
-                let live = self.segments[number as usize].live;
-                let has_next = self.next.is_some() || !self.free.is_empty();
-                let gains = live == 0 || has_next && live <= self.moved_units_max();
-                let (at, number) = if gains { (at, number) } else { sealed.min().expect("there is one") };
+            let gaining = sealed.clone().filter(|(_, number)| self.gains(*number));
+            let chosen = gaining.min_by_key(|(_, number)| self.segments[*number as usize].live);
+            if let Some((at, number)) = chosen.or_else(|| sealed.min()) {
+                self.moved_units = if chosen.is_some() { 0 } else { self.segment_units };
                 self.full.remove(at);
                 self.reclaiming = Some(number);
-                self.moved_units = if gains { 0 } else { self.segment_units };
             }
         }
         self.reclaiming
+    }
+
+    /// Whether enough of a segment went for its reclamation to make room. After a start there may be no segment to move anything to.
+    fn gains(&self, number: u32) -> bool {
+        let segment = &self.segments[number as usize];
+        let has_next = self.next.is_some() || !self.free.is_empty();
+        let gone = segment.units - HEADER_UNITS - segment.live;
+        segment.live == 0 || has_next && gone >= self.segment_units / GAINED_PART
     }
 
     fn free_min(&self) -> u32 {
@@ -249,7 +262,7 @@ impl Volume {
 
     /// Units that one reclamation may move.
     pub(super) fn moved_units_max(&self) -> u32 {
-        self.segment_units / MOVED_PART.1 * MOVED_PART.0
+        self.segment_units - self.segment_units / GAINED_PART
     }
 
     /// A block got a place in a segment.
@@ -276,13 +289,15 @@ impl Volume {
         }
     }
 
-    /// A segment of an earlier life holds blocks.
-    pub(super) fn remains(&mut self, number: u32, sequence: u64) {
+    /// A segment of an earlier life holds a block of so many units.
+    pub(super) fn remains(&mut self, number: u32, sequence: u64, units: u32) {
         let segment = self.segment(number);
         if segment.used_for == Use::Free {
             (segment.used_for, segment.sequence) = (Use::Sealed, sequence);
+            segment.units = HEADER_UNITS;
             self.full.push_back(number);
         }
+        self.segment(number).units += units;
     }
 
     /// Nothing is left to be recovered.

@@ -81,6 +81,7 @@ def _load(running: engine.Engine, keeper: sidecar.Sidecar, answers: Answers, hit
     assert any(shown) and (all(shown) or hits != HITS)
 
 
+@pytest.mark.supports("promoted")
 def test_windows_beside_full_attention(options: engine.Options, tmp_path: Path) -> None:
     """Over a restart, with vLLM's hybrid manager off: it keeps every block."""
     shape = model.write(tmp_path / "model", model.TINY_WINDOWS)
@@ -102,6 +103,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
 }
 
 
+@pytest.mark.supports("windows")
 @pytest.mark.parametrize("write", FAMILIES.values(), ids=FAMILIES)
 def test_windows_in_groups_of_their_own(options: engine.Options, tmp_path: Path, write: Callable[[Path], Path]) -> None:
     """Over a restart, with vLLM's hybrid manager: it frees the blocks before a window, and keeps those of the other layers."""
@@ -135,6 +137,7 @@ def test_windows_in_larger_blocks(options: engine.Options, tmp_path: Path) -> No
 FAILED_ROUNDS = 10
 
 
+@pytest.mark.supports("windows", "ranks")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_loads_of_groups_that_fail(options: engine.Options, tmp_path: Path, ranks: int) -> None:
     """Slots go bad between the answer and the load, of some groups or all: the engine lives, and computes the prompts. Of two
@@ -195,6 +198,7 @@ def test_loads_that_one_rank_lacks_of_one_group(options: engine.Options, tmp_pat
             running.exit()
 
 
+@pytest.mark.supports("all-windows")
 def test_windows_in_all_layers(options: engine.Options, tmp_path: Path) -> None:
     """vLLM frees the blocks before a window, and those of a hit are not loaded."""
     shape = model.write(tmp_path / "model", model.TINY_ALL_WINDOWS)

@@ -97,7 +97,7 @@ prove: setup-tests ## remove each protection in turn and see its test fail
 sanitize: setup ## address and thread sanitizers over the Rust tests
 	@scripts/sanitize
 
-lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of scripts/tidy and scripts/edges, pictures, options, metrics, links
+lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of scripts/tidy and scripts/edges, pictures, options, metrics, tables of README.md, links
 	cargo fmt --all --check
 	@scripts/part clippy cargo clippy --workspace --all-targets --features connector-shim/python,connector-shim/c,mesh/rdma --quiet -- -D warnings
 	ruff check .
@@ -108,6 +108,7 @@ lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of s
 	scripts/pictures --check
 	scripts/options --check
 	scripts/metrics --check
+	scripts/support --check
 	scripts/book --check
 	typos
 	cargo-deny --log-level error check --hide-inclusion-graph bans licenses sources

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import pytest
+
 from testkit import engine, prompts, sidecar
 
 TOKENS = prompts.prompt(700, seed=11)
@@ -30,6 +32,7 @@ def _restarted(directory: Path, pool: Path) -> sidecar.Sidecar:
     return restarted
 
 
+@pytest.mark.supports("pool-file")
 def test_adopted_blocks_answer(options: engine.Options, plain: engine.Engine, tmp_path: Path) -> None:
     """Same tokens as vLLM alone, from blocks that an earlier sidecar kept."""
     assert plain.reset_prefix_cache()

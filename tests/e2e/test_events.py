@@ -47,6 +47,7 @@ def _agree(keeper: sidecar.Sidecar, running: engine.Engine, router: Router, clea
     return len(_kept(keeper))
 
 
+@pytest.mark.supports("events")
 def test_a_router_knows_what_is_kept(options: engine.Options, tmp_path: Path, router: Router) -> None:
     """Through eviction, a reset, more changes than the ring has room for, and a sidecar that is killed."""
     disk = tmp_path / "disk"

@@ -236,6 +236,7 @@ def first_life(options: engine.Options, tmp_path_factory: pytest.TempPathFactory
         yield FirstLife(keeper, local)
 
 
+@pytest.mark.supports("foreign")
 def test_blocks_cross_both_ways(options: engine.Options, foreign: ForeignEngine, first_life: FirstLife, tmp_path: Path) -> None:
     """vLLM saves, C loads and verifies; C saves, vLLM hits with the right tokens. Who has not proven its blocks keeps none."""
     source, local = first_life.keeper, first_life.local

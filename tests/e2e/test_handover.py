@@ -104,6 +104,7 @@ def _lengths() -> list[int]:
     return [100 + (2900 * at) // max(1, PROMPTS - 1) for at in range(PROMPTS)]
 
 
+@pytest.mark.supports("handover")
 def test_p_first(pair: Pair) -> None:
     """D computes no more than the tail that is no whole block, of every prompt."""
     for length in _lengths():

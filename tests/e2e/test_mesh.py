@@ -111,6 +111,7 @@ def mesh(options: engine.Options, tmp_path_factory: pytest.TempPathFactory) -> I
         yield Mesh(directory, etcd, a, b, patient, other)
 
 
+@pytest.mark.supports("mesh")
 def test_another_pods_prompt(mesh: Mesh, plain: engine.Engine) -> None:
     """Same tokens as vLLM alone, same logprobs as the computing engine's own cache; and wrong bytes would show."""
     [tokens] = mesh.computed(1)

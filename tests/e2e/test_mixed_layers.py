@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from testkit import engine, prompts, sidecar
 
 # Full layers, the first of them first, between layers with a window; heads of another size in these.
@@ -28,6 +30,7 @@ GEMMA4 = {
 PROMPT = prompts.prompt(700, seed=380)
 
 
+@pytest.mark.supports("promoted", "heads")
 def test_layers_of_two_kinds_and_head_sizes_in_one_group(tmp_path: Path) -> None:
     """Without the hybrid manager vLLM shows a scheduler the kind of the first layer alone. A rank sees all, and both serve."""
     directory = tmp_path / "model"

@@ -55,6 +55,7 @@ def prefilled(options: engine.Options, tmp_path_factory: pytest.TempPathFactory)
         yield Prefilled(keeper, wide, right, later, member("b", there, here))
 
 
+@pytest.mark.supports("decoders")
 def test_transformers_decodes_what_vllm_prefilled(prefilled: Prefilled) -> None:
     """Every block that can be is loaded and every token is right. What is read wrongly gives other tokens."""
     keeper = prefilled.keeper
@@ -68,6 +69,7 @@ def test_transformers_decodes_what_vllm_prefilled(prefilled: Prefilled) -> None:
     assert all(runs[how]["equal"] <= EQUAL_MAX for how in SPOILS), runs
 
 
+@pytest.mark.supports("decoders")
 def test_vllm_decodes_what_transformers_prefilled(prefilled: Prefilled, tmp_path: Path) -> None:
     """On another sidecar, which has nothing of vLLM."""
     with sidecar.serving(tmp_path) as keeper:

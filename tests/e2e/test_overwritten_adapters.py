@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import pytest
+
 from testkit import adapter, asking, engine, prompts, sidecar
 from testkit.asking import CHECKING, again, ask, keep, whole
 
 PROMPT = asking.prompt(320)
 
 
+@pytest.mark.supports("adapters")
 def test_an_overwritten_adapter_has_kv_of_its_own(options: engine.Options, tmp_path: Path) -> None:
     """Overwritten between two engines, under a running one, and loaded in place; written again, its blocks are hit."""
     path = tmp_path / "adapter"

@@ -42,6 +42,7 @@ def _right_answers(plain: engine.Engine, asked: list[list[int]], output_tokens: 
     return [plain.generate([tokens], max_tokens=output_tokens)[0]["tokens"] for tokens in asked]
 
 
+@pytest.mark.supports("preemption")
 def test_preempted_and_resumed(squeezed: tuple[engine.Engine, sidecar.Sidecar], plain: engine.Engine) -> None:
     """A request that was preempted comes back through the cache, and its tokens are right."""
     running, keeper = squeezed
@@ -59,6 +60,7 @@ def test_preempted_and_resumed(squeezed: tuple[engine.Engine, sidecar.Sidecar], 
     assert keeper.metrics()["pillion_load_failures_total"] == 0
 
 
+@pytest.mark.supports("preemption")
 def test_aborted_with_saves_and_loads_in_flight(squeezed: tuple[engine.Engine, sidecar.Sidecar], plain: engine.Engine) -> None:
     """Aborts at every early step: cold (saves in flight), then warm (loads in flight); nothing leaks."""
     running, keeper = squeezed

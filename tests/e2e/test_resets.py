@@ -59,6 +59,7 @@ def keeper(tmp_path: Path) -> Iterator[sidecar.Sidecar]:
         yield keeper
 
 
+@pytest.mark.supports("new-weights")
 def test_a_reset_after_a_change_in_place(
     connected: engine.Options, old: Weights, new: Weights, keeper: sidecar.Sidecar, tmp_path: Path
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_reset_after_a_change_in_place(
         running.exit()
 
 
+@pytest.mark.supports("new-weights")
 def test_reloaded_weights_without_a_reset(
     connected: engine.Options, old: Weights, new: Weights, keeper: sidecar.Sidecar, tmp_path: Path
 ) -> None:

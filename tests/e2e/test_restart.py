@@ -135,6 +135,7 @@ def _tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
     return [answer["tokens"] for answer in answers]
 
 
+@pytest.mark.supports("full", "vllm", "loads", "ranks")
 class TestRestart:
     """The tests of one mode, in this order; each begins with an empty local cache."""
 

@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from testkit import engine, pool_file, prompts, sidecar
 
 # 168 blocks.
@@ -40,6 +42,7 @@ def _started(directory: Path) -> sidecar.Sidecar:
     return started
 
 
+@pytest.mark.supports("ssd")
 def test_what_memory_gave_up_comes_back(options: engine.Options, plain: engine.Engine, tmp_path: Path) -> None:
     """Same tokens as vLLM alone, same logprobs as its own cache, from a disk; then once more after a SIGKILL."""
     assert plain.reset_prefix_cache()

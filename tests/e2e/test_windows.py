@@ -27,6 +27,7 @@ def _compute(
     return answers
 
 
+@pytest.mark.supports("promoted")
 def test_windows_beside_full_attention(options: engine.Options, tmp_path: Path) -> None:
     """Over a restart, with vLLM's hybrid manager off: it keeps every block."""
     shape = model.write(tmp_path / "model", model.TINY_WINDOWS)
@@ -41,6 +42,7 @@ def test_windows_beside_full_attention(options: engine.Options, tmp_path: Path) 
             second.exit()
 
 
+@pytest.mark.supports("windows")
 @pytest.mark.parametrize("write", windows.FAMILIES.values(), ids=windows.FAMILIES)
 def test_windows_in_groups_of_their_own(options: engine.Options, tmp_path: Path, write: Callable[[Path], Path]) -> None:
     """Over a restart, with vLLM's hybrid manager: it frees the blocks before a window, and keeps those of the other layers."""
@@ -74,6 +76,7 @@ def test_windows_in_larger_blocks(options: engine.Options, tmp_path: Path) -> No
 FAILED_ROUNDS = 10
 
 
+@pytest.mark.supports("windows", "ranks")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_loads_of_groups_that_fail(options: engine.Options, tmp_path: Path, ranks: int) -> None:
     """Slots go bad between the answer and the load, of some groups or all: the engine lives, and computes the prompts. Of two
@@ -134,6 +137,7 @@ def test_loads_that_one_rank_lacks_of_one_group(options: engine.Options, tmp_pat
             running.exit()
 
 
+@pytest.mark.supports("all-windows")
 def test_windows_in_all_layers(options: engine.Options, tmp_path: Path) -> None:
     """vLLM frees the blocks before a window, and those of a hit are not loaded."""
     shape = model.write(tmp_path / "model", model.TINY_ALL_WINDOWS)

@@ -29,6 +29,7 @@ def prefilled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefilled]:
         yield known
 
 
+@pytest.mark.supports("decoders")
 def test_llama_cpp_decodes_what_vllm_prefilled(prefilled: Prefilled) -> None:
     """Every block that can be is loaded and every token is right; with other KV few are."""
     keeper, weights = prefilled.keeper, prefilled.options.model
@@ -39,6 +40,7 @@ def test_llama_cpp_decodes_what_vllm_prefilled(prefilled: Prefilled) -> None:
     assert all(runs[how]["equal"] <= EQUAL_MAX for how in SPOILS), runs
 
 
+@pytest.mark.supports("decoders")
 def test_vllm_decodes_what_llama_cpp_prefilled(prefilled: Prefilled, tmp_path: Path) -> None:
     """On another sidecar, which has nothing of vLLM."""
     weights = prefilled.options.model

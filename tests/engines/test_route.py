@@ -109,6 +109,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         yield Servers(first, computes, answers, url, shape)
 
 
+@pytest.mark.supports("handover")
 def test_streams_are_those_of_one_server(servers: Servers) -> None:
     """Most prompts are long enough for two engines. What is right the first engine says by itself."""
     asked = [prompts.prompt(length, 90_000 + at) for at, length in enumerate([100, 300, 700, 1200] * (STREAMS // 4))]

@@ -34,6 +34,7 @@ def test_two_ranks_prefill_and_one_process_decodes(tmp_path: Path) -> None:
     assert all(runs[how]["equal"] <= EQUAL_MAX for how in spoils), runs
 
 
+@pytest.mark.supports("decoders")
 @pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="pages of AMX are not described by strides")
 def test_bfloat16_behind_vllms_own_tokens(tmp_path: Path) -> None:
     """transformers would choose what vLLM chose, at least as often as where it computes all itself. A logit of 8 is in steps of

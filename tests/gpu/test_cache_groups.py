@@ -21,6 +21,7 @@ MODES = [
 ]
 
 
+@pytest.mark.supports("windows")
 @pytest.mark.parametrize("family", windows.FAMILIES)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_groups_of_their_own(mode: Mode, family: str, tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def restarted(request: pytest.FixtureRequest, gpu_model: Path, tmp_path_factory:
             second.exit()
 
 
+@pytest.mark.supports("full", "loads", "async-scheduling", "graphs", "engine-copies", "ranks")
 class TestRestart:
     """The tests of one mode, in this order; each begins with an empty local cache."""
 

@@ -74,6 +74,7 @@ def ask_whole_hit(running: engine.Engine, tokens: list[int]) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.supports("per-token-head")
 class TestPerTokenHead:
     """In this order: the control's answer may save blocks behind its wrong tokens."""
 

@@ -61,6 +61,7 @@ def test_both_are_process_1(tmp_path: Path) -> None:
         keeper.pool.unlink(missing_ok=True)
 
 
+@pytest.mark.supports("ranks")
 @pytest.mark.parametrize("devices", [(0, 0), (0, 1)], ids=["two-ranks-on-one-gpu", "a-gpu-for-each-rank"])
 def test_every_rank_gets_its_own_shards(tmp_path: Path, devices: tuple[int, int]) -> None:
     """A block is kept when every rank's part is, and loaded when every rank has its own."""

@@ -60,6 +60,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(directory, keeper)
 
 
+@pytest.mark.supports("ngram")
 @pytest.mark.parametrize("knob", PLAYED, ids=lambda knob: knob.name)
 def test_a_knob(knob: Knob, world: World) -> None:
     """One that changes KV hits nothing; one that does not hits all."""

@@ -29,6 +29,13 @@ def player_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
         yield player_of
 
 
+@pytest.fixture
+def remedy(request: pytest.FixtureRequest) -> str:
+    """What Pillion says of what it does not serve: see scripts/support."""
+    mark = request.node.get_closest_marker("refuses")
+    return str(mark.args[1])
+
+
 @pytest.fixture(params=RELEASES)
 def release(request: pytest.FixtureRequest) -> str:
     """A release of vLLM."""

@@ -150,7 +150,6 @@ def test_blocks_of_a_plan() -> None:
         ("auto", True, ("sidecar",), ["sidecar"], "no sidecar"),
         ("sidecar", False, ("sidecar",), ["sidecar"], "no sidecar"),
         ("engine", False, (), ["engine"], None),
-        ("engine", True, (), [], "--enable-sleep-mode"),
     ],
 )
 def test_who_copies_on_a_gpu(
@@ -184,6 +183,16 @@ def test_who_copies_on_a_gpu(
     assert asked == tried
     fell = tried == ["sidecar", "engine"] and not stays_out
     assert [("no sidecar" in text, "the engine copies its blocks itself" in text) for text in said] == [(True, True)] * fell
+
+
+@pytest.mark.refuses("sleep", "run without --enable-sleep-mode")
+def test_an_engine_that_sleeps_does_not_copy(remedy: str) -> None:
+    """Its KV memory goes away under its own copies."""
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
+    worker = Worker(Config(socket="/s", copy="engine"), config, ONE_GROUP)
+    geometry: Any = SimpleNamespace(cuts=[8])
+    with pytest.raises(GeometryError, match=remedy):
+        worker._connect_gpu(geometry, [4096])
 
 
 def test_memory_of_another_device_is_refused_aloud(monkeypatch: pytest.MonkeyPatch) -> None:

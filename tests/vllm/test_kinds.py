@@ -28,6 +28,7 @@ HITS = sum(hit_tokens(len(prompt)) for prompt in PROMPTS)
 
 
 @EACH
+@pytest.mark.supports("windows", "all-windows", "latents")
 def test_a_kept_prefix_is_found_and_every_byte_is_right(stage: Stage, kind: dict[str, Any]) -> None:
     """With both ways to load; and bytes that are wrong in the pool are noticed."""
     right = right_answers(PROMPTS, 40)

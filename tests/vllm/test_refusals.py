@@ -9,24 +9,49 @@ from typing import Any
 import pytest
 import torch
 from specs import LAYERS, full_attention, kv_cache_config, spec
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from pillion import vllm_compat
 from pillion.state import REASON_MAX
 
+refuses = pytest.mark.refuses
+
 
 @pytest.mark.parametrize(
-    ("setting", "value", "named"),
+    ("setting", "value"),
     [
-        ("parallel_config.nnodes_within_dp", 2, "spans 2 nodes"),
-        ("parallel_config.enable_elastic_ep", True, "--enable-elastic-ep"),
-        ("cache_config.calculate_kv_scales", True, "--calculate-kv-scales"),
-        ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
-        ("parallel_config.decode_context_parallel_size", 2, "--decode-context-parallel-size 1"),
-        ("parallel_config.prefill_context_parallel_size", 2, "--prefill-context-parallel-size 1"),
-        ("cache_config.enable_prefix_caching", False, "--enable-prefix-caching"),
+        pytest.param(
+            "parallel_config.nnodes_within_dp",
+            2,
+            marks=refuses("hosts", "run as many engines as there are nodes, each with --nnodes 1"),
+        ),
+        pytest.param(
+            "parallel_config.enable_elastic_ep", True, marks=refuses("elastic", "start vLLM without --enable-elastic-ep")
+        ),
+        pytest.param(
+            "cache_config.calculate_kv_scales", True, marks=refuses("scales", "start vLLM without --calculate-kv-scales")
+        ),
+        pytest.param(
+            "parallel_config.pipeline_parallel_size",
+            2,
+            marks=refuses("other-parallel", "start vLLM with --pipeline-parallel-size 1"),
+        ),
+        pytest.param(
+            "parallel_config.decode_context_parallel_size",
+            2,
+            marks=refuses("other-parallel", "start vLLM with --decode-context-parallel-size 1"),
+        ),
+        pytest.param(
+            "parallel_config.prefill_context_parallel_size",
+            2,
+            marks=refuses("other-parallel", "start vLLM with --prefill-context-parallel-size 1"),
+        ),
+        pytest.param(
+            "cache_config.enable_prefix_caching", False, marks=refuses("no-hashes", "start vLLM with --enable-prefix-caching")
+        ),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(setting: str, value: Any, named: str) -> None:
+def test_what_cannot_be_served_is_refused_by_name(setting: str, value: Any, remedy: str) -> None:
     """Before anything is shared."""
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(), cache_config=SimpleNamespace(enable_prefix_caching=True, calculate_kv_scales=False)
@@ -36,7 +61,7 @@ def test_what_cannot_be_served_is_refused_by_name(setting: str, value: Any, name
     owner, name = setting.split(".")
     setattr(getattr(config, owner), name, value)
     reason = vllm_compat.unsupported(config, groups) or ""
-    assert named in reason and fits_metrics(reason)
+    assert remedy in reason and fits_metrics(reason)
 
 
 def fits_metrics(reason: str) -> bool:
@@ -51,6 +76,7 @@ WINDOW = {"sliding_window": 512}
 CHUNK = {"attention_chunk_size": 8192}
 
 
+@pytest.mark.supports("promoted")
 @pytest.mark.parametrize(("name", "more"), [("SlidingWindowSpec", WINDOW), ("ChunkedLocalAttentionSpec", CHUNK)])
 def test_promoted_windows_are_served(name: str, more: dict[str, Any]) -> None:
     """vLLM makes them full attention where its hybrid manager is off, and then keeps every block."""
@@ -69,7 +95,9 @@ def test_promoted_windows_are_served(name: str, more: dict[str, Any]) -> None:
     assert group.kv_cache_spec == full_attention(**more), "it says of one layer what holds for the other"
 
 
-def test_windows_in_all_layers_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.supports("all-windows")
+@refuses("window-drafts", "start vLLM without --speculative-config")
+def test_windows_in_all_layers_are_served(remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a load that fails can be told to have failed as a whole, and no token that was computed is taken back."""
     groups = kv_cache_config(spec("SlidingWindowSpec", **WINDOW))
     assert vllm_compat.unsupported(PLAIN, groups) is None
@@ -80,9 +108,10 @@ def test_windows_in_all_layers_are_served(monkeypatch: pytest.MonkeyPatch) -> No
     reasons = [vllm_compat.unsupported(drafting, groups) or ""]
     monkeypatch.delattr(vllm_compat.KVConnectorBase_V1, "get_transfer_results")
     reasons.append(vllm_compat.unsupported(PLAIN, groups) or "")
-    assert "--speculative-config" in reasons[0] and "0.30" in reasons[1] and all(map(fits_metrics, reasons))
+    assert remedy in reasons[0] and "0.30" in reasons[1] and all(map(fits_metrics, reasons))
 
 
+@pytest.mark.supports("latents")
 def test_latents_and_an_indexers_keys_in_one_group_are_served() -> None:
     """As DeepSeek V3.2 has them. So are latents alone."""
     latent, keys = spec("MLAAttentionSpec", num_kv_heads=1), spec("MLAAttentionSpec", num_kv_heads=1, dtype=torch.uint8)
@@ -91,44 +120,90 @@ def test_latents_and_an_indexers_keys_in_one_group_are_served() -> None:
 
 
 UNHEARD = type("Unheard", (type(full_attention()),), {})(16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-LEAVE_OUT = "leave --kv-transfer-config out"
 HYBRID_OFF = "--disable-hybrid-kv-cache-manager"
 
 
+RECOMPUTE = SimpleNamespace(kv_load_failure_policy="recompute")
+
+
+def full_and_window() -> Any:
+    """A group of full attention and one with windows, as vLLM describes them."""
+    groups = kv_cache_config(full_attention())
+    groups.hash_block_size = 16
+    (group,) = groups.kv_cache_groups
+    groups.kv_cache_groups.append(dataclasses.replace(group, kv_cache_spec=spec("SlidingWindowSpec", **WINDOW)))
+    return groups
+
+
+@pytest.mark.supports("windows")
 def test_several_groups_are_served_where_a_set_can_fail_as_a_whole() -> None:
     """And be told to have failed; where every block has a hash of its own."""
-    both = kv_cache_config(full_attention())
-    both.hash_block_size = 16
-    (group,) = both.kv_cache_groups
-    window = spec("SlidingWindowSpec", **WINDOW)
-    both.kv_cache_groups = [group, dataclasses.replace(group, kv_cache_spec=window)]
-    transfer = SimpleNamespace(kv_load_failure_policy="recompute")
-    engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=transfer)
+    both = full_and_window()
+    group, window = both.kv_cache_groups[0], both.kv_cache_groups[1].kv_cache_spec
+    engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE)
     assert vllm_compat.unsupported(engine, both) is None
     larger = dataclasses.replace(both)
     larger.kv_cache_groups = [group, dataclasses.replace(group, kv_cache_spec=dataclasses.replace(window, block_size=32))]
     assert vllm_compat.unsupported(engine, larger) is None
     reasons = [vllm_compat.unsupported(engine, dataclasses.replace(both, hash_block_size=it)) or "" for it in (None, 32)]
     assert all(HYBRID_OFF in reason for reason in reasons)
-    drafting: Any = SimpleNamespace(**vars(engine), speculative_config=SimpleNamespace())
-    reasons.append(vllm_compat.unsupported(drafting, both) or "")
-    assert "--speculative-config" in reasons[-1]
-    adapting: Any = SimpleNamespace(**vars(engine), lora_config=SimpleNamespace())
-    reasons.append(vllm_compat.unsupported(adapting, both) or "")
-    assert "--enable-lora" in reasons[-1]
-    failing: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=SimpleNamespace(kv_load_failure_policy="fail"))
-    reasons.append(vllm_compat.unsupported(failing, both) or "")
-    assert "kv_load_failure_policy" in reasons[-1]
     assert all(fits_metrics(reason) for reason in reasons)
 
 
 @pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        pytest.param(
+            "speculative_config", SimpleNamespace(), marks=refuses("set-drafts", "start vLLM without --speculative-config")
+        ),
+        pytest.param("lora_config", SimpleNamespace(), marks=refuses("set-adapters", "start vLLM without --enable-lora")),
+        pytest.param(
+            "kv_transfer_config",
+            SimpleNamespace(kv_load_failure_policy="fail"),
+            marks=refuses("set-fails", "set kv_load_failure_policy to recompute"),
+        ),
+    ],
+)
+def test_several_groups_are_refused_beside(setting: str, value: Any, remedy: str) -> None:
+    """What their loads are not right with."""
+    engine: Any = SimpleNamespace(**vars(PLAIN) | {"kv_transfer_config": RECOMPUTE, setting: value})
+    reason = vllm_compat.unsupported(engine, full_and_window()) or ""
+    assert remedy in reason and fits_metrics(reason)
+
+
+STATE = MambaSpec(block_size=16, shapes=((2, 64),), dtypes=(torch.bfloat16,))
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        pytest.param(
+            [full_attention(), spec("ChunkedLocalAttentionSpec", **CHUNK)],
+            marks=refuses("chunks", "start vLLM with --disable-hybrid-kv-cache-manager"),
+        ),
+        pytest.param([full_attention(), STATE], marks=refuses("states", "leave --kv-transfer-config out for this model")),
+    ],
+)
+def test_kinds_of_groups_that_are_refused_together(specs: list[Any], remedy: str) -> None:
+    """With what to change."""
+    assert remedy in refused(specs)
+
+
+def refused(specs: list[Any]) -> str:
+    """Why groups of these specs are not served."""
+    groups = kv_cache_config(full_attention())
+    groups.kv_cache_groups = [dataclasses.replace(groups.kv_cache_groups[0], kv_cache_spec=spec) for spec in specs]
+    reason = vllm_compat.unsupported(PLAIN, groups) or ""
+    assert fits_metrics(reason)
+    return reason
+
+
+@refuses("kinds", "leave --kv-transfer-config out for this model")
+@pytest.mark.parametrize(
     ("specs", "named"),
     [
-        ([full_attention(), spec("SlidingWindowSpec", **WINDOW)], HYBRID_OFF),
-        ([full_attention(), spec("ChunkedLocalAttentionSpec", **CHUNK)], HYBRID_OFF),
-        ([full_attention(), spec("RSWASpec", rswa_window=64), spec("SlidingWindowSpec", **WINDOW)], LEAVE_OUT),
-        ([spec("SlidingWindowSpec", **WINDOW)] * 2, LEAVE_OUT),
+        ([full_attention(), spec("RSWASpec", rswa_window=64), spec("SlidingWindowSpec", **WINDOW)], "RSWASpec"),
+        ([spec("SlidingWindowSpec", **WINDOW)] * 2, "2 KV cache groups"),
         ([spec("ChunkedLocalAttentionSpec", **CHUNK)], "of kind ChunkedLocalAttentionSpec"),
         ([spec("SlidingWindowMLASpec", **WINDOW)], "of kind SlidingWindowMLASpec"),
         ([spec("RSWASpec", rswa_window=64)], "of kind RSWASpec"),
@@ -136,12 +211,9 @@ def test_several_groups_are_served_where_a_set_can_fail_as_a_whole() -> None:
         ([UNHEARD], "of kind Unheard"),
     ],
 )
-def test_kinds_of_groups_that_are_refused(specs: list[Any], named: str) -> None:
+def test_kinds_of_groups_that_are_refused(specs: list[Any], named: str, remedy: str) -> None:
     """Each by name, with what to change."""
-    groups = kv_cache_config(full_attention())
-    groups.kv_cache_groups = [dataclasses.replace(groups.kv_cache_groups[0], kv_cache_spec=spec) for spec in specs]
-    reason = vllm_compat.unsupported(PLAIN, groups) or ""
-    assert named in reason and (HYBRID_OFF in reason or LEAVE_OUT in reason) and fits_metrics(reason)
+    assert named in (reason := refused(specs)) and remedy in reason
 
 
 def test_layers_that_read_less_far_are_told_apart() -> None:

@@ -65,6 +65,7 @@ def test_hook_order_of_a_step(stage: Stage) -> None:
     assert ("scheduler", "request_finished_all_groups") in hooks
 
 
+@pytest.mark.supports("full", "vllm", "loads", "async-scheduling")
 def test_blocks_come_back_byte_exact(stage: Stage) -> None:
     """Saved, dropped locally, loaded: every KV position that attention reads is right, however it is loaded."""
     prompts = [prompt_of(700, 11), prompt_of(333, 12), prompt_of(65, 13)]

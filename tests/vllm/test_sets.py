@@ -89,6 +89,7 @@ def test_a_set_that_was_promised_outlives_the_sidecar(stage: Stage, copy: str) -
         assert results[-1]["hits"] == sum(hit_tokens(len(prompt)) for prompt in prompts)
 
 
+@pytest.mark.supports("windows")
 def test_blocks_of_several_sizes(stage: Stage) -> None:
     """Those with windows are twice as large: hits end where both do, and keys are every second hash."""
     prompts = [prompt_of(300, 135), prompt_of(500, 136)]
@@ -184,6 +185,7 @@ def test_what_one_group_has_lost_is_not_served(stage: Stage) -> None:
             assert results[-1]["hits"] == hit_tokens(len(FIRST))
 
 
+@pytest.mark.supports("events")
 def test_a_router_knows_the_blocks_of_each_group(stage: Stage) -> None:
     """Those with windows are twice as large. What one group loses is told of that group alone."""
     acts = [SETTLE, TURN, generate([prompt_of(8, 137)], 4)]

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shm_protocol::handshake::{Digest, Hello, Role};
+use shm_protocol::message::Status;
 use shm_protocol::wait;
 
 use crate::client::{Change, Client};
@@ -227,6 +228,30 @@ impl Scheduler {
             }
             self.sleep_turn(op, self.session.left().saturating_sub(now - began));
             now = clock::now();
+        }
+    }
+
+    /// What [`Scheduler::query`] answers within so much time, where it has answered [`PENDING`].
+    pub fn linger(&mut self, handle: i64, start: u32, count: u32, within: Duration) -> i64 {
+        let began = clock::now();
+        loop {
+            match self.ask(handle, start, count) {
+                Asked::Answered(PENDING) => {}
+                Asked::Answered(hits) => return hits,
+                Asked::Posted(op) => return self.wait(op),
+            }
+            let left = within.saturating_sub(clock::now() - began);
+            let (Some(op), Some(connection)) = (self.session.pending(handle), self.session.connection())
+            else {
+                return PENDING;
+            };
+            if left.is_zero() {
+                return PENDING;
+            }
+            let memory = &connection.memory;
+            let is_answered =
+                || memory.load_outcome(op).is_some_and(|outcome| outcome.status != Status::Pending);
+            wait::sleep_turn(memory.region(), left.min(SLEEP_TURN), is_answered);
         }
     }
 

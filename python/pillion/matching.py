@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pillion import handover
 from pillion._shim import SchedulerSession
 from pillion.broken import Broken
 from pillion.checking import Check
@@ -83,6 +84,8 @@ class Matching:
         if not self._requests.append(tracked):
             return None if self._requests.adapter_is_near(tracked) else 0
         hits = self._session.query(tracked.log, first, count)
+        if hits < 0 and handover.awaits(tracked.request) and (linger_us := self._pacing.linger_us()):
+            hits = self._session.linger(tracked.log, first, count, linger_us)
         if hits < 0:
             return None
         tracked.hit = None
@@ -97,6 +100,7 @@ class Matching:
     def load(self, request: Request, blocks: KVCacheBlocks, external_tokens: int, step: PillionMetadata) -> list[int]:
         """Has `step` load what was promised into the blocks that vLLM allocated, and returns the blocks."""
         tracked, session = self._requests.follow(request), self._session
+        self._pacing.begin()
         if tracked.hit is None:
             self._pacing.compute(request)
             return []

@@ -58,6 +58,7 @@ class Scheduler:
             # A set waits for no producer, and is loaded once all of it is here.
             0 if group.several else config.miss_wait_ms,
             0 if group.several else self._pacing.part_blocks,
+            self._pacing.whole_blocks,
             vllm_compat.groups(kv_cache_config),
         )
         self._adapters = Adapters(self._run, vllm_compat.lora_form(vllm_config), lambda: self._saving.disown())
@@ -210,7 +211,8 @@ class Scheduler:
             # What the steps of an update compute is looked at once it has ended.
             metadata.urgent |= self._saving.save(begun, {} if self.updating else scheduled, step)
         self._requests.running = set(scheduled)
-        self._pacing.end_step()
+        metadata.idle = not scheduled
+        self._pacing.end_step(metadata.idle)
         session.end_step()
         if self._events:
             self._events.end_step(bool(scheduled))

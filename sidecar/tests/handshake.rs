@@ -197,6 +197,7 @@ fn session_says(socket: &Path, kv: &Kv, breach: &Breach) -> String {
                     by_engine: false,
                     early: false,
                     part_blocks: 0,
+                    whole_blocks: 0,
                 },
                 miss_wait_ms: miss_wait_ms.unwrap_or(0),
                 groups: None,

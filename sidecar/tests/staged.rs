@@ -57,7 +57,7 @@ impl Engine {
             engine,
             world_size: 1,
             run: RUN,
-            config: Config { budget, by_engine, early, part_blocks: 0 },
+            config: Config { budget, by_engine, early, part_blocks: 0, whole_blocks: 0 },
             miss_wait_ms: 0,
             groups: None,
         };

@@ -95,6 +95,7 @@ pub extern "C" fn pillion_scheduler_connect(
                 by_engine: !options.sidecar_copies,
                 early: options.early_loads,
                 part_blocks: 0,
+                whole_blocks: 0,
             },
             miss_wait_ms: options.miss_wait_ms,
             groups: options.groups.get16("groups")?,

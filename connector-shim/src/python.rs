@@ -85,7 +85,7 @@ struct SchedulerSession(Guarded<Scheduler>);
 #[pymethods]
 impl SchedulerSession {
     #[new]
-    #[pyo3(signature = (socket, engine, world_size, run, budget_us, by_engine, early, miss_wait_ms=0, part_blocks=0, whole_blocks=0, groups=None))]
+    #[pyo3(signature = (socket, engine, world_size, run, budget_us, by_engine, early, miss_wait_ms=0, part_blocks=0, whole_blocks=0, groups=None, handover_wait_ms=None, promise_wait_ms=None))]
     #[allow(clippy::too_many_arguments, reason = "the facts of an engine, named at the call")]
     fn new(
         py: Python<'_>,
@@ -100,6 +100,8 @@ impl SchedulerSession {
         part_blocks: u32,
         whole_blocks: u32,
         groups: Option<&[u8]>,
+        handover_wait_ms: Option<u32>,
+        promise_wait_ms: Option<u32>,
     ) -> PyResult<Self> {
         let (run, budget) = (bytes16("a run id", run)?, Duration::from_micros(budget_us));
         let options = scheduler::Options {
@@ -109,6 +111,8 @@ impl SchedulerSession {
             run,
             config: Config { budget, by_engine, early, part_blocks, whole_blocks },
             miss_wait_ms,
+            handover_wait_ms,
+            promise_wait_ms,
             groups: some16("groups", groups)?,
         };
         Ok(Self(Guarded::new(py.detach(|| Scheduler::new(options))?)))

@@ -47,6 +47,11 @@ pub struct Options {
     pub config: Config,
     /// Milliseconds that a request waits for blocks which another node may still be producing; 0: it does not.
     pub miss_wait_ms: u32,
+    /// Milliseconds that a request waits for another engine that has promised its prompt; `None`: 30,000, the most.
+    pub handover_wait_ms: Option<u32>,
+    /// Milliseconds that a request waits for the first, or the next, block of its prompt where no engine has promised it; `None`:
+    /// 1,000.
+    pub promise_wait_ms: Option<u32>,
     /// Digest of the engine's table of cache groups, if its ranks state one.
     pub groups: Option<[u8; 16]>,
 }
@@ -84,7 +89,13 @@ impl Scheduler {
         let miss_wait_ms = (options.miss_wait_ms > 0).then_some(options.miss_wait_ms);
         let role = Role::Scheduler { run: options.run };
         let groups = options.groups.map(Digest);
-        let hello = Hello { miss_wait_ms, groups, ..Hello::new(options.engine, options.world_size, role) };
+        let hello = Hello {
+            miss_wait_ms,
+            handover_wait_ms: options.handover_wait_ms,
+            promise_wait_ms: options.promise_wait_ms,
+            groups,
+            ..Hello::new(options.engine, options.world_size, role)
+        };
         let address = Address::new(options.socket, &hello, Vec::new())?;
         let notices = Arc::new(Notices::default());
         let client = Client::start(address, Arc::clone(&notices), false)?;

@@ -48,6 +48,8 @@ class SchedulerSession:
         part_blocks: int = 0,
         whole_blocks: int = 0,
         groups: bytes | None = None,
+        handover_wait_ms: int | None = None,
+        promise_wait_ms: int | None = None,
     ) -> SchedulerSession:
         """`part_blocks`: blocks of a part, where queries may be answered while their blocks are on their way; 0: they may
         not. `whole_blocks`: nor may those of an awaiting log for so many blocks. `groups`: 16 bytes, a digest of the table of

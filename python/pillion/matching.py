@@ -36,6 +36,7 @@ class Matching:
     _block_tokens: int
     # Whether a load that fails must fail as a whole: vLLM frees blocks before windows, and would compute upon what is left.
     _whole: bool
+    _strict_tokens: int | None = None
     _group: int = 0
     # Tokens of hits that were loaded, by where they were found.
     hit_tokens: Counter[Source] = field(default_factory=Counter)
@@ -60,6 +61,11 @@ class Matching:
         if tracked.refused or count <= 0:
             return 0, False
         hits = self.look(tracked, first, count)
+        if hits is not None and self._is_too_much(request, request.num_tokens - (first + hits) * self._block_tokens):
+            # vLLM ends a request whose load fails, and knows no other way for a connector to end one.
+            self.release(tracked)
+            tracked.hit, tracked.given_up = (first, count, False), True
+            return count * self._block_tokens, True
         if not hits:
             return hits, False
         # No step waits for blocks on their way, nor for what must be told to have failed before a token is computed upon it.
@@ -78,6 +84,11 @@ class Matching:
             return 0, False
         tracked.hit = (first, hits, sync)
         return hits * self._block_tokens, not sync
+
+    def _is_too_much(self, request: Request, tokens: int) -> bool:
+        """Whether a request ends rather than have this engine compute so many of its tokens."""
+        strict = self._strict_tokens
+        return strict is not None and tokens > strict and handover.awaits(request) and not request.num_preemptions
 
     def look(self, tracked: Tracked, first: int, count: int) -> int | None:
         """How many of `count` blocks from `first` on the cache holds before one that it lacks; None: ask again."""
@@ -109,6 +120,10 @@ class Matching:
         if not count:
             session.release(tracked.log)
             return []
+        if tracked.given_up:
+            tracked.loaded = blocks.get_block_ids()[self._group][first : first + count]
+            step.lost.append((request.request_id, tracked.loaded, sync))
+            return tracked.loaded
         self.count(tracked, first, count)
         self._pacing.load(request, count, request.num_tokens - (first + count) * self._block_tokens, sync)
         ids: list[int] = blocks.get_block_ids()[self._group][first : first + count]

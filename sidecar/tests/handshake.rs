@@ -200,6 +200,8 @@ fn session_says(socket: &Path, kv: &Kv, breach: &Breach) -> String {
                     whole_blocks: 0,
                 },
                 miss_wait_ms: miss_wait_ms.unwrap_or(0),
+                handover_wait_ms: None,
+                promise_wait_ms: None,
                 groups: None,
             };
             Scheduler::new(options).err()

@@ -59,6 +59,8 @@ impl Engine {
             run: RUN,
             config: Config { budget, by_engine, early, part_blocks: 0, whole_blocks: 0 },
             miss_wait_ms: 0,
+            handover_wait_ms: None,
+            promise_wait_ms: None,
             groups: None,
         };
         let scheduler = Scheduler::new(options).unwrap();

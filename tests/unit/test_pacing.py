@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pillion import _shim, pacing, vllm_compat
-from pillion.config import Config
+from pillion.config import Config, ConfigError
 from pillion.scheduler import Scheduler
 
 BLOCK_TOKENS = 16
@@ -27,7 +27,7 @@ class Session:
 
     def __init__(self, *arguments: Any) -> None:
         self.loads: list[bool] = []
-        *_, self.part_blocks, self.whole_blocks, _ = arguments
+        *_, self.part_blocks, self.whole_blocks, _, _, _ = arguments
         # Blocks of every answer are still on their way.
         self.early = False
         # What is answered in place of all.
@@ -306,3 +306,20 @@ def test_short_prompts_of_another_engine_are_loaded_by_a_step(
     """2 ms of copying at 40 GB/s, where a step may wait at all: not on a CPU with steps in flight."""
     session: Any = made(monkeypatch, on_gpu, load)._session
     assert session.whole_blocks == blocks
+
+
+def test_a_strict_engine_gives_up_what_was_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = made(monkeypatch, on_gpu=True, policy="fail", strict_tokens=32)
+    session: Any = connector._session
+    short, long, own = awaited(0, 4, 16), awaited(1, 4, 16), request(2, 4, 16)
+    session.hits = 3
+    assert connector.match(short, 0) == (48, False), "a block and what is always computed"
+    session.hits = 2
+    assert connector.match(own, 0) == (32, False)
+    assert connector.match(long, 0) == (64, True)
+    blocks: Any = SimpleNamespace(get_block_ids=lambda: [[7, 8, 9, 10, 11]])
+    connector.allocated(long, blocks, 64)
+    assert connector._next.lost == [("r1", [7, 8, 9, 10], False)]
+    assert session.loads == []
+    with pytest.raises(ConfigError, match="kv_load_failure_policy"):
+        made(monkeypatch, on_gpu=True, strict_tokens=32)

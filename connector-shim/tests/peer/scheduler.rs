@@ -20,6 +20,8 @@ pub(crate) fn options(peer: &Peer) -> Options {
             whole_blocks: 0,
         },
         miss_wait_ms: 0,
+        handover_wait_ms: None,
+        promise_wait_ms: None,
         groups: None,
     }
 }

@@ -85,7 +85,7 @@ struct SchedulerSession(Guarded<Scheduler>);
 #[pymethods]
 impl SchedulerSession {
     #[new]
-    #[pyo3(signature = (socket, engine, world_size, run, budget_us, by_engine, early, miss_wait_ms=0, part_blocks=0, groups=None))]
+    #[pyo3(signature = (socket, engine, world_size, run, budget_us, by_engine, early, miss_wait_ms=0, part_blocks=0, whole_blocks=0, groups=None, handover_wait_ms=None, promise_wait_ms=None))]
     #[allow(clippy::too_many_arguments, reason = "the facts of an engine, named at the call")]
     fn new(
         py: Python<'_>,
@@ -98,7 +98,10 @@ impl SchedulerSession {
         early: bool,
         miss_wait_ms: u32,
         part_blocks: u32,
+        whole_blocks: u32,
         groups: Option<&[u8]>,
+        handover_wait_ms: Option<u32>,
+        promise_wait_ms: Option<u32>,
     ) -> PyResult<Self> {
         let (run, budget) = (bytes16("a run id", run)?, Duration::from_micros(budget_us));
         let options = scheduler::Options {
@@ -106,8 +109,10 @@ impl SchedulerSession {
             engine,
             world_size,
             run,
-            config: Config { budget, by_engine, early, part_blocks },
+            config: Config { budget, by_engine, early, part_blocks, whole_blocks },
             miss_wait_ms,
+            handover_wait_ms,
+            promise_wait_ms,
             groups: some16("groups", groups)?,
         };
         Ok(Self(Guarded::new(py.detach(|| Scheduler::new(options))?)))
@@ -175,6 +180,11 @@ impl SchedulerSession {
             Asked::Posted(op) => (session.hold(op), op),
         })?;
         answer.map_or_else(|| self.sleep(py, op), Ok)
+    }
+
+    fn linger(&self, py: Python<'_>, log: i64, start: u32, count: u32, within_us: u64) -> PyResult<i64> {
+        let within = Duration::from_micros(within_us);
+        py.detach(|| self.0.with(|session| session.linger(log, start, count, within)))
     }
 
     fn post_query(&self, log: i64, start: u32, count: u32) -> PyResult<i64> {
@@ -430,8 +440,12 @@ impl WorkerSession {
         self.0.with(|session| session.loading())
     }
 
-    fn finished(&self) -> PyResult<Vec<(u64, Vec<u32>)>> {
-        let ended = self.0.with(|session| session.finished())?;
+    #[pyo3(signature = (within_us = 0))]
+    fn finished(&self, py: Python<'_>, within_us: u64) -> PyResult<Vec<(u64, Vec<u32>)>> {
+        let ended = match Duration::from_micros(within_us) {
+            Duration::ZERO => self.0.with(|session| session.finished()),
+            within => py.detach(|| self.0.with(|session| session.finished_within(within))),
+        }?;
         Ok(ended.into_iter().map(|ended| (ended.op, ended.failed)).collect())
     }
 

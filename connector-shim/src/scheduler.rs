@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shm_protocol::handshake::{Digest, Hello, Role};
+use shm_protocol::message::Status;
 use shm_protocol::wait;
 
 use crate::client::{Change, Client};
@@ -46,6 +47,11 @@ pub struct Options {
     pub config: Config,
     /// Milliseconds that a request waits for blocks which another node may still be producing; 0: it does not.
     pub miss_wait_ms: u32,
+    /// Milliseconds that a request waits for another engine that has promised its prompt; `None`: 30,000, the most.
+    pub handover_wait_ms: Option<u32>,
+    /// Milliseconds that a request waits for the first, or the next, block of its prompt where no engine has promised it; `None`:
+    /// 1,000.
+    pub promise_wait_ms: Option<u32>,
     /// Digest of the engine's table of cache groups, if its ranks state one.
     pub groups: Option<[u8; 16]>,
 }
@@ -83,7 +89,13 @@ impl Scheduler {
         let miss_wait_ms = (options.miss_wait_ms > 0).then_some(options.miss_wait_ms);
         let role = Role::Scheduler { run: options.run };
         let groups = options.groups.map(Digest);
-        let hello = Hello { miss_wait_ms, groups, ..Hello::new(options.engine, options.world_size, role) };
+        let hello = Hello {
+            miss_wait_ms,
+            handover_wait_ms: options.handover_wait_ms,
+            promise_wait_ms: options.promise_wait_ms,
+            groups,
+            ..Hello::new(options.engine, options.world_size, role)
+        };
         let address = Address::new(options.socket, &hello, Vec::new())?;
         let notices = Arc::new(Notices::default());
         let client = Client::start(address, Arc::clone(&notices), false)?;
@@ -227,6 +239,30 @@ impl Scheduler {
             }
             self.sleep_turn(op, self.session.left().saturating_sub(now - began));
             now = clock::now();
+        }
+    }
+
+    /// What [`Scheduler::query`] answers within so much time, where it has answered [`PENDING`].
+    pub fn linger(&mut self, handle: i64, start: u32, count: u32, within: Duration) -> i64 {
+        let began = clock::now();
+        loop {
+            match self.ask(handle, start, count) {
+                Asked::Answered(PENDING) => {}
+                Asked::Answered(hits) => return hits,
+                Asked::Posted(op) => return self.wait(op),
+            }
+            let left = within.saturating_sub(clock::now() - began);
+            let (Some(op), Some(connection)) = (self.session.pending(handle), self.session.connection())
+            else {
+                return PENDING;
+            };
+            if left.is_zero() {
+                return PENDING;
+            }
+            let memory = &connection.memory;
+            let is_answered =
+                || memory.load_outcome(op).is_some_and(|outcome| outcome.status != Status::Pending);
+            wait::sleep_turn(memory.region(), left.min(SLEEP_TURN), is_answered);
         }
     }
 

@@ -17,6 +17,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
+use std::time::Duration;
 
 use copy_engine::cuda::{CudaError, Event};
 use shm_protocol::handshake::{self, Copier, Digest, Hello, Role};
@@ -43,6 +44,9 @@ pub use crate::core::worker::watch::SETTLE;
 use crate::core::worker::watch::Watch;
 use crate::error::{ShimError, argument};
 use crate::scheduler::{SLEEP_TURN, random16};
+
+/// Time between two looks for ends of loads while nothing else is to be done.
+const FINISHED_LOOK: Duration = Duration::from_micros(50);
 
 /// What a new session needs to know.
 #[derive(Debug)]
@@ -336,6 +340,18 @@ impl Worker {
             self.go_on(next);
         }
         self.copies.take_ended()
+    }
+
+    /// The same, once there is one, or after so much time.
+    pub fn finished_within(&mut self, within: Duration) -> Vec<Ended> {
+        let began = clock::now();
+        loop {
+            let ended = self.finished();
+            if !ended.is_empty() || clock::now() - began >= within {
+                return ended;
+            }
+            std::thread::sleep(FINISHED_LOOK);
+        }
     }
 
     fn job(&mut self, plan: Plan) -> Job {

@@ -291,6 +291,46 @@ fn what_a_living_sidecar_never_answers_is_a_miss_after_33_s() {
     let answers: Vec<_> = answers.collect();
     assert_eq!(answers.iter().filter(|answer| **answer == Asked::Answered(PENDING)).count(), 16);
     assert_eq!(answers[16], Asked::Answered(0));
+    let [notice] = &scheduler.take_notices()[..] else { panic!("one notice") };
+    assert!(notice.contains("not answered within 33000000 us"), "{notice}");
+}
+
+#[test]
+fn the_answer_to_a_pending_query_ends_a_wait_for_it() {
+    let mut peer = Peer::new(1);
+    peer.handover = true;
+    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
+    let log = log_with(&mut scheduler, 4);
+    scheduler.await_producer(log);
+    assert_eq!(scheduler.query(log, 0, 4), PENDING);
+    assert_eq!(scheduler.linger(log, 0, 4, Duration::from_millis(1)), PENDING, "nothing came");
+    let op = served.drain_kind(Kind::Query)[0].op;
+    served.answer(op, Status::Pending, 0);
+    let answering = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(5));
+        served.answer(op, Status::Ok, 3);
+        served
+    });
+    assert_eq!(scheduler.linger(log, 0, 4, Duration::from_secs(100)), 3);
+    drop(answering.join().unwrap());
+}
+
+#[test]
+fn a_short_prompt_of_another_engine_is_answered_whole() {
+    let mut peer = Peer::new(1);
+    peer.handover = true;
+    let whole = |config: &mut Config| (config.part_blocks, config.whole_blocks) = (1, 3);
+    let (mut scheduler, mut served) = connected_with(&peer, BLOCK_BYTES, whole);
+    let [plain, awaiting] = [(); 2].map(|()| log_with(&mut scheduler, 4));
+    scheduler.await_producer(awaiting);
+    for (log, count) in [(plain, 3), (awaiting, 3), (awaiting, 4)] {
+        scheduler.post_query(log, 0, count).unwrap();
+    }
+    let flags: Vec<_> = served.drain_kind(Kind::Query).iter().map(|message| message.flags).collect();
+    assert_eq!(
+        flags.iter().map(|flags| flags & QUERY_ARRIVING != 0).collect::<Vec<_>>(),
+        [true, false, true]
+    );
 }
 
 #[test]

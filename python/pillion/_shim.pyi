@@ -1,7 +1,8 @@
 """The engine's side of Pillion in Rust (crate `connector-shim`).
 
-Nothing here waits for the sidecar, except `query` and `wait` within the step's budget, and `WorkerSession.load` with
-`sync` into host memory; these release the interpreter. Without a sidecar every answer is a miss and every save is dropped.
+Nothing here waits for the sidecar, except `query` and `wait` within the step's budget, `linger` and
+`WorkerSession.finished` for the time that they are given, and `WorkerSession.load` with `sync` into host memory; these
+release the interpreter. Without a sidecar every answer is a miss and every save is dropped.
 """
 
 from collections.abc import Sequence
@@ -45,10 +46,14 @@ class SchedulerSession:
         early: bool,
         miss_wait_ms: int = 0,
         part_blocks: int = 0,
+        whole_blocks: int = 0,
         groups: bytes | None = None,
+        handover_wait_ms: int | None = None,
+        promise_wait_ms: int | None = None,
     ) -> SchedulerSession:
         """`part_blocks`: blocks of a part, where queries may be answered while their blocks are on their way; 0: they may
-        not. `groups`: 16 bytes, a digest of the table of cache groups, which the workers state too."""
+        not. `whole_blocks`: nor may those of an awaiting log for so many blocks. `groups`: 16 bytes, a digest of the table of
+        cache groups, which the workers state too."""
     @property
     def connected(self) -> bool: ...
     @property
@@ -80,6 +85,8 @@ class SchedulerSession:
         """Tells that keys `start..start + count` will be asked for soon; awaits nothing."""
     def query(self, log: int, start: int, count: int) -> int:
         """Leading hits among keys `start..start + count`, under a lease; 0 is a miss, -1: ask again next step."""
+    def linger(self, log: int, start: int, count: int, within_us: int) -> int:
+        """What `query`, which answered -1, answers within so much time."""
     def post_query(self, log: int, start: int, count: int) -> int:
         """Posts a query without waiting; returns its operation, or -1 for a miss."""
     def poll(self, op: int) -> int | None:
@@ -193,8 +200,8 @@ class WorkerSession:
     @property
     def loading(self) -> int:
         """Sync loads since `start` whose last cut was not waited for yet; 0 on host memory."""
-    def finished(self) -> list[tuple[int, list[int]]]:
-        """Loads begun without `sync` that ended, each once: operation and failed blocks."""
+    def finished(self, within_us: int = 0) -> list[tuple[int, list[int]]]:
+        """Loads begun without `sync` that ended, each once: operation and failed blocks. Waits for one for so long at most."""
     def stats(self) -> dict[str, int]: ...
     def take_notices(self) -> list[str]:
         """Messages for the log, each handed over once."""

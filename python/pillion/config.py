@@ -13,6 +13,8 @@ PREFIX = "pillion."
 LAYOUTS = ("auto", "none", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 # The longest that a query may be pending: `QUERY_WAIT_MS_MAX` of the protocol.
 MISS_WAIT_MS_MAX = 2_000
+# The longest that one may be pending for what is promised: `PROMISED_WAIT_MS_MAX`.
+HANDOVER_WAIT_MS_MAX = 30_000
 
 
 class ConfigError(ValueError):
@@ -149,6 +151,29 @@ class Config:
         metadata=_told(
             _count(MISS_WAIT_MS_MAX, "milliseconds", "0 (off)"),
             "How long a request waits for blocks that another pod may still be computing.",
+        ),
+    )
+    handover_wait_ms: int = field(
+        default=HANDOVER_WAIT_MS_MAX,
+        metadata=_told(
+            _count(HANDOVER_WAIT_MS_MAX, "milliseconds"),
+            "How long a request waits for another engine that has promised its prompt and works.",
+        ),
+    )
+    promise_wait_ms: int = field(
+        default=1_000,
+        metadata=_told(
+            _count(MISS_WAIT_MS_MAX, "milliseconds"),
+            "How long a request waits for the first, or the next, block of its prompt, where another engine was to compute it "
+            "and has not promised it.",
+        ),
+    )
+    strict_tokens: int | None = field(
+        default=None,
+        metadata=_told(
+            _count(1 << 20, "tokens"),
+            "The most tokens that this engine computes of a prompt that another engine was to compute. A request with more to "
+            "do ends with an error. Its default is no limit. Needs `kv_load_failure_policy` = `fail`.",
         ),
     )
     record_every: int = field(

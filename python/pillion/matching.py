@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pillion import handover
 from pillion._shim import SchedulerSession
 from pillion.broken import Broken
 from pillion.checking import Check
@@ -35,6 +36,7 @@ class Matching:
     _block_tokens: int
     # Whether a load that fails must fail as a whole: vLLM frees blocks before windows, and would compute upon what is left.
     _whole: bool
+    _strict_tokens: int | None = None
     _group: int = 0
     # Tokens of hits that were loaded, by where they were found.
     hit_tokens: Counter[Source] = field(default_factory=Counter)
@@ -59,6 +61,11 @@ class Matching:
         if tracked.refused or count <= 0:
             return 0, False
         hits = self.look(tracked, first, count)
+        if hits is not None and self._is_too_much(request, request.num_tokens - (first + hits) * self._block_tokens):
+            # vLLM ends a request whose load fails, and knows no other way for a connector to end one.
+            self.release(tracked)
+            tracked.hit, tracked.given_up = (first, count, False), True
+            return count * self._block_tokens, True
         if not hits:
             return hits, False
         # No step waits for blocks on their way, nor for what must be told to have failed before a token is computed upon it.
@@ -78,11 +85,18 @@ class Matching:
         tracked.hit = (first, hits, sync)
         return hits * self._block_tokens, not sync
 
+    def _is_too_much(self, request: Request, tokens: int) -> bool:
+        """Whether a request ends rather than have this engine compute so many of its tokens."""
+        strict = self._strict_tokens
+        return strict is not None and tokens > strict and handover.awaits(request) and not request.num_preemptions
+
     def look(self, tracked: Tracked, first: int, count: int) -> int | None:
         """How many of `count` blocks from `first` on the cache holds before one that it lacks; None: ask again."""
         if not self._requests.append(tracked):
             return None if self._requests.adapter_is_near(tracked) else 0
         hits = self._session.query(tracked.log, first, count)
+        if hits < 0 and handover.awaits(tracked.request) and (linger_us := self._pacing.linger_us()):
+            hits = self._session.linger(tracked.log, first, count, linger_us)
         if hits < 0:
             return None
         tracked.hit = None
@@ -97,6 +111,7 @@ class Matching:
     def load(self, request: Request, blocks: KVCacheBlocks, external_tokens: int, step: PillionMetadata) -> list[int]:
         """Has `step` load what was promised into the blocks that vLLM allocated, and returns the blocks."""
         tracked, session = self._requests.follow(request), self._session
+        self._pacing.begin()
         if tracked.hit is None:
             self._pacing.compute(request)
             return []
@@ -105,6 +120,10 @@ class Matching:
         if not count:
             session.release(tracked.log)
             return []
+        if tracked.given_up:
+            tracked.loaded = blocks.get_block_ids()[self._group][first : first + count]
+            step.lost.append((request.request_id, tracked.loaded, sync))
+            return tracked.loaded
         self.count(tracked, first, count)
         self._pacing.load(request, count, request.num_tokens - (first + count) * self._block_tokens, sync)
         ids: list[int] = blocks.get_block_ids()[self._group][first : first + count]

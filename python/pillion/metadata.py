@@ -18,6 +18,8 @@ class PillionMetadata(KVConnectorMetadata):
     resolved: int = 0
     # Whether the sidecar waits for this step's fences.
     urgent: bool = False
+    # Whether the step computes nothing.
+    idle: bool = False
     # (request id, plan made by the shim, synchronous); several of a request whose blocks are still on their way
     loads: list[tuple[str, bytes, bool]] = field(default_factory=list)
     # Loads whose lease was lost before they could be planned: request id, block ids, synchronous.

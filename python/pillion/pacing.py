@@ -33,6 +33,11 @@ STEP_COPY_MS = 10.0
 # Beside a full step a load begins in the background, so that a later step need not wait for it: so many at once, since each
 # holds blocks that nothing computes on. Measured: 914 tokens/s with none, 932 with 1, 889 with 3.
 BACKGROUND_LOADS = 1
+# A prompt of another engine whose copy takes no longer is loaded by the step that goes on with it, once all of it is there. A
+# load between steps would begin earlier, but it is seen to have ended two steps later, behind vLLM's pauses of 1 ms.
+WHOLE_MS = 2.0
+# How long a step that has nothing else to do waits for what comes from another engine: vLLM looks once in a millisecond.
+LINGER_US = 2000
 # Bytes of each part in which blocks are loaded that are still on their way: a millisecond on the wire, and enough for a copy.
 PART_BYTES = 16 << 20
 logger = vllm_compat.init_logger("vllm.pillion")
@@ -69,6 +74,11 @@ class Pacing:
         may_fail = self._load != "sync" and vllm_compat.recomputes_failed_loads(vllm_config)
         self.blocks_of_part = -(-PART_BYTES // block_bytes)
         self.part_blocks = self.blocks_of_part if may_fail and not by_engine else 0
+        # The most blocks of another engine's prompt that are not loaded in parts.
+        may_wait = not self._never_sync and self._load != "async"
+        self.whole_blocks = int(WHOLE_MS * bytes_per_ms) // block_bytes if may_wait else 0
+        # Whether nothing was computed in the last step, and nothing is to be in this one so far.
+        self._idle = True
         # Blocks of this step's synchronous loads, and new tokens of its requests, so far.
         self._step_blocks = self._step_tokens = 0
         # Requests whose load goes on in the background.
@@ -86,6 +96,17 @@ class Pacing:
             return True
         return None if self._load == "sync" or len(self._background) >= BACKGROUND_LOADS else False
 
+    def linger_us(self) -> int:
+        """How long this step may wait for another engine: once, and only where nothing waits for the step."""
+        if not self._idle or self._background:
+            return 0
+        self._idle = False
+        return LINGER_US
+
+    def begin(self) -> None:
+        """A request was given memory in this step."""
+        self._idle = False
+
     def load(self, request: Request, blocks: int, new_tokens: int, sync: bool) -> None:
         """A load begins; with `sync` its request is computed in this step."""
         if sync:
@@ -100,9 +121,10 @@ class Pacing:
             self._background.discard(request.request_id)
             self._step_tokens += request.num_tokens - request.num_computed_tokens
 
-    def end_step(self) -> None:
-        """The next step has taken in nothing."""
+    def end_step(self, idle: bool) -> None:
+        """The next step has taken in nothing; `idle`: neither had this one."""
         self._step_blocks = self._step_tokens = 0
+        self._idle = idle
 
     def forget(self, request: Request) -> None:
         """The request is over."""

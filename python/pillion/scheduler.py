@@ -13,7 +13,7 @@ from pillion import _shim, groups, handover, vllm_compat
 from pillion.adapters import Adapters
 from pillion.broken import Broken
 from pillion.checking import Check
-from pillion.config import Config
+from pillion.config import Config, ConfigError
 from pillion.events import Events
 from pillion.groups import ALONE, Group
 from pillion.matching import Matching
@@ -39,6 +39,11 @@ class Scheduler:
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: Group = ALONE) -> None:
         """Of an engine with one cache group, or of one `group` of several, which `kv_cache_config` then describes alone."""
+        if config.strict_tokens is not None and (group.several or vllm_compat.recomputes_failed_loads(vllm_config)):
+            raise ConfigError(
+                "pillion.strict_tokens ends requests by loads that fail: set kv_load_failure_policy to fail, and serve a model "
+                "with one cache group, or leave the option out"
+            )
         self._config = config
         self._steps_in_flight = vllm_compat.steps_in_flight(vllm_config)
         on_gpu = vllm_compat.on_gpu()
@@ -58,7 +63,10 @@ class Scheduler:
             # A set waits for no producer, and is loaded once all of it is here.
             0 if group.several else config.miss_wait_ms,
             0 if group.several else self._pacing.part_blocks,
+            self._pacing.whole_blocks,
             vllm_compat.groups(kv_cache_config),
+            config.handover_wait_ms,
+            config.promise_wait_ms,
         )
         self._adapters = Adapters(self._run, vllm_compat.lora_form(vllm_config), lambda: self._saving.disown())
         window = vllm_compat.window(kv_cache_config)
@@ -67,7 +75,9 @@ class Scheduler:
         # A block fewer of one group would be another hit than that of the others.
         checks = config.loads and config.saves and not group.several
         self._check = check = Check(block_tokens, config.check_every if checks else 0)
-        self._matching = Matching(session, requests, self._pacing, check, broken, block_tokens, bool(window), group.number)
+        self._matching = Matching(
+            session, requests, self._pacing, check, broken, block_tokens, bool(window), config.strict_tokens, group.number
+        )
         tokens_per_step = vllm_compat.tokens_per_step(vllm_config)
         events = self._events = None
         if vllm_compat.kv_events_are_on(vllm_config):
@@ -210,7 +220,8 @@ class Scheduler:
             # What the steps of an update compute is looked at once it has ended.
             metadata.urgent |= self._saving.save(begun, {} if self.updating else scheduled, step)
         self._requests.running = set(scheduled)
-        self._pacing.end_step()
+        metadata.idle = not scheduled
+        self._pacing.end_step(metadata.idle)
         session.end_step()
         if self._events:
             self._events.end_step(bool(scheduled))

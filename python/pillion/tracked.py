@@ -58,6 +58,8 @@ class Tracked:
     # Blocks of the last load; once one of them failed, the cache is not asked again.
     loaded: list[int] = field(default_factory=list)
     refused: bool = False
+    # Whether too little of it was handed over: its load is to fail, and so to end it.
+    given_up: bool = False
     # Whether what was found last is to be loaded in a later step.
     put_off: bool = False
     # Tokens up to which its KV was computed anew, although the block in which they end is still marked as broken.

@@ -15,6 +15,7 @@ from pillion.groups import ALONE, Group
 from pillion.live import Live
 from pillion.metadata import PillionMetadata
 from pillion.models import Models
+from pillion.pacing import LINGER_US
 from pillion.sample import Sampler
 
 if TYPE_CHECKING:
@@ -302,13 +303,23 @@ class Worker:
     def finished(self) -> set[str] | None:
         """Requests whose asynchronous load ended since the last call, well or not, each once."""
         if self._loading and self._session:
-            for op, failed in self._session.finished():
+            self._take_ends(self._session)
+        ended, self._ended = self._ended, set()
+        return ended or None
+
+    def _take_ends(self, session: _shim.WorkerSession) -> None:
+        """Ends the loads that are over. A step that computes nothing waits for one: that is all it can bring."""
+        idle = self._metadata is not None and self._metadata.idle and not self._whole
+        until = time.monotonic() + LINGER_US / 1e6
+        while True:
+            left_us = max(0, int((until - time.monotonic()) * 1e6)) if idle and not self._ended else 0
+            for op, failed in session.finished(left_us):
                 req_id = self._loading.pop(op)
                 self._lacking.setdefault(req_id, []).extend(failed)
                 if req_id not in self._loading.values():
                     self._end_load(req_id, self._lacking.pop(req_id))
-        ended, self._ended = self._ended, set()
-        return ended or None
+            if not left_us or not self._loading:
+                return
 
     def _end_load(self, req_id: str, lacking: list[int]) -> None:
         """An asynchronous load has ended, without these blocks."""

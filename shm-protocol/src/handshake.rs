@@ -50,6 +50,14 @@ pub struct Hello {
     /// does not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub miss_wait_ms: Option<u32>,
+    /// A scheduler's: milliseconds that a request waits for another engine that has promised its prompt. Absent:
+    /// [`PROMISED_WAIT_MS_MAX`](crate::layout::PROMISED_WAIT_MS_MAX), which is the most.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub handover_wait_ms: Option<u32>,
+    /// A scheduler's: milliseconds that a request waits for the first, or the next, block of its prompt where no engine has
+    /// promised it. Absent: [`AWAIT_MS`](crate::layout::AWAIT_MS).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub promise_wait_ms: Option<u32>,
     /// Digest of the engine's table of cache groups: a rank whose differs from its scheduler's does not join.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub groups: Option<Digest>,
@@ -330,6 +338,8 @@ impl Hello {
             engine,
             world_size,
             miss_wait_ms: None,
+            handover_wait_ms: None,
+            promise_wait_ms: None,
             groups: None,
             role,
         }

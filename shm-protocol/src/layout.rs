@@ -67,6 +67,9 @@ pub const HEADER_BYTES: usize = 4096;
 /// Milliseconds that a query may be pending at most: then it is answered with what is there. Who waits much longer had
 /// better computed.
 pub const QUERY_WAIT_MS_MAX: u32 = 2_000;
+/// How long a QUERY waits for the first, or the next, key of a prompt that another engine is to compute, in milliseconds: some steps
+/// of that engine. A scheduler may state another time, up to [`QUERY_WAIT_MS_MAX`].
+pub const AWAIT_MS: u32 = 1_000;
 /// The longest that a QUERY may wait for keys which another engine has promised, in milliseconds.
 pub const PROMISED_WAIT_MS_MAX: u32 = 30_000;
 

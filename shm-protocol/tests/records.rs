@@ -11,7 +11,7 @@ use shm_protocol::handshake::{
     self, BlockRegion, CUTS_MAX, Copier, CudaAllocation, CudaMemory, DESCRIPTORS_MAX, Digest, HandshakeError,
     Hello, RANKS_MAX, RECORD_BYTES_MAX, REGIONS_MAX, Reply, Role, Welcome, Worker,
 };
-use shm_protocol::layout::{QUERY_WAIT_MS_MAX, STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
+use shm_protocol::layout::{PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX, STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
 use shm_protocol::message::{Kind, Message, OUTCOME_VALUE_MAX, Outcome, Saved, Slot, Status};
 use shm_protocol::namespace;
 use shm_protocol::versions::{RELEASE, Versions};
@@ -136,8 +136,12 @@ prop_compose! {
 fn hellos() -> impl Strategy<Value = (Hello, usize)> {
     let scheduler = ("[a-z0-9_-]{1,256}", 1..=RANKS_MAX, any::<[u8; 16]>())
         .prop_map(move |(engine, world_size, run)| Hello::new(engine, world_size, Role::Scheduler { run }));
-    let scheduler = (scheduler, prop::option::of(0..=QUERY_WAIT_MS_MAX))
-        .prop_map(|(hello, miss_wait_ms)| (Hello { miss_wait_ms, ..hello }, 0));
+    let wait = |most| prop::option::of(0..=most);
+    let waits = (wait(QUERY_WAIT_MS_MAX), wait(PROMISED_WAIT_MS_MAX), wait(QUERY_WAIT_MS_MAX));
+    let scheduler =
+        (scheduler, waits).prop_map(|(hello, (miss_wait_ms, handover_wait_ms, promise_wait_ms))| {
+            (Hello { miss_wait_ms, handover_wait_ms, promise_wait_ms, ..hello }, 0)
+        });
     let worker = ("[a-z0-9_-]{1,256}", 1..=RANKS_MAX, 1..=8_u32)
         .prop_flat_map(|(engine, world_size, fds)| {
             (Just(engine), Just(world_size), workers(world_size, fds), Just(fds))
@@ -381,6 +385,10 @@ fn every_limit_of_hello_names_its_field() {
     let waits = |ms| Hello { miss_wait_ms: Some(ms), ..scheduler.clone() };
     assert!(handshake::decode_hello(&handshake::encode(&waits(QUERY_WAIT_MS_MAX)), 0).is_ok());
     assert_eq!(field_refused(&waits(QUERY_WAIT_MS_MAX + 1), 0), "miss_wait_ms");
+    let handover_wait_ms = Some(PROMISED_WAIT_MS_MAX + 1);
+    assert_eq!(field_refused(&Hello { handover_wait_ms, ..scheduler.clone() }, 0), "handover_wait_ms");
+    let promise_wait_ms = Some(QUERY_WAIT_MS_MAX + 1);
+    assert_eq!(field_refused(&Hello { promise_wait_ms, ..scheduler.clone() }, 0), "promise_wait_ms");
 }
 
 #[test]

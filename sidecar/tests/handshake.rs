@@ -197,8 +197,11 @@ fn session_says(socket: &Path, kv: &Kv, breach: &Breach) -> String {
                     by_engine: false,
                     early: false,
                     part_blocks: 0,
+                    whole_blocks: 0,
                 },
                 miss_wait_ms: miss_wait_ms.unwrap_or(0),
+                handover_wait_ms: None,
+                promise_wait_ms: None,
                 groups: None,
             };
             Scheduler::new(options).err()

@@ -57,8 +57,10 @@ impl Engine {
             engine,
             world_size: 1,
             run: RUN,
-            config: Config { budget, by_engine, early, part_blocks: 0 },
+            config: Config { budget, by_engine, early, part_blocks: 0, whole_blocks: 0 },
             miss_wait_ms: 0,
+            handover_wait_ms: None,
+            promise_wait_ms: None,
             groups: None,
         };
         let scheduler = Scheduler::new(options).unwrap();

@@ -171,6 +171,24 @@ def test_without_a_producer_d_computes(pair: Pair) -> None:
     assert answer["tokens"] == pair.right(tokens) and pair.exhausted() == before + 1
 
 
+def test_a_strict_engine_ends_what_was_not_handed_over(pair: Pair, tmp_path: Path) -> None:
+    """With an error, before it computes any of it; what was handed over it answers."""
+    extra = {"pillion.strict_tokens": engine.BLOCK_TOKENS}
+    options = dataclasses.replace(pair.d.options, failure_policy="fail", extra=extra)
+    strict = engine.Engine(options, tmp_path / "strict.log")
+    try:
+        strict.wait_started().generate([prompts.prompt(20, seed=1)], max_tokens=1)
+        for handed_over in (True, False, True):
+            tokens = pair.prompt(900)
+            transfer = pair.compute(tokens) if handed_over else TO_ANSWER
+            pair.ask(strict, tokens, OUTPUT_TOKENS, transfer)
+            [answer] = strict.answered(PATIENCE_S)
+            right = pair.right(tokens) if handed_over else []
+            assert (answer["finish_reason"], answer["tokens"]) == ("length" if handed_over else "error", right)
+    finally:
+        strict.kill()
+
+
 @pytest.mark.parametrize("victim", ["p", "sidecar"])
 def test_d_s_requests_end_whoever_is_frozen(pair: Pair, victim: str) -> None:
     """Rightly, and while it is frozen; afterwards all goes on."""

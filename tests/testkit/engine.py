@@ -34,6 +34,7 @@ class Options:
     tensor_parallel: int = 1
     # Its processes are programs started anew, as the CPU build and `vllm serve` have it, not forked.
     spawned: bool = False
+    failure_policy: Literal["recompute", "fail"] = "recompute"
     blocks: int | None = None
     batched_tokens: int | None = None
     max_requests: int | None = None
@@ -81,7 +82,7 @@ class Options:
             "kv_connector": "PillionConnector",
             "kv_connector_module_path": self.connector,
             "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
+            "kv_load_failure_policy": self.failure_policy,
             **({"engine_id": self.engine_id} if self.engine_id else {}),
             "kv_connector_extra_config": {
                 "pillion.socket": str(self.socket),

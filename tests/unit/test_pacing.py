@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pillion import _shim, pacing, vllm_compat
-from pillion.config import Config
+from pillion.config import Config, ConfigError
 from pillion.scheduler import Scheduler
 
 BLOCK_TOKENS = 16
@@ -27,9 +27,12 @@ class Session:
 
     def __init__(self, *arguments: Any) -> None:
         self.loads: list[bool] = []
-        *_, self.part_blocks, _ = arguments
+        *_, self.part_blocks, self.whole_blocks, _, _, _ = arguments
         # Blocks of every answer are still on their way.
         self.early = False
+        # What is answered in place of all.
+        self.hits: int | None = None
+        self.lingered: list[int] = []
 
     def open(self, fold: bytes | None) -> int:
         """A key log."""
@@ -40,8 +43,19 @@ class Session:
         return len(hashes)
 
     def query(self, log: int, start: int, count: int) -> int:
-        """All of them."""
-        return count
+        """All of them, or as many as are said."""
+        return count if self.hits is None else self.hits
+
+    def linger(self, log: int, start: int, count: int, within_us: int) -> int:
+        """Nothing comes."""
+        self.lingered.append(within_us)
+        return -1
+
+    def await_producer(self, log: int) -> None:
+        """Nothing."""
+
+    def release(self, log: int) -> None:
+        """Nothing."""
 
     def arriving(self, log: int) -> bool:
         """Whether an answer names blocks that are on their way."""
@@ -259,3 +273,53 @@ def test_an_engine_that_answers_what_others_compute_waits_for_short_copies_alone
     assert choice.synchronous(longest, alone=False) is True
     assert choice.synchronous(longest + 1, alone=False) is False
     assert choice.synchronous(longest + 1, alone=True) is True
+
+
+def awaited(number: int, found_blocks: int, new_tokens: int) -> Any:
+    """A request whose prompt another engine computes."""
+    made = request(number, found_blocks, new_tokens)
+    made.kv_transfer_params = {"do_remote_prefill": True}
+    return made
+
+
+def test_an_idle_step_waits_once_for_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = made(monkeypatch, on_gpu=True)
+    session: Any = connector._session
+    session.hits = -1
+    requests = [awaited(number, 4, 16) for number in range(2)]
+    for _ in range(2):
+        assert [connector.match(each, 0) for each in requests] == [(None, False)] * 2
+        connector._pacing.end_step(idle=True)
+    assert session.lingered == [pacing.LINGER_US] * 2
+    connector._pacing.begin()
+    connector.match(requests[0], 0)
+    connector._pacing.end_step(idle=False)
+    connector.match(requests[0], 0)
+    connector.match(request(2, 4, 16), 0)
+    assert len(session.lingered) == 2, "others wait for the step, or nobody computes for it"
+
+
+@pytest.mark.parametrize(("on_gpu", "load", "blocks"), [(True, "auto", 38), (True, "async", 0), (False, "auto", 0)])
+def test_short_prompts_of_another_engine_are_loaded_by_a_step(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, load: str, blocks: int
+) -> None:
+    """2 ms of copying at 40 GB/s, where a step may wait at all: not on a CPU with steps in flight."""
+    session: Any = made(monkeypatch, on_gpu, load)._session
+    assert session.whole_blocks == blocks
+
+
+def test_a_strict_engine_gives_up_what_was_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = made(monkeypatch, on_gpu=True, policy="fail", strict_tokens=32)
+    session: Any = connector._session
+    short, long, own = awaited(0, 4, 16), awaited(1, 4, 16), request(2, 4, 16)
+    session.hits = 3
+    assert connector.match(short, 0) == (48, False), "a block and what is always computed"
+    session.hits = 2
+    assert connector.match(own, 0) == (32, False)
+    assert connector.match(long, 0) == (64, True)
+    blocks: Any = SimpleNamespace(get_block_ids=lambda: [[7, 8, 9, 10, 11]])
+    connector.allocated(long, blocks, 64)
+    assert connector._next.lost == [("r1", [7, 8, 9, 10], False)]
+    assert session.loads == []
+    with pytest.raises(ConfigError, match="kv_load_failure_policy"):
+        made(monkeypatch, on_gpu=True, strict_tokens=32)

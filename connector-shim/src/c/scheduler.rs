@@ -95,8 +95,11 @@ pub extern "C" fn pillion_scheduler_connect(
                 by_engine: !options.sidecar_copies,
                 early: options.early_loads,
                 part_blocks: 0,
+                whole_blocks: 0,
             },
             miss_wait_ms: options.miss_wait_ms,
+            handover_wait_ms: None,
+            promise_wait_ms: None,
             groups: options.groups.get16("groups")?,
         })?;
         let state = State { session, plan: Vec::new(), notices: Notices::default() };

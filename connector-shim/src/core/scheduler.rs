@@ -42,6 +42,8 @@ pub struct Config {
     /// Blocks of a part, where queries may be answered while their blocks are on their way ([`Session::load`]). With 0 every
     /// query is answered once all of its blocks have come.
     pub part_blocks: u32,
+    /// A query for so many blocks that another engine computes is answered once all of them have come: a step then loads them.
+    pub whole_blocks: u32,
 }
 
 /// Numbers of `u64`, each told by its name.

@@ -25,8 +25,8 @@ use crate::core::worker::link::Batches;
 use crate::core::worker::load::is_whole;
 use crate::core::worker::watch::{Seen, Verdict, Watch};
 
-/// Time between two looks at loads in progress: far below the deadline, and a thousandth of a core.
-const LOOK: Duration = Duration::from_millis(1);
+/// Time between two looks at loads in progress: a request waits for the end that is seen, and a look takes some microseconds.
+const LOOK: Duration = Duration::from_micros(200);
 /// The same while this process copies, or is about to for a stream that waits.
 const POLL: Duration = Duration::from_micros(20);
 

@@ -12,8 +12,16 @@ pub(crate) fn options(peer: &Peer) -> Options {
         engine: "engine".into(),
         world_size: 1,
         run: [7; 16],
-        config: Config { budget: Duration::from_millis(2), by_engine: false, early: false, part_blocks: 0 },
+        config: Config {
+            budget: Duration::from_millis(2),
+            by_engine: false,
+            early: false,
+            part_blocks: 0,
+            whole_blocks: 0,
+        },
         miss_wait_ms: 0,
+        handover_wait_ms: None,
+        promise_wait_ms: None,
         groups: None,
     }
 }

@@ -8,7 +8,7 @@ use super::{
     BlockRegion, CUTS_MAX, Copier, CudaMemory, DESCRIPTORS_MAX, FACTS_MAX, HandshakeError, Hello, RANKS_MAX,
     REGIONS_MAX, Role, WEIGHTS_LIVE, Worker,
 };
-use crate::layout::{QUERY_WAIT_MS_MAX, STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
+use crate::layout::{PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX, STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
 use crate::versions::RELEASE_BYTES_MAX;
 
 /// Bytes of a block that no engine has: far below it sums of a few block lengths cannot overflow.
@@ -62,6 +62,14 @@ impl Hello {
                 wait_ms <= QUERY_WAIT_MS_MAX,
                 "at most 2,000 milliseconds, the longest that a query may be pending: set a smaller pillion.miss_wait_ms",
             )?;
+        }
+        if let Some(wait_ms) = self.handover_wait_ms {
+            let rule = "at most 30,000 milliseconds: set a smaller pillion.handover_wait_ms";
+            range("handover_wait_ms", wait_ms, wait_ms <= PROMISED_WAIT_MS_MAX, rule)?;
+        }
+        if let Some(wait_ms) = self.promise_wait_ms {
+            let rule = "at most 2,000 milliseconds: set a smaller pillion.promise_wait_ms";
+            range("promise_wait_ms", wait_ms, wait_ms <= QUERY_WAIT_MS_MAX, rule)?;
         }
         match &self.role {
             Role::Scheduler { .. } => {

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use shm_protocol::handshake::{Copier, Hello, RANKS_MAX, Role, Worker as WorkerHello};
 use shm_protocol::key::NamespaceDigest;
+use shm_protocol::layout::{AWAIT_MS, PROMISED_WAIT_MS_MAX};
 use shm_protocol::namespace::{self, Facts};
 use tiers::dram::{Dram, HolderId, Holdings};
 
@@ -52,6 +53,17 @@ pub enum EngineState {
     Barred,
 }
 
+/// How long a scheduler's requests wait for a producer, in milliseconds.
+#[derive(Copy, Clone, Debug)]
+pub(super) struct Waits {
+    /// On another node, where nobody said that there is one; 0: not at all.
+    pub(super) miss: u64,
+    /// That was said to be there, until it promises what is missing, or brings a block of it.
+    pub(super) promise: u64,
+    /// That has promised it.
+    pub(super) handover: u64,
+}
+
 /// The scheduler role of one engine run.
 #[derive(Debug)]
 pub(super) struct Scheduler {
@@ -60,8 +72,8 @@ pub(super) struct Scheduler {
     pub(super) holder: HolderId,
     run: [u8; 16],
     pub(super) world_size: u32,
-    /// How long its requests wait for a producer, if they do.
-    pub(super) miss_wait_ms: Option<u32>,
+    /// How long its requests wait for a producer.
+    pub(super) waits: Waits,
     /// What is served to it, while every rank takes part.
     pub(super) binding: Option<Binding>,
     /// What would be, but is closed to this run; see [`super::transfers`].
@@ -269,7 +281,13 @@ impl Engines {
         hello: Hello,
         dram: &mut Dram,
     ) -> Result<Vec<SessionId>, Violation> {
-        let Hello { engine, world_size, miss_wait_ms, groups, role, .. } = hello;
+        let waits = Waits {
+            miss: hello.miss_wait_ms.unwrap_or(0).into(),
+            // A window must be open to be extended.
+            promise: hello.promise_wait_ms.unwrap_or(AWAIT_MS).max(1).into(),
+            handover: hello.handover_wait_ms.unwrap_or(PROMISED_WAIT_MS_MAX).into(),
+        };
+        let Hello { engine, world_size, groups, role, .. } = hello;
         let groups = groups.map(|groups| groups.0);
         let run = match role {
             Role::Worker(worker) => {
@@ -293,7 +311,7 @@ impl Engines {
             holder,
             run,
             world_size,
-            miss_wait_ms,
+            waits,
             binding: None,
             barred: None,
             proof: None,

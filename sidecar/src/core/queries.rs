@@ -84,7 +84,7 @@ impl Found {
 impl Queries {
     /// A scheduler may ask from now on.
     pub(super) fn enter(&mut self, session: SessionId, scheduler: &Scheduler) {
-        let patience = Patience::new(scheduler.miss_wait_ms);
+        let patience = Patience::new(scheduler.waits);
         let asker = Asker { holder: scheduler.holder, logs: KeyLogs::default(), patience };
         self.askers.insert(session, asker);
     }

@@ -102,7 +102,8 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         }
         let op = self.next_op;
         let keys = Keys { log: number, from: start, count };
-        let query = Query { op, keys, arriving: self.config.part_blocks > 0, awaits };
+        let arriving = self.config.part_blocks > 0 && !(awaits && count <= self.config.whole_blocks);
+        let query = Query { op, keys, arriving, awaits };
         if link.submission.post(SchedulerRequest::Query(query)).is_none() {
             self.counters.queries_without_room += 1;
             return None;
@@ -140,6 +141,11 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             return Some(0);
         }
         None
+    }
+
+    /// The operation of the log's query that is asked again.
+    pub fn pending(&mut self, handle: i64) -> Option<u64> {
+        self.link.as_mut()?.logs.get(handle)?.1.pending
     }
 
     /// How long all queries of this step together may still be waited for.
@@ -206,8 +212,9 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             true => (question.heartbeat.1, AWAITING_MAX),
             false => (question.posted, PENDING_MAX),
         };
-        if now - since >= PENDING_MAX || now - question.posted >= most {
-            self.time_out(op, PENDING_MAX);
+        let reached = |since: Instant, limit: Duration| (now - since >= limit).then_some(limit);
+        if let Some(limit) = reached(since, PENDING_MAX).or_else(|| reached(question.posted, most)) {
+            self.time_out(op, limit);
             return 0;
         }
         if let Some((_, log)) = link.logs.get(question.log) {

@@ -1,7 +1,7 @@
 //! Promises: an engine that computes prompts for others says which, long before it saves the first block.
 //!
-//! A promise lasts until its log is closed, and holds as long as its engine works. What is promised is waited for while it holds,
-//! [`PROMISED_WAIT_MS_MAX`] at most: so a prompt may wait its turn at the engine that computes it.
+//! A promise lasts until its log is closed, and holds as long as its engine works. What is promised is waited for while it holds, as
+//! long as the engine that asks has said: so a prompt may wait its turn at the engine that computes it.
 
 use super::{Base, Context, Queries, Question, SessionId};
 

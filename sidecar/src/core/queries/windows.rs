@@ -8,18 +8,17 @@
 //! An engine of which three windows in a row ended so, with not one block from a peer in between, most likely has no producer:
 //! its requests do not wait, until a peer has given a block to anyone.
 //!
-//! A question that awaits what another engine computes has a window of its own, of [`AWAIT_MS`], peers or none: its producer may
-//! be an engine of this node. It is asked again when a save takes a slot for the next block of its run. What another engine
+//! A question that awaits what another engine computes has a window of its own, peers or none: its producer may be an engine of this node. It is asked again when a save takes a slot for the next block of its run. What another engine
 //! saves in its namespace shows that there is a producer. What another engine has promised extends the window.
 
 use std::time::Duration;
 
-use shm_protocol::layout::{PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX};
+use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
 use super::waits::Wait;
 use super::{Action, Base, Context, GROUP, Queries, Question, Scheduler, SessionId};
 use crate::clock::millis;
-use crate::core::engines::Engines;
+use crate::core::engines::{Engines, Waits};
 use crate::core::peers::PeersStats;
 
 /// How often a question is asked again at most. A look costs a search for one block here and in what is known of each peer,
@@ -27,9 +26,6 @@ use crate::core::peers::PeersStats;
 const LOOK_MS: u64 = 20;
 /// Windows in a row that end without the blocks, after which an engine's requests do not wait.
 const EXHAUSTED_MAX: u32 = 3;
-/// How long a question waits for the first, or the next, block of a prompt that another engine is to compute: some steps of
-/// that engine.
-const AWAIT_MS: u64 = 1000;
 /// Questions of an engine that await at once. Beyond that there is more to compute than its producers do.
 const AWAITING_MAX: usize = 64;
 /// Of exhausted windows the log tells this often at most.
@@ -38,7 +34,7 @@ const QUIET_MS: u64 = 10_000;
 /// What an engine thinks of waiting.
 #[derive(Debug)]
 pub(super) struct Patience {
-    window_ms: u64,
+    waits: Waits,
     /// Windows in a row that were exhausted.
     exhausted: u32,
 }
@@ -77,8 +73,8 @@ pub(super) struct Windows {
 // === impl Patience ===
 
 impl Patience {
-    pub(super) fn new(window_ms: Option<u32>) -> Self {
-        Self { window_ms: window_ms.unwrap_or(0).into(), exhausted: 0 }
+    pub(super) fn new(waits: Waits) -> Self {
+        Self { waits, exhausted: 0 }
     }
 
     /// A peer has given a block.
@@ -106,9 +102,9 @@ impl Window {
         self.until_ms = (now_ms + self.length_ms).min(self.asked_ms + self.most_ms);
     }
 
-    /// What its question waits for is promised.
-    fn extend(&mut self, now_ms: u64) {
-        self.most_ms = PROMISED_WAIT_MS_MAX.into();
+    /// What its question waits for is promised: it may be open for so long.
+    fn extend(&mut self, now_ms: u64, most_ms: u64) {
+        self.most_ms = most_ms;
         self.renew(now_ms);
     }
 
@@ -175,7 +171,7 @@ impl Queries {
         let patience = &self.askers[&question.session].patience;
         let lost = patience.is_lost();
         if !question.awaits {
-            return if has_peers && !lost { patience.window_ms } else { 0 };
+            return if has_peers && !lost { patience.waits.miss } else { 0 };
         }
         let of_session = self.waits.range((question.session, 0)..=(question.session, u32::MAX));
         let awaiting = of_session.filter(|(_, wait)| wait.question.awaits && wait.answered.is_none()).count();
@@ -183,7 +179,7 @@ impl Queries {
         cx.stats.handover_queries += 1;
         cx.stats.handover_without_producer += u64::from(lost);
         cx.stats.handover_beyond_limit += u64::from(too_many && !lost);
-        if lost || too_many { 0 } else { AWAIT_MS }
+        if lost || too_many { 0 } else { patience.waits.promise }
     }
 
     /// Lets a question wait for a producer, if its window is open.
@@ -210,7 +206,8 @@ impl Queries {
             let Some(window) = self.window(question) else { continue };
             let (due, looks) = (now_ms >= window.until_ms, now_ms >= window.look_ms);
             if due && question.awaits && self.is_promised(question, base) {
-                self.window(question).into_iter().for_each(|window| window.extend(now_ms));
+                let most_ms = self.askers[&question.session].patience.waits.handover;
+                self.window(question).into_iter().for_each(|window| window.extend(now_ms, most_ms));
             }
             if due || looks && self.next_is_here(question, base) {
                 self.ask_again((question.session, question.log), base);

@@ -151,6 +151,76 @@ fn a_load_is_parked_while_the_last_blocks_are_copied_and_begins_when_they_are_ke
     assert_eq!(loads.iter().map(|copy| (copy.1, copy.2.len())).collect::<Vec<_>>(), [(D_RANK, 4)]);
 }
 
+impl Harness {
+    /// P posts a handover of its log `log`, as operation and step `op`, and begins that step.
+    fn begin_handover(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>) {
+        let (count, named) = (keys.len() as u32, Keys::new(log, 0..keys.len() as u32));
+        self.open(log, keys);
+        let save = request::Save { op, keys: named, position: 0, step: op, checked: false, handover: true };
+        self.post(SchedulerRequest::Save(save), Vec::new(), (1..count + 1).collect());
+        self.fences(RANKS[0], op, op - 1);
+    }
+
+    /// The step that began last takes so long.
+    fn end_step(&mut self, op: u64, ms: u64) {
+        self.now_ms += ms;
+        self.fences(RANKS[0], op, op);
+    }
+}
+
+#[test]
+fn who_awaits_is_told_while_the_last_step_runs_if_steps_are_short() {
+    let mut engines = two_engines();
+    engines.await_keys(0, 1, 0..2, true);
+    engines.begin_handover(0, 1, 0..2);
+    assert_eq!(engines.answers()[&1].0, Status::Pending, "how long its steps are is not known");
+    engines.end_step(1, 500);
+    engines.copied();
+    engines.await_keys(1, 2, 10..12, true);
+    engines.begin_handover(1, 2, 10..12);
+    assert_eq!(engines.answers()[&2], (Status::Arriving, 2));
+    engines.speaker = D;
+    engines.load(1, 3, 2, 0..2, shm_protocol::message::LOAD_ARRIVING);
+    engines.speaker = SCHEDULER;
+    engines.fences(D_RANK, 5, 4);
+    assert!(engines.copies().is_empty(), "nothing is copied before the step is done");
+    engines.end_step(2, 501);
+    let saved = engines.copies();
+    engines.end_copy(saved[0].0, true);
+    engines.drained();
+    assert_eq!(engines.copies().iter().map(|copy| copy.1).collect::<Vec<_>>(), [D_RANK]);
+    engines.await_keys(2, 4, 20..22, true);
+    engines.begin_handover(2, 3, 20..22);
+    assert_eq!(engines.answers()[&4].0, Status::Pending, "the last one was long");
+}
+
+#[test]
+fn a_step_whose_blocks_are_overwritten_while_it_runs_refuses_the_load() {
+    let mut engines = two_engines();
+    engines.begin_handover(0, 1, 0..2);
+    engines.end_step(1, 1);
+    engines.copied();
+    for dies in [false, true] {
+        let op = 2 + u64::from(dies);
+        let (log, first) = (op as u32, 10 * op as u32);
+        engines.await_keys(log, op, first..first + 2, true);
+        engines.begin_handover(log, op, first..first + 2);
+        engines.speaker = D;
+        engines.load(log, 10 + op, op, 0..2, shm_protocol::message::LOAD_ARRIVING);
+        engines.speaker = SCHEDULER;
+        if dies {
+            engines.disconnect([RANKS[0], SCHEDULER]);
+        } else {
+            engines.ask(SchedulerRequest::Cancel(Cancel { op, from: 0, count: 2 }));
+            engines.end_step(op, 1);
+        }
+        assert!(!engines.out.iter().any(|action| matches!(action, Action::Copy { .. })));
+        let refused =
+            engines.take(taken!(Action::Outcome { session: D_RANK, outcome, .. } => outcome.status));
+        assert_eq!(refused.collect::<Vec<_>>(), [Status::Absent]);
+    }
+}
+
 #[test]
 fn a_save_that_is_given_up_ends_the_wait_and_refuses_the_load() {
     for dies in [false, true] {
@@ -253,6 +323,29 @@ fn a_promise_is_worth_30_s() {
     ticks(&mut engines, 30);
     assert_eq!(engines.answers()[&1].0, Status::Pending);
     engines.tick(30_000);
+    assert_eq!(engines.answers()[&1], (Status::Ok, 0));
+}
+
+#[test]
+fn an_engine_says_how_long_it_waits() {
+    let mut engines = two_engines();
+    engines.disconnect([D_RANK, D]);
+    let role = Role::Scheduler { run: D_RUN };
+    let waits = Hello { handover_wait_ms: Some(4000), promise_wait_ms: Some(100), ..hello(1, role) };
+    engines.connect(D, waits);
+    engines.connect(D_RANK, rank_hello_of(1, 0, SHARD_BYTES));
+    engines.report(D_RANK, WorkerRequest::Join { run: D_RUN, step: 0 });
+    engines.out.clear();
+    engines.promise(0, 0..4);
+    engines.await_keys(0, 1, 0..4, false);
+    engines.await_keys(1, 2, 100..104, false);
+    engines.tick(99);
+    assert_eq!(engines.answers()[&2].0, Status::Pending);
+    engines.tick(100);
+    assert_eq!(engines.answers()[&2], (Status::Ok, 0));
+    ticks(&mut engines, 4);
+    assert_eq!(engines.answers()[&1].0, Status::Pending);
+    engines.tick(4000);
     assert_eq!(engines.answers()[&1], (Status::Ok, 0));
 }
 

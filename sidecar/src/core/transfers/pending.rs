@@ -1,6 +1,7 @@
 //! What of an engine's operations has not ended.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use shm_protocol::handshake::RANKS_MAX;
 use shm_protocol::layout::{COMPLETION_SLOTS, OPERATIONS};
@@ -22,6 +23,8 @@ pub(super) struct Pending {
     pub(super) wanted: usize,
     /// Operations, in order, that some rank has not started yet.
     pub(super) waiting: BTreeSet<u64>,
+    /// How long the last step took whose blocks were for another engine.
+    pub(super) handover_step: Option<Duration>,
     /// Saves whose copies ended and that wait for a drained ring.
     copied: Vec<u64>,
     /// The newest operation read from its ring.

@@ -1,6 +1,8 @@
 //! Saves: slots filled from engine memory, committed only when nothing could have overwritten their source.
 //!
-//! A save takes its slots when every rank has done its step, and its copies begin: one whose step never comes holds nothing.
+//! A save takes its slots when every rank has done its step, and its copies begin: one whose step never comes holds nothing. One for
+//! another engine takes them while its step runs, so that the other is told meanwhile and loads what came before. Its copies begin
+//! when the step is done, as any.
 
 use std::time::Duration;
 
@@ -17,6 +19,9 @@ use super::{
 };
 use crate::core::engines::Proof;
 use crate::core::timing::{Part, Timed};
+
+/// Slots are taken while a step runs where the last one for another engine took no longer: who awaits them waits 2 s at most.
+const STEP_MAX: Duration = Duration::from_millis(500);
 
 /// A SAVE that was read before every rank had joined: rings are read one after the other, and a rank joins in the step whose
 /// saves its scheduler has posted.
@@ -50,6 +55,8 @@ pub(super) struct Save {
     /// What has no slot yet: all of it until the save begins, nothing afterwards.
     wanted: Vec<Wanted>,
     blocks: Vec<SaveBlock>,
+    /// When its step was first seen to run.
+    runs_since: Option<Duration>,
     /// Its copies have been started, or never will be.
     begun: bool,
     running: u32,
@@ -175,6 +182,7 @@ impl Transfers {
             keys,
             wanted,
             blocks,
+            runs_since: None,
             begun,
             running,
             void,
@@ -263,12 +271,17 @@ impl Transfers {
         }
     }
 
-    /// Takes the slots of a save and starts its copies, once every rank has joined and passed the save's step. How many blocks it
+    /// Takes the slots of a save, and starts its copies once every rank has joined and passed the save's step. How many blocks it
     /// took slots for, at most so many.
     pub(super) fn dispatch_save(&mut self, key: OpKey, claims_max: usize, base: &mut Base) -> usize {
         let Some(save) = self.saves.get(&key).filter(|save| !save.begun) else { return 0 };
-        if !base.engines.every_rank(key.0, |rank| rank.done >= save.step) {
+        let is_done = base.engines.every_rank(key.0, |rank| rank.done >= save.step);
+        let runs_since = save.runs_since;
+        if !is_done && !self.may_claim_early(key, base) {
             return 0;
+        }
+        if let Some(since) = runs_since.filter(|_| is_done) {
+            self.pending(key.0).handover_step = Some(base.cx.now.saturating_sub(since));
         }
         let mut save = self.saves.remove(&key).expect("found above");
         let claims = save.wanted.len().min(claims_max);
@@ -276,19 +289,30 @@ impl Transfers {
         for wanted in save.wanted.drain(..claims).collect::<Vec<_>>() {
             self.claim(key.0, &mut save, wanted, base);
         }
-        save.begun = save.wanted.is_empty();
-        let (begun, nothing_to_copy) = (save.begun, save.blocks.is_empty());
+        let (claimed, nothing_to_copy) = (save.wanted.is_empty(), save.blocks.is_empty());
+        save.begun = claimed && (is_done || nothing_to_copy);
         self.saves.insert(key, save);
-        if !begun {
+        if !claimed {
             if !self.behind.contains(&key.0) {
                 self.behind.push_back(key.0);
             }
         } else if nothing_to_copy {
             self.finish_save(key, 0, base);
-        } else {
+        } else if is_done {
             self.start_save(key, base);
         }
         claims
+    }
+
+    /// Whether a save is for another engine and its step runs on every rank, a short one as far as the last one says.
+    fn may_claim_early(&mut self, key: OpKey, base: &Base) -> bool {
+        let last = self.pending(key.0).handover_step;
+        let save = self.saves.get_mut(&key).expect("the caller found it");
+        if !save.handover || save.checked || !base.engines.every_rank(key.0, |rank| rank.start >= save.step) {
+            return false;
+        }
+        save.runs_since.get_or_insert(base.cx.now);
+        last.is_some_and(|took| took <= STEP_MAX)
     }
 
     /// Takes a slot for one block, unless the block is there or there is no room.

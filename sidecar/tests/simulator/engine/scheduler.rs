@@ -103,6 +103,7 @@ impl Scheduler {
             by_engine: model.by_engine,
             early: model.early,
             part_blocks: if model.by_engine { 0 } else { 1 + model.index as u32 % 2 },
+            whole_blocks: model.index as u32 % 2 * 2,
         };
         Self {
             run,

@@ -284,15 +284,20 @@ class Engine:
         """Let saves end: pauses, and short requests for the connectors that need further steps for it."""
         for _ in range(rounds):
             time.sleep(REST_PAUSE_S)
-            self.ask(self.prompt(SHORT_PROMPT_TOKENS, seed=self._next_request), REST_TOKENS)
+            self._ask_short()
 
     def reset(self) -> None:
-        """Empty the device's own prefix cache; the connector's stays."""
+        """Empty the device's own prefix cache; the connector's stays. A short request follows, in which Pillion looks at the
+        weights: `sample` measures that."""
         deadline = time.monotonic() + RESET_WATCHDOG_S
         while not self._engine.reset_prefix_cache(reset_connector=False):
             if time.monotonic() > deadline:
                 raise TimeoutError("blocks are still held: vLLM refuses to reset its prefix cache")
-            self.ask(self.prompt(SHORT_PROMPT_TOKENS, seed=self._next_request), REST_TOKENS)
+            self._ask_short()
+        self._ask_short()
+
+    def _ask_short(self) -> None:
+        self.ask(self.prompt(SHORT_PROMPT_TOKENS, seed=self._next_request), REST_TOKENS)
 
     def fragment(self) -> None:
         """Scatter the free list: requests that fill one block each, over all blocks, which end in a random order.

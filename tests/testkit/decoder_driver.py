@@ -76,7 +76,8 @@ class Decoder:
         self._seconds[-1].append(time.perf_counter() - began)
         if self._how == "zeroed":
             return k * 0, v * 0
-        k, v = k.clone(), v.clone()
+        # A copy, of numpy and of torch: what is read may be the blocks themselves.
+        k, v = k * 1, v * 1
         if self._how == "last shard":
             k[:, k.shape[1] // self._kv.namespace.shards :] *= 0
             v[:, v.shape[1] // self._kv.namespace.shards :] *= 0

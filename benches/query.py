@@ -1,12 +1,15 @@
 """What a query costs the engine: from Python, through the native module, to a real sidecar holding a million keys.
 
 A timed query is a new request: open a log, append its keys (Python bytes), query, all hits under a lease. Giving the
-lease and the log back is not timed. Then what peers add, see peers.py. The last line is one JSON object; all times in
-microseconds.
+lease and the log back is not timed. Then what KV events cost that are followed, and what peers add, see peers.py. The last
+line is one JSON object; all times in microseconds.
+
+    benches/run query [--binary PILLION]
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -16,8 +19,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from benches import peers, rig
+from testkit.waiting import wait_for
 
 KEYS = 1_000_000
 # Slots of 256-byte blocks take 640 bytes with their headers.
@@ -30,6 +35,9 @@ SAMPLES_OF_LARGE = 500
 BATCHES = 200
 BUSY_SAMPLES = 12_000
 ROUND_TRIPS = 20_000
+# Sidecars that are compared: keys of each, and queries in turns of so many.
+COMPARED_KEYS = 200_000
+TURNS, TURN = 400, 10
 
 
 def clock_us() -> float:
@@ -50,13 +58,14 @@ class Queries:
         first = self._random.randrange(len(self._keys) - count + 1)
         return self._keys[first : first + count]
 
-    def once(self, keys: list[bytes]) -> float:
-        """One new request."""
+    def once(self, keys: list[bytes], look: Callable[[], object] = lambda: ()) -> float:
+        """One new request, and a look for what else the sidecar tells."""
         scheduler, count = self._scheduler, len(keys)
         began = clock_us()
         log = scheduler.open()
         scheduler.append(log, keys, 0)
         hits = scheduler.query(log, 0, count)
+        look()
         spent = clock_us() - began
         self._end(log, hits, count)
         return spent
@@ -68,14 +77,14 @@ class Queries:
         self._scheduler.close(log)
         self._scheduler.end_step()
 
-    def many(self, count: int, samples: int, pause_s: float = 0) -> list[float]:
+    def many(self, count: int, samples: int, pause_s: float = 0, look: Callable[[], object] = lambda: ()) -> list[float]:
         """New requests one after the other."""
         spent = []
         for _ in range(samples):
             keys = self.keys(count)
             if pause_s:
                 time.sleep(pause_s)
-            spent.append(self.once(keys))
+            spent.append(self.once(keys, look))
         return spent
 
     def repeated(self, count: int, samples: int, forget: bool) -> list[float]:
@@ -189,8 +198,47 @@ def measure(engine: rig.Engine, keys: list[bytes], long_keys: list[bytes]) -> di
     }
 
 
+def follow(engine: rig.Engine) -> Callable[[], object]:
+    """Has an engine told of every block that is kept, and then of what changes; the look for more."""
+    scheduler, told = engine.scheduler, 0
+
+    def all_told() -> bool:
+        nonlocal told
+        told += len(scheduler.take_changes())
+        return told >= COMPARED_KEYS
+
+    scheduler.announce()
+    wait_for(all_told, "all keys told of", poll_s=rig.POLL_S)
+    return scheduler.take_changes
+
+
+def compared(binary: Path | None) -> dict[str, float]:
+    """Queries for 512 keys in turns: as ever, by an engine that follows KV events and looks for some behind each query, and of
+    another binary."""
+    source = random.Random(3)
+    with contextlib.ExitStack() as stack:
+        sides: dict[str, tuple[Queries, Callable[[], object]]] = {}
+        for kind in ("plain", "events", *(["binary"] if binary else [])):
+            running = stack.enter_context(rig.sidecar(DRAM, binary=binary if kind == "binary" else None))
+            engine = rig.Engine(running.socket, BLOCKS, BLOCK_BYTES)
+            stack.callback(engine.worker.disconnect)
+            stack.callback(engine.scheduler.disconnect)
+            keys = [source.randbytes(16) for _ in range(COMPARED_KEYS)]
+            engine.save(keys)
+            look = follow(engine) if kind == "events" else lambda: ()
+            sides[kind] = Queries(engine, keys), look
+        gc.freeze()
+        spent: dict[str, list[float]] = {kind: [] for kind in sides}
+        for _ in range(TURNS):
+            for kind, (queries, look) in sides.items():
+                spent[kind] += queries.many(512, TURN, look=look)
+    # On a machine that others use a tenth of the queries is still undisturbed.
+    return rig.compared("p10", spent, 0.1)
+
+
 def main() -> None:
     """Fills, checks, measures."""
+    binary = rig.binary()
     # Before there are threads and a large heap to fork.
     round_trip = seqpacket_us()
     with rig.sidecar(DRAM) as sidecar:
@@ -202,7 +250,7 @@ def main() -> None:
         result = measure(engine, keys, long_keys)
         engine.scheduler.disconnect()
         engine.worker.disconnect()
-    print(json.dumps({**result, **peers.measure(), "seqpacket_rtt_us": round_trip, "keys": KEYS}))
+    print(json.dumps({**result, **compared(binary), **peers.measure(), "seqpacket_rtt_us": round_trip, "keys": KEYS}))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,6 @@ def measure(block_bytes: int) -> dict[str, float | int]:
         stack.callback(lambda: sidecar.kill())
         kept = fill(sidecar, block_bytes)
         sidecar.wait_summed()
-        kept -= sidecar.metrics()["pillion_pool_never_summed_blocks_total"]
         rig.say(f"{kept} blocks of {block_bytes} bytes are kept; restarting")
         for _ in range(RESTARTS):
             sidecar.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import statistics
@@ -21,11 +22,11 @@ BUDGET_US = 1_000_000
 
 
 @contextlib.contextmanager
-def sidecar(dram: str, more: tuple[str, ...] = ()) -> Iterator[Sidecar]:
+def sidecar(dram: str, more: tuple[str, ...] = (), binary: Path | None = None) -> Iterator[Sidecar]:
     """A ready sidecar in a folder of its own, with a pool of anonymous memory; `more` are arguments as they are."""
     with (
         tempfile.TemporaryDirectory(prefix="pillion-bench-") as folder,
-        serving(Path(folder), dram, anonymous=True, more=more) as running,
+        serving(Path(folder), dram, anonymous=True, more=more, binary=binary) as running,
     ):
         yield running
 
@@ -99,6 +100,23 @@ def percentile(samples: list[float], part: float) -> float:
 def median(samples: list[float]) -> float:
     """To a tenth of a microsecond."""
     return round(statistics.median(samples), 1)
+
+
+def binary() -> Path | None:
+    """Another sidecar, named on the command line, that is compared with the wheel's."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--binary", type=Path, help="another sidecar's executable, to compare with the wheel's")
+    named: Path | None = parser.parse_args().binary
+    return named
+
+
+def compared(name: str, spent: dict[str, list[float]], part: float = 0.5) -> dict[str, float]:
+    """What was measured in turns, by kind: the value below which `part` of the samples lie, and its ratio to that of plain."""
+    values = {kind: sorted(samples)[int(len(samples) * part)] for kind, samples in spent.items()}
+    plain = values.pop("plain")
+    found = {f"{kind}_{name}_us": round(value, 2) for kind, value in values.items()}
+    ratios = {f"{kind}_{name}_ratio": round(value / plain, 3) for kind, value in values.items()}
+    return {f"plain_{name}_us": round(plain, 2)} | found | ratios
 
 
 def say(text: str) -> None:

@@ -4,15 +4,19 @@ Real vLLM objects (configuration, requests, scheduler output), the real connecto
 runs: every hook of a step is called in vLLM's order and timed together. After the saving step all blocks are read back from
 the sidecar into cleared memory and compared byte for byte.
 
-    benches/run save
+Beside it, in turns, an engine whose KV events are followed, and one with another sidecar where that is named.
+
+    benches/run save [--binary PILLION]
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,26 +50,50 @@ WATCHDOG_S = 120
 
 def main() -> None:
     """Prints one JSON line last."""
-    with tempfile.TemporaryDirectory() as directory, rig.sidecar(DRAM) as sidecar:
-        result: dict[str, object] = {}
-        engine = Engine(Path(directory), str(sidecar.socket), blocks=RUNNING * (LONG + 4))
-        wait_for(engine.bound, "namespace", WATCHDOG_S, rig.POLL_S)
-        saves = sorted(save_round(engine, round) for round in range(ROUNDS))
-        result["save1024_us"] = round(statistics.median(saves), 1)
-        result["save1024_us_min_max"] = [round(saves[0], 1), round(saves[-1], 1)]
-        for name, length in (("idle_step_short_us", SHORT), ("idle_step_us", LONG)):
-            steps = idle_steps(engine, length)
-            result[name] = round(statistics.median(steps), 1)
-            result[name.replace("_us", "_p99_us")] = round(sorted(steps)[len(steps) * 99 // 100], 1)
-        result |= {"running": RUNNING, "blocks_each": LONG, "byte_exact": True}
-        engine.shutdown()
-    print(json.dumps(result))
+    binary = rig.binary()
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        engines: dict[str, Engine] = {}
+        for kind in ("plain", "events", *(["binary"] if binary else [])):
+            sidecar = stack.enter_context(rig.sidecar(DRAM, binary=binary if kind == "binary" else None))
+            engine = Engine(Path(directory), str(sidecar.socket), RUNNING * (LONG + 4), kind == "events")
+            stack.callback(engine.shutdown)
+            wait_for(engine.bound, "namespace", WATCHDOG_S, rig.POLL_S)
+            engines[kind] = engine
+        print(json.dumps(measure(engines) | {"running": RUNNING, "blocks_each": LONG, "byte_exact": True}))
+
+
+def measure(engines: dict[str, Engine]) -> dict[str, object]:
+    """Steps of each engine in turns."""
+    saves: dict[str, list[tuple[float, float]]] = {kind: [] for kind in engines}
+    for round in range(ROUNDS):
+        for kind, engine in engines.items():
+            saves[kind].append(save_round(engine, round))
+    plain = sorted(wall for wall, _ in saves["plain"])
+    result: dict[str, object] = {
+        "save1024_us": round_us(statistics.median(plain)),
+        "save1024_us_min_max": [round_us(plain[0]), round_us(plain[-1])],
+        **rig.compared("save1024_cpu", {kind: [cpu for _, cpu in samples] for kind, samples in saves.items()}),
+        "events_told1024_cpu_us": round_us(statistics.median(engines["events"].told_us)),
+    }
+    for name, length in (("idle_step_short", SHORT), ("idle_step", LONG)):
+        turns = zip(*(idle_steps(engine, length) for engine in engines.values()), strict=True)
+        steps = dict(zip(engines, map(list, zip(*turns, strict=True)), strict=True))
+        plain = sorted(steps["plain"])
+        result[f"{name}_us"] = round_us(statistics.median(plain))
+        result[f"{name}_p99_us"] = round_us(plain[len(plain) * 99 // 100])
+        result |= rig.compared(name, steps)
+    return result
+
+
+def round_us(value: float) -> float:
+    """To a tenth of a microsecond."""
+    return round(value, 1)
 
 
 class Engine:
     """Both roles of the connector and the KV memory, without a model."""
 
-    def __init__(self, directory: Path, socket: str, blocks: int) -> None:
+    def __init__(self, directory: Path, socket: str, blocks: int, events: bool) -> None:
         path = directory / "model"
         random_model.write(path)
         extra = {
@@ -73,6 +101,8 @@ class Engine:
             "pillion.load": "sync",
             "pillion.query_timeout_us": 1_000_000,
             "pillion.check_every": 0,
+            "pillion.record_every": 0,
+            "pillion.record_slow_ms": 3_600_000,
         }
         transfer: dict[str, Any] = {"kv_connector": "PillionConnector", "kv_connector_module_path": "pillion.connector"}
         transfer |= {"kv_role": "kv_both", "kv_connector_extra_config": extra}
@@ -82,6 +112,7 @@ class Engine:
             enable_prefix_caching=True,
             prefix_caching_hash_algo="xxhash_cbor",
             kv_transfer_config=transfer,
+            kv_events_config={"enable_kv_cache_events": True, "publisher": "null"} if events else None,
         ).create_engine_config()
         spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=16, dtype=torch.bfloat16)
         names = [f"layer.{layer}" for layer in range(LAYERS)]
@@ -95,6 +126,8 @@ class Engine:
         self.scheduler = PillionConnector(config, KVConnectorRole.SCHEDULER, kv_config)
         hash_fn = get_hash_fn_by_name("xxhash_cbor")
         kv_cache_utils.init_none_hash(hash_fn)
+        # Whether its KV events are followed, those of the round, and CPU microseconds of those of each round behind its step.
+        self.events, self.told, self.told_us = events, list[Any](), list[float]()
         self._hasher = kv_cache_utils.get_request_block_hasher(BLOCK_TOKENS, hash_fn)
 
     def request(self, name: str, blocks: int, seed: int, extra_tokens: int = 1) -> Request:
@@ -116,8 +149,8 @@ class Engine:
         worker.get_finished(output.finished_req_ids)
         worker.get_block_ids_with_load_errors()
         worker.clear_connector_metadata()
-        self.scheduler.update_connector_output(SimpleNamespace(invalid_block_ids=set()))
-        self.scheduler.take_events()
+        self.scheduler.update_connector_output(SimpleNamespace(invalid_block_ids=set(), finished_recving=None))
+        self.told += self.scheduler.take_events()
 
     def match(self, request: Request) -> int:
         """External tokens of a request that the engine itself has nothing of."""
@@ -143,6 +176,22 @@ class Engine:
         session.end_step()
         return session.saving == 0
 
+    def follow(self, blocks: int) -> None:
+        """Waits until so many more blocks that were saved are told of, by this call or by steps before it."""
+        spent = 0.0
+
+        def all_told() -> bool:
+            nonlocal spent
+            began, known = time.thread_time(), len(self.told)
+            self.told += self.scheduler.take_events()
+            spent += (time.thread_time() - began) * 1e6 if len(self.told) > known else 0.0
+            return sum(len(event.block_hashes) for event in self.told) >= blocks
+
+        if self.events:
+            wait_for(all_told, "events", WATCHDOG_S, rig.POLL_S)
+            self.told.clear()
+            self.told_us.append(spent)
+
     def shutdown(self) -> None:
         """Both roles leave."""
         self.scheduler.shutdown()
@@ -160,24 +209,25 @@ def new_request(request: Request, ids: list[int], computed: int) -> NewRequestDa
     return NewRequestData(request.request_id, None, [], None, None, (ids,), computed, None)
 
 
-def save_round(engine: Engine, round: int) -> float:
-    """Microseconds of every hook of a step in which new requests compute and save 1,024 blocks."""
+def save_round(engine: Engine, round: int) -> tuple[float, float]:
+    """Microseconds of every hook of a step in which new requests compute and save 1,024 blocks: the clock's and the CPU's."""
     engine.kv.copy_(torch.randint(-30_000, 30_000, engine.kv.shape, dtype=torch.int16).view(torch.bfloat16))
     requests = [engine.request(f"s{round}.{i}", SAVE_BLOCKS, round * 100 + i) for i in range(SAVE_REQUESTS)]
     tables = [list(range(1 + i * (SAVE_BLOCKS + 1), (i + 1) * (SAVE_BLOCKS + 1) + 1)) for i in range(SAVE_REQUESTS)]
     new = [new_request(request, ids, 0) for request, ids in zip(requests, tables, strict=True)]
     step = output(new, CachedRequestData.make_empty(), {r.request_id: r.num_tokens for r in requests})
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.thread_time()
     for request, ids in zip(requests, tables, strict=True):
         assert engine.match(request) == 0, "a round's prompts are its own"
         engine.allocate(request, ids, 0)
     engine.step(step)
-    spent = (time.perf_counter() - began) * 1e6
+    cpu, spent = (time.thread_time() - cpu) * 1e6, (time.perf_counter() - began) * 1e6
     wait_for(engine.saved, "end of saves", WATCHDOG_S, rig.POLL_S)
+    engine.follow(SAVE_REQUESTS * SAVE_BLOCKS)
     for request in requests:
         engine.scheduler.request_finished(request, [])
     read_back(engine, round, tables)
-    return spent
+    return spent, cpu
 
 
 def read_back(engine: Engine, round: int, tables: list[list[int]]) -> None:
@@ -203,7 +253,7 @@ def read_back(engine: Engine, round: int, tables: list[list[int]]) -> None:
     wait_for(engine.saved, "end of saves", WATCHDOG_S, rig.POLL_S)
 
 
-def idle_steps(engine: Engine, length: int) -> list[float]:
+def idle_steps(engine: Engine, length: int) -> Iterator[float]:
     """Microseconds of every hook of decode steps that complete no block, `RUNNING` requests of `length` blocks."""
     requests = [engine.request(f"i{length}.{i}", length, 10_000 + length * 1000 + i) for i in range(RUNNING)]
     tables = [list(range(1 + i * (length + 1), (i + 1) * (length + 1) + 1)) for i in range(RUNNING)]
@@ -218,8 +268,8 @@ def idle_steps(engine: Engine, length: int) -> list[float]:
     for request in requests:
         request.num_computed_tokens = request.num_tokens
         request.append_output_token_ids(1)
-    spent: list[float] = []
-    while len(spent) < IDLE_ROUNDS:
+    left = IDLE_ROUNDS
+    while left:
         cached = CachedRequestData(names, set(), [], {}, [None] * RUNNING, [0] * RUNNING, [1] * RUNNING)
         step = output([], cached, dict.fromkeys(names, 1))
         filling = (requests[0].num_computed_tokens + 1) % BLOCK_TOKENS == 0
@@ -227,12 +277,12 @@ def idle_steps(engine: Engine, length: int) -> list[float]:
         engine.step(step)
         took = (time.perf_counter() - began) * 1e6
         if not filling:
-            spent.append(took)
+            left -= 1
+            yield took
         advance(requests, tables)
     for request in requests:
         engine.scheduler.request_finished(request, [])
     wait_for(engine.saved, "end of saves", WATCHDOG_S, rig.POLL_S)
-    return spent
 
 
 def advance(requests: list[Request], tables: list[list[int]]) -> None:

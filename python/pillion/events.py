@@ -28,6 +28,9 @@ class Events:
 
     def __init__(self, session: SchedulerSession, events: BlockEvents) -> None:
         self._session, self._events = session, events
+        # Offers that no change was looked up in yet, since a step that saves should not wait for that: the time at which one is
+        # forgotten, its request, the place of its first block, what its keys are folded with, and its hashes.
+        self._fresh: list[tuple[float, Tracked, int, bytes | None, list[bytes]]] = []
         # By key, the request that offered the block last, the block's place in it, and its hash.
         self._known: dict[bytes, tuple[Tracked, int, bytes]] = {}
         # Offers, the oldest first: the time at which an offer is forgotten, its request, and its keys of `_known`.
@@ -39,11 +42,16 @@ class Events:
 
     def offered(self, tracked: Tracked, first: int, end: int) -> None:
         """Blocks of a request are being saved."""
-        fold, hashes = tracked.fold, tracked.hashes_of(first, end)
-        keys = hashes if fold is None else [_shim.folded(block_hash, fold) for block_hash in hashes]
-        for place, (key, block_hash) in enumerate(zip(keys, hashes, strict=True), first):
-            self._known[key] = (tracked, place, block_hash)
-        self._offered.append((time.monotonic() + KNOWN_S, tracked, keys))
+        forgotten = time.monotonic() + KNOWN_S
+        self._fresh.append((forgotten, tracked, first, tracked.fold, tracked.hashes_of(first, end)))
+
+    def _learn(self) -> None:
+        for forgotten, tracked, first, fold, hashes in self._fresh:
+            keys = hashes if fold is None else [_shim.folded(block_hash, fold) for block_hash in hashes]
+            for place, (key, block_hash) in enumerate(zip(keys, hashes, strict=True), first):
+                self._known[key] = (tracked, place, block_hash)
+            self._offered.append((forgotten, tracked, keys))
+        self._fresh.clear()
 
     def cleared(self) -> None:
         """vLLM has told others that all blocks are gone, the sidecar's with its own."""
@@ -62,20 +70,30 @@ class Events:
 
     def take(self) -> list[Any]:
         """The events since the last call."""
-        now, changes, events = time.monotonic(), self._session.take_changes(), []
+        changes, saving = self._session.take_changes(), self._session.saving
+        if not (changes or saving or self._fresh or self._offered):
+            return []
+        now = time.monotonic()
+        if changes or (self._fresh and self._fresh[0][0] <= now):
+            self._learn()
+        events = self._events_of(changes) if changes else []
+        while self._offered and self._offered[0][0] <= now:
+            _, tracked, keys = self._offered.popleft()
+            for key in keys:
+                if self._known.get(key, (None,))[0] is tracked:
+                    del self._known[key]
+        if changes or saving:
+            self._linger_until = min(now, self._worked + LINGER_S) + SETTLE_S
+        return events
+
+    def _events_of(self, changes: list[tuple[bool, bool, bytes]]) -> list[Any]:
+        events = []
         for (stored, on_disk), group in groupby(changes, key=lambda change: change[:2]):
             medium, keys = MEDIA[on_disk], [key for _, _, key in group]
             if stored:
                 events += self._stored(medium, keys)
             else:
                 events.append(self._events.removed(medium, [self._hashes.pop((key, medium), key) for key in keys]))
-        while self._offered and self._offered[0][0] <= now:
-            _, tracked, keys = self._offered.popleft()
-            for key in keys:
-                if self._known.get(key, (None,))[0] is tracked:
-                    del self._known[key]
-        if changes or self._session.saving:
-            self._linger_until = min(now, self._worked + LINGER_S) + SETTLE_S
         return events
 
     def _stored(self, medium: str, keys: list[bytes]) -> list[Any]:

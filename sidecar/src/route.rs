@@ -2,6 +2,7 @@
 //! other through their sidecars, by key: the router moves none, and knows no engine but by its address.
 
 mod engines;
+mod first_token;
 mod forward;
 mod prompt;
 mod watch;
@@ -20,14 +21,15 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{HeaderMap, Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use prometheus::{IntCounterVec, Opts, Registry, TextEncoder};
+use prometheus::{IntCounter, IntCounterVec, Opts, Registry, TextEncoder};
 use serde_json::{Value, json};
+use tokio::sync::OnceCell;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 pub use self::engines::Address;
 use self::engines::{Engines, Seat};
-use self::forward::{Answer, Asked, ForwardError, Forwarder, pass};
+use self::forward::{Answer, Asked, ForwardError, Forwarder, continued, pass};
 use self::prompt::{Fields, PARAMS, Prompt, Whole};
 use crate::config::{Level, LogFormat, Time};
 
@@ -55,6 +57,12 @@ pub struct Options {
     /// When the engine that answers is asked: once the prompt is computed, or together with the other one
     #[arg(long, env = "PILLION_ORDER", value_enum, default_value_t = Order::PrefillFirst, value_name = "prefill-first|at-once")]
     pub order: Order,
+    /// Stream the first token as soon as the prompt is computed, where the stream stays that of one engine
+    ///
+    /// The engine that computes the prompt has the first token: it goes to the client at once, and the other engine goes on behind
+    /// it. For streams of /v1/completions whose request has no other fields than docs/prefill-decode.md names; whatever --order says.
+    #[arg(long, env = "PILLION_FIRST_TOKEN", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, value_name = "true|false")]
+    pub first_token: bool,
     /// The engine that answers computes a prompt itself when the other one has not done so within this time
     #[arg(long, env = "PILLION_PREFILL_TIMEOUT", default_value = "60s", value_name = "TIME")]
     pub prefill_timeout: Time,
@@ -87,6 +95,9 @@ struct Router {
     prompts: IntCounterVec,
     /// Prompts that the engine asked to compute them did not, by reason.
     failures: IntCounterVec,
+    /// Streams whose first token is that of the engine that computed the prompt.
+    first_tokens: IntCounter,
+    length_max: OnceCell<u64>,
 }
 
 /// A task that ends with its owner, and its connection with it.
@@ -147,14 +158,30 @@ impl Router {
         );
         let (prompts, failures) =
             (IntCounterVec::new(prompts, &["way"])?, IntCounterVec::new(failures, &["reason"])?);
+        let first_tokens = IntCounter::new(
+            "pillion_route_first_tokens_total",
+            "Streams that began with the token of the engine that computed the prompt.",
+        )?;
         let registry = Registry::new();
+        registry.register(Box::new(first_tokens.clone()))?;
         registry.register(Box::new(prompts.clone()))?;
         registry.register(Box::new(failures.clone()))?;
         for way in Whole::ALL.map(Whole::label).into_iter().chain([PAIR]) {
             prompts.with_label_values(&[way]);
         }
         let (prefill, decode) = (Engines::new(&options.prefill), Engines::new(&options.decode));
-        Ok(Self { prefill, decode, options, forwarder: Forwarder::new(), registry, prompts, failures })
+        let forwarder = Forwarder::new();
+        Ok(Self {
+            prefill,
+            decode,
+            options,
+            forwarder,
+            registry,
+            prompts,
+            failures,
+            first_tokens,
+            length_max: OnceCell::new(),
+        })
     }
 
     async fn connection(self: Arc<Self>, stream: tokio::net::TcpStream) {
@@ -196,8 +223,8 @@ impl Router {
         }
         let target = head.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
         let asked = Asked { method: head.method, path: target, headers, body };
-        let routed = asked.method == Method::POST
-            && matches!(path.as_str(), "/v1/completions" | "/v1/chat/completions");
+        let routed =
+            asked.method == Method::POST && matches!(path.as_str(), COMPLETIONS | "/v1/chat/completions");
         match routed.then(|| serde_json::from_slice::<Fields>(&asked.body)) {
             Some(Ok(mut fields)) => {
                 fields.remove(PARAMS);
@@ -229,8 +256,11 @@ impl Router {
             }
         };
         self.prompts.with_label_values(&[PAIR]).inc();
-        let ask =
-            Arc::clone(&self).compute(engine.seat(prompt.tokens.max(1)), asked.with(prompt::prefill(fields)));
+        let seat = engine.seat(prompt.tokens.max(1));
+        if self.options.first_token && asked.path == COMPLETIONS && first_token::may_be_split(fields) {
+            return self.begin(seat, asked, fields, prompt.start).await;
+        }
+        let ask = Arc::clone(&self).compute(seat, asked.with(prompt::prefill(fields)));
         match self.options.order {
             Order::PrefillFirst => {
                 let asked = match ask.await {
@@ -248,22 +278,61 @@ impl Router {
         }
     }
 
+    /// Has a prompt computed, and streams the token that comes of it before the other engine is asked; the usual way where the stream
+    /// would be another one.
+    async fn begin(
+        self: Arc<Self>,
+        seat: Seat,
+        asked: &Asked,
+        fields: &Fields,
+        start: u64,
+    ) -> Response<Answer> {
+        let Some(answer) = self.ask_prefill(&seat, asked.with(first_token::prefill(fields))).await else {
+            return self.answer(asked.with(fields.clone()), start, ()).await;
+        };
+        drop(seat);
+        // What is too long is refused by the engine that answers, and that before an event.
+        let length_max = self.length_max(&asked.headers).await.unwrap_or(0);
+        let Some(first) = first_token::read(&answer, fields, length_max) else {
+            return self.answer(asked.with(prompt::decode(fields, None)), start, ()).await;
+        };
+        self.first_tokens.inc();
+        let rest = asked.with(first.rest);
+        continued(first.event, async move { self.answer(rest, start, ()).await })
+    }
+
+    /// The tokens that every engine which answers takes of a prompt and its answer; `None`: one has not said so.
+    async fn length_max(&self, headers: &HeaderMap) -> Option<u64> {
+        let said = self.length_max.get_or_try_init(|| async {
+            let mut least = u64::MAX;
+            for engine in self.decode.ranked(0, Instant::now()) {
+                least =
+                    least.min(watch::length_max(&self.forwarder, &engine.address, headers).await.ok_or(())?);
+            }
+            Ok::<_, ()>(least)
+        });
+        said.await.ok().copied()
+    }
+
     /// Has a prompt computed; what that engine says to the one that answers, or `None`, counted, where there is nothing to wait for.
     async fn compute(self: Arc<Self>, seat: Seat, asked: Asked) -> Option<Value> {
+        let answer = self.ask_prefill(&seat, asked).await?;
+        let answer: Value = serde_json::from_slice(&answer).unwrap_or_default();
+        let said = answer.get(PARAMS).filter(|params| params.is_object()).cloned();
+        if said.is_none() {
+            self.failures.with_label_values(&["no_params"]).inc();
+            let remedy = "its answer has no kv_transfer_params: start vLLM there with Pillion's connector";
+            tracing::warn!(engine = %seat.engine.address, "{remedy}");
+        }
+        said
+    }
+
+    /// The whole answer of an engine that computes; `None`, counted, where it has none.
+    async fn ask_prefill(&self, seat: &Seat, asked: Asked) -> Option<Bytes> {
         let engine = &seat.engine;
         let limit = Duration::from_millis(self.options.prefill_timeout.as_millis());
         match watch::ask(&self.forwarder, &engine.address, asked, limit).await {
-            Ok(answer) => {
-                let answer: Value = serde_json::from_slice(&answer).unwrap_or_default();
-                let said = answer.get(PARAMS).filter(|params| params.is_object()).cloned();
-                if said.is_none() {
-                    self.failures.with_label_values(&["no_params"]).inc();
-                    let remedy =
-                        "its answer has no kv_transfer_params: start vLLM there with Pillion's connector";
-                    tracing::warn!(engine = %engine.address, "{remedy}");
-                }
-                said
-            }
+            Ok(answer) => Some(answer),
             Err(error) => {
                 self.failures.with_label_values(&[error.label()]).inc();
                 tracing::warn!(engine = %engine.address, %error, "a prompt was not computed there");
@@ -297,6 +366,7 @@ impl Router {
     }
 }
 
+const COMPLETIONS: &str = "/v1/completions";
 /// The label of a prompt that two engines work on.
 const PAIR: &str = "pair";
 

@@ -218,3 +218,49 @@ fn it_ends_once_the_last_answer_has() {
     assert!(text.ends_with("data: 59\n\n\r\n0\r\n\r\n"), "{text}");
     assert!(router.process.wait().unwrap().success());
 }
+
+/// What an engine that computes says of a stream of one token.
+const ONE_TOKEN: &str = concat!(
+    r#"data: {"id":"cmpl-1","object":"text_completion","created":7,"model":"m","choices":[{"index":0,"text":" a","logprobs":null,"finish_reason":"length","stop_reason":null,"prompt_token_ids":[5,6],"token_ids":[9]}]}"#,
+    "\n\ndata: [DONE]\n\n"
+);
+
+fn stream_of(tokens: u64) -> Value {
+    json!({ "prompt": (0..tokens).collect::<Vec<u64>>(), "max_tokens": 9, "stream": true })
+}
+
+#[test]
+fn the_first_token_comes_before_the_other_engine_is_heard_of() {
+    let (prefill, decode) =
+        (Engine::start(Manner::Events(vec![ONE_TOKEN.into()])), Engine::start(Manner::Hang));
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--first-token"]);
+    let mut stream = BufReader::new(router.send("POST", "/v1/completions", &stream_of(300).to_string()));
+    let mut text = String::new();
+    while !text.contains("\n\n\r\n") {
+        assert_ne!(std::io::BufRead::read_line(&mut stream, &mut text).unwrap(), 0, "{text}");
+    }
+    assert!(text.contains("\"text\":\" a\"") && text.contains("\"finish_reason\":null"), "{text}");
+    watch("the other request", || (decode.asked().len() == 1).then_some(()));
+    let rest = decode.asked()[0].json();
+    assert_eq!((&rest["prompt"], &rest["max_tokens"]), (&json!([5, 6, 9]), &json!(8)));
+    assert_eq!(prefill.asked()[0].json()["return_token_ids"], true);
+    drop(stream);
+    watch("its end with the client", || (decode.hung_up() == 1).then_some(()));
+}
+
+#[test]
+fn what_goes_wrong_behind_the_first_token_is_an_event() {
+    let prefill = Engine::start(Manner::Events(vec![ONE_TOKEN.into()]));
+    let decode = Engine::start(Manner::Json(500, "{\"error\": \"e\"}".into()));
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--first-token"]);
+    let answer = router.raw("POST", "/v1/completions", &stream_of(300).to_string());
+    assert!(answer.contains("data: {\"error\": \"e\"}\n\ndata: [DONE]\n\n"), "{answer}");
+    assert_eq!(router.counter("pillion_route_first_tokens_total"), 1);
+    for (name, value) in [("seed", 3), ("max_tokens", 999)] {
+        let mut request = stream_of(300);
+        request[name] = json!(value);
+        let answer = router.raw("POST", "/v1/completions", &request.to_string());
+        assert!(answer.starts_with("HTTP/1.1 500"), "the usual way: {answer}");
+    }
+    assert_eq!(router.counter("pillion_route_first_tokens_total"), 1);
+}

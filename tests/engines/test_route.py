@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
+import re
+import signal
 import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -25,7 +29,32 @@ BLOCK_TOKENS = 128
 # Both servers start at once, on two cores.
 START_WATCHDOG_S = 400
 # Tokens that an engine had from its connector.
+IDS = re.compile(r'"id":"[^"]*","object":"text_completion","created":\d+,')
+TEXT = re.compile(r'"text":"((?:[^"\\]|\\.)*)"')
+FIRST_TOKENS = "pillion_route_first_tokens_total"
 FOUND = "vllm:external_prefix_cache_hits_total"
+
+
+@dataclass
+class Stream:
+    """A stream of events, but for what may differ from time to time: how many tokens come in one, ids and times."""
+
+    texts: list[str]
+    # The forms of all events but the last, and of what ends the stream: their bytes without texts.
+    forms: set[str]
+    end: list[str]
+
+    @classmethod
+    def of(cls, raw: str) -> Stream:
+        """That of an answer's bytes."""
+        forms = [TEXT.sub('"text":', IDS.sub("", event)) for event in raw.split("\n\n")]
+        # The last event with a text, the word that all is said, and nothing.
+        return cls([json.loads(f'"{text}"') for text in TEXT.findall(raw)], set(forms[:-3]), forms[-3:])
+
+    def is_like(self, other: Stream) -> bool:
+        """Whether a client cannot tell them apart. A busy machine may send all tokens in the last event."""
+        forms = self.forms | other.forms
+        return ("".join(self.texts), self.end) == ("".join(other.texts), other.end) and len(forms) <= 1
 
 
 @dataclass
@@ -36,17 +65,29 @@ class Servers:
     computes_url: str
     answers_url: str
     route_url: str
+    # That of a router which passes first tokens on.
+    first_token_url: str
+    answers: Server
     model: Path
+
+    def open(self, url: str, prompt: list[int] | str, **fields: object) -> http.client.HTTPResponse:
+        """A stream of an answer."""
+        asked = {"model": str(self.model), "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": True}
+        body = json.dumps(asked | fields).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        return cast(http.client.HTTPResponse, urllib.request.urlopen(request, timeout=120))
 
     def ask(self, url: str, tokens: list[int]) -> list[int]:
         """The tokens of a stream; how many come in one event differs from time to time."""
-        asked = {"model": str(self.model), "prompt": tokens, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": True}
-        body = json.dumps(asked | {"return_token_ids": True}).encode()
-        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with self.open(url, tokens, return_token_ids=True) as answer:
             lines = answer.read().decode().split("\n")
         events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
         return [token for event in events for choice in event["choices"] for token in choice["token_ids"] or ()]
+
+    def stream(self, url: str, prompt: list[int] | str) -> Stream:
+        """All of a stream."""
+        with self.open(url, prompt) as answer:
+            return Stream.of(answer.read().decode())
 
     def found(self) -> float:
         """Tokens that the engine that answers loaded."""
@@ -101,12 +142,16 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         second, answers = stack.enter_context(_engine(shape, keeper.socket, folder / "answers.log"))
         first.wait_ready(START_WATCHDOG_S)
         second.wait_ready(START_WATCHDOG_S)
-        url = f"http://127.0.0.1:{free_port()}"
         command: list[object] = [sidecar.find_binary(), "route", "--prefill", computes, "--decode", answers]
-        router = Server([*command, "--listen", url.removeprefix("http://")], folder / "route.log", f"{url}/health")
-        stack.callback(router.finish)
-        router.wait_ready()
-        yield Servers(first, computes, answers, url, shape)
+        urls: list[str] = []
+        for options in ([], ["--first-token"]):
+            url = f"http://127.0.0.1:{free_port()}"
+            arguments = [*command, *options, "--listen", url.removeprefix("http://")]
+            router = Server(arguments, folder / f"route{len(urls)}.log", f"{url}/health")
+            stack.callback(router.finish)
+            router.wait_ready()
+            urls.append(url)
+        yield Servers(first, computes, answers, urls[0], urls[1], second, shape)
 
 
 @pytest.mark.supports("handover")
@@ -123,6 +168,43 @@ def test_streams_are_those_of_one_server(servers: Servers) -> None:
     assert servers.found() - before >= whole * 3 // 4
     assert all(streams)
     assert streams == [servers.ask(servers.computes_url, tokens) for tokens in asked]
+
+
+def _prompt(at: int) -> list[int] | str:
+    """Every third one is a text, of a byte for each token, where the router counts a token for each four."""
+    tokens = prompts.prompt((300 if at % 3 else 1100) + 17 * at, 93_000 + at)
+    return tokens if at % 3 else "".join(chr(97 + token % 26) for token in tokens)
+
+
+def test_a_first_token_of_another_engine_changes_no_byte(servers: Servers) -> None:
+    """Of 50 streams, one after the other: ids and times apart, each router's are those of one engine."""
+    compared = 0
+    for at in range(50):
+        prompt = _prompt(at)
+        right = servers.stream(servers.answers_url, prompt)
+        for url in (servers.route_url, servers.first_token_url):
+            routed = servers.stream(url, prompt)
+            assert routed.is_like(right), (prompt, routed, right)
+        compared += bool(routed.forms and right.forms)
+    assert compared
+    passed = metrics.totals(fetch(f"{servers.first_token_url}/metrics") or "")[FIRST_TOKENS]
+    # Most tokens of this model are no whole letter.
+    assert 3 <= passed < 50
+
+
+def test_a_first_token_comes_before_the_other_engine_answers(servers: Servers) -> None:
+    """It is frozen meanwhile."""
+    streams = ((prompt, servers.stream(servers.answers_url, prompt)) for prompt in map(_prompt, range(50, 100)))
+    prompt, right = next((prompt, right) for prompt, right in streams if right.texts[0].isascii() and right.texts[0])
+    servers.answers.signal(signal.SIGSTOP)
+    try:
+        answer = servers.open(servers.first_token_url, prompt)
+        raw = answer.readline() + answer.readline()
+    finally:
+        servers.answers.signal(signal.SIGCONT)
+    assert TEXT.findall(raw.decode()) and raw.endswith(b"\n\n")
+    with answer:
+        assert Stream.of((raw + answer.read()).decode()).is_like(right)
 
 
 def test_an_engine_that_dies_costs_no_answer(servers: Servers) -> None:

@@ -24,7 +24,7 @@ class Session:
     """Writes down what is saved; everything that is asked for is a hit of `hits` blocks."""
 
     def __init__(self, *options: Any) -> None:
-        self.groups = options[-1]
+        self.groups, _, _ = options[-3:]
         self.generation, self.saving, self.namespace = 1, 0, HERE
         self.connected = True
         self.hits = 0

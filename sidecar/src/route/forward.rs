@@ -8,7 +8,8 @@ use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
 use hyper::header::{
-    CONNECTION, CONTENT_LENGTH, HOST, HeaderMap, HeaderName, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
+    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderMap, HeaderName, TE, TRAILER, TRANSFER_ENCODING,
+    UPGRADE,
 };
 use hyper::{Method, Request, Response};
 use hyper_util::client::legacy::Client;
@@ -57,6 +58,13 @@ pub(super) enum ForwardError {
 /// Keeps connections to all engines.
 #[derive(Clone, Debug)]
 pub(super) struct Forwarder(Client<HttpConnector, Full<Bytes>>);
+
+/// A stream whose first event is there before the answer that goes on with it.
+struct Continued {
+    first: Option<Bytes>,
+    asking: Option<Pin<Box<dyn Future<Output = Answer> + Send>>>,
+    rest: Option<Answer>,
+}
 
 /// A body, and what must live as long as it is read.
 struct Held<T> {
@@ -150,6 +158,54 @@ pub(super) fn pass(
         head.headers.insert(CONTENT_LENGTH, length);
     }
     Response::from_parts(head, Held { body, _held: held }.boxed_unsync())
+}
+
+/// A stream that begins with `first` and goes on with the body of `rest`, which is asked for once that was sent. What is no stream is
+/// told as vLLM tells an error within one.
+pub(super) fn continued(
+    first: Bytes,
+    rest: impl Future<Output = Response<Answer>> + Send + 'static,
+) -> Response<Answer> {
+    let asking = async move {
+        let rest = rest.await;
+        if rest.status().is_success() {
+            return rest.into_body();
+        }
+        let error = Limited::new(rest.into_body(), ANSWER_BYTES_MAX).collect().await;
+        let error = error.map(|error| error.to_bytes()).unwrap_or_default();
+        let error = String::from_utf8_lossy(&error).replace('\n', " ");
+        let told = Bytes::from(format!("data: {error}\n\ndata: [DONE]\n\n"));
+        Full::new(told).map_err(|never| match never {}).boxed_unsync()
+    };
+    let body = Continued { first: Some(first), asking: Some(Box::pin(asking)), rest: None };
+    let mut response = Response::new(body.boxed_unsync());
+    let stream = "text/event-stream; charset=utf-8".parse().expect("a constant");
+    response.headers_mut().insert(CONTENT_TYPE, stream);
+    response
+}
+
+// === impl Continued ===
+
+impl Body for Continued {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        if let Some(first) = self.first.take() {
+            return Poll::Ready(Some(Ok(Frame::data(first))));
+        }
+        if let Some(asking) = &mut self.asking {
+            let Poll::Ready(rest) = asking.as_mut().poll(context) else { return Poll::Pending };
+            (self.asking, self.rest) = (None, Some(rest));
+        }
+        match &mut self.rest {
+            Some(rest) => Pin::new(rest).poll_frame(context),
+            None => Poll::Ready(None),
+        }
+    }
 }
 
 // === impl Held ===

@@ -1,0 +1,195 @@
+//! The first token of a stream from the engine that computes the prompt: the other one goes on behind it. No I/O.
+//!
+//! Only where the client's stream is the one that a single engine sends, byte for byte but for ids and times. So requests are named that
+//! this is known of, field by field, and the event that is passed on has the form that is known; all else goes the usual way.
+
+use hyper::body::Bytes;
+use serde_json::{Value, json};
+
+use super::prompt::{self, Fields};
+
+/// Fields of a request with which a second engine goes on as the first one would have: each token is chosen by what comes before it.
+const FREE: [&str; 9] =
+    ["model", "prompt", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "ignore_eos"];
+/// The first event's keys, and those of its one choice, in the answer of an engine that ends with it.
+const EVENT: [&str; 5] = ["id", "object", "created", "model", "choices"];
+const CHOICE: [&str; 7] =
+    ["index", "text", "logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids"];
+/// vLLM says this of itself in the last event of a stream.
+const LAST_ONLY: &str = ",\"system_fingerprint\":\"";
+const DONE: &str = "data: [DONE]\n\n";
+
+/// What a stream begins with, and what goes on with it.
+#[derive(Debug, Eq, PartialEq)]
+pub(super) struct First {
+    /// The event with the first token, as bytes of the stream.
+    pub(super) event: Bytes,
+    /// The request for the engine that goes on.
+    pub(super) rest: Fields,
+}
+
+/// Whether a request to `/v1/completions` may have its first token from another engine than the rest.
+pub(super) fn may_be_split(request: &Fields) -> bool {
+    let is_said = |name: &str, value: &Value| match name {
+        "n" => *value != json!(1),
+        "stream_options" => value.as_object().is_none_or(|options| options.values().any(is_set)),
+        _ => is_set(value),
+    };
+    let one_prompt = match &request.get("prompt") {
+        Some(Value::String(text)) => !text.is_empty(),
+        Some(Value::Array(ids)) => !ids.is_empty() && ids.iter().all(Value::is_u64),
+        _ => false,
+    };
+    request.get("stream") == Some(&Value::Bool(true))
+        && one_prompt
+        && request.get("max_tokens").and_then(Value::as_u64).is_some_and(|tokens| tokens > 1)
+        && request.iter().all(|(name, value)| FREE.contains(&name.as_str()) || !is_said(name, value))
+}
+
+/// Whether a field of a request says more than its absence.
+fn is_set(value: &Value) -> bool {
+    !matches!(value, Value::Null | Value::Bool(false))
+        && value.as_array().is_none_or(|items| !items.is_empty())
+}
+
+/// The request for the engine that computes the prompt: a stream of one token, with the ids of it and of the prompt.
+pub(super) fn prefill(request: &Fields) -> Fields {
+    let mut made = prompt::prefill(request);
+    made.insert("stream".into(), json!(true));
+    made.insert("return_token_ids".into(), json!(true));
+    made
+}
+
+/// What that engine's `answer` to a request gives, where prompt and answer have at most `length_max` tokens; `None`: the usual way is
+/// the right one.
+pub(super) fn read(answer: &[u8], request: &Fields, length_max: u64) -> Option<First> {
+    let event = std::str::from_utf8(answer).ok()?.strip_suffix(DONE)?;
+    let line = event.strip_prefix("data: ")?.strip_suffix("\n\n").filter(|line| !line.contains('\n'))?;
+    let said: Value = serde_json::from_str(line).ok()?;
+    let [choice] = said["choices"].as_array()?.as_slice() else { return None };
+    // One that stops here has no rest. Without a text, or with a part of a letter, what follows is told otherwise behind a prompt.
+    let is_whole = choice["text"].as_str().is_some_and(|text| !text.is_empty() && !text.contains('\u{fffd}'));
+    let goes_on = is_whole && choice["finish_reason"] == "length";
+    let (mut ids, token) = (choice["prompt_token_ids"].as_array()?.clone(), choice["token_ids"].as_array()?);
+    if !goes_on || token.len() != 1 {
+        return None;
+    }
+    let event = as_first(line)?;
+    let left = request.get("max_tokens")?.as_u64()?.checked_sub(1)?;
+    ids.extend(token.iter().cloned());
+    if left.saturating_add(ids.len() as u64) > length_max {
+        return None;
+    }
+    let mut rest = prompt::decode(request, None);
+    rest.insert("prompt".into(), ids.into());
+    rest.insert("max_tokens".into(), left.into());
+    Some(First { event: format!("data: {event}\n\n").into(), rest })
+}
+
+/// The only event of a stream as the first of a longer one. A quotation mark within a text has a backslash before it, so that what is
+/// looked for is found among the keys alone.
+fn as_first(line: &str) -> Option<String> {
+    let mut line = line.replacen("\"finish_reason\":\"length\"", "\"finish_reason\":null", 1);
+    for name in ["\"prompt_token_ids\":", "\"token_ids\":"] {
+        // The longer name ends as the shorter one does, but not with its first quotation mark.
+        let begin = line.find(name)? + name.len();
+        let end = begin + line[begin..].find(']')? + 1;
+        line.replace_range(begin..end, "null");
+    }
+    if let Some(begin) = line.find(LAST_ONLY) {
+        let end = begin + LAST_ONLY.len() + line[begin + LAST_ONLY.len()..].find('"')? + 1;
+        line.replace_range(begin..end, "");
+    }
+    let made: Value = serde_json::from_str(&line).ok()?;
+    let has = |value: &Value, keys: &[&str]| {
+        value
+            .as_object()
+            .is_some_and(|it| it.len() == keys.len() && keys.iter().all(|key| it.contains_key(*key)))
+    };
+    let rest = ["logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids"];
+    let choice = &made["choices"][0];
+    let is_known =
+        has(&made, &EVENT) && has(choice, &CHOICE) && rest.iter().all(|key| choice[*key].is_null());
+    is_known.then_some(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As vLLM 0.32 writes it.
+    const ANSWER: &str = concat!(
+        r#"data: {"id":"cmpl-1","object":"text_completion","created":7,"model":"m","choices":[{"index":0,"text":" \"token_ids\":[é","logprobs":null,"finish_reason":"length","stop_reason":null,"prompt_token_ids":[5,6],"token_ids":[9]}],"system_fingerprint":"vllm-0.32"}"#,
+        "\n\ndata: [DONE]\n\n"
+    );
+
+    fn fields(request: Value) -> Fields {
+        request.as_object().expect("an object").clone()
+    }
+
+    fn asked() -> Fields {
+        fields(json!({ "model": "m", "prompt": "a b", "max_tokens": 4, "stream": true, "temperature": 0 }))
+    }
+
+    #[test]
+    fn the_event_is_that_of_a_longer_stream_and_the_rest_goes_on_behind_it() {
+        let first = read(ANSWER.as_bytes(), &asked(), 6).expect("exact");
+        let event = r#"data: {"id":"cmpl-1","object":"text_completion","created":7,"model":"m","choices":[{"index":0,"text":" \"token_ids\":[é","logprobs":null,"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":null}]}"#;
+        assert_eq!(first.event, format!("{event}\n\n"));
+        assert_eq!((&first.rest["prompt"], &first.rest["max_tokens"]), (&json!([5, 6, 9]), &json!(3)));
+        assert_eq!(first.rest[prompt::PARAMS]["do_remote_prefill"], true);
+        assert_eq!(first.rest["stream"], true);
+        assert_eq!(read(ANSWER.as_bytes(), &asked(), 5), None, "which an engine would refuse");
+    }
+
+    #[test]
+    fn an_answer_of_another_form_is_not_passed_on() {
+        let changes = [
+            (r#""finish_reason":"length""#, r#""finish_reason":"stop""#),
+            (r#"" \"token_ids\":[é""#, r#""""#),
+            ("é", "\u{fffd}"),
+            (r#""token_ids":[9]"#, r#""token_ids":[9,9]"#),
+            (r#""token_ids":[9]"#, r#""token_ids":[9],"more":null"#),
+            (r#""logprobs":null"#, r#""logprobs":{}"#),
+            (r#","prompt_token_ids":[5,6]"#, ""),
+            (r#""model":"m""#, r#""model":"m","usage":null"#),
+            ("data: [DONE]", "data: {}\n\ndata: [DONE]"),
+            ("data: [DONE]\n\n", ""),
+        ];
+        for (from, to) in changes {
+            let answer = ANSWER.replacen(from, to, 1);
+            assert_ne!(answer, ANSWER, "{from}");
+            assert_eq!(read(answer.as_bytes(), &asked(), 6), None, "{to}");
+        }
+    }
+
+    #[test]
+    fn requests_that_a_second_engine_goes_on_with() {
+        assert!(may_be_split(&asked()));
+        let with = |name: &str, value: Value| {
+            let mut request = asked();
+            request.insert(name.into(), value);
+            may_be_split(&request)
+        };
+        let same = json!({
+            "n": 1, "seed": null, "stop": [], "echo": false, "logprobs": null, "stream_options": { "include_usage": false },
+            "top_k": 3, "ignore_eos": true, "prompt": [1, 2],
+        });
+        for (name, value) in fields(same) {
+            assert!(with(&name, value), "{name}");
+        }
+        let others = json!({
+            "n": 2, "seed": 0, "stop": ["a"], "echo": true, "logprobs": 0, "stream_options": { "include_usage": true },
+            "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_tokens": 3, "max_tokens": 1,
+            "return_token_ids": true, "response_format": { "type": "json_object" }, "structured_outputs": {}, "stream": false,
+            "suffix": "a", "prompt": ["a"], "logit_bias": { "5": 1 }, "skip_special_tokens": true, "bad_words": ["a"],
+            "truncate_prompt_tokens": 3, "what_comes_next": 0,
+        });
+        for (name, value) in fields(others) {
+            assert!(!with(&name, value), "{name}");
+        }
+        let mut request = asked();
+        request.remove("max_tokens");
+        assert!(!may_be_split(&request));
+    }
+}

@@ -8,9 +8,8 @@ change the tokens, as in a real model; and what a layer writes after a layer bef
 from __future__ import annotations
 
 import collections
-import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ VOCAB = 512
 # No position's content, or one of 2^16 at the most.
 DISCARDED = 0x5A5A
 CONTENT_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+Places = tuple[int, np.ndarray, np.ndarray]
 
 
 class Prefix:
@@ -35,7 +35,8 @@ class Prefix:
         self.tokens: list[int] = []
         self.digests: list[int] = []
         self._weights = weights
-        self._pages: dict[int, np.ndarray] = {}
+        # Of the positions so far, and room for more: a step adds one.
+        self._content, self._contents = np.empty((0, 0), np.int16), 0
         self._state = hashlib.blake2b(digest_size=8, salt=weights.to_bytes(16, "little"))
         self.extend(tokens)
 
@@ -46,32 +47,36 @@ class Prefix:
             self.tokens.append(token)
             self.digests.append(int.from_bytes(self._state.digest(), "little"))
 
-    def pages(self, layer: int, heads: int, width: int, end: int) -> np.ndarray:
-        """`page_content` of the positions before `end`."""
-        known = self._pages.get(layer, np.empty((0, heads, width), np.int16))
-        if len(known) < end:
-            known = np.concatenate([known, page_content(self.digests[len(known) :], layer, heads, width)])
-            self._pages[layer] = known
-        return known[:end]
+    def content(self, channels: np.ndarray, end: int) -> np.ndarray:
+        """`content` of the positions before `end`. The channels are always the same."""
+        known, total = self._contents, len(self.digests)
+        if known < end:
+            if len(self._content) < total:
+                larger = np.empty((total + total // 2, len(channels)), np.int16)
+                larger[:known] = self._content[:known] if known else 0
+                self._content = larger
+            self._content[known:total] = content(self.digests[known:], channels)
+            self._contents = total
+        return self._content[:end]
 
     def head(self, tokens: int) -> Prefix:
         """At most so many tokens of it."""
         return self if tokens >= len(self.tokens) else Prefix(self.tokens[:tokens], self._weights)
 
 
-@functools.cache
-def channels(layer: int, count: int) -> np.ndarray:
-    """A number for each of a layer's channels."""
-    numbers: np.ndarray = (np.arange(count, dtype=np.uint64) + np.uint64(layer * count + 1)) * CONTENT_MULTIPLIER
-    return numbers
+def channels(layers: Iterable[int]) -> np.ndarray:
+    """A number for each channel of each layer; of each the count is given."""
+    numbers = [np.arange(count, dtype=np.uint64) + np.uint64(layer * count + 1) for layer, count in enumerate(layers)]
+    every: np.ndarray = np.concatenate(numbers) * CONTENT_MULTIPLIER
+    return every
 
 
-def page_content(digests: list[int], layer: int, heads: int, width: int) -> np.ndarray:
-    """What the KV of these positions must hold: [positions, heads, width] of 16 bits."""
-    mixed: np.ndarray = np.array(digests, dtype=np.uint64)[:, None] * CONTENT_MULTIPLIER ^ channels(layer, heads * width)
+def content(digests: list[int], channels: np.ndarray) -> np.ndarray:
+    """What the KV of these positions must hold: [positions, channels] of 16 bits."""
+    mixed: np.ndarray = np.array(digests, dtype=np.uint64)[:, None] * CONTENT_MULTIPLIER ^ channels
     mixed *= CONTENT_MULTIPLIER
-    # The top bits of a product are its best mixed ones.
-    return (mixed >> np.uint64(48)).astype(np.uint16).view(np.int16).reshape(len(digests), heads, width)
+    # The top bits of a product are its best mixed ones: the last 16 of a little-endian word.
+    return mixed.view(np.int16)[:, 3::4]
 
 
 def right_answer(prompt: list[int], output_tokens: int, weights: int = 0) -> list[int]:
@@ -141,6 +146,11 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         self.connector = KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.WORKER, kv_cache_config)
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         self.connector.register_kv_caches(self.kv)
+        # The memory that the connector has put in the tensors' place, [blocks, heads, tokens, content].
+        self._pages = {name: pages.view(torch.int16).numpy() for name, pages in self.kv.items()}
+        counts = [pages.shape[1] * pages.shape[3] for pages in self._pages.values()]
+        self._channels, ends = channels(counts), np.cumsum(counts)
+        self._of_layers = {name: slice(end - count, end) for name, count, end in zip(self._pages, counts, ends, strict=True)}
 
     def new_weights(self, weights: int | None = None) -> None:
         """From now on the model computes other KV, or that of `weights`; what is kept of others is wrong for who reads it."""
@@ -225,49 +235,45 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
 
     def _forward(self, step: Any, starts: dict[str, int]) -> dict[str, list[int]]:
         ends = {name: starts[name] + count for name, count in step.num_scheduled_tokens.items()}
+        contents = {name: self._prefixes[name].content(self._channels, end) for name, end in ends.items()}
         bad: dict[str, set[int]] = {name: set() for name in ends}
-        for layer, (layer_name, kv) in enumerate(self.kv.items()):
-            pages, group = kv.view(torch.int16).numpy(), self._groups[layer_name]
+        places: dict[tuple[str, int], Places] = {}
+        for layer, pages in self._pages.items():
+            group, its = self._groups[layer], self._of_layers[layer]
             # vLLM's attention writes the step's new KV, then lets the connector wait, then reads.
             for name, end in ends.items():
-                self._write(pages, layer, (name, group), starts[name], end, bool(bad[name]))
-            self.connector.wait_for_layer_load(layer_name)
-            for name, end in ends.items():
-                first = max(0, starts[name] - self._windows[group] + 1)
-                bad[name] |= self._differing(pages, layer, (name, group), first, end)
-            self.connector.save_kv_layer(layer_name, kv, None)
+                if (name, group) not in places:
+                    places[name, group] = self._places(name, group, starts[name], end)
+                _, blocks, rows = places[name, group]
+                new = end - starts[name]
+                right = contents[name][-new:, its].reshape(new, pages.shape[1], -1)
+                # What is computed upon wrong KV is wrong.
+                pages[blocks[-new:], :, rows[-new:]] = ~right if bad[name] else right
+            self.connector.wait_for_layer_load(layer)
+            for name in ends:
+                first, blocks, rows = places[name, group]
+                read = pages[blocks, :, rows]
+                differs = read != contents[name][first:, its].reshape(read.shape)
+                if differs.any():
+                    bad[name].update((first + np.flatnonzero(differs.any(axis=(1, 2)))).tolist())
+            self.connector.save_kv_layer(layer, self.kv[layer], None)
         return {name: self._sample(name, end, bad[name]) for name, end in ends.items()}
+
+    def _places(self, name: str, group: int, start: int, end: int) -> Places:
+        """The first position that the layers of a group read, and the blocks and rows in them of all from there to `end`."""
+        first, tokens = max(0, start - self._windows[group] + 1), self._block_tokens[group]
+        positions = np.arange(first, end)
+        blocks = np.array(self._blocks[name][group])[positions // tokens]
+        assert blocks.all(), "vLLM's null block holds nobody's KV"
+        return first, blocks, positions % tokens
 
     def _sample(self, name: str, end: int, bad: set[int]) -> list[int]:
         self.wrong[name] += len(bad)
         prefix = self._prefixes[name]
         if end < len(prefix.tokens):
             return []  # a chunk of the prompt, or a recomputation: nothing to sample yet
-        read = [digest ^ 1 if position in bad else digest for position, digest in enumerate(prefix.digests[:end])]
+        read = prefix.digests[:end]
+        for position in bad:
+            read[position] ^= 1
         prefix.extend([next_token(read)])
         return [prefix.tokens[-1]]
-
-    def _runs(self, of: tuple[str, int], first: int, end: int) -> Iterator[tuple[int, int, int, slice]]:
-        """Of each block that holds some of these positions: itself, the first and the end of them, and their rows in it."""
-        name, group = of
-        blocks, tokens = self._blocks[name][group], self._block_tokens[group]
-        for place in range(first // tokens, -(-end // tokens)):
-            begin, stop = max(first, place * tokens), min(end, (place + 1) * tokens)
-            assert blocks[place], "vLLM's null block holds nobody's KV"
-            yield blocks[place], begin, stop, slice(begin - place * tokens, stop - place * tokens)
-
-    def _write(self, pages: np.ndarray, layer: int, of: tuple[str, int], first: int, end: int, spoiled: bool) -> None:
-        content = self._prefixes[of[0]].pages(layer, pages.shape[1], pages.shape[3], end)
-        for block, begin, stop, rows in self._runs(of, first, end):
-            its = content[begin:stop].swapaxes(0, 1)
-            # What is computed upon wrong KV is wrong.
-            pages[block, :, rows] = ~its if spoiled else its
-
-    def _differing(self, pages: np.ndarray, layer: int, of: tuple[str, int], first: int, end: int) -> set[int]:
-        content = self._prefixes[of[0]].pages(layer, pages.shape[1], pages.shape[3], end)
-        differing: set[int] = set()
-        for block, begin, stop, rows in self._runs(of, first, end):
-            differs = pages[block, :, rows] != content[begin:stop].swapaxes(0, 1)
-            if differs.any():
-                differing.update((begin + np.flatnonzero(differs.any(axis=(0, 2)))).tolist())
-        return differing

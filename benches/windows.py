@@ -1,10 +1,11 @@
 """Bytes kept and tokens found of a model with windows beside full attention, when a sidecar plays a real trace.
 
-    benches/run windows [--requests N]
+    benches/run windows [--tokens 128|16] [--requests N] [--saved RULE ...]
 
 The shape is that of Gemma 3 27B: 10 layers of full attention and 52 with a window of 1,024 tokens. Requests are those of the
 conversation trace, cut at 32,768 tokens, each with its answer; a prompt that goes on from another has that one's answer in it.
-A block has 128 tokens and 256 bytes a layer, and the room is a tenth of the bytes that all blocks have.
+The room is a tenth of the bytes of all whole blocks of the trace, which have 512 tokens. A block of the engine has 128 tokens
+or 16, and few bytes: 10 parts of full attention and 52 of windows, or 10 and 50 with 16 tokens, as slots are whole sectors.
 
 The last line is one JSON object: for every block kept (`all`), and for checkpoints every so many tokens (0: none). `hits` is
 the share of the prompts' tokens that was found. `bytes` are those kept for each token whose full attention is kept, as a share
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,20 +27,21 @@ from pillion.resuming import Resuming
 from testkit.waiting import wait_for
 
 TRACE = Path(__file__).parent / "traces" / "mooncake-conversation.jsonl.gz"
-TRACE_TOKENS, TOKENS, CUT_TOKENS, WINDOW_TOKENS = 512, 128, 32_768, 1024
-LAYERS, FULL_LAYERS, LAYER_BYTES = 62, 10, 256
-READS = -(-(WINDOW_TOKENS - 1) // TOKENS)
+TRACE_TOKENS, CUT_TOKENS, WINDOW_TOKENS = 512, 32_768, 1024
+LAYERS, FULL_LAYERS = 62, 10
+# By the tokens of a block, the bytes of its full layers and those of its windows.
+BYTES = {128: (2560, 13_312), 16: (512, 2560)}
 CHECKPOINTS = (0, 2048, 4096, 8192, 16_384)
-BLOCKS_MAX = 2 * CUT_TOKENS // TOKENS
+KEY_BYTES = 32
 # Boundaries that are tried, as pillion.set_scheduler has it.
 TRIES_MAX = 32
-Request = tuple[list[bytes], int]
+Request = tuple[list[int], int, int]
 
 
-def requests(count: int) -> list[Request]:
-    """Of each its keys, those of the answer too, and the tokens of its prompt."""
+def requests(count: int | None) -> list[Request]:
+    """Of each its blocks in the trace, those of the answer too, the tokens of its prompt, and all tokens."""
     with gzip.open(TRACE, "rt") as lines:
-        asked = [json.loads(line) for line, _ in zip(lines, range(count), strict=False)]
+        asked = [json.loads(line) for line in itertools.islice(lines, count)]
     # By a block of the trace, the blocks of the next request that has it and goes on.
     following: dict[int, list[int]] = {}
     found: list[Request] = []
@@ -49,22 +52,27 @@ def requests(count: int) -> list[Request]:
         later = following.get(own[-1], []) if own else []
         ids = own + later[len(own) : -(-total // TRACE_TOKENS)]
         ids += [-1 - number] * (-(-total // TRACE_TOKENS) - len(ids))
-        keys = [key for place, block in enumerate(ids) for key in _keys(place, block)]
-        found.append((keys[: (total - 1) // TOKENS], prompt))
+        found.append((ids, prompt, total))
         following |= dict.fromkeys(own[:-1], own)
     return found[::-1]
 
 
-def _keys(place: int, block: int) -> Iterator[bytes]:
-    for part in range(TRACE_TOKENS // TOKENS):
-        yield hashlib.blake2b(f"{place} {block} {part}".encode(), digest_size=32).digest()
+def keys_of(request: Request, tokens: int) -> list[bytes]:
+    """Of its whole blocks of so many tokens."""
+    ids, _, total = request
+    return [key for place, block in enumerate(ids) for key in _keys(place, block, tokens)][: (total - 1) // tokens]
+
+
+def _keys(place: int, block: int, tokens: int) -> Iterator[bytes]:
+    whole = hashlib.shake_128(f"{place} {block}".encode()).digest(KEY_BYTES * TRACE_TOKENS // tokens)
+    return (whole[begin : begin + KEY_BYTES] for begin in range(0, len(whole), KEY_BYTES))
 
 
 class Group(rig.Engine):
     """A cache group: an engine of its own to the sidecar."""
 
-    def __init__(self, path: Path, number: int, kind: str, layers: int, resuming: Resuming) -> None:
-        super().__init__(path, BLOCKS_MAX, layers * LAYER_BYTES, f"windows group {number}", {"group_kind": kind})
+    def __init__(self, path: Path, number: int, kind: str, blocks: int, block_bytes: int, resuming: Resuming) -> None:
+        super().__init__(path, blocks, block_bytes, f"windows group {number}", {"group_kind": kind})
         self._resuming = resuming
 
     def hits(self, log: int, first: int, count: int) -> int:
@@ -90,21 +98,23 @@ class Group(rig.Engine):
         return self.scheduler.saving == 0
 
 
-def play(asked: list[Request], room: int, resuming: Resuming) -> dict[str, float]:
-    """The shares, in so many bytes."""
+def play(asked: list[Request], size: int, room: int, resuming: Resuming) -> dict[str, float]:
+    """The shares, in so many bytes, with blocks of so many tokens."""
     tokens = found = 0
+    blocks, reads, kind = 2 * CUT_TOKENS // size, _reads(size), f"window {WINDOW_TOKENS}"
     with rig.sidecar(str(room)) as running:
         groups = [
-            Group(running.socket, 0, "full", FULL_LAYERS, Resuming()),
-            Group(running.socket, 1, f"window {WINDOW_TOKENS}", LAYERS - FULL_LAYERS, resuming),
+            Group(running.socket, 0, "full", blocks, BYTES[size][0], Resuming()),
+            Group(running.socket, 1, kind, blocks, BYTES[size][1], resuming),
         ]
         full, windows = groups
-        for number, (keys, prompt) in enumerate(asked):
+        for number, request in enumerate(asked):
+            keys, prompt = keys_of(request, size), request[1]
             logs = [group.log(keys) for group in groups]
-            last = (prompt - 1) // TOKENS
+            last = (prompt - 1) // size
             parted = hit = full.hits(logs[0], 0, last)
             for _ in range(TRIES_MAX):
-                first = max(0, hit - READS)
+                first = max(0, hit - reads)
                 there = windows.hits(logs[1], first, hit - first)
                 if there == hit - first:
                     break
@@ -112,7 +122,7 @@ def play(asked: list[Request], room: int, resuming: Resuming) -> dict[str, float
             else:
                 hit = 0
             if number >= len(asked) // 4:
-                tokens, found = tokens + prompt, found + hit * TOKENS
+                tokens, found = tokens + prompt, found + hit * size
             for group, log in zip(groups, logs, strict=True):
                 group.offer(log, [(0, hit), (hit, len(keys))], last, (hit, parted))
             for group, log in zip(groups, logs, strict=True):
@@ -120,20 +130,30 @@ def play(asked: list[Request], room: int, resuming: Resuming) -> dict[str, float
                 group.scheduler.close(log)
         kept = {entry["facts"]["group_kind"]: entry["memory_blocks"] for entry in running.namespaces()}
     of_all = LAYERS * kept["full"]
-    there_are = FULL_LAYERS * kept["full"] + (LAYERS - FULL_LAYERS) * kept[f"window {WINDOW_TOKENS}"]
+    there_are = FULL_LAYERS * kept["full"] + (LAYERS - FULL_LAYERS) * kept[kind]
     return {"hits": round(found / tokens, 4), "bytes": round(there_are / of_all, 4)}
+
+
+def _reads(size: int) -> int:
+    """Blocks of so many tokens that a window reads before a point."""
+    return -(-(WINDOW_TOKENS - 1) // size)
 
 
 def main() -> None:
     """Runs the bench."""
+    names = ["all", *map(str, CHECKPOINTS)]
     parser = argparse.ArgumentParser(description="What a model with windows keeps of a real trace.")
-    parser.add_argument("--requests", type=int, default=3000, help="of the trace, from its beginning")
-    asked = requests(parser.parse_args().requests)
-    room = len({key for keys, _ in asked for key in keys}) * LAYERS * LAYER_BYTES // 10
-    rules = {"all": Resuming()} | {str(every): Resuming(READS, every // TOKENS) for every in CHECKPOINTS}
+    parser.add_argument("--tokens", type=int, choices=BYTES, default=128, help="of a block")
+    parser.add_argument("--requests", type=int, help="of the trace, from its beginning")
+    parser.add_argument("--saved", nargs="+", choices=names, default=names, help="what is saved of windows")
+    given = parser.parse_args()
+    asked, size = requests(given.requests), given.tokens
+    there_are = {block for request in asked for block in enumerate(request[0][: request[2] // TRACE_TOKENS])}
+    room = len(there_are) * TRACE_TOKENS // size * sum(BYTES[size]) // 10
     results = {}
-    for name, resuming in rules.items():
-        results[name] = play(asked, room, resuming)
+    for name in given.saved:
+        resuming = Resuming() if name == "all" else Resuming(_reads(size), int(name) // size)
+        results[name] = play(asked, size, room, resuming)
         rig.say(f"{name}: {results[name]}")
     print(json.dumps({"room_bytes": room, **results}))
 

@@ -67,8 +67,8 @@ class Prefix:
 def channels(layers: Iterable[int]) -> np.ndarray:
     """A number for each channel of each layer; of each the count is given."""
     numbers = [np.arange(count, dtype=np.uint64) + np.uint64(layer * count + 1) for layer, count in enumerate(layers)]
-    content: np.ndarray = np.concatenate(numbers) * CONTENT_MULTIPLIER
-    return content
+    every: np.ndarray = np.concatenate(numbers) * CONTENT_MULTIPLIER
+    return every
 
 
 def content(digests: list[int], channels: np.ndarray) -> np.ndarray:

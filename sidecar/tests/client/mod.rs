@@ -87,8 +87,21 @@ pub(crate) struct Session {
 
 impl Session {
     pub(crate) fn open(socket: &Path, hello: &Hello, fds: &[&OwnedFd]) -> Self {
-        let (socket, reply, fds) = greet(socket, hello, fds);
-        let Reply::Welcome(welcome) = reply else { panic!("{reply:?}") };
+        // Of a millisecond each.
+        let mut tries = 10_000;
+        let (socket, welcome, fds) = loop {
+            match greet(socket, hello, fds) {
+                (socket, Reply::Welcome(welcome), fds) => break (socket, welcome, fds),
+                // The one before has gone, and the sidecar is about to see that.
+                (_, Reply::Refused { reason, .. }, _)
+                    if reason.starts_with("another scheduler") && tries > 0 =>
+                {
+                    tries -= 1;
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                (_, reply, _) => panic!("{reply:?}"),
+            }
+        };
         let [memory, doorbell, pool, pidfd] = fds.try_into().expect("four descriptors");
         let memory = SessionMemory::open(welcome.version, memory).expect("session memory");
         let pool_bytes = welcome.pool_bytes as usize;

@@ -111,7 +111,7 @@ def binary() -> Path | None:
 
 
 def compared(name: str, spent: dict[str, list[float]], part: float = 0.5) -> dict[str, float]:
-    """What was measured in turns, by kind: the value below which `part` of the samples lie, and its ratio to that of plain."""
+    """Of samples taken in turns, by kind: the value below which `part` of a kind's samples lie, and its ratio to plain's."""
     values = {kind: sorted(samples)[int(len(samples) * part)] for kind, samples in spent.items()}
     plain = values.pop("plain")
     found = {f"{kind}_{name}_us": round(value, 2) for kind, value in values.items()}

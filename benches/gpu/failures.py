@@ -20,6 +20,7 @@ from typing import Any
 
 from benches.gpu import rig
 from benches.gpu.engine import Answer, Engine
+from benches.gpu.ttft import engine_settings
 from testkit.waiting import Failed
 
 OUTPUT_TOKENS = 8
@@ -32,16 +33,6 @@ SIZES = {
     "quick": {"prompts": 2, "prompt_tokens": 2_048, "rounds": 2, "kv_mib": 4 * 1024, "host_gib": 4},
     "tiny": {"prompts": 3, "prompt_tokens": 512, "rounds": 2, "kv_mib": 24, "host_gib": 1},
 }
-
-
-def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
-    """vLLM's arguments: a prompt is computed in one step."""
-    return {
-        "kv_cache_memory_bytes": sizes["kv_mib"] << 20,
-        "max_model_len": sizes["prompt_tokens"] + 256,
-        "max_num_batched_tokens": 16_384,
-        "max_num_seqs": 256,
-    }
 
 
 def measure(engine: Engine, sizes: dict[str, int], options: argparse.Namespace, _reference: Any) -> dict[str, Any]:
@@ -124,7 +115,7 @@ class _Fault:
         _signal(self.mode, signal.SIGCONT)
 
     def end(self) -> None:
-        """What was frozen goes on."""
+        """A server that was frozen goes on."""
         if self._watchdog:
             self._watchdog.cancel()
         if self._undo:
@@ -161,7 +152,7 @@ def _report_failures() -> Callable[[], None]:
 
 
 def compare(raw: dict[str, Any], _reference: dict[str, Any]) -> dict[str, Any]:
-    """What became of the engine and its requests, over all rounds."""
+    """Whether the engine lives, and how its requests ended, over all rounds."""
     rounds = raw["rounds"]
     total = {key: sum(each[key] for each in rounds) for key in ("right", "wrong", "unanswered", "hung")}
     ended = next((f"{each['fault']}: {each['ended']}" for each in rounds if each["ended"]), None)

@@ -70,7 +70,7 @@ class Bench:
     # Options of the connector, as --pillion has them.
     pillion: tuple[str, ...] = ()
     rivals: tuple[str, ...] = RIVALS
-    # It ends what its modes keep blocks in.
+    # The benchmark ends the servers of its modes, so that one that has gone is no failure.
     kills: bool = False
 
 

@@ -242,7 +242,7 @@ impl Scheduler {
         }
     }
 
-    /// What [`Scheduler::query`] answers within so much time, where it has answered [`PENDING`].
+    /// The answer to a query that [`Scheduler::query`] has answered with [`PENDING`]: still that, once `within` has passed.
     pub fn linger(&mut self, handle: i64, start: u32, count: u32, within: Duration) -> i64 {
         let began = clock::now();
         loop {

@@ -342,7 +342,7 @@ impl Worker {
         self.copies.take_ended()
     }
 
-    /// The same, once there is one, or after so much time.
+    /// Loads that ended, as [`Worker::finished`] tells them: as soon as there is one, or none once `within` has passed.
     pub fn finished_within(&mut self, within: Duration) -> Vec<Ended> {
         let began = clock::now();
         loop {

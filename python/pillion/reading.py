@@ -140,7 +140,7 @@ def _is_emptied(module: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Probed:
-    """What a kernel holds of a layer."""
+    """Asks the kernel that took over a layer's weights for columns of them; None: the layer is gone."""
 
     name: str
     module: weakref.ref[torch.nn.Module]
@@ -178,7 +178,7 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cut(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """What is read of a tensor, as its storage has it; None where it has gaps."""
+    """Which bytes of a tensor's storage are read, as `_Piece.cut` says; None where other bytes lie between its elements."""
     if not tensor.numel():
         return (0, 0)
     once = _once(tensor)
@@ -206,7 +206,7 @@ def _content(tensor: torch.Tensor, cut: tuple[int, int] | None) -> torch.Tensor:
 
 
 def _scattered(tensor: torch.Tensor, runs: int) -> torch.Tensor:
-    """The same of a view with gaps: between its elements lies what is not its own."""
+    """Elements at even distances of a tensor between whose elements other bytes lie."""
     import torch
 
     # As plain words: not every data type can be indexed.

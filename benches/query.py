@@ -1,8 +1,8 @@
 """What a query costs the engine: from Python, through the native module, to a real sidecar holding a million keys.
 
 A timed query is a new request: open a log, append its keys (Python bytes), query, all hits under a lease. Giving the
-lease and the log back is not timed. Then what KV events cost that are followed, and what peers add, see peers.py. The last
-line is one JSON object; all times in microseconds.
+lease and the log back is not timed. Then what a second cache group costs, what KV events cost that are followed, and what peers
+add, see peers.py. The last line is one JSON object; all times in microseconds.
 
     benches/run query [--binary PILLION]
 """
@@ -67,10 +67,22 @@ class Queries:
         hits = scheduler.query(log, 0, count)
         look()
         spent = clock_us() - began
-        self._end(log, hits, count)
+        self.end(log, hits, count)
         return spent
 
-    def _end(self, log: int, hits: int, count: int) -> None:
+    def ahead(self, keys: list[bytes], count: int) -> int:
+        """Has the sidecar look for the last so many keys of a new request; the request's log."""
+        log = self._scheduler.open()
+        self._scheduler.append(log, keys, 0)
+        self._scheduler.ask_ahead(log, len(keys) - count, count)
+        return log
+
+    def hits(self, log: int, keys: list[bytes], count: int) -> int:
+        """Those of them that it has."""
+        return self._scheduler.query(log, len(keys) - count, count)
+
+    def end(self, log: int, hits: int, count: int) -> None:
+        """Gives the lease and the log back."""
         if hits != count:
             sys.exit(f"{hits} of {count} keys hit: {self._scheduler.stats()} {self._scheduler.take_notices()}")
         self._scheduler.release(log)
@@ -100,24 +112,18 @@ class Queries:
             began = clock_us()
             hits = min(hits, scheduler.query(log, 0, count))
             spent.append(clock_us() - began)
-        self._end(log, hits, count)
+        self.end(log, hits, count)
         return spent
 
     def batch(self, requests: int, count: int) -> float:
         """New requests posted together, then waited for."""
-        scheduler = self._scheduler
         keys = [self.keys(count) for _ in range(requests)]
         began = clock_us()
-        logs, ops = [], []
-        for request in keys:
-            log = scheduler.open()
-            scheduler.append(log, request, 0)
-            ops.append(scheduler.post_query(log, 0, count))
-            logs.append(log)
-        hits = [scheduler.wait(op) for op in ops]
+        logs = [self.ahead(request, count) for request in keys]
+        hits = [self.hits(log, request, count) for log, request in zip(logs, keys, strict=True)]
         spent = clock_us() - began
         for log, hit in zip(logs, hits, strict=True):
-            self._end(log, hit, count)
+            self.end(log, hit, count)
         return spent
 
     def beside_a_busy_thread(self, count: int, samples: int) -> list[float]:
@@ -198,13 +204,52 @@ def measure(engine: rig.Engine, keys: list[bytes], long_keys: list[bytes]) -> di
     }
 
 
+def grouped() -> dict[str, float]:
+    """Requests for 512 blocks in turns: of one cache group, and of two, the second of which needs 64 blocks or all.
+
+    As [pillion.set_scheduler][] asks: both groups ahead."""
+    source = random.Random(4)
+    with rig.sidecar(DRAM) as sidecar, contextlib.ExitStack() as stack:
+        groups = []
+        for group in range(2):
+            engine = rig.Engine(sidecar.socket, BLOCKS, BLOCK_BYTES, f"bench group {group}", {"group": str(group)})
+            stack.callback(engine.worker.disconnect)
+            stack.callback(engine.scheduler.disconnect)
+            groups.append(engine)
+        keys = [source.randbytes(32) for _ in range(COMPARED_KEYS)]
+        for engine in groups:
+            engine.save(keys)
+        gc.freeze()
+        sides = [Queries(engine, keys) for engine in groups]
+        spent: dict[str, list[float]] = {"one": [], "window": [], "two": []}
+        for _ in range(TURNS):
+            spent["one"] += [together(sides[:1], [512]) for _ in range(TURN)]
+            spent["window"] += [together(sides, [512, 64]) for _ in range(TURN)]
+            spent["two"] += [together(sides, [512, 512]) for _ in range(TURN)]
+    medians = {f"groups_{kind}_p50_us": rig.median(samples) for kind, samples in spent.items()}
+    ratios = {f"groups_{kind}_ratio": rig.median(spent[kind]) / rig.median(spent["one"]) for kind in ("window", "two")}
+    return medians | {name: round(ratio, 2) for name, ratio in ratios.items()}
+
+
+def together(sides: list[Queries], counts: list[int]) -> float:
+    """One new request of 512 blocks to several groups, each of which needs the last so many."""
+    keys = sides[0].keys(512)
+    began = clock_us()
+    logs = [side.ahead(keys, count) for side, count in zip(sides, counts, strict=True)]
+    hits = [side.hits(log, keys, count) for side, log, count in zip(sides, logs, counts, strict=True)]
+    spent = clock_us() - began
+    for side, log, hit, count in zip(sides, logs, hits, counts, strict=True):
+        side.end(log, hit, count)
+    return spent
+
+
 def follow(engine: rig.Engine) -> Callable[[], object]:
     """Has an engine told of every block that is kept, and then of what changes; the look for more."""
     scheduler, told = engine.scheduler, 0
 
     def all_told() -> bool:
         nonlocal told
-        told += len(scheduler.take_changes())
+        told += len(scheduler.take_changes()[0])
         return told >= COMPARED_KEYS
 
     scheduler.announce()
@@ -250,7 +295,8 @@ def main() -> None:
         result = measure(engine, keys, long_keys)
         engine.scheduler.disconnect()
         engine.worker.disconnect()
-    print(json.dumps({**result, **compared(binary), **peers.measure(), "seqpacket_rtt_us": round_trip, "keys": KEYS}))
+    result |= grouped() | compared(binary) | peers.measure()
+    print(json.dumps(result | {"seqpacket_rtt_us": round_trip, "keys": KEYS}))
 
 
 if __name__ == "__main__":

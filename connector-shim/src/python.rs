@@ -151,9 +151,9 @@ impl SchedulerSession {
 
     fn append(&self, log: i64, hashes: &Bound<'_, PyList>, start: u32) -> PyResult<u32> {
         let end = u32::try_from(hashes.len()).or_else(|_| argument("more than 2^32 hashes"))?;
-        let key = |index: u32| -> PyResult<BlockHash> {
+        let key = |index: u32, key: &mut BlockHash| -> PyResult<()> {
             let item = hashes.get_item(index as usize)?;
-            Ok(BlockHash::from_slice(item.cast::<PyBytes>()?.as_bytes()).map_err(Failure::from)?)
+            Ok(key.set(item.cast::<PyBytes>()?.as_bytes()).map_err(Failure::from)?)
         };
         self.0.enter(|session| session.append(log, start, end.saturating_sub(start), key))
     }
@@ -187,18 +187,8 @@ impl SchedulerSession {
         py.detach(|| self.0.with(|session| session.linger(log, start, count, within)))
     }
 
-    fn post_query(&self, log: i64, start: u32, count: u32) -> PyResult<i64> {
-        let op = self.0.with(|session| session.post_query(log, start, count))?;
-        Ok(op.map_or(-1, u64::cast_signed))
-    }
-
-    fn poll(&self, op: i64) -> PyResult<Option<i64>> {
-        self.0.with(|session| session.poll(op.cast_unsigned()))
-    }
-
-    fn wait(&self, py: Python<'_>, op: i64) -> PyResult<i64> {
-        let answer = self.0.with(|session| session.hold(op.cast_unsigned()))?;
-        answer.map_or_else(|| self.sleep(py, op.cast_unsigned()), Ok)
+    fn ask_ahead(&self, log: i64, start: u32, count: u32) -> PyResult<()> {
+        self.0.with(|session| session.ask_ahead(log, start, count))
     }
 
     fn arriving(&self, log: i64) -> PyResult<bool> {
@@ -279,13 +269,14 @@ impl SchedulerSession {
         self.0.with(|session| session.announce())
     }
 
-    fn take_changes<'py>(&self, py: Python<'py>) -> PyResult<Vec<(bool, bool, Bound<'py, PyBytes>)>> {
-        let changes = self.0.with(|session| session.take_changes())?;
+    #[allow(clippy::type_complexity, reason = "what _shim.pyi says of it")]
+    fn take_changes<'py>(&self, py: Python<'py>) -> PyResult<(Vec<(bool, bool, Bound<'py, PyBytes>)>, bool)> {
+        let (changes, saving) = self.0.with(|session| (session.take_changes(), session.saving() > 0))?;
         let told = |change: &BlockChange| {
             let Located { medium, hash, .. } = &change.located;
             (change.stored, *medium == Medium::Disk, PyBytes::new(py, hash.unpadded()))
         };
-        Ok(changes.iter().map(told).collect())
+        Ok((changes.iter().map(told).collect(), saving))
     }
 
     fn stats(&self) -> PyResult<BTreeMap<&'static str, u64>> {

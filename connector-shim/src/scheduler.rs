@@ -191,6 +191,11 @@ impl Scheduler {
         self.session.ask(handle, start, count, clock::now())
     }
 
+    /// [`Session::ask_ahead`].
+    pub fn ask_ahead(&mut self, handle: i64, start: u32, count: u32) {
+        self.session.ask_ahead(handle, start, count, clock::now());
+    }
+
     /// Posts a query without waiting. `None` is a miss: no sidecar, no such keys, no room, or no time left.
     pub fn post_query(&mut self, handle: i64, start: u32, count: u32) -> Option<u64> {
         self.session.post_query(handle, start, count, clock::now())

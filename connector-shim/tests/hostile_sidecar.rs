@@ -66,8 +66,8 @@ fn ends(what: &'static str, act: impl FnOnce() + Send + 'static) {
 fn log_of(scheduler: &mut Scheduler, keys: u32) -> i64 {
     let log = scheduler.open(None);
     assert!(log >= 0);
-    let hash = |index: u32| Ok::<_, ShimError>(BlockHash([index as u8; 32]));
-    assert_eq!(scheduler.append(log, 0, keys, hash).unwrap(), keys);
+    let key = |index: u32, key: &mut BlockHash| key.set(&[index as u8; 32]).map_err(ShimError::from);
+    assert_eq!(scheduler.append(log, 0, keys, key).unwrap(), keys);
     log
 }
 

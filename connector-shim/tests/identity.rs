@@ -22,7 +22,12 @@ fn hash(index: u32) -> BlockHash {
 
 fn log_with(scheduler: &mut Scheduler, keys: u32, fold: Option<[u8; 16]>) -> i64 {
     let log = scheduler.open(fold);
-    assert_eq!(scheduler.append(log, 0, keys, |index| Ok::<_, ShimError>(hash(index))).unwrap(), keys);
+    assert_eq!(
+        scheduler
+            .append(log, 0, keys, |index, key| key.set(&hash(index).0).map_err(ShimError::from))
+            .unwrap(),
+        keys
+    );
     log
 }
 

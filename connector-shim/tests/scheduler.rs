@@ -28,7 +28,9 @@ fn hash(index: u32) -> BlockHash {
 
 fn append(scheduler: &mut Scheduler, log: i64, count: u32) -> u32 {
     let start = scheduler.length(log).unwrap_or(0);
-    scheduler.append(log, start, count, |index| Ok::<_, ShimError>(hash(index))).unwrap()
+    scheduler
+        .append(log, start, count, |index, key| key.set(&hash(index).0).map_err(ShimError::from))
+        .unwrap()
 }
 
 fn log_with(scheduler: &mut Scheduler, keys: u32) -> i64 {
@@ -582,7 +584,9 @@ fn impossible_arguments_are_errors() {
     wrong(|options| options.miss_wait_ms = 2001);
     let (mut scheduler, _served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 4);
-    assert!(scheduler.append(log, 3, 1, |index| Ok::<_, ShimError>(hash(index))).is_err());
+    assert!(
+        scheduler.append(log, 3, 1, |index, key| key.set(&hash(index).0).map_err(ShimError::from)).is_err()
+    );
 }
 
 #[test]

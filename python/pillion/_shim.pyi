@@ -1,8 +1,8 @@
 """The engine's side of Pillion in Rust (crate `connector-shim`).
 
-Nothing here waits for the sidecar, except `query` and `wait` within the step's budget, `linger` and
-`WorkerSession.finished` for the time that they are given, and `WorkerSession.load` with `sync` into host memory; these
-release the interpreter. Without a sidecar every answer is a miss and every save is dropped.
+Nothing here waits for the sidecar, except `query` within the step's budget, `linger` and `WorkerSession.finished` for the time
+that they are given, and `WorkerSession.load` with `sync` into host memory; these release the interpreter. Without a sidecar
+every answer is a miss and every save is dropped.
 """
 
 from collections.abc import Sequence
@@ -87,12 +87,8 @@ class SchedulerSession:
         """Leading hits among keys `start..start + count`, under a lease; 0 is a miss, -1: ask again next step."""
     def linger(self, log: int, start: int, count: int, within_us: int) -> int:
         """What `query`, which answered -1, answers within so much time."""
-    def post_query(self, log: int, start: int, count: int) -> int:
-        """Posts a query without waiting; returns its operation, or -1 for a miss."""
-    def poll(self, op: int) -> int | None:
-        """What `query` would return, or None while there is no answer."""
-    def wait(self, op: int) -> int:
-        """What `query` would return."""
+    def ask_ahead(self, log: int, start: int, count: int) -> None:
+        """Posts what the next `query` of the log will ask for, so that the sidecar looks meanwhile; awaits nothing."""
     def arriving(self, log: int) -> bool:
         """Whether blocks of the last answer were on their way: load them asynchronously."""
     def sources(self, log: int, start: int, count: int) -> list[int]:
@@ -125,9 +121,10 @@ class SchedulerSession:
     def announce(self) -> None:
         """Has `take_changes` tell of every block that this engine could find at the sidecar, and then of what changes. Called
         again, of every block again: whoever was told has forgotten all."""
-    def take_changes(self) -> list[tuple[bool, bool, bytes]]:
+    def take_changes(self) -> tuple[list[tuple[bool, bool, bytes]], bool]:
         """What has changed since the last call, in its order: whether the block can be found there now, whether that is on a
-        disk, and its key. Of one block at one place what is told alternates. Without a sidecar nothing can be found."""
+        disk, and its key; and whether a save has not ended. Of one block at one place what is told alternates. Without a
+        sidecar nothing can be found."""
     def stats(self) -> dict[str, int]: ...
     def take_notices(self) -> list[str]:
         """Messages for the log, each handed over once."""

@@ -30,38 +30,43 @@ class Events:
         self._session, self._events = session, events
         # Offers that no change was looked up in yet, since a step that saves should not wait for that: the time at which one is
         # forgotten, its request, the place of its first block, what its keys are folded with, and its hashes.
-        self._fresh: list[tuple[float, Tracked, int, bytes | None, list[bytes]]] = []
+        self._fresh: deque[tuple[float, Tracked, int, bytes | None, list[bytes]]] = deque()
         # By key, the request that offered the block last, the block's place in it, and its hash.
         self._known: dict[bytes, tuple[Tracked, int, bytes]] = {}
         # Offers, the oldest first: the time at which an offer is forgotten, its request, and its keys of `_known`.
         self._offered: deque[tuple[float, Tracked, list[bytes]]] = deque()
         # Hashes of the blocks that others were told of and whose key is another: those of adapters, by key and medium.
         self._hashes: dict[tuple[bytes, str], bytes] = {}
+        # Whether tokens were scheduled since saves or changes were last seen, and when they were seen with such before them.
+        self.worked = False
         self._worked = self._linger_until = 0.0
         session.announce()
 
     def offered(self, tracked: Tracked, first: int, end: int) -> None:
         """Blocks of a request are being saved."""
-        forgotten = time.monotonic() + KNOWN_S
-        self._fresh.append((forgotten, tracked, first, tracked.fold, tracked.hashes_of(first, end)))
+        now = time.monotonic()
+        while self._fresh and self._fresh[0][0] <= now:
+            self._fresh.popleft()
+        self._fresh.append((now + KNOWN_S, tracked, first, tracked.fold, tracked.hashes_of(first, end)))
 
-    def _learn(self) -> None:
+    def _learn(self, now: float) -> None:
+        """Enters what was offered, and forgets what was offered long ago."""
         for forgotten, tracked, first, fold, hashes in self._fresh:
             keys = hashes if fold is None else [_shim.folded(block_hash, fold) for block_hash in hashes]
             for place, (key, block_hash) in enumerate(zip(keys, hashes, strict=True), first):
                 self._known[key] = (tracked, place, block_hash)
             self._offered.append((forgotten, tracked, keys))
         self._fresh.clear()
+        while self._offered and self._offered[0][0] <= now:
+            _, tracked, keys = self._offered.popleft()
+            for key in keys:
+                if self._known.get(key, (None,))[0] is tracked:
+                    del self._known[key]
 
     def cleared(self) -> None:
         """vLLM has told others that all blocks are gone, the sidecar's with its own."""
         self._hashes.clear()
         self._session.announce()
-
-    def end_step(self, scheduled: bool) -> None:
-        """A step has been scheduled, with tokens to compute or without."""
-        if scheduled:
-            self._worked = time.monotonic()
 
     @property
     def lingers(self) -> bool:
@@ -70,21 +75,17 @@ class Events:
 
     def take(self) -> list[Any]:
         """The events since the last call."""
-        changes, saving = self._session.take_changes(), self._session.saving
-        if not (changes or saving or self._fresh or self._offered):
+        changes, saving = self._session.take_changes()
+        if not (changes or saving):
             return []
         now = time.monotonic()
-        if changes or (self._fresh and self._fresh[0][0] <= now):
-            self._learn()
-        events = self._events_of(changes) if changes else []
-        while self._offered and self._offered[0][0] <= now:
-            _, tracked, keys = self._offered.popleft()
-            for key in keys:
-                if self._known.get(key, (None,))[0] is tracked:
-                    del self._known[key]
-        if changes or saving:
-            self._linger_until = min(now, self._worked + LINGER_S) + SETTLE_S
-        return events
+        if self.worked:
+            self.worked, self._worked = False, now
+        self._linger_until = min(now, self._worked + LINGER_S) + SETTLE_S
+        if not changes:
+            return []
+        self._learn(now)
+        return self._events_of(changes)
 
     def _events_of(self, changes: list[tuple[bool, bool, bytes]]) -> list[Any]:
         events = []

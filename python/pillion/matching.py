@@ -90,6 +90,11 @@ class Matching:
         strict = self._strict_tokens
         return strict is not None and tokens > strict and handover.awaits(request) and not request.num_preemptions
 
+    def look_ahead(self, tracked: Tracked, first: int, count: int) -> None:
+        """Has the cache look for what the next `look` is likely to ask for."""
+        if self._requests.append(tracked):
+            self._session.ask_ahead(tracked.log, first, count)
+
     def look(self, tracked: Tracked, first: int, count: int) -> int | None:
         """How many of `count` blocks from `first` on the cache holds before one that it lacks; None: ask again."""
         if not self._requests.append(tracked):

@@ -163,6 +163,10 @@ class Scheduler:
 
     # --- one group of a set ---
 
+    def look_ahead(self, request: Request, first: int, count: int) -> None:
+        """Has the cache look for what the next `look` is likely to ask for, while other groups are asked."""
+        self._matching.look_ahead(self._requests.follow(request), first, count)
+
     def look(self, request: Request, first: int, count: int) -> int | None:
         """How many of `count` blocks from `first` on the cache holds before one that it lacks; None: ask again."""
         return self._matching.look(self._requests.follow(request), first, count)
@@ -223,8 +227,8 @@ class Scheduler:
         metadata.idle = not scheduled
         self._pacing.end_step(metadata.idle)
         session.end_step()
-        if self._events:
-            self._events.end_step(bool(scheduled))
+        if scheduled and self._events:
+            self._events.worked = True
         self._say_notices()
         # Whatever failed in steps up to this one has been reported, and the saves posted until then are void.
         metadata.resolved = step - self._steps_in_flight

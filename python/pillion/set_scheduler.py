@@ -106,6 +106,12 @@ class SetScheduler:
     def _common(self, request: Request, first: int, limit: int) -> int | None:
         """The highest boundary up to `limit`, of `TRIES_MAX`, whose blocks all groups have and have leased; at most `first` if
         there is none; None: ask again."""
+        # The sidecar looks for all groups at once: for those with windows where they are asked first if the others have all.
+        guessed = min(limit, self._tried.get(request.request_id, limit))
+        for group in self._full + self._windows:
+            blocks = self._blocks(group, first, guessed if self._reads[group] else limit)
+            if blocks:
+                self._all[group].look_ahead(request, blocks.start, len(blocks))
         end = limit
         for group in self._full:
             blocks = self._blocks(group, first, limit)

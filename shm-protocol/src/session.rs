@@ -189,11 +189,12 @@ impl SessionMemory {
     }
 
     /// Engine: writes keys into chunk `chunk` from key `index` on. A hash shorter than 32 bytes is padded with zeros.
+    #[inline]
     pub fn write_key(&self, chunk: u32, index: usize, hash: &BlockHash) {
         assert!(index < layout::CHUNK_KEYS);
         let words = self.region.words64(layout::key_offset(chunk as usize, index), layout::KEY_BYTES / 8);
-        for (word, bytes) in words.iter().zip(hash.0.chunks_exact(8)) {
-            word.store(u64::from_le_bytes(bytes.try_into().expect("chunks of eight")), Ordering::Relaxed);
+        for (word, value) in words.iter().zip(hash.words()) {
+            word.store(value, Ordering::Relaxed);
         }
     }
 
@@ -202,13 +203,12 @@ impl SessionMemory {
         assert!(index + count <= layout::CHUNK_KEYS);
         let words =
             self.region.words64(layout::key_offset(chunk as usize, index), count * layout::KEY_BYTES / 8);
-        out.extend(words.chunks_exact(4).map(|key| {
-            let mut hash = [0; layout::KEY_BYTES];
-            for (bytes, word) in hash.chunks_exact_mut(8).zip(key) {
-                bytes.copy_from_slice(&word.load(Ordering::Relaxed).to_le_bytes());
-            }
-            BlockHash(hash)
-        }));
+        let (keys, _) = words.as_chunks::<4>();
+        out.extend(
+            keys.iter().map(|key| {
+                BlockHash::from_words([0, 1, 2, 3].map(|index| key[index].load(Ordering::Relaxed)))
+            }),
+        );
     }
 
     /// Sidecar: writes the slot of key `index` of chunk `chunk`, and where its block was found.

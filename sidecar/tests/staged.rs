@@ -70,7 +70,7 @@ impl Engine {
 
     fn log(&mut self, keys: &[BlockHash]) -> i64 {
         let log = self.scheduler.open(None);
-        let key = |index: u32| Ok::<_, ShimError>(keys[index as usize]);
+        let key = |index: u32, key: &mut BlockHash| key.set(&keys[index as usize].0).map_err(ShimError::from);
         assert_eq!(self.scheduler.append(log, 0, keys.len() as u32, key).unwrap(), keys.len() as u32);
         log
     }

@@ -30,10 +30,10 @@ class Session:
         """Counts."""
         self.announced += 1
 
-    def take_changes(self) -> list[Change]:
+    def take_changes(self) -> tuple[list[Change], bool]:
         """Hands them over once."""
         taken, self.changes = self.changes, []
-        return taken
+        return taken, self.saving > 0
 
 
 def key(number: int) -> bytes:
@@ -134,11 +134,10 @@ def test_an_engine_without_requests_steps_on_for_a_while(
     told.take()
     assert not told.lingers
     session.saving = 1
-    told.end_step(True)
+    told.worked = True
     told.take()
     assert told.lingers
     now += events.LINGER_S / 2
-    told.end_step(False)
     told.take()
     assert told.lingers
     now += events.LINGER_S

@@ -151,7 +151,9 @@ pub extern "C" fn pillion_scheduler_append(
     call(scheduler, |state| {
         let hashes = hashes.get("hashes")?;
         let count = u32::try_from(hashes.len()).map_err(|_| Failure::argument("more than 2^32 hashes"))?;
-        let key = |index: u32| Ok::<_, Failure>(BlockHash(hashes[(index - start) as usize].bytes));
+        let key = |index: u32, key: &mut BlockHash| {
+            key.set(&hashes[(index - start) as usize].bytes).map_err(ShimError::from)
+        };
         let appended = state.session.append(log, start, count, key)?;
         length.map(|length| length.write(appended));
         Ok(())

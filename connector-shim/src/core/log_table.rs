@@ -29,7 +29,7 @@ pub(crate) struct Log {
     pub(crate) promised: bool,
     /// What the last answer promised.
     pub(crate) lease: Option<Lease>,
-    /// A query that the sidecar will answer later.
+    /// A query that was posted ahead, or that the sidecar will answer later.
     pub(crate) pending: Option<u64>,
 }
 

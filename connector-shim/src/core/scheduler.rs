@@ -186,14 +186,14 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         Some(self.link.as_mut()?.logs.get(handle)?.1.length)
     }
 
-    /// Appends keys `start..start + count` and returns the log's length: all of them, or none without room. `start` must
-    /// be the length so far. A void handle has length 0.
+    /// Appends keys `start..start + count`, each of which `key` sets, and returns the log's length: all of them, or none without
+    /// room. `start` must be the length so far. A void handle has length 0.
     pub fn append<E: From<ShimError>>(
         &mut self,
         handle: i64,
         start: u32,
         count: u32,
-        key: impl FnMut(u32) -> Result<BlockHash, E>,
+        key: impl FnMut(u32, &mut BlockHash) -> Result<(), E>,
     ) -> Result<u32, E> {
         let Some(length) = self.length(handle) else { return Ok(0) };
         if start != length {

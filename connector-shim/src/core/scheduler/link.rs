@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use shm_protocol::announcement::Announcement;
-use shm_protocol::key::BlockHash;
+use shm_protocol::key::{BlockHash, HASH_BYTES_MAX};
 use shm_protocol::layout::{CHUNK_KEYS, LOG_KEYS, header};
 use shm_protocol::message::{APPEND_CHUNKS, LOAD_EARLY, Saved};
 use shm_protocol::request::{Append, Keys, Load, SchedulerRequest};
@@ -30,6 +30,8 @@ pub(super) struct Question {
     pub(super) count: u32,
     /// Another engine computes what it asks for.
     pub(super) awaits: bool,
+    /// Nobody has asked for its answer yet.
+    pub(super) ahead: bool,
     pub(super) posted: Instant,
     /// The sidecar's heartbeat, and when it was first seen to be that.
     pub(super) heartbeat: (u64, Instant),
@@ -198,12 +200,13 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
         &mut self,
         handle: i64,
         count: u32,
-        mut key: impl FnMut(u32) -> Result<BlockHash, E>,
+        mut key: impl FnMut(u32, &mut BlockHash) -> Result<(), E>,
     ) -> Result<(), E> {
         let Some((number, log)) = self.logs.get(handle) else { return Ok(()) };
         let (end, fold) = (log.length + count, log.fold);
         // Two engines that promise what they await would wait for each other.
         let promised = log.promised && !log.awaits && self.connection.knows_handover();
+        let mut hash = BlockHash([0; HASH_BYTES_MAX]);
         while log.length < end {
             let from = log.length;
             let first_chunk = from as usize / CHUNK_KEYS;
@@ -218,8 +221,10 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
             }
             for index in from..upto {
                 let (chunk, place) = log.place(index);
-                let hash = key(index)?;
-                let hash = fold.map_or(hash, |fold| hash.folded(&fold));
+                key(index, &mut hash)?;
+                if let Some(fold) = &fold {
+                    hash = hash.folded(fold);
+                }
                 self.connection.memory().write_key(chunk, place, &hash);
             }
             self.submission.post(SchedulerRequest::Append(append)).expect("room was counted by the caller");

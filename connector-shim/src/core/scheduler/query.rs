@@ -60,12 +60,34 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             return Asked::Answered(lease.hits.into());
         }
         if let Some(op) = log.pending
-            && link.questions.get(&op).is_some_and(|asked| (asked.from, asked.count) == (start, count))
+            && let Some(question) = link.questions.get_mut(&op)
+            && (question.from, question.count) == (start, count)
             && self.next_op - op < OPERATIONS as u64
         {
-            return Asked::Answered(self.answer(op, now).unwrap_or_else(|| self.pend(op, now)));
+            return match std::mem::take(&mut question.ahead) {
+                true => Asked::Posted(op),
+                false => Asked::Answered(self.answer(op, now).unwrap_or_else(|| self.pend(op, now))),
+            };
         }
         self.post_query(handle, start, count, now).map_or(Asked::Answered(0), Asked::Posted)
+    }
+
+    /// Posts what [`Session::ask`] will be asked for next, unless its answer is known or on its way: the sidecar looks while other
+    /// questions are put.
+    pub fn ask_ahead(&mut self, handle: i64, start: u32, count: u32, now: Instant) {
+        let Some(link) = &mut self.link else { return };
+        let Some((_, log)) = link.logs.get(handle) else { return };
+        let count = log.askable(start, count);
+        let pending = log.pending.and_then(|op| link.questions.get(&op));
+        let known = log.lease.map(|lease| (lease.from, lease.asked));
+        if [known, pending.map(|question| (question.from, question.count))].contains(&Some((start, count))) {
+            return;
+        }
+        if let Some(op) = self.post_query(handle, start, count, now) {
+            let link = self.link.as_mut().expect("the query was posted to it");
+            link.questions.get_mut(&op).expect("it was posted").ahead = true;
+            link.log(handle).pending = Some(op);
+        }
     }
 
     /// Tells the sidecar that keys `start..start + count` will be asked for, so that it can fetch what a disk keeps of
@@ -109,10 +131,14 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             return None;
         }
         link.flush();
-        link.log(handle).lease = None;
-        link.log(handle).pending = None;
+        let log = link.log(handle);
+        log.lease = None;
+        if let Some(superseded) = log.pending.take() {
+            link.questions.remove(&superseded);
+        }
         let heartbeat = (link.heartbeat(), now);
-        let question = Question { log: handle, from: start, count, awaits, posted: now, heartbeat };
+        let question =
+            Question { log: handle, from: start, count, awaits, ahead: false, posted: now, heartbeat };
         link.questions.insert(op, question);
         self.next_op += 1;
         Some(op)

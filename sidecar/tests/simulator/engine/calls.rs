@@ -86,7 +86,8 @@ impl Scheduler {
         let (keys, length) = (&request.spec.keys, self.session.length(log)?);
         let known = request.known.min(keys.len()) as u32;
         if length < known {
-            let key = |index: u32| Ok::<_, ShimError>(keys[index as usize]);
+            let key =
+                |index: u32, key: &mut BlockHash| key.set(&keys[index as usize].0).map_err(ShimError::from);
             let length = self.session.append(log, length, known - length, key).expect("from its length on");
             self.session.hint(log, 0, length);
             self.session.golden(&[length]);

@@ -77,6 +77,38 @@ fn grant(served: &Served, op: u64, from: u32, hits: u32, chunks: &[u32]) {
 }
 
 #[test]
+fn a_question_that_was_put_ahead_is_waited_for() {
+    let (_peer, mut scheduler, mut served, log) = with_log(4);
+    scheduler.ask_ahead(log, 0, 4);
+    scheduler.ask_ahead(log, 0, 4);
+    let messages = served.drain();
+    let kinds: Vec<_> = messages.iter().map(|message| message.kind).collect();
+    assert_eq!(kinds, [Kind::Open, Kind::Append, Kind::Query], "put once");
+    let Asked::Posted(op) = scheduler.ask(log, 0, 4) else { panic!("its answer is waited for") };
+    grant(&served, op, 0, 4, &messages[1].data);
+    assert_eq!(scheduler.wait(op), 4);
+    scheduler.ask_ahead(log, 0, 4);
+    assert!(served.drain().is_empty(), "the lease answers");
+    // Put ahead for fewer than are asked for then: the answer to that is nobody's.
+    scheduler.release(log);
+    scheduler.ask_ahead(log, 0, 2);
+    let Asked::Posted(other) = scheduler.ask(log, 0, 3) else { panic!("another question") };
+    grant(&served, other - 1, 0, 2, &messages[1].data);
+    assert_eq!((scheduler.poll(other - 1), scheduler.poll(other)), (Some(0), None));
+    grant(&served, other, 0, 3, &messages[1].data);
+    assert_eq!(scheduler.wait(other), 3);
+    scheduler.ask_ahead(log, 1, 2);
+    scheduler.release(log);
+    scheduler.end_step();
+    let kinds: Vec<_> = served.drain().iter().map(|message| message.kind).collect();
+    assert_eq!(
+        kinds,
+        [Kind::Release, Kind::Query, Kind::Query, Kind::Query, Kind::Release],
+        "released unasked"
+    );
+}
+
+#[test]
 fn a_request_from_its_keys_to_its_plan() {
     let peer = Peer::new(42);
     let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);

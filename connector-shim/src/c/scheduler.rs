@@ -10,6 +10,7 @@ use super::error::{Failure, Status, answer, given};
 use super::handle::{Guarded, Notices, Run, end, put};
 use super::raw::{Hash, Items, Text};
 use crate::core::plan::Plan;
+use crate::error::ShimError;
 use crate::scheduler::{Config, Options, Scheduler as Session};
 
 /// The session of an engine's scheduler, one for each engine.

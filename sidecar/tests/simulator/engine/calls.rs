@@ -7,6 +7,7 @@ use connector_shim::core::endpoint::Endpoint;
 use connector_shim::core::plan::Plan;
 use connector_shim::core::scheduler::{Asked, PENDING};
 use connector_shim::error::ShimError;
+use shm_protocol::key::BlockHash;
 use shm_protocol::message::Status;
 
 use super::scheduler::{Hit, Phase, Scheduler};

@@ -1,4 +1,4 @@
-"""Prefill here, decode there: first tokens at an engine D of prompts that an engine P computes, on one GPU.
+"""Prefill here, decode there: first tokens at an engine D of prompts that an engine P computes, on one GPU or two.
 
 Both are vLLM engines in processes of their own, at the same time. The KV goes from P to D through Pillion's sidecar, or with
 `--rival nixl` through vLLM's NixlConnector. This process is the router: it hands P's answer to D, or asks both at once.
@@ -41,7 +41,7 @@ SIZES = {
 
 
 def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
-    """vLLM's arguments. Two engines share the GPU: neither may insist on more than its half being free."""
+    """vLLM's arguments. Two engines may share the GPU: neither may insist on more than its half being free."""
     return {
         "kv_cache_memory_bytes": sizes["kv_mib"] << 20,
         "gpu_memory_utilization": 0.4,
@@ -238,7 +238,7 @@ def run(_bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder
     return results
 
 
-BENCH = rig.Bench("handover", str(__doc__), SIZES, engine_settings, serve, None, UNCHECKED, ("nixl",))
+BENCH = rig.Bench("handover", str(__doc__), SIZES, engine_settings, serve, None, UNCHECKED, ("nixl",), options=rig.cards)
 
 if __name__ == "__main__":
     rig.main(BENCH, run)

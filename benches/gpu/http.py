@@ -52,6 +52,13 @@ CLIENT = (
     "add_cli_args(parser)\n"
     "main(parser.parse_args())",
 )
+# The client's options of the dataset, by the sizes above.
+DATASET = {
+    "num-prefixes": "prefixes",
+    "prefix-len": "prefix_tokens",
+    "suffix-len": "suffix_tokens",
+    "output-len": "output_tokens",
+}
 # Counters of vLLM's own /metrics: prompt tokens, and those that its cache and its connector found.
 COUNTERS = {
     "asked": "vllm:prefix_cache_queries_total",
@@ -112,6 +119,13 @@ def run(bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder:
 @contextlib.contextmanager
 def serving(mode: str, model: Path, settings: dict[str, Any], options: argparse.Namespace) -> Iterator[str]:
     """A ready `vllm serve`; yields its address."""
+    server, url = start(mode, model, settings, options)
+    with rig.measured(server, START_WATCHDOG_S):
+        yield url
+
+
+def start(mode: str, model: Path, settings: dict[str, Any], options: argparse.Namespace) -> tuple[Server, str]:
+    """`vllm serve`, which is not ready yet, and its address."""
     url = f"http://127.0.0.1:{free_port()}"
     command = [*environment(options, mode), *SERVE, "--model", str(model), "--port", url.rpartition(":")[2]]
     for name, value in settings.items():
@@ -120,8 +134,7 @@ def serving(mode: str, model: Path, settings: dict[str, Any], options: argparse.
             command += [flag] if value else []
         else:
             command += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
-    with rig.measured(Server(command, options.logs / f"http-{mode}.log", f"{url}/health"), START_WATCHDOG_S):
-        yield url
+    return Server(command, options.logs / f"http-{mode}.log", f"{url}/health"), url
 
 
 def environment(options: argparse.Namespace, mode: str = "none") -> list[str]:
@@ -132,13 +145,17 @@ def environment(options: argparse.Namespace, mode: str = "none") -> list[str]:
 
 def ask(url: str, model: Path, options: argparse.Namespace, result: Path) -> dict[str, Any]:
     """All requests; the client's own figures."""
+    dataset = ["--dataset-name", "prefix_repetition"]
+    for flag, size in DATASET.items():
+        dataset += [f"--prefix-repetition-{flag}", str(options.sizes[size])]
+    return client(url, model, options, result, dataset)
+
+
+def client(url: str, model: Path, options: argparse.Namespace, result: Path, dataset: list[str]) -> dict[str, Any]:
+    """All requests of a dataset of vLLM's client; its own figures."""
     sizes = options.sizes
-    command = [*environment(options), *CLIENT, "--base-url", url, "--model", str(model)]
-    command += ["--dataset-name", "prefix_repetition", "--seed", "1", "--ignore-eos", "--disable-tqdm"]
-    command += ["--prefix-repetition-num-prefixes", str(sizes["prefixes"])]
-    command += ["--prefix-repetition-prefix-len", str(sizes["prefix_tokens"])]
-    command += ["--prefix-repetition-suffix-len", str(sizes["suffix_tokens"])]
-    command += ["--prefix-repetition-output-len", str(sizes["output_tokens"])]
+    command = [*environment(options), *CLIENT, "--base-url", url, "--model", str(model), *dataset]
+    command += ["--seed", "1", "--ignore-eos", "--disable-tqdm"]
     command += ["--num-prompts", str(sizes["requests"]), "--request-rate", str(sizes["rate"]), "--temperature", "0"]
     command += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,99"]
     command += ["--save-result", "--result-dir", str(result.parent), "--result-filename", result.name]

@@ -72,6 +72,13 @@ class Bench:
     rivals: tuple[str, ...] = RIVALS
     # The benchmark ends the servers of its modes, so that one that has gone is no failure.
     kills: bool = False
+    # Adds options of its own to the command line.
+    options: Callable[[argparse.ArgumentParser], None] | None = None
+
+
+def cards(parser: argparse.ArgumentParser) -> None:
+    """An option of benchmarks that have two engines at the same time."""
+    parser.add_argument("--cards", type=int, choices=(1, 2), help="GPUs: with 2 the second engine has its own (default: 1)")
 
 
 def arguments(bench: Bench) -> argparse.Namespace:
@@ -92,6 +99,9 @@ def arguments(bench: Bench) -> argparse.Namespace:
     parser.add_argument("--size", action="append", default=[], metavar="KEY=N", help="another size, as prompts=4; repeatable")
     parser.add_argument("--limit-s", type=float, default=240.0, help="the longest a mode may take")
     parser.add_argument("--logs", type=Path, help="folder for logs (default: gone at the end)")
+    parser.set_defaults(cards=1)
+    if bench.options is not None:
+        bench.options(parser)
     if bench.compare is not None:
         parser.add_argument("--against", type=Path, metavar="FILE", help="an earlier call's NAME-MODE.json, as the first mode")
     scale = parser.add_mutually_exclusive_group()
@@ -234,10 +244,12 @@ def environment(options: argparse.Namespace, mode: str) -> dict[str, str]:
         settings |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if mode.startswith("lmcache"):
         settings |= LMCACHE
-    elif mode.startswith("nixl"):
+    if options.cards > 1:
+        settings["CUDA_VISIBLE_DEVICES"] = "1" if mode.endswith("-d") else "0"
+    if mode.startswith("nixl"):
         # Each engine's own: its peer asks it there where its blocks lie.
         settings["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
-    elif mode == "kvbm":
+    if mode == "kvbm":
         # It counts in 10^9 bytes, and has no option for this in `kv_transfer_config`.
         settings["DYN_KVBM_CPU_CACHE_GB"] = str(options.sizes["host_gib"] * GIB / 1e9)
     return settings

@@ -43,6 +43,8 @@ class Options:
     # times the pace of a model, which the engine's own copies cannot follow.
     copier: str = "sidecar"
     step_s: float = 0.0
+    # Blocks of a part, in which what is on its way is loaded; 0: nothing is loaded before it is kept.
+    part_blocks: int = 0
     # What an earlier engine of the namespace saved, and keys that none has used.
     prompts: tuple[Prompt, ...] = ()
     next_key: int = 1
@@ -84,7 +86,9 @@ class Engine:
         ]
         self._others = [RemoteRank(place) for place in places[1:]]
         self._rank = Rank(places[0])
-        self._scheduler = _shim.SchedulerSession(options.socket, engine, ranks, self._run, QUERY_BUDGET_US, False, True)
+        self._scheduler = _shim.SchedulerSession(
+            options.socket, engine, ranks, self._run, QUERY_BUDGET_US, False, True, part_blocks=options.part_blocks
+        )
         self.wait_connected()
 
     def wait_connected(self) -> None:

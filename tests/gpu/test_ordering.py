@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import bare_engine
+import bare_pair
 import pytest
 from bare_rank import Found
 
@@ -40,6 +41,42 @@ def run(
         return found, keeper.metrics()
 
 
+def hand_over(
+    directory: Path, block_outermost: bool, fenced: bool, rounds: int
+) -> tuple[Found, bare_pair.Reader, dict[str, int]]:
+    """Prompts that one engine writes and another awaits, on one GPU."""
+    with sidecar.serving(directory, DRAM) as keeper:
+        writer = bare_pair.Writer(bare_engine.Options(keeper.socket, SEED, block_outermost, fenced))
+        reader = bare_pair.Reader(bare_engine.Options(keeper.socket, SEED + 1, block_outermost, part_blocks=2))
+        try:
+            for _ in range(rounds):
+                writer.play(1)
+                reader.wait_for(writer.promised)
+                reader.play(1)
+            while not reader.idle:
+                writer.play(1)
+                reader.play(1)
+            found = reader.rest()
+        finally:
+            writer.end()
+            reader.end()
+        return found, reader, keeper.metrics()
+
+
+@pytest.mark.parametrize("block_outermost", [True, False], ids=["one-run", "a-run-per-layer"])
+def test_every_word_that_is_handed_over_is_right(tmp_path: Path, block_outermost: bool) -> None:
+    """Both engines at once, in parts; the one that writes needs its blocks again right after its step."""
+    found, reader, metrics = hand_over(tmp_path, block_outermost, FENCED, ROUNDS)
+    lost = metrics["pillion_handover_lost_total"]
+    print(
+        f"{reader.asked} blocks asked, {reader.found_blocks} found, {reader.answered_early} early, {lost} lost: {found}",
+        flush=True,
+    )
+    assert found.wrong_words == 0, f"seed {SEED}: wrong bytes, first in step {found.first_wrong_step}"
+    assert found.loaded_async > reader.asked // 2 and reader.answered_early > ROUNDS // 20
+    assert lost > 0, "no block was reused while it was handed over: nothing was tested"
+
+
 @pytest.mark.parametrize("copier", ["sidecar", "engine"])
 @pytest.mark.parametrize("block_outermost", [True, False], ids=["one-run", "a-run-per-layer"])
 def test_every_loaded_word_is_right(tmp_path: Path, block_outermost: bool, copier: str) -> None:
@@ -56,5 +93,12 @@ def test_every_loaded_word_is_right(tmp_path: Path, block_outermost: bool, copie
 def test_without_fences_it_would_fail(tmp_path: Path) -> None:
     """The negative control: sidecar and engine get their way, nobody waits for the GPU."""
     found, _ = run(tmp_path, True, False, CONTROL_ROUNDS)
+    print(f"without fences: {found}", flush=True)
+    assert found.wrong_words > 0
+
+
+def test_without_fences_a_hand_over_would_be_wrong(tmp_path: Path) -> None:
+    """As above: what is handed over was not written yet."""
+    found, _, _ = hand_over(tmp_path, True, False, CONTROL_ROUNDS)
     print(f"without fences: {found}", flush=True)
     assert found.wrong_words > 0

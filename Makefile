@@ -88,8 +88,9 @@ dist: ## what is released, under dist/: wheel, tarball, lists of parts, images w
 sim: setup ## more simulated worlds: RUNS=200000 SEED=1
 	cargo test --profile sim --package sidecar --test simulator --quiet -- --runs $(RUNS) --seed $(SEED)
 
-chaos: setup ## real engines and sidecars killed and frozen under load: ROUNDS=100 SEED=1; one JSON line last
+chaos: setup ## real engines and sidecars killed and frozen under load: ROUNDS=100 SEED=1; a JSON line of one engine, then one of a pair
 	@python tests/chaos --rounds $(ROUNDS) --seed $(SEED)
+	@python tests/chaos --pair --rounds $(ROUNDS) --seed $(SEED)
 
 prove: setup-tests ## remove each protection in turn and see its test fail
 	@scripts/prove

@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from chaos import campaign, faults
-from testkit import model
+from chaos import campaign, faults, pair
+from testkit import model, tokenizer
 
 
 def main() -> int:
@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--damage", action="store_true", help="the negative control: damage the pool, expect wrong tokens")
+    parser.add_argument("--pair", action="store_true", help="two engines behind a router, and what strikes each of all four")
     parser.add_argument("--logs", type=Path, help="keep the engines' and the sidecar's logs here")
     arguments = parser.parse_args()
     if arguments.rounds < 1:
@@ -30,6 +31,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pillion-chaos-") as temporary:
         directory = arguments.logs or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
+        if arguments.pair:
+            shape = model.write(Path(temporary) / "model", model.TINY)
+            tokenizer.write(shape)
+            pairs = pair.Campaign(directory, shape, arguments.seed).run(pair.plan(arguments.rounds, arguments.seed))
+            print(pairs.line(), flush=True)
+            return int(pairs.harmed())
         run = campaign.Campaign(directory, model.write(Path(temporary) / "model", model.TINY), arguments.seed)
         found = run.run_damaged() if arguments.damage else run.run(faults.plan(arguments.rounds, arguments.seed))
     print(found.line(), flush=True)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import random
 import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from testkit import engine, model, prompts, sidecar
+from testkit import engine, model, prompts, sidecar, threads
 from testkit.transfer import TO_ANSWER, TO_COMPUTE
 
 # One start of three engines serves all tests of this module.
@@ -26,6 +29,9 @@ PATIENCE_S = 120
 # A frozen sidecar costs a step so much.
 QUERY_MS = 200
 EXHAUSTED = "pillion_handover_exhausted_total"
+LOST = "pillion_handover_lost_total"
+# Shorter than any patience: a pause of a process is no fault of it.
+PAUSE_S = 0.05
 
 
 @dataclasses.dataclass
@@ -187,6 +193,49 @@ def test_a_strict_engine_ends_what_was_not_handed_over(pair: Pair, tmp_path: Pat
             assert (answer["finish_reason"], answer["tokens"]) == ("length" if handed_over else "error", right)
     finally:
         strict.kill()
+
+
+@contextlib.contextmanager
+def _paused(pid: int, after_s: float) -> Iterator[None]:
+    """The process stands still once for a while, so long after the block has begun."""
+
+    def pause() -> None:
+        time.sleep(after_s)
+        with threads.frozen(pid):
+            time.sleep(PAUSE_S)
+
+    with ThreadPoolExecutor(1) as pool:
+        pausing = pool.submit(pause)
+        yield
+        pausing.result()
+
+
+@pytest.mark.parametrize("p_first", [True, False])
+@pytest.mark.parametrize("victim", ["p", "sidecar"])
+def test_a_pause_loses_nothing(pair: Pair, victim: str, p_first: bool) -> None:
+    """A seed draws its moment of the hand-over. Where a busy machine made D's patience too short, D computes."""
+    chance = random.Random(f"{victim} {p_first}")
+    pid = pair.p.processes()[0] if victim == "p" else pair.keeper.pid
+    lost, handed_over = pair.keeper.metrics()[LOST], 0
+    for length in _lengths()[::4]:
+        tokens = pair.prompt(length)
+        started = time.monotonic()
+        right = pair.right(tokens)
+        lasts_s = time.monotonic() - started
+        before = pair.exhausted()
+        with _paused(pid, chance.uniform(0, lasts_s)):
+            if p_first:
+                answer = pair.answer(tokens, pair.compute(tokens))
+            else:
+                pair.ask(pair.d, tokens, OUTPUT_TOKENS, TO_ANSWER)
+                pair.compute(tokens)
+                answer = pair.answered()
+        assert answer["tokens"] == right
+        if pair.exhausted() == before:
+            assert answer["computed"] <= engine.BLOCK_TOKENS + 1
+            handed_over += 1
+    assert handed_over > 0
+    assert pair.keeper.metrics()[LOST] == lost
 
 
 @pytest.mark.parametrize("victim", ["p", "sidecar"])

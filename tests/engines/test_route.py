@@ -7,7 +7,7 @@ import http.client
 import json
 import re
 import signal
-import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,21 +17,24 @@ from typing import cast
 
 import pytest
 
-from testkit import metrics, model, prompts, sidecar, tokenizer
+from testkit import metrics, model, prompts, sidecar, tokenizer, vllm_server
 from testkit.ports import free_port
 from testkit.server import Server, fetch
+from testkit.waiting import wait_for
 
 pytestmark = pytest.mark.xdist_group("route")
 
 STREAMS = 52
 OUTPUT_TOKENS = 12
 BLOCK_TOKENS = 128
-# Both servers start at once, on two cores.
-START_WATCHDOG_S = 400
 # Tokens that an engine had from its connector.
 IDS = re.compile(r'"id":"[^"]*","object":"text_completion","created":\d+,')
 TEXT = re.compile(r'"text":"((?:[^"\\]|\\.)*)"')
 FIRST_TOKENS = "pillion_route_first_tokens_total"
+HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+# Tokens of an answer that nobody waits for.
+LONG_ANSWER = 1000
+GENERATED = "vllm:generation_tokens_total"
 FOUND = "vllm:external_prefix_cache_hits_total"
 
 
@@ -93,6 +96,15 @@ class Servers:
         """Tokens that the engine that answers loaded."""
         return metrics.totals(fetch(f"{self.answers_url}/metrics") or "").get(FOUND, 0)
 
+    def total(self, *names: str) -> int:
+        """Samples of these names, summed over both engines."""
+        pages = [metrics.totals(fetch(f"{url}/metrics") or "") for url in (self.computes_url, self.answers_url)]
+        return sum(page[name] for page in pages for name in names)
+
+    def busy(self) -> int:
+        """Requests that either engine runs, or has waiting."""
+        return self.total(*HELD)
+
     def routed(self, name: str) -> dict[str, float]:
         """The router's counters of a name, by their label."""
         page = fetch(f"{self.route_url}/metrics") or ""
@@ -102,27 +114,9 @@ class Servers:
 
 @contextlib.contextmanager
 def _engine(shape: Path, socket: Path, log: Path) -> Iterator[tuple[Server, str]]:
-    """`vllm serve`; vLLM's CPU build has it without the command."""
+    """A server, and its address."""
     url = f"http://127.0.0.1:{free_port()}"
-    transfer = {
-        "kv_connector": "PillionConnector",
-        "kv_connector_module_path": "pillion.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"pillion.socket": str(socket), "pillion.copy": "sidecar"},
-    }
-    settings = {
-        "PYTHONHASHSEED": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    command: list[object] = ["env", *(f"{name}={value}" for name, value in settings.items())]
-    command += [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", shape, "--dtype", "float32"]
-    command += ["--port", url.rpartition(":")[2], "--kv-transfer-config", json.dumps(transfer), "--enforce-eager"]
-    server = Server(command, log, f"{url}/health")
+    server = vllm_server.start(shape, socket, url, log)
     try:
         yield server, url
     finally:
@@ -140,8 +134,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         keeper = stack.enter_context(sidecar.serving(folder, dram="512MiB"))
         first, computes = stack.enter_context(_engine(shape, keeper.socket, folder / "computes.log"))
         second, answers = stack.enter_context(_engine(shape, keeper.socket, folder / "answers.log"))
-        first.wait_ready(START_WATCHDOG_S)
-        second.wait_ready(START_WATCHDOG_S)
+        first.wait_ready(vllm_server.START_WATCHDOG_S)
+        second.wait_ready(vllm_server.START_WATCHDOG_S)
         command: list[object] = [sidecar.find_binary(), "route", "--prefill", computes, "--decode", answers]
         urls: list[str] = []
         for options in ([], ["--first-token"]):
@@ -205,6 +199,27 @@ def test_a_first_token_comes_before_the_other_engine_answers(servers: Servers) -
     assert TEXT.findall(raw.decode()) and raw.endswith(b"\n\n")
     with answer:
         assert Stream.of((raw + answer.read()).decode()).is_like(right)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 0.8])
+def test_a_client_that_hangs_up_ends_both_engines_requests(servers: Servers, after_s: float) -> None:
+    """While the prompt is computed or its answer streamed. Neither engine goes on: the answer has no end."""
+    prompt = prompts.prompt(3000, 94_000 + round(10 * after_s))
+    answer = json.dumps(
+        {"model": str(servers.model), "prompt": prompt, "max_tokens": LONG_ANSWER, "ignore_eos": True, "stream": True}
+    )
+    client = http.client.HTTPConnection(servers.route_url.removeprefix("http://"))
+    before = servers.total(GENERATED)
+    client.request("POST", "/v1/completions", answer, {"Content-Type": "application/json"})
+    wait_for(lambda: servers.busy() > 0, "a request at an engine")
+    time.sleep(after_s)
+    assert servers.busy() > 0
+    client.close()
+    started = time.monotonic()
+    wait_for(lambda: servers.busy() == 0, "engines without requests")
+    # Promised is about a second.
+    assert time.monotonic() - started < 10
+    assert servers.total(GENERATED) - before < LONG_ANSWER
 
 
 def test_an_engine_that_dies_costs_no_answer(servers: Servers) -> None:

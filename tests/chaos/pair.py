@@ -1,0 +1,305 @@
+"""Two engines, a sidecar and a router: each is killed and frozen while clients ask the router.
+
+Every prompt is one that nobody has computed, so every answer is a hand-over. An engine without a connector says at the
+end what was right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import itertools
+import json
+import random
+import signal
+import statistics
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from chaos.campaign import say
+from chaos.figures import Span
+from testkit import engine, prompts, sidecar, vllm_server
+from testkit.ports import free_port
+from testkit.server import Server
+from testkit.waiting import wait_for
+
+VICTIMS = ("p", "d", "sidecar", "router")
+ENGINES = ("p", "d")
+KINDS = ("freeze", "kill")
+# Whoever is one of these may cost a client an error.
+MAY_FAIL = ("d", "router")
+ORDERS = ("at-once", "prefill-first")
+CLIENTS, PROMPT_TOKENS, STEP_TOKENS, OUTPUT_TOKENS = 2, 640, 256, 8
+UNDISTURBED_ANSWERS, ANSWERS_BETWEEN = 10, 2
+DRAM = "64MiB"
+LOADED = 'pillion_handover_released_total{reason="loaded"}'
+# The last moment to strike, in the time of a hand-over; how long whoever comes back stands still. A load's bytes are
+# awaited for 2 s: memory of a CPU cannot be taken back from a sidecar that stood still for longer in a copy.
+STRIKE_S, FROZEN_S = 0.4, 1.5
+# A request that has no end by then is lost.
+PATIENCE_S = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What strikes whom."""
+
+    kind: str
+    victim: str
+
+    def __str__(self) -> str:
+        return f"{self.victim}-{self.kind}"
+
+    @property
+    def ends_engine(self) -> bool:
+        """Whether an engine has to be started before the next one strikes."""
+        return self.kind == "kill" and self.victim in ENGINES
+
+
+@dataclasses.dataclass
+class Request:
+    """A client's request, and its end: tokens, or an error."""
+
+    prompt: list[int]
+    asked: float
+    ended: float = 0.0
+    tokens: list[int] | None = None
+    error: str = ""
+
+
+@dataclasses.dataclass
+class Figures:
+    """Sums over a campaign.
+
+    `failed` counts errors where D or the router was struck; an error at any other time is in `failed_unstruck`. A request
+    without an end is `lost`. `max_added_wait_ms` has, by fault, the most that an answer waited beyond the median of those
+    before the first fault. `handed_over` are blocks that the engine that answers loaded.
+    """
+
+    seed: int
+    rounds: int = 0
+    requests: int = 0
+    wrong_tokens: int = 0
+    lost: int = 0
+    failed: int = 0
+    failed_unstruck: int = 0
+    undisturbed_wait_ms: float = 0.0
+    max_added_wait_ms: dict[str, float] = dataclasses.field(default_factory=dict)
+    handed_over: int = 0
+
+    def line(self) -> str:
+        """One line of JSON."""
+        return json.dumps({"pair": dataclasses.asdict(self)})
+
+    def harmed(self) -> bool:
+        """Whether a client saw what none may see."""
+        return bool(self.wrong_tokens or self.lost or self.failed_unstruck)
+
+
+def plan(rounds: int, seed: int) -> list[Fault]:
+    """Every fault of every victim once before one comes again. Ends of engines come last, that of D behind that of P."""
+    chance = random.Random(seed)
+    faults: list[Fault] = []
+    while len(faults) < rounds:
+        deck = [Fault(kind, victim) for kind, victim in itertools.product(KINDS, VICTIMS)]
+        chance.shuffle(deck)
+        faults += sorted(deck, key=lambda fault: fault.ends_engine and 1 + ENGINES.index(fault.victim))
+    return faults[:rounds]
+
+
+def ends_with_engines(faults: list[Fault]) -> bool:
+    """Whether nothing but ends of P and then D is left: D answers without P, and no engine has to start, which is slow."""
+    return faults == [Fault("kill", victim) for victim in ENGINES]
+
+
+class Clients:
+    """Clients of the router, each with one request at a time."""
+
+    def __init__(self, url: str, model: str, seed: int) -> None:
+        self.ended: list[Request] = []
+        self.open: dict[int, Request] = {}
+        self._url, self._model = f"{url}/v1/completions", model
+        self._seeds = itertools.count(1_000_000 * seed)
+        self._stop, self._go = threading.Event(), threading.Event()
+        self._go.set()
+        self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(CLIENTS)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Ask no more; every request has its end, or is lost."""
+        self._stop.set()
+        self._go.set()
+        for thread in self._threads:
+            thread.join()
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Nobody asks meanwhile."""
+        self._go.clear()
+        self.wait_ended(list(self.open.values()))
+        yield
+        self._go.set()
+
+    def answered(self) -> int:
+        """Requests that ended with tokens."""
+        return sum(request.tokens is not None for request in self.ended)
+
+    def wait_answered(self, more: int) -> None:
+        """Wait for so many answers more."""
+        goal = self.answered() + more
+        wait_for(lambda: self.answered() >= goal, f"{more} answers", 2 * PATIENCE_S)
+
+    def wait_ended(self, requests: list[Request]) -> None:
+        """Wait until these have their end, or are lost."""
+        wait_for(lambda: all(request.ended for request in requests), "ends of requests", 2 * PATIENCE_S)
+
+    def _run(self, number: int) -> None:
+        while self._go.wait() and not self._stop.is_set():
+            request = Request(prompts.prompt(PROMPT_TOKENS, next(self._seeds)), time.monotonic())
+            self.open[number] = request
+            try:
+                request.tokens = self._ask(request.prompt)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                request.error = repr(error)
+                # Whoever refuses does so at once; a client that asks again does not.
+                time.sleep(0.1)
+            request.ended = time.monotonic()
+            self.ended.append(request)
+
+    def _ask(self, prompt: list[int]) -> list[int]:
+        fields = {"model": self._model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
+        body = json.dumps(fields | {"return_token_ids": True, "ignore_eos": True}).encode()
+        asked = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
+            return list(json.load(answer)["choices"][0]["token_ids"])
+
+
+class Campaign:
+    """The processes of the moment, and what strikes them."""
+
+    def __init__(self, directory: Path, model: Path, seed: int) -> None:
+        self._directory, self._model, self._seed = directory, model, seed
+        self._chance = random.Random(seed)
+        self._urls = {name: f"http://127.0.0.1:{free_port()}" for name in ("p", "d", "router")}
+        self._pool = sidecar.new_pool()
+        self._running: dict[str, Server] = {}
+        self._starts = itertools.count()
+        self._handed_over = 0
+
+    def run(self, faults: list[Fault]) -> Figures:
+        """Every fault, and what clients saw of it."""
+        found = Figures(self._seed)
+        spans: list[tuple[Fault, Span]] = []
+        with self._processes() as lone:
+            clients = Clients(self._urls["router"], str(self._model), self._seed)
+            clients.wait_answered(UNDISTURBED_ANSWERS)
+            undisturbed = statistics.median(request.ended - request.asked for request in clients.ended)
+            for number, fault in enumerate(faults):
+                if number and faults[number - 1].ends_engine and not ends_with_engines(faults[number - 1 :]):
+                    self._replace(faults[number - 1].victim, clients)
+                clients.wait_answered(ANSWERS_BETWEEN)
+                time.sleep(self._chance.uniform(0, STRIKE_S))
+                spans.append((fault, self._strike(fault, clients)))
+                span = spans[-1][1]
+                say(f"{number + 1}: {fault}, {span.end - span.start:.2f} s")
+            clients.stop()
+            self._count("sidecar")
+            found.rounds, found.requests = len(faults), len(clients.ended)
+            found.undisturbed_wait_ms = round(1e3 * undisturbed, 1)
+            found.handed_over = self._handed_over
+            self._judge(clients.ended, spans, lone, found)
+        return found
+
+    def _strike(self, fault: Fault, clients: Clients) -> Span:
+        """Strikes; all but an engine that ended is there again afterwards."""
+        victim, start = self._running[fault.victim], time.monotonic()
+        if fault.kind == "kill":
+            self._count(fault.victim)
+            victim.kill()
+            if not fault.ends_engine:
+                self._start(fault.victim)
+                self._running[fault.victim].wait_ready()
+            clients.wait_ended(list(clients.open.values()))
+        else:
+            victim.signal(signal.SIGSTOP)
+            if fault.victim == "p":
+                # Whoever waits for it gives it up, also of those that ask while it stands still.
+                clients.wait_answered(2 * CLIENTS)
+            else:
+                time.sleep(FROZEN_S)
+            victim.signal(signal.SIGCONT)
+            clients.wait_ended(list(clients.open.values()))
+        return Span(start, time.monotonic())
+
+    def _replace(self, name: str, clients: Clients) -> None:
+        """Starts an engine where one ended, and waits until the router asks it."""
+        with clients.resting():
+            self._start(name)
+            self._running[name].wait_ready(vllm_server.START_WATCHDOG_S)
+            self._running["router"].wait_ready()
+
+    def _judge(self, ended: list[Request], spans: list[tuple[Fault, Span]], lone: engine.Engine, found: Figures) -> None:
+        for request in ended:
+            around = [fault for fault, span in spans if span.overlaps(request.asked, request.ended)]
+            if request.tokens is None:
+                found.lost += request.ended - request.asked >= PATIENCE_S
+                excused = any(fault.victim in MAY_FAIL for fault in around)
+                found.failed += excused
+                found.failed_unstruck += not excused
+                say(f"{', '.join(map(str, around))}: {request.error}")
+                continue
+            for fault in around:
+                added = round(1e3 * (request.ended - request.asked) - found.undisturbed_wait_ms, 1)
+                found.max_added_wait_ms[str(fault)] = max(added, found.max_added_wait_ms.get(str(fault), 0.0))
+        answers = [request for request in ended if request.tokens is not None]
+        right = lone.generate([request.prompt for request in answers], max_tokens=OUTPUT_TOKENS, logprobs=0)
+        found.wrong_tokens = sum(one.tokens != other["tokens"] for one, other in zip(answers, right, strict=True))
+
+    # --- processes ---
+
+    @contextlib.contextmanager
+    def _processes(self) -> Iterator[engine.Engine]:
+        """All processes; what is given is the engine that says what is right."""
+        options = engine.Options(model=self._model, dtype="float32", batched_tokens=STEP_TOKENS)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._pool.unlink, missing_ok=True)
+            stack.callback(self._kill_all)
+            for name in ("sidecar", *ENGINES):
+                self._start(name)
+            lone = stack.enter_context(engine.running(options, self._directory / "lone.log"))
+            for name in ("sidecar", *ENGINES):
+                self._running[name].wait_ready(vllm_server.START_WATCHDOG_S)
+            self._start("router")
+            self._running["router"].wait_ready()
+            yield lone
+
+    def _kill_all(self) -> None:
+        for process in self._running.values():
+            process.kill()
+
+    def _start(self, name: str) -> None:
+        number = next(self._starts)
+        log = self._directory / f"{name}-{number}.log"
+        if name == "sidecar":
+            self._running[name] = sidecar.Sidecar(self._directory, DRAM, self._pool, log=log)
+        elif name == "router":
+            order = ORDERS[number % len(ORDERS)]
+            command = [sidecar.find_binary(), "route", "--prefill", self._urls["p"], "--decode", self._urls["d"]]
+            arguments = [*command, "--order", order, "--listen", self._urls[name].removeprefix("http://")]
+            self._running[name] = Server(arguments, log, f"{self._urls[name]}/health")
+        else:
+            steps = ("--max-num-batched-tokens", str(STEP_TOKENS), "--block-size", str(engine.BLOCK_TOKENS))
+            socket = self._directory / "pillion.sock"
+            self._running[name] = vllm_server.start(self._model, socket, self._urls[name], log, steps)
+
+    def _count(self, name: str) -> None:
+        """Adds what a sidecar has counted that is about to end."""
+        keeper = self._running[name]
+        if isinstance(keeper, sidecar.Sidecar):
+            self._handed_over += keeper.sample(LOADED)

@@ -125,10 +125,10 @@ impl Context {
         self.actions.push(Action::FillSlot { slot, namespace: binding.digest, key });
     }
 
-    /// A block that another engine will load is here.
-    pub(super) fn keep(&mut self, key: &BlockKey, binding: &Binding) {
+    /// A block that another engine will load is here: of a step that was seen to be done then, or found in the pool.
+    pub(super) fn keep(&mut self, key: &BlockKey, binding: &Binding, fenced: Option<Duration>) {
         self.stats.handover_blocks += 1;
-        self.kept.keep(key, binding.whose.holder, self.now_ms, &mut self.dram);
+        self.kept.keep(key, binding.whose.holder, fenced, self.now_ms, &mut self.dram);
     }
 
     /// A save has ended a block: whoever awaits it is told at the end of this event.

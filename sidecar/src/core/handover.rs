@@ -4,6 +4,7 @@
 //! is kept, as by a lease of the engine that saved it, until another engine has loaded it.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
 
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
@@ -47,6 +48,8 @@ struct KeptBlock {
     holder: HolderId,
     bytes: u64,
     until_ms: u64,
+    /// When the step that wrote it was seen to be done; `None` if its save found it in the pool.
+    fenced: Option<Duration>,
 }
 
 /// Blocks that are kept no longer, by why.
@@ -81,7 +84,14 @@ impl Kept {
     }
 
     /// Keeps a committed block from now on, or anew. What is kept the longest goes where there is too much.
-    pub(super) fn keep(&mut self, key: &BlockKey, holder: HolderId, now_ms: u64, dram: &mut Dram) {
+    pub(super) fn keep(
+        &mut self,
+        key: &BlockKey,
+        holder: HolderId,
+        fenced: Option<Duration>,
+        now_ms: u64,
+        dram: &mut Dram,
+    ) {
         let Some(slot) = dram.hold(key, holder) else { return };
         if let Some(known) = self.blocks.remove(&slot.offset) {
             self.bytes -= known.bytes;
@@ -90,7 +100,7 @@ impl Kept {
         let bytes = dram.block_bytes(slot).expect("it is held");
         let until_ms = now_ms.saturating_add(self.ttl_ms);
         self.bytes += bytes;
-        self.blocks.insert(slot.offset, KeptBlock { slot, holder, bytes, until_ms });
+        self.blocks.insert(slot.offset, KeptBlock { slot, holder, bytes, until_ms, fenced });
         match self.ends.iter_mut().find(|(other, _)| *other == holder) {
             Some((_, ends)) => ends.push_back((slot.offset, until_ms)),
             None => self.ends.push((holder, VecDeque::from([(slot.offset, until_ms)]))),
@@ -107,14 +117,18 @@ impl Kept {
         }
     }
 
-    /// An engine has loaded these blocks.
-    pub(super) fn loaded(&mut self, slots: &[SlotRef], by: HolderId, dram: &mut Dram) {
+    /// An engine has loaded these blocks; when the last step that wrote one of them for it was seen to be done.
+    pub(super) fn loaded(&mut self, slots: &[SlotRef], by: HolderId, dram: &mut Dram) -> Option<Duration> {
+        let mut fenced = None;
         for slot in slots {
-            if self.blocks.get(&slot.offset).is_some_and(|kept| kept.slot == *slot && kept.holder != by) {
+            let kept = self.blocks.get(&slot.offset).filter(|kept| kept.slot == *slot && kept.holder != by);
+            if let Some(kept) = kept {
+                fenced = fenced.max(kept.fenced);
                 self.release(slot.offset, dram);
                 self.released.loaded += 1;
             }
         }
+        fenced
     }
 
     /// Gives up what nobody has loaded in time.

@@ -14,6 +14,8 @@ pub enum Timed {
     Load(Part),
     /// From the turn that read a SAVE until its blocks were committed, where blocks of it were copied.
     Save(Part),
+    /// From the turn that saw the last step of a prompt for another engine done until that engine had loaded the prompt.
+    Handover,
     /// A block, from being asked of a disk until it was in DRAM.
     DiskRead,
     /// The same of a peer, or of several one after the other.

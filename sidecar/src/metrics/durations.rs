@@ -51,6 +51,13 @@ const FAMILIES: &[Family] = &[
         ],
     ),
     (
+        "handover_duration_seconds",
+        "Time of prompts from one engine to another of this sidecar; whole: from the end of the last step that computed, as the sidecar \
+         saw it, until every rank of the other had loaded all.",
+        "part",
+        &[("whole", Timed::Handover)],
+    ),
+    (
         "block_read_duration_seconds",
         "Time from asking a disk or peers for a block until it was in DRAM.",
         "source",

@@ -154,8 +154,18 @@ fn a_load_is_parked_while_the_last_blocks_are_copied_and_begins_when_they_are_ke
 impl Harness {
     /// P posts a handover of its log `log`, as operation and step `op`, and begins that step.
     fn begin_handover(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>) {
-        let (count, named) = (keys.len() as u32, Keys::new(log, 0..keys.len() as u32));
+        let named = Keys::new(log, 0..keys.len() as u32);
         self.open(log, keys);
+        self.hand_over(op, named);
+    }
+
+    /// The same of a part of its log 0, which is open.
+    fn begin_part(&mut self, op: u64, keys: std::ops::Range<u32>) {
+        self.hand_over(op, Keys::new(0, keys));
+    }
+
+    fn hand_over(&mut self, op: u64, named: Keys) {
+        let count = named.count;
         let save = request::Save { op, keys: named, position: 0, step: op, checked: false, handover: true };
         self.post(SchedulerRequest::Save(save), Vec::new(), (1..count + 1).collect());
         self.fences(RANKS[0], op, op - 1);
@@ -192,6 +202,50 @@ fn who_awaits_is_told_while_the_last_step_runs_if_steps_are_short() {
     engines.await_keys(2, 4, 20..22, true);
     engines.begin_handover(2, 3, 20..22);
     assert_eq!(engines.answers()[&4].0, Status::Pending, "the last one was long");
+}
+
+#[test]
+fn a_handover_takes_from_the_last_fence_to_the_end_of_its_last_part() {
+    let mut engines = two_engines();
+    let handovers = |engines: &mut Harness| {
+        let took = engines.took().into_iter().filter(|(what, _)| *what == Timed::Handover);
+        took.map(|(_, since)| since).collect::<Vec<_>>()
+    };
+    engines.open(0, 0..4);
+    engines.await_keys(0, 1, 0..4, true);
+    engines.begin_part(1, 0..2);
+    engines.end_step(1, 10);
+    engines.copied();
+    engines.begin_part(2, 2..4);
+    assert_eq!(engines.answers()[&1], (Status::Arriving, 4));
+    engines.speaker = D;
+    for (op, part) in [(2, 0..2), (3, 2..4)] {
+        engines.load(0, op, 1, part, shm_protocol::message::LOAD_ARRIVING);
+    }
+    engines.fences(D_RANK, 5, 4);
+    engines.speaker = SCHEDULER;
+    let first = engines.copies();
+    engines.end_step(2, 20);
+    let saved = engines.copies();
+    engines.end_copy(first[0].0, true);
+    assert!(handovers(&mut engines).is_empty(), "a part is missing");
+    engines.now_ms = 45;
+    engines.end_copy(saved[0].0, true);
+    engines.drained();
+    let last = engines.copies();
+    engines.end_copy(last[0].0, true);
+    assert_eq!(handovers(&mut engines), [30]);
+    // What P's save finds in the pool has no fence.
+    engines.begin_part(3, 0..4);
+    engines.await_keys(1, 4, 0..4, false);
+    assert_eq!(engines.answers()[&4], (Status::Ok, 4));
+    engines.speaker = D;
+    engines.load(1, 5, 4, 0..4, 0);
+    let again = engines.copies();
+    let released = engines.core.stats().handover_loaded;
+    engines.end_copy(again[0].0, true);
+    assert!(handovers(&mut engines).is_empty());
+    assert_eq!(engines.core.stats().handover_loaded - released, 4, "though it was handed over");
 }
 
 #[test]

@@ -23,6 +23,8 @@ use crate::core::timing::{Part, Timed};
 #[derive(Debug)]
 pub(super) struct Load {
     hold: Hold,
+    /// Operation of the query that promised its blocks: the parts of one prompt share it.
+    promise: u64,
     posted: Duration,
     /// When its blocks were here.
     ready: Duration,
@@ -42,6 +44,8 @@ pub(super) struct Load {
     running: u64,
     /// Ranks that reported its end while their copy ran, and those of them that reported it well.
     reported: (u64, u64),
+    /// The last fence of blocks that ended parts of the same prompt have loaded from another engine.
+    fenced: Option<Duration>,
     /// The engine is gone; the lease is kept for the running copies alone.
     orphan: bool,
 }
@@ -71,6 +75,7 @@ impl Load {
     ) -> Self {
         Self {
             hold,
+            promise: asked.lease,
             posted: now,
             ready: now,
             step: asked.step,
@@ -83,6 +88,7 @@ impl Load {
             unstarted: if asked.flags.by_engine() { 0 } else { ranks },
             running: 0,
             reported: (0, 0),
+            fenced: None,
             orphan: false,
         }
     }
@@ -271,10 +277,22 @@ impl Transfers {
             let load = self.loads.remove(&key).expect("found above");
             cx.took(Timed::Load(Part::Whole), load.posted);
             if ok {
-                cx.kept.loaded(&load.slots, load.binding.whose.holder, &mut cx.dram);
+                let fenced = cx.kept.loaded(&load.slots, load.binding.whose.holder, &mut cx.dram);
+                self.hand_over(key.0, load.promise, load.fenced.max(fenced), cx);
             }
             load.unhold(&mut cx.dram);
             self.pending.get_mut(&key.0).into_iter().for_each(|pending| pending.loads -= 1);
+        }
+    }
+
+    /// A load is over whose prompt's blocks have this last fence, if they came from another engine: the prompt is handed over with its
+    /// last part.
+    fn hand_over(&mut self, session: SessionId, promise: u64, fenced: Option<Duration>, cx: &mut Context) {
+        let Some(since) = fenced else { return };
+        let mut parts = self.loads.range_mut(operations(session)).map(|(_, load)| load);
+        match parts.find(|load| load.promise == promise) {
+            Some(part) => part.fenced = part.fenced.max(fenced),
+            None => cx.took(Timed::Handover, since),
         }
     }
 

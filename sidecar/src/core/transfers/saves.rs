@@ -57,6 +57,8 @@ pub(super) struct Save {
     blocks: Vec<SaveBlock>,
     /// When its step was first seen to run.
     runs_since: Option<Duration>,
+    /// When every rank was first seen to have done its step.
+    fenced: Option<Duration>,
     /// Its copies have been started, or never will be.
     begun: bool,
     running: u32,
@@ -159,7 +161,7 @@ impl Transfers {
                     end.present += 1;
                     if handover {
                         let key = BlockKey { namespace: binding.namespace, group: GROUP, hash };
-                        base.cx.keep(&key, &binding);
+                        base.cx.keep(&key, &binding, None);
                     }
                 }
                 Some(_) if !checked && !commits => drop_unproven(&mut end, &mut base.cx),
@@ -183,6 +185,7 @@ impl Transfers {
             wanted,
             blocks,
             runs_since: None,
+            fenced: None,
             begun,
             running,
             void,
@@ -284,6 +287,9 @@ impl Transfers {
             self.pending(key.0).handover_step = Some(base.cx.now.saturating_sub(since));
         }
         let mut save = self.saves.remove(&key).expect("found above");
+        if is_done {
+            save.fenced.get_or_insert(base.cx.now);
+        }
         let claims = save.wanted.len().min(claims_max);
         self.unwant(key.0, claims);
         for wanted in save.wanted.drain(..claims).collect::<Vec<_>>() {
@@ -340,7 +346,7 @@ impl Transfers {
                 save.end.present += 1;
                 if error == FillError::Present {
                     if save.handover {
-                        base.cx.keep(&key, &save.binding);
+                        base.cx.keep(&key, &save.binding, None);
                     }
                     base.sources.ssd.iter_mut().for_each(|ssd| ssd.offer_again(key, &save.binding));
                 }
@@ -456,7 +462,7 @@ impl Transfers {
                     committed.push((block.slot, save.key(block.hash)));
                     base.cx.end_saved(save.key(block.hash), true);
                     if save.handover {
-                        base.cx.keep(&save.key(block.hash), &save.binding);
+                        base.cx.keep(&save.key(block.hash), &save.binding, save.fenced);
                     }
                     continue;
                 }

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.xdist_group("handover")
 OUTPUT_TOKENS = 8
 # Steps of P.
 CHUNK = prompts.STEP_TOKENS
-PROMPTS = int(os.environ.get("HANDOVERS", "12"))
+PROMPTS = int(os.environ.get("HANDOVERS", "40"))
 PATIENCE_S = 120
 # A frozen sidecar costs a step so much.
 QUERY_MS = 200

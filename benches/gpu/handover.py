@@ -14,13 +14,18 @@ import select
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from benches.gpu import models, rig
 from benches.gpu.engine import Answer, Engine
 from benches.gpu.ttft import ONE_TOKEN, OUTPUT_TOKENS, UNCHECKED
+from testkit import metrics
+from testkit.sidecar import Sidecar
 from testkit.transfer import TO_ANSWER, TO_COMPUTE
 from testkit.waiting import Failed
 
@@ -29,6 +34,9 @@ WARM_UPS = 2
 PAUSE_S = 0.001
 # Steps of other sizes round differently: P computes a block's rest for its own answer, NIXL's D one token.
 EQUAL_LEAST = 0.9
+# Of the sidecar: from the end of P's last step until D had loaded all.
+DURATION = 'pillion_handover_duration_seconds_%s{part="whole"}'
+COPIED_BYTES, COPIES = 64 << 20, 20
 LENGTHS = ("short_tokens", "middle_tokens", "long_tokens")
 
 FULL = {"short_tokens": 512, "middle_tokens": 1_790, "long_tokens": 7_070}
@@ -110,9 +118,11 @@ class Side(rig.EngineProcess):
 class Pair:
     """P and D, and what they are asked. Every prompt is another one."""
 
-    def __init__(self, p: Side, d: Side) -> None:
-        self.p, self.d = p, d
+    def __init__(self, p: Side, d: Side, keeper: Sidecar | None) -> None:
+        self.p, self.d, self._keeper = p, d, keeper
         self._seed = 0
+        # Milliseconds of each prompt asked at both at once, by the sidecar.
+        self.handed_over: list[float] = []
 
     def make(self, tokens: int) -> None:
         """A prompt that nobody has computed."""
@@ -130,10 +140,19 @@ class Pair:
 
     def at_once(self) -> tuple[float, Any]:
         """Both at once: the same from the first of the two requests."""
+        before = self._durations()
         self.d.tell({"ask": OUTPUT_TOKENS, "transfer": TO_ANSWER})
         computed = self.p.ask(ONE_TOKEN, TO_COMPUTE)
         answer = self.d.hear(self.d.limit_s)
+        count, seconds = (now - then for now, then in zip(self._durations(), before, strict=True))
+        if count == 1:
+            self.handed_over.append(seconds * 1e3)
         return ms(min(computed["added"], answer["added"]), answer["first"]), answer
+
+    def _durations(self) -> list[float]:
+        """How many prompts were handed over, and the seconds of all."""
+        page = (self._keeper and self._keeper.get("/metrics")) or ""
+        return [metrics.value(page, DURATION % part) for part in ("count", "sum")] if page else [0.0, 0.0]
 
 
 def ms(begun: float, end: float) -> float:
@@ -152,6 +171,7 @@ def measured(pair: Pair, tokens: int, rounds: int, ways: list[str], block_tokens
                 samples.clear()
             computed.clear()
             equal.clear()
+            pair.handed_over.clear()
         pair.make(tokens)
         alone = pair.p.ask(ONE_TOKEN)
         times["p_alone"].append(ms(alone["added"], alone["first"]))
@@ -167,9 +187,20 @@ def measured(pair: Pair, tokens: int, rounds: int, ways: list[str], block_tokens
     medians = {name: statistics.median(samples) for name, samples in times.items()}
     for way in ways:
         result[f"added_{way}_ms"] = round(medians[f"pd_{way}"] - medians["p_alone"] - medians["d_hit"], 2)
+    if pair.handed_over:
+        result["handed_over_ms"] = rig.spread(pair.handed_over)
     result |= {"computed_max": max(computed), "equal": round(sum(equal) / len(equal), 4)}
     result["ok"] = result["computed_max"] <= block_tokens + 1 and result["equal"] >= EQUAL_LEAST
     return result
+
+
+def copy_ms(shape: dict[str, int], tokens: int, item_bytes: int) -> float:
+    """What this machine takes to copy the KV of so many tokens from memory to memory once, by one thread."""
+    source = numpy.ones(COPIED_BYTES, numpy.uint8)
+    target = numpy.zeros_like(source)
+    seconds = min(timeit.repeat(lambda: numpy.copyto(target, source), number=1, repeat=COPIES))
+    token_bytes = 2 * item_bytes * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    return round(seconds * 1e3 * tokens * token_bytes / COPIED_BYTES, 2)
 
 
 def wrong_is_seen(pair: Pair, tokens: int) -> bool:
@@ -182,10 +213,10 @@ def wrong_is_seen(pair: Pair, tokens: int) -> bool:
 
 
 @contextlib.contextmanager
-def transfers(mode: str, options: argparse.Namespace, folder: Path) -> Iterator[list[dict[str, Any]]]:
+def transfers(mode: str, options: argparse.Namespace, folder: Path) -> Iterator[tuple[list[dict[str, Any]], Sidecar | None]]:
     """`kv_transfer_config` of P and of D, and what they need beside them."""
     if mode == "nixl":
-        yield [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}] * 2
+        yield [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}] * 2, None
         return
     gib = options.sizes["host_gib"]
     rig.wait_for_memory(gib)
@@ -194,7 +225,7 @@ def transfers(mode: str, options: argparse.Namespace, folder: Path) -> Iterator[
         if options.tiny:
             # On a CPU an engine that copies itself loads nothing before everything is kept.
             d["kv_connector_extra_config"]["pillion.copy"] = "sidecar"
-        yield [p, d]
+        yield [p, d], keeper
         (options.logs / "pillion-metrics.txt").write_text(keeper.get("/metrics") or "")
 
 
@@ -203,7 +234,7 @@ def run_mode(mode: str, options: argparse.Namespace, folder: Path, model: Path) 
     # A prompt that P has not computed has no answer of P's that NIXL could go by.
     ways = ["first"] if mode == "nixl" else ["first", "at_once"]
     with contextlib.ExitStack() as stack:
-        configs = stack.enter_context(transfers(mode, options, folder))
+        configs, keeper = stack.enter_context(transfers(mode, options, folder))
         sides = [Side(mode, side, options) for side in ("p", "d")]
         for side in sides:
             stack.callback(side.end)
@@ -211,11 +242,13 @@ def run_mode(mode: str, options: argparse.Namespace, folder: Path, model: Path) 
             side.hear(rig.IMPORT_WATCHDOG_S)
         for side, transfer in zip(sides, configs, strict=True):
             started = side.do(model=str(model), transfer=transfer, reference=None)
-        pair = Pair(*sides)
+        pair = Pair(sides[0], sides[1], keeper)
         result: dict[str, Any] = {}
         for length in LENGTHS:
             tokens = options.sizes[length]
             result[str(tokens)] = measured(pair, tokens, options.sizes["prompts"], ways, started["block_tokens"])
+            last_step = tokens % options.sizes["batched_tokens"] or options.sizes["batched_tokens"]
+            result[str(tokens)]["copy_ms"] = copy_ms(rig.shape(options), last_step, 4 if options.tiny else 2)
             rig.say(f"{mode}: {tokens} tokens: {json.dumps(result[str(tokens)])}")
         result["ok"] = all(figures["ok"] for figures in result.values())
         result["wrong_layer_changes_tokens"] = wrong_is_seen(pair, options.sizes["middle_tokens"])

@@ -18,4 +18,9 @@ def totals(page: str) -> dict[str, int]:
 
 def sample(page: str, name: str) -> int:
     """One sample by its name with the labels, as the page has it."""
-    return next(int(float(value)) for found, labels, value in SAMPLE.findall(page) if found + labels == name)
+    return int(value(page, name))
+
+
+def value(page: str, name: str) -> float:
+    """The same where it is no whole number."""
+    return next(float(value) for found, labels, value in SAMPLE.findall(page) if found + labels == name)

@@ -114,8 +114,7 @@ fn an_address_that_has_gone_from_its_name_is_followed_while_it_answers() {
     let mut two = names.plan("two", all[1]).start();
     let number = one.joined("two", 1);
     names.set(&[all[0], all[2]]);
-    names.wait();
-    assert_eq!(one.control().endpoints_empty(), 1, "the new address");
+    eventually("the new address", || one.control().endpoints_empty() == 1);
     two.publish(added(0..10));
     one.keeps(number, 0..10, 100..200);
     two.stop();

@@ -28,7 +28,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 pub use self::engines::Address;
-use self::engines::{Engines, Seat};
+use self::engines::{Engine, Engines, Seat};
 use self::forward::{Answer, Asked, ForwardError, Forwarder, continued, pass};
 use self::prompt::{Fields, PARAMS, Prompt, Whole};
 use crate::config::{Level, LogFormat, Time};
@@ -95,6 +95,8 @@ struct Router {
     prompts: IntCounterVec,
     /// Prompts that the engine asked to compute them did not, by reason.
     failures: IntCounterVec,
+    /// Prompts that the engine asked to answer them gave up, and which were put to two engines once more.
+    retries: IntCounter,
     /// Streams whose first token is that of the engine that computed the prompt.
     first_tokens: IntCounter,
     length_max: OnceCell<u64>,
@@ -162,7 +164,12 @@ impl Router {
             "pillion_route_first_tokens_total",
             "Streams that began with the token of the engine that computed the prompt.",
         )?;
+        let retries = IntCounter::new(
+            "pillion_route_retries_total",
+            "Prompts that two engines were asked for once more, since the one that answers had given them up.",
+        )?;
         let registry = Registry::new();
+        registry.register(Box::new(retries.clone()))?;
         registry.register(Box::new(first_tokens.clone()))?;
         registry.register(Box::new(prompts.clone()))?;
         registry.register(Box::new(failures.clone()))?;
@@ -179,6 +186,7 @@ impl Router {
             registry,
             prompts,
             failures,
+            retries,
             first_tokens,
             length_max: OnceCell::new(),
         })
@@ -231,7 +239,7 @@ impl Router {
                 self.route(&asked, &fields).await
             }
             // What is no JSON object is the engine's to refuse.
-            Some(Err(_)) | None => self.answer(asked, 0, ()).await,
+            Some(Err(_)) | None => self.answer(asked, 0).await,
         }
     }
 
@@ -252,7 +260,7 @@ impl Router {
             (None, Some(engine)) => engine,
             (whole, _) => {
                 self.prompts.with_label_values(&[whole.unwrap_or(Whole::NoPrefill).label()]).inc();
-                return self.answer(asked.with(fields.clone()), prompt.start, ()).await;
+                return self.answer(asked.with(fields.clone()), prompt.start).await;
             }
         };
         self.prompts.with_label_values(&[PAIR]).inc();
@@ -260,21 +268,47 @@ impl Router {
         if self.options.first_token && asked.path == COMPLETIONS && first_token::may_be_split(fields) {
             return self.begin(seat, asked, fields, prompt.start).await;
         }
+        let decode = self.decode.ranked(prompt.start, Instant::now());
+        let (answer, given_up) = Arc::clone(&self).pair(seat, decode, asked, fields).await;
+        let Some(decode) = given_up else { return answer };
+        // Nothing of it was sent. Both engines are rid of it before others are asked.
+        drop(answer);
+        self.retries.inc();
+        let now = Instant::now();
+        let seat = self.prefill.idlest_but(&engine, now).unwrap_or(engine).seat(prompt.tokens.max(1));
+        let decode = self.decode.ranked_but(&decode, prompt.start, now);
+        self.pair(seat, decode, asked, fields).await.0
+    }
+
+    /// A prompt by the engine of `seat` and the first of `decode` that can be reached; and that one where it gave the prompt up, with
+    /// nothing of an answer, as a strict engine does that was not handed enough.
+    async fn pair(
+        self: Arc<Self>,
+        seat: Seat,
+        decode: Vec<Arc<Engine>>,
+        asked: &Asked,
+        fields: &Fields,
+    ) -> (Response<Answer>, Option<Arc<Engine>>) {
         let ask = Arc::clone(&self).compute(seat, asked.with(prompt::prefill(fields)));
-        match self.options.order {
-            Order::PrefillFirst => {
-                let asked = match ask.await {
-                    Some(said) => asked.with(prompt::decode(fields, Some(said))),
-                    None => asked.with(fields.clone()),
-                };
-                self.answer(asked, prompt.start, ()).await
-            }
+        let (asked, task) = match self.options.order {
+            Order::PrefillFirst => match ask.await {
+                Some(said) => (asked.with(prompt::decode(fields, Some(said))), None),
+                None => (asked.with(fields.clone()), None),
+            },
             Order::AtOnce => {
                 let task = Task(tokio::spawn(async move {
                     ask.await;
                 }));
-                self.answer(asked.with(prompt::decode(fields, None)), prompt.start, task).await
+                (asked.with(prompt::decode(fields, None)), Some(task))
             }
+        };
+        match self.send(&decode, asked).await {
+            Ok((answer, seat)) => {
+                let engine = Arc::clone(&seat.engine);
+                let (answer, given_up) = forward::opened(answer, (seat, task)).await;
+                (answer, given_up.then_some(engine))
+            }
+            Err(failure) => (failure, None),
         }
     }
 
@@ -288,17 +322,17 @@ impl Router {
         start: u64,
     ) -> Response<Answer> {
         let Some(answer) = self.ask_prefill(&seat, asked.with(first_token::prefill(fields))).await else {
-            return self.answer(asked.with(fields.clone()), start, ()).await;
+            return self.answer(asked.with(fields.clone()), start).await;
         };
         drop(seat);
         // What is too long is refused by the engine that answers, and that before an event.
         let length_max = self.length_max(&asked.headers).await.unwrap_or(0);
         let Some(first) = first_token::read(&answer, fields, length_max) else {
-            return self.answer(asked.with(prompt::decode(fields, None)), start, ()).await;
+            return self.answer(asked.with(prompt::decode(fields, None)), start).await;
         };
         self.first_tokens.inc();
         let rest = asked.with(first.rest);
-        continued(first.event, async move { self.answer(rest, start, ()).await })
+        continued(first.event, async move { self.answer(rest, start).await })
     }
 
     /// The tokens that every engine which answers takes of a prompt and its answer; `None`: one has not said so.
@@ -344,13 +378,25 @@ impl Router {
         }
     }
 
-    /// The answer of the first engine that can be reached, in the order for this beginning. `held` lives as long as it is read.
-    async fn answer(&self, asked: Asked, start: u64, held: impl Send + Unpin + 'static) -> Response<Answer> {
+    /// The answer of the first engine that can be reached, in the order for this beginning.
+    async fn answer(&self, asked: Asked, start: u64) -> Response<Answer> {
+        match self.send(&self.decode.ranked(start, Instant::now()), asked).await {
+            Ok((answer, seat)) => pass(answer, None, seat),
+            Err(failure) => failure,
+        }
+    }
+
+    /// Asks the first of these engines that can be reached; what the client is told where none is.
+    async fn send(
+        &self,
+        engines: &[Arc<Engine>],
+        asked: Asked,
+    ) -> Result<(Response<Incoming>, Seat), Response<Answer>> {
         let mut problems = Vec::new();
-        for engine in self.decode.ranked(start, Instant::now()) {
+        for engine in engines {
             let seat = engine.seat(1);
             match self.forwarder.send(&engine.address, asked.clone()).await {
-                Ok(answer) => return pass(answer, (seat, held)),
+                Ok(answer) => return Ok((answer, seat)),
                 // Nothing of it was there: another one may have it.
                 Err(error @ ForwardError::Unreachable(_)) => {
                     engine.set_down(Instant::now());
@@ -358,11 +404,12 @@ impl Router {
                 }
                 Err(error) => {
                     let text = format!("{}: {error}", engine.address);
-                    return failure(StatusCode::BAD_GATEWAY, &text);
+                    return Err(failure(StatusCode::BAD_GATEWAY, &text));
                 }
             }
         }
-        failure(StatusCode::BAD_GATEWAY, &format!("no engine of --decode answers: {}", problems.join("; ")))
+        let text = format!("no engine of --decode answers: {}", problems.join("; "));
+        Err(failure(StatusCode::BAD_GATEWAY, &text))
     }
 }
 

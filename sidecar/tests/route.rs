@@ -169,6 +169,46 @@ fn an_engine_that_does_not_compute_a_prompt_costs_no_answer() {
 }
 
 #[test]
+fn a_prompt_that_was_given_up_is_put_to_two_engines_once_more() {
+    let failed = || Manner::Json(500, "{\"error\": \"e\"}".into());
+    let event = || Manner::Events(vec!["data: {\"error\": {}}\n\n".into(), "data: [DONE]\n\n".into()]);
+    for (gives_up, order) in [(failed(), "at-once"), (failed(), "prefill-first"), (event(), "prefill-first")]
+    {
+        let (first, second) = (computes(), computes());
+        let right = Manner::Json(200, "{\"answer\": 2}".into());
+        let decode = Engine::start(Manner::First(Box::new(gives_up), Box::new(right)));
+        let router = Router::start(&[&first.url(), &second.url()], &[&decode.url()], &["--order", order]);
+        assert_eq!(router.ask(&prompt(300)).body, "{\"answer\": 2}");
+        assert_eq!(decode.asked().len(), 2);
+        if order == "prefill-first" {
+            assert_eq!((first.asked().len(), second.asked().len()), (1, 1), "another one computes");
+        }
+        assert_eq!(router.counter("pillion_route_retries_total"), 1);
+    }
+    // No third time, and none where something was sent.
+    let (prefill, decode) = (computes(), Engine::start(failed()));
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
+    assert!(router.ask(&prompt(300)).line.contains("500"));
+    assert_eq!((prefill.asked().len(), decode.asked().len()), (2, 2));
+    router.ask(&prompt(20));
+    assert_eq!(decode.asked().len(), 3, "one engine's own error is the client's");
+    let events = vec!["data: {}\n\n".into(), "data: {\"error\": {}}\n\n".into()];
+    let decode = Engine::start(Manner::Events(events));
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let told = router.raw("POST", "/v1/completions", &prompt(300).to_string());
+    assert!(told.contains("error") && decode.asked().len() == 1);
+}
+
+#[test]
+fn another_one_is_asked_for_what_was_given_up() {
+    let gives_up = || Engine::start(Manner::Json(500, "{}".into()));
+    let (prefill, all) = (computes(), [gives_up(), gives_up()]);
+    let router = Router::start(&[&prefill.url()], &[&all[0].url(), &all[1].url()], &[]);
+    router.ask(&prompt(300));
+    assert_eq!(all.map(|decode| decode.asked().len()), [1, 1]);
+}
+
+#[test]
 fn an_engine_that_stands_still_is_given_up_long_before_its_time() {
     let (frozen, decode) = (Engine::start(Manner::Freeze), answers());
     let router = Router::start(&[&frozen.url()], &[&decode.url()], &["--prefill-timeout", "1000s"]);

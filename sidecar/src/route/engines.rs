@@ -127,6 +127,12 @@ impl Engines {
         up.min_by_key(|engine| engine.load.load(Ordering::Relaxed)).map(Arc::clone)
     }
 
+    /// The same of the others.
+    pub(super) fn idlest_but(&self, spared: &Engine, now: Instant) -> Option<Arc<Engine>> {
+        let others = self.0.iter().filter(|engine| engine.address != spared.address);
+        Self(others.map(Arc::clone).collect()).idlest(now)
+    }
+
     /// All of them, the best for a prompt that begins so first: those that are up and have not more than their share to do
     /// before the others, and each time in the order that the beginning gives, which changes little where an engine comes or goes.
     pub(super) fn ranked(&self, start: u64, now: Instant) -> Vec<Arc<Engine>> {
@@ -140,6 +146,13 @@ impl Engines {
             (start, engine.address.authority()).hash(&mut hasher);
             (!engine.is_up(now), load(engine) + 1 > most, hasher.finish())
         });
+        ranked
+    }
+
+    /// The same, and one of them last.
+    pub(super) fn ranked_but(&self, spared: &Engine, start: u64, now: Instant) -> Vec<Arc<Engine>> {
+        let mut ranked = self.ranked(start, now);
+        ranked.sort_by_key(|engine| (!engine.is_up(now), engine.address == spared.address));
         ranked
     }
 }

@@ -6,23 +6,25 @@ use std::time::Duration;
 
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
+use hyper::body::{Body, Bytes, Frame, Incoming};
 use hyper::header::{
     CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderMap, HeaderName, TE, TRAILER, TRANSFER_ENCODING,
     UPGRADE,
 };
-use hyper::{Method, Request, Response};
+use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use serde_json::Value;
 
-use super::engines::{Address, Seat};
+use super::engines::Address;
 
 /// An engine that takes no connection for so long is down.
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
 /// The longest answer that is read whole: one token, and what it came with.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
+/// So vLLM begins the event that ends a stream with an error.
+const ERROR_EVENT: &[u8] = b"data: {\"error\"";
 /// Headers of one connection, which say nothing of the request. Lengths are written anew.
 const OF_A_CONNECTION: [HeaderName; 7] =
     [CONNECTION, CONTENT_LENGTH, HOST, TE, TRAILER, TRANSFER_ENCODING, UPGRADE];
@@ -48,7 +50,7 @@ pub(super) enum ForwardError {
     #[error("the connection ended before the answer: {0}")]
     Broken(String),
     #[error("it answered {0}")]
-    Status(hyper::StatusCode),
+    Status(StatusCode),
     #[error("there was no sign of life for {} s", .0.as_secs())]
     Silent(Duration),
     #[error("it did not answer within {} s", .0.as_secs())]
@@ -68,6 +70,7 @@ struct Continued {
 
 /// A body, and what must live as long as it is read.
 struct Held<T> {
+    first: Option<Result<Frame<Bytes>, hyper::Error>>,
     body: Incoming,
     _held: T,
 }
@@ -145,10 +148,27 @@ fn clean(headers: &mut HeaderMap) {
     headers.remove("keep-alive");
 }
 
-/// An engine's answer as the client gets it: as it comes, byte for byte. `held` is dropped when it ends or the client goes.
+/// An engine's answer as the client gets it, once something of it is there; and whether the engine has given the prompt up: by its
+/// status, or in a stream by an event before any other.
+pub(super) async fn opened(
+    mut answer: Response<Incoming>,
+    held: impl Send + Unpin + 'static,
+) -> (Response<Answer>, bool) {
+    if answer.status() == StatusCode::INTERNAL_SERVER_ERROR {
+        return (pass(answer, None, held), true);
+    }
+    let first = answer.body_mut().frame().await;
+    let begin = first.as_ref().and_then(|frame| frame.as_ref().ok()?.data_ref());
+    let given_up = begin.is_some_and(|begin| begin.starts_with(ERROR_EVENT));
+    (pass(answer, first, held), given_up)
+}
+
+/// An engine's answer as the client gets it: as it comes, byte for byte; `first` was read of it before. `held` is dropped when it
+/// ends or the client goes.
 pub(super) fn pass(
     answer: Response<Incoming>,
-    held: (Seat, impl Send + Unpin + 'static),
+    first: Option<Result<Frame<Bytes>, hyper::Error>>,
+    held: impl Send + Unpin + 'static,
 ) -> Response<Answer> {
     let (mut head, body) = answer.into_parts();
     // A length stays true: the body is the same.
@@ -157,7 +177,7 @@ pub(super) fn pass(
     if let Some(length) = length {
         head.headers.insert(CONTENT_LENGTH, length);
     }
-    Response::from_parts(head, Held { body, _held: held }.boxed_unsync())
+    Response::from_parts(head, Held { first, body, _held: held }.boxed_unsync())
 }
 
 /// A stream that begins with `first` and goes on with the body of `rest`, which is asked for once that was sent. What is no stream is
@@ -218,14 +238,13 @@ impl<T: Unpin> Body for Held<T> {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        Pin::new(&mut self.body).poll_frame(context)
+        match self.first.take() {
+            Some(first) => Poll::Ready(Some(first)),
+            None => Pin::new(&mut self.body).poll_frame(context),
+        }
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+        self.first.is_none() && self.body.is_end_stream()
     }
 }

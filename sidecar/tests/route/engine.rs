@@ -17,6 +17,8 @@ pub(crate) enum Manner {
     Hang,
     /// As `Hang`, also to `/health`.
     Freeze,
+    /// The first request in one manner, all others in the other one.
+    First(Box<Manner>, Box<Manner>),
 }
 
 /// A request as it came.
@@ -123,8 +125,18 @@ fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
             let _ = (&stream).write_all((head + models).as_bytes());
             continue;
         }
-        state.lock().unwrap().asked.push(asked);
+        let earlier = {
+            let mut state = state.lock().unwrap();
+            state.asked.push(asked);
+            state.asked.len() - 1
+        };
+        let manner = match manner {
+            Manner::First(first, _) if earlier == 0 => first,
+            Manner::First(_, rest) => rest,
+            manner => manner,
+        };
         let whole = match manner {
+            Manner::First(..) => unreachable!("of two manners neither is two"),
             Manner::Json(status, body) => {
                 let head = format!(
                     "HTTP/1.1 {status} Said\r\ncontent-type: application/json\r\ncontent-length: {}",

@@ -98,7 +98,7 @@ const COUNTERS: &[Figure<Stats>] = &[
     }),
     (
         "handover_without_producer_total",
-        "Those of them that did not wait: three before had waited in vain, and no other engine has saved since.",
+        "Those of them that did not wait: no other engine of their namespace is here or at a peer, or three before had waited in vain and none has saved since.",
         |s| s.handover_without_producer,
     ),
     ("handover_beyond_limit_total", "Those of them that did not wait: 64 of their engine did.", |s| {

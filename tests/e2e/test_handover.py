@@ -11,78 +11,24 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from testkit import engine, model, prompts, sidecar, threads
+from testkit import engine, handover, model, prompts, sidecar, threads
+from testkit.handover import OUTPUT_TOKENS, PATIENCE_S, Pair
 from testkit.transfer import TO_ANSWER, TO_COMPUTE
 
 # One start of three engines serves all tests of this module.
 pytestmark = pytest.mark.xdist_group("handover")
 
-OUTPUT_TOKENS = 8
 # Steps of P.
 CHUNK = prompts.STEP_TOKENS
 PROMPTS = int(os.environ.get("HANDOVERS", "40"))
-PATIENCE_S = 120
 # A frozen sidecar costs a step so much.
 QUERY_MS = 200
-EXHAUSTED = "pillion_handover_exhausted_total"
 LOST = "pillion_handover_lost_total"
 # Shorter than any patience: a pause of a process is no fault of it.
 PAUSE_S = 0.05
-
-
-@dataclasses.dataclass
-class Pair:
-    """`p` computes, `d` answers, `lone` says what is right."""
-
-    p: engine.Engine
-    d: engine.Engine
-    lone: engine.Engine
-    keeper: sidecar.Sidecar
-    seed: int = 0
-    number: int = 0
-    # D's counters after its last answer.
-    counts: dict[str, int] = dataclasses.field(default_factory=dict)
-
-    def prompt(self, tokens: int) -> list[int]:
-        """A prompt that nobody has computed."""
-        self.seed += 1
-        return prompts.prompt(tokens, 70_000 + self.seed)
-
-    def right(self, tokens: list[int]) -> list[int]:
-        """What a lone engine answers."""
-        return list(self.lone.generate([tokens], max_tokens=OUTPUT_TOKENS, logprobs=0)[0]["tokens"])
-
-    def ask(self, which: engine.Engine, tokens: list[int], max_tokens: int, transfer: dict[str, Any]) -> None:
-        """Puts a request."""
-        self.number += 1
-        which.ask(self.number, tokens, max_tokens, transfer=transfer)
-
-    def compute(self, tokens: list[int]) -> dict[str, Any]:
-        """Has P compute a prompt; what it answers a router."""
-        self.ask(self.p, tokens, 1, TO_COMPUTE)
-        [answer] = self.p.answered(PATIENCE_S)
-        return dict(answer["transfer"])
-
-    def answer(self, tokens: list[int], transfer: dict[str, Any]) -> dict[str, Any]:
-        """D's answer."""
-        self.ask(self.d, tokens, OUTPUT_TOKENS, transfer)
-        return self.answered()
-
-    def answered(self) -> dict[str, Any]:
-        """D's answer to what it was asked; `computed` is what D has not found anywhere, as vLLM counts."""
-        [answer] = self.d.answered(PATIENCE_S)
-        counts = self.d.metrics()
-        seen, self.counts = self.counts, counts
-        found = sum(counts[name] - seen.get(name, 0) for name in ("external_hits", "local_hits"))
-        return answer | {"computed": counts["local_queries"] - seen.get("local_queries", 0) - found}
-
-    def exhausted(self) -> int:
-        """Requests of D that P's blocks did not reach in time."""
-        return self.keeper.metrics()[EXHAUSTED]
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +41,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         alone = engine.Options(model=shape, dtype="float32", batched_tokens=CHUNK)
         extra = {"pillion.query_timeout_us": QUERY_MS * 1000}
         with_cache = dataclasses.replace(alone, socket=keeper.socket, copy="sidecar", extra=extra)
-        named = {"p": with_cache, "d": with_cache, "lone": alone}
-        started = {name: engine.Engine(options, directory / f"{name}.log") for name, options in named.items()}
-        for one in started.values():
-            stack.callback(one.kill)
-        for one in started.values():
-            # Its ranks join with its first step.
-            one.wait_started().generate([prompts.prompt(40, seed=1)], max_tokens=1)
-        p, d, lone = (started[name] for name in ("p", "d", "lone"))
+        p, d, lone = handover.start(stack, directory, {"p": with_cache, "d": with_cache, "lone": alone})
         yield Pair(p, d, lone, keeper, counts=d.metrics())
 
 

@@ -214,7 +214,9 @@ impl Queries {
         };
         let found = self.lease(question, &binding, scheduler.world_size, &mut base.cx);
         let may_ask_peers = base.sources.may_ask_peers(&binding);
-        let may_send = self.see_run(question, found.hits(), may_ask_peers, &mut base.cx);
+        let may_wait =
+            may_ask_peers || question.awaits && self.has_producer(question, &binding, &base.engines);
+        let may_send = self.see_run(question, found.hits(), may_wait, &mut base.cx);
         let wanted = self.wanted(question);
         let waits = wanted.get(found.hits() as usize).copied().is_some_and(|next| {
             if may_send && base.sources.may_arrive(&binding, &next, question.awaits, &base.cx) {

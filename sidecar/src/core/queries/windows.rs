@@ -8,15 +8,16 @@
 //! An engine of which three windows in a row ended so, with not one block from a peer in between, most likely has no producer:
 //! its requests do not wait, until a peer has given a block to anyone.
 //!
-//! A question that awaits what another engine computes has a window of its own, peers or none: its producer may be an engine of this node. It is asked again when a save takes a slot for the next block of its run. What another engine
-//! saves in its namespace shows that there is a producer. What another engine has promised extends the window.
+//! A question that awaits what another engine computes has a window of its own, where there are peers or another engine of its
+//! namespace is here. It is asked again when a save takes a slot for the next block of its run. What another engine saves in its
+//! namespace shows that there is a producer. What another engine has promised extends the window.
 
 use std::time::Duration;
 
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
 use super::waits::Wait;
-use super::{Action, Base, Context, GROUP, Queries, Question, Scheduler, SessionId};
+use super::{Action, Base, Binding, Context, GROUP, Queries, Question, Scheduler, SessionId};
 use crate::clock::millis;
 use crate::core::engines::{Engines, Waits};
 use crate::core::peers::PeersStats;
@@ -146,18 +147,18 @@ impl Queries {
         self.windows.next_look_ms
     }
 
-    /// A question's run has so many hits; the first of a request opens its window, if it `may`. Whether more may be sent for now.
+    /// A question's run has so many hits; the first of a request opens its window, if it `may_wait`. Whether more may be sent for now.
     pub(super) fn see_run(
         &mut self,
         question: Question,
         hits: u32,
-        has_peers: bool,
+        may_wait: bool,
         cx: &mut Context,
     ) -> bool {
         let end = question.from + hits;
         let log = self.asker(question.session).logs.known_mut(question.log);
         if !std::mem::replace(&mut log.asked, true) {
-            let length_ms = self.window_ms(question, has_peers, cx);
+            let length_ms = self.window_ms(question, may_wait, cx);
             let window = (length_ms > 0).then(|| Window::open(cx.now_ms, end, length_ms));
             self.asker(question.session).logs.known_mut(question.log).window = window;
         }
@@ -167,11 +168,11 @@ impl Queries {
     }
 
     /// How long the window of a new question is; 0: it has none.
-    fn window_ms(&self, question: Question, has_peers: bool, cx: &mut Context) -> u64 {
+    fn window_ms(&self, question: Question, may_wait: bool, cx: &mut Context) -> u64 {
         let patience = &self.askers[&question.session].patience;
-        let lost = patience.is_lost();
+        let lost = patience.is_lost() || !may_wait;
         if !question.awaits {
-            return if has_peers && !lost { patience.waits.miss } else { 0 };
+            return if lost { 0 } else { patience.waits.miss };
         }
         let of_session = self.waits.range((question.session, 0)..=(question.session, u32::MAX));
         let awaiting = of_session.filter(|(_, wait)| wait.question.awaits && wait.answered.is_none()).count();
@@ -180,6 +181,14 @@ impl Queries {
         cx.stats.handover_without_producer += u64::from(lost);
         cx.stats.handover_beyond_limit += u64::from(too_many && !lost);
         if lost || too_many { 0 } else { patience.waits.promise }
+    }
+
+    /// Whether another engine here may compute what a question awaits: it keeps to the same namespace.
+    pub(super) fn has_producer(&self, question: Question, binding: &Binding, engines: &Engines) -> bool {
+        let is_there = |session: SessionId| {
+            engines[session].binding.is_some_and(|its| its.namespace == binding.namespace)
+        };
+        self.askers.keys().any(|session| *session != question.session && is_there(*session))
     }
 
     /// Lets a question wait for a producer, if its window is open.

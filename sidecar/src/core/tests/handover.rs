@@ -115,6 +115,25 @@ fn who_awaits_is_answered_by_the_saves_of_another_engine() {
 }
 
 #[test]
+fn nobody_waits_where_no_other_engine_of_the_namespace_is() {
+    let mut engines = Harness::over(core_of(64 << 20), 1, SHARD_BYTES);
+    engines.join();
+    engines.connect(D, hello(1, Role::Scheduler { run: D_RUN }));
+    // Of another form than P's: what P keeps is of no use to it.
+    engines.connect(D_RANK, rank_hello_of(1, 0, 2 * SHARD_BYTES));
+    engines.report(D_RANK, WorkerRequest::Join { run: D_RUN, step: 0 });
+    engines.out.clear();
+    engines.await_keys(0, 1, 0..4, false);
+    assert_eq!(engines.answers(), BTreeMap::from([(1, (Status::Ok, 0))]));
+    assert_eq!(engines.core.stats().handover_without_producer, 1);
+    let mut engines = two_engines();
+    engines.disconnect([SCHEDULER, RANKS[0]]);
+    engines.out.clear();
+    engines.await_keys(0, 1, 0..4, false);
+    assert_eq!(engines.answers(), BTreeMap::from([(1, (Status::Ok, 0))]), "P has gone");
+}
+
+#[test]
 fn who_asks_without_awaiting_is_answered_at_once() {
     let mut engines = two_engines();
     engines.begin_save(2);

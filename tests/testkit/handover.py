@@ -1,0 +1,78 @@
+"""Two engines, one of which computes prompts that the other answers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from testkit import engine, prompts, sidecar
+from testkit.transfer import TO_COMPUTE
+
+OUTPUT_TOKENS = 8
+PATIENCE_S = 120
+EXHAUSTED = "pillion_handover_exhausted_total"
+
+
+@dataclasses.dataclass
+class Pair:
+    """`p` computes, `d` answers, and `lone` says what is right: where there is none, `p`, which keeps what it computed."""
+
+    p: engine.Engine
+    d: engine.Engine
+    lone: engine.Engine | None
+    keeper: sidecar.Sidecar
+    seed: int = 0
+    number: int = 0
+    # D's counters after its last answer.
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def prompt(self, tokens: int) -> list[int]:
+        """A prompt that nobody has computed."""
+        self.seed += 1
+        return prompts.prompt(tokens, 70_000 + self.seed)
+
+    def right(self, tokens: list[int]) -> list[int]:
+        """What a lone engine answers."""
+        return list((self.lone or self.p).generate([tokens], max_tokens=OUTPUT_TOKENS, logprobs=0)[0]["tokens"])
+
+    def ask(self, which: engine.Engine, tokens: list[int], max_tokens: int, transfer: dict[str, Any]) -> None:
+        """Puts a request."""
+        self.number += 1
+        which.ask(self.number, tokens, max_tokens, transfer=transfer)
+
+    def compute(self, tokens: list[int]) -> dict[str, Any]:
+        """Has P compute a prompt; what it answers a router."""
+        self.ask(self.p, tokens, 1, TO_COMPUTE)
+        [answer] = self.p.answered(PATIENCE_S)
+        return dict(answer["transfer"])
+
+    def answer(self, tokens: list[int], transfer: dict[str, Any]) -> dict[str, Any]:
+        """D's answer."""
+        self.ask(self.d, tokens, OUTPUT_TOKENS, transfer)
+        return self.answered()
+
+    def answered(self) -> dict[str, Any]:
+        """D's answer to what it was asked; `computed` is what D has not found anywhere, as vLLM counts."""
+        [answer] = self.d.answered(PATIENCE_S)
+        counts = self.d.metrics()
+        seen, self.counts = self.counts, counts
+        found = sum(counts[name] - seen.get(name, 0) for name in ("external_hits", "local_hits"))
+        return answer | {"computed": counts["local_queries"] - seen.get("local_queries", 0) - found}
+
+    def exhausted(self) -> int:
+        """Requests of D that P's blocks did not reach in time."""
+        return self.keeper.metrics()[EXHAUSTED]
+
+
+def start(stack: contextlib.ExitStack, folder: Path, named: Mapping[str, engine.Options]) -> list[engine.Engine]:
+    """Ready engines, in this order, until the stack ends."""
+    started = [engine.Engine(options, folder / f"{name}.log") for name, options in named.items()]
+    for one in started:
+        stack.callback(one.kill)
+    for one in started:
+        # Its ranks join with its first step.
+        one.wait_started().generate([prompts.prompt(40, seed=1)], max_tokens=1)
+    return started

@@ -35,6 +35,8 @@ SAMPLES_OF_LARGE = 500
 BATCHES = 200
 BUSY_SAMPLES = 12_000
 ROUND_TRIPS = 20_000
+# Before a request of several groups: an engine asks once a step.
+PAUSES_US = (0, 200, 1_000, 5_000)
 # Sidecars that are compared: keys of each, and queries in turns of so many.
 COMPARED_KEYS = 200_000
 TURNS, TURN = 400, 10
@@ -204,10 +206,10 @@ def measure(engine: rig.Engine, keys: list[bytes], long_keys: list[bytes]) -> di
     }
 
 
-def grouped() -> dict[str, float]:
+def grouped() -> dict[str, dict[str, float]]:
     """Requests for 512 blocks in turns: of one cache group, and of two, the second of which needs 64 blocks or all.
 
-    As [pillion.set_scheduler][] asks: both groups ahead."""
+    By the pause before each, in microseconds. As [pillion.set_scheduler][] asks: both groups ahead."""
     source = random.Random(4)
     with rig.sidecar(DRAM) as sidecar, contextlib.ExitStack() as stack:
         groups = []
@@ -221,19 +223,28 @@ def grouped() -> dict[str, float]:
             engine.save(keys)
         gc.freeze()
         sides = [Queries(engine, keys) for engine in groups]
-        spent: dict[str, list[float]] = {"one": [], "window": [], "two": []}
-        for _ in range(TURNS):
-            spent["one"] += [together(sides[:1], [512]) for _ in range(TURN)]
-            spent["window"] += [together(sides, [512, 64]) for _ in range(TURN)]
-            spent["two"] += [together(sides, [512, 512]) for _ in range(TURN)]
-    medians = {f"groups_{kind}_p50_us": rig.median(samples) for kind, samples in spent.items()}
-    ratios = {f"groups_{kind}_ratio": rig.median(spent[kind]) / rig.median(spent["one"]) for kind in ("window", "two")}
-    return medians | {name: round(ratio, 2) for name, ratio in ratios.items()}
+        kinds = {"one": (sides[:1], [512]), "window": (sides, [512, 64]), "two": (sides, [512, 512])}
+        medians: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
+        for pause_us in PAUSES_US:
+            spent: dict[str, list[float]] = {kind: [] for kind in kinds}
+            for _ in range(TURNS // 4):
+                for kind, (asked, counts) in kinds.items():
+                    spent[kind] += [together(asked, counts, pause_us / 1e6) for _ in range(TURN // 2)]
+            for kind, samples in spent.items():
+                medians[kind][str(pause_us)] = rig.median(samples)
+    one = medians.pop("one")
+    ratios = {
+        f"groups_{kind}_ratio": {pause: round(samples[pause] / one[pause], 2) for pause in one}
+        for kind, samples in medians.items()
+    }
+    return {"groups_one_p50_us": one} | ratios
 
 
-def together(sides: list[Queries], counts: list[int]) -> float:
+def together(sides: list[Queries], counts: list[int], pause_s: float) -> float:
     """One new request of 512 blocks to several groups, each of which needs the last so many."""
     keys = sides[0].keys(512)
+    if pause_s:
+        time.sleep(pause_s)
     began = clock_us()
     logs = [side.ahead(keys, count) for side, count in zip(sides, counts, strict=True)]
     hits = [side.hits(log, keys, count) for side, log, count in zip(sides, logs, counts, strict=True)]
@@ -295,7 +306,7 @@ def main() -> None:
         result = measure(engine, keys, long_keys)
         engine.scheduler.disconnect()
         engine.worker.disconnect()
-    result |= grouped() | compared(binary) | peers.measure()
+    result |= {**grouped(), **compared(binary), **peers.measure()}
     print(json.dumps(result | {"seqpacket_rtt_us": round_trip, "keys": KEYS}))
 
 

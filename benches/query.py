@@ -80,7 +80,7 @@ class Queries:
         return log
 
     def hits(self, log: int, keys: list[bytes], count: int) -> int:
-        """Those of them that it has."""
+        """How many of the last `count` keys the sidecar keeps."""
         return self._scheduler.query(log, len(keys) - count, count)
 
     def end(self, log: int, hits: int, count: int) -> None:

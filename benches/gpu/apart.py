@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benches.gpu import http, models, rig
+from benches.gpu import http, rig
 from testkit import metrics
 from testkit.ports import free_port
 from testkit.server import Server, fetch
 from testkit.sidecar import find_binary
-from testkit.waiting import Failed
 
 SIZES = {
     "full": {
@@ -57,21 +54,8 @@ def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def run(bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder: Path) -> rig.Results:
-    """Every mode in turn; one that fails is said and the others go on."""
-    options.logs = options.logs or folder
-    options.logs.mkdir(parents=True, exist_ok=True)
-    model = models.write(folder / "model", rig.shape(options))
-    http.write_tokenizer(model, rig.shape(options)["vocab_size"])
-    results: rig.Results = {}
-    for mode in modes:
-        rig.say(f"{mode}: starting")
-        try:
-            results[mode] = measured(bench, mode, model, folder, options)
-        except (Failed, OSError, subprocess.SubprocessError) as error:
-            results[mode] = rig.failure(mode, error)
-            continue
-        rig.say(f"{mode}: {json.dumps(results[mode])}")
-    return results
+    """Every mode in turn."""
+    return http.run_modes(options, modes, folder, lambda mode, model: measured(bench, mode, model, folder, options))
 
 
 def measured(bench: rig.Bench, mode: str, model: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:

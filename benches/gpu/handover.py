@@ -195,7 +195,7 @@ def measured(pair: Pair, tokens: int, rounds: int, ways: list[str], block_tokens
 
 
 def copy_ms(shape: dict[str, int], tokens: int, item_bytes: int) -> float:
-    """What this machine takes to copy the KV of so many tokens from memory to memory once, by one thread."""
+    """Milliseconds of one copy of the KV of so many tokens within this host's memory, by one thread."""
     source = numpy.ones(COPIED_BYTES, numpy.uint8)
     target = numpy.zeros_like(source)
     seconds = min(timeit.repeat(lambda: numpy.copyto(target, source), number=1, repeat=COPIES))

@@ -12,7 +12,7 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,26 @@ def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
     }
 
 
+# What a mode's servers are started for: the mode, and the model's folder.
+Measure = Callable[[str, Path], dict[str, Any]]
+
+
 def run(bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder: Path) -> rig.Results:
+    """Every mode in turn."""
+
+    def measure(mode: str, model: Path) -> dict[str, Any]:
+        with rig.server(mode, options, folder, options.logs) as transfer:
+            settings = bench.engine(options.sizes) | rig.engine_arguments(options)
+            if transfer:
+                settings["kv_transfer_config"] = transfer
+            with serving(mode, model, settings, options) as url:
+                raw = ask(url, model, options, options.logs / f"http-{mode}-client.json")
+                return figures(raw) | found(url)
+
+    return run_modes(options, modes, folder, measure)
+
+
+def run_modes(options: argparse.Namespace, modes: list[str], folder: Path, measure: Measure) -> rig.Results:
     """Every mode in turn; one that fails is said and the others go on."""
     options.logs = options.logs or folder
     options.logs.mkdir(parents=True, exist_ok=True)
@@ -102,13 +121,7 @@ def run(bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder:
     for mode in modes:
         rig.say(f"{mode}: starting")
         try:
-            with rig.server(mode, options, folder, options.logs) as transfer:
-                settings = bench.engine(options.sizes) | rig.engine_arguments(options)
-                if transfer:
-                    settings["kv_transfer_config"] = transfer
-                with serving(mode, model, settings, options) as url:
-                    raw = ask(url, model, options, options.logs / f"http-{mode}-client.json")
-                    results[mode] = figures(raw) | found(url)
+            results[mode] = measure(mode, model)
         except (Failed, OSError, subprocess.SubprocessError) as error:
             results[mode] = rig.failure(mode, error)
             continue

@@ -47,7 +47,7 @@ PATIENCE_S = 60
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What strikes whom."""
+    """One blow: its kind, and the process that it strikes."""
 
     kind: str
     victim: str

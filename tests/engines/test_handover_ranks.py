@@ -58,7 +58,7 @@ def test_every_rank_hands_its_part_over(engines: tuple[Pair, Pair], at_once: boo
 
 
 def test_an_engine_of_another_size_does_not_wait(engines: tuple[Pair, Pair], tmp_path: Path) -> None:
-    """What the other one keeps is of no use to it, and the doctor says why."""
+    """An engine of one rank has no use for blocks of two, and `pillion doctor` names the fact that differs."""
     _, pair = engines
     before = pair.keeper.metrics()
     tokens = pair.prompt(700)

@@ -21,7 +21,7 @@ class Writer(Engine):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        # What was promised in this step.
+        # The prompts that this engine promised in its last step.
         self.promised: list[Prompt] = []
         self._open: list[tuple[int, int]] = []
 

@@ -35,7 +35,7 @@ class Pair:
         return prompts.prompt(tokens, 70_000 + self.seed)
 
     def right(self, tokens: list[int]) -> list[int]:
-        """What a lone engine answers."""
+        """The right answer: that of `lone`, or where there is none, of `p`."""
         return list((self.lone or self.p).generate([tokens], max_tokens=OUTPUT_TOKENS, logprobs=0)[0]["tokens"])
 
     def ask(self, which: engine.Engine, tokens: list[int], max_tokens: int, transfer: dict[str, Any]) -> None:

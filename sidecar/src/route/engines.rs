@@ -127,7 +127,7 @@ impl Engines {
         up.min_by_key(|engine| engine.load.load(Ordering::Relaxed)).map(Arc::clone)
     }
 
-    /// The same of the others.
+    /// The engine with the least to do of those that are up, `spared` left out.
     pub(super) fn idlest_but(&self, spared: &Engine, now: Instant) -> Option<Arc<Engine>> {
         let others = self.0.iter().filter(|engine| engine.address != spared.address);
         Self(others.map(Arc::clone).collect()).idlest(now)
@@ -149,7 +149,7 @@ impl Engines {
         ranked
     }
 
-    /// The same, and one of them last.
+    /// As [`Engines::ranked`], with `spared` behind every other engine that is as much up as it.
     pub(super) fn ranked_but(&self, spared: &Engine, start: u64, now: Instant) -> Vec<Arc<Engine>> {
         let mut ranked = self.ranked(start, now);
         ranked.sort_by_key(|engine| (!engine.is_up(now), engine.address == spared.address));

@@ -23,7 +23,7 @@ use super::engines::Address;
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
 /// The longest answer that is read whole: one token, and what it came with.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
-/// So vLLM begins the event that ends a stream with an error.
+/// How vLLM begins the event by which it ends a stream with an error.
 const ERROR_EVENT: &[u8] = b"data: {\"error\"";
 /// Headers of one connection, which say nothing of the request. Lengths are written anew.
 const OF_A_CONNECTION: [HeaderName; 7] =

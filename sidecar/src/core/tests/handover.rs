@@ -178,7 +178,7 @@ impl Harness {
         self.hand_over(op, named);
     }
 
-    /// The same of a part of its log 0, which is open.
+    /// P hands over a part of the prompt of its log 0, which is open.
     fn begin_part(&mut self, op: u64, keys: std::ops::Range<u32>) {
         self.hand_over(op, Keys::new(0, keys));
     }

@@ -13,7 +13,7 @@ from typing import Any
 
 from holder import Holder
 
-from testkit import model, sidecar
+from testkit import model, ports, sidecar
 from testkit.child import Child, python
 from testkit.waiting import Failed
 
@@ -117,6 +117,16 @@ def by_load(keeper: sidecar.Sidecar, *loads: str, **extra: Any) -> list[dict[str
 def metrics(keeper: sidecar.Sidecar) -> str:
     """Where the sidecar's metrics are."""
     return f"http://{keeper.http}/metrics"
+
+
+def peers() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Options of two sidecars that are peers."""
+    here, there = (f"127.0.0.1:{ports.free_port()}" for _ in range(2))
+
+    def member(name: str, own: str, other: str) -> tuple[str, ...]:
+        return ("--mesh-listen", own, "--peer", other, "--node-id", name, "--mesh-plaintext")
+
+    return member("a", here, there), member("b", there, here)
 
 
 # --- prompts and what is right ---

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stage import RESET, Stage, abort, block_count, by_load, generate, hit_tokens, metrics, prompt_of, wait_saved
+from stage import RESET, Stage, abort, block_count, by_load, generate, hit_tokens, metrics, peers, prompt_of, wait_saved
 
 from pillion.config import Config
 from pillion.records import PARTS, QUEUE_MAX, Records
@@ -32,7 +32,15 @@ def test_a_receiver_gets_what_slow_requests_waited_for(stage: Stage, load: str) 
     acts = [generate([KEPT], 1), wait_saved(block_count([KEPT], 1)), RESET, {"do": "slow_steps", "with": {"seconds": STEP_S}}]
     acts += [generate([KEPT], 1), generate([AWAITED], 1, transfer=TO_ANSWER)]
     acts += [generate([prompt_of(290, 3)], 1, transfer=TO_ANSWER, at={"2": abort(0)}), {"do": "waits"}]
-    with collector.collecting() as receiver, sidecar.serving(stage.directory, anonymous=True) as keeper:
+    # What is awaited may come from a peer; without one, and without another engine, nobody would wait.
+    here, there = peers()
+    (stage.directory / "there").mkdir()
+    with (
+        collector.collecting() as receiver,
+        sidecar.serving(stage.directory, anonymous=True, more=here) as keeper,
+        sidecar.serving(stage.directory / "there", anonymous=True, more=there),
+    ):
+        keeper.wait_metric("pillion_mesh_peers", 1)
         told = {"pillion.record_otlp": receiver.url, "pillion.record_slow_ms": SLOW_MS, "pillion.record_every": 0}
         [results] = stage.play(acts, *by_load(keeper, load, **told), metrics=metrics(keeper))
         records = receiver.records()

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from stage import RESET, Stage, block_count, generate, hit_tokens, metrics, pillion, prompt_of, right_answers, wait_saved
+from stage import RESET, Stage, block_count, generate, hit_tokens, metrics, peers, pillion, prompt_of, right_answers, wait_saved
 
-from testkit import ports, sidecar
+from testkit import sidecar
 
 # vLLM counts hits in what both of its schedulers share.
 pytestmark = pytest.mark.parametrize("stage", ["async-scheduler"], indirect=True)
@@ -20,16 +20,6 @@ HIT = sum(hit_tokens(len(prompt)) for prompt in PROMPTS)
 ASK = generate(PROMPTS, 1)
 # Of 32 tokens: one prompt after the other fits.
 BLOCKS = 30
-
-
-def members() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Options of two sidecars that are peers."""
-    here, there = (f"127.0.0.1:{ports.free_port()}" for _ in range(2))
-
-    def member(name: str, own: str, other: str) -> tuple[str, ...]:
-        return ("--mesh-listen", own, "--peer", other, "--node-id", name, "--mesh-plaintext")
-
-    return member("a", here, there), member("b", there, here)
 
 
 @contextlib.contextmanager
@@ -61,7 +51,7 @@ def test_hits_of_a_disk(stage: Stage) -> None:
 
 def test_hits_of_a_peer(stage: Stage) -> None:
     """The same of another pod's sidecar."""
-    here, there = members()
+    here, there = peers()
     (stage.directory / "there").mkdir()
     with kept(stage, more=here), sidecar.serving(stage.directory / "there", anonymous=True, more=there) as keeper:
         keeper.wait_metric("pillion_mesh_peers", 1)

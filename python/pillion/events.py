@@ -29,8 +29,8 @@ class Events:
     def __init__(self, session: SchedulerSession, events: BlockEvents) -> None:
         self._session, self._events = session, events
         # Offers that no change was looked up in yet, since a step that saves should not wait for that: the time at which one is
-        # forgotten, its request, the place of its first block, what its keys are folded with, and its hashes.
-        self._fresh: deque[tuple[float, Tracked, int, bytes | None, list[bytes]]] = deque()
+        # forgotten, its request, what its keys are folded with, and the places of its blocks.
+        self._fresh: deque[tuple[float, Tracked, bytes | None, int, int]] = deque()
         # By key, the request that offered the block last, the block's place in it, and its hash.
         self._known: dict[bytes, tuple[Tracked, int, bytes]] = {}
         # Offers, the oldest first: the time at which an offer is forgotten, its request, and its keys of `_known`.
@@ -47,11 +47,13 @@ class Events:
         now = time.monotonic()
         while self._fresh and self._fresh[0][0] <= now:
             self._fresh.popleft()
-        self._fresh.append((now + KNOWN_S, tracked, first, tracked.fold, tracked.hashes_of(first, end)))
+        self._fresh.append((now + KNOWN_S, tracked, tracked.fold, first, end))
 
     def _learn(self, now: float) -> None:
         """Enters what was offered, and forgets what was offered long ago."""
-        for forgotten, tracked, first, fold, hashes in self._fresh:
+        for forgotten, tracked, fold, first, end in self._fresh:
+            # Of tokens that were taken back since, the place alone is told: others are offered there by now.
+            hashes = tracked.hashes_of(first, end)
             keys = hashes if fold is None else [_shim.folded(block_hash, fold) for block_hash in hashes]
             for place, (key, block_hash) in enumerate(zip(keys, hashes, strict=True), first):
                 self._known[key] = (tracked, place, block_hash)

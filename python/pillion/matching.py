@@ -41,15 +41,16 @@ class Matching:
     # Tokens of hits that were loaded, by where they were found.
     hit_tokens: Counter[Source] = field(default_factory=Counter)
 
-    def announce(self, request: Request) -> None:
-        """Has what lies on a disk of its prompt fetched while the request waits for its turn."""
-        count = (request.num_tokens - 1) // self._block_tokens
+    def announce(self, request: Request, blocks: range | None = None) -> None:
+        """Has what lies elsewhere of its prompt, or of these `blocks` of it, fetched while the request waits for its turn."""
+        if blocks is None:
+            blocks = range((request.num_tokens - 1) // self._block_tokens)
         waiting = len(self._requests.by_id) - len(self._requests.running)
-        if count <= 0 or waiting >= ANNOUNCED_MAX:
+        if not blocks or waiting >= ANNOUNCED_MAX:
             return
         tracked = self._requests.follow(request)
         if self._requests.append(tracked):
-            self._session.hint(tracked.log, 0, count)
+            self._session.hint(tracked.log, blocks.start, len(blocks))
 
     def match(self, tracked: Tracked, computed_tokens: int, step: int) -> tuple[int | None, bool]:
         """Tokens beyond `computed_tokens` that the cache holds; None: ask again. Whoever asks starts anew."""

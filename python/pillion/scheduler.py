@@ -60,10 +60,10 @@ class Scheduler:
             config.query_timeout_us,
             config.copier(on_gpu) == "engine",
             on_gpu and not vllm_compat.zeroes_blocks(kv_cache_config),
-            # A set waits for no producer, and is loaded once all of it is here.
+            # A set waits for no producer, and no step for a set.
             0 if group.several else config.miss_wait_ms,
-            0 if group.several else self._pacing.part_blocks,
-            self._pacing.whole_blocks,
+            self._pacing.part_blocks,
+            0 if group.several else self._pacing.whole_blocks,
             vllm_compat.groups(kv_cache_config),
             config.handover_wait_ms,
             config.promise_wait_ms,
@@ -101,11 +101,11 @@ class Scheduler:
 
     # --- requests ---
 
-    def announced(self, request: Request) -> None:
-        """A request has arrived, and waits for its turn."""
+    def announced(self, request: Request, blocks: range | None = None) -> None:
+        """A request has arrived, and waits for its turn. It will need its whole prompt, or these `blocks` of it."""
         self._requests.look(request)
         if self._config.loads and not request.skip_reading_prefix_cache:
-            self._matching.announce(request)
+            self._matching.announce(request, blocks)
 
     def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond `computed_tokens` that the cache holds, and whether they come asynchronously; None: ask again."""

@@ -1,8 +1,8 @@
 """The scheduler role of an engine with several cache groups: one [pillion.scheduler][] for each, and what makes their hits one.
 
 A set is a request's blocks of all groups. It is served up to the highest boundary at which every group has what the next token
-reads: a group with full attention every block, one with a window those of the window. It is loaded asynchronously, and where a
-block of it does not come, all of it has failed.
+reads: a group with full attention every block, one with a window those of the window. It is loaded asynchronously, perhaps
+while blocks of it are still on their way, and where a block of it does not come, all of it has failed.
 """
 
 from __future__ import annotations
@@ -72,10 +72,13 @@ class SetScheduler:
     # --- requests ---
 
     def announced(self, request: Request) -> None:
-        """A request has arrived, and waits for its turn. Which blocks of a window it will need is not known yet."""
-        for part, reads in zip(self._all, self._reads, strict=True):
-            if not reads:
-                part.announced(request)
+        """A request has arrived, and waits for its turn. Of windows it needs what the highest boundary reads, if all is kept.
+
+        Those few blocks come first: a set's load begins once all groups are asked for, and each of windows waits for its own.
+        """
+        limit = self._limit(request)
+        for group in self._windows + self._full:
+            self._all[group].announced(request, self._blocks(group, 0, limit))
 
     def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond `computed_tokens` that all groups hold; None: ask again."""
@@ -84,9 +87,7 @@ class SetScheduler:
         # vLLM's own hit ends on a boundary.
         if computed_tokens % self._boundary or self.is_refused(request):
             return 0, False
-        # One token is left to compute.
-        limit = request.num_tokens - 1
-        end = self._common(request, computed_tokens, limit - limit % self._boundary)
+        end = self._common(request, computed_tokens, self._limit(request))
         if end is None:
             return None, False
         if end <= computed_tokens:
@@ -103,12 +104,17 @@ class SetScheduler:
         """Never: a set is loaded beside the steps."""
         return False
 
+    def _limit(self, request: Request) -> int:
+        """The highest boundary of a hit: one token is left to compute."""
+        tokens = request.num_tokens - 1
+        return tokens - tokens % self._boundary
+
     def _common(self, request: Request, first: int, limit: int) -> int | None:
         """The highest boundary up to `limit`, of `TRIES_MAX`, whose blocks all groups have and have leased; at most `first` if
         there is none; None: ask again."""
         # The sidecar looks for all groups at once: for those with windows where they are asked first if the others have all.
         guessed = min(limit, self._tried.get(request.request_id, limit))
-        for group in self._full + self._windows:
+        for group in self._windows + self._full:
             blocks = self._blocks(group, first, guessed if self._reads[group] else limit)
             if blocks:
                 self._all[group].look_ahead(request, blocks.start, len(blocks))

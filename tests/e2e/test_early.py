@@ -22,12 +22,15 @@ pytestmark = pytest.mark.xdist_group("hosts")
 
 # Blocks of half a MiB, of which the connector's first part has 32.
 WIDE = dataclasses.replace(model.TINY, layers=4, kv_heads=4, head_dim=256, max_position=2048)
+# Such blocks in three cache groups: two with windows, of two blocks each, and one with full attention.
+WIDE_SET = dataclasses.replace(model.TINY_WINDOWS, layers=12, full_layers=4, kv_heads=4, head_dim=256, max_position=2048)
+SHAPES = {"one group": (WIDE, 0), "several groups": (WIDE_SET, 2 * 2)}
 PART_BLOCKS = 32
 PROMPT_TOKENS = 1550
 BLOCKS = prompts.hit_tokens(PROMPT_TOKENS) // engine.BLOCK_TOKENS
 # More than the first part, less than all. They end where one of A's steps did: what B computes after them comes out the same.
 THROUGH_BLOCKS = 40
-THROUGH_BYTES = THROUGH_BLOCKS * (512 << 10) + (256 << 10)
+BLOCK_BYTES = 512 << 10
 REQUEST_WATCHDOG_S = 60
 EARLY, LOADED, FAILED = "pillion_query_early_answers_total", "pillion_loaded_blocks_total", "pillion_load_failures_total"
 FETCHED, FAULTS = "pillion_mesh_fetched_blocks_total", "pillion_mesh_faults_total"
@@ -39,7 +42,19 @@ class Pair:
 
     a: pods.Pod
     b: pods.Pod
+    # Blocks of windows that a hit reads. They come before those of full attention, and are loaded at once.
+    in_windows: int
     seed: int = 8_000
+
+    @property
+    def first(self) -> int:
+        """Blocks that are loaded while others stand still."""
+        return self.in_windows + PART_BLOCKS
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that a hit reads."""
+        return self.in_windows + BLOCKS
 
     def new(self) -> list[int]:
         """A prompt that nobody has computed."""
@@ -51,15 +66,16 @@ class Pair:
         tokens = self.new()
         kept = self.a.sidecar.metrics()["pillion_blocks"]
         self.a.ask(tokens)
-        self.a.sidecar.wait_metric("pillion_blocks", kept + BLOCKS)
-        self.b.sidecar.wait_metric("pillion_mesh_peer_keys", kept + BLOCKS)
+        self.a.sidecar.wait_metric("pillion_blocks", kept + self.blocks)
+        self.b.sidecar.wait_metric("pillion_mesh_peer_keys", kept + self.blocks)
         return tokens, self.a.ask(tokens)
 
     @contextlib.contextmanager
     def dammed(self) -> Iterator[dam.Dam]:
         """So much comes through from A to B, the rest is held back. In the end every connection is cut."""
         a, b = self.a.host, self.b.host
-        between = dam.Dam(network.BRIDGE_ADDRESS, a.address, pods.BLOCK_PORT, THROUGH_BYTES)
+        through = (self.in_windows + THROUGH_BLOCKS) * BLOCK_BYTES + BLOCK_BYTES // 2
+        between = dam.Dam(network.BRIDGE_ADDRESS, a.address, pods.BLOCK_PORT, through)
         with between, b.diverted(a.address, between.ports):
             yield between
 
@@ -67,8 +83,8 @@ class Pair:
         """Asks B, and returns when it has what comes through, the first part loaded; what B's sidecar had counted before."""
         before = self.b.sidecar.metrics()
         self.b.engine.ask(0, tokens, pods.OUTPUT_TOKENS, logprobs=5)
-        self.b.sidecar.wait_metric(LOADED, before[LOADED] + PART_BLOCKS)
-        self.b.sidecar.wait_metric(FETCHED, before[FETCHED] + THROUGH_BLOCKS)
+        self.b.sidecar.wait_metric(LOADED, before[LOADED] + self.first)
+        self.b.sidecar.wait_metric(FETCHED, before[FETCHED] + self.in_windows + THROUGH_BLOCKS)
         return before
 
     def since(self, before: dict[str, int]) -> dict[str, int]:
@@ -76,11 +92,12 @@ class Pair:
         return {name: value - before[name] for name, value in self.b.sidecar.metrics().items()}
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+@pytest.fixture(scope="module", params=SHAPES.values(), ids=SHAPES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Both pods, ready, and members. Blocks come in their order: over one stream."""
     directory = tmp_path_factory.mktemp("early")
-    options = engine.Options(model.write(directory / "model", WIDE), load="async", copy="sidecar")
+    shape, in_windows = request.param
+    options = engine.Options(model.write(directory / "model", shape), load="async", copy="sidecar")
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(network.hosts("a", "b"))
         stack.callback(network.Etcd(directory).kill)
@@ -88,7 +105,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         for pod in (a, b):
             pod.engine.wait_started()
             pod.sidecar.wait_metric("pillion_mesh_peers", 1)
-        yield Pair(a, b)
+            # Its ranks take part from its first step on.
+            pod.ask(prompts.prompt(10, 1))
+        yield Pair(a, b, in_windows)
 
 
 def test_the_first_part_is_loaded_while_the_rest_is_on_the_wire(pair: Pair) -> None:
@@ -97,18 +116,18 @@ def test_the_first_part_is_loaded_while_the_rest_is_on_the_wire(pair: Pair) -> N
         tokens, right = pair.computed()
         before = pair.begin(tokens)
         counts = pair.since(before)
-        assert (counts[EARLY], counts[LOADED]) == (1, PART_BLOCKS)
+        assert (counts[EARLY], counts[LOADED]) == (1, pair.first)
         held.open()
         [answer] = pair.b.engine.answered(REQUEST_WATCHDOG_S)
     assert answer["tokens"] == right["tokens"]
     assert answer["logprobs"] == right["logprobs"]
-    pair.b.sidecar.wait_metric(FETCHED, before[FETCHED] + BLOCKS)
+    pair.b.sidecar.wait_metric(FETCHED, before[FETCHED] + pair.blocks)
     counts = pair.since(before)
-    assert (counts[EARLY], counts[LOADED], counts[FAILED], counts[FAULTS]) == (1, BLOCKS, 0, 0)
+    assert (counts[EARLY], counts[LOADED], counts[FAILED], counts[FAULTS]) == (1, pair.blocks, 0, 0)
     # The negative control: one wrong K value in every block.
     assert pair.b.engine.reset_prefix_cache()
     with pool_file.damaged(pair.b.sidecar.pool) as damaged:
-        assert damaged >= BLOCKS
+        assert damaged >= pair.blocks
         assert pair.b.ask(tokens)["logprobs"] != right["logprobs"]
 
 
@@ -122,6 +141,6 @@ def test_the_owner_dies_while_the_rest_is_on_the_wire(pair: Pair) -> None:
     assert answer["tokens"] == right["tokens"]
     assert answer["logprobs"] == right["logprobs"]
     counts = pair.since(before)
-    assert (counts[EARLY], counts[LOADED], counts[FAILED]) == (1, PART_BLOCKS, 1)
+    assert (counts[EARLY], counts[LOADED], counts[FAILED]) == (1, pair.first, 1)
     tokens = pair.new()
     assert pair.b.ask(tokens)["tokens"] == pair.a.ask(tokens)["tokens"]

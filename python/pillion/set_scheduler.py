@@ -106,7 +106,7 @@ class SetScheduler:
 
     def _limit(self, request: Request) -> int:
         """The highest boundary of a hit: one token is left to compute."""
-        tokens = request.num_tokens - 1
+        tokens: int = request.num_tokens - 1
         return tokens - tokens % self._boundary
 
     def _common(self, request: Request, first: int, limit: int) -> int | None:

@@ -92,7 +92,7 @@ class Pair:
         return {name: value - before[name] for name, value in self.b.sidecar.metrics().items()}
 
 
-@pytest.fixture(scope="module", params=SHAPES.values(), ids=SHAPES)
+@pytest.fixture(scope="module", params=SHAPES.values(), ids=list(SHAPES))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Both pods, ready, and members. Blocks come in their order: over one stream."""
     directory = tmp_path_factory.mktemp("early")

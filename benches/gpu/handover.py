@@ -1,7 +1,8 @@
 """Prefill here, decode there: first tokens at an engine D of prompts that an engine P computes, on one GPU or two.
 
 Both are vLLM engines in processes of their own, at the same time. The KV goes from P to D through Pillion's sidecar, or with
-`--rival nixl` through vLLM's NixlConnector. This process is the router: it hands P's answer to D, or asks both at once.
+`--rival nixl` through vLLM's NixlConnector. This process is the router: it hands P's answer to D, or asks both at once. With
+`--trace` both engines send the records of their requests here, and each length has the timeline of its last prompt.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy
 from benches.gpu import models, rig
 from benches.gpu.engine import Answer, Engine
 from benches.gpu.ttft import ONE_TOKEN, OUTPUT_TOKENS, UNCHECKED
-from testkit import metrics
+from testkit import collector, metrics
 from testkit.sidecar import Sidecar
 from testkit.transfer import TO_ANSWER, TO_COMPUTE
 from testkit.waiting import Failed
@@ -38,6 +39,8 @@ EQUAL_LEAST = 0.9
 DURATION = 'pillion_handover_duration_seconds_%s{part="whole"}'
 COPIED_BYTES, COPIES = 64 << 20, 20
 LENGTHS = ("short_tokens", "middle_tokens", "long_tokens")
+# What a record says that a request waited for, in this order.
+PARTS = ("query", "producer", "waiting", "copy", "ready")
 
 FULL = {"short_tokens": 512, "middle_tokens": 1_790, "long_tokens": 7_070}
 SIZES = {
@@ -118,11 +121,15 @@ class Side(rig.EngineProcess):
 class Pair:
     """P and D, and what they are asked. Every prompt is another one."""
 
-    def __init__(self, p: Side, d: Side, keeper: Sidecar | None) -> None:
+    def __init__(self, p: Side, d: Side, keeper: Sidecar | None, receivers: list[collector.Collector]) -> None:
         self.p, self.d, self._keeper = p, d, keeper
+        # Of P's records and of D's, with `--trace`.
+        self._receivers = receivers
         self._seed = 0
         # Milliseconds of each prompt asked at both at once, by the sidecar.
         self.handed_over: list[float] = []
+        # Of the last of them.
+        self.timeline: dict[str, dict[str, float]] = {}
 
     def make(self, tokens: int) -> None:
         """A prompt that nobody has computed."""
@@ -141,12 +148,16 @@ class Pair:
     def at_once(self) -> tuple[float, Any]:
         """Both at once: the same from the first of the two requests."""
         before = self._durations()
+        for receiver in self._receivers:
+            receiver.spans.clear()
         self.d.tell({"ask": OUTPUT_TOKENS, "transfer": TO_ANSWER})
         computed = self.p.ask(ONE_TOKEN, TO_COMPUTE)
         answer = self.d.hear(self.d.limit_s)
         count, seconds = (now - then for now, then in zip(self._durations(), before, strict=True))
         if count == 1:
             self.handed_over.append(seconds * 1e3)
+        if self._receivers:
+            self.timeline = timeline(dict(zip("pd", zip((computed, answer), self._receivers, strict=True), strict=True)))
         return ms(min(computed["added"], answer["added"]), answer["first"]), answer
 
     def _durations(self) -> list[float]:
@@ -158,6 +169,24 @@ class Pair:
 def ms(begun: float, end: float) -> float:
     """The clock is one for all processes of a host."""
     return (end - begun) * 1e3
+
+
+def timeline(sides: dict[str, tuple[dict[str, Any], collector.Collector]]) -> dict[str, dict[str, float]]:
+    """When both engines had the request, asked the cache and gave the first token, in milliseconds from the first request on.
+
+    Between the last two: how long each waited for what.
+    """
+    begun = min(answer["added"] for answer, _ in sides.values())
+    # Spans have the time of day.
+    begun_ns = (time.time() - time.perf_counter() + begun) * 1e9
+    told: dict[str, dict[str, float]] = {}
+    for side, (answer, receiver) in sides.items():
+        receiver.wait()
+        span, (record,) = receiver.spans[-1], receiver.records().values()
+        times = {"added": ms(begun, answer["added"]), "asked": (span.start_time_unix_nano - begun_ns) / 1e6}
+        times |= {part: record[f"pillion.{part}_ms"] for part in PARTS} | {"first": ms(begun, answer["first"])}
+        told[side] = {name: round(value, 2) for name, value in times.items()}
+    return told
 
 
 def measured(pair: Pair, tokens: int, rounds: int, ways: list[str], block_tokens: int) -> dict[str, Any]:
@@ -189,6 +218,8 @@ def measured(pair: Pair, tokens: int, rounds: int, ways: list[str], block_tokens
         result[f"added_{way}_ms"] = round(medians[f"pd_{way}"] - medians["p_alone"] - medians["d_hit"], 2)
     if pair.handed_over:
         result["handed_over_ms"] = rig.spread(pair.handed_over)
+    if pair.timeline:
+        result["timeline_ms"] = pair.timeline | {"sidecar": {"handed_over": round(pair.handed_over[-1], 2)}}
     result |= {"computed_max": max(computed), "equal": round(sum(equal) / len(equal), 4)}
     result["ok"] = result["computed_max"] <= block_tokens + 1 and result["equal"] >= EQUAL_LEAST
     return result
@@ -235,6 +266,9 @@ def run_mode(mode: str, options: argparse.Namespace, folder: Path, model: Path) 
     ways = ["first"] if mode == "nixl" else ["first", "at_once"]
     with contextlib.ExitStack() as stack:
         configs, keeper = stack.enter_context(transfers(mode, options, folder))
+        receivers = [stack.enter_context(collector.collecting()) for _ in configs if options.trace and keeper]
+        for config, receiver in zip(configs, receivers, strict=False):
+            config["kv_connector_extra_config"] |= {"pillion.record_otlp": receiver.url, "pillion.record_slow_ms": 0}
         sides = [Side(mode, side, options) for side in ("p", "d")]
         for side in sides:
             stack.callback(side.end)
@@ -242,7 +276,7 @@ def run_mode(mode: str, options: argparse.Namespace, folder: Path, model: Path) 
             side.hear(rig.IMPORT_WATCHDOG_S)
         for side, transfer in zip(sides, configs, strict=True):
             started = side.do(model=str(model), transfer=transfer, reference=None)
-        pair = Pair(sides[0], sides[1], keeper)
+        pair = Pair(sides[0], sides[1], keeper, receivers)
         result: dict[str, Any] = {}
         for length in LENGTHS:
             tokens = options.sizes[length]
@@ -271,7 +305,13 @@ def run(_bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder
     return results
 
 
-BENCH = rig.Bench("handover", str(__doc__), SIZES, engine_settings, serve, None, UNCHECKED, ("nixl",), options=rig.cards)
+def options(parser: argparse.ArgumentParser) -> None:
+    """Of this benchmark alone."""
+    rig.cards(parser)
+    parser.add_argument("--trace", action="store_true", help="print what both engines' records say of a prompt")
+
+
+BENCH = rig.Bench("handover", str(__doc__), SIZES, engine_settings, serve, None, UNCHECKED, ("nixl",), options=options)
 
 if __name__ == "__main__":
     rig.main(BENCH, run)

@@ -11,6 +11,8 @@ from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from testkit.waiting import wait_for
+
 
 @dataclass
 class Collector:
@@ -28,6 +30,10 @@ class Collector:
         told = [_plain(span.attributes) for span in self.spans]
         assert len({one["gen_ai.request.id"] for one in told}) == len(told), "one record a request"
         return {one.pop("gen_ai.request.id"): one for one in told}
+
+    def wait(self) -> None:
+        """Until a record has come."""
+        wait_for(lambda: bool(self.spans), "a record")
 
     def take(self, body: bytes) -> None:
         """One request."""

@@ -220,6 +220,7 @@ async fn tell(shared: &Shared, number: PeerNumber, heard: Heard) {
             shared.tell(News::Changes { number, changes });
             tokio::time::sleep(Duration::from_micros(micros)).await;
         }
+        Heard::Promises(promises) => shared.tell(News::Promises { number, promises }),
     }
 }
 

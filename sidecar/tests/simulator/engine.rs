@@ -204,7 +204,10 @@ impl Engine {
         }
         // Some wait for a producer: half as long as a query does, so that either may give up first.
         let miss_wait_ms = model.by_engine.then_some(1);
-        let hello = Hello { miss_wait_ms, ..model.hello(Role::Scheduler { run }) };
+        // What is promised is waited for ten times as long as what is not.
+        let (promise_wait_ms, handover_wait_ms) = (Some(20), Some(200));
+        let role = Role::Scheduler { run };
+        let hello = Hello { miss_wait_ms, promise_wait_ms, handover_wait_ms, ..model.hello(role) };
         let port = Port::new(hello, None, ctx.now);
         self.scheduler = Some(Scheduler::new(Rc::clone(model), run, port));
         ctx.wakes.push((Actor::Scheduler(model.index), ctx.now + 10));

@@ -51,7 +51,7 @@ pub struct PeerStats {
     pub keys: usize,
     /// Bytes of memory that this takes.
     pub bytes: usize,
-    /// Promises of it.
+    /// Prompts that its engines have promised at present.
     pub promises: usize,
     /// Whether it is left alone, or on trial.
     pub breaker_open: bool,
@@ -166,13 +166,12 @@ impl Directory {
     }
 
     /// Whether a prompt with one of these last keys is promised by a peer that may be asked.
-    pub fn is_promised(&self, now_ms: u64, keys: impl Iterator<Item = Digest> + Clone) -> bool {
-        let promises = |member: &Member| {
-            !member.promises.is_empty()
-                && member.breaker.lets_pass(now_ms, member.under_way)
-                && keys.clone().any(|key| member.promises.contains(&key))
-        };
-        self.members.iter().any(promises)
+    pub fn is_promised(&self, now_ms: u64, mut keys: impl Iterator<Item = Digest>) -> bool {
+        let may_be_asked = |member: &&Member| member.breaker.lets_pass(now_ms, member.under_way);
+        let members = self.members.iter().filter(|member| !member.promises.is_empty());
+        let promises: Vec<&HashSet<Digest>> =
+            members.filter(may_be_asked).map(|member| &member.promises).collect();
+        !promises.is_empty() && keys.any(|key| promises.iter().any(|promises| promises.contains(&key)))
     }
 
     /// Blocks were asked of a peer.

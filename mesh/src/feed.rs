@@ -18,8 +18,8 @@ pub const CHUNK_DIGESTS_MAX: usize = 32_000;
 /// Changes of a batch at most: 62 KiB; applying them to a set of 10^7 takes some milliseconds.
 pub const BATCH_CHANGES_MAX: usize = 8_000;
 
-/// Promises that are told of one node at most: 32 KiB.
-pub const PROMISES_MAX: usize = 4096;
+/// Promises that are told of one node at most: 64 KiB. As many as all engines that a sidecar serves may have.
+pub const PROMISES_MAX: usize = 8192;
 
 /// No promises have this number: who was told none has it.
 const NO_PROMISES: u64 = 0;

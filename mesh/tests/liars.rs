@@ -140,7 +140,7 @@ fn a_server_that_lies_is_told_of_and_harms_no_other() {
         ),
         (greeted(vec![begin(1, 10), chunk(1, keys(32_100), true)]), "of 32000 at most"),
         (greeted(vec![promises(keys(1))]), "has not begun"),
-        (greeted(vec![begin(1, 0), chunk(1, vec![], true), promises(keys(4_097))]), "of 4096 at most"),
+        (greeted(vec![begin(1, 0), chunk(1, vec![], true), promises(keys(8_193))]), "of 8192 at most"),
         (greeted(vec![begin(1, 10), chunk(1, keys(50_000), true)]), "decoded message length too large"),
         (greeted(vec![begin(1, 10), chunk(1, keys(30_000), true)]), "outgrew its filter"),
         (greeted(vec![begin(1, 0), chunk(1, vec![], true), delta(7, 8, keys(1))]), "follow sequence 7"),

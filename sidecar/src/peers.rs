@@ -82,6 +82,7 @@ impl Told {
             Self::Heard(Heard::Fetched(ends)) => ends.len(),
             Self::Heard(Heard::Asked { blocks, .. }) => blocks.len(),
             Self::Heard(Heard::Changed { changes, .. }) => changes.len() / 2,
+            Self::Heard(Heard::Promises { promises, .. }) => promises.len() / 2 + 1,
             Self::Heard(_) | Self::Checksum { .. } => 1,
         }
     }

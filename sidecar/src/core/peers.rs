@@ -108,7 +108,8 @@ impl Peers {
 
     /// Whether a peer has promised a prompt of which one of these keys is the last.
     pub(super) fn is_promised(&self, binding: &Binding, keys: &[BlockHash], now_ms: u64) -> bool {
-        let digests = keys.iter().map(|hash| Digest::new(&binding.digest, GROUP, hash));
+        // As a rule it is the last of both.
+        let digests = keys.iter().rev().map(|hash| Digest::new(&binding.digest, GROUP, hash));
         self.may_ask(binding) && self.directory.is_promised(now_ms, digests)
     }
 

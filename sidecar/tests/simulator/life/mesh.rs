@@ -175,7 +175,8 @@ impl Mesh {
             }
             // Of what is promised much is never given, and much never withdrawn: no request may wait for it for ever.
             7 => {
-                let some = labels.iter().filter(|_| ctx.rng.one_in(4));
+                let one_in = ctx.rng.within(1, 4);
+                let some = labels.iter().filter(|_| ctx.rng.one_in(one_in));
                 Some(Heard::Promises { peer, promises: some.map(Digest::of).collect() })
             }
             _ if dead || labels.is_empty() => None,

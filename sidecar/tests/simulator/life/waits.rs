@@ -24,7 +24,8 @@ impl Waits {
         match event {
             Event::Message { session, request: Request::Scheduler { request, .. } } => match request {
                 SchedulerRequest::Query(Query { op, keys, awaits: true, .. }) => {
-                    self.0.insert((*session, keys.log), (*op, now));
+                    // Another question of the log has what is left of the time.
+                    self.0.entry((*session, keys.log)).or_insert((*op, now)).0 = *op;
                 }
                 SchedulerRequest::Release { log } | SchedulerRequest::Close { log } => {
                     self.0.remove(&(*session, *log));

@@ -3,7 +3,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use mesh::control::wire::{FollowReply, REPLY_BYTES_MAX, Reply};
-use mesh::feed::{Follower, Heard};
+use mesh::feed::{Follower, Heard, PROMISES_MAX};
 
 /// Small enough that a filter for so many costs little.
 const KEYS_MAX: usize = 1 << 12;
@@ -30,6 +30,7 @@ fuzz_target!(|input: &[u8]| {
                 assert!(!changes.is_empty() || follower.known() > known);
                 assert!(follower.known() > known, "a delta leads on");
             }
+            Ok(Heard::Promises(promises)) => assert!(promises.len() <= PROMISES_MAX),
             Ok(Heard::Nothing) => {}
             Err(_) => return,
         }

@@ -84,7 +84,7 @@ fn follow(digests: impl Iterator<Item = Digest>, thinning: Thinning) -> mesh::di
     let last = Message::Chunk { sequence: 0, digests: Vec::new(), last: true };
     match follower.hear(last).expect("the last") {
         Heard::Snapshot(filter) => filter,
-        Heard::Nothing | Heard::Changes(_) => unreachable!("it was the last"),
+        Heard::Nothing | Heard::Changes(_) | Heard::Promises(_) => unreachable!("it was the last"),
     }
 }
 

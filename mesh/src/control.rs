@@ -31,7 +31,7 @@ pub use self::names::{Resolve, System};
 pub use self::namespaces::{Answer, Counted, Listing, Unlisted};
 use self::shell::Command;
 use crate::Error;
-use crate::digest::Change;
+use crate::digest::{Change, Digest};
 pub use crate::membership::{DataAddresses, MEMBERS_MAX, News, Parting};
 use crate::pace;
 use crate::refusals::Refusals;
@@ -262,6 +262,12 @@ impl Control {
     /// What this node keeps from now on, or no more. Peers that follow hear of it.
     pub fn publish(&self, changes: Vec<Change>) {
         self.order(Command::Publish(changes));
+    }
+
+    /// What this node's engines have promised, of each promise the last key, in place of what was said before. Peers that follow hear of
+    /// it, behind all that was published before.
+    pub fn promise(&self, promises: Vec<Digest>) {
+        self.order(Command::Promise(promises));
     }
 
     /// The filter of a peer got too full: all that it keeps comes anew, in a [`News::Snapshot`] with more room.

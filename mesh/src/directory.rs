@@ -8,6 +8,7 @@ mod filter;
 
 use std::borrow::Cow;
 use std::cmp::Reverse;
+use std::collections::HashSet;
 
 pub use self::breaker::Limits;
 use self::breaker::{Breaker, Verdict};
@@ -50,6 +51,8 @@ pub struct PeerStats {
     pub keys: usize,
     /// Bytes of memory that this takes.
     pub bytes: usize,
+    /// Prompts that its engines have promised at present.
+    pub promises: usize,
     /// Whether it is left alone, or on trial.
     pub breaker_open: bool,
     /// How often its breaker has opened.
@@ -71,6 +74,8 @@ struct Member {
     filter: Option<Filter>,
     /// Whether the filter had no room for a key; said once.
     overfull: bool,
+    /// Of each prompt that its engines have promised, the last key.
+    promises: HashSet<Digest>,
     breaker: Breaker,
     under_way: u32,
 }
@@ -114,8 +119,9 @@ impl Directory {
     /// A peer is a member. It has nothing until [`Directory::replace`]. One that is a member already is left as it is.
     pub fn join(&mut self, peer: PeerNumber) {
         if let Err(at) = self.position(peer) {
-            let breaker = Breaker::new(&self.config.breaker);
-            self.members.insert(at, Member { peer, filter: None, overfull: false, breaker, under_way: 0 });
+            let (breaker, promises) = (Breaker::new(&self.config.breaker), HashSet::new());
+            let member = Member { peer, filter: None, overfull: false, promises, breaker, under_way: 0 };
+            self.members.insert(at, member);
         }
     }
 
@@ -152,6 +158,22 @@ impl Directory {
         fits || said
     }
 
+    /// All that a peer promises, in place of what it did before.
+    pub fn promise(&mut self, peer: PeerNumber, promises: Vec<Digest>) {
+        if let Some(member) = self.member(peer) {
+            member.promises = promises.into_iter().collect();
+        }
+    }
+
+    /// Whether a prompt with one of these last keys is promised by a peer that may be asked.
+    pub fn is_promised(&self, now_ms: u64, mut keys: impl Iterator<Item = Digest>) -> bool {
+        let may_be_asked = |member: &&Member| member.breaker.lets_pass(now_ms, member.under_way);
+        let members = self.members.iter().filter(|member| !member.promises.is_empty());
+        let promises: Vec<&HashSet<Digest>> =
+            members.filter(may_be_asked).map(|member| &member.promises).collect();
+        !promises.is_empty() && keys.any(|key| promises.iter().any(|promises| promises.contains(&key)))
+    }
+
     /// Blocks were asked of a peer.
     pub fn began(&mut self, peer: PeerNumber, blocks: u32) {
         if let Some(member) = self.member(peer) {
@@ -174,6 +196,7 @@ impl Directory {
             peer: member.peer,
             keys: member.filter.as_ref().map_or(0, Filter::len),
             bytes: member.filter.as_ref().map_or(0, Filter::bytes),
+            promises: member.promises.len(),
             breaker_open: member.breaker.is_open(),
             trips_total: member.breaker.trips_total,
             under_way: member.under_way,

@@ -18,7 +18,13 @@ pub const CHUNK_DIGESTS_MAX: usize = 32_000;
 /// Changes of a batch at most: 62 KiB; applying them to a set of 10^7 takes some milliseconds.
 pub const BATCH_CHANGES_MAX: usize = 8_000;
 
-/// What a node keeps, and what became of it last.
+/// Promises that are told of one node at most: 64 KiB. As many as all engines that a sidecar serves may have.
+pub const PROMISES_MAX: usize = 8192;
+
+/// No promises have this number: who was told none has it.
+const NO_PROMISES: u64 = 0;
+
+/// What a node keeps and promises, and what became of it last.
 #[derive(Debug)]
 pub struct Feed {
     digests: BTreeSet<Digest>,
@@ -28,6 +34,17 @@ pub struct Feed {
     batches: VecDeque<Batch>,
     changes: usize,
     changes_max: usize,
+    sequence: u64,
+    promises: Promises,
+}
+
+/// What a node's engines have promised: few, so they are told whole.
+#[derive(Debug, Default)]
+struct Promises {
+    sealed: Vec<Digest>,
+    /// Those of the next seal, if they are others.
+    next: Option<Vec<Digest>>,
+    /// How often they were sealed.
     sequence: u64,
 }
 
@@ -47,6 +64,8 @@ pub struct Reader {
     /// The last sequence that was told.
     after: u64,
     told: Told,
+    /// The promises that were told last, and before any the number of none; `None`: this follower does not hear promises.
+    promises: Option<u64>,
 }
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -85,6 +104,8 @@ pub enum Message {
         /// Up to [`BATCH_CHANGES_MAX`] with those removed.
         added: Vec<Digest>,
     },
+    /// All that is promised: of each promise the last key. Up to [`PROMISES_MAX`].
+    Promises(Vec<Digest>),
 }
 
 // === impl Feed ===
@@ -100,6 +121,7 @@ impl Feed {
             changes: 0,
             changes_max,
             sequence: 0,
+            promises: Promises { sequence: NO_PROMISES + 1, ..Promises::default() },
         }
     }
 
@@ -118,8 +140,16 @@ impl Feed {
         }
     }
 
+    /// Takes up what is promised from now on, in place of what was: up to [`PROMISES_MAX`]. It is told from the next [`Feed::seal`] on,
+    /// and of each follower behind all changes that were taken up before.
+    pub fn promise(&mut self, mut promises: Vec<Digest>) {
+        promises.truncate(PROMISES_MAX);
+        self.promises.next = Some(promises);
+    }
+
     /// Makes a batch of what has happened since the last, if that is anything.
     pub fn seal(&mut self) {
+        self.promises.seal();
         if self.pending.is_empty() {
             return;
         }
@@ -157,7 +187,7 @@ impl Feed {
     /// A follower that knows all up to batch `known` of this feed in this life of the node, or nothing.
     pub fn reader(&self, thinning: Thinning, known: Option<u64>) -> Reader {
         let told = if known.is_some() { Told::All } else { Told::Nothing };
-        Reader { thinning, sequence: known, after: known.unwrap_or(0), told }
+        Reader { thinning, sequence: known, after: known.unwrap_or(0), told, promises: None }
     }
 
     /// What a follower is to be told next; `None` until there is another batch. Batches that it has not seen are told as one, as far
@@ -181,12 +211,16 @@ impl Feed {
                 return Some(Message::Delta { after, sequence, removed: batch.removed, added: batch.added });
             }
         }
-        (reader.told != Told::All).then(|| self.chunk(reader))
+        if reader.told != Told::All {
+            return Some(self.chunk(reader));
+        }
+        self.promises.next(reader)
     }
 
     /// Whether a follower has been told everything up to the last batch.
     pub fn is_told(&self, reader: &Reader) -> bool {
-        reader.told == Told::All && reader.sequence == Some(self.sequence)
+        let promises = reader.promises.is_none_or(|told| told == self.promises.sequence);
+        reader.told == Told::All && reader.sequence == Some(self.sequence) && promises
     }
 
     /// Batches that a reader has not seen; `None` if one of them is forgotten, or was never there.
@@ -197,7 +231,8 @@ impl Feed {
 
     fn begin(&self, reader: &mut Reader) -> Message {
         let (sequence, thinning) = (self.sequence, reader.thinning);
-        *reader = Reader { thinning, sequence: Some(sequence), after: sequence, told: Told::Nothing };
+        let (after, told, promises) = (sequence, Told::Nothing, reader.promises);
+        *reader = Reader { thinning, sequence: Some(sequence), after, told, promises };
         Message::Begin { sequence, keys: thinning.of(self.len() as u64), thinning }
     }
 
@@ -222,6 +257,24 @@ impl Feed {
         }
         reader.after = self.sequence;
         Message::Chunk { sequence: self.sequence, digests, last }
+    }
+}
+
+// === impl Promises ===
+
+impl Promises {
+    fn seal(&mut self) {
+        if let Some(next) = self.next.take().filter(|next| *next != self.sealed) {
+            self.sealed = next;
+            self.sequence += 1;
+        }
+    }
+
+    /// Those for a reader that knows all else.
+    fn next(&self, reader: &mut Reader) -> Option<Message> {
+        let told = reader.promises.as_mut().filter(|told| **told != self.sequence)?;
+        *told = self.sequence;
+        Some(Message::Promises(self.sealed.clone()))
     }
 }
 
@@ -251,6 +304,12 @@ impl Batch {
 // === impl Reader ===
 
 impl Reader {
+    /// The same, of a follower that hears promises: it is told them once all else is told, and whenever they are others.
+    #[must_use]
+    pub fn hearing_promises(self) -> Self {
+        Self { promises: Some(NO_PROMISES), ..self }
+    }
+
     /// Those changes of a batch whose digests this reader has been told of, or would have been; whether each is kept.
     fn share(&self, batch: &Batch) -> Vec<(Digest, bool)> {
         let told = |digest: Digest| match self.told {

@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::SocketAddr;
 
-use crate::digest::Change;
+use crate::digest::{Change, Digest};
 use crate::directory::Filter;
 use crate::refusals::Reason;
 use crate::transport::{BootId, NodeId, Peer, PeerNumber};
@@ -51,8 +51,10 @@ pub enum News {
     Snapshot { number: PeerNumber, filter: Filter },
     /// What has changed since.
     Changes { number: PeerNumber, changes: Vec<Change> },
+    /// All that a member promises, in place of what it did before.
+    Promises { number: PeerNumber, promises: Vec<Digest> },
     /// Nothing is heard of a member at present: what it was known to keep stays in use until it is heard of again or
-    /// [`News::Left`].
+    /// [`News::Left`]. What it promised is void.
     Stale { number: PeerNumber },
     /// Something an operator should know.
     Note(String),

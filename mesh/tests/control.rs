@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use mesh::control::wire::namespaces::{Namespace, Stated};
 use mesh::control::{Control, Counted, Limits, Listing, Members, Parting};
+use mesh::digest::Digest;
 use mesh::refusals::Reason;
 use mesh::tls::Security;
 use rig::certificates::{Authority, Folder, NAME};
-use rig::crew::{Crew, Plan, Seen, added, address, patient, removed};
+use rig::crew::{Crew, Plan, Seen, added, address, digest, patient, removed};
 use rig::proxy::{Plan as Troubles, Proxy, Trouble};
 use rig::{WATCHDOG, now};
 use shm_protocol::namespace::{self, Facts};
@@ -80,6 +81,29 @@ fn nodes_that_list_each_other_know_what_each_keeps_whoever_is_first() {
             assert_eq!(seen.members[&number].snapshots, 1);
         });
     }
+}
+
+#[test]
+fn what_is_promised_is_told_and_told_anew_over_another_stream() {
+    let (mut one, two) = pair();
+    let promises = |number, these: Vec<Digest>, times| {
+        two.wait(&format!("promises {these:?}"), |seen| {
+            let (promised, told) = &seen.members.get(&number)?.promises;
+            (*promised == these && *told >= times).then_some(())
+        });
+    };
+    one.publish(added(0..10));
+    one.control().promise(vec![digest(20), digest(30)]);
+    let number = two.joined("one", 1);
+    promises(number, vec![digest(20), digest(30)], 1);
+    two.control().resync(number);
+    promises(number, vec![digest(20), digest(30)], 2);
+    one.control().promise(vec![digest(30)]);
+    one.publish(added(20..21));
+    promises(number, vec![digest(30)], 3);
+    two.keeps(number, 0..10, 100..200);
+    one.stop();
+    two.wait("silence", |seen| (seen.members[&number].stale == 1).then_some(()));
 }
 
 #[test]

@@ -13,7 +13,8 @@ use mesh::control::service::inventory_client::InventoryClient;
 use mesh::control::service::inventory_server::{Inventory, InventoryServer};
 use mesh::control::wire::namespaces::{NamespaceTold, NamespacesReply, NamespacesRequest};
 use mesh::control::wire::{
-    Begin, Chunk, Delta, FollowReply, FollowRequest, Heartbeat, Hello, Said, VERSION, WaitReply, WaitRequest,
+    Begin, Chunk, Delta, FollowReply, FollowRequest, Heartbeat, Hello, Promises, Said, VERSION, WaitReply,
+    WaitRequest,
 };
 use mesh::control::{Limits, Members};
 use mesh::refusals::Reason;
@@ -100,6 +101,10 @@ fn chunk(sequence: u64, mut digests: Vec<u64>, last: bool) -> Said {
     Said::Chunk(Chunk { sequence, digests, last })
 }
 
+fn promises(digests: Vec<u64>) -> Said {
+    Said::Promises(Promises { digests })
+}
+
 fn delta(after: u64, sequence: u64, added: Vec<u64>) -> Said {
     Said::Delta(Delta { after, sequence, removed: Vec::new(), added })
 }
@@ -134,6 +139,8 @@ fn a_server_that_lies_is_told_of_and_harms_no_other() {
             "out of order",
         ),
         (greeted(vec![begin(1, 10), chunk(1, keys(32_100), true)]), "of 32000 at most"),
+        (greeted(vec![promises(keys(1))]), "has not begun"),
+        (greeted(vec![begin(1, 0), chunk(1, vec![], true), promises(keys(8_193))]), "of 8192 at most"),
         (greeted(vec![begin(1, 10), chunk(1, keys(50_000), true)]), "decoded message length too large"),
         (greeted(vec![begin(1, 10), chunk(1, keys(30_000), true)]), "outgrew its filter"),
         (greeted(vec![begin(1, 0), chunk(1, vec![], true), delta(7, 8, keys(1))]), "follow sequence 7"),
@@ -305,6 +312,31 @@ fn a_follower_that_is_frozen_is_hung_up_on() {
         tokio::time::timeout(rig::WATCHDOG, ended).await.expect("an end");
     });
     one.refused(Reason::Silent, 1);
+}
+
+#[test]
+fn a_follower_of_an_older_release_is_told_of_no_promises() {
+    let one = Plan::listing("one", address(), &[]).start();
+    one.publish(added(0..10));
+    one.control().promise(vec![digest(5)]);
+    let at = one.control().address();
+    for hears_promises in [false, true] {
+        runtime().block_on(async {
+            let mut client = InventoryClient::connect(format!("http://{at}")).await.expect("it serves");
+            let asked = FollowRequest { hears_promises, ..request() };
+            let mut replies = client.follow(asked).await.expect("an answer").into_inner();
+            let (mut told, mut beats) = (Vec::new(), 0);
+            while beats < 3 {
+                match replies.message().await.expect("a reply").expect("a stream").said {
+                    Some(Said::Heartbeat(_)) => beats += 1,
+                    Some(Said::Promises(promises)) => told.push(promises.digests),
+                    said => assert!(said.is_some(), "a kind that the follower does not know"),
+                }
+            }
+            let expected = hears_promises.then(|| vec![digest(5).0]);
+            assert_eq!(told.pop(), expected);
+        });
+    }
 }
 
 #[test]

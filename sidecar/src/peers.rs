@@ -11,7 +11,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use mesh::control::{self, Asker, Control, News};
-use mesh::digest::Change;
+use mesh::digest::{Change, Digest};
 use mesh::refusals::Refusals;
 use mesh::transport::{self, BootId, Done, Fetch, Grant, Granted, PeerNumber};
 use shm_protocol::pool::SlotRef;
@@ -67,6 +67,8 @@ pub struct Peers {
     down: BTreeSet<PeerNumber>,
     /// What peers are to be told.
     changes: Vec<Change>,
+    /// What they are to be told is promised, if that is something else.
+    promises: Option<Vec<Digest>>,
     /// Before that they are not told again that a request waits.
     next_wait: Duration,
 }
@@ -80,6 +82,7 @@ impl Told {
             Self::Heard(Heard::Fetched(ends)) => ends.len(),
             Self::Heard(Heard::Asked { blocks, .. }) => blocks.len(),
             Self::Heard(Heard::Changed { changes, .. }) => changes.len() / 2,
+            Self::Heard(Heard::Promises { promises, .. }) => promises.len() / 2 + 1,
             Self::Heard(_) | Self::Checksum { .. } => 1,
         }
     }
@@ -136,8 +139,21 @@ impl Peers {
         let rdma = data.rdma.map(tracing::field::display);
         tracing::info!(node = %mesh.node, control = %control.address(), tcp = %data.tcp, rdma, "in the mesh");
         let (names, down) = Default::default();
-        let (next, rest, changes, next_wait) = Default::default();
-        Ok(Self { control, carriers, refusals, ups, next, rest, wake, names, down, changes, next_wait })
+        let (next, rest, changes, promises, next_wait) = Default::default();
+        Ok(Self {
+            control,
+            carriers,
+            refusals,
+            ups,
+            next,
+            rest,
+            wake,
+            names,
+            down,
+            changes,
+            promises,
+            next_wait,
+        })
     }
 
     /// Becomes readable whenever something is said; watched by edge, never read.
@@ -188,6 +204,11 @@ impl Peers {
         self.changes.extend(changes);
     }
 
+    /// Takes what peers are to be told is promised, in place of what was.
+    pub fn promise(&mut self, promises: Vec<Digest>) {
+        self.promises = Some(promises);
+    }
+
     /// The time between two batches of changes to a peer.
     pub fn pace(&self) -> Duration {
         self.control.pace()
@@ -206,6 +227,7 @@ impl Peers {
         if !self.changes.is_empty() {
             self.control.publish(std::mem::take(&mut self.changes));
         }
+        self.promises.take().into_iter().for_each(|promises| self.control.promise(promises));
     }
 
     /// Is no member any more; what is under way ends by itself.
@@ -298,10 +320,11 @@ impl Peers {
                 self.rest = Some((number, changes.into_iter()));
                 return None;
             }
+            News::Promises { number: peer, promises } => Heard::Promises { peer, promises },
             News::Stale { number } => {
                 let peer = self.name(number);
                 tracing::warn!(peer, "nothing is heard of a peer; what it was known to keep stays in use");
-                return None;
+                Heard::Promises { peer: number, promises: Vec::new() }
             }
             News::Note(text) => {
                 tracing::warn!("{text}");

@@ -19,7 +19,8 @@ import pytest
 import network
 import proxy
 from pods import BLOCK_PORT, CONTROL_PORT, OUTPUT_TOKENS, Pod, start_engine, start_pod, start_sidecar
-from testkit import engine, pool_file, prompts, weights
+from testkit import engine, handover, pool_file, prompts, weights
+from testkit.transfer import TO_ANSWER, TO_COMPUTE
 
 # Hosts have names and addresses of the machine's own: one test at a time has any.
 pytestmark = pytest.mark.xdist_group("hosts")
@@ -34,6 +35,9 @@ REQUEST_WATCHDOG_S = 60
 PROXY_SEED = 1
 # The longest that there is: so much may pass until another process has got to its prompt.
 MISS_WAIT_MS = 2000
+# B waits so long for what nobody has promised. A takes longer for what is asked of it before.
+PROMISE_WAIT_MS = 50
+BEFORE = 20
 # Requests that wait in vain before the next ones do not.
 IN_VAIN = 3
 WAITS, EXHAUSTED = "pillion_mesh_miss_waits_total", "pillion_mesh_miss_waits_exhausted_total"
@@ -99,7 +103,11 @@ def mesh(options: engine.Options, tmp_path_factory: pytest.TempPathFactory) -> I
         etcd = network.Etcd(directory)
         stack.callback(etcd.kill)
         named = dataclasses.replace(options, extra={"pillion.model_id": "tiny"})
-        a, b = (start_pod(stack, named, host, directory / host.name) for host in hosts)
+        impatient = dataclasses.replace(named, extra=named.extra | {"pillion.promise_wait_ms": PROMISE_WAIT_MS})
+        a, b = (
+            start_pod(stack, options, host, directory / host.name)
+            for options, host in zip((named, impatient), hosts, strict=True)
+        )
         patience = dataclasses.replace(b.engine.options, extra=named.extra | {"pillion.miss_wait_ms": MISS_WAIT_MS})
         patient = dataclasses.replace(b, engine=start_engine(stack, patience, b.directory / "patient.log"))
         changed = weights.changed(options.model, directory / "model", weights.one_tensor)
@@ -201,6 +209,26 @@ def test_who_waits_in_vain_stops_waiting(mesh: Mesh, plain: engine.Engine) -> No
     answers.append(mesh.patient.ask(awaited))
     wait_counted(IN_VAIN + 1, IN_VAIN + 1, 0)
     assert [answer["tokens"] for answer in answers] == right
+
+
+def test_a_request_waits_for_its_turn_at_the_pod_that_has_promised_it(mesh: Mesh, plain: engine.Engine) -> None:
+    """A begins to compute it long after B would have given it up, were it not promised. Both are asked at once."""
+    tokens, *before = mesh.new(1 + BEFORE)
+    right = plain.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
+    hits, exhausted = mesh.b.hits(), mesh.b.sidecar.metrics()[handover.EXHAUSTED]
+    for number, other in enumerate(before):
+        mesh.a.engine.ask(number, other, 1)
+    mesh.a.engine.ask(BEFORE, tokens, 1, transfer=TO_COMPUTE)
+    mesh.b.engine.ask(0, tokens, OUTPUT_TOKENS, transfer=TO_ANSWER)
+    [answer] = mesh.b.engine.answered(REQUEST_WATCHDOG_S)
+    assert answer["tokens"] == right["tokens"]
+    assert mesh.b.hits() - hits == HIT
+    assert mesh.b.sidecar.metrics()[handover.EXHAUSTED] == exhausted
+    # What is over is not promised any more.
+    mesh.b.sidecar.wait_metric("pillion_mesh_peer_promises", 0)
+    answered = 0
+    while answered <= BEFORE:
+        answered += len(mesh.a.engine.answered(REQUEST_WATCHDOG_S))
 
 
 @contextlib.contextmanager

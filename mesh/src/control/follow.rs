@@ -210,15 +210,25 @@ pub(super) fn words(status: &Status) -> String {
     status.message().chars().filter(|char| !char.is_control()).take(WORDS_MAX).collect()
 }
 
-/// Tells the caller, and then takes the time that this many changes should take.
+/// The time that so many changes should take.
+fn rest(changes: usize) -> Duration {
+    Duration::from_micros(changes as u64 * 1_000_000 / CHANGES_PER_SECOND)
+}
+
+/// Tells the caller, and then takes the time that this should take.
 async fn tell(shared: &Shared, number: PeerNumber, heard: Heard) {
     match heard {
         Heard::Nothing => tokio::task::yield_now().await,
         Heard::Snapshot(filter) => shared.tell(News::Snapshot { number, filter }),
         Heard::Changes(changes) => {
-            let micros = changes.len() as u64 * 1_000_000 / CHANGES_PER_SECOND;
+            let rest = rest(changes.len());
             shared.tell(News::Changes { number, changes });
-            tokio::time::sleep(Duration::from_micros(micros)).await;
+            tokio::time::sleep(rest).await;
+        }
+        Heard::Promises(promises) => {
+            let rest = rest(promises.len());
+            shared.tell(News::Promises { number, promises });
+            tokio::time::sleep(rest).await;
         }
     }
 }

@@ -259,6 +259,9 @@ async fn tell(
     let thinning = thinning_of(asked.thinning).unwrap_or_default();
     let mut published = shared.published.subscribe();
     let mut reader = lock(&shared.feed).reader(thinning, known);
+    if asked.hears_promises {
+        reader = reader.hearing_promises();
+    }
     let mut next = FollowReply::hello(&shared.config);
     // When the last batch was told, behind which there was nothing.
     let mut told: Option<Instant> = None;
@@ -270,7 +273,8 @@ async fn tell(
             if rested.is_none() {
                 let feed = lock(&shared.feed);
                 if let Some(message) = feed.next(&mut reader) {
-                    let rests = matches!(message, Message::Delta { .. }) && feed.is_told(&reader);
+                    let news = matches!(message, Message::Delta { .. } | Message::Promises(_));
+                    let rests = news && feed.is_told(&reader);
                     told = rests.then_some(now);
                     break message.into();
                 }

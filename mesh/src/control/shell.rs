@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 use super::shared::{Seen, Shared, lock, now};
 use super::{Answer, Config, Members, etcd, follow, names, namespaces, serve};
 use crate::Error;
-use crate::digest::Change;
+use crate::digest::{Change, Digest};
 use crate::pace::GATHER;
 use crate::tls::{Credentials, Security};
 use crate::transport::PeerNumber;
@@ -26,6 +26,7 @@ const NAMES_MAX: usize = 32;
 /// What the caller orders. The queue has no limit because the thread that empties it never waits.
 pub(super) enum Command {
     Publish(Vec<Change>),
+    Promise(Vec<Digest>),
     Resync(PeerNumber),
     /// What members know of namespaces.
     Namespaces(oneshot::Sender<Vec<Answer>>),
@@ -82,6 +83,7 @@ async fn run(shared: Arc<Shared>, listener: TcpListener, mut orders: UnboundedRe
         }
     };
     let mut clock = tokio::time::interval(TICK);
+    let gathered = || tokio::time::Instant::from_std(now() + GATHER);
     let mut seal = None;
     loop {
         let due = async {
@@ -94,7 +96,11 @@ async fn run(shared: Arc<Shared>, listener: TcpListener, mut orders: UnboundedRe
             order = orders.recv() => match order {
                 Some(Command::Publish(changes)) => {
                     lock(&shared.feed).apply(&changes);
-                    seal.get_or_insert_with(|| tokio::time::Instant::from_std(now() + GATHER));
+                    seal.get_or_insert_with(gathered);
+                }
+                Some(Command::Promise(promises)) => {
+                    lock(&shared.feed).promise(promises);
+                    seal.get_or_insert_with(gathered);
                 }
                 Some(Command::Resync(number)) => shared.resync(number),
                 Some(Command::Namespaces(reply)) => {

@@ -18,6 +18,10 @@
 //!    by `pillion.mesh.v1.Inventory/Wait`, beside its stream, and rests less for 2 s; it is what it has not been told that comes at
 //!    once. Only a server whose greeting has `hears_waits` is asked: an older one takes no call beside a stream.
 //!
+//! 7. [`Promises`] come to a follower whose request has `hears_promises`, behind the last chunk and all deltas before: all that this
+//!    node's engines have promised to compute, of each prompt the digest of its last whole block. They replace those told before, and
+//!    end with the stream. An older follower does not ask for them, and an older server does not tell them.
+//!
 //! Digests are XXH3-64 over namespace digest (16 bytes), group (u32, little-endian) and hash (32 bytes) of a block
 //! ([`Digest`]). A thinning of n means that only digests are told of which n bits from bit 16 up are zero.
 //!
@@ -68,13 +72,16 @@ pub struct FollowRequest {
     /// The thinning that it wants.
     #[prost(uint32, tag = "7")]
     pub thinning: u32,
+    /// Whether it knows [`Promises`].
+    #[prost(bool, tag = "8")]
+    pub hears_promises: bool,
 }
 
 /// What a server says.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct FollowReply {
     /// One of them; none is malformed.
-    #[prost(oneof = "Said", tags = "1, 2, 3, 4, 5")]
+    #[prost(oneof = "Said", tags = "1, 2, 3, 4, 5, 6")]
     pub said: Option<Said>,
 }
 
@@ -90,6 +97,8 @@ pub enum Said {
     Delta(Delta),
     #[prost(message, tag = "5")]
     Heartbeat(Heartbeat),
+    #[prost(message, tag = "6")]
+    Promises(Promises),
 }
 
 #[derive(Clone, PartialEq, prost::Message)]
@@ -158,6 +167,13 @@ pub struct Delta {
 #[derive(Clone, Copy, PartialEq, prost::Message)]
 pub struct Heartbeat {}
 
+/// All that is promised: up to [`PROMISES_MAX`](crate::feed::PROMISES_MAX). Of thinnings they know nothing.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct Promises {
+    #[prost(fixed64, repeated, tag = "1")]
+    pub digests: Vec<u64>,
+}
+
 /// The follower of this connection waits for a block.
 #[derive(Clone, Copy, PartialEq, prost::Message)]
 pub struct WaitRequest {}
@@ -208,6 +224,7 @@ impl FollowRequest {
             known_boot,
             known_sequence,
             thinning: thinning.power().into(),
+            hears_promises: true,
         }
     }
 }
@@ -251,6 +268,7 @@ impl FollowReply {
                 Reply::Told(Message::Delta { after, sequence, removed, added })
             }
             Said::Heartbeat(_) => Reply::Heartbeat,
+            Said::Promises(promises) => Reply::Told(Message::Promises(digests(promises.digests))),
         })
     }
 
@@ -273,6 +291,7 @@ impl From<Message> for FollowReply {
             Message::Delta { after, sequence, removed, added } => {
                 Said::Delta(Delta { after, sequence, removed: words(removed), added: words(added) })
             }
+            Message::Promises(promises) => Said::Promises(Promises { digests: words(promises) }),
         };
         Self { said: Some(said) }
     }

@@ -95,6 +95,31 @@ fn a_peer_that_fails_is_left_alone_then_tried_and_others_take_its_place() {
 }
 
 #[test]
+fn a_promise_holds_until_another_word_of_its_peer_or_while_that_may_be_asked() {
+    let all = keys(0..10);
+    let mut directory = directory(&[(A, &[]), (B, &[])]);
+    let promised = |directory: &Directory, now_ms, range: std::ops::Range<usize>| {
+        directory.is_promised(now_ms, all[range].iter().copied())
+    };
+    directory.promise(A, vec![all[5], all[9]]);
+    directory.promise(C, vec![all[0]]);
+    assert!(promised(&directory, 0, 0..6) && promised(&directory, 0, 9..10));
+    assert!(!promised(&directory, 0, 0..5), "what is told of a prompt is its last key, of members alone");
+    assert_eq!(directory.peers().map(|peer| peer.promises).collect::<Vec<_>>(), [0, 2]);
+    directory.promise(A, vec![all[9]]);
+    assert!(!promised(&directory, 0, 0..6));
+    for strike in 0..3 {
+        directory.began(A, 1);
+        directory.ended(strike * 1000, A, &FAULT);
+    }
+    assert!(!promised(&directory, 2000, 9..10), "it is left alone");
+    assert!(promised(&directory, 3000, 9..10));
+    directory.promise(B, vec![all[3]]);
+    directory.leave(A);
+    assert!(!promised(&directory, 3000, 9..10) && promised(&directory, 3000, 0..10));
+}
+
+#[test]
 fn changes_follow_a_snapshot_and_an_overfull_filter_says_so_once() {
     let all = keys(0..2000);
     let mut directory = Directory::new(Config::default());

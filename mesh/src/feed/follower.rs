@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-use super::{BATCH_CHANGES_MAX, CHUNK_DIGESTS_MAX, Message};
+use super::{BATCH_CHANGES_MAX, CHUNK_DIGESTS_MAX, Message, PROMISES_MAX};
 use crate::digest::{Change, Digest, Thinning};
 use crate::directory::Filter;
 
@@ -53,6 +53,8 @@ pub enum Heard {
     Snapshot(Filter),
     /// What has changed since, in this order.
     Changes(Vec<Change>),
+    /// All that the node promises.
+    Promises(Vec<Digest>),
 }
 
 /// Why a message cannot be what a [`super::Feed`] tells, or cannot be kept.
@@ -124,6 +126,10 @@ impl Follower {
             Message::Chunk { sequence, digests, last } => self.gather(sequence, &digests, last),
             Message::Delta { after, sequence, removed, added } => {
                 self.change(after, sequence, &removed, &added)
+            }
+            Message::Promises(promises) => {
+                within(promises.len(), PROMISES_MAX)?;
+                self.known().map(|_| Heard::Promises(promises)).ok_or(Unheard::OutOfPlace)
             }
         }
     }

@@ -31,13 +31,15 @@ struct Copy {
     reader: Reader,
     follower: Follower,
     filter: Option<Filter>,
+    promises: Option<Vec<Digest>>,
     snapshots: usize,
 }
 
 impl Copy {
     fn new(feed: &Feed, thinning: Thinning) -> Self {
         let follower = Follower::new(KEYS_MAX);
-        Self { reader: feed.reader(thinning, None), follower, filter: None, snapshots: 0 }
+        let reader = feed.reader(thinning, None).hearing_promises();
+        Self { reader, follower, filter: None, promises: None, snapshots: 0 }
     }
 
     /// Hears the next message, if there is one.
@@ -53,6 +55,7 @@ impl Copy {
                 let filter = self.filter.as_mut().expect("changes follow a snapshot");
                 amended(filter, &changes);
             }
+            Heard::Promises(promises) => self.promises = Some(promises),
         }
         true
     }
@@ -99,6 +102,44 @@ fn a_follower_is_told_all_and_then_what_changes() {
     model.retain(|key| !(0..100).map(digest).any(|gone| gone == *key));
     assert_equal(&copy, &model, "the change");
     assert_eq!(copy.snapshots, 1);
+}
+
+#[test]
+fn promises_are_told_whole_behind_all_else_to_who_hears_them() {
+    let mut feed = feed_of(70_000);
+    let mut copy = Copy::new(&feed, Thinning::MOST);
+    let mut deaf = feed.reader(Thinning::NONE, Some(feed.sequence));
+    feed.promise(vec![digest(1)]);
+    copy.catch_up(&feed);
+    assert_eq!(copy.promises, Some(vec![]), "what is promised is told with the next batch");
+    assert!(feed.is_told(&copy.reader));
+    feed.apply(&added(80_000..80_001));
+    feed.promise(vec![digest(1), digest(2)]);
+    feed.seal();
+    assert!(!feed.is_told(&copy.reader));
+    // Of a thinned inventory, too.
+    let expected = Message::Promises(vec![digest(1), digest(2)]);
+    copy.reader = feed.reader(Thinning::NONE, Some(feed.sequence - 1)).hearing_promises();
+    assert!(matches!(feed.next(&mut copy.reader), Some(Message::Delta { .. })), "the block first");
+    assert!(!feed.is_told(&copy.reader));
+    assert_eq!(feed.next(&mut copy.reader), Some(expected.clone()));
+    assert!(feed.is_told(&copy.reader) && feed.next(&mut copy.reader).is_none());
+    feed.promise(vec![digest(1), digest(2)]);
+    feed.seal();
+    assert_eq!(feed.next(&mut copy.reader), None, "no news");
+    let mut resumed = feed.reader(Thinning::NONE, Some(feed.sequence)).hearing_promises();
+    assert_eq!(feed.next(&mut resumed), Some(expected), "promises end with the stream");
+    feed.promise(vec![]);
+    feed.seal();
+    assert_eq!(feed.next(&mut resumed), Some(Message::Promises(vec![])));
+    assert!(matches!(feed.next(&mut deaf), Some(Message::Delta { .. })));
+    assert_eq!(feed.next(&mut deaf), None, "an older follower is told none");
+    feed.promise((0..PROMISES_MAX as u64 + 1).map(digest).collect());
+    feed.seal();
+    let told = feed.next(&mut resumed);
+    assert!(matches!(&told, Some(Message::Promises(told)) if told.len() == PROMISES_MAX));
+    let mut follower = Follower::resumed(KEYS_MAX, 0, Thinning::NONE);
+    assert!(matches!(told.map(|told| follower.hear(told)), Some(Ok(Heard::Promises(_)))));
 }
 
 #[test]
@@ -191,6 +232,11 @@ fn malformed_inventories_are_refused_by_name() {
     assert_eq!(hear(vec![begin(5), chunk(&[1], true), chunk(&[2], true)]), Unheard::OutOfPlace);
     assert_eq!(hear(vec![begin(1001)]), Unheard::Memory { keys: 1001, max: 1000 });
     assert_eq!(hear(vec![begin(u64::MAX)]), Unheard::Memory { keys: u64::MAX, max: 1000 });
+    let promises = |count| Message::Promises((0..count).map(digest).collect());
+    assert_eq!(hear(vec![promises(0)]), Unheard::OutOfPlace);
+    assert_eq!(hear(vec![begin(5), chunk(&[1], false), promises(1)]), Unheard::OutOfPlace);
+    let most = PROMISES_MAX as u64;
+    assert!(matches!(hear(vec![begin(5), chunk(&[1], true), promises(most + 1)]), Unheard::Long { .. }));
     assert_eq!(hear(vec![begin(5), chunk(&[2, 1], false)]), Unheard::Order);
     assert_eq!(hear(vec![begin(5), chunk(&[2], false), chunk(&[2], false)]), Unheard::Order);
     let gap = Unheard::Gap { known: 5, after: 6, sequence: 7 };
@@ -241,7 +287,7 @@ fn random_worlds_end_with_equal_sets() {
     for seed in 0..3 {
         let mut random = Random(seed);
         let mut feed = Feed::new(30_000);
-        let mut model = HashSet::new();
+        let (mut model, mut promised) = (HashSet::new(), Vec::new());
         feed.apply(&added(0..40_000));
         feed.seal();
         model.extend((0..40_000).map(digest));
@@ -265,11 +311,16 @@ fn random_worlds_end_with_equal_sets() {
                     let changes: Vec<Change> = (0..count).map(|_| random.next()).map(change).collect();
                     feed.apply(&changes);
                 }
-                5..7 => feed.seal(),
+                5 => feed.seal(),
+                6 => {
+                    promised = (0..random.next() % 100).map(digest).collect();
+                    feed.promise(promised.clone());
+                }
                 7 => {
                     let copy = &mut copies[random.next() as usize % 6];
                     let known = copy.follower.known();
-                    copy.reader = feed.reader(copy.reader.thinning, known);
+                    copy.reader = feed.reader(copy.reader.thinning, known).hearing_promises();
+                    copy.promises = None;
                     copy.follower = match known {
                         Some(known) => Follower::resumed(KEYS_MAX, known, copy.reader.thinning),
                         None => Follower::new(KEYS_MAX),
@@ -283,6 +334,7 @@ fn random_worlds_end_with_equal_sets() {
         for copy in &mut copies {
             copy.catch_up(&feed);
             assert_equal(copy, &model, &format!("seed {seed}, {:?}", copy.reader.thinning));
+            assert_eq!(copy.promises.as_ref(), Some(&promised), "seed {seed}");
         }
     }
 }

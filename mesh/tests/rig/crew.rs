@@ -76,6 +76,8 @@ pub(crate) struct Member {
     pub(crate) peer: Peer,
     pub(crate) rdma: Option<SocketAddr>,
     pub(crate) filter: Option<Filter>,
+    /// What it promises, and how often that was told.
+    pub(crate) promises: (Vec<Digest>, u32),
     overfull: bool,
     /// It was asked for anew.
     resync: bool,
@@ -253,6 +255,7 @@ impl Seen {
                     peer,
                     rdma,
                     filter: None,
+                    promises: Default::default(),
                     overfull: false,
                     resync: false,
                     snapshots: 0,
@@ -284,6 +287,11 @@ impl Seen {
                         }
                     };
                 }
+            }
+            News::Promises { number, promises } => {
+                let member = self.member(number);
+                assert!(member.filter.is_some(), "promises come behind all that is kept");
+                member.promises = (promises, member.promises.1 + 1);
             }
             News::Stale { number } => self.member(number).stale += 1,
             News::Note(text) => self.notes.push(text),

@@ -98,6 +98,7 @@ fn digests(message: &Message) -> u64 {
         Message::Begin { .. } => 0,
         Message::Chunk { digests, .. } => digests.len() as u64,
         Message::Delta { removed, added, .. } => (removed.len() + added.len()) as u64,
+        Message::Promises(promises) => promises.len() as u64,
     }
 }
 
@@ -206,7 +207,7 @@ impl World {
         self.seen.changes += digests(&message);
         self.seen.bytes += FRAME_BYTES + digests(&message) * 8;
         match followers[node].hear(message).expect("a feed's own message") {
-            Heard::Nothing => {}
+            Heard::Nothing | Heard::Promises(_) => {}
             Heard::Snapshot(filter) => directory.replace(PeerNumber(node as u32), filter),
             Heard::Changes(changes) => {
                 let changed_ms = &self.nodes[node].changed_ms;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use mesh::digest::Change;
+use mesh::digest::{Change, Digest};
 use mesh::directory::Filter;
 use mesh::transport::{self, Fetch, Label, PeerNumber};
 use shm_protocol::handshake::Hello;
@@ -179,6 +179,8 @@ pub enum Action {
     },
     /// Tell peers what has come into DRAM and what has gone.
     Publish(Vec<Change>),
+    /// Tell peers, behind that, all that is promised: of each prompt the last key.
+    Promise(Vec<Digest>),
     /// Ask a peer for all that it has: there is more than was expected.
     Resync { peer: PeerNumber },
     /// Show an engine's processes what they are bound to, in this order, and count them among those that serve the namespace.
@@ -250,6 +252,11 @@ pub enum Heard {
         peer: PeerNumber,
         /// The changes, in order.
         changes: Vec<Change>,
+    },
+    /// All that a member promises: of each prompt the last key.
+    Promises {
+        peer: PeerNumber,
+        promises: Vec<Digest>,
     },
     /// Blocks of fetches have ended.
     Fetched(Vec<transport::Done>),

@@ -217,6 +217,7 @@ impl Core {
         self.queries.send_for_unsent(base);
         base.sources.go_on(&mut base.cx);
         base.sources.tell(&mut self.announcer, &mut base.cx);
+        self.queries.tell_promises(base);
         out.append(&mut base.cx.actions);
     }
 
@@ -419,6 +420,7 @@ impl Core {
         }
         self.queries.end_due_waits(&mut self.base);
         self.queries.look_again(&mut self.base);
+        self.queries.promises_may_differ();
     }
 
     /// The sidecar is to end, and its memory with it: disks take as much of that as they can meanwhile, the best first.

@@ -11,19 +11,21 @@ mod fetches;
 mod grants;
 mod stats;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use mesh::digest::{Change, Digest};
 use mesh::directory::Directory;
 use mesh::transport::{Done, PeerNumber};
-use shm_protocol::key::BlockKey;
+use shm_protocol::key::{BlockHash, BlockKey};
 
 use self::fetches::Fetching;
 pub(super) use self::fetches::{Again, Span};
 use self::grants::Granted;
 pub use self::stats::{FAULT_NAMES, PeersStats};
+use super::GROUP;
 use super::context::Context;
 use super::event::{Action, Heard};
+use super::namespaces::Binding;
 
 /// The core's part in the mesh.
 #[derive(Debug)]
@@ -37,6 +39,8 @@ pub(super) struct Peers {
     granted_bytes: u64,
     /// Bytes that peers may be reading: the rest of the pool stays evictable.
     granted_bytes_max: u64,
+    /// What the peers were told last is promised.
+    promised: BTreeSet<Digest>,
     stats: PeersStats,
 }
 
@@ -52,6 +56,7 @@ impl Peers {
             grants: BTreeMap::new(),
             granted_bytes: 0,
             granted_bytes_max,
+            promised: BTreeSet::new(),
             stats: PeersStats::default(),
         }
     }
@@ -67,6 +72,7 @@ impl Peers {
                     cx.actions.push(Action::Resync { peer });
                 }
             }
+            Heard::Promises { peer, promises } => self.directory.promise(peer, promises),
             Heard::Fetched(ends) => return ends,
             Heard::Asked { ask, blocks } => self.grant(ask, &blocks, cx),
             Heard::Released { ask, sent } => self.release(ask, sent, &mut cx.dram),
@@ -86,6 +92,25 @@ impl Peers {
             self.stats.told += changes.len() as u64;
             cx.actions.push(Action::Publish(changes));
         }
+    }
+
+    /// Tells the peers the last keys of all prompts that are promised here, if that is news. Told whole, it needs no order of changes:
+    /// it is 64 digests of an engine at most.
+    pub(super) fn tell_promises(&mut self, keys: Vec<BlockKey>, cx: &mut Context) {
+        let digest =
+            |key: BlockKey| Some(Digest::new(cx.namespaces.shared(key.namespace)?, key.group, &key.hash));
+        let promised: BTreeSet<Digest> = keys.into_iter().filter_map(digest).collect();
+        if promised != self.promised {
+            cx.actions.push(Action::Promise(promised.iter().copied().collect()));
+            self.promised = promised;
+        }
+    }
+
+    /// Whether a peer has promised a prompt of which one of these keys is the last.
+    pub(super) fn is_promised(&self, binding: &Binding, keys: &[BlockHash], now_ms: u64) -> bool {
+        // As a rule it is the last of both.
+        let digests = keys.iter().rev().map(|hash| Digest::new(&binding.digest, GROUP, hash));
+        self.may_ask(binding) && self.directory.is_promised(now_ms, digests)
     }
 
     /// Peers that are known to keep a block.

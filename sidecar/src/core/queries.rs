@@ -21,10 +21,11 @@ use tiers::LeaseError;
 use tiers::dram::{HolderId, LeaseId};
 
 use self::key_logs::{KeyLog, KeyLogs, QueryLease};
+use self::promises::Promises;
 use self::waits::Wait;
 use self::windows::{Patience, Windows};
 use super::context::Context;
-use super::engines::Scheduler;
+use super::engines::{Engines, Scheduler};
 use super::event::{Action, Ended};
 use super::namespaces::Binding;
 use super::timing::{Part, Timed};
@@ -38,6 +39,7 @@ pub(super) struct Queries {
     /// Questions that wait for what has not been sent for yet, and their leased hits.
     unsent: Vec<(Question, u32)>,
     windows: Windows,
+    promises: Promises,
 }
 
 /// What is known of a scheduler that asks.
@@ -92,11 +94,23 @@ impl Queries {
     /// A scheduler is gone: so are its questions and leases.
     pub(super) fn leave(&mut self, session: SessionId, cx: &mut Context) {
         self.end_waits(session, cx);
+        self.promises_may_differ();
         let asker = self.askers.remove(&session).expect("it has entered");
         for lease in asker.logs.leases() {
             // Expired meanwhile, at worst.
             let _ = cx.dram.release(lease.id, session);
         }
+    }
+
+    /// Other engines that keep to a namespace: those may compute what an engine of it awaits.
+    fn others<'a>(
+        &'a self,
+        session: SessionId,
+        namespace: u32,
+        engines: &'a Engines,
+    ) -> impl Iterator<Item = SessionId> + 'a {
+        let sessions = self.askers.keys().copied().filter(move |other| *other != session);
+        sessions.filter(move |other| engines.bound_to(*other) == Some(namespace))
     }
 
     fn asker(&mut self, session: SessionId) -> &mut Asker {
@@ -157,6 +171,7 @@ impl Queries {
     /// CLOSE: no more is asked of what the log found.
     pub(super) fn close(&mut self, session: SessionId, log: u32, base: &mut Base) -> Result<(), Violation> {
         self.release(session, log, &mut base.cx)?;
+        self.end_promise(session, log, base);
         let closed = self.logs(session).close(log);
         if let (Some(log), Some(binding)) = (closed, base.engines[session].binding) {
             let Binding { whose, namespace, .. } = binding;

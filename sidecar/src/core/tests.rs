@@ -184,7 +184,7 @@ impl Harness {
         self.append(Append { keys: Keys::new(log, 0..keys.len() as u32), chunks, promised: false }, keys);
     }
 
-    fn append(&mut self, append: Append, keys: Vec<BlockHash>) {
+    pub(super) fn append(&mut self, append: Append, keys: Vec<BlockHash>) {
         self.post(SchedulerRequest::Append(append), keys, Vec::new());
     }
 
@@ -269,7 +269,7 @@ impl Harness {
         self.take(taken!(Action::Close { reason, .. } => reason)).next()
     }
 
-    fn disconnect(&mut self, sessions: impl IntoIterator<Item = SessionId>) {
+    pub(super) fn disconnect(&mut self, sessions: impl IntoIterator<Item = SessionId>) {
         sessions.into_iter().for_each(|session| self.event(Event::Disconnected { session }));
     }
 

@@ -46,6 +46,9 @@ const GAUGES: &[Figure<PeersStats>] = &[
 
 const PEER_GAUGES: &[Figure<PeerStats>] = &[
     ("keys", "Blocks that the peer is known to keep.", |p| p.keys as u64),
+    ("promises", "Prompts that engines of the peer have promised and not computed yet.", |p| {
+        p.promises as u64
+    }),
     ("directory_bytes", "Memory that knowing the blocks of the peer takes.", |p| p.bytes as u64),
     ("asked", "Blocks asked of the peer that have not ended.", |p| p.under_way.into()),
     ("breaker_open", "1 while the peer is left alone, after failures in a row.", |p| p.breaker_open.into()),
@@ -156,7 +159,15 @@ mod tests {
 
     fn peer(number: u32, keys: usize) -> PeerStats {
         let peer = PeerNumber(number);
-        PeerStats { peer, keys, bytes: 2 * keys, breaker_open: false, trips_total: 3, under_way: 0 }
+        PeerStats {
+            peer,
+            keys,
+            bytes: 2 * keys,
+            promises: 5,
+            breaker_open: false,
+            trips_total: 3,
+            under_way: 0,
+        }
     }
 
     #[test]
@@ -181,6 +192,7 @@ mod tests {
             "pillion_mesh_endpoints_empty 1",
             "pillion_mesh_pace_seconds 0.24975",
             "pillion_mesh_peer_keys{peer=\"b\"} 7",
+            "pillion_mesh_peer_promises{peer=\"b\"} 5",
             "pillion_mesh_peer_breaker_trips_total{peer=\"b\"} 3",
             "pillion_mesh_served_blocks_total 3",
             "pillion_mesh_faults_total{kind=\"corrupt\"} 2",

@@ -59,6 +59,7 @@ impl Runtime {
             Action::CancelFetch { ticket } => self.mesh().cancel(ticket),
             Action::Grant { ask, slots } => self.grant(ask, &slots),
             Action::Publish(changes) => self.mesh().publish(changes),
+            Action::Promise(promises) => self.mesh().promise(promises),
             Action::Resync { peer } => self.mesh().resync(peer),
             Action::Bind { engine, facts, block_bytes, shards, words } => {
                 self.show_bound(&engine, &Blocks { facts, block_bytes, shards }, words);

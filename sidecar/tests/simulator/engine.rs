@@ -29,6 +29,10 @@ use crate::ledger::Form;
 use crate::origin::Kv;
 use crate::rng::Rng;
 
+/// How long a request waits for what nobody has promised, and for what somebody has.
+const PROMISE_WAIT_MS: u32 = 2;
+pub(crate) const HANDOVER_WAIT_MS: u32 = 40;
+
 /// What an engine is, over all its lives.
 #[derive(Clone, Debug)]
 pub(crate) struct Model {
@@ -204,7 +208,9 @@ impl Engine {
         }
         // Some wait for a producer: half as long as a query does, so that either may give up first.
         let miss_wait_ms = model.by_engine.then_some(1);
-        let hello = Hello { miss_wait_ms, ..model.hello(Role::Scheduler { run }) };
+        let (promise_wait_ms, handover_wait_ms) = (Some(PROMISE_WAIT_MS), Some(HANDOVER_WAIT_MS));
+        let role = Role::Scheduler { run };
+        let hello = Hello { miss_wait_ms, promise_wait_ms, handover_wait_ms, ..model.hello(role) };
         let port = Port::new(hello, None, ctx.now);
         self.scheduler = Some(Scheduler::new(Rc::clone(model), run, port));
         ctx.wakes.push((Actor::Scheduler(model.index), ctx.now + 10));

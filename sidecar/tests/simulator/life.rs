@@ -8,6 +8,7 @@ mod disk;
 mod doorway;
 mod mesh;
 mod turn;
+mod waits;
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
@@ -33,6 +34,7 @@ use self::copies::{Copies, Rank};
 use self::disk::Disk;
 pub(crate) use self::disk::Medium;
 use self::mesh::Mesh;
+use self::waits::Waits;
 use crate::connection::{PoolMap, Socket};
 use crate::coverage;
 use crate::ctx::{Actor, Ctx, HOLD, Micros, TICK};
@@ -88,6 +90,7 @@ pub(crate) struct Life {
     /// What the disk has not told yet of earlier lives.
     recovered: VecDeque<Recovered>,
     mesh: Option<Mesh>,
+    waits: Waits,
     touched: bool,
     next_tick: Micros,
     draining: bool,
@@ -153,6 +156,7 @@ impl Life {
             disk,
             recovered: recovered.into(),
             mesh,
+            waits: Waits::default(),
             touched: false,
             next_tick: 0,
             draining: false,
@@ -218,7 +222,13 @@ impl Life {
         if ctx.now / 1000 >= self.held_until_ms {
             self.ledger.end_hold();
         }
+        self.waits.follow(&event, ctx.now);
+        let ticked = matches!(event, Event::Tick);
         self.core.handle(Duration::from_micros(ctx.now), event, &mut out);
+        out.iter().for_each(|action| self.waits.answered(action));
+        if ticked {
+            self.waits.check(ctx.now);
+        }
         // Most of these change nothing.
         if let Some(text) = text.filter(|_| !quiet || !out.is_empty()) {
             ctx.note(|| format!("sidecar {}: {text}", self.epoch));

@@ -2,6 +2,7 @@
 //! the test ends.
 
 mod early;
+mod promises;
 mod windows;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -39,6 +40,8 @@ struct Scene {
     cancelled: Vec<u64>,
     granted: BTreeMap<u64, Vec<Option<SlotRef>>>,
     told: Vec<Change>,
+    /// What peers were told is promised, each time.
+    promised: Vec<Vec<Digest>>,
     op: u64,
 }
 
@@ -62,8 +65,8 @@ impl Scene {
         let core = Core::new(Dram::new(config).unwrap()).with_peers(Directory::new(Config::default()));
         let mut engine = Harness::waiting(core, 1, BLOCK_BYTES, miss_wait_ms);
         engine.join();
-        let (fetches, cancelled, granted, told) = Default::default();
-        Self { engine, fetches, cancelled, granted, told, op: 0 }
+        let (fetches, cancelled, granted, told, promised) = Default::default();
+        Self { engine, fetches, cancelled, granted, told, promised, op: 0 }
     }
 
     /// The same with a peer that has these blocks.
@@ -96,6 +99,7 @@ impl Scene {
                 Action::CancelFetch { ticket } => self.cancelled.push(ticket),
                 Action::Grant { ask, slots } => drop(self.granted.insert(ask, slots)),
                 Action::Publish(changes) => self.told.extend(changes),
+                Action::Promise(promises) => self.promised.push(promises),
                 other => self.engine.out.push(other),
             }
         }

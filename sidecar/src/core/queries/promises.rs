@@ -2,19 +2,39 @@
 //!
 //! A promise lasts until its log is closed, and holds as long as its engine works. What is promised is waited for while it holds, as
 //! long as the engine that asks has said: so a prompt may wait its turn at the engine that computes it.
+//!
+//! Peers are told of each promise the last key that is known. A key hangs on all before it, so who awaits a prompt that has it there
+//! awaits what is promised. What is told lasts longer than the promise: until the block of that key is not being saved any more, as a
+//! peer cannot see a save.
 
-use super::{Base, Context, Queries, Question, SessionId};
+use std::collections::BTreeSet;
+
+use shm_protocol::key::{BlockHash, BlockKey};
+
+use super::{Base, Binding, Context, GROUP, Queries, Question, SessionId};
+use crate::core::engines::Scheduler;
+use crate::core::sources::Sources;
 
 /// Prompts that an engine may have promised at once: as many as another one may await.
 const PROMISES_MAX: usize = 64;
 /// An engine of which nothing was seen for so long keeps no promise. A step that is longer is not worth waiting for.
 const WORKED_MS: u64 = 5000;
 
+/// What of all promises is not in the logs.
+#[derive(Debug, Default)]
+pub(super) struct Promises {
+    /// They may be others than peers were told last.
+    may_differ: bool,
+    /// Blocks of the last keys of promised logs that were closed while these were being saved.
+    ending: BTreeSet<BlockKey>,
+}
+
 // === impl Queries ===
 
 impl Queries {
     /// A session's engine computes the keys of this log for another one.
     pub(crate) fn note_promise(&mut self, session: SessionId, log: u32, cx: &mut Context) {
+        self.promises_may_differ();
         let promised = &mut self.logs(session).promised;
         if promised.contains(&log) {
             return;
@@ -27,22 +47,64 @@ impl Queries {
         cx.stats.handover_promises += 1;
     }
 
-    /// Whether another engine is to produce the block at which a question's run ends. A block's key hangs on all before it, so a log
-    /// of the same prompt has it at the same place.
+    /// A log is about to be closed: its promise, if it has one, is over.
+    pub(super) fn end_promise(&mut self, session: SessionId, log: u32, base: &Base) {
+        let logs = &self.askers[&session].logs;
+        if !logs.promised.contains(&log) {
+            return;
+        }
+        let binding = base.engines[session].binding.filter(|_| base.sources.peers.is_some());
+        let last = binding.zip(logs.known(log).keys.last()).map(|(binding, hash)| key(&binding, hash));
+        self.promises.ending.extend(last);
+        self.promises_may_differ();
+    }
+
+    /// Peers are to be told what is promised, if that is something else by now.
+    pub(crate) fn promises_may_differ(&mut self) {
+        self.promises.may_differ = true;
+    }
+
+    /// Tells peers what is promised, if that is something else by now.
+    pub(crate) fn tell_promises(&mut self, base: &mut Base) {
+        let Base { engines, sources: Sources { peers: Some(peers), .. }, cx } = base else { return };
+        if !std::mem::take(&mut self.promises.may_differ) {
+            return;
+        }
+        self.promises.ending.retain(|key| cx.dram.filling(key).is_some());
+        let works = |session: &SessionId| engines[*session].binding.filter(|_| works(&engines[*session], cx));
+        let at_work = self.askers.iter().filter_map(|(session, asker)| Some((works(session)?, &asker.logs)));
+        let lasts = at_work.flat_map(|(binding, logs)| {
+            let lasts = logs.promised.iter().filter_map(|log| logs.known(*log).keys.last());
+            lasts.map(move |hash| key(&binding, hash))
+        });
+        let keys: Vec<BlockKey> = lasts.chain(self.promises.ending.iter().copied()).collect();
+        peers.tell_promises(keys, cx);
+    }
+
+    /// Whether another engine, here or at a peer, is to produce the block at which a question's run ends. A block's key hangs on all
+    /// before it, so a log of the same prompt has it at the same place.
     pub(super) fn is_promised(&self, question: Question, base: &Base) -> bool {
         let log = self.log(question.session, question.log);
         let Some(end) = log.window.as_ref().map(|window| window.end as usize) else { return false };
         let (Some(hash), Some(binding)) = (log.keys.get(end), base.engines[question.session].binding) else {
             return false;
         };
-        let keeps_it = |session: SessionId| {
-            let engine = &base.engines[session];
-            session != question.session
-                && engine.binding.is_some_and(|its| its.namespace == binding.namespace)
-                && base.cx.now_ms < engine.worked_ms + WORKED_MS
-        };
-        self.askers.iter().filter(|(session, _)| keeps_it(**session)).any(|(_, asker)| {
-            asker.logs.promised.iter().any(|log| asker.logs.known(*log).keys.get(end) == Some(hash))
-        })
+        let mut others = self.others(question.session, binding.namespace, &base.engines);
+        let here = others.any(|session| {
+            let logs = &self.askers[&session].logs;
+            works(&base.engines[session], &base.cx)
+                && logs.promised.iter().any(|log| logs.known(*log).keys.get(end) == Some(hash))
+        });
+        let peers = base.sources.peers.as_ref();
+        here || peers.is_some_and(|peers| peers.is_promised(&binding, &log.keys[end..], base.cx.now_ms))
     }
+}
+
+/// Whether an engine was seen to work of late: else it keeps no promise.
+fn works(engine: &Scheduler, cx: &Context) -> bool {
+    cx.now_ms < engine.worked_ms + WORKED_MS
+}
+
+fn key(binding: &Binding, hash: &BlockHash) -> BlockKey {
+    BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash }
 }

@@ -10,7 +10,7 @@
 //!
 //! A question that awaits what another engine computes has a window of its own, where there are peers or another engine of its
 //! namespace is here. It is asked again when a save takes a slot for the next block of its run. What another engine saves in its
-//! namespace shows that there is a producer. What another engine has promised extends the window.
+//! namespace shows that there is a producer. What another engine has promised extends the window, wherever it is.
 
 use std::time::Duration;
 
@@ -185,10 +185,7 @@ impl Queries {
 
     /// Whether another engine here may compute what a question awaits: it keeps to the same namespace.
     pub(super) fn has_producer(&self, question: Question, binding: &Binding, engines: &Engines) -> bool {
-        let is_there = |session: SessionId| {
-            engines[session].binding.is_some_and(|its| its.namespace == binding.namespace)
-        };
-        self.askers.keys().any(|session| *session != question.session && is_there(*session))
+        self.others(question.session, binding.namespace, engines).next().is_some()
     }
 
     /// Lets a question wait for a producer, if its window is open.
@@ -306,9 +303,8 @@ impl Queries {
 
     /// An engine has saved blocks of a namespace: requests of the others there may wait again.
     pub(crate) fn restore_patience_beside(&mut self, namespace: u32, saver: SessionId, engines: &Engines) {
-        let is_there = |session| engines[session].binding.is_some_and(|it| it.namespace == namespace);
-        let others = self.askers.iter_mut().filter(|(session, _)| **session != saver && is_there(**session));
-        others.for_each(|(_, asker)| asker.patience.restore());
+        let others: Vec<SessionId> = self.others(saver, namespace, engines).collect();
+        others.into_iter().for_each(|session| self.asker(session).patience.restore());
     }
 
     /// The mesh's figures with those of the windows.

@@ -79,6 +79,10 @@ impl Scheduler {
                 ctx.hit("engine hands over");
                 self.session.hand_over(log);
             }
+            if ctx.rng.one_in(6) {
+                ctx.hit("engine promises");
+                self.session.promise(log).expect("it has no keys yet");
+            }
             let request = self.requests.get_mut(&id).expect("the caller's request");
             (request.log, request.saved) = ((log >= 0).then_some(log), 0);
         }

@@ -99,6 +99,7 @@ impl Life {
             | Action::CancelFetch { .. }
             | Action::Grant { .. }
             | Action::Publish(_)
+            | Action::Promise(_)
             | Action::Resync { .. } => self.apply_mesh(action, ctx),
             headers => return self.write_header(&headers, ctx),
         }

@@ -63,6 +63,8 @@ pub(super) struct Mesh {
     next_move: Micros,
     /// What the members were told that is here.
     told: BTreeSet<Digest>,
+    /// What they were told last is promised.
+    promised: Vec<Digest>,
     /// Bytes of a block of each namespace that an engine serves.
     sizes: BTreeMap<NamespaceDigest, u32>,
 }
@@ -171,6 +173,12 @@ impl Mesh {
                 let changes = some.map(|label| Change::Added(Digest::of(label))).collect();
                 Some(Heard::Changed { peer, changes })
             }
+            // Of what is promised much is never given, and much never withdrawn: no request may wait for it for ever.
+            7 => {
+                let one_in = ctx.rng.within(1, 4);
+                let some = labels.iter().filter(|_| ctx.rng.one_in(one_in));
+                Some(Heard::Promises { peer, promises: some.map(Digest::of).collect() })
+            }
             _ if dead || labels.is_empty() => None,
             _ => {
                 let count = ctx.rng.within(1, 6);
@@ -185,6 +193,12 @@ impl Mesh {
                 Some(Heard::Asked { ask: self.asks, blocks })
             }
         }
+    }
+
+    /// What this node says that it promises is told whole, and only where it is news.
+    fn promise(&mut self, promises: Vec<Digest>) {
+        assert_ne!(promises, self.promised, "peers were told twice");
+        self.promised = promises;
     }
 
     /// What this node says of itself must add up.
@@ -244,6 +258,7 @@ impl Life {
                 mesh.reading.insert(ask, Reading { slots, due });
             }
             Action::Publish(changes) => mesh.publish(&changes),
+            Action::Promise(promises) => mesh.promise(promises),
             Action::Resync { .. } => {}
             other => unreachable!("no action of the mesh: {other:?}"),
         }

@@ -1,0 +1,203 @@
+//! What engines promise is told to peers, and what those promise is waited for.
+
+use shm_protocol::request::Append;
+
+use super::*;
+
+/// What a request waits for the first block, or the next one, where nothing is promised.
+const AWAIT_MS: u64 = 1000;
+
+impl Scene {
+    /// The engine appends keys to a log of so many, of which it has promised all.
+    fn append(&mut self, log: u32, length: u32, keys: Range<u32>) {
+        let chunks = [log * 2, log * 2 + 1, 0, 0, 0, 0];
+        let named = Keys::new(log, length..length + keys.len() as u32);
+        let append = Append { keys: named, chunks, promised: true };
+        self.engine.append(append, keys.map(hash).collect());
+        self.take_actions();
+    }
+
+    fn promise(&mut self, log: u32, keys: Range<u32>) {
+        self.ask(SchedulerRequest::Open { log });
+        self.append(log, 0, keys);
+    }
+
+    /// What peers were told since the last look.
+    fn told_promises(&mut self) -> Vec<Vec<Digest>> {
+        std::mem::take(&mut self.promised)
+    }
+
+    /// The peer promises prompts with these last keys.
+    fn hear_promises(&mut self, lasts: &[u32]) {
+        let promises = lasts.iter().map(|key| digest(*key)).collect();
+        self.hear(Heard::Promises { peer: A, promises });
+    }
+
+    /// The engine asks for what another one is to compute.
+    fn await_keys(&mut self, log: u32, keys: Range<u32>) -> u64 {
+        let (op, count) = (self.next_op(), keys.len() as u32);
+        self.engine.open(log, keys);
+        let query = Query { op, keys: Keys::new(log, 0..count), arriving: false, awaits: true };
+        self.ask(SchedulerRequest::Query(query));
+        op
+    }
+
+    /// The time passes, with ticks as there are.
+    fn pass(&mut self, ms: u64) {
+        (0..ms / 100).for_each(|_| self.tick(100));
+    }
+
+    /// The last word on a query.
+    fn answer(&mut self, op: u64) -> Option<(Status, u32)> {
+        self.answers().into_iter().rfind(|answer| answer.0 == op).map(|(_, status, hits)| (status, hits))
+    }
+}
+
+fn with_peer() -> Scene {
+    let mut scene = Scene::new();
+    scene.join(A, 0..0);
+    scene
+}
+
+#[test]
+fn of_each_promise_the_last_key_is_told_until_its_log_is_closed() {
+    let mut scene = with_peer();
+    scene.promise(1, 0..4);
+    assert_eq!(scene.told_promises(), [[digest(3)]]);
+    scene.append(1, 4, 4..6);
+    assert_eq!(scene.told_promises(), [[digest(5)]], "a prompt's keys may come in parts");
+    scene.promise(2, 10..12);
+    let mut both = vec![digest(5), digest(11)];
+    both.sort_unstable();
+    assert_eq!(scene.told_promises(), [both]);
+    scene.pass(1000);
+    assert!(scene.told_promises().is_empty(), "no news");
+    scene.ask(SchedulerRequest::Close { log: 1 });
+    scene.ask(SchedulerRequest::Close { log: 2 });
+    assert_eq!(scene.told_promises(), [vec![digest(11)], vec![]]);
+}
+
+#[test]
+fn a_promise_is_told_until_its_last_block_is_kept_and_behind_that() {
+    for whole in [true, false] {
+        let mut scene = with_peer();
+        scene.promise(9, 0..3);
+        scene.engine.save(9, 1, 1, 1..4);
+        scene.engine.fences(RANKS[0], 1, 1);
+        scene.take_actions();
+        scene.told_promises();
+        let copies = scene.engine.copies();
+        // As soon as P has answered.
+        scene.ask(SchedulerRequest::Close { log: 9 });
+        scene.pass(500);
+        assert!(scene.told_promises().is_empty() && scene.told.is_empty(), "it is being copied");
+        scene.event(Event::Copied { copy: copies[0].0, ok: whole });
+        scene.engine.drained();
+        scene.take_actions();
+        assert_eq!(scene.told.len(), if whole { 3 } else { 0 });
+        scene.tick(100);
+        assert_eq!(scene.told_promises(), [vec![]]);
+    }
+}
+
+#[test]
+fn a_promise_is_told_while_its_engine_works() {
+    let mut scene = with_peer();
+    scene.promise(1, 0..4);
+    scene.pass(4900);
+    assert_eq!(scene.told_promises(), [[digest(3)]]);
+    scene.pass(100);
+    assert_eq!(scene.told_promises(), [vec![]]);
+    scene.engine.fences(RANKS[0], 1, 1);
+    scene.tick(100);
+    assert_eq!(scene.told_promises(), [[digest(3)]], "it works again");
+    scene.engine.disconnect([RANKS[0]]);
+    scene.tick(100);
+    assert_eq!(scene.told_promises(), [vec![]]);
+
+    let mut scene = with_peer();
+    scene.promise(1, 0..4);
+    scene.engine.disconnect([SCHEDULER, RANKS[0]]);
+    scene.take_actions();
+    assert_eq!(scene.told_promises(), [vec![digest(3)], vec![]]);
+}
+
+#[test]
+fn what_is_promised_in_a_namespace_of_one_engine_alone_is_not_told() {
+    let mut scene = with_peer();
+    scene.ask(SchedulerRequest::Salt { salt: [9; 16] });
+    scene.promise(1, 0..4);
+    scene.pass(200);
+    assert!(scene.told_promises().is_empty());
+}
+
+#[test]
+fn of_one_engine_64_promises_are_told() {
+    let mut scene = with_peer();
+    (0..70).for_each(|log| scene.promise(log, log..log + 1));
+    assert_eq!(scene.told_promises().last().map(Vec::len), Some(64));
+}
+
+#[test]
+fn what_a_peer_promises_is_waited_for_and_fetched_as_it_comes() {
+    let mut scene = with_peer();
+    scene.hear_promises(&[3]);
+    // The peer's prompt may be the begin of this one.
+    let (op, other) = (scene.await_keys(1, 0..6), scene.await_keys(2, 100..104));
+    scene.pass(20_000);
+    let answers = scene.answers();
+    let last = |op| answers.iter().rfind(|answer| answer.0 == op).unwrap().1;
+    assert_eq!((last(op), last(other)), (Status::Pending, Status::Ok), "nobody has promised the other");
+    for part in [0..1, 1..4] {
+        let changes = part.clone().map(|key| Change::Added(digest(key))).collect();
+        scene.hear(Heard::Changed { peer: A, changes });
+        scene.tick(20);
+        let fetch = scene.fetch();
+        assert_eq!(keys_of(&fetch), part.map(label).collect::<Vec<_>>());
+        scene.end_all(&fetch, Ok(1));
+    }
+    assert!(scene.answers().iter().all(|answer| answer.1 == Status::Pending));
+    // What is behind it is not promised.
+    scene.pass(AWAIT_MS);
+    assert_eq!(scene.answer(op), Some((Status::Ok, 4)));
+}
+
+#[test]
+fn a_promise_of_a_peer_is_worth_30_s() {
+    let mut scene = with_peer();
+    scene.hear_promises(&[3]);
+    let op = scene.await_keys(1, 0..4);
+    scene.pass(29_900);
+    assert_eq!(scene.answer(op), Some((Status::Pending, 0)));
+    scene.pass(100);
+    assert_eq!(scene.answer(op), Some((Status::Ok, 0)));
+    assert_eq!(scene.engine.core.stats().handover_exhausted, 1);
+}
+
+#[test]
+fn a_promise_of_a_peer_ends_with_its_word_with_the_peer_or_with_its_breaker() {
+    for end in ["withdrawn", "replaced", "left", "breaker"] {
+        let mut scene = with_peer();
+        scene.hear_promises(&[3]);
+        let op = scene.await_keys(1, 0..4);
+        scene.pass(5000);
+        assert_eq!(scene.answer(op), Some((Status::Pending, 0)), "{end}");
+        match end {
+            "withdrawn" => scene.hear_promises(&[]),
+            "replaced" => scene.hear_promises(&[2000]),
+            "left" => scene.hear(Heard::Left(A)),
+            _ => {
+                let changes = (500..504).map(|key| Change::Added(digest(key))).collect();
+                scene.hear(Heard::Changed { peer: A, changes });
+                for log in 10..13 {
+                    scene.query(log, 500..501);
+                    let fetch = scene.fetch();
+                    scene.tick(50);
+                    scene.end_all(&fetch, Err(Fault::Short));
+                }
+            }
+        }
+        scene.pass(AWAIT_MS);
+        assert_eq!(scene.answer(op), Some((Status::Ok, 0)), "{end}");
+    }
+}

@@ -1,0 +1,60 @@
+//! Questions that await what another engine computes: none waits longer than its engine's patience, whatever was promised.
+
+use std::collections::BTreeMap;
+
+use shm_protocol::message::Status;
+use shm_protocol::request::{Query, SchedulerRequest};
+use sidecar::core::{Action, Event, Request, SessionId};
+
+use crate::ctx::Micros;
+use crate::engine::HANDOVER_WAIT_MS;
+
+/// The longest that a question waits: for a promise, and then for a block that comes late.
+const PATIENCE: Micros = HANDOVER_WAIT_MS as Micros * 1000 + 2_000_000;
+
+/// Since when each log's question waits, and its operation.
+#[derive(Debug, Default)]
+pub(super) struct Waits(BTreeMap<(SessionId, u32), (u64, Micros)>);
+
+// === impl Waits ===
+
+impl Waits {
+    /// The core is about to be told this.
+    pub(super) fn follow(&mut self, event: &Event, now: Micros) {
+        match event {
+            Event::Message { session, request: Request::Scheduler { request, .. } } => match request {
+                SchedulerRequest::Query(Query { op, keys, awaits: true, .. }) => {
+                    // Another question of the log has what is left of the time.
+                    self.0.entry((*session, keys.log)).or_insert((*op, now)).0 = *op;
+                }
+                SchedulerRequest::Release { log } | SchedulerRequest::Close { log } => {
+                    self.0.remove(&(*session, *log));
+                }
+                SchedulerRequest::Salt { .. } | SchedulerRequest::Weights { .. } => self.end(*session),
+                _ => {}
+            },
+            Event::Disconnected { session } => self.end(*session),
+            _ => {}
+        }
+    }
+
+    /// The core has said this.
+    pub(super) fn answered(&mut self, action: &Action) {
+        if let Action::Answer { session, op, outcome, .. } | Action::Outcome { session, op, outcome } = action
+            && outcome.status != Status::Pending
+        {
+            self.0.retain(|(asker, _), (asked, _)| *asker != *session || *asked != *op);
+        }
+    }
+
+    /// The core has just looked at the time.
+    pub(super) fn check(&self, now: Micros) {
+        for (place, (op, since)) in &self.0 {
+            assert!(now <= since + PATIENCE, "query {op} of {place:?} waits for {} us", now - since);
+        }
+    }
+
+    fn end(&mut self, session: SessionId) {
+        self.0.retain(|(asker, _), _| *asker != session);
+    }
+}

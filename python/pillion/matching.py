@@ -59,8 +59,10 @@ class Matching:
         first = computed_tokens // self._block_tokens
         # One token is left to compute, and a hit ends on a block's boundary.
         count = (request.num_tokens - 1) // self._block_tokens - first
-        if tracked.refused or count <= 0:
+        if count <= 0:
             return 0, False
+        if tracked.refused:
+            return None if tracked.steps_aside() else 0, False
         hits = self.look(tracked, first, count)
         if hits is not None and self._is_too_much(request, request.num_tokens - (first + hits) * self._block_tokens):
             # vLLM ends a request whose load fails, and knows no other way for a connector to end one.

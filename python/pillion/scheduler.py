@@ -183,6 +183,10 @@ class Scheduler:
         """Whether a load of the request has failed, so that the cache is not asked again."""
         return self._requests.follow(request).refused
 
+    def steps_aside(self, request: Request) -> bool:
+        """Whether vLLM is to pass over such a request this time."""
+        return self._requests.follow(request).steps_aside()
+
     def overwrite(self, block_ids: list[int]) -> None:
         """Some group is about to write these blocks: whatever is being saved of them is given up."""
         self._loaded += block_ids

@@ -84,8 +84,10 @@ class SetScheduler:
         """Tokens beyond `computed_tokens` that all groups hold; None: ask again."""
         if not self._config.loads or request.skip_reading_prefix_cache or self._updating:
             return 0, False
+        if self.is_refused(request):
+            return None if self._lead.steps_aside(request) else 0, False
         # vLLM's own hit ends on a boundary.
-        if computed_tokens % self._boundary or self.is_refused(request):
+        if computed_tokens % self._boundary:
             return 0, False
         end = self._common(request, computed_tokens, self._limit(request))
         if end is None:

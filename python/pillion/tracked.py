@@ -58,6 +58,8 @@ class Tracked:
     # Blocks of the last load; once one of them failed, the cache is not asked again.
     loaded: list[int] = field(default_factory=list)
     refused: bool = False
+    # Whether it was asked for since, and found no room perhaps.
+    asked_again: bool = False
     # Whether too little of it was handed over: its load is to fail, and so to end it.
     given_up: bool = False
     # Whether what was found last is to be loaded in a later step.
@@ -73,6 +75,15 @@ class Tracked:
         """The key of each whole block: a hash hangs on all before it, so that of the block's last part."""
         hashes: list[bytes] = self.request.block_hashes
         return hashes if self.hashes_each == 1 else self.hashes_of(0, len(hashes) // self.hashes_each)
+
+    def steps_aside(self) -> bool:
+        """Whether vLLM is to pass over a request that is refused the cache: each second time that it asks, as without room.
+
+        vLLM 0.33 keeps such a request, whose blocks went back, before those that hold theirs since their loads ended. It looks
+        at none behind one without room: all would wait for ever.
+        """
+        self.asked_again = not self.asked_again
+        return not self.asked_again
 
     def hashes_of(self, first: int, end: int) -> list[bytes]:
         """The keys of some of them."""

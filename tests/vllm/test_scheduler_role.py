@@ -257,6 +257,14 @@ def test_a_preempted_request_does_not_count_its_hit_again(engine: Engine) -> Non
     assert engine.role.take_hit_tokens() == {"host": 3 * BLOCK_TOKENS} and engine.role.take_hit_tokens() == {}
 
 
+def test_a_request_whose_load_failed_lets_others_pass_it(engine: Engine) -> None:
+    """vLLM, which has no room for it, would look at none behind it."""
+    request = engine.arrive(9 * BLOCK_TOKENS + 1)
+    engine.ask(request)
+    engine.role.requests_failed({request.request_id})
+    assert [engine.role.match(request, 0) for _ in range(4)] == [(0, False), (None, False)] * 2
+
+
 # --- handovers ---
 
 TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}

@@ -10,6 +10,7 @@ import pytest
 
 from testkit import asking, engine, pool_file, prompts, sidecar
 from testkit.router import DISK, GPU, MEMORY, Router
+from testkit.waiting import wait_for
 
 # 168 blocks; a prompt of `asking` has 50.
 DRAM = "8MiB"
@@ -45,6 +46,12 @@ def _agree(keeper: sidecar.Sidecar, running: engine.Engine, router: Router, clea
 
     keeper.wait_for(agrees, "the router's view to be that of the sidecar")
     return len(_kept(keeper))
+
+
+def _forgotten(running: engine.Engine, router: Router) -> bool:
+    """Whether the router knows of no block of the sidecar's, after another step."""
+    running.generate([NUDGE], max_tokens=1)
+    return not router.keys(MEMORY) | router.keys(DISK)
 
 
 @pytest.mark.supports("events")
@@ -85,9 +92,7 @@ def test_a_router_knows_what_is_kept(options: engine.Options, tmp_path: Path, ro
             assert _agree(first, running, router, 1) > 0
             first.wait_summed()
             first.kill()
-            running.generate([NUDGE], max_tokens=1)
-            running.generate([NUDGE], max_tokens=1)
-            assert not router.keys(MEMORY) | router.keys(DISK), "blocks of a sidecar that is gone"
+            wait_for(lambda: _forgotten(running, router), "the router to forget the blocks of a sidecar that is gone")
             second = sidecar.Sidecar(tmp_path, DRAM, pool=first.pool, log=tmp_path / "second.log", ssd=ssd)
             second.wait_ready()
             second.wait_metric("pillion_adopted_blocks_total", 1)

@@ -279,7 +279,7 @@ def compared(binary: Path | None) -> dict[str, float]:
 
 
 def pair(binary: Path | None) -> dict[str, float]:
-    """The same of one sidecar of each kind."""
+    """Percentiles and ratios of `compared`, for one fresh sidecar of each kind."""
     source = random.Random(3)
     with contextlib.ExitStack() as stack:
         sides: dict[str, tuple[Queries, Callable[[], object]]] = {}

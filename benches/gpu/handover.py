@@ -39,7 +39,7 @@ EQUAL_LEAST = 0.9
 DURATION = 'pillion_handover_duration_seconds_%s{part="whole"}'
 COPIED_BYTES, COPIES = 64 << 20, 20
 LENGTHS = ("short_tokens", "middle_tokens", "long_tokens")
-# What a record says that a request waited for, in this order.
+# The parts of a record, in their order, as `pillion.records` has them. That module imports vLLM, which the router does without.
 PARTS = ("query", "producer", "waiting", "copy", "ready")
 
 FULL = {"short_tokens": 512, "middle_tokens": 1_790, "long_tokens": 7_070}

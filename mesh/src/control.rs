@@ -264,8 +264,8 @@ impl Control {
         self.order(Command::Publish(changes));
     }
 
-    /// What this node's engines have promised, of each promise the last key, in place of what was said before. Peers that follow hear of
-    /// it, behind all that was published before.
+    /// Replaces the promises of this node's engines, each given by its last key. Followers hear of these promises behind all changes
+    /// that were published before.
     pub fn promise(&self, promises: Vec<Digest>) {
         self.order(Command::Promise(promises));
     }

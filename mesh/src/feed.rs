@@ -24,7 +24,7 @@ pub const PROMISES_MAX: usize = 8192;
 /// No promises have this number: who was told none has it.
 const NO_PROMISES: u64 = 0;
 
-/// What a node keeps and promises, and what became of it last.
+/// The blocks that a node keeps, the prompts that its engines have promised, and the last changes of both.
 #[derive(Debug)]
 pub struct Feed {
     digests: BTreeSet<Digest>,
@@ -38,11 +38,11 @@ pub struct Feed {
     promises: Promises,
 }
 
-/// What a node's engines have promised: few, so they are told whole.
+/// The prompts that a node's engines have promised, each by its last key. They are few, so a message has all of them.
 #[derive(Debug, Default)]
 struct Promises {
     sealed: Vec<Digest>,
-    /// Those of the next seal, if they are others.
+    /// The promises that the next seal puts in place of the sealed ones; `None`: nothing was said since.
     next: Option<Vec<Digest>>,
     /// How often they were sealed.
     sequence: u64,
@@ -270,7 +270,7 @@ impl Promises {
         }
     }
 
-    /// Those for a reader that knows all else.
+    /// The message with the promises, for a reader that knows all blocks and has not been told these promises.
     fn next(&self, reader: &mut Reader) -> Option<Message> {
         let told = reader.promises.as_mut().filter(|told| **told != self.sequence)?;
         *told = self.sequence;
@@ -304,7 +304,7 @@ impl Batch {
 // === impl Reader ===
 
 impl Reader {
-    /// The same, of a follower that hears promises: it is told them once all else is told, and whenever they are others.
+    /// This reader, but told of promises too: once it knows all blocks, and again whenever the promises change.
     #[must_use]
     pub fn hearing_promises(self) -> Self {
         Self { promises: Some(NO_PROMISES), ..self }

@@ -76,7 +76,7 @@ pub(crate) struct Member {
     pub(crate) peer: Peer,
     pub(crate) rdma: Option<SocketAddr>,
     pub(crate) filter: Option<Filter>,
-    /// What it promises, and how often that was told.
+    /// The last keys of the prompts that this member promises, and how many messages have told them.
     pub(crate) promises: (Vec<Digest>, u32),
     overfull: bool,
     /// It was asked for anew.

@@ -39,7 +39,7 @@ pub(super) struct Peers {
     granted_bytes: u64,
     /// Bytes that peers may be reading: the rest of the pool stays evictable.
     granted_bytes_max: u64,
-    /// What the peers were told last is promised.
+    /// The last keys of the promised prompts that peers were told of last.
     promised: BTreeSet<Digest>,
     stats: PeersStats,
 }

@@ -40,7 +40,7 @@ struct Scene {
     cancelled: Vec<u64>,
     granted: BTreeMap<u64, Vec<Option<SlotRef>>>,
     told: Vec<Change>,
-    /// What peers were told is promised, each time.
+    /// The last keys of the promised prompts, one list for each time that peers were told.
     promised: Vec<Vec<Digest>>,
     op: u64,
 }

@@ -63,7 +63,7 @@ pub(super) struct Mesh {
     next_move: Micros,
     /// What the members were told that is here.
     told: BTreeSet<Digest>,
-    /// What they were told last is promised.
+    /// The last keys of the promised prompts that peers were told of last.
     promised: Vec<Digest>,
     /// Bytes of a block of each namespace that an engine serves.
     sizes: BTreeMap<NamespaceDigest, u32>,

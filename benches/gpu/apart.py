@@ -3,7 +3,7 @@
 Two `vllm serve` on two GPUs with one sidecar, `pillion route` before them, and vLLM's own client: `rate` requests a second of
 `input_tokens` random tokens in and `output_tokens` out. `mixed` asks the same two engines by turns: no prompt is long enough to
 be computed elsewhere. With `--strike` the engine that computes is killed, or frozen, in the middle of it.
-The weights are vLLM's dummy ones: times are measured, answers are not compared.
+Answers are those of the first mode, as far as steps of other sizes round alike: always with `--invariant`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
+import statistics
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benches.gpu import http, rig
+from benches.gpu import http, rig, weights
 from testkit import metrics
 from testkit.ports import free_port
 from testkit.server import Server, fetch
@@ -37,6 +38,8 @@ SIZES = {
     },
 }  # fmt: skip
 STRIKES = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
+# `kv_role` of each.
+SIDES = {"p": "kv_producer", "d": "kv_consumer"}
 WARM_UPS = 4
 # No prompt of a mixed pair is so long.
 NEVER = 1 << 40
@@ -49,28 +52,41 @@ def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
         "max_model_len": sizes["input_tokens"] + sizes["output_tokens"] + 64,
         "max_num_batched_tokens": sizes["batched_tokens"],
         "max_num_seqs": 64,
-        "load_format": "dummy",
+        "load_format": weights.LOAD_FORMAT,
     }
 
 
 def run(bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder: Path) -> rig.Results:
-    """Every mode in turn."""
-    return http.run_modes(options, modes, folder, lambda mode, model: measured(bench, mode, model, folder, options))
+    """Every mode in turn, and how many answers are the first mode's."""
+    answers: list[list[list[str]]] = []
+
+    def measure(mode: str, model: Path) -> dict[str, Any]:
+        raw, more = asked(bench, mode, model, folder, options)
+        answers.append([text.split() for text in raw["generated_texts"]])
+        equal = {"answers_equal": rig.share_equal(answers[-1], answers[0]), "words_equal": leading(answers[-1], answers[0])}
+        return http.figures(raw) | more | equal
+
+    return http.run_modes(options, modes, folder, measure)
 
 
-def measured(bench: rig.Bench, mode: str, model: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The client's figures of one mode."""
-    gib, struck = options.sizes["host_gib"], mode != "mixed" and options.strike is not None
-    rig.wait_for_memory(gib)
+def leading(answers: list[list[str]], right: list[list[str]]) -> float:
+    """The mean share of an answer's words before the first one that is not right."""
+    shares = []
+    for words, others in zip(answers, right, strict=True):
+        same = [word == other for word, other in zip(words, others, strict=False)]
+        shares.append([*same, False].index(False) / max(1, len(others)))
+    return round(statistics.mean(shares), 4)
+
+
+def asked(
+    bench: rig.Bench, mode: str, model: Path, folder: Path, options: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """The client's own figures of one mode, and the router's counters."""
+    struck = mode != "mixed" and options.strike is not None
     with contextlib.ExitStack() as stack:
-        keeper = stack.enter_context(rig.sidecar(folder, options, gib, options.logs / f"apart-{mode}-serve.log"))
-        settings = bench.engine(options.sizes) | rig.engine_arguments(options)
-        settings["kv_transfer_config"] = rig.pillion_transfer(keeper, options)
-        started = [http.start(f"{mode}-{side}", model, settings, options) for side in ("p", "d")]
-        for server, _ in started:
-            stack.enter_context(rig.measured(server, http.START_WATCHDOG_S, kills=struck))
-        (computes, first), (_, second) = started
-        url = stack.enter_context(route(mode, first, second, options))
+        (computes, first), (_, second) = stack.enter_context(pair(bench, mode, model, folder, options, struck))
+        more = [*options.route, *(["--decode", first, "--min-remote-tokens", NEVER] if mode == "mixed" else [])]
+        url = stack.enter_context(route(mode, first, second, options, more))
         # Both engines have computed once, and the router has asked both.
         few = argparse.Namespace(**vars(options) | {"sizes": options.sizes | {"requests": WARM_UPS}})
         http.client(url, model, few, options.logs / f"apart-{mode}-warm.json", dataset(few))
@@ -83,7 +99,29 @@ def measured(bench: rig.Bench, mode: str, model: Path, folder: Path, options: ar
         routed = metrics.totals(fetch(f"{url}/metrics") or "")
         if struck:
             computes.signal(signal.SIGCONT)
-        return http.figures(raw) | {name: routed[name] for name in routed if name.startswith("pillion_route_")}
+        return raw, {name: routed[name] for name in routed if name.startswith("pillion_route_")}
+
+
+@contextlib.contextmanager
+def pair(
+    bench: rig.Bench, mode: str, model: Path, folder: Path, options: argparse.Namespace, kills: bool = False
+) -> Iterator[list[tuple[Server, str]]]:
+    """An engine that computes and one that answers, or in `mixed` two that do both, and the sidecar beside them."""
+    gib = options.sizes["host_gib"]
+    rig.wait_for_memory(gib)
+    with contextlib.ExitStack() as stack:
+        keeper = stack.enter_context(rig.sidecar(folder, options, gib, options.logs / f"{bench.name}-{mode}-serve.log"))
+        started = []
+        for side, role in SIDES.items():
+            settings = bench.engine(options.sizes) | rig.engine_arguments(options)
+            transfer = rig.pillion_transfer(keeper, options, rig.BOTH if mode == "mixed" else role)
+            if options.tiny:
+                # On a CPU an engine that copies itself loads nothing before everything is kept.
+                transfer["kv_connector_extra_config"]["pillion.copy"] = "sidecar"
+            started.append(http.start(f"{mode}-{side}", model, settings | {"kv_transfer_config": transfer}, options))
+        for server, _ in started:
+            stack.enter_context(rig.measured(server, http.START_WATCHDOG_S, kills=kills))
+        yield started
 
 
 def dataset(options: argparse.Namespace) -> list[str]:
@@ -94,14 +132,12 @@ def dataset(options: argparse.Namespace) -> list[str]:
 
 
 @contextlib.contextmanager
-def route(mode: str, first: str, second: str, options: argparse.Namespace) -> Iterator[str]:
-    """A ready router; yields its address."""
+def route(mode: str, first: str, second: str, options: argparse.Namespace, more: list[object]) -> Iterator[str]:
+    """A ready router with `more` options; yields its address."""
     url = f"http://127.0.0.1:{free_port()}"
     command: list[object] = [find_binary(options.binary), "route", "--listen", url.removeprefix("http://"), "--prefill", first]
-    command += ["--decode", second, *options.route]
-    if mode == "mixed":
-        command += ["--decode", first, "--min-remote-tokens", NEVER]
-    with rig.measured(Server(command, options.logs / f"apart-{mode}-route.log", f"{url}/health")):
+    command += ["--decode", second, *more]
+    with rig.measured(Server(command, options.logs / f"{mode}-route.log", f"{url}/health")):
         yield url
 
 

@@ -2,21 +2,19 @@
 
 A first-token time runs from `add_request` to the step that returns the token, in one process
 (VLLM_ENABLE_V1_MULTIPROCESSING=0): scheduler, worker and clock share a thread, and no queue lies between.
-
-vLLM's dummy weights are +-1e-3, with which an answer hardly depends on the KV; `seed_weights` fills them so that it does.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import math
 import random
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-LOAD_FORMAT = "pillion_bench"
+from benches.gpu import weights
+
 # Steps and pauses in which every connector can end its saves; a save that did not end shows as a short hit.
 REST_ROUNDS = 4
 REST_PAUSE_S = 0.25
@@ -62,49 +60,6 @@ class Answer:
         return [(late - early) * 1e3 for early, late in zip(self.times, self.times[1:], strict=False)]
 
 
-def seed_weights(model: Any, shape: dict[str, int], calm: bool = False) -> None:
-    """Random weights, the same in every process, with which greedy answers depend strongly on the KV.
-
-    Attention's logits get a spread of about 2.5: sharp enough that single tokens matter, not so sharp that rounding does.
-    In a calm model a layer adds little to what the layers before it made, as in trained models, whose layers start so.
-    """
-    import torch
-
-    hidden, heads = shape["hidden_size"], shape["head_dim"]
-    q_rows = shape["num_attention_heads"] * heads
-    qk_rows = q_rows + shape["num_key_value_heads"] * heads
-    scales = {"o_proj": 2.0, "gate_up_proj": 1.0, "down_proj": 1.0, "lm_head": 1.0}
-    if calm:
-        scales |= dict.fromkeys(("o_proj", "down_proj"), 1 / math.sqrt(2 * shape["num_hidden_layers"]))
-    with torch.no_grad():
-        for index, (name, weight) in enumerate(sorted(model.named_parameters())):
-            generator = torch.Generator(device=weight.device).manual_seed(index)
-            *_, kind, leaf = name.split(".")
-            if "norm" in kind:
-                weight.fill_(1.0)
-            elif leaf == "sinks" or leaf.endswith("bias"):
-                weight.zero_()
-            elif kind in ("embed_tokens", "embedding"):
-                weight.normal_(0.0, 1.0, generator=generator)
-            elif kind == "qkv_proj":
-                weight[:qk_rows].normal_(0.0, 1.6 / math.sqrt(hidden), generator=generator)
-                weight[qk_rows:].normal_(0.0, 2.0 / math.sqrt(hidden), generator=generator)
-            else:
-                weight.normal_(0.0, scales.get(kind, 1.0) / math.sqrt(weight.shape[-1]), generator=generator)
-
-
-def register_loader(shape: dict[str, int], calm: bool = False) -> None:
-    """Make `load_format=LOAD_FORMAT` known to vLLM in this process."""
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    @register_model_loader(LOAD_FORMAT)
-    class SeededLoader(DummyModelLoader):
-        def load_weights(self, model: Any, model_config: Any) -> None:
-            super().load_weights(model, model_config)
-            seed_weights(model, shape, calm)
-
-
 class Engine:
     """vLLM's engine, one step at a time."""
 
@@ -115,11 +70,11 @@ class Engine:
 
         self.say = say
         self.shape = shape
-        register_loader(shape, calm)
+        weights.register(calm)
         begun = time.monotonic()
         self._llm = LLM(
             skip_tokenizer_init=True,
-            load_format=LOAD_FORMAT,
+            load_format=weights.LOAD_FORMAT,
             enable_prefix_caching=True,
             prefix_caching_hash_algo="xxhash_cbor",
             **{"dtype": "bfloat16"} | arguments,

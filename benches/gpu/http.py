@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benches.gpu import models, rig
+from benches.gpu import models, rig, weights
 from testkit import metrics
+from testkit.child import python_path
 from testkit.ports import free_port
 from testkit.server import Server, fetch
 from testkit.waiting import Failed
@@ -117,6 +118,7 @@ def run_modes(options: argparse.Namespace, modes: list[str], folder: Path, measu
     options.logs.mkdir(parents=True, exist_ok=True)
     model = models.write(folder / "model", rig.shape(options))
     write_tokenizer(model, rig.shape(options)["vocab_size"])
+    options.path = [weights.write_plugin(folder / "plugin"), rig.ROOT]
     results: rig.Results = {}
     for mode in modes:
         rig.say(f"{mode}: starting")
@@ -152,7 +154,7 @@ def start(mode: str, model: Path, settings: dict[str, Any], options: argparse.Na
 
 def environment(options: argparse.Namespace, mode: str = "none") -> list[str]:
     """A prefix of a command: the engines' environment, with the engine in a process of its own, as users have it."""
-    settings = rig.environment(options, mode) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    settings = rig.environment(options, mode) | python_path(options.path) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     return ["env", *(f"{name}={value}" for name, value in settings.items())]
 
 
@@ -171,7 +173,7 @@ def client(url: str, model: Path, options: argparse.Namespace, result: Path, dat
     command += ["--seed", "1", "--ignore-eos", "--disable-tqdm"]
     command += ["--num-prompts", str(sizes["requests"]), "--request-rate", str(sizes["rate"]), "--temperature", "0"]
     command += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,99"]
-    command += ["--save-result", "--result-dir", str(result.parent), "--result-filename", result.name]
+    command += ["--save-result", "--save-detailed", "--result-dir", str(result.parent), "--result-filename", result.name]
     with (result.with_suffix(".log")).open("wb") as log:
         subprocess.run(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=CLIENT_WATCHDOG_S, check=True)
     return dict(json.loads(result.read_text()))

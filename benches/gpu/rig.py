@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ MEMORY_WATCHDOG_S = 60
 MEMORY_SPARE_BYTES = 1 << 30
 SCALES = ("full", "quick", "tiny")
 RIVALS = ("none", "idle", "roomy", "offloading", "pegaflow", "lmcache", "lmcache-v1", "kvbm")
+# `kv_role` of an engine that computes prompts and answers them.
+BOTH = "kv_both"
 # Modes that keep nothing outside the device.
 CACHELESS = ("none", "idle", "roomy")
 # LMCache reports what it is used for to its makers.
@@ -281,7 +283,7 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
             yield {
                 "kv_connector": "OffloadingConnector",
                 "engine_id": name,
-                "kv_role": "kv_both",
+                "kv_role": BOTH,
                 "kv_connector_extra_config": extra,
             }
         finally:
@@ -307,7 +309,7 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
             yield transfer_config("LMCacheMPConnector", "lmcache.integration.vllm.lmcache_mp_connector", extra)
     elif mode == "lmcache-v1":
         extra = {"lmcache.max_local_cpu_size": gib, "lmcache.save_decode_cache": True}
-        yield {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        yield {"kv_connector": "LMCacheConnectorV1", "kv_role": BOTH, "kv_connector_extra_config": extra}
     elif mode == "kvbm":
         # Without Dynamo's runtime: leader and worker are the engine's, and its size is in the engine's environment.
         yield transfer_config("DynamoConnector", "kvbm.vllm_integration.connector", {})
@@ -357,10 +359,10 @@ def sidecar(folder: Path, options: argparse.Namespace, gib: int, log: Path, *mor
         yield keeper
 
 
-def pillion_transfer(keeper: Sidecar, options: argparse.Namespace) -> dict[str, Any]:
+def pillion_transfer(keeper: Sidecar, options: argparse.Namespace, role: str = BOTH) -> dict[str, Any]:
     """`kv_transfer_config` of Pillion."""
     extra = {"pillion.socket": str(keeper.socket), "pillion.model_id": "bench"}
-    return transfer_config("PillionConnector", "pillion.connector", extra | pillion_options(options))
+    return transfer_config("PillionConnector", "pillion.connector", extra | pillion_options(options), role)
 
 
 def pillion_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -371,9 +373,9 @@ def pillion_options(options: argparse.Namespace) -> dict[str, Any]:
     return {f"pillion.{key}": int(value) if value.isdecimal() else value for key, value in pairs}
 
 
-def transfer_config(connector: str, module: str, extra: dict[str, Any]) -> dict[str, Any]:
+def transfer_config(connector: str, module: str, extra: dict[str, Any], role: str = BOTH) -> dict[str, Any]:
     """`kv_transfer_config` of a connector outside vLLM."""
-    config: dict[str, Any] = {"kv_connector": connector, "kv_connector_module_path": module, "kv_role": "kv_both"}
+    config: dict[str, Any] = {"kv_connector": connector, "kv_connector_module_path": module, "kv_role": role}
     return config | {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
 
 
@@ -452,6 +454,6 @@ def percentile(samples: list[float], part: float) -> float:
     return round(ordered[min(len(ordered) - 1, int(len(ordered) * part))], 1)
 
 
-def share_equal(left: list[list[int]], right: list[list[int]]) -> float:
+def share_equal(left: Sequence[Sequence[object]], right: Sequence[Sequence[object]]) -> float:
     """Share of answers whose tokens are all equal."""
     return round(sum(a == b for a, b in zip(left, right, strict=True)) / len(left), 4)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benches.gpu.engine import seed_weights
+from benches.gpu import weights
 
 ADAPTER_RANK = 8
 FP8_MAX = 448.0
@@ -117,7 +117,7 @@ def _reseeded(model: Model, change: Callable[[torch.Tensor], torch.Tensor], *nam
         for weight in model.linears(*names):
             weight.copy_(change(weight.detach()))
     yield
-    seed_weights(model.module, model.shape, model.calm)
+    weights.seed(model.module, model.shape, model.calm)
 
 
 @contextlib.contextmanager

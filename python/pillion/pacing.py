@@ -33,9 +33,10 @@ STEP_COPY_MS = 10.0
 # Beside a full step a load begins in the background, so that a later step need not wait for it: so many at once, since each
 # holds blocks that nothing computes on. Measured: 914 tokens/s with none, 932 with 1, 889 with 3.
 BACKGROUND_LOADS = 1
-# A prompt of another engine whose copy takes no longer is loaded by the step that goes on with it, once all of it is there. A
-# load between steps would begin earlier, but it is seen to have ended two steps later, behind vLLM's pauses of 1 ms.
-WHOLE_MS = 2.0
+# A prompt of another engine whose copy takes no longer, and which a step would wait for beside other requests, is loaded by the
+# step that goes on with it, once all of it is there. A load between steps would begin earlier, but it is seen to have ended two
+# steps later, behind vLLM's pauses of 1 ms.
+WHOLE_MS = 8.0
 # How long a step that has nothing else to do waits for what comes from another engine: vLLM looks once in a millisecond.
 LINGER_US = 2000
 # Bytes of each part in which blocks are loaded that are still on their way: a millisecond on the wire, and enough for a copy.
@@ -76,7 +77,7 @@ class Pacing:
         self.part_blocks = self.blocks_of_part if may_fail and not by_engine else 0
         # The most blocks of another engine's prompt that are not loaded in parts.
         may_wait = not self._never_sync and self._load != "async"
-        self.whole_blocks = int(WHOLE_MS * bytes_per_ms) // block_bytes if may_wait else 0
+        self.whole_blocks = min(int(WHOLE_MS * bytes_per_ms) // block_bytes, self._sync_blocks) if may_wait else 0
         # Whether nothing was computed in the last step, and nothing is to be in this one so far.
         self._idle = True
         # Blocks of this step's synchronous loads, and new tokens of its requests, so far.

@@ -2,7 +2,7 @@
 
 Two `vllm serve` on two GPUs with one sidecar, `pillion route` before them, and vLLM's own client: `rate` requests a second of
 `input_tokens` random tokens in and `output_tokens` out. `mixed` asks the same two engines by turns: no prompt is long enough to
-be computed elsewhere. With `--strike` the engine that computes is killed, or frozen, in the middle of it.
+be computed elsewhere. In `kill` and `freeze` that befalls the engine that computes, in the middle of all requests.
 Answers are those of the first mode, as far as steps of other sizes round alike: always with `--invariant`.
 """
 
@@ -82,7 +82,7 @@ def asked(
     bench: rig.Bench, mode: str, model: Path, folder: Path, options: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """The client's own figures of one mode, and the router's counters."""
-    struck = mode != "mixed" and options.strike is not None
+    struck = mode in STRIKES
     with contextlib.ExitStack() as stack:
         (computes, first), (_, second) = stack.enter_context(pair(bench, mode, model, folder, options, struck))
         more = [*options.route, *(["--decode", first, "--min-remote-tokens", NEVER] if mode == "mixed" else [])]
@@ -92,7 +92,7 @@ def asked(
         http.client(url, model, few, options.logs / f"apart-{mode}-warm.json", dataset(few))
         if struck:
             after = options.sizes["requests"] / options.sizes["rate"] / 2
-            timer = threading.Timer(after, computes.signal, [STRIKES[options.strike]])
+            timer = threading.Timer(after, computes.signal, [STRIKES[mode]])
             timer.start()
             stack.callback(timer.cancel)
         raw = http.client(url, model, options, options.logs / f"apart-{mode}.json", dataset(options))
@@ -144,11 +144,10 @@ def route(mode: str, first: str, second: str, options: argparse.Namespace, more:
 def command_line(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     rig.cards(parser)
-    parser.add_argument("--strike", choices=STRIKES, help="what happens to the engine that computes, in the middle")
     parser.add_argument("--route", action="append", default=[], metavar="OPTION", help="more of `pillion route`; repeatable")
 
 
-BENCH = rig.Bench("apart", str(__doc__), SIZES, engine_settings, rivals=("mixed",), options=command_line)
+BENCH = rig.Bench("apart", str(__doc__), SIZES, engine_settings, rivals=("mixed", *STRIKES), options=command_line)
 
 if __name__ == "__main__":
     rig.main(BENCH, run)

@@ -44,7 +44,7 @@ PARTS = ("query", "producer", "waiting", "copy", "ready")
 
 FULL = {"short_tokens": 512, "middle_tokens": 1_790, "long_tokens": 7_070}
 SIZES = {
-    "full": FULL | {"prompts": 12, "batched_tokens": 2_048, "kv_mib": 8 * 1024, "host_gib": 16},
+    "full": FULL | {"prompts": 40, "batched_tokens": 2_048, "kv_mib": 8 * 1024, "host_gib": 16},
     "quick": FULL | {"prompts": 3, "batched_tokens": 2_048, "kv_mib": 4 * 1024, "host_gib": 8},
     "tiny": {"short_tokens": 100, "middle_tokens": 350, "long_tokens": 700}
     | {"prompts": 2, "batched_tokens": 256, "kv_mib": 24, "host_gib": 1},

@@ -299,12 +299,20 @@ def test_an_idle_step_waits_once_for_another_engine(monkeypatch: pytest.MonkeyPa
     assert len(session.lingered) == 2, "others wait for the step, or nobody computes for it"
 
 
-@pytest.mark.parametrize(("on_gpu", "load", "blocks"), [(True, "auto", 38), (True, "async", 0), (False, "auto", 0)])
+@pytest.mark.parametrize(
+    ("on_gpu", "load", "role", "blocks"),
+    [
+        (True, "auto", "kv_both", 152),
+        (True, "auto", "kv_consumer", 38),
+        (True, "async", "kv_both", 0),
+        (False, "auto", "kv_both", 0),
+    ],
+)
 def test_short_prompts_of_another_engine_are_loaded_by_a_step(
-    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, load: str, blocks: int
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, load: str, role: str, blocks: int
 ) -> None:
-    """2 ms of copying at 40 GB/s, where a step may wait at all: not on a CPU with steps in flight."""
-    session: Any = made(monkeypatch, on_gpu, load)._session
+    """8 ms of copying at 40 GB/s, or what a step waits for beside others, and not on a CPU with steps in flight."""
+    session: Any = made(monkeypatch, on_gpu, load, role=role)._session
     assert session.whole_blocks == blocks
 
 

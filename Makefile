@@ -14,9 +14,10 @@ TESTS ?=
 PYTEST = python -m pytest -q -n 2 --dist loadgroup
 # How long `make fuzz` runs each target, in seconds.
 SECONDS_EACH ?= 60
-# Worlds of `make sim`, rounds of `make chaos`, and where their seeds begin.
+# Worlds of `make sim`, rounds of `make chaos` of one engine and of a pair, and where their seeds begin.
 RUNS ?= 200000
 ROUNDS ?= 100
+PAIR_ROUNDS ?= 300
 SEED ?= 1
 
 help: ## this list
@@ -42,7 +43,7 @@ test-long: setup-tests ## what CI has no time for: many seeds, this release agai
 	PLAYS=48 SET_STEPS=1000000 $(PYTEST) tests/vllm/test_storm.py
 	FAILED_LOADS=1000 $(PYTEST) tests/vllm/test_half_loads.py
 	CASES=100000 $(PYTEST) tests/vllm/test_serve.py
-	HANDOVERS=200 $(PYTEST) tests/e2e/test_handover.py
+	for setup in one two engine; do HANDOVER_SETUP=$$setup HANDOVERS=200 $(PYTEST) tests/e2e/test_handover.py; done
 	$(MAKE) sim RUNS=20000
 
 test-rust: setup-tests ## unit and property tests of the crates
@@ -88,9 +89,9 @@ dist: ## what is released, under dist/: wheel, tarball, lists of parts, images w
 sim: setup ## more simulated worlds: RUNS=200000 SEED=1
 	cargo test --profile sim --package sidecar --test simulator --quiet -- --runs $(RUNS) --seed $(SEED)
 
-chaos: setup ## real engines and sidecars killed and frozen under load: ROUNDS=100 SEED=1; a JSON line of one engine, then one of a pair
+chaos: setup ## real engines and sidecars killed and frozen under load: ROUNDS=100 PAIR_ROUNDS=300 SEED=1; a JSON line of one engine, then one of a pair
 	@python tests/chaos --rounds $(ROUNDS) --seed $(SEED)
-	@python tests/chaos --pair --rounds $(ROUNDS) --seed $(SEED)
+	@python tests/chaos --pair --rounds $(PAIR_ROUNDS) --seed $(SEED)
 
 prove: setup-tests ## remove each protection in turn and see its test fail
 	@scripts/prove

@@ -1,7 +1,7 @@
 """The long form: `python tests/chaos --rounds 100 --seed 1`.
 
 Progress goes to standard error; the last line of standard output is the result, one JSON object (chaos/figures.py says
-what its numbers mean). Exits 1 if a token was wrong or a request lost.
+what its numbers mean; those of a pair are in chaos/pair.py). Exits 1 if a token was wrong or a request lost.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def main() -> int:
         if arguments.pair:
             shape = model.write(Path(temporary) / "model", model.TINY)
             tokenizer.write(shape)
-            pairs = pair.Campaign(directory, shape, arguments.seed).run(pair.plan(arguments.rounds, arguments.seed))
+            two = pair.Campaign(directory, shape, arguments.seed)
+            pairs = two.run_damaged() if arguments.damage else two.run(pair.plan(arguments.rounds, arguments.seed))
             print(pairs.line(), flush=True)
-            return int(pairs.harmed())
+            return int(not pairs.passed())
         run = campaign.Campaign(directory, model.write(Path(temporary) / "model", model.TINY), arguments.seed)
         found = run.run_damaged() if arguments.damage else run.run(faults.plan(arguments.rounds, arguments.seed))
     print(found.line(), flush=True)

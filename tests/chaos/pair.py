@@ -1,7 +1,7 @@
 """Two engines, a sidecar and a router: each is killed and frozen while clients ask the router.
 
 Every prompt is one that nobody has computed, so every answer is a hand-over. An engine without a connector says at the
-end what was right.
+end what was right. Before the first fault a negative control shows that wrong KV would be noticed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from chaos.campaign import say
 from chaos.figures import Span
-from testkit import engine, prompts, sidecar, vllm_server
+from testkit import engine, pool_file, prompts, sidecar, vllm_server
 from testkit.ports import free_port
 from testkit.server import Server
 from testkit.waiting import wait_for
@@ -37,6 +37,9 @@ ORDERS = ("at-once", "prefill-first")
 CLIENTS, PROMPT_TOKENS, STEP_TOKENS, OUTPUT_TOKENS = 2, 640, 256, 8
 UNDISTURBED_ANSWERS, ANSWERS_BETWEEN = 10, 2
 DRAM = "64MiB"
+DTYPE_BYTES = 4
+# Prompts of the negative control; fewer than fill the pool.
+DAMAGED_PROMPTS = 4
 LOADED = 'pillion_handover_released_total{reason="loaded"}'
 # The last moment to strike, in the time of a hand-over; how long whoever comes back stands still. A load's bytes are
 # awaited for 2 s: memory of a CPU cannot be taken back from a sidecar that stood still for longer in a copy.
@@ -78,7 +81,8 @@ class Figures:
 
     `failed` counts errors where D or the router was struck; an error at any other time is in `failed_unstruck`. A request
     without an end is `lost`. `max_added_wait_ms` has, by fault, the most that an answer waited beyond the median of those
-    before the first fault. `handed_over` are blocks that the engine that answers loaded.
+    before the first fault. `handed_over` are blocks that the engine that answers loaded. `damage_noticed` counts the wrong
+    answers of the negative control, which no client asked for.
     """
 
     seed: int
@@ -91,14 +95,15 @@ class Figures:
     undisturbed_wait_ms: float = 0.0
     max_added_wait_ms: dict[str, float] = dataclasses.field(default_factory=dict)
     handed_over: int = 0
+    damage_noticed: int = 0
 
     def line(self) -> str:
         """One line of JSON."""
         return json.dumps({"pair": dataclasses.asdict(self)})
 
-    def harmed(self) -> bool:
-        """Whether a client saw what none may see."""
-        return bool(self.wrong_tokens or self.lost or self.failed_unstruck)
+    def passed(self) -> bool:
+        """Whether no client saw what none may see, and wrong KV would have been noticed."""
+        return bool(self.damage_noticed) and not (self.wrong_tokens or self.lost or self.failed_unstruck)
 
 
 def plan(rounds: int, seed: int) -> list[Fault]:
@@ -117,14 +122,22 @@ def ends_with_engines(faults: list[Fault]) -> bool:
     return faults == [Fault("kill", victim) for victim in ENGINES]
 
 
+def ask(url: str, model: Path, prompt: list[int], max_tokens: int) -> list[int]:
+    """The tokens that a server answers."""
+    fields = {"model": str(model), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    body = json.dumps(fields | {"return_token_ids": True, "ignore_eos": True}).encode()
+    asked = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
+        return list(json.load(answer)["choices"][0]["token_ids"])
+
+
 class Clients:
     """Clients of the router, each with one request at a time."""
 
-    def __init__(self, url: str, model: str, seed: int) -> None:
+    def __init__(self, url: str, model: Path, seeds: Iterator[int]) -> None:
         self.ended: list[Request] = []
         self.open: dict[int, Request] = {}
-        self._url, self._model = f"{url}/v1/completions", model
-        self._seeds = itertools.count(1_000_000 * seed)
+        self._url, self._model, self._seeds = url, model, seeds
         self._stop, self._go = threading.Event(), threading.Event()
         self._go.set()
         self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(CLIENTS)]
@@ -164,7 +177,7 @@ class Clients:
             request = Request(prompts.prompt(PROMPT_TOKENS, next(self._seeds)), time.monotonic())
             self.open[number] = request
             try:
-                request.tokens = self._ask(request.prompt)
+                request.tokens = ask(self._url, self._model, request.prompt, OUTPUT_TOKENS)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 request.error = repr(error)
                 # Whoever refuses does so at once; a client that asks again does not.
@@ -172,12 +185,11 @@ class Clients:
             request.ended = time.monotonic()
             self.ended.append(request)
 
-    def _ask(self, prompt: list[int]) -> list[int]:
-        fields = {"model": self._model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
-        body = json.dumps(fields | {"return_token_ids": True, "ignore_eos": True}).encode()
-        asked = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
-            return list(json.load(answer)["choices"][0]["token_ids"])
+
+def count_wrong(lone: engine.Engine, asked: list[list[int]], answers: Sequence[list[int] | None]) -> int:
+    """How many answers are not those of an engine without a connector."""
+    right = lone.generate(asked, max_tokens=OUTPUT_TOKENS, logprobs=0)
+    return sum(tokens != other["tokens"] for tokens, other in zip(answers, right, strict=True))
 
 
 class Campaign:
@@ -186,6 +198,8 @@ class Campaign:
     def __init__(self, directory: Path, model: Path, seed: int) -> None:
         self._directory, self._model, self._seed = directory, model, seed
         self._chance = random.Random(seed)
+        # Of prompts.
+        self._seeds = itertools.count(1_000_000 * seed)
         self._urls = {name: f"http://127.0.0.1:{free_port()}" for name in ("p", "d", "router")}
         self._pool = sidecar.new_pool()
         self._running: dict[str, Server] = {}
@@ -197,7 +211,8 @@ class Campaign:
         found = Figures(self._seed)
         spans: list[tuple[Fault, Span]] = []
         with self._processes() as lone:
-            clients = Clients(self._urls["router"], str(self._model), self._seed)
+            found.damage_noticed = self._answer_from_damage(lone)
+            clients = Clients(self._urls["router"], self._model, self._seeds)
             clients.wait_answered(UNDISTURBED_ANSWERS)
             undisturbed = statistics.median(request.ended - request.asked for request in clients.ended)
             for number, fault in enumerate(faults):
@@ -215,6 +230,26 @@ class Campaign:
             found.handed_over = self._handed_over
             self._judge(clients.ended, spans, lone, found)
         return found
+
+    def run_damaged(self) -> Figures:
+        """Nothing but the negative control, as if clients had asked for its answers."""
+        with self._processes() as lone:
+            return Figures(self._seed, requests=DAMAGED_PROMPTS, wrong_tokens=self._answer_from_damage(lone))
+
+    def _answer_from_damage(self, lone: engine.Engine) -> int:
+        """The negative control: how many answers are wrong where what P has computed is damaged before D loads it."""
+        made = [prompts.prompt(PROMPT_TOKENS, next(self._seeds)) for _ in range(DAMAGED_PROMPTS)]
+        for prompt in made:
+            ask(self._urls["p"], self._model, prompt, max_tokens=1)
+        keeper, blocks = self._running["sidecar"], DAMAGED_PROMPTS * prompts.stored_blocks(PROMPT_TOKENS, 1)
+        assert isinstance(keeper, sidecar.Sidecar)
+        keeper.wait_metric("pillion_blocks", blocks)
+        with pool_file.damaged(self._pool, value_bytes=DTYPE_BYTES) as damaged:
+            assert damaged >= blocks
+            answers = [ask(self._urls["router"], self._model, prompt, OUTPUT_TOKENS) for prompt in made]
+        # What no client asked for is not counted.
+        self._handed_over -= keeper.sample(LOADED)
+        return count_wrong(lone, made, answers)
 
     def _strike(self, fault: Fault, clients: Clients) -> Span:
         """Strikes; all but an engine that ended is there again afterwards."""
@@ -258,8 +293,7 @@ class Campaign:
                 added = round(1e3 * (request.ended - request.asked) - found.undisturbed_wait_ms, 1)
                 found.max_added_wait_ms[str(fault)] = max(added, found.max_added_wait_ms.get(str(fault), 0.0))
         answers = [request for request in ended if request.tokens is not None]
-        right = lone.generate([request.prompt for request in answers], max_tokens=OUTPUT_TOKENS, logprobs=0)
-        found.wrong_tokens = sum(one.tokens != other["tokens"] for one, other in zip(answers, right, strict=True))
+        found.wrong_tokens = count_wrong(lone, [one.prompt for one in answers], [one.tokens for one in answers])
 
     # --- processes ---
 

@@ -41,12 +41,12 @@ class Pod:
 
 
 def start_sidecar(
-    host: network.Host, directory: Path, pool_file: Path | None = None, more: tuple[str, ...] = ()
+    host: network.Host, directory: Path, pool_file: Path | None = None, more: tuple[str, ...] = (), dram: str = "128MiB"
 ) -> sidecar.Sidecar:
     """One that is to be a member of the mesh."""
     listen = f"{host.address}:{CONTROL_PORT}"
     mesh = ("--mesh-listen", listen, "--etcd", network.ETCD_URL, "--node-id", host.name, "--mesh-plaintext", *more)
-    started = sidecar.Sidecar(directory, pool=pool_file, prefix=host.prefix, http=f"{host.address}:9440", more=mesh)
+    started = sidecar.Sidecar(directory, dram, pool_file, prefix=host.prefix, http=f"{host.address}:9440", more=mesh)
     started.wait_ready()
     return started
 

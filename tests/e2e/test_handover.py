@@ -1,9 +1,14 @@
-"""One engine computes prompts, another answers: D's tokens are a lone engine's, and D computes a tail."""
+"""One engine computes prompts, another answers: D's tokens are a lone engine's, and D computes a tail.
+
+HANDOVER_SETUP says how: `one` sidecar for both; `two` sidecars of a mesh, each beside its engine on a host of its own; or
+`engine`: one sidecar, and engines that copy for themselves. Those load nothing before all of a prompt is kept.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import random
 import signal
@@ -11,38 +16,78 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+import network
+import pods
 from testkit import engine, handover, model, prompts, sidecar, threads
 from testkit.handover import OUTPUT_TOKENS, PATIENCE_S, Pair
 from testkit.transfer import TO_ANSWER, TO_COMPUTE
 
-# One start of three engines serves all tests of this module.
-pytestmark = pytest.mark.xdist_group("handover")
+SETUP = os.environ.get("HANDOVER_SETUP", "one")
+# One start of three engines serves all tests of this module. One test at a time has hosts.
+pytestmark = pytest.mark.xdist_group("hosts" if SETUP == "two" else "handover")
 
 # Steps of P.
 CHUNK = prompts.STEP_TOKENS
 PROMPTS = int(os.environ.get("HANDOVERS", "40"))
 # A frozen sidecar costs a step so much.
 QUERY_MS = 200
+DRAM = "32MiB"
 LOST = "pillion_handover_lost_total"
 # Shorter than any patience: a pause of a process is no fault of it.
 PAUSE_S = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where an engine runs: beside which sidecar, and what goes before its command there."""
+
+    keeper: sidecar.Sidecar
+    prefix: tuple[str, ...] = ()
+
+
+def _one_host(stack: contextlib.ExitStack, directory: Path) -> list[Place]:
+    return [Place(stack.enter_context(sidecar.serving(directory, DRAM)))] * 2
+
+
+def _two_hosts(stack: contextlib.ExitStack, directory: Path) -> list[Place]:
+    hosts = stack.enter_context(network.hosts("p", "d"))
+    stack.callback(network.Etcd(directory).kill)
+    places = []
+    for host in hosts:
+        (directory / host.name).mkdir()
+        keeper = pods.start_sidecar(host, directory / host.name, dram=DRAM)
+        stack.callback(keeper.pool.unlink, missing_ok=True)
+        stack.callback(keeper.kill)
+        stack.callback(keeper.finish)
+        places.append(Place(keeper, host.prefix))
+    for place in places:
+        place.keeper.wait_metric("pillion_mesh_peers", 1)
+    return places
+
+
+SETUPS = {"one": _one_host, "two": _two_hosts, "engine": _one_host}
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Float32: where D computes a tail and a lone engine all, rounding must not choose another token."""
     directory = tmp_path_factory.mktemp("handover")
-    shape = model.write(directory / "model", model.TINY)
+    lone = engine.Options(model.write(directory / "model", model.TINY), dtype="float32", batched_tokens=CHUNK)
+    copy: Literal["engine", "sidecar"] = "engine" if SETUP == "engine" else "sidecar"
+    cached = dataclasses.replace(lone, copy=copy, extra={"pillion.query_timeout_us": QUERY_MS * 1000})
     with contextlib.ExitStack() as stack:
-        keeper = stack.enter_context(sidecar.serving(directory, dram="32MiB"))
-        alone = engine.Options(model=shape, dtype="float32", batched_tokens=CHUNK)
-        extra = {"pillion.query_timeout_us": QUERY_MS * 1000}
-        with_cache = dataclasses.replace(alone, socket=keeper.socket, copy="sidecar", extra=extra)
-        p, d, lone = handover.start(stack, directory, {"p": with_cache, "d": with_cache, "lone": alone})
-        yield Pair(p, d, lone, keeper, counts=d.metrics())
+        places = SETUPS[SETUP](stack, directory)
+        named = {
+            name: dataclasses.replace(cached, socket=place.keeper.socket, prefix=place.prefix)
+            for name, place in zip("pd", places, strict=True)
+        }
+        p, d, alone = handover.start(stack, directory, {**named, "lone": lone})
+        of_p, of_d = (place.keeper for place in places)
+        yield Pair(p, d, alone, of_p, counts=d.metrics(), beside_d=None if of_d is of_p else of_d)
 
 
 def _lengths() -> list[int]:
@@ -76,6 +121,7 @@ def test_both_at_once(pair: Pair) -> None:
         if pair.exhausted() == before:
             assert answer["computed"] <= engine.BLOCK_TOKENS
             handed_over += 1
+    print(f"{SETUP}: {handed_over} of {len(_lengths()[::2])} handed over")
     assert handed_over > 0
 
 
@@ -93,7 +139,7 @@ def test_what_p_alone_has_is_handed_over(pair: Pair) -> None:
 
 
 def test_what_is_handed_over_survives_pressure(pair: Pair) -> None:
-    """P computes more than the pool holds before D asks."""
+    """P computes more than its sidecar's pool holds before D asks."""
     tokens = pair.prompt(1600)
     transfer = pair.compute(tokens)
     evicted = pair.keeper.metrics()["pillion_evicted_blocks_total"]
@@ -152,17 +198,18 @@ def _paused(pid: int, after_s: float) -> Iterator[None]:
 @pytest.mark.parametrize("p_first", [True, False])
 @pytest.mark.parametrize("victim", ["p", "sidecar"])
 def test_a_pause_loses_nothing(pair: Pair, victim: str, p_first: bool) -> None:
-    """A seed draws its moment of the hand-over. Where a busy machine made D's patience too short, D computes."""
+    """A seed draws its moment of the hand-over, and which sidecar of two. Where a busy machine made D's patience too short, D
+    computes."""
     chance = random.Random(f"{victim} {p_first}")
-    pid = pair.p.processes()[0] if victim == "p" else pair.keeper.pid
-    lost, handed_over = pair.keeper.metrics()[LOST], 0
+    pids = pair.p.processes()[:1] if victim == "p" else [keeper.pid for keeper in pair.keepers]
+    lost, handed_over = [keeper.metrics()[LOST] for keeper in pair.keepers], 0
     for length in _lengths()[::4]:
         tokens = pair.prompt(length)
         started = time.monotonic()
         right = pair.right(tokens)
         lasts_s = time.monotonic() - started
         before = pair.exhausted()
-        with _paused(pid, chance.uniform(0, lasts_s)):
+        with _paused(chance.choice(pids), chance.uniform(0, lasts_s)):
             if p_first:
                 answer = pair.answer(tokens, pair.compute(tokens))
             else:
@@ -173,15 +220,16 @@ def test_a_pause_loses_nothing(pair: Pair, victim: str, p_first: bool) -> None:
         if pair.exhausted() == before:
             assert answer["computed"] <= engine.BLOCK_TOKENS + 1
             handed_over += 1
+    print(f"{SETUP}: {handed_over} of {len(_lengths()[::4])} handed over")
     assert handed_over > 0
-    assert pair.keeper.metrics()[LOST] == lost
+    assert [keeper.metrics()[LOST] for keeper in pair.keepers] == lost
 
 
 @pytest.mark.parametrize("victim", ["p", "sidecar"])
 def test_d_s_requests_end_whoever_is_frozen(pair: Pair, victim: str) -> None:
-    """Rightly, and while it is frozen; afterwards all goes on."""
-    frozen = pair.p.processes() if victim == "p" else [pair.keeper.pid]
-    for length in (400, 1200):
+    """Rightly, and while it is frozen; afterwards all goes on. Of two sidecars each is frozen in turn."""
+    victims = [pair.p.processes()] if victim == "p" else [[keeper.pid] for keeper in pair.keepers]
+    for frozen, length in itertools.product(victims, (400, 1200)):
         tokens = pair.prompt(length)
         pair.ask(pair.d, tokens, OUTPUT_TOKENS, TO_ANSWER)
         pair.ask(pair.p, tokens, 1, TO_COMPUTE)
@@ -208,6 +256,7 @@ def test_d_s_requests_end_where_p_dies(pair: Pair, tmp_path: Path) -> None:
     pair.p.kill()
     assert pair.answered()["tokens"] == pair.right(tokens)
     tokens = pair.prompt(500)
-    pair.keeper.freeze()
-    pair.keeper.kill()
+    for keeper in pair.keepers:
+        keeper.freeze()
+        keeper.kill()
     assert pair.answer(tokens, TO_ANSWER)["tokens"] == pair.right(tokens)

@@ -18,7 +18,10 @@ EXHAUSTED = "pillion_handover_exhausted_total"
 
 @dataclasses.dataclass
 class Pair:
-    """`p` computes, `d` answers, and `lone` says what is right: where there is none, `p`, which keeps what it computed."""
+    """`p` computes, `d` answers, and `lone` says what is right: where there is none, `p`, which keeps what it computed.
+
+    `keeper` is P's sidecar, and D's unless `beside_d` is another one.
+    """
 
     p: engine.Engine
     d: engine.Engine
@@ -28,6 +31,12 @@ class Pair:
     number: int = 0
     # D's counters after its last answer.
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    beside_d: sidecar.Sidecar | None = None
+
+    @property
+    def keepers(self) -> list[sidecar.Sidecar]:
+        """Every sidecar, D's last."""
+        return [self.keeper] + ([self.beside_d] if self.beside_d else [])
 
     def prompt(self, tokens: int) -> list[int]:
         """A prompt that nobody has computed."""
@@ -64,7 +73,7 @@ class Pair:
 
     def exhausted(self) -> int:
         """Requests of D that P's blocks did not reach in time."""
-        return self.keeper.metrics()[EXHAUSTED]
+        return self.keepers[-1].metrics()[EXHAUSTED]
 
 
 def start(stack: contextlib.ExitStack, folder: Path, named: Mapping[str, engine.Options]) -> list[engine.Engine]:

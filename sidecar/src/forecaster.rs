@@ -3,10 +3,8 @@
 //!
 //! The data thread never waits for it: a request for which there is no room is left out.
 
-use std::iter;
 use std::sync::mpsc::{self, Receiver, SyncSender};
 use std::thread;
-use std::time::Duration;
 
 use prometheus::{IntCounter, IntCounterVec, Opts, Registry};
 use shm_protocol::pool::slot_count;
@@ -19,9 +17,6 @@ use crate::metrics::figures::{counter, raise};
 
 /// Requests that wait to be played.
 const WAITING_MAX: usize = 256;
-/// How long the thread sleeps, whatever it is told, once it has played all: to wake it for each request would cost the data
-/// thread more than a short query does, and take a core from it or from the engine where there are few.
-const REST: Duration = Duration::from_millis(20);
 /// The lowest priority that there is.
 const NICE: i32 = 19;
 
@@ -70,20 +65,17 @@ fn play(requests: &Receiver<Ended>, config: &dram::Config, foretold: &Foretold) 
         tracing::warn!(%error, "what other sizes of the pool would find is computed at the priority of the sidecar");
     }
     let mut forecast: Option<(u64, Forecast)> = None;
-    while let Ok(first) = requests.recv() {
-        for Ended { namespace, block_bytes, keys, asked } in iter::once(first).chain(requests.try_iter()) {
-            let (bytes, forecast) = forecast.get_or_insert_with(|| {
-                let by_segment = slot_count(config.segment_bytes, block_bytes).unwrap_or(1);
-                let slots = config.pool_bytes / config.segment_bytes * u64::from(by_segment);
-                (block_bytes, Forecast::new(slots, SLOTS_MAX))
-            });
-            // A miniature has slots of one size.
-            if *bytes == block_bytes {
-                forecast.request(namespace, 0, &keys, asked);
-                foretold.show(forecast);
-            }
+    for Ended { namespace, block_bytes, keys, asked } in requests {
+        let (bytes, forecast) = forecast.get_or_insert_with(|| {
+            let by_segment = slot_count(config.segment_bytes, block_bytes).unwrap_or(1);
+            let slots = config.pool_bytes / config.segment_bytes * u64::from(by_segment);
+            (block_bytes, Forecast::new(slots, SLOTS_MAX))
+        });
+        // A miniature has slots of one size.
+        if *bytes == block_bytes {
+            forecast.request(namespace, 0, &keys, asked);
+            foretold.show(forecast);
         }
-        thread::sleep(REST);
     }
 }
 

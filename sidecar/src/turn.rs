@@ -12,7 +12,7 @@ use crate::session::{Session, Violation};
 ///
 /// Ends of copies come before the rings, and [`Event::Drained`] behind them: a CANCEL that was posted before its block was
 /// overwritten is then known before a copy that ended after that is committed.
-const ORDER: [Stage; 12] = [
+const ORDER: [Stage; 11] = [
     Stage::Take(Source::Copies, usize::MAX),
     Stage::Take(Source::Ranks, usize::MAX),
     // At most some milliseconds, where an index is recovered.
@@ -24,7 +24,6 @@ const ORDER: [Stage; 12] = [
     Stage::Drained,
     Stage::Fences,
     Stage::Behind,
-    Stage::Over,
     // At most some milliseconds.
     Stage::Take(Source::Pool, 8),
     Stage::Tick,
@@ -41,8 +40,6 @@ enum Stage {
     Fences,
     /// Goes on with what the last turn had no time for.
     Behind,
-    /// Goes on with one request that is over.
-    Over,
     /// Says that time passed, if it did.
     Tick,
 }
@@ -77,8 +74,6 @@ pub trait Host {
     fn handle(&mut self, event: Event);
     /// A scheduler's session to be gone on with.
     fn behind(&self) -> Option<SessionId>;
-    /// Whether there are requests that are over to be gone on with.
-    fn puts_off(&self) -> bool;
     /// Whether the core was given anything that [`touches`] since the last call, or a session was closed.
     fn was_touched(&mut self) -> bool;
     /// Ends a session that broke the protocol.
@@ -127,11 +122,11 @@ impl Turn {
         let goes_on = match stage {
             Stage::Take(source, most) => self.take(source, most, host),
             Stage::Rings => self.read(is_new, host),
-            Stage::Drained | Stage::Fences | Stage::Behind | Stage::Over if is_new => {
+            Stage::Drained | Stage::Fences | Stage::Behind if is_new => {
                 self.list(stage, host);
                 true
             }
-            Stage::Drained | Stage::Fences | Stage::Behind | Stage::Over => {
+            Stage::Drained | Stage::Fences | Stage::Behind => {
                 let event = self.events.pop_front();
                 self.worked |= event.is_some();
                 event.map(|event| host.handle(event)).is_some()
@@ -229,7 +224,6 @@ impl Turn {
                 Some(Event::Fences { session, start, done })
             })),
             Stage::Behind => self.events.extend(host.behind().map(|session| Event::Behind { session })),
-            Stage::Over => self.events.extend(host.puts_off().then_some(Event::Over)),
             _ => {}
         }
     }
@@ -240,7 +234,6 @@ pub fn touches(event: &Event) -> bool {
     !matches!(
         event,
         Event::Tick
-            | Event::Over
             | Event::Drained { .. }
             | Event::Verified { .. }
             | Event::Transferred(_)

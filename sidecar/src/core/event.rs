@@ -87,8 +87,6 @@ pub enum Event {
     Behind {
         session: SessionId,
     },
-    /// A turn has come for a request of [`super::Core::puts_off`].
-    Over,
     Tick,
     /// The sidecar is to end: nothing new is taken, what runs is finished.
     Drain,

@@ -176,7 +176,6 @@ impl Core {
             }
             Event::Copied { copy, ok } => transfers.copied(copy, ok, base),
             Event::Behind { session } => transfers.catch_up(session, base),
-            Event::Over => queries.rank_next(&mut base.cx),
             Event::Drained { session, void_below } => transfers.commit_copied(session, void_below, base),
             Event::Compared { save, found } => transfers.compared(save, found, queries, base),
             Event::Opened(opened) => adoption::open_part(opened, &mut base.cx),
@@ -519,11 +518,6 @@ impl Core {
     /// A session with saves that the last turn had no time for, if there is one: [`Event::Behind`] is for it.
     pub fn behind(&self) -> Option<SessionId> {
         self.transfers.behind()
-    }
-
-    /// Whether there are requests that are over and whose blocks are not ranked by them: [`Event::Over`] is for the next one.
-    pub fn puts_off(&self) -> bool {
-        self.queries.puts_off()
     }
 
     /// How many engines are at work: those share the pool, and what crosses the data thread.

@@ -6,7 +6,6 @@
 
 mod early;
 mod key_logs;
-mod over;
 mod promises;
 mod waits;
 mod windows;
@@ -22,13 +21,12 @@ use tiers::LeaseError;
 use tiers::dram::{HolderId, LeaseId};
 
 use self::key_logs::{KeyLog, KeyLogs, QueryLease};
-use self::over::Over;
 use self::promises::Promises;
 use self::waits::Wait;
 use self::windows::{Patience, Windows};
 use super::context::Context;
 use super::engines::{Engines, Scheduler};
-use super::event::Action;
+use super::event::{Action, Ended};
 use super::namespaces::Binding;
 use super::timing::{Part, Timed};
 use super::{Base, GROUP, SessionId, Violation};
@@ -42,7 +40,6 @@ pub(super) struct Queries {
     unsent: Vec<(Question, u32)>,
     windows: Windows,
     promises: Promises,
-    over: Over,
 }
 
 /// What is known of a scheduler that asks.
@@ -97,7 +94,6 @@ impl Queries {
     /// A scheduler is gone: so are its questions and leases.
     pub(super) fn leave(&mut self, session: SessionId, cx: &mut Context) {
         self.end_waits(session, cx);
-        self.over.rank_all(cx);
         self.promises_may_differ();
         let asker = self.askers.remove(&session).expect("it has entered");
         for lease in asker.logs.leases() {
@@ -167,7 +163,6 @@ impl Queries {
     pub(super) fn end_leases(&mut self, session: SessionId, cx: &mut Context) {
         // Logs without a lease, of which there may be 65,536, cost nothing: each lease was paid for by a query.
         self.end_waits(session, cx);
-        self.over.rank_all(cx);
         for log in self.askers[&session].logs.leased() {
             self.release(session, log, cx).expect("a leased log is open");
         }
@@ -179,18 +174,12 @@ impl Queries {
         self.end_promise(session, log, base);
         let closed = self.logs(session).close(log);
         if let (Some(log), Some(binding)) = (closed, base.engines[session].binding) {
-            self.over.put_off(&binding, log, &mut base.cx);
+            let Binding { whose, namespace, .. } = binding;
+            base.cx.dram.end_chain(whose.holder, namespace, GROUP, &log.keys, log.opened_at);
+            let (block_bytes, asked) = (binding.block_bytes(), log.first_asked.unwrap_or_default());
+            base.cx.ended.push(Ended { namespace, block_bytes, keys: log.keys, asked });
         }
         Ok(())
-    }
-
-    /// Ranks the blocks of a request that is over.
-    pub(super) fn rank_next(&mut self, cx: &mut Context) {
-        self.over.rank_next(cx);
-    }
-
-    pub(super) fn puts_off(&self) -> bool {
-        self.over.any()
     }
 
     pub(super) fn query(

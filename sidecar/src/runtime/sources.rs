@@ -58,10 +58,6 @@ impl Host for Runtime {
         self.core.behind()
     }
 
-    fn puts_off(&self) -> bool {
-        self.core.puts_off()
-    }
-
     fn was_touched(&mut self) -> bool {
         std::mem::take(&mut self.touched)
     }

@@ -84,30 +84,12 @@ fn a_request_that_is_over_is_told_of_with_what_it_asked_for_first() {
     engine.query(1, 3, 0, 5);
     assert_eq!(engine.core.drain_ended().count(), 0);
     engine.ask(SchedulerRequest::Close { log: 1 });
-    assert_eq!((engine.core.drain_ended().count(), engine.core.puts_off()), (0, true), "answers come first");
-    engine.event(Event::Over);
-    assert!(!engine.core.puts_off());
     let ended: Vec<Ended> = engine.core.drain_ended().collect();
     let [Ended { block_bytes, keys, asked, .. }] = ended.as_slice() else { panic!("{ended:?}") };
     assert_eq!((*block_bytes, asked.clone()), (SHARD_BYTES, 1..4));
     assert_eq!(*keys, (0..5).map(hash).collect::<Vec<_>>());
     engine.open(2, 0..5);
     engine.ask(SchedulerRequest::Close { log: 2 });
-    engine.event(Event::Over);
     engine.event(Event::Tick);
     assert_eq!(engine.core.drain_ended().count(), 0, "who does not ask leaves it");
-}
-
-#[test]
-fn few_requests_that_are_over_are_put_off_and_none_for_longer_than_their_engine_stays() {
-    let mut engine = Harness::keeping(1, 3);
-    let mut told = Vec::new();
-    for log in 1..67 {
-        engine.open(log, 0..log);
-        engine.ask(SchedulerRequest::Close { log });
-        told.extend(engine.core.drain_ended().map(|ended| ended.keys.len()));
-    }
-    assert_eq!(told, [1, 2], "64 wait, the others were ranked in their order");
-    engine.event(Event::Disconnected { session: SCHEDULER });
-    assert_eq!((engine.core.drain_ended().count(), engine.core.puts_off()), (64, false));
 }

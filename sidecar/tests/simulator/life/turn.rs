@@ -67,10 +67,6 @@ impl Host for Living<'_> {
         self.life.core.behind()
     }
 
-    fn puts_off(&self) -> bool {
-        self.life.core.puts_off()
-    }
-
     fn was_touched(&mut self) -> bool {
         std::mem::take(&mut self.life.touched)
     }

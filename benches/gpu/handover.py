@@ -35,6 +35,8 @@ WARM_UPS = 2
 PAUSE_S = 0.001
 # Steps of other sizes round differently: P computes a block's rest for its own answer, NIXL's D one token.
 EQUAL_LEAST = 0.9
+# Answers from spoiled KV, and how many of them must be seen to be wrong: of one in some the few tokens stay the same.
+SPOILED, WRONG_SEEN_LEAST = 8, 0.5
 # Of the sidecar: from the end of P's last step until D had loaded all.
 DURATION = 'pillion_handover_duration_seconds_%s{part="whole"}'
 COPIED_BYTES, COPIES = 64 << 20, 20
@@ -234,13 +236,16 @@ def copy_ms(shape: dict[str, int], tokens: int, item_bytes: int) -> float:
     return round(seconds * 1e3 * tokens * token_bytes / COPIED_BYTES, 2)
 
 
-def wrong_is_seen(pair: Pair, tokens: int) -> bool:
-    """Whether D's answer depends on the KV that it loaded: without one layer of it, it must be another."""
-    pair.make(tokens)
-    _, answer = pair.first()
-    pair.d.do(spoil=True)
-    spoiled = pair.d.ask(OUTPUT_TOKENS)
-    return bool(spoiled["tokens"] != answer["tokens"] and spoiled["cached_tokens"] > 0)
+def wrong_seen(pair: Pair, tokens: int) -> float:
+    """The share of D's answers that are others without one layer of the KV that D loaded."""
+    seen = []
+    for _ in range(SPOILED):
+        pair.make(tokens)
+        _, answer = pair.first()
+        pair.d.do(spoil=True)
+        spoiled = pair.d.ask(OUTPUT_TOKENS)
+        seen.append(spoiled["tokens"] != answer["tokens"] and spoiled["cached_tokens"] > 0)
+    return round(sum(seen) / SPOILED, 4)
 
 
 @contextlib.contextmanager
@@ -285,8 +290,8 @@ def run_mode(mode: str, options: argparse.Namespace, folder: Path, model: Path) 
             result[str(tokens)]["copy_ms"] = copy_ms(rig.shape(options), last_step, 4 if options.tiny else 2)
             rig.say(f"{mode}: {tokens} tokens: {json.dumps(result[str(tokens)])}")
         result["ok"] = all(figures["ok"] for figures in result.values())
-        result["wrong_layer_changes_tokens"] = wrong_is_seen(pair, options.sizes["middle_tokens"])
-        result["ok"] = result["ok"] and result["wrong_layer_changes_tokens"]
+        result["wrong_layer_seen"] = wrong_seen(pair, options.sizes["middle_tokens"])
+        result["ok"] = result["ok"] and result["wrong_layer_seen"] >= WRONG_SEEN_LEAST
         result["facts"] = {name: side.do(end=True)["facts"] for name, side in zip("pd", sides, strict=True)}
         return result
 

@@ -27,6 +27,8 @@ pub(super) struct Produced {
     pub(super) ended: Vec<(BlockKey, Vec<Waiter>, bool)>,
     /// Namespaces in which blocks were kept, and the sessions that saved them.
     pub(super) kept: BTreeSet<(u32, SessionId)>,
+    /// An engine, a promise or a save for another engine has ended.
+    pub(super) over: bool,
 }
 
 /// Blocks that are kept for engines that have not loaded them: one hold on each, of the engine that saved it.

@@ -263,12 +263,14 @@ impl Core {
     fn end_generation(&mut self, session: SessionId) -> Option<Binding> {
         let Self { base, queries, transfers, .. } = self;
         transfers.drop_unbound(session, &mut base.cx);
+        base.cx.produced.over = true;
         queries.end_leases(session, &mut base.cx);
         base.engines.end_generation(session, &mut base.cx)
     }
 
     fn disconnect(&mut self, session: SessionId) {
         let Self { base, queries, transfers, announcer } = self;
+        base.cx.produced.over = true;
         if let Some((scheduler, rank)) = base.engines.remove_worker(session) {
             transfers.fail_saves(scheduler, base);
             transfers.end_loads_of_rank((scheduler, rank), u64::MAX, &mut base.cx);
@@ -375,7 +377,7 @@ impl Core {
 
     /// Tells those who await what other engines compute what saves have begun and ended.
     fn follow_saves(&mut self) {
-        let Produced { claimed, ended, kept } = std::mem::take(&mut self.base.cx.produced);
+        let Produced { claimed, ended, kept, over } = std::mem::take(&mut self.base.cx.produced);
         for (namespace, session) in kept {
             self.queries.restore_patience_beside(namespace, session, &self.base.engines);
         }
@@ -384,6 +386,9 @@ impl Core {
         }
         if claimed {
             self.queries.look_at_saves(&mut self.base);
+        }
+        if over {
+            self.queries.end_vain_waits(&self.transfers, &mut self.base);
         }
     }
 

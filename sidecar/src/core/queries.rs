@@ -238,7 +238,7 @@ impl Queries {
                 self.unsent.push((question, found.hits()));
                 return true;
             }
-            (may_ask_peers || question.awaits) && self.wait_for_producer(question, base.cx.now)
+            (may_ask_peers || question.awaits) && self.wait_for_producer(question, base)
         });
         if !waits {
             self.end_window(question, found.hits(), scheduler, &mut base.cx);
@@ -252,9 +252,7 @@ impl Queries {
     pub(super) fn send_for_unsent(&mut self, base: &mut Base) {
         for (question, hits) in std::mem::take(&mut self.unsent) {
             let Some(binding) = base.engines[question.session].binding else { continue };
-            if !self.send_for(question, hits, &binding, base)
-                && !self.wait_for_producer(question, base.cx.now)
-            {
+            if !self.send_for(question, hits, &binding, base) && !self.wait_for_producer(question, base) {
                 self.answer_late(question, base);
             }
         }

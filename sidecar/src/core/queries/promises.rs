@@ -48,7 +48,7 @@ impl Queries {
     }
 
     /// A log is about to be closed: its promise, if it has one, is over.
-    pub(super) fn end_promise(&mut self, session: SessionId, log: u32, base: &Base) {
+    pub(super) fn end_promise(&mut self, session: SessionId, log: u32, base: &mut Base) {
         let logs = &self.askers[&session].logs;
         if !logs.promised.contains(&log) {
             return;
@@ -56,6 +56,7 @@ impl Queries {
         let binding = base.engines[session].binding.filter(|_| base.sources.peers.is_some());
         let last = binding.zip(logs.known(log).keys.last()).map(|(binding, hash)| key(&binding, hash));
         self.promises.ending.extend(last);
+        base.cx.produced.over = true;
         self.promises_may_differ();
     }
 

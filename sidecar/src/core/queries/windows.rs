@@ -10,17 +10,15 @@
 //!
 //! A question that awaits what another engine computes has a window of its own, where there are peers or another engine of its
 //! namespace is here. It is asked again when a save takes a slot for the next block of its run. What another engine saves in its
-//! namespace shows that there is a producer. What another engine has promised extends the window, wherever it is.
-
-use std::time::Duration;
+//! namespace shows that there is a producer. What another engine has promised extends the window, wherever it is. The window ends
+//! at once where the last other engine has gone, or a promise has ended and nothing of it is being saved.
 
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
-use super::waits::Wait;
 use super::{Action, Base, Binding, Context, GROUP, Queries, Question, Scheduler, SessionId};
-use crate::clock::millis;
 use crate::core::engines::{Engines, Waits};
 use crate::core::peers::PeersStats;
+use crate::core::transfers::Transfers;
 
 /// How often a question is asked again at most. A look costs a search for one block here and in what is known of each peer,
 /// some microseconds; a producer's blocks come by the step, every 10 ms at best, and are told of by the batch.
@@ -52,6 +50,8 @@ pub(super) struct Window {
     pub(super) end: u32,
     /// Whether a question had nothing else to wait for.
     waited: bool,
+    /// Whether what it waits for was promised.
+    promised: bool,
     /// Nothing is looked for before.
     look_ms: u64,
     /// How long nothing is, after blocks that were said to be there and were not: it doubles.
@@ -93,9 +93,9 @@ impl Patience {
 impl Window {
     fn open(now_ms: u64, end: u32, length_ms: u64) -> Self {
         let until_ms = now_ms + length_ms;
-        let (waited, look_ms, pause_ms) = (false, now_ms, LOOK_MS);
+        let (waited, promised, look_ms, pause_ms) = (false, false, now_ms, LOOK_MS);
         let most_ms = QUERY_WAIT_MS_MAX.into();
-        Self { asked_ms: now_ms, length_ms, until_ms, most_ms, end, waited, look_ms, pause_ms }
+        Self { asked_ms: now_ms, length_ms, until_ms, most_ms, end, waited, promised, look_ms, pause_ms }
     }
 
     /// It ends its length after now, if it may be open for so long.
@@ -189,14 +189,16 @@ impl Queries {
     }
 
     /// Lets a question wait for a producer, if its window is open.
-    pub(super) fn wait_for_producer(&mut self, question: Question, now: Duration) -> bool {
-        let now_ms = millis(now);
+    pub(super) fn wait_for_producer(&mut self, question: Question, base: &Base) -> bool {
+        let now_ms = base.cx.now_ms;
+        let promised = question.awaits && self.is_promised(question, base);
         let window = self.window(question).filter(|window| now_ms < window.until_ms);
         let Some(window) = window else { return false };
+        window.promised |= promised;
         let (look_ms, is_new) = (window.idle(now_ms), !std::mem::replace(&mut window.waited, true));
         self.windows.look_at(look_ms);
         self.windows.waits += u64::from(is_new && !question.awaits);
-        self.wait(now, question, 0, false, Vec::new());
+        self.wait(base.cx.now, question, 0, false, Vec::new());
         true
     }
 
@@ -206,14 +208,14 @@ impl Queries {
         if self.windows.next_look_ms.take_if(|at| *at <= now_ms).is_none() {
             return;
         }
-        let idle = self.waits.values().filter(|wait| wait.open == 0 && wait.answered.is_none());
-        let idle: Vec<Question> = idle.map(|wait| wait.question).collect();
-        for question in idle {
+        for question in self.idle() {
+            let promised = question.awaits && self.is_promised(question, base);
+            let most_ms = self.askers[&question.session].patience.waits.handover;
             let Some(window) = self.window(question) else { continue };
             let (due, looks) = (now_ms >= window.until_ms, now_ms >= window.look_ms);
-            if due && question.awaits && self.is_promised(question, base) {
-                let most_ms = self.askers[&question.session].patience.waits.handover;
-                self.window(question).into_iter().for_each(|window| window.extend(now_ms, most_ms));
+            window.promised |= promised;
+            if due && promised {
+                window.extend(now_ms, most_ms);
             }
             if due || looks && self.next_is_here(question, base) {
                 self.ask_again((question.session, question.log), base);
@@ -236,15 +238,43 @@ impl Queries {
 
     /// Saves have taken slots: asks the questions again that wait for what they bring.
     pub(crate) fn look_at_saves(&mut self, base: &mut Base) {
-        let awaits = |wait: &&Wait| wait.question.awaits && wait.open == 0 && wait.answered.is_none();
-        let awaiting: Vec<Question> = self.waits.values().filter(awaits).map(|wait| wait.question).collect();
-        for question in awaiting {
+        for question in self.idle().into_iter().filter(|question| question.awaits) {
             if self.next_is_here(question, base) {
                 let now_ms = base.cx.now_ms;
                 self.window(question).into_iter().for_each(|window| window.look_ms = now_ms);
                 self.ask_again((question.session, question.log), base);
             }
         }
+    }
+
+    /// An engine, a promise or a save for another engine has ended: who awaits what is not to come by now is answered.
+    pub(crate) fn end_vain_waits(&mut self, transfers: &Transfers, base: &mut Base) {
+        for question in self.idle().into_iter().filter(|question| question.awaits) {
+            let Some(binding) = base.engines[question.session].binding else { continue };
+            let others: Vec<SessionId> =
+                self.others(question.session, binding.namespace, &base.engines).collect();
+            let is_coming = || others.iter().any(|other| transfers.hands_over(*other));
+            let was_promised =
+                self.log(question.session, question.log).window.as_ref().is_some_and(|w| w.promised);
+            let is_over = was_promised && !self.is_promised(question, base) && !is_coming();
+            let in_vain = (others.is_empty() || is_over) && !base.sources.may_ask_peers(&binding);
+            if !in_vain || self.next_is_here(question, base) {
+                continue;
+            }
+            let now_ms = base.cx.now_ms;
+            self.window(question).into_iter().for_each(|window| window.until_ms = now_ms);
+            self.ask_again((question.session, question.log), base);
+            if others.is_empty() {
+                // That an engine has gone says nothing of the next one.
+                self.asker(question.session).patience.restore();
+            }
+        }
+    }
+
+    /// Questions that wait for a producer.
+    fn idle(&self) -> Vec<Question> {
+        let idle = self.waits.values().filter(|wait| wait.open == 0 && wait.answered.is_none());
+        idle.map(|wait| wait.question).collect()
     }
 
     /// All that a waiting query sent for has ended. It is asked again as long as its window is open.

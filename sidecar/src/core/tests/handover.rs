@@ -341,6 +341,54 @@ fn a_copy_that_hangs_holds_a_parked_load_for_2_s() {
 }
 
 #[test]
+fn nobody_waits_for_an_engine_that_has_gone() {
+    let mut engines = two_engines();
+    for round in 0..4u32 {
+        let op = u64::from(round) + 1;
+        engines.await_keys(round, op, 100..104, false);
+        assert_eq!(
+            engines.answers()[&op].0,
+            Status::Pending,
+            "round {round}: that one went says nothing of the next"
+        );
+        let gone = [RANKS[0], SCHEDULER];
+        engines.disconnect(if round % 2 == 0 { &gone[..1] } else { &gone[1..] }.iter().copied());
+        assert_eq!(engines.answers()[&op], (Status::Ok, 0), "round {round}: at once");
+        engines.disconnect(if round % 2 == 0 { &gone[1..] } else { &gone[..1] }.iter().copied());
+        engines.connect(SCHEDULER, hello(1, Role::Scheduler { run: RUN }));
+        engines.connect(RANKS[0], rank_hello_of(1, 0, SHARD_BYTES));
+        engines.join();
+        engines.out.clear();
+    }
+    assert_eq!(engines.core.stats().handover_exhausted, 4);
+}
+
+#[test]
+fn a_promise_that_ends_with_nothing_to_come_ends_the_wait() {
+    for saves in [false, true] {
+        let mut engines = two_engines();
+        engines.promise(0, 0..4);
+        engines.await_keys(0, 1, 0..4, false);
+        // Nobody has promised these.
+        engines.await_keys(1, 2, 100..104, false);
+        if saves {
+            let keys = Keys::new(0, 0..4);
+            let save = request::Save { op: 1, keys, position: 0, step: 1, checked: false, handover: true };
+            engines.post(SchedulerRequest::Save(save), Vec::new(), (1..5).collect());
+        }
+        engines.ask(SchedulerRequest::Close { log: 0 });
+        if saves {
+            assert_eq!(engines.answers()[&1].0, Status::Pending, "its step runs");
+            engines.ask(SchedulerRequest::Cancel(Cancel { op: 1, from: 0, count: 4 }));
+            engines.fences(RANKS[0], 1, 1);
+            engines.drained();
+        }
+        let answers = engines.answers();
+        assert_eq!((answers[&1], answers[&2].0), ((Status::Ok, 0), Status::Pending), "{saves}");
+    }
+}
+
+#[test]
 fn three_waits_in_vain_are_enough_until_another_engine_saves() {
     let mut engines = two_engines();
     for round in 0..3 {

@@ -489,6 +489,7 @@ impl Transfers {
         base.cx.stats.saves_lost_to_reuse += u64::from(save.end.cancelled);
         base.cx.stats.saves_dropped += u64::from(save.end.dropped);
         if save.handover {
+            base.cx.produced.over = true;
             base.cx.stats.handover_lost_to_reuse += u64::from(save.end.cancelled);
             base.cx.stats.handover_dropped += u64::from(save.end.dropped);
         }

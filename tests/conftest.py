@@ -1,4 +1,4 @@
-"""How long each test took, for whoever runs many of them: see scripts/part."""
+"""How long each test took, for whoever runs many of them: see scripts/part; and the figures that tests record."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ _seconds: defaultdict[str, float] = defaultdict(float)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Adds up a test's set-up, call and teardown."""
     _seconds[report.nodeid] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A line for each of a test's figures: `record_property("figures", text)`."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "figures":
+                terminalreporter.write_line(f"{report.nodeid.rpartition('::')[2]}: {value}")
 
 
 def pytest_sessionfinish() -> None:

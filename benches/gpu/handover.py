@@ -15,17 +15,14 @@ import select
 import statistics
 import sys
 import time
-import timeit
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy
-
 from benches.gpu import models, rig
 from benches.gpu.engine import Answer, Engine
 from benches.gpu.ttft import ONE_TOKEN, OUTPUT_TOKENS, UNCHECKED
-from testkit import collector, metrics
+from testkit import collector, handover, memory
 from testkit.sidecar import Sidecar
 from testkit.transfer import TO_ANSWER, TO_COMPUTE
 from testkit.waiting import Failed
@@ -37,9 +34,6 @@ PAUSE_S = 0.001
 EQUAL_LEAST = 0.9
 # Answers from spoiled KV, and how many of them must be seen to be wrong: of one in some the few tokens stay the same.
 SPOILED, WRONG_SEEN_LEAST = 8, 0.5
-# Of the sidecar: from the end of P's last step until D had loaded all.
-DURATION = 'pillion_handover_duration_seconds_%s{part="whole"}'
-COPIED_BYTES, COPIES = 64 << 20, 20
 LENGTHS = ("short_tokens", "middle_tokens", "long_tokens")
 # The parts of a record, in their order, as `pillion.records` has them. That module imports vLLM, which the router does without.
 PARTS = ("query", "producer", "waiting", "copy", "ready")
@@ -164,8 +158,7 @@ class Pair:
 
     def _durations(self) -> list[float]:
         """How many prompts were handed over, and the seconds of all."""
-        page = (self._keeper and self._keeper.get("/metrics")) or ""
-        return [metrics.value(page, DURATION % part) for part in ("count", "sum")] if page else [0.0, 0.0]
+        return list(handover.durations(self._keeper)) if self._keeper else [0.0, 0.0]
 
 
 def ms(begun: float, end: float) -> float:
@@ -229,11 +222,8 @@ def measured(pair: Pair, tokens: int, rounds: int, ways: list[str], block_tokens
 
 def copy_ms(shape: dict[str, int], tokens: int, item_bytes: int) -> float:
     """Milliseconds of one copy of the KV of so many tokens within this host's memory, by one thread."""
-    source = numpy.ones(COPIED_BYTES, numpy.uint8)
-    target = numpy.zeros_like(source)
-    seconds = min(timeit.repeat(lambda: numpy.copyto(target, source), number=1, repeat=COPIES))
     token_bytes = 2 * item_bytes * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
-    return round(seconds * 1e3 * tokens * token_bytes / COPIED_BYTES, 2)
+    return round(memory.copy_ms(tokens * token_bytes), 2)
 
 
 def wrong_seen(pair: Pair, tokens: int) -> float:
@@ -245,7 +235,7 @@ def wrong_seen(pair: Pair, tokens: int) -> float:
         pair.d.do(spoil=True)
         spoiled = pair.d.ask(OUTPUT_TOKENS)
         seen.append(spoiled["tokens"] != answer["tokens"] and spoiled["cached_tokens"] > 0)
-    return round(sum(seen) / SPOILED, 4)
+    return float(round(sum(seen) / SPOILED, 4))
 
 
 @contextlib.contextmanager

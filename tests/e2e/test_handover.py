@@ -12,8 +12,9 @@ import itertools
 import os
 import random
 import signal
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -22,7 +23,7 @@ import pytest
 
 import network
 import pods
-from testkit import engine, handover, model, prompts, sidecar, threads
+from testkit import engine, handover, memory, model, prompts, sidecar, threads
 from testkit.handover import OUTPUT_TOKENS, PATIENCE_S, Pair
 from testkit.transfer import TO_ANSWER, TO_COMPUTE
 
@@ -108,12 +109,12 @@ def test_p_first(pair: Pair) -> None:
     assert pair.exhausted() == 0
 
 
-def test_both_at_once(pair: Pair) -> None:
+def test_both_at_once(pair: Pair, record_property: Callable[[str, object], None]) -> None:
     """D asks before P has begun. Where a busy machine was too slow for D's patience, it computes: that is counted."""
-    handed_over = 0
+    handed_over, beyond_ms = 0, []
     for length in _lengths()[::2]:
         tokens = pair.prompt(length)
-        before = pair.exhausted()
+        before, (counted, seconds) = pair.exhausted(), handover.durations(pair.keeper)
         pair.ask(pair.d, tokens, OUTPUT_TOKENS, TO_ANSWER)
         pair.compute(tokens)
         answer = pair.answered()
@@ -121,8 +122,21 @@ def test_both_at_once(pair: Pair) -> None:
         if pair.exhausted() == before:
             assert answer["computed"] <= engine.BLOCK_TOKENS
             handed_over += 1
-    print(f"{SETUP}: {handed_over} of {len(_lengths()[::2])} handed over")
+        now, seconds_now = handover.durations(pair.keeper)
+        if now == counted + 1:
+            beyond_ms.append(1e3 * (seconds_now - seconds) - _copies_ms(pair, length))
     assert handed_over > 0
+    figures = f"{SETUP}: {handed_over} of {len(_lengths()[::2])} handed over"
+    if beyond_ms:
+        figures += f", p50 {statistics.median(beyond_ms):.2f} ms from P's last step to D's last block beyond the bytes"
+    record_property("figures", figures)
+
+
+def _copies_ms(pair: Pair, length: int) -> float:
+    """The time of the copies out and in of what P's last step computed."""
+    [namespace] = [known for known in pair.keeper.namespaces() if known["engines"]]
+    blocks = (length % CHUNK or CHUNK) // engine.BLOCK_TOKENS
+    return 2 * memory.copy_ms(blocks * namespace["block_bytes"])
 
 
 def test_what_p_alone_has_is_handed_over(pair: Pair) -> None:
@@ -197,7 +211,7 @@ def _paused(pid: int, after_s: float) -> Iterator[None]:
 
 @pytest.mark.parametrize("p_first", [True, False])
 @pytest.mark.parametrize("victim", ["p", "sidecar"])
-def test_a_pause_loses_nothing(pair: Pair, victim: str, p_first: bool) -> None:
+def test_a_pause_loses_nothing(pair: Pair, victim: str, p_first: bool, record_property: Callable[[str, object], None]) -> None:
     """A seed draws its moment of the hand-over, and which sidecar of two. Where a busy machine made D's patience too short, D
     computes."""
     chance = random.Random(f"{victim} {p_first}")
@@ -220,8 +234,8 @@ def test_a_pause_loses_nothing(pair: Pair, victim: str, p_first: bool) -> None:
         if pair.exhausted() == before:
             assert answer["computed"] <= engine.BLOCK_TOKENS + 1
             handed_over += 1
-    print(f"{SETUP}: {handed_over} of {len(_lengths()[::4])} handed over")
     assert handed_over > 0
+    record_property("figures", f"{SETUP}: {handed_over} of {len(_lengths()[::4])} handed over")
     assert [keeper.metrics()[LOST] for keeper in pair.keepers] == lost
 
 

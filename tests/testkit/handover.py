@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from testkit import engine, prompts, sidecar
+from testkit import engine, metrics, prompts, sidecar
 from testkit.transfer import TO_COMPUTE
 
 OUTPUT_TOKENS = 8
 PATIENCE_S = 120
 EXHAUSTED = "pillion_handover_exhausted_total"
+DURATION = 'pillion_handover_duration_seconds_%s{part="whole"}'
 
 
 @dataclasses.dataclass
@@ -74,6 +75,14 @@ class Pair:
     def exhausted(self) -> int:
         """Requests of D that P's blocks did not reach in time."""
         return self.keepers[-1].metrics()[EXHAUSTED]
+
+
+def durations(keeper: sidecar.Sidecar) -> tuple[float, float]:
+    """Prompts that came from one engine to another of this sidecar, and the seconds of all from the end of the last step that
+    computed, as the sidecar saw it, until the other had loaded it."""
+    page = keeper.get("/metrics") or ""
+    count, seconds = (metrics.value(page, DURATION % part) for part in ("count", "sum"))
+    return count, seconds
 
 
 def start(stack: contextlib.ExitStack, folder: Path, named: Mapping[str, engine.Options]) -> list[engine.Engine]:

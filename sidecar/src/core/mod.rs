@@ -388,7 +388,8 @@ impl Core {
             self.queries.look_at_saves(&mut self.base);
         }
         if over {
-            self.queries.end_vain_waits(&self.transfers, &mut self.base);
+            let Self { base, queries, transfers, .. } = self;
+            queries.end_vain_waits(|session| transfers.hands_over(session), base);
         }
     }
 

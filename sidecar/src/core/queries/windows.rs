@@ -18,7 +18,6 @@ use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 use super::{Action, Base, Binding, Context, GROUP, Queries, Question, Scheduler, SessionId};
 use crate::core::engines::{Engines, Waits};
 use crate::core::peers::PeersStats;
-use crate::core::transfers::Transfers;
 
 /// How often a question is asked again at most. A look costs a search for one block here and in what is known of each peer,
 /// some microseconds; a producer's blocks come by the step, every 10 ms at best, and are told of by the batch.
@@ -247,13 +246,14 @@ impl Queries {
         }
     }
 
-    /// An engine, a promise or a save for another engine has ended: who awaits what is not to come by now is answered.
-    pub(crate) fn end_vain_waits(&mut self, transfers: &Transfers, base: &mut Base) {
+    /// An engine, a promise or a save for another engine has ended: who awaits what is not to come by now is answered. What
+    /// some engines, by their sessions, are saving for others is to come.
+    pub(crate) fn end_vain_waits(&mut self, hands_over: impl Fn(SessionId) -> bool, base: &mut Base) {
         for question in self.idle().into_iter().filter(|question| question.awaits) {
             let Some(binding) = base.engines[question.session].binding else { continue };
             let others: Vec<SessionId> =
                 self.others(question.session, binding.namespace, &base.engines).collect();
-            let is_coming = || others.iter().any(|other| transfers.hands_over(*other));
+            let is_coming = || others.iter().any(|other| hands_over(*other));
             let was_promised =
                 self.log(question.session, question.log).window.as_ref().is_some_and(|w| w.promised);
             let is_over = was_promised && !self.is_promised(question, base) && !is_coming();

@@ -66,7 +66,7 @@ def measure(engines: dict[str, Engine]) -> dict[str, object]:
     """Steps of each engine in turns."""
     saves: dict[str, list[tuple[float, float]]] = {kind: [] for kind in engines}
     for round in range(ROUNDS):
-        # Who saves first in a round finds other contents of the CPU caches than who follows, so the order alternates.
+        # The engine that saves first in a round finds other contents of the CPU caches than the next one: the order alternates.
         for kind in list(engines)[:: 1 - 2 * (round % 2)]:
             saves[kind].append(save_round(engines[kind], round))
     plain = sorted(wall for wall, _ in saves["plain"])

@@ -17,18 +17,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benches.gpu import apart, http, rig, weights
+from benches.gpu import apart, handover, http, rig, weights
 from testkit import metrics
 from testkit.server import fetch
 
-FULL = {"short_tokens": 512, "middle_tokens": 1_790, "long_tokens": 7_070, "prompts": 40, "batched_tokens": 2_048}
-SIZES = {
-    "full": FULL | {"kv_mib": 8 * 1024, "host_gib": 16},
-    "quick": FULL | {"prompts": 3, "kv_mib": 4 * 1024, "host_gib": 8},
-    "tiny": {"short_tokens": 100, "middle_tokens": 350, "long_tokens": 700, "prompts": 2, "batched_tokens": 256}
-    | {"kv_mib": 24, "host_gib": 1},
-}
-LENGTHS = ("short_tokens", "middle_tokens", "long_tokens")
 WARM_UPS, OUTPUT_TOKENS = 3, 16
 ANSWER_WATCHDOG_S = 60
 # The engine that computes has most of a prompt cached when it is asked again, and rounds the rest differently. Wrong KV: none.
@@ -36,15 +28,8 @@ EQUAL_LEAST = 0.5
 
 
 def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
-    """vLLM's arguments. Two engines may share the GPU: neither may insist on more than its half being free."""
-    return {
-        "kv_cache_memory_bytes": sizes["kv_mib"] << 20,
-        "gpu_memory_utilization": 0.4,
-        "max_model_len": sizes["long_tokens"] + 256,
-        "max_num_batched_tokens": sizes["batched_tokens"],
-        "max_num_seqs": 64,
-        "load_format": weights.LOAD_FORMAT,
-    }
+    """vLLM's arguments."""
+    return handover.engine_settings(sizes) | {"load_format": weights.LOAD_FORMAT}
 
 
 def stream(url: str, model: Path, prompt: list[int]) -> tuple[list[float], str]:
@@ -69,10 +54,10 @@ def run(bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder:
         with contextlib.ExitStack() as stack:
             (_, first), (_, second) = stack.enter_context(apart.pair(bench, mode, model, folder, options))
             url = stack.enter_context(apart.route(mode, first, second, options, ["--first-token"]))
-            lengths = [options.sizes[name] for name in LENGTHS]
+            lengths = [options.sizes[name] for name in handover.LENGTHS]
             figures: dict[str, Any] = {str(tokens): measured(first, url, model, options, tokens) for tokens in lengths}
             at_once = metrics.totals(fetch(f"{url}/metrics") or "")["pillion_route_first_tokens_total"]
-            asked = len(LENGTHS) * (WARM_UPS + options.sizes["prompts"])
+            asked = len(lengths) * (WARM_UPS + options.sizes["prompts"])
             return figures | {"ok": at_once == asked and all(of["equal"] >= EQUAL_LEAST for of in figures.values())}
 
     return http.run_modes(options, modes, folder, measure)
@@ -98,7 +83,7 @@ def measured(first: str, url: str, model: Path, options: argparse.Namespace, tok
     return figures | {"added_ms": round(added, 2), "equal": round(statistics.mean(equal[WARM_UPS:]), 4)}
 
 
-BENCH = rig.Bench("first_token", str(__doc__), SIZES, engine_settings, rivals=(), options=rig.cards)
+BENCH = rig.Bench("first_token", str(__doc__), handover.SIZES, engine_settings, rivals=(), options=rig.cards)
 
 if __name__ == "__main__":
     rig.main(BENCH, run)

@@ -228,14 +228,14 @@ def copy_ms(shape: dict[str, int], tokens: int, item_bytes: int) -> float:
 
 def wrong_seen(pair: Pair, tokens: int) -> float:
     """The share of D's answers that are others without one layer of the KV that D loaded."""
-    seen = []
+    seen: list[bool] = []
     for _ in range(SPOILED):
         pair.make(tokens)
         _, answer = pair.first()
         pair.d.do(spoil=True)
         spoiled = pair.d.ask(OUTPUT_TOKENS)
         seen.append(spoiled["tokens"] != answer["tokens"] and spoiled["cached_tokens"] > 0)
-    return float(round(sum(seen) / SPOILED, 4))
+    return round(sum(seen) / SPOILED, 4)
 
 
 @contextlib.contextmanager

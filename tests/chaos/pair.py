@@ -198,7 +198,7 @@ class Campaign:
     def __init__(self, directory: Path, model: Path, seed: int) -> None:
         self._directory, self._model, self._seed = directory, model, seed
         self._chance = random.Random(seed)
-        # Of prompts.
+        # Seeds of prompts: each is used once, so nobody has computed any prompt.
         self._seeds = itertools.count(1_000_000 * seed)
         self._urls = {name: f"http://127.0.0.1:{free_port()}" for name in ("p", "d", "router")}
         self._pool = sidecar.new_pool()
@@ -247,7 +247,7 @@ class Campaign:
         with pool_file.damaged(self._pool, value_bytes=DTYPE_BYTES) as damaged:
             assert damaged >= blocks
             answers = [ask(self._urls["router"], self._model, prompt, OUTPUT_TOKENS) for prompt in made]
-        # What no client asked for is not counted.
+        # `handed_over` counts blocks of prompts that clients asked for: the control's are taken off.
         self._handed_over -= keeper.sample(LOADED)
         return count_wrong(lone, made, answers)
 

@@ -1,4 +1,4 @@
-"""What this machine's memory does, for figures that are held against it."""
+"""How fast this machine copies memory: tests and benchmarks compare their times with it."""
 
 from __future__ import annotations
 

@@ -221,10 +221,7 @@ impl Policy {
         self.prints.extend(prints);
         self.clock.advance(self.prints.len() as u64, slots);
         let rank = self.ends.turn(&self.prints, slots) - 1;
-        self.odds.request();
-        for print in self.prints.iter().rev() {
-            self.odds.used(*print, rank, self.clock.tick, slots);
-        }
+        self.odds.used(&self.prints, rank, self.clock.tick, slots);
         Turn(rank)
     }
 

@@ -82,13 +82,17 @@ impl Ends {
         self.sets[self.place(print)].0.iter().fold(false, |known, mark| known | mark.is_of(print))
     }
 
+    /// Loads the sets of some keys. They are far away: their cache misses overlap in a loop that does nothing else.
+    fn load(&self, batch: &[Print]) {
+        black_box(batch.iter().fold(0, |sum, print| sum ^ self.sets[self.place(*print)].0[0].0));
+    }
+
     /// The place of the deepest key of a chain that is known.
     fn deepest_known(&self, chain: &[Print]) -> Option<usize> {
         let mut rest = chain;
         while !rest.is_empty() {
             let (before, batch) = rest.split_at(rest.len().saturating_sub(BATCH));
-            // Sets are far away: their cache misses overlap in a loop that does nothing else.
-            black_box(batch.iter().fold(0, |sum, print| sum ^ self.sets[self.place(*print)].0[0].0));
+            self.load(batch);
             if let Some(at) = batch.iter().rposition(|print| self.is_known(*print)) {
                 return Some(before.len() + at);
             }
@@ -108,9 +112,14 @@ impl Ends {
             return ended.max(1);
         }
         let turn = (ended + 1).min(TURNS_MAX);
-        for print in &chain[..fresh] {
-            if let Some(mark) = self.set(*print).iter_mut().find(|mark| mark.is_of(*print)) {
-                *mark = Mark::new(*print, 0);
+        // Where the turn before ended this far or further, its marks lie in this quarter.
+        for batch in chain[fresh - fresh.div_ceil(PART)..fresh].chunks(BATCH) {
+            self.load(batch);
+            for print in batch {
+                if self.is_known(*print) {
+                    let mark = self.set(*print).iter_mut().find(|mark| mark.is_of(*print));
+                    *mark.expect("it is known") = Mark::new(*print, 0);
+                }
             }
         }
         let part = chain.len().div_ceil(PART).max(2);

@@ -6,6 +6,8 @@
 //! age, times what the two ranks differ by in all; where nothing was, blocks of all ranks are worth less the older they are, and
 //! the tier is LRU.
 
+use std::hint::black_box;
+
 use crate::index::Print;
 
 use super::{RANKS, TICKS_PER_ROOM};
@@ -37,6 +39,8 @@ struct Sample {
     stamp: u32,
     counted: u32,
     rank: u8,
+    /// Of the age up to which its time was counted.
+    span: u8,
 }
 
 const _: () = assert!(size_of::<Sample>() == 16);
@@ -50,6 +54,8 @@ pub(super) struct Odds {
     /// The set that is looked through next.
     look: usize,
     learned: u32,
+    /// Kept between calls, so that none allocates.
+    chosen: Vec<Print>,
     /// Requests, and uses of theirs that were sampled.
     requests: f64,
     sampled: f64,
@@ -75,10 +81,11 @@ impl Sample {
     fn count(&mut self, tick: u32, ticks: &mut [[f64; SPANS.len()]; RANKS]) {
         let age = tick.wrapping_sub(self.stamp).min(AGE_MAX);
         while self.counted < age {
-            let span = span(self.counted);
-            let until = age.min(SPANS[span + 1]);
+            let (span, end) = (usize::from(self.span), SPANS[usize::from(self.span) + 1]);
+            let until = age.min(end);
             ticks[usize::from(self.rank)][span] += f64::from(until - self.counted);
             self.counted = until;
+            self.span += u8::from(until == end);
         }
     }
 }
@@ -97,31 +104,34 @@ impl Odds {
         }
     }
 
-    /// A request is over, whose keys follow.
-    pub(super) fn request(&mut self) {
-        self.requests += 1.0;
-    }
-
-    /// A request of rank `rank` has used a key.
-    #[inline]
-    pub(super) fn used(&mut self, print: Print, rank: u8, tick: u32, slots: u64) {
+    /// A request of rank `rank` has used these keys, the deepest of which comes last.
+    pub(super) fn used(&mut self, prints: &[Print], rank: u8, tick: u32, slots: u64) {
         self.fit(slots);
-        if (print.bits() >> 32) & (self.one_in - 1) == 0 {
+        self.requests += 1.0;
+        let mut chosen = std::mem::take(&mut self.chosen);
+        chosen.extend(prints.iter().rev().filter(|print| (print.bits() >> 32) & (self.one_in - 1) == 0));
+        // Sets are far away: their cache misses overlap in a loop that does nothing else.
+        black_box(chosen.iter().fold(0, |sum, print| sum ^ self.sets[self.place(*print)][0].print));
+        for print in chosen.drain(..) {
             self.sample(print, rank, tick);
         }
+        self.chosen = chosen;
     }
 
-    #[cold]
+    fn place(&self, print: Print) -> usize {
+        ((u64::from(print.tag()) * self.sets.len() as u64) >> 32) as usize
+    }
+
     fn sample(&mut self, print: Print, rank: u8, tick: u32) {
         self.sampled += 1.0;
         let key = (print.bits() >> 24) as u32 | 1;
-        let set = (u64::from(print.tag()) * self.sets.len() as u64) >> 32;
-        let set = &mut self.sets[set as usize];
+        let place = self.place(print);
+        let set = &mut self.sets[place];
         let rank = match set.iter().position(|sample| sample.print == key) {
             Some(way) => {
                 let mut known = set[way];
                 known.count(tick, &mut self.ticks);
-                self.uses[usize::from(known.rank)][span(known.counted)] += 1.0;
+                self.uses[usize::from(known.rank)][usize::from(known.span)] += 1.0;
                 set.copy_within(..way, 1);
                 super::risen(known.rank).max(rank)
             }
@@ -133,7 +143,7 @@ impl Odds {
                 rank
             }
         };
-        set[0] = Sample { print: key, stamp: tick, counted: 0, rank };
+        set[0] = Sample { print: key, stamp: tick, counted: 0, rank, span: 0 };
         self.look_through(tick);
         if tick.wrapping_sub(self.learned) >= LEARN_TICKS {
             self.learned = tick;
@@ -214,9 +224,8 @@ mod tests {
     fn taught() -> Odds {
         let mut odds = Odds::default();
         for tick in 0..8000_u32 {
-            odds.request();
-            odds.used(print(u64::from(tick)), 0, tick, SLOTS);
-            odds.used(print(1 << 40 | u64::from(tick % 256)), 3, tick, SLOTS);
+            odds.used(&[print(u64::from(tick))], 0, tick, SLOTS);
+            odds.used(&[print(1 << 40 | u64::from(tick % 256))], 3, tick, SLOTS);
         }
         odds
     }
@@ -240,8 +249,7 @@ mod tests {
     fn before_anything_was_used_twice_all_are_worth_the_same() {
         let mut odds = Odds::default();
         for tick in 0..4000_u32 {
-            odds.request();
-            odds.used(print(u64::from(tick)), (tick % 8) as u8, tick, SLOTS);
+            odds.used(&[print(u64::from(tick))], (tick % 8) as u8, tick, SLOTS);
         }
         for age in 0..AGE_MAX {
             let least = odds.worth(0, age);
@@ -252,8 +260,7 @@ mod tests {
     #[test]
     fn a_pool_that_grows_much_begins_anew() {
         let mut odds = taught();
-        odds.request();
-        odds.used(print(1), 0, 9000, 10 * SLOTS);
+        odds.used(&[print(1)], 0, 9000, 10 * SLOTS);
         assert_eq!(odds.worth(7, 0), odds.worth(0, 0));
     }
 }

@@ -102,16 +102,17 @@ def made(
     load: str = "auto",
     policy: str = "recompute",
     role: str = "kv_both",
+    steps: int = 2,
     **more: Any,
 ) -> Scheduler:
-    """A scheduler of an engine that exists in these answers alone."""
+    """A scheduler of an engine that exists in these answers alone, with so many steps in flight."""
     answers = {
         "on_gpu": on_gpu,
         "block_tokens": BLOCK_TOKENS,
         "block_bytes": BLOCK_BYTES,
         "groups": bytes(16),
         "lora_form": "",
-        "steps_in_flight": 2,
+        "steps_in_flight": steps,
         "tokens_per_step": 1,
         "window": 0,
         "world_size": 1,
@@ -311,8 +312,8 @@ def test_an_idle_step_waits_once_for_another_engine(monkeypatch: pytest.MonkeyPa
 def test_short_prompts_of_another_engine_are_loaded_by_a_step(
     monkeypatch: pytest.MonkeyPatch, on_gpu: bool, load: str, role: str, blocks: int
 ) -> None:
-    """8 ms of copying at 40 GB/s, or what a step waits for beside others, and not on a CPU with steps in flight."""
-    session: Any = made(monkeypatch, on_gpu, load, role=role)._session
+    """8 ms of copying at 40 GB/s, or what a step waits for beside others, and not on a CPU."""
+    session: Any = made(monkeypatch, on_gpu, load, role=role, steps=1)._session
     assert session.whole_blocks == blocks
 
 

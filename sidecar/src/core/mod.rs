@@ -292,7 +292,7 @@ impl Core {
                 self.worker_request(session, request)
             }
             Request::Scheduler { request, keys, blocks } if self.base.engines.has_scheduler(session) => {
-                self.scheduler_request(session, request, &keys, blocks)
+                self.scheduler_request(session, request, keys, blocks)
             }
             // The session was closed by an earlier message of this turn.
             _ => Ok(()),
@@ -325,7 +325,7 @@ impl Core {
         &mut self,
         session: SessionId,
         request: SchedulerRequest,
-        keys: &[BlockHash],
+        keys: Vec<BlockHash>,
         blocks: Vec<u32>,
     ) -> Result<(), Violation> {
         let Self { base, queries, transfers, .. } = self;

@@ -293,7 +293,7 @@ impl Queries {
         let logs = self.logs(session);
         let log = logs.known(question.log);
         let wanted = log.wanted(question);
-        let mut refs = Vec::new();
+        let mut refs = Vec::with_capacity(wanted.len());
         let namespace = binding.namespace;
         let mut known = 0;
         let same = log.lease.filter(|lease| lease.from == question.from);

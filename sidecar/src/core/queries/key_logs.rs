@@ -66,7 +66,7 @@ impl KeyLogs {
     }
 
     /// Keys are added to the end of a log.
-    pub(crate) fn append(&mut self, append: &Append, keys: &[BlockHash]) -> Result<(), Violation> {
+    pub(crate) fn append(&mut self, append: &Append, keys: Vec<BlockHash>) -> Result<(), Violation> {
         let Keys { log: number, from, .. } = append.keys;
         let room = LOG_KEYS - self.keys;
         let log = self.open.get_mut(&number).ok_or_else(|| unknown(number))?;
@@ -80,8 +80,11 @@ impl KeyLogs {
                 None => log.chunks.push(chunk),
             }
         }
-        log.keys.extend_from_slice(keys);
         self.keys += keys.len();
+        match log.keys.is_empty() {
+            true => log.keys = keys,
+            false => log.keys.extend(keys),
+        }
         Ok(())
     }
 

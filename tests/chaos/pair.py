@@ -19,6 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from chaos.campaign import say
@@ -80,9 +81,10 @@ class Figures:
     """Sums over a campaign.
 
     `failed` counts errors where D or the router was struck; an error at any other time is in `failed_unstruck`. A request
-    without an end is `lost`. `max_added_wait_ms` has, by fault, the most that an answer waited beyond the median of those
-    before the first fault. `handed_over` are blocks that the engine that answers loaded. `damage_noticed` counts the wrong
-    answers of the negative control, which no client asked for.
+    without an end is `lost`. `undisturbed_wait_ms` is the median of answers before the first fault, `recomputed_wait_ms`
+    the longest where both engines compute the prompts of all clients, as they do behind a fault. `max_added_wait_ms` has,
+    by fault, the most that an answer waited beyond these two together. `handed_over` are blocks that the engine that
+    answers loaded. `damage_noticed` counts the wrong answers of the negative control, which no client asked for.
     """
 
     seed: int
@@ -93,6 +95,7 @@ class Figures:
     failed: int = 0
     failed_unstruck: int = 0
     undisturbed_wait_ms: float = 0.0
+    recomputed_wait_ms: float = 0.0
     max_added_wait_ms: dict[str, float] = dataclasses.field(default_factory=dict)
     handed_over: int = 0
     damage_noticed: int = 0
@@ -212,6 +215,7 @@ class Campaign:
         spans: list[tuple[Fault, Span]] = []
         with self._processes() as lone:
             found.damage_noticed = self._answer_from_damage(lone)
+            found.recomputed_wait_ms = round(1e3 * self._recompute(), 1)
             clients = Clients(self._urls["router"], self._model, self._seeds)
             clients.wait_answered(UNDISTURBED_ANSWERS)
             undisturbed = statistics.median(request.ended - request.asked for request in clients.ended)
@@ -250,6 +254,21 @@ class Campaign:
         # `handed_over` counts blocks of prompts that clients asked for: the control's are taken off.
         self._handed_over -= keeper.sample(LOADED)
         return count_wrong(lone, made, answers)
+
+    def _recompute(self) -> float:
+        """The longest wait for an answer where both engines compute the prompts of all clients."""
+
+        def timed(name: str, prompt: list[int]) -> float:
+            asked = time.monotonic()
+            ask(self._urls[name], self._model, prompt, OUTPUT_TOKENS)
+            return time.monotonic() - asked
+
+        waits: list[float] = []
+        with ThreadPoolExecutor(CLIENTS * len(ENGINES)) as clients:
+            for _ in range(UNDISTURBED_ANSWERS // CLIENTS):
+                made = [prompts.prompt(PROMPT_TOKENS, next(self._seeds)) for _ in range(CLIENTS)]
+                waits += clients.map(lambda each: timed(*each), itertools.product(ENGINES, made))
+        return max(waits)
 
     def _strike(self, fault: Fault, clients: Clients) -> Span:
         """Strikes; all but an engine that ended is there again afterwards."""
@@ -290,8 +309,9 @@ class Campaign:
                 say(f"{', '.join(map(str, around))}: {request.error}")
                 continue
             for fault in around:
-                added = round(1e3 * (request.ended - request.asked) - found.undisturbed_wait_ms, 1)
-                found.max_added_wait_ms[str(fault)] = max(added, found.max_added_wait_ms.get(str(fault), 0.0))
+                work_ms = found.undisturbed_wait_ms + found.recomputed_wait_ms
+                added = round(1e3 * (request.ended - request.asked) - work_ms, 1)
+                found.max_added_wait_ms[str(fault)] = max(added, found.max_added_wait_ms.get(str(fault), added))
         answers = [request for request in ended if request.tokens is not None]
         found.wrong_tokens = count_wrong(lone, [one.prompt for one in answers], [one.tokens for one in answers])
 

@@ -9,7 +9,7 @@ use tiers::dram::Dram;
 
 use super::arrivals::Arrivals;
 use super::event::{Action, Ended};
-use super::handover::{Kept, Produced};
+use super::handover::{Kept, Lost, Produced};
 use super::namespaces::{Binding, Namespaces};
 use super::quotas::Quotas;
 use super::stats::Stats;
@@ -33,6 +33,8 @@ pub(super) struct Context {
     pub(super) arrivals: Arrivals,
     /// What is kept in it for engines that have not loaded it.
     pub(super) kept: Kept,
+    /// What was to be kept so, and is not.
+    pub(super) lost: Lost,
     /// What saves have begun and ended in this event.
     pub(super) produced: Produced,
     pub(super) namespaces: Namespaces,
@@ -56,7 +58,7 @@ impl Context {
     /// Nothing was told yet of an empty tier.
     pub(super) fn new(dram: Dram) -> Self {
         let (arrivals, kept) = (Arrivals::new(&dram), Kept::new(&dram));
-        let (now, now_ms, draining, opening, produced, namespaces, quotas, stats) = Default::default();
+        let (now, now_ms, draining, opening, lost, produced, namespaces, quotas, stats) = Default::default();
         let (claims_max, actions, over, changes) = (CLAIMS_MAX, Vec::new(), Vec::new(), Vec::new());
         Self {
             now,
@@ -66,6 +68,7 @@ impl Context {
             dram,
             arrivals,
             kept,
+            lost,
             produced,
             namespaces,
             quotas,

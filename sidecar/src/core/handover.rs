@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use shm_protocol::key::BlockKey;
+use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::SlotRef;
 use tiers::dram::{Dram, HolderId};
 
@@ -17,6 +17,8 @@ use super::arrivals::Waiter;
 pub(super) const TTL_MS: u64 = 30_000;
 /// What is kept at once takes 1 of so many parts of the pool: the rest is for saves, and for those who wait for none.
 const PART: u64 = 2;
+/// Blocks that are remembered to be lost: those of 64 prompts of 4,096 tokens, 16 to a block.
+const LOST_MAX: usize = 1 << 14;
 
 /// What saves have begun and ended in one event, to be told to others at its end.
 #[derive(Debug, Default)]
@@ -63,6 +65,15 @@ pub(super) struct Released {
     pub(super) expired: u64,
     /// Later ones needed their room.
     pub(super) full: u64,
+}
+
+/// Blocks that were computed for another engine and are not kept: whoever awaits one waits in vain. The last ones of some time.
+#[derive(Debug, Default)]
+pub(super) struct Lost {
+    /// Until when each is remembered.
+    blocks: BTreeMap<BlockKey, u64>,
+    /// The same in order. Where a block's end is another by now the entry means nothing.
+    ends: VecDeque<(BlockKey, u64)>,
 }
 
 // === impl Kept ===
@@ -172,5 +183,47 @@ impl Kept {
         let kept = self.blocks.remove(&offset).expect("the caller found it");
         self.bytes -= kept.bytes;
         dram.unhold(kept.slot, kept.holder);
+    }
+}
+
+// === impl Lost ===
+
+impl Lost {
+    /// Of these blocks of a save those that the pool has not are lost.
+    pub(super) fn note(
+        &mut self,
+        (namespace, group): (u32, u32),
+        hashes: &[BlockHash],
+        now_ms: u64,
+        dram: &Dram,
+    ) {
+        let mut found = Vec::with_capacity(hashes.len());
+        dram.lookup(namespace, group, hashes, &mut found);
+        let until_ms = now_ms.saturating_add(TTL_MS);
+        for (hash, _) in hashes.iter().zip(found).filter(|(_, found)| !found) {
+            let key = BlockKey { namespace, group, hash: *hash };
+            self.blocks.insert(key, until_ms);
+            self.ends.push_back((key, until_ms));
+        }
+        while self.ends.len() > LOST_MAX {
+            self.forget_oldest();
+        }
+    }
+
+    pub(super) fn has(&self, key: &BlockKey) -> bool {
+        self.blocks.contains_key(key)
+    }
+
+    pub(super) fn expire(&mut self, now_ms: u64) {
+        while self.ends.front().is_some_and(|(_, until_ms)| *until_ms <= now_ms) {
+            self.forget_oldest();
+        }
+    }
+
+    fn forget_oldest(&mut self) {
+        let (key, until_ms) = self.ends.pop_front().expect("the caller saw one");
+        if self.blocks.get(&key) == Some(&until_ms) {
+            self.blocks.remove(&key);
+        }
     }
 }

@@ -418,6 +418,7 @@ impl Core {
         let cx = &mut self.base.cx;
         cx.dram.expire(cx.now_ms);
         cx.kept.expire(cx.now_ms, &mut cx.dram);
+        cx.lost.expire(cx.now_ms);
         cx.apply_evictions();
         let late_saves = cx.arrivals.late_saves(cx.now_ms);
         for key in self.base.sources.late(cx.now_ms).into_iter().chain(late_saves) {

@@ -11,8 +11,10 @@
 //! A question that awaits what another engine computes has a window of its own, where there are peers or another engine of its
 //! namespace is here. It is asked again when a save takes a slot for the next block of its run. What another engine saves in its
 //! namespace shows that there is a producer. What another engine has promised extends the window, wherever it is. The window ends
-//! at once where the last other engine has gone, or a promise has ended and nothing of it is being saved.
+//! at once where the last other engine has gone, or a promise has ended and nothing of it is being saved, or the next block was
+//! computed and lost.
 
+use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
 use super::{Action, Base, Binding, Context, GROUP, Queries, Question, Scheduler, SessionId};
@@ -191,6 +193,9 @@ impl Queries {
     pub(super) fn wait_for_producer(&mut self, question: Question, base: &Base) -> bool {
         let now_ms = base.cx.now_ms;
         let promised = question.awaits && self.is_promised(question, base);
+        if question.awaits && !promised && self.is_lost(question, base) {
+            return false;
+        }
         let window = self.window(question).filter(|window| now_ms < window.until_ms);
         let Some(window) = window else { return false };
         window.promised |= promised;
@@ -208,10 +213,13 @@ impl Queries {
             return;
         }
         for question in self.idle() {
-            let promised = question.awaits && self.is_promised(question, base);
             let most_ms = self.askers[&question.session].patience.waits.handover;
             let Some(window) = self.window(question) else { continue };
             let (due, looks) = (now_ms >= window.until_ms, now_ms >= window.look_ms);
+            // A promise that was seen matters again when the window is due.
+            let decides = question.awaits && (due || !window.promised);
+            let promised = decides && self.is_promised(question, base);
+            let Some(window) = self.window(question) else { continue };
             window.promised |= promised;
             if due && promised {
                 window.extend(now_ms, most_ms);
@@ -225,14 +233,26 @@ impl Queries {
         }
     }
 
-    /// Whether the block at which a question's run ends can be had.
+    /// The block at which a question's run ends.
+    fn next(&self, question: Question) -> Option<BlockHash> {
+        let log = self.log(question.session, question.log);
+        log.window.as_ref().and_then(|window| log.keys.get(window.end as usize)).copied()
+    }
+
+    /// Whether the next block can be had.
     fn next_is_here(&self, question: Question, base: &mut Base) -> bool {
         let Some(binding) = base.engines[question.session].binding else { return true };
-        let log = self.log(question.session, question.log);
-        let next = log.window.as_ref().and_then(|window| log.keys.get(window.end as usize));
-        let Some(&hash) = next else { return true };
+        let Some(hash) = self.next(question) else { return true };
         base.cx.dram.probe(binding.namespace, GROUP, &[hash]) > 0
             || base.sources.may_arrive(&binding, &hash, question.awaits, &base.cx)
+    }
+
+    /// Whether another engine has computed the next block, and it is not kept.
+    fn is_lost(&self, question: Question, base: &Base) -> bool {
+        let next = base.engines[question.session].binding.zip(self.next(question));
+        next.is_some_and(|(Binding { namespace, .. }, hash)| {
+            base.cx.lost.has(&BlockKey { namespace, group: GROUP, hash })
+        })
     }
 
     /// Saves have taken slots: asks the questions again that wait for what they bring.
@@ -256,8 +276,10 @@ impl Queries {
             let is_coming = || others.iter().any(|other| hands_over(*other));
             let was_promised =
                 self.log(question.session, question.log).window.as_ref().is_some_and(|w| w.promised);
-            let is_over = was_promised && !self.is_promised(question, base) && !is_coming();
-            let in_vain = (others.is_empty() || is_over) && !base.sources.may_ask_peers(&binding);
+            let promised = self.is_promised(question, base);
+            let is_over = was_promised && !promised && !is_coming();
+            let in_vain = !promised && self.is_lost(question, base)
+                || (others.is_empty() || is_over) && !base.sources.may_ask_peers(&binding);
             if !in_vain || self.next_is_here(question, base) {
                 continue;
             }

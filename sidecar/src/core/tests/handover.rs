@@ -389,6 +389,46 @@ fn a_promise_that_ends_with_nothing_to_come_ends_the_wait() {
 }
 
 #[test]
+fn nobody_waits_for_what_was_computed_and_lost() {
+    let mut engines = two_engines();
+    engines.await_keys(0, 1, 0..4, false);
+    engines.open(0, 0..4);
+    let keys = Keys::new(0, 0..4);
+    let save = request::Save { op: 1, keys, position: 0, step: 1, checked: false, handover: true };
+    engines.post(SchedulerRequest::Save(save), Vec::new(), (1..5).collect());
+    engines.ask(SchedulerRequest::Cancel(Cancel { op: 1, from: 1, count: 3 }));
+    engines.fences(RANKS[0], 1, 1);
+    engines.copied();
+    engines.ask(SchedulerRequest::Close { log: 0 });
+    engines.await_keys(1, 2, 100..104, false);
+    engines.await_keys(2, 3, 0..4, false);
+    let answers = engines.answers();
+    assert_eq!((answers[&1], answers[&3]), ((Status::Ok, 1), (Status::Ok, 1)), "what was kept, at once");
+    assert_eq!(answers[&2].0, Status::Pending, "nobody has computed this");
+    engines.open(6, 100..104);
+    let keys = Keys::new(6, 0..4);
+    let save = request::Save { op: 9, keys, position: 0, step: 2, checked: false, handover: true };
+    engines.post(SchedulerRequest::Save(save), Vec::new(), (1..5).collect());
+    engines.ask(SchedulerRequest::Cancel(Cancel { op: 9, from: 0, count: 4 }));
+    engines.drained();
+    assert_eq!(engines.answers()[&2], (Status::Ok, 0), "nothing of it was ever on its way");
+
+    engines.promise(1, 0..4);
+    engines.await_keys(3, 4, 0..4, false);
+    assert_eq!(engines.answers()[&4].0, Status::Pending, "it is computed once more");
+    engines.ask(SchedulerRequest::Close { log: 1 });
+    assert_eq!(engines.answers()[&4], (Status::Ok, 1));
+    engines.tick(29_999);
+    // Its engine works: D waits for it again.
+    engines.compute(2, 2, 50..52, true);
+    engines.await_keys(4, 5, 0..4, false);
+    engines.tick(30_000);
+    engines.await_keys(5, 6, 0..4, false);
+    let answers = engines.answers();
+    assert_eq!((answers[&5], answers[&6].0), ((Status::Ok, 1), Status::Pending), "nobody remembers it");
+}
+
+#[test]
 fn three_waits_in_vain_are_enough_until_another_engine_saves() {
     let mut engines = two_engines();
     for round in 0..3 {

@@ -105,6 +105,23 @@ impl Save {
         }
     }
 
+    /// The save has ended as `end` says.
+    fn count(&self, cx: &mut Context) {
+        let (cancelled, dropped) = (u64::from(self.end.cancelled), u64::from(self.end.dropped));
+        cx.stats.saved_blocks += u64::from(self.end.committed);
+        cx.stats.saved_bytes += u64::from(self.end.committed) * self.binding.block_bytes();
+        cx.stats.saves_lost_to_reuse += cancelled;
+        cx.stats.saves_dropped += dropped;
+        if self.handover {
+            cx.produced.over = true;
+            cx.stats.handover_lost_to_reuse += cancelled;
+            cx.stats.handover_dropped += dropped;
+        }
+        if self.handover && cancelled + dropped > 0 {
+            cx.lost.note((self.binding.namespace, GROUP), &self.keys, cx.now_ms, &cx.dram);
+        }
+    }
+
     /// The engine is barred from a namespace: nothing of it is committed or compared there.
     pub(super) fn void_in(&mut self, namespace: u32) {
         self.void |= self.binding.namespace == namespace;
@@ -484,15 +501,7 @@ impl Transfers {
             let dram = &base.cx.dram;
             base.sources.ssd.iter_mut().for_each(|ssd| ssd.offer_saved(slot, key, &save.binding, dram));
         }
-        base.cx.stats.saved_blocks += u64::from(save.end.committed);
-        base.cx.stats.saved_bytes += u64::from(save.end.committed) * save.binding.block_bytes();
-        base.cx.stats.saves_lost_to_reuse += u64::from(save.end.cancelled);
-        base.cx.stats.saves_dropped += u64::from(save.end.dropped);
-        if save.handover {
-            base.cx.produced.over = true;
-            base.cx.stats.handover_lost_to_reuse += u64::from(save.end.cancelled);
-            base.cx.stats.handover_dropped += u64::from(save.end.dropped);
-        }
+        save.count(&mut base.cx);
         if let Some(pending) = self.pending.get_mut(&session) {
             pending.forget(op);
         }

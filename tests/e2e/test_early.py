@@ -1,6 +1,6 @@
 """Blocks of another pod go on to the engine while later ones are still on the wire (docs/decisions/0017-early-answers.md).
 
-The wire stands still behind the first part of them, so that what happens then cannot be missed.
+The wire stands still behind the first parts of them, so that what happens then cannot be missed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from testkit import engine, model, pool_file, prompts
 # As in test_mesh.py.
 pytestmark = pytest.mark.xdist_group("hosts")
 
-# Blocks of half a MiB, of which the connector's first part has 32.
+# Blocks of half a MiB.
 WIDE = dataclasses.replace(model.TINY, layers=4, kv_heads=4, head_dim=256, max_position=2048)
 # Such blocks in three cache groups: two with windows, of two blocks each, and one with full attention.
 WIDE_SET = dataclasses.replace(model.TINY_WINDOWS, layers=12, full_layers=4, kv_heads=4, head_dim=256, max_position=2048)
 SHAPES = {"one group": (WIDE, 0), "several groups": (WIDE_SET, 2 * 2)}
-PART_BLOCKS = 32
 PROMPT_TOKENS = 1550
 BLOCKS = prompts.hit_tokens(PROMPT_TOKENS) // engine.BLOCK_TOKENS
-# More than the first part, less than all. They end where one of A's steps did: what B computes after them comes out the same.
+# Five whole parts of the connector's, less than all. They end where one of A's steps did: what B computes after them comes
+# out the same.
 THROUGH_BLOCKS = 40
 BLOCK_BYTES = 512 << 10
 REQUEST_WATCHDOG_S = 60
@@ -47,9 +47,9 @@ class Pair:
     seed: int = 8_000
 
     @property
-    def first(self) -> int:
-        """Blocks that are loaded while others stand still."""
-        return self.in_windows + PART_BLOCKS
+    def through(self) -> int:
+        """Blocks that come through, and are loaded while others stand still."""
+        return self.in_windows + THROUGH_BLOCKS
 
     @property
     def blocks(self) -> int:
@@ -74,17 +74,16 @@ class Pair:
     def dammed(self) -> Iterator[dam.Dam]:
         """So much comes through from A to B, the rest is held back. In the end every connection is cut."""
         a, b = self.a.host, self.b.host
-        through = (self.in_windows + THROUGH_BLOCKS) * BLOCK_BYTES + BLOCK_BYTES // 2
+        through = self.through * BLOCK_BYTES + BLOCK_BYTES // 2
         between = dam.Dam(network.BRIDGE_ADDRESS, a.address, pods.BLOCK_PORT, through)
         with between, b.diverted(a.address, between.ports):
             yield between
 
     def begin(self, tokens: list[int]) -> dict[str, int]:
-        """Asks B, and returns when it has what comes through, the first part loaded; what B's sidecar had counted before."""
+        """Asks B, and returns when it has loaded what comes through; what B's sidecar had counted before."""
         before = self.b.sidecar.metrics()
         self.b.engine.ask(0, tokens, pods.OUTPUT_TOKENS, logprobs=5)
-        self.b.sidecar.wait_metric(LOADED, before[LOADED] + self.first)
-        self.b.sidecar.wait_metric(FETCHED, before[FETCHED] + self.in_windows + THROUGH_BLOCKS)
+        self.b.sidecar.wait_metric(LOADED, before[LOADED] + self.through)
         return before
 
     def since(self, before: dict[str, int]) -> dict[str, int]:
@@ -110,13 +109,13 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield Pair(a, b, in_windows)
 
 
-def test_the_first_part_is_loaded_while_the_rest_is_on_the_wire(pair: Pair) -> None:
+def test_the_first_parts_are_loaded_while_the_rest_is_on_the_wire(pair: Pair) -> None:
     """Same tokens and logprobs as the computing engine's own cache; and wrong bytes would show."""
     with pair.dammed() as held:
         tokens, right = pair.computed()
         before = pair.begin(tokens)
         counts = pair.since(before)
-        assert (counts[EARLY], counts[LOADED]) == (1, pair.first)
+        assert (counts[EARLY], counts[LOADED]) == (1, pair.through)
         held.open()
         [answer] = pair.b.engine.answered(REQUEST_WATCHDOG_S)
     assert answer["tokens"] == right["tokens"]
@@ -141,6 +140,6 @@ def test_the_owner_dies_while_the_rest_is_on_the_wire(pair: Pair) -> None:
     assert answer["tokens"] == right["tokens"]
     assert answer["logprobs"] == right["logprobs"]
     counts = pair.since(before)
-    assert (counts[EARLY], counts[LOADED], counts[FAILED]) == (1, pair.first, 1)
+    assert (counts[EARLY], counts[LOADED], counts[FAILED]) == (1, pair.through, 1)
     tokens = pair.new()
     assert pair.b.ask(tokens)["tokens"] == pair.a.ask(tokens)["tokens"]

@@ -66,12 +66,9 @@ fn leased(scheduler: &mut Scheduler, served: &mut Served, log: i64) -> [u32; APP
 fn grant(served: &Served, op: u64, from: u32, hits: u32, chunks: &[u32]) {
     for key in from..from + hits {
         let slot = SlotRef { offset: u64::from(key) * 512, generation: u64::from(key) + 1 };
-        served.memory.write_ref(
-            chunks[key as usize / 64],
-            key as usize % 64,
-            slot,
-            Source::ALL[key as usize % 3],
-        );
+        let found = (slot, Source::ALL[key as usize % 3]);
+        let (chunk, index) = (chunks[key as usize / 64], key as usize % 64);
+        served.memory.write_refs(chunk, index, 1, &mut std::iter::once(found));
     }
     served.answer(op, Status::Ok, hits);
 }

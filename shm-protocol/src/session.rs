@@ -211,12 +211,21 @@ impl SessionMemory {
         );
     }
 
-    /// Sidecar: writes the slot of key `index` of chunk `chunk`, and where its block was found.
-    pub fn write_ref(&self, chunk: u32, index: usize, slot: SlotRef, source: Source) {
-        assert!(index < layout::CHUNK_KEYS);
-        let words = self.region.words64(layout::ref_offset(chunk as usize, index), 2);
-        words[0].store(slot.offset, Ordering::Relaxed);
-        words[1].store(source.mark(slot.generation), Ordering::Relaxed);
+    /// Sidecar: writes the slots of `count` keys of a chunk, and where their blocks were found.
+    pub fn write_refs(
+        &self,
+        chunk: u32,
+        index: usize,
+        count: usize,
+        found: &mut impl Iterator<Item = (SlotRef, Source)>,
+    ) {
+        assert!(index + count <= layout::CHUNK_KEYS);
+        let words = self.region.words64(layout::ref_offset(chunk as usize, index), 2 * count);
+        let (refs, _) = words.as_chunks::<2>();
+        for ([offset, mark], (slot, source)) in refs.iter().zip(found) {
+            offset.store(slot.offset, Ordering::Relaxed);
+            mark.store(source.mark(slot.generation), Ordering::Relaxed);
+        }
     }
 
     /// Engine: the slot of key `index` of chunk `chunk`, valid once the query's outcome has been seen.

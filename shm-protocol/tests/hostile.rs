@@ -223,7 +223,8 @@ fn what_the_sidecar_makes_the_engine_opens_and_neither_can_resize() {
     sidecar.read_keys(3, 62, 2, &mut keys);
     assert_eq!(keys, [BlockHash([0; 32]), hash]);
     let last = layout::CHUNKS as u32 - 1;
-    sidecar.write_ref(last, 63, SlotRef { offset: 1 << 40, generation: 9 }, Source::Peer);
+    let found = (SlotRef { offset: 1 << 40, generation: 9 }, Source::Peer);
+    sidecar.write_refs(last, 63, 1, &mut std::iter::once(found));
     assert_eq!(engine.read_ref(last, 63), SlotRef { offset: 1 << 40, generation: 9 });
     assert_eq!(engine.read_source(last, 63), Source::Peer);
     for (step, block) in (10..20).enumerate() {

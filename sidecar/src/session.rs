@@ -178,8 +178,13 @@ impl Session {
     /// Writes the slots that a query found beside its keys; before the outcome.
     pub fn write_refs(&mut self, chunks: &[u32], from: u32, refs: &[SlotRef], sources: &[Source]) {
         let sources = sources.iter().copied().chain(std::iter::repeat(Source::Memory));
-        for (index, (slot, source)) in (from as usize..).zip(refs.iter().zip(sources)) {
-            self.memory.write_ref(chunks[index / CHUNK_KEYS], index % CHUNK_KEYS, *slot, source);
+        let mut found = refs.iter().copied().zip(sources);
+        let (mut at, end) = (from as usize, from as usize + refs.len());
+        while at < end {
+            let (chunk, index) = (chunks[at / CHUNK_KEYS], at % CHUNK_KEYS);
+            let count = (CHUNK_KEYS - index).min(end - at);
+            self.memory.write_refs(chunk, index, count, &mut found);
+            at += count;
         }
     }
 

@@ -22,8 +22,8 @@ const ONE_IN_MAX: u64 = 32;
 const SAMPLED_MIN: u64 = 256;
 /// Samples of one set: two cache lines.
 const WAYS: usize = 8;
-/// Sets that are looked through for every sampled use: then all of them are within an eighth of a room.
-const LOOKS: usize = 8;
+/// Sets that are looked through for every sampled use: then all of them are within half a room.
+const LOOKS: usize = 2;
 /// Rates follow within this many ticks.
 const LEARN_TICKS: u32 = TICKS_PER_ROOM as u32 / 8;
 /// What was seen fades: by half in some 40 rooms.

@@ -35,7 +35,7 @@ STEP_COPY_MS = 10.0
 BACKGROUND_LOADS = 1
 # A prompt of another engine whose copy takes no longer, and which a step would wait for beside other requests, is loaded by the
 # step that goes on with it, once all of it is there. A load between steps would begin earlier, but it is seen to have ended two
-# steps later, behind vLLM's pauses of 1 ms. Not on a host: there answers came 5 to 10 ms sooner so, of 250 to 2,900 tokens.
+# steps later, behind vLLM's pauses of 1 ms. On a host answers came 5 to 10 ms sooner from parts, of 250 to 2,900 tokens.
 WHOLE_MS = 8.0
 # How long a step that has nothing else to do waits for what comes from another engine: vLLM looks once in a millisecond.
 LINGER_US = 2000

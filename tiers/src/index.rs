@@ -91,6 +91,12 @@ impl Print {
     pub(crate) fn tag(self) -> u32 {
         self.0 as u32 | 1
     }
+
+    /// The key's place in a table of so many sets.
+    #[inline]
+    pub(crate) fn place(self, sets: usize) -> usize {
+        home(self.tag(), sets)
+    }
 }
 
 // === impl Shard ===
@@ -240,13 +246,13 @@ impl Index {
     #[inline]
     pub(crate) fn home(&self, print: Print) -> &Bucket {
         let shard = &self.shards[print.shard()];
-        &shard.buckets[home(print.tag(), shard.buckets.len())]
+        &shard.buckets[print.place(shard.buckets.len())]
     }
 
     /// The entry with the tag for which `same` holds.
     pub(crate) fn find(&self, print: Print, mut same: impl FnMut(u32) -> bool) -> Option<u32> {
         let shard = &self.shards[print.shard()];
-        let mut at = home(print.tag(), shard.buckets.len());
+        let mut at = print.place(shard.buckets.len());
         loop {
             for word in shard.buckets[at].0 {
                 if tag_of(word) == print.tag() && same(word as u32 - 1) {

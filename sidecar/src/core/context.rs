@@ -33,7 +33,7 @@ pub(super) struct Context {
     pub(super) arrivals: Arrivals,
     /// What is kept in it for engines that have not loaded it.
     pub(super) kept: Kept,
-    /// What was to be kept so, and is not.
+    /// Blocks that were computed for such engines and are not kept.
     pub(super) lost: Lost,
     /// What saves have begun and ended in this event.
     pub(super) produced: Produced,

@@ -70,9 +70,9 @@ pub(super) struct Released {
 /// Blocks that were computed for another engine and are not kept: whoever awaits one waits in vain. The last ones of some time.
 #[derive(Debug, Default)]
 pub(super) struct Lost {
-    /// Until when each is remembered.
+    /// Until when each block is remembered, in milliseconds.
     blocks: BTreeMap<BlockKey, u64>,
-    /// The same in order. Where a block's end is another by now the entry means nothing.
+    /// The same blocks, the first to be forgotten first. An entry whose time is not the one in `blocks` is out of date.
     ends: VecDeque<(BlockKey, u64)>,
 }
 

@@ -69,22 +69,18 @@ impl Ends {
         }
     }
 
-    fn place(&self, print: Print) -> usize {
-        ((u64::from(print.tag()) * self.sets.len() as u64) >> 32) as usize
-    }
-
     fn set(&mut self, print: Print) -> &mut [Mark; WAYS] {
-        &mut self.sets[self.place(print)].0
+        &mut self.sets[print.place(self.sets.len())].0
     }
 
     fn is_known(&self, print: Print) -> bool {
         // All of them, without a branch for each.
-        self.sets[self.place(print)].0.iter().fold(false, |known, mark| known | mark.is_of(print))
+        self.sets[print.place(self.sets.len())].0.iter().fold(false, |known, mark| known | mark.is_of(print))
     }
 
     /// Loads the sets of some keys. They are far away: their cache misses overlap in a loop that does nothing else.
     fn load(&self, batch: &[Print]) {
-        black_box(batch.iter().fold(0, |sum, print| sum ^ self.sets[self.place(*print)].0[0].0));
+        black_box(batch.iter().fold(0, |sum, print| sum ^ self.sets[print.place(self.sets.len())].0[0].0));
     }
 
     /// The place of the deepest key of a chain that is known.

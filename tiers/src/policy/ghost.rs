@@ -32,18 +32,14 @@ impl Ghost {
         }
     }
 
-    fn place(&self, print: Print) -> usize {
-        ((u64::from(print.tag()) * self.sets.len() as u64) >> 32) as usize
-    }
-
     fn set(&mut self, print: Print) -> Option<&mut GhostSet> {
-        let place = self.place(print);
+        let place = print.place(self.sets.len());
         self.sets.get_mut(place)
     }
 
     /// One fingerprint of a key's set.
     pub(super) fn load(&self, print: Print) -> u64 {
-        self.sets.get(self.place(print)).map_or(0, |GhostSet(ways)| ways[0].into())
+        self.sets.get(print.place(self.sets.len())).map_or(0, |GhostSet(ways)| ways[0].into())
     }
 
     /// Remembers an evicted key.

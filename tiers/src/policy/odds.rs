@@ -39,7 +39,7 @@ struct Sample {
     stamp: u32,
     counted: u32,
     rank: u8,
-    /// Of the age up to which its time was counted.
+    /// The span of ages in which `counted` lies.
     span: u8,
 }
 
@@ -111,21 +111,17 @@ impl Odds {
         let mut chosen = std::mem::take(&mut self.chosen);
         chosen.extend(prints.iter().rev().filter(|print| (print.bits() >> 32) & (self.one_in - 1) == 0));
         // Sets are far away: their cache misses overlap in a loop that does nothing else.
-        black_box(chosen.iter().fold(0, |sum, print| sum ^ self.sets[self.place(*print)][0].print));
+        black_box(chosen.iter().fold(0, |sum, print| sum ^ self.sets[print.place(self.sets.len())][0].print));
         for print in chosen.drain(..) {
             self.sample(print, rank, tick);
         }
         self.chosen = chosen;
     }
 
-    fn place(&self, print: Print) -> usize {
-        ((u64::from(print.tag()) * self.sets.len() as u64) >> 32) as usize
-    }
-
     fn sample(&mut self, print: Print, rank: u8, tick: u32) {
         self.sampled += 1.0;
         let key = (print.bits() >> 24) as u32 | 1;
-        let place = self.place(print);
+        let place = print.place(self.sets.len());
         let set = &mut self.sets[place];
         let rank = match set.iter().position(|sample| sample.print == key) {
             Some(way) => {

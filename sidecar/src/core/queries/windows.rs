@@ -11,8 +11,8 @@
 //! A question that awaits what another engine computes has a window of its own, where there are peers or another engine of its
 //! namespace is here. It is asked again when a save takes a slot for the next block of its run. What another engine saves in its
 //! namespace shows that there is a producer. What another engine has promised extends the window, wherever it is. The window ends
-//! at once where the last other engine has gone, or a promise has ended and nothing of it is being saved, or the next block was
-//! computed and lost.
+//! at once where the last other engine has gone, or a promise has ended and nothing of it is being saved. It also ends where the
+//! next block of the run was computed by another engine and is not kept.
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
@@ -193,7 +193,7 @@ impl Queries {
     pub(super) fn wait_for_producer(&mut self, question: Question, base: &Base) -> bool {
         let now_ms = base.cx.now_ms;
         let promised = question.awaits && self.is_promised(question, base);
-        if question.awaits && !promised && self.is_lost(question, base) {
+        if question.awaits && !promised && self.next_is_lost(question, base) {
             return false;
         }
         let window = self.window(question).filter(|window| now_ms < window.until_ms);
@@ -248,7 +248,7 @@ impl Queries {
     }
 
     /// Whether another engine has computed the next block, and it is not kept.
-    fn is_lost(&self, question: Question, base: &Base) -> bool {
+    fn next_is_lost(&self, question: Question, base: &Base) -> bool {
         let next = base.engines[question.session].binding.zip(self.next(question));
         next.is_some_and(|(Binding { namespace, .. }, hash)| {
             base.cx.lost.has(&BlockKey { namespace, group: GROUP, hash })
@@ -278,7 +278,7 @@ impl Queries {
                 self.log(question.session, question.log).window.as_ref().is_some_and(|w| w.promised);
             let promised = self.is_promised(question, base);
             let is_over = was_promised && !promised && !is_coming();
-            let in_vain = !promised && self.is_lost(question, base)
+            let in_vain = !promised && self.next_is_lost(question, base)
                 || (others.is_empty() || is_over) && !base.sources.may_ask_peers(&binding);
             if !in_vain || self.next_is_here(question, base) {
                 continue;

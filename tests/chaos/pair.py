@@ -299,6 +299,7 @@ class Campaign:
             self._running["router"].wait_ready()
 
     def _judge(self, ended: list[Request], spans: list[tuple[Fault, Span]], lone: engine.Engine, found: Figures) -> None:
+        work_ms = found.undisturbed_wait_ms + found.recomputed_wait_ms
         for request in ended:
             around = [fault for fault, span in spans if span.overlaps(request.asked, request.ended)]
             if request.tokens is None:
@@ -309,7 +310,6 @@ class Campaign:
                 say(f"{', '.join(map(str, around))}: {request.error}")
                 continue
             for fault in around:
-                work_ms = found.undisturbed_wait_ms + found.recomputed_wait_ms
                 added = round(1e3 * (request.ended - request.asked) - work_ms, 1)
                 found.max_added_wait_ms[str(fault)] = max(added, found.max_added_wait_ms.get(str(fault), added))
         answers = [request for request in ended if request.tokens is not None]

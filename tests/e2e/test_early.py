@@ -20,17 +20,17 @@ from testkit import engine, model, pool_file, prompts
 # As in test_mesh.py.
 pytestmark = pytest.mark.xdist_group("hosts")
 
-# Blocks of half a MiB.
-WIDE = dataclasses.replace(model.TINY, layers=4, kv_heads=4, head_dim=256, max_position=2048)
+# Blocks of 384 KiB, of which a part of the connector's, 4 MiB, has 11.
+WIDE = dataclasses.replace(model.TINY, layers=3, kv_heads=4, head_dim=256, max_position=2048)
 # Such blocks in three cache groups: two with windows, of two blocks each, and one with full attention.
-WIDE_SET = dataclasses.replace(model.TINY_WINDOWS, layers=12, full_layers=4, kv_heads=4, head_dim=256, max_position=2048)
+WIDE_SET = dataclasses.replace(model.TINY_WINDOWS, layers=9, full_layers=3, kv_heads=4, head_dim=256, max_position=2048)
 SHAPES = {"one group": (WIDE, 0), "several groups": (WIDE_SET, 2 * 2)}
+PART_BLOCKS = 11
 PROMPT_TOKENS = 1550
 BLOCKS = prompts.hit_tokens(PROMPT_TOKENS) // engine.BLOCK_TOKENS
-# Five whole parts of the connector's, less than all. They end where one of A's steps did: what B computes after them comes
-# out the same.
+# More than three parts, less than all. A step of A ended with the last of these blocks, so B's steps behind it round alike.
 THROUGH_BLOCKS = 40
-BLOCK_BYTES = 512 << 10
+BLOCK_BYTES = 384 << 10
 REQUEST_WATCHDOG_S = 60
 EARLY, LOADED, FAILED = "pillion_query_early_answers_total", "pillion_loaded_blocks_total", "pillion_load_failures_total"
 FETCHED, FAULTS = "pillion_mesh_fetched_blocks_total", "pillion_mesh_faults_total"
@@ -47,9 +47,9 @@ class Pair:
     seed: int = 8_000
 
     @property
-    def through(self) -> int:
-        """Blocks that come through, and are loaded while others stand still."""
-        return self.in_windows + THROUGH_BLOCKS
+    def first(self) -> int:
+        """Blocks of whole parts, which are loaded while others stand still."""
+        return self.in_windows + THROUGH_BLOCKS // PART_BLOCKS * PART_BLOCKS
 
     @property
     def blocks(self) -> int:
@@ -74,16 +74,17 @@ class Pair:
     def dammed(self) -> Iterator[dam.Dam]:
         """So much comes through from A to B, the rest is held back. In the end every connection is cut."""
         a, b = self.a.host, self.b.host
-        through = self.through * BLOCK_BYTES + BLOCK_BYTES // 2
+        through = (self.in_windows + THROUGH_BLOCKS) * BLOCK_BYTES + BLOCK_BYTES // 2
         between = dam.Dam(network.BRIDGE_ADDRESS, a.address, pods.BLOCK_PORT, through)
         with between, b.diverted(a.address, between.ports):
             yield between
 
     def begin(self, tokens: list[int]) -> dict[str, int]:
-        """Asks B, and returns when it has loaded what comes through; what B's sidecar had counted before."""
+        """Asks B, and returns when it has what comes through, whole parts loaded; what B's sidecar had counted before."""
         before = self.b.sidecar.metrics()
         self.b.engine.ask(0, tokens, pods.OUTPUT_TOKENS, logprobs=5)
-        self.b.sidecar.wait_metric(LOADED, before[LOADED] + self.through)
+        self.b.sidecar.wait_metric(LOADED, before[LOADED] + self.first)
+        self.b.sidecar.wait_metric(FETCHED, before[FETCHED] + self.in_windows + THROUGH_BLOCKS)
         return before
 
     def since(self, before: dict[str, int]) -> dict[str, int]:
@@ -115,7 +116,7 @@ def test_the_first_parts_are_loaded_while_the_rest_is_on_the_wire(pair: Pair) ->
         tokens, right = pair.computed()
         before = pair.begin(tokens)
         counts = pair.since(before)
-        assert (counts[EARLY], counts[LOADED]) == (1, pair.through)
+        assert (counts[EARLY], counts[LOADED]) == (1, pair.first)
         held.open()
         [answer] = pair.b.engine.answered(REQUEST_WATCHDOG_S)
     assert answer["tokens"] == right["tokens"]
@@ -140,6 +141,7 @@ def test_the_owner_dies_while_the_rest_is_on_the_wire(pair: Pair) -> None:
     assert answer["tokens"] == right["tokens"]
     assert answer["logprobs"] == right["logprobs"]
     counts = pair.since(before)
-    assert (counts[EARLY], counts[LOADED], counts[FAILED]) == (1, pair.through, 1)
+    # Of 48 blocks a part of 11 came in pieces, and one of 4 not at all.
+    assert (counts[EARLY], counts[LOADED], counts[FAILED]) == (1, pair.first, 2)
     tokens = pair.new()
     assert pair.b.ask(tokens)["tokens"] == pair.a.ask(tokens)["tokens"]

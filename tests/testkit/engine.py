@@ -244,7 +244,11 @@ class Engine:
 
 def _descendants(pid: int) -> list[int]:
     """Processes below this one, vLLM's by their titles: not the tracker of multiprocessing's resources."""
-    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        # A thread may end once it is listed.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            children += map(int, (task / "children").read_text().split())
     below = [below for child in children for below in _descendants(child)]
     return [child for child in children if Path(f"/proc/{child}/cmdline").read_bytes().startswith(b"VLLM::")] + below
 

@@ -6,7 +6,8 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
-from pathlib import Path
+
+from testkit.threads import named
 
 # Of linux/ptrace.h, and of bits/waitflags.h.
 SEIZE, INTERRUPT, DETACH = 0x4206, 0x4207, 17
@@ -19,8 +20,7 @@ _libc.ptrace.restype = ctypes.c_long
 
 def thread_of(pid: int, name: str) -> int:
     """The thread of this name."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    (found,) = [int(task.name) for task in tasks if (task / "comm").read_text() == f"{name}\n"]
+    (found,) = named(pid, f"{name}\n")
     return found
 
 

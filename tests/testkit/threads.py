@@ -17,6 +17,17 @@ def state(pid: int, thread: int) -> str:
     return Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+def named(pid: int, prefix: str) -> set[int]:
+    """The threads of a process whose names begin so."""
+    found = set()
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        # A thread may end once it is listed.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if (task / "comm").read_text().startswith(prefix):
+                found.add(int(task.name))
+    return found
+
+
 def states(pid: int) -> set[str]:
     """The states that a process's threads are in; none for a process that is no more."""
     found = set()

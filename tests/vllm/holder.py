@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from testkit.threads import state
+from testkit.threads import named, state
 from testkit.waiting import Failed, wait_for
 
 # linux/ptrace.h
@@ -80,11 +80,7 @@ class Holder:
         return "done"
 
     def _threads(self, name: str) -> set[int]:
-        found = {
-            int(task.name)
-            for task in Path(f"/proc/{self._pid}/task").iterdir()
-            if (task / "comm").read_text().strip().startswith(name)
-        }
+        found = named(self._pid, name)
         if not found:
             raise ValueError(f"process {self._pid} has no thread {name}")
         return found

@@ -167,6 +167,19 @@ fn chunks_return_when_the_head_has_passed_the_close() {
 }
 
 #[test]
+fn requests_one_after_the_other_have_the_same_chunks() {
+    let (_peer, mut scheduler, mut served, log) = with_log(300);
+    let chunks = |served: &mut Served| served.drain_kind(Kind::Append)[0].data;
+    let first = chunks(&mut served);
+    scheduler.close(log);
+    scheduler.end_step();
+    served.drain();
+    log_with(&mut scheduler, 300);
+    scheduler.end_step();
+    assert_eq!(chunks(&mut served), first, "the arena's other pages are not touched");
+}
+
+#[test]
 fn a_full_ring_is_a_miss_and_never_a_wait() {
     let (_peer, mut scheduler, mut served, log) = with_log(4);
     let ordinary = SUBMISSION_SLOTS - SUBMISSION_RESERVED;

@@ -53,7 +53,7 @@ impl Chunks {
         while let Some((_, chunks)) =
             self.retired.pop_front_if(|(sequence, _)| passed(acknowledged, *sequence))
         {
-            self.free.extend(chunks);
+            self.free.extend(chunks.into_iter().rev());
         }
     }
 }

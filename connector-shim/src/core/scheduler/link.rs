@@ -241,10 +241,9 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
         if end > LOG_KEYS {
             return false;
         }
+        // Each time: chunks that the sidecar has let go are written again before others, so that few of the arena's pages are touched.
+        self.reclaim();
         let chunks = end.div_ceil(CHUNK_KEYS) - length.div_ceil(CHUNK_KEYS);
-        if chunks > self.chunks.free() {
-            self.reclaim();
-        }
         let touched = end.div_ceil(CHUNK_KEYS) - length / CHUNK_KEYS;
         chunks <= self.chunks.free() && self.submission.has_room(touched.div_ceil(APPEND_CHUNKS) as u32)
     }

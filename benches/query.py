@@ -36,9 +36,8 @@ SAMPLES_OF_LARGE = 500
 BATCHES = 200
 BUSY_SAMPLES = 12_000
 ROUND_TRIPS = 20_000
-# Before a request of several groups: an engine asks once a step. `SETTLED`: none, once the sidecar has forgotten the last one.
-SETTLED = -1
-PAUSES_US = (SETTLED, 0, 200, 1_000, 5_000)
+# Before a request of several groups: an engine asks once a step. `settled`: none, once the sidecar has forgotten the last one.
+PAUSES_US = {"settled": None, "0": 0, "200": 200, "1000": 1_000, "5000": 5_000}
 # Sidecars that are compared: keys of each, and queries in turns of so many.
 COMPARED_KEYS = 200_000
 TURNS, TURN, ASLEEP_S = 200, 10, 0.005
@@ -229,13 +228,13 @@ def grouped() -> dict[str, dict[str, float]]:
         sides = [Queries(engine, keys) for engine in groups]
         kinds = {"one": (sides[:1], [512]), "window": (sides, [512, 64]), "two": (sides, [512, 512])}
         medians: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
-        for pause_us in PAUSES_US:
+        for name, pause_us in PAUSES_US.items():
             spent: dict[str, list[float]] = {kind: [] for kind in kinds}
             for _ in range(TURNS // 4):
                 for kind, (asked, counts) in kinds.items():
                     spent[kind] += [together(asked, counts, pause_us) for _ in range(TURN // 2)]
             for kind, samples in spent.items():
-                medians[kind]["settled" if pause_us == SETTLED else str(pause_us)] = rig.median(samples)
+                medians[kind][name] = rig.median(samples)
     one = medians.pop("one")
     ratios = {
         f"groups_{kind}_ratio": {pause: round(samples[pause] / one[pause], 2) for pause in one}
@@ -244,10 +243,10 @@ def grouped() -> dict[str, dict[str, float]]:
     return {"groups_one_p50_us": one} | ratios
 
 
-def together(sides: list[Queries], counts: list[int], pause_us: int) -> float:
+def together(sides: list[Queries], counts: list[int], pause_us: int | None) -> float:
     """One new request of 512 blocks to several groups, each of which needs the last so many."""
     keys = sides[0].keys(512)
-    if pause_us == SETTLED:
+    if pause_us is None:
         for side in sides:
             side.once(side.keys(1))
     elif pause_us:

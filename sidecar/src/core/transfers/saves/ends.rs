@@ -1,0 +1,182 @@
+//! The ends of saves: what is whole is committed once no CANCEL of it can be unread, the rest goes back, and the engine is told.
+
+use shm_protocol::message::Saved;
+use tiers::dram::Dram;
+
+use super::{Save, SaveBlock};
+use crate::core::timing::{Part, Timed};
+use crate::core::transfers::{
+    Action, Base, Context, CopyOwner, GROUP, OpKey, SessionId, Transfers, operations,
+};
+
+// === impl Save ===
+
+impl Save {
+    /// Commits a block behind the one before it, from its beginning on: the tier never drops a parent before its child. Of windows
+    /// that block may never have been saved.
+    fn commit(&self, block: &SaveBlock, dram: &mut Dram) -> bool {
+        let parent = block.index.checked_sub(1).map_or(self.parent, |at| Some(self.keys[at as usize]));
+        match parent {
+            Some(parent) if self.binding.windows => dram.commit_apart(block.slot, &self.key(parent)),
+            Some(parent) => dram.commit_behind(block.slot, &self.key(parent)),
+            None => dram.commit(block.slot),
+        }
+    }
+
+    /// The save has ended as `end` says.
+    fn count(&self, cx: &mut Context) {
+        let (cancelled, dropped) = (u64::from(self.end.cancelled), u64::from(self.end.dropped));
+        cx.stats.saved_blocks += u64::from(self.end.committed);
+        cx.stats.saved_bytes += u64::from(self.end.committed) * self.binding.block_bytes();
+        cx.stats.saves_lost_to_reuse += cancelled;
+        cx.stats.saves_dropped += dropped;
+        if self.handover {
+            cx.produced.over = true;
+            cx.stats.handover_lost_to_reuse += cancelled;
+            cx.stats.handover_dropped += dropped;
+        }
+        if self.handover && cancelled + dropped > 0 {
+            cx.lost.note((self.binding.namespace, GROUP), &self.keys, cx.now_ms, &cx.dram);
+        }
+    }
+}
+
+// === impl Transfers ===
+
+impl Transfers {
+    /// Moves a save whose copies are all started, and ended, to those that wait for a drained ring.
+    pub(super) fn settle(&mut self, key: OpKey) {
+        let (begun, running) = (self.saves[&key].begun, self.saves[&key].running);
+        if begun {
+            self.pending(key.0).waiting.remove(&key.1);
+            if running == 0 {
+                self.pending(key.0).await_drain(key.1);
+            }
+        }
+    }
+
+    pub(in crate::core::transfers) fn save_copied(&mut self, owner: CopyOwner, ok: bool, base: &mut Base) {
+        let key = owner.key;
+        let save = self.saves.get_mut(&key).expect("a save outlives its copies");
+        save.running -= 1;
+        save.void |= !ok;
+        if self.pending.contains_key(&key.0) {
+            self.settle(key);
+        } else if save.running == 0 {
+            self.finish_save(key, 0, base);
+        }
+    }
+
+    /// A rank is gone: what has not begun cannot be completed.
+    pub(crate) fn fail_saves(&mut self, session: SessionId, base: &mut Base) {
+        for op in self.pending[&session].waiting.clone() {
+            let Some(save) = self.saves.get_mut(&(session, op)) else { continue };
+            if !save.begun {
+                (save.void, save.begun) = (true, true);
+                self.settle((session, op));
+            }
+        }
+        self.dispatch(session, base);
+    }
+
+    /// The ring was read to its tail after these saves' copies ended: every CANCEL that matters has been seen.
+    pub(crate) fn commit_copied(&mut self, session: SessionId, void_below: u64, base: &mut Base) {
+        let Some(pending) = self.pending.get_mut(&session) else { return };
+        for op in pending.drained() {
+            if self.saves.contains_key(&(session, op)) {
+                self.finish_save((session, op), void_below, base);
+            }
+        }
+    }
+
+    /// Ends a save: commits what is whole, gives the rest back, and tells the engine if it is still there.
+    pub(super) fn finish_save(&mut self, key: OpKey, void_below: u64, base: &mut Base) {
+        let mut save = self.saves.remove(&key).expect("the caller found it");
+        let (session, op) = key;
+        let (mut committed, mut pairs) = (Vec::new(), Vec::new());
+        let unbegun = save.wanted.len() as u32;
+        self.unwant(session, save.wanted.len());
+        match op < void_below {
+            true => save.end.cancelled += unbegun,
+            false => save.end.dropped += unbegun,
+        }
+        let blocks = std::mem::take(&mut save.blocks);
+        if !blocks.is_empty() {
+            base.cx.took(Timed::Save(Part::Whole), save.posted);
+        }
+        for block in &blocks {
+            let reused = block.cancelled || op < void_below;
+            let whole = !reused && !save.void;
+            match block.kept {
+                Some(kept) if whole => {
+                    save.end.present += 1;
+                    pairs.push((kept, block.slot));
+                    continue;
+                }
+                Some(kept) => self.checks.end(session, kept, block.slot, &mut base.cx),
+                None if whole && save.commit(block, &mut base.cx.dram) => {
+                    save.end.committed += 1;
+                    base.cx.actions.push(Action::CommitSlot { slot: block.slot, checksum: 0 });
+                    committed.push((block.slot, save.key(block.hash)));
+                    base.cx.end_saved(save.key(block.hash), true);
+                    if save.handover {
+                        base.cx.keep(&save.key(block.hash), &save.binding, save.fenced);
+                    }
+                    continue;
+                }
+                None => {
+                    base.cx.abandon(block.slot);
+                    base.cx.end_saved(save.key(block.hash), false);
+                }
+            }
+            save.end.cancelled += u32::from(reused);
+            save.end.dropped += u32::from(!reused);
+        }
+        if !committed.is_empty() {
+            self.checks.committed(session, committed.iter().map(|(_, key)| *key));
+            base.cx.namespaces.note_kept(save.binding.space());
+            base.cx.produced.kept.insert((save.binding.namespace, session));
+        }
+        // Head first: where a disk has no room for all of them, that part is worth more.
+        for (slot, key) in committed {
+            let dram = &base.cx.dram;
+            base.sources.ssd.iter_mut().for_each(|ssd| ssd.offer_saved(slot, key, &save.binding, dram));
+        }
+        save.count(&mut base.cx);
+        if let Some(pending) = self.pending.get_mut(&session) {
+            pending.forget(op);
+        }
+        if pairs.is_empty() {
+            base.cx.stats.checks_undecided += u64::from(save.checked);
+            self.tell_saved(session, save.end, &mut base.cx);
+        } else {
+            self.compare(key, save.binding, pairs, save.end, base);
+        }
+    }
+
+    /// Tells the engine of a save's end, if it is still there.
+    pub(in crate::core::transfers) fn tell_saved(
+        &mut self,
+        session: SessionId,
+        saved: Saved,
+        cx: &mut Context,
+    ) {
+        if let Some(pending) = self.pending.get_mut(&session) {
+            pending.saves -= 1;
+            cx.actions.push(Action::Saved { session, saved });
+        }
+    }
+
+    /// The engine is gone: its saves end as soon as no copy runs.
+    pub(in crate::core::transfers) fn abandon_saves(&mut self, session: SessionId, base: &mut Base) {
+        self.drop_unbound(session, &mut base.cx);
+        let keys: Vec<OpKey> = self.saves.range(operations(session)).map(|(key, _)| *key).collect();
+        for key in keys {
+            let save = self.saves.get_mut(&key).expect("listed above");
+            (save.void, save.begun) = (true, true);
+            if save.running == 0 {
+                self.finish_save(key, 0, base);
+            }
+        }
+    }
+}

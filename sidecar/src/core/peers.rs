@@ -65,14 +65,20 @@ impl Peers {
     pub(super) fn hear(&mut self, heard: Heard, cx: &mut Context) -> Vec<Done> {
         match heard {
             Heard::Joined(peer) => self.directory.join(peer),
-            Heard::Left(peer) => self.directory.leave(peer),
+            Heard::Left(peer) => {
+                cx.produced.over = true;
+                self.directory.leave(peer);
+            }
             Heard::Keeps { peer, filter } => self.directory.replace(peer, filter),
             Heard::Changed { peer, changes } => {
                 if !self.directory.apply(peer, &changes) {
                     cx.actions.push(Action::Resync { peer });
                 }
             }
-            Heard::Promises { peer, promises } => self.directory.promise(peer, promises),
+            Heard::Promises { peer, promises } => {
+                cx.produced.over = true;
+                self.directory.promise(peer, promises);
+            }
             Heard::Fetched(ends) => return ends,
             Heard::Asked { ask, blocks } => self.grant(ask, &blocks, cx),
             Heard::Released { ask, sent } => self.release(ask, sent, &mut cx.dram),

@@ -29,6 +29,7 @@ use super::engines::{Engines, Scheduler};
 use super::event::{Action, Ended};
 use super::namespaces::Binding;
 use super::timing::{Part, Timed};
+use super::transfers::Transfers;
 use super::{Base, GROUP, SessionId, Violation};
 
 #[derive(Debug, Default)]
@@ -169,9 +170,15 @@ impl Queries {
     }
 
     /// CLOSE: no more is asked of what the log found.
-    pub(super) fn close(&mut self, session: SessionId, log: u32, base: &mut Base) -> Result<(), Violation> {
+    pub(super) fn close(
+        &mut self,
+        session: SessionId,
+        log: u32,
+        transfers: &Transfers,
+        base: &mut Base,
+    ) -> Result<(), Violation> {
         self.release(session, log, &mut base.cx)?;
-        self.end_promise(session, log, base);
+        self.end_promise(session, log, transfers, base);
         let closed = self.logs(session).close(log);
         if let (Some(log), Some(binding)) = (closed, base.engines[session].binding) {
             let Binding { whose, namespace, .. } = binding;

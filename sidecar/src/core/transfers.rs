@@ -105,6 +105,16 @@ impl Transfers {
         self.pending.get(&scheduler).is_some_and(|pending| pending.waiting.iter().any(is_handover))
     }
 
+    /// The newest of a scheduler's saves for other engines that have not ended.
+    pub(super) fn newest_handover(&self, scheduler: SessionId) -> Option<u64> {
+        self.saves.range(operations(scheduler)).rfind(|(_, save)| save.handover).map(|((_, op), _)| *op)
+    }
+
+    /// Whether a scheduler's saves for other engines, up to this one, have not all ended.
+    pub(super) fn hands_over_up_to(&self, scheduler: SessionId, op: u64) -> bool {
+        self.saves.range((scheduler, 0)..=(scheduler, op)).any(|(_, save)| save.handover)
+    }
+
     pub(super) fn behind(&self) -> Option<SessionId> {
         self.behind.front().copied()
     }

@@ -4,16 +4,15 @@
 //! long as the engine that asks has said: so a prompt may wait its turn at the engine that computes it.
 //!
 //! Peers are told of each promise the last key that is known. A key hangs on all before it, so who awaits a prompt that has it there
-//! awaits what is promised. What is told lasts longer than the promise: until the block of that key is not being saved any more, as a
-//! peer cannot see a save.
-
-use std::collections::BTreeSet;
+//! awaits what is promised. What is told lasts longer than the promise: until the saves have ended that its engine had posted for
+//! others by then, as a peer cannot see a save. It ends behind the news of their blocks, so that who sees it end has seen all there is.
 
 use shm_protocol::key::{BlockHash, BlockKey};
 
 use super::{Base, Binding, Context, GROUP, Queries, Question, SessionId};
 use crate::core::engines::Scheduler;
 use crate::core::sources::Sources;
+use crate::core::transfers::Transfers;
 
 /// Prompts that an engine may have promised at once: as many as another one may await.
 const PROMISES_MAX: usize = 64;
@@ -25,8 +24,8 @@ const WORKED_MS: u64 = 5000;
 pub(super) struct Promises {
     /// They may be others than peers were told last.
     may_differ: bool,
-    /// Blocks of the last keys of promised logs that were closed while these were being saved.
-    ending: BTreeSet<BlockKey>,
+    /// The last keys of promised logs that were closed while their schedulers' saves for others, up to this one, had not ended.
+    ending: Vec<(BlockKey, SessionId, u64)>,
 }
 
 // === impl Queries ===
@@ -48,14 +47,21 @@ impl Queries {
     }
 
     /// A log is about to be closed: its promise, if it has one, is over.
-    pub(super) fn end_promise(&mut self, session: SessionId, log: u32, base: &mut Base) {
+    pub(super) fn end_promise(
+        &mut self,
+        session: SessionId,
+        log: u32,
+        transfers: &Transfers,
+        base: &mut Base,
+    ) {
         let logs = &self.askers[&session].logs;
         if !logs.promised.contains(&log) {
             return;
         }
         let binding = base.engines[session].binding.filter(|_| base.sources.peers.is_some());
         let last = binding.zip(logs.known(log).keys.last()).map(|(binding, hash)| key(&binding, hash));
-        self.promises.ending.extend(last);
+        let newest = transfers.newest_handover(session);
+        self.promises.ending.extend(last.zip(newest).map(|(last, newest)| (last, session, newest)));
         base.cx.produced.over = true;
         self.promises_may_differ();
     }
@@ -66,19 +72,19 @@ impl Queries {
     }
 
     /// Tells peers what is promised, if that is something else by now.
-    pub(crate) fn tell_promises(&mut self, base: &mut Base) {
+    pub(crate) fn tell_promises(&mut self, transfers: &Transfers, base: &mut Base) {
         let Base { engines, sources: Sources { peers: Some(peers), .. }, cx } = base else { return };
         if !std::mem::take(&mut self.promises.may_differ) {
             return;
         }
-        self.promises.ending.retain(|key| cx.dram.filling(key).is_some());
+        self.promises.ending.retain(|(_, session, newest)| transfers.hands_over_up_to(*session, *newest));
         let works = |session: &SessionId| engines[*session].binding.filter(|_| works(&engines[*session], cx));
         let at_work = self.askers.iter().filter_map(|(session, asker)| Some((works(session)?, &asker.logs)));
         let lasts = at_work.flat_map(|(binding, logs)| {
             let lasts = logs.promised.iter().filter_map(|log| logs.known(*log).keys.last());
             lasts.map(move |hash| key(&binding, hash))
         });
-        let keys: Vec<BlockKey> = lasts.chain(self.promises.ending.iter().copied()).collect();
+        let keys: Vec<BlockKey> = lasts.chain(self.promises.ending.iter().map(|(key, ..)| *key)).collect();
         peers.tell_promises(keys, cx);
     }
 

@@ -11,8 +11,8 @@
 //! A question that awaits what another engine computes has a window of its own, where there are peers or another engine of its
 //! namespace is here. It is asked again when a save takes a slot for the next block of its run. What another engine saves in its
 //! namespace shows that there is a producer. What another engine has promised extends the window, wherever it is. The window ends
-//! at once where the last other engine has gone, or a promise has ended and nothing of it is being saved. It also ends where the
-//! next block of the run was computed by another engine and is not kept.
+//! at once where the last other engine has gone, or a promise has ended and nothing of it is being saved or known of a peer. It also
+//! ends where the next block of the run was computed by another engine and is not kept.
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
@@ -193,7 +193,7 @@ impl Queries {
     pub(super) fn wait_for_producer(&mut self, question: Question, base: &Base) -> bool {
         let now_ms = base.cx.now_ms;
         let promised = question.awaits && self.is_promised(question, base);
-        if question.awaits && !promised && self.next_is_lost(question, base) {
+        if question.awaits && !promised && self.is_in_vain(question, base) {
             return false;
         }
         let window = self.window(question).filter(|window| now_ms < window.until_ms);
@@ -255,6 +255,21 @@ impl Queries {
         })
     }
 
+    /// Whether nobody is to produce the next block, which is not promised: it was computed and is not kept, or was promised by a peer
+    /// that knows of no such promise any more and told of no such block before that.
+    fn is_in_vain(&mut self, question: Question, base: &Base) -> bool {
+        if self.next_is_lost(question, base) {
+            return true;
+        }
+        let (Some(binding), Some(next)) = (base.engines[question.session].binding, self.next(question))
+        else {
+            return false;
+        };
+        self.window(question).is_some_and(|window| window.promised)
+            && !self.has_producer(question, &binding, &base.engines)
+            && !base.sources.may_arrive(&binding, &next, true, &base.cx)
+    }
+
     /// Saves have taken slots: asks the questions again that wait for what they bring.
     pub(crate) fn look_at_saves(&mut self, base: &mut Base) {
         for question in self.idle().into_iter().filter(|question| question.awaits) {
@@ -266,7 +281,7 @@ impl Queries {
         }
     }
 
-    /// An engine, a promise or a save for another engine has ended: who awaits what is not to come by now is answered. What
+    /// An engine, a promise, a peer's too, or a save for another engine has ended: who awaits what is not to come by now is answered. What
     /// some engines, by their sessions, are saving for others is to come.
     pub(crate) fn end_vain_waits(&mut self, hands_over: impl Fn(SessionId) -> bool, base: &mut Base) {
         for question in self.idle().into_iter().filter(|question| question.awaits) {
@@ -279,7 +294,8 @@ impl Queries {
             let promised = self.is_promised(question, base);
             let is_over = was_promised && !promised && !is_coming();
             let in_vain = !promised && self.next_is_lost(question, base)
-                || (others.is_empty() || is_over) && !base.sources.may_ask_peers(&binding);
+                || is_over
+                || others.is_empty() && !base.sources.may_ask_peers(&binding);
             if !in_vain || self.next_is_here(question, base) {
                 continue;
             }

@@ -183,7 +183,8 @@ impl Harness {
         self.hand_over(op, Keys::new(0, keys));
     }
 
-    fn hand_over(&mut self, op: u64, named: Keys) {
+    /// P hands over some keys of an open log, as operation and step `op`, and begins that step.
+    pub(in crate::core) fn hand_over(&mut self, op: u64, named: Keys) {
         let count = named.count;
         let save = request::Save { op, keys: named, position: 0, step: op, checked: false, handover: true };
         self.post(SchedulerRequest::Save(save), Vec::new(), (1..count + 1).collect());

@@ -217,7 +217,7 @@ impl Core {
         self.queries.send_for_unsent(base);
         base.sources.go_on(&mut base.cx);
         base.sources.tell(&mut self.announcer, &mut base.cx);
-        self.queries.tell_promises(&self.transfers, base);
+        self.queries.tell_promises(|session, op| self.transfers.hands_over_up_to(session, op), base);
         out.append(&mut base.cx.actions);
     }
 
@@ -343,7 +343,9 @@ impl Core {
             SchedulerRequest::Save(save) => transfers.save(session, &save, &blocks, queries, base)?,
             SchedulerRequest::Cancel(cancel) => transfers.cancel(session, cancel, base),
             SchedulerRequest::Release { log } => queries.release(session, log, &mut base.cx)?,
-            SchedulerRequest::Close { log } => queries.close(session, log, transfers, base)?,
+            SchedulerRequest::Close { log } => {
+                queries.close(session, log, || transfers.newest_handover(session), base)?
+            }
             SchedulerRequest::Salt { salt } => {
                 let ended = self.end_generation(session);
                 self.base.engines.salt(session, salt, ended, &mut self.base.cx);

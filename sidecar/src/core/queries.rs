@@ -29,7 +29,6 @@ use super::engines::{Engines, Scheduler};
 use super::event::{Action, Ended};
 use super::namespaces::Binding;
 use super::timing::{Part, Timed};
-use super::transfers::Transfers;
 use super::{Base, GROUP, SessionId, Violation};
 
 #[derive(Debug, Default)]
@@ -169,16 +168,17 @@ impl Queries {
         }
     }
 
-    /// CLOSE: no more is asked of what the log found.
+    /// CLOSE: no more is asked of what the log found. `newest_handover`: of the saves of its scheduler that have not ended the newest for
+    /// another engine.
     pub(super) fn close(
         &mut self,
         session: SessionId,
         log: u32,
-        transfers: &Transfers,
+        newest_handover: impl FnOnce() -> Option<u64>,
         base: &mut Base,
     ) -> Result<(), Violation> {
         self.release(session, log, &mut base.cx)?;
-        self.end_promise(session, log, transfers, base);
+        self.end_promise(session, log, newest_handover, base);
         let closed = self.logs(session).close(log);
         if let (Some(log), Some(binding)) = (closed, base.engines[session].binding) {
             let Binding { whose, namespace, .. } = binding;

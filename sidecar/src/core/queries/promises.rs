@@ -12,7 +12,6 @@ use shm_protocol::key::{BlockHash, BlockKey};
 use super::{Base, Binding, Context, GROUP, Queries, Question, SessionId};
 use crate::core::engines::Scheduler;
 use crate::core::sources::Sources;
-use crate::core::transfers::Transfers;
 
 /// Prompts that an engine may have promised at once: as many as another one may await.
 const PROMISES_MAX: usize = 64;
@@ -51,7 +50,7 @@ impl Queries {
         &mut self,
         session: SessionId,
         log: u32,
-        transfers: &Transfers,
+        newest_handover: impl FnOnce() -> Option<u64>,
         base: &mut Base,
     ) {
         let logs = &self.askers[&session].logs;
@@ -60,8 +59,8 @@ impl Queries {
         }
         let binding = base.engines[session].binding.filter(|_| base.sources.peers.is_some());
         let last = binding.zip(logs.known(log).keys.last()).map(|(binding, hash)| key(&binding, hash));
-        let newest = transfers.newest_handover(session);
-        self.promises.ending.extend(last.zip(newest).map(|(last, newest)| (last, session, newest)));
+        let ending = last.and_then(|last| Some((last, session, newest_handover()?)));
+        self.promises.ending.extend(ending);
         base.cx.produced.over = true;
         self.promises_may_differ();
     }
@@ -71,13 +70,14 @@ impl Queries {
         self.promises.may_differ = true;
     }
 
-    /// Tells peers what is promised, if that is something else by now.
-    pub(crate) fn tell_promises(&mut self, transfers: &Transfers, base: &mut Base) {
+    /// Tells peers what is promised, if that is something else by now. `hands_over`: whether a scheduler's saves for others, up to
+    /// this one, have not all ended.
+    pub(crate) fn tell_promises(&mut self, hands_over: impl Fn(SessionId, u64) -> bool, base: &mut Base) {
         let Base { engines, sources: Sources { peers: Some(peers), .. }, cx } = base else { return };
         if !std::mem::take(&mut self.promises.may_differ) {
             return;
         }
-        self.promises.ending.retain(|(_, session, newest)| transfers.hands_over_up_to(*session, *newest));
+        self.promises.ending.retain(|(_, session, newest)| hands_over(*session, *newest));
         let works = |session: &SessionId| engines[*session].binding.filter(|_| works(&engines[*session], cx));
         let at_work = self.askers.iter().filter_map(|(session, asker)| Some((works(session)?, &asker.logs)));
         let lasts = at_work.flat_map(|(binding, logs)| {

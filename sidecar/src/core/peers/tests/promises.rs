@@ -97,8 +97,8 @@ fn a_promise_is_told_until_its_blocks_are_kept_and_behind_that() {
         scene.engine.hand_over(3, Keys::new(8, 0..1));
         scene.take_actions();
         let copies = scene.engine.copies();
-        for (copy, kept, promises) in [(1, 1, 2), (0, 3, 1)] {
-            assert_eq!(scene.told_promises(), [[digest(3); 0]; 0], "{promises} still");
+        for (copy, kept) in [(1, 1), (0, 3)] {
+            assert!(scene.told_promises().is_empty(), "not all are kept");
             scene.event(Event::Copied { copy: copies[copy].0, ok: whole });
             scene.engine.drained();
             scene.take_actions();

@@ -83,8 +83,9 @@ class Figures:
     `failed` counts errors where D or the router was struck; an error at any other time is in `failed_unstruck`. A request
     without an end is `lost`. `undisturbed_wait_ms` is the median of answers before the first fault, `recomputed_wait_ms`
     the longest where both engines compute the prompts of all clients, as they do behind a fault. `max_added_wait_ms` has,
-    by fault, the most that an answer waited beyond these two together. `handed_over` are blocks that the engine that
-    answers loaded. `damage_noticed` counts the wrong answers of the negative control, which no client asked for.
+    by fault, the most that an answer waited beyond these two together; where a freeze was among several faults of one
+    answer, it is the freeze's. `handed_over` are blocks that the engine that answers loaded. `damage_noticed` counts the
+    wrong answers of the negative control, which no client asked for.
     """
 
     seed: int
@@ -309,7 +310,7 @@ class Campaign:
                 found.failed_unstruck += not excused
                 say(f"{', '.join(map(str, around))}: {request.error}")
                 continue
-            for fault in around:
+            for fault in [fault for fault in around if fault.kind == "freeze"] or around:
                 added = round(1e3 * (request.ended - request.asked) - work_ms, 1)
                 found.max_added_wait_ms[str(fault)] = max(added, found.max_added_wait_ms.get(str(fault), added))
         answers = [request for request in ended if request.tokens is not None]

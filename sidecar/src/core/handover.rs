@@ -72,7 +72,8 @@ pub(super) struct Released {
 pub(super) struct Lost {
     /// Until when each block is remembered, in milliseconds.
     blocks: BTreeMap<BlockKey, u64>,
-    /// The same blocks, the first to be forgotten first. An entry whose time is not the one in `blocks` is out of date.
+    /// The keys of `blocks` and their times, the earliest first. A key that was lost again has a later time in `blocks`: only the
+    /// entry with that time forgets it.
     ends: VecDeque<(BlockKey, u64)>,
 }
 

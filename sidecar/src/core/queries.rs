@@ -168,8 +168,8 @@ impl Queries {
         }
     }
 
-    /// CLOSE: no more is asked of what the log found. `newest_handover`: of the saves of its scheduler that have not ended the newest for
-    /// another engine.
+    /// CLOSE: no more is asked of what the log found. `newest_handover`: the scheduler's newest save for another engine, of those that
+    /// have not ended.
     pub(super) fn close(
         &mut self,
         session: SessionId,

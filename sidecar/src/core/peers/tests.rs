@@ -76,6 +76,12 @@ impl Scene {
         scene
     }
 
+    /// Peer A has produced these.
+    fn produce(&mut self, keys: Range<u32>) {
+        let changes = keys.map(|key| Change::Added(digest(key))).collect();
+        self.hear(Heard::Changed { peer: A, changes });
+    }
+
     fn join(&mut self, peer: PeerNumber, keys: Range<u32>) {
         self.hear(Heard::Joined(peer));
         let mut filter = Filter::with_capacity(1000);

@@ -233,24 +233,23 @@ impl Queries {
         }
     }
 
-    /// The block at which a question's run ends.
-    fn next(&self, question: Question) -> Option<BlockHash> {
+    /// The block at which a question's run ends, and the binding of its engine.
+    fn next(&self, question: Question, base: &Base) -> Option<(Binding, BlockHash)> {
         let log = self.log(question.session, question.log);
-        log.window.as_ref().and_then(|window| log.keys.get(window.end as usize)).copied()
+        let next = log.window.as_ref().and_then(|window| log.keys.get(window.end as usize));
+        base.engines[question.session].binding.zip(next.copied())
     }
 
     /// Whether the next block can be had.
     fn next_is_here(&self, question: Question, base: &mut Base) -> bool {
-        let Some(binding) = base.engines[question.session].binding else { return true };
-        let Some(hash) = self.next(question) else { return true };
+        let Some((binding, hash)) = self.next(question, base) else { return true };
         base.cx.dram.probe(binding.namespace, GROUP, &[hash]) > 0
             || base.sources.may_arrive(&binding, &hash, question.awaits, &base.cx)
     }
 
     /// Whether another engine has computed the next block, and it is not kept.
     fn next_is_lost(&self, question: Question, base: &Base) -> bool {
-        let next = base.engines[question.session].binding.zip(self.next(question));
-        next.is_some_and(|(Binding { namespace, .. }, hash)| {
+        self.next(question, base).is_some_and(|(Binding { namespace, .. }, hash)| {
             base.cx.lost.has(&BlockKey { namespace, group: GROUP, hash })
         })
     }
@@ -261,10 +260,7 @@ impl Queries {
         if self.next_is_lost(question, base) {
             return true;
         }
-        let (Some(binding), Some(next)) = (base.engines[question.session].binding, self.next(question))
-        else {
-            return false;
-        };
+        let Some((binding, next)) = self.next(question, base) else { return false };
         self.window(question).is_some_and(|window| window.promised)
             && !self.has_producer(question, &binding, &base.engines)
             && !base.sources.may_arrive(&binding, &next, true, &base.cx)

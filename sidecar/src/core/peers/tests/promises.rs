@@ -157,8 +157,7 @@ fn what_a_peer_promises_is_waited_for_and_fetched_as_it_comes() {
     let last = |op| answers.iter().rfind(|answer| answer.0 == op).unwrap().1;
     assert_eq!((last(op), last(other)), (Status::Pending, Status::Ok), "nobody has promised the other");
     for part in [0..1, 1..4] {
-        let changes = part.clone().map(|key| Change::Added(digest(key))).collect();
-        scene.hear(Heard::Changed { peer: A, changes });
+        scene.produce(part.clone());
         scene.tick(20);
         let fetch = scene.fetch();
         assert_eq!(keys_of(&fetch), part.map(label).collect::<Vec<_>>());
@@ -193,8 +192,7 @@ fn a_promise_of_a_peer_ends_with_its_word_with_the_peer_or_with_its_breaker() {
             "replaced" => scene.hear_promises(&[2000]),
             "left" => scene.hear(Heard::Left(A)),
             _ => {
-                let changes = (500..504).map(|key| Change::Added(digest(key))).collect();
-                scene.hear(Heard::Changed { peer: A, changes });
+                scene.produce(500..504);
                 for log in 10..13 {
                     scene.query(log, 500..501);
                     let fetch = scene.fetch();
@@ -216,7 +214,7 @@ fn blocks_that_were_told_of_before_their_promise_ended_are_fetched() {
     scene.hear_promises(&[3]);
     let op = scene.await_keys(1, 0..4);
     scene.pass(1000);
-    scene.hear(Heard::Changed { peer: A, changes: (0..3).map(|key| Change::Added(digest(key))).collect() });
+    scene.produce(0..3);
     scene.hear_promises(&[]);
     assert_eq!(scene.answer(op), Some((Status::Pending, 0)));
     scene.tick(20);
@@ -231,7 +229,7 @@ fn blocks_that_a_peer_has_are_asked_for_again_though_their_promise_has_ended() {
     scene.hear_promises(&[1]);
     let op = scene.await_keys(1, 0..2);
     scene.pass(1000);
-    scene.hear(Heard::Changed { peer: A, changes: (0..2).map(|key| Change::Added(digest(key))).collect() });
+    scene.produce(0..2);
     scene.tick(20);
     let fetch = scene.fetch();
     scene.hear_promises(&[]);

@@ -15,12 +15,6 @@ fn waiting_for(window_ms: u32) -> Scene {
     scene
 }
 
-/// The peer has produced these.
-fn produce(scene: &mut Scene, keys: Range<u32>) {
-    let changes = keys.map(|key| Change::Added(digest(key))).collect();
-    scene.hear(Heard::Changed { peer: A, changes });
-}
-
 fn warnings(scene: &mut Scene) -> Vec<String> {
     scene.engine.out.iter().filter_map(taken!(Action::Warn(text) => text.clone())).collect()
 }
@@ -54,7 +48,7 @@ fn a_window_lasts_as_long_as_blocks_keep_coming() {
     assert_eq!(scene.engine.core.next_look_ms(), Some(20));
     for part in [0..2, 2..3, 3..6] {
         scene.tick(WINDOW_MS - 50);
-        produce(&mut scene, part.clone());
+        scene.produce(part.clone());
         assert!(scene.fetches.is_empty(), "it has just looked");
         scene.tick(20);
         let fetch = scene.fetch();
@@ -89,7 +83,7 @@ fn no_window_lasts_beyond_the_hard_deadline() {
     let mut scene = waiting();
     let op = scene.query(1, 0..100);
     for key in 0.. {
-        produce(&mut scene, key..key + 1);
+        scene.produce(key..key + 1);
         scene.tick(WINDOW_MS - 50);
         let Some(fetch) = scene.fetches.pop_front() else { break };
         scene.end_all(&fetch, Ok(1));
@@ -131,7 +125,7 @@ fn three_windows_in_vain_end_the_waiting_until_a_peer_has_given_a_block() {
     assert_eq!(scene.stats().miss_wait_breakers, 1);
     scene.answers();
     assert!(!ask_in_vain(&mut scene, 4), "nobody waits");
-    produce(&mut scene, 0..2);
+    scene.produce(0..2);
     ask_and_fetch(&mut scene, 5, 0..2);
     assert_eq!(scene.stats().miss_wait_breakers, 0);
     assert!(ask_in_vain(&mut scene, 6), "as before");
@@ -142,7 +136,7 @@ fn a_block_from_a_peer_breaks_the_row() {
     let mut scene = waiting();
     for round in 0..4 {
         assert!(ask_in_vain(&mut scene, 3 * round) && ask_in_vain(&mut scene, 3 * round + 1), "{round}");
-        produce(&mut scene, round..round + 1);
+        scene.produce(round..round + 1);
         scene.answers();
         ask_and_fetch(&mut scene, 3 * round + 2, round..round + 1);
     }
@@ -152,7 +146,7 @@ fn a_block_from_a_peer_breaks_the_row() {
 fn a_peer_that_has_not_what_it_told_of_is_not_asked_again_and_again() {
     let mut scene = waiting_for(2000);
     let op = scene.query(1, 0..4);
-    produce(&mut scene, 0..4);
+    scene.produce(0..4);
     let mut asked = 0;
     while scene.engine.now_ms < 2000 {
         scene.tick(10);

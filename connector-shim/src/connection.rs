@@ -204,6 +204,10 @@ impl Endpoint for Connection {
         self.welcome.handover
     }
 
+    fn knows_tails(&self) -> bool {
+        self.welcome.tails
+    }
+
     fn ring(&self) {
         wait::ring_doorbell(self.region(), self.doorbell.as_fd());
     }

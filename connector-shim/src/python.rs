@@ -158,6 +158,10 @@ impl SchedulerSession {
         self.0.enter(|session| session.append(log, start, end.saturating_sub(start), key))
     }
 
+    fn append_tail(&self, log: i64, tail: &[u8]) -> PyResult<bool> {
+        self.0.enter(|session| Ok(session.append_tail(log, tail)?))
+    }
+
     fn await_producer(&self, log: i64) -> PyResult<()> {
         self.0.with(|session| session.await_producer(log))
     }

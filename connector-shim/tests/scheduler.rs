@@ -14,8 +14,8 @@ use shm_protocol::layout::{
     CHUNKS, COMPLETION_SLOTS, LOG_KEYS, SUBMISSION_RESERVED, SUBMISSION_SLOTS, header,
 };
 use shm_protocol::message::{
-    APPEND_CHUNKS, APPEND_PROMISED, Kind, LOAD_ARRIVING, LOAD_SYNC, Message, QUERY_ARRIVING, QUERY_AWAIT,
-    SAVE_HANDOVER, Saved, Status,
+    APPEND_CHUNKS, APPEND_PROMISED, APPEND_TAIL, Kind, LOAD_ARRIVING, LOAD_SYNC, Message, QUERY_ARRIVING,
+    QUERY_AWAIT, SAVE_HANDOVER, Saved, Status,
 };
 use shm_protocol::pool::SlotRef;
 use shm_protocol::source::Source;
@@ -399,6 +399,28 @@ fn what_is_promised_is_told_with_its_keys_to_a_sidecar_that_knows_of_it() {
             [0, APPEND_PROMISED * u8::from(knows), 0],
             "two that await what they promise would wait"
         );
+    }
+}
+
+#[test]
+fn a_log_ends_with_the_tail_of_a_prompt_where_the_sidecar_knows_it() {
+    for knows in [true, false] {
+        let mut peer = Peer::new(1);
+        (peer.handover, peer.tails) = (true, knows);
+        let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
+        let log = log_with(&mut scheduler, 4);
+        assert_eq!(scheduler.append_tail(log, &[7; 32]).expect("a key"), knows);
+        scheduler.append_tail(-1, &[7; 32]).expect("a void handle has none");
+        scheduler.append_tail(log, &[7; 33]).expect_err("no key is so long");
+        scheduler.end_step();
+        let appends = served.drain_kind(Kind::Append);
+        let told: Vec<_> =
+            appends.iter().map(|message| (message.from, message.count, message.flags)).collect();
+        assert_eq!(told, [&[(0, 4, 0)], &[(4, 1, APPEND_TAIL)][..usize::from(knows)]].concat());
+        if knows {
+            let late = scheduler.append_tail(log, &[8; 32]).expect_err("it has ended");
+            assert!(late.to_string().contains("close it, and open another one"), "{late}");
+        }
     }
 }
 

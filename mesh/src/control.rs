@@ -264,7 +264,7 @@ impl Control {
         self.order(Command::Publish(changes));
     }
 
-    /// Replaces the promises of this node's engines, each given by its last key. Followers hear of these promises behind all changes
+    /// Replaces the promises of this node's engines, each given by its last keys. Followers hear of these promises behind all changes
     /// that were published before.
     pub fn promise(&self, promises: Vec<Digest>) {
         self.order(Command::Promise(promises));

@@ -74,7 +74,7 @@ struct Member {
     filter: Option<Filter>,
     /// Whether the filter had no room for a key; said once.
     overfull: bool,
-    /// Of each prompt that its engines have promised, the last key.
+    /// Of each prompt that its engines have promised, the last keys.
     promises: HashSet<Digest>,
     breaker: Breaker,
     under_way: u32,

@@ -38,7 +38,7 @@ pub struct Feed {
     promises: Promises,
 }
 
-/// The prompts that a node's engines have promised, each by its last key. They are few, so a message has all of them.
+/// The prompts that a node's engines have promised, each by its last keys. They are few, so a message has all of them.
 #[derive(Debug, Default)]
 struct Promises {
     sealed: Vec<Digest>,
@@ -104,7 +104,7 @@ pub enum Message {
         /// Up to [`BATCH_CHANGES_MAX`] with those removed.
         added: Vec<Digest>,
     },
-    /// All that is promised: of each promise the last key. Up to [`PROMISES_MAX`].
+    /// All that is promised: of each promise the last keys. Up to [`PROMISES_MAX`].
     Promises(Vec<Digest>),
 }
 

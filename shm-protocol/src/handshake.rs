@@ -211,6 +211,9 @@ pub struct Welcome {
     /// that does not know them ends the session over them.
     #[serde(default, skip_serializing_if = "is_false")]
     pub handover: bool,
+    /// The sidecar knows an APPEND whose last key is that of a prompt's tail. A sidecar that does not ends the session over it.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub tails: bool,
 }
 
 /// A record that must not be followed.

@@ -99,6 +99,9 @@ pub enum Status("status") {
 /// `flags` of APPEND: this engine computes the keys of the log for another one, and will save them before it closes the log. Only
 /// where [`crate::handshake::Welcome::handover`].
 pub const APPEND_PROMISED: u8 = 1;
+/// `flags` of APPEND: its last key is that of a prompt's tail, a block that is partly full. No key may follow it in the log. Only where
+/// [`crate::handshake::Welcome::tails`].
+pub const APPEND_TAIL: u8 = 2;
 /// `flags` of QUERY: it may be answered with [`Status::Arriving`]. What is loaded under that answer may fail.
 pub const QUERY_ARRIVING: u8 = 1;
 /// `flags` of QUERY: another engine computes these keys, or is about to. Only where [`crate::handshake::Welcome::handover`].

@@ -7,8 +7,8 @@ use thiserror::Error;
 
 use crate::layout::{CHUNK_KEYS, CHUNKS, GOLDEN_TOKENS, LOG_KEYS, LOGS, QUERY_KEYS};
 use crate::message::{
-    APPEND_CHUNKS, APPEND_PROMISED, DecodeError, Kind, LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC,
-    Message, QUERY_ARRIVING, QUERY_AWAIT, SAVE_CHECKED, SAVE_HANDOVER, Slot, Status,
+    APPEND_CHUNKS, APPEND_PROMISED, APPEND_TAIL, DecodeError, Kind, LOAD_ARRIVING, LOAD_BY_ENGINE,
+    LOAD_EARLY, LOAD_SYNC, Message, QUERY_ARRIVING, QUERY_AWAIT, SAVE_CHECKED, SAVE_HANDOVER, Slot, Status,
 };
 
 /// What a scheduler may send.
@@ -126,6 +126,8 @@ pub struct Append {
     pub chunks: [u32; APPEND_CHUNKS],
     /// The keys of the log will be saved for another engine.
     pub promised: bool,
+    /// The last key is that of a prompt's tail, a block that is partly full: the log ends with it.
+    pub tail: bool,
 }
 
 /// Keys of an APPEND that lie in one chunk.
@@ -412,9 +414,11 @@ impl Append {
         let (from, count) = (keys.from as usize, keys.count as usize);
         let few = count > 0 && (from + count).div_ceil(CHUNK_KEYS) - from / CHUNK_KEYS <= APPEND_CHUNKS;
         range(message, "count", keys.count.into(), few, "at least 1 key, in at most 6 chunks")?;
-        let known = message.flags & !APPEND_PROMISED == 0;
-        range(message, "flags", message.flags.into(), known, "this release knows 1 alone")?;
-        let append = Self { keys, chunks: message.data, promised: message.flags != 0 };
+        let known = message.flags & !(APPEND_PROMISED | APPEND_TAIL) == 0;
+        range(message, "flags", message.flags.into(), known, "this release knows 1 and 2 alone")?;
+        let has = |flag| message.flags & flag != 0;
+        let (promised, tail) = (has(APPEND_PROMISED), has(APPEND_TAIL));
+        let append = Self { keys, chunks: message.data, promised, tail };
         for &chunk in append.chunks() {
             let known = (chunk as usize) < CHUNKS;
             range(message, "chunk", chunk.into(), known, "chunks are numbered below 16,384")?;
@@ -423,7 +427,7 @@ impl Append {
     }
 
     fn message(self) -> Message {
-        let flags = flag(self.promised, APPEND_PROMISED);
+        let flags = flag(self.promised, APPEND_PROMISED) | flag(self.tail, APPEND_TAIL);
         Message { flags, data: self.chunks, ..self.keys.message(Kind::Append) }
     }
 }

@@ -72,7 +72,8 @@ fn append_and_query_in_a_session_memory() {
     (0..2).for_each(|index| memory.write_key(5, index, &key(0xa0 + index as u32)));
     let keys = Keys::new(7, 0..2);
     let open = SchedulerRequest::Open { log: 7 };
-    let append = SchedulerRequest::Append(Append { keys, chunks: [5, 0, 0, 0, 0, 0], promised: false });
+    let append =
+        SchedulerRequest::Append(Append { keys, chunks: [5, 0, 0, 0, 0, 0], promised: false, tail: false });
     let query = SchedulerRequest::Query(Query { op: 1, keys, arriving: false, awaits: false });
     for message in [open, append, query].map(Message::from) {
         assert!(submissions.has_room(layout::SUBMISSION_RESERVED as u32).unwrap());

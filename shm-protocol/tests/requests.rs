@@ -71,7 +71,7 @@ proptest! {
     #[test]
     fn an_append_s_parts_are_its_keys(from in 0..(LOG_KEYS - 400) as u32, count in 1..321_u32) {
         let keys = Keys::new(3, from..from + count);
-        let append = Append { keys, chunks: std::array::from_fn(|at| at as u32 + 100), promised: from % 2 == 1 };
+        let append = Append { keys, chunks: std::array::from_fn(|at| at as u32 + 100), promised: from % 2 == 1, tail: from % 4 > 1 };
         prop_assert_eq!(SchedulerRequest::decode(&Message::from(SchedulerRequest::Append(append)).encode()), Ok(SchedulerRequest::Append(append)));
         let first = from as usize / CHUNK_KEYS;
         let places = append.parts().flat_map(|part| {

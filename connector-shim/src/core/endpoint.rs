@@ -14,6 +14,9 @@ pub trait Endpoint {
     fn lease_ttl(&self) -> Duration;
     /// Whether the sidecar knows the flags of handovers.
     fn knows_handover(&self) -> bool;
+
+    /// Whether the sidecar knows the key of a prompt's tail.
+    fn knows_tails(&self) -> bool;
     /// Wakes the sidecar if it sleeps.
     fn ring(&self);
     /// Whether the sidecar is gone. Looks without waiting; the answer stays yes.

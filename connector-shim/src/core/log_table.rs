@@ -27,6 +27,8 @@ pub(crate) struct Log {
     pub(crate) handover: bool,
     /// It is told that its keys will be produced, with the keys.
     pub(crate) promised: bool,
+    /// Its last key is that of a prompt's tail, so that none follows.
+    pub(crate) tail: bool,
     /// What the last answer promised.
     pub(crate) lease: Option<Lease>,
     /// A query that was posted ahead, or that the sidecar will answer later.

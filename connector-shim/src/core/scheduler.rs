@@ -187,7 +187,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     }
 
     /// Appends keys `start..start + count`, each of which `key` sets, and returns the log's length: all of them, or none without
-    /// room. `start` must be the length so far. A void handle has length 0.
+    /// room. `start` must be the length so far. A void handle has length 0. Nothing follows a tail.
     pub fn append<E: From<ShimError>>(
         &mut self,
         handle: i64,
@@ -200,12 +200,26 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             let text = format!("append from {start} to a log of {length} keys; append from its length");
             return Err(ShimError::Argument(text).into());
         }
+        self.write_keys(handle, (length, count), false, key)
+    }
+
+    fn write_keys<E: From<ShimError>>(
+        &mut self,
+        handle: i64,
+        (length, count): (u32, u32),
+        tail: bool,
+        key: impl FnMut(u32, &mut BlockHash) -> Result<(), E>,
+    ) -> Result<u32, E> {
         let link = self.link.as_mut().expect("it has the log");
+        if link.log(handle).tail {
+            let text = "append to a log that ends with a tail; close it, and open another one";
+            return Err(ShimError::Argument(text.into()).into());
+        }
         if !link.has_room_for_keys(length, count) {
             self.counters.appends_without_room += 1;
             return Ok(length);
         }
-        link.write_keys(handle, count, key)?;
+        link.write_keys(handle, count, tail, key)?;
         Ok(length + count)
     }
 

@@ -50,6 +50,7 @@ pub(crate) struct Peer {
     pub(crate) lease_ttl_ms: u64,
     /// Whether it knows the flags of handovers.
     pub(crate) handover: bool,
+    pub(crate) tails: bool,
 }
 
 /// The sidecar's end of one session.
@@ -75,7 +76,7 @@ impl Peer {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let folder = std::env::temp_dir().join(format!("pillion-shim-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
-        Self { folder, epoch, lease_ttl_ms: LEASE_TTL_MS, handover: true }
+        Self { folder, epoch, lease_ttl_ms: LEASE_TTL_MS, handover: true, tails: true }
     }
 
     pub(crate) fn socket(&self) -> PathBuf {
@@ -85,8 +86,12 @@ impl Peer {
     /// Serves the next connection in the background, with a pool for blocks of `block_bytes`.
     pub(crate) fn serve(&self, block_bytes: u64) -> JoinHandle<Served> {
         let listener = self.listen();
-        let said =
-            Welcome { lease_ttl_ms: self.lease_ttl_ms, handover: self.handover, ..welcome(self.epoch) };
+        let said = Welcome {
+            lease_ttl_ms: self.lease_ttl_ms,
+            handover: self.handover,
+            tails: self.tails,
+            ..welcome(self.epoch)
+        };
         std::thread::spawn(move || accept(&listener, said, block_bytes))
     }
 
@@ -154,6 +159,7 @@ pub(crate) fn welcome(epoch: u64) -> Welcome {
         namespace: "00112233445566778899aabbccddeeff".into(),
         note: None,
         handover: true,
+        tails: true,
     }
 }
 

@@ -19,7 +19,7 @@
 //!    once. Only a server whose greeting has `hears_waits` is asked: an older one takes no call beside a stream.
 //!
 //! 7. [`Promises`] come to a follower whose request has `hears_promises`, behind the last chunk and all deltas before: all that this
-//!    node's engines have promised to compute, of each prompt the digest of its last whole block. They replace those told before, and
+//!    node's engines have promised to compute, of each prompt the digests of its last two keys. They replace those told before, and
 //!    end with the stream. An older follower does not ask for them, and an older server does not tell them.
 //!
 //! Digests are XXH3-64 over namespace digest (16 bytes), group (u32, little-endian) and hash (32 bytes) of a block

@@ -77,7 +77,7 @@ impl Engine {
             Self { memory, submissions, doorbell, _socket: socket, clock: Clock::start(), op: 0 };
         engine.memory.write_key(0, 0, &BlockHash::from_words([1, 2, 3, 4]));
         engine.post(SchedulerRequest::Open { log: 0 })?;
-        let append = Append { keys: Keys::new(0, 0..1), chunks: [0; 6], promised: false };
+        let append = Append { keys: Keys::new(0, 0..1), chunks: [0; 6], promised: false, tail: false };
         engine.post(SchedulerRequest::Append(append))?;
         Ok(engine)
     }

@@ -179,7 +179,7 @@ pub enum Action {
     },
     /// Tell peers what has come into DRAM and what has gone.
     Publish(Vec<Change>),
-    /// Tell peers, behind that, all that is promised: of each prompt the last key.
+    /// Tell peers, behind that, all that is promised: of each prompt the last two keys.
     Promise(Vec<Digest>),
     /// Ask a peer for all that it has: there is more than was expected.
     Resync { peer: PeerNumber },
@@ -253,7 +253,7 @@ pub enum Heard {
         /// The changes, in order.
         changes: Vec<Change>,
     },
-    /// All that a member promises: of each prompt the last key.
+    /// All that a member promises: of each prompt the last two keys.
     Promises {
         peer: PeerNumber,
         promises: Vec<Digest>,

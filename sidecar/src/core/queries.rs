@@ -179,7 +179,9 @@ impl Queries {
     ) -> Result<(), Violation> {
         self.release(session, log, &mut base.cx)?;
         self.end_promise(session, log, newest_handover, base);
-        let closed = self.logs(session).close(log);
+        let is_promised = self.logs(session).promised.contains(&log);
+        // Whoever asked for a tail goes on in another log, which has the same keys before it.
+        let closed = self.logs(session).close(log).filter(|log| is_promised || !log.tail);
         if let (Some(log), Some(binding)) = (closed, base.engines[session].binding) {
             let Binding { whose, namespace, .. } = binding;
             base.cx.dram.end_chain(whose.holder, namespace, GROUP, &log.keys, log.opened_at);

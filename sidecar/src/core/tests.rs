@@ -181,7 +181,10 @@ impl Harness {
         self.ask(SchedulerRequest::Open { log });
         let keys: Vec<BlockHash> = keys.map(hash).collect();
         let chunks = std::array::from_fn(|at| log * APPEND_CHUNKS as u32 + at as u32);
-        self.append(Append { keys: Keys::new(log, 0..keys.len() as u32), chunks, promised: false }, keys);
+        self.append(
+            Append { keys: Keys::new(log, 0..keys.len() as u32), chunks, promised: false, tail: false },
+            keys,
+        );
     }
 
     pub(super) fn append(&mut self, append: Append, keys: Vec<BlockHash>) {
@@ -640,7 +643,8 @@ fn violations_close_the_session() {
         checked: false,
         handover: false,
     };
-    let append = Append { keys: Keys::new(0, 1..3), chunks: [0; APPEND_CHUNKS], promised: false };
+    let append =
+        Append { keys: Keys::new(0, 1..3), chunks: [0; APPEND_CHUNKS], promised: false, tail: false };
     let cases = [
         SchedulerRequest::Open { log: 0 },
         SchedulerRequest::Query(Query { op: 9, keys: Keys::new(5, 0..1), arriving: false, awaits: false }),
@@ -656,7 +660,7 @@ fn violations_close_the_session() {
         engine.ask(request);
         assert!(engine.closed().is_some(), "{request:?}");
     }
-    let moved = Append { keys: Keys::new(0, 2..4), chunks: [9; APPEND_CHUNKS], promised: false };
+    let moved = Append { keys: Keys::new(0, 2..4), chunks: [9; APPEND_CHUNKS], promised: false, tail: false };
     let mut engine = Harness::engine(1);
     engine.open(0, 0..2);
     engine.append(moved, vec![hash(2), hash(3)]);

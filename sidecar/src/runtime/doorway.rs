@@ -263,6 +263,7 @@ impl Runtime {
             namespace: digest.map(|digest| digest.to_string()).unwrap_or_default(),
             note,
             handover: true,
+            tails: true,
         });
         let session = &self.sessions[&id];
         let terms = &self.terms;

@@ -200,7 +200,7 @@ impl Session {
         for from in (0..keys.len()).step_by(64) {
             let chunks = [(from / 64) as u32, 0, 0, 0, 0, 0];
             let keys = Keys::new(log, from as u32..keys.len().min(from + 64) as u32);
-            self.post(SchedulerRequest::Append(Append { keys, chunks, promised: false }));
+            self.post(SchedulerRequest::Append(Append { keys, chunks, promised: false, tail: false }));
         }
     }
 

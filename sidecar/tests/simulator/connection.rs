@@ -55,6 +55,10 @@ impl Endpoint for Connection {
         Duration::from_millis(self.lease_ttl_ms)
     }
 
+    fn knows_tails(&self) -> bool {
+        true
+    }
+
     fn knows_handover(&self) -> bool {
         true
     }

@@ -2,6 +2,8 @@
 
 use std::ops::Deref;
 
+use shm_protocol::key::BlockHash;
+
 use super::Session;
 use crate::core::endpoint::Endpoint;
 use crate::error::ShimError;
@@ -35,5 +37,18 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         }
         (log.handover, log.promised) = (true, true);
         Ok(())
+    }
+
+    /// Ends a log with the key of a prompt's tail, the tokens behind the last whole block as if they were one. Whether it did: not without
+    /// room, nor where the sidecar does not know tails.
+    pub fn append_tail(&mut self, handle: i64, tail: &[u8]) -> Result<bool, ShimError> {
+        let tail = BlockHash::from_slice(tail)?;
+        let knows = self.connection().is_some_and(|connection| connection.knows_tails());
+        let Some(length) = self.length(handle).filter(|_| knows) else { return Ok(false) };
+        let end = self.write_keys(handle, (length, 1), true, |_, key| {
+            *key = tail;
+            Ok::<_, ShimError>(())
+        })?;
+        Ok(end > length)
     }
 }

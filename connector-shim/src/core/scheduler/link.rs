@@ -200,6 +200,7 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
         &mut self,
         handle: i64,
         count: u32,
+        tail: bool,
         mut key: impl FnMut(u32, &mut BlockHash) -> Result<(), E>,
     ) -> Result<(), E> {
         let Some((number, log)) = self.logs.get(handle) else { return Ok(()) };
@@ -211,8 +212,8 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
             let from = log.length;
             let first_chunk = from as usize / CHUNK_KEYS;
             let upto = end.min(((first_chunk + APPEND_CHUNKS) * CHUNK_KEYS) as u32);
-            let mut append =
-                Append { keys: Keys::new(number, from..upto), chunks: [0; APPEND_CHUNKS], promised };
+            let (keys, tail) = (Keys::new(number, from..upto), tail && upto == end);
+            let mut append = Append { keys, chunks: [0; APPEND_CHUNKS], promised, tail };
             for (index, chunk) in (first_chunk..(upto as usize).div_ceil(CHUNK_KEYS)).enumerate() {
                 if chunk == log.chunks.len() {
                     log.chunks.push(self.chunks.take().expect("counted by the caller"));
@@ -232,6 +233,7 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
             self.submission.publish();
             log.length = upto;
         }
+        log.tail = tail;
         Ok(())
     }
 

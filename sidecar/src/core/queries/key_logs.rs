@@ -32,6 +32,8 @@ pub(super) struct KeyLog {
     /// The generation that the next filled slot had when the request came.
     pub(super) opened_at: u64,
     pub(super) chunks: Vec<u32>,
+    /// Its last key is that of a prompt's tail: not everybody produces that block, and no key follows it.
+    pub(super) tail: bool,
     pub(super) lease: Option<QueryLease>,
     /// Where those of its blocks were found that were brought into DRAM for it.
     pub(super) brought: BTreeMap<BlockHash, Source>,
@@ -70,7 +72,7 @@ impl KeyLogs {
         let Keys { log: number, from, .. } = append.keys;
         let room = LOG_KEYS - self.keys;
         let log = self.open.get_mut(&number).ok_or_else(|| unknown(number))?;
-        if from as usize != log.keys.len() || keys.len() > room {
+        if from as usize != log.keys.len() || keys.len() > room || log.tail {
             return Err(format!("log {number} has {} keys; cannot append {append:?}", log.keys.len()));
         }
         for (at, &chunk) in (from as usize / CHUNK_KEYS..).zip(append.chunks()) {
@@ -80,6 +82,7 @@ impl KeyLogs {
                 None => log.chunks.push(chunk),
             }
         }
+        log.tail = append.tail;
         self.keys += keys.len();
         match log.keys.is_empty() {
             true => log.keys = keys,
@@ -154,6 +157,18 @@ impl KeyLog {
     pub(super) fn some(&self, from: u32, count: u32) -> &[BlockHash] {
         let (from, count) = (from as usize, count as usize);
         self.keys.get(from..self.keys.len().min(from + count)).unwrap_or(&[])
+    }
+
+    /// Whether this key is that of a prompt's tail.
+    pub(super) fn is_tail(&self, key: usize) -> bool {
+        self.tail && key + 1 == self.keys.len()
+    }
+
+    /// Of a question with so many hits, the keys that are missing, but for a tail's.
+    pub(super) fn missing(&self, question: Question, hits: u32) -> usize {
+        let from = question.from as usize;
+        let wanted = from + self.wanted(question).len();
+        (from + hits as usize..wanted).filter(|key| !self.is_tail(*key)).count()
     }
 
     /// Where the blocks of `count` keys from `from` on were found; nothing where none was brought.

@@ -3,8 +3,8 @@
 //! A promise lasts until its log is closed, and holds as long as its engine works. What is promised is waited for while it holds, as
 //! long as the engine that asks has said: so a prompt may wait its turn at the engine that computes it.
 //!
-//! Peers are told of each promise the last key that is known. A key hangs on all before it, so who awaits a prompt that has it there
-//! awaits what is promised. What is told lasts longer than the promise: until the saves have ended that its engine had posted for
+//! Peers are told of each promise the last two keys that are known: the last may be that of a tail, which not everybody asks for. A key
+//! hangs on all before it, so who awaits a prompt that has one of them there awaits what is promised. What is told lasts longer than the promise: until the saves have ended that its engine had posted for
 //! others by then, as a peer cannot see a save. It ends behind the news of their blocks, so that who sees it end has seen all there is.
 
 use shm_protocol::key::{BlockHash, BlockKey};
@@ -23,7 +23,7 @@ const WORKED_MS: u64 = 5000;
 pub(super) struct Promises {
     /// They may be others than peers were told last.
     may_differ: bool,
-    /// The last keys of promised logs that were closed while their schedulers' saves for others, up to this one, had not ended.
+    /// What peers are told of promised logs that were closed while their schedulers' saves for others, up to this one, had not ended.
     ending: Vec<(BlockKey, SessionId, u64)>,
 }
 
@@ -58,9 +58,13 @@ impl Queries {
             return;
         }
         let binding = base.engines[session].binding.filter(|_| base.sources.peers.is_some());
-        let last = binding.zip(logs.known(log).keys.last()).map(|(binding, hash)| key(&binding, hash));
-        let ending = last.and_then(|last| Some((last, session, newest_handover()?)));
-        self.promises.ending.extend(ending);
+        if let Some(binding) = binding
+            && let Some(newest) = newest_handover()
+        {
+            let lasts =
+                lasts(&logs.known(log).keys).iter().map(|hash| (key(&binding, hash), session, newest));
+            self.promises.ending.extend(lasts);
+        }
         base.cx.produced.over = true;
         self.promises_may_differ();
     }
@@ -81,7 +85,7 @@ impl Queries {
         let works = |session: &SessionId| engines[*session].binding.filter(|_| works(&engines[*session], cx));
         let at_work = self.askers.iter().filter_map(|(session, asker)| Some((works(session)?, &asker.logs)));
         let lasts = at_work.flat_map(|(binding, logs)| {
-            let lasts = logs.promised.iter().filter_map(|log| logs.known(*log).keys.last());
+            let lasts = logs.promised.iter().flat_map(|log| lasts(&logs.known(*log).keys));
             lasts.map(move |hash| key(&binding, hash))
         });
         let keys: Vec<BlockKey> = lasts.chain(self.promises.ending.iter().map(|(key, ..)| *key)).collect();
@@ -110,6 +114,11 @@ impl Queries {
 /// Whether an engine was seen to work of late: else it keeps no promise.
 fn works(engine: &Scheduler, cx: &Context) -> bool {
     cx.now_ms < engine.worked_ms + WORKED_MS
+}
+
+/// Of a promised log's keys, those that peers are told.
+fn lasts(keys: &[BlockHash]) -> &[BlockHash] {
+    &keys[keys.len().saturating_sub(2)..]
 }
 
 fn key(binding: &Binding, hash: &BlockHash) -> BlockKey {

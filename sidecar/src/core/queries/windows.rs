@@ -193,7 +193,7 @@ impl Queries {
     pub(super) fn wait_for_producer(&mut self, question: Question, base: &Base) -> bool {
         let now_ms = base.cx.now_ms;
         let promised = question.awaits && self.is_promised(question, base);
-        if question.awaits && !promised && self.is_in_vain(question, base) {
+        if !promised && (self.is_at_tail(question) || question.awaits && self.is_in_vain(question, base)) {
             return false;
         }
         let window = self.window(question).filter(|window| now_ms < window.until_ms);
@@ -245,6 +245,12 @@ impl Queries {
         let Some((binding, hash)) = self.next(question, base) else { return true };
         base.cx.dram.probe(binding.namespace, GROUP, &[hash]) > 0
             || base.sources.may_arrive(&binding, &hash, question.awaits, &base.cx)
+    }
+
+    /// Whether a question's run lacks a prompt's tail alone: not every engine produces it, so it is waited for where it is promised.
+    fn is_at_tail(&self, question: Question) -> bool {
+        let log = self.log(question.session, question.log);
+        log.window.as_ref().is_some_and(|window| log.is_tail(window.end as usize))
     }
 
     /// Whether another engine has computed the next block, and it is not kept.
@@ -332,7 +338,7 @@ impl Queries {
     ) {
         let (now_ms, asker) = (cx.now_ms, self.asker(question.session));
         let log = asker.logs.known_mut(question.log);
-        let missing = log.wanted(question).len() - hits as usize;
+        let missing = log.missing(question, hits);
         let Some(window) = log.window.take() else { return };
         if !window.waited {
             return;

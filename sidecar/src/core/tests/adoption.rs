@@ -125,7 +125,8 @@ fn a_key_that_is_asked_for_twice_is_verified_once() {
     let mut engine = adopted();
     engine.assert_begun(&[0, 1]);
     engine.ask(SchedulerRequest::Open { log: 0 });
-    let append = Append { keys: Keys::new(0, 0..3), chunks: [0; APPEND_CHUNKS], promised: false };
+    let append =
+        Append { keys: Keys::new(0, 0..3), chunks: [0; APPEND_CHUNKS], promised: false, tail: false };
     engine.append(append, [5, 5, 6].map(hash).to_vec());
     engine.ask_for(1, 3);
     engine.assert_begun(&[5, 6]);

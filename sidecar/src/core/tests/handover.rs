@@ -80,11 +80,31 @@ impl Harness {
 
     /// P says of the prompt of these keys that it will hand it over.
     fn promise(&mut self, log: u32, keys: std::ops::Range<u32>) {
+        self.open_as(log, keys, true, false);
+    }
+
+    /// A log of these keys, which are promised or not, and the last of which may be that of a tail.
+    fn open_as(&mut self, log: u32, keys: std::ops::Range<u32>, promised: bool, tail: bool) {
         self.ask(SchedulerRequest::Open { log });
         let named = Keys::new(log, 0..keys.len() as u32);
         let chunks = [log * 2, log * 2 + 1, 0, 0, 0, 0];
-        let append = Append { keys: named, chunks, promised: true };
-        self.append(append, keys.map(hash).collect());
+        self.append(Append { keys: named, chunks, promised, tail }, keys.map(hash).collect());
+    }
+
+    /// D asks for keys 0 to 2, the last of which is that of a tail.
+    fn await_tail(&mut self, op: u64) {
+        self.speaker = D;
+        self.open_as(0, 0..3, false, true);
+        let query = Query { op, keys: Keys::new(0, 0..3), arriving: false, awaits: true };
+        self.ask(SchedulerRequest::Query(query));
+        self.speaker = SCHEDULER;
+    }
+
+    /// P's step of this number saves these blocks of its log 0, which are kept then.
+    fn step(&mut self, op: u64, keys: std::ops::Range<u32>) {
+        self.produce(op, keys);
+        self.fences(RANKS[0], op, op);
+        self.copied();
     }
 
     fn tick(&mut self, now_ms: u64) {
@@ -112,6 +132,49 @@ fn who_awaits_is_answered_by_the_saves_of_another_engine() {
     engines.end_copy(copies[0].0, true);
     engines.drained();
     assert_eq!(engines.answers()[&1], (Status::Ok, 4), "with the end of the last copy, at no look");
+}
+
+#[test]
+fn a_tail_that_is_promised_is_waited_for() {
+    let mut engines = two_engines();
+    engines.open_as(0, 0..3, true, true);
+    engines.await_tail(1);
+    engines.step(1, 0..2);
+    (1..=40).for_each(|at| engines.tick(at * 100));
+    assert_eq!(engines.answers()[&1].0, Status::Pending, "P works, and computes the tail last");
+    engines.step(2, 2..3);
+    assert_eq!(engines.answers()[&1], (Status::Ok, 3));
+}
+
+#[test]
+fn a_tail_that_is_not_promised_is_not_waited_for() {
+    // P is of a build before tails, or has promised nothing.
+    for promised in [true, false] {
+        for _ in 0..4 {
+            let mut engines = two_engines();
+            engines.open_as(0, 0..2, promised, false);
+            engines.await_tail(1);
+            engines.step(1, 0..2);
+            assert_eq!(engines.answers()[&1], (Status::Ok, 2), "with its last block");
+            assert_eq!(engines.core.stats().handover_exhausted, 0, "nothing was waited for in vain");
+        }
+    }
+    let mut engines = two_engines();
+    engines.open_as(0, 0..3, true, true);
+    engines.await_tail(1);
+    engines.step(1, 0..2);
+    engines.ask(SchedulerRequest::Close { log: 0 });
+    assert_eq!(engines.answers()[&1], (Status::Ok, 2), "the promise has ended");
+}
+
+#[test]
+fn no_key_follows_a_tail() {
+    let mut engines = two_engines();
+    engines.open_as(0, 0..3, true, true);
+    let append = Append { keys: Keys::new(0, 3..4), chunks: [0; 6], promised: false, tail: false };
+    engines.append(append, vec![hash(3)]);
+    let reason = engines.closed().expect("a key that was written is never another one");
+    assert!(reason.contains("cannot append"), "{reason}");
 }
 
 #[test]

@@ -30,8 +30,8 @@ from testkit.waiting import Failed
 WARM_UPS = 2
 # vLLM's server sleeps so long after a step in which no request could go on.
 PAUSE_S = 0.001
-# Steps of other sizes round differently: P computes a block's rest for its own answer, NIXL's D one token.
-EQUAL_LEAST = 0.9
+# Steps of other sizes round differently: P computes a block's rest for its own answer, D one token.
+EQUAL_LEAST = 0.75
 # Answers from spoiled KV, and how many of them must be seen to be wrong: of one in some the few tokens stay the same.
 SPOILED, WRONG_SEEN_LEAST = 8, 0.5
 LENGTHS = ("short_tokens", "middle_tokens", "long_tokens")

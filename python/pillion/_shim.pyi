@@ -73,6 +73,8 @@ class SchedulerSession:
         connection."""
     def append(self, log: int, hashes: list[bytes], start: int) -> int:
         """Appends `hashes[start:]`, `start` being the log's length; returns the length, unchanged without room."""
+    def append_tail(self, log: int, tail: bytes) -> bool:
+        """Ends a log with the key of a prompt's tail. False: without room, or the sidecar does not know tails."""
     def await_producer(self, log: int) -> None:
         """Another engine computes the keys of `log`, or is about to: a query of it asks again (-1) until they are there, or
         until that is not worth waiting for."""

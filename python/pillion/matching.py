@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pillion import handover
 from pillion._shim import SchedulerSession
 from pillion.broken import Broken
-from pillion.checking import Check
+from pillion.checking import Check, Subject
 from pillion.metadata import PillionMetadata
 from pillion.pacing import Pacing
 from pillion.state import SOURCES, Source
@@ -57,18 +57,18 @@ class Matching:
         request, session = tracked.request, self._session
         tracked.put_off = False
         first = computed_tokens // self._block_tokens
-        # One token is left to compute, and a hit ends on a block's boundary.
-        count = (request.num_tokens - 1) // self._block_tokens - first
+        end = self._end(tracked)
+        count = -(-end // self._block_tokens) - first
         if count <= 0:
             return 0, False
         if tracked.refused:
             return None if tracked.steps_aside() else 0, False
         hits = self.look(tracked, first, count)
-        if hits is not None and self._is_too_much(request, request.num_tokens - (first + hits) * self._block_tokens):
+        if hits is not None and self._is_too_much(request, request.num_tokens - self._reach(first + hits, end)):
             # vLLM ends a request whose load fails, and knows no other way for a connector to end one.
             self.release(tracked)
             tracked.hit, tracked.given_up = (first, count, False), True
-            return count * self._block_tokens, True
+            return end - first * self._block_tokens, True
         if not hits:
             return hits, False
         # No step waits for blocks on their way, nor for what must be told to have failed before a token is computed upon it.
@@ -81,12 +81,34 @@ class Matching:
         namespace = session.namespace
         # Blocks on their way cannot be compared yet, and broken blocks before the hit would make every comparison fail.
         if namespace and not arriving and not (first and self._broken.any):
-            hits = self._check.trim(tracked, first, hits, (namespace, tracked.fold), step)
+            hits = self._trim(tracked, first, hits, self._reach(first + hits, end), (namespace, tracked.fold), step)
         if not hits:
             session.release(tracked.log)
             return 0, False
         tracked.hit = (first, hits, sync)
-        return hits * self._block_tokens, not sync
+        return self._reach(first + hits, end) - first * self._block_tokens, not sync
+
+    def _end(self, tracked: Tracked) -> int:
+        """Tokens that are asked for: one is left to compute, and a hit ends on a block's boundary or, of what another engine
+        computes, before that one token."""
+        request, size = tracked.request, self._block_tokens
+        most: int = request.num_tokens - 1
+        if most % size and handover.awaits(request) and handover.tokens(request) >= most and self._requests.append(tracked):
+            # Of the block in which that token lies there is a key: that of a tail, or, if the token fills it, its own.
+            newest = tracked.tail_at if tracked.tailed else tracked.appended - 1
+            if newest == most // size:
+                return most
+        return most // size * size
+
+    def _reach(self, blocks: int, end: int) -> int:
+        """Tokens in so many blocks from the first on, of `end` that were asked for."""
+        return min(blocks * self._block_tokens, end)
+
+    def _trim(self, tracked: Tracked, first: int, hits: int, reach: int, subject: Subject, step: int) -> int:
+        """How many blocks of a hit up to `reach` tokens to load, where the last whole ones may be computed to be compared."""
+        whole = reach // self._block_tokens - first
+        kept = self._check.trim(tracked, first, whole, subject, step) if whole > 0 else whole
+        return hits if kept == whole else kept
 
     def _is_too_much(self, request: Request, tokens: int) -> bool:
         """Whether a request ends rather than have this engine compute so many of its tokens."""
@@ -124,7 +146,7 @@ class Matching:
             self._pacing.compute(request)
             return []
         (first, _, sync), tracked.hit = tracked.hit, None
-        count = external_tokens // self._block_tokens
+        count = -(-external_tokens // self._block_tokens)
         if not count:
             session.release(tracked.log)
             return []
@@ -132,8 +154,8 @@ class Matching:
             tracked.loaded = blocks.get_block_ids()[self._group][first : first + count]
             step.lost.append((request.request_id, tracked.loaded, sync))
             return tracked.loaded
-        self.count(tracked, first, count)
-        self._pacing.load(request, count, request.num_tokens - (first + count) * self._block_tokens, sync)
+        self.count(tracked, first, count, external_tokens)
+        self._pacing.load(request, count, request.num_tokens - first * self._block_tokens - external_tokens, sync)
         ids: list[int] = blocks.get_block_ids()[self._group][first : first + count]
         return self.plan(tracked, first, ids, step, sync)
 
@@ -153,9 +175,15 @@ class Matching:
         step.loads += [(request.request_id, plan, sync) for plan in plans]
         return ids
 
-    def count(self, tracked: Tracked, first: int, count: int) -> None:
-        """Counts what is about to be loaded; as vLLM does not again what a preempted request had."""
-        found = self._session.sources(tracked.log, first, count)
-        tracked.sources = {source: blocks * self._block_tokens for source, blocks in zip(SOURCES, found, strict=True) if blocks}
+    def count(self, tracked: Tracked, first: int, count: int, tokens: int) -> None:
+        """Counts what is about to be loaded, `count` blocks with so many tokens; as vLLM does not again what a preempted
+        request had."""
+        size, session = self._block_tokens, self._session
+        found = [blocks * size for blocks in session.sources(tracked.log, first, count)]
+        if tokens < count * size:
+            # The last block is partly full.
+            last = session.sources(tracked.log, first + count - 1, 1)
+            found = [each - blocks * (count * size - tokens) for each, blocks in zip(found, last, strict=True)]
+        tracked.sources = {source: each for source, each in zip(SOURCES, found, strict=True) if each}
         if not tracked.request.num_preemptions:
             self.hit_tokens.update(tracked.sources)

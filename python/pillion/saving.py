@@ -60,7 +60,9 @@ class Saving:
                 computed = tracked.request.num_computed_tokens + tokens
                 posted |= self._save(tracked, computed, step)
                 if computed >= tracked.request.num_tokens and not tracked.found_in:
-                    missing = (tracked.saved + 1) * self._block_tokens - computed
+                    # The block of a tail was saved, and will be full.
+                    saved = min(tracked.saved, computed // self._block_tokens)
+                    missing = (saved + 1) * self._block_tokens - computed
                     wait = max(1, -(-missing // self._tokens_per_step))
             if tracked.due != step + wait:
                 tracked.due = step + wait
@@ -68,18 +70,21 @@ class Saving:
         return posted
 
     def _save(self, tracked: Tracked, computed: int, step: int) -> bool:
-        """Saves the request's blocks that are full once `computed` tokens are."""
+        """Saves the request's blocks that are full once `computed` tokens are, and its prompt's tail for another engine."""
         tracked.slide(self._block_tokens)
-        full = min(computed // self._block_tokens, len(tracked.hashes), self._broken.whole(tracked))
+        tracked.fill(computed, self._block_tokens)
+        whole = self._broken.whole(tracked)
+        full = min(computed // self._block_tokens, len(tracked.hashes), whole)
         checked = self._checked(tracked)
         # A request that another engine goes on with may have no step after: blocks that this engine alone has go over at once.
         hands_over = handover.hands_over(tracked.request)
         again = 0 < tracked.found_in < step + hands_over and checked is None
-        if not (again or full > tracked.saved) or (checked is not None and full < checked[1]):
+        tail = hands_over and full == tracked.tail_at < whole and computed >= tracked.request.num_prompt_tokens
+        if not (again or full + tail > tracked.saved) or (checked is not None and full < checked[1]):
             return False
         if not self._requests.append(tracked) or full > tracked.appended or not self._is_home():
             return False
-        posted, fresh = False, tracked.saved
+        posted, fresh, end = False, tracked.saved, full + (tail and tracked.tailed)
         if checked is not None:
             first, fresh = checked
             posted = self._session.save(tracked.log, first, tracked.blocks[first:fresh], step, True)
@@ -89,12 +94,12 @@ class Saving:
                 self._check.give_up()
         # Blocks that the request computed in an earlier step were offered then; offering them says nothing of their use.
         used = min(tracked.found, tracked.saved, full) if again else 0
-        for first, end in ((0, used), (fresh, full)):
-            for begin, stop in self._needed(tracked, max(first, tracked.freed), end, hands_over):
+        for first, last in ((0, used), (fresh, end)):
+            for begin, stop in self._needed(tracked, max(first, tracked.freed), last, hands_over):
                 posted |= self._session.save(tracked.log, begin, tracked.blocks[begin:stop], step)
                 if self._events:
                     self._events.offered(tracked, begin, stop)
-        tracked.saved = full
+        tracked.saved = end
         if again:
             tracked.found_in = 0
         if posted:

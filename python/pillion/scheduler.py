@@ -70,7 +70,8 @@ class Scheduler:
         )
         self._adapters = Adapters(self._run, vllm_compat.lora_form(vllm_config), lambda: self._saving.disown())
         window = vllm_compat.window(kv_cache_config)
-        self._requests = requests = Requests(session, self._adapters, block_tokens, window, group)
+        algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+        self._requests = requests = Requests(session, self._adapters, block_tokens, window, group, algorithm)
         self._broken = broken = Broken(kv_cache_config.num_blocks, block_tokens)
         # A block fewer of one group would be another hit than that of the others.
         checks = config.loads and config.saves and not group.several
@@ -196,7 +197,7 @@ class Scheduler:
     def plan(self, request: Request, first: int, block_ids: list[int]) -> None:
         """Has the step load blocks from `first` on that were found."""
         tracked = self._requests.follow(request)
-        self._matching.count(tracked, first, len(block_ids))
+        self._matching.count(tracked, first, len(block_ids), len(block_ids) * self._block_tokens)
         self._matching.plan(tracked, first, block_ids, self._next, sync=False)
 
     def lose(self, request: Request, block_ids: list[int]) -> None:

@@ -39,7 +39,11 @@ class Tracked:
     undigested_since: float | None = None
     appended: int = 0
     # The hash that was appended last: it hangs on all before it.
-    tail: bytes = b""
+    newest: bytes = b""
+    # The block in which ends what one engine hands over to another, until it is full: its place, and its key, the log's last.
+    tail: tuple[int, bytes] | None = None
+    # Whether the log ends with that key, and takes no other.
+    tailed: bool = False
     blocks: list[int] = field(default_factory=list)
     # Blocks from the first that vLLM has freed, or never allocated: other requests may hold them by now. They are 0.
     freed: int = 0
@@ -75,6 +79,17 @@ class Tracked:
         """The key of each whole block: a hash hangs on all before it, so that of the block's last part."""
         hashes: list[bytes] = self.request.block_hashes
         return hashes if self.hashes_each == 1 else self.hashes_of(0, len(hashes) // self.hashes_each)
+
+    @property
+    def tail_at(self) -> int:
+        """The block that is partly full and is handed over all the same; -1: none."""
+        return self.tail[0] if self.tail else -1
+
+    def fill(self, tokens: int, block_tokens: int) -> None:
+        """So many tokens are computed, and perhaps the block of the tail is full: it is a block as any other then."""
+        if self.tail and tokens >= (self.tail[0] + 1) * block_tokens:
+            self.saved = min(self.saved, self.tail[0])
+            self.tail = None
 
     def steps_aside(self) -> bool:
         """Whether vLLM is to pass over a request that is refused the cache: each second time that it asks, as without room.
@@ -112,15 +127,21 @@ class Requests:
     _window: int = 0
     # The cache group that is followed; vLLM's blocks of all groups are of one pool.
     _group: Group = ALONE
+    # Of vLLM's block hashes.
+    _algorithm: str = ""
     by_id: dict[str, Tracked] = field(default_factory=dict)
     # Those of the last step.
     running: set[str] = field(default_factory=set)
 
     def follow(self, request: Request) -> Tracked:
         """What is known of a request, from now on if not before."""
-        return self.by_id.get(request.request_id) or self.by_id.setdefault(
-            request.request_id, Tracked(request, self._window, self._group.hashes)
-        )
+        known = self.by_id.get(request.request_id)
+        if known is not None:
+            return known
+        tracked = self.by_id[request.request_id] = Tracked(request, self._window, self._group.hashes)
+        if not self._group.several and (handover.awaits(request) or handover.hands_over(request)):
+            tracked.tail = handover.tail(request, self._block_tokens, self._algorithm)
+        return tracked
 
     def end(self, request: Request) -> Tracked | None:
         """The request is over; its saves go on, its blocks may be reused."""
@@ -170,10 +191,16 @@ class Requests:
 
     def append(self, tracked: Tracked) -> bool:
         """Brings the request's key log up to date; False while there is none to be had."""
-        session, hashes = self._session, tracked.hashes
+        session, hashes, kept = self._session, tracked.hashes, 0
+        if tracked.tail:
+            hashes = hashes[: tracked.tail_at]
         if tracked.request.lora_request and not self._follow_adapter(tracked):
             return False
-        if tracked.appended and hashes[tracked.appended - 1 : tracked.appended] != [tracked.tail]:
+        if tracked.tailed and not tracked.tail:
+            # A log that ends with a tail takes no key: the next one goes on where it ended.
+            kept = tracked.saved if tracked.generation == session.generation else 0
+            self._close(tracked)
+        elif tracked.appended and hashes[tracked.appended - 1 : tracked.appended] != [tracked.newest]:
             # vLLM has taken back tokens that were sampled, as between two inputs of a streaming session: a key that was written
             # is never changed, so the log begins anew.
             self._close(tracked)
@@ -184,7 +211,7 @@ class Requests:
             if handover.hands_over(tracked.request):
                 session.promise(tracked.log)
             tracked.generation = session.generation
-            tracked.appended = tracked.saved = 0
+            tracked.appended, tracked.saved, tracked.tailed = 0, kept, False
             tracked.hit = None
         if tracked.log < 0:
             # Try again at the next occasion.
@@ -192,7 +219,9 @@ class Requests:
             return False
         if len(hashes) > tracked.appended:
             tracked.appended = session.append(tracked.log, hashes, tracked.appended)
-            tracked.tail = hashes[tracked.appended - 1] if tracked.appended else b""
+            tracked.newest = hashes[tracked.appended - 1] if tracked.appended else b""
+        if tracked.tail and not tracked.tailed and len(hashes) == tracked.appended:
+            tracked.tailed = session.append_tail(tracked.log, tracked.tail[1])
         return True
 
     def _close(self, tracked: Tracked) -> None:

@@ -97,15 +97,14 @@ def _lengths() -> list[int]:
 
 @pytest.mark.supports("handover")
 def test_p_first(pair: Pair) -> None:
-    """D computes no more than the tail that is no whole block, of every prompt."""
+    """D computes the last token of every prompt: what follows its last whole block is handed over too."""
     for length in _lengths():
         tokens = pair.prompt(length)
         transfer = pair.compute(tokens)
-        whole = length // engine.BLOCK_TOKENS * engine.BLOCK_TOKENS
-        assert (transfer["do_remote_prefill"], transfer["pillion"]) == (True, {"tokens": whole})
+        assert (transfer["do_remote_prefill"], transfer["pillion"]) == (True, {"tokens": length})
         answer = pair.answer(tokens, transfer)
         assert answer["tokens"] == pair.right(tokens)
-        assert answer["computed"] <= engine.BLOCK_TOKENS
+        assert answer["computed"] == 1
     assert pair.exhausted() == 0
 
 
@@ -121,11 +120,11 @@ def test_both_at_once(pair: Pair, record_property: Callable[[str, object], None]
         answer = pair.answered()
         assert answer["tokens"] == pair.right(tokens)
         if pair.exhausted() == before:
-            assert answer["computed"] <= engine.BLOCK_TOKENS
+            assert answer["computed"] == 1
             handed_over += 1
         now, seconds_now = handover.durations(pair.keeper)
         if now == counted + 1:
-            timed.append((1e3 * (seconds_now - seconds), (length % CHUNK or CHUNK) // engine.BLOCK_TOKENS))
+            timed.append((1e3 * (seconds_now - seconds), -(-(length % CHUNK or CHUNK) // engine.BLOCK_TOKENS)))
     assert handed_over > 0
     figures = f"{SETUP}: {handed_over} of {len(_lengths()[::2])} handed over"
     if timed:
@@ -146,7 +145,7 @@ def test_what_p_alone_has_is_handed_over(pair: Pair) -> None:
     tokens = prefix + pair.prompt(CHUNK // 4)
     answer = pair.answer(tokens, pair.compute(tokens))
     assert answer["tokens"] == pair.right(tokens)
-    assert answer["computed"] <= engine.BLOCK_TOKENS
+    assert answer["computed"] == 1
 
 
 def test_what_is_handed_over_survives_pressure(pair: Pair) -> None:
@@ -162,7 +161,7 @@ def test_what_is_handed_over_survives_pressure(pair: Pair) -> None:
         assert others < 100
     answer = pair.answer(tokens, transfer)
     assert answer["tokens"] == pair.right(tokens)
-    assert answer["computed"] <= engine.BLOCK_TOKENS
+    assert answer["computed"] == 1
 
 
 def test_without_a_producer_d_computes(pair: Pair) -> None:
@@ -256,7 +255,7 @@ def test_d_s_requests_end_whoever_is_frozen(pair: Pair, victim: str) -> None:
     tokens = pair.prompt(400)
     answer = pair.answer(tokens, pair.compute(tokens))
     assert answer["tokens"] == pair.right(tokens)
-    assert answer["computed"] <= engine.BLOCK_TOKENS
+    assert answer["computed"] == 1
 
 
 def test_d_s_requests_end_where_p_dies(pair: Pair, tmp_path: Path) -> None:

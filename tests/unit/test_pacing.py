@@ -89,6 +89,7 @@ def request(number: int, found_blocks: int, new_tokens: int) -> Any:
         lora_request=None,
         skip_reading_prefix_cache=False,
         num_tokens=tokens,
+        num_prompt_tokens=tokens,
         kv_transfer_params=None,
         num_preemptions=0,
         block_hashes=[bytes(16)] * (tokens // BLOCK_TOKENS),
@@ -122,7 +123,8 @@ def made(
         monkeypatch.setattr(vllm_compat, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(_shim, "SchedulerSession", Session)
     vllm_config: Any = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(engine_id="e", kv_role=role, kv_load_failure_policy=policy)
+        kv_transfer_config=SimpleNamespace(engine_id="e", kv_role=role, kv_load_failure_policy=policy),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256_cbor"),
     )
     kv_cache_config: Any = SimpleNamespace(num_blocks=1 << 16)
     return Scheduler(Config(socket="/s", load=load, **more), vllm_config, kv_cache_config)
@@ -325,10 +327,10 @@ def test_a_strict_engine_gives_up_what_was_not_handed_over(monkeypatch: pytest.M
     assert connector.match(short, 0) == (48, False), "a block and what is always computed"
     session.hits = 2
     assert connector.match(own, 0) == (32, False)
-    assert connector.match(long, 0) == (64, True)
+    assert connector.match(long, 0) == (79, True)
     blocks: Any = SimpleNamespace(get_block_ids=lambda: [[7, 8, 9, 10, 11]])
-    connector.allocated(long, blocks, 64)
-    assert connector._next.lost == [("r1", [7, 8, 9, 10], False)]
+    connector.allocated(long, blocks, 79)
+    assert connector._next.lost == [("r1", [7, 8, 9, 10, 11], False)]
     assert session.loads == []
     with pytest.raises(ConfigError, match="kv_load_failure_policy"):
         made(monkeypatch, on_gpu=True, strict_tokens=32)

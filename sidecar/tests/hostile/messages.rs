@@ -144,8 +144,12 @@ const BREACHES: &[Breach] = &[
     at_odds("RELEASE of a log that is not open", "not open", || one(Message { log: 8, ..of(Kind::Release) })),
     at_odds("CLOSE of a log that is not open", "not open", || one(Message { log: 8, ..of(Kind::Close) })),
     at_odds("CLOSE twice", "not open", || [one(of(Kind::Close)), one(of(Kind::Close))].concat()),
-    breach("APPEND with a flag of the future", "APPEND with flags 2", || {
-        one(Message { count: 1, flags: 2, ..of(Kind::Append) })
+    breach("APPEND with a flag of the future", "APPEND with flags 4", || {
+        one(Message { count: 1, flags: 4, ..of(Kind::Append) })
+    }),
+    at_odds("APPEND behind a tail", "log 0 has 71 keys; cannot append", || {
+        let tail = Message { from: KEYS, count: 1, flags: 2, data: [1; 6], ..of(Kind::Append) };
+        [one(tail), one(Message { from: KEYS + 1, flags: 0, ..tail })].concat()
     }),
     breach("SAVE with a flag of the future", "SAVE with flags 4", || {
         one(Message { op: 9, count: 1, flags: 4, ..of(Kind::Save) })

@@ -51,7 +51,7 @@ pub struct PeerStats {
     pub keys: usize,
     /// Bytes of memory that this takes.
     pub bytes: usize,
-    /// Prompts that its engines have promised at present.
+    /// Keys of the prompts that its engines have promised at present.
     pub promises: usize,
     /// Whether it is left alone, or on trial.
     pub breaker_open: bool,

@@ -46,9 +46,11 @@ const GAUGES: &[Figure<PeersStats>] = &[
 
 const PEER_GAUGES: &[Figure<PeerStats>] = &[
     ("keys", "Blocks that the peer is known to keep.", |p| p.keys as u64),
-    ("promises", "Prompts that engines of the peer have promised and not computed yet.", |p| {
-        p.promises as u64
-    }),
+    (
+        "promises",
+        "Keys of prompts that engines of the peer have promised and not computed yet: the last two of each.",
+        |p| p.promises as u64,
+    ),
     ("directory_bytes", "Memory that knowing the blocks of the peer takes.", |p| p.bytes as u64),
     ("asked", "Blocks asked of the peer that have not ended.", |p| p.under_way.into()),
     ("breaker_open", "1 while the peer is left alone, after failures in a row.", |p| p.breaker_open.into()),

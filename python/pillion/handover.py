@@ -47,7 +47,7 @@ def tail(request: Request, block_tokens: int, algorithm: str) -> tuple[int, byte
     end, last = request.num_prompt_tokens, request.num_prompt_tokens - 1
     if awaits(request):
         end = tokens(request)
-        if end < last or last // block_tokens * block_tokens == last:
+        if end < last or last % block_tokens == 0:
             return None
     place = end // block_tokens
     if not 0 < place <= len(request.block_hashes) or end % block_tokens == 0 or vllm_compat.has_extra_keys(request):

@@ -86,7 +86,7 @@ class Tracked:
         return self.tail[0] if self.tail else -1
 
     def fill(self, tokens: int, block_tokens: int) -> None:
-        """So many tokens are computed, and perhaps the block of the tail is full: it is a block as any other then."""
+        """Gives up the tail's key once `tokens` computed tokens fill its block, which is then saved under its own key."""
         if self.tail and tokens >= (self.tail[0] + 1) * block_tokens:
             self.saved = min(self.saved, self.tail[0])
             self.tail = None

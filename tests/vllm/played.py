@@ -37,7 +37,7 @@ class Session:
         self.knows_tails = True
         # (log, first key, blocks) of each save.
         self.saves: list[tuple[int, int, list[int]]] = []
-        # The same of blocks to compare, and how many were.
+        # (log, first key, blocks) of each save whose blocks are compared, and how many blocks the sidecar has compared.
         self.checked: list[tuple[int, int, list[int]]] = []
         self.compared = 0
         self.queries: list[int] = []
@@ -184,7 +184,7 @@ class Engine:
         return request
 
     def ask(self, request: Any) -> int | None:
-        """What vLLM is told to take from the cache."""
+        """The tokens that the role tells vLLM to take from the cache; None: vLLM is to ask again."""
         return self.role.match(request, 0)[0]
 
     def compute(self, request: Any, found: int = 0, most: int | None = None) -> Any:

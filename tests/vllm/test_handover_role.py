@@ -92,7 +92,7 @@ def test_who_goes_on_behind_a_first_token_has_the_same_tail(engine: Engine) -> N
 
 
 def test_a_prompt_of_whole_blocks_is_loaded_but_for_its_last_token(engine: Engine) -> None:
-    """Its last block has a key as any other."""
+    """The last block of such a prompt is full, so it is found by its own key."""
     tokens = 9 * BLOCK_TOKENS
     _, told = _handed_over(engine, tokens)
     request = engine.arrive(tokens, transfer=told)

@@ -27,7 +27,7 @@ pub(crate) struct Log {
     pub(crate) handover: bool,
     /// It is told that its keys will be produced, with the keys.
     pub(crate) promised: bool,
-    /// Its last key is that of a prompt's tail, so that none follows.
+    /// The log ends with the key of a prompt's tail: further appends are refused.
     pub(crate) tail: bool,
     /// What the last answer promised.
     pub(crate) lease: Option<Lease>,

@@ -168,8 +168,8 @@ impl Queries {
         }
     }
 
-    /// CLOSE: no more is asked of what the log found. `newest_handover`: the scheduler's newest save for another engine, of those that
-    /// have not ended.
+    /// CLOSE: no more is asked of what the log found. `newest_handover`: the operation of the scheduler's newest unfinished save for
+    /// another engine.
     pub(super) fn close(
         &mut self,
         session: SessionId,

@@ -32,7 +32,7 @@ pub(super) struct KeyLog {
     /// The generation that the next filled slot had when the request came.
     pub(super) opened_at: u64,
     pub(super) chunks: Vec<u32>,
-    /// Its last key is that of a prompt's tail: not everybody produces that block, and no key follows it.
+    /// The log ends with the key of a prompt's tail: not every engine saves that block, and a further append is a violation.
     pub(super) tail: bool,
     pub(super) lease: Option<QueryLease>,
     /// Where those of its blocks were found that were brought into DRAM for it.
@@ -164,7 +164,7 @@ impl KeyLog {
         self.tail && key + 1 == self.keys.len()
     }
 
-    /// Of a question with so many hits, the keys that are missing, but for a tail's.
+    /// How many keys a question with so many hits lacks. A tail's key is none of them: a run without it is whole.
     pub(super) fn missing(&self, question: Question, hits: u32) -> usize {
         let from = question.from as usize;
         let wanted = from + self.wanted(question).len();

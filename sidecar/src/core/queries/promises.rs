@@ -4,8 +4,8 @@
 //! long as the engine that asks has said: so a prompt may wait its turn at the engine that computes it.
 //!
 //! Peers are told of each promise the last two keys that are known: the last may be that of a tail, which not everybody asks for. A key
-//! hangs on all before it, so who awaits a prompt that has one of them there awaits what is promised. What is told lasts longer than the promise: until the saves have ended that its engine had posted for
-//! others by then, as a peer cannot see a save. It ends behind the news of their blocks, so that who sees it end has seen all there is.
+//! hangs on all before it, so who awaits a prompt that has one of them there awaits what is promised. What is told lasts longer than
+//! the promise: until the saves have ended that its engine had posted for others by then, as a peer cannot see a save. It ends behind the news of their blocks, so that who sees it end has seen all there is.
 
 use shm_protocol::key::{BlockHash, BlockKey};
 
@@ -23,7 +23,8 @@ const WORKED_MS: u64 = 5000;
 pub(super) struct Promises {
     /// They may be others than peers were told last.
     may_differ: bool,
-    /// What peers are told of promised logs that were closed while their schedulers' saves for others, up to this one, had not ended.
+    /// Keys of closed logs that peers are still told: each with its scheduler, and the operation of that scheduler's newest save for
+    /// another engine when the log was closed. A key is told until all such saves up to that operation have ended.
     ending: Vec<(BlockKey, SessionId, u64)>,
 }
 

@@ -53,7 +53,7 @@ impl Scene {
     }
 }
 
-/// These keys, as peers are told.
+/// The digests of these keys, sorted: peers are told promises in this order.
 fn told(keys: &[u32]) -> Vec<Digest> {
     let mut digests: Vec<Digest> = keys.iter().map(|key| digest(*key)).collect();
     digests.sort_unstable();

@@ -245,6 +245,11 @@ impl SchedulerSession {
         self.0.with(|session| session.overwrite(blocks.into_iter()))
     }
 
+    fn unsaved(&self, block_ids: &Bound<'_, PyList>) -> PyResult<Vec<u32>> {
+        let blocks = block_list(block_ids)?;
+        self.0.with(|session| session.unsaved(blocks))
+    }
+
     fn void_saves(&self) -> PyResult<()> {
         self.0.with(|session| session.void_saves())
     }

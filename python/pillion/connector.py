@@ -226,8 +226,14 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             self._stay_out(reasons[0])
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Sees resets of vLLM's own prefix cache, with which users say that weights have changed."""
-        watch.resets(gpu_block_pool, self._was_reset)
+        """Holds blocks of the pool, and sees its resets, with which users say that weights have changed."""
+        watch.resets(gpu_block_pool, self._resets, self._was_reset)
+        if self._scheduler:
+            self._scheduler.bind(gpu_block_pool)
+
+    def _resets(self) -> None:
+        if self._scheduler:
+            self._scheduler.clears_blocks()
 
     def _was_reset(self, done: bool) -> None:
         if self._scheduler and done:

@@ -16,6 +16,7 @@ from pillion.checking import Check
 from pillion.config import Config, ConfigError
 from pillion.events import Events
 from pillion.groups import ALONE, Group
+from pillion.held import Held
 from pillion.matching import Matching
 from pillion.metadata import PillionMetadata
 from pillion.pacing import Pacing
@@ -26,6 +27,7 @@ from pillion.tracked import Requests
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -86,6 +88,7 @@ class Scheduler:
         part_blocks = self._pacing.blocks_of_part
         resuming = groups.resuming(group, kv_cache_config, config.checkpoint_tokens)
         self._saving = Saving(session, requests, check, broken, block_tokens, tokens_per_step, part_blocks, resuming, events)
+        self._held = Held(session)
         # Whether an update of the weights has begun and not ended: what is computed then belongs nowhere.
         self.updating = False
         # The step that vLLM schedules, and the blocks that its loads write.
@@ -146,6 +149,7 @@ class Scheduler:
         self._check.give_up(tracked)
         if not handover.hands_over(request):
             return None
+        self._held.hold(tracked.blocks[tracked.freed :])
         saved = tracked.saved if self._config.saves and self.state == "serving" else 0
         return handover.answer(request, self._engine_id, min(saved * self._block_tokens, request.num_prompt_tokens))
 
@@ -214,6 +218,7 @@ class Scheduler:
         step = metadata.step
         self._next = PillionMetadata(self._run, step + 1)
         self._saving.follow(step)
+        self._held.release_saved()
         begun, overwritten = self._requests.take_blocks(output, step)
         overwritten += self._loaded
         self._loaded = []
@@ -244,6 +249,16 @@ class Scheduler:
     def _say_notices(self) -> None:
         for notice in self._session.take_notices():
             logger.warning("pillion: %s", notice)
+
+    # --- vLLM's blocks ---
+
+    def bind(self, pool: BlockPool) -> None:
+        """The pool that the engine's blocks are of."""
+        self._held.bind(pool)
+
+    def clears_blocks(self) -> None:
+        """vLLM is about to reset the pool, which it does only while no block is in use."""
+        self._held.release()
 
     # --- what others are told of the blocks ---
 

@@ -18,6 +18,7 @@ from pillion.state import Source, State
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -222,6 +223,18 @@ class SetScheduler:
         metadata, *others = [part.step(output) for part in self._all]
         metadata.others = others
         return metadata
+
+    # --- vLLM's blocks ---
+
+    def bind(self, pool: BlockPool) -> None:
+        """The pool that the blocks of every group are of."""
+        for part in self._all:
+            part.bind(pool)
+
+    def clears_blocks(self) -> None:
+        """vLLM is about to reset the pool."""
+        for part in self._all:
+            part.clears_blocks()
 
     # --- what KV is computed with ---
 

@@ -27,6 +27,7 @@ from pillion.geometry import KEY_THEN_VALUE, KEYS_THEN_VALUES, Heads
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
     from vllm.v1.request import Request
 
@@ -289,6 +290,22 @@ def layers(kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -
     names = [name for name in kv_cache_config.kv_cache_groups[0].layer_names if name in kv_caches]
     owners = {kv_caches[name].data_ptr(): name for name in reversed(names)}
     return [(name, kv_caches[name]) for name in names if owners[kv_caches[name].data_ptr()] == name]
+
+
+def is_reused_at_once(pool: BlockPool, block: int) -> bool:
+    """Whether vLLM gives this block, once nobody uses it, to the next request: it is of no use to its own prefix cache."""
+    known = pool.blocks[block]
+    return not known.is_null and (known.block_hash is None or not pool.enable_caching)
+
+
+def hold(pool: BlockPool, block: int) -> None:
+    """Uses a block that a request uses."""
+    pool.blocks[block].ref_cnt += 1
+
+
+def free(pool: BlockPool, blocks: list[int]) -> None:
+    """Uses them no more."""
+    pool.free_blocks([pool.blocks[block] for block in blocks])
 
 
 def groups(kv_cache_config: KVCacheConfig) -> bytes:

@@ -66,13 +66,14 @@ _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
 _watched: set[type] = set()
 
 
-def resets(pool: Any, told: Callable[[bool], None]) -> None:
-    """Calls `told` after every reset of a block pool of vLLM's: whether vLLM could carry it out."""
+def resets(pool: Any, begins: Callable[[], None], told: Callable[[bool], None]) -> None:
+    """Calls `begins` before every reset of a block pool of vLLM's, and `told` after it: whether vLLM could carry it out."""
     reset = pool.reset_prefix_cache
 
     @functools.wraps(reset)
     def reset_and_tell() -> bool:
         done = False
+        begins()
         try:
             done = bool(reset())
             return done

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -133,6 +133,24 @@ def test_both_at_once(pair: Pair, record_property: Callable[[str, object], None]
         beyond_ms = statistics.median(ms - blocks * block_ms for ms, blocks in timed)
         figures += f", p50 {beyond_ms:.2f} ms from P's last step to D's last block beyond the bytes"
     record_property("figures", figures)
+
+
+def test_a_tail_outlives_its_request_at_p(pair: Pair) -> None:
+    """P goes on with other prompts at once, and vLLM would give them the block of the tail first. Its sidecar saves it late."""
+    lost = [keeper.metrics()[LOST] for keeper in pair.keepers]
+    several = {pair.number + 1 + at: pair.prompt(CHUNK + 20) for at in range(8)}
+    for tokens in several.values():
+        pair.ask(pair.p, tokens, 1, TO_COMPUTE)
+    told: dict[int, Any] = {}
+    while len(told) < len(several):
+        with threads.frozen(pair.keeper.pid):
+            time.sleep(PAUSE_S)
+        told |= {answer["answered"]: answer["transfer"] for answer in pair.p.answered(PATIENCE_S)}
+    for number, tokens in several.items():
+        answer = pair.answer(tokens, told[number])
+        assert answer["tokens"] == pair.right(tokens)
+        assert answer["computed"] == 1
+    assert [keeper.metrics()[LOST] for keeper in pair.keepers] == lost
 
 
 def test_what_p_alone_has_is_handed_over(pair: Pair) -> None:

@@ -21,7 +21,9 @@ class Session:
 
     def __init__(self, *options: Any) -> None:
         self.groups, _, _ = options[-3:]
-        self.generation, self.saving, self.namespace = 1, 0, HERE
+        self.generation, self.namespace = 1, HERE
+        # Blocks that the sidecar may still read.
+        self.read: set[int] = set()
         self.connected = True
         self.hits = 0
         self.counts: list[int] = []
@@ -106,6 +108,20 @@ class Session:
         """Bound to nothing until ranks say what they hold."""
         self.counts.append(count)
         self.namespace = 0
+
+    @property
+    def saving(self) -> int:
+        """Of all saves."""
+        return len(self.read)
+
+    def unsaved(self, blocks: list[int]) -> list[int]:
+        """In their order."""
+        return [block for block in blocks if block in self.read]
+
+    def overwrite(self, blocks: list[int]) -> int:
+        """Given up."""
+        self.read -= set(blocks)
+        return 0
 
     def void_saves(self) -> None:
         """Counted."""

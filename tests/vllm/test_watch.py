@@ -171,8 +171,8 @@ def test_resets_of_one_pool() -> None:
             return bool(self.answer)
 
     watched, other = Pool(), Pool()
-    told: list[bool] = []
-    watch.resets(watched, told.append)
+    told: list[object] = []
+    watch.resets(watched, lambda: told.append("begins"), told.append)
     assert watched.reset_prefix_cache() is True
     watched.answer = False
     assert watched.reset_prefix_cache() is False
@@ -180,4 +180,4 @@ def test_resets_of_one_pool() -> None:
     with pytest.raises(Failed):
         watched.reset_prefix_cache()
     assert other.reset_prefix_cache() is True
-    assert told == [True, False, False]
+    assert told == ["begins", True, "begins", False, "begins", False]

@@ -36,6 +36,11 @@ impl Saves {
         self.sources.len() + self.further.len()
     }
 
+    /// Whether the sidecar may still read this block.
+    pub(crate) fn has(&self, block: u32) -> bool {
+        self.sources.contains_key(&block)
+    }
+
     /// Notes a posted save.
     pub(crate) fn begin(&mut self, op: u64, blocks: Vec<u32>) {
         for (index, block) in blocks.iter().enumerate() {

@@ -159,6 +159,12 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         self.link.as_ref().map_or(0, |link| link.saves.blocks())
     }
 
+    /// Those of these blocks that the sidecar may still read.
+    pub fn unsaved(&self, mut blocks: Vec<u32>) -> Vec<u32> {
+        blocks.retain(|block| self.link.as_ref().is_some_and(|link| link.saves.has(*block)));
+        blocks
+    }
+
     /// The first 8 bytes of the namespace that the engine is bound to; 0: none.
     pub fn namespace(&self) -> u64 {
         self.link.as_ref().map_or(0, Link::namespace)

@@ -107,7 +107,7 @@ class SchedulerSession:
     def overwrite(self, block_ids: list[int]) -> int:
         """Gives up the unfinished saves of these blocks; returns how many there were."""
     def unsaved(self, block_ids: list[int]) -> list[int]:
-        """Those of these blocks that the sidecar may still read."""
+        """Of `block_ids`, those that the sidecar may still read."""
     def void_saves(self) -> None:
         """Gives up every unfinished save."""
     def release(self, log: int) -> None:

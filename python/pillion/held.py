@@ -7,7 +7,6 @@ While the sidecar still reads it, that would give its save up.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from pillion import vllm_compat
@@ -22,7 +21,7 @@ HELD_S = 1.0
 
 
 class Held:
-    """What one scheduler role holds of vLLM's block pool. Nothing as long as it is bound to none."""
+    """The blocks that one scheduler role holds of vLLM's block pool: none before the pool is bound."""
 
     def __init__(self, session: SchedulerSession) -> None:
         self._session = session
@@ -34,14 +33,14 @@ class Held:
         """The pool whose blocks are told by number."""
         self._pool = pool
 
-    def hold(self, blocks: Iterable[int]) -> None:
-        """vLLM is about to free these blocks."""
+    def hold(self, blocks: list[int]) -> None:
+        """A request that had these blocks is over. A preempted one has them no more: they may be vLLM's, or held, already."""
         if self._pool is None or not self._session.saving:
             return
-        at_once = [block for block in blocks if vllm_compat.is_reused_at_once(self._pool, block)]
-        for block in self._session.unsaved(at_once):
-            vllm_compat.hold(self._pool, block)
-            self._until[block] = time.monotonic() + HELD_S
+        until = time.monotonic() + HELD_S
+        for block in self._session.unsaved(blocks):
+            if block not in self._until and vllm_compat.hold(self._pool, block):
+                self._until[block] = until
 
     def release_saved(self) -> None:
         """Gives back what is saved, or cannot be."""

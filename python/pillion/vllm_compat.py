@@ -292,19 +292,18 @@ def layers(kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -
     return [(name, kv_caches[name]) for name in names if owners[kv_caches[name].data_ptr()] == name]
 
 
-def is_reused_at_once(pool: BlockPool, block: int) -> bool:
-    """Whether vLLM gives this block, once nobody uses it, to the next request: it is of no use to its own prefix cache."""
+def hold(pool: BlockPool, block: int) -> bool:
+    """Becomes a user of a block that has one and that vLLM, once it has none, gives to the next request: a block without a hash
+    is of no use to its own prefix cache. False: vLLM has the block already, or reuses it late."""
     known = pool.blocks[block]
-    return not known.is_null and (known.block_hash is None or not pool.enable_caching)
-
-
-def hold(pool: BlockPool, block: int) -> None:
-    """Uses a block that a request uses."""
-    pool.blocks[block].ref_cnt += 1
+    if known.is_null or not known.ref_cnt or (known.block_hash is not None and pool.enable_caching):
+        return False
+    known.ref_cnt += 1
+    return True
 
 
 def free(pool: BlockPool, blocks: list[int]) -> None:
-    """Uses them no more."""
+    """Is a user of these blocks no more."""
     pool.free_blocks([pool.blocks[block] for block in blocks])
 
 

@@ -111,15 +111,15 @@ class Session:
 
     @property
     def saving(self) -> int:
-        """Of all saves."""
+        """Blocks of all unfinished saves."""
         return len(self.read)
 
     def unsaved(self, blocks: list[int]) -> list[int]:
-        """In their order."""
+        """Of `blocks`, those that the sidecar may still read."""
         return [block for block in blocks if block in self.read]
 
     def overwrite(self, blocks: list[int]) -> int:
-        """Given up."""
+        """The saves of these blocks are given up."""
         self.read -= set(blocks)
         return 0
 

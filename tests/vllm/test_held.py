@@ -27,26 +27,39 @@ class Prefill:
         self.connector: Any = PillionConnector.__new__(PillionConnector)
         self.connector._scheduler, self.connector._worker = self.engine.role, None
         self.connector.bind_gpu_block_pool(self.pool)
-        # The engine's blocks are numbered from 1 on, as the pool's.
         self.blocks = self.pool.get_new_blocks(TAIL)
         for block in self.blocks[:WHOLE] if caching else []:
             block.set_block_hash(bytes([block.block_id]) * 36, BLOCK_TOKENS)
 
-    def end(self, transfer: Any) -> None:
-        """The request is over, and vLLM frees its blocks."""
+    def compute(self, transfer: Any) -> Any:
+        """A request whose blocks are these, all of which the sidecar may still read."""
         request = self.engine.arrive(WHOLE * BLOCK_TOKENS + 5, transfer=transfer)
+        # The engine's blocks are numbered from here on, as the pool's.
+        self.engine._free = 1
         self.engine.compute(request)
         self.engine.session.read = {block.block_id for block in self.blocks}
+        return request
+
+    def finish(self, request: Any) -> None:
+        """The request is over."""
         request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
         self.engine.role.finished(request)
+
+    def free_blocks(self) -> None:
+        """As vLLM does behind a request that is over or preempted."""
         self.pool.free_blocks(reversed(self.blocks))
+
+    def end(self, transfer: Any) -> None:
+        """A request is computed and over, and its blocks are vLLM's, but for those that are held."""
+        self.finish(self.compute(transfer))
+        self.free_blocks()
 
     def step(self) -> None:
         """A step of nothing."""
         self.engine.decode()
 
     def free(self) -> int:
-        """Blocks that are vLLM's."""
+        """How many blocks of the pool nobody uses."""
         return int(self.pool.get_num_free_blocks())
 
 
@@ -57,7 +70,7 @@ def prefill(monkeypatch: pytest.MonkeyPatch) -> Prefill:
 
 
 def test_a_tail_is_not_reused_before_it_is_saved(prefill: Prefill) -> None:
-    """Nor longer."""
+    """The block of the tail is vLLM's again in the step after its save."""
     prefill.end(TO_DECODE)
     prefill.step()
     [next_block] = prefill.pool.get_new_blocks(1)
@@ -69,13 +82,13 @@ def test_a_tail_is_not_reused_before_it_is_saved(prefill: Prefill) -> None:
 
 
 def test_what_nobody_goes_on_with_is_reused(prefill: Prefill) -> None:
-    """Its save is given up where its block is overwritten."""
+    """The save of such a request is given up where its block is overwritten."""
     prefill.end(None)
     assert prefill.pool.get_new_blocks(1)[0].block_id == TAIL
 
 
 def test_without_a_prefix_cache_every_block_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM reuses all of them at once."""
+    """vLLM reuses all blocks of a request at once there."""
     prefill = Prefill(monkeypatch, caching=False)
     prefill.end(TO_DECODE)
     assert prefill.free() == 15 - TAIL
@@ -85,7 +98,7 @@ def test_without_a_prefix_cache_every_block_waits(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_save_without_an_end_holds_nothing_for_long(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a sidecar that stands still."""
+    """A sidecar that stands still ends no save: the block is vLLM's again after HELD_S."""
     prefill.end(TO_DECODE)
     prefill.step()
     assert prefill.free() == 15 - 1
@@ -96,8 +109,27 @@ def test_a_save_without_an_end_holds_nothing_for_long(prefill: Prefill, monkeypa
 
 
 def test_vllm_can_reset_its_pool(prefill: Prefill) -> None:
-    """It does so only while no block is in use."""
+    """vLLM resets a pool only while no block is in use, so held ones are given back before."""
     prefill.end(TO_DECODE)
     assert prefill.pool.reset_prefix_cache() is True
     prefill.step()
     assert prefill.free() == 15, "each is given back once"
+
+
+def test_a_block_that_is_vllm_s_already_is_not_held(prefill: Prefill) -> None:
+    """A preempted request that ends has blocks no more, and vLLM gives out none that it finds in use."""
+    request = prefill.compute(TO_DECODE)
+    prefill.free_blocks()
+    prefill.finish(request)
+    assert len(prefill.pool.get_new_blocks(15)) == 15
+
+
+def test_a_block_is_held_once(prefill: Prefill) -> None:
+    """A preempted request that ends may name a block that is held since another one ended."""
+    preempted, other = prefill.compute(TO_DECODE), prefill.compute(TO_DECODE)
+    prefill.finish(other)
+    prefill.free_blocks()
+    prefill.finish(preempted)
+    prefill.engine.session.read.clear()
+    prefill.step()
+    assert prefill.free() == 15

@@ -159,7 +159,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         self.link.as_ref().map_or(0, |link| link.saves.blocks())
     }
 
-    /// Those of these blocks that the sidecar may still read.
+    /// Of `blocks`, those that the sidecar may still read: none without a sidecar.
     pub fn unsaved(&self, mut blocks: Vec<u32>) -> Vec<u32> {
         blocks.retain(|block| self.link.as_ref().is_some_and(|link| link.saves.has(*block)));
         blocks

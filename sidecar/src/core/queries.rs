@@ -168,8 +168,9 @@ impl Queries {
         }
     }
 
-    /// CLOSE: no more is asked of what the log found. `newest_handover`: the operation of the scheduler's newest unfinished save for
-    /// another engine.
+    /// CLOSE: no more is asked of what the log found.
+    ///
+    /// `newest_handover` gives the operation of the newest save for another engine, of those of this scheduler that have not ended.
     pub(super) fn close(
         &mut self,
         session: SessionId,

@@ -5,7 +5,8 @@
 //!
 //! Peers are told of each promise the last two keys that are known: the last may be that of a tail, which not everybody asks for. A key
 //! hangs on all before it, so who awaits a prompt that has one of them there awaits what is promised. What is told lasts longer than
-//! the promise: until the saves have ended that its engine had posted for others by then, as a peer cannot see a save. It ends behind the news of their blocks, so that who sees it end has seen all there is.
+//! the promise: until the saves have ended that its engine had posted for others by then, as a peer cannot see a save. It ends behind
+//! the news of their blocks, so that who sees it end has seen all there is.
 
 use shm_protocol::key::{BlockHash, BlockKey};
 

@@ -244,6 +244,8 @@ def environment(options: argparse.Namespace, mode: str) -> dict[str, str]:
         settings["VLLM_BATCH_INVARIANT"] = "1"
     if options.tiny:
         settings |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if "output_chunk" in options.sizes:
+        settings["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(options.sizes["output_chunk"])
     if mode.startswith("lmcache"):
         settings |= LMCACHE
     if options.cards > 1:

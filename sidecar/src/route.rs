@@ -260,12 +260,13 @@ impl Router {
             (None, Some(engine)) => engine,
             (whole, _) => {
                 self.prompts.with_label_values(&[whole.unwrap_or(Whole::NoPrefill).label()]).inc();
-                return self.answer(asked.with(fields.clone()), prompt.start).await;
+                return self.answer(asked.with(fields), prompt.start).await;
             }
         };
         self.prompts.with_label_values(&[PAIR]).inc();
         let seat = engine.seat(prompt.tokens.max(1));
-        if self.options.first_token && asked.path == COMPLETIONS && first_token::may_be_split(fields) {
+        if self.options.first_token && asked.path == COMPLETIONS && first_token::may_be_split(fields, &prompt)
+        {
             return self.begin(seat, asked, fields, prompt.start).await;
         }
         let decode = self.decode.ranked(prompt.start, Instant::now());
@@ -289,17 +290,17 @@ impl Router {
         asked: &Asked,
         fields: &Fields,
     ) -> (Response<Answer>, Option<Arc<Engine>>) {
-        let ask = Arc::clone(&self).compute(seat, asked.with(prompt::prefill(fields)));
+        let ask = Arc::clone(&self).compute(seat, asked.with(&prompt::prefill(fields)));
         let (asked, task) = match self.options.order {
             Order::PrefillFirst => match ask.await {
-                Some(said) => (asked.with(prompt::decode(fields, Some(said))), None),
-                None => (asked.with(fields.clone()), None),
+                Some(said) => (asked.with(&prompt::decode(fields, Some(said))), None),
+                None => (asked.with(fields), None),
             },
             Order::AtOnce => {
                 let task = Task(tokio::spawn(async move {
                     ask.await;
                 }));
-                (asked.with(prompt::decode(fields, None)), Some(task))
+                (asked.with(&prompt::decode(fields, None)), Some(task))
             }
         };
         match self.send(&decode, asked).await {
@@ -321,18 +322,22 @@ impl Router {
         fields: &Fields,
         start: u64,
     ) -> Response<Answer> {
-        let Some(answer) = self.ask_prefill(&seat, asked.with(first_token::prefill(fields))).await else {
-            return self.answer(asked.with(fields.clone()), start).await;
+        let Some(answer) = self.ask_prefill(&seat, asked.with(&first_token::prefill(fields))).await else {
+            return self.answer(asked.with(fields), start).await;
         };
         drop(seat);
         // What is too long is refused by the engine that answers, and that before an event.
         let length_max = self.length_max(&asked.headers).await.unwrap_or(0);
         let Some(first) = first_token::read(&answer, fields, length_max) else {
-            return self.answer(asked.with(prompt::decode(fields, None)), start).await;
+            return self.answer(asked.with(&prompt::decode(fields, None)), start).await;
         };
         self.first_tokens.inc();
-        let rest = asked.with(first.rest);
-        continued(first.event, async move { self.answer(rest, start).await })
+        let (asked, fields) = (asked.clone(), fields.clone());
+        // The event is not to wait for what is asked behind it.
+        continued(
+            first.event.clone(),
+            async move { self.answer(asked.with(&first.rest(&fields)), start).await },
+        )
     }
 
     /// The tokens that every engine which answers takes of a prompt and its answer; `None`: one has not said so.

@@ -4,9 +4,10 @@
 //! this is known of, field by field, and the event that is passed on has the form that is known; all else goes the usual way.
 
 use hyper::body::Bytes;
+use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::prompt::{self, Fields};
+use super::prompt::{self, Fields, Prompt, field, value};
 
 /// Fields of a request with which a second engine goes on as the first one would have: each token is chosen by what comes before it.
 const FREE: [&str; 9] =
@@ -24,26 +25,43 @@ const DONE: &str = "data: [DONE]\n\n";
 pub(super) struct First {
     /// The event with the first token, as bytes of the stream.
     pub(super) event: Bytes,
-    /// The request for the engine that goes on.
-    pub(super) rest: Fields,
+    /// The tokens of the prompt, and that one.
+    ids: Vec<u64>,
+    /// How many tokens are to follow.
+    left: u64,
+}
+
+/// What is read of an event.
+#[derive(Deserialize)]
+struct Event {
+    choices: Vec<Choice>,
+}
+
+#[derive(Deserialize)]
+struct Choice {
+    text: String,
+    finish_reason: Option<String>,
+    prompt_token_ids: Vec<u64>,
+    token_ids: Vec<u64>,
 }
 
 /// Whether a request to `/v1/completions` may have its first token from another engine than the rest.
-pub(super) fn may_be_split(request: &Fields) -> bool {
+pub(super) fn may_be_split(request: &Fields, prompt: &Prompt) -> bool {
     let is_said = |name: &str, value: &Value| match name {
         "n" => *value != json!(1),
         "stream_options" => value.as_object().is_none_or(|options| options.values().any(is_set)),
         _ => is_set(value),
     };
-    let one_prompt = match &request.get("prompt") {
-        Some(Value::String(text)) => !text.is_empty(),
-        Some(Value::Array(ids)) => !ids.is_empty() && ids.iter().all(Value::is_u64),
-        _ => false,
-    };
-    request.get("stream") == Some(&Value::Bool(true))
-        && one_prompt
-        && request.get("max_tokens").and_then(Value::as_u64).is_some_and(|tokens| tokens > 1)
-        && request.iter().all(|(name, value)| FREE.contains(&name.as_str()) || !is_said(name, value))
+    prompt.is_one
+        && request.get("stream").is_some_and(|stream| stream.get() == "true")
+        && max_tokens(request).is_some_and(|tokens| tokens > 1)
+        && request.iter().all(|(name, field)| {
+            FREE.contains(&name.as_str()) || value(field).is_some_and(|value| !is_said(name, &value))
+        })
+}
+
+fn max_tokens(request: &Fields) -> Option<u64> {
+    value(request.get("max_tokens")?)?.as_u64()
 }
 
 /// Whether a field of a request says more than its absence.
@@ -55,8 +73,8 @@ fn is_set(value: &Value) -> bool {
 /// The request for the engine that computes the prompt: a stream of one token, with the ids of it and of the prompt.
 pub(super) fn prefill(request: &Fields) -> Fields {
     let mut made = prompt::prefill(request);
-    made.insert("stream".into(), json!(true));
-    made.insert("return_token_ids".into(), json!(true));
+    made.insert("stream".into(), field(true));
+    made.insert("return_token_ids".into(), field(true));
     made
 }
 
@@ -65,25 +83,17 @@ pub(super) fn prefill(request: &Fields) -> Fields {
 pub(super) fn read(answer: &[u8], request: &Fields, length_max: u64) -> Option<First> {
     let event = std::str::from_utf8(answer).ok()?.strip_suffix(DONE)?;
     let line = event.strip_prefix("data: ")?.strip_suffix("\n\n").filter(|line| !line.contains('\n'))?;
-    let said: Value = serde_json::from_str(line).ok()?;
-    let [choice] = said["choices"].as_array()?.as_slice() else { return None };
+    let [choice] = <[Choice; 1]>::try_from(serde_json::from_str::<Event>(line).ok()?.choices).ok()?;
     // One that stops here has no rest. Without a text, or with a part of a letter, what follows is told otherwise behind a prompt.
-    let is_whole = choice["text"].as_str().is_some_and(|text| !text.is_empty() && !text.contains('\u{fffd}'));
-    let goes_on = is_whole && choice["finish_reason"] == "length";
-    let (mut ids, token) = (choice["prompt_token_ids"].as_array()?.clone(), choice["token_ids"].as_array()?);
-    if !goes_on || token.len() != 1 {
+    let is_whole = !choice.text.is_empty() && !choice.text.contains('\u{fffd}');
+    if !is_whole || choice.finish_reason? != "length" || choice.token_ids.len() != 1 {
         return None;
     }
     let event = as_first(line)?;
-    let left = request.get("max_tokens")?.as_u64()?.checked_sub(1)?;
-    ids.extend(token.iter().cloned());
-    if left.saturating_add(ids.len() as u64) > length_max {
-        return None;
-    }
-    let mut rest = prompt::decode(request, None);
-    rest.insert("prompt".into(), ids.into());
-    rest.insert("max_tokens".into(), left.into());
-    Some(First { event: format!("data: {event}\n\n").into(), rest })
+    let left = max_tokens(request)?.checked_sub(1)?;
+    let ids = [choice.prompt_token_ids, choice.token_ids].concat();
+    let is_taken = left.saturating_add(ids.len() as u64) <= length_max;
+    is_taken.then(|| First { event: format!("data: {event}\n\n").into(), ids, left })
 }
 
 /// The only event of a stream as the first of a longer one. A quotation mark within a text has a backslash before it, so that what is
@@ -113,6 +123,18 @@ fn as_first(line: &str) -> Option<String> {
     is_known.then_some(line)
 }
 
+// === impl First ===
+
+impl First {
+    /// The request for the engine that goes on with `request`.
+    pub(super) fn rest(self, request: &Fields) -> Fields {
+        let mut rest = prompt::decode(request, None);
+        rest.insert("prompt".into(), field(self.ids));
+        rest.insert("max_tokens".into(), field(self.left));
+        rest
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -123,12 +145,14 @@ mod tests {
         "\n\ndata: [DONE]\n\n"
     );
 
-    fn fields(request: Value) -> Fields {
-        request.as_object().expect("an object").clone()
+    fn asked() -> Fields {
+        let request =
+            json!({ "model": "m", "prompt": "a b", "max_tokens": 4, "stream": true, "temperature": 0 });
+        serde_json::from_str(&request.to_string()).expect("an object")
     }
 
-    fn asked() -> Fields {
-        fields(json!({ "model": "m", "prompt": "a b", "max_tokens": 4, "stream": true, "temperature": 0 }))
+    fn is_split(request: &Fields) -> bool {
+        may_be_split(request, &Prompt::read(request))
     }
 
     #[test]
@@ -136,9 +160,10 @@ mod tests {
         let first = read(ANSWER.as_bytes(), &asked(), 6).expect("exact");
         let event = r#"data: {"id":"cmpl-1","object":"text_completion","created":7,"model":"m","choices":[{"index":0,"text":" \"token_ids\":[é","logprobs":null,"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":null}]}"#;
         assert_eq!(first.event, format!("{event}\n\n"));
-        assert_eq!((&first.rest["prompt"], &first.rest["max_tokens"]), (&json!([5, 6, 9]), &json!(3)));
-        assert_eq!(first.rest[prompt::PARAMS]["do_remote_prefill"], true);
-        assert_eq!(first.rest["stream"], true);
+        let rest = json!(first.rest(&asked()));
+        assert_eq!((&rest["prompt"], &rest["max_tokens"]), (&json!([5, 6, 9]), &json!(3)));
+        assert_eq!(rest[prompt::PARAMS]["do_remote_prefill"], true);
+        assert_eq!(rest["stream"], true);
         assert_eq!(read(ANSWER.as_bytes(), &asked(), 5), None, "which an engine would refuse");
     }
 
@@ -165,31 +190,35 @@ mod tests {
 
     #[test]
     fn requests_that_a_second_engine_goes_on_with() {
-        assert!(may_be_split(&asked()));
-        let with = |name: &str, value: Value| {
+        assert!(is_split(&asked()));
+        let with = |name: &str, value: &Value| {
             let mut request = asked();
-            request.insert(name.into(), value);
-            may_be_split(&request)
+            request.insert(name.into(), field(value));
+            is_split(&request)
         };
         let same = json!({
             "n": 1, "seed": null, "stop": [], "echo": false, "logprobs": null, "stream_options": { "include_usage": false },
             "top_k": 3, "ignore_eos": true, "prompt": [1, 2],
         });
-        for (name, value) in fields(same) {
-            assert!(with(&name, value), "{name}");
+        for (name, value) in same.as_object().expect("an object") {
+            assert!(with(name, value), "{name}");
         }
         let others = json!({
             "n": 2, "seed": 0, "stop": ["a"], "echo": true, "logprobs": 0, "stream_options": { "include_usage": true },
             "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_tokens": 3, "max_tokens": 1,
             "return_token_ids": true, "response_format": { "type": "json_object" }, "structured_outputs": {}, "stream": false,
-            "suffix": "a", "prompt": ["a"], "logit_bias": { "5": 1 }, "skip_special_tokens": true, "bad_words": ["a"],
+            "suffix": "a", "prompt": ["a", "b"], "logit_bias": { "5": 1 }, "skip_special_tokens": true, "bad_words": ["a"],
             "truncate_prompt_tokens": 3, "what_comes_next": 0,
         });
-        for (name, value) in fields(others) {
-            assert!(!with(&name, value), "{name}");
+        for (name, value) in others.as_object().expect("an object") {
+            assert!(!with(name, value), "{name}");
         }
+        let deep = format!("{}{}", "[".repeat(200), "]".repeat(200));
+        let mut request = asked();
+        request.insert("tools".into(), serde_json::from_str(&deep).expect("JSON"));
+        assert!(!is_split(&request), "a field that is not read");
         let mut request = asked();
         request.remove("max_tokens");
-        assert!(!may_be_split(&request));
+        assert!(!is_split(&request));
     }
 }

@@ -15,9 +15,9 @@ use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
-use serde_json::Value;
 
 use super::engines::Address;
+use super::prompt::Fields;
 
 /// An engine that takes no connection for so long is down.
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
@@ -94,8 +94,9 @@ impl ForwardError {
 
 impl Asked {
     /// The same request with another body.
-    pub(super) fn with(&self, fields: super::prompt::Fields) -> Self {
-        Self { body: Value::Object(fields).to_string().into(), ..self.clone() }
+    pub(super) fn with(&self, fields: &Fields) -> Self {
+        let body = serde_json::to_vec(fields).expect("fields are JSON already");
+        Self { body: body.into(), ..self.clone() }
     }
 }
 

@@ -1,8 +1,11 @@
 //! What a router must know of a request, and what it makes of it for each of the two engines. No I/O.
 
+use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use serde_json::{Map, Value, json};
+use serde::Serialize;
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
 
 /// A prompt given as text counts one token for so many bytes: the router has no tokenizer.
 const BYTES_PER_TOKEN: u64 = 4;
@@ -10,8 +13,8 @@ const BYTES_PER_TOKEN: u64 = 4;
 const START_TOKENS: usize = 256;
 const START_BYTES: usize = START_TOKENS * BYTES_PER_TOKEN as usize;
 
-/// The JSON object that a client sends.
-pub(super) type Fields = Map<String, Value>;
+/// The JSON object that a client sends, each field as it was written: most of its bytes are a prompt that the router only passes on.
+pub(super) type Fields = BTreeMap<String, Box<RawValue>>;
 
 /// A prompt, as far as the choice of engines depends on it.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -22,6 +25,8 @@ pub(super) struct Prompt {
     pub(super) start: u64,
     /// Why one engine must do both parts, whatever the prompt's length.
     pub(super) whole: Option<Whole>,
+    /// Whether it is one text or list of token ids, and not empty.
+    pub(super) is_one: bool,
 }
 
 /// Why the engine that answers a prompt also computes it.
@@ -38,9 +43,9 @@ pub(super) enum Whole {
 }
 
 /// A part of a prompt.
-enum Piece<'a> {
-    Text(&'a str),
-    Tokens(&'a [Value]),
+enum Piece {
+    Text(String),
+    Tokens(Vec<u64>),
 }
 
 // === impl Whole ===
@@ -64,20 +69,20 @@ impl Whole {
 impl Prompt {
     /// That of a request to `/v1/completions` or `/v1/chat/completions`. What vLLM would refuse may be read as anything.
     pub(super) fn read(request: &Fields) -> Self {
-        let mut pieces = Vec::new();
-        let mut media = request.get("prompt_embeds").is_some_and(|embeddings| !embeddings.is_null());
-        if let Some(prompt) = request.get("prompt") {
-            completion(prompt, &mut pieces);
-        }
-        for message in request.get("messages").and_then(Value::as_array).into_iter().flatten() {
-            pieces.extend(message["role"].as_str().map(Piece::Text));
+        let mut pieces = request.get("prompt").map(|prompt| completion(prompt)).unwrap_or_default();
+        let is_one = matches!(pieces.as_slice(), [piece] if piece.tokens() > 0);
+        let mut media = request.get("prompt_embeds").is_some_and(|embeddings| embeddings.get() != "null");
+        let messages = request.get("messages").and_then(|messages| value(messages)).unwrap_or_default();
+        for message in messages.as_array().into_iter().flatten() {
+            let mut add = |text: &str| pieces.push(Piece::Text(text.to_owned()));
+            message["role"].as_str().map(&mut add);
             match &message["content"] {
-                Value::String(text) => pieces.push(Piece::Text(text)),
+                Value::String(text) => add(text),
                 Value::Array(parts) => {
                     let texts = parts.iter().map(|part| part.as_str().or_else(|| part["text"].as_str()));
                     for text in texts {
                         media |= text.is_none();
-                        pieces.extend(text.map(Piece::Text));
+                        text.map(&mut add);
                     }
                 }
                 _ => {}
@@ -86,27 +91,24 @@ impl Prompt {
         let whole = if media {
             Some(Whole::Media)
         } else {
-            let asked = |name| {
-                request.get(name).is_some_and(|value| !matches!(value, Value::Null | Value::Bool(false)))
-            };
+            let asked =
+                |name| request.get(name).is_some_and(|value| !matches!(value.get(), "null" | "false"));
             (asked("prompt_logprobs") || (asked("echo") && asked("logprobs")))
                 .then_some(Whole::PromptLogprobs)
         };
-        Self { tokens: pieces.iter().map(Piece::tokens).sum(), start: start(&pieces), whole }
+        Self { tokens: pieces.iter().map(Piece::tokens).sum(), start: start(&pieces), whole, is_one }
     }
 }
 
 /// A text, token ids, or a list of either.
-fn completion<'a>(prompt: &'a Value, pieces: &mut Vec<Piece<'a>>) {
-    match prompt {
-        Value::String(text) => pieces.push(Piece::Text(text)),
-        Value::Array(items) if items.iter().all(Value::is_number) => pieces.push(Piece::Tokens(items)),
-        Value::Array(items) => items.iter().for_each(|item| completion(item, pieces)),
-        _ => {}
-    }
+fn completion(prompt: &RawValue) -> Vec<Piece> {
+    Piece::read(prompt).map(|piece| vec![piece]).unwrap_or_else(|| {
+        let items: Vec<&RawValue> = serde_json::from_str(prompt.get()).unwrap_or_default();
+        items.into_iter().filter_map(Piece::read).collect()
+    })
 }
 
-fn start(pieces: &[Piece<'_>]) -> u64 {
+fn start(pieces: &[Piece]) -> u64 {
     let mut hasher = DefaultHasher::new();
     let mut bytes = START_BYTES;
     for piece in pieces {
@@ -118,7 +120,7 @@ fn start(pieces: &[Piece<'_>]) -> u64 {
             }
             Piece::Tokens(ids) => {
                 let first = &ids[..ids.len().min(bytes / BYTES_PER_TOKEN as usize)];
-                first.iter().for_each(|id| id.as_u64().hash(&mut hasher));
+                first.hash(&mut hasher);
                 bytes -= first.len() * BYTES_PER_TOKEN as usize;
             }
         }
@@ -126,9 +128,25 @@ fn start(pieces: &[Piece<'_>]) -> u64 {
     hasher.finish()
 }
 
+/// A field, parsed; `None`: it nests too deep for that.
+pub(super) fn value(field: &RawValue) -> Option<Value> {
+    serde_json::from_str(field.get()).ok()
+}
+
+/// A field of a request that the router makes.
+pub(super) fn field(value: impl Serialize) -> Box<RawValue> {
+    serde_json::value::to_raw_value(&value).expect("the keys of every object here are texts")
+}
+
 // === impl Piece ===
 
-impl Piece<'_> {
+impl Piece {
+    /// A text or a list of token ids; `None`: it is something else.
+    fn read(field: &RawValue) -> Option<Self> {
+        let ids = serde_json::from_str(field.get()).map(Self::Tokens);
+        ids.or_else(|_| serde_json::from_str(field.get()).map(Self::Text)).ok()
+    }
+
     fn tokens(&self) -> u64 {
         match self {
             Self::Text(text) => (text.len() as u64).div_ceil(BYTES_PER_TOKEN),
@@ -143,17 +161,17 @@ pub(super) fn prefill(request: &Fields) -> Fields {
     for name in ["stream_options", "min_tokens", "best_of", "logprobs", "top_logprobs"] {
         made.remove(name);
     }
-    made.insert("stream".into(), json!(false));
-    made.insert("n".into(), json!(1));
-    made.insert("max_tokens".into(), json!(1));
+    made.insert("stream".into(), field(false));
+    made.insert("n".into(), field(1));
+    made.insert("max_tokens".into(), field(1));
     if made.contains_key("max_completion_tokens") {
-        made.insert("max_completion_tokens".into(), json!(1));
+        made.insert("max_completion_tokens".into(), field(1));
     }
     let params = json!({
         "do_remote_decode": true, "do_remote_prefill": false,
         "remote_engine_id": null, "remote_block_ids": null, "remote_host": null, "remote_port": null,
     });
-    made.insert(PARAMS.into(), params);
+    made.insert(PARAMS.into(), field(params));
     made
 }
 
@@ -166,7 +184,7 @@ pub(super) fn decode(request: &Fields, said: Option<Value>) -> Fields {
             "remote_engine_id": null, "remote_block_ids": [], "remote_host": null, "remote_port": null,
         })
     });
-    made.insert(PARAMS.into(), params);
+    made.insert(PARAMS.into(), field(params));
     made
 }
 
@@ -177,8 +195,12 @@ pub(super) const PARAMS: &str = "kv_transfer_params";
 mod tests {
     use super::*;
 
+    fn fields(request: &Value) -> Fields {
+        serde_json::from_str(&request.to_string()).expect("an object")
+    }
+
     fn read(request: Value) -> Prompt {
-        Prompt::read(request.as_object().expect("an object"))
+        Prompt::read(&fields(&request))
     }
 
     #[test]
@@ -229,8 +251,8 @@ mod tests {
             "prompt": "a", "max_tokens": 9, "max_completion_tokens": 9, "stream": true, "stream_options": {}, "n": 3,
             "logprobs": 2, "tools": [], PARAMS: { "do_remote_decode": true },
         });
-        let asked = asked.as_object().expect("an object");
-        let made = Value::from(prefill(asked));
+        let asked = fields(&asked);
+        let made = json!(prefill(&asked));
         let kept = json!({ "prompt": "a", "max_tokens": 1, "max_completion_tokens": 1, "stream": false, "n": 1, "tools": [] });
         for (name, value) in kept.as_object().expect("an object") {
             assert_eq!(&made[name], value, "{name}");
@@ -238,10 +260,10 @@ mod tests {
         assert_eq!(made[PARAMS]["do_remote_decode"], true);
         assert!(made.get("stream_options").is_none() && made.get("logprobs").is_none());
 
-        let made = Value::from(decode(asked, None));
+        let made = json!(decode(&asked, None));
         assert_eq!((&made["max_tokens"], &made["stream"], &made["n"]), (&json!(9), &json!(true), &json!(3)));
         assert_eq!(made[PARAMS]["do_remote_prefill"], true);
         let said = json!({ "do_remote_prefill": true, "remote_engine_id": "p" });
-        assert_eq!(decode(asked, Some(said.clone()))[PARAMS], said);
+        assert_eq!(value(&decode(&asked, Some(said.clone()))[PARAMS]), Some(said));
     }
 }

@@ -47,6 +47,8 @@ LOADED = 'pillion_handover_released_total{reason="loaded"}'
 STRIKE_S, FROZEN_S = 0.4, 1.5
 # A request that has no end by then is lost.
 PATIENCE_S = 60
+# What the death of a process may add to an answer.
+LATE_MS = 300
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +84,11 @@ class Figures:
 
     `failed` counts errors where D or the router was struck; an error at any other time is in `failed_unstruck`. A request
     without an end is `lost`. `undisturbed_wait_ms` is the median of answers before the first fault, `recomputed_wait_ms`
-    the longest where both engines compute the prompts of all clients, as they do behind a fault. `max_added_wait_ms` has,
-    by fault, the most that an answer waited beyond these two together; where a freeze was among several faults of one
-    answer, it is the freeze's. `handed_over` are blocks that the engine that answers loaded. `damage_noticed` counts the
-    wrong answers of the negative control, which no client asked for.
+    the longest where both engines compute the prompts of all clients, as they do behind a fault. By fault,
+    `max_added_wait_ms` is the most that an answer waited beyond these two together, `answers` how many there are, and
+    `late` how many waited `LATE_MS` beyond them: of answers that no fault fell upon, `none`, some do too, as with vLLM
+    alone on two cores. An answer with a freeze among several faults is the freeze's. `handed_over` are blocks that the
+    engine that answers loaded. `damage_noticed` counts the wrong answers of the negative control, which no client asked for.
     """
 
     seed: int
@@ -98,6 +101,8 @@ class Figures:
     undisturbed_wait_ms: float = 0.0
     recomputed_wait_ms: float = 0.0
     max_added_wait_ms: dict[str, float] = dataclasses.field(default_factory=dict)
+    answers: dict[str, int] = dataclasses.field(default_factory=dict)
+    late: dict[str, int] = dataclasses.field(default_factory=dict)
     handed_over: int = 0
     damage_noticed: int = 0
 
@@ -310,9 +315,12 @@ class Campaign:
                 found.failed_unstruck += not excused
                 say(f"{', '.join(map(str, around))}: {request.error}")
                 continue
-            for fault in [fault for fault in around if fault.kind == "freeze"] or around:
-                added = round(1e3 * (request.ended - request.asked) - work_ms, 1)
-                found.max_added_wait_ms[str(fault)] = max(added, found.max_added_wait_ms.get(str(fault), added))
+            added = round(1e3 * (request.ended - request.asked) - work_ms, 1)
+            faults = [fault for fault in around if fault.kind == "freeze"] or around
+            for name in set(map(str, faults)) or {"none"}:
+                found.max_added_wait_ms[name] = max(added, found.max_added_wait_ms.get(name, added))
+                found.answers[name] = found.answers.get(name, 0) + 1
+                found.late[name] = found.late.get(name, 0) + (added > LATE_MS)
         answers = [request for request in ended if request.tokens is not None]
         found.wrong_tokens = count_wrong(lone, [one.prompt for one in answers], [one.tokens for one in answers])
 

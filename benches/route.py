@@ -1,0 +1,123 @@
+"""What `pillion route --first-token` itself adds to a first token: its time, less an engine's, where engines answer at once.
+
+Both engines are servers in this process that answer as vLLM 0.32 does, without computing anything. A prompt is a list of token
+ids, and each request has a connection of its own. The last line is one JSON object; times are medians in milliseconds.
+
+    benches/run route [--binary PILLION]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.server
+import json
+import random
+import statistics
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from testkit.ports import free_port
+from testkit.server import Server
+from testkit.sidecar import find_binary
+
+LENGTHS = (512, 1790, 7070)
+REQUESTS = 200
+VOCABULARY = 150_000
+WATCHDOG_S = 20
+
+
+def event(text: str, finish: str | None, prompt: list[int] | None) -> bytes:
+    """One event of a stream; that of the engine that computes has the ids of its `prompt`."""
+    ids = {"prompt_token_ids": prompt, "token_ids": None if prompt is None else [9]}
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": None} | ids
+    said = {"id": "cmpl-1", "object": "text_completion", "created": 7, "model": "m", "choices": [choice]}
+    return b"data: " + json.dumps(said, separators=(",", ":")).encode() + b"\n\n"
+
+
+class Engine(http.server.BaseHTTPRequestHandler):
+    """Answers of either engine; a request that wants its tokens' ids is one to compute."""
+
+    protocol_version = "HTTP/1.1"
+    # An event is not to wait for the next one.
+    disable_nagle_algorithm = True
+    # Of every answer to a request to compute.
+    computed = b""
+
+    def do_GET(self) -> None:
+        """What the router asks of an engine that answers."""
+        self._answer(json.dumps({"data": [{"id": "m", "max_model_len": 1 << 20}]}).encode())
+
+    def do_POST(self) -> None:
+        """An answer, at once."""
+        asked = self.rfile.read(int(self.headers["Content-Length"]))
+        two = event(" a", None, None) + event(" b", "length", None)
+        self._answer((type(self).computed if b'"return_token_ids":true' in asked else two) + b"data: [DONE]\n\n")
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+    def _answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@contextlib.contextmanager
+def engine() -> Iterator[str]:
+    """The address of a server."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Engine) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def first_token(url: str, prompt: list[int]) -> float:
+    """Milliseconds from a request to its first event."""
+    fields = {"model": "m", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = json.dumps(fields).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    began = time.perf_counter()
+    with urllib.request.urlopen(request, timeout=WATCHDOG_S) as answer:
+        line = answer.readline()
+        spent = (time.perf_counter() - began) * 1e3
+        rest = answer.read()
+    if not line.startswith(b"data: {") or not rest.endswith(b"data: [DONE]\n\n"):
+        raise SystemExit(f"not a stream: {line!r} {rest!r}")
+    return spent
+
+
+def main() -> None:
+    """By turns of an engine, and of the router before two."""
+    parser = argparse.ArgumentParser(description="What the router itself adds to a first token.")
+    parser.add_argument("--binary", help="the sidecar's executable")
+    options = parser.parse_args()
+    results: dict[str, dict[str, float]] = {}
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pillion-bench-")))
+        alone, answers = stack.enter_context(engine()), stack.enter_context(engine())
+        routed = f"http://127.0.0.1:{free_port()}"
+        command = [find_binary(options.binary), "route", "--listen", routed.removeprefix("http://"), "--first-token"]
+        router = Server([*command, "--prefill", alone, "--decode", answers], folder / "route.log", f"{routed}/health")
+        stack.callback(router.kill)
+        router.wait_ready()
+        for tokens in LENGTHS:
+            prompts = [[random.randrange(VOCABULARY) for _ in range(tokens)] for _ in range(REQUESTS)]
+            Engine.computed = event(" a", "length", prompts[0])
+            times = [(first_token(alone, prompt), first_token(routed, prompt)) for prompt in prompts]
+            one, two = (statistics.median(each) for each in zip(*times, strict=True))
+            results[str(tokens)] = {"alone": round(one, 3), "routed": round(two, 3), "added": round(two - one, 3)}
+        page = urllib.request.urlopen(f"{routed}/metrics", timeout=WATCHDOG_S).read().decode()
+        if f"pillion_route_first_tokens_total {REQUESTS * len(LENGTHS)}\n" not in page:
+            raise SystemExit("not every first token was passed on at once")
+    print(json.dumps({"bench": "route", "requests": REQUESTS, "tokens_ms": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -206,10 +206,11 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             let text = format!("append from {start} to a log of {length} keys; append from its length");
             return Err(ShimError::Argument(text).into());
         }
-        self.write_keys(handle, (length, count), false, key)
+        self.extend(handle, (length, count), false, key)
     }
 
-    fn write_keys<E: From<ShimError>>(
+    /// Appends keys to a log of `length`, the last one a tail or none; returns its length then.
+    fn extend<E: From<ShimError>>(
         &mut self,
         handle: i64,
         (length, count): (u32, u32),

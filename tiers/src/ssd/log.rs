@@ -5,6 +5,7 @@
 //! write waits for that: without room it is refused.
 
 mod breaker;
+mod ends;
 mod order;
 mod reclaim;
 mod room;
@@ -19,11 +20,10 @@ use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use thiserror::Error;
 
-use self::breaker::Way;
 use self::order::Order;
 use self::table::{State, Table};
 use self::volume::Volume;
-use super::{Done, Ended, Fault, FaultKind, Geometry, Job, Label, Place, Ticket, Work};
+use super::{FaultKind, Geometry, Job, Label, Place, Ticket, Work};
 use crate::index::{Index, Print};
 use crate::list::Spot;
 use crate::policy::Standing;
@@ -405,149 +405,6 @@ impl Log {
         let print = Print::of(&key);
         assert!(self.index.remove(print, id), "an entry in use is in the index");
         self.table.put_back(id);
-    }
-}
-
-// === impl Log: ends ===
-
-impl Log {
-    /// A job ended. What that means for the caller, if anything.
-    pub fn done(&mut self, now_ms: u64, done: Done) -> Option<Ended> {
-        self.now_ms = self.now_ms.max(now_ms);
-        let flight = self.flights.remove(&done.ticket)?;
-        let device = flight.device;
-        self.count(&flight, done.result);
-        let ok = done.result.is_ok();
-        let ended = match flight.errand {
-            Errand::Write { key, slot, place, bytes } => {
-                self.written(device, &key, place, bytes, ok);
-                Some(Ended::Written { slot, ok })
-            }
-            Errand::Read { key, slot, place, bytes } => {
-                self.was_read(device, &key, place, bytes, done.result);
-                Some(Ended::Read { ticket: done.ticket, key, slot, ok })
-            }
-            Errand::Move { key, from, to, bytes } => {
-                self.moved(device, &key, from, to, bytes, ok);
-                None
-            }
-            Errand::Begin { segment } => {
-                self.volumes[device].begun(segment, ok);
-                None
-            }
-            Errand::Seal { segment } => {
-                self.volumes[device].sealed(segment);
-                None
-            }
-            Errand::Check => {
-                self.volumes[device].breaker.checked(ok, self.now_ms);
-                None
-            }
-        };
-        self.issue_wanted(device);
-        self.reclaim(device);
-        ended
-    }
-
-    /// Counts how a job ended, for metrics and the breaker.
-    fn count(&mut self, flight: &Flight, result: Result<(), Fault>) {
-        let volume = &mut self.volumes[flight.device];
-        let way = if matches!(flight.errand, Errand::Read { .. }) { Way::Read } else { Way::Write };
-        let fault = match result {
-            Ok(()) => return volume.breaker.good(way),
-            Err(fault) => fault,
-        };
-        let Some(kind) = fault.kind() else { return };
-        volume.stats.faults[kind as usize] += 1;
-        // A damaged block says nothing of its neighbours, and a check's end is told apart.
-        if kind != FaultKind::Corrupt && !matches!(flight.errand, Errand::Check) {
-            volume.breaker.fault(way, self.now_ms);
-        }
-    }
-
-    fn written(&mut self, device: usize, key: &BlockKey, place: Place, bytes: u32, ok: bool) {
-        let volume = &mut self.volumes[device];
-        volume.write_bytes -= u64::from(bytes);
-        volume.written(place.segment, &mut self.wanted);
-        if ok {
-            volume.stats.written_blocks_total += 1;
-            volume.stats.written_bytes_total += u64::from(bytes);
-        }
-        // Unless it was removed meanwhile.
-        let Some(id) = self.still_at(key, device, place) else { return };
-        if ok { self.keep(id, Spot::Head) } else { self.forget(id) }
-    }
-
-    fn was_read(
-        &mut self,
-        device: usize,
-        key: &BlockKey,
-        place: Place,
-        bytes: u32,
-        result: Result<(), Fault>,
-    ) {
-        let volume = &mut self.volumes[device];
-        volume.segment(place.segment).reads -= 1;
-        match result {
-            Ok(()) => {
-                volume.stats.read_blocks_total += 1;
-                volume.stats.read_bytes_total += u64::from(bytes);
-            }
-            Err(Fault::Stopped) => {}
-            Err(_) => {
-                if let Some(id) = self.still_at(key, device, place) {
-                    self.forget(id);
-                }
-            }
-        }
-    }
-
-    fn moved(&mut self, device: usize, key: &BlockKey, from: Place, to: Place, bytes: u32, ok: bool) {
-        let volume = &mut self.volumes[device];
-        volume.moves -= 1;
-        volume.segment(from.segment).reads -= 1;
-        volume.written(to.segment, &mut self.wanted);
-        // A read that failed meanwhile has taken it out of the index.
-        let moving = |id: &u32| self.table.get(*id).state == State::Moving;
-        let Some(id) = self.still_at(key, device, from).filter(moving) else { return };
-        if !ok {
-            self.forget(id);
-            return;
-        }
-        let volume = &mut self.volumes[device];
-        volume.stats.moved_blocks_total += 1;
-        volume.stats.moved_bytes_total += u64::from(bytes);
-        let entry = self.table.get_mut(id);
-        (entry.segment, entry.unit, entry.state) = (to.segment, to.unit, State::Kept);
-        let units = volume.units(bytes);
-        volume.unsettle(from.segment, units);
-        volume.settle(to.segment, id, units);
-    }
-
-    /// Time passes: breakers are tried again, late jobs trip theirs. Reads that have become late go to `late`: whoever
-    /// waits for them should be told "miss", while the slot stays the job's until its [`Ended::Read`].
-    pub fn tick(&mut self, now_ms: u64, late: &mut Vec<Ticket>) {
-        self.now_ms = self.now_ms.max(now_ms);
-        for (ticket, flight) in &mut self.flights {
-            if flight.since_ms + self.late_ms > self.now_ms {
-                break;
-            }
-            if std::mem::replace(&mut flight.late, true) {
-                continue;
-            }
-            let volume = &mut self.volumes[flight.device];
-            volume.stats.faults[FaultKind::Late as usize] += 1;
-            volume.breaker.trip(self.now_ms);
-            if matches!(flight.errand, Errand::Read { .. }) {
-                late.push(*ticket);
-            }
-        }
-        for device in 0..self.volumes.len() {
-            if self.volumes[device].breaker.try_again(self.now_ms) {
-                self.issue(device, Errand::Check, Work::Check);
-            }
-            self.reclaim(device);
-        }
     }
 }
 

@@ -45,7 +45,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         let tail = BlockHash::from_slice(tail)?;
         let knows = self.connection().is_some_and(|connection| connection.knows_tails());
         let Some(length) = self.length(handle).filter(|_| knows) else { return Ok(false) };
-        let end = self.write_keys(handle, (length, 1), true, |_, key| {
+        let end = self.extend(handle, (length, 1), true, |_, key| {
             *key = tail;
             Ok::<_, ShimError>(())
         })?;

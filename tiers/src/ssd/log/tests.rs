@@ -6,8 +6,7 @@ use rustix::io::Errno;
 
 use super::*;
 use crate::dram::{self, Dram, Judge, QuotaId};
-use crate::ssd::Recovered;
-use crate::ssd::format;
+use crate::ssd::{Done, Ended, Fault, Recovered, format};
 
 const UNIT: u64 = 4096;
 const SEGMENT: u64 = 16 * UNIT;

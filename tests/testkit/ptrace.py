@@ -1,4 +1,7 @@
-"""Stops one thread of another process by ptrace(2), so that the process's other threads go on."""
+"""Stops single threads of another process by ptrace(2), so that the process's other threads go on.
+
+All calls of one thread's stop must come from one thread of ours: that is the tracer.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Iterator
 
 from testkit.threads import named
 
-# Of linux/ptrace.h, and of bits/waitflags.h.
+# Of linux/ptrace.h, and of bits/waitflags.h: children of any kind, a traced thread too.
 SEIZE, INTERRUPT, DETACH = 0x4206, 0x4207, 17
 WALL = 0x40000000
 
@@ -26,14 +29,28 @@ def thread_of(pid: int, name: str) -> int:
 
 @contextlib.contextmanager
 def stopped(thread: int) -> Iterator[None]:
-    """The thread stands still while the block runs. One thread of ours must enter and leave it: that is the tracer."""
-    _ptrace(SEIZE, thread)
+    """The thread stands still while the block runs."""
+    stop(thread)
     try:
-        _ptrace(INTERRUPT, thread)
-        os.waitpid(thread, WALL)
         yield
     finally:
+        let(thread)
+
+
+def stop(thread: int) -> None:
+    """Returns once the thread stands still."""
+    _ptrace(SEIZE, thread)
+    _ptrace(INTERRUPT, thread)
+    os.waitpid(thread, WALL)
+
+
+def let(thread: int) -> None:
+    """The thread goes on."""
+    try:
         _ptrace(DETACH, thread)
+    except ProcessLookupError:
+        # It was killed: its process ends for its parent once this is taken note of.
+        os.waitpid(thread, WALL)
 
 
 def _ptrace(request: int, thread: int) -> None:

@@ -1,27 +1,21 @@
 """Stops single threads of a process, as a machine without a free core does, and lets them go on.
 
-A signal stops a whole process. What one thread of the sidecar does while another stands still can be shown only so: by
-ptrace, whose calls must all come from one thread of the parent. That thread serves the scripted engine's process, which
-knows the moment.
+What one thread of the sidecar does while another stands still can be shown only so. The thread that stops them serves the
+scripted engine's process, which knows the moment.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from testkit import ptrace
 from testkit.threads import named, state
 from testkit.waiting import Failed, wait_for
 
-# linux/ptrace.h
-PTRACE_DETACH, PTRACE_SEIZE, PTRACE_INTERRUPT = 17, 0x4206, 0x4207
-# linux/wait.h: children of any kind, a traced thread too.
-WALL = 0x40000000
 POLL_S = 0.001
 REQUEST_BYTES_MAX = 256
 
@@ -36,9 +30,6 @@ class Holder:
         self.address = str(address)
         self._pid = pid
         self._held: set[int] = set()
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-        self._libc.ptrace.restype = ctypes.c_long
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(self.address)
         self._listener.listen()
@@ -87,27 +78,16 @@ class Holder:
 
     def _hold(self, threads: set[int]) -> None:
         for thread in threads - self._held:
-            self._ptrace(PTRACE_SEIZE, thread)
-            self._ptrace(PTRACE_INTERRUPT, thread)
-            os.waitpid(thread, WALL)
+            ptrace.stop(thread)
             self._held.add(thread)
 
     def _let(self, threads: set[int]) -> None:
         for thread in threads & self._held:
-            try:
-                self._ptrace(PTRACE_DETACH, thread)
-            except ProcessLookupError:
-                # It was killed: its process ends for its parent once this is taken note of.
-                os.waitpid(thread, WALL)
+            ptrace.let(thread)
             self._held = self._held - {thread}
 
     def _wait_idle(self, threads: set[int]) -> None:
         wait_for(lambda: all(state(self._pid, thread) == "S" for thread in threads), "idleness", poll_s=POLL_S)
-
-    def _ptrace(self, request: int, thread: int) -> None:
-        if self._libc.ptrace(request, thread, None, None) == -1:
-            errno = ctypes.get_errno()
-            raise OSError(errno, f"ptrace {request:#x} of thread {thread}: {os.strerror(errno)}")
 
 
 @contextlib.contextmanager

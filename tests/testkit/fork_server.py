@@ -128,7 +128,7 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[2])) as control:
         descriptors = _serve(control)
     if descriptors:
-        os.setsid()
+        os.setpgrp()
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
             os.close(descriptor)

@@ -38,10 +38,11 @@ def start(
     environment: Mapping[str, str] | None = None,
     keep: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """A process in a session of its own: signals to its group reach what it starts, and nobody else.
+    """A process that leads a group: signals to it reach what it starts, and nobody else.
 
     What it prints, unless that is piped, is appended to `log`; without a log it goes where this process's goes. It inherits
-    the descriptors of `keep`.
+    the descriptors of `keep`. It stays in our session: Linux shares processors out among sessions first (autogroup), and there
+    a process of vLLM that spins for a message (sched_yield, 1 s) keeps those of another session off its processor as long.
     """
     with contextlib.ExitStack() as stack:
         output: IO[bytes] | None = stack.enter_context(log.open("ab")) if log else None
@@ -52,12 +53,12 @@ def start(
             stderr=output,
             env=os.environ | (environment or {}),
             pass_fds=keep,
-            start_new_session=True,
+            process_group=0,
         )
 
 
 class Process:
-    """One process, which leads a session."""
+    """One process, which leads a group."""
 
     def __init__(self, process: Started, command: Sequence[object], log: Path | None) -> None:
         """`command` is what a person would have to type for it."""

@@ -60,6 +60,10 @@ class Stream:
         return ("".join(self.texts), self.end) == ("".join(other.texts), other.end) and len(forms) <= 1
 
 
+# As /v1/completions takes one.
+Prompt = list[int] | str | list[list[int] | str]
+
+
 @dataclass
 class Servers:
     """Two engines and the router in front of them, by their addresses."""
@@ -73,7 +77,7 @@ class Servers:
     answers: Server
     model: Path
 
-    def open(self, url: str, prompt: list[int] | str, **fields: object) -> http.client.HTTPResponse:
+    def open(self, url: str, prompt: Prompt, **fields: object) -> http.client.HTTPResponse:
         """A stream of an answer."""
         asked = {"model": str(self.model), "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": True}
         body = json.dumps(asked | fields).encode()
@@ -87,7 +91,7 @@ class Servers:
         events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
         return [token for event in events for choice in event["choices"] for token in choice["token_ids"] or ()]
 
-    def stream(self, url: str, prompt: list[int] | str) -> Stream:
+    def stream(self, url: str, prompt: Prompt) -> Stream:
         """All of a stream."""
         with self.open(url, prompt) as answer:
             return Stream.of(answer.read().decode())
@@ -164,10 +168,12 @@ def test_streams_are_those_of_one_server(servers: Servers) -> None:
     assert streams == [servers.ask(servers.computes_url, tokens) for tokens in asked]
 
 
-def _prompt(at: int) -> list[int] | str:
-    """Every third one is a text, of a byte for each token, where the router counts a token for each four."""
+def _prompt(at: int) -> Prompt:
+    """Every third one is a text, of a byte for each token, where the router counts a token for each four; every fifth one
+    stands in a list."""
     tokens = prompts.prompt((300 if at % 3 else 1100) + 17 * at, 93_000 + at)
-    return tokens if at % 3 else "".join(chr(97 + token % 26) for token in tokens)
+    prompt = tokens if at % 3 else "".join(chr(97 + token % 26) for token in tokens)
+    return prompt if at % 5 else [prompt]
 
 
 def test_a_first_token_of_another_engine_changes_no_byte(servers: Servers) -> None:

@@ -1,4 +1,4 @@
-"""What `pillion route --first-token` itself adds to a first token: its time, less an engine's, where engines answer at once.
+"""The time that `pillion route --first-token` itself adds to a first token, before engines that answer at once.
 
 Both engines are servers in this process that answer as vLLM 0.32 does, without computing anything. A prompt is a list of token
 ids, and each request has a connection of its own. The last line is one JSON object; times are medians in milliseconds.
@@ -22,8 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from testkit import metrics
 from testkit.ports import free_port
-from testkit.server import Server
+from testkit.server import Server, fetch
 from testkit.sidecar import find_binary
 
 LENGTHS = (512, 1790, 7070)
@@ -50,7 +51,7 @@ class Engine(http.server.BaseHTTPRequestHandler):
     computed = b""
 
     def do_GET(self) -> None:
-        """What the router asks of an engine that answers."""
+        """The list of models, of which the router reads the longest prompt."""
         self._answer(json.dumps({"data": [{"id": "m", "max_model_len": 1 << 20}]}).encode())
 
     def do_POST(self) -> None:
@@ -113,8 +114,8 @@ def main() -> None:
             times = [(first_token(alone, prompt), first_token(routed, prompt)) for prompt in prompts]
             one, two = (statistics.median(each) for each in zip(*times, strict=True))
             results[str(tokens)] = {"alone": round(one, 3), "routed": round(two, 3), "added": round(two - one, 3)}
-        page = urllib.request.urlopen(f"{routed}/metrics", timeout=WATCHDOG_S).read().decode()
-        if f"pillion_route_first_tokens_total {REQUESTS * len(LENGTHS)}\n" not in page:
+        at_once = metrics.totals(fetch(f"{routed}/metrics") or "")["pillion_route_first_tokens_total"]
+        if at_once != REQUESTS * len(LENGTHS):
             raise SystemExit("not every first token was passed on at once")
     print(json.dumps({"bench": "route", "requests": REQUESTS, "tokens_ms": results}))
 

@@ -47,7 +47,7 @@ LOADED = 'pillion_handover_released_total{reason="loaded"}'
 STRIKE_S, FROZEN_S = 0.4, 1.5
 # A request that has no end by then is lost.
 PATIENCE_S = 60
-# What the death of a process may add to an answer.
+# How long the death of a process may delay an answer, in milliseconds.
 LATE_MS = 300
 
 

@@ -49,7 +49,7 @@ def let(thread: int) -> None:
     try:
         _ptrace(DETACH, thread)
     except ProcessLookupError:
-        # It was killed: its process ends for its parent once this is taken note of.
+        # The thread was killed: its process ends for its own parent once the tracer has waited for the thread.
         os.waitpid(thread, WALL)
 
 

@@ -48,7 +48,7 @@ impl<F: Fn(usize) -> u64> PoolView<F> {
         self.segment_bytes
     }
 
-    /// Number of segments.
+    /// How many segments the pool has.
     pub fn segments(&self) -> u64 {
         self.segments
     }

@@ -212,7 +212,7 @@ fn end(message: &Message, rule: &'static str) -> Result<(), RequestError> {
     range(message, "end", end, end <= LOG_KEYS as u64, rule)
 }
 
-/// WEIGHTS' number.
+/// The number of a WEIGHTS, from 1 on.
 pub(super) fn number(message: &Message) -> Result<u64, RequestError> {
     range(message, "op", message.op, message.op > 0, "numbered from 1 on")?;
     Ok(message.op)

@@ -31,7 +31,7 @@ pub(super) struct First {
     left: u64,
 }
 
-/// What is read of an event.
+/// The parts of an engine's event that decide whether its token is passed on.
 #[derive(Deserialize)]
 struct Event {
     choices: Vec<Choice>,
@@ -213,6 +213,7 @@ mod tests {
         for (name, value) in others.as_object().expect("an object") {
             assert!(!with(name, value), "{name}");
         }
+        assert!(with("prompt", &json!(["a"])), "one prompt, in a list");
         let deep = format!("{}{}", "[".repeat(200), "]".repeat(200));
         let mut request = asked();
         request.insert("tools".into(), serde_json::from_str(&deep).expect("JSON"));

@@ -1,4 +1,4 @@
-//! What the end of a job means for the log, and what time does to those that have none.
+//! What the end of a device's job changes in the log, and what is done about jobs that are late.
 
 use shm_protocol::key::BlockKey;
 

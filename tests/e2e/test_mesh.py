@@ -93,7 +93,7 @@ class Mesh:
             if self.b.hits() - before == HIT:
                 return now - began, asked
             time.sleep(TRY_EVERY_S)
-        raise AssertionError(f"no hit in {len(waiting)} prompts: the mesh does not heal")
+        raise self.a.sidecar.failed(f"no hit in {len(waiting)} prompts: the mesh does not heal{self.b.sidecar.evidence()}")
 
 
 @pytest.fixture(scope="module")
@@ -241,8 +241,9 @@ def test_a_request_waits_for_its_turn_at_the_pod_that_has_promised_it(mesh: Mesh
 
 @contextlib.contextmanager
 def owner_killed(mesh: Mesh) -> Iterator[None]:
-    """A freezes, so that B's fetch is under way when it dies. The next one has its pool."""
+    """A freezes, so that B's fetch is under way when it dies. The next one has its pool, and keeps what has a checksum."""
     dying = mesh.a.sidecar
+    dying.wait_summed()
     dying.freeze()
     death = threading.Timer(FETCH_BEGINS_S, dying.kill)
     death.start()

@@ -231,15 +231,21 @@ impl Router {
         }
         let target = head.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
         let asked = Asked { method: head.method, path: target, headers, body };
-        let routed =
+        let is_prompt =
             asked.method == Method::POST && matches!(path.as_str(), COMPLETIONS | "/v1/chat/completions");
-        match routed.then(|| serde_json::from_slice::<Fields>(&asked.body)) {
-            Some(Ok(mut fields)) => {
-                fields.remove(PARAMS);
-                self.route(&asked, &fields).await
+        let mut fields = match asked.fields(is_prompt) {
+            Ok(Some(fields)) => fields,
+            Ok(None) => return self.answer(asked, 0).await,
+            Err(error) => {
+                let remedy = "send UTF-8, and no NaN or Infinity";
+                return failure(StatusCode::BAD_REQUEST, &format!("the body is no JSON: {error}; {remedy}"));
             }
-            // What is no JSON object is the engine's to refuse.
-            Some(Err(_)) | None => self.answer(asked, 0).await,
+        };
+        let spoken = fields.remove(PARAMS).is_some();
+        match (is_prompt, spoken) {
+            (true, _) => self.route(&asked, &fields).await,
+            (false, true) => self.answer(asked.with(&fields), 0).await,
+            (false, false) => self.answer(asked, 0).await,
         }
     }
 

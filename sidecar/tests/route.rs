@@ -52,6 +52,18 @@ impl Router {
         text
     }
 
+    /// All of the answer to a body that is said to be JSON.
+    fn json(&self, path: &str, body: &[u8]) -> String {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
+        let head =
+            format!("POST {path} HTTP/1.1\r\nhost: router\r\ncontent-type: application/json; charset=utf-8");
+        write!(stream, "{head}\r\nconnection: close\r\ncontent-length: {}\r\n\r\n", body.len()).unwrap();
+        stream.write_all(body).unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        text
+    }
+
     fn ask(&self, request: &Value) -> Asked {
         engine::read(&mut BufReader::new(self.send("POST", "/v1/completions", &request.to_string()))).unwrap()
     }
@@ -137,11 +149,29 @@ fn streams_come_as_they_are_and_all_else_goes_to_who_answers() {
     }
     assert_eq!(whole, events.concat());
     router.raw("GET", "/v1/models", "");
-    router.raw("POST", "/v1/completions", "no JSON");
+    router.raw("POST", "/v1/audio/transcriptions", "no JSON");
     let lines: Vec<_> =
         decode.asked().iter().skip(1).map(|asked| (asked.line.clone(), asked.body.clone())).collect();
     assert_eq!(lines[0].0, "GET /v1/models HTTP/1.1");
-    assert_eq!(lines[1].1, "no JSON", "which is the engine's to refuse");
+    assert_eq!(lines[1].1, "no JSON");
+}
+
+#[test]
+fn what_a_client_says_to_connectors_reaches_no_engine_by_another_path_or_as_what_is_no_json() {
+    let decode = answers();
+    let router = Router::start(&[&computes().url()], &[&decode.url()], &[]);
+    let said = |max_tokens: &str| format!("{{\"{PARAMS}\": {{}}, \"max_tokens\": {max_tokens}}}");
+    router.json("/v1/%63ompletions", said("1").as_bytes());
+    assert_eq!(decode.asked()[0].body, "{\"max_tokens\":1}");
+    let utf_16: Vec<u8> = said("1").encode_utf16().flat_map(u16::to_le_bytes).collect();
+    for path in ["/v1/completions", "/v1/%63ompletions", "/inference/v1/generate"] {
+        for body in [said("NaN").as_bytes(), &utf_16] {
+            let answer = router.json(path, body);
+            assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("the body is no JSON"), "{answer}");
+        }
+    }
+    router.json("/reset_prefix_cache", b"");
+    assert_eq!(decode.asked().len(), 2, "no body is none of these");
 }
 
 #[test]

@@ -15,6 +15,7 @@ use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
+use serde_json::value::RawValue;
 
 use super::engines::Address;
 use super::prompt::Fields;
@@ -23,6 +24,8 @@ use super::prompt::Fields;
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
 /// The longest answer that is read whole: one token, and what it came with.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
+/// Bodies of this type have fields.
+const JSON: &str = "application/json";
 /// How vLLM begins the event by which it ends a stream with an error.
 const ERROR_EVENT: &[u8] = b"data: {\"error\"";
 /// Headers of one connection, which say nothing of the request. Lengths are written anew.
@@ -93,6 +96,18 @@ impl ForwardError {
 // === impl Asked ===
 
 impl Asked {
+    /// The fields of a JSON object; `None` where the body is another value, or nothing that has to be JSON. An error, because engines read
+    /// more than JSON as JSON, and could find fields in it that must not reach them.
+    pub(super) fn fields(&self, must_be_json: bool) -> serde_json::Result<Option<Fields>> {
+        let said = self.headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+        let said = said.trim_start().get(..JSON.len()).is_some_and(|said| said.eq_ignore_ascii_case(JSON));
+        if !(must_be_json || said && !self.body.is_empty()) {
+            return Ok(None);
+        }
+        let another = |_| serde_json::from_slice::<&RawValue>(&self.body).map(|_| None);
+        serde_json::from_slice(&self.body).map(Some).or_else(another)
+    }
+
     /// The same request with another body.
     pub(super) fn with(&self, fields: &Fields) -> Self {
         let body = serde_json::to_vec(fields).expect("fields are JSON already");

@@ -55,7 +55,7 @@ class Matching:
     def match(self, tracked: Tracked, computed_tokens: int, step: int) -> tuple[int | None, bool]:
         """Tokens beyond `computed_tokens` that the cache holds; None: ask again. Whoever asks starts anew."""
         request, session = tracked.request, self._session
-        tracked.put_off = False
+        tracked.put_off = tracked.given_up = False
         first = computed_tokens // self._block_tokens
         end = self._end(tracked)
         count = -(-end // self._block_tokens) - first

@@ -89,21 +89,25 @@ const COUNTERS: &[Figure<Stats>] = &[
     }),
     (
         "handover_promises_refused_total",
-        "Prompts of which an engine said so while 64 such were not over: who asks for them waits for a second.",
+        "Prompts that an engine could not promise, since 64 of its promises were open: who asks for them waits for a second.",
         |s| s.handover_promises_refused,
     ),
     ("handover_blocks_total", "Blocks saved, or found kept, for another engine.", |s| s.handover_blocks),
-    ("handover_exhausted_total", "Those of them that waited, and compute what nobody produced.", |s| {
-        s.handover_exhausted
-    }),
+    (
+        "handover_exhausted_total",
+        "Requests for another engine's prompt that waited in vain, and compute it.",
+        |s| s.handover_exhausted,
+    ),
     (
         "handover_without_producer_total",
-        "Those of them that did not wait: no other engine of their namespace is here or at a peer, or three before had waited in vain and none has saved since.",
+        "Requests for another engine's prompt that did not wait: no other engine of their namespace is here or at a peer, or three before had waited in vain and none has saved since.",
         |s| s.handover_without_producer,
     ),
-    ("handover_beyond_limit_total", "Those of them that did not wait: 64 of their engine did.", |s| {
-        s.handover_beyond_limit
-    }),
+    (
+        "handover_beyond_limit_total",
+        "Requests for another engine's prompt that did not wait: 64 of their engine did.",
+        |s| s.handover_beyond_limit,
+    ),
     (
         "leases_cut_total",
         "Times that a query found fewer blocks than are kept: its engine leases all of its share, so raise --dram.",

@@ -4,12 +4,14 @@
 mod engines;
 mod first_token;
 mod forward;
+mod length;
 mod prompt;
 mod watch;
 
 use std::convert::Infallible;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::net::{SocketAddr, TcpListener};
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -23,13 +25,14 @@ use hyper::{HeaderMap, Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus::{IntCounter, IntCounterVec, Opts, Registry, TextEncoder};
 use serde_json::{Value, json};
-use tokio::sync::OnceCell;
+use tokio::sync::watch::{Receiver, channel};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 pub use self::engines::Address;
 use self::engines::{Engine, Engines, Seat};
 use self::forward::{Answer, Asked, ForwardError, Forwarder, continued, pass};
+use self::length::LengthMax;
 use self::prompt::{Fields, PARAMS, Prompt, Whole};
 use crate::config::{Level, LogFormat, Time};
 
@@ -49,7 +52,7 @@ pub struct Options {
     #[arg(long, env = "PILLION_DECODE", value_delimiter = ',', required = true, value_name = "URL")]
     pub decode: Vec<Address>,
     /// Where clients ask
-    #[arg(long, env = "PILLION_ROUTE_LISTEN", default_value = "0.0.0.0:8000", value_name = "HOST:PORT")]
+    #[arg(long, env = "PILLION_ROUTE_LISTEN", default_value = "0.0.0.0:8000", value_name = "IP:PORT")]
     pub listen: SocketAddr,
     /// The engine that answers also computes a prompt of fewer tokens; a text counts one for each four bytes
     #[arg(long, env = "PILLION_MIN_REMOTE_TOKENS", default_value_t = 256, value_name = "TOKENS")]
@@ -99,7 +102,7 @@ struct Router {
     retries: IntCounter,
     /// Streams whose first token is that of the engine that computed the prompt.
     first_tokens: IntCounter,
-    length_max: OnceCell<u64>,
+    length_max: LengthMax,
 }
 
 /// A task that ends with its owner, and its connection with it.
@@ -121,16 +124,13 @@ pub fn serve(
     tracing::info!(%bound, order = ?router.options.order, "routing");
     runtime.block_on(async move {
         let listener = tokio::net::TcpListener::from_std(listener)?;
-        let open = Arc::new(());
+        // Every connection has a receiver.
+        let (ending, ended) = channel(());
         let accepting = async {
             loop {
                 match listener.accept().await {
                     Ok((stream, _)) => {
-                        let (router, open) = (Arc::clone(&router), Arc::clone(&open));
-                        tokio::spawn(async move {
-                            router.connection(stream).await;
-                            drop(open);
-                        });
+                        tokio::spawn(Arc::clone(&router).connection(stream, ended.clone()));
                     }
                     // Out of descriptors: the next attempt must not spin.
                     Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
@@ -138,10 +138,10 @@ pub fn serve(
             }
         };
         watch::first(accepting, end).await;
-        let by = Instant::now() + grace;
-        while Arc::strong_count(&open) > 1 && Instant::now() < by {
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
+        // Who connects from now on is refused, and may ask another router.
+        drop((listener, ended));
+        let _ = ending.send(());
+        let _ = tokio::time::timeout(grace, ending.closed()).await;
         Ok(())
     })
 }
@@ -188,22 +188,29 @@ impl Router {
             failures,
             retries,
             first_tokens,
-            length_max: OnceCell::new(),
+            length_max: LengthMax::default(),
         })
     }
 
-    async fn connection(self: Arc<Self>, stream: tokio::net::TcpStream) {
+    /// Serves a client until it goes, or once the router is `ended` until the answer under way is over.
+    async fn connection(self: Arc<Self>, stream: tokio::net::TcpStream, mut ended: Receiver<()>) {
         let _ = stream.set_nodelay(true);
         let service = service_fn(move |request| {
             let router = Arc::clone(&self);
             async move { Ok::<_, Infallible>(router.respond(request).await) }
         });
         // A client that goes away early is its own business: its request is dropped here, and with it those to the engines.
-        let _ = http1::Builder::new()
-            .timer(TokioTimer::new())
-            .header_read_timeout(HEADER_TIME_MAX)
-            .serve_connection(TokioIo::new(stream), service)
-            .await;
+        let mut serving = pin!(
+            http1::Builder::new()
+                .timer(TokioTimer::new())
+                .header_read_timeout(HEADER_TIME_MAX)
+                .serve_connection(TokioIo::new(stream), service)
+        );
+        let ending = async { _ = ended.changed().await };
+        if watch::first(serving.as_mut(), ending).await.is_none() {
+            serving.as_mut().graceful_shutdown();
+            let _ = serving.await;
+        }
     }
 
     async fn respond(self: Arc<Self>, request: Request<Incoming>) -> Response<Answer> {
@@ -271,12 +278,18 @@ impl Router {
         };
         self.prompts.with_label_values(&[PAIR]).inc();
         let seat = engine.seat(prompt.tokens.max(1));
-        if self.options.first_token && asked.path == COMPLETIONS && first_token::may_be_split(fields, &prompt)
-        {
-            return self.begin(seat, asked, fields, prompt.start).await;
-        }
-        let decode = self.decode.ranked(prompt.start, Instant::now());
-        let (answer, given_up) = Arc::clone(&self).pair(seat, decode, asked, fields).await;
+        let begins = self.options.first_token
+            && asked.path == COMPLETIONS
+            && first_token::may_be_split(fields, &prompt);
+        let (answer, given_up) = if begins {
+            match Arc::clone(&self).begin(seat, asked, fields, prompt.start).await {
+                Ok(stream) => return stream,
+                Err(asked) => self.open(&self.decode.ranked(prompt.start, Instant::now()), asked, None).await,
+            }
+        } else {
+            let decode = self.decode.ranked(prompt.start, Instant::now());
+            Arc::clone(&self).pair(seat, decode, asked, fields).await
+        };
         let Some(decode) = given_up else { return answer };
         // Nothing of it was sent. Both engines are rid of it before others are asked.
         drop(answer);
@@ -299,17 +312,28 @@ impl Router {
         let ask = Arc::clone(&self).compute(seat, asked.with(&prompt::prefill(fields)));
         let (asked, task) = match self.options.order {
             Order::PrefillFirst => match ask.await {
-                Some(said) => (asked.with(&prompt::decode(fields, Some(said))), None),
+                Some(said) => (asked.with(&prompt::decode(fields, said)), None),
                 None => (asked.with(fields), None),
             },
             Order::AtOnce => {
                 let task = Task(tokio::spawn(async move {
                     ask.await;
                 }));
-                (asked.with(&prompt::decode(fields, None)), Some(task))
+                (asked.with(&prompt::decode(fields, prompt::computed(None))), Some(task))
             }
         };
-        match self.send(&decode, asked).await {
+        self.open(&decode, asked, task).await
+    }
+
+    /// The answer of the first of these engines that can be reached, and that engine where it gave the prompt up. `task` ends with the
+    /// answer.
+    async fn open(
+        &self,
+        engines: &[Arc<Engine>],
+        asked: Asked,
+        task: Option<Task>,
+    ) -> (Response<Answer>, Option<Arc<Engine>>) {
+        match self.send(engines, asked).await {
             Ok((answer, seat)) => {
                 let engine = Arc::clone(&seat.engine);
                 let (answer, given_up) = forward::opened(answer, (seat, task)).await;
@@ -319,44 +343,31 @@ impl Router {
         }
     }
 
-    /// Has a prompt computed, and streams the token that comes of it before the other engine is asked; the usual way where the stream
-    /// would be another one.
+    /// Has a prompt computed, and streams the token that comes of it before the other engine is asked. Where the stream would be another
+    /// one, `Err` is what the engine that answers is to be asked instead.
     async fn begin(
         self: Arc<Self>,
         seat: Seat,
         asked: &Asked,
         fields: &Fields,
         start: u64,
-    ) -> Response<Answer> {
+    ) -> Result<Response<Answer>, Asked> {
         let Some(answer) = self.ask_prefill(&seat, asked.with(&first_token::prefill(fields))).await else {
-            return self.answer(asked.with(fields), start).await;
+            return Err(asked.with(fields));
         };
         drop(seat);
         // What is too long is refused by the engine that answers, and that before an event.
-        let length_max = self.length_max(&asked.headers).await.unwrap_or(0);
+        let engines = self.decode.ranked(start, Instant::now());
+        let length_max = self.length_max.of(engines, &self.forwarder, &asked.headers).await.unwrap_or(0);
         let Some(first) = first_token::read(&answer, fields, length_max) else {
-            return self.answer(asked.with(&prompt::decode(fields, None)), start).await;
+            return Err(asked.with(&prompt::decode(fields, prompt::computed(None))));
         };
         self.first_tokens.inc();
         let (asked, fields) = (asked.clone(), fields.clone());
         // The event is not to wait for what is asked behind it.
-        continued(
-            first.event.clone(),
-            async move { self.answer(asked.with(&first.rest(&fields)), start).await },
-        )
-    }
-
-    /// The tokens that every engine which answers takes of a prompt and its answer; `None`: one has not said so.
-    async fn length_max(&self, headers: &HeaderMap) -> Option<u64> {
-        let said = self.length_max.get_or_try_init(|| async {
-            let mut least = u64::MAX;
-            for engine in self.decode.ranked(0, Instant::now()) {
-                least =
-                    least.min(watch::length_max(&self.forwarder, &engine.address, headers).await.ok_or(())?);
-            }
-            Ok::<_, ()>(least)
-        });
-        said.await.ok().copied()
+        Ok(continued(first.event.clone(), async move {
+            self.answer(asked.with(&first.rest(&fields)), start).await
+        }))
     }
 
     /// Has a prompt computed; what that engine says to the one that answers, or `None`, counted, where there is nothing to wait for.

@@ -26,7 +26,7 @@ const FIGURE_WIDTH: u16 = 16;
 #[derive(Args, Clone, Debug)]
 pub struct Options {
     /// The address of the sidecar's pages, its --http
-    #[arg(long, env = "PILLION_HTTP", default_value = HTTP_DEFAULT, value_name = "HOST:PORT")]
+    #[arg(long, env = "PILLION_HTTP", default_value = HTTP_DEFAULT, value_name = "IP:PORT")]
     pub http: SocketAddr,
     /// Time between two looks
     #[arg(long, default_value = "1s", value_name = "TIME")]

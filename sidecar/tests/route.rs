@@ -215,6 +215,12 @@ fn a_prompt_that_was_given_up_is_put_to_two_engines_once_more() {
         }
         assert_eq!(router.counter("pillion_route_retries_total"), 1);
     }
+    // Also where it is no stream that may have its first token from another engine, as its first event shows.
+    let right = Manner::Events(vec!["data: 1\n\n".into()]);
+    let decode = Engine::start(Manner::First(Box::new(failed()), Box::new(right)));
+    let router = Router::start(&[&computes().url()], &[&decode.url()], &["--first-token"]);
+    assert!(router.raw("POST", "/v1/completions", &stream_of(300).to_string()).contains("data: 1"));
+    assert_eq!(router.counter("pillion_route_retries_total"), 1);
     // No third time, and none where something was sent.
     let (prefill, decode) = (computes(), Engine::start(failed()));
     let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
@@ -240,10 +246,17 @@ fn another_one_is_asked_for_what_was_given_up() {
 
 #[test]
 fn an_engine_that_stands_still_is_given_up_long_before_its_time() {
-    let (frozen, decode) = (Engine::start(Manner::Freeze), answers());
-    let router = Router::start(&[&frozen.url()], &[&decode.url()], &["--prefill-timeout", "1000s"]);
-    assert_eq!(router.ask(&prompt(400)).body, "{\"answer\":  1}");
-    assert_eq!(router.counter("pillion_route_prefill_failures_total{reason=\"silent\"}"), 1);
+    let decode = answers();
+    let start = |manner| {
+        let still = Engine::start(manner);
+        let router = Router::start(&[&still.url()], &[&decode.url()], &["--prefill-timeout", "1000s"]);
+        let asked = router.send("POST", "/v1/completions", &prompt(400).to_string());
+        (router, asked)
+    };
+    for (router, asked) in [start(Manner::Freeze), start(Manner::Vanish)] {
+        assert_eq!(engine::read(&mut BufReader::new(asked)).unwrap().body, "{\"answer\":  1}");
+        assert_eq!(router.counter("pillion_route_prefill_failures_total{reason=\"silent\"}"), 1);
+    }
 }
 
 #[test]
@@ -277,15 +290,19 @@ fn another_engine_answers_for_one_that_is_gone() {
 
 #[test]
 fn it_ends_once_the_last_answer_has() {
-    let events: Vec<String> = (0..60).map(|at| format!("data: {at}\n\n")).collect();
+    let events: Vec<String> = (0..400).map(|at| format!("data: {at}\n\n")).collect();
     let (prefill, decode) = (computes(), Engine::start(Manner::Events(events)));
     let mut router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let mut idle = TcpStream::connect(("127.0.0.1", router.port)).unwrap();
     let mut stream = router.send("POST", "/v1/completions", &prompt(9).to_string());
     watch("the request", || (decode.asked().len() == 1).then_some(()));
     kill(Pid::from_raw(router.process.id() as i32), Signal::SIGTERM).unwrap();
+    watch("a refusal", || TcpStream::connect(("127.0.0.1", router.port)).err());
+    assert_eq!(idle.read(&mut [0]).unwrap(), 0, "who asks nothing is let go at once");
+    assert!(router.process.try_wait().unwrap().is_none());
     let mut text = String::new();
     stream.read_to_string(&mut text).unwrap();
-    assert!(text.ends_with("data: 59\n\n\r\n0\r\n\r\n"), "{text}");
+    assert!(text.ends_with("data: 399\n\n\r\n0\r\n\r\n"), "{text}");
     assert!(router.process.wait().unwrap().success());
 }
 
@@ -313,9 +330,21 @@ fn the_first_token_comes_before_the_other_engine_is_heard_of() {
     watch("the other request", || (decode.asked().len() == 1).then_some(()));
     let rest = decode.asked()[0].json();
     assert_eq!((&rest["prompt"], &rest["max_tokens"]), (&json!([5, 6, 9]), &json!(8)));
+    assert_eq!(rest[PARAMS]["pillion"]["tokens"], 2, "what the other engine saves has its key");
     assert_eq!(prefill.asked()[0].json()["return_token_ids"], true);
     drop(stream);
     watch("its end with the client", || (decode.hung_up() == 1).then_some(()));
+}
+
+#[test]
+fn an_engine_that_does_not_say_its_length_holds_no_request() {
+    let prefill = Engine::start(Manner::Events(vec![ONE_TOKEN.into()]));
+    let (silent, decode) =
+        (Engine::start(Manner::Freeze), Engine::start(Manner::Events(vec!["data: 1\n\n".into()])));
+    let router = Router::start(&[&prefill.url()], &[&decode.url(), &silent.url()], &["--first-token"]);
+    let asked = [0; 4].map(|_| router.send("POST", "/v1/completions", &stream_of(300).to_string()));
+    watch("the requests", || (decode.asked().len() + silent.asked().len() == asked.len()).then_some(()));
+    assert_eq!((silent.models_asked(), router.counter("pillion_route_first_tokens_total")), (1, 0));
 }
 
 #[test]

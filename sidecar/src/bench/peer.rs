@@ -47,7 +47,7 @@ pub struct Options {
     /// random bytes, without TLS
     #[arg(long, value_name = "IP:PORT", conflicts_with = "streams")]
     pub serve: Option<SocketAddr>,
-    /// Streams of TCP at a time, as --mesh-streams of pillion serve
+    /// Streams of TCP at a time, as --tcp-streams of pillion serve
     #[arg(long, value_name = "COUNT", default_value_t = STREAMS_DEFAULT)]
     pub streams: usize,
     /// Bytes that are fetched each time; both ends need them. The end that serves has the say

@@ -81,7 +81,7 @@ impl Peers {
             }
             Heard::Fetched(ends) => return ends,
             Heard::Asked { ask, blocks } => self.grant(ask, &blocks, cx),
-            Heard::Released { ask, sent } => self.release(ask, sent, &mut cx.dram),
+            Heard::Released { ask, sent } => self.release(ask, sent, cx),
         }
         Vec::new()
     }

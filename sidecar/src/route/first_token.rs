@@ -126,9 +126,9 @@ fn as_first(line: &str) -> Option<String> {
 // === impl First ===
 
 impl First {
-    /// The request for the engine that goes on with `request`.
+    /// The request for the engine that goes on with `request`: its prompt has one token more than the other engine saves.
     pub(super) fn rest(self, request: &Fields) -> Fields {
-        let mut rest = prompt::decode(request, None);
+        let mut rest = prompt::decode(request, prompt::computed(Some(self.ids.len() - 1)));
         rest.insert("prompt".into(), field(self.ids));
         rest.insert("max_tokens".into(), field(self.left));
         rest
@@ -162,7 +162,8 @@ mod tests {
         assert_eq!(first.event, format!("{event}\n\n"));
         let rest = json!(first.rest(&asked()));
         assert_eq!((&rest["prompt"], &rest["max_tokens"]), (&json!([5, 6, 9]), &json!(3)));
-        assert_eq!(rest[prompt::PARAMS]["do_remote_prefill"], true);
+        let params = &rest[prompt::PARAMS];
+        assert_eq!((&params["do_remote_prefill"], &params["pillion"]["tokens"]), (&json!(true), &json!(2)));
         assert_eq!(rest["stream"], true);
         assert_eq!(read(ANSWER.as_bytes(), &asked(), 5), None, "which an engine would refuse");
     }

@@ -22,6 +22,8 @@ use super::prompt::Fields;
 
 /// An engine that takes no connection for so long is down.
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
+/// A connection without work is used again for so long: vLLM closes it after 5 s, and what is sent just then is lost.
+const IDLE_MAX: Duration = Duration::from_secs(3);
 /// The longest answer that is read whole: one token, and what it came with.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Bodies of this type have fields.
@@ -122,7 +124,11 @@ impl Forwarder {
         let mut connector = HttpConnector::new();
         connector.set_connect_timeout(Some(CONNECT_TIME_MAX));
         connector.set_nodelay(true);
-        Self(Client::builder(TokioExecutor::new()).build(connector))
+        // A host that vanishes says nothing: its streams end after 25 s.
+        connector.set_keepalive(Some(Duration::from_secs(10)));
+        connector.set_keepalive_interval(Some(Duration::from_secs(5)));
+        connector.set_keepalive_retries(Some(3));
+        Self(Client::builder(TokioExecutor::new()).pool_idle_timeout(IDLE_MAX).build(connector))
     }
 
     /// Asks an engine; the answer's head. Dropping the future, or the answer, hangs up.

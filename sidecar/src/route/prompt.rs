@@ -175,17 +175,23 @@ pub(super) fn prefill(request: &Fields) -> Fields {
     made
 }
 
-/// The request for the engine that answers, with what the other one said, or else with what the other one will do.
-pub(super) fn decode(request: &Fields, said: Option<Value>) -> Fields {
+/// The request for the engine that answers, with what the other one says, or will do.
+pub(super) fn decode(request: &Fields, params: Value) -> Fields {
     let mut made = request.clone();
-    let params = said.unwrap_or_else(|| {
-        json!({
-            "do_remote_decode": false, "do_remote_prefill": true,
-            "remote_engine_id": null, "remote_block_ids": [], "remote_host": null, "remote_port": null,
-        })
-    });
     made.insert(PARAMS.into(), field(params));
     made
+}
+
+/// What the engine that answers is told of a prompt that another one computes: how many tokens of it are saved there, or all.
+pub(super) fn computed(tokens: Option<usize>) -> Value {
+    let mut params = json!({
+        "do_remote_decode": false, "do_remote_prefill": true,
+        "remote_engine_id": null, "remote_block_ids": [], "remote_host": null, "remote_port": null,
+    });
+    if let Some(tokens) = tokens {
+        params["pillion"] = json!({ "tokens": tokens });
+    }
+    params
 }
 
 /// The field with which vLLM's connectors are spoken to. A client's own is dropped: it could let a request wait.
@@ -260,10 +266,10 @@ mod tests {
         assert_eq!(made[PARAMS]["do_remote_decode"], true);
         assert!(made.get("stream_options").is_none() && made.get("logprobs").is_none());
 
-        let made = json!(decode(&asked, None));
+        let made = json!(decode(&asked, computed(None)));
         assert_eq!((&made["max_tokens"], &made["stream"], &made["n"]), (&json!(9), &json!(true), &json!(3)));
         assert_eq!(made[PARAMS]["do_remote_prefill"], true);
         let said = json!({ "do_remote_prefill": true, "remote_engine_id": "p" });
-        assert_eq!(value(&decode(&asked, Some(said.clone()))[PARAMS]), Some(said));
+        assert_eq!(value(&decode(&asked, said.clone())[PARAMS]), Some(said));
     }
 }

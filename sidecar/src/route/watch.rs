@@ -6,9 +6,8 @@ use std::task::Poll;
 use std::time::Duration;
 
 use hyper::body::Bytes;
-use hyper::header::AUTHORIZATION;
 use hyper::{HeaderMap, Method};
-use serde_json::Value;
+use tokio::time::Instant;
 
 use super::engines::Address;
 use super::forward::{Asked, ForwardError, Forwarder};
@@ -32,30 +31,16 @@ pub(super) async fn ask(
     }
 }
 
-/// The tokens that an engine takes of a prompt and its answer, as its list of models has it; the least where it has several.
-pub(super) async fn length_max(forwarder: &Forwarder, to: &Address, headers: &HeaderMap) -> Option<u64> {
-    let mut asked = Asked {
-        method: Method::GET,
-        path: "/v1/models".into(),
-        headers: HeaderMap::new(),
-        body: Bytes::new(),
-    };
-    let token = headers.get(AUTHORIZATION).map(|token| (AUTHORIZATION, token.clone()));
-    asked.headers.extend(token);
-    let answer = tokio::time::timeout(LOOK, forwarder.ask(to, asked)).await.ok()?.ok()?;
-    let models: Value = serde_json::from_slice(&answer).ok()?;
-    let lengths = models["data"].as_array()?.iter().map(|model| model["max_model_len"].as_u64());
-    lengths.collect::<Option<Vec<_>>>()?.into_iter().min()
-}
-
-/// Ends once the engine's server has not answered for too long.
+/// Ends once the engine's server has not answered for too long, or could not be reached.
 async fn silence(forwarder: &Forwarder, engine: &Address) {
     let health =
         Asked { method: Method::GET, path: "/health".into(), headers: HeaderMap::new(), body: Bytes::new() };
-    loop {
+    let mut seen = Instant::now();
+    while seen.elapsed() < SILENCE_MAX {
         tokio::time::sleep(LOOK).await;
-        if tokio::time::timeout(SILENCE_MAX, forwarder.ask(engine, health.clone())).await.is_err() {
-            return;
+        let look = tokio::time::timeout_at(seen + SILENCE_MAX, forwarder.ask(engine, health.clone()));
+        if !matches!(look.await, Err(_) | Ok(Err(ForwardError::Unreachable(_)))) {
+            seen = Instant::now();
         }
     }
 }

@@ -15,8 +15,10 @@ pub(crate) enum Manner {
     /// Server-sent events, a chunk each with a pause between; the last is followed by the end.
     Events(Vec<String>),
     Hang,
-    /// As `Hang`, also to `/health`.
+    /// As `Hang`, also to what the router asks on its own behalf.
     Freeze,
+    /// As `Hang`, and nobody can connect to it after the first.
+    Vanish,
     /// The first request in one manner, all others in the other one.
     First(Box<Manner>, Box<Manner>),
 }
@@ -32,6 +34,7 @@ pub(crate) struct Asked {
 #[derive(Debug, Default)]
 struct State {
     asked: Vec<Asked>,
+    models_asked: usize,
     hung_up: usize,
 }
 
@@ -85,8 +88,12 @@ impl Engine {
         let seen = Arc::clone(&state);
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
+                let vanishes = matches!(manner, Manner::Vanish);
                 let (manner, seen) = (manner.clone(), Arc::clone(&seen));
                 thread::spawn(move || serve(stream, &manner, &seen));
+                if vanishes {
+                    return;
+                }
             }
         });
         Self { port, state }
@@ -99,6 +106,11 @@ impl Engine {
     /// All that it was asked but for its health.
     pub(crate) fn asked(&self) -> Vec<Asked> {
         self.state.lock().unwrap().asked.clone()
+    }
+
+    /// How often the router has asked for its models.
+    pub(crate) fn models_asked(&self) -> usize {
+        self.state.lock().unwrap().models_asked
     }
 
     /// How many requests were hung up on before their answer was whole.
@@ -120,6 +132,11 @@ fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
         }
         if asked.line.starts_with("GET /v1/models ") && asked.header("x-request-id").is_none() {
             // The router's own question.
+            state.lock().unwrap().models_asked += 1;
+            if matches!(manner, Manner::Freeze) {
+                hold(&mut reader);
+                return;
+            }
             let models = r#"{"data": [{"max_model_len": 1000}]}"#;
             let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", models.len());
             let _ = (&stream).write_all((head + models).as_bytes());
@@ -145,7 +162,7 @@ fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
                 (&stream).write_all(format!("{head}\r\n\r\n{body}").as_bytes()).is_ok()
             }
             Manner::Events(events) => events_sent(&stream, events),
-            Manner::Hang | Manner::Freeze => {
+            Manner::Hang | Manner::Freeze | Manner::Vanish => {
                 hold(&mut reader);
                 false
             }

@@ -3,7 +3,7 @@
 use mesh::transport::Label;
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
-use tiers::dram::{Dram, HolderId};
+use tiers::dram::HolderId;
 
 use super::Peers;
 use crate::core::Action;
@@ -55,13 +55,16 @@ impl Peers {
         None
     }
 
-    /// The transport needs the slots of a grant no more.
-    pub(super) fn release(&mut self, ask: u64, sent: u32, dram: &mut Dram) {
+    /// The transport needs the slots of a grant no more. What was sent is not kept for another engine any longer: it is at that one's
+    /// sidecar.
+    pub(super) fn release(&mut self, ask: u64, sent: u32, cx: &mut Context) {
         let granted = self.grants.remove(&ask).expect("a grant is released once");
         self.granted_bytes -= granted.iter().map(|(_, bytes)| bytes).sum::<u64>();
-        let whole = granted.iter().take(sent as usize);
+        let whole = &granted[..granted.len().min(sent as usize)];
         self.stats.served_blocks += whole.len() as u64;
-        self.stats.served_bytes += whole.map(|(_, bytes)| bytes).sum::<u64>();
-        granted.into_iter().for_each(|(slot, _)| dram.unhold(slot, HolderId::NOBODY));
+        self.stats.served_bytes += whole.iter().map(|(_, bytes)| bytes).sum::<u64>();
+        let slots: Vec<SlotRef> = whole.iter().map(|(slot, _)| *slot).collect();
+        cx.kept.loaded(&slots, HolderId::NOBODY, &mut cx.dram);
+        granted.into_iter().for_each(|(slot, _)| cx.dram.unhold(slot, HolderId::NOBODY));
     }
 }

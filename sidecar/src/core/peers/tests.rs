@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use mesh::directory::{Config, Filter};
 use mesh::transport::{Done, Fault, Fetch, Label, PeerNumber, Refusal, Stage};
-use shm_protocol::key::NamespaceDigest;
+use shm_protocol::key::{BlockKey, NamespaceDigest};
 use shm_protocol::message::Status;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{Keys, Query, SchedulerRequest};
@@ -19,6 +19,7 @@ use shm_protocol::source::Source;
 use tiers::dram::{self, Dram};
 
 use super::*;
+use crate::core::namespaces::Space;
 use crate::core::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, asked, hash, taken};
 use crate::core::{Core, Event, Heard, Part, Request, Timed, arrivals};
 
@@ -486,6 +487,22 @@ fn granted_slots_are_held_until_their_release() {
     let stats = scene.stats();
     assert_eq!((stats.asked_blocks, stats.absent_blocks), (5, 3));
     assert_eq!((stats.served_blocks, stats.served_bytes), (1, BLOCK_BYTES));
+}
+
+#[test]
+fn what_a_peer_was_sent_is_not_kept_for_another_engine_any_longer() {
+    let mut scene = Scene::new();
+    scene.save(0..2);
+    let Context { namespaces, kept, dram, now_ms, .. } = &mut scene.engine.core.base.cx;
+    let space = Space { digest: NAMESPACE, block_bytes: BLOCK_BYTES };
+    let (namespace, computes) = (namespaces.known(space).unwrap(), dram.enter());
+    let keys = [0, 1].map(|n| BlockKey { namespace, group: 0, hash: hash(n) });
+    keys.iter().for_each(|key| kept.keep(key, computes, None, *now_ms, dram));
+    scene.hear(Heard::Asked { ask: 1, blocks: vec![label(0), label(1)] });
+    scene.hear(Heard::Released { ask: 1, sent: 1 });
+    let stats = scene.engine.core.stats();
+    assert_eq!((stats.handover_kept_bytes, stats.handover_loaded), (BLOCK_BYTES, 1));
+    assert_eq!(scene.held_bytes(), BLOCK_BYTES, "the other one is");
 }
 
 #[test]

@@ -337,6 +337,6 @@ def test_a_strict_engine_gives_up_what_was_not_handed_over(monkeypatch: pytest.M
     session.hits = 5
     found, alone = connector.match(late, 0)
     connector.allocated(late, blocks, found)
-    assert (found, alone, len(session.loads), len(connector._next.lost)) == (79, False, 1, 1), "what came while it had no memory"
+    assert (found, alone, len(session.loads), len(connector._next.lost)) == (79, False, 1, 1), "what came meanwhile"
     with pytest.raises(ConfigError, match="kv_load_failure_policy"):
         made(monkeypatch, on_gpu=True, strict_tokens=32)

@@ -550,7 +550,8 @@ typedef struct PillionWorkerOptions {
   struct PillionItemsI32 descriptors;
   /**
    * GPU memory, by CUDA device pointers into allocations that can be exported (cudaMalloc); at most 64. The
-   * calling thread's context is the GPU's; the memory is freed after pillion_worker_free only.
+   * calling thread's context is the GPU's. A connect writes zeros into the last block, so it comes before any use. The
+   * memory is freed after pillion_worker_free only, and after pillion_worker_poll has told the end of every load.
    */
   struct PillionItemsU64 pointers;
   /**
@@ -844,7 +845,8 @@ enum PillionStatus pillion_worker_connect(const struct PillionWorkerOptions *opt
                                           struct PillionWorker **worker);
 
 /**
- * Leaves the sidecar and frees the handle; NULL is allowed. Loads in progress end by themselves.
+ * Leaves the sidecar and frees the handle; NULL is allowed. Loads in progress end by themselves, and may write until then:
+ * poll their ends first where the memory is to be freed.
  */
 void pillion_worker_free(struct PillionWorker *worker);
 

@@ -85,8 +85,11 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         self._out = ""
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
         config = options.parse(extra)
+        self._is_one_of_several = vllm_compat.is_one_of_several()
         reason = "this vLLM gives connectors no KV cache configuration; 0.29 or later does"
-        if kv_cache_config is not None:
+        if self._is_one_of_several:
+            reason = "another connector loads into the same blocks (MultiConnector): let PillionConnector be the only one"
+        elif kv_cache_config is not None:
             reason = vllm_compat.unsupported(vllm_config, kv_cache_config) or ""
         if reason:
             self._stay_out(reason)
@@ -156,7 +159,8 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Where this rank runs or why it stays out, for the scheduler role."""
         reason = self._worker.out_reason if self._worker else self._out
-        if reason:
+        # MultiConnector hands on what its first connector says, to all of them.
+        if reason and not self._is_one_of_several:
             return StaysOut(reason)
         return Served(this_host()) if self._worker else None
 
@@ -307,7 +311,8 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What is reported to vLLM's metrics; None if nothing has changed since the last report."""
-        if self.role != KVConnectorRole.SCHEDULER:
+        # MultiConnector looks for the class of each report by a name that vLLM does not know.
+        if self.role != KVConnectorRole.SCHEDULER or self._is_one_of_several:
             return None
         told: tuple[State, str] = (self._scheduler.state, "") if self._scheduler else ("out", self._out)
         found = self._scheduler.take_hit_tokens() if self._scheduler else {}

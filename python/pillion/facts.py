@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pillion import identity, vllm_compat, weight_files
+from pillion import identity, processors, vllm_compat, weight_files
 from pillion.config import Config
 from pillion.models import Models
 from pillion.sample import of_expert
@@ -51,6 +51,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             "VLLM_HUMMING_USE_F16_ACCUM": False,
             "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": False,
             "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "",
+            "VLLM_B12X_MOE_FP4_FORCE_A16": False,
         },
     },
     # Pixels and what an encoder makes of them. The hash of an image holds its content or the name that the user gives it.
@@ -98,6 +99,7 @@ class Facts:
             "dtype": model.dtype,
             **self.running(),
             **{fact: self._settings(fact) for fact in SETTINGS},
+            "multimodal": self._multimodal(),
             "weights": self._weights(),
             "experts": self._experts(),
             "tensor_parallel_size": vllm_compat.world_size(self._vllm_config),
@@ -170,6 +172,19 @@ class Facts:
                 if value != default:
                     found[name] = value
         return self._read(f"a setting among {', '.join(found)}", lambda: identity.words(found)) if found else "default"
+
+    def _multimodal(self) -> str:
+        """What is made of media before the model sees it; a model of texts alone has nothing of that."""
+        settings, model = self._settings("multimodal"), self._vllm_config.model_config
+        if getattr(model, "multimodal_config", None) is None:
+            return settings
+        processor = self._read("the files of the processor", lambda: processors.digest(model) or self._config.model_id or "")
+        if not processor:
+            processor = self._keep_private(
+                "the processor of images, video and sound cannot be compared",
+                "serve the model from a folder, or set pillion.model_id",
+            )
+        return f"{settings} {processor}"
 
     def _drafter(self) -> str:
         """The model that proposes tokens, if it has layers of KV beside the other ones in a block."""

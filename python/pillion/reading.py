@@ -22,6 +22,8 @@ RUN_BYTES = 64
 WHOLE_BYTES = RUNS * RUN_BYTES
 # Of each row of the first axis of tensors of three axes and more, which counts experts.
 RUNS_PER_EXPERT = 4
+# Of each row of a table of tokens: some may be trained alone.
+RUNS_PER_TOKEN = 1
 # Columns of a matrix that are read through the kernel that holds it.
 PROBES = 4
 # Tensors that are left out, by the last part of their name.
@@ -47,6 +49,8 @@ class _Piece:
     tensor: Callable[[], torch.Tensor | None]
     # Runs of `RUN_BYTES`, and bytes from one to the next; without runs, all of its bytes; None: its elements lie apart.
     cut: tuple[int, int] | None
+    # How many runs are read of elements that lie apart.
+    runs: int
 
 
 class Reading:
@@ -69,7 +73,7 @@ class Reading:
             if tensor is None:
                 return None
             try:
-                content = _content(tensor, piece.cut)
+                content = _content(tensor, piece)
             except Exception as error:  # tensors of a quantization's own kind may have no storage
                 raise Unsampled(f"{piece.name} cannot be read ({error})") from error
             batches.setdefault((content.device, content.dim() == 1), []).append((number, content))
@@ -108,15 +112,23 @@ def outline(models: list[torch.nn.Module]) -> list[Any] | None:
 
 
 def _pieces(models: list[torch.nn.Module]) -> Iterator[_Piece]:
+    tables = {
+        id(parameter)
+        for model in models
+        for module in model.modules()
+        if hasattr(module, "num_embeddings")
+        for parameter in module.parameters(recurse=False)
+    }
     for name, source in _tensors(models):
         tensor = source()
         assert tensor is not None, "it was found just now"
+        runs = _runs(tensor, id(tensor) in tables)
         try:
-            cut = _cut(tensor)
+            cut = _cut(tensor, runs)
             form = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
         except Exception as error:  # as above
             raise Unsampled(f"{name} cannot be read ({error})") from error
-        yield _Piece(name, form, source, cut)
+        yield _Piece(name, form, source, cut, runs)
 
 
 def _tensors(models: list[torch.nn.Module]) -> Iterator[tuple[str, Callable[[], torch.Tensor | None]]]:
@@ -168,8 +180,9 @@ def _probed(name: str, module: torch.nn.Module) -> torch.Tensor:
     return columns
 
 
-def _runs(tensor: torch.Tensor) -> int:
-    return max(RUNS, RUNS_PER_EXPERT * tensor.shape[0] if tensor.dim() > 2 else 0)
+def _runs(tensor: torch.Tensor, is_table: bool) -> int:
+    each = RUNS_PER_EXPERT if tensor.dim() > 2 else RUNS_PER_TOKEN if is_table and tensor.dim() == 2 else 0
+    return max(RUNS, each * tensor.shape[0] if each else 0)
 
 
 def _once(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,7 +190,7 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[tuple(slice(None) if stride else slice(1) for stride in tensor.stride())]
 
 
-def _cut(tensor: torch.Tensor) -> tuple[int, int] | None:
+def _cut(tensor: torch.Tensor, runs: int) -> tuple[int, int] | None:
     """Which bytes of a tensor's storage are read, as `_Piece.cut` says; None where other bytes lie between its elements."""
     if not tensor.numel():
         return (0, 0)
@@ -185,19 +198,19 @@ def _cut(tensor: torch.Tensor) -> tuple[int, int] | None:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(once.shape, once.stride(), strict=True))
     if extent != once.numel():
         return None
-    runs, length = _runs(tensor), extent * tensor.element_size()
+    length = extent * tensor.element_size()
     if length <= runs * RUN_BYTES:
         return (0, length)
     return (runs, (length - RUN_BYTES) // (runs - 1))
 
 
-def _content(tensor: torch.Tensor, cut: tuple[int, int] | None) -> torch.Tensor:
+def _content(tensor: torch.Tensor, piece: _Piece) -> torch.Tensor:
     """Bytes of a tensor on its device: runs as rows, else in one row."""
     import torch
 
-    if cut is None:
-        return _scattered(_once(tensor), _runs(tensor))
-    runs, bytes_ = cut
+    if piece.cut is None:
+        return _scattered(_once(tensor), piece.runs)
+    runs, bytes_ = piece.cut
     raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     if not runs and not bytes_:
         return raw

@@ -75,8 +75,9 @@ class Scheduler:
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         self._requests = requests = Requests(session, self._adapters, block_tokens, window, group, algorithm)
         self._broken = broken = Broken(kv_cache_config.num_blocks, block_tokens)
-        # A block fewer of one group would be another hit than that of the others.
-        checks = config.loads and config.saves and not group.several
+        # A block fewer of one group would be another hit than that of the others. A drafter's KV may differ under one key.
+        comparable = not group.several and not vllm_compat.drafts_from_hidden_states(vllm_config)
+        checks = config.loads and config.saves and comparable
         self._check = check = Check(block_tokens, config.check_every if checks else 0)
         self._matching = Matching(
             session, requests, self._pacing, check, broken, block_tokens, bool(window), config.strict_tokens, group.number

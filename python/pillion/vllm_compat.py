@@ -46,6 +46,23 @@ def version() -> tuple[int, int]:
     return int(major), int("".join(ch for ch in minor if ch.isdigit()))
 
 
+def is_one_of_several() -> bool:
+    """Whether vLLM's MultiConnector is making a connector beside others: the configuration that it hands on does not say so."""
+    several: Any = sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
+    frame = sys._getframe(1) if several else None
+    while frame:
+        if isinstance(frame.f_locals.get("self"), several.MultiConnector):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def drafts_from_hidden_states(vllm_config: VllmConfig) -> bool:
+    """Whether the last position of a drafter's block is made with the next block's first token, which is not in its key."""
+    uses = getattr(getattr(vllm_config, "speculative_config", None), "use_eagle", None)
+    return bool(uses and uses())
+
+
 def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """Why Pillion cannot serve this engine, and what to change; None if it can."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
@@ -176,8 +193,9 @@ def on_gpu() -> bool:
 
 
 def keeps_kv_memory(vllm_config: VllmConfig) -> bool:
-    """Whether KV memory stays where it is until the process ends: sleep mode unmaps it between two steps."""
-    return not getattr(vllm_config.model_config, "enable_sleep_mode", False)
+    """Whether KV memory stays where it is until the process ends: an allocator that can sleep unmaps it between two steps."""
+    model = vllm_config.model_config
+    return not getattr(model, "enable_sleep_mode", False) and not getattr(model, "enable_cumem_allocator", False)
 
 
 def keeps_weights(vllm_config: VllmConfig) -> bool:

@@ -24,8 +24,8 @@ use crate::progress::Progress;
 const CONNECTIONS_MAX: usize = 64;
 /// A request line and headers come in one packet; who takes longer is not served.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(5);
-/// A connection is kept no longer than this, whatever it does.
-const CONNECTION_TIME_MAX: Duration = Duration::from_secs(60);
+/// A connection is kept no longer than this, whatever it does: a probe must not wait long for its turn.
+const CONNECTION_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// Whether the sidecar takes new work: set once by the server, read by `/readyz`.
 pub type Ready = Arc<AtomicBool>;
@@ -84,6 +84,7 @@ async fn serve(listener: TcpListener, pages: Pages) {
             });
             let connection = http1::Builder::new()
                 .timer(TokioTimer::new())
+                .keep_alive(false)
                 .header_read_timeout(HEADER_TIME_MAX)
                 .serve_connection(TokioIo::new(stream), service);
             // A client that goes away early is its own business.

@@ -3,8 +3,12 @@
 //! CUDA cannot open another process's memory where the two have the same process id, each in its own namespace. In
 //! containers of one process each, engine and sidecar are both process 1 (docs/decisions/0006). So process 1 starts the
 //! sidecar once more below itself, hands it SIGTERM and SIGINT, reaps, and ends as it ended.
+//!
+//! A sidecar that fails once it has served is started again here: were its container to end, Kubernetes would send its pod, and with
+//! it an engine that serves on, no requests until the container is ready again.
 
 use std::process::{Command, ExitCode};
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use nix::sys::signal::{SigSet, Signal};
@@ -15,7 +19,12 @@ use rustix::process::{Pid, WaitOptions, WaitStatus};
 /// Added to a signal's number where an exit status can only be a number: what shells and container runtimes do.
 const SIGNALLED: i32 = 128;
 
-/// Runs this very command as a child; answers with its exit status once it has ended.
+/// A sidecar that ran for so long had started. One that fails sooner ends process 1 too, so that its container's restarts are seen.
+const STARTED: Duration = Duration::from_secs(5);
+/// Before it is started again.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// Runs this very command as a child; answers with its exit status once it has ended for good.
 pub(crate) fn serve_as_child() -> anyhow::Result<ExitCode> {
     // Before the child exists: the end of one that ends at once is waiting then. It starts with no signal blocked.
     let watched: SigSet = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGCHLD].into_iter().collect();
@@ -24,8 +33,26 @@ pub(crate) fn serve_as_child() -> anyhow::Result<ExitCode> {
     let program = std::env::current_exe().context("cannot find this program, to start it below process 1")?;
     let mut command = Command::new(program);
     command.args(std::env::args_os().skip(1)).arg("--below-init");
-    let child = command.spawn().context("cannot start the sidecar below process 1")?;
-    let child = Pid::from_child(&child);
+    let mut told_to_end = false;
+    loop {
+        let started = now();
+        let child = command.spawn().context("cannot start the sidecar below process 1")?;
+        let code = until_end(Pid::from_child(&child), &signals, &mut told_to_end)?;
+        if code == 0 || told_to_end || now() - started < STARTED {
+            return Ok(ExitCode::from(code));
+        }
+        eprintln!("pillion: the sidecar ended with status {code} and is started again");
+        std::thread::sleep(PAUSE);
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "how long a process ran")]
+fn now() -> Instant {
+    Instant::now()
+}
+
+/// The exit status of a child, which gets the signals that come meanwhile.
+fn until_end(child: Pid, signals: &SignalFd, told_to_end: &mut bool) -> anyhow::Result<u8> {
     loop {
         let signal = match signals.read_signal() {
             Ok(signal) => signal.and_then(|info| i32::try_from(info.ssi_signo).ok()),
@@ -35,10 +62,13 @@ pub(crate) fn serve_as_child() -> anyhow::Result<ExitCode> {
         match signal.map(Signal::try_from) {
             Some(Ok(Signal::SIGCHLD)) => {
                 if let Some(status) = reap(child).context("cannot wait for the sidecar")? {
-                    return Ok(ExitCode::from(exit_code(status.exit_status(), status.terminating_signal())));
+                    return Ok(exit_code(status.exit_status(), status.terminating_signal()));
                 }
             }
-            Some(Ok(signal)) => pass_on(child, signal),
+            Some(Ok(signal)) => {
+                *told_to_end = true;
+                pass_on(child, signal);
+            }
             _ => {}
         }
     }

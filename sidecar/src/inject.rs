@@ -69,7 +69,7 @@ pub enum InjectError {
     )]
     NoCertificates,
     #[error(
-        "no container {0}: a container that runs vLLM has 'vllm' in its image or command; name yours by --container NAME"
+        "no container {0} in {KINDS}: one that runs vLLM has 'vllm' in its image or command; name yours by --container NAME"
     )]
     NoEngine(String),
     #[error("{workload}: {text}")]
@@ -80,6 +80,10 @@ pub enum InjectError {
     },
 }
 
+/// Where pods are looked for.
+const KINDS: &str =
+    "Pods, Deployments, StatefulSets, DaemonSets, ReplicaSets, Jobs, CronJobs and Lists of them";
+
 /// A pod's description within a workload's.
 struct Workload<'a> {
     label: String,
@@ -87,15 +91,37 @@ struct Workload<'a> {
     pod: &'a Node,
 }
 
-/// Reads manifests and writes them with sidecars.
-pub fn serve(input: impl Read, mut output: impl Write, options: &Options) -> Result<(), InjectError> {
+/// Reads manifests and writes them with sidecars; to `notes`, what runs vLLM and was not understood.
+pub fn serve(
+    input: impl Read,
+    mut output: impl Write,
+    mut notes: impl Write,
+    options: &Options,
+) -> Result<(), InjectError> {
     let mut source = String::new();
     input.take(INPUT_BYTES_MAX + 1).read_to_string(&mut source)?;
     if source.len() as u64 > INPUT_BYTES_MAX {
         return Err(InjectError::TooLarge);
     }
     output.write_all(inject(&source, options)?.as_bytes())?;
+    for label in passed_over(&source)? {
+        writeln!(notes, "pillion inject: {label} runs vLLM and stays as it is: {KINDS} are understood")?;
+    }
     Ok(output.flush()?)
+}
+
+/// Documents of other kinds in which a container runs vLLM.
+fn passed_over(source: &str) -> Result<Vec<String>, InjectError> {
+    let stream = Stream::parse(source).map_err(InjectError::Malformed)?;
+    let is_engine = |node: &Node| node.get("image").is_some() && Engine::new(node).runs_vllm();
+    let others = stream.documents.iter().filter(|document| workloads(document).is_empty());
+    Ok(others.filter(|document| document.any(&is_engine)).map(label).collect())
+}
+
+/// A document's kind and name.
+fn label(document: &Node) -> String {
+    let kind = document.text_at(&["kind"]).unwrap_or("a document");
+    format!("{kind} {}", document.text_at(&["metadata", "name"]).unwrap_or("without a name"))
 }
 
 /// The manifests with a sidecar in each pod that runs vLLM; a pod that has one stays as it is.
@@ -133,8 +159,7 @@ fn workloads(document: &Node) -> Vec<Workload<'_>> {
         "LeaderWorkerSet" => &["spec", "leaderWorkerTemplate", "workerTemplate", "spec"],
         _ => return Vec::new(),
     };
-    let label = format!("{kind} {}", document.text_at(&["metadata", "name"]).unwrap_or("without a name"));
-    document.at(path).map(|pod| Workload { label, kind, pod }).into_iter().collect()
+    document.at(path).map(|pod| Workload { label: label(document), kind, pod }).into_iter().collect()
 }
 
 /// The engine's container of a pod; none if nothing in it runs vLLM.
@@ -218,11 +243,16 @@ fn servable<'a>(workload: &Workload<'a>, engine: &Engine<'a>, options: &Options)
             .to_owned());
     }
     match engine.identity(pod) {
-        [Some(user), None] if user != "0" => Err(format!(
+        [Some(user), None, _] if user != "0" => Err(format!(
             "container {} says runAsUser and no runAsGroup: say both, so that its group may connect to the sidecar",
             engine.name
         )),
-        [_, group] => Ok(group.unwrap_or("0")),
+        [None, None, Some("true")] => Err(format!(
+            "container {} says runAsNonRoot, and its image has a user of its own: say runAsUser and runAsGroup, so that its group \
+             may connect to the sidecar",
+            engine.name
+        )),
+        [_, group, _] => Ok(group.unwrap_or("0")),
     }
 }
 

@@ -117,7 +117,12 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         }
         Command::Facts(options) => print_facts(&options),
         Command::Inject(options) => {
-            inject::serve(std::io::stdin().lock(), std::io::stdout().lock(), &options)?;
+            inject::serve(
+                std::io::stdin().lock(),
+                std::io::stdout().lock(),
+                std::io::stderr().lock(),
+                &options,
+            )?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Route(options) => {

@@ -3,8 +3,10 @@
 mod client;
 
 use std::io::Write;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use client::sidecar::Sidecar;
 use client::{Session, watch};
@@ -97,6 +99,26 @@ fn signals_reach_the_sidecar_and_its_status_comes_back() {
     let container = Container::start(folder.path());
     kill(container.sidecar, Signal::SIGKILL).unwrap();
     assert_eq!(container.end(), Some(128 + 9));
+}
+
+#[test]
+fn a_sidecar_that_fails_once_it_has_served_is_started_again_in_its_container() {
+    if !permitted() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let container = Container::start(folder.path());
+    std::thread::sleep(Duration::from_secs(6));
+    kill(container.sidecar, Signal::SIGKILL).unwrap();
+    let next = || child_of(container.init).filter(|child| *child != container.sidecar);
+    watch("another sidecar", next);
+    // A socket of packets that somebody listens on refuses a stream for its type alone.
+    let listens = || UnixStream::connect(&container.unshare.socket).err()?.raw_os_error();
+    watch("its socket", || listens().filter(|errno| *errno == nix::libc::EPROTOTYPE));
+    let session = container.session();
+    kill(container.init, Signal::SIGTERM).unwrap();
+    assert_eq!(container.end(), Some(0));
+    session.closed();
 }
 
 #[test]

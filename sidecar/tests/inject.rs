@@ -98,6 +98,7 @@ fn what_cannot_be_done_is_refused_with_a_remedy() {
     assert!(refusal(&network, &peers).contains("--node-id '$(POD_NAME)'"));
     assert!(refusal(&network, &peers[..1]).contains("--mesh-secret"));
     assert!(refusal(&engine("securityContext:\n  runAsUser: 7"), &[]).contains("runAsGroup"));
+    assert!(refusal(&engine("securityContext:\n  runAsNonRoot: true"), &[]).contains("runAsGroup"));
     assert!(refusal(&engine("command: [run.sh]"), &[]).contains("by hand"));
     assert!(refusal(&engine("command: [sh, -c, vllm serve a]"), &[]).contains("quotes"));
     assert!(refusal(&engine("command: [sh, -c, 'bash -c \"vllm serve a\"']"), &[]).contains("by hand"));
@@ -109,6 +110,35 @@ fn what_cannot_be_done_is_refused_with_a_remedy() {
     let several_nodes = "kind: LeaderWorkerSet\nmetadata:\n  name: l\nspec:\n  leaderWorkerTemplate:\n    workerTemplate:\n      \
                          spec:\n        containers:\n        - name: e\n          image: vllm/a\n";
     assert!(refusal(several_nodes, &[]).contains("several nodes"));
+}
+
+#[test]
+fn words_that_look_like_the_program_are_left_alone() {
+    let script = "# start the vllm server\necho a vllm server starts\nexec python3 -m vllm.entrypoints.openai.api_server --model a\n";
+    let lines: String = script.lines().map(|line| format!("  {line}\n")).collect();
+    let text = injected(&engine(&format!("args:\n- |\n{lines}")), &[]).unwrap();
+    assert_eq!(text.matches("--kv-transfer-config=").count(), 1);
+    assert!(
+        text.contains("api_server --kv-transfer-config=") && text.contains("# start the vllm server\n"),
+        "{text}"
+    );
+    let waits = "containers:\n- name: c\n  image: curl\n  args: ['echo waiting for the vllm server']\n";
+    assert!(refusal(&deployment(waits), &[]).contains("no container"));
+}
+
+#[test]
+fn what_is_not_understood_and_runs_vllm_is_told_of() {
+    let rollout = engine("").replace("Deployment", "Rollout");
+    let (mut output, mut notes) = (Vec::new(), Vec::new());
+    let arguments = Arguments::try_parse_from(["inject", "--dram=1GiB", "--image=i"]).unwrap();
+    let source = format!("{}---\n{rollout}---\nkind: Service\n", engine(""));
+    inject::serve(source.as_bytes(), &mut output, &mut notes, &arguments.options).unwrap();
+    let notes = String::from_utf8(notes).unwrap();
+    assert!(
+        notes.starts_with("pillion inject: Rollout a runs vLLM") && notes.lines().count() == 1,
+        "{notes}"
+    );
+    assert!(refusal(&rollout, &[]).contains("Deployments"));
 }
 
 #[test]

@@ -6,8 +6,10 @@ Each is there once its context is entered. `keep_on` is what goes on while someb
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,9 @@ PROMPT = mesh.prompt(1)
 MANY = [mesh.prompt(seed) for seed in range(1, 21)]
 # More blocks than the pool has slots.
 LONG = mesh.prompt(1, blocks=300)
+
+# The Prometheus of the tests scrapes each second.
+SCRAPED_S = 2.0
 
 Keep_on = Callable[[], object]
 Fault = Callable[[Path], contextlib.AbstractContextManager[tuple[Prometheus, Keep_on]]]
@@ -73,6 +78,34 @@ def nothing() -> None:
 def stands_still(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
     """The data thread alone is stopped."""
     with alone(directory) as (sidecar, prometheus), ptrace.stopped(ptrace.thread_of(sidecar.pid, "pillion-data")):
+        yield prometheus, nothing
+
+
+@contextlib.contextmanager
+def restarts(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """It is killed and started again, each time somebody looks."""
+    http = f"127.0.0.1:{ports.free_port()}"
+    with (
+        serving(directory, mesh.DRAM, gpu=False, http=http) as first,
+        scraping(directory, {"one": first}, impatient()) as prometheus,
+    ):
+        lives = itertools.count()
+
+        first.terminate()
+
+        def again() -> None:
+            folder = directory / f"life{next(lives)}"
+            folder.mkdir()
+            with serving(folder, mesh.DRAM, gpu=False, http=http):
+                time.sleep(SCRAPED_S)
+
+        yield prometheus, again
+
+
+@contextlib.contextmanager
+def nobody(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """No engine connects."""
+    with alone(directory) as (_, prometheus):
         yield prometheus, nothing
 
 
@@ -214,6 +247,7 @@ def peer_missing(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 FAULTS: dict[str, Fault] = {
     "PillionStandsStill": stands_still,
+    "PillionRestarts": restarts,
     "PillionPoolLost": pool_cut,
     "PillionBarredEngines": other_numbers,
     "PillionCheckDiffers": other_numbers,
@@ -222,14 +256,15 @@ FAULTS: dict[str, Fault] = {
     "PillionSavesDropped": saves_dropped,
     "PillionDiskDown": disk_down,
     "PillionDiskLeftOut": disk_left_out,
+    "PillionNoEngine": nobody,
     "PillionServesNobody": no_ranks,
     "PillionEngineRefused": no_hello,
     "PillionPeerMissing": peer_missing,
     "PillionPeerLeftAlone": peer_frozen,
     "PillionPeerCorrupts": peer_corrupts,
 }
-# An engine that is joining is not served yet: without its wait this alert is about to fire at every start.
-JOINING = {"PillionServesNobody"}
+# An engine that joins is not served yet, and not connected before: without their waits these fire at every start.
+JOINING = {"PillionServesNobody", "PillionNoEngine"}
 # What a fault brings about beside its alert, or may.
 BESIDE: dict[str, set[str]] = {
     "PillionPoolLost": {"PillionLoadsFail"},

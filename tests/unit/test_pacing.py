@@ -336,6 +336,7 @@ def test_a_strict_engine_gives_up_what_was_not_handed_over(monkeypatch: pytest.M
     assert connector.match(late, 0) == (79, True)
     session.hits = 5
     found, alone = connector.match(late, 0)
+    assert found is not None
     connector.allocated(late, blocks, found)
     assert (found, alone, len(session.loads), len(connector._next.lost)) == (79, False, 1, 1), "what came meanwhile"
     with pytest.raises(ConfigError, match="kv_load_failure_policy"):

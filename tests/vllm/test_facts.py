@@ -134,7 +134,7 @@ def test_settings_away_from_their_defaults_are_stated(
     """Each by name; at its default it is not, whether this vLLM knows it or not."""
     default = SETTINGS[fact][place][name]
     usual = engine()
-    assert usual[fact] == "default"
+    assert usual[fact].partition(" ")[0] == "default"
 
     def changed(value: Any) -> dict[str, str]:
         if place != ENVIRONMENT:
@@ -333,3 +333,25 @@ def test_attention_that_may_overwrite_loaded_scales_is_refused() -> None:
     config, groups, _ = scaled_engine(SimpleNamespace())
     assert "--attention-backend TRITON_ATTN" in (vllm_compat.prepare_scales(config, groups) or "")
     assert vllm_compat.prepare_scales(config, kv_cache_config(full_attention())) is None
+
+
+def test_what_is_made_of_media_is_stated_by_its_files(engine: Callable[..., dict[str, str]], directory: Path) -> None:
+    """Of a model that sees more than texts."""
+    texts = {"model_config.multimodal_config": None}
+    before, alone = engine(), engine(texts)
+    (directory / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
+    changed = engine()
+    assert differing(before, changed) == {"multimodal"} and differing(alone, engine(texts)) == set()
+    (directory / "image_processing_own.py").write_text("MEAN = 0")
+    assert differing(changed, engine()) == {"multimodal"}
+    (directory / "tokenizer_config.json").write_text("{}")
+    (directory / "README.md").write_text("how it was processed")
+    assert differing(changed, engine()) == {"multimodal"}
+
+
+def test_a_processor_that_is_not_here_keeps_an_engine_apart(engine: Callable[..., dict[str, str]], said: list[str]) -> None:
+    """Unless the user has a name for all of the model."""
+    gone = {"model_config.model": "nobody/nothing"}
+    assert "engine-7" in engine(gone)["multimodal"]
+    assert any("processor" in text for text in said)
+    assert "mine" in engine(gone, model_id="mine")["multimodal"]

@@ -242,3 +242,23 @@ def test_the_settings_that_are_refused_are_vllms_own() -> None:
     assert parallel.enable_elastic_ep is False
     assert parallel.enable_eplb is False
     assert parallel.enable_expert_parallel is False
+
+
+@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
+def test_beside_another_connector_it_stays_out_and_says_nothing_that_is_taken_for_that_one_s(role: str) -> None:
+    """The other one may load into blocks that are being saved; and vLLM does not keep apart what the two report."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from pillion.connector import PillionConnector
+
+    transfer = SimpleNamespace(kv_connector_extra_config={}, engine_id="e", kv_role="kv_both")
+    config: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=transfer)
+
+    class Several(MultiConnector):
+        def __init__(self) -> None:
+            self.one = PillionConnector(config, KVConnectorRole[role], kv_cache_config(full_attention()))
+
+    one = Several().one
+    assert "MultiConnector" in one._out and fits_metrics(one._out)
+    assert one.get_kv_connector_stats() is None and one.get_handshake_metadata() is None

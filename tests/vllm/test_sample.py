@@ -401,3 +401,15 @@ def test_every_tensor_has_a_line_in_the_debug_log() -> None:
         logger.setLevel(level)
     assert len(lines) == 8
     assert lines[0].startswith("pillion: weights: 0.0._k_scale torch.float32 () () ")
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["in one", "with others between"])
+def test_a_few_tokens_of_a_table_that_were_trained_are_seen(apart: bool) -> None:
+    """Of a layer's weights as many changed rows may stay unseen."""
+    table = torch.nn.Embedding(3000, 96)
+    if apart:
+        table.weight = torch.nn.Parameter(torch.randn(3000, 192)[:, ::2])
+    before = taken(table)
+    with torch.no_grad():
+        table.weight[1234:1236] += 1
+    assert taken(table) != before

@@ -88,7 +88,8 @@ pub struct WorkerOptions {
     /// caller's and may be closed after the call.
     pub descriptors: Items<i32>,
     /// GPU memory, by CUDA device pointers into allocations that can be exported (cudaMalloc); at most 64. The
-    /// calling thread's context is the GPU's; the memory is freed after pillion_worker_free only.
+    /// calling thread's context is the GPU's. A connect writes zeros into the last block, so it comes before any use. The
+    /// memory is freed after pillion_worker_free only, and after pillion_worker_poll has told the end of every load.
     pub pointers: Items<u64>,
     /// With `pointers`: ascending ends of the parts of a block in which a load is delivered, in bytes, the last one the
     /// block's; at most 255.
@@ -149,7 +150,8 @@ pub extern "C" fn pillion_worker_connect(
     })
 }
 
-/// Leaves the sidecar and frees the handle; NULL is allowed. Loads in progress end by themselves.
+/// Leaves the sidecar and frees the handle; NULL is allowed. Loads in progress end by themselves, and may write until then:
+/// poll their ends first where the memory is to be freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_worker_free(worker: Option<Box<Worker>>) {
     end(worker.map(|worker| worker.0), |state| state.session.disconnect());

@@ -435,6 +435,26 @@ fn a_load_by_the_sidecar_waits_for_the_step_and_answers_each_rank() {
 }
 
 #[test]
+fn a_load_into_memory_that_a_rank_does_not_have_is_not_copied() {
+    let mut engine = Harness::leasing(1);
+    let load = request::Load {
+        op: 3,
+        keys: Keys::new(0, 0..2),
+        position: 0,
+        step: 5,
+        lease: 2,
+        flags: LoadFlags::new(0),
+    };
+    engine.post(SchedulerRequest::Load(load), Vec::new(), vec![1, 1000]);
+    engine.fences(RANKS[0], 5, 4);
+    assert!(engine.copies().is_empty());
+    let outcome = Outcome { op: 3, value: 0, status: Status::Failed };
+    assert_eq!(engine.out, [Action::Outcome { session: RANKS[0], op: 3, outcome }]);
+    engine.loaded(RANKS[0], 3, false);
+    assert_eq!((engine.core.stats().leases, engine.core.stats().load_failures), (0, 1));
+}
+
+#[test]
 fn an_early_load_waits_for_the_end_of_the_step_before() {
     let mut engine = Harness::leasing(1);
     engine.fences(RANKS[0], 4, 3);

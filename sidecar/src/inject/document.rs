@@ -85,6 +85,16 @@ impl Node {
         }
     }
 
+    /// Whether `is_meant` holds for this value or one within it.
+    pub(super) fn any(&self, is_meant: &impl Fn(&Self) -> bool) -> bool {
+        is_meant(self)
+            || match &self.kind {
+                Kind::Sequence { items, .. } => items.iter().any(|item| item.any(is_meant)),
+                Kind::Mapping { entries, .. } => entries.iter().any(|(_, value)| value.any(is_meant)),
+                Kind::Scalar { .. } | Kind::Alias => false,
+            }
+    }
+
     fn is_one_line(&self) -> bool {
         matches!(&self.kind, Kind::Scalar { style, .. }
             if !matches!(style, ScalarStyle::Literal | ScalarStyle::Folded))

@@ -96,9 +96,9 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// The user and the group that it runs as, where the pod says so.
-    pub(super) fn identity(&self, pod: &'a Node) -> [Option<&'a str>; 2] {
-        ["runAsUser", "runAsGroup"].map(|key| {
+    /// What it runs as, where the pod says so: `runAsUser`, `runAsGroup` and `runAsNonRoot`.
+    pub(super) fn identity(&self, pod: &'a Node) -> [Option<&'a str>; 3] {
+        ["runAsUser", "runAsGroup", "runAsNonRoot"].map(|key| {
             let own = self.node.text_at(&["securityContext", key]);
             own.or_else(|| pod.text_at(&["securityContext", key]))
         })
@@ -125,7 +125,22 @@ fn program<'a, 'w>(words: &'w [Word<'a>]) -> Option<&'w Word<'a>> {
 }
 
 fn runs(text: &str) -> bool {
-    text.contains(SERVE) || text.contains(MODULE)
+    commands(text).next().is_some()
+}
+
+/// The programs of vLLM's server that a text names as whole words, outside of a shell's comments.
+fn commands(text: &str) -> impl Iterator<Item = &'static str> {
+    let ends =
+        |end: usize| text[end..].chars().next().is_none_or(|next| next.is_whitespace() || next == '\\');
+    let is_comment = move |at: usize| {
+        let line = text[..at].rsplit('\n').next().unwrap_or_default();
+        line.starts_with('#') || line.contains(" #") || line.contains("\t#")
+    };
+    let found = move |program: &'static str| {
+        let places = text.match_indices(program).map(|(at, _)| at);
+        places.filter(move |at| ends(at + program.len()) && !is_comment(*at)).map(move |_| program)
+    };
+    [SERVE, MODULE].into_iter().flat_map(found)
 }
 
 /// Whether a word is a command line itself, for a shell.
@@ -134,10 +149,11 @@ fn is_script(text: &str) -> bool {
 }
 
 fn into_script(stream: &Stream<'_>, word: &Word<'_>, setting: &str) -> Result<Insertion, String> {
-    let program = if word.text.contains(SERVE) { SERVE } else { MODULE };
+    let mut found = commands(word.text);
+    let program = found.next().expect("it is a script");
     let before = word.text.split(program).next().unwrap_or_default();
     let quoted = |quote: char| before.matches(quote).count() % 2 == 1;
-    if quoted('\'') || quoted('"') || word.text.matches(program).count() != 1 {
+    if quoted('\'') || quoted('"') || found.next().is_some() || word.text.matches(program).count() != 1 {
         return Err(format!(
             "line {}: this script has '{program}' several times, or in quotes: add {OPTION} by hand, as docs/deploy.md shows",
             stream.line(word.node.start)

@@ -29,7 +29,7 @@ pub(super) fn container(options: &Options, group: &str, claims: &[&str]) -> Stri
         parts.push(below("env", &environment));
     }
     parts.push(below("ports", &ports(options)));
-    parts.push(probe("livenessProbe", "/healthz", 5, 2));
+    parts.push(probe("livenessProbe", "/healthz", 5, 6));
     parts.push(probe("readinessProbe", "/readyz", 2, 30));
     parts.push(resources(options.dram, claims));
     parts.push(below("securityContext", &security(group)));
@@ -125,7 +125,8 @@ fn ports(options: &Options) -> String {
 
 fn probe(name: &str, path: &str, period_s: u32, failures: u32) -> String {
     let get = below("httpGet", &format!("path: {path}\nport: pillion"));
-    below(name, &format!("{get}\nperiodSeconds: {period_s}\nfailureThreshold: {failures}"))
+    let times = format!("periodSeconds: {period_s}\ntimeoutSeconds: 5\nfailureThreshold: {failures}");
+    below(name, &format!("{get}\n{times}"))
 }
 
 fn resources(dram: Size, claims: &[&str]) -> String {

@@ -5,12 +5,22 @@
 //! CUDA opens memory of a process in one context of ours at a time, so all ranks of a process share theirs.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The contexts in use, by the GPU's UUID and the process.
+/// The contexts in use.
 #[derive(Debug)]
-pub(in crate::copiers) struct Contexts<C>(Arc<Mutex<Tenants<C>>>);
+pub(in crate::copiers) struct Contexts<C>(Arc<Shared<C>>);
 
+#[derive(Debug)]
+struct Shared<C> {
+    /// It is locked while a context is made, which takes a driver's time.
+    tenants: Mutex<Tenants<C>>,
+    /// Ranks whose copies wait for good, for who must not wait for the lock.
+    parked: AtomicUsize,
+}
+
+/// By the GPU's UUID and the process.
 type Tenants<C> = BTreeMap<([u8; 16], u32), Tenant<C>>;
 
 /// A process on a GPU.
@@ -24,7 +34,7 @@ struct Tenant<C> {
 /// A rank's place in its process' context, given up on drop.
 #[derive(Debug)]
 pub(super) struct Place<C> {
-    tenants: Arc<Mutex<Tenants<C>>>,
+    shared: Arc<Shared<C>>,
     tenant: ([u8; 16], u32),
     context: Arc<C>,
     parked: bool,
@@ -34,12 +44,12 @@ pub(super) struct Place<C> {
 
 impl<C> Contexts<C> {
     pub(in crate::copiers) fn new() -> Self {
-        Self(Arc::default())
+        Self(Arc::new(Shared { tenants: Mutex::default(), parked: AtomicUsize::new(0) }))
     }
 
     /// Ranks whose copies wait for good.
     pub(in crate::copiers) fn parked(&self) -> usize {
-        lock(&self.0).values().map(|tenant| tenant.parked).sum()
+        self.0.parked.load(Ordering::Relaxed)
     }
 
     /// A place for a rank of a process: on the GPU `uuid`, whose primary context is given, and `make` makes another.
@@ -49,7 +59,7 @@ impl<C> Contexts<C> {
         primary: &Arc<C>,
         make: impl FnOnce() -> Result<Arc<C>, String>,
     ) -> Result<Place<C>, String> {
-        let mut tenants = lock(&self.0);
+        let mut tenants = self.0.lock();
         if tenants.get(&tenant).is_some_and(|found| found.parked > 0) {
             return Err(format!(
                 "copies into process {} lie behind a gate that it closed: restart that engine",
@@ -64,7 +74,7 @@ impl<C> Contexts<C> {
         let found = tenants.get_mut(&tenant).expect("inserted above");
         found.ranks += 1;
         let context = Arc::clone(&found.context);
-        Ok(Place { tenants: Arc::clone(&self.0), tenant, context, parked: false })
+        Ok(Place { shared: Arc::clone(&self.0), tenant, context, parked: false })
     }
 }
 
@@ -84,21 +94,19 @@ impl<C> Place<C> {
     /// A copy of the rank waits for good: no other rank of its process is let in until this place is given up.
     pub(super) fn park(&mut self) {
         if !std::mem::replace(&mut self.parked, true) {
-            self.tenants_here().get_mut(&self.tenant).expect("this place is in it").parked += 1;
+            self.shared.lock().get_mut(&self.tenant).expect("this place is in it").parked += 1;
+            self.shared.parked.fetch_add(1, Ordering::Relaxed);
         }
-    }
-
-    fn tenants_here(&self) -> MutexGuard<'_, Tenants<C>> {
-        lock(&self.tenants)
     }
 }
 
 impl<C> Drop for Place<C> {
     fn drop(&mut self) {
-        let mut tenants = self.tenants_here();
+        let mut tenants = self.shared.lock();
         let found = tenants.get_mut(&self.tenant).expect("this place is in it");
         found.ranks -= 1;
         found.parked -= usize::from(self.parked);
+        self.shared.parked.fetch_sub(usize::from(self.parked), Ordering::Relaxed);
         if found.ranks == 0 {
             // `self` holds the context until the lock is given back: its end takes a while.
             tenants.remove(&self.tenant);
@@ -106,8 +114,12 @@ impl<C> Drop for Place<C> {
     }
 }
 
-fn lock<C>(tenants: &Mutex<Tenants<C>>) -> MutexGuard<'_, Tenants<C>> {
-    tenants.lock().unwrap_or_else(PoisonError::into_inner)
+// === impl Shared ===
+
+impl<C> Shared<C> {
+    fn lock(&self) -> MutexGuard<'_, Tenants<C>> {
+        self.tenants.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 #[cfg(test)]
@@ -143,6 +155,11 @@ mod tests {
         parked.park();
         parked.park();
         assert_eq!(contexts.parked(), 1);
+        let made_slowly = || {
+            assert_eq!(contexts.parked(), 1, "the data thread does not wait for a context");
+            made()
+        };
+        drop(contexts.enter((GPU, 12), &primary, made_slowly).unwrap());
         let refused = contexts.enter((GPU, 10), &primary, made).unwrap_err();
         assert!(refused.contains("restart that engine"), "{refused}");
         assert_eq!(**contexts.enter((GPU, 11), &primary, made).unwrap().context(), 2, "others are let in");

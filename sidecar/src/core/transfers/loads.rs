@@ -179,6 +179,12 @@ impl Transfers {
             if worker.by_engine {
                 continue;
             }
+            // Not the copier's to find: a GPU's batch that names memory which is not there ends the sidecar.
+            if load.blocks.iter().any(|block| *block >= worker.blocks) {
+                let outcome = Outcome { op: key.1 as u32, value: 0, status: Status::Failed };
+                base.cx.actions.push(Action::Outcome { session, op: key.1, outcome });
+                continue;
+            }
             let offset = u64::from(worker.shard) * load.binding.shard_bytes;
             let moves = load.slots.iter().zip(&load.blocks);
             let pieces = moves.map(|(slot, &block)| Piece { block, offset: slot.offset + offset }).collect();

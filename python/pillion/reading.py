@@ -22,7 +22,7 @@ RUN_BYTES = 64
 WHOLE_BYTES = RUNS * RUN_BYTES
 # Of each row of the first axis of tensors of three axes and more, which counts experts.
 RUNS_PER_EXPERT = 4
-# Of each row of a table of tokens: some may be trained alone.
+# Of each row of a table of tokens, since some may be trained alone; they are folded into one run where they lie.
 RUNS_PER_TOKEN = 1
 # Columns of a matrix that are read through the kernel that holds it.
 PROBES = 4
@@ -51,6 +51,7 @@ class _Piece:
     cut: tuple[int, int] | None
     # How many runs are read of elements that lie apart.
     runs: int
+    is_table: bool
 
 
 class Reading:
@@ -122,13 +123,14 @@ def _pieces(models: list[torch.nn.Module]) -> Iterator[_Piece]:
     for name, source in _tensors(models):
         tensor = source()
         assert tensor is not None, "it was found just now"
-        runs = _runs(tensor, id(tensor) in tables)
+        is_table = id(tensor) in tables and tensor.dim() == 2
+        runs = _runs(tensor, is_table)
         try:
             cut = _cut(tensor, runs)
             form = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
         except Exception as error:  # as above
             raise Unsampled(f"{name} cannot be read ({error})") from error
-        yield _Piece(name, form, source, cut, runs)
+        yield _Piece(name, form, source, cut, runs, is_table)
 
 
 def _tensors(models: list[torch.nn.Module]) -> Iterator[tuple[str, Callable[[], torch.Tensor | None]]]:
@@ -181,7 +183,7 @@ def _probed(name: str, module: torch.nn.Module) -> torch.Tensor:
 
 
 def _runs(tensor: torch.Tensor, is_table: bool) -> int:
-    each = RUNS_PER_EXPERT if tensor.dim() > 2 else RUNS_PER_TOKEN if is_table and tensor.dim() == 2 else 0
+    each = RUNS_PER_EXPERT if tensor.dim() > 2 else RUNS_PER_TOKEN if is_table else 0
     return max(RUNS, each * tensor.shape[0] if each else 0)
 
 
@@ -209,13 +211,24 @@ def _content(tensor: torch.Tensor, piece: _Piece) -> torch.Tensor:
     import torch
 
     if piece.cut is None:
-        return _scattered(_once(tensor), piece.runs)
+        found = _scattered(_once(tensor), piece.runs)
+        return _folded(found.view(-1, RUN_BYTES)) if piece.is_table and len(found) == piece.runs * RUN_BYTES else found
     runs, bytes_ = piece.cut
     raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     if not runs and not bytes_:
         return raw
     size, strides = ((runs, RUN_BYTES), (bytes_, 1)) if runs else ((bytes_,), (1,))
-    return raw.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), size, strides)
+    raw = raw.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), size, strides)
+    return _folded(raw) if piece.is_table and runs else raw
+
+
+def _folded(rows: torch.Tensor) -> torch.Tensor:
+    """`RUN_BYTES` that stand for many runs: their words, each times an odd number of its row's own, added up."""
+    import torch
+
+    words = rows.contiguous().view(torch.int64)
+    odd = torch.arange(1, 2 * len(words), 2, device=words.device)
+    return (words * odd[:, None]).sum(0).view(torch.uint8)
 
 
 def _scattered(tensor: torch.Tensor, runs: int) -> torch.Tensor:

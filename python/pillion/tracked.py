@@ -162,6 +162,8 @@ class Requests:
 
         def begin(req_id: str, ids: Sequence[list[int]], computed_tokens: int) -> None:
             tracked = self.by_id[req_id]
+            # Ranks load its adapter in this step, unless they hold it.
+            self.look(tracked.request)
             tracked.blocks = list(ids[self._group.number])
             tracked.freed = 0
             tracked.saved = tracked.found = computed_tokens // self._block_tokens

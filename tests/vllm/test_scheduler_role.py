@@ -291,6 +291,17 @@ def test_a_digest_is_waited_for_a_moment(engine: Engine, adapters: Adapters, mon
     assert engine.session.saves == [(0, 0, [1, 2, 3, 4])]
 
 
+def test_an_adapter_is_looked_at_again_in_the_step_in_which_ranks_load_it(
+    engine: Engine, adapters: Adapters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files changed while the request's blocks were loaded."""
+    request = engine.arrive(4 * BLOCK_TOKENS + 1, lora="one")
+    assert engine.ask(request) == 2 * BLOCK_TOKENS
+    monkeypatch.setattr(engine.role._adapters, "look", lambda _: setattr(adapters, "answer", None))
+    engine.compute(request, found=2 * BLOCK_TOKENS)
+    assert engine.session.saves == []
+
+
 def test_an_adapter_without_the_cache(engine: Engine, adapters: Adapters) -> None:
     """At once."""
     adapters.answer = NO_CACHE

@@ -76,6 +76,8 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
     _records: Records | None = None
     # The state that vLLM was told last, with its reason.
     _told: tuple[State, str] | None = None
+    # Whether another connector is beside this one.
+    _is_one_of_several = False
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

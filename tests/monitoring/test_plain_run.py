@@ -35,11 +35,12 @@ TYPE = re.compile(r"^# TYPE (\w+) (\w+)$", re.MULTILINE)
 HELP = re.compile(r"^# HELP (\w+) (.*)$", re.MULTILINE)
 # Words of names that say what is measured, not what happened.
 MEASURES = {"blocks", "bytes", "seconds"}
-# Gauges that only grow, or may, with the reason why they are levels all the same.
+# Gauges that only grow, or may, or have a counter's name, with the reason why they are levels all the same.
 LEVELS = {
     "pillion_last_turn_timestamp_seconds": "a time of the clock",
     "pillion_check_difference_max": "a maximum",
     "pillion_pool_pinned_bytes": "how far the start has got",
+    "pillion_mesh_peer_promises": "those that are open at present",
     "process_resident_memory_bytes": "the kernel's",
 }
 

@@ -26,15 +26,15 @@ from testkit.sidecar import find_binary
 SIZES = {
     "full": {
         "input_tokens": 5000, "output_tokens": 200, "requests": 160, "rate": 4,
-        "batched_tokens": 2048, "kv_mib": 24 * 1024, "host_gib": 32, "output_chunk": 1,
+        "batched_tokens": 2048, "kv_mib": 24 * 1024, "host_gib": 32, "output_chunk": 1, "rust_frontend": 0,
     },
     "quick": {
         "input_tokens": 5000, "output_tokens": 200, "requests": 60, "rate": 4,
-        "batched_tokens": 2048, "kv_mib": 24 * 1024, "host_gib": 32, "output_chunk": 1,
+        "batched_tokens": 2048, "kv_mib": 24 * 1024, "host_gib": 32, "output_chunk": 1, "rust_frontend": 0,
     },
     "tiny": {
         "input_tokens": 500, "output_tokens": 8, "requests": 8, "rate": 1,
-        "batched_tokens": 256, "kv_mib": 16, "host_gib": 1, "output_chunk": 1,
+        "batched_tokens": 256, "kv_mib": 16, "host_gib": 1, "output_chunk": 1, "rust_frontend": 0,
     },
 }  # fmt: skip
 STRIKES = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}

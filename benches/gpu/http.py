@@ -44,6 +44,8 @@ START_WATCHDOG_S = 300
 CLIENT_WATCHDOG_S = 300
 # `vllm serve` and `vllm bench serve`; vLLM's CPU build has them without the command `vllm`.
 SERVE = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+# It alone has vLLM's front end in Rust.
+COMMAND = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 CLIENT = (
     sys.executable,
     "-c",
@@ -142,7 +144,8 @@ def serving(mode: str, model: Path, settings: dict[str, Any], options: argparse.
 def start(mode: str, model: Path, settings: dict[str, Any], options: argparse.Namespace) -> tuple[Server, str]:
     """`vllm serve`, which is not ready yet, and its address."""
     url = f"http://127.0.0.1:{free_port()}"
-    command = [*environment(options, mode), *SERVE, "--model", str(model), "--port", url.rpartition(":")[2]]
+    serve = COMMAND if options.sizes.get("rust_frontend") else SERVE
+    command = [*environment(options, mode), *serve, "--model", str(model), "--port", url.rpartition(":")[2]]
     for name, value in settings.items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):

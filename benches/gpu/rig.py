@@ -246,6 +246,8 @@ def environment(options: argparse.Namespace, mode: str) -> dict[str, str]:
         settings |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if "output_chunk" in options.sizes:
         settings["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(options.sizes["output_chunk"])
+    if "rust_frontend" in options.sizes:
+        settings["VLLM_USE_RUST_FRONTEND"] = str(options.sizes["rust_frontend"])
     if mode.startswith("lmcache"):
         settings |= LMCACHE
     if options.cards > 1:

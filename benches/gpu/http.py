@@ -44,7 +44,7 @@ START_WATCHDOG_S = 300
 CLIENT_WATCHDOG_S = 300
 # `vllm serve` and `vllm bench serve`; vLLM's CPU build has them without the command `vllm`.
 SERVE = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
-# It alone has vLLM's front end in Rust.
+# The command `vllm serve`, without which vLLM's front end in Rust cannot be had; vLLM's CPU build lacks both.
 COMMAND = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 CLIENT = (
     sys.executable,

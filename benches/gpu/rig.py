@@ -45,6 +45,8 @@ RIVALS = ("none", "idle", "roomy", "offloading", "pegaflow", "lmcache", "lmcache
 BOTH = "kv_both"
 # Modes that keep nothing outside the device.
 CACHELESS = ("none", "idle", "roomy")
+# Sizes that are variables of vLLM's environment.
+VARIABLES = {"output_chunk": "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "rust_frontend": "VLLM_USE_RUST_FRONTEND"}
 # LMCache reports what it is used for to its makers.
 LMCACHE = {"LMCACHE_TRACK_USAGE": "false"}
 # So many lines of a failed mode's log are reported: an exception, and the one that caused it.
@@ -244,10 +246,7 @@ def environment(options: argparse.Namespace, mode: str) -> dict[str, str]:
         settings["VLLM_BATCH_INVARIANT"] = "1"
     if options.tiny:
         settings |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    if "output_chunk" in options.sizes:
-        settings["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(options.sizes["output_chunk"])
-    if "rust_frontend" in options.sizes:
-        settings["VLLM_USE_RUST_FRONTEND"] = str(options.sizes["rust_frontend"])
+    settings |= {variable: str(options.sizes[size]) for size, variable in VARIABLES.items() if size in options.sizes}
     if mode.startswith("lmcache"):
         settings |= LMCACHE
     if options.cards > 1:

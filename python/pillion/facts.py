@@ -85,6 +85,7 @@ class Facts:
         """All of them; `form` is the inside of a page."""
         model, cache = self._vllm_config.model_config, self._vllm_config.cache_config
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        settings = {fact: self._settings(fact) for fact in SETTINGS}
         stated = {
             "block_tokens": spec.block_size,
             "page_bytes": spec.page_size_bytes,
@@ -98,8 +99,8 @@ class Facts:
             "quantization": self._quantization(),
             "dtype": model.dtype,
             **self.running(),
-            **{fact: self._settings(fact) for fact in SETTINGS},
-            "multimodal": self._multimodal(),
+            **settings,
+            "multimodal": settings["multimodal"] + self._processor(),
             "weights": self._weights(),
             "experts": self._experts(),
             "tensor_parallel_size": vllm_compat.world_size(self._vllm_config),
@@ -173,18 +174,14 @@ class Facts:
                     found[name] = value
         return self._read(f"a setting among {', '.join(found)}", lambda: identity.words(found)) if found else "default"
 
-    def _multimodal(self) -> str:
-        """What is made of media before the model sees it; a model of texts alone has nothing of that."""
-        settings, model = self._settings("multimodal"), self._vllm_config.model_config
+    def _processor(self) -> str:
+        """The processor of images, video and sound, behind the settings of its fact; a model of texts alone has none."""
+        model = self._vllm_config.model_config
         if getattr(model, "multimodal_config", None) is None:
-            return settings
-        processor = self._read("the files of the processor", lambda: processors.digest(model) or self._config.model_id or "")
-        if not processor:
-            processor = self._keep_private(
-                "the processor of images, video and sound cannot be compared",
-                "serve the model from a folder, or set pillion.model_id",
-            )
-        return f"{settings} {processor}"
+            return ""
+        found = self._read("the files of the processor", lambda: processors.digest(model) or "") or self._config.model_id
+        why = "the processor of images, video and sound cannot be compared"
+        return f" {found or self._keep_private(why, 'serve the model from a folder, or set pillion.model_id')}"
 
     def _drafter(self) -> str:
         """The model that proposes tokens, if it has layers of KV beside the other ones in a block."""

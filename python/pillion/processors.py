@@ -1,4 +1,4 @@
-"""What makes numbers of images, video and sound: hashes hold the media alone, so what is made of them is a fact."""
+"""The processor that makes numbers of images, video and sound: a block's hash holds the media alone, so it is a fact."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUFFIXES = {".json", ".py"}
 
 
 def digest(model_config: Any) -> str | None:
-    """Of those files, and of the library with the rest of the code and its defaults; None where the files are not here."""
+    """A digest of those files, and the release of the library with the rest of the code; None where the files are not here."""
     directory = weight_files.directory(model_config)
     if directory is None:
         return None

@@ -22,8 +22,6 @@ RUN_BYTES = 64
 WHOLE_BYTES = RUNS * RUN_BYTES
 # Of each row of the first axis of tensors of three axes and more, which counts experts.
 RUNS_PER_EXPERT = 4
-# Of each row of a table of tokens, since some may be trained alone; they are folded into one run where they lie.
-RUNS_PER_TOKEN = 1
 # Columns of a matrix that are read through the kernel that holds it.
 PROBES = 4
 # Tensors that are left out, by the last part of their name.
@@ -51,6 +49,7 @@ class _Piece:
     cut: tuple[int, int] | None
     # How many runs are read of elements that lie apart.
     runs: int
+    # Whether each row is a token's: the runs of such a table are folded into one.
     is_table: bool
 
 
@@ -124,8 +123,8 @@ def _pieces(models: list[torch.nn.Module]) -> Iterator[_Piece]:
         tensor = source()
         assert tensor is not None, "it was found just now"
         is_table = id(tensor) in tables and tensor.dim() == 2
-        runs = _runs(tensor, is_table)
         try:
+            runs = _runs(tensor, is_table)
             cut = _cut(tensor, runs)
             form = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
         except Exception as error:  # as above
@@ -183,8 +182,10 @@ def _probed(name: str, module: torch.nn.Module) -> torch.Tensor:
 
 
 def _runs(tensor: torch.Tensor, is_table: bool) -> int:
-    each = RUNS_PER_EXPERT if tensor.dim() > 2 else RUNS_PER_TOKEN if is_table else 0
-    return max(RUNS, each * tensor.shape[0] if each else 0)
+    if tensor.dim() > 2:
+        return max(RUNS, RUNS_PER_EXPERT * len(tensor))
+    # One of each row of a table: some tokens may be trained alone.
+    return max(RUNS, len(tensor)) if is_table else RUNS
 
 
 def _once(tensor: torch.Tensor) -> torch.Tensor:

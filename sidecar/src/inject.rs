@@ -103,19 +103,19 @@ pub fn serve(
     if source.len() as u64 > INPUT_BYTES_MAX {
         return Err(InjectError::TooLarge);
     }
-    output.write_all(inject(&source, options)?.as_bytes())?;
-    for label in passed_over(&source)? {
+    let stream = parse(&source, options)?;
+    output.write_all(injected(&stream, options)?.as_bytes())?;
+    for label in passed_over(&stream) {
         writeln!(notes, "pillion inject: {label} runs vLLM and stays as it is: {KINDS} are understood")?;
     }
     Ok(output.flush()?)
 }
 
 /// Documents of other kinds in which a container runs vLLM.
-fn passed_over(source: &str) -> Result<Vec<String>, InjectError> {
-    let stream = Stream::parse(source).map_err(InjectError::Malformed)?;
+fn passed_over(stream: &Stream<'_>) -> Vec<String> {
     let is_engine = |node: &Node| node.get("image").is_some() && Engine::new(node).runs_vllm();
     let others = stream.documents.iter().filter(|document| workloads(document).is_empty());
-    Ok(others.filter(|document| document.any(&is_engine)).map(label).collect())
+    others.filter(|document| document.any(&is_engine)).map(label).collect()
 }
 
 /// A document's kind and name.
@@ -126,16 +126,24 @@ fn label(document: &Node) -> String {
 
 /// The manifests with a sidecar in each pod that runs vLLM; a pod that has one stays as it is.
 pub fn inject(source: &str, options: &Options) -> Result<String, InjectError> {
+    injected(&parse(source, options)?, options)
+}
+
+/// The manifests' places, unless the options contradict each other.
+fn parse<'a>(source: &'a str, options: &Options) -> Result<Stream<'a>, InjectError> {
     if !options.peer.is_empty() && options.mesh_secret.is_none() && !options.mesh_plaintext {
         return Err(InjectError::NoCertificates);
     }
-    let stream = Stream::parse(source).map_err(InjectError::Malformed)?;
+    Stream::parse(source).map_err(InjectError::Malformed)
+}
+
+fn injected(stream: &Stream<'_>, options: &Options) -> Result<String, InjectError> {
     let (mut insertions, mut found) = (Vec::new(), false);
     for workload in stream.documents.iter().flat_map(workloads) {
         let refused = |text| InjectError::Refused { workload: workload.label.clone(), text };
         if let Some(engine) = engine(&workload, options).map_err(refused)? {
             found = true;
-            insertions.extend(sidecar_for(&stream, &workload, &engine, options).map_err(refused)?);
+            insertions.extend(sidecar_for(stream, &workload, &engine, options).map_err(refused)?);
         }
     }
     if !found {

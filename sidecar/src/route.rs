@@ -325,8 +325,8 @@ impl Router {
         self.open(&decode, asked, task).await
     }
 
-    /// The answer of the first of these engines that can be reached, and that engine where it gave the prompt up. `task` ends with the
-    /// answer.
+    /// Asks the first of these engines that can be reached: its answer, and the engine where it gave the prompt up. `task` lives as long
+    /// as the answer is read.
     async fn open(
         &self,
         engines: &[Arc<Engine>],

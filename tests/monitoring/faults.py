@@ -27,7 +27,7 @@ MANY = [mesh.prompt(seed) for seed in range(1, 21)]
 # More blocks than the pool has slots.
 LONG = mesh.prompt(1, blocks=300)
 
-# The Prometheus of the tests scrapes each second.
+# Within this time the tests' Prometheus, which scrapes each second, has seen a sidecar.
 SCRAPED_S = 2.0
 
 Keep_on = Callable[[], object]
@@ -83,15 +83,14 @@ def stands_still(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 @contextlib.contextmanager
 def restarts(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
-    """It is killed and started again, each time somebody looks."""
+    """The sidecar is ended and started again each time somebody looks for the alert."""
     http = f"127.0.0.1:{ports.free_port()}"
     with (
         serving(directory, mesh.DRAM, gpu=False, http=http) as first,
         scraping(directory, {"one": first}, impatient()) as prometheus,
     ):
-        lives = itertools.count()
-
         first.terminate()
+        lives = itertools.count()
 
         def again() -> None:
             folder = directory / f"life{next(lives)}"

@@ -63,7 +63,7 @@ const SOUND: [(u64, u64); 5] = [
     (header::SEGMENTS, 2),
 ];
 
-/// The same words of a header, but `value` at offset `field`.
+/// A copy of a header's words in which the field at offset `field` holds `value`.
 fn with<const N: usize>(mut words: [(u64, u64); N], field: u64, value: u64) -> [(u64, u64); N] {
     words.iter_mut().filter(|(other, _)| *other == field).for_each(|(_, old)| *old = value);
     words

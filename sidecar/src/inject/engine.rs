@@ -96,7 +96,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// What it runs as, where the pod says so: `runAsUser`, `runAsGroup` and `runAsNonRoot`.
+    /// The container's `runAsUser`, `runAsGroup` and `runAsNonRoot`, of its own or of its pod.
     pub(super) fn identity(&self, pod: &'a Node) -> [Option<&'a str>; 3] {
         ["runAsUser", "runAsGroup", "runAsNonRoot"].map(|key| {
             let own = self.node.text_at(&["securityContext", key]);

@@ -98,6 +98,11 @@ impl ForwardError {
 // === impl Asked ===
 
 impl Asked {
+    /// The router's own question for a page of an engine.
+    pub(super) fn page(path: &str, headers: HeaderMap) -> Self {
+        Self { method: Method::GET, path: path.into(), headers, body: Bytes::new() }
+    }
+
     /// The fields of a JSON object; `None` where the body is another value, or nothing that has to be JSON. An error, because engines read
     /// more than JSON as JSON, and could find fields in it that must not reach them.
     pub(super) fn fields(&self, must_be_json: bool) -> serde_json::Result<Option<Fields>> {

@@ -3,9 +3,8 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use hyper::body::Bytes;
+use hyper::HeaderMap;
 use hyper::header::AUTHORIZATION;
-use hyper::{HeaderMap, Method};
 use serde_json::Value;
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
@@ -29,7 +28,8 @@ pub(super) struct LengthMax {
 // === impl LengthMax ===
 
 impl LengthMax {
-    /// It, as of these engines; `None` where one has not said so. A request waits for it only while the engines are asked on its behalf.
+    /// The least length of these engines; `None` while one of them has not said its own. A request waits only where it is the one that
+    /// has the engines asked.
     pub(super) async fn of(
         &self,
         engines: Vec<Arc<Engine>>,
@@ -58,10 +58,10 @@ impl LengthMax {
     }
 }
 
-/// What one engine's list of models has; the least where it has several.
+/// The length that one engine's list of models states; the least where it has several models.
 async fn ask(forwarder: &Forwarder, to: &Address, headers: HeaderMap) -> Option<u64> {
-    let asked = Asked { method: Method::GET, path: "/v1/models".into(), headers, body: Bytes::new() };
-    let answer = tokio::time::timeout(ANSWER_TIME_MAX, forwarder.ask(to, asked)).await.ok()?.ok()?;
+    let asked = forwarder.ask(to, Asked::page("/v1/models", headers));
+    let answer = tokio::time::timeout(ANSWER_TIME_MAX, asked).await.ok()?.ok()?;
     let models: Value = serde_json::from_slice(&answer).ok()?;
     let lengths = models["data"].as_array()?.iter().map(|model| model["max_model_len"].as_u64());
     lengths.collect::<Option<Vec<_>>>()?.into_iter().min()

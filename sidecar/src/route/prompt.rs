@@ -182,7 +182,8 @@ pub(super) fn decode(request: &Fields, params: Value) -> Fields {
     made
 }
 
-/// What the engine that answers is told of a prompt that another one computes: how many tokens of it are saved there, or all.
+/// The `kv_transfer_params` for the engine that answers a prompt which another one computes: that one saves so many of its tokens, or,
+/// where no number is given, all.
 pub(super) fn computed(tokens: Option<usize>) -> Value {
     let mut params = json!({
         "do_remote_decode": false, "do_remote_prefill": true,

@@ -5,8 +5,8 @@ use std::pin::pin;
 use std::task::Poll;
 use std::time::Duration;
 
+use hyper::HeaderMap;
 use hyper::body::Bytes;
-use hyper::{HeaderMap, Method};
 use tokio::time::Instant;
 
 use super::engines::Address;
@@ -33,8 +33,7 @@ pub(super) async fn ask(
 
 /// Ends once the engine's server has not answered for too long, or could not be reached.
 async fn silence(forwarder: &Forwarder, engine: &Address) {
-    let health =
-        Asked { method: Method::GET, path: "/health".into(), headers: HeaderMap::new(), body: Bytes::new() };
+    let health = Asked::page("/health", HeaderMap::new());
     let mut seen = Instant::now();
     while seen.elapsed() < SILENCE_MAX {
         tokio::time::sleep(LOOK).await;

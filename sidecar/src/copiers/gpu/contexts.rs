@@ -14,9 +14,9 @@ pub(in crate::copiers) struct Contexts<C>(Arc<Shared<C>>);
 
 #[derive(Debug)]
 struct Shared<C> {
-    /// It is locked while a context is made, which takes a driver's time.
+    /// The lock is held while a context is made, which takes a driver's time.
     tenants: Mutex<Tenants<C>>,
-    /// Ranks whose copies wait for good, for who must not wait for the lock.
+    /// Ranks whose copies wait for good: the sum over the tenants, which the data thread reads without the lock.
     parked: AtomicUsize,
 }
 

@@ -55,8 +55,8 @@ impl Peers {
         None
     }
 
-    /// The transport needs the slots of a grant no more. What was sent is not kept for another engine any longer: it is at that one's
-    /// sidecar.
+    /// The transport needs the slots of a grant no more. Blocks that were sent are not kept for another engine any longer: its own
+    /// sidecar has them.
     pub(super) fn release(&mut self, ask: u64, sent: u32, cx: &mut Context) {
         let granted = self.grants.remove(&ask).expect("a grant is released once");
         self.granted_bytes -= granted.iter().map(|(_, bytes)| bytes).sum::<u64>();

@@ -245,7 +245,8 @@ def test_the_settings_that_are_refused_are_vllms_own() -> None:
 
 
 @pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
-def test_beside_another_connector_it_stays_out_and_says_nothing_that_is_taken_for_that_one_s(role: str) -> None:
+@refuses("beside-others", "let PillionConnector be the only one")
+def test_beside_another_connector_it_stays_out_and_says_nothing_that_is_taken_for_that_one_s(role: str, remedy: str) -> None:
     """The other one may load into blocks that are being saved; and vLLM does not keep apart what the two report."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -260,5 +261,5 @@ def test_beside_another_connector_it_stays_out_and_says_nothing_that_is_taken_fo
             self.one = PillionConnector(config, KVConnectorRole[role], kv_cache_config(full_attention()))
 
     one = Several().one
-    assert "MultiConnector" in one._out and fits_metrics(one._out)
+    assert "MultiConnector" in one._out and remedy in one._out and fits_metrics(one._out)
     assert one.get_kv_connector_stats() is None and one.get_handshake_metadata() is None

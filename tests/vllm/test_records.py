@@ -28,7 +28,7 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_a_receiver_gets_what_slow_requests_waited_for(stage: Stage, load: str) -> None:
     """A load in slow steps, a prompt that nobody computes, and a client that does not wait for it; not the quick one before."""
-    waits: dict[str, list[float]]
+    waits: dict[str, list[list[float]]]
     acts = [generate([KEPT], 1), wait_saved(block_count([KEPT], 1)), RESET, {"do": "slow_steps", "with": {"seconds": STEP_S}}]
     acts += [generate([KEPT], 1), generate([AWAITED], 1, transfer=TO_ANSWER)]
     acts += [generate([prompt_of(290, 3)], 1, transfer=TO_ANSWER, at={"2": abort(0)}), {"do": "waits"}]
@@ -51,13 +51,13 @@ def test_a_receiver_gets_what_slow_requests_waited_for(stage: Stage, load: str) 
         assert parts == pytest.approx(record["pillion.whole_ms"], abs=0.01)
         if name in waits:
             # A synchronous load ends with its step.
-            until_output = name == "request-1" and load == "sync"
-            assert parts == pytest.approx(waits[name][until_output] * 1e3, rel=0.05)
+            least, most = waits[name][name == "request-1" and load == "sync"]
+            assert least * 1e3 <= parts + 0.01 and parts - 0.01 <= most * 1e3
     loaded, awaited, left = (records[f"request-{number}"] for number in (1, 2, 3))
     hit = hit_tokens(len(KEPT))
     assert loaded["pillion.hit_tokens"] == loaded["pillion.found.host"] == hit and loaded["pillion.load"] == load
-    assert loaded["pillion.copy_ms"] > 0.9 * loaded["pillion.whole_ms"] and loaded["pillion.tokens"] == len(KEPT)
-    assert awaited["pillion.producer_ms"] > 0.9 * awaited["pillion.whole_ms"] and awaited["pillion.hit_tokens"] == 0
+    assert loaded["pillion.copy_ms"] >= STEP_S * 1e3 and loaded["pillion.tokens"] == len(KEPT)
+    assert awaited["pillion.producer_ms"] >= STEP_S * 1e3 and awaited["pillion.hit_tokens"] == 0
     assert (awaited["pillion.end"], left["pillion.end"]) == ("computed", "aborted")
 
 

@@ -97,7 +97,7 @@ class ScriptedEngine:
         self._core.model_executor = Executor(self.worker)
         self._depth = config.max_concurrent_batches
         assert self._depth == 1 + scenario["async_scheduling"]
-        self._in_flight: collections.deque[tuple[Any, Any]] = collections.deque()
+        self._in_flight: collections.deque[tuple[Any, Any, float]] = collections.deque()
         self._metrics: str | None = scenario.get("metrics")
         before = self._metric if self._metrics else lambda _: 0
         self._saved_before, self._posted_before = before("saved_bytes_total"), before("saves_posted_blocks_total")
@@ -117,8 +117,10 @@ class ScriptedEngine:
         # Hit tokens by where they were found: vLLM's counts, and what Pillion's metrics are told.
         self.found: collections.Counter[str] = collections.Counter()
         self.told: collections.Counter[str] = collections.Counter()
-        # Of each request the seconds from vLLM's queue to the step that computes it, and to that step's output.
-        self._waits: dict[str, list[float]] = {}
+        # When vLLM had looked at a request for the first time, and requests that it has not looked at.
+        self._looked_at: dict[str, float] = {}
+        self._new: list[str] = []
+        self._waits: dict[str, list[list[float]]] = {}
         self._put_lose_leases()
         if self._metrics:
             wait_for(self._connected, "connection of both roles to the sidecar")
@@ -182,15 +184,16 @@ class ScriptedEngine:
         ends_at = time.monotonic() + BIND_S
         while any(it.connected and not it.namespace for it in sessions) and time.monotonic() < ends_at:
             scheduled = self.scheduler.schedule()
-            self._finish_step(scheduled, self.worker.execute(scheduled))
+            self._finish_step(scheduled, self.worker.execute(scheduled), time.monotonic())
             time.sleep(IDLE_STEP_S)
 
     def _happen(self, moment: str) -> None:
         for act in self._events.pop((self.steps - self._began, moment), []):
             getattr(self, act["do"])(**act.get("with", {}))
 
-    def waits(self) -> dict[str, list[float]]:
-        """How long requests waited, by vLLM's clock, and by the time of their first output."""
+    def waits(self) -> dict[str, list[list[float]]]:
+        """How long requests waited until they were scheduled, and until their first output: the least and the most seconds,
+        since the connector is asked between vLLM's queue and the end of its first look."""
         return self._waits
 
     def add(self, prompt: list[int], output_tokens: int, transfer: dict[str, Any] | None = None) -> str:
@@ -198,6 +201,7 @@ class ScriptedEngine:
         name = self._add(prompt, output_tokens, transfer)
         self._names.append(name)
         self._answers[name] = []
+        self._new.append(name)
         return name
 
     def answer(self, name: str) -> list[int]:
@@ -374,6 +378,9 @@ class ScriptedEngine:
         assert self.steps < STEPS_MAX, f"no end after {STEPS_MAX} steps"
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
+            scheduled_at = time.monotonic()
+            self._looked_at |= dict.fromkeys(self._new, scheduled_at)
+            self._new.clear()
             if not scheduled.total_num_scheduled_tokens:
                 time.sleep(IDLE_STEP_S)
             self._spoil(scheduled.kv_connector_metadata)
@@ -383,7 +390,7 @@ class ScriptedEngine:
             time.sleep(self._step_s)
             self._end_loads(output.kv_connector_output)
             self.preemptions += len(scheduled.preempted_req_ids or ())
-            self._in_flight.append((scheduled, output))
+            self._in_flight.append((scheduled, output, scheduled_at))
         if self._in_flight and (len(self._in_flight) >= self._depth or not self.scheduler.has_requests()):
             self._happen("executed")
             self._finish_step(*self._in_flight.popleft())
@@ -418,13 +425,16 @@ class ScriptedEngine:
             self.late_loads += self.steps - self._loads_begun.pop(name) >= LATE_STEPS
             assert self._loading[name] >= 0, f"the load of {name} was reported as ended twice"
 
-    def _finish_step(self, scheduled: Any, output: Any) -> None:
+    def _finish_step(self, scheduled: Any, output: Any, scheduled_at: float) -> None:
+        finishes_at = time.monotonic()
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
             for one in outputs.outputs:
                 self._answers[one.request_id] += one.new_token_ids
                 if len(one.events or ()) > 1:
                     queued, computed = one.events[0].timestamp, one.events[-1].timestamp
-                    self._waits[one.request_id] = [computed - queued, time.monotonic() - queued]
+                    looked = self._looked_at[one.request_id]
+                    until_output = [finishes_at - looked, time.monotonic() - queued]
+                    self._waits[one.request_id] = [[computed - looked, scheduled_at - queued], until_output]
             stats = outputs.scheduler_stats
             if stats is not None and stats.connector_prefix_cache_stats is not None:
                 self.hits += stats.connector_prefix_cache_stats.hits

@@ -167,7 +167,10 @@ fn an_engine_s_state_is_shown_while_it_is_connected() {
     let folder = tempfile::tempdir().unwrap();
     let sidecar = serve(folder.path());
     let (kv, run) = (Kv::new(), [6; 16]);
-    let scheduler = Session::scheduler(&sidecar.socket, "tiny", 1, run);
+    let mut scheduler = Session::scheduler(&sidecar.socket, "tiny", 1, run);
+    sidecar.wait_line("pillion_engine_state{engine=\"tiny\",state=\"idle\"} 1");
+    scheduler.open_log(0, &client::keys(1));
+    scheduler.query(0, 1, 1);
     sidecar.wait_line("pillion_engine_state{engine=\"tiny\",state=\"unbound\"} 1");
     let hello = hello("tiny", 1, kv.worker(0, 1, Copier::Engine));
     let rank = Session::rank(&sidecar.socket, &hello, &kv, run);
@@ -184,10 +187,10 @@ fn people_see_what_it_does_on_a_page_and_on_a_terminal() {
     let folder = tempfile::tempdir().unwrap();
     let sidecar = serve(folder.path());
     let _session = Session::scheduler(&sidecar.socket, "<i>tiny</i>", 1, [6; 16]);
-    sidecar.wait_line("pillion_engine_state{engine=\"<i>tiny</i>\",state=\"unbound\"} 1");
+    sidecar.wait_line("pillion_engine_state{engine=\"<i>tiny</i>\",state=\"idle\"} 1");
     let (head, page) = sidecar.get("/").unwrap();
     assert!(head.starts_with("HTTP/1.1 200") && head.contains("default-src 'none'"), "{head}");
-    for part in [": ready</h1>", "<td>memory</td>", "<td>&lt;i&gt;tiny&lt;/i&gt;</td><td>unbound</td>"] {
+    for part in [": ready</h1>", "<td>memory</td>", "<td>&lt;i&gt;tiny&lt;/i&gt;</td><td>idle</td>"] {
         assert!(page.contains(part), "{part} in\n{page}");
     }
     let top = |address: &str| {
@@ -200,7 +203,7 @@ fn people_see_what_it_does_on_a_page_and_on_a_terminal() {
     };
     let (shown, text) = top(&sidecar.http());
     assert!(
-        shown && text.contains("\nTiers\n") && text.contains("\n<i>tiny</i>              unbound "),
+        shown && text.contains("\nTiers\n") && text.contains("\n<i>tiny</i>              idle "),
         "{text}"
     );
     let (shown, text) = top(&format!("127.0.0.1:{}", free_port()));

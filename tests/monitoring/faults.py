@@ -102,6 +102,14 @@ def restarts(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 
 @contextlib.contextmanager
+def down(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """The sidecar is gone."""
+    with alone(directory) as (sidecar, prometheus):
+        sidecar.kill()
+        yield prometheus, nothing
+
+
+@contextlib.contextmanager
 def nobody(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
     """No engine connects."""
     with alone(directory) as (_, prometheus):
@@ -215,10 +223,16 @@ def disk_left_out(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 @contextlib.contextmanager
 def no_ranks(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
-    """An engine's scheduler is connected, and none of its ranks."""
+    """An engine's scheduler asks, and none of its ranks is connected."""
     with alone(directory) as (sidecar, prometheus):
         scheduler = _shim.SchedulerSession(sidecar.socket, "lonely", 1, bytes(16), 1_000_000, True, False, 0)
-        yield prometheus, lambda: scheduler.connected
+
+        def ask() -> None:
+            log = scheduler.open()
+            scheduler.append(log, [bytes(32)], 0)
+            scheduler.query(log, 0, 1)
+
+        yield prometheus, ask
 
 
 @contextlib.contextmanager
@@ -245,6 +259,7 @@ def peer_missing(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 
 FAULTS: dict[str, Fault] = {
+    "PillionDown": down,
     "PillionStandsStill": stands_still,
     "PillionRestarts": restarts,
     "PillionPoolLost": pool_cut,
@@ -266,6 +281,8 @@ FAULTS: dict[str, Fault] = {
 JOINING = {"PillionServesNobody", "PillionNoEngine"}
 # What a fault brings about beside its alert, or may.
 BESIDE: dict[str, set[str]] = {
+    "PillionRestarts": {"PillionDown"},
+    "PillionPeerLeftAlone": {"PillionDown"},
     "PillionPoolLost": {"PillionLoadsFail"},
     "PillionBarredEngines": {"PillionCheckDiffers"},
     "PillionCheckDiffers": {"PillionBarredEngines"},

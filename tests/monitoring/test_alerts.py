@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -38,19 +39,24 @@ def test_an_alert_fires_at_its_fault(alert: str, tmp_path: Path) -> None:
         assert prometheus.fired() <= {alert} | BESIDE.get(alert, set()) | JOINING
 
 
+def holds(directory: Path, metric: str, values: str, expected: dict[str, Any]) -> bool:
+    """Whether what is expected of an alert is so, with a metric of these values every 15 s, evaluated every 12 s."""
+    (directory / "rules.yml").write_text(yaml.safe_dump(rules()))
+    series = [{"series": f'{metric}{{pod="one"}}', "values": values}]
+    case = {"interval": "15s", "input_series": series, "alert_rule_test": [expected]}
+    file = directory / "test.yml"
+    file.write_text(yaml.safe_dump({"rule_files": ["rules.yml"], "evaluation_interval": "12s", "tests": [case]}))
+    return subprocess.run(["promtool", "test", "rules", file], capture_output=True, check=False).returncode == 0
+
+
 def fires_in_series(directory: Path, alert: str, metric: str, value: int) -> bool:
     """Whether it does after an hour with this value of a metric, with the wait that it has."""
-    (directory / "rules.yml").write_text(yaml.safe_dump(rules()))
     (found,) = [rule for group in rules()["groups"] for rule in group["rules"] if rule["alert"] == alert]
-    series = [{"series": f'{metric}{{pod="one"}}', "values": f"{value}x120"}]
     labels = {"pod": "one"} | found["labels"]
     summary = found["annotations"]["summary"].replace("{{ $labels.pod }}", "one").replace("{{ $value }}", str(value))
     annotations = found["annotations"] | {"summary": summary}
-    expected = [{"eval_time": "1h", "alertname": alert, "exp_alerts": [{"exp_labels": labels, "exp_annotations": annotations}]}]
-    case = {"interval": "1m", "input_series": series, "alert_rule_test": expected}
-    file = directory / "test.yml"
-    file.write_text(yaml.safe_dump({"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": [case]}))
-    return subprocess.run(["promtool", "test", "rules", file], capture_output=True, check=False).returncode == 0
+    fires = {"eval_time": "1h", "alertname": alert, "exp_alerts": [{"exp_labels": labels, "exp_annotations": annotations}]}
+    return holds(directory, metric, f"{value}x480", fires)
 
 
 @pytest.mark.parametrize("alert", SERIES)
@@ -60,3 +66,10 @@ def test_an_alert_fires_in_a_series(alert: str, tmp_path: Path) -> None:
         assert sidecar.metrics()[SERIES[alert]] == 0
     assert fires_in_series(tmp_path, alert, SERIES[alert], 1)
     assert not fires_in_series(tmp_path, alert, SERIES[alert], 0)
+
+
+def test_a_thread_that_turns_is_no_alert_late_after_a_scrape(tmp_path: Path) -> None:
+    """Its last turn is that of the scrape, 12 s ago."""
+    quiet = {"eval_time": "60m12s", "alertname": "PillionStandsStill", "exp_alerts": []}
+    assert holds(tmp_path, "pillion_last_turn_timestamp_seconds", "0+15x300", quiet)
+    assert not holds(tmp_path, "pillion_last_turn_timestamp_seconds", "0+15x200 3000x100", quiet)

@@ -47,7 +47,9 @@ pub struct Holder<'a> {
 pub enum EngineState {
     /// Its blocks are found and kept.
     Serving,
-    /// Nothing yet: ranks of it have not joined, or have not said what they compute with.
+    /// Nothing yet, and it has not asked: its ranks join in its first step.
+    Idle,
+    /// Nothing: it asks, and ranks of it have not joined, or have not said what they compute with.
     Unbound,
     /// Nothing: its namespace is closed to it.
     Barred,
@@ -97,6 +99,8 @@ pub(super) struct Scheduler {
     ranks: Vec<Option<SessionId>>,
     /// When it or a rank of it was last seen to work.
     pub(super) worked_ms: u64,
+    /// It has asked for blocks while nothing was served to it.
+    asked_in_vain: bool,
 }
 
 #[derive(Debug)]
@@ -147,7 +151,8 @@ impl Scheduler {
         match (&self.binding, &self.barred) {
             (Some(_), _) => EngineState::Serving,
             (None, Some(_)) => EngineState::Barred,
-            (None, None) => EngineState::Unbound,
+            (None, None) if self.asked_in_vain => EngineState::Unbound,
+            (None, None) => EngineState::Idle,
         }
     }
 
@@ -324,6 +329,7 @@ impl Engines {
             generations: VecDeque::new(),
             ranks: vec![None; world_size as usize],
             worked_ms: 0,
+            asked_in_vain: false,
         };
         self.schedulers.insert(session, scheduler);
         let joined = self.workers.iter().filter(|(_, worker)| worker.run == Some(run));
@@ -393,6 +399,11 @@ impl Engines {
         if scheduler.binding.is_some() {
             dram.work(scheduler.holder, now_ms);
         }
+    }
+
+    /// A scheduler that nothing is served to has asked for blocks.
+    pub(super) fn note_asked_in_vain(&mut self, session: SessionId) {
+        self.scheduler(session).asked_in_vain = true;
     }
 
     /// A worker is gone. The scheduler and the rank that it leaves without one.

@@ -235,6 +235,7 @@ impl Queries {
         let scheduler = &base.engines[question.session];
         let Some(binding) = scheduler.binding.filter(|_| !base.cx.draining) else {
             answer_nothing(question, scheduler, &mut base.cx);
+            base.engines.note_asked_in_vain(question.session);
             return false;
         };
         let found = self.lease(question, &binding, scheduler.world_size, &mut base.cx);

@@ -18,10 +18,14 @@ const KINDS: &[(&str, Reading<Holdings>)] = &[
     ("promised", |holdings| holdings.promised),
 ];
 
-const STATES: [(&str, EngineState); 3] =
-    [("serving", EngineState::Serving), ("unbound", EngineState::Unbound), ("barred", EngineState::Barred)];
+const STATES: [(&str, EngineState); 4] = [
+    ("serving", EngineState::Serving),
+    ("idle", EngineState::Idle),
+    ("unbound", EngineState::Unbound),
+    ("barred", EngineState::Barred),
+];
 
-/// Gauges of every engine that is connected: no more labels than seven for each session.
+/// Gauges of every engine that is connected: no more labels than eight for each session.
 #[derive(Debug)]
 pub(super) struct HoldersMetrics {
     bytes: IntGaugeVec,
@@ -37,8 +41,8 @@ impl HoldersMetrics {
             "Bytes of blocks that an engine keeps, fills, has leased for queries, or promised to loads.";
         let bytes = IntGaugeVec::new(Opts::new("pillion_engine_bytes", help), &["engine", "kind"])?;
         registry.register(Box::new(bytes.clone()))?;
-        let help = "Engines connected, by what they get; unbound: ranks of it are not here, look at its log for PILLION STAYS OUT; barred: \
-                    its KV differs, see pillion ctl namespaces.";
+        let help = "Engines connected, by what they get; idle: its ranks join in its first step; unbound: it asks and ranks of it are not \
+                    here, look at its log for PILLION STAYS OUT; barred: its KV differs, see pillion ctl namespaces.";
         let states = IntGaugeVec::new(Opts::new("pillion_engine_state", help), &["engine", "state"])?;
         registry.register(Box::new(states.clone()))?;
         Ok(Self { bytes, states, shown: BTreeSet::new() })
@@ -96,7 +100,7 @@ mod tests {
         let engines =
             |state, engines| format!("pillion_engine_state{{engine=\"b\",state=\"{state}\"}} {engines}");
         let bytes = [line("filling", 0), line("kept", 5), line("leased", 0), line("promised", 0)];
-        let states = [engines("barred", 0), engines("serving", 1), engines("unbound", 1)];
+        let states = [engines("barred", 0), engines("idle", 0), engines("serving", 1), engines("unbound", 1)];
         assert_eq!(shown, [&bytes[..], &states].concat());
     }
 }

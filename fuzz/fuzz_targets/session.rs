@@ -164,7 +164,7 @@ impl World {
         let (peers, copies, jobs, out) = (BTreeMap::new(), VecDeque::new(), VecDeque::new(), Vec::new());
         let mut world = Self { core, peers, copies, jobs, out, next: 1, now_ms: 0 };
         let found =
-            Recovered { device: 0, segment: 0, sequence: 0, blocks: Vec::new(), segments_read: 8, last: true };
+            Recovered { device: 0, segment: 0, sequence: 0, blocks: Vec::new(), unreadable: false, segments_read: 8, last: true };
         world.handle(Event::Recovered(found));
         world
     }

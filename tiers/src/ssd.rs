@@ -110,6 +110,10 @@ pub enum Work {
     Seal { segment: u32, sequence: u64 },
     /// Finds out whether a device that failed works again: writes and reads a unit that holds nothing.
     Check,
+    /// Ends the reads and writes of blocks that the device was not given yet, as [`Fault::Stopped`]: it does not answer.
+    GiveUp,
+    /// No later life finds a namespace's blocks in segments of sequences below `before`.
+    Distrust { namespace: NamespaceDigest, before: u64 },
 }
 
 /// A job has ended: the slot it had is the caller's again.
@@ -178,6 +182,8 @@ pub struct Recovered {
     pub sequence: u64,
     /// Blocks, with the units they begin at.
     pub blocks: Vec<(u32, Label)>,
+    /// Whether the segment could not be read, or not to its end: it may hold more.
+    pub unreadable: bool,
     /// Segments that were read so far.
     pub segments_read: u32,
     /// Whether this was all: from now on the device takes writes.

@@ -10,6 +10,7 @@ use tiers::opener::Opened;
 use super::Action;
 use super::context::Context;
 use super::namespaces::Space;
+use super::ssd::Ssd;
 
 /// Bytes of blocks that nobody asked for and that are being verified: what a block that is asked for waits for, some
 /// milliseconds, and enough to keep the thread at work.
@@ -24,7 +25,7 @@ pub(super) struct Verification {
 }
 
 /// Takes in what can be used from now on. A verified block is found by engines of its namespace as soon as one connects.
-pub(super) fn open_part(opened: Opened, cx: &mut Context) {
+pub(super) fn open_part(opened: Opened, ssd: &mut Option<Ssd>, cx: &mut Context) {
     let Context { now_ms, dram, namespaces, quotas, .. } = cx;
     let (segment, block_bytes, first, remains) = match opened {
         Opened::Empty { segment } => return dram.open_empty(segment),
@@ -43,6 +44,9 @@ pub(super) fn open_part(opened: Opened, cx: &mut Context) {
                 _ => {
                     let space = Space { digest: *namespace, block_bytes };
                     let known = (namespaces.adopt(space), quotas.of(*namespace));
+                    if let (Some(ssd), Some(number)) = (&mut *ssd, known.0) {
+                        ssd.learn(number, *namespace, known.1);
+                    }
                     last.insert((*namespace, known)).1
                 }
             },

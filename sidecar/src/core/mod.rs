@@ -178,7 +178,7 @@ impl Core {
             Event::Behind { session } => transfers.catch_up(session, base),
             Event::Drained { session, void_below } => transfers.commit_copied(session, void_below, base),
             Event::Compared { save, found } => transfers.compared(save, found, queries, base),
-            Event::Opened(opened) => adoption::open_part(opened, &mut base.cx),
+            Event::Opened(opened) => adoption::open_part(opened, &mut base.sources.ssd, &mut base.cx),
             Event::Verified { key, slot, whole } => {
                 let waiting = base.sources.verified(&key, slot, whole, &mut base.cx);
                 self.tell(waiting, Some(&key));
@@ -428,6 +428,7 @@ impl Core {
             let waiting = self.base.cx.arrivals.give_up(&key);
             self.tell(waiting, None);
         }
+        self.transfers.refuse_late(&mut self.base);
         self.queries.end_due_waits(&mut self.base);
         self.queries.look_again(&mut self.base);
         self.queries.promises_may_differ();

@@ -1,6 +1,6 @@
 //! Which blocks are whose: forms, bindings, and the short numbers of the namespaces that this life has seen.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use shm_protocol::key::NamespaceDigest;
@@ -59,6 +59,8 @@ pub(super) struct Namespaces {
     /// Digests of those whose blocks peers are told of, by id. Kept when a namespace is forgotten: its blocks are still there,
     /// and peers are to be told when they go. The first [`NAMESPACES_MAX`] of an epoch.
     shared: BTreeMap<u32, NamespaceDigest>,
+    /// Those that began anew: what earlier lives kept of them is found by nobody.
+    retired: BTreeSet<Space>,
     next: u32,
     asked: u64,
 }
@@ -83,8 +85,11 @@ impl Namespaces {
         Some(id)
     }
 
-    /// The id of a namespace whose blocks were found in the pool; `None` rather than forget another for it.
+    /// The id of a namespace of which blocks of an earlier life were found; `None` where it began anew, and rather than forget another.
     pub(super) fn adopt(&mut self, space: Space) -> Option<u32> {
+        if self.retired.contains(&space) {
+            return None;
+        }
         let known = self.ids.contains_key(&space) || self.ids.len() < NAMESPACES_MAX;
         let id = if known { self.id(space) } else { None };
         id.iter().for_each(|id| self.share(*id, space.digest));
@@ -134,6 +139,12 @@ impl Namespaces {
 
     pub(super) fn forget(&mut self, space: Space) {
         self.ids.remove(&space);
+    }
+
+    /// A namespace begins anew: nobody is believed who kept blocks of it so far.
+    pub(super) fn retire(&mut self, space: Space) {
+        self.forget(space);
+        self.retired.insert(space);
     }
 }
 

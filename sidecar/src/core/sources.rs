@@ -324,6 +324,11 @@ impl Sources {
         Some((key, self.arrived(&key, slot, fetched.map(|fetched| fetched.checksum), cx)))
     }
 
+    /// Engines disagree about a namespace: no later life finds what disks hold of it. Nor does this one where it `begins_anew`.
+    pub(super) fn distrust(&mut self, namespace: u32, begins_anew: bool) {
+        self.ssd.iter_mut().for_each(|ssd| ssd.distrust(namespace, begins_anew));
+    }
+
     /// Removes blocks from memory and from what is known of disks, those on their way too. Leases of them are the caller's to end.
     pub(super) fn remove(&mut self, keys: &BTreeSet<BlockKey>, cx: &mut Context) {
         for key in keys {

@@ -9,9 +9,9 @@ mod writes;
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::time::Duration;
 
-use shm_protocol::key::BlockKey;
+use shm_protocol::key::{BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
-use tiers::dram::{Dram, HolderId, Leaving, Standing};
+use tiers::dram::{Dram, HolderId, Leaving, QuotaId, Standing};
 use tiers::ssd::{self, Done, Ended, Job, Label, Log, Recovered, Ticket};
 
 use self::writes::Unwritten;
@@ -127,6 +127,11 @@ impl Ssd {
         });
     }
 
+    /// What blocks of a namespace say on a device, where earlier lives left some in the pool; before anybody names it.
+    pub(super) fn learn(&mut self, number: u32, digest: NamespaceDigest, quota: Option<QuotaId>) {
+        self.log.learn(number, digest, quota);
+    }
+
     /// What was known of a block when DRAM gave it up.
     pub(super) fn standing(&self, key: &BlockKey) -> Option<Standing> {
         self.log.standing(key)
@@ -170,6 +175,11 @@ impl Ssd {
     /// No disk of this life keeps the block any more.
     pub(super) fn forget(&mut self, key: &BlockKey) {
         self.log.remove(key);
+    }
+
+    /// See [`Log::distrust`].
+    pub(super) fn distrust(&mut self, namespace: u32, begins_anew: bool) {
+        self.log.distrust(namespace, begins_anew);
     }
 
     /// Time passed; blocks whose reads are late, and their devices taken for broken.

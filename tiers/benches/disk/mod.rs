@@ -99,6 +99,7 @@ impl Disked {
                 segment: **segment,
                 sequence: *sequence,
                 blocks: blocks.clone(),
+                unreadable: false,
                 segments_read: 0,
                 last: at == segments.len(),
             };

@@ -15,6 +15,7 @@ use rustix::event::EventfdFlags;
 use rustix::io::Errno;
 use shm_protocol::region::Region;
 
+use self::activity::Desk;
 pub(super) use self::activity::footer_buffer;
 use self::worker::Worker;
 use super::recovery::Recovery;
@@ -73,14 +74,14 @@ impl Device {
         let (jobs, inbox) = mpsc::channel();
 
         let fd = opened.fd.try_clone().map_err(|source| Error::Os { doing: "share the device", source })?;
-        let recovery = Recovery::new(fd, number, opened.layout, Arc::clone(&tell), Arc::clone(&stop));
+        let recovery = Recovery::new(fd, number, &opened, Arc::clone(&tell), Arc::clone(&stop));
         let (ready, started) = mpsc::sync_channel(1);
-        let (layout, blocks, bell) = (opened.layout, Blocks::new(pool), Arc::clone(&wake));
+        let (desk, bell) = (Desk::new(&opened, Blocks::new(pool)), Arc::clone(&wake));
         // A ring belongs to the thread that makes it.
-        let work = move || match make(opened.fd, bell, blocks.clone()) {
+        let work = move || match make(opened.fd, bell, desk.blocks.clone()) {
             Ok(mut carrier) => {
                 let _ = ready.send(Ok((carrier.backend(), carrier.refused.take())));
-                Worker::new(number, layout, carrier, blocks, inbox, tell).run();
+                Worker::new(number, desk, carrier, inbox, tell).run();
             }
             Err(error) => drop(ready.send(Err(error))),
         };

@@ -1,7 +1,7 @@
 //! What lies on a device, little-endian, in units of what direct I/O and the file system handle whole.
 //!
 //! ```text
-//! device:   superblock (unit 0), the check's unit (unit 1), nothing up to 1 MiB, segments
+//! device:   superblock (unit 0), the check's unit (unit 1), what is distrusted (unit 2), nothing up to 1 MiB, segments
 //! segment:  header (1 unit), blocks, ..., footer (entries, then the trailer in the last unit)
 //! block:    header (1 unit), bytes in whole units
 //! ```
@@ -26,7 +26,7 @@ pub(crate) const SUPER_BYTES: u64 = 1 << 20;
 pub(crate) const HEADER_UNITS: u32 = 1;
 /// The smallest unit: the structures below fit one.
 pub(crate) const UNIT_BYTES_MIN: u64 = 512;
-/// The largest unit: two fit before the first segment.
+/// The largest unit: three fit before the first segment.
 pub(crate) const UNIT_BYTES_MAX: u64 = 64 << 10;
 /// The largest segment: a block in it is moved by one transfer.
 pub(crate) const SEGMENT_BYTES_MAX: u64 = 1 << 30;
@@ -37,6 +37,7 @@ const SUPER_MAGIC: u64 = u64::from_le_bytes(*b"PILLSSD\0");
 const SEGMENT_MAGIC: u64 = u64::from_le_bytes(*b"PILLSSEG");
 const BLOCK_MAGIC: u64 = u64::from_le_bytes(*b"PILLSBLK");
 const TRAILER_MAGIC: u64 = u64::from_le_bytes(*b"PILLSEND");
+const DISTRUSTED_MAGIC: u64 = u64::from_le_bytes(*b"PILLSDIS");
 /// Bytes of each structure that its checksum covers, from [`COVERED`] on. A superblock's covers all of the smallest unit: a
 /// release that adds fields leaves one that this release finds whole.
 const SUPER_END: usize = UNIT_BYTES_MIN as usize;
@@ -44,6 +45,11 @@ const SUPER_RELEASE: usize = 56;
 const SEGMENT_END: usize = 28;
 const BLOCK_END: usize = 96;
 const TRAILER_END: usize = 40;
+const DISTRUSTED_END: usize = DISTRUSTED_FIRST + DISTRUSTED_MAX * DISTRUSTED_BYTES;
+const DISTRUSTED_FIRST: usize = 32;
+const DISTRUSTED_BYTES: usize = 24;
+/// Namespaces that are distrusted one by one; the oldest of more are distrusted with all that is as old.
+const DISTRUSTED_MAX: usize = 16;
 const COVERED: usize = 16;
 
 /// The first unit of a device.
@@ -68,6 +74,15 @@ pub(crate) enum Found {
     Damaged,
     /// Something else, which is not ours to write over.
     Foreign,
+}
+
+/// Blocks that no later life may find: engines disagreed about what their namespace's blocks are.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(crate) struct Distrusted {
+    /// Those of every namespace in segments of lower sequences.
+    floor: u64,
+    /// Those of a namespace in segments of lower sequences, the first distrusted first.
+    namespaces: Vec<(NamespaceDigest, u64)>,
 }
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -176,6 +191,52 @@ impl Super {
     }
 }
 
+// === impl Distrusted ===
+
+impl Distrusted {
+    /// Where it lies.
+    pub(crate) fn offset(unit_bytes: u64) -> u64 {
+        2 * unit_bytes
+    }
+
+    /// Distrusts a namespace's blocks in segments of sequences below `before`.
+    pub(crate) fn add(&mut self, namespace: NamespaceDigest, before: u64) {
+        self.namespaces.retain(|(other, _)| *other != namespace);
+        self.namespaces.push((namespace, before));
+        if self.namespaces.len() > DISTRUSTED_MAX {
+            self.floor = self.floor.max(self.namespaces.remove(0).1);
+        }
+    }
+
+    /// Whether a namespace's blocks in a segment are among them.
+    pub(crate) fn has(&self, namespace: NamespaceDigest, sequence: u64) -> bool {
+        let listed = |(other, before): &(NamespaceDigest, u64)| *other == namespace && sequence < *before;
+        sequence < self.floor || self.namespaces.iter().any(listed)
+    }
+
+    pub(crate) fn write(&self, unit: &mut [u8], id: u64) {
+        unit.fill(0);
+        put(unit, 16, &self.floor.to_le_bytes());
+        put(unit, 24, &(self.namespaces.len() as u32).to_le_bytes());
+        for (at, (namespace, before)) in self.namespaces.iter().enumerate() {
+            let at = DISTRUSTED_FIRST + at * DISTRUSTED_BYTES;
+            put(unit, at, &namespace.0);
+            put(unit, at + 16, &before.to_le_bytes());
+        }
+        seal(unit, DISTRUSTED_MAGIC, id, DISTRUSTED_END);
+    }
+
+    pub(crate) fn read(unit: &[u8], id: u64) -> Option<Self> {
+        if !sealed(unit, DISTRUSTED_MAGIC, id, DISTRUSTED_END) {
+            return None;
+        }
+        let count = (get32(unit, 24) as usize).min(DISTRUSTED_MAX);
+        let at = |number| DISTRUSTED_FIRST + number * DISTRUSTED_BYTES;
+        let namespace = |number| (NamespaceDigest(get(unit, at(number))), get64(unit, at(number) + 16));
+        Some(Self { floor: get64(unit, 16), namespaces: (0..count).map(namespace).collect() })
+    }
+}
+
 // === segment headers ===
 
 pub(crate) fn write_segment(unit: &mut [u8], id: u64, segment: u32, sequence: u64) {
@@ -276,5 +337,29 @@ impl Trailer {
     /// Whether `entries` are what it lists.
     pub(crate) fn lists(&self, entries: &[u8]) -> bool {
         entries.len() == self.count as usize * ENTRY_BYTES && checksum(entries) == self.checksum
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_distrusted_is_read_as_it_was_written_and_the_oldest_of_many_takes_all_with_it() {
+        let namespace = |number: u64| NamespaceDigest([number as u8; 16]);
+        let mut distrusted = Distrusted::default();
+        distrusted.add(namespace(0), 5);
+        distrusted.add(namespace(0), 10);
+        assert!(distrusted.has(namespace(0), 9) && !distrusted.has(namespace(0), 10));
+        assert!(!distrusted.has(namespace(1), 0));
+        (1..=DISTRUSTED_MAX as u64).for_each(|number| distrusted.add(namespace(number), 10 + number));
+        assert!(distrusted.has(namespace(99), 9) && !distrusted.has(namespace(99), 10));
+        assert!(distrusted.has(namespace(1), 10) && !distrusted.has(namespace(1), 11));
+        let mut unit = [7; UNIT_BYTES_MIN as usize];
+        distrusted.write(&mut unit, 42);
+        assert_eq!(Distrusted::read(&unit, 42), Some(distrusted));
+        assert_eq!(Distrusted::read(&unit, 43), None, "another log's");
+        unit[100] ^= 1;
+        assert_eq!(Distrusted::read(&unit, 42), None);
     }
 }

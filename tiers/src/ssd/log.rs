@@ -13,7 +13,7 @@ mod table;
 mod volume;
 mod watch;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::hint::black_box;
 
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
@@ -38,7 +38,7 @@ pub struct Config {
     pub devices: Vec<Geometry>,
     /// Bytes that may be on their way to one device; beyond, writes are refused.
     pub write_bytes_max: u64,
-    /// Milliseconds after which a job is late, and its device taken for broken.
+    /// Milliseconds after which a job is late. A device that has ended no job for as long is taken for broken.
     pub late_ms: u64,
 }
 
@@ -108,12 +108,33 @@ pub struct DeviceStats {
 /// What a job is for.
 #[derive(Copy, Clone, Debug)]
 enum Errand {
-    Write { key: BlockKey, slot: SlotRef, place: Place, bytes: u32 },
-    Read { key: BlockKey, slot: SlotRef, place: Place, bytes: u32 },
-    Move { key: BlockKey, from: Place, to: Place, bytes: u32 },
-    Begin { segment: u32 },
-    Seal { segment: u32 },
+    Write {
+        key: BlockKey,
+        slot: SlotRef,
+        place: Place,
+        bytes: u32,
+    },
+    Read {
+        key: BlockKey,
+        slot: SlotRef,
+        place: Place,
+        bytes: u32,
+    },
+    Move {
+        key: BlockKey,
+        from: Place,
+        to: Place,
+        bytes: u32,
+    },
+    Begin {
+        segment: u32,
+    },
+    Seal {
+        segment: u32,
+    },
     Check,
+    /// What the log has to say, of which nothing follows.
+    Word,
 }
 
 /// A job that has not ended.
@@ -138,11 +159,15 @@ pub struct Log {
     digests: HashMap<u32, NamespaceDigest>,
     /// Which group of the order each namespace's blocks are in, where not the first.
     groups: HashMap<u32, usize>,
+    /// Namespaces that began anew: nobody asks for these blocks any more.
+    retired: HashSet<u32>,
     /// Units that copies of what DRAM has may take while others need room; `None` where those of all may.
     copies_max: Option<u64>,
     flights: BTreeMap<Ticket, Flight>,
     next_ticket: u64,
     now_ms: u64,
+    /// When the last [`Log::tick`] was.
+    ticked_ms: u64,
     jobs: Vec<Job>,
     /// Works that a volume asks for, on their way to become jobs.
     wanted: Vec<Work>,
@@ -164,10 +189,12 @@ impl Log {
             order: Order::new(),
             digests: HashMap::new(),
             groups: HashMap::new(),
+            retired: HashSet::new(),
             copies_max: None,
             flights: BTreeMap::new(),
             next_ticket: 0,
             now_ms: 0,
+            ticked_ms: 0,
             jobs: Vec::new(),
             wanted: Vec::new(),
             refused_busy_total: 0,
@@ -327,6 +354,19 @@ impl Log {
         id.is_some()
     }
 
+    /// No later life finds what devices hold of a namespace: engines disagreed about it. Where it `begins_anew`, nobody asks for
+    /// what this life knows of it, which stays where it lies.
+    pub fn distrust(&mut self, namespace: u32, begins_anew: bool) {
+        let Some(digest) = self.digest(namespace) else { return };
+        if begins_anew {
+            self.retired.insert(namespace);
+        }
+        for device in 0..self.volumes.len() {
+            let before = self.volumes[device].next_sequence;
+            self.issue(device, Errand::Word, Work::Distrust { namespace: digest, before });
+        }
+    }
+
     /// Shows the next blocks that lie on a device or are being written, of a walk that begins at 0; where to go on, `None` at the
     /// end. What comes or goes between two steps may be shown or not.
     pub fn walk(&self, from: usize, see: impl FnMut(&BlockKey)) -> Option<usize> {
@@ -342,6 +382,11 @@ impl Log {
     fn issue(&mut self, device: usize, errand: Errand, work: Work) -> Ticket {
         let ticket = Ticket(self.next_ticket);
         self.next_ticket += 1;
+        let volume = &mut self.volumes[device];
+        if volume.flights == 0 {
+            volume.moved_ms = self.now_ms;
+        }
+        volume.flights += 1;
         self.flights.insert(ticket, Flight { device, since_ms: self.now_ms, late: false, errand });
         self.jobs.push(Job { device, ticket, work });
         ticket
@@ -419,15 +464,15 @@ impl Log {
 
     /// What it holds and has done.
     pub fn stats(&self) -> Stats {
-        let device = |(number, volume): (usize, &Volume)| DeviceStats {
+        let device = |volume: &Volume| DeviceStats {
             segments_free: volume.free_segments(),
             recovering: volume.recovering,
             down: volume.breaker.is_open(),
             trips_total: volume.breaker.trips_total,
-            jobs: self.flights.values().filter(|flight| flight.device == number).count() as u64,
+            jobs: volume.flights,
             ..volume.stats.clone()
         };
-        let devices: Vec<DeviceStats> = self.volumes.iter().enumerate().map(device).collect();
+        let devices: Vec<DeviceStats> = self.volumes.iter().map(device).collect();
         Stats {
             blocks: devices.iter().map(|device| device.blocks).sum(),
             bytes: devices.iter().map(|device| device.bytes).sum(),

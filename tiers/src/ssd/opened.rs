@@ -11,7 +11,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use super::Geometry;
-use super::format::{self, Found, SUPER_BYTES, Super};
+use super::format::{self, Distrusted, Found, SUPER_BYTES, Super};
 use super::location::{Missing, Refusal, SEGMENT_BYTES_MIN, SEGMENTS_MIN, locate};
 use crate::Error;
 use crate::given_up::{Cause, GivenUp};
@@ -38,6 +38,7 @@ const CLOSE_STEP: Duration = Duration::from_millis(10);
 pub struct Opened {
     pub(crate) fd: OwnedFd,
     pub(crate) layout: Layout,
+    pub(crate) distrusted: Distrusted,
     geometry: Geometry,
     given_up: Option<GivenUp>,
 }
@@ -95,6 +96,7 @@ impl Opened {
         }
         let (superblock, given_up) = next_life(found, align.unit, bytes).map_err(refusal.os("be named"))?;
         make_room(&fd, is_block, bytes, &refusal)?;
+        let distrusted = distrusted(&fd, &superblock).map_err(refusal.os("be read"))?;
         write_super(&fd, &superblock).map_err(refusal.os("be written"))?;
         let segments = ((bytes - SUPER_BYTES) / superblock.segment_bytes) as u32;
         Ok(Self {
@@ -106,6 +108,7 @@ impl Opened {
                 segments,
                 memory_align: align.memory,
             },
+            distrusted,
             geometry: Geometry {
                 unit_bytes: superblock.unit_bytes,
                 segment_bytes: superblock.segment_bytes,
@@ -168,6 +171,14 @@ fn find(fd: &OwnedFd, unit: u64) -> Result<Found, Errno> {
         Found::Foreign if Super::begins(&buffer.bytes()[..read]) => Found::Damaged,
         found => found,
     })
+}
+
+/// What a life of this log distrusted; nothing of another log's.
+fn distrusted(fd: &OwnedFd, superblock: &Super) -> Result<Distrusted, Errno> {
+    let unit = superblock.unit_bytes;
+    let mut buffer = Buffer::new(unit as usize)?;
+    read_some(fd, &mut buffer.bytes_mut()[..unit as usize], Distrusted::offset(unit))?;
+    Ok(Distrusted::read(&buffer.bytes()[..unit as usize], superblock.id).unwrap_or_default())
 }
 
 /// Reads up to the end of `bytes` or of the file.

@@ -8,12 +8,13 @@ use std::cmp::Reverse;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use rustix::io::Errno;
 
 use super::device::{Tell, footer_buffer};
-use super::format::{self, ENTRY_BYTES, HEADER_UNITS, Header, Trailer};
-use super::opened::{self, Layout};
+use super::format::{self, Distrusted, ENTRY_BYTES, HEADER_UNITS, Header, Trailer};
+use super::opened::{self, Layout, Opened};
 use super::{Label, Recovered, Up};
 use crate::io::buf::Buffer;
 
@@ -21,6 +22,9 @@ use crate::io::buf::Buffer;
 const BATCH: usize = 2048;
 /// Bytes read at a time while a segment is read through.
 const WINDOW_BYTES: u64 = 256 << 10;
+/// Times that what cannot be read is tried again, after a pause: a path that fails over takes some seconds.
+const AGAIN_MAX: u32 = 3;
+const AGAIN_AFTER: Duration = Duration::from_secs(1);
 
 /// What the ends of a segment say.
 #[derive(Copy, Clone, Debug)]
@@ -36,6 +40,7 @@ pub(crate) struct Recovery {
     fd: OwnedFd,
     device: usize,
     layout: Layout,
+    distrusted: Distrusted,
     tell: Tell,
     stop: Arc<AtomicBool>,
 }
@@ -43,40 +48,49 @@ pub(crate) struct Recovery {
 // === impl Recovery ===
 
 impl Recovery {
-    pub(crate) fn new(fd: OwnedFd, device: usize, layout: Layout, tell: Tell, stop: Arc<AtomicBool>) -> Self {
-        Self { fd, device, layout, tell, stop }
+    pub(crate) fn new(
+        fd: OwnedFd,
+        device: usize,
+        opened: &Opened,
+        tell: Tell,
+        stop: Arc<AtomicBool>,
+    ) -> Self {
+        let (layout, distrusted) = (opened.layout, opened.distrusted.clone());
+        Self { fd, device, layout, distrusted, tell, stop }
     }
 
     /// Tells of everything that is found; the last telling says so.
     pub(crate) fn run(self) {
-        let mut remains = self.remains();
+        let (mut remains, unreadable) = self.remains();
         remains.sort_by_key(|remains| Reverse(remains.sequence));
-        let empty = self.layout.segments - remains.len() as u32;
-        for (done, remains) in remains.iter().enumerate() {
-            if self.stop.load(Ordering::Relaxed) {
-                return;
-            }
-            let blocks = self.blocks(remains);
-            let read = empty + done as u32;
-            for part in blocks.chunks(BATCH) {
-                self.found(remains, part.to_vec(), read);
-            }
-        }
-        let last = Recovered {
+        let mut found = Recovered {
             device: self.device,
             segment: 0,
             sequence: 0,
             blocks: Vec::new(),
-            segments_read: self.layout.segments,
-            last: true,
+            unreadable: false,
+            segments_read: self.layout.segments - remains.len() as u32,
+            last: false,
         };
-        (self.tell)(Up::Recovered(last));
-    }
-
-    fn found(&self, remains: &Remains, blocks: Vec<(u32, Label)>, segments_read: u32) {
-        let Remains { segment, sequence, .. } = *remains;
-        let found = Recovered { device: self.device, segment, sequence, blocks, segments_read, last: false };
-        (self.tell)(Up::Recovered(found));
+        for segment in unreadable {
+            (self.tell)(Up::Recovered(Recovered { segment, unreadable: true, ..found.clone() }));
+        }
+        for remains in remains {
+            if self.stop.load(Ordering::Relaxed) {
+                return;
+            }
+            let (mut blocks, whole) = self.blocks(&remains);
+            blocks.retain(|(_, label)| !self.distrusted.has(label.namespace, remains.sequence));
+            (found.segment, found.sequence) = (remains.segment, remains.sequence);
+            for part in blocks.chunks(BATCH) {
+                (self.tell)(Up::Recovered(Recovered { blocks: part.to_vec(), ..found.clone() }));
+            }
+            if !whole {
+                (self.tell)(Up::Recovered(Recovered { unreadable: true, ..found.clone() }));
+            }
+            found.segments_read += 1;
+        }
+        (self.tell)(Up::Recovered(Recovered { last: true, ..found }));
     }
 
     /// Reads as far as the file goes; zeros stand for the rest.
@@ -87,31 +101,51 @@ impl Recovery {
         Ok(&buffer.bytes()[..len])
     }
 
-    /// Segments in which something was begun.
-    fn remains(&self) -> Vec<Remains> {
-        let Ok(mut buffer) = Buffer::new(self.layout.unit()) else { return Vec::new() };
-        let segments = (0..self.layout.segments).take_while(|_| !self.stop.load(Ordering::Relaxed));
-        segments.filter_map(|segment| self.ends(&mut buffer, segment)).collect()
+    /// Segments in which something was begun, and those of which nobody can say it.
+    fn remains(&self) -> (Vec<Remains>, Vec<u32>) {
+        let mut unknown: Vec<u32> = (0..self.layout.segments).collect();
+        let Ok(mut buffer) = Buffer::new(self.layout.unit()) else { return (Vec::new(), unknown) };
+        let mut remains = Vec::new();
+        for again in 0..=AGAIN_MAX {
+            if again > 0 && !unknown.is_empty() {
+                std::thread::sleep(AGAIN_AFTER);
+            }
+            unknown.retain(|segment| {
+                if self.stop.load(Ordering::Relaxed) {
+                    return true;
+                }
+                let ends = self.ends(&mut buffer, *segment);
+                remains.extend(ends.ok().flatten());
+                ends.is_err()
+            });
+        }
+        (remains, unknown)
     }
 
-    fn ends(&self, buffer: &mut Buffer, segment: u32) -> Option<Remains> {
+    /// What a segment's ends say; `None` where nothing was begun in it.
+    fn ends(&self, buffer: &mut Buffer, segment: u32) -> Result<Option<Remains>, Errno> {
         let layout = &self.layout;
-        let header = self.read(buffer, layout.unit(), layout.offset(segment, 0)).ok()?;
-        let sequence = format::read_segment(header, layout.id, segment)?;
-        let trailer = self.read(buffer, layout.unit(), layout.offset(segment, layout.segment_units() - 1));
-        let trailer = trailer.ok().and_then(|trailer| Trailer::read(trailer, layout.id));
+        let header = self.read(buffer, layout.unit(), layout.offset(segment, 0))?;
+        let Some(sequence) = format::read_segment(header, layout.id, segment) else { return Ok(None) };
+        let last = layout.offset(segment, layout.segment_units() - 1);
+        let trailer = Trailer::read(self.read(buffer, layout.unit(), last)?, layout.id);
         let trailer = trailer.filter(|trailer| trailer.segment == segment && trailer.sequence == sequence);
-        Some(Remains { segment, sequence, trailer })
+        Ok(Some(Remains { segment, sequence, trailer }))
     }
 
-    fn blocks(&self, remains: &Remains) -> Vec<(u32, Label)> {
+    /// What is found in a segment, and whether it was read to its end.
+    fn blocks(&self, remains: &Remains) -> (Vec<(u32, Label)>, bool) {
         let listed = remains.trailer.and_then(|trailer| self.listed(remains.segment, &trailer));
-        listed.unwrap_or_else(|| {
-            let mut blocks = Vec::new();
-            // Where either fails, the next start reads the segment through again.
-            let _ = self.scan(remains, &mut blocks).and_then(|()| self.seal(remains, &blocks));
-            blocks
-        })
+        listed.map_or_else(
+            || {
+                let mut blocks = Vec::new();
+                let read = self.scan(remains, &mut blocks);
+                // Where either fails, the next start reads the segment through again.
+                let _ = read.and_then(|()| self.seal(remains, &blocks));
+                (blocks, read.is_ok())
+            },
+            |listed| (listed, true),
+        )
     }
 
     /// What the footer lists, if it is whole.

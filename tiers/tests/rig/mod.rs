@@ -190,6 +190,11 @@ impl Rig {
         }
     }
 
+    /// Hands the first device all of its jobs at once.
+    pub(crate) fn post_together(&mut self) {
+        self.devices[0].post(self.log.drain_jobs());
+    }
+
     /// Hands on what comes, waiting a moment for it.
     pub(crate) fn pump(&mut self) {
         self.pump_within(Duration::from_millis(20));
@@ -312,19 +317,25 @@ impl Rig {
     pub(crate) fn read_unchecked(&mut self, number: u64) -> Option<bool> {
         let bytes = self.log.keeps(&key(number))?;
         self.wait("a free slot", |rig| !rig.free.is_empty());
-        let slot = self.free.pop().unwrap();
-        self.fill(!number, bytes.into(), slot);
-        let Some(ticket) = self.log.read(&key(number), slot) else {
-            self.free.push(slot);
-            return None;
-        };
-        self.reading.insert(ticket, (number, slot));
-        self.ended.remove(&number);
+        let ticket = self.begin_read(number, bytes)?;
         self.post();
         let ok = self.end_of(number);
         let (_, slot) = self.reading.remove(&ticket).unwrap();
         let right = ok.then(|| self.holds(number, bytes.into(), slot));
         self.free.push(slot);
         right
+    }
+
+    /// Begins to read a block into a slot that is free; nothing is posted.
+    pub(crate) fn begin_read(&mut self, number: u64, bytes: u32) -> Option<Ticket> {
+        let slot = self.free.pop().unwrap();
+        self.fill(!number, bytes.into(), slot);
+        let ticket = self.log.read(&key(number), slot);
+        match ticket {
+            Some(ticket) => drop(self.reading.insert(ticket, (number, slot))),
+            None => self.free.push(slot),
+        }
+        self.ended.remove(&number);
+        ticket
     }
 }

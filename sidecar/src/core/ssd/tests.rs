@@ -35,7 +35,7 @@ fn core(admission: SsdAdmission) -> Core {
     let pool_bytes = POOL_SEGMENT * POOL_SEGMENTS;
     let config = dram::Config { pool_bytes, segment_bytes: POOL_SEGMENT, lease_ttl_ms: 10_000 };
     let geometry = Geometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: 64, first_sequence: 1 };
-    let log = Log::new(Config { devices: vec![geometry], write_bytes_max: 1 << 20, late_ms: 1000 });
+    let log = Log::new(Config { devices: vec![geometry], write_bytes_max: 1 << 20, late_ms: 10_000 });
     Core::new(Dram::new(config).unwrap()).with_ssd(log, admission)
 }
 
@@ -55,7 +55,15 @@ impl Scene {
     fn with(admission: SsdAdmission, blocks: Vec<(u32, Label)>) -> Self {
         let engine = Harness::over(core(admission), 1, BLOCK_BYTES);
         let mut scene = Self { engine, jobs: VecDeque::new(), op: 0, refs: BTreeMap::new() };
-        let found = Recovered { device: 0, segment: 3, sequence: 0, blocks, segments_read: 64, last: true };
+        let found = Recovered {
+            device: 0,
+            segment: 3,
+            sequence: 0,
+            blocks,
+            unreadable: false,
+            segments_read: 64,
+            last: true,
+        };
         scene.event(Event::Recovered(found));
         scene.engine.join();
         scene
@@ -453,8 +461,10 @@ fn an_engine_is_told_what_lies_on_devices_that_work() {
     assert_eq!(follower.begun, 1);
     // A read that is late trips the device's breaker.
     scene.query(1, 0..3);
-    scene.engine.now_ms += 1500;
-    scene.event(Event::Tick);
+    for _ in 0..3 {
+        scene.engine.now_ms += 4_000;
+        scene.event(Event::Tick);
+    }
     follower.read(&mut scene.engine.core, 1000);
     assert_eq!(follower.check(&scene.engine.core, 0..6000)[1], 0);
     assert_eq!(follower.begun, 2);
@@ -482,7 +492,7 @@ fn a_device_that_is_late_keeps_its_slot_and_nobody_waiting() {
     scene.answers();
     let reads = scene.reads();
     for _ in 0..3 {
-        scene.engine.now_ms += 600;
+        scene.engine.now_ms += 4_000;
         scene.event(Event::Tick);
     }
     assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
@@ -527,4 +537,28 @@ fn at_its_end_a_sidecar_writes_what_memory_has() {
     assert!(scene.engine.core.busy());
     scene.end_all();
     assert_eq!((scene.stats().log.blocks, scene.held_bytes(), scene.engine.core.busy()), (4, 0, false));
+}
+
+#[test]
+fn a_load_waits_for_a_slow_disk_no_longer_than_a_question() {
+    let mut scene = Scene::on_ssd(0..8);
+    scene.event(Event::Tick);
+    scene.engine.open(1, 0..8);
+    let op = scene.next_op();
+    let query = Query { op, keys: Keys::new(1, 0..8), arriving: true, awaits: false };
+    scene.ask(SchedulerRequest::Query(query));
+    let reads = scene.reads();
+    scene.end(reads[0], Ok(()));
+    assert_eq!(scene.answers(), [(op, Status::Pending, 0), (op, Status::Arriving, 8)]);
+    let load = scene.next_op();
+    scene.engine.load(1, load, op, 0..8, 0);
+    for (passes_ms, refused) in [(900, false), (900, false), (199, false), (1, true)] {
+        scene.engine.now_ms += passes_ms;
+        scene.event(Event::Tick);
+        // The device goes on: it is not late.
+        scene.engine.out.retain(|action| matches!(action, Action::Outcome { .. }));
+        assert_eq!(scene.answers() == [(load, Status::Absent, 0)], refused);
+    }
+    scene.end_well(reads[1..].to_vec());
+    assert_eq!(scene.stats().promoted_blocks, 8, "they come nevertheless");
 }

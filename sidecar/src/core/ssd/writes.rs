@@ -108,7 +108,7 @@ impl Ssd {
 
     /// Begins to write a block, unless a disk keeps it.
     fn write(&mut self, key: &BlockKey, bytes: u64, dram: &mut Dram) -> Next {
-        // Nobody of this life has named what an earlier one left in the pool.
+        // A namespace too many has no number.
         let Some(digest) = self.log.digest(key.namespace) else { return Next::Over };
         if self.log.came(key) {
             return Next::Over;

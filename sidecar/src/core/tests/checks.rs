@@ -1,7 +1,10 @@
 //! Checks: what is compared, who is believed, and what becomes of engines and blocks.
 
+use tiers::ssd::{Config, Geometry, Log, Work};
+
 use super::*;
 use crate::compare::{Difference, Number};
+use crate::config::SsdAdmission;
 
 /// Engines by number: engine 0 is the harness's own.
 pub(super) fn scheduler(engine: u64) -> SessionId {
@@ -294,6 +297,28 @@ fn most_engines_are_believed_and_then_the_namespace_begins_anew() {
     assert_eq!(engine.core.stats().barred_engines, 4, "one of two is not most of them");
     engine.speaker = scheduler(3);
     assert_eq!(engine.status(0, 6, 2), (Status::Ok, 2));
+}
+
+#[test]
+fn what_engines_disagree_about_is_found_by_no_later_life_and_nothing_of_before_comes_back() {
+    let mut engine = Harness::keeping(1, 2);
+    let geometry = Geometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: 8, first_sequence: 7 };
+    let log = Log::new(Config { devices: vec![geometry; 2], write_bytes_max: 1 << 20, late_ms: 1000 });
+    let base = &mut engine.core.base;
+    let binding = base.engines[SCHEDULER].binding.unwrap();
+    let mut ssd = Ssd::new(log, SsdAdmission::SecondHit, &mut base.cx.dram);
+    ssd.learn(binding.namespace, binding.digest, None);
+    base.sources.ssd = Some(ssd);
+    for (number, jobs) in [(1, 2), (2, 4)] {
+        engine.begin_with_log(number);
+        engine.query(0, 2, 0, 2);
+        engine.post_save(0, 3, 1..2, true);
+        engine.copy_all(number, 3);
+        engine.compared(1);
+        let work: Vec<Work> = engine.take(taken!(Action::Transfer(job) => job.work)).collect();
+        assert_eq!(work, vec![Work::Distrust { namespace: binding.digest, before: 7 }; jobs], "each disk is told");
+        assert_eq!(engine.core.base.cx.namespaces.adopt(binding.space()).is_none(), number == 2);
+    }
 }
 
 #[test]

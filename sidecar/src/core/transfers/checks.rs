@@ -194,6 +194,7 @@ impl Transfers {
         self.bar(session, binding, Some(worst), queries, base);
         let recent = self.checks.take_recent(session, binding.namespace);
         base.sources.remove(&recent, &mut base.cx);
+        base.sources.distrust(binding.namespace, false);
         base.cx.dram.end_removal();
         base.cx.apply_evictions();
         let Difference { layer, number, amount } = worst;
@@ -250,7 +251,8 @@ impl Transfers {
         }
         // Of engines that have another namespace by now, too.
         self.void_saves(binding.namespace);
-        base.cx.namespaces.forget(space);
+        base.cx.namespaces.retire(space);
+        base.sources.distrust(binding.namespace, true);
         base.cx.arrivals.distrust(|key| key.namespace == binding.namespace);
         base.cx.dram.remove_namespace(binding.namespace);
         base.cx.dram.end_removal();

@@ -16,7 +16,7 @@ use super::{
     Action, Base, Binding, Context, CopyOwner, Direction, GROUP, OpKey, Piece, Queries, SessionId, Transfers,
     Violation, operations,
 };
-use crate::core::arrivals::Waiter;
+use crate::core::arrivals::{WAIT_MS_MAX, Waiter};
 use crate::core::timing::{Part, Timed};
 
 /// One LOAD message, until every rank ended it.
@@ -374,6 +374,15 @@ impl Transfers {
         }
         self.pending(key.0).waiting.insert(key.1);
         self.dispatch_load(key, base);
+    }
+
+    /// Time passed: loads that have waited for blocks as long as a question may are refused. The blocks come nevertheless.
+    pub(crate) fn refuse_late(&mut self, base: &mut Base) {
+        let is_late =
+            |load: &Load| load.is_parked() && base.cx.now >= load.posted + Duration::from_millis(WAIT_MS_MAX);
+        let late: Vec<OpKey> =
+            self.loads.iter().filter(|(_, load)| is_late(load)).map(|(key, _)| *key).collect();
+        late.into_iter().for_each(|key| self.refuse_parked(key, base));
     }
 
     /// A block of a parked load is not to be had: nothing of it will be written.

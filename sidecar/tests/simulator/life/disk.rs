@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
 
+use shm_protocol::key::NamespaceDigest;
 use shm_protocol::region::Region;
 use sidecar::config::SsdAdmission;
 use sidecar::core::{Core, Direction, Piece};
@@ -24,6 +25,8 @@ const LATE: Micros = 20_000;
 pub(crate) struct Medium {
     blocks: BTreeMap<(u32, u32), Stored>,
     lives: u64,
+    /// What no later life may find: a namespace's blocks of lower sequences.
+    distrusted: Vec<(NamespaceDigest, u64)>,
 }
 
 #[derive(Clone, Debug)]
@@ -55,7 +58,15 @@ impl Disk {
     /// The disk, the core with a log on it, and what earlier lives left there.
     pub(super) fn start(medium: Rc<RefCell<Medium>>, core: Core) -> (Self, Core, Vec<Recovered>) {
         let mut found: BTreeMap<(u64, u32), Vec<(u32, Label)>> = BTreeMap::new();
-        for ((segment, unit), stored) in &medium.borrow().blocks {
+        let is_distrusted = |stored: &&Stored| {
+            let of = |(namespace, before): &(_, u64)| {
+                *namespace == stored.label.namespace && stored.sequence < *before
+            };
+            medium.borrow().distrusted.iter().any(of)
+        };
+        for ((segment, unit), stored) in
+            medium.borrow().blocks.iter().filter(|(_, stored)| !is_distrusted(stored))
+        {
             found.entry((stored.sequence, *segment)).or_default().push((*unit, stored.label));
         }
         medium.borrow_mut().lives += 1;
@@ -65,7 +76,7 @@ impl Disk {
         let config = Config { devices: vec![geometry], write_bytes_max: 4 << 20, late_ms: LATE / 1000 };
         let part = |(sequence, segment), blocks, last| {
             let segments_read = if last { SEGMENTS } else { 0 };
-            Recovered { device: 0, segment, sequence, blocks, segments_read, last }
+            Recovered { device: 0, segment, sequence, blocks, unreadable: false, segments_read, last }
         };
         let mut parts: Vec<_> = found.into_iter().rev().map(|(at, blocks)| part(at, blocks, false)).collect();
         parts.push(part((0, 0), Vec::new(), true));
@@ -133,7 +144,8 @@ impl Disk {
                 let stored = medium.find(from, from_sequence, label)?;
                 medium.blocks.insert(key(to), Stored { sequence: to_sequence, ..stored });
             }
-            Work::Seal { .. } | Work::Check => {}
+            Work::Distrust { namespace, before } => medium.distrusted.push((namespace, before)),
+            Work::Seal { .. } | Work::Check | Work::GiveUp => {}
         }
         Ok(())
     }

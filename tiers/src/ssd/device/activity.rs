@@ -4,8 +4,8 @@ use rustix::io::Errno;
 
 use crate::io::buf::{Blocks, Buffer};
 use crate::io::transfer::{Direction, Memory, Transfer};
-use crate::ssd::format::{self, Header, Trailer};
-use crate::ssd::opened::Layout;
+use crate::ssd::format::{self, Distrusted, Header, Trailer};
+use crate::ssd::opened::{Layout, Opened};
 use crate::ssd::{Fault, Label, Place, Work};
 
 /// Part of a job that a transfer belongs to; the low bits of its token.
@@ -45,6 +45,7 @@ pub(crate) struct Desk {
     pub(crate) blocks: Blocks,
     /// Entries of footers to come, by segment.
     pub(crate) footers: std::collections::HashMap<u32, Footer>,
+    distrusted: Distrusted,
     units: Vec<Buffer>,
 }
 
@@ -61,8 +62,9 @@ const UNITS_KEPT: usize = 64;
 // === impl Desk ===
 
 impl Desk {
-    pub(crate) fn new(layout: Layout, blocks: Blocks) -> Self {
-        Self { layout, blocks, footers: std::collections::HashMap::new(), units: Vec::new() }
+    pub(crate) fn new(opened: &Opened, blocks: Blocks) -> Self {
+        let (layout, distrusted) = (opened.layout, opened.distrusted.clone());
+        Self { layout, blocks, footers: std::collections::HashMap::new(), distrusted, units: Vec::new() }
     }
 
     fn buffer(&mut self, bytes: usize) -> Result<Buffer, Errno> {
@@ -145,6 +147,14 @@ impl Activity {
                 out.push(transfer(Direction::Read, Part::Head, desk.place(from), buffer, len));
             }
             Work::Seal { segment, sequence } => out.push(seal(desk, segment, sequence)?),
+            Work::Distrust { namespace, before } => {
+                desk.distrusted.add(namespace, before);
+                let distrusted = desk.distrusted.clone();
+                let buffer = written(desk, |unit| distrusted.write(unit, layout.id))?;
+                let at = Distrusted::offset(layout.unit_bytes);
+                out.push(transfer(Direction::Write, Part::Head, at, Memory::Own(buffer), unit));
+            }
+            Work::GiveUp => unreachable!("the worker does that itself"),
             Work::Check => {
                 let buffer = written(desk, |unit| unit.fill(0x5a))?;
                 let at = layout.unit_bytes;
@@ -205,6 +215,7 @@ impl Activity {
                 desk.footers.remove(&segment);
                 Ok(None)
             }
+            Work::Distrust { .. } | Work::GiveUp => Ok(None),
             Work::Check if self.second => {
                 let unit = desk.layout.unit();
                 let same = self.head.iter().all(|head| head.bytes()[..unit].iter().all(|byte| *byte == 0x5a));

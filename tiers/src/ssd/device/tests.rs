@@ -59,6 +59,9 @@ on_each_backend!(
     a_kernel_that_never_moves_anything_is_not_asked_for_ever,
     a_failing_device_answers_miss_and_is_asked_again_later,
     a_footer_that_cannot_be_written_costs_no_block,
+    what_a_device_that_stands_still_was_not_given_yet_comes_back,
+    what_is_distrusted_is_found_by_no_later_life,
+    what_cannot_be_read_at_the_start_is_not_taken_for_empty,
 );
 
 fn rig(name: &str, backend: Backend) -> (Folder, Rig, Answers) {
@@ -209,4 +212,79 @@ fn a_footer_that_cannot_be_written_costs_no_block(backend: Backend) {
     let mut rig = Rig::new(&Plan::new(&folder.file(), LOG_BYTES));
     rig.recover();
     assert!((0..170).all(|number| rig.read(number)), "segments without a footer are read through");
+}
+
+fn what_a_device_that_stands_still_was_not_given_yet_comes_back(backend: Backend) {
+    let (_folder, mut rig, _) = rig("gives-up", backend);
+    assert!((0..40).all(|number| rig.write(number, BLOCK_BYTES)));
+    rig.settle();
+    assert!((0..40).all(|number| rig.begin_read(number, BLOCK_BYTES as u32).is_some()));
+    for _ in 0..3 {
+        rig.ahead_ms += 25_000;
+        let now_ms = rig.now_ms();
+        rig.log.tick(now_ms, &mut Vec::new());
+    }
+    assert!(rig.stats().devices[0].down);
+    rig.post_together();
+    let mut ended = Vec::new();
+    while ended.len() < 40 {
+        rig.pump();
+        ended.extend(rig.take_ended());
+    }
+    assert!(ended.iter().all(|(_, ok)| !ok), "{ended:?}");
+    rig.ahead_ms += 1_000;
+    rig.wait("the device's return", |rig| !rig.stats().devices[0].down);
+    assert!((0..20).all(|number| rig.read(number)), "none of them was forgotten");
+}
+
+fn what_is_distrusted_is_found_by_no_later_life(backend: Backend) {
+    let (folder, mut rig, _) = rig("distrust", backend);
+    assert!((0..4).all(|number| rig.write(number, BLOCK_BYTES)));
+    rig.log.distrust(0, false);
+    rig.settle();
+    assert!((0..4).all(|number| rig.read(number)) && rig.write(4, BLOCK_BYTES));
+    drop(rig);
+    let plan = Plan { backend, ..Plan::new(&folder.file(), LOG_BYTES) };
+    let mut rig = Rig::new(&plan);
+    rig.recover();
+    assert!(!(0..5).any(|number| rig.keeps(number)), "blocks of a segment that was begun before");
+    assert!((5..9).all(|number| rig.write(number, BLOCK_BYTES)));
+    rig.settle();
+    drop(rig);
+    let mut rig = Rig::new(&plan);
+    rig.recover();
+    assert!(!(0..5).any(|number| rig.keeps(number)) && (5..9).all(|number| rig.read(number)));
+}
+
+/// A device whose file was cut gives zeros; one that fails gives errors, for a while.
+fn what_cannot_be_read_at_the_start_is_not_taken_for_empty(backend: Backend) {
+    let (folder, mut rig, _) = rig("unreadable", backend);
+    assert!((0..4).all(|number| rig.write(number, BLOCK_BYTES)));
+    rig.settle();
+    drop(rig);
+    let plan = Plan { backend, ..Plan::new(&folder.file(), LOG_BYTES) };
+    let mut rig = Rig::start(&plan, |opened, number, pool, ups| {
+        // The carrier has the device; recovery's own descriptor can write alone.
+        let wrong = std::fs::OpenOptions::new().write(true).open(folder.file()).unwrap();
+        let recovered = ups.clone();
+        let recovery = Recovery::new(
+            wrong.into(),
+            number,
+            &opened,
+            Arc::new(move |up| drop(recovered.send(up))),
+            Arc::default(),
+        );
+        recovery.run();
+        let device = Device::start(opened, number, pool, Some(backend), |_| ()).unwrap();
+        drop(ups);
+        device
+    });
+    rig.recover();
+    let device = &rig.stats().devices[0];
+    assert_eq!((device.blocks, device.segments_free), (0, 0));
+    assert_eq!(device.faults[FaultKind::Io as usize], u64::from(device.segments));
+    drop(rig);
+    let mut rig = Rig::new(&plan);
+    rig.recover();
+    assert!((0..4).all(|number| rig.read(number)), "the next life finds what lay there");
 }

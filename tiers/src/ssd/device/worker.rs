@@ -8,10 +8,8 @@ use rustix::io::Errno;
 
 use super::Tell;
 use super::activity::{Activity, Desk, PART_BITS, Part};
-use crate::io::buf::Blocks;
 use crate::io::carrier::Carrier;
 use crate::io::transfer::Transfer;
-use crate::ssd::opened::Layout;
 use crate::ssd::{Done, Fault, Job, Up, Work};
 
 /// Jobs that are at the device at a time, of those that read and of those that write: enough to keep a fast one busy with
@@ -70,12 +68,21 @@ fn is_read(work: &Work) -> bool {
     matches!(work, Work::Read { .. })
 }
 
+fn moves_block(work: &Work) -> bool {
+    matches!(work, Work::Read { .. } | Work::Write { .. })
+}
+
 /// Bytes of a job that count against [`BYTES_MAX`].
 fn bytes(work: &Work) -> u64 {
     match work {
         Work::Write { label, .. } | Work::Read { label, .. } | Work::Move { label, .. } => label.bytes.into(),
-        Work::Begin { .. } | Work::Seal { .. } | Work::Check => 0,
+        Work::Begin { .. } | Work::Seal { .. } | Work::Check | Work::GiveUp | Work::Distrust { .. } => 0,
     }
+}
+
+fn tell_done(tell: &Tell, device: usize, taken: &Taken, result: Result<(), Fault>) {
+    let micros = u64::try_from((now() - taken.since).as_micros()).unwrap_or(u64::MAX);
+    tell(Up::Done(Done { device, ticket: taken.job.ticket, micros, result }));
 }
 
 // === impl Lane ===
@@ -107,18 +114,11 @@ impl Lane {
 // === impl Worker ===
 
 impl Worker {
-    pub(super) fn new(
-        number: usize,
-        layout: Layout,
-        carrier: Carrier,
-        blocks: Blocks,
-        inbox: Receiver<Job>,
-        tell: Tell,
-    ) -> Self {
+    pub(super) fn new(number: usize, desk: Desk, carrier: Carrier, inbox: Receiver<Job>, tell: Tell) -> Self {
         Self {
             number,
             carrier,
-            desk: Desk::new(layout, blocks),
+            desk,
             inbox,
             tell,
             reads: Lane::default(),
@@ -185,6 +185,11 @@ impl Worker {
             match job {
                 Ok(job) => {
                     let taken = Taken { job, since: now() };
+                    if job.work == Work::GiveUp {
+                        self.give_up(Fault::Stopped, moves_block);
+                        self.done(&taken, Ok(()));
+                        continue;
+                    }
                     self.lane(&job.work).waiting.push_back(taken);
                     if self.broken.is_some() {
                         return;
@@ -194,7 +199,7 @@ impl Worker {
                 Err(TryRecvError::Disconnected) => {
                     if self.stopping.is_none() {
                         self.stopping = Some(now());
-                        self.give_up(Fault::Stopped);
+                        self.give_up(Fault::Stopped, |_| true);
                     }
                     return;
                 }
@@ -202,11 +207,14 @@ impl Worker {
         }
     }
 
-    /// Ends all jobs that wait.
-    fn give_up(&mut self, fault: Fault) {
-        let Self { reads, writes, .. } = self;
-        let waiting: Vec<Taken> = reads.waiting.drain(..).chain(writes.waiting.drain(..)).collect();
-        waiting.iter().for_each(|taken| self.done(taken, Err(fault)));
+    /// Ends those jobs that wait.
+    fn give_up(&mut self, fault: Fault, which: impl Fn(&Work) -> bool) {
+        for lane in [&mut self.reads, &mut self.writes] {
+            let (ended, left): (VecDeque<Taken>, _) =
+                lane.waiting.drain(..).partition(|taken| which(&taken.job.work));
+            lane.waiting = left;
+            ended.iter().for_each(|taken| tell_done(&self.tell, self.number, taken, Err(fault)));
+        }
     }
 
     fn broke(&mut self, error: &std::io::Error) {
@@ -224,7 +232,7 @@ impl Worker {
     /// Starts what reads the device may have, and one other job; whether there was one.
     fn start_some(&mut self) -> bool {
         if let Some(errno) = self.broken {
-            self.give_up(Fault::Io(errno));
+            self.give_up(Fault::Io(errno), |_| true);
         }
         while self.vacant.len() > 1
             && let Some(taken) = self.reads.next()
@@ -324,8 +332,6 @@ impl Worker {
     }
 
     fn done(&self, taken: &Taken, result: Result<(), Fault>) {
-        let micros = u64::try_from((now() - taken.since).as_micros()).unwrap_or(u64::MAX);
-        let ticket = taken.job.ticket;
-        (self.tell)(Up::Done(Done { device: self.number, ticket, micros, result }));
+        tell_done(&self.tell, self.number, taken, result);
     }
 }

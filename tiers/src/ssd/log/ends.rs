@@ -14,6 +14,8 @@ impl Log {
         self.now_ms = self.now_ms.max(now_ms);
         let flight = self.flights.remove(&done.ticket)?;
         let device = flight.device;
+        self.volumes[device].flights -= 1;
+        self.volumes[device].moved_ms = self.now_ms;
         self.count(&flight, done.result);
         let ok = done.result.is_ok();
         let ended = match flight.errand {
@@ -41,6 +43,7 @@ impl Log {
                 self.volumes[device].breaker.checked(ok, self.now_ms);
                 None
             }
+            Errand::Word => None,
         };
         self.issue_wanted(device);
         self.reclaim(device);
@@ -49,6 +52,9 @@ impl Log {
 
     /// Counts how a job ended, for metrics and the breaker.
     fn count(&mut self, flight: &Flight, result: Result<(), Fault>) {
+        if matches!(flight.errand, Errand::Word) && result.is_ok() {
+            return;
+        }
         let volume = &mut self.volumes[flight.device];
         let way = if matches!(flight.errand, Errand::Read { .. }) { Way::Read } else { Way::Write };
         let fault = match result {
@@ -126,18 +132,26 @@ impl Log {
     /// waits for them should be told "miss", while the slot stays the job's until its [`Ended::Read`].
     pub fn tick(&mut self, now_ms: u64, late: &mut Vec<Ticket>) {
         self.now_ms = self.now_ms.max(now_ms);
+        // A device is not late for the time in which nobody looked: this process stood still.
+        if self.now_ms - self.ticked_ms > self.late_ms / 2 {
+            self.volumes.iter_mut().for_each(|volume| volume.moved_ms = self.now_ms);
+        }
+        self.ticked_ms = self.now_ms;
         for (ticket, flight) in &mut self.flights {
             if flight.since_ms + self.late_ms > self.now_ms {
                 break;
             }
-            if std::mem::replace(&mut flight.late, true) {
-                continue;
-            }
-            let volume = &mut self.volumes[flight.device];
-            volume.stats.faults[FaultKind::Late as usize] += 1;
-            volume.breaker.trip(self.now_ms);
-            if matches!(flight.errand, Errand::Read { .. }) {
+            if !std::mem::replace(&mut flight.late, true) && matches!(flight.errand, Errand::Read { .. }) {
                 late.push(*ticket);
+            }
+        }
+        for device in 0..self.volumes.len() {
+            let volume = &mut self.volumes[device];
+            let stands = volume.flights > 0 && volume.moved_ms + self.late_ms <= self.now_ms;
+            if stands && !volume.breaker.is_open() {
+                volume.stats.faults[FaultKind::Late as usize] += 1;
+                volume.breaker.trip(self.now_ms);
+                self.issue(device, Errand::Word, Work::GiveUp);
             }
         }
         for device in 0..self.volumes.len() {

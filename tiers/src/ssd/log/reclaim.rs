@@ -7,7 +7,7 @@ use super::{BATCH, Errand, Log};
 use crate::index::Print;
 use crate::list::Spot;
 use crate::policy::Standing;
-use crate::ssd::{Place, Recovered, Work};
+use crate::ssd::{FaultKind, Place, Recovered, Work};
 
 /// Blocks that one call of reclamation looks at: some 20 us.
 const RECLAIM_STEPS: u32 = 64;
@@ -32,7 +32,8 @@ impl Log {
                 continue;
             }
             let units = volume.units(entry.bytes);
-            if volume.moved_units + units <= volume.moved_units_max() {
+            let wanted = !self.retired.contains(&entry.key.namespace);
+            if wanted && volume.moved_units + units <= volume.moved_units_max() {
                 let room = volume.moves < MOVES_MAX && volume.has_room(units, &mut self.wanted);
                 let soon = volume.moves > 0 || volume.awaits_next();
                 self.issue_wanted(device);
@@ -76,7 +77,12 @@ impl Log {
         mut number: impl FnMut(NamespaceDigest, u32) -> Option<u32>,
     ) {
         let device = found.device;
-        self.volumes[device].stats.segments_read = found.segments_read;
+        let volume = &mut self.volumes[device];
+        volume.stats.segments_read = found.segments_read;
+        if found.unreadable {
+            volume.stats.faults[FaultKind::Io as usize] += 1;
+            volume.unreadable(found.segment);
+        }
         let mut named: Option<((NamespaceDigest, u32), Option<u32>)> = None;
         for batch in found.blocks.chunks(BATCH) {
             let mut keys = [None; BATCH];
@@ -104,7 +110,8 @@ impl Log {
         }
     }
 
-    /// Segments come newest first: of two copies of a block the first is kept.
+    /// Of two copies of a block the later one is kept: segments come newest first, and the blocks of one in the order in which they
+    /// were written.
     fn take_over(&mut self, device: usize, key: BlockKey, place: Place, bytes: u32, sequence: u64) {
         let volume = &mut self.volumes[device];
         let units = volume.units(bytes);
@@ -114,7 +121,14 @@ impl Log {
             return;
         }
         volume.remains(place.segment, sequence, units);
-        if self.find(&key).is_some() {
+        if let Some(id) = self.find(&key) {
+            let known = self.table.get_mut(id);
+            let is_earlier = usize::from(known.device) == device
+                && known.segment == place.segment
+                && known.unit < place.unit;
+            if is_earlier {
+                known.unit = place.unit;
+            }
             return;
         }
         let Some(id) = self.table.take() else { return };

@@ -107,7 +107,7 @@ impl Model {
                 assert_eq!(found.0, sequence);
                 found.1 = true;
             }
-            Work::Check => {}
+            Work::Check | Work::GiveUp | Work::Distrust { .. } => {}
         }
     }
 }
@@ -118,7 +118,7 @@ fn needs(work: &Work) -> Vec<u32> {
         Work::Begin { segment, .. } | Work::Seal { segment, .. } => vec![segment],
         Work::Write { place, .. } | Work::Read { place, .. } => vec![place.segment],
         Work::Move { from, to, .. } => vec![from.segment, to.segment],
-        Work::Check => Vec::new(),
+        Work::Check | Work::GiveUp | Work::Distrust { .. } => Vec::new(),
     }
 }
 
@@ -216,7 +216,15 @@ impl World {
                 assert!(slot.offset == into && ok == result.is_ok() && ticket == job.ticket);
                 assert_eq!(self.slots.remove(&into), Some(key), "a slot ends once");
             }
-            (None, Work::Begin { .. } | Work::Seal { .. } | Work::Move { .. } | Work::Check) => {}
+            (
+                None,
+                Work::Begin { .. }
+                | Work::Seal { .. }
+                | Work::Move { .. }
+                | Work::Check
+                | Work::GiveUp
+                | Work::Distrust { .. },
+            ) => {}
             (ended, work) => panic!("{work:?} ended as {ended:?}"),
         }
         self.take_jobs();
@@ -258,6 +266,7 @@ impl World {
                 segment: 0,
                 sequence: 0,
                 blocks: Vec::new(),
+                unreadable: false,
                 segments_read: 0,
                 last: true,
             };
@@ -307,6 +316,7 @@ fn whatever_happens_every_job_is_sound() {
                 6..=8 => world.read(),
                 9..=17 => world.carry_out(),
                 18 => world.tick(),
+                _ if round % 31 == 0 => (0..8).for_each(|_| world.tick()),
                 _ if round % 7 == 0 => world.remove(),
                 _ if round % 97 == 0 => world.restart(),
                 _ => {}
@@ -499,6 +509,7 @@ fn a_late_read_is_told_once_and_its_slot_comes_back_with_its_end() {
     world.slots.insert(slot.offset, key(0));
     world.take_jobs();
     let mut late = Vec::new();
+    world.log.tick(world.now_ms + 500, &mut late);
     world.log.tick(world.now_ms + 999, &mut late);
     assert!(late.is_empty());
     world.log.tick(world.now_ms + 1_000, &mut late);
@@ -510,4 +521,75 @@ fn a_late_read_is_told_once_and_its_slot_comes_back_with_its_end() {
     assert!(world.slots.is_empty());
     world.settle();
     assert!(world.log.keeps(&key(0)).is_some());
+}
+
+#[test]
+fn a_device_is_broken_once_it_stands_still_not_while_its_queue_is_long() {
+    let mut world = World::new(7, 1);
+    world.failing = false;
+    let (dram, _) = below(&mut world);
+    (0..8).for_each(|number| world.write_with_room(number * 6, dram.judge()));
+    world.settle();
+    world.failing = false;
+    for number in 0..8 {
+        let slot = world.slot();
+        world.log.read(&key(number * 6), slot).unwrap();
+        world.slots.insert(slot.offset, key(number * 6));
+    }
+    world.take_jobs();
+    let mut late = Vec::new();
+    let mut later = |world: &mut World| {
+        world.now_ms += 400;
+        world.log.tick(world.now_ms, &mut late);
+        world.log.stats().devices[0].down
+    };
+    for _ in 0..6 {
+        assert!(!later(&mut world), "it ends a job every 400 ms");
+        world.carry_out();
+    }
+    assert!(!later(&mut world) && !later(&mut world));
+    world.now_ms += 10_000;
+    assert!(!later(&mut world), "this process stood still");
+    assert!(!later(&mut world) && !later(&mut world) && later(&mut world));
+    assert!(!late.is_empty() && world.log.stats().devices[0].faults[FaultKind::Late as usize] == 1);
+}
+
+#[test]
+fn of_two_copies_in_one_segment_the_later_is_found() {
+    let mut log = Log::new(config(1, 1));
+    let label = Label { namespace: digest(0), group: 0, hash: key(6).hash, bytes: 100 };
+    let blocks = vec![(1, label), (3, label), (5, label)];
+    let found = Recovered {
+        device: 0,
+        segment: 2,
+        sequence: 1,
+        blocks,
+        unreadable: false,
+        segments_read: 6,
+        last: true,
+    };
+    log.recovered(&found, number);
+    log.read(&key(6), SlotRef { offset: 0, generation: 1 }).unwrap();
+    let work = log.drain_jobs().last().unwrap().work;
+    assert!(matches!(work, Work::Read { place: Place { segment: 2, unit: 5 }, .. }), "{work:?}");
+}
+
+#[test]
+fn blocks_of_a_namespace_that_began_anew_are_moved_nowhere() {
+    let mut world = World::new(8, 1);
+    let (dram, _) = below(&mut world);
+    world.write_with_room(0, dram.judge());
+    world.log.distrust(0, true);
+    for number in 0..200 {
+        world.write_with_room(number * 6 + 1, dram.judge());
+        if number % 20 > 0 {
+            world.log.remove(&key(number * 6 + 1));
+        }
+    }
+    assert!(world.log.keeps(&key(0)).is_none());
+    let first = world.log.keeps(&key(1));
+    assert!(
+        first.is_some() && world.log.stats().devices[0].moved_blocks_total > 0,
+        "its neighbour was moved"
+    );
 }

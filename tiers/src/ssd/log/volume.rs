@@ -65,7 +65,10 @@ pub(super) struct Volume {
     /// Units that the present reclamation has moved.
     pub(super) moved_units: u32,
     pub(super) moves: u32,
-    next_sequence: u64,
+    pub(super) next_sequence: u64,
+    /// Jobs under way, and when the last one ended or the first of them began.
+    pub(super) flights: u64,
+    pub(super) moved_ms: u64,
     /// Bytes of writes under way.
     pub(super) write_bytes: u64,
     pub(super) breaker: Breaker,
@@ -89,6 +92,8 @@ impl Volume {
             moved_units: 0,
             moves: 0,
             next_sequence: geometry.first_sequence,
+            flights: 0,
+            moved_ms: 0,
             write_bytes: 0,
             breaker: Breaker::new(),
             recovering: true,
@@ -298,6 +303,15 @@ impl Volume {
             self.full.push_back(number);
         }
         self.segment(number).units += units;
+    }
+
+    /// A segment may hold blocks that could not be read: it is used again last.
+    pub(super) fn unreadable(&mut self, number: u32) {
+        let segment = self.segment(number);
+        if segment.used_for == Use::Free {
+            (segment.used_for, segment.units) = (Use::Sealed, HEADER_UNITS);
+            self.full.push_back(number);
+        }
     }
 
     /// Nothing is left to be recovered.

@@ -6,6 +6,7 @@ python examples/llama_cpp_decode.py SOCKET MODEL_DIR TOKEN_ID ...; MODEL_DIR has
 import sys
 from pathlib import Path
 
+import joining
 from llama_api import Llama
 
 from pillion import engine
@@ -17,9 +18,8 @@ class Decoder:
     def __init__(self, socket, directory, blocks=256, **where):
         self.llama = Llama(Path(directory) / "model.gguf")
         found = engine.find(socket, weights=directory, dtype="torch.float32", **where)
-        [namespace] = [namespace for namespace in found if not namespace.differs]
-        self.kv = engine.Engine(socket, "llama.cpp", namespace, blocks)
-        self.kv.prove(self.compute)
+        self.kv = engine.Engine(socket, "llama.cpp", joining.only(found), blocks)
+        self.kv.prove(self.compute, where.get("control"))
 
     def compute(self, tokens):
         """K and V of these tokens: what is kept is compared with them, before anything of this engine is."""

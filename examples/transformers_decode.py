@@ -5,6 +5,7 @@ python examples/transformers_decode.py SOCKET MODEL_DIR TOKEN_ID ...
 
 import sys
 
+import joining
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -18,9 +19,8 @@ class Decoder:
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
         stated = {"dtype": str(dtype), "config": identity.configuration(self.model.config)}
         found = engine.find(socket, weights=directory, **stated, **where)
-        [namespace] = [namespace for namespace in found if not namespace.differs]
-        self.kv = engine.Engine(socket, name, namespace, blocks, torch)
-        self.kv.prove(self.compute)
+        self.kv = engine.Engine(socket, name, joining.only(found), blocks, torch)
+        self.kv.prove(self.compute, where.get("control"))
 
     @torch.inference_mode()
     def compute(self, tokens):

@@ -681,7 +681,7 @@ void pillion_scheduler_free(struct PillionScheduler *scheduler);
 
 /**
  * Opens a log: the list of one request's block hashes, from its first block on. `log` becomes -1 while there is no
- * sidecar or no room; every call with such a log does nothing and answers "miss".
+ * sidecar or no room (65,536 logs may be open); every call with such a log does nothing and answers "miss".
  */
 enum PillionStatus pillion_scheduler_open(const struct PillionScheduler *scheduler,
                                           int64_t *log);
@@ -696,7 +696,8 @@ enum PillionStatus pillion_scheduler_open_folded(const struct PillionScheduler *
 
 /**
  * Appends hashes, the first of which is the request's block `start`, which must be the log's length so far. `length`
- * becomes the log's length: unchanged where there is no room for all of them, 0 where the log is void. May be NULL.
+ * becomes the log's length: unchanged where there is no room for all of them, 0 where the log is void. May be NULL. All open logs
+ * have room for 1,048,576 hashes, each counted up to a multiple of 64.
  */
 enum PillionStatus pillion_scheduler_append(const struct PillionScheduler *scheduler,
                                             int64_t log,
@@ -716,7 +717,8 @@ enum PillionStatus pillion_scheduler_hint(const struct PillionScheduler *schedul
 /**
  * Asks how many of the log's blocks `start..start + count` the cache holds from `start` on, and waits for the answer
  * within the step's budget. `hits` becomes that number, and the log holds a lease on these blocks, which ends by
- * load, release, close, another query or time; or -1: not known yet, ask again in a later step.
+ * load, release, close, another query or time; or -1: not known yet, ask again in a later step. Blocks beyond the log's
+ * length, and beyond 65,536 at once, are not asked for.
  */
 enum PillionStatus pillion_scheduler_query(const struct PillionScheduler *scheduler,
                                            int64_t log,
@@ -766,7 +768,7 @@ enum PillionStatus pillion_scheduler_check(const struct PillionScheduler *schedu
 
 /**
  * Names the tokens of the first block, just saved, of a request that is nothing but tokens: by them other engines can show
- * that they compute the same. Once in a minute is often enough.
+ * that they compute the same. Once in a minute is often enough. More than 4,096 tokens, or none, name no block.
  */
 enum PillionStatus pillion_scheduler_golden(const struct PillionScheduler *scheduler,
                                             struct PillionItemsU32 tokens);

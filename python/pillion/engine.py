@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from http.client import HTTPConnection
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -26,7 +27,8 @@ from pillion import _shim, pages
 from pillion.keys import Chain
 from pillion.pages import FormError
 
-CONTROL_PATIENCE_S = 10.0
+# The sidecar answers within 10 s, its peers within one more, or it says that it cannot.
+CONTROL_PATIENCE_S = 15.0
 # A question whose blocks come from another pod or a disk is answered within the longest that the protocol lets it be pending.
 QUERY_PATIENCE_S = 2.5
 # What another engine has promised is answered within 33 s, also by a sidecar that is frozen.
@@ -39,6 +41,19 @@ logger = logging.getLogger("pillion")
 
 class EngineError(RuntimeError):
     """A call that cannot be served. The text names the remedy."""
+
+
+class Address(NamedTuple):
+    """A sidecar's `--control-listen`, for a process of another user than the sidecar's."""
+
+    # HOST:PORT.
+    listen: str
+    # The sidecar's `--control-token-file`, or a copy of it.
+    token_file: str | os.PathLike[str]
+
+
+# Where a sidecar is asked: at its control socket, or at its address.
+Control = str | os.PathLike[str] | Address
 
 
 class Difference(NamedTuple):
@@ -84,14 +99,15 @@ def find(
     socket: str | os.PathLike[str],
     weights: str | os.PathLike[str] | None = None,
     tokens: Sequence[int] | None = None,
-    control: str | os.PathLike[str] | None = None,
+    control: Control | None = None,
     **facts: str,
 ) -> list[Namespace]:
     """The namespaces that the sidecar knows, those first that differ least from what this engine states.
 
     It states the digest of the `weights` in a directory and any other `facts`, such as dtype="torch.float32"; the more it
     states, the less it takes on trust. With `tokens`, namespaces that do not differ are asked what they keep of them.
-    `control` is the sidecar's control socket: by default the one beside `socket`. Its user or root may ask there.
+    `control` is the sidecar's control socket: by default the one beside `socket`. Its user or root may ask there. Another user
+    names an `Address`.
     """
     stated = dict(facts)
     if weights is not None:
@@ -110,20 +126,36 @@ def _control_of(socket: str | os.PathLike[str]) -> Path:
     return Path(socket).with_suffix(".control.sock")
 
 
-def _listed(control: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def _listed(control: Control) -> list[dict[str, Any]]:
     """The namespaces of which the sidecar knows what their engines stated."""
+    if isinstance(control, Address):
+        where, remedy = control.listen, "name the sidecar's --control-listen, and a file with its token that this user may read"
+    else:
+        where, remedy = os.fspath(control), "name the sidecar's --control-socket, as its user or as root; or name an Address"
     try:
-        with closing(_Control(control)) as asked:
-            asked.request("GET", "/namespaces")
-            listed = json.load(asked.getresponse())["namespaces"]
-    except OSError as error:
-        raise EngineError(
-            f"{os.fspath(control)}: {error}: name the sidecar's --control-socket, and ask as its user or as root"
-        ) from error
-    return [entry for entry in listed if entry.get("facts")]
+        status, answer = _answer(control)
+    except (OSError, HTTPException, ValueError) as error:
+        raise EngineError(f"{where}: {error}: {remedy}") from error
+    if status != HTTPStatus.OK:
+        raise EngineError(f"{where}: {answer.get('error', status)}")
+    return [entry for entry in answer["namespaces"] if entry.get("facts")]
 
 
-class _Control(HTTPConnection):
+def _answer(control: Control) -> tuple[int, dict[str, Any]]:
+    """What the sidecar answers to who asks for its namespaces, and the status of that."""
+    headers = {}
+    if isinstance(control, Address):
+        asked = HTTPConnection(control.listen, timeout=CONTROL_PATIENCE_S)
+        headers["Authorization"] = f"Bearer {Path(control.token_file).read_text().strip()}"
+    else:
+        asked = _OverSocket(control)
+    with closing(asked):
+        asked.request("GET", "/namespaces", headers=headers)
+        answer = asked.getresponse()
+        return answer.status, json.load(answer)
+
+
+class _OverSocket(HTTPConnection):
     """HTTP over the control socket."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -310,7 +342,7 @@ class Engine:
         self._offer(tokens, ids, first, handover=handover)
         return self._counted("blocks_committed", "blocks_present") - before
 
-    def prove(self, compute: Callable[[list[int]], tuple[Any, Any]], control: str | os.PathLike[str] | None = None) -> bool:
+    def prove(self, compute: Callable[[list[int]], tuple[Any, Any]], control: Control | None = None) -> bool:
         """Shows that this engine computes what its namespace keeps, and so may save for as long as the sidecar and it live.
 
         `compute` gives K and V, [layers, heads, tokens, dim], of the first tokens of a request. They are compared with a golden

@@ -241,11 +241,16 @@ pub enum ConfigError {
     Control(String),
     /// The container cannot hold the pool.
     #[error(
-        "--dram {dram} is more than the limit of {limit} set by {place}: lower --dram or raise that limit"
+        "--dram {dram} needs {needed_mib} MiB, with {beside} beside the pool, and the limit set by {place} is {limit_mib} MiB: \
+         lower --dram, or raise that limit"
     )]
     MemoryLimit {
         dram: Size,
-        limit: Size,
+        /// What the sidecar takes beside the pool.
+        beside: Size,
+        /// The pool and that, in whole MiB.
+        needed_mib: u64,
+        limit_mib: u64,
         /// The file that sets it.
         place: String,
     },

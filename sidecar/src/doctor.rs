@@ -26,10 +26,10 @@ pub struct Options {
     #[arg(value_names = ["A.json", "B.json"], num_args = 2)]
     pub pair: Vec<PathBuf>,
     /// The sidecar's socket [default: as pillion serve]
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, env = "PILLION_SOCKET", value_name = "PATH")]
     pub socket: Option<PathBuf>,
     /// The sidecar's control socket [default: beside its socket]
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, env = "PILLION_CONTROL_SOCKET", value_name = "PATH")]
     pub control_socket: Option<PathBuf>,
     /// A disk to be used for blocks, as pillion serve takes it; may be given several times
     #[arg(long, value_name = "PATH:SIZE")]

@@ -69,7 +69,8 @@ pub enum InjectError {
     )]
     NoCertificates,
     #[error(
-        "no container {0} in {KINDS}: one that runs vLLM has 'vllm' in its image or command; name yours by --container NAME"
+        "no container {0} in {KINDS}: one that runs vLLM has 'vllm' in the last part of its image's name, or its server in the \
+         command; name yours by --container NAME"
     )]
     NoEngine(String),
     #[error("{workload}: {text}")]
@@ -91,7 +92,7 @@ struct Workload<'a> {
     pod: &'a Node,
 }
 
-/// Reads manifests and writes them with sidecars; to `notes`, what runs vLLM and was not understood.
+/// Reads manifests and writes them with sidecars; to `notes`, what runs vLLM and was not understood, and what is left to add.
 pub fn serve(
     input: impl Read,
     mut output: impl Write,
@@ -104,11 +105,26 @@ pub fn serve(
         return Err(InjectError::TooLarge);
     }
     let stream = parse(&source, options)?;
-    output.write_all(injected(&stream, options)?.as_bytes())?;
+    let written = injected(&stream, options)?;
+    output.write_all(written.as_bytes())?;
     for label in passed_over(&stream) {
         writeln!(notes, "pillion inject: {label} runs vLLM and stays as it is: {KINDS} are understood")?;
     }
+    if written != source {
+        writeln!(notes, "pillion inject: {}", not_added(options))?;
+    }
     Ok(output.flush()?)
+}
+
+/// What a pod with a sidecar needs beside it, and this program does not write.
+fn not_added(options: &Options) -> &'static str {
+    if options.peer.is_empty() {
+        "no NetworkPolicy is written, so whoever reaches a pod may ask port 9440: admit Prometheus alone there, as \
+         deploy/kubernetes/copy-engine.yaml does"
+    } else {
+        "neither a NetworkPolicy nor the peers' headless Service is written: admit Prometheus alone to port 9440, and to 9441 \
+         and 9442 the pods that share, as deploy/kubernetes/mesh.yaml does"
+    }
 }
 
 /// Documents of other kinds in which a container runs vLLM.

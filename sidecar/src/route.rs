@@ -176,6 +176,9 @@ impl Router {
         for way in Whole::ALL.map(Whole::label).into_iter().chain([PAIR]) {
             prompts.with_label_values(&[way]);
         }
+        for reason in FAILURES {
+            failures.with_label_values(&[reason]);
+        }
         let (prefill, decode) = (Engines::new(&options.prefill), Engines::new(&options.decode));
         let forwarder = Forwarder::new();
         Ok(Self {
@@ -376,7 +379,7 @@ impl Router {
         let answer: Value = serde_json::from_slice(&answer).unwrap_or_default();
         let said = answer.get(PARAMS).filter(|params| params.is_object()).cloned();
         if said.is_none() {
-            self.failures.with_label_values(&["no_params"]).inc();
+            self.failures.with_label_values(&[NO_PARAMS]).inc();
             let remedy = "its answer has no kv_transfer_params: start vLLM there with Pillion's connector";
             tracing::warn!(engine = %seat.engine.address, "{remedy}");
         }
@@ -438,6 +441,10 @@ impl Router {
 const COMPLETIONS: &str = "/v1/completions";
 /// The label of a prompt that two engines work on.
 const PAIR: &str = "pair";
+/// The label of a prompt whose answer says nothing to the engine that answers.
+const NO_PARAMS: &str = "no_params";
+/// Why a prompt was not computed: the labels of [`ForwardError`], and the one above. All are there before the first failure.
+const FAILURES: [&str; 6] = ["unreachable", "broken", "status", "silent", "late", NO_PARAMS];
 
 impl Drop for Task {
     fn drop(&mut self) {
@@ -459,4 +466,37 @@ fn plain(status: StatusCode, content: &'static str, text: String) -> Response<An
 fn failure(status: StatusCode, text: &str) -> Response<Answer> {
     let error = json!({ "error": { "message": text, "type": "pillion_route", "param": null, "code": status.as_u16() } });
     plain(status, "application/json", error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Arguments {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    #[test]
+    fn every_failure_has_its_counter_from_the_start() {
+        let arguments = ["route", "--prefill=http://127.0.0.1:1", "--decode=http://127.0.0.1:2"];
+        let router = Router::new(Arguments::parse_from(arguments).options).unwrap();
+        let page = TextEncoder::new().encode_to_string(&router.registry.gather()).unwrap();
+        for reason in FAILURES {
+            let line = format!("pillion_route_prefill_failures_total{{reason=\"{reason}\"}} 0\n");
+            assert!(page.contains(&line), "{line}{page}");
+        }
+        let errors = [
+            ForwardError::Broken(String::new()),
+            ForwardError::Status(StatusCode::OK),
+            ForwardError::Silent(Duration::ZERO),
+            ForwardError::Late(Duration::ZERO),
+        ];
+        for error in errors {
+            assert!(FAILURES.contains(&error.label()), "{error}");
+        }
+    }
 }

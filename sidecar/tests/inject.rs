@@ -76,7 +76,7 @@ fn what_cannot_be_done_is_refused_with_a_remedy() {
     assert!(refusal(&engine(""), &["--container=other"]).contains("named other"));
     assert!(refusal("a: [", &[]).contains("no YAML"));
     let two = deployment(
-        "containers:\n- name: a\n  image: vllm/a\n- name: b\n  image: b\n  command: [vllm, serve]",
+        "containers:\n- name: a\n  image: vllm/vllm-openai\n- name: b\n  image: b\n  command: [vllm, serve]",
     );
     let error = refusal(&two, &[]);
     assert!(
@@ -92,7 +92,7 @@ fn what_cannot_be_done_is_refused_with_a_remedy() {
         let error = refusal(&engine(&format!("args: ['{foreign}']")), &[]);
         assert!(error.contains("take it off"), "{error}");
     }
-    let network = deployment("hostNetwork: true\ncontainers:\n- name: e\n  image: vllm/a");
+    let network = deployment("hostNetwork: true\ncontainers:\n- name: e\n  image: vllm/vllm-openai");
     assert!(injected(&network, &[]).is_ok());
     let peers = ["--peer=mesh:9441", "--mesh-plaintext"];
     assert!(refusal(&network, &peers).contains("--node-id '$(POD_NAME)'"));
@@ -105,10 +105,11 @@ fn what_cannot_be_done_is_refused_with_a_remedy() {
     assert!(refusal(&engine("command: [sh, -c, 'vllm serve a; vllm serve b']"), &[]).contains("by hand"));
     assert!(refusal(&engine("env: []"), &[]).contains("leave it out"));
     assert!(refusal(&engine("env:"), &[]).contains("leave it out"));
-    let sidecar = deployment("initContainers:\n- name: pillion\ncontainers:\n- name: e\n  image: vllm/a");
+    let sidecar =
+        deployment("initContainers:\n- name: pillion\ncontainers:\n- name: e\n  image: vllm/vllm-openai");
     assert!(refusal(&sidecar, &[]).contains("take the former off"));
     let several_nodes = "kind: LeaderWorkerSet\nmetadata:\n  name: l\nspec:\n  leaderWorkerTemplate:\n    workerTemplate:\n      \
-                         spec:\n        containers:\n        - name: e\n          image: vllm/a\n";
+                         spec:\n        containers:\n        - name: e\n          image: vllm/vllm-openai\n";
     assert!(refusal(several_nodes, &[]).contains("several nodes"));
 }
 
@@ -134,11 +135,42 @@ fn what_is_not_understood_and_runs_vllm_is_told_of() {
     let source = format!("{}---\n{rollout}---\nkind: Service\n", engine(""));
     inject::serve(source.as_bytes(), &mut output, &mut notes, &arguments.options).unwrap();
     let notes = String::from_utf8(notes).unwrap();
-    assert!(
-        notes.starts_with("pillion inject: Rollout a runs vLLM") && notes.lines().count() == 1,
-        "{notes}"
-    );
+    let [told, _] = notes.lines().collect::<Vec<_>>()[..] else { panic!("two notes: {notes}") };
+    assert!(told.starts_with("pillion inject: Rollout a runs vLLM"), "{notes}");
     assert!(refusal(&rollout, &[]).contains("Deployments"));
+}
+
+#[test]
+fn what_is_left_to_add_is_told_of_once() {
+    let noted = |source: &str, more: &[&str]| {
+        let arguments = [&["inject", "--dram=1GiB", "--image=i"], more].concat();
+        let options = Arguments::try_parse_from(arguments).unwrap().options;
+        let (mut output, mut notes) = (Vec::new(), Vec::new());
+        inject::serve(source.as_bytes(), &mut output, &mut notes, &options).unwrap();
+        (String::from_utf8(output).unwrap(), String::from_utf8(notes).unwrap())
+    };
+    let (once, notes) = noted(&engine(""), &[]);
+    assert!(notes.contains("no NetworkPolicy is written") && notes.contains("port 9440"), "{notes}");
+    assert_eq!(noted(&once, &[]).1, "", "nothing was written");
+    let (_, notes) = noted(&engine(""), &["--peer=mesh:9441", "--mesh-plaintext"]);
+    assert!(notes.contains("9441 and 9442") && notes.contains("headless Service"), "{notes}");
+}
+
+#[test]
+fn an_image_is_known_by_the_last_part_of_its_name() {
+    let of = |image: &str, more: &str| {
+        deployment(&format!(
+            "containers:\n- name: a\n  image: {image}\n{more}- name: e\n  image: vllm/vllm-openai"
+        ))
+    };
+    for other in ["vllm/router", "registry.example:5000/vllm-project/router:v1", "vllm/router@sha256:00"] {
+        let text = injected(&of(other, ""), &[]).unwrap();
+        assert_eq!(text.matches("--kv-transfer-config=").count(), 1, "{text}");
+    }
+    for engine in ["rocm/vllm:v1", "registry.example:5000/mine/my-vllm@sha256:00"] {
+        assert!(refusal(&of(engine, ""), &[]).contains("(a, e)"), "{engine}");
+    }
+    assert!(refusal(&of("vllm/router", "  command: [vllm, serve]\n"), &[]).contains("(a, e)"));
 }
 
 #[test]

@@ -11,9 +11,11 @@ import pytest
 import yaml
 
 from manifests import (
+    DEPLOY,
     INJECTED,
     KUBERNETES,
     MONITORING,
+    ROOT,
     VERSIONS,
     Document,
     at,
@@ -145,6 +147,46 @@ def missing(value: Document, document: Document, path: tuple[str | int, ...]) ->
         if [key for key in other if isinstance(key, str)] == [key for key in path if isinstance(key, str)]
     ]
     return not any(texts <= found for found in there)
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
+def test_clients_reach_the_port_that_answers_them_alone(path: Path) -> None:
+    """And Prometheus the sidecar's; a pair's engines are behind their router."""
+    workload = next(document for document in of(path) if pod(document))
+    [policy] = [document["spec"] for document in of(path) if document["kind"] == "NetworkPolicy"]
+    assert policy["podSelector"]["matchLabels"] == workload["spec"]["template"]["metadata"]["labels"]
+    containers = [sidecar(workload), *pod(workload)["containers"]]
+    numbers = {port["name"]: port["containerPort"] for container in containers for port in container["ports"]}
+    admitted: dict[str, set[int]] = {}
+    for rule in policy["ingress"]:
+        [who] = [found["podSelector"]["matchLabels"]["app.kubernetes.io/name"] for found in rule.get("from", [])] or ["anybody"]
+        admitted[who] = {numbers.get(port["port"], port["port"]) for port in rule["ports"]}
+    pair = path.stem == "prefill-decode"
+    assert admitted.pop("anybody") == ({8080} if pair else {8000})
+    assert admitted.pop("prometheus") == ({9440, 8000, 8100} if pair else {9440})
+    assert admitted == ({"vllm": {9441, 9442}} if path.stem == "mesh" else {})
+
+
+def test_the_documented_disk_fits_a_manifest() -> None:
+    """The block of docs/deploy.md, put beside what copy-engine.yaml has: a pod that every release takes."""
+    section = (ROOT / "docs/deploy.md").read_text().partition("\n## Disks\n")[2]
+    disk = yaml.safe_load(section.partition("```yaml\n")[2].partition("```")[0])
+    document = copy.deepcopy(of(DEPLOY / "kubernetes/copy-engine.yaml")[0])
+    description = document["spec"]["template"]["spec"]
+    prepares, more = disk["initContainers"]
+    container = sidecar(document)
+    for key in ("args", "volumeMounts"):
+        container[key] = container[key] + more[key]
+    assert more == {"name": container["name"], **{key: more[key] for key in ("args", "volumeMounts")}}
+    description |= {"terminationGracePeriodSeconds": disk["terminationGracePeriodSeconds"]}
+    description |= {"initContainers": [prepares, container], "volumes": description["volumes"] + disk["volumes"]}
+    for version in VERSIONS:
+        built_in(version)(document)
+    [owned] = [word for word in prepares["command"] if ":" in word]
+    assert owned.partition(":")[0] == str(container["securityContext"]["runAsUser"])
+    [argument] = more["args"]
+    [mount] = more["volumeMounts"]
+    assert Path(argument.partition("=")[2]).parent == Path(mount["mountPath"]), "right below a mount point"
 
 
 def replaced(arguments: list[str], folder: Path) -> list[str]:

@@ -116,7 +116,7 @@ pub extern "C" fn pillion_scheduler_free(scheduler: Option<Box<Scheduler>>) {
 }
 
 /// Opens a log: the list of one request's block hashes, from its first block on. `log` becomes -1 while there is no
-/// sidecar or no room; every call with such a log does nothing and answers "miss".
+/// sidecar or no room (65,536 logs may be open); every call with such a log does nothing and answers "miss".
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_open(
     scheduler: Option<&Scheduler>,
@@ -140,7 +140,8 @@ pub extern "C" fn pillion_scheduler_open_folded(
 }
 
 /// Appends hashes, the first of which is the request's block `start`, which must be the log's length so far. `length`
-/// becomes the log's length: unchanged where there is no room for all of them, 0 where the log is void. May be NULL.
+/// becomes the log's length: unchanged where there is no room for all of them, 0 where the log is void. May be NULL. All open logs
+/// have room for 1,048,576 hashes, each counted up to a multiple of 64.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_append(
     scheduler: Option<&Scheduler>,
@@ -175,7 +176,8 @@ pub extern "C" fn pillion_scheduler_hint(
 
 /// Asks how many of the log's blocks `start..start + count` the cache holds from `start` on, and waits for the answer
 /// within the step's budget. `hits` becomes that number, and the log holds a lease on these blocks, which ends by
-/// load, release, close, another query or time; or -1: not known yet, ask again in a later step.
+/// load, release, close, another query or time; or -1: not known yet, ask again in a later step. Blocks beyond the log's
+/// length, and beyond 65,536 at once, are not asked for.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_query(
     scheduler: Option<&Scheduler>,
@@ -245,7 +247,7 @@ pub extern "C" fn pillion_scheduler_check(
 }
 
 /// Names the tokens of the first block, just saved, of a request that is nothing but tokens: by them other engines can show
-/// that they compute the same. Once in a minute is often enough.
+/// that they compute the same. Once in a minute is often enough. More than 4,096 tokens, or none, name no block.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_golden(scheduler: Option<&Scheduler>, tokens: Items<u32>) -> Status {
     call(scheduler, |state| {

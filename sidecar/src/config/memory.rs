@@ -8,6 +8,7 @@ use super::{Config, ConfigError, Size};
 const BESIDE_POOL_BYTES: u64 = 64 << 20;
 /// Bytes of the pool before its first segment.
 const HEADER_BYTES: u64 = shm_protocol::pool::SEGMENT_ALIGN;
+const MIB: u64 = 1 << 20;
 const CGROUPS: &str = "/sys/fs/cgroup";
 
 /// A kind of memory that control groups limit.
@@ -29,11 +30,17 @@ pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
     let (kind, beside) =
         if config.hugepages { (HUGE_PAGES, HEADER_BYTES) } else { (MEMORY, BESIDE_POOL_BYTES) };
     let Some((limit, place)) = limit(&groups, &kind) else { return Ok(()) };
-    let needed = config.dram.as_bytes().saturating_add(beside);
+    within(limit, place, config.dram, beside)
+}
+
+/// Refuses a pool that does not fit a limit with what the sidecar takes beside it.
+fn within(limit: u64, place: String, dram: Size, beside: u64) -> Result<(), ConfigError> {
+    let needed = dram.as_bytes().saturating_add(beside);
     if needed <= limit {
         return Ok(());
     }
-    Err(ConfigError::MemoryLimit { dram: config.dram, limit: Size::new(limit), place })
+    let (needed_mib, limit_mib) = (needed.div_ceil(MIB), limit / MIB);
+    Err(ConfigError::MemoryLimit { dram, beside: Size::new(beside), needed_mib, limit_mib, place })
 }
 
 /// The tightest limit of this process's control groups, and the file that sets it.
@@ -69,6 +76,16 @@ fn read(file: &Path) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_pool_as_large_as_the_limit_is_refused_with_what_it_needs() {
+        let (gib, place) = (1 << 30, || "/sys/fs/cgroup/memory.max".to_owned());
+        let dram: Size = "30GiB".parse().unwrap();
+        assert!(within(30 * gib + BESIDE_POOL_BYTES, place(), dram, BESIDE_POOL_BYTES).is_ok());
+        let text = within(30 * gib, place(), dram, BESIDE_POOL_BYTES).unwrap_err().to_string();
+        assert!(text.contains("needs 30784 MiB, with 64.0 MiB beside"), "{text}");
+        assert!(text.contains("memory.max is 30720 MiB"), "{text}");
+    }
 
     #[test]
     fn every_ancestor_of_both_versions_is_asked() {

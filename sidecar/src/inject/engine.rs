@@ -37,12 +37,13 @@ impl<'a> Engine<'a> {
         Self { node, name: node.text_at(&["name"]).unwrap_or_default() }
     }
 
-    /// Whether this looks like vLLM: by the last part of the image's name, or the command line.
+    /// Whether this looks like vLLM: by the last part of the image's name, or the command line. An organisation with vLLM in its
+    /// name has other images, too.
     pub(super) fn runs_vllm(&self) -> bool {
         let image = self.node.text_at(&["image"]).unwrap_or_default();
         let name = image.rsplit_once('@').map_or(image, |(name, _)| name);
-        let mut parts = name.rsplit('/').take(2);
-        parts.any(|part| part.contains("vllm")) || {
+        let last = name.rsplit('/').next().unwrap_or_default();
+        last.contains("vllm") || {
             let words = self.words();
             program(&words).is_some() || words.iter().any(|word| runs(word.text))
         }

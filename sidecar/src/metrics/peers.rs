@@ -53,7 +53,11 @@ const PEER_GAUGES: &[Figure<PeerStats>] = &[
     ),
     ("directory_bytes", "Memory that knowing the blocks of the peer takes.", |p| p.bytes as u64),
     ("asked", "Blocks asked of the peer that have not ended.", |p| p.under_way.into()),
-    ("breaker_open", "1 from failures in a row until a fetch ends well; tried at least every 30 s, if asked.", |p| p.breaker_open.into()),
+    (
+        "breaker_open",
+        "1 from failures in a row until a fetch ends well; tried at least every 30 s, if asked.",
+        |p| p.breaker_open.into(),
+    ),
 ];
 
 const PEER_COUNTERS: &[Figure<PeerStats>] =

@@ -319,14 +319,15 @@ impl Worker {
         }
     }
 
-    /// Gives a load into GPU memory to the thread, and returns the blocks that count as failed whatever comes.
+    /// Gives a load into GPU memory to the thread, and returns the blocks that count as failed whatever comes. None where the step
+    /// waits for them: they come, as old as what vLLM itself holds, and vLLM could not take back what the step after computes.
     fn follow(&mut self, plan: Plan, reached: Event, sync: bool) -> Vec<u32> {
         let promised = !self.session.copies_itself(&plan);
         let job = self.job(plan);
         let is_theirs = promised && job.link.is_some();
         let bytes = self.copies.count_watched(&job, sync);
         let watch = if is_theirs { Watch::promised(Patience::of(&job.plan, bytes)) } else { Watch::ours() };
-        let failed = if job.refused { job.plan.block_ids() } else { Vec::new() };
+        let failed = if job.refused && !sync { job.plan.block_ids() } else { Vec::new() };
         let load = Load { job, reached: Box::new(reached), sync, watch, fetch: None };
         self.submit(Order::Watch(Box::new(load)));
         failed

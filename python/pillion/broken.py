@@ -9,6 +9,9 @@ from collections.abc import Iterable
 
 from pillion.tracked import Tracked
 
+# Blocks that a step writes from some token on, those that it loads, and those that it copies, each from one to another.
+NewBlocks = tuple[list[int], list[int], list[tuple[int, int]]]
+
 
 class Broken:
     """Marks of these blocks, which follow what vLLM computes."""
@@ -49,15 +52,22 @@ class Broken:
             tracked.hit, tracked.saved, tracked.sound = None, 0, -1
             self.suspects.add(tracked)
 
-    def follow(self, begun: Iterable[Tracked], overwritten: Iterable[int], scheduled: dict[str, int]) -> None:
+    def follow(self, begun: list[Tracked], new: NewBlocks, scheduled: dict[str, int]) -> None:
         """What a step writes anew is whole again; what it computes upon a broken block is broken."""
         if not self.any:
             return
         # What they found in vLLM's own cache may be broken.
         self.suspects.update(begun)
         marks, size = self._marks, self._block_tokens
-        for block in overwritten:
+        written, loaded, copies = new
+        partly = {self._computed_partly(tracked) for tracked in begun}
+        for block in written:
+            if block not in partly:
+                marks[block] = 0
+        for block in loaded:
             marks[block] = 0
+        for copied, written_to in copies:
+            marks[written_to] = marks[copied]
         for tracked in list(self.suspects):
             if not tracked.live:
                 self.suspects.discard(tracked)
@@ -78,6 +88,11 @@ class Broken:
             else:
                 for block in blocks[start // size : -(-end // size)]:
                     marks[block] = 1
+
+    def _computed_partly(self, tracked: Tracked) -> int | None:
+        """The block of which an earlier step computed the beginning, as that of a session that goes on: it keeps its mark."""
+        place, tokens = divmod(tracked.request.num_computed_tokens, self._block_tokens)
+        return tracked.blocks[place] if tokens and place < len(tracked.blocks) else None
 
     def _first(self, tracked: Tracked) -> int:
         marks = self._marks

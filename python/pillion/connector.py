@@ -56,9 +56,10 @@ class StaysOut(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True)
 class Served(KVConnectorHandshakeMetadata):
-    """Where a rank runs that can be served."""
+    """Where a rank runs that can be served, and whether it copies for itself although the sidecar was to."""
 
     host: str
+    copies: bool = False
 
 
 def this_host() -> str:
@@ -164,7 +165,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         # MultiConnector hands on what its first connector says, to all of them.
         if reason and not self._is_one_of_several:
             return StaysOut(reason)
-        return Served(this_host()) if self._worker else None
+        return Served(this_host(), self._worker.copies) if self._worker else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begins a step."""
@@ -226,6 +227,8 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
                     f"rank {rank} runs on another host than the scheduler, and a sidecar serves the ranks of its own alone: "
                     "run an engine on each host instead"
                 )
+        if self._scheduler and any(isinstance(told, Served) and told.copies for told in metadata.values()):
+            self._scheduler.ranks_copy()
         if reasons and self._scheduler:
             self._scheduler.shutdown()
             self._scheduler = None

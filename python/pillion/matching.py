@@ -156,6 +156,7 @@ class Matching:
             return tracked.loaded
         self.count(tracked, first, count, external_tokens)
         self._pacing.load(request, count, request.num_tokens - first * self._block_tokens - external_tokens, sync)
+        step.fills_tail |= sync and external_tokens % self._block_tokens > 0
         ids: list[int] = blocks.get_block_ids()[self._group][first : first + count]
         return self.plan(tracked, first, ids, step, sync)
 

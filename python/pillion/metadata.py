@@ -22,6 +22,8 @@ class PillionMetadata(KVConnectorMetadata):
     idle: bool = False
     # (request id, plan made by the shim, synchronous); several of a request whose blocks are still on their way
     loads: list[tuple[str, bytes, bool]] = field(default_factory=list)
+    # Whether the last block of a synchronous load is partly full: the step itself writes behind what is loaded of it.
+    fills_tail: bool = False
     # Loads whose lease was lost before they could be planned: request id, block ids, synchronous.
     lost: list[tuple[str, list[int], bool]] = field(default_factory=list)
     # How often the weights may have changed since the start: a rank that has not sampled them for this count does so now.

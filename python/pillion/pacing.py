@@ -55,7 +55,8 @@ class Pacing:
         by_engine = config.copier(on_gpu) == "engine"
         # vLLM takes back what a step computed upon blocks that were not loaded, and not what the step behind it did, which is
         # in flight by then. On a GPU whose sidecar copies, the engine's stream goes on over whole loads alone.
-        self._never_sync = vllm_compat.steps_in_flight(vllm_config) > 1 and (not on_gpu or by_engine)
+        self._beside_steps = vllm_compat.steps_in_flight(vllm_config) > 1
+        self._never_sync = self._beside_steps and (not on_gpu or by_engine)
         if self._never_sync and self._load == "sync":
             logger.warning(
                 "pillion: pillion.load=sync has no effect beside asynchronous scheduling where %s: if a load failed, vLLM "
@@ -86,6 +87,10 @@ class Pacing:
         self._step_blocks = self._step_tokens = 0
         # Requests whose load goes on in the background.
         self._background: set[str] = set()
+
+    def ranks_copy(self) -> None:
+        """Ranks copy for themselves although the sidecar was to: their loads can fail."""
+        self._never_sync |= self._beside_steps
 
     def synchronous(self, blocks: int, alone: bool) -> bool | None:
         """Whether a step waits for a load of so many blocks, `alone`: beside no other request; None: not in this step."""

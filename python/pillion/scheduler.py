@@ -22,7 +22,7 @@ from pillion.metadata import PillionMetadata
 from pillion.pacing import Pacing
 from pillion.saving import Saving
 from pillion.state import Source, State
-from pillion.tracked import Requests
+from pillion.tracked import Requests, Tracked
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -106,16 +106,24 @@ class Scheduler:
 
     # --- requests ---
 
+    def ranks_copy(self) -> None:
+        """Ranks copy for themselves, where the sidecar could not and the user left it open."""
+        self._pacing.ranks_copy()
+
     def announced(self, request: Request, blocks: range | None = None) -> None:
         """A request has arrived, and waits for its turn. It will need its whole prompt, or these `blocks` of it."""
         self._requests.look(request)
         if self._config.loads and not request.skip_reading_prefix_cache:
             self._matching.announce(request, blocks)
 
+    def follow(self, request: Request) -> Tracked:
+        """A request is about to be scheduled: what is computed for it is to be kept, whether it may find anything or not."""
+        self._requests.look(request)
+        return self._requests.follow(request)
+
     def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond `computed_tokens` that the cache holds, and whether they come asynchronously; None: ask again."""
-        tracked = self._requests.follow(request)
-        self._requests.look(request)
+        tracked = self.follow(request)
         if not self._config.loads or request.skip_reading_prefix_cache or self.updating:
             return 0, False
         return self._matching.match(tracked, computed_tokens, self._next.step)
@@ -220,16 +228,15 @@ class Scheduler:
         self._next = PillionMetadata(self._run, step + 1)
         self._saving.follow(step)
         self._held.release_saved()
-        begun, overwritten = self._requests.take_blocks(output, step)
-        overwritten += self._loaded
-        self._loaded = []
+        begun, written = self._requests.take_blocks(output, step)
+        loaded, self._loaded = self._loaded, []
+        copies = [(copy.src_block_id, copy.dst_block_id) for copy in getattr(output, "kv_cache_block_copies", None) or ()]
         if session.saving:
-            copies = output.kv_cache_block_copies if hasattr(output, "kv_cache_block_copies") else None
-            overwritten += [copy.dst_block_id for copy in copies or ()]
+            overwritten = written + loaded + [written_to for _, written_to in copies]
             overwritten += output.new_block_ids_to_zero or ()
             if overwritten:
                 session.overwrite(overwritten)
-        self._broken.follow(begun, overwritten, scheduled)
+        self._broken.follow(begun, (written, loaded, copies), scheduled)
         metadata.urgent = bool(metadata.loads)
         if self._config.saves:
             # What the steps of an update compute is looked at once it has ended.

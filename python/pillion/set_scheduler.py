@@ -72,6 +72,9 @@ class SetScheduler:
 
     # --- requests ---
 
+    def ranks_copy(self) -> None:
+        """Ranks copy for themselves: nothing changes, since a set is loaded beside the steps."""
+
     def announced(self, request: Request) -> None:
         """A request has arrived, and waits for its turn. Of windows it needs what the highest boundary reads, if all is kept.
 
@@ -83,6 +86,8 @@ class SetScheduler:
 
     def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond `computed_tokens` that all groups hold; None: ask again."""
+        for part in self._all:
+            part.follow(request)
         if not self._config.loads or request.skip_reading_prefix_cache or self._updating:
             return 0, False
         if self.is_refused(request):

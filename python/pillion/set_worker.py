@@ -33,6 +33,11 @@ class SetWorker:
         self._failed: set[str] = set()
 
     @property
+    def copies(self) -> bool:
+        """Whether this process copies although the sidecar was to."""
+        return any(part.copies for part in self._all)
+
+    @property
     def out_reason(self) -> str:
         """Why this rank is not served."""
         return next((part.out_reason for part in self._all if part.out_reason), "")

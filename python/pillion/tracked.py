@@ -170,12 +170,16 @@ class Requests:
             tracked.found_in = step if tracked.found else 0
             tracked.sound = -1
             begun.append(tracked)
+
+        def write(ids: Sequence[list[int]], computed_tokens: int) -> None:
             for each, size in zip(ids, self._group.sizes or (self._block_tokens,), strict=True):
                 new_blocks.extend(each[computed_tokens // size :])
 
         for new in output.scheduled_new_reqs:
             if new.req_id in self.by_id:
                 begin(new.req_id, new.block_ids, new.num_computed_tokens)
+            # A request that is not followed writes, too.
+            write(new.block_ids, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for index, ids in enumerate(cached.new_block_ids):
             if not ids:
@@ -183,6 +187,7 @@ class Requests:
             req_id = cached.req_ids[index]
             if req_id in self.by_id and req_id in cached.resumed_req_ids:
                 begin(req_id, ids, cached.num_computed_tokens[index])
+                write(ids, cached.num_computed_tokens[index])
                 continue
             new_blocks += [block for each in ids for block in each]
             if req_id in self.by_id:

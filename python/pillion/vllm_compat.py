@@ -510,9 +510,13 @@ def wrap_next_block_hasher(wrap: Callable[[Any, int, bytes], Any]) -> None:
     if make is None:
         return
 
-    def make_wrapped(block_tokens: int, hash_function: Any) -> Any:
+    def make_wrapped(hash_block_size: int, caching_hash_fn: Any, *lookahead: Any, **named: Any) -> Any:
         core.get_request_block_hasher = make
-        return wrap(make(block_tokens, hash_function), block_tokens, kv_cache_utils.NONE_HASH)
+        vllms = make(hash_block_size, caching_hash_fn, *lookahead, **named)
+        # From 0.33 on a hash may cover tokens behind its block, for a drafter.
+        if any(lookahead) or any(named.values()):
+            return vllms
+        return wrap(vllms, hash_block_size, kv_cache_utils.NONE_HASH)
 
     core.get_request_block_hasher = make_wrapped
 

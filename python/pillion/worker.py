@@ -55,6 +55,8 @@ class Worker:
         self._session: _shim.WorkerSession | None = None
         # Why this rank has no session.
         self.out_reason = ""
+        # Whether this process copies although the sidecar was to.
+        self.copies = False
         # What the sidecar compares with other engines': facts, and a digest of the live weights.
         self._facts: dict[str, str] = {}
         self._first = first or self
@@ -148,6 +150,7 @@ class Worker:
                 self._connect(geometry, [], pointers, geometry.cuts, "engine")
             except _shim.ShimError:
                 raise GeometryError(str(refused)) from refused
+            self.copies = True
             logger.warning(
                 "pillion: %s. Until then the engine copies its blocks itself, which is slower (pillion.copy=engine)", refused
             )
@@ -245,7 +248,8 @@ class Worker:
                 self._end_load(req_id, block_ids)
         metadata.lost = []
         loads, metadata.loads = metadata.loads, []
-        overlap = self._may_overlap(loads, forward_context)
+        # A layer writes its KV before its hook is called: into a block whose copy may come behind that.
+        overlap = not metadata.fills_tail and self._may_overlap(loads, forward_context)
         for req_id, plan, sync in loads:
             if self._session is None:
                 raise RuntimeError("pillion: a load was planned for a rank that has not registered its memory")

@@ -79,6 +79,7 @@ class Rank:
         self.worker._waits = LayerWaits(LAYERS, [2, 2], True, lambda: vllm_compat.hook_mode(self.context))
         self.context: Any = None
         self.step_number = 0
+        self.fills_tail = False
 
     def step(self, mode: str, hooks: list[str], *plans: tuple[bytes, bool]) -> list[tuple[Any, ...]]:
         """Plays one step; what the worker asked of its session."""
@@ -86,7 +87,7 @@ class Rank:
         self.step_number += 1
         self.context = SimpleNamespace(attn_metadata={}, ubatch_slices=None, cudagraph_runtime_mode=SimpleNamespace(name=mode))
         loads = [(f"request {number}", plan, sync) for number, (plan, sync) in enumerate(plans)]
-        self.worker.begin_step(PillionMetadata(b"", self.step_number, loads=loads))
+        self.worker.begin_step(PillionMetadata(b"", self.step_number, loads=loads, fills_tail=self.fills_tail))
         self.worker.load(self.context)
         for layer in hooks:
             self.worker.reach_layer(layer)
@@ -120,6 +121,16 @@ def test_asynchronous_loads_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
     assert rank.step("NONE", LAYERS, (plan(5), False)) == [("start", 2), ("load", WHOLE), ("done", 2)]
     both = rank.step("NONE", LAYERS, (plan(5), False), (plan(6), True))
     assert both == [("start", 3), ("load", WHOLE), ("load", CUT_BY_CUT), ("wait", 0), ("wait", 1), ("done", 3)]
+
+
+def test_a_block_that_the_step_goes_on_in_is_waited_for_before_the_forward() -> None:
+    """A layer writes the KV of its tokens before its hook: a copy behind that would overwrite it."""
+    rank = Rank()
+    rank.step("NONE", LAYERS)
+    rank.fills_tail = True
+    assert rank.step("NONE", LAYERS, (plan(5), True)) == [("start", 2), ("load", WHOLE), ("done", 2)]
+    rank.fills_tail = False
+    assert ("load", CUT_BY_CUT) in rank.step("NONE", LAYERS, (plan(5), True))
 
 
 def test_hooks_that_stay_away_fail_the_load_and_end_the_overlap() -> None:

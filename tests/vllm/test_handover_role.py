@@ -89,6 +89,9 @@ def test_who_goes_on_behind_a_first_token_has_the_same_tail(engine: Engine) -> N
         assert engine.ask(request) == tokens
         ours, theirs = list(engine.session.tails.values())[-2:]
         assert ours == theirs
+        metadata = engine.compute(request, found=tokens)
+        assert [sync for _, _, sync in metadata.loads] == [True]
+        assert metadata.fills_tail, "the step writes into the block in which the hit ends"
 
 
 def test_a_prompt_of_whole_blocks_is_loaded_but_for_its_last_token(engine: Engine) -> None:
@@ -98,6 +101,10 @@ def test_a_prompt_of_whole_blocks_is_loaded_but_for_its_last_token(engine: Engin
     request = engine.arrive(tokens, transfer=told)
     engine.session.hits = 9
     assert engine.ask(request) == tokens - 1 and engine.session.tails == {}
+    assert engine.compute(request, found=tokens - 1).fills_tail
+    whole = engine.arrive(tokens + 1)
+    assert engine.ask(whole) == tokens
+    assert not engine.compute(whole, found=tokens).fills_tail
 
 
 @pytest.mark.parametrize("why", ["salt", "short", "sidecar", "fewer", "said", "not awaited"])

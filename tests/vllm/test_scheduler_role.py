@@ -93,7 +93,33 @@ def test_a_root_block_is_named_once_a_connection_and_namespace_and_then_from_tim
     assert engine.session.named == [root] * 4
 
 
+def test_who_is_not_followed_overwrites_all_the_same(engine: Engine) -> None:
+    """Behind what vLLM's own cache had of it."""
+    engine.compute(engine.arrive(4 * BLOCK_TOKENS + 1))
+    engine.session.read = {1, 2, 3, 4}
+    stranger = SimpleNamespace(req_id="stranger", block_ids=[[2, 3, 4]], num_computed_tokens=BLOCK_TOKENS)
+    engine._step([stranger], {"stranger": 1})
+    assert engine.session.read == {1, 2}
+
+
 # --- weights that may have changed ---
+
+
+def test_a_session_that_goes_on_in_a_block_of_before_keeps_nothing_of_it(engine: Engine) -> None:
+    """Half of its first block was computed with the old weights."""
+    request = engine.arrive(10)
+    engine.compute(request)
+    engine.role.weights_may_have_changed()
+    engine.session.namespace = ELSEWHERE
+    engine.decode()
+    request.num_tokens = 2 * BLOCK_TOKENS + 1
+    request.block_hashes = [bytes([block] * 32) for block in range(2)]
+    resumed = SimpleNamespace(req_id=request.request_id, block_ids=[[1, 2, 3]], num_computed_tokens=10)
+    engine._step([resumed], {request.request_id: request.num_tokens - 10})
+    assert engine.session.saves == []
+    other = engine.arrive(2 * BLOCK_TOKENS + 1)
+    engine.compute(other)
+    assert len(engine.session.saves) == 1, "what begins anew is kept"
 
 
 def test_what_was_computed_before_is_not_kept(engine: Engine) -> None:
@@ -176,6 +202,18 @@ def test_a_load_that_can_fail_is_asynchronous_beside_a_step_in_flight(
     engine = Engine(monkeypatch, steps=steps, on_gpu=on_gpu, copy=copy, load=load)
     engine.session.hits = 2
     assert engine.role.match(engine.arrive(4 * BLOCK_TOKENS + 1), 0) == (2 * BLOCK_TOKENS, not sync)
+
+
+def test_loads_can_fail_where_ranks_copy_although_the_sidecar_was_to(monkeypatch: pytest.MonkeyPatch, connector: Any) -> None:
+    """The handshake tells it before the first request."""
+    for steps in (1, 2):
+        engine = Engine(monkeypatch, steps=steps, on_gpu=True, copy="auto")
+        connector._scheduler = engine.role
+        engine.session.hits = 2
+        request = engine.arrive(4 * BLOCK_TOKENS + 1)
+        assert engine.role.match(request, 0) == (2 * BLOCK_TOKENS, False)
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Served(this_host()), (0, 1): Served(this_host(), copies=True)})
+        assert engine.role.match(request, 0) == (2 * BLOCK_TOKENS, steps > 1)
 
 
 # --- tokens that are taken back ---
@@ -458,9 +496,10 @@ def test_a_rank_on_another_host_turns_the_role_off(connector: Any, monkeypatch: 
 def test_ranks_say_where_they_serve_or_why_not(connector: Any) -> None:
     """Whichever of its parts found it out."""
     assert connector.get_handshake_metadata() is None
-    connector._worker = SimpleNamespace(out_reason="")
     assert this_host()
-    assert connector.get_handshake_metadata() == Served(this_host())
+    for copies in (False, True):
+        connector._worker = SimpleNamespace(out_reason="", copies=copies)
+        assert connector.get_handshake_metadata() == Served(this_host(), copies)
     connector._worker = SimpleNamespace(out_reason="memory")
     assert connector.get_handshake_metadata() == StaysOut("memory")
     connector._worker, connector._out = None, "windows"

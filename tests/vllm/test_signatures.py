@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pillion import watch
+from pillion import vllm_compat, watch
 
 Parameters = list[list[Any]]
 Captured = dict[str, dict[str, Parameters]]
@@ -32,7 +32,7 @@ KINDS = {
 }
 
 
-def _function(owner: type, name: str) -> Callable[..., Any]:
+def _function(owner: Any, name: str) -> Callable[..., Any]:
     member = inspect.getattr_static(owner, name)
     if isinstance(member, property):
         assert member.fget is not None
@@ -40,11 +40,11 @@ def _function(owner: type, name: str) -> Callable[..., Any]:
     return member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
 
 
-def _parameters(owner: type, name: str) -> Parameters:
+def _parameters(owner: Any, name: str, bound: bool = True) -> Parameters:
     signature = inspect.signature(_function(owner, name))
     found = [[p.name, KINDS[p.kind], p.default is not p.empty] for p in signature.parameters.values()]
     static = isinstance(inspect.getattr_static(owner, name), staticmethod)
-    found = found if static else found[1:]
+    found = found[1:] if bound and not static else found
     return [[name, kind, True if kind in ("args", "kwargs") else default] for name, kind, default in found]
 
 
@@ -139,6 +139,15 @@ def test_wrapped_methods_are_called_as_known(version: str) -> None:
     assert WATCHED[version]["BlockPool.reset_prefix_cache"] == []
     fields = {name for name, _, _ in WATCHED[version]["LoRARequest"]}
     assert {"lora_name", "lora_int_id", "lora_path", "load_inplace", "is_3d_lora_weight"} <= fields
+
+
+@pytest.mark.parametrize("version", WATCHED)
+def test_the_wrapped_hasher_is_made_as_vllm_makes_it(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By place or by name."""
+    core = importlib.import_module("vllm.v1.engine.core")
+    monkeypatch.setattr(core, "get_request_block_hasher", core.get_request_block_hasher)
+    vllm_compat.wrap_next_block_hasher(lambda vllms, *block: vllms)
+    assert _accepts(_parameters(core, "get_request_block_hasher", bound=False), WATCHED[version]["get_request_block_hasher"])
 
 
 # --- the comparison itself ---

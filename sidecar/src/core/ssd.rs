@@ -177,7 +177,7 @@ impl Ssd {
         self.log.remove(key);
     }
 
-    /// See [`Log::distrust`].
+    /// No later life finds what disks hold of a namespace, as [`Log::distrust`] says.
     pub(super) fn distrust(&mut self, namespace: u32, begins_anew: bool) {
         self.log.distrust(namespace, begins_anew);
     }

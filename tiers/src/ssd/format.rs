@@ -194,7 +194,7 @@ impl Super {
 // === impl Distrusted ===
 
 impl Distrusted {
-    /// Where it lies.
+    /// Where on a device it lies, in bytes.
     pub(crate) fn offset(unit_bytes: u64) -> u64 {
         2 * unit_bytes
     }

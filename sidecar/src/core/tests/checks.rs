@@ -316,7 +316,11 @@ fn what_engines_disagree_about_is_found_by_no_later_life_and_nothing_of_before_c
         engine.copy_all(number, 3);
         engine.compared(1);
         let work: Vec<Work> = engine.take(taken!(Action::Transfer(job) => job.work)).collect();
-        assert_eq!(work, vec![Work::Distrust { namespace: binding.digest, before: 7 }; jobs], "each disk is told");
+        assert_eq!(
+            work,
+            vec![Work::Distrust { namespace: binding.digest, before: 7 }; jobs],
+            "each disk is told"
+        );
         assert_eq!(engine.core.base.cx.namespaces.adopt(binding.space()).is_none(), number == 2);
     }
 }

@@ -4,10 +4,13 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::Duration;
 
 use tiers::pool::Pool;
 use tiers::ssd::{self, Backend, Device, Geometry, Job, Missing, Opened, Up};
 
+use crate::clock::Clock;
 use crate::config::{Disk, SsdIo};
 use crate::error::StartError;
 use crate::wake::{self, EndSignal};
@@ -18,6 +21,11 @@ const WRITE_BYTES_MAX: u64 = 256 << 20;
 const WRITE_PART: u64 = 8;
 /// A cloud disk's worst second is near 1 s; what takes ten times as long is broken.
 const LATE_MS: u64 = 10_000;
+
+/// How long a disk may take to open before the log names it: longer than the kernel takes to end what a dead process had in flight.
+const OPEN_SLOW: Duration = Duration::from_secs(15);
+/// How long it may take at all: one that hangs is no reason to serve nobody.
+const OPEN_MAX: Duration = Duration::from_secs(60);
 
 /// The devices, at work.
 #[derive(Debug)]
@@ -40,18 +48,22 @@ pub struct Found {
 }
 
 /// Opens and locks the disks. One that cannot be used is left out, and the log says why, unless `required`. One that another
-/// process holds ends the start of a sidecar with a pool file, too: transfers between the two may still be under way.
+/// process holds, or that hangs, ends the start of a sidecar with a pool file, too: transfers between the two may still be under way.
 pub fn open(disks: &[Disk], required: bool, has_pool_file: bool) -> Result<Found, tiers::Error> {
     let fatal = |error: &tiers::Error| {
-        required || (has_pool_file && matches!(error, tiers::Error::DeviceBusy { .. }))
+        let may_transfer =
+            matches!(error, tiers::Error::DeviceBusy { .. } | tiers::Error::DeviceHangs { .. });
+        required || (has_pool_file && may_transfer)
     };
     let mut found = Found::default();
     if required {
         // All of them before anything is written to the first.
         disks.iter().try_for_each(|disk| locate(disk).map(drop))?;
     }
-    for disk in disks {
-        match Opened::open(&disk.path, disk.size.as_bytes(), missing(disk)) {
+    let opening: Vec<_> = disks.iter().map(begin_to_open).collect();
+    let (clock, patience) = (Clock::start(), (OPEN_SLOW, OPEN_MAX));
+    for (disk, opening) in disks.iter().zip(opening) {
+        match end_of(&opening, disk, clock, patience) {
             Ok(opened) => found.opened.push((disk.clone(), opened)),
             Err(error) if fatal(&error) => return Err(error),
             Err(error) => {
@@ -64,6 +76,32 @@ pub fn open(disks: &[Disk], required: bool, has_pool_file: bool) -> Result<Found
         }
     }
     Ok(found)
+}
+
+/// Opens a disk on a thread of its own, which is left to the kernel where that hangs.
+fn begin_to_open(disk: &Disk) -> mpsc::Receiver<Result<Opened, tiers::Error>> {
+    let (sender, opened) = mpsc::sync_channel(1);
+    let (disk, name) = (disk.clone(), "ssd-open".to_owned());
+    let open = move || drop(sender.send(Opened::open(&disk.path, disk.size.as_bytes(), missing(&disk))));
+    // Without a thread the channel has no sender, which counts as a disk that does not open.
+    let _ = thread::Builder::new().name(name).spawn(open);
+    opened
+}
+
+/// What came of a disk that is being opened since the clock's start; an error where it hangs. Of the times the first is that after
+/// which the log says so.
+fn end_of(
+    opening: &mpsc::Receiver<Result<Opened, tiers::Error>>,
+    disk: &Disk,
+    clock: Clock,
+    (slow, most): (Duration, Duration),
+) -> Result<Opened, tiers::Error> {
+    let within = |limit: Duration| opening.recv_timeout(limit.saturating_sub(clock.now()));
+    let hangs = || Err(tiers::Error::DeviceHangs { path: disk.path.clone(), seconds: most.as_secs() });
+    within(slow).unwrap_or_else(|_| {
+        tracing::warn!(%disk, "a disk does not open, and is waited for up to {} s in all", most.as_secs());
+        within(most).unwrap_or_else(|_| hangs())
+    })
 }
 
 /// Where a disk's log lies; nothing is written.
@@ -155,4 +193,23 @@ impl Disks {
     pub fn wake(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_that_hangs_is_an_error_and_one_that_is_slow_is_opened() {
+        let disk: Disk = "/mnt/disk/log:1GiB".parse().unwrap();
+        let (slow, most) = (Duration::from_millis(1), Duration::from_millis(20));
+        let (sender, opening) = mpsc::sync_channel(1);
+        let error = end_of(&opening, &disk, Clock::start(), (slow, most)).unwrap_err().to_string();
+        assert!(error.contains("--ssd /mnt/disk/log did not open"), "{error}");
+        sender.send(Err(tiers::Error::Locked("/mnt".into()))).unwrap();
+        let other = end_of(&opening, &disk, Clock::start(), (Duration::ZERO, WATCHDOG)).unwrap_err();
+        assert!(matches!(other, tiers::Error::Locked(_)), "what came of it in the end: {other}");
+    }
+
+    const WATCHDOG: Duration = Duration::from_secs(60);
 }

@@ -89,6 +89,11 @@ pub enum Error {
     /// A device of the SSD tier that someone else has. Transfers of a sidecar that was killed may be under way there.
     #[error("--ssd {path} {problem}: stop who uses it, or pass another path")]
     DeviceBusy { path: PathBuf, problem: &'static str },
+    /// A device that does not answer.
+    #[error(
+        "--ssd {path} did not open within {seconds} s: find out what it waits for (dmesg), then mend or replace it"
+    )]
+    DeviceHangs { path: PathBuf, seconds: u64 },
     /// The backend that was wanted, or threads, cannot be had.
     #[error(
         "cannot move the bytes of --ssd: {0}; let the container's seccomp profile pass io_uring_setup, io_uring_enter and \

@@ -37,6 +37,8 @@ pub struct Disks {
     wake: Arc<OwnedFd>,
     /// Jobs that were not handed over yet.
     jobs: Vec<Job>,
+    /// Those that the log was last told to be left alone.
+    down: Vec<bool>,
 }
 
 /// The disks of a start.
@@ -155,7 +157,8 @@ impl Disks {
                  kernel.io_uring_disabled=0; or pass --ssd-io threads"
             );
         }
-        Ok(Self { devices, disks, ups, wake, jobs: Vec::new() })
+        let down = vec![false; disks.len()];
+        Ok(Self { devices, disks, ups, wake, jobs: Vec::new(), down })
     }
 
     /// The disks, in the order of their numbers, with what moves their bytes.
@@ -177,6 +180,20 @@ impl Disks {
             device.post(self.jobs.iter().filter(|job| job.device == number).copied());
         }
         self.jobs.clear();
+    }
+
+    /// Says in the log of which devices it is new that they are left alone, or are not.
+    pub fn tell_down(&mut self, stats: &[ssd::DeviceStats]) {
+        for ((disk, told), device) in self.disks.iter().zip(&mut self.down).zip(stats) {
+            match (std::mem::replace(told, device.down), device.down) {
+                (false, true) => tracing::warn!(
+                    %disk,
+                    "a disk fails or stands still: its blocks are misses until it works again, which is tried after a second and then                      more seldom; pillion_ssd_faults_total names the kind of failure. One that was replaced needs a restart"
+                ),
+                (true, false) => tracing::info!(%disk, "a disk works again"),
+                _ => {}
+            }
+        }
     }
 
     /// The disk of a device.

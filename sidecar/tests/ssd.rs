@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use client::engine::Engine;
 use client::sidecar::Sidecar;
-use client::{BLOCK_BYTES, corrupt};
+use client::{BLOCK_BYTES, corrupt, watch};
 use shm_protocol::key::BlockHash;
 
 const DRAM: &str = "16MiB";
@@ -144,6 +144,7 @@ fn fail_a_disk(place: &Place) {
     assert!(served.len() < keys.len());
     assert!(sidecar.metric("pillion_ssd_faults_total") > 0);
     sidecar.wait_metric("pillion_ssd_trips_total", |trips| trips > 0);
+    watch("a word in the log", || place.log_text().contains("a disk fails or stands still").then_some(()));
     let more = engine.save(&mut 1_000_000);
     assert_eq!(engine.served(&more), (more.clone(), 0));
     sidecar.terminate();

@@ -43,8 +43,9 @@ impl Runtime {
     }
 
     /// Shows how the disks are doing. Looks at every transfer under way: with each tick, not with each turn.
-    pub(super) fn show_disks(&self) {
+    pub(super) fn show_disks(&mut self) {
         let Some(stats) = self.core.ssd_stats() else { return };
+        self.disks.iter_mut().for_each(|disks| disks.tell_down(&stats.log.devices));
         self.metrics.publish_ssd(&stats);
         let sum = |figure: fn(&tiers::ssd::DeviceStats) -> u64| stats.log.devices.iter().map(figure).sum();
         let recovering = stats.log.devices.iter().any(|device| device.recovering);

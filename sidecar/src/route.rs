@@ -17,13 +17,14 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::{Bytes, Incoming};
+use hyper::body::{Body, Bytes, Incoming};
 use hyper::header::CONTENT_TYPE;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{HeaderMap, Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus::{IntCounter, IntCounterVec, Opts, Registry, TextEncoder};
+use rustix::net::sockopt;
 use serde_json::{Value, json};
 use tokio::sync::watch::{Receiver, channel};
 use tokio::task::JoinHandle;
@@ -31,7 +32,7 @@ use tokio::time::Instant;
 
 pub use self::engines::Address;
 use self::engines::{Engine, Engines, Seat};
-use self::forward::{Answer, Asked, ForwardError, Forwarder, continued, pass};
+use self::forward::{Answer, Asked, ForwardError, Forwarder, Opened, continued};
 use self::length::LengthMax;
 use self::prompt::{Fields, PARAMS, Prompt, Whole};
 use crate::config::{Level, LogFormat, Time};
@@ -40,6 +41,8 @@ use crate::config::{Level, LogFormat, Time};
 const REQUEST_BYTES_MAX: usize = 64 << 20;
 /// A request line and headers come in one packet; who takes longer is not served.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
+/// Nor is who sends nothing of its body for so long.
+const PART_TIME_MAX: Duration = Duration::from_secs(30);
 const REQUEST_ID: &str = "x-request-id";
 
 /// Options of `pillion route`.
@@ -119,6 +122,7 @@ pub fn serve(
         anyhow::anyhow!("cannot listen on {}: {error}; give another --listen", options.listen)
     })?;
     listener.set_nonblocking(true)?;
+    keep_alive(&listener)?;
     let bound = listener.local_addr()?;
     let router = Arc::new(Router::new(options)?);
     tracing::info!(%bound, order = ?router.options.order, "routing");
@@ -226,12 +230,16 @@ impl Router {
             return plain(StatusCode::OK, "text/plain; version=0.0.4", text);
         }
         let (head, body) = request.into_parts();
-        let body = match Limited::new(body, REQUEST_BYTES_MAX).collect().await {
-            Ok(body) => body.to_bytes(),
-            Err(error) => {
+        let body = match read(Limited::new(body, REQUEST_BYTES_MAX), PART_TIME_MAX).await {
+            Some(Ok(body)) => body,
+            Some(Err(error)) => {
                 let text =
                     format!("the request cannot be read: {error}; it may have {REQUEST_BYTES_MAX} bytes");
                 return failure(StatusCode::BAD_REQUEST, &text);
+            }
+            None => {
+                let text = format!("nothing of the body came for {} s", PART_TIME_MAX.as_secs());
+                return failure(StatusCode::REQUEST_TIMEOUT, &text);
             }
         };
         let mut headers = head.headers;
@@ -280,35 +288,34 @@ impl Router {
             }
         };
         self.prompts.with_label_values(&[PAIR]).inc();
-        let seat = engine.seat(prompt.tokens.max(1));
+        let seat = engine.seat(prompt.tokens.max(1), Instant::now());
         let begins = self.options.first_token
             && asked.path == COMPLETIONS
             && first_token::may_be_split(fields, &prompt);
         let (answer, given_up) = if begins {
             match Arc::clone(&self).begin(seat, asked, fields, prompt.start).await {
                 Ok(stream) => return stream,
-                Err(asked) => self.open(&self.decode.ranked(prompt.start, Instant::now()), asked, None).await,
+                Err(asked) => self.open(prompt.start, None, asked, None).await,
             }
         } else {
-            let decode = self.decode.ranked(prompt.start, Instant::now());
-            Arc::clone(&self).pair(seat, decode, asked, fields).await
+            Arc::clone(&self).pair(seat, prompt.start, None, asked, fields).await
         };
         let Some(decode) = given_up else { return answer };
         // Nothing of it was sent. Both engines are rid of it before others are asked.
         drop(answer);
         self.retries.inc();
         let now = Instant::now();
-        let seat = self.prefill.idlest_but(&engine, now).unwrap_or(engine).seat(prompt.tokens.max(1));
-        let decode = self.decode.ranked_but(&decode, prompt.start, now);
-        self.pair(seat, decode, asked, fields).await.0
+        let seat = self.prefill.idlest_but(&engine, now).unwrap_or(engine).seat(prompt.tokens.max(1), now);
+        self.pair(seat, prompt.start, Some(&decode), asked, fields).await.0
     }
 
-    /// A prompt by the engine of `seat` and the first of `decode` that can be reached; and that one where it gave the prompt up, with
-    /// nothing of an answer, as a strict engine does that was not handed enough.
+    /// A prompt by the engine of `seat` and one that answers, `spared` only where there is no other; and that one where it gave the
+    /// prompt up, with nothing of an answer, as a strict engine does that was not handed enough.
     async fn pair(
         self: Arc<Self>,
         seat: Seat,
-        decode: Vec<Arc<Engine>>,
+        start: u64,
+        spared: Option<&Engine>,
         asked: &Asked,
         fields: &Fields,
     ) -> (Response<Answer>, Option<Arc<Engine>>) {
@@ -325,22 +332,21 @@ impl Router {
                 (asked.with(&prompt::decode(fields, prompt::computed(None))), Some(task))
             }
         };
-        self.open(&decode, asked, task).await
+        self.open(start, spared, asked, task).await
     }
 
-    /// Asks the first of these engines that can be reached: its answer, and the engine where it gave the prompt up. `task` lives as long
-    /// as the answer is read.
+    /// Asks an engine that answers: its answer, and the engine where it gave the prompt up. `task` lives as long as the answer is read.
     async fn open(
         &self,
-        engines: &[Arc<Engine>],
+        start: u64,
+        spared: Option<&Engine>,
         asked: Asked,
         task: Option<Task>,
     ) -> (Response<Answer>, Option<Arc<Engine>>) {
-        match self.send(engines, asked).await {
-            Ok((answer, seat)) => {
-                let engine = Arc::clone(&seat.engine);
-                let (answer, given_up) = forward::opened(answer, (seat, task)).await;
-                (answer, given_up.then_some(engine))
+        match self.send(start, spared, asked).await {
+            Ok((opened, seat)) => {
+                let given_up = opened.given_up.then(|| Arc::clone(&seat.engine));
+                (opened.pass((seat, task)), given_up)
             }
             Err(failure) => (failure, None),
         }
@@ -360,8 +366,7 @@ impl Router {
         };
         drop(seat);
         // What is too long is refused by the engine that answers, and that before an event.
-        let engines = self.decode.ranked(start, Instant::now());
-        let length_max = self.length_max.of(engines, &self.forwarder, &asked.headers).await.unwrap_or(0);
+        let length_max = self.length_max.of(&self.decode, &self.forwarder, &asked.headers).await.unwrap_or(0);
         let Some(first) = first_token::read(&answer, fields, length_max) else {
             return Err(asked.with(&prompt::decode(fields, prompt::computed(None))));
         };
@@ -390,40 +395,42 @@ impl Router {
     async fn ask_prefill(&self, seat: &Seat, asked: Asked) -> Option<Bytes> {
         let engine = &seat.engine;
         let limit = Duration::from_millis(self.options.prefill_timeout.as_millis());
-        match watch::ask(&self.forwarder, &engine.address, asked, limit).await {
-            Ok(answer) => Some(answer),
-            Err(error) => {
-                self.failures.with_label_values(&[error.label()]).inc();
-                tracing::warn!(engine = %engine.address, %error, "a prompt was not computed there");
-                if !matches!(error, ForwardError::Status(_)) {
-                    engine.set_down(Instant::now());
-                }
-                None
-            }
+        let answer = watch::ask(&self.forwarder, engine, asked, limit).await;
+        match answer {
+            Ok(_) | Err(ForwardError::Status(_)) => engine.set_up(),
+            Err(_) => engine.set_down(Instant::now()),
         }
+        let counted = |error: &ForwardError| {
+            self.failures.with_label_values(&[error.label()]).inc();
+            tracing::warn!(engine = %engine.address, %error, "a prompt was not computed there");
+        };
+        answer.inspect_err(counted).ok()
     }
 
-    /// The answer of the first engine that can be reached, in the order for this beginning.
+    /// The answer of one engine, whatever it is.
     async fn answer(&self, asked: Asked, start: u64) -> Response<Answer> {
-        match self.send(&self.decode.ranked(start, Instant::now()), asked).await {
-            Ok((answer, seat)) => pass(answer, None, seat),
-            Err(failure) => failure,
-        }
+        self.open(start, None, asked, None).await.0
     }
 
-    /// Asks the first of these engines that can be reached; what the client is told where none is.
+    /// Asks the first engine that begins to answer, in the order for this beginning, which is that of the time when it is asked; what the
+    /// client is told where none does.
     async fn send(
         &self,
-        engines: &[Arc<Engine>],
+        start: u64,
+        spared: Option<&Engine>,
         asked: Asked,
-    ) -> Result<(Response<Incoming>, Seat), Response<Answer>> {
+    ) -> Result<(Opened, Seat), Response<Answer>> {
         let mut problems = Vec::new();
-        for engine in engines {
-            let seat = engine.seat(1);
-            match self.forwarder.send(&engine.address, asked.clone()).await {
-                Ok(answer) => return Ok((answer, seat)),
-                // Nothing of it was there: another one may have it.
-                Err(error @ ForwardError::Unreachable(_)) => {
+        for engine in self.decode.ranked(start, spared, Instant::now()) {
+            let seat = engine.seat(1, Instant::now());
+            let opened = self.forwarder.open(&engine.address, asked.clone());
+            match watch::living(&self.forwarder, &engine, opened).await {
+                Ok(opened) => {
+                    engine.set_up();
+                    return Ok((opened, seat));
+                }
+                // Nothing of an answer was sent, and of one that stands still none will be: it is hung up on.
+                Err(error @ (ForwardError::Unreachable(_) | ForwardError::Silent(_))) => {
                     engine.set_down(Instant::now());
                     problems.push(format!("{}: {error}", engine.address));
                 }
@@ -452,6 +459,29 @@ impl Drop for Task {
     }
 }
 
+/// A client whose host vanishes says nothing: the connections of this listener, which are as it is, end then.
+fn keep_alive(listener: &TcpListener) -> std::io::Result<()> {
+    sockopt::set_socket_keepalive(listener, true)?;
+    sockopt::set_tcp_keepidle(listener, forward::KEEPALIVE_IDLE)?;
+    sockopt::set_tcp_keepintvl(listener, forward::KEEPALIVE_INTERVAL)?;
+    Ok(sockopt::set_tcp_keepcnt(listener, forward::KEEPALIVE_RETRIES)?)
+}
+
+/// All of a body; `None` once nothing of it has come for `pause`.
+async fn read<B: Body<Data = Bytes> + Unpin>(
+    mut body: B,
+    pause: Duration,
+) -> Option<Result<Bytes, B::Error>> {
+    let mut whole = Vec::new();
+    while let Some(frame) = tokio::time::timeout(pause, body.frame()).await.ok()? {
+        match frame {
+            Ok(frame) => whole.extend_from_slice(frame.data_ref().map_or(&[], |data| data)),
+            Err(error) => return Some(Err(error)),
+        }
+    }
+    Some(Ok(whole.into()))
+}
+
 fn plain(status: StatusCode, content: &'static str, text: String) -> Response<Answer> {
     let body = Full::new(Bytes::from(text)).map_err(|never| match never {}).boxed_unsync();
     let mut response = Response::new(body);
@@ -470,9 +500,38 @@ fn failure(status: StatusCode, text: &str) -> Response<Answer> {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::Pin;
+    use std::task::{Context, Poll};
+
     use clap::Parser;
+    use hyper::body::Frame;
 
     use super::*;
+
+    /// A part, and then nothing.
+    struct Stalled(Option<Bytes>);
+
+    impl Body for Stalled {
+        type Data = Bytes;
+        type Error = Infallible;
+
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+            self.0.take().map_or(Poll::Pending, |part| Poll::Ready(Some(Ok(Frame::data(part)))))
+        }
+    }
+
+    #[test]
+    fn a_body_of_which_nothing_comes_is_not_waited_for() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let body = Full::new(Bytes::from_static(b"whole"));
+        let whole = runtime.block_on(read(body, Duration::from_secs(30))).unwrap().unwrap();
+        assert_eq!(whole, "whole");
+        let begun = Stalled(Some(Bytes::from_static(b"a part")));
+        assert!(runtime.block_on(read(begun, Duration::from_millis(1))).is_none());
+    }
 
     #[derive(Parser)]
     struct Arguments {

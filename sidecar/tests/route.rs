@@ -260,6 +260,42 @@ fn an_engine_that_stands_still_is_given_up_long_before_its_time() {
 }
 
 #[test]
+fn a_burst_of_prompts_that_begin_alike_is_spread_once_they_are_computed() {
+    const PROMPTS: usize = 8;
+    let computed = Manner::Json(200, json!({ PARAMS: said() }).to_string());
+    let prefill = Engine::start(Manner::Behind(PROMPTS, Box::new(computed)));
+    let decode = [(); 2].map(|()| Engine::start(Manner::Hang));
+    let router = Router::start(&[&prefill.url()], &[&decode[0].url(), &decode[1].url()], &[]);
+    let request = prompt(300).to_string();
+    let _asked = [(); PROMPTS].map(|()| router.send("POST", "/v1/completions", &request));
+    let counts = || decode.each_ref().map(|engine| engine.asked().len());
+    watch("the requests", || (counts().iter().sum::<usize>() == PROMPTS).then_some(()));
+    assert!(counts().iter().all(|count| *count > 1), "{:?}", counts());
+}
+
+#[test]
+fn another_engine_answers_for_one_that_stands_still() {
+    const PROMPTS: u64 = 8;
+    let (decode, slow) = (answers(), Engine::start(Manner::Hang));
+    let waits = Router::start(&[&slow.url()], &[&slow.url()], &[]);
+    let _waiting = waits.send("POST", "/v1/completions", &prompt(9).to_string());
+    watch("the request", || (slow.asked().len() == 1).then_some(()));
+    for still in [Engine::start(Manner::Freeze), Engine::start(Manner::Stall)] {
+        let router = Router::start(&[&still.url()], &[&still.url(), &decode.url()], &[]);
+        let send =
+            |start| router.send("POST", "/v1/completions", &json!({ "prompt": vec![start; 20] }).to_string());
+        for asked in (0..PROMPTS).map(send).collect::<Vec<_>>() {
+            assert_eq!(engine::read(&mut BufReader::new(asked)).unwrap().body, "{\"answer\":  1}");
+        }
+        let given_up = still.asked().len();
+        assert!((1..PROMPTS as usize).contains(&given_up), "beginnings are spread: {given_up}");
+        watch("the hang-ups", || (still.hung_up() == given_up).then_some(()));
+        assert!(router.raw("GET", "/health", "").contains("\"decode_up\":1"));
+    }
+    assert_eq!(slow.hung_up(), 0, "who is slow and lives is waited for, also in that time");
+}
+
+#[test]
 fn a_client_that_hangs_up_ends_both_requests() {
     for order in ["prefill-first", "at-once"] {
         let (prefill, decode) = (Engine::start(Manner::Hang), Engine::start(Manner::Hang));

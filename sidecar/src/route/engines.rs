@@ -4,15 +4,17 @@ use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use hyper::Uri;
 use hyper::http::uri::{Authority, Scheme};
 use tokio::time::Instant;
 
-/// An engine that could not be reached is asked again after this.
+/// An engine that could not be reached, or did not answer, is tried again after this, by one request; after each trial in vain it is left
+/// alone for twice as long, up to the longest.
 const DOWN: Duration = Duration::from_secs(5);
+const DOWN_MAX: Duration = Duration::from_secs(30);
 /// The engine that a prompt's beginning names is passed over once it has this much more to do than the average.
 const LOAD_OVER_AVERAGE: f64 = 1.25;
 
@@ -25,7 +27,18 @@ pub(super) struct Engine {
     pub(super) address: Address,
     /// What it was given and has not ended: tokens of prompts, or requests.
     load: AtomicU64,
-    down_until: Mutex<Option<Instant>>,
+    down: Mutex<Option<Down>>,
+    /// When it last gave a sign of life to a request that waits. All that wait for it share a look.
+    pub(super) seen: tokio::sync::Mutex<Option<Instant>>,
+}
+
+/// How long an engine is left alone.
+#[derive(Copy, Clone, Debug)]
+struct Down {
+    until: Instant,
+    pause: Duration,
+    /// Whether a request tries it, of which nothing is known yet.
+    tried: bool,
 }
 
 /// A share of an engine's load, given back on drop.
@@ -81,24 +94,39 @@ impl fmt::Display for Address {
 
 impl Engine {
     fn new(address: Address) -> Arc<Self> {
-        Arc::new(Self { address, load: AtomicU64::new(0), down_until: Mutex::default() })
+        Arc::new(Self { address, load: AtomicU64::new(0), down: Mutex::default(), seen: Default::default() })
     }
 
-    fn down_until(&self) -> std::sync::MutexGuard<'_, Option<Instant>> {
-        self.down_until.lock().unwrap_or_else(PoisonError::into_inner)
+    fn down(&self) -> MutexGuard<'_, Option<Down>> {
+        self.down.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// It could not be reached, or did not answer.
     pub(super) fn set_down(&self, now: Instant) {
-        *self.down_until() = Some(now + DOWN);
+        let mut down = self.down();
+        let pause = match *down {
+            None => DOWN,
+            Some(Down { pause, tried: true, .. }) => (pause * 2).min(DOWN_MAX),
+            Some(Down { pause, tried: false, .. }) => pause,
+        };
+        *down = Some(Down { until: now + pause, pause, tried: false });
+    }
+
+    /// It has answered: what was before is forgotten.
+    pub(super) fn set_up(&self) {
+        *self.down() = None;
     }
 
     pub(super) fn is_up(&self, now: Instant) -> bool {
-        self.down_until().is_none_or(|until| until <= now)
+        self.down().is_none_or(|down| down.until <= now)
     }
 
-    /// Counts so much to its load until the seat is dropped.
-    pub(super) fn seat(self: &Arc<Self>, weight: u64) -> Seat {
+    /// Counts so much to its load until the seat is dropped, for a request that is sent to it at once. After a pause that request is a
+    /// trial: the engine is left alone for as long again, unless it answers.
+    pub(super) fn seat(self: &Arc<Self>, weight: u64, now: Instant) -> Seat {
+        if let Some(down) = self.down().as_mut().filter(|down| down.until <= now) {
+            (down.until, down.tried) = (now + down.pause, true);
+        }
         self.load.fetch_add(weight, Ordering::Relaxed);
         Seat { engine: Arc::clone(self), weight }
     }
@@ -135,7 +163,8 @@ impl Engines {
 
     /// All of them, the best for a prompt that begins so first: those that are up and have not more than their share to do
     /// before the others, and each time in the order that the beginning gives, which changes little where an engine comes or goes.
-    pub(super) fn ranked(&self, start: u64, now: Instant) -> Vec<Arc<Engine>> {
+    /// One that is `spared` is behind every other that is as much up.
+    pub(super) fn ranked(&self, start: u64, spared: Option<&Engine>, now: Instant) -> Vec<Arc<Engine>> {
         let load = |engine: &Engine| engine.load.load(Ordering::Relaxed);
         let up = self.up(now).max(1);
         let all: u64 = self.0.iter().map(|engine| load(engine)).sum();
@@ -144,16 +173,14 @@ impl Engines {
         ranked.sort_by_key(|engine| {
             let mut hasher = DefaultHasher::new();
             (start, engine.address.authority()).hash(&mut hasher);
-            (!engine.is_up(now), load(engine) + 1 > most, hasher.finish())
+            let is_spared = spared.is_some_and(|spared| spared.address == engine.address);
+            (!engine.is_up(now), is_spared, load(engine) + 1 > most, hasher.finish())
         });
         ranked
     }
 
-    /// As [`Engines::ranked`], with `spared` behind every other engine that is as much up as it.
-    pub(super) fn ranked_but(&self, spared: &Engine, start: u64, now: Instant) -> Vec<Arc<Engine>> {
-        let mut ranked = self.ranked(start, now);
-        ranked.sort_by_key(|engine| (!engine.is_up(now), engine.address == spared.address));
-        ranked
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Arc<Engine>> {
+        self.0.iter()
     }
 }
 
@@ -181,8 +208,8 @@ mod tests {
     #[test]
     fn prompts_go_to_who_has_the_least_to_do() {
         let (engines, now) = (engines(2), Instant::now());
-        let first = engines.idlest(now).expect("one").seat(10);
-        let second = engines.idlest(now).expect("one").seat(5);
+        let first = engines.idlest(now).expect("one").seat(10, now);
+        let second = engines.idlest(now).expect("one").seat(5, now);
         assert_ne!(first.engine.address, second.engine.address);
         assert_eq!(engines.idlest(now).expect("one").address, second.engine.address);
         second.engine.set_down(now);
@@ -193,19 +220,46 @@ mod tests {
     }
 
     #[test]
+    fn one_request_tries_an_engine_that_was_down_and_less_often_each_time() {
+        let (engines, mut now) = (engines(2), Instant::now());
+        let engine = engines.0[0].clone();
+        // All that were under way there fail at once.
+        (0..9).for_each(|_| engine.set_down(now));
+        for pause in [5, 10, 20, 30, 30] {
+            let pause = Duration::from_secs(pause);
+            assert!(!engine.is_up(now + pause - Duration::from_millis(1)));
+            now += pause;
+            assert!(engine.is_up(now));
+            let trial = engine.seat(1, now);
+            assert!(!engine.is_up(now), "a second request passes it by");
+            assert_eq!(engines.ranked(7, None, now)[1].address, engine.address);
+            engine.set_down(now);
+            drop(trial);
+        }
+        now += DOWN_MAX;
+        let trial = engine.seat(1, now);
+        assert!(engine.is_up(now + DOWN_MAX), "another one tries it where the first has heard nothing yet");
+        drop(trial);
+        engine.set_up();
+        assert!(engine.is_up(now), "its answer ends that");
+        engine.set_down(now);
+        assert!(engine.is_up(now + DOWN), "and what was before");
+    }
+
+    #[test]
     fn equal_beginnings_stay_together_until_their_engine_has_too_much() {
         let (engines, now) = (engines(4), Instant::now());
-        let first = |start| engines.ranked(start, now)[0].clone();
+        let first = |start| engines.ranked(start, None, now)[0].clone();
         assert!(
             (0..100).map(first).any(|engine| engine.address != first(0).address),
             "beginnings are spread"
         );
         let favourite = first(7);
-        let seats: Vec<_> = (0..8).map(|_| favourite.seat(1)).collect();
+        let seats: Vec<_> = (0..8).map(|_| favourite.seat(1, now)).collect();
         assert_ne!(first(7).address, favourite.address, "it has all that there is to do");
         drop(seats);
         assert_eq!(first(7).address, favourite.address);
         favourite.set_down(now);
-        assert_eq!(engines.ranked(7, now)[3].address, favourite.address, "who is down is asked last");
+        assert_eq!(engines.ranked(7, None, now)[3].address, favourite.address, "who is down is asked last");
     }
 }

@@ -22,6 +22,12 @@ use super::prompt::Fields;
 
 /// An engine that takes no connection for so long is down.
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
+/// A host that vanishes says nothing: its connections end after 25 s.
+pub(super) const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
+pub(super) const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
+pub(super) const KEEPALIVE_RETRIES: u32 = 3;
+const VANISHED_AFTER: Duration =
+    Duration::from_secs(KEEPALIVE_IDLE.as_secs() + KEEPALIVE_RETRIES as u64 * KEEPALIVE_INTERVAL.as_secs());
 /// A connection without work is used again for so long: vLLM closes it after 5 s, and what is sent just then is lost.
 const IDLE_MAX: Duration = Duration::from_secs(3);
 /// The longest answer that is read whole: one token, and what it came with.
@@ -41,6 +47,15 @@ pub(super) struct Asked {
     pub(super) path: String,
     pub(super) headers: HeaderMap,
     pub(super) body: Bytes,
+}
+
+/// An engine's answer once something of it is there.
+#[derive(Debug)]
+pub(super) struct Opened {
+    answer: Response<Incoming>,
+    first: Option<Result<Frame<Bytes>, hyper::Error>>,
+    /// Whether the engine has given the prompt up: by its status, or in a stream by an event before any other.
+    pub(super) given_up: bool,
 }
 
 /// The body of an answer.
@@ -129,15 +144,16 @@ impl Forwarder {
         let mut connector = HttpConnector::new();
         connector.set_connect_timeout(Some(CONNECT_TIME_MAX));
         connector.set_nodelay(true);
-        // A host that vanishes says nothing: its streams end after 25 s.
-        connector.set_keepalive(Some(Duration::from_secs(10)));
-        connector.set_keepalive_interval(Some(Duration::from_secs(5)));
-        connector.set_keepalive_retries(Some(3));
+        connector.set_keepalive(Some(KEEPALIVE_IDLE));
+        connector.set_keepalive_interval(Some(KEEPALIVE_INTERVAL));
+        connector.set_keepalive_retries(Some(KEEPALIVE_RETRIES));
+        // As long as the host has not confirmed what was sent, it is sent that again, and no probes.
+        connector.set_tcp_user_timeout(Some(VANISHED_AFTER));
         Self(Client::builder(TokioExecutor::new()).pool_idle_timeout(IDLE_MAX).build(connector))
     }
 
     /// Asks an engine; the answer's head. Dropping the future, or the answer, hangs up.
-    pub(super) async fn send(&self, to: &Address, asked: Asked) -> Result<Response<Incoming>, ForwardError> {
+    async fn send(&self, to: &Address, asked: Asked) -> Result<Response<Incoming>, ForwardError> {
         let mut request = Request::new(Full::new(asked.body));
         let broken = |error: &dyn std::error::Error| ForwardError::Broken(error.to_string());
         *request.uri_mut() = to.at(&asked.path).map_err(|error| broken(&error))?;
@@ -148,6 +164,18 @@ impl Forwarder {
             true => ForwardError::Unreachable(error),
             false => broken(&error),
         })
+    }
+
+    /// Asks an engine, and waits until something of its answer can be passed.
+    pub(super) async fn open(&self, to: &Address, asked: Asked) -> Result<Opened, ForwardError> {
+        let mut answer = self.send(to, asked).await?;
+        if answer.status() == StatusCode::INTERNAL_SERVER_ERROR {
+            return Ok(Opened { answer, first: None, given_up: true });
+        }
+        let first = answer.body_mut().frame().await;
+        let begin = first.as_ref().and_then(|frame| frame.as_ref().ok()?.data_ref());
+        let given_up = begin.is_some_and(|begin| begin.starts_with(ERROR_EVENT));
+        Ok(Opened { answer, first, given_up })
     }
 
     /// Asks an engine, and reads all of its answer.
@@ -175,36 +203,20 @@ fn clean(headers: &mut HeaderMap) {
     headers.remove("keep-alive");
 }
 
-/// An engine's answer as the client gets it, once something of it is there; and whether the engine has given the prompt up: by its
-/// status, or in a stream by an event before any other.
-pub(super) async fn opened(
-    mut answer: Response<Incoming>,
-    held: impl Send + Unpin + 'static,
-) -> (Response<Answer>, bool) {
-    if answer.status() == StatusCode::INTERNAL_SERVER_ERROR {
-        return (pass(answer, None, held), true);
-    }
-    let first = answer.body_mut().frame().await;
-    let begin = first.as_ref().and_then(|frame| frame.as_ref().ok()?.data_ref());
-    let given_up = begin.is_some_and(|begin| begin.starts_with(ERROR_EVENT));
-    (pass(answer, first, held), given_up)
-}
+// === impl Opened ===
 
-/// An engine's answer as the client gets it: as it comes, byte for byte; `first` was read of it before. `held` is dropped when it
-/// ends or the client goes.
-pub(super) fn pass(
-    answer: Response<Incoming>,
-    first: Option<Result<Frame<Bytes>, hyper::Error>>,
-    held: impl Send + Unpin + 'static,
-) -> Response<Answer> {
-    let (mut head, body) = answer.into_parts();
-    // A length stays true: the body is the same.
-    let length = head.headers.get(CONTENT_LENGTH).cloned();
-    clean(&mut head.headers);
-    if let Some(length) = length {
-        head.headers.insert(CONTENT_LENGTH, length);
+impl Opened {
+    /// The answer as the client gets it: as it comes, byte for byte. `held` is dropped when it ends or the client goes.
+    pub(super) fn pass(self, held: impl Send + Unpin + 'static) -> Response<Answer> {
+        let (mut head, body) = self.answer.into_parts();
+        // A length stays true: the body is the same.
+        let length = head.headers.get(CONTENT_LENGTH).cloned();
+        clean(&mut head.headers);
+        if let Some(length) = length {
+            head.headers.insert(CONTENT_LENGTH, length);
+        }
+        Response::from_parts(head, Held { first: self.first, body, _held: held }.boxed_unsync())
     }
-    Response::from_parts(head, Held { first, body, _held: held }.boxed_unsync())
 }
 
 /// A stream that begins with `first` and goes on with the body of `rest`, which is asked for once that was sent. What is no stream is

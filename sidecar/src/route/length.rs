@@ -10,7 +10,7 @@ use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use super::engines::{Address, Engine};
+use super::engines::{Address, Engines};
 use super::forward::{Asked, Forwarder};
 
 /// How long an engine has to say it, and how long none is asked again after one has not.
@@ -32,7 +32,7 @@ impl LengthMax {
     /// has the engines asked.
     pub(super) async fn of(
         &self,
-        engines: Vec<Arc<Engine>>,
+        engines: &Engines,
         forwarder: &Forwarder,
         headers: &HeaderMap,
     ) -> Option<u64> {
@@ -45,7 +45,7 @@ impl LengthMax {
         }
         *next = Some(Instant::now() + PAUSE);
         let mut asking = JoinSet::new();
-        for engine in engines {
+        for engine in engines.iter().map(Arc::clone) {
             let (forwarder, token) = (forwarder.clone(), headers.get(AUTHORIZATION).cloned());
             asking.spawn(async move {
                 let headers = token.map(|token| (AUTHORIZATION, token)).into_iter().collect();

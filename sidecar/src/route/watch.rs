@@ -9,39 +9,54 @@ use hyper::HeaderMap;
 use hyper::body::Bytes;
 use tokio::time::Instant;
 
-use super::engines::Address;
+use super::engines::Engine;
 use super::forward::{Asked, ForwardError, Forwarder};
 
 /// How often an engine that has not answered yet is asked for a sign of life, and how long it may give none.
 const LOOK: Duration = Duration::from_secs(1);
 const SILENCE_MAX: Duration = Duration::from_secs(5);
 
-/// The whole answer, if it comes before `limit` from an engine whose server goes on answering `/health`.
+/// The whole answer, if it comes before `limit` from an engine that lives.
 pub(super) async fn ask(
     forwarder: &Forwarder,
-    to: &Address,
+    to: &Engine,
     asked: Asked,
     limit: Duration,
 ) -> Result<Bytes, ForwardError> {
-    let answer = tokio::time::timeout(limit, forwarder.ask(to, asked));
-    match first(answer, silence(forwarder, to)).await {
-        Some(Ok(answer)) => answer,
-        Some(Err(_)) => Err(ForwardError::Late(limit)),
-        None => Err(ForwardError::Silent(SILENCE_MAX)),
-    }
+    let answer = tokio::time::timeout(limit, forwarder.ask(&to.address, asked));
+    living(forwarder, to, async { answer.await.unwrap_or(Err(ForwardError::Late(limit))) }).await
+}
+
+/// The output of `work`, if it comes from an engine whose server goes on answering `/health`.
+pub(super) async fn living<T>(
+    forwarder: &Forwarder,
+    engine: &Engine,
+    work: impl Future<Output = Result<T, ForwardError>>,
+) -> Result<T, ForwardError> {
+    first(work, silence(forwarder, engine)).await.unwrap_or(Err(ForwardError::Silent(SILENCE_MAX)))
 }
 
 /// Ends once the engine's server has not answered for too long, or could not be reached.
-async fn silence(forwarder: &Forwarder, engine: &Address) {
-    let health = Asked::page("/health", HeaderMap::new());
+async fn silence(forwarder: &Forwarder, engine: &Engine) {
     let mut seen = Instant::now();
     while seen.elapsed() < SILENCE_MAX {
         tokio::time::sleep(LOOK).await;
-        let look = tokio::time::timeout_at(seen + SILENCE_MAX, forwarder.ask(engine, health.clone()));
-        if !matches!(look.await, Err(_) | Ok(Err(ForwardError::Unreachable(_)))) {
-            seen = Instant::now();
+        if let Ok(Some(at)) = tokio::time::timeout_at(seen + SILENCE_MAX, look(forwarder, engine)).await {
+            seen = seen.max(at);
         }
     }
+}
+
+/// When the engine's server last answered; it is asked where it did not lately.
+async fn look(forwarder: &Forwarder, engine: &Engine) -> Option<Instant> {
+    let mut seen = engine.seen.lock().await;
+    if seen.is_none_or(|at| at.elapsed() >= LOOK) {
+        let answer = forwarder.ask(&engine.address, Asked::page("/health", HeaderMap::new())).await;
+        if !matches!(answer, Err(ForwardError::Unreachable(_))) {
+            *seen = Some(Instant::now());
+        }
+    }
+    *seen
 }
 
 /// The output of `work`, or `None` if `end` comes first.

@@ -19,6 +19,10 @@ pub(crate) enum Manner {
     Freeze,
     /// As `Hang`, and nobody can connect to it after the first.
     Vanish,
+    /// As `Hang`, once something of an answer was sent and before its body.
+    Stall,
+    /// Nobody before so many have asked.
+    Behind(usize, Box<Manner>),
     /// The first request in one manner, all others in the other one.
     First(Box<Manner>, Box<Manner>),
 }
@@ -123,7 +127,7 @@ fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
     let mut reader = BufReader::new(stream.try_clone().unwrap());
     while let Some(asked) = read(&mut reader) {
         if asked.line.starts_with("GET /health ") {
-            if matches!(manner, Manner::Freeze) {
+            if matches!(manner, Manner::Freeze | Manner::Stall) {
                 hold(&mut reader);
                 return;
             }
@@ -150,10 +154,16 @@ fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
         let manner = match manner {
             Manner::First(first, _) if earlier == 0 => first,
             Manner::First(_, rest) => rest,
+            Manner::Behind(count, manner) => {
+                while state.lock().unwrap().asked.len() < *count {
+                    thread::sleep(Duration::from_millis(5));
+                }
+                manner
+            }
             manner => manner,
         };
         let whole = match manner {
-            Manner::First(..) => unreachable!("of two manners neither is two"),
+            Manner::First(..) | Manner::Behind(..) => unreachable!("a manner within one is simple"),
             Manner::Json(status, body) => {
                 let head = format!(
                     "HTTP/1.1 {status} Said\r\ncontent-type: application/json\r\ncontent-length: {}",
@@ -162,6 +172,13 @@ fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
                 (&stream).write_all(format!("{head}\r\n\r\n{body}").as_bytes()).is_ok()
             }
             Manner::Events(events) => events_sent(&stream, events),
+            Manner::Stall => {
+                let head =
+                    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked";
+                let _ = (&stream).write_all(&[&head[..], b"\r\n\r\n"].concat());
+                hold(&mut reader);
+                false
+            }
             Manner::Hang | Manner::Freeze | Manner::Vanish => {
                 hold(&mut reader);
                 false

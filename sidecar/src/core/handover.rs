@@ -17,6 +17,9 @@ use super::arrivals::Waiter;
 pub(super) const TTL_MS: u64 = 30_000;
 /// What is kept at once takes 1 of so many parts of the pool: the rest is for saves, and for those who wait for none.
 const PART: u64 = 2;
+/// Entries of ends that mean nothing and are left among those of one holder, beside one for each block: who keeps the same blocks again
+/// and again leaves one behind each time.
+const STALE_MAX: usize = 1024;
 /// Blocks that are remembered to be lost: those of 64 prompts of 4,096 tokens, 16 to a block.
 const LOST_MAX: usize = 1 << 14;
 
@@ -41,7 +44,7 @@ pub(super) struct Kept {
     bytes: u64,
     /// By the slot's offset.
     blocks: BTreeMap<u64, KeptBlock>,
-    /// Offsets and ends by holder, in order. Where a block's end is another by now, or it is not kept, the entry means nothing.
+    /// Offsets and ends by holder, in order. Where a block's end or holder is another by now, or it is not kept, the entry means nothing.
     ends: Vec<(HolderId, VecDeque<(u64, u64)>)>,
     released: Released,
 }
@@ -107,20 +110,31 @@ impl Kept {
         dram: &mut Dram,
     ) {
         let Some(slot) = dram.hold(key, holder) else { return };
+        let end = (slot.offset, now_ms.saturating_add(self.ttl_ms));
+        let is_new = !is_kept(&self.blocks, holder, end);
         if let Some(known) = self.blocks.remove(&slot.offset) {
             self.bytes -= known.bytes;
             dram.unhold(known.slot, known.holder);
         }
         let bytes = dram.block_bytes(slot).expect("it is held");
-        let until_ms = now_ms.saturating_add(self.ttl_ms);
         self.bytes += bytes;
-        self.blocks.insert(slot.offset, KeptBlock { slot, holder, bytes, until_ms, fenced });
-        match self.ends.iter_mut().find(|(other, _)| *other == holder) {
-            Some((_, ends)) => ends.push_back((slot.offset, until_ms)),
-            None => self.ends.push((holder, VecDeque::from([(slot.offset, until_ms)]))),
+        self.blocks.insert(slot.offset, KeptBlock { slot, holder, bytes, until_ms: end.1, fenced });
+        if is_new {
+            self.note_end(holder, end);
         }
         while self.bytes > self.bytes_max && self.release_oldest(None, dram) {
             self.released.full += 1;
+        }
+    }
+
+    /// A block that a holder keeps has another end from now on.
+    fn note_end(&mut self, holder: HolderId, end: (u64, u64)) {
+        let Some((_, ends)) = self.ends.iter_mut().find(|(other, _)| *other == holder) else {
+            return self.ends.push((holder, VecDeque::from([end])));
+        };
+        ends.push_back(end);
+        if ends.len() > 2 * self.blocks.len() + STALE_MAX {
+            ends.retain(|end| is_kept(&self.blocks, holder, *end));
         }
     }
 
@@ -156,12 +170,8 @@ impl Kept {
 
     /// Of all, or of one holder's, the block that is kept the longest: its holder's place in the list, and its end.
     fn oldest(&mut self, holder: Option<HolderId>) -> Option<(usize, u64)> {
-        let blocks = &self.blocks;
-        let is_kept = |(offset, until_ms): &(u64, u64)| {
-            blocks.get(offset).is_some_and(|kept| kept.until_ms == *until_ms)
-        };
-        for (_, ends) in &mut self.ends {
-            while ends.pop_front_if(|end| !is_kept(end)).is_some() {}
+        for (holder, ends) in &mut self.ends {
+            while ends.pop_front_if(|end| !is_kept(&self.blocks, *holder, *end)).is_some() {}
         }
         self.ends.retain(|(_, ends)| !ends.is_empty());
         let ends = self
@@ -185,6 +195,16 @@ impl Kept {
         self.bytes -= kept.bytes;
         dram.unhold(kept.slot, kept.holder);
     }
+
+    #[cfg(test)]
+    pub(super) fn ends_len(&self) -> usize {
+        self.ends.iter().map(|(_, ends)| ends.len()).sum()
+    }
+}
+
+/// Whether an entry among the ends of a holder is of a block that it keeps until then.
+fn is_kept(blocks: &BTreeMap<u64, KeptBlock>, holder: HolderId, (offset, until_ms): (u64, u64)) -> bool {
+    blocks.get(&offset).is_some_and(|kept| kept.holder == holder && kept.until_ms == until_ms)
 }
 
 // === impl Lost ===

@@ -724,3 +724,14 @@ fn what_its_engine_gives_up_is_lost_and_counted() {
     assert_eq!((stats.handover_blocks, stats.handover_lost_to_reuse, stats.handover_dropped), (1, 1, 0));
     assert!(!engines.core.hands_over(RANKS[0]));
 }
+
+#[test]
+fn blocks_that_are_kept_again_and_again_leave_little_behind() {
+    let mut engines = two_engines();
+    for op in 1..1000 {
+        engines.now_ms += 1;
+        engines.compute(0, op, 0..4, true);
+    }
+    let kept = &engines.core.base.cx.kept;
+    assert!(kept.bytes() > 0 && kept.ends_len() < 1100, "{}", kept.ends_len());
+}

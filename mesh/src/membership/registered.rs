@@ -8,8 +8,13 @@ use crate::transport::NodeId;
 // === impl Membership: registrations ===
 
 impl Membership {
-    /// All registrations there are.
+    /// All registrations there are, whatever was known of: where etcd was restored from a backup, they are older than that.
     pub fn registered(&mut self, all: Vec<Registration>) -> Vec<Step> {
+        for one in &all {
+            if let Some((_, known)) = self.registration(&one.identity.node) {
+                known.created = known.created.min(one.created);
+            }
+        }
         let names: HashSet<_> = all.iter().map(|one| one.identity.node.clone()).collect();
         let gone = self.members().filter(|(_, member)| !names.contains(&member.identity.node));
         let gone: Vec<_> = gone.map(|(endpoint, _)| endpoint).collect();

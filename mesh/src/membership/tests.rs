@@ -239,6 +239,20 @@ fn a_registration_is_a_member_until_it_ends() {
 }
 
 #[test]
+fn a_list_is_the_truth_where_etcd_was_restored_from_a_backup() {
+    let mut table = table();
+    let list = ["a", "b"].map(|node| registration(node, 1, 100));
+    assert_eq!(table.registered(list.to_vec()).len(), 4);
+    let restored = table.registered(vec![registration("a", 1, 3), registration("b", 2, 4)]);
+    assert_eq!(
+        words(restored),
+        ["2 leaves: Restarted", "unfollow 2", "b joins as 3 in 2", "follow 3 at 10.0.0.1:1"]
+    );
+    let a = table.delete(&NodeId::new("a").unwrap(), 5);
+    assert_eq!(words(a), ["1 leaves: Unregistered", "unfollow 1"]);
+}
+
+#[test]
 fn a_mesh_has_a_limit() {
     let mut table = table();
     for number in 0..MEMBERS_MAX as i64 {

@@ -158,7 +158,7 @@ fn keep(news: &Receiver<News>, followed: &AtomicU64) {
                 followed.fetch_add(1, Ordering::Relaxed);
             }
             News::Changes { number, changes } => drop(directory.apply(number, &changes)),
-            News::Promises { number, promises } => directory.promise(number, promises),
+            News::Promises { number, promises } => _ = directory.promise(number, promises),
             News::Left { number, why } => panic!("{number:?} left: {why}"),
             News::Stale { number: PeerNumber(number) } => eprintln!("nothing is heard of {number}"),
             News::Note(text) => eprintln!("{text}"),

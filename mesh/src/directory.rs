@@ -158,11 +158,12 @@ impl Directory {
         fits || said
     }
 
-    /// All that a peer promises, in place of what it did before.
-    pub fn promise(&mut self, peer: PeerNumber, promises: Vec<Digest>) {
-        if let Some(member) = self.member(peer) {
-            member.promises = promises.into_iter().collect();
-        }
+    /// All that a peer promises, in place of what it did before. Whether a promise has ended by that.
+    #[must_use = "somebody may wait for what was promised"]
+    pub fn promise(&mut self, peer: PeerNumber, promises: Vec<Digest>) -> bool {
+        let Some(member) = self.member(peer) else { return false };
+        let before = std::mem::replace(&mut member.promises, promises.into_iter().collect());
+        !before.is_subset(&member.promises)
     }
 
     /// Whether a prompt with one of these last keys is promised by a peer that may be asked.
@@ -246,6 +247,23 @@ impl Directory {
         prospects.truncate(followed);
         prospects.sort_unstable_by_key(Prospect::rank);
         prospects.iter().map(Prospect::candidate).collect()
+    }
+
+    /// Whether a peer that may be asked may have a run of `keys` from the first on: it has the first of them that it would speak of.
+    pub fn may_have(&self, now_ms: u64, keys: impl Iterator<Item = Digest>) -> bool {
+        let may_be_asked = |member: &&Member| member.breaker.lets_pass(now_ms, member.under_way);
+        let members = self.members.iter().filter(may_be_asked);
+        let mut filters: Vec<&Filter> = members.filter_map(|member| member.filter.as_ref()).collect();
+        for key in keys {
+            let speaks = |filter: &mut &Filter| filter.thinning().keeps(key);
+            if filters.extract_if(.., speaks).any(|filter| filter.contains(key)) {
+                return true;
+            }
+            if filters.is_empty() {
+                break;
+            }
+        }
+        false
     }
 
     /// A member that may have the first key and may be asked.

@@ -29,6 +29,8 @@ use crate::wake::{self, EndSignal};
 const CHANGES: usize = 1024;
 /// While requests wait for blocks of peers, these are told so this often; they heed it for 2 s.
 const WAIT_EVERY: Duration = Duration::from_secs(1);
+/// Costs as much as the data thread takes in of the mesh in a turn.
+const TURN: usize = 512;
 /// Ends of blocks that are handed out at once.
 const DONES: usize = 256;
 
@@ -82,7 +84,8 @@ impl Told {
             Self::Heard(Heard::Fetched(ends)) => ends.len(),
             Self::Heard(Heard::Asked { blocks, .. }) => blocks.len(),
             Self::Heard(Heard::Changed { changes, .. }) => changes.len() / 2,
-            Self::Heard(Heard::Promises { promises, .. }) => promises.len() / 2 + 1,
+            // However short: every request that waits may be looked at.
+            Self::Heard(Heard::Promises { .. }) => TURN,
             Self::Heard(_) | Self::Checksum { .. } => 1,
         }
     }
@@ -337,5 +340,18 @@ impl Peers {
 impl std::fmt::Debug for Peers {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Peers").field("names", &self.names).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_promised_is_a_turn_s_work_however_short_it_is() {
+        for promises in [Vec::new(), vec![Digest(1)]] {
+            let told = Told::Heard(Heard::Promises { peer: PeerNumber(1), promises });
+            assert_eq!(told.cost(), TURN);
+        }
     }
 }

@@ -101,12 +101,13 @@ fn a_promise_holds_until_another_word_of_its_peer_or_while_that_may_be_asked() {
     let promised = |directory: &Directory, now_ms, range: std::ops::Range<usize>| {
         directory.is_promised(now_ms, all[range].iter().copied())
     };
-    directory.promise(A, vec![all[5], all[9]]);
-    directory.promise(C, vec![all[0]]);
+    assert!(!directory.promise(A, vec![all[9]]), "it had promised nothing");
+    assert!(!directory.promise(A, vec![all[5], all[9]]), "one more");
+    assert!(!directory.promise(C, vec![all[0]]), "no member");
     assert!(promised(&directory, 0, 0..6) && promised(&directory, 0, 9..10));
     assert!(!promised(&directory, 0, 0..5), "what is told of a prompt is its last key, of members alone");
     assert_eq!(directory.peers().map(|peer| peer.promises).collect::<Vec<_>>(), [0, 2]);
-    directory.promise(A, vec![all[9]]);
+    assert!(directory.promise(A, vec![all[9]]));
     assert!(!promised(&directory, 0, 0..6));
     for strike in 0..3 {
         directory.began(A, 1);
@@ -114,7 +115,7 @@ fn a_promise_holds_until_another_word_of_its_peer_or_while_that_may_be_asked() {
     }
     assert!(!promised(&directory, 2000, 9..10), "it is left alone");
     assert!(promised(&directory, 3000, 9..10));
-    directory.promise(B, vec![all[3]]);
+    assert!(!directory.promise(B, vec![all[3]]));
     directory.leave(A);
     assert!(!promised(&directory, 3000, 9..10) && promised(&directory, 3000, 0..10));
 }
@@ -168,6 +169,29 @@ fn a_prefix_that_every_peer_has_costs_no_more_than_the_limit() {
     assert_eq!(found.len(), LOOKUPS_MAX.div_ceil(1000));
     assert_eq!(asked(&directory, 0, &all[..100]).len(), Config::default().candidates_max);
     assert_eq!(asked(&directory, 0, &all[..1]).len(), Config::default().candidates_max);
+}
+
+#[test]
+fn of_each_inventory_the_first_key_that_is_spoken_of_tells_whether_a_run_is_there() {
+    let (all, others) = (keys(0..400), keys(500..900));
+    let thinning = Thinning::new(3).expect("few");
+    let kept: Vec<usize> = (0..400).filter(|at| thinning.keeps(all[*at])).collect();
+    let mut directory = directory(&[(A, &all[..1])]);
+    let may_have = |directory: &Directory, keys: &[Digest]| directory.may_have(0, keys.iter().copied());
+    assert!(may_have(&directory, &all) && !may_have(&directory, &all[1..]) && !may_have(&directory, &[]));
+    let mut thinned = Filter::thinned(kept.len(), thinning);
+    assert!(thinned.insert(all[kept[1]]));
+    directory.join(B);
+    directory.replace(B, thinned);
+    let (first, second) = (kept[0], kept[1]);
+    assert!(!may_have(&directory, &all[1..]), "it has not the first that it would speak of");
+    assert!(may_have(&directory, &all[first + 1..]) && may_have(&directory, &all[second..]));
+    assert!(!may_have(&directory, &all[second + 1..]) && !may_have(&directory, &others));
+    for strike in 0..3 {
+        directory.began(B, 1);
+        directory.ended(strike * 1000, B, &FAULT);
+    }
+    assert!(!may_have(&directory, &all[second..]), "it is left alone");
 }
 
 #[test]

@@ -76,8 +76,7 @@ impl Peers {
                 }
             }
             Heard::Promises { peer, promises } => {
-                cx.produced.over = true;
-                self.directory.promise(peer, promises);
+                cx.produced.over |= self.directory.promise(peer, promises);
             }
             Heard::Fetched(ends) => return ends,
             Heard::Asked { ask, blocks } => self.grant(ask, &blocks, cx),
@@ -101,7 +100,7 @@ impl Peers {
     }
 
     /// Tells the peers the last keys of all prompts that are promised here, if that is news. Told whole, it needs no order of changes:
-    /// it is 64 digests of an engine at most.
+    /// it is 256 digests of an engine at most.
     pub(super) fn tell_promises(&mut self, keys: Vec<BlockKey>, cx: &mut Context) {
         let digest =
             |key: BlockKey| Some(Digest::new(cx.namespaces.shared(key.namespace)?, key.group, &key.hash));
@@ -117,6 +116,12 @@ impl Peers {
         // As a rule it is the last of both.
         let digests = keys.iter().rev().map(|hash| Digest::new(&binding.digest, GROUP, hash));
         self.may_ask(binding) && self.directory.is_promised(now_ms, digests)
+    }
+
+    /// Whether a peer may have a run from its first block on.
+    pub(super) fn may_have(&self, binding: &Binding, run: &[BlockHash], now_ms: u64) -> bool {
+        let digests = run.iter().map(|hash| Digest::new(&binding.digest, GROUP, hash));
+        self.may_ask(binding) && self.directory.may_have(now_ms, digests)
     }
 
     /// Peers that are known to keep a block.

@@ -244,13 +244,14 @@ impl Queries {
             may_ask_peers || question.awaits && self.has_producer(question, &binding, &base.engines);
         let may_send = self.see_run(question, found.hits(), may_wait, &mut base.cx);
         let wanted = self.wanted(question);
-        let waits = wanted.get(found.hits() as usize).copied().is_some_and(|next| {
-            if may_send && base.sources.may_arrive(&binding, &next, question.awaits, &base.cx) {
-                self.unsent.push((question, found.hits()));
-                return true;
-            }
-            (may_ask_peers || question.awaits) && self.wait_for_producer(question, base)
-        });
+        let missing = wanted.get(found.hits() as usize..).unwrap_or_default();
+        let is_whole = missing.is_empty();
+        let may_arrive = may_send && base.sources.may_arrive(&binding, missing, question.awaits, &base.cx);
+        if may_arrive {
+            self.unsent.push((question, found.hits()));
+        }
+        let may_ask = may_ask_peers || question.awaits;
+        let waits = may_arrive || !is_whole && may_ask && self.wait_for_producer(question, base);
         if !waits {
             self.end_window(question, found.hits(), scheduler, &mut base.cx);
         }

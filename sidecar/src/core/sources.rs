@@ -90,14 +90,22 @@ impl Sources {
         }
     }
 
-    /// Whether the block may be had in DRAM soon; by who `awaits` it, also from a save.
-    pub(super) fn may_arrive(&self, binding: &Binding, hash: &BlockHash, awaits: bool, cx: &Context) -> bool {
+    /// Whether the first block of a run may be had in DRAM soon; by who `awaits` it, also from a save. What peers have of the run behind
+    /// it tells whether they have it.
+    pub(super) fn may_arrive(
+        &self,
+        binding: &Binding,
+        run: &[BlockHash],
+        awaits: bool,
+        cx: &Context,
+    ) -> bool {
+        let Some(hash) = run.first() else { return false };
         let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
         cx.arrivals.is_in_time(&key, awaits).unwrap_or_else(|| {
             awaits && cx.dram.filling(&key).is_some()
                 || cx.dram.is_adopted(&key)
                 || self.disk_keeps(&key, binding.block_bytes())
-                || self.ask_directory(cx.now_ms, binding, 0, &[*hash]).is_some()
+                || self.peers.as_ref().is_some_and(|peers| peers.may_have(binding, run, cx.now_ms))
         })
     }
 

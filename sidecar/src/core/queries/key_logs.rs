@@ -159,6 +159,12 @@ impl KeyLog {
         self.keys.get(from..self.keys.len().min(from + count)).unwrap_or(&[])
     }
 
+    /// The keys that a question is about from this one of the log on; `None` where they end before it.
+    pub(super) fn wanted_from(&self, question: Question, key: u32) -> Option<&[BlockHash]> {
+        let upto = (question.from as usize + question.count as usize).min(self.keys.len());
+        self.keys[..upto].get(key as usize..)
+    }
+
     /// Whether this key is that of a prompt's tail.
     pub(super) fn is_tail(&self, key: usize) -> bool {
         self.tail && key + 1 == self.keys.len()

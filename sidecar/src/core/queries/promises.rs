@@ -16,6 +16,9 @@ use crate::core::sources::Sources;
 
 /// Prompts that an engine may have promised at once: as many as another one may await.
 const PROMISES_MAX: usize = 64;
+/// Keys of an engine's closed logs that are told: those of as many promises. Its saves may never begin, and what is told is looked at
+/// again and again, here and by every peer.
+const ENDING_MAX: usize = 2 * PROMISES_MAX;
 /// An engine of which nothing was seen for so long keeps no promise. A step that is longer is not worth waiting for.
 const WORKED_MS: u64 = 5000;
 
@@ -27,6 +30,21 @@ pub(super) struct Promises {
     /// Keys of closed logs that peers are still told: each with its scheduler, and the operation of that scheduler's newest save for
     /// another engine when the log was closed. A key is told until all such saves up to that operation have ended.
     ending: Vec<(BlockKey, SessionId, u64)>,
+}
+
+// === impl Promises ===
+
+impl Promises {
+    /// Leaves of an ended log's keys so many of this session, the newest.
+    fn forget_oldest(&mut self, session: SessionId) {
+        let of_session = |(_, other, _): &&(BlockKey, SessionId, u64)| *other == session;
+        let mut over = self.ending.iter().filter(of_session).count().saturating_sub(ENDING_MAX);
+        self.ending.retain(|ending| {
+            let forgets = over > 0 && of_session(&ending);
+            over -= usize::from(forgets);
+            !forgets
+        });
+    }
 }
 
 // === impl Queries ===
@@ -66,6 +84,7 @@ impl Queries {
             let lasts =
                 lasts(&logs.known(log).keys).iter().map(|hash| (key(&binding, hash), session, newest));
             self.promises.ending.extend(lasts);
+            self.promises.forget_oldest(session);
         }
         base.cx.produced.over = true;
         self.promises_may_differ();

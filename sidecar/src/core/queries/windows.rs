@@ -233,18 +233,18 @@ impl Queries {
         }
     }
 
-    /// The block at which a question's run ends, and the binding of its engine.
-    fn next(&self, question: Question, base: &Base) -> Option<(Binding, BlockHash)> {
+    /// What a question's run lacks, at least a block, and the binding of its engine.
+    fn missing(&self, question: Question, base: &Base) -> Option<(Binding, &[BlockHash])> {
         let log = self.log(question.session, question.log);
-        let next = log.window.as_ref().and_then(|window| log.keys.get(window.end as usize));
-        base.engines[question.session].binding.zip(next.copied())
+        let missing = log.wanted_from(question, log.window.as_ref()?.end);
+        base.engines[question.session].binding.zip(missing.filter(|missing| !missing.is_empty()))
     }
 
     /// Whether the next block can be had.
     fn next_is_here(&self, question: Question, base: &mut Base) -> bool {
-        let Some((binding, hash)) = self.next(question, base) else { return true };
-        base.cx.dram.probe(binding.namespace, GROUP, &[hash]) > 0
-            || base.sources.may_arrive(&binding, &hash, question.awaits, &base.cx)
+        let Some((binding, missing)) = self.missing(question, base) else { return true };
+        base.cx.dram.probe(binding.namespace, GROUP, &missing[..1]) > 0
+            || base.sources.may_arrive(&binding, missing, question.awaits, &base.cx)
     }
 
     /// Whether a question's run lacks a prompt's tail alone: not every engine produces it, so it is waited for where it is promised.
@@ -255,21 +255,25 @@ impl Queries {
 
     /// Whether another engine has computed the next block, and it is not kept.
     fn next_is_lost(&self, question: Question, base: &Base) -> bool {
-        self.next(question, base).is_some_and(|(Binding { namespace, .. }, hash)| {
-            base.cx.lost.has(&BlockKey { namespace, group: GROUP, hash })
+        self.missing(question, base).is_some_and(|(Binding { namespace, .. }, missing)| {
+            base.cx.lost.has(&BlockKey { namespace, group: GROUP, hash: missing[0] })
         })
     }
 
     /// Whether nobody is to produce the next block, which is not promised: it was computed and is not kept, or was promised by a peer
     /// that knows of no such promise any more and told of no such block before that.
-    fn is_in_vain(&mut self, question: Question, base: &Base) -> bool {
+    fn is_in_vain(&self, question: Question, base: &Base) -> bool {
         if self.next_is_lost(question, base) {
             return true;
         }
-        let Some((binding, next)) = self.next(question, base) else { return false };
-        self.window(question).is_some_and(|window| window.promised)
+        let Some((binding, missing)) = self.missing(question, base) else { return false };
+        self.was_promised(question)
             && !self.has_producer(question, &binding, &base.engines)
-            && !base.sources.may_arrive(&binding, &next, true, &base.cx)
+            && !base.sources.may_arrive(&binding, missing, true, &base.cx)
+    }
+
+    fn was_promised(&self, question: Question) -> bool {
+        self.log(question.session, question.log).window.as_ref().is_some_and(|window| window.promised)
     }
 
     /// Saves have taken slots: asks the questions again that wait for what they bring.
@@ -291,10 +295,8 @@ impl Queries {
             let others: Vec<SessionId> =
                 self.others(question.session, binding.namespace, &base.engines).collect();
             let is_coming = || others.iter().any(|other| hands_over(*other));
-            let was_promised =
-                self.log(question.session, question.log).window.as_ref().is_some_and(|w| w.promised);
             let promised = self.is_promised(question, base);
-            let is_over = was_promised && !promised && !is_coming();
+            let is_over = self.was_promised(question) && !promised && !is_coming();
             let in_vain = !promised && self.next_is_lost(question, base)
                 || is_over
                 || others.is_empty() && !base.sources.may_ask_peers(&binding);

@@ -1,5 +1,6 @@
 //! What engines promise is told to peers, and what those promise is waited for.
 
+use mesh::digest::Thinning;
 use shm_protocol::request::Append;
 
 use super::*;
@@ -152,6 +153,20 @@ fn of_one_engine_64_promises_are_told() {
 }
 
 #[test]
+fn of_promises_that_have_ended_before_their_saves_the_newest_are_told() {
+    let mut scene = with_peer();
+    scene.promise(1000, 9000..9001);
+    // It never begins: no step is seen to be done.
+    scene.engine.hand_over(1, Keys::new(1000, 0..1));
+    for log in 0..100 {
+        scene.promise(log, 2 * log..2 * log + 2);
+        scene.ask(SchedulerRequest::Close { log });
+    }
+    let newest: Vec<u32> = (72..200).chain([9000]).collect();
+    assert_eq!(scene.told_promises().last(), Some(&told(&newest)));
+}
+
+#[test]
 fn what_a_peer_promises_is_waited_for_and_fetched_as_it_comes() {
     let mut scene = with_peer();
     scene.hear_promises(&[3]);
@@ -170,6 +185,30 @@ fn what_a_peer_promises_is_waited_for_and_fetched_as_it_comes() {
     }
     // What is behind it is not promised.
     assert_eq!(scene.answer(op), Some((Status::Ok, 4)));
+}
+
+#[test]
+fn what_a_peer_has_computed_is_found_where_one_block_in_a_few_is_told() {
+    let thinning = Thinning::new(3).unwrap();
+    let all = 0..200;
+    let told: Vec<u32> = all.clone().filter(|key| thinning.keeps(digest(*key))).collect();
+    assert!(told[0] > 0, "the first block is none of these");
+    let mut scene = Scene::new();
+    scene.hear(Heard::Joined(A));
+    scene.hear(Heard::Keeps { peer: A, filter: Filter::thinned(100, thinning) });
+    scene.hear_promises(&[told[1] + 1]);
+    let op = scene.await_keys(1, 0..told[1] + 2);
+    scene.pass(1000);
+    for (known, upto) in [(0, told[0]), (told[0] + 1, told[1])] {
+        scene.produce(upto..upto + 1);
+        scene.tick(20);
+        let fetch = scene.fetch();
+        assert_eq!(keys_of(&fetch), (known..upto + 1).map(label).collect::<Vec<_>>());
+        scene.end_all(&fetch, Ok(1));
+    }
+    assert_eq!(scene.answer(op).unwrap().0, Status::Pending);
+    scene.hear_promises(&[]);
+    assert_eq!(scene.answer(op), Some((Status::Ok, told[1] + 1)), "of the rest nothing is told");
 }
 
 #[test]

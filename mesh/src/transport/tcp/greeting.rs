@@ -127,6 +127,9 @@ fn judge(shared: &Shared, hello: &Hello) -> Result<Arc<Link>, Refusal> {
     if shared.draining() {
         return Err(Refusal::Draining);
     }
+    if shared.served.full() {
+        return Err(Refusal::Busy);
+    }
     if hello.wanted_node != shared.config.node {
         return Err(Refusal::OtherNode);
     }

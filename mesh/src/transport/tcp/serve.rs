@@ -18,8 +18,11 @@ use super::{Shared, cut, greeting, lock, ring};
 use crate::refusals::Reason;
 use crate::transport::{Fault, Granted, PeerNumber, Stage, Up};
 
-/// Connections at most: 63 peers of 16 streams, and some that have not said yet who they are.
+/// Connections of peers: 64 of 16 streams. Beyond it a peer is told that this side is busy.
 const STREAMS_MAX: usize = 1024;
+/// Connections that have not said yet who they are. Beyond it the one that says nothing for the longest is hung up on: whoever reaches
+/// the port can have as many.
+const GREETINGS_MAX: usize = 64;
 /// Asks that the caller has not answered, at most; beyond it peers are told that this side is busy.
 const ASKS_MAX: usize = 4096;
 /// Pause of the listener when the kernel gives it no connection for want of memory or descriptors.
@@ -74,8 +77,10 @@ pub(super) fn listen(shared: &Arc<Shared>, listener: &TcpListener) {
 
 fn welcome(shared: &Arc<Shared>, stream: TcpStream) {
     let stream = Arc::new(stream);
-    // Hung up on where there are too many: the other side takes it for a failure, and pauses.
-    let Some(number) = shared.served.connected(&stream) else { return shared.count(Reason::Full) };
+    let (number, crowded) = shared.served.connected(&stream);
+    if crowded {
+        shared.count(Reason::Full);
+    }
     let (own, thread) = (Arc::clone(shared), Arc::clone(shared));
     let run = move || {
         if let Some((wire, link)) = greeting::answer(&thread, &stream)
@@ -132,15 +137,26 @@ impl Served {
             .for_each(|connected| cut(&connected.stream));
     }
 
-    fn connected(&self, stream: &Arc<TcpStream>) -> Option<u64> {
+    /// The number of a connection, and whether another one had to go for it.
+    fn connected(&self, stream: &Arc<TcpStream>) -> (u64, bool) {
         let mut table = lock(&self.0);
-        if table.streams.len() >= STREAMS_MAX {
-            return None;
+        let strangers = table.streams.iter().filter(|(_, connected)| connected.peer.is_none());
+        let strangers: Vec<u64> = strangers.map(|(number, _)| *number).collect();
+        let crowded = strangers.len() >= GREETINGS_MAX;
+        let oldest = strangers.into_iter().min().filter(|_| crowded);
+        if let Some(gone) = oldest.and_then(|oldest| table.streams.remove(&oldest)) {
+            cut(&gone.stream);
         }
         table.last += 1;
         let number = table.last;
         table.streams.insert(number, Connected { stream: Arc::clone(stream), peer: None });
-        Some(number)
+        (number, crowded)
+    }
+
+    /// Whether no more peers' connections are served.
+    pub(super) fn full(&self) -> bool {
+        let known = lock(&self.0).streams.values().filter(|connected| connected.peer.is_some()).count();
+        known >= STREAMS_MAX
     }
 
     fn admitted(&self, stream: u64, peer: PeerNumber) -> bool {
@@ -187,5 +203,33 @@ impl Desk {
     /// What was put and not taken; nothing can be put from now on.
     fn close(&self) -> Vec<Granted> {
         lock(&self.granted).take().unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_says_nothing_makes_room_for_others_and_no_peer_does() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let connection = || Arc::new(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
+        let is_cut = |stream: &TcpStream| stream.peek(&mut [0]).is_ok();
+        let (served, peer) = (Served::default(), connection());
+        let (number, _) = served.connected(&peer);
+        assert!(served.admitted(number, PeerNumber(1)));
+        let silent: Vec<_> = (0..GREETINGS_MAX).map(|_| connection()).collect();
+        let numbers: Vec<u64> = silent.iter().map(|stream| served.connected(stream).0).collect();
+        assert!(served.connected(&connection()).1);
+        for stream in [&peer, &silent[0], &silent[1]] {
+            stream.set_nonblocking(true).unwrap();
+        }
+        assert_eq!([&peer, &silent[0], &silent[1]].map(|stream| is_cut(stream)), [false, true, false]);
+        assert!(!served.admitted(numbers[0], PeerNumber(1)) && served.admitted(numbers[1], PeerNumber(1)));
+        assert!(!served.connected(&connection()).1, "one of them has said who it is");
+        while !served.full() {
+            let (number, _) = served.connected(&peer);
+            assert!(served.admitted(number, PeerNumber(1)));
+        }
     }
 }

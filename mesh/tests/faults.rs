@@ -2,10 +2,11 @@
 
 mod rig;
 
-use std::io::{ErrorKind, Read};
-use std::net::{Ipv4Addr, TcpListener};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::time::Duration;
 
+use mesh::transport::tcp::frame::{Ask, Frame, Hello};
 use mesh::transport::tcp::{Config, Limits, Security, Tcp};
 use mesh::transport::{Fault, Label, Peer, PeerNumber, Stage};
 use rig::proxy::{Plan, Proxy, Trouble};
@@ -211,28 +212,42 @@ fn one_that_connects_and_says_nothing_is_hung_up_on() {
     });
 }
 
-#[test]
-fn a_reader_that_stops_reading_does_not_keep_the_owners_slots() {
-    let limits = Limits { progress: SHORT, ..patient() };
-    let other = Node::new("other", Security::Plaintext, limits);
-    let labels = kept(&other, 200, 500_000);
+/// A connection to `other` as of its peer 1, by which it was asked for these.
+fn asking(other: &Node, labels: Vec<Label>) -> TcpStream {
     let one = Node::new("one", Security::Plaintext, patient());
     other.transport().join(PeerNumber(1), one.as_peer());
-    // It asks for 100 MB and reads none of them.
-    let mut stream = std::net::TcpStream::connect(other.address()).unwrap();
-    let hello = mesh::transport::tcp::frame::Hello {
-        node: one.name.clone(),
-        boot: one.boot,
-        wanted_node: other.name.clone(),
-        wanted_boot: None,
-    };
-    let ask = mesh::transport::tcp::frame::Ask { ticket: 1, first: 0, labels };
+    let mut stream = TcpStream::connect(other.address()).unwrap();
+    let hello =
+        Hello { node: one.name.clone(), boot: one.boot, wanted_node: other.name.clone(), wanted_boot: None };
     let mut bytes = Vec::new();
-    mesh::transport::tcp::frame::Frame::Hello(hello).encode(&mut bytes);
-    mesh::transport::tcp::frame::Frame::Ask(ask).encode(&mut bytes);
-    std::io::Write::write_all(&mut stream, &bytes).unwrap();
+    Frame::Hello(hello).encode(&mut bytes);
+    Frame::Ask(Ask { ticket: 1, first: 0, labels }).encode(&mut bytes);
+    stream.write_all(&bytes).unwrap();
     other.wait("an ask", |seen| seen.asked.first().map(drop));
+    stream
+}
+
+#[test]
+fn a_reader_that_stops_reading_does_not_keep_the_owners_slots() {
+    let other = Node::new("other", Security::Plaintext, Limits { progress: SHORT, ..patient() });
+    let labels = kept(&other, 200, 500_000);
+    // 100 MB, of which it reads none.
+    let _stream = asking(&other, labels);
     other.check_releases();
+}
+
+#[test]
+fn a_reader_that_dawdles_does_not_keep_the_owners_slots() {
+    let other = Node::new("other", Security::Plaintext, Limits { whole: SHORT, ..patient() });
+    let labels = kept(&other, 200, 500_000);
+    let mut stream = asking(&other, labels);
+    // 100 MB, of which it takes a part now and then, for as long as any come.
+    let mut part = vec![0; 100_000];
+    while stream.read(&mut part).is_ok_and(|read| read > 0) {
+        std::thread::sleep(SHORT / 10);
+    }
+    other.check_releases();
+    other.seen(|seen| assert!(seen.released.values().flatten().all(|sent| *sent < 200), "not all was sent"));
 }
 
 #[test]

@@ -263,7 +263,7 @@ impl Peers {
     fn carried(&mut self, said: transport::Up) -> Option<Told> {
         Some(match said {
             transport::Up::Done(done) => Told::Heard(Heard::Fetched(self.more(done))),
-            transport::Up::Asked { ask, blocks, .. } => Told::Heard(Heard::Asked { ask, blocks }),
+            transport::Up::Asked { ask, peer, blocks } => Told::Heard(Heard::Asked { ask, peer, blocks }),
             transport::Up::Release { ask, sent } => Told::Heard(Heard::Released { ask, sent }),
             transport::Up::Checksum { slot, checksum } => Told::Checksum { slot, checksum },
             transport::Up::Connected { peer, .. } => {

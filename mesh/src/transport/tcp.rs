@@ -73,6 +73,9 @@ pub struct Limits {
     pub first_byte: Duration,
     /// A part of a block: 256 KiB, or what is left of it.
     pub progress: Duration,
+    /// From a grant to the end of its ask, on the side that serves: slots are held for as long. More than any fetch takes, which is
+    /// given up after 2 s and a limit of progress: what it had asked for by then is read on for nobody.
+    pub whole: Duration,
     /// A stream without work is closed after this; the side that serves it waits twice as long.
     pub idle: Duration,
     /// The pause after a failure; doubled at each further one.
@@ -147,6 +150,7 @@ impl Default for Limits {
             handshake: Duration::from_secs(2),
             first_byte: Duration::from_secs(2),
             progress: Duration::from_secs(2),
+            whole: Duration::from_secs(10),
             idle: Duration::from_secs(60),
             back_off_min: Duration::from_millis(50),
             back_off_max: Duration::from_secs(5),

@@ -54,6 +54,7 @@ pub(crate) fn patient() -> Limits {
         handshake: LONG,
         first_byte: LONG,
         progress: LONG,
+        whole: LONG,
         idle: Duration::from_secs(60),
         back_off_min: Duration::from_millis(5),
         back_off_max: Duration::from_millis(50),

@@ -263,6 +263,7 @@ pub enum Heard {
     /// A member wants blocks; answered by [`Action::Grant`].
     Asked {
         ask: u64,
+        peer: PeerNumber,
         blocks: Vec<Label>,
     },
     /// The slots of a grant are free of it.

@@ -79,7 +79,7 @@ impl Peers {
                 cx.produced.over |= self.directory.promise(peer, promises);
             }
             Heard::Fetched(ends) => return ends,
-            Heard::Asked { ask, blocks } => self.grant(ask, &blocks, cx),
+            Heard::Asked { ask, peer, blocks } => self.grant(ask, peer, &blocks, cx),
             Heard::Released { ask, sent } => self.release(ask, sent, cx),
         }
         Vec::new()

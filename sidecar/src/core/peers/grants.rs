@@ -1,6 +1,6 @@
 //! Serving: blocks that a peer asks for are held in their slots until it has read them.
 
-use mesh::transport::Label;
+use mesh::transport::{Label, PeerNumber};
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
 use tiers::dram::HolderId;
@@ -10,19 +10,36 @@ use crate::core::Action;
 use crate::core::context::Context;
 use crate::core::namespaces::Space;
 
-/// What one ask was granted: slots, held, with the bytes of each, in the order asked.
-pub(super) type Granted = Vec<(SlotRef, u64)>;
+/// What one ask was granted.
+#[derive(Debug)]
+pub(super) struct Granted {
+    peer: PeerNumber,
+    /// Slots, held, with the bytes of each, in the order asked.
+    slots: Vec<(SlotRef, u64)>,
+}
+
+// === impl Granted ===
+
+impl Granted {
+    fn bytes(&self) -> u64 {
+        self.slots.iter().map(|(_, bytes)| bytes).sum()
+    }
+}
 
 // === impl Peers ===
 
 impl Peers {
     /// Answers a peer's ask: what is here, in the length it says, and what is not. A sidecar that is to end gives nothing.
-    pub(super) fn grant(&mut self, ask: u64, blocks: &[Label], cx: &mut Context) {
-        let mut granted = Granted::default();
+    pub(super) fn grant(&mut self, ask: u64, peer: PeerNumber, blocks: &[Label], cx: &mut Context) {
+        let mut granted = Granted { peer, slots: Vec::new() };
+        let mut has: u64 =
+            self.grants.values().filter(|granted| granted.peer == peer).map(Granted::bytes).sum();
         let slots = blocks.iter().map(|label| {
-            let slot = self.hold(label, cx);
-            granted.extend(slot.map(|slot| (slot, u64::from(label.bytes))));
-            slot
+            let slot = self.hold(label, has, cx)?;
+            let bytes = u64::from(label.bytes);
+            has += bytes;
+            granted.slots.push((slot, bytes));
+            Some(slot)
         });
         let slots: Vec<Option<SlotRef>> = slots.collect();
         self.stats.asks += 1;
@@ -32,8 +49,8 @@ impl Peers {
         cx.actions.push(Action::Grant { ask, slots });
     }
 
-    /// Holds a block for a peer. An ask counts as no access: the peer keeps the block for itself from now on.
-    fn hold(&mut self, label: &Label, cx: &mut Context) -> Option<SlotRef> {
+    /// Holds a block for a peer that `has` so many bytes. An ask counts as no access: the peer keeps the block for itself from now on.
+    fn hold(&mut self, label: &Label, has: u64, cx: &mut Context) -> Option<SlotRef> {
         let bytes = u64::from(label.bytes);
         let space = Space { digest: label.namespace, block_bytes: bytes };
         let namespace = cx.namespaces.known(space).filter(|_| !cx.draining);
@@ -42,7 +59,7 @@ impl Peers {
             self.stats.absent_blocks += 1;
             return None;
         };
-        let room = self.granted_bytes + bytes <= self.granted_bytes_max;
+        let room = self.granted_bytes + bytes <= self.granted_bytes_max && self.has_share(has, bytes);
         // The peer reads as many bytes as it has asked for.
         let fits = cx.dram.block_bytes(slot) == Some(bytes);
         if room && fits {
@@ -55,16 +72,23 @@ impl Peers {
         None
     }
 
+    /// Whether a peer that `has` so much may have as much more: one that reads slowly leaves as much to all others as it has. The first
+    /// block of each may be larger.
+    fn has_share(&self, has: u64, bytes: u64) -> bool {
+        let others = self.granted_bytes - has;
+        has == 0 || has + bytes <= (self.granted_bytes_max - others) / 2
+    }
+
     /// The transport needs the slots of a grant no more. Blocks that were sent are not kept for another engine any longer: its own
     /// sidecar has them.
     pub(super) fn release(&mut self, ask: u64, sent: u32, cx: &mut Context) {
         let granted = self.grants.remove(&ask).expect("a grant is released once");
-        self.granted_bytes -= granted.iter().map(|(_, bytes)| bytes).sum::<u64>();
-        let whole = &granted[..granted.len().min(sent as usize)];
+        self.granted_bytes -= granted.bytes();
+        let whole = &granted.slots[..granted.slots.len().min(sent as usize)];
         self.stats.served_blocks += whole.len() as u64;
         self.stats.served_bytes += whole.iter().map(|(_, bytes)| bytes).sum::<u64>();
         let slots: Vec<SlotRef> = whole.iter().map(|(slot, _)| *slot).collect();
         cx.kept.loaded(&slots, HolderId::NOBODY, &mut cx.dram);
-        granted.into_iter().for_each(|(slot, _)| cx.dram.unhold(slot, HolderId::NOBODY));
+        granted.slots.into_iter().for_each(|(slot, _)| cx.dram.unhold(slot, HolderId::NOBODY));
     }
 }

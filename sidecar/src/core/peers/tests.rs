@@ -474,7 +474,7 @@ fn granted_slots_are_held_until_their_release() {
     let longer = Label { bytes: BLOCK_BYTES as u32 + 1, ..label(1) };
     let foreign = Label { namespace: NamespaceDigest([2; 16]), ..label(1) };
     let blocks = vec![label(0), longer, foreign, label(5), label(1)];
-    scene.hear(Heard::Asked { ask: 7, blocks });
+    scene.hear(Heard::Asked { ask: 7, peer: A, blocks });
     let granted: Vec<bool> = scene.granted[&7].iter().map(Option::is_some).collect();
     assert_eq!(granted, [true, false, false, false, true]);
     assert_eq!((scene.held_bytes(), scene.engine.core.busy()), (2 * BLOCK_BYTES, true));
@@ -498,7 +498,7 @@ fn what_a_peer_was_sent_is_not_kept_for_another_engine_any_longer() {
     let (namespace, computes) = (namespaces.known(space).unwrap(), dram.enter());
     let keys = [0, 1].map(|n| BlockKey { namespace, group: 0, hash: hash(n) });
     keys.iter().for_each(|key| kept.keep(key, computes, None, *now_ms, dram));
-    scene.hear(Heard::Asked { ask: 1, blocks: vec![label(0), label(1)] });
+    scene.hear(Heard::Asked { ask: 1, peer: A, blocks: vec![label(0), label(1)] });
     scene.hear(Heard::Released { ask: 1, sent: 1 });
     let stats = scene.engine.core.stats();
     assert_eq!((stats.handover_kept_bytes, stats.handover_loaded), (BLOCK_BYTES, 1));
@@ -506,24 +506,32 @@ fn what_a_peer_was_sent_is_not_kept_for_another_engine_any_longer() {
 }
 
 #[test]
-fn peers_read_a_part_of_the_pool_at_once() {
+fn peers_read_a_part_of_the_pool_at_once_and_each_leaves_as_much_to_the_others() {
     let mut scene = Scene::new();
     for from in (0..MOST + 7).step_by(7) {
         scene.save(from..from + 7);
     }
-    scene.hear(Heard::Asked { ask: 1, blocks: (0..MOST + 3).map(label).collect() });
-    let granted = scene.granted[&1].iter().flatten().count() as u32;
-    assert_eq!((granted, scene.stats().withheld_blocks), (MOST, 3));
-    scene.hear(Heard::Released { ask: 1, sent: granted });
-    scene.hear(Heard::Asked { ask: 2, blocks: vec![label(0)] });
-    assert!(scene.granted[&2][0].is_some());
+    let ask = |scene: &mut Scene, ask, peer, count| {
+        scene.hear(Heard::Asked { ask, peer, blocks: (0..count).map(label).collect() });
+        scene.granted[&ask].iter().flatten().count() as u32
+    };
+    assert_eq!(ask(&mut scene, 1, A, MOST), MOST / 2);
+    assert_eq!(ask(&mut scene, 2, A, 1), 0, "in another ask neither");
+    assert_eq!(ask(&mut scene, 3, B, MOST), MOST / 4);
+    assert_eq!(scene.stats().withheld_blocks, u64::from(MOST / 2 + 1 + MOST / 4 * 3));
+    for (number, left) in (0..).zip((1..=MOST / 4).rev()) {
+        assert_eq!(ask(&mut scene, 10 + number, PeerNumber(10 + number as u32), 1), 1, "{left} are left");
+    }
+    assert_eq!(ask(&mut scene, 4, PeerNumber(99), 1), 0);
+    scene.hear(Heard::Released { ask: 1, sent: MOST / 2 });
+    assert_eq!(ask(&mut scene, 5, A, 1), 1);
 }
 
 #[test]
 fn a_draining_sidecar_lets_nobody_wait_and_gives_nothing_more() {
     let mut scene = Scene::with(A, 0..2);
     scene.save(10..11);
-    scene.hear(Heard::Asked { ask: 1, blocks: vec![label(10)] });
+    scene.hear(Heard::Asked { ask: 1, peer: A, blocks: vec![label(10)] });
     let op = scene.query(1, 0..2);
     let fetch = scene.fetch();
     scene.join(B, 0..2);
@@ -531,7 +539,7 @@ fn a_draining_sidecar_lets_nobody_wait_and_gives_nothing_more() {
     scene.event(Event::Drain);
     assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
     assert_eq!(scene.cancelled, [fetch.ticket]);
-    scene.hear(Heard::Asked { ask: 2, blocks: vec![label(10)] });
+    scene.hear(Heard::Asked { ask: 2, peer: A, blocks: vec![label(10)] });
     assert_eq!(scene.granted[&2], [None]);
     scene.hear(Heard::Released { ask: 2, sent: 0 });
     scene.end_all(&fetch, Err(Fault::Stopped));

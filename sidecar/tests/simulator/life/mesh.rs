@@ -190,7 +190,7 @@ impl Mesh {
                 let blocks: Vec<Label> = (0..count).map(one).collect();
                 self.asks += 1;
                 self.asked.insert(self.asks, blocks.clone());
-                Some(Heard::Asked { ask: self.asks, blocks })
+                Some(Heard::Asked { ask: self.asks, peer, blocks })
             }
         }
     }

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use shm_protocol::pool;
 
@@ -11,7 +12,7 @@ use crate::Error;
 use crate::refusals::Reason;
 use crate::transport::tcp::frame::{ASKS_MAX, Ask, Status};
 use crate::transport::tcp::link::Link;
-use crate::transport::tcp::{Shared, eventfd};
+use crate::transport::tcp::{Shared, eventfd, now};
 use crate::transport::{Grant, Granted, Label, Up};
 
 /// Asks of one connection, in the order asked, in which they are answered. Dropping them releases what was granted; what
@@ -35,7 +36,10 @@ pub(in crate::transport) struct Asked {
 enum Answer {
     /// The caller has not answered this ask yet.
     Waiting(u64),
-    Granted(Granted),
+    Granted {
+        granted: Granted,
+        since: Instant,
+    },
     /// Every block has this status.
     Refused(Status),
 }
@@ -65,7 +69,7 @@ impl<'a> Asks<'a> {
             let named =
                 |asked: &&mut Asked| matches!(asked.answer, Answer::Waiting(ask) if ask == granted.ask);
             let asked = self.flight.iter_mut().find(named).expect("an ask is kept until it is answered");
-            asked.answer = Answer::Granted(granted);
+            asked.answer = Answer::Granted { granted, since: now() };
         }
     }
 
@@ -105,7 +109,7 @@ impl<'a> Asks<'a> {
     }
 
     fn release(&self, asked: &Asked) {
-        if let Answer::Granted(granted) = &asked.answer {
+        if let Answer::Granted { granted, .. } = &asked.answer {
             self.shared.tell(Up::Release { ask: granted.ask, sent: asked.sent });
         }
     }
@@ -122,10 +126,18 @@ impl Drop for Asks<'_> {
 // === impl Asked ===
 
 impl Asked {
+    /// Since when slots are held for it.
+    pub(in crate::transport) fn since(&self) -> Option<Instant> {
+        match self.answer {
+            Answer::Granted { since, .. } => Some(since),
+            Answer::Waiting(_) | Answer::Refused(_) => None,
+        }
+    }
+
     /// What the caller has granted of block `at`, or why it is not to be had. The caller has answered.
     pub(in crate::transport) fn grant(&self, at: usize) -> Result<Grant, Status> {
         match &self.answer {
-            Answer::Granted(granted) => granted.slots[at].ok_or(Status::Absent),
+            Answer::Granted { granted, .. } => granted.slots[at].ok_or(Status::Absent),
             Answer::Refused(status) => Err(*status),
             Answer::Waiting(_) => unreachable!("asked of an answered one alone"),
         }

@@ -1,13 +1,14 @@
 //! One connection of a peer that asks, and its thread: asks come in, blocks follow.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::asks::{Asks, granted};
 use crate::Error;
 use crate::transport::tcp::frame::{Block, Frame, Malformed, Status};
 use crate::transport::tcp::link::Link;
 use crate::transport::tcp::wire::{Broken, CHUNK_BYTES, Wire};
-use crate::transport::tcp::{Shared, now, serve};
+use crate::transport::tcp::{Limits, Shared, now, serve};
 
 pub(in crate::transport::tcp) struct Stream<'a> {
     shared: &'a Shared,
@@ -60,15 +61,15 @@ impl<'a> Stream<'a> {
         let at = asked.at;
         let (shared, label) = (self.shared, asked.ask.labels[at]);
         let grant = asked.grant(at).and_then(|grant| granted(shared, &label, grant));
+        let since = asked.since();
         let index = asked.ask.first + at as u32;
         let status = grant.err().unwrap_or(Status::Whole);
         let missing = Block { ticket: asked.ask.ticket, index, status, bytes: 0, checksum: 0 };
         match grant {
-            Ok((bytes, checksum)) => self.send(Block { bytes: label.bytes, checksum, ..missing }, bytes)?,
-            Err(_) => {
-                let until = now() + self.shared.config.limits.progress;
-                self.wire.send_frame(&Frame::Block(missing), false, until)?;
+            Ok((bytes, checksum)) => {
+                self.send(Block { bytes: label.bytes, checksum, ..missing }, bytes, since)?;
             }
+            Err(_) => self.wire.send_frame(&Frame::Block(missing), false, self.until(since))?,
         }
         let asked = self.asks.answered(0).expect("it was answered just now");
         asked.at += 1;
@@ -79,12 +80,18 @@ impl<'a> Stream<'a> {
         Ok(true)
     }
 
-    fn send(&mut self, block: Block, bytes: &[u8]) -> Result<(), Broken> {
-        let progress = self.shared.config.limits.progress;
-        self.wire.send_frame(&Frame::Block(block), true, now() + progress)?;
+    /// When a part must have been sent, of an ask for which slots are held `since` then.
+    fn until(&self, since: Option<Instant>) -> Instant {
+        let Limits { progress, whole, .. } = self.shared.config.limits;
+        let part = now() + progress;
+        since.map_or(part, |since| part.min(since + whole))
+    }
+
+    fn send(&mut self, block: Block, bytes: &[u8], since: Option<Instant>) -> Result<(), Broken> {
+        self.wire.send_frame(&Frame::Block(block), true, self.until(since))?;
         let mut left = bytes;
         while !left.is_empty() {
-            let sent = self.wire.send_some(left, CHUNK_BYTES.min(left.len()), false, now() + progress)?;
+            let sent = self.wire.send_some(left, CHUNK_BYTES.min(left.len()), false, self.until(since))?;
             left = &left[sent..];
         }
         Ok(())

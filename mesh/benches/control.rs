@@ -153,12 +153,12 @@ fn keep(news: &Receiver<News>, followed: &AtomicU64) {
     for news in news {
         match news {
             News::Joined { number, .. } => directory.join(number),
-            News::Snapshot { number, filter } => {
+            News::Snapshot { number, filter, .. } => {
                 directory.replace(number, filter);
                 followed.fetch_add(1, Ordering::Relaxed);
             }
-            News::Changes { number, changes } => drop(directory.apply(number, &changes)),
-            News::Promises { number, promises } => _ = directory.promise(number, promises),
+            News::Changes { number, changes, .. } => drop(directory.apply(number, &changes)),
+            News::Promises { number, promises, .. } => _ = directory.promise(number, promises),
             News::Left { number, why } => panic!("{number:?} left: {why}"),
             News::Stale { number: PeerNumber(number) } => eprintln!("nothing is heard of {number}"),
             News::Note(text) => eprintln!("{text}"),

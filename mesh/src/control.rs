@@ -31,6 +31,7 @@ pub use self::names::{Resolve, System};
 pub use self::namespaces::{Answer, Counted, Listing, Unlisted};
 use self::shell::Command;
 use crate::Error;
+pub use crate::backlog::Room;
 use crate::digest::{Change, Digest};
 pub use crate::membership::{DataAddresses, MEMBERS_MAX, News, Parting};
 use crate::pace;

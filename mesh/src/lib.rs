@@ -11,6 +11,7 @@
 
 #![deny(unsafe_code)]
 
+mod backlog;
 pub mod control;
 pub mod digest;
 pub mod directory;

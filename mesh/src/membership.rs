@@ -16,6 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::SocketAddr;
 
+use crate::backlog::Room;
 use crate::digest::{Change, Digest};
 use crate::directory::Filter;
 use crate::refusals::Reason;
@@ -48,11 +49,11 @@ pub enum News {
     /// A member no more: it must be cut off. Nothing is told of the number any more.
     Left { number: PeerNumber, why: Parting },
     /// All that a member keeps.
-    Snapshot { number: PeerNumber, filter: Filter },
+    Snapshot { number: PeerNumber, filter: Filter, room: Room },
     /// What has changed since.
-    Changes { number: PeerNumber, changes: Vec<Change> },
+    Changes { number: PeerNumber, changes: Vec<Change>, room: Room },
     /// All that a member promises, in place of what it did before.
-    Promises { number: PeerNumber, promises: Vec<Digest> },
+    Promises { number: PeerNumber, promises: Vec<Digest>, room: Room },
     /// Nothing is heard of a member at present: what it was known to keep stays in use until it is heard of again or
     /// [`News::Left`]. What it promised is void.
     Stale { number: PeerNumber },

@@ -3,12 +3,12 @@
 mod rig;
 
 use std::net::{SocketAddr, TcpListener};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use mesh::control::wire::namespaces::{Namespace, Stated};
-use mesh::control::{Control, Counted, Limits, Listing, Members, Parting};
+use mesh::control::{Control, Counted, Limits, Listing, Members, News, Parting};
 use mesh::digest::Digest;
 use mesh::refusals::Reason;
 use mesh::tls::Security;
@@ -104,6 +104,38 @@ fn what_is_promised_is_told_and_told_anew_over_another_stream() {
     two.keeps(number, 0..10, 100..200);
     one.stop();
     two.wait("silence", |seen| (seen.members[&number].stale == 1).then_some(()));
+}
+
+#[test]
+fn a_caller_that_is_behind_is_told_no_more_than_it_may_have_before_it() {
+    const BEHIND_MAX: usize = 1 << 16;
+    let all = [address(), address()];
+    let one = Plan::listing("one", all[0], &all).start();
+    let held = Arc::new(Mutex::new(Vec::new()));
+    let hold = Arc::clone(&held);
+    let plan = Plan::listing("two", all[1], &all);
+    let _two = Control::start(plan.config(), move |news| hold.lock().unwrap().push(news)).unwrap();
+    let wait = |what: &str, is_so: &dyn Fn(&[News]) -> bool| {
+        let end = now() + WATCHDOG;
+        while !is_so(&held.lock().unwrap()) {
+            assert!(now() < end, "{what}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    let changes = |held: &[News]| -> usize {
+        let changes = held.iter().map(|news| match news {
+            News::Changes { changes, .. } => changes.len(),
+            _ => 0,
+        });
+        changes.sum()
+    };
+    wait("all that is kept", &|held| held.iter().any(|news| matches!(news, News::Snapshot { .. })));
+    (0..40).for_each(|part| one.publish(added(8000 * part..8000 * (part + 1))));
+    wait("as much as it may", &|held| changes(held) > BEHIND_MAX / 4 * 3);
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(changes(&held.lock().unwrap()) <= BEHIND_MAX);
+    held.lock().unwrap().clear();
+    wait("more", &|held| changes(held) > 0);
 }
 
 #[test]

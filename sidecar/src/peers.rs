@@ -1,5 +1,5 @@
 //! The mesh as the data thread sees it: what the core wants done goes down to what carries blocks and to what keeps track
-//! of members; what both have to say comes back through one channel and an eventfd.
+//! of members; what both have to say comes back through a channel of each and one eventfd.
 
 mod carriers;
 mod listing;
@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use mesh::control::{self, Asker, Control, News};
+use mesh::control::{self, Asker, Control, News, Room};
 use mesh::digest::{Change, Digest};
 use mesh::refusals::Refusals;
 use mesh::transport::{self, BootId, Done, Fetch, Grant, Granted, PeerNumber};
@@ -34,12 +34,6 @@ const TURN: usize = 512;
 /// Ends of blocks that are handed out at once.
 const DONES: usize = 256;
 
-/// What is said, by whichever part.
-enum Up {
-    Transport(transport::Up),
-    Control(News),
-}
-
 /// What the data thread must know.
 #[derive(Debug)]
 pub enum Told {
@@ -57,11 +51,16 @@ pub struct Peers {
     control: Control,
     carriers: Carriers,
     refusals: Arc<Refusals>,
-    ups: mpsc::Receiver<Up>,
+    /// What is said by what carries blocks.
+    ups: mpsc::Receiver<transport::Up>,
     /// Taken from `ups`, and its turn has not come.
-    next: Option<Up>,
+    next: Option<transport::Up>,
+    /// What that has cost since there was last a look at `news`.
+    ahead: usize,
+    /// What is said of members.
+    news: mpsc::Receiver<News>,
     /// Changes of a peer that were not handed out yet, in order.
-    rest: Option<(PeerNumber, std::vec::IntoIter<Change>)>,
+    rest: Option<(PeerNumber, std::vec::IntoIter<Change>, Room)>,
     wake: Arc<OwnedFd>,
     /// Members, by what the user calls them.
     names: BTreeMap<PeerNumber, String>,
@@ -103,23 +102,15 @@ impl Peers {
         ended: &Arc<EndSignal>,
     ) -> Result<Self, StartError> {
         let wake = Arc::new(wake::eventfd().map_err(std::io::Error::from)?);
-        let (sender, ups) = mpsc::channel();
-        let say = {
-            let wake = Arc::clone(&wake);
-            move |up| {
-                // Nobody asks any more: the sidecar ends.
-                let _ = sender.send(up);
-                wake::signal(&wake);
-            }
-        };
+        let ((carrying, ups), (following, news)) = (mpsc::channel(), mpsc::channel());
         let life = |epoch| BootId(NonZeroU64::new(epoch).unwrap_or(NonZeroU64::MIN));
         let boot = life(epoch);
         // Each lives as long as threads of its part do: their end is the sidecar's.
         let up = || {
-            let (say, carrying) = (say.clone(), ended.on_exit());
+            let (say, ending) = (say(&carrying, &wake), ended.on_exit());
             move |said| {
-                let _ = &carrying;
-                say(Up::Transport(said));
+                let _ = &ending;
+                say(said);
             }
         };
         let refusals = Arc::default();
@@ -134,21 +125,23 @@ impl Peers {
             listing: Arc::new(known),
             ..control::Config::new(node, mesh.listen, data, mesh.members.clone(), mesh.security.clone())
         };
-        let controlling = ended.on_exit();
-        let control = Control::start(follow, move |news| {
-            let _ = &controlling;
-            say(Up::Control(news));
+        let (say, ending) = (say(&following, &wake), ended.on_exit());
+        let control = Control::start(follow, move |said| {
+            let _ = &ending;
+            say(said);
         })?;
         let rdma = data.rdma.map(tracing::field::display);
         tracing::info!(node = %mesh.node, control = %control.address(), tcp = %data.tcp, rdma, "in the mesh");
         let (names, down) = Default::default();
-        let (next, rest, changes, promises, next_wait) = Default::default();
+        let (next, ahead, rest, changes, promises, next_wait) = Default::default();
         Ok(Self {
             control,
             carriers,
             refusals,
             ups,
             next,
+            ahead,
+            news,
             rest,
             wake,
             names,
@@ -239,23 +232,39 @@ impl Peers {
         self.carriers.drain();
     }
 
-    /// What is said next.
+    /// What is said next: blocks do not wait behind what changes at peers, nor that for ever behind blocks.
     pub fn hear(&mut self) -> Option<Told> {
+        if self.ahead < TURN / 2
+            && let Some(told) = self.hear_carried()
+        {
+            self.ahead += told.cost().max(1);
+            return Some(told);
+        }
+        self.ahead = 0;
+        self.hear_news().map(Told::Heard).or_else(|| self.hear_carried())
+    }
+
+    fn hear_carried(&mut self) -> Option<Told> {
         loop {
-            if let Some((peer, rest)) = &mut self.rest {
+            let said = self.next.take().or_else(|| self.ups.try_recv().ok())?;
+            if let told @ Some(_) = self.carried(said) {
+                return told;
+            }
+        }
+    }
+
+    fn hear_news(&mut self) -> Option<Heard> {
+        loop {
+            if let Some((peer, rest, _)) = &mut self.rest {
                 let (peer, changes) = (*peer, rest.by_ref().take(CHANGES).collect::<Vec<Change>>());
                 if !changes.is_empty() {
-                    return Some(Told::Heard(Heard::Changed { peer, changes }));
+                    return Some(Heard::Changed { peer, changes });
                 }
                 self.rest = None;
             }
-            let up = self.next.take().or_else(|| self.ups.try_recv().ok())?;
-            let told = match up {
-                Up::Transport(said) => self.carried(said),
-                Up::Control(news) => self.news(news).map(Told::Heard),
-            };
-            if told.is_some() {
-                return told;
+            let news = self.news.try_recv().ok()?;
+            if let heard @ Some(_) = self.take_in(news) {
+                return heard;
             }
         }
     }
@@ -291,7 +300,7 @@ impl Peers {
             && let Ok(up) = self.ups.try_recv()
         {
             match up {
-                Up::Transport(transport::Up::Done(done)) => ends.push(done),
+                transport::Up::Done(done) => ends.push(done),
                 other => {
                     self.next = Some(other);
                     break;
@@ -301,7 +310,7 @@ impl Peers {
         ends
     }
 
-    fn news(&mut self, news: News) -> Option<Heard> {
+    fn take_in(&mut self, news: News) -> Option<Heard> {
         Some(match news {
             News::Joined { number, peer, rdma } => {
                 let (name, address) = (peer.node.to_string(), peer.address);
@@ -318,12 +327,12 @@ impl Peers {
                 tracing::info!(peer, "a peer left: {why}");
                 Heard::Left(number)
             }
-            News::Snapshot { number: peer, filter } => Heard::Keeps { peer, filter },
-            News::Changes { number, changes } => {
-                self.rest = Some((number, changes.into_iter()));
+            News::Snapshot { number: peer, filter, .. } => Heard::Keeps { peer, filter },
+            News::Changes { number, changes, room } => {
+                self.rest = Some((number, changes.into_iter(), room));
                 return None;
             }
-            News::Promises { number: peer, promises } => Heard::Promises { peer, promises },
+            News::Promises { number: peer, promises, .. } => Heard::Promises { peer, promises },
             News::Stale { number } => {
                 let peer = self.name(number);
                 tracing::warn!(peer, "nothing is heard of a peer; what it was known to keep stays in use");
@@ -334,6 +343,16 @@ impl Peers {
                 return None;
             }
         })
+    }
+}
+
+/// What says something to the data thread, and wakes it.
+fn say<T: Send + 'static>(to: &mpsc::Sender<T>, wake: &Arc<OwnedFd>) -> impl Fn(T) + Send + Sync + 'static {
+    let (to, wake) = (to.clone(), Arc::clone(wake));
+    move |said| {
+        // Nobody asks any more: the sidecar ends.
+        let _ = to.send(said);
+        wake::signal(&wake);
     }
 }
 

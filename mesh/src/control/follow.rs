@@ -26,6 +26,9 @@ use crate::transport::{BootId, PeerNumber};
 /// read less often, and tells fewer: what came and went again is not told.
 const CHANGES_PER_SECOND: u64 = 1 << 20;
 
+/// What another word than changes costs the caller, in changes: as much as it takes in at once.
+const WORD: usize = 1024;
+
 /// Pauses are cut short at most this often, so that nobody who follows again and again makes this node dial in a loop.
 const HURRY: Duration = Duration::from_secs(1);
 
@@ -215,19 +218,22 @@ fn rest(changes: usize) -> Duration {
     Duration::from_micros(changes as u64 * 1_000_000 / CHANGES_PER_SECOND)
 }
 
-/// Tells the caller, and then takes the time that this should take.
+/// Tells the caller as soon as there is room for it, and then takes the time that this should take.
 async fn tell(shared: &Shared, number: PeerNumber, heard: Heard) {
     match heard {
         Heard::Nothing => tokio::task::yield_now().await,
-        Heard::Snapshot(filter) => shared.tell(News::Snapshot { number, filter }),
+        Heard::Snapshot(filter) => {
+            let room = shared.backlog.room(WORD).await;
+            shared.tell(News::Snapshot { number, filter, room });
+        }
         Heard::Changes(changes) => {
-            let rest = rest(changes.len());
-            shared.tell(News::Changes { number, changes });
+            let (rest, room) = (rest(changes.len()), shared.backlog.room(changes.len()).await);
+            shared.tell(News::Changes { number, changes, room });
             tokio::time::sleep(rest).await;
         }
         Heard::Promises(promises) => {
-            let rest = rest(promises.len());
-            shared.tell(News::Promises { number, promises });
+            let (rest, room) = (rest(promises.len()), shared.backlog.room(WORD).await);
+            shared.tell(News::Promises { number, promises, room });
             tokio::time::sleep(rest).await;
         }
     }

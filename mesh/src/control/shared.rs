@@ -11,6 +11,7 @@ use tokio::task::AbortHandle;
 
 use super::wire::namespaces::NamespacesReply;
 use super::{Config, Figures, News};
+use crate::backlog::Backlog;
 use crate::feed::Feed;
 use crate::membership::{Endpoint, Failure, Identity, Membership, Registration, Step};
 use crate::pace::{self, Pace};
@@ -30,6 +31,7 @@ pub(super) struct Shared {
     pub(super) published: watch::Sender<()>,
     /// What peers were told last of this node's namespaces, and when.
     pub(super) listed: tokio::sync::Mutex<Told>,
+    pub(super) backlog: Backlog,
     up: Up,
     figures: Arc<Figures>,
     pace: Mutex<Pace>,
@@ -91,6 +93,7 @@ impl Shared {
             feed: Mutex::new(Feed::new(REMEMBERED_CHANGES)),
             published: watch::Sender::new(()),
             listed: tokio::sync::Mutex::default(),
+            backlog: Backlog::new(),
             up,
             figures,
             pace: Mutex::new(pace),

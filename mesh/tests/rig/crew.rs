@@ -268,12 +268,12 @@ impl Seen {
                 let member = self.members.remove(&number).expect("who leaves was there");
                 self.left.push((number, member.peer.node, why));
             }
-            News::Snapshot { number, filter } => {
+            News::Snapshot { number, filter, .. } => {
                 let member = self.member(number);
                 (member.filter, member.overfull, member.resync) = (Some(filter), false, false);
                 member.snapshots += 1;
             }
-            News::Changes { number, changes } => {
+            News::Changes { number, changes, .. } => {
                 let member = self.member(number);
                 member.batches += 1;
                 let filter = member.filter.as_mut().expect("all comes before what changes");
@@ -288,7 +288,7 @@ impl Seen {
                     };
                 }
             }
-            News::Promises { number, promises } => {
+            News::Promises { number, promises, .. } => {
                 let member = self.member(number);
                 assert!(member.filter.is_some(), "promises come behind all that is kept");
                 member.promises = (promises, member.promises.1 + 1);

@@ -12,8 +12,8 @@ use std::time::Duration;
 use connector_shim::error::ShimError;
 use connector_shim::scheduler::{PENDING, Scheduler, UNBOUND_WAIT};
 use connector_shim::worker::Worker;
-use peer::rank::{BLOCK_BYTES, EPOCH, Kv, connected, content, options, plan};
-use peer::{Peer, SEGMENT_BYTES, Served, TestPool, doorbell, eventually, own_process, welcome};
+use peer::rank::{BLOCK_BYTES, EPOCH, Kv, connected, content, options, plan, refusal};
+use peer::{Peer, SEGMENT_BYTES, Served, TestPool, doorbell, eventually, own_process, session, welcome};
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use shm_protocol::handshake::{Copier, Reply, Welcome, encode};
 use shm_protocol::key::BlockHash;
@@ -285,7 +285,8 @@ fn an_answer_that_is_none_is_a_miss() {
     all_end(answers.into_iter().flat_map(|(name, answer)| {
         let send = move |socket: OwnedFd| {
             transport::receive(&socket).unwrap();
-            transport::send(&socket, &answer, &[]).unwrap();
+            // Who has left already is told nothing.
+            let _ = transport::send(&socket, &answer, &[]);
         };
         [scheduler_meets(name, send.clone()), rank_meets(name, send)]
     }));
@@ -328,12 +329,16 @@ fn a_sidecar_of_another_version_is_refused_with_both_numbers() {
         ];
         for (reply, numbers) in replies {
             let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-            let scripted = peer.script(move |socket| {
-                transport::receive(&socket).unwrap();
-                transport::send(&socket, &reply, &[]).unwrap();
+            let refused = session(|| {
+                let reply = reply.clone();
+                let scripted = peer.script(move |socket| {
+                    transport::receive(&socket).unwrap();
+                    // Who has left already is told nothing.
+                    let _ = transport::send(&socket, &reply, &[]);
+                });
+                refusal(options(&peer, &kv, Copier::Engine)).inspect(|_| scripted.join().unwrap())
             });
-            let refused = Worker::new(options(&peer, &kv, Copier::Engine)).unwrap_err().to_string();
-            scripted.join().unwrap();
+            let refused = refused.to_string();
             assert!(numbers.iter().all(|number| refused.contains(number)), "{refused}");
         }
     }

@@ -5,8 +5,10 @@ mod peer;
 use connector_shim::core::plan::Plan;
 use connector_shim::error::ShimError;
 use connector_shim::worker::{Begun, Ended, LOAD_DEADLINE, Memory, Options, Worker};
-use peer::rank::{BLOCK_BYTES, BLOCKS, EPOCH, Kv, connected, connected_with, content, ended, options, plan};
-use peer::{Peer, eventually};
+use peer::rank::{
+    BLOCK_BYTES, BLOCKS, EPOCH, Kv, connected, connected_with, content, ended, options, plan, refusal,
+};
+use peer::{Peer, eventually, session};
 use rustix::fs::OFlags;
 use shm_protocol::handshake::{self, Copier};
 use shm_protocol::layout::{SUBMISSION_SLOTS, header};
@@ -213,10 +215,11 @@ fn a_new_sidecar_is_joined_while_the_old_pool_serves_its_plans() {
 #[test]
 fn a_refusal_is_an_error_with_its_reason() {
     let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let refused = peer.refuse("ranks disagree: set PYTHONHASHSEED on all");
-    let error = Worker::new(options(&peer, &kv, Copier::Engine)).unwrap_err();
+    let error = session(|| {
+        let refused = peer.refuse("ranks disagree: set PYTHONHASHSEED on all");
+        refusal(options(&peer, &kv, Copier::Engine)).inspect(|_| refused.join().unwrap())
+    });
     assert!(matches!(&error, ShimError::Refused(reason) if reason.contains("PYTHONHASHSEED")), "{error}");
-    refused.join().unwrap();
 }
 
 #[test]

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use mesh::transport::tcp::{Limits, Security};
 use mesh::transport::{Fault, Label, Peer, PeerNumber, Refusal, Stage};
+use rig::proxy::{Plan, Proxy, Trouble};
 use rig::{LONG, Node, Owner, boot, label, node, patient};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -56,6 +57,12 @@ impl Drop for Process {
     }
 }
 
+/// A proxy in front of an owner, through which all blocks take 12 s: what stops the owner behind the first block does
+/// so in the middle.
+fn slowly(owner: &Process) -> Proxy {
+    Proxy::start(owner.address, Plan::down(Trouble::Drip(0, 16 << 10, Duration::from_millis(1))))
+}
+
 fn labels() -> Vec<Label> {
     (0..400).map(|number| label(number, 500_000)).collect()
 }
@@ -87,7 +94,8 @@ fn the_owner_in_life_2() {
 fn a_peer_killed_in_the_middle_ends_what_it_owed_and_is_another_when_it_is_back() {
     let mut owner = Process::start(1);
     let mut one = Node::new("one", Security::Plaintext, patient());
-    one.transport().join(PeerNumber(1), owner.as_peer(1));
+    let proxy = slowly(&owner);
+    one.transport().join(PeerNumber(1), Peer { address: proxy.address, ..owner.as_peer(1) });
     let labels = labels();
     let fetching = one.fetch(1, &labels, LONG);
     one.wait("the first", |seen| seen.done.keys().next().map(drop));
@@ -111,7 +119,8 @@ fn a_peer_frozen_in_the_middle_is_waited_for_until_the_limit() {
     // The kernel still takes connections for it.
     let limits = Limits { handshake: short, first_byte: short, progress: short, ..patient() };
     let mut one = Node::new("one", Security::Plaintext, limits);
-    one.transport().join(PeerNumber(1), owner.as_peer(1));
+    let proxy = slowly(&owner);
+    one.transport().join(PeerNumber(1), Peer { address: proxy.address, ..owner.as_peer(1) });
     let labels = labels();
     let fetching = one.fetch(1, &labels, LONG);
     one.wait("the first", |seen| seen.done.keys().next().map(drop));
@@ -123,6 +132,7 @@ fn a_peer_frozen_in_the_middle_is_waited_for_until_the_limit() {
     assert!(ends.iter().all(|end| end.is_ok() || late(end)), "{ends:?}");
     assert!(ends.iter().any(late), "it was frozen in the middle");
     owner.signal(Signal::CONT);
+    proxy.plan(Plan::default());
     while one.get(1, &labels[..4], LONG).iter().any(Result::is_err) {
         std::thread::sleep(patient().back_off_max);
     }

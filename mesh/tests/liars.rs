@@ -341,7 +341,7 @@ fn a_follower_of_an_older_release_is_told_of_no_promises() {
 
 #[test]
 fn a_follower_that_is_wrong_is_refused_with_the_reason() {
-    let limits = Limits { connect: Duration::from_millis(500), ..patient() };
+    let limits = Limits { connect: Duration::from_secs(4), ..patient() };
     let one = Plan { limits, ..Plan::listing("one", address(), &[]) }.start();
     one.publish(added(0..10));
     let at = one.control().address();

@@ -149,7 +149,7 @@ fn a_name_that_cannot_be_resolved_is_told_of_and_tried_again() {
 fn an_address_without_a_member_is_told_of_once_until_it_has_one() {
     let all = [address(), address()];
     let names = Names::of_pods(&all);
-    let limits = Limits { gone: Duration::from_millis(500), ..patient() };
+    let limits = Limits { gone: Duration::from_secs(3), ..patient() };
     let one = Plan { limits, ..names.plan("one", all[0]) }.start();
     let told = format!("{} (--peer {PODS}) has had no member", all[1]);
     one.noted(&told);

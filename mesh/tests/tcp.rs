@@ -133,7 +133,7 @@ fn one_that_has_left_is_cut_off_in_both_directions() {
 
 #[test]
 fn an_owner_that_does_not_decide_is_waited_for_until_the_limit() {
-    let limits = Limits { first_byte: Duration::from_millis(300), ..patient() };
+    let limits = Limits { first_byte: Duration::from_secs(3), ..patient() };
     let mut one = Node::new("one", Security::Plaintext, limits);
     let other = Node::start("other", 1, Security::Plaintext, patient(), Owner::Waits);
     acquaint(&one, &other);

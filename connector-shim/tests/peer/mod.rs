@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::MemfdFlags;
@@ -28,6 +28,10 @@ use shm_protocol::{PROTOCOL_VERSION, transport, wait};
 
 /// Watchdog only: no test asserts on it.
 const WATCHDOG: Duration = Duration::from_secs(20);
+/// The longest that an engine's handshake takes.
+const HANDSHAKE: Duration = Duration::from_secs(1);
+/// Handshakes that a test tries.
+const SESSIONS_MAX: usize = 20;
 pub(crate) const SEGMENT_BYTES: u64 = pool::SEGMENT_ALIGN;
 pub(crate) const LEASE_TTL_MS: u64 = 30_000;
 
@@ -41,6 +45,25 @@ pub(crate) fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
         }),
         "no {what}"
     );
+}
+
+/// Tries until an engine and its sidecar have shaken hands: an engine that waits for a core gives up after a second.
+/// Any other reason for no session is a fault.
+pub(crate) fn session<T>(mut attempt: impl FnMut() -> Result<T, String>) -> T {
+    let mut said = Vec::new();
+    while said.len() < SESSIONS_MAX {
+        #[expect(
+            clippy::disallowed_methods,
+            reason = "a test compares the engine's limit with the clock's time"
+        )]
+        let began = Instant::now();
+        match attempt() {
+            Ok(session) => return session,
+            Err(why) => said.push(why),
+        }
+        assert!(began.elapsed() >= HANDSHAKE, "{said:?}");
+    }
+    panic!("{said:?}")
 }
 
 /// A socket in a folder of its own.
@@ -83,7 +106,8 @@ impl Peer {
         self.folder.join("pillion.sock")
     }
 
-    /// Serves the next connection in the background, with a pool for blocks of `block_bytes`.
+    /// Serves the next connection whose other side waits for the welcome in the background, with a pool for blocks of
+    /// `block_bytes`.
     pub(crate) fn serve(&self, block_bytes: u64) -> JoinHandle<Served> {
         let listener = self.listen();
         let said = Welcome {
@@ -92,7 +116,11 @@ impl Peer {
             tails: self.tails,
             ..welcome(self.epoch)
         };
-        std::thread::spawn(move || accept(&listener, said, block_bytes))
+        std::thread::spawn(move || {
+            std::iter::repeat_with(|| accept(&listener, &said, block_bytes))
+                .find_map(|served| served)
+                .unwrap()
+        })
     }
 
     /// Refuses the next connection in the background.
@@ -102,7 +130,8 @@ impl Peer {
             let socket = accept_socket(&listener);
             let (_, _) = transport::receive(&socket).unwrap();
             let reply = Reply::Refused { version: PROTOCOL_VERSION, reason };
-            transport::send(&socket, &encode(&reply), &[]).unwrap();
+            // Who has left already is told nothing.
+            let _ = transport::send(&socket, &encode(&reply), &[]);
         })
     }
 
@@ -173,9 +202,13 @@ pub(crate) fn own_process() -> OwnedFd {
     pidfd_open(getpid(), PidfdFlags::empty()).unwrap()
 }
 
-fn accept(listener: &OwnedFd, said: Welcome, block_bytes: u64) -> Served {
+/// The next session; `None` where the other side has left before its welcome.
+fn accept(listener: &OwnedFd, said: &Welcome, block_bytes: u64) -> Option<Served> {
     let socket = accept_socket(listener);
     let (record, descriptors) = transport::receive(&socket).unwrap();
+    if record.is_empty() {
+        return None;
+    }
     let hello = decode_hello(&record, descriptors.len()).unwrap();
     let (fd, memory) = SessionMemory::create(PROTOCOL_VERSION, said.epoch, 1).unwrap();
     memory.store_bound(bound(0, namespace()));
@@ -188,11 +221,11 @@ fn accept(listener: &OwnedFd, said: Welcome, block_bytes: u64) -> Served {
         }
         Role::Scheduler { .. } => String::new(),
     };
-    let welcome = Welcome { namespace, ..said };
+    let welcome = Welcome { namespace, ..said.clone() };
     let process = own_process();
     let sent = [fd.as_fd(), doorbell.as_fd(), pool.fd.as_fd(), process.as_fd()];
-    transport::send(&socket, &encode(&Reply::Welcome(welcome)), &sent).unwrap();
-    Served {
+    transport::send(&socket, &encode(&Reply::Welcome(welcome)), &sent).ok()?;
+    Some(Served {
         hello,
         descriptors,
         submission: Consumer::new(memory.ring(Ring::Submission)),
@@ -200,7 +233,7 @@ fn accept(listener: &OwnedFd, said: Welcome, block_bytes: u64) -> Served {
         memory,
         pool,
         socket,
-    }
+    })
 }
 
 impl Served {

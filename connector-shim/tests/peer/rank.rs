@@ -3,12 +3,13 @@
 use std::os::fd::OwnedFd;
 
 use connector_shim::core::plan::Plan;
+use connector_shim::error::ShimError;
 use connector_shim::worker::{Ended, Memory, Options, Worker};
 use rustix::fs::MemfdFlags;
 use shm_protocol::handshake::{self, BlockRegion, Copier};
 use shm_protocol::pool::SlotRef;
 
-use super::{Peer, Served, eventually};
+use super::{Peer, Served, eventually, session};
 
 pub(crate) const BLOCKS: u32 = 8;
 pub(crate) const BLOCK_BYTES: u64 = 2 * LAYER_BYTES;
@@ -81,14 +82,27 @@ pub(crate) fn connected(copy: Copier) -> (Peer, Kv, Worker, Served) {
 }
 
 /// A worker that is connected to a scripted sidecar, after `change` to the options of [`options`].
-pub(crate) fn connected_with(copy: Copier, change: impl FnOnce(&mut Options)) -> (Peer, Kv, Worker, Served) {
+pub(crate) fn connected_with(copy: Copier, change: impl Fn(&mut Options)) -> (Peer, Kv, Worker, Served) {
     let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-    let mut options = options(&peer, &kv, copy);
-    change(&mut options);
-    let served = peer.serve(BLOCK_BYTES * u64::from(options.worker.shards));
-    let worker = Worker::new(options).unwrap();
-    assert!(worker.connected(), "{:?}", worker.take_notices());
-    (peer, kv, worker, served.join().unwrap())
+    let (worker, served) = session(|| {
+        let mut options = options(&peer, &kv, copy);
+        change(&mut options);
+        let served = peer.serve(BLOCK_BYTES * u64::from(options.worker.shards));
+        let worker = Worker::new(options).unwrap();
+        match worker.connected() {
+            true => Ok((worker, served.join().unwrap())),
+            false => Err(format!("{:?}", worker.take_notices())),
+        }
+    });
+    (peer, kv, worker, served)
+}
+
+/// Why a worker cannot be made. One that gave up its handshake can, and what it says is no reason.
+pub(crate) fn refusal(options: Options) -> Result<ShimError, String> {
+    match Worker::new(options) {
+        Ok(worker) => Err(format!("{:?}", worker.take_notices())),
+        Err(error) => Ok(error),
+    }
 }
 
 /// Loads that end next, at least `count` of them.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use connector_shim::scheduler::{Config, Options, Scheduler};
 
-use super::{Peer, Served};
+use super::{Peer, Served, session};
 
 pub(crate) fn options(peer: &Peer) -> Options {
     Options {
@@ -34,12 +34,16 @@ pub(crate) fn connected(peer: &Peer, block_bytes: u64) -> (Scheduler, Served) {
 pub(crate) fn connected_with(
     peer: &Peer,
     block_bytes: u64,
-    change: impl FnOnce(&mut Config),
+    change: impl Fn(&mut Config),
 ) -> (Scheduler, Served) {
-    let mut options = options(peer);
-    change(&mut options.config);
-    let served = peer.serve(block_bytes);
-    let scheduler = Scheduler::new(options).unwrap();
-    assert!(scheduler.connected(), "{:?}", scheduler.take_notices());
-    (scheduler, served.join().unwrap())
+    session(|| {
+        let mut options = options(peer);
+        change(&mut options.config);
+        let served = peer.serve(block_bytes);
+        let scheduler = Scheduler::new(options).unwrap();
+        match scheduler.connected() {
+            true => Ok((scheduler, served.join().unwrap())),
+            false => Err(format!("{:?}", scheduler.take_notices())),
+        }
+    })
 }

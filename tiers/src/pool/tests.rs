@@ -262,12 +262,18 @@ fn created_in(path: &TmpfsPath) -> Pool {
     created(&config(Some(path.0.clone())))
 }
 
-/// A pool as `config` says. A child that another test has just forked holds a file's lock until it runs its own program.
+/// A pool as `config` says.
 pub(crate) fn created(config: &Config) -> Pool {
+    unlocked(config).expect("created")
+}
+
+/// What comes of a pool as `config` says, whose file's lock is free. A child that another test has just forked holds it
+/// until it runs its own program.
+fn unlocked(config: &Config) -> Result<Pool, Error> {
     for _ in 0..1000 {
         match Pool::create(config) {
             Err(Error::Locked(_)) => std::thread::sleep(std::time::Duration::from_millis(10)),
-            made => return made.expect("created"),
+            made => return made,
         }
     }
     panic!("{config:?} stays locked")
@@ -354,7 +360,7 @@ fn a_pool_file_grows_with_its_blocks() {
     let path = TmpfsPath::new("grows");
     drop(used_and_changed(&path, header::EPOCH, 1));
     let larger = Config { bytes: 4 * SEGMENT, ..config(Some(path.0.clone())) };
-    let pool = Pool::create(&larger).expect("created");
+    let pool = created(&larger);
     assert_eq!((pool.found(), pool.reserved_segments()), (&Found::Pool, 4));
     assert!(pool.take_over(1).is_some() && pool.take_over(3).is_none());
     assert!(pool.write_segment_header(3, BLOCK));
@@ -374,7 +380,7 @@ fn a_file_that_is_no_pool_is_initialised_and_a_larger_one_refused() {
     assert_eq!(&magic, b"PILLPOOL");
 
     let smaller = Config { bytes: SEGMENT, ..config(Some(path.0.clone())) };
-    let refused = Pool::create(&smaller).expect_err("never shrunk").to_string();
+    let refused = unlocked(&smaller).expect_err("never shrunk").to_string();
     assert!(refused.contains("raise --dram"), "{refused}");
 }
 

@@ -16,12 +16,16 @@ use super::*;
 use crate::connection::Address;
 use crate::core::worker::patience::Patience;
 use crate::peer::rank::{BLOCK_BYTES, EPOCH, Kv, content, options, plan};
-use crate::peer::{Peer, Served, eventually};
+use crate::peer::{Peer, Served, eventually, session};
+use crate::worker::Options;
 use crate::worker::link::RankConnection;
 use crate::worker::memory::Memory;
-use crate::worker::{Options, SETTLE};
 
 const CUTS: usize = 3;
+/// Longer than a test waits: no load of these is taken back for its time.
+const LONG: Duration = Duration::from_secs(60);
+/// Bytes whose copies may take as long.
+const MANY: u64 = LONG.as_nanos() as u64;
 
 #[derive(Clone, Debug, Default)]
 struct Flag(Arc<AtomicBool>);
@@ -47,20 +51,24 @@ struct Rank {
 impl Rank {
     fn new() -> Self {
         let (peer, kv) = (Peer::new(EPOCH), Kv::new());
-        let served = peer.serve(BLOCK_BYTES);
         let Options { socket, engine, world_size, worker, memory, .. } = options(&peer, &kv, Copier::Sidecar);
         let Memory::Host(descriptors) = memory else { unreachable!("a rank of the tests") };
         let sent = descriptors.iter().map(|fd| fd.try_clone().unwrap()).collect();
         let memory = HostMemory::new(descriptors, &worker.regions, worker.blocks, Access::ReadWrite).unwrap();
         let hello = Hello::new(engine, world_size, Role::Worker(worker));
-        let connection = Arc::new(Address::new(socket, &hello, sent).unwrap().connect().unwrap());
+        let address = Address::new(socket, &hello, sent).unwrap();
+        let (connection, served) = session(|| {
+            let served = peer.serve(BLOCK_BYTES);
+            let connection = address.connect().map_err(|error| format!("{error:?}"))?;
+            Ok((Arc::new(connection), served.join().unwrap()))
+        });
         let part = Part { offset: 0, slot_bytes: BLOCK_BYTES };
         let cuts = (1..=CUTS as u64).map(|cut| cut * BLOCK_BYTES / CUTS as u64).collect();
         let copies = Copies::new(EngineMemory::Host(memory), None, cuts, part, Arc::default());
         let copies = Arc::new(copies);
         let orders = copies.spawn().unwrap();
         let link = Arc::new(Link::new(RankConnection::new(connection, None).unwrap()));
-        let served = Some(served.join().unwrap());
+        let served = Some(served);
         Self { kv, served, link, copies, orders, reached: Flag::default(), _peer: peer }
     }
 
@@ -84,7 +92,7 @@ impl Rank {
     }
 
     fn follow(&self, op: u64, blocks: &[(u32, SlotRef)], sync: bool) {
-        self.give(op, blocks, sync, Watch::promised(Patience::new(Duration::ZERO, 0)));
+        self.give(op, blocks, sync, Watch::promised(Patience::new(LONG, MANY)));
     }
 
     fn follow_own(&self, op: u64, blocks: &[(u32, SlotRef)]) {
@@ -266,5 +274,5 @@ fn never_settles() {
     rank.reach();
     rank.follow(5, &[(2, slot)], false);
     rank.served().answer(5, Status::Failed, 0);
-    std::thread::sleep(2 * SETTLE);
+    std::thread::sleep(LONG);
 }

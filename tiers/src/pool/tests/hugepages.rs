@@ -80,7 +80,7 @@ fn hugetlb_bytes() -> u64 {
 
 fn check_pool(path: Option<PathBuf>) -> Pool {
     let huge = Config { bytes: 16 * SEGMENT, hugepages: true, ..config(path) };
-    let pool = Pool::create(&huge).expect("enough pages are reserved");
+    let pool = unlocked(&huge).expect("enough pages are reserved");
     assert_eq!((pool.len(), pool.reserved_bytes()), (16 * SEGMENT + PAGE, pool.len()));
     check_slot_life(&pool);
     assert_eq!(hugetlb_bytes(), 2 * PAGE, "header and one segment's, as far as they were touched");

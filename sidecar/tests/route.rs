@@ -7,15 +7,21 @@ mod engine;
 use std::io::{BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use client::sidecar::free_port;
-use client::watch;
+use client::{WATCHDOG, in_time, now, watch};
 use engine::{Asked, Engine, Manner};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 const PARAMS: &str = "kv_transfer_params";
+/// How long an engine has to say its length, and the pause before one that did not is asked again.
+const LENGTH_TIME: Duration = Duration::from_secs(1);
+const LENGTH_PAUSE: Duration = Duration::from_secs(5);
 
 struct Router {
     process: Child,
@@ -38,6 +44,7 @@ impl Router {
 
     fn send(&self, method: &str, path: &str, body: &str) -> TcpStream {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
+        stream.set_read_timeout(Some(WATCHDOG)).unwrap();
         let head = format!(
             "{method} {path} HTTP/1.1\r\nhost: router\r\nauthorization: Bearer t\r\nconnection: close"
         );
@@ -179,12 +186,12 @@ fn an_engine_that_does_not_compute_a_prompt_costs_no_answer() {
     let (fails, silent, decode) =
         (Engine::start(Manner::Json(500, "{}".into())), Engine::start(Manner::Hang), answers());
     let ways = [
-        (fails.url(), "status"),
-        (silent.url(), "late"),
-        (format!("http://127.0.0.1:{}", free_port()), "unreachable"),
+        (fails.url(), "status", "1000s"),
+        (silent.url(), "late", "300ms"),
+        (format!("http://127.0.0.1:{}", free_port()), "unreachable", "1000s"),
     ];
-    for (url, reason) in &ways {
-        let router = Router::start(&[url], &[&decode.url()], &["--prefill-timeout", "300ms"]);
+    for (url, reason, limit) in &ways {
+        let router = Router::start(&[url], &[&decode.url()], &["--prefill-timeout", limit]);
         assert_eq!(router.ask(&prompt(400)).body, "{\"answer\":  1}", "{reason}");
         assert!(decode.asked().last().unwrap().json().get(PARAMS).is_none(), "there is nothing to wait for");
         assert_eq!(
@@ -326,8 +333,9 @@ fn another_engine_answers_for_one_that_is_gone() {
 
 #[test]
 fn it_ends_once_the_last_answer_has() {
-    let events: Vec<String> = (0..400).map(|at| format!("data: {at}\n\n")).collect();
-    let (prefill, decode) = (computes(), Engine::start(Manner::Events(events)));
+    let events: Vec<String> = (0..40).map(|at| format!("data: {at}\n\n")).collect();
+    let released = Arc::new(AtomicBool::new(false));
+    let (prefill, decode) = (computes(), Engine::start(Manner::Held(events, Arc::clone(&released))));
     let mut router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
     let mut idle = TcpStream::connect(("127.0.0.1", router.port)).unwrap();
     let mut stream = router.send("POST", "/v1/completions", &prompt(9).to_string());
@@ -336,9 +344,10 @@ fn it_ends_once_the_last_answer_has() {
     watch("a refusal", || TcpStream::connect(("127.0.0.1", router.port)).err());
     assert_eq!(idle.read(&mut [0]).unwrap(), 0, "who asks nothing is let go at once");
     assert!(router.process.try_wait().unwrap().is_none());
+    released.store(true, Ordering::Relaxed);
     let mut text = String::new();
     stream.read_to_string(&mut text).unwrap();
-    assert!(text.ends_with("data: 399\n\n\r\n0\r\n\r\n"), "{text}");
+    assert!(text.ends_with("data: 39\n\n\r\n0\r\n\r\n"), "{text}");
     assert!(router.process.wait().unwrap().success());
 }
 
@@ -357,19 +366,35 @@ fn the_first_token_comes_before_the_other_engine_is_heard_of() {
     let (prefill, decode) =
         (Engine::start(Manner::Events(vec![ONE_TOKEN.into()])), Engine::start(Manner::Hang));
     let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--first-token"]);
-    let mut stream = BufReader::new(router.send("POST", "/v1/completions", &stream_of(300).to_string()));
+    let (mut stream, rest) = in_time("an engine's length", || first_token_ahead(&router, &decode));
     let mut text = String::new();
     while !text.contains("\n\n\r\n") {
         assert_ne!(std::io::BufRead::read_line(&mut stream, &mut text).unwrap(), 0, "{text}");
     }
     assert!(text.contains("\"text\":\" a\"") && text.contains("\"finish_reason\":null"), "{text}");
-    watch("the other request", || (decode.asked().len() == 1).then_some(()));
-    let rest = decode.asked()[0].json();
     assert_eq!((&rest["prompt"], &rest["max_tokens"]), (&json!([5, 6, 9]), &json!(8)));
     assert_eq!(rest[PARAMS]["pillion"]["tokens"], 2, "what the other engine saves has its key");
-    assert_eq!(prefill.asked()[0].json()["return_token_ids"], true);
+    assert_eq!(prefill.asked().last().unwrap().json()["return_token_ids"], true);
     drop(stream);
-    watch("its end with the client", || (decode.hung_up() == 1).then_some(()));
+    watch("its end with the client", || (decode.hung_up() == decode.asked().len()).then_some(()));
+}
+
+/// A request whose first token comes ahead, and what is asked for the rest of it; `None` where no length was known.
+fn first_token_ahead(router: &Router, decode: &Engine) -> Option<(BufReader<TcpStream>, Value)> {
+    let (began, before) = (now(), decode.asked().len());
+    let stream = router.send("POST", "/v1/completions", &stream_of(300).to_string());
+    let asked = watch("the other request", || decode.asked().get(before).map(Asked::json));
+    if asked["prompt"].as_array().unwrap().len() < 300 {
+        return Some((BufReader::new(stream), asked));
+    }
+    wait_for_length(began);
+    None
+}
+
+/// Until an engine is asked again that was too slow to say its length after `began`; one that was not has said it.
+fn wait_for_length(began: Instant) {
+    assert!(began.elapsed() >= LENGTH_TIME, "an engine that says its length is not heard");
+    std::thread::sleep(LENGTH_PAUSE);
 }
 
 #[test]
@@ -388,14 +413,23 @@ fn what_goes_wrong_behind_the_first_token_is_an_event() {
     let prefill = Engine::start(Manner::Events(vec![ONE_TOKEN.into()]));
     let decode = Engine::start(Manner::Json(500, "{\"error\": \"e\"}".into()));
     let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--first-token"]);
-    let answer = router.raw("POST", "/v1/completions", &stream_of(300).to_string());
+    let first_tokens = || router.counter("pillion_route_first_tokens_total");
+    let answer = in_time("an engine's length", || {
+        let began = now();
+        let answer = router.raw("POST", "/v1/completions", &stream_of(300).to_string());
+        if first_tokens() == 0 {
+            wait_for_length(began);
+            return None;
+        }
+        Some(answer)
+    });
     assert!(answer.contains("data: {\"error\": \"e\"}\n\ndata: [DONE]\n\n"), "{answer}");
-    assert_eq!(router.counter("pillion_route_first_tokens_total"), 1);
+    assert_eq!(first_tokens(), 1);
     for (name, value) in [("seed", 3), ("max_tokens", 999)] {
         let mut request = stream_of(300);
         request[name] = json!(value);
         let answer = router.raw("POST", "/v1/completions", &request.to_string());
         assert!(answer.starts_with("HTTP/1.1 500"), "the usual way: {answer}");
     }
-    assert_eq!(router.counter("pillion_route_first_tokens_total"), 1);
+    assert_eq!(first_tokens(), 1);
 }

@@ -26,10 +26,25 @@ use shm_protocol::{transport, wait};
 
 /// No test waits longer than this for something that must come.
 pub(crate) const WATCHDOG: Duration = Duration::from_secs(60);
+/// Times that a test is tried whose steps have to come within a limit of the sidecar's.
+const TRIES: u32 = 5;
 
-#[expect(clippy::disallowed_methods, reason = "a test's watchdog is of the clock's time")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "a test compares a limit of the sidecar's with the clock's time"
+)]
+pub(crate) fn now() -> Instant {
+    Instant::now()
+}
+
+/// Tries until the steps of a test came within a limit of the sidecar's: a try whose steps came too late is `None`.
+pub(crate) fn in_time<T>(what: &str, attempt: impl FnMut() -> Option<T>) -> T {
+    let came = std::iter::repeat_with(attempt).take(TRIES as usize).flatten().next();
+    came.unwrap_or_else(|| panic!("{what} came too late {TRIES} times"))
+}
+
 pub(crate) fn watch<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
-    let began = Instant::now();
+    let began = now();
     loop {
         if let Some(value) = ready() {
             return value;

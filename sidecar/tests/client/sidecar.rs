@@ -1,8 +1,9 @@
 use std::ffi::OsStr;
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -17,9 +18,17 @@ pub(crate) struct Sidecar {
     port: u16,
 }
 
-/// A port of TCP that nobody listens at.
+/// A port that is free together with the next two: below those that the kernel gives to connections, and no other
+/// test's.
 pub(crate) fn free_port() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    static LAST: AtomicU32 = AtomicU32::new(0);
+    let three = || {
+        let number = LAST.fetch_add(1, Ordering::Relaxed) + std::process::id() * 64;
+        let port = 10_000 + 3 * (number % 7_500) as u16;
+        let free = |port| TcpListener::bind(("127.0.0.1", port)).is_ok();
+        (port..port + 3).all(free).then_some(port)
+    };
+    std::iter::repeat_with(three).find_map(|port| port).unwrap()
 }
 
 impl Sidecar {
@@ -49,8 +58,12 @@ impl Sidecar {
     pub(crate) fn spawn(mut command: Command, folder: &Path, port: u16) -> Self {
         let log = std::fs::File::create(folder.join("log")).unwrap();
         let process = command.stderr(Stdio::from(log)).spawn().unwrap();
-        let sidecar = Self { process, socket: folder.join("p.sock"), port };
-        watch("a start", || sidecar.page("/readyz").filter(|text| text.starts_with("ready")));
+        let mut sidecar = Self { process, socket: folder.join("p.sock"), port };
+        watch("a start", || {
+            let said = || std::fs::read_to_string(folder.join("log"));
+            assert!(sidecar.is_alive(), "it ended instead of starting: {:?}", said());
+            sidecar.page("/readyz").filter(|text| text.starts_with("ready"))
+        });
         sidecar
     }
 
@@ -149,7 +162,7 @@ impl Sidecar {
 
     /// Its exit status, once it has ended.
     pub(crate) fn wait(mut self) -> Option<i32> {
-        self.process.wait().unwrap().code()
+        watch("its end", || self.process.try_wait().unwrap()).code()
     }
 
     fn end(&mut self) {

@@ -164,8 +164,12 @@ impl Scene {
         let good = Good::start(&pillion.socket);
         good.watch_rounds(2);
         let parked = good.park();
-        let before = pillion.holdings();
-        assert_eq!((before.sessions, before.leases, before.filling_bytes), (OWN_SESSIONS, 0, 0));
+        // What a turn changed is told at its end.
+        let before = watch("a good engine that holds nothing", || {
+            let held = pillion.holdings();
+            let nothing = (held.sessions, held.leases, held.filling_bytes) == (OWN_SESSIONS, 0, 0);
+            nothing.then_some(held)
+        });
         drop(parked);
         Self { good, pillion, before }
     }

@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -14,6 +15,8 @@ pub(crate) enum Manner {
     Json(u16, String),
     /// Server-sent events, a chunk each with a pause between; the last is followed by the end.
     Events(Vec<String>),
+    /// The same, and the last one not before the test says so.
+    Held(Vec<String>, Arc<AtomicBool>),
     Hang,
     /// As `Hang`, also to what the router asks on its own behalf.
     Freeze,
@@ -171,7 +174,8 @@ fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
                 );
                 (&stream).write_all(format!("{head}\r\n\r\n{body}").as_bytes()).is_ok()
             }
-            Manner::Events(events) => events_sent(&stream, events),
+            Manner::Events(events) => events_sent(&stream, events, &AtomicBool::new(true)),
+            Manner::Held(events, released) => events_sent(&stream, events, released),
             Manner::Stall => {
                 let head =
                     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked";
@@ -197,9 +201,14 @@ fn hold(reader: &mut BufReader<TcpStream>) {
     let _ = reader.read(&mut byte);
 }
 
-fn events_sent(mut stream: &TcpStream, events: &[String]) -> bool {
+fn events_sent(mut stream: &TcpStream, events: &[String], released: &AtomicBool) -> bool {
     let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
-    let chunks = events.iter().map(|event| format!("{:x}\r\n{event}\r\n", event.len()));
+    let chunks = events.iter().zip(1..).map(|(event, number)| {
+        while number == events.len() && !released.load(Ordering::Relaxed) {
+            thread::sleep(Duration::from_millis(1));
+        }
+        format!("{:x}\r\n{event}\r\n", event.len())
+    });
     [head.to_owned()].into_iter().chain(chunks).chain(["0\r\n\r\n".to_owned()]).all(|part| {
         thread::sleep(Duration::from_millis(5));
         stream.write_all(part.as_bytes()).is_ok()

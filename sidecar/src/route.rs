@@ -421,10 +421,16 @@ impl Router {
         asked: Asked,
     ) -> Result<(Opened, Seat), Response<Answer>> {
         let mut problems = Vec::new();
-        for engine in self.decode.ranked(start, spared, Instant::now()) {
+        let mut ranked = self.decode.ranked(start, spared, Instant::now()).into_iter().peekable();
+        while let Some(engine) = ranked.next() {
             let seat = engine.seat(1, Instant::now());
             let opened = self.forwarder.open(&engine.address, asked.clone());
-            match watch::living(&self.forwarder, &engine, opened).await {
+            // There is none after the last: it is waited for, since an engine that was stopped may go on.
+            let answer = match ranked.peek() {
+                Some(_) => watch::living(&self.forwarder, &engine, opened).await,
+                None => opened.await,
+            };
+            match answer {
                 Ok(opened) => {
                     engine.set_up();
                     return Ok((opened, seat));

@@ -4,7 +4,7 @@ mod client;
 #[path = "route/engine.rs"]
 mod engine;
 
-use std::io::{BufReader, Read, Write};
+use std::io::{BufReader, ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -300,6 +300,17 @@ fn another_engine_answers_for_one_that_stands_still() {
         assert!(router.raw("GET", "/health", "").contains("\"decode_up\":1"));
     }
     assert_eq!(slow.hung_up(), 0, "who is slow and lives is waited for, also in that time");
+}
+
+#[test]
+fn the_one_engine_that_answers_is_waited_for_though_it_stands_still() {
+    let still = Engine::start(Manner::Freeze);
+    let router = Router::start(&[&still.url()], &[&still.url()], &[]);
+    let mut waiting = router.send("POST", "/v1/completions", &prompt(9).to_string());
+    waiting.set_read_timeout(Some(Duration::from_secs(7))).unwrap();
+    let read = waiting.read(&mut [0]).unwrap_err().kind();
+    assert!(matches!(read, ErrorKind::WouldBlock | ErrorKind::TimedOut), "{read:?}");
+    assert_eq!(still.hung_up(), 0);
 }
 
 #[test]

@@ -26,7 +26,6 @@ QUERY_BUDGET_US = 2_000
 STRIKE_S, ABSENT_S, FROZEN_S = 0.4, 1.0, (0.05, 4.0)
 # Every prompt four times.
 UNDISTURBED_ANSWERS = 100
-WATCHDOG_S = 60
 
 
 def say(text: str) -> None:
@@ -255,7 +254,7 @@ class Campaign:
             asking.check()
             return condition()
 
-        self.sidecar.wait_for(holds, what, WATCHDOG_S)
+        self.sidecar.wait_for(holds, what, load.WATCHDOG_S)
 
     def _count_sidecar(self) -> None:
         """Look at this sidecar's counters; what it counts between this and its death is not missed."""

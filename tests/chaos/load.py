@@ -20,6 +20,8 @@ QUESTION_TOKENS = (5, 40, 70, 100)
 # How long one look at the engine's answers waits; bounds how late a stop is seen.
 PATIENCE_S = 0.05
 DRAIN_WATCHDOG_S = 120
+# How long answers, and what they show, are waited for.
+WATCHDOG_S = 300
 # In float32, logprobs move by 5e-6 with the shape of the batch (measured: alone, two, four and eight together, prompts
 # whole and in chunks, from the engine's own cache and not), and the closest two candidates of an answer are typically
 # 3e-3 apart. So tokens do not depend on what else runs, if prompts with closer candidates are left out; and KV that is
@@ -122,7 +124,7 @@ class Load:
             self.check()
             return len(self.answered) >= count
 
-        wait_for(enough, f"{count} answers", failed=self._engine.failed)
+        wait_for(enough, f"{count} answers", WATCHDOG_S, failed=self._engine.failed)
 
     def drain(self) -> None:
         """Ask no more, and wait for what was asked. What stays away under the watchdog stays unanswered."""

@@ -131,6 +131,11 @@ def ends_with_engines(faults: list[Fault]) -> bool:
     return faults == [Fault("kill", victim) for victim in ENGINES]
 
 
+def _prolonged(fault: Fault, span: Span, end: float) -> tuple[Fault, Span]:
+    """The end of an engine strikes whoever asks before another one is there: until `end`, when nobody asks any more."""
+    return fault, dataclasses.replace(span, end=end)
+
+
 def ask(url: str, model: Path, prompt: list[int], max_tokens: int) -> list[int]:
     """The tokens that a server answers."""
     fields = {"model": str(model), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
@@ -227,13 +232,15 @@ class Campaign:
             undisturbed = statistics.median(request.ended - request.asked for request in clients.ended)
             for number, fault in enumerate(faults):
                 if number and faults[number - 1].ends_engine and not ends_with_engines(faults[number - 1 :]):
-                    self._replace(faults[number - 1].victim, clients)
+                    spans[-1] = _prolonged(*spans[-1], self._replace(faults[number - 1].victim, clients))
                 clients.wait_answered(ANSWERS_BETWEEN)
                 time.sleep(self._chance.uniform(0, STRIKE_S))
                 spans.append((fault, self._strike(fault, clients)))
                 span = spans[-1][1]
                 say(f"{number + 1}: {fault}, {span.end - span.start:.2f} s")
             clients.stop()
+            if faults[-1].ends_engine:
+                spans[-1] = _prolonged(*spans[-1], time.monotonic())
             self._count("sidecar")
             found.rounds, found.requests = len(faults), len(clients.ended)
             found.undisturbed_wait_ms = round(1e3 * undisturbed, 1)
@@ -297,12 +304,14 @@ class Campaign:
             clients.wait_ended(list(clients.open.values()))
         return Span(start, time.monotonic())
 
-    def _replace(self, name: str, clients: Clients) -> None:
-        """Starts an engine where one ended, and waits until the router asks it."""
+    def _replace(self, name: str, clients: Clients) -> float:
+        """Starts an engine where one ended, and waits until the router asks it; when the last client had its answer before."""
         with clients.resting():
+            rested = time.monotonic()
             self._start(name)
             self._running[name].wait_ready(vllm_server.START_WATCHDOG_S)
             self._running["router"].wait_ready()
+        return rested
 
     def _judge(self, ended: list[Request], spans: list[tuple[Fault, Span]], lone: engine.Engine, found: Figures) -> None:
         work_ms = found.undisturbed_wait_ms + found.recomputed_wait_ms

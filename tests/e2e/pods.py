@@ -58,12 +58,10 @@ def start_engine(stack: contextlib.ExitStack, options: engine.Options, log: Path
     return started
 
 
-def start_pod(
-    stack: contextlib.ExitStack, options: engine.Options, host: network.Host, directory: Path, more: tuple[str, ...] = ()
-) -> Pod:
-    """A sidecar, with `more` arguments, and an engine that starts."""
+def start_pod(stack: contextlib.ExitStack, options: engine.Options, host: network.Host, directory: Path, **more: Any) -> Pod:
+    """A sidecar, `more` as for `start_sidecar`, and an engine that starts."""
     directory.mkdir()
-    beside = start_sidecar(host, directory, more=more)
+    beside = start_sidecar(host, directory, **more)
     connected = dataclasses.replace(options, socket=beside.socket, prefix=host.prefix, batched_tokens=BATCHED_TOKENS)
     pod = Pod(host, directory, beside, start_engine(stack, connected, directory / "engine.log"))
     stack.callback(pod.end)

@@ -44,7 +44,7 @@ def test_sidecar_that_cannot_start_and_one_that_comes_later(
     full = tmp_path / "full"
     full.mkdir()
     alone = dataclasses.replace(options, socket=tmp_path / "pillion.sock")
-    with engine.running(alone, tmp_path / "engine.log") as running:
+    with engine.running(alone, tmp_path / "engine.log", until_served=False) as running:
         assert _answers(running) == right
         assert running.states() == ["away"]
         refused = sidecar.Sidecar(tmp_path, "128MiB", pool=full / "pool", prefix=mounts.small_tmpfs(full, 16 * MIB))
@@ -77,7 +77,7 @@ def test_no_room_in_shared_memory(options: engine.Options, plain: engine.Engine,
     small = mounts.small_tmpfs(Path("/dev/shm"), options.kv_bytes // 2)
     with sidecar.serving(tmp_path) as keeper:
         cramped = dataclasses.replace(options, socket=keeper.socket, prefix=small)
-        with engine.running(cramped, tmp_path / "engine.log") as running:
+        with engine.running(cramped, tmp_path / "engine.log", until_served=False) as running:
             for _ in range(2):
                 assert running.reset_prefix_cache()
                 assert _answers(running) == _right_answers(plain)

@@ -48,6 +48,7 @@ def test_adopted_blocks_answer(options: engine.Options, plain: engine.Engine, tm
             living.append(second)
             # The scheduler and the rank.
             second.wait_metric("pillion_sessions", 2)
+            stays.wait_served()
             assert stays.reset_prefix_cache()
             warm = stays.generate([TOKENS], max_tokens=OUTPUT_TOKENS)[0]["tokens"]
             assert warm == right

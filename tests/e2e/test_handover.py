@@ -15,7 +15,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +40,8 @@ DRAM = "32MiB"
 LOST = "pillion_handover_lost_total"
 # Shorter than any patience: a pause of a process is no fault of it.
 PAUSE_S = 0.05
+# How long P keeps a block for its save, at the longest (python/pillion/held.py). A busy machine may make a pause as long.
+HELD_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,10 +144,16 @@ def test_a_tail_outlives_its_request_at_p(pair: Pair) -> None:
     for tokens in several.values():
         pair.ask(pair.p, tokens, 1, TO_COMPUTE)
     told: dict[int, Any] = {}
+    # From P's first answer on.
+    late_s = 0.0
     while len(told) < len(several):
-        with threads.frozen(pair.keeper.pid):
-            time.sleep(PAUSE_S)
+        began = time.monotonic()
+        if late_s < HELD_S / 2:
+            with threads.frozen(pair.keeper.pid):
+                time.sleep(PAUSE_S)
+        frozen_s = time.monotonic() - began
         told |= {answer["answered"]: answer["transfer"] for answer in pair.p.answered(PATIENCE_S)}
+        late_s += frozen_s if told else 0
     for number, tokens in several.items():
         answer = pair.answer(tokens, told[number])
         assert answer["tokens"] == pair.right(tokens)
@@ -156,7 +164,9 @@ def test_a_tail_outlives_its_request_at_p(pair: Pair) -> None:
 def test_what_p_alone_has_is_handed_over(pair: Pair) -> None:
     """In a step that is the request's only one: the cache has lost the prefix that P's own memory still holds."""
     prefix = pair.prompt(640)
+    saved = pair.keeper.metrics()["pillion_saved_blocks_total"]
     pair.p.generate([prefix], max_tokens=1, logprobs=0)
+    pair.keeper.wait_metric("pillion_saved_blocks_total", saved + prompts.stored_blocks(len(prefix), 1))
     [namespace] = pair.keeper.namespaces()
     pair.keeper.ctl("evict", namespace["namespace"])
     pair.keeper.wait_for(lambda: pair.keeper.metrics()["pillion_blocks"] == 0, "a pool without blocks")
@@ -196,7 +206,7 @@ def test_a_strict_engine_ends_what_was_not_handed_over(pair: Pair, tmp_path: Pat
     options = dataclasses.replace(pair.d.options, failure_policy="fail", extra=extra)
     strict = engine.Engine(options, tmp_path / "strict.log")
     try:
-        strict.wait_started().generate([prompts.prompt(20, seed=1)], max_tokens=1)
+        strict.wait_started().wait_served()
         for handed_over in (True, False, True):
             tokens = pair.prompt(900)
             transfer = pair.compute(tokens) if handed_over else TO_ANSWER
@@ -209,17 +219,19 @@ def test_a_strict_engine_ends_what_was_not_handed_over(pair: Pair, tmp_path: Pat
 
 
 @contextlib.contextmanager
-def _paused(pid: int, after_s: float) -> Iterator[None]:
-    """The process stands still once for a while, so long after the block has begun."""
+def _paused(pid: int, after_s: float) -> Iterator[Future[float]]:
+    """The process stands still once for a while, so long after the block has begun: seconds, which are known at its end."""
 
-    def pause() -> None:
+    def pause() -> float:
         time.sleep(after_s)
+        began = time.monotonic()
         with threads.frozen(pid):
             time.sleep(PAUSE_S)
+        return time.monotonic() - began
 
     with ThreadPoolExecutor(1) as pool:
         pausing = pool.submit(pause)
-        yield
+        yield pausing
         pausing.result()
 
 
@@ -227,7 +239,7 @@ def _paused(pid: int, after_s: float) -> Iterator[None]:
 @pytest.mark.parametrize("victim", ["p", "sidecar"])
 def test_a_pause_loses_nothing(pair: Pair, victim: str, p_first: bool, record_property: Callable[[str, object], None]) -> None:
     """A seed draws its moment of the hand-over, and which sidecar of two. Where a busy machine made D's patience too short, D
-    computes."""
+    computes. Where it made the pause as long as P keeps a block, anything may be lost but a right token."""
     chance = random.Random(f"{victim} {p_first}")
     pids = pair.p.processes()[:1] if victim == "p" else [keeper.pid for keeper in pair.keepers]
     lost, handed_over = [keeper.metrics()[LOST] for keeper in pair.keepers], 0
@@ -237,7 +249,7 @@ def test_a_pause_loses_nothing(pair: Pair, victim: str, p_first: bool, record_pr
         right = pair.right(tokens)
         lasts_s = time.monotonic() - started
         before = pair.exhausted()
-        with _paused(chance.choice(pids), chance.uniform(0, lasts_s)):
+        with _paused(chance.choice(pids), chance.uniform(0, lasts_s)) as pause:
             if p_first:
                 answer = pair.answer(tokens, pair.compute(tokens))
             else:
@@ -245,6 +257,9 @@ def test_a_pause_loses_nothing(pair: Pair, victim: str, p_first: bool, record_pr
                 pair.compute(tokens)
                 answer = pair.answered()
         assert answer["tokens"] == right
+        if pause.result() >= HELD_S:
+            lost = [keeper.metrics()[LOST] for keeper in pair.keepers]
+            continue
         if pair.exhausted() == before:
             assert answer["computed"] <= engine.BLOCK_TOKENS + 1
             handed_over += 1

@@ -28,7 +28,11 @@ pytestmark = pytest.mark.xdist_group("hosts")
 PROMPT_TOKENS = 700
 HIT = prompts.hit_tokens(PROMPT_TOKENS)
 # Prompts that are asked one after the other until one is answered from the peer again.
-TRIES_MAX, TRY_EVERY_S = 8, 3.0
+TRIES_MAX, TRY_EVERY_S = 20, 3.0
+# A evicts nothing: of 10,900 blocks all tests together need 6,000, 22 for each prompt, most of them for eight times TRIES_MAX.
+DRAM = "512MiB"
+# How long a query waits for blocks of a peer that are on their way.
+QUERY_WAIT_S = 2.0
 # A fetch is under way that long after its request was given to the engine.
 FETCH_BEGINS_S = 0.5
 # A sidecar shows the mesh's figures ten times a second.
@@ -42,6 +46,8 @@ PROMISE_WAIT_MS = 50
 BEFORE = 20
 # Requests that wait in vain before the next ones do not.
 IN_VAIN = 3
+# Prompts of which one is to be computed as soon, or as late, as a test needs it.
+PLAYS_MAX = 4
 WAITS, EXHAUSTED = "pillion_mesh_miss_waits_total", "pillion_mesh_miss_waits_exhausted_total"
 BREAKERS = "pillion_mesh_miss_wait_breakers_open"
 
@@ -79,6 +85,35 @@ class Mesh:
         self.wait_told()
         return made
 
+    def exhausted(self) -> int:
+        """Requests at B that waited in vain."""
+        return self.b.sidecar.metrics()[EXHAUSTED]
+
+    @contextlib.contextmanager
+    def promised(self, tokens: list[int]) -> Iterator[bool]:
+        """A is to compute the prompt after others; whether B knows of the promise while A has not answered. Ends when A has
+        answered all, and promises nothing."""
+        for number, other in enumerate(self.new(BEFORE)):
+            self.a.engine.ask(number, other, 1)
+        self.a.engine.ask(BEFORE, tokens, 1, transfer=TO_COMPUTE)
+        answered: list[int] = []
+
+        def promises() -> int:
+            return self.b.sidecar.metrics()["pillion_mesh_peer_promises"]
+
+        def known_or_answered() -> bool:
+            is_known = promises() > 0
+            answered.extend(answer["answered"] for answer in self.a.engine.answered(0))
+            return is_known or BEFORE in answered
+
+        self.b.sidecar.wait_for(known_or_answered, "promise of A")
+        yield BEFORE not in answered
+        while len(answered) <= BEFORE:
+            answered.extend(answer["answered"] for answer in self.a.engine.answered(REQUEST_WATCHDOG_S))
+        # What was promised may not be shown yet.
+        time.sleep(SHOWN_S)
+        self.b.sidecar.wait_for(lambda: promises() == 0, "end of A's promise")
+
     def wait_told(self) -> None:
         """Until B knows of every block that A keeps."""
         kept = self.a.sidecar.metrics()["pillion_blocks"]
@@ -107,7 +142,7 @@ def mesh(options: engine.Options, tmp_path_factory: pytest.TempPathFactory) -> I
         named = dataclasses.replace(options, extra={"pillion.model_id": "tiny"})
         impatient = dataclasses.replace(named, extra=named.extra | {"pillion.promise_wait_ms": PROMISE_WAIT_MS})
         a, b = (
-            start_pod(stack, options, host, directory / host.name)
+            start_pod(stack, options, host, directory / host.name, dram=DRAM)
             for options, host in zip((named, impatient), hosts, strict=True)
         )
         patience = dataclasses.replace(b.engine.options, extra=named.extra | {"pillion.miss_wait_ms": MISS_WAIT_MS})
@@ -118,6 +153,7 @@ def mesh(options: engine.Options, tmp_path_factory: pytest.TempPathFactory) -> I
         for pod in (a, b, patient, other):
             pod.engine.wait_started()
             pod.sidecar.wait_metric("pillion_mesh_peers", 1)
+            pod.engine.wait_served()
         yield Mesh(directory, etcd, a, b, patient, other)
 
 
@@ -133,6 +169,7 @@ def test_another_pods_prompt(mesh: Mesh, plain: engine.Engine) -> None:
     assert answer["tokens"] == right["tokens"] == local["tokens"]
     assert answer["logprobs"] == local["logprobs"]
     blocks = HIT // engine.BLOCK_TOKENS
+    mesh.b.sidecar.wait_metric("pillion_mesh_fetched_blocks_total", blocks)
     metrics = mesh.b.sidecar.metrics()
     assert metrics["pillion_mesh_fetched_blocks_total"] == blocks
     assert metrics["pillion_mesh_faults_total"] == 0
@@ -164,8 +201,14 @@ def test_a_prompt_that_nobody_has(mesh: Mesh) -> None:
     """It is computed, and no peer is asked for it."""
 
     def asks() -> int:
-        time.sleep(SHOWN_S)
-        return mesh.a.sidecar.metrics()["pillion_mesh_asks_total"]
+        shown = [-1]
+
+        def stands_still() -> bool:
+            shown.append(mesh.a.sidecar.metrics()["pillion_mesh_asks_total"])
+            return shown[-1] == shown[-2]
+
+        mesh.a.sidecar.wait_for(stands_still, "end of what was asked before", poll_s=SHOWN_S)
+        return shown[-1]
 
     asked, before = asks(), mesh.b.hits()
     mesh.b.ask(prompts.prompt(PROMPT_TOKENS, seed=6_999))
@@ -174,19 +217,24 @@ def test_a_prompt_that_nobody_has(mesh: Mesh) -> None:
 
 
 def test_a_request_waits_for_the_pod_that_computes_its_prompt(mesh: Mesh, plain: engine.Engine) -> None:
-    """Asked before the prompt is computed, it is given every block."""
+    """Asked before the prompt is computed, it is given every block. Where A was too slow for that, the sidecar says so."""
     # An engine's first prompt takes it seconds.
-    mesh.computed(1)
-    [tokens] = mesh.new(1)
-    right = plain.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
-    metrics, before = mesh.b.sidecar.metrics(), mesh.patient.hits()
-    mesh.patient.engine.ask(0, tokens, OUTPUT_TOKENS)
-    mesh.b.sidecar.wait_metric(WAITS, metrics[WAITS] + 1)
-    mesh.a.ask(tokens)
-    [answer] = mesh.patient.engine.answered(REQUEST_WATCHDOG_S)
-    assert answer["tokens"] == right["tokens"]
-    assert mesh.patient.hits() - before == HIT
-    assert mesh.b.sidecar.metrics()[EXHAUSTED] == metrics[EXHAUSTED]
+    for given in mesh.computed(PLAYS_MAX):
+        [tokens] = mesh.new(1)
+        right = plain.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
+        metrics, before = mesh.b.sidecar.metrics(), mesh.patient.hits()
+        mesh.patient.engine.ask(0, tokens, OUTPUT_TOKENS)
+        mesh.b.sidecar.wait_metric(WAITS, metrics[WAITS] + 1)
+        mesh.a.ask(tokens)
+        [answer] = mesh.patient.engine.answered(REQUEST_WATCHDOG_S)
+        assert answer["tokens"] == right["tokens"]
+        if mesh.patient.hits() - before == HIT:
+            assert mesh.b.sidecar.metrics()[EXHAUSTED] == metrics[EXHAUSTED]
+            return
+        mesh.b.sidecar.wait_for(lambda: mesh.exhausted() == metrics[EXHAUSTED] + 1, "count of a wait in vain")  # noqa: B023
+        # After a block from a peer the next one waits, whatever was in vain before.
+        mesh.patient.ask(given)
+    raise mesh.b.sidecar.failed(f"none of {PLAYS_MAX} prompts was given wholly")
 
 
 def test_who_waits_in_vain_stops_waiting(mesh: Mesh, plain: engine.Engine) -> None:
@@ -219,24 +267,20 @@ def test_who_waits_in_vain_stops_waiting(mesh: Mesh, plain: engine.Engine) -> No
 
 def test_a_request_waits_for_its_turn_at_the_pod_that_has_promised_it(mesh: Mesh, plain: engine.Engine) -> None:
     """A begins to compute it long after B would have given it up, were it not promised. B is asked once it knows of that: on a
-    busy machine A's engine may see the request too late for a wait without a promise."""
-    tokens, *before = mesh.new(1 + BEFORE)
-    right = plain.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
-    hits, exhausted = mesh.b.hits(), mesh.b.sidecar.metrics()[handover.EXHAUSTED]
-    for number, other in enumerate(before):
-        mesh.a.engine.ask(number, other, 1)
-    mesh.a.engine.ask(BEFORE, tokens, 1, transfer=TO_COMPUTE)
-    mesh.b.sidecar.wait_metric("pillion_mesh_peer_promises", 1)
-    mesh.b.engine.ask(0, tokens, OUTPUT_TOKENS, transfer=TO_ANSWER)
-    [answer] = mesh.b.engine.answered(REQUEST_WATCHDOG_S)
-    assert answer["tokens"] == right["tokens"]
-    assert mesh.b.hits() - hits == len(tokens) - 1
-    assert mesh.b.sidecar.metrics()[handover.EXHAUSTED] == exhausted
-    # What is over is not promised any more.
-    mesh.b.sidecar.wait_metric("pillion_mesh_peer_promises", 0)
-    answered = 0
-    while answered <= BEFORE:
-        answered += len(mesh.a.engine.answered(REQUEST_WATCHDOG_S))
+    busy machine A's engine may see the request too late for a wait without a promise. What is over is not promised any more."""
+    for tokens in mesh.new(PLAYS_MAX):
+        right = plain.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
+        hits, exhausted = mesh.b.hits(), mesh.b.sidecar.metrics()[handover.EXHAUSTED]
+        with mesh.promised(tokens) as is_known:
+            if not is_known:
+                continue
+            mesh.b.engine.ask(0, tokens, OUTPUT_TOKENS, transfer=TO_ANSWER)
+            [answer] = mesh.b.engine.answered(REQUEST_WATCHDOG_S)
+        assert answer["tokens"] == right["tokens"]
+        assert mesh.b.hits() - hits == len(tokens) - 1
+        assert mesh.b.sidecar.metrics()[handover.EXHAUSTED] == exhausted
+        return
+    raise mesh.b.sidecar.failed(f"A answered {PLAYS_MAX} prompts before B knew of a promise")
 
 
 @contextlib.contextmanager
@@ -249,9 +293,10 @@ def owner_killed(mesh: Mesh) -> Iterator[None]:
     death.start()
     yield
     death.join()
-    mesh.a.sidecar = start_sidecar(mesh.a.host, mesh.a.directory, dying.pool)
+    mesh.a.sidecar = start_sidecar(mesh.a.host, mesh.a.directory, dying.pool, dram=DRAM)
     # Its engine saves again.
     mesh.a.sidecar.wait_metric("pillion_sessions", 2)
+    mesh.a.engine.wait_served()
 
 
 @contextlib.contextmanager
@@ -312,7 +357,8 @@ def test_a_fault_costs_a_bounded_time_and_heals(mesh: Mesh, plain: engine.Engine
         answer = mesh.b.ask(met)
         took, given = time.monotonic() - began, mesh.b.hits() - before
     assert answer["tokens"] == right["tokens"]
-    assert given in expected, "the fault met nothing, or too much"
+    was_late = expected == ALL and took >= QUERY_WAIT_S
+    assert given in (ANYTHING if was_late else expected), "the fault met nothing, or too much"
     heal_s, asked = mesh.healed(later)
     wrong = mesh.b.sidecar.sample('pillion_mesh_faults_total{kind="corrupt"}')
     wrong += mesh.b.sidecar.metrics()["pillion_load_failures_total"]

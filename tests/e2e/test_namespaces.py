@@ -11,6 +11,8 @@ from testkit import engine, model, prompts, sidecar
 PROMPT_TOKENS = 200
 REMEDY = "set PYTHONHASHSEED to the same value on both"
 STAYS_OUT = "PILLION STAYS OUT"
+# A first request waits a while for its engine's ranks to join: on a busy machine now and then too short a one.
+STARTS_MAX = 3
 
 
 def namespaces(keeper: sidecar.Sidecar) -> list[dict[str, Any]]:
@@ -71,7 +73,7 @@ def test_an_engine_of_other_pages_cannot_claim_the_namespace(options: engine.Opt
             assert same.metrics()["external_hits"] > 0
             same.exit()
         wide = dataclasses.replace(ours, extra=claim, dtype="float32")
-        with engine.running(wide, tmp_path / "wide.log") as refused:
+        with engine.running(wide, tmp_path / "wide.log", until_served=False) as refused:
             assert refused.generate([prompts.prompt(PROMPT_TOKENS, seed=900)])[0]["tokens"]
             assert refused.metrics()["external_hits"] == 0
             refused.exit()
@@ -130,12 +132,15 @@ def test_engines_under_one_id_are_served_their_own_blocks(options: engine.Option
                 assert first.metrics()["external_hits"] == 0, "the other model's blocks are none of its own"
                 first.exit()
         assert right["ours"] != right["theirs"], "the models differ where it shows"
-        with (
-            engine.running(ours, tmp_path / "ours.log") as mine,
-            engine.running(theirs, tmp_path / "theirs.log") as yours,
-        ):
-            for name, running in (("ours", mine), ("theirs", yours)):
-                assert running.generate(prompt)[0]["tokens"] == right[name]
-                assert running.metrics()["external_hits"] == hit, "the first request after a start hits wholly"
-                running.exit()
+        hits: list[int] = []
+        while hits[-2:] != [hit, hit] and len(hits) < 2 * STARTS_MAX:
+            with (
+                engine.running(ours, tmp_path / f"ours-{len(hits)}.log", until_served=False) as mine,
+                engine.running(theirs, tmp_path / f"theirs-{len(hits)}.log", until_served=False) as yours,
+            ):
+                for name, running in (("ours", mine), ("theirs", yours)):
+                    assert running.generate(prompt)[0]["tokens"] == right[name]
+                    hits.append(running.metrics()["external_hits"])
+                    running.exit()
+        assert hits[-2:] == [hit, hit], f"the first request after a start hits wholly: {hits}"
         assert len(namespaces(keeper)) == 2

@@ -114,9 +114,11 @@ def test_reloaded_weights_without_a_reset(
         tokens, hits = ask(running, FIRST)
         assert tokens == old.right[0]
         assert whole(hits)
-        running.rpc("reload_weights", weights_path=str(new.model))
+        # Neither before the rank has said what it computes with now.
+        running.rpc("reload_weights", until_served=False, weights_path=str(new.model))
         assert ask(running, SECOND) == (new.right[1], 0)
         running.rpc("reload_weights", weights_path=str(old.model))
+        running.wait_served()
         tokens, hits = ask(running, THIRD)
         assert tokens == old.right[2]
         assert whole(hits), f"the weights of before: {hits} hits"

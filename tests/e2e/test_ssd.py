@@ -14,6 +14,7 @@ from testkit import engine, pool_file, prompts, sidecar
 DRAM = "8MiB"
 PROMPTS = [prompts.prompt(700, seed=600 + number) for number in range(14)]
 OUTPUT_TOKENS = 8
+TIMED_OUT = "pillion_query_waits_timed_out_total"
 STORED = sum(prompts.stored_blocks(len(tokens), OUTPUT_TOKENS) for tokens in PROMPTS)
 HIT = sum(prompts.hit_tokens(len(tokens)) for tokens in PROMPTS)
 
@@ -22,15 +23,27 @@ def _ask(running: engine.Engine, tokens: list[int]) -> dict[str, Any]:
     return running.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
 
 
-def _pass(running: engine.Engine, local: list[dict[str, Any]]) -> None:
-    """Ask all again, with nothing in the engine's own cache: every block comes from outside, and none is another."""
-    assert running.reset_prefix_cache()
-    before = running.metrics()["external_hits"]
-    for tokens, right in zip(PROMPTS, local, strict=True):
-        answer = _ask(running, tokens)
+def _pass(keeper: sidecar.Sidecar, running: engine.Engine, local: list[dict[str, Any]]) -> bool:
+    """Ask all again, with nothing in the engine's own cache: every block comes from outside, and none is another.
+
+    Where the disk was too slow for a query, which waits for 2 s, all are asked once more. Whether the first time was the last.
+    """
+    was_in_time, answers, hits = _asked(keeper, running)
+    if not was_in_time:
+        _, answers, hits = _asked(keeper, running)
+    for answer, right in zip(answers, local, strict=True):
         assert answer["tokens"] == right["tokens"]
         assert answer["logprobs"] == right["logprobs"]
-    assert running.metrics()["external_hits"] - before == HIT
+    assert hits == HIT
+    return was_in_time
+
+
+def _asked(keeper: sidecar.Sidecar, running: engine.Engine) -> tuple[bool, list[dict[str, Any]], int]:
+    """Whether the disk was in time for every query, the answers, and how many tokens came from outside."""
+    assert running.reset_prefix_cache()
+    before, timed_out = running.metrics()["external_hits"], keeper.metrics()[TIMED_OUT]
+    answers = [_ask(running, tokens) for tokens in PROMPTS]
+    return keeper.metrics()[TIMED_OUT] == timed_out, answers, running.metrics()["external_hits"] - before
 
 
 def _started(directory: Path) -> sidecar.Sidecar:
@@ -59,7 +72,7 @@ def test_what_memory_gave_up_comes_back(options: engine.Options, plain: engine.E
                 assert local[-1]["tokens"] == expected
             first.wait_metric("pillion_ssd_written_blocks_total", STORED)
             assert first.metrics()["pillion_blocks"] < STORED * 2 // 3, "memory holds them all: this shows nothing"
-            _pass(running, local)
+            _pass(first, running, local)
             metrics = first.metrics()
             assert metrics["pillion_ssd_promoted_blocks_total"] > STORED // 3
             assert metrics["pillion_ssd_faults_total"] == 0
@@ -73,9 +86,10 @@ def test_what_memory_gave_up_comes_back(options: engine.Options, plain: engine.E
             assert second.metrics()["pillion_blocks"] == 0
             # The scheduler and the rank.
             second.wait_metric("pillion_sessions", 2)
-            _pass(running, local)
-            # Nothing but the block that each answer ends in was computed again.
-            assert second.metrics()["pillion_saved_blocks_total"] <= len(PROMPTS)
+            running.wait_served()
+            if _pass(second, running, local):
+                # Nothing but the block that each answer ends in was computed again.
+                assert second.metrics()["pillion_saved_blocks_total"] <= len(PROMPTS)
 
             # The negative control: one wrong K value in every block that came back shows in the answer.
             assert running.reset_prefix_cache()

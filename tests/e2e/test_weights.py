@@ -56,6 +56,7 @@ def test_other_weights_over_restarts(options: engine.Options, tmp_path: Path) ->
         assert tokens == right["one_tensor"]
         assert whole(hits), f"blocks of its own: {hits} hits"
         second.wait_metric("pillion_sessions", 4)
+        old.wait_served()
         tokens, hits = again(old, PROMPT)
         assert tokens == right["old"]
         assert whole(hits), f"over a restart with its pool file: {hits} hits"
@@ -68,6 +69,7 @@ def test_other_weights_over_restarts(options: engine.Options, tmp_path: Path) ->
         assert ask(fine, PROMPT) == (right["an_ulp"], 0)
         third.wait_metric("pillion_sessions", 6)
         for name, running in (("old", old), ("one_tensor", one)):
+            running.wait_served()
             tokens, hits = again(running, PROMPT)
             assert tokens == right[name]
             assert whole(hits), f"{name}, from its disk: {hits} hits"

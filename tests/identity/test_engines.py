@@ -40,7 +40,8 @@ class World:
                 keep(self._keeper, running, PROMPT)
                 running.exit()
             self._kept.add(knob.base)
-        with engine.running(self._options(knob), self._directory / f"{knob.name}.log") as running:
+        log = self._directory / f"{knob.name}.log"
+        with engine.running(self._options(knob), log, until_served=not knob.refused) as running:
             own, none = ask(running, PROMPT, salt=ALONE + knob.name)
             assert none == 0
             tokens, hits = ask(running, PROMPT)

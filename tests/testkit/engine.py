@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from testkit.child import Child, python, python_path
 from testkit.fork_server import ForkServer
-from testkit.waiting import Failed
+from testkit.waiting import Failed, wait_for
 
 # Watchdogs only: no test asserts on them. Two ranks that are spawned take about 35 s to start on two idle cores.
 START_WATCHDOG_S = 300
@@ -119,6 +119,10 @@ DRIVER = "testkit.engine_driver"
 GPU_DRIVER = Path("/dev/nvidiactl")
 # A test that needs a hit must not miss it because the sidecar had no core for a while.
 HIT_BUDGET_US = 10_000_000
+# Less than a block: an engine steps for it, and neither asks for any of it nor keeps it.
+NUDGE = list(range(3, 11))
+# What `Engine.states` says of an engine that is served, and of one whose ranks have yet to say what they compute with.
+SERVED, UNBOUND = ["serving"], ["unbound"]
 
 
 def _driver(options: Options) -> Child:
@@ -171,13 +175,41 @@ class Engine:
         """What it got of Pillion in its last step, as vLLM's metrics show it."""
         return list(self.command("states"))
 
-    def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
-        """What vLLM's reset_prefix_cache answers."""
-        return bool(self.command("reset_prefix_cache", reset_connector=reset_connector))
+    def nudge(self, **more: Any) -> None:
+        """Has it step, without a query or a save; `more` as for `generate`."""
+        self.generate([NUDGE], max_tokens=1, logprobs=0, **more)
 
-    def rpc(self, method: str, **arguments: Any) -> None:
-        """Call a method of every rank through vLLM."""
-        self.command("rpc", method=method, arguments=arguments)
+    def wait_served(self) -> None:
+        """Has it step until its sidecar serves it, if it has a connector. Its ranks say in a step what they compute with, and a
+        query waits 200 ms for that. On a busy machine it may take longer: a test that counts hits waits here."""
+        if self.options.socket is not None:
+            self._step_until(lambda: self.states() == SERVED, "service by the sidecar")
+
+    def reset_prefix_cache(self, reset_connector: bool = False, until_served: bool = True) -> bool:
+        """What vLLM's reset_prefix_cache answers; see `_asking_ranks`."""
+        with self._asking_ranks(until_served):
+            return bool(self.command("reset_prefix_cache", reset_connector=reset_connector))
+
+    def rpc(self, method: str, until_served: bool = True, **arguments: Any) -> None:
+        """Call a method of every rank through vLLM; see `_asking_ranks`."""
+        with self._asking_ranks(until_served):
+            self.command("rpc", method=method, arguments=arguments)
+
+    @contextlib.contextmanager
+    def _asking_ranks(self, until_served: bool) -> Iterator[None]:
+        """What is done here asks the ranks anew what they compute with. An engine that was served steps until they have said
+        so, or until its sidecar is gone; one that is not to be served the same again may be left as it is."""
+        was_served = until_served and self.states() == SERVED
+        yield
+        if was_served:
+            self._step_until(lambda: self.states() != UNBOUND, "word of every rank")
+
+    def _step_until(self, condition: Callable[[], bool], what: str) -> None:
+        def holds() -> bool:
+            self.nudge()
+            return condition()
+
+        wait_for(holds, what, COMMAND_WATCHDOG_S, failed=self.failed)
 
     def alter(self, function: Callable[[Any], None]) -> None:
         """Change the model of an engine of one process with a function of a module, without vLLM's seeing it."""
@@ -254,10 +286,13 @@ def _descendants(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def running(options: Options, log: Path) -> Iterator[Engine]:
-    """A started engine that is gone, whatever happens, when the block ends."""
+def running(options: Options, log: Path, until_served: bool = True) -> Iterator[Engine]:
+    """A started engine that is gone, whatever happens, when the block ends. It is served, unless it is not to be."""
     engine = Engine(options, log)
     try:
-        yield engine.wait_started()
+        engine.wait_started()
+        if until_served:
+            engine.wait_served()
+        yield engine
     finally:
         engine.kill()

@@ -91,6 +91,6 @@ def start(stack: contextlib.ExitStack, folder: Path, named: Mapping[str, engine.
     for one in started:
         stack.callback(one.kill)
     for one in started:
-        # Its ranks join with its first step.
-        one.wait_started().generate([prompts.prompt(40, seed=1)], max_tokens=1)
+        one.wait_started().wait_served()
+        one.generate([prompts.prompt(40, seed=1)], max_tokens=1)
     return started

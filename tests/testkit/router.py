@@ -17,6 +17,10 @@ GPU, MEMORY, DISK = "GPU", "CPU", "STORAGE"
 POLL_MS = 20
 
 
+class EventLost(AssertionError):
+    """Events came that follow one which has not come: what is told of the blocks is not what was said."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Known:
     """What is known of a block by its event."""
@@ -71,7 +75,8 @@ class Router:
         """Takes in all that has been told so far."""
         while not self._batches.empty():
             number, payload = self._batches.get()
-            assert number == self._next, "an event was lost"
+            if number != self._next:
+                raise EventLost(f"event {number} follows on {self._next - 1}")
             self._next += 1
             for event in msgspec.msgpack.decode(payload)[1]:
                 self._take(event)

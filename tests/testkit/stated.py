@@ -24,7 +24,7 @@ def stated(options: engine.Options, log: Path, as_if: Mapping[str, Any]) -> dict
         connector="testkit.stating_connector",
         variables=options.variables | variables,
     )
-    with engine.running(stating, log):
+    with engine.running(stating, log, until_served=False):
         pass
     if record.exists():
         return _together([json.loads(line) for line in record.read_text().splitlines()])

@@ -101,7 +101,7 @@ class Stage:
 def pillion(socket: Path, load: str, **extra: Any) -> dict[str, Any]:
     """Pillion's connector with a query budget that no busy machine exhausts, and whole hits."""
     settings: dict[str, Any] = {"pillion.socket": str(socket), "pillion.load": load}
-    settings |= {"pillion.query_timeout_us": 1_000_000, "pillion.check_every": 0}
+    settings |= {"pillion.query_timeout_us": 10_000_000, "pillion.check_every": 0}
     return {
         "kv_connector": "PillionConnector",
         "kv_connector_module_path": "pillion.connector",

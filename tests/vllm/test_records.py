@@ -31,7 +31,7 @@ def test_a_receiver_gets_what_slow_requests_waited_for(stage: Stage, load: str) 
     waits: dict[str, list[list[float]]]
     acts = [generate([KEPT], 1), wait_saved(block_count([KEPT], 1)), RESET, {"do": "slow_steps", "with": {"seconds": STEP_S}}]
     acts += [generate([KEPT], 1), generate([AWAITED], 1, transfer=TO_ANSWER)]
-    acts += [generate([prompt_of(290, 3)], 1, transfer=TO_ANSWER, at={"2": abort(0)}), {"do": "waits"}]
+    acts += [generate([prompt_of(290, 3)], 1, transfer=TO_ANSWER, at={"1": abort(0)}), {"do": "waits"}]
     # What is awaited may come from a peer; without one, and without another engine, nobody would wait.
     here, there = peers()
     (stage.directory / "there").mkdir()

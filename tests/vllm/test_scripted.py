@@ -16,6 +16,7 @@ from stage import (
     LOADS,
     RESET,
     RESET_ALL,
+    SETTLE,
     SLOW_STEPS,
     Stage,
     block_count,
@@ -79,12 +80,13 @@ def test_blocks_come_back_byte_exact(stage: Stage) -> None:
             generate(prompts, 8),
             RESET_ALL,
             generate(prompts, 8),
+            SETTLE,
         ]
         # A namespace each, so that the first answers of every engine are cold.
         loads = ["sync", "async", "auto"]
         connectors = by_load(keeper, *loads)
         for results in stage.play(acts, *connectors, metrics=metrics(keeper)):
-            cold, _, reset, warm, reset_all, after_reset = results
+            cold, _, reset, warm, reset_all, after_reset, _ = results
             assert cold["value"] == warm["value"] == after_reset["value"] == right
             assert reset["value"] is reset_all["value"] is True
             # Equal weights find what they kept, however often vLLM is reset.
@@ -127,7 +129,7 @@ def test_few_blocks_and_aborts(stage: Stage) -> None:
             acts += [RESET, generate(prompts, 16, at={str(step): aborts})]
         acts += [generate(prompts, 64)]
         connectors = by_load(keeper)
-        for results in stage.play(acts, *connectors, blocks=24, max_model_len=704):
+        for results in stage.play(acts, *connectors, metrics=metrics(keeper), blocks=24, max_model_len=704):
             first, *middle, last = results
             assert first["value"] == last["value"] == right
             assert first["preemptions"] > 0 and last["preemptions"] > 0
@@ -211,7 +213,7 @@ def test_saves_of_a_frozen_sidecar_are_given_up(stage: Stage) -> None:
         acts = [act for one in plays for act in (one, RESET, generate(prompts, 24), new_weights(), RESET)]
         settings = {"pillion.query_timeout_us": 2000}
         connectors = by_load(keeper, **settings)
-        for results in stage.play(acts, *connectors, blocks=16, max_model_len=480):
+        for results in stage.play(acts, *connectors, metrics=metrics(keeper), blocks=16, max_model_len=480):
             for weights, at in enumerate(range(0, len(results), 5)):
                 cold, _, warm, *_ = results[at : at + 5]
                 assert cold["value"] == warm["value"] == right_answers(prompts, 24, weights)
@@ -263,11 +265,11 @@ def test_one_prefix_twice_in_a_step(stage: Stage) -> None:
     prompts = [common + prompt_of(300, 92), common + prompt_of(60, 93), common + prompt_of(60, 93)]
     right = right_answers(prompts, 12)
     with sidecar.serving(stage.directory) as keeper:
-        acts = [generate(prompts, 12), RESET, generate(prompts, 12), RESET]
+        acts = [generate(prompts, 12), SETTLE, RESET, generate(prompts, 12), RESET]
         acts += [spoil(), generate(prompts, 12), RESET, generate(prompts, 12)]
         connectors = by_load(keeper)
-        for load, results in zip(LOADS, stage.play(acts, *connectors), strict=True):
-            cold, _, warm, _, _, failed, _, last = results
+        for load, results in zip(LOADS, stage.play(acts, *connectors, metrics=metrics(keeper)), strict=True):
+            cold, _, _, warm, _, _, failed, _, last = results
             for act in (cold, warm, last):
                 assert (act["value"], act["wrong"], act["failed_blocks"]) == (right, 0, 0)
             assert warm["hits"] > 0 and failed["failed_blocks"] > 0 and last["hits"] > 0

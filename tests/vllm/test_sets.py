@@ -29,7 +29,7 @@ from stage import (
 )
 
 from testkit import pool_file, sidecar
-from testkit.router import GPU, MEMORY, Known, Router
+from testkit.router import GPU, MEMORY, EventLost, Known, Router
 
 # Two groups with windows, of three blocks and a part of a fourth, and one with full attention.
 SET: dict[str, Any] = {"kind": "set", "window": 100}
@@ -38,6 +38,8 @@ FIRST, SECOND = prompt_of(200, 131), prompt_of(230, 132)
 # A pool in which no two of the prompts fit: blocks of one group are another group's afterwards.
 FEW_BLOCKS: dict[str, Any] = {"blocks": 28, "max_model_len": 288}
 SHORT = {"pillion.query_timeout_us": 2000}
+# Engines that may tell one router after another the same.
+TELLERS_MAX = 3
 
 
 @pytest.mark.parametrize("copy", ["engine", "sidecar"])
@@ -190,27 +192,45 @@ def test_a_router_knows_the_blocks_of_each_group(stage: Stage) -> None:
     """Those with windows are twice as large. What one group loses is told of that group alone."""
     acts = [SETTLE, TURN, generate([prompt_of(8, 137)], 4)]
     with sidecar.serving(stage.directory) as keeper:
-        told = _told(stage, keeper, [generate([FIRST, SECOND], 40), *acts])
-        in_memory = {group: set(blocks) for (medium, group), blocks in told.items() if medium == MEMORY}
-        assert in_memory == _kept(keeper) and len(in_memory) == GROUPS
-        for group in in_memory:
+        told = _told(stage, keeper, [generate([FIRST, SECOND], 40), *acts], kept_before=False)
+        for group in range(GROUPS):
             # vLLM tells of all blocks of a window, and the sidecar keeps those that are read where a request may go on.
-            described = {block: known for block, known in told[GPU, group].items() if block in in_memory[group]}
+            described = {block: known for block, known in told[GPU, group].items() if block in told[MEMORY, group]}
             assert described and described == {block: told[MEMORY, group][block] for block in described}
         for lost, namespace in enumerate(_namespaces(keeper)):
             keeper.ctl("evict", namespace)
-            told = _told(stage, keeper, acts)
-            assert {group: set(told[MEMORY, group]) for group in in_memory} == _kept(keeper)
-            assert not told[MEMORY, lost]
+            assert not _told(stage, keeper, acts)[MEMORY, lost]
 
 
-def _told(stage: Stage, keeper: sidecar.Sidecar, acts: list[Any]) -> dict[tuple[str, int], dict[int, Known]]:
-    """What an engine's events say of where blocks are, by medium and group."""
+Told = dict[tuple[str, int], dict[int, Known]]
+
+
+def _told(stage: Stage, keeper: sidecar.Sidecar, acts: list[Any], kept_before: bool = True) -> Told:
+    """What an engine's events say of where blocks are, by medium and group: of memory what the sidecar keeps.
+
+    vLLM's first events are lost where a busy machine makes a router's subscription late, and its last ones with its end. Then
+    another engine tells another router, of what was kept before or of nothing.
+    """
+    for _ in range(TELLERS_MAX):
+        told = _told_once(stage, keeper, acts)
+        in_memory = None if told is None else {group: set(told[MEMORY, group]) for group in range(GROUPS)}
+        if told is not None and in_memory == _kept(keeper):
+            return told
+        if not kept_before:
+            for namespace in _namespaces(keeper):
+                keeper.ctl("evict", namespace)
+    raise AssertionError(f"what is told is not what is kept: {in_memory}, {_kept(keeper)}")
+
+
+def _told_once(stage: Stage, keeper: sidecar.Sidecar, acts: list[Any]) -> Told | None:
+    """The same of one engine; None where events were lost."""
     router = Router()
     try:
         stage.play(acts, *by_load(keeper, "auto"), metrics=metrics(keeper), larger=2, events=router.endpoint, **SET)
         router.hear()
         return router.blocks
+    except EventLost:
+        return None
     finally:
         router.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -30,9 +30,15 @@ def kept(stage: Stage, **more: Any) -> Iterator[sidecar.Sidecar]:
         yield keeper
 
 
-def expect_found(stage: Stage, keeper: sidecar.Sidecar, first: str) -> None:
-    """The prompts are found at `first`, and then in memory, by both counts."""
-    (results,) = stage.play([ASK, RESET, ASK], pillion(keeper.socket, "auto"), metrics=metrics(keeper), blocks=BLOCKS)
+def expect_found(stage: Stage, started: Callable[[], contextlib.AbstractContextManager[sidecar.Sidecar]], first: str) -> None:
+    """The prompts are found at `first`, and then in memory, by both counts. A sidecar that `first` was too slow for, since
+    a query waits for 2 s, is followed by another one."""
+    for _ in range(2):
+        with started() as keeper:
+            (results,) = stage.play([ASK, RESET, ASK], pillion(keeper.socket, "auto"), metrics=metrics(keeper), blocks=BLOCKS)
+            was_in_time = keeper.metrics()["pillion_query_waits_timed_out_total"] == 0
+        if was_in_time:
+            break
     for result, source in ((results[0], first), (results[2], "host")):
         assert result["value"] == right_answers(PROMPTS, 1) and result["wrong"] == 0
         assert (result["found"], result["told"]) == ({source: HIT}, {source: HIT})
@@ -44,16 +50,27 @@ def test_hits_of_a_disk(stage: Stage) -> None:
     disk.mkdir()
     with kept(stage, ssd=(f"{disk}:64MiB",)) as keeper:
         keeper.wait_metric("pillion_ssd_written_blocks_total", STORED)
-    with sidecar.serving(stage.directory, anonymous=True, ssd=(f"{disk}:64MiB",)) as keeper:
-        keeper.wait_metric("pillion_ssd_recovered_blocks_total", STORED)
-        expect_found(stage, keeper, "disk")
+
+    @contextlib.contextmanager
+    def started() -> Iterator[sidecar.Sidecar]:
+        with sidecar.serving(stage.directory, anonymous=True, ssd=(f"{disk}:64MiB",)) as keeper:
+            keeper.wait_metric("pillion_ssd_recovered_blocks_total", STORED)
+            yield keeper
+
+    expect_found(stage, started, "disk")
 
 
 def test_hits_of_a_peer(stage: Stage) -> None:
     """The same of another pod's sidecar."""
     here, there = peers()
     (stage.directory / "there").mkdir()
-    with kept(stage, more=here), sidecar.serving(stage.directory / "there", anonymous=True, more=there) as keeper:
-        keeper.wait_metric("pillion_mesh_peers", 1)
-        keeper.wait_metric("pillion_mesh_peer_keys", STORED)
-        expect_found(stage, keeper, "p2p")
+
+    @contextlib.contextmanager
+    def started() -> Iterator[sidecar.Sidecar]:
+        with sidecar.serving(stage.directory / "there", anonymous=True, more=there) as keeper:
+            keeper.wait_metric("pillion_mesh_peers", 1)
+            keeper.wait_metric("pillion_mesh_peer_keys", STORED)
+            yield keeper
+
+    with kept(stage, more=here):
+        expect_found(stage, started, "p2p")

@@ -23,8 +23,10 @@ from testkit import metrics, plan, pool_file, threads, waiting
 from testkit.child import Parent
 from testkit.server import fetch
 
-# How long an engine that is not bound takes steps before it goes on: as long as the shim asks again.
-BIND_S = 0.2
+# How long an engine that is not bound takes steps before it goes on: on a busy machine binding takes seconds.
+BIND_S = 10
+# How long the end of an engine waits for its last records: they are what tests look at, and a user would not wait so long.
+RECORDS_CLOSE_S = 60
 # A scripted step takes microseconds and a transfer some milliseconds: an idle step waits as a real one would.
 IDLE_STEP_S = 0.001
 # Watchdog: no scenario needs nearly as many steps.
@@ -48,6 +50,13 @@ def use_cpu_platform() -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     vllm.platforms._current_platform = CpuPlatform()
+
+
+def wait_for_records() -> None:
+    """Has engines of this process wait for their records when they end."""
+    import pillion.records
+
+    pillion.records.CLOSE_S = RECORDS_CLOSE_S
 
 
 class Executor:
@@ -488,6 +497,7 @@ def main() -> None:
     """Plays what it is told until its input ends. vLLM's own prints go to the log."""
     parent = Parent()
     use_cpu_platform()
+    wait_for_records()
     while (scenarios := parent.hear()) is not None:
         try:
             reply: Any = [play(scenario) for scenario in scenarios]

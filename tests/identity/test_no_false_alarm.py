@@ -49,5 +49,6 @@ def test_right_kv_is_never_said_to_differ(dtype: Literal["bfloat16", "float32"],
         metrics = keeper.metrics()
         assert metrics["pillion_checks_differing_total"] == 0
         part = max(map(float, MARGIN.findall(keeper.get("/metrics") or "")))
-        assert 0 < part < 1
+        # Some processors compute bfloat16 alike however a prompt is cut.
+        assert 0 <= part < 1 and (part > 0 or dtype == "bfloat16")
         print(f"{dtype}, {ranks} ranks: {metrics['pillion_checks_total']} checks, at most {part} of the limit")

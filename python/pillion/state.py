@@ -16,8 +16,9 @@ from pillion.vllm_compat import KVConnectorPromMetrics, KVConnectorStats
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Blocks are found and kept, unless the sidecar has closed the namespace to the engine, which it shows itself; the sidecar does not
-# know yet what the engine's ranks compute with; there is no sidecar, or it refuses the engine; the engine cannot be served at all.
+# Blocks are found and kept, unless the sidecar has closed the namespace to the engine, which it shows itself; the sidecar does
+# not know yet what the engine's ranks compute with; there is no sidecar, or it refuses the engine; the engine cannot be
+# served at all.
 State = Literal["serving", "unbound", "away", "out"]
 STATES: tuple[State, ...] = get_args(State)
 # Where tokens were found, by vLLM's names: in the sidecar's memory, on its disks, at another sidecar. In the order of the shim.

@@ -1,5 +1,5 @@
-//! What the caller was told of peers and has not taken in: while that is much, their streams are not read. A peer that is not read tells
-//! fewer changes: what came and went again is not told.
+//! Changes of peers that the caller was told of and has not taken in: while they are many, peers' streams are not read. A peer whose
+//! stream is not read tells fewer changes: a block that came and went again is not told of.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 /// Changes that the caller may have before it: 64 batches of what it takes in at once, some tens of milliseconds.
 const CHANGES_MAX: usize = 1 << 16;
 
-/// What has not been taken in, of all peers together.
+/// Counts the changes of all peers that the caller has not taken in.
 #[derive(Debug)]
 pub(crate) struct Backlog(Arc<Semaphore>);
 

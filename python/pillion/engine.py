@@ -142,7 +142,7 @@ def _listed(control: Control) -> list[dict[str, Any]]:
 
 
 def _answer(control: Control) -> tuple[int, dict[str, Any]]:
-    """What the sidecar answers to who asks for its namespaces, and the status of that."""
+    """The HTTP status and the JSON of `GET /namespaces`."""
     headers = {}
     if isinstance(control, Address):
         asked = HTTPConnection(control.listen, timeout=CONTROL_PATIENCE_S)

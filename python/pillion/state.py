@@ -16,9 +16,9 @@ from pillion.vllm_compat import KVConnectorPromMetrics, KVConnectorStats
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Blocks are found and kept, unless the sidecar has closed the namespace to the engine, which it shows itself; the sidecar does
-# not know yet what the engine's ranks compute with; there is no sidecar, or it refuses the engine; the engine cannot be
-# served at all.
+# serving: blocks are found and kept, unless the sidecar shows the namespace as closed to the engine. unbound: the sidecar does
+# not know yet what the engine's ranks compute with. away: there is no sidecar, or it refuses the engine. out: no sidecar can
+# serve the engine.
 State = Literal["serving", "unbound", "away", "out"]
 STATES: tuple[State, ...] = get_args(State)
 # Where tokens were found, by vLLM's names: in the sidecar's memory, on its disks, at another sidecar. In the order of the shim.

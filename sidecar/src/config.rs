@@ -246,7 +246,7 @@ pub enum ConfigError {
     )]
     MemoryLimit {
         dram: Size,
-        /// What the sidecar takes beside the pool.
+        /// Memory of the sidecar beside the pool.
         beside: Size,
         /// The pool and that, in whole MiB.
         needed_mib: u64,

@@ -26,7 +26,7 @@ use crate::transport::{BootId, PeerNumber};
 /// read less often, and tells fewer: what came and went again is not told.
 const CHANGES_PER_SECOND: u64 = 1 << 20;
 
-/// What another word than changes costs the caller, in changes: as much as it takes in at once.
+/// Changes that a snapshot or a list of promises counts as in the backlog: as many as the caller takes in at once.
 const WORD: usize = 1024;
 
 /// Pauses are cut short at most this often, so that nobody who follows again and again makes this node dial in a loop.

@@ -99,7 +99,7 @@ pub(super) struct Scheduler {
     ranks: Vec<Option<SessionId>>,
     /// When it or a rank of it was last seen to work.
     pub(super) worked_ms: u64,
-    /// It has asked for blocks while nothing was served to it.
+    /// Whether the engine has asked for blocks while no namespace was served to it.
     asked_in_vain: bool,
 }
 

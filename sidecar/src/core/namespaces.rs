@@ -59,7 +59,7 @@ pub(super) struct Namespaces {
     /// Digests of those whose blocks peers are told of, by id. Kept when a namespace is forgotten: its blocks are still there,
     /// and peers are to be told when they go. The first [`NAMESPACES_MAX`] of an epoch.
     shared: BTreeMap<u32, NamespaceDigest>,
-    /// Those that began anew: what earlier lives kept of them is found by nobody.
+    /// Namespaces that began anew in this life: blocks of them that earlier lives kept are adopted under no id.
     retired: BTreeSet<Space>,
     next: u32,
     asked: u64,

@@ -127,7 +127,8 @@ impl Ssd {
         });
     }
 
-    /// What blocks of a namespace say on a device, where earlier lives left some in the pool; before anybody names it.
+    /// The digest and the quota of a namespace of which the pool file holds blocks: disks may take these before an engine of it
+    /// connects.
     pub(super) fn learn(&mut self, number: u32, digest: NamespaceDigest, quota: Option<QuotaId>) {
         self.log.learn(number, digest, quota);
     }

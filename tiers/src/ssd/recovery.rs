@@ -62,6 +62,9 @@ impl Recovery {
     /// Tells of everything that is found; the last telling says so.
     pub(crate) fn run(self) {
         let (mut remains, unreadable) = self.remains();
+        if self.stop.load(Ordering::Relaxed) {
+            return;
+        }
         remains.sort_by_key(|remains| Reverse(remains.sequence));
         let mut found = Recovered {
             device: self.device,
@@ -107,7 +110,10 @@ impl Recovery {
         let Ok(mut buffer) = Buffer::new(self.layout.unit()) else { return (Vec::new(), unknown) };
         let mut remains = Vec::new();
         for again in 0..=AGAIN_MAX {
-            if again > 0 && !unknown.is_empty() {
+            if unknown.is_empty() || self.stop.load(Ordering::Relaxed) {
+                break;
+            }
+            if again > 0 {
                 std::thread::sleep(AGAIN_AFTER);
             }
             unknown.retain(|segment| {

@@ -10,7 +10,7 @@ use crate::core::Action;
 use crate::core::context::Context;
 use crate::core::namespaces::Space;
 
-/// What one ask was granted.
+/// Blocks that are held for one ask of a peer until it has read them.
 #[derive(Debug)]
 pub(super) struct Granted {
     peer: PeerNumber,
@@ -79,8 +79,8 @@ impl Peers {
         has == 0 || has + bytes <= (self.granted_bytes_max - others) / 2
     }
 
-    /// The transport needs the slots of a grant no more. Blocks that were sent are not kept for another engine any longer: its own
-    /// sidecar has them.
+    /// The transport needs the slots of a grant no more. Blocks that were sent are not kept for another engine any longer: that
+    /// engine's own sidecar has them.
     pub(super) fn release(&mut self, ask: u64, sent: u32, cx: &mut Context) {
         let granted = self.grants.remove(&ask).expect("a grant is released once");
         self.granted_bytes -= granted.bytes();

@@ -233,7 +233,7 @@ impl Queries {
         }
     }
 
-    /// What a question's run lacks, at least a block, and the binding of its engine.
+    /// The keys of a question that its window does not reach, one at least, and the binding of the engine that asks.
     fn missing(&self, question: Question, base: &Base) -> Option<(Binding, &[BlockHash])> {
         let log = self.log(question.session, question.log);
         let missing = log.wanted_from(question, log.window.as_ref()?.end);

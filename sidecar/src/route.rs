@@ -1,48 +1,38 @@
 //! `pillion route`: sends a prompt to one engine that computes it and to another that answers it. The KV goes from one to the
 //! other through their sidecars, by key: the router moves none, and knows no engine but by its address.
 
+mod counters;
 mod engines;
 mod first_token;
 mod forward;
 mod length;
 mod prompt;
+mod server;
 mod watch;
 
-use std::convert::Infallible;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::net::{SocketAddr, TcpListener};
-use std::pin::pin;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::{Body, Bytes, Incoming};
-use hyper::header::CONTENT_TYPE;
-use hyper::server::conn::http1;
-use hyper::service::service_fn;
-use hyper::{HeaderMap, Method, Request, Response, StatusCode};
-use hyper_util::rt::{TokioIo, TokioTimer};
-use prometheus::{IntCounter, IntCounterVec, Opts, Registry, TextEncoder};
-use rustix::net::sockopt;
+use hyper::body::{Bytes, Incoming};
+use hyper::{Method, Request, Response, StatusCode};
 use serde_json::{Value, json};
-use tokio::sync::watch::{Receiver, channel};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
+use self::counters::{Counters, Failure};
 pub use self::engines::Address;
 use self::engines::{Engine, Engines, Seat};
 use self::forward::{Answer, Asked, ForwardError, Forwarder, Opened, continued};
 use self::length::LengthMax;
 use self::prompt::{Fields, PARAMS, Prompt, Whole};
+pub use self::server::serve;
+use self::server::{failure, plain, read};
 use crate::config::{Level, LogFormat, Time};
 
-/// The longest request: a million tokens as JSON, several times.
-const REQUEST_BYTES_MAX: usize = 64 << 20;
-/// A request line and headers come in one packet; who takes longer is not served.
-const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
-/// Nor is who sends nothing of its body for so long.
-const PART_TIME_MAX: Duration = Duration::from_secs(30);
+const COMPLETIONS: &str = "/v1/completions";
 const REQUEST_ID: &str = "x-request-id";
 
 /// Options of `pillion route`.
@@ -96,128 +86,20 @@ struct Router {
     decode: Engines,
     options: Options,
     forwarder: Forwarder,
-    registry: Registry,
-    /// Prompts by where they went, and why not to two.
-    prompts: IntCounterVec,
-    /// Prompts that the engine asked to compute them did not, by reason.
-    failures: IntCounterVec,
-    /// Prompts that the engine asked to answer them gave up, and which were put to two engines once more.
-    retries: IntCounter,
-    /// Streams whose first token is that of the engine that computed the prompt.
-    first_tokens: IntCounter,
+    counters: Counters,
     length_max: LengthMax,
 }
 
 /// A task that ends with its owner, and its connection with it.
 struct Task(JoinHandle<()>);
 
-/// Runs until the process is told to end; then ends once the last answer has, or `grace` later.
-pub fn serve(
-    options: Options,
-    end: impl Future<Output = ()> + 'static,
-    grace: Duration,
-) -> anyhow::Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
-    let listener = TcpListener::bind(options.listen).map_err(|error| {
-        anyhow::anyhow!("cannot listen on {}: {error}; give another --listen", options.listen)
-    })?;
-    listener.set_nonblocking(true)?;
-    keep_alive(&listener)?;
-    let bound = listener.local_addr()?;
-    let router = Arc::new(Router::new(options)?);
-    tracing::info!(%bound, order = ?router.options.order, "routing");
-    runtime.block_on(async move {
-        let listener = tokio::net::TcpListener::from_std(listener)?;
-        // Every connection has a receiver.
-        let (ending, ended) = channel(());
-        let accepting = async {
-            loop {
-                match listener.accept().await {
-                    Ok((stream, _)) => {
-                        tokio::spawn(Arc::clone(&router).connection(stream, ended.clone()));
-                    }
-                    // Out of descriptors: the next attempt must not spin.
-                    Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
-                }
-            }
-        };
-        watch::first(accepting, end).await;
-        // Who connects from now on is refused, and may ask another router.
-        drop((listener, ended));
-        let _ = ending.send(());
-        let _ = tokio::time::timeout(grace, ending.closed()).await;
-        Ok(())
-    })
-}
-
 // === impl Router ===
 
 impl Router {
     fn new(options: Options) -> Result<Self, prometheus::Error> {
-        let prompts = Opts::new(
-            "pillion_route_prompts_total",
-            "Prompts, by where they went: pair, or why to one engine alone.",
-        );
-        let failures = Opts::new(
-            "pillion_route_prefill_failures_total",
-            "Prompts that the engine asked to compute them did not, by reason; the one that answers computed them.",
-        );
-        let (prompts, failures) =
-            (IntCounterVec::new(prompts, &["way"])?, IntCounterVec::new(failures, &["reason"])?);
-        let first_tokens = IntCounter::new(
-            "pillion_route_first_tokens_total",
-            "Streams that began with the token of the engine that computed the prompt.",
-        )?;
-        let retries = IntCounter::new(
-            "pillion_route_retries_total",
-            "Prompts that two engines were asked for once more, since the one that answers had given them up.",
-        )?;
-        let registry = Registry::new();
-        registry.register(Box::new(retries.clone()))?;
-        registry.register(Box::new(first_tokens.clone()))?;
-        registry.register(Box::new(prompts.clone()))?;
-        registry.register(Box::new(failures.clone()))?;
-        for way in Whole::ALL.map(Whole::label).into_iter().chain([PAIR]) {
-            prompts.with_label_values(&[way]);
-        }
-        for reason in FAILURES {
-            failures.with_label_values(&[reason]);
-        }
         let (prefill, decode) = (Engines::new(&options.prefill), Engines::new(&options.decode));
-        let forwarder = Forwarder::new();
-        Ok(Self {
-            prefill,
-            decode,
-            options,
-            forwarder,
-            registry,
-            prompts,
-            failures,
-            retries,
-            first_tokens,
-            length_max: LengthMax::default(),
-        })
-    }
-
-    /// Serves a client until it goes, or once the router is `ended` until the answer under way is over.
-    async fn connection(self: Arc<Self>, stream: tokio::net::TcpStream, mut ended: Receiver<()>) {
-        let _ = stream.set_nodelay(true);
-        let service = service_fn(move |request| {
-            let router = Arc::clone(&self);
-            async move { Ok::<_, Infallible>(router.respond(request).await) }
-        });
-        // A client that goes away early is its own business: its request is dropped here, and with it those to the engines.
-        let mut serving = pin!(
-            http1::Builder::new()
-                .timer(TokioTimer::new())
-                .header_read_timeout(HEADER_TIME_MAX)
-                .serve_connection(TokioIo::new(stream), service)
-        );
-        let ending = async { _ = ended.changed().await };
-        if watch::first(serving.as_mut(), ending).await.is_none() {
-            serving.as_mut().graceful_shutdown();
-            let _ = serving.await;
-        }
+        let (forwarder, length_max) = (Forwarder::new(), LengthMax::default());
+        Ok(Self { prefill, decode, options, forwarder, counters: Counters::new()?, length_max })
     }
 
     async fn respond(self: Arc<Self>, request: Request<Incoming>) -> Response<Answer> {
@@ -226,21 +108,12 @@ impl Router {
             return self.health();
         }
         if request.method() == Method::GET && path == "/metrics" {
-            let text = TextEncoder::new().encode_to_string(&self.registry.gather()).unwrap_or_default();
-            return plain(StatusCode::OK, "text/plain; version=0.0.4", text);
+            return plain(StatusCode::OK, "text/plain; version=0.0.4", self.counters.page());
         }
         let (head, body) = request.into_parts();
-        let body = match read(Limited::new(body, REQUEST_BYTES_MAX), PART_TIME_MAX).await {
-            Some(Ok(body)) => body,
-            Some(Err(error)) => {
-                let text =
-                    format!("the request cannot be read: {error}; it may have {REQUEST_BYTES_MAX} bytes");
-                return failure(StatusCode::BAD_REQUEST, &text);
-            }
-            None => {
-                let text = format!("nothing of the body came for {} s", PART_TIME_MAX.as_secs());
-                return failure(StatusCode::REQUEST_TIMEOUT, &text);
-            }
+        let body = match read(body).await {
+            Ok(body) => body,
+            Err(told) => return told,
         };
         let mut headers = head.headers;
         if !headers.contains_key(REQUEST_ID) {
@@ -283,11 +156,11 @@ impl Router {
         let engine = match (whole, engine) {
             (None, Some(engine)) => engine,
             (whole, _) => {
-                self.prompts.with_label_values(&[whole.unwrap_or(Whole::NoPrefill).label()]).inc();
+                self.counters.prompt(whole.or(Some(Whole::NoPrefill)));
                 return self.answer(asked.with(fields), prompt.start).await;
             }
         };
-        self.prompts.with_label_values(&[PAIR]).inc();
+        self.counters.prompt(None);
         let seat = engine.seat(prompt.tokens.max(1), Instant::now());
         let begins = self.options.first_token
             && asked.path == COMPLETIONS
@@ -303,7 +176,7 @@ impl Router {
         let Some(decode) = given_up else { return answer };
         // Nothing of it was sent. Both engines are rid of it before others are asked.
         drop(answer);
-        self.retries.inc();
+        self.counters.retries.inc();
         let now = Instant::now();
         let seat = self.prefill.idlest_but(&engine, now).unwrap_or(engine).seat(prompt.tokens.max(1), now);
         self.pair(seat, prompt.start, Some(&decode), asked, fields).await.0
@@ -370,7 +243,7 @@ impl Router {
         let Some(first) = first_token::read(&answer, fields, length_max) else {
             return Err(asked.with(&prompt::decode(fields, prompt::computed(None))));
         };
-        self.first_tokens.inc();
+        self.counters.first_tokens.inc();
         let (asked, fields) = (asked.clone(), fields.clone());
         // The event is not to wait for what is asked behind it.
         Ok(continued(first.event.clone(), async move {
@@ -384,7 +257,7 @@ impl Router {
         let answer: Value = serde_json::from_slice(&answer).unwrap_or_default();
         let said = answer.get(PARAMS).filter(|params| params.is_object()).cloned();
         if said.is_none() {
-            self.failures.with_label_values(&[NO_PARAMS]).inc();
+            self.counters.failure(Failure::NoParams);
             let remedy = "its answer has no kv_transfer_params: start vLLM there with Pillion's connector";
             tracing::warn!(engine = %seat.engine.address, "{remedy}");
         }
@@ -401,7 +274,7 @@ impl Router {
             Err(_) => engine.set_down(Instant::now()),
         }
         let counted = |error: &ForwardError| {
-            self.failures.with_label_values(&[error.label()]).inc();
+            self.counters.failure(error.into());
             tracing::warn!(engine = %engine.address, %error, "a prompt was not computed there");
         };
         answer.inspect_err(counted).ok()
@@ -451,117 +324,8 @@ impl Router {
     }
 }
 
-const COMPLETIONS: &str = "/v1/completions";
-/// The label of a prompt that two engines work on.
-const PAIR: &str = "pair";
-/// The label of a prompt whose answer says nothing to the engine that answers.
-const NO_PARAMS: &str = "no_params";
-/// Why a prompt was not computed: the labels of [`ForwardError`], and the one above. All are there before the first failure.
-const FAILURES: [&str; 6] = ["unreachable", "broken", "status", "silent", "late", NO_PARAMS];
-
 impl Drop for Task {
     fn drop(&mut self) {
         self.0.abort();
-    }
-}
-
-/// A client whose host vanishes says nothing: the connections of this listener, which are as it is, end then.
-fn keep_alive(listener: &TcpListener) -> std::io::Result<()> {
-    sockopt::set_socket_keepalive(listener, true)?;
-    sockopt::set_tcp_keepidle(listener, forward::KEEPALIVE_IDLE)?;
-    sockopt::set_tcp_keepintvl(listener, forward::KEEPALIVE_INTERVAL)?;
-    Ok(sockopt::set_tcp_keepcnt(listener, forward::KEEPALIVE_RETRIES)?)
-}
-
-/// All of a body; `None` once nothing of it has come for `pause`.
-async fn read<B: Body<Data = Bytes> + Unpin>(
-    mut body: B,
-    pause: Duration,
-) -> Option<Result<Bytes, B::Error>> {
-    let mut whole = Vec::new();
-    while let Some(frame) = tokio::time::timeout(pause, body.frame()).await.ok()? {
-        match frame {
-            Ok(frame) => whole.extend_from_slice(frame.data_ref().map_or(&[], |data| data)),
-            Err(error) => return Some(Err(error)),
-        }
-    }
-    Some(Ok(whole.into()))
-}
-
-fn plain(status: StatusCode, content: &'static str, text: String) -> Response<Answer> {
-    let body = Full::new(Bytes::from(text)).map_err(|never| match never {}).boxed_unsync();
-    let mut response = Response::new(body);
-    *response.status_mut() = status;
-    let mut headers = HeaderMap::new();
-    headers.insert(CONTENT_TYPE, content.parse().expect("a constant"));
-    *response.headers_mut() = headers;
-    response
-}
-
-/// As vLLM's own server says that something is wrong.
-fn failure(status: StatusCode, text: &str) -> Response<Answer> {
-    let error = json!({ "error": { "message": text, "type": "pillion_route", "param": null, "code": status.as_u16() } });
-    plain(status, "application/json", error.to_string())
-}
-
-#[cfg(test)]
-mod tests {
-    use std::pin::Pin;
-    use std::task::{Context, Poll};
-
-    use clap::Parser;
-    use hyper::body::Frame;
-
-    use super::*;
-
-    /// A part, and then nothing.
-    struct Stalled(Option<Bytes>);
-
-    impl Body for Stalled {
-        type Data = Bytes;
-        type Error = Infallible;
-
-        fn poll_frame(
-            mut self: Pin<&mut Self>,
-            _: &mut Context<'_>,
-        ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-            self.0.take().map_or(Poll::Pending, |part| Poll::Ready(Some(Ok(Frame::data(part)))))
-        }
-    }
-
-    #[test]
-    fn a_body_of_which_nothing_comes_is_not_waited_for() {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
-        let body = Full::new(Bytes::from_static(b"whole"));
-        let whole = runtime.block_on(read(body, Duration::from_secs(30))).unwrap().unwrap();
-        assert_eq!(whole, "whole");
-        let begun = Stalled(Some(Bytes::from_static(b"a part")));
-        assert!(runtime.block_on(read(begun, Duration::from_millis(1))).is_none());
-    }
-
-    #[derive(Parser)]
-    struct Arguments {
-        #[command(flatten)]
-        options: Options,
-    }
-
-    #[test]
-    fn every_failure_has_its_counter_from_the_start() {
-        let arguments = ["route", "--prefill=http://127.0.0.1:1", "--decode=http://127.0.0.1:2"];
-        let router = Router::new(Arguments::parse_from(arguments).options).unwrap();
-        let page = TextEncoder::new().encode_to_string(&router.registry.gather()).unwrap();
-        for reason in FAILURES {
-            let line = format!("pillion_route_prefill_failures_total{{reason=\"{reason}\"}} 0\n");
-            assert!(page.contains(&line), "{line}{page}");
-        }
-        let errors = [
-            ForwardError::Broken(String::new()),
-            ForwardError::Status(StatusCode::OK),
-            ForwardError::Silent(Duration::ZERO),
-            ForwardError::Late(Duration::ZERO),
-        ];
-        for error in errors {
-            assert!(FAILURES.contains(&error.label()), "{error}");
-        }
     }
 }

@@ -95,21 +95,6 @@ struct Held<T> {
     _held: T,
 }
 
-// === impl ForwardError ===
-
-impl ForwardError {
-    /// The label of metrics.
-    pub(super) fn label(&self) -> &'static str {
-        match self {
-            Self::Unreachable(_) => "unreachable",
-            Self::Broken(_) => "broken",
-            Self::Status(_) => "status",
-            Self::Silent(_) => "silent",
-            Self::Late(_) => "late",
-        }
-    }
-}
-
 // === impl Asked ===
 
 impl Asked {

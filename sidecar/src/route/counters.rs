@@ -1,0 +1,131 @@
+//! What the router counts, and the words that its counters have.
+
+use prometheus::{IntCounter, IntCounterVec, Opts, Registry, TextEncoder};
+
+use super::forward::ForwardError;
+use super::prompt::Whole;
+
+/// Counters of one router, all of them there before the first prompt.
+#[derive(Debug)]
+pub(super) struct Counters {
+    registry: Registry,
+    /// Prompts by where they went, and why not to two.
+    prompts: IntCounterVec,
+    /// Prompts that the engine asked to compute them did not, by reason.
+    failures: IntCounterVec,
+    /// Prompts that the engine asked to answer them gave up, and which were put to two engines once more.
+    pub(super) retries: IntCounter,
+    /// Streams whose first token is that of the engine that computed the prompt.
+    pub(super) first_tokens: IntCounter,
+}
+
+/// Why an engine did not compute a prompt, or computed it for nobody.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Failure {
+    Unreachable,
+    Broken,
+    Status,
+    Silent,
+    Late,
+    /// The engine's answer says nothing to the one that answers.
+    NoParams,
+}
+
+/// The label of a prompt that two engines work on.
+const PAIR: &str = "pair";
+
+// === impl Counters ===
+
+impl Counters {
+    pub(super) fn new() -> Result<Self, prometheus::Error> {
+        let prompts = Opts::new(
+            "pillion_route_prompts_total",
+            "Prompts, by where they went: pair, or why to one engine alone.",
+        );
+        let failures = Opts::new(
+            "pillion_route_prefill_failures_total",
+            "Prompts that the engine asked to compute them did not, by reason; the one that answers computed them.",
+        );
+        let (prompts, failures) =
+            (IntCounterVec::new(prompts, &["way"])?, IntCounterVec::new(failures, &["reason"])?);
+        let first_tokens = IntCounter::new(
+            "pillion_route_first_tokens_total",
+            "Streams that began with the token of the engine that computed the prompt.",
+        )?;
+        let retries = IntCounter::new(
+            "pillion_route_retries_total",
+            "Prompts that two engines were asked for once more, since the one that answers had given them up.",
+        )?;
+        let registry = Registry::new();
+        registry.register(Box::new(retries.clone()))?;
+        registry.register(Box::new(first_tokens.clone()))?;
+        registry.register(Box::new(prompts.clone()))?;
+        registry.register(Box::new(failures.clone()))?;
+        for way in Whole::ALL.map(Whole::label).into_iter().chain([PAIR]) {
+            prompts.with_label_values(&[way]);
+        }
+        for failure in Failure::ALL {
+            failures.with_label_values(&[failure.label()]);
+        }
+        Ok(Self { registry, prompts, failures, retries, first_tokens })
+    }
+
+    /// Counts a prompt: `whole` says why the engine that answers it also computes it.
+    pub(super) fn prompt(&self, whole: Option<Whole>) {
+        self.prompts.with_label_values(&[whole.map_or(PAIR, Whole::label)]).inc();
+    }
+
+    pub(super) fn failure(&self, failure: Failure) {
+        self.failures.with_label_values(&[failure.label()]).inc();
+    }
+
+    /// All of them, in Prometheus' text format.
+    pub(super) fn page(&self) -> String {
+        TextEncoder::new().encode_to_string(&self.registry.gather()).unwrap_or_default()
+    }
+}
+
+// === impl Failure ===
+
+impl Failure {
+    const ALL: [Self; 6] =
+        [Self::Unreachable, Self::Broken, Self::Status, Self::Silent, Self::Late, Self::NoParams];
+
+    /// The label of metrics.
+    fn label(self) -> &'static str {
+        match self {
+            Self::Unreachable => "unreachable",
+            Self::Broken => "broken",
+            Self::Status => "status",
+            Self::Silent => "silent",
+            Self::Late => "late",
+            Self::NoParams => "no_params",
+        }
+    }
+}
+
+impl From<&ForwardError> for Failure {
+    fn from(error: &ForwardError) -> Self {
+        match error {
+            ForwardError::Unreachable(_) => Self::Unreachable,
+            ForwardError::Broken(_) => Self::Broken,
+            ForwardError::Status(_) => Self::Status,
+            ForwardError::Silent(_) => Self::Silent,
+            ForwardError::Late(_) => Self::Late,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_failure_has_its_counter_from_the_start() {
+        let page = Counters::new().unwrap().page();
+        for reason in ["unreachable", "broken", "status", "silent", "late", "no_params"] {
+            let line = format!("pillion_route_prefill_failures_total{{reason=\"{reason}\"}} 0\n");
+            assert!(page.contains(&line), "{line}{page}");
+        }
+    }
+}

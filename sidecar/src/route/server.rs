@@ -1,0 +1,190 @@
+//! The router as an HTTP server: its clients' connections, the bodies they send, and answers that are the router's own.
+
+use std::convert::Infallible;
+use std::net::TcpListener;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::{Body, Bytes};
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use rustix::net::sockopt;
+use serde_json::json;
+use tokio::sync::watch::{Receiver, channel};
+
+use super::forward::{self, Answer};
+use super::{Options, Router, watch};
+
+/// The longest request: a million tokens as JSON, several times.
+const REQUEST_BYTES_MAX: usize = 64 << 20;
+/// A request line and headers come in one packet; who takes longer is not served.
+const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
+/// Nor is who sends nothing of its body for so long.
+const PART_TIME_MAX: Duration = Duration::from_secs(30);
+
+/// Runs until the process is told to end; then ends once the last answer has, or `grace` later.
+pub fn serve(
+    options: Options,
+    end: impl Future<Output = ()> + 'static,
+    grace: Duration,
+) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+    let listener = TcpListener::bind(options.listen).map_err(|error| {
+        anyhow::anyhow!("cannot listen on {}: {error}; give another --listen", options.listen)
+    })?;
+    listener.set_nonblocking(true)?;
+    keep_alive(&listener)?;
+    let bound = listener.local_addr()?;
+    let router = Arc::new(Router::new(options)?);
+    tracing::info!(%bound, order = ?router.options.order, "routing");
+    runtime.block_on(async move {
+        let listener = tokio::net::TcpListener::from_std(listener)?;
+        // Every connection has a receiver.
+        let (ending, ended) = channel(());
+        let accepting = async {
+            loop {
+                match listener.accept().await {
+                    Ok((stream, _)) => {
+                        tokio::spawn(connection(Arc::clone(&router), stream, ended.clone()));
+                    }
+                    // Out of descriptors: the next attempt must not spin.
+                    Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
+                }
+            }
+        };
+        watch::first(accepting, end).await;
+        // Who connects from now on is refused, and may ask another router.
+        drop((listener, ended));
+        let _ = ending.send(());
+        let _ = tokio::time::timeout(grace, ending.closed()).await;
+        Ok(())
+    })
+}
+
+/// A client whose host vanishes says nothing: the connections of this listener, which are as it is, end then.
+fn keep_alive(listener: &TcpListener) -> std::io::Result<()> {
+    sockopt::set_socket_keepalive(listener, true)?;
+    sockopt::set_tcp_keepidle(listener, forward::KEEPALIVE_IDLE)?;
+    sockopt::set_tcp_keepintvl(listener, forward::KEEPALIVE_INTERVAL)?;
+    Ok(sockopt::set_tcp_keepcnt(listener, forward::KEEPALIVE_RETRIES)?)
+}
+
+/// Serves a client until it goes, or once the router is `ended` until the answer under way is over.
+async fn connection(router: Arc<Router>, stream: tokio::net::TcpStream, mut ended: Receiver<()>) {
+    let _ = stream.set_nodelay(true);
+    let service = service_fn(move |request| {
+        let router = Arc::clone(&router);
+        async move { Ok::<_, Infallible>(router.respond(request).await) }
+    });
+    // A client that goes away early is its own business: its request is dropped here, and with it those to the engines.
+    let mut serving = pin!(
+        http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(HEADER_TIME_MAX)
+            .serve_connection(TokioIo::new(stream), service)
+    );
+    let ending = async { _ = ended.changed().await };
+    if watch::first(serving.as_mut(), ending).await.is_none() {
+        serving.as_mut().graceful_shutdown();
+        let _ = serving.await;
+    }
+}
+
+/// All of a request's body, or what the client is told instead.
+pub(super) async fn read<B>(body: B) -> Result<Bytes, Response<Answer>>
+where
+    B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Unpin,
+{
+    match collect(Limited::new(body, REQUEST_BYTES_MAX), PART_TIME_MAX).await {
+        Some(Ok(body)) => Ok(body),
+        Some(Err(error)) => {
+            let text = format!("the request cannot be read: {error}; it may have {REQUEST_BYTES_MAX} bytes");
+            Err(failure(StatusCode::BAD_REQUEST, &text))
+        }
+        None => {
+            let text = format!("nothing of the body came for {} s", PART_TIME_MAX.as_secs());
+            Err(failure(StatusCode::REQUEST_TIMEOUT, &text))
+        }
+    }
+}
+
+/// All of a body; `None` once nothing of it has come for `pause`.
+async fn collect<B: Body<Data = Bytes> + Unpin>(
+    mut body: B,
+    pause: Duration,
+) -> Option<Result<Bytes, B::Error>> {
+    let mut whole = Vec::new();
+    while let Some(frame) = tokio::time::timeout(pause, body.frame()).await.ok()? {
+        match frame {
+            Ok(frame) => whole.extend_from_slice(frame.data_ref().map_or(&[], |data| data)),
+            Err(error) => return Some(Err(error)),
+        }
+    }
+    Some(Ok(whole.into()))
+}
+
+pub(super) fn plain(status: StatusCode, content: &'static str, text: String) -> Response<Answer> {
+    let body = Full::new(Bytes::from(text)).map_err(|never| match never {}).boxed_unsync();
+    let mut response = Response::new(body);
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content));
+    response
+}
+
+/// As vLLM's own server says that something is wrong.
+pub(super) fn failure(status: StatusCode, text: &str) -> Response<Answer> {
+    let error = json!({ "error": { "message": text, "type": "pillion_route", "param": null, "code": status.as_u16() } });
+    plain(status, "application/json", error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::Pin;
+    use std::task::{Context, Poll};
+
+    use hyper::body::Frame;
+
+    use super::*;
+
+    /// A part, and then nothing.
+    struct Stalled(Option<Bytes>);
+
+    impl Body for Stalled {
+        type Data = Bytes;
+        type Error = Infallible;
+
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+            self.0.take().map_or(Poll::Pending, |part| Poll::Ready(Some(Ok(Frame::data(part)))))
+        }
+    }
+
+    #[test]
+    fn a_body_of_which_nothing_comes_is_not_waited_for() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let body = Full::new(Bytes::from_static(b"whole"));
+        let whole = runtime.block_on(collect(body, Duration::from_secs(30))).unwrap().unwrap();
+        assert_eq!(whole, "whole");
+        let begun = Stalled(Some(Bytes::from_static(b"a part")));
+        assert!(runtime.block_on(collect(begun, Duration::from_millis(1))).is_none());
+    }
+
+    #[test]
+    fn connections_are_asked_for_signs_of_life_as_their_listener_is() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        keep_alive(&listener).unwrap();
+        let _client = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (stream, _) = listener.accept().unwrap();
+        assert!(sockopt::socket_keepalive(&stream).unwrap());
+        assert_eq!(sockopt::tcp_keepidle(&stream).unwrap(), forward::KEEPALIVE_IDLE);
+        assert_eq!(sockopt::tcp_keepintvl(&stream).unwrap(), forward::KEEPALIVE_INTERVAL);
+        assert_eq!(sockopt::tcp_keepcnt(&stream).unwrap(), forward::KEEPALIVE_RETRIES);
+    }
+}

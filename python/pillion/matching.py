@@ -56,6 +56,8 @@ class Matching:
         """Tokens beyond `computed_tokens` that the cache holds; None: ask again. Whoever asks starts anew."""
         request, session = tracked.request, self._session
         tracked.put_off = tracked.given_up = False
+        # The key of a tail must not be taken for that of the block, once the request's tokens fill it.
+        tracked.fill(request.num_tokens - 1, self._block_tokens)
         first = computed_tokens // self._block_tokens
         end = self._end(tracked)
         count = -(-end // self._block_tokens) - first

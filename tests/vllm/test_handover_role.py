@@ -79,6 +79,23 @@ def test_who_goes_on_with_a_prompt_has_one_token_to_compute(engine: Engine, tran
     assert engine.session.saves[-1][:2] == (2, 9), "the full block, and what was kept before not again"
 
 
+@pytest.mark.parametrize("mode", ["read_write", "load_only"])
+def test_a_tail_is_not_asked_for_as_the_whole_block_after_a_preemption(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Of the block that the request has filled meanwhile, the tail lacks tokens; also where nothing is saved."""
+    engine = Engine(monkeypatch, mode=mode)
+    request = engine.arrive(9 * BLOCK_TOKENS + 5, transfer={"do_remote_prefill": True})
+    engine.session.hits = 10
+    engine.compute(request, found=engine.ask(request) or 0)
+    tailed = list(engine.session.tails)
+    for _ in range(BLOCK_TOKENS):
+        request.num_tokens += 1
+        request.num_computed_tokens += 1
+    request.block_hashes = [*request.block_hashes, b"full" * 8]
+    request.num_computed_tokens, request.num_preemptions = 0, 1
+    assert engine.ask(request) == 10 * BLOCK_TOKENS
+    assert engine.session.queries[-1] not in tailed
+
+
 def test_who_goes_on_behind_a_first_token_has_the_same_tail(engine: Engine) -> None:
     """Also where that token fills the block."""
     for rest in (1, 5, BLOCK_TOKENS - 1):

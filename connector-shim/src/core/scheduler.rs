@@ -278,8 +278,8 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         told
     }
 
-    /// Gives up every unfinished save of these blocks, and returns how many there were. Visible to the sidecar at the
-    /// latest after [`Session::end_step`].
+    /// Gives up every unfinished save of these blocks, and returns how many there were. The sidecar can see it at once: another
+    /// session of this engine may post a load into one of them next.
     pub fn overwrite(&mut self, blocks: impl Iterator<Item = u32>) -> usize {
         let Some(link) = &mut self.link else { return 0 };
         if link.saves.blocks() == 0 {
@@ -291,8 +291,12 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             if link.submission.post(SchedulerRequest::Cancel(cancel)).is_none() {
                 // No room even for giving up: this word covers all of them, those still listed too.
                 self.counters.saves_voided += 1;
-                return given_up + link.void_saves_below(self.next_op);
+                given_up += link.void_saves_below(self.next_op);
+                break;
             }
+        }
+        if given_up > 0 {
+            link.flush();
         }
         given_up
     }

@@ -797,8 +797,8 @@ enum PillionStatus pillion_scheduler_close(const struct PillionScheduler *schedu
 
 /**
  * Says that the weights may have changed for the `count`th time: unfinished saves are given up, and nothing is served until
- * every worker has called pillion_worker_weights with this count. Equal weights give the old blocks back. A count that is not
- * above the last one does nothing.
+ * every worker has called pillion_worker_weights with this count. Equal weights give the old blocks back. Blocks that were
+ * computed before, or upon such blocks, must not be saved afterwards. A count that is not above the last one does nothing.
  */
 enum PillionStatus pillion_scheduler_weights(const struct PillionScheduler *scheduler,
                                              uint64_t count);

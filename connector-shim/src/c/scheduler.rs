@@ -285,8 +285,8 @@ pub extern "C" fn pillion_scheduler_close(scheduler: Option<&Scheduler>, log: i6
 }
 
 /// Says that the weights may have changed for the `count`th time: unfinished saves are given up, and nothing is served until
-/// every worker has called pillion_worker_weights with this count. Equal weights give the old blocks back. A count that is not
-/// above the last one does nothing.
+/// every worker has called pillion_worker_weights with this count. Equal weights give the old blocks back. Blocks that were
+/// computed before, or upon such blocks, must not be saved afterwards. A count that is not above the last one does nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_weights(scheduler: Option<&Scheduler>, count: u64) -> Status {
     tell(scheduler, |session| {

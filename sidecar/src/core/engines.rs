@@ -97,6 +97,8 @@ pub(super) struct Scheduler {
     generations: VecDeque<Binding>,
     /// Sessions of the ranks that have joined this run.
     ranks: Vec<Option<SessionId>>,
+    /// Whether a rank was lost since the engine was bound: what is to be saved of the time before may be in no memory.
+    pub(super) lost_rank: bool,
     /// When it or a rank of it was last seen to work.
     pub(super) worked_ms: u64,
     /// Whether the engine has asked for blocks while no namespace was served to it.
@@ -136,6 +138,8 @@ pub(super) struct Worker {
     answers: u64,
     run: Option<[u8; 16]>,
     scheduler: Option<SessionId>,
+    /// The one scheduler's session whose loads its session has answered: the next one numbers its own from 1.
+    followed: Option<SessionId>,
 }
 
 /// The engine of which this is a cache group, by the name that groups have: `ENGINE group N`.
@@ -196,6 +200,7 @@ impl Worker {
             answers: 0,
             run: None,
             scheduler: None,
+            followed: None,
         }
     }
 
@@ -231,12 +236,12 @@ impl Engines {
         (self.schedulers.len() + self.workers.len(), barred.count())
     }
 
-    /// Ids of namespaces that salts made of others, with those.
     /// Number of the namespace that is served to a scheduler's session, if one is.
     pub(super) fn bound_to(&self, session: SessionId) -> Option<u32> {
         Some(self.schedulers.get(&session)?.binding?.namespace)
     }
 
+    /// Ids of namespaces that salts made of others, with those.
     pub(super) fn private_namespaces(&self) -> BTreeMap<u32, NamespaceDigest> {
         let of = |scheduler: &'_ Scheduler| {
             let now = scheduler.binding.or(scheduler.barred).filter(Binding::is_private);
@@ -328,6 +333,7 @@ impl Engines {
             salt: None,
             generations: VecDeque::new(),
             ranks: vec![None; world_size as usize],
+            lost_rank: false,
             worked_ms: 0,
             asked_in_vain: false,
         };
@@ -353,7 +359,7 @@ impl Engines {
     }
 
     /// Takes a worker that has joined the run of a scheduler into it, unbound until [`Engines::bind`]. Returns its rank and the last
-    /// step that the rank began before this session.
+    /// step that the rank began before this session. A scheduler in whose run it takes another session's place has lost that rank.
     pub(super) fn admit(&mut self, worker: SessionId, scheduler: SessionId) -> Result<(u32, u64), Violation> {
         let member = self.workers.get_mut(&worker).expect("the caller found it");
         let host = self.schedulers.get_mut(&scheduler).expect("the caller found it");
@@ -378,7 +384,11 @@ impl Engines {
                  configuration, and an engine whose configuration changed anew"
             ));
         }
-        member.scheduler = Some(scheduler);
+        if member.followed.is_some_and(|followed| followed != scheduler) {
+            return Err("the scheduler of its run has connected anew: so must its ranks".into());
+        }
+        (member.scheduler, member.followed) = (Some(scheduler), Some(scheduler));
+        host.lost_rank |= host.ranks[rank as usize].is_some_and(|other| other != worker);
         // It may hold other weights than a session in whose place it comes, and is to be shown the words.
         (host.ranks[rank as usize], host.binding) = (Some(worker), None);
         Ok((rank, member.since))
@@ -412,7 +422,7 @@ impl Engines {
         let scheduler = worker.scheduler?;
         let host = self.schedulers.get_mut(&scheduler)?;
         host.ranks[worker.rank as usize].take_if(|rank| *rank == session)?;
-        (host.binding, host.barred) = (None, None);
+        (host.binding, host.barred, host.lost_rank) = (None, None, true);
         Some((scheduler, worker.rank))
     }
 

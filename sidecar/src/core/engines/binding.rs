@@ -78,7 +78,7 @@ impl Engines {
         let is_barred = self.is_barred(session, binding.space());
         let proof = self.proof(session, binding.space(), binding.is_private());
         let scheduler = self.scheduler(session);
-        (scheduler.bound, scheduler.proof) = (Some(base), proof);
+        (scheduler.bound, scheduler.proof, scheduler.lost_rank) = (Some(base), proof, false);
         (scheduler.binding, scheduler.barred) =
             if is_barred { (None, Some(binding)) } else { (Some(binding), None) };
         Some(binding)

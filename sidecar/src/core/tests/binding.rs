@@ -195,3 +195,49 @@ fn numbers_of_weights_rise() {
         assert!(reason.contains("WEIGHTS"), "{reason}");
     }
 }
+
+#[test]
+fn what_a_lost_rank_was_to_save_is_not_copied_from_the_memory_of_the_next() {
+    for gone_first in [true, false] {
+        let mut engine = Harness::engine(1);
+        engine.open(0, 0..2);
+        if gone_first {
+            engine.disconnect([RANKS[0]]);
+        }
+        engine.save(0, 1, 5, 1..3);
+        engine.connect(9, rank_hello(1, 0));
+        engine.join_from(9, 0);
+        if !gone_first {
+            engine.disconnect([RANKS[0]]);
+        }
+        engine.fences(9, 6, 6);
+        engine.drained();
+        assert!(!engine.out.iter().any(|action| matches!(action, Action::Copy { .. })), "{:?}", engine.out);
+        assert_eq!(engine.saved().unwrap().dropped, 2);
+        engine.save(0, 2, 7, 1..3);
+        engine.fences(9, 7, 7);
+        engine.copied();
+        assert_eq!(engine.saved().unwrap().committed, 2, "what it computed itself is kept");
+    }
+}
+
+#[test]
+fn the_ranks_of_a_scheduler_that_connects_anew_connect_anew_too() {
+    let mut engine = Harness::keeping(1, 2);
+    engine.disconnect([SCHEDULER]);
+    engine.connect(77, hello(1, Role::Scheduler { run: RUN }));
+    engine.speaker = 77;
+    let reason = engine.closed().unwrap();
+    assert!(reason.contains("connected anew"), "{reason}");
+    engine.disconnect([RANKS[0]]);
+    engine.open(0, 0..2);
+    assert_eq!(
+        engine.query(0, 1, 0, 2).status,
+        Status::NotReady,
+        "its loads would have ids of loads that have ended"
+    );
+    engine.connect(RANKS[0], rank_hello(1, 0));
+    engine.join_from(RANKS[0], 0);
+    assert_eq!(engine.closed(), None);
+    assert_eq!(engine.query(0, 2, 0, 2).value, 2);
+}

@@ -260,6 +260,9 @@ fn a_bar_lasts_for_the_run_and_for_one_namespace() {
     assert_eq!(engine.core.barred(), []);
     engine.event(Event::Disconnected { session: scheduler(1) });
     engine.connect_scheduler(1, 77);
+    engine.disconnect([rank(1)]);
+    engine.connect(rank(1), Hello { engine: "e1".into(), ..rank_hello(1, 0) });
+    engine.report(rank(1), WorkerRequest::Join { run: run(1), step: 0 });
     engine.speaker = 77;
     engine.open(0, 0..2);
     engine.post_save(0, 1, 0..2, false);

@@ -127,7 +127,9 @@ impl Transfers {
         match base.engines[session].binding {
             _ if base.cx.draining || too_many => self.drop_save(key, &save, &mut base.cx),
             Some(binding) => self.accept_save(key, binding, save, base),
-            None if base.engines[session].barred.is_some() => self.drop_save(key, &save, &mut base.cx),
+            None if base.engines[session].barred.is_some() || base.engines[session].lost_rank => {
+                self.drop_save(key, &save, &mut base.cx);
+            }
             None => {
                 pending.wanted += save.blocks.len();
                 self.unbound.insert(key, save);

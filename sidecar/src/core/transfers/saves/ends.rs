@@ -67,8 +67,9 @@ impl Transfers {
         }
     }
 
-    /// A rank is gone: what has not begun cannot be completed.
+    /// A rank is gone, and the blocks of these saves with its memory: what has not begun must not be copied from that of another.
     pub(crate) fn fail_saves(&mut self, session: SessionId, base: &mut Base) {
+        self.drop_unbound(session, &mut base.cx);
         for op in self.pending[&session].waiting.clone() {
             let Some(save) = self.saves.get_mut(&(session, op)) else { continue };
             if !save.begun {

@@ -6,6 +6,8 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
+
 use crate::clock;
 use crate::connection::{Address, ConnectError, Connection};
 use crate::core::endpoint::Endpoint;
@@ -231,10 +233,18 @@ impl Shared {
     fn say_failed(&self, error: &ConnectError) {
         let socket = self.address.socket.display();
         match error {
-            ConnectError::Absent(errno) => self.notices.say(
-                Cause::Absent,
-                format!("no sidecar answers on {socket} ({errno}); serving without the cache and trying again every second. Start one: pillion serve --socket {socket}"),
-            ),
+            ConnectError::Absent(errno) => {
+                let remedy = match *errno {
+                    Errno::ACCESS | Errno::PERM => {
+                        "Run this engine as the sidecar's user, or give pillion serve a --socket-group of this one".to_owned()
+                    }
+                    _ => format!("Start one: pillion serve --socket {socket}. In a container, mount that folder"),
+                };
+                self.notices.say(
+                    Cause::Absent,
+                    format!("no sidecar answers on {socket} ({errno}); serving without the cache and trying again every second. {remedy}"),
+                );
+            }
             ConnectError::Refused(reason) => {
                 self.notices.say(Cause::Refused, format!("the sidecar refuses this engine: {reason}"));
             }

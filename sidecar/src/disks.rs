@@ -188,7 +188,8 @@ impl Disks {
             match (std::mem::replace(told, device.down), device.down) {
                 (false, true) => tracing::warn!(
                     %disk,
-                    "a disk fails or stands still: its blocks are misses until it works again, which is tried after a second and then                      more seldom; pillion_ssd_faults_total names the kind of failure. One that was replaced needs a restart"
+                    "a disk fails or stands still: its blocks are misses until it works again, which is tried after a second and then \
+                     more seldom; pillion_ssd_faults_total names the kind of failure. One that was replaced needs a restart"
                 ),
                 (true, false) => tracing::info!(%disk, "a disk works again"),
                 _ => {}

@@ -1,4 +1,4 @@
-//! Why a sidecar does not start.
+//! Why a sidecar does not start, or does not end as it should.
 
 use std::net::SocketAddr;
 
@@ -26,4 +26,13 @@ pub enum StartError {
     /// The kernel refused threads or descriptors.
     #[error("cannot start: {0}")]
     Os(#[from] std::io::Error),
+}
+
+/// The sidecar was asked to end, and what was in flight is lost with it.
+#[derive(Debug, Error)]
+pub enum DrainError {
+    #[error("the data thread ended with a panic; see above")]
+    Panicked,
+    #[error("the data thread stands still; nothing in flight was waited for")]
+    StandsStill,
 }

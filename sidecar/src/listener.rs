@@ -29,7 +29,10 @@ pub enum ListenError {
     Foreign(PathBuf, Use),
     #[error("there is no group {0}: pass a --socket-group that /etc/group lists, or its number")]
     Group(String),
-    #[error("cannot {doing} {path}: {source}")]
+    /// The folder is another user's.
+    #[error(
+        "cannot {doing} {path}: {source}; pass --socket PATH, or --control PATH, in a folder of this user's"
+    )]
     Os { doing: &'static str, path: PathBuf, source: std::io::Error },
     /// The path is too long, or its folder another user's.
     #[error("cannot listen on {path}: {source}; pass another {option} PATH", option = wanted.option())]

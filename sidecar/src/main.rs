@@ -77,7 +77,7 @@ const NOT_STARTED: u8 = 2;
 
 fn main() -> ExitCode {
     run(Arguments::parse().command).unwrap_or_else(|error| {
-        eprintln!("pillion: {error:#}");
+        eprintln!("pillion: {}", text(&error));
         failure(&error)
     })
 }
@@ -85,8 +85,16 @@ fn main() -> ExitCode {
 /// The exit status that an error ends this process with. Its text is all that is told: a trace of this program's functions
 /// names no remedy.
 fn failure(error: &anyhow::Error) -> ExitCode {
-    let not_started = error.is::<ConfigError>() || error.is::<StartError>();
-    if not_started { ExitCode::from(NOT_STARTED) } else { ExitCode::FAILURE }
+    if is_not_started(error) { ExitCode::from(NOT_STARTED) } else { ExitCode::FAILURE }
+}
+
+fn is_not_started(error: &anyhow::Error) -> bool {
+    error.is::<ConfigError>() || error.is::<StartError>()
+}
+
+/// The text of a start's error has its cause, others have theirs behind them.
+fn text(error: &anyhow::Error) -> String {
+    if is_not_started(error) { error.to_string() } else { format!("{error:#}") }
 }
 
 fn run(command: Command) -> anyhow::Result<ExitCode> {
@@ -101,7 +109,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
             let log = logging::start(config.log_level, config.log_format);
             Ok(serve(&config, log).map_or_else(
                 |error| {
-                    tracing::error!("{error:#}");
+                    tracing::error!("{}", text(&error));
                     failure(&error)
                 },
                 |()| ExitCode::SUCCESS,
@@ -207,9 +215,7 @@ fn serve(config: &Config, log: LogLevel) -> anyhow::Result<()> {
     }
     tracing::info!("draining");
     let grace = if config.ssd.is_empty() { GRACE } else { GRACE_WITH_DISKS };
-    if !server.drain(grace) {
-        bail!("the data thread ended with a panic; see above");
-    }
+    server.drain(grace)?;
     tracing::info!("drained");
     Ok(())
 }

@@ -1,10 +1,12 @@
 //! The life of a sidecar: build, spawn, wait, drain.
 
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -25,7 +27,7 @@ use crate::control::{self, Parts};
 use crate::copiers::Copiers;
 use crate::core::Core;
 use crate::disks::{self, Disks, Found};
-use crate::error::StartError;
+use crate::error::{DrainError, StartError};
 use crate::forecaster::Forecaster;
 use crate::greeter::Greeter;
 use crate::heartbeat::Heartbeat;
@@ -44,11 +46,16 @@ use crate::reserve;
 use crate::runtime::{Runtime, Terms};
 use crate::wake::EndSignal;
 
+/// A data thread that makes its turns has ended so long after the grace at the latest.
+const END_TIME_MAX: Duration = Duration::from_secs(2);
+
 #[derive(Debug)]
 pub struct Server {
     inbox: Arc<Inbox>,
     ended: Arc<EndSignal>,
     data: JoinHandle<()>,
+    /// Its sender is the data thread's, which drops it at its end.
+    working: Receiver<Infallible>,
     ready: Ready,
     http: SocketAddr,
     socket: PathBuf,
@@ -143,12 +150,13 @@ impl Server {
         let runtime = runtime.with(disks, peers, checksums).with_forecaster(forecaster);
         let control = control.serve(parts, &registry)?;
         let guard = ended.on_exit();
+        let (works, working) = mpsc::channel();
         let data = thread::Builder::new().name("pillion-data".into()).spawn(move || {
-            let _guard = guard;
+            let (_guard, _works) = (guard, works);
             runtime.run();
         })?;
         ready.store(true, Ordering::Relaxed);
-        Ok(Self { inbox, ended, data, ready, http, socket: config.socket.clone(), control })
+        Ok(Self { inbox, ended, data, working, ready, http, socket: config.socket.clone(), control })
     }
 
     /// The address of the admin pages.
@@ -176,12 +184,14 @@ impl Server {
         self.ended.as_fd()
     }
 
-    /// Takes nothing new, finishes the copies in flight for at most `grace`, removes the socket. False if the data
-    /// thread had panicked.
-    pub fn drain(self, grace: Duration) -> bool {
+    /// Takes nothing new, finishes the copies in flight for at most `grace`, removes the socket.
+    pub fn drain(self, grace: Duration) -> Result<(), DrainError> {
         self.ready.store(false, Ordering::Relaxed);
         self.inbox.drain(grace);
-        self.data.join().is_ok()
+        match self.working.recv_timeout(grace + END_TIME_MAX) {
+            Err(RecvTimeoutError::Timeout) => Err(DrainError::StandsStill),
+            _ => self.data.join().map_err(|_| DrainError::Panicked),
+        }
     }
 }
 

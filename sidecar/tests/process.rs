@@ -252,10 +252,7 @@ fn a_data_thread_that_stands_still_is_told_by_probes_and_doctor() {
             sidecar.get(path).filter(|(said, _)| said.starts_with(&head))
         })
     };
-    let thread = data_thread(sidecar.pid());
-    ptrace::seize(thread, ptrace::Options::empty()).unwrap();
-    ptrace::interrupt(thread).unwrap();
-    waitpid(thread, Some(WaitPidFlag::__WALL)).unwrap();
+    let thread = stop_data_thread(sidecar.pid());
     let asking = std::thread::spawn({
         let target = sidecar.control();
         move || {
@@ -284,6 +281,26 @@ fn a_data_thread_that_stands_still_is_told_by_probes_and_doctor() {
     ptrace::detach(thread, None).unwrap();
     answers("/readyz", "200");
     answers("/healthz", "200");
+}
+
+#[test]
+fn a_data_thread_that_stands_still_does_not_keep_the_process() {
+    let folder = tempfile::tempdir().unwrap();
+    let sidecar = serve(folder.path());
+    let thread = stop_data_thread(sidecar.pid());
+    sidecar.signal(Signal::SIGTERM);
+    // Its end is this thread's to see before the process is gone.
+    waitpid(thread, Some(WaitPidFlag::__WALL)).unwrap();
+    assert_eq!(sidecar.wait(), Some(1));
+}
+
+/// Stops it until it is detached, or its process ends.
+fn stop_data_thread(process: Pid) -> Pid {
+    let thread = data_thread(process);
+    ptrace::seize(thread, ptrace::Options::empty()).unwrap();
+    ptrace::interrupt(thread).unwrap();
+    waitpid(thread, Some(WaitPidFlag::__WALL)).unwrap();
+    thread
 }
 
 fn data_thread(process: Pid) -> Pid {

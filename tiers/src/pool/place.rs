@@ -59,8 +59,7 @@ pub(super) fn open_huge_memfd(bytes: u64) -> Result<File, Error> {
 pub(super) fn open_file(path: &Path, bytes: u64, hugepages: bool) -> Result<File, Error> {
     check_place(path, bytes, hugepages)?;
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-    let fd =
-        rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).map_err(Error::os("open the pool file"))?;
+    let fd = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).map_err(|errno| unopened(path, errno))?;
     match rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive) {
         Err(Errno::WOULDBLOCK) => return Err(Error::Locked(path.to_owned())),
         locked => locked.map_err(Error::os("lock the pool file"))?,
@@ -98,7 +97,7 @@ pub(super) fn reopen(fd: &OwnedFd) -> Result<OwnedFd, Error> {
 pub(super) fn open_view(path: &Path, file: &OwnedFd) -> Result<OwnedFd, Error> {
     let refuse = |problem: &str| Err(Error::File { path: path.to_owned(), problem: problem.to_owned() });
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-    let view = rustix::fs::open(path, flags, Mode::empty()).map_err(Error::os("open the --pool-view"))?;
+    let view = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| unopened(path, errno))?;
     let doing = "stat the --pool-view";
     let stat = |fd: &OwnedFd| rustix::fs::fstat(fd).map_err(Error::os(doing));
     let (seen, held) = (stat(&view)?, stat(file)?);
@@ -114,13 +113,19 @@ pub(super) fn open_view(path: &Path, file: &OwnedFd) -> Result<OwnedFd, Error> {
     Ok(view)
 }
 
+/// By `path` no file can be opened or made.
+fn unopened(path: &Path, errno: Errno) -> Error {
+    let remedy = "its folder must exist and be this user's, in Kubernetes by fsGroup";
+    Error::File { path: path.to_owned(), problem: format!("cannot be opened: {errno}; {remedy}") }
+}
+
 /// Refuses a place that cannot hold the pool, before anything is created there.
 fn check_place(path: &Path, bytes: u64, hugepages: bool) -> Result<(), Error> {
     let folder = match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
     };
-    let fs = rustix::fs::statfs(folder).map_err(Error::os("look at the pool file's folder"))?;
+    let fs = rustix::fs::statfs(folder).map_err(|errno| unopened(path, errno))?;
     let refuse = |problem: &str| Err(Error::File { path: path.to_owned(), problem: problem.to_owned() });
     let held = rustix::fs::stat(path).map_or(0, |stat| stat.st_blocks as u64 * STAT_BLOCK_BYTES);
     match kind(&fs) {

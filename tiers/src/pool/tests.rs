@@ -404,6 +404,6 @@ fn a_symbolic_link_is_not_followed() {
     let (target, link) = (TmpfsPath::new("target"), TmpfsPath::new("link"));
     fs::File::create(&target.0).and_then(|mut file| file.write_all(b"x")).expect("written");
     std::os::unix::fs::symlink(&target.0, &link.0).expect("linked");
-    assert!(matches!(Pool::create(&config(Some(link.0.clone()))), Err(Error::Os { .. })));
+    assert!(matches!(Pool::create(&config(Some(link.0.clone()))), Err(Error::File { .. })));
     assert_eq!(fs::read(&target.0).expect("read"), b"x");
 }

@@ -41,10 +41,16 @@ class Scheduler:
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: Group = ALONE) -> None:
         """Of an engine with one cache group, or of one `group` of several, which `kv_cache_config` then describes alone."""
-        if config.strict_tokens is not None and (group.several or vllm_compat.recomputes_failed_loads(vllm_config)):
+        self._recomputes = vllm_compat.recomputes_failed_loads(vllm_config)
+        if config.strict_tokens is not None and (group.several or self._recomputes):
             raise ConfigError(
                 "pillion.strict_tokens ends requests by loads that fail: set kv_load_failure_policy to fail, and serve a model "
                 "with one cache group, or leave the option out"
+            )
+        if not self._recomputes and config.strict_tokens is None and config.loads:
+            logger.warning(
+                "pillion: a request whose blocks cannot be loaded ends with an error: set kv_load_failure_policy to recompute in "
+                "--kv-transfer-config"
             )
         self._config = config
         self._steps_in_flight = vllm_compat.steps_in_flight(vllm_config)
@@ -163,8 +169,9 @@ class Scheduler:
         return handover.answer(request, self._engine_id, min(saved * self._block_tokens, request.num_prompt_tokens))
 
     def loads_failed(self, block_ids: set[int]) -> None:
-        """vLLM computes these blocks again."""
-        logger.warning("pillion: %d blocks could not be loaded and are computed again", len(block_ids))
+        """vLLM computes these blocks again, or ends their requests."""
+        then = "are computed again" if self._recomputes else "end their requests: set kv_load_failure_policy to recompute"
+        logger.warning("pillion: %d blocks could not be loaded and %s", len(block_ids), then)
         self._saving.fail(block_ids)
 
     def requests_failed(self, req_ids: set[str]) -> None:

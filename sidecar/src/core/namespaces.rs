@@ -3,8 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use shm_protocol::key::NamespaceDigest;
+use mesh::digest::Digest;
+use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use tiers::dram::Whose;
+
+use super::GROUP;
 
 /// Namespaces that are remembered, of engines past and present: at 40 bytes each, 3 MB.
 const NAMESPACES_MAX: usize = 65_536;
@@ -172,5 +175,15 @@ impl Binding {
 
     pub(super) fn space(&self) -> Space {
         Space { digest: self.digest, block_bytes: self.block_bytes() }
+    }
+
+    /// The key of one of its blocks.
+    pub(super) fn key(&self, hash: &BlockHash) -> BlockKey {
+        BlockKey { namespace: self.namespace, group: GROUP, hash: *hash }
+    }
+
+    /// What peers know one of its blocks by.
+    pub(super) fn block_digest(&self, hash: &BlockHash) -> Digest {
+        Digest::new(&self.digest, GROUP, hash)
     }
 }

@@ -22,7 +22,6 @@ use self::fetches::Fetching;
 pub(super) use self::fetches::{Again, Span};
 use self::grants::Granted;
 pub use self::stats::{FAULT_NAMES, PeersStats};
-use super::GROUP;
 use super::context::Context;
 use super::event::{Action, Heard};
 use super::namespaces::Binding;
@@ -114,13 +113,13 @@ impl Peers {
     /// Whether a peer has promised a prompt of which one of these keys is the last.
     pub(super) fn is_promised(&self, binding: &Binding, keys: &[BlockHash], now_ms: u64) -> bool {
         // As a rule it is the last of both.
-        let digests = keys.iter().rev().map(|hash| Digest::new(&binding.digest, GROUP, hash));
+        let digests = keys.iter().rev().map(|hash| binding.block_digest(hash));
         self.may_ask(binding) && self.directory.is_promised(now_ms, digests)
     }
 
     /// Whether a peer may have a run from its first block on.
     pub(super) fn may_have(&self, binding: &Binding, run: &[BlockHash], now_ms: u64) -> bool {
-        let digests = run.iter().map(|hash| Digest::new(&binding.digest, GROUP, hash));
+        let digests = run.iter().map(|hash| binding.block_digest(hash));
         self.may_ask(binding) && self.directory.may_have(now_ms, digests)
     }
 

@@ -11,7 +11,6 @@ use shm_protocol::source::Source;
 use tiers::dram::Dram;
 use tiers::ssd;
 
-use super::GROUP;
 use super::adoption::Verification;
 use super::announcer::Announcer;
 use super::arrivals::Waiter;
@@ -100,7 +99,7 @@ impl Sources {
         cx: &Context,
     ) -> bool {
         let Some(hash) = run.first() else { return false };
-        let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
+        let key = binding.key(hash);
         cx.arrivals.is_in_time(&key, awaits).unwrap_or_else(|| {
             awaits && cx.dram.filling(&key).is_some()
                 || cx.dram.is_adopted(&key)
@@ -160,7 +159,7 @@ impl Sources {
         }
         let held_max = (cx.dram.room(holder) / block_bytes) as usize;
         for (at, hash) in run.iter().enumerate() {
-            let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
+            let key = binding.key(hash);
             if followed.held.len() == held_max {
                 break;
             }

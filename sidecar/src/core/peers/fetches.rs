@@ -17,10 +17,10 @@ use shm_protocol::pool::SlotRef;
 
 use super::{Peers, stats};
 use crate::clock::millis;
+use crate::core::Action;
 use crate::core::arrivals::WAIT_MS_MAX;
 use crate::core::context::Context;
 use crate::core::namespaces::Binding;
-use crate::core::{Action, GROUP};
 
 /// Peers that are asked for a block, one after the other.
 const HOLDERS_MAX: usize = 3;
@@ -199,8 +199,7 @@ impl Peers {
         if !self.may_ask(binding) {
             return None;
         }
-        let digest = |hash| Digest::new(&binding.digest, GROUP, hash);
-        let digests: Vec<Digest> = hashes.iter().map(digest).collect();
+        let digests: Vec<Digest> = hashes.iter().map(|hash| binding.block_digest(hash)).collect();
         let candidates = self.directory.probe(now_ms, &digests);
         (!candidates.is_empty()).then_some(Span { from, candidates, blocks: Vec::new() })
     }

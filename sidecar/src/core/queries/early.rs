@@ -4,13 +4,13 @@
 //! For engines that ask for it, where this process writes the blocks and no step waits for them: such a load may fail. What was
 //! answered early is held for the time of a lease.
 
-use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::key::BlockHash;
 use shm_protocol::message::Status;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request;
 
 use super::waits::Answered;
-use super::{Base, Binding, Context, Found, GROUP, Queries, Question, SessionId};
+use super::{Base, Binding, Context, Found, Queries, Question, SessionId};
 
 /// Bytes on their way that are worth an early answer. A load that no step waits for costs its request about a step more, and
 /// the early answer gains the time of a copy to the device: 6 ms for so many at 40 GB/s.
@@ -69,7 +69,7 @@ impl Queries {
     ) -> (Vec<SlotRef>, Vec<SlotRef>, usize) {
         let (mut slots, mut held, mut coming) = (Vec::new(), Vec::new(), 0);
         for hash in self.wanted(question) {
-            let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
+            let key = binding.key(hash);
             if let Some(slot) = cx.dram.hold(&key, binding.whose.holder) {
                 held.push(slot);
                 slots.push(slot);

@@ -10,7 +10,7 @@
 
 use shm_protocol::key::{BlockHash, BlockKey};
 
-use super::{Base, Binding, Context, GROUP, Queries, Question, SessionId};
+use super::{Base, Context, Queries, Question, SessionId};
 use crate::core::engines::Scheduler;
 use crate::core::sources::Sources;
 
@@ -81,8 +81,7 @@ impl Queries {
         if let Some(binding) = binding
             && let Some(newest) = newest_handover()
         {
-            let lasts =
-                lasts(&logs.known(log).keys).iter().map(|hash| (key(&binding, hash), session, newest));
+            let lasts = lasts(&logs.known(log).keys).iter().map(|hash| (binding.key(hash), session, newest));
             self.promises.ending.extend(lasts);
             self.promises.forget_oldest(session);
         }
@@ -107,7 +106,7 @@ impl Queries {
         let at_work = self.askers.iter().filter_map(|(session, asker)| Some((works(session)?, &asker.logs)));
         let lasts = at_work.flat_map(|(binding, logs)| {
             let lasts = logs.promised.iter().flat_map(|log| lasts(&logs.known(*log).keys));
-            lasts.map(move |hash| key(&binding, hash))
+            lasts.map(move |hash| binding.key(hash))
         });
         let keys: Vec<BlockKey> = lasts.chain(self.promises.ending.iter().map(|(key, ..)| *key)).collect();
         peers.tell_promises(keys, cx);
@@ -140,8 +139,4 @@ fn works(engine: &Scheduler, cx: &Context) -> bool {
 /// Of a promised log's keys, those that peers are told.
 fn lasts(keys: &[BlockHash]) -> &[BlockHash] {
     &keys[keys.len().saturating_sub(2)..]
-}
-
-fn key(binding: &Binding, hash: &BlockHash) -> BlockKey {
-    BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash }
 }

@@ -14,7 +14,7 @@
 //! at once where the last other engine has gone, or a promise has ended and nothing of it is being saved or known of a peer. It also
 //! ends where the next block of the run was computed by another engine and is not kept.
 
-use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::key::BlockHash;
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
 use super::{Action, Base, Binding, Context, GROUP, Queries, Question, Scheduler, SessionId};
@@ -255,9 +255,8 @@ impl Queries {
 
     /// Whether another engine has computed the next block, and it is not kept.
     fn next_is_lost(&self, question: Question, base: &Base) -> bool {
-        self.missing(question, base).is_some_and(|(Binding { namespace, .. }, missing)| {
-            base.cx.lost.has(&BlockKey { namespace, group: GROUP, hash: missing[0] })
-        })
+        self.missing(question, base)
+            .is_some_and(|(binding, missing)| base.cx.lost.has(&binding.key(&missing[0])))
     }
 
     /// Whether nobody is to produce the next block, which is not promised: it was computed and is not kept, or was promised by a peer

@@ -13,7 +13,7 @@ use shm_protocol::request;
 use tiers::dram::{Dram, LeaseId};
 
 use super::{
-    Action, Base, Binding, Context, CopyOwner, Direction, GROUP, OpKey, Piece, Queries, SessionId, Transfers,
+    Action, Base, Binding, Context, CopyOwner, Direction, OpKey, Piece, Queries, SessionId, Transfers,
     Violation, operations,
 };
 use crate::core::arrivals::{WAIT_MS_MAX, Waiter};
@@ -403,7 +403,7 @@ fn park(
     let (mut missing, mut held, holder) = (0, Vec::new(), binding.whose.holder);
     let Context { dram, arrivals, .. } = cx;
     for (hash, slot) in named {
-        let key = BlockKey { namespace: binding.namespace, group: GROUP, hash: *hash };
+        let key = binding.key(hash);
         let here = dram.hold(&key, holder);
         held.extend(here);
         let coming = if here.is_none() { arrivals.join(&key, waiter) } else { None };

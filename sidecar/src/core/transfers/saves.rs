@@ -8,7 +8,7 @@ mod ends;
 
 use std::time::Duration;
 
-use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::key::BlockHash;
 use shm_protocol::message::Saved;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, Cancel};
@@ -91,10 +91,6 @@ struct SaveBlock {
 // === impl Save ===
 
 impl Save {
-    fn key(&self, hash: BlockHash) -> BlockKey {
-        BlockKey { namespace: self.binding.namespace, group: GROUP, hash }
-    }
-
     /// The engine is barred from a namespace: nothing of it is committed or compared there.
     pub(super) fn void_in(&mut self, namespace: u32) {
         self.void |= self.binding.namespace == namespace;
@@ -152,8 +148,7 @@ impl Transfers {
                 Some(_) if !checked && is_kept(&binding, hash, base) => {
                     end.present += 1;
                     if handover {
-                        let key = BlockKey { namespace: binding.namespace, group: GROUP, hash };
-                        base.cx.keep(&key, &binding, None);
+                        base.cx.keep(&binding.key(&hash), &binding, None);
                     }
                 }
                 Some(_) if !checked && !commits => drop_unproven(&mut end, &mut base.cx),
@@ -316,7 +311,7 @@ impl Transfers {
     /// Takes a slot for one block, unless the block is there or there is no room.
     fn claim(&mut self, session: SessionId, save: &mut Save, wanted: Wanted, base: &mut Base) {
         let Wanted { index, block, hash } = wanted;
-        let key = BlockKey { namespace: save.binding.namespace, group: GROUP, hash };
+        let key = save.binding.key(&hash);
         let take = |slot, kept| SaveBlock { index, block, hash, slot, kept, cancelled: false };
         if save.checked {
             let check = self.checks.begin((session, save.end.op), index, &save.binding, &key, &mut base.cx);
@@ -405,7 +400,7 @@ fn drop_unproven(end: &mut Saved, cx: &mut Context) {
 
 /// Whether a block needs no copy; one that a disk may lack is offered to it again.
 fn is_kept(binding: &Binding, hash: BlockHash, base: &mut Base) -> bool {
-    let key = BlockKey { namespace: binding.namespace, group: GROUP, hash };
+    let key = binding.key(&hash);
     let kept = base.cx.dram.probe(key.namespace, key.group, &[hash]) == 1;
     if kept {
         base.sources.ssd.iter_mut().for_each(|ssd| ssd.offer_again(key, binding));

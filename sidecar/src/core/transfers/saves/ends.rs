@@ -17,8 +17,8 @@ impl Save {
     fn commit(&self, block: &SaveBlock, dram: &mut Dram) -> bool {
         let parent = block.index.checked_sub(1).map_or(self.parent, |at| Some(self.keys[at as usize]));
         match parent {
-            Some(parent) if self.binding.windows => dram.commit_apart(block.slot, &self.key(parent)),
-            Some(parent) => dram.commit_behind(block.slot, &self.key(parent)),
+            Some(parent) if self.binding.windows => dram.commit_apart(block.slot, &self.binding.key(&parent)),
+            Some(parent) => dram.commit_behind(block.slot, &self.binding.key(&parent)),
             None => dram.commit(block.slot),
         }
     }
@@ -118,16 +118,16 @@ impl Transfers {
                 None if whole && save.commit(block, &mut base.cx.dram) => {
                     save.end.committed += 1;
                     base.cx.actions.push(Action::CommitSlot { slot: block.slot, checksum: 0 });
-                    committed.push((block.slot, save.key(block.hash)));
-                    base.cx.end_saved(save.key(block.hash), true);
+                    committed.push((block.slot, save.binding.key(&block.hash)));
+                    base.cx.end_saved(save.binding.key(&block.hash), true);
                     if save.handover {
-                        base.cx.keep(&save.key(block.hash), &save.binding, save.fenced);
+                        base.cx.keep(&save.binding.key(&block.hash), &save.binding, save.fenced);
                     }
                     continue;
                 }
                 None => {
                     base.cx.abandon(block.slot);
-                    base.cx.end_saved(save.key(block.hash), false);
+                    base.cx.end_saved(save.binding.key(&block.hash), false);
                 }
             }
             save.end.cancelled += u32::from(reused);

@@ -45,7 +45,8 @@ pub(super) fn open_part(opened: Opened, ssd: &mut Option<Ssd>, cx: &mut Context)
                     let space = Space { digest: *namespace, block_bytes };
                     let known = (namespaces.adopt(space), quotas.of(*namespace));
                     if let (Some(ssd), Some(number)) = (&mut *ssd, known.0) {
-                        ssd.learn(number, *namespace, known.1);
+                        // Disks may take its blocks before an engine of it connects.
+                        ssd.log.learn(number, *namespace, known.1);
                     }
                     last.insert((*namespace, known)).1
                 }

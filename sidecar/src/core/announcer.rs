@@ -78,11 +78,11 @@ impl Announcer {
         room: usize,
         base: &mut Base,
     ) -> impl Iterator<Item = Announcement> + '_ {
-        let devices = base.sources.ssd.as_ref().map(|ssd| ssd.working()).unwrap_or_default();
+        let devices = base.sources.ssd.as_ref().map(|ssd| ssd.log.working()).unwrap_or_default();
         let basis = Basis { asked, namespace: base.engines.bound_to(session), devices };
         let reader = self.readers.entry(session).or_insert_with(|| {
             base.cx.dram.watch();
-            base.sources.ssd.iter_mut().for_each(|ssd| ssd.watch());
+            base.sources.ssd.iter_mut().for_each(|ssd| ssd.log.watch());
             Reader::new(basis)
         });
         if reader.basis != basis {

@@ -72,7 +72,7 @@ impl At {
             }
             Self::Disk(at) => {
                 let ssd = base.sources.ssd.as_ref()?;
-                ssd.walk(at, |key| see(key, Medium::Disk)).map(Self::Disk)
+                ssd.log.walk(at, |key| see(key, Medium::Disk)).map(Self::Disk)
             }
         }
     }

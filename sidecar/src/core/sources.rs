@@ -85,7 +85,7 @@ impl Sources {
         announcer.note(Medium::Memory, changes.drain(..));
         cx.changes = changes;
         if let Some(ssd) = &mut self.ssd {
-            announcer.note(Medium::Disk, ssd.drain_changes());
+            announcer.note(Medium::Disk, ssd.log.drain_changes());
         }
     }
 
@@ -266,10 +266,10 @@ impl Sources {
 
     /// A block is whole that came from elsewhere: a disk may know what became of it before.
     fn commit_arrived(&mut self, key: &BlockKey, slot: SlotRef, cx: &mut Context) -> bool {
-        let standing = self.ssd.as_ref().and_then(|ssd| ssd.standing(key));
+        let standing = self.ssd.as_ref().and_then(|ssd| ssd.log.standing(key));
         let committed = cx.dram.commit_back(slot, standing);
         if committed && let Some(ssd) = &mut self.ssd {
-            ssd.came(key);
+            ssd.log.came(key);
         }
         committed
     }
@@ -333,14 +333,14 @@ impl Sources {
 
     /// Engines disagree about a namespace: no later life finds what disks hold of it. Nor does this one where it `begins_anew`.
     pub(super) fn distrust(&mut self, namespace: u32, begins_anew: bool) {
-        self.ssd.iter_mut().for_each(|ssd| ssd.distrust(namespace, begins_anew));
+        self.ssd.iter_mut().for_each(|ssd| ssd.log.distrust(namespace, begins_anew));
     }
 
     /// Removes blocks from memory and from what is known of disks, those on their way too. Leases of them are the caller's to end.
     pub(super) fn remove(&mut self, keys: &BTreeSet<BlockKey>, cx: &mut Context) {
         for key in keys {
             cx.dram.remove(key);
-            self.ssd.iter_mut().for_each(|ssd| ssd.forget(key));
+            self.ssd.iter_mut().for_each(|ssd| _ = ssd.log.remove(key));
         }
         cx.arrivals.distrust(|key| keys.contains(key));
         cx.apply_evictions();

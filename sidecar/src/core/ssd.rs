@@ -9,9 +9,9 @@ mod writes;
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::time::Duration;
 
-use shm_protocol::key::{BlockKey, NamespaceDigest};
+use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
-use tiers::dram::{Dram, HolderId, Leaving, QuotaId, Standing};
+use tiers::dram::{Dram, HolderId, Leaving};
 use tiers::ssd::{self, Done, Ended, Job, Label, Log, Recovered, Ticket};
 
 use self::writes::Unwritten;
@@ -22,7 +22,7 @@ use crate::config::SsdAdmission;
 /// The core's part in the SSD tier.
 #[derive(Debug)]
 pub(super) struct Ssd {
-    log: Log,
+    pub(super) log: Log,
     admission: SsdAdmission,
     /// Reads that have not ended, one for each block, and when each was asked for.
     reads: BTreeMap<Ticket, (BlockKey, Duration)>,
@@ -127,60 +127,14 @@ impl Ssd {
         });
     }
 
-    /// The digest and the quota of a namespace of which the pool file holds blocks: disks may take these before an engine of it
-    /// connects.
-    pub(super) fn learn(&mut self, number: u32, digest: NamespaceDigest, quota: Option<QuotaId>) {
-        self.log.learn(number, digest, quota);
-    }
-
-    /// What was known of a block when DRAM gave it up.
-    pub(super) fn standing(&self, key: &BlockKey) -> Option<Standing> {
-        self.log.standing(key)
-    }
-
-    /// DRAM has a block that a disk may keep.
-    pub(super) fn came(&mut self, key: &BlockKey) {
-        self.log.came(key);
-    }
-
     /// Whether a device keeps the block, of whatever size.
     pub(super) fn has(&self, key: &BlockKey) -> bool {
         self.log.keeps(key).is_some()
     }
 
-    /// Notes from now on what changes on devices, as [`Log::watch`] says.
-    pub(super) fn watch(&mut self) {
-        self.log.watch();
-    }
-
-    /// What has changed on devices since the last call, as [`Log::drain_changes`] says.
-    pub(super) fn drain_changes(&mut self) -> impl Iterator<Item = (BlockKey, bool)> + '_ {
-        self.log.drain_changes()
-    }
-
-    /// How many devices work, as [`Log::working`] says.
-    pub(super) fn working(&self) -> (usize, u64) {
-        self.log.working()
-    }
-
-    /// Shows the next blocks, as [`Log::walk`] does.
-    pub(super) fn walk(&self, from: usize, see: impl FnMut(&BlockKey)) -> Option<usize> {
-        self.log.walk(from, see)
-    }
-
     /// Whether blocks of earlier lives are still being found.
     pub(super) fn recovers(&self) -> bool {
         self.log.stats().devices.iter().any(|device| device.recovering)
-    }
-
-    /// No disk of this life keeps the block any more.
-    pub(super) fn forget(&mut self, key: &BlockKey) {
-        self.log.remove(key);
-    }
-
-    /// No later life finds what disks hold of a namespace, as [`Log::distrust`] says.
-    pub(super) fn distrust(&mut self, namespace: u32, begins_anew: bool) {
-        self.log.distrust(namespace, begins_anew);
     }
 
     /// Time passed; blocks whose reads are late, and their devices taken for broken.

@@ -310,7 +310,7 @@ fn what_engines_disagree_about_is_found_by_no_later_life_and_nothing_of_before_c
     let base = &mut engine.core.base;
     let binding = base.engines[SCHEDULER].binding.unwrap();
     let mut ssd = Ssd::new(log, SsdAdmission::SecondHit, &mut base.cx.dram);
-    ssd.learn(binding.namespace, binding.digest, None);
+    ssd.log.learn(binding.namespace, binding.digest, None);
     base.sources.ssd = Some(ssd);
     for (number, jobs) in [(1, 2), (2, 4)] {
         engine.begin_with_log(number);

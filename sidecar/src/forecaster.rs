@@ -6,14 +6,14 @@
 use std::sync::mpsc::{self, Receiver, SyncSender};
 use std::thread;
 
-use prometheus::{IntCounter, IntCounterVec, Opts, Registry};
+use prometheus::{IntCounter, Registry};
 use shm_protocol::pool::slot_count;
 use tiers::dram;
 use tiers::forecast::{Forecast, ROOMS, SLOTS_MAX};
 
 use crate::core::Ended;
 use crate::error::StartError;
-use crate::metrics::figures::{counter, raise};
+use crate::metrics::figures::{counter, counters, raise};
 
 /// Requests that wait to be played.
 const WAITING_MAX: usize = 256;
@@ -87,8 +87,7 @@ impl Foretold {
         let asked = counter(registry, "forecast_blocks_total", asked)?;
         let help = "Blocks of these that a pool of another size would have found, as a multiple of --dram; endless: of those that \
                     were ever kept. Divide by pillion_forecast_blocks_total.";
-        let found = IntCounterVec::new(Opts::new("pillion_forecast_hit_blocks_total", help), &["dram"])?;
-        registry.register(Box::new(found.clone()))?;
+        let found = counters(registry, "forecast_hit_blocks_total", help, &["dram"])?;
         let found = ROOMS.iter().map(|room| found.with_label_values(&[*room])).collect();
         Ok(Self { asked, found })
     }

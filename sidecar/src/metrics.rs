@@ -16,7 +16,7 @@ use prometheus::{Counter, GaugeVec, IntCounter, IntCounterVec, IntGauge, Opts, R
 use tiers::ssd::Backend;
 
 use self::durations::Durations;
-use self::figures::{Figure, Figures, Reading, counter, gauge, raise, show};
+use self::figures::{Figure, Figures, Reading, counter, counters, gauge, raise, show};
 use self::holders::HoldersMetrics;
 use self::peers::PeersMetrics;
 use self::ssd::SsdMetrics;
@@ -203,8 +203,7 @@ fn by_reason(
     help: &str,
     reasons: &[(&str, Reading<Stats>)],
 ) -> Result<Vec<(IntCounter, Reading<Stats>)>, prometheus::Error> {
-    let counters = IntCounterVec::new(Opts::new(format!("pillion_{name}"), help), &["reason"])?;
-    registry.register(Box::new(counters.clone()))?;
+    let counters = counters(registry, name, help, &["reason"])?;
     let of = |(reason, figure): &(&str, Reading<Stats>)| (counters.with_label_values(&[*reason]), *figure);
     Ok(reasons.iter().map(of).collect())
 }
@@ -239,9 +238,7 @@ impl Metrics {
         let unsummed = gauge(registry, "pool_unsummed_blocks", unsummed)?;
         let parked = "Ranks whose copies lie behind a gate that their engine closed: restart that engine.";
         let parked = gauge(registry, "parked_ranks", parked)?;
-        let opts = Opts::new("pillion_sessions_closed_total", "Sessions ended, by reason.");
-        let closed = IntCounterVec::new(opts, &["reason"])?;
-        registry.register(Box::new(closed.clone()))?;
+        let closed = counters(registry, "sessions_closed_total", "Sessions ended, by reason.", &["reason"])?;
         CloseReason::ALL.iter().for_each(|reason| closed.with_label_values(&[reason.label()]).inc_by(0));
         let pinning = PinningMetrics {
             bytes: gauge(registry, "pool_pinned_bytes", "Bytes of the pool that are locked for GPUs.")?,

@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use prometheus::{IntGauge, IntGaugeVec, Opts, Registry};
+use prometheus::{IntGauge, Registry};
 use serde::Serialize;
 use shm_protocol::key::NamespaceDigest;
 
 use crate::config::quotas::{self, Quota};
+use crate::metrics::figures::{gauges, show};
 
 /// How full every quota is, as its two threads share it.
 #[derive(Clone, Debug, Default)]
@@ -34,16 +35,12 @@ impl Levels {
         if quotas.is_empty() {
             return Ok(Self::default());
         }
-        let gauges = |name: &str, help: &str| -> Result<IntGaugeVec, prometheus::Error> {
-            let gauges = IntGaugeVec::new(Opts::new(format!("pillion_{name}"), help), &["namespace"])?;
-            registry.register(Box::new(gauges.clone()))?;
-            Ok(gauges)
-        };
+        let gauges = |name, help| gauges(registry, name, help, &["namespace"]);
         let sizes = gauges("quota_bytes", "Bytes that blocks of the namespace may take.")?;
         let used = gauges("quota_used_bytes", "Bytes that blocks of the namespace take.")?;
         let used = quotas.iter().map(|quota| {
             let name = quota.whose.to_string();
-            sizes.with_label_values(&[&name]).set(i64::try_from(quota.size.as_bytes()).unwrap_or(i64::MAX));
+            show(&sizes.with_label_values(&[&name]), quota.size.as_bytes());
             used.with_label_values(&[&name])
         });
         Ok(Self { used: used.collect(), quotas: quotas.into() })
@@ -51,9 +48,7 @@ impl Levels {
 
     /// Makes the core's figures visible, one for each quota in order.
     pub fn publish(&self, used: impl Iterator<Item = u64>) {
-        for (gauge, used) in self.used.iter().zip(used) {
-            gauge.set(i64::try_from(used).unwrap_or(i64::MAX));
-        }
+        self.used.iter().zip(used).for_each(|(gauge, used)| show(gauge, used));
     }
 
     /// The quota of a namespace, if it has one.

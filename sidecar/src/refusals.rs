@@ -2,10 +2,12 @@
 
 use std::os::fd::OwnedFd;
 
-use prometheus::{IntCounterVec, Opts, Registry};
+use prometheus::{IntCounterVec, Registry};
 use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{self, HandshakeError, Reply};
 use shm_protocol::transport;
+
+use crate::metrics::figures::counters;
 
 /// Why a connection is refused; the label of `pillion_connections_refused_total`.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -82,8 +84,7 @@ impl Refusals {
     pub fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let help =
             "Connections of engine processes refused, by reason: the log line of each names what to change.";
-        let counters = IntCounterVec::new(Opts::new("pillion_connections_refused_total", help), &["reason"])?;
-        registry.register(Box::new(counters.clone()))?;
+        let counters = counters(registry, "connections_refused_total", help, &["reason"])?;
         Cause::ALL.iter().for_each(|cause| counters.with_label_values(&[cause.label()]).inc_by(0));
         Ok(Self(counters))
     }

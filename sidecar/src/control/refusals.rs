@@ -1,7 +1,9 @@
 //! Requests that are not answered as asked: each is told why, and counted.
 
 use hyper::StatusCode;
-use prometheus::{IntCounterVec, Opts, Registry};
+use prometheus::{IntCounterVec, Registry};
+
+use crate::metrics::figures::counters;
 
 /// Why a request is refused; the label of `pillion_control_refused_total`.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -101,8 +103,7 @@ impl Refusals {
     /// The counters, every one there from the start.
     pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let help = "Control requests refused, by reason: the answer of each says what to change.";
-        let counters = IntCounterVec::new(Opts::new("pillion_control_refused_total", help), &["reason"])?;
-        registry.register(Box::new(counters.clone()))?;
+        let counters = counters(registry, "control_refused_total", help, &["reason"])?;
         Cause::ALL.iter().for_each(|cause| counters.with_label_values(&[cause.label()]).inc_by(0));
         Ok(Self(counters))
     }

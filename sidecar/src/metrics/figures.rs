@@ -1,6 +1,6 @@
-//! Counters and gauges that are taken out of one set of figures.
+//! Counters and gauges: how they are registered, and those that are taken out of one set of figures.
 
-use prometheus::{IntCounter, IntGauge, Opts, Registry};
+use prometheus::{IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
 
 /// Takes one figure out of a set.
 pub(super) type Reading<S> = fn(&S) -> u64;
@@ -42,7 +42,7 @@ pub(crate) fn raise(counter: &IntCounter, total: u64) {
 }
 
 /// Makes a level visible.
-pub(super) fn show(gauge: &IntGauge, level: u64) {
+pub(crate) fn show(gauge: &IntGauge, level: u64) {
     gauge.set(i64::try_from(level).unwrap_or(i64::MAX));
 }
 
@@ -56,4 +56,28 @@ pub(super) fn gauge(registry: &Registry, name: &str, help: &str) -> Result<IntGa
     let gauge = IntGauge::with_opts(Opts::new(format!("pillion_{name}"), help))?;
     registry.register(Box::new(gauge.clone()))?;
     Ok(gauge)
+}
+
+/// Counters of one name, told apart by `labels`.
+pub(crate) fn counters(
+    registry: &Registry,
+    name: &str,
+    help: &str,
+    labels: &[&str],
+) -> Result<IntCounterVec, prometheus::Error> {
+    let counters = IntCounterVec::new(Opts::new(format!("pillion_{name}"), help), labels)?;
+    registry.register(Box::new(counters.clone()))?;
+    Ok(counters)
+}
+
+/// Gauges of one name, told apart by `labels`.
+pub(crate) fn gauges(
+    registry: &Registry,
+    name: &str,
+    help: &str,
+    labels: &[&str],
+) -> Result<IntGaugeVec, prometheus::Error> {
+    let gauges = IntGaugeVec::new(Opts::new(format!("pillion_{name}"), help), labels)?;
+    registry.register(Box::new(gauges.clone()))?;
+    Ok(gauges)
 }

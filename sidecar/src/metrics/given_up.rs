@@ -1,9 +1,10 @@
 //! What earlier sidecars left and this one gave up whole, at its start.
 
-use prometheus::{IntCounterVec, Opts, Registry};
+use prometheus::Registry;
 use tiers::given_up::Cause;
 
-const NAME: &str = "pillion_files_given_up_total";
+use super::figures::counters;
+
 const HELP: &str = "Pool files and logs on disks of earlier sidecars that start empty, by reason; version: their release is too far \
                     from this one.";
 
@@ -32,8 +33,7 @@ pub fn count(
     registry: &Registry,
     given_up: impl Iterator<Item = (File, Cause)>,
 ) -> Result<(), prometheus::Error> {
-    let files = IntCounterVec::new(Opts::new(NAME, HELP), &["file", "reason"])?;
-    registry.register(Box::new(files.clone()))?;
+    let files = counters(registry, "files_given_up_total", HELP, &["file", "reason"])?;
     for file in File::ALL {
         Cause::ALL.iter().for_each(|cause| files.with_label_values(&[file.label(), cause.name()]).inc_by(0));
     }

@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use prometheus::{IntGaugeVec, Opts, Registry};
+use prometheus::{IntGaugeVec, Registry};
 use tiers::dram::Holdings;
 
-use super::figures::{Reading, show};
+use super::figures::{Reading, gauges, show};
 use crate::core::{EngineState, Holder};
 
 /// Characters of an engine's name that are shown.
@@ -39,12 +39,10 @@ impl HoldersMetrics {
     pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let help =
             "Bytes of blocks that an engine keeps, fills, has leased for queries, or promised to loads.";
-        let bytes = IntGaugeVec::new(Opts::new("pillion_engine_bytes", help), &["engine", "kind"])?;
-        registry.register(Box::new(bytes.clone()))?;
+        let bytes = gauges(registry, "engine_bytes", help, &["engine", "kind"])?;
         let help = "Engines connected, by what they get; idle: its ranks join in its first step; unbound: it asks and ranks of it are not \
                     here, look at its log for PILLION STAYS OUT; barred: its KV differs, see pillion ctl namespaces.";
-        let states = IntGaugeVec::new(Opts::new("pillion_engine_state", help), &["engine", "state"])?;
-        registry.register(Box::new(states.clone()))?;
+        let states = gauges(registry, "engine_state", help, &["engine", "state"])?;
         Ok(Self { bytes, states, shown: BTreeSet::new() })
     }
 

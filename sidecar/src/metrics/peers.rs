@@ -6,9 +6,9 @@ use std::time::Duration;
 use mesh::directory::PeerStats;
 use mesh::refusals::{Reason, Refusals};
 use mesh::transport::PeerNumber;
-use prometheus::{Gauge, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
+use prometheus::{Gauge, IntCounterVec, IntGauge, IntGaugeVec, Registry};
 
-use super::figures::{Figure, Figures, Reading, gauge, raise, show};
+use super::figures::{Figure, Figures, Reading, counters, gauge, gauges, raise, show};
 use crate::core::{FAULT_NAMES, PeersStats};
 
 const COUNTERS: &[Figure<PeersStats>] = &[
@@ -89,23 +89,19 @@ impl PeersMetrics {
         registry.register(Box::new(pace.clone()))?;
         let mut peer_gauges = Vec::new();
         for &(name, help, figure) in PEER_GAUGES {
-            let made = IntGaugeVec::new(Opts::new(format!("pillion_mesh_peer_{name}"), help), &["peer"])?;
-            registry.register(Box::new(made.clone()))?;
+            let made = gauges(registry, &format!("mesh_peer_{name}"), help, &["peer"])?;
             peer_gauges.push((made, figure));
         }
         let mut peer_counters = Vec::new();
         for &(name, help, figure) in PEER_COUNTERS {
-            let made = IntCounterVec::new(Opts::new(format!("pillion_mesh_peer_{name}"), help), &["peer"])?;
-            registry.register(Box::new(made.clone()))?;
+            let made = counters(registry, &format!("mesh_peer_{name}"), help, &["peer"])?;
             peer_counters.push((made, figure));
         }
         let help = "Blocks that a peer did not give, by kind; absent: it had them no more, or never.";
-        let faults = IntCounterVec::new(Opts::new("pillion_mesh_faults_total", help), &["kind"])?;
-        registry.register(Box::new(faults.clone()))?;
+        let faults = counters(registry, "mesh_faults_total", help, &["kind"])?;
         FAULT_NAMES.iter().for_each(|kind| faults.with_label_values(&[kind]).inc_by(0));
         let help = "Connections and asks between this sidecar and peers that one of them refused, by reason; the log says who and why.";
-        let refusals = IntCounterVec::new(Opts::new("pillion_mesh_refusals_total", help), &["reason"])?;
-        registry.register(Box::new(refusals.clone()))?;
+        let refusals = counters(registry, "mesh_refusals_total", help, &["reason"])?;
         Reason::ALL.iter().for_each(|reason| refusals.with_label_values(&[reason.name()]).inc_by(0));
         let shown = BTreeSet::new();
         Ok(Self { figures, endpoints_empty, pace, peer_gauges, peer_counters, faults, refusals, shown })

@@ -4,7 +4,9 @@ use procfs::ProcResult;
 use procfs::process::Process;
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
-use prometheus::{Counter, Gauge, IntGauge, IntGaugeVec, Opts, Registry};
+use prometheus::{Counter, Gauge, IntGauge, Registry};
+
+use super::figures::{gauges, show};
 
 /// Read from /proc with each scrape.
 #[derive(Debug)]
@@ -18,10 +20,9 @@ struct ProcessMetrics {
 /// Registers what a scrape says of this process.
 pub(super) fn register(registry: &Registry) -> Result<(), prometheus::Error> {
     registry.register(Box::new(ProcessMetrics::new()?))?;
-    let build = Opts::new("pillion_build_info", "1; its version is that of this sidecar.");
-    let build = IntGaugeVec::new(build, &["version"])?;
+    let build = gauges(registry, "build_info", "1; its version is that of this sidecar.", &["version"])?;
     build.with_label_values(&[env!("CARGO_PKG_VERSION")]).set(1);
-    registry.register(Box::new(build))
+    Ok(())
 }
 
 // === impl ProcessMetrics ===
@@ -51,8 +52,8 @@ impl ProcessMetrics {
         let (stat, ticks) = (process.stat()?, procfs::ticks_per_second() as f64);
         let cpu = (stat.utime + stat.stime) as f64 / ticks;
         self.cpu.inc_by((cpu - self.cpu.get()).max(0.0));
-        self.resident.set(i64::try_from(stat.rss.saturating_mul(procfs::page_size())).unwrap_or(i64::MAX));
-        self.descriptors.set(i64::try_from(process.fd_count()?).unwrap_or(i64::MAX));
+        show(&self.resident, stat.rss.saturating_mul(procfs::page_size()));
+        show(&self.descriptors, process.fd_count()? as u64);
         self.start.set(procfs::boot_time_secs()? as f64 + stat.starttime as f64 / ticks);
         Ok(())
     }

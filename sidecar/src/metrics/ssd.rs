@@ -1,9 +1,9 @@
 //! Metrics of the SSD tier; there are none without `--ssd`.
 
-use prometheus::{IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry};
+use prometheus::{IntCounter, IntCounterVec, IntGaugeVec, Registry};
 use tiers::ssd::{Backend, DeviceStats, FaultKind};
 
-use super::figures::{Figure, Figures, Reading, raise, show};
+use super::figures::{Figure, Figures, Reading, counters, gauges, raise, show};
 use crate::config::Disk;
 use crate::core::SsdStats;
 
@@ -74,10 +74,10 @@ impl SsdMetrics {
     ) -> Result<Self, prometheus::Error> {
         let name = |disk: &Disk| disk.path.display().to_string();
         let names: Vec<String> = at_work.iter().map(|(disk, _)| name(disk)).collect();
-        let out = gauges(registry, "left_out", LEFT_OUT, "device")?;
+        let out = gauges(registry, "ssd_left_out", LEFT_OUT, &["device"])?;
         names.iter().for_each(|name| out.with_label_values(&[name]).set(0));
         left_out.iter().for_each(|disk| out.with_label_values(&[name(disk)]).set(1));
-        let backends = gauges(registry, "backend", BACKEND, "backend")?;
+        let backends = gauges(registry, "ssd_backend", BACKEND, &["backend"])?;
         Backend::ALL.iter().for_each(|backend| backends.with_label_values(&[backend.name()]).set(0));
         at_work.iter().for_each(|(_, backend)| backends.with_label_values(&[backend.name()]).inc());
         Self::of_devices(registry, names)
@@ -85,18 +85,22 @@ impl SsdMetrics {
 
     fn of_devices(registry: &Registry, names: Vec<String>) -> Result<Self, prometheus::Error> {
         let figures = Figures::new(registry, COUNTERS, GAUGES)?;
-        let of_reason = vec(registry, "dropped_blocks_total", "Blocks not written, by reason.", &["reason"])?;
+        let help = "Blocks not written, by reason.";
+        let of_reason = counters(registry, "ssd_dropped_blocks_total", help, &["reason"])?;
         let dropped =
             DROPPED.iter().map(|(reason, figure)| (of_reason.with_label_values(&[*reason]), *figure));
         let mut device_counters = Vec::new();
         for &(name, help, figure) in DEVICE_COUNTERS {
-            device_counters.push((vec(registry, name, help, &["device"])?, figure));
+            let made = counters(registry, &format!("ssd_{name}"), help, &["device"])?;
+            device_counters.push((made, figure));
         }
         let mut device_gauges = Vec::new();
         for &(name, help, figure) in DEVICE_GAUGES {
-            device_gauges.push((gauges(registry, name, help, "device")?, figure));
+            let made = gauges(registry, &format!("ssd_{name}"), help, &["device"])?;
+            device_gauges.push((made, figure));
         }
-        let faults = vec(registry, "faults_total", "Failed transfers, by kind.", &["device", "kind"])?;
+        let help = "Failed transfers, by kind.";
+        let faults = counters(registry, "ssd_faults_total", help, &["device", "kind"])?;
         let dropped = dropped.collect();
         Ok(Self { names, figures, dropped, device_counters, device_gauges, faults })
     }
@@ -119,28 +123,6 @@ impl SsdMetrics {
             }
         }
     }
-}
-
-fn gauges(
-    registry: &Registry,
-    name: &str,
-    help: &str,
-    label: &str,
-) -> Result<IntGaugeVec, prometheus::Error> {
-    let made = IntGaugeVec::new(Opts::new(format!("pillion_ssd_{name}"), help), &[label])?;
-    registry.register(Box::new(made.clone()))?;
-    Ok(made)
-}
-
-fn vec(
-    registry: &Registry,
-    name: &str,
-    help: &str,
-    labels: &[&str],
-) -> Result<IntCounterVec, prometheus::Error> {
-    let made = IntCounterVec::new(Opts::new(format!("pillion_ssd_{name}"), help), labels)?;
-    registry.register(Box::new(made.clone()))?;
-    Ok(made)
 }
 
 #[cfg(test)]

@@ -1,9 +1,10 @@
 //! What the router counts, and the words that its counters have.
 
-use prometheus::{IntCounter, IntCounterVec, Opts, Registry, TextEncoder};
+use prometheus::{IntCounter, IntCounterVec, Registry, TextEncoder};
 
 use super::forward::ForwardError;
 use super::prompt::Whole;
+use crate::metrics::figures::{counter, counters};
 
 /// Counters of one router, all of them there before the first prompt.
 #[derive(Debug)]
@@ -38,29 +39,15 @@ const PAIR: &str = "pair";
 
 impl Counters {
     pub(super) fn new() -> Result<Self, prometheus::Error> {
-        let prompts = Opts::new(
-            "pillion_route_prompts_total",
-            "Prompts, by where they went: pair, or why to one engine alone.",
-        );
-        let failures = Opts::new(
-            "pillion_route_prefill_failures_total",
-            "Prompts that the engine asked to compute them did not, by reason; the one that answers computed them.",
-        );
-        let (prompts, failures) =
-            (IntCounterVec::new(prompts, &["way"])?, IntCounterVec::new(failures, &["reason"])?);
-        let first_tokens = IntCounter::new(
-            "pillion_route_first_tokens_total",
-            "Streams that began with the token of the engine that computed the prompt.",
-        )?;
-        let retries = IntCounter::new(
-            "pillion_route_retries_total",
-            "Prompts that two engines were asked for once more, since the one that answers had given them up.",
-        )?;
         let registry = Registry::new();
-        registry.register(Box::new(retries.clone()))?;
-        registry.register(Box::new(first_tokens.clone()))?;
-        registry.register(Box::new(prompts.clone()))?;
-        registry.register(Box::new(failures.clone()))?;
+        let prompts = "Prompts, by where they went: pair, or why to one engine alone.";
+        let prompts = counters(&registry, "route_prompts_total", prompts, &["way"])?;
+        let failures = "Prompts that the engine asked to compute them did not, by reason; the one that answers computed them.";
+        let failures = counters(&registry, "route_prefill_failures_total", failures, &["reason"])?;
+        let retries = "Prompts that two engines were asked for once more, since the one that answers had given them up.";
+        let retries = counter(&registry, "route_retries_total", retries)?;
+        let first_tokens = "Streams that began with the token of the engine that computed the prompt.";
+        let first_tokens = counter(&registry, "route_first_tokens_total", first_tokens)?;
         for way in Whole::ALL.map(Whole::label).into_iter().chain([PAIR]) {
             prompts.with_label_values(&[way]);
         }

@@ -129,10 +129,19 @@ impl Sockets {
         let bound = tcp.as_ref().map(|(listener, _)| listener.local_addr()).transpose()?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
         let serve = async move {
-            let listener = UnixListener::from_std(listener).expect("a non-blocking listener of this process");
-            let beside =
-                tcp.map(|(listener, token)| tokio::spawn(serve_tcp(listener, token, Arc::clone(&handler))));
-            serve_unix(listener, handler).await;
+            let unix = UnixListener::from_std(listener).expect("a non-blocking listener of this process");
+            let beside = tcp.map(|(listener, token)| {
+                let tcp = tokio::net::TcpListener::from_std(listener)
+                    .expect("a non-blocking listener of this process");
+                let accept = async move || Ok((tcp.accept().await?.0, Caller::Tcp(token.clone())));
+                tokio::spawn(serve_all(accept, Arc::clone(&handler)))
+            });
+            let accept = async move || {
+                let (stream, _) = unix.accept().await?;
+                let caller = Caller::Unix(Listener::permits_alone(&stream));
+                Ok((stream, caller))
+            };
+            serve_all(accept, handler).await;
             drop(beside);
         };
         thread::Builder::new().name("pillion-control".into()).spawn(move || runtime.block_on(serve))?;
@@ -154,43 +163,22 @@ impl Served {
     }
 }
 
-async fn serve_unix(listener: UnixListener, handler: Arc<Handler>) {
+/// Serves those whom `accept` gives, at most [`CONNECTIONS_MAX`] at once.
+async fn serve_all<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
+    accept: impl AsyncFn() -> std::io::Result<(S, Caller)>,
+    handler: Arc<Handler>,
+) {
     let seats = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     loop {
-        let seat = seat(&seats).await;
-        match listener.accept().await {
-            Ok((stream, _)) => {
-                let caller = Caller::Unix(Listener::permits_alone(&stream));
+        let seat = Arc::clone(&seats).acquire_owned().await.expect("never closed");
+        match accept().await {
+            Ok((stream, caller)) => {
                 tokio::spawn(connection(stream, caller, Arc::clone(&handler), seat));
             }
-            Err(_) => pause().await,
+            // Out of descriptors: the next attempt must not spin.
+            Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
         }
     }
-}
-
-async fn serve_tcp(listener: TcpListener, token: Token, handler: Arc<Handler>) {
-    let listener =
-        tokio::net::TcpListener::from_std(listener).expect("a non-blocking listener of this process");
-    let seats = Arc::new(Semaphore::new(CONNECTIONS_MAX));
-    loop {
-        let seat = seat(&seats).await;
-        match listener.accept().await {
-            Ok((stream, _)) => {
-                let caller = Caller::Tcp(token.clone());
-                tokio::spawn(connection(stream, caller, Arc::clone(&handler), seat));
-            }
-            Err(_) => pause().await,
-        }
-    }
-}
-
-async fn seat(seats: &Arc<Semaphore>) -> OwnedSemaphorePermit {
-    Arc::clone(seats).acquire_owned().await.expect("never closed")
-}
-
-/// Out of descriptors: the next attempt must not spin.
-async fn pause() {
-    tokio::time::sleep(Duration::from_millis(100)).await;
 }
 
 /// One connection, until either side has enough of it.

@@ -96,10 +96,7 @@ impl Queries {
         self.end_waits(session, cx);
         self.promises_may_differ();
         let asker = self.askers.remove(&session).expect("it has entered");
-        for lease in asker.logs.leases() {
-            // Expired meanwhile, at worst.
-            let _ = cx.dram.release(lease.id, session);
-        }
+        asker.logs.leases().for_each(|lease| lease.release(session, cx));
     }
 
     /// Other engines that keep to a namespace: those may compute what an engine of it awaits.
@@ -153,8 +150,7 @@ impl Queries {
     ) -> Result<(), Violation> {
         self.end_wait(session, log, cx);
         if let Some(lease) = self.logs(session).take_lease(log)? {
-            // Expired meanwhile, at worst.
-            let _ = cx.dram.release(lease.id, session);
+            lease.release(session, cx);
         }
         Ok(())
     }

@@ -12,6 +12,7 @@ use rustix::process::{Resource, getrlimit};
 use shm_protocol::handshake::{self, Hello, Reply, Role};
 use shm_protocol::transport;
 
+use super::mesh::NICS;
 use super::{Finding, Level};
 
 /// What the batched copies were made for; see docs/decisions/0007.
@@ -162,7 +163,7 @@ fn io_uring() -> Finding {
 }
 
 fn rdma() -> Finding {
-    let entries = std::fs::read_dir("/sys/class/infiniband").into_iter().flatten().flatten();
+    let entries = std::fs::read_dir(NICS).into_iter().flatten().flatten();
     let mut names: Vec<_> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
     names.sort();
     match names.is_empty() {

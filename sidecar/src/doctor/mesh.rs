@@ -12,7 +12,8 @@ use rustix::process::{Resource, getrlimit};
 use super::{Finding, Level};
 use crate::config::{MeshOptions, Size, next_port};
 
-const NICS: &str = "/sys/class/infiniband";
+/// Where the kernel lists RDMA devices.
+pub(super) const NICS: &str = "/sys/class/infiniband";
 const MIB: u64 = 1 << 20;
 /// CAP_IPC_LOCK, by its number among the effective ones.
 const IPC_LOCK: u32 = 14;

@@ -49,12 +49,11 @@ impl Queries {
         base.cx.took(wait.timed(), wait.since);
         wait.answered = Some(Answered { slots: slots.clone(), until_ms });
         if let Ok(Some(lease)) = self.asker(place.0).logs.take_lease(place.1) {
-            // Expired meanwhile, at worst.
-            let _ = base.cx.dram.release(lease.id, place.0);
+            lease.release(place.0, &mut base.cx);
         }
         self.unhold(place.0, before, &mut base.cx);
         base.cx.stats.early_answers += 1;
-        base.cx.stats.wait_ms += base.cx.now_ms.saturating_sub(question.asked_ms());
+        question.count_wait(&mut base.cx);
         self.end_window(question, slots.len() as u32, &base.engines[place.0], &mut base.cx);
         self.answer(question, Found { known: 0, refs: slots }, Status::Arriving, &mut base.cx);
     }

@@ -11,7 +11,7 @@ use shm_protocol::source::Source;
 use tiers::dram::LeaseId;
 
 use super::windows::Window;
-use super::{Question, Violation};
+use super::{Context, Question, SessionId, Violation};
 
 /// Those of one scheduler.
 #[derive(Debug, Default)]
@@ -190,6 +190,11 @@ impl KeyLog {
 // === impl QueryLease ===
 
 impl QueryLease {
+    /// Ends it; at worst it has expired meanwhile.
+    pub(super) fn release(self, session: SessionId, cx: &mut Context) {
+        let _ = cx.dram.release(self.id, session);
+    }
+
     /// Of its slots, those of `count` hits from key `from` on.
     pub(super) fn part(&self, slots: &[SlotRef], from: u32, count: u32) -> Option<Vec<SlotRef>> {
         let first = from.checked_sub(self.from)? as usize;

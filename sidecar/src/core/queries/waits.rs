@@ -51,6 +51,11 @@ impl Question {
         millis(self.asked)
     }
 
+    /// Counts the time from when it was asked until now as one of waiting.
+    pub(super) fn count_wait(&self, cx: &mut Context) {
+        cx.stats.wait_ms += cx.now_ms.saturating_sub(self.asked_ms());
+    }
+
     pub(super) fn waiter(&self) -> Waiter {
         Waiter::Query { session: self.session, log: self.log, op: self.op }
     }
@@ -169,7 +174,7 @@ impl Queries {
     pub(super) fn ask_again(&mut self, place: (SessionId, u32), base: &mut Base) {
         let (question, held) = self.take_wait(place, &mut base.cx);
         if !self.ask(question, base) {
-            base.cx.stats.wait_ms += base.cx.now_ms.saturating_sub(question.asked_ms());
+            question.count_wait(&mut base.cx);
         }
         // Leased by now, those that are.
         self.unhold(place.0, held, &mut base.cx);
@@ -177,7 +182,7 @@ impl Queries {
 
     pub(super) fn answer_wait(&mut self, place: (SessionId, u32), base: &mut Base) {
         let (question, held) = self.take_wait(place, &mut base.cx);
-        base.cx.stats.wait_ms += base.cx.now_ms.saturating_sub(question.asked_ms());
+        question.count_wait(&mut base.cx);
         self.answer_late(question, base);
         // Leased by now, those that are.
         self.unhold(place.0, held, &mut base.cx);

@@ -423,12 +423,7 @@ impl WorkerSession {
             Begun::OnStream(failed) => return Ok(Some(failed)),
             Begun::No(plan) => plan,
         };
-        py.detach(|| {
-            self.0.enter(|session| {
-                session.synchronize(stream)?;
-                Ok(Some(session.load_now(plan)))
-            })
-        })
+        py.detach(|| self.0.enter(|session| Ok(Some(session.load_behind(plan, stream)?))))
     }
 
     fn wait_group(&self, group: usize, stream: u64) -> PyResult<()> {

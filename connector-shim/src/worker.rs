@@ -73,7 +73,7 @@ pub struct Options {
 pub enum Begun {
     /// The engine's stream waits for it. These blocks count as failed all the same.
     OnStream(Vec<u32>),
-    /// Nothing: [`Worker::load_now`] is to be called.
+    /// Nothing: [`Worker::load_behind`] is to be called.
     No(Plan),
 }
 
@@ -233,8 +233,8 @@ impl Worker {
 
     /// Makes the engine's stream wait for a plan's blocks, cut by cut where `overlap`, else for all of them now. Hands the
     /// plan back where nobody promised them in time, this process copies them, or the memory is the host's: then
-    /// [`Worker::load_now`] is called. No stream ever waits for copies that this process is still to enqueue: a kernel's first
-    /// launch or an allocation behind it would keep the driver from them.
+    /// [`Worker::load_behind`] is called. No stream ever waits for copies that this process is still to enqueue: a kernel's
+    /// first launch or an allocation behind it would keep the driver from them.
     pub fn load_on(&mut self, plan: Plan, stream: u64, overlap: bool) -> Result<Begun, ShimError> {
         if self.session.copies_itself(&plan) {
             return Ok(Begun::No(plan));
@@ -267,6 +267,13 @@ impl Worker {
     pub fn synchronize(&mut self, stream: u64) -> Result<(), ShimError> {
         let stream = self.device.as_mut().map(|device| device.stream(stream));
         Ok(stream.map_or(Ok(()), |stream| stream.synchronize())?)
+    }
+
+    /// Loads the blocks of a plan that [`Worker::load_on`] handed back, once `stream` has passed all that it was given, and
+    /// returns those that failed.
+    pub fn load_behind(&mut self, plan: Plan, stream: u64) -> Result<Vec<u32>, ShimError> {
+        self.synchronize(stream)?;
+        Ok(self.load_now(plan))
     }
 
     /// Loads a plan's blocks now and returns those that failed.

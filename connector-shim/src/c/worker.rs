@@ -227,7 +227,10 @@ pub extern "C" fn pillion_worker_load(
         let plan = Plan::decode(plan.get("plan")?).map_err(ShimError::from)?;
         let (op, sync) = (plan.op, plan.flags & LOAD_SYNC != 0);
         state.failed = match sync {
-            true => load_now(&mut state.session, plan, stream, by_cuts)?,
+            true => match state.session.load_on(plan, stream, by_cuts)? {
+                Begun::OnStream(failed) => failed,
+                Begun::No(plan) => state.session.load_behind(plan, stream)?,
+            },
             false => {
                 state.session.load_later(plan, stream)?;
                 Vec::new()
@@ -264,16 +267,6 @@ pub extern "C" fn pillion_worker_poll(
 
 fn call(worker: Option<&Worker>, call: impl FnOnce(&mut State) -> Result<(), Failure>) -> Status {
     answer(|| given("worker", worker)?.0.enter(call))
-}
-
-/// Blocks that failed.
-fn load_now(session: &mut Session, plan: Plan, stream: u64, by_cuts: bool) -> Result<Vec<u32>, ShimError> {
-    let plan = match session.load_on(plan, stream, by_cuts)? {
-        Begun::OnStream(failed) => return Ok(failed),
-        Begun::No(plan) => plan,
-    };
-    session.synchronize(stream)?;
-    Ok(session.load_now(plan))
 }
 
 // === impl WorkerOptions ===

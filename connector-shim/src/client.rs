@@ -12,7 +12,7 @@ use crate::clock;
 use crate::connection::{Address, ConnectError, Connection};
 use crate::core::endpoint::Endpoint;
 use crate::core::notices::{Cause, Notices};
-use crate::error::ShimError;
+use crate::error::{ShimError, refuse_forked};
 
 /// Time between two attempts to connect: a restarted sidecar is found soon, an absent one costs nothing.
 const RETRY: Duration = Duration::from_secs(1);
@@ -80,7 +80,7 @@ impl Client {
 
     /// Whether this process is a child of the session's owner, which has neither the mapping nor the thread.
     pub(crate) fn is_forked(&self) -> bool {
-        std::process::id() != self.owner
+        refuse_forked(self.owner).is_err()
     }
 
     /// The connection in use.

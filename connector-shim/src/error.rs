@@ -69,3 +69,8 @@ impl ShimError {
 pub(crate) fn argument<T>(text: impl Into<String>) -> Result<T, ShimError> {
     Err(ShimError::Argument(text.into()))
 }
+
+/// Refuses a forked child of a session's `owner`, the process that made it.
+pub(crate) fn refuse_forked(owner: u32) -> Result<(), ShimError> {
+    if std::process::id() == owner { Ok(()) } else { Err(ShimError::Forked { owner }) }
+}

@@ -22,7 +22,7 @@ use shm_protocol::layout::LOG_KEYS;
 use shm_protocol::namespace;
 
 use crate::core::plan::Plan;
-use crate::error::{ShimError as Failure, argument};
+use crate::error::{ShimError as Failure, argument, refuse_forked};
 use crate::scheduler::{Asked, BlockChange, Config, Scheduler};
 use crate::worker::{Begun, Memory, Worker};
 use crate::{scheduler, worker};
@@ -56,9 +56,7 @@ impl<S> Guarded<S> {
 
     /// One call. A forked child is refused before the lock, which its parent may have held; a panic ends the session.
     fn enter<T>(&self, call: impl FnOnce(&mut S) -> PyResult<T>) -> PyResult<T> {
-        if std::process::id() != self.owner {
-            return Err(Failure::Forked { owner: self.owner }.into());
-        }
+        refuse_forked(self.owner)?;
         let entered = catch_unwind(AssertUnwindSafe(|| {
             let mut session = self.session.lock().map_err(|_| internal_error())?;
             call(&mut session)

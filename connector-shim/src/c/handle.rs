@@ -7,7 +7,7 @@ use std::ptr;
 use std::sync::{Mutex, TryLockError};
 
 use super::error::{Failure, Status, answer, given};
-use crate::error::ShimError;
+use crate::error::refuse_forked;
 
 /// 16 random bytes that name one run of an engine; see `getrandom(2)`.
 #[repr(C)]
@@ -40,9 +40,7 @@ impl<S> Guarded<S> {
 
     /// One call. A forked child is refused before the lock, which its parent may have held.
     pub(super) fn enter<T>(&self, call: impl FnOnce(&mut S) -> Result<T, Failure>) -> Result<T, Failure> {
-        if self.is_forked() {
-            return Err(ShimError::Forked { owner: self.owner }.into());
-        }
+        refuse_forked(self.owner)?;
         let mut session = self.session.try_lock().map_err(|error| match error {
             TryLockError::Poisoned(_) => Failure::internal(),
             TryLockError::WouldBlock => {
@@ -53,16 +51,13 @@ impl<S> Guarded<S> {
         })?;
         call(&mut session)
     }
-
-    fn is_forked(&self) -> bool {
-        std::process::id() != self.owner
-    }
 }
 
 /// The end of a handle, if there is one: `leave` says good-bye, but not for the parent of a forked child.
 pub(super) fn end<S>(handle: Option<Guarded<S>>, leave: impl FnMut(&mut S)) {
     answer(|| {
-        let session = handle.filter(|handle| !handle.is_forked()).map(|handle| handle.session.into_inner());
+        let handle = handle.filter(|handle| refuse_forked(handle.owner).is_ok());
+        let session = handle.map(|handle| handle.session.into_inner());
         session.and_then(Result::ok).iter_mut().for_each(leave);
         Ok(())
     });

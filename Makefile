@@ -42,7 +42,6 @@ test-long: setup-tests ## what CI has no time for: many seeds, this release agai
 	$(PYTEST) tests/engines tests/e2e/test_windows.py
 	PLAYS=48 SET_STEPS=1000000 $(PYTEST) tests/vllm/test_storm.py
 	FAILED_LOADS=1000 $(PYTEST) tests/vllm/test_half_loads.py
-	CASES=100000 $(PYTEST) tests/vllm/test_serve.py
 	for setup in one two engine; do HANDOVER_SETUP=$$setup HANDOVERS=200 $(PYTEST) tests/e2e/test_handover.py || exit 1; done
 	$(MAKE) sim RUNS=20000
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import mesh
+import pair
 from expressions import impatient
 from pillion import _shim
 from pillion.engine import Engine
@@ -258,6 +259,13 @@ def peer_missing(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
         yield prometheus, nothing
 
 
+@contextlib.contextmanager
+def nobody_computes(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """The engine that is to compute prompts is away, so the one that answers does."""
+    with pair.routing(directory) as router, scraping(directory, {"one": router}, impatient()) as prometheus:
+        yield prometheus, router.ask
+
+
 FAULTS: dict[str, Fault] = {
     "PillionDown": down,
     "PillionStandsStill": stands_still,
@@ -276,6 +284,7 @@ FAULTS: dict[str, Fault] = {
     "PillionPeerMissing": peer_missing,
     "PillionPeerLeftAlone": peer_frozen,
     "PillionPeerCorrupts": peer_corrupts,
+    "PillionPrefillFails": nobody_computes,
 }
 # An engine that joins is not served yet, and not connected before: without their waits these fire at every start.
 JOINING = {"PillionServesNobody", "PillionNoEngine"}

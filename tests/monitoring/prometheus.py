@@ -22,7 +22,7 @@ Labels = dict[str, str]
 
 
 class Prometheus(Server):
-    """One server; `sidecars` by the names of their pods."""
+    """One server; `sidecars`, or routers, by the names of their pods."""
 
     def __init__(self, directory: Path, sidecars: Mapping[str, Sidecar], rules: Rules) -> None:
         directory.mkdir()

@@ -18,12 +18,13 @@ from testkit.sidecar import serving
 
 # The metric that a fault raises, which no test without a GPU can bring about.
 SERIES = {"PillionParkedRanks": "pillion_parked_ranks", "PillionPoolNotLocked": "pillion_pool_pin_failures_total"}
+# The same of vLLM's page: tests/vllm/test_state.py shows it.
+OF_ENGINES = {"PillionStaysOut": "vllm:pillion_stays_out"}
 
 
 def test_every_alert_has_a_fault() -> None:
     """A real one, or a series."""
-    assert set(alerts()) == set(FAULTS) | set(SERIES)
-    assert not set(FAULTS) & set(SERIES)
+    assert sorted(alerts()) == sorted([*FAULTS, *SERIES, *OF_ENGINES])
 
 
 @pytest.mark.parametrize("alert", FAULTS)
@@ -66,6 +67,13 @@ def test_an_alert_fires_in_a_series(alert: str, tmp_path: Path) -> None:
         assert sidecar.metrics()[SERIES[alert]] == 0
     assert fires_in_series(tmp_path, alert, SERIES[alert], 1)
     assert not fires_in_series(tmp_path, alert, SERIES[alert], 0)
+
+
+@pytest.mark.parametrize("alert", OF_ENGINES)
+def test_an_alert_fires_in_a_series_of_an_engine(alert: str, tmp_path: Path) -> None:
+    """Where somebody scrapes vLLM; at 0 it does not."""
+    assert fires_in_series(tmp_path, alert, OF_ENGINES[alert], 1)
+    assert not fires_in_series(tmp_path, alert, OF_ENGINES[alert], 0)
 
 
 def test_a_thread_that_turns_is_no_alert_late_after_a_scrape(tmp_path: Path) -> None:

@@ -215,11 +215,6 @@ impl MeshOptions {
         let given = [
             (!self.peer.is_empty(), "--peer"),
             (!self.etcd.is_empty(), "--etcd"),
-            (self.etcd_ca.is_some(), "--etcd-ca"),
-            (self.etcd_cert.is_some(), "--etcd-cert"),
-            (self.etcd_key.is_some(), "--etcd-key"),
-            (self.etcd_user.is_some(), "--etcd-user"),
-            (self.etcd_password_file.is_some(), "--etcd-password-file"),
             (self.name.is_some(), "--mesh-name"),
             (self.node_id.is_some(), "--node-id"),
             (self.cert.is_some(), "--mesh-cert"),
@@ -231,6 +226,18 @@ impl MeshOptions {
             (self.tcp_streams.is_some(), "--tcp-streams"),
             (!self.nics.is_empty(), "--nics"),
             (self.qps_per_peer.is_some(), "--qps-per-peer"),
+        ];
+        given.into_iter().find_map(|(given, name)| given.then_some(name)).or_else(|| self.first_of_etcd())
+    }
+
+    /// An option that means nothing without `--etcd`.
+    fn first_of_etcd(&self) -> Option<&'static str> {
+        let given = [
+            (self.etcd_ca.is_some(), "--etcd-ca"),
+            (self.etcd_cert.is_some(), "--etcd-cert"),
+            (self.etcd_key.is_some(), "--etcd-key"),
+            (self.etcd_user.is_some(), "--etcd-user"),
+            (self.etcd_password_file.is_some(), "--etcd-password-file"),
         ];
         given.into_iter().find_map(|(given, name)| given.then_some(name))
     }
@@ -290,24 +297,23 @@ impl MeshOptions {
     }
 
     fn members(self) -> Result<Members, ConfigError> {
-        let etcd_option = self.etcd_ca.is_some()
-            || self.etcd_cert.is_some()
-            || self.etcd_key.is_some()
-            || self.etcd_user.is_some();
-        match (self.peer.is_empty(), self.etcd.is_empty()) {
-            (true, true) => {
+        let of_etcd = self.first_of_etcd();
+        match (self.peer.is_empty(), self.etcd.is_empty(), of_etcd) {
+            (true, true, _) => {
                 wrong("who is in the mesh? Pass --peer HOST:PORT for each other sidecar, or --etcd URL")
             }
-            (false, false) => wrong("--peer and --etcd exclude each other: leave one out"),
-            (false, true) if etcd_option => wrong("options of etcd are given and --etcd URL is not"),
-            (false, true) => {
+            (false, false, _) => wrong("--peer and --etcd exclude each other: leave one out"),
+            (false, true, Some(given)) => {
+                wrong(format!("{given} is given and --etcd URL is not: leave it out"))
+            }
+            (false, true, None) => {
                 let wrong_peer = self.peer.iter().find_map(|peer| control::check_peer(peer).err());
                 match wrong_peer {
                     Some(error) => wrong(format!("--peer {error}")),
                     None => Ok(Members::Static(self.peer)),
                 }
             }
-            (true, false) => {
+            (true, false, _) => {
                 let certificate = match (self.etcd_cert, self.etcd_key) {
                     (Some(certificate), Some(key)) => Some((certificate, key)),
                     (None, None) => None,
@@ -456,7 +462,10 @@ mod tests {
         );
         assert!(refused(&format!("{etcd}etcd-user = \"p\"")).contains("--etcd-password-file"));
         assert!(refused(&format!("{etcd}etcd-key = \"/k\"")).contains("--etcd-cert"));
-        assert!(refused(&format!("{LISTEN}peer = [\"b:1\"]\netcd-ca = \"/a\"")).contains("--etcd URL"));
+        for option in ["etcd-ca", "etcd-password-file"] {
+            let text = refused(&format!("{LISTEN}peer = [\"b:1\"]\n{option} = \"/a\""));
+            assert!(text.contains(&format!("--{option}")) && text.contains("--etcd URL"), "{text}");
+        }
         assert!(refused(&format!("{etcd}tcp-streams = 65")).contains("1 to 64"));
         assert!(refused(&format!("{etcd}node-id = \"a b\"")).contains("--node-id"));
     }

@@ -21,7 +21,6 @@ mod namespaces;
 mod peers;
 mod queries;
 mod quotas;
-pub mod serve;
 mod sources;
 mod ssd;
 mod stats;

@@ -1,7 +1,6 @@
 //! What a block is called between nodes.
 
-use shm_protocol::key::{BlockHash, NamespaceDigest};
-use tiers::ssd::Label;
+use shm_protocol::key::{BlockHash, Label, NamespaceDigest};
 use twox_hash::XxHash3_64;
 
 /// XXH3-64 over a block's namespace, group and hash. Two blocks of one digest are one too many in a filter: a false

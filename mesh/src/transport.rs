@@ -18,9 +18,9 @@ use std::net::SocketAddr;
 use std::num::NonZeroU64;
 use std::time::Duration;
 
+pub use shm_protocol::key::Label;
 use shm_protocol::pool::SlotRef;
 use thiserror::Error;
-pub use tiers::ssd::Label;
 
 use crate::Error;
 use crate::refusals::Reason;

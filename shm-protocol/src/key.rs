@@ -81,6 +81,19 @@ pub struct BlockKey {
 #[derive(Copy, Clone, Eq, PartialEq, Ord, PartialOrd, Hash)]
 pub struct NamespaceDigest(pub [u8; 16]);
 
+/// What a block says of itself on a device and between peers; compared at every read with what is asked for.
+#[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
+pub struct Label {
+    /// Digest of everything that makes bytes interchangeable.
+    pub namespace: NamespaceDigest,
+    /// Cache group.
+    pub group: u32,
+    /// The engine's hash of the block.
+    pub hash: BlockHash,
+    /// Bytes of the block.
+    pub bytes: u32,
+}
+
 const _: () = assert!(size_of::<BlockHash>() == 32 && align_of::<BlockHash>() == 1);
 const _: () = assert!(size_of::<BlockKey>() == 40 && align_of::<BlockKey>() == 4);
 const _: () = assert!(std::mem::offset_of!(BlockKey, hash) == 8);

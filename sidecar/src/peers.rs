@@ -14,8 +14,8 @@ use mesh::control::{self, Asker, Control, News, Room};
 use mesh::digest::{Change, Digest};
 use mesh::refusals::Refusals;
 use mesh::transport::{self, BootId, Done, Fetch, Grant, Granted, PeerNumber};
+use shm_protocol::blocks::Blocks;
 use shm_protocol::pool::SlotRef;
-use tiers::Blocks;
 use tiers::pool::Pool;
 
 use self::carriers::Carriers;

@@ -1,7 +1,7 @@
 //! What the SSD tier asks of the kernel: buffers that direct I/O accepts, and transfers by io_uring or by threads. The only
-//! unsafe code beside the mapping of the pool.
+//! unsafe code of this crate.
 
-#[expect(unsafe_code, reason = "anonymous mappings, and the pool's bytes as slices")]
+#[expect(unsafe_code, reason = "anonymous mappings")]
 pub(crate) mod buf;
 pub(crate) mod carrier;
 mod threads;

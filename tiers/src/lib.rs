@@ -33,4 +33,3 @@ mod watch;
 extern crate self as tiers;
 
 pub use error::{Error, FillError, LeaseError};
-pub use io::buf::Blocks;

@@ -15,7 +15,8 @@ mod recovery;
 use std::fmt;
 
 use rustix::io::Errno;
-use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
+pub use shm_protocol::key::Label;
+use shm_protocol::key::{BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use thiserror::Error;
 
@@ -47,18 +48,6 @@ pub struct Geometry {
     pub segments: u32,
     /// Sequences of this life begin here: above all that earlier lives gave out.
     pub first_sequence: u64,
-}
-
-/// What a block says of itself on a device; compared at every read with what is asked for.
-#[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
-pub struct Label {
-    /// Digest of everything that makes bytes interchangeable.
-    pub namespace: NamespaceDigest,
-    pub group: u32,
-    /// The engine's hash of the block.
-    pub hash: BlockHash,
-    /// Bytes of the block.
-    pub bytes: u32,
 }
 
 /// Work for a device.

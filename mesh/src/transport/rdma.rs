@@ -21,7 +21,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use tiers::Blocks;
+use shm_protocol::blocks::Blocks;
 
 use self::verbs::Nic;
 use super::tcp::carriage::{Carriage, Fetching};

@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::EventfdFlags;
-use tiers::Blocks;
+use shm_protocol::blocks::Blocks;
 
 use self::carriage::Carriage;
 use self::fetch::Fetches;

@@ -20,10 +20,10 @@ use mesh::transport::{
     BootId, Done, Fault, Fetch, Grant, Granted, Label, NodeId, Peer, PeerNumber, Transport, Up,
 };
 use rustix::fs::MemfdFlags;
+use shm_protocol::blocks::Blocks;
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
 use shm_protocol::region::{Access, Region};
-use tiers::Blocks;
 use xxhash_rust::xxh3::xxh3_64;
 
 /// The longest a test waits for anything.

@@ -8,9 +8,9 @@ use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use mesh::transport::{BootId, Fetch, Grant, Granted, Label, NodeId, Peer, PeerNumber, Transport, Up};
+use shm_protocol::blocks::Blocks;
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
-use tiers::Blocks;
 
 use super::tier::key;
 use super::{BenchError, memory};

@@ -12,7 +12,7 @@ use mesh::refusals::Refusals;
 use mesh::transport::rdma::{self, Rdma};
 use mesh::transport::tcp::{self, Tcp};
 use mesh::transport::{BootId, Fetch, Granted, Peer, PeerNumber, Transport, Up};
-use tiers::Blocks;
+use shm_protocol::blocks::Blocks;
 
 use crate::config::Mesh;
 

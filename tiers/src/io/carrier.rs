@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::io::Errno;
+use shm_protocol::blocks::Blocks;
 
-use super::buf::Blocks;
 use super::threads::Threads;
 use super::transfer::Transfer;
 use super::uring::Ring;

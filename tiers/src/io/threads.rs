@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
+use shm_protocol::blocks::Blocks;
 
-use super::buf::Blocks;
 use super::transfer::{Direction, Memory, TRANSFERS_MAX, Transfer};
 
 /// Transfers that a device has at a time: a fast one is kept busy by as many blocks of some hundred KiB.

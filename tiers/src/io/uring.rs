@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use io_uring::{IoUring, opcode, squeue, types};
 use rustix::io::Errno;
+use shm_protocol::blocks::Blocks;
 use shm_protocol::pool;
 
-use super::buf::Blocks;
 use super::transfer::{Direction, Memory, TRANSFERS_MAX, Transfer};
 
 /// Bytes of the pool that are registered at a time: the most that one registered buffer has, and no block lies in two,

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use rustix::event::EventfdFlags;
 use rustix::io::Errno;
+use shm_protocol::blocks::Blocks;
 use shm_protocol::region::Region;
 
 use self::activity::Desk;
@@ -21,7 +22,6 @@ use self::worker::Worker;
 use super::recovery::Recovery;
 use super::{Job, Opened, Up};
 use crate::Error;
-use crate::io::buf::Blocks;
 use crate::io::carrier::{Backend, Carrier};
 
 /// The longest that dropping a device waits for its threads; a kernel that answers later keeps what it has.

@@ -5,11 +5,11 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use rustix::event::EventfdFlags;
+use shm_protocol::blocks::Blocks;
 use shm_protocol::region::Region;
 
 use super::format::SUPER_BYTES;
 use super::{Backend, Opened};
-use crate::io::buf::Blocks;
 use crate::io::carrier::Carrier;
 pub use crate::io::transfer::Direction;
 use crate::io::transfer::{Memory, TRANSFERS_MAX, Transfer};

@@ -11,6 +11,7 @@ use std::sync::{Arc, OnceLock};
 
 use rdma_mummy_sys::{ibv_ack_cq_events, ibv_cq, ibv_get_cq_event, ibv_req_notify_cq};
 use rustix::process::{Resource, getrlimit};
+use shm_protocol::blocks::Blocks;
 use sideway::ibverbs::AccessFlags;
 use sideway::ibverbs::address::{AddressHandleAttribute, Gid, GidEntry, GidType};
 use sideway::ibverbs::completion::{
@@ -24,7 +25,6 @@ use sideway::ibverbs::queue_pair::{
     BasicQueuePair, PostSendError, PostSendGuard, QueuePair, QueuePairAttribute, QueuePairState,
     SetScatterGatherEntry, WorkRequestFlags,
 };
-use tiers::Blocks;
 
 use crate::Error;
 use crate::transport::tcp::frame::lease::QueueEnd;

@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 use rustix::time::Timespec;
-use tiers::Blocks;
+use shm_protocol::blocks::Blocks;
 
 use super::frame::{BODY_BYTES_MAX, Frame, HEAD_BYTES, Head, Malformed, VERSION};
 use super::now;

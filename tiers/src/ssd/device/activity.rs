@@ -1,8 +1,9 @@
 //! One job under way: which transfers it needs, and what their bytes must say when they are back.
 
 use rustix::io::Errno;
+use shm_protocol::blocks::Blocks;
 
-use crate::io::buf::{Blocks, Buffer};
+use crate::io::buf::Buffer;
 use crate::io::transfer::{Direction, Memory, Transfer};
 use crate::ssd::format::{self, Distrusted, Header, Trailer};
 use crate::ssd::opened::{Layout, Opened};

@@ -15,7 +15,7 @@ mod shared;
 mod shell;
 pub mod wire;
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -33,6 +33,7 @@ use self::shell::Command;
 use crate::Error;
 pub use crate::backlog::Room;
 use crate::digest::{Change, Digest};
+use crate::listen::listen;
 pub use crate::membership::{DataAddresses, MEMBERS_MAX, News, Parting};
 use crate::pace;
 use crate::refusals::Refusals;
@@ -242,10 +243,7 @@ impl Control {
     /// Listens, finds the members and follows them, from then on. `up` is called on the thread of its own.
     pub fn start(config: Config, up: impl Fn(News) + Send + Sync + 'static) -> Result<Self, Error> {
         config.check()?;
-        let unheard = |source| Error::Listen { address: config.listen, source };
-        let listener = TcpListener::bind(config.listen).map_err(unheard)?;
-        listener.set_nonblocking(true).map_err(unheard)?;
-        let address = listener.local_addr().map_err(unheard)?;
+        let (listener, address) = listen(config.listen)?;
         let (commands, orders) = unbounded_channel();
         let (alive, ended) = channel();
         let figures = Arc::new(Figures::default());

@@ -17,10 +17,12 @@ pub mod digest;
 pub mod directory;
 mod error;
 pub mod feed;
+mod listen;
 pub mod membership;
 pub mod pace;
 mod random;
 pub mod refusals;
+mod sync;
 pub mod tls;
 pub mod transport;
 

@@ -5,7 +5,7 @@ use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::ServerCertVerifier as _;
@@ -18,6 +18,7 @@ use rustls::{
 };
 
 use crate::Error;
+use crate::sync::lock;
 
 /// Who may connect, and who may read along. There is no default.
 #[derive(Clone, Debug)]
@@ -104,7 +105,7 @@ impl Credentials {
 
     /// What the files hold now; where that cannot be used, what they held before, and a note, once.
     fn sides(&self, note: impl FnOnce(String)) -> Sides {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = lock(&self.last);
         let read = self.files.stamp().and_then(|stamp| {
             if stamp != last.stamp {
                 last.sides = Sides::read(&self.files)?;

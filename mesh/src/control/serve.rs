@@ -19,7 +19,7 @@ use tonic::{Request, Response, Status};
 
 use super::dial::Wire;
 use super::service::inventory_server::{Inventory, InventoryServer};
-use super::shared::{Shared, lock};
+use super::shared::Shared;
 use super::wire::namespaces::{NamespacesReply, NamespacesRequest};
 use super::wire::{
     FollowReply, FollowRequest, REPLY_BYTES_MAX, REQUEST_BYTES_MAX, VERSION, WaitReply, WaitRequest,
@@ -29,6 +29,7 @@ use super::{MEMBERS_MAX, namespaces};
 use crate::digest::Thinning;
 use crate::feed::Message;
 use crate::refusals::Reason;
+use crate::sync::lock;
 use crate::tls::REMEDY;
 
 /// The time that a last message has to get out.

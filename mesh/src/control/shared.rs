@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tokio::sync::{Notify, watch};
@@ -16,6 +16,7 @@ use crate::feed::Feed;
 use crate::membership::{Endpoint, Failure, Identity, Membership, Registration, Step};
 use crate::pace::{self, Pace};
 use crate::refusals::Reason;
+use crate::sync::{Rarely, lock, now};
 use crate::tls::Credentials;
 use crate::transport::{BootId, NodeId, PeerNumber};
 
@@ -45,8 +46,7 @@ pub(super) struct Shared {
     /// Changes when peers are to hear that a request here waits for a block.
     pub(super) waits: watch::Sender<()>,
     began: Instant,
-    /// When something was noted rarely for the last time.
-    noted_ms: AtomicU64,
+    rarely: Rarely,
 }
 
 /// An answer of this node; without a reply where its blocks could not be counted.
@@ -62,16 +62,6 @@ struct Following {
     task: AbortHandle,
     /// All is to be asked for anew.
     anew: Arc<Notify>,
-}
-
-#[expect(clippy::disallowed_methods, reason = "limits are kept")]
-pub(super) fn now() -> Instant {
-    Instant::now()
-}
-
-/// What a mutex guards stays whole when a task panics: no guard is held over a call that can.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 // === impl Shared ===
@@ -103,7 +93,7 @@ impl Shared {
             hurry: watch::Sender::new(()),
             waits: watch::Sender::new(()),
             began: now(),
-            noted_ms: AtomicU64::new(0),
+            rarely: Rarely::new(),
         })
     }
 
@@ -127,9 +117,7 @@ impl Shared {
 
     /// Notes something that happens as often as somebody connects: at most once a second.
     pub(super) fn note_rarely(&self, text: String) {
-        let ms = self.now_ms() + 1000;
-        if ms >= self.noted_ms.load(Ordering::Relaxed) + 1000 {
-            self.noted_ms.store(ms, Ordering::Relaxed);
+        if self.rarely.due() {
             self.note(text);
         }
     }

@@ -9,11 +9,12 @@ use tokio::sync::Notify;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::oneshot;
 
-use super::shared::{Seen, Shared, lock, now};
+use super::shared::{Seen, Shared};
 use super::{Answer, Config, Members, etcd, follow, names, namespaces, serve};
 use crate::Error;
 use crate::digest::{Change, Digest};
 use crate::pace::GATHER;
+use crate::sync::{lock, now};
 use crate::tls::{Credentials, Security};
 use crate::transport::PeerNumber;
 

@@ -32,10 +32,11 @@ use super::tcp::link::Link;
 use super::tcp::piece::Piece;
 use super::tcp::serve::part;
 use super::tcp::wire::Wire;
-use super::tcp::{self, Limits, STREAMS_MAX, Security, Shared, Tcp, lock, now};
+use super::tcp::{self, Limits, STREAMS_MAX, Security, Shared, Tcp};
 use super::{BootId, Fault, Fetch, Granted, NodeId, Peer, PeerNumber, Stage, Transport, Up};
 use crate::Error;
 use crate::refusals::Refusals;
+use crate::sync::{lock, now};
 
 /// Queue pairs of each NIC to each peer, unless told otherwise: one reads while the other's blocks are summed.
 pub const QPS_PER_PEER_DEFAULT: usize = 2;

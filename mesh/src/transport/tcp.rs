@@ -17,11 +17,11 @@ mod threads;
 pub(super) mod wire;
 
 use std::collections::HashMap;
-use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use rustix::event::EventfdFlags;
 use shm_protocol::blocks::Blocks;
@@ -34,7 +34,9 @@ use self::serve::Served;
 use self::threads::Threads;
 use super::{BootId, Fault, Fetch, Granted, NodeId, Peer, PeerNumber, Transport, Up};
 use crate::Error;
+use crate::listen::listen;
 use crate::refusals::{Reason, Refusals};
+use crate::sync::{Rarely, lock};
 use crate::tls::Credentials;
 pub use crate::tls::{Security, Tls};
 
@@ -107,19 +109,7 @@ pub(super) struct Shared {
     /// Nothing new is taken on.
     draining: AtomicBool,
     stopping: AtomicBool,
-    /// When something was noted rarely for the last time, in milliseconds of `began`.
-    noted_ms: AtomicU64,
-    began: Instant,
-}
-
-#[expect(clippy::disallowed_methods, reason = "limits are kept")]
-pub(super) fn now() -> Instant {
-    Instant::now()
-}
-
-/// What a mutex guards stays whole when a thread panics: no guard is held over a call that can.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    rarely: Rarely,
 }
 
 fn eventfd() -> Result<OwnedFd, Error> {
@@ -182,10 +172,7 @@ impl Tcp {
             Security::Tls(files) => Some(Credentials::read(files.clone())?),
             Security::Plaintext => None,
         };
-        let unheard = |source| Error::Listen { address: config.listen, source };
-        let listener = TcpListener::bind(config.listen).map_err(unheard)?;
-        listener.set_nonblocking(true).map_err(unheard)?;
-        let address = listener.local_addr().map_err(unheard)?;
+        let (listener, address) = listen(config.listen)?;
         let config = Config { streams: config.streams.clamp(1, STREAMS_MAX), ..config };
         let shared = Arc::new(Shared {
             config,
@@ -200,8 +187,7 @@ impl Tcp {
             bell: eventfd()?,
             draining: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
-            noted_ms: AtomicU64::new(0),
-            began: now(),
+            rarely: Rarely::new(),
         });
         let tcp = Self { shared: Arc::clone(&shared), address };
         let threads = &shared.threads;
@@ -286,12 +272,9 @@ impl Shared {
         fault.reason().into_iter().for_each(|reason| self.count(reason));
     }
 
-    /// Notes something that happens as often as somebody connects: at most one a second.
+    /// Notes something that happens as often as somebody connects: at most once a second.
     pub(super) fn note_rarely(&self, text: String) {
-        let ms = now().saturating_duration_since(self.began).as_millis() as u64 + 1000;
-        let last = self.noted_ms.load(Ordering::Relaxed);
-        let swap = |last| self.noted_ms.compare_exchange(last, ms, Ordering::Relaxed, Ordering::Relaxed);
-        if ms >= last + 1000 && swap(last).is_ok() {
+        if self.rarely.due() {
             self.note(text);
         }
     }

@@ -11,13 +11,14 @@ use super::Queues;
 use super::pairing::pair;
 use super::verbs::{self, Completion, READS_MAX};
 use crate::refusals::Reason;
+use crate::sync::now;
+use crate::transport::tcp::Shared;
 use crate::transport::tcp::carriage::Fetching;
 use crate::transport::tcp::frame::lease::{Lent, Place, Turn};
 use crate::transport::tcp::frame::{ASKS_MAX, Frame};
 use crate::transport::tcp::link::Link;
 use crate::transport::tcp::piece::{PIECE_BYTES_MAX, Piece};
 use crate::transport::tcp::wire::{Broken, Wire};
-use crate::transport::tcp::{Shared, now};
 use crate::transport::{Fault, Stage};
 
 /// Bytes that a stream has asked for and that have not been read: what it has asked is granted while it reads the rest.

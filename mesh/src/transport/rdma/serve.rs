@@ -7,13 +7,14 @@ use std::time::{Duration, Instant};
 use super::pairing::pair;
 use super::{Queues, verbs};
 use crate::refusals::Reason;
+use crate::sync::now;
+use crate::transport::tcp::Shared;
 use crate::transport::tcp::frame::lease::{Lent, Place, Queue, Turn};
 use crate::transport::tcp::frame::{Ask, Frame, Malformed, Status};
 use crate::transport::tcp::link::Link;
 use crate::transport::tcp::serve::asks::{Asked, Asks, granted};
 use crate::transport::tcp::serve::part;
 use crate::transport::tcp::wire::{Broken, Wire};
-use crate::transport::tcp::{Shared, now};
 use crate::transport::{Label, Refusal};
 
 /// A member's connection. Its queue pair goes first: from then on nothing of what is released can be read.

@@ -10,10 +10,11 @@ use std::time::{Duration, Instant};
 
 pub(super) use self::exchange::Exchange;
 use self::stream::Stream;
+use super::Shared;
 use super::frame::ASK_BLOCKS_MAX;
 use super::link::Link;
 use super::piece::{PIECE_BYTES_MAX, Piece, Running};
-use super::{Shared, lock, now};
+use crate::sync::{lock, now};
 use crate::transport::{Done, Fault, Fetch, Label, Refusal, Stage, Up};
 
 /// Fetches under way at most: one for each of the requests that an engine runs, and as many again.

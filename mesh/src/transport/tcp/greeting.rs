@@ -4,11 +4,12 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::Shared;
 use super::frame::{Frame, Hello, Malformed};
 use super::link::Link;
 use super::wire::{Broken, Wire};
-use super::{Shared, lock, now};
 use crate::refusals::Reason;
+use crate::sync::{lock, now};
 use crate::tls::REMEDY;
 use crate::transport::{BootId, Fault, Refusal, Stage};
 

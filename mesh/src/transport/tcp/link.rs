@@ -6,7 +6,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::piece::Piece;
-use super::{Limits, cut, lock, now};
+use super::{Limits, cut};
+use crate::sync::{lock, now};
 use crate::transport::{BootId, Fault, Peer, PeerNumber};
 
 /// Blocks that may wait for a peer's streams: 32 GiB of 2 MiB.

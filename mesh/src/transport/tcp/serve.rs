@@ -14,8 +14,9 @@ use rustix::event::{PollFd, PollFlags};
 pub(super) use self::stream::Stream;
 use super::link::Link;
 use super::wire::{Broken, Wire};
-use super::{Shared, cut, greeting, lock, ring};
+use super::{Shared, cut, greeting, ring};
 use crate::refusals::Reason;
+use crate::sync::lock;
 use crate::transport::{Fault, Granted, PeerNumber, Stage, Up};
 
 /// Connections of peers: 64 of 16 streams. Beyond it a peer is told that this side is busy.

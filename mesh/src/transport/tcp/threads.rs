@@ -2,8 +2,8 @@ use std::sync::Mutex;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::lock;
 use crate::Error;
+use crate::sync::lock;
 
 /// Threads that were started and have not been waited for.
 #[derive(Debug, Default)]

@@ -13,7 +13,7 @@ use rustix::time::Timespec;
 use shm_protocol::blocks::Blocks;
 
 use super::frame::{BODY_BYTES_MAX, Frame, HEAD_BYTES, Head, Malformed, VERSION};
-use super::now;
+use crate::sync::now;
 use crate::transport::{Fault, Refusal, Stage};
 
 /// Bytes that are taken at once: with their checksum they stay in a core's second-level cache. They are also what must

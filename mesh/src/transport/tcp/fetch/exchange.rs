@@ -6,12 +6,13 @@ use std::sync::Arc;
 
 use twox_hash::XxHash3_64;
 
+use crate::sync::now;
+use crate::transport::tcp::Shared;
 use crate::transport::tcp::carriage::Fetching;
 use crate::transport::tcp::frame::{ASKS_MAX, Block, Frame, Status};
 use crate::transport::tcp::link::Link;
 use crate::transport::tcp::piece::{PIECE_BYTES_MAX, Piece, Running};
 use crate::transport::tcp::wire::{Broken, CHUNK_BYTES, Wire};
-use crate::transport::tcp::{Shared, now};
 use crate::transport::{Fault, Stage};
 
 /// Bytes that a stream has asked for and that have not come: two pieces, so that the peer looks up the second while it

@@ -10,9 +10,10 @@ use shm_protocol::pool;
 use super::Desk;
 use crate::Error;
 use crate::refusals::Reason;
+use crate::sync::now;
 use crate::transport::tcp::frame::{ASKS_MAX, Ask, Status};
 use crate::transport::tcp::link::Link;
-use crate::transport::tcp::{Shared, eventfd, now};
+use crate::transport::tcp::{Shared, eventfd};
 use crate::transport::{Grant, Granted, Label, Up};
 
 /// Asks of one connection, in the order asked, in which they are answered. Dropping them releases what was granted; what

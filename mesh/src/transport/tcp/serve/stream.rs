@@ -5,10 +5,11 @@ use std::time::Instant;
 
 use super::asks::{Asks, granted};
 use crate::Error;
+use crate::sync::now;
 use crate::transport::tcp::frame::{Block, Frame, Malformed, Status};
 use crate::transport::tcp::link::Link;
 use crate::transport::tcp::wire::{Broken, CHUNK_BYTES, Wire};
-use crate::transport::tcp::{Limits, Shared, now, serve};
+use crate::transport::tcp::{Limits, Shared, serve};
 
 pub(in crate::transport::tcp) struct Stream<'a> {
     shared: &'a Shared,

@@ -1,0 +1,41 @@
+//! What threads and tasks share: the clock, mutexes, and notes that may not be many.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+/// Milliseconds between two notes.
+const RARE_MS: u64 = 1000;
+
+/// Whether something that happens as often as somebody connects is to be noted: at most once a second.
+pub(crate) struct Rarely {
+    began: Instant,
+    /// When something may be noted again, in milliseconds since `began`.
+    next_ms: AtomicU64,
+}
+
+#[expect(clippy::disallowed_methods, reason = "limits are kept")]
+pub(crate) fn now() -> Instant {
+    Instant::now()
+}
+
+/// What a mutex guards stays whole when a thread or a task panics: no guard is held over a call that can.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+// === impl Rarely ===
+
+impl Rarely {
+    pub(crate) fn new() -> Self {
+        Self { began: now(), next_ms: AtomicU64::new(0) }
+    }
+
+    /// Whether this one is to be noted; of several threads that ask at once, one is told so.
+    pub(crate) fn due(&self) -> bool {
+        let ms = now().saturating_duration_since(self.began).as_millis() as u64;
+        let next = self.next_ms.load(Ordering::Relaxed);
+        let swap = || self.next_ms.compare_exchange(next, ms + RARE_MS, Ordering::Relaxed, Ordering::Relaxed);
+        ms >= next && swap().is_ok()
+    }
+}

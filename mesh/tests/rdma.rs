@@ -15,7 +15,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use mesh::transport::rdma::{Config, Rdma};
-use mesh::transport::tcp::{Limits, Security};
+use mesh::transport::tcp::{self, Limits, Security};
 use mesh::transport::{Fault, Label, Peer, PeerNumber, Refusal};
 use rig::certificates::{Authority, Folder, NAME};
 use rig::{LONG, Node, Owner, Random, acquaint, boot, exchange, label, node, patient};
@@ -80,14 +80,18 @@ fn started(
     wait: impl FnOnce(&Rdma),
 ) -> Node {
     Node::over(name, life, owner, SLOTS, |name, boot, blocks, up| {
-        let mut config = Config::new(name, boot, vec![nic.into()], Security::Plaintext);
-        (config.limits, config.lease) = (patient(), LONG);
+        let mut config = Config::new(tcp::Config::new(name, boot, Security::Plaintext), vec![nic.into()]);
+        (config.tcp.limits, config.lease) = (patient(), LONG);
         change(&mut config);
         let rdma = Rdma::start(config, blocks, up).unwrap();
         wait(&rdma);
         let address = rdma.address();
         (Box::new(rdma), address)
     })
+}
+
+fn config(nics: Vec<String>) -> Config {
+    Config::new(tcp::Config::new(node("one"), boot(1), Security::Plaintext), nics)
 }
 
 /// A node on this NIC that may not lock its pool in memory, once it has said so.
@@ -166,7 +170,7 @@ fn asks_and_leases_go_over_tls() {
     let Some(_wire) = wire() else { return };
     let ca = Authority::new();
     let files = Folder::with(&ca, &ca, NAME, 2099);
-    let (mut one, other) = pair(|config| config.security = Security::Tls(files.tls()));
+    let (mut one, other) = pair(|config| config.tcp.security = Security::Tls(files.tls()));
     let labels = labels(8, 1_310_720);
     labels.iter().for_each(|label| other.keep(*label, false));
     for _ in 0..3 {
@@ -237,8 +241,7 @@ fn what_does_not_fit_is_refused_and_said_on_both_sides() {
 fn a_nic_that_cannot_be_used_stops_the_start_and_the_others_are_named() {
     let start = |nics: &[&str]| {
         let nics = nics.iter().map(|name| (*name).into()).collect();
-        let config = Config::new(node("one"), boot(1), nics, Security::Plaintext);
-        let started = Rdma::start(config, rig::pool(1 << 20), |_| {});
+        let started = Rdma::start(config(nics), rig::pool(1 << 20), |_| {});
         started.err().expect("it does not start").to_string()
     };
     let unknown = start(&["no_such_nic"]);
@@ -258,7 +261,7 @@ fn a_nic_that_cannot_be_used_stops_the_start_and_the_others_are_named() {
 fn a_pool_that_cannot_be_registered_says_why() {
     let Some(_wire) = wire() else { return };
     let (sender, notes) = std::sync::mpsc::channel();
-    let config = Config::new(node("one"), boot(1), vec!["rxe0".into()], Security::Plaintext);
+    let config = config(vec!["rxe0".into()]);
     // Memory that nothing can pin: the file behind it ends in the middle.
     let rdma = Rdma::start(config, rig::torn_pool(8 << 20), move |up| drop(sender.send(up))).unwrap();
     let note = notes.recv_timeout(LONG).unwrap();
@@ -367,7 +370,7 @@ fn one_that_has_left_is_cut_off_in_the_middle() {
 fn an_owner_that_does_not_decide_is_waited_for_until_the_limit() {
     let Some(_wire) = wire() else { return };
     let short = Limits { first_byte: Duration::from_millis(300), ..patient() };
-    let mut one = on("rxe0", "one", 1, Owner::Grants, |config| config.limits = short);
+    let mut one = on("rxe0", "one", 1, Owner::Grants, |config| config.tcp.limits = short);
     let mut other = on("rxe1", "other", 1, Owner::Waits, |_| {});
     acquaint(&one, &other);
     let wanted = [label(1, 1000)];

@@ -57,9 +57,10 @@ fn start(name: &str, words: &[&str], memory: &Memory) -> Started {
     let (node, security, blocks) = (node::name_of(name), security(words), memory.blocks.clone());
     let up = move |up| drop(sender.send(up));
     let over = words[2];
+    let config = tcp::Config::new(node, BOOT, security);
     let Some((nic, queue_pairs)) = over.split_once(':') else {
         let streams = over.parse().expect("a number");
-        let config = tcp::Config { streams, ..tcp::Config::new(node, BOOT, security) };
+        let config = tcp::Config { streams, ..config };
         let tcp = Tcp::start(config, blocks, up).expect("it starts");
         let address = tcp.address();
         return (Arc::new(tcp), address, ups);
@@ -67,12 +68,9 @@ fn start(name: &str, words: &[&str], memory: &Memory) -> Started {
     let qps_per_peer = queue_pairs.parse().expect("a number");
     // An emulated NIC may take long.
     let limits = Limits { first_byte: DEADLINE, progress: DEADLINE, ..Limits::default() };
-    let config = rdma::Config {
-        qps_per_peer,
-        lease: DEADLINE,
-        limits,
-        ..rdma::Config::new(node, BOOT, vec![nic.into()], security)
-    };
+    let config = tcp::Config { limits, ..config };
+    let config =
+        rdma::Config { qps_per_peer, lease: DEADLINE, ..rdma::Config::new(config, vec![nic.into()]) };
     let rdma = Rdma::start(config, blocks, up).expect("it starts");
     while !rdma.ready() {
         std::thread::sleep(Duration::from_millis(10));

@@ -17,7 +17,7 @@ mod serve;
 mod verbs;
 
 use std::collections::BTreeSet;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -32,10 +32,9 @@ use super::tcp::link::Link;
 use super::tcp::piece::Piece;
 use super::tcp::serve::part;
 use super::tcp::wire::Wire;
-use super::tcp::{self, Limits, STREAMS_MAX, Security, Shared, Tcp};
-use super::{BootId, Fault, Fetch, Granted, NodeId, Peer, PeerNumber, Stage, Transport, Up};
+use super::tcp::{self, STREAMS_MAX, Shared, Tcp};
+use super::{Fault, Fetch, Granted, Peer, PeerNumber, Stage, Transport, Up};
 use crate::Error;
-use crate::refusals::Refusals;
 use crate::sync::{lock, now};
 
 /// Queue pairs of each NIC to each peer, unless told otherwise: one reads while the other's blocks are summed.
@@ -49,23 +48,15 @@ const AGAIN: Duration = Duration::from_secs(10);
 /// How blocks are carried.
 #[derive(Clone, Debug)]
 pub struct Config {
-    pub node: NodeId,
-    /// This life of it.
-    pub boot: BootId,
-    /// Where peers connect to, over TCP.
-    pub listen: SocketAddr,
+    /// How asks and grants travel: over as many streams as there are queue pairs, whatever number this gives. Its security
+    /// does not hold for blocks read by RDMA: anybody on the way may read those.
+    pub tcp: tcp::Config,
     /// Names of the NICs, such as mlx5_0; as many on every node.
     pub nics: Vec<String>,
     /// Queue pairs of each NIC to each peer; as many on every node.
     pub qps_per_peer: usize,
     /// How long a peer may read what was granted.
     pub lease: Duration,
-    /// Who may connect, and who may read along on the streams. Blocks themselves anybody on the way may read.
-    pub security: Security,
-    /// How long anything may take.
-    pub limits: Limits,
-    /// Where it is counted whom this node turns away, and who it.
-    pub refusals: Arc<Refusals>,
 }
 
 /// The transport at work. Dropping it ends everything, as it does [`Tcp`].
@@ -106,19 +97,9 @@ pub fn check(nics: &[String]) -> Result<(), Error> {
 // === impl Config ===
 
 impl Config {
-    /// Two queue pairs of each of these NICs to each peer, reached at any free port of loopback alone.
-    pub fn new(node: NodeId, boot: BootId, nics: Vec<String>, security: Security) -> Self {
-        Self {
-            node,
-            boot,
-            listen: (Ipv4Addr::LOCALHOST, 0).into(),
-            nics,
-            qps_per_peer: QPS_PER_PEER_DEFAULT,
-            lease: LEASE_DEFAULT,
-            security,
-            limits: Limits::default(),
-            refusals: Arc::default(),
-        }
+    /// Two queue pairs of each of these NICs to each peer.
+    pub fn new(tcp: tcp::Config, nics: Vec<String>) -> Self {
+        Self { tcp, nics, qps_per_peer: QPS_PER_PEER_DEFAULT, lease: LEASE_DEFAULT }
     }
 
     fn check(&self) -> Result<(), Error> {
@@ -153,9 +134,8 @@ impl Rdma {
     ) -> Result<Self, Error> {
         config.check()?;
         let nics = verbs::open(&config.nics)?;
-        let Config { node, boot, listen, qps_per_peer, lease, security, limits, refusals, .. } = config;
-        let streams = nics.len() * qps_per_peer;
-        let config = tcp::Config { node, boot, listen, streams, security, limits, refusals };
+        let Config { qps_per_peer, lease, .. } = config;
+        let config = tcp::Config { streams: nics.len() * qps_per_peer, ..config.tcp };
         let ways = Ways::default();
         let (queues, ready) = (Arc::clone(&ways.queues), Arc::clone(&ways.queues));
         let tcp = Tcp::with(Box::new(ways), config, blocks.clone(), Box::new(up))?;

@@ -39,26 +39,21 @@ impl Carriers {
         refusals: &Arc<Refusals>,
         up: impl Fn() -> F,
     ) -> Result<(Self, DataAddresses), ::mesh::Error> {
-        let own = || (mesh.node.clone(), mesh.security.clone());
-        let say = up();
-        let (node, security) = own();
-        let config = tcp::Config {
-            listen: mesh.tcp.listen,
-            streams: mesh.tcp.streams,
+        let own = |listen| tcp::Config {
+            listen,
             refusals: Arc::clone(refusals),
-            ..tcp::Config::new(node, boot, security)
+            ..tcp::Config::new(mesh.node.clone(), boot, mesh.security.clone())
         };
+        let say = up();
+        let config = tcp::Config { streams: mesh.tcp.streams, ..own(mesh.tcp.listen) };
         let tcp = Tcp::start(config, blocks.clone(), move |said| say(tagged(said, TCP)))?;
         let mut at = DataAddresses { tcp: tcp.address(), rdma: None };
         let mut carriers = Self::new(Box::new(tcp), None);
         if let Some(nics) = &mesh.rdma {
             let say = up();
-            let (node, security) = own();
             let config = rdma::Config {
-                listen: nics.listen,
                 qps_per_peer: nics.qps_per_peer,
-                refusals: Arc::clone(refusals),
-                ..rdma::Config::new(node, boot, nics.names.clone(), security)
+                ..rdma::Config::new(own(nics.listen), nics.names.clone())
             };
             let rdma = Rdma::start(config, blocks.clone(), move |said| say(tagged(said, RDMA)))?;
             at.rdma = Some(rdma.address());

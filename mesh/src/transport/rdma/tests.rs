@@ -12,8 +12,9 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::region::{Access, Region};
 
 use super::*;
+use crate::transport::tcp::Security;
 use crate::transport::tcp::frame::{Ask, Block, HEAD_BYTES, Head, Hello, Status};
-use crate::transport::{Done, Grant, Label};
+use crate::transport::{BootId, Done, Grant, Label, NodeId};
 
 const LONG: Duration = Duration::from_secs(30);
 const BOOT: BootId = BootId(NonZeroU64::MIN);

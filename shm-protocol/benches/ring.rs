@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags};
+use rustix::event::{PollFd, PollFlags};
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
@@ -142,8 +142,7 @@ fn wait_for<T>(mut attempt: impl FnMut() -> Option<T>) -> T {
 fn sidecar(path: &Path) {
     let socket = transport::connect(path, LIMIT).expect("connect");
     let (fd, memory) = SessionMemory::create(PROTOCOL_VERSION, 1, 1).expect("session memory");
-    let doorbell =
-        rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("eventfd");
+    let doorbell = wait::eventfd().expect("eventfd");
     transport::send(&socket, b"memory and doorbell", &[fd.as_fd(), doorbell.as_fd()]).expect("send");
     let mut submissions = Consumer::new(memory.ring(Ring::Submission));
     let mut sleeping = false;

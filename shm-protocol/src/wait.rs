@@ -5,10 +5,12 @@
 //! looks at its word before it blocks on the futex. Store-then-load on both sides is what the SeqCst fences order.
 //! The code is generic over [`WaitMemory`] so that loom checks exactly what the product runs.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
+use rustix::event::EventfdFlags;
+use rustix::io::Errno;
 use rustix::thread::futex;
 use rustix::time::Timespec;
 
@@ -40,9 +42,19 @@ pub trait WaitMemory {
 /// Engine side, after publishing: wakes the sidecar if it sleeps.
 pub fn ring_doorbell(region: &Region, doorbell: BorrowedFd<'_>) {
     if must_ring(region) {
-        // A full eventfd counter (EAGAIN) wakes the sidecar just as well; a dead peer shows on the socket.
-        let _ = rustix::io::write(doorbell, &1u64.to_ne_bytes());
+        signal(doorbell);
     }
+}
+
+/// A descriptor by which a thread, of this process or another, wakes whoever polls it.
+pub fn eventfd() -> Result<OwnedFd, Errno> {
+    rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+}
+
+/// Wakes whoever polls an eventfd.
+pub fn signal(eventfd: impl AsFd) {
+    // A full counter (EAGAIN) is readable, which is all that is wanted; a peer's death shows on the socket.
+    let _ = rustix::io::write(eventfd, &1u64.to_ne_bytes());
 }
 
 /// Engine side, after publishing: whether the sidecar sleeps, or is about to, without having seen what was published.

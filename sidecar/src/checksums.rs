@@ -13,9 +13,8 @@ use std::time::Duration;
 
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
+use shm_protocol::wait;
 use tiers::pool::Pool;
-
-use crate::wake;
 
 /// Blocks that wait for their checksums, in 1.5 MiB; those beyond it are found in the pool later. As many as may wait to be written to
 /// disks.
@@ -80,7 +79,7 @@ impl Checksums {
         guard: impl Fn() -> G,
         waiting_max: usize,
     ) -> std::io::Result<Self> {
-        let wake = Arc::new(wake::eventfd()?);
+        let wake = Arc::new(wait::eventfd()?);
         let (sender, summed) = mpsc::channel();
         let (sums, to_sum) = mpsc::sync_channel(waiting_max);
         let (verifications, to_verify) = mpsc::channel();
@@ -156,8 +155,7 @@ impl Reports {
     }
 
     fn wake(&self) {
-        // Full means readable, which is all that is wanted.
-        wake::signal(&self.wake);
+        wait::signal(&self.wake);
     }
 }
 

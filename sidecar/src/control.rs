@@ -27,6 +27,7 @@ use mesh::control::Asker;
 use prometheus::Registry;
 use serde::Serialize;
 use serde_json::json;
+use shm_protocol::wait;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -40,7 +41,6 @@ use crate::inbox::Inbox;
 use crate::listener::{Listener, Use};
 use crate::logging::LogLevel;
 use crate::quotas::Levels;
-use crate::wake;
 
 /// Connections served at once at each address; the rest wait in the kernel's backlog.
 const CONNECTIONS_MAX: usize = 16;
@@ -120,7 +120,7 @@ impl Sockets {
     /// Serves them on a thread of their own, and counts in `registry` who is refused.
     pub fn serve(self, parts: Parts, registry: &Registry) -> Result<Served, StartError> {
         let refusals = Refusals::new(registry)?;
-        let end = Arc::new(wake::eventfd().map_err(std::io::Error::from)?);
+        let end = Arc::new(wait::eventfd().map_err(std::io::Error::from)?);
         let handler = Arc::new(Handler { parts, end: Arc::clone(&end), refusals });
         let Self { unix, tcp } = self;
         let listener = std::os::unix::net::UnixListener::from(unix.socket().try_clone()?);
@@ -209,7 +209,7 @@ async fn connection(
     }
     // Whoever asked for the end has the answer by now, or is gone.
     if last.into_inner() {
-        wake::signal(&handler.end);
+        wait::signal(&handler.end);
     }
     drop(seat);
 }

@@ -15,6 +15,7 @@ use copy_engine::HostMemory;
 use copy_engine::cuda::Gpu;
 use shm_protocol::handshake::Worker;
 use shm_protocol::session::SessionMemory;
+use shm_protocol::wait;
 use tiers::pool::Pool;
 
 use self::gpu::contexts::Contexts;
@@ -24,7 +25,7 @@ use self::host::{HostCopiers, HostRank};
 use self::staged::StagedRank;
 use crate::core::{Comparison, CopyId, Direction, Found, Piece, SessionId};
 use crate::pinning::Pinned;
-use crate::wake::{self, EndSignal};
+use crate::wake::EndSignal;
 
 /// The memory of a worker session.
 #[derive(Clone, Debug)]
@@ -151,8 +152,7 @@ impl Ends {
     }
 
     fn wake(&self) {
-        // Full after 2^64 ends, and then readable all the same.
-        wake::signal(&self.wake);
+        wait::signal(&self.wake);
     }
 }
 
@@ -166,7 +166,7 @@ impl Copiers {
         pinned: &Arc<Pinned>,
         ended: &Arc<EndSignal>,
     ) -> std::io::Result<Self> {
-        let wake = wake::eventfd()?;
+        let wake = wait::eventfd()?;
         let ((sender, finished), (teller, compared)) = (mpsc::channel(), mpsc::channel());
         let (herald, ranks) = mpsc::channel();
         let ends = Ends { finished: sender, compared: teller, ranks: herald, wake: Arc::new(wake) };

@@ -7,13 +7,14 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
+use shm_protocol::wait;
 use tiers::pool::Pool;
 use tiers::ssd::{self, Backend, Device, Geometry, Job, Missing, Opened, Up};
 
 use crate::clock::Clock;
 use crate::config::{Disk, SsdIo};
 use crate::error::StartError;
-use crate::wake::{self, EndSignal};
+use crate::wake::EndSignal;
 
 /// Bytes that may be on their way to one device: what the fastest drive writes in some 40 ms.
 const WRITE_BYTES_MAX: u64 = 256 << 20;
@@ -132,7 +133,7 @@ impl Disks {
         io: SsdIo,
         ended: &Arc<EndSignal>,
     ) -> Result<Self, StartError> {
-        let wake = Arc::new(wake::eventfd().map_err(std::io::Error::from)?);
+        let wake = Arc::new(wait::eventfd().map_err(std::io::Error::from)?);
         let (sender, ups) = mpsc::channel();
         let (mut devices, mut disks) = (Vec::new(), Vec::new());
         for (number, (disk, opened)) in opened.into_iter().enumerate() {
@@ -146,7 +147,7 @@ impl Disks {
                 let _ = &guard;
                 // Nobody asks any more: the sidecar ends.
                 let _ = sender.send(up);
-                wake::signal(&wake);
+                wait::signal(&wake);
             };
             devices.push(Device::start(opened, number, pool.shared_region(), io.wanted(), up)?);
         }

@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 use shm_protocol::key::{BlockHash, NamespaceDigest};
+use shm_protocol::wait;
 use tokio::sync::oneshot;
 
 use crate::core::Kept;
-use crate::wake;
 
 /// Asks that wait; beyond it the sidecar is busy. Each is small, and taken within milliseconds.
 const ASKS_MAX: usize = 32;
@@ -79,7 +79,7 @@ pub struct Asks(Receiver<Ask>);
 /// An inbox, and where what goes in comes out.
 pub fn inbox() -> Result<(Arc<Inbox>, Asks), Errno> {
     let (asks, taken) = sync_channel(ASKS_MAX);
-    let inbox = Inbox { grace_ms: AtomicU64::new(0), asks, wake: wake::eventfd()? };
+    let inbox = Inbox { grace_ms: AtomicU64::new(0), asks, wake: wait::eventfd()? };
     Ok((Arc::new(inbox), Asks(taken)))
 }
 
@@ -94,14 +94,14 @@ impl Inbox {
 
     pub fn drain(&self, grace: Duration) {
         self.grace_ms.store((grace.as_millis() as u64).max(1), Ordering::Relaxed);
-        wake::signal(&self.wake);
+        wait::signal(&self.wake);
     }
 
     /// Asks the data thread, and does not wait; false where too many asks wait already, or it has ended.
     #[must_use = "who is not asked does not answer"]
     pub fn ask(&self, ask: Ask) -> bool {
         let taken = self.asks.try_send(ask).is_ok();
-        wake::signal(&self.wake);
+        wait::signal(&self.wake);
         taken
     }
 }

@@ -16,6 +16,7 @@ use mesh::refusals::Refusals;
 use mesh::transport::{self, BootId, Done, Fetch, Grant, Granted, PeerNumber};
 use shm_protocol::blocks::Blocks;
 use shm_protocol::pool::SlotRef;
+use shm_protocol::wait;
 use tiers::pool::Pool;
 
 use self::carriers::Carriers;
@@ -23,7 +24,7 @@ pub use self::listing::Known;
 use crate::config::Mesh;
 use crate::core::Heard;
 use crate::error::StartError;
-use crate::wake::{self, EndSignal};
+use crate::wake::EndSignal;
 
 /// Changes of a peer that are handed out at once: 0.2 to 0.5 ms of a filter's work.
 const CHANGES: usize = 1024;
@@ -101,7 +102,7 @@ impl Peers {
         known: Known,
         ended: &Arc<EndSignal>,
     ) -> Result<Self, StartError> {
-        let wake = Arc::new(wake::eventfd().map_err(std::io::Error::from)?);
+        let wake = Arc::new(wait::eventfd().map_err(std::io::Error::from)?);
         let ((carrying, ups), (following, news)) = (mpsc::channel(), mpsc::channel());
         let life = |epoch| BootId(NonZeroU64::new(epoch).unwrap_or(NonZeroU64::MIN));
         let boot = life(epoch);
@@ -352,7 +353,7 @@ fn say<T: Send + 'static>(to: &mpsc::Sender<T>, wake: &Arc<OwnedFd>) -> impl Fn(
     move |said| {
         // Nobody asks any more: the sidecar ends.
         let _ = to.send(said);
-        wake::signal(&wake);
+        wait::signal(&wake);
     }
 }
 

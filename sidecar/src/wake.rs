@@ -1,10 +1,10 @@
-//! How threads wake each other: eventfds.
+//! How a thread's end wakes others: by an eventfd.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use rustix::event::EventfdFlags;
 use rustix::io::Errno;
+use shm_protocol::wait::{eventfd, signal};
 
 /// Becomes readable when a thread that must not end has ended.
 #[derive(Debug)]
@@ -38,14 +38,4 @@ impl Drop for OnExit {
     fn drop(&mut self) {
         signal(&self.0);
     }
-}
-
-/// A descriptor by which one thread wakes another.
-pub fn eventfd() -> Result<OwnedFd, Errno> {
-    rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-}
-
-pub fn signal(eventfd: impl AsFd) {
-    // Full means readable, which is all that is wanted.
-    let _ = rustix::io::write(eventfd, &1u64.to_ne_bytes());
 }

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::MemfdFlags;
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use shm_protocol::gate::GateMemory;
@@ -194,7 +194,7 @@ pub(crate) fn welcome(epoch: u64) -> Welcome {
 
 /// An eventfd that wakes a sidecar.
 pub(crate) fn doorbell() -> OwnedFd {
-    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap()
+    wait::eventfd().unwrap()
 }
 
 /// A sidecar's process, which lives as long as this test.

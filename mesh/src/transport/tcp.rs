@@ -23,8 +23,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use rustix::event::EventfdFlags;
 use shm_protocol::blocks::Blocks;
+use shm_protocol::wait;
 
 use self::carriage::Carriage;
 use self::fetch::Fetches;
@@ -113,13 +113,7 @@ pub(super) struct Shared {
 }
 
 fn eventfd() -> Result<OwnedFd, Error> {
-    rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-        .map_err(|errno| Error::Os { doing: "make an eventfd", source: errno.into() })
-}
-
-/// Wakes who polls the eventfd. Full means that it will wake anyway.
-fn ring(bell: &OwnedFd) {
-    let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
+    wait::eventfd().map_err(|errno| Error::Os { doing: "make an eventfd", source: errno.into() })
 }
 
 // === impl Config ===
@@ -241,7 +235,7 @@ impl Drop for Tcp {
         let shared = &self.shared;
         shared.draining.store(true, Ordering::Relaxed);
         shared.stopping.store(true, Ordering::Relaxed);
-        ring(&shared.bell);
+        wait::signal(&shared.bell);
         let members: Vec<_> = lock(&shared.members).drain().map(|(_, link)| link).collect();
         members.iter().for_each(|link| link.close());
         shared.fetches.stop();

@@ -13,6 +13,7 @@ use shm_protocol::region::Access;
 use shm_protocol::session::{Bound, SessionMemory};
 use shm_protocol::transport;
 use shm_protocol::versions::RELEASE;
+use shm_protocol::wait;
 
 use super::Runtime;
 use crate::catalog::Blocks;
@@ -23,7 +24,6 @@ use crate::metrics::CloseReason;
 use crate::poller::Source;
 use crate::refusals::Cause;
 use crate::session::Session;
-use crate::wake;
 
 /// Sessions at once: a host of 16 GPUs with one engine each has 32; room for eight restarts of all at once.
 const SESSIONS_MAX: usize = 256;
@@ -235,7 +235,7 @@ impl Runtime {
         socket: Arc<OwnedFd>,
         rank: Option<Rank>,
     ) -> Result<Session, String> {
-        let doorbell = wake::eventfd().map_err(|error| format!("no eventfd: {error}"))?;
+        let doorbell = wait::eventfd().map_err(|error| format!("no eventfd: {error}"))?;
         let watched = self
             .poller
             .add(Source::Doorbell(id), &doorbell)

@@ -11,6 +11,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use shm_protocol::blocks::Blocks;
+use shm_protocol::wait;
 
 use super::transfer::{Direction, Memory, TRANSFERS_MAX, Transfer};
 
@@ -112,8 +113,7 @@ impl Shared {
             let moved = self.carry(&mut transfer);
             let answer = moved.map_or_else(|errno| -errno.raw_os_error(), |moved| moved as i32);
             self.queue().back.push_back((transfer, answer));
-            // Full means that it is readable anyway.
-            let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
+            wait::signal(&self.wake);
         }
     }
 

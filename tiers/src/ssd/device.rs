@@ -11,10 +11,9 @@ use std::sync::mpsc::{self, Sender};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use rustix::event::EventfdFlags;
-use rustix::io::Errno;
 use shm_protocol::blocks::Blocks;
 use shm_protocol::region::Region;
+use shm_protocol::wait;
 
 use self::activity::Desk;
 pub(super) use self::activity::footer_buffer;
@@ -68,8 +67,7 @@ impl Device {
         make: impl FnOnce(OwnedFd, Arc<OwnedFd>, Blocks) -> io::Result<Carrier> + Send + 'static,
     ) -> Result<Self, Error> {
         let tell: Tell = Arc::new(up);
-        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        let wake = Arc::new(wake.map_err(Error::os("make an eventfd"))?);
+        let wake = Arc::new(wait::eventfd().map_err(Error::os("make an eventfd"))?);
         let stop = Arc::new(AtomicBool::new(false));
         let (jobs, inbox) = mpsc::channel();
 
@@ -116,13 +114,8 @@ impl Device {
         let Some(queue) = &self.jobs else { return };
         let sent = jobs.into_iter().fold(false, |_, job| queue.send(job).is_ok());
         if sent {
-            self.ring_the_bell();
+            wait::signal(&self.wake);
         }
-    }
-
-    fn ring_the_bell(&self) {
-        // Full means that the thread will wake anyway.
-        let _: Result<usize, Errno> = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
     }
 }
 
@@ -130,7 +123,7 @@ impl Drop for Device {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         self.jobs = None;
-        self.ring_the_bell();
+        wait::signal(&self.wake);
         let step = Duration::from_millis(1);
         for _ in 0..STOP_MAX.as_millis() {
             if self.threads.iter().all(JoinHandle::is_finished) {

@@ -1,12 +1,11 @@
 //! What the means of this tier move on a device at most: its transfers alone, without a log, checksums or jobs.
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use rustix::event::EventfdFlags;
 use shm_protocol::blocks::Blocks;
 use shm_protocol::region::Region;
+use shm_protocol::wait;
 
 use super::format::SUPER_BYTES;
 use super::{Backend, Opened};
@@ -26,7 +25,7 @@ pub struct Raw {
 impl Raw {
     /// With the backend that is wanted, else what the kernel allows; transfers move bytes of `pool`.
     pub fn new(opened: Opened, pool: &Arc<Region>, wanted: Option<Backend>) -> io::Result<Self> {
-        let wake: OwnedFd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let wake = wait::eventfd()?;
         let bytes = opened.layout.segment_bytes * u64::from(opened.layout.segments);
         let carrier = Carrier::new(wanted, opened.fd, Arc::new(wake), Blocks::new(Arc::clone(pool)))?;
         Ok(Self { carrier, bytes })

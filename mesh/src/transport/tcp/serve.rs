@@ -10,11 +10,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
+use shm_protocol::wait;
 
 pub(super) use self::stream::Stream;
 use super::link::Link;
 use super::wire::{Broken, Wire};
-use super::{Shared, cut, greeting, ring};
+use super::{Shared, cut, greeting};
 use crate::refusals::Reason;
 use crate::sync::lock;
 use crate::transport::{Fault, Granted, PeerNumber, Stage, Up};
@@ -193,7 +194,7 @@ impl Desk {
         let Some(queue) = &mut *state else { return false };
         queue.push(granted);
         drop(state);
-        ring(&self.bell);
+        wait::signal(&self.bell);
         true
     }
 

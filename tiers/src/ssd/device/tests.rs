@@ -6,6 +6,7 @@ mod rig;
 use std::sync::{Arc, Mutex};
 
 use rig::{Folder, LOG_BYTES, Plan, Rig};
+use rustix::io::Errno;
 
 use super::*;
 use crate::io::transfer::{Direction, Transfer};

@@ -20,7 +20,7 @@ pub mod feed;
 mod listen;
 pub mod membership;
 pub mod pace;
-mod random;
+pub mod random;
 pub mod refusals;
 mod sync;
 pub mod tls;

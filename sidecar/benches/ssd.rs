@@ -13,12 +13,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use mesh::random::Random;
 use rustix::fs::MemfdFlags;
 use rustix::time::ClockId;
 use shm_protocol::key::BlockHash;
 use shm_protocol::pool::SEGMENT_ALIGN;
 use shm_protocol::region::{Access, Region};
-use sidecar::bench::Random;
 use sidecar::bench::tier::{Load, Tier, Times, key};
 use tiers::ssd::{Backend, Log, Missing, Opened};
 
@@ -49,7 +49,7 @@ fn start(path: &Path, bytes: u64) -> (Tier, Arc<Region>) {
 fn fill(pool: &Region) {
     let mut random = Random(1);
     for word in pool.words64(SEGMENT_ALIGN as usize, (POOL_BYTES / 8) as usize) {
-        word.store(random.word(), Ordering::Relaxed);
+        word.store(random.next(), Ordering::Relaxed);
     }
 }
 
@@ -77,7 +77,7 @@ fn ask(log: &mut Log, blocks: u64) -> String {
         let mut times: Vec<f64> = (0..200)
             .map(|_| {
                 let hashes: Vec<BlockHash> =
-                    (0..1024).map(|_| key(base + random.word() % range.max(1)).hash).collect();
+                    (0..1024).map(|_| key(base + random.next() % range.max(1)).hash).collect();
                 let start = Instant::now();
                 assert_eq!(log.probe(0, 0, &hashes), hits);
                 start.elapsed().as_nanos() as f64 / 1000.0

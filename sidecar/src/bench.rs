@@ -13,6 +13,7 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 
 use clap::{Args, Subcommand};
+use mesh::random::Random;
 use rustix::fs::MemfdFlags;
 use rustix::io::Errno;
 use serde_json::{Map, Value, json};
@@ -134,7 +135,7 @@ fn memory(bytes: u64) -> Result<(std::os::fd::OwnedFd, Arc<Region>), BenchError>
     let (fd, region) = mapped().map_err(|source| BenchError::Memory { bytes, source })?;
     let mut random = Random(1);
     for word in region.words64(0, (bytes / 8) as usize) {
-        word.store(random.word(), std::sync::atomic::Ordering::Relaxed);
+        word.store(random.next(), std::sync::atomic::Ordering::Relaxed);
     }
     Ok((fd, region))
 }
@@ -150,25 +151,11 @@ pub fn run(options: &Options, say: impl Fn(&str)) -> Result<String, BenchError> 
     Ok(if options.json { figures.line() } else { figures.table() })
 }
 
-/// Random numbers of which the seed is the state: splitmix64.
-#[derive(Copy, Clone, Debug)]
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn word(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+/// The numbers of a range, each once, in the same random order every time.
+pub fn shuffled(numbers: std::ops::Range<u64>) -> Vec<u64> {
+    let (mut random, mut order): (_, Vec<u64>) = (Random(2), numbers.collect());
+    for at in (1..order.len()).rev() {
+        order.swap(at, (random.next() % (at as u64 + 1)) as usize);
     }
-
-    /// The numbers of a range, each once.
-    pub fn shuffled(&mut self, numbers: std::ops::Range<u64>) -> Vec<u64> {
-        let mut order: Vec<u64> = numbers.collect();
-        for at in (1..order.len()).rev() {
-            order.swap(at, (self.word() % (at as u64 + 1)) as usize);
-        }
-        order
-    }
+    order
 }

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, HashMap};
 use mesh::digest::{Change, Digest, Thinning};
 use mesh::directory::{self, Directory};
 use mesh::feed::{Feed, Follower, Heard, Message, Reader};
+use mesh::random::{Random, mix};
 use mesh::transport::PeerNumber;
 
 /// What a message costs beside its digests: protobuf and gRPC frames, HTTP/2, a TLS record, TCP and IP headers.
@@ -73,19 +74,13 @@ struct Observer {
 pub(crate) struct World {
     setup: Setup,
     now_ms: u64,
-    random: u64,
+    random: Random,
     nodes: Vec<Node>,
     observers: Vec<Observer>,
     /// By time of arrival and number: node, observer, message.
     on_the_way: BTreeMap<(u64, u64), (usize, usize, Message)>,
     sent: u64,
     pub(crate) seen: Seen,
-}
-
-fn mix(z: u64) -> u64 {
-    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 /// The digest of a block of a node.
@@ -105,7 +100,7 @@ fn digests(message: &Message) -> u64 {
 impl World {
     /// A mesh in which every observer has every snapshot.
     pub(crate) fn new(setup: Setup) -> Self {
-        let random = setup.seed;
+        let random = Random(setup.seed);
         let (nodes, observers) = (Vec::new(), Vec::new());
         let on_the_way = BTreeMap::new();
         let seen = Seen::default();
@@ -171,8 +166,7 @@ impl World {
     }
 
     fn draw(&mut self, range: u64) -> u64 {
-        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix(self.random) % range
+        self.random.next() % range
     }
 
     fn replace(&mut self, at: usize) {

@@ -10,7 +10,7 @@ use tiers::ssd::raw::{Direction, Raw};
 use tiers::ssd::{Missing, Opened};
 
 use super::tier::{Load, Tier};
-use super::{BenchError, Figures, GIB, ROUNDS, Random, memory};
+use super::{BenchError, Figures, GIB, ROUNDS, memory, shuffled};
 use crate::clock::Clock;
 use crate::config::{Size, SsdIo};
 
@@ -99,7 +99,7 @@ fn measure_on(options: &Options, load: Load, pool: &Arc<Region>) -> Result<Figur
     let mut raw = Raw::new(opened, pool, wanted)
         .map_err(|error| BenchError::failed("no direct I/O", format!("{error}: pass --ssd-io threads")))?;
     let block = u32::try_from(load.block_bytes).expect("within its limits");
-    let (written, read) = ((0..load.count).collect::<Vec<_>>(), Random(2).shuffled(0..load.count));
+    let (written, read) = ((0..load.count).collect::<Vec<_>>(), shuffled(0..load.count));
     let mut tier = Tier::start(nameless(&options.path, "log", room(8))?, pool, wanted)?;
     // What was never written is slower to write.
     let fills = 2;

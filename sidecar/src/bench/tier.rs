@@ -5,12 +5,13 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
+use mesh::random::Random;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
 use shm_protocol::region::Region;
 use tiers::ssd::{Backend, Config, Device, Ended, Log, Opened, Refused, Up};
 
-use super::{BenchError, Random};
+use super::{BenchError, shuffled};
 use crate::clock::{self, Clock};
 
 const NAMESPACE: NamespaceDigest = NamespaceDigest([7; 16]);
@@ -49,7 +50,7 @@ pub struct Tier {
 /// The key of a block that is known by its number.
 pub fn key(number: u64) -> BlockKey {
     let mut random = Random(number);
-    let words = [number, random.word(), random.word(), random.word()];
+    let words = [number, random.next(), random.next(), random.next()];
     BlockKey { namespace: 0, group: 0, hash: BlockHash::from_words(words) }
 }
 
@@ -163,7 +164,7 @@ impl Tier {
 
     /// Reads them in random order; the tier verifies each.
     pub fn read(&mut self, load: Load, first: u64) -> Result<Times, BenchError> {
-        let order = Random(2).shuffled(first..first + load.count);
+        let order = shuffled(first..first + load.count);
         self.run(load, |log, number, slot| match log.read(&key(order[number as usize]), slot) {
             Some(_) => Ok(true),
             None => {

@@ -1,26 +1,21 @@
 //! The one source of chance: SplitMix64, so that a seed means the same run everywhere.
 
+use mesh::random::Random;
+pub(crate) use mesh::random::mix;
+
 /// A seeded stream of numbers.
 #[derive(Clone, Debug)]
-pub(crate) struct Rng(u64);
-
-/// SplitMix64's finaliser: every bit of the input reaches every bit of the result.
-pub(crate) fn mix(value: u64) -> u64 {
-    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    value ^ (value >> 31)
-}
+pub(crate) struct Rng(Random);
 
 // === impl Rng ===
 
 impl Rng {
     pub(crate) fn new(seed: u64) -> Self {
-        Self(mix(seed ^ 0x5049_4c4c_494f_4e21))
+        Self(Random(mix(seed ^ 0x5049_4c4c_494f_4e21)))
     }
 
     pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix(self.0)
+        self.0.next()
     }
 
     /// Below `limit`, which is not zero.

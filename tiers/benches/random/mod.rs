@@ -1,4 +1,4 @@
-//! Random numbers for benches: splitmix64, whose state is the seed.
+//! Random numbers for benches and unit tests: splitmix64, whose state is the seed.
 
 pub(crate) struct Random(pub(crate) u64);
 

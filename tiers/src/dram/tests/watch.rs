@@ -1,13 +1,7 @@
 //! The log of changes, replayed, is what can be found.
 
 use super::*;
-
-/// Splitmix64: the seed is the state.
-fn next(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z ^ (z >> 31)
-}
+use crate::random::Random;
 
 /// Takes the log over into what is known; a change that changes nothing is a fault.
 fn replay(dram: &mut Dram, known: &mut HashSet<u64>) {
@@ -23,7 +17,7 @@ fn replay(dram: &mut Dram, known: &mut HashSet<u64>) {
 #[test]
 fn the_log_replayed_is_what_can_be_found() {
     for seed in 0..40 {
-        let mut random = seed;
+        let mut random = Random(seed);
         let config = Config { pool_bytes: 3 * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
         let mut dram = Dram::unopened(config, HOLD).expect("sizes");
         dram.watch();
@@ -38,11 +32,11 @@ fn the_log_replayed_is_what_can_be_found() {
         let (mut known, mut filling, mut held) = (HashSet::new(), Vec::new(), Vec::new());
         let mut gone = false;
         for step in 0..600 {
-            let number = next(&mut random) % KEYS;
-            match next(&mut random) % 10 {
+            let number = random.next() % KEYS;
+            match random.next() % 10 {
                 0..5 => {
-                    let size = SIZES[(next(&mut random) % 10).saturating_sub(7) as usize];
-                    let counted = next(&mut random).is_multiple_of(3).then_some(quota);
+                    let size = SIZES[(random.next() % 10).saturating_sub(7) as usize];
+                    let counted = random.next().is_multiple_of(3).then_some(quota);
                     filling.extend(dram.begin_fill(
                         key(number),
                         size,
@@ -51,7 +45,7 @@ fn the_log_replayed_is_what_can_be_found() {
                 }
                 5..8 if !filling.is_empty() => {
                     let slot = filling.swap_remove(number as usize % filling.len());
-                    let commit = !next(&mut random).is_multiple_of(4);
+                    let commit = !random.next().is_multiple_of(4);
                     assert!(if commit { dram.commit(slot) } else { dram.abandon(slot) });
                 }
                 8 => held.extend(dram.hold(&key(number), NOBODY)),
@@ -59,7 +53,7 @@ fn the_log_replayed_is_what_can_be_found() {
                 _ => drop(dram.expire(step)),
             }
             // Sometimes several events lie between two looks.
-            if next(&mut random).is_multiple_of(3) {
+            if random.next().is_multiple_of(3) {
                 let before = known.len();
                 replay(&mut dram, &mut known);
                 gone |= known.len() < before;

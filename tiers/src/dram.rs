@@ -75,7 +75,6 @@ pub struct Stats {
     pub bytes_leased: u64,
     /// Blocks evicted since the start.
     pub evicted_blocks_total: u64,
-    pub evicted_bytes_total: u64,
     /// Blocks removed since the start because they are not trusted.
     pub removed_blocks_total: u64,
     /// Blocks that requests which saved them anew found kept behind one that was not: no query could find them.
@@ -85,8 +84,6 @@ pub struct Stats {
     pub leases_cut_total: u64,
     /// Segments of the pool.
     pub segments: u64,
-    /// Segments that serve a block size.
-    pub segments_assigned: u64,
     /// Blocks taken over from earlier lives, verified.
     pub adopted_blocks_total: u64,
     /// Blocks of earlier lives that are still to be verified.
@@ -184,11 +181,7 @@ impl Dram {
 
     /// Figures as of now.
     pub fn stats(&self) -> Stats {
-        Stats {
-            leases: self.leases.len() as u64,
-            segments_assigned: self.slab.assigned() as u64,
-            ..self.stats
-        }
+        Stats { leases: self.leases.len() as u64, ..self.stats }
     }
 }
 
@@ -284,7 +277,6 @@ impl Dram {
         let bytes = self.slab.block_bytes(id);
         self.stats.blocks -= 1;
         self.stats.evicted_blocks_total += 1;
-        self.stats.evicted_bytes_total += bytes;
         let print = self.vacated(id, bytes);
         self.policy.evicted(print, self.slab.slots());
     }

@@ -64,9 +64,6 @@ pub enum Refused {
 pub struct Stats {
     /// Blocks that can be found.
     pub blocks: u64,
-    pub bytes: u64,
-    /// Writes that were refused because the devices were busy.
-    pub refused_busy_total: u64,
     pub devices: Vec<DeviceStats>,
 }
 
@@ -171,7 +168,6 @@ pub struct Log {
     jobs: Vec<Job>,
     /// Works that a volume asks for, on their way to become jobs.
     wanted: Vec<Work>,
-    refused_busy_total: u64,
     watch: Watch,
 }
 
@@ -197,7 +193,6 @@ impl Log {
             ticked_ms: 0,
             jobs: Vec::new(),
             wanted: Vec::new(),
-            refused_busy_total: 0,
             watch: Watch::default(),
         }
     }
@@ -281,10 +276,7 @@ impl Log {
             }
         }
         let bytes = u32::try_from(bytes).map_err(|_| Refused::TooLarge)?;
-        let device = self.choose(bytes).inspect_err(|refused| {
-            self.refused_busy_total += u64::from(*refused == Refused::Busy);
-        });
-        let device = device?;
+        let device = self.choose(bytes)?;
         if let Some(id) = self.find(&key) {
             self.forget(id);
         }
@@ -473,12 +465,7 @@ impl Log {
             ..volume.stats.clone()
         };
         let devices: Vec<DeviceStats> = self.volumes.iter().map(device).collect();
-        Stats {
-            blocks: devices.iter().map(|device| device.blocks).sum(),
-            bytes: devices.iter().map(|device| device.bytes).sum(),
-            refused_busy_total: self.refused_busy_total,
-            devices,
-        }
+        Stats { blocks: devices.iter().map(|device| device.blocks).sum(), devices }
     }
 }
 

@@ -35,8 +35,7 @@ fn one_percent_of_mixed_sizes_evicts_one_percent() {
     for number in more.clone() {
         fill(&mut dram, number, size(number));
     }
-    let (stats, bytes) = (dram.stats(), more.clone().map(size).sum::<u64>());
+    let stats = dram.stats();
     assert_eq!(stats.evicted_blocks_total - full.evicted_blocks_total, more.end - more.start);
-    assert_eq!(stats.evicted_bytes_total - full.evicted_bytes_total, bytes);
     assert_eq!((stats.blocks, stats.bytes_used), (full.blocks, full.bytes_used));
 }

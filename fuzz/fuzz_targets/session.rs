@@ -87,7 +87,8 @@ impl Input<'_> {
         match kind {
             Kind::Open => SchedulerRequest::Open { log }.into(),
             Kind::Append => {
-                SchedulerRequest::Append(Append { keys, chunks: [position, 1, 2, 3, 4, 5], promised: ok }).into()
+                let (chunks, tail) = ([position, 1, 2, 3, 4, 5], op & 1 == 1);
+                SchedulerRequest::Append(Append { keys, chunks, promised: ok, tail }).into()
             }
             Kind::Query => {
                 SchedulerRequest::Query(Query { op, keys, arriving: ok, awaits: op & 1 == 1 }).into()

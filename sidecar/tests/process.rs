@@ -362,13 +362,12 @@ fn an_engine_is_shown_what_its_ranks_bind_it_to() {
     let (socket, control) = (&sidecar.socket, sidecar.control());
     let (kvs, run) = ([Kv::new(), Kv::new()], [6; 16]);
     let mut scheduler = Session::scheduler(socket, "engine", 2, run);
-    let mut ranks: Vec<Session> = (0..2)
-        .map(|rank| {
-            let worker = kvs[rank].stated("tiny", rank as u32, 2, Copier::Engine);
-            let role = Role::Worker(Worker { live_weights: Some(Digest([rank as u8; 16])), ..worker });
-            Session::open(socket, &hello("engine", 2, role), &kvs[rank].fds.each_ref())
-        })
-        .collect();
+    let open = |rank: usize, live: u8| {
+        let worker = kvs[rank].stated("tiny", rank as u32, 2, Copier::Engine);
+        let role = Role::Worker(Worker { live_weights: Some(Digest([live; 16])), ..worker });
+        Session::open(socket, &hello("engine", 2, role), &kvs[rank].fds.each_ref())
+    };
+    let mut ranks = [open(0, 0), open(1, 1)];
     assert_eq!(ranks[1].welcome.namespace, "", "the other rank has a part in it");
     let known = || ctl::request(&control, "GET", "/namespaces", "").unwrap();
     assert!(known().contains("\"namespaces\": []"), "{}", known());
@@ -399,6 +398,13 @@ fn an_engine_is_shown_what_its_ranks_bind_it_to() {
     scheduler.closed();
     let mut again = Session::scheduler(socket, "engine", 2, run);
     again.post(SchedulerRequest::Weights { number: 1 });
+    // They have answered the session before.
+    ranks.iter().for_each(Session::closed);
+    for (rank, live) in [7, 9].into_iter().enumerate() {
+        ranks[rank] = open(rank, live);
+        ranks[rank].post(WorkerRequest::Weights { number: 1, answers: 1, live: [live; 16] });
+        ranks[rank].post(WorkerRequest::Join { run, step: 0 });
+    }
     let third = bound(&again, 1);
     assert_eq!((third.live, third.namespace), word([7, 9]));
 }

@@ -49,8 +49,8 @@ class Scheduler:
             )
         if not self._recomputes and config.strict_tokens is None and config.loads:
             logger.warning(
-                "pillion: a request whose blocks cannot be loaded ends with an error: set kv_load_failure_policy to recompute in "
-                "--kv-transfer-config"
+                "pillion: a request whose blocks cannot be loaded ends with an error: "
+                "set kv_load_failure_policy to recompute in --kv-transfer-config"
             )
         self._config = config
         self._steps_in_flight = vllm_compat.steps_in_flight(vllm_config)
@@ -170,8 +170,13 @@ class Scheduler:
 
     def loads_failed(self, block_ids: set[int]) -> None:
         """vLLM computes these blocks again, or ends their requests."""
-        then = "are computed again" if self._recomputes else "end their requests: set kv_load_failure_policy to recompute"
-        logger.warning("pillion: %d blocks could not be loaded and %s", len(block_ids), then)
+        if self._recomputes:
+            logger.warning("pillion: %d blocks could not be loaded and are computed again", len(block_ids))
+        elif self._config.strict_tokens is None:
+            logger.warning(
+                "pillion: %d blocks could not be loaded, which ends their requests: set kv_load_failure_policy to recompute",
+                len(block_ids),
+            )
         self._saving.fail(block_ids)
 
     def requests_failed(self, req_ids: set[str]) -> None:

@@ -30,10 +30,13 @@ pub enum ListenError {
     #[error("there is no group {0}: pass a --socket-group that /etc/group lists, or its number")]
     Group(String),
     /// The folder is another user's.
+    #[error("cannot {doing} {path}: {source}; pass another {option} PATH, in a folder of this user's", option = wanted.option())]
+    Os { doing: &'static str, path: PathBuf, wanted: Use, source: std::io::Error },
+    /// The group is none of this user's.
     #[error(
-        "cannot {doing} {path}: {source}; pass --socket PATH, or --control PATH, in a folder of this user's"
+        "cannot give {path} to its group: {source}; pass a --socket-group that this user is in, in Kubernetes runAsGroup"
     )]
-    Os { doing: &'static str, path: PathBuf, source: std::io::Error },
+    Give { path: PathBuf, source: std::io::Error },
     /// The path is too long, or its folder another user's.
     #[error("cannot listen on {path}: {source}; pass another {option} PATH", option = wanted.option())]
     Listen { path: PathBuf, wanted: Use, source: std::io::Error },
@@ -66,21 +69,21 @@ impl Listener {
             Some(folder) if !folder.as_os_str().is_empty() => folder,
             _ => Path::new("."),
         };
-        std::fs::create_dir_all(folder).map_err(os("create", folder))?;
+        std::fs::create_dir_all(folder).map_err(os("create", folder, wanted))?;
         // Two sidecars that start at once take turns, so that neither removes the other's fresh socket.
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let lock = rustix::fs::open(folder, flags, Mode::empty()).map_err(os("open", folder))?;
-        rustix::fs::flock(&lock, FlockOperation::LockExclusive).map_err(os("lock", folder))?;
+        let lock = rustix::fs::open(folder, flags, Mode::empty()).map_err(os("open", folder, wanted))?;
+        rustix::fs::flock(&lock, FlockOperation::LockExclusive).map_err(os("lock", folder, wanted))?;
         remove_stale(path, wanted)?;
         let unheard = |source| ListenError::Listen { path: path.to_owned(), wanted, source };
         let socket = wanted.listen(path).map_err(unheard)?;
         let listener = Self { socket, path: path.to_owned(), group };
         if let Some(group) = &listener.group {
             std::os::unix::fs::chown(path, None, Some(group.gid.as_raw()))
-                .map_err(os("give to its group", path))?;
+                .map_err(|source| ListenError::Give { path: path.to_owned(), source })?;
         }
         let mode = std::fs::Permissions::from_mode(wanted.mode());
-        std::fs::set_permissions(path, mode).map_err(os("set the mode of", path))?;
+        std::fs::set_permissions(path, mode).map_err(os("set the mode of", path, wanted))?;
         Ok(listener)
     }
 
@@ -206,21 +209,27 @@ fn find_group(name: &str) -> Result<Group, ListenError> {
 fn remove_stale(path: &Path, wanted: Use) -> Result<(), ListenError> {
     let found = match std::fs::symlink_metadata(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        found => found.map_err(os("look at", path))?,
+        found => found.map_err(os("look at", path, wanted))?,
     };
     if !found.file_type().is_socket() {
         return Err(ListenError::Foreign(path.to_owned(), wanted));
     }
     match wanted.connect(path) {
-        Err(Errno::CONNREFUSED) => std::fs::remove_file(path).map_err(os("remove the stale socket", path)),
+        Err(Errno::CONNREFUSED) => {
+            std::fs::remove_file(path).map_err(os("remove the stale socket", path, wanted))
+        }
         Err(Errno::PROTOTYPE) => Err(ListenError::Foreign(path.to_owned(), wanted)),
         Ok(()) | Err(Errno::AGAIN) => Err(ListenError::InUse(path.to_owned(), wanted)),
-        Err(errno) => Err(os("look for a sidecar at", path)(errno)),
+        Err(errno) => Err(os("look for a sidecar at", path, wanted)(errno)),
     }
 }
 
-fn os<E: Into<std::io::Error>>(doing: &'static str, path: &Path) -> impl FnOnce(E) -> ListenError {
-    move |source| ListenError::Os { doing, path: path.to_owned(), source: source.into() }
+fn os<E: Into<std::io::Error>>(
+    doing: &'static str,
+    path: &Path,
+    wanted: Use,
+) -> impl FnOnce(E) -> ListenError {
+    move |source| ListenError::Os { doing, path: path.to_owned(), wanted, source: source.into() }
 }
 
 /// Raises the limit of open descriptors to what the process may have: a rank brings up to 64.

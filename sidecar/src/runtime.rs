@@ -14,8 +14,10 @@ mod rest;
 mod sources;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::convert::Infallible;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
 use std::time::Duration;
 
 use tiers::opener::Opener;
@@ -182,8 +184,8 @@ impl Runtime {
         self
     }
 
-    /// Serves until asked to end, and then until the copies in flight have ended or their grace has.
-    pub fn run(mut self) {
+    /// Serves until asked to end, and then until the copies in flight have ended or their grace has; drops `turns` then.
+    pub fn run(mut self, turns: Sender<Infallible>) {
         rest::sharpen_timers();
         let mut turn = Turn::default();
         while !self.ended() {
@@ -192,6 +194,7 @@ impl Runtime {
             let asked = self.answer_asks();
             self.rest(turn.worked() || announced || asked);
         }
+        drop(turns);
         self.sessions.values().filter_map(Session::rank).for_each(|rank| rank.stop());
         self.publish();
         self.show_disks();

@@ -46,16 +46,16 @@ use crate::reserve;
 use crate::runtime::{Runtime, Terms};
 use crate::wake::EndSignal;
 
-/// A data thread that makes its turns has ended so long after the grace at the latest.
-const END_TIME_MAX: Duration = Duration::from_secs(2);
+/// A data thread that makes turns makes the last one so long after the grace at the latest.
+const LAST_TURN_MAX: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
 pub struct Server {
     inbox: Arc<Inbox>,
     ended: Arc<EndSignal>,
     data: JoinHandle<()>,
-    /// Its sender is the data thread's, which drops it at its end.
-    working: Receiver<Infallible>,
+    /// Its sender is the data thread's, which drops it after its last turn.
+    turning: Receiver<Infallible>,
     ready: Ready,
     http: SocketAddr,
     socket: PathBuf,
@@ -150,13 +150,13 @@ impl Server {
         let runtime = runtime.with(disks, peers, checksums).with_forecaster(forecaster);
         let control = control.serve(parts, &registry)?;
         let guard = ended.on_exit();
-        let (works, working) = mpsc::channel();
+        let (turns, turning) = mpsc::channel();
         let data = thread::Builder::new().name("pillion-data".into()).spawn(move || {
-            let (_guard, _works) = (guard, works);
-            runtime.run();
+            let _guard = guard;
+            runtime.run(turns);
         })?;
         ready.store(true, Ordering::Relaxed);
-        Ok(Self { inbox, ended, data, working, ready, http, socket: config.socket.clone(), control })
+        Ok(Self { inbox, ended, data, turning, ready, http, socket: config.socket.clone(), control })
     }
 
     /// The address of the admin pages.
@@ -188,7 +188,7 @@ impl Server {
     pub fn drain(self, grace: Duration) -> Result<(), DrainError> {
         self.ready.store(false, Ordering::Relaxed);
         self.inbox.drain(grace);
-        match self.working.recv_timeout(grace + END_TIME_MAX) {
+        match self.turning.recv_timeout(grace + LAST_TURN_MAX) {
             Err(RecvTimeoutError::Timeout) => Err(DrainError::StandsStill),
             _ => self.data.join().map_err(|_| DrainError::Panicked),
         }

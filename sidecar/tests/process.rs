@@ -11,7 +11,7 @@ use client::sidecar::{Sidecar, free_port};
 use client::{BLOCK_BYTES, Kv, Session, hello, pillion, watch};
 use nix::sys::ptrace;
 use nix::sys::signal::Signal;
-use nix::sys::wait::{WaitPidFlag, waitpid};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use serde_json::Value;
 use shm_protocol::handshake::{self, Copier, Digest, Hello, Reply, Role, Worker};
@@ -290,7 +290,10 @@ fn a_data_thread_that_stands_still_does_not_keep_the_process() {
     let thread = stop_data_thread(sidecar.pid());
     sidecar.signal(Signal::SIGTERM);
     // Its end is this thread's to see before the process is gone.
-    waitpid(thread, Some(WaitPidFlag::__WALL)).unwrap();
+    watch("the end of the stopped thread", || {
+        let seen = waitpid(thread, Some(WaitPidFlag::__WALL | WaitPidFlag::WNOHANG)).unwrap();
+        (seen != WaitStatus::StillAlive).then_some(())
+    });
     assert_eq!(sidecar.wait(), Some(1));
 }
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import mesh
 import pair
+
+import mesh
 from expressions import impatient
 from pillion import _shim
 from pillion.engine import Engine

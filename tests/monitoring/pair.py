@@ -38,7 +38,7 @@ class Router(Server):
 class _Answers(http.server.BaseHTTPRequestHandler):
     """An engine's server, as far as a router asks it."""
 
-    def do_POST(self) -> None:  # noqa: N802, the name that http.server calls
+    def do_POST(self) -> None:
         """An answer to whatever was asked."""
         self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(200)

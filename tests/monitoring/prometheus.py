@@ -9,22 +9,28 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
 from expressions import Rules
 from testkit import ports
 from testkit.server import PAGE_WATCHDOG_S, Server
-from testkit.sidecar import Sidecar
 
 Labels = dict[str, str]
+
+
+class Scraped(Protocol):
+    """A sidecar, or a router."""
+
+    # Where its pages are, as host and port.
+    http: str
 
 
 class Prometheus(Server):
     """One server; `sidecars`, or routers, by the names of their pods."""
 
-    def __init__(self, directory: Path, sidecars: Mapping[str, Sidecar], rules: Rules) -> None:
+    def __init__(self, directory: Path, sidecars: Mapping[str, Scraped], rules: Rules) -> None:
         directory.mkdir()
         self._address = f"127.0.0.1:{ports.free_port()}"
         (directory / "rules.yml").write_text(yaml.safe_dump(rules))
@@ -78,7 +84,7 @@ class Prometheus(Server):
 
 
 @contextlib.contextmanager
-def scraping(directory: Path, sidecars: Mapping[str, Sidecar], rules: Rules) -> Iterator[Prometheus]:
+def scraping(directory: Path, sidecars: Mapping[str, Scraped], rules: Rules) -> Iterator[Prometheus]:
     """A Prometheus that has scraped all of the sidecars."""
     started = Prometheus(directory / "prometheus", sidecars, rules)
     try:

@@ -115,7 +115,13 @@ pub(super) fn open_view(path: &Path, file: &OwnedFd) -> Result<OwnedFd, Error> {
 
 /// By `path` no file can be opened or made.
 fn unopened(path: &Path, errno: Errno) -> Error {
-    let remedy = "its folder must exist and be this user's, in Kubernetes by fsGroup";
+    let remedy = match errno {
+        Errno::LOOP => "pass the path of the file itself, not of a link",
+        Errno::ACCESS | Errno::PERM => {
+            "remove a file there that is another user's, and give this user the folder, in Kubernetes by fsGroup"
+        }
+        _ => "make its folder, or mount it there",
+    };
     Error::File { path: path.to_owned(), problem: format!("cannot be opened: {errno}; {remedy}") }
 }
 

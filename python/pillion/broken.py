@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 from pillion.tracked import Tracked
 
+# Encoders' outputs that are remembered as new ones: beyond it, all count as old.
+ENCODED_MAX = 1 << 16
 # Blocks that a step writes from some token on, those that it loads, and those that it copies, each from one to another.
 NewBlocks = tuple[list[int], list[int], list[tuple[int, int]]]
 
@@ -23,6 +25,9 @@ class Broken:
         self.any = False
         # Requests that may hold one.
         self.suspects: set[Tracked] = set()
+        # What encoders made since all blocks were disowned, by vLLM's identifiers; None: they never were. What was made before
+        # vLLM may still use, though the weights are others.
+        self._encoded: set[str] | None = None
 
     def whole(self, tracked: Tracked) -> int:
         """Blocks of the request before its first broken one."""
@@ -44,13 +49,20 @@ class Broken:
 
     def disown(self, requests: Iterable[Tracked]) -> None:
         """Every block is broken: where vLLM's own cache could not be reset, requests still find blocks of before in it."""
-        self.any = True
+        self.any, self._encoded = True, set()
         self._marks = bytearray(b"\1") * len(self._marks)
         # vLLM's null block, which stands for blocks before a window, and holds nothing.
         self._marks[0] = 0
         for tracked in requests:
             tracked.hit, tracked.saved, tracked.sound = None, 0, -1
             self.suspects.add(tracked)
+
+    def encode(self, identifiers: Iterable[str]) -> None:
+        """A step has encoders make these outputs."""
+        if self._encoded is not None:
+            self._encoded.update(identifiers)
+            if len(self._encoded) > ENCODED_MAX:
+                self._encoded.clear()
 
     def follow(self, begun: list[Tracked], new: NewBlocks, scheduled: dict[str, int]) -> None:
         """What a step writes anew is whole again; what it computes upon a broken block is broken."""
@@ -78,16 +90,30 @@ class Broken:
             start = tracked.request.num_computed_tokens
             end = start + tokens
             blocks, first = tracked.blocks, self._first(tracked)
+            broken_from = start
             if first * size >= start or start <= tracked.sound:
                 # It reads nothing that is broken; a block that it does not fill now stays marked until it does.
-                for block in blocks[first : end // size]:
+                broken_from = min(self._old_outputs(tracked, start, end), default=end)
+                for block in blocks[first : broken_from // size]:
                     marks[block] = 0
-                tracked.sound = end
-                if self._first(tracked) == len(blocks):
-                    self.suspects.discard(tracked)
-            else:
-                for block in blocks[start // size : -(-end // size)]:
+                tracked.sound = broken_from
+            if broken_from < end:
+                for block in blocks[broken_from // size : -(-end // size)]:
                     marks[block] = 1
+            elif self._first(tracked) == len(blocks) and not self._old_outputs(tracked, end, tracked.request.num_tokens):
+                self.suspects.discard(tracked)
+
+    def _old_outputs(self, tracked: Tracked, start: int, end: int) -> list[int]:
+        """Tokens from `start` to `end` at which begins what an encoder made with weights of before."""
+        encoded = self._encoded
+        if encoded is None:
+            return []
+        places = [(each.mm_position, each.identifier) for each in tracked.request.mm_features]
+        return [
+            max(start, place.offset)
+            for place, identifier in places
+            if identifier not in encoded and place.offset < end and place.offset + place.length > start
+        ]
 
     def _computed_partly(self, tracked: Tracked) -> int | None:
         """The block of which an earlier step computed the beginning, as that of a session that goes on: it keeps its mark."""

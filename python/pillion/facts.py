@@ -9,6 +9,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pillion import identity, processors, vllm_compat, weight_files
@@ -71,6 +72,16 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+# Settings that name a file.
+FILES = ("mm_encoder_fp8_scale_path",)
+
+
+def _contents(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same with digests of files in place of their paths."""
+    paths = {name: Path(settings[name]) for name in FILES if isinstance(settings.get(name), str)}
+    return settings | {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items() if path.is_file()}
+
+
 class Facts:
     """One rank's facts. What cannot be compared makes a fact that no other engine states, and a warning in the log."""
 
@@ -79,7 +90,10 @@ class Facts:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._models = models
-        self._private = f"private to {vllm_config.kv_transfer_config.engine_id}"
+        # vLLM's id of this start, the same for all ranks: an engine's own id may be in its command line.
+        self._private = (
+            f"private to {vllm_config.kv_transfer_config.engine_id} {getattr(vllm_config, 'instance_id', '')}".rstrip()
+        )
 
     def stated(self, form: str) -> dict[str, str]:
         """All of them; `form` is the inside of a page."""
@@ -172,7 +186,9 @@ class Facts:
                 value = vllm_compat.environment(name, default) if place == ENVIRONMENT else getattr(owner, name, default)
                 if value != default:
                     found[name] = value
-        return self._read(f"a setting among {', '.join(found)}", lambda: identity.words(found)) if found else "default"
+        if not found:
+            return "default"
+        return self._read(f"a setting among {', '.join(found)}", lambda: identity.words(_contents(found)))
 
     def _processor(self) -> str:
         """The processor of images, video and sound, behind the settings of its fact; a model of texts alone has none."""

@@ -34,10 +34,6 @@ IGNORED = {
         "attention_probs_dropout_prob attn_pdrop embd_pdrop resid_pdrop router_aux_loss_coef router_z_loss_coef "
         "output_router_logits"
     ),
-    "which tokens are asked for: those are in a block's hash": (
-        "bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id forced_bos_token_id "
-        "forced_eos_token_id"
-    ),
     "which token is chosen of the model's output": (
         "do_sample top_p typical_p num_beams num_beam_groups diversity_penalty repetition_penalty length_penalty "
         "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences early_stopping "

@@ -10,9 +10,8 @@ from typing import Any
 
 from pillion import weight_files
 
-# A model's files that say how media are resized, cut and normalised, and code of its own that does so.
-FILES = re.compile(r"process|feature_extract")
-SUFFIXES = {".json", ".py"}
+# A model's files that say how media are resized, cut and normalised, and all of its code: a part of that does so.
+FILES = re.compile(r"(process|feature_extract).*\.json$|\.py$")
 
 
 def digest(model_config: Any) -> str | None:
@@ -22,7 +21,7 @@ def digest(model_config: Any) -> str | None:
         return None
     found = hashlib.sha256()
     for path in sorted(Path(directory).iterdir()):
-        if path.suffix in SUFFIXES and FILES.search(path.name):
+        if FILES.search(path.name):
             content = path.read_bytes()
             found.update(f"{path.name} {len(content)}\n".encode() + content)
     return f"{found.hexdigest()[:32]} transformers {metadata.version('transformers')}"

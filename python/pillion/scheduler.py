@@ -248,6 +248,9 @@ class Scheduler:
             overwritten += output.new_block_ids_to_zero or ()
             if overwritten:
                 session.overwrite(overwritten)
+        for req_id, inputs in (getattr(output, "scheduled_encoder_inputs", None) or {}).items():
+            if tracked := self._requests.by_id.get(req_id):
+                self._broken.encode(tracked.request.mm_features[index].identifier for index in inputs)
         self._broken.follow(begun, (written, loaded, copies), scheduled)
         metadata.urgent = bool(metadata.loads)
         if self._config.saves:

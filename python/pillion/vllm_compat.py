@@ -85,6 +85,17 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
             "calculate_kv_scales makes the scales of FP8 KV from each engine's first batch: start vLLM without "
             "--calculate-kv-scales"
         )
+    if getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False):
+        return (
+            "another engine makes what encoders make (ec_transfer_config), with weights that no fact of this one states: "
+            "start vLLM without --ec-transfer-config"
+        )
+    model = getattr(vllm_config, "model_config", None)
+    if getattr(getattr(model, "multimodal_config", None), "video_pruning_rate", None) and getattr(model, "uses_mrope", False):
+        return (
+            "vLLM places what follows a cached video as if video_pruning_rate had dropped nothing: start vLLM without "
+            "--video-pruning-rate"
+        )
     if not cache.enable_prefix_caching:
         return "prefix caching is off, so blocks have no hashes: start vLLM with --enable-prefix-caching"
     tokens, hashed = block_tokens(kv_cache_config), hash_tokens(kv_cache_config)

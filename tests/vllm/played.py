@@ -177,6 +177,8 @@ class Engine:
         self.session: Any = self.role._session
         self._free = 1
         self._requests = 0
+        # What encoders make in the next steps: places among a request's media, by its id.
+        self.encoded: dict[str, list[int]] = {}
 
     def arrive(self, tokens: int, lora: Any = None, transfer: Any = None) -> Any:
         """A request; `transfer`: its kv_transfer_params."""
@@ -233,5 +235,6 @@ class Engine:
             scheduled_cached_reqs=cached,
             num_scheduled_tokens=scheduled,
             new_block_ids_to_zero=None,
+            scheduled_encoder_inputs=self.encoded,
         )
         return self.role.step(output)

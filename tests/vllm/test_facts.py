@@ -71,6 +71,7 @@ def engine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., di
             attention_config=SimpleNamespace(),
             parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
             kv_transfer_config=SimpleNamespace(engine_id="engine-7"),
+            instance_id="1",
             load_config=SimpleNamespace(load_format="auto"),
             compilation_config=SimpleNamespace(static_forward_context={}),
             additional_config={},
@@ -148,6 +149,15 @@ def test_settings_away_from_their_defaults_are_stated(
     assert others[0][fact] != others[1][fact] and name in others[0][fact]
 
 
+def test_a_file_of_scales_is_its_content(engine: Callable[..., dict[str, str]], tmp_path: Path) -> None:
+    """Whatever its path."""
+    stated = []
+    for name, content in (("one", "1"), ("one", "2"), ("two", "2")):
+        (tmp_path / name).write_text(content)
+        stated.append(engine({"model_config.multimodal_config.mm_encoder_fp8_scale_path": str(tmp_path / name)}))
+    assert differing(stated[0], stated[1]) == {"multimodal"} and stated[1] == stated[2]
+
+
 def test_defaults_are_vllms_own() -> None:
     """A setting that vLLM names otherwise, or whose default moved, would split engines or hide what was set."""
     from vllm import envs
@@ -179,7 +189,7 @@ def test_the_users_word_stands_for_files_alone(engine: Callable[..., dict[str, s
     assert named == engine(model_id="tiny")
     assert not said
     dummy = {"load_config.load_format": "dummy"}
-    assert engine(dummy)["weights"] == "private to engine-7"
+    assert engine(dummy)["weights"] == "private to engine-7 1"
     assert "set pillion.model_id" in said[0] and "load_format dummy" in said[0]
     assert engine(dummy, model_id="tiny") == named
 
@@ -193,7 +203,7 @@ def test_experts_that_no_sample_compares_are_those_of_the_files(engine: Callable
         assert differing(usual, engine(changed)) == {"experts"}
         assert engine(changed)["experts"] == usual["weights"] == engine(changed, model_id="tiny")["experts"]
         assert not said
-        assert engine(changed | {"load_config.load_format": "dummy"}, model_id="tiny")["experts"] == "private to engine-7"
+        assert engine(changed | {"load_config.load_format": "dummy"}, model_id="tiny")["experts"] == "private to engine-7 1"
         assert "--enable-expert-parallel" in said.pop()
     assert differing(usual, engine({"parallel_config.data_parallel_size": 2})) == set()
 
@@ -206,7 +216,8 @@ def test_what_cannot_be_compared_is_shared_with_nobody(engine: Callable[..., dic
         "quantization": {"model_config.quantization_config": print},
     }
     for fact, changed in broken.items():
-        assert "private to engine-7" in engine(changed)[fact]
+        assert "private to engine-7 1" in engine(changed)[fact]
+        assert engine(changed)[fact] != engine(changed | {"instance_id": "2"})[fact], "whoever gives each start the same id"
         assert "a builtin_function_or_method" in said[-1] and "nothing is shared" in said[-1]
 
 
@@ -215,7 +226,7 @@ def test_random_hashes_are_shared_with_nobody(
 ) -> None:
     """Those that start from a random value without a seed."""
     monkeypatch.delenv("PYTHONHASHSEED")
-    assert engine({"cache_config.prefix_caching_hash_algo": "xxhash"})["none_hash"] == "private to engine-7"
+    assert engine({"cache_config.prefix_caching_hash_algo": "xxhash"})["none_hash"] == "private to engine-7 1"
     assert "set PYTHONHASHSEED" in said[0]
     assert len(bytes.fromhex(engine()["none_hash"])) == 32
 

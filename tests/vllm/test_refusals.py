@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,14 @@ refuses = pytest.mark.refuses
             marks=refuses("other-parallel", "start vLLM with --prefill-context-parallel-size 1"),
         ),
         pytest.param(
+            "ec_transfer_config.is_ec_consumer", True, marks=refuses("encoders", "start vLLM without --ec-transfer-config")
+        ),
+        pytest.param(
+            "model_config.multimodal_config.video_pruning_rate",
+            0.5,
+            marks=refuses("pruned-videos", "start vLLM without --video-pruning-rate"),
+        ),
+        pytest.param(
             "cache_config.enable_prefix_caching", False, marks=refuses("no-hashes", "start vLLM with --enable-prefix-caching")
         ),
     ],
@@ -54,12 +63,15 @@ refuses = pytest.mark.refuses
 def test_what_cannot_be_served_is_refused_by_name(setting: str, value: Any, remedy: str) -> None:
     """Before anything is shared."""
     config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(), cache_config=SimpleNamespace(enable_prefix_caching=True, calculate_kv_scales=False)
+        parallel_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, calculate_kv_scales=False),
+        model_config=SimpleNamespace(uses_mrope=True, multimodal_config=SimpleNamespace()),
+        ec_transfer_config=SimpleNamespace(),
     )
     groups = kv_cache_config(full_attention())
     assert vllm_compat.unsupported(config, groups) is None
-    owner, name = setting.split(".")
-    setattr(getattr(config, owner), name, value)
+    owner, _, name = setting.rpartition(".")
+    setattr(operator.attrgetter(owner)(config), name, value)
     reason = vllm_compat.unsupported(config, groups) or ""
     assert remedy in reason and fits_metrics(reason)
 

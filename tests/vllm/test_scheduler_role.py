@@ -138,6 +138,33 @@ def test_what_was_computed_before_is_not_kept(engine: Engine) -> None:
     assert engine.session.saves[1:] == [(1, 0, [6, 7])]
 
 
+@pytest.mark.parametrize("anew", [False, True])
+def test_an_image_of_before_is_not_kept_with_the_new_weights(engine: Engine, anew: bool) -> None:
+    """vLLM keeps what its encoder made, unless that makes it anew; nor is what is computed upon such blocks, found locally."""
+    place = SimpleNamespace(offset=2 * BLOCK_TOKENS + 3, length=BLOCK_TOKENS)
+    image = [SimpleNamespace(identifier="image", mm_position=place)]
+    engine.role.weights_may_have_changed()
+    engine.session.namespace = ELSEWHERE
+    engine.decode()
+    seen = engine.arrive(4 * BLOCK_TOKENS + 1)
+    seen.mm_features = image
+    if anew:
+        engine.encoded = {seen.request_id: [0]}
+    engine.compute(seen, most=BLOCK_TOKENS)
+    engine.encoded = {}
+    engine.go_on(seen)
+    saved = [block for *_, blocks in engine.session.saves for block in blocks]
+    assert saved == ([1, 2, 3, 4] if anew else [1, 2])
+    engine.session.saves.clear()
+    again = engine.arrive(5 * BLOCK_TOKENS + 1)
+    again.mm_features = image
+    found = SimpleNamespace(req_id=again.request_id, block_ids=[[1, 2, 3, 4, 20, 21]], num_computed_tokens=4 * BLOCK_TOKENS)
+    again.num_computed_tokens = 4 * BLOCK_TOKENS
+    engine._step([found], {again.request_id: BLOCK_TOKENS + 1})
+    saved = [block for *_, blocks in engine.session.saves for block in blocks]
+    assert saved == ([20] if anew else [])
+
+
 @pytest.mark.parametrize("namespace", [HERE, ELSEWHERE])
 def test_saves_wait_for_the_binding(engine: Engine, namespace: int) -> None:
     """They are not lost, whatever the session is bound to: ranks have looked before they computed."""

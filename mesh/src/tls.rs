@@ -71,10 +71,22 @@ struct Sides {
     server: Arc<ServerConfig>,
 }
 
+// === impl Security ===
+
+impl Security {
+    /// What sessions are made with; none where bytes travel in the clear.
+    pub(crate) fn credentials(&self) -> Result<Option<Credentials>, Error> {
+        match self {
+            Self::Tls(files) => Ok(Some(Credentials::read(files.clone())?)),
+            Self::Plaintext => Ok(None),
+        }
+    }
+}
+
 // === impl Credentials ===
 
 impl Credentials {
-    pub(crate) fn read(files: Tls) -> Result<Self, Error> {
+    fn read(files: Tls) -> Result<Self, Error> {
         let name = ServerName::try_from(files.name.clone());
         let name = name.map_err(|_| Error::CertificateName(files.name.clone()))?;
         let stamp = files.stamp()?;

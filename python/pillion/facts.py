@@ -34,6 +34,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "numerics": {
         "attention_config": {
             "use_prefill_query_quantization": False,
+            # Without TensorRT-LLM's kernels queries of FP8 KV are rounded to FP8 in a decode alone.
+            "use_trtllm_attention": None,
             "disable_flashinfer_q_quantization": False,
             "use_non_causal": False,
             "indexer_kv_dtype": "auto",

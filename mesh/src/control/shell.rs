@@ -15,7 +15,7 @@ use crate::Error;
 use crate::digest::{Change, Digest};
 use crate::pace::GATHER;
 use crate::sync::{lock, now};
-use crate::tls::{Credentials, Security};
+
 use crate::transport::PeerNumber;
 
 /// How often the membership is told the time.
@@ -43,10 +43,7 @@ pub(super) fn prepare(
     seen: Seen,
     orders: UnboundedReceiver<Command>,
 ) -> Result<impl FnOnce() + Send + 'static, Error> {
-    let credentials = match &config.security {
-        Security::Tls(files) => Some(Credentials::read(files.clone())?),
-        Security::Plaintext => None,
-    };
+    let credentials = config.security.credentials()?;
     let unable = |source| Error::Os { doing: "start a runtime", source };
     let mut runtime = tokio::runtime::Builder::new_current_thread();
     let runtime = runtime.enable_all().max_blocking_threads(NAMES_MAX).build().map_err(unable)?;

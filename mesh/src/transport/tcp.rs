@@ -162,10 +162,7 @@ impl Tcp {
         blocks: Blocks,
         tell: Box<dyn Fn(Up) + Send + Sync>,
     ) -> Result<Self, Error> {
-        let credentials = match &config.security {
-            Security::Tls(files) => Some(Credentials::read(files.clone())?),
-            Security::Plaintext => None,
-        };
+        let credentials = config.security.credentials()?;
         let (listener, address) = listen(config.listen)?;
         let config = Config { streams: config.streams.clamp(1, STREAMS_MAX), ..config };
         let shared = Arc::new(Shared {

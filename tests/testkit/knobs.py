@@ -22,7 +22,7 @@ DIVIDED = PAGE | {"tensor_parallel_size", "weights_live"}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}
 TWO_LAYERS = dataclasses.replace(model.TINY, layers=2)
 OTHER_THETA = {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}}
-UNREAD = {"use_cache": False, "initializer_range": 0.5, "transformers_version": "4.0.0", "use_return_dict": False}
+UNREAD = {"use_cache": False, "initializer_range": 0.5, "transformers_version": "4.0.0"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 EAGLE = {"method": "eagle", "model": "a drafter", "draft_model_config": None}
 IMAGES = {"mm_processor_kwargs": {"size": 224}}

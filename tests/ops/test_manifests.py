@@ -118,7 +118,7 @@ def test_inject_adds_what_the_manifest_has(path: Path) -> None:
         return {item["name"]: item for item in found[key]}
 
     assert named("volumes", pod(injected)) == named("volumes", pod(document))
-    engines = [pod(found)["containers"][0] for found in (injected, document)]
+    engines = [named("containers", pod(found))["vllm"] for found in (injected, document)]
     assert named("volumeMounts", engines[0]) == named("volumeMounts", engines[1])
     assert named("env", engines[0]) == named("env", engines[1])
     settings = [yaml.safe_load(text.partition("=")[2] or text) for text in engines[0]["command"] if "kv_connector" in text]

@@ -307,12 +307,15 @@ fn stop_data_thread(process: Pid) -> Pid {
 }
 
 fn data_thread(process: Pid) -> Pid {
-    let tasks = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
     let named = |path: &std::path::PathBuf| {
         std::fs::read_to_string(path.join("comm")).is_ok_and(|name| name == "pillion-data\n")
     };
-    let path = tasks.map(|task| task.unwrap().path()).find(named).unwrap();
-    Pid::from_raw(path.file_name().unwrap().to_str().unwrap().parse().unwrap())
+    // The sidecar is ready, and the thread gives itself its name a moment later.
+    let found = watch("the data thread", || {
+        let tasks = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
+        tasks.map(|task| task.unwrap().path()).find(named)
+    });
+    Pid::from_raw(found.file_name().unwrap().to_str().unwrap().parse().unwrap())
 }
 
 #[test]

@@ -230,8 +230,7 @@ fn what_one_pod_computed_is_served_in_another_by_rdma() {
     });
     // A query waits for the wire no longer than its time.
     watch("every block by RDMA", || (other.served(&keys) == (keys.clone(), 0)).then_some(()));
-    let fetched = second.metric("pillion_mesh_fetched_blocks_total");
-    assert_eq!(fetched, keys.len() as u64, "{}", b.log());
+    second.wait_metric("pillion_mesh_fetched_blocks_total", |fetched| fetched == keys.len() as u64);
     assert!(!b.log().contains("over TCP"), "{}", b.log());
     assert_eq!(fault(&second, "corrupt"), 0);
     second.terminate();

@@ -1,4 +1,4 @@
-//! What threads and tasks share: the clock, mutexes, and notes that may not be many.
+//! The clock, locked mutexes, and a limit of notes, for threads and tasks alike.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -19,7 +19,7 @@ pub(crate) fn now() -> Instant {
     Instant::now()
 }
 
-/// What a mutex guards stays whole when a thread or a task panics: no guard is held over a call that can.
+/// A poisoned mutex is used on: no guard is held over a call that can panic, so the value behind it is whole.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

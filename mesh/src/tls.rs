@@ -74,7 +74,7 @@ struct Sides {
 // === impl Security ===
 
 impl Security {
-    /// What sessions are made with; none where bytes travel in the clear.
+    /// The certificates of this node's sessions; `None` where peers speak without TLS.
     pub(crate) fn credentials(&self) -> Result<Option<Credentials>, Error> {
         match self {
             Self::Tls(files) => Ok(Some(Credentials::read(files.clone())?)),

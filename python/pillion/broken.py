@@ -25,8 +25,8 @@ class Broken:
         self.any = False
         # Requests that may hold one.
         self.suspects: set[Tracked] = set()
-        # What encoders made since all blocks were disowned, by vLLM's identifiers; None: they never were. What was made before
-        # vLLM may still use, though the weights are others.
+        # vLLM's identifiers of what encoders made since all blocks were disowned; None: no blocks ever were. vLLM may still use
+        # older outputs, which encoders made with other weights.
         self._encoded: set[str] | None = None
 
     def whole(self, tracked: Tracked) -> int:
@@ -105,15 +105,10 @@ class Broken:
 
     def _old_outputs(self, tracked: Tracked, start: int, end: int) -> list[int]:
         """Tokens from `start` to `end` at which begins what an encoder made with weights of before."""
-        encoded = self._encoded
-        if encoded is None:
+        if self._encoded is None:
             return []
-        places = [(each.mm_position, each.identifier) for each in tracked.request.mm_features]
-        return [
-            max(start, place.offset)
-            for place, identifier in places
-            if identifier not in encoded and place.offset < end and place.offset + place.length > start
-        ]
+        old = [media.mm_position for media in tracked.request.mm_features if media.identifier not in self._encoded]
+        return [max(start, place.offset) for place in old if place.offset < end and place.offset + place.length > start]
 
     def _computed_partly(self, tracked: Tracked) -> int | None:
         """The block of which an earlier step computed the beginning, as that of a session that goes on: it keeps its mark."""

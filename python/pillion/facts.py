@@ -79,7 +79,7 @@ FILES = ("mm_encoder_fp8_scale_path",)
 
 
 def _contents(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same with digests of files in place of their paths."""
+    """The settings, with a file's digest in place of its path."""
     paths = {name: Path(settings[name]) for name in FILES if isinstance(settings.get(name), str)}
     return settings | {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items() if path.is_file()}
 

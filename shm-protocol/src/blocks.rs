@@ -10,7 +10,7 @@ use crate::region::Region;
 
 /// The pool, whose blocks offsets name.
 ///
-/// Who touches a slot's bytes must have been given the slot, and has it until it says that it has ended: nobody writes a
+/// Whoever touches a slot's bytes must hold the slot, from its grant until the job on it has ended: nobody writes a
 /// slot that is written to a device or sent to a peer, nobody else reads or writes one that is filled. That is the
 /// contract of a device's jobs, and of a peer's fetches and grants, with who posts them, and it is what makes the
 /// slices below sound. Engines map the pool for reading alone. Of a pool file another process may write a slice's bytes all the

@@ -81,7 +81,7 @@ pub struct BlockKey {
 #[derive(Copy, Clone, Eq, PartialEq, Ord, PartialOrd, Hash)]
 pub struct NamespaceDigest(pub [u8; 16]);
 
-/// What a block says of itself on a device and between peers; compared at every read with what is asked for.
+/// The label that a block carries on a device and between peers: each read compares it with the label that is asked for.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub struct Label {
     /// Digest of everything that makes bytes interchangeable.

@@ -54,7 +54,7 @@ pub struct Server {
     inbox: Arc<Inbox>,
     ended: Arc<EndSignal>,
     data: JoinHandle<()>,
-    /// Its sender is the data thread's, which drops it after its last turn.
+    /// Disconnected once the data thread, which owns the sender, has made its last turn.
     turning: Receiver<Infallible>,
     ready: Ready,
     http: SocketAddr,

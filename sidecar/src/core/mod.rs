@@ -245,7 +245,7 @@ impl Core {
 
     fn admit(&mut self, worker: SessionId, scheduler: SessionId) -> Result<(), Violation> {
         let (rank, since) = self.base.engines.admit(worker, scheduler)?;
-        // Before anything is begun: the rank has these loads no more.
+        // The loads that the rank has ended must end before saves are given up, which lets loads begin.
         self.transfers.end_loads_of_rank((scheduler, rank), since, &mut self.base.cx);
         if self.base.engines[scheduler].lost_rank {
             self.transfers.fail_saves(scheduler, &mut self.base);

@@ -177,12 +177,12 @@ impl Binding {
         Space { digest: self.digest, block_bytes: self.block_bytes() }
     }
 
-    /// The key of one of its blocks.
+    /// The key of one of the namespace's blocks.
     pub(super) fn key(&self, hash: &BlockHash) -> BlockKey {
         BlockKey { namespace: self.namespace, group: GROUP, hash: *hash }
     }
 
-    /// What peers know one of its blocks by.
+    /// The digest by which peers ask for one of the namespace's blocks.
     pub(super) fn block_digest(&self, hash: &BlockHash) -> Digest {
         Digest::new(&self.digest, GROUP, hash)
     }

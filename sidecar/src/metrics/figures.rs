@@ -1,5 +1,6 @@
 //! Counters and gauges: how they are registered, and those that are taken out of one set of figures.
 
+use prometheus::core::Collector;
 use prometheus::{IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
 
 /// Takes one figure out of a set.
@@ -47,15 +48,11 @@ pub(crate) fn show(gauge: &IntGauge, level: u64) {
 }
 
 pub(crate) fn counter(registry: &Registry, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
-    let counter = IntCounter::with_opts(Opts::new(format!("pillion_{name}"), help))?;
-    registry.register(Box::new(counter.clone()))?;
-    Ok(counter)
+    register(registry, IntCounter::with_opts(named(name, help))?)
 }
 
 pub(super) fn gauge(registry: &Registry, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
-    let gauge = IntGauge::with_opts(Opts::new(format!("pillion_{name}"), help))?;
-    registry.register(Box::new(gauge.clone()))?;
-    Ok(gauge)
+    register(registry, IntGauge::with_opts(named(name, help))?)
 }
 
 /// Counters of one name, told apart by `labels`.
@@ -65,9 +62,7 @@ pub(crate) fn counters(
     help: &str,
     labels: &[&str],
 ) -> Result<IntCounterVec, prometheus::Error> {
-    let counters = IntCounterVec::new(Opts::new(format!("pillion_{name}"), help), labels)?;
-    registry.register(Box::new(counters.clone()))?;
-    Ok(counters)
+    register(registry, IntCounterVec::new(named(name, help), labels)?)
 }
 
 /// Gauges of one name, told apart by `labels`.
@@ -77,7 +72,15 @@ pub(crate) fn gauges(
     help: &str,
     labels: &[&str],
 ) -> Result<IntGaugeVec, prometheus::Error> {
-    let gauges = IntGaugeVec::new(Opts::new(format!("pillion_{name}"), help), labels)?;
-    registry.register(Box::new(gauges.clone()))?;
-    Ok(gauges)
+    register(registry, IntGaugeVec::new(named(name, help), labels)?)
+}
+
+/// Every metric's name begins with the program's.
+fn named(name: &str, help: &str) -> Opts {
+    Opts::new(format!("pillion_{name}"), help)
+}
+
+fn register<M: Collector + Clone + 'static>(registry: &Registry, metric: M) -> Result<M, prometheus::Error> {
+    registry.register(Box::new(metric.clone()))?;
+    Ok(metric)
 }

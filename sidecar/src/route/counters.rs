@@ -1,4 +1,4 @@
-//! What the router counts, and the words that its counters have.
+//! The router's counters, and the values of their labels.
 
 use prometheus::{IntCounter, IntCounterVec, Registry, TextEncoder};
 

@@ -1,0 +1,21 @@
+"""Files of the repository that a script writes, and `--check`, which says whether they are what it would write."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def write_or_check(files: dict[Path, str]) -> int:
+    """Writes each file's text, or with `--check` names the files whose text is another. The script's exit status."""
+    if sys.argv[1:] != ["--check"]:
+        for path, text in files.items():
+            path.write_text(text)
+        return 0
+    script = Path(sys.argv[0]).name
+    stale = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        print(f"{script}: {path.relative_to(ROOT)} is not what scripts/{script} writes: run scripts/{script}", file=sys.stderr)
+    return 1 if stale else 0

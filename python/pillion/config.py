@@ -164,8 +164,8 @@ class Config:
         default=1_000,
         metadata=_told(
             _count(MISS_WAIT_MS_MAX, "milliseconds"),
-            "How long a request waits for the first, or the next, block of its prompt, where another engine was to compute it "
-            "and has not promised it.",
+            "How long a request waits for the first, or the next, block of its prompt. That is where another engine was to "
+            "compute the prompt and has not promised it.",
         ),
     )
     strict_tokens: int | None = field(

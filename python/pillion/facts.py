@@ -68,6 +68,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             "video_pruning_rate": None,
             "video_pruning_method": "evs",
         },
+        # What dots3 makes JPEGs of a video's frames with.
+        ENVIRONMENT: {"XHS_VIDEO_JPEG_QUALITY": "85"},
     },
     # What plugins read, and tables beside the model.
     "additional": {"": {"additional_config": {}, "engram_config": None}},

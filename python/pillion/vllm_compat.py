@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from itertools import groupby
@@ -414,10 +415,10 @@ def attention_backends(vllm_config: VllmConfig) -> str:
 
 
 def environment(name: str, default: Any) -> Any:
-    """One of vLLM's environment variables as vLLM reads it; `default` in a version that has none of this name."""
+    """An environment variable as vLLM reads it, or as it stands where vLLM has no rule for its name; else `default`."""
     from vllm import envs
 
-    return getattr(envs, name, default)
+    return getattr(envs, name, os.environ.get(name, default))
 
 
 def hash_of(algorithm: str, text: str) -> bytes:

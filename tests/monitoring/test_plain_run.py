@@ -94,8 +94,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         second.wait_metric("pillion_mesh_peer_keys", first.metrics()["pillion_blocks"])
         assert sum(mesh.load(saves, tokens) for tokens in PROMPTS) > 0
         assert sum(mesh.load(asks, tokens) for tokens in PROMPTS) > 0
-        assert first.metrics()["pillion_ssd_read_bytes_total"] > 0
-        assert second.metrics()["pillion_mesh_fetched_bytes_total"] > 0
+        first.wait_metric("pillion_ssd_read_bytes_total", 1)
+        second.wait_metric("pillion_mesh_fetched_bytes_total", 1)
         assert mesh.save(saves, HANDED_OVER, handover=True) == mesh.load(answers, HANDED_OVER, awaits=True) > 0
         assert first.metrics()["pillion_handover_queries_total"] == 1
         time.sleep(QUIET_S)

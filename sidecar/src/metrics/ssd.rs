@@ -24,6 +24,11 @@ const DEVICE_COUNTERS: &[Figure<DeviceStats>] = &[
     ("written_bytes_total", "Bytes of blocks written.", |d| d.written_bytes_total),
     ("read_blocks_total", "Blocks read and found whole.", |d| d.read_blocks_total),
     ("read_bytes_total", "Bytes of blocks read and found whole.", |d| d.read_bytes_total),
+    (
+        "refused_blocks_total",
+        "Blocks that were asked for and not read: more waited than the device reads in 2 s.",
+        |d| d.refused_blocks_total,
+    ),
     ("moved_blocks_total", "Blocks written again to keep them when their segment was reused.", |d| {
         d.moved_blocks_total
     }),

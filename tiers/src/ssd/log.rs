@@ -7,6 +7,7 @@
 mod breaker;
 mod ends;
 mod order;
+mod pace;
 mod reclaim;
 mod room;
 mod table;
@@ -92,6 +93,8 @@ pub struct DeviceStats {
     /// Blocks read and verified.
     pub read_blocks_total: u64,
     pub read_bytes_total: u64,
+    /// Blocks that were not read, since more waited than the device reads in time.
+    pub refused_blocks_total: u64,
     /// Blocks rewritten by reclamation.
     pub moved_blocks_total: u64,
     pub moved_bytes_total: u64,
@@ -320,14 +323,20 @@ impl Log {
     }
 
     /// Begins to read a kept block into a slot that the caller is filling, and that is the job's until
-    /// [`Ended::Read`]. `None`: not kept (any more), or its device is down.
+    /// [`Ended::Read`]. `None`: not kept (any more), or its device is down or has more to read than it can in time.
     pub fn read(&mut self, key: &BlockKey, slot: SlotRef) -> Option<Ticket> {
         let id = self.find(key).filter(|id| self.readable(*id))?;
         let entry = self.table.get(id);
         let (device, bytes) = (usize::from(entry.device), entry.bytes);
         let place = Place { segment: entry.segment, unit: entry.unit };
         let label = self.label(key, bytes);
-        let segment = self.volumes[device].segment(place.segment);
+        let volume = &mut self.volumes[device];
+        if !volume.pace.takes(bytes.into()) {
+            volume.stats.refused_blocks_total += 1;
+            return None;
+        }
+        volume.pace.began(bytes.into(), self.now_ms);
+        let segment = volume.segment(place.segment);
         segment.reads += 1;
         let work = Work::Read { place, sequence: segment.sequence, label, into: slot.offset };
         Some(self.issue(device, Errand::Read { key: *key, slot, place, bytes }, work))

@@ -92,6 +92,8 @@ impl Log {
     ) {
         let volume = &mut self.volumes[device];
         volume.segment(place.segment).reads -= 1;
+        let read = if result.is_ok() { bytes } else { 0 };
+        volume.pace.ended(bytes.into(), read.into(), self.now_ms);
         match result {
             Ok(()) => {
                 volume.stats.read_blocks_total += 1;

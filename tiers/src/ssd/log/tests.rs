@@ -525,6 +525,28 @@ fn a_late_read_is_told_once_and_its_slot_comes_back_with_its_end() {
 }
 
 #[test]
+fn what_would_be_read_too_late_is_refused_until_others_have_ended() {
+    let mut world = World::new(5, 1);
+    world.failing = false;
+    while world.log.keeps(&key(0)).is_none() {
+        world.write_block(0);
+        world.carry_out();
+    }
+    world.settle();
+    // 128 MiB wait, and none of the first half was had.
+    const HALF: u64 = 64 << 20;
+    let pace = &mut world.log.volumes[0].pace;
+    (0..2).for_each(|_| pace.began(HALF, 0));
+    pace.ended(HALF, 0, 1_000);
+    let slot = world.slot();
+    assert!(world.log.read(&key(0), slot).is_none());
+    assert_eq!(world.log.keeps(&key(0)), Some(bytes(&key(0)) as u32), "it is kept nevertheless");
+    assert_eq!(world.log.stats().devices[0].refused_blocks_total, 1);
+    world.log.volumes[0].pace.ended(HALF, HALF, 2_000);
+    assert!(world.log.read(&key(0), slot).is_some());
+}
+
+#[test]
 fn a_device_is_broken_once_it_stands_still_not_while_its_queue_is_long() {
     let mut world = World::new(7, 1);
     world.failing = false;

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 
 use super::DeviceStats;
 use super::breaker::Breaker;
+use super::pace::Pace;
 use crate::ssd::format::{self, HEADER_UNITS};
 use crate::ssd::{Geometry, Place, Work};
 
@@ -72,6 +73,7 @@ pub(super) struct Volume {
     /// Bytes of writes under way.
     pub(super) write_bytes: u64,
     pub(super) breaker: Breaker,
+    pub(super) pace: Pace,
     pub(super) recovering: bool,
     pub(super) stats: DeviceStats,
 }
@@ -96,6 +98,7 @@ impl Volume {
             moved_ms: 0,
             write_bytes: 0,
             breaker: Breaker::new(),
+            pace: Pace::default(),
             recovering: true,
             stats: DeviceStats { segments: geometry.segments, ..DeviceStats::default() },
         }

@@ -5,6 +5,7 @@ mod counters;
 mod engines;
 mod first_token;
 mod forward;
+mod lead;
 mod length;
 mod prompt;
 mod server;

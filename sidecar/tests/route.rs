@@ -147,14 +147,9 @@ fn streams_come_as_they_are_and_all_else_goes_to_who_answers() {
     let (prefill, decode) = (computes(), Engine::start(Manner::Events(events.clone())));
     let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
     let answer = router.raw("POST", "/v1/completions", &prompt(400).to_string());
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    let head = answer.split_once("\r\n\r\n").unwrap().0;
     assert!(head.contains("text/event-stream") && head.contains("transfer-encoding: chunked"), "{head}");
-    let mut chunks = body.split("\r\n");
-    let mut whole = String::new();
-    while let (Some(_), Some(text)) = (chunks.next(), chunks.next()) {
-        whole += text;
-    }
-    assert_eq!(whole, events.concat());
+    assert_eq!(unchunked(&answer), events.concat());
     router.raw("GET", "/v1/models", "");
     router.raw("POST", "/v1/audio/transcriptions", "no JSON");
     let lines: Vec<_> =
@@ -240,6 +235,44 @@ fn a_prompt_that_was_given_up_is_put_to_two_engines_once_more() {
     let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
     let told = router.raw("POST", "/v1/completions", &prompt(300).to_string());
     assert!(told.contains("error") && decode.asked().len() == 1);
+}
+
+/// As vLLM writes the beginning of a chat.
+const ROLE: &str = concat!(
+    r#"data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":7,"model":"m","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}"#,
+    "\n\n"
+);
+const ERROR: &str = "data: {\"error\": {\"message\": \"Internal server error\"}}\n\n";
+const DONE: &str = "data: [DONE]\n\n";
+const COMMENT: &str = ": keep-alive\n\n";
+
+/// A prompt of more than 256 tokens.
+fn chat() -> Value {
+    let said = "a".repeat(2000);
+    json!({ "messages": [{ "role": "user", "content": said }], "max_tokens": 9, "stream": true })
+}
+
+/// The data of a body in chunks.
+fn unchunked(answer: &str) -> String {
+    let body = answer.split_once("\r\n\r\n").unwrap().1;
+    body.split("\r\n").skip(1).step_by(2).collect()
+}
+
+#[test]
+fn a_chat_that_was_given_up_behind_its_role_is_put_to_two_engines_once_more() {
+    let several = vec![ROLE.into(), ERROR.into(), DONE.into()];
+    let one = vec![several.concat()];
+    let slow = [&[COMMENT.to_owned(), COMMENT.into()], &several[..]].concat();
+    for gives_up in [several, one, slow] {
+        let right = vec![COMMENT.into(), ROLE.into(), COMMENT.into(), "data: 1\n\n".into(), DONE.into()];
+        let manners = [Manner::Events(gives_up), Manner::Events(right.clone())].map(Box::new);
+        let [gives_up, answers] = manners;
+        let (prefill, decode) = (computes(), Engine::start(Manner::First(gives_up, answers)));
+        let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
+        let answer = router.raw("POST", "/v1/chat/completions", &chat().to_string());
+        assert_eq!(unchunked(&answer), right.concat(), "what was held comes in its order");
+        assert_eq!(router.counter("pillion_route_retries_total"), 1);
+    }
 }
 
 #[test]

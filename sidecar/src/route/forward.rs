@@ -1,5 +1,6 @@
 //! Requests to engines, and answers as they come.
 
+use std::collections::VecDeque;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -18,6 +19,7 @@ use hyper_util::rt::TokioExecutor;
 use serde_json::value::RawValue;
 
 use super::engines::Address;
+use super::lead::{self, Lead};
 use super::prompt::Fields;
 
 /// An engine that takes no connection for so long is down.
@@ -34,8 +36,8 @@ const IDLE_MAX: Duration = Duration::from_secs(3);
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Bodies of this type have fields.
 const JSON: &str = "application/json";
-/// How vLLM begins the event by which it ends a stream with an error.
-const ERROR_EVENT: &[u8] = b"data: {\"error\"";
+/// Bodies of this type are streams of events.
+const EVENTS: &str = "text/event-stream";
 /// Headers of one connection, which say nothing of the request. Lengths are written anew.
 const OF_A_CONNECTION: [HeaderName; 7] =
     [CONNECTION, CONTENT_LENGTH, HOST, TE, TRAILER, TRANSFER_ENCODING, UPGRADE];
@@ -53,8 +55,8 @@ pub(super) struct Asked {
 #[derive(Debug)]
 pub(super) struct Opened {
     answer: Response<Incoming>,
-    first: Option<Result<Frame<Bytes>, hyper::Error>>,
-    /// Whether the engine has given the prompt up: by its status, or in a stream by an event before any other.
+    lead: VecDeque<Frame<Bytes>>,
+    /// Whether the engine has given the prompt up: by its status, or in a stream by an event before anything of an answer.
     pub(super) given_up: bool,
 }
 
@@ -90,7 +92,7 @@ struct Continued {
 
 /// A body, and what must live as long as it is read.
 struct Held<T> {
-    first: Option<Result<Frame<Bytes>, hyper::Error>>,
+    lead: VecDeque<Frame<Bytes>>,
     body: Incoming,
     _held: T,
 }
@@ -106,9 +108,7 @@ impl Asked {
     /// The fields of a JSON object; `None` where the body is another value, or nothing that has to be JSON. An error, because engines read
     /// more than JSON as JSON, and could find fields in it that must not reach them.
     pub(super) fn fields(&self, must_be_json: bool) -> serde_json::Result<Option<Fields>> {
-        let said = self.headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
-        let said = said.trim_start().get(..JSON.len()).is_some_and(|said| said.eq_ignore_ascii_case(JSON));
-        if !(must_be_json || said && !self.body.is_empty()) {
+        if !(must_be_json || is_of(&self.headers, JSON) && !self.body.is_empty()) {
             return Ok(None);
         }
         let another = |_| serde_json::from_slice::<&RawValue>(&self.body).map(|_| None);
@@ -155,12 +155,12 @@ impl Forwarder {
     pub(super) async fn open(&self, to: &Address, asked: Asked) -> Result<Opened, ForwardError> {
         let mut answer = self.send(to, asked).await?;
         if answer.status() == StatusCode::INTERNAL_SERVER_ERROR {
-            return Ok(Opened { answer, first: None, given_up: true });
+            return Ok(Opened { answer, lead: VecDeque::new(), given_up: true });
         }
-        let first = answer.body_mut().frame().await;
-        let begin = first.as_ref().and_then(|frame| frame.as_ref().ok()?.data_ref());
-        let given_up = begin.is_some_and(|begin| begin.starts_with(ERROR_EVENT));
-        Ok(Opened { answer, first, given_up })
+        let is_stream = is_of(answer.headers(), EVENTS);
+        let lead = lead::read(answer.body_mut(), is_stream, lead::TIME_MAX).await;
+        let Lead { frames, given_up } = lead.map_err(|error| ForwardError::Broken(error.to_string()))?;
+        Ok(Opened { answer, lead: frames, given_up })
     }
 
     /// Asks an engine, and reads all of its answer.
@@ -171,6 +171,13 @@ impl Forwarder {
         let body = body.map_err(|error| ForwardError::Broken(error.to_string()))?.to_bytes();
         if status.is_success() { Ok(body) } else { Err(ForwardError::Status(status)) }
     }
+}
+
+/// Whether a body is of this type, whatever stands behind it: also bytes that are no letter.
+fn is_of(headers: &HeaderMap, wanted: &str) -> bool {
+    let said = headers.get(CONTENT_TYPE).map(|value| value.as_bytes().trim_ascii_start());
+    said.and_then(|said| said.get(..wanted.len()))
+        .is_some_and(|said| said.eq_ignore_ascii_case(wanted.as_bytes()))
 }
 
 /// Removes what belongs to one connection, also what its `Connection` header names.
@@ -200,7 +207,7 @@ impl Opened {
         if let Some(length) = length {
             head.headers.insert(CONTENT_LENGTH, length);
         }
-        Response::from_parts(head, Held { first: self.first, body, _held: held }.boxed_unsync())
+        Response::from_parts(head, Held { lead: self.lead, body, _held: held }.boxed_unsync())
     }
 }
 
@@ -262,13 +269,13 @@ impl<T: Unpin> Body for Held<T> {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        match self.first.take() {
-            Some(first) => Poll::Ready(Some(first)),
+        match self.lead.pop_front() {
+            Some(frame) => Poll::Ready(Some(Ok(frame))),
             None => Pin::new(&mut self.body).poll_frame(context),
         }
     }
 
     fn is_end_stream(&self) -> bool {
-        self.first.is_none() && self.body.is_end_stream()
+        self.lead.is_empty() && self.body.is_end_stream()
     }
 }

@@ -34,6 +34,7 @@ use self::server::{failure, plain, read};
 use crate::config::{Level, LogFormat, Time};
 
 const COMPLETIONS: &str = "/v1/completions";
+const CHAT: &str = "/v1/chat/completions";
 const REQUEST_ID: &str = "x-request-id";
 
 /// Options of `pillion route`.
@@ -123,8 +124,7 @@ impl Router {
         }
         let target = head.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
         let asked = Asked { method: head.method, path: target, headers, body };
-        let is_prompt =
-            asked.method == Method::POST && matches!(path.as_str(), COMPLETIONS | "/v1/chat/completions");
+        let is_prompt = asked.is_prompt();
         let mut fields = match asked.fields(is_prompt) {
             Ok(Some(fields)) => fields,
             Ok(None) => return self.answer(asked, 0).await,
@@ -287,14 +287,15 @@ impl Router {
     }
 
     /// Asks the first engine that begins to answer, in the order for this beginning, which is that of the time when it is asked; what the
-    /// client is told where none does.
+    /// client is told where none does. One prompt ends no more than two engines: a third one is not asked.
     async fn send(
         &self,
         start: u64,
         spared: Option<&Engine>,
         asked: Asked,
     ) -> Result<(Opened, Seat), Response<Answer>> {
-        let mut problems = Vec::new();
+        let (mut problems, mut status) = (Vec::new(), StatusCode::BAD_GATEWAY);
+        let (mut broken, broken_max) = (0, usize::from(asked.is_prompt()));
         let mut ranked = self.decode.ranked(start, spared, Instant::now()).into_iter().peekable();
         while let Some(engine) = ranked.next() {
             let seat = engine.seat(1, Instant::now());
@@ -304,24 +305,34 @@ impl Router {
                 Some(_) => watch::living(&self.forwarder, &engine, opened).await,
                 None => opened.await,
             };
-            match answer {
+            let error = match answer {
+                // It is up, and has no room: vLLM's limits of its queue.
+                Ok(opened) if opened.is_busy() && ranked.peek().is_some() => {
+                    engine.set_up();
+                    status = StatusCode::SERVICE_UNAVAILABLE;
+                    ForwardError::Status(status)
+                }
                 Ok(opened) => {
                     engine.set_up();
                     return Ok((opened, seat));
                 }
                 // Nothing of an answer was sent, and of one that stands still none will be: it is hung up on.
-                Err(error @ (ForwardError::Unreachable(_) | ForwardError::Silent(_))) => {
-                    engine.set_down(Instant::now());
-                    problems.push(format!("{}: {error}", engine.address));
-                }
                 Err(error) => {
-                    let text = format!("{}: {error}", engine.address);
-                    return Err(failure(StatusCode::BAD_GATEWAY, &text));
+                    let is_broken = matches!(error, ForwardError::Broken(_));
+                    if !is_broken || asked.is_prompt() {
+                        engine.set_down(Instant::now());
+                    }
+                    broken += usize::from(is_broken);
+                    error
                 }
+            };
+            problems.push(format!("{}: {error}", engine.address));
+            if broken > broken_max {
+                break;
             }
         }
-        let text = format!("no engine of --decode answers: {}", problems.join("; "));
-        Err(failure(StatusCode::BAD_GATEWAY, &text))
+        let text = format!("there is no answer from --decode: {}", problems.join("; "));
+        Err(failure(status, &text))
     }
 }
 

@@ -300,6 +300,54 @@ fn an_engine_that_stands_still_is_given_up_long_before_its_time() {
 }
 
 #[test]
+fn another_engine_answers_for_one_that_ends_before_it_said_anything() {
+    const HEAD: &str =
+        "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
+    let begun = format!("{HEAD}{:x}\r\n{ROLE}\r\n", ROLE.len());
+    let ends = [String::new(), HEAD.into(), begun].map(|begin| Engine::start(Manner::Breaks(begin)));
+    for end in &ends {
+        let decode = answers();
+        let router = Router::start(&[&computes().url()], &[&end.url(), &decode.url()], &[]);
+        // Some beginning is that of the engine that ends.
+        for start in 0..20 {
+            let asked = json!({ "prompt": vec![start; 20] });
+            assert_eq!(router.ask(&asked).body, "{\"answer\":  1}");
+        }
+        assert_eq!(end.asked().len(), 1, "it is left alone then");
+    }
+    let before = || ends.each_ref().map(|end| end.asked().len());
+    let asked = before();
+    let urls = ends.each_ref().map(Engine::url);
+    let router = Router::start(&[&computes().url()], &urls.each_ref().map(String::as_str), &[]);
+    let told = router.ask(&prompt(20));
+    assert!(told.line.contains("502") && told.body.contains("the connection ended before"), "{told:?}");
+    assert_eq!(before().iter().sum::<usize>(), asked.iter().sum::<usize>() + 2, "a third one is spared");
+    // Not every request may be sent twice.
+    let router = Router::start(&[&computes().url()], &[&urls[0], &urls[0]], &[]);
+    let asked = ends[0].asked().len();
+    let told = router.raw("POST", "/v1/audio/transcriptions", "");
+    assert!(told.contains("502") && ends[0].asked().len() == asked + 1, "{told}");
+    assert!(router.raw("GET", "/health", "").contains("\"decode_up\":2"));
+}
+
+#[test]
+fn another_engine_answers_for_one_without_room() {
+    let full = Engine::start(Manner::Json(503, "{\"error\": \"busy\"}".into()));
+    let (prefill, decode) = (computes(), answers());
+    let router = Router::start(&[&prefill.url()], &[&full.url(), &decode.url()], &[]);
+    for start in 0..40 {
+        assert_eq!(router.ask(&json!({ "prompt": vec![start; 20] })).body, "{\"answer\":  1}");
+    }
+    assert!(full.asked().len() > 1, "it is asked again");
+    let router = Router::start(&[&prefill.url()], &[&full.url(), &full.url()], &[]);
+    let told = router.ask(&prompt(20));
+    assert!(told.line.contains("503") && told.body.contains("busy"), "the last one's own error: {told:?}");
+    let gone = format!("http://127.0.0.1:{}", free_port());
+    let router = Router::start(&[&prefill.url()], &[&full.url(), &gone], &[]);
+    assert!((0..20).all(|start| router.ask(&json!({ "prompt": [start] })).line.contains("503")));
+}
+
+#[test]
 fn a_burst_of_prompts_that_begin_alike_is_spread_once_they_are_computed() {
     const PROMPTS: usize = 8;
     let computed = Manner::Json(200, json!({ PARAMS: said() }).to_string());

@@ -21,6 +21,7 @@ use serde_json::value::RawValue;
 use super::engines::Address;
 use super::lead::{self, Lead};
 use super::prompt::Fields;
+use super::{CHAT, COMPLETIONS};
 
 /// An engine that takes no connection for so long is down.
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
@@ -115,6 +116,12 @@ impl Asked {
         serde_json::from_slice(&self.body).map(Some).or_else(another)
     }
 
+    /// Whether it is a prompt that two engines may work on. Asked again, nothing changes but who answers.
+    pub(super) fn is_prompt(&self) -> bool {
+        let path = self.path.split('?').next();
+        self.method == Method::POST && path.is_some_and(|path| matches!(path, COMPLETIONS | CHAT))
+    }
+
     /// The same request with another body.
     pub(super) fn with(&self, fields: &Fields) -> Self {
         let body = serde_json::to_vec(fields).expect("fields are JSON already");
@@ -198,6 +205,11 @@ fn clean(headers: &mut HeaderMap) {
 // === impl Opened ===
 
 impl Opened {
+    /// Whether the engine has no room for the request, so that another one may have.
+    pub(super) fn is_busy(&self) -> bool {
+        self.answer.status() == StatusCode::SERVICE_UNAVAILABLE
+    }
+
     /// The answer as the client gets it: as it comes, byte for byte. `held` is dropped when it ends or the client goes.
     pub(super) fn pass(self, held: impl Send + Unpin + 'static) -> Response<Answer> {
         let (mut head, body) = self.answer.into_parts();

@@ -24,6 +24,8 @@ pub(crate) enum Manner {
     Vanish,
     /// As `Hang`, once something of an answer was sent and before its body.
     Stall,
+    /// So much of an answer, and then the connection ends.
+    Breaks(String),
     /// Nobody before so many have asked.
     Behind(usize, Box<Manner>),
     /// The first request in one manner, all others in the other one.
@@ -176,6 +178,10 @@ fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
             }
             Manner::Events(events) => events_sent(&stream, events, &AtomicBool::new(true)),
             Manner::Held(events, released) => events_sent(&stream, events, released),
+            Manner::Breaks(begin) => {
+                let _ = (&stream).write_all(begin.as_bytes());
+                return;
+            }
             Manner::Stall => {
                 let head =
                     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked";

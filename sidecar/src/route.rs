@@ -248,7 +248,13 @@ impl Router {
         let (asked, fields) = (asked.clone(), fields.clone());
         // The event is not to wait for what is asked behind it.
         Ok(continued(first.event.clone(), async move {
-            self.answer(asked.with(&first.rest(&fields)), start).await
+            let asked = asked.with(&first.rest(&fields));
+            let (answer, given_up) = self.open(start, None, asked.clone(), None).await;
+            let Some(decode) = given_up else { return answer };
+            // Nothing of it was sent, and what the other engine saved is still kept.
+            drop(answer);
+            self.counters.retries.inc();
+            self.open(start, Some(&decode), asked, None).await.0
         }))
     }
 

@@ -500,22 +500,41 @@ fn an_engine_that_does_not_say_its_length_holds_no_request() {
     assert_eq!((silent.models_asked(), router.counter("pillion_route_first_tokens_total")), (1, 0));
 }
 
+/// All of a stream with its first token ahead, from an engine that answers in this manner; `None` where no length was known.
+fn with_first_token(manner: Manner) -> Option<(String, Router, Engine)> {
+    let (prefill, decode) = (Engine::start(Manner::Events(vec![ONE_TOKEN.into()])), Engine::start(manner));
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--first-token"]);
+    let began = now();
+    let answer = router.raw("POST", "/v1/completions", &stream_of(300).to_string());
+    if router.counter("pillion_route_first_tokens_total") == 0 {
+        assert!(began.elapsed() >= LENGTH_TIME, "an engine that says its length is not heard");
+        return None;
+    }
+    Some((unchunked(&answer), router, decode))
+}
+
+#[test]
+fn a_rest_that_was_given_up_is_asked_for_once_more() {
+    let gives_up =
+        [Manner::Json(500, "{\"error\": \"e\"}".into()), Manner::Events(vec![ERROR.into(), DONE.into()])];
+    for gives_up in gives_up.map(Box::new) {
+        let right = Box::new(Manner::Events(vec!["data: 1\n\n".into(), DONE.into()]));
+        let manner = Manner::First(gives_up, right);
+        let (answer, router, decode) = in_time("an engine's length", || with_first_token(manner.clone()));
+        assert!(answer.contains(" a") && answer.ends_with("data: 1\n\ndata: [DONE]\n\n"), "{answer}");
+        assert!(!answer.contains("error"), "{answer}");
+        assert_eq!(router.counter("pillion_route_retries_total"), 1);
+        let [given_up, answered] = &decode.asked()[..] else { panic!("it is asked twice") };
+        assert_eq!(given_up.body, answered.body);
+    }
+}
+
 #[test]
 fn what_goes_wrong_behind_the_first_token_is_an_event() {
-    let prefill = Engine::start(Manner::Events(vec![ONE_TOKEN.into()]));
-    let decode = Engine::start(Manner::Json(500, "{\"error\": \"e\"}".into()));
-    let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--first-token"]);
-    let first_tokens = || router.counter("pillion_route_first_tokens_total");
-    let answer = in_time("an engine's length", || {
-        let began = now();
-        let answer = router.raw("POST", "/v1/completions", &stream_of(300).to_string());
-        if first_tokens() == 0 {
-            wait_for_length(began);
-            return None;
-        }
-        Some(answer)
-    });
+    let fails = Manner::Json(500, "{\"error\": \"e\"}".into());
+    let (answer, router, _decode) = in_time("an engine's length", || with_first_token(fails.clone()));
     assert!(answer.contains("data: {\"error\": \"e\"}\n\ndata: [DONE]\n\n"), "{answer}");
+    let first_tokens = || router.counter("pillion_route_first_tokens_total");
     assert_eq!(first_tokens(), 1);
     for (name, value) in [("seed", 3), ("max_tokens", 999)] {
         let mut request = stream_of(300);

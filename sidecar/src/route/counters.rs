@@ -14,7 +14,7 @@ pub(super) struct Counters {
     prompts: IntCounterVec,
     /// Prompts that the engine asked to compute them did not, by reason.
     failures: IntCounterVec,
-    /// Prompts that the engine asked to answer them gave up, and which were put to two engines once more.
+    /// Prompts that the engine asked to answer them gave up, and which were asked for once more.
     pub(super) retries: IntCounter,
     /// Streams whose first token is that of the engine that computed the prompt.
     pub(super) first_tokens: IntCounter,
@@ -44,7 +44,8 @@ impl Counters {
         let prompts = counters(&registry, "route_prompts_total", prompts, &["way"])?;
         let failures = "Prompts that the engine asked to compute them did not, by reason; the one that answers computed them.";
         let failures = counters(&registry, "route_prefill_failures_total", failures, &["reason"])?;
-        let retries = "Prompts that two engines were asked for once more, since the one that answers had given them up.";
+        let retries =
+            "Prompts that were asked for once more, since the engine that answers had given them up.";
         let retries = counter(&registry, "route_retries_total", retries)?;
         let first_tokens = "Streams that began with the token of the engine that computed the prompt.";
         let first_tokens = counter(&registry, "route_first_tokens_total", first_tokens)?;

@@ -238,6 +238,7 @@ impl Router {
         let Some(answer) = self.ask_prefill(&seat, asked.with(&first_token::prefill(fields))).await else {
             return Err(asked.with(fields));
         };
+        let (head, answer) = answer.into_parts();
         drop(seat);
         // What is too long is refused by the engine that answers, and that before an event.
         let length_max = self.length_max.of(&self.decode, &self.forwarder, &asked.headers).await.unwrap_or(0);
@@ -247,7 +248,7 @@ impl Router {
         self.counters.first_tokens.inc();
         let (asked, fields) = (asked.clone(), fields.clone());
         // The event is not to wait for what is asked behind it.
-        Ok(continued(first.event.clone(), async move {
+        Ok(continued(head, first.event.clone(), async move {
             let asked = asked.with(&first.rest(&fields));
             let (answer, given_up) = self.open(start, None, asked.clone(), None).await;
             let Some(decode) = given_up else { return answer };
@@ -261,7 +262,7 @@ impl Router {
     /// Has a prompt computed; what that engine says to the one that answers, or `None`, counted, where there is nothing to wait for.
     async fn compute(self: Arc<Self>, seat: Seat, asked: Asked) -> Option<Value> {
         let answer = self.ask_prefill(&seat, asked).await?;
-        let answer: Value = serde_json::from_slice(&answer).unwrap_or_default();
+        let answer: Value = serde_json::from_slice(answer.body()).unwrap_or_default();
         let said = answer.get(PARAMS).filter(|params| params.is_object()).cloned();
         if said.is_none() {
             self.counters.failure(Failure::NoParams);
@@ -272,7 +273,7 @@ impl Router {
     }
 
     /// The whole answer of an engine that computes; `None`, counted, where it has none.
-    async fn ask_prefill(&self, seat: &Seat, asked: Asked) -> Option<Bytes> {
+    async fn ask_prefill(&self, seat: &Seat, asked: Asked) -> Option<Response<Bytes>> {
         let engine = &seat.engine;
         let limit = Duration::from_millis(self.options.prefill_timeout.as_millis());
         let answer = watch::ask(&self.forwarder, engine, asked, limit).await;

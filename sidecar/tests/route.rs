@@ -463,6 +463,7 @@ fn the_first_token_comes_before_the_other_engine_is_heard_of() {
     while !text.contains("\n\n\r\n") {
         assert_ne!(std::io::BufRead::read_line(&mut stream, &mut text).unwrap(), 0, "{text}");
     }
+    assert!(text.contains("x-engine: it") && !text.contains("keep-alive"), "the engine's headers: {text}");
     assert!(text.contains("\"text\":\" a\"") && text.contains("\"finish_reason\":null"), "{text}");
     assert_eq!((&rest["prompt"], &rest["max_tokens"]), (&json!([5, 6, 9]), &json!(8)));
     assert_eq!(rest[PARAMS]["pillion"]["tokens"], 2, "what the other engine saves has its key");

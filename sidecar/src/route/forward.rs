@@ -12,6 +12,7 @@ use hyper::header::{
     CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderMap, HeaderName, TE, TRAILER, TRANSFER_ENCODING,
     UPGRADE,
 };
+use hyper::http::response;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
@@ -171,12 +172,14 @@ impl Forwarder {
     }
 
     /// Asks an engine, and reads all of its answer.
-    pub(super) async fn ask(&self, to: &Address, asked: Asked) -> Result<Bytes, ForwardError> {
-        let answer = self.send(to, asked).await?;
-        let status = answer.status();
-        let body = Limited::new(answer.into_body(), ANSWER_BYTES_MAX).collect().await;
+    pub(super) async fn ask(&self, to: &Address, asked: Asked) -> Result<Response<Bytes>, ForwardError> {
+        let (head, body) = self.send(to, asked).await?.into_parts();
+        let body = Limited::new(body, ANSWER_BYTES_MAX).collect().await;
         let body = body.map_err(|error| ForwardError::Broken(error.to_string()))?.to_bytes();
-        if status.is_success() { Ok(body) } else { Err(ForwardError::Status(status)) }
+        if !head.status.is_success() {
+            return Err(ForwardError::Status(head.status));
+        }
+        Ok(Response::from_parts(head, body))
     }
 }
 
@@ -223,9 +226,10 @@ impl Opened {
     }
 }
 
-/// A stream that begins with `first` and goes on with the body of `rest`, which is asked for once that was sent. What is no stream is
-/// told as vLLM tells an error within one.
+/// A stream that begins with `first`, with the head of the answer that it is from. It goes on with the body of `rest`, which is asked for
+/// once that was sent. What is no stream is told as vLLM tells an error within one.
 pub(super) fn continued(
+    mut head: response::Parts,
     first: Bytes,
     rest: impl Future<Output = Response<Answer>> + Send + 'static,
 ) -> Response<Answer> {
@@ -241,10 +245,8 @@ pub(super) fn continued(
         Full::new(told).map_err(|never| match never {}).boxed_unsync()
     };
     let body = Continued { first: Some(first), asking: Some(Box::pin(asking)), rest: None };
-    let mut response = Response::new(body.boxed_unsync());
-    let stream = "text/event-stream; charset=utf-8".parse().expect("a constant");
-    response.headers_mut().insert(CONTENT_TYPE, stream);
-    response
+    clean(&mut head.headers);
+    Response::from_parts(head, body.boxed_unsync())
 }
 
 // === impl Continued ===

@@ -62,7 +62,7 @@ impl LengthMax {
 async fn ask(forwarder: &Forwarder, to: &Address, headers: HeaderMap) -> Option<u64> {
     let asked = forwarder.ask(to, Asked::page("/v1/models", headers));
     let answer = tokio::time::timeout(ANSWER_TIME_MAX, asked).await.ok()?.ok()?;
-    let models: Value = serde_json::from_slice(&answer).ok()?;
+    let models: Value = serde_json::from_slice(answer.body()).ok()?;
     let lengths = models["data"].as_array()?.iter().map(|model| model["max_model_len"].as_u64());
     lengths.collect::<Option<Vec<_>>>()?.into_iter().min()
 }

@@ -5,8 +5,8 @@ use std::pin::pin;
 use std::task::Poll;
 use std::time::Duration;
 
-use hyper::HeaderMap;
 use hyper::body::Bytes;
+use hyper::{HeaderMap, Response};
 use tokio::time::Instant;
 
 use super::engines::Engine;
@@ -22,7 +22,7 @@ pub(super) async fn ask(
     to: &Engine,
     asked: Asked,
     limit: Duration,
-) -> Result<Bytes, ForwardError> {
+) -> Result<Response<Bytes>, ForwardError> {
     let answer = tokio::time::timeout(limit, forwarder.ask(&to.address, asked));
     living(forwarder, to, async { answer.await.unwrap_or(Err(ForwardError::Late(limit))) }).await
 }

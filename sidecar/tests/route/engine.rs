@@ -208,14 +208,15 @@ fn hold(reader: &mut BufReader<TcpStream>) {
 }
 
 fn events_sent(mut stream: &TcpStream, events: &[String], released: &AtomicBool) -> bool {
-    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
+    let types = "content-type: text/event-stream\r\ntransfer-encoding: chunked";
+    let head = format!("HTTP/1.1 200 OK\r\n{types}\r\nconnection: keep-alive\r\nx-engine: it\r\n\r\n");
     let chunks = events.iter().zip(1..).map(|(event, number)| {
         while number == events.len() && !released.load(Ordering::Relaxed) {
             thread::sleep(Duration::from_millis(1));
         }
         format!("{:x}\r\n{event}\r\n", event.len())
     });
-    [head.to_owned()].into_iter().chain(chunks).chain(["0\r\n\r\n".to_owned()]).all(|part| {
+    [head].into_iter().chain(chunks).chain(["0\r\n\r\n".to_owned()]).all(|part| {
         thread::sleep(Duration::from_millis(5));
         stream.write_all(part.as_bytes()).is_ok()
     })

@@ -158,7 +158,9 @@ impl Piece {
 /// The request for the engine that computes the prompt: one token of one answer, whole, without what only an answer has.
 pub(super) fn prefill(request: &Fields) -> Fields {
     let mut made = request.clone();
-    for name in ["stream_options", "min_tokens", "best_of", "logprobs", "top_logprobs"] {
+    let of_answers =
+        ["stream_options", "min_tokens", "best_of", "logprobs", "top_logprobs", "logprob_token_ids"];
+    for name in of_answers {
         made.remove(name);
     }
     made.insert("stream".into(), field(false));
@@ -256,7 +258,7 @@ mod tests {
     fn each_engine_gets_its_part() {
         let asked = json!({
             "prompt": "a", "max_tokens": 9, "max_completion_tokens": 9, "stream": true, "stream_options": {}, "n": 3,
-            "logprobs": 2, "tools": [], PARAMS: { "do_remote_decode": true },
+            "logprobs": 2, "logprob_token_ids": [5], "tools": [], PARAMS: { "do_remote_decode": true },
         });
         let asked = fields(&asked);
         let made = json!(prefill(&asked));
@@ -265,7 +267,9 @@ mod tests {
             assert_eq!(&made[name], value, "{name}");
         }
         assert_eq!(made[PARAMS]["do_remote_decode"], true);
-        assert!(made.get("stream_options").is_none() && made.get("logprobs").is_none());
+        for name in ["stream_options", "logprobs", "logprob_token_ids"] {
+            assert!(made.get(name).is_none(), "{name}");
+        }
 
         let made = json!(decode(&asked, computed(None)));
         assert_eq!((&made["max_tokens"], &made["stream"], &made["n"]), (&json!(9), &json!(true), &json!(3)));

@@ -133,7 +133,7 @@ impl Router {
                 return failure(StatusCode::BAD_REQUEST, &format!("the body is no JSON: {error}; {remedy}"));
             }
         };
-        let spoken = fields.remove(PARAMS).is_some();
+        let spoken = prompt::without_params(&mut fields);
         match (is_prompt, spoken) {
             (true, _) => self.route(&asked, &fields).await,
             (false, true) => self.answer(asked.with(&fields), 0).await,

@@ -59,12 +59,12 @@ impl Router {
         text
     }
 
-    /// All of the answer to a body that is said to be JSON.
+    /// All of the answer to a body that is said to be JSON, of a form whose name has a byte that is no letter.
     fn json(&self, path: &str, body: &[u8]) -> String {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
-        let head =
-            format!("POST {path} HTTP/1.1\r\nhost: router\r\ncontent-type: application/json; charset=utf-8");
-        write!(stream, "{head}\r\nconnection: close\r\ncontent-length: {}\r\n\r\n", body.len()).unwrap();
+        let head = format!("POST {path} HTTP/1.1\r\nhost: router\r\ncontent-type: application/json; form=");
+        stream.write_all(&[head.as_bytes(), b"\xe9"].concat()).unwrap();
+        write!(stream, "\r\nconnection: close\r\ncontent-length: {}\r\n\r\n", body.len()).unwrap();
         stream.write_all(body).unwrap();
         let mut text = String::new();
         stream.read_to_string(&mut text).unwrap();
@@ -174,6 +174,13 @@ fn what_a_client_says_to_connectors_reaches_no_engine_by_another_path_or_as_what
     }
     router.json("/reset_prefix_cache", b"");
     assert_eq!(decode.asked().len(), 2, "no body is none of these");
+    for place in ["vllm_xargs", "sampling_params"] {
+        let extra = json!({ "a": 1, PARAMS: { "do_remote_prefill": true } });
+        let extra = if place == "vllm_xargs" { extra } else { json!({ "extra_args": extra }) };
+        router.json("/inference/v1/generate", json!({ place: extra }).to_string().as_bytes());
+        let asked = decode.asked().pop().unwrap().body;
+        assert!(asked.contains("{\"a\":1}") && !asked.contains(PARAMS), "{asked}");
+    }
 }
 
 #[test]

@@ -13,6 +13,9 @@ const BYTES_PER_TOKEN: u64 = 4;
 const START_TOKENS: usize = 256;
 const START_BYTES: usize = START_TOKENS * BYTES_PER_TOKEN as usize;
 
+/// Fields of a message beside its content that become a part of the prompt. vLLM takes two names for one of them.
+const OF_MESSAGES: [&str; 3] = ["tool_calls", "reasoning", "reasoning_content"];
+
 /// The JSON object that a client sends, each field as it was written: most of its bytes are a prompt that the router only passes on.
 pub(super) type Fields = BTreeMap<String, Box<RawValue>>;
 
@@ -38,6 +41,8 @@ pub(super) enum Whole {
     Media,
     /// vLLM computes such a prompt anew, whatever is kept of it.
     PromptLogprobs,
+    /// vLLM makes other requests of it, to which it tells nothing of another engine.
+    BeamSearch,
     /// No engine that computes prompts could be reached lately.
     NoPrefill,
 }
@@ -51,7 +56,8 @@ enum Piece {
 // === impl Whole ===
 
 impl Whole {
-    pub(super) const ALL: [Self; 4] = [Self::Short, Self::Media, Self::PromptLogprobs, Self::NoPrefill];
+    pub(super) const ALL: [Self; 5] =
+        [Self::Short, Self::Media, Self::PromptLogprobs, Self::BeamSearch, Self::NoPrefill];
 
     /// The label of metrics.
     pub(super) fn label(self) -> &'static str {
@@ -59,6 +65,7 @@ impl Whole {
             Self::Short => "short",
             Self::Media => "media",
             Self::PromptLogprobs => "prompt_logprobs",
+            Self::BeamSearch => "beam_search",
             Self::NoPrefill => "no_prefill",
         }
     }
@@ -72,6 +79,14 @@ impl Prompt {
         let mut pieces = request.get("prompt").map(|prompt| completion(prompt)).unwrap_or_default();
         let is_one = matches!(pieces.as_slice(), [piece] if piece.tokens() > 0);
         let mut media = request.get("prompt_embeds").is_some_and(|embeddings| embeddings.get() != "null");
+        // What a template writes into the prompt beside texts counts as its JSON. It is no part of the beginning: templates put it in
+        // different places.
+        let of_json = |json: &str| if json == "null" { 0 } else { text_tokens(json) };
+        let mut beside: u64 = ["tools", "documents"]
+            .iter()
+            .filter_map(|name| request.get(*name))
+            .map(|json| of_json(json.get()))
+            .sum();
         let messages = request.get("messages").and_then(|messages| value(messages)).unwrap_or_default();
         for message in messages.as_array().into_iter().flatten() {
             let mut add = |text: &str| pieces.push(Piece::Text(text.to_owned()));
@@ -87,17 +102,25 @@ impl Prompt {
                 }
                 _ => {}
             }
+            beside += OF_MESSAGES.map(|name| of_json(&message[name].to_string())).iter().sum::<u64>();
         }
+        let asked = |name| request.get(name).is_some_and(|value| !matches!(value.get(), "null" | "false"));
+        // An echo has logprobs of its own where the answer has any, and that of a chat always.
+        let echo_logprobs = asked("echo") && (asked("logprobs") || asked("messages"));
         let whole = if media {
             Some(Whole::Media)
+        } else if asked("prompt_logprobs") || echo_logprobs {
+            Some(Whole::PromptLogprobs)
         } else {
-            let asked =
-                |name| request.get(name).is_some_and(|value| !matches!(value.get(), "null" | "false"));
-            (asked("prompt_logprobs") || (asked("echo") && asked("logprobs")))
-                .then_some(Whole::PromptLogprobs)
+            asked("use_beam_search").then_some(Whole::BeamSearch)
         };
-        Self { tokens: pieces.iter().map(Piece::tokens).sum(), start: start(&pieces), whole, is_one }
+        let tokens = pieces.iter().map(Piece::tokens).sum::<u64>() + beside;
+        Self { tokens, start: start(&pieces), whole, is_one }
     }
+}
+
+fn text_tokens(text: &str) -> u64 {
+    (text.len() as u64).div_ceil(BYTES_PER_TOKEN)
 }
 
 /// A text, token ids, or a list of either.
@@ -149,7 +172,7 @@ impl Piece {
 
     fn tokens(&self) -> u64 {
         match self {
-            Self::Text(text) => (text.len() as u64).div_ceil(BYTES_PER_TOKEN),
+            Self::Text(text) => text_tokens(text),
             Self::Tokens(ids) => ids.len() as u64,
         }
     }
@@ -199,6 +222,24 @@ pub(super) fn computed(tokens: Option<usize>) -> Value {
 
 /// The field with which vLLM's connectors are spoken to. A client's own is dropped: it could let a request wait.
 pub(super) const PARAMS: &str = "kv_transfer_params";
+/// The objects of a request in which vLLM looks for that field: itself, and what becomes the extra arguments of its sampling.
+const PLACES: [&[&str]; 3] = [&[], &["vllm_xargs"], &["sampling_params", "extra_args"]];
+
+/// Removes what a client says to connectors; whether there was any.
+pub(super) fn without_params(request: &mut Fields) -> bool {
+    PLACES.map(|place| remove_params(request, place)).contains(&true)
+}
+
+fn remove_params(fields: &mut Fields, place: &[&str]) -> bool {
+    let Some((name, place)) = place.split_first() else { return fields.remove(PARAMS).is_some() };
+    let object = fields.get(*name).and_then(|object| serde_json::from_str(object.get()).ok());
+    let Some(mut object): Option<Fields> = object else { return false };
+    let is_removed = remove_params(&mut object, place);
+    if is_removed {
+        fields.insert((*name).into(), field(object));
+    }
+    is_removed
+}
 
 #[cfg(test)]
 mod tests {
@@ -222,6 +263,30 @@ mod tests {
             json!({ "messages": [{ "role": "user", "content": [{ "type": "text", "text": "12345678" }] }] });
         assert_eq!(read(chat).tokens, 3);
         assert_eq!(read(json!({ "prompt": 7, "messages": "none" })).tokens, 0);
+        let chat = |more: Value, of_message: Value| {
+            let mut message = json!({ "role": "user", "content": "" });
+            message.as_object_mut().unwrap().extend(of_message.as_object().unwrap().clone());
+            let mut request = json!({ "messages": [message] });
+            request.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            read(request)
+        };
+        let (nothing, bare) = (json!({}), chat(json!({}), json!({})));
+        let list = json!(["12345678901234"]);
+        for (name, of_message) in [
+            ("tools", false),
+            ("documents", false),
+            ("tool_calls", true),
+            ("reasoning", true),
+            ("reasoning_content", true),
+        ] {
+            let with = |value: &Value| {
+                let said = json!({ name: value });
+                if of_message { chat(nothing.clone(), said) } else { chat(said, nothing.clone()) }
+            };
+            assert_eq!(with(&list).tokens, bare.tokens + 5, "{name}");
+            assert_eq!(with(&list).start, bare.start, "{name}");
+            assert_eq!(with(&Value::Null), bare, "{name}");
+        }
     }
 
     #[test]
@@ -248,10 +313,36 @@ mod tests {
             read(json!({ "prompt": "a", "echo": true, "logprobs": 1 })).whole,
             Some(Whole::PromptLogprobs)
         );
+        let chat =
+            |echo: bool| read(json!({ "messages": [{ "role": "user", "content": "a" }], "echo": echo }));
+        assert_eq!((chat(true).whole, chat(false).whole), (Some(Whole::PromptLogprobs), None));
+        let beams = |use_beam_search: bool| {
+            read(json!({ "prompt": "a", "echo": true, "use_beam_search": use_beam_search }))
+        };
+        assert_eq!((beams(true).whole, beams(false).whole), (Some(Whole::BeamSearch), None));
         assert_eq!(
             read(json!({ "prompt": "a", "echo": false, "logprobs": 1, "prompt_logprobs": null })).whole,
             None
         );
+    }
+
+    #[test]
+    fn what_a_client_says_to_connectors_is_found_wherever_vllm_looks() {
+        let said = |place: Value| {
+            let mut request = fields(&place);
+            (without_params(&mut request), json!(request))
+        };
+        let params = || json!({ "do_remote_prefill": true });
+        assert_eq!(said(json!({ "n": 1, PARAMS: params() })), (true, json!({ "n": 1 })));
+        for outer in ["sampling_params", "vllm_xargs"] {
+            let inner = |inner: Value| match outer {
+                "vllm_xargs" => json!({ outer: inner }),
+                _ => json!({ outer: { "n": 1, "extra_args": inner } }),
+            };
+            assert_eq!(said(inner(json!({ "a": 1, PARAMS: params() }))), (true, inner(json!({ "a": 1 }))));
+            assert_eq!(said(inner(json!({ "a": 1 }))), (false, inner(json!({ "a": 1 }))));
+            assert_eq!(said(json!({ outer: [1], PARAMS: 1 })), (true, json!({ outer: [1] })));
+        }
     }
 
     #[test]

@@ -56,11 +56,11 @@ pub(crate) struct Engine {
 pub(crate) fn read(stream: &mut BufReader<TcpStream>) -> Option<Asked> {
     let mut lines = Vec::new();
     loop {
-        let mut line = String::new();
-        if stream.read_line(&mut line).ok()? == 0 {
+        let mut line = Vec::new();
+        if stream.read_until(b'\n', &mut line).ok()? == 0 {
             return None;
         }
-        match line.trim_end() {
+        match String::from_utf8_lossy(&line).trim_end() {
             "" => break,
             line => lines.push(line.to_owned()),
         }

@@ -279,6 +279,10 @@ impl Router {
         let answer = watch::ask(&self.forwarder, engine, asked, limit).await;
         match answer {
             Ok(_) | Err(ForwardError::Status(_)) => engine.set_up(),
+            // The prompt may be a long one. No request waits for what the engine's server says of that.
+            Err(ForwardError::Late(_)) => {
+                tokio::spawn(watch::judge(self.forwarder.clone(), Arc::clone(engine)));
+            }
             Err(_) => engine.set_down(Instant::now()),
         }
         let counted = |error: &ForwardError| {

@@ -185,11 +185,11 @@ fn what_a_client_says_to_connectors_reaches_no_engine_by_another_path_or_as_what
 
 #[test]
 fn an_engine_that_does_not_compute_a_prompt_costs_no_answer() {
-    let (fails, silent, decode) =
+    let (fails, slow, decode) =
         (Engine::start(Manner::Json(500, "{}".into())), Engine::start(Manner::Hang), answers());
     let ways = [
         (fails.url(), "status", "1000s"),
-        (silent.url(), "late", "300ms"),
+        (slow.url(), "late", "300ms"),
         (format!("http://127.0.0.1:{}", free_port()), "unreachable", "1000s"),
     ];
     for (url, reason, limit) in &ways {
@@ -202,9 +202,25 @@ fn an_engine_that_does_not_compute_a_prompt_costs_no_answer() {
         );
         router.ask(&prompt(400));
         let alone = router.counter("pillion_route_prompts_total{way=\"no_prefill\"}");
-        assert_eq!(alone, u64::from(*reason != "status"), "who was not there is not asked again at once");
+        assert_eq!(
+            alone,
+            u64::from(*reason == "unreachable"),
+            "who was not there is not asked again at once"
+        );
     }
-    watch("the hang-up", || (silent.hung_up() == 1).then_some(()));
+    watch("the hang-ups", || (slow.hung_up() == 2).then_some(()));
+}
+
+#[test]
+fn an_engine_that_is_late_is_down_if_its_server_is_silent() {
+    let (still, decode) = (Engine::start(Manner::Freeze), answers());
+    let router = Router::start(&[&still.url()], &[&decode.url()], &["--prefill-timeout", "300ms"]);
+    assert_eq!(router.ask(&prompt(400)).body, "{\"answer\":  1}");
+    assert_eq!(router.counter("pillion_route_prefill_failures_total{reason=\"late\"}"), 1);
+    let up = |count: usize| {
+        router.raw("GET", "/health", "").contains(&format!("\"prefill_up\":{count}")).then_some(())
+    };
+    watch("the engine down", || up(0));
 }
 
 #[test]

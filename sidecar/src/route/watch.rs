@@ -2,6 +2,7 @@
 
 use std::future::poll_fn;
 use std::pin::pin;
+use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
@@ -44,6 +45,15 @@ async fn silence(forwarder: &Forwarder, engine: &Engine) {
         if let Ok(Some(at)) = tokio::time::timeout_at(seen + SILENCE_MAX, look(forwarder, engine)).await {
             seen = seen.max(at);
         }
+    }
+}
+
+/// Whether an engine is up that was late with an answer: its server says so.
+pub(super) async fn judge(forwarder: Forwarder, engine: Arc<Engine>) {
+    let seen = tokio::time::timeout(SILENCE_MAX, look(&forwarder, &engine)).await;
+    match seen {
+        Ok(Some(at)) if at.elapsed() < SILENCE_MAX => engine.set_up(),
+        _ => engine.set_down(Instant::now()),
     }
 }
 

@@ -58,7 +58,9 @@ pub struct Options {
     /// Stream the first token as soon as the prompt is computed, where the stream stays that of one engine
     ///
     /// The engine that computes the prompt has the first token: it goes to the client at once, and the other engine goes on behind
-    /// it. For streams of /v1/completions whose request has no other fields than docs/prefill-decode.md names; whatever --order says.
+    /// it. For streams of /v1/completions whose request has no other fields than docs/prefill-decode.md names; whatever --order says. Not
+    /// for engines with a presence_penalty or frequency_penalty of their own (generation_config.json, --override-generation-config), or
+    /// with logits processors that look at an answer's tokens: the other engine would not count the first one.
     #[arg(long, env = "PILLION_FIRST_TOKEN", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, value_name = "true|false")]
     pub first_token: bool,
     /// The engine that answers computes a prompt itself when the other one has not done so within this time

@@ -80,8 +80,11 @@ class Servers:
     def open(self, url: str, prompt: Prompt, **fields: object) -> http.client.HTTPResponse:
         """A stream of an answer."""
         asked = {"model": str(self.model), "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": True}
-        body = json.dumps(asked | fields).encode()
-        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        return self.post(url, "/v1/completions", asked | fields)
+
+    def post(self, url: str, path: str, asked: dict[str, object]) -> http.client.HTTPResponse:
+        """An answer."""
+        request = urllib.request.Request(f"{url}{path}", json.dumps(asked).encode(), {"Content-Type": "application/json"})
         return cast(http.client.HTTPResponse, urllib.request.urlopen(request, timeout=120))
 
     def ask(self, url: str, tokens: list[int]) -> list[int]:
@@ -95,6 +98,16 @@ class Servers:
         """All of a stream."""
         with self.open(url, prompt) as answer:
             return Stream.of(answer.read().decode())
+
+    def chat(self, url: str, text: str, stream: bool) -> tuple[str, list[str]]:
+        """The text of a chat's answer, and why it ended."""
+        asked = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": OUTPUT_TOKENS}
+        with self.post(url, "/v1/chat/completions", {"model": str(self.model), "stream": stream} | asked) as answer:
+            raw = answer.read().decode()
+        lines = [line.removeprefix("data: ") for line in raw.split("\n") if line.startswith("data: {")] if stream else [raw]
+        choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+        text = "".join(choice["delta" if stream else "message"]["content"] or "" for choice in choices)
+        return text, [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
 
     def found(self) -> float:
         """Tokens that the engine that answers loaded."""
@@ -166,6 +179,17 @@ def test_streams_are_those_of_one_server(servers: Servers) -> None:
     assert servers.found() - before >= whole * 3 // 4
     assert all(streams)
     assert streams == [servers.ask(servers.computes_url, tokens) for tokens in asked]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_is_that_of_one_server(servers: Servers, stream: bool) -> None:
+    """Its text is long enough for two engines."""
+    text = "".join(chr(97 + token % 26) for token in prompts.prompt(1500, 96_000 + stream))
+    before = servers.routed("pillion_route_prompts_total")["pair"]
+    routed = servers.chat(servers.route_url, text, stream)
+    assert servers.routed("pillion_route_prompts_total")["pair"] == before + 1
+    assert all(routed)
+    assert routed == servers.chat(servers.computes_url, text, stream)
 
 
 def _prompt(at: int) -> Prompt:

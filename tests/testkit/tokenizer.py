@@ -10,6 +10,9 @@ import json
 import sys
 from pathlib import Path
 
+# A chat's prompt is its texts, one behind the other.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
 
 def write(directory: Path) -> None:
     """Token ids 0 to 255, so any model with that many has it; no text is unknown."""
@@ -23,7 +26,8 @@ def write(directory: Path) -> None:
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = Decoder()
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,10 @@ from testkit.sidecar import Sidecar, find_binary
 # Mappings whose keys are the user's own.
 FREE = {"labels", "annotations", "matchLabels", "limits", "requests", "data", "nodeSelector"}
 BUILT_IN = [pytest.param(path, version, id=f"{path.stem}-{version}") for path in KUBERNETES + INJECTED for version in VERSIONS]
+# How long a Service may still send requests to a pod that ends.
+ENDPOINTS_GO_S = 5
+# What `pillion route` takes at the most after SIGTERM, and what a sidecar with disks does.
+ROUTER_ENDS_S, SIDECAR_ENDS_S = 20, 25
 # What each manifest is called with, had it been injected.
 OPTIONS = {
     "copy-engine": [],
@@ -149,6 +153,27 @@ def missing(value: Document, document: Document, path: tuple[str | int, ...]) ->
     return not any(texts <= found for found in there)
 
 
+def seconds_to_end(container: Document) -> tuple[int, int]:
+    """How long a serving container goes on before SIGTERM, and how long its answers may take after it."""
+    waits = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    if container["name"] == "router":
+        return waits, ROUTER_ENDS_S
+    [ends] = [argument.partition("=")[2] for argument in container["args"] if argument.startswith("--shutdown-timeout=")]
+    return waits, int(ends)
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
+def test_answers_end_before_their_containers(path: Path) -> None:
+    """No request comes after SIGTERM; the router ends before its engines, and the sidecar behind them, within the grace."""
+    description = next(pod(document) for document in of(path) if pod(document))
+    ends = {container["name"]: seconds_to_end(container) for container in description["containers"]}
+    assert all(waits >= ENDPOINTS_GO_S and answers > 0 for waits, answers in ends.values())
+    router = sum(ends.pop("router", (0, 0)))
+    assert all(waits > router for waits, _ in ends.values())
+    last = max(sum(found) for found in ends.values())
+    assert description["terminationGracePeriodSeconds"] >= last + SIDECAR_ENDS_S
+
+
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
 def test_clients_reach_the_port_that_answers_them_alone(path: Path) -> None:
     """And Prometheus the sidecar's; a pair's engines are behind their router."""
@@ -178,7 +203,6 @@ def test_the_documented_disk_fits_a_manifest() -> None:
     for key in ("args", "volumeMounts"):
         container[key] = container[key] + more[key]
     assert more == {"name": container["name"], **{key: more[key] for key in ("args", "volumeMounts")}}
-    description |= {"terminationGracePeriodSeconds": disk["terminationGracePeriodSeconds"]}
     description |= {"initContainers": [prepares, container], "volumes": description["volumes"] + disk["volumes"]}
     for version in VERSIONS:
         built_in(version)(document)

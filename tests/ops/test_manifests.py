@@ -192,6 +192,23 @@ def test_clients_reach_the_port_that_answers_them_alone(path: Path) -> None:
     assert admitted == ({"vllm": {9441, 9442}} if path.stem == "mesh" else {})
 
 
+def control_socket(container: Document) -> Path:
+    """Where the variable puts it that `pillion serve` and `pillion ctl` read."""
+    [path] = [variable["value"] for variable in container["env"] if variable["name"] == "PILLION_CONTROL_SOCKET"]
+    return Path(path)
+
+
+@pytest.mark.parametrize("path", KUBERNETES + INJECTED, ids=lambda path: path.stem)
+def test_no_engine_mounts_the_control_socket(path: Path) -> None:
+    """An engine that runs as root may use any socket that it sees."""
+    for description in (pod(document) for document in of(path) if any(pod(document).get("initContainers", []))):
+        [container] = [found for found in description["initContainers"] if found["name"] == "pillion"]
+        folder = str(control_socket(container).parent)
+        [volume] = [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == folder]
+        mounted = {mount["name"] for found in description["containers"] for mount in found.get("volumeMounts", [])}
+        assert "pillion-socket" in mounted and volume not in mounted
+
+
 def test_the_documented_disk_fits_a_manifest() -> None:
     """The block of docs/deploy.md, put beside what copy-engine.yaml has: a pod that every release takes."""
     section = (ROOT / "docs/deploy.md").read_text().partition("\n## Disks\n")[2]
@@ -236,18 +253,21 @@ def replaced(arguments: list[str], folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
 def test_a_sidecar_starts_by_these_arguments(path: Path, tmp_path: Path) -> None:
-    """And answers its probes."""
+    """And answers its probes, and `pillion ctl` without options."""
     container = next(sidecar(document) for document in of(path) if pod(document))
     arguments = replaced(container["args"], tmp_path)
     http = next(argument.partition("=")[2] for argument in arguments if argument.startswith("--http="))
     pool = next(Path(argument.partition("=")[2]) for argument in arguments if argument.startswith("--pool-path="))
     rest = [argument for argument in arguments if not argument.startswith(("--http=", "--socket=", "--dram=", "--pool-path="))]
-    started = Sidecar(tmp_path, dram="64MiB", http=http, pool=pool, more=tuple(rest))
+    environment = f"PILLION_CONTROL_SOCKET={tmp_path / control_socket(container).name}"
+    started = Sidecar(tmp_path, dram="64MiB", http=http, pool=pool, prefix=("env", environment), more=tuple(rest))
     try:
         started.wait_ready()
         assert all(
             started.get(container[probe]["httpGet"]["path"]) is not None for probe in ("livenessProbe", "readinessProbe")
         )
+        asked = ["env", environment, str(find_binary()), "ctl", "namespaces"]
+        assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout
         started.finish()
     finally:
         started.kill()

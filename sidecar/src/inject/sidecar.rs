@@ -14,26 +14,26 @@ const BESIDE_BLOCKS_MIB: u64 = 1024;
 const MIB: u64 = 1 << 20;
 /// Where both containers have the socket.
 const SOCKET_FOLDER: &str = "/run/pillion";
+/// On the pool's volume, which no engine mounts: an engine that runs as root may use every socket that it sees. `pillion serve` and
+/// `pillion ctl` read the same variable.
+const CONTROL_SOCKET: &str = "name: PILLION_CONTROL_SOCKET\nvalue: /var/lib/pillion/pool/control.sock";
 const READ_ONLY: &str = "\nreadOnly: true";
 
 /// The sidecar's container, an item of `initContainers`. `group` is the engine's, `claims` are of devices.
 pub(super) fn container(options: &Options, group: &str, claims: &[&str]) -> String {
-    let mut parts = vec![
+    let parts = [
         format!("name: {NAME}"),
         format!("image: {}", single_quoted(&options.image)),
         "restartPolicy: Always".to_owned(),
         below("args", &items(&arguments(options, group))),
+        below("env", &environment(options, claims)),
+        below("ports", &ports(options)),
+        probe("livenessProbe", "/healthz", 5, 6),
+        probe("readinessProbe", "/readyz", 2, 30),
+        resources(options.dram, claims),
+        below("securityContext", &security(group)),
+        below("volumeMounts", &mounts(options)),
     ];
-    let environment = environment(options, claims);
-    if !environment.is_empty() {
-        parts.push(below("env", &environment));
-    }
-    parts.push(below("ports", &ports(options)));
-    parts.push(probe("livenessProbe", "/healthz", 5, 6));
-    parts.push(probe("readinessProbe", "/readyz", 2, 30));
-    parts.push(resources(options.dram, claims));
-    parts.push(below("securityContext", &security(group)));
-    parts.push(below("volumeMounts", &mounts(options)));
     parts.join("\n")
 }
 
@@ -96,7 +96,7 @@ fn arguments(options: &Options, group: &str) -> Vec<String> {
 }
 
 fn environment(options: &Options, claims: &[&str]) -> String {
-    let mut variables = Vec::new();
+    let mut variables = vec![CONTROL_SOCKET.to_owned()];
     if options.copy == Copies::Sidecar && claims.is_empty() {
         variables.push("name: NVIDIA_VISIBLE_DEVICES\nvalue: all".to_owned());
         variables.push("name: NVIDIA_DRIVER_CAPABILITIES\nvalue: compute,utility".to_owned());

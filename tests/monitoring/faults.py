@@ -261,6 +261,23 @@ def peer_missing(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 
 @contextlib.contextmanager
+def no_peers(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """The name of the pods resolves to this one alone."""
+    listen = f"127.0.0.1:{ports.free_port()}"
+    more = (f"--mesh-listen={listen}", f"--peer={listen}", "--node-id=one", "--mesh-plaintext")
+    with alone(directory, more=more) as (_, prometheus):
+        yield prometheus, nothing
+
+
+@contextlib.contextmanager
+def finds_nothing(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """No prompt begins as another did."""
+    with alone(directory) as (sidecar, prometheus), Engine(sidecar.socket, "asks", mesh.namespace(), mesh.BLOCKS) as engine:
+        seeds = itertools.count()
+        yield prometheus, lambda: [mesh.load(engine, mesh.prompt(next(seeds))) for _ in range(20)]
+
+
+@contextlib.contextmanager
 def nobody_computes(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
     """The engine that is to compute prompts is away, so the one that answers does."""
     with pair.routing(directory) as router, scraping(directory, {"one": router}, impatient()) as prometheus:
@@ -280,8 +297,10 @@ FAULTS: dict[str, Fault] = {
     "PillionDiskDown": disk_down,
     "PillionDiskLeftOut": disk_left_out,
     "PillionNoEngine": nobody,
+    "PillionFindsNothing": finds_nothing,
     "PillionServesNobody": no_ranks,
     "PillionEngineRefused": no_hello,
+    "PillionNoPeers": no_peers,
     "PillionPeerMissing": peer_missing,
     "PillionPeerLeftAlone": peer_frozen,
     "PillionPeerCorrupts": peer_corrupts,
@@ -292,9 +311,10 @@ JOINING = {"PillionServesNobody", "PillionNoEngine"}
 # What a fault brings about beside its alert, or may.
 BESIDE: dict[str, set[str]] = {
     "PillionRestarts": {"PillionDown"},
-    "PillionPeerLeftAlone": {"PillionDown"},
+    "PillionPeerMissing": {"PillionNoPeers"},
+    "PillionPeerLeftAlone": {"PillionDown", "PillionNoPeers", "PillionFindsNothing"},
     "PillionPoolLost": {"PillionLoadsFail"},
     "PillionBarredEngines": {"PillionCheckDiffers"},
     "PillionCheckDiffers": {"PillionBarredEngines"},
-    "PillionPeerCorrupts": {"PillionPeerLeftAlone"},
+    "PillionPeerCorrupts": {"PillionPeerLeftAlone", "PillionFindsNothing"},
 }

@@ -20,6 +20,18 @@ from testkit.sidecar import serving
 SERIES = {"PillionParkedRanks": "pillion_parked_ranks", "PillionPoolNotLocked": "pillion_pool_pin_failures_total"}
 # The same of vLLM's page: tests/vllm/test_state.py shows it.
 OF_ENGINES = {"PillionStaysOut": "vllm:pillion_stays_out"}
+ASKED, FOUND = "pillion_query_blocks_total", "pillion_query_hit_blocks_total"
+# What makes an alert fire once its wait is over, and when that is: series of values each 15 s.
+WAITS = {
+    "PillionParkedRanks": ({"pillion_parked_ranks": "1x480"}, "1m"),
+    "PillionDiskDown": ({"pillion_ssd_down": "1x480"}, "5m"),
+    "PillionStaysOut": ({"vllm:pillion_stays_out": "1x480"}, "5m"),
+    "PillionPeerMissing": ({"pillion_mesh_endpoints_empty": "1x480"}, "10m"),
+    "PillionNoPeers": ({"pillion_mesh_peers": "0x480"}, "30m"),
+    "PillionNoEngine": ({"pillion_sessions": "0x480"}, "45m"),
+    # The first 1,000 blocks are asked for within 3 min.
+    "PillionFindsNothing": ({ASKED: "0+100x480", FOUND: "0x480"}, "1h3m"),
+}
 
 
 def test_every_alert_has_a_fault() -> None:
@@ -40,10 +52,10 @@ def test_an_alert_fires_at_its_fault(alert: str, tmp_path: Path) -> None:
         assert prometheus.fired() <= {alert} | BESIDE.get(alert, set()) | JOINING
 
 
-def holds(directory: Path, metric: str, values: str, expected: dict[str, Any]) -> bool:
-    """Whether what is expected of an alert is so, with a metric of these values every 15 s, evaluated every 12 s."""
+def holds(directory: Path, metrics: dict[str, str], expected: dict[str, Any]) -> bool:
+    """Whether what is expected of an alert is so, with metrics of these values every 15 s, evaluated every 12 s."""
     (directory / "rules.yml").write_text(yaml.safe_dump(rules()))
-    series = [{"series": f'{metric}{{pod="one"}}', "values": values}]
+    series = [{"series": f'{metric}{{pod="one"}}', "values": values} for metric, values in metrics.items()]
     case = {"interval": "15s", "input_series": series, "alert_rule_test": [expected]}
     file = directory / "test.yml"
     file.write_text(yaml.safe_dump({"rule_files": ["rules.yml"], "evaluation_interval": "12s", "tests": [case]}))
@@ -57,7 +69,12 @@ def fires_in_series(directory: Path, alert: str, metric: str, value: int) -> boo
     summary = found["annotations"]["summary"].replace("{{ $labels.pod }}", "one").replace("{{ $value }}", str(value))
     annotations = found["annotations"] | {"summary": summary}
     fires = {"eval_time": "1h", "alertname": alert, "exp_alerts": [{"exp_labels": labels, "exp_annotations": annotations}]}
-    return holds(directory, metric, f"{value}x480", fires)
+    return holds(directory, {metric: f"{value}x480"}, fires)
+
+
+def quiet(directory: Path, alert: str, metrics: dict[str, str], at: str) -> bool:
+    """Whether it does not fire then, with the wait that it has."""
+    return holds(directory, metrics, {"eval_time": at, "alertname": alert, "exp_alerts": []})
 
 
 @pytest.mark.parametrize("alert", SERIES)
@@ -78,6 +95,27 @@ def test_an_alert_fires_in_a_series_of_an_engine(alert: str, tmp_path: Path) -> 
 
 def test_a_thread_that_turns_is_no_alert_late_after_a_scrape(tmp_path: Path) -> None:
     """Its last turn is that of the scrape, 12 s ago."""
-    quiet = {"eval_time": "60m12s", "alertname": "PillionStandsStill", "exp_alerts": []}
-    assert holds(tmp_path, "pillion_last_turn_timestamp_seconds", "0+15x300", quiet)
-    assert not holds(tmp_path, "pillion_last_turn_timestamp_seconds", "0+15x200 3000x100", quiet)
+    metric = "pillion_last_turn_timestamp_seconds"
+    assert quiet(tmp_path, "PillionStandsStill", {metric: "0+15x300"}, "60m12s")
+    assert not quiet(tmp_path, "PillionStandsStill", {metric: "0+15x200 3000x100"}, "60m12s")
+
+
+def seconds(duration: str) -> int:
+    """Of a time as Prometheus writes it."""
+    hours, _, rest = duration.rpartition("h")
+    return int(hours or 0) * 3600 + int(rest.removesuffix("m") or 0) * 60
+
+
+@pytest.mark.parametrize("alert", WAITS)
+def test_an_alert_waits(alert: str, tmp_path: Path) -> None:
+    """It is quiet a moment before its wait is over, and fires a moment after."""
+    metrics, wait = WAITS[alert]
+    before, after = (f"{seconds(wait) + moment}s" for moment in (-30, 30))
+    assert quiet(tmp_path, alert, metrics, before)
+    assert not quiet(tmp_path, alert, metrics, after)
+
+
+def test_a_cache_that_finds_something_or_is_hardly_asked_is_no_alert(tmp_path: Path) -> None:
+    """A block of a hundred is found, or few are asked for."""
+    for asked, found in (("0+100x480", "0+1x480"), ("0+10x480", "0x480")):
+        assert quiet(tmp_path, "PillionFindsNothing", {ASKED: asked, FOUND: found}, "2h")

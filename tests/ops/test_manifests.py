@@ -88,6 +88,35 @@ def test_monitoring_is_what_the_operator_takes(path: Path) -> None:
                 operators(changed)
 
 
+def scraped(document: Document) -> list[tuple[str, str]]:
+    """The containers and ports of a workload's pod that a PodMonitor finds, each as often as one does."""
+    labels = document["spec"]["template"]["metadata"]["labels"].items()
+    monitors = [found["spec"] for path in MONITORING for found in of(path) if found["kind"] == "PodMonitor"]
+    selected = [monitor for monitor in monitors if monitor["selector"].get("matchLabels", {}).items() <= labels]
+    names = [endpoint["port"] for monitor in selected for endpoint in monitor["podMetricsEndpoints"]]
+    containers = [sidecar(document), *pod(document)["containers"]]
+    ports = [(container["name"], port["name"]) for container in containers for port in container["ports"]]
+    return sorted(found for found in ports for _ in range(names.count(found[1])))
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
+def test_every_page_of_metrics_is_scraped_once(path: Path) -> None:
+    """Sidecar, engines and router: one port each, and the mesh's none."""
+    document = next(document for document in of(path) if pod(document))
+    names = ["pillion", *(container["name"] for container in pod(document)["containers"])]
+    assert [name for name, _ in scraped(document)] == sorted(names)
+
+
+def test_no_alert_fires_while_an_engine_loads_its_model() -> None:
+    """An engine joins once it has started, for which its probe gives it so long."""
+    groups = [group for path in MONITORING for found in of(path) for group in found["spec"].get("groups", [])]
+    [rule] = [rule for group in groups for rule in group["rules"] if rule["alert"] == "PillionNoEngine"]
+    waits_s = int(rule["for"].removesuffix("m")) * 60
+    for document in (document for path in KUBERNETES for document in of(path) if pod(document)):
+        probes = [found["startupProbe"] for found in pod(document)["containers"] if "startupProbe" in found]
+        assert probes and all(waits_s > probe["periodSeconds"] * probe["failureThreshold"] for probe in probes)
+
+
 def inject(text: str, options: list[str]) -> str:
     """What the program makes of it."""
     command = [str(find_binary()), "inject", "--dram=30GiB", "--image=registry.example/pillion:0.2.0", *options]

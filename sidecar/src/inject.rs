@@ -9,7 +9,7 @@ use std::io::{self, Read, Write};
 use clap::{Args, ValueEnum};
 use thiserror::Error;
 
-use self::document::{Insertion, Node, Stream, below, item};
+use self::document::{Edit, Node, Stream, below, item};
 use self::engine::{Configured, Engine};
 use crate::config::Size;
 
@@ -25,6 +25,9 @@ pub struct Options {
     /// Image of the sidecar
     #[arg(long, value_name = "IMAGE")]
     pub image: String,
+    /// Image of the engine, vLLM's with Pillion's wheel; without it the manifest's image must have the wheel
+    #[arg(long, value_name = "IMAGE")]
+    pub engine_image: Option<String>,
     /// Container that runs vLLM, where several may
     #[arg(long, value_name = "NAME")]
     pub container: Option<String>,
@@ -85,6 +88,12 @@ pub enum InjectError {
 const KINDS: &str =
     "Pods, Deployments, StatefulSets, DaemonSets, ReplicaSets, Jobs, CronJobs and Lists of them";
 
+/// Manifests with sidecars, and what each engine's image must have.
+struct Injected {
+    text: String,
+    images: Vec<String>,
+}
+
 /// A pod's description within a workload's.
 struct Workload<'a> {
     label: String,
@@ -105,12 +114,15 @@ pub fn serve(
         return Err(InjectError::TooLarge);
     }
     let stream = parse(&source, options)?;
-    let written = injected(&stream, options)?;
-    output.write_all(written.as_bytes())?;
+    let Injected { text, images } = injected(&stream, options)?;
+    output.write_all(text.as_bytes())?;
     for label in passed_over(&stream) {
         writeln!(notes, "pillion inject: {label} runs vLLM and stays as it is: {KINDS} are understood")?;
     }
-    if written != source {
+    for image in images {
+        writeln!(notes, "pillion inject: {image}")?;
+    }
+    if text != source {
         writeln!(notes, "pillion inject: {}", not_added(options))?;
     }
     Ok(output.flush()?)
@@ -142,7 +154,7 @@ fn label(document: &Node) -> String {
 
 /// The manifests with a sidecar in each pod that runs vLLM; a pod that has one stays as it is.
 pub fn inject(source: &str, options: &Options) -> Result<String, InjectError> {
-    injected(&parse(source, options)?, options)
+    Ok(injected(&parse(source, options)?, options)?.text)
 }
 
 /// The manifests' places, unless the options contradict each other.
@@ -153,13 +165,17 @@ fn parse<'a>(source: &'a str, options: &Options) -> Result<Stream<'a>, InjectErr
     Stream::parse(source).map_err(InjectError::Malformed)
 }
 
-fn injected(stream: &Stream<'_>, options: &Options) -> Result<String, InjectError> {
-    let (mut insertions, mut found) = (Vec::new(), false);
+fn injected(stream: &Stream<'_>, options: &Options) -> Result<Injected, InjectError> {
+    let (mut edits, mut images, mut found) = (Vec::new(), Vec::new(), false);
     for workload in stream.documents.iter().flat_map(workloads) {
         let refused = |text| InjectError::Refused { workload: workload.label.clone(), text };
         if let Some(engine) = engine(&workload, options).map_err(refused)? {
             found = true;
-            insertions.extend(sidecar_for(stream, &workload, &engine, options).map_err(refused)?);
+            let added = sidecar_for(stream, &workload, &engine, options).map_err(refused)?;
+            if !added.is_empty() {
+                images.push(needs_wheel(&workload, &engine, options));
+            }
+            edits.extend(added);
         }
     }
     if !found {
@@ -167,7 +183,17 @@ fn injected(stream: &Stream<'_>, options: &Options) -> Result<String, InjectErro
             options.container.as_ref().map_or("that runs vLLM".to_owned(), |name| format!("named {name}"));
         return Err(InjectError::NoEngine(which));
     }
-    Ok(stream.with(insertions))
+    Ok(Injected { text: stream.with(edits), images })
+}
+
+/// What no manifest says: without the wheel vLLM does not start.
+fn needs_wheel(workload: &Workload<'_>, engine: &Engine<'_>, options: &Options) -> String {
+    let image = options.engine_image.as_deref().unwrap_or_else(|| engine.image());
+    format!(
+        "{}: container {} runs {image}, which must have Pillion's wheel, or vLLM does not start: docs/deploy.md says how to build \
+         it, and --engine-image names another",
+        workload.label, engine.name
+    )
 }
 
 /// The pods that a document describes; a list's are those of its items.
@@ -210,7 +236,7 @@ fn sidecar_for(
     workload: &Workload<'_>,
     engine: &Engine<'_>,
     options: &Options,
-) -> Result<Vec<Insertion>, String> {
+) -> Result<Vec<Edit>, String> {
     let pod = workload.pod;
     let configured = engine.configured();
     let lists = ["containers", "initContainers"].map(|key| pod.items_at(&[key]));
@@ -237,9 +263,9 @@ fn sidecar_for(
         Copies::Engine => Vec::new(),
         Copies::Sidecar => claims(engine.node),
     };
-    let mut insertions = Vec::new();
+    let mut edits = Vec::new();
     let containers = [sidecar::container(options, group, &claims)];
-    insertions.extend(into_lists(
+    edits.extend(into_lists(
         stream,
         pod,
         &[("initContainers", &containers), ("volumes", &sidecar::volumes(options))],
@@ -247,12 +273,15 @@ fn sidecar_for(
     let seeded = has_named(engine.node.items_at(&["env"]), "PYTHONHASHSEED");
     let seed = if seeded { vec![] } else { vec!["name: PYTHONHASHSEED\nvalue: '0'".to_owned()] };
     let mount = [sidecar::engine_mount()];
+    if let Some(image) = &options.engine_image {
+        edits.push(engine.set_image(stream, image)?);
+    }
     if configured == Configured::Nothing {
         let copy = if options.copy == Copies::Engine { "engine" } else { "" };
-        insertions.push(engine.configure(stream, copy)?);
+        edits.push(engine.configure(stream, copy)?);
     }
-    insertions.extend(into_lists(stream, engine.node, &[("env", &seed), ("volumeMounts", &mount)])?);
-    Ok(insertions)
+    edits.extend(into_lists(stream, engine.node, &[("env", &seed), ("volumeMounts", &mount)])?);
+    Ok(edits)
 }
 
 /// Refuses a pod that a sidecar cannot serve; otherwise the group that its engine runs as.
@@ -289,17 +318,13 @@ fn has_named(items: &[Node], name: &str) -> bool {
 }
 
 /// Adds items to lists of a mapping; lists that are not there are added together.
-fn into_lists(
-    stream: &Stream<'_>,
-    mapping: &Node,
-    lists: &[(&str, &[String])],
-) -> Result<Vec<Insertion>, String> {
-    let (mut insertions, mut absent) = (Vec::new(), Vec::new());
+fn into_lists(stream: &Stream<'_>, mapping: &Node, lists: &[(&str, &[String])]) -> Result<Vec<Edit>, String> {
+    let (mut edits, mut absent) = (Vec::new(), Vec::new());
     for (key, lines) in lists.iter().filter(|(_, lines)| !lines.is_empty()) {
         match mapping.get(key) {
             Some(list) => {
                 for lines in *lines {
-                    insertions.push(stream.insert_first(list, lines)?);
+                    edits.push(stream.insert_first(list, lines)?);
                 }
             }
             None => {
@@ -308,7 +333,7 @@ fn into_lists(
         }
     }
     if !absent.is_empty() {
-        insertions.push(stream.insert_entries(mapping, &absent.join("\n"))?);
+        edits.push(stream.insert_entries(mapping, &absent.join("\n"))?);
     }
-    Ok(insertions)
+    Ok(edits)
 }

@@ -135,7 +135,7 @@ fn what_is_not_understood_and_runs_vllm_is_told_of() {
     let source = format!("{}---\n{rollout}---\nkind: Service\n", engine(""));
     inject::serve(source.as_bytes(), &mut output, &mut notes, &arguments.options).unwrap();
     let notes = String::from_utf8(notes).unwrap();
-    let [told, _] = notes.lines().collect::<Vec<_>>()[..] else { panic!("two notes: {notes}") };
+    let [told, _, _] = notes.lines().collect::<Vec<_>>()[..] else { panic!("three notes: {notes}") };
     assert!(told.starts_with("pillion inject: Rollout a runs vLLM"), "{notes}");
     assert!(refusal(&rollout, &[]).contains("Deployments"));
 }
@@ -151,6 +151,12 @@ fn what_is_left_to_add_is_told_of_once() {
     };
     let (once, notes) = noted(&engine(""), &[]);
     assert!(notes.contains("no NetworkPolicy is written") && notes.contains("port 9440"), "{notes}");
+    let image = "Deployment a: container e runs vllm/vllm-openai, which must have Pillion's wheel";
+    assert!(
+        notes.contains(image) && notes.contains("docs/deploy.md") && notes.contains("--engine-image"),
+        "{notes}"
+    );
+    assert!(noted(&engine(""), &["--engine-image=mine"]).1.contains("container e runs mine, which must"));
     assert_eq!(noted(&once, &[]).1, "", "nothing was written");
     let (_, notes) = noted(&engine(""), &["--peer=mesh:9441", "--mesh-plaintext"]);
     assert!(notes.contains("9441 and 9442") && notes.contains("headless Service"), "{notes}");
@@ -171,6 +177,25 @@ fn an_image_is_known_by_the_last_part_of_its_name() {
         assert!(refusal(&of(engine, ""), &[]).contains("(a, e)"), "{engine}");
     }
     assert!(refusal(&of("vllm/router", "  command: [vllm, serve]\n"), &[]).contains("(a, e)"));
+}
+
+#[test]
+fn an_engine_gets_another_image_where_one_is_named() {
+    let source = engine("env:\n- name: A\n  value: vllm/vllm-openai");
+    let text = injected(&source, &["--engine-image=mine/vllm:1"]).unwrap();
+    assert!(text.contains("  image: 'mine/vllm:1'\n"), "{text}");
+    assert!(!text.contains("image: vllm/") && text.contains("value: vllm/vllm-openai\n"), "{text}");
+    let bare = deployment("containers:\n- name: e\n  command: [vllm, serve]");
+    assert!(injected(&bare, &["--engine-image=mine"]).unwrap().contains("  image: 'mine'\n"));
+    for quoted in
+        ["'vllm/vllm-openai'  # stock", "\"vllm/vllm-openai\"  # stock", "vllm/vllm-openai  # stock"]
+    {
+        let text =
+            injected(&source.replacen("vllm/vllm-openai", quoted, 1), &["--engine-image=mine"]).unwrap();
+        assert!(text.contains("  image: 'mine'  # stock\n"), "{text}");
+    }
+    let folded = source.replacen("image: ", "image: >-\n          ", 1);
+    assert!(refusal(&folded, &["--engine-image=mine"]).contains("on one line"));
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! YAML with the place of every value, and texts put into it: what is not changed keeps its bytes, comments too.
 
+use std::ops::Range;
+
 use saphyr_parser::{Event, Parser, ScalarStyle, Span};
 
 /// A value and where its text lies, in bytes of the source.
@@ -30,8 +32,8 @@ pub(super) enum Kind {
     Alias,
 }
 
-/// A text, and the byte before which it is put.
-pub(super) type Insertion = (usize, String);
+/// A text, and the bytes of the source that it is put in place of: none of them where it is added.
+pub(super) type Edit = (Range<usize>, String);
 
 /// A whole input: its text and the roots of its documents.
 pub(super) struct Stream<'a> {
@@ -172,11 +174,11 @@ impl<'a> Stream<'a> {
     }
 
     /// Puts lines, as one more text of their own indent, before what begins at a byte, and before its comments.
-    fn before(&self, offset: usize, lines: &str) -> Insertion {
+    fn before(&self, offset: usize, lines: &str) -> Edit {
         let indent = self.indent(offset);
         let mut place = self.line_start(offset);
         if !self.source[place..offset].trim().is_empty() {
-            return (offset, format!("{}\n{indent}", indented(lines, &indent).trim_start()));
+            return added(offset, format!("{}\n{indent}", indented(lines, &indent).trim_start()));
         }
         while place > 0 {
             let above = self.line_start(place - 1);
@@ -185,24 +187,24 @@ impl<'a> Stream<'a> {
             }
             place = above;
         }
-        (place, format!("{}\n", indented(lines, &indent)))
+        added(place, format!("{}\n", indented(lines, &indent)))
     }
 
     /// Adds entries to a mapping, behind its first one where that is of one line, such as a name.
-    pub(super) fn insert_entries(&self, mapping: &Node, lines: &str) -> Result<Insertion, String> {
+    pub(super) fn insert_entries(&self, mapping: &Node, lines: &str) -> Result<Edit, String> {
         let Kind::Mapping { flow: false, entries } = &mapping.kind else {
             return Err(self.written_in_flow(mapping));
         };
         let (key, value) = entries.first().ok_or_else(|| self.written_in_flow(mapping))?;
         if value.is_one_line() {
             let text = indented(lines, &self.indent(key.start));
-            return Ok((self.line_end(value.end), format!("\n{text}")));
+            return Ok(added(self.line_end(value.end), format!("\n{text}")));
         }
         Ok(self.before(key.start, lines))
     }
 
     /// Puts an item before those of a sequence.
-    pub(super) fn insert_first(&self, sequence: &Node, lines: &str) -> Result<Insertion, String> {
+    pub(super) fn insert_first(&self, sequence: &Node, lines: &str) -> Result<Edit, String> {
         let Kind::Sequence { flow: false, items } = &sequence.kind else {
             return Err(self.written_in_flow(sequence));
         };
@@ -212,11 +214,11 @@ impl<'a> Stream<'a> {
     }
 
     /// Puts a text before those of a sequence of texts.
-    pub(super) fn insert_first_text(&self, sequence: &Node, text: &str) -> Result<Insertion, String> {
+    pub(super) fn insert_first_text(&self, sequence: &Node, text: &str) -> Result<Edit, String> {
         match &sequence.kind {
             Kind::Sequence { flow: true, items } => {
                 let comma = if items.is_empty() { "" } else { ", " };
-                Ok((sequence.end, format!("{}{comma}", single_quoted(text))))
+                Ok(added(sequence.end, format!("{}{comma}", single_quoted(text))))
             }
             _ => self.insert_first(sequence, &single_quoted(text)),
         }
@@ -228,20 +230,20 @@ impl<'a> Stream<'a> {
         sequence: &Node,
         number: usize,
         text: &str,
-    ) -> Result<Insertion, String> {
+    ) -> Result<Edit, String> {
         let before = &sequence.items()[number];
         match &sequence.kind {
-            Kind::Sequence { flow: true, .. } => Ok((before.end, format!(", {}", single_quoted(text)))),
+            Kind::Sequence { flow: true, .. } => Ok(added(before.end, format!(", {}", single_quoted(text)))),
             _ => {
                 let dash = self.dash(before).ok_or_else(|| self.written_in_flow(sequence))?;
-                let added = indented(&item(&single_quoted(text)), &self.indent(dash));
-                Ok((self.line_end(before.end), format!("\n{added}")))
+                let line = indented(&item(&single_quoted(text)), &self.indent(dash));
+                Ok(added(self.line_end(before.end), format!("\n{line}")))
             }
         }
     }
 
     /// Puts a text into a scalar, behind a part of it that is there once; it has no line end.
-    pub(super) fn insert_into(&self, scalar: &Node, behind: &str, text: &str) -> Result<Insertion, String> {
+    pub(super) fn insert_into(&self, scalar: &Node, behind: &str, text: &str) -> Result<Edit, String> {
         let Kind::Scalar { style, .. } = &scalar.kind else { return Err(self.written_in_flow(scalar)) };
         let raw = &self.source[scalar.start..scalar.end];
         let at = raw.find(behind).filter(|at| raw.rfind(behind) == Some(*at));
@@ -258,7 +260,18 @@ impl<'a> Stream<'a> {
             }
             ScalarStyle::Literal | ScalarStyle::Folded => text.to_owned(),
         };
-        Ok((scalar.start + at + behind.len(), text))
+        Ok(added(scalar.start + at + behind.len(), text))
+    }
+
+    /// Puts a text in place of a scalar on one line. The parser ends such a scalar behind the comment of its line.
+    pub(super) fn replace(&self, scalar: &Node, text: String) -> Result<Edit, String> {
+        let raw = &self.source[scalar.start..];
+        let quotes = usize::from(raw.starts_with(['\'', '"']));
+        let old = scalar.text().filter(|old| scalar.is_one_line() && raw[quotes..].starts_with(*old));
+        let old = old.ok_or_else(|| {
+            format!("line {}: write this text as it is, on one line", self.line(scalar.start))
+        })?;
+        Ok((scalar.start..scalar.start + old.len() + 2 * quotes, text))
     }
 
     /// Where the dash of an item of a block sequence is.
@@ -275,18 +288,22 @@ impl<'a> Stream<'a> {
         )
     }
 
-    /// The source with all insertions; those at one place in their order.
-    pub(super) fn with(&self, mut insertions: Vec<Insertion>) -> String {
-        insertions.sort_by_key(|(place, _)| *place);
+    /// The source with all edits; those at one place in their order.
+    pub(super) fn with(&self, mut edits: Vec<Edit>) -> String {
+        edits.sort_by_key(|(place, _)| place.start);
         let mut text = String::with_capacity(self.source.len() + 4096);
         let mut copied = 0;
-        for (place, inserted) in insertions {
-            text.push_str(&self.source[copied..place]);
-            text.push_str(&inserted);
-            copied = place;
+        for (place, put) in edits {
+            text.push_str(&self.source[copied..place.start]);
+            text.push_str(&put);
+            copied = place.end;
         }
         text + &self.source[copied..]
     }
+}
+
+fn added(offset: usize, text: String) -> Edit {
+    (offset..offset, text)
 }
 
 /// The source with every closing bracket that has a line of its own on the line before. Kubernetes takes one that is indented no

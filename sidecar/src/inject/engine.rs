@@ -1,6 +1,6 @@
 //! The container that runs vLLM, and its command line.
 
-use super::document::{Insertion, Node, Stream, below, item, single_quoted};
+use super::document::{Edit, Node, Stream, below, item, single_quoted};
 
 const CONNECTOR: &str = "PillionConnector";
 const OPTION: &str = "--kv-transfer-config";
@@ -40,12 +40,25 @@ impl<'a> Engine<'a> {
     /// Whether this looks like vLLM: by the last part of the image's name, or the command line. An organisation with vLLM in its
     /// name has other images, too.
     pub(super) fn runs_vllm(&self) -> bool {
-        let image = self.node.text_at(&["image"]).unwrap_or_default();
+        let image = self.image();
         let name = image.rsplit_once('@').map_or(image, |(name, _)| name);
         let last = name.rsplit('/').next().unwrap_or_default();
         last.contains("vllm") || {
             let words = self.words();
             program(&words).is_some() || words.iter().any(|word| runs(word.text))
+        }
+    }
+
+    pub(super) fn image(&self) -> &'a str {
+        self.node.text_at(&["image"]).unwrap_or_default()
+    }
+
+    /// Gives the container another image.
+    pub(super) fn set_image(&self, stream: &Stream<'_>, image: &str) -> Result<Edit, String> {
+        let quoted = single_quoted(image);
+        match self.node.get("image") {
+            Some(value) => stream.replace(value, quoted),
+            None => stream.insert_entries(self.node, &format!("image: {quoted}")),
         }
     }
 
@@ -71,7 +84,7 @@ impl<'a> Engine<'a> {
     }
 
     /// Adds the connector to the command line.
-    pub(super) fn configure(&self, stream: &Stream<'_>, copy: &str) -> Result<Insertion, String> {
+    pub(super) fn configure(&self, stream: &Stream<'_>, copy: &str) -> Result<Edit, String> {
         let setting = setting(copy);
         let argument = format!("{OPTION}={setting}");
         let words = self.words();
@@ -149,7 +162,7 @@ fn is_script(text: &str) -> bool {
     runs(text) && text.trim().contains(char::is_whitespace)
 }
 
-fn into_script(stream: &Stream<'_>, word: &Word<'_>, setting: &str) -> Result<Insertion, String> {
+fn into_script(stream: &Stream<'_>, word: &Word<'_>, setting: &str) -> Result<Edit, String> {
     let mut found = commands(word.text);
     let program = found.next().expect("it is a script");
     let before = word.text.split(program).next().unwrap_or_default();

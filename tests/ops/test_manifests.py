@@ -88,6 +88,31 @@ def test_monitoring_is_what_the_operator_takes(path: Path) -> None:
                 operators(changed)
 
 
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
+def test_clients_have_a_service(path: Path) -> None:
+    """Of the port that answers them, by its name in the pod; what shares blocks loses one pod at a time."""
+    kinds = {(document["kind"], document["metadata"]["name"]): document["spec"] for document in of(path)}
+    workload = next(document for document in of(path) if pod(document))
+    service = kinds["Service", "vllm-server"]
+    assert service["selector"] == workload["spec"]["template"]["metadata"]["labels"]
+    numbers = {port["name"]: port["containerPort"] for found in pod(workload)["containers"] for port in found["ports"]}
+    [port] = service["ports"]
+    assert port["port"] == numbers[port["targetPort"]] == (8080 if path.stem == "prefill-decode" else 8000)
+    if workload["spec"]["replicas"] > 1:
+        budget = kinds["PodDisruptionBudget", "vllm"]
+        assert budget["maxUnavailable"] == 1 and budget["selector"] == workload["spec"]["selector"]
+
+
+def test_the_documented_certificate_is_that_of_the_manifest() -> None:
+    """The block of docs/several-nodes.md: its Secret, and the name that peers ask for."""
+    text = (ROOT / "docs/several-nodes.md").read_text().partition("```yaml\n")[2].partition("```")[0]
+    certificate = yaml.safe_load(text)["spec"]
+    mesh = of(DEPLOY / "kubernetes/mesh.yaml")[0]
+    [secret] = [volume["secret"]["secretName"] for volume in pod(mesh)["volumes"] if "secret" in volume]
+    assert certificate["secretName"] == secret
+    assert f"--mesh-cert-name={certificate['dnsNames'][0]}" in sidecar(mesh)["args"]
+
+
 def scraped(document: Document) -> list[tuple[str, str]]:
     """The containers and ports of a workload's pod that a PodMonitor finds, each as often as one does."""
     labels = document["spec"]["template"]["metadata"]["labels"].items()

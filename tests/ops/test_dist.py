@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from manifests import ROOT
 DIST = ROOT / "dist"
 IMAGE_BYTES_MAX = 15_000_000
 ELF = b"\x7fELF"
+# To a page or a picture; sources that pages link to are in the repository alone.
+LINK = re.compile(r"\]\(([^)#:\s]+\.(?:md|svg|png))[)#]")
 
 pytestmark = pytest.mark.skipif(not (DIST / "SHA256SUMS").exists(), reason="nothing in dist/: make dist")
 
@@ -100,7 +103,7 @@ def test_the_lists_of_parts_are_of_the_lock_file() -> None:
 
 
 def test_the_tarball_has_what_a_machine_needs(tmp_path: Path) -> None:
-    """A program that runs, unit, manifests and licences."""
+    """A program that runs, unit, manifests and licences; pages whose links to pages and pictures hold."""
     with tarfile.open(only("*.tar.gz")) as tarball:
         tarball.extractall(tmp_path, filter="data")
     (root,) = tmp_path.iterdir()
@@ -110,10 +113,14 @@ def test_the_tarball_has_what_a_machine_needs(tmp_path: Path) -> None:
         "THIRD-PARTY",
         "deploy/systemd/pillion.service",
         "deploy/kubernetes/mesh.yaml",
-        "doc/pillion.cdx.json",
+        "pillion.cdx.json",
+        "docs/configuration.md",
     ):
         assert (root / file).stat().st_size > 0
     assert "tokio " in (root / "THIRD-PARTY").read_text()
+    pages = list(root.rglob("*.md"))
+    assert len(pages) > 50
+    assert [link for page in pages for link in LINK.findall(page.read_text()) if not (page.parent / link).is_file()] == []
 
 
 def unpacked(image: Path, folder: Path) -> Path:

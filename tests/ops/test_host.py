@@ -39,6 +39,8 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
 
     text = (DEPLOY / "systemd/pillion.service").read_text()
     assert complaints(text) == ""
+    [page] = [line.partition("/usr/share/doc/pillion/")[2] for line in text.splitlines() if line.startswith("Documentation=")]
+    assert (ROOT / page).is_file(), "installed where it lies in the tarball"
     assert "ProtectHomes" in complaints(text.replace("ProtectHome=", "ProtectHomes="))
 
 

@@ -23,8 +23,8 @@ AUTO_SYNC_GPU_MS = 100.0
 # of 32 KiB were measured at 42 and whole blocks at 54.
 HOST_BYTES_PER_MS = 2_000_000
 GPU_BYTES_PER_MS = 40_000_000
-# On a GPU whose engine copies for itself, measured: 1.3 GB in 90 ms.
-ENGINE_BYTES_PER_MS = 15_000_000
+# On a GPU whose engine copies for itself, measured: 1.34 GB in 102 ms (benches/README.md).
+ENGINE_BYTES_PER_MS = 13_000_000
 # What one step of a GPU takes in before it is full: new tokens to compute, and what synchronous loads copy. Requests that
 # arrive together then begin one after the other instead of all waiting for the last one's KV and prompt: first tokens of
 # conversations came after 190 ms so, 288 before (benches/README.md).

@@ -70,7 +70,8 @@ pub struct Options {
     #[arg(long, env = "PILLION_DRAM", value_name = "SIZE")]
     pub dram: Option<Size>,
     /// A folder, file or block device for blocks that memory has no room for, and how much of it to use, such as
-    /// /nvme/pillion:500GiB; with :create behind it a missing file is made on any disk. May be given several times
+    /// /nvme/pillion:500GiB; with :create behind it a missing file is made on any disk, the root disk too. May be given several
+    /// times
     ///
     /// In a folder the file is called pillion.log. Each path is given once, with 17 MiB at least. In the configuration file it
     /// is a list.

@@ -32,7 +32,7 @@ pub struct Options {
     #[arg(long, env = "PILLION_CONTROL_SOCKET", value_name = "PATH")]
     pub control_socket: Option<PathBuf>,
     /// A disk to be used for blocks, as pillion serve takes it; may be given several times
-    #[arg(long, value_name = "PATH:SIZE")]
+    #[arg(long, value_name = "PATH:SIZE[:create]")]
     pub ssd: Vec<config::Disk>,
     /// Memory for blocks, as pillion serve takes it: whether --nics can register it
     #[arg(long, value_name = "SIZE")]

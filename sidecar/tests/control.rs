@@ -37,10 +37,10 @@ fn log(folder: &Path) -> String {
     std::fs::read_to_string(folder.join("log")).unwrap()
 }
 
-/// A folder on a disk with direct I/O, and the option that makes it one of the sidecar's.
+/// A folder on a disk with direct I/O, the root disk maybe, and the option that makes it one of the sidecar's.
 fn disk() -> (tempfile::TempDir, String) {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let option = format!("--ssd={}:64MiB", folder.path().display());
+    let option = format!("--ssd={}:64MiB:create", folder.path().display());
     (folder, option)
 }
 

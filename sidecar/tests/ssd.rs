@@ -24,7 +24,7 @@ struct Place {
 
 impl Place {
     fn new() -> Self {
-        // Not in /tmp, which may be a tmpfs without direct I/O.
+        // Not in /tmp, which may be a tmpfs without direct I/O. It may be the root disk, so its disks are given with :create.
         Self { folder: tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap(), io: "auto" }
     }
 
@@ -41,8 +41,10 @@ impl Place {
     }
 
     fn start_with(&self, disks: &[&str], more: &[&dyn AsRef<std::ffi::OsStr>]) -> Sidecar {
-        let disks: Vec<String> =
-            disks.iter().map(|name| format!("--ssd={}:{LOG_BYTES}", self.disk(name).display())).collect();
+        let disks: Vec<String> = disks
+            .iter()
+            .map(|name| format!("--ssd={}:{LOG_BYTES}:create", self.disk(name).display()))
+            .collect();
         let mut arguments: Vec<&dyn AsRef<std::ffi::OsStr>> = vec![&"--dram", &DRAM, &"--ssd-io", &self.io];
         arguments.extend(disks.iter().map(|disk| disk as &dyn AsRef<std::ffi::OsStr>));
         arguments.extend(more);
@@ -206,7 +208,7 @@ fn a_required_disk_that_cannot_be_used_stops_the_start_with_the_remedy() {
 #[test]
 fn a_missing_mount_or_memory_is_refused_before_anything_is_written() {
     let place = Place::new();
-    let good = format!("{}:64MiB", place.disk("a").display());
+    let good = format!("{}:64MiB:create", place.disk("a").display());
     let missing = place.folder.path().join("nvme");
     let text = refusal(&place, &[&good, &format!("{}:64MiB", missing.display())]);
     assert!(text.contains("mount the disk") && text.contains("nvme:SIZE:create"), "{text}");
@@ -274,7 +276,7 @@ fn a_pool_file_is_not_used_while_a_disk_is_another_sidecar_s() {
 #[test]
 fn without_io_uring_threads_serve_the_disks_and_the_log_says_so_once() {
     let place = Place::new();
-    let disks = ["a", "b"].map(|name| format!("--ssd={}:{LOG_BYTES}", place.disk(name).display()));
+    let disks = ["a", "b"].map(|name| format!("--ssd={}:{LOG_BYTES}:create", place.disk(name).display()));
     let sidecar =
         Sidecar::start_without_io_uring(place.folder.path(), &[&"--dram", &DRAM, &disks[0], &disks[1]]);
     sidecar.wait_started();

@@ -58,7 +58,7 @@ def test_a_router_knows_what_is_kept(options: engine.Options, tmp_path: Path, ro
     """Through eviction, a reset, more changes than the ring has room for, and a sidecar that is killed."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    ssd = (f"{disk}:64MiB",)
+    ssd = (f"{disk}:64MiB:create",)
     first = sidecar.Sidecar(tmp_path, DRAM, ssd=ssd)
     second = None
     try:

@@ -50,7 +50,7 @@ def _started(directory: Path) -> sidecar.Sidecar:
     """A sidecar over the same disk as the one before, and a new pool."""
     disk = directory / "disk"
     disk.mkdir(exist_ok=True)
-    started = sidecar.Sidecar(directory, dram=DRAM, ssd=(f"{disk}:64MiB",))
+    started = sidecar.Sidecar(directory, dram=DRAM, ssd=(f"{disk}:64MiB:create",))
     started.wait_ready()
     return started
 

@@ -31,7 +31,7 @@ def test_other_weights_over_restarts(options: engine.Options, tmp_path: Path) ->
     with contextlib.ExitStack() as stack:
 
         def served(pool: Path | None) -> sidecar.Sidecar:
-            started = sidecar.Sidecar(tmp_path, pool=pool, ssd=(f"{disk}:64MiB",))
+            started = sidecar.Sidecar(tmp_path, pool=pool, ssd=(f"{disk}:64MiB:create",))
             stack.callback(started.pool.unlink, missing_ok=True)
             stack.callback(started.kill)
             started.wait_ready()

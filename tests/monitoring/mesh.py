@@ -62,9 +62,9 @@ def load(engine: Engine, tokens: list[int], awaits: bool = False) -> int:
 
 
 def disk(directory: Path) -> str:
-    """A folder for `--ssd`, and its size."""
+    """A folder for `--ssd`, on the root disk too, and its size."""
     (directory / "disk").mkdir(parents=True)
-    return f"{directory / 'disk'}:{DISK}"
+    return f"{directory / 'disk'}:{DISK}:create"
 
 
 @contextlib.contextmanager

@@ -45,6 +45,8 @@ def serving(directory: Path, release: Release, pool: Path, ssd: tuple[str, ...] 
 def over_disk(directory: Path, release: Release, disk: Path) -> Iterator[sidecar.Sidecar]:
     """A sidecar over a disk, and a pool of its own that goes with it."""
     disk.mkdir(exist_ok=True)
+    # A log that is there is opened on the root disk too; 0.1.0 does not know `:create`.
+    (disk / "pillion.log").touch()
     pool = sidecar.new_pool()
     try:
         with serving(directory, release, pool, (f"{disk}:64MiB",)) as keeper:

@@ -40,7 +40,7 @@ class Sidecar(Server):
     ) -> None:
         """A pool of `anonymous` memory has no file; without `gpu` the sidecar sees none.
 
-        `prefix` goes before the command. Each `ssd` is a PATH:SIZE; `more` are arguments as they are.
+        `prefix` goes before the command. Each `ssd` is a PATH:SIZE[:create]; `more` are arguments as they are.
         """
         self.socket = directory / "pillion.sock"
         self.pool = pool or new_pool()

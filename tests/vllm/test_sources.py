@@ -48,12 +48,12 @@ def test_hits_of_a_disk(stage: Stage) -> None:
     """A sidecar finds what the one before it has written; what it has read is in memory for the next request."""
     disk = stage.directory / "disk"
     disk.mkdir()
-    with kept(stage, ssd=(f"{disk}:64MiB",)) as keeper:
+    with kept(stage, ssd=(f"{disk}:64MiB:create",)) as keeper:
         keeper.wait_metric("pillion_ssd_written_blocks_total", STORED)
 
     @contextlib.contextmanager
     def started() -> Iterator[sidecar.Sidecar]:
-        with sidecar.serving(stage.directory, anonymous=True, ssd=(f"{disk}:64MiB",)) as keeper:
+        with sidecar.serving(stage.directory, anonymous=True, ssd=(f"{disk}:64MiB:create",)) as keeper:
             keeper.wait_metric("pillion_ssd_recovered_blocks_total", STORED)
             yield keeper
 

@@ -22,7 +22,7 @@ pub struct Disk {
     /// A folder, a file or a block device.
     pub path: PathBuf,
     pub size: Size,
-    /// Whether a file is made where nothing is, also on the disk of an ordinary folder.
+    /// Whether a file is made where nothing is, also on the root disk.
     pub create: bool,
 }
 

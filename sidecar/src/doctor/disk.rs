@@ -58,14 +58,19 @@ mod tests {
     #[test]
     fn a_disk_is_judged_before_anything_is_written_there() {
         let folder = tempfile::tempdir_in(std::env::current_exe().unwrap().parent().unwrap()).unwrap();
-        assert_eq!(at(folder.path(), "64MiB").level, Level::Ok);
+        assert_eq!(at(folder.path(), "64MiB:create").level, Level::Ok);
         let file = folder.path().join("file");
         assert_eq!(at(&file, "64MiB:create").level, Level::Ok);
         let missing = at(&file, "64MiB");
         assert!(missing.remedy.is_some_and(|remedy| remedy.contains(":create")), "{}", missing.text);
         assert!(std::fs::read_dir(folder.path()).unwrap().next().is_none(), "nothing was created");
-        let full = at(folder.path(), "900000GiB");
+        let full = at(folder.path(), "900000GiB:create");
         assert!(full.level == Level::Fail && full.text.contains("room for"), "{full:?}");
+        let unmounted = at(Path::new("/"), "64MiB");
+        assert!(
+            unmounted.level == Level::Fail && unmounted.text.contains("on the disk of /"),
+            "{unmounted:?}"
+        );
         let absent = at(&folder.path().join("absent/file"), "64MiB");
         assert!(absent.text.contains("is no folder"), "{absent:?}");
         assert!(at(Path::new("/dev/null"), "64MiB").text.contains("neither"));

@@ -21,7 +21,7 @@ const RAMFS_MAGIC: u32 = 0x8584_58f6;
 /// What becomes of a path where nothing is.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Missing {
-    /// It is refused, unless its folder is a mount point: where a disk is not mounted, its log would fill the root disk.
+    /// It is refused where the disk that it is for is most likely not mounted, see [`filled_instead`].
     Refuse,
     /// A file is made.
     Create,
@@ -33,6 +33,11 @@ pub(super) struct Refusal<'a>(pub(super) &'a Path);
 /// The file or block device for a log of `bytes` at `path`: a file, a folder (its file `pillion.log`) or a block device.
 /// Nothing is written.
 pub fn locate(path: &Path, bytes: u64, missing: Missing) -> Result<PathBuf, Error> {
+    locate_beside(Path::new("/"), path, bytes, missing)
+}
+
+/// The same, with a folder of the root disk.
+fn locate_beside(root: &Path, path: &Path, bytes: u64, missing: Missing) -> Result<PathBuf, Error> {
     let refusal = Refusal(path);
     let least = SUPER_BYTES + SEGMENTS_MIN * SEGMENT_BYTES_MIN;
     if bytes < least {
@@ -53,14 +58,17 @@ pub fn locate(path: &Path, bytes: u64, missing: Missing) -> Result<PathBuf, Erro
             let problem = format!("does not exist, and {} is no folder", folder.display());
             return Err(refusal.because(problem, "mount the disk there, or create the folder"));
         }
-        Err(Errno::NOENT) if is_folder || missing == Missing::Create || is_mount_point(&folder) => {}
         Err(Errno::NOENT) => {
-            let problem = format!("does not exist, and would be a file on the disk of {}", folder.display());
-            let remedy = format!(
-                "mount the disk that it is for, or write --ssd {}:SIZE:create to have that file made",
-                path.display()
-            );
-            return Err(refusal.because(problem, remedy));
+            let filled = filled_instead(root, &folder, is_folder).filter(|_| missing == Missing::Refuse);
+            if let Some(disk) = filled {
+                let lacks = if is_folder { "has no pillion.log, which" } else { "does not exist, and" };
+                let problem = format!("{lacks} would be a file on the disk of {}", disk.display());
+                let remedy = format!(
+                    "mount the disk that it is for, or write --ssd {}:SIZE:create to have that file made",
+                    path.display()
+                );
+                return Err(refusal.because(problem, remedy));
+            }
         }
         Err(errno) => return Err(refusal.os("be found")(errno)),
     }
@@ -82,6 +90,20 @@ fn parent(path: &Path) -> PathBuf {
     }
 }
 
+/// Whose disk a new log would fill because its own is most likely not mounted: the root disk, or that of a folder that is no
+/// mount point. In a folder that is given as such, a log may lie on any disk but the root disk.
+fn filled_instead<'a>(root: &'a Path, folder: &'a Path, is_folder: bool) -> Option<&'a Path> {
+    if device(folder) == device(root) {
+        return Some(root);
+    }
+    (!is_folder && !is_mount_point(folder)).then_some(folder)
+}
+
+/// The file system that a path lies on.
+fn device(path: &Path) -> Option<u64> {
+    rustix::fs::stat(path).ok().map(|stat| stat.st_dev)
+}
+
 /// Whether something other than the root disk is mounted at `folder`.
 fn is_mount_point(folder: &Path) -> bool {
     let Ok(folder) = folder.canonicalize() else { return false };
@@ -92,10 +114,7 @@ fn is_mount_point(folder: &Path) -> bool {
     match known {
         Some(stat) => stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT),
         // Before Linux 5.8, and in gVisor.
-        None => {
-            let device = |path: &Path| rustix::fs::stat(path).ok().map(|stat| stat.st_dev);
-            device(&folder) != device(above)
-        }
+        None => device(&folder) != device(above),
     }
 }
 
@@ -139,16 +158,21 @@ mod tests {
         locate(path, BYTES, missing).unwrap_err().to_string()
     }
 
+    /// A new folder on a disk.
+    fn folder(name: &str) -> PathBuf {
+        let program = std::env::current_exe().unwrap();
+        let folder = program.with_file_name(format!("ssd-location-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        folder
+    }
+
     #[test]
     fn a_missing_path_is_no_reason_to_fill_the_disk_of_its_folder() {
-        let folder = std::env::current_exe().unwrap();
-        let folder = folder.with_file_name(format!("ssd-location-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
+        let folder = folder("missing");
         let file = folder.join("log");
         let text = refusal(&file, Missing::Refuse);
         assert!(text.contains("mount the disk") && text.contains("log:SIZE:create"), "{text}");
         assert_eq!(locate(&file, BYTES, Missing::Create).unwrap(), file);
-        assert_eq!(locate(&folder, BYTES, Missing::Refuse).unwrap(), folder.join(FILE_NAME));
         let text = refusal(&folder.join("none/log"), Missing::Create);
         assert!(text.contains("none is no folder"), "{text}");
         let text = refusal(&file.join("log"), Missing::Create);
@@ -158,7 +182,25 @@ mod tests {
         assert_eq!(locate(&file, BYTES, Missing::Refuse).unwrap(), file);
         std::fs::remove_dir_all(&folder).unwrap();
         let text = refusal(Path::new("/pillion-none"), Missing::Refuse);
-        assert!(text.contains("would be a file on the disk of /"), "{text}");
+        assert!(text.contains("would be a file on the disk of /:"), "{text}");
+    }
+
+    /// Where a disk is not mounted, its mount point is a folder of the root disk.
+    #[test]
+    fn a_new_log_in_a_folder_of_the_root_disk_is_refused_unless_that_is_asked_for() {
+        let (folder, other) = (folder("root"), Path::new("/proc"));
+        let log = folder.join(FILE_NAME);
+        let found = |root: &Path, missing| locate_beside(root, &folder, BYTES, missing);
+        assert_eq!(found(other, Missing::Refuse).unwrap(), log, "another disk than that of /");
+        let text = found(&folder, Missing::Refuse).unwrap_err().to_string();
+        assert!(text.contains("has no pillion.log, which would be a file on the disk of"), "{text}");
+        assert!(text.contains("mount the disk") && text.contains(":SIZE:create"), "{text}");
+        assert_eq!(found(&folder, Missing::Create).unwrap(), log);
+        std::fs::write(&log, "").unwrap();
+        assert_eq!(found(&folder, Missing::Refuse).unwrap(), log, "a log that is there");
+        std::fs::remove_dir_all(&folder).unwrap();
+        let text = refusal(Path::new("/"), Missing::Refuse);
+        assert!(text.contains("would be a file on the disk of /:"), "{text}");
     }
 
     #[test]

@@ -17,7 +17,7 @@ fn a_folder_gets_a_file_and_sizes_are_checked() {
     let text = refusal(&folder.0, LOG_BYTES - 1);
     assert!(text.contains("--ssd") && text.contains("the least is") && text.contains("raise"), "{text}");
     assert_eq!(fs::read_dir(&folder.0).unwrap().count(), 0, "nothing was made");
-    let opened = Opened::open(&folder.0, LOG_BYTES, Missing::Refuse).unwrap();
+    let opened = Opened::open(&folder.0, LOG_BYTES, Missing::Create).unwrap();
     assert_eq!(opened.geometry().segments, 4);
     assert_eq!(fs::metadata(folder.0.join("pillion.log")).unwrap().len(), LOG_BYTES);
     let text = refusal(&folder.0.join("none/log"), LOG_BYTES);

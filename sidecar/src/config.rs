@@ -19,7 +19,7 @@ pub use self::disk::{Disk, SsdAdmission, SsdIo};
 pub(crate) use self::mesh::next_port;
 pub use self::mesh::{Mesh, MeshOptions, Nics, Tcp};
 use self::quotas::Quota;
-pub use self::values::{Level, LogFormat, Size, Time, UseGpu};
+pub use self::values::{IpPort, Level, LogFormat, Size, Time, UseGpu};
 
 /// The default address of the admin pages.
 pub const HTTP_DEFAULT: &str = "127.0.0.1:9440";
@@ -50,7 +50,7 @@ macro_rules! texts_of_the_file {
         }
     )*};
 }
-texts_of_the_file!(Disk, Level, LogFormat, Quota, Size, SsdAdmission, SsdIo, Time, UseGpu);
+texts_of_the_file!(Disk, IpPort, Level, LogFormat, Quota, Size, SsdAdmission, SsdIo, Time, UseGpu);
 
 /// Options of `pillion serve`, each as a flag and as a key of the file.
 #[derive(Args, Clone, Debug, Default, Deserialize)]
@@ -94,8 +94,8 @@ pub struct Options {
     /// Address of /healthz, /readyz, /metrics and, for people, / [default: 127.0.0.1:9440]
     ///
     /// Port 0 takes any free one and logs it.
-    #[arg(long, env = "PILLION_HTTP", value_name = "ADDR")]
-    pub http: Option<SocketAddr>,
+    #[arg(long, env = "PILLION_HTTP", value_name = "IP:PORT")]
+    pub http: Option<IpPort>,
     /// A file on tmpfs or hugetlbfs that holds the blocks, instead of anonymous memory
     ///
     /// It is made with mode 0600, locked while in use, and never shrunk. The next sidecar with the same file keeps its blocks.
@@ -124,8 +124,8 @@ pub struct Options {
     #[arg(long, env = "PILLION_CONTROL_SOCKET", value_name = "PATH")]
     pub control_socket: Option<PathBuf>,
     /// Address for pillion ctl beside the socket; it needs --control-token-file
-    #[arg(long, env = "PILLION_CONTROL_LISTEN", value_name = "ADDR")]
-    pub control_listen: Option<SocketAddr>,
+    #[arg(long, env = "PILLION_CONTROL_LISTEN", value_name = "IP:PORT")]
+    pub control_listen: Option<IpPort>,
     /// File with the token that whoever comes to --control-listen must pass; others may not read it
     #[arg(long, env = "PILLION_CONTROL_TOKEN_FILE", value_name = "FILE")]
     pub control_token_file: Option<PathBuf>,
@@ -323,14 +323,18 @@ impl Options {
         }
         let control = self.control_socket.unwrap_or_else(|| default_control_socket(&socket));
         let config = Config {
-            control: control::complete(control, self.control_listen, self.control_token_file.as_deref())?,
+            control: control::complete(
+                control,
+                self.control_listen.map(|listen| listen.0),
+                self.control_token_file.as_deref(),
+            )?,
             socket,
             dram: self.dram.ok_or(ConfigError::DramMissing)?,
             ssd: self.ssd,
             ssd_required: self.ssd_required.unwrap_or(false),
             ssd_io: self.ssd_io.unwrap_or(SsdIo::Auto),
             ssd_admission: self.ssd_admission.unwrap_or(SsdAdmission::All),
-            http: self.http.unwrap_or_else(|| HTTP_DEFAULT.parse().expect("a constant address")),
+            http: self.http.map_or_else(|| HTTP_DEFAULT.parse().expect("a constant address"), |http| http.0),
             pool_path: self.pool_path,
             pool_view: self.pool_view,
             hugepages: self.hugepages.unwrap_or(false),

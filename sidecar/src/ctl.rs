@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 
-pub use self::client::{CtlError, Target, request};
+pub use self::client::{CtlError, FROZEN, Target, request};
 use crate::config::{self, Level, default_control_socket, default_socket};
 
 /// Bytes of the longest list of keys that is read from standard input: more than the sidecar takes.

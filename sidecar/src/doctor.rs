@@ -13,7 +13,7 @@ use clap::Args;
 use serde::Serialize;
 use thiserror::Error;
 
-pub(crate) use self::host::hello;
+pub(crate) use self::host::{hello, unreached};
 use crate::config;
 
 /// Bytes of the largest configuration that is read: the facts of one record, and room.

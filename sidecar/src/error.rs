@@ -13,9 +13,9 @@ pub enum StartError {
     Listen(#[from] ListenError),
     #[error(transparent)]
     Tier(#[from] tiers::Error),
-    #[error("cannot serve the admin pages on {address}: {source}; pass another --http ADDR")]
+    #[error("cannot serve the admin pages on {address}: {source}; pass another --http IP:PORT")]
     Admin { address: SocketAddr, source: std::io::Error },
-    #[error("cannot be controlled at {address}: {source}; pass another --control-listen ADDR")]
+    #[error("cannot be controlled at {address}: {source}; pass another --control-listen IP:PORT")]
     Control { address: SocketAddr, source: std::io::Error },
     /// The metrics contradict each other.
     #[error("metrics: {0}")]

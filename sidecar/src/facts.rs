@@ -20,7 +20,12 @@ pub struct Options {
 /// Lines of `name=value` for what is known, and behind `#` every other fact with what makes two engines agree on it.
 pub fn report(options: &Options) -> io::Result<String> {
     let shown = options.weights.display();
-    let told = |error: io::Error| io::Error::new(error.kind(), format!("{shown}: {error}"));
+    let told = |error: io::Error| {
+        let text = format!(
+            "cannot read {shown} ({error}): pass the folder of the model's safetensors files as --weights DIR"
+        );
+        io::Error::new(error.kind(), text)
+    };
     let digest = weight_files::digest(&options.weights).map_err(told)?.ok_or_else(|| {
         let text =
             format!("{shown} has no safetensors files: name the folder that the engine loads its model from");
@@ -56,6 +61,6 @@ mod tests {
         assert!(!text.contains("# weights:"), "{text}");
         std::fs::remove_dir_all(&directory).expect("made above");
         let gone = report(&options).expect_err("the folder is gone").to_string();
-        assert!(gone.starts_with(&directory.display().to_string()), "{gone}");
+        assert!(gone.contains(&directory.display().to_string()) && gone.contains("--weights DIR"), "{gone}");
     }
 }

@@ -92,9 +92,15 @@ fn is_not_started(error: &anyhow::Error) -> bool {
     error.is::<ConfigError>() || error.is::<StartError>()
 }
 
-/// The text of a start's error has its cause, others have theirs behind them.
+/// An error with its causes, but for those that its text has.
 fn text(error: &anyhow::Error) -> String {
-    if is_not_started(error) { error.to_string() } else { format!("{error:#}") }
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
 }
 
 fn run(command: Command) -> anyhow::Result<ExitCode> {

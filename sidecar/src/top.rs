@@ -2,6 +2,8 @@
 
 use std::io::IsTerminal;
 use std::net::SocketAddr;
+use std::sync::mpsc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -14,20 +16,22 @@ use ratatui::text::Line;
 use ratatui::widgets::{Block, Paragraph, Row, Table, Wrap};
 
 use crate::clock;
-use crate::config::{HTTP_DEFAULT, Time};
+use crate::config::{HTTP_DEFAULT, IpPort, Time};
 use crate::ctl::{CtlError, Target, request};
 use crate::overview::{Overview, Samples, Section};
 
 /// A cell's width: of names, and of figures.
 const NAME_WIDTH: u16 = 24;
 const FIGURE_WIDTH: u16 = 16;
+/// Time between two pictures.
+const PICTURE: Duration = Duration::from_millis(100);
 
 /// Options of `pillion top`.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
     /// The address of the sidecar's pages, its --http
     #[arg(long, env = "PILLION_HTTP", default_value = HTTP_DEFAULT, value_name = "IP:PORT")]
-    pub http: SocketAddr,
+    pub http: IpPort,
     /// Time between two looks
     #[arg(long, default_value = "1s", value_name = "TIME")]
     pub every: Time,
@@ -44,28 +48,44 @@ struct Look {
 
 /// Shows the tables until a key ends it, or prints them once.
 pub fn show(options: &Options, print: impl FnOnce(&str)) -> anyhow::Result<()> {
-    let first = look(options.http)?;
+    let first = look(options.http.0)?;
     if options.once || !std::io::stdout().is_terminal() {
         print(&text(&Overview::new(&first.samples, None, clock::since_1970())));
         return Ok(());
     }
-    let every = Duration::from_millis(options.every.as_millis().max(100));
+    let looks = look_every(options.http.0, Duration::from_millis(options.every.as_millis().max(100)));
     ratatui::run(|terminal| {
         let (mut before, mut latest) = (None::<Look>, Ok(first));
         loop {
+            if let Ok(look) = looks.try_recv()
+                && let Ok(seen) = std::mem::replace(&mut latest, look)
+            {
+                before = Some(seen);
+            }
             let shown = latest.as_ref().map(|now| {
                 let ago = before.as_ref().map(|before| (&before.samples, now.at - before.at));
                 Overview::new(&now.samples, ago, clock::since_1970())
             });
-            terminal.draw(|frame| draw(frame, options.http, &shown)).context("cannot draw")?;
-            if wait(every).context("cannot read the terminal")? {
+            terminal.draw(|frame| draw(frame, &shown)).context("cannot draw")?;
+            if has_seen_enough().context("cannot read the terminal")? {
                 return Ok(());
-            }
-            if let Ok(seen) = std::mem::replace(&mut latest, look(options.http)) {
-                before = Some(seen);
             }
         }
     })
+}
+
+/// Looks again and again, on a thread of its own: a sidecar that does not answer keeps no key waiting.
+fn look_every(http: SocketAddr, every: Duration) -> mpsc::Receiver<Result<Look, CtlError>> {
+    let (sender, looks) = mpsc::sync_channel(1);
+    thread::spawn(move || {
+        loop {
+            thread::sleep(every);
+            if sender.send(look(http)).is_err() {
+                return;
+            }
+        }
+    });
+    looks
 }
 
 #[expect(clippy::disallowed_methods, reason = "a client reads the clock")]
@@ -78,9 +98,9 @@ fn look(http: SocketAddr) -> Result<Look, CtlError> {
     Ok(Look { at: now(), samples: Samples::read(&page) })
 }
 
-/// Until the next look (false), or until the user has seen enough (true).
-fn wait(every: Duration) -> std::io::Result<bool> {
-    let until = now() + every;
+/// Whether the user ends it, within the time between two pictures.
+fn has_seen_enough() -> std::io::Result<bool> {
+    let until = now() + PICTURE;
     while event::poll(until.saturating_duration_since(now()))? {
         if let Event::Key(key) = event::read()? {
             let interrupted = key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL);
@@ -92,12 +112,14 @@ fn wait(every: Duration) -> std::io::Result<bool> {
     Ok(false)
 }
 
-fn draw(frame: &mut Frame<'_>, http: SocketAddr, shown: &Result<Overview, &CtlError>) {
+fn draw(frame: &mut Frame<'_>, shown: &Result<Overview, &CtlError>) {
     let overview = match shown {
         Ok(overview) => overview,
         Err(error) => {
-            let text = format!("{http}: {error}; pass the sidecar's --http");
-            frame.render_widget(Paragraph::new(text).fg(Color::Red).wrap(Wrap { trim: true }), frame.area());
+            frame.render_widget(
+                Paragraph::new(error.to_string()).fg(Color::Red).wrap(Wrap { trim: true }),
+                frame.area(),
+            );
             return;
         }
     };

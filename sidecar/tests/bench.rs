@@ -141,7 +141,10 @@ fn a_table_is_for_people() {
 fn every_refusal_names_the_remedy() {
     let absent = ["ring", "--socket", "/nonexistent/p.sock"];
     for (arguments, remedy) in [
-        (&absent[..], "pillion serve --socket /nonexistent/p.sock"),
+        (
+            &absent[..],
+            "pillion serve --socket /nonexistent/p.sock, and mount its folder into both containers",
+        ),
         (&["disk", "--path", "/nonexistent"], "name one on the disk"),
         (&["disk", "--path", "/dev/shm"], "pass a path on a disk"),
         (&["disk", "--path", "/", "--block-size", "5KiB"], "whole pages"),

@@ -3,12 +3,14 @@
 mod client;
 
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use client::sidecar::{Sidecar, free_port};
-use client::{BLOCK_BYTES, Kv, Session, hello, pillion, watch};
+use client::{BLOCK_BYTES, Kv, Session, hello, in_time, now, pillion, watch};
 use nix::sys::ptrace;
 use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
@@ -207,7 +209,36 @@ fn people_see_what_it_does_on_a_page_and_on_a_terminal() {
         "{text}"
     );
     let (shown, text) = top(&format!("127.0.0.1:{}", free_port()));
-    assert!(!shown && text.contains("cannot reach 127.0.0.1:"), "{text}");
+    assert!(!shown && text.contains("cannot reach 127.0.0.1:") && text.contains("Pass its --http"), "{text}");
+    assert_eq!(text.matches("Connection refused").count(), 1, "{text}");
+    sidecar.freeze(true);
+    let (shown, text) = top(&sidecar.http());
+    assert!(!shown && text.contains("does not answer within 3 s") && text.contains("restart it"), "{text}");
+}
+
+/// On a terminal of `script`. A look at a frozen sidecar lasts for 3 s, and the key comes within them.
+#[test]
+fn a_key_ends_top_while_the_sidecar_does_not_answer() {
+    let folder = tempfile::tempdir().unwrap();
+    let sidecar = serve(folder.path());
+    let shown = in_time("the key", || {
+        let top = format!("{} top --every 100ms --http {}", env!("CARGO_BIN_EXE_pillion"), sidecar.http());
+        let (screen, line) = (folder.path().join("screen"), format!("stty rows 40 cols 120; exec {top}"));
+        let mut terminal = Command::new("script");
+        terminal.args(["--quiet", "--flush", "--command", &line]).arg(&screen);
+        let mut terminal = terminal.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let text = || String::from_utf8_lossy(&std::fs::read(&screen).unwrap_or_default()).into_owned();
+        watch("the tables", || text().contains("Tiers").then_some(()));
+        let began = now();
+        sidecar.freeze(true);
+        std::thread::sleep(Duration::from_millis(500));
+        terminal.stdin.as_mut().unwrap().write_all(b"q").unwrap();
+        assert!(terminal.wait().unwrap().success());
+        let (in_time, text) = (began.elapsed() < Duration::from_secs(3), text());
+        sidecar.freeze(false);
+        in_time.then_some(text)
+    });
+    assert!(!shown.contains("does not answer"), "{shown}");
 }
 
 /// A trace of functions names no remedy.

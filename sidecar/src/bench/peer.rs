@@ -20,7 +20,7 @@ use super::disk::block_bytes;
 use super::node::{self, BOOT, Memory, PEER, Reader, Sizes};
 use super::{BenchError, Figures, GIB, ROUNDS, median, part, rounded};
 use crate::clock::Clock;
-use crate::config::Size;
+use crate::config::{IpPort, Size};
 
 const OWNER: &str = "owner";
 const READER: &str = "reader";
@@ -46,7 +46,7 @@ pub struct Options {
     /// Serve at this address, and the mesh at the next port, until this command is ended. Whoever reaches them may read: blocks of
     /// random bytes, without TLS
     #[arg(long, value_name = "IP:PORT", conflicts_with = "streams")]
-    pub serve: Option<SocketAddr>,
+    pub serve: Option<IpPort>,
     /// Streams of TCP at a time, as --tcp-streams of pillion serve
     #[arg(long, value_name = "COUNT", default_value_t = STREAMS_DEFAULT)]
     pub streams: usize,
@@ -264,7 +264,8 @@ pub(super) fn measure(options: &Options, say: impl Fn(&str)) -> Result<Figures, 
     if let Some(address) = &options.address {
         return measure_from(address, options.streams);
     }
-    let owner = Owner::start(options.serve.unwrap_or((Ipv4Addr::LOCALHOST, 0).into()), sizes(options)?)?;
+    let owner =
+        Owner::start(options.serve.map_or((Ipv4Addr::LOCALHOST, 0).into(), |at| at.0), sizes(options)?)?;
     let address = owner.address()?;
     if options.serve.is_some() {
         say(&format!(

@@ -17,7 +17,7 @@ use shm_protocol::{message::Message, transport, wait};
 use super::{BenchError, Figures, ROUNDS, median, part, rounded};
 use crate::clock::Clock;
 use crate::config::default_socket;
-use crate::doctor;
+use crate::doctor::{self, Finding};
 
 const CONNECT_MAX: Duration = Duration::from_secs(2);
 /// A sidecar answers in microseconds; one that has no core for so long is no figure.
@@ -56,9 +56,9 @@ impl Engine {
     fn connect(options: &Options) -> Result<Self, BenchError> {
         let path = options.socket.clone().unwrap_or_else(default_socket);
         let shown = path.display();
-        let socket = transport::connect(&path, CONNECT_MAX).map_err(|error| {
-            let remedy = format!("start one, pillion serve --socket {shown}, or name its socket");
-            BenchError::failed("no sidecar", format!("{shown}: {error}: {remedy}"))
+        let socket = transport::connect(&path, CONNECT_MAX).map_err(|errno| {
+            let Finding { text, remedy, .. } = doctor::unreached(&path, errno);
+            BenchError::failed("the ring is not measured", format!("{text}: {}", remedy.unwrap_or_default()))
         })?;
         let look = format!("pillion doctor --socket {shown} says more");
         let (welcome, descriptors) = match doctor::hello(&socket, "pillion bench") {

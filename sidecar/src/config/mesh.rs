@@ -10,7 +10,7 @@ use mesh::transport::NodeId;
 use mesh::transport::{rdma, tcp};
 use serde::Deserialize;
 
-use super::{ConfigError, Size};
+use super::{ConfigError, IpPort, Size};
 
 /// Bytes of what all peers keep together: less is of no use, and more no mesh has.
 const DIRECTORY_BYTES: std::ops::RangeInclusive<u64> = 1 << 20..=64 << 30;
@@ -24,7 +24,7 @@ pub struct MeshOptions {
     ///
     /// The address is told to peers, so 0.0.0.0 is refused.
     #[arg(long = "mesh-listen", env = "PILLION_MESH_LISTEN", value_name = "IP:PORT")]
-    pub listen: Option<SocketAddr>,
+    pub listen: Option<IpPort>,
     /// Name of this node in the mesh, another for each sidecar [default: the host's name]
     ///
     /// It is the same in all lives of the sidecar. 1 to 253 printable ASCII characters.
@@ -184,7 +184,7 @@ impl MeshOptions {
 
     /// The mesh, if there is to be one.
     pub(super) fn complete(self) -> Result<Option<Mesh>, ConfigError> {
-        let Some(listen) = self.listen else {
+        let Some(IpPort(listen)) = self.listen else {
             return match self.first_given() {
                 Some(option) => wrong(format!(
                     "{option} is of use in a mesh alone: pass --mesh-listen IP:PORT, such as the pod's IP and 9441"

@@ -1,6 +1,7 @@
 //! Values with units, as people write them.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::str::FromStr;
 
 use serde::Deserialize;
@@ -12,6 +13,11 @@ const BARE_MIN: u64 = 1 << 20;
 #[derive(Copy, Clone, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd)]
 #[serde(try_from = "String")]
 pub struct Size(u64);
+
+/// An address to listen at, or to ask.
+#[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq)]
+#[serde(try_from = "String")]
+pub struct IpPort(pub SocketAddr);
 
 /// A time span, written in `s` or `ms`.
 #[derive(Copy, Clone, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd)]
@@ -82,6 +88,17 @@ impl FromStr for Size {
 impl fmt::Display for Size {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         bytesize::ByteSize::b(self.0).display().iec().fmt(formatter)
+    }
+}
+
+// === impl IpPort ===
+
+impl FromStr for IpPort {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong =
+            |_| format!("\"{text}\" is no address; write IP:PORT, such as 0.0.0.0:9440 or [::1]:9440");
+        text.parse().map(Self).map_err(wrong)
     }
 }
 
@@ -191,6 +208,15 @@ mod tests {
         assert_eq!(bytes("32212254720"), Ok(30 << 30));
         for wrong in ["30", "", "GiB", "-1GiB", "lots", "30Qi", "512m"] {
             assert!(bytes(wrong).unwrap_err().contains("GiB"), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn an_address_is_an_ip_and_a_port() {
+        assert_eq!("[::1]:1".parse::<IpPort>().unwrap().0.port(), 1);
+        for wrong in ["9440", "localhost:9440", "127.0.0.1", ""] {
+            let text = wrong.parse::<IpPort>().unwrap_err();
+            assert!(text.contains("IP:PORT, such as 0.0.0.0:9440"), "{wrong}: {text}");
         }
     }
 

@@ -16,9 +16,14 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
 
 use crate::config::ConfigError;
+use crate::control::{ANSWER_TIME_MAX, EVICTION_TIME_MAX};
 
-/// Longer than the sidecar takes for the longest request.
-const TIME_MAX: Duration = Duration::from_secs(90);
+/// What to do about a sidecar that answers nothing.
+pub const FROZEN: &str = "it is frozen or overloaded: look at its log and restart it";
+/// Pages are made within milliseconds.
+const PAGE_TIME_MAX: Duration = Duration::from_secs(3);
+/// What the answer to a request takes beside the data thread's.
+const SLACK: Duration = Duration::from_secs(2);
 /// The facts of thousands of namespaces.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 
@@ -43,10 +48,10 @@ pub enum CtlError {
     Absent(PathBuf),
     #[error("{0} is another user's: run this as the sidecar's user, or as root")]
     Forbidden(PathBuf),
-    #[error("cannot reach {target}: {source}")]
-    Unreached { target: String, source: std::io::Error },
-    #[error("the sidecar did not answer within {} s: look at its log", TIME_MAX.as_secs())]
-    Late,
+    #[error("cannot reach {target} ({source}): {remedy}")]
+    Unreached { target: String, source: std::io::Error, remedy: &'static str },
+    #[error("{target} does not answer within {} s: {FROZEN}", limit.as_secs())]
+    Late { target: String, limit: Duration },
     #[error("{text} ({status})")]
     Refused { status: StatusCode, text: String },
     #[error("what answers is no sidecar that this release knows: {0}")]
@@ -70,7 +75,17 @@ struct Failure {
 
 /// Makes a request, with a body of JSON unless that is empty; the answer's body if all went well.
 pub fn request(target: &Target, method: &str, path: &str, body: &str) -> Result<String, CtlError> {
-    let unable = |source| CtlError::Unreached { target: target.name(), source };
+    request_within(target.time_max(path), target, method, path, body)
+}
+
+fn request_within(
+    limit: Duration,
+    target: &Target,
+    method: &str,
+    path: &str,
+    body: &str,
+) -> Result<String, CtlError> {
+    let unable = |source| CtlError::Unreached { target: target.name(), source, remedy: target.remedy() };
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().map_err(unable)?;
     let exchange = async {
@@ -95,7 +110,8 @@ pub fn request(target: &Target, method: &str, path: &str, body: &str) -> Result<
             Target::Pages(address) => send(TcpStream::connect(address).await.map_err(unable)?, request).await,
         }
     };
-    runtime.block_on(async { tokio::time::timeout(TIME_MAX, exchange).await }).unwrap_or(Err(CtlError::Late))
+    let late = CtlError::Late { target: target.name(), limit };
+    runtime.block_on(async { tokio::time::timeout(limit, exchange).await }).unwrap_or(Err(late))
 }
 
 async fn send(
@@ -128,5 +144,48 @@ impl Target {
             Self::Pages(address) => address.to_string(),
             Self::Tcp { address, .. } => address.clone(),
         }
+    }
+
+    /// What to change where it cannot be reached.
+    fn remedy(&self) -> &'static str {
+        match self {
+            Self::Unix(_) => "pass the sidecar's --control-socket PATH",
+            Self::Pages(_) => "is the sidecar running? Pass its --http IP:PORT",
+            Self::Tcp { .. } => "is the sidecar running? Pass its --control-listen as --address HOST:PORT",
+        }
+    }
+
+    /// How long an answer is waited for: longer than a sidecar takes that is not frozen.
+    fn time_max(&self, path: &str) -> Duration {
+        match (self, path) {
+            (Self::Pages(_), _) => PAGE_TIME_MAX,
+            (_, "/evict") => EVICTION_TIME_MAX + SLACK,
+            _ => ANSWER_TIME_MAX + SLACK,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sidecar_that_takes_connections_and_answers_nothing_is_frozen() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("p.control.sock");
+        let _frozen = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let target = Target::Unix(path.clone());
+        let error = request_within(Duration::from_millis(50), &target, "GET", "/namespaces", "").unwrap_err();
+        let text = error.to_string();
+        assert!(text.starts_with(path.to_str().unwrap()) && text.contains("restart it"), "{text}");
+    }
+
+    #[test]
+    fn an_answer_is_waited_for_as_long_as_a_living_sidecar_may_take() {
+        let unix = Target::Unix("/p.control.sock".into());
+        let seconds = ["/namespaces", "/evict"].map(|path| unix.time_max(path).as_secs());
+        assert_eq!(seconds, [12, 62]);
+        let pages = Target::Pages("127.0.0.1:9440".parse().unwrap());
+        assert_eq!(pages.time_max("/metrics").as_secs(), 3);
     }
 }

@@ -14,6 +14,7 @@ use shm_protocol::transport;
 
 use super::mesh::NICS;
 use super::{Finding, Level};
+use crate::ctl::FROZEN;
 
 /// What the batched copies were made for; see docs/decisions/0007.
 const DRIVER_MIN: i32 = 12_080;
@@ -174,25 +175,31 @@ fn rdma() -> Finding {
 
 /// Whether a sidecar answers a hello where engines look for it.
 fn sidecar(path: &Path) -> Finding {
+    match transport::connect(path, PROBE_TIME_MAX) {
+        Ok(socket) => greet(&socket, &path.display().to_string()),
+        Err(errno) => unreached(path, errno),
+    }
+}
+
+/// Why nobody can connect to a sidecar's socket.
+pub(crate) fn unreached(path: &Path, errno: Errno) -> Finding {
     let shown = path.display();
     let bad = |level, text, remedy| Finding::bad(level, SIDECAR, text, remedy);
-    match transport::connect(path, PROBE_TIME_MAX) {
-        Ok(socket) => greet(&socket, &shown.to_string()),
-        Err(Errno::NOENT | Errno::CONNREFUSED) => {
+    match errno {
+        Errno::NOENT | Errno::CONNREFUSED => {
             let remedy = format!(
                 "start one, pillion serve --socket {shown}, and mount its folder into both containers"
             );
             bad(Level::Warn, format!("no sidecar answers on {shown}"), remedy)
         }
-        Err(Errno::ACCESS | Errno::PERM) => {
+        Errno::ACCESS | Errno::PERM => {
             let remedy = "run as the sidecar's user, or give pillion serve a --socket-group of this user";
             bad(Level::Fail, format!("this user may not connect to {shown}"), remedy.into())
         }
-        Err(Errno::AGAIN) => {
-            let remedy = "it is frozen or overloaded: look at its log and restart it";
-            bad(Level::Fail, format!("a sidecar listens on {shown} and takes nobody"), remedy.into())
+        Errno::AGAIN => {
+            bad(Level::Fail, format!("a sidecar listens on {shown} and takes nobody"), FROZEN.into())
         }
-        Err(error) => {
+        error => {
             let remedy = "is it a socket of another program? Pass another --socket PATH to both sides";
             bad(Level::Fail, format!("{shown} cannot be connected to: {error}"), remedy.into())
         }
@@ -251,6 +258,8 @@ mod tests {
         assert_eq!(sidecar(&path).level, Level::Warn, "a dead one's socket");
         let _other = std::os::unix::net::UnixListener::bind(folder.path().join("other")).unwrap();
         assert_eq!(sidecar(&folder.path().join("other")).level, Level::Fail, "of another kind");
+        let forbidden = unreached(&path, Errno::ACCESS);
+        assert!(forbidden.text.contains("this user may not connect"), "{forbidden:?}");
     }
 
     #[test]

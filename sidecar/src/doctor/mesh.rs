@@ -10,7 +10,7 @@ use mesh::transport::rdma;
 use rustix::process::{Resource, getrlimit};
 
 use super::{Finding, Level};
-use crate::config::{MeshOptions, Size, next_port};
+use crate::config::{IpPort, MeshOptions, Size, next_port};
 
 /// Where the kernel lists RDMA devices.
 pub(super) const NICS: &str = "/sys/class/infiniband";
@@ -21,7 +21,7 @@ const IPC_LOCK: u32 = 14;
 /// What is wrong with what is given, or nothing. The pool is of `dram`.
 pub(super) fn look(options: &MeshOptions, dram: Option<Size>) -> Vec<Finding> {
     let mut found = Vec::new();
-    if let Some(listen) = options.listen {
+    if let Some(IpPort(listen)) = options.listen {
         found.extend(ports(listen, !options.nics.is_empty()));
     }
     if options.cert.is_some() || options.key.is_some() || options.ca.is_some() || options.cert_name.is_some()

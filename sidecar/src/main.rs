@@ -13,12 +13,12 @@ use clap::{CommandFactory, Parser, Subcommand};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::SignalFd;
 use rustix::event::{PollFd, PollFlags};
-use sidecar::config::{Config, ConfigError, Level, LogFormat, Options};
+use sidecar::config::{self, Config, ConfigError, Level, LogFormat, Options};
 use sidecar::doctor;
 use sidecar::error::StartError;
 use sidecar::logging::{self, LogLevel};
 use sidecar::server::Server;
-use sidecar::{bench, ctl, facts, inject, route, top};
+use sidecar::{bench, ctl, facts, inject, reference, route, top};
 use tokio::sync::oneshot;
 
 /// Copies in flight may take this long after SIGTERM: 30 GiB/s move any engine's step in a fraction of it, and
@@ -182,7 +182,7 @@ fn print_version() {
 fn print_options() {
     let mut program = Arguments::command();
     program.build();
-    println!("{:#}", serde_json::Value::Array(sidecar::reference::commands(&program)));
+    println!("{:#}", serde_json::Value::Array(reference::commands(&program)));
 }
 
 #[expect(clippy::print_stdout, reason = "this is what the user asked for")]
@@ -212,6 +212,9 @@ fn examine(options: &doctor::Options) -> ExitCode {
 
 fn serve(config: &Config, log: LogLevel) -> anyhow::Result<()> {
     let signals = signals()?;
+    for name in config::mistyped(&reference::variables(&Arguments::command())) {
+        tracing::warn!("{name} is set, and no option has such a variable: correct its name, or unset it");
+    }
     let server = Server::start(config, log)?;
     let (http, control) = (server.http(), server.control().map(tracing::field::display));
     tracing::info!(socket = %server.socket().display(), %http, control, dram = %config.dram, "serving");

@@ -1,5 +1,7 @@
 //! What the commands take, as clap knows it: docs/options.md is made of this (scripts/options).
 
+use std::collections::BTreeSet;
+
 use clap::{Arg, Command};
 use serde_json::{Value, json};
 
@@ -11,6 +13,13 @@ pub fn commands(program: &Command) -> Vec<Value> {
     let shown =
         program.get_subcommands().filter(|command| !command.is_hide_set() && command.get_name() != "help");
     shown.flat_map(|command| below(command, command.get_name())).collect()
+}
+
+/// The variables of the environment that options of any command have.
+pub fn variables(program: &Command) -> BTreeSet<String> {
+    let own =
+        program.get_arguments().filter_map(Arg::get_env).map(|name| name.to_string_lossy().into_owned());
+    own.chain(program.get_subcommands().flat_map(variables)).collect()
 }
 
 fn below(command: &Command, name: &str) -> Vec<Value> {

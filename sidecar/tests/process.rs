@@ -216,6 +216,18 @@ fn people_see_what_it_does_on_a_page_and_on_a_terminal() {
     assert!(!shown && text.contains("does not answer within 3 s") && text.contains("restart it"), "{text}");
 }
 
+#[test]
+fn a_mistyped_variable_is_warned_of_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pillion"));
+    // The second is another command's.
+    command.env("PILLION_SOCK", "/a").env("PILLION_ORDER", "at-once").env("PILLION_SERVICE_HOST", "10.0.0.1");
+    let _sidecar = Sidecar::start_by(command, folder.path(), &[&"--dram", &"16MiB"]);
+    let log = std::fs::read_to_string(folder.path().join("log")).unwrap();
+    let warned: Vec<_> = log.lines().filter(|line| line.contains("no option has such a variable")).collect();
+    assert!(warned.len() == 1 && warned[0].contains("PILLION_SOCK is set"), "{log}");
+}
+
 /// On a terminal of `script`. A look at a frozen sidecar lasts for 3 s, and the key comes within them.
 #[test]
 fn a_key_ends_top_while_the_sidecar_does_not_answer() {

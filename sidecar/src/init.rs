@@ -4,8 +4,8 @@
 //! containers of one process each, engine and sidecar are both process 1 (docs/decisions/0006). So process 1 starts the
 //! sidecar once more below itself, hands it SIGTERM and SIGINT, reaps, and ends as it ended.
 //!
-//! A sidecar that fails once it has served is started again here: were its container to end, Kubernetes would send its pod, and with
-//! it an engine that serves on, no requests until the container is ready again.
+//! Once a sidecar has served, one that fails is started again here, however often: were its container to end, Kubernetes would send its
+//! pod, and with it an engine that serves on, no requests for as long as it puts off the container's next start.
 
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
@@ -13,16 +13,18 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::SignalFd;
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{Pid, WaitOptions, WaitStatus};
 
 /// Added to a signal's number where an exit status can only be a number: what shells and container runtimes do.
 const SIGNALLED: i32 = 128;
 
-/// A sidecar that ran for so long had started. One that fails sooner ends process 1 too, so that its container's restarts are seen.
+/// A sidecar that ran for so long had started. If the first one fails sooner, process 1 ends too: a wrong option is seen so.
 const STARTED: Duration = Duration::from_secs(5);
-/// Before it is started again.
-const PAUSE: Duration = Duration::from_secs(1);
+/// The pause before it is started again, which doubles with each start that fails.
+const PAUSE_MIN: Duration = Duration::from_secs(1);
+const PAUSE_MAX: Duration = Duration::from_secs(10);
 
 /// Runs this very command as a child; answers with its exit status once it has ended for good.
 pub(crate) fn serve_as_child() -> anyhow::Result<ExitCode> {
@@ -33,16 +35,39 @@ pub(crate) fn serve_as_child() -> anyhow::Result<ExitCode> {
     let program = std::env::current_exe().context("cannot find this program, to start it below process 1")?;
     let mut command = Command::new(program);
     command.args(std::env::args_os().skip(1)).arg("--below-init");
-    let mut told_to_end = false;
+    let (mut told_to_end, mut has_served, mut pause) = (false, false, PAUSE_MIN);
     loop {
         let started = now();
         let child = command.spawn().context("cannot start the sidecar below process 1")?;
         let code = until_end(Pid::from_child(&child), &signals, &mut told_to_end)?;
-        if code == 0 || told_to_end || now() - started < STARTED {
+        if now() - started >= STARTED {
+            (has_served, pause) = (true, PAUSE_MIN);
+        }
+        if code == 0 || told_to_end || !has_served {
             return Ok(ExitCode::from(code));
         }
-        eprintln!("pillion: the sidecar ended with status {code} and is started again");
-        std::thread::sleep(PAUSE);
+        let seconds = pause.as_secs();
+        eprintln!("pillion: the sidecar ended with status {code} and is started again in {seconds} s");
+        if is_told_to_end_within(pause, &signals)? {
+            return Ok(ExitCode::SUCCESS);
+        }
+        pause = (pause * 2).min(PAUSE_MAX);
+    }
+}
+
+/// Whether a signal ends a pause, in which there is no sidecar.
+fn is_told_to_end_within(pause: Duration, signals: &SignalFd) -> anyhow::Result<bool> {
+    let until = now() + pause;
+    loop {
+        let left = Timespec::try_from(until.saturating_duration_since(now())).expect("a short time");
+        match rustix::event::poll(&mut [PollFd::new(signals, PollFlags::IN)], Some(&left)) {
+            Ok(0) => return Ok(false),
+            // An orphan that ended is taken back when the next sidecar ends.
+            Ok(_) if matches!(next(signals)?, None | Some(Signal::SIGCHLD)) => {}
+            Ok(_) => return Ok(true),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error).context("cannot wait for signals"),
+        }
     }
 }
 
@@ -54,23 +79,27 @@ fn now() -> Instant {
 /// The exit status of a child, which gets the signals that come meanwhile.
 fn until_end(child: Pid, signals: &SignalFd, told_to_end: &mut bool) -> anyhow::Result<u8> {
     loop {
-        let signal = match signals.read_signal() {
-            Ok(signal) => signal.and_then(|info| i32::try_from(info.ssi_signo).ok()),
-            Err(nix::errno::Errno::EINTR) => None,
-            Err(error) => return Err(error).context("cannot wait for signals"),
-        };
-        match signal.map(Signal::try_from) {
-            Some(Ok(Signal::SIGCHLD)) => {
+        match next(signals)? {
+            Some(Signal::SIGCHLD) => {
                 if let Some(status) = reap(child).context("cannot wait for the sidecar")? {
                     return Ok(exit_code(status.exit_status(), status.terminating_signal()));
                 }
             }
-            Some(Ok(signal)) => {
+            Some(signal) => {
                 *told_to_end = true;
                 pass_on(child, signal);
             }
-            _ => {}
+            None => {}
         }
+    }
+}
+
+/// The next signal, once there is one; `None` where the wait was interrupted.
+fn next(signals: &SignalFd) -> anyhow::Result<Option<Signal>> {
+    match signals.read_signal() {
+        Ok(info) => Ok(info.and_then(|info| Signal::try_from(info.ssi_signo as i32).ok())),
+        Err(nix::errno::Errno::EINTR) => Ok(None),
+        Err(error) => Err(error).context("cannot wait for signals"),
     }
 }
 

@@ -3,6 +3,7 @@
 mod client;
 
 use std::io::Write;
+use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -125,6 +126,34 @@ fn a_sidecar_that_fails_once_it_has_served_is_started_again_in_its_container() {
     kill(container.init, Signal::SIGTERM).unwrap();
     assert_eq!(container.end(), Some(0));
     session.closed();
+}
+
+/// Its address is taken for some seconds: the next starts fail at once.
+#[test]
+fn once_a_sidecar_has_served_starts_that_fail_do_not_end_its_container() {
+    if !permitted() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let container = Container::start(folder.path());
+    let ends = || {
+        let log = std::fs::read_to_string(folder.path().join("log")).unwrap();
+        log.matches("is started again in").count()
+    };
+    let take = || TcpListener::bind(container.unshare.http()).ok();
+    std::thread::sleep(Duration::from_secs(6));
+    kill(container.sidecar, Signal::SIGKILL).unwrap();
+    let taken = watch("its address", take);
+    watch("a start that failed", || (ends() >= 2).then_some(()));
+    drop(taken);
+    watch("another sidecar", || container.unshare.page("/readyz"));
+    let before = ends();
+    kill(child_of(container.init).unwrap(), Signal::SIGKILL).unwrap();
+    let _taken = watch("its address", take);
+    watch("a start that failed", || (ends() >= before + 2).then_some(()));
+    // In the pause before the next start.
+    kill(container.init, Signal::SIGTERM).unwrap();
+    assert_eq!(container.end(), Some(0));
 }
 
 #[test]

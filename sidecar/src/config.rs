@@ -68,7 +68,8 @@ pub struct Options {
     /// Memory for KV blocks, such as 30GiB or 512MiB (required)
     ///
     /// A number with a unit (512MiB, 30GiB; MB and GB are decimal), or as Kubernetes writes it (30Gi, 30G, bytes). At least one
-    /// segment of 4 MiB, at most 2 TiB. It must fit the memory limit of the container with 64 MiB to spare.
+    /// segment of 4 MiB, at most 2 TiB. It must fit the memory limit of the container.
+    /// Beside it are 64 MiB, --mesh-directory-size where there is a mesh, and 100 bytes for each 2 MiB of --ssd.
     #[arg(long, env = "PILLION_DRAM", value_name = "SIZE")]
     pub dram: Option<Size>,
     /// A folder, file or block device for blocks that memory has no room for, and how much of it to use, such as
@@ -245,11 +246,11 @@ pub enum ConfigError {
     /// The container cannot hold the pool.
     #[error(
         "--dram {dram} needs {needed_mib} MiB, with {beside} beside the pool, and the limit set by {place} is {limit_mib} MiB: \
-         lower --dram, or raise that limit"
+         lower --dram, or in a mesh --mesh-directory-size, or raise that limit"
     )]
     MemoryLimit {
         dram: Size,
-        /// Memory of the sidecar beside the pool.
+        /// Memory of the sidecar beside the pool: its own, the mesh's directory and the disks' index.
         beside: Size,
         /// The pool and that, in whole MiB.
         needed_mib: u64,
@@ -354,6 +355,15 @@ impl Options {
         disk::check(&config.ssd)?;
         memory::check(&config)?;
         Ok(config)
+    }
+}
+
+// === impl Config ===
+
+impl Config {
+    /// What is to be logged where there is a GPU: that its container's memory is small.
+    pub fn too_little_for_a_gpu(&self) -> Option<String> {
+        memory::too_little_for_a_gpu(self)
     }
 }
 

@@ -45,10 +45,11 @@ struct Settled<'a>(&'a Pinned);
 // === impl Pinned ===
 
 impl Pinned {
-    /// Starts the thread, unless GPUs are switched off. `reserved` waits until the pool's memory is there up to an offset;
+    /// Starts the thread, unless GPUs are switched off. `too_little` is logged where there is a GPU. `reserved` waits until the pool's memory is there up to an offset;
     /// false if it will not be.
     pub fn start(
         gpu: UseGpu,
+        too_little: Option<String>,
         pool: Arc<Region>,
         reserved: impl Fn(u64) -> bool + Send + 'static,
         metrics: PinningMetrics,
@@ -61,6 +62,9 @@ impl Pinned {
         let shared = Arc::clone(&pinned);
         thread::Builder::new().name("pillion-pin".into()).spawn(move || {
             let _settled = Settled(&shared);
+            if let Some(text) = too_little.filter(|_| cuda::is_present()) {
+                tracing::warn!("{text}");
+            }
             shared.run(&pool, reserved, &metrics);
         })?;
         Ok(pinned)
@@ -289,7 +293,7 @@ mod tests {
     #[test]
     fn a_switched_off_gpu_is_said_and_nothing_is_touched() {
         let (fd, region) = pool();
-        let pinned = Pinned::start(UseGpu::Off, Arc::new(region), |_| true, metrics()).unwrap();
+        let pinned = Pinned::start(UseGpu::Off, None, Arc::new(region), |_| true, metrics()).unwrap();
         assert!(pinned.gpus().unwrap_err().contains("--gpu off"));
         assert_eq!((pinned.bytes(), fstat(&fd).unwrap().st_blocks), (0, 0));
     }

@@ -109,7 +109,9 @@ impl Server {
         // After the listener, which refuses a second sidecar: two would lock memory for both.
         let reserved = Arc::downgrade(&pool);
         let reserved = move |end| reserve::wait(&reserved, end);
-        let pinned = Pinned::start(config.gpu, pool.shared_region(), reserved, metrics.pinning())?;
+        let too_little = config.too_little_for_a_gpu();
+        let pinned =
+            Pinned::start(config.gpu, too_little, pool.shared_region(), reserved, metrics.pinning())?;
         reserve::start(&pool, &pinned, &progress)?;
         let copiers = Copiers::start(config.copy_threads, &pool, &pinned, &ended)?;
         let Found { opened, left_out } =

@@ -4,8 +4,13 @@ use std::path::{Path, PathBuf};
 
 use super::{Config, ConfigError, Size};
 
-/// Memory that the sidecar needs beside the pool: index, session memory, stacks.
-const BESIDE_POOL_BYTES: u64 = 64 << 20;
+/// Memory that the sidecar needs beside the pool, the mesh's directory and the disks' index: index, session memory, stacks.
+const PROCESS_BYTES: u64 = 64 << 20;
+/// What a block on a disk takes in the index, measured, and how large blocks of common models are.
+const INDEX_BYTES: u64 = 100;
+const BLOCK_BYTES: u64 = 2 << 20;
+/// Memory beside the pool with a GPU: its driver, and room for more blocks than are counted above.
+const BESIDE_WITH_GPU_BYTES: u64 = 2 << 30;
 /// Bytes of the pool before its first segment.
 const HEADER_BYTES: u64 = shm_protocol::pool::SEGMENT_ALIGN;
 const MIB: u64 = 1 << 20;
@@ -27,10 +32,37 @@ const HUGE_PAGES: Kind =
 /// Refuses a pool that the kernel would kill this process for.
 pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
     let Ok(groups) = std::fs::read_to_string("/proc/self/cgroup") else { return Ok(()) };
-    let (kind, beside) =
-        if config.hugepages { (HUGE_PAGES, HEADER_BYTES) } else { (MEMORY, BESIDE_POOL_BYTES) };
+    let (kind, beside) = if config.hugepages { (HUGE_PAGES, HEADER_BYTES) } else { (MEMORY, beside(config)) };
     let Some((limit, place)) = limit(&groups, &kind) else { return Ok(()) };
     within(limit, place, config.dram, beside)
+}
+
+/// Memory beside the pool, as far as the options tell: the blocks on a disk are taken to be those of common models.
+fn beside(config: &Config) -> u64 {
+    let directory = config.mesh.as_ref().map_or(0, |mesh| mesh.directory_bytes as u64);
+    let disks: u64 = config.ssd.iter().map(|disk| disk.size.as_bytes()).sum();
+    PROCESS_BYTES + directory + disks / BLOCK_BYTES * INDEX_BYTES
+}
+
+/// What is to be logged where there is a GPU and this process's control groups grant too little beside the pool for one.
+pub(super) fn too_little_for_a_gpu(config: &Config) -> Option<String> {
+    let groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    let (limit, place) = limit(&groups, &MEMORY)?;
+    // Huge pages do not count to this limit.
+    let pool = if config.hugepages { 0 } else { config.dram.as_bytes() };
+    short_of(limit, &place, pool)
+}
+
+fn short_of(limit: u64, place: &str, pool: u64) -> Option<String> {
+    let wanted = pool.saturating_add(BESIDE_WITH_GPU_BYTES);
+    (limit < wanted).then(|| {
+        format!(
+            "the limit set by {place} is {} MiB, and with a GPU the pool and {} beside it need {} MiB: raise that limit, or the              kernel may end this container",
+            limit / MIB,
+            Size::new(BESIDE_WITH_GPU_BYTES),
+            wanted / MIB
+        )
+    })
 }
 
 /// Refuses a pool that does not fit a limit with what the sidecar takes beside it.
@@ -76,15 +108,37 @@ fn read(file: &Path) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Options;
 
     #[test]
     fn a_pool_as_large_as_the_limit_is_refused_with_what_it_needs() {
         let (gib, place) = (1 << 30, || "/sys/fs/cgroup/memory.max".to_owned());
         let dram: Size = "30GiB".parse().unwrap();
-        assert!(within(30 * gib + BESIDE_POOL_BYTES, place(), dram, BESIDE_POOL_BYTES).is_ok());
-        let text = within(30 * gib, place(), dram, BESIDE_POOL_BYTES).unwrap_err().to_string();
+        assert!(within(30 * gib + PROCESS_BYTES, place(), dram, PROCESS_BYTES).is_ok());
+        let text = within(30 * gib, place(), dram, PROCESS_BYTES).unwrap_err().to_string();
         assert!(text.contains("needs 30784 MiB, with 64.0 MiB beside"), "{text}");
         assert!(text.contains("memory.max is 30720 MiB"), "{text}");
+    }
+
+    #[test]
+    fn a_mesh_and_disks_need_memory_beside_the_pool() {
+        let beside = |more: &str| {
+            let text = format!("dram = \"4MiB\"\n{more}");
+            beside(&toml::from_str::<Options>(&text).unwrap().complete().unwrap())
+        };
+        assert_eq!(beside(""), 64 << 20);
+        assert_eq!(beside("ssd = [\"/a:300GiB\", \"/b:100GiB\"]"), (64 << 20) + 200 * 1024 * 100);
+        let mesh = "[mesh]\nlisten = \"10.0.0.1:9441\"\npeer = [\"b:9441\"]\nplaintext = true\n";
+        assert_eq!(beside(mesh), (64 + 512) << 20);
+        assert_eq!(beside(&format!("{mesh}directory-size = \"1GiB\"")), (64 + 1024) << 20);
+    }
+
+    #[test]
+    fn less_than_two_gib_beside_the_pool_is_warned_of_with_a_gpu() {
+        let place = "/sys/fs/cgroup/memory.max";
+        assert_eq!(short_of(32 << 30, place, 30 << 30), None);
+        let text = short_of((32 << 30) - 1, place, 30 << 30).unwrap();
+        assert!(text.contains("need 32768 MiB: raise that limit") && text.contains(place), "{text}");
     }
 
     #[test]

@@ -139,6 +139,8 @@ pub struct Limits {
 struct Figures {
     /// Listed addresses at which a node is expected and none is a member.
     empty: AtomicUsize,
+    /// Listed names that did not resolve when they were last looked up.
+    unresolved: AtomicUsize,
     /// Microseconds between two batches to a follower that waits for nothing.
     pace_us: AtomicU64,
 }
@@ -298,6 +300,11 @@ impl Control {
     /// Listed addresses at which a node is expected and none is a member.
     pub fn endpoints_empty(&self) -> usize {
         self.figures.empty.load(Ordering::Relaxed)
+    }
+
+    /// Listed names that did not resolve when they were last looked up.
+    pub fn names_unresolved(&self) -> usize {
+        self.figures.unresolved.load(Ordering::Relaxed)
     }
 
     /// Is no member any more, as soon as etcd or the peers hear of it. Nothing more is told.

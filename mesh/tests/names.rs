@@ -131,10 +131,12 @@ fn a_name_that_cannot_be_resolved_is_told_of_and_tried_again() {
     let names = Names::of_pods(&[]);
     let one = names.plan("one", all[0]).start();
     one.noted("--peer pods:17311 cannot be resolved: no such name today");
+    assert_eq!(one.control().names_unresolved(), 1);
     names.set(&all);
     let two = names.plan("two", all[1]).start();
     let number = one.joined("two", 1);
     assert_eq!(notes(&one, "cannot be resolved"), 1);
+    assert_eq!(one.control().names_unresolved(), 0);
     // It is told of again when it fails again, and nobody is left for that.
     names.set(&[]);
     one.wait("a second note", |seen| {

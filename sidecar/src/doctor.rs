@@ -40,10 +40,10 @@ pub struct Options {
     /// Print an array of {check, level, text, remedy} instead
     #[arg(long)]
     pub json: bool,
-    /// The mesh, as pillion serve takes its options: addresses, certificates and NICs are looked at.
+    /// The mesh, as pillion serve takes its options: addresses, names, certificates and NICs are looked at.
     #[command(
         flatten,
-        next_help_heading = "Options of the mesh, as pillion serve takes them; --mesh-listen, certificates and --nics are looked at"
+        next_help_heading = "Options of the mesh, as pillion serve takes them; --mesh-listen, --peer, certificates and --nics are looked at"
     )]
     pub mesh: config::MeshOptions,
 }

@@ -327,16 +327,16 @@ impl Metrics {
         }
     }
 
-    /// Makes the figures of the mesh visible: of the core, and the addresses at which none is a member; `name` says what
-    /// a member is called.
+    /// Makes the figures of the mesh visible: of the core, the addresses of --peer at which none is a member, and its names
+    /// that did not resolve; `name` says what a member is called.
     pub fn publish_peers<'a>(
         &mut self,
         stats: &PeersStats,
-        endpoints_empty: usize,
+        listed: (usize, usize),
         name: impl Fn(PeerNumber) -> Option<&'a str>,
     ) {
         if let Some(metrics) = &mut self.peers {
-            metrics.publish(stats, endpoints_empty, name);
+            metrics.publish(stats, listed, name);
         }
     }
 

@@ -18,7 +18,7 @@ const TIMED: [(&str, (&str, &str), &str); 5] = [
     ("pillion_block_read_duration_seconds", ("source", "peer"), "reads from peers"),
 ];
 /// What is to be looked at as soon as it is not 0; their own help says what to do.
-const ALARMS: [&str; 9] = [
+const ALARMS: [&str; 10] = [
     "pillion_pool_lost",
     "pillion_parked_ranks",
     "pillion_barred_engines",
@@ -26,6 +26,7 @@ const ALARMS: [&str; 9] = [
     "pillion_ssd_left_out",
     "pillion_mesh_peer_breaker_open",
     "pillion_mesh_endpoints_empty",
+    "pillion_mesh_peer_names_unresolved",
     "pillion_checks_differing_total",
     "pillion_connections_refused_total",
 ];

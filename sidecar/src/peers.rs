@@ -163,6 +163,11 @@ impl Peers {
         self.control.endpoints_empty()
     }
 
+    /// Names of --peer that did not resolve when they were last looked up.
+    pub fn names_unresolved(&self) -> usize {
+        self.control.names_unresolved()
+    }
+
     /// Where peers are asked for their namespaces.
     pub fn asker(&self) -> Asker {
         self.control.asker()

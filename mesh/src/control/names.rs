@@ -43,6 +43,7 @@ pub(super) async fn follow(shared: Arc<Shared>, name: String) {
                 limits.resolve
             }
             Err(why) => {
+                shared.unresolved(&name);
                 let (pause, news) = back_off.after(Duration::ZERO, &why);
                 if news {
                     shared.note(format!(

@@ -1,10 +1,12 @@
-//! What a mesh needs of this host, as `pillion serve` would find it with the same options. Nobody is connected to.
+//! What a mesh needs of this host, as `pillion serve` would find it with the same options. Names of peers are resolved; nobody is
+//! connected to.
 
 use std::fmt::Display;
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 
+use mesh::control::{Resolve, System};
 use mesh::tls::Security;
 use mesh::transport::rdma;
 use rustix::process::{Resource, getrlimit};
@@ -24,6 +26,7 @@ pub(super) fn look(options: &MeshOptions, dram: Option<Size>) -> Vec<Finding> {
     if let Some(IpPort(listen)) = options.listen {
         found.extend(ports(listen, !options.nics.is_empty()));
     }
+    found.extend(options.peer.iter().map(|name| peer(name, &System)));
     if options.cert.is_some() || options.key.is_some() || options.ca.is_some() || options.cert_name.is_some()
     {
         found.push(certificates(options));
@@ -79,6 +82,24 @@ fn port(at: SocketAddr, what: &str) -> Finding {
             bad(Level::Fail, text, "pass another port, above 1023")
         }
     }
+}
+
+// === peers ===
+
+/// Whether a --peer has an address.
+fn peer(name: &str, resolver: &dyn Resolve) -> Finding {
+    if let Err(error) = mesh::control::check_peer(name) {
+        return refused("peer", &error);
+    }
+    let why = match resolver.resolve(name) {
+        Ok(addresses) if !addresses.is_empty() => {
+            return Finding::ok("peer", format!("{name} resolves to {} addresses", addresses.len()));
+        }
+        Ok(_) => "it has no address".into(),
+        Err(error) => error.to_string(),
+    };
+    let remedy = "add the headless Service of that name, with publishNotReadyAddresses, or correct --peer";
+    Finding::bad(Level::Fail, "peer", format!("{name} does not resolve here: {why}"), remedy)
 }
 
 // === certificates ===
@@ -195,6 +216,34 @@ mod tests {
         assert!(all.remedy.as_ref().is_some_and(|remedy| remedy.contains("the pod's IP")), "{all:?}");
         let last = one(&listen(&at(65_535).to_string()));
         assert!(last.remedy.as_ref().is_some_and(|remedy| remedy.contains("lower port")), "{last:?}");
+    }
+
+    /// A resolver that knows the pods alone.
+    #[derive(Debug)]
+    struct Names;
+
+    impl Resolve for Names {
+        fn resolve(&self, name: &str) -> std::io::Result<Vec<SocketAddr>> {
+            let known = name == "pods:9441";
+            if known {
+                Ok(vec!["10.0.0.1:9441".parse().unwrap()])
+            } else {
+                Err(std::io::Error::other("unknown"))
+            }
+        }
+    }
+
+    #[test]
+    fn a_peer_is_a_name_that_resolves() {
+        assert_eq!(peer("pods:9441", &Names).level, Level::Ok);
+        let mistyped = peer("pod:9441", &Names);
+        assert!(mistyped.level == Level::Fail && mistyped.text.contains("pod:9441 does not"), "{mistyped:?}");
+        assert!(
+            mistyped.remedy.is_some_and(|remedy| remedy.contains("Service") && remedy.contains("--peer"))
+        );
+        assert_eq!(peer("pods", &Names).level, Level::Fail, "without a port");
+        let options = MeshOptions { peer: vec!["127.0.0.1:9441".into()], ..MeshOptions::default() };
+        assert_eq!(one(&options).level, Level::Ok);
     }
 
     /// A node's files in `folder`: a certificate that names `name` and ends in `year`.

@@ -68,6 +68,7 @@ const PEER_COUNTERS: &[Figure<PeerStats>] =
 pub(super) struct PeersMetrics {
     figures: Figures<PeersStats>,
     endpoints_empty: IntGauge,
+    names_unresolved: IntGauge,
     pace: Gauge,
     peer_gauges: Vec<(IntGaugeVec, Reading<PeerStats>)>,
     peer_counters: Vec<(IntCounterVec, Reading<PeerStats>)>,
@@ -84,6 +85,8 @@ impl PeersMetrics {
         let figures = Figures::new(registry, COUNTERS, GAUGES)?;
         let help = "Addresses of --peer at which no sidecar of this mesh is a member; the log says why.";
         let endpoints_empty = gauge(registry, "mesh_endpoints_empty", help)?;
+        let help = "Names of --peer that did not resolve when they were last looked up; the log says why.";
+        let names_unresolved = gauge(registry, "mesh_peer_names_unresolved", help)?;
         let help = "Seconds between two batches of changes to a peer; it grows with the number of peers.";
         let pace = Gauge::new("pillion_mesh_pace_seconds", help)?;
         registry.register(Box::new(pace.clone()))?;
@@ -104,7 +107,17 @@ impl PeersMetrics {
         let refusals = counters(registry, "mesh_refusals_total", help, &["reason"])?;
         Reason::ALL.iter().for_each(|reason| refusals.with_label_values(&[reason.name()]).inc_by(0));
         let shown = BTreeSet::new();
-        Ok(Self { figures, endpoints_empty, pace, peer_gauges, peer_counters, faults, refusals, shown })
+        Ok(Self {
+            figures,
+            endpoints_empty,
+            names_unresolved,
+            pace,
+            peer_gauges,
+            peer_counters,
+            faults,
+            refusals,
+            shown,
+        })
     }
 
     /// Makes visible who would not have whom. Called by one thread alone.
@@ -124,10 +137,11 @@ impl PeersMetrics {
     pub(super) fn publish<'a>(
         &mut self,
         stats: &PeersStats,
-        endpoints_empty: usize,
+        (endpoints_empty, names_unresolved): (usize, usize),
         name: impl Fn(PeerNumber) -> Option<&'a str>,
     ) {
         show(&self.endpoints_empty, endpoints_empty as u64);
+        show(&self.names_unresolved, names_unresolved as u64);
         for (kind, total) in FAULT_NAMES.iter().zip(stats.faults) {
             raise(&self.faults.with_label_values(&[kind]), total);
         }
@@ -186,12 +200,13 @@ mod tests {
         };
         let name = |number: PeerNumber| Some(["", "a", "b"][number.0 as usize]);
         metrics.publish_pace(Duration::from_micros(249_750));
-        metrics.publish(&stats, 2, name);
-        metrics.publish(&PeersStats { peers: vec![peer(2, 7)], ..stats }, 1, name);
+        metrics.publish(&stats, (2, 3), name);
+        metrics.publish(&PeersStats { peers: vec![peer(2, 7)], ..stats }, (1, 2), name);
         let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
         for line in [
             "pillion_mesh_peers 1",
             "pillion_mesh_endpoints_empty 1",
+            "pillion_mesh_peer_names_unresolved 2",
             "pillion_mesh_pace_seconds 0.24975",
             "pillion_mesh_peer_keys{peer=\"b\"} 7",
             "pillion_mesh_peer_promises{peer=\"b\"} 5",

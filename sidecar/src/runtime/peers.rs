@@ -36,6 +36,7 @@ impl Runtime {
         let (Some(stats), Some(peers)) = (self.core.peers_stats(), &self.peers) else { return };
         self.metrics.publish_refusals(peers.refusals());
         self.metrics.publish_pace(peers.pace());
-        self.metrics.publish_peers(&stats, peers.endpoints_empty(), |peer| peers.name(peer));
+        let listed = (peers.endpoints_empty(), peers.names_unresolved());
+        self.metrics.publish_peers(&stats, listed, |peer| peers.name(peer));
     }
 }

@@ -12,7 +12,6 @@ mod server;
 mod watch;
 
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -31,7 +30,7 @@ use self::length::LengthMax;
 use self::prompt::{Fields, PARAMS, Prompt, Whole};
 pub use self::server::serve;
 use self::server::{failure, plain, read};
-use crate::config::{Level, LogFormat, Time};
+use crate::config::{IpPort, Level, LogFormat, Time};
 
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
@@ -48,7 +47,7 @@ pub struct Options {
     pub decode: Vec<Address>,
     /// Where clients ask
     #[arg(long, env = "PILLION_ROUTE_LISTEN", default_value = "0.0.0.0:8000", value_name = "IP:PORT")]
-    pub listen: SocketAddr,
+    pub listen: IpPort,
     /// The engine that answers also computes a prompt of fewer tokens; a text counts one for each four bytes
     #[arg(long, env = "PILLION_MIN_REMOTE_TOKENS", default_value_t = 256, value_name = "TOKENS")]
     pub min_remote_tokens: u64,

@@ -270,6 +270,15 @@ def no_peers(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 
 @contextlib.contextmanager
+def no_name(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """The Service of the pods is not there."""
+    listen = f"127.0.0.1:{ports.free_port()}"
+    more = (f"--mesh-listen={listen}", "--peer=nowhere.invalid:9441", "--node-id=one", "--mesh-plaintext")
+    with alone(directory, more=more) as (_, prometheus):
+        yield prometheus, nothing
+
+
+@contextlib.contextmanager
 def finds_nothing(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
     """No prompt begins as another did."""
     with alone(directory) as (sidecar, prometheus), Engine(sidecar.socket, "asks", mesh.namespace(), mesh.BLOCKS) as engine:
@@ -301,6 +310,7 @@ FAULTS: dict[str, Fault] = {
     "PillionServesNobody": no_ranks,
     "PillionEngineRefused": no_hello,
     "PillionNoPeers": no_peers,
+    "PillionPeerNameUnresolved": no_name,
     "PillionPeerMissing": peer_missing,
     "PillionPeerLeftAlone": peer_frozen,
     "PillionPeerCorrupts": peer_corrupts,
@@ -312,6 +322,7 @@ JOINING = {"PillionServesNobody", "PillionNoEngine"}
 BESIDE: dict[str, set[str]] = {
     "PillionRestarts": {"PillionDown"},
     "PillionPeerMissing": {"PillionNoPeers"},
+    "PillionPeerNameUnresolved": {"PillionNoPeers"},
     "PillionPeerLeftAlone": {"PillionDown", "PillionNoPeers", "PillionFindsNothing"},
     "PillionPoolLost": {"PillionLoadsFail"},
     "PillionBarredEngines": {"PillionCheckDiffers"},

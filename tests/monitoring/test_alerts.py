@@ -28,6 +28,7 @@ WAITS = {
     "PillionStaysOut": ({"vllm:pillion_stays_out": "1x480"}, "5m"),
     "PillionPeerMissing": ({"pillion_mesh_endpoints_empty": "1x480"}, "10m"),
     "PillionNoPeers": ({"pillion_mesh_peers": "0x480"}, "30m"),
+    "PillionPeerNameUnresolved": ({"pillion_mesh_peer_names_unresolved": "1x480"}, "10m"),
     "PillionNoEngine": ({"pillion_sessions": "0x480"}, "45m"),
     # The first 1,000 blocks are asked for within 3 min.
     "PillionFindsNothing": ({ASKED: "0+100x480", FOUND: "0x480"}, "1h3m"),

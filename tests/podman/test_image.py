@@ -16,7 +16,7 @@ HEAD = 2 * DIM * TOKENS
 # 1 MiB a block, in float32. Memory has room for two thirds of the blocks, the disk for all.
 BLOCK_BYTES = LAYERS * HEADS * HEAD * 4
 BLOCKS, PROMPTS = 4, 6
-TIERS = ("--dram=16MiB", "--ssd=/var/lib/pillion:64MiB", "--gpu=off")
+TIERS = ("--dram=16MiB", "--ssd=/var/lib/pillion:64MiB:create", "--gpu=off")
 FORM = (
     f"layers={LAYERS} tokens={TOKENS} kv_heads={HEADS} keys={DIM} values={DIM} dtype=float32 "
     f"k=kv_heads*{HEAD}+keys*{TOKENS}+tokens v={DIM * TOKENS}+kv_heads*{HEAD}+tokens*{DIM}+values packing=none"

@@ -34,8 +34,8 @@ pub fn serve(
     grace: Duration,
 ) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
-    let listener = TcpListener::bind(options.listen).map_err(|error| {
-        anyhow::anyhow!("cannot listen on {}: {error}; give another --listen", options.listen)
+    let listener = TcpListener::bind(options.listen.0).map_err(|error| {
+        anyhow::anyhow!("cannot listen on {}: {error}; give another --listen", options.listen.0)
     })?;
     listener.set_nonblocking(true)?;
     keep_alive(&listener)?;

@@ -332,8 +332,9 @@ impl Sources {
     }
 
     /// Engines disagree about a namespace: no later life finds what disks hold of it. Nor does this one where it `begins_anew`.
-    pub(super) fn distrust(&mut self, namespace: u32, begins_anew: bool) {
-        self.ssd.iter_mut().for_each(|ssd| ssd.log.distrust(namespace, begins_anew));
+    pub(super) fn distrust(&mut self, binding: &Binding, begins_anew: bool) {
+        let (namespace, digest) = (binding.namespace, binding.digest);
+        self.ssd.iter_mut().for_each(|ssd| ssd.log.distrust(namespace, digest, begins_anew));
     }
 
     /// Removes blocks from memory and from what is known of disks, those on their way too. Leases of them are the caller's to end.

@@ -30,6 +30,8 @@ pub(crate) const UNIT_BYTES_MIN: u64 = 512;
 pub(crate) const UNIT_BYTES_MAX: u64 = 64 << 10;
 /// The largest segment: a block in it is moved by one transfer.
 pub(crate) const SEGMENT_BYTES_MAX: u64 = 1 << 30;
+/// Bits of a sequence below the number of its life.
+const LIFE_SHIFT: u32 = 32;
 /// Bytes of a footer's entry.
 pub(crate) const ENTRY_BYTES: usize = 64;
 
@@ -148,6 +150,18 @@ pub(crate) fn block_units(bytes: u32, unit_bytes: u64) -> u32 {
 /// Units of a footer that lists `count` blocks.
 pub(crate) fn footer_units(count: u32, unit_bytes: u64) -> u32 {
     (u64::from(count) * ENTRY_BYTES as u64).div_ceil(unit_bytes) as u32 + 1
+}
+
+// === sequences ===
+
+/// The first sequence that a life gives out: its number is the upper half of each.
+pub(crate) fn first_sequence(life: u64) -> u64 {
+    life << LIFE_SHIFT
+}
+
+/// A sequence above all that the life of `sequence` gives out, and below those of the next life.
+pub(crate) fn life_end(sequence: u64) -> u64 {
+    sequence | ((1 << LIFE_SHIFT) - 1)
 }
 
 // === impl Super ===

@@ -24,7 +24,7 @@ use thiserror::Error;
 use self::order::Order;
 use self::table::{State, Table};
 use self::volume::Volume;
-use super::{FaultKind, Geometry, Job, Label, Place, Ticket, Work};
+use super::{FaultKind, Geometry, Job, Label, Place, Ticket, Work, format};
 use crate::index::{Index, Print};
 use crate::list::Spot;
 use crate::policy::Standing;
@@ -355,15 +355,16 @@ impl Log {
         id.is_some()
     }
 
-    /// No later life finds what devices hold of a namespace: engines disagreed about it. Where it `begins_anew`, nobody asks for
-    /// what this life knows of it, which stays where it lies.
-    pub fn distrust(&mut self, namespace: u32, begins_anew: bool) {
-        let Some(digest) = self.digest(namespace) else { return };
+    /// Engines disagreed about a namespace: no later life finds what devices hold of it, nor what this life writes of it later, as
+    /// cleaning and memory do. Where it `begins_anew`, nobody asks for what this life knows of it, which stays where it lies, and
+    /// what is written of it later is of engines that begin anew, too.
+    pub fn distrust(&mut self, namespace: u32, digest: NamespaceDigest, begins_anew: bool) {
         if begins_anew {
             self.retired.insert(namespace);
         }
         for device in 0..self.volumes.len() {
-            let before = self.volumes[device].next_sequence;
+            let next = self.volumes[device].next_sequence;
+            let before = if begins_anew { next } else { format::life_end(next) };
             self.issue(device, Errand::Word, Work::Distrust { namespace: digest, before });
         }
     }

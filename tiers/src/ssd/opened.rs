@@ -113,7 +113,7 @@ impl Opened {
                 unit_bytes: superblock.unit_bytes,
                 segment_bytes: superblock.segment_bytes,
                 segments,
-                first_sequence: superblock.life << 32,
+                first_sequence: format::first_sequence(superblock.life),
             },
             given_up,
         })

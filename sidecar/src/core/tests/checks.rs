@@ -309,21 +309,18 @@ fn what_engines_disagree_about_is_found_by_no_later_life_and_nothing_of_before_c
     let log = Log::new(Config { devices: vec![geometry; 2], write_bytes_max: 1 << 20, late_ms: 1000 });
     let base = &mut engine.core.base;
     let binding = base.engines[SCHEDULER].binding.unwrap();
-    let mut ssd = Ssd::new(log, SsdAdmission::SecondHit, &mut base.cx.dram);
-    ssd.log.learn(binding.namespace, binding.digest, None);
-    base.sources.ssd = Some(ssd);
-    for (number, jobs) in [(1, 2), (2, 4)] {
+    // Nothing of the namespace was written yet: memory has it alone, and would write it later.
+    base.sources.ssd = Some(Ssd::new(log, SsdAdmission::SecondHit, &mut base.cx.dram));
+    let life_end = u64::from(u32::MAX);
+    for (number, befores) in [(1, vec![life_end; 2]), (2, vec![life_end, life_end, 7, 7])] {
         engine.begin_with_log(number);
         engine.query(0, 2, 0, 2);
         engine.post_save(0, 3, 1..2, true);
         engine.copy_all(number, 3);
         engine.compared(1);
         let work: Vec<Work> = engine.take(taken!(Action::Transfer(job) => job.work)).collect();
-        assert_eq!(
-            work,
-            vec![Work::Distrust { namespace: binding.digest, before: 7 }; jobs],
-            "each disk is told"
-        );
+        let told = befores.into_iter().map(|before| Work::Distrust { namespace: binding.digest, before });
+        assert_eq!(work, told.collect::<Vec<_>>(), "each disk is told");
         assert_eq!(engine.core.base.cx.namespaces.adopt(binding.space()).is_none(), number == 2);
     }
 }

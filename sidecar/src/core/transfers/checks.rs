@@ -15,8 +15,8 @@
 //!   that may not save count on neither side.
 //! - Bars are of this life. An engine checks its first hit of every connection, so the next life finds the same.
 //!
-//! A removed block is gone from DRAM and found on no disk of this life. Other pods keep what they have fetched, and disks what
-//! lies on them for the next life: there the first hit of every engine is checked as well.
+//! A removed block is gone from DRAM and found on no disk of this life, and no later life finds anything of its namespace that this
+//! one wrote to disks. Other pods keep what they have fetched: there the first hit of every engine is checked as well.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -194,7 +194,7 @@ impl Transfers {
         self.bar(session, binding, Some(worst), queries, base);
         let recent = self.checks.take_recent(session, binding.namespace);
         base.sources.remove(&recent, &mut base.cx);
-        base.sources.distrust(binding.namespace, false);
+        base.sources.distrust(binding, false);
         base.cx.dram.end_removal();
         base.cx.apply_evictions();
         let Difference { layer, number, amount } = worst;
@@ -252,7 +252,7 @@ impl Transfers {
         // Of engines that have another namespace by now, too.
         self.void_saves(binding.namespace);
         base.cx.namespaces.retire(space);
-        base.sources.distrust(binding.namespace, true);
+        base.sources.distrust(binding, true);
         base.cx.arrivals.distrust(|key| key.namespace == binding.namespace);
         base.cx.dram.remove_namespace(binding.namespace);
         base.cx.dram.end_removal();

@@ -238,23 +238,32 @@ fn what_a_device_that_stands_still_was_not_given_yet_comes_back(backend: Backend
     assert!((0..20).all(|number| rig.read(number)), "none of them was forgotten");
 }
 
+/// Blocks of three segments.
+const LATER: u64 = 250;
+
 fn what_is_distrusted_is_found_by_no_later_life(backend: Backend) {
     let (folder, mut rig, _) = rig("distrust", backend);
     assert!((0..4).all(|number| rig.write(number, BLOCK_BYTES)));
-    rig.log.distrust(0, false);
+    rig.log.distrust(0, rig::NAMESPACE, false);
     rig.settle();
-    assert!((0..4).all(|number| rig.read(number)) && rig.write(4, BLOCK_BYTES));
+    assert!((0..4).all(|number| rig.read(number)));
+    // More than the open segment and the next one hold.
+    assert!((4..LATER).all(|number| rig.write(number, BLOCK_BYTES)));
+    rig.settle();
     drop(rig);
     let plan = Plan { backend, ..Plan::new(&folder.file(), LOG_BYTES) };
     let mut rig = Rig::new(&plan);
     rig.recover();
-    assert!(!(0..5).any(|number| rig.keeps(number)), "blocks of a segment that was begun before");
-    assert!((5..9).all(|number| rig.write(number, BLOCK_BYTES)));
+    assert!(!(0..LATER).any(|number| rig.keeps(number)), "blocks that the life wrote before or after");
+    assert!((LATER..LATER + 4).all(|number| rig.write(number, BLOCK_BYTES)));
+    rig.log.distrust(0, rig::NAMESPACE, true);
+    // Those of engines that begin anew, in segments that begin later.
+    assert!((1000..1250).all(|number| rig.write(number, BLOCK_BYTES)));
     rig.settle();
     drop(rig);
     let mut rig = Rig::new(&plan);
     rig.recover();
-    assert!(!(0..5).any(|number| rig.keeps(number)) && (5..9).all(|number| rig.read(number)));
+    assert!(!(0..LATER + 4).any(|number| rig.keeps(number)) && (1200..1250).all(|number| rig.read(number)));
 }
 
 /// A device whose file was cut gives zeros; one that fails gives errors, for a while.

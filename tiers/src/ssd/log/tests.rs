@@ -602,7 +602,7 @@ fn blocks_of_a_namespace_that_began_anew_are_moved_nowhere() {
     let mut world = World::new(8, 1);
     let (dram, _) = below(&mut world);
     world.write_with_room(0, dram.judge());
-    world.log.distrust(0, true);
+    world.log.distrust(0, digest(0), true);
     for number in 0..200 {
         world.write_with_room(number * 6 + 1, dram.judge());
         if number % 20 > 0 {

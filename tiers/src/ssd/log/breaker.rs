@@ -58,21 +58,22 @@ impl Breaker {
         }
     }
 
-    pub(super) fn fault(&mut self, way: Way, now_ms: u64) {
+    /// A job failed; whether the device is taken for broken from now on.
+    pub(super) fn fault(&mut self, way: Way, now_ms: u64) -> bool {
         let faults = &mut self.faults[way as usize];
         *faults += 1;
-        if *faults >= FAULTS_MAX {
-            self.trip(now_ms);
-        }
+        *faults >= FAULTS_MAX && self.trip(now_ms)
     }
 
-    /// The device is taken for broken. Each time it is left alone for longer.
-    pub(super) fn trip(&mut self, now_ms: u64) {
+    /// The device is taken for broken; whether it was not before. Each time it is left alone for longer.
+    pub(super) fn trip(&mut self, now_ms: u64) -> bool {
         self.good = 0;
-        if self.state == State::Closed {
+        let trips = self.state == State::Closed;
+        if trips {
             self.trips_total += 1;
             self.leave_alone(now_ms);
         }
+        trips
     }
 
     fn leave_alone(&mut self, now_ms: u64) {

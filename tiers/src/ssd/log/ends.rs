@@ -64,9 +64,15 @@ impl Log {
         let Some(kind) = fault.kind() else { return };
         volume.stats.faults[kind as usize] += 1;
         // A damaged block says nothing of its neighbours, and a check's end is told apart.
-        if kind != FaultKind::Corrupt && !matches!(flight.errand, Errand::Check) {
-            volume.breaker.fault(way, self.now_ms);
+        let tells = kind != FaultKind::Corrupt && !matches!(flight.errand, Errand::Check);
+        if tells && volume.breaker.fault(way, self.now_ms) {
+            self.give_up(flight.device);
         }
+    }
+
+    /// A device is taken for broken from now on: what it was not given yet ends, and its slots are free for others.
+    fn give_up(&mut self, device: usize) {
+        self.issue(device, Errand::Word, Work::GiveUp);
     }
 
     fn written(&mut self, device: usize, key: &BlockKey, place: Place, bytes: u32, ok: bool) {
@@ -150,10 +156,9 @@ impl Log {
         for device in 0..self.volumes.len() {
             let volume = &mut self.volumes[device];
             let stands = volume.flights > 0 && volume.moved_ms + self.late_ms <= self.now_ms;
-            if stands && !volume.breaker.is_open() {
+            if stands && volume.breaker.trip(self.now_ms) {
                 volume.stats.faults[FaultKind::Late as usize] += 1;
-                volume.breaker.trip(self.now_ms);
-                self.issue(device, Errand::Word, Work::GiveUp);
+                self.give_up(device);
             }
         }
         for device in 0..self.volumes.len() {

@@ -547,6 +547,36 @@ fn what_would_be_read_too_late_is_refused_until_others_have_ended() {
 }
 
 #[test]
+fn what_a_device_that_fails_was_not_given_yet_comes_back_and_is_found_again() {
+    let mut world = World::new(7, 1);
+    let (dram, _) = below(&mut world);
+    world.failing = false;
+    (0..8).for_each(|number| world.write_with_room(number * 6, dram.judge()));
+    world.settle();
+    for number in 0..8 {
+        let slot = world.slot();
+        world.log.read(&key(number * 6), slot).unwrap();
+    }
+    world.take_jobs();
+    let gives_up = |job: &Job| job.work == Work::GiveUp;
+    let reads: Vec<Job> = std::mem::take(&mut world.jobs);
+    let end = |world: &mut World, job: &Job, fault| {
+        let done = Done { device: 0, ticket: job.ticket, micros: 1, result: Err(fault) };
+        assert!(matches!(world.log.done(world.now_ms, done), Some(Ended::Read { ok: false, .. })));
+        world.take_jobs();
+    };
+    reads[..4].iter().for_each(|job| end(&mut world, job, Fault::Io(Errno::IO)));
+    assert!(world.log.stats().devices[0].down);
+    assert_eq!(world.jobs.iter().filter(|job| gives_up(job)).count(), 1);
+    end(&mut world, &reads[4], Fault::Io(Errno::IO));
+    reads[5..].iter().for_each(|job| end(&mut world, job, Fault::Stopped));
+    assert_eq!(world.jobs.iter().filter(|job| gives_up(job)).count(), 1, "once for each time that it fails");
+    world.settle();
+    let kept = (0..8).filter(|number| world.log.keeps(&key(number * 6)).is_some());
+    assert_eq!(kept.collect::<Vec<_>>(), [5, 6, 7]);
+}
+
+#[test]
 fn a_device_is_broken_once_it_stands_still_not_while_its_queue_is_long() {
     let mut world = World::new(7, 1);
     world.failing = false;

@@ -117,7 +117,10 @@ impl Server {
         let Found { opened, left_out } =
             disks::open(&config.ssd, config.ssd_required, config.pool_path.is_some())?;
         count_given_up(&registry, &pool, &opened)?;
-        let (core, disks) = start_disks(config, opened, dram, &pool, &ended)?;
+        let (mut core, disks) = start_disks(config, opened, dram, &pool, &ended)?;
+        if !left_out.is_empty() {
+            core.leave_out_disks();
+        }
         let (core, peers) = start_mesh(config, core, epoch, &pool, (&inbox, &catalog), &ended)?;
         let mesh = peers.as_ref().map(Peers::asker);
         let metrics = add_metrics(config, disks.as_ref(), &left_out, &registry, metrics)?;

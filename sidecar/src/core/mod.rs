@@ -108,6 +108,11 @@ impl Core {
         self
     }
 
+    /// Disks were left out: what they hold may be found after another start.
+    pub fn leave_out_disks(&mut self) {
+        self.base.sources.unread = true;
+    }
+
     /// The same core in a mesh, whose peers `directory` knows. Of a tier that is empty yet.
     pub fn with_peers(mut self, directory: Directory) -> Self {
         let dram = &mut self.base.cx.dram;
@@ -188,6 +193,7 @@ impl Core {
                 }
             }
             Event::Recovered(found) => {
+                base.sources.unread |= found.unreadable;
                 let Context { namespaces, quotas, .. } = &mut base.cx;
                 base.sources.ssd.iter_mut().for_each(|ssd| ssd.recovered(&found, namespaces, quotas));
             }

@@ -29,6 +29,8 @@ const SPANS_MAX: usize = 4;
 pub(super) struct Sources {
     pub(super) verification: Verification,
     pub(super) ssd: Option<Ssd>,
+    /// Whether disks may hold blocks that nobody here has read, and a later start may: one was left out, or a part was unreadable.
+    pub(super) unread: bool,
     pub(super) peers: Option<Peers>,
 }
 
@@ -55,9 +57,10 @@ impl Sources {
         self.ssd.is_some() || self.peers.is_some() || dram.stats().unverified_blocks > 0
     }
 
-    /// Whether every block that any engine may find is known of here.
+    /// Whether every block that any engine may find, now or after another start, is known of here.
     pub(super) fn knows_all(&self, cx: &Context) -> bool {
-        self.peers.is_none() && !cx.opening && !self.ssd.as_ref().is_some_and(Ssd::recovers)
+        let recovers = self.ssd.as_ref().is_some_and(Ssd::recovers);
+        self.peers.is_none() && !cx.opening && !recovers && !self.unread
     }
 
     /// Whether peers read blocks of DRAM, or devices write some or are to.

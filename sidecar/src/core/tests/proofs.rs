@@ -4,9 +4,11 @@ use mesh::directory::{self, Directory};
 use shm_protocol::handshake::WEIGHTS_LIVE;
 use shm_protocol::namespace;
 use shm_protocol::pool::Remains;
+use tiers::ssd::Recovered;
 
 use super::checks::{rank, run, scheduler};
 use super::*;
+use crate::config::SsdAdmission;
 
 const LIVE: [u8; 16] = [0xa; 16];
 const TOKENS: [u32; 3] = [5, 6, 7];
@@ -172,6 +174,31 @@ fn nobody_is_the_first_where_blocks_may_be_that_are_not_known_of() {
     assert_eq!(engine.save_new(1, 1).unproven, 4, "the pool file may hold some");
     engine.core.end_opening();
     assert_eq!(engine.save_new(1, 2).committed, 4, "it holds none");
+
+    let mut lacking = core();
+    lacking.leave_out_disks();
+    assert_eq!(unproven(lacking).save_new(1, 1).unproven, 4, "a disk that was left out may hold some");
+
+    for unreadable in [true, false] {
+        let geometry =
+            tiers::ssd::Geometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: 8, first_sequence: 7 };
+        let over = tiers::ssd::Config { devices: vec![geometry], write_bytes_max: 1 << 20, late_ms: 1000 };
+        let log = tiers::ssd::Log::new(over);
+        let mut engine = unproven(core().with_ssd(log, SsdAdmission::All));
+        assert_eq!(engine.save_new(1, 1).unproven, 4, "the disk is still being read");
+        let all = Recovered {
+            device: 0,
+            segment: 3,
+            sequence: 0,
+            blocks: Vec::new(),
+            unreadable,
+            segments_read: 8,
+            last: true,
+        };
+        engine.event(Event::Recovered(all));
+        let unproven = if unreadable { 4 } else { 0 };
+        assert_eq!(engine.save_new(1, 2).unproven, unproven, "a part that could not be read may hold some");
+    }
 
     let mut engine = unproven(Core::new(Dram::unopened(config, 0).unwrap()));
     let kept = Remains::Block { generation: 1, namespace: NAMESPACE, hash: hash(7), group: 0 };

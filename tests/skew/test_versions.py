@@ -21,8 +21,8 @@ POOL_SAID = {
     OLD: "its layout is version 2, this release's 1",
 }
 SSD_SAID = {
-    NEW: f"is a log of version 1 (release not stated), this release's is version 2 (release {NEW}): it starts empty",
-    OLD: "is a log of version 2, not 1, and starts empty",
+    NEW: f"is a log of version 1 (release not stated), this release's is version 3 (release {NEW}): it starts empty",
+    OLD: "is a log of version 3, not 1, and starts empty",
 }
 
 

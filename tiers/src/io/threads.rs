@@ -126,6 +126,14 @@ impl Shared {
 
     /// What the kernel moved in one call, at most what is left of the transfer.
     fn carry(&self, transfer: &mut Transfer) -> Result<usize, Errno> {
+        let moved = self.move_some(transfer)?;
+        if transfer.durable {
+            rustix::fs::fdatasync(&*self.file)?;
+        }
+        Ok(moved)
+    }
+
+    fn move_some(&self, transfer: &mut Transfer) -> Result<usize, Errno> {
         let (skip, end) = (transfer.moved as usize, transfer.len as usize);
         let at = transfer.at + u64::from(transfer.moved);
         match (transfer.direction, &mut transfer.memory) {

@@ -31,6 +31,8 @@ pub(crate) struct Transfer {
     pub(crate) at: u64,
     pub(crate) memory: Memory,
     pub(crate) len: u32,
+    /// Of a write: whether it ends only once its bytes lie on the medium.
+    pub(crate) durable: bool,
     /// Bytes of them that earlier rounds moved.
     pub(crate) moved: u32,
 }

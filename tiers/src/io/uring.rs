@@ -127,14 +127,17 @@ impl Ring {
         let at = transfer.at + u64::from(transfer.moved);
         // A registered file goes by its number, and a flag that says so.
         let file = types::Fd(if self.file_registered { 0 } else { self.shared.file.as_raw_fd() });
+        let flags = if transfer.durable { libc::RWF_DSYNC } else { 0 };
         let entry = match (transfer.direction, fixed) {
             (Direction::Read, None) => opcode::Read::new(file, address, len).offset(at).build(),
-            (Direction::Write, None) => opcode::Write::new(file, address, len).offset(at).build(),
+            (Direction::Write, None) => {
+                opcode::Write::new(file, address, len).offset(at).rw_flags(flags).build()
+            }
             (Direction::Read, Some(chunk)) => {
                 opcode::ReadFixed::new(file, address, len, chunk).offset(at).build()
             }
             (Direction::Write, Some(chunk)) => {
-                opcode::WriteFixed::new(file, address, len, chunk).offset(at).build()
+                opcode::WriteFixed::new(file, address, len, chunk).offset(at).rw_flags(flags).build()
             }
         };
         let entry = if self.file_registered { entry.flags(squeue::Flags::FIXED_FILE) } else { entry };

@@ -17,7 +17,9 @@ use twox_hash::XxHash3_64;
 use super::{Label, Place};
 
 /// Version of this layout.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
+/// From this version on a log has a list of what is distrusted from its first life on, be it empty.
+const VERSION_LISTED: u32 = 3;
 /// The oldest version that this release reads rightly, and whose release reads what this one writes.
 const OLDEST: u32 = 2;
 /// Bytes before the first segment: segments then begin where erase blocks and stripes do.
@@ -68,7 +70,11 @@ pub(crate) struct Super {
 /// What the first unit of a device turns out to be.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Found {
-    Log(Super),
+    Log {
+        superblock: Super,
+        /// Whether who wrote it last wrote a list of what is distrusted, too.
+        is_listed: bool,
+    },
     Empty,
     /// A log of a layout that this release does not read.
     Version(Versions),
@@ -167,9 +173,9 @@ pub(crate) fn life_end(sequence: u64) -> u64 {
 // === impl Super ===
 
 impl Super {
-    pub(crate) fn write(&self, unit: &mut [u8]) {
+    /// Writes it as a release of these versions does.
+    pub(crate) fn write(&self, own: &Versions, unit: &mut [u8]) {
         unit.fill(0);
-        let own = own_versions();
         put(unit, 16, &own.version.to_le_bytes());
         put(unit, 20, &own.oldest.to_le_bytes());
         put(unit, SUPER_RELEASE, &own.release_bytes());
@@ -201,7 +207,8 @@ impl Super {
             return Found::Damaged;
         }
         let [id, unit_bytes, segment_bytes, life] = [24, 32, 40, 48].map(|at| get64(unit, at));
-        Found::Log(Self { id, unit_bytes, segment_bytes, life })
+        let superblock = Self { id, unit_bytes, segment_bytes, life };
+        Found::Log { superblock, is_listed: found.version >= VERSION_LISTED }
     }
 }
 

@@ -5,6 +5,7 @@
 //! write waits for that: without room it is refused.
 
 mod breaker;
+mod distrusts;
 mod ends;
 mod order;
 mod pace;
@@ -108,33 +109,14 @@ pub struct DeviceStats {
 /// What a job is for.
 #[derive(Copy, Clone, Debug)]
 enum Errand {
-    Write {
-        key: BlockKey,
-        slot: SlotRef,
-        place: Place,
-        bytes: u32,
-    },
-    Read {
-        key: BlockKey,
-        slot: SlotRef,
-        place: Place,
-        bytes: u32,
-    },
-    Move {
-        key: BlockKey,
-        from: Place,
-        to: Place,
-        bytes: u32,
-    },
-    Begin {
-        segment: u32,
-    },
-    Seal {
-        segment: u32,
-    },
+    Write { key: BlockKey, slot: SlotRef, place: Place, bytes: u32 },
+    Read { key: BlockKey, slot: SlotRef, place: Place, bytes: u32 },
+    Move { key: BlockKey, from: Place, to: Place, bytes: u32 },
+    Begin { segment: u32 },
+    Seal { segment: u32 },
     Check,
-    /// What the log has to say, of which nothing follows.
-    Word,
+    GiveUp,
+    Distrust,
 }
 
 /// A job that has not ended.
@@ -365,7 +347,15 @@ impl Log {
         for device in 0..self.volumes.len() {
             let next = self.volumes[device].next_sequence;
             let before = if begins_anew { next } else { format::life_end(next) };
-            self.issue(device, Errand::Word, Work::Distrust { namespace: digest, before });
+            self.volumes[device].distrusts.add(digest, before);
+            self.tell_distrusted(device);
+        }
+    }
+
+    /// Tells a device what is distrusted next, if there is anything and it is not being told already.
+    fn tell_distrusted(&mut self, device: usize) {
+        if let Some(work) = self.volumes[device].distrusts.next() {
+            self.issue(device, Errand::Distrust, work);
         }
     }
 
@@ -458,10 +448,14 @@ impl Log {
 // === impl Log: state ===
 
 impl Log {
-    /// Whether a job is in flight or blocks are still to be moved or dropped: [`Log::tick`] should be called soon.
+    /// Whether a job is in flight, blocks are still to be moved or dropped, or a device is to be told again what is distrusted:
+    /// [`Log::tick`] should be called soon.
     pub fn busy(&self) -> bool {
-        !self.flights.is_empty()
-            || self.volumes.iter().any(|volume| volume.reclaiming.is_some() && volume.takes())
+        let is_due = |volume: &Volume| {
+            volume.reclaiming.is_some() && volume.takes()
+                || volume.distrusts.is_due() && !volume.breaker.is_open()
+        };
+        !self.flights.is_empty() || self.volumes.iter().any(is_due)
     }
 
     /// What it holds and has done.

@@ -43,6 +43,15 @@ pub struct Opened {
     given_up: Option<GivenUp>,
 }
 
+/// What this life makes of what it found.
+#[derive(Debug)]
+enum Former {
+    /// It goes on with the log, of which so much is distrusted.
+    Kept(Super, Distrusted),
+    /// It begins a log, and gives up what there was.
+    None(Option<GivenUp>),
+}
+
 /// Where things lie on a device, and what its memory must be aligned to.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct Layout {
@@ -70,7 +79,7 @@ fn segment_bytes_for(bytes: u64) -> u64 {
 // === impl Opened ===
 
 impl Opened {
-    /// Opens what [`locate`] finds for a log of `bytes` at `path`; locks it, and checks or writes its first unit. What an
+    /// Opens what [`locate`] finds for a log of `bytes` at `path`; locks it, and checks or writes its first units. What an
     /// earlier life left stays, where it can be read.
     pub fn open(path: &Path, bytes: u64, missing: Missing) -> Result<Self, Error> {
         Self::open_within(path, bytes, missing, CLOSE_MAX)
@@ -94,10 +103,16 @@ impl Opened {
                 "pass another path, or remove the file (of a device: wipefs --all, then zero its first MiB)",
             ));
         }
-        let (superblock, given_up) = next_life(found, align.unit, bytes).map_err(refusal.os("be named"))?;
+        let former = former(&fd, found, align.unit, bytes).map_err(refusal.os("be read"))?;
+        let (superblock, distrusted, given_up) = match former {
+            Former::Kept(log, distrusted) => (Super { life: log.life + 1, ..log }, distrusted, None),
+            Former::None(given_up) => {
+                let log = new_log(align.unit, bytes).map_err(refusal.os("be named"))?;
+                (log, Distrusted::default(), given_up)
+            }
+        };
         make_room(&fd, is_block, bytes, &refusal)?;
-        let distrusted = distrusted(&fd, &superblock).map_err(refusal.os("be read"))?;
-        write_super(&fd, &superblock).map_err(refusal.os("be written"))?;
+        write_begin(&fd, &superblock, &distrusted).map_err(refusal.os("be written"))?;
         let segments = ((bytes - SUPER_BYTES) / superblock.segment_bytes) as u32;
         Ok(Self {
             fd,
@@ -173,12 +188,14 @@ fn find(fd: &OwnedFd, unit: u64) -> Result<Found, Errno> {
     })
 }
 
-/// What a life of this log distrusted; nothing of another log's.
-fn distrusted(fd: &OwnedFd, superblock: &Super) -> Result<Distrusted, Errno> {
+/// What lives of a log distrusted; `None` where the list is damaged, so that nobody can say it.
+fn distrusted(fd: &OwnedFd, superblock: &Super, is_listed: bool) -> Result<Option<Distrusted>, Errno> {
     let unit = superblock.unit_bytes;
     let mut buffer = Buffer::new(unit as usize)?;
     read_some(fd, &mut buffer.bytes_mut()[..unit as usize], Distrusted::offset(unit))?;
-    Ok(Distrusted::read(&buffer.bytes()[..unit as usize], superblock.id).unwrap_or_default())
+    let bytes = &buffer.bytes()[..unit as usize];
+    let none_yet = !is_listed && bytes.iter().all(|byte| *byte == 0);
+    Ok(if none_yet { Some(Distrusted::default()) } else { Distrusted::read(bytes, superblock.id) })
 }
 
 /// Reads up to the end of `bytes` or of the file.
@@ -213,8 +230,8 @@ pub(crate) fn write_all(fd: impl AsFd, bytes: &[u8], at: u64) -> Result<(), Errn
     Ok(())
 }
 
-/// The superblock of this life: of the log that is there, or of a new one, and what is given up for that.
-fn next_life(found: Found, unit: u64, bytes: u64) -> Result<(Super, Option<GivenUp>), Errno> {
+/// Whether this life can go on with what was found.
+fn former(fd: &OwnedFd, found: Found, unit: u64, bytes: u64) -> Result<Former, Errno> {
     let fits = |log: &Super| {
         log.unit_bytes == unit
             && log.segment_bytes.is_power_of_two()
@@ -223,8 +240,14 @@ fn next_life(found: Found, unit: u64, bytes: u64) -> Result<(Super, Option<Given
             && log.life < u64::from(u32::MAX)
     };
     let given_up = match found {
-        Found::Log(log) if fits(&log) => return Ok((Super { life: log.life + 1, ..log }, None)),
-        Found::Log(_) => Some(GivenUp::new(Cause::Sizes, "was made for other sizes and starts empty")),
+        Found::Log { superblock, is_listed } if fits(&superblock) => {
+            if let Some(distrusted) = distrusted(fd, &superblock, is_listed)? {
+                return Ok(Former::Kept(superblock, distrusted));
+            }
+            let text = "has a damaged list of what engines disagreed about and starts empty";
+            Some(GivenUp::new(Cause::Damaged, text))
+        }
+        Found::Log { .. } => Some(GivenUp::new(Cause::Sizes, "was made for other sizes and starts empty")),
         Found::Version(found) => {
             let own = format::own_versions();
             let text = format!("is a log of {found}, this release's is {own}: it starts empty");
@@ -233,11 +256,16 @@ fn next_life(found: Found, unit: u64, bytes: u64) -> Result<(Super, Option<Given
         Found::Damaged => Some(GivenUp::new(Cause::Damaged, "has a damaged superblock and starts empty")),
         Found::Empty | Found::Foreign => None,
     };
+    Ok(Former::None(given_up))
+}
+
+/// The superblock of a log's first life.
+fn new_log(unit: u64, bytes: u64) -> Result<Super, Errno> {
     let mut id = [0; 8];
     rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())?;
     let id = u64::from_le_bytes(id);
     let segment_bytes = segment_bytes_for(bytes);
-    Ok((Super { id, unit_bytes: unit, segment_bytes, life: 1 }, given_up))
+    Ok(Super { id, unit_bytes: unit, segment_bytes, life: 1 })
 }
 
 /// Reserves a file's blocks, so that it does not run out of space later; checks a device's size.
@@ -263,12 +291,15 @@ fn make_room(fd: &OwnedFd, is_block: bool, bytes: u64, refusal: &Refusal<'_>) ->
     }
 }
 
-/// The one write that is waited for until it lies on the medium: no sequence is given out twice.
-fn write_super(fd: &OwnedFd, superblock: &Super) -> Result<(), Errno> {
-    let mut unit = Buffer::new(superblock.unit_bytes as usize)?;
-    let unit = &mut unit.bytes_mut()[..superblock.unit_bytes as usize];
-    superblock.write(unit);
-    write_all(fd, unit, 0)?;
+/// Writes the superblock, the check's unit and what is distrusted, and waits until they lie on the medium: no sequence is given out
+/// twice. Where a power cut leaves the first without the last, the next life takes the list for damaged.
+fn write_begin(fd: &OwnedFd, superblock: &Super, distrusted: &Distrusted) -> Result<(), Errno> {
+    let (unit, list) = (superblock.unit_bytes as usize, Distrusted::offset(superblock.unit_bytes) as usize);
+    let mut buffer = Buffer::new(list + unit)?;
+    let bytes = &mut buffer.bytes_mut()[..list + unit];
+    superblock.write(&format::own_versions(), &mut bytes[..unit]);
+    distrusted.write(&mut bytes[list..], superblock.id);
+    write_all(fd, bytes, 0)?;
     rustix::fs::fsync(fd)
 }
 

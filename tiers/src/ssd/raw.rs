@@ -60,7 +60,8 @@ impl Raw {
             {
                 let at = SUPER_BYTES + block * u64::from(block_bytes);
                 let memory = Memory::Pool(slot);
-                let transfer = Transfer { token: slot, direction, at, memory, len: block_bytes, moved: 0 };
+                let (len, durable) = (block_bytes, false);
+                let transfer = Transfer { token: slot, direction, at, memory, len, durable, moved: 0 };
                 self.carrier.push(transfer).map_err(|_| io::Error::other("too many transfers"))?;
                 open += 1;
             }

@@ -108,7 +108,7 @@ fn written(desk: &mut Desk, write: impl FnOnce(&mut [u8])) -> Result<Buffer, Err
 }
 
 fn transfer(direction: Direction, part: Part, at: u64, memory: Memory, len: u32) -> Transfer {
-    Transfer { token: part as u64, direction, at, memory, len, moved: 0 }
+    Transfer { token: part as u64, direction, at, memory, len, durable: false, moved: 0 }
 }
 
 impl Activity {
@@ -153,7 +153,8 @@ impl Activity {
                 let distrusted = desk.distrusted.clone();
                 let buffer = written(desk, |unit| distrusted.write(unit, layout.id))?;
                 let at = Distrusted::offset(layout.unit_bytes);
-                out.push(transfer(Direction::Write, Part::Head, at, Memory::Own(buffer), unit));
+                let list = transfer(Direction::Write, Part::Head, at, Memory::Own(buffer), unit);
+                out.push(Transfer { durable: true, ..list });
             }
             Work::GiveUp => unreachable!("the worker does that itself"),
             Work::Check => {

@@ -3,13 +3,16 @@
 #[path = "../../../tests/rig/mod.rs"]
 mod rig;
 
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use rig::{Folder, LOG_BYTES, Plan, Rig};
 use rustix::io::Errno;
+use shm_protocol::versions::Versions;
 
 use super::*;
 use crate::io::transfer::{Direction, Transfer};
+use crate::ssd::format::{Distrusted, Found, Super};
 use crate::ssd::{FaultKind, Refused};
 
 const BLOCK_BYTES: u64 = 40_000;
@@ -62,6 +65,8 @@ on_each_backend!(
     a_footer_that_cannot_be_written_costs_no_block,
     what_a_device_that_stands_still_was_not_given_yet_comes_back,
     what_is_distrusted_is_found_by_no_later_life,
+    what_is_distrusted_lies_on_the_medium_once_it_is_written,
+    a_log_with_a_damaged_list_of_what_is_distrusted_starts_empty,
     what_cannot_be_read_at_the_start_is_not_taken_for_empty,
 );
 
@@ -264,6 +269,60 @@ fn what_is_distrusted_is_found_by_no_later_life(backend: Backend) {
     let mut rig = Rig::new(&plan);
     rig.recover();
     assert!(!(0..LATER + 4).any(|number| rig.keeps(number)) && (1200..1250).all(|number| rig.read(number)));
+}
+
+fn what_is_distrusted_lies_on_the_medium_once_it_is_written(backend: Backend) {
+    let (folder, mut rig, answers) = rig("medium", backend);
+    let written = Arc::new(Mutex::new(Vec::new()));
+    let seen = Arc::clone(&written);
+    answers.are(move |transfer, result| {
+        seen.lock().unwrap().push((transfer.at, transfer.durable));
+        result
+    });
+    rig.log.distrust(0, rig::NAMESPACE, false);
+    rig.settle();
+    let at = Distrusted::offset(superblock(&folder.file()).unit_bytes);
+    assert_eq!(*written.lock().unwrap(), [(at, true)]);
+}
+
+fn superblock(path: &Path) -> Super {
+    match Super::read(&std::fs::read(path).unwrap()[..4096]) {
+        Found::Log { superblock, .. } => superblock,
+        found => panic!("{found:?}"),
+    }
+}
+
+/// Makes a log one of this version, whose list of what is distrusted has these bytes alone.
+fn spoil_list(path: &Path, version: u32, byte: u8) {
+    let (superblock, mut bytes) = (superblock(path), std::fs::read(path).unwrap());
+    let (unit, list) = (superblock.unit_bytes as usize, Distrusted::offset(superblock.unit_bytes) as usize);
+    superblock.write(&Versions::own(version, 2), &mut bytes[..unit]);
+    bytes[list..list + unit].fill(byte);
+    std::fs::write(path, bytes).unwrap();
+}
+
+/// Logs of version 2 had no list before something was distrusted.
+fn a_log_with_a_damaged_list_of_what_is_distrusted_starts_empty(backend: Backend) {
+    for (version, damage, is_kept) in [(3, 0, false), (3, 1, false), (2, 0, true), (2, 1, false)] {
+        let (folder, mut rig, _) = rig("list", backend);
+        assert!(rig.write(0, BLOCK_BYTES));
+        rig.settle();
+        drop(rig);
+        let plan = Plan { backend, ..Plan::new(&folder.file(), LOG_BYTES) };
+        spoil_list(&folder.file(), version, damage);
+        let mut rig = Rig::new(&plan);
+        rig.recover();
+        assert_eq!(rig.keeps(0), is_kept, "version {version}");
+        let said =
+            rig.notes.iter().any(|note| note.contains("a damaged list of what engines disagreed about"));
+        assert_eq!(said, !is_kept, "{:?}", rig.notes);
+        assert!(rig.write(1, BLOCK_BYTES));
+        rig.settle();
+        drop(rig);
+        let mut rig = Rig::new(&plan);
+        rig.recover();
+        assert!(rig.read(1) && rig.keeps(0) == is_kept, "the list was written again");
+    }
 }
 
 /// A device whose file was cut gives zeros; one that fails gives errors, for a while.

@@ -43,7 +43,15 @@ impl Log {
                 self.volumes[device].breaker.checked(ok, self.now_ms);
                 None
             }
-            Errand::Word => None,
+            Errand::Distrust => {
+                self.volumes[device].distrusts.told(ok);
+                // After a fault the next tick tells it again, unless the breaker is open.
+                if ok {
+                    self.tell_distrusted(device);
+                }
+                None
+            }
+            Errand::GiveUp => None,
         };
         self.issue_wanted(device);
         self.reclaim(device);
@@ -52,7 +60,7 @@ impl Log {
 
     /// Counts how a job ended, for metrics and the breaker.
     fn count(&mut self, flight: &Flight, result: Result<(), Fault>) {
-        if matches!(flight.errand, Errand::Word) && result.is_ok() {
+        if matches!(flight.errand, Errand::GiveUp) {
             return;
         }
         let volume = &mut self.volumes[flight.device];
@@ -72,7 +80,7 @@ impl Log {
 
     /// A device is taken for broken from now on: what it was not given yet ends, and its slots are free for others.
     fn give_up(&mut self, device: usize) {
-        self.issue(device, Errand::Word, Work::GiveUp);
+        self.issue(device, Errand::GiveUp, Work::GiveUp);
     }
 
     fn written(&mut self, device: usize, key: &BlockKey, place: Place, bytes: u32, ok: bool) {
@@ -164,6 +172,9 @@ impl Log {
         for device in 0..self.volumes.len() {
             if self.volumes[device].breaker.try_again(self.now_ms) {
                 self.issue(device, Errand::Check, Work::Check);
+            }
+            if !self.volumes[device].breaker.is_open() {
+                self.tell_distrusted(device);
             }
             self.reclaim(device);
         }

@@ -646,3 +646,33 @@ fn blocks_of_a_namespace_that_began_anew_are_moved_nowhere() {
         "its neighbour was moved"
     );
 }
+
+#[test]
+fn a_device_is_told_of_one_distrusted_namespace_at_a_time_and_again_until_it_is_written() {
+    let mut world = World::new(9, 1);
+    world.failing = false;
+    let told = |world: &mut World| -> Vec<NamespaceDigest> {
+        world.take_jobs();
+        let told = world.jobs.iter().filter_map(|job| match job.work {
+            Work::Distrust { namespace, .. } => Some(namespace),
+            _ => None,
+        });
+        told.collect()
+    };
+    world.log.distrust(0, digest(0), false);
+    world.log.distrust(1, digest(1), false);
+    assert_eq!(told(&mut world), [digest(0)]);
+    let job = world.jobs.pop().unwrap();
+    let result = Err(Fault::Io(Errno::IO));
+    assert!(world.log.done(0, Done { device: 0, ticket: job.ticket, micros: 1, result }).is_none());
+    assert!(told(&mut world).is_empty() && world.log.busy(), "not at once");
+    world.tick();
+    assert_eq!(told(&mut world), [digest(0)]);
+    world.log.distrust(0, digest(0), true);
+    world.carry_out();
+    assert_eq!(told(&mut world), [digest(1)]);
+    world.carry_out();
+    assert_eq!(told(&mut world), [digest(0)], "what was said of it meanwhile");
+    world.carry_out();
+    assert!(told(&mut world).is_empty() && !world.log.busy());
+}

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 
 use super::DeviceStats;
 use super::breaker::Breaker;
+use super::distrusts::Distrusts;
 use super::pace::Pace;
 use crate::ssd::format::{self, HEADER_UNITS};
 use crate::ssd::{Geometry, Place, Work};
@@ -74,6 +75,7 @@ pub(super) struct Volume {
     pub(super) write_bytes: u64,
     pub(super) breaker: Breaker,
     pub(super) pace: Pace,
+    pub(super) distrusts: Distrusts,
     pub(super) recovering: bool,
     pub(super) stats: DeviceStats,
 }
@@ -99,6 +101,7 @@ impl Volume {
             write_bytes: 0,
             breaker: Breaker::new(),
             pace: Pace::default(),
+            distrusts: Distrusts::default(),
             recovering: true,
             stats: DeviceStats { segments: geometry.segments, ..DeviceStats::default() },
         }

@@ -608,6 +608,46 @@ fn a_device_is_broken_once_it_stands_still_not_while_its_queue_is_long() {
 }
 
 #[test]
+fn what_could_not_be_read_is_written_over_after_all_that_could() {
+    let mut log = Log::new(config(1, 2));
+    let found = Recovered {
+        device: 0,
+        segment: 0,
+        sequence: 0,
+        blocks: Vec::new(),
+        unreadable: true,
+        segments_read: 4,
+        last: false,
+    };
+    // All of one, and a part of another.
+    let label = |number| Label { namespace: digest(0), group: 0, hash: key(number).hash, bytes: 100 };
+    log.recovered(&Recovered { segment: 1, ..found.clone() }, number);
+    log.recovered(
+        &Recovered { segment: 3, sequence: 1, blocks: vec![(1, label(0))], ..found.clone() },
+        number,
+    );
+    for (segment, sequence) in [(0, 2), (2, 3), (4, 4), (5, 5)] {
+        let blocks = vec![(1, label(u64::from(segment) * 6 + 6))];
+        let whole = Recovered { segment, sequence, blocks, unreadable: false, ..found.clone() };
+        log.recovered(&whole, number);
+    }
+    log.recovered(&Recovered { unreadable: false, last: true, ..found }, number);
+    let mut begun = Vec::new();
+    for number in 0..200 {
+        let (key, slot) = (key(1000 + number * 6), SlotRef { offset: number, generation: 0 });
+        let _ = log.write(key, digest(0), 4 * UNIT, slot);
+        let jobs: Vec<Job> = log.drain_jobs().collect();
+        for job in jobs {
+            if let Work::Begin { segment, .. } = job.work {
+                begun.push(segment);
+            }
+            log.done(0, Done { device: 0, ticket: job.ticket, micros: 1, result: Ok(()) });
+        }
+    }
+    assert_eq!(begun[..6], [0, 2, 4, 5, 1, 3]);
+}
+
+#[test]
 fn of_two_copies_in_one_segment_the_later_is_found() {
     let mut log = Log::new(config(1, 1));
     let label = Label { namespace: digest(0), group: 0, hash: key(6).hash, bytes: 100 };

@@ -50,6 +50,8 @@ pub(super) struct Segment {
     pub(super) blocks: Vec<u32>,
     /// Units of blocks that lie in it.
     live: u32,
+    /// Whether it may hold blocks of earlier lives that could not be read.
+    unread: bool,
 }
 
 #[derive(Debug)]
@@ -183,7 +185,7 @@ impl Volume {
         debug_assert!(segment.reads == 0 && segment.writes == 0 && segment.live == 0);
         segment.blocks.clear();
         (segment.used_for, segment.sequence) = (Use::Next, sequence);
-        (segment.units, segment.count) = (HEADER_UNITS, 0);
+        (segment.units, segment.count, segment.unread) = (HEADER_UNITS, 0, false);
         self.next = Some((number, false));
         out.push(Work::Begin { segment: number, sequence });
     }
@@ -258,7 +260,7 @@ impl Volume {
         let segment = &self.segments[number as usize];
         let has_next = self.next.is_some() || !self.free.is_empty();
         let gone = segment.units - HEADER_UNITS - segment.live;
-        segment.live == 0 || has_next && gone >= self.segment_units / GAINED_PART
+        !segment.unread && (segment.live == 0 || has_next && gone >= self.segment_units / GAINED_PART)
     }
 
     fn free_min(&self) -> u32 {
@@ -311,9 +313,11 @@ impl Volume {
         self.segment(number).units += units;
     }
 
-    /// A segment may hold blocks that could not be read: it is used again last.
+    /// A segment may hold blocks that could not be read, and a later life may find: it is used again after all others of earlier
+    /// lives.
     pub(super) fn unreadable(&mut self, number: u32) {
         let segment = self.segment(number);
+        segment.unread = true;
         if segment.used_for == Use::Free {
             (segment.used_for, segment.units) = (Use::Sealed, HEADER_UNITS);
             self.full.push_back(number);
@@ -323,7 +327,10 @@ impl Volume {
     /// Nothing is left to be recovered.
     pub(super) fn recovered(&mut self) {
         let Self { full, segments, .. } = self;
-        full.make_contiguous().sort_by_key(|number| segments[*number as usize].sequence);
+        full.make_contiguous().sort_by_key(|number| {
+            let segment = &segments[*number as usize];
+            (segment.unread, segment.sequence)
+        });
         let free = |number: &u32| self.segments[*number as usize].used_for == Use::Free;
         self.free = (0..self.stats.segments).filter(free).collect();
         self.recovering = false;

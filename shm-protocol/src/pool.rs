@@ -98,7 +98,7 @@ pub mod slot {
     pub const HASH: u64 = offset_of!(SlotHeader, hash) as u64;
     /// u32 in a u64 word: number of the block's bundle of cache groups; the upper half, `set`, is reserved, zero.
     pub const GROUP: u64 = offset_of!(SlotHeader, group) as u64;
-    /// u64: bytes of the block.
+    /// u64: bytes of the block; zero of one that was removed and may still be read, which no later life adopts.
     pub const LENGTH: u64 = offset_of!(SlotHeader, length) as u64;
     /// u64: [`super::checksum`] of the block, xor [`super::header_checksum`] of this header; zero while unknown.
     pub const CHECKSUM: u64 = offset_of!(SlotHeader, checksum) as u64;

@@ -1,7 +1,8 @@
 //! The DRAM tier's decisions: which block lies in which slot, which goes, who may read. Pure: no memory, no clock.
 //!
 //! The caller carries decisions out on the pool's memory, in this order after every [`Dram::begin_fill`]: mark the slots
-//! of [`Dram::drain_evicted`] free, write the segment headers of [`Dram::drain_assigned`], then fill the slot.
+//! of [`Dram::drain_evicted`] free, write the segment headers of [`Dram::drain_assigned`], then fill the slot. After a removal, keep
+//! later lives from the slots of [`Dram::drain_disowned`].
 
 mod adoption;
 mod below;
@@ -104,6 +105,8 @@ pub struct Dram {
     hold: Hold,
     evicted: Vec<SlotRef>,
     assigned: Vec<Assigned>,
+    /// Slots of removed blocks that stay as they are for now.
+    disowned: Vec<SlotRef>,
     /// Kept between calls, so that none allocates.
     chain: Vec<u32>,
     watch: Watch,
@@ -157,6 +160,7 @@ impl Dram {
             hold: Hold::new(hold_ms),
             evicted: Vec::new(),
             assigned: Vec::new(),
+            disowned: Vec::new(),
             chain: Vec::new(),
             watch: Watch::default(),
             below: Below::default(),

@@ -466,6 +466,13 @@ impl Pool {
         true
     }
 
+    /// Keeps later lives from a block that was removed while its slot is still read, whatever checksum comes for it. Nothing where
+    /// the slot is not in this filling any more.
+    pub fn disown_slot(&self, slot: SlotRef) {
+        let place = self.current(slot);
+        place.iter().for_each(|place| self.slot_word(place, slot::LENGTH).store(0, Ordering::Relaxed));
+    }
+
     /// Marks an evicted or abandoned slot free. False if the slot is not in this filling any more.
     pub fn free(&self, slot: SlotRef) -> bool {
         let Some(place) = self.current(slot) else { return false };

@@ -100,8 +100,9 @@ impl Context {
         self.over.drain(..).chain(leases)
     }
 
-    /// Frees what was evicted, and has what was assigned anew formatted.
+    /// Frees what was evicted, disowns what was removed and stays for now, and has what was assigned anew formatted.
     pub(super) fn apply_evictions(&mut self) {
+        self.actions.extend(self.dram.drain_disowned().map(|slot| Action::DisownSlot { slot }));
         self.actions.extend(self.dram.drain_evicted().map(|slot| Action::FreeSlot { slot }));
         let assigned = self.dram.drain_assigned();
         self.actions.extend(

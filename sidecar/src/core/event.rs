@@ -133,6 +133,8 @@ pub enum Action {
         /// Bytes of its blocks.
         block_bytes: u64,
     },
+    /// Keep later lives from a slot whose block was removed, and which engines may still read.
+    DisownSlot { slot: SlotRef },
     /// Mark a slot free in its header.
     FreeSlot { slot: SlotRef },
     /// Mark a slot as being filled, with its key.

@@ -103,6 +103,10 @@ fn write_header(pool: &Pool, action: &Action) -> bool {
         Action::AssignSegment { segment, block_bytes } => pool.write_segment_header(*segment, *block_bytes),
         Action::FillSlot { slot, namespace, key } => pool.fill(*slot, *namespace, key),
         Action::CommitSlot { slot, checksum } => pool.commit(*slot, *checksum),
+        Action::DisownSlot { slot } => {
+            pool.disown_slot(*slot);
+            true
+        }
         Action::FreeSlot { slot } => {
             // A slot whose segment was given to another block size is not there any more.
             pool.free(*slot);

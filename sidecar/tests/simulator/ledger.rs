@@ -119,6 +119,8 @@ impl Ledger {
             Action::AssignSegment { segment, block_bytes } => return self.assign(*segment, *block_bytes),
             Action::FillSlot { slot, namespace, key } => self.fill(*slot, *namespace, key),
             Action::CommitSlot { slot, .. } => self.commit(*slot, memory),
+            // Its bytes stay.
+            Action::DisownSlot { .. } => {}
             Action::FreeSlot { slot } => self.free(*slot),
             _ => unreachable!("the caller chose header actions"),
         }

@@ -189,6 +189,7 @@ impl Dram {
         if self.hold.lasts() {
             self.slab.move_to(id, Place::Detached);
             self.hold.debris.push(id);
+            self.disowned.push(self.slab.slot_ref(id));
         } else {
             self.evicted.push(self.slab.slot_ref(id));
         }

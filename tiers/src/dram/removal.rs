@@ -1,9 +1,10 @@
 //! Removal: blocks that turned out not to be what their key says, and room for the bytes that tell so.
 //!
 //! A removed block is found by nobody from then on. Where it is leased or held its bytes stay in place until nothing needs
-//! them, and only then is its slot free: in the pool, too, so a process killed in between leaves it to its next life.
+//! them, and only then is its slot free. Until then the slot is disowned: a process that is killed leaves the block to no later life.
 
 use shm_protocol::key::BlockKey;
+use shm_protocol::pool::SlotRef;
 
 use super::Dram;
 use crate::slab::{Place, State};
@@ -39,6 +40,14 @@ impl Dram {
         if self.slab.entries.get(id).claims.pins() == 0 {
             self.free_removed(id);
         }
+        if self.slab.entries.get(id).state == State::Removed {
+            self.disowned.push(self.slab.slot_ref(id));
+        }
+    }
+
+    /// Slots that stay as they are although their blocks were removed, since the last call: no later life may adopt them.
+    pub fn drain_disowned(&mut self) -> impl Iterator<Item = SlotRef> + '_ {
+        self.disowned.drain(..)
     }
 
     /// Ends every lease under which a removed block could still be loaded. Loads that were posted go on.

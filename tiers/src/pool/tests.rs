@@ -126,11 +126,16 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     assert_eq!(pool.unsummed(1), [], "it is being filled");
     assert!(pool.commit(unsummed, 0));
     assert_eq!((pool.unsummed(0), pool.unsummed(1), pool.unsummed(2)), (vec![], vec![unsummed], vec![]));
+    let removed = SlotRef { offset: unsummed.offset - BLOCK.next_multiple_of(pool::SLOT_ALIGN), ..kept };
+    assert!(pool.fill(removed, NamespaceDigest([1; 16]), &key()) && pool.commit(removed, 0));
+    pool.disown_slot(removed);
+    assert!(pool.set_checksum(removed, 1), "one that was being computed");
     let first_life = pool.first_generation();
     assert_eq!(pool.former_epoch(), None);
     drop(pool);
 
-    assert!(view(&region).verify(kept, BLOCK), "an engine still reads what it leased");
+    let is_read = [kept, removed].map(|slot| view(&region).verify(slot, BLOCK));
+    assert_eq!(is_read, [true; 2], "an engine still reads what it leased");
     let pool = created_in(&path);
     assert!(pool.first_generation() > first_life + (1 << 39), "no number of the first life comes again");
     assert!(view(&region).verify(kept, BLOCK), "also while the next sidecar has it");
@@ -141,7 +146,8 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     let (namespace, hash) = (NamespaceDigest([1; 16]), key().hash);
     let whole = Remains::Block { generation: kept.generation, namespace, group: 3, hash };
     let debris = Remains::Debris { generation: unsummed.generation };
-    assert_eq!(pool.remains(1, &geometry, 5..8), [Remains::Free, debris, whole]);
+    let disowned = Remains::Debris { generation: removed.generation };
+    assert_eq!(pool.remains(1, &geometry, 4..8), [Remains::Free, disowned, debris, whole]);
     assert!(pool.verify(kept));
     assert_eq!(pool.unsummed(1), [], "nobody knows what became of the block since its life");
     // A bit of the block, or of what its header says of it, and another filling's number.

@@ -183,6 +183,10 @@ impl Life {
                 let stated = if *checksum == 0 { None } else { self.pool.sum(*slot) };
                 self.pool.commit(*slot, stated.unwrap_or(0))
             }
+            Action::DisownSlot { slot } => {
+                self.pool.disown_slot(*slot);
+                true
+            }
             Action::FreeSlot { slot } => {
                 self.pool.free(*slot);
                 true

@@ -29,6 +29,7 @@ fn the_bytes_of_a_removed_block_stay_under_a_load_and_a_lease_without_one_ends()
     dram.promise(loaded, 1).expect("granted");
     let held = dram.hold(&key(1), NOBODY).expect("kept");
     assert!(dram.remove(&key(1)));
+    assert_eq!(dram.drain_disowned().collect::<Vec<_>>(), [slot], "no later life has it");
     dram.end_removal();
     assert_eq!(dram.renew(waiting, 1, 0), Err(LeaseError::Unknown));
     assert_eq!(dram.slots(loaded, 1).expect("promised").collect::<Vec<_>>(), [slot]);
@@ -80,6 +81,7 @@ fn while_the_slots_of_an_earlier_life_are_left_alone_a_removed_block_keeps_its_o
     }
     let held = dram.hold(&key(1), NOBODY).expect("verified");
     assert!(dram.remove(&key(0)) && dram.remove(&key(1)));
+    assert_eq!(dram.drain_disowned().count(), 2);
     dram.end_removal();
     dram.unhold(held, NOBODY);
     dram.expire(1000 + HOLD_MS - 1);

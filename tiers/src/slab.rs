@@ -86,7 +86,7 @@ pub(crate) struct Class {
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct Segment {
     class: u16,
-    /// Slots that are leased, being filled or not verified: while there is one, the segment stays.
+    /// Slots that are leased, being filled, not verified or an earlier life's debris: while there is one, the segment stays.
     pub(crate) held: u32,
     /// Slots that are not free.
     pub(crate) used: u32,

@@ -23,18 +23,26 @@ use crate::slab::{Place, State};
 /// a thousand times what its rescue takes.
 pub const HOLD_MS: u64 = 5_000;
 
+/// Slots that one call frees once the hold is over: engines are answered in between.
+const FREED_AT_ONCE: usize = 8192;
+
 /// Keeps what was adopted in its place for a while.
 #[derive(Debug)]
 pub(super) struct Hold {
     ms: u64,
     /// Until when; `None` once it is over, or where nothing was adopted.
     until_ms: Option<u64>,
-    /// Slots that held no whole block: free when the hold ends.
+    /// Slots that held no whole block: free after the hold, some at a time. Each keeps its segment until then.
     debris: Vec<u32>,
     /// Blocks that were removed meanwhile: the same, each pinned until then.
     removed: Vec<u32>,
     /// Blocks to be verified, in their order, and some that have been since.
     unverified: VecDeque<u32>,
+}
+
+/// Takes the last entries of a list, so many at most.
+fn some_of(entries: &mut Vec<u32>, most: usize) -> Vec<u32> {
+    entries.split_off(entries.len().saturating_sub(most))
 }
 
 // === impl Hold ===
@@ -112,8 +120,13 @@ impl Dram {
 
     fn adopt_debris(&mut self, id: u32, generation: u64) {
         self.slab.entries.get_mut(id).generation = generation;
-        self.hold.debris.push(id);
+        self.leave_debris(id);
         self.stats.adoption_dropped_total += 1;
+    }
+
+    fn leave_debris(&mut self, id: u32) {
+        self.slab.segments[self.slab.entries.segment(id)].held += 1;
+        self.hold.debris.push(id);
     }
 
     /// Whether a block is an earlier life's and nobody has begun to verify it.
@@ -188,23 +201,27 @@ impl Dram {
         self.vacated(id, self.slab.block_bytes(id));
         if self.hold.lasts() {
             self.slab.move_to(id, Place::Detached);
-            self.hold.debris.push(id);
+            self.leave_debris(id);
             self.disowned.push(self.slab.slot_ref(id));
         } else {
             self.evicted.push(self.slab.slot_ref(id));
         }
     }
 
+    /// Once the hold is over, frees some of the slots that it kept.
     pub(super) fn end_hold(&mut self, now_ms: u64) {
-        if self.hold.until_ms.is_none_or(|until_ms| now_ms < until_ms) {
+        if self.hold.until_ms.is_some_and(|until_ms| now_ms < until_ms) {
             return;
         }
         self.hold.until_ms = None;
-        for id in std::mem::take(&mut self.hold.debris) {
+        let debris = some_of(&mut self.hold.debris, FREED_AT_ONCE);
+        let removed = some_of(&mut self.hold.removed, FREED_AT_ONCE - debris.len());
+        for id in debris {
+            self.slab.segments[self.slab.entries.segment(id)].held -= 1;
             self.slab.move_to(id, Place::Free);
             self.evicted.push(self.slab.slot_ref(id));
         }
-        for id in std::mem::take(&mut self.hold.removed) {
+        for id in removed {
             if self.unpin_id(id) {
                 self.free_removed(id);
             }

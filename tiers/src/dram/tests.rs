@@ -665,6 +665,30 @@ fn slots_that_held_nothing_whole_are_free_after_the_hold() {
 }
 
 #[test]
+fn what_the_hold_kept_is_freed_in_parts_and_keeps_its_segment_until_then() {
+    let (small, segments) = (256, 4);
+    let config = Config { pool_bytes: segments * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
+    let mut dram = Dram::unopened(config, HOLD).expect("sizes");
+    let slots = pool::slot_count(SEGMENT, small).expect("fits");
+    for segment in 0..segments {
+        assert!(dram.open_used(segment, small, 1000));
+        for index in 0..slots {
+            let generation = segment * 10_000 + u64::from(index) + 1;
+            assert!(dram.adopt(segment, index, &Remains::Debris { generation }, None, None));
+        }
+    }
+    let all = segments as usize * slots as usize;
+    dram.expire(1000 + HOLD);
+    assert_eq!(dram.drain_evicted().count(), 8192);
+    // Three blocks to a segment.
+    let mut filled = 0..100;
+    assert_eq!(filled.find(|number| begin(&mut dram, *number, SIZES[0]).is_err()), Some(6), "two are empty");
+    dram.expire(1000 + HOLD);
+    assert_eq!(dram.drain_evicted().count(), all - 8192);
+    assert_eq!(filled.find(|number| begin(&mut dram, *number, SIZES[0]).is_err()), Some(13), "all are");
+}
+
+#[test]
 fn a_key_is_kept_once_whoever_wrote_it_twice() {
     let mut dram = adopted([whole(1, 5), whole(1, 6), whole(1, 7)]);
     verify_all(&mut dram);

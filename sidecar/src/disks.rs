@@ -23,6 +23,9 @@ const WRITE_PART: u64 = 8;
 /// A cloud disk's worst second is near 1 s; what takes ten times as long is broken.
 const LATE_MS: u64 = 10_000;
 
+/// Parts of what earlier lives left that wait for the data thread at most: 2 MiB. A large disk has millions of blocks.
+const FOUND_MAX: usize = 16;
+
 /// How long a disk may take to open before the log names it: longer than the kernel takes to end what a dead process had in flight.
 const OPEN_SLOW: Duration = Duration::from_secs(15);
 /// How long it may take at all: one that hangs is no reason to serve nobody.
@@ -31,15 +34,25 @@ const OPEN_MAX: Duration = Duration::from_secs(60);
 /// The devices, at work.
 #[derive(Debug)]
 pub struct Disks {
+    /// Gone before the devices, whose threads end only once they do not wait for it.
+    ups: Ups,
     devices: Vec<Device>,
     /// As they were given.
     disks: Vec<Disk>,
-    ups: mpsc::Receiver<Up>,
     wake: Arc<OwnedFd>,
     /// Jobs that were not handed over yet.
     jobs: Vec<Job>,
     /// Those that the log was last told to be left alone.
     down: Vec<bool>,
+}
+
+/// What devices say: ends of jobs, for which no worker waits, and what earlier lives left, for which the threads that read it wait.
+#[derive(Debug)]
+struct Ups {
+    ends: mpsc::Receiver<Up>,
+    found: mpsc::Receiver<Up>,
+    /// Whether the next one is a part of what earlier lives left, if there is one.
+    found_first: bool,
 }
 
 /// The disks of a start.
@@ -123,6 +136,29 @@ pub fn log_config(opened: &[(Disk, Opened)], pool_bytes: u64) -> ssd::Config {
     ssd::Config { devices, write_bytes_max: part.min(WRITE_BYTES_MAX), late_ms: LATE_MS }
 }
 
+/// A channel of what devices say, and the end that they call.
+fn channel() -> (impl Fn(Up) + Clone + Send + Sync, Ups) {
+    let (ended, ends) = mpsc::channel();
+    let (recovered, found) = mpsc::sync_channel(FOUND_MAX);
+    let say = move |up| {
+        // Nobody asks any more: the sidecar ends.
+        let _ = if matches!(up, Up::Recovered(_)) { recovered.send(up) } else { ended.send(up) };
+    };
+    (say, Ups { ends, found, found_first: false })
+}
+
+// === impl Ups ===
+
+impl Ups {
+    /// What was said next: of either kind in turns, so that neither waits for all of the other.
+    fn take(&mut self) -> Option<Up> {
+        self.found_first = !self.found_first;
+        let (first, second) =
+            if self.found_first { (&self.found, &self.ends) } else { (&self.ends, &self.found) };
+        first.try_recv().or_else(|_| second.try_recv()).ok()
+    }
+}
+
 // === impl Disks ===
 
 impl Disks {
@@ -134,19 +170,19 @@ impl Disks {
         ended: &Arc<EndSignal>,
     ) -> Result<Self, StartError> {
         let wake = Arc::new(wait::eventfd().map_err(std::io::Error::from)?);
-        let (sender, ups) = mpsc::channel();
         let (mut devices, mut disks) = (Vec::new(), Vec::new());
+        // Behind the devices: where one of them does not start, threads of the others do not wait for this any more.
+        let (say, ups) = channel();
         for (number, (disk, opened)) in opened.into_iter().enumerate() {
             if let Some(given_up) = opened.given_up() {
                 tracing::warn!(%disk, "{given_up}");
             }
             disks.push(disk);
-            let (sender, wake, guard) = (sender.clone(), Arc::clone(&wake), ended.on_exit());
+            let (say, wake, guard) = (say.clone(), Arc::clone(&wake), ended.on_exit());
             let up = move |up| {
                 // Lives as long as the device's threads do: their end is the sidecar's.
                 let _ = &guard;
-                // Nobody asks any more: the sidecar ends.
-                let _ = sender.send(up);
+                say(up);
                 wait::signal(&wake);
             };
             devices.push(Device::start(opened, number, pool.shared_region(), io.wanted(), up)?);
@@ -159,7 +195,7 @@ impl Disks {
             );
         }
         let down = vec![false; disks.len()];
-        Ok(Self { devices, disks, ups, wake, jobs: Vec::new(), down })
+        Ok(Self { ups, devices, disks, wake, jobs: Vec::new(), down })
     }
 
     /// The disks, in the order of their numbers, with what moves their bytes.
@@ -204,8 +240,8 @@ impl Disks {
     }
 
     /// What a device says next.
-    pub fn next(&self) -> Option<Up> {
-        self.ups.try_recv().ok()
+    pub fn take(&mut self) -> Option<Up> {
+        self.ups.take()
     }
 
     /// Becomes readable whenever a device says something; watched by edge, never read.
@@ -216,6 +252,8 @@ impl Disks {
 
 #[cfg(test)]
 mod tests {
+    use tiers::ssd::Recovered;
+
     use super::*;
 
     #[test]
@@ -228,6 +266,31 @@ mod tests {
         sender.send(Err(tiers::Error::Locked("/mnt".into()))).unwrap();
         let other = end_of(&opening, &disk, Clock::start(), (Duration::ZERO, WATCHDOG)).unwrap_err();
         assert!(matches!(other, tiers::Error::Locked(_)), "what came of it in the end: {other}");
+    }
+
+    #[test]
+    fn what_earlier_lives_left_waits_for_the_data_thread_and_ends_of_jobs_do_not() {
+        let (say, mut ups) = channel();
+        let found = |segment: u32| {
+            let blocks = Vec::new();
+            let (sequence, unreadable, segments_read, last) = (1, false, 0, false);
+            Up::Recovered(Recovered { device: 0, segment, sequence, blocks, unreadable, segments_read, last })
+        };
+        let tell = move |say: &dyn Fn(Up), count: u32| (0..count).for_each(|segment| say(found(segment)));
+        tell(&say, FOUND_MAX as u32);
+        let waits = thread::spawn({
+            let say = say.clone();
+            move || tell(&say, 2)
+        });
+        (0..1000).for_each(|number| say(Up::Note(number.to_string())));
+        thread::sleep(Duration::from_millis(100));
+        assert!(!waits.is_finished(), "more than may wait are told of");
+        let next = [ups.take(), ups.take(), ups.take()];
+        assert_eq!(next, [Some(found(0)), Some(Up::Note("0".into())), Some(found(1))]);
+        waits.join().unwrap();
+        let waits = thread::spawn(move || tell(&say, 1));
+        drop(ups);
+        waits.join().unwrap();
     }
 
     const WATCHDOG: Duration = Duration::from_secs(60);

@@ -14,7 +14,7 @@ const RECOVERED_AT_ONCE: usize = 32;
 impl Runtime {
     /// Takes in one thing; what that cost, 0 where there was none.
     pub(super) fn take_transfer(&mut self) -> usize {
-        let Some(up) = self.disks.as_ref().and_then(Disks::next) else { return 0 };
+        let Some(up) = self.disks.as_mut().and_then(Disks::take) else { return 0 };
         let mut cost = 1;
         match up {
             Up::Done(done) => self.handle(Event::Transferred(done)),

@@ -46,7 +46,7 @@ pub struct Device {
 impl Device {
     /// Starts device `number`. It reads what earlier lives left, in parts, and serves jobs meanwhile. `pool` is the
     /// memory that offsets of jobs name. Its bytes are moved by the backend that is wanted, or by io_uring where the kernel
-    /// allows that and by threads else. `up` is called on threads of the device and must not wait.
+    /// allows that and by threads else. `up` is called on threads of the device, and must not wait but for [`Up::Recovered`].
     pub fn start(
         opened: Opened,
         number: usize,

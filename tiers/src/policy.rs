@@ -6,10 +6,10 @@
 //! [`Odds`] sees the fewest uses for the time that it would stay.
 //!
 //! Every holder has lists of its own: who may lose a block is the ledger's to say. Of one holder's blocks a parent goes after its
-//! children, always: its rank is at least theirs, its last use is no earlier, in a list it lies before them, and odds neither fall
-//! with the rank nor grow with the age. Where several may lose one, only a parent of another holder may go first, for its share's
-//! sake. A leased or held block that reaches a tail leaves the lists
-//! until nothing holds it: it is never evicted, and is met at most once per lease or hold.
+//! children: its rank is at least theirs, its last use is no earlier, in a list it lies before them, and odds neither fall
+//! with the rank nor grow with the age. Where several may lose one, a parent of another holder may go first, for its share's sake;
+//! so may one that comes back from a hold long after its children did ([`Policy::unheld`]). A leased or held block that reaches a
+//! tail leaves the lists until nothing holds it: it is never evicted, and is met at most once per lease or hold.
 
 mod ends;
 mod ghost;
@@ -31,6 +31,8 @@ pub(crate) const RANKS: usize = 8;
 const WINDOW_PART: u32 = 16;
 /// Ticks in which as many blocks are used as there are slots: what ages are counted in.
 const TICKS_PER_ROOM: u64 = 256;
+/// Blocks that one which comes back from a hold is put ahead of, at most: thousands may have been used last in one tick.
+const LATER_MAX: usize = 64;
 /// What the policy knows of a block, in 16 bits: its rank, whether it was evicted not long before it came, and the tick of its
 /// last use, of which 12 bits are kept. That is 16 rooms, twice the oldest age that makes a difference.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -184,7 +186,8 @@ impl Policy {
     }
 
     /// Puts a block back that was held and not used, if it had left its list: to the tail, where it was. Of others that came back so
-    /// before it, it lies ahead of those that were filled later, which may be its children.
+    /// before it, it lies ahead of those that were filled later, which may be its children, unless these are many: who holds a chain
+    /// gives it back from its beginning.
     pub(crate) fn unheld(&self, slab: &mut Slab, entry: u32) {
         let Entry { place, standing, generation, .. } = *slab.entries.get(entry);
         if place != Place::Detached {
@@ -198,11 +201,12 @@ impl Policy {
         };
         let mut ahead = slab.queues(among).tail(holder, standing.rank());
         let mut spot = Spot::Tail;
-        while let Some(other) = ahead.filter(later) {
+        for _ in 0..LATER_MAX {
+            let Some(other) = ahead.filter(later) else { return slab.keep(entry, standing, spot) };
             ahead = slab.ahead(among, other);
             spot = ahead.map_or(Spot::Head, Spot::Behind);
         }
-        slab.keep(entry, standing, spot);
+        slab.keep(entry, standing, Spot::Tail);
     }
 
     /// Loads what says whether a key was evicted, so that who asks for that soon need not wait.

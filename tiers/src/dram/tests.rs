@@ -732,6 +732,22 @@ fn a_held_block_is_not_evicted_and_the_hold_is_no_access() {
 }
 
 #[test]
+fn a_held_block_comes_back_to_the_tail_where_many_lie_there_that_were_filled_later() {
+    for (later, goes_next) in [(50, false), (200, true)] {
+        let mut dram = tier(1);
+        let bytes = SEGMENT / (later + 2) - 512;
+        let slots = u64::from(pool::slot_count(SEGMENT, bytes).expect("fits"));
+        fill_all(&mut dram, 0..slots, bytes);
+        let held = dram.hold(&key(0), NOBODY).expect("kept");
+        fill(&mut dram, 1000, bytes);
+        assert_eq!(dram.probe(7, 0, &hashes(1..2)), 0, "the next one went");
+        dram.unhold(held, NOBODY);
+        fill(&mut dram, 1001, bytes);
+        assert_eq!(dram.probe(7, 0, &hashes(0..1)), usize::from(!goes_next), "{slots} slots");
+    }
+}
+
+#[test]
 fn only_a_committed_block_is_held_and_a_returning_one_is_known() {
     let mut dram = tier(1);
     let slot = begin(&mut dram, 1, 600_000).expect("room");

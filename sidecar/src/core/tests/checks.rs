@@ -312,13 +312,13 @@ fn what_engines_disagree_about_is_found_by_no_later_life_and_nothing_of_before_c
     // Nothing of the namespace was written yet: memory has it alone, and would write it later.
     base.sources.ssd = Some(Ssd::new(log, SsdAdmission::SecondHit, &mut base.cx.dram));
     let life_end = u64::from(u32::MAX);
-    for (number, befores) in [(1, vec![life_end]), (2, vec![life_end, 7])] {
+    for (number, bounds) in [(1, vec![life_end]), (2, vec![life_end, 7])] {
         engine.begin_with_log(number);
         engine.query(0, 2, 0, 2);
         engine.post_save(0, 3, 1..2, true);
         engine.copy_all(number, 3);
         engine.compared(1);
-        for before in befores {
+        for before in bounds {
             let jobs: Vec<Job> = engine.take(taken!(Action::Transfer(job) => job)).collect();
             let work: Vec<Work> = jobs.iter().map(|job| job.work).collect();
             let told = Work::Distrust { namespace: binding.digest, before };

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -44,16 +42,3 @@ def test_every_key_of_the_connector_has_a_row(options: ModuleType) -> None:
     rows = [line for line in options.connector() if line.startswith("| `pillion.")]
     assert len(rows) == len(options.config.Config.__dataclass_fields__)
     assert all(len(row.replace("\\|", "").split("|")) == 6 for row in rows)
-
-
-def test_a_page_that_differs_is_an_error(
-    options: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(options, "ROOT", tmp_path)
-    monkeypatch.setattr(options, "PAGE", tmp_path / "options.md")
-    monkeypatch.setattr(options, "page", lambda: "new\n")
-    monkeypatch.setattr(sys, "argv", ["options", "--check"])
-    assert options.main() == 1
-    assert "options.md is not what scripts/options writes" in capsys.readouterr().err
-    (tmp_path / "options.md").write_text("new\n")
-    assert options.main() == 0

@@ -124,7 +124,7 @@ impl Router {
             headers.insert(REQUEST_ID, made.parse().expect("hex digits"));
         }
         let target = head.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
-        let asked = Asked { method: head.method, path: target, headers, body };
+        let asked = Asked { method: head.method, path: target, headers, body, breaks: Arc::default() };
         let is_prompt = asked.is_prompt();
         let mut fields = match asked.fields(is_prompt) {
             Ok(Some(fields)) => fields,
@@ -134,7 +134,15 @@ impl Router {
                 return failure(StatusCode::BAD_REQUEST, &format!("the body is no JSON: {error}; {remedy}"));
             }
         };
-        let spoken = prompt::without_params(&mut fields);
+        let spoken = match prompt::without_params(&mut fields) {
+            Ok(spoken) => spoken,
+            Err(error) => {
+                return failure(
+                    StatusCode::BAD_REQUEST,
+                    &format!("an object of the body is no JSON: {error}"),
+                );
+            }
+        };
         match (is_prompt, spoken) {
             (true, _) => self.route(&asked, &fields).await,
             (false, true) => self.answer(asked.with(&fields), 0).await,
@@ -175,7 +183,7 @@ impl Router {
         } else {
             Arc::clone(&self).pair(seat, prompt.start, None, asked, fields).await
         };
-        let Some(decode) = given_up else { return answer };
+        let Some(decode) = given_up.filter(|_| asked.breaks.count() == 0) else { return answer };
         // Nothing of it was sent. Both engines are rid of it before others are asked.
         drop(answer);
         self.counters.retries.inc();
@@ -252,7 +260,7 @@ impl Router {
         Ok(continued(head, first.event.clone(), async move {
             let asked = asked.with(&first.rest(&fields));
             let (answer, given_up) = self.open(start, None, asked.clone(), None).await;
-            let Some(decode) = given_up else { return answer };
+            let Some(decode) = given_up.filter(|_| asked.breaks.count() == 0) else { return answer };
             // Nothing of it was sent, and what the other engine saved is still kept.
             drop(answer);
             self.counters.retries.inc();
@@ -277,11 +285,15 @@ impl Router {
     async fn ask_prefill(&self, seat: &Seat, asked: Asked) -> Option<Response<Bytes>> {
         let engine = &seat.engine;
         let limit = Duration::from_millis(self.options.prefill_timeout.as_millis());
+        let breaks = Arc::clone(&asked.breaks);
         let answer = watch::ask(&self.forwarder, engine, asked, limit).await;
+        breaks.note(&answer);
+        let was_late = engine.note_late(matches!(answer, Err(ForwardError::Late(_))));
         match answer {
             Ok(_) | Err(ForwardError::Status(_)) => engine.set_up(),
-            // The prompt may be a long one. No request waits for what the engine's server says of that.
-            Err(ForwardError::Late(_)) => {
+            // The prompt may be a long one. No request waits for what the engine's server says of that. After a second one the engine is
+            // left alone: its server may be up, and what computes may hang.
+            Err(ForwardError::Late(_)) if !was_late => {
                 tokio::spawn(watch::judge(self.forwarder.clone(), Arc::clone(engine)));
             }
             Err(_) => engine.set_down(Instant::now()),
@@ -299,7 +311,7 @@ impl Router {
     }
 
     /// Asks the first engine that begins to answer, in the order for this beginning, which is that of the time when it is asked; what the
-    /// client is told where none does. One prompt ends no more than two engines: a third one is not asked.
+    /// client is told where none does. A prompt may be what ends engines: where two broke off on it, another one is not asked.
     async fn send(
         &self,
         start: u64,
@@ -307,7 +319,7 @@ impl Router {
         asked: Asked,
     ) -> Result<(Opened, Seat), Response<Answer>> {
         let (mut problems, mut status) = (Vec::new(), StatusCode::BAD_GATEWAY);
-        let (mut broken, broken_max) = (0, usize::from(asked.is_prompt()));
+        let breaks_max = u32::from(asked.is_prompt());
         let mut ranked = self.decode.ranked(start, spared, Instant::now()).into_iter().peekable();
         while let Some(engine) = ranked.next() {
             let seat = engine.seat(1, Instant::now());
@@ -317,6 +329,7 @@ impl Router {
                 Some(_) => watch::living(&self.forwarder, &engine, opened).await,
                 None => opened.await,
             };
+            asked.breaks.note(&answer);
             let error = match answer {
                 // It is up, and has no room: vLLM's limits of its queue.
                 Ok(opened) if opened.is_busy() && ranked.peek().is_some() => {
@@ -330,16 +343,14 @@ impl Router {
                 }
                 // Nothing of an answer was sent, and of one that stands still none will be: it is hung up on.
                 Err(error) => {
-                    let is_broken = matches!(error, ForwardError::Broken(_));
-                    if !is_broken || asked.is_prompt() {
+                    if !matches!(error, ForwardError::Broken(_)) || asked.is_prompt() {
                         engine.set_down(Instant::now());
                     }
-                    broken += usize::from(is_broken);
                     error
                 }
             };
             problems.push(format!("{}: {error}", engine.address));
-            if broken > broken_max {
+            if asked.breaks.count() > breaks_max {
                 break;
             }
         }

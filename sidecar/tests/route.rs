@@ -172,6 +172,8 @@ fn what_a_client_says_to_connectors_reaches_no_engine_by_another_path_or_as_what
             assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("the body is no JSON"), "{answer}");
         }
     }
+    let nested = format!("{{\"sampling_params\": {{\"\\ud800\": 0, \"extra_args\": {}}}}}", said("1"));
+    assert!(router.json("/inference/v1/generate", nested.as_bytes()).contains("400 Bad Request"));
     router.json("/reset_prefix_cache", b"");
     assert_eq!(decode.asked().len(), 2, "no body is none of these");
     for place in ["vllm_xargs", "sampling_params"] {
@@ -207,6 +209,11 @@ fn an_engine_that_does_not_compute_a_prompt_costs_no_answer() {
             u64::from(*reason == "unreachable"),
             "who was not there is not asked again at once"
         );
+        router.ask(&prompt(400));
+        let alone = router.counter("pillion_route_prompts_total{way=\"no_prefill\"}");
+        let expected =
+            [("status", 0), ("late", 1), ("unreachable", 2)].into_iter().find(|(name, _)| name == reason);
+        assert_eq!(Some(alone), expected.map(|(_, count)| count), "nor who was late twice in a row");
     }
     watch("the hang-ups", || (slow.hung_up() == 2).then_some(()));
 }
@@ -345,6 +352,16 @@ fn another_engine_answers_for_one_that_ends_before_it_said_anything() {
     let told = router.ask(&prompt(20));
     assert!(told.line.contains("502") && told.body.contains("the connection ended before"), "{told:?}");
     assert_eq!(before().iter().sum::<usize>(), asked.iter().sum::<usize>() + 2, "a third one is spared");
+    // That which computed is one of the two.
+    let broken = Engine::start(Manner::Breaks(String::new()));
+    let asked = before();
+    let router = Router::start(&[&broken.url()], &urls.each_ref().map(String::as_str), &[]);
+    assert!(router.ask(&prompt(400)).line.contains("502"));
+    assert_eq!(before().iter().sum::<usize>(), asked.iter().sum::<usize>() + 1, "a second one is spared");
+    // What may end engines is not put to any once more.
+    let gives_up = Engine::start(Manner::Json(500, "{\"error\": 1}".into()));
+    let router = Router::start(&[&broken.url()], &[&gives_up.url()], &[]);
+    assert!(router.ask(&prompt(400)).line.contains("500") && gives_up.asked().len() == 1);
     // Not every request may be sent twice.
     let router = Router::start(&[&computes().url()], &[&urls[0], &urls[0]], &[]);
     let asked = ends[0].asked().len();

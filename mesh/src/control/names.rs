@@ -34,16 +34,21 @@ pub(super) async fn follow(shared: Arc<Shared>, name: String) {
     let limits = shared.config.limits;
     let mut back_off = BackOff::new(&limits, shared.config.boot.0.get());
     let mut hurry = shared.hurry.subscribe();
+    let mut is_unresolved = false;
     loop {
         hurry.mark_unchanged();
-        let pause = match resolve(&shared, &name).await {
+        let resolved = resolve(&shared, &name).await;
+        if is_unresolved != resolved.is_err() {
+            is_unresolved = !is_unresolved;
+            shared.count_unresolved(is_unresolved);
+        }
+        let pause = match resolved {
             Ok(addresses) => {
                 shared.resolved(&name, addresses);
                 back_off = BackOff::new(&limits, shared.config.boot.0.get());
                 limits.resolve
             }
             Err(why) => {
-                shared.unresolved(&name);
                 let (pause, news) = back_off.after(Duration::ZERO, &why);
                 if news {
                     shared.note(format!(

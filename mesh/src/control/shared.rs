@@ -37,8 +37,6 @@ pub(super) struct Shared {
     figures: Arc<Figures>,
     pace: Mutex<Pace>,
     membership: Mutex<Membership>,
-    /// Listed names that did not resolve when they were last looked up.
-    unresolved: Mutex<BTreeSet<String>>,
     streams: Mutex<HashMap<Endpoint, Following>>,
     follow: Follow,
     /// Who is not followed may be reached now: a stranger follows, or a node was lost that answered at another address, too.
@@ -86,7 +84,6 @@ impl Shared {
             published: watch::Sender::new(()),
             listed: tokio::sync::Mutex::default(),
             backlog: Backlog::new(),
-            unresolved: Mutex::default(),
             up,
             figures,
             pace: Mutex::new(pace),
@@ -165,19 +162,18 @@ impl Shared {
 
     /// A listed name has these addresses now.
     pub(super) fn resolved(self: &Arc<Self>, name: &str, addresses: BTreeSet<SocketAddr>) {
-        let mut unresolved = lock(&self.unresolved);
-        unresolved.remove(name);
-        self.figures.unresolved.store(unresolved.len(), Ordering::Relaxed);
-        drop(unresolved);
         let steps = lock(&self.membership).resolved(self.now_ms(), name, addresses);
         self.carry_out(steps);
     }
 
-    /// A listed name does not resolve.
-    pub(super) fn unresolved(&self, name: &str) {
-        let mut unresolved = lock(&self.unresolved);
-        unresolved.insert(name.to_owned());
-        self.figures.unresolved.store(unresolved.len(), Ordering::Relaxed);
+    /// A listed name resolved before and `is_one` that does not any more, or the other way round.
+    pub(super) fn count_unresolved(&self, is_one: bool) {
+        let count = &self.figures.unresolved;
+        if is_one {
+            count.fetch_add(1, Ordering::Relaxed)
+        } else {
+            count.fetch_sub(1, Ordering::Relaxed)
+        };
     }
 
     pub(super) fn tick(self: &Arc<Self>) {

@@ -57,7 +57,8 @@ fn short_of(limit: u64, place: &str, pool: u64) -> Option<String> {
     let wanted = pool.saturating_add(BESIDE_WITH_GPU_BYTES);
     (limit < wanted).then(|| {
         format!(
-            "the limit set by {place} is {} MiB, and with a GPU the pool and {} beside it need {} MiB: raise that limit, or the              kernel may end this container",
+            "the limit set by {place} is {} MiB, and with a GPU the pool and {} beside it need {} MiB: raise that limit, or the \
+             kernel may end this container",
             limit / MIB,
             Size::new(BESIDE_WITH_GPU_BYTES),
             wanted / MIB
@@ -138,7 +139,10 @@ mod tests {
         let place = "/sys/fs/cgroup/memory.max";
         assert_eq!(short_of(32 << 30, place, 30 << 30), None);
         let text = short_of((32 << 30) - 1, place, 30 << 30).unwrap();
-        assert!(text.contains("need 32768 MiB: raise that limit") && text.contains(place), "{text}");
+        assert!(
+            text.contains("need 32768 MiB: raise that limit, or the kernel may end") && text.contains(place),
+            "{text}"
+        );
     }
 
     #[test]

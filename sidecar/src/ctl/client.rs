@@ -20,6 +20,8 @@ use crate::control::{ANSWER_TIME_MAX, EVICTION_TIME_MAX};
 
 /// What to do about a sidecar that answers nothing.
 pub const FROZEN: &str = "it is frozen or overloaded: look at its log and restart it";
+/// A host that is reached takes a connection sooner, also of a sidecar that is frozen.
+const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
 /// Pages are made within milliseconds.
 const PAGE_TIME_MAX: Duration = Duration::from_secs(3);
 /// What the answer to a request takes beside the data thread's.
@@ -95,6 +97,10 @@ fn request_within(
         }
         let request = request.header(CONTENT_TYPE, "application/json").body(body.to_owned());
         let request = request.map_err(|error| CtlError::Answer(error.to_string()))?;
+        let connect = async |address: &str| {
+            let connecting = tokio::time::timeout(CONNECT_TIME_MAX, TcpStream::connect(address));
+            connecting.await.unwrap_or_else(|_| Err(ErrorKind::TimedOut.into())).map_err(unable)
+        };
         match target {
             Target::Unix(path) => {
                 let stream = UnixStream::connect(path).await.map_err(|error| match error.kind() {
@@ -104,10 +110,8 @@ fn request_within(
                 })?;
                 send(stream, request).await
             }
-            Target::Tcp { address, .. } => {
-                send(TcpStream::connect(address).await.map_err(unable)?, request).await
-            }
-            Target::Pages(address) => send(TcpStream::connect(address).await.map_err(unable)?, request).await,
+            Target::Tcp { address, .. } => send(connect(address).await?, request).await,
+            Target::Pages(address) => send(connect(&address.to_string()).await?, request).await,
         }
     };
     let late = CtlError::Late { target: target.name(), limit };

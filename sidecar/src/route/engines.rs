@@ -3,7 +3,7 @@
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::str::FromStr;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -27,6 +27,8 @@ pub(super) struct Engine {
     pub(super) address: Address,
     /// What it was given and has not ended: tokens of prompts, or requests.
     load: AtomicU64,
+    /// Whether its last prompt was late.
+    late: AtomicBool,
     down: Mutex<Option<Down>>,
     /// When it last gave a sign of life to a request that waits. All that wait for it share a look.
     pub(super) seen: tokio::sync::Mutex<Option<Instant>>,
@@ -94,7 +96,13 @@ impl fmt::Display for Address {
 
 impl Engine {
     fn new(address: Address) -> Arc<Self> {
-        Arc::new(Self { address, load: AtomicU64::new(0), down: Mutex::default(), seen: Default::default() })
+        Arc::new(Self {
+            address,
+            load: AtomicU64::new(0),
+            late: AtomicBool::new(false),
+            down: Mutex::default(),
+            seen: Default::default(),
+        })
     }
 
     fn down(&self) -> MutexGuard<'_, Option<Down>> {
@@ -110,6 +118,11 @@ impl Engine {
             Some(Down { pause, tried: false, .. }) => pause,
         };
         *down = Some(Down { until: now + pause, pause, tried: false });
+    }
+
+    /// Whether its last prompt was late; from now on `late` says so.
+    pub(super) fn note_late(&self, late: bool) -> bool {
+        self.late.swap(late, Ordering::Relaxed)
     }
 
     /// It has answered: what was before is forgotten.

@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -51,7 +53,12 @@ pub(super) struct Asked {
     pub(super) path: String,
     pub(super) headers: HeaderMap,
     pub(super) body: Bytes,
+    pub(super) breaks: Arc<Breaks>,
 }
+
+/// How many engines broke off on a request, whatever its body was.
+#[derive(Debug, Default)]
+pub(super) struct Breaks(AtomicU32);
 
 /// An engine's answer once something of it is there.
 #[derive(Debug)]
@@ -104,7 +111,7 @@ struct Held<T> {
 impl Asked {
     /// The router's own question for a page of an engine.
     pub(super) fn page(path: &str, headers: HeaderMap) -> Self {
-        Self { method: Method::GET, path: path.into(), headers, body: Bytes::new() }
+        Self { method: Method::GET, path: path.into(), headers, body: Bytes::new(), breaks: Arc::default() }
     }
 
     /// The fields of a JSON object; `None` where the body is another value, or nothing that has to be JSON. An error, because engines read
@@ -127,6 +134,19 @@ impl Asked {
     pub(super) fn with(&self, fields: &Fields) -> Self {
         let body = serde_json::to_vec(fields).expect("fields are JSON already");
         Self { body: body.into(), ..self.clone() }
+    }
+}
+
+// === impl Breaks ===
+
+impl Breaks {
+    /// Counts an engine that did.
+    pub(super) fn note<T>(&self, answer: &Result<T, ForwardError>) {
+        self.0.fetch_add(matches!(answer, Err(ForwardError::Broken(_))).into(), Ordering::Relaxed);
+    }
+
+    pub(super) fn count(&self) -> u32 {
+        self.0.load(Ordering::Relaxed)
     }
 }
 

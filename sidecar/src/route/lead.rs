@@ -15,9 +15,21 @@ use tokio::time::{Instant, timeout_at};
 const ERROR_EVENT: &[u8] = b"data: {\"error\"";
 /// The most that is held of a stream before it is passed on unjudged: the event with the role may have a prompt's token ids.
 const BYTES_MAX: usize = 1 << 20;
-/// A stream is held no longer after its first bytes: comments must reach the client before a proxy ends the connection after 60 s. An
-/// engine waits 30 s for a prompt before it gives it up.
+/// Comments are held no longer than this after the request: they must reach the client before a proxy ends the connection after 60 s.
+/// An engine waits 30 s for a prompt before it gives it up.
 pub(super) const TIME_MAX: Duration = Duration::from_secs(40);
+/// How long an error may follow the role: vLLM writes both at once.
+const ERROR_TIME_MAX: Duration = Duration::from_secs(1);
+
+/// What the begin of a stream shows.
+#[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
+enum Shown {
+    /// Comments, or no whole event.
+    Nothing,
+    Role,
+    Answer,
+    Error,
+}
 
 /// The first frames of an answer, in their order.
 #[derive(Debug, Default)]
@@ -34,38 +46,41 @@ pub(super) async fn read<B: Body<Data = Bytes> + Unpin>(
     time_max: Duration,
 ) -> Result<Lead, B::Error> {
     let mut lead = Lead::default();
-    let (mut until, mut unread, mut held) = (None, Vec::new(), 0);
+    let (mut until, mut unread, mut held) = (Instant::now() + time_max, Vec::new(), 0);
     loop {
-        let frame = match until {
-            None => body.frame().await,
-            Some(until) => match timeout_at(until, body.frame()).await {
-                Ok(frame) => frame,
-                Err(_) => return Ok(lead),
-            },
+        let frame = if lead.frames.is_empty() {
+            body.frame().await
+        } else {
+            let Ok(frame) = timeout_at(until, body.frame()).await else { return Ok(lead) };
+            frame
         };
         let Some(frame) = frame.transpose()? else { return Ok(lead) };
-        until.get_or_insert_with(|| Instant::now() + time_max);
         let data = frame.data_ref().map_or(&[][..], |data| data);
         unread.extend_from_slice(if is_stream { data } else { &[] });
         held += data.len();
         lead.frames.push_back(frame);
-        let judged = judge(&mut unread);
-        if !is_stream || judged.is_some() || held > BYTES_MAX {
-            lead.given_up = judged.unwrap_or(false);
+        let shown = judge(&mut unread);
+        lead.given_up = shown == Shown::Error;
+        if !is_stream || shown >= Shown::Answer || held > BYTES_MAX {
             return Ok(lead);
+        }
+        if shown == Shown::Role {
+            until = until.min(Instant::now() + ERROR_TIME_MAX);
         }
     }
 }
 
-/// Whether a stream that begins so was given up, once it shows. Whole events that say nothing are removed.
-fn judge(unread: &mut Vec<u8>) -> Option<bool> {
+/// What a stream shows that goes on so. Whole events of no answer are removed.
+fn judge(unread: &mut Vec<u8>) -> Shown {
+    let mut shown = Shown::Nothing;
     loop {
         if unread.starts_with(ERROR_EVENT) {
-            return Some(true);
+            return Shown::Error;
         }
-        let end = event_end(unread)?;
-        if !says_nothing(&unread[..end]) {
-            return Some(false);
+        let Some(end) = event_end(unread) else { return shown };
+        shown = shown.max(said(&unread[..end]));
+        if shown == Shown::Answer {
+            return shown;
         }
         unread.drain(..end);
     }
@@ -81,18 +96,14 @@ fn event_end(unread: &[u8]) -> Option<usize> {
     })
 }
 
-/// Whether an event is a comment, or a part of a chat that has only the role.
-fn says_nothing(event: &[u8]) -> bool {
-    let Ok(event) = std::str::from_utf8(event) else { return false };
+/// What an event says that is no error: nothing where it is a comment, the role where it is a part of a chat with that alone.
+fn said(event: &[u8]) -> Shown {
+    let Ok(event) = std::str::from_utf8(event) else { return Shown::Answer };
     let mut lines = event.lines().filter(|line| !line.is_empty() && !line.starts_with(':'));
-    match (lines.next(), lines.next()) {
-        (None, _) => true,
-        (Some(line), None) => {
-            let part = line.strip_prefix("data:").and_then(|part| serde_json::from_str::<Value>(part).ok());
-            part.is_some_and(|part| has_role_alone(&part))
-        }
-        _ => false,
-    }
+    let Some(line) = lines.next() else { return Shown::Nothing };
+    let part = line.strip_prefix("data:").and_then(|part| serde_json::from_str::<Value>(part).ok());
+    let is_role = lines.next().is_none() && part.is_some_and(|part| has_role_alone(&part));
+    if is_role { Shown::Role } else { Shown::Answer }
 }
 
 fn has_role_alone(part: &Value) -> bool {
@@ -182,6 +193,8 @@ mod tests {
     #[test]
     fn a_stream_that_says_nothing_is_held_for_a_time_and_up_to_a_length() {
         assert_eq!(read_of(COMMENT, usize::MAX, Duration::from_millis(1)), (COMMENT.into(), false));
+        let role = format!("{ROLE}\n\n");
+        assert_eq!(read_of(&role, 20, TIME_MAX), (role.clone(), false), "no error follows the role");
         let (held, given_up) = read_of(&COMMENT.repeat(BYTES_MAX / 10), 1 << 14, TIME_MAX);
         assert!(!given_up && (BYTES_MAX..BYTES_MAX + (2 << 14)).contains(&held.len()), "{}", held.len());
     }

@@ -225,20 +225,23 @@ pub(super) const PARAMS: &str = "kv_transfer_params";
 /// The objects of a request in which vLLM looks for that field: itself, and what becomes the extra arguments of its sampling.
 const PLACES: [&[&str]; 3] = [&[], &["vllm_xargs"], &["sampling_params", "extra_args"]];
 
-/// Removes what a client says to connectors; whether there was any.
-pub(super) fn without_params(request: &mut Fields) -> bool {
-    PLACES.map(|place| remove_params(request, place)).contains(&true)
+/// Removes what a client says to connectors; whether there was any. An error where an object that may have it cannot be read: engines
+/// read more than JSON as JSON.
+pub(super) fn without_params(request: &mut Fields) -> serde_json::Result<bool> {
+    PLACES.iter().try_fold(false, |found, place| Ok(remove_params(request, place)? || found))
 }
 
-fn remove_params(fields: &mut Fields, place: &[&str]) -> bool {
-    let Some((name, place)) = place.split_first() else { return fields.remove(PARAMS).is_some() };
-    let object = fields.get(*name).and_then(|object| serde_json::from_str(object.get()).ok());
-    let Some(mut object): Option<Fields> = object else { return false };
-    let is_removed = remove_params(&mut object, place);
+fn remove_params(fields: &mut Fields, place: &[&str]) -> serde_json::Result<bool> {
+    let Some((name, place)) = place.split_first() else { return Ok(fields.remove(PARAMS).is_some()) };
+    let Some(object) = fields.get(*name).filter(|value| value.get().starts_with('{')) else {
+        return Ok(false);
+    };
+    let mut object: Fields = serde_json::from_str(object.get())?;
+    let is_removed = remove_params(&mut object, place)?;
     if is_removed {
         fields.insert((*name).into(), field(object));
     }
-    is_removed
+    Ok(is_removed)
 }
 
 #[cfg(test)]
@@ -330,7 +333,7 @@ mod tests {
     fn what_a_client_says_to_connectors_is_found_wherever_vllm_looks() {
         let said = |place: Value| {
             let mut request = fields(&place);
-            (without_params(&mut request), json!(request))
+            (without_params(&mut request).expect("JSON"), json!(request))
         };
         let params = || json!({ "do_remote_prefill": true });
         assert_eq!(said(json!({ "n": 1, PARAMS: params() })), (true, json!({ "n": 1 })));

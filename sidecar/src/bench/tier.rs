@@ -165,7 +165,7 @@ impl Tier {
     /// Reads them in random order; the tier verifies each.
     pub fn read(&mut self, load: Load, first: u64) -> Result<Times, BenchError> {
         let order = shuffled(first..first + load.count);
-        self.run(load, |log, number, slot| match log.read(&key(order[number as usize]), slot) {
+        self.run(load, |log, number, slot| match log.read(0, &key(order[number as usize]), slot, 1) {
             Some(_) => Ok(true),
             None => {
                 let problem = "it was written, and its segment reused: raise --size";

@@ -211,8 +211,7 @@ impl Queries {
         let log = self.askers[&session].logs.get(keys.log)?;
         let bound = engines[session].binding.filter(|_| !cx.draining && sources.any(&cx.dram));
         if let Some(binding) = bound {
-            let most = cx.arrivals.bytes_max() / 2;
-            let brought = sources.bring(&binding, log.some(keys.from, keys.count), most, false, cx);
+            let brought = sources.bring(&binding, log.some(keys.from, keys.count), 2, false, cx);
             self.note_sources((session, keys.log), &brought.coming, cx);
             self.unhold(session, brought.held, cx);
         }

@@ -126,18 +126,20 @@ impl Sources {
         self.peers.as_ref()?.probe(now_ms, binding, from, run)
     }
 
-    /// Begins to bring a run into DRAM, as far as it can be had and no more than `most` bytes are on their way then.
+    /// Begins to bring a run into DRAM, as far as it can be had and takes no more than 1 of `parts` of what may be on its way, all
+    /// together and to each disk.
     pub(super) fn bring(
         &mut self,
         binding: &Binding,
         run: &[BlockHash],
-        most: u64,
+        parts: u64,
         awaits: bool,
         cx: &mut Context,
     ) -> Followed {
+        let most = cx.arrivals.bytes_max() / parts;
         let mut followed = self.follow(binding, run, most, awaits, cx);
         followed.coming.extend(self.verification.begin(&followed.adopted, cx));
-        self.begin_reads(binding, &mut followed, cx);
+        self.begin_reads(binding, &mut followed, parts, cx);
         self.begin_fetches(binding, &mut followed, cx);
         followed
     }
@@ -220,10 +222,10 @@ impl Sources {
     }
 
     /// Begins reads as far as there is room, and adds them to what is coming.
-    fn begin_reads(&mut self, binding: &Binding, followed: &mut Followed, cx: &mut Context) {
+    fn begin_reads(&mut self, binding: &Binding, followed: &mut Followed, parts: u64, cx: &mut Context) {
         for &key in &followed.on_disk {
             let (Ok(slot), Some(ssd)) = (cx.take_slot(key, binding), &mut self.ssd) else { return };
-            if !ssd.read(cx.now, key, slot) {
+            if !ssd.read(cx.now, key, slot, parts) {
                 cx.dram.abandon(slot);
                 return;
             }

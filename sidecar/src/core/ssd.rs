@@ -17,6 +17,7 @@ use tiers::ssd::{self, Done, Ended, Job, Label, Log, Recovered, Ticket};
 use self::writes::Unwritten;
 use super::namespaces::{Namespaces, Space};
 use super::quotas::Quotas;
+use crate::clock::millis;
 use crate::config::SsdAdmission;
 
 /// The core's part in the SSD tier.
@@ -174,9 +175,9 @@ impl Ssd {
         self.log.keeps(key).map(u64::from) == Some(block_bytes)
     }
 
-    /// Begins to read a block into a slot, if there is room.
-    pub(super) fn read(&mut self, now: Duration, key: BlockKey, slot: SlotRef) -> bool {
-        let ticket = self.log.read(&key, slot);
+    /// Begins to read a block into a slot, if its device can in time; with 1 of `parts` of what may wait for it.
+    pub(super) fn read(&mut self, now: Duration, key: BlockKey, slot: SlotRef, parts: u64) -> bool {
+        let ticket = self.log.read(millis(now), &key, slot, parts);
         ticket.map(|ticket| self.reads.insert(ticket, (key, now))).is_some()
     }
 }

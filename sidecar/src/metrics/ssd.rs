@@ -25,9 +25,9 @@ const DEVICE_COUNTERS: &[Figure<DeviceStats>] = &[
     ("read_blocks_total", "Blocks read and found whole.", |d| d.read_blocks_total),
     ("read_bytes_total", "Bytes of blocks read and found whole.", |d| d.read_bytes_total),
     (
-        "refused_blocks_total",
-        "Blocks that were asked for and not read: more waited than the device reads in 2 s.",
-        |d| d.refused_blocks_total,
+        "refused_reads_total",
+        "Times that what a query can find ended here: more waited than the device reads in 2 s.",
+        |d| d.refused_reads_total,
     ),
     ("moved_blocks_total", "Blocks written again to keep them when their segment was reused.", |d| {
         d.moved_blocks_total

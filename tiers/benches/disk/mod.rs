@@ -188,7 +188,7 @@ impl Disked {
         for (at, hash) in run.iter().enumerate() {
             let slot: SlotRef =
                 self.tier.dram.begin_fill(key(hash), BLOCK_BYTES, self.tier.whose).expect("nothing is held");
-            if self.log.read(&key(hash), slot).is_none() {
+            if self.log.read(0, &key(hash), slot, 1).is_none() {
                 self.tier.dram.abandon(slot);
                 self.end_jobs();
                 return at;

@@ -94,8 +94,8 @@ pub struct DeviceStats {
     /// Blocks read and verified.
     pub read_blocks_total: u64,
     pub read_bytes_total: u64,
-    /// Blocks that were not read, since more waited than the device reads in time.
-    pub refused_blocks_total: u64,
+    /// Reads that were refused, since more waited than the device reads in time.
+    pub refused_reads_total: u64,
     /// Blocks rewritten by reclamation.
     pub moved_blocks_total: u64,
     pub moved_bytes_total: u64,
@@ -305,16 +305,18 @@ impl Log {
     }
 
     /// Begins to read a kept block into a slot that the caller is filling, and that is the job's until
-    /// [`Ended::Read`]. `None`: not kept (any more), or its device is down or has more to read than it can in time.
-    pub fn read(&mut self, key: &BlockKey, slot: SlotRef) -> Option<Ticket> {
+    /// [`Ended::Read`], with 1 of `parts` of what may wait for a device. `None`: not kept (any more), or its device is down or has
+    /// more to read than it can in time.
+    pub fn read(&mut self, now_ms: u64, key: &BlockKey, slot: SlotRef, parts: u64) -> Option<Ticket> {
+        self.now_ms = self.now_ms.max(now_ms);
         let id = self.find(key).filter(|id| self.readable(*id))?;
         let entry = self.table.get(id);
         let (device, bytes) = (usize::from(entry.device), entry.bytes);
         let place = Place { segment: entry.segment, unit: entry.unit };
         let label = self.label(key, bytes);
         let volume = &mut self.volumes[device];
-        if !volume.pace.takes(bytes.into()) {
-            volume.stats.refused_blocks_total += 1;
+        if !volume.pace.takes(bytes.into(), parts) {
+            volume.stats.refused_reads_total += 1;
             return None;
         }
         volume.pace.began(bytes.into(), self.now_ms);

@@ -330,7 +330,7 @@ impl Rig {
     pub(crate) fn begin_read(&mut self, number: u64, bytes: u32) -> Option<Ticket> {
         let slot = self.free.pop().unwrap();
         self.fill(!number, bytes.into(), slot);
-        let ticket = self.log.read(&key(number), slot);
+        let ticket = self.log.read(0, &key(number), slot, 1);
         match ticket {
             Some(ticket) => drop(self.reading.insert(ticket, (number, slot))),
             None => self.free.push(slot),

@@ -94,8 +94,7 @@ impl Queries {
     ) -> bool {
         let rest = &self.wanted(question)[hits as usize..];
         let asked = rest.len();
-        let most = base.cx.arrivals.bytes_max();
-        let brought = base.sources.bring(binding, rest, most, question.awaits, &mut base.cx);
+        let brought = base.sources.bring(binding, rest, 1, question.awaits, &mut base.cx);
         for key in &brought.coming {
             base.cx.arrivals.join(key, question.waiter()).expect("it was found there");
         }

@@ -106,8 +106,8 @@ impl Log {
     ) {
         let volume = &mut self.volumes[device];
         volume.segment(place.segment).reads -= 1;
-        let read = if result.is_ok() { bytes } else { 0 };
-        volume.pace.ended(bytes.into(), read.into(), self.now_ms);
+        let moved = matches!(result, Ok(()) | Err(Fault::Corrupt(_)));
+        volume.pace.ended(bytes.into(), moved, self.now_ms);
         match result {
             Ok(()) => {
                 volume.stats.read_blocks_total += 1;
@@ -150,7 +150,10 @@ impl Log {
         self.now_ms = self.now_ms.max(now_ms);
         // A device is not late for the time in which nobody looked: this process stood still.
         if self.now_ms - self.ticked_ms > self.late_ms / 2 {
-            self.volumes.iter_mut().for_each(|volume| volume.moved_ms = self.now_ms);
+            for volume in &mut self.volumes {
+                volume.moved_ms = self.now_ms;
+                volume.pace.stood_still();
+            }
         }
         self.ticked_ms = self.now_ms;
         for (ticket, flight) in &mut self.flights {

@@ -1,14 +1,20 @@
 //! How much may wait to be read from a device: what it reads while a query waits. What is asked for beyond would come when nobody
 //! waits for it any more, and would delay what others ask for.
 
+use std::collections::VecDeque;
+
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
 /// Bytes of reads with which a device has enough to do, so that what it ends then is its rate.
 const BUSY_BYTES: u64 = 32 << 20;
-/// Bytes that may always wait; more than [`BUSY_BYTES`], so that a rate that was low once is taken again.
-const BYTES_MIN: u64 = 2 * BUSY_BYTES;
-/// Milliseconds over which a rate is taken.
+/// Bytes that may always wait: enough for the rate to be taken again, also of a device that reads them in 20 ms.
+const BYTES_MIN: u64 = 8 * BUSY_BYTES;
+/// Milliseconds over which a rate is taken. Shorter ones, of a device that has less to do then, are at least the shortest: the clock is
+/// the caller's, which may take several ends at once.
 const WINDOW_MS: u64 = 250;
+const WINDOW_MS_MIN: u64 = 10;
+/// Of so many windows the best one counts: in some a device rests, or the caller does.
+const WINDOWS: usize = 8;
 
 /// The reads of one device.
 #[derive(Clone, Debug, Default)]
@@ -17,16 +23,17 @@ pub(super) struct Pace {
     waiting: u64,
     /// Since when more than [`BUSY_BYTES`] wait, and bytes that were read since.
     busy: Option<(u64, u64)>,
-    /// Bytes that it reads while a query waits; none before it was busy for a window.
-    reach: Option<u64>,
+    /// Bytes that it would read while a query waits, at the rates of the last windows.
+    reaches: VecDeque<u64>,
 }
 
 // === impl Pace ===
 
 impl Pace {
-    /// Whether a read would end in time.
-    pub(super) fn takes(&self, bytes: u64) -> bool {
-        self.reach.is_none_or(|reach| self.waiting + bytes <= reach.max(BYTES_MIN))
+    /// Whether a read would end in time if it may use 1 of `parts` of what may wait. Nothing is known of a device that was never busy.
+    pub(super) fn takes(&self, bytes: u64, parts: u64) -> bool {
+        let reach = self.reaches.iter().max();
+        self.waiting == 0 || reach.is_none_or(|reach| self.waiting + bytes <= (*reach).max(BYTES_MIN) / parts)
     }
 
     pub(super) fn began(&mut self, bytes: u64, now_ms: u64) {
@@ -36,20 +43,23 @@ impl Pace {
         }
     }
 
-    /// A read ended, with `bytes` of which `read` were had.
-    pub(super) fn ended(&mut self, bytes: u64, read: u64, now_ms: u64) {
+    /// A read ended; whether its bytes were moved.
+    pub(super) fn ended(&mut self, bytes: u64, moved: bool, now_ms: u64) {
         self.waiting -= bytes;
-        let Some((since_ms, sum)) = &mut self.busy else { return };
-        *sum += read;
-        let took_ms = now_ms.saturating_sub(*since_ms);
-        if took_ms >= WINDOW_MS {
-            let reach = *sum * u64::from(QUERY_WAIT_MS_MAX) / took_ms;
-            self.reach = Some(self.reach.map_or(reach, |before| before.midpoint(reach)));
-            self.busy = Some((now_ms, 0));
+        let Some((since_ms, sum)) = self.busy.take().filter(|_| moved) else { return };
+        let (sum, took_ms) = (sum + bytes, now_ms.saturating_sub(since_ms));
+        let is_busy = self.waiting > BUSY_BYTES;
+        let is_window = took_ms >= if is_busy { WINDOW_MS } else { WINDOW_MS_MIN };
+        if is_window {
+            self.reaches.truncate(WINDOWS - 1);
+            self.reaches.push_front(sum * u64::from(QUERY_WAIT_MS_MAX) / took_ms);
         }
-        if self.waiting <= BUSY_BYTES {
-            self.busy = None;
-        }
+        self.busy = is_busy.then_some(if is_window { (now_ms, 0) } else { (since_ms, sum) });
+    }
+
+    /// The caller stood still: what ended meanwhile says nothing of the device.
+    pub(super) fn stood_still(&mut self) {
+        self.busy = None;
     }
 }
 
@@ -61,20 +71,20 @@ mod tests {
 
     /// Asks for all that is taken, in MiB, up to `most`; how many were.
     fn ask(pace: &mut Pace, most: u64, now_ms: u64) -> u64 {
-        let taken = (0..most).take_while(|_| {
-            pace.takes(MIB) && {
-                pace.began(MIB, now_ms);
-                true
-            }
-        });
-        taken.count() as u64
+        let mut taken = 0;
+        while taken < most && pace.takes(MIB, 1) {
+            pace.began(MIB, now_ms);
+            taken += 1;
+        }
+        taken
     }
 
-    /// The device reads one MiB each `step_ms`, until `until_ms`.
-    fn read(pace: &mut Pace, now_ms: &mut u64, until_ms: u64, step_ms: u64) {
-        while *now_ms < until_ms {
-            *now_ms += step_ms;
-            pace.ended(MIB, MIB, *now_ms);
+    /// The device reads so many MiB each millisecond, for `ms` or until nothing waits.
+    fn read(pace: &mut Pace, now_ms: &mut u64, ms: u64, mib: u64) {
+        let until_ms = *now_ms + ms;
+        while *now_ms < until_ms && pace.waiting > 0 {
+            *now_ms += 1;
+            (0..mib.min(pace.waiting / MIB)).for_each(|_| pace.ended(MIB, true, *now_ms));
         }
     }
 
@@ -88,39 +98,60 @@ mod tests {
             1_000,
             "1,000 of them still wait, and 2,000 MiB are read in 2 s"
         );
-        read(&mut pace, &mut now_ms, 10_500, 1);
+        read(&mut pace, &mut now_ms, 1_500, 1);
+        assert!(!pace.takes(MIB, 4) && pace.takes(MIB, 3), "500 wait");
         assert_eq!(ask(&mut pace, 10_000, now_ms), 1_500);
     }
 
     #[test]
-    fn a_rate_follows_the_device_and_idle_times_say_nothing() {
+    fn a_device_that_became_slow_is_asked_for_less_and_one_that_rested_is_not() {
         let (mut pace, mut now_ms) = (Pace::default(), 0);
-        ask(&mut pace, 1_000, 0);
-        read(&mut pace, &mut now_ms, 1_000, 1);
-        assert_eq!(pace.waiting, 0);
-        now_ms += 60_000;
-        assert_eq!(ask(&mut pace, 10_000, now_ms), 2_000);
-        // It reads an eighth of that for some time: the queue shrinks to the least.
-        let slow = now_ms + 15_000;
-        read(&mut pace, &mut now_ms, slow, 8);
-        assert!(ask(&mut pace, 10_000, now_ms) < 260 && pace.waiting >= 64);
-        // And as before: with what always may wait the rate is taken again.
-        for _ in 0..100 {
-            let soon = now_ms + 20;
-            read(&mut pace, &mut now_ms, soon, 1);
-            ask(&mut pace, 10_000, now_ms);
+        ask(&mut pace, 10_000, 0);
+        read(&mut pace, &mut now_ms, 60_000, 4);
+        assert!((8_000..8_100).contains(&ask(&mut pace, 10_000, now_ms)));
+        // It rests for a second, and is as it was.
+        now_ms += 1_000;
+        read(&mut pace, &mut now_ms, 60_000, 4);
+        assert!((8_000..8_100).contains(&ask(&mut pace, 10_000, now_ms)));
+        // Each eighth of its milliseconds from then on.
+        for _ in 0..1_000 {
+            now_ms += 31;
+            read(&mut pace, &mut now_ms, 1, 4);
         }
-        assert!(pace.waiting > 1_500, "{}", pace.waiting);
+        assert_eq!(ask(&mut pace, 10_000, now_ms), 0, "4,000 wait, and some 250 MiB are read in 2 s");
+        read(&mut pace, &mut now_ms, 60_000, 1);
+        assert_eq!(pace.waiting, 0);
     }
 
     #[test]
-    fn a_device_that_gave_nothing_is_asked_for_a_little() {
+    fn short_bursts_show_that_a_device_is_fast_again() {
+        let mut pace = Pace { reaches: [1; WINDOWS].into(), ..Pace::default() };
+        let mut now_ms = 0;
+        assert_eq!(ask(&mut pace, 10_000, now_ms), 256);
+        read(&mut pace, &mut now_ms, 60_000, 8);
+        now_ms += 60_000;
+        assert!(ask(&mut pace, 100_000, now_ms) > 10_000, "it read 224 MiB in 28 ms");
+    }
+
+    #[test]
+    fn what_was_not_moved_and_a_standstill_say_nothing() {
         let (mut pace, mut now_ms) = (Pace::default(), 0);
         ask(&mut pace, 1_000, 0);
-        for _ in 0..1_000 {
-            now_ms += 5;
-            pace.ended(MIB, 0, now_ms);
+        for step in 0..1_000 {
+            now_ms += 500;
+            if step % 2 == 0 {
+                pace.stood_still();
+            }
+            pace.ended(MIB, step % 2 == 0, now_ms);
         }
-        assert_eq!(ask(&mut pace, 1_000, now_ms), 64);
+        assert_eq!(ask(&mut pace, 10_000, now_ms), 10_000, "nothing is known of it");
+    }
+
+    #[test]
+    fn a_block_of_any_size_is_read_where_nothing_waits() {
+        let mut pace = Pace { reaches: [1].into(), ..Pace::default() };
+        assert!(pace.takes(1 << 40, 2));
+        pace.began(MIB, 0);
+        assert!(!pace.takes(BYTES_MIN, 1));
     }
 }

@@ -183,7 +183,7 @@ impl World {
         let kept = self.log.keeps(&key);
         assert!(kept.is_none_or(|kept| u64::from(kept) == bytes(&key)));
         assert_eq!(self.log.probe(key.namespace, key.group, &[key.hash]), usize::from(kept.is_some()));
-        let begun = self.log.read(&key, slot).is_some();
+        let begun = self.log.read(self.now_ms, &key, slot, 1).is_some();
         assert_eq!(begun, kept.is_some());
         if begun {
             self.slots.insert(slot.offset, key);
@@ -484,7 +484,7 @@ fn a_block_on_a_device_that_is_down_is_written_to_another() {
     world.log.volumes[holder].breaker.trip(world.now_ms);
     assert_eq!((world.log.keeps(&block), world.log.probe(0, 0, &[block.hash])), (None, 0));
     let slot = world.slot();
-    assert!(world.log.read(&block, slot).is_none());
+    assert!(world.log.read(world.now_ms, &block, slot, 1).is_none());
     world.log.write(block, digest(0), 100, slot).unwrap();
     world.slots.insert(slot.offset, block);
     world.end_jobs();
@@ -506,7 +506,7 @@ fn a_late_read_is_told_once_and_its_slot_comes_back_with_its_end() {
     }
     world.settle();
     let slot = world.slot();
-    let ticket = world.log.read(&key(0), slot).unwrap();
+    let ticket = world.log.read(world.now_ms, &key(0), slot, 1).unwrap();
     world.slots.insert(slot.offset, key(0));
     world.take_jobs();
     let mut late = Vec::new();
@@ -533,17 +533,17 @@ fn what_would_be_read_too_late_is_refused_until_others_have_ended() {
         world.carry_out();
     }
     world.settle();
-    // 128 MiB wait, and none of the first half was had.
-    const HALF: u64 = 64 << 20;
+    // Of 512 MiB a half was read, in 10 s.
+    const HALF: u64 = 256 << 20;
     let pace = &mut world.log.volumes[0].pace;
     (0..2).for_each(|_| pace.began(HALF, 0));
-    pace.ended(HALF, 0, 1_000);
+    pace.ended(HALF, true, 10_000);
     let slot = world.slot();
-    assert!(world.log.read(&key(0), slot).is_none());
+    assert!(world.log.read(world.now_ms, &key(0), slot, 1).is_none());
     assert_eq!(world.log.keeps(&key(0)), Some(bytes(&key(0)) as u32), "it is kept nevertheless");
-    assert_eq!(world.log.stats().devices[0].refused_blocks_total, 1);
-    world.log.volumes[0].pace.ended(HALF, HALF, 2_000);
-    assert!(world.log.read(&key(0), slot).is_some());
+    assert_eq!(world.log.stats().devices[0].refused_reads_total, 1);
+    world.log.volumes[0].pace.ended(HALF, true, 20_000);
+    assert!(world.log.read(world.now_ms, &key(0), slot, 1).is_some());
 }
 
 #[test]
@@ -555,7 +555,7 @@ fn what_a_device_that_fails_was_not_given_yet_comes_back_and_is_found_again() {
     world.settle();
     for number in 0..8 {
         let slot = world.slot();
-        world.log.read(&key(number * 6), slot).unwrap();
+        world.log.read(world.now_ms, &key(number * 6), slot, 1).unwrap();
     }
     world.take_jobs();
     let gives_up = |job: &Job| job.work == Work::GiveUp;
@@ -586,7 +586,7 @@ fn a_device_is_broken_once_it_stands_still_not_while_its_queue_is_long() {
     world.failing = false;
     for number in 0..8 {
         let slot = world.slot();
-        world.log.read(&key(number * 6), slot).unwrap();
+        world.log.read(world.now_ms, &key(number * 6), slot, 1).unwrap();
         world.slots.insert(slot.offset, key(number * 6));
     }
     world.take_jobs();
@@ -662,7 +662,7 @@ fn of_two_copies_in_one_segment_the_later_is_found() {
         last: true,
     };
     log.recovered(&found, number);
-    log.read(&key(6), SlotRef { offset: 0, generation: 1 }).unwrap();
+    log.read(0, &key(6), SlotRef { offset: 0, generation: 1 }, 1).unwrap();
     let work = log.drain_jobs().last().unwrap().work;
     assert!(matches!(work, Work::Read { place: Place { segment: 2, unit: 5 }, .. }), "{work:?}");
 }

@@ -152,9 +152,9 @@ impl Ssd {
         self.log.drain_jobs()
     }
 
-    /// Whether a transfer is under way or blocks are still to be written.
+    /// Whether a transfer is under way, or blocks or what is distrusted are still to be written.
     pub(super) fn busy(&self) -> bool {
-        self.transfers() || !self.queue.is_empty() || !self.leaving.is_empty()
+        self.transfers() || !self.queue.is_empty() || !self.leaving.is_empty() || self.log.tells_distrusted()
     }
 
     /// Whether time must pass for it to go on.

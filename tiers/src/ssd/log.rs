@@ -453,11 +453,13 @@ impl Log {
     /// Whether a job is in flight, blocks are still to be moved or dropped, or a device is to be told again what is distrusted:
     /// [`Log::tick`] should be called soon.
     pub fn busy(&self) -> bool {
-        let is_due = |volume: &Volume| {
-            volume.reclaiming.is_some() && volume.takes()
-                || volume.distrusts.is_due() && !volume.breaker.is_open()
-        };
-        !self.flights.is_empty() || self.volumes.iter().any(is_due)
+        let is_due = |volume: &Volume| volume.reclaiming.is_some() && volume.takes();
+        !self.flights.is_empty() || self.tells_distrusted() || self.volumes.iter().any(is_due)
+    }
+
+    /// Whether a device that works has not written yet what is distrusted.
+    pub fn tells_distrusted(&self) -> bool {
+        self.volumes.iter().any(|volume| volume.distrusts.any() && !volume.breaker.is_open())
     }
 
     /// What it holds and has done.

@@ -323,11 +323,13 @@ fn what_engines_disagree_about_is_found_by_no_later_life_and_nothing_of_before_c
             let work: Vec<Work> = jobs.iter().map(|job| job.work).collect();
             let told = Work::Distrust { namespace: binding.digest, before };
             assert_eq!(work, [told; 2], "each disk is told, of one after the other");
+            assert!(engine.core.busy(), "an orderly end waits for it");
             jobs.iter().for_each(|job| {
                 let Job { device, ticket, .. } = *job;
                 engine.event(Event::Transferred(Done { device, ticket, micros: 1, result: Ok(()) }));
             });
         }
+        assert!(!engine.core.busy());
         assert_eq!(engine.core.base.cx.namespaces.adopt(binding.space()).is_none(), number == 2);
     }
 }

@@ -66,6 +66,7 @@ on_each_backend!(
     what_a_device_that_stands_still_was_not_given_yet_comes_back,
     what_is_distrusted_is_found_by_no_later_life,
     what_is_distrusted_lies_on_the_medium_once_it_is_written,
+    what_is_distrusted_is_written_though_the_device_is_dropped,
     a_log_with_a_damaged_list_of_what_is_distrusted_starts_empty,
     what_cannot_be_read_at_the_start_is_not_taken_for_empty,
 );
@@ -283,6 +284,27 @@ fn what_is_distrusted_lies_on_the_medium_once_it_is_written(backend: Backend) {
     rig.settle();
     let at = Distrusted::offset(superblock(&folder.file()).unit_bytes);
     assert_eq!(*written.lock().unwrap(), [(at, true)]);
+}
+
+fn what_is_distrusted_is_written_though_the_device_is_dropped(backend: Backend) {
+    let (folder, mut rig, answers) = rig("dropped", backend);
+    assert!(rig.write(0, BLOCK_BYTES));
+    rig.settle();
+    let (say, begun) = std::sync::mpsc::channel();
+    answers.are(move |_, result| {
+        let _ = say.send(());
+        std::thread::sleep(Duration::from_millis(100));
+        result
+    });
+    assert!(rig.begin_read(0, BLOCK_BYTES as u32).is_some());
+    rig.post_together();
+    begun.recv().unwrap();
+    rig.log.distrust(0, rig::NAMESPACE, false);
+    rig.post_together();
+    drop(rig);
+    let mut rig = Rig::new(&Plan { backend, ..Plan::new(&folder.file(), LOG_BYTES) });
+    rig.recover();
+    assert!(!rig.keeps(0));
 }
 
 fn superblock(path: &Path) -> Super {

@@ -171,10 +171,10 @@ impl Worker {
     }
 
     fn idle(&self) -> bool {
-        self.vacant.len() == ACTIVE_MAX
+        self.vacant.len() == ACTIVE_MAX && self.writes.waiting.is_empty()
     }
 
-    /// Takes what was posted. Once nobody can post any more, what waits is given up.
+    /// Takes what was posted. Once nobody can post any more, what waits is given up, but for what no later life may find.
     fn take(&mut self) {
         loop {
             let job = if self.broken.is_some() && self.stopping.is_none() {
@@ -199,7 +199,7 @@ impl Worker {
                 Err(TryRecvError::Disconnected) => {
                     if self.stopping.is_none() {
                         self.stopping = Some(now());
-                        self.give_up(Fault::Stopped, |_| true);
+                        self.give_up(Fault::Stopped, |work| !matches!(work, Work::Distrust { .. }));
                     }
                     return;
                 }

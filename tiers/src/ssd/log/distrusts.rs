@@ -46,8 +46,8 @@ impl Distrusts {
         }
     }
 
-    /// Whether there is something that the device has not been told.
-    pub(super) fn is_due(&self) -> bool {
-        !self.waiting.is_empty()
+    /// Whether there is something that the device has not written.
+    pub(super) fn any(&self) -> bool {
+        self.telling.is_some() || !self.waiting.is_empty()
     }
 }

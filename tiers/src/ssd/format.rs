@@ -18,10 +18,8 @@ use super::{Label, Place};
 
 /// Version of this layout.
 const VERSION: u32 = 3;
-/// From this version on a log has a list of what is distrusted from its first life on, be it empty.
-const VERSION_LISTED: u32 = 3;
 /// The oldest version that this release reads rightly, and whose release reads what this one writes.
-const OLDEST: u32 = 2;
+const OLDEST: u32 = 3;
 /// Bytes before the first segment: segments then begin where erase blocks and stripes do.
 pub(crate) const SUPER_BYTES: u64 = 1 << 20;
 /// Units before the blocks of a segment.
@@ -70,11 +68,7 @@ pub(crate) struct Super {
 /// What the first unit of a device turns out to be.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Found {
-    Log {
-        superblock: Super,
-        /// Whether who wrote it last wrote a list of what is distrusted, too.
-        is_listed: bool,
-    },
+    Log(Super),
     Empty,
     /// A log of a layout that this release does not read.
     Version(Versions),
@@ -207,8 +201,7 @@ impl Super {
             return Found::Damaged;
         }
         let [id, unit_bytes, segment_bytes, life] = [24, 32, 40, 48].map(|at| get64(unit, at));
-        let superblock = Self { id, unit_bytes, segment_bytes, life };
-        Found::Log { superblock, is_listed: found.version >= VERSION_LISTED }
+        Found::Log(Self { id, unit_bytes, segment_bytes, life })
     }
 }
 

@@ -189,13 +189,11 @@ fn find(fd: &OwnedFd, unit: u64) -> Result<Found, Errno> {
 }
 
 /// What lives of a log distrusted; `None` where the list is damaged, so that nobody can say it.
-fn distrusted(fd: &OwnedFd, superblock: &Super, is_listed: bool) -> Result<Option<Distrusted>, Errno> {
+fn distrusted(fd: &OwnedFd, superblock: &Super) -> Result<Option<Distrusted>, Errno> {
     let unit = superblock.unit_bytes;
     let mut buffer = Buffer::new(unit as usize)?;
     read_some(fd, &mut buffer.bytes_mut()[..unit as usize], Distrusted::offset(unit))?;
-    let bytes = &buffer.bytes()[..unit as usize];
-    let none_yet = !is_listed && bytes.iter().all(|byte| *byte == 0);
-    Ok(if none_yet { Some(Distrusted::default()) } else { Distrusted::read(bytes, superblock.id) })
+    Ok(Distrusted::read(&buffer.bytes()[..unit as usize], superblock.id))
 }
 
 /// Reads up to the end of `bytes` or of the file.
@@ -240,14 +238,14 @@ fn former(fd: &OwnedFd, found: Found, unit: u64, bytes: u64) -> Result<Former, E
             && log.life < u64::from(u32::MAX)
     };
     let given_up = match found {
-        Found::Log { superblock, is_listed } if fits(&superblock) => {
-            if let Some(distrusted) = distrusted(fd, &superblock, is_listed)? {
+        Found::Log(superblock) if fits(&superblock) => {
+            if let Some(distrusted) = distrusted(fd, &superblock)? {
                 return Ok(Former::Kept(superblock, distrusted));
             }
             let text = "has a damaged list of what engines disagreed about and starts empty";
             Some(GivenUp::new(Cause::Damaged, text))
         }
-        Found::Log { .. } => Some(GivenUp::new(Cause::Sizes, "was made for other sizes and starts empty")),
+        Found::Log(_) => Some(GivenUp::new(Cause::Sizes, "was made for other sizes and starts empty")),
         Found::Version(found) => {
             let own = format::own_versions();
             let text = format!("is a log of {found}, this release's is {own}: it starts empty");

@@ -54,7 +54,7 @@ fn another_version_or_a_damaged_superblock_starts_empty_and_says_so() {
         (16, &[9, 0, 0, 0, 9][..], "log of version 9 (release 0."),
         (16, &[9, 0, 0, 0, 4], "log of versions 4 to 9 (release 0."),
         (16, &[1], "log of version 1 (release not stated)"),
-        (16, &[2], "damaged"),
+        (16, &[4], "damaged"),
         (24, &[], "damaged"),
         (511, &[1], "damaged"),
     ];

@@ -144,7 +144,11 @@ impl Disk {
                 let stored = medium.find(from, from_sequence, label)?;
                 medium.blocks.insert(key(to), Stored { sequence: to_sequence, ..stored });
             }
-            Work::Distrust { namespace, before } => medium.distrusted.push((namespace, before)),
+            Work::Distrust { namespace, before } => {
+                // As on a disk what is said last of a namespace stands.
+                medium.distrusted.retain(|(other, _)| *other != namespace);
+                medium.distrusted.push((namespace, before));
+            }
             Work::Seal { .. } | Work::Check | Work::GiveUp => {}
         }
         Ok(())

@@ -356,7 +356,7 @@ impl Log {
 
     /// Tells a device what is distrusted next, if there is anything and it is not being told already.
     fn tell_distrusted(&mut self, device: usize) {
-        if let Some(work) = self.volumes[device].distrusts.next() {
+        if let Some(work) = self.volumes[device].distrusts.next(self.now_ms) {
             self.issue(device, Errand::Distrust, work);
         }
     }

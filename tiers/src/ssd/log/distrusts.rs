@@ -5,39 +5,52 @@ use std::collections::VecDeque;
 
 use shm_protocol::key::NamespaceDigest;
 
+use super::breaker::{WAIT_MS_MAX, WAIT_MS_MIN};
 use crate::ssd::Work;
 
 /// A namespace, and the sequence below which its blocks are distrusted.
 type Entry = (NamespaceDigest, u64);
 
 /// What one device was not told yet.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Distrusts {
     waiting: VecDeque<Entry>,
     /// The one that the device is being told.
     telling: Option<Entry>,
+    /// It is told nothing until then: it failed to write what it was told.
+    until_ms: u64,
+    /// The pause after the next failure.
+    wait_ms: u64,
 }
 
 // === impl Distrusts ===
 
 impl Distrusts {
+    pub(super) fn new() -> Self {
+        Self { waiting: VecDeque::new(), telling: None, until_ms: 0, wait_ms: WAIT_MS_MIN }
+    }
+
     /// A namespace is distrusted. What is said last of it stands.
     pub(super) fn add(&mut self, namespace: NamespaceDigest, before: u64) {
         self.waiting.retain(|(other, _)| *other != namespace);
         self.waiting.push_back((namespace, before));
     }
 
-    /// What the device is told next, unless it is being told something.
-    pub(super) fn next(&mut self) -> Option<Work> {
-        if self.telling.is_some() {
+    /// What the device is told next, unless it is being told something or just failed to write it.
+    pub(super) fn next(&mut self, now_ms: u64) -> Option<Work> {
+        if self.telling.is_some() || now_ms < self.until_ms {
             return None;
         }
         self.telling = self.waiting.pop_front();
         self.telling.map(|(namespace, before)| Work::Distrust { namespace, before })
     }
 
-    /// The device was told, or is to be told again.
-    pub(super) fn told(&mut self, well: bool) {
+    /// The device was told, or is to be told again: each time in a row after a longer pause.
+    pub(super) fn told(&mut self, well: bool, now_ms: u64) {
+        (self.until_ms, self.wait_ms) = match well {
+            true => (0, WAIT_MS_MIN),
+            false => (now_ms + self.wait_ms, WAIT_MS_MAX.min(self.wait_ms * 2)),
+        };
         let again = self.telling.take().filter(|_| !well);
         if let Some(entry) = again
             && !self.waiting.iter().any(|(other, _)| *other == entry.0)

@@ -44,11 +44,8 @@ impl Log {
                 None
             }
             Errand::Distrust => {
-                self.volumes[device].distrusts.told(ok);
-                // After a fault the next tick tells it again, unless the breaker is open.
-                if ok {
-                    self.tell_distrusted(device);
-                }
+                self.volumes[device].distrusts.told(ok, self.now_ms);
+                self.tell_distrusted(device);
                 None
             }
             Errand::GiveUp => None,
@@ -71,8 +68,8 @@ impl Log {
         };
         let Some(kind) = fault.kind() else { return };
         volume.stats.faults[kind as usize] += 1;
-        // A damaged block says nothing of its neighbours, and a check's end is told apart.
-        let tells = kind != FaultKind::Corrupt && !matches!(flight.errand, Errand::Check);
+        // A damaged block says nothing of its neighbours, nor does the list of what is distrusted, and a check's end is told apart.
+        let tells = kind != FaultKind::Corrupt && !matches!(flight.errand, Errand::Check | Errand::Distrust);
         if tells && volume.breaker.fault(way, self.now_ms) {
             self.give_up(flight.device);
         }

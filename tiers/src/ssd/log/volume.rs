@@ -103,7 +103,7 @@ impl Volume {
             write_bytes: 0,
             breaker: Breaker::new(),
             pace: Pace::default(),
-            distrusts: Distrusts::default(),
+            distrusts: Distrusts::new(),
             recovering: true,
             stats: DeviceStats { segments: geometry.segments, ..DeviceStats::default() },
         }

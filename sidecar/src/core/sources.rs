@@ -43,8 +43,8 @@ pub(super) struct Followed {
     pub(super) coming: Vec<BlockKey>,
     /// Blocks of an earlier life to be verified, in DRAM.
     adopted: Vec<BlockKey>,
-    /// Blocks to be read from a device.
-    on_disk: Vec<BlockKey>,
+    /// Blocks to be read from a device, each with its place in the run.
+    on_disk: Vec<(usize, BlockKey)>,
     /// Blocks to be fetched from peers.
     at_peers: Vec<Span>,
 }
@@ -139,7 +139,9 @@ impl Sources {
         let most = cx.arrivals.bytes_max() / parts;
         let mut followed = self.follow(binding, run, most, awaits, cx);
         followed.coming.extend(self.verification.begin(&followed.adopted, cx));
-        self.begin_reads(binding, &mut followed, parts, cx);
+        if let Some(gap) = self.begin_reads(binding, &mut followed, parts, cx) {
+            followed.at_peers.iter_mut().for_each(|span| span.end_before(gap));
+        }
         self.begin_fetches(binding, &mut followed, cx);
         followed
     }
@@ -193,7 +195,7 @@ impl Sources {
                 break;
             }
             if self.disk_keeps(&key, block_bytes) {
-                followed.on_disk.push(key);
+                followed.on_disk.push((at, key));
             } else {
                 let ahead = &run[at..run.len().min(at + room)];
                 let span = self.span(cx.now_ms, binding, &mut followed.at_peers, at, ahead);
@@ -221,18 +223,25 @@ impl Sources {
         spans.last_mut()
     }
 
-    /// Begins reads as far as there is room, and adds them to what is coming.
-    fn begin_reads(&mut self, binding: &Binding, followed: &mut Followed, parts: u64, cx: &mut Context) {
-        for &key in &followed.on_disk {
-            let (Ok(slot), Some(ssd)) = (cx.take_slot(key, binding), &mut self.ssd) else { return };
+    /// Begins reads as far as there is room, and adds them to what is coming. The place of the first block that is not read.
+    fn begin_reads(
+        &mut self,
+        binding: &Binding,
+        followed: &mut Followed,
+        parts: u64,
+        cx: &mut Context,
+    ) -> Option<usize> {
+        for &(at, key) in &followed.on_disk {
+            let (Ok(slot), Some(ssd)) = (cx.take_slot(key, binding), &mut self.ssd) else { return Some(at) };
             if !ssd.read(cx.now, key, slot, parts) {
                 cx.dram.abandon(slot);
-                return;
+                return Some(at);
             }
             cx.fill(slot, key, binding);
             cx.arrivals.begin(key, slot, binding.block_bytes(), Source::Disk);
             followed.coming.push(key);
         }
+        None
     }
 
     /// Begins fetches as far as there is room, and adds their blocks to what is coming.

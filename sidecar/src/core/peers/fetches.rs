@@ -92,6 +92,12 @@ impl Span {
         self.blocks.push(((at - self.from) as u32, key));
     }
 
+    /// The run that it is of ends there: nothing behind is fetched.
+    pub(crate) fn end_before(&mut self, at: usize) {
+        let from = self.from;
+        self.blocks.retain(|(place, _)| from + (*place as usize) < at);
+    }
+
     /// Cuts what was begun of the span, in its order, so that each of the candidates has a part of it that it may have:
     /// those with the shortest runs the first parts.
     fn cut<T>(&self, begun: Vec<(u32, T)>, block_bytes: u64) -> Vec<(PeerNumber, Vec<T>)> {

@@ -2,6 +2,9 @@
 
 use std::ops::Range;
 
+use mesh::digest::Digest;
+use mesh::directory::{Directory, Filter};
+use mesh::transport::PeerNumber;
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::message::{LOAD_BY_ENGINE, Outcome, Status};
 use shm_protocol::pool::SlotRef;
@@ -11,10 +14,11 @@ use tiers::dram::{self, Dram, HolderId};
 use tiers::ssd::{Config, Fault, Geometry, Job, Label, Work};
 
 use super::*;
+use crate::core::peers::Peers;
 use crate::core::tests::announcements::Follower;
 use crate::core::tests::checks::found;
 use crate::core::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, hash};
-use crate::core::{Action, Core, Event, Part, Timed, arrivals};
+use crate::core::{Action, Core, Event, Heard, Part, Timed, arrivals};
 
 /// Seven blocks to a segment of the pool.
 const BLOCK_BYTES: u64 = 256 << 10;
@@ -561,4 +565,36 @@ fn a_load_waits_for_a_slow_disk_no_longer_than_a_question() {
     }
     scene.end_well(reads[1..].to_vec());
     assert_eq!(scene.stats().promoted_blocks, 8, "they come nevertheless");
+}
+
+#[test]
+fn what_peers_have_behind_a_block_that_no_disk_reads_in_time_is_not_fetched() {
+    for refuses in [false, true] {
+        let mut scene = Scene::on_ssd(0..1);
+        let base = &mut scene.engine.core.base;
+        base.sources.peers = Some(Peers::new(Directory::new(mesh::directory::Config::default()), 1 << 30));
+        let (peer, mut filter) = (PeerNumber(1), Filter::with_capacity(10));
+        (1..4).for_each(|key| assert!(filter.insert(Digest::new(&NAMESPACE, 0, &hash(key)))));
+        [Heard::Joined(peer), Heard::Keeps { peer, filter }]
+            .into_iter()
+            .for_each(|heard| scene.event(Event::Mesh(heard)));
+        if refuses {
+            overwhelm(&mut scene);
+        }
+        scene.query(1, 0..4);
+        let fetches = scene.engine.out.iter().filter(|action| matches!(action, Action::Fetch(_))).count();
+        assert_eq!((scene.reads().len(), fetches), if refuses { (0, 0) } else { (1, 1) });
+    }
+}
+
+/// The device has more to read than it can in time.
+fn overwhelm(scene: &mut Scene) {
+    let (now_ms, base) = (scene.engine.now_ms, &mut scene.engine.core.base);
+    let namespace = base.cx.namespaces.adopt(Space { digest: NAMESPACE, block_bytes: BLOCK_BYTES }).unwrap();
+    let (log, slot) = (&mut base.sources.ssd.as_mut().unwrap().log, SlotRef { offset: 0, generation: 1 });
+    let key = BlockKey { namespace, group: 0, hash: hash(0) };
+    let tickets: Vec<Ticket> = (0..2_000).map_while(|_| log.read(now_ms, &key, slot, 1)).collect();
+    log.done(now_ms + 1_000, Done { device: 0, ticket: tickets[0], micros: 1, result: Ok(()) });
+    assert!(log.read(now_ms, &key, slot, 1).is_none());
+    log.drain_jobs().for_each(drop);
 }

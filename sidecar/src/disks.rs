@@ -25,6 +25,8 @@ const LATE_MS: u64 = 10_000;
 
 /// Parts of what earlier lives left that wait for the data thread at most: 2 MiB. A large disk has millions of blocks.
 const FOUND_MAX: usize = 16;
+/// Ends of jobs that come before the next such part, which takes the data thread as long as many of them.
+const ENDS_MAX: u32 = 32;
 
 /// How long a disk may take to open before the log names it: longer than the kernel takes to end what a dead process had in flight.
 const OPEN_SLOW: Duration = Duration::from_secs(15);
@@ -51,8 +53,8 @@ pub struct Disks {
 struct Ups {
     ends: mpsc::Receiver<Up>,
     found: mpsc::Receiver<Up>,
-    /// Whether the next one is a part of what earlier lives left, if there is one.
-    found_first: bool,
+    /// Ends that were taken since the last part of what earlier lives left.
+    ends_taken: u32,
 }
 
 /// The disks of a start.
@@ -144,18 +146,22 @@ fn channel() -> (impl Fn(Up) + Clone + Send + Sync, Ups) {
         // Nobody asks any more: the sidecar ends.
         let _ = if matches!(up, Up::Recovered(_)) { recovered.send(up) } else { ended.send(up) };
     };
-    (say, Ups { ends, found, found_first: false })
+    (say, Ups { ends, found, ends_taken: 0 })
 }
 
 // === impl Ups ===
 
 impl Ups {
-    /// What was said next: of either kind in turns, so that neither waits for all of the other.
+    /// What was said next: a part of what earlier lives left once [`ENDS_MAX`] ends came before it, or where there is none.
     fn take(&mut self) -> Option<Up> {
-        self.found_first = !self.found_first;
-        let (first, second) =
-            if self.found_first { (&self.found, &self.ends) } else { (&self.ends, &self.found) };
-        first.try_recv().or_else(|_| second.try_recv()).ok()
+        if self.ends_taken < ENDS_MAX
+            && let Ok(end) = self.ends.try_recv()
+        {
+            self.ends_taken += 1;
+            return Some(end);
+        }
+        self.ends_taken = 0;
+        self.found.try_recv().or_else(|_| self.ends.try_recv()).ok()
     }
 }
 
@@ -285,10 +291,15 @@ mod tests {
         (0..1000).for_each(|number| say(Up::Note(number.to_string())));
         thread::sleep(Duration::from_millis(100));
         assert!(!waits.is_finished(), "more than may wait are told of");
-        let next = [ups.take(), ups.take(), ups.take()];
-        assert_eq!(next, [Some(found(0)), Some(Up::Note("0".into())), Some(found(1))]);
+        for part in 0..2 {
+            let ends = part * ENDS_MAX..(part + 1) * ENDS_MAX;
+            ends.for_each(|number| assert_eq!(ups.take(), Some(Up::Note(number.to_string()))));
+            assert_eq!(ups.take(), Some(found(part)));
+        }
         waits.join().unwrap();
-        let waits = thread::spawn(move || tell(&say, 1));
+        while ups.ends.try_recv().is_ok() {}
+        assert_eq!([ups.take(), ups.take()], [Some(found(2)), Some(found(3))], "nothing else is there");
+        let waits = thread::spawn(move || tell(&say, FOUND_MAX as u32));
         drop(ups);
         waits.join().unwrap();
     }

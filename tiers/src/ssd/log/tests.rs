@@ -648,6 +648,39 @@ fn what_could_not_be_read_is_written_over_after_all_that_could() {
 }
 
 #[test]
+fn what_could_not_be_read_is_written_over_before_what_this_life_has_written() {
+    let mut log = Log::new(config(1, 2));
+    let found = Recovered {
+        device: 0,
+        segment: 0,
+        sequence: 0,
+        blocks: Vec::new(),
+        unreadable: true,
+        segments_read: 6,
+        last: false,
+    };
+    log.recovered(&Recovered { segment: 1, ..found.clone() }, number);
+    let label = Label { namespace: digest(0), group: 0, hash: key(6).hash, bytes: 100 };
+    let whole = Recovered { segment: 4, sequence: 1, blocks: vec![(1, label)], unreadable: false, ..found };
+    log.recovered(&whole, number);
+    log.recovered(&Recovered { blocks: Vec::new(), last: true, ..whole }, number);
+    log.remove(&key(6));
+    let mut begun = Vec::new();
+    for number in 0..200 {
+        let (key, slot) = (key(1000 + number * 6), SlotRef { offset: number, generation: 0 });
+        let _ = log.write(key, digest(0), 4 * UNIT, slot);
+        for job in log.drain_jobs().collect::<Vec<Job>>() {
+            if let Work::Begin { segment, .. } = job.work {
+                begun.push(segment);
+            }
+            log.done(0, Done { device: 0, ticket: job.ticket, micros: 1, result: Ok(()) });
+        }
+        log.remove(&key);
+    }
+    assert_eq!(begun[..7], [0, 2, 3, 5, 4, 1, 0], "segments of this life have nothing left in them, too");
+}
+
+#[test]
 fn of_two_copies_in_one_segment_the_later_is_found() {
     let mut log = Log::new(config(1, 1));
     let label = Label { namespace: digest(0), group: 0, hash: key(6).hash, bytes: 100 };

@@ -69,6 +69,8 @@ pub(super) struct Volume {
     /// Units that the present reclamation has moved.
     pub(super) moved_units: u32,
     pub(super) moves: u32,
+    /// The first sequence of this life.
+    first_sequence: u64,
     pub(super) next_sequence: u64,
     /// Jobs under way, and when the last one ended or the first of them began.
     pub(super) flights: u64,
@@ -97,6 +99,7 @@ impl Volume {
             reclaiming: None,
             moved_units: 0,
             moves: 0,
+            first_sequence: geometry.first_sequence,
             next_sequence: geometry.first_sequence,
             flights: 0,
             moved_ms: 0,
@@ -245,7 +248,12 @@ impl Volume {
             let sealed = full.filter(|(_, number)| self.segments[*number as usize].used_for == Use::Sealed);
             // Of those that are alike the oldest.
             let gaining = sealed.clone().filter(|(_, number)| self.gains(*number));
-            let chosen = gaining.min_by_key(|(_, number)| self.segments[*number as usize].live);
+            let best = gaining.min_by_key(|(_, number)| self.segments[*number as usize].live);
+            // What could not be read goes before what was written since.
+            let is_of_this_life =
+                |(_, number): &(usize, u32)| self.segments[*number as usize].sequence >= self.first_sequence;
+            let unread = sealed.clone().find(|(_, number)| self.segments[*number as usize].unread);
+            let chosen = best.filter(is_of_this_life).and(unread).or(best);
             if let Some((at, number)) = chosen.or_else(|| sealed.min()) {
                 self.moved_units = if chosen.is_some() { 0 } else { self.segment_units };
                 self.full.remove(at);
@@ -313,8 +321,8 @@ impl Volume {
         self.segment(number).units += units;
     }
 
-    /// A segment may hold blocks that could not be read, and a later life may find: it is used again after all others of earlier
-    /// lives.
+    /// A segment may hold blocks that could not be read, and a later life may find: it is used again after those of earlier lives
+    /// that gain, and before those of this life.
     pub(super) fn unreadable(&mut self, number: u32) {
         let segment = self.segment(number);
         segment.unread = true;

@@ -5,7 +5,7 @@
 //!   Until then it loads, and nothing of it is kept.
 //! - A proof is one run's in one namespace, over new connections too, and of this life.
 //! - At most one engine at a time is the first: nobody is where another engine of the namespace may save, or blocks may be that
-//!   are not known of (on peers, in a pool file or on disks that are still being read).
+//!   are not known of (on peers, in a pool file, on disks that are still being read, were left out or read in part).
 
 use std::collections::VecDeque;
 

@@ -183,10 +183,16 @@ impl Router {
         } else {
             Arc::clone(&self).pair(seat, prompt.start, None, asked, fields).await
         };
-        let Some(decode) = given_up.filter(|_| asked.breaks.count() == 0) else { return answer };
+        let breaks = asked.breaks.count();
+        // Who was asked at once waited for what nobody computes any more.
+        let is_alone = breaks == 1 && self.options.order == Order::AtOnce;
+        let Some(decode) = given_up.filter(|_| breaks == 0 || is_alone) else { return answer };
         // Nothing of it was sent. Both engines are rid of it before others are asked.
         drop(answer);
         self.counters.retries.inc();
+        if is_alone {
+            return self.open(prompt.start, Some(&decode), asked.with(fields), None).await.0;
+        }
         let now = Instant::now();
         let seat = self.prefill.idlest_but(&engine, now).unwrap_or(engine).seat(prompt.tokens.max(1), now);
         self.pair(seat, prompt.start, Some(&decode), asked, fields).await.0
@@ -288,12 +294,10 @@ impl Router {
         let breaks = Arc::clone(&asked.breaks);
         let answer = watch::ask(&self.forwarder, engine, asked, limit).await;
         breaks.note(&answer);
-        let was_late = engine.note_late(matches!(answer, Err(ForwardError::Late(_))));
         match answer {
-            Ok(_) | Err(ForwardError::Status(_)) => engine.set_up(),
-            // The prompt may be a long one. No request waits for what the engine's server says of that. After a second one the engine is
-            // left alone: its server may be up, and what computes may hang.
-            Err(ForwardError::Late(_)) if !was_late => {
+            Ok(_) | Err(ForwardError::Status(_)) => engine.was_in_time(),
+            // The prompt may be a long one. No request waits for what the engine's server says of that.
+            Err(ForwardError::Late(_)) if engine.is_late_once() => {
                 tokio::spawn(watch::judge(self.forwarder.clone(), Arc::clone(engine)));
             }
             Err(_) => engine.set_down(Instant::now()),

@@ -362,6 +362,12 @@ fn another_engine_answers_for_one_that_ends_before_it_said_anything() {
     let gives_up = Engine::start(Manner::Json(500, "{\"error\": 1}".into()));
     let router = Router::start(&[&broken.url()], &[&gives_up.url()], &[]);
     assert!(router.ask(&prompt(400)).line.contains("500") && gives_up.asked().len() == 1);
+    // Asked at once, it waited for what nobody computes any more: it computes alone.
+    let waited =
+        Manner::First(Box::new(Manner::Json(500, "{}".into())), Box::new(Manner::Json(200, "{}".into())));
+    let waited = Engine::start(waited);
+    let router = Router::start(&[&broken.url()], &[&waited.url()], &["--order", "at-once"]);
+    assert!(router.ask(&prompt(400)).line.contains("200") && waited.asked().len() == 2);
     // Not every request may be sent twice.
     let router = Router::start(&[&computes().url()], &[&urls[0], &urls[0]], &[]);
     let asked = ends[0].asked().len();

@@ -20,7 +20,7 @@ use crate::control::{ANSWER_TIME_MAX, EVICTION_TIME_MAX};
 
 /// What to do about a sidecar that answers nothing.
 pub const FROZEN: &str = "it is frozen or overloaded: look at its log and restart it";
-/// A host that is reached takes a connection sooner, also of a sidecar that is frozen.
+/// A host that is reached takes a connection sooner.
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
 /// Pages are made within milliseconds.
 const PAGE_TIME_MAX: Duration = Duration::from_secs(3);
@@ -97,9 +97,16 @@ fn request_within(
         }
         let request = request.header(CONTENT_TYPE, "application/json").body(body.to_owned());
         let request = request.map_err(|error| CtlError::Answer(error.to_string()))?;
-        let connect = async |address: &str| {
-            let connecting = tokio::time::timeout(CONNECT_TIME_MAX, TcpStream::connect(address));
-            connecting.await.unwrap_or_else(|_| Err(ErrorKind::TimedOut.into())).map_err(unable)
+        let connect = async |name: &str| {
+            let mut problem = ErrorKind::NotFound.into();
+            for address in tokio::net::lookup_host(name).await.map_err(unable)? {
+                let connecting = tokio::time::timeout(CONNECT_TIME_MAX, TcpStream::connect(address)).await;
+                match connecting.unwrap_or_else(|_| Err(ErrorKind::TimedOut.into())) {
+                    Ok(stream) => return Ok(stream),
+                    Err(error) => problem = error,
+                }
+            }
+            Err(unable(problem))
         };
         match target {
             Target::Unix(path) => {

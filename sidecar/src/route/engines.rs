@@ -3,7 +3,7 @@
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::str::FromStr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -27,8 +27,8 @@ pub(super) struct Engine {
     pub(super) address: Address,
     /// What it was given and has not ended: tokens of prompts, or requests.
     load: AtomicU64,
-    /// Whether its last prompt was late.
-    late: AtomicBool,
+    /// How many of its last prompts in a row were late.
+    late: AtomicU32,
     down: Mutex<Option<Down>>,
     /// When it last gave a sign of life to a request that waits. All that wait for it share a look.
     pub(super) seen: tokio::sync::Mutex<Option<Instant>>,
@@ -99,7 +99,7 @@ impl Engine {
         Arc::new(Self {
             address,
             load: AtomicU64::new(0),
-            late: AtomicBool::new(false),
+            late: AtomicU32::new(0),
             down: Mutex::default(),
             seen: Default::default(),
         })
@@ -120,9 +120,21 @@ impl Engine {
         *down = Some(Down { until: now + pause, pause, tried: false });
     }
 
-    /// Whether its last prompt was late; from now on `late` says so.
-    pub(super) fn note_late(&self, late: bool) -> bool {
-        self.late.swap(late, Ordering::Relaxed)
+    /// One more of its prompts was late; whether it is the first in a row. After a second one an engine is left alone though its server
+    /// is up: what computes may hang.
+    pub(super) fn is_late_once(&self) -> bool {
+        self.late.fetch_add(1, Ordering::Relaxed) == 0
+    }
+
+    /// Whether it may be up as far as its prompts tell.
+    pub(super) fn may_be_up(&self) -> bool {
+        self.late.load(Ordering::Relaxed) <= 1
+    }
+
+    /// It has answered a prompt.
+    pub(super) fn was_in_time(&self) {
+        self.late.store(0, Ordering::Relaxed);
+        self.set_up();
     }
 
     /// It has answered: what was before is forgotten.

@@ -65,7 +65,7 @@ pub(super) async fn read<B: Body<Data = Bytes> + Unpin>(
             return Ok(lead);
         }
         if shown == Shown::Role {
-            until = until.min(Instant::now() + ERROR_TIME_MAX);
+            until = Instant::now() + ERROR_TIME_MAX;
         }
     }
 }

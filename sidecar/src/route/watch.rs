@@ -48,11 +48,11 @@ async fn silence(forwarder: &Forwarder, engine: &Engine) {
     }
 }
 
-/// Whether an engine is up that was late with an answer: its server says so.
+/// Whether an engine is up that was late with a prompt: its server says so, and it was late with one alone.
 pub(super) async fn judge(forwarder: Forwarder, engine: Arc<Engine>) {
     let seen = tokio::time::timeout(SILENCE_MAX, look(&forwarder, &engine)).await;
     match seen {
-        Ok(Some(at)) if at.elapsed() < SILENCE_MAX => engine.set_up(),
+        Ok(Some(at)) if at.elapsed() < SILENCE_MAX && engine.may_be_up() => engine.set_up(),
         _ => engine.set_down(Instant::now()),
     }
 }

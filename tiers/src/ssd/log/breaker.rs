@@ -3,9 +3,9 @@
 /// Faults in a row of one direction after which a device is taken for broken.
 const FAULTS_MAX: u32 = 4;
 /// The first wait before a tripped device is tried, milliseconds.
-pub(super) const WAIT_MS_MIN: u64 = 1_000;
+const WAIT_MS_MIN: u64 = 1_000;
 /// The longest wait: what a device that was replaced costs at most.
-pub(super) const WAIT_MS_MAX: u64 = 60_000;
+const WAIT_MS_MAX: u64 = 60_000;
 /// Jobs that must end well before the wait begins at its least again.
 const GOOD_JOBS: u32 = 64;
 

@@ -5,31 +5,27 @@ use std::collections::VecDeque;
 
 use shm_protocol::key::NamespaceDigest;
 
-use super::breaker::{WAIT_MS_MAX, WAIT_MS_MIN};
 use crate::ssd::Work;
+
+/// Milliseconds before a device is told again what it failed to write.
+const PAUSE_MS: u64 = 1_000;
 
 /// A namespace, and the sequence below which its blocks are distrusted.
 type Entry = (NamespaceDigest, u64);
 
 /// What one device was not told yet.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Distrusts {
     waiting: VecDeque<Entry>,
     /// The one that the device is being told.
     telling: Option<Entry>,
     /// It is told nothing until then: it failed to write what it was told.
     until_ms: u64,
-    /// The pause after the next failure.
-    wait_ms: u64,
 }
 
 // === impl Distrusts ===
 
 impl Distrusts {
-    pub(super) fn new() -> Self {
-        Self { waiting: VecDeque::new(), telling: None, until_ms: 0, wait_ms: WAIT_MS_MIN }
-    }
-
     /// A namespace is distrusted. What is said last of it stands.
     pub(super) fn add(&mut self, namespace: NamespaceDigest, before: u64) {
         self.waiting.retain(|(other, _)| *other != namespace);
@@ -45,12 +41,9 @@ impl Distrusts {
         self.telling.map(|(namespace, before)| Work::Distrust { namespace, before })
     }
 
-    /// The device was told, or is to be told again: each time in a row after a longer pause.
+    /// The device was told, or is to be told again, soon: an orderly end waits for it.
     pub(super) fn told(&mut self, well: bool, now_ms: u64) {
-        (self.until_ms, self.wait_ms) = match well {
-            true => (0, WAIT_MS_MIN),
-            false => (now_ms + self.wait_ms, WAIT_MS_MAX.min(self.wait_ms * 2)),
-        };
+        self.until_ms = if well { 0 } else { now_ms + PAUSE_MS };
         let again = self.telling.take().filter(|_| !well);
         if let Some(entry) = again
             && !self.waiting.iter().any(|(other, _)| *other == entry.0)

@@ -54,7 +54,9 @@ impl Pace {
             self.reaches.truncate(WINDOWS - 1);
             self.reaches.push_front(sum * u64::from(QUERY_WAIT_MS_MAX) / took_ms);
         }
-        self.busy = is_busy.then_some(if is_window { (now_ms, 0) } else { (since_ms, sum) });
+        // Of a caller that was away more ends wait, which are no work of the time from now on.
+        let was_away = took_ms >= 2 * WINDOW_MS;
+        self.busy = (is_busy && !was_away).then_some(if is_window { (now_ms, 0) } else { (since_ms, sum) });
     }
 
     /// The caller stood still: what ended meanwhile says nothing of the device.
@@ -135,16 +137,21 @@ mod tests {
 
     #[test]
     fn what_was_not_moved_and_a_standstill_say_nothing() {
-        let (mut pace, mut now_ms) = (Pace::default(), 0);
-        ask(&mut pace, 1_000, 0);
-        for step in 0..1_000 {
-            now_ms += 500;
-            if step % 2 == 0 {
-                pace.stood_still();
-            }
-            pace.ended(MIB, step % 2 == 0, now_ms);
-        }
-        assert_eq!(ask(&mut pace, 10_000, now_ms), 10_000, "nothing is known of it");
+        let busy = || {
+            let mut pace = Pace::default();
+            ask(&mut pace, 1_000, 0);
+            pace
+        };
+        let mut pace = busy();
+        pace.ended(MIB, false, 300);
+        assert!(pace.reaches.is_empty() && pace.busy.is_none());
+        let mut pace = busy();
+        pace.stood_still();
+        pace.ended(MIB, true, 300);
+        assert!(pace.reaches.is_empty());
+        let mut pace = busy();
+        (0..900).for_each(|_| pace.ended(MIB, true, 600));
+        assert_eq!(pace.reaches.len(), 1, "what ended while the caller was away is one window's");
     }
 
     #[test]

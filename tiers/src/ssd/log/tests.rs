@@ -736,11 +736,11 @@ fn a_device_is_told_of_one_distrusted_namespace_at_a_time_and_again_until_it_is_
     world.log.distrust(1, digest(1), false);
     assert_eq!(told(&mut world), [digest(0)]);
     let mut now_ms = 0;
-    for seconds in [1, 2, 4, 8, 16, 32, 60, 60] {
+    for _ in 0..8 {
         let job = world.jobs.pop().unwrap();
         let result = Err(Fault::Io(Errno::IO));
         assert!(world.log.done(now_ms, Done { device: 0, ticket: job.ticket, micros: 1, result }).is_none());
-        now_ms += seconds * 1_000;
+        now_ms += 1_000;
         world.log.tick(now_ms - 1, &mut Vec::new());
         assert!(told(&mut world).is_empty() && world.log.busy(), "after a pause");
         world.log.tick(now_ms, &mut Vec::new());

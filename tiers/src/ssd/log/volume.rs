@@ -106,7 +106,7 @@ impl Volume {
             write_bytes: 0,
             breaker: Breaker::new(),
             pace: Pace::default(),
-            distrusts: Distrusts::new(),
+            distrusts: Distrusts::default(),
             recovering: true,
             stats: DeviceStats { segments: geometry.segments, ..DeviceStats::default() },
         }

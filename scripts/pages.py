@@ -17,7 +17,7 @@ SENTENCE_END = re.compile(r"(?<=[.!?:;])\**\s+")
 ITEM = re.compile(r"([-*]|\d+\.) ")
 # A source file by its path or the end of it, and a test or module in it.
 NAMED = re.compile(r"`([\w./-]+\.(?:rs|py|patch))(?:::(\w+))?`")
-# What is told of the past keeps its names.
+# These pages tell of the past, so the files that they name may be gone.
 PAST = ("docs/decisions/", "CHANGELOG.md")
 
 

@@ -68,7 +68,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             "video_pruning_rate": None,
             "video_pruning_method": "evs",
         },
-        # What dots3 makes JPEGs of a video's frames with.
+        # The model dots3 makes JPEGs of a video's frames, in this quality.
         ENVIRONMENT: {"XHS_VIDEO_JPEG_QUALITY": "85"},
     },
     # What plugins read, and tables beside the model.

@@ -361,7 +361,7 @@ impl Options {
 // === impl Config ===
 
 impl Config {
-    /// What is to be logged where there is a GPU: that its container's memory is small.
+    /// A warning for a sidecar with a GPU whose container grants it little memory beside the pool.
     pub fn too_little_for_a_gpu(&self) -> Option<String> {
         memory::too_little_for_a_gpu(self)
     }

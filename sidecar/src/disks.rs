@@ -48,7 +48,8 @@ pub struct Disks {
     down: Vec<bool>,
 }
 
-/// What devices say: ends of jobs, for which no worker waits, and what earlier lives left, for which the threads that read it wait.
+/// News of the devices, in two channels. No worker of a device waits for room in that of ended jobs; the threads that read what earlier
+/// lives left on a disk wait for room in theirs, so that the data thread is never behind by more than [`FOUND_MAX`] parts.
 #[derive(Debug)]
 struct Ups {
     ends: mpsc::Receiver<Up>,
@@ -152,7 +153,7 @@ fn channel() -> (impl Fn(Up) + Clone + Send + Sync, Ups) {
 // === impl Ups ===
 
 impl Ups {
-    /// What was said next: a part of what earlier lives left once [`ENDS_MAX`] ends came before it, or where there is none.
+    /// The next piece of news. A part of what earlier lives left costs a turn of the data thread, so [`ENDS_MAX`] ended jobs come first.
     fn take(&mut self) -> Option<Up> {
         if self.ends_taken < ENDS_MAX
             && let Ok(end) = self.ends.try_recv()

@@ -252,30 +252,27 @@ def no_hello(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 
 @contextlib.contextmanager
-def peer_missing(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+def following(directory: Path, port: int, peer: str) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """A sidecar alone that is to share with `peer`, and listens for it at a port."""
+    more = (f"--mesh-listen=127.0.0.1:{port}", f"--peer={peer}", "--node-id=one", "--mesh-plaintext")
+    with alone(directory, more=more) as (_, prometheus):
+        yield prometheus, nothing
+
+
+def peer_missing(directory: Path) -> contextlib.AbstractContextManager[tuple[Prometheus, Keep_on]]:
     """Nobody listens at the address of the one peer."""
-    listen = [ports.free_port() for _ in range(2)]
-    more = (f"--mesh-listen=127.0.0.1:{listen[0]}", f"--peer=127.0.0.1:{listen[1]}", "--node-id=one", "--mesh-plaintext")
-    with alone(directory, more=more) as (_, prometheus):
-        yield prometheus, nothing
+    return following(directory, ports.free_port(), f"127.0.0.1:{ports.free_port()}")
 
 
-@contextlib.contextmanager
-def no_peers(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+def no_peers(directory: Path) -> contextlib.AbstractContextManager[tuple[Prometheus, Keep_on]]:
     """The name of the pods resolves to this one alone."""
-    listen = f"127.0.0.1:{ports.free_port()}"
-    more = (f"--mesh-listen={listen}", f"--peer={listen}", "--node-id=one", "--mesh-plaintext")
-    with alone(directory, more=more) as (_, prometheus):
-        yield prometheus, nothing
+    port = ports.free_port()
+    return following(directory, port, f"127.0.0.1:{port}")
 
 
-@contextlib.contextmanager
-def no_name(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+def no_name(directory: Path) -> contextlib.AbstractContextManager[tuple[Prometheus, Keep_on]]:
     """The Service of the pods is not there."""
-    listen = f"127.0.0.1:{ports.free_port()}"
-    more = (f"--mesh-listen={listen}", "--peer=nowhere.invalid:9441", "--node-id=one", "--mesh-plaintext")
-    with alone(directory, more=more) as (_, prometheus):
-        yield prometheus, nothing
+    return following(directory, ports.free_port(), "nowhere.invalid:9441")
 
 
 @contextlib.contextmanager

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeSet;
 
-/// What the names of options begin with, and those of some services of Kubernetes.
+/// The names of all options begin so, and those of some variables that Kubernetes sets for services.
 const PREFIX: &str = "PILLION_";
-/// Those of this repository's scripts and tests, without the prefix.
+/// Variables that this repository's scripts and tests read, without the prefix: they are no options, and not mistyped.
 const OF_SCRIPTS: [&str; 10] = [
     "BINARY",
     "GLIBC",

@@ -6,8 +6,9 @@ use super::{Config, ConfigError, Size};
 
 /// Memory that the sidecar needs beside the pool, the mesh's directory and the disks' index: index, session memory, stacks.
 const PROCESS_BYTES: u64 = 64 << 20;
-/// What a block on a disk takes in the index, measured, and how large blocks of common models are.
+/// Bytes of memory that the index takes for a block on a disk, measured.
 const INDEX_BYTES: u64 = 100;
+/// Bytes of a block of a common model: the sidecar knows no model at its start.
 const BLOCK_BYTES: u64 = 2 << 20;
 /// Memory beside the pool with a GPU: its driver, and room for more blocks than are counted above.
 const BESIDE_WITH_GPU_BYTES: u64 = 2 << 30;
@@ -44,7 +45,7 @@ fn beside(config: &Config) -> u64 {
     PROCESS_BYTES + directory + disks / BLOCK_BYTES * INDEX_BYTES
 }
 
-/// What is to be logged where there is a GPU and this process's control groups grant too little beside the pool for one.
+/// A warning for a sidecar with a GPU, where this process's control groups grant less beside the pool than its driver may take.
 pub(super) fn too_little_for_a_gpu(config: &Config) -> Option<String> {
     let groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let (limit, place) = limit(&groups, &MEMORY)?;

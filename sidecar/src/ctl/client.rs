@@ -18,13 +18,13 @@ use tokio::net::{TcpStream, UnixStream};
 use crate::config::ConfigError;
 use crate::control::{ANSWER_TIME_MAX, EVICTION_TIME_MAX};
 
-/// What to do about a sidecar that answers nothing.
+/// The remedy for a sidecar that takes connections and answers nothing.
 pub const FROZEN: &str = "it is frozen or overloaded: look at its log and restart it";
 /// A host that is reached takes a connection sooner.
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
 /// Pages are made within milliseconds.
 const PAGE_TIME_MAX: Duration = Duration::from_secs(3);
-/// What the answer to a request takes beside the data thread's.
+/// Time that a request takes beside the data thread's answer: the connection and the page.
 const SLACK: Duration = Duration::from_secs(2);
 /// The facts of thousands of namespaces.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
@@ -157,7 +157,7 @@ impl Target {
         }
     }
 
-    /// What to change where it cannot be reached.
+    /// The option to correct where the sidecar cannot be reached.
     fn remedy(&self) -> &'static str {
         match self {
             Self::Unix(_) => "pass the sidecar's --control-socket PATH",

@@ -120,7 +120,7 @@ fn has_role_alone(part: &Value) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::convert::Infallible;
     use std::pin::Pin;
     use std::task::{Context, Poll};
@@ -134,7 +134,7 @@ mod tests {
         "data: {\"choices\":[{\"index\":0,\"delta\":{\"content\":\"a\"},\"finish_reason\":null}]}\n\n";
 
     /// Some frames, and then nothing.
-    struct Stalled(VecDeque<Bytes>);
+    pub(in crate::route) struct Stalled(pub(in crate::route) VecDeque<Bytes>);
 
     impl Body for Stalled {
         type Data = Bytes;

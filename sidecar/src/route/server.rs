@@ -144,27 +144,8 @@ pub(super) fn failure(status: StatusCode, text: &str) -> Response<Answer> {
 
 #[cfg(test)]
 mod tests {
-    use std::pin::Pin;
-    use std::task::{Context, Poll};
-
-    use hyper::body::Frame;
-
     use super::*;
-
-    /// A part, and then nothing.
-    struct Stalled(Option<Bytes>);
-
-    impl Body for Stalled {
-        type Data = Bytes;
-        type Error = Infallible;
-
-        fn poll_frame(
-            mut self: Pin<&mut Self>,
-            _: &mut Context<'_>,
-        ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-            self.0.take().map_or(Poll::Pending, |part| Poll::Ready(Some(Ok(Frame::data(part)))))
-        }
-    }
+    use crate::route::lead::tests::Stalled;
 
     #[test]
     fn a_body_of_which_nothing_comes_is_not_waited_for() {
@@ -172,7 +153,7 @@ mod tests {
         let body = Full::new(Bytes::from_static(b"whole"));
         let whole = runtime.block_on(collect(body, Duration::from_secs(30))).unwrap().unwrap();
         assert_eq!(whole, "whole");
-        let begun = Stalled(Some(Bytes::from_static(b"a part")));
+        let begun = Stalled([Bytes::from_static(b"a part")].into());
         assert!(runtime.block_on(collect(begun, Duration::from_millis(1))).is_none());
     }
 

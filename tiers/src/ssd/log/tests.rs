@@ -170,6 +170,16 @@ impl World {
         self.take_jobs();
     }
 
+    /// Writes the first block until it is kept; no job fails from then on.
+    fn keep_block_0(&mut self) {
+        self.failing = false;
+        while self.log.keeps(&key(0)).is_none() {
+            self.write_block(0);
+            self.carry_out();
+        }
+        self.settle();
+    }
+
     fn remove(&mut self) {
         let key = key(self.random.below(KEYS));
         let kept = self.log.keeps(&key).is_some();
@@ -499,12 +509,7 @@ fn a_block_on_a_device_that_is_down_is_written_to_another() {
 #[test]
 fn a_late_read_is_told_once_and_its_slot_comes_back_with_its_end() {
     let mut world = World::new(4, 1);
-    world.failing = false;
-    while world.log.keeps(&key(0)).is_none() {
-        world.write_block(0);
-        world.carry_out();
-    }
-    world.settle();
+    world.keep_block_0();
     let slot = world.slot();
     let ticket = world.log.read(world.now_ms, &key(0), slot, 1).unwrap();
     world.slots.insert(slot.offset, key(0));
@@ -527,12 +532,7 @@ fn a_late_read_is_told_once_and_its_slot_comes_back_with_its_end() {
 #[test]
 fn what_would_be_read_too_late_is_refused_until_others_have_ended() {
     let mut world = World::new(5, 1);
-    world.failing = false;
-    while world.log.keeps(&key(0)).is_none() {
-        world.write_block(0);
-        world.carry_out();
-    }
-    world.settle();
+    world.keep_block_0();
     // Of 512 MiB a half was read, in 10 s.
     const HALF: u64 = 256 << 20;
     let pace = &mut world.log.volumes[0].pace;

@@ -7,8 +7,8 @@
 
 use shm_protocol::namespace::Facts;
 
-/// Layers of one kind in a form: more than any model has, few enough that no facts make the form large.
-const LAYERS_MAX: u32 = 4096;
+/// Layers of a form: more than any model has, few enough that no facts make the form large.
+const LAYERS_MAX: usize = 4096;
 
 /// What the bytes of a layer are.
 #[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
@@ -212,7 +212,7 @@ impl PageForm {
             }
             let item = u64::try_from(number?.bytes()).ok()?;
             let bytes = elements.checked_mul(content.max(1))?.checked_mul(item).filter(|bytes| *bytes > 0)?;
-            if count > LAYERS_MAX {
+            if layers.len() + count as usize > LAYERS_MAX {
                 return None;
             }
             for _ in 0..count {

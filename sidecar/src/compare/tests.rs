@@ -80,6 +80,7 @@ fn what_says_nothing_or_does_not_fit_is_compared_by_its_bytes() {
         ("layers=x tokens=8 dtype=float32", 32),
         ("layers=0 tokens=8 dtype=float32", 32),
         ("layers=4097 tokens=1 dtype=float32", 4097 * 4),
+        ("layers=4096 tokens=1 dtype=float32; layers=1 tokens=1 dtype=float32", 4097 * 4),
         ("layers=4 tokens=18446744073709551615 kv_heads=2 dtype=float32", 32),
         ("layers=1 tokens=0 dtype=float32", 32),
     ] {

@@ -43,6 +43,8 @@ class ForeignEngine:
         library = shutil.copy(
             next(file for file in files if file.endswith("/libconnector_shim.so")), directory / "libpillion.so"
         )
+        # Makes the file that the loader looks for, whose name is the library's soname.
+        subprocess.run(["/sbin/ldconfig", "-n", directory], check=True)
         self._binary = directory / "engine"
         warnings = ["-std=c11", "-Wall", "-Wextra", "-Werror"]
         source = ROOT / "tests/foreign-engine/engine.c"

@@ -72,6 +72,9 @@ class SchedulerState(ctypes.Structure):
         ("connected", c_bool),
         ("notice", c_char_p),
         ("namespace_word", c_uint64),
+        ("blocks_checked", c_uint64),
+        ("blocks_differing", c_uint64),
+        ("blocks_unproven", c_uint64),
     ]
 
 

@@ -73,7 +73,7 @@ class Config:
         metadata=_told(
             _one_of("auto", "sync", "async"),
             "`sync`: the step waits for its blocks. `async`: the request waits between steps. `auto`: `sync` when nothing else "
-            "runs, or when the copy is predicted to be short.",
+            "runs, or when the copy is predicted to be short. A CPU engine has `async`, as has `pillion.copy` = `engine`.",
         ),
     )
     sync_ms: int | None = field(
@@ -81,7 +81,7 @@ class Config:
         metadata=_told(
             _count(10_000, "milliseconds", "0 (none)"),
             "The longest copy, as predicted, for which `auto` lets a step wait beside other requests. Its default is 2 where "
-            "`kv_role` is `kv_consumer`, else 100 on a GPU and 10 on a CPU engine.",
+            "`kv_role` is `kv_consumer`, else 100.",
         ),
     )
     layout: str = field(

@@ -122,6 +122,9 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """The layout named by `pillion.layout`; with `auto` the one that makes a block one run, where that is known to work."""
+        # MultiConnector ends the start where two connectors name different ones.
+        if vllm_compat.is_one_of_several():
+            return None
         transfer = vllm_config.kv_transfer_config
         config = options.parse((transfer and transfer.kv_connector_extra_config) or {})
         return vllm_compat.fitting_layout(vllm_config) if config.layout == "auto" else config.required_layout

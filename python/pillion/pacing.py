@@ -11,20 +11,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-# `auto` loads synchronously when the copy is predicted to take no longer than this, unless pillion.sync_ms says how long: on a
-# host, a decode step or two.
-AUTO_SYNC_MS = 10.0
+# `auto` loads synchronously when the copy is predicted to take no longer than this, 4 GB, unless pillion.sync_ms says how long.
+# The step computes layer by layer behind the copy, and an asynchronous load costs its request a step more. Measured beside
+# eleven other requests: 912 tokens/s so, 886 with a limit of 2 ms (benches/README.md).
+AUTO_SYNC_MS = 100.0
 # An engine that decodes what others compute is there for even gaps between tokens.
 AUTO_SYNC_CONSUMER_MS = 2.0
-# On a GPU 4 GB: the step computes layer by layer behind the copy, and an asynchronous load costs its request a step more.
-# Measured beside eleven other requests: 912 tokens/s so, 886 with a limit of 2 ms (benches/README.md).
-AUTO_SYNC_GPU_MS = 100.0
-# Bytes copied in a millisecond, for that prediction: by a host at worst 2 GB/s; over PCIe 40 GB/s, where scattered pieces
-# of 32 KiB were measured at 42 and whole blocks at 54.
-HOST_BYTES_PER_MS = 2_000_000
-GPU_BYTES_PER_MS = 40_000_000
-# On a GPU whose engine copies for itself, measured: 1.34 GB in 102 ms (benches/README.md).
-ENGINE_BYTES_PER_MS = 13_000_000
+# Bytes copied in a millisecond over PCIe, for that prediction: scattered pieces of 32 KiB were measured at 42 GB/s, whole
+# blocks at 54.
+BYTES_PER_MS = 40_000_000
 # What one step of a GPU takes in before it is full: new tokens to compute, and what synchronous loads copy. Requests that
 # arrive together then begin one after the other instead of all waiting for the last one's KV and prompt: first tokens of
 # conversations came after 190 ms so, 288 before (benches/README.md).
@@ -53,34 +48,30 @@ class Pacing:
         self._load = config.load
         on_gpu = vllm_compat.on_gpu()
         by_engine = config.copier(on_gpu) == "engine"
-        # vLLM takes back what a step computed upon blocks that were not loaded, and not what the step behind it did, which is
-        # in flight by then. On a GPU whose sidecar copies, the engine's stream goes on over whole loads alone.
-        self._beside_steps = vllm_compat.steps_in_flight(vllm_config) > 1
-        self._never_sync = self._beside_steps and (not on_gpu or by_engine)
-        if self._never_sync and self._load == "sync":
+        # Before a step begins vLLM's prefix cache has the hashes of what it loads and computes, and the step behind it may be
+        # in flight. Of a load that fails both would stay: where its request is aborted or preempted, nobody computes those
+        # blocks again. On a GPU whose sidecar copies, the engine's stream goes on over whole loads alone.
+        self._may_wait = on_gpu and not by_engine
+        if not self._may_wait and self._load == "sync":
             logger.warning(
-                "pillion: pillion.load=sync has no effect beside asynchronous scheduling where %s: if a load failed, vLLM "
-                "would emit a token computed without its KV. Loads are asynchronous; --no-async-scheduling changes that",
-                "this engine copies for itself" if on_gpu else "KV lies in host memory",
+                "pillion: pillion.load=sync has no effect where %s: what is computed upon a load that fails might be answered. "
+                "Loads are asynchronous",
+                "this engine copies for itself (pillion.copy=engine)" if on_gpu else "KV lies in host memory",
             )
-        ms, bytes_per_ms = (AUTO_SYNC_GPU_MS, GPU_BYTES_PER_MS) if on_gpu else (AUTO_SYNC_MS, HOST_BYTES_PER_MS)
-        if on_gpu and by_engine:
-            bytes_per_ms = ENGINE_BYTES_PER_MS
-        if vllm_config.kv_transfer_config.kv_role == "kv_consumer":
-            ms = AUTO_SYNC_CONSUMER_MS
+        ms = AUTO_SYNC_CONSUMER_MS if vllm_config.kv_transfer_config.kv_role == "kv_consumer" else AUTO_SYNC_MS
         if config.sync_ms is not None:
             ms = config.sync_ms
         # The most blocks that `auto` loads synchronously beside other requests.
-        self._sync_blocks = int(ms * bytes_per_ms) // block_bytes
-        # Blocks of synchronous loads after which a step takes no more of them; `None`: no end.
-        self._step_blocks_max = int(STEP_COPY_MS * bytes_per_ms) // block_bytes if on_gpu else None
+        self._sync_blocks = int(ms * BYTES_PER_MS) // block_bytes
+        # Blocks of synchronous loads after which a step takes no more of them.
+        self._step_blocks_max = int(STEP_COPY_MS * BYTES_PER_MS) // block_bytes
         # Blocks of a part; 0: nothing is loaded while blocks are on their way, because it could not be, or must not fail.
         may_fail = self._load != "sync" and vllm_compat.recomputes_failed_loads(vllm_config)
         self.blocks_of_part = -(-(PART_BYTES if on_gpu else HOST_PART_BYTES) // block_bytes)
         self.part_blocks = self.blocks_of_part if may_fail and not by_engine else 0
         # The most blocks of another engine's prompt that are not loaded in parts.
-        may_wait = on_gpu and not self._never_sync and self._load != "async"
-        self.whole_blocks = min(int(WHOLE_MS * bytes_per_ms) // block_bytes, self._sync_blocks) if may_wait else 0
+        waits = self._may_wait and self._load != "async"
+        self.whole_blocks = min(int(WHOLE_MS * BYTES_PER_MS) // block_bytes, self._sync_blocks) if waits else 0
         # Whether nothing was computed in the last step, and nothing is to be in this one so far.
         self._idle = True
         # Blocks of this step's synchronous loads, and new tokens of its requests, so far.
@@ -90,17 +81,16 @@ class Pacing:
 
     def ranks_copy(self) -> None:
         """Ranks copy for themselves although the sidecar was to: their loads can fail."""
-        self._never_sync |= self._beside_steps
+        self._may_wait = False
 
     def synchronous(self, blocks: int, alone: bool) -> bool | None:
         """Whether a step waits for a load of so many blocks, `alone`: beside no other request; None: not in this step."""
-        if self._never_sync or self._load == "async":
+        if not self._may_wait or self._load == "async":
             return False
         if self._load == "auto" and blocks > self._sync_blocks and not alone:
             return False
-        most = self._step_blocks_max
         # The first request always fits into the step.
-        if most is None or (self._step_blocks <= most and self._step_tokens <= STEP_NEW_TOKENS):
+        if self._step_blocks <= self._step_blocks_max and self._step_tokens <= STEP_NEW_TOKENS:
             return True
         return None if self._load == "sync" or len(self._background) >= BACKGROUND_LOADS else False
 

@@ -58,6 +58,9 @@ class SetWorker:
 
     def load(self, forward_context: ForwardContext) -> None:
         """Begins this step's loads."""
+        # vLLM asks in every step, also where no step of a rank that stays out was begun.
+        if not self._metadata:
+            return
         for part, its in zip(self._all, self._metadata, strict=True):
             self._open.update({request for request, _, _ in its.loads} | {request for request, _, _ in its.lost})
             part.load(forward_context)

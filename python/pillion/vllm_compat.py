@@ -48,11 +48,12 @@ def version() -> tuple[int, int]:
 
 
 def is_one_of_several() -> bool:
-    """Whether vLLM's MultiConnector is making a connector beside others: the configuration that it hands on does not say so."""
+    """Whether vLLM's MultiConnector makes a connector beside others, or asks its class: the configuration does not say so."""
     several: Any = sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
     frame = sys._getframe(1) if several else None
     while frame:
-        if isinstance(frame.f_locals.get("self"), several.MultiConnector):
+        kind = frame.f_locals.get("cls", type(frame.f_locals.get("self")))
+        if isinstance(kind, type) and issubclass(kind, several.MultiConnector):
             return True
         frame = frame.f_back
     return False

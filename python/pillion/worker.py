@@ -109,8 +109,15 @@ class Worker:
             self._connect(geometry, descriptors, [], [], self._config.copier(on_gpu=False))
         except (GeometryError, OSError, _shim.ShimError) as error:
             # The last: memory that cannot be exported, such as sleep mode's, or a sidecar that refuses this engine.
-            self.out_reason = str(error)
-            logger.error("PILLION STAYS OUT: %s. vLLM runs as if no connector were configured.", error)
+            self._stay_out(str(error))
+        except RuntimeError as error:
+            # Torch's, such as its OutOfMemoryError: the engine's own KV fills the device.
+            text = str(error).partition("\n")[0]
+            self._stay_out(f"torch: {text} (where memory is short, lower --gpu-memory-utilization)")
+
+    def _stay_out(self, reason: str) -> None:
+        self.out_reason = reason
+        logger.error("PILLION STAYS OUT: %s. vLLM runs as if no connector were configured.", reason)
 
     def _register_gpu(self, layers: list[tuple[str, torch.Tensor]], geometry: Geometry) -> None:
         pointers = [int(storage.data_ptr()) for storage in geometry.storages]

@@ -272,7 +272,7 @@ def test_an_engine_that_answers_what_others_compute_waits_for_short_copies_alone
 ) -> None:
     """Beside other requests; alone it delays nobody."""
     choice = made(monkeypatch, on_gpu=True, role=role, sync_ms=sync_ms)._pacing
-    longest = longest_ms * pacing.GPU_BYTES_PER_MS // BLOCK_BYTES
+    longest = longest_ms * pacing.BYTES_PER_MS // BLOCK_BYTES
     assert choice.synchronous(longest, alone=False) is True
     assert choice.synchronous(longest + 1, alone=False) is False
     assert choice.synchronous(longest + 1, alone=True) is True

@@ -99,12 +99,12 @@ class Stage:
 
 
 def pillion(socket: Path, load: str, **extra: Any) -> dict[str, Any]:
-    """Pillion's connector with a query budget that no busy machine exhausts, and whole hits."""
+    """Pillion's connector with a query budget that no busy machine exhausts, and whole hits; with `sync` steps wait."""
     settings: dict[str, Any] = {"pillion.socket": str(socket), "pillion.load": load}
     settings |= {"pillion.query_timeout_us": 10_000_000, "pillion.check_every": 0}
     return {
         "kv_connector": "PillionConnector",
-        "kv_connector_module_path": "pillion.connector",
+        "kv_connector_module_path": "testkit.waiting_connector" if load == "sync" else "pillion.connector",
         "kv_connector_extra_config": settings | extra,
     }
 

@@ -33,6 +33,7 @@ from stage import (
     lose_leases,
     metrics,
     new_weights,
+    pillion,
     prompt_of,
     right_answers,
     send,
@@ -227,6 +228,16 @@ def test_requests_beside_a_failed_load(stage: Stage, first_block: int) -> None:
             assert failed["failed_blocks"] > 0
             expect_right(last, right, "after requests beside a failed load")
             assert last["hits"] > 0
+
+
+def test_no_block_of_a_failed_load_stays_in_the_prefix_cache(stage: Stage) -> None:
+    """Its client leaves before vLLM hears of the failure, so nobody computes the blocks again."""
+    with sidecar.serving(stage.directory) as keeper:
+        acts = [generate([FIRST], 1), SETTLE, RESET, SLOW_STEPS, spoil(1)]
+        acts += [generate([FIRST], 8, at={"0:scheduled": abort(0)}), generate([FIRST], 8)]
+        (results,) = stage.play(acts, pillion(keeper.socket, "auto"), metrics=metrics(keeper))
+        assert results[5]["failed_blocks"] > 0
+        expect_right(results[6], right_answers([FIRST], 8), "after a load that failed")
 
 
 # --- weights that change ---

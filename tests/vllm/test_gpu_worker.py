@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import specs
 import torch
 
 from pillion import _shim, vllm_compat
@@ -217,3 +218,23 @@ def test_memory_of_another_device_is_refused_aloud(monkeypatch: pytest.MonkeyPat
     assert worker._session is None
     assert "PILLION STAYS OUT" in said[0]
     assert "cpu" in said[0]
+
+
+def test_a_device_without_room_is_no_end_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has given all of it to its KV cache; what the self-test wrote until then is cleared."""
+    said: list[str] = []
+    monkeypatch.setattr("pillion.worker.logger.error", lambda text, *parts: said.append(text % parts))
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore of it")
+
+    monkeypatch.setattr(torch, "equal", full)
+    monkeypatch.setattr(vllm_compat, "heads", lambda *_: {})
+    nothing: Any = None
+    kv = {name: torch.zeros(2, 10, 16, 2, 64, dtype=torch.bfloat16) for name in specs.LAYERS}
+    worker = Worker(Config(socket="/s"), nothing, specs.kv_cache_config(specs.full_attention()))
+    worker.register(kv)
+    assert worker._session is None
+    assert worker.out_reason == "torch: CUDA out of memory. (where memory is short, lower --gpu-memory-utilization)"
+    assert said == [f"PILLION STAYS OUT: {worker.out_reason}. vLLM runs as if no connector were configured."]
+    assert not any(tensor.any() for tensor in kv.values())

@@ -275,3 +275,22 @@ def test_beside_another_connector_it_stays_out_and_says_nothing_that_is_taken_fo
     one = Several().one
     assert "MultiConnector" in one._out and remedy in one._out and fits_metrics(one._out)
     assert one.get_kv_connector_stats() is None and one.get_handshake_metadata() is None
+
+
+def test_beside_another_connector_it_asks_for_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MultiConnector ends the start where two of its connectors name different ones."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from pillion.connector import PillionConnector
+
+    monkeypatch.setattr(vllm_compat, "fitting_layout", lambda _: "BLNHC")
+    transfer = SimpleNamespace(kv_connector_extra_config={"pillion.socket": "/s"})
+    config: Any = SimpleNamespace(kv_transfer_config=transfer)
+
+    class Several(MultiConnector):
+        @classmethod
+        def _get_connector_classes_and_configs(cls, vllm_config: Any) -> Any:
+            return [(PillionConnector, vllm_config)]
+
+    assert PillionConnector.get_required_kvcache_layout(config) == "BLNHC"
+    assert Several.get_required_kvcache_layout(config) is None

@@ -21,28 +21,16 @@ import numpy
 import torch
 
 from benches import rig
-from pillion import _shim
 from pillion.engine import Engine, Namespace
+from testkit import namespaces
 
 BLOCKS, TOKENS, ROUNDS = 64, 32, 40
 DRAM = "512MiB"
 # Layers, heads and the elements of a key or a value, of 4 bytes: the model of the tests, and blocks of 1 MiB.
 MODELS = {"96k": (3, 2, 64), "1m": (8, 4, 128)}
-# As attention on a GPU keeps a token's key and value, and as vLLM's CPU build keeps keys, with their tokens side by side.
-FORMS = {
-    "plain": "k=kv_heads*{head}+tokens*{both}+keys v={dim}+kv_heads*{head}+tokens*{both}+values",
-    "transposed": "k=kv_heads*{head}+keys*{tokens}+tokens v={half}+kv_heads*{head}+tokens*{dim}+values",
-}
+# Whether keys lie with their tokens side by side.
+FORMS = {"plain": False, "transposed": True}
 PROMPT = list(range(BLOCKS * TOKENS))
-
-
-def namespace(form: str, layers: int, heads: int, dim: int) -> Namespace:
-    """One that no vLLM has been in."""
-    sizes = f"layers={layers} tokens={TOKENS} kv_heads={heads} keys={dim} values={dim} dtype=float32"
-    places = form.format(tokens=TOKENS, dim=dim, both=2 * dim, half=TOKENS * dim, head=2 * TOKENS * dim)
-    facts = {"page_form": f"{sizes} {places} packing=none", "block_tokens": str(TOKENS), "hash_algorithm": "xxhash_cbor"}
-    facts |= {"extra_keys": "tagged", "none_hash": _shim.none_hash("xxhash_cbor", "0", "0.29").hex()}
-    return Namespace("", facts, layers * heads * TOKENS * 2 * dim * 4)
 
 
 def measure(socket: Path, name: str, namespace: Namespace, arrays: Any, kv: Any) -> dict[str, float]:
@@ -81,8 +69,10 @@ def main() -> None:
     with rig.sidecar(DRAM) as sidecar:
         for size, (layers, heads, dim) in MODELS.items():
             kv = numpy.random.default_rng(1).standard_normal((2, layers, heads, len(PROMPT), dim), dtype=numpy.float32)
-            for form, text in FORMS.items():
-                known = namespace(text, layers, heads, dim)
+            for form, transposed in FORMS.items():
+                known = namespaces.new(
+                    layers=layers, heads=heads, tokens=TOKENS, dim=dim, transposed=transposed, algorithm="xxhash_cbor"
+                )
                 for library, arrays, given in (("numpy", numpy, kv), ("torch", torch, torch.from_numpy(kv))):
                     name = f"{size}_{form}_{library}"
                     result[name] = measure(sidecar.socket, name, known, arrays, given)

@@ -14,14 +14,9 @@ import pytest
 from pillion import _shim, engine
 from pillion.engine import Engine, EngineError, Namespace
 from pillion.pages import FormError
-from testkit import sidecar
+from testkit import namespaces, sidecar
 
 LAYERS, SHARDS, HEADS, TOKENS, DIM = 2, 2, 2, 16, 8
-FORM = (
-    f"layers={LAYERS} tokens={TOKENS} kv_heads={HEADS} keys={DIM} values={DIM} dtype=float32 "
-    f"k=kv_heads*{2 * DIM * TOKENS}+keys*{TOKENS}+tokens "
-    f"v={DIM * TOKENS}+kv_heads*{2 * DIM * TOKENS}+tokens*{DIM}+values packing=none"
-)
 PROMPT = list(range(100, 100 + 5 * TOKENS + 3))
 BLOCKS = len(PROMPT) // TOKENS
 # Longer than a load waits without a promise; and how often the engine that promised is seen to work: a promise of one that is
@@ -33,10 +28,8 @@ QUERIES, EXHAUSTED = "pillion_handover_queries_total", "pillion_handover_exhaust
 
 
 def namespace(**changed: str) -> Namespace:
-    """One that no vLLM has been in."""
-    facts = {"page_form": FORM, "block_tokens": str(TOKENS), "hash_algorithm": "sha256_cbor", "extra_keys": "tagged"}
-    facts |= {"none_hash": _shim.none_hash("sha256_cbor", "0", "0.29").hex(), "dtype": "torch.float32"}
-    return Namespace("", facts | changed, SHARDS * LAYERS * HEADS * TOKENS * 2 * DIM * 4)
+    """Of blocks of two shards."""
+    return namespaces.new(layers=LAYERS, heads=HEADS, tokens=TOKENS, dim=DIM, shards=SHARDS, facts=changed)
 
 
 def kv(seed: int, blocks: int = BLOCKS) -> tuple[Any, Any]:
@@ -137,12 +130,8 @@ def test_what_one_engine_saves_another_one_loads(tmp_path: Path) -> None:
 def test_consecutive_blocks_are_read_where_they_were_loaded(tmp_path: Path) -> None:
     """Pieces of 8 KiB, a head's tokens each: K and V of one engine's blocks are those that another one saved elsewhere."""
     dim, blocks = 32, 6
-    form = f"layers=2 tokens=32 kv_heads=2 keys={dim} values={dim} dtype=float32 k=kv_heads*2048+tokens*64+keys "
-    facts = dict(namespace().facts) | {
-        "page_form": f"{form}v=32+kv_heads*2048+tokens*64+values packing=none",
-        "block_tokens": "32",
-    }
-    space, tokens = Namespace("", facts, 2 * 2 * 2048 * 4), list(range(blocks * 32))
+    space = namespaces.new(layers=2, heads=2, tokens=32, dim=dim, transposed=False)
+    tokens = list(range(blocks * 32))
     k, v = numpy.random.default_rng(1).standard_normal((2, 2, 2, len(tokens), dim), dtype=numpy.float32)
     with sidecar.serving(tmp_path) as keeper:
         with Engine(keeper.socket, "p", space, 16) as first:
@@ -181,7 +170,7 @@ def test_namespaces_are_found_with_what_differs_and_what_they_keep(tmp_path: Pat
     (weights / "model.safetensors").write_bytes(bytes(64))
     known = _shim.weight_files(weights)
     assert known is not None
-    amx = FORM.partition(" k=")[0] + " order=kv_heads,tokens,content packing=amx"
+    amx = namespace().facts["page_form"].partition(" k=")[0] + " order=kv_heads,tokens,content packing=amx"
     with sidecar.serving(tmp_path) as keeper:
         engines = [Engine(keeper.socket, f"e{n}", namespace(weights=digest), 16) for n, digest in enumerate((known, "others"))]
         saved(engines[0], seed=1)

@@ -12,8 +12,8 @@ import transformers_decode
 from transformers import AutoConfig
 
 from pillion import _shim, identity
-from pillion.engine import Engine, Namespace
-from testkit import model, prompts, sidecar
+from pillion.engine import Engine
+from testkit import model, namespaces, prompts, sidecar
 
 # Both import transformers.
 pytestmark = pytest.mark.xdist_group("decoders")
@@ -22,22 +22,20 @@ TOKENS, NEW = 32, 24
 PROMPT = prompts.prompt(330, seed=1700)
 # As many as a prompt can have as a hit.
 BLOCKS = prompts.hit_tokens(len(PROMPT)) // TOKENS
-FORM = (
-    f"layers={model.TINY.layers} tokens={TOKENS} kv_heads={model.TINY.kv_heads} keys={model.TINY.head_dim} "
-    f"values={model.TINY.head_dim} dtype=float32 "
-    "k=kv_heads*4096+keys*32+tokens v=2048+kv_heads*4096+tokens*64+values packing=none"
-)
 
 
 def founded(socket: Path, directory: Path) -> Engine:
     """An engine by which the sidecar knows the namespace of a model."""
     weights = _shim.weight_files(directory)
     assert weights is not None
-    facts = {"page_form": FORM, "block_tokens": str(TOKENS), "hash_algorithm": "sha256_cbor", "extra_keys": "tagged"}
-    facts |= {"none_hash": _shim.none_hash("sha256_cbor", "0", "0.29").hex(), "dtype": "torch.float32", "weights": weights}
-    facts["config"] = identity.configuration(AutoConfig.from_pretrained(directory))
-    block_bytes = TOKENS * model.TINY.kv_bytes_per_token(dtype_bytes=4)
-    return Engine(socket, f"founder of {directory.name}", Namespace("", facts, block_bytes), 1)
+    known = namespaces.new(
+        layers=model.TINY.layers,
+        heads=model.TINY.kv_heads,
+        tokens=TOKENS,
+        dim=model.TINY.head_dim,
+        facts={"weights": weights, "config": identity.configuration(AutoConfig.from_pretrained(directory))},
+    )
+    return Engine(socket, f"founder of {directory.name}", known, 1)
 
 
 def counted(decoder: Any) -> list[int]:

@@ -8,28 +8,19 @@ from pathlib import Path
 
 import numpy
 
-from pillion import _shim
 from pillion.engine import Engine, Namespace
-from testkit import ports
+from testkit import namespaces, ports
 from testkit.sidecar import Sidecar, serving
 
 HEADS, TOKENS, DIM = 2, 16, 256
-FORM = (
-    f"layers=1 tokens={TOKENS} kv_heads={HEADS} keys={DIM} values={DIM} dtype=float32 "
-    f"k=kv_heads*{2 * DIM * TOKENS}+keys*{TOKENS}+tokens "
-    f"v={DIM * TOKENS}+kv_heads*{2 * DIM * TOKENS}+tokens*{DIM}+values packing=none"
-)
-BLOCK_BYTES = HEADS * TOKENS * 2 * DIM * 4
 BLOCKS = 64
 # A pool that holds seven prompts of 16 blocks, and a disk that holds many.
 DRAM, DISK = "8MiB", "64MiB"
 
 
 def namespace() -> Namespace:
-    """One that no vLLM has been in."""
-    facts = {"page_form": FORM, "block_tokens": str(TOKENS), "hash_algorithm": "sha256_cbor", "extra_keys": "tagged"}
-    facts |= {"none_hash": _shim.none_hash("sha256_cbor", "0", "0.29").hex(), "dtype": "torch.float32"}
-    return Namespace("", facts, BLOCK_BYTES)
+    """Of blocks of 64 KiB."""
+    return namespaces.new(layers=1, heads=HEADS, tokens=TOKENS, dim=DIM)
 
 
 def prompt(seed: int, blocks: int = 16) -> list[int]:

@@ -8,26 +8,13 @@ from typing import Any
 import numpy
 
 from containers import ROOT, USER, Podman, started
-from pillion import _shim
-from pillion.engine import Engine, Namespace
+from pillion.engine import Engine
+from testkit import namespaces
 
 LAYERS, HEADS, TOKENS, DIM = 16, 8, 32, 32
-HEAD = 2 * DIM * TOKENS
-# 1 MiB a block, in float32. Memory has room for two thirds of the blocks, the disk for all.
-BLOCK_BYTES = LAYERS * HEADS * HEAD * 4
+# Blocks of 1 MiB: memory has room for two thirds of them, the disk for all.
 BLOCKS, PROMPTS = 4, 6
 TIERS = ("--dram=16MiB", "--ssd=/var/lib/pillion:64MiB:create", "--gpu=off")
-FORM = (
-    f"layers={LAYERS} tokens={TOKENS} kv_heads={HEADS} keys={DIM} values={DIM} dtype=float32 "
-    f"k=kv_heads*{HEAD}+keys*{TOKENS}+tokens v={DIM * TOKENS}+kv_heads*{HEAD}+tokens*{DIM}+values packing=none"
-)
-FACTS = {
-    "page_form": FORM,
-    "block_tokens": str(TOKENS),
-    "hash_algorithm": "sha256_cbor",
-    "extra_keys": "tagged",
-    "none_hash": _shim.none_hash("sha256_cbor", "0", "0.29").hex(),
-}
 
 
 def prompt(number: int) -> list[int]:
@@ -43,7 +30,7 @@ def kv(number: int) -> Any:
 
 def joined(socket: Path) -> Engine:
     """An engine that the sidecar serves."""
-    return Engine(socket, "engine", Namespace("", FACTS, BLOCK_BYTES), BLOCKS)
+    return Engine(socket, "engine", namespaces.new(layers=LAYERS, heads=HEADS, tokens=TOKENS, dim=DIM), BLOCKS)
 
 
 def loaded(socket: Path) -> int:

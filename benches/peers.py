@@ -38,8 +38,7 @@ class Side:
         self._sidecar = stack.enter_context(rig.sidecar(DRAM, more))
         self._engine = rig.Engine(self._sidecar.socket, BLOCKS, BLOCK_BYTES)
         self._scheduler = self._engine.scheduler
-        stack.callback(self._engine.worker.disconnect)
-        stack.callback(self._scheduler.disconnect)
+        stack.callback(self._engine.close)
         self.keys = [source.randbytes(16) for _ in range(KEYS)]
         self._engine.save(self.keys)
 

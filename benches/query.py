@@ -218,8 +218,7 @@ def grouped() -> dict[str, dict[str, float]]:
         groups = []
         for group in range(2):
             engine = rig.Engine(sidecar.socket, BLOCKS, BLOCK_BYTES, f"bench group {group}", {"group": str(group)})
-            stack.callback(engine.worker.disconnect)
-            stack.callback(engine.scheduler.disconnect)
+            stack.callback(engine.close)
             groups.append(engine)
         keys = [source.randbytes(32) for _ in range(COMPARED_KEYS)]
         for engine in groups:
@@ -289,8 +288,7 @@ def pair(binary: Path | None) -> dict[str, float]:
         for kind in ("plain", "events", *(["binary"] if binary else [])):
             running = stack.enter_context(rig.sidecar(DRAM, binary=binary if kind == "binary" else None))
             engine = rig.Engine(running.socket, BLOCKS, BLOCK_BYTES)
-            stack.callback(engine.worker.disconnect)
-            stack.callback(engine.scheduler.disconnect)
+            stack.callback(engine.close)
             keys = [source.randbytes(16) for _ in range(COMPARED_KEYS)]
             engine.save(keys)
             look = follow(engine) if kind == "events" else lambda: ()
@@ -318,8 +316,7 @@ def main() -> None:
         # A million objects: the collector's pauses are the benchmark's own.
         gc.freeze()
         result = measure(engine, keys, long_keys)
-        engine.scheduler.disconnect()
-        engine.worker.disconnect()
+        engine.close()
     result |= {**grouped(), **compared(binary), **peers.measure()}
     print(json.dumps(result | {"seqpacket_rtt_us": round_trip, "keys": KEYS}))
 

@@ -55,8 +55,7 @@ def fill(sidecar: Sidecar, block_bytes: int) -> int:
     blocks = POOL_GIB * GIB // block_bytes * 98 // 100
     engine.save([source.randbytes(16) for _ in range(blocks)])
     kept = sidecar.metrics()["pillion_blocks"]
-    engine.scheduler.disconnect()
-    engine.worker.disconnect()
+    engine.close()
     return kept
 
 

@@ -1,4 +1,4 @@
-"""What the Python benchmarks share: a real sidecar, KV memory of tiny blocks, and sessions over the native module."""
+"""What the Python benchmarks share: a real sidecar, and an engine whose KV memory has tiny blocks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from pillion import _shim
+from testkit import sessions
 from testkit.sidecar import Sidecar, serving
-from testkit.waiting import wait_for
 
-# What is waited for takes some 10 us.
-POLL_S = 0.0002
-# Answers are waited for: a benchmark that counted misses would measure nothing.
-BUDGET_US = 1_000_000
+POLL_S, BUDGET_US = sessions.POLL_S, sessions.QUERY_BUDGET_US
 
 
 @contextlib.contextmanager
@@ -31,7 +27,7 @@ def sidecar(dram: str, more: tuple[str, ...] = (), binary: Path | None = None) -
         yield running
 
 
-class Engine:
+class Engine(sessions.Sessions):
     """One rank and its scheduler over `blocks` blocks of `block_bytes` bytes, not counting block 0.
 
     Block 0 is vLLM's null block, which is never kept.
@@ -44,51 +40,15 @@ class Engine:
         self.fd = os.memfd_create("pillion-bench-kv")
         os.truncate(self.fd, (blocks + 1) * block_bytes)
         self.blocks = blocks
-        # An id of this run, which no other engine of the bench has.
-        self.run = os.urandom(16)
-        regions = [(0, 0, block_bytes, block_bytes)]
         facts = {"benchmark": "rig", "block_bytes": str(block_bytes)} | (more or {})
-        self.worker = _shim.WorkerSession(str(path), name, 1, 0, 0, 1, blocks + 1, regions, [self.fd], "engine", facts)
-        self.scheduler = _shim.SchedulerSession(str(path), name, 1, self.run, BUDGET_US, True, False)
-        if not (self.worker.connected and self.scheduler.connected):
-            sys.exit(f"not connected: {self.worker.take_notices()} {self.scheduler.take_notices()}")
-        # Nothing is served before the ranks have joined.
-        self.worker.join(self.run)
-        self._step = 0
-
-    def step(self) -> int:
-        """The number of the next step."""
-        self._step += 1
-        return self._step
+        regions = [(0, 0, block_bytes, block_bytes)]
+        super().__init__(path, name, blocks + 1, regions, facts, copier="engine", files=[self.fd])
 
     def save(self, hashes: list[bytes]) -> None:
         """Keeps these keys, with whatever the blocks hold, and returns when they are committed."""
         for first in range(0, len(hashes), self.blocks):
-            self._save_some(hashes[first : first + self.blocks])
-
-    def _save_some(self, hashes: list[bytes]) -> None:
-        scheduler, step = self.scheduler, self.step()
-        log = self.log(hashes)
-        if not scheduler.save(log, 0, list(range(1, len(hashes) + 1)), step):
-            sys.exit("a save found no room")
-        scheduler.end_step()
-        self.worker.join(self.run)
-        self.worker.start(step)
-        self.worker.done(step, True)
-
-        def ended() -> bool:
-            scheduler.end_step()
-            return scheduler.saving == 0
-
-        wait_for(ended, "end of a save", poll_s=POLL_S)
-        scheduler.close(log)
-
-    def log(self, hashes: list[bytes]) -> int:
-        """A log of these keys."""
-        log = self.scheduler.open()
-        if self.scheduler.append(log, hashes, 0) != len(hashes):
-            sys.exit("a key log found no room")
-        return log
+            some = hashes[first : first + self.blocks]
+            self.keep(some, list(range(1, len(some) + 1)))
 
 
 def percentile(samples: list[float], part: float) -> float:

@@ -83,19 +83,11 @@ class Group(rig.Engine):
 
     def offer(self, log: int, spans: list[tuple[int, int]], prompt: int, points: tuple[int, int]) -> None:
         """Saves what is needed of these blocks."""
-        step = self.step()
         for first, end in spans:
             for begin, stop in self._resuming.needed(first, end, prompt, points):
-                self.scheduler.save(log, begin, list(range(1, stop - begin + 1)), step)
-        self.scheduler.end_step()
-        self.worker.join(self.run)
-        self.worker.start(step)
-        self.worker.done(step, True)
-
-    def ended(self) -> bool:
-        """Whether all saves have."""
-        self.scheduler.end_step()
-        return self.scheduler.saving == 0
+                self.scheduler.save(log, begin, list(range(1, stop - begin + 1)), self.next_step)
+        with self.step():
+            pass
 
 
 def play(asked: list[Request], size: int, room: int, resuming: Resuming) -> dict[str, float]:
@@ -126,7 +118,7 @@ def play(asked: list[Request], size: int, room: int, resuming: Resuming) -> dict
             for group, log in zip(groups, logs, strict=True):
                 group.offer(log, [(0, hit), (hit, len(keys))], last, (hit, parted))
             for group, log in zip(groups, logs, strict=True):
-                wait_for(group.ended, "end of saves", poll_s=rig.POLL_S)
+                wait_for(group.saved, "end of saves", poll_s=rig.POLL_S)
                 group.scheduler.close(log)
         kept = {entry["facts"]["group_kind"]: entry["memory_blocks"] for entry in running.namespaces()}
     of_all = LAYERS * kept["full"]

@@ -16,15 +16,15 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benches.gpu import compute, rig
-from pillion import _shim
 from pillion.geometry import describe
+from testkit.sessions import Sessions
 from testkit.waiting import Failed, wait_for
 
 BLOCK_BYTES = 2 << 20
@@ -42,8 +42,8 @@ HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
 POOL_EXTRA_BYTES = 256 << 20
 
 
-class Engine:
-    """KV memory of one form, both sessions, and a stream on which nothing is computed."""
+class Engine(Sessions):
+    """KV memory of one form, and a stream on which nothing is computed."""
 
     def __init__(self, socket: Path, form: str, blocks: int) -> None:
         layers, outermost = FORMS[form]
@@ -54,84 +54,47 @@ class Engine:
         geometry = describe([(f"layer.{layer}", self._blocks[:, layer]) for layer in range(layers)], blocks)
         self.runs = len(geometry.regions)
         self._stream = torch.cuda.Stream()
-        self._step, self._run = 0, uuid.uuid4().bytes
         torch.cuda.synchronize()
         name = f"raw-{uuid.uuid4()}"
-        self._worker = _shim.WorkerSession(
+        super().__init__(
             socket,
             name,
-            1,
-            0,
-            0,
-            1,
             blocks,
             geometry.regions,
-            [],
-            "sidecar",
             {"engine": name},
             pointers=[storage.data_ptr() for storage in geometry.storages],
             cuts=geometry.cuts,
             stream=self._stream.cuda_stream,
+            budget_us=QUERY_BUDGET_US,
         )
-        self._scheduler = _shim.SchedulerSession(socket, name, 1, self._run, QUERY_BUDGET_US, False, True)
-        wait_for(
-            self._connected,
-            "sessions",
-            failed=lambda reason: Failed(f"{reason}: {self._worker.take_notices()} {self._scheduler.take_notices()}"),
-        )
-
-    def _connected(self) -> bool:
-        self._worker.join(self._run)
-        self._scheduler.end_step()
-        return self._worker.connected and self._scheduler.connected and self._scheduler.namespace != 0
-
-    def end(self) -> None:
-        """Leaves the sidecar."""
-        self._scheduler.disconnect()
-        self._worker.disconnect()
 
     def transfer(self, save: tuple[list[bytes], list[int]], load: tuple[list[bytes], list[int]]) -> tuple[float, float]:
         """Saves some blocks and loads others, at once; seconds of each. One without keys is not done."""
-        before = self._scheduler.stats()["blocks_committed"]
-        saving, loading = self._log(save[0]), self._log(load[0])
+        before = self.scheduler.stats()["blocks_committed"]
+        saving, loading = self.log(save[0]), self.log(load[0])
         if load[0]:
-            wait_for(lambda: self._scheduler.query(loading, 0, len(load[0])) == len(load[0]), "keys that are kept", WATCHDOG_S)
+            wait_for(lambda: self.scheduler.query(loading, 0, len(load[0])) == len(load[0]), "keys that are kept", WATCHDOG_S)
         begun = time.perf_counter()
         if save[0]:
             # A step of its own: the save waits for its end, and the step that loads ends behind the load.
-            self._one_step(lambda step: self._scheduler.save(saving, 0, save[1], step))
-        plans = self._scheduler.load(loading, 0, load[1], self._step + 1, True) if load[0] else []
+            assert self.scheduler.save(saving, 0, save[1], self.next_step), "no room for the save"
+            with self.step():
+                pass
+        plans = self.scheduler.load(loading, 0, load[1], self.next_step, True) if load[0] else []
         assert plans or not load[0], "no lease"
-        self._one_step(lambda _: True, plans)
+        with self.step():
+            for plan in plans:
+                failed = self.worker.load(plan, True, self.stream)
+                assert not failed, f"{failed} were not loaded"
         loaded = torch.cuda.Event()
         loaded.record(self._stream)
-        ends = dict(until(begun, {"save": self._saved, "load": loaded.query}))
-        self._scheduler.close(saving)
-        self._scheduler.close(loading)
-        self._scheduler.end_step()
-        committed = self._scheduler.stats()["blocks_committed"] - before
+        ends = dict(until(begun, {"save": self.saved, "load": loaded.query}))
+        self.scheduler.close(saving)
+        self.scheduler.close(loading)
+        self.scheduler.end_step()
+        committed = self.scheduler.stats()["blocks_committed"] - before
         assert committed == len(save[0]), f"{len(save[0]) - committed} blocks were not saved"
         return ends["save"], ends["load"]
-
-    def _saved(self) -> bool:
-        self._scheduler.end_step()
-        return self._scheduler.saving == 0
-
-    def _log(self, hashes: list[bytes]) -> int:
-        log = self._scheduler.open()
-        assert self._scheduler.append(log, hashes, 0) == len(hashes), "no room for the keys"
-        return log
-
-    def _one_step(self, post: Callable[[int], bool], plans: Sequence[bytes] = ()) -> None:
-        self._step += 1
-        assert post(self._step), "no room for the save"
-        self._scheduler.end_step()
-        stream = self._stream.cuda_stream
-        self._worker.start(self._step, stream)
-        for plan in plans:
-            failed = self._worker.load(plan, True, stream)
-            assert not failed, f"{failed} were not loaded"
-        self._worker.done(self._step, True, stream)
 
     def same(self, left: list[int], right: list[int]) -> bool:
         """Whether blocks hold the same bytes; then those on the right are spoiled, for the next time."""
@@ -294,7 +257,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 found = compute.beside(bench.keep_going(bench.orders["shuffled"]), options.scale)
                 result |= {f"{key}_{form}": value for key, value in found.items()}
                 rig.say(f"{form}, beside compute: {found}")
-            engine.end()
+            engine.close()
             del engine, bench
             torch.cuda.empty_cache()
     try:
@@ -302,7 +265,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             engine = Engine(socket, "2m", blocks)
             rates = Bench(engine, count, blocks, samples).rates(list(range(1, 1 + 2 * count)))
             result |= ratios("2m_hugepages", rates, reference)
-            engine.end()
+            engine.close()
     except (OSError, Failed) as error:
         result["hugepages_skipped"] = " ".join(str(error).splitlines()[:2])
     return result

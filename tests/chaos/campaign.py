@@ -7,7 +7,7 @@ import dataclasses
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from chaos import faults, figures, load
@@ -45,12 +45,12 @@ class Undisturbed:
 class Campaign:
     """The sidecar and the engine of the moment, the load, and what was counted."""
 
-    def __init__(self, directory: Path, model: Path, seed: int) -> None:
+    def __init__(self, directory: Path, model: Path, seed: int, prefix_blocks: Sequence[int] = load.PREFIX_BLOCKS) -> None:
         self._seed = seed
         self._directory = directory
         self._model = model
         self._chance = random.Random(seed)
-        self._prompts = load.make_prompts(seed)
+        self._prompts = load.make_prompts(seed, prefix_blocks)
         self._right: list[load.Right] = []
         self._undisturbed: dict[faults.Shape, Undisturbed] = {}
         self._pool = sidecar.new_pool()

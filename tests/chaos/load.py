@@ -7,6 +7,7 @@ import math
 import random
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from testkit import engine, prompts
@@ -29,10 +30,10 @@ WATCHDOG_S = 300
 LOGPROB_TOLERANCE = 1e-3
 
 
-def make_prompts(seed: int) -> list[list[int]]:
-    """Prompts that share prefixes."""
+def make_prompts(seed: int, prefix_blocks: Sequence[int]) -> list[list[int]]:
+    """Prompts that share prefixes of so many blocks."""
     asked = []
-    for number, blocks in enumerate(PREFIX_BLOCKS):
+    for number, blocks in enumerate(prefix_blocks):
         prefix = prompts.prompt(blocks * engine.BLOCK_TOKENS, seed=1_000 * seed + number)
         questions = [prompts.prompt(tokens, seed=1_000 * seed + 100 + tokens) for tokens in QUESTION_TOKENS]
         asked += [prefix + question for question in questions]

@@ -19,8 +19,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from pillion import _shim
 from testkit.child import Child, Parent, python
-from testkit.waiting import Failed, wait_for
+from testkit.sessions import Sessions
 
 # Blocks of 640 KiB, delivered in three cuts as vLLM's would be.
 LAYERS, LAYER_BYTES = 20, 32 << 10
@@ -33,7 +34,6 @@ STEP_S = 0.004
 # Steps that are launched ahead of the GPU.
 STEPS_AHEAD = 2
 TELL_S = 0.25
-QUERY_BUDGET_US = 1_000_000
 READY_S, DRAIN_S = 60, 60
 # Where a session's memory holds the gates of its loads; shm-protocol/PROTOCOL.md, section 2.
 GATES, OPERATIONS = 51_974_144, 4096
@@ -99,7 +99,6 @@ class Memory:
         self._torch, self._on_gpu = torch, device >= 0
         # Block 0 is never used, and the last one is a new session's to try its copies on.
         self.blocks, words = blocks + 2, BLOCK_BYTES // 8
-        self.file = -1
         if self._on_gpu:
             torch.cuda.set_device(device)
             self.stream = torch.cuda.Stream()
@@ -115,16 +114,11 @@ class Memory:
         self.wait()
 
     @property
-    def handle(self) -> int:
-        """The stream that steps are launched on."""
-        return int(self.stream.cuda_stream) if self._on_gpu else 0
-
-    @property
     def place(self) -> dict[str, Any]:
         """Where it is, for a session."""
         if not self._on_gpu:
-            return {}
-        return {"pointers": [self._memory.data_ptr()], "cuts": CUTS, "stream": self.handle}
+            return {"files": [self.file]}
+        return {"pointers": [self._memory.data_ptr()], "cuts": CUTS, "stream": self.stream.cuda_stream}
 
     def wrong_words(self) -> int:
         """Of all blocks. Loads that are under way write what is there."""
@@ -145,29 +139,23 @@ class Memory:
             self._torch.cuda.synchronize()
 
 
-class Engine:
+class Engine(Sessions):
     """Both roles."""
 
     def __init__(self, socket: str, namespace: str, blocks: int, device: int) -> None:
-        from pillion import _shim
-
-        self._shim = _shim
         self._memory = Memory(blocks, device)
         self._ids = list(range(1, blocks + 1))
         self._hashes = [hashlib.sha256(f"{namespace} {block}".encode()).digest() for block in self._ids]
-        self._run, engine = uuid.uuid4().bytes, f"flood-{uuid.uuid4()}"
-        region, files = (0, 0, BLOCK_BYTES, BLOCK_BYTES), [self._memory.file] if device < 0 else []
-        facts = {"engine": namespace}
-        where = self._memory.place
-        count = self._memory.blocks
-        self._rank = _shim.WorkerSession(socket, engine, 1, 0, 0, 1, count, [region], files, "sidecar", facts, **where)
-        self._scheduler = _shim.SchedulerSession(socket, engine, 1, self._run, QUERY_BUDGET_US, False, True)
-        self._step = 0
+        regions = [(0, 0, BLOCK_BYTES, BLOCK_BYTES)]
+        facts, where = {"engine": namespace}, self._memory.place
+        super().__init__(Path(socket), f"flood-{uuid.uuid4()}", self._memory.blocks, regions, facts, **where)
         # Logs of loads that go on.
         self._loading: dict[int, int] = {}
-        self.loaded = self.failed = self.refused = self.gates_closed = 0
-        wait_for(self._connected, "connection", READY_S, 0.01, self._complaint)
-        self._save()
+        self.loaded = self.failed_blocks = self.refused = self.gates_closed = 0
+        self.keep(self._hashes, self._ids)
+        stats = self.scheduler.stats()
+        if stats["blocks_committed"] + stats["blocks_present"] < len(self._ids):
+            raise self.failed("the save was not taken")
 
     @property
     def load_bytes(self) -> int:
@@ -179,9 +167,8 @@ class Engine:
         """Of loads that have not ended."""
         return len(self._loading) * self.load_bytes
 
-    def step(self, queued_bytes: int) -> None:
+    def play(self, queued_bytes: int) -> None:
         """One step, which fills the backlog."""
-        self._step += 1
         plans: list[tuple[int, bytes]] = []
         while self.queued_bytes + len(plans) * self.load_bytes < queued_bytes and len(plans) < LOADS_OF_A_STEP:
             planned = self._plan()
@@ -189,35 +176,32 @@ class Engine:
                 self.refused += 1
                 break
             plans.append(planned)
-        self._scheduler.end_step()
-        self._rank.join(self._run)
-        self._rank.start(self._step, self._memory.handle)
-        for log, plan in plans:
-            failed = self._rank.load(plan, False, self._memory.handle)
-            if failed is None:
-                self._loading[self._shim.plan_op(plan)] = log
-            else:
-                self._end(log, failed)
-        for op, failed in self._rank.finished():
-            self._end(self._loading.pop(op), failed)
-        self._rank.done(self._step, True, self._memory.handle)
+        with self.step():
+            for log, plan in plans:
+                failed = self.worker.load(plan, False, self.stream)
+                if failed is None:
+                    self._loading[_shim.plan_op(plan)] = log
+                else:
+                    self._end(log, failed)
+            for op, failed in self.worker.finished():
+                self._end(self._loading.pop(op), failed)
         self._memory.mark_step()
 
     def found(self) -> dict[str, Any]:
         """All that a test wants to know."""
-        stats = self._rank.stats()
+        stats = self.worker.stats()
         return {
             "loads": self.loaded,
             "loaded_bytes": self.loaded * self.load_bytes,
             "queued_bytes": self.queued_bytes,
-            "failed": self.failed,
+            "failed": self.failed_blocks,
             "refused": self.refused,
             "rescues": stats["rescues"],
             "blocks_by_engine": stats["blocks_by_engine"],
-            "connections": max(self._rank.generation, self._scheduler.generation),
+            "connections": max(self.worker.generation, self.scheduler.generation),
             "wrong_words": self._memory.wrong_words(),
             "gates_closed": self.gates_closed,
-            "notices": [*self._rank.take_notices(), *self._scheduler.take_notices()],
+            "notices": [*self.worker.take_notices(), *self.scheduler.take_notices()],
             "at": time.monotonic(),
         }
 
@@ -232,49 +216,27 @@ class Engine:
                     ctypes.memmove(start + GATES - offset, words, len(words))
                     self.gates_closed += OPERATIONS
 
-    def end(self) -> None:
-        """Leaves the sidecar."""
+    def close(self) -> None:
+        """Once the GPU has done all."""
         self._memory.wait()
-        self._scheduler.disconnect()
-        self._rank.disconnect()
-
-    def _complaint(self, reason: str) -> Failed:
-        return Failed(f"{reason}: {self._rank.take_notices()} {self._scheduler.take_notices()}")
-
-    def _connected(self) -> bool:
-        self._rank.join(self._run)
-        self._scheduler.end_step()
-        return self._rank.connected and self._scheduler.connected and bool(self._scheduler.namespace)
-
-    def _save(self) -> None:
-        def kept() -> bool:
-            self.step(0)
-            stats = self._scheduler.stats()
-            return int(stats["blocks_committed"] + stats["blocks_present"]) >= len(self._ids)
-
-        log = self._scheduler.open()
-        appended = self._scheduler.append(log, self._hashes, 0)
-        if appended < len(self._ids) or not self._scheduler.save(log, 0, self._ids, self._step + 1):
-            raise self._complaint("the save was not taken")
-        self._scheduler.close(log)
-        wait_for(kept, "save", READY_S, 0.01, self._complaint)
+        super().close()
 
     def _plan(self) -> tuple[int, bytes] | None:
-        log = self._scheduler.open()
+        log = self.scheduler.open()
         if log < 0:
             return None
-        self._scheduler.append(log, self._hashes, 0)
-        if self._scheduler.query(log, 0, len(self._ids)) == len(self._ids):
-            plans = self._scheduler.load(log, 0, self._ids, self._step, False)
+        self.scheduler.append(log, self._hashes, 0)
+        if self.scheduler.query(log, 0, len(self._ids)) == len(self._ids):
+            plans = self.scheduler.load(log, 0, self._ids, self.next_step, False)
             if plans:
                 return log, plans[0]
-        self._scheduler.close(log)
+        self.scheduler.close(log)
         return None
 
     def _end(self, log: int, failed: list[int]) -> None:
         self.loaded += 1
-        self.failed += len(failed)
-        self._scheduler.close(log)
+        self.failed_blocks += len(failed)
+        self.scheduler.close(log)
 
 
 def main() -> None:
@@ -295,13 +257,13 @@ def main() -> None:
                 queued_bytes, drain_by = 0, time.monotonic() + DRAIN_S
             else:
                 engine.close_gates()
-        engine.step(queued_bytes)
+        engine.play(queued_bytes)
         time.sleep(STEP_S)
         if time.monotonic() > told + TELL_S:
             parent.tell(engine.found())
             told = time.monotonic()
     parent.tell(engine.found() | {"ended": True})
-    engine.end()
+    engine.close()
 
 
 if __name__ == "__main__":

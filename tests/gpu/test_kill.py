@@ -26,7 +26,7 @@ BATCHED_TOKENS = 2048
 # The prompts and their answers have 370 blocks, 230 MiB: the sidecar evicts.
 DRAM = "192MiB"
 # 15 to 40 MiB a load, some of which is being copied whenever something strikes.
-load.PREFIX_BLOCKS = (24, 32, 40, 48, 56, 64)
+PREFIX_BLOCKS = (24, 32, 40, 48, 56, 64)
 # Prompts whose answers differ without any fault are left out, a few times if need be.
 STEADY_TRIES = 4
 SHAPE: faults.Shape = "processes"
@@ -53,7 +53,7 @@ class GpuCampaign(campaign.Campaign):
     def __init__(self, directory: Path, model: Path, seed: int, mode: gpu_options.Mode) -> None:
         self._mode = mode
         self._thawed = False
-        super().__init__(directory, model, seed)
+        super().__init__(directory, model, seed, PREFIX_BLOCKS)
 
     @contextlib.contextmanager
     def _engine(self, life: faults.Life, connected: bool = True) -> Iterator[engine.Engine]:

@@ -1,0 +1,115 @@
+"""An engine of one rank that is two sessions and KV memory: what those have in common that measure or test `_shim` itself."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pillion import _shim
+from testkit.waiting import Failed, wait_for
+
+# Answers are waited for: who counted misses would measure nothing.
+QUERY_BUDGET_US = 1_000_000
+# What is waited for takes some 10 us.
+POLL_S = 0.0002
+
+
+class Sessions:
+    """The rank's session and the scheduler's, both connected; `stream` is the CUstream that steps are launched on."""
+
+    def __init__(
+        self,
+        socket: Path,
+        name: str,
+        blocks: int,
+        regions: Sequence[tuple[int, int, int, int]],
+        facts: dict[str, str],
+        *,
+        copier: Literal["sidecar", "engine"] = "sidecar",
+        files: Sequence[int] = (),
+        pointers: Sequence[int] = (),
+        cuts: Sequence[int] = (),
+        stream: int = 0,
+        budget_us: int = QUERY_BUDGET_US,
+    ) -> None:
+        """Memory is the host's, in `files`, or a GPU's, at `pointers`."""
+        # An id of this run, which no other engine has.
+        self.run = uuid.uuid4().bytes
+        self.stream = stream
+        self.next_step = 1
+        self.worker = _shim.WorkerSession(
+            socket,
+            name,
+            world_size=1,
+            rank=0,
+            shard=0,
+            shards=1,
+            blocks=blocks,
+            regions=list(regions),
+            fds=list(files),
+            copy=copier,
+            facts=facts,
+            pointers=list(pointers),
+            cuts=list(cuts),
+            stream=stream,
+        )
+        self.scheduler = _shim.SchedulerSession(
+            socket,
+            name,
+            world_size=1,
+            run=self.run,
+            budget_us=budget_us,
+            by_engine=copier == "engine",
+            early=copier == "sidecar",
+        )
+        wait_for(self._connected, "connection", failed=self.failed)
+
+    def _connected(self) -> bool:
+        # Nothing is served before the ranks have joined.
+        self.worker.join(self.run)
+        self.scheduler.end_step()
+        return self.worker.connected and self.scheduler.connected and self.scheduler.namespace != 0
+
+    def failed(self, reason: str) -> Failed:
+        """With what both sessions have to say."""
+        return Failed(f"{reason}: {self.worker.take_notices()} {self.scheduler.take_notices()}")
+
+    def log(self, hashes: list[bytes]) -> int:
+        """A log of these keys."""
+        log = self.scheduler.open()
+        if self.scheduler.append(log, hashes, 0) != len(hashes):
+            raise self.failed("a key log found no room")
+        return log
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """What was planned for `next_step` is done, by the rank with what it does within."""
+        self.scheduler.end_step()
+        self.worker.join(self.run)
+        self.worker.start(self.next_step, self.stream)
+        yield
+        self.worker.done(self.next_step, True, self.stream)
+        self.next_step += 1
+
+    def saved(self) -> bool:
+        """Whether every save has ended."""
+        self.scheduler.end_step()
+        return self.scheduler.saving == 0
+
+    def keep(self, hashes: list[bytes], block_ids: list[int]) -> None:
+        """Saves these blocks under these keys, and returns when that has ended."""
+        log = self.log(hashes)
+        if not self.scheduler.save(log, 0, block_ids, self.next_step):
+            raise self.failed("a save found no room")
+        with self.step():
+            pass
+        wait_for(self.saved, "end of a save", poll_s=POLL_S, failed=self.failed)
+        self.scheduler.close(log)
+
+    def close(self) -> None:
+        """Leaves the sidecar."""
+        self.scheduler.disconnect()
+        self.worker.disconnect()

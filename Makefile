@@ -35,8 +35,8 @@ demo: setup ## a real vLLM engine gets its KV back after a restart: table, and a
 test: test-rust test-loom test-sim test-python test-e2e ## all tests; no GPU needed
 
 test-long: setup-tests ## what CI has no time for: many seeds, this release against the one before, built from history, and the next, and other engines
-	@scripts/build-previous
-	@scripts/build-next
+	@scripts/build-release previous
+	@scripts/build-release next
 	$(PYTEST) tests/skew
 	@scripts/setup engines
 	$(PYTEST) tests/engines tests/e2e/test_windows.py
@@ -98,7 +98,7 @@ prove: setup-tests ## remove each protection in turn and see its test fail
 sanitize: setup ## address and thread sanitizers over the Rust tests
 	@scripts/sanitize
 
-lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of scripts/tidy and scripts/edges, pictures, options, metrics, tables of README.md, links
+lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of scripts/tidy and scripts/edges, pictures, options, metrics, tables of README.md
 	cargo fmt --all --check
 	@scripts/part clippy cargo clippy --workspace --all-targets --features connector-shim/python,connector-shim/c,mesh/rdma --quiet -- -D warnings
 	ruff check .
@@ -110,7 +110,6 @@ lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of s
 	scripts/options --check
 	scripts/metrics --check
 	scripts/support --check
-	scripts/book --check
 	typos
 	cargo-deny --log-level error check --hide-inclusion-graph bans licenses sources
 

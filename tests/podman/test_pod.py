@@ -70,7 +70,7 @@ class Load:
 
 def test_the_sidecars_container_is_killed_stopped_replaced_and_back(podman: Podman, pool: Path, tmp_path: Path) -> None:
     """No request fails, every token is right, and hits come back. Beside the release before the engine computes."""
-    subprocess.run([ROOT / "scripts/build-previous"], check=True)
+    subprocess.run([ROOT / "scripts/build-release", "previous"], check=True)
     pod = podman("pod", "create", "--share=net,ipc", "--network=host", "--shm-size=128m").splitlines()[-1]
     options = (f"--pod={pod}", f"--volume={pool}:/pool")
     before = (f"--volume={PREVIOUS}:/pillion", f"--user={USER}:{USER}", "--rootfs", debian(), "/pillion")

@@ -17,8 +17,8 @@ CACHE = ROOT / ".cache"
 
 
 def built(which: str) -> Release:
-    """What scripts/build-previous or scripts/build-next builds."""
-    subprocess.run([ROOT / f"scripts/build-{which}"], check=True)
+    """What scripts/build-release builds: the `previous` release, or the `next`."""
+    subprocess.run([ROOT / "scripts/build-release", which], check=True)
     folder = CACHE / f"{which}-release"
     return Release(folder / "pillion", Library(folder / "libpillion.so"))
 
